@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gpu
+
+// UUID is the driver's name for a GPU ("GPU-…") or a MIG instance ("MIG-…").
+// It is the only name that survives a reboot and a change of slot; an index
+// does not.
+type UUID string
+
+// MiB is an amount of memory in units of 2^20 bytes.
+type MiB uint64
+
+// Inventory is everything the driver says of a node's GPUs at one moment.
+type Inventory struct {
+	// Driver is the kernel driver's version, for example "580.159.03".
+	Driver string `json:"driver,omitempty"`
+	// CUDA is the newest CUDA version the driver serves, "major.minor".
+	CUDA string `json:"cuda,omitempty"`
+	// GPUs is in index order.
+	GPUs []Device `json:"gpus"`
+}
+
+// ByUUID returns the device with that UUID, or nil.
+func (inv *Inventory) ByUUID(u UUID) *Device {
+	for i := range inv.GPUs {
+		if inv.GPUs[i].UUID == u {
+			return &inv.GPUs[i]
+		}
+	}
+	return nil
+}
+
+// Device is one physical GPU.
+type Device struct {
+	// Index is the driver's enumeration order (PCI bus order). It may change
+	// with the hardware; it is for people and for partition files.
+	Index int `json:"index"`
+	// Minor is N of /dev/nvidiaN. It is not the index.
+	Minor int  `json:"minor"`
+	UUID  UUID `json:"uuid"`
+	// PCI is the bus address, "dddddddd:bb:dd.f" in lower case.
+	PCI string `json:"pci,omitempty"`
+	// PCIDevice and PCISubsystem are device and vendor ids as one number,
+	// "0x20B210DE": the form that NVIDIA's MIG manager filters devices by.
+	PCIDevice    string `json:"pciDevice,omitempty"`
+	PCISubsystem string `json:"pciSubsystem,omitempty"`
+	// Model is the driver's product name, for example "NVIDIA H100 80GB HBM3".
+	Model             string `json:"model,omitempty"`
+	ComputeCapability string `json:"computeCapability,omitempty"`
+	// Memory is all of the card's memory, what the driver keeps for itself
+	// included.
+	Memory MiB `json:"memoryMiB"`
+	// Reserved is what the driver and firmware keep; no process can have it.
+	Reserved MiB `json:"reservedMiB,omitempty"`
+	// NUMA is the node that the GPU's PCI slot belongs to; nil where the
+	// machine has no such notion or the driver does not say.
+	NUMA  *int   `json:"numa,omitempty"`
+	Links []Link `json:"links,omitempty"`
+	MIG   MIG    `json:"mig"`
+	// Fault is why the driver could not describe this GPU, empty when it could.
+	// A GPU with a fault is kept in the inventory, so that its devices can be
+	// shown as unhealthy instead of vanishing.
+	Fault string `json:"fault,omitempty"`
+}
+
+// Usable is the memory that processes can have, in MiB.
+func (d *Device) Usable() MiB {
+	if d.Reserved >= d.Memory {
+		return 0
+	}
+	return d.Memory - d.Reserved
+}
+
+// Link is a connection from a GPU to another one, or to an NVSwitch.
+type Link struct {
+	// To is the peer's index; meaningless where Switch is set.
+	To int `json:"to,omitempty"`
+	// NVLink is how many NVLink lanes join the two.
+	NVLink int `json:"nvlink,omitempty"`
+	// Switch says that the lanes end in an NVSwitch, which joins the GPU to all
+	// others on it.
+	Switch bool `json:"switch,omitempty"`
+}
+
+// MIG is a GPU's Multi-Instance state and abilities.
+type MIG struct {
+	Capable bool `json:"capable,omitempty"`
+	// Enabled is the mode in force.
+	Enabled bool `json:"enabled,omitempty"`
+	// Pending is the mode after the next reset. Nil means equal to Enabled.
+	Pending   *bool      `json:"pending,omitempty"`
+	Profiles  []Profile  `json:"profiles,omitempty"`
+	Instances []Instance `json:"instances,omitempty"`
+}
+
+// Profile is a kind of GPU instance that a GPU could hold.
+type Profile struct {
+	// Name is the driver's, for example "1g.10gb+me".
+	Name string `json:"name"`
+	// ID is what the driver's create call takes.
+	ID     int `json:"id,omitempty"`
+	Memory MiB `json:"memoryMiB,omitempty"`
+	// Slices is the number of compute slices.
+	Slices int `json:"slices,omitempty"`
+	// Max is how many can stand on one GPU at a time.
+	Max        int         `json:"max,omitempty"`
+	Placements []Placement `json:"placements,omitempty"`
+}
+
+// Placement is a run of memory slots on a GPU.
+type Placement struct {
+	Start int `json:"start"`
+	Size  int `json:"size"`
+}
+
+// Instance is a MIG instance that exists.
+type Instance struct {
+	Profile string `json:"profile"`
+	Placement
+	GI     int    `json:"gi,omitempty"`
+	CI     int    `json:"ci,omitempty"`
+	UUID   UUID   `json:"uuid,omitempty"`
+	Busy   bool   `json:"busy,omitempty"`
+	Holder string `json:"holder,omitempty"`
+}
+
+// Memory is a GPU's memory at one moment, in MiB.
+type Memory struct {
+	Total, Reserved, Used, Free MiB
+}
+
+// ProcessKind says which of the driver's lists a process was found in.
+type ProcessKind string
+
+// The driver keeps a list for each kind; a process can be in several.
+const (
+	Compute  ProcessKind = "compute"
+	Graphics ProcessKind = "graphics"
+	MPS      ProcessKind = "mps"
+)
+
+// Process is a process that the driver sees on a GPU.
+type Process struct {
+	// PID is in the agent's own PID namespace, as the driver gives it.
+	PID  int
+	Kind ProcessKind
+	// Memory is valid only if Known: the driver may answer "not available",
+	// which is neither zero nor a number.
+	Memory MiB
+	Known  bool
+	// GI and CI name the MIG instance, -1 where there is none.
+	GI, CI int
+}
+
+// EventKind classifies what the driver reports by itself.
+type EventKind string
+
+// Kinds of events.
+const (
+	// EventXid is a driver error report; Event.Xid has its number.
+	EventXid EventKind = "xid"
+)
+
+// Event is something that the driver reported of a GPU.
+type Event struct {
+	Kind EventKind
+	// GPU is empty where the driver could not say which one it was: such an
+	// event concerns all of them.
+	GPU UUID
+	Xid uint64
+	// GI and CI name the MIG instance, -1 where there is none.
+	GI, CI int
+}
