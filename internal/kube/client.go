@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"sync"
+	"time"
+
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/client-go/dynamic"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/client-go/util/flowcontrol"
+)
+
+var (
+	configMaps = schema.GroupVersionResource{Version: "v1", Resource: "configmaps"}
+	nodes      = schema.GroupVersionResource{Version: "v1", Resource: "nodes"}
+	events     = schema.GroupVersionResource{Version: "v1", Resource: "events"}
+)
+
+// Rule is a permission that the package needs, in the words of RBAC.
+type Rule struct {
+	APIGroup, Resource string
+	// Verbs are sorted.
+	Verbs []string
+	// Cluster says that a Role in one namespace is not enough.
+	Cluster bool
+	// Why is the reason, for the manifest's reader.
+	Why string
+}
+
+// Rules is every permission that the package uses. A manifest may narrow the
+// rule for ConfigMaps by resource name, since each list and watch selects one
+// object by name; it cannot narrow the one for Nodes, which differs per node.
+var Rules = []Rule{
+	{Resource: "configmaps", Verbs: []string{"list", "watch"},
+		Why: "follow the partitions"},
+	{Resource: "events", Verbs: []string{"create", "patch"}, Cluster: true,
+		Why: "report on the node, whose Events are in the namespace default, and on pods in theirs"},
+	{Resource: "nodes", Verbs: []string{"list", "patch", "watch"}, Cluster: true,
+		Why: "follow the label that chooses a partition; write the outcome"},
+}
+
+// Options configure a Client.
+type Options struct {
+	// Kubeconfig is a file's path. Empty means the pod's own service account.
+	Kubeconfig string
+	// NodeName is the Node that the agent runs on. Required.
+	NodeName string
+	// Domain is the agent's label prefix, for example "example.com". Required.
+	// WatchNode hands out annotations under it alone, and Events carry it in
+	// the name of their reporter.
+	Domain string
+	// UserAgent is what the API server's audit log shows; empty means
+	// "gpu-agent".
+	UserAgent string
+	// Relist is how often an object is read anew although its watch stands.
+	// Zero means 10 minutes. Each period is drawn from ±25 % of it, so that the
+	// nodes of a cluster do not ask in step.
+	Relist time.Duration
+	// Logger is required.
+	Logger *slog.Logger
+	// Failed, if set, is told of every request that failed: verb and resource
+	// are RBAC's words ("watch", "configmaps"). It must not block.
+	Failed func(verb, resource string)
+	// EventDone, if set, is told what became of every Event. It must not block.
+	EventDone func(EventOutcome)
+}
+
+// Client speaks to one API server for one node. Its methods may be called from
+// several goroutines.
+type Client struct {
+	options Options
+	log     *slog.Logger
+	api     dynamic.Interface
+	timing  timing
+	now     func() time.Time
+
+	queue  chan event
+	bucket flowcontrol.RateLimiter
+
+	mu sync.Mutex // guards what follows
+	// failing has the start of each outage, by operation.
+	failing map[string]time.Time
+	// node is what the server said last of the agent's Node; nil before the
+	// first word and while there is none.
+	node *Node
+}
+
+// timing is apart so that tests need not wait.
+type timing struct {
+	relist time.Duration
+	// watch is how long the server is asked to keep one watch open.
+	watch time.Duration
+	// grace is how much longer than watch an unresponsive one is kept.
+	grace time.Duration
+	// request bounds every request that is not a watch.
+	request time.Duration
+	// lived is how long a watch without an event must have stood for the next
+	// attempt to count as the first.
+	lived              time.Duration
+	pauseMin, pauseMax time.Duration
+	// An Event repeated within quiet of its last write is only counted; within
+	// window, its count is written; later, it is a new Event.
+	quiet, window time.Duration
+}
+
+// New prepares a client. It reads the credentials but makes no request, so it
+// succeeds while the API server is away.
+func New(o Options) (*Client, error) {
+	switch {
+	case o.NodeName == "":
+		return nil, errors.New("the node's name is empty: set --node-name, or NODE_NAME from spec.nodeName")
+	case o.Domain == "":
+		return nil, errors.New("the domain is empty: set --domain")
+	case o.Logger == nil:
+		return nil, errors.New("kube: no logger")
+	}
+	config, err := credentials(o.Kubeconfig)
+	if err != nil {
+		return nil, err
+	}
+	config.UserAgent = o.UserAgent
+	if config.UserAgent == "" {
+		config.UserAgent = "gpu-agent"
+	}
+	config.WarningHandler = rest.NoWarnings{}
+	// Requests are few; the limit is there for a fault of ours.
+	config.QPS, config.Burst = 5, 20
+	api, err := dynamic.NewForConfig(config)
+	if err != nil {
+		return nil, fmt.Errorf("prepare the API client for %s: %w", config.Host, err)
+	}
+	if o.Relist <= 0 {
+		o.Relist = 10 * time.Minute
+	}
+	return &Client{
+		options: o,
+		log:     o.Logger,
+		api:     api,
+		timing: timing{
+			relist: o.Relist, watch: 5 * time.Minute, grace: 30 * time.Second,
+			request: 30 * time.Second, lived: 5 * time.Second,
+			pauseMin: 200 * time.Millisecond, pauseMax: 30 * time.Second,
+			quiet: time.Minute, window: 10 * time.Minute,
+		},
+		now:     time.Now,
+		queue:   make(chan event, 64),
+		bucket:  flowcontrol.NewTokenBucketRateLimiter(1.0/30, 25),
+		failing: map[string]time.Time{},
+	}, nil
+}
+
+func credentials(kubeconfig string) (*rest.Config, error) {
+	if kubeconfig != "" {
+		config, err := clientcmd.BuildConfigFromFlags("", kubeconfig)
+		if err != nil {
+			return nil, fmt.Errorf("read kubeconfig %s: %w", kubeconfig, err)
+		}
+		return config, nil
+	}
+	config, err := rest.InClusterConfig()
+	if errors.Is(err, rest.ErrNotInCluster) {
+		return nil, fmt.Errorf("no service account here, and no --kubeconfig: %w", err)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read the pod's service account: %w", err)
+	}
+	return config, nil
+}
+
+// unreachable is the one outage that all operations share while no answer
+// comes at all.
+const unreachable = "reach the API server"
+
+// note keeps account of outages: one line when an operation begins to fail, one
+// when it works again, none between.
+func (c *Client) note(ctx context.Context, verb, resource, name string, err error) {
+	if ctx.Err() != nil && err != nil {
+		return // stopped by ourselves
+	}
+	operation := verb + " " + resource + " " + name
+	if err == nil {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		for _, op := range []string{unreachable, operation} {
+			if since, ok := c.failing[op]; ok {
+				delete(c.failing, op)
+				c.log.Info("API server answers again", "operation", op, "after", c.now().Sub(since).Round(time.Millisecond))
+			}
+		}
+		return
+	}
+	if c.options.Failed != nil {
+		c.options.Failed(verb, resource)
+	}
+	if !answered(err) {
+		operation = unreachable
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if _, ok := c.failing[operation]; ok {
+		return
+	}
+	c.failing[operation] = c.now()
+	c.log.Warn("API server request fails; trying on", "operation", operation, "err", err)
+}
+
+// pause is a back-off: each wait is drawn from the upper half of a bound that
+// doubles up to max.
+type pause struct {
+	min, max, bound time.Duration
+}
+
+func (c *Client) pause() *pause {
+	return &pause{min: c.timing.pauseMin, max: c.timing.pauseMax}
+}
+
+func (p *pause) reset() { p.bound = 0 }
+
+// wait returns false when ctx ended first.
+func (p *pause) wait(ctx context.Context) bool {
+	p.bound = min(max(2*p.bound, p.min), p.max)
+	timer := time.NewTimer(p.bound/2 + rand.N(p.bound/2+1))
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
+
+// around draws from ±25 % of d.
+func around(d time.Duration) time.Duration {
+	return d*3/4 + rand.N(d/2+1)
+}

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package kube is the agent's only door to the Kubernetes API server.
+//
+// Through it the agent reads two objects, the ConfigMap that holds its
+// partitions and its own Node, and writes two, the Node's labels and
+// annotations and Events. Nothing else: [Rules] lists every verb on every
+// resource, and the manifests are tested against that list.
+//
+// # Following one object
+//
+// [Client.WatchConfigMap] and [Client.WatchNode] list one object by its name,
+// watch it from there, and say what they see when it differs from what they
+// said last. A watch that ends is resumed where it stood; any failure, an
+// expired resource version included, starts over with a list, which costs one
+// object. The list is also repeated every [Options].Relist, so that an event
+// lost on the way is made good without anyone noticing.
+//
+//	client, err := kube.New(kube.Options{NodeName: "node-1", Domain: "example.com", Logger: log})
+//	…
+//	err = client.WatchConfigMap(ctx, "gpu", "gpu-partitions", func(cm *kube.ConfigMap) {
+//		// cm is nil when the server says that there is none
+//	})
+//
+// An API server that is away is not news about the object: the function is not
+// called, what was seen last stays in force, and the log has one line when the
+// outage begins and one when it is over. Only the end of the context ends a
+// watch.
+//
+// # Memory
+//
+// The agent runs on every node and is to stay small, so there is no typed
+// client (tens of megabytes of generated types), no informer and no cache: the
+// dynamic client, one object a watch, and copies of the few fields that count.
+// Of a node's annotations only those under the agent's own domain are handed
+// out, since other programs keep heartbeats there.
+//
+// # Events
+//
+// [Client.Event] never waits: it puts the Event on a short queue that
+// [Client.Run] sends from. The same Event again within ten minutes raises the
+// count of the first one, at most once a minute, and a token bucket bounds what
+// a sick node can write. Events are of core/v1, as the kubelet's own are, and
+// one that regards the node names it as the kubelet does, with the node's name
+// in place of its UID: by that `kubectl describe node` finds it.
+//
+// The package does not know what a partition, a GPU or a label means.
+package kube

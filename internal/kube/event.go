@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"strings"
+	"time"
+	"unicode/utf8"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// EventType is what kubectl shows in an Event's first column but one.
+type EventType string
+
+// The two types that the API knows.
+const (
+	Normal  EventType = "Normal"
+	Warning EventType = "Warning"
+)
+
+// EventOutcome is what became of one call of Event.
+type EventOutcome string
+
+// Outcomes.
+const (
+	// EventSent: a new Event, or a higher count on an old one, was written.
+	EventSent EventOutcome = "sent"
+	// EventMerged: it repeats one that was written a moment ago; the count is
+	// written with the next repetition.
+	EventMerged EventOutcome = "merged"
+	// EventDropped: the queue was full, the bucket was empty, the server
+	// refused, or was away for too long.
+	EventDropped EventOutcome = "dropped"
+)
+
+// Regarding is the object that an Event is about. The zero value is the
+// agent's own Node.
+type Regarding struct {
+	// Namespace, Pod and UID name a pod. Without a UID the Event is kept, but
+	// `kubectl describe pod` does not find it.
+	Namespace, Pod, UID string
+}
+
+// Limits of the API's validation: maxMessage and maxReason are its
+// NoteLengthLimit and ReasonLengthLimit.
+const (
+	maxMessage = 1024
+	maxReason  = 128
+)
+
+type event struct {
+	regarding Regarding
+	kind      EventType
+	reason    string
+	message   string
+	at        time.Time
+}
+
+// Event queues an Event and returns at once; Run sends it. reason is one word
+// in UpperCamelCase; a message beyond 1,024 bytes is cut.
+func (c *Client) Event(regarding Regarding, kind EventType, reason, message string) {
+	e := event{regarding, kind, cut(reason, maxReason), cut(message, maxMessage), c.now()}
+	select {
+	case c.queue <- e:
+	default:
+		c.dropped(e, "the queue is full")
+	}
+}
+
+// cut shortens s to at most limit bytes, at the edge of a character.
+func cut(s string, limit int) string {
+	s = strings.ToValidUTF8(s, "\uFFFD")
+	if len(s) <= limit {
+		return s
+	}
+	const more = "…"
+	end := limit - len(more)
+	for !utf8.RuneStart(s[end]) {
+		end--
+	}
+	return s[:end] + more
+}
+
+func (c *Client) dropped(e event, why string) {
+	c.log.Warn("Event dropped", "because", why, "reason", e.reason, "message", e.message)
+	c.eventDone(EventDropped)
+}
+
+func (c *Client) eventDone(o EventOutcome) {
+	if c.options.EventDone != nil {
+		c.options.EventDone(o)
+	}
+}
+
+// written is an Event that the server has.
+type written struct {
+	namespace, name string
+	// count includes repetitions that were not written yet.
+	count int
+	at    time.Time
+}
+
+// identity is an event without its time.
+func (e event) identity() event {
+	e.at = time.Time{}
+	return e
+}
+
+// Run sends queued Events until ctx ends, whose error it returns. What is in
+// the queue then is lost.
+func (c *Client) Run(ctx context.Context) error {
+	seen := map[event]*written{}
+	for {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case e := <-c.queue:
+			for key, w := range seen {
+				if c.now().Sub(w.at) > c.timing.window {
+					delete(seen, key)
+				}
+			}
+			c.send(ctx, e, seen)
+		}
+	}
+}
+
+// send writes one Event, waiting for a server that is away until the Event is
+// older than the window. Meanwhile others wait in the queue.
+func (c *Client) send(ctx context.Context, e event, seen map[event]*written) {
+	known := seen[e.identity()]
+	if known != nil {
+		known.count++
+		if e.at.Sub(known.at) < c.timing.quiet {
+			c.eventDone(EventMerged)
+			return
+		}
+	}
+	if !c.bucket.TryAccept() {
+		c.dropped(e, "too many Events")
+		return
+	}
+	for retry := c.pause(); ; {
+		err := c.write(ctx, e, known)
+		if known != nil && apierrors.IsNotFound(err) {
+			// The API server forgets Events, after an hour by default.
+			known = nil
+			continue
+		}
+		switch {
+		case err == nil:
+			c.eventDone(EventSent)
+			if known == nil {
+				known = &written{namespace: e.namespace(), name: c.eventName(e), count: 1}
+				seen[e.identity()] = known
+			}
+			known.at = e.at
+			return
+		case ctx.Err() != nil:
+			return
+		case answered(err) && !transient(err):
+			c.dropped(e, err.Error())
+			return
+		case c.now().Sub(e.at) > c.timing.window:
+			c.dropped(e, "the API server is away")
+			return
+		}
+		if !retry.wait(ctx) {
+			return
+		}
+	}
+}
+
+func transient(err error) bool {
+	return apierrors.IsInternalError(err) || apierrors.IsServerTimeout(err) || apierrors.IsTimeout(err) ||
+		apierrors.IsServiceUnavailable(err) || apierrors.IsTooManyRequests(err)
+}
+
+func (c *Client) write(ctx context.Context, e event, known *written) error {
+	bounded, cancel := context.WithTimeout(ctx, c.timing.request)
+	defer cancel()
+	if known == nil {
+		api := c.api.Resource(events).Namespace(e.namespace())
+		_, err := api.Create(bounded, c.object(e), metav1.CreateOptions{FieldManager: "gpu-agent"})
+		if apierrors.IsAlreadyExists(err) {
+			err = nil // an answer that got lost on the way
+		}
+		c.note(ctx, "create", events.Resource, e.namespace(), err)
+		return err
+	}
+	body, err := json.Marshal(map[string]any{"count": known.count, "lastTimestamp": stamp(e.at)})
+	if err != nil {
+		return fmt.Errorf("encode the patch of event %s: %w", known.name, err)
+	}
+	_, err = c.api.Resource(events).Namespace(known.namespace).
+		Patch(bounded, known.name, types.MergePatchType, body, metav1.PatchOptions{FieldManager: "gpu-agent"})
+	if apierrors.IsNotFound(err) {
+		c.note(ctx, "patch", events.Resource, known.namespace, nil)
+		return err
+	}
+	c.note(ctx, "patch", events.Resource, known.namespace, err)
+	return err
+}
+
+// namespace is where the API wants the Event: a pod's own, and for objects
+// without one, "default".
+func (e event) namespace() string {
+	if e.regarding.Namespace == "" {
+		return metav1.NamespaceDefault
+	}
+	return e.regarding.Namespace
+}
+
+// eventName is unique as long as no two Events about one object are made in
+// one nanosecond.
+func (c *Client) eventName(e event) string {
+	name := e.regarding.Pod
+	if name == "" {
+		name = c.options.NodeName
+	}
+	// A name may have 253 bytes; 16 hex digits and a dot follow.
+	return fmt.Sprintf("%s.%x", strings.TrimRight(name[:min(len(name), 230)], ".-"), e.at.UnixNano())
+}
+
+func stamp(t time.Time) string { return t.UTC().Format(time.RFC3339) }
+
+func (c *Client) object(e event) *unstructured.Unstructured {
+	involved := map[string]any{"apiVersion": "v1", "kind": "Pod",
+		"namespace": e.regarding.Namespace, "name": e.regarding.Pod, "uid": e.regarding.UID}
+	if e.regarding.Pod == "" {
+		involved = map[string]any{"apiVersion": "v1", "kind": "Node",
+			"name": c.options.NodeName, "uid": c.options.NodeName}
+	}
+	reporter := c.options.Domain + "/gpu-agent"
+	return &unstructured.Unstructured{Object: map[string]any{
+		"apiVersion": "v1", "kind": "Event",
+		"metadata":           map[string]any{"namespace": e.namespace(), "name": c.eventName(e)},
+		"involvedObject":     involved,
+		"type":               string(e.kind),
+		"reason":             e.reason,
+		"message":            e.message,
+		"source":             map[string]any{"component": "gpu-agent", "host": c.options.NodeName},
+		"reportingComponent": reporter,
+		"reportingInstance":  c.options.NodeName,
+		"firstTimestamp":     stamp(e.at),
+		"lastTimestamp":      stamp(e.at),
+		"count":              int64(1),
+	}}
+}

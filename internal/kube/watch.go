@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"strings"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/dynamic"
+)
+
+// ConfigMap is what the agent needs of one.
+type ConfigMap struct {
+	Data            map[string]string
+	ResourceVersion string
+}
+
+// Node is what the agent needs of its Node.
+type Node struct {
+	Labels map[string]string
+	// Annotations are those under Options.Domain.
+	Annotations   map[string]string
+	Unschedulable bool
+
+	version string
+}
+
+// WatchConfigMap follows a ConfigMap until ctx ends, which is the only error it
+// returns besides that of an empty name. fn is called with the first word that
+// the server gives, and then whenever the data differs from the last call's;
+// nil means that the server says there is no such ConfigMap. Calls never
+// overlap.
+func (c *Client) WatchConfigMap(ctx context.Context, namespace, name string, fn func(*ConfigMap)) error {
+	if namespace == "" || name == "" {
+		return fmt.Errorf("watch ConfigMap %q in namespace %q: both names are needed", name, namespace)
+	}
+	var last *ConfigMap
+	told := false
+	return c.follow(ctx, target{configMaps, namespace, name}, func(object *unstructured.Unstructured) {
+		var now *ConfigMap
+		if object != nil {
+			data, _, err := unstructured.NestedStringMap(object.Object, "data")
+			if err != nil {
+				// The API server validates this field; a proxy in between may not.
+				c.log.Error("ignoring a malformed ConfigMap", "namespace", namespace, "name", name, "err", err)
+				return
+			}
+			now = &ConfigMap{Data: data, ResourceVersion: object.GetResourceVersion()}
+		}
+		if told && (now == nil) == (last == nil) && (now == nil || maps.Equal(now.Data, last.Data)) {
+			return
+		}
+		last, told = now, true
+		if now != nil {
+			now = &ConfigMap{Data: maps.Clone(now.Data), ResourceVersion: now.ResourceVersion}
+		}
+		fn(now)
+	})
+}
+
+// WatchNode follows the agent's Node until ctx ends, which is the only error
+// that it returns. fn is called with the first word that the server gives, and
+// then whenever a label, an annotation under the domain or the scheduling of
+// the node differs from the last call's. Changes made through PatchNode are
+// such changes. A Node that is not there is not reported: a kubelet that is
+// alive makes it again.
+func (c *Client) WatchNode(ctx context.Context, fn func(Node)) error {
+	var last Node
+	told := false
+	name := c.options.NodeName
+	return c.follow(ctx, target{nodes, "", name}, func(object *unstructured.Unstructured) {
+		if object == nil {
+			c.setNode(nil)
+			c.log.Warn("the API server has no Node of this name; what was seen last stays in force", "node", name)
+			return
+		}
+		whole := readNode(object)
+		c.setNode(&whole)
+		now := whole
+		now.Annotations = c.own(whole.Annotations)
+		if told && now.Unschedulable == last.Unschedulable &&
+			maps.Equal(now.Labels, last.Labels) && maps.Equal(now.Annotations, last.Annotations) {
+			return
+		}
+		last, told = now, true
+		fn(Node{
+			Labels:        maps.Clone(now.Labels),
+			Annotations:   maps.Clone(now.Annotations),
+			Unschedulable: now.Unschedulable,
+		})
+	})
+}
+
+func readNode(object *unstructured.Unstructured) Node {
+	unschedulable, _, _ := unstructured.NestedBool(object.Object, "spec", "unschedulable")
+	return Node{Labels: object.GetLabels(), Annotations: object.GetAnnotations(),
+		Unschedulable: unschedulable, version: object.GetResourceVersion()}
+}
+
+func (c *Client) own(annotations map[string]string) map[string]string {
+	own := map[string]string{}
+	for key, value := range annotations {
+		if strings.HasPrefix(key, c.options.Domain+"/") {
+			own[key] = value
+		}
+	}
+	return own
+}
+
+func (c *Client) setNode(n *Node) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.node = n
+}
+
+// target names one object.
+type target struct {
+	resource        schema.GroupVersionResource
+	namespace, name string
+}
+
+func (t target) in(api dynamic.Interface) dynamic.ResourceInterface {
+	if t.namespace == "" {
+		return api.Resource(t.resource)
+	}
+	return api.Resource(t.resource).Namespace(t.namespace)
+}
+
+func (t target) String() string {
+	if t.namespace == "" {
+		return t.name
+	}
+	return t.namespace + "/" + t.name
+}
+
+func (t target) selector() string {
+	return fields.OneTermEqualSelector("metadata.name", t.name).String()
+}
+
+// Ends of a watch that are no failures of the server's.
+var (
+	errPeriod = errors.New("time to list again")
+	// errShort: the stream ended at once and empty. The client library makes
+	// such a stream of a connection that timed out, so only a list can tell
+	// whether the server is there.
+	errShort = errors.New("watch ended at once")
+)
+
+// follow calls see with the object after every list and every event, and with
+// nil when it is not there.
+func (c *Client) follow(ctx context.Context, t target, see func(*unstructured.Unstructured)) error {
+	retry := c.pause()
+	for {
+		version, err := c.list(ctx, t, see)
+		c.note(ctx, "list", t.resource.Resource, t.String(), err)
+		until := c.now().Add(around(c.timing.relist))
+		for err == nil {
+			began, events := c.now(), 0
+			version, events, err = c.watch(ctx, t, version, until, see)
+			stood := events > 0 || c.now().Sub(began) >= c.timing.lived
+			switch {
+			case failure(err) != nil:
+				c.note(ctx, "watch", t.resource.Resource, t.String(), err)
+			case stood:
+				c.note(ctx, "watch", t.resource.Resource, t.String(), nil)
+				retry.reset()
+			case err == nil:
+				err = errShort
+			}
+			if err == nil && !retry.wait(ctx) {
+				return ctx.Err()
+			}
+		}
+		if !retry.wait(ctx) {
+			return ctx.Err()
+		}
+	}
+}
+
+// failure is nil for the ends of a watch that belong to its life.
+func failure(err error) error {
+	if errors.Is(err, errPeriod) || apierrors.IsResourceExpired(err) || apierrors.IsGone(err) {
+		return nil
+	}
+	return err
+}
+
+// list reads the object and returns the version to watch from.
+func (c *Client) list(ctx context.Context, t target, see func(*unstructured.Unstructured)) (string, error) {
+	ctx, cancel := context.WithTimeout(ctx, c.timing.request)
+	defer cancel()
+	list, err := t.in(c.api).List(ctx, metav1.ListOptions{FieldSelector: t.selector()})
+	if err != nil {
+		return "", err
+	}
+	for i := range list.Items {
+		if list.Items[i].GetName() == t.name {
+			see(&list.Items[i])
+			return list.GetResourceVersion(), nil
+		}
+	}
+	see(nil)
+	return list.GetResourceVersion(), nil
+}
+
+// watch follows one stream to its end and returns the version to resume from
+// and the number of events that came. A nil error means that the stream ended
+// without a complaint, as a server does after the time it was asked for, and
+// as a cut connection looks.
+func (c *Client) watch(ctx context.Context, t target, version string, until time.Time, see func(*unstructured.Unstructured)) (string, int, error) {
+	left := until.Sub(c.now())
+	if left <= 0 {
+		return version, 0, errPeriod
+	}
+	span := min(left, c.timing.watch)
+	// The server ends the watch; the context is for one that does not.
+	ctx, cancel := context.WithTimeout(ctx, span+c.timing.grace)
+	defer cancel()
+	seconds := int64(span/time.Second) + 1
+	stream, err := t.in(c.api).Watch(ctx, metav1.ListOptions{
+		FieldSelector: t.selector(), ResourceVersion: version, AllowWatchBookmarks: true, TimeoutSeconds: &seconds,
+	})
+	if err != nil {
+		return version, 0, err
+	}
+	defer stream.Stop()
+	for count := 0; ; {
+		select {
+		case <-ctx.Done():
+			return version, count, nil
+		case e, ok := <-stream.ResultChan():
+			if !ok {
+				return version, count, nil
+			}
+			if e.Type == watch.Error {
+				return version, count, apierrors.FromObject(e.Object)
+			}
+			object, ok := e.Object.(*unstructured.Unstructured)
+			if !ok {
+				return version, count, fmt.Errorf("watch event of unexpected type %T", e.Object)
+			}
+			if v := object.GetResourceVersion(); v != "" {
+				version = v
+			}
+			count++
+			if e.Type == watch.Bookmark || object.GetName() != t.name {
+				continue
+			}
+			if e.Type == watch.Deleted {
+				object = nil
+			}
+			see(object)
+		}
+	}
+}
+
+// answered tells an error that the server gave from one of reaching it.
+func answered(err error) bool {
+	var status apierrors.APIStatus
+	return errors.As(err, &status)
+}
