@@ -18,6 +18,9 @@ type tally struct {
 	pieces []piece
 	// gpus is in order of first appearance, which no answer may depend on.
 	gpus []onGPU
+	// slots remembers, by a hash of a UUID's tail, which GPU was found last,
+	// plus one. It may be wrong, and is then only slower.
+	slots [64]uint8
 }
 
 type piece struct {
@@ -102,12 +105,16 @@ func count(available, must []string, n int) (*tally, error) {
 }
 
 // find returns the index of a GPU in gpus, where it puts one that is new, and -1
-// for what is not a UUID. A node has few GPUs: looking along the slice beats
-// hashing 40 bytes.
+// for what is not a UUID.
 func (t *tally) find(uuid string) int {
 	tail := tailOf(uuid)
+	slot := &t.slots[tail*0x9e3779b97f4a7c15>>58] // Fibonacci hashing to 6 bits
+	if g := int(*slot) - 1; g >= 0 && t.gpus[g].tail == tail && t.gpus[g].uuid == uuid {
+		return g
+	}
 	for g := range t.gpus {
 		if t.gpus[g].tail == tail && t.gpus[g].uuid == uuid {
+			*slot = uint8(g + 1)
 			return g
 		}
 	}
