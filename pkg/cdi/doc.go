@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package cdi describes a claim to a container runtime: it turns "these GPUs
+// for that claim" into a Container Device Interface (CDI) spec, as a value.
+//
+// A claim is what the kubelet once asked for: a resource and some device IDs.
+// Its [Key] names it everywhere: in the device name that Allocate answers with
+// ([DeviceName]), in the file that the runtime finds that device in
+// ([FileName]), and in the annotation by which the container is recognised
+// later ([AnnotationName]).
+//
+// A claim's spec is self-contained. It holds one device, named by the key, and
+// that device carries everything: the driver's common files and hooks, the
+// device nodes of each GPU, and whatever else the claim needs. So a runtime
+// reads one file and no other, and the presence of the file alone says whether
+// the claim may start: no file, no container.
+//
+//	parts, _ := driver.Parts(ctx)                      // what containers need, per GPU
+//	key := cdi.Key("example.com/gpu-mem", ids)         // "5f0c…"
+//	spec, err := cdi.Spec("example.com", key, parts, []gpu.UUID{"GPU-…"})
+//
+// Specs are deterministic: equal arguments, in whatever order the GPUs come,
+// give equal values, so that a caller may compare bytes to see whether a file
+// must be written again. They declare the oldest CDI version that can express
+// them, because a runtime refuses a file of a version newer than its own.
+//
+// Every spec sets NVIDIA_VISIBLE_DEVICES=void, as NVIDIA's own generator does.
+// The name belongs to an older way of handing GPUs to containers; the value
+// keeps a runtime hook that still obeys it, perhaps set in the image, from
+// adding GPUs that nobody claimed.
+//
+// The package does not know what files a driver has (pkg/gpu/nvml does), where
+// specs are kept (pkg/cdi/dir does), or how a GPU is shared.
+package cdi

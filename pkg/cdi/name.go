@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cdi
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"fmt"
+	"slices"
+	"strings"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// class is the second half of the CDI kind, <domain>/gpu.
+const class = "gpu"
+
+// keyDigits is the length of a key, in hexadecimal digits: 64 bits, so that
+// two claims of one node never meet by chance.
+const keyDigits = 16
+
+// Key names a claim: the first 16 hexadecimal digits, in lower case, of
+// SHA-256 over the resource's full name followed by each device ID, sorted by
+// bytes and preceded by one NUL:
+//
+//	resource NUL id NUL id …
+//
+// NUL occurs in neither, so no two claims spell the same bytes. The order of
+// ids does not matter, and ids is left as it is.
+func Key(resource string, ids []string) string {
+	sorted := slices.Clone(ids)
+	slices.Sort(sorted)
+	h := sha256.New()
+	h.Write([]byte(resource))
+	for _, id := range sorted {
+		h.Write([]byte{0})
+		h.Write([]byte(id))
+	}
+	return hex.EncodeToString(h.Sum(nil))[:keyDigits]
+}
+
+// ValidKey reports whether key has the form that Key gives.
+func ValidKey(key string) bool {
+	return len(key) == keyDigits && strings.Trim(key, "0123456789abcdef") == ""
+}
+
+// ValidateDomain refuses a domain that cannot stand in CDI names, file names
+// and annotation names alike: it must be a DNS name in lower case of at most
+// 253 characters that begins with a letter (CDI vendors must). The error wraps
+// gpu.ErrInvalid.
+func ValidateDomain(domain string) error {
+	bad := func(why string) error {
+		return fmt.Errorf("domain %q: %s: %w", domain, why, gpu.ErrInvalid)
+	}
+	if domain == "" || len(domain) > 253 {
+		return bad("must have 1 to 253 characters")
+	}
+	if domain[0] < 'a' || domain[0] > 'z' {
+		return bad("must begin with a letter a-z")
+	}
+	for label := range strings.SplitSeq(domain, ".") {
+		if label == "" || label[0] == '-' || label[len(label)-1] == '-' {
+			return bad("each part between dots must begin and end with a letter or digit")
+		}
+		if strings.Trim(label, "abcdefghijklmnopqrstuvwxyz0123456789-") != "" {
+			return bad("may hold only a-z, 0-9, '-' and '.'")
+		}
+	}
+	return nil
+}
+
+// Kind is the CDI kind of every spec of a domain, "example.com/gpu".
+func Kind(domain string) string { return domain + "/" + class }
+
+// DeviceName is what Allocate answers with: the claim's fully qualified CDI
+// device, "example.com/gpu=<key>".
+func DeviceName(domain, key string) string { return Kind(domain) + "=" + key }
+
+// FileName is the base name of the claim's file, "example.com-gpu-<key>.json".
+// It is the same in every version of the agent, so that one can end what
+// another began. The domain must be valid (ValidateDomain).
+func FileName(domain, key string) string { return filePrefix(domain) + key + fileSuffix }
+
+// ParseFileName is FileName backwards; ok says whether the file is one of the
+// domain's claims.
+func ParseFileName(domain, name string) (key string, ok bool) {
+	key, ok = strings.CutPrefix(name, filePrefix(domain))
+	if !ok {
+		return "", false
+	}
+	key, ok = strings.CutSuffix(key, fileSuffix)
+	if !ok || !ValidKey(key) {
+		return "", false
+	}
+	return key, true
+}
+
+const fileSuffix = ".json"
+
+func filePrefix(domain string) string { return domain + "-" + class + "-" }
+
+// AnnotationName is the name of the annotation that marks a claim's container
+// at the runtime, "example.com/gpu-claim.<key>". The name carries the key, not
+// the value, because the kubelet keeps only one value of a name when a
+// container uses two resources.
+func AnnotationName(domain, key string) string { return domain + "/gpu-claim." + key }
