@@ -156,7 +156,10 @@ func (p *PodResources) ask(ctx context.Context, question func(podresources.PodRe
 		return err
 	}
 	err = question(podresources.NewPodResourcesListerClient(conn))
-	if fresh || status.Code(err) != codes.Unavailable || ctx.Err() != nil {
+	// Canceled, without our context being so: another caller found the
+	// connection dead and closed it.
+	code := status.Code(err)
+	if fresh || code != codes.Unavailable && code != codes.Canceled || ctx.Err() != nil {
 		return err
 	}
 	if conn, _, err = p.connection(conn); err != nil {

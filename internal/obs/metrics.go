@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package obs
+
+import (
+	"regexp"
+	"runtime"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+)
+
+const prefix = "gpu_agent_"
+
+// Metrics counts what happens between two scrapes. Its methods may be called
+// from several goroutines and never block.
+type Metrics struct {
+	version string
+	plugin  *prometheus.HistogramVec
+	driver  *prometheus.HistogramVec
+	round   *prometheus.HistogramVec
+	api     *prometheus.CounterVec
+	events  *prometheus.CounterVec
+}
+
+// NewMetrics returns counters at zero. version is the agent's own.
+func NewMetrics(version string) *Metrics {
+	histogram := func(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
+		return prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: prefix + name, Help: help, Buckets: buckets}, labels)
+	}
+	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
+		return prometheus.NewCounterVec(prometheus.CounterOpts{Name: prefix + name, Help: help}, labels)
+	}
+	return &Metrics{
+		version: version,
+		// A healthy call takes well under a millisecond; PreStartContainer may
+		// wait for the 30 s that the kubelet grants.
+		plugin: histogram("plugin_request_duration_seconds",
+			"Time to answer a call of the kubelet's device-plugin API.",
+			[]float64{.00005, .0001, .00025, .0005, .001, .0025, .01, .1, 1, 10, 30}, "resource", "method", "code"),
+		// Making a MIG instance takes up to a second, and five on a busy node.
+		driver: histogram("driver_request_duration_seconds",
+			"Time that a call of the GPU driver took.",
+			[]float64{.0001, .001, .01, .1, 1, 10}, "call", "code"),
+		round: histogram("round_duration_seconds",
+			"Time that a round of the loop took, from looking at the node to publishing the view.",
+			[]float64{.001, .01, .1, 1, 10, 60}, "result"),
+		api: counter("api_errors_total",
+			"Requests to the API server that failed.", "verb", "resource"),
+		events: counter("events_total",
+			"Kubernetes Events by what became of them: sent, merged into an earlier one, or dropped.", "outcome"),
+	}
+}
+
+// PluginRequest counts a kubelet's call. resource is the full resource name,
+// method the RPC's ("Allocate"), code gRPC's ("OK").
+func (m *Metrics) PluginRequest(resource, method, code string, took time.Duration) {
+	m.plugin.WithLabelValues(resource, method, code).Observe(took.Seconds())
+}
+
+// DriverCall counts a call of the driver. code is "ok" or the failure's kind.
+func (m *Metrics) DriverCall(call, code string, took time.Duration) {
+	m.driver.WithLabelValues(call, code).Observe(took.Seconds())
+}
+
+// Round counts a round of the loop.
+func (m *Metrics) Round(err error, took time.Duration) {
+	result := "ok"
+	if err != nil {
+		result = "error"
+	}
+	m.round.WithLabelValues(result).Observe(took.Seconds())
+}
+
+// APIError counts a failed request to the API server, in RBAC's words.
+func (m *Metrics) APIError(verb, resource string) { m.api.WithLabelValues(verb, resource).Inc() }
+
+// Event counts an Event by its outcome: "sent", "merged" or "dropped".
+func (m *Metrics) Event(outcome string) { m.events.WithLabelValues(outcome).Inc() }
+
+// registry gathers everything that /metrics shows.
+func (m *Metrics) registry(status func() Status) *prometheus.Registry {
+	r := prometheus.NewRegistry()
+	r.MustRegister(m.plugin, m.driver, m.round, m.api, m.events,
+		view{version: m.version, status: status},
+		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
+		// The collector's default is some forty series on every node of a
+		// cluster; these are the ones that people draw.
+		collectors.NewGoCollector(
+			collectors.WithGoCollectorMemStatsMetricsDisabled(),
+			collectors.WithGoCollectorRuntimeMetrics(
+				collectors.GoRuntimeMetricsRule{Matcher: regexp.MustCompile(`^/memory/classes/(heap/objects|total):bytes$`)}),
+		))
+	return r
+}
+
+func gauge(name, help string, labels ...string) *prometheus.Desc {
+	return prometheus.NewDesc(prefix+name, help, labels, nil)
+}
+
+var (
+	buildInfo  = gauge("build_info", "The agent's version and the Go version it was built with; always 1.", "version", "goversion")
+	driverInfo = gauge("driver_info", "The GPU driver's version and the newest CUDA version it serves; always 1.", "driver", "cuda")
+	gpuInfo    = gauge("gpu_info", "A GPU's index, model and mode (whole, shared, mig, off); always 1.", "gpu", "index", "model", "mode")
+	gpuMemory  = gauge("gpu_memory_bytes", "Size of the GPU's memory, what the driver keeps for itself included.", "gpu")
+	gpuHealthy = gauge("gpu_healthy", "Whether the GPU is healthy: 1 or 0.", "gpu")
+	gpuBlocked = gauge("gpu_blocked", "Whether the wanted change of the GPU waits for holders: 1 or 0.", "gpu")
+	devices    = gauge("devices", "Devices on offer to the kubelet: free, held, or unhealthy and held by nobody.", "gpu", "resource", "state")
+	claims     = gauge("claims", "Sets of devices that were handed out and have not ended.")
+	partition  = gauge("partition_state", "State of the node's partition: 1 for the present one, 0 for the others.", "partition", "state")
+	generation = gauge("partition_generation", "How many partitions were accepted since the agent started.")
+)
+
+// view turns a Status into metrics.
+type view struct {
+	version string
+	status  func() Status
+}
+
+// Describe sends what Collect can send, so that the registry finds a clash of
+// names at the start.
+func (v view) Describe(out chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{buildInfo, driverInfo, gpuInfo, gpuMemory, gpuHealthy, gpuBlocked,
+		devices, claims, partition, generation} {
+		out <- d
+	}
+}
+
+// Collect sends the metrics of one snapshot.
+func (v view) Collect(out chan<- prometheus.Metric) {
+	send := func(d *prometheus.Desc, value float64, labels ...string) {
+		out <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, value, valid(labels)...)
+	}
+	s := v.status()
+	send(buildInfo, 1, v.version, runtime.Version())
+	if s.Driver != "" {
+		send(driverInfo, 1, s.Driver, s.CUDA)
+	}
+	send(claims, float64(s.Claims))
+	send(generation, float64(s.Partition.Generation))
+	if s.Partition.State != "" {
+		for _, state := range PartitionStates {
+			send(partition, truth(state == s.Partition.State), s.Partition.Name, state)
+		}
+	}
+	// Two GPUs of one UUID would make the whole scrape fail.
+	seen := map[string]bool{}
+	for _, g := range s.GPUs {
+		if seen[g.UUID] {
+			continue
+		}
+		seen[g.UUID] = true
+		send(gpuInfo, 1, g.UUID, strconv.Itoa(g.Index), g.Model, g.Mode)
+		send(gpuMemory, float64(g.MemoryMiB)*(1<<20), g.UUID)
+		send(gpuHealthy, truth(g.Health == Healthy), g.UUID)
+		send(gpuBlocked, truth(g.Blocked != ""), g.UUID)
+		if g.Resource != "" {
+			send(devices, float64(g.Free), g.UUID, g.Resource, "free")
+			send(devices, float64(g.Used), g.UUID, g.Resource, "held")
+			send(devices, float64(g.Unhealthy), g.UUID, g.Resource, "unhealthy")
+		}
+	}
+}
+
+func truth(b bool) float64 {
+	if b {
+		return 1
+	}
+	return 0
+}
+
+// valid makes label values that Prometheus accepts.
+func valid(labels []string) []string {
+	for i, l := range labels {
+		labels[i] = strings.ToValidUTF8(l, "\uFFFD")
+	}
+	return labels
+}

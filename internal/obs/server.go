@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package obs
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	neturl "net/url"
+	"strings"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+)
+
+// Options configure a Server. All fields but Addr are required.
+type Options struct {
+	// Addr is where to listen, ":9500" for every address. Empty means no
+	// server: Run then only waits.
+	Addr   string
+	Logger *slog.Logger
+	// Healthy and Ready return nil or the reason why not. They must return at
+	// once and may be called from several goroutines.
+	Healthy, Ready func() error
+	// Status returns the current view, under the same terms. The caller of it
+	// changes nothing in the value.
+	Status  func() Status
+	Metrics *Metrics
+}
+
+// Server serves the pages that the package comment lists.
+type Server struct {
+	options  Options
+	registry *prometheus.Registry
+}
+
+// New prepares a server.
+func New(o Options) *Server {
+	return &Server{options: o, registry: o.Metrics.registry(o.Status)}
+}
+
+// Run listens and serves until ctx ends, whose error it then returns. It fails
+// where the address cannot be had.
+func (s *Server) Run(ctx context.Context) error {
+	if s.options.Addr == "" {
+		<-ctx.Done()
+		return ctx.Err()
+	}
+	listener, err := (&net.ListenConfig{}).Listen(ctx, "tcp", s.options.Addr)
+	if err != nil {
+		return fmt.Errorf("serve metrics and health on %q (--http): %w", s.options.Addr, err)
+	}
+	return s.Serve(ctx, listener)
+}
+
+// Serve is Run on a listener of the caller's, which it closes.
+func (s *Server) Serve(ctx context.Context, listener net.Listener) error {
+	// The port is open to the node's network: whoever holds a connection holds
+	// little and not for long.
+	server := &http.Server{
+		Handler:           s.Handler(),
+		ReadHeaderTimeout: 5 * time.Second,
+		ReadTimeout:       10 * time.Second,
+		WriteTimeout:      30 * time.Second,
+		IdleTimeout:       2 * time.Minute,
+		MaxHeaderBytes:    8 << 10,
+		ErrorLog:          slog.NewLogLogger(s.options.Logger.Handler(), slog.LevelDebug),
+	}
+	failed := make(chan error, 1)
+	go func() { failed <- server.Serve(listener) }()
+	s.options.Logger.Info("serving metrics and health", "addr", listener.Addr().String())
+	select {
+	case err := <-failed:
+		return fmt.Errorf("serve metrics and health on %s: %w", listener.Addr(), err)
+	case <-ctx.Done():
+	}
+	grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), 3*time.Second)
+	defer cancel()
+	if err := server.Shutdown(grace); err != nil {
+		server.Close()
+	}
+	<-failed
+	return ctx.Err()
+}
+
+// Handler returns the pages.
+func (s *Server) Handler() http.Handler {
+	mux := http.NewServeMux()
+	mux.Handle("GET /metrics", promhttp.HandlerFor(s.registry, promhttp.HandlerOpts{
+		ErrorLog:      slog.NewLogLogger(s.options.Logger.Handler(), slog.LevelWarn),
+		ErrorHandling: promhttp.ContinueOnError,
+		// A compressor costs more memory than all series of a node.
+		DisableCompression:  true,
+		MaxRequestsInFlight: 4,
+	}))
+	mux.Handle("GET /healthz", probe(s.options.Healthy))
+	mux.Handle("GET /readyz", probe(s.options.Ready))
+	mux.HandleFunc("GET /statusz", func(w http.ResponseWriter, _ *http.Request) {
+		body, err := json.MarshalIndent(s.options.Status(), "", "  ")
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusInternalServerError)
+			return
+		}
+		w.Header().Set("Content-Type", "application/json")
+		w.Write(append(body, '\n'))
+	})
+	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) {
+		io.WriteString(w, "gpu-agent\n\n/metrics\n/healthz\n/readyz\n/statusz\n")
+	})
+	return mux
+}
+
+func probe(check func() error) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+		w.Header().Set("Cache-Control", "no-store")
+		if err := check(); err != nil {
+			w.WriteHeader(http.StatusServiceUnavailable)
+			fmt.Fprintln(w, err)
+			return
+		}
+		io.WriteString(w, "ok\n")
+	})
+}
+
+// maxStatus bounds the answer that Fetch reads, in bytes.
+const maxStatus = 16 << 20
+
+// Fetch reads the Status of the agent that serves on addr, which has the form
+// of Options.Addr: without a host it is this machine.
+func Fetch(ctx context.Context, addr string) (Status, error) {
+	var s Status
+	if strings.HasPrefix(addr, ":") {
+		addr = "localhost" + addr
+	}
+	url := "http://" + addr + "/statusz"
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return s, fmt.Errorf("read the agent's status: %w", err)
+	}
+	// A proxy in the environment is not meant for this.
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
+	response, err := client.Do(request)
+	if err != nil {
+		return s, fmt.Errorf("read the agent's status: %w; does the agent run here, with this --http?", unwrapURL(err))
+	}
+	defer response.Body.Close()
+	body, err := io.ReadAll(io.LimitReader(response.Body, maxStatus))
+	if err != nil {
+		return s, fmt.Errorf("read %s: %w", url, err)
+	}
+	if response.StatusCode != http.StatusOK {
+		return s, fmt.Errorf("read %s: %s: %.200s", url, response.Status, body)
+	}
+	if err := json.Unmarshal(body, &s); err != nil {
+		return s, fmt.Errorf("decode %s: %w", url, err)
+	}
+	return s, nil
+}
+
+// unwrapURL takes off the wrapper of net/http that repeats method and address
+// in quotes.
+func unwrapURL(err error) error {
+	var wrapped *neturl.Error
+	if errors.As(err, &wrapped) {
+		return fmt.Errorf("%s: %w", wrapped.URL, wrapped.Err)
+	}
+	return err
+}

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package obs
+
+import "time"
+
+// Status is the agent's view of its node, as /statusz shows it. Its JSON form
+// is a contract with `gpu-agent status` of other versions: fields are added,
+// never renamed.
+type Status struct {
+	Node    string `json:"node"`
+	Version string `json:"version"`
+	// Driver and CUDA are empty while no driver answers.
+	Driver    string    `json:"driver,omitempty"`
+	CUDA      string    `json:"cuda,omitempty"`
+	Partition Partition `json:"partition"`
+	// Claims is how many sets of devices are handed out and not yet ended,
+	// those that the kubelet has not confirmed included.
+	Claims int `json:"claims"`
+	// GPUs is in index order.
+	GPUs []GPUStatus `json:"gpus"`
+}
+
+// PartitionStates is every value of Partition.State, in the order in which
+// metrics list them.
+var PartitionStates = []string{"applied", "pending", "blocked", "failed", "invalid"}
+
+// Partition is what the node is to look like, and how far that is true.
+type Partition struct {
+	// Name is the partition chosen; empty where there is none.
+	Name string `json:"name"`
+	// State is one of PartitionStates; empty where there is no partition.
+	State string `json:"state"`
+	// Message says why, where State is not "applied".
+	Message string `json:"message,omitempty"`
+	// Source is where the partitions were read: a file's path or
+	// "configmap NAMESPACE/NAME".
+	Source string `json:"source,omitempty"`
+	// Generation grows by one with each accepted change since the start.
+	Generation uint64 `json:"generation"`
+}
+
+// GPUStatus is one GPU.
+type GPUStatus struct {
+	Index int    `json:"index"`
+	UUID  string `json:"uuid"`
+	Model string `json:"model,omitempty"`
+	// MemoryMiB is the whole card's.
+	MemoryMiB uint64 `json:"memoryMiB"`
+	// Mode is the partition's word: whole, shared, mig or off; empty where no
+	// partition is in force.
+	Mode string `json:"mode,omitempty"`
+	// Resource is the full name of what the GPU offers; empty for mode off.
+	Resource string `json:"resource,omitempty"`
+	// UnitMiB is the memory that one device stands for; zero where a device is
+	// not an amount of memory.
+	UnitMiB uint64 `json:"unitMiB,omitempty"`
+	// Total = Used + Free + Unhealthy counts devices. Used is what somebody
+	// holds, Free what can be had now, and Unhealthy what nobody holds and
+	// nobody can have.
+	Total     int `json:"total"`
+	Used      int `json:"used"`
+	Free      int `json:"free"`
+	Unhealthy int `json:"unhealthy"`
+	// Health is "healthy" or "unhealthy"; Reason says why it is the latter.
+	Health string `json:"health"`
+	Reason string `json:"reason,omitempty"`
+	// Blocked names the holders that a wanted change waits for; empty where
+	// none does.
+	Blocked string `json:"blocked,omitempty"`
+	// Holders is sorted by namespace, pod, container and resource.
+	Holders []Holder `json:"holders,omitempty"`
+}
+
+// Healthy is the value of GPUStatus.Health that is not a complaint.
+const Healthy = "healthy"
+
+// Holder is a container that holds devices of a GPU.
+type Holder struct {
+	// Namespace, Pod and Container are empty for a claim that the kubelet has
+	// not named yet.
+	Namespace string `json:"namespace,omitempty"`
+	Pod       string `json:"pod,omitempty"`
+	Container string `json:"container,omitempty"`
+	Resource  string `json:"resource"`
+	// Units is the number of devices.
+	Units int `json:"units"`
+	// Since is when the devices were handed out, as far as the agent knows.
+	Since *time.Time `json:"since,omitempty"`
+}

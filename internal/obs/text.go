@@ -1,0 +1,306 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package obs
+
+import (
+	"fmt"
+	"io"
+	"strconv"
+	"strings"
+	"time"
+	"unicode/utf8"
+)
+
+// TextOptions choose how WriteText draws.
+type TextOptions struct {
+	// Width is the terminal's, in columns; less than 60 counts as 60, and zero
+	// as 80.
+	Width int
+	// Color uses the terminal's colours. They repeat what the words say.
+	Color bool
+	// ASCII draws bars from '#' and '.'.
+	ASCII bool
+	// Now, if set, is what the age of a holder is counted to; else ages are
+	// left out.
+	Now time.Time
+}
+
+// WriteText draws the Status for people: first the node, then a block a GPU.
+func WriteText(w io.Writer, s Status, o TextOptions) error {
+	if o.Width == 0 {
+		o.Width = 80
+	}
+	o.Width = max(o.Width, 60)
+	p := &page{TextOptions: o}
+	p.head(s)
+	for _, g := range s.GPUs {
+		p.gpu(g)
+	}
+	if len(s.GPUs) == 0 {
+		p.line("no GPU")
+	}
+	_, err := io.WriteString(w, p.out.String())
+	return err
+}
+
+const (
+	bold   = "1"
+	faint  = "2"
+	red    = "31"
+	green  = "32"
+	yellow = "33"
+	indent = "       "
+)
+
+type page struct {
+	TextOptions
+	out strings.Builder
+}
+
+func (p *page) line(s string) {
+	p.out.WriteString(strings.TrimRight(s, " "))
+	p.out.WriteByte('\n')
+}
+
+func (p *page) paint(code, s string) string {
+	if !p.Color || s == "" {
+		return s
+	}
+	return "\x1b[" + code + "m" + s + "\x1b[0m"
+}
+
+// fit shortens s to the given columns. One character is one column: names of
+// Kubernetes objects are ASCII.
+func (p *page) fit(s string, columns int) string {
+	s = oneLine(s)
+	if utf8.RuneCountInString(s) <= columns {
+		return s
+	}
+	more := "…"
+	if p.ASCII {
+		more = "~"
+	}
+	return string([]rune(s)[:max(columns-1, 0)]) + more
+}
+
+// oneLine makes sure that no text from outside moves the cursor.
+func oneLine(s string) string {
+	return strings.Map(func(r rune) rune {
+		if r < ' ' || r >= 0x7f && r < 0xa0 {
+			return ' '
+		}
+		return r
+	}, s)
+}
+
+// words breaks s at spaces into lines of the given columns, and is how reasons
+// are shown: they are for reading, so they are never cut.
+func words(s string, columns int) []string {
+	var lines []string
+	line := ""
+	for _, word := range strings.Fields(oneLine(s)) {
+		switch {
+		case line == "":
+			line = word
+		case utf8.RuneCountInString(line)+1+utf8.RuneCountInString(word) <= columns:
+			line += " " + word
+		default:
+			lines = append(lines, line)
+			line = word
+		}
+	}
+	if line != "" {
+		lines = append(lines, line)
+	}
+	return lines
+}
+
+func (p *page) head(s Status) {
+	facts := []string{"gpu-agent " + s.Version}
+	if s.Driver != "" {
+		facts = append(facts, "driver "+s.Driver)
+	}
+	if s.CUDA != "" {
+		facts = append(facts, "CUDA "+s.CUDA)
+	}
+	p.line(p.paint(bold, p.fit(s.Node, p.Width)))
+	p.line(p.fit(strings.Join(facts, ", "), p.Width))
+	t := s.Partition
+	if t.State == "" {
+		p.line("no partition")
+	} else {
+		text := fmt.Sprintf("partition %s: ", t.Name)
+		if t.Name == "" {
+			text = "partition: "
+		}
+		p.line(text + p.paint(stateColor(t.State), t.State))
+	}
+	for _, line := range words(t.Message, p.Width-2) {
+		p.line("  " + p.paint(stateColor(t.State), line))
+	}
+	if t.Source != "" {
+		p.line(p.paint(faint, p.fit(fmt.Sprintf("from %s, generation %d", t.Source, t.Generation), p.Width)))
+	}
+}
+
+func stateColor(state string) string {
+	switch state {
+	case "applied":
+		return green
+	case "failed", "invalid":
+		return red
+	}
+	return yellow
+}
+
+func (p *page) gpu(g GPUStatus) {
+	p.line("")
+	title := fmt.Sprintf("GPU %-2d ", g.Index)
+	facts := []string{g.Model, amount(g.MemoryMiB), g.Mode}
+	if g.Mode == "" {
+		facts[2] = "no partition"
+	}
+	health, color := g.Health, green
+	if g.Health != Healthy {
+		color = red
+	}
+	text := strings.Join(compact(facts), "  ")
+	p.line(p.paint(bold, title) + p.fit(text, p.Width-len(title)-2-len(health)) + "  " + p.paint(color, health))
+	p.line(indent + p.paint(faint, p.fit(g.UUID, p.Width-len(indent))))
+	if g.Resource != "" {
+		p.use(g)
+	}
+	for _, line := range words(g.Reason, p.Width-len(indent)) {
+		p.line(indent + p.paint(red, line))
+	}
+	if g.Blocked != "" {
+		for _, line := range words("blocked: "+g.Blocked, p.Width-len(indent)) {
+			p.line(indent + p.paint(yellow, line))
+		}
+	}
+	p.holders(g)
+}
+
+// use draws the bar and says in figures what it shows.
+func (p *page) use(g GPUStatus) {
+	const cells = 24
+	used := share(g.Used, g.Total, cells)
+	bad := min(share(g.Unhealthy, g.Total, cells), cells-used)
+	full, none, broken := "█", "░", "▒"
+	if p.ASCII {
+		full, none, broken = "#", ".", "x"
+	}
+	bar := strings.Repeat(full, used) + p.paint(red, strings.Repeat(broken, bad)) + p.paint(faint, strings.Repeat(none, cells-used-bad))
+	figures := []string{measure(g, g.Used) + "/" + measure(g, g.Total) + unitName(g)}
+	if g.Unhealthy > 0 {
+		figures = append(figures, measure(g, g.Free)+" free", measure(g, g.Unhealthy)+" withdrawn")
+	}
+	text := strings.Join(figures, ", ")
+	left := p.Width - len(indent) - cells - 2 - utf8.RuneCountInString(text) - 2
+	p.line(indent + bar + "  " + text + "  " + p.paint(faint, p.fit(g.Resource, left)))
+}
+
+// share is part/whole in cells. What is not nothing shows, and what is not all
+// leaves room: a bar that looks full is full.
+func share(part, whole, cells int) int {
+	if part <= 0 || whole <= 0 {
+		return 0
+	}
+	if part >= whole {
+		return cells
+	}
+	return min(max((part*cells+whole/2)/whole, 1), cells-1)
+}
+
+func (p *page) holders(g GPUStatus) {
+	if len(g.Holders) == 0 {
+		return
+	}
+	names := make([]string, len(g.Holders))
+	units := make([]string, len(g.Holders))
+	nameWidth, unitWidth, ageWidth := 0, 0, 0
+	ages := make([]string, len(g.Holders))
+	for i, h := range g.Holders {
+		names[i] = "(not yet named by the kubelet)"
+		if h.Pod != "" {
+			names[i] = h.Namespace + "/" + h.Pod + "/" + h.Container
+		}
+		units[i] = measure(g, h.Units) + unitName(g)
+		if h.Since != nil && !p.Now.IsZero() {
+			ages[i] = age(p.Now.Sub(*h.Since))
+		}
+		nameWidth = max(nameWidth, utf8.RuneCountInString(names[i]))
+		unitWidth = max(unitWidth, utf8.RuneCountInString(units[i]))
+		ageWidth = max(ageWidth, len(ages[i]))
+	}
+	room := p.Width - len(indent) - 2 - unitWidth
+	if ageWidth > 0 {
+		room -= 2 + ageWidth
+	}
+	nameWidth = min(nameWidth, room)
+	for i := range g.Holders {
+		name := p.fit(names[i], nameWidth)
+		line := indent + name + strings.Repeat(" ", nameWidth-utf8.RuneCountInString(name)) +
+			"  " + strings.Repeat(" ", unitWidth-utf8.RuneCountInString(units[i])) + units[i]
+		if ages[i] != "" {
+			line += "  " + strings.Repeat(" ", ageWidth-len(ages[i])) + p.paint(faint, ages[i])
+		}
+		p.line(line)
+	}
+}
+
+// unitName is what measure counts.
+func unitName(g GPUStatus) string {
+	switch {
+	case g.UnitMiB > 0:
+		return " GiB"
+	case g.Mode == "whole":
+		return " GPU"
+	case g.Mode == "shared":
+		return " replicas"
+	}
+	return ""
+}
+
+// measure writes n devices of a GPU: as GiB where a device is an amount of
+// memory, with as many digits as the unit needs.
+func measure(g GPUStatus, n int) string {
+	if g.UnitMiB == 0 {
+		return strconv.Itoa(n)
+	}
+	gib := float64(uint64(n)*g.UnitMiB) / 1024
+	if g.UnitMiB%1024 == 0 {
+		return strconv.FormatFloat(gib, 'f', 0, 64)
+	}
+	return strconv.FormatFloat(gib, 'f', 1, 64)
+}
+
+func amount(mib uint64) string {
+	if mib == 0 {
+		return ""
+	}
+	return strconv.FormatFloat(float64(mib)/1024, 'f', 1, 64) + " GiB"
+}
+
+// age is a duration to one unit, as kubectl writes it.
+func age(d time.Duration) string {
+	switch {
+	case d < time.Minute:
+		return fmt.Sprintf("%ds", int(max(d, 0).Seconds()))
+	case d < time.Hour:
+		return fmt.Sprintf("%dm", int(d.Minutes()))
+	case d < 48*time.Hour:
+		return fmt.Sprintf("%dh", int(d.Hours()))
+	}
+	return fmt.Sprintf("%dd", int(d.Hours()/24))
+}
+
+func compact(in []string) []string {
+	var out []string
+	for _, s := range in {
+		if s != "" {
+			out = append(out, s)
+		}
+	}
+	return out
+}
