@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dir
+
+import (
+	"bytes"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+
+	cdilib "tags.cncf.io/container-device-interface/pkg/cdi"
+	"tags.cncf.io/container-device-interface/specs-go"
+
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// mode of a claim's file: runtimes may run as another user, and it holds no
+// secret.
+const mode = 0o644
+
+// Dir is the part of a CDI directory that belongs to one domain. Its methods
+// may be called from several goroutines at once.
+type Dir struct {
+	path   string
+	domain string
+
+	// mu keeps writers of one file apart; the files themselves need no guard,
+	// since a rename replaces them at once.
+	mu sync.Mutex
+}
+
+// Open makes the directory if it is missing (mode 0755), removes temporary
+// files that a killed predecessor of the same domain left in it, and returns
+// it. The path must be absolute.
+func Open(path, domain string) (*Dir, error) {
+	if err := cdi.ValidateDomain(domain); err != nil {
+		return nil, fmt.Errorf("open CDI directory %s: %w", path, err)
+	}
+	if !filepath.IsAbs(path) {
+		return nil, fmt.Errorf("open CDI directory %q: the path must be absolute: %w", path, gpu.ErrInvalid)
+	}
+	d := &Dir{path: filepath.Clean(path), domain: domain}
+	root, err := d.open()
+	if err != nil {
+		return nil, err
+	}
+	defer root.Close()
+	names, err := d.names(root)
+	if err != nil {
+		return nil, err
+	}
+	for _, name := range names {
+		if !d.ownTemporary(name) {
+			continue
+		}
+		if err := root.Remove(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return nil, fmt.Errorf("remove left-over %s: %w; remove it by hand", d.file(name), err)
+		}
+	}
+	return d, nil
+}
+
+// Write makes the claim's file say spec. Where it does already, nothing is
+// touched. An invalid spec is refused before anything is visible, with an
+// error that wraps gpu.ErrInvalid.
+func (d *Dir) Write(key string, spec *specs.Spec) error {
+	name, err := d.name(key)
+	if err != nil {
+		return err
+	}
+	data, err := json.MarshalIndent(spec, "", "  ")
+	if err != nil {
+		return fmt.Errorf("encode %s: %w", d.file(name), err)
+	}
+	data = append(data, '\n')
+
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	root, err := d.open()
+	if err != nil {
+		return err
+	}
+	defer root.Close()
+	if stands(root, name, data) {
+		return nil
+	}
+	temp := d.temporary(key)
+	if err := d.writeTemporary(root, temp, data); err != nil {
+		_ = root.Remove(temp)
+		return fmt.Errorf("write %s: %w", d.file(name), err)
+	}
+	if err := root.Rename(temp, name); err != nil {
+		_ = root.Remove(temp)
+		return fmt.Errorf("put %s in place: %w; move what lies there out of the way", d.file(name), err)
+	}
+	return d.sync(root)
+}
+
+// writeTemporary leaves a whole, readable, flushed file that the CDI library
+// has accepted.
+func (d *Dir) writeTemporary(root *os.Root, name string, data []byte) error {
+	f, err := root.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, mode)
+	if err != nil {
+		return d.full(err)
+	}
+	defer f.Close()
+	if _, err := f.Write(data); err != nil {
+		return d.full(err)
+	}
+	// The umask may have taken bits away.
+	if err := f.Chmod(mode); err != nil {
+		return err
+	}
+	if err := f.Sync(); err != nil {
+		return d.full(err)
+	}
+	if err := f.Close(); err != nil {
+		return d.full(err)
+	}
+	if _, err := cdilib.ReadSpec(filepath.Join(d.path, name), 0); err != nil {
+		return fmt.Errorf("a runtime would refuse it: %w: %w", gpu.ErrInvalid, err)
+	}
+	return nil
+}
+
+// Remove takes the claim's file away. One that is not there is a success.
+func (d *Dir) Remove(key string) error {
+	name, err := d.name(key)
+	if err != nil {
+		return err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	root, err := d.open()
+	if err != nil {
+		return err
+	}
+	defer root.Close()
+	if err := root.Remove(name); err != nil {
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
+		return fmt.Errorf("remove %s: %w; remove it by hand, or its claim's container could start", d.file(name), err)
+	}
+	return d.sync(root)
+}
+
+// List returns the keys of the claims that have a file, sorted. Only regular
+// files count: a link or a directory at such a name is no claim's file.
+func (d *Dir) List() ([]string, error) {
+	root, err := d.open()
+	if err != nil {
+		return nil, err
+	}
+	defer root.Close()
+	names, err := d.names(root)
+	if err != nil {
+		return nil, err
+	}
+	var keys []string
+	for _, name := range names {
+		if key, ok := cdi.ParseFileName(d.domain, name); ok {
+			keys = append(keys, key)
+		}
+	}
+	slices.Sort(keys)
+	return keys, nil
+}
+
+// open is called for each operation, not once: /var/run/cdi lies on a tmpfs
+// that others clean up, and a handle to a directory that was removed and made
+// again would write where no runtime looks.
+func (d *Dir) open() (*os.Root, error) {
+	if err := os.MkdirAll(d.path, 0o755); err != nil {
+		return nil, fmt.Errorf("make CDI directory %s: %w; make it by hand or choose another with --cdi-dir", d.path, err)
+	}
+	root, err := os.OpenRoot(d.path)
+	if err != nil {
+		return nil, fmt.Errorf("open CDI directory %s: %w; it must be a directory that the agent may write to", d.path, err)
+	}
+	return root, nil
+}
+
+// names returns the regular files of the directory.
+func (d *Dir) names(root *os.Root) ([]string, error) {
+	f, err := root.Open(".")
+	if err != nil {
+		return nil, fmt.Errorf("read CDI directory %s: %w", d.path, err)
+	}
+	defer f.Close()
+	entries, err := f.ReadDir(-1)
+	if err != nil {
+		return nil, fmt.Errorf("read CDI directory %s: %w", d.path, err)
+	}
+	var names []string
+	for _, e := range entries {
+		if e.Type().IsRegular() {
+			names = append(names, e.Name())
+		}
+	}
+	return names, nil
+}
+
+// sync flushes the directory, so that the names in it survive a power cut too.
+func (d *Dir) sync(root *os.Root) error {
+	f, err := root.Open(".")
+	if err != nil {
+		return fmt.Errorf("flush CDI directory %s: %w", d.path, err)
+	}
+	defer f.Close()
+	if err := f.Sync(); err != nil {
+		return fmt.Errorf("flush CDI directory %s: %w", d.path, err)
+	}
+	return nil
+}
+
+func (d *Dir) name(key string) (string, error) {
+	if !cdi.ValidKey(key) {
+		return "", fmt.Errorf("claim key %q in CDI directory %s: want what cdi.Key gives: %w", key, d.path, gpu.ErrInvalid)
+	}
+	return cdi.FileName(d.domain, key), nil
+}
+
+func (d *Dir) file(name string) string { return filepath.Join(d.path, name) }
+
+// Temporary names are .<file>.<random>.tmp.
+func (d *Dir) temporary(key string) string {
+	return "." + cdi.FileName(d.domain, key) + "." + rand.Text() + temporarySuffix
+}
+
+const temporarySuffix = ".tmp"
+
+func (d *Dir) ownTemporary(name string) bool {
+	inner, ok := strings.CutSuffix(name, temporarySuffix)
+	if !ok || !strings.HasPrefix(inner, ".") {
+		return false
+	}
+	inner = inner[1:]
+	dot := strings.LastIndexByte(inner, '.')
+	if dot < 0 || inner[dot+1:] == "" {
+		return false
+	}
+	_, ok = cdi.ParseFileName(d.domain, inner[:dot])
+	return ok
+}
+
+// full says what to do where the file system has no room.
+func (d *Dir) full(err error) error {
+	return fmt.Errorf("%w; check free space and permissions of %s", err, d.path)
+}
+
+// stands reports whether the file is regular, readable by all and says data.
+func stands(root *os.Root, name string, data []byte) bool {
+	info, err := root.Lstat(name)
+	if err != nil || info.Mode() != mode || info.Size() != int64(len(data)) {
+		return false
+	}
+	f, err := root.Open(name)
+	if err != nil {
+		return false
+	}
+	defer f.Close()
+	got, err := io.ReadAll(io.LimitReader(f, int64(len(data))+1))
+	return err == nil && bytes.Equal(got, data)
+}
