@@ -1,0 +1,322 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package config
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"path"
+	"slices"
+	"strconv"
+
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+)
+
+// Mode is how a GPU is cut.
+type Mode string
+
+// Modes. Keep, the zero value, is never written in a file: it says that the
+// partition has nothing to say about a GPU, which stays as it is.
+const (
+	Keep   Mode = ""
+	Whole  Mode = "whole"
+	Shared Mode = "shared"
+	MIG    Mode = "mig"
+	Off    Mode = "off"
+)
+
+// TimeSlice is how long the driver lets one process run on a shared GPU before
+// it looks at the next. Empty where the mode is not Shared.
+type TimeSlice string
+
+// Time slices, by the driver's own names; their lengths are its secret.
+const (
+	TimeSliceDefault TimeSlice = "default"
+	TimeSliceShort   TimeSlice = "short"
+	TimeSliceMedium  TimeSlice = "medium"
+	TimeSliceLong    TimeSlice = "long"
+)
+
+// Compute is how processes share a GPU's compute units. Empty where the mode is
+// not Shared.
+type Compute string
+
+// Ways of sharing compute: one process after another, or several at a time
+// through NVIDIA's Multi-Process Service.
+const (
+	ComputeTimeSlice Compute = "timeslice"
+	ComputeMPS       Compute = "mps"
+)
+
+// Count is a number of instances of one profile: of compute instances, where
+// the profile is a split like 1c.3g.40gb.
+type Count struct {
+	Profile mig.Name
+	N       int
+}
+
+// Want is what one GPU shall be.
+type Want struct {
+	GPU  gpu.UUID
+	Mode Mode
+	// Replicas is into how many equal shares a Shared GPU is cut; 0 means that
+	// it is offered in units of memory.
+	Replicas  int
+	TimeSlice TimeSlice
+	Compute   Compute
+	// OnDemand says that instances of a MIG GPU are made when they are asked
+	// for; otherwise exactly those of Geometry stand, which may be none.
+	OnDemand bool
+	// Geometry is in mig.Compare order, each profile once, counts at least 1.
+	Geometry []Count
+	// Profiles limits what is offered on demand, in mig.Compare order; empty
+	// means every profile that the GPU has.
+	Profiles []mig.Name
+	// Line is where the partition file says so, 0 for Keep. It is for messages:
+	// Equal does not look at it, since an entry that moved has not changed.
+	Line int
+}
+
+// Equal reports whether two wants are the same state of the same GPU.
+func (w Want) Equal(o Want) bool {
+	return w.GPU == o.GPU && w.Mode == o.Mode && w.Replicas == o.Replicas &&
+		w.TimeSlice == o.TimeSlice && w.Compute == o.Compute && w.OnDemand == o.OnDemand &&
+		slices.Equal(w.Geometry, o.Geometry) && slices.Equal(w.Profiles, o.Profiles)
+}
+
+// Desired is what a node's GPUs shall be.
+type Desired struct {
+	// Partition is the name that was chosen.
+	Partition string
+	// GPUs has one element for each GPU of the inventory, in its order.
+	GPUs []Want
+}
+
+// Equal reports whether two states are the same under the same name.
+func (d Desired) Equal(o Desired) bool {
+	return d.Partition == o.Partition && slices.EqualFunc(d.GPUs, o.GPUs, Want.Equal)
+}
+
+// File is a partition file that parsed. It does not change.
+type File struct {
+	name string
+	// line of the key that holds the partitions.
+	line int
+	// nvidia: written for NVIDIA's MIG manager, where the last match wins.
+	nvidia     bool
+	partitions []partition
+}
+
+type partition struct {
+	name    string
+	line    int
+	entries []entry
+}
+
+// entry is one item of a partition: which GPUs, and what they shall be.
+type entry struct {
+	line    int
+	devices selector
+	want    Want
+	// unbuilt is why this version cannot deliver the entry, at unbuiltLine;
+	// empty where it can.
+	unbuilt     string
+	unbuiltLine int
+}
+
+// selector picks GPUs. One of all, model, indices and uuids is set; filter
+// narrows the choice further where it is not empty.
+type selector struct {
+	all     bool
+	model   string
+	indices []indexAt
+	uuids   []uuidAt
+	filter  []uint32
+}
+
+type indexAt struct{ index, line int }
+
+type uuidAt struct {
+	uuid gpu.UUID
+	line int
+}
+
+// Names returns the file's partitions in the order in which they are written.
+func (f *File) Names() []string {
+	names := make([]string, len(f.partitions))
+	for i, p := range f.partitions {
+		names[i] = p.name
+	}
+	return names
+}
+
+// Desire says what the GPUs of inv shall be when the named partition is chosen.
+// The answer depends on nothing else. The error is an Errors: why the partition
+// cannot be had on this node.
+func (f *File) Desire(partition string, inv *gpu.Inventory) (Desired, error) {
+	m := &mistakes{file: f.name}
+	p := f.find(partition)
+	if p == nil {
+		m.add(f.line, "no partition is named %s: the file has %s", quote(partition), list(f.Names(), "and"))
+		return Desired{}, m.err()
+	}
+	f.checkPresent(m, p, inv)
+
+	// What went wrong is collected first and told a pair of lines or an entry at
+	// a time: a node has up to 16 GPUs, and one mistake is one message.
+	type clash struct{ first, second int }
+	clashes := make(map[clash][]int)
+	refused := make(map[int][]int)
+	var unmatched []int
+	d := Desired{Partition: partition, GPUs: make([]Want, 0, len(inv.GPUs))}
+	for i := range inv.GPUs {
+		dev := &inv.GPUs[i]
+		match := -1
+		for e := range p.entries {
+			if !p.entries[e].devices.matches(dev) {
+				continue
+			}
+			if match >= 0 && !f.nvidia {
+				c := clash{match, e}
+				clashes[c] = append(clashes[c], dev.Index)
+				continue
+			}
+			match = e
+		}
+		w := Want{}
+		switch {
+		case match >= 0:
+			w = p.entries[match].want
+			if p.entries[match].unbuilt != "" {
+				refused[match] = append(refused[match], dev.Index)
+			}
+		case !f.nvidia && dev.Fault == "":
+			unmatched = append(unmatched, dev.Index)
+		}
+		w.GPU = dev.UUID
+		w.Geometry, w.Profiles = slices.Clone(w.Geometry), slices.Clone(w.Profiles)
+		d.GPUs = append(d.GPUs, w)
+	}
+
+	if len(unmatched) > 0 {
+		m.add(p.line, "partition %s has no entry for %s of this node: exactly one must match each GPU", quote(p.name), gpus(unmatched))
+	}
+	for _, c := range slices.SortedFunc(maps.Keys(clashes), func(a, b clash) int {
+		return cmp.Or(cmp.Compare(a.second, b.second), cmp.Compare(a.first, b.first))
+	}) {
+		m.add(p.entries[c.second].line, "%s: the entry on line %d matches too, and exactly one must match each GPU",
+			gpus(clashes[c]), p.entries[c.first].line)
+	}
+	for _, e := range slices.Sorted(maps.Keys(refused)) {
+		m.add(p.entries[e].unbuiltLine, "%s (asked for on %s)", p.entries[e].unbuilt, gpus(refused[e]))
+	}
+	if err := m.err(); err != nil {
+		return Desired{}, err
+	}
+	return d, nil
+}
+
+func (f *File) find(name string) *partition {
+	for i := range f.partitions {
+		if f.partitions[i].name == name {
+			return &f.partitions[i]
+		}
+	}
+	return nil
+}
+
+// checkPresent names every index and UUID that the node lacks.
+func (f *File) checkPresent(m *mistakes, p *partition, inv *gpu.Inventory) {
+	for i := range p.entries {
+		s := &p.entries[i].devices
+		if len(s.filter) > 0 && !slices.ContainsFunc(inv.GPUs, func(d gpu.Device) bool { return s.admits(&d) }) {
+			continue
+		}
+		for _, x := range s.indices {
+			if !slices.ContainsFunc(inv.GPUs, func(d gpu.Device) bool { return d.Index == x.index }) {
+				m.add(x.line, "this node has no GPU with index %d: %s", x.index, present(inv))
+			}
+		}
+		for _, u := range s.uuids {
+			if inv.ByUUID(u.uuid) == nil {
+				m.add(u.line, "this node has no GPU %s: %s", u.uuid, presentUUIDs(inv))
+			}
+		}
+	}
+}
+
+func (s *selector) matches(d *gpu.Device) bool {
+	switch {
+	case !s.admits(d):
+		return false
+	case s.all:
+		return true
+	case s.model != "":
+		ok, _ := path.Match(s.model, d.Model) // the pattern was tried when it was parsed
+		return ok
+	default:
+		return slices.ContainsFunc(s.indices, func(x indexAt) bool { return x.index == d.Index }) ||
+			d.UUID != "" && slices.ContainsFunc(s.uuids, func(u uuidAt) bool { return u.uuid == d.UUID })
+	}
+}
+
+// admits holds the GPU's PCI id against the filter of a MIG manager's item.
+func (s *selector) admits(d *gpu.Device) bool {
+	if len(s.filter) == 0 {
+		return true
+	}
+	id, err := strconv.ParseUint(d.PCIDevice, 0, 32)
+	return err == nil && slices.Contains(s.filter, uint32(id))
+}
+
+func present(inv *gpu.Inventory) string {
+	if len(inv.GPUs) == 0 {
+		return "it has none"
+	}
+	var indices []int
+	for i := range inv.GPUs {
+		indices = append(indices, inv.GPUs[i].Index)
+	}
+	return "it has " + gpus(indices)
+}
+
+func presentUUIDs(inv *gpu.Inventory) string {
+	var uuids []string
+	for i := range inv.GPUs {
+		if u := inv.GPUs[i].UUID; u != "" {
+			uuids = append(uuids, string(u))
+		}
+	}
+	if len(uuids) == 0 {
+		return "it has none"
+	}
+	return "it has " + list(uuids, "and")
+}
+
+// gpus names GPUs by index: "GPU 3", "GPUs 0-3 and 7".
+func gpus(indices []int) string {
+	if len(indices) == 1 {
+		return fmt.Sprintf("GPU %d", indices[0])
+	}
+	indices = slices.Clone(indices)
+	slices.Sort(indices)
+	var runs []string
+	for i := 0; i < len(indices); {
+		j := i
+		for j+1 < len(indices) && indices[j+1] == indices[j]+1 {
+			j++
+		}
+		switch j - i {
+		case 0:
+			runs = append(runs, strconv.Itoa(indices[i]))
+		case 1:
+			runs = append(runs, strconv.Itoa(indices[i]), strconv.Itoa(indices[j]))
+		default:
+			runs = append(runs, fmt.Sprintf("%d-%d", indices[i], indices[j]))
+		}
+		i = j + 1
+	}
+	return "GPUs " + list(runs, "and")
+}

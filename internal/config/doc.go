@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package config turns what an operator wrote into what every GPU of a node
+// shall be: [Parse] reads a partition file, [File.Desire] holds one partition
+// of it against a node's inventory.
+//
+// A file holds named partitions; one of them is chosen for a node. A partition
+// is a list of entries, each of which picks GPUs and says how to cut them:
+//
+//	version: v1
+//	partitions:
+//	  default:
+//	    - devices: all            # all | [0, 3] | ["GPU-…"] | {model: "NVIDIA H100*"}
+//	      mode: shared            # whole | shared | mig | off
+//	      replicas: 4             # shared only; without it, units of memory
+//	      timeSlice: short        # shared only: default | short | medium | long
+//	      compute: timeslice      # shared only: timeslice | mps
+//	  research:
+//	    - devices: [0, 1]
+//	      mode: whole
+//	    - devices: [2]
+//	      mode: mig
+//	      geometry: {3g.40gb: 1, 1g.10gb: 4}   # fixed; {} is MIG on with no instance
+//	    - devices: [3]
+//	      mode: mig                            # no geometry: on demand
+//	      profiles: [1g.10gb, 2g.20gb]         # optional: only these
+//
+// # Everything is refused that is not understood
+//
+// A mistyped key that is skipped in silence cuts a GPU in a way that nobody
+// asked for, so decoding is strict: unknown and repeated keys, wrong types,
+// `replicas: 0` and keys that the mode does not know are mistakes. All of them
+// are reported at once, in line order, as `file:line: reason`; so are files
+// that are no YAML at all. YAML aliases and merge keys work, up to a size that
+// no honest file reaches.
+//
+// What can be known from the file alone is checked when it is parsed. What
+// depends on the node is checked when a partition is chosen for it:
+//
+//   - exactly one entry must match each GPU; the error names both lines, or the
+//     GPU that none matches. (A GPU that the driver cannot describe at the
+//     moment is left as it is when no entry matches it: a card that died must
+//     not stop the others from being configured.)
+//   - an index or a UUID that the node lacks is a mistake;
+//   - a model pattern that matches nothing here is none, so that one file can
+//     serve a fleet. Patterns are those of [path.Match].
+//
+// A mode that this version cannot deliver yet (mig, and compute mps) is refused
+// in the same second step, by name and line, and only if it would apply to one
+// of the node's GPUs: its syntax is checked with the rest of the file, and the
+// other partitions of the file stay usable.
+//
+// # NVIDIA MIG manager's files
+//
+// A file whose key is `mig-configs` instead of `partitions` is one written for
+// NVIDIA's MIG manager and is read as such. Each of its configs is a partition.
+// There several items may match one GPU: they apply in order and the last one
+// wins, and a GPU that none matches is left as it is ([Keep]). Indices count all
+// GPUs of the node; an index that the node lacks is a mistake unless the item's
+// device-filter says that it is not meant for this node. `mig-enabled: false`
+// means whole.
+//
+// # Purity
+//
+// The package reads bytes and values. It refuses to know where a file came
+// from, what time it is, how memory becomes units, which geometries a card can
+// hold and what is running on it.
+package config

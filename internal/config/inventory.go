@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package config
+
+import (
+	"bytes"
+	"cmp"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// ReadInventory reads what `gpu-agent inventory -o json` prints, or a shorter
+// document that a person wrote: of each GPU only index, uuid, memoryMiB and mig
+// are required, of each MIG instance profile, start and size, of each profile
+// name and of each placement start and size. Keys that it does not know are
+// skipped, since a newer agent says more. The GPUs come back in index order.
+//
+// The error names all that is missing or impossible, one a line.
+func ReadInventory(data []byte) (*gpu.Inventory, error) {
+	dec := json.NewDecoder(bytes.NewReader(data))
+	inv := new(gpu.Inventory)
+	err := dec.Decode(inv)
+	if err == nil {
+		if _, extra := dec.Token(); !errors.Is(extra, io.EOF) {
+			return nil, fmt.Errorf("read inventory: line %d: something follows the inventory", lineAt(data, dec.InputOffset()))
+		}
+	}
+	if err != nil {
+		return nil, jsonError(data, err)
+	}
+	// encoding/json takes a missing key for zero and one in other letters for
+	// the key itself; both would be mistaken for facts.
+	var raw struct {
+		GPUs []json.RawMessage `json:"gpus"`
+	}
+	if err := json.Unmarshal(data, &raw); err != nil {
+		return nil, jsonError(data, err)
+	}
+	var errs []error
+	if raw.GPUs == nil {
+		errs = append(errs, errors.New("read inventory: gpus is missing; without GPUs it is []"))
+	}
+	uuids, indices := make(map[gpu.UUID]int), make(map[int]int)
+	for i := range inv.GPUs {
+		d := &inv.GPUs[i]
+		bad := func(format string, args ...any) {
+			errs = append(errs, fmt.Errorf("read inventory: gpus[%d]: "+format, append([]any{i}, args...)...))
+		}
+		missing(bad, "", element(raw.GPUs, i), "index", "uuid", "memoryMiB", "mig")
+		if d.Index < 0 {
+			bad("index is negative: %d", d.Index)
+		}
+		if j, again := indices[d.Index]; again {
+			bad("index %d is that of gpus[%d], too", d.Index, j)
+		}
+		indices[d.Index] = i
+		// A GPU that fell off the bus has neither memory nor, at times, a name.
+		if d.UUID == "" && d.Fault == "" {
+			bad("uuid is empty")
+		}
+		if j, again := uuids[d.UUID]; again && d.UUID != "" {
+			bad("uuid %s is that of gpus[%d], too", d.UUID, j)
+		}
+		uuids[d.UUID] = i
+		if d.Memory == 0 && d.Fault == "" {
+			bad("memoryMiB is 0")
+		}
+		if d.Reserved > d.Memory {
+			bad("reservedMiB is %d of %d", d.Reserved, d.Memory)
+		}
+		checkMIG(bad, &d.MIG, element(raw.GPUs, i))
+	}
+	if err := errors.Join(errs...); err != nil {
+		return nil, err
+	}
+	slices.SortFunc(inv.GPUs, func(a, b gpu.Device) int { return cmp.Compare(a.Index, b.Index) })
+	return inv, nil
+}
+
+func checkMIG(bad func(string, ...any), m *gpu.MIG, device json.RawMessage) {
+	var raw struct {
+		MIG struct {
+			Profiles  []json.RawMessage `json:"profiles"`
+			Instances []json.RawMessage `json:"instances"`
+		} `json:"mig"`
+	}
+	if json.Unmarshal(device, &raw) != nil {
+		return // it decoded before: the types are right
+	}
+	for i, p := range m.Profiles {
+		where := fmt.Sprintf("mig.profiles[%d]: ", i)
+		if p.Name == "" {
+			bad("%sname is missing", where)
+		}
+		var rawProfile struct {
+			Placements []json.RawMessage `json:"placements"`
+		}
+		if json.Unmarshal(element(raw.MIG.Profiles, i), &rawProfile) != nil {
+			continue
+		}
+		for j, pl := range p.Placements {
+			at := fmt.Sprintf("%splacements[%d]: ", where, j)
+			missing(bad, at, element(rawProfile.Placements, j), "start", "size")
+			checkPlacement(bad, at, pl)
+		}
+	}
+	for i, in := range m.Instances {
+		where := fmt.Sprintf("mig.instances[%d]: ", i)
+		missing(bad, where, element(raw.MIG.Instances, i), "profile", "start", "size")
+		if in.Profile == "" {
+			bad("%sprofile is empty", where)
+		}
+		checkPlacement(bad, where, in.Placement)
+	}
+	if len(m.Instances) > 0 && !m.Enabled {
+		bad("mig has instances and is not enabled")
+	}
+}
+
+func checkPlacement(bad func(string, ...any), where string, p gpu.Placement) {
+	if p.Start < 0 || p.Size < 1 {
+		bad("%sno run of memory slots starts at %d and has the size %d", where, p.Start, p.Size)
+	}
+}
+
+// element is list[i]. A key given twice can leave the two readings of a
+// document with lists of different lengths.
+func element(list []json.RawMessage, i int) json.RawMessage {
+	if i < len(list) {
+		return list[i]
+	}
+	return nil
+}
+
+// missing reports the keys that an object lacks, or has as null.
+func missing(bad func(string, ...any), where string, object json.RawMessage, keys ...string) {
+	var has map[string]json.RawMessage
+	if json.Unmarshal(object, &has) != nil {
+		return
+	}
+	for _, k := range keys {
+		if v, ok := has[k]; !ok || string(v) == "null" {
+			bad("%s%s is missing", where, k)
+		}
+	}
+}
+
+func jsonError(data []byte, err error) error {
+	var syntax *json.SyntaxError
+	var typ *json.UnmarshalTypeError
+	switch {
+	case errors.As(err, &syntax):
+		return fmt.Errorf("read inventory: line %d: %w", lineAt(data, syntax.Offset), err)
+	case errors.As(err, &typ):
+		return fmt.Errorf("read inventory: line %d: %s cannot be a %s", lineAt(data, typ.Offset), typ.Field, typ.Value)
+	case errors.Is(err, io.EOF):
+		return errors.New("read inventory: it is empty")
+	case errors.Is(err, io.ErrUnexpectedEOF):
+		return fmt.Errorf("read inventory: line %d: it ends in the middle", lineAt(data, int64(len(data))))
+	}
+	return fmt.Errorf("read inventory: %w", err)
+}
+
+func lineAt(data []byte, offset int64) int {
+	offset = min(offset, int64(len(data)))
+	return 1 + bytes.Count(bytes.TrimRight(data[:offset], "\n"), []byte("\n"))
+}

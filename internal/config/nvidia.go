@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package config
+
+import (
+	"math"
+	"strconv"
+	"strings"
+
+	"example.com/gpu-agent/pkg/mig"
+
+	"go.yaml.in/yaml/v3"
+)
+
+// item reads one item of a config of NVIDIA's MIG manager: which GPUs, MIG on
+// or off, and which instances. It accepts what the MIG manager accepts, with
+// one exception: a list of devices that repeats an index or has a negative one,
+// which is a slip there too, only a silent one.
+func (p *parser) item(n *yaml.Node) (entry, bool) {
+	e := entry{line: n.Line}
+	keys, ok := p.fields(n, "an item", "device-filter", "devices", "mig-enabled", "mig-devices")
+	if !ok {
+		return e, false
+	}
+	if f, ok := keys["device-filter"]; ok {
+		e.devices.filter = p.deviceFilter(f)
+	}
+	if d, ok := keys["devices"]; !ok {
+		p.at(n, "the item has no devices: all or a list of indices")
+	} else if d.Kind == yaml.SequenceNode {
+		p.indices(&e.devices, d)
+	} else if d.ShortTag() == "!!str" && d.Value == "all" {
+		e.devices.all = true
+	} else {
+		p.at(d, "devices is all or a list of indices, not %s", kind(d))
+	}
+
+	var enabled, known bool
+	if m, ok := keys["mig-enabled"]; !ok {
+		p.at(n, "the item has no mig-enabled: true or false")
+	} else if enabled, known = p.boolean(m, "mig-enabled"); enabled {
+		e.unbuilt, e.unbuiltLine = "mig-enabled: true asks for MIG, which is not built yet in this version; items with mig-enabled: false work", m.Line
+	}
+	devices, ok := keys["mig-devices"]
+	if ok && devices.ShortTag() == "!!null" {
+		ok = false
+	}
+	if ok {
+		e.want.Geometry = p.geometry(devices, "mig-devices", 0, mig.Canonical)
+		if devices.Kind == yaml.MappingNode && len(devices.Content) > 0 {
+			if len(e.want.Geometry) == 0 && allZero(devices) {
+				p.at(devices, "all counts of mig-devices are 0: no instance is written {}")
+			}
+			if known && !enabled {
+				p.at(devices, "mig-devices names instances while mig-enabled is false")
+			}
+		}
+	} else if enabled {
+		p.at(n, "the item has mig-enabled: true and no mig-devices: no instance is written {}")
+	}
+
+	e.want.Mode = Whole
+	if enabled {
+		e.want.Mode = MIG
+	} else {
+		e.want.Geometry = nil
+	}
+	return e, true
+}
+
+func allZero(counts *yaml.Node) bool {
+	for i := 1; i < len(counts.Content); i += 2 {
+		if counts.Content[i].Value != "0" {
+			return false
+		}
+	}
+	return true
+}
+
+// indices reads the MIG manager's list of devices, which may be empty.
+func (p *parser) indices(s *selector, n *yaml.Node) {
+	lines := make(map[int]int)
+	for _, c := range n.Content {
+		x, ok := p.number(c, "an index", 0, math.MaxInt32)
+		if !ok {
+			continue
+		}
+		if line, again := lines[x]; again {
+			p.at(c, "index %d is in this list already, on line %d", x, line)
+			continue
+		}
+		lines[x] = c.Line
+		s.indices = append(s.indices, indexAt{x, c.Line})
+	}
+}
+
+// deviceFilter reads PCI device ids, device and vendor in one number. One or
+// none is written without a list.
+func (p *parser) deviceFilter(n *yaml.Node) []uint32 {
+	nodes := []*yaml.Node{n}
+	if n.Kind == yaml.SequenceNode {
+		nodes = n.Content
+	}
+	var ids []uint32
+	for _, c := range nodes {
+		s, ok := p.text(c, "device-filter")
+		if !ok || s == "" && n.Kind != yaml.SequenceNode {
+			continue
+		}
+		id, err := strconv.ParseUint(s, 0, 32)
+		if err != nil {
+			p.at(c, "device-filter %s is not a PCI device id such as \"0x20B210DE\"", quote(s))
+			continue
+		}
+		ids = append(ids, uint32(id))
+	}
+	return ids
+}
+
+// boolean accepts the spellings of YAML 1.1, as the MIG manager does.
+func (p *parser) boolean(n *yaml.Node, what string) (value, ok bool) {
+	if n.Kind == yaml.ScalarNode && n.Style&(yaml.SingleQuotedStyle|yaml.DoubleQuotedStyle) == 0 {
+		switch strings.ToLower(n.Value) {
+		case "true", "yes", "on", "y":
+			return true, true
+		case "false", "no", "off", "n":
+			return false, true
+		}
+	}
+	p.at(n, "%s is true or false, not %s", what, kind(n))
+	return false, false
+}

@@ -1,0 +1,322 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package config
+
+import (
+	"math"
+	"path"
+	"slices"
+	"strings"
+
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+
+	"go.yaml.in/yaml/v3"
+)
+
+// Version is the only version of the schema so far, ours and NVIDIA's.
+const Version = "v1"
+
+// maxDevices is how many devices of one resource the kubelet can be told of:
+// beyond it the list outgrows the 4 MiB that its gRPC client receives.
+const maxDevices = 60_000
+
+// maxLabel is how long the value of a Kubernetes label may be.
+const maxLabel = 63
+
+// Parse reads a partition file, or one written for NVIDIA's MIG manager. The
+// name stands in the messages. The error is an Errors with all mistakes found;
+// there is no File then.
+func Parse(name string, data []byte) (*File, error) {
+	p := &parser{mistakes{file: name}}
+	f := &File{name: name, line: 1}
+	if root := document(&p.mistakes, data); root != nil {
+		p.file(f, root)
+	}
+	if err := p.err(); err != nil {
+		return nil, err
+	}
+	return f, nil
+}
+
+type parser struct{ mistakes }
+
+func (p *parser) file(f *File, root *yaml.Node) {
+	const (
+		version = "version"
+		ours    = "partitions"
+		theirs  = "mig-configs"
+	)
+	if isManifest(root) {
+		p.at(root, "this is a Kubernetes manifest: a partition file is what stands under a key of its data, config.yaml")
+		return
+	}
+	keys, ok := p.fields(root, "a partition file", version, ours, theirs)
+	if !ok {
+		return
+	}
+	if v, ok := keys[version]; !ok {
+		p.at(root, "the version is missing: this program knows `version: %s`", Version)
+	} else if v.Kind != yaml.ScalarNode || v.Value != Version {
+		// Another version may mean anything: what else seems wrong is noise.
+		p.at(v, "the version is %s: this program knows %s", kind(v), Version)
+		return
+	}
+	o, isOurs := keys[ours]
+	t, isTheirs := keys[theirs]
+	switch {
+	case isOurs && isTheirs:
+		p.at(t, "a file has %s or, for NVIDIA's MIG manager, %s, not both", ours, theirs)
+	case isOurs:
+		p.partitions(f, o, "partitions", p.entry)
+	case isTheirs:
+		f.nvidia = true
+		p.partitions(f, t, "mig-configs", p.item)
+	default:
+		p.at(root, "the file has no partitions: they stand under `%s:`", ours)
+	}
+}
+
+// isManifest recognises a ConfigMap given in place of what is in it.
+func isManifest(root *yaml.Node) bool {
+	if root.Kind != yaml.MappingNode {
+		return false
+	}
+	found := 0
+	for i := 0; i < len(root.Content); i += 2 {
+		if k := root.Content[i].Value; k == "apiVersion" || k == "kind" {
+			found++
+		}
+	}
+	return found == 2
+}
+
+func (p *parser) partitions(f *File, n *yaml.Node, what string, read func(*yaml.Node) (entry, bool)) {
+	f.line = n.Line
+	named, ok := p.pairs(n, what)
+	if ok && len(n.Content) == 0 {
+		p.at(n, "%s is empty: it needs at least one name with a list of entries", what)
+	}
+	for _, pair := range named {
+		part := partition{name: pair.key.Value, line: pair.key.Line}
+		if reason := badLabel(part.name); reason != "" && !f.nvidia {
+			p.at(pair.key, "the partition name %s %s: it is chosen by the value of a node label", quote(part.name), reason)
+		}
+		nodes, _ := p.items(pair.value, "partition "+quote(part.name))
+		for _, node := range nodes {
+			if e, ok := read(node); ok {
+				e.want.Line = e.line
+				part.entries = append(part.entries, e)
+			}
+		}
+		f.partitions = append(f.partitions, part)
+	}
+}
+
+// badLabel says why a name cannot be the value of a label. The MIG manager's
+// names are not held to it: a file that it accepts is accepted, and a name that
+// is no label is never chosen.
+func badLabel(s string) string {
+	alnum := func(c byte) bool {
+		return c >= 'a' && c <= 'z' || c >= 'A' && c <= 'Z' || c >= '0' && c <= '9'
+	}
+	switch {
+	case s == "":
+		return "is empty"
+	case len(s) > maxLabel:
+		return "is longer than 63 characters"
+	case !alnum(s[0]) || !alnum(s[len(s)-1]):
+		return "does not begin and end with a letter or digit"
+	}
+	for i := range len(s) {
+		if c := s[i]; !alnum(c) && c != '-' && c != '_' && c != '.' {
+			return "has a character other than letters, digits, '-', '_' and '.'"
+		}
+	}
+	return ""
+}
+
+// entry reads one item of a partition.
+func (p *parser) entry(n *yaml.Node) (entry, bool) {
+	e := entry{line: n.Line}
+	keys, ok := p.fields(n, "an entry", "devices", "mode", "replicas", "timeSlice", "compute", "geometry", "profiles")
+	if !ok {
+		return e, false
+	}
+	if d, ok := keys["devices"]; ok {
+		p.devices(&e.devices, d)
+	} else {
+		p.at(n, "the entry has no devices: all, a list of indices or UUIDs, or {model: pattern}")
+	}
+	mode, known := keys["mode"]
+	if !known {
+		p.at(n, "the entry has no mode: whole, shared, mig or off")
+	} else {
+		e.want.Mode, known = choice(&p.mistakes, mode, "mode", Whole, Shared, MIG, Off)
+	}
+
+	// Keys are read whatever the mode is, so that their own mistakes are found
+	// in the same run as that of being in the wrong place.
+	if e.want.Mode == Shared {
+		e.want.TimeSlice, e.want.Compute = TimeSliceDefault, ComputeTimeSlice
+	}
+	if r, ok := p.only(keys, "replicas", Shared, e.want.Mode, known); ok {
+		e.want.Replicas, _ = p.number(r, "replicas", 1, maxDevices)
+	}
+	if t, ok := p.only(keys, "timeSlice", Shared, e.want.Mode, known); ok {
+		e.want.TimeSlice, _ = choice(&p.mistakes, t, "timeSlice", TimeSliceDefault, TimeSliceShort, TimeSliceMedium, TimeSliceLong)
+	}
+	if c, ok := p.only(keys, "compute", Shared, e.want.Mode, known); ok {
+		e.want.Compute, _ = choice(&p.mistakes, c, "compute", ComputeTimeSlice, ComputeMPS)
+		if e.want.Compute == ComputeMPS {
+			e.unbuilt, e.unbuiltLine = "compute mps is not built yet in this version; timeslice works", c.Line
+		}
+	}
+	g, fixed := p.only(keys, "geometry", MIG, e.want.Mode, known)
+	if fixed {
+		e.want.Geometry = p.geometry(g, "geometry", 1, nil)
+	}
+	if pr, ok := p.only(keys, "profiles", MIG, e.want.Mode, known); ok {
+		e.want.Profiles = p.profiles(pr)
+		if fixed {
+			p.at(pr, "profiles limits MIG on demand, and geometry is fixed: an entry has one of the two")
+		}
+	}
+	if e.want.Mode == MIG {
+		e.want.OnDemand = !fixed
+		e.unbuilt, e.unbuiltLine = "mode mig is not built yet in this version; whole, shared and off work", mode.Line
+	}
+	return e, true
+}
+
+// only returns a key's value, and says so where the key belongs to another
+// mode than the entry's.
+func (p *parser) only(keys map[string]*yaml.Node, key string, of, mode Mode, known bool) (*yaml.Node, bool) {
+	n, ok := keys[key]
+	if ok && known && mode != of {
+		p.at(n, "%s belongs to mode %s: this entry is %s", key, of, mode)
+	}
+	return n, ok
+}
+
+func (p *parser) devices(s *selector, n *yaml.Node) {
+	switch {
+	case n.Kind == yaml.MappingNode:
+		keys, _ := p.fields(n, "devices", "model")
+		m, ok := keys["model"]
+		if !ok {
+			p.at(n, "devices has no model: {model: pattern}")
+			return
+		}
+		if s.model, ok = p.text(m, "model"); !ok {
+			return
+		}
+		if s.model == "" {
+			p.at(m, "model is an empty pattern, which matches no GPU")
+		} else if _, err := path.Match(s.model, ""); err != nil {
+			p.at(m, "model %s is not a pattern: a [ is not closed, or a \\ stands at the end", quote(s.model))
+		}
+	case n.Kind == yaml.SequenceNode:
+		p.deviceList(s, n)
+	case n.ShortTag() == "!!str" && n.Value == "all":
+		s.all = true
+	default:
+		p.at(n, "devices is all, a list of indices or UUIDs, or {model: pattern}, not %s", kind(n))
+	}
+}
+
+// deviceList reads indices or UUIDs. A list that mixes them could name one GPU
+// twice without anybody seeing it, so it holds one kind.
+func (p *parser) deviceList(s *selector, n *yaml.Node) {
+	nodes, _ := p.items(n, "devices")
+	indexLine, uuidLine := make(map[int]int), make(map[gpu.UUID]int)
+	for _, c := range nodes {
+		if c.Kind == yaml.ScalarNode && c.ShortTag() == "!!str" {
+			if reason := badUUID(c.Value); reason != "" {
+				p.at(c, "%s is neither the index nor the UUID of a GPU: %s", quote(c.Value), reason)
+				continue
+			}
+			u := gpu.UUID(c.Value)
+			if line, again := uuidLine[u]; again {
+				p.at(c, "%s is in this list already, on line %d", u, line)
+				continue
+			}
+			uuidLine[u] = c.Line
+			s.uuids = append(s.uuids, uuidAt{u, c.Line})
+		} else if x, ok := p.number(c, "an index", 0, math.MaxInt32); ok {
+			if line, again := indexLine[x]; again {
+				p.at(c, "index %d is in this list already, on line %d", x, line)
+				continue
+			}
+			indexLine[x] = c.Line
+			s.indices = append(s.indices, indexAt{x, c.Line})
+		}
+	}
+	if len(s.indices) > 0 && len(s.uuids) > 0 {
+		p.at(n, "the list mixes indices and UUIDs: use one of the two")
+	}
+}
+
+func badUUID(s string) string {
+	rest, ok := strings.CutPrefix(s, "GPU-")
+	switch {
+	case strings.HasPrefix(s, "MIG-"):
+		return "a partition cuts GPUs, and this names a MIG instance"
+	case !ok:
+		return `a UUID begins with "GPU-", an index has no quotes`
+	case rest == "" || strings.Trim(rest, "0123456789abcdefABCDEF-") != "":
+		return `after "GPU-" come hexadecimal digits and dashes`
+	}
+	return ""
+}
+
+// geometry reads profiles with their counts, which must not be less than low.
+// The spelling of a name may be changed before it is read.
+func (p *parser) geometry(n *yaml.Node, what string, low int, spell func(string) string) []Count {
+	ps, _ := p.pairs(n, what)
+	counts := make([]Count, 0, len(ps))
+	lines := make(map[mig.Name]int)
+	for _, pair := range ps {
+		name := pair.key.Value
+		if spell != nil {
+			name = spell(name)
+		}
+		prof, err := mig.Parse(name)
+		if err != nil {
+			p.at(pair.key, "%v", err)
+		} else if line, again := lines[prof]; again {
+			p.at(pair.key, "%s is already on line %d", prof, line)
+		} else {
+			lines[prof] = pair.key.Line
+		}
+		if c, ok := p.number(pair.value, "the count of "+quote(pair.key.Value), low, maxDevices); ok && err == nil && c > 0 {
+			counts = append(counts, Count{prof, c})
+		}
+	}
+	slices.SortFunc(counts, func(a, b Count) int { return mig.Compare(a.Profile, b.Profile) })
+	return counts
+}
+
+func (p *parser) profiles(n *yaml.Node) []mig.Name {
+	nodes, _ := p.items(n, "profiles")
+	var names []mig.Name
+	lines := make(map[mig.Name]int)
+	for _, c := range nodes {
+		s, ok := p.text(c, "a profile")
+		if !ok {
+			continue
+		}
+		prof, err := mig.Parse(s)
+		switch line, again := lines[prof]; {
+		case err != nil:
+			p.at(c, "%v", err)
+		case again:
+			p.at(c, "%s is in this list already, on line %d", prof, line)
+		default:
+			lines[prof] = c.Line
+			names = append(names, prof)
+		}
+	}
+	slices.SortFunc(names, mig.Compare)
+	return names
+}
