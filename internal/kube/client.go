@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -82,6 +83,7 @@ type Client struct {
 	timing  timing
 	now     func() time.Time
 
+	serial atomic.Uint64
 	queue  chan event
 	bucket flowcontrol.RateLimiter
 

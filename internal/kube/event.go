@@ -61,12 +61,14 @@ type event struct {
 	reason    string
 	message   string
 	at        time.Time
+	// serial tells Events of one nanosecond apart.
+	serial uint64
 }
 
 // Event queues an Event and returns at once; Run sends it. reason is one word
 // in UpperCamelCase; a message beyond 1,024 bytes is cut.
 func (c *Client) Event(regarding Regarding, kind EventType, reason, message string) {
-	e := event{regarding, kind, cut(reason, maxReason), cut(message, maxMessage), c.now()}
+	e := event{regarding, kind, cut(reason, maxReason), cut(message, maxMessage), c.now(), c.serial.Add(1)}
 	select {
 	case c.queue <- e:
 	default:
@@ -107,9 +109,9 @@ type written struct {
 	at    time.Time
 }
 
-// identity is an event without its time.
+// identity is what makes an event a repetition of another one.
 func (e event) identity() event {
-	e.at = time.Time{}
+	e.at, e.serial = time.Time{}, 0
 	return e
 }
 
@@ -218,15 +220,15 @@ func (e event) namespace() string {
 	return e.regarding.Namespace
 }
 
-// eventName is unique as long as no two Events about one object are made in
-// one nanosecond.
+// eventName differs for all Events of one agent and for those of its
+// predecessors.
 func (c *Client) eventName(e event) string {
 	name := e.regarding.Pod
 	if name == "" {
 		name = c.options.NodeName
 	}
-	// A name may have 253 bytes; 16 hex digits and a dot follow.
-	return fmt.Sprintf("%s.%x", strings.TrimRight(name[:min(len(name), 230)], ".-"), e.at.UnixNano())
+	// A name may have 253 bytes, and up to 34 follow.
+	return fmt.Sprintf("%s.%x.%x", strings.TrimRight(name[:min(len(name), 219)], ".-"), e.at.UnixNano(), e.serial)
 }
 
 func stamp(t time.Time) string { return t.UTC().Format(time.RFC3339) }

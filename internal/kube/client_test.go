@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"io"
+	"log/slog"
+	"maps"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+)
+
+func TestNewRefuses(t *testing.T) {
+	t.Setenv("KUBERNETES_SERVICE_HOST", "")
+	log := slog.New(slog.NewTextHandler(io.Discard, nil))
+	broken := filepath.Join(t.TempDir(), "kubeconfig")
+	if err := os.WriteFile(broken, []byte("{"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, test := range []struct {
+		name, want string
+		options    Options
+	}{
+		{"no node", "--node-name", Options{Domain: "example.com", Logger: log}},
+		{"no domain", "--domain", Options{NodeName: "n", Logger: log}},
+		{"no logger", "logger", Options{NodeName: "n", Domain: "example.com"}},
+		{"outside a cluster", "--kubeconfig", Options{NodeName: "n", Domain: "example.com", Logger: log}},
+		{"no such file", "nowhere", Options{NodeName: "n", Domain: "example.com", Logger: log, Kubeconfig: "/nowhere"}},
+		{"broken file", broken, Options{NodeName: "n", Domain: "example.com", Logger: log, Kubeconfig: broken}},
+	} {
+		if _, err := New(test.options); err == nil || !strings.Contains(err.Error(), test.want) {
+			t.Errorf("%s: %v, want an error that names %q", test.name, err, test.want)
+		}
+	}
+}
+
+func TestPatchNode(t *testing.T) {
+	s := newServer(t)
+	s.node("node-1", map[string]any{"keep": "1", "example.com/gpu.partition.state": "pending"}, map[string]any{"old": "x"})
+	c, _ := connect(t, s)
+	labels := map[string]*string{"example.com/gpu.partition.state": ptr("applied"), "absent": nil}
+	annotations := map[string]*string{"old": nil, "example.com/gpu.blocked": ptr("")}
+	check := func() {
+		t.Helper()
+		metadata := s.all("nodes")[0]["metadata"].(map[string]any)
+		if got := metadata["labels"].(map[string]any); !maps.Equal(got, map[string]any{"keep": "1", "example.com/gpu.partition.state": "applied"}) {
+			t.Errorf("labels %v", got)
+		}
+		if got := metadata["annotations"].(map[string]any); !maps.Equal(got, map[string]any{"example.com/gpu.blocked": ""}) {
+			t.Errorf("annotations %v", got)
+		}
+	}
+	// Before the watch has spoken, all of it is sent, each time.
+	for n := 1; n <= 2; n++ {
+		if err := c.PatchNode(t.Context(), labels, annotations); err != nil {
+			t.Fatal(err)
+		}
+		check()
+		if got := len(s.asked("patch")); got != n {
+			t.Fatalf("%d patches, want %d", got, n)
+		}
+	}
+	told := make(chan Node, 100)
+	background(t, func(ctx context.Context) error {
+		return c.WatchNode(ctx, func(n Node) { told <- n })
+	})
+	receive(t, told)
+	// Now nothing is left to write, and of two keys the one that differs is.
+	if err := c.PatchNode(t.Context(), labels, annotations); err != nil {
+		t.Fatal(err)
+	}
+	if got := len(s.asked("patch")); got != 2 {
+		t.Fatalf("%d patches, want 2", got)
+	}
+	labels["new"] = ptr("y")
+	if err := c.PatchNode(t.Context(), labels, nil); err != nil {
+		t.Fatal(err)
+	}
+	patches := s.asked("patch")
+	if got := patches[len(patches)-1]; !strings.HasSuffix(got, `{"metadata":{"labels":{"new":"y"}}}`) {
+		t.Errorf("patched with %s", got)
+	}
+	if got := receive(t, told).Labels["new"]; got != "y" {
+		t.Errorf("told of %q", got)
+	}
+	// Somebody undoes it: the watch tells, and the next patch writes it again.
+	s.node("node-1", map[string]any{"keep": "1"}, nil)
+	receive(t, told)
+	if err := c.PatchNode(t.Context(), labels, annotations); err != nil {
+		t.Fatal(err)
+	}
+	if got := s.all("nodes")[0]["metadata"].(map[string]any)["labels"].(map[string]any)["new"]; got != "y" {
+		t.Errorf("label new is %v", got)
+	}
+}
+
+func TestPatchNodeFails(t *testing.T) {
+	s := newServer(t)
+	c, j := connect(t, s)
+	labels := map[string]*string{"a": ptr("b")}
+	for range 3 {
+		err := c.PatchNode(t.Context(), labels, nil)
+		if err == nil || !strings.Contains(err.Error(), "node-1") {
+			t.Fatalf("%v, want an error that names the node", err)
+		}
+	}
+	if n := j.count("request fails"); n != 1 {
+		t.Errorf("%d lines for one outage", n)
+	}
+	s.node("node-1", nil, nil)
+	if err := c.PatchNode(t.Context(), labels, nil); err != nil {
+		t.Fatal(err)
+	}
+	if n := j.count("answers again"); n != 1 {
+		t.Errorf("%d lines for one return", n)
+	}
+}
+
+// The server refuses what is not in Rules; this is the other half: what is in
+// Rules is used.
+func TestRulesAreUsed(t *testing.T) {
+	s := newServer(t)
+	s.node("node-1", nil, nil)
+	s.config("gpu", "p", "one")
+	c, _ := connect(t, s)
+	c.timing.quiet = 0
+	told := partitions(t, c)
+	want(t, told, "one")
+	background(t, func(ctx context.Context) error { return c.WatchNode(ctx, func(Node) {}) })
+	background(t, c.Run)
+	c.Event(Regarding{}, Normal, "Applied", "m")
+	c.Event(Regarding{}, Normal, "Applied", "m")
+	if err := c.PatchNode(t.Context(), map[string]*string{"a": ptr("b")}, nil); err != nil {
+		t.Fatal(err)
+	}
+	all := map[string]bool{}
+	for _, rule := range Rules {
+		if !slices.IsSorted(rule.Verbs) || rule.Why == "" {
+			t.Errorf("rule for %s: verbs unsorted or no reason", rule.Resource)
+		}
+		for _, verb := range rule.Verbs {
+			all[verb+" "+rule.Resource] = true
+		}
+	}
+	await(t, "all rules are used", func() (same bool) {
+		s.set(func() { same = maps.Equal(s.used, all) })
+		return same
+	})
+}
+
+func TestStopsWhileServerHangs(t *testing.T) {
+	s := newServer(t)
+	asked := make(chan struct{}, 10)
+	release := make(chan struct{})
+	s.set(func() {
+		s.fault = func(string, string, http.ResponseWriter) bool {
+			asked <- struct{}{}
+			<-release
+			return true
+		}
+	})
+	t.Cleanup(func() { close(release) })
+	c, j := connect(t, s)
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- c.WatchNode(ctx, func(Node) { t.Error("told of a node that no one sent") }) }()
+	receive(t, asked)
+	cancel()
+	if err := receive(t, done); err != context.Canceled {
+		t.Errorf("ended with %v", err)
+	}
+	if n := j.count("level=WARN"); n != 0 {
+		t.Errorf("%d warnings about our own end", n)
+	}
+}

@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+	"unicode/utf8"
+)
+
+// clock is set by the test.
+type clock struct {
+	mu  sync.Mutex
+	now time.Time
+}
+
+func (c *clock) Now() time.Time {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.now
+}
+
+func (c *clock) add(d time.Duration) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.now = c.now.Add(d)
+}
+
+// reporter is a client that is about to send Events, its clock, and what
+// becomes of each.
+func reporter(t *testing.T, s *server) (*Client, *clock, <-chan EventOutcome) {
+	t.Helper()
+	done := make(chan EventOutcome, 1000)
+	c, _ := connect(t, s, func(o *Options) { o.EventDone = func(e EventOutcome) { done <- e } })
+	k := &clock{now: time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)}
+	c.now = k.Now
+	return c, k, done
+}
+
+func outcome(t *testing.T, done <-chan EventOutcome, want EventOutcome) {
+	t.Helper()
+	if got := receive(t, done); got != want {
+		t.Fatalf("Event was %s, want %s", got, want)
+	}
+}
+
+func TestEventShape(t *testing.T) {
+	s := newServer(t)
+	c, k, done := reporter(t, s)
+	background(t, c.Run)
+	c.Event(Regarding{}, Warning, "PartitionInvalid", "config.yaml:3: no such mode")
+	outcome(t, done, EventSent)
+	k.add(time.Nanosecond)
+	c.Event(Regarding{Namespace: "train", Pod: "job-1", UID: "u-1"}, Normal, "Held", "waits")
+	outcome(t, done, EventSent)
+
+	events := s.all("events")
+	if len(events) != 2 {
+		t.Fatalf("%d Events, want 2", len(events))
+	}
+	for path, want := range map[string]any{
+		"metadata.namespace": "default", "type": "Warning", "reason": "PartitionInvalid",
+		"message": "config.yaml:3: no such mode", "count": 1.0,
+		// By this UID `kubectl describe node` finds the Events of a kubelet.
+		"involvedObject.kind": "Node", "involvedObject.name": "node-1", "involvedObject.uid": "node-1",
+		"source.component": "gpu-agent", "source.host": "node-1", "reportingComponent": "example.com/gpu-agent",
+		"firstTimestamp": "2026-03-01T12:00:00Z", "lastTimestamp": "2026-03-01T12:00:00Z",
+	} {
+		if got := at(events[0], path); got != want {
+			t.Errorf("node: %s is %v, want %v", path, got, want)
+		}
+	}
+	for path, want := range map[string]any{
+		"metadata.namespace": "train", "involvedObject.kind": "Pod", "involvedObject.namespace": "train",
+		"involvedObject.name": "job-1", "involvedObject.uid": "u-1", "type": "Normal",
+	} {
+		if got := at(events[1], path); got != want {
+			t.Errorf("pod: %s is %v, want %v", path, got, want)
+		}
+	}
+}
+
+func at(object map[string]any, path string) any {
+	var value any = object
+	for _, key := range strings.Split(path, ".") {
+		inner, _ := value.(map[string]any)
+		value = inner[key]
+	}
+	return value
+}
+
+func TestEventRepeated(t *testing.T) {
+	s := newServer(t)
+	c, k, done := reporter(t, s)
+	background(t, c.Run)
+	send := func(want EventOutcome) {
+		t.Helper()
+		c.Event(Regarding{}, Warning, "Blocked", "train/job-1 holds it")
+		outcome(t, done, want)
+	}
+	counts := func(want ...float64) {
+		t.Helper()
+		var got []float64
+		for _, e := range s.all("events") {
+			got = append(got, e["count"].(float64))
+		}
+		if len(got) != len(want) {
+			t.Fatalf("counts %v, want %v", got, want)
+		}
+		for i := range got {
+			if got[i] != want[i] {
+				t.Fatalf("counts %v, want %v", got, want)
+			}
+		}
+	}
+	send(EventSent)
+	send(EventMerged)
+	k.add(30 * time.Second)
+	send(EventMerged)
+	counts(1)
+	k.add(31 * time.Second) // a minute after the last write
+	send(EventSent)
+	counts(4)
+	k.add(11 * time.Minute) // beyond the window
+	send(EventSent)
+	counts(4, 1)
+	// Another message is another Event.
+	c.Event(Regarding{}, Warning, "Blocked", "train/job-2 holds it")
+	outcome(t, done, EventSent)
+	counts(4, 1, 1)
+}
+
+func TestEventForgottenByServer(t *testing.T) {
+	s := newServer(t)
+	c, k, done := reporter(t, s)
+	background(t, c.Run)
+	c.Event(Regarding{}, Normal, "Applied", "m")
+	outcome(t, done, EventSent)
+	s.put("events", "default", at(s.all("events")[0], "metadata.name").(string), nil)
+	k.add(2 * time.Minute)
+	c.Event(Regarding{}, Normal, "Applied", "m")
+	outcome(t, done, EventSent)
+	if n := len(s.all("events")); n != 1 {
+		t.Fatalf("%d Events, want a new one", n)
+	}
+	// The new one is the one that counts on.
+	k.add(2 * time.Minute)
+	c.Event(Regarding{}, Normal, "Applied", "m")
+	outcome(t, done, EventSent)
+	if got := s.all("events")[0]["count"]; got != 2.0 {
+		t.Errorf("count %v, want 2", got)
+	}
+}
+
+func TestEventNeverBlocks(t *testing.T) {
+	s := newServer(t)
+	c, _, done := reporter(t, s)
+	for range cap(c.queue) + 3 { // nobody runs
+		c.Event(Regarding{}, Normal, "Applied", "m")
+	}
+	for range 3 {
+		outcome(t, done, EventDropped)
+	}
+}
+
+func TestEventServerAway(t *testing.T) {
+	s := newServer(t)
+	c, k, done := reporter(t, s)
+	tried := make(chan struct{}, 1000)
+	c.options.Failed = func(string, string) {
+		select {
+		case tried <- struct{}{}:
+		default:
+		}
+	}
+	s.stop()
+	background(t, c.Run)
+	c.Event(Regarding{}, Normal, "Applied", "kept")
+	receive(t, tried)
+	receive(t, tried)
+	s.back()
+	outcome(t, done, EventSent)
+	s.stop()
+	k.add(time.Hour)
+	c.Event(Regarding{}, Normal, "Applied", "too old")
+	for len(tried) > 0 {
+		<-tried
+	}
+	receive(t, tried)
+	k.add(time.Hour)
+	outcome(t, done, EventDropped)
+}
+
+func TestEventRefused(t *testing.T) {
+	s := newServer(t)
+	c, _, done := reporter(t, s)
+	background(t, c.Run)
+	s.set(func() {
+		s.fault = func(_, _ string, w http.ResponseWriter) bool { refuse(w, 403, "Forbidden"); return true }
+	})
+	c.Event(Regarding{Namespace: "gone", Pod: "p"}, Normal, "Applied", "refused")
+	outcome(t, done, EventDropped)
+	var failures int
+	s.set(func() {
+		s.fault = func(_, _ string, w http.ResponseWriter) bool {
+			if failures++; failures <= 3 {
+				refuse(w, 500, "InternalError")
+				return true
+			}
+			return false
+		}
+	})
+	c.Event(Regarding{}, Normal, "Applied", "tried again")
+	outcome(t, done, EventSent)
+}
+
+func TestEventFlood(t *testing.T) {
+	s := newServer(t)
+	c, _, done := reporter(t, s)
+	background(t, c.Run)
+	sent := 0
+	for i := range 60 {
+		c.Event(Regarding{}, Normal, "Applied", strings.Repeat("x", i+1))
+		if receive(t, done) == EventSent {
+			sent++
+		}
+	}
+	if sent < 25 || sent > 30 {
+		t.Errorf("%d of 60 Events were sent, want the burst of 25 or a few more", sent)
+	}
+}
+
+func TestCut(t *testing.T) {
+	for _, s := range []string{"", "short", strings.Repeat("a", maxMessage), strings.Repeat("a", maxMessage+1),
+		strings.Repeat("ä", maxMessage), "x" + strings.Repeat("漢", maxMessage), "bad \xff byte" + strings.Repeat("\xff", maxMessage)} {
+		got := cut(s, maxMessage)
+		if len(got) > maxMessage || !utf8.ValidString(got) {
+			t.Errorf("%.20q…: %d bytes, valid %v", s, len(got), utf8.ValidString(got))
+		}
+		if len(s) <= maxMessage && utf8.ValidString(s) && got != s {
+			t.Errorf("%.20q… was changed to %.20q…", s, got)
+		}
+		if len(s) > maxMessage && utf8.ValidString(s) && len(got) < maxMessage-6 {
+			t.Errorf("%.20q… was cut to %d bytes", s, len(got))
+		}
+	}
+}
+
+func TestEventNames(t *testing.T) {
+	c, _ := connect(t, newServer(t), func(o *Options) { o.NodeName = strings.Repeat("n", 218) + "." + strings.Repeat("m", 23) })
+	name := c.eventName(event{at: time.Unix(1<<33, 1), serial: 1 << 63})
+	if len(name) > 253 || strings.Contains(name, "..") {
+		t.Errorf("%q has %d bytes", name, len(name))
+	}
+}

@@ -1,0 +1,473 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log/slog"
+	"maps"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+)
+
+// server is a small API server on a real socket: objects with versions, lists,
+// watches and merge patches, for the resources and verbs in Rules and no
+// others. Faults are set by the tests.
+type server struct {
+	t    *testing.T
+	addr string
+
+	mu      sync.Mutex // guards what follows
+	http    *http.Server
+	version int
+	// oldest is the version that a watch can still start after.
+	oldest  int
+	objects map[string]map[string]any // by "resource/namespace/name"
+	history []change
+	changed chan struct{} // closed and replaced at every change
+	// requests is everything that was asked: "watch configmaps
+	// gpu/gpu-partitions rv=7".
+	requests []string
+	used     map[string]bool // "verb resource"
+	// fault may answer a request instead of the server; verb is RBAC's.
+	fault func(verb, resource string, w http.ResponseWriter) (handled bool)
+	// mute watches get no events.
+	mute bool
+	// deaf watches do not end in the time that they were asked to.
+	deaf bool
+	cut  chan struct{} // closed to cut all streams
+}
+
+type change struct {
+	version int
+	kind    string
+	key     string
+	object  map[string]any
+}
+
+func newServer(t *testing.T) *server {
+	s := &server{t: t, version: 1, objects: map[string]map[string]any{}, used: map[string]bool{},
+		changed: make(chan struct{}), cut: make(chan struct{})}
+	s.start("127.0.0.1:0")
+	t.Cleanup(s.stop)
+	return s
+}
+
+func (s *server) start(addr string) {
+	s.t.Helper()
+	listener, err := net.Listen("tcp", addr)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.addr = listener.Addr().String()
+	s.http = &http.Server{Handler: s}
+	go s.http.Serve(listener)
+}
+
+// stop takes the server away: nothing listens, open streams are reset.
+func (s *server) stop() {
+	s.mu.Lock()
+	h := s.http
+	s.mu.Unlock()
+	h.Close()
+}
+
+func (s *server) back() { s.start(s.addr) }
+
+func (s *server) set(f func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	f()
+}
+
+func (s *server) cutStreams() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	close(s.cut)
+	s.cut = make(chan struct{})
+}
+
+// put makes or changes an object; nil deletes it.
+func (s *server) put(resource, namespace, name string, object map[string]any) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.putLocked(resource, namespace, name, object)
+}
+
+func (s *server) putLocked(resource, namespace, name string, object map[string]any) map[string]any {
+	key := resource + "/" + namespace + "/" + name
+	kind := "MODIFIED"
+	old, existed := s.objects[key]
+	if !existed {
+		kind = "ADDED"
+	}
+	s.version++
+	if object == nil {
+		kind = "DELETED"
+		object = old
+		delete(s.objects, key)
+	}
+	object = clone(object)
+	metadata, _ := object["metadata"].(map[string]any)
+	metadata = maps.Clone(metadata)
+	if metadata == nil {
+		metadata = map[string]any{}
+	}
+	metadata["name"], metadata["resourceVersion"] = name, strconv.Itoa(s.version)
+	if namespace != "" {
+		metadata["namespace"] = namespace
+	}
+	object["metadata"], object["apiVersion"], object["kind"] = metadata, "v1", kinds[resource]
+	if kind != "DELETED" {
+		s.objects[key] = object
+	}
+	s.history = append(s.history, change{s.version, kind, key, object})
+	close(s.changed)
+	s.changed = make(chan struct{})
+	return object
+}
+
+var kinds = map[string]string{"configmaps": "ConfigMap", "nodes": "Node", "events": "Event"}
+
+func clone(object map[string]any) map[string]any {
+	body, err := json.Marshal(object)
+	if err != nil {
+		panic(err)
+	}
+	var out map[string]any
+	if err := json.Unmarshal(body, &out); err != nil {
+		panic(err)
+	}
+	return out
+}
+
+func (s *server) config(namespace, name, content string) {
+	s.put("configmaps", namespace, name, map[string]any{"data": map[string]any{"config.yaml": content}})
+}
+
+func (s *server) node(name string, labels, annotations map[string]any) {
+	s.put("nodes", "", name, map[string]any{"metadata": map[string]any{"labels": labels, "annotations": annotations}})
+}
+
+// all returns the objects of a resource, sorted by name.
+func (s *server) all(resource string) []map[string]any {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var out []map[string]any
+	for _, key := range slices.Sorted(maps.Keys(s.objects)) {
+		if strings.HasPrefix(key, resource+"/") {
+			out = append(out, clone(s.objects[key]))
+		}
+	}
+	return out
+}
+
+func (s *server) asked(prefix string) []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var out []string
+	for _, r := range s.requests {
+		if strings.HasPrefix(r, prefix) {
+			out = append(out, r)
+		}
+	}
+	return out
+}
+
+func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	parts := strings.Split(strings.TrimPrefix(r.URL.Path, "/api/v1/"), "/")
+	namespace := ""
+	if len(parts) > 2 && parts[0] == "namespaces" {
+		namespace, parts = parts[1], parts[2:]
+	}
+	resource, name := parts[0], ""
+	if len(parts) > 1 {
+		name = parts[1]
+	}
+	query := r.URL.Query()
+	if selector, ok := strings.CutPrefix(query.Get("fieldSelector"), "metadata.name="); ok {
+		name = selector
+	}
+	verb := map[string]string{http.MethodGet: "list", http.MethodPost: "create", http.MethodPatch: "patch"}[r.Method]
+	if query.Get("watch") != "" {
+		verb = "watch"
+	}
+	body, _ := io.ReadAll(r.Body)
+	s.mu.Lock()
+	s.requests = append(s.requests, fmt.Sprintf("%s %s %s/%s rv=%s %s", verb, resource, namespace, name, query.Get("resourceVersion"), body))
+	allowed := slices.ContainsFunc(Rules, func(rule Rule) bool {
+		return rule.Resource == resource && slices.Contains(rule.Verbs, verb)
+	})
+	s.used[verb+" "+resource] = true
+	fault := s.fault
+	s.mu.Unlock()
+	switch {
+	case !allowed:
+		s.t.Errorf("request beyond Rules: %s %s", verb, resource)
+		refuse(w, 403, "Forbidden")
+	case fault != nil && fault(verb, resource, w):
+	case verb == "list":
+		s.list(w, resource, namespace, name)
+	case verb == "watch":
+		s.watch(w, r, resource, namespace, name)
+	case verb == "create":
+		s.create(w, resource, namespace, body)
+	case verb == "patch":
+		s.patch(w, r, resource, namespace, name, body)
+	}
+}
+
+func refuse(w http.ResponseWriter, code int, reason string) {
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(code)
+	json.NewEncoder(w).Encode(status(code, reason))
+}
+
+func status(code int, reason string) map[string]any {
+	return map[string]any{"apiVersion": "v1", "kind": "Status", "status": "Failure",
+		"code": code, "reason": reason, "message": "scripted: " + reason}
+}
+
+func answer(w http.ResponseWriter, value any) {
+	w.Header().Set("Content-Type", "application/json")
+	json.NewEncoder(w).Encode(value)
+}
+
+func (s *server) list(w http.ResponseWriter, resource, namespace, name string) {
+	s.mu.Lock()
+	items := []any{}
+	if o, ok := s.objects[resource+"/"+namespace+"/"+name]; ok {
+		items = append(items, o)
+	}
+	version := strconv.Itoa(s.version)
+	s.mu.Unlock()
+	answer(w, map[string]any{"apiVersion": "v1", "kind": kinds[resource] + "List",
+		"metadata": map[string]any{"resourceVersion": version}, "items": items})
+}
+
+func (s *server) watch(w http.ResponseWriter, r *http.Request, resource, namespace, name string) {
+	query := r.URL.Query()
+	at, err := strconv.Atoi(query.Get("resourceVersion"))
+	s.mu.Lock()
+	oldest, cut, deaf := s.oldest, s.cut, s.deaf
+	s.mu.Unlock()
+	if err != nil || at < oldest {
+		refuse(w, 410, "Expired")
+		return
+	}
+	var expired <-chan time.Time
+	if seconds, err := strconv.Atoi(query.Get("timeoutSeconds")); err == nil && !deaf {
+		timer := time.NewTimer(time.Duration(seconds) * time.Second)
+		defer timer.Stop()
+		expired = timer.C
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(http.StatusOK)
+	out, flush := json.NewEncoder(w), w.(http.Flusher)
+	flush.Flush()
+	for {
+		s.mu.Lock()
+		changed, mute := s.changed, s.mute
+		var pending []change
+		for _, c := range s.history {
+			if c.version > at {
+				pending = append(pending, c)
+			}
+		}
+		s.mu.Unlock()
+		for _, c := range pending {
+			at = c.version
+			if mute {
+				continue
+			}
+			if c.key == resource+"/"+namespace+"/"+name || c.kind == "ERROR" {
+				out.Encode(map[string]any{"type": c.kind, "object": c.object})
+			} else {
+				out.Encode(map[string]any{"type": "BOOKMARK", "object": map[string]any{"apiVersion": "v1",
+					"kind": kinds[resource], "metadata": map[string]any{"resourceVersion": strconv.Itoa(at)}}})
+			}
+			flush.Flush()
+		}
+		select {
+		case <-changed:
+		case <-expired:
+			return
+		case <-cut:
+			panic(http.ErrAbortHandler)
+		case <-r.Context().Done():
+			return
+		}
+	}
+}
+
+func (s *server) create(w http.ResponseWriter, resource, namespace string, body []byte) {
+	var object map[string]any
+	if err := json.Unmarshal(body, &object); err != nil {
+		refuse(w, 400, "BadRequest")
+		return
+	}
+	metadata := object["metadata"].(map[string]any)
+	name := metadata["name"].(string)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	involved, _ := object["involvedObject"].(map[string]any)
+	in, _ := involved["namespace"].(string)
+	if in == "" {
+		in = "default"
+	}
+	switch {
+	case metadata["namespace"] != namespace, in != namespace: // as the API's validation has it
+		refuse(w, 422, "Invalid")
+	case s.objects[resource+"/"+namespace+"/"+name] != nil:
+		refuse(w, 409, "AlreadyExists")
+	default:
+		answer(w, s.putLocked(resource, namespace, name, object))
+	}
+}
+
+func (s *server) patch(w http.ResponseWriter, r *http.Request, resource, namespace, name string, body []byte) {
+	if got := r.Header.Get("Content-Type"); got != "application/merge-patch+json" {
+		refuse(w, 415, "UnsupportedMediaType")
+		return
+	}
+	var patch map[string]any
+	if err := json.Unmarshal(body, &patch); err != nil {
+		refuse(w, 400, "BadRequest")
+		return
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	object, ok := s.objects[resource+"/"+namespace+"/"+name]
+	if !ok {
+		refuse(w, 404, "NotFound")
+		return
+	}
+	answer(w, s.putLocked(resource, namespace, name, merge(clone(object), patch)))
+}
+
+// merge is RFC 7386.
+func merge(object, patch map[string]any) map[string]any {
+	if object == nil {
+		object = map[string]any{}
+	}
+	for key, value := range patch {
+		switch value := value.(type) {
+		case nil:
+			delete(object, key)
+		case map[string]any:
+			inner, _ := object[key].(map[string]any)
+			object[key] = merge(inner, value)
+		default:
+			object[key] = value
+		}
+	}
+	return object
+}
+
+// journal is a log that can be counted.
+type journal struct {
+	mu   sync.Mutex
+	text bytes.Buffer
+}
+
+func (j *journal) Write(p []byte) (int, error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.text.Write(p)
+}
+
+func (j *journal) count(part string) int {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return strings.Count(j.text.String(), part)
+}
+
+// connect returns a client of s whose waits are short.
+func connect(t *testing.T, s *server, change ...func(*Options)) (*Client, *journal) {
+	t.Helper()
+	j := &journal{}
+	o := Options{Kubeconfig: kubeconfig(t, "http://"+s.addr), NodeName: "node-1", Domain: "example.com",
+		Logger: slog.New(slog.NewTextHandler(j, nil))}
+	for _, f := range change {
+		f(&o)
+	}
+	c, err := New(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.timing.pauseMin, c.timing.pauseMax = time.Millisecond, 5*time.Millisecond
+	return c, j
+}
+
+func kubeconfig(t *testing.T, url string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "kubeconfig")
+	text := fmt.Sprintf(`{apiVersion: v1, kind: Config, current-context: c,
+contexts: [{name: c, context: {cluster: c, user: u}}],
+clusters: [{name: c, cluster: {server: %q}}], users: [{name: u, user: {}}]}`, url)
+	if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+// background runs f until the test ends and then waits for it.
+func background(t *testing.T, f func(context.Context) error) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- f(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		select {
+		case err := <-done:
+			if err != context.Canceled {
+				t.Errorf("ended with %v, not with its context", err)
+			}
+		case <-time.After(limit):
+			t.Error("does not end with its context")
+		}
+	})
+}
+
+// limit is for a test that fails; no test that passes waits for it.
+const limit = 20 * time.Second
+
+func receive[T any](t *testing.T, from <-chan T) T {
+	t.Helper()
+	select {
+	case v := <-from:
+		return v
+	case <-time.After(limit):
+		t.Fatal("nothing came")
+		panic("unreachable")
+	}
+}
+
+// await polls a condition of another goroutine's making.
+func await(t *testing.T, what string, condition func() bool) {
+	t.Helper()
+	deadline := time.Now().Add(limit)
+	for !condition() {
+		if time.Now().After(deadline) {
+			t.Fatalf("never: %s", what)
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
+
+func ptr(s string) *string { return &s }
