@@ -159,6 +159,9 @@ type EventKind string
 const (
 	// EventXid is a driver error report; Event.Xid has its number.
 	EventXid EventKind = "xid"
+	// EventLost is the driver saying that a GPU is gone, or failing itself; it
+	// names no GPU, and a new inventory tells which.
+	EventLost EventKind = "lost"
 )
 
 // Event is something that the driver reported of a GPU.
@@ -171,3 +174,16 @@ type Event struct {
 	// GI and CI name the MIG instance, -1 where there is none.
 	GI, CI int
 }
+
+// TimeSlice is how long a process may keep a shared GPU before the next one's
+// turn, in the words of partitions.
+type TimeSlice string
+
+// The steps that the driver knows; what they are in milliseconds is its own
+// affair and differs between cards.
+const (
+	TimeSliceDefault TimeSlice = "default"
+	TimeSliceShort   TimeSlice = "short"
+	TimeSliceMedium  TimeSlice = "medium"
+	TimeSliceLong    TimeSlice = "long"
+)

@@ -8,7 +8,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -26,6 +25,10 @@ import (
 // mode of a claim's file: runtimes may run as another user, and it holds no
 // secret.
 const mode = 0o644
+
+// most is more than any claim's file has, in bytes: with thousands of units it
+// has some hundred thousand.
+const most = 16 << 20
 
 // Dir is the part of a CDI directory that belongs to one domain. Its methods
 // may be called from several goroutines at once.
@@ -154,6 +157,38 @@ func (d *Dir) Remove(key string) error {
 	return d.sync(root)
 }
 
+// Read returns what the claim's file says. The error wraps gpu.ErrNotFound
+// where there is none, and gpu.ErrInvalid where something else lies at its
+// name or it is no CDI spec.
+func (d *Dir) Read(key string) (*specs.Spec, error) {
+	name, err := d.name(key)
+	if err != nil {
+		return nil, err
+	}
+	root, err := d.open()
+	if err != nil {
+		return nil, err
+	}
+	defer root.Close()
+	switch info, err := root.Lstat(name); {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil, fmt.Errorf("read %s: %w", d.file(name), gpu.ErrNotFound)
+	case err != nil:
+		return nil, fmt.Errorf("read %s: %w", d.file(name), err)
+	case !info.Mode().IsRegular() || info.Size() > most:
+		return nil, fmt.Errorf("read %s: it is no claim's file (%s, %d bytes): %w; remove it", d.file(name), info.Mode(), info.Size(), gpu.ErrInvalid)
+	}
+	data, err := root.ReadFile(name)
+	if err != nil {
+		return nil, fmt.Errorf("read %s: %w", d.file(name), err)
+	}
+	spec, err := cdilib.ParseSpec(data)
+	if err != nil || spec == nil {
+		return nil, fmt.Errorf("read %s: it is no CDI spec: %w: %v; remove it", d.file(name), gpu.ErrInvalid, err)
+	}
+	return spec, nil
+}
+
 // List returns the keys of the claims that have a file, sorted. Only regular
 // files count: a link or a directory at such a name is no claim's file.
 func (d *Dir) List() ([]string, error) {
@@ -264,11 +299,6 @@ func stands(root *os.Root, name string, data []byte) bool {
 	if err != nil || info.Mode() != mode || info.Size() != int64(len(data)) {
 		return false
 	}
-	f, err := root.Open(name)
-	if err != nil {
-		return false
-	}
-	defer f.Close()
-	got, err := io.ReadAll(io.LimitReader(f, int64(len(data))+1))
+	got, err := root.ReadFile(name)
 	return err == nil && bytes.Equal(got, data)
 }

@@ -8,6 +8,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -98,6 +99,43 @@ func TestWriteListRemove(t *testing.T) {
 	}
 	if got := entries(t, path); len(got) != 1 {
 		t.Errorf("the directory holds %q", got)
+	}
+}
+
+func TestRead(t *testing.T) {
+	path := t.TempDir()
+	d := open(t, path)
+	key := cdi.Key("r", []string{"1"})
+	if _, err := d.Read(key); !errors.Is(err, gpu.ErrNotFound) {
+		t.Errorf("no file: %v, want ErrNotFound", err)
+	}
+	want := spec(t, key, 5)
+	if err := d.Write(key, want); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := d.Read(key); err != nil || !reflect.DeepEqual(got, want) {
+		t.Errorf("read back %+v, %v", got, err)
+	}
+	file := filepath.Join(path, cdi.FileName(domain, key))
+	for _, torn := range []string{"", "{", "null", `{"cdiVersion": "0.5.0", "colour": "red"}`} {
+		if err := os.WriteFile(file, []byte(torn), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		if got, err := d.Read(key); !errors.Is(err, gpu.ErrInvalid) || !strings.Contains(err.Error(), file) {
+			t.Errorf("of %q read %+v, %v; want ErrInvalid and the file's name", torn, got, err)
+		}
+	}
+	if err := os.Remove(file); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink("/etc/passwd", file); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := d.Read(key); !errors.Is(err, gpu.ErrInvalid) {
+		t.Errorf("a link: %v, want ErrInvalid", err)
+	}
+	if _, err := d.Read("../x"); !errors.Is(err, gpu.ErrInvalid) {
+		t.Errorf("no key: %v, want ErrInvalid", err)
 	}
 }
 
