@@ -166,7 +166,7 @@ func (p *page) gpu(g GPUStatus) {
 	}
 	text := strings.Join(compact(facts), "  ")
 	p.line(p.paint(bold, title) + p.fit(text, p.Width-len(title)-2-len(health)) + "  " + p.paint(color, health))
-	p.line(indent + p.paint(faint, p.fit(g.UUID, p.Width-len(indent))))
+	p.line(indent + p.paint(faint, p.fit(strings.Join(compact([]string{g.UUID, g.Resource}), "  "), p.Width-len(indent))))
 	if g.Resource != "" {
 		p.use(g)
 	}
@@ -191,13 +191,11 @@ func (p *page) use(g GPUStatus) {
 		full, none, broken = "#", ".", "x"
 	}
 	bar := strings.Repeat(full, used) + p.paint(red, strings.Repeat(broken, bad)) + p.paint(faint, strings.Repeat(none, cells-used-bad))
-	figures := []string{measure(g, g.Used) + "/" + measure(g, g.Total) + unitName(g)}
+	figures := []string{measure(g, g.Used) + "/" + measure(g, g.Total) + unitName(g, g.Total)}
 	if g.Unhealthy > 0 {
 		figures = append(figures, measure(g, g.Free)+" free", measure(g, g.Unhealthy)+" withdrawn")
 	}
-	text := strings.Join(figures, ", ")
-	left := p.Width - len(indent) - cells - 2 - utf8.RuneCountInString(text) - 2
-	p.line(indent + bar + "  " + text + "  " + p.paint(faint, p.fit(g.Resource, left)))
+	p.line(indent + bar + "  " + p.fit(strings.Join(figures, ", "), p.Width-len(indent)-cells-2))
 }
 
 // share is part/whole in cells. What is not nothing shows, and what is not all
@@ -225,7 +223,11 @@ func (p *page) holders(g GPUStatus) {
 		if h.Pod != "" {
 			names[i] = h.Namespace + "/" + h.Pod + "/" + h.Container
 		}
-		units[i] = measure(g, h.Units) + unitName(g)
+		units[i] = measure(g, h.Units) + unitName(g, h.Units)
+		if h.Resource != g.Resource {
+			// From before the GPU's mode changed: its units are not this mode's.
+			units[i] = strconv.Itoa(h.Units) + " " + h.Resource[strings.LastIndexByte(h.Resource, '/')+1:]
+		}
 		if h.Since != nil && !p.Now.IsZero() {
 			ages[i] = age(p.Now.Sub(*h.Since))
 		}
@@ -249,13 +251,15 @@ func (p *page) holders(g GPUStatus) {
 	}
 }
 
-// unitName is what measure counts.
-func unitName(g GPUStatus) string {
+// unitName is what measure counts, for n of it.
+func unitName(g GPUStatus, n int) string {
 	switch {
 	case g.UnitMiB > 0:
 		return " GiB"
 	case g.Mode == "whole":
 		return " GPU"
+	case g.Mode == "shared" && n == 1:
+		return " replica"
 	case g.Mode == "shared":
 		return " replicas"
 	}
