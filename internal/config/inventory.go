@@ -51,7 +51,7 @@ func ReadInventory(data []byte) (*gpu.Inventory, error) {
 		bad := func(format string, args ...any) {
 			errs = append(errs, fmt.Errorf("read inventory: gpus[%d]: "+format, append([]any{i}, args...)...))
 		}
-		missing(bad, "", element(raw.GPUs, i), "index", "uuid", "memoryMiB", "mig")
+		has := require(bad, "", element(raw.GPUs, i), "index", "uuid", "memoryMiB", "mig")
 		if d.Index < 0 {
 			bad("index is negative: %d", d.Index)
 		}
@@ -60,14 +60,14 @@ func ReadInventory(data []byte) (*gpu.Inventory, error) {
 		}
 		indices[d.Index] = i
 		// A GPU that fell off the bus has neither memory nor, at times, a name.
-		if d.UUID == "" && d.Fault == "" {
+		if has["uuid"] && d.UUID == "" && d.Fault == "" {
 			bad("uuid is empty")
 		}
 		if j, again := uuids[d.UUID]; again && d.UUID != "" {
 			bad("uuid %s is that of gpus[%d], too", d.UUID, j)
 		}
 		uuids[d.UUID] = i
-		if d.Memory == 0 && d.Fault == "" {
+		if has["memoryMiB"] && d.Memory == 0 && d.Fault == "" {
 			bad("memoryMiB is 0")
 		}
 		if d.Reserved > d.Memory {
@@ -105,25 +105,24 @@ func checkMIG(bad func(string, ...any), m *gpu.MIG, device json.RawMessage) {
 		}
 		for j, pl := range p.Placements {
 			at := fmt.Sprintf("%splacements[%d]: ", where, j)
-			missing(bad, at, element(rawProfile.Placements, j), "start", "size")
-			checkPlacement(bad, at, pl)
+			checkPlacement(bad, at, pl, require(bad, at, element(rawProfile.Placements, j), "start", "size"))
 		}
 	}
 	for i, in := range m.Instances {
 		where := fmt.Sprintf("mig.instances[%d]: ", i)
-		missing(bad, where, element(raw.MIG.Instances, i), "profile", "start", "size")
-		if in.Profile == "" {
+		has := require(bad, where, element(raw.MIG.Instances, i), "profile", "start", "size")
+		if has["profile"] && in.Profile == "" {
 			bad("%sprofile is empty", where)
 		}
-		checkPlacement(bad, where, in.Placement)
+		checkPlacement(bad, where, in.Placement, has)
 	}
 	if len(m.Instances) > 0 && !m.Enabled {
 		bad("mig has instances and is not enabled")
 	}
 }
 
-func checkPlacement(bad func(string, ...any), where string, p gpu.Placement) {
-	if p.Start < 0 || p.Size < 1 {
+func checkPlacement(bad func(string, ...any), where string, p gpu.Placement, has map[string]bool) {
+	if has["start"] && p.Start < 0 || has["size"] && p.Size < 1 {
 		bad("%sno run of memory slots starts at %d and has the size %d", where, p.Start, p.Size)
 	}
 }
@@ -137,17 +136,20 @@ func element(list []json.RawMessage, i int) json.RawMessage {
 	return nil
 }
 
-// missing reports the keys that an object lacks, or has as null.
-func missing(bad func(string, ...any), where string, object json.RawMessage, keys ...string) {
-	var has map[string]json.RawMessage
-	if json.Unmarshal(object, &has) != nil {
-		return
-	}
+// require reports the keys that an object lacks, or has as null, and returns
+// the others.
+func require(bad func(string, ...any), where string, object json.RawMessage, keys ...string) map[string]bool {
+	var raw map[string]json.RawMessage
+	_ = json.Unmarshal(object, &raw) // it decoded before: the types are right
+	has := make(map[string]bool, len(keys))
 	for _, k := range keys {
-		if v, ok := has[k]; !ok || string(v) == "null" {
+		if v, ok := raw[k]; ok && string(v) != "null" {
+			has[k] = true
+		} else {
 			bad("%s%s is missing", where, k)
 		}
 	}
+	return has
 }
 
 func jsonError(data []byte, err error) error {
@@ -157,7 +159,7 @@ func jsonError(data []byte, err error) error {
 	case errors.As(err, &syntax):
 		return fmt.Errorf("read inventory: line %d: %w", lineAt(data, syntax.Offset), err)
 	case errors.As(err, &typ):
-		return fmt.Errorf("read inventory: line %d: %s cannot be a %s", lineAt(data, typ.Offset), typ.Field, typ.Value)
+		return fmt.Errorf("read inventory: line %d: %s cannot be read from a JSON %s", lineAt(data, typ.Offset), cmp.Or(typ.Field, "the document"), typ.Value)
 	case errors.Is(err, io.EOF):
 		return errors.New("read inventory: it is empty")
 	case errors.Is(err, io.ErrUnexpectedEOF):

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"regexp"
+	"sort"
 	"strconv"
 	"strings"
 	"unicode/utf8"
@@ -100,7 +101,7 @@ func badText(data []byte) (line int, reason string) {
 	return 0, ""
 }
 
-var yamlLine = regexp.MustCompile(`^line (\d+): `)
+var yamlLine = regexp.MustCompile(`^line \d+: `)
 
 // explain turns a failure of the YAML library into a line and a reason. The
 // library names the line where the surrounding construct begins, or the one
@@ -108,30 +109,29 @@ var yamlLine = regexp.MustCompile(`^line (\d+): `)
 // which the text can no longer be read, and it fails for the same reason when
 // the file is cut after it.
 func explain(data []byte, err error) (line int, reason string) {
-	reason, stated := split(err)
+	reason = withoutLine(err)
 	lines := bytes.SplitAfter(data, []byte("\n"))
 	if len(lines) > 1 && len(lines[len(lines)-1]) == 0 {
 		lines = lines[:len(lines)-1]
 	}
-	// The parser reads a line at a time as it needs them, so the mistake is in
-	// what it was given, near its end.
+	fails := func(n int) bool {
+		_, err := decode(&lineReader{lines: lines[:n]}, 2)
+		if err == nil {
+			return false
+		}
+		return withoutLine(err) == reason
+	}
+	// The parser asks for a line when it needs it, so the mistake is in what it
+	// was given, mostly near its end. Where it is not (a quote left open far
+	// up) halving finds it, unless a text of several lines happens to be cut.
 	r := &lineReader{lines: lines}
 	_, _ = decode(r, 2)
-	line = max(r.next, 1)
-	const furthest = 100
-	for steps := 0; line > 1; steps++ {
-		if steps == furthest {
-			line = stated // a quote that was never closed, far up
-			break
-		}
-		_, err := decode(&lineReader{lines: lines[:line-1]}, 2)
-		if err == nil {
-			break
-		}
-		if again, _ := split(err); again != reason {
-			break
-		}
-		line--
+	line = r.next
+	const near = 100
+	for low := line - near; line > 1 && line > low && fails(line-1); line-- {
+	}
+	if line > 1 && fails(line-1) {
+		line = 1 + sort.Search(line-1, func(n int) bool { return fails(n + 1) })
 	}
 	line = min(max(line, 1), len(lines))
 	if strings.HasPrefix(strings.TrimLeft(string(lines[line-1]), " "), "\t") {
@@ -140,17 +140,14 @@ func explain(data []byte, err error) (line int, reason string) {
 	return line, "the file is not YAML: " + reason
 }
 
-// split takes the library's message apart. The line is 1 where it names none.
-func split(err error) (reason string, line int) {
-	reason = strings.TrimPrefix(err.Error(), "yaml: ")
-	line = 1
-	if m := yamlLine.FindStringSubmatch(reason); m != nil {
-		reason = reason[len(m[0]):]
-		if n, err := strconv.Atoi(m[1]); err == nil {
-			line = n
-		}
+// withoutLine takes the library's idea of the line off its message.
+func withoutLine(err error) string {
+	s := strings.TrimPrefix(err.Error(), "yaml: ")
+	s = strings.Join(strings.Fields(yamlLine.ReplaceAllString(s, "")), " ")
+	if r := []rune(s); len(r) > 120 { // it quotes the file
+		s = string(r[:120]) + "…"
 	}
-	return strings.Join(strings.Fields(reason), " "), line
+	return s
 }
 
 // lineReader hands out one line a call and knows how many were asked for.
