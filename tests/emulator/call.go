@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package emulator
+
+import (
+	"fmt"
+	"strings"
+)
+
+// Init opens the driver; every Init wants a Shutdown.
+func (s *Session) Init() Return {
+	if r := s.enter("nvmlInit_v2", NoHandle); r != Success {
+		return r
+	}
+	defer s.p.w.mu.Unlock()
+	s.p.refs++
+	return Success
+}
+
+// Shutdown undoes one Init; the last one ends the session's event sets.
+func (s *Session) Shutdown() Return {
+	_, r := node(s, "nvmlShutdown", func(w *World) (struct{}, Return) {
+		if s.p.refs--; s.p.refs == 0 {
+			w.dropSetsLocked(s.p)
+		}
+		return struct{}{}, Success
+	})
+	return r
+}
+
+// DriverVersion is the driver's version, such as 580.159.03.
+func (s *Session) DriverVersion() (string, Return) {
+	return node(s, "nvmlSystemGetDriverVersion", func(w *World) (string, Return) { return w.driver, Success })
+}
+
+// CUDAVersion is the newest CUDA version that the driver serves; 13000 is 13.0.
+func (s *Session) CUDAVersion() (int, Return) {
+	return node(s, "nvmlSystemGetCudaDriverVersion_v2", func(w *World) (int, Return) { return w.cuda, Success })
+}
+
+// DeviceCount counts the GPUs, lost ones included.
+func (s *Session) DeviceCount() (int, Return) {
+	return node(s, "nvmlDeviceGetCount_v2", func(w *World) (int, Return) { return len(w.gpus), Success })
+}
+
+// DeviceByIndex finds a GPU by its place in the driver's order.
+func (s *Session) DeviceByIndex(index int) (Handle, Return) {
+	return s.find("nvmlDeviceGetHandleByIndex_v2", InvalidArgument, func(g *gpu) bool { return g.slot == index })
+}
+
+// DeviceByUUID finds a GPU by its UUID.
+func (s *Session) DeviceByUUID(uuid string) (Handle, Return) {
+	return s.find("nvmlDeviceGetHandleByUUID", NotFound, func(g *gpu) bool { return g.uuid == uuid })
+}
+
+// DeviceBySerial finds a GPU by its board's serial number.
+func (s *Session) DeviceBySerial(serial string) (Handle, Return) {
+	return s.find("nvmlDeviceGetHandleBySerial", NotFound, func(g *gpu) bool { return g.serial() == serial })
+}
+
+// DeviceByPCI finds a GPU by its PCI address, in any form that the driver
+// reads.
+func (s *Session) DeviceByPCI(address string) (Handle, Return) {
+	p, ok := parsePCI(address)
+	return s.find("nvmlDeviceGetHandleByPciBusId_v2", NotFound, func(g *gpu) bool {
+		return ok && g.pci.Domain == p.Domain && g.pci.Bus == p.Bus && g.pci.Device == p.Device
+	})
+}
+
+func (s *Session) find(call string, missing Return, match func(*gpu) bool) (Handle, Return) {
+	return node(s, call, func(w *World) (Handle, Return) {
+		for _, g := range w.gpus {
+			switch {
+			case !match(g):
+			case g.lost:
+				return NoHandle, GPUIsLost
+			default:
+				return Handle(g.slot), Success
+			}
+		}
+		return NoHandle, missing
+	})
+}
+
+// Name is the product's name.
+func (s *Session) Name(h Handle) (string, Return) {
+	return device(s, "nvmlDeviceGetName", h, func(g *gpu) (string, Return) { return g.Name, Success })
+}
+
+// UUID is GPU- and a UUID.
+func (s *Session) UUID(h Handle) (string, Return) {
+	return device(s, "nvmlDeviceGetUUID", h, func(g *gpu) (string, Return) { return g.uuid, Success })
+}
+
+// Serial is the board's serial number.
+func (s *Session) Serial(h Handle) (string, Return) {
+	return device(s, "nvmlDeviceGetSerial", h, func(g *gpu) (string, Return) { return g.serial(), Success })
+}
+
+// serial is thirteen digits that follow from the UUID.
+func (g *gpu) serial() string {
+	digits := []byte("1650000000000")
+	for i, c := range []byte(strings.ReplaceAll(g.uuid, "-", "")[3:]) {
+		at := 3 + i%10
+		digits[at] = '0' + (digits[at]-'0'+c)%10
+	}
+	return string(digits)
+}
+
+// Index is the GPU's place in the driver's order.
+func (s *Session) Index(h Handle) (int, Return) {
+	return device(s, "nvmlDeviceGetIndex", h, func(g *gpu) (int, Return) { return g.slot, Success })
+}
+
+// Minor is the number in the name of the GPU's device node, /dev/nvidia<minor>.
+func (s *Session) Minor(h Handle) (int, Return) {
+	return device(s, "nvmlDeviceGetMinorNumber", h, func(g *gpu) (int, Return) { return g.minor, Success })
+}
+
+// PCI is the GPU's address and identity on the bus.
+func (s *Session) PCI(h Handle) (PCI, Return) {
+	return device(s, "nvmlDeviceGetPciInfo_v3", h, func(g *gpu) (PCI, Return) { return g.pci, Success })
+}
+
+// ComputeCapability is the GPU's major and minor compute capability.
+func (s *Session) ComputeCapability(h Handle) ([2]int, Return) {
+	return device(s, "nvmlDeviceGetCudaComputeCapability", h, func(g *gpu) ([2]int, Return) {
+		return [2]int{g.major, g.cc}, Success
+	})
+}
+
+// NUMANode is the NUMA node that the GPU hangs off.
+func (s *Session) NUMANode(h Handle) (int, Return) {
+	return device(s, "nvmlDeviceGetNumaNodeId", h, func(g *gpu) (int, Return) {
+		if g.numa < 0 {
+			return 0, NotSupported
+		}
+		return g.numa, Success
+	})
+}
+
+// Memory is a GPU's memory in MiB. Total is Reserved, Used and Free together.
+type Memory struct {
+	Total, Reserved, Used, Free uint64
+}
+
+// Memory reads a GPU's memory. Used is what processes have.
+func (s *Session) Memory(h Handle) (Memory, Return) {
+	return device(s, "nvmlDeviceGetMemoryInfo_v2", h, func(g *gpu) (Memory, Return) {
+		used := s.p.w.usedLocked(g)
+		return Memory{g.MemoryMiB, g.ReservedMiB, used, g.MemoryMiB - g.ReservedMiB - used}, Success
+	})
+}
+
+// Processes lists a GPU's processes of one kind, with PIDs as the session sees
+// them; those that it cannot see are left out.
+func (s *Session) Processes(h Handle, kind Kind) ([]Process, Return) {
+	call := map[Kind]string{
+		Compute:  "nvmlDeviceGetComputeRunningProcesses_v3",
+		Graphics: "nvmlDeviceGetGraphicsRunningProcesses_v3",
+		MPS:      "nvmlDeviceGetMPSComputeRunningProcesses_v3",
+	}[kind]
+	list, r := device(s, call, h, func(g *gpu) ([]Process, Return) {
+		var list []Process
+		for _, p := range s.p.w.procs {
+			if p.GPU == g.slot && p.Kind == kind {
+				list = append(list, *p)
+			}
+		}
+		return list, Success
+	})
+	// Outside the lock: seeing a PID reads /proc.
+	var seen []Process
+	for _, p := range list {
+		if pid, ok := s.p.see(p.PID); ok {
+			p.PID = pid
+			seen = append(seen, p)
+		}
+	}
+	return seen, r
+}
+
+// MIGMode says whether MIG is on now and after the next reset. A GPU that
+// cannot do MIG answers NotSupported.
+func (s *Session) MIGMode(h Handle) (current, pending bool, r Return) {
+	_, r = device(s, "nvmlDeviceGetMigMode", h, func(g *gpu) (struct{}, Return) {
+		if g.MIG == nil {
+			return struct{}{}, NotSupported
+		}
+		return struct{}{}, Success
+	})
+	return false, false, r
+}
+
+// MaxMIGDevices is the most MIG devices that a GPU can carry; none without MIG.
+func (s *Session) MaxMIGDevices(h Handle) (int, Return) {
+	return device(s, "nvmlDeviceGetMaxMigDeviceCount", h, func(g *gpu) (int, Return) {
+		if g.MIG == nil {
+			return 0, Success
+		}
+		return g.MIG.Devices, Success
+	})
+}
+
+// mostProfiles is NVML_GPU_INSTANCE_PROFILE_COUNT of the newest nvml.h known:
+// profiles beyond it are invalid, those below that a GPU lacks not supported.
+const mostProfiles = 18
+
+// MIGProfile is the profile that a NVML_GPU_INSTANCE_PROFILE_* stands for.
+func (s *Session) MIGProfile(h Handle, enum uint32) (MIGProfile, Return) {
+	return device(s, "nvmlDeviceGetGpuInstanceProfileInfoV", h, func(g *gpu) (MIGProfile, Return) {
+		if enum >= mostProfiles {
+			return MIGProfile{}, InvalidArgument
+		}
+		return g.profile(NotSupported, func(p MIGProfile) bool { return p.Enum == enum })
+	})
+}
+
+// MIGProfileByID is the profile with the number that creation takes.
+func (s *Session) MIGProfileByID(h Handle, id uint32) (MIGProfile, Return) {
+	return device(s, "nvmlDeviceGetGpuInstancePossiblePlacements_v2", h, func(g *gpu) (MIGProfile, Return) {
+		return g.profile(InvalidArgument, func(p MIGProfile) bool { return p.ID == id })
+	})
+}
+
+func (g *gpu) profile(missing Return, match func(MIGProfile) bool) (MIGProfile, Return) {
+	if g.MIG == nil {
+		return MIGProfile{}, NotSupported
+	}
+	for _, p := range g.MIG.Profiles {
+		if match(p) {
+			return p, Success
+		}
+	}
+	return MIGProfile{}, missing
+}
+
+// TimeSlice is the GPU's time slice.
+func (s *Session) TimeSlice(h Handle) (TimeSlice, Return) {
+	return device(s, "gpuEmulatorGetTimeSlice", h, func(g *gpu) (TimeSlice, Return) { return g.timeSlice, Success })
+}
+
+// SetTimeSlice changes the GPU's time slice; only root may.
+func (s *Session) SetTimeSlice(h Handle, t TimeSlice) Return {
+	_, r := device(s, "gpuEmulatorSetTimeSlice", h, func(g *gpu) (struct{}, Return) {
+		switch {
+		case !s.p.root:
+			return struct{}{}, NoPermission
+		case t > TimeSliceLong:
+			return struct{}{}, InvalidArgument
+		}
+		g.timeSlice = t
+		return struct{}{}, Success
+	})
+	return r
+}
+
+// fmtNVML is NVML's own version: that of the CUDA release it came with, then
+// the driver's.
+func fmtNVML(cuda int, driver string) string { return fmt.Sprintf("%d.%s", cuda/1000, driver) }

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package daemon
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+
+	"example.com/gpu-agent/tests/emulator"
+)
+
+// command is what an operator asks of the world.
+type command struct {
+	Op      string            `json:"op"`
+	GPU     int               `json:"gpu,omitempty"`
+	Xid     uint64            `json:"xid,omitempty"`
+	PID     int               `json:"pid,omitempty"`
+	Fault   *emulator.Fault   `json:"fault,omitempty"`
+	Process *emulator.Process `json:"process,omitempty"`
+}
+
+type result struct {
+	Error string               `json:"error,omitempty"`
+	Yes   bool                 `json:"yes,omitempty"`
+	State *emulator.State      `json:"state,omitempty"`
+	Calls []emulator.CallCount `json:"calls,omitempty"`
+}
+
+// controlHead is the head of a request named control: no GPU, then the name.
+var controlHead = append(binary.LittleEndian.AppendUint32(nil, uint32(emulator.NoHandle)), "\x07control"...)
+
+func isControl(m []byte) (args []byte, ok bool) { return bytes.CutPrefix(m, controlHead) }
+
+func (s *Server) control(ctx context.Context, running *sync.WaitGroup, p peer, args []byte) result {
+	var c command
+	if err := json.Unmarshal(args, &c); err != nil {
+		return result{Error: "read command: " + err.Error()}
+	}
+	r, err := s.obey(ctx, running, p, c)
+	if err != nil {
+		r.Error = err.Error()
+	}
+	s.Log.Info("control", "op", c.Op, "gpu", c.GPU, "by", p.pid, "err", r.Error)
+	return r
+}
+
+func (s *Server) obey(ctx context.Context, running *sync.WaitGroup, p peer, c command) (r result, err error) {
+	w := s.World
+	switch c.Op {
+	case "state":
+		st := w.State()
+		r.State = &st
+	case "calls":
+		r.Calls = w.Calls(c.PID)
+	case "reset-calls":
+		w.ResetCalls()
+	case "xid":
+		err = w.Xid(c.GPU, c.Xid)
+	case "lose":
+		err = w.Lose(c.GPU)
+	case "restore":
+		err = w.Restore(c.GPU)
+	case "inject":
+		if c.Fault == nil {
+			return r, errors.New("inject: no fault given")
+		}
+		err = w.Inject(*c.Fault)
+	case "clear":
+		w.Clear()
+	case "hold":
+		if c.Process == nil {
+			return r, errors.New("hold: no process given")
+		}
+		err = s.hold(ctx, running, p, *c.Process)
+	case "holds":
+		v, err := newView(s.Proc, p.pid)
+		if err != nil {
+			return r, err
+		}
+		for _, q := range w.State().Processes {
+			if pid, ok := v.see(q.PID); ok && pid == c.PID {
+				r.Yes = true
+			}
+		}
+	default:
+		err = fmt.Errorf("no such command: %q", c.Op)
+	}
+	return r, err
+}
+
+// Client is a connection to a daemon, for whoever runs the emulator. It may
+// not be used from two goroutines at once.
+type Client struct {
+	conn *net.UnixConn
+	buf  []byte
+}
+
+// Dial connects to the daemon at a socket.
+func Dial(path string) (*Client, error) {
+	short, done, err := shortPath(path)
+	if err != nil {
+		return nil, err
+	}
+	defer done()
+	conn, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: short, Net: "unixpacket"})
+	if err != nil {
+		return nil, fmt.Errorf("connect to the emulator at %s: %w", path, err)
+	}
+	c := &Client{conn: conn, buf: make([]byte, 1<<20)}
+	hello := binary.LittleEndian.AppendUint32(nil, uint32(emulator.NoHandle))
+	hello = append(hello, "\x05hello"...)
+	hello = binary.LittleEndian.AppendUint32(hello, protocol)
+	hello = binary.LittleEndian.AppendUint32(hello, 0)
+	if _, err := conn.Write(hello); err != nil {
+		conn.Close()
+		return nil, fmt.Errorf("greet the emulator: %w", err)
+	}
+	if n, err := conn.Read(c.buf); err != nil || n < 4 || binary.LittleEndian.Uint32(c.buf) != 0 {
+		conn.Close()
+		return nil, fmt.Errorf("greet the emulator: it refused (%d bytes, %w)", n, err)
+	}
+	return c, nil
+}
+
+// Close ends the connection; memory that Hold took stays until the process
+// ends.
+func (c *Client) Close() error { return c.conn.Close() }
+
+func (c *Client) do(cmd command) (result, error) {
+	data, err := json.Marshal(cmd)
+	if err != nil {
+		return result{}, err
+	}
+	if _, err := c.conn.Write(append(bytes.Clone(controlHead), data...)); err != nil {
+		return result{}, fmt.Errorf("%s: %w", cmd.Op, err)
+	}
+	n, err := c.conn.Read(c.buf)
+	if err != nil {
+		return result{}, fmt.Errorf("%s: %w", cmd.Op, err)
+	}
+	var r result
+	if err := json.Unmarshal(c.buf[:n], &r); err != nil {
+		return result{}, fmt.Errorf("%s: read answer: %w", cmd.Op, err)
+	}
+	if r.Error != "" {
+		return result{}, fmt.Errorf("%s: %s", cmd.Op, r.Error)
+	}
+	return r, nil
+}
+
+// State returns all there is to see of the world; PIDs are the daemon's.
+func (c *Client) State() (emulator.State, error) {
+	r, err := c.do(command{Op: "state"})
+	if err != nil {
+		return emulator.State{}, err
+	}
+	return *r.State, nil
+}
+
+// Calls counts driver calls, see World.Calls; pid is the daemon's.
+func (c *Client) Calls(pid int) ([]emulator.CallCount, error) {
+	r, err := c.do(command{Op: "calls", PID: pid})
+	return r.Calls, err
+}
+
+// ResetCalls starts the counting anew.
+func (c *Client) ResetCalls() error { return c.just(command{Op: "reset-calls"}) }
+
+// Xid raises an Xid on a GPU.
+func (c *Client) Xid(gpu int, xid uint64) error {
+	return c.just(command{Op: "xid", GPU: gpu, Xid: xid})
+}
+
+// Lose drops a GPU off the bus, with Xid 79.
+func (c *Client) Lose(gpu int) error { return c.just(command{Op: "lose", GPU: gpu}) }
+
+// Restore brings a lost GPU back.
+func (c *Client) Restore(gpu int) error { return c.just(command{Op: "restore", GPU: gpu}) }
+
+// Inject adds a fault.
+func (c *Client) Inject(f emulator.Fault) error { return c.just(command{Op: "inject", Fault: &f}) }
+
+// Clear ends all faults.
+func (c *Client) Clear() error { return c.just(command{Op: "clear"}) }
+
+// Hold gives the calling process memory on a GPU until it ends. The PID in p
+// is not looked at.
+func (c *Client) Hold(p emulator.Process) error { return c.just(command{Op: "hold", Process: &p}) }
+
+// Holds says whether a process, by the caller's PID for it, has memory on any
+// GPU.
+func (c *Client) Holds(pid int) (bool, error) {
+	r, err := c.do(command{Op: "holds", PID: pid})
+	return r.Yes, err
+}
+
+func (c *Client) just(cmd command) error {
+	_, err := c.do(cmd)
+	return err
+}

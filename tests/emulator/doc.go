@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package emulator is a node's NVIDIA driver without the hardware: one world
+// of GPUs that answers as the driver does, and refuses what the driver
+// refuses.
+//
+// # The model
+//
+// A World holds GPUs of a model and count, read from a small YAML file (Spec),
+// the processes that have memory on them, the faults that calls meet and the
+// counters of all calls. Its own methods are the hand of whoever runs the
+// hardware: Xid raises a critical error, Lose drops a GPU off the bus,
+// AddProcess gives a process memory, Inject makes calls fail, slow down or
+// hang, Calls counts them.
+//
+// Programs meet the world through a Session, one for each process, whose
+// methods are the driver's calls: each answers a value and a Return with
+// NVML's numbers. Every call is counted under its exported name, then meets
+// the faults, then has its handle checked (a lost GPU answers GPUIsLost), then
+// reads the world. A Session sees PIDs in its own PID namespace.
+//
+//	w, err := emulator.New(emulator.Spec{Model: "H100-80GB", Count: 8})
+//	s := w.Open(emulator.Opening{PID: os.Getpid()})
+//	defer s.Close()
+//	s.Init()
+//	gpu, r := s.DeviceByIndex(0)
+//	mem, r := s.Memory(gpu) // 81559 MiB, 551 of them reserved
+//	w.Lose(0)
+//	mem, r = s.Memory(gpu) // r is GPUIsLost
+//
+// Unit tests use the world like this, in their own process. For everything
+// that loads the driver's library, package daemon serves the same world on a
+// unix socket, package lib builds the libnvidia-ml.so.1 that speaks to it (its
+// requests end in Session.Serve), and package install lays both down like a
+// driver. cmd/gpu-emulator is all of that as one program.
+//
+// # Where its truth comes from
+//
+// Legality and figures come from the tables under models/, recorded from
+// drivers, and never from the product under test: were both to share a table,
+// they would share its errors. For the same reason nothing here imports a
+// package of the product. Where a figure is an estimate its table says so.
+//
+// Nothing is made easy for a program that mixes things up: a GPU's minor is
+// not its index, its PCI address says nothing about either, and profile
+// numbers are not profile enums.
+//
+// # What it refuses to know
+//
+// MIG mode can be read and is off; profiles and placements are there for
+// inventories, but no instance can be made. There is no clock, temperature or
+// power reading: those calls answer NotSupported, as they do on cards without
+// the sensor. Nothing computes, so no process has memory that it was not given.
+package emulator

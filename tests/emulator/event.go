@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package emulator
+
+import "time"
+
+// EventType is a bit set of nvmlEventType*.
+type EventType uint64
+
+// The events that the world raises or lets programs register for.
+const (
+	EventSingleBitECC EventType = 0x1
+	EventDoubleBitECC EventType = 0x2
+	EventPState       EventType = 0x4
+	EventXid          EventType = 0x8
+	EventClock        EventType = 0x10
+
+	supportedEvents = EventSingleBitECC | EventDoubleBitECC | EventPState | EventXid | EventClock
+)
+
+// Event is what EventSetWait gives out; for an Xid, Data is its number.
+type Event struct {
+	GPU                          Handle
+	Type                         EventType
+	Data                         uint64
+	GPUInstance, ComputeInstance uint32
+}
+
+// eventSet is guarded by World.mu.
+type eventSet struct {
+	owner   *process
+	watched map[Handle]EventType
+	pending []Event
+}
+
+// Xid raises a critical error on a GPU. Every event set that listens there
+// gets it once.
+func (w *World) Xid(index int, xid uint64) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	g, err := w.gpuLocked(index)
+	if err != nil {
+		return err
+	}
+	w.raiseLocked(g, EventXid, xid)
+	w.wakeLocked()
+	return nil
+}
+
+func (w *World) raiseLocked(g *gpu, t EventType, data uint64) {
+	for _, set := range w.sets {
+		if set.watched[Handle(g.slot)]&t != 0 {
+			set.pending = append(set.pending, Event{GPU: Handle(g.slot), Type: t, Data: data, GPUInstance: NotMIG, ComputeInstance: NotMIG})
+		}
+	}
+}
+
+// EventSetCreate makes an empty set.
+func (s *Session) EventSetCreate() (uint32, Return) {
+	return node(s, "nvmlEventSetCreate", func(w *World) (uint32, Return) {
+		w.lastSet++
+		w.sets[w.lastSet] = &eventSet{owner: s.p, watched: map[Handle]EventType{}}
+		return w.lastSet, Success
+	})
+}
+
+// SupportedEvents are the events that a GPU can raise.
+func (s *Session) SupportedEvents(h Handle) (EventType, Return) {
+	return device(s, "nvmlDeviceGetSupportedEventTypes", h, func(*gpu) (EventType, Return) {
+		return supportedEvents, Success
+	})
+}
+
+// RegisterEvents adds a GPU's events to a set; it refuses types that the GPU
+// does not raise.
+func (s *Session) RegisterEvents(h Handle, types EventType, set uint32) Return {
+	_, r := device(s, "nvmlDeviceRegisterEvents", h, func(*gpu) (struct{}, Return) {
+		es, ok := s.p.w.sets[set]
+		switch {
+		case !ok || es.owner != s.p || types == 0:
+			return struct{}{}, InvalidArgument
+		case types&^supportedEvents != 0:
+			return struct{}{}, NotSupported
+		}
+		es.watched[h] |= types
+		return struct{}{}, Success
+	})
+	return r
+}
+
+// EventSetWait waits for the set's next event: at most so long, then it
+// answers Timeout. A set that watches a GPU that is lost answers GPUIsLost
+// once the events before the loss have been given out.
+func (s *Session) EventSetWait(set uint32, timeout time.Duration) (Event, Return) {
+	if r := s.enter("nvmlEventSetWait_v2", NoHandle); r != Success {
+		return Event{}, r
+	}
+	w := s.p.w
+	defer w.mu.Unlock()
+	timer := time.NewTimer(timeout)
+	defer timer.Stop()
+	for over := false; ; {
+		es, ok := w.sets[set]
+		if s.p.refs == 0 {
+			return Event{}, Uninitialized
+		}
+		if !ok || es.owner != s.p {
+			return Event{}, InvalidArgument
+		}
+		if len(es.pending) > 0 {
+			e := es.pending[0]
+			es.pending = es.pending[1:]
+			return e, Success
+		}
+		for h := range es.watched {
+			if w.gpus[h].lost {
+				return Event{}, GPUIsLost
+			}
+		}
+		if over {
+			return Event{}, Timeout
+		}
+		changed := w.changed
+		w.mu.Unlock()
+		gone := false
+		select {
+		case <-changed:
+		case <-timer.C:
+			over = true
+		case <-s.p.done:
+			gone = true
+		}
+		w.mu.Lock()
+		if gone {
+			return Event{}, Unknown
+		}
+	}
+}
+
+// EventSetFree ends a set; a wait on it comes back with InvalidArgument.
+func (s *Session) EventSetFree(set uint32) Return {
+	_, r := node(s, "nvmlEventSetFree", func(w *World) (struct{}, Return) {
+		if es, ok := w.sets[set]; !ok || es.owner != s.p {
+			return struct{}{}, InvalidArgument
+		}
+		delete(w.sets, set)
+		w.wakeLocked()
+		return struct{}{}, Success
+	})
+	return r
+}
+
+func (w *World) dropSetsLocked(p *process) {
+	for id, set := range w.sets {
+		if set.owner == p {
+			delete(w.sets, id)
+		}
+	}
+	w.wakeLocked()
+}
+
+// wakeLocked makes whoever waits look again, without making kept answers
+// stale.
+func (w *World) wakeLocked() {
+	close(w.changed)
+	w.changed = make(chan struct{})
+}

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package emulator
+
+import (
+	"fmt"
+	"path"
+	"slices"
+	"time"
+)
+
+// Fault makes driver calls slow, or fail, or both. Of several faults that
+// match a call the first one injected acts.
+type Fault struct {
+	// Call is the exported name of the call, or a pattern of path.Match such
+	// as nvmlDevice*.
+	Call string `json:"call"`
+	// GPU limits the fault to calls about one GPU, by index; nil is any call.
+	GPU *int `json:"gpu,omitempty"`
+	// Code is what the call answers; Success lets it go on after the delay.
+	Code Return `json:"code,omitempty"`
+	// Count ends the fault after so many calls; 0 leaves it until Clear.
+	Count int `json:"count,omitempty"`
+	// Delay holds the call for so long, Hang until Clear. In both cases other
+	// calls go on.
+	Delay time.Duration `json:"delay,omitempty"`
+	Hang  bool          `json:"hang,omitempty"`
+}
+
+type fault struct {
+	Fault
+	cleared bool
+}
+
+// Inject adds a fault.
+func (w *World) Inject(f Fault) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if _, err := path.Match(f.Call, ""); err != nil || f.Call == "" {
+		return fmt.Errorf("fault: call %q is neither a name nor a pattern", f.Call)
+	}
+	if f.Code == Success && f.Delay <= 0 && !f.Hang {
+		return fmt.Errorf("fault on %s: neither a code nor a delay", f.Call)
+	}
+	if f.Count < 0 {
+		return fmt.Errorf("fault on %s: count %d", f.Call, f.Count)
+	}
+	if f.GPU != nil {
+		if _, err := w.gpuLocked(*f.GPU); err != nil {
+			return fmt.Errorf("fault on %s: %w", f.Call, err)
+		}
+	}
+	w.faults = append(w.faults, &fault{Fault: f})
+	w.touchLocked()
+	return nil
+}
+
+// Clear ends all faults; calls that hang go on.
+func (w *World) Clear() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, f := range w.faults {
+		f.cleared = true
+	}
+	w.faults = nil
+	w.touchLocked()
+}
+
+// takeFaultLocked finds the fault that a call meets and counts it.
+func (w *World) takeFaultLocked(call string, h Handle) *fault {
+	for i, f := range w.faults {
+		if f.GPU != nil && (h == NoHandle || int(h) != *f.GPU) {
+			continue
+		}
+		if ok, _ := path.Match(f.Call, call); !ok {
+			continue
+		}
+		if f.Count > 0 {
+			if f.Count--; f.Count == 0 {
+				w.faults = slices.Delete(w.faults, i, i+1)
+			}
+		}
+		return f
+	}
+	return nil
+}
+
+// holdLocked keeps a call for as long as its fault says, letting others work.
+// It reports false if the session ended meanwhile.
+func (s *Session) holdLocked(f *fault) bool {
+	w := s.p.w
+	if f.Delay <= 0 && !f.Hang {
+		return true
+	}
+	var after <-chan time.Time
+	if !f.Hang {
+		t := time.NewTimer(f.Delay)
+		defer t.Stop()
+		after = t.C
+	}
+	for !f.cleared {
+		changed := w.changed
+		w.mu.Unlock()
+		over, gone := false, false
+		select {
+		case <-after:
+			over = true
+		case <-s.p.done:
+			gone = true
+		case <-changed:
+		}
+		w.mu.Lock()
+		if gone {
+			return false
+		}
+		if over {
+			return true
+		}
+	}
+	return true
+}

@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package lib builds the loadable half of the emulated driver: the C libraries
+// libnvidia-ml and libcuda and the program nvidia-smi, from the sources beside
+// it and gcc.
+//
+// They are C because they are loaded into Go programs, which cannot hold a
+// second Go run time. NVIDIA's nvml.h is not part of this project: it is taken
+// from the go-nvml module that the project depends on, for the types, and for
+// the list of all names that the library must export. A program bound to
+// go-nvml ends when it calls a name that is missing; so each name that nvml.c
+// does not define gets a generated stub, which asks the daemon all the same:
+// calls without an answer are counted and meet faults like any other.
+//
+// A build is named by the hash of all that goes into it, so that it costs
+// nothing when nothing has changed.
+package lib
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"debug/elf"
+	"embed"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// The files that a build makes.
+const (
+	NVML  = "libnvidia-ml.so"
+	CUDA  = "libcuda.so"
+	Other = "libnvidia-other.so" // stands for libraries that need only be there
+	SMI   = "nvidia-smi"
+)
+
+const stampFile = "stamp"
+
+//go:embed c/*.c c/*.h
+var sources embed.FS
+
+const exports = "{ global: nvml*; gpuEmulator*; local: *; };\n"
+
+// Header finds NVIDIA's nvml.h in the go-nvml module that the Go module at or
+// above the working directory asks for.
+func Header(ctx context.Context) (string, error) {
+	out, err := run(ctx, "", "go", "list", "-m", "-f", "{{.Dir}}", "github.com/NVIDIA/go-nvml")
+	if err != nil {
+		return "", fmt.Errorf("find go-nvml for its nvml.h: %w", err)
+	}
+	dir := strings.TrimSpace(out)
+	if dir == "" {
+		return "", errors.New("find go-nvml for its nvml.h: the module is not downloaded; run go mod download")
+	}
+	return filepath.Join(dir, "pkg/nvml/nvml.h"), nil
+}
+
+// Cached builds into the project's cache ($GPU_AGENT_CACHE, else
+// gpu-agent under the user's cache directory) and returns the folder.
+func Cached(ctx context.Context) (string, error) {
+	cache := os.Getenv("GPU_AGENT_CACHE")
+	if cache == "" {
+		user, err := os.UserCacheDir()
+		if err != nil {
+			return "", fmt.Errorf("find cache: %w", err)
+		}
+		cache = filepath.Join(user, "gpu-agent")
+	}
+	header, err := Header(ctx)
+	if err != nil {
+		return "", err
+	}
+	sum, err := stamp(ctx, header)
+	if err != nil {
+		return "", err
+	}
+	dir := filepath.Join(cache, "emulator", sum[:16])
+	return dir, Build(ctx, dir, header)
+}
+
+// Build makes the libraries and the program in dir, unless they stand there
+// already, made from the same sources. Several processes may build into one
+// dir at once. header is the path of nvml.h; see Header.
+func Build(ctx context.Context, dir, header string) error {
+	sum, err := stamp(ctx, header)
+	if err != nil {
+		return err
+	}
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return fmt.Errorf("make output folder: %w", err)
+	}
+	lock, err := os.OpenFile(filepath.Join(dir, "lock"), os.O_CREATE|os.O_RDWR, 0o644)
+	if err != nil {
+		return fmt.Errorf("lock output folder: %w", err)
+	}
+	defer lock.Close()
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
+		return fmt.Errorf("lock output folder: %w", err)
+	}
+	if old, err := os.ReadFile(filepath.Join(dir, stampFile)); err == nil && string(old) == sum {
+		return nil
+	}
+
+	tmp, err := os.MkdirTemp(dir, "build-")
+	if err != nil {
+		return fmt.Errorf("make build folder: %w", err)
+	}
+	defer os.RemoveAll(tmp)
+	if err := compile(ctx, tmp, header); err != nil {
+		return fmt.Errorf("build driver libraries: %w", err)
+	}
+	for _, f := range []string{NVML, CUDA, Other, SMI} {
+		if err := os.Rename(filepath.Join(tmp, f), filepath.Join(dir, f)); err != nil {
+			return fmt.Errorf("keep %s: %w", f, err)
+		}
+	}
+	if err := os.WriteFile(filepath.Join(dir, stampFile), []byte(sum), 0o644); err != nil {
+		return fmt.Errorf("stamp build: %w", err)
+	}
+	return nil
+}
+
+// stamp is the hash of all that a build depends on.
+func stamp(ctx context.Context, header string) (string, error) {
+	h := sha256.New()
+	names, err := fs.Glob(sources, "c/*")
+	if err != nil {
+		return "", err
+	}
+	for _, name := range names {
+		data, err := sources.ReadFile(name)
+		if err != nil {
+			return "", err
+		}
+		fmt.Fprintf(h, "%s %d\n%s", name, len(data), data)
+	}
+	data, err := os.ReadFile(header)
+	if err != nil {
+		return "", fmt.Errorf("read nvml.h: %w", err)
+	}
+	h.Write(data)
+	gcc, err := run(ctx, "", "gcc", "-v")
+	if err != nil {
+		return "", fmt.Errorf("ask gcc for its version: %w", err)
+	}
+	fmt.Fprintf(h, "%s%s%q", gcc, exports, flags)
+	return hex.EncodeToString(h.Sum(nil)), nil
+}
+
+var flags = []string{"-std=gnu17", "-O2", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror", "-DNVML_NO_UNVERSIONED_FUNC_DEFS=1"}
+
+func compile(ctx context.Context, dir, header string) error {
+	names, err := fs.Glob(sources, "c/*")
+	if err != nil {
+		return err
+	}
+	for _, name := range names {
+		data, err := sources.ReadFile(name)
+		if err != nil {
+			return err
+		}
+		if err := os.WriteFile(filepath.Join(dir, filepath.Base(name)), data, 0o644); err != nil {
+			return err
+		}
+	}
+	gcc := func(args ...string) error {
+		_, err := run(ctx, dir, "gcc", append(append([]string{"-I", filepath.Dir(header)}, flags...), args...)...)
+		return err
+	}
+	if err := gcc("-c", "nvml.c", "transport.c"); err != nil {
+		return err
+	}
+	text, err := os.ReadFile(header)
+	if err != nil {
+		return err
+	}
+	defined, err := definedNames(filepath.Join(dir, "nvml.o"))
+	if err != nil {
+		return err
+	}
+	if err := os.WriteFile(filepath.Join(dir, "stub.c"), stubs(text, defined), 0o644); err != nil {
+		return err
+	}
+	if err := os.WriteFile(filepath.Join(dir, "exports"), []byte(exports), 0o644); err != nil {
+		return err
+	}
+	return errors.Join(
+		gcc("-shared", "-Wl,-soname,libnvidia-ml.so.1", "-Wl,--version-script=exports", "-Wl,-z,defs",
+			"-o", NVML, "nvml.o", "transport.o", "stub.c"),
+		gcc("-shared", "-Wl,-soname,libcuda.so.1", "-DCUDA_VERSION=13000", "-o", CUDA, "cuda.c"),
+		gcc("-shared", "-o", Other, "other.c"),
+		gcc("-o", SMI, "smi.c"),
+	)
+}
+
+// declaration matches a function of nvml.h, up to the end of its first
+// parameter.
+var declaration = regexp.MustCompile(`\bDECLDIR\s+(?:char\s*\*\s*)?(nvml\w+)\s*\(\s*([^,)]*)`)
+
+// Names lists the functions that nvml.h declares, each with its first
+// parameter as the header writes it.
+func Names(header []byte) map[string]string {
+	names := map[string]string{}
+	for _, m := range declaration.FindAllSubmatch(header, -1) {
+		names[string(m[1])] = string(bytes.TrimSpace(m[2]))
+	}
+	return names
+}
+
+// stubs writes a C file with a function for each name of the header that is
+// not defined already.
+func stubs(header []byte, defined map[string]bool) []byte {
+	names := Names(header)
+	var order []string
+	for name := range names {
+		if !defined[name] {
+			order = append(order, name)
+		}
+	}
+	slices.Sort(order)
+	var b bytes.Buffer
+	b.WriteString("/* Generated from nvml.h: calls that the world has no answer for. */\n")
+	b.WriteString("int unsupported(const char *name, int about_device, const void *device);\n")
+	for _, name := range order {
+		// The other arguments stay in their registers, unread.
+		if strings.HasPrefix(names[name], "nvmlDevice_t ") {
+			fmt.Fprintf(&b, "int %s(const void *device) { return unsupported(__func__, 1, device); }\n", name)
+		} else {
+			fmt.Fprintf(&b, "int %s(void) { return unsupported(__func__, 0, 0); }\n", name)
+		}
+	}
+	return b.Bytes()
+}
+
+func definedNames(object string) (map[string]bool, error) {
+	f, err := elf.Open(object)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	symbols, err := f.Symbols()
+	if err != nil {
+		return nil, fmt.Errorf("read %s: %w", object, err)
+	}
+	defined := map[string]bool{}
+	for _, s := range symbols {
+		if s.Section != elf.SHN_UNDEF && elf.ST_BIND(s.Info) == elf.STB_GLOBAL {
+			defined[s.Name] = true
+		}
+	}
+	return defined, nil
+}
+
+func run(ctx context.Context, dir, name string, args ...string) (string, error) {
+	cmd := exec.CommandContext(ctx, name, args...)
+	cmd.Dir = dir
+	var errs bytes.Buffer
+	cmd.Stderr = &errs
+	out, err := cmd.Output()
+	if err != nil {
+		return "", fmt.Errorf("%s: %w\n%s", name, err, errs.Bytes())
+	}
+	return string(out), nil
+}

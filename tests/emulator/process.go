@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package emulator
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+)
+
+// Kind is how a process uses a GPU; the driver lists each kind by itself.
+type Kind string
+
+// The kinds that the driver tells apart.
+const (
+	Compute  Kind = "compute"
+	Graphics Kind = "graphics"
+	MPS      Kind = "mps" // a client of the MPS server
+)
+
+// Process is a process that has memory on a GPU.
+type Process struct {
+	PID  int    `json:"pid"` // in the world's own PID namespace
+	GPU  int    `json:"gpu"` // index
+	Kind Kind   `json:"kind"`
+	MiB  uint64 `json:"mib"`
+	// Unknown makes the driver's lists say "not available" for the memory,
+	// which it does for some processes; it is used all the same.
+	Unknown bool `json:"unknown,omitempty"`
+}
+
+// AddProcess gives a process memory on a GPU, on top of what it has there in
+// that kind. It refuses what the card has no room for.
+func (w *World) AddProcess(p Process) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	g, err := w.gpuLocked(p.GPU)
+	switch {
+	case err != nil:
+		return err
+	case p.PID <= 0:
+		return fmt.Errorf("process %d: %w: not a PID", p.PID, InvalidArgument)
+	case !slices.Contains([]Kind{Compute, Graphics, MPS}, p.Kind):
+		return fmt.Errorf("process %d: %w: kind %q is not compute, graphics or mps", p.PID, InvalidArgument, p.Kind)
+	case g.lost:
+		return fmt.Errorf("GPU %d: %w", p.GPU, GPUIsLost)
+	}
+	if free := g.MemoryMiB - g.ReservedMiB - w.usedLocked(g); p.MiB > free {
+		return fmt.Errorf("GPU %d: %w: %d MiB asked for, %d MiB free", p.GPU, OutOfMemory, p.MiB, free)
+	}
+	same := slices.IndexFunc(w.procs, func(q *Process) bool {
+		return q.PID == p.PID && q.GPU == p.GPU && q.Kind == p.Kind
+	})
+	if same >= 0 {
+		w.procs[same].MiB += p.MiB
+		w.procs[same].Unknown = p.Unknown
+		return nil
+	}
+	w.procs = append(w.procs, &p)
+	slices.SortFunc(w.procs, func(a, b *Process) int {
+		return cmp.Or(cmp.Compare(a.GPU, b.GPU), cmp.Compare(a.PID, b.PID), cmp.Compare(a.Kind, b.Kind))
+	})
+	return nil
+}
+
+// EndProcess frees all that a process has on any GPU, as its death does. It
+// reports whether there was anything.
+func (w *World) EndProcess(pid int) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	before := len(w.procs)
+	w.procs = slices.DeleteFunc(w.procs, func(p *Process) bool { return p.PID == pid })
+	return len(w.procs) < before
+}
+
+func (w *World) usedLocked(g *gpu) uint64 {
+	var used uint64
+	for _, p := range w.procs {
+		if p.GPU == g.slot {
+			used += p.MiB
+		}
+	}
+	return used
+}

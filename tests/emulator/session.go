@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package emulator
+
+import (
+	"cmp"
+	"slices"
+	"sync"
+	"sync/atomic"
+)
+
+// Handle names a GPU to the driver, as nvmlDevice_t does. It stays the same
+// while the GPU is lost and after.
+type Handle uint32
+
+// NoHandle stands for the GPU of calls that are about none.
+const NoHandle Handle = 0xFFFFFFFF
+
+// PageWords is the size, in words, of a session's page: the generation of the
+// static answers, then one counter for each call that the world has seen.
+const PageWords = 2048
+
+// Session is one process's use of the driver. A Session may be used from many
+// goroutines.
+type Session struct {
+	p  *process
+	as string
+}
+
+// process is what the driver knows of a process that has it open.
+type process struct {
+	w    *World
+	pid  int
+	root bool
+	see  func(pid int) (int, bool)
+	page []uint64 // words are read and added to atomically, also by the process itself
+	done chan struct{}
+	end  sync.Once
+	refs int // nvmlInit less nvmlShutdown; guarded by w.mu
+}
+
+// Opening says who opens the driver.
+type Opening struct {
+	// PID of the process, in the world's PID namespace.
+	PID int
+	// Unprivileged processes may look but not change anything.
+	Unprivileged bool
+	// See translates a PID into the process's PID namespace; false leaves the
+	// process out of its lists. Nil sees every PID as it is.
+	See func(pid int) (int, bool)
+	// Page is memory of PageWords words shared with the process, which counts
+	// there the calls that it answers from what it has kept. Nil for none.
+	Page []uint64
+	// Initialised opens a session that has called Init so many times already,
+	// which is how a forked child comes.
+	Initialised int
+}
+
+// Open starts a session.
+func (w *World) Open(o Opening) *Session {
+	p := &process{w: w, pid: o.PID, root: !o.Unprivileged, see: o.See, page: o.Page, done: make(chan struct{}), refs: o.Initialised}
+	if p.see == nil {
+		p.see = func(pid int) (int, bool) { return pid, true }
+	}
+	if p.page == nil {
+		p.page = make([]uint64, PageWords)
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	atomic.StoreUint64(&p.page[0], w.generation)
+	w.sessions[p] = struct{}{}
+	return &Session{p: p}
+}
+
+// Close ends a session, as the death of its process does: its event sets go,
+// and calls of it that still wait come back.
+func (s *Session) Close() {
+	s.p.end.Do(func() {
+		close(s.p.done)
+		w := s.p.w
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		delete(w.sessions, s.p)
+		w.dropSetsLocked(s.p)
+		for i := range w.ended {
+			w.ended[i] += atomic.LoadUint64(&s.p.page[i])
+		}
+		atomic.StoreUint64(&s.p.page[0], 0) // no answer holds for it
+	})
+}
+
+// As returns the session with the name under which its next calls are counted
+// and meet faults: programs reach one answer under several exported names.
+func (s *Session) As(call string) *Session { return &Session{p: s.p, as: call} }
+
+// slotLocked is the place of a call's counter in the pages. The last one is
+// shared by all calls that find no place of their own.
+func (w *World) slotLocked(call string) int {
+	if i, ok := w.slots[call]; ok {
+		return i
+	}
+	i := len(w.names) + 1
+	if i >= PageWords {
+		return PageWords - 1
+	}
+	w.names = append(w.names, call)
+	w.slots[call] = i
+	return i
+}
+
+// enter is the first thing every call does: it counts the call, lets faults
+// act and checks the handle. On Success the world's mutex is held and the
+// caller unlocks it; otherwise it is not.
+func (s *Session) enter(call string, h Handle) Return {
+	if s.as != "" {
+		call = s.as
+	}
+	w := s.p.w
+	w.mu.Lock()
+	atomic.AddUint64(&s.p.page[w.slotLocked(call)], 1)
+	r := s.admitLocked(call, h)
+	if r != Success {
+		w.mu.Unlock()
+	}
+	return r
+}
+
+func (s *Session) admitLocked(call string, h Handle) Return {
+	w := s.p.w
+	if f := w.takeFaultLocked(call, h); f != nil {
+		if !s.holdLocked(f) {
+			return Unknown
+		}
+		if f.Code != Success {
+			return f.Code
+		}
+	}
+	if h == NoHandle {
+		return Success
+	}
+	if int(h) >= len(w.gpus) {
+		return InvalidArgument
+	}
+	if w.gpus[h].lost {
+		return GPUIsLost
+	}
+	return Success
+}
+
+// node answers a call that is about no GPU.
+func node[T any](s *Session, call string, answer func(w *World) (T, Return)) (T, Return) {
+	var none T
+	if r := s.enter(call, NoHandle); r != Success {
+		return none, r
+	}
+	defer s.p.w.mu.Unlock()
+	if s.p.refs == 0 {
+		return none, Uninitialized
+	}
+	return answer(s.p.w)
+}
+
+// device answers a call about a GPU.
+func device[T any](s *Session, call string, h Handle, answer func(g *gpu) (T, Return)) (T, Return) {
+	var none T
+	if r := s.enter(call, h); r != Success {
+		return none, r
+	}
+	defer s.p.w.mu.Unlock()
+	if s.p.refs == 0 {
+		return none, Uninitialized
+	}
+	if h == NoHandle {
+		return none, InvalidArgument
+	}
+	return answer(s.p.w.gpus[h])
+}
+
+// CallCount is how often a call was made.
+type CallCount struct {
+	Call  string `json:"call"`
+	Count uint64 `json:"count"`
+}
+
+// Calls counts the driver calls since the last ResetCalls, by exported name:
+// of one process if pid is not zero, else of all, those that have ended
+// included. Calls that were never made are left out.
+func (w *World) Calls(pid int) []CallCount {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	counts := w.countLocked(pid)
+	var out []CallCount
+	for _, name := range w.names {
+		i := w.slots[name]
+		n := counts[i]
+		if pid == 0 {
+			n -= w.baseline[i]
+		}
+		if n > 0 {
+			out = append(out, CallCount{name, n})
+		}
+	}
+	slices.SortFunc(out, func(a, b CallCount) int { return cmp.Compare(a.Call, b.Call) })
+	return out
+}
+
+// ResetCalls starts the counting of all processes together anew. A single
+// process's count runs from its start.
+func (w *World) ResetCalls() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.baseline = w.countLocked(0)
+}
+
+func (w *World) countLocked(pid int) []uint64 {
+	counts := make([]uint64, PageWords)
+	if pid == 0 {
+		copy(counts, w.ended)
+	}
+	for p := range w.sessions {
+		if pid == 0 || p.pid == pid {
+			for i := range counts {
+				counts[i] += atomic.LoadUint64(&p.page[i])
+			}
+		}
+	}
+	return counts
+}

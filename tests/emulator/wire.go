@@ -1,0 +1,507 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package emulator
+
+import (
+	"bytes"
+	"encoding/binary"
+	"time"
+)
+
+// A request on the wire, little-endian:
+//
+//	u32 handle · u8 length of the name · name · arguments
+//
+// and its reply:
+//
+//	i32 return · u16 flags · u16 slot of the call's counter · u64 generation · results
+//
+// A string is a u16 length and its bytes. The results stand only after Success,
+// and the count of a list that did not fit after InsufficientSize.
+const (
+	// replyStatic says that the same request has the same answer until the
+	// page's generation is another one: a program may keep the answer, and
+	// counts its use in the page.
+	replyStatic = 1
+
+	requestHead = 5
+	replyHead   = 16
+)
+
+type frame struct {
+	name   string
+	handle Handle
+	in     []byte
+	bad    bool // the arguments were cut short
+	out    []byte
+}
+
+func (f *frame) u32() uint32 {
+	if len(f.in) < 4 {
+		f.bad = true
+		return 0
+	}
+	v := binary.LittleEndian.Uint32(f.in)
+	f.in = f.in[4:]
+	return v
+}
+
+func (f *frame) u64() uint64 { lo := uint64(f.u32()); return lo | uint64(f.u32())<<32 }
+
+func (f *frame) str() string {
+	if len(f.in) < 2 {
+		f.bad = true
+		return ""
+	}
+	n := int(binary.LittleEndian.Uint16(f.in))
+	if len(f.in) < 2+n {
+		f.bad = true
+		return ""
+	}
+	v := string(f.in[2 : 2+n])
+	f.in = f.in[2+n:]
+	return v
+}
+
+func (f *frame) putU32(v ...uint32) {
+	for _, n := range v {
+		f.out = binary.LittleEndian.AppendUint32(f.out, n)
+	}
+}
+
+func (f *frame) putU64(v ...uint64) {
+	for _, n := range v {
+		f.out = binary.LittleEndian.AppendUint64(f.out, n)
+	}
+}
+
+func (f *frame) putStr(v string) {
+	f.out = binary.LittleEndian.AppendUint16(f.out, uint16(len(v)))
+	f.out = append(f.out, v...)
+}
+
+// Serve answers one request of a program that has loaded the driver's library,
+// and appends the reply to buf.
+func (s *Session) Serve(request, buf []byte) []byte {
+	start := len(buf)
+	f := &frame{handle: NoHandle, out: append(buf, make([]byte, replyHead)...)}
+	r := InvalidArgument
+	var c call
+	if name, args, ok := cutName(request); ok {
+		f.name, f.handle, f.in = name, Handle(binary.LittleEndian.Uint32(request)), args
+		if c, ok = calls[name]; !ok {
+			c = call{serve: unsupported}
+		}
+		r = c.serve(s.As(name), f)
+		if f.bad {
+			r = InvalidArgument
+		}
+	}
+	if r != Success && r != InsufficientSize {
+		f.out = f.out[:start+replyHead]
+	}
+
+	w := s.p.w
+	w.mu.Lock()
+	slot := w.slotLocked(f.name)
+	static := c.static && r == Success && len(w.faults) == 0
+	generation := w.generation
+	w.mu.Unlock()
+	var flags uint16
+	if static && slot < PageWords-1 {
+		flags |= replyStatic
+	}
+	head := f.out[start:]
+	binary.LittleEndian.PutUint32(head, uint32(r))
+	binary.LittleEndian.PutUint16(head[4:], flags)
+	binary.LittleEndian.PutUint16(head[6:], uint16(slot))
+	binary.LittleEndian.PutUint64(head[8:], generation)
+	return f.out
+}
+
+func cutName(request []byte) (name string, args []byte, ok bool) {
+	if len(request) < requestHead {
+		return "", nil, false
+	}
+	n := int(request[4])
+	if n == 0 || len(request) < requestHead+n {
+		return "", nil, false
+	}
+	name = string(request[requestHead : requestHead+n])
+	if bytes.IndexByte(request[requestHead:requestHead+n], 0) >= 0 {
+		return "", nil, false
+	}
+	return name, request[requestHead+n:], true
+}
+
+// call is how an exported name is answered. static answers hold until the
+// world's generation changes.
+type call struct {
+	static bool
+	serve  func(s *Session, f *frame) Return
+}
+
+// unsupported answers the calls that the world has nothing for, with the
+// checks that the driver makes first.
+func unsupported(s *Session, f *frame) Return {
+	r := s.enter(f.name, f.handle)
+	if r != Success {
+		return r
+	}
+	defer s.p.w.mu.Unlock()
+	if s.p.refs == 0 {
+		return Uninitialized
+	}
+	return NotSupported
+}
+
+// put writes a result after Success.
+func put[T any](v T, r Return, write func(T)) Return {
+	if r == Success {
+		write(v)
+	}
+	return r
+}
+
+func (f *frame) putInt(v int) { f.putU32(uint32(v)) }
+
+func nodeInt(read func(*Session) (int, Return)) call {
+	return call{static: true, serve: func(s *Session, f *frame) Return {
+		v, r := read(s)
+		return put(v, r, f.putInt)
+	}}
+}
+
+func deviceInt(read func(*Session, Handle) (int, Return)) call {
+	return call{static: true, serve: func(s *Session, f *frame) Return {
+		v, r := read(s, f.handle)
+		return put(v, r, f.putInt)
+	}}
+}
+
+func deviceStr(read func(*Session, Handle) (string, Return)) call {
+	return call{static: true, serve: func(s *Session, f *frame) Return {
+		v, r := read(s, f.handle)
+		return put(v, r, f.putStr)
+	}}
+}
+
+func findBy(find func(*Session, *frame) (Handle, Return)) call {
+	return call{static: true, serve: func(s *Session, f *frame) Return {
+		h, r := find(s, f)
+		return put(uint32(h), r, func(v uint32) { f.putU32(v) })
+	}}
+}
+
+// constant answers a call about a GPU with the same numbers for all of them.
+func constant(values ...uint32) call {
+	return call{static: true, serve: func(s *Session, f *frame) Return {
+		_, r := device(s, f.name, f.handle, func(*gpu) (struct{}, Return) { return struct{}{}, Success })
+		return put(values, r, func(v []uint32) { f.putU32(v...) })
+	}}
+}
+
+func modelInt(read func(*gpu) uint32) call {
+	return call{static: true, serve: func(s *Session, f *frame) Return {
+		v, r := device(s, f.name, f.handle, func(g *gpu) (uint32, Return) { return read(g), Success })
+		return put(v, r, func(v uint32) { f.putU32(v) })
+	}}
+}
+
+func processes(kind Kind) call {
+	return call{serve: func(s *Session, f *frame) Return {
+		room := int(f.u32())
+		list, r := s.Processes(f.handle, kind)
+		if r != Success {
+			return r
+		}
+		f.putInt(len(list))
+		if len(list) > room {
+			return InsufficientSize
+		}
+		for _, p := range list {
+			used := p.MiB << 20
+			if p.Unknown {
+				used = ^uint64(0)
+			}
+			f.putU32(uint32(p.PID))
+			f.putU64(used)
+			f.putU32(NotMIG, NotMIG)
+		}
+		return Success
+	}}
+}
+
+func putPCI(f *frame, p PCI) {
+	f.putU32(p.Domain, p.Bus, p.Device, p.DeviceID, p.SubsystemID)
+	f.putStr(p.String())
+}
+
+func nvlink(write func(f *frame, g *gpu, l Link) Return) call {
+	return call{static: true, serve: func(s *Session, f *frame) Return {
+		n := int(int32(f.u32()))
+		l, r := s.NVLink(f.handle, n)
+		if r != Success {
+			return r
+		}
+		return write(f, s.p.w.gpus[f.handle], l)
+	}}
+}
+
+var remotePCI = nvlink(func(f *frame, _ *gpu, l Link) Return {
+	if !l.Active {
+		return NotSupported
+	}
+	putPCI(f, l.Remote)
+	return Success
+})
+
+func profileInfo(find func(*Session, Handle, uint32) (MIGProfile, Return)) call {
+	return call{static: true, serve: func(s *Session, f *frame) Return {
+		p, r := find(s, f.handle, f.u32())
+		return put(p, r, func(p MIGProfile) {
+			var gfx uint32
+			if p.Display {
+				gfx = 1
+			}
+			f.putU32(p.ID, p.Slices, p.Max, p.SMs, p.Copy, p.Decode, p.Encode, p.JPEG, p.OFA, gfx)
+			f.putU64(p.MemoryMiB)
+			f.putStr("MIG " + p.Name)
+		})
+	}}
+}
+
+var placements = call{static: true, serve: func(s *Session, f *frame) Return {
+	p, r := s.MIGProfileByID(f.handle, f.u32())
+	return put(p, r, func(p MIGProfile) {
+		f.putInt(len(p.Starts))
+		for _, start := range p.Starts {
+			f.putU32(start, p.Size)
+		}
+	})
+}}
+
+var pciInfo = call{static: true, serve: func(s *Session, f *frame) Return {
+	p, r := s.PCI(f.handle)
+	return put(p, r, func(p PCI) { putPCI(f, p) })
+}}
+
+var memoryInfo = call{serve: func(s *Session, f *frame) Return {
+	m, r := s.Memory(f.handle)
+	return put(m, r, func(m Memory) { f.putU64(m.Total<<20, m.Reserved<<20, m.Free<<20, m.Used<<20) })
+}}
+
+var eventWait = call{serve: func(s *Session, f *frame) Return {
+	set, ms := f.u32(), f.u32()
+	e, r := s.EventSetWait(set, time.Duration(ms)*time.Millisecond)
+	return put(e, r, func(e Event) {
+		f.putU32(uint32(e.GPU))
+		f.putU64(uint64(e.Type), e.Data)
+		f.putU32(e.GPUInstance, e.ComputeInstance)
+	})
+}}
+
+// calls is the table of what the world answers, by exported name; whatever is
+// not in it is unsupported.
+var calls = map[string]call{
+	"nvmlInit":     {serve: func(s *Session, _ *frame) Return { return s.Init() }},
+	"nvmlInit_v2":  {serve: func(s *Session, _ *frame) Return { return s.Init() }},
+	"nvmlShutdown": {serve: func(s *Session, _ *frame) Return { return s.Shutdown() }},
+	// Its flags (no GPUs is fine; do not attach) make no difference here.
+	"nvmlInitWithFlags": {serve: func(s *Session, _ *frame) Return { return s.Init() }},
+
+	"nvmlSystemGetDriverVersion": {static: true, serve: func(s *Session, f *frame) Return {
+		v, r := s.DriverVersion()
+		return put(v, r, f.putStr)
+	}},
+	"nvmlSystemGetNVMLVersion": {static: true, serve: func(s *Session, f *frame) Return {
+		v, r := node(s, f.name, func(w *World) (string, Return) {
+			return fmtNVML(w.cuda, w.driver), Success
+		})
+		return put(v, r, f.putStr)
+	}},
+	"nvmlSystemGetCudaDriverVersion":    nodeInt((*Session).CUDAVersion),
+	"nvmlSystemGetCudaDriverVersion_v2": nodeInt((*Session).CUDAVersion),
+	"nvmlUnitGetCount":                  none,
+	"nvmlGetExcludedDeviceCount":        none,
+
+	"nvmlDeviceGetCount":               nodeInt((*Session).DeviceCount),
+	"nvmlDeviceGetCount_v2":            nodeInt((*Session).DeviceCount),
+	"nvmlDeviceGetHandleByIndex":       byIndex,
+	"nvmlDeviceGetHandleByIndex_v2":    byIndex,
+	"nvmlDeviceGetHandleByUUID":        findBy(func(s *Session, f *frame) (Handle, Return) { return s.DeviceByUUID(f.str()) }),
+	"nvmlDeviceGetHandleByUUIDV":       findBy(func(s *Session, f *frame) (Handle, Return) { return s.DeviceByUUID(f.str()) }),
+	"nvmlDeviceGetHandleBySerial":      findBy(func(s *Session, f *frame) (Handle, Return) { return s.DeviceBySerial(f.str()) }),
+	"nvmlDeviceGetHandleByPciBusId":    byPCI,
+	"nvmlDeviceGetHandleByPciBusId_v2": byPCI,
+
+	"nvmlDeviceGetName":        deviceStr((*Session).Name),
+	"nvmlDeviceGetUUID":        deviceStr((*Session).UUID),
+	"nvmlDeviceGetSerial":      deviceStr((*Session).Serial),
+	"nvmlDeviceGetIndex":       deviceInt((*Session).Index),
+	"nvmlDeviceGetMinorNumber": deviceInt((*Session).Minor),
+	"nvmlDeviceGetNumaNodeId":  deviceInt((*Session).NUMANode),
+	// The node is all that the library needs to draw up these sets.
+	"nvmlDeviceGetCpuAffinity":            deviceInt((*Session).NUMANode),
+	"nvmlDeviceGetCpuAffinityWithinScope": deviceInt((*Session).NUMANode),
+	"nvmlDeviceGetMemoryAffinity":         deviceInt((*Session).NUMANode),
+	"nvmlDeviceGetModuleId":               modelInt(func(g *gpu) uint32 { return uint32(g.slot + 1) }),
+	"nvmlDeviceGetBoardId":                modelInt(func(g *gpu) uint32 { return g.pci.Bus << 8 }),
+	"nvmlDeviceGetBrand":                  modelInt(func(g *gpu) uint32 { return g.Brand }),
+	"nvmlDeviceGetArchitecture":           modelInt(func(g *gpu) uint32 { return g.Architecture }),
+	"nvmlDeviceGetCudaComputeCapability": {static: true, serve: func(s *Session, f *frame) Return {
+		v, r := s.ComputeCapability(f.handle)
+		return put(v, r, func(v [2]int) { f.putU32(uint32(v[0]), uint32(v[1])) })
+	}},
+	"nvmlDeviceGetPciInfo":    pciInfo,
+	"nvmlDeviceGetPciInfo_v2": pciInfo,
+	"nvmlDeviceGetPciInfo_v3": pciInfo,
+	"nvmlDeviceGetPciInfoExt": pciInfo,
+
+	"nvmlDeviceGetMemoryInfo":    memoryInfo,
+	"nvmlDeviceGetMemoryInfo_v2": memoryInfo,
+	"nvmlDeviceGetBAR1MemoryInfo": {serve: func(s *Session, f *frame) Return {
+		v, r := device(s, f.name, f.handle, func(g *gpu) (uint64, Return) {
+			// The BAR covers the memory, rounded up to a power of two.
+			size := uint64(1)
+			for size < g.MemoryMiB {
+				size *= 2
+			}
+			return size << 20, Success
+		})
+		return put(v, r, func(v uint64) { f.putU64(v, v-1<<20, 1<<20) })
+	}},
+
+	"nvmlDeviceGetComputeRunningProcesses":       processes(Compute),
+	"nvmlDeviceGetComputeRunningProcesses_v2":    processes(Compute),
+	"nvmlDeviceGetComputeRunningProcesses_v3":    processes(Compute),
+	"nvmlDeviceGetGraphicsRunningProcesses":      processes(Graphics),
+	"nvmlDeviceGetGraphicsRunningProcesses_v2":   processes(Graphics),
+	"nvmlDeviceGetGraphicsRunningProcesses_v3":   processes(Graphics),
+	"nvmlDeviceGetMPSComputeRunningProcesses":    processes(MPS),
+	"nvmlDeviceGetMPSComputeRunningProcesses_v2": processes(MPS),
+	"nvmlDeviceGetMPSComputeRunningProcesses_v3": processes(MPS),
+
+	// An idle, healthy card of the data centre: ECC on and without errors, no
+	// rows remapped, no display, compute mode default, driver kept loaded.
+	"nvmlDeviceGetPersistenceMode":    constant(1),
+	"nvmlDeviceGetDisplayMode":        constant(0),
+	"nvmlDeviceGetDisplayActive":      constant(0),
+	"nvmlDeviceGetComputeMode":        constant(0),
+	"nvmlDeviceGetEccMode":            constant(1, 1),
+	"nvmlDeviceGetDefaultEccMode":     constant(1),
+	"nvmlDeviceGetTotalEccErrors":     constant(0, 0),
+	"nvmlDeviceGetMemoryErrorCounter": constant(0, 0),
+	"nvmlDeviceGetRemappedRows":       constant(0, 0, 0, 0),
+	"nvmlDeviceGetMultiGpuBoard":      constant(0),
+	"nvmlDeviceGetVirtualizationMode": constant(0),
+
+	"nvmlDeviceGetMigMode": {static: true, serve: func(s *Session, f *frame) Return {
+		current, pending, r := s.MIGMode(f.handle)
+		return put([2]bool{current, pending}, r, func(v [2]bool) { f.putU32(bit(v[0]), bit(v[1])) })
+	}},
+	"nvmlDeviceIsMigDeviceHandle":    constant(0),
+	"nvmlDeviceGetMaxMigDeviceCount": deviceInt((*Session).MaxMIGDevices),
+	"nvmlDeviceGetMigDeviceHandleByIndex": {serve: func(s *Session, f *frame) Return {
+		index := f.u32()
+		_, r := device(s, f.name, f.handle, func(g *gpu) (struct{}, Return) {
+			switch {
+			case g.MIG == nil:
+				return struct{}{}, NotSupported
+			case int(index) >= g.MIG.Devices:
+				return struct{}{}, InvalidArgument
+			}
+			return struct{}{}, NotFound
+		})
+		return r
+	}},
+	"nvmlDeviceGetGpuInstanceProfileInfo":           profileInfo((*Session).MIGProfile),
+	"nvmlDeviceGetGpuInstanceProfileInfoV":          profileInfo((*Session).MIGProfile),
+	"nvmlDeviceGetGpuInstanceProfileInfoByIdV":      profileInfo((*Session).MIGProfileByID),
+	"nvmlDeviceGetGpuInstancePossiblePlacements":    placements,
+	"nvmlDeviceGetGpuInstancePossiblePlacements_v2": placements,
+
+	"nvmlDeviceGetTopologyCommonAncestor": {static: true, serve: func(s *Session, f *frame) Return {
+		l, r := s.CommonAncestor(f.handle, Handle(f.u32()))
+		return put(uint32(l), r, func(v uint32) { f.putU32(v) })
+	}},
+	"nvmlDeviceGetTopologyNearestGpus": {static: true, serve: func(s *Session, f *frame) Return {
+		list, r := s.NearestGPUs(f.handle, Level(f.u32()))
+		return put(list, r, func(list []Handle) {
+			f.putInt(len(list))
+			for _, h := range list {
+				f.putU32(uint32(h))
+			}
+		})
+	}},
+	"nvmlDeviceOnSameBoard": {static: true, serve: func(s *Session, f *frame) Return {
+		l, r := s.CommonAncestor(f.handle, Handle(f.u32()))
+		return put(bit(l == LevelSame), r, func(v uint32) { f.putU32(v) })
+	}},
+	// Peers reach each other on every board of the models here.
+	"nvmlDeviceGetP2PStatus": {static: true, serve: func(s *Session, f *frame) Return {
+		_, r := s.CommonAncestor(f.handle, Handle(f.u32()))
+		return put(uint32(0), r, func(v uint32) { f.putU32(v) })
+	}},
+	"nvmlDeviceGetNvLinkState": nvlink(func(f *frame, _ *gpu, l Link) Return {
+		f.putU32(bit(l.Active))
+		return Success
+	}),
+	"nvmlDeviceGetNvLinkVersion": nvlink(func(f *frame, g *gpu, _ Link) Return {
+		f.putU32(uint32(g.NVLinkVersion))
+		return Success
+	}),
+	"nvmlDeviceGetNvLinkRemoteDeviceType": nvlink(func(f *frame, _ *gpu, l Link) Return {
+		if !l.Active {
+			return NotSupported
+		}
+		f.putU32(2 * bit(l.Switch))
+		return Success
+	}),
+	// All that a link can be asked for, a link that is up can do.
+	"nvmlDeviceGetNvLinkCapability": nvlink(func(f *frame, _ *gpu, l Link) Return {
+		f.putU32(bit(l.Active))
+		return Success
+	}),
+	"nvmlDeviceGetNvLinkRemotePciInfo":    remotePCI,
+	"nvmlDeviceGetNvLinkRemotePciInfo_v2": remotePCI,
+
+	"nvmlEventSetCreate": {serve: func(s *Session, f *frame) Return {
+		set, r := s.EventSetCreate()
+		return put(set, r, func(v uint32) { f.putU32(v) })
+	}},
+	"nvmlEventSetFree": {serve: func(s *Session, f *frame) Return { return s.EventSetFree(f.u32()) }},
+	"nvmlDeviceGetSupportedEventTypes": {static: true, serve: func(s *Session, f *frame) Return {
+		t, r := s.SupportedEvents(f.handle)
+		return put(uint64(t), r, func(v uint64) { f.putU64(v) })
+	}},
+	"nvmlDeviceRegisterEvents": {serve: func(s *Session, f *frame) Return {
+		set, types := f.u32(), f.u64()
+		return s.RegisterEvents(f.handle, EventType(types), set)
+	}},
+	"nvmlEventSetWait":    eventWait,
+	"nvmlEventSetWait_v2": eventWait,
+
+	"gpuEmulatorGetTimeSlice": {serve: func(s *Session, f *frame) Return {
+		t, r := s.TimeSlice(f.handle)
+		return put(uint32(t), r, func(v uint32) { f.putU32(v) })
+	}},
+	"gpuEmulatorSetTimeSlice": {serve: func(s *Session, f *frame) Return {
+		return s.SetTimeSlice(f.handle, TimeSlice(f.u32()))
+	}},
+}
+
+var (
+	byIndex = findBy(func(s *Session, f *frame) (Handle, Return) { return s.DeviceByIndex(int(f.u32())) })
+	byPCI   = findBy(func(s *Session, f *frame) (Handle, Return) { return s.DeviceByPCI(f.str()) })
+	none    = nodeInt(func(s *Session) (int, Return) {
+		return node(s, "", func(*World) (int, Return) { return 0, Success })
+	})
+)
+
+func bit(b bool) uint32 {
+	if b {
+		return 1
+	}
+	return 0
+}

@@ -1,0 +1,338 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package emulator
+
+import (
+	"crypto/rand"
+	"encoding/binary"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+)
+
+// NotMIG is what the driver puts where a GPU or compute instance's number
+// would stand and MIG is off.
+const NotMIG = 0xFFFFFFFF
+
+// XidGPULost is the Xid that a GPU raises when it falls off the bus.
+const XidGPULost = 79
+
+// World is one node's GPUs and the driver that speaks for them. Its methods
+// are what the operator of the emulator does to the hardware; what programs
+// see of it they get through a Session.
+type World struct {
+	driver string
+	cuda   int
+	nvlink string
+	boot   uint64 // names this load of the driver
+
+	mu sync.Mutex
+	// Guarded by mu:
+	gpus     []*gpu
+	procs    []*Process
+	faults   []*fault
+	sessions map[*process]struct{}
+	sets     map[uint32]*eventSet
+	lastSet  uint32
+	changed  chan struct{} // closed, and a new one made, at every change that somebody may wait for
+	// generation numbers the states that static answers depend on; it is
+	// copied into every session's page.
+	generation uint64
+
+	slots    map[string]int
+	names    []string
+	ended    []uint64 // calls of sessions that have ended, by slot
+	baseline []uint64 // calls before the last reset, by slot
+}
+
+// gpu is one GPU. Its slot, the place in World.gpus, is its handle and never
+// changes.
+type gpu struct {
+	*Model
+	slot  int
+	uuid  string
+	minor int
+	pci   PCI
+	numa  int
+	major int // of the compute capability
+	cc    int // minor of the compute capability
+
+	lost      bool
+	timeSlice TimeSlice
+}
+
+// PCI is a GPU's place on the PCI bus and its identity there, device and
+// subsystem with the vendor in the low half, as NVML gives them.
+type PCI struct {
+	Domain, Bus, Device uint32
+	DeviceID            uint32
+	SubsystemID         uint32
+}
+
+// String is the address as NVML writes it, 00000000:07:00.0.
+func (p PCI) String() string { return fmt.Sprintf("%08X:%02X:%02X.0", p.Domain, p.Bus, p.Device) }
+
+// Sysfs is the address as the kernel writes it, 0000:07:00.0.
+func (p PCI) Sysfs() string { return fmt.Sprintf("%04x:%02x:%02x.0", p.Domain, p.Bus, p.Device) }
+
+// parsePCI reads an address in any of the forms that the driver takes:
+// domain:bus:device.function with a domain of 4 or 8 digits, or none.
+func parsePCI(s string) (PCI, bool) {
+	s, function, ok := strings.Cut(s, ".")
+	if ok && function != "0" {
+		return PCI{}, false
+	}
+	parts := strings.Split(s, ":")
+	if len(parts) == 2 {
+		parts = append([]string{"0"}, parts...)
+	}
+	if len(parts) != 3 {
+		return PCI{}, false
+	}
+	var n [3]uint32
+	for i, p := range parts {
+		v, err := strconv.ParseUint(p, 16, 32)
+		if err != nil {
+			return PCI{}, false
+		}
+		n[i] = uint32(v)
+	}
+	return PCI{Domain: n[0], Bus: n[1], Device: n[2]}, true
+}
+
+// TimeSlice is how long a process may keep a GPU from the next one, in the
+// steps of nvidia-smi compute-policy.
+type TimeSlice uint32
+
+// The steps that the driver knows.
+const (
+	TimeSliceDefault TimeSlice = iota
+	TimeSliceShort
+	TimeSliceMedium
+	TimeSliceLong
+)
+
+func (t TimeSlice) String() string {
+	return [...]string{"default", "short", "medium", "long"}[t]
+}
+
+// New makes the world of a Spec.
+func New(spec Spec) (*World, error) {
+	spec = spec.withDefaults()
+	if err := spec.validate(); err != nil {
+		return nil, err
+	}
+	cuda, err := cudaNumber(spec.CUDA)
+	if err != nil {
+		return nil, err
+	}
+	w := &World{
+		driver:     spec.Driver,
+		cuda:       cuda,
+		nvlink:     spec.NVLink,
+		sessions:   map[*process]struct{}{},
+		sets:       map[uint32]*eventSet{},
+		changed:    make(chan struct{}),
+		generation: 1,
+		slots:      map[string]int{},
+		ended:      make([]uint64, PageWords),
+		baseline:   make([]uint64, PageWords),
+	}
+	var b [8]byte
+	rand.Read(b[:])
+	w.boot = binary.LittleEndian.Uint64(b[:])
+
+	for i := range spec.Count {
+		g, err := newGPU(spec, i)
+		if err != nil {
+			return nil, err
+		}
+		w.gpus = append(w.gpus, g)
+	}
+	for i, g := range w.gpus {
+		for _, other := range w.gpus[:i] {
+			switch {
+			case g.uuid == other.uuid:
+				return nil, fmt.Errorf("GPUs %d and %d have one UUID, %s", other.slot, i, g.uuid)
+			case g.minor == other.minor:
+				return nil, fmt.Errorf("GPUs %d and %d have one minor, %d", other.slot, i, g.minor)
+			case g.pci.String() == other.pci.String():
+				return nil, fmt.Errorf("GPUs %d and %d have one PCI address, %s", other.slot, i, g.pci)
+			}
+		}
+	}
+	return w, nil
+}
+
+func newGPU(spec Spec, index int) (*gpu, error) {
+	var o GPUSpec
+	if at := slices.IndexFunc(spec.GPUs, func(g GPUSpec) bool { return g.Index == index }); at >= 0 {
+		o = spec.GPUs[at]
+	}
+	name := spec.Model
+	if o.Model != "" {
+		name = o.Model
+	}
+	m, err := LoadModel(name)
+	if err != nil {
+		return nil, fmt.Errorf("GPU %d: %w", index, err)
+	}
+	if o.MemoryMiB != 0 {
+		m.MemoryMiB = o.MemoryMiB
+	}
+	if o.ReservedMiB != 0 {
+		m.ReservedMiB = o.ReservedMiB
+	}
+	if m.ReservedMiB >= m.MemoryMiB {
+		return nil, fmt.Errorf("GPU %d: %d MiB reserved of %d MiB leave nothing", index, m.ReservedMiB, m.MemoryMiB)
+	}
+	g := &gpu{Model: m, slot: index, lost: o.Lost, uuid: o.UUID, minor: index}
+	if _, err := fmt.Sscanf(m.ComputeCapability, "%d.%d", &g.major, &g.cc); err != nil {
+		return nil, fmt.Errorf("model %s: compute capability %q: %w", name, m.ComputeCapability, err)
+	}
+	if g.uuid == "" {
+		g.uuid = uuid(spec.Seed, index)
+	}
+	if spec.Minors == "reversed" {
+		g.minor = spec.Count - 1 - index
+	}
+	if o.Minor != nil {
+		g.minor = *o.Minor
+	}
+	// Few GPUs are spread over the board as on real ones, and the second half
+	// hangs off the second CPU.
+	g.pci = PCI{Bus: buses[index*MaxGPUs/spec.Count]}
+	if o.PCI != "" {
+		p, ok := parsePCI(o.PCI)
+		if !ok {
+			return nil, fmt.Errorf("GPU %d: pci %q: want an address such as 00000000:07:00.0", index, o.PCI)
+		}
+		g.pci = p
+	}
+	g.pci.DeviceID, g.pci.SubsystemID = m.PCIDevice, m.PCISubsystem
+	if spec.Count > 1 && index >= spec.Count/2 {
+		g.numa = 1
+	}
+	if o.NUMA != nil {
+		g.numa = *o.NUMA
+	}
+	return g, nil
+}
+
+// Boot names this load of the driver: handles do not outlive it.
+func (w *World) Boot() uint64 { return w.boot }
+
+// DriverVersion is the driver's version, such as 580.159.03.
+func (w *World) DriverVersion() string { return w.driver }
+
+// touchLocked marks a change: answers that programs have kept are stale, and
+// whoever waits looks again.
+func (w *World) touchLocked() {
+	w.generation++
+	for p := range w.sessions {
+		atomic.StoreUint64(&p.page[0], w.generation)
+	}
+	w.wakeLocked()
+}
+
+func (w *World) gpuLocked(index int) (*gpu, error) {
+	if index < 0 || index >= len(w.gpus) {
+		return nil, fmt.Errorf("GPU %d: %w (the world has GPUs 0 to %d)", index, NotFound, len(w.gpus)-1)
+	}
+	return w.gpus[index], nil
+}
+
+// Lose drops a GPU off the bus: whoever listens gets Xid 79, and from then on
+// every call about it answers GPUIsLost. Its processes lose their memory with
+// it.
+func (w *World) Lose(index int) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	g, err := w.gpuLocked(index)
+	if err != nil {
+		return err
+	}
+	if g.lost {
+		return fmt.Errorf("GPU %d: %w already", index, GPUIsLost)
+	}
+	w.raiseLocked(g, EventXid, XidGPULost)
+	g.lost = true
+	w.procs = slices.DeleteFunc(w.procs, func(p *Process) bool { return p.GPU == index })
+	w.touchLocked()
+	return nil
+}
+
+// Restore brings a lost GPU back, empty, as after a reset.
+func (w *World) Restore(index int) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	g, err := w.gpuLocked(index)
+	if err != nil {
+		return err
+	}
+	if !g.lost {
+		return fmt.Errorf("GPU %d is not lost", index)
+	}
+	g.lost = false
+	g.timeSlice = TimeSliceDefault
+	w.touchLocked()
+	return nil
+}
+
+// State is what `gpu-emulator show` prints: all of the world at one moment.
+type State struct {
+	Driver    string     `json:"driver"`
+	CUDA      int        `json:"cuda"`
+	GPUs      []GPUState `json:"gpus"`
+	Processes []Process  `json:"processes"`
+	Faults    []Fault    `json:"faults"`
+	Sessions  []int      `json:"sessions"` // PIDs of the programs that have the driver open
+}
+
+// GPUState is one GPU in a State.
+type GPUState struct {
+	Index       int    `json:"index"`
+	Minor       int    `json:"minor"`
+	UUID        string `json:"uuid"`
+	PCI         string `json:"pci"`
+	PCIDevice   uint32 `json:"pciDevice"`
+	Subsystem   uint32 `json:"pciSubsystem"`
+	Model       string `json:"model"`
+	MemoryMiB   uint64 `json:"memoryMiB"`
+	ReservedMiB uint64 `json:"reservedMiB"`
+	UsedMiB     uint64 `json:"usedMiB"`
+	NUMA        int    `json:"numa"`
+	TimeSlice   string `json:"timeSlice"`
+	Lost        bool   `json:"lost"`
+}
+
+// State returns a copy of all there is to see, in a fixed order.
+func (w *World) State() State {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	s := State{Driver: w.driver, CUDA: w.cuda}
+	for _, g := range w.gpus {
+		s.GPUs = append(s.GPUs, GPUState{
+			Index: g.slot, Minor: g.minor, UUID: g.uuid,
+			PCI: g.pci.String(), PCIDevice: g.pci.DeviceID, Subsystem: g.pci.SubsystemID,
+			Model: g.Name, MemoryMiB: g.MemoryMiB, ReservedMiB: g.ReservedMiB, UsedMiB: w.usedLocked(g),
+			NUMA: g.numa, TimeSlice: g.timeSlice.String(), Lost: g.lost,
+		})
+	}
+	for _, p := range w.procs {
+		s.Processes = append(s.Processes, *p)
+	}
+	for _, f := range w.faults {
+		s.Faults = append(s.Faults, f.Fault)
+	}
+	for p := range w.sessions {
+		if p.refs > 0 {
+			s.Sessions = append(s.Sessions, p.pid)
+		}
+	}
+	slices.Sort(s.Sessions)
+	return s
+}
