@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package plugin
+
+import "sync"
+
+// cell is a value that goroutines wait on: get returns it with a channel that
+// is closed when a newer one stands. Whoever is slow skips values; nobody
+// misses the last one.
+type cell[T any] struct {
+	mu      sync.Mutex
+	value   T             // guarded by mu
+	changed chan struct{} // guarded by mu; nil until somebody waits
+}
+
+func (c *cell[T]) get() (T, <-chan struct{}) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.changed == nil {
+		c.changed = make(chan struct{})
+	}
+	return c.value, c.changed
+}
+
+func (c *cell[T]) update(f func(T) T) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.value = f(c.value)
+	if c.changed != nil {
+		close(c.changed)
+		c.changed = nil
+	}
+}
+
+func (c *cell[T]) set(v T) { c.update(func(T) T { return v }) }

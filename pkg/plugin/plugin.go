@@ -1,0 +1,331 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package plugin
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+)
+
+// Device is one device of a resource as the kubelet sees it.
+type Device struct {
+	// ID is the device's name, unique in its resource.
+	ID      string
+	Healthy bool
+	// NUMA is the nodes that the device is near to, for the topology manager;
+	// empty for no hint.
+	NUMA []int
+}
+
+// Grant is what a container gets for its devices.
+type Grant struct {
+	// CDI is fully qualified CDI device names.
+	CDI []string
+	// Annotations reach the container runtime, not the pod object.
+	Annotations map[string]string
+}
+
+// Source is what a resource is served from. It reads a view that others make:
+// none of its methods may block but Prepare, and all may be called at once.
+//
+// The text of an error is for the person whose pod it concerns; the resource's
+// name is put before it. A panic is not recovered: it ends the process, so that
+// a source that a panic left half changed cannot go on serving.
+type Source interface {
+	// List returns all devices, and a channel that is closed when a newer list
+	// stands. The slice must not change after that. A nil slice means that the
+	// devices are not known yet: the resource is then not registered, or its
+	// last list stands. A slice that is empty but not nil is a resource without
+	// devices. The same slice with a new channel is sent again.
+	List() (devices []Device, changed <-chan struct{})
+	// Prefer chooses n of available, with must among them.
+	Prefer(available, must []string, n int) ([]string, error)
+	// Allocate grants devices to a container. An error is final: the kubelet
+	// fails the pod.
+	Allocate(ids []string) (Grant, error)
+	// Prepare returns when a container that has these devices may be created. An
+	// error is not final: the kubelet tries again. ctx ends when the kubelet
+	// stops waiting, after 30 s, or the plugin ends.
+	Prepare(ctx context.Context, ids []string) error
+}
+
+// Observer is told what happens, for metrics. Its methods may be called at once
+// and must not block.
+type Observer interface {
+	// Called is told of each answered call, with the method's name in the API
+	// ("Allocate") and the time from the decoded request to the answer.
+	Called(resource, method string, took time.Duration, err error)
+	// Listed is told of each list sent to the kubelet, with its bytes.
+	Listed(resource string, devices, bytes int)
+	// Registered is told of each attempt to register.
+	Registered(resource string, err error)
+}
+
+type noObserver struct{}
+
+func (noObserver) Called(string, string, time.Duration, error) {}
+func (noObserver) Listed(string, int, int)                     {}
+func (noObserver) Registered(string, error)                    {}
+
+// Options are what a Plugin is made of.
+type Options struct {
+	// Kubelet watches the directory that the plugin serves in. It must run for
+	// as long as the plugin does.
+	Kubelet *Kubelet
+	// Resource is the extended resource's full name, "example.com/gpu-mem".
+	Resource string
+	Source   Source
+	// Logger gets messages with the key "resource". Default: slog.Default().
+	Logger *slog.Logger
+	// Observer is optional.
+	Observer Observer
+}
+
+// Plugin serves one resource at one socket.
+type Plugin struct {
+	opts Options
+
+	mu      sync.Mutex
+	service *service // guarded by mu; of the Run in progress or the last one
+	fault   error    // guarded by mu; why the resource is not registered, as far as known
+}
+
+// New makes a plugin; nothing happens before Run.
+func New(o Options) *Plugin {
+	if o.Logger == nil {
+		o.Logger = slog.Default()
+	}
+	if o.Observer == nil {
+		o.Observer = noObserver{}
+	}
+	return &Plugin{opts: o}
+}
+
+const (
+	// A registration that failed is tried again soon: between the creation of
+	// kubelet.sock and the kubelet's listening there is a moment in which it
+	// refuses, and pods wait for us.
+	firstBackoff = time.Millisecond
+	lastBackoff  = 5 * time.Second
+	// streamGrace is how long the kubelet may take from accepting a
+	// registration to opening its stream, which it does at once.
+	streamGrace = 2 * time.Second
+	// registerTimeout is longer than the 10 s that the kubelet takes to give up
+	// on dialling us.
+	registerTimeout = 15 * time.Second
+	// socketRetry is for a socket that cannot be made: no directory, no space.
+	socketRetry = time.Second
+	// stopTimeout is what calls in progress get at the end.
+	stopTimeout = 2 * time.Second
+)
+
+// Run serves the resource until ctx ends, and returns nil then. It waits for
+// the source's first list, listens, registers, and does both again whenever
+// the kubelet has started anew, its stream has ended or the socket's file is
+// gone. Everything that can pass is tried again and logged; an error means that
+// this resource cannot be served in this directory at all.
+func (p *Plugin) Run(ctx context.Context) error {
+	path, err := socketPath(p.opts.Kubelet.opts.Dir, p.opts.Resource)
+	if err != nil {
+		return err
+	}
+	s := &service{resource: p.opts.Resource, source: p.opts.Source, log: p.opts.Logger, observer: p.opts.Observer, stop: ctx}
+	p.mu.Lock()
+	p.service, p.fault = s, nil
+	p.mu.Unlock()
+
+	var background sync.WaitGroup
+	defer background.Wait()
+	background.Go(s.follow)
+	for first := (*list)(nil); first == nil; {
+		var changed <-chan struct{}
+		if first, changed = s.list.get(); first != nil {
+			break
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return nil
+		}
+	}
+
+	server := newServer(s)
+	defer stop(server)
+	var sock *socket
+	defer func() {
+		if sock != nil {
+			if err := sock.remove(); err != nil {
+				p.opts.Logger.Warn("remove socket", "resource", p.opts.Resource, "err", err)
+			}
+		}
+	}()
+	var reg registration
+	for {
+		// Everything is looked at again after whatever woke us.
+		kubelet, looked := p.opts.Kubelet.sock.get()
+		streams, streamed := s.streams.get()
+		var wait <-chan time.Time
+		if fresh, err := p.hold(sock, path); err != nil {
+			p.report(err)
+			wait = time.After(socketRetry)
+		} else {
+			if fresh != sock {
+				if sock != nil {
+					_ = sock.Close() // Its file is gone already.
+				}
+				sock = fresh
+				background.Go(func() { _ = server.Serve(fresh) })
+			}
+			due, in := reg.due(kubelet, streams, time.Now())
+			switch {
+			case due:
+				err := p.opts.Kubelet.register(ctx, p.opts.Resource, filepath.Base(path))
+				if ctx.Err() != nil {
+					return nil
+				}
+				reg.tried(kubelet, streams, time.Now(), err)
+				p.opts.Observer.Registered(p.opts.Resource, err)
+				if p.report(err); err == nil {
+					p.opts.Logger.Info("registered", "resource", p.opts.Resource, "socket", path)
+				}
+				continue
+			case in > 0:
+				wait = time.After(in)
+			}
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-looked:
+		case <-streamed:
+		case <-wait:
+		}
+	}
+}
+
+// report keeps why the resource is not registered, nil where it is, and logs
+// what is new.
+func (p *Plugin) report(err error) {
+	p.mu.Lock()
+	old := p.fault
+	p.fault = err
+	p.mu.Unlock()
+	level := slog.LevelWarn
+	switch {
+	case err == nil:
+		return
+	case old != nil && old.Error() == err.Error():
+		level = slog.LevelDebug
+	}
+	p.opts.Logger.Log(context.Background(), level, "not registered with the kubelet; trying again", "resource", p.opts.Resource, "err", err)
+}
+
+// hold returns a socket whose file stands: the one given, or a new one.
+func (p *Plugin) hold(s *socket, path string) (*socket, error) {
+	if s != nil {
+		switch st, err := s.standing(); {
+		case err != nil:
+			return nil, fmt.Errorf("look at socket: %w", err)
+		case st == held:
+			return s, nil
+		case st == taken:
+			// To take it back would be answered in kind, for ever. The newer
+			// process has it; we get it when that one ends.
+			return nil, fmt.Errorf("another process serves %s at %s", p.opts.Resource, path)
+		}
+		p.opts.Logger.Info("socket is gone: listen again", "resource", p.opts.Resource, "socket", path)
+	}
+	s, err := listen(path, p.opts.Resource)
+	if err != nil {
+		return nil, fmt.Errorf("listen at %s: %w", path, err)
+	}
+	return s, nil
+}
+
+// stop lets calls in progress end, and ends them when they take too long.
+func stop(server *grpc.Server) {
+	t := time.AfterFunc(stopTimeout, server.Stop)
+	defer t.Stop()
+	server.GracefulStop()
+}
+
+// registration decides when to register. It is pure: what is true now comes in
+// as arguments.
+type registration struct {
+	with    sockID // the kubelet that was last tried
+	at      time.Time
+	opened  int // streams ever opened, before that
+	failed  bool
+	backoff time.Duration
+}
+
+// due says whether to register now, or else after what time to ask again; 0
+// means not before something changes.
+func (r *registration) due(kubelet sockID, now streams, t time.Time) (bool, time.Duration) {
+	if kubelet == (sockID{}) {
+		return false, 0 // No kubelet.
+	}
+	if kubelet != r.with {
+		return true, 0 // A new one, which knows nothing of us.
+	}
+	if now.open > 0 {
+		return false, 0
+	}
+	wait := r.backoff
+	if !r.failed && now.opened == r.opened {
+		wait = max(wait, streamGrace) // Its stream is on the way.
+	}
+	if left := wait - t.Sub(r.at); left > 0 {
+		return false, left
+	}
+	return true, 0
+}
+
+// tried notes an attempt; before is the streams as they were before it.
+func (r *registration) tried(kubelet sockID, before streams, t time.Time, err error) {
+	switch {
+	case kubelet != r.with, t.Sub(r.at) > 2*lastBackoff:
+		r.backoff = firstBackoff // The last one is another story.
+	default:
+		r.backoff = min(2*r.backoff, lastBackoff)
+	}
+	r.with, r.at, r.opened, r.failed = kubelet, t, before.opened, err != nil
+}
+
+// Status is what is known of a resource now.
+type Status struct {
+	Resource string
+	// Registered says that the kubelet holds a stream of lists open.
+	Registered bool
+	// Devices and Bytes are of the list that stands.
+	Devices, Bytes int
+	// Err is why the resource is not registered, or why the source's newest list
+	// is not the one that stands; nil where all is well or still under way.
+	Err error
+}
+
+// Status says how the resource fares.
+func (p *Plugin) Status() Status {
+	p.mu.Lock()
+	s, fault := p.service, p.fault
+	p.mu.Unlock()
+	st := Status{Resource: p.opts.Resource, Err: fault}
+	if s == nil {
+		return st
+	}
+	n, _ := s.streams.get()
+	st.Registered = n.open > 0
+	if l, _ := s.list.get(); l != nil {
+		st.Devices, st.Bytes = l.devices, len(l.message)
+	}
+	unsent, _ := s.fault.get()
+	st.Err = errors.Join(fault, unsent)
+	return st
+}

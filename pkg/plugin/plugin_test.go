@@ -1,0 +1,481 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package plugin
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	api "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+)
+
+const gpuMem = "example.com/gpu-mem"
+
+var (
+	a1 = Device{ID: "a", Healthy: true}
+	b1 = Device{ID: "b", Healthy: true}
+	b0 = Device{ID: "b"}
+)
+
+func lastIs(resource, want string) func(seen) bool {
+	return func(s seen) bool { return s.lists[resource] > 0 && shape(s.last[resource]) == want }
+}
+
+func TestListsReachTheKubelet(t *testing.T) {
+	leakCheck(t)
+	dir := tempDir(t)
+	k := startKubelet(t, dir)
+	src := sourceOf(a1, b1)
+	a := startAgent(t, dir, map[string]Source{gpuMem: src})
+	k.await(t, "first list", lastIs(gpuMem, "a b"))
+	src.list.set([]Device{a1, b0})
+	k.await(t, "withdrawal", lastIs(gpuMem, "a !b"))
+	src.list.set([]Device{})
+	k.await(t, "no device any more", lastIs(gpuMem, ""))
+	src.list.set(nil) // Not known: the last list stands.
+	src.list.set([]Device{a1})
+	k.await(t, "devices again", lastIs(gpuMem, "a"))
+
+	// The same slice again is a list again: it makes the kubelet write its
+	// checkpoint.
+	before, _ := k.seen.get()
+	src.list.update(func(ds []Device) []Device { return ds })
+	k.await(t, "same list again", func(s seen) bool { return s.lists[gpuMem] == before.lists[gpuMem]+1 })
+
+	if s, _ := k.seen.get(); s.registered[gpuMem] != 1 {
+		t.Errorf("registered %d times, want once", s.registered[gpuMem])
+	}
+	st := a.Status()
+	if len(st) != 1 || st[0] != (Status{Resource: gpuMem, Registered: true, Devices: 1, Bytes: st[0].Bytes}) || st[0].Bytes == 0 {
+		t.Errorf("Status = %+v", st)
+	}
+	if !strings.Contains(a.log.String(), `msg="sent list" resource=example.com/gpu-mem devices=2 bytes=`) {
+		t.Error("the size of lists is not logged")
+	}
+}
+
+// TestNothingBeforeTheFirstList: a resource whose devices are not known yet is
+// not shown to the kubelet as one without devices.
+func TestNothingBeforeTheFirstList(t *testing.T) {
+	leakCheck(t)
+	dir := tempDir(t)
+	k := startKubelet(t, dir)
+	src, other := &source{}, sourceOf(b1)
+	startAgent(t, dir, map[string]Source{gpuMem: src, "example.com/gpu": other})
+	k.await(t, "the other resource", lastIs("example.com/gpu", "b"))
+	if s, _ := k.seen.get(); s.registered[gpuMem] != 0 {
+		t.Error("registered before the source knew its devices")
+	}
+	src.list.set([]Device{a1})
+	s := k.await(t, "first list", lastIs(gpuMem, "a"))
+	if s.lists[gpuMem] != 1 {
+		t.Errorf("%d lists, want one", s.lists[gpuMem])
+	}
+}
+
+func TestKubeletRestarts(t *testing.T) {
+	leakCheck(t)
+	dir := tempDir(t)
+	a, b := sourceOf(a1), sourceOf(b1)
+	startAgent(t, dir, map[string]Source{gpuMem: a, "example.com/gpu": b})
+	for i := range 20 {
+		k := startKubelet(t, dir)
+		k.leave = i%2 == 1 // Ends by kill -9.
+		k.await(t, fmt.Sprintf("first lists, start %d", i), func(s seen) bool {
+			return lastIs(gpuMem, "a")(s) && lastIs("example.com/gpu", "b")(s)
+		})
+		// The stream must also be the one that changes come by.
+		a.list.set([]Device{a1, b0})
+		k.await(t, "a change", lastIs(gpuMem, "a !b"))
+		a.list.set([]Device{a1})
+		k.await(t, "a change back", lastIs(gpuMem, "a"))
+		k.stop()
+	}
+}
+
+func TestKubeletComesLater(t *testing.T) {
+	leakCheck(t)
+	dir := filepath.Join(tempDir(t), "device-plugins") // which nobody has made yet
+	a := startAgent(t, dir, map[string]Source{gpuMem: sourceOf(a1)}, func(k *Kubelet) { k.poll = time.Millisecond })
+	eventually(t, "the plugin says why", func() bool {
+		st := a.Status()
+		return len(st) == 1 && st[0].Err != nil
+	})
+	k := startKubelet(t, dir)
+	k.await(t, "first list", lastIs(gpuMem, "a"))
+	eventually(t, "the reason is gone", func() bool { return a.Status()[0].Err == nil })
+}
+
+func TestDeadSocketsAreNoObstacle(t *testing.T) {
+	leakCheck(t)
+	dir := tempDir(t)
+	// What a predecessor and a kubelet leave when they are killed.
+	for _, name := range []string{"example.com_gpu-mem.sock", kubeletSocket, "." + hash(gpuMem)} {
+		l, err := net.ListenUnix("unix", &net.UnixAddr{Name: filepath.Join(dir, name), Net: "unix"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		l.SetUnlinkOnClose(false)
+		_ = l.Close()
+	}
+	a := startAgent(t, dir, map[string]Source{gpuMem: sourceOf(a1)})
+	eventually(t, "the plugin says why", func() bool {
+		st := a.Status()
+		return len(st) == 1 && st[0].Err != nil && strings.Contains(st[0].Err.Error(), "register with the kubelet")
+	})
+	k := startKubelet(t, dir)
+	k.await(t, "first list", lastIs(gpuMem, "a"))
+}
+
+func TestSocketDeletedUnderUs(t *testing.T) {
+	leakCheck(t)
+	dir := tempDir(t)
+	k := startKubelet(t, dir)
+	src := sourceOf(a1)
+	startAgent(t, dir, map[string]Source{gpuMem: src})
+	k.await(t, "first list", lastIs(gpuMem, "a"))
+	path := filepath.Join(dir, "example.com_gpu-mem.sock")
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the socket is back", func() bool { _, err := os.Stat(path); return err == nil })
+	// The kubelet still has its connection and needs no other: a second one
+	// would be cut off when the first one ends.
+	src.list.set([]Device{b1})
+	k.await(t, "a change", lastIs(gpuMem, "b"))
+	if s, _ := k.seen.get(); s.registered[gpuMem] != 1 {
+		t.Errorf("registered %d times, want once", s.registered[gpuMem])
+	}
+}
+
+// TestStreamLost: without a stream the kubelet counts all devices as unhealthy,
+// and nothing in the directory shows it.
+func TestStreamLost(t *testing.T) {
+	leakCheck(t)
+	dir := tempDir(t)
+	k := startKubelet(t, dir)
+	startAgent(t, dir, map[string]Source{gpuMem: sourceOf(a1)})
+	for n := 1; n <= 5; n++ {
+		k.await(t, "a list", func(s seen) bool { return s.lists[gpuMem] == n && s.connected[gpuMem] })
+		_ = k.client(t, gpuMem).conn.Close()
+	}
+}
+
+func TestRegistrationRefused(t *testing.T) {
+	leakCheck(t)
+	dir := tempDir(t)
+	k := startKubelet(t, dir)
+	k.refuse.set(errors.New("the kubelet is not in the mood"))
+	a := startAgent(t, dir, map[string]Source{gpuMem: sourceOf(a1)})
+	eventually(t, "the reason", func() bool {
+		st := a.Status()
+		return len(st) == 1 && st[0].Err != nil && strings.Contains(st[0].Err.Error(), "not in the mood")
+	})
+	k.refuse.set(nil)
+	k.await(t, "first list", lastIs(gpuMem, "a"))
+}
+
+func TestInotifyExhausted(t *testing.T) {
+	leakCheck(t)
+	dir := tempDir(t)
+	var tries cell[int]
+	a := startAgent(t, dir, map[string]Source{gpuMem: sourceOf(a1)}, func(k *Kubelet) {
+		k.poll, k.every = time.Millisecond, 50*time.Millisecond
+		k.opts.Watch = func(ctx context.Context, dir string) (<-chan struct{}, error) {
+			tries.update(func(n int) int { return n + 1 })
+			return nil, errors.New("too many open files")
+		}
+	})
+	for range 3 {
+		k := startKubelet(t, dir)
+		k.await(t, "first list", lastIs(gpuMem, "a"))
+		k.stop()
+	}
+	await(t, "another try to watch", &tries, func(n int) bool { return n > 1 })
+	if n := strings.Count(a.log.String(), "too many open files"); n != 1 {
+		t.Errorf("the same reason logged %d times", n)
+	}
+}
+
+// TestEventsLost: a watch that tells nothing costs time, not the registration.
+func TestEventsLost(t *testing.T) {
+	leakCheck(t)
+	dir := tempDir(t)
+	startAgent(t, dir, map[string]Source{gpuMem: sourceOf(a1)}, func(k *Kubelet) {
+		k.every = time.Millisecond
+		k.opts.Watch = func(ctx context.Context, dir string) (<-chan struct{}, error) { return make(chan struct{}), nil }
+	})
+	for range 3 {
+		k := startKubelet(t, dir)
+		k.await(t, "first list", lastIs(gpuMem, "a"))
+		k.stop()
+	}
+}
+
+func TestDirectoryReplaced(t *testing.T) {
+	leakCheck(t)
+	dir := filepath.Join(tempDir(t), "device-plugins")
+	k := startKubelet(t, dir)
+	startAgent(t, dir, map[string]Source{gpuMem: sourceOf(a1)}, func(k *Kubelet) { k.poll = time.Millisecond })
+	for range 3 {
+		k.await(t, "first list", lastIs(gpuMem, "a"))
+		k.stop()
+		if err := os.RemoveAll(dir); err != nil {
+			t.Fatal(err)
+		}
+		k = startKubelet(t, dir)
+	}
+	k.await(t, "first list", lastIs(gpuMem, "a"))
+}
+
+func TestEndLeavesNothing(t *testing.T) {
+	leakCheck(t)
+	dir := tempDir(t)
+	k := startKubelet(t, dir)
+	waiting := make(chan struct{})
+	src := sourceOf(a1)
+	src.prepare = func(ctx context.Context, ids []string) error {
+		close(waiting)
+		<-ctx.Done()
+		return ctx.Err()
+	}
+	a := startAgent(t, dir, map[string]Source{gpuMem: src, "example.com/gpu": sourceOf(b1)})
+	c := k.client(t, gpuMem)
+	k.client(t, "example.com/gpu")
+	if got, want := sockets(t, dir), []string{"example.com_gpu-mem.sock", "example.com_gpu.sock"}; !slices.Equal(got, want) {
+		t.Errorf("sockets %q, want %q", got, want)
+	}
+	answered := make(chan error, 1)
+	go func() {
+		_, err := c.PreStartContainer(context.Background(), &api.PreStartContainerRequest{DevicesIds: []string{"a"}})
+		answered <- err
+	}()
+	<-waiting
+	a.stop()
+	if err := <-answered; status.Code(err) != codes.Canceled {
+		t.Errorf("a container's preparation that the end cut off: %v", err)
+	}
+	if got := sockets(t, dir); len(got) != 0 {
+		t.Errorf("left in the directory: %q", got)
+	}
+}
+
+// TestSet: resources come and go by one call, and one that comes back is served
+// again.
+func TestSet(t *testing.T) {
+	leakCheck(t)
+	dir := tempDir(t)
+	k := startKubelet(t, dir)
+	gpu, memory := sourceOf(a1), sourceOf(b1)
+	a := startAgent(t, dir, nil)
+	set := func(want map[string]Source) {
+		t.Helper()
+		if err := a.Set(want); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for range 5 {
+		set(map[string]Source{gpuMem: memory})
+		k.await(t, "gpu-mem alone", func(s seen) bool { return s.connected[gpuMem] && !s.connected["example.com/gpu"] })
+		set(map[string]Source{gpuMem: memory, "example.com/gpu": gpu})
+		k.await(t, "both", func(s seen) bool { return s.connected[gpuMem] && s.connected["example.com/gpu"] })
+		set(map[string]Source{"example.com/gpu": gpu})
+		k.await(t, "gpu alone", func(s seen) bool { return !s.connected[gpuMem] && s.connected["example.com/gpu"] })
+		eventually(t, "its socket alone", func() bool { return slices.Equal(sockets(t, dir), []string{"example.com_gpu.sock"}) })
+		set(nil)
+		k.await(t, "none", func(s seen) bool { return !s.connected[gpuMem] && !s.connected["example.com/gpu"] })
+		eventually(t, "no socket", func() bool { return len(sockets(t, dir)) == 0 })
+	}
+	set(map[string]Source{gpuMem: memory})
+	if err := a.Set(map[string]Source{"gpu": gpu}); err == nil {
+		t.Error("a resource without domain was accepted")
+	}
+	k.await(t, "what was set before", func(s seen) bool { return s.connected[gpuMem] })
+}
+
+// TestSuccessor: a rolling update may start the next agent before this one has
+// ended. The newer one serves, they do not fight over the socket, and the end
+// of the older one, which makes the kubelet drop the newer one's connection,
+// does not cut off the newer one for good.
+func TestSuccessor(t *testing.T) {
+	leakCheck(t)
+	dir := tempDir(t)
+	k := startKubelet(t, dir)
+	older := startAgent(t, dir, map[string]Source{gpuMem: sourceOf(a1)})
+	k.await(t, "the older one", lastIs(gpuMem, "a"))
+	startAgent(t, dir, map[string]Source{gpuMem: sourceOf(b1)})
+	k.await(t, "the newer one", lastIs(gpuMem, "b"))
+	eventually(t, "the older one yields", func() bool {
+		st := older.Status()
+		return len(st) == 1 && st[0].Err != nil && strings.Contains(st[0].Err.Error(), "another process serves")
+	})
+	file, err := os.Stat(filepath.Join(dir, "example.com_gpu-mem.sock"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	older.stop()
+	k.await(t, "the newer one again", func(s seen) bool { return s.registered[gpuMem] == 3 && s.connected[gpuMem] && lastIs(gpuMem, "b")(s) })
+	now, err := os.Stat(filepath.Join(dir, "example.com_gpu-mem.sock"))
+	if err != nil || !os.SameFile(file, now) {
+		t.Errorf("the newer one's socket was replaced: %v", err)
+	}
+}
+
+func TestOversizeListIsNotSent(t *testing.T) {
+	leakCheck(t)
+	dir := tempDir(t)
+	k := startKubelet(t, dir)
+	src := sourceOf(a1)
+	a := startAgent(t, dir, map[string]Source{gpuMem: src})
+	k.await(t, "first list", lastIs(gpuMem, "a"))
+	src.list.set(devices(100_000))
+	eventually(t, "the reason", func() bool {
+		err := a.Status()[0].Err
+		return err != nil && strings.Contains(err.Error(), "a list of 100000 devices takes")
+	})
+	src.list.set(devices(60_000))
+	k.await(t, "as many as may be", func(s seen) bool { return len(s.last[gpuMem]) == 60_000 })
+	if s, _ := k.seen.get(); s.registered[gpuMem] != 1 || s.lists[gpuMem] != 2 {
+		t.Errorf("registered %d times with %d lists, want once with 2", s.registered[gpuMem], s.lists[gpuMem])
+	}
+	if err := a.Status()[0].Err; err != nil {
+		t.Errorf("the reason stands: %v", err)
+	}
+}
+
+func TestCalls(t *testing.T) {
+	leakCheck(t)
+	dir := tempDir(t)
+	k := startKubelet(t, dir)
+	src := sourceOf(a1, b1)
+	seen := &observed{}
+	startAgent(t, dir, map[string]Source{gpuMem: src}, func(k *Kubelet) { k.opts.Observer = seen })
+	c := k.client(t, gpuMem)
+	ctx := t.Context()
+
+	src.prefer = func(available, must []string, n int) ([]string, error) {
+		if !slices.Equal(available, []string{"b", "a"}) || !slices.Equal(must, []string{"a"}) || n != 2 {
+			return nil, fmt.Errorf("asked for %d of %q with %q", n, available, must)
+		}
+		return []string{"a", "b"}, nil
+	}
+	pref, err := c.GetPreferredAllocation(ctx, &api.PreferredAllocationRequest{ContainerRequests: []*api.ContainerPreferredAllocationRequest{
+		{AvailableDeviceIDs: []string{"b", "a"}, MustIncludeDeviceIDs: []string{"a"}, AllocationSize: 2}}})
+	if err != nil || len(pref.ContainerResponses) != 1 || !slices.Equal(pref.ContainerResponses[0].DeviceIDs, []string{"a", "b"}) {
+		t.Errorf("GetPreferredAllocation = %v, %v", pref, err)
+	}
+	_, err = c.GetPreferredAllocation(ctx, &api.PreferredAllocationRequest{ContainerRequests: []*api.ContainerPreferredAllocationRequest{{AllocationSize: 7}}})
+	wantStatus(t, err, codes.FailedPrecondition, "example.com/gpu-mem: asked for 7 of []")
+
+	src.allocate = func(ids []string) (Grant, error) {
+		if ids[0] == "b" {
+			return Grant{}, errors.New("b has left")
+		}
+		return Grant{CDI: []string{"example.com/gpu=1", "example.com/gpu=2"}, Annotations: map[string]string{"k": "v"}}, nil
+	}
+	alloc, err := c.Allocate(ctx, &api.AllocateRequest{ContainerRequests: []*api.ContainerAllocateRequest{{DevicesIds: []string{"a"}}}})
+	if err != nil || len(alloc.ContainerResponses) != 1 {
+		t.Fatalf("Allocate = %v, %v", alloc, err)
+	}
+	r := alloc.ContainerResponses[0]
+	if len(r.CdiDevices) != 2 || r.CdiDevices[0].Name != "example.com/gpu=1" || r.CdiDevices[1].Name != "example.com/gpu=2" || r.Annotations["k"] != "v" || len(r.Annotations) != 1 {
+		t.Errorf("Allocate = %v", r)
+	}
+	_, err = c.Allocate(ctx, &api.AllocateRequest{ContainerRequests: []*api.ContainerAllocateRequest{{DevicesIds: []string{"a"}}, {DevicesIds: []string{"b"}}}})
+	wantStatus(t, err, codes.FailedPrecondition, "example.com/gpu-mem: b has left")
+
+	src.prepare = func(ctx context.Context, ids []string) error {
+		if _, ok := ctx.Deadline(); !ok {
+			return errors.New("no deadline")
+		}
+		if ids[0] == "b" {
+			<-ctx.Done()
+			return fmt.Errorf("previous holder still ending: %w", ctx.Err())
+		}
+		return nil
+	}
+	long, cancel := context.WithTimeout(ctx, time.Hour)
+	defer cancel()
+	if _, err = c.PreStartContainer(long, &api.PreStartContainerRequest{DevicesIds: []string{"a"}}); err != nil {
+		t.Errorf("PreStartContainer: %v", err)
+	}
+	short, cancel := context.WithTimeout(ctx, 20*time.Millisecond)
+	defer cancel()
+	if _, err = c.PreStartContainer(short, &api.PreStartContainerRequest{DevicesIds: []string{"b"}}); status.Code(err) != codes.DeadlineExceeded {
+		t.Errorf("PreStartContainer that takes too long: %v", err)
+	}
+
+	await(t, "all calls observed", &seen.calls, func(calls []string) bool {
+		return slices.Equal(calls, []string{
+			"example.com/gpu-mem registered", "example.com/gpu-mem GetDevicePluginOptions", "example.com/gpu-mem 2 devices",
+			"example.com/gpu-mem GetPreferredAllocation", "example.com/gpu-mem GetPreferredAllocation failed",
+			"example.com/gpu-mem Allocate", "example.com/gpu-mem Allocate failed",
+			"example.com/gpu-mem PreStartContainer", "example.com/gpu-mem PreStartContainer failed"}) ||
+			len(calls) == 9 && sameButFirstThree(calls)
+	})
+}
+
+// sameButFirstThree allows any order of what happens at once at the start.
+func sameButFirstThree(calls []string) bool {
+	first := slices.Sorted(slices.Values(calls[:3]))
+	return slices.Equal(first, []string{"example.com/gpu-mem 2 devices", "example.com/gpu-mem GetDevicePluginOptions", "example.com/gpu-mem registered"})
+}
+
+func wantStatus(t *testing.T, err error, code codes.Code, text string) {
+	t.Helper()
+	if s := status.Convert(err); s.Code() != code || s.Message() != text {
+		t.Errorf("got %v %q, want %v %q", s.Code(), s.Message(), code, text)
+	}
+}
+
+type observed struct{ calls cell[[]string] }
+
+func (o *observed) add(s string, err error) {
+	if err != nil {
+		s += " failed"
+	}
+	o.calls.update(func(old []string) []string { return append(slices.Clip(old), s) })
+}
+
+func (o *observed) Called(resource, method string, took time.Duration, err error) {
+	o.add(resource+" "+method, err)
+}
+func (o *observed) Listed(resource string, devices, bytes int) {
+	o.add(fmt.Sprintf("%s %d devices", resource, devices), nil)
+}
+func (o *observed) Registered(resource string, err error) { o.add(resource+" registered", err) }
+
+// TestPanicEndsTheProcess, loudly: a process of its own has the panic.
+func TestPanicEndsTheProcess(t *testing.T) {
+	if os.Getenv("PLUGIN_TEST_PANIC") != "" {
+		dir := tempDir(t)
+		k := startKubelet(t, dir)
+		src := sourceOf(a1)
+		src.allocate = func([]string) (Grant, error) { panic("a bug") }
+		log, _ := logger(t)
+		a := startAgent(t, dir, map[string]Source{gpuMem: src}, func(k *Kubelet) { k.opts.Logger = log })
+		c := k.client(t, gpuMem)
+		a.opts.Logger.Info("about to call")
+		_, err := c.Allocate(t.Context(), &api.AllocateRequest{ContainerRequests: []*api.ContainerAllocateRequest{{}}})
+		fmt.Println("the process goes on:", err)
+		return
+	}
+	cmd := exec.Command(os.Args[0], "-test.run=^TestPanicEndsTheProcess$")
+	cmd.Env = append(os.Environ(), "PLUGIN_TEST_PANIC=1", "TMPDIR="+tempDir(t))
+	out, err := cmd.CombinedOutput()
+	var exit *exec.ExitError
+	if !errors.As(err, &exit) || !strings.Contains(string(out), "panic: a bug") || !strings.Contains(string(out), "TestPanicEndsTheProcess.func") {
+		t.Errorf("want the process to end with the panic and its stack, got %v:\n%s", err, out)
+	}
+}

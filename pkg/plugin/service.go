@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package plugin
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"path"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	api "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+)
+
+// service answers the kubelet's calls for one resource. It knows nothing of
+// sockets and registration.
+type service struct {
+	api.UnimplementedDevicePluginServer
+
+	resource string
+	source   Source
+	log      *slog.Logger
+	observer Observer
+	// stop ends with the plugin's Run, and ends streams and waits with it.
+	stop context.Context
+
+	// list is what streams send; nil until the source knows its devices.
+	list    cell[*list]
+	streams cell[streams]
+	// fault is why the source's newest list is not what is sent; nil if it is.
+	fault cell[error]
+}
+
+// streams counts ListAndWatch streams: by it the plugin knows whether the
+// kubelet still has it registered.
+type streams struct {
+	open   int // now
+	opened int // ever
+}
+
+func newServer(s *service) *grpc.Server {
+	server := grpc.NewServer(
+		grpc.ForceServerCodecV2(newCodec()),
+		grpc.UnaryInterceptor(s.observe),
+		// Lists of free devices come in one piece, without waiting for window
+		// updates: thousands of IDs are more than the default of 64 KiB.
+		grpc.InitialWindowSize(maxListBytes),
+		grpc.InitialConnWindowSize(maxListBytes),
+		grpc.WaitForHandlers(true),
+	)
+	api.RegisterDevicePluginServer(server, s)
+	return server
+}
+
+// follow keeps list equal to what the source says, until stop.
+func (s *service) follow() {
+	for {
+		devices, changed := s.source.List()
+		if devices != nil {
+			s.take(devices)
+		}
+		select {
+		case <-changed:
+		case <-s.stop.Done():
+			return
+		}
+	}
+}
+
+func (s *service) take(devices []Device) {
+	old, _ := s.list.get()
+	l := &list{}
+	if old != nil && len(devices) == len(old.of) && (len(devices) == 0 || &devices[0] == &old.of[0]) {
+		*l = *old // A new value, so that it is sent again; the same bytes.
+	} else {
+		var err error
+		if l, err = encode(devices); err != nil {
+			// What was sent last stands: without a list the endpoint would go,
+			// and with it the pods that it serves.
+			s.log.Error("keep the last list: the new one cannot be sent", "resource", s.resource, "err", err)
+			s.fault.set(err)
+			return
+		}
+	}
+	s.fault.set(nil)
+	s.list.set(l)
+}
+
+func (s *service) GetDevicePluginOptions(context.Context, *api.Empty) (*api.DevicePluginOptions, error) {
+	return options(), nil
+}
+
+func options() *api.DevicePluginOptions {
+	return &api.DevicePluginOptions{PreStartRequired: true, GetPreferredAllocationAvailable: true}
+}
+
+func (s *service) ListAndWatch(_ *api.Empty, stream api.DevicePlugin_ListAndWatchServer) error {
+	s.streams.update(func(n streams) streams { return streams{n.open + 1, n.opened + 1} })
+	defer s.streams.update(func(n streams) streams { return streams{n.open - 1, n.opened} })
+	var sent *list
+	for {
+		l, changed := s.list.get()
+		if l != nil && l != sent {
+			if err := stream.SendMsg(l); err != nil {
+				s.log.Warn("send list", "resource", s.resource, "devices", l.devices, "bytes", len(l.message), "err", err)
+				return err
+			}
+			sent = l
+			s.log.Info("sent list", "resource", s.resource, "devices", l.devices, "bytes", len(l.message))
+			s.observer.Listed(s.resource, l.devices, len(l.message))
+		}
+		select {
+		case <-changed:
+		case <-stream.Context().Done():
+			return nil
+		case <-s.stop.Done():
+			return status.Error(codes.Unavailable, s.resource+": the device plugin ends")
+		}
+	}
+}
+
+func (s *service) GetPreferredAllocation(_ context.Context, req *api.PreferredAllocationRequest) (*api.PreferredAllocationResponse, error) {
+	resp := &api.PreferredAllocationResponse{ContainerResponses: make([]*api.ContainerPreferredAllocationResponse, 0, len(req.ContainerRequests))}
+	for _, r := range req.ContainerRequests {
+		ids, err := s.source.Prefer(r.AvailableDeviceIDs, r.MustIncludeDeviceIDs, int(r.AllocationSize))
+		if err != nil {
+			return nil, s.refuse("prefer devices", codes.FailedPrecondition, err)
+		}
+		resp.ContainerResponses = append(resp.ContainerResponses, &api.ContainerPreferredAllocationResponse{DeviceIDs: ids})
+	}
+	return resp, nil
+}
+
+func (s *service) Allocate(_ context.Context, req *api.AllocateRequest) (*api.AllocateResponse, error) {
+	resp := &api.AllocateResponse{ContainerResponses: make([]*api.ContainerAllocateResponse, 0, len(req.ContainerRequests))}
+	for _, r := range req.ContainerRequests {
+		grant, err := s.source.Allocate(r.DevicesIds)
+		if err != nil {
+			return nil, s.refuse("allocate", codes.FailedPrecondition, err)
+		}
+		c := &api.ContainerAllocateResponse{Annotations: grant.Annotations}
+		for _, name := range grant.CDI {
+			c.CdiDevices = append(c.CdiDevices, &api.CDIDevice{Name: name})
+		}
+		resp.ContainerResponses = append(resp.ContainerResponses, c)
+	}
+	return resp, nil
+}
+
+func (s *service) PreStartContainer(ctx context.Context, req *api.PreStartContainerRequest) (*api.PreStartContainerResponse, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(s.stop, cancel)()
+	if err := s.source.Prepare(ctx, req.DevicesIds); err != nil {
+		return nil, s.refuse("prepare container", codes.Unavailable, err)
+	}
+	return &api.PreStartContainerResponse{}, nil
+}
+
+// refuse makes an error into the status that the kubelet shows in the pod's
+// events, where nothing but the resource's name says who speaks.
+func (s *service) refuse(what string, code codes.Code, err error) error {
+	switch {
+	case errors.Is(err, context.Canceled):
+		code = codes.Canceled
+	case errors.Is(err, context.DeadlineExceeded):
+		code = codes.DeadlineExceeded
+	}
+	s.log.Warn("refuse to "+what, "resource", s.resource, "err", err)
+	return status.Error(code, s.resource+": "+err.Error())
+}
+
+// observe surrounds every unary call.
+func (s *service) observe(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (resp any, err error) {
+	method, start, returned := path.Base(info.FullMethod), time.Now(), false
+	defer func() {
+		if !returned {
+			// Not recovered: the source may have been left half changed, with
+			// its lock held. The runtime prints the stack and ends the process;
+			// containers go on, and the next process starts from the truth.
+			s.log.Error("panic in a call; the process ends", "resource", s.resource, "method", method)
+		}
+	}()
+	resp, err = handler(ctx, req)
+	returned = true
+	s.observer.Called(s.resource, method, time.Since(start), err)
+	return resp, err
+}
