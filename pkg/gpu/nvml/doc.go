@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package nvml is the door to the NVIDIA driver. It is the only package that
+// speaks to the driver's library, and the only one that knows NVIDIA's
+// generator of container parts; what it hands out are the plain values of
+// pkg/gpu and pkg/cdi, and errors that wrap the sentinels of pkg/gpu. No
+// return code of the driver leaves it.
+//
+//	d, err := nvml.Open(ctx, nvml.Options{DriverRoot: "/host", HostDriverRoot: "/", Hook: hook})
+//	defer d.Close()
+//	inv, err := d.Inventory(ctx)     // what GPUs there are
+//	parts, err := d.Parts(ctx)       // what a container needs to use one
+//	err = d.Events(ctx, func(e gpu.Event) { wake() })
+//
+// # One door, one caller inside
+//
+// A driver call can hang, in the kernel, for minutes or for ever: a GPU that
+// fell off the bus, a reset under way. No thread that hangs there can be
+// ended. So all calls go through one door that lets a single caller in at a
+// time. The caller waits for the answer no longer than its context; if it
+// leaves early, with gpu.ErrTimeout, the call stays inside, and as long as it
+// does everybody else is told gpu.ErrTimeout at once instead of joining it.
+// When the driver answers after all, the door opens again by itself. At most
+// one goroutine and one thread are ever lost to a driver that hangs. Only the
+// wait for events has a door of its own, since waiting is its business.
+//
+// A caller that passes a context without an end gets what it asks for: a call
+// that may never return.
+//
+// # One library per process
+//
+// The dynamic linker binds the driver's symbols once for the life of a
+// process. So a process opens one Driver at a time, and always from the same
+// library file; Open says so where that is broken. After the driver has been
+// replaced on a running node the library in memory no longer fits the kernel
+// module (gpu.ErrNoDriver), and only a new process helps.
+//
+// # Old drivers
+//
+// The oldest driver supported is R470. A call to a symbol that the library
+// lacks would end the process (symbols are bound at their first call), so Open
+// looks up every symbol that R470 has and this package needs, and refuses a
+// library without one; a newer symbol is looked up before its use, and what it
+// would have told stays unknown without it: the memory that the driver keeps
+// for itself (R510), MIG profiles (R510).
+//
+// # GPUs that fail
+//
+// One lost GPU does not hide the others. Inventory keeps it, by the UUID and
+// index of the last good reading, with the reason in Device.Fault. While
+// Events runs, a library that reports a lost GPU is initialised anew once a
+// minute, because the driver never says by itself that a GPU came back.
+//
+// # What containers get
+//
+// Parts takes NVIDIA's own list of driver files, nodes and hooks (nvcdi), so
+// that a container sees what it would see under NVIDIA's toolkit, and leaves
+// out what would break this agent's promises: hooks that obey the container's
+// environment or its image (apply-cuda-memory-limits, enable-cuda-compat). It
+// keeps update-ldcache and create-symlinks, which make libcuda.so.1 resolvable,
+// disable-device-node-modification, which keeps nvidia-smi inside a container
+// from making nodes of other GPUs (it reads only the host's driver
+// parameters), and update-application-profile, which keeps EGL and Vulkan from
+// listing GPUs whose nodes the container lacks (it reads only those nodes).
+// Device nodes are named by path without numbers: the runtime reads the
+// numbers when it makes the container, so a kernel module that was loaded
+// again with another major number harms nobody.
+//
+// The package does not know how a GPU is shared, who holds it, what a claim
+// is, or what the kubelet wants.
+package nvml

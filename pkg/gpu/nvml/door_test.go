@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+func answer(n int) func() (int, error) {
+	return func() (int, error) { return n, nil }
+}
+
+func TestDoorLetsOneIn(t *testing.T) {
+	d := newDoor()
+	var inside, most atomic.Int32
+	var wg sync.WaitGroup
+	for i := range 50 {
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			got, err := through(t.Context(), d, "count", func() (int, error) {
+				most.Store(max(most.Load(), inside.Add(1)))
+				defer inside.Add(-1)
+				return i, nil
+			})
+			if got != i || err != nil {
+				t.Errorf("call %d got %d, %v", i, got, err)
+			}
+		}()
+	}
+	wg.Wait()
+	if most.Load() != 1 {
+		t.Errorf("%d were inside at once", most.Load())
+	}
+}
+
+// hang sends a call in that stays until release, and returns once its caller
+// has left.
+func hang(t *testing.T, d *door) (release func()) {
+	t.Helper()
+	in, out := make(chan struct{}), make(chan struct{})
+	ctx, leave := context.WithCancel(t.Context())
+	left := make(chan error)
+	go func() {
+		_, err := through(ctx, d, "sleep for ever", func() (int, error) {
+			close(in)
+			<-out
+			return 0, nil
+		})
+		left <- err
+	}()
+	<-in
+	leave()
+	err := <-left
+	if !errors.Is(err, gpu.ErrTimeout) || !errors.Is(err, context.Canceled) {
+		t.Fatalf("the caller that left got %v", err)
+	}
+	return sync.OnceFunc(func() { close(out) })
+}
+
+func TestDoorStaysShutWhileACallHangs(t *testing.T) {
+	d := newDoor()
+	release := hang(t, d)
+	defer release()
+	for range 3 {
+		// A context without an end: the answer must come at once all the same.
+		_, err := through(context.Background(), d, "read memory", answer(1))
+		if !errors.Is(err, gpu.ErrTimeout) || !strings.Contains(err.Error(), "sleep for ever") {
+			t.Fatalf("got %v, want ErrTimeout that names the call inside", err)
+		}
+	}
+	release()
+	for {
+		got, err := through(context.Background(), d, "read memory", answer(1))
+		if errors.Is(err, gpu.ErrTimeout) {
+			continue // the call is on its way out
+		}
+		if got != 1 || err != nil {
+			t.Fatalf("after the driver answered: %d, %v", got, err)
+		}
+		return
+	}
+}
+
+func TestDoorTellsThoseInLine(t *testing.T) {
+	d := newDoor()
+	in, out := make(chan struct{}), make(chan struct{})
+	defer close(out)
+	ctx, leave := context.WithCancel(t.Context())
+	left := make(chan error, 1)
+	go func() {
+		_, err := through(ctx, d, "sleep for ever", func() (int, error) {
+			close(in)
+			<-out
+			return 0, nil
+		})
+		left <- err
+	}()
+	<-in
+	waiting := make(chan error, 1)
+	go func() {
+		_, err := through(context.Background(), d, "wait in line", answer(1))
+		waiting <- err
+	}()
+	leave()
+	<-left
+	if err := <-waiting; !errors.Is(err, gpu.ErrTimeout) {
+		t.Errorf("the one in line got %v", err)
+	}
+}
+
+func TestDoorWithAnEndedContext(t *testing.T) {
+	d := newDoor()
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	// Whether such a call goes in is open; that it leaves the door usable is not.
+	for range 100 {
+		if _, err := through(ctx, d, "come late", answer(1)); err != nil && !errors.Is(err, gpu.ErrTimeout) {
+			t.Fatal(err)
+		}
+	}
+	for {
+		got, err := through(t.Context(), d, "come in time", answer(2))
+		if errors.Is(err, gpu.ErrTimeout) {
+			continue
+		}
+		if got != 2 || err != nil {
+			t.Fatalf("got %d, %v", got, err)
+		}
+		return
+	}
+}

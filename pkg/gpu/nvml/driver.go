@@ -1,0 +1,426 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/NVIDIA/go-nvml/pkg/dl"
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+	"github.com/NVIDIA/nvidia-container-toolkit/pkg/lookup"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// libraryName is the SONAME of the driver's management library.
+const libraryName = "libnvidia-ml.so.1"
+
+// closeWait bounds Close where a call hangs inside the driver.
+const closeWait = 5 * time.Second
+
+// Options say where the driver is. The zero value is a driver installed on
+// this machine, seen directly.
+type Options struct {
+	// Library is the driver's management library. Empty: libnvidia-ml.so.1 is
+	// sought below DriverRoot where distributions put it, then, if DriverRoot
+	// is "/", by the dynamic linker.
+	Library string
+	// DriverRoot is the directory that the driver is installed in, as the
+	// agent sees it: libraries are below it at usr/lib64 and the like. Empty
+	// is "/".
+	DriverRoot string
+	// HostDriverRoot is the same directory as the host sees it, which is what
+	// CDI files must say. Empty is DriverRoot.
+	HostDriverRoot string
+	// DevRoot is the directory below which the agent sees the host's device
+	// nodes, at dev/. Empty is DriverRoot if it has dev/nvidiactl, else "/".
+	DevRoot string
+	// SysRoot is the host's sysfs. Empty is "/sys".
+	SysRoot string
+	// Hook is the host's path of NVIDIA's nvidia-cdi-hook program, which
+	// containers need at their start (InstallHook). Parts fails without it.
+	Hook string
+	// Logger takes what NVIDIA's libraries have to say (level debug) and GPUs
+	// that cannot be watched. Nil is silence.
+	Logger *slog.Logger
+}
+
+// withDefaults fills in what is empty.
+func (o Options) withDefaults() (Options, error) {
+	if o.DriverRoot == "" {
+		o.DriverRoot = "/"
+	}
+	if o.HostDriverRoot == "" {
+		o.HostDriverRoot = o.DriverRoot
+	}
+	if o.SysRoot == "" {
+		o.SysRoot = "/sys"
+	}
+	if o.Logger == nil {
+		o.Logger = slog.New(slog.DiscardHandler)
+	}
+	if o.DevRoot == "" {
+		o.DevRoot = "/"
+		if _, err := os.Lstat(filepath.Join(o.DriverRoot, "dev/nvidiactl")); err == nil {
+			o.DevRoot = o.DriverRoot
+		}
+	}
+	for name, path := range map[string]*string{
+		"driver root": &o.DriverRoot, "host's driver root": &o.HostDriverRoot,
+		"root of device nodes": &o.DevRoot, "root of sysfs": &o.SysRoot,
+	} {
+		if !filepath.IsAbs(*path) {
+			return o, fmt.Errorf("the %s %q must be an absolute path: %w", name, *path, gpu.ErrInvalid)
+		}
+		*path = filepath.Clean(*path)
+	}
+	// NVIDIA's generator resolves links and then compares prefixes.
+	for _, path := range []*string{&o.DriverRoot, &o.DevRoot} {
+		if real, err := filepath.EvalSymlinks(*path); err == nil {
+			*path = real
+		}
+	}
+	return o, nil
+}
+
+// Driver is an open NVIDIA driver. Its methods may be called from several
+// goroutines at once; they go through one door (see the package's essay), and
+// each waits no longer than its context.
+type Driver struct {
+	opts    Options
+	library string // the file in use
+	lib     nvml.Interface
+	door    *door
+	log     *slog.Logger
+
+	// Used inside the door only:
+	last  map[gpu.UUID]gpu.Device // last good reading of each GPU ever seen
+	links map[gpu.UUID][]gpu.Link // of all GPUs, once all addresses are known
+	stale bool                    // a GPU is lost: only a new initialisation can bring it back
+
+	watching sync.Mutex      // held by Events; Close waits for it
+	stopped  context.Context // ends at Close
+	stop     context.CancelFunc
+}
+
+// required is what every driver since R470 exports and this package calls,
+// directly or through NVIDIA's generator. go-nvml chooses the newest of the
+// versions of a name by itself.
+var required = []string{
+	"nvmlInit_v2",
+	"nvmlShutdown",
+	"nvmlSystemGetDriverVersion",
+	"nvmlSystemGetCudaDriverVersion",
+	"nvmlDeviceGetCount_v2",
+	"nvmlDeviceGetHandleByIndex_v2",
+	"nvmlDeviceGetHandleByUUID",
+	"nvmlDeviceGetIndex",
+	"nvmlDeviceGetUUID",
+	"nvmlDeviceGetName",
+	"nvmlDeviceGetMinorNumber",
+	"nvmlDeviceGetPciInfo_v3",
+	"nvmlDeviceGetMemoryInfo",
+	"nvmlDeviceGetCudaComputeCapability",
+	"nvmlDeviceGetMemoryAffinity",
+	"nvmlDeviceGetNvLinkState",
+	"nvmlDeviceGetNvLinkRemotePciInfo_v2",
+	"nvmlDeviceGetComputeRunningProcesses",
+	"nvmlDeviceGetGraphicsRunningProcesses",
+	"nvmlDeviceGetMigMode",
+	"nvmlDeviceIsMigDeviceHandle",
+	"nvmlDeviceGetMaxMigDeviceCount",
+	"nvmlDeviceGetMigDeviceHandleByIndex",
+	"nvmlDeviceGetGpuInstanceId",
+	"nvmlDeviceGetComputeInstanceId",
+	"nvmlDeviceGetAttributes_v2",
+	"nvmlDeviceGetGpuInstances",
+	"nvmlDeviceGetGpuInstancePossiblePlacements",
+	"nvmlGpuInstanceGetInfo",
+	"nvmlDeviceGetSupportedEventTypes",
+	"nvmlDeviceRegisterEvents",
+	"nvmlEventSetCreate",
+	"nvmlEventSetWait_v2",
+	"nvmlEventSetFree",
+}
+
+// process is what a process has of the driver. The dynamic linker binds each
+// of the driver's symbols once, to the first library opened; go-nvml keeps
+// which versions it found in variables of its own.
+var process struct {
+	sync.Mutex
+	// Guarded by the mutex:
+	library string // the library that symbols are bound to
+	door    *door  // of the Driver that is open, or was last
+	open    bool
+}
+
+// Open loads the driver's library and initialises it. The error wraps
+// gpu.ErrNoDriver where there is no library or no driver behind it,
+// gpu.ErrNotSupported where it is older than R470, gpu.ErrTimeout where it does
+// not answer before ctx ends, and gpu.ErrInvalid where the options are wrong,
+// a Driver is open already, or another library has been used in this process.
+func Open(ctx context.Context, opts Options) (*Driver, error) {
+	opts, err := opts.withDefaults()
+	if err != nil {
+		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
+	}
+	d := &Driver{opts: opts, log: opts.Logger, last: map[gpu.UUID]gpu.Device{}, links: map[gpu.UUID][]gpu.Link{}}
+	if d.library, err = findLibrary(opts, d.log); err != nil {
+		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
+	}
+	d.stopped, d.stop = context.WithCancel(context.Background())
+
+	process.Lock()
+	defer process.Unlock()
+	if process.open {
+		return nil, fmt.Errorf("open NVIDIA driver: this process has it open already; close that first: %w", gpu.ErrInvalid)
+	}
+	if process.library != "" && process.library != d.library {
+		return nil, fmt.Errorf("open NVIDIA driver: this process is bound to %s and cannot use %s too; start another process: %w",
+			process.library, d.library, gpu.ErrInvalid)
+	}
+	if process.door == nil {
+		process.door = newDoor()
+	}
+	// A call that hangs since an earlier Driver still keeps this door shut.
+	d.door = process.door
+	if _, err := through(ctx, d.door, "load "+d.library, d.check); err != nil {
+		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
+	}
+	process.library = d.library // the next call binds its symbols
+	if d.lib, err = through(ctx, d.door, "initialise "+d.library, d.initialise); err != nil {
+		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
+	}
+	process.open = true
+	return d, nil
+}
+
+// check looks whether the library can be loaded and is new enough.
+func (d *Driver) check() (none struct{}, err error) {
+	probe := dl.New(d.library, dl.RTLD_LAZY)
+	if err := probe.Open(); err != nil {
+		return none, fmt.Errorf("load the driver's library: %w: %w", gpu.ErrNoDriver, err)
+	}
+	defer probe.Close()
+	for _, symbol := range required {
+		if probe.Lookup(symbol) != nil {
+			return none, fmt.Errorf("%s has no %s: install driver R470 or later: %w", d.library, symbol, gpu.ErrNotSupported)
+		}
+	}
+	return none, nil
+}
+
+func (d *Driver) initialise() (nvml.Interface, error) {
+	lib := nvml.New(nvml.WithLibraryPath(d.library))
+	return lib, failed("initialise the driver", lib.Init())
+}
+
+// Close ends Events and releases the driver. Where a call hangs inside the
+// driver it gives up after some seconds with an error that wraps
+// gpu.ErrTimeout; the Driver cannot be used either way.
+func (d *Driver) Close() error {
+	if d.stopped.Err() != nil {
+		return nil
+	}
+	d.stop()
+	ctx, cancel := context.WithTimeout(context.Background(), closeWait)
+	defer cancel()
+	d.watching.Lock() // Events has freed what it held
+	defer d.watching.Unlock()
+	_, err := through(ctx, d.door, "shut the driver down", func() (struct{}, error) {
+		return struct{}{}, failed("shut the driver down", d.lib.Shutdown())
+	})
+	process.Lock()
+	process.open = false
+	process.Unlock()
+	if err != nil {
+		return fmt.Errorf("close NVIDIA driver: %w", err)
+	}
+	return nil
+}
+
+// errClosed is what a closed Driver answers.
+var errClosed = fmt.Errorf("the driver has been closed: %w", gpu.ErrNoDriver)
+
+// call runs f inside d's door.
+func call[T any](ctx context.Context, d *Driver, what string, f func() (T, error)) (T, error) {
+	return through(ctx, d.door, what, func() (T, error) {
+		var none T
+		if d.stopped.Err() != nil {
+			return none, fmt.Errorf("%s: %w", what, errClosed)
+		}
+		return f()
+	})
+}
+
+// has reports whether the library exports a symbol. It must be asked before
+// any call that R470 lacks: go-nvml ends the process at a missing one.
+func (d *Driver) has(symbol string) bool {
+	return d.lib.Extensions().LookupSymbol(symbol) == nil
+}
+
+// Library is the file that the driver's library was loaded from; a name
+// without a slash was left to the dynamic linker.
+func (d *Driver) Library() string { return d.library }
+
+// findLibrary looks where the driver's parts are looked for too.
+func findLibrary(opts Options, log *slog.Logger) (string, error) {
+	if opts.Library != "" {
+		if !filepath.IsAbs(opts.Library) {
+			return "", fmt.Errorf("the library %q must be an absolute path: %w", opts.Library, gpu.ErrInvalid)
+		}
+		if _, err := os.Stat(opts.Library); err != nil {
+			return "", fmt.Errorf("find the driver's library: %w: %w", gpu.ErrNoDriver, err)
+		}
+		return opts.Library, nil
+	}
+	found, err := lookup.NewLibraryLocator(lookup.WithLogger(logger{log}), lookup.WithRoot(opts.DriverRoot)).Locate(libraryName)
+	if err == nil && len(found) > 0 {
+		return found[0], nil
+	}
+	if opts.DriverRoot == "/" {
+		return libraryName, nil
+	}
+	return "", fmt.Errorf("find %s below %s: %w; is the NVIDIA driver installed there? (--driver-root)", libraryName, opts.DriverRoot, gpu.ErrNoDriver)
+}
+
+// handle finds a GPU. A name that the driver calls malformed is one it does
+// not know.
+func (d *Driver) handle(u gpu.UUID) (nvml.Device, error) {
+	h, ret := d.lib.DeviceGetHandleByUUID(string(u))
+	if ret == nvml.ERROR_INVALID_ARGUMENT {
+		ret = nvml.ERROR_NOT_FOUND
+	}
+	return h, failed("find "+string(u), ret)
+}
+
+// Memory reads a GPU's memory now. Amounts are rounded down to whole MiB, but
+// the reserved one up, so that total less reserved never promises too much.
+// On a driver before R510 reserved is 0 and counts as used.
+// Errors: gpu.ErrNotFound for a UUID that the driver does not know.
+func (d *Driver) Memory(ctx context.Context, u gpu.UUID) (gpu.Memory, error) {
+	return call(ctx, d, "read the memory of "+string(u), func() (gpu.Memory, error) {
+		h, err := d.handle(u)
+		if err != nil {
+			return gpu.Memory{}, err
+		}
+		return d.memory(h, u)
+	})
+}
+
+const mebibyte = 1 << 20
+
+func (d *Driver) memory(h nvml.Device, u gpu.UUID) (gpu.Memory, error) {
+	what := "read the memory of " + string(u)
+	if d.has("nvmlDeviceGetMemoryInfo_v2") {
+		m, ret := h.GetMemoryInfo_v2()
+		if ret == nvml.SUCCESS {
+			return gpu.Memory{
+				Total:    gpu.MiB(m.Total / mebibyte),
+				Reserved: gpu.MiB((m.Reserved + mebibyte - 1) / mebibyte),
+				Used:     gpu.MiB(m.Used / mebibyte),
+				Free:     gpu.MiB(m.Free / mebibyte),
+			}, nil
+		}
+		if err := failed(what, ret); !errors.Is(err, gpu.ErrNotSupported) {
+			return gpu.Memory{}, err
+		}
+	}
+	m, ret := h.GetMemoryInfo()
+	return gpu.Memory{
+		Total: gpu.MiB(m.Total / mebibyte),
+		Used:  gpu.MiB(m.Used / mebibyte),
+		Free:  gpu.MiB(m.Free / mebibyte),
+	}, failed(what, ret)
+}
+
+// Processes lists what the driver sees on a GPU, by PID, then kind. PIDs are
+// those of the agent's own PID namespace, and a process outside it is left
+// out: without the host's PID namespace the list says nothing. A process with
+// contexts of two kinds is there twice. On a GPU in MIG mode the processes of
+// all its instances are listed.
+// Errors: gpu.ErrNotFound for a UUID that the driver does not know.
+func (d *Driver) Processes(ctx context.Context, u gpu.UUID) ([]gpu.Process, error) {
+	return call(ctx, d, "list the processes on "+string(u), func() ([]gpu.Process, error) {
+		h, err := d.handle(u)
+		if err != nil {
+			return nil, err
+		}
+		return d.processes(h, u)
+	})
+}
+
+func (d *Driver) processes(h nvml.Device, u gpu.UUID) ([]gpu.Process, error) {
+	var all []gpu.Process
+	for _, list := range []struct {
+		kind gpu.ProcessKind
+		read func() ([]nvml.ProcessInfo, nvml.Return)
+	}{
+		{gpu.Compute, h.GetComputeRunningProcesses},
+		{gpu.Graphics, h.GetGraphicsRunningProcesses},
+		{gpu.MPS, h.GetMPSComputeRunningProcesses},
+	} {
+		if list.kind == gpu.MPS && !d.has("nvmlDeviceGetMPSComputeRunningProcesses") {
+			continue
+		}
+		infos, ret := list.read()
+		if ret == nvml.ERROR_NOT_SUPPORTED {
+			continue // this card has no such processes
+		}
+		if err := failed(fmt.Sprintf("list the %s processes on %s", list.kind, u), ret); err != nil {
+			return nil, err
+		}
+		for _, info := range infos {
+			p := gpu.Process{PID: int(info.Pid), Kind: list.kind, GI: instance(info.GpuInstanceId), CI: instance(info.ComputeInstanceId)}
+			if info.UsedGpuMemory != notAvailable {
+				p.Memory, p.Known = gpu.MiB(info.UsedGpuMemory/mebibyte), true
+			}
+			all = append(all, p)
+		}
+	}
+	slices.SortFunc(all, func(a, b gpu.Process) int {
+		if a.PID != b.PID {
+			return a.PID - b.PID
+		}
+		return strings.Compare(string(a.Kind), string(b.Kind))
+	})
+	return all, nil
+}
+
+// notAvailable is NVML_VALUE_NOT_AVAILABLE as the unsigned 64-bit number that
+// process lists carry it in.
+const notAvailable = ^uint64(0)
+
+// instance is the number of a GPU or compute instance, -1 where the driver
+// says that there is none.
+func instance(id uint32) int {
+	if id == ^uint32(0) {
+		return -1
+	}
+	return int(id)
+}
+
+// logger lets NVIDIA's libraries log. They warn of every optional file that a
+// node does not have, so all but errors are for debugging.
+type logger struct{ *slog.Logger }
+
+func (l logger) Errorf(f string, a ...any)   { l.Error(fmt.Sprintf(f, a...)) }
+func (l logger) Warningf(f string, a ...any) { l.debugf(f, a...) }
+func (l logger) Infof(f string, a ...any)    { l.debugf(f, a...) }
+func (l logger) Debugf(f string, a ...any)   { l.debugf(f, a...) }
+func (l logger) Tracef(f string, a ...any)   { l.debugf(f, a...) }
+
+func (l logger) debugf(f string, a ...any) {
+	if l.Enabled(context.Background(), slog.LevelDebug) {
+		l.Debug(fmt.Sprintf(f, a...))
+	}
+}

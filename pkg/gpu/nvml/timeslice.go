@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// toolDirs is where distributions put the driver's programs, below its root.
+var toolDirs = []string{"usr/bin", "bin", "usr/sbin", "sbin", "usr/local/bin", "usr/local/nvidia/bin"}
+
+// toolGrace is how long a program that was told to end may keep its output
+// open.
+const toolGrace = time.Second
+
+// steps are the arguments of nvidia-smi compute-policy --set-timeslice.
+var steps = []gpu.TimeSlice{gpu.TimeSliceDefault, gpu.TimeSliceShort, gpu.TimeSliceMedium, gpu.TimeSliceLong}
+
+// SetTimeSlice sets how long a process may keep a shared GPU. The driver's
+// library has no call for it, so this runs the driver's own nvidia-smi, found
+// below DriverRoot, with the library that the agent uses; the program runs in
+// the agent's own root, since it needs nothing of the host's but that library
+// and the device nodes. It does not pass the door: a program that hangs harms
+// only itself.
+//
+// The error wraps gpu.ErrNotSupported, with the program's own words, where
+// there is no such program or it or the card cannot set a time slice;
+// gpu.ErrNotFound for a UUID that it does not know; gpu.ErrInvalid for a word
+// that is no time slice; gpu.ErrTimeout where ctx ends first.
+func (d *Driver) SetTimeSlice(ctx context.Context, u gpu.UUID, slice gpu.TimeSlice) error {
+	what := fmt.Sprintf("set the time slice of %s to %q", u, slice)
+	if d.stopped.Err() != nil {
+		return fmt.Errorf("%s: %w", what, errClosed)
+	}
+	step := slices.Index(steps, slice)
+	if step < 0 {
+		return fmt.Errorf("%s: want one of %q: %w", what, steps, gpu.ErrInvalid)
+	}
+	tool, err := d.tool("nvidia-smi")
+	if err != nil {
+		return fmt.Errorf("%s: %w", what, err)
+	}
+	cmd := exec.CommandContext(ctx, tool, "compute-policy", "-i", string(u), "--set-timeslice", fmt.Sprint(step))
+	cmd.WaitDelay = toolGrace
+	if filepath.IsAbs(d.library) {
+		cmd.Env = append(os.Environ(), "LD_LIBRARY_PATH="+filepath.Dir(d.library))
+	}
+	output, err := cmd.CombinedOutput()
+	if err == nil {
+		return nil
+	}
+	if ctx.Err() != nil {
+		return fmt.Errorf("%s: %s: %w: %w", what, tool, gpu.ErrTimeout, context.Cause(ctx))
+	}
+	said := strings.Join(strings.Fields(string(output)), " ")
+	exit, ok := errors.AsType[*exec.ExitError](err)
+	if !ok {
+		return fmt.Errorf("%s: run %s: %w: %v", what, tool, gpu.ErrNotSupported, err)
+	}
+	return fmt.Errorf("%s: %w (%s: %v: %q)", what, toolMeaning(exit.ExitCode()), tool, exit, said)
+}
+
+// toolMeaning is the sentinel for an exit status of nvidia-smi, as its manual
+// page lists them.
+func toolMeaning(status int) error {
+	switch status {
+	case 4:
+		return gpu.ErrNoPermission
+	case 6:
+		return gpu.ErrNotFound
+	case 9, 12:
+		return gpu.ErrNoDriver
+	case 15:
+		return gpu.ErrLost
+	}
+	// 2: an nvidia-smi without compute-policy; 3: the card; 13: the library;
+	// the rest: refused for reasons that its words tell.
+	return gpu.ErrNotSupported
+}
+
+// tool finds one of the driver's programs.
+func (d *Driver) tool(name string) (string, error) {
+	for _, dir := range toolDirs {
+		path := filepath.Join(d.opts.DriverRoot, dir, name)
+		if info, err := os.Stat(path); err == nil && info.Mode().IsRegular() && info.Mode()&0o111 != 0 {
+			return path, nil
+		}
+	}
+	return "", fmt.Errorf("find %s below %s: %w", name, d.opts.DriverRoot, gpu.ErrNotSupported)
+}
