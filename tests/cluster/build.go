@@ -1,0 +1,464 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"sort"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// Versions of what is built. Each go.mod beside them names the same one; that
+// is what the build uses, and TestVersions holds the two together.
+const (
+	kubernetesVersion = "v1.36.3"
+	etcdVersion       = "v3.6.6"
+	containerdVersion = "v2.3.7"
+)
+
+const (
+	pauseImage   = "localhost/pause:test"
+	busyboxImage = "localhost/busybox:test"
+	glibcImage   = "localhost/glibc:test"
+)
+
+// debianPackages are unpacked into the cache, never installed. libseccomp2 is
+// runc's only library beside libc.
+var debianPackages = []string{"busybox-static", "containernetworking-plugins", "libseccomp2", "runc"}
+
+// A part is something built once and kept until what it is made from changes.
+type part struct {
+	name   string
+	needs  []string // programs of the host
+	inputs []string // files and directories (their files) it is made from
+	args   []string // what else it depends on
+	// gib is the disk space that a cold build takes, caches of Go included.
+	gib     uint64
+	slow    string   // said before a cold build that takes long
+	outputs []string // below the cache; they are there afterwards
+	build   func(context.Context, *part) error
+}
+
+func buildCommand(ctx context.Context, l Layout, args []string) error {
+	fs := newFlagSet("build", "")
+	_, self, _, _ := runtime.Caller(0)
+	source := fs.String("source", filepath.Dir(self), "directory with this program's source")
+	if _, err := fs.parse(args, 0, 0); err != nil {
+		return err
+	}
+	if _, err := os.Stat(filepath.Join(*source, "kubernetes", "go.mod")); err != nil {
+		return fmt.Errorf("find the sources: %w; name their directory with --source", err)
+	}
+	unlock, err := l.lock("build")
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	return build(ctx, l, *source)
+}
+
+func build(ctx context.Context, l Layout, source string) error {
+	for _, dir := range []string{"bin/.stamps", "images", "apt/lists/partial", "apt/cache/archives/partial"} {
+		if err := os.MkdirAll(l.path(dir), 0o755); err != nil {
+			return fmt.Errorf("make the cache: %w", err)
+		}
+	}
+	goVersion, err := exec.CommandContext(ctx, "go", "env", "GOVERSION", "GOCACHE", "GOMODCACHE").Output()
+	if err != nil {
+		return fmt.Errorf("ask for Go's version: %w; the build needs go in the PATH", err)
+	}
+	goEnv := strings.Fields(string(goVersion))
+	if len(goEnv) != 3 {
+		return fmt.Errorf("ask for Go's version: unexpected answer %q", goVersion)
+	}
+	parts := l.parts(source, goEnv[0])
+	stamps := map[string]string{}
+	var cold []part
+	for _, p := range parts {
+		stamp, err := p.stamp()
+		if err != nil {
+			return fmt.Errorf("look at the sources of %s: %w", p.name, err)
+		}
+		stamps[p.name] = stamp
+		if !l.upToDate(p, stamp) {
+			cold = append(cold, p)
+		}
+	}
+	if err := checkBuild(l, cold, goEnv[1:]); err != nil {
+		return err
+	}
+	all := newProgress("cluster build")
+	for _, p := range parts {
+		if l.upToDate(p, stamps[p.name]) {
+			continue
+		}
+		if p.slow != "" {
+			fmt.Printf("%-26s %s\n", p.name, p.slow)
+		}
+		one := newProgress(p.name)
+		if err := os.Remove(l.stampFile(p)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+		if err := p.build(ctx, &p); err != nil {
+			return fmt.Errorf("build %s: %w", p.name, err)
+		}
+		if err := os.WriteFile(l.stampFile(p), []byte(stamps[p.name]+"\n"), 0o644); err != nil {
+			return err
+		}
+		one.step("built")
+	}
+	all.step("%d of %d parts built, the others were in the cache", len(cold), len(parts))
+	return nil
+}
+
+// parts returns everything a node is made from, in an order in which each finds
+// what it needs.
+func (l Layout) parts(source, goVersion string) []part {
+	const static = "CGO_ENABLED=0"
+	goPart := func(name, module string, gib uint64, slow string, outputs []string, flags ...string) part {
+		dir := filepath.Join(source, module)
+		args := append([]string{goVersion, runtime.GOARCH, static}, flags...)
+		var outs []string
+		for _, o := range outputs {
+			outs = append(outs, "bin/"+o)
+		}
+		return part{
+			name: name, needs: []string{"go"}, inputs: []string{dir}, args: args, gib: gib, slow: slow, outputs: outs,
+			build: func(ctx context.Context, p *part) error {
+				return l.goBuild(ctx, dir, static, flags, outputs)
+			},
+		}
+	}
+	const version = "k8s.io/component-base/version."
+	const containerd = "github.com/containerd/containerd/v2"
+	pause := goPart("pause", ".", 0, "", []string{"pause"}, "-ldflags=-s -w", "./pause")
+	pause.inputs = []string{filepath.Join(source, "pause")} // it imports the standard library only
+	base := part{
+		name: "base images", inputs: []string{source, filepath.Join(source, "images"), filepath.Join(source, "pause")},
+		args: append([]string{goVersion}, debianPackages...), outputs: []string{"images/base.tar"},
+		build: func(context.Context, *part) error { return l.buildBaseImages() },
+	}
+	return []part{
+		{
+			name: "Debian packages", needs: []string{"apt-get", "dpkg"}, gib: 1,
+			args:    append([]string{debianRelease(), runtime.GOARCH}, debianPackages...),
+			outputs: []string{"debian/usr/sbin/runc", "debian/usr/lib/cni/bridge", "debian/bin/busybox", "bin/runc", "bin/busybox"},
+			build:   func(ctx context.Context, _ *part) error { return l.unpackDebian(ctx) },
+		},
+		goPart("etcd "+etcdVersion, "etcd", 1, "", []string{"etcd"},
+			"-ldflags=-s -w", "go.etcd.io/etcd/server/v3"),
+		goPart("containerd "+containerdVersion, "containerd", 2, "takes a minute or two on 2 cores",
+			[]string{"containerd", "containerd-shim-runc-v2", "ctr"},
+			"-tags=osusergo netgo static_build urfave_cli_no_docs", "-ldflags=-s -w -X "+containerd+"/version.Version="+containerdVersion,
+			containerd+"/cmd/containerd", containerd+"/cmd/containerd-shim-runc-v2", containerd+"/cmd/ctr"),
+		goPart("Kubernetes "+kubernetesVersion, "kubernetes", 6, "takes about 5 minutes on 2 cores",
+			[]string{"kubernetes", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kubectl"},
+			"-ldflags=-s -w -X "+version+"gitVersion="+kubernetesVersion+" -X "+version+"gitTreeState=clean -X "+
+				version+"gitMajor=1 -X "+version+"gitMinor="+strings.Split(kubernetesVersion, ".")[1], "."),
+		pause,
+		{
+			name: "dlopen-check", needs: []string{"gcc"}, inputs: []string{filepath.Join(source, "images")}, outputs: []string{"bin/dlopen-check"},
+			build: func(ctx context.Context, _ *part) error {
+				return l.output("dlopen-check", func(file string) error {
+					return command(ctx, "", nil, "gcc", "-O1", "-Wall", "-Werror", "-o", file, filepath.Join(source, "images", "dlopen-check.c"), "-ldl")
+				})
+			},
+		},
+		base,
+	}
+}
+
+// stamp is a digest of what the part is made from.
+func (p part) stamp() (string, error) {
+	h := sha256.New()
+	fmt.Fprintf(h, "%q %q %q\n", p.name, p.args, p.outputs)
+	for _, in := range p.inputs {
+		files, err := os.ReadDir(in)
+		if err != nil {
+			return "", err
+		}
+		for _, f := range files { // sorted by name
+			// Tests are no part of a program.
+			if !f.Type().IsRegular() || strings.HasSuffix(f.Name(), "_test.go") {
+				continue
+			}
+			b, err := os.ReadFile(filepath.Join(in, f.Name()))
+			if err != nil {
+				return "", err
+			}
+			fmt.Fprintf(h, "%q %x\n", f.Name(), sha256.Sum256(b))
+		}
+	}
+	return hex.EncodeToString(h.Sum(nil)), nil
+}
+
+func (l Layout) stampFile(p part) string {
+	return l.path("bin", ".stamps", strings.Fields(p.name)[0])
+}
+
+func (l Layout) upToDate(p part, stamp string) bool {
+	b, err := os.ReadFile(l.stampFile(p))
+	return err == nil && strings.TrimSpace(string(b)) == stamp && l.missing(p) == ""
+}
+
+// missing returns the first output that is not there.
+func (l Layout) missing(p part) string {
+	for _, o := range p.outputs {
+		if _, err := os.Stat(l.path(o)); err != nil {
+			return l.path(o)
+		}
+	}
+	return ""
+}
+
+// goBuild builds packages of the module in dir into bin/. One package with
+// several outputs is one program under several names.
+func (l Layout) goBuild(ctx context.Context, dir, env string, flags, outputs []string) error {
+	temporary, err := os.MkdirTemp(l.path("bin"), ".build-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(temporary)
+	packages := 0
+	for _, f := range flags {
+		if !strings.HasPrefix(f, "-") {
+			packages++
+		}
+	}
+	target := temporary + "/"
+	if packages == 1 {
+		target += outputs[0]
+	}
+	args := append([]string{"build", "-mod=readonly", "-buildvcs=false", "-trimpath", "-o", target}, flags...)
+	if err := command(ctx, dir, []string{env, "GOFLAGS=", "GOWORK=off"}, "go", args...); err != nil {
+		return err
+	}
+	for i, o := range outputs {
+		if packages == 1 && i > 0 {
+			if err := l.symlink(outputs[0], o); err != nil {
+				return err
+			}
+			continue
+		}
+		// Replaced, not written over: a node may be running the old one.
+		if err := os.Rename(filepath.Join(temporary, o), l.bin(o)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// symlink makes bin/name point to target, replacing what was there.
+func (l Layout) symlink(target, name string) error {
+	temporary := l.bin("." + name + ".new")
+	if err := os.Remove(temporary); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	if err := os.Symlink(target, temporary); err != nil {
+		return err
+	}
+	return os.Rename(temporary, l.bin(name))
+}
+
+// output has make write bin/name, which is replaced when it succeeded.
+func (l Layout) output(name string, make func(file string) error) error {
+	temporary := l.bin("." + name + ".new")
+	if err := make(temporary); err != nil {
+		return err
+	}
+	return os.Rename(temporary, l.bin(name))
+}
+
+// unpackDebian downloads packages and unpacks them below the cache. apt is
+// given a cache of its own, and lists of its own when the host's do not know a
+// package, so that it writes nothing elsewhere.
+func (l Layout) unpackDebian(ctx context.Context) error {
+	downloads, err := os.MkdirTemp(l.path("apt"), "download-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(downloads)
+	own := []string{"-q", "-o", "Dir::Cache=" + l.path("apt", "cache"), "-o", "APT::Sandbox::User=root"}
+	download := append(append([]string{}, own...), "download")
+	download = append(download, debianPackages...)
+	if err := command(ctx, downloads, nil, "apt-get", download...); err != nil {
+		fmt.Println("the host's package lists do not serve; fetching lists of our own")
+		own = append(own, "-o", "Dir::State::Lists="+l.path("apt", "lists"))
+		if err := command(ctx, downloads, nil, "apt-get", append(own[:len(own):len(own)], "update")...); err != nil {
+			return fmt.Errorf("fetch package lists: %w", err)
+		}
+		download = append(own[:len(own):len(own)], "download")
+		if err := command(ctx, downloads, nil, "apt-get", append(download, debianPackages...)...); err != nil {
+			return fmt.Errorf("download packages: %w", err)
+		}
+	}
+	archives, err := filepath.Glob(filepath.Join(downloads, "*.deb"))
+	if err != nil {
+		return err
+	}
+	if len(archives) != len(debianPackages) {
+		return fmt.Errorf("download packages: asked for %d, got %d", len(debianPackages), len(archives))
+	}
+	sort.Strings(archives)
+	unpacked := filepath.Join(downloads, "root")
+	for _, a := range archives {
+		if err := command(ctx, "", nil, "dpkg", "-x", a, unpacked); err != nil {
+			return fmt.Errorf("unpack %s: %w", filepath.Base(a), err)
+		}
+	}
+	if err := os.RemoveAll(l.path("debian")); err != nil {
+		return err
+	}
+	if err := os.Rename(unpacked, l.path("debian")); err != nil {
+		return err
+	}
+	return errors.Join(l.symlink("../debian/usr/sbin/runc", "runc"), l.symlink("../debian/bin/busybox", "busybox"))
+}
+
+// libraryLinks returns the libraries of the unpacked programs that the host
+// lacks: path in the node to file in the cache.
+func libraryLinks(l Layout) (map[string]string, error) {
+	dirs := libraryDirs()
+	for _, d := range dirs {
+		dirs = append(dirs, l.path("debian", d))
+	}
+	libs, err := libraries(l.path("debian", "usr", "sbin", "runc"), dirs)
+	if err != nil {
+		return nil, fmt.Errorf("find runc's libraries: %w", err)
+	}
+	links := map[string]string{}
+	for _, lib := range libs {
+		if inside, ok := strings.CutPrefix(lib, l.path("debian")+"/"); ok {
+			links["/"+inside] = lib
+		}
+	}
+	return links, nil
+}
+
+// command runs a program and returns its output's end with its error.
+func command(ctx context.Context, dir string, env []string, name string, args ...string) error {
+	cmd := exec.CommandContext(ctx, name, args...)
+	cmd.Dir = dir
+	cmd.Env = withEnv(os.Environ(), env...)
+	var out strings.Builder
+	cmd.Stdout, cmd.Stderr = &out, &out
+	err := cmd.Run()
+	if err == nil {
+		return nil
+	}
+	text := strings.TrimSpace(out.String())
+	if len(text) > 4000 {
+		text = "…" + text[len(text)-4000:]
+	}
+	return fmt.Errorf("%s: %w\n%s", name, err, text)
+}
+
+func debianRelease() string {
+	b, err := os.ReadFile("/etc/os-release")
+	if err != nil {
+		return "unknown"
+	}
+	for _, line := range strings.Split(string(b), "\n") {
+		if name, ok := strings.CutPrefix(line, "VERSION_CODENAME="); ok {
+			return name
+		}
+	}
+	return "unknown"
+}
+
+// checkBuild says in one sentence what a build would fail for.
+func checkBuild(l Layout, cold []part, goCaches []string) error {
+	var gib uint64
+	for _, p := range cold {
+		gib += p.gib
+		for _, program := range p.needs {
+			if _, err := exec.LookPath(program); err != nil {
+				return fmt.Errorf("building %s needs %s, which is not in the PATH; a Debian machine has it from the packages golang, gcc, apt and dpkg", p.name, program)
+			}
+		}
+	}
+	for _, dir := range append([]string{l.cache}, goCaches...) {
+		free, err := freeBytes(dir)
+		if err != nil {
+			return fmt.Errorf("look at the free space of %s: %w", dir, err)
+		}
+		if free < gib<<30 {
+			return fmt.Errorf("building what the cache lacks takes %d GiB, and %s has %d MiB free", gib, dir, free>>20)
+		}
+	}
+	return nil
+}
+
+// freeBytes is what an ordinary user may still write where dir is or will be.
+func freeBytes(dir string) (uint64, error) {
+	for {
+		var st unix.Statfs_t
+		err := unix.Statfs(dir, &st)
+		if err == nil {
+			return st.Bavail * uint64(st.Bsize), nil
+		}
+		if err != unix.ENOENT || dir == filepath.Dir(dir) {
+			return 0, err
+		}
+		dir = filepath.Dir(dir)
+	}
+}
+
+// capSysAdmin is the number of CAP_SYS_ADMIN in linux/capability.h.
+const capSysAdmin = 21
+
+// checkRights says in one sentence what keeps a node from being made here.
+func checkRights() error {
+	if os.Geteuid() != 0 {
+		return errors.New("a node's namespaces, mounts and cgroups need root")
+	}
+	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	var data [2]unix.CapUserData
+	if err := unix.Capget(&header, &data[0]); err != nil {
+		return fmt.Errorf("read this process's capabilities: %w", err)
+	}
+	if data[0].Effective&(1<<capSysAdmin) == 0 {
+		return errors.New("a node's namespaces and mounts need CAP_SYS_ADMIN, which this process lacks; a container needs --privileged")
+	}
+	roots, err := hierarchies()
+	if err != nil {
+		return err
+	}
+	for _, root := range roots {
+		if err := unix.Access(root, unix.W_OK); err != nil {
+			return fmt.Errorf("a node needs cgroups of its own, and %s cannot be written: %w", root, err)
+		}
+	}
+	return nil
+}
+
+// minimumFree is what a node may write while it runs: images, etcd and logs.
+const minimumFree = 1 << 30
+
+// checkBuilt says what keeps a node from starting with what the cache has.
+func checkBuilt(l Layout) error {
+	for _, p := range l.parts("", "") {
+		if file := l.missing(p); file != "" {
+			return fmt.Errorf("%s is missing; 'cluster build' makes it", file)
+		}
+	}
+	free, err := freeBytes(l.cache)
+	if err != nil {
+		return fmt.Errorf("look at the free space of %s: %w", l.cache, err)
+	}
+	if free < minimumFree {
+		return fmt.Errorf("a node may write %d MiB, and %s has %d MiB free", minimumFree>>20, l.cache, free>>20)
+	}
+	return nil
+}
