@@ -1,0 +1,430 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package house holds the shape of the program: which rooms there are, which
+// floor each is on, and who may know whom. A rule that is broken is reported
+// with its reason; whoever means to change a rule changes it here, in the open.
+package house
+
+import (
+	"cmp"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"io"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"testing/fstest"
+)
+
+const (
+	module = "example.com/gpu-agent"
+	spdx   = "// SPDX-License-Identifier: Apache-2.0"
+	spdxC  = "/* SPDX-License-Identifier: Apache-2.0 */"
+	// shortestDoc is where a package comment stops being a label.
+	shortestDoc = 200
+	// outside is the floor of what is not part of the product: tests and
+	// manifests. It may look into every room and no room may look at it.
+	outside = -1
+)
+
+// room is a package, or with a path that ends in /... all packages below it.
+type room struct {
+	path  string
+	floor int
+	what  string
+}
+
+// rooms is the house. A package without a room here is a mistake.
+var rooms = []room{
+	{"cmd/gpu-agent", 4, "flags, options, wiring; decides nothing"},
+	{"internal/agent", 3, "the loop"},
+	{"pkg/gpu/nvml", 2, "the driver"},
+	{"pkg/plugin", 2, "the kubelet's device-plugin API"},
+	{"pkg/cdi/dir", 2, "a directory of CDI files"},
+	{"pkg/memcap/...", 2, "the in-process cap's files, the watchdog's reader and hand"},
+	{"internal/node", 2, "PodResources, the container runtime, /proc and cgroups"},
+	{"internal/kube", 2, "the API server"},
+	{"internal/obs", 2, "metrics and status over HTTP"},
+	{"pkg/mig", 1, "profiles, placements, geometries"},
+	{"pkg/timeslice", 1, "sharing a GPU"},
+	{"pkg/memcap", 1, "caps and verdicts"},
+	{"pkg/topology", 1, "how near GPUs are"},
+	{"pkg/cdi", 1, "a claim's CDI spec as a value"},
+	{"internal/config", 1, "partition files"},
+	{"internal/desk", 1, "the view and the claims"},
+	{"pkg/gpu", 0, "the words for hardware"},
+	{"deployments/...", outside, "manifests and their tests"},
+	{"deployments", outside, "manifests and their tests"},
+	{"tests/...", outside, "the emulated driver, the test node, tests on it"},
+}
+
+// doors are outside worlds that one room alone knows, by the prefix of their
+// import path.
+var doors = []struct{ prefix, room, reason string }{
+	{"github.com/NVIDIA/go-nvml", "pkg/gpu/nvml", "one package owns the driver, so that every call of it can be found, counted and bounded in time"},
+	{"github.com/NVIDIA/go-nvlib", "pkg/gpu/nvml", "it speaks to the driver"},
+	{"github.com/NVIDIA/nvidia-container-toolkit", "pkg/gpu/nvml", "nvcdi speaks to the driver"},
+	{"k8s.io/kubelet/pkg/apis/deviceplugin", "pkg/plugin", "a second dialect, DRA, is to come: the kubelet's types stop at the room that speaks it"},
+	{"k8s.io/kubelet/pkg/apis/podresources", "internal/node", "who holds what is asked in one place"},
+	{"k8s.io/cri-api", "internal/node", "who holds what is asked in one place"},
+	{"github.com/containerd", "internal/node", "who holds what is asked in one place"},
+	{"k8s.io/client-go", "internal/kube", "the API server is one room's business, and the typed clients cost 18 MB: the agent must not come to need them by accident"},
+}
+
+// pureAllowed is what floors 0 and 1 may import from outside, by room.
+var pureAllowed = map[string][]string{
+	"pkg/cdi":         {"tags.cncf.io/container-device-interface/specs-go"},
+	"internal/config": {"go.yaml.in/yaml/v3"},
+}
+
+// impure is what a pure room would need for a file system, a network or a
+// process, and for asking the time. Types of package time are fine.
+var (
+	impureImports = []string{"os", "net", "syscall", "plugin"}
+	impureTime    = []string{"Now", "Since", "Until", "Sleep", "After", "AfterFunc", "NewTimer", "NewTicker", "Tick"}
+)
+
+func TestHouse(t *testing.T) {
+	for _, v := range inspect(os.DirFS(".")) {
+		t.Error(v)
+	}
+}
+
+// TestPureRoomsStayPure looks at everything that floors 0 and 1 bring along,
+// not only at what they import themselves.
+func TestPureRoomsStayPure(t *testing.T) {
+	args := []string{"list", "-deps", "-json=ImportPath,Standard"}
+	for _, r := range rooms {
+		if (r.floor == 0 || r.floor == 1) && hasGo(r.path) {
+			args = append(args, "./"+r.path)
+		}
+	}
+	cmd := exec.Command("go", args...)
+	cmd.Stderr = os.Stderr
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatalf("go %s: %v", strings.Join(args, " "), err)
+	}
+	seen := 0
+	for dec := json.NewDecoder(strings.NewReader(string(out))); ; seen++ {
+		var p struct {
+			ImportPath string
+			Standard   bool
+		}
+		if err := dec.Decode(&p); errors.Is(err, io.EOF) {
+			break
+		} else if err != nil {
+			t.Fatal(err)
+		}
+		own, isOwn := strings.CutPrefix(p.ImportPath, module+"/")
+		switch {
+		case p.Standard && slices.Contains([]string{"net", "net/http", "os/exec"}, p.ImportPath):
+			t.Errorf("floors 0 and 1 bring along %s: a pure room that can reach the network or start a process is not pure", p.ImportPath)
+		case p.Standard:
+		case isOwn:
+			if r, ok := roomOf(own); !ok || r.floor < 0 || r.floor > 1 {
+				t.Errorf("floors 0 and 1 bring along %s: imports go downward only", own)
+			}
+		default:
+			allowed := false
+			for _, list := range pureAllowed {
+				allowed = allowed || slices.Contains(list, p.ImportPath)
+			}
+			if !allowed {
+				t.Errorf("floors 0 and 1 bring along %s: the pure core is to need the standard library, and of the rest only what pureAllowed names", p.ImportPath)
+			}
+		}
+	}
+	if seen < 20 {
+		t.Errorf("go list named %d packages only: this test looks at nothing", seen)
+	}
+}
+
+func hasGo(dir string) bool {
+	files, _ := fs.Glob(os.DirFS("."), path.Join(dir, "*.go"))
+	return len(files) > 0
+}
+
+// inspect returns what is wrong with the house, in the order of the paths.
+func inspect(tree fs.FS) []string {
+	h := &inspector{docs: make(map[string]int)}
+	if err := fs.WalkDir(tree, ".", func(p string, d fs.DirEntry, err error) error {
+		switch base := path.Base(p); {
+		case errors.Is(err, fs.ErrNotExist):
+			return nil // a file of another process came and went
+		case err != nil:
+			return err
+		case d.IsDir() && p != "." && (base[0] == '.' || base[0] == '_' || base == "testdata" || base == "vendor" || base == "node_modules" || p == "bin"):
+			return fs.SkipDir
+		case d.IsDir() || base[0] == '.' || base[0] == '_':
+			return nil
+		}
+		switch path.Ext(p) {
+		case ".go", ".c", ".h":
+		default:
+			return nil
+		}
+		src, err := fs.ReadFile(tree, p)
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil
+		} else if err != nil {
+			return err
+		}
+		first, _, _ := strings.Cut(string(src), "\n")
+		if first != spdx && (path.Ext(p) == ".go" || first != spdxC) {
+			h.add(p, "the first line is not %q: each source file names its licence", spdx)
+		}
+		if path.Ext(p) == ".go" {
+			h.file(p, src)
+		}
+		return nil
+	}); err != nil {
+		h.add(".", "%v", err)
+	}
+	for dir, length := range h.docs {
+		if documented(dir) && length < shortestDoc {
+			h.add(dir, "doc.go has a package comment of %d characters: a newcomer learns the package from it (the model, why, an example, what it refuses to know), which takes at least %d", length, shortestDoc)
+		}
+	}
+	slices.Sort(h.found)
+	return slices.Compact(h.found)
+}
+
+// documented reports whether a package is one that people come to read.
+func documented(dir string) bool {
+	top, _, _ := strings.Cut(dir, "/")
+	return slices.Contains([]string{"cmd", "pkg", "internal", "tests"}, top)
+}
+
+type inspector struct {
+	found []string
+	// docs has the length of each package's comment in its doc.go.
+	docs map[string]int
+}
+
+func (h *inspector) add(where, format string, args ...any) {
+	h.found = append(h.found, where+": "+fmt.Sprintf(format, args...))
+}
+
+func (h *inspector) file(p string, src []byte) {
+	f, err := parser.ParseFile(token.NewFileSet(), p, src, parser.ParseComments|parser.SkipObjectResolution)
+	if err != nil {
+		h.add(p, "%v", err)
+		return
+	}
+	dir, isTest := path.Dir(p), strings.HasSuffix(p, "_test.go")
+	h.docs[dir] += 0
+	if path.Base(p) == "doc.go" && f.Doc != nil {
+		h.docs[dir] = len(strings.TrimSpace(f.Doc.Text()))
+	}
+	if dir == "." && isTest {
+		return
+	}
+	r, ok := roomOf(dir)
+	if !ok {
+		h.add(dir, "which floor is it on? Give the package a room in deps_test.go")
+		return
+	}
+	if r.floor == outside || isTest {
+		return // they may look at everything
+	}
+	names := make(map[string]string)
+	for _, spec := range f.Imports {
+		target, err := strconv.Unquote(spec.Path.Value)
+		if err != nil {
+			h.add(p, "%v", err)
+			continue
+		}
+		name := path.Base(target)
+		if spec.Name != nil {
+			name = spec.Name.Name
+		}
+		names[name] = target
+		h.imports(p, dir, r, target)
+	}
+	h.calls(p, dir, r, f, names)
+}
+
+// imports judges one import of a file of the product.
+func (h *inspector) imports(p, dir string, r room, target string) {
+	for _, d := range doors {
+		if under(target, d.prefix) && dir != d.room {
+			h.add(p, "imports %s, which %s alone may: %s", target, d.room, d.reason)
+		}
+	}
+	own, isOwn := strings.CutPrefix(target, module+"/")
+	if !isOwn {
+		if r.floor > 1 {
+			return
+		}
+		for _, bad := range impureImports {
+			if under(target, bad) {
+				h.add(p, "imports %s: floors 0 and 1 compute from their arguments, which is what makes them testable without a machine; no file system but fs.FS, no network, no process", target)
+			}
+		}
+		if first, _, _ := strings.Cut(target, "/"); strings.Contains(first, ".") && !slices.Contains(pureAllowed[r.path], target) {
+			h.add(p, "imports %s: floors 0 and 1 know the standard library, and pureAllowed's exceptions", target)
+		}
+		return
+	}
+	to, ok := roomOf(own)
+	switch {
+	case !ok: // reported where it lies, if it exists
+	case to.floor == outside:
+		h.add(p, "imports %s: the product holds no fake and knows no test", own)
+	case to.floor > r.floor:
+		h.add(p, "imports %s, from floor %d to floor %d: imports go downward only, so that a room can be understood without the ones above it", own, r.floor, to.floor)
+	case to.floor == r.floor && r.floor > 1 && to.path != r.path:
+		h.add(p, "imports its sibling %s: a room of floor %d knows one outside world; where two must meet, the floor above passes plain values between them", own, r.floor)
+	}
+}
+
+// calls looks for what a file may not do with packages that it may import.
+func (h *inspector) calls(p, dir string, r room, f *ast.File, names map[string]string) {
+	if _, dot := names["."]; dot {
+		h.add(p, "has a dot import, behind which no call can be seen")
+	}
+	ast.Inspect(f, func(n ast.Node) bool {
+		sel, ok := n.(*ast.SelectorExpr)
+		if !ok {
+			return true
+		}
+		x, ok := sel.X.(*ast.Ident)
+		if !ok {
+			return true
+		}
+		switch pkg, name := names[x.Name], sel.Sel.Name; {
+		case pkg == "time" && r.floor <= 1 && slices.Contains(impureTime, name):
+			h.add(p, "uses time.%s: floors 0 and 1 have no clock, what time it is is an argument", name)
+		case (pkg == "os" && name == "Exit" || pkg == "log" && strings.HasPrefix(name, "Fatal")) && dir != "cmd/gpu-agent":
+			h.add(p, "uses %s.%s: only cmd/gpu-agent ends the process, everyone else returns an error", pkg, name)
+		}
+		return true
+	})
+}
+
+// roomOf returns the room of a package: the one with just that path before one
+// that takes in all below a path.
+func roomOf(dir string) (room, bool) {
+	for _, r := range rooms {
+		if r.path == dir {
+			return r, true
+		}
+	}
+	for _, r := range rooms {
+		if above, ok := strings.CutSuffix(r.path, "/..."); ok && strings.HasPrefix(dir, above+"/") {
+			return r, true
+		}
+	}
+	return room{}, false
+}
+
+// under reports whether an import path is prefix or below it.
+func under(target, prefix string) bool {
+	return target == prefix || strings.HasPrefix(target, prefix+"/")
+}
+
+// TestRulesBite breaks each rule once, so that a rule that no longer looks is
+// seen; and a house in order once, so that one that sees ghosts is.
+func TestRulesBite(t *testing.T) {
+	const doc = spdx + "\n\n// Package x is described at such a length that a newcomer can learn from it what the\n" +
+		"// model is, why it is like that, how it is used and what it refuses to know, which\n" +
+		"// takes two hundred characters at the very least, as this one shows.\npackage x\n"
+	source := func(imports, body string) string {
+		s := spdx + "\n\npackage x\n\n"
+		for imp := range strings.FieldsSeq(imports) {
+			s += "import " + strconv.Quote(imp) + "\n"
+		}
+		return s + "\n" + body
+	}
+	for _, tc := range []struct {
+		name, file, src string
+		want            string // part of the one violation; empty for none
+	}{
+		{"in order", "internal/config/x.go", source("strings io/fs time go.yaml.in/yaml/v3 "+module+"/pkg/mig "+module+"/pkg/gpu", "var d = time.Second"), ""},
+		{"a test may do all of it", "internal/config/x_test.go", source("os time github.com/NVIDIA/go-nvml/pkg/nvml "+module+"/tests/emulator", "var t = time.Now()\nfunc f() { os.Exit(1) }"), ""},
+		{"tests may know the product and all doors", "tests/e2e/x.go", source("os k8s.io/client-go/dynamic "+module+"/internal/agent", "func f() { os.Exit(1) }"), ""},
+		{"manifests have tests and no essay", "deployments/x_test.go", source(module+"/internal/config", ""), ""},
+		{"main may exit", "cmd/gpu-agent/x.go", source("os "+module+"/internal/agent", "func f() { os.Exit(1) }"), ""},
+		{"a door in its room", "pkg/gpu/nvml/x.go", source("github.com/NVIDIA/go-nvml/pkg/nvml", ""), ""},
+		{"the cap's rooms know each other", "pkg/memcap/lib/x.go", source(module+"/pkg/memcap/files "+module+"/pkg/memcap", ""), ""},
+		{"upward", "internal/desk/x.go", source(module+"/internal/agent", ""), "imports go downward only"},
+		{"upward by a name that looks below", "pkg/cdi/x.go", source(module+"/pkg/cdi/dir", ""), "imports go downward only"},
+		{"a sibling", "pkg/plugin/x.go", source(module+"/internal/kube", ""), "its sibling internal/kube"},
+		{"go-nvml", "internal/agent/x.go", source("github.com/NVIDIA/go-nvml/pkg/nvml", ""), "which pkg/gpu/nvml alone may"},
+		{"nvcdi", "pkg/cdi/dir/x.go", source("github.com/NVIDIA/nvidia-container-toolkit/pkg/nvcdi", ""), "which pkg/gpu/nvml alone may"},
+		{"the device-plugin API", "internal/agent/x.go", source("k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1", ""), "which pkg/plugin alone may"},
+		{"the PodResources API", "pkg/plugin/x.go", source("k8s.io/kubelet/pkg/apis/podresources/v1", ""), "which internal/node alone may"},
+		{"client-go", "cmd/gpu-agent/x.go", source("k8s.io/client-go/rest", ""), "which internal/kube alone may"},
+		{"a file system", "pkg/mig/x.go", source("os", ""), "no file system but fs.FS"},
+		{"a process", "pkg/mig/x.go", source("os/exec", ""), "no process"},
+		{"a network", "pkg/gpu/x.go", source("net/http", ""), "no network"},
+		{"a library", "pkg/timeslice/x.go", source("github.com/google/uuid", ""), "know the standard library"},
+		{"another room's library", "pkg/mig/x.go", source("go.yaml.in/yaml/v3", ""), "know the standard library"},
+		{"a clock", "internal/desk/x.go", source("time", "var t = time.Now()"), "uses time.Now: floors 0 and 1 have no clock"},
+		{"a clock by another name", "pkg/memcap/x.go", spdx + "\n\npackage x\n\nimport clock \"time\"\n\nvar f = clock.Sleep\n", "uses time.Sleep"},
+		{"a clock by no name", "pkg/memcap/x.go", spdx + "\n\npackage x\n\nimport . \"time\"\n\nvar f = Sleep\n", "dot import"},
+		{"the product knows a test", "internal/agent/x.go", source(module+"/tests/emulator", ""), "knows no test"},
+		{"an exit", "internal/agent/x.go", source("os", "func f() { os.Exit(1) }"), "only cmd/gpu-agent ends the process"},
+		{"a fatal log", "internal/obs/x.go", source("log", "func f() { log.Fatalf(\"\") }"), "only cmd/gpu-agent ends the process"},
+		{"no room", "pkg/extra/x.go", source("", ""), "which floor is it on?"},
+		{"no room at the top", "x.go", source("", ""), "which floor is it on?"},
+		{"a second program", "cmd/other/x.go", source("", ""), "which floor is it on?"},
+		{"no licence", "pkg/gpu/x.go", "package x\n", "names its licence"},
+		{"a licence in C", "tests/emulator/lib/nvml.c", spdxC + "\nint x;\n", ""},
+		{"no licence in C", "tests/emulator/lib/nvml.c", "int x;\n", "names its licence"},
+		{"not Go", "pkg/gpu/x.go", spdx + "\n\npackage\n", "expected 'IDENT'"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			tree := fstest.MapFS{tc.file: {Data: []byte(tc.src)}}
+			if path.Ext(tc.file) == ".go" && documented(path.Dir(tc.file)) {
+				tree[path.Join(path.Dir(tc.file), "doc.go")] = &fstest.MapFile{Data: []byte(doc)}
+			}
+			found := inspect(tree)
+			if tc.want == "" {
+				if len(found) > 0 {
+					t.Errorf("found %q, want nothing", found)
+				}
+				return
+			}
+			// A package without a room is told of for each of its files.
+			if len(found) != 1 || !strings.Contains(found[0], tc.want) {
+				t.Errorf("found %q, want one with %q", found, tc.want)
+			}
+		})
+	}
+	for name, src := range map[string]string{
+		"no doc.go":                             "",
+		"a doc.go of a label":                   spdx + "\n\n// Package x does things.\npackage x\n",
+		"a comment that is none of the package": strings.Replace(doc, "\npackage", "\n\npackage", 1),
+	} {
+		tree := fstest.MapFS{"pkg/mig/x.go": {Data: []byte(source("", ""))}}
+		if src != "" {
+			tree["pkg/mig/doc.go"] = &fstest.MapFile{Data: []byte(src)}
+		}
+		if found := inspect(tree); len(found) != 1 || !strings.Contains(found[0], "a newcomer learns the package from it") {
+			t.Errorf("%s: found %q", name, found)
+		}
+	}
+}
+
+// TestRoomsAreInOrder keeps the table readable: from the top floor down.
+func TestRoomsAreInOrder(t *testing.T) {
+	if !slices.IsSortedFunc(rooms, func(a, b room) int { return cmp.Compare(b.floor, a.floor) }) {
+		t.Error("the rooms are not listed from the top floor down")
+	}
+	for i, r := range rooms {
+		if slices.ContainsFunc(rooms[:i], func(o room) bool { return o.path == r.path }) {
+			t.Errorf("%s has two rooms", r.path)
+		}
+	}
+}
