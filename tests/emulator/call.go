@@ -4,6 +4,7 @@ package emulator
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 )
 
@@ -38,14 +39,15 @@ func (s *Session) CUDAVersion() (int, Return) {
 	return node(s, "nvmlSystemGetCudaDriverVersion_v2", func(w *World) (int, Return) { return w.cuda, Success })
 }
 
-// DeviceCount counts the GPUs, lost ones included.
+// DeviceCount counts the GPUs that the process can open, lost ones included.
 func (s *Session) DeviceCount() (int, Return) {
-	return node(s, "nvmlDeviceGetCount_v2", func(w *World) (int, Return) { return len(w.gpus), Success })
+	return node(s, "nvmlDeviceGetCount_v2", func(*World) (int, Return) { return len(s.p.gpus), Success })
 }
 
-// DeviceByIndex finds a GPU by its place in the driver's order.
+// DeviceByIndex finds a GPU by its place in the driver's order, among those
+// that the process can open.
 func (s *Session) DeviceByIndex(index int) (Handle, Return) {
-	return s.find("nvmlDeviceGetHandleByIndex_v2", InvalidArgument, func(g *gpu) bool { return g.slot == index })
+	return s.find("nvmlDeviceGetHandleByIndex_v2", InvalidArgument, func(g *gpu) bool { return s.index(g) == index })
 }
 
 // DeviceByUUID finds a GPU by its UUID.
@@ -68,8 +70,8 @@ func (s *Session) DeviceByPCI(address string) (Handle, Return) {
 }
 
 func (s *Session) find(call string, missing Return, match func(*gpu) bool) (Handle, Return) {
-	return node(s, call, func(w *World) (Handle, Return) {
-		for _, g := range w.gpus {
+	return node(s, call, func(*World) (Handle, Return) {
+		for _, g := range s.p.gpus {
 			switch {
 			case !match(g):
 			case g.lost:
@@ -109,8 +111,11 @@ func (g *gpu) serial() string {
 
 // Index is the GPU's place in the driver's order.
 func (s *Session) Index(h Handle) (int, Return) {
-	return device(s, "nvmlDeviceGetIndex", h, func(g *gpu) (int, Return) { return g.slot, Success })
+	return device(s, "nvmlDeviceGetIndex", h, func(g *gpu) (int, Return) { return s.index(g), Success })
 }
+
+// index is a GPU's place among those that the process can open.
+func (s *Session) index(g *gpu) int { return slices.Index(s.p.gpus, g) }
 
 // Minor is the number in the name of the GPU's device node, /dev/nvidia<minor>.
 func (s *Session) Minor(h Handle) (int, Return) {

@@ -33,6 +33,7 @@ type process struct {
 	pid  int
 	root bool
 	see  func(pid int) (int, bool)
+	gpus []*gpu   // those that the process can open, in its own order
 	page []uint64 // words are read and added to atomically, also by the process itself
 	done chan struct{}
 	end  sync.Once
@@ -48,6 +49,9 @@ type Opening struct {
 	// See translates a PID into the process's PID namespace; false leaves the
 	// process out of its lists. Nil sees every PID as it is.
 	See func(pid int) (int, bool)
+	// Node says whether the process can open the device node of a minor; the
+	// driver counts and numbers only those GPUs. Nil is all of them.
+	Node func(minor int) bool
 	// Page is memory of PageWords words shared with the process, which counts
 	// there the calls that it answers from what it has kept. Nil for none.
 	Page []uint64
@@ -64,6 +68,11 @@ func (w *World) Open(o Opening) *Session {
 	}
 	if p.page == nil {
 		p.page = make([]uint64, PageWords)
+	}
+	for _, g := range w.gpus { // neither the list nor a minor ever changes
+		if o.Node == nil || o.Node(g.minor) {
+			p.gpus = append(p.gpus, g)
+		}
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -138,13 +147,20 @@ func (s *Session) admitLocked(call string, h Handle) Return {
 	if h == NoHandle {
 		return Success
 	}
-	if int(h) >= len(w.gpus) {
-		return InvalidArgument
+	_, r := s.gpuLocked(h)
+	return r
+}
+
+// gpuLocked is the GPU of a handle that the process may use.
+func (s *Session) gpuLocked(h Handle) (*gpu, Return) {
+	i := slices.IndexFunc(s.p.gpus, func(g *gpu) bool { return g.slot == int(h) })
+	switch {
+	case i < 0:
+		return nil, InvalidArgument
+	case s.p.gpus[i].lost:
+		return nil, GPUIsLost
 	}
-	if w.gpus[h].lost {
-		return GPUIsLost
-	}
-	return Success
+	return s.p.gpus[i], Success
 }
 
 // node answers a call that is about no GPU.

@@ -18,7 +18,7 @@ const (
 // neighbours stand behind one switch, as on most boards.
 func (s *Session) CommonAncestor(a, b Handle) (Level, Return) {
 	return device(s, "nvmlDeviceGetTopologyCommonAncestor", a, func(g *gpu) (Level, Return) {
-		other, r := s.p.w.otherLocked(b)
+		other, r := s.gpuLocked(b)
 		if r != Success {
 			return 0, r
 		}
@@ -38,21 +38,11 @@ func level(a, b *gpu) Level {
 	return LevelNode
 }
 
-func (w *World) otherLocked(h Handle) (*gpu, Return) {
-	switch {
-	case int(h) >= len(w.gpus):
-		return nil, InvalidArgument
-	case w.gpus[h].lost:
-		return nil, GPUIsLost
-	}
-	return w.gpus[h], Success
-}
-
 // NearestGPUs lists the GPUs at one level from a GPU, without itself.
 func (s *Session) NearestGPUs(h Handle, l Level) ([]Handle, Return) {
 	return device(s, "nvmlDeviceGetTopologyNearestGpus", h, func(g *gpu) ([]Handle, Return) {
 		var out []Handle
-		for _, other := range s.p.w.gpus {
+		for _, other := range s.p.gpus {
 			if other != g && level(g, other) == l {
 				out = append(out, Handle(other.slot))
 			}

@@ -248,7 +248,7 @@ func (s *Server) attach(ctx context.Context, running *sync.WaitGroup, p peer, re
 		see = v.see
 	}
 	c.session = s.World.Open(emulator.Opening{
-		PID: p.pid, Unprivileged: p.uid != 0, See: see, Initialised: refs,
+		PID: p.pid, Unprivileged: p.uid != 0, See: see, Node: s.nodes(p.pid), Initialised: refs,
 		Page: unsafe.Slice((*uint64)(unsafe.Pointer(unsafe.SliceData(c.words))), emulator.PageWords),
 	})
 	s.clients[p.pid] = c
@@ -262,6 +262,28 @@ func (s *Server) attach(ctx context.Context, running *sync.WaitGroup, p peer, re
 	}
 	return c, nil
 }
+
+// nodes says which of a process's device nodes are there. A process without
+// the control node has no device nodes of this driver at all: it runs on a
+// machine where only the library was laid, and sees every GPU.
+func (s *Server) nodes(pid int) func(minor int) bool {
+	dev := filepath.Join(s.Proc, strconv.Itoa(pid), "root/dev")
+	there := func(name string, minor int) bool {
+		var st unix.Stat_t
+		err := unix.Lstat(filepath.Join(dev, name), &st)
+		return err == nil && st.Mode&unix.S_IFMT == unix.S_IFCHR && st.Rdev == unix.Mkdev(nvidiaMajor, uint32(minor))
+	}
+	if !there("nvidiactl", nvidiaControl) {
+		return nil
+	}
+	return func(minor int) bool { return there("nvidia"+strconv.Itoa(minor), minor) }
+}
+
+// The driver's device numbers, which are fixed.
+const (
+	nvidiaMajor   = 195
+	nvidiaControl = 255
+)
 
 func (c *client) makePage() error {
 	const size = emulator.PageWords * 8

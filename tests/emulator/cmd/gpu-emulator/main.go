@@ -1,0 +1,524 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Gpu-emulator is the emulated NVIDIA driver as one program: it builds the
+// driver's libraries, lays them down like an install, serves a world of GPUs
+// and does to that world what hardware does.
+//
+//	gpu-emulator build --out DIR
+//	gpu-emulator install --root / --prefix /run/nvidia/driver --libraries DIR --world FILE
+//	gpu-emulator serve --world FILE --socket /run/nvidia/driver/run/nvidia-persistenced/socket
+//	gpu-emulator xid --gpu 3 48
+//
+// The commands that act on a running world find it by --socket, else by
+// GPU_EMULATOR_SOCKET, else where a driver at / has it.
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"text/tabwriter"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/emulator/daemon"
+	"example.com/gpu-agent/tests/emulator/install"
+	"example.com/gpu-agent/tests/emulator/lib"
+)
+
+const usage = `gpu-emulator: an emulated NVIDIA driver
+
+  build --out DIR [--header nvml.h]       compile the driver's libraries (quick when nothing changed)
+  install --root DIR [--prefix /] --libraries DIR [--world FILE] [--dev PATH] [--proc]
+                                          lay the driver down under root+prefix, its device nodes under root+dev;
+                                          --proc mounts its /proc and /sys files (own mount namespace only)
+  serve --socket PATH [--world FILE]      serve a world until SIGTERM
+  models                                  list the GPU models that a world may name
+
+on a running world (all take --socket PATH):
+  show                                    the whole world, as JSON
+  calls [--pid N] [--reset] [--total] [--json]
+  proc start --gpu I --memory MiB [--kind compute|graphics|mps] [-- CMD...]
+                                          a process that holds GPU memory until it ends; prints its PID
+  proc hold ...                           the same in the foreground
+  proc stop PID
+  xid --gpu I CODE
+  lose --gpu I | restore --gpu I
+  fail --call NAME --code N [--count N] [--gpu I]
+  slow --call NAME --for 2s|forever [--count N] [--gpu I]
+  clear                                   end all faults
+
+A GPU is an index, a UUID, or own: the one whose device node this container has.
+`
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	err := run(ctx, os.Args[1:], os.Stdout)
+	switch {
+	case errors.Is(err, flag.ErrHelp):
+		fmt.Print(usage)
+	case err != nil:
+		fmt.Fprintln(os.Stderr, "gpu-emulator:", err)
+		stop()
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context, args []string, out io.Writer) error {
+	if len(args) == 0 {
+		return flag.ErrHelp
+	}
+	name, args := args[0], args[1:]
+	switch name {
+	case "build":
+		return build(ctx, args)
+	case "install":
+		return lay(args)
+	case "serve":
+		return serve(ctx, args, out)
+	case "models":
+		fmt.Fprintln(out, strings.Join(emulator.Models(), "\n"))
+		return nil
+	case "proc":
+		return proc(ctx, args, out)
+	case "show", "calls", "xid", "lose", "restore", "fail", "slow", "clear":
+		return control(name, args, out)
+	case "help", "-h", "--help":
+		return flag.ErrHelp
+	}
+	return fmt.Errorf("no such command: %q; see gpu-emulator help", name)
+}
+
+// parse reads flags, which may stand before and after the other arguments.
+func parse(f *flag.FlagSet, args []string) ([]string, error) {
+	f.SetOutput(io.Discard)
+	var rest []string
+	for {
+		if err := f.Parse(args); err != nil {
+			return nil, fmt.Errorf("%s: %w", f.Name(), err)
+		}
+		if f.NArg() == 0 {
+			return rest, nil
+		}
+		rest = append(rest, f.Arg(0))
+		args = f.Args()[1:]
+	}
+}
+
+func none(f *flag.FlagSet, args []string) error {
+	rest, err := parse(f, args)
+	if err == nil && len(rest) > 0 {
+		err = fmt.Errorf("%s: what is %q?", f.Name(), rest[0])
+	}
+	return err
+}
+
+func build(ctx context.Context, args []string) error {
+	f := flag.NewFlagSet("build", flag.ContinueOnError)
+	out := f.String("out", "", "folder to build into")
+	header := f.String("header", "", "nvml.h; default: that of the go-nvml module of the module here")
+	if err := none(f, args); err != nil {
+		return err
+	}
+	if *out == "" {
+		return errors.New("build: --out is missing")
+	}
+	if *header == "" {
+		var err error
+		if *header, err = lib.Header(ctx); err != nil {
+			return err
+		}
+	}
+	return lib.Build(ctx, *out, *header)
+}
+
+func lay(args []string) error {
+	f := flag.NewFlagSet("install", flag.ContinueOnError)
+	root := f.String("root", "", "root of the machine to install on")
+	prefix := f.String("prefix", "/", "the driver's root on it")
+	dev := f.String("dev", "", "folder of the device nodes on it; default: dev below the prefix")
+	built := f.String("libraries", "", "folder that build filled")
+	world := f.String("world", "", "the world's YAML file; default: 8 H100-80GB")
+	kernel := f.Bool("proc", false, "mount the driver's files over /proc and /sys of this mount namespace")
+	if err := none(f, args); err != nil {
+		return err
+	}
+	if *root == "" || *built == "" {
+		return errors.New("install: --root and --libraries are needed")
+	}
+	w, err := load(*world)
+	if err != nil {
+		return err
+	}
+	if *dev == "" {
+		*dev = filepath.Join(*prefix, "dev")
+	}
+	driver := filepath.Join(*root, *prefix)
+	if filepath.Clean(driver) == "/" || filepath.Clean(filepath.Join(*root, *dev)) == "/dev" {
+		if err := install.Guard(); err != nil {
+			return fmt.Errorf("install at %s: %w", driver, err)
+		}
+	}
+	if err := install.Driver(driver, *built, w); err != nil {
+		return err
+	}
+	if err := install.Nodes(filepath.Join(*root, *dev), w); err != nil {
+		return err
+	}
+	if *kernel {
+		return install.Mount(w)
+	}
+	if filepath.Clean(*root) != "/" {
+		devices, err := os.ReadFile("/proc/devices")
+		if err != nil {
+			return fmt.Errorf("read device numbers: %w", err)
+		}
+		return install.Kernel(*root, string(devices), w)
+	}
+	return nil
+}
+
+func load(file string) (*emulator.World, error) {
+	var spec emulator.Spec
+	if file != "" {
+		var err error
+		if spec, err = emulator.LoadSpec(file); err != nil {
+			return nil, err
+		}
+	}
+	w, err := emulator.New(spec)
+	if err != nil {
+		return nil, fmt.Errorf("world %s: %w", file, err)
+	}
+	return w, nil
+}
+
+func serve(ctx context.Context, args []string, out io.Writer) error {
+	f := flag.NewFlagSet("serve", flag.ContinueOnError)
+	world := f.String("world", "", "the world's YAML file; default: 8 H100-80GB")
+	socket := f.String("socket", "", "where to listen")
+	if err := none(f, args); err != nil {
+		return err
+	}
+	if *socket == "" {
+		return errors.New("serve: --socket is missing")
+	}
+	w, err := load(*world)
+	if err != nil {
+		return err
+	}
+	l, err := daemon.Listen(*socket)
+	if err != nil {
+		return err
+	}
+	defer os.Remove(*socket)
+	// Whoever started this may wait for the line.
+	fmt.Fprintf(out, "serving %d GPUs on %s\n", len(w.State().GPUs), *socket)
+	s := &daemon.Server{World: w, Log: slog.New(slog.NewTextHandler(os.Stderr, nil))}
+	return s.Serve(ctx, l)
+}
+
+// socketFlag adds --socket to a command that acts on a running world.
+func socketFlag(f *flag.FlagSet) *string {
+	where := os.Getenv("GPU_EMULATOR_SOCKET")
+	if where == "" {
+		where = "/" + install.Socket
+	}
+	return f.String("socket", where, "the daemon's socket")
+}
+
+// gpuIndex reads how an operator names a GPU.
+func gpuIndex(c *daemon.Client, id string) (int, error) {
+	if i, err := strconv.Atoi(id); err == nil {
+		return i, nil
+	}
+	st, err := c.State()
+	if err != nil {
+		return 0, err
+	}
+	var own []int
+	for _, g := range st.GPUs {
+		if g.UUID == id {
+			return g.Index, nil
+		}
+		if _, err := os.Stat(fmt.Sprintf("/dev/nvidia%d", g.Minor)); err == nil {
+			own = append(own, g.Index)
+		}
+	}
+	if id == "own" && len(own) == 1 {
+		return own[0], nil
+	}
+	if id == "own" {
+		return 0, fmt.Errorf("GPU own: this container has the nodes of %d GPUs", len(own))
+	}
+	return 0, fmt.Errorf("GPU %q: want an index, a UUID of this world, or own", id)
+}
+
+func control(name string, args []string, out io.Writer) error {
+	f := flag.NewFlagSet(name, flag.ContinueOnError)
+	socket := socketFlag(f)
+	var gpu, call, hold string
+	var code, count, pid int
+	var reset, total, asJSON bool
+	switch name {
+	case "xid", "lose", "restore":
+		f.StringVar(&gpu, "gpu", "", "GPU")
+	case "fail", "slow":
+		f.StringVar(&gpu, "gpu", "", "only calls about this GPU")
+		f.StringVar(&call, "call", "", "exported name, or a pattern such as nvmlDevice*")
+		f.IntVar(&count, "count", 0, "so many calls; 0 is until cleared")
+		if name == "fail" {
+			f.IntVar(&code, "code", 0, "what the call answers, a nvmlReturn_t")
+		} else {
+			f.StringVar(&hold, "for", "", "a duration, or forever")
+		}
+	case "calls":
+		f.IntVar(&pid, "pid", 0, "only the calls of this process, by the daemon's PID for it")
+		f.BoolVar(&reset, "reset", false, "count anew after printing")
+		f.BoolVar(&total, "total", false, "print only the sum")
+		f.BoolVar(&asJSON, "json", false, "print as JSON")
+	}
+	rest, err := parse(f, args)
+	if err != nil {
+		return err
+	}
+	if want := map[string]int{"xid": 1}[name]; len(rest) != want {
+		return fmt.Errorf("%s: %d arguments, want %d", name, len(rest), want)
+	}
+	c, err := daemon.Dial(*socket)
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	var index *int
+	if gpu != "" {
+		i, err := gpuIndex(c, gpu)
+		if err != nil {
+			return err
+		}
+		index = &i
+	} else if name == "xid" || name == "lose" || name == "restore" {
+		return fmt.Errorf("%s: --gpu is missing", name)
+	}
+	switch name {
+	case "show":
+		st, err := c.State()
+		if err != nil {
+			return err
+		}
+		enc := json.NewEncoder(out)
+		enc.SetIndent("", "  ")
+		return enc.Encode(st)
+	case "calls":
+		list, err := c.Calls(pid)
+		if err != nil {
+			return err
+		}
+		if err := printCalls(out, list, total, asJSON); err != nil || !reset {
+			return err
+		}
+		return c.ResetCalls()
+	case "xid":
+		xid, err := strconv.ParseUint(rest[0], 10, 64)
+		if err != nil {
+			return fmt.Errorf("xid: %w", err)
+		}
+		return c.Xid(*index, xid)
+	case "lose":
+		return c.Lose(*index)
+	case "restore":
+		return c.Restore(*index)
+	case "clear":
+		return c.Clear()
+	}
+	fault := emulator.Fault{Call: call, GPU: index, Code: emulator.Return(code), Count: count}
+	if name == "slow" {
+		if fault.Hang = hold == "forever"; !fault.Hang {
+			if fault.Delay, err = time.ParseDuration(hold); err != nil {
+				return fmt.Errorf("slow: --for: %w", err)
+			}
+		}
+	}
+	return c.Inject(fault)
+}
+
+func printCalls(out io.Writer, list []emulator.CallCount, total, asJSON bool) error {
+	if total {
+		var sum uint64
+		for _, c := range list {
+			sum += c.Count
+		}
+		_, err := fmt.Fprintln(out, sum)
+		return err
+	}
+	if asJSON {
+		if list == nil {
+			list = []emulator.CallCount{}
+		}
+		return json.NewEncoder(out).Encode(list)
+	}
+	tw := tabwriter.NewWriter(out, 0, 8, 2, ' ', tabwriter.AlignRight)
+	for _, c := range list {
+		fmt.Fprintf(tw, "%d\t %s\n", c.Count, c.Call)
+	}
+	return tw.Flush()
+}
+
+func proc(ctx context.Context, args []string, out io.Writer) error {
+	if len(args) == 0 {
+		return errors.New("proc: start, hold or stop?")
+	}
+	switch args[0] {
+	case "start":
+		return procStart(args[1:], out)
+	case "hold":
+		return procHold(ctx, args[1:])
+	case "stop":
+		return procStop(ctx, args[1:])
+	}
+	return fmt.Errorf("proc %s: want start, hold or stop", args[0])
+}
+
+// heldFD is where a process that holds memory says so to the one that started
+// it: it closes the descriptor without a word.
+const heldFD = 3
+
+// procStart runs proc hold in the background, in a session of its own.
+func procStart(args []string, out io.Writer) error {
+	r, w, err := os.Pipe()
+	if err != nil {
+		return err
+	}
+	defer r.Close()
+	cmd := exec.Command("/proc/self/exe", append([]string{"proc", "hold", "--started"}, args...)...)
+	// Nothing that waits for our output should wait for a process that stays.
+	if null, err := os.OpenFile(os.DevNull, os.O_RDWR, 0); err == nil {
+		defer null.Close()
+		cmd.Stdin, cmd.Stdout, cmd.Stderr = null, null, null
+	}
+	cmd.ExtraFiles = []*os.File{w}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	if err := cmd.Start(); err != nil {
+		return fmt.Errorf("proc start: %w", err)
+	}
+	w.Close()
+	said, err := io.ReadAll(r)
+	if err != nil {
+		return fmt.Errorf("proc start: %w", err)
+	}
+	if len(said) > 0 {
+		cmd.Wait()
+		return fmt.Errorf("proc start: %s", said)
+	}
+	fmt.Fprintln(out, cmd.Process.Pid)
+	return cmd.Process.Release()
+}
+
+func procHold(ctx context.Context, args []string) error {
+	var command []string
+	for i, a := range args {
+		if a == "--" {
+			args, command = args[:i], args[i+1:]
+			break
+		}
+	}
+	f := flag.NewFlagSet("proc hold", flag.ContinueOnError)
+	socket := socketFlag(f)
+	gpu := f.String("gpu", "", "GPU")
+	mib := f.Uint64("memory", 0, "MiB")
+	kind := f.String("kind", string(emulator.Compute), "compute, graphics or mps")
+	mps := f.Bool("mps", false, "the same as --kind mps")
+	unknown := f.Bool("unknown", false, "the driver cannot tell the process's memory")
+	started := f.Bool("started", false, "report to the process that started this one")
+	err := none(f, args)
+	if err == nil {
+		if *mps {
+			*kind = string(emulator.MPS)
+		}
+		err = hold(*socket, *gpu, emulator.Process{Kind: emulator.Kind(*kind), MiB: *mib, Unknown: *unknown})
+	}
+	if *started {
+		report := os.NewFile(heldFD, "report")
+		if err != nil {
+			fmt.Fprint(report, err)
+		}
+		report.Close()
+	}
+	if err != nil {
+		return err
+	}
+	if len(command) > 0 {
+		exe, err := exec.LookPath(command[0])
+		if err != nil {
+			return err
+		}
+		return unix.Exec(exe, command, os.Environ()) // the memory is the process's: it stays
+	}
+	<-ctx.Done()
+	return nil
+}
+
+func hold(socket, gpu string, p emulator.Process) error {
+	c, err := daemon.Dial(socket)
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	if p.GPU, err = gpuIndex(c, gpu); err != nil {
+		return err
+	}
+	return c.Hold(p)
+}
+
+// procStop ends a process that holds memory, and no other, and waits until it
+// is dead and its memory free.
+func procStop(ctx context.Context, args []string) error {
+	f := flag.NewFlagSet("proc stop", flag.ContinueOnError)
+	socket := socketFlag(f)
+	rest, err := parse(f, args)
+	if err != nil {
+		return err
+	}
+	if len(rest) != 1 {
+		return errors.New("proc stop: want one PID")
+	}
+	pid, err := strconv.Atoi(rest[0])
+	if err != nil {
+		return fmt.Errorf("proc stop: %w", err)
+	}
+	c, err := daemon.Dial(*socket)
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	if ok, err := c.Holds(pid); err != nil || !ok {
+		return errors.Join(err, fmt.Errorf("proc stop: process %d holds no GPU memory", pid))
+	}
+	if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+		return fmt.Errorf("proc stop %d: %w", pid, err)
+	}
+	for {
+		if ok, err := c.Holds(pid); err != nil || !ok {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(time.Millisecond):
+		}
+	}
+}

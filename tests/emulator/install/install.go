@@ -1,0 +1,305 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package install lays the emulated driver down as a real one is: versioned
+// libraries with their links, nvidia-smi, firmware, device nodes, and what the
+// kernel module shows under /proc and /sys.
+//
+// A driver stands at a prefix of a root: / for one that is installed on the
+// node, /run/nvidia/driver for one that a driver container brings. Device
+// nodes open to nothing (ENXIO), which is all that a container needs of them
+// to start.
+//
+// /proc and /sys are at fixed paths in the programs that read them. Under a
+// root of its own they are plain files; on the running system they can only be
+// mounted over, which Mount does for the calling process's mount namespace.
+package install
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/emulator/lib"
+)
+
+// Socket is where the daemon listens, below the driver root. nvcdi mounts a
+// socket of this name into every container, so workloads reach it too.
+const Socket = "run/nvidia-persistenced/socket"
+
+const libraries = "usr/lib/x86_64-linux-gnu"
+
+// Device numbers. The first is the driver's own; the two that the kernel would
+// hand out are taken from the end of its range, where no driver of this
+// machine is likely to be.
+const (
+	majorGPU   = 195
+	minorCtl   = 255
+	minorModes = 254
+	majorUVM   = 511
+	majorCaps  = 510
+)
+
+// fillers are driver libraries that need only be there to be mounted.
+var fillers = []string{"libnvidia-cfg.so", "libnvidia-gpucomp.so", "libnvidia-nvvm.so", "libnvidia-ptxjitcompiler.so"}
+
+// Driver lays the driver's files below dir, the driver root: built is the
+// folder that lib.Build filled. What is there already is replaced.
+func Driver(dir, built string, w *emulator.World) error {
+	v := w.DriverVersion()
+	copies := map[string]string{
+		filepath.Join(libraries, lib.NVML+"."+v): lib.NVML,
+		filepath.Join(libraries, lib.CUDA+"."+v): lib.CUDA,
+		"usr/bin/nvidia-smi":                     lib.SMI,
+	}
+	links := map[string]string{
+		filepath.Join(libraries, lib.NVML+".1"): lib.NVML + "." + v,
+		filepath.Join(libraries, lib.CUDA+".1"): lib.CUDA + "." + v,
+		filepath.Join(libraries, lib.CUDA):      lib.CUDA + ".1",
+	}
+	for _, f := range fillers {
+		copies[filepath.Join(libraries, f+"."+v)] = lib.Other
+		links[filepath.Join(libraries, f+".1")] = f + "." + v
+	}
+	for to, from := range copies {
+		if err := copyFile(filepath.Join(dir, to), filepath.Join(built, from)); err != nil {
+			return fmt.Errorf("install %s: %w", to, err)
+		}
+	}
+	for at, target := range links {
+		if err := link(filepath.Join(dir, at), target); err != nil {
+			return fmt.Errorf("install %s: %w", at, err)
+		}
+	}
+	firmware := map[string]string{}
+	for _, f := range []string{"gsp_ga10x.bin", "gsp_tu10x.bin"} {
+		firmware[filepath.Join("lib/firmware/nvidia", v, f)] = "firmware of the emulated driver\n"
+	}
+	if err := write(dir, firmware); err != nil {
+		return err
+	}
+	return os.MkdirAll(filepath.Join(dir, filepath.Dir(Socket)), 0o755)
+}
+
+// copyFile replaces a file by way of a temporary name, so that programs which
+// have the old one mapped keep it whole.
+func copyFile(to, from string) error {
+	data, err := os.ReadFile(from)
+	if err != nil {
+		return err
+	}
+	if err := os.MkdirAll(filepath.Dir(to), 0o755); err != nil {
+		return err
+	}
+	tmp := to + ".tmp"
+	if err := os.WriteFile(tmp, data, 0o755); err != nil {
+		return err
+	}
+	return os.Rename(tmp, to)
+}
+
+func link(at, target string) error {
+	if err := os.Remove(at); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	return os.Symlink(target, at)
+}
+
+// Nodes makes the driver's device nodes in dir, such as /dev, open to all.
+func Nodes(dir string, w *emulator.World) error {
+	if err := os.MkdirAll(filepath.Join(dir, "nvidia-caps"), 0o755); err != nil {
+		return fmt.Errorf("make device folder: %w", err)
+	}
+	type number struct{ major, minor uint32 }
+	nodes := map[string]number{
+		"nvidiactl":               {majorGPU, minorCtl},
+		"nvidia-modeset":          {majorGPU, minorModes},
+		"nvidia-uvm":              {majorUVM, 0},
+		"nvidia-uvm-tools":        {majorUVM, 1},
+		"nvidia-caps/nvidia-cap1": {majorCaps, 1},
+		"nvidia-caps/nvidia-cap2": {majorCaps, 2},
+	}
+	for _, g := range w.State().GPUs {
+		nodes[fmt.Sprintf("nvidia%d", g.Minor)] = number{majorGPU, uint32(g.Minor)}
+	}
+	for name, n := range nodes {
+		path := filepath.Join(dir, name)
+		if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return fmt.Errorf("make device node: %w", err)
+		}
+		if err := unix.Mknod(path, unix.S_IFCHR|0o666, int(unix.Mkdev(n.major, n.minor))); err != nil {
+			return fmt.Errorf("make device node %s: %w", path, err)
+		}
+		// Whatever the umask was.
+		if err := os.Chmod(path, 0o666); err != nil {
+			return fmt.Errorf("make device node: %w", err)
+		}
+	}
+	return nil
+}
+
+// Kernel writes what the kernel module shows, as plain files, below dir/proc
+// and dir/sys. devices is the text of the machine's own /proc/devices, to
+// which the driver's lines are added.
+func Kernel(dir, devices string, w *emulator.World) error {
+	st := w.State()
+	files := map[string]string{
+		"proc/devices": strings.Replace(devices, "Character devices:\n", fmt.Sprintf(
+			"Character devices:\n%d nvidia\n%d nvidia-modeset\n%d nvidiactl\n%d nvidia-uvm\n%d nvidia-caps\n",
+			majorGPU, majorGPU, majorGPU, majorUVM, majorCaps), 1),
+		"proc/modules": "nvidia_uvm 1888256 0 - Live 0x0000000000000000\n" +
+			"nvidia 14372864 1 nvidia_uvm, Live 0x0000000000000000\n",
+		"proc/driver/nvidia/version": fmt.Sprintf(
+			"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  %s  Release Build\n", st.Driver),
+		"proc/driver/nvidia/params":                   "DeviceFileUID: 0\nDeviceFileGID: 0\nDeviceFileMode: 438\nModifyDeviceFiles: 1\n",
+		"proc/driver/nvidia/capabilities/mig/config":  capability(1),
+		"proc/driver/nvidia/capabilities/mig/monitor": capability(2),
+		"proc/driver/nvidia-caps/mig-minors":          migMinors(),
+		"sys/module/nvidia/version":                   st.Driver + "\n",
+		"sys/module/nvidia/initstate":                 "live\n",
+	}
+	for _, g := range st.GPUs {
+		address := strings.ToLower(g.PCI[4:])
+		files["proc/driver/nvidia/gpus/"+address+"/information"] = fmt.Sprintf(
+			"Model: \t\t %s\nIRQ:   \t\t %d\nGPU UUID: \t %s\nBus Type: \t PCIe\nBus Location: \t %s\nDevice Minor: \t %d\nGPU Excluded:\t No\n",
+			g.Model, 64+g.Index, g.UUID, address, g.Minor)
+		at := "sys/bus/pci/devices/" + address + "/"
+		config := make([]byte, 256)
+		for name, v := range map[string]string{
+			"vendor":           "0x10de\n",
+			"device":           fmt.Sprintf("%#04x\n", g.PCIDevice>>16),
+			"subsystem_vendor": "0x10de\n",
+			"subsystem_device": fmt.Sprintf("%#04x\n", g.Subsystem>>16),
+			"class":            "0x030200\n", // a display controller, 3D
+			"revision":         "0xa1\n",
+			"numa_node":        fmt.Sprintf("%d\n", g.NUMA),
+			"local_cpulist":    fmt.Sprintf("%d-%d\n", 64*g.NUMA, 64*g.NUMA+63),
+			"resource":         "0x0000000000000000 0x0000000000000000 0x0000000000000000\n",
+			"config":           string(config),
+		} {
+			files[at+name] = v
+		}
+	}
+	if err := write(dir, files); err != nil {
+		return err
+	}
+	if err := os.MkdirAll(filepath.Join(dir, "sys/bus/pci/drivers/nvidia"), 0o755); err != nil {
+		return fmt.Errorf("install sysfs: %w", err)
+	}
+	for _, g := range st.GPUs {
+		at := filepath.Join(dir, "sys/bus/pci/devices", strings.ToLower(g.PCI[4:]), "driver")
+		if err := link(at, "../../drivers/nvidia"); err != nil {
+			return fmt.Errorf("install sysfs: %w", err)
+		}
+	}
+	return nil
+}
+
+func capability(minor int) string {
+	return fmt.Sprintf("DeviceFileMinor: %d\nDeviceFileMode: 256\nDeviceFileModify: 1\n", minor)
+}
+
+// migMinors numbers the capabilities as the module does once and for all when
+// it is loaded: 32 GPUs of 15 GPU instances of 8 compute instances.
+func migMinors() string {
+	var b strings.Builder
+	b.WriteString("config 1\nmonitor 2\n")
+	minor := 3
+	for gpu := range 32 {
+		for gi := range 15 {
+			fmt.Fprintf(&b, "gpu%d/gi%d/access %d\n", gpu, gi, minor)
+			minor++
+			for ci := range 8 {
+				fmt.Fprintf(&b, "gpu%d/gi%d/ci%d/access %d\n", gpu, gi, ci, minor)
+				minor++
+			}
+		}
+	}
+	return b.String()
+}
+
+func write(dir string, files map[string]string) error {
+	for name, text := range files {
+		path := filepath.Join(dir, name)
+		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+			return fmt.Errorf("install %s: %w", name, err)
+		}
+		if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
+			return fmt.Errorf("install %s: %w", name, err)
+		}
+	}
+	return nil
+}
+
+// Mount shows what Kernel writes at /proc and /sys of the calling process's
+// mount namespace. It refuses the namespace that the machine itself runs in.
+// Everything goes with the namespace.
+func Mount(w *emulator.World) error {
+	if err := Guard(); err != nil {
+		return err
+	}
+	devices, err := os.ReadFile("/proc/devices")
+	if err != nil {
+		return fmt.Errorf("read device numbers: %w", err)
+	}
+	// The files live on a tmpfs that only the binds out of it keep alive.
+	tmp, err := os.MkdirTemp("", "gpu-emulator-")
+	if err != nil {
+		return fmt.Errorf("stage kernel files: %w", err)
+	}
+	defer os.Remove(tmp)
+	if err := unix.Mount("gpu-emulator", tmp, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV, "mode=0755"); err != nil {
+		return fmt.Errorf("stage kernel files: %w", err)
+	}
+	defer unix.Unmount(tmp, unix.MNT_DETACH)
+	if err := Kernel(tmp, string(devices), w); err != nil {
+		return err
+	}
+	for _, at := range []string{"/proc/driver", "/proc/devices", "/proc/modules", "/sys/bus/pci", "/sys/module/nvidia"} {
+		if _, err := os.Stat(at); errors.Is(err, os.ErrNotExist) {
+			continue // neither procfs nor sysfs lets anyone make a file
+		}
+		if err := unix.Mount(filepath.Join(tmp, at), at, "", unix.MS_BIND, ""); err != nil {
+			return fmt.Errorf("mount over %s: %w", at, err)
+		}
+	}
+	return nil
+}
+
+// ErrHost says that something would change the machine itself.
+var ErrHost = errors.New("this is the machine's own mount namespace; run it inside unshare --mount")
+
+// The names that Linux gives to the first PID namespace, and newer kernels to
+// the first mount namespace.
+const (
+	firstPID   = "pid:[4026531836]"
+	firstMount = "mnt:[4026531832]"
+)
+
+// Guard refuses, with ErrHost, where a change would be one to the machine
+// itself and not to a mount namespace made for a test.
+func Guard() error {
+	self, err := os.Readlink("/proc/self/ns/mnt")
+	if err != nil {
+		return fmt.Errorf("read mount namespace: %w", err)
+	}
+	pid, err := os.Readlink("/proc/self/ns/pid")
+	if err != nil {
+		return fmt.Errorf("read PID namespace: %w", err)
+	}
+	// In a PID namespace of its own, PID 1 may share the mounts that a test
+	// node has made for itself. Where PID 1 may not be looked at, the name of
+	// the first mount namespace has to do.
+	first, err := os.Readlink("/proc/1/ns/mnt")
+	if err != nil {
+		first = firstMount
+	}
+	if self == firstMount || self == first && pid == firstPID {
+		return ErrHost
+	}
+	return nil
+}
