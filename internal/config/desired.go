@@ -27,16 +27,16 @@ const (
 	Off    Mode = "off"
 )
 
-// TimeSlice is how long the driver lets one process run on a shared GPU before
-// it looks at the next. Empty where the mode is not Shared.
-type TimeSlice string
+// TimeSlice is how long a process may keep a shared GPU. Empty where the mode
+// is not Shared.
+type TimeSlice = gpu.TimeSlice
 
-// Time slices, by the driver's own names; their lengths are its secret.
+// Time slices, as partition files spell them.
 const (
-	TimeSliceDefault TimeSlice = "default"
-	TimeSliceShort   TimeSlice = "short"
-	TimeSliceMedium  TimeSlice = "medium"
-	TimeSliceLong    TimeSlice = "long"
+	TimeSliceDefault = gpu.TimeSliceDefault
+	TimeSliceShort   = gpu.TimeSliceShort
+	TimeSliceMedium  = gpu.TimeSliceMedium
+	TimeSliceLong    = gpu.TimeSliceLong
 )
 
 // Compute is how processes share a GPU's compute units. Empty where the mode is
