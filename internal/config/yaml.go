@@ -127,7 +127,7 @@ func explain(data []byte, err error) (line int, reason string) {
 	r := &lineReader{lines: lines}
 	_, _ = decode(r, 2)
 	line = r.next
-	const near = 100
+	near := min(100, 1+(4<<20)/len(data)) // each step reads the file again
 	for low := line - near; line > 1 && line > low && fails(line-1); line-- {
 	}
 	if line > 1 && fails(line-1) {
