@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Demo is what `make demo` and `make demo-down` run: a real one-node Kubernetes
+// with an emulated NVIDIA driver, the agent deployed on it as its DaemonSet, and
+// pods that ask for slices of GPUs, each step with the seconds it took.
+//
+// What it shows it also checks: the first thing that is not as it says ends the
+// demo with the reason and exit status 1. The node then stays, to be looked at;
+// `demo down` ends it, and so does the next `demo up`.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/signal"
+	"syscall"
+
+	"example.com/gpu-agent/tests/lab"
+)
+
+const usage = `usage: demo up | demo down
+
+  up     show the agent on a real Kubernetes node with 8 emulated GPUs; the node stays up
+  down   end that node; nothing of it is left but files in the cache
+`
+
+// nodeName is what the node of the demo is called.
+const nodeName = "demo"
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := run(ctx, os.Args[1:])
+	stop()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "\ndemo:", err)
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context, args []string) error {
+	if len(args) != 1 {
+		return errors.New("one argument is needed\n\n" + usage)
+	}
+	switch args[0] {
+	case "up":
+		if missing := lab.Missing(); missing != "" {
+			return fmt.Errorf("this machine lacks %s", missing)
+		}
+		return up(ctx)
+	case "down":
+		kit, err := lab.NewKit(os.Stdout)
+		if err != nil {
+			return err
+		}
+		return kit.Down(ctx, nodeName)
+	}
+	return fmt.Errorf("there is no command %q\n\n%s", args[0], usage)
+}

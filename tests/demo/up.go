@@ -1,0 +1,295 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"example.com/gpu-agent/tests/lab"
+)
+
+// What the demo's GPUs are: an H100-80GB reports 81,559 MiB, of which some are
+// the driver's own, so 79 whole units of 1 GiB can be given away.
+const (
+	gpuModel    = "H100-80GB"
+	gpuCount    = 8
+	unitsPerGPU = 79
+)
+
+const allShared = `version: v1
+partitions:
+  default:
+    - devices: all
+      mode: shared
+`
+
+// demo is what the steps pass on to each other.
+type demo struct {
+	*screen
+	kit    *lab.Kit
+	node   *lab.Node
+	driver *lab.Driver
+	agent  *lab.Agent
+	shared lab.GPUInfo // the GPU that the first two pods share
+}
+
+func up(ctx context.Context) (err error) {
+	s := &screen{out: os.Stdout, began: time.Now()}
+	kit, err := lab.NewKit(s)
+	if err != nil {
+		return err
+	}
+	d := &demo{screen: s, kit: kit}
+	fmt.Println("A real Kubernetes node on this machine, with GPUs that are emulated at the driver's interface.")
+	fmt.Printf("Everything is kept in %s.\n", kit.Cache)
+	for _, b := range kit.Steps() {
+		if err := d.step("Build, where it is not built yet: "+b.Name, func() error { return b.Run(ctx) }); err != nil {
+			return err
+		}
+	}
+	defer func() {
+		if err != nil && d.node != nil {
+			err = fmt.Errorf("%w\n\nThe node still runs, to be looked at:\n  %s get pods -A\n`make demo-down` ends it.", err, d.node.KubectlCommand())
+		}
+	}()
+	for _, part := range []struct {
+		title string
+		do    func(context.Context) error
+	}{
+		{"Start a Kubernetes node in namespaces of its own", d.startNode},
+		{fmt.Sprintf("Lay down an emulated NVIDIA driver with %d GPUs of type %s", gpuCount, gpuModel), d.layDriver},
+		{"Deploy the agent as its DaemonSet: kubectl apply -k deployments/base", d.deploy},
+		{"Two pods ask for 24 GiB of GPU memory each: both land on one GPU", d.twoPods},
+		{"A third pod asks for 100 GiB, more than any GPU has: it is refused", d.refusal},
+		{"Edit the partition ConfigMap: half of the idle GPUs turn whole", d.recut},
+		{"A pod asks for one whole GPU", d.wholePod},
+		{"gpu-agent status", d.status},
+	} {
+		if err := d.step(part.title, func() error { return part.do(ctx) }); err != nil {
+			return err
+		}
+	}
+	d.farewell()
+	return nil
+}
+
+func (d *demo) startNode(ctx context.Context) (err error) {
+	if err := d.kit.Down(ctx, nodeName); err != nil { // an earlier demo's
+		return err
+	}
+	if d.node, err = d.kit.Up(ctx, lab.NodeOptions{Name: nodeName}); err != nil {
+		return err
+	}
+	if err := d.node.Load(ctx, d.kit.AgentArchive()); err != nil {
+		return err
+	}
+	return d.node.Namespace(ctx, lab.PodNamespace)
+}
+
+func (d *demo) layDriver(ctx context.Context) (err error) {
+	d.driver, err = d.node.LayDriver(ctx, lab.DriverOptions{Root: "/", Model: gpuModel, Count: gpuCount})
+	if err != nil {
+		return err
+	}
+	d.say("driver %s, %d × %s", d.driver.Version, len(d.driver.GPUs), d.driver.GPUs[0].Model)
+	return nil
+}
+
+func (d *demo) deploy(ctx context.Context) (err error) {
+	if d.agent, err = d.node.Deploy(ctx, lab.DeployOptions{Partitions: allShared}); err != nil {
+		return err
+	}
+	if err := d.node.AwaitAllocatable(ctx, map[string]int{lab.Memory: gpuCount * unitsPerGPU, lab.GPU: 0}); err != nil {
+		return err
+	}
+	d.say("the node offers %s: %d (%d GPUs × %d units of 1 GiB)", lab.Memory, gpuCount*unitsPerGPU, gpuCount, unitsPerGPU)
+	return nil
+}
+
+// startPod makes a pod with one container, waits until it runs, and shows what
+// its container sees. It returns the one GPU that it has.
+func (d *demo) startPod(ctx context.Context, name, resource string, count int) (lab.GPUInfo, error) {
+	began := time.Now()
+	pod, err := d.node.CreatePod(ctx, lab.Pod{Name: name, Containers: []lab.Container{{Resources: map[string]int{resource: count}}}})
+	if err != nil {
+		return lab.GPUInfo{}, err
+	}
+	if err := pod.Running(ctx); err != nil {
+		return lab.GPUInfo{}, err
+	}
+	d.say("pod %s (%s: %d) runs after %.1f s; inside its container:", name, resource, count, time.Since(began).Seconds())
+	for _, command := range []string{
+		"ls /dev/nvidia*",
+		"ls /usr/lib/x86_64-linux-gnu/libcuda* /usr/lib/x86_64-linux-gnu/libnvidia-ml* /usr/bin/nvidia-smi",
+		"dlopen-check libcuda.so.1",
+	} {
+		out, err := pod.Exec(ctx, "", "sh", "-c", command)
+		if err != nil {
+			return lab.GPUInfo{}, err
+		}
+		d.say("  $ %s", command)
+		d.say("    %s", strings.ReplaceAll(strings.TrimSpace(string(out)), "\n", "\n    "))
+	}
+	seen, err := pod.Inside(ctx, "")
+	if err != nil {
+		return lab.GPUInfo{}, err
+	}
+	minors := seen.GPUMinors()
+	if len(minors) != 1 {
+		return lab.GPUInfo{}, fmt.Errorf("pod %s sees the GPU nodes %v, and should see one", name, seen.Devices)
+	}
+	g, err := d.driver.ByMinor(minors[0])
+	if err != nil {
+		return lab.GPUInfo{}, err
+	}
+	if want := append(slices.Clone(lab.ControlDevices), g.Device()); !sameSet(seen.Devices, want) {
+		return lab.GPUInfo{}, fmt.Errorf("pod %s sees the nodes %v, and should see %v", name, seen.Devices, want)
+	}
+	if want := "libcuda.so." + d.driver.Version; filepath.Base(seen.CUDA) != want {
+		return lab.GPUInfo{}, fmt.Errorf("pod %s finds %q for libcuda.so.1 (%s), and should find %s", name, seen.CUDA, seen.CUDAError, want)
+	}
+	return g, nil
+}
+
+func sameSet(a, b []string) bool {
+	a, b = slices.Clone(a), slices.Clone(b)
+	slices.Sort(a)
+	slices.Sort(b)
+	return slices.Equal(a, b)
+}
+
+func (d *demo) twoPods(ctx context.Context) error {
+	one, err := d.startPod(ctx, "one", lab.Memory, 24)
+	if err != nil {
+		return err
+	}
+	two, err := d.startPod(ctx, "two", lab.Memory, 24)
+	if err != nil {
+		return err
+	}
+	if one.UUID != two.UUID {
+		return fmt.Errorf("the pods are on two GPUs, %s and %s, and should share one", one.UUID, two.UUID)
+	}
+	d.shared = one
+	d.say("both have GPU %d, %s, whose device node is %s", one.Index, one.UUID, one.Device())
+	return nil
+}
+
+func (d *demo) refusal(ctx context.Context) error {
+	pod, err := d.node.CreatePod(ctx, lab.Pod{Name: "three", Containers: []lab.Container{{Resources: map[string]int{lab.Memory: 100}}}})
+	if err != nil {
+		return err
+	}
+	state, err := pod.Refused(ctx)
+	if err != nil {
+		return err
+	}
+	d.say("kubectl get pod three says:")
+	d.say("  status.reason:  %s", state.Reason)
+	d.say("  status.message: %s", strings.ReplaceAll(wrap(state.Message), "\n", "\n                  "))
+	if want := fmt.Sprintf("largest free block is %d units", unitsPerGPU); !strings.Contains(state.Message, want) {
+		return fmt.Errorf("the message does not say that the %s", want)
+	}
+	return pod.Delete(ctx)
+}
+
+func (d *demo) recut(ctx context.Context) error {
+	var idle, stay []int
+	for _, g := range d.driver.GPUs {
+		if g.UUID != d.shared.UUID {
+			idle = append(idle, g.Index)
+		}
+	}
+	whole := idle[len(idle)/2:]
+	for _, g := range d.driver.GPUs {
+		if !slices.Contains(whole, g.Index) {
+			stay = append(stay, g.Index)
+		}
+	}
+	file := fmt.Sprintf(`version: v1
+partitions:
+  default:
+    - devices: %s
+      mode: shared
+    - devices: %s
+      mode: whole
+`, list(stay), list(whole))
+	d.say("%s", file)
+	if err := d.agent.SetPartitions(ctx, file); err != nil {
+		return err
+	}
+	want := map[string]int{lab.Memory: len(stay) * unitsPerGPU, lab.GPU: len(whole)}
+	if err := d.node.AwaitAllocatable(ctx, want); err != nil {
+		return err
+	}
+	if _, err := d.agent.AwaitState(ctx, "applied"); err != nil {
+		return err
+	}
+	d.say("the node offers %s: %d and %s: %d; its label %s says applied", lab.Memory, want[lab.Memory], lab.GPU, want[lab.GPU], lab.StateLabel)
+	return nil
+}
+
+func list(numbers []int) string {
+	return strings.ReplaceAll(fmt.Sprint(numbers), " ", ", ")
+}
+
+func (d *demo) wholePod(ctx context.Context) error {
+	g, err := d.startPod(ctx, "whole", lab.GPU, 1)
+	if err != nil {
+		return err
+	}
+	if g.UUID == d.shared.UUID {
+		return fmt.Errorf("pod whole has GPU %d, which is shared", g.Index)
+	}
+	d.say("it has GPU %d, %s, to itself", g.Index, g.UUID)
+	return nil
+}
+
+func (d *demo) status(ctx context.Context) error {
+	// The kubelet tells who holds a claim when it is asked, every few seconds.
+	err := d.agent.AwaitStatus(ctx, time.Minute, "the holders' names", func(s lab.Status) error {
+		named := map[string]bool{}
+		for _, g := range s.GPUs {
+			for _, h := range g.Holders {
+				named[h.Pod] = true
+			}
+		}
+		for _, name := range []string{"one", "two", "whole"} {
+			if !named[name] {
+				return errors.New("no holder is named " + name)
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	out, err := d.agent.Command(ctx, "status")
+	if err != nil {
+		return err
+	}
+	d.say("%s", out)
+	return nil
+}
+
+func (d *demo) farewell() {
+	fmt.Printf(`
+All of it is as it should be, after %.0f s. The node stays up. To look around:
+
+  alias k='%s'
+  k get pods -A
+  k describe node %s
+  k edit configmap -n %s gpu-partitions        # cut the GPUs another way, and watch:
+  k get events --watch
+  k exec -n %[4]s ds/gpu-agent -- gpu-agent status
+
+make demo-down ends it.
+`, time.Since(d.began).Seconds(), d.node.KubectlCommand(), nodeName, lab.AgentNamespace)
+}

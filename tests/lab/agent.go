@@ -1,0 +1,434 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lab
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"net/url"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// What the manifests of deployments/ call things.
+const (
+	Domain         = "example.com"
+	AgentNamespace = "gpu-agent"
+	AgentImage     = "localhost/gpu-agent:dev"
+	configMap      = "gpu-partitions"
+	configKey      = "config.yaml"
+
+	// NodeLabel is the label of nodes that the agent runs on.
+	NodeLabel = Domain + "/gpu.node"
+	// PartitionLabel chooses a node's partition.
+	PartitionLabel = Domain + "/gpu.partition"
+	// StateLabel and MessageAnnotation are where the agent says what became of
+	// it.
+	StateLabel        = Domain + "/gpu.partition.state"
+	MessageAnnotation = Domain + "/gpu.partition.message"
+
+	// Resources.
+	GPU      = Domain + "/gpu"
+	Memory   = Domain + "/gpu-mem"
+	Replicas = Domain + "/gpu.shared"
+)
+
+// Agent is the product on a node, as its DaemonSet.
+type Agent struct {
+	node *Node
+	// pod is the agent's pod that was seen last.
+	pod string
+}
+
+// DeployOptions say how the agent is deployed.
+type DeployOptions struct {
+	// Overlay names a directory of deployments/overlays; empty is the base.
+	Overlay string
+	// Partitions is the partition file; empty leaves the sample.
+	Partitions string
+}
+
+// Deploy applies the manifests that users apply, changed in two things only:
+// the image is never pulled, as there is no registry, and the partitions are
+// the caller's. It labels the node for the agent, and waits until the agent
+// that has these options is ready. It may be called again with others.
+func (n *Node) Deploy(ctx context.Context, o DeployOptions) (*Agent, error) {
+	dir, err := n.Dir("deploy")
+	if err != nil {
+		return nil, fmt.Errorf("deploy the agent: %w", err)
+	}
+	source := filepath.Join(n.kit.Root, "deployments", "base")
+	if o.Overlay != "" {
+		source = filepath.Join(n.kit.Root, "deployments", "overlays", o.Overlay)
+	}
+	source, err = filepath.Rel(dir, source) // kustomize takes no absolute path
+	if err != nil {
+		return nil, fmt.Errorf("deploy the agent: %w", err)
+	}
+	type patch struct {
+		Target map[string]string `json:"target"`
+		Patch  string            `json:"patch"`
+	}
+	patches := []patch{{
+		map[string]string{"kind": "DaemonSet", "name": "gpu-agent"},
+		`[{"op": "replace", "path": "/spec/template/spec/containers/0/imagePullPolicy", "value": "Never"}]`,
+	}}
+	if o.Partitions != "" {
+		data, err := json.Marshal([]map[string]any{{"op": "replace", "path": "/data", "value": map[string]string{configKey: o.Partitions}}})
+		if err != nil {
+			return nil, fmt.Errorf("deploy the agent: %w", err)
+		}
+		patches = append(patches, patch{map[string]string{"kind": "ConfigMap", "name": configMap}, string(data)})
+	}
+	kustomization, err := json.MarshalIndent(map[string]any{ // JSON is YAML too
+		"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization",
+		"resources": []string{source}, "patches": patches,
+	}, "", "  ")
+	if err != nil {
+		return nil, fmt.Errorf("deploy the agent: %w", err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "kustomization.yaml"), append(kustomization, '\n'), 0o644); err != nil {
+		return nil, fmt.Errorf("deploy the agent: %w", err)
+	}
+	if err := n.Label(ctx, map[string]string{NodeLabel: "true"}); err != nil {
+		return nil, err
+	}
+	if _, err := n.Kubectl(ctx, nil, "apply", "-k", dir); err != nil {
+		return nil, fmt.Errorf("deploy the agent: %w", err)
+	}
+	a := &Agent{node: n}
+	return a, a.Ready(ctx)
+}
+
+const agentPods = "/api/v1/namespaces/" + AgentNamespace + "/pods"
+
+// Ready waits until the one pod of the DaemonSet's newest form is ready.
+func (a *Agent) Ready(ctx context.Context) error {
+	return Await(ctx, 90*time.Second, "the agent to be ready", func(ctx context.Context) error {
+		var set struct {
+			Metadata struct{ Generation int }
+			Status   struct {
+				ObservedGeneration                                          int
+				DesiredNumberScheduled, UpdatedNumberScheduled, NumberReady int
+			}
+		}
+		if err := a.node.api.get(ctx, "/apis/apps/v1/namespaces/"+AgentNamespace+"/daemonsets/gpu-agent", &set); err != nil {
+			return err
+		}
+		pods, err := a.pods(ctx)
+		if err != nil {
+			return err
+		}
+		var seen []string
+		for _, p := range pods {
+			seen = append(seen, p.String())
+		}
+		s := set.Status
+		if s.ObservedGeneration != set.Metadata.Generation || s.DesiredNumberScheduled != 1 || s.UpdatedNumberScheduled != 1 ||
+			len(pods) != 1 || pods[0].deleted || !pods[0].ready {
+			return fmt.Errorf("the DaemonSet wants %d pods, %d are up to date, %d are ready: %s",
+				s.DesiredNumberScheduled, s.UpdatedNumberScheduled, s.NumberReady, strings.Join(seen, "; "))
+		}
+		a.pod = pods[0].name
+		return nil
+	})
+}
+
+type agentPod struct {
+	name, phase, waiting string
+	ready, deleted       bool
+	restarts             int
+}
+
+func (p agentPod) String() string {
+	return fmt.Sprintf("%s %s, ready %v, %d restarts %s", p.name, p.phase, p.ready, p.restarts, p.waiting)
+}
+
+func (a *Agent) pods(ctx context.Context) ([]agentPod, error) {
+	var list struct {
+		Items []struct {
+			Metadata struct{ Name, DeletionTimestamp string }
+			Status   struct {
+				Phase             string
+				ContainerStatuses []struct {
+					Ready        bool
+					RestartCount int
+					State        struct {
+						Waiting *struct{ Reason, Message string }
+					}
+					LastState struct {
+						Terminated *struct{ Reason, Message string }
+					}
+				}
+			}
+		}
+	}
+	if err := a.node.api.get(ctx, agentPods, &list); err != nil {
+		return nil, err
+	}
+	var out []agentPod
+	for _, item := range list.Items {
+		p := agentPod{name: item.Metadata.Name, phase: item.Status.Phase, deleted: item.Metadata.DeletionTimestamp != ""}
+		for _, c := range item.Status.ContainerStatuses {
+			p.ready, p.restarts = c.Ready, c.RestartCount
+			if w := c.State.Waiting; w != nil {
+				p.waiting = w.Reason + " " + w.Message
+			}
+			if t := c.LastState.Terminated; t != nil && !c.Ready {
+				p.waiting += " last ended: " + t.Reason + " " + t.Message
+			}
+		}
+		out = append(out, p)
+	}
+	return out, nil
+}
+
+// SetPartitions writes the ConfigMap, and does not wait for what follows.
+func (a *Agent) SetPartitions(ctx context.Context, file string) error {
+	err := a.node.api.patch(ctx, "/api/v1/namespaces/"+AgentNamespace+"/configmaps/"+configMap,
+		map[string]any{"data": map[string]string{configKey: file}})
+	if err != nil {
+		return fmt.Errorf("edit the partitions: %w", err)
+	}
+	return nil
+}
+
+// Status is the agent's own view, as /statusz shows it.
+type Status struct {
+	Driver    string
+	Claims    int
+	Partition struct {
+		Name, State, Message, Source string
+		Generation                   int
+	}
+	GPUs []GPUStatus
+}
+
+// GPUStatus is one GPU of a Status.
+type GPUStatus struct {
+	Index                        int
+	UUID, Mode, Resource         string
+	Total, Used, Free, Unhealthy int
+	Health, Reason, Blocked      string
+	Holders                      []struct {
+		Namespace, Pod, Container, Resource string
+		Units                               int
+	}
+}
+
+// String is the status in few words, for the message of a failed wait.
+func (s Status) String() string {
+	out := fmt.Sprintf("partition %q %s, %d claims", s.Partition.Name, s.Partition.State, s.Claims)
+	if s.Partition.Message != "" {
+		out += " (" + s.Partition.Message + ")"
+	}
+	for _, g := range s.GPUs {
+		out += fmt.Sprintf("; GPU %d %s %d/%d free", g.Index, g.Mode, g.Free, g.Total)
+		if g.Health != "healthy" {
+			out += " " + g.Health + ": " + g.Reason
+		}
+	}
+	return out
+}
+
+// Status reads the agent's view.
+func (a *Agent) Status(ctx context.Context) (Status, error) {
+	data, err := a.HTTP(ctx, "statusz")
+	if err != nil {
+		return Status{}, err
+	}
+	return decode[Status](data, "the agent's status")
+}
+
+// AwaitStatus waits until the agent's view passes check, which says what is
+// wrong with it.
+func (a *Agent) AwaitStatus(ctx context.Context, limit time.Duration, what string, check func(Status) error) error {
+	return Await(ctx, limit, what, func(ctx context.Context) error {
+		s, err := a.Status(ctx)
+		if err != nil {
+			return err
+		}
+		if err := check(s); err != nil {
+			return fmt.Errorf("%w; the agent says: %s", err, s)
+		}
+		return nil
+	})
+}
+
+// HTTP reads a page of the agent's.
+func (a *Agent) HTTP(ctx context.Context, page string) ([]byte, error) {
+	var out []byte
+	err := a.node.api.get(ctx, agentPods+"/"+url.PathEscape(a.pod+":9500")+"/proxy/"+page, &out)
+	return out, err
+}
+
+// Command runs a command of the agent's program beside the running one.
+func (a *Agent) Command(ctx context.Context, args ...string) ([]byte, error) {
+	return a.node.Kubectl(ctx, nil, append([]string{"exec", "-n", AgentNamespace, a.pod, "--", "gpu-agent"}, args...)...)
+}
+
+// Restarts is how often the agent's container was started anew.
+func (a *Agent) Restarts(ctx context.Context) (int, error) {
+	pods, err := a.pods(ctx)
+	if err != nil {
+		return 0, err
+	}
+	for _, p := range pods {
+		if p.name == a.pod {
+			return p.restarts, nil
+		}
+	}
+	return 0, fmt.Errorf("the agent's pod %s is gone", a.pod)
+}
+
+// Kill ends the agent's process with SIGKILL and waits until the kubelet has
+// started another in the same pod, and that one is ready.
+func (a *Agent) Kill(ctx context.Context) error {
+	before, err := a.Restarts(ctx)
+	if err != nil {
+		return err
+	}
+	// By name: it is the one such process of the node's own PID namespace.
+	const kill = `n=0
+for p in /proc/[0-9]*; do
+  [ "$(tr '\0' ' ' < $p/cmdline 2>/dev/null | cut -d ' ' -f 2)" = run ] && [ "$(basename "$(readlink $p/exe)")" = gpu-agent ] && kill -KILL ${p#/proc/} && n=$((n+1))
+done
+echo $n`
+	out, err := a.node.Exec(ctx, "sh", "-c", kill)
+	if err != nil {
+		return fmt.Errorf("kill the agent: %w", err)
+	}
+	if got := strings.TrimSpace(string(out)); got != "1" {
+		return fmt.Errorf("kill the agent: %s processes of that name, want 1", got)
+	}
+	return Await(ctx, time.Minute, "the kubelet to start the agent again", func(ctx context.Context) error {
+		pods, err := a.pods(ctx)
+		if err != nil {
+			return err
+		}
+		if len(pods) != 1 || pods[0].restarts != before+1 || !pods[0].ready {
+			return fmt.Errorf("there are %v", pods)
+		}
+		return nil
+	})
+}
+
+// Reset makes the node one where nobody has asked for a GPU yet: no pod of the
+// lab, the given partitions, no label that chooses one, and an agent that has
+// just started and knows of no claim. Waiting for the agent to let ended
+// claims go would come to the same, half a minute later.
+func (a *Agent) Reset(ctx context.Context, partitions string) error {
+	if err := a.node.DeletePods(ctx); err != nil {
+		return err
+	}
+	if err := a.node.Label(ctx, map[string]string{PartitionLabel: ""}); err != nil {
+		return err
+	}
+	if err := a.SetPartitions(ctx, partitions); err != nil {
+		return err
+	}
+	if err := a.stop(ctx); err != nil {
+		return err
+	}
+	files, err := a.CDIFiles(ctx)
+	if err != nil {
+		return err
+	}
+	if len(files) > 0 {
+		var paths []string
+		for _, name := range files {
+			paths = append(paths, cdiDir+name)
+		}
+		if _, err := a.node.Exec(ctx, append([]string{"rm", "-f"}, paths...)...); err != nil {
+			return fmt.Errorf("remove the claims of earlier pods: %w", err)
+		}
+	}
+	if err := a.node.Label(ctx, map[string]string{NodeLabel: "true"}); err != nil {
+		return err
+	}
+	return a.Ready(ctx)
+}
+
+// stop takes the agent off the node by the label that it needs.
+func (a *Agent) stop(ctx context.Context) error {
+	if err := a.node.Label(ctx, map[string]string{NodeLabel: ""}); err != nil {
+		return err
+	}
+	return Await(ctx, time.Minute, "the agent's end", func(ctx context.Context) error {
+		pods, err := a.pods(ctx)
+		if err != nil {
+			return err
+		}
+		if len(pods) > 0 {
+			return fmt.Errorf("there is %v", pods)
+		}
+		return nil
+	})
+}
+
+const cdiDir = "/var/run/cdi/"
+
+// CDIFiles lists the agent's CDI files on the node, sorted.
+func (a *Agent) CDIFiles(ctx context.Context) ([]string, error) {
+	out, err := a.node.Exec(ctx, "find", cdiDir, "-name", Domain+"-gpu-*.json", "-printf", "%f\n")
+	if err != nil {
+		return nil, fmt.Errorf("list CDI files: %w", err)
+	}
+	files := strings.Fields(string(out))
+	slices.Sort(files)
+	return files, nil
+}
+
+// AwaitState waits for the node's label that says how its partition stands,
+// and returns the annotation beside it.
+func (a *Agent) AwaitState(ctx context.Context, state string) (message string, err error) {
+	err = Await(ctx, time.Minute, "the node's partition to be "+state, func(ctx context.Context) error {
+		s, err := a.node.State(ctx)
+		if err != nil {
+			return err
+		}
+		message = s.Annotations[MessageAnnotation]
+		if got := s.Labels[StateLabel]; got != state {
+			return fmt.Errorf("it is %s (%s)", strconv.Quote(got), message)
+		}
+		return nil
+	})
+	return message, err
+}
+
+// Metric is one sample of /metrics: name and labels as they are written there.
+func (a *Agent) Metrics(ctx context.Context) (map[string]float64, error) {
+	data, err := a.HTTP(ctx, "metrics")
+	if err != nil {
+		return nil, err
+	}
+	out := map[string]float64{}
+	for line := range strings.Lines(string(data)) {
+		line = strings.TrimSpace(line)
+		if line == "" || line[0] == '#' {
+			continue
+		}
+		at := strings.LastIndexByte(line, ' ')
+		if at < 0 {
+			return nil, fmt.Errorf("read metrics: line %q has no value", line)
+		}
+		value, err := strconv.ParseFloat(line[at+1:], 64)
+		if err != nil {
+			return nil, fmt.Errorf("read metrics: line %q: %w", line, err)
+		}
+		out[line[:at]] = value
+	}
+	if len(out) == 0 {
+		return nil, errors.New("read metrics: the page is empty")
+	}
+	return out, nil
+}
+
+func sortedKeys[V any](m map[string]V) []string { return slices.Sorted(maps.Keys(m)) }

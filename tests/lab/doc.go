@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package lab is the hand that drives a real node: it is shared by the demo
+// and by the end-to-end tests.
+//
+// # The model
+//
+// A [Kit] is what stands on this machine: the checkout, the cache, and the
+// programs built from the one into the other. [Kit.Steps] are the builds, each
+// of which does only what is missing. From a kit comes a [Node]: a one-node
+// Kubernetes in namespaces of its own, run by the program `cluster` of
+// tests/cluster. Into the node goes a [Driver], the emulated NVIDIA driver of
+// tests/emulator, laid at `/` as a distribution's packages would lay it or
+// below another root, and an [Agent], the product as its own DaemonSet, from
+// the manifests that users apply.
+//
+//	kit, err := lab.NewKit(os.Stderr)
+//	for _, s := range kit.Steps() { err = s.Run(ctx) }
+//	node, err := kit.Up(ctx, lab.NodeOptions{Name: "demo"})
+//	driver, err := node.LayDriver(ctx, lab.DriverOptions{Root: "/", Model: "H100-80GB", Count: 8})
+//	agent, err := node.Deploy(ctx, lab.DeployOptions{})
+//	err = agent.SetPartitions(ctx, "version: v1 …")
+//	pod, err := node.CreatePod(ctx, lab.Pod{Name: "a", Containers: []lab.Container{{Resources: map[string]int{"example.com/gpu-mem": 24}}}})
+//	err = pod.Running(ctx)
+//
+// # Waiting
+//
+// Nothing here sleeps and hopes. [Await] looks again and again until what it
+// looks at is as it should be, and its error says what was seen last: a test
+// that fails on a slow machine says what the node was doing, not that time ran
+// out.
+//
+// # Seeing from the inside
+//
+// A pod's containers run a small script that prints what they see, which device
+// nodes and what the dynamic linker finds under the name libcuda.so.1, and then
+// wait for their end. [Pod.Inside] reads it from the container's log, which
+// works for an init container that is long gone as well as for one that runs.
+//
+// The package refuses to know what the product should do with any of this:
+// expectations are the callers'.
+package lab

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lab
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// Driver is an emulated driver in a node: its files below a root, and the
+// daemon that plays the kernel's part.
+type Driver struct {
+	// Root is where the driver's files are in the node.
+	Root string
+	// GPUs is what the driver has, by index.
+	GPUs []GPUInfo
+	// Version is the driver's.
+	Version string
+
+	node   *Node
+	socket string
+}
+
+// GPUInfo is a GPU as the emulated hardware knows it.
+type GPUInfo struct {
+	Index, Minor int
+	UUID, Model  string
+	MemoryMiB    int
+	TimeSlice    string
+	Lost         bool
+}
+
+// Device is the path of the GPU's device node. Minors differ from indices, so
+// that mix-ups show.
+func (g GPUInfo) Device() string { return fmt.Sprintf("/dev/nvidia%d", g.Minor) }
+
+// ControlDevices are the nodes that a container with any GPU has besides.
+var ControlDevices = []string{"/dev/nvidia-modeset", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidiactl"}
+
+// DriverOptions say what driver a node gets.
+type DriverOptions struct {
+	// Root is "/" for a driver that is installed on the node, or the directory
+	// that a driver container would have filled.
+	Root string
+	// Model is the product's name in the emulator, Count how many there are.
+	Model string
+	Count int
+}
+
+// LayDriver lays a driver into the node and starts its daemon.
+func (n *Node) LayDriver(ctx context.Context, o DriverOptions) (*Driver, error) {
+	dir, err := n.Dir("driver")
+	if err != nil {
+		return nil, fmt.Errorf("lay the driver: %w", err)
+	}
+	name := "emulated-driver" + strings.ReplaceAll(strings.TrimSuffix(o.Root, "/"), "/", "-")
+	world := filepath.Join(dir, name+".yaml")
+	spec := fmt.Sprintf("model: %s\ncount: %d\nseed: %s\n", o.Model, o.Count, n.Name+name)
+	if err := os.WriteFile(world, []byte(spec), 0o644); err != nil {
+		return nil, fmt.Errorf("lay the driver: %w", err)
+	}
+	// The cache is at the same place inside the node.
+	emulator := n.kit.Bin("gpu-emulator")
+	install := []string{emulator, "install", "--root", "/", "--prefix", o.Root, "--libraries", n.kit.driverLibraries(), "--world", world}
+	if o.Root == "/" {
+		install = append(install, "--proc") // the kernel's files have no other place
+	}
+	if _, err := n.Exec(ctx, install...); err != nil {
+		return nil, fmt.Errorf("lay the driver at %s: %w", o.Root, err)
+	}
+	d := &Driver{Root: o.Root, node: n, socket: filepath.Join(o.Root, "run/nvidia-persistenced/socket")}
+	if err := n.Start(ctx, name, emulator, "serve", "--world", world, "--socket", d.socket); err != nil {
+		return nil, fmt.Errorf("start the driver's daemon: %w", err)
+	}
+	err = Await(ctx, 20*time.Second, "the emulated driver", func(ctx context.Context) error { return d.refresh(ctx) })
+	return d, err
+}
+
+// refresh reads what the hardware is now.
+func (d *Driver) refresh(ctx context.Context) error {
+	out, err := d.control(ctx, "show")
+	if err != nil {
+		return err
+	}
+	state, err := decode[struct {
+		Driver string
+		GPUs   []GPUInfo
+	}](out, "the emulated driver's state")
+	if err != nil {
+		return err
+	}
+	if len(state.GPUs) == 0 {
+		return errors.New("the emulated driver has no GPU")
+	}
+	d.GPUs, d.Version = state.GPUs, state.Driver
+	return nil
+}
+
+func (d *Driver) control(ctx context.Context, command string, args ...string) ([]byte, error) {
+	return d.node.Exec(ctx, append([]string{d.node.kit.Bin("gpu-emulator"), command, "--socket", d.socket}, args...)...)
+}
+
+// Lose drops a GPU off the bus.
+func (d *Driver) Lose(ctx context.Context, index int) error {
+	_, err := d.control(ctx, "lose", "--gpu", strconv.Itoa(index))
+	return err
+}
+
+// Restore brings a lost GPU back.
+func (d *Driver) Restore(ctx context.Context, index int) error {
+	_, err := d.control(ctx, "restore", "--gpu", strconv.Itoa(index))
+	return err
+}
+
+// TimeSlice is what the driver was told for a GPU: default, short, medium or
+// long.
+func (d *Driver) TimeSlice(ctx context.Context, index int) (string, error) {
+	if err := d.refresh(ctx); err != nil {
+		return "", err
+	}
+	return d.GPUs[index].TimeSlice, nil
+}
+
+// ByMinor returns the GPU that a device node belongs to.
+func (d *Driver) ByMinor(minor int) (GPUInfo, error) {
+	for _, g := range d.GPUs {
+		if g.Minor == minor {
+			return g, nil
+		}
+	}
+	return GPUInfo{}, fmt.Errorf("no GPU has /dev/nvidia%d", minor)
+}

@@ -1,0 +1,299 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lab
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// Node is a one-node Kubernetes that runs now.
+type Node struct {
+	// Name is the node's, for `cluster` and in Kubernetes.
+	Name string
+	kit  *Kit
+	api  *api
+}
+
+// NodeOptions say how a node is started.
+type NodeOptions struct {
+	Name string
+	// WithParent ends the node when this process ends, however it ends.
+	WithParent bool
+}
+
+// Up starts a node and returns when it is Ready.
+func (k *Kit) Up(ctx context.Context, o NodeOptions) (*Node, error) {
+	args := []string{"up", "--name", o.Name}
+	if o.WithParent {
+		args = append(args, "--with-parent")
+	}
+	if err := k.Run(ctx, k.Bin("cluster"), args...); err != nil {
+		return nil, err
+	}
+	return k.Attach(ctx, o.Name)
+}
+
+// Attach returns a node that runs already.
+func (k *Kit) Attach(ctx context.Context, name string) (*Node, error) {
+	n := &Node{Name: name, kit: k}
+	config, err := n.Kubectl(ctx, nil, "config", "view", "--raw", "-o", "json")
+	if err != nil {
+		return nil, err
+	}
+	n.api, err = newAPI(config)
+	return n, err
+}
+
+// Down ends a node and proves that nothing of it is left. That there is none
+// is no error.
+func (k *Kit) Down(ctx context.Context, name string) error {
+	if _, err := os.Stat(k.Bin("cluster")); errors.Is(err, os.ErrNotExist) {
+		return nil // without the program there was never a node
+	}
+	return k.Run(ctx, k.Bin("cluster"), "down", "--name", name)
+}
+
+// Dir is a directory for files of a run, inside the cache.
+func (n *Node) Dir(name string) (string, error) {
+	dir := filepath.Join(n.kit.Cache, "run", n.Name, name)
+	return dir, os.MkdirAll(dir, 0o755)
+}
+
+func (n *Node) cluster(ctx context.Context, stdin io.Reader, command string, args ...string) ([]byte, error) {
+	return n.kit.output(ctx, stdin, n.kit.Bin("cluster"), append([]string{command, "--name", n.Name}, args...)...)
+}
+
+// Kubectl runs kubectl as administrator and returns its output.
+func (n *Node) Kubectl(ctx context.Context, stdin io.Reader, args ...string) ([]byte, error) {
+	return n.cluster(ctx, stdin, "kubectl", append([]string{"--"}, args...)...)
+}
+
+// KubectlCommand is how a person types kubectl for this node.
+func (n *Node) KubectlCommand() string {
+	return fmt.Sprintf("%s kubectl --name %s --", n.kit.Bin("cluster"), n.Name)
+}
+
+// Exec runs a command inside the node, where the host's files and the node's
+// own are, and returns its output.
+func (n *Node) Exec(ctx context.Context, command ...string) ([]byte, error) {
+	return n.cluster(ctx, nil, "exec", append([]string{"--"}, command...)...)
+}
+
+// Start runs a further process in the node for as long as the node lives.
+func (n *Node) Start(ctx context.Context, process string, command ...string) error {
+	_, err := n.cluster(ctx, nil, "start", append([]string{process, "--"}, command...)...)
+	return err
+}
+
+// Stop ends a process of the node: one of Kubernetes, or one of Start's. That
+// it never ran is an error, that it has ended is none.
+func (n *Node) Stop(ctx context.Context, process string) error {
+	_, err := n.cluster(ctx, nil, "stop", process)
+	return err
+}
+
+// Restart ends a process of the node and starts it again.
+func (n *Node) Restart(ctx context.Context, process string) error {
+	_, err := n.cluster(ctx, nil, "restart", process)
+	return err
+}
+
+// Starts is how often a process of the node was started.
+func (n *Node) Starts(ctx context.Context, process string) (int, error) {
+	out, err := n.cluster(ctx, nil, "pid", process)
+	if err != nil {
+		return 0, err
+	}
+	fields := strings.Fields(string(out))
+	if len(fields) != 2 {
+		return 0, fmt.Errorf("read how often %s was started: %q", process, out)
+	}
+	return strconv.Atoi(fields[1])
+}
+
+// Load gives an image archive to the node's containerd.
+func (n *Node) Load(ctx context.Context, archive string) error {
+	_, err := n.cluster(ctx, nil, "load", archive)
+	return err
+}
+
+// State is what Kubernetes says of the node.
+type State struct {
+	Labels, Annotations map[string]string
+	// Capacity and Allocatable are whole numbers of extended resources; other
+	// resources are left out.
+	Capacity, Allocatable map[string]int
+	Ready                 bool
+}
+
+func (n *Node) path() string { return "/api/v1/nodes/" + n.Name }
+
+// State reads the Node.
+func (n *Node) State(ctx context.Context) (State, error) {
+	var o struct {
+		Metadata struct{ Labels, Annotations map[string]string }
+		Status   struct {
+			Capacity, Allocatable map[string]string
+			Conditions            []struct{ Type, Status string }
+		}
+	}
+	if err := n.api.get(ctx, n.path(), &o); err != nil {
+		return State{}, err
+	}
+	s := State{Labels: o.Metadata.Labels, Annotations: o.Metadata.Annotations}
+	var err error
+	if s.Capacity, err = extended(o.Status.Capacity); err != nil {
+		return State{}, err
+	}
+	if s.Allocatable, err = extended(o.Status.Allocatable); err != nil {
+		return State{}, err
+	}
+	for _, c := range o.Status.Conditions {
+		s.Ready = s.Ready || c.Type == "Ready" && c.Status == "True"
+	}
+	return s, nil
+}
+
+// extended keeps the resources with a domain. Kubernetes writes a number of
+// thousands as "1k".
+func extended(in map[string]string) (map[string]int, error) {
+	out := map[string]int{}
+	for name, value := range in {
+		if !strings.Contains(name, "/") {
+			continue
+		}
+		digits, thousands := strings.CutSuffix(value, "k")
+		count, err := strconv.Atoi(digits)
+		if err != nil {
+			return nil, fmt.Errorf("read the node's %s: %w", name, err)
+		}
+		if thousands {
+			count *= 1000
+		}
+		out[name] = count
+	}
+	return out, nil
+}
+
+// AwaitAllocatable waits until the node offers exactly these amounts of the
+// resources that are named; 0 also means that the node does not name it.
+func (n *Node) AwaitAllocatable(ctx context.Context, want map[string]int) error {
+	return Await(ctx, time.Minute, "allocatable "+amounts(want), func(ctx context.Context) error {
+		s, err := n.State(ctx)
+		if err != nil {
+			return err
+		}
+		for name, count := range want {
+			if s.Allocatable[name] != count {
+				return fmt.Errorf("the node offers %s", amounts(s.Allocatable))
+			}
+		}
+		return nil
+	})
+}
+
+func amounts(m map[string]int) string {
+	var out []string
+	for _, name := range slices.Sorted(maps.Keys(m)) {
+		out = append(out, fmt.Sprintf("%s: %d", name, m[name]))
+	}
+	return "{" + strings.Join(out, ", ") + "}"
+}
+
+// Label sets labels of the Node; an empty value removes one.
+func (n *Node) Label(ctx context.Context, labels map[string]string) error {
+	patch := map[string]*string{}
+	for k, v := range labels {
+		patch[k] = nil
+		if v != "" {
+			patch[k] = &v
+		}
+	}
+	err := n.api.patch(ctx, n.path(), map[string]any{"metadata": map[string]any{"labels": patch}})
+	if err != nil {
+		return fmt.Errorf("label the node: %w", err)
+	}
+	return nil
+}
+
+// Event is a Kubernetes Event.
+type Event struct{ Type, Reason, Message string }
+
+// Events returns the Events about an object, "Node" or "Pod" and its name.
+func (n *Node) Events(ctx context.Context, kind, namespace, name string) ([]Event, error) {
+	var list struct {
+		Items []struct {
+			Event
+			InvolvedObject struct{ Kind, Name string }
+		}
+	}
+	if namespace == "" {
+		namespace = "default"
+	}
+	if err := n.api.get(ctx, "/api/v1/namespaces/"+namespace+"/events", &list); err != nil {
+		return nil, err
+	}
+	var out []Event
+	for _, e := range list.Items {
+		if e.InvolvedObject.Kind == kind && e.InvolvedObject.Name == name {
+			out = append(out, e.Event)
+		}
+	}
+	return out, nil
+}
+
+// AwaitEvent waits for an Event that match accepts.
+func (n *Node) AwaitEvent(ctx context.Context, kind, namespace, name, what string, match func(Event) bool) error {
+	return Await(ctx, 30*time.Second, "an Event of "+name+" that "+what, func(ctx context.Context) error {
+		events, err := n.Events(ctx, kind, namespace, name)
+		if err != nil {
+			return err
+		}
+		if slices.ContainsFunc(events, match) {
+			return nil
+		}
+		return fmt.Errorf("its Events are %q", events)
+	})
+}
+
+// Namespace makes a namespace for pods and waits until pods can be made in it.
+func (n *Node) Namespace(ctx context.Context, name string) error {
+	err := n.api.create(ctx, "/api/v1/namespaces", map[string]any{"metadata": map[string]any{"name": name}})
+	var refused *statusError
+	if err != nil && !(errors.As(err, &refused) && refused.Reason == "AlreadyExists") {
+		return fmt.Errorf("make namespace %s: %w", name, err)
+	}
+	return Await(ctx, 30*time.Second, "the service account of namespace "+name, func(ctx context.Context) error {
+		return n.api.get(ctx, "/api/v1/namespaces/"+name+"/serviceaccounts/default", nil)
+	})
+}
+
+// exitCode is the status that a command ended with, -1 where it did not run.
+func exitCode(err error) int {
+	var exit *exec.ExitError
+	if errors.As(err, &exit) {
+		return exit.ExitCode()
+	}
+	return -1
+}
+
+// decode reads JSON that a program of ours printed.
+func decode[T any](data []byte, what string) (T, error) {
+	var v T
+	if err := json.Unmarshal(data, &v); err != nil {
+		return v, fmt.Errorf("read %s: %w", what, err)
+	}
+	return v, nil
+}

@@ -1,0 +1,408 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lab
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// PodNamespace is where the pods of demo and tests live.
+const PodNamespace = "work"
+
+// TestImage is the image of containers that do not name one: glibc, its tools
+// and busybox.
+const TestImage = "localhost/glibc:test"
+
+// Pod is a pod to make. Its containers print what they see and wait.
+type Pod struct {
+	Name string
+	// Init containers see and end, one after the other.
+	Init       []Container
+	Containers []Container
+	// Labels are further labels.
+	Labels map[string]string
+}
+
+// Container is one container of a Pod.
+type Container struct {
+	// Name is "main" where it is empty.
+	Name string
+	// Image is TestImage where it is empty.
+	Image string
+	// Resources are extended resources and how many of each.
+	Resources map[string]int
+}
+
+// look is what containers run first. dlopen-check, of the image, loads a library
+// by its name as any program would, and prints the file that was found.
+const look = `
+for d in /dev/nvidia*; do [ -e "$d" ] && echo "device $d"; done
+dlopen-check libcuda.so.1 2>&1 | while read -r line; do echo "libcuda $line"; done
+while read -r id parent dev root target rest; do
+  case "$target" in *nvidia* | *libcuda*) echo "mount $target $root" ;; esac
+done < /proc/self/mountinfo
+echo "visible ${NVIDIA_VISIBLE_DEVICES:-unset}"
+echo seen
+`
+
+// CreatePod makes a pod and does not wait for anything.
+func (n *Node) CreatePod(ctx context.Context, p Pod) (*RunningPod, error) {
+	containers := func(list []Container, script string) (out []any) {
+		for _, c := range list {
+			limits := map[string]string{}
+			for name, count := range c.Resources {
+				limits[name] = strconv.Itoa(count)
+			}
+			if c.Name == "" {
+				c.Name = "main"
+			}
+			if c.Image == "" {
+				c.Image = TestImage
+			}
+			out = append(out, map[string]any{
+				"name": c.Name, "image": c.Image, "imagePullPolicy": "Never",
+				"command":   []string{"/bin/sh", "-c", script},
+				"resources": map[string]any{"limits": limits},
+			})
+		}
+		return out
+	}
+	grace := 1
+	o := map[string]any{
+		"apiVersion": "v1", "kind": "Pod",
+		"metadata": map[string]any{"name": p.Name, "labels": p.Labels},
+		"spec": map[string]any{
+			"restartPolicy":                 "Always",
+			"terminationGracePeriodSeconds": grace,
+			"automountServiceAccountToken":  false,
+			"enableServiceLinks":            false,
+			"initContainers":                containers(p.Init, look),
+			// A shell that is PID 1 ends by a signal only if it asks for it.
+			"containers": containers(p.Containers, "trap 'exit 0' TERM\n"+look+"sleep 1000000 & wait\n"),
+		},
+	}
+	err := n.api.create(ctx, "/api/v1/namespaces/"+PodNamespace+"/pods", o)
+	if err != nil {
+		return nil, fmt.Errorf("make pod %s: %w", p.Name, err)
+	}
+	return &RunningPod{Name: p.Name, node: n, spec: p}, nil
+}
+
+// RunningPod is a pod that was made.
+type RunningPod struct {
+	Name string
+	node *Node
+	spec Pod
+}
+
+// PodState is what Kubernetes says of a pod.
+type PodState struct {
+	UID                    string
+	Phase, Reason, Message string
+	Deleted                bool // it is being deleted
+	// Containers has every container, init ones too, by name.
+	Containers map[string]ContainerState
+	Condition  map[string]string // why a condition that is not true is not
+}
+
+// ContainerState is how one container of a pod stands.
+type ContainerState struct {
+	ID              string
+	Ready           bool
+	Restarts        int
+	Waiting         string // why it does not run
+	Terminated      bool
+	ExitCode        int
+	StartedAt       string
+	LastTermination string
+}
+
+func (s PodState) String() string {
+	out := "phase " + s.Phase
+	if s.Reason != "" || s.Message != "" {
+		out += fmt.Sprintf(" (%s: %s)", s.Reason, s.Message)
+	}
+	for _, name := range sortedKeys(s.Containers) {
+		if c := s.Containers[name]; c.Waiting != "" {
+			out += fmt.Sprintf(", container %s waits: %s", name, c.Waiting)
+		}
+	}
+	for _, kind := range sortedKeys(s.Condition) {
+		out += fmt.Sprintf(", not %s: %s", kind, s.Condition[kind])
+	}
+	return out
+}
+
+func (p *RunningPod) path() string {
+	return "/api/v1/namespaces/" + PodNamespace + "/pods/" + p.Name
+}
+
+// String is the pod's name as people write it: namespace/name.
+func (p *RunningPod) String() string { return PodNamespace + "/" + p.Name }
+
+// State reads the pod.
+func (p *RunningPod) State(ctx context.Context) (PodState, error) {
+	type status struct {
+		Name, ContainerID string
+		Ready             bool
+		RestartCount      int
+		State             struct {
+			Running    *struct{ StartedAt string }
+			Waiting    *struct{ Reason, Message string }
+			Terminated *struct{ ExitCode int }
+		}
+	}
+	var o struct {
+		Metadata struct {
+			UID               string
+			DeletionTimestamp string
+		}
+		Status struct {
+			Phase, Reason, Message                   string
+			ContainerStatuses, InitContainerStatuses []status
+			Conditions                               []struct{ Type, Status, Reason, Message string }
+		}
+	}
+	if err := p.node.api.get(ctx, p.path(), &o); err != nil {
+		return PodState{}, err
+	}
+	s := PodState{UID: o.Metadata.UID, Phase: o.Status.Phase, Reason: o.Status.Reason, Message: o.Status.Message,
+		Deleted: o.Metadata.DeletionTimestamp != "", Containers: map[string]ContainerState{}, Condition: map[string]string{}}
+	for _, c := range append(o.Status.InitContainerStatuses, o.Status.ContainerStatuses...) {
+		cs := ContainerState{ID: c.ContainerID, Ready: c.Ready, Restarts: c.RestartCount}
+		if c.State.Running != nil {
+			cs.StartedAt = c.State.Running.StartedAt
+		}
+		if w := c.State.Waiting; w != nil {
+			cs.Waiting = strings.TrimSuffix(w.Reason+": "+w.Message, ": ")
+		}
+		if t := c.State.Terminated; t != nil {
+			cs.Terminated, cs.ExitCode = true, t.ExitCode
+		}
+		s.Containers[c.Name] = cs
+	}
+	for _, c := range o.Status.Conditions {
+		if c.Status != "True" && c.Message != "" {
+			s.Condition[c.Type] = c.Message
+		}
+	}
+	return s, nil
+}
+
+// Running waits until all containers run.
+func (p *RunningPod) Running(ctx context.Context) error {
+	return Await(ctx, time.Minute, "pod "+p.Name+" to run", func(ctx context.Context) error {
+		s, err := p.State(ctx)
+		if err != nil {
+			return err
+		}
+		if s.Phase == "Failed" || s.Phase == "Succeeded" {
+			return fmt.Errorf("%s: %w", s, ErrNever)
+		}
+		for _, c := range p.spec.Containers {
+			if !s.Containers[c.name()].Ready {
+				return errors.New(s.String() + p.why(ctx))
+			}
+		}
+		return nil
+	})
+}
+
+func (c Container) name() string {
+	if c.Name == "" {
+		return "main"
+	}
+	return c.Name
+}
+
+// why is what the pod's Events say of a failure.
+func (p *RunningPod) why(ctx context.Context) string {
+	events, err := p.node.Events(ctx, "Pod", PodNamespace, p.Name)
+	if err != nil {
+		return ""
+	}
+	out := ""
+	for _, e := range events {
+		if e.Type == "Warning" {
+			out += fmt.Sprintf("; %s: %s", e.Reason, e.Message)
+		}
+	}
+	return out
+}
+
+// Refused waits until the kubelet has refused the pod for good, and returns
+// its state, whose message is what the user reads.
+func (p *RunningPod) Refused(ctx context.Context) (PodState, error) {
+	var s PodState
+	err := Await(ctx, time.Minute, "pod "+p.Name+" to be refused", func(ctx context.Context) (err error) {
+		if s, err = p.State(ctx); err != nil {
+			return err
+		}
+		if s.Phase == "Failed" {
+			return nil
+		}
+		if s.Phase == "Running" {
+			return fmt.Errorf("it runs: %w", ErrNever)
+		}
+		return errors.New(s.String())
+	})
+	return s, err
+}
+
+// Unschedulable waits until the scheduler has found no room for the pod, and
+// returns what it says.
+func (p *RunningPod) Unschedulable(ctx context.Context) (string, error) {
+	var message string
+	err := Await(ctx, time.Minute, "pod "+p.Name+" to find no room", func(ctx context.Context) error {
+		s, err := p.State(ctx)
+		if err != nil {
+			return err
+		}
+		message = s.Condition["PodScheduled"]
+		switch {
+		case message != "":
+			return nil
+		case s.Phase != "Pending":
+			return fmt.Errorf("%s: %w", s, ErrNever)
+		}
+		return errors.New(s.String())
+	})
+	return message, err
+}
+
+// Delete asks for the pod's end.
+func (p *RunningPod) Delete(ctx context.Context) error {
+	if err := p.node.api.remove(ctx, p.path()); err != nil {
+		return fmt.Errorf("delete pod %s: %w", p.Name, err)
+	}
+	return nil
+}
+
+// Gone waits until there is no such pod.
+func (p *RunningPod) Gone(ctx context.Context) error {
+	return Await(ctx, time.Minute, "the end of pod "+p.Name, func(ctx context.Context) error {
+		s, err := p.State(ctx)
+		if isNotFound(err) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		return errors.New(s.String())
+	})
+}
+
+// DeletePods ends all pods of the lab and waits until they are gone.
+func (n *Node) DeletePods(ctx context.Context) error {
+	path := "/api/v1/namespaces/" + PodNamespace + "/pods"
+	if err := n.api.do(ctx, http.MethodDelete, path, "", nil, nil); err != nil {
+		return fmt.Errorf("delete all pods: %w", err)
+	}
+	return Await(ctx, time.Minute, "the end of all pods", func(ctx context.Context) error {
+		var list struct {
+			Items []struct{ Metadata struct{ Name string } }
+		}
+		if err := n.api.get(ctx, path, &list); err != nil {
+			return err
+		}
+		var names []string
+		for _, item := range list.Items {
+			names = append(names, item.Metadata.Name)
+		}
+		if len(names) > 0 {
+			return fmt.Errorf("there are %s", strings.Join(names, ", "))
+		}
+		return nil
+	})
+}
+
+// Inside is what a container sees of GPUs.
+type Inside struct {
+	// Devices are the paths /dev/nvidia*, sorted.
+	Devices []string
+	// CUDA is the file that the loader finds for libcuda.so.1, links followed;
+	// empty if it finds none, and then CUDAError says why.
+	CUDA, CUDAError string
+	// Mounts maps each mounted file of the driver to its path on the file
+	// system that it comes from.
+	Mounts map[string]string
+	// Visible is NVIDIA_VISIBLE_DEVICES, "unset" where it is not set.
+	Visible string
+}
+
+// GPUMinors are the minors of the GPUs among the devices, in ascending order.
+func (i Inside) GPUMinors() []int {
+	var minors []int
+	for _, d := range i.Devices {
+		if minor, err := strconv.Atoi(strings.TrimPrefix(d, "/dev/nvidia")); err == nil {
+			minors = append(minors, minor)
+		}
+	}
+	slices.Sort(minors)
+	return minors
+}
+
+// Inside waits until a container has looked around, and returns what it saw.
+func (p *RunningPod) Inside(ctx context.Context, container string) (Inside, error) {
+	if container == "" {
+		container = "main"
+	}
+	seen := Inside{Mounts: map[string]string{}}
+	var log []byte
+	err := Await(ctx, time.Minute, fmt.Sprintf("what container %s of pod %s sees", container, p.Name), func(ctx context.Context) error {
+		if err := p.node.api.get(ctx, p.path()+"/log?container="+container, &log); err != nil {
+			if s, serr := p.State(ctx); serr == nil && s.Phase == "Failed" {
+				return fmt.Errorf("%s: %w", s, ErrNever)
+			}
+			return err
+		}
+		if !bytes.HasSuffix(log, []byte("seen\n")) {
+			return fmt.Errorf("its log is %q", log)
+		}
+		return nil
+	})
+	if err != nil {
+		return seen, err
+	}
+	lines := bufio.NewScanner(bytes.NewReader(log))
+	for lines.Scan() {
+		kind, rest, _ := strings.Cut(lines.Text(), " ")
+		switch kind {
+		case "device":
+			seen.Devices = append(seen.Devices, rest)
+		case "libcuda":
+			if file, ok := strings.CutPrefix(rest, "libcuda.so.1 => "); ok {
+				seen.CUDA = file
+			} else {
+				seen.CUDAError = rest
+			}
+		case "mount":
+			target, from, _ := strings.Cut(rest, " ")
+			seen.Mounts[target] = from
+		case "visible":
+			seen.Visible = rest
+		case "seen":
+		default:
+			return seen, fmt.Errorf("container %s of pod %s printed %q", container, p.Name, lines.Text())
+		}
+	}
+	slices.Sort(seen.Devices)
+	return seen, nil
+}
+
+// Exec runs a command in a container and returns what it prints.
+func (p *RunningPod) Exec(ctx context.Context, container string, command ...string) ([]byte, error) {
+	if container == "" {
+		container = "main"
+	}
+	return p.node.Kubectl(ctx, nil, append([]string{"exec", "-n", PodNamespace, p.Name, "-c", container, "--"}, command...)...)
+}
