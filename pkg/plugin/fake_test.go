@@ -42,6 +42,7 @@ type kubelet struct {
 
 	mu      sync.Mutex
 	clients map[string]*client // guarded by mu
+	all     []*client          // guarded by mu; a client that was replaced stays open, as the kubelet's does
 	running sync.WaitGroup
 	seen    cell[seen]
 }
@@ -94,7 +95,7 @@ func startKubelet(t testing.TB, dir string) *kubelet {
 func (k *kubelet) stop() {
 	k.server.Stop()
 	k.mu.Lock()
-	for _, c := range k.clients {
+	for _, c := range k.all {
 		_ = c.conn.Close()
 	}
 	k.mu.Unlock()
@@ -141,6 +142,7 @@ func (k *kubelet) Register(ctx context.Context, r *api.RegisterRequest) (*api.Em
 	}
 	k.mu.Lock()
 	k.clients[r.ResourceName] = c
+	k.all = append(k.all, c)
 	k.mu.Unlock()
 	k.note(func(s *seen) { s.registered[r.ResourceName]++; s.connected[r.ResourceName] = true })
 	k.running.Go(func() { k.run(r.ResourceName, c) })

@@ -186,9 +186,12 @@ func (p *Plugin) Run(ctx context.Context) error {
 			due, in := reg.due(kubelet, streams, time.Now())
 			switch {
 			case due:
-				err := p.opts.Kubelet.register(ctx, p.opts.Resource, filepath.Base(path))
+				err := p.register(ctx, sock, kubelet, looked)
 				if ctx.Err() != nil {
 					return nil
+				}
+				if errors.Is(err, errOvertaken) {
+					continue
 				}
 				reg.tried(kubelet, streams, time.Now(), err)
 				p.opts.Observer.Registered(p.opts.Resource, err)
@@ -206,6 +209,32 @@ func (p *Plugin) Run(ctx context.Context) error {
 		case <-looked:
 		case <-streamed:
 		case <-wait:
+		}
+	}
+}
+
+var errOvertaken = errors.New("the kubelet or the socket has changed meanwhile")
+
+// register registers sock with the kubelet that was seen. It gives up at once
+// when that is no longer what is there: a kubelet that starts removes our
+// socket, and would look for it for 10 s if it were told of it just then.
+func (p *Plugin) register(ctx context.Context, sock *socket, kubelet sockID, looked <-chan struct{}) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	answer := make(chan error, 1)
+	go func() { answer <- p.opts.Kubelet.register(ctx, p.opts.Resource, filepath.Base(sock.path)) }()
+	for {
+		select {
+		case err := <-answer:
+			return err
+		case <-looked:
+		}
+		var now sockID
+		now, looked = p.opts.Kubelet.sock.get()
+		if st, _ := sock.standing(); now != kubelet || st != held {
+			cancel()
+			<-answer
+			return errOvertaken
 		}
 	}
 }
