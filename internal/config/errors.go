@@ -49,10 +49,16 @@ func (e Errors) Unwrap() []error {
 // mistakes collects errors of one file.
 type mistakes struct {
 	file string
-	errs Errors
+	// lines is how many the file has, 0 where that is not known. YAML finds
+	// the value that a last line lacks on the line after it.
+	lines int
+	errs  Errors
 }
 
 func (m *mistakes) add(line int, format string, args ...any) {
+	if m.lines > 0 {
+		line = min(line, m.lines)
+	}
 	m.errs = append(m.errs, &Error{File: m.file, Line: max(line, 1), Msg: fmt.Sprintf(format, args...)})
 }
 

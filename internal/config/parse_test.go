@@ -80,6 +80,7 @@ var broken = []struct {
 	{"a partition twice", head + "    - {devices: all, mode: off}\n  default:\n    - {devices: all, mode: whole}\n", []string{"f:5: the key \"default\" is already on line 3"}},
 	{"a partition without entries", head + "    []\n", []string{"f:4: partition \"default\" is an empty list"}},
 	{"a partition of null", head, []string{"f:3: partition \"default\" is a list, not nothing"}},
+	{"a name without a value at the end of the file", "version: v1\npartitions:\n  ? x", []string{"f:3: partition \"x\" is a list, not nothing"}},
 	{"a partition without the dash", head + "    devices: all\n    mode: off\n", []string{"f:4: partition \"default\" is a list, not a mapping"}},
 	{"a name too long", "version: v1\npartitions:\n  " + strings.Repeat("x", 64) + ": [{devices: all, mode: off}]\n", []string{
 		"f:3: the partition name \"" + strings.Repeat("x", 60) + "…\" is longer than 63 characters: it is chosen by the value of a node label"}},

@@ -33,6 +33,7 @@ func document(m *mistakes, data []byte) *yaml.Node {
 		m.add(line, "%s", bad)
 		return nil
 	}
+	m.lines = len(splitLines(data))
 	docs, err := decode(bytes.NewReader(data), 2)
 	if err != nil {
 		line, reason := explain(data, err)
@@ -110,10 +111,7 @@ var yamlLine = regexp.MustCompile(`^line \d+: `)
 // the file is cut after it.
 func explain(data []byte, err error) (line int, reason string) {
 	reason = withoutLine(err)
-	lines := bytes.SplitAfter(data, []byte("\n"))
-	if len(lines) > 1 && len(lines[len(lines)-1]) == 0 {
-		lines = lines[:len(lines)-1]
-	}
+	lines := splitLines(data)
 	fails := func(n int) bool {
 		_, err := decode(&lineReader{lines: lines[:n]}, 2)
 		if err == nil {
@@ -138,6 +136,16 @@ func explain(data []byte, err error) (line int, reason string) {
 		return line, "a tab cannot indent YAML: use spaces"
 	}
 	return line, "the file is not YAML: " + reason
+}
+
+// splitLines counts as an editor does: a newline at the end begins no further
+// line, and an empty file has one.
+func splitLines(data []byte) [][]byte {
+	lines := bytes.SplitAfter(data, []byte("\n"))
+	if last := len(lines) - 1; last > 0 && len(lines[last]) == 0 {
+		lines = lines[:last]
+	}
+	return lines
 }
 
 // withoutLine takes the library's idea of the line off its message.
