@@ -435,8 +435,23 @@ func (l Layout) buildBaseImages() error {
 			return err
 		}
 	}
-	if err := glibc.AddLibraries(libraryDirs()); err != nil {
+	dirs := libraryDirs()
+	if err := glibc.AddLibraries(dirs); err != nil {
 		return err
+	}
+	// What a workload's libraries may need beside libc.
+	check, _, err := readELF(l.bin("dlopen-check"))
+	if err != nil {
+		return err
+	}
+	for _, soname := range []string{"libdl.so.2", "libm.so.6", "libpthread.so.0", "librt.so.1"} {
+		lib, err := findLibrary(soname, l.bin("dlopen-check"), check, dirs)
+		if err != nil {
+			return err
+		}
+		if err := glibc.Add(lib, lib, 0); err != nil {
+			return err
+		}
 	}
 	_, err = writeImages(l.path("images", "base.tar"), pause, busybox, glibc)
 	return err

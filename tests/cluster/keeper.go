@@ -32,8 +32,7 @@ func spawnKeeper(n Node) (*exec.Cmd, error) {
 		return nil, fmt.Errorf("open the keeper's log: %w", err)
 	}
 	defer log.Close()
-	cmd := exec.Command("/proc/self/exe", n.dir)
-	cmd.Args[0] = "cluster"
+	cmd := exec.Command("/proc/self/exe")
 	cmd.Args = []string{"cluster", keeperCommand, n.dir}
 	cmd.Dir = "/"
 	cmd.Stdout, cmd.Stderr = log, log

@@ -59,15 +59,24 @@ func main() {
 	} else {
 		err = run(os.Args[1:])
 	}
+	os.Exit(report(err))
+}
+
+// report prints an error, if there is one to print, and returns the exit status
+// that stands for it.
+func report(err error) int {
 	var status exitStatus
 	switch {
 	case err == nil:
+		return 0
 	case errors.As(err, &status):
-		os.Exit(int(status))
-	default:
+		return int(status)
+	case errors.Is(err, exec.ErrNotFound):
 		fmt.Fprintf(os.Stderr, "cluster: %v\n", err)
-		os.Exit(1)
+		return 127 // as a shell says it
 	}
+	fmt.Fprintf(os.Stderr, "cluster: %v\n", err)
+	return 1
 }
 
 func run(args []string) error {

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+)
+
+// The module that is built is the version that is shown and asked for.
+func TestVersions(t *testing.T) {
+	for module, want := range map[string]string{
+		"kubernetes": "\tk8s.io/kubernetes " + kubernetesVersion + "\n",
+		"etcd":       "\tgo.etcd.io/etcd/server/v3 " + etcdVersion + " ",
+		"containerd": "\tgithub.com/containerd/containerd/v2 " + containerdVersion + " ",
+	} {
+		b, err := os.ReadFile(filepath.Join(module, "go.mod"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !strings.Contains(string(b), want) {
+			t.Errorf("%s/go.mod has no line with %q", module, want)
+		}
+	}
+}
+
+func TestStampFollowsWhatAPartIsMadeFrom(t *testing.T) {
+	dir := t.TempDir()
+	source := writeTestFile(t, filepath.Join(dir, "main.go"), "one", 0o644)
+	p := part{name: "p", inputs: []string{dir}, args: []string{"go1"}, outputs: []string{"bin/p"}}
+	stamp := func(p part) string {
+		t.Helper()
+		s, err := p.stamp()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s
+	}
+	first := stamp(p)
+	writeTestFile(t, filepath.Join(dir, "main_test.go"), "test", 0o644)
+	if stamp(p) != first {
+		t.Error("a test changed the stamp")
+	}
+	release := p
+	release.args = []string{"go2"}
+	if stamp(release) == first {
+		t.Error("another Go release left the stamp as it was")
+	}
+	writeTestFile(t, source, "two", 0o644)
+	if stamp(p) == first {
+		t.Error("another source left the stamp as it was")
+	}
+
+	l := Layout{cache: t.TempDir()}
+	if err := os.MkdirAll(l.path("bin", ".stamps"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	now := stamp(p)
+	writeTestFile(t, l.stampFile(p), now+"\n", 0o644)
+	if l.upToDate(p, now) {
+		t.Error("a part without its output is up to date")
+	}
+	writeTestFile(t, l.bin("p"), "", 0o755)
+	if !l.upToDate(p, now) || l.upToDate(p, first) {
+		t.Error("a part is up to date by another stamp than its own")
+	}
+}
+
+func TestBuildSaysWhatItLacks(t *testing.T) {
+	l := Layout{cache: t.TempDir()}
+	err := checkBuild(l, []part{{name: "x", gib: 1 << 20}}, nil)
+	if err == nil || !strings.Contains(err.Error(), "takes 1048576 GiB") {
+		t.Errorf("no disk has a pebibyte: got %v", err)
+	}
+	err = checkBuild(l, []part{{name: "x", needs: []string{"no-such-program"}}}, nil)
+	if err == nil || !strings.Contains(err.Error(), "building x needs no-such-program") {
+		t.Errorf("a program that is not there: got %v", err)
+	}
+	if err := checkBuilt(l); err == nil || !strings.Contains(err.Error(), "'cluster build' makes it") {
+		t.Errorf("an empty cache: got %v", err)
+	}
+}
+
+func TestCacheThatMountOptionsCannotCarry(t *testing.T) {
+	t.Setenv("GPU_AGENT_CACHE", "/tmp/a,b")
+	if _, err := findLayout(); err == nil || !strings.Contains(err.Error(), "GPU_AGENT_CACHE") {
+		t.Errorf("got %v, want an error that says what to set", err)
+	}
+}
+
+func TestParseMounts(t *testing.T) {
+	got := parseMounts(`36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue
+37 35 0:4 net:[4026532001] /run/a\040b rw shared:2 master:1 - nsfs nsfs rw
+broken
+`)
+	want := []mount{{"/mnt1", "/mnt2", "ext3"}, {"net:[4026532001]", "/run/a b", "nsfs"}}
+	if !reflect.DeepEqual(got, want) {
+		t.Errorf("got %v, want %v", got, want)
+	}
+}
+
+func TestWithEnv(t *testing.T) {
+	got := withEnv([]string{"A=1", "B=2", "A=3"}, "A=4", "C=5=6")
+	if want := []string{"B=2", "A=4", "C=5=6"}; !reflect.DeepEqual(got, want) {
+		t.Errorf("got %v, want %v", got, want)
+	}
+}
+
+func TestIdentity(t *testing.T) {
+	self, err := identify(os.Getpid())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !self.alive() {
+		t.Error("this process does not run")
+	}
+	if other := (identity{self.PID, self.Start + 1}); other.alive() {
+		t.Error("a process that had this PID before runs still")
+	}
+	if (identity{}).alive() {
+		t.Error("no process runs")
+	}
+}
+
+func TestSlots(t *testing.T) {
+	l := Layout{cache: t.TempDir()}
+	claim := func(name string) int {
+		t.Helper()
+		n := l.node(name)
+		if err := os.MkdirAll(n.dir, 0o755); err != nil {
+			t.Fatal(err)
+		}
+		spec := Spec{Name: name}
+		if err := claimSlot(l, n, &spec); err != nil {
+			t.Fatal(err)
+		}
+		return spec.Slot
+	}
+	if got := []int{claim("a"), claim("b"), claim("c"), claim("b")}; !reflect.DeepEqual(got, []int{0, 1, 2, 1}) {
+		t.Errorf("got slots %v", got)
+	}
+	if err := os.Remove(l.node("b").path("spec.json")); err != nil {
+		t.Fatal(err)
+	}
+	if got := claim("d"); got != 1 {
+		t.Errorf("got slot %d, want the one that b gave back", got)
+	}
+}
+
+func TestUsageErrors(t *testing.T) {
+	t.Setenv("GPU_AGENT_CACHE", t.TempDir())
+	for _, test := range []struct {
+		args []string
+		want string
+	}{
+		{[]string{"fly"}, `no command "fly"`},
+		{[]string{"exec", "--name", "x"}, "usage: cluster exec"},
+		{[]string{"exec", "--name", "x", "--", "true"}, `node "x" does not run; 'cluster up --name x' starts it`},
+		{[]string{"kubectl", "get", "pods"}, "does not run"},
+		{[]string{"up", "--name", "Upper"}, "lower-case"},
+		{[]string{"up", "--bind", "/no/such/place"}, "bind /no/such/place"},
+		{[]string{"down", "--name", "../x"}, "no node is called so"},
+		{[]string{"path", "moon"}, `no path "moon"`},
+		{[]string{"pid", "--wrong", "x"}, "flag provided but not defined"},
+	} {
+		t.Run(fmt.Sprint(test.args), func(t *testing.T) {
+			if err := run(test.args); err == nil || !strings.Contains(err.Error(), test.want) {
+				t.Errorf("got %v, want an error with %q", err, test.want)
+			}
+		})
+	}
+}
