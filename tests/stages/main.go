@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// outcome is what became of a stage.
+type outcome struct {
+	stage   stage
+	took    time.Duration
+	err     error  // why it failed
+	skipped string // why it was not run
+	counts  counts
+	skips   []reason
+	failed  []string
+}
+
+func (o *outcome) word() string {
+	switch {
+	case o.err != nil:
+		return "failed"
+	case o.skipped != "":
+		return "skipped"
+	}
+	return "passed"
+}
+
+func main() {
+	soak := flag.Bool("soak", false, "run the long tests with their full counts (GPU_AGENT_SOAK=1 for them)")
+	list := flag.Bool("list", false, "print the stages and end")
+	flag.Usage = func() {
+		fmt.Fprintln(os.Stderr, "usage: stages [--soak] [--list] [STAGE]...")
+		flag.PrintDefaults()
+	}
+	flag.Parse()
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	ok, err := do(ctx, *soak, *list, flag.Args())
+	stop()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "stages:", err)
+	}
+	if err != nil || !ok {
+		os.Exit(1)
+	}
+}
+
+// do runs the named stages, or all, and reports whether nothing failed.
+func do(ctx context.Context, soak, list bool, names []string) (bool, error) {
+	cache := os.Getenv("GPU_AGENT_CACHE")
+	if cache == "" {
+		user, err := os.UserCacheDir()
+		if err != nil {
+			return false, fmt.Errorf("find the cache: %w; set GPU_AGENT_CACHE", err)
+		}
+		cache = filepath.Join(user, "gpu-agent")
+	}
+	if mod, err := os.ReadFile("go.mod"); err != nil || !bytes.HasPrefix(mod, []byte("module example.com/gpu-agent\n")) {
+		return false, errors.New("run this at the top of the checkout")
+	}
+	packages, err := unitPackages()
+	if err != nil {
+		return false, err
+	}
+	all := stages(cache, packages, soak)
+	if list {
+		for _, s := range all {
+			fmt.Printf("%-12s %s\n", s.name, s.what)
+		}
+		return true, nil
+	}
+	for _, name := range names {
+		if !slices.ContainsFunc(all, func(s stage) bool { return s.name == name }) {
+			return false, fmt.Errorf("there is no stage %q; --list prints them", name)
+		}
+	}
+	for _, dir := range []string{"bin", "logs"} {
+		if err := os.MkdirAll(filepath.Join(cache, dir), 0o755); err != nil {
+			return false, fmt.Errorf("make the cache: %w", err)
+		}
+	}
+	r := runner{screen: os.Stdout, logs: filepath.Join(cache, "logs"), env: []string{"GPU_AGENT_CACHE=" + cache}}
+	if soak {
+		r.env = append(r.env, "GPU_AGENT_SOAK=1")
+	}
+	var done []outcome
+	for _, s := range all {
+		if len(names) == 0 || slices.Contains(names, s.name) {
+			done = append(done, r.stage(ctx, s, done))
+		}
+	}
+	fmt.Fprintln(r.screen)
+	return report(r.screen, done), nil
+}
+
+// runner runs stages.
+type runner struct {
+	screen io.Writer
+	logs   string   // a directory
+	env    []string // for every command, beside the environment
+}
+
+func (r *runner) stage(ctx context.Context, s stage, done []outcome) outcome {
+	o := outcome{stage: s}
+	for i := range done {
+		if slices.Contains(s.after, done[i].stage.name) && done[i].word() != "passed" {
+			o.skipped = fmt.Sprintf("it builds upon the stage %q: %s", done[i].stage.name, done[i].word())
+		}
+	}
+	switch {
+	case o.skipped != "":
+	case ctx.Err() != nil:
+		o.skipped = "interrupted"
+	case s.lacks != nil:
+		o.skipped = s.lacks()
+	}
+	fmt.Fprintf(r.screen, "\n=== %s: %s\n", s.name, s.what)
+	if o.skipped != "" {
+		fmt.Fprintf(r.screen, "skipped: %s\n", o.skipped)
+		return o
+	}
+	began := time.Now()
+	log, err := os.Create(filepath.Join(r.logs, strings.ReplaceAll(s.name, " ", "-")+".log"))
+	if err != nil {
+		o.err = fmt.Errorf("keep the output: %w", err)
+		return o
+	}
+	defer log.Close()
+	for _, c := range s.commands {
+		if o.err = r.command(ctx, c, log, &o); o.err != nil {
+			fmt.Fprintf(r.screen, "FAILED: %v\n", o.err)
+			break
+		}
+	}
+	o.took = time.Since(began)
+	fmt.Fprintf(r.screen, "--- %s %s, %.1f s\n", s.name, o.word(), o.took.Seconds())
+	return o
+}
+
+func (r *runner) command(ctx context.Context, c command, log io.Writer, o *outcome) error {
+	if c.call != nil {
+		return c.call()
+	}
+	fmt.Fprintf(log, "\n$ %s\n", strings.Join(c.args, " "))
+	cmd := exec.CommandContext(ctx, c.args[0], c.args[1:]...)
+	cmd.Dir = c.in
+	cmd.Env = append(append(os.Environ(), r.env...), c.env...)
+	// A group of its own, so that the test binaries below `go test` are told
+	// too: what they have set up they take down.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGTERM) }
+	cmd.WaitDelay = time.Minute
+
+	name := strings.Join(c.args[:min(len(c.args), 3)], " ")
+	switch {
+	case c.quiet:
+		var out bytes.Buffer
+		cmd.Stdout, cmd.Stderr = io.MultiWriter(&out, log), io.MultiWriter(&out, log)
+		if err := cmd.Run(); err != nil {
+			return fmt.Errorf("%s: %w\n%s", name, err, out.Bytes())
+		}
+		if out.Len() > 0 {
+			return fmt.Errorf("%s lists:\n%s", name, out.Bytes())
+		}
+		return nil
+	case !c.test:
+		both := io.MultiWriter(r.screen, log)
+		cmd.Stdout, cmd.Stderr = both, both
+		if err := cmd.Run(); err != nil {
+			return fmt.Errorf("%s: %w", name, err)
+		}
+		return nil
+	}
+
+	cmd.Stderr = io.MultiWriter(r.screen, log)
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		return err
+	}
+	if err := cmd.Start(); err != nil {
+		return fmt.Errorf("%s: %w", name, err)
+	}
+	g := newGotest(r.screen)
+	readErr := g.read(io.TeeReader(out, log))
+	err = cmd.Wait()
+	o.counts.add(g.counts)
+	o.skips = append(o.skips, g.skips...)
+	o.failed = append(o.failed, g.failed...)
+	switch {
+	case readErr != nil:
+		return readErr
+	case ctx.Err() != nil:
+		return errors.New("interrupted")
+	case len(g.failed) > 0:
+		return fmt.Errorf("%d failures", len(g.failed))
+	case err != nil:
+		return fmt.Errorf("%s: %w", name, err)
+	}
+	return nil
+}
+
+// report prints what became of everything and reports whether nothing failed.
+func report(w io.Writer, done []outcome) bool {
+	var total counts
+	var took time.Duration
+	fmt.Fprintf(w, "%-12s %10s  %-8s %s\n", "STAGE", "SECONDS", "RESULT", "TESTS")
+	for i := range done {
+		o := &done[i]
+		tests := ""
+		if o.counts != (counts{}) {
+			tests = o.counts.String()
+		}
+		line := fmt.Sprintf("%-12s %10.1f  %-8s %s", o.stage.name, o.took.Seconds(), o.word(), tests)
+		fmt.Fprintln(w, strings.TrimRight(line, " "))
+		total.add(o.counts)
+		took += o.took
+		switch {
+		case o.err != nil && o.counts.failed == 0:
+			total.failed++
+		case o.skipped != "":
+			total.skipped++
+		}
+	}
+	fmt.Fprintf(w, "%-12s %10.1f\n", "all", took.Seconds())
+
+	if total.skipped > 0 {
+		fmt.Fprintln(w, "\nskipped, and why:")
+		for i := range done {
+			o := &done[i]
+			if o.skipped != "" {
+				fmt.Fprintf(w, "  stage %s: %s\n", o.stage.name, o.skipped)
+			}
+			for _, s := range o.skips {
+				fmt.Fprintf(w, "  %s: %s\n", some(s.tests), s.text)
+			}
+		}
+	}
+	if total.failed > 0 {
+		fmt.Fprintln(w, "\nfailed:")
+		for i := range done {
+			o := &done[i]
+			for _, f := range o.failed {
+				fmt.Fprintf(w, "  %s: %s\n", o.stage.name, f)
+			}
+			if o.err != nil && len(o.failed) == 0 {
+				fmt.Fprintf(w, "  %s: %v\n", o.stage.name, o.err)
+			}
+		}
+	}
+	fmt.Fprintf(w, "\n%s\n", total)
+	return total.failed == 0
+}
+
+// some names the first of several tests.
+func some(tests []string) string {
+	if len(tests) == 1 {
+		return tests[0]
+	}
+	return fmt.Sprintf("%s and %d more", tests[0], len(tests)-1)
+}

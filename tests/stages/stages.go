@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strings"
+)
+
+// stage is one line of the table at the end.
+type stage struct {
+	name string
+	what string
+	// after names the stages whose results this one uses.
+	after []string
+	// lacks says what this machine lacks for the stage to make sense, "" if
+	// nothing; the stage is skipped with these words.
+	lacks func() string
+	// commands run one after the other; the first that fails ends the stage.
+	commands []command
+}
+
+// command is a program, or a function of this one.
+type command struct {
+	args []string
+	// in is a directory below the checkout.
+	in  string
+	env []string
+	// test: the program prints what `go test -json` prints.
+	test bool
+	// quiet: the program has nothing to say, and output is failure.
+	quiet bool
+	// call, if set, is run instead of a program.
+	call func() error
+}
+
+func run(args ...string) command { return command{args: args} }
+
+func test(in string, args ...string) command {
+	return command{in: in, test: true, args: append([]string{"go", "test", "-json"}, args...)}
+}
+
+// stages are all there are, in the order in which they run: what is quick to
+// find wrong comes first.
+func stages(cache string, packages []string, soak bool) []stage {
+	bin := func(name string) string { return filepath.Join(cache, "bin", name) }
+	staticcheck := func(in string) command { return command{in: in, args: []string{bin("staticcheck"), "./..."}} }
+	// Guards against a test that hangs, not against a slow machine.
+	limit, long := "-timeout=20m", "-timeout=90m"
+	if soak {
+		limit, long = "-timeout=4h", "-timeout=24h"
+	}
+	return []stage{
+		{
+			name: "host", what: "what this machine has", commands: []command{{call: checkHost}},
+		},
+		{
+			name: "lint", what: "gofmt, go vet, staticcheck", after: []string{"host"},
+			commands: []command{
+				{args: []string{"gofmt", "-l", "."}, quiet: true},
+				run("go", "vet", "./..."),
+				{in: "tests/cluster", args: []string{"go", "vet", "./..."}},
+				run("go", "build", "-o", bin("staticcheck"), "honnef.co/go/tools/cmd/staticcheck"),
+				staticcheck("."),
+				staticcheck("tests/cluster"),
+			},
+		},
+		{
+			name: "unit", what: "tests that need no node, with the race detector", after: []string{"host"},
+			commands: []command{test(".", append([]string{"-race", limit}, packages...)...)},
+		},
+		{
+			name: "emulator", what: "the emulated driver's libraries and daemon", after: []string{"host"},
+			commands: []command{
+				{args: []string{"go", "build", "-o", bin("gpu-emulator"), "./tests/emulator/cmd/gpu-emulator"}, env: []string{"CGO_ENABLED=0"}},
+				run(bin("gpu-emulator"), "build"),
+			},
+		},
+		{
+			name: "image", what: "the agent's container image", after: []string{"host"},
+			commands: []command{run("make", "--no-print-directory", "image", "CACHE="+cache)},
+		},
+		{
+			name: "node", what: "Kubernetes, etcd, containerd for the test node", after: []string{"host"},
+			commands: []command{
+				{in: "tests/cluster", args: []string{"go", "build", "-o", bin("cluster"), "."}},
+				run(bin("cluster"), "build"),
+			},
+		},
+		{
+			name: "node tests", what: "the test node itself: up, down, nothing left behind", after: []string{"node"}, lacks: root,
+			commands: []command{test("tests/cluster", "-count=1", limit, "./...")},
+		},
+		{
+			name: "deployments", what: "the manifests, as kubectl puts them together", after: []string{"node"},
+			commands: []command{test(".", "-count=1", limit, "./deployments")},
+		},
+		{
+			name: "e2e", what: "pods on the real node", after: []string{"emulator", "image", "node"}, lacks: root,
+			commands: []command{test(".", "-count=1", long, "./tests/e2e/...")},
+		},
+		{
+			name: "hardware", what: "conformance on this machine's GPU", after: []string{"host"}, lacks: card,
+			commands: []command{test(".", "-count=1", limit, "./tests/hardware/...")},
+		},
+	}
+}
+
+// apart are the packages that have a stage of their own.
+var apart = []string{"/tests/e2e", "/tests/hardware"}
+
+// unitPackages are the product's packages but those.
+func unitPackages() ([]string, error) {
+	out, err := exec.Command("go", "list", "./...").Output()
+	if err != nil {
+		var exit *exec.ExitError
+		if errors.As(err, &exit) {
+			return nil, fmt.Errorf("list packages: %w\n%s", err, exit.Stderr)
+		}
+		return nil, fmt.Errorf("list packages: %w", err)
+	}
+	var list []string
+next:
+	for _, p := range strings.Fields(string(out)) {
+		for _, a := range apart {
+			if strings.Contains(p+"/", a+"/") {
+				continue next
+			}
+		}
+		list = append(list, p)
+	}
+	return list, nil
+}
+
+func root() string {
+	if uid := os.Geteuid(); uid != 0 {
+		return fmt.Sprintf("needs root, for namespaces, mounts and device nodes; this is user %d", uid)
+	}
+	return ""
+}
+
+func card() string {
+	if _, err := os.Stat("/dev/nvidiactl"); err != nil {
+		return "no NVIDIA driver on this machine (/dev/nvidiactl); `make test-gpu` runs it where there is one"
+	}
+	return ""
+}
+
+// checkHost says in one sentence each what nothing can be built without.
+func checkHost() error {
+	var errs []error
+	for _, program := range []string{"go", "gcc", "make"} {
+		if _, err := exec.LookPath(program); err != nil {
+			errs = append(errs, fmt.Errorf("%s is not in PATH", program))
+		}
+	}
+	if len(errs) == 0 {
+		errs = append(errs, checkCompiler())
+	}
+	if err := errors.Join(errs...); err != nil {
+		return err
+	}
+	fmt.Printf("%s, %d processors, user %d\n", runtime.Version(), runtime.NumCPU(), os.Geteuid())
+	fmt.Println("nothing is installed on this machine: Go modules and Debian packages that the tests need go into the caches")
+	return nil
+}
+
+// checkCompiler tries to link a program: gcc without the C library's headers
+// is a common half.
+func checkCompiler() error {
+	dir, err := os.MkdirTemp("", "stages-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(dir)
+	cmd := exec.Command("gcc", "-x", "c", "-", "-o", filepath.Join(dir, "a.out"))
+	cmd.Stdin = strings.NewReader("#include <dlfcn.h>\n#include <linux/types.h>\nint main(void) { return dlopen(0, RTLD_NOW) == 0; }\n")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("gcc makes no program, Debian has what it lacks in the package libc6-dev: %w\n%s", err, out)
+	}
+	return nil
+}
