@@ -18,9 +18,10 @@
 // fell off the bus, a reset under way. No thread that hangs there can be
 // ended. So all calls go through one door that lets a single caller in at a
 // time. The caller waits for the answer no longer than its context; if it
-// leaves early, with gpu.ErrTimeout, the call stays inside, and as long as it
-// does everybody else is told gpu.ErrTimeout at once instead of joining it.
-// When the driver answers after all, the door opens again by itself. At most
+// leaves early, with gpu.ErrTimeout, the call stays inside. Once such a call is
+// a second old it is taken for hung, and as long as it stays everybody else is
+// told gpu.ErrTimeout at once instead of joining it. When the driver answers
+// after all, the door opens again by itself. At most
 // one goroutine and one thread are ever lost to a driver that hangs. Only the
 // wait for events has a door of its own, since waiting is its business.
 //
@@ -48,8 +49,9 @@
 //
 // One lost GPU does not hide the others. Inventory keeps it, by the UUID and
 // index of the last good reading, with the reason in Device.Fault. While
-// Events runs, a library that reports a lost GPU is initialised anew once a
-// minute, because the driver never says by itself that a GPU came back.
+// Events runs, a library that reports a lost GPU is initialised anew from time
+// to time (Options.Rearm), because the driver never says by itself that a GPU
+// came back.
 //
 // # What containers get
 //

@@ -11,6 +11,11 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
+// hungAfter is the age at which a call whose caller has left is taken for hung.
+// A caller may leave because it has better things to do, and the call may be
+// about to end: those in line wait so long before they are turned away.
+const hungAfter = time.Second
+
 // door lets one call to the driver in at a time, and lets a caller leave
 // before its call has an answer.
 type door struct {
@@ -18,39 +23,43 @@ type door struct {
 
 	mu sync.Mutex
 	// Guarded by mu:
-	inside    *visit        // nil while nobody is
-	abandoned chan struct{} // closed while the caller of the call inside has left
+	inside *visit        // nil while nobody is
+	hung   chan struct{} // closed while the call inside is taken for hung
 }
 
 // visit is one call inside the door.
 type visit struct {
 	what  string
 	since time.Time
-	left  bool // the caller has left
+
+	// Guarded by door.mu:
+	left     bool // the caller has left
+	answered bool // the call has returned
 }
 
 func newDoor() *door {
-	d := &door{token: make(chan struct{}, 1), abandoned: make(chan struct{})}
+	d := &door{token: make(chan struct{}, 1), hung: make(chan struct{})}
 	d.token <- struct{}{}
 	return d
 }
 
 // through runs f inside the door and returns what it returns. Where ctx ends
-// first, or the call inside has been left by its own caller, the error wraps
-// gpu.ErrTimeout (and the context's, where that is why). f may then run still,
-// so it writes to nothing that its caller reads.
-func through[T any](ctx context.Context, d *door, what string, f func() (T, error)) (T, error) {
+// first, or the call inside is taken for hung, the error wraps gpu.ErrTimeout
+// (and the context's, where that is why). f may then run still, so it writes to
+// nothing that its caller reads; if it succeeds when its caller has left, undo
+// gets the value, inside the door. Undo may be nil.
+func through[T any](ctx context.Context, d *door, what string, f func() (T, error), undo func(T)) (T, error) {
 	var none T
 	d.mu.Lock()
-	abandoned := d.abandoned
+	hung := d.hung
 	d.mu.Unlock()
 	select {
-	case <-abandoned:
+	case <-hung:
 		return none, d.refusal(what, nil)
 	default:
 	}
 	select {
-	case <-abandoned:
+	case <-hung:
 		return none, d.refusal(what, nil)
 	case <-ctx.Done():
 		return none, d.refusal(what, context.Cause(ctx))
@@ -67,9 +76,12 @@ func through[T any](ctx context.Context, d *door, what string, f func() (T, erro
 	}
 	answers := make(chan answer, 1) // one may come when nobody waits any more
 	go func() {
-		defer d.leave()
 		value, err := f()
+		if left := d.answer(v); left && err == nil && undo != nil {
+			undo(value)
+		}
 		answers <- answer{value, err}
+		d.leave()
 	}()
 	select {
 	case a := <-answers:
@@ -83,25 +95,49 @@ func through[T any](ctx context.Context, d *door, what string, f func() (T, erro
 	return a.value, a.err
 }
 
-// abandon marks that the caller of v leaves; false says that v has ended.
+// answer marks that the call has returned, and reports whether its caller has
+// left.
+func (d *door) answer(v *visit) (left bool) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	v.answered = true
+	return v.left
+}
+
+// abandon marks that the caller leaves; false says that its call has returned.
 func (d *door) abandon(v *visit) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.inside != v {
+	if v.answered {
 		return false
 	}
 	v.left = true
-	close(d.abandoned)
+	if wait := hungAfter - time.Since(v.since); wait > 0 {
+		time.AfterFunc(wait, func() { d.shut(v) })
+	} else {
+		close(d.hung)
+	}
 	return true
+}
+
+// shut turns everybody away until v ends, if it has not.
+func (d *door) shut(v *visit) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.inside == v {
+		close(d.hung)
+	}
 }
 
 // leave ends the visit and lets the next one in.
 func (d *door) leave() {
 	d.mu.Lock()
-	if d.inside.left {
-		d.abandoned = make(chan struct{})
-	}
 	d.inside = nil
+	select {
+	case <-d.hung:
+		d.hung = make(chan struct{})
+	default:
+	}
 	d.mu.Unlock()
 	d.token <- struct{}{}
 }

@@ -29,7 +29,7 @@ func TestDoorLetsOneIn(t *testing.T) {
 				most.Store(max(most.Load(), inside.Add(1)))
 				defer inside.Add(-1)
 				return i, nil
-			})
+			}, nil)
 			if got != i || err != nil {
 				t.Errorf("call %d got %d, %v", i, got, err)
 			}
@@ -53,7 +53,7 @@ func hang(t *testing.T, d *door) (release func()) {
 			close(in)
 			<-out
 			return 0, nil
-		})
+		}, nil)
 		left <- err
 	}()
 	<-in
@@ -71,14 +71,14 @@ func TestDoorStaysShutWhileACallHangs(t *testing.T) {
 	defer release()
 	for range 3 {
 		// A context without an end: the answer must come at once all the same.
-		_, err := through(context.Background(), d, "read memory", answer(1))
+		_, err := through(context.Background(), d, "read memory", answer(1), nil)
 		if !errors.Is(err, gpu.ErrTimeout) || !strings.Contains(err.Error(), "sleep for ever") {
 			t.Fatalf("got %v, want ErrTimeout that names the call inside", err)
 		}
 	}
 	release()
 	for {
-		got, err := through(context.Background(), d, "read memory", answer(1))
+		got, err := through(context.Background(), d, "read memory", answer(1), nil)
 		if errors.Is(err, gpu.ErrTimeout) {
 			continue // the call is on its way out
 		}
@@ -100,13 +100,13 @@ func TestDoorTellsThoseInLine(t *testing.T) {
 			close(in)
 			<-out
 			return 0, nil
-		})
+		}, nil)
 		left <- err
 	}()
 	<-in
 	waiting := make(chan error, 1)
 	go func() {
-		_, err := through(context.Background(), d, "wait in line", answer(1))
+		_, err := through(context.Background(), d, "wait in line", answer(1), nil)
 		waiting <- err
 	}()
 	leave()
@@ -122,12 +122,12 @@ func TestDoorWithAnEndedContext(t *testing.T) {
 	cancel()
 	// Whether such a call goes in is open; that it leaves the door usable is not.
 	for range 100 {
-		if _, err := through(ctx, d, "come late", answer(1)); err != nil && !errors.Is(err, gpu.ErrTimeout) {
+		if _, err := through(ctx, d, "come late", answer(1), nil); err != nil && !errors.Is(err, gpu.ErrTimeout) {
 			t.Fatal(err)
 		}
 	}
 	for {
-		got, err := through(t.Context(), d, "come in time", answer(2))
+		got, err := through(t.Context(), d, "come in time", answer(2), nil)
 		if errors.Is(err, gpu.ErrTimeout) {
 			continue
 		}
@@ -135,5 +135,48 @@ func TestDoorWithAnEndedContext(t *testing.T) {
 			t.Fatalf("got %d, %v", got, err)
 		}
 		return
+	}
+}
+
+// A caller that leaves early does not make those in line fail, if its call
+// ends soon.
+func TestDoorWaitsForACallThatEnds(t *testing.T) {
+	d := newDoor()
+	release := hang(t, d)
+	waiting := make(chan error, 1)
+	go func() {
+		_, err := through(t.Context(), d, "wait in line", answer(1), nil)
+		waiting <- err
+	}()
+	release()
+	if err := <-waiting; err != nil {
+		t.Error(err)
+	}
+}
+
+func TestDoorUndoesWhatNobodyWaitsFor(t *testing.T) {
+	d := newDoor()
+	in, out := make(chan struct{}), make(chan struct{})
+	ctx, leave := context.WithCancel(t.Context())
+	undone := make(chan int, 1)
+	go func() {
+		<-in
+		leave()
+	}()
+	_, err := through(ctx, d, "open", func() (int, error) {
+		close(in)
+		<-out
+		return 7, nil
+	}, func(n int) { undone <- n })
+	if !errors.Is(err, gpu.ErrTimeout) {
+		t.Fatal(err)
+	}
+	close(out)
+	if n := <-undone; n != 7 {
+		t.Errorf("undone %d, want 7", n)
+	}
+	// What is taken is not undone.
+	if n, err := through(t.Context(), d, "open", answer(8), func(int) { t.Error("undone all the same") }); n != 8 || err != nil {
+		t.Errorf("got %d, %v", n, err)
 	}
 }

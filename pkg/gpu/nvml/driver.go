@@ -49,6 +49,9 @@ type Options struct {
 	// Hook is the host's path of NVIDIA's nvidia-cdi-hook program, which
 	// containers need at their start (InstallHook). Parts fails without it.
 	Hook string
+	// Rearm is how often Events tries again to watch GPUs that it could not
+	// watch, and initialises a driver anew that has lost one. Zero is a minute.
+	Rearm time.Duration
 	// Logger takes what NVIDIA's libraries have to say (level debug) and GPUs
 	// that cannot be watched. Nil is silence.
 	Logger *slog.Logger
@@ -64,6 +67,9 @@ func (o Options) withDefaults() (Options, error) {
 	}
 	if o.SysRoot == "" {
 		o.SysRoot = "/sys"
+	}
+	if o.Rearm <= 0 {
+		o.Rearm = time.Minute
 	}
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
@@ -193,11 +199,12 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 	}
 	// A call that hangs since an earlier Driver still keeps this door shut.
 	d.door = process.door
-	if _, err := through(ctx, d.door, "load "+d.library, d.check); err != nil {
+	if _, err := through(ctx, d.door, "load "+d.library, d.check, nil); err != nil {
 		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 	}
 	process.library = d.library // the next call binds its symbols
-	if d.lib, err = through(ctx, d.door, "initialise "+d.library, d.initialise); err != nil {
+	d.lib, err = through(ctx, d.door, "initialise "+d.library, d.initialise, func(lib nvml.Interface) { lib.Shutdown() })
+	if err != nil {
 		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 	}
 	process.open = true
@@ -238,7 +245,7 @@ func (d *Driver) Close() error {
 	defer d.watching.Unlock()
 	_, err := through(ctx, d.door, "shut the driver down", func() (struct{}, error) {
 		return struct{}{}, failed("shut the driver down", d.lib.Shutdown())
-	})
+	}, nil)
 	process.Lock()
 	process.open = false
 	process.Unlock()
@@ -253,13 +260,18 @@ var errClosed = fmt.Errorf("the driver has been closed: %w", gpu.ErrNoDriver)
 
 // call runs f inside d's door.
 func call[T any](ctx context.Context, d *Driver, what string, f func() (T, error)) (T, error) {
-	return through(ctx, d.door, what, func() (T, error) {
-		var none T
+	return through(ctx, d.door, what, open(d, what, f), nil)
+}
+
+// open is f as long as d has not been closed.
+func open[T any](d *Driver, what string, f func() (T, error)) func() (T, error) {
+	return func() (T, error) {
 		if d.stopped.Err() != nil {
+			var none T
 			return none, fmt.Errorf("%s: %w", what, errClosed)
 		}
 		return f()
-	})
+	}
 }
 
 // has reports whether the library exports a symbol. It must be asked before

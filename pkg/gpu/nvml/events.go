@@ -22,9 +22,6 @@ const (
 	eventGrace = 2 * eventWait
 	// registerWait bounds the registration of all GPUs.
 	registerWait = 30 * time.Second
-	// rearmEvery is how often GPUs that could not be registered are tried
-	// again, and a driver that lost one is initialised anew.
-	rearmEvery = time.Minute
 	// retryAfter spaces attempts while the driver fails.
 	retryAfter = 5 * time.Second
 )
@@ -91,7 +88,8 @@ type armed struct {
 func (d *Driver) arm(ctx context.Context) (armed, error) {
 	ctx, cancel := context.WithTimeout(ctx, registerWait)
 	defer cancel()
-	return call(ctx, d, "watch the GPUs", func() (armed, error) {
+	const what = "watch the GPUs"
+	return through(ctx, d.door, what, open(d, what, func() (armed, error) {
 		a := armed{gpus: map[nvml.Device]gpu.UUID{}}
 		if d.stale {
 			if err := failed("shut the driver down", d.lib.Shutdown()); err != nil {
@@ -121,7 +119,7 @@ func (d *Driver) arm(ctx context.Context) (armed, error) {
 			d.stale = d.stale || errors.Is(err, gpu.ErrLost)
 		}
 		return a, nil
-	})
+	}), func(a armed) { a.set.Free() })
 }
 
 func (d *Driver) register(a armed, index int) error {
@@ -154,7 +152,7 @@ func (d *Driver) disarm(a armed) {
 	// Not call: Close has begun, perhaps, and waits for this.
 	if _, err := through(ctx, d.door, "free an event set", func() (struct{}, error) {
 		return struct{}{}, failed("free an event set", a.set.Free())
-	}); err != nil {
+	}, nil); err != nil {
 		d.log.Warn("an event set is left behind", "err", err)
 	}
 }
@@ -202,7 +200,7 @@ func (d *Driver) watch(ctx context.Context, a armed, report func(gpu.Event)) (fa
 		}
 	}()
 
-	rearm := time.NewTicker(rearmEvery)
+	rearm := time.NewTicker(d.opts.Rearm)
 	defer rearm.Stop()
 	for due := false; !due && failure == nil; {
 		select {

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package hardware holds what the agent relies on of an NVIDIA driver, as a
+// suite that runs on anything that claims to be one.
+//
+// [Conformance] runs always, on the emulated driver; and, on a machine with an
+// NVIDIA GPU, on the real one, with
+//
+//	go test ./tests/hardware -hardware -v
+//
+// (make test-gpu). So an emulator that drifts from the real driver, or a new
+// driver that differs from what the agent expects, fails the same test by the
+// same name. What a card or machine lacks is skipped by name: a skip says what
+// is missing, never only that something is.
+//
+// Beside it stand tests of what no sane hardware does on demand: losing a GPU,
+// failing and hanging calls, errors reported by the driver. Those run on the
+// emulator only.
+//
+// A process can use one driver library for its whole life, so the emulated and
+// the real driver are never tested by one process: with -hardware the tests of
+// the emulator are skipped.
+package hardware
