@@ -38,6 +38,7 @@
 //	round_duration_seconds{result}              histogram of the loop's rounds, result ok or error
 //	api_errors_total{verb,resource}             failed requests to the API server
 //	events_total{outcome}                       Events, outcome sent, merged or dropped
+//	gpu_events_total{gpu,kind,xid}              what the driver reported of a GPU; xid is 0 for other kinds
 //
 // Beside them stand the process's own (process_*) and a few of the Go
 // runtime's (go_*). The number of series is bounded by the number of GPUs,

@@ -24,6 +24,7 @@ type Metrics struct {
 	round   *prometheus.HistogramVec
 	api     *prometheus.CounterVec
 	events  *prometheus.CounterVec
+	gpus    *prometheus.CounterVec
 }
 
 // NewMetrics returns counters at zero. version is the agent's own.
@@ -52,6 +53,8 @@ func NewMetrics(version string) *Metrics {
 			"Requests to the API server that failed.", "verb", "resource"),
 		events: counter("events_total",
 			"Kubernetes Events by what became of them: sent, merged into an earlier one, or dropped.", "outcome"),
+		gpus: counter("gpu_events_total",
+			"Events that the driver reported of a GPU; xid is the error's number, 0 for other kinds.", "gpu", "kind", "xid"),
 	}
 }
 
@@ -75,6 +78,11 @@ func (m *Metrics) Round(err error, took time.Duration) {
 	m.round.WithLabelValues(result).Observe(took.Seconds())
 }
 
+// GPUEvent counts an event of the driver.
+func (m *Metrics) GPUEvent(gpu, kind string, xid uint64) {
+	m.gpus.WithLabelValues(gpu, kind, strconv.FormatUint(xid, 10)).Inc()
+}
+
 // APIError counts a failed request to the API server, in RBAC's words.
 func (m *Metrics) APIError(verb, resource string) { m.api.WithLabelValues(verb, resource).Inc() }
 
@@ -84,7 +92,7 @@ func (m *Metrics) Event(outcome string) { m.events.WithLabelValues(outcome).Inc(
 // registry gathers everything that /metrics shows.
 func (m *Metrics) registry(status func() Status) *prometheus.Registry {
 	r := prometheus.NewRegistry()
-	r.MustRegister(m.plugin, m.driver, m.round, m.api, m.events,
+	r.MustRegister(m.plugin, m.driver, m.round, m.api, m.events, m.gpus,
 		view{version: m.version, status: status},
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
 		// The collector's default is some forty series on every node of a

@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command gpu-agent owns the NVIDIA GPUs of one Kubernetes node: it cuts them
+// as a partition file says, offers the pieces to the kubelet, and tells people
+// and schedulers what is left.
+//
+//	gpu-agent run         the DaemonSet's program
+//	gpu-agent inventory   what the driver says of the node's GPUs
+//	gpu-agent check FILE  is a partition file right, here or on a recorded inventory
+//	gpu-agent status      what the agent on this node offers, and who holds it
+//	gpu-agent version
+//
+// This directory turns flags into options, opens the outside worlds (driver,
+// kubelet, API server, directories) and hands them to the loop. It decides
+// nothing; it is the only place that ends the process.
+package main

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"sync"
+	"time"
+
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/gpu/nvml"
+)
+
+// lateDriver opens the driver when it is first needed, and again at the next
+// need where that failed: a node may start its driver after the agent.
+type lateDriver struct {
+	open func(context.Context) (*nvml.Driver, error)
+	// called is told of each call, for metrics.
+	called func(call, code string, took time.Duration)
+
+	mu     sync.Mutex
+	driver *nvml.Driver // guarded by mu; nil until it opened
+}
+
+func (l *lateDriver) get(ctx context.Context) (*nvml.Driver, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.driver == nil {
+		d, err := l.open(ctx)
+		if err != nil {
+			return nil, err
+		}
+		l.driver = d
+	}
+	return l.driver, nil
+}
+
+func (l *lateDriver) close(log *slog.Logger) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.driver != nil {
+		if err := l.driver.Close(); err != nil {
+			log.Warn("close the driver", "err", err)
+		}
+	}
+}
+
+// timed runs f on the open driver and tells how it went.
+func timed[T any](ctx context.Context, l *lateDriver, call string, f func(*nvml.Driver) (T, error)) (T, error) {
+	began := time.Now()
+	var out T
+	d, err := l.get(ctx)
+	if err == nil {
+		out, err = f(d)
+	}
+	l.called(call, code(err), time.Since(began))
+	return out, err
+}
+
+// code is an error's kind in one word.
+func code(err error) string {
+	if err == nil {
+		return "ok"
+	}
+	for _, kind := range []struct {
+		is   error
+		word string
+	}{
+		{gpu.ErrTimeout, "timeout"}, {gpu.ErrNoDriver, "no_driver"}, {gpu.ErrLost, "lost"},
+		{gpu.ErrNotSupported, "not_supported"}, {gpu.ErrNoPermission, "no_permission"}, {gpu.ErrNotFound, "not_found"},
+	} {
+		if errors.Is(err, kind.is) {
+			return kind.word
+		}
+	}
+	return "error"
+}
+
+func (l *lateDriver) Inventory(ctx context.Context) (gpu.Inventory, error) {
+	return timed(ctx, l, "inventory", func(d *nvml.Driver) (gpu.Inventory, error) { return d.Inventory(ctx) })
+}
+
+func (l *lateDriver) Parts(ctx context.Context) (cdi.Parts, error) {
+	return timed(ctx, l, "parts", func(d *nvml.Driver) (cdi.Parts, error) { return d.Parts(ctx) })
+}
+
+func (l *lateDriver) SetTimeSlice(ctx context.Context, u gpu.UUID, s gpu.TimeSlice) error {
+	_, err := timed(ctx, l, "set_time_slice", func(d *nvml.Driver) (struct{}, error) { return struct{}{}, d.SetTimeSlice(ctx, u, s) })
+	return err
+}
+
+// Events is not timed: waiting is its business.
+func (l *lateDriver) Events(ctx context.Context, fn func(gpu.Event)) error {
+	d, err := l.get(ctx)
+	if err != nil {
+		return err
+	}
+	return d.Events(ctx, fn)
+}

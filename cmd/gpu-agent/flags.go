@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// parse reads flags, which may stand anywhere among the arguments, and takes
+// what the command line does not say from the environment. It returns the other
+// arguments.
+func parse(fs *flag.FlagSet, args []string) ([]string, error) {
+	var rest []string
+	for {
+		if err := fs.Parse(args); err != nil {
+			if errors.Is(err, flag.ErrHelp) {
+				return nil, errUsage
+			}
+			return nil, errUsage // the flag set has said why
+		}
+		if fs.NArg() == 0 {
+			break
+		}
+		rest, args = append(rest, fs.Arg(0)), fs.Args()[1:]
+	}
+	given := map[string]bool{}
+	fs.Visit(func(f *flag.Flag) { given[f.Name] = true })
+	var err error
+	fs.VisitAll(func(f *flag.Flag) {
+		v, ok := os.LookupEnv(envName(f.Name))
+		if given[f.Name] || !ok || err != nil {
+			return
+		}
+		if e := f.Value.Set(v); e != nil {
+			err = fmt.Errorf("environment variable %s: value %q: %w", envName(f.Name), v, e)
+		}
+	})
+	return rest, err
+}
+
+// envName is a flag's twin in the environment.
+func envName(flagName string) string {
+	return "GPU_AGENT_" + strings.ToUpper(strings.ReplaceAll(flagName, "-", "_"))
+}
+
+// memoryFlag is an amount of memory, written "1GiB", "512MiB", or a number of
+// MiB.
+type memoryFlag gpu.MiB
+
+func (m *memoryFlag) String() string {
+	if *m%1024 == 0 {
+		return strconv.FormatUint(uint64(*m/1024), 10) + "GiB"
+	}
+	return strconv.FormatUint(uint64(*m), 10) + "MiB"
+}
+
+func (m *memoryFlag) Set(s string) error {
+	number, factor := s, uint64(1)
+	for _, u := range []struct {
+		suffix string
+		mib    uint64
+	}{{"GiB", 1024}, {"Gi", 1024}, {"MiB", 1}, {"Mi", 1}} {
+		if n, ok := strings.CutSuffix(s, u.suffix); ok {
+			number, factor = n, u.mib
+			break
+		}
+	}
+	n, err := strconv.ParseUint(number, 10, 32)
+	if err != nil || n == 0 {
+		return errors.New("want an amount of memory such as 1GiB or 512MiB")
+	}
+	*m = memoryFlag(n * factor)
+	return nil
+}
+
+// choice is a flag with few values.
+type choice struct {
+	value   string
+	choices []string
+}
+
+func (c *choice) String() string { return c.value }
+
+func (c *choice) Set(s string) error {
+	for _, ok := range c.choices {
+		if s == ok {
+			c.value = s
+			return nil
+		}
+	}
+	return fmt.Errorf("want one of %s", strings.Join(c.choices, ", "))
+}

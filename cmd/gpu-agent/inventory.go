@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"flag"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"text/tabwriter"
+	"time"
+
+	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/gpu/nvml"
+)
+
+// driverFlags are those of every command that opens the driver.
+type driverFlags struct {
+	library, root, hostRoot string
+}
+
+func (d *driverFlags) register(fs *flag.FlagSet) {
+	fs.StringVar(&d.library, "nvml-library", "", "NVML's library `file` (default: sought below --driver-root)")
+	fs.StringVar(&d.root, "driver-root", "/", "`directory` where the agent sees the driver's files")
+	fs.StringVar(&d.hostRoot, "host-driver-root", "", "the same `directory` as the host sees it, for CDI files (default: --driver-root)")
+}
+
+func (d *driverFlags) options(log *slog.Logger) nvml.Options {
+	host := d.hostRoot
+	if host == "" {
+		host = d.root
+	}
+	return nvml.Options{Library: d.library, DriverRoot: d.root, HostDriverRoot: host, Logger: log}
+}
+
+func newFlags(c console, name, args, what string) *flag.FlagSet {
+	fs := flag.NewFlagSet("gpu-agent "+name, flag.ContinueOnError)
+	fs.SetOutput(c.err)
+	fs.Usage = func() {
+		fmt.Fprintf(c.err, "usage: gpu-agent %s [FLAGS]%s\n\n%s\n\n", name, args, what)
+		fs.PrintDefaults()
+	}
+	return fs
+}
+
+// readDriver takes one reading of the driver for a command at the console.
+func readDriver(ctx context.Context, c console, d *driverFlags) (*gpu.Inventory, error) {
+	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+	defer cancel()
+	driver, err := nvml.Open(ctx, d.options(slog.New(slog.NewTextHandler(c.err, nil))))
+	if err != nil {
+		return nil, err
+	}
+	defer driver.Close()
+	inv, err := driver.Inventory(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return &inv, nil
+}
+
+func inventory(ctx context.Context, c console, args []string) error {
+	fs := newFlags(c, "inventory", "", "Prints what the driver says of this node's GPUs.")
+	var d driverFlags
+	d.register(fs)
+	format := choice{"table", []string{"table", "json"}}
+	fs.Var(&format, "o", "output `format`: table or json")
+	rest, err := parse(fs, args)
+	if err != nil {
+		return err
+	}
+	if len(rest) > 0 {
+		return fmt.Errorf("gpu-agent inventory: unexpected argument %q", rest[0])
+	}
+	inv, err := readDriver(ctx, c, &d)
+	if err != nil {
+		return err
+	}
+	if format.value == "json" {
+		return printJSON(c.out, inv)
+	}
+	return printInventory(c.out, inv)
+}
+
+func printJSON(out io.Writer, v any) error {
+	enc := json.NewEncoder(out)
+	enc.SetIndent("", "  ")
+	return enc.Encode(v)
+}
+
+func printInventory(out io.Writer, inv *gpu.Inventory) error {
+	fmt.Fprintf(out, "driver %s, CUDA %s, %d GPUs\n", inv.Driver, inv.CUDA, len(inv.GPUs))
+	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(w, "INDEX\tMODEL\tMEMORY\tRESERVED\tPCI\tNUMA\tMIG\tDEVICE\tUUID")
+	for i := range inv.GPUs {
+		d := &inv.GPUs[i]
+		if d.Fault != "" {
+			fmt.Fprintf(w, "%d\t%s\t\t\t\t\t\t\t%s\tFAULT: %s\n", d.Index, d.Model, d.UUID, d.Fault)
+			continue
+		}
+		numa := "-"
+		if d.NUMA != nil {
+			numa = fmt.Sprint(*d.NUMA)
+		}
+		mig := "no"
+		if d.MIG.Capable {
+			mig = "off"
+		}
+		if d.MIG.Enabled {
+			mig = "on"
+		}
+		fmt.Fprintf(w, "%d\t%s\t%d MiB\t%d MiB\t%s\t%s\t%s\t/dev/nvidia%d\t%s\n",
+			d.Index, d.Model, d.Memory, d.Reserved, d.PCI, numa, mig, d.Minor, d.UUID)
+	}
+	return w.Flush()
+}
+
+func check(ctx context.Context, c console, args []string) error {
+	fs := newFlags(c, "check", " FILE", "Reads a partition file and holds each of its partitions against the GPUs of this\nnode, or of --inventory. What is wrong goes to standard error as file:line: reason.")
+	var d driverFlags
+	d.register(fs)
+	var from, partition string
+	fs.StringVar(&from, "inventory", "", "recorded inventory `file` (from `gpu-agent inventory -o json`) instead of this node's driver")
+	fs.StringVar(&partition, "partition", "", "check only this partition")
+	rest, err := parse(fs, args)
+	if err != nil {
+		return err
+	}
+	if len(rest) != 1 {
+		fs.Usage()
+		return errUsage
+	}
+	data, err := os.ReadFile(rest[0])
+	if err != nil {
+		return err
+	}
+	file, err := config.Parse(rest[0], data)
+	if err != nil {
+		return err
+	}
+	var inv *gpu.Inventory
+	if from != "" {
+		if data, err = os.ReadFile(from); err != nil {
+			return err
+		}
+		if inv, err = config.ReadInventory(data); err != nil {
+			return fmt.Errorf("%s: %w", from, err)
+		}
+	} else if inv, err = readDriver(ctx, c, &d); err != nil {
+		return fmt.Errorf("read this node's GPUs (or name a recorded inventory with --inventory): %w", err)
+	}
+	names := file.Names()
+	if partition != "" {
+		names = []string{partition}
+	}
+	bad := 0
+	for _, name := range names {
+		if _, err := file.Desire(name, inv); err != nil {
+			bad++
+			fmt.Fprintln(c.err, err)
+		} else {
+			fmt.Fprintf(c.out, "%s: partition %s fits\n", rest[0], name)
+		}
+	}
+	if bad > 0 {
+		return fmt.Errorf("%s: %d of %d partitions cannot be had on these %d GPUs", rest[0], bad, len(names), len(inv.GPUs))
+	}
+	return nil
+}

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"runtime/debug"
+	"syscall"
+)
+
+const usage = `usage: gpu-agent COMMAND [FLAGS]
+
+  run         own this node's GPUs: cut, offer, account (the DaemonSet's program)
+  inventory   print what the driver says of this node's GPUs (-o json for tools)
+  check FILE  hold a partition file against this node, or against --inventory FILE
+  status      print what the agent on this node offers and who holds it
+  version     print the version
+
+gpu-agent COMMAND -h lists the flags. Each has a twin in the environment:
+--driver-root is GPU_AGENT_DRIVER_ROOT.
+`
+
+// errUsage says that the command line was wrong and that it was said already.
+var errUsage = errors.New("wrong usage")
+
+// console is where a command speaks.
+type console struct {
+	out, err io.Writer
+}
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := dispatch(ctx, console{os.Stdout, os.Stderr}, os.Args[1:])
+	stop()
+	switch {
+	case err == nil:
+	case errors.Is(err, errUsage):
+		os.Exit(2)
+	default:
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+}
+
+func dispatch(ctx context.Context, c console, args []string) error {
+	if len(args) == 0 {
+		fmt.Fprint(c.err, usage)
+		return errUsage
+	}
+	switch name, rest := args[0], args[1:]; name {
+	case "run":
+		return run(ctx, c, rest)
+	case "inventory":
+		return inventory(ctx, c, rest)
+	case "check":
+		return check(ctx, c, rest)
+	case "status":
+		return status(ctx, c, rest)
+	case "version":
+		fmt.Fprintln(c.out, version())
+		return nil
+	case "help", "-h", "--help":
+		fmt.Fprint(c.out, usage)
+		return nil
+	default:
+		fmt.Fprintf(c.err, "gpu-agent: there is no command %q\n\n%s", name, usage)
+		return errUsage
+	}
+}
+
+// release is set by the build (-ldflags -X main.release=…).
+var release = ""
+
+// version is the release, or the commit that was built.
+func version() string {
+	if release != "" {
+		return release
+	}
+	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {
+		return info.Main.Version
+	}
+	return "unknown"
+}

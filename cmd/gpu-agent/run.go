@@ -1,0 +1,261 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"runtime/debug"
+	"strings"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	grpcstatus "google.golang.org/grpc/status"
+
+	"example.com/gpu-agent/internal/agent"
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/cdi/dir"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/gpu/nvml"
+	"example.com/gpu-agent/pkg/plugin"
+)
+
+// configKey is the ConfigMap's key with the partition file.
+const configKey = "config.yaml"
+
+// heapLimit is a soft limit: near it the garbage collector works harder. The
+// agent is to stay below 32 MiB resident, of which the heap is the smaller part.
+const heapLimit = 24 << 20
+
+type runFlags struct {
+	driver                        driverFlags
+	config, configMap             string
+	kubeconfig, nodeName, pod     string
+	domain, resourceDomain        string
+	unit                          memoryFlag
+	kubeletDir, cdiDir, stateDir  string
+	http                          string
+	whenBusy, logFormat, logLevel choice
+}
+
+func (f *runFlags) register(fs *flag.FlagSet) {
+	f.driver.register(fs)
+	fs.StringVar(&f.config, "config", "", "partition `file`")
+	fs.StringVar(&f.configMap, "configmap", "", "partition ConfigMap, `NAMESPACE/NAME`; its key is "+configKey)
+	fs.StringVar(&f.kubeconfig, "kubeconfig", "", "`file` with the API server's address and credentials (default: the pod's service account)")
+	fs.StringVar(&f.nodeName, "node-name", "", "`name` of the Node this agent runs on; without it the API server is not spoken to")
+	fs.StringVar(&f.pod, "pod", "", "this agent's own pod, `NAMESPACE/NAME`: the kubelet's list of holders is believed once it has it")
+	fs.StringVar(&f.domain, "domain", "example.com", "`domain` of labels, annotations, the CDI vendor and resources")
+	fs.StringVar(&f.resourceDomain, "resource-domain", "", "`domain` of the resources alone (default: --domain)")
+	f.unit = 1024
+	fs.Var(&f.unit, "memory-unit", "`size` of one gpu-mem unit; the same on all nodes of a cluster")
+	fs.StringVar(&f.kubeletDir, "kubelet-dir", "/var/lib/kubelet", "the kubelet's `directory`")
+	fs.StringVar(&f.cdiDir, "cdi-dir", "/var/run/cdi", "`directory` that the container runtime reads CDI files from")
+	fs.StringVar(&f.stateDir, "state-dir", "/var/lib/gpu-agent", "`directory` of the agent's own files; the same path on the host")
+	fs.StringVar(&f.http, "http", ":9500", "`address` of metrics, probes and status; empty for none")
+	f.whenBusy = choice{"drain", []string{"drain", "wait"}}
+	fs.Var(&f.whenBusy, "when-busy", "what a GPU whose change waits for holders does with its idle devices: drain (withdraw) or wait (keep on offer)")
+	f.logFormat = choice{"text", []string{"text", "json"}}
+	fs.Var(&f.logFormat, "log-format", "text or json")
+	f.logLevel = choice{"info", []string{"debug", "info", "warn", "error"}}
+	fs.Var(&f.logLevel, "log-level", "debug, info, warn or error")
+}
+
+// complete checks what the flags say together and fills in what follows.
+func (f *runFlags) complete() error {
+	if f.resourceDomain == "" {
+		f.resourceDomain = f.domain
+	}
+	for name, domain := range map[string]string{"--domain": f.domain, "--resource-domain": f.resourceDomain} {
+		if err := cdi.ValidateDomain(domain); err != nil {
+			return fmt.Errorf("%s: %w", name, err)
+		}
+	}
+	switch {
+	case f.config != "" && f.configMap != "":
+		return errors.New("--config and --configmap are both set: partitions come from one place")
+	case f.config == "" && f.configMap == "":
+		return errors.New("no partitions: set --configmap NAMESPACE/NAME or --config FILE")
+	case f.configMap != "" && f.nodeName == "":
+		return errors.New("--configmap needs --node-name (in a pod: NODE_NAME from spec.nodeName)")
+	}
+	for name, value := range map[string]string{"--configmap": f.configMap, "--pod": f.pod} {
+		if _, _, ok := splitName(value); value != "" && !ok {
+			return fmt.Errorf("%s: %q is not NAMESPACE/NAME", name, value)
+		}
+	}
+	return nil
+}
+
+func splitName(s string) (namespace, name string, ok bool) {
+	namespace, name, ok = strings.Cut(s, "/")
+	return namespace, name, ok && namespace != "" && name != "" && !strings.Contains(name, "/")
+}
+
+func (f *runFlags) logger(c console) *slog.Logger {
+	var level slog.Level
+	_ = level.UnmarshalText([]byte(f.logLevel.value)) // one of four known words
+	opts := &slog.HandlerOptions{Level: level}
+	if f.logFormat.value == "json" {
+		return slog.New(slog.NewJSONHandler(c.err, opts))
+	}
+	return slog.New(slog.NewTextHandler(c.err, opts))
+}
+
+// run is `gpu-agent run`: it opens the worlds and ties them to the loop.
+func run(ctx context.Context, c console, args []string) error {
+	fs := newFlags(c, "run", "", "Owns this node's GPUs until it is told to end.")
+	var f runFlags
+	f.register(fs)
+	rest, err := parse(fs, args)
+	if err != nil {
+		return err
+	}
+	if len(rest) > 0 {
+		return fmt.Errorf("gpu-agent run: unexpected argument %q", rest[0])
+	}
+	if err := f.complete(); err != nil {
+		return fmt.Errorf("gpu-agent run: %w", err)
+	}
+	if os.Getenv("GOMEMLIMIT") == "" {
+		debug.SetMemoryLimit(heapLimit)
+	}
+	log := f.logger(c)
+	log.Info("gpu-agent", "version", version(), "domain", f.domain, "memory_unit", f.unit.String())
+
+	files, err := dir.Open(f.cdiDir, f.domain)
+	if err != nil {
+		return err
+	}
+	kubelet := node.NewPodResources(f.kubeletDir)
+	defer kubelet.Close()
+	metrics := obs.NewMetrics(version())
+	driver := &lateDriver{called: metrics.DriverCall, open: func(ctx context.Context) (*nvml.Driver, error) {
+		o := f.driver.options(log)
+		hook, err := installHook(f.stateDir)
+		if err != nil {
+			return nil, err
+		}
+		o.Hook = hook
+		return nvml.Open(ctx, o)
+	}}
+	defer driver.close(log)
+
+	var cluster *kube.Client
+	options := agent.Options{
+		Domain:         f.domain,
+		ResourceDomain: f.resourceDomain,
+		MemoryUnit:     gpu.MiB(f.unit),
+		KeepOffering:   f.whenBusy.value == "wait",
+		Observer:       observer{metrics},
+		Log:            log,
+	}
+	if ns, name, ok := splitName(f.pod); ok {
+		options.Pod = node.PodName{Namespace: ns, Name: name}
+	}
+	if f.nodeName != "" {
+		cluster, err = kube.New(kube.Options{
+			Kubeconfig: f.kubeconfig, NodeName: f.nodeName, Domain: f.domain, Logger: log,
+			Failed:    metrics.APIError,
+			EventDone: func(o kube.EventOutcome) { metrics.Event(string(o)) },
+		})
+		if err != nil {
+			return err
+		}
+		options.Cluster = cluster
+	}
+	plugins := plugin.NewKubelet(plugin.KubeletOptions{
+		Dir: filepath.Join(f.kubeletDir, "device-plugins"), Logger: log, Observer: observer{metrics},
+	})
+	options.Plugins = plugins
+	loop := agent.New(options, driver, files, kubelet, cluster != nil)
+	page := obs.New(obs.Options{
+		Addr: f.http, Logger: log, Metrics: metrics,
+		Healthy: loop.Healthy,
+		Ready:   loop.Ready,
+		Status: func() obs.Status {
+			s := loop.Status()
+			s.Node, s.Version = f.nodeName, version()
+			return s
+		},
+	})
+
+	g, ctx := errgroup.WithContext(ctx)
+	g.Go(func() error { return plugins.Run(ctx) })
+	g.Go(func() error { return page.Run(ctx) })
+	g.Go(func() error { return followPartitions(ctx, &f, cluster, loop) })
+	if cluster != nil {
+		g.Go(func() error { return cluster.Run(ctx) })
+		g.Go(func() error {
+			return cluster.WatchNode(ctx, func(n kube.Node) {
+				loop.SetNodeLabel(n.Labels[f.domain+"/"+agent.PartitionLabel])
+			})
+		})
+	}
+	g.Go(func() error { return loop.Run(ctx) })
+	if err := g.Wait(); err != nil && !errors.Is(err, context.Canceled) {
+		return err
+	}
+	log.Info("ended; devices stay with their containers")
+	return nil
+}
+
+// followPartitions hands the partition file to the loop whenever it changes.
+func followPartitions(ctx context.Context, f *runFlags, cluster *kube.Client, loop *agent.Agent) error {
+	if f.config != "" {
+		return node.WatchFile(ctx, f.config, func(data []byte, err error) {
+			if err != nil {
+				loop.SetFileMissing(fmt.Errorf("read the partitions: %w", err))
+				return
+			}
+			loop.SetFile(f.config, data)
+		})
+	}
+	ns, name, _ := splitName(f.configMap)
+	return cluster.WatchConfigMap(ctx, ns, name, func(cm *kube.ConfigMap) {
+		switch text, ok := "", false; {
+		case cm == nil:
+			loop.SetFileMissing(fmt.Errorf("there is no ConfigMap %s: create it with the key %s", f.configMap, configKey))
+		default:
+			if text, ok = cm.Data[configKey]; !ok {
+				loop.SetFileMissing(fmt.Errorf("ConfigMap %s has no key %s", f.configMap, configKey))
+				return
+			}
+			loop.SetFile("configmap "+f.configMap+" "+configKey, []byte(text))
+		}
+	})
+}
+
+// installHook puts the CDI hook program, which stands beside the agent's own,
+// where the host's container runtime can run it.
+func installHook(stateDir string) (string, error) {
+	self, err := os.Executable()
+	if err != nil {
+		return "", fmt.Errorf("find the CDI hook program: %w", err)
+	}
+	src := filepath.Join(filepath.Dir(self), "nvidia-cdi-hook")
+	if _, err := os.Stat(src); errors.Is(err, fs.ErrNotExist) {
+		return "", fmt.Errorf("the CDI hook program is missing: %s stands beside gpu-agent in the image; without it a container would not find libcuda.so.1", src)
+	}
+	return nvml.InstallHook(src, stateDir)
+}
+
+// observer passes what happens on to the metrics.
+type observer struct{ m *obs.Metrics }
+
+func (o observer) GPUEvent(e gpu.Event)                { o.m.GPUEvent(string(e.GPU), string(e.Kind), e.Xid) }
+func (o observer) Round(err error, took time.Duration) { o.m.Round(err, took) }
+func (o observer) Listed(string, int, int)             {}
+func (o observer) Registered(string, error)            {}
+func (o observer) Called(resource, method string, took time.Duration, err error) {
+	o.m.PluginRequest(resource, method, grpcstatus.Code(err).String(), took)
+}

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+
+	"example.com/gpu-agent/internal/obs"
+)
+
+// status is `gpu-agent status`: it asks the agent that runs on this node.
+func status(ctx context.Context, c console, args []string) error {
+	fs := newFlags(c, "status", "", "Prints what the agent on this node offers and who holds it.")
+	addr := fs.String("http", ":9500", "`address` that the agent serves on")
+	format := choice{"text", []string{"text", "json"}}
+	fs.Var(&format, "o", "output `format`: text or json")
+	rest, err := parse(fs, args)
+	if err != nil {
+		return err
+	}
+	if len(rest) > 0 {
+		return fmt.Errorf("gpu-agent status: unexpected argument %q", rest[0])
+	}
+	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+	defer cancel()
+	s, err := obs.Fetch(ctx, *addr)
+	if err != nil {
+		return err
+	}
+	if format.value == "json" {
+		return printJSON(c.out, s)
+	}
+	return obs.WriteText(c.out, s, textOptions(c))
+}
+
+// textOptions suits the drawing to where it goes.
+func textOptions(c console) obs.TextOptions {
+	o := obs.TextOptions{Now: time.Now()}
+	o.Width, _ = strconv.Atoi(os.Getenv("COLUMNS"))
+	locale := os.Getenv("LC_ALL") + os.Getenv("LC_CTYPE") + os.Getenv("LANG")
+	o.ASCII = locale != "" && !strings.Contains(strings.ToUpper(strings.ReplaceAll(locale, "-", "")), "UTF8")
+	if f, ok := c.out.(*os.File); ok && os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb" {
+		if st, err := f.Stat(); err == nil {
+			o.Color = st.Mode()&os.ModeCharDevice != 0
+		}
+	}
+	return o
+}

@@ -1,0 +1,493 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"tags.cncf.io/container-device-interface/specs-go"
+
+	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/cdi/dir"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/plugin"
+)
+
+// outside is everything that the loop speaks to, in memory but for the CDI
+// directory.
+type outside struct {
+	mu sync.Mutex // guards what follows
+	// The driver.
+	inv       *gpu.Inventory
+	err       error
+	partsErr  error
+	readings  int
+	slices    map[gpu.UUID]gpu.TimeSlice
+	sliceErr  error
+	sliceAsks int
+	// The kubelet.
+	pods     []node.PodName
+	holdings []node.Holding
+	// The API server.
+	patchErr    error
+	labels      map[string]string
+	annotations map[string]string
+	events      []string
+
+	sources chan map[string]plugin.Source
+	event   chan gpu.Event
+}
+
+func (o *outside) with(f func()) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	f()
+}
+
+func (o *outside) Inventory(context.Context) (gpu.Inventory, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.readings++
+	if o.err != nil {
+		return gpu.Inventory{}, o.err
+	}
+	return gpu.Inventory{Driver: o.inv.Driver, GPUs: slices.Clone(o.inv.GPUs)}, nil
+}
+
+func (o *outside) Parts(context.Context) (cdi.Parts, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	p := cdi.Parts{Devices: map[gpu.UUID]specs.ContainerEdits{}}
+	for _, d := range o.inv.GPUs {
+		p.Devices[d.UUID] = specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: fmt.Sprintf("/dev/nvidia%d", d.Minor)}}}
+	}
+	return p, o.partsErr
+}
+
+func (o *outside) Events(ctx context.Context, fn func(gpu.Event)) error {
+	for {
+		select {
+		case e := <-o.event:
+			fn(e)
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+func (o *outside) SetTimeSlice(_ context.Context, u gpu.UUID, s gpu.TimeSlice) error {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.sliceAsks++
+	if o.sliceErr == nil {
+		o.slices[u] = s
+	}
+	return o.sliceErr
+}
+
+func (o *outside) List(context.Context) (node.Listing, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return node.Listing{Pods: slices.Clone(o.pods), Holdings: slices.Clone(o.holdings)}, nil
+}
+
+func (o *outside) PatchNode(_ context.Context, labels, annotations map[string]*string) error {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.patchErr != nil {
+		return o.patchErr
+	}
+	for have, want := range map[*map[string]string]map[string]*string{&o.labels: labels, &o.annotations: annotations} {
+		for k, v := range want {
+			delete(*have, k)
+			if v != nil {
+				(*have)[k] = *v
+			}
+		}
+	}
+	return nil
+}
+
+func (o *outside) Event(_ kube.Regarding, kind kube.EventType, reason, message string) {
+	o.with(func() { o.events = append(o.events, string(kind)+" "+reason+": "+message) })
+}
+
+func (o *outside) Set(want map[string]plugin.Source) error {
+	for {
+		select {
+		case o.sources <- want:
+			return nil
+		case <-o.sources:
+		}
+	}
+}
+
+func (o *outside) GPUEvent(gpu.Event)         {}
+func (o *outside) Round(error, time.Duration) {}
+
+// bench is an agent in the middle of it.
+type bench struct {
+	*outside
+	*Agent
+	t   *testing.T
+	dir string
+	log *bytes.Buffer
+	end func()
+}
+
+var ownPod = node.PodName{Namespace: "gpu-agent", Name: "gpu-agent-x"}
+
+func newOutside(gpus int) *outside {
+	return &outside{
+		inv: machine(gpus), slices: map[gpu.UUID]gpu.TimeSlice{}, pods: []node.PodName{ownPod},
+		labels: map[string]string{}, annotations: map[string]string{},
+		sources: make(chan map[string]plugin.Source, 1), event: make(chan gpu.Event),
+	}
+}
+
+// start runs an agent on o and a CDI directory, and waits until it has nothing
+// to do.
+func start(t *testing.T, o *outside, cdiDir, file string) *bench {
+	t.Helper()
+	files, err := dir.Open(cdiDir, "example.com")
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := &bench{outside: o, t: t, dir: cdiDir, log: &bytes.Buffer{}}
+	b.Agent = New(Options{
+		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: unit, Pod: ownPod,
+		Cluster: o, Plugins: o, Observer: o, Log: slog.New(slog.NewTextHandler(b.log, nil)),
+	}, o, files, o, true)
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error)
+	go func() { done <- b.Agent.Run(ctx) }()
+	b.end = func() {
+		cancel()
+		if err := <-done; !errors.Is(err, context.Canceled) {
+			t.Errorf("Run ended with %v", err)
+		}
+	}
+	b.SetNodeLabel("")
+	if file != "" {
+		b.SetFile("p.yaml", []byte(file))
+	}
+	synctest.Wait()
+	return b
+}
+
+func (b *bench) source(resource string) plugin.Source {
+	b.t.Helper()
+	want := <-b.sources
+	b.sources <- want
+	if want[resource] == nil {
+		b.t.Fatalf("%s is not served", resource)
+	}
+	return want[resource]
+}
+
+func (b *bench) state() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.labels["example.com/gpu.partition.state"]
+}
+
+func (b *bench) want(state, units, whole string) {
+	b.t.Helper()
+	synctest.Wait()
+	if got := b.state(); got != state {
+		b.t.Errorf("state %q, want %q (%q)", got, state, b.annotations["example.com/gpu.partition.message"])
+	}
+	if got := listed(b.View(), names.Units); got != units {
+		b.t.Errorf("units %s, want %s", got, units)
+	}
+	if got := listed(b.View(), names.Whole); got != whole {
+		b.t.Errorf("whole %s, want %s", got, whole)
+	}
+}
+
+// hold allocates and lets the kubelet list it.
+func (b *bench) hold(pod, resource string, ids ...string) {
+	b.t.Helper()
+	src := b.source(resource)
+	grant, err := src.Allocate(ids)
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	key := cdi.Key(resource, ids)
+	if want := "example.com/gpu=" + key; len(grant.CDI) != 1 || grant.CDI[0] != want || grant.Annotations["example.com/gpu-claim."+key] != resource {
+		b.t.Errorf("grant %+v, want %s and its annotation", grant, want)
+	}
+	if err := src.Prepare(b.t.Context(), ids); err != nil {
+		b.t.Fatal(err)
+	}
+	b.with(func() {
+		b.holdings = append(b.holdings, node.Holding{Namespace: "ns", Pod: pod, Container: "c", Resource: resource, IDs: ids})
+	})
+	synctest.Wait()
+}
+
+func (b *bench) files() []string {
+	b.t.Helper()
+	names, err := filepath.Glob(filepath.Join(b.dir, "*"))
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	return names
+}
+
+const (
+	allShared   = "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: shared\n"
+	allWhole    = "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: whole\n"
+	fourUnits   = "0.0 0.1 0.2 0.3 1.0 1.1 1.2 1.3"
+	fourUnitsX  = "0.0x 0.1x 0.2x 0.3x 1.0x 1.1x 1.2x 1.3x"
+	firstIsHeld = "0.0x 0.1~ 0.2~ 0.3x 1.0x 1.1x 1.2x 1.3x"
+)
+
+// The walk of DESIGN.md: an edit while a pod holds part of a GPU.
+func TestEditWithAHolder(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(2), t.TempDir(), allShared)
+		defer b.end()
+		b.want("applied", fourUnits, "")
+		ids := []string{string(uuid(0)) + "::1", string(uuid(0)) + "::2"}
+		b.hold("train-3", names.Units, ids...)
+		if n := len(b.files()); n != 1 {
+			t.Fatalf("%d files, want the claim's: %v", n, b.files())
+		}
+		time.Sleep(time.Minute) // the kubelet is asked, and names the holder
+
+		b.SetFile("p.yaml", []byte(allWhole))
+		b.want("blocked", firstIsHeld, "1")
+		if m := b.annotations["example.com/gpu.partition.message"]; !strings.Contains(m, "GPU 0") || !strings.Contains(m, "ns/train-3") {
+			t.Errorf("message %q does not name GPU and holder", m)
+		}
+		// The other GPU went ahead; nobody new gets onto the waiting one.
+		if _, err := b.source(names.Units).Allocate(ids[:1]); err == nil || !strings.Contains(err.Error(), "leaving") {
+			t.Errorf("a leaving device was granted to somebody else: %v", err)
+		}
+
+		b.with(func() { b.holdings = nil })
+		time.Sleep(holdersSoon)
+		b.want("applied", fourUnitsX, "0 1")
+		if n := len(b.files()); n != 0 {
+			t.Errorf("the ended claim left %v", b.files())
+		}
+		// GPU 0's units leave the list a minute after they were withdrawn.
+		time.Sleep(Linger)
+		b.want("applied", "", "0 1")
+		if events := strings.Join(b.events, "\n"); strings.Count(events, "GPUPartitionBlocked") != 1 || strings.Count(events, "GPUPartitionApplied") != 2 {
+			t.Errorf("events:\n%s", events)
+		}
+	})
+}
+
+func TestBadFileChangesNothing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(2), t.TempDir(), "")
+		defer b.end()
+		b.want("pending", "", "")
+		b.SetFile("p.yaml", []byte(allShared))
+		b.want("applied", fourUnits, "")
+		for _, bad := range []string{
+			"version: v1\npartitions:\n  default:\n    - devices: all\n      mode: quarter\n",
+			"version: v1\npartitions:\n  default:\n    - devices: [7]\n      mode: whole\n",
+			"version: v1\npartitions:\n  default:\n    - devices: all\n      mode: mig\n",
+		} {
+			b.SetFile("p.yaml", []byte(bad))
+			b.want("invalid", fourUnits, "")
+			m := b.annotations["example.com/gpu.partition.message"]
+			if !strings.Contains(m, "p.yaml:") || !strings.Contains(m, "last good") {
+				t.Errorf("message %q names no line, or not what stays", m)
+			}
+		}
+		b.SetFileMissing(errors.New("there is no ConfigMap"))
+		b.want("invalid", fourUnits, "")
+		b.SetFile("p.yaml", []byte(allShared))
+		b.want("applied", fourUnits, "")
+		// The label chooses; a name that the file lacks changes nothing.
+		b.SetNodeLabel("research")
+		b.want("invalid", fourUnits, "")
+		b.SetNodeLabel("")
+		b.want("applied", fourUnits, "")
+	})
+}
+
+// A new process takes claims over from the CDI files, before the kubelet lists
+// anything, and does not cut what is held.
+func TestRestartTakesClaimsOver(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o, cdiDir := newOutside(2), t.TempDir()
+		b := start(t, o, cdiDir, allShared)
+		ids := []string{string(uuid(0)) + "::1", string(uuid(0)) + "::2"}
+		b.hold("train-3", names.Units, ids...)
+		before, err := os.ReadFile(b.files()[0])
+		if err != nil {
+			t.Fatal(err)
+		}
+		b.end()
+
+		kept := o.holdings
+		o.with(func() { o.holdings, o.pods = nil, nil }) // the kubelet has restarted too
+		b = start(t, o, cdiDir, allWhole)
+		defer b.end()
+		if got := listed(b.View(), names.Units); got != "0.0x 0.1~ 0.2~ 0.3x" {
+			t.Errorf("units %s", got)
+		}
+		b.want("blocked", "0.0x 0.1~ 0.2~ 0.3x", "1")
+		time.Sleep(2 * desk.UnnamedTTL) // nothing is judged by a list that lacks the agent's own pod
+		b.want("blocked", "0.0x 0.1~ 0.2~ 0.3x", "1")
+		after, err := os.ReadFile(b.files()[0])
+		if err != nil || !bytes.Equal(before, after) {
+			t.Errorf("the claim's file changed: %v", err)
+		}
+		if err := b.source(names.Units).Prepare(t.Context(), ids); err != nil {
+			t.Errorf("the container cannot start again: %v", err)
+		}
+		o.with(func() { o.holdings, o.pods = kept, []node.PodName{ownPod} })
+		time.Sleep(holdersSoon)
+		synctest.Wait()
+		if c := b.Claims(); len(c) != 1 || c[0].Holder.Pod != "train-3" {
+			t.Errorf("claims %+v", c)
+		}
+	})
+}
+
+func TestLostGPU(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(2), t.TempDir(), allShared)
+		defer b.end()
+		b.with(func() { b.outside.inv.GPUs[1].Fault = "GPU is lost" })
+		b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(1), Xid: 79}
+		b.want("applied", "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x", "")
+		b.with(func() { b.outside.inv.GPUs = b.outside.inv.GPUs[:1] }) // and off the bus
+		time.Sleep(inventoryEvery)
+		b.want("applied", "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x", "")
+		b.with(func() { b.outside.inv = machine(2) })
+		time.Sleep(inventoryEvery)
+		b.want("applied", fourUnits, "")
+
+		b.with(func() { b.err = fmt.Errorf("init: %w", gpu.ErrNoDriver) })
+		time.Sleep(inventoryEvery)
+		b.want("failed", fourUnits, "")
+		b.with(func() { b.err = nil })
+		time.Sleep(backOffMax)
+		b.want("applied", fourUnits, "")
+	})
+}
+
+// Without the driver files a container cannot be made: nothing is offered, with
+// the reason, until they are there.
+func TestNothingIsOfferedWithoutParts(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(1)
+		o.partsErr = errors.New("the CDI hook program is missing")
+		b := start(t, o, t.TempDir(), allShared)
+		defer b.end()
+		b.want("failed", "0.0x 0.1x 0.2x 0.3x", "")
+		if r := b.View().Resources[0].Devices[0].Reason; !strings.Contains(r, "hook program is missing") {
+			t.Errorf("reason %q", r)
+		}
+		b.with(func() { b.outside.partsErr = nil })
+		time.Sleep(backOffMax)
+		b.want("applied", "0.0 0.1 0.2 0.3", "")
+	})
+}
+
+func TestTimeSlices(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		short := allShared + "      timeSlice: short\n"
+		b := start(t, newOutside(1), t.TempDir(), short)
+		defer b.end()
+		b.want("applied", "0.0 0.1 0.2 0.3", "")
+		if got := b.outside.slices[uuid(0)]; got != gpu.TimeSliceShort {
+			t.Errorf("slice %q", got)
+		}
+		b.SetFile("p.yaml", []byte(allShared)) // what was set is put back
+		synctest.Wait()
+		if got := b.outside.slices[uuid(0)]; got != gpu.TimeSliceDefault || b.sliceAsks != 2 {
+			t.Errorf("slice %q after %d calls", got, b.sliceAsks)
+		}
+		b.with(func() { b.sliceErr = fmt.Errorf("no tool: %w", gpu.ErrNotSupported) })
+		b.SetFile("p.yaml", []byte(short))
+		b.want("applied", "0.0 0.1 0.2 0.3", "")
+		if m := b.annotations["example.com/gpu.partition.message"]; !strings.Contains(m, "not supported") {
+			t.Errorf("message %q", m)
+		}
+		time.Sleep(10 * time.Minute)
+		if b.sliceAsks != 3 {
+			t.Errorf("asked %d times for what is not supported", b.sliceAsks)
+		}
+	})
+}
+
+// Allocate and GetPreferredAllocation never reach the driver, nor does the work
+// that a claim makes for the loop.
+func TestClaimsCostNoDriverCall(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(2), t.TempDir(), allShared)
+		defer b.end()
+		before := b.readings
+		src := b.source(names.Units)
+		for n := range 4 {
+			ids := []string{fmt.Sprintf("%s::%d", uuid(0), n)}
+			if _, err := src.Prefer(ids, nil, 1); err != nil {
+				t.Fatal(err)
+			}
+			b.hold(fmt.Sprint("p", n), names.Units, ids...)
+		}
+		if b.readings != before {
+			t.Errorf("%d readings of the driver for four claims", b.readings-before)
+		}
+	})
+}
+
+// The node's label is written again when the API server was away.
+func TestReportIsRepeated(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(1)
+		o.patchErr = errors.New("the API server is away")
+		b := start(t, o, t.TempDir(), allShared)
+		defer b.end()
+		time.Sleep(5 * time.Minute)
+		if got := b.state(); got != "" {
+			t.Errorf("state %q", got)
+		}
+		b.with(func() { b.patchErr = nil })
+		time.Sleep(backOffMax)
+		b.want("applied", "0.0 0.1 0.2 0.3", "")
+	})
+}
+
+func TestStatus(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(2), t.TempDir(), allShared)
+		defer b.end()
+		b.hold("a", names.Units, string(uuid(1))+"::3", string(uuid(1))+"::0")
+		s := b.Status()
+		g := s.GPUs[1]
+		if g.Mode != "shared" || g.Resource != names.Units || g.UnitMiB != 1024 || g.Total != 4 || g.Used != 2 || g.Free != 2 || g.Unhealthy != 0 || len(g.Holders) != 1 || g.Holders[0].Units != 2 {
+			t.Errorf("GPU 1: %+v", g)
+		}
+		if s.Partition.State != "applied" || s.Partition.Source != "p.yaml" || s.Claims != 1 || s.GPUs[0].Used != 0 {
+			t.Errorf("status: %+v", s)
+		}
+		if err := b.Ready(); err != nil {
+			t.Errorf("not ready: %v", err)
+		}
+	})
+}

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+
+	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/timeslice"
+)
+
+// Cut is how a GPU is divided: which resource its devices belong to and how
+// many there are. Cuts are comparable, and two equal ones have the same
+// devices.
+type Cut struct {
+	// Known is false for a GPU of which nothing is known: it offers nothing,
+	// and anything may be made of it.
+	Known bool
+	// Offers is false for a GPU in mode off.
+	Offers bool
+	Kind   desk.Kind
+	// N is the number of devices: 1, the memory units, or the replicas.
+	N int
+}
+
+// ids returns the device IDs of a GPU that is cut so.
+func (c Cut) ids(u gpu.UUID) []string {
+	if !c.Offers {
+		return nil
+	}
+	if c.Kind == desk.Whole {
+		return []string{string(u)}
+	}
+	out := make([]string, c.N)
+	for i := range out {
+		out[i] = timeslice.ID(u, i)
+	}
+	return out
+}
+
+// mode is the word that people use for the cut.
+func (c Cut) mode() string {
+	switch {
+	case !c.Known:
+		return "unset"
+	case !c.Offers:
+		return string(config.Off)
+	case c.Kind == desk.Whole:
+		return string(config.Whole)
+	default:
+		return string(config.Shared)
+	}
+}
+
+// cutOf is the cut that a wish means on a GPU. ok is false where the wish is to
+// leave the GPU as it is.
+func cutOf(w config.Want, d *gpu.Device, unit gpu.MiB) (c Cut, ok bool) {
+	switch w.Mode {
+	case config.Whole:
+		return Cut{Known: true, Offers: true, Kind: desk.Whole, N: 1}, true
+	case config.Off:
+		return Cut{Known: true}, true
+	case config.Shared:
+		if w.Replicas > 0 {
+			return Cut{Known: true, Offers: true, Kind: desk.Replicas, N: w.Replicas}, true
+		}
+		return Cut{Known: true, Offers: true, Kind: desk.Units, N: timeslice.Units(d, unit)}, true
+	default:
+		return Cut{}, false
+	}
+}
+
+// Blocked is a GPU whose change waits for holders.
+type Blocked struct {
+	GPU   gpu.UUID
+	Index int
+	// From and To are modes, for people.
+	From, To string
+	// Holders is sorted, each once.
+	Holders []string
+}
+
+// String is a sentence for an annotation.
+func (b Blocked) String() string {
+	return fmt.Sprintf("GPU %d (%s) stays %s, not yet %s, until these end: %s", b.Index, b.GPU, b.From, b.To, strings.Join(b.Holders, ", "))
+}
+
+// Changes is what a plan comes to.
+type Changes struct {
+	// Cuts has every GPU of the inventory whose cut is known after the plan.
+	Cuts map[gpu.UUID]Cut
+	// Recut names the GPUs whose cut changes now, in index order.
+	Recut []gpu.UUID
+	// Blocked is in index order.
+	Blocked []Blocked
+}
+
+// blocks reports whether a GPU's change waits.
+func (c *Changes) blocks(u gpu.UUID) bool {
+	return slices.ContainsFunc(c.Blocked, func(b Blocked) bool { return b.GPU == u })
+}
+
+// Plan decides which GPUs change their cut now and which must wait. It is pure.
+//
+// A GPU without a known cut that claims are on (the agent has restarted) has
+// the cut that its claims speak of. A GPU with claims keeps its cut; one
+// without takes the wanted one. GPUs that wanted does not name, or that it
+// leaves as they are, keep what they have.
+func Plan(inv *gpu.Inventory, claims []desk.Claim, wanted []config.Want, cuts map[gpu.UUID]Cut, names *Names, unit gpu.MiB) Changes {
+	out := Changes{Cuts: map[gpu.UUID]Cut{}}
+	want := map[gpu.UUID]config.Want{}
+	for _, w := range wanted {
+		want[w.GPU] = w
+	}
+	for i := range inv.GPUs {
+		d := &inv.GPUs[i]
+		have := cuts[d.UUID]
+		to, ok := cutOf(want[d.UUID], d, unit)
+		if !ok {
+			to = have
+		}
+		holders, held := holdersOf(claims, d.UUID)
+		if !have.Known && held {
+			have = inferCut(claims, d, to, names, unit)
+		}
+		switch {
+		case have == to:
+		case held:
+			out.Blocked = append(out.Blocked, Blocked{GPU: d.UUID, Index: d.Index, From: have.mode(), To: to.mode(), Holders: holders})
+			to = have
+		default:
+			out.Recut = append(out.Recut, d.UUID)
+		}
+		if to.Known {
+			out.Cuts[d.UUID] = to
+		}
+	}
+	return out
+}
+
+// holdersOf names who has a claim on a GPU, and whether anyone has.
+func holdersOf(claims []desk.Claim, u gpu.UUID) (names []string, held bool) {
+	for i := range claims {
+		if slices.Contains(claims[i].GPUs, u) {
+			names = append(names, claims[i].Holder.String())
+		}
+	}
+	slices.Sort(names)
+	return slices.Compact(names), len(names) > 0
+}
+
+// inferCut says how a GPU must have been cut for its claims to be there.
+func inferCut(claims []desk.Claim, d *gpu.Device, to Cut, names *Names, unit gpu.MiB) Cut {
+	c := Cut{Known: true}
+	for i := range claims {
+		kind, ok := names.kind(claims[i].Resource)
+		if !ok || !slices.Contains(claims[i].GPUs, d.UUID) {
+			continue
+		}
+		if c.Offers && kind != c.Kind {
+			continue // two kinds at once: the first claim's stands, the other's devices are listed as leaving
+		}
+		c.Offers, c.Kind = true, kind
+		switch kind {
+		case desk.Whole:
+			c.N = 1
+		case desk.Units:
+			c.N = max(c.N, timeslice.Units(d, unit))
+		}
+		if kind == desk.Whole {
+			continue
+		}
+		for _, id := range claims[i].IDs {
+			if u, n, err := timeslice.ParseID(id); err == nil && u == d.UUID {
+				c.N = max(c.N, n+1)
+			}
+		}
+	}
+	// The number of replicas cannot be read off a few of them: where the wish
+	// agrees with what is held, it was the wish before, too.
+	if c.Kind == desk.Replicas && to.Offers && to.Kind == desk.Replicas && to.N >= c.N {
+		return to
+	}
+	return c
+}
+
+// Names are the resource names that this node offers.
+type Names struct {
+	Whole, Units, Replicas string
+}
+
+// ResourceNames returns the names below a resource domain.
+func ResourceNames(domain string) *Names {
+	return &Names{Whole: domain + "/gpu", Units: domain + "/gpu-mem", Replicas: domain + "/gpu.shared"}
+}
+
+func (n *Names) of(k desk.Kind) string {
+	switch k {
+	case desk.Units:
+		return n.Units
+	case desk.Replicas:
+		return n.Replicas
+	default:
+		return n.Whole
+	}
+}
+
+func (n *Names) kind(resource string) (desk.Kind, bool) {
+	switch resource {
+	case n.Whole:
+		return desk.Whole, true
+	case n.Units:
+		return desk.Units, true
+	case n.Replicas:
+		return desk.Replicas, true
+	}
+	return 0, false
+}

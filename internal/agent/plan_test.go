@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/timeslice"
+)
+
+const unit = gpu.MiB(1024)
+
+var names = ResourceNames("example.com")
+
+func uuid(i int) gpu.UUID { return gpu.UUID(fmt.Sprintf("GPU-%08d-0000-0000-0000-000000000000", i)) }
+
+// machine has n GPUs of four memory units each.
+func machine(n int) *gpu.Inventory {
+	inv := &gpu.Inventory{Driver: "580.1"}
+	for i := range n {
+		inv.GPUs = append(inv.GPUs, gpu.Device{Index: i, Minor: n - i, UUID: uuid(i), Memory: 4500, Reserved: 400})
+	}
+	return inv
+}
+
+// claimed makes a claim; ids are "GPU" or "GPU::unit" by index.
+func claimed(resource, pod string, ids ...string) desk.Claim {
+	c := desk.Claim{Resource: resource, Holder: desk.Holder{Namespace: "ns", Pod: pod, Container: "c"}}
+	for _, id := range ids {
+		var i, n int
+		if at, unit, shared := strings.Cut(id, "::"); shared {
+			fmt.Sscan(at, &i)
+			fmt.Sscan(unit, &n)
+			c.IDs = append(c.IDs, timeslice.ID(uuid(i), n))
+		} else {
+			fmt.Sscan(id, &i)
+			c.IDs = append(c.IDs, string(uuid(i)))
+		}
+		if len(c.GPUs) == 0 || c.GPUs[len(c.GPUs)-1] != uuid(i) {
+			c.GPUs = append(c.GPUs, uuid(i))
+		}
+	}
+	c.Key = cdi.Key(resource, c.IDs)
+	return c
+}
+
+func wants(modes ...string) []config.Want {
+	var out []config.Want
+	for i, m := range modes {
+		w := config.Want{GPU: uuid(i), Mode: config.Mode(m)}
+		if n, ok := strings.CutPrefix(m, "shared/"); ok {
+			w.Mode = config.Shared
+			fmt.Sscan(n, &w.Replicas)
+		}
+		out = append(out, w)
+	}
+	return out
+}
+
+// text is a plan in a form that a table can hold.
+func (c *Changes) text(inv *gpu.Inventory) string {
+	var b strings.Builder
+	for _, d := range inv.GPUs {
+		cut := c.Cuts[d.UUID]
+		fmt.Fprintf(&b, "%s", cut.mode())
+		if cut.Kind != desk.Whole {
+			fmt.Fprintf(&b, "%d", cut.N)
+		}
+		for _, u := range c.Recut {
+			if u == d.UUID {
+				b.WriteString("!")
+			}
+		}
+		for _, bl := range c.Blocked {
+			if bl.GPU == d.UUID {
+				fmt.Fprintf(&b, " waits(%s→%s: %s)", bl.From, bl.To, strings.Join(bl.Holders, ","))
+			}
+		}
+		b.WriteString("; ")
+	}
+	return strings.TrimSuffix(b.String(), "; ")
+}
+
+var (
+	wholeCut  = Cut{Known: true, Offers: true, Kind: desk.Whole, N: 1}
+	sharedCut = Cut{Known: true, Offers: true, Kind: desk.Units, N: 4}
+)
+
+func replicaCut(n int) Cut { return Cut{Known: true, Offers: true, Kind: desk.Replicas, N: n} }
+
+func TestPlan(t *testing.T) {
+	for _, tt := range []struct {
+		name   string
+		cuts   []Cut
+		claims []desk.Claim
+		wants  []config.Want
+		plan   string
+	}{
+		{name: "a fresh node", wants: wants("whole", "shared", "off", "shared/3"), plan: "whole!; shared4!; off!; shared3!"},
+		{name: "nothing is wanted of a fresh node", plan: "unset; unset; unset; unset"},
+		{name: "nothing to do", cuts: []Cut{wholeCut, sharedCut, {Known: true}, replicaCut(3)},
+			wants: wants("whole", "shared", "off", "shared/3"), plan: "whole; shared4; off; shared3"},
+		{name: "what the file does not speak of stays", cuts: []Cut{wholeCut, sharedCut, sharedCut, sharedCut},
+			wants: wants("", "whole"), plan: "whole; whole!; shared4; shared4"},
+		{name: "idle ones go ahead, a held one waits", cuts: []Cut{sharedCut, sharedCut, sharedCut, sharedCut},
+			claims: []desk.Claim{claimed(names.Units, "b", "1::0", "1::1"), claimed(names.Units, "a", "1::2"), claimed(names.Units, "", "2::1")},
+			wants:  wants("whole", "whole", "off", "shared"),
+			plan:   "whole!; shared4 waits(shared→whole: ns/a,ns/b); shared4 waits(shared→off: a pod that the kubelet has not named yet); shared4"},
+		{name: "a claim on two GPUs holds both", cuts: []Cut{replicaCut(2), replicaCut(2), replicaCut(2), replicaCut(2)},
+			claims: []desk.Claim{claimed(names.Replicas, "a", "0::1", "2::0")},
+			wants:  wants("shared/4", "shared/4", "shared/4", "shared/2"),
+			plan:   "shared2 waits(shared→shared: ns/a); shared4!; shared2 waits(shared→shared: ns/a); shared2"},
+		{name: "after a restart the cut is read off the claims",
+			claims: []desk.Claim{claimed(names.Units, "a", "0::1"), claimed(names.Whole, "b", "1"), claimed(names.Replicas, "c", "2::2"), claimed(names.Replicas, "d", "3::2")},
+			wants:  wants("shared", "shared", "shared/2", "shared/5"),
+			plan:   "shared4; whole waits(whole→shared: ns/b); shared3 waits(shared→shared: ns/c); shared5"},
+		{name: "after a restart with another unit, no held ID is lost",
+			claims: []desk.Claim{claimed(names.Units, "a", "0::9")},
+			wants:  wants("shared", "shared", "shared", "shared"),
+			plan:   "shared10 waits(shared→shared: ns/a); shared4!; shared4!; shared4!"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			inv := machine(4)
+			cuts := map[gpu.UUID]Cut{}
+			for i, c := range tt.cuts {
+				cuts[uuid(i)] = c
+			}
+			got := Plan(inv, tt.claims, tt.wants, cuts, names, unit)
+			if diff := cmp.Diff(tt.plan, got.text(inv)); diff != "" {
+				t.Errorf("plan (-want +got):\n%s", diff)
+			}
+			// What is planned and done leaves nothing to do.
+			again := Plan(inv, tt.claims, tt.wants, got.Cuts, names, unit)
+			if len(again.Recut) > 0 || !cmp.Equal(again.Cuts, got.Cuts) {
+				t.Errorf("a second plan re-cuts %v", again.Recut)
+			}
+		})
+	}
+}
+
+// listed is a resource's list, a word a device.
+func listed(v *desk.View, resource string) string {
+	var out []string
+	for _, r := range v.Resources {
+		if r.Name != resource {
+			continue
+		}
+		for _, dev := range r.Devices {
+			i := 0
+			fmt.Sscanf(dev.ID, "GPU-%08d", &i)
+			_, n, _ := strings.Cut(dev.ID, "::")
+			word := fmt.Sprint(i)
+			if n != "" {
+				word += "." + n
+			}
+			switch {
+			case dev.Leaving && dev.Healthy:
+				word += "~"
+			case !dev.Healthy:
+				word += "x"
+			}
+			if (dev.Reason == "") != (dev.Healthy && !dev.Leaving) {
+				word += "(reason: " + dev.Reason + ")"
+			}
+			out = append(out, word)
+		}
+	}
+	return strings.Join(out, " ")
+}
+
+func TestView(t *testing.T) {
+	two := []desk.Claim{claimed(names.Units, "a", "0::1")}
+	for _, tt := range []struct {
+		name   string
+		in     viewInput
+		fault  bool // of GPU 0
+		blocks bool // GPU 0's change waits
+		units  string
+		whole  string
+		shares string
+	}{
+		{name: "plain", units: "0.0 0.1 0.2 0.3", whole: "1"},
+		{name: "held", in: viewInput{claims: two}, units: "0.0 0.1 0.2 0.3", whole: "1"},
+		{name: "about to be re-cut", in: viewInput{recutting: []gpu.UUID{uuid(0)}}, units: "0.0x 0.1x 0.2x 0.3x", whole: "1"},
+		{name: "waiting, drained", in: viewInput{claims: two, drain: true}, blocks: true, units: "0.0x 0.1~ 0.2x 0.3x", whole: "1"},
+		{name: "waiting, still offering", in: viewInput{claims: two}, blocks: true, units: "0.0 0.1 0.2 0.3", whole: "1"},
+		{name: "a broken GPU is unhealthy for its holders too, and no other is", in: viewInput{claims: two}, fault: true,
+			units: "0.0x 0.1x 0.2x 0.3x", whole: "1"},
+		{name: "nothing may be given out, held devices stay", in: viewInput{claims: two, closed: "no hook program"},
+			units: "0.0x 0.1 0.2x 0.3x", whole: "1x"},
+		{name: "what was offered before lingers", in: viewInput{past: map[gpu.UUID][]pastCut{uuid(1): {{cut: replicaCut(2)}, {cut: sharedCut}, {cut: sharedCut}}}},
+			units: "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x", whole: "1", shares: "1.0x 1.1x"},
+		{name: "a held ID that no cut has stays for its holder", in: viewInput{claims: []desk.Claim{claimed(names.Units, "a", "1::7")}},
+			units: "0.0 0.1 0.2 0.3 1.7~", whole: "1"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			in := tt.in
+			in.inv, in.names = machine(2), names
+			if tt.fault {
+				in.inv.GPUs[0].Fault = "GPU is lost"
+			}
+			in.changes = &Changes{Cuts: map[gpu.UUID]Cut{uuid(0): sharedCut, uuid(1): wholeCut}}
+			if tt.blocks {
+				in.changes.Blocked = []Blocked{{GPU: uuid(0)}}
+			}
+			v := buildView(in)
+			for resource, want := range map[string]string{names.Units: tt.units, names.Whole: tt.whole, names.Replicas: tt.shares} {
+				if got := listed(v, resource); got != want {
+					t.Errorf("%s: %s, want %s", resource, got, want)
+				}
+			}
+		})
+	}
+}
+
+func TestBlockedSentence(t *testing.T) {
+	b := Blocked{GPU: "GPU-1", Index: 3, From: "shared", To: "whole", Holders: []string{"train/a", "train/b"}}
+	if got, want := b.String(), "GPU 3 (GPU-1) stays shared, not yet whole, until these end: train/a, train/b"; got != want {
+		t.Errorf("%q, want %q", got, want)
+	}
+}

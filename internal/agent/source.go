@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"context"
+
+	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/plugin"
+)
+
+// source serves one resource of the desk to its device plugin: it translates
+// the desk's words into the plugin's and decides nothing.
+type source struct {
+	desk     *desk.Desk
+	domain   string
+	resource string
+}
+
+func (s *source) List() ([]plugin.Device, <-chan struct{}) {
+	devs, changed := s.desk.List(s.resource)
+	out := make([]plugin.Device, len(devs))
+	for i := range devs {
+		out[i] = plugin.Device{ID: devs[i].ID, Healthy: devs[i].Healthy}
+	}
+	return out, changed
+}
+
+func (s *source) Prefer(available, must []string, n int) ([]string, error) {
+	return s.desk.Prefer(s.resource, available, must, n)
+}
+
+func (s *source) Allocate(ids []string) (plugin.Grant, error) {
+	key, err := s.desk.Allocate(s.resource, ids)
+	if err != nil {
+		return plugin.Grant{}, err
+	}
+	return plugin.Grant{
+		CDI: []string{cdi.DeviceName(s.domain, key)},
+		// The key is in the name: of two values under one name the kubelet
+		// would keep one.
+		Annotations: map[string]string{cdi.AnnotationName(s.domain, key): s.resource},
+	}, nil
+}
+
+func (s *source) Prepare(ctx context.Context, ids []string) error {
+	return s.desk.Prepare(ctx, s.resource, ids)
+}

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// Linger is how long a withdrawn device stays listed as Unhealthy before its ID
+// leaves. The kubelet (1.36.3) ends with a nil dereference when an ID leaves
+// the list while its Allocate is on the wire.
+const Linger = 60 * time.Second
+
+// pastCut is a cut that a GPU no longer has, whose devices are still listed.
+type pastCut struct {
+	cut   Cut
+	until time.Time
+}
+
+// viewInput is everything a view is made from.
+type viewInput struct {
+	inv     *gpu.Inventory
+	changes *Changes
+	// recutting are the GPUs that are about to change: all that they offer is
+	// withdrawn.
+	recutting []gpu.UUID
+	past      map[gpu.UUID][]pastCut
+	claims    []desk.Claim
+	names     *Names
+	drain     bool
+	// closed is why nothing may be given out at present, empty where it may.
+	closed string
+}
+
+// buildView says what the kubelet is told of. It is pure.
+//
+// In order of precedence, a device is: unhealthy, if its GPU is; healthy, if a
+// claim has it (leaving, where the GPU is to change); unhealthy, if it is
+// withdrawn; else healthy.
+func buildView(in viewInput) *desk.View {
+	v := &desk.View{Rank: map[gpu.UUID]int{}}
+	lists := map[desk.Kind][]desk.Device{}
+	for i := range in.inv.GPUs {
+		d := &in.inv.GPUs[i]
+		v.Rank[d.UUID] = d.Index
+		for kind, devs := range deviceLists(&in, d) {
+			lists[kind] = append(lists[kind], devs...)
+		}
+	}
+	for _, kind := range []desk.Kind{desk.Whole, desk.Units, desk.Replicas} {
+		if devs := lists[kind]; devs != nil {
+			v.Resources = append(v.Resources, desk.Resource{Name: in.names.of(kind), Kind: kind, Devices: devs})
+		}
+	}
+	return v
+}
+
+// deviceLists lists what one GPU has, had, and has given away.
+func deviceLists(in *viewInput, d *gpu.Device) map[desk.Kind][]desk.Device {
+	// A unit and a replica can have the same ID, so a device is known by both.
+	type name struct {
+		kind desk.Kind
+		id   string
+	}
+	var held []name
+	isHeld := map[name]bool{}
+	for i := range in.claims {
+		c := &in.claims[i]
+		kind, ok := in.names.kind(c.Resource)
+		if !ok || !slices.Contains(c.GPUs, d.UUID) {
+			continue
+		}
+		for _, id := range c.IDs {
+			if strings.HasPrefix(id, string(d.UUID)) {
+				held = append(held, name{kind, id})
+				isHeld[name{kind, id}] = true
+			}
+		}
+	}
+
+	cut := in.changes.Cuts[d.UUID]
+	withdrawn, leaving := in.closed, ""
+	switch {
+	case slices.Contains(in.recutting, d.UUID):
+		withdrawn = "the GPU is being cut anew"
+		leaving = withdrawn
+	case in.changes.blocks(d.UUID) && in.drain:
+		withdrawn = "the GPU's partition changes when its holders end"
+		leaving = withdrawn
+	}
+
+	listed := map[name]bool{}
+	out := map[desk.Kind][]desk.Device{}
+	add := func(n name, withdrawn, leaving string) {
+		if listed[n] {
+			return
+		}
+		listed[n] = true
+		dev := desk.Device{ID: n.id, GPU: d.UUID, Healthy: true}
+		switch {
+		case d.Fault != "":
+			dev.Healthy, dev.Reason = false, d.Fault
+		case isHeld[n]:
+			dev.Leaving, dev.Reason = leaving != "", leaving
+		case withdrawn != "":
+			dev.Healthy, dev.Reason = false, withdrawn
+		}
+		out[n.kind] = append(out[n.kind], dev)
+	}
+	for _, id := range cut.ids(d.UUID) {
+		add(name{cut.Kind, id}, withdrawn, leaving)
+	}
+	const gone = "the node's partition does not have it any more"
+	for _, p := range in.past[d.UUID] {
+		for _, id := range p.cut.ids(d.UUID) {
+			add(name{p.cut.Kind, id}, gone, gone)
+		}
+	}
+	for _, n := range held {
+		add(n, gone, gone)
+	}
+	return out
+}
+
+// describe is a GPU's name for people: "GPU 3 (GPU-…)".
+func describe(d *gpu.Device) string { return fmt.Sprintf("GPU %d (%s)", d.Index, d.UUID) }
