@@ -204,6 +204,8 @@ func used() *Metrics {
 	m.Round(errors.New("x"), time.Millisecond)
 	m.APIError("watch", "configmaps")
 	m.Event("sent")
+	m.GPUEvent("GPU-5e0f8c1a-0000-1111-2222-333344440001", "xid", 79)
+	m.GPUEvent("GPU-1", "xid", 79)
 	return m
 }
 
@@ -298,6 +300,7 @@ func TestMetricsPage(t *testing.T) {
 		`gpu_agent_round_duration_seconds_count{result="error"} 1`,
 		`gpu_agent_api_errors_total{resource="configmaps",verb="watch"} 1`,
 		`gpu_agent_events_total{outcome="sent"} 1`,
+		`gpu_agent_gpu_events_total{gpu="GPU-5e0f8c1a-0000-1111-2222-333344440001",kind="xid",xid="79"} 1`,
 	} {
 		if !lines[want] {
 			t.Errorf("no line %s", want)
