@@ -353,7 +353,31 @@ func (a *Agent) Reset(ctx context.Context, partitions string) error {
 	if err := a.node.Label(ctx, map[string]string{NodeLabel: "true"}); err != nil {
 		return err
 	}
-	return a.Ready(ctx)
+	return a.answers(ctx)
+}
+
+// answers waits until an agent answers, which is seconds before the kubelet's
+// next probe finds it ready.
+func (a *Agent) answers(ctx context.Context) error {
+	return Await(ctx, time.Minute, "the agent to answer", func(ctx context.Context) error {
+		pods, err := a.pods(ctx)
+		if err != nil {
+			return err
+		}
+		if len(pods) != 1 || pods[0].deleted || pods[0].phase != "Running" {
+			return fmt.Errorf("its pods are %v", pods)
+		}
+		a.pod = pods[0].name
+		_, err = a.Status(ctx)
+		return err
+	})
+}
+
+// Log is the end of what the agent has logged.
+func (a *Agent) Log(ctx context.Context) (string, error) {
+	var out []byte
+	err := a.node.api.get(ctx, agentPods+"/"+a.pod+"/log?tailLines=80", &out)
+	return string(out), err
 }
 
 // stop takes the agent off the node by the label that it needs.

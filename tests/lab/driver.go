@@ -118,6 +118,12 @@ func (d *Driver) Restore(ctx context.Context, index int) error {
 	return err
 }
 
+// Xid raises an Xid, a fault of the driver's numbering, on a GPU.
+func (d *Driver) Xid(ctx context.Context, index, xid int) error {
+	_, err := d.control(ctx, "xid", "--gpu", strconv.Itoa(index), strconv.Itoa(xid))
+	return err
+}
+
 // TimeSlice is what the driver was told for a GPU: default, short, medium or
 // long.
 func (d *Driver) TimeSlice(ctx context.Context, index int) (string, error) {

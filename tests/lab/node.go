@@ -10,7 +10,6 @@ import (
 	"io"
 	"maps"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -104,6 +103,28 @@ func (n *Node) Stop(ctx context.Context, process string) error {
 	return err
 }
 
+// RestartKubelet restarts the kubelet and waits until the new one has written
+// the node's status.
+func (n *Node) RestartKubelet(ctx context.Context) error {
+	if err := n.Restart(ctx, "kubelet"); err != nil {
+		return err
+	}
+	// Heartbeats are whole seconds, so one of this second may be the old
+	// kubelet's.
+	began := time.Now()
+	return Await(ctx, time.Minute, "the new kubelet's first word", func(ctx context.Context) error {
+		s, err := n.State(ctx)
+		if err != nil {
+			return err
+		}
+		if !s.Ready || !s.Heartbeat.After(began) {
+			return fmt.Errorf("the node's Ready is %v, by a heartbeat of %s, and the kubelet started at %s",
+				s.Ready, s.Heartbeat.Format(time.TimeOnly), began.Format(time.TimeOnly))
+		}
+		return nil
+	})
+}
+
 // Restart ends a process of the node and starts it again.
 func (n *Node) Restart(ctx context.Context, process string) error {
 	_, err := n.cluster(ctx, nil, "restart", process)
@@ -136,6 +157,8 @@ type State struct {
 	// resources are left out.
 	Capacity, Allocatable map[string]int
 	Ready                 bool
+	// Heartbeat is when the kubelet wrote its status last, in whole seconds.
+	Heartbeat time.Time
 }
 
 func (n *Node) path() string { return "/api/v1/nodes/" + n.Name }
@@ -146,7 +169,10 @@ func (n *Node) State(ctx context.Context) (State, error) {
 		Metadata struct{ Labels, Annotations map[string]string }
 		Status   struct {
 			Capacity, Allocatable map[string]string
-			Conditions            []struct{ Type, Status string }
+			Conditions            []struct {
+				Type, Status      string
+				LastHeartbeatTime time.Time
+			}
 		}
 	}
 	if err := n.api.get(ctx, n.path(), &o); err != nil {
@@ -161,7 +187,9 @@ func (n *Node) State(ctx context.Context) (State, error) {
 		return State{}, err
 	}
 	for _, c := range o.Status.Conditions {
-		s.Ready = s.Ready || c.Type == "Ready" && c.Status == "True"
+		if c.Type == "Ready" {
+			s.Ready, s.Heartbeat = c.Status == "True", c.LastHeartbeatTime
+		}
 	}
 	return s, nil
 }
@@ -278,15 +306,6 @@ func (n *Node) Namespace(ctx context.Context, name string) error {
 	return Await(ctx, 30*time.Second, "the service account of namespace "+name, func(ctx context.Context) error {
 		return n.api.get(ctx, "/api/v1/namespaces/"+name+"/serviceaccounts/default", nil)
 	})
-}
-
-// exitCode is the status that a command ended with, -1 where it did not run.
-func exitCode(err error) int {
-	var exit *exec.ExitError
-	if errors.As(err, &exit) {
-		return exit.ExitCode()
-	}
-	return -1
 }
 
 // decode reads JSON that a program of ours printed.

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package e2e tests the agent on a real Kubernetes node: a kubelet, containerd
+// and an API server, the agent as its own DaemonSet, pods that ask for GPUs.
+// Only the NVIDIA driver is emulated, at its interface.
+//
+// One node serves all tests, as a node takes longer to start than a test to
+// run. It is started when the first test wants it and ends with the test
+// program, however that ends; then nothing of it may be left on the machine.
+// Each test begins on a node where nobody has asked for a GPU yet (see
+// lab.Agent.Reset) with partitions of its own, so order does not count.
+//
+//	go test ./tests/e2e -run TestPacking -v
+//
+// builds what is missing in the cache, which takes minutes the first time.
+// With -built everything is taken to be built. The tests are skipped, with the
+// reason, where a node cannot run, and by -short.
+//
+// What a container has is always looked at from its inside: its device nodes,
+// and what the loader finds under the name libcuda.so.1.
+package e2e

@@ -1,0 +1,319 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"regexp"
+	"slices"
+	"testing"
+
+	"example.com/gpu-agent/tests/lab"
+)
+
+// mixed has GPUs of every mode, two of each.
+const mixed = `version: v1
+partitions:
+  default:
+    - devices: [0, 1]
+      mode: shared
+    - devices: [2, 3]
+      mode: shared
+      replicas: 2
+    - devices: [4, 5]
+      mode: whole
+    - devices: [6, 7]
+      mode: off
+`
+
+var mixedOffers = map[string]int{lab.Memory: 2 * units, lab.Replicas: 4, lab.GPU: 2}
+
+// tenants starts a pod on a GPU of every mode.
+func (b *bench) tenants() []*lab.RunningPod {
+	b.Helper()
+	pods := []*lab.RunningPod{
+		b.pod("memory", lab.Memory, 24),
+		b.pod("replica", lab.Replicas, 1),
+		b.pod("whole", lab.GPU, 1),
+	}
+	b.must(each(pods, func(p *lab.RunningPod) error { return p.Running(b.ctx) }))
+	for i, want := range []int{0, 2, 4} {
+		if g := b.one(b.inside(pods[i], "")); g.Index != want {
+			b.Fatalf("%s is on GPU %d, want %d", pods[i], g.Index, want)
+		}
+	}
+	return pods
+}
+
+// newTenants starts a further pod on each, and looks whether each is placed as
+// the first ones' presence has it.
+func (b *bench) newTenants() {
+	b.Helper()
+	pods := []*lab.RunningPod{
+		b.pod("memory-2", lab.Memory, 40),
+		b.pod("replicas-2", lab.Replicas, 2),
+		b.pod("whole-2", lab.GPU, 1),
+	}
+	b.must(each(pods, func(p *lab.RunningPod) error { return p.Running(b.ctx) }))
+	for i, want := range [][]int{{0}, {2, 3}, {5}} {
+		if got := indexes(b.inside(pods[i], "")); !slices.Equal(got, want) {
+			b.Errorf("%s is on GPUs %v, want %v", pods[i], got, want)
+		}
+	}
+	message, err := b.pod("whole-3", lab.GPU, 1).Unschedulable(b.ctx)
+	b.must(err)
+	b.Logf("a third pod for a whole GPU: %s", message)
+}
+
+// When the kubelet starts anew, pods go on, the devices are on offer again, and
+// what pods hold is not given out twice.
+func TestKubeletRestart(t *testing.T) {
+	b := begin(t, mixed, mixedOffers)
+	pods := b.tenants()
+	before := b.life(pods...)
+	b.must(node.RestartKubelet(b.ctx))
+	b.offers(mixedOffers)
+	b.newTenants()
+	b.lives(before, pods...)
+}
+
+// When the agent is killed, pods go on, and the next one knows what they hold
+// from the CDI files, an init container's share too, of which the kubelet does
+// not tell.
+func TestAgentRestart(t *testing.T) {
+	b := begin(t, mixed, mixedOffers)
+	pods := b.tenants()
+	both := b.create(lab.Pod{
+		Name:       "both",
+		Init:       []lab.Container{{Name: "init", Resources: map[string]int{lab.Memory: 4}}},
+		Containers: []lab.Container{{Resources: map[string]int{lab.Memory: 8}}},
+	})
+	b.must(both.Running(b.ctx))
+	pods = append(pods, both)
+	before := b.life(pods...)
+	files, err := agent.CDIFiles(b.ctx)
+	b.must(err)
+	if len(files) != 5 {
+		b.Fatalf("there are the CDI files %v, want 5", files)
+	}
+
+	b.must(agent.Kill(b.ctx))
+	b.must(agent.AwaitStatus(b.ctx, waitLong, "the new agent to know all claims and their holders", func(s lab.Status) error {
+		if s.Claims != len(files) {
+			return fmt.Errorf("there are %d claims, want %d", s.Claims, len(files))
+		}
+		held := map[string]bool{}
+		for _, g := range s.GPUs {
+			for _, h := range g.Holders {
+				held[fmt.Sprintf("%s/%s/%s on GPU %d", h.Namespace, h.Pod, h.Container, g.Index)] = true
+			}
+		}
+		for _, want := range []string{"work/memory/main on GPU 0", "work/replica/main on GPU 2", "work/whole/main on GPU 4", "work/both/main on GPU 0"} {
+			if !held[want] {
+				return fmt.Errorf("the holders are %v, want %s", held, want)
+			}
+		}
+		return nil
+	}))
+	after, err := agent.CDIFiles(b.ctx)
+	b.must(err)
+	if !slices.Equal(after, files) {
+		b.Errorf("the CDI files are %v, want those from before, %v", after, files)
+	}
+	b.offers(mixedOffers)
+	b.newTenants()
+	b.lives(before, pods...)
+}
+
+// The kubelet gives an init container's devices again to its pod's app
+// containers: both see the same GPU, and each has a claim.
+func TestInitAndAppContainers(t *testing.T) {
+	b := begin(t, allShared, map[string]int{lab.Memory: gpus * units})
+	// On GPU 0, so that the fullest GPU is not also the first.
+	_, has := b.running("first", lab.Memory, 70)
+	if g := b.one(has); g.Index != 0 {
+		b.Fatalf("the first pod is on GPU %d, want 0", g.Index)
+	}
+	claims := 1
+	for _, c := range []struct {
+		name      string
+		init, app int
+		claims    int
+	}{
+		{"more-for-the-app", 12, 24, 2},
+		{"more-for-the-init", 16, 12, 2},
+		{"alike", 10, 10, 1}, // the same devices are the same claim
+	} {
+		claims += c.claims
+		b.sub(c.name, func(b *bench) {
+			pod := b.create(lab.Pod{
+				Name:       c.name,
+				Init:       []lab.Container{{Name: "init", Resources: map[string]int{lab.Memory: c.init}}},
+				Containers: []lab.Container{{Name: "app", Resources: map[string]int{lab.Memory: c.app}}},
+			})
+			b.must(pod.Running(b.ctx))
+			init, app := b.one(b.inside(pod, "init")), b.one(b.inside(pod, "app"))
+			if init.UUID != app.UUID {
+				b.Errorf("the init container saw GPU %d and the app container sees GPU %d, want the same", init.Index, app.Index)
+			}
+			if app.Index != 1 {
+				b.Errorf("the pod is on GPU %d, want 1", app.Index)
+			}
+			b.must(agent.AwaitStatus(b.ctx, waitLong, "the claims of both containers", func(s lab.Status) error {
+				if s.Claims != claims {
+					return fmt.Errorf("there are %d claims, want %d", s.Claims, claims)
+				}
+				for _, h := range s.GPUs[1].Holders {
+					if h.Pod == c.name && h.Container == "app" && h.Units == c.app {
+						return nil
+					}
+				}
+				return fmt.Errorf("the holders on GPU 1 are %v, want the app container of %s with %d", s.GPUs[1].Holders, c.name, c.app)
+			}))
+		})
+	}
+	b.sub("two-apps", func(b *bench) {
+		pod := b.create(lab.Pod{
+			Name: "two-apps",
+			Init: []lab.Container{{Name: "init", Resources: map[string]int{lab.Memory: 60}}},
+			Containers: []lab.Container{
+				{Name: "app", Resources: map[string]int{lab.Memory: 30}},
+				{Name: "side", Resources: map[string]int{lab.Memory: 20}},
+			},
+		})
+		b.must(pod.Running(b.ctx))
+		init := b.one(b.inside(pod, "init"))
+		for _, name := range []string{"app", "side"} {
+			if g := b.one(b.inside(pod, name)); g.UUID != init.UUID {
+				b.Errorf("container %s sees GPU %d, and the init container saw GPU %d", name, g.Index, init.Index)
+			}
+		}
+	})
+}
+
+// A GPU that is lost takes its own devices off the offer, and only those.
+func TestLostGPU(t *testing.T) {
+	b := begin(t, allShared, map[string]int{lab.Memory: gpus * units})
+	pod, has := b.running("a", lab.Memory, 24)
+	before, lost := b.life(pod), b.one(has)
+	t.Cleanup(func() {
+		if err := driver.Restore(context.Background(), lost.Index); err != nil {
+			t.Error(err)
+		}
+	})
+	b.must(driver.Lose(b.ctx, lost.Index))
+	b.offers(map[string]int{lab.Memory: (gpus - 1) * units})
+	s, err := agent.Status(b.ctx)
+	b.must(err)
+	for _, g := range s.GPUs {
+		if healthy := g.Health == "healthy"; healthy != (g.UUID != lost.UUID) || !healthy && g.Reason == "" {
+			b.Errorf("GPU %d is said to be %s (%q), and the lost one is %d", g.Index, g.Health, g.Reason, lost.Index)
+		}
+	}
+	b.lives(before, pod)
+	_, other := b.running("b", lab.Memory, 24)
+	if g := b.one(other); g.UUID == lost.UUID {
+		b.Errorf("a new pod is on GPU %d, which is lost", g.Index)
+	}
+
+	b.must(driver.Restore(b.ctx, lost.Index))
+	// A GPU that comes back makes no event; another one's lets the agent look
+	// before its next reading is due.
+	b.must(driver.Xid(b.ctx, 7, 13))
+	b.offers(map[string]int{lab.Memory: gpus * units})
+}
+
+// What people and machines are shown is what pods hold.
+func TestStatusAndMetrics(t *testing.T) {
+	b := begin(t, mixed, mixedOffers)
+	b.tenants()
+	b.must(agent.AwaitStatus(b.ctx, waitLong, "the holders' names", func(s lab.Status) error {
+		for index, want := range map[int]string{0: "memory", 2: "replica", 4: "whole"} {
+			if h := s.GPUs[index].Holders; len(h) != 1 || h[0].Pod != want {
+				return fmt.Errorf("GPU %d is held by %v, want %s", index, h, want)
+			}
+		}
+		return nil
+	}))
+
+	b.sub("status", func(b *bench) {
+		out, err := agent.Command(b.ctx, "status")
+		b.must(err)
+		for _, want := range []string{
+			`(?m)^e2e$`,
+			`(?m)^gpu-agent \S.*, driver ` + regexp.QuoteMeta(driver.Version) + `, CUDA `,
+			`(?m)^partition default: applied$`,
+			`(?m)^GPU 0  +NVIDIA H100 80GB HBM3 .* shared  healthy$`,
+			`(?m)^ +█+░+  24/79 GiB  example\.com/gpu-mem$`,
+			`(?m)^ +work/memory/main +24 GiB`,
+			`(?m)^ +work/replica/main +1 replicas`,
+			`(?m)^ +work/whole/main +1 GPU`,
+			`(?m)^GPU 7  +NVIDIA H100 80GB HBM3 .* off  healthy$`,
+		} {
+			if !regexp.MustCompile(want).Match(out) {
+				b.Errorf("the screen has no line %s:\n%s", want, out)
+			}
+		}
+	})
+	b.sub("metrics", func(b *bench) {
+		got, err := agent.Metrics(b.ctx)
+		b.must(err)
+		devices := func(index int, resource, state string) string {
+			return fmt.Sprintf(`gpu_agent_devices{gpu=%q,resource=%q,state=%q}`, driver.GPUs[index].UUID, resource, state)
+		}
+		want := map[string]float64{
+			devices(0, lab.Memory, "held"):                                   24,
+			devices(0, lab.Memory, "free"):                                   units - 24,
+			devices(0, lab.Memory, "unhealthy"):                              0,
+			devices(1, lab.Memory, "held"):                                   0,
+			devices(1, lab.Memory, "free"):                                   units,
+			devices(2, lab.Replicas, "held"):                                 1,
+			devices(2, lab.Replicas, "free"):                                 1,
+			devices(4, lab.GPU, "held"):                                      1,
+			devices(5, lab.GPU, "free"):                                      1,
+			`gpu_agent_claims`:                                               3,
+			`gpu_agent_partition_state{partition="default",state="applied"}`: 1,
+			`gpu_agent_partition_state{partition="default",state="blocked"}`: 0,
+		}
+		for _, g := range driver.GPUs {
+			want[fmt.Sprintf(`gpu_agent_gpu_healthy{gpu=%q}`, g.UUID)] = 1
+			want[fmt.Sprintf(`gpu_agent_gpu_memory_bytes{gpu=%q}`, g.UUID)] = float64(g.MemoryMiB) * (1 << 20)
+		}
+		for name, value := range want {
+			if v, ok := got[name]; !ok || v != value {
+				b.Errorf("%s is %v (there: %v), want %v", name, v, ok, value)
+			}
+		}
+	})
+	b.sub("probes", func(b *bench) {
+		for _, page := range []string{"healthz", "readyz"} {
+			out, err := agent.HTTP(b.ctx, page)
+			b.must(err)
+			if string(out) != "ok\n" {
+				b.Errorf("/%s says %q, want ok", page, out)
+			}
+		}
+	})
+	b.sub("inventory", func(b *bench) {
+		out, err := agent.Command(b.ctx, "inventory", "-o", "json")
+		b.must(err)
+		var inv struct {
+			Driver string
+			GPUs   []struct {
+				Index, Minor, MemoryMiB int
+				UUID                    string
+			}
+		}
+		b.must(json.Unmarshal(out, &inv))
+		if inv.Driver != driver.Version || len(inv.GPUs) != gpus {
+			b.Fatalf("the inventory has driver %s and %d GPUs, want %s and %d", inv.Driver, len(inv.GPUs), driver.Version, gpus)
+		}
+		for i, g := range inv.GPUs {
+			if want := driver.GPUs[i]; g.Index != want.Index || g.Minor != want.Minor || g.UUID != want.UUID || g.MemoryMiB != want.MemoryMiB {
+				b.Errorf("the inventory's GPU %d is %+v, want %+v", i, g, want)
+			}
+		}
+	})
+}

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"example.com/gpu-agent/tests/lab"
+)
+
+var built = flag.Bool("built", false, "everything that the node needs stands in the cache already")
+
+// The node's driver: see DESIGN.md on units. 81,559 MiB less the driver's own
+// are 79 whole units of 1 GiB.
+const (
+	nodeName = "e2e"
+	model    = "H100-80GB"
+	gpus     = 8
+	units    = 79
+)
+
+// The one node of all tests; set by start, once.
+var (
+	kit    *lab.Kit
+	node   *lab.Node
+	driver *lab.Driver
+	agent  *lab.Agent
+)
+
+var start = sync.OnceValue(func() error {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Hour)
+	defer cancel()
+	var err error
+	if kit, err = lab.NewKit(os.Stderr); err != nil {
+		return err
+	}
+	steps := kit.Steps()
+	if *built {
+		steps = nil
+	}
+	steps = append(steps,
+		lab.Step{Name: "a node", Run: func(ctx context.Context) (err error) {
+			if node, err = kit.Up(ctx, lab.NodeOptions{Name: nodeName, WithParent: true}); err != nil {
+				return err
+			}
+			return errors.Join(node.Load(ctx, kit.AgentArchive()), node.Namespace(ctx, lab.PodNamespace))
+		}},
+		lab.Step{Name: "the driver", Run: func(ctx context.Context) (err error) {
+			driver, err = node.LayDriver(ctx, lab.DriverOptions{Root: "/", Model: model, Count: gpus})
+			return err
+		}},
+		lab.Step{Name: "the agent", Run: func(ctx context.Context) (err error) {
+			agent, err = node.Deploy(ctx, lab.DeployOptions{Partitions: allShared})
+			return err
+		}})
+	for _, s := range steps {
+		began := time.Now()
+		if err := s.Run(ctx); err != nil {
+			return fmt.Errorf("%s: %w", s.Name, err)
+		}
+		fmt.Fprintf(os.Stderr, "e2e: %5.1f s  %s\n", time.Since(began).Seconds(), s.Name)
+	}
+	return nil
+})
+
+func TestMain(m *testing.M) {
+	flag.Parse()
+	status := m.Run()
+	if kit != nil {
+		if err := end(); err != nil {
+			fmt.Fprintln(os.Stderr, "e2e: end the node:", err)
+			status = 1
+		}
+	}
+	os.Exit(status)
+}
+
+// end ends the node and looks, by other means than those that ended it, for
+// what it left behind.
+func end() error {
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	defer cancel()
+	err := kit.Down(ctx, nodeName)
+	left, lookErr := leftovers(filepath.Join(kit.Cache, "run", nodeName), "gpu-agent-"+nodeName)
+	if len(left) > 0 {
+		err = errors.Join(err, fmt.Errorf("left behind: %s", strings.Join(left, "; ")))
+	}
+	return errors.Join(err, lookErr)
+}
+
+// leftovers finds processes and mounts that name a directory, and cgroups of a
+// name.
+func leftovers(dir, cgroup string) (left []string, err error) {
+	processes, err := filepath.Glob("/proc/[0-9]*")
+	if err != nil {
+		return nil, err
+	}
+	for _, p := range processes {
+		// A process may end while it is looked at.
+		command, _ := os.ReadFile(filepath.Join(p, "cmdline"))
+		if text := strings.ReplaceAll(string(command), "\x00", " "); strings.Contains(text, dir) {
+			left = append(left, fmt.Sprintf("process %s: %s", filepath.Base(p), text))
+		}
+	}
+	mounts, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		return left, err
+	}
+	for line := range strings.Lines(string(mounts)) {
+		if strings.Contains(line, dir) {
+			left = append(left, "mount "+strings.TrimSpace(line))
+		}
+	}
+	err = filepath.WalkDir("/sys/fs/cgroup", func(path string, d fs.DirEntry, err error) error {
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil // gone since its parent was read
+		}
+		if err == nil && d.IsDir() && d.Name() == cgroup {
+			left = append(left, "cgroup "+path)
+			return fs.SkipDir
+		}
+		return err
+	})
+	return left, err
+}
