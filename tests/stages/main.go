@@ -257,7 +257,8 @@ func report(w io.Writer, done []outcome) bool {
 				fmt.Fprintf(w, "  %s: %s\n", o.stage.name, f)
 			}
 			if o.err != nil && len(o.failed) == 0 {
-				fmt.Fprintf(w, "  %s: %v\n", o.stage.name, o.err)
+				first, _, _ := strings.Cut(o.err.Error(), "\n")
+				fmt.Fprintf(w, "  %s: %s\n", o.stage.name, first)
 			}
 		}
 	}

@@ -1,0 +1,537 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package deployments
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/obs"
+
+	"go.yaml.in/yaml/v3"
+)
+
+const name = "gpu-agent" // of everything but the ConfigMap
+
+func agentSet(t *testing.T, objects []object) daemonSet {
+	return as[daemonSet](t, one(t, objects, "DaemonSet", name))
+}
+
+// agent is the DaemonSet's only container.
+func agent(t *testing.T, d *daemonSet) *container {
+	t.Helper()
+	if n := len(d.Spec.Template.Spec.Containers); n != 1 {
+		t.Fatalf("%d containers, want 1", n)
+	}
+	return &d.Spec.Template.Spec.Containers[0]
+}
+
+func TestEveryFileIsUsed(t *testing.T) {
+	for _, dir := range append(overlays(t), "base") {
+		k := readKustomization(t, dir)
+		used := []string{"kustomization.yaml"}
+		for _, r := range k.Resources {
+			if !strings.HasPrefix(r, "../") {
+				used = append(used, r)
+			}
+		}
+		for _, p := range k.Patches {
+			used = append(used, p.Path)
+		}
+		files, err := filepath.Glob(filepath.Join(dir, "*"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		var there []string
+		for _, f := range files {
+			there = append(there, filepath.Base(f))
+			text := string(read(t, f))
+			if !strings.HasPrefix(text, "# SPDX-License-Identifier: Apache-2.0\n") {
+				t.Errorf("%s does not begin with its licence", f)
+			}
+		}
+		slices.Sort(used)
+		if !slices.Equal(used, there) {
+			t.Errorf("%s: the kustomization uses %q, the directory has %q", dir, used, there)
+		}
+	}
+}
+
+func TestNamespace(t *testing.T) {
+	objects := base(t)
+	ns := one(t, objects, "Namespace", name)
+	if level := ns.Metadata.Labels["pod-security.kubernetes.io/enforce"]; level != "privileged" {
+		t.Errorf("Pod Security level %q: the agent's pods would be refused", level)
+	}
+	cluster := []string{"Namespace", "ClusterRole", "ClusterRoleBinding", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"}
+	for _, o := range objects {
+		want := name
+		if slices.Contains(cluster, o.Kind) {
+			want = ""
+		}
+		if got := o.Metadata.Namespace; got != want {
+			t.Errorf("%s: %s %s is in namespace %q, want %q", o.file, o.Kind, o.Metadata.Name, got, want)
+		}
+	}
+}
+
+// rule is a permission: a resource, where, and its verbs.
+type rule struct {
+	resource, verbs string
+	cluster         bool
+}
+
+func TestRBACIsWhatTheAgentUses(t *testing.T) {
+	objects := base(t)
+	var have []rule
+	for _, kind := range []string{"ClusterRole", "Role"} {
+		r := as[role](t, one(t, objects, kind, name))
+		for _, rr := range r.Rules {
+			if len(rr.APIGroups) != 1 || len(rr.Resources) != 1 {
+				t.Fatalf("%s: one group and one resource a rule, so that each has its reason: %+v", kind, rr)
+			}
+			resource := rr.Resources[0]
+			if rr.APIGroups[0] != "" {
+				resource += "." + rr.APIGroups[0]
+			}
+			have = append(have, rule{resource, strings.Join(rr.Verbs, " "), kind == "ClusterRole"})
+			// The one object that can be named is.
+			want := []string(nil)
+			if resource == "configmaps" {
+				want = []string{one(t, objects, "ConfigMap", "gpu-partitions").Metadata.Name}
+			}
+			if !slices.Equal(rr.ResourceNames, want) {
+				t.Errorf("%s: %s is narrowed to %q, want %q", kind, resource, rr.ResourceNames, want)
+			}
+		}
+		b := as[binding](t, one(t, objects, kind+"Binding", name))
+		if b.RoleRef.Kind != kind || b.RoleRef.Name != name || b.RoleRef.APIGroup != "rbac.authorization.k8s.io" {
+			t.Errorf("%sBinding refers to %+v", kind, b.RoleRef)
+		}
+		if len(b.Subjects) != 1 || b.Subjects[0].Kind != "ServiceAccount" || b.Subjects[0].Name != name || b.Subjects[0].Namespace != name {
+			t.Errorf("%sBinding is for %+v", kind, b.Subjects)
+		}
+	}
+	var want []rule
+	for _, r := range kube.Rules {
+		resource := r.Resource
+		if r.APIGroup != "" {
+			resource += "." + r.APIGroup
+		}
+		want = append(want, rule{resource, strings.Join(r.Verbs, " "), r.Cluster})
+	}
+	for _, r := range want {
+		if !slices.Contains(have, r) {
+			t.Errorf("internal/kube uses %+v, which the manifests do not grant", r)
+		}
+	}
+	for _, r := range have {
+		if !slices.Contains(want, r) {
+			t.Errorf("the manifests grant %+v, which internal/kube does not use", r)
+		}
+	}
+	spec := agentSet(t, objects).Spec.Template.Spec
+	one(t, objects, "ServiceAccount", spec.ServiceAccountName)
+	if !spec.AutomountToken {
+		t.Error("the agent has no token")
+	}
+}
+
+// rights are the places of a manifest that need a reason.
+func needsReason(path []string, value string) bool {
+	last := path[len(path)-1]
+	if last == "[]" && len(path) > 1 {
+		return slices.Contains([]string{"volumes", "volumeMounts", "rules", "add"}, path[len(path)-2])
+	}
+	switch last {
+	case "privileged", "hostPID", "hostIPC", "hostNetwork", "hostUsers", "procMount",
+		"pod-security.kubernetes.io/enforce":
+		return true
+	case "automountServiceAccountToken", "allowPrivilegeEscalation":
+		return value == "true"
+	}
+	return false
+}
+
+func TestEveryRightHasItsReason(t *testing.T) {
+	found := 0
+	for _, dir := range append(overlays(t), "base") {
+		files, err := filepath.Glob(filepath.Join(dir, "*.yaml"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, f := range files {
+			for _, o := range documents(t, f, read(t, f)) {
+				walk(o.node, nil, func(path []string, key, value *yaml.Node) {
+					if !needsReason(path, value.Value) {
+						return
+					}
+					found++
+					text, ok := strings.CutPrefix(headComment(key), "Reason: ")
+					if !ok || len(strings.Fields(text)) < 4 {
+						t.Errorf("%s:%d: %s has no comment right above it that begins with \"Reason:\" and says why",
+							f, key.Line, strings.Join(path, "."))
+					}
+				})
+			}
+		}
+	}
+	// The base alone has 6 volumes, 6 mounts, 3 rules and 4 privileges.
+	if found < 19 {
+		t.Errorf("only %d rights found: this test does not look where they are", found)
+	}
+}
+
+func TestMounts(t *testing.T) {
+	d := agentSet(t, base(t))
+	c := agent(t, &d)
+	env := c.env()
+	flags := programFlags(t)
+	host := map[string]string{} // volume → path
+	for _, v := range d.Spec.Template.Spec.Volumes {
+		if v.HostPath.Path == "" || v.HostPath.Type == "" {
+			t.Errorf("volume %s: path %q of type %q; without a type a missing directory is noticed late", v.Name, v.HostPath.Path, v.HostPath.Type)
+		}
+		host[v.Name] = v.HostPath.Path
+	}
+	inside := map[string]string{} // path inside → path on the host
+	for _, m := range c.VolumeMounts {
+		p, ok := host[m.Name]
+		if !ok {
+			t.Errorf("mount %s: there is no such volume, or it is mounted twice", m.MountPath)
+		}
+		delete(host, m.Name)
+		inside[m.MountPath] = p
+		if m.Name == "host" && (!m.ReadOnly || m.MountPropagation != "HostToContainer") {
+			t.Errorf("the host's root is read-only %v with propagation %q: it should be read-only and follow the host's unmounts", m.ReadOnly, m.MountPropagation)
+		}
+	}
+	if len(host) > 0 {
+		t.Errorf("volumes without a mount: %v", host)
+	}
+	value := func(flag string) string {
+		if v, ok := env["GPU_AGENT_"+strings.ToUpper(strings.ReplaceAll(flag, "-", "_"))]; ok {
+			return v
+		}
+		return flags[flag]
+	}
+	for path, same := range map[string]bool{
+		value("kubelet-dir") + "/device-plugins": true,
+		value("kubelet-dir") + "/pod-resources":  true,
+		value("cdi-dir"):                         true,
+		value("state-dir"):                       true, // CDI files name the hook by it
+		value("driver-root"):                     false,
+		"/dev":                                   true,
+	} {
+		p, ok := inside[path]
+		if !ok || same && p != path {
+			t.Errorf("the agent uses %s, where the host's %q is mounted", path, p)
+		}
+	}
+	if got := inside[value("driver-root")]; got != value("host-driver-root") {
+		t.Errorf("CDI files will say %s for the driver's root, which is %s on the host", value("host-driver-root"), got)
+	}
+}
+
+func TestEnvironmentIsFlags(t *testing.T) {
+	flags := programFlags(t)
+	twins := map[string]bool{}
+	for f := range flags {
+		twins["GPU_AGENT_"+strings.ToUpper(strings.ReplaceAll(f, "-", "_"))] = true
+	}
+	files, err := filepath.Glob("*/*.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	more, err := filepath.Glob("overlays/*/*.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	found := 0
+	for _, f := range append(files, more...) {
+		text := read(t, f)
+		for _, v := range regexp.MustCompile(`GPU_AGENT_[A-Z_]+`).FindAllString(string(text), -1) {
+			found++
+			if !twins[v] {
+				t.Errorf("%s: %s is the twin of no flag of gpu-agent run", f, v)
+			}
+		}
+		for _, v := range regexp.MustCompile(`--[a-z][a-z-]+`).FindAllString(string(text), -1) {
+			if _, ok := flags[v[2:]]; !ok {
+				t.Errorf("%s: gpu-agent run has no flag %s", f, v)
+			}
+		}
+	}
+	if found < 5 {
+		t.Errorf("only %d variables found", found)
+	}
+
+	d := agentSet(t, base(t))
+	c := agent(t, &d)
+	if !slices.Equal(c.Args, []string{"run"}) {
+		t.Errorf("arguments %q, want run: the rest is in the environment, where an overlay can change one", c.Args)
+	}
+	// A $(NAME) is replaced only where NAME stands before it in the list.
+	known := map[string]string{}
+	for _, e := range c.Env {
+		if p := e.ValueFrom.FieldRef.FieldPath; p != "" {
+			known[e.Name] = p
+			continue
+		}
+		for _, ref := range regexp.MustCompile(`\$\((\w+)\)`).FindAllStringSubmatch(e.Value, -1) {
+			if known[ref[1]] == "" {
+				t.Errorf("%s refers to %s, which does not stand before it", e.Name, ref[1])
+			}
+		}
+	}
+	expand := func(s string) string {
+		return os.Expand(strings.NewReplacer("$(", "${", ")", "}").Replace(s), func(k string) string { return "<" + known[k] + ">" })
+	}
+	env := c.env()
+	for name, want := range map[string]string{
+		"GPU_AGENT_NODE_NAME": "<spec.nodeName>",
+		"GPU_AGENT_POD":       "<metadata.namespace>/<metadata.name>",
+		"GPU_AGENT_CONFIGMAP": "<metadata.namespace>/gpu-partitions",
+	} {
+		if got := expand(env[name]); got != want {
+			t.Errorf("%s is %q, want %q", name, got, want)
+		}
+	}
+}
+
+// programFlags are the flags of `gpu-agent run` with their defaults, as it
+// prints them.
+func programFlags(t *testing.T) map[string]string {
+	t.Helper()
+	cmd := exec.CommandContext(t.Context(), "go", "run", "-buildvcs=false", "example.com/gpu-agent/cmd/gpu-agent", "run", "-h")
+	var out bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &out
+	_ = cmd.Run() // asking for help ends with status 2
+	flags := map[string]string{}
+	last := ""
+	for line := range strings.Lines(out.String()) {
+		if m := regexp.MustCompile(`^  -([a-z-]+)`).FindStringSubmatch(line); m != nil {
+			last = m[1]
+			flags[last] = ""
+		}
+		if m := regexp.MustCompile(`\(default "?([^")]*)"?\)`).FindStringSubmatch(line); m != nil && last != "" {
+			flags[last] = m[1]
+		}
+	}
+	if flags["state-dir"] == "" || len(flags) < 10 {
+		t.Fatalf("gpu-agent run -h printed no flags:\n%s", out.String())
+	}
+	return flags
+}
+
+func TestProbes(t *testing.T) {
+	d := agentSet(t, base(t))
+	c := agent(t, &d)
+	if len(c.Ports) != 1 || fmt.Sprintf(":%d", c.Ports[0].ContainerPort) != programFlags(t)["http"] {
+		t.Fatalf("ports %+v, and the agent serves on %s", c.Ports, programFlags(t)["http"])
+	}
+	good := func() error { return nil }
+	pages := obs.New(obs.Options{
+		Logger: slog.New(slog.DiscardHandler), Healthy: good, Ready: good,
+		Status: func() obs.Status { return obs.Status{} }, Metrics: obs.NewMetrics("test"),
+	}).Handler()
+	for what, p := range map[string]probe{"/healthz": c.LivenessProbe, "/readyz": c.ReadinessProbe} {
+		if p.HTTPGet.Path != what || p.HTTPGet.Port != c.Ports[0].Name {
+			t.Errorf("a probe asks %+v, want %s on %s", p.HTTPGet, what, c.Ports[0].Name)
+		}
+		answer := httptest.NewRecorder()
+		pages.ServeHTTP(answer, httptest.NewRequestWithContext(context.Background(), http.MethodGet, p.HTTPGet.Path, nil))
+		if answer.Code != http.StatusOK {
+			t.Errorf("the agent answers %s with %d", p.HTTPGet.Path, answer.Code)
+		}
+	}
+}
+
+func TestDaemonSet(t *testing.T) {
+	d := agentSet(t, base(t))
+	c, spec := agent(t, &d), &d.Spec.Template.Spec
+	if len(d.Spec.Selector.MatchLabels) == 0 || !maps.Equal(d.Spec.Selector.MatchLabels, d.Spec.Template.Metadata.Labels) {
+		t.Errorf("the selector %v is not the pods' labels %v", d.Spec.Selector.MatchLabels, d.Spec.Template.Metadata.Labels)
+	}
+	if u := d.Spec.UpdateStrategy; u.Type != "RollingUpdate" || u.RollingUpdate.MaxSurge != 0 {
+		t.Errorf("update strategy %+v: two agents must never be on one node", u)
+	}
+	if spec.PriorityClassName != "system-node-critical" || !spec.HostPID {
+		t.Errorf("priority %q, hostPID %v", spec.PriorityClassName, spec.HostPID)
+	}
+	if !c.SecurityContext.Privileged || !c.SecurityContext.ReadOnlyRootFilesystem {
+		t.Errorf("security context %+v", c.SecurityContext)
+	}
+	if strings.HasPrefix(c.TerminationMessagePath, "/dev") {
+		t.Error("the termination message would be a file in the host's /dev")
+	}
+	for _, r := range []string{"cpu", "memory"} {
+		if c.Resources.Requests[r] == "" {
+			t.Errorf("no request of %s", r)
+		}
+	}
+	if _, ok := c.Resources.Limits["cpu"]; ok {
+		t.Error("a limit on CPU would keep containers from starting in time")
+	}
+}
+
+func TestNodes(t *testing.T) {
+	d := agentSet(t, base(t))
+	terms := d.Spec.Template.Spec.Affinity.NodeAffinity.Required.Terms
+	gpuNode := "example.com/gpu.node"
+	for _, test := range []struct {
+		name   string
+		labels map[string]string
+		want   bool
+	}{
+		{"labelled", map[string]string{gpuNode: "true"}, true},
+		{"labelled, with a type of its own", map[string]string{gpuNode: "true", "type": "metal"}, true},
+		{"not labelled", map[string]string{"kubernetes.io/os": "linux"}, false},
+		{"labelled false", map[string]string{gpuNode: "false"}, false},
+		{"Virtual Kubelet", map[string]string{gpuNode: "true", "type": "virtual-kubelet"}, false},
+		{"Liqo", map[string]string{gpuNode: "true", "liqo.io/type": "virtual-node"}, false},
+	} {
+		got := false
+		for _, term := range terms { // one is enough
+			all := true
+			for _, e := range term.Expressions {
+				value, has := test.labels[e.Key]
+				in := has && slices.Contains(e.Values, value)
+				switch e.Operator {
+				case "In":
+					all = all && in
+				case "NotIn":
+					all = all && !in
+				default:
+					t.Fatalf("operator %s is new to this test", e.Operator)
+				}
+			}
+			got = got || all
+		}
+		if got != test.want {
+			t.Errorf("%s: the agent runs there: %v, want %v", test.name, got, test.want)
+		}
+	}
+	if tol := d.Spec.Template.Spec.Tolerations; len(tol) != 1 || tol[0].Operator != "Exists" {
+		t.Errorf("tolerations %+v: a taint would take the agent from under running pods", tol)
+	}
+}
+
+func TestSamplePartitions(t *testing.T) {
+	type configMap struct {
+		header `yaml:",inline"`
+		Data   map[string]string
+	}
+	cm := as[configMap](t, one(t, base(t), "ConfigMap", "gpu-partitions"))
+	text, ok := cm.Data["config.yaml"]
+	if !ok || len(cm.Data) != 1 {
+		t.Fatalf("keys %v, want config.yaml alone", slices.Sorted(maps.Keys(cm.Data)))
+	}
+	file, err := config.Parse("config.yaml", []byte(text))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !slices.Contains(file.Names(), "default") {
+		t.Errorf("partitions %q: a node without a label takes default", file.Names())
+	}
+	inventories, err := filepath.Glob("../tests/testdata/inventories/*.json")
+	if err != nil || len(inventories) == 0 {
+		t.Fatalf("find inventories: %v, %v", inventories, err)
+	}
+	for _, f := range inventories {
+		inv, err := config.ReadInventory(read(t, f))
+		if err != nil {
+			t.Fatalf("%s: %v", f, err)
+		}
+		for _, p := range file.Names() {
+			if _, err := file.Desire(p, inv); err != nil {
+				t.Errorf("on %s: %v", filepath.Base(f), err)
+			}
+		}
+	}
+}
+
+// render puts a kustomization together as `kubectl apply -k` does.
+func render(t *testing.T, dir string) []object {
+	t.Helper()
+	cache := os.Getenv("GPU_AGENT_CACHE")
+	if cache == "" {
+		user, err := os.UserCacheDir()
+		if err != nil {
+			t.Fatal(err)
+		}
+		cache = filepath.Join(user, "gpu-agent")
+	}
+	kubectl := filepath.Join(cache, "bin", "kubectl")
+	if _, err := os.Stat(kubectl); err != nil {
+		t.Skip("there is no kubectl in the cache yet: the stage \"node\" builds it")
+	}
+	var errs bytes.Buffer
+	cmd := exec.CommandContext(t.Context(), kubectl, "kustomize", dir)
+	cmd.Stderr = &errs
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatalf("kubectl kustomize %s: %v\n%s", dir, err, errs.Bytes())
+	}
+	return documents(t, dir, out)
+}
+
+func TestRenderedBase(t *testing.T) {
+	want := base(t)
+	got := render(t, "base")
+	if len(got) != len(want) {
+		t.Errorf("kubectl makes %d objects of the base's %d", len(got), len(want))
+	}
+	agentSet(t, got)
+}
+
+func TestRenderedDriverContainer(t *testing.T) {
+	d := agentSet(t, render(t, "overlays/driver-container"))
+	env := agent(t, &d).env()
+	if env["GPU_AGENT_DRIVER_ROOT"] != "/host"+env["GPU_AGENT_HOST_DRIVER_ROOT"] || env["GPU_AGENT_HOST_DRIVER_ROOT"] != "/run/nvidia/driver" {
+		t.Errorf("driver roots in the environment: %v", env)
+	}
+	if env["GPU_AGENT_CONFIGMAP"] == "" {
+		t.Error("the patch lost the rest of the environment")
+	}
+}
+
+func TestRenderedRuntimeClass(t *testing.T) {
+	objects := render(t, "overlays/runtime-class")
+	d := agentSet(t, objects)
+	c, spec := agent(t, &d), &d.Spec.Template.Spec
+	one(t, objects, "RuntimeClass", spec.RuntimeClassName)
+	s := c.SecurityContext
+	if s.Privileged || s.AllowPrivilegeEscalation == nil || *s.AllowPrivilegeEscalation || !slices.Equal(s.Capabilities.Drop, []string{"ALL"}) || !s.ReadOnlyRootFilesystem {
+		t.Errorf("security context %+v", s)
+	}
+	var paths []string
+	for _, v := range spec.Volumes {
+		paths = append(paths, v.HostPath.Path)
+	}
+	slices.Sort(paths)
+	if want := []string{"/var/lib/gpu-agent", "/var/lib/kubelet/device-plugins", "/var/lib/kubelet/pod-resources", "/var/run/cdi"}; !slices.Equal(paths, want) {
+		t.Errorf("host paths %q, want %q", paths, want)
+	}
+	if len(c.VolumeMounts) != len(paths) {
+		t.Errorf("%d mounts of %d volumes", len(c.VolumeMounts), len(paths))
+	}
+	env := c.env()
+	if env["GPU_AGENT_DRIVER_ROOT"] != "/" || env["GPU_AGENT_HOST_DRIVER_ROOT"] != "/" || env["NVIDIA_VISIBLE_DEVICES"] != "all" {
+		t.Errorf("environment %v", env)
+	}
+}

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package deployments holds the manifests that put the agent on a cluster's
+// GPU nodes, for kustomize, and the tests that keep them honest.
+//
+//	base/                       namespace, RBAC, partitions, DaemonSet
+//	overlays/driver-container/  the driver is in a container of its own
+//	overlays/runtime-class/     no privileged pod, by NVIDIA's container runtime
+//	image/                      files of the container image that are not built
+//
+// The rule for a manifest here: whatever takes a right (a privilege, a
+// namespace of the host's, a path, a mount, a verb) has its reason as a comment
+// that begins with "Reason:", right above it. A reader should be able to judge
+// each without reading the program. The tests ask for the comments, hold the
+// verbs against the list in internal/kube, the environment against the
+// program's flags, the probes against its pages, and the sample partitions
+// against inventories of well-known nodes.
+//
+// There is no Go here but the tests, and no templates: what differs between
+// clusters belongs into an overlay of the cluster's own.
+package deployments
