@@ -130,20 +130,20 @@ func New(spec Spec) (*World, error) {
 		return nil, err
 	}
 	w := &World{
-		driver:     spec.Driver,
-		cuda:       cuda,
-		nvlink:     spec.NVLink,
-		sessions:   map[*process]struct{}{},
-		sets:       map[uint32]*eventSet{},
-		changed:    make(chan struct{}),
-		generation: 1,
-		slots:      map[string]int{},
-		ended:      make([]uint64, PageWords),
-		baseline:   make([]uint64, PageWords),
+		driver:   spec.Driver,
+		cuda:     cuda,
+		nvlink:   spec.NVLink,
+		sessions: map[*process]struct{}{},
+		sets:     map[uint32]*eventSet{},
+		changed:  make(chan struct{}),
+		slots:    map[string]int{},
+		ended:    make([]uint64, PageWords),
+		baseline: make([]uint64, PageWords),
 	}
 	var b [8]byte
 	rand.Read(b[:])
 	w.boot = binary.LittleEndian.Uint64(b[:])
+	w.generation = w.boot // so that no answer of an earlier load holds
 
 	for i := range spec.Count {
 		g, err := newGPU(spec, i)
@@ -298,8 +298,8 @@ type GPUState struct {
 	Minor       int    `json:"minor"`
 	UUID        string `json:"uuid"`
 	PCI         string `json:"pci"`
-	PCIDevice   uint32 `json:"pciDevice"`
-	Subsystem   uint32 `json:"pciSubsystem"`
+	PCIDevice   PCIID  `json:"pciDevice"`
+	Subsystem   PCIID  `json:"pciSubsystem"`
 	Model       string `json:"model"`
 	MemoryMiB   uint64 `json:"memoryMiB"`
 	ReservedMiB uint64 `json:"reservedMiB"`
@@ -307,6 +307,20 @@ type GPUState struct {
 	NUMA        int    `json:"numa"`
 	TimeSlice   string `json:"timeSlice"`
 	Lost        bool   `json:"lost"`
+}
+
+// PCIID is a device's number with its vendor's in the low half, written as
+// the field writes it: 0x233010DE.
+type PCIID uint32
+
+// MarshalText writes the number in hexadecimal.
+func (id PCIID) MarshalText() ([]byte, error) { return fmt.Appendf(nil, "0x%08X", uint32(id)), nil }
+
+// UnmarshalText reads the number back.
+func (id *PCIID) UnmarshalText(text []byte) error {
+	v, err := strconv.ParseUint(string(text), 0, 32)
+	*id = PCIID(v)
+	return err
 }
 
 // State returns a copy of all there is to see, in a fixed order.
@@ -317,7 +331,7 @@ func (w *World) State() State {
 	for _, g := range w.gpus {
 		s.GPUs = append(s.GPUs, GPUState{
 			Index: g.slot, Minor: g.minor, UUID: g.uuid,
-			PCI: g.pci.String(), PCIDevice: g.pci.DeviceID, Subsystem: g.pci.SubsystemID,
+			PCI: g.pci.String(), PCIDevice: PCIID(g.pci.DeviceID), Subsystem: PCIID(g.pci.SubsystemID),
 			Model: g.Name, MemoryMiB: g.MemoryMiB, ReservedMiB: g.ReservedMiB, UsedMiB: w.usedLocked(g),
 			NUMA: g.numa, TimeSlice: g.timeSlice.String(), Lost: g.lost,
 		})

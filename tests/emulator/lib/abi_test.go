@@ -23,6 +23,7 @@ import (
 	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
+	"golang.org/x/sys/unix"
 
 	"example.com/gpu-agent/tests/emulator"
 	"example.com/gpu-agent/tests/emulator/daemon"
@@ -35,6 +36,8 @@ func TestMain(m *testing.M) {
 	switch os.Getenv("ABI_TEST_ROLE") {
 	case "list": // print the PIDs that the driver lists on GPU 0
 		os.Exit(roleList())
+	case "container": // say what GPUs there are beside one device node
+		os.Exit(roleContainer())
 	case "hold": // hold memory until stdin ends
 		os.Exit(roleHold())
 	}
@@ -77,7 +80,7 @@ type node struct {
 	stop    func() // ends the daemon
 }
 
-func start(t *testing.T, spec emulator.Spec) *node {
+func start(t testing.TB, spec emulator.Spec) *node {
 	t.Helper()
 	if err := layRoot(t.Context()); err != nil {
 		t.Fatal(err)
@@ -95,7 +98,7 @@ func start(t *testing.T, spec emulator.Spec) *node {
 }
 
 // serve runs the daemon until the test ends or stop is called.
-func (n *node) serve(t *testing.T) {
+func (n *node) serve(t testing.TB) {
 	t.Helper()
 	l, err := daemon.Listen(n.socket)
 	if err != nil {
@@ -114,7 +117,7 @@ func (n *node) serve(t *testing.T) {
 }
 
 // open loads the library and initialises it for the rest of the test.
-func (n *node) open(t *testing.T) nvml.Interface {
+func (n *node) open(t testing.TB) nvml.Interface {
 	t.Helper()
 	api := nvml.New(nvml.WithLibraryPath(n.library))
 	if r := api.Init(); r != nvml.SUCCESS {
@@ -456,6 +459,48 @@ func TestProcessListsAreInTheCallersPIDNamespace(t *testing.T) {
 	want(t, "PIDs outside, after the child's death", strings.TrimSpace(string(out)), fmt.Sprintf("[%d]", outside.Process.Pid))
 }
 
+func roleContainer() int {
+	// A container's /dev: the control node, and the node of minor 1 alone.
+	err := unix.Mount("dev", "/dev", "tmpfs", 0, "")
+	for name, minor := range map[string]uint32{"nvidiactl": 255, "nvidia1": 1} {
+		err = errors.Join(err, unix.Mknod("/dev/"+name, unix.S_IFCHR|0o666, int(unix.Mkdev(195, minor))))
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	api := nvml.New(nvml.WithLibraryPath(os.Args[1]))
+	if r := api.Init(); r != nvml.SUCCESS {
+		fmt.Fprintln(os.Stderr, "init:", r)
+		return 1
+	}
+	count, _ := api.DeviceGetCount()
+	d, r := api.DeviceGetHandleByIndex(0)
+	if r != nvml.SUCCESS {
+		fmt.Fprintln(os.Stderr, "device:", r)
+		return 1
+	}
+	index, _ := d.GetIndex()
+	minor, _ := d.GetMinorNumber()
+	_, other := api.DeviceGetHandleByUUID(os.Args[2])
+	fmt.Printf("%d GPUs, index %d, minor %d, another's UUID: %v", count, index, minor, other)
+	return 0
+}
+
+func TestAContainerSeesTheGPUsOfItsDeviceNodes(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("making device nodes in a mount namespace needs root")
+	}
+	n := start(t, emulator.Spec{Count: 4})
+	cmd := self(t, "container", n.library, n.world.State().GPUs[0].UUID)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Unshareflags: syscall.CLONE_NEWNS}
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	want(t, "the container", string(out), "1 GPUs, index 0, minor 1, another's UUID: Not Found")
+}
+
 func TestMemoryIsFreedWhenItsProcessDies(t *testing.T) {
 	n := start(t, emulator.Spec{Count: 1})
 	cmd := self(t, "hold", n.socket, "0", "5000")
@@ -704,7 +749,7 @@ func TestBufferSizes(t *testing.T) {
 	CHECK(at[1].start, 4);
 	CHECK(nvmlShutdown(), NVML_SUCCESS);
 	CHECK(nvmlDeviceGetCount_v2(&n), NVML_ERROR_UNINITIALIZED);
-	CHECK(nvmlInit_v2(), NVML_SUCCESS); /* once more, on a new session */
+	CHECK(nvmlInit_v2(), NVML_SUCCESS); /* once more */
 	CHECK(nvmlDeviceGetUUID(d, s, sizeof s), NVML_SUCCESS);
 	CHECK(nvmlShutdown(), NVML_SUCCESS);
 `)

@@ -404,7 +404,11 @@ func procStart(args []string, out io.Writer) error {
 		return err
 	}
 	defer r.Close()
-	cmd := exec.Command("/proc/self/exe", append([]string{"proc", "hold", "--started"}, args...)...)
+	exe, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	cmd := exec.Command(exe, append([]string{"proc", "hold", "--started"}, args...)...)
 	// Nothing that waits for our output should wait for a process that stays.
 	if null, err := os.OpenFile(os.DevNull, os.O_RDWR, 0); err == nil {
 		defer null.Close()

@@ -200,7 +200,7 @@ static int take(int *fd, unsigned *of, int opening)
 static void give(int fd, unsigned of)
 {
     pthread_mutex_lock(&lock);
-    if (of == epoch && refs > 0 && idle_count < IDLE_MAX)
+    if (of == epoch && idle_count < IDLE_MAX)
         idle[idle_count++] = fd;
     else
         close(fd);
@@ -217,7 +217,8 @@ static void forget_answers(void)
     pthread_rwlock_unlock(&kept_lock);
 }
 
-/* hang_up_locked closes what belongs to this use of the driver. */
+/* hang_up_locked closes the idle connections, and those in use as they come
+ * back. */
 static void hang_up_locked(void)
 {
     while (idle_count > 0)
@@ -421,13 +422,10 @@ int driver_close(const char *name)
     if (r != RET_SUCCESS && r != RET_UNKNOWN && r != RET_UNINITIALIZED)
         return r;
     pthread_mutex_lock(&lock);
-    if (refs > 0 && --refs == 0) {
-        hang_up_locked();
-        /* page stays mapped: a call in another thread may be reading it. */
-    }
+    if (refs > 0)
+        refs--;
     pthread_mutex_unlock(&lock);
-    forget_answers();
-    return RET_SUCCESS;
+    return RET_SUCCESS; /* connections and answers wait for the next time */
 }
 
 /* --- life of the library -------------------------------------------------- */

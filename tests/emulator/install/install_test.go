@@ -1,0 +1,295 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package install_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/NVIDIA/nvidia-container-toolkit/pkg/nvcdi"
+	"golang.org/x/sys/unix"
+	"tags.cncf.io/container-device-interface/specs-go"
+
+	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/emulator/daemon"
+	"example.com/gpu-agent/tests/emulator/install"
+	"example.com/gpu-agent/tests/emulator/lib"
+)
+
+// In the role of a test node this binary mounts the driver's kernel files over
+// its own, in a mount namespace that goes with it.
+func TestMain(m *testing.M) {
+	if os.Getenv("INSTALL_TEST_ROLE") != "mount" {
+		os.Exit(m.Run())
+	}
+	if err := mountAndLook(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+}
+
+func needRoot(t *testing.T) {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Skip("device nodes and mounts need root")
+	}
+}
+
+func world(t *testing.T, spec emulator.Spec) *emulator.World {
+	t.Helper()
+	w, err := emulator.New(spec)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return w
+}
+
+// driver lays a driver at a prefix of a new root and returns the driver root.
+func driver(t *testing.T, w *emulator.World, prefix string) string {
+	t.Helper()
+	built, err := lib.Cached(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := filepath.Join(t.TempDir(), prefix)
+	if err := install.Driver(dir, built, w); err != nil {
+		t.Fatal(err)
+	}
+	// Again: an install may be repeated.
+	if err := install.Driver(dir, built, w); err != nil {
+		t.Fatal(err)
+	}
+	return dir
+}
+
+func TestLibrariesAreVersionedAndLinked(t *testing.T) {
+	dir := driver(t, world(t, emulator.Spec{Driver: "570.1.2"}), "/")
+	libs := filepath.Join(dir, "usr/lib/x86_64-linux-gnu")
+	for link, want := range map[string]string{
+		"libcuda.so":        "libcuda.so.570.1.2",
+		"libcuda.so.1":      "libcuda.so.570.1.2",
+		"libnvidia-ml.so.1": "libnvidia-ml.so.570.1.2",
+	} {
+		got, err := filepath.EvalSymlinks(filepath.Join(libs, link))
+		if err != nil || filepath.Base(got) != want {
+			t.Errorf("%s leads to %s (%v), want %s", link, got, err, want)
+		}
+	}
+}
+
+func TestDeviceNodes(t *testing.T) {
+	needRoot(t)
+	dir := t.TempDir()
+	if err := install.Nodes(dir, world(t, emulator.Spec{Count: 2})); err != nil {
+		t.Fatal(err)
+	}
+	for name, number := range map[string]uint64{
+		"nvidia0":   unix.Mkdev(195, 0),
+		"nvidia1":   unix.Mkdev(195, 1),
+		"nvidiactl": unix.Mkdev(195, 255),
+	} {
+		var st unix.Stat_t
+		if err := unix.Stat(filepath.Join(dir, name), &st); err != nil {
+			t.Error(err)
+		} else if st.Rdev != number || st.Mode != unix.S_IFCHR|0o666 {
+			t.Errorf("%s: device %x mode %o", name, st.Rdev, st.Mode)
+		}
+	}
+	if _, err := os.Stat(filepath.Join(dir, "nvidia2")); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("a node of a GPU that is not there: %v", err)
+	}
+}
+
+func TestKernelFiles(t *testing.T) {
+	dir := t.TempDir()
+	w := world(t, emulator.Spec{Count: 2})
+	if err := install.Kernel(dir, "Character devices:\n  1 mem\n\nBlock devices:\n", w); err != nil {
+		t.Fatal(err)
+	}
+	read := func(name string) string {
+		t.Helper()
+		data, err := os.ReadFile(filepath.Join(dir, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(data)
+	}
+	g := w.State().GPUs[1]
+	if info := read("proc/driver/nvidia/gpus/0000:87:00.0/information"); !strings.Contains(info, g.UUID) || !strings.Contains(info, "Device Minor: \t 0\n") {
+		t.Errorf("information of GPU 1:\n%s", info)
+	}
+	for name, want := range map[string]string{
+		"sys/bus/pci/devices/0000:87:00.0/vendor":    "0x10de\n",
+		"sys/bus/pci/devices/0000:87:00.0/device":    "0x2330\n",
+		"sys/bus/pci/devices/0000:87:00.0/numa_node": "1\n",
+		"sys/bus/pci/devices/0000:07:00.0/numa_node": "0\n",
+	} {
+		if got := read(name); got != want {
+			t.Errorf("%s: %q, want %q", name, got, want)
+		}
+	}
+	// The numbers that the field knows by heart.
+	minors := strings.Split(read("proc/driver/nvidia-caps/mig-minors"), "\n")
+	for _, line := range []string{"config 1", "monitor 2", "gpu0/gi0/access 3", "gpu0/gi7/access 66", "gpu1/gi0/ci0/access 139"} {
+		if !slices.Contains(minors, line) {
+			t.Errorf("mig-minors lacks %q", line)
+		}
+	}
+	if devices := read("proc/devices"); !strings.Contains(devices, "\n195 nvidia\n") || !strings.Contains(devices, "\n  1 mem\n") {
+		t.Errorf("devices:\n%s", devices)
+	}
+}
+
+func TestMountIsRefusedOnTheMachineItself(t *testing.T) {
+	if self, err := os.Readlink("/proc/self/ns/mnt"); err != nil || self != "mnt:[4026531832]" {
+		first, err := os.Readlink("/proc/1/ns/mnt")
+		if err != nil || first != self {
+			t.Skipf("the tests run in mount namespace %s, not in the machine's own", self)
+		}
+	}
+	if err := install.Mount(world(t, emulator.Spec{})); !errors.Is(err, install.ErrHost) {
+		t.Fatalf("mount: %v", err)
+	}
+}
+
+func TestMount(t *testing.T) {
+	needRoot(t)
+	exe, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.CommandContext(t.Context(), exe)
+	cmd.Env = append(os.Environ(), "INSTALL_TEST_ROLE=mount")
+	cmd.SysProcAttr = &syscall.SysProcAttr{Unshareflags: syscall.CLONE_NEWNS}
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("in a mount namespace: %v\n%s", err, out)
+	}
+	mounts, err := os.ReadFile("/proc/self/mounts")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if strings.Contains(string(mounts), "gpu-emulator") {
+		t.Error("the mounts are seen outside their namespace")
+	}
+}
+
+func mountAndLook() error {
+	w, err := emulator.New(emulator.Spec{Count: 1})
+	if err != nil {
+		return err
+	}
+	if err := install.Mount(w); err != nil {
+		return err
+	}
+	for name, want := range map[string]string{
+		"/proc/driver/nvidia/version":                       w.DriverVersion(),
+		"/proc/devices":                                     "195 nvidia\n",
+		"/sys/bus/pci/devices/0000:07:00.0/device":          "0x2330",
+		"/proc/driver/nvidia-caps/mig-minors":               "gpu0/gi0/access 3\n",
+		"/proc/driver/nvidia/gpus/0000:07:00.0/information": w.State().GPUs[0].UUID,
+	} {
+		data, err := os.ReadFile(name)
+		if err != nil {
+			return err
+		}
+		if !strings.Contains(string(data), want) {
+			return fmt.Errorf("%s does not say %q:\n%s", name, want, data)
+		}
+	}
+	return nil
+}
+
+// TestContainerToolkitFindsTheDriver generates the CDI specification that the
+// field generates, on a driver at a root of its own.
+func TestContainerToolkitFindsTheDriver(t *testing.T) {
+	needRoot(t)
+	w := world(t, emulator.Spec{Count: 4})
+	dir := driver(t, w, "/run/nvidia/driver")
+	if err := install.Nodes(filepath.Join(dir, "dev"), w); err != nil {
+		t.Fatal(err)
+	}
+	l, err := daemon.Listen(filepath.Join(dir, install.Socket))
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- (&daemon.Server{World: w}).Serve(ctx, l) }()
+	defer func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	}()
+
+	api, err := nvcdi.New(
+		nvcdi.WithDriverRoot(dir),
+		nvcdi.WithMode(nvcdi.ModeNvml),
+		nvcdi.WithNVIDIACDIHookPath("/opt/nvidia-cdi-hook"),
+		nvcdi.WithFeatureFlags(nvcdi.FeatureDisableNvsandboxUtils),
+	)
+	if err != nil {
+		t.Fatal(err)
+	}
+	common, err := api.GetCommonEdits()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var mounts []string
+	for _, m := range common.Mounts {
+		if want := filepath.Join(dir, m.ContainerPath); m.HostPath != want {
+			t.Errorf("mount of %s at %s", m.HostPath, m.ContainerPath)
+		}
+		mounts = append(mounts, m.ContainerPath)
+	}
+	v := w.DriverVersion()
+	for _, want := range []string{
+		"/usr/lib/x86_64-linux-gnu/libcuda.so." + v,
+		"/usr/lib/x86_64-linux-gnu/libnvidia-ml.so." + v,
+		"/usr/lib/x86_64-linux-gnu/libnvidia-ptxjitcompiler.so." + v,
+		"/usr/bin/nvidia-smi",
+		"/lib/firmware/nvidia/" + v + "/gsp_ga10x.bin",
+		"/run/nvidia-persistenced/socket",
+	} {
+		if !slices.Contains(mounts, want) {
+			t.Errorf("no mount at %s, have %q", want, mounts)
+		}
+	}
+	if got := nodes(common.ContainerEdits); !slices.Contains(got, "/dev/nvidiactl") || !slices.Contains(got, "/dev/nvidia-uvm") {
+		t.Errorf("nodes for every container: %q", got)
+	}
+	if !slices.ContainsFunc(common.Hooks, func(h *specs.Hook) bool { return slices.Contains(h.Args, "update-ldcache") }) {
+		t.Errorf("no update-ldcache hook")
+	}
+	for _, g := range w.State().GPUs {
+		devices, err := api.GetDeviceSpecsByID(g.UUID)
+		if err != nil {
+			t.Fatal(err)
+		}
+		want := fmt.Sprintf("[/dev/nvidia%d]", g.Minor)
+		for _, d := range devices {
+			if got := fmt.Sprint(nodes(&d.ContainerEdits)); got != want {
+				t.Errorf("GPU %d as %s: nodes %s, want %s", g.Index, d.Name, got, want)
+			}
+		}
+		if len(devices) == 0 {
+			t.Errorf("GPU %d: no CDI device", g.Index)
+		}
+	}
+}
+
+func nodes(e *specs.ContainerEdits) []string {
+	var out []string
+	for _, n := range e.DeviceNodes {
+		out = append(out, n.Path)
+	}
+	return out
+}
