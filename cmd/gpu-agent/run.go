@@ -72,13 +72,14 @@ func (f *runFlags) register(fs *flag.FlagSet) {
 
 // complete checks what the flags say together and fills in what follows.
 func (f *runFlags) complete() error {
+	if err := cdi.ValidateDomain(f.domain); err != nil {
+		return fmt.Errorf("--domain: %w", err)
+	}
 	if f.resourceDomain == "" {
 		f.resourceDomain = f.domain
 	}
-	for name, domain := range map[string]string{"--domain": f.domain, "--resource-domain": f.resourceDomain} {
-		if err := cdi.ValidateDomain(domain); err != nil {
-			return fmt.Errorf("%s: %w", name, err)
-		}
+	if err := cdi.ValidateDomain(f.resourceDomain); err != nil {
+		return fmt.Errorf("--resource-domain: %w", err)
 	}
 	switch {
 	case f.config != "" && f.configMap != "":
@@ -88,9 +89,9 @@ func (f *runFlags) complete() error {
 	case f.configMap != "" && f.nodeName == "":
 		return errors.New("--configmap needs --node-name (in a pod: NODE_NAME from spec.nodeName)")
 	}
-	for name, value := range map[string]string{"--configmap": f.configMap, "--pod": f.pod} {
-		if _, _, ok := splitName(value); value != "" && !ok {
-			return fmt.Errorf("%s: %q is not NAMESPACE/NAME", name, value)
+	for _, named := range []struct{ flag, value string }{{"--configmap", f.configMap}, {"--pod", f.pod}} {
+		if _, _, ok := splitName(named.value); named.value != "" && !ok {
+			return fmt.Errorf("%s: %q is not NAMESPACE/NAME", named.flag, named.value)
 		}
 	}
 	return nil
