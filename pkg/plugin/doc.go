@@ -1,4 +1,57 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package plugin is the door to the kubelet: its device-plugin API, v1beta1.
+// Package plugin is the door to the kubelet: it serves resources through the
+// kubelet's device-plugin API, v1beta1, and is the only package that speaks it.
+//
+// A resource is served from a [Source], which reads a view that somebody else
+// makes: the list of devices, which of them to prefer, what a container gets for
+// them, and when it may start. A [Kubelet] is the kubelet's directory of
+// sockets, watched once, and the set of resources that is served there, each by
+// a [Plugin] with a socket of its own:
+//
+//	k := plugin.NewKubelet(plugin.KubeletOptions{Dir: dir, Logger: log})
+//	go k.Run(ctx)
+//	k.Set(map[string]plugin.Source{"example.com/gpu-mem": units})
+//
+// # Registration
+//
+// The kubelet keeps nothing of a plugin when it starts anew; it even removes all
+// sockets of its directory. It says so in no way but by its own socket, which it
+// makes when that is done. And it goes on by the stream of lists alone: when
+// that ends, all devices count as unhealthy. So a plugin looks at three things,
+// the kubelet's socket, its own socket and its open streams, again at whatever
+// happens, and registers when the kubelet's socket is another one than last
+// time or no stream is open. It listens before it registers, since the kubelet
+// dials back before it answers, and gives a registration up when a starting
+// kubelet takes its socket away meanwhile. What wakes it is inotify; a slow look
+// stands in for events that were lost, and a quick one where inotify is
+// exhausted.
+//
+// A plugin is one gRPC server for as long as it runs, with a new listener
+// whenever its socket's file is gone. The streams that are open stay open: the
+// kubelet keeps one client a resource, and the end of an old stream makes it
+// disconnect a newer one.
+//
+// Two agents can overlap in a rolling update. The newer one takes the socket
+// over, and the older one, seeing that somebody listens there, leaves it alone.
+//
+// # Lists
+//
+// A list is encoded once, by hand, and sent as those bytes to every stream, at
+// once when it changes; a stream that is slow skips to the last one. Nothing is
+// sent, and nothing registered, before the source knows its devices: an empty
+// list would fail the pods that wait for the old ones. A list that the kubelet
+// could not receive (4 MiB) is not sent and shows in [Status].
+//
+// # Calls
+//
+// GetPreferredAllocation comes with every free ID while a pod waits, so its
+// request is decoded as one string. The text of a source's error reaches the
+// pod's events behind the resource's name. A wait in PreStartContainer ends a
+// little before the kubelet stops waiting, so that the reason arrives. A panic
+// in a source is logged and not recovered: what it left half done must not
+// serve on, while containers do without the agent.
+//
+// The package does not know what a GPU is, who holds a device, or when a list
+// ought to change.
 package plugin

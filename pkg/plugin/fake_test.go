@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"net"
 	"os"
@@ -35,8 +34,7 @@ type kubelet struct {
 	api.UnsafeRegistrationServer
 	dir    string
 	server *grpc.Server
-	// leave keeps kubelet.sock at the end, as a kill -9 does.
-	leave bool
+	socket *net.UnixListener
 	// refuse makes registrations fail.
 	refuse cell[error]
 
@@ -77,16 +75,12 @@ func startKubelet(t testing.TB, dir string) *kubelet {
 			}
 		}
 	}
-	l, err := net.Listen("unix", filepath.Join(dir, kubeletSocket))
-	if err != nil {
+	if k.socket, err = net.ListenUnix("unix", &net.UnixAddr{Name: filepath.Join(dir, kubeletSocket), Net: "unix"}); err != nil {
 		t.Fatal(err)
 	}
 	k.server = grpc.NewServer()
 	api.RegisterRegistrationServer(k.server, k)
-	k.running.Go(func() {
-		l.(*net.UnixListener).SetUnlinkOnClose(!k.leave)
-		_ = k.server.Serve(l)
-	})
+	k.running.Go(func() { _ = k.server.Serve(k.socket) })
 	t.Cleanup(k.stop)
 	return k
 }
@@ -100,6 +94,12 @@ func (k *kubelet) stop() {
 	}
 	k.mu.Unlock()
 	k.running.Wait()
+}
+
+// kill ends the kubelet as kill -9 does: its socket's file stays.
+func (k *kubelet) kill() {
+	k.socket.SetUnlinkOnClose(false)
+	k.stop()
 }
 
 func (k *kubelet) note(f func(*seen)) {
@@ -150,7 +150,7 @@ func (k *kubelet) Register(ctx context.Context, r *api.RegisterRequest) (*api.Em
 }
 
 func dialPlugin(ctx context.Context, path string) (*client, error) {
-	//nolint:staticcheck // as the kubelet does it
+	//lint:ignore SA1019 the kubelet dials so
 	conn, err := grpc.DialContext(ctx, path, grpc.WithAuthority("localhost"), grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithBlock(),
 		grpc.WithContextDialer(func(ctx context.Context, addr string) (net.Conn, error) {
 			return (&net.Dialer{}).DialContext(ctx, "unix", addr)
@@ -392,5 +392,3 @@ func openFiles(t *testing.T) []string {
 	slices.Sort(open)
 	return open
 }
-
-var _ io.Writer = (*logs)(nil)

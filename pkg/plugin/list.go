@@ -5,8 +5,6 @@ package plugin
 import (
 	"fmt"
 
-	"google.golang.org/grpc/encoding"
-	"google.golang.org/grpc/mem"
 	"google.golang.org/protobuf/encoding/protowire"
 	api "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 )
@@ -114,16 +112,4 @@ func appendString(b []byte, field protowire.Number, s string) []byte {
 		return b
 	}
 	return protowire.AppendString(protowire.AppendTag(b, field, protowire.BytesType), s)
-}
-
-// codec is gRPC's own, except that a *list goes out as the bytes that it is.
-type codec struct{ encoding.CodecV2 }
-
-func newCodec() codec { return codec{encoding.GetCodecV2("proto")} }
-
-func (c codec) Marshal(v any) (mem.BufferSlice, error) {
-	if l, ok := v.(*list); ok {
-		return mem.BufferSlice{mem.SliceBuffer(l.message)}, nil
-	}
-	return c.CodecV2.Marshal(v)
 }

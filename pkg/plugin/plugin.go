@@ -45,7 +45,8 @@ type Source interface {
 	// last list stands. A slice that is empty but not nil is a resource without
 	// devices. The same slice with a new channel is sent again.
 	List() (devices []Device, changed <-chan struct{})
-	// Prefer chooses n of available, with must among them.
+	// Prefer chooses n of available, with must among them. The IDs are parts of
+	// one message: whoever keeps one clones it.
 	Prefer(available, must []string, n int) ([]string, error)
 	// Allocate grants devices to a container. An error is final: the kubelet
 	// fails the pod.

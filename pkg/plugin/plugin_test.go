@@ -91,7 +91,6 @@ func TestKubeletRestarts(t *testing.T) {
 	startAgent(t, dir, map[string]Source{gpuMem: a, "example.com/gpu": b})
 	for i := range 20 {
 		k := startKubelet(t, dir)
-		k.leave = i%2 == 1 // Ends by kill -9.
 		k.await(t, fmt.Sprintf("first lists, start %d", i), func(s seen) bool {
 			return lastIs(gpuMem, "a")(s) && lastIs("example.com/gpu", "b")(s)
 		})
@@ -100,7 +99,11 @@ func TestKubeletRestarts(t *testing.T) {
 		k.await(t, "a change", lastIs(gpuMem, "a !b"))
 		a.list.set([]Device{a1})
 		k.await(t, "a change back", lastIs(gpuMem, "a"))
-		k.stop()
+		if i%2 == 0 {
+			k.stop()
+		} else {
+			k.kill()
+		}
 	}
 }
 

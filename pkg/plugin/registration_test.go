@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package plugin
+
+import (
+	"errors"
+	"testing"
+	"time"
+)
+
+func TestRegistrationDue(t *testing.T) {
+	var (
+		none    = sockID{}
+		one     = sockID{ino: 1}
+		two     = sockID{ino: 2}
+		refused = errors.New("refused")
+		t0      = time.Unix(0, 0)
+		never   = time.Duration(-1)
+		quiet   = streams{}
+	)
+	type try struct {
+		with   sockID
+		before streams
+		at     time.Duration
+		err    error
+	}
+	for _, c := range []struct {
+		name  string
+		tried []try
+		sock  sockID
+		now   streams
+		at    time.Duration
+		want  time.Duration // until it is due; never for not before something changes
+	}{
+		{"no kubelet", nil, none, quiet, 0, never},
+		{"a kubelet", nil, one, quiet, 0, 0},
+		{"its stream is on the way", []try{{one, quiet, 0, nil}}, one, quiet, time.Second, streamGrace - time.Second},
+		{"its stream does not come", []try{{one, quiet, 0, nil}}, one, quiet, streamGrace, 0},
+		{"all well", []try{{one, quiet, 0, nil}}, one, streams{1, 1}, time.Hour, never},
+		{"it opened a stream though the answer was lost", []try{{one, quiet, 0, refused}}, one, streams{1, 1}, 0, never},
+		{"its stream has ended", []try{{one, quiet, 0, nil}}, one, streams{0, 1}, time.Hour, 0},
+		{"its stream ended at once", []try{{one, quiet, 0, nil}}, one, streams{0, 1}, 0, firstBackoff},
+		{"another kubelet, the old stream still open", []try{{one, quiet, 0, nil}}, two, streams{1, 1}, 0, 0},
+		{"kubelet gone, the stream still open", []try{{one, quiet, 0, nil}}, none, streams{1, 1}, 0, never},
+		{"refused", []try{{one, quiet, 0, refused}}, one, quiet, 0, firstBackoff},
+		{"refused twice", []try{{one, quiet, 0, refused}, {one, quiet, 0, refused}}, one, quiet, 0, 2 * firstBackoff},
+		{"a new kubelet starts anew", []try{{one, quiet, 0, refused}, {one, quiet, 0, refused}, {two, quiet, 0, refused}}, two, quiet, 0, firstBackoff},
+		{"the same after long", []try{{one, quiet, 0, refused}, {one, quiet, 0, refused}, {one, quiet, time.Hour, refused}}, one, quiet, time.Hour, firstBackoff},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			var r registration
+			for _, d := range c.tried {
+				r.tried(d.with, d.before, t0.Add(d.at), d.err)
+			}
+			due, in := r.due(c.sock, c.now, t0.Add(c.at))
+			if due != (c.want == 0) || !due && in != max(c.want, 0) {
+				t.Errorf("due = %v, %v, want it in %v", due, in, c.want)
+			}
+		})
+	}
+	var r registration
+	for range 100 {
+		r.tried(one, quiet, t0, refused)
+	}
+	if _, in := r.due(one, quiet, t0); in != lastBackoff {
+		t.Errorf("after 100 refusals the next try is in %v, want %v", in, lastBackoff)
+	}
+}
