@@ -3,12 +3,15 @@
 package hardware
 
 import (
+	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
 	"io"
 	"io/fs"
+	"log/slog"
 	"net"
 	"os"
 	"os/exec"
@@ -21,6 +24,7 @@ import (
 
 	"tags.cncf.io/container-device-interface/specs-go"
 
+	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/gpu/nvml"
 	"example.com/gpu-agent/tests/emulator"
@@ -28,6 +32,8 @@ import (
 	"example.com/gpu-agent/tests/emulator/install"
 	"example.com/gpu-agent/tests/emulator/lib"
 )
+
+var update = flag.Bool("update", false, "write the golden files anew")
 
 const beHolder = "GPU_AGENT_TEST_HOLDER"
 
@@ -114,6 +120,7 @@ func emulate(t *testing.T, spec emulator.Spec) *node {
 		SysRoot:    filepath.Join(driverDir, "sys"),
 		Hook:       hookPath,
 		Rearm:      10 * time.Millisecond,
+		Logger:     slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelWarn})),
 	}}
 	n.serve(t)
 	return n
@@ -701,6 +708,48 @@ func TestPartsOfADriverElsewhere(t *testing.T) {
 				t.Errorf("nodes %+v, want /dev/nvidiactl from %q", p.Common.DeviceNodes, c.node)
 			}
 		})
+	}
+}
+
+// The whole of a claim's file, as a node with its driver at / would have it.
+func TestClaimGolden(t *testing.T) {
+	n := emulate(t, emulator.Spec{Model: "H100-80GB", Count: 2, Driver: "580.159.03"})
+	opts := n.opts
+	opts.HostDriverRoot = "/"
+	d := Open(t, opts)
+	var gpus []gpu.UUID
+	for _, g := range n.State().GPUs {
+		drm := filepath.Join("/sys/bus/pci/devices", strings.ToLower(g.PCI[4:]), "drm")
+		if _, err := os.Stat(drm); err == nil {
+			t.Skipf("skipped: this machine has %s, which NVIDIA's generator reads at that fixed path", drm)
+		}
+		gpus = append(gpus, gpu.UUID(g.UUID))
+	}
+	parts, err := d.Parts(wait(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	spec, err := cdi.Spec("example.com", "abcdef0123456789", parts, gpus)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := json.MarshalIndent(spec, "", "  ")
+	if err != nil {
+		t.Fatal(err)
+	}
+	got = append(got, '\n')
+	const file = "testdata/claim.json"
+	if *update {
+		if err := os.WriteFile(file, got, 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(got, want) {
+		t.Errorf("%s differs (-update writes it anew); got:\n%s", file, got)
 	}
 }
 

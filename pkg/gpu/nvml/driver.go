@@ -112,6 +112,7 @@ type Driver struct {
 	last  map[gpu.UUID]gpu.Device // last good reading of each GPU ever seen
 	links map[gpu.UUID][]gpu.Link // of all GPUs, once all addresses are known
 	stale bool                    // a GPU is lost: only a new initialisation can bring it back
+	said  map[int]string          // what was logged of GPUs, by index, that cannot report events
 
 	watching sync.Mutex      // held by Events; Close waits for it
 	stopped  context.Context // ends at Close
@@ -179,7 +180,10 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 	}
-	d := &Driver{opts: opts, log: opts.Logger, last: map[gpu.UUID]gpu.Device{}, links: map[gpu.UUID][]gpu.Link{}}
+	d := &Driver{
+		opts: opts, log: opts.Logger,
+		last: map[gpu.UUID]gpu.Device{}, links: map[gpu.UUID][]gpu.Link{}, said: map[int]string{},
+	}
 	if d.library, err = findLibrary(opts, d.log); err != nil {
 		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 	}

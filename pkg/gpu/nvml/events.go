@@ -28,7 +28,8 @@ const (
 
 // Events calls report for each critical error (Xid) that the driver reports of
 // any GPU, one after the other, until ctx ends or the Driver is closed; then it
-// returns nil. A GPU that cannot report events is logged and left out. Where
+// returns nil. A GPU that cannot report events is logged once and left out. What
+// happens while GPUs are registered again, some milliseconds, goes unheard. Where
 // the driver itself says that it lost a GPU, or fails, report is called with an
 // gpu.EventLost that names no GPU: the inventory tells which. It then goes on
 // with what is left, and tries again later.
@@ -43,6 +44,7 @@ func (d *Driver) Events(ctx context.Context, report func(gpu.Event)) error {
 	defer cancel()
 	defer context.AfterFunc(d.stopped, cancel)()
 
+	var lastFailure time.Time
 	for ctx.Err() == nil {
 		set, err := d.arm(ctx)
 		if err != nil {
@@ -61,7 +63,12 @@ func (d *Driver) Events(ctx context.Context, report func(gpu.Event)) error {
 		if failure != nil && ctx.Err() == nil {
 			d.log.Warn("the driver failed while watching the GPUs", "err", failure)
 			report(gpu.Event{Kind: gpu.EventLost, GI: -1, CI: -1})
-			pause(ctx, retryAfter)
+			// The first time the other GPUs are watched again at once: one loss
+			// must not hide what happens to them.
+			if time.Since(lastFailure) < retryAfter {
+				pause(ctx, retryAfter)
+			}
+			lastFailure = time.Now()
 		}
 	}
 	return nil
@@ -110,9 +117,13 @@ func (d *Driver) arm(ctx context.Context) (armed, error) {
 		}
 		for i := range count {
 			if err = d.register(a, i); err == nil {
+				delete(d.said, i)
 				continue
 			}
-			d.log.Warn("a GPU cannot report events", "index", i, "err", err)
+			if text := err.Error(); d.said[i] != text {
+				d.said[i] = text
+				d.log.Warn("a GPU cannot report events", "index", i, "err", err)
+			}
 			if !errors.Is(err, gpu.ErrNotSupported) {
 				a.missing = true
 			}

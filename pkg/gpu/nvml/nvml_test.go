@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"reflect"
 	"strings"
@@ -290,5 +291,25 @@ func TestOptionsRefused(t *testing.T) {
 	}
 	if _, err := Open(t.Context(), Options{Library: text}); !errors.Is(err, gpu.ErrNoDriver) || !strings.Contains(err.Error(), text) {
 		t.Errorf("a file that is no library: %v, want ErrNoDriver and its name", err)
+	}
+}
+
+// A library without a symbol that we call would end the process at that call.
+func TestOldDriverIsRefused(t *testing.T) {
+	gcc, err := exec.LookPath("gcc")
+	if err != nil {
+		t.Skipf("skipped: a stand-in for an old library needs gcc: %v", err)
+	}
+	dir := t.TempDir()
+	src, old := filepath.Join(dir, "old.c"), filepath.Join(dir, "libnvidia-ml.so.1")
+	if err := os.WriteFile(src, []byte("int nvmlInit_v2(void) { return 0; }\nint nvmlShutdown(void) { return 0; }\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if out, err := exec.Command(gcc, "-shared", "-fPIC", "-o", old, src).CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	d, err := Open(t.Context(), Options{Library: old})
+	if !errors.Is(err, gpu.ErrNotSupported) || !strings.Contains(err.Error(), "R470") {
+		t.Errorf("opened %v, %v, want ErrNotSupported that names the oldest driver", d, err)
 	}
 }
