@@ -37,6 +37,8 @@ type kubelet struct {
 	socket *net.UnixListener
 	// refuse makes registrations fail.
 	refuse cell[error]
+	// hinder runs once, inside the next registration, whose answer is its error.
+	hinder cell[func(context.Context, *api.RegisterRequest) error]
 
 	mu      sync.Mutex
 	clients map[string]*client // guarded by mu
@@ -125,6 +127,14 @@ func (k *kubelet) note(f func(*seen)) {
 func (k *kubelet) Register(ctx context.Context, r *api.RegisterRequest) (*api.Empty, error) {
 	if err, _ := k.refuse.get(); err != nil {
 		return nil, err
+	}
+	var hinder func(context.Context, *api.RegisterRequest) error
+	k.hinder.update(func(f func(context.Context, *api.RegisterRequest) error) func(context.Context, *api.RegisterRequest) error {
+		hinder = f
+		return nil
+	})
+	if hinder != nil {
+		return nil, hinder(ctx, r)
 	}
 	if r.Version != api.Version {
 		return nil, fmt.Errorf("version %q", r.Version)
