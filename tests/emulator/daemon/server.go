@@ -139,7 +139,7 @@ func (s *Server) converse(ctx context.Context, running *sync.WaitGroup, conn *ne
 	}
 	defer peer.pidfd.Close()
 
-	request, reply := make([]byte, maxMessage), make([]byte, 0, 4096)
+	request := make([]byte, maxMessage)
 	n, err := conn.Read(request)
 	if err != nil {
 		return err
@@ -157,7 +157,7 @@ func (s *Server) converse(ctx context.Context, running *sync.WaitGroup, conn *ne
 	}
 	defer s.detach(peer.pid, c)
 	// Return 0 and a head without meaning, then the name of the driver load.
-	reply = binary.LittleEndian.AppendUint64(make([]byte, 16), s.World.Boot())
+	reply := binary.LittleEndian.AppendUint64(make([]byte, 16), s.World.Boot())
 	if _, _, err := conn.WriteMsgUnix(reply, unix.UnixRights(int(c.page.Fd())), nil); err != nil {
 		return err
 	}
@@ -213,6 +213,10 @@ func credentials(conn *net.UnixConn) (peer, error) {
 			return
 		}
 		p.pid, p.uid = int(cred.Pid), int(cred.Uid)
+		if p.pid == 0 {
+			inner = errors.New("the process lives outside the daemon's PID namespace")
+			return
+		}
 		var pfd int
 		if pfd, inner = unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_PEERPIDFD); inner != nil {
 			// Before Linux 6.5; the PID is fresh, so this is the same process.

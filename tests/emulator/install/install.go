@@ -1,17 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package install lays the emulated driver down as a real one is: versioned
-// libraries with their links, nvidia-smi, firmware, device nodes, and what the
-// kernel module shows under /proc and /sys.
-//
-// A driver stands at a prefix of a root: / for one that is installed on the
-// node, /run/nvidia/driver for one that a driver container brings. Device
-// nodes open to nothing (ENXIO), which is all that a container needs of them
-// to start.
-//
-// /proc and /sys are at fixed paths in the programs that read them. Under a
-// root of its own they are plain files; on the running system they can only be
-// mounted over, which Mount does for the calling process's mount namespace.
 package install
 
 import (
@@ -155,7 +143,10 @@ func Kernel(dir, devices string, w *emulator.World) error {
 			"nvidia 14372864 1 nvidia_uvm, Live 0x0000000000000000\n",
 		"proc/driver/nvidia/version": fmt.Sprintf(
 			"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  %s  Release Build\n", st.Driver),
-		"proc/driver/nvidia/params":                   "DeviceFileUID: 0\nDeviceFileGID: 0\nDeviceFileMode: 438\nModifyDeviceFiles: 1\n",
+		// 0, as on nodes where udev makes the device nodes. With 1, NVIDIA's hook
+		// lays a file of its own over this one inside containers, whose fresh
+		// procfs has it only where a kernel module put it.
+		"proc/driver/nvidia/params":                   "DeviceFileUID: 0\nDeviceFileGID: 0\nDeviceFileMode: 438\nModifyDeviceFiles: 0\n",
 		"proc/driver/nvidia/capabilities/mig/config":  capability(1),
 		"proc/driver/nvidia/capabilities/mig/monitor": capability(2),
 		"proc/driver/nvidia-caps/mig-minors":          migMinors(),

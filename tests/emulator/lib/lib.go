@@ -1,19 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package lib builds the loadable half of the emulated driver: the C libraries
-// libnvidia-ml and libcuda and the program nvidia-smi, from the sources beside
-// it and gcc.
-//
-// They are C because they are loaded into Go programs, which cannot hold a
-// second Go run time. NVIDIA's nvml.h is not part of this project: it is taken
-// from the go-nvml module that the project depends on, for the types, and for
-// the list of all names that the library must export. A program bound to
-// go-nvml ends when it calls a name that is missing; so each name that nvml.c
-// does not define gets a generated stub, which asks the daemon all the same:
-// calls without an answer are counted and meet faults like any other.
-//
-// A build is named by the hash of all that goes into it, so that it costs
-// nothing when nothing has changed.
 package lib
 
 import (
@@ -65,9 +51,10 @@ func Header(ctx context.Context) (string, error) {
 	return filepath.Join(dir, "pkg/nvml/nvml.h"), nil
 }
 
-// Cached builds into the project's cache ($GPU_AGENT_CACHE, else
-// gpu-agent under the user's cache directory) and returns the folder.
-func Cached(ctx context.Context) (string, error) {
+// CacheDir is where Cached builds: a folder of the project's cache
+// ($GPU_AGENT_CACHE, else gpu-agent under the user's cache directory) named for
+// all that the build depends on.
+func CacheDir(ctx context.Context, header string) (string, error) {
 	cache := os.Getenv("GPU_AGENT_CACHE")
 	if cache == "" {
 		user, err := os.UserCacheDir()
@@ -76,15 +63,23 @@ func Cached(ctx context.Context) (string, error) {
 		}
 		cache = filepath.Join(user, "gpu-agent")
 	}
-	header, err := Header(ctx)
-	if err != nil {
-		return "", err
-	}
 	sum, err := stamp(ctx, header)
 	if err != nil {
 		return "", err
 	}
-	dir := filepath.Join(cache, "emulator", sum[:16])
+	return filepath.Join(cache, "emulator", sum[:16]), nil
+}
+
+// Cached builds into the project's cache and returns the folder.
+func Cached(ctx context.Context) (string, error) {
+	header, err := Header(ctx)
+	if err != nil {
+		return "", err
+	}
+	dir, err := CacheDir(ctx, header)
+	if err != nil {
+		return "", err
+	}
 	return dir, Build(ctx, dir, header)
 }
 

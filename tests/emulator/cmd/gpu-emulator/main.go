@@ -1,16 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Gpu-emulator is the emulated NVIDIA driver as one program: it builds the
-// driver's libraries, lays them down like an install, serves a world of GPUs
-// and does to that world what hardware does.
-//
-//	gpu-emulator build --out DIR
-//	gpu-emulator install --root / --prefix /run/nvidia/driver --libraries DIR --world FILE
-//	gpu-emulator serve --world FILE --socket /run/nvidia/driver/run/nvidia-persistenced/socket
-//	gpu-emulator xid --gpu 3 48
-//
-// The commands that act on a running world find it by --socket, else by
-// GPU_EMULATOR_SOCKET, else where a driver at / has it.
 package main
 
 import (
@@ -41,7 +30,8 @@ import (
 
 const usage = `gpu-emulator: an emulated NVIDIA driver
 
-  build --out DIR [--header nvml.h]       compile the driver's libraries (quick when nothing changed)
+  build [--out DIR] [--header nvml.h]     compile the driver's libraries (quick when nothing changed), into the
+                                          project's cache without --out; prints the folder
   install --root DIR [--prefix /] --libraries DIR [--world FILE] [--dev PATH] [--proc]
                                           lay the driver down under root+prefix, its device nodes under root+dev;
                                           --proc mounts its /proc and /sys files (own mount namespace only)
@@ -85,7 +75,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	name, args := args[0], args[1:]
 	switch name {
 	case "build":
-		return build(ctx, args)
+		return build(ctx, args, out)
 	case "install":
 		return lay(args)
 	case "serve":
@@ -127,23 +117,29 @@ func none(f *flag.FlagSet, args []string) error {
 	return err
 }
 
-func build(ctx context.Context, args []string) error {
+func build(ctx context.Context, args []string, out io.Writer) error {
 	f := flag.NewFlagSet("build", flag.ContinueOnError)
-	out := f.String("out", "", "folder to build into")
+	dir := f.String("out", "", "folder to build into; default: one in the project's cache")
 	header := f.String("header", "", "nvml.h; default: that of the go-nvml module of the module here")
 	if err := none(f, args); err != nil {
 		return err
 	}
-	if *out == "" {
-		return errors.New("build: --out is missing")
-	}
+	var err error
 	if *header == "" {
-		var err error
 		if *header, err = lib.Header(ctx); err != nil {
 			return err
 		}
 	}
-	return lib.Build(ctx, *out, *header)
+	if *dir == "" {
+		if *dir, err = lib.CacheDir(ctx, *header); err != nil {
+			return err
+		}
+	}
+	if err := lib.Build(ctx, *dir, *header); err != nil {
+		return err
+	}
+	_, err = fmt.Fprintln(out, *dir)
+	return err
 }
 
 func lay(args []string) error {

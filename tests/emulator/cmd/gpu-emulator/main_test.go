@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+
+	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/emulator/install"
+	"example.com/gpu-agent/tests/emulator/lib"
+)
+
+// proc start runs its own program again: here, this test binary.
+func TestMain(m *testing.M) {
+	if len(os.Args) > 1 && os.Args[1] == "proc" {
+		main()
+		return
+	}
+	os.Exit(m.Run())
+}
+
+// node is an installed driver with its daemon.
+type node struct {
+	t      *testing.T
+	dir    string // driver root
+	socket string
+}
+
+func start(t *testing.T, world string) *node {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Skip("installing device nodes needs root")
+	}
+	built, err := lib.Cached(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	root := t.TempDir()
+	file := filepath.Join(root, "world.yaml")
+	if err := os.WriteFile(file, []byte(world), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	n := &node{t: t, dir: filepath.Join(root, "run/nvidia/driver")}
+	n.socket = filepath.Join(n.dir, install.Socket)
+	n.ok("install", "--root", root, "--prefix", "/run/nvidia/driver", "--libraries", built, "--world", file)
+
+	ctx, cancel := context.WithCancel(context.Background())
+	ready, done := make(chan struct{}, 1), make(chan error, 1)
+	go func() {
+		done <- run(ctx, []string{"serve", "--world", file, "--socket", n.socket}, signalWriter(ready))
+	}()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+	select {
+	case <-ready:
+	case err := <-done:
+		done <- err
+		t.Fatalf("serve: %v", err)
+	}
+	return n
+}
+
+// signalWriter says when something has been written.
+type signalWriter chan struct{}
+
+func (w signalWriter) Write(p []byte) (int, error) {
+	select {
+	case w <- struct{}{}:
+	default:
+	}
+	return len(p), nil
+}
+
+func (n *node) run(args ...string) (string, error) {
+	var out bytes.Buffer
+	err := run(n.t.Context(), args, &out)
+	return out.String(), err
+}
+
+// ok runs a command that must succeed; those that act on a world are told
+// where it is.
+func (n *node) ok(args ...string) string {
+	n.t.Helper()
+	out, err := n.run(args...)
+	if err != nil {
+		n.t.Fatalf("%s: %v", strings.Join(args, " "), err)
+	}
+	return out
+}
+
+func (n *node) state() emulator.State {
+	n.t.Helper()
+	var st emulator.State
+	if err := json.Unmarshal([]byte(n.ok("show", "--socket", n.socket)), &st); err != nil {
+		n.t.Fatal(err)
+	}
+	return st
+}
+
+// smi runs the installed nvidia-smi, on the libraries that stand beside it.
+func (n *node) smi(args ...string) (string, int) {
+	n.t.Helper()
+	cmd := exec.CommandContext(n.t.Context(), filepath.Join(n.dir, "usr/bin/nvidia-smi"), args...)
+	cmd.Env = append(os.Environ(), "LD_LIBRARY_PATH="+filepath.Join(n.dir, "usr/lib/x86_64-linux-gnu"))
+	out, err := cmd.CombinedOutput()
+	if cmd.ProcessState == nil {
+		n.t.Fatal(err)
+	}
+	return string(out), cmd.ProcessState.ExitCode()
+}
+
+func TestProcesses(t *testing.T) {
+	n := start(t, "count: 2")
+	uuid := n.state().GPUs[1].UUID
+	for _, args := range [][]string{
+		{"--gpu", "1", "--memory", "500"},
+		{"--gpu", uuid, "--memory", "300", "--mps", "--", "sleep", "1000"},
+	} {
+		pid := strings.TrimSpace(n.ok(append([]string{"proc", "start", "--socket", n.socket}, args...)...))
+		t.Cleanup(func() { n.run("proc", "stop", "--socket", n.socket, pid) })
+		st := n.state()
+		last := st.Processes[len(st.Processes)-1]
+		if strconv.Itoa(last.PID) != pid && strconv.Itoa(st.Processes[0].PID) != pid {
+			t.Errorf("%v: PID %s is not among %+v", args, pid, st.Processes)
+		}
+		defer func() {
+			before := n.state().GPUs[1].UsedMiB
+			n.ok("proc", "stop", pid, "--socket", n.socket)
+			if after := n.state().GPUs[1].UsedMiB; after >= before {
+				t.Errorf("%d MiB used before the stop of %s, %d after", before, pid, after)
+			}
+		}()
+	}
+	if used := n.state().GPUs[1].UsedMiB; used != 800 {
+		t.Errorf("%d MiB used, want 800", used)
+	}
+	table, code := n.smi()
+	if code != 0 || !strings.Contains(table, "800MiB / 81559MiB") || !strings.Contains(table, "M+C   sleep") {
+		t.Errorf("nvidia-smi ends with %d:\n%s", code, table)
+	}
+	for what, args := range map[string][]string{
+		"more than there is":   {"start", "--gpu", "0", "--memory", "90000"},
+		"no such GPU":          {"start", "--gpu", "9", "--memory", "1"},
+		"no GPU":               {"start", "--memory", "1"},
+		"stop of a bystander":  {"stop", strconv.Itoa(os.Getpid())},
+		"stop of what is none": {"stop", "x"},
+	} {
+		if out, err := n.run(append([]string{"proc", args[0], "--socket", n.socket}, args[1:]...)...); err == nil {
+			t.Errorf("not refused: %s (%s)", what, out)
+		}
+	}
+}
+
+func TestTimeSliceByTheDriversTool(t *testing.T) {
+	n := start(t, "count: 2")
+	uuid := n.state().GPUs[1].UUID
+	for _, c := range []struct {
+		args []string
+		code int
+		want string // of GPU 1 afterwards
+	}{
+		{[]string{"compute-policy", "-i", uuid, "--set-timeslice", "3"}, 0, "long"},
+		{[]string{"compute-policy", "-i", "1", "--set-timeslice=1"}, 0, "short"},
+		{[]string{"compute-policy", "-i", "1", "--set-timeslice", "4"}, 2, "short"},
+		{[]string{"compute-policy", "-i", "1", "--set-timeslice", "long"}, 2, "short"},
+		{[]string{"compute-policy", "-i", "7", "--set-timeslice", "2"}, 6, "short"},
+		{[]string{"compute-policy", "--set-timeslice"}, 2, "short"},
+		{[]string{"compute-policy"}, 2, "short"},
+	} {
+		out, code := n.smi(c.args...)
+		if code != c.code {
+			t.Errorf("%v ends with %d, want %d: %s", c.args, code, c.code, out)
+		}
+		if st := n.state(); st.GPUs[1].TimeSlice != c.want || st.GPUs[0].TimeSlice != "default" {
+			t.Errorf("%v: time slices %s, %s", c.args, st.GPUs[0].TimeSlice, st.GPUs[1].TimeSlice)
+		}
+	}
+	if out, code := n.smi("compute-policy", "--list"); code != 0 || !strings.Contains(out, "GPU 1: Short") {
+		t.Errorf("list ends with %d: %s", code, out)
+	}
+}
+
+func TestFaultsAndCalls(t *testing.T) {
+	n := start(t, "count: 2")
+	n.ok("fail", "--call", "nvmlInit_v2", "--code", "18", "--count", "1", "--socket", n.socket)
+	if out, code := n.smi("-L"); code != 18 || !strings.Contains(out, "version mismatch") {
+		t.Errorf("nvidia-smi ends with %d: %s", code, out)
+	}
+	n.ok("lose", "--gpu", "1", "--socket", n.socket)
+	if out, code := n.smi("-L"); code != 15 || !strings.Contains(out, "GPU is lost") {
+		t.Errorf("nvidia-smi ends with %d: %s", code, out)
+	}
+	n.ok("restore", "--gpu", "1", "--socket", n.socket)
+	n.ok("slow", "--call", "nvmlDevice*", "--for", "1ns", "--gpu", "0", "--socket", n.socket)
+	if f := n.state().Faults; len(f) != 1 || *f[0].GPU != 0 || f[0].Delay != 1 {
+		t.Errorf("faults %+v", f)
+	}
+	n.ok("clear", "--socket", n.socket)
+	n.ok("calls", "--reset", "--socket", n.socket)
+	if out, code := n.smi("-L"); code != 0 || strings.Count(out, "\n") != 2 {
+		t.Errorf("nvidia-smi ends with %d: %s", code, out)
+	}
+	if got := n.ok("calls", "--json", "--socket", n.socket); !strings.Contains(got, `{"call":"nvmlDeviceGetUUID","count":2}`) {
+		t.Errorf("calls: %s", got)
+	}
+	if got := n.ok("calls", "--total", "--socket", n.socket); got != "11\n" {
+		t.Errorf("total %s", got)
+	}
+	for what, args := range map[string][]string{
+		"an Xid without a GPU":  {"xid", "48"},
+		"an Xid without number": {"xid", "--gpu", "1"},
+		"a loss of GPU 2":       {"lose", "--gpu", "2"},
+		"slow without a time":   {"slow", "--call", "nvmlInit_v2"},
+		"a flag of another":     {"clear", "--gpu", "1"},
+		"an unknown command":    {"melt"},
+	} {
+		if out, err := n.run(append(args, "--socket", n.socket)...); err == nil {
+			t.Errorf("not refused: %s (%s)", what, out)
+		}
+	}
+}
+
+func TestInstallRefusesTheMachineItself(t *testing.T) {
+	if err := install.Guard(); err == nil {
+		t.Skip("the tests run in a mount namespace of their own, where an install at / is allowed")
+	}
+	if err := run(t.Context(), []string{"install", "--root", "/", "--libraries", t.TempDir()}, os.Stdout); err == nil {
+		t.Error("not refused")
+	}
+}

@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package install lays the emulated driver down as a real one is: versioned
+// libraries with their links, nvidia-smi, firmware, device nodes, and what the
+// kernel module shows under /proc and /sys.
+//
+// A driver stands at a prefix of a root: / for one that is installed on the
+// node, /run/nvidia/driver for one that a driver container brings. Device
+// nodes open to nothing (ENXIO), which is all that a container needs of them
+// to start.
+//
+// /proc and /sys are at fixed paths in the programs that read them. Under a
+// root of its own they are plain files; on the running system they can only be
+// mounted over, which Mount does for the calling process's mount namespace.
+package install
