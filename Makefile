@@ -49,7 +49,7 @@ test:
 soak:
 	@$(GO) run ./tests/stages --soak
 unit:
-	@$(GO) run ./tests/stages unit
+	@$(GO) run ./tests/stages unit deployments
 lint:
 	@$(GO) run ./tests/stages lint
 
@@ -57,9 +57,10 @@ lint:
 bench: build
 	$(GO) run ./tests/peers/bench
 
+# TEST_GPU_FLAGS=-time-slices sets time slices too; see tests/hardware.
 .PHONY: test-gpu
 test-gpu:
-	$(GO) test -count=1 -v ./tests/hardware/...
+	$(GO) test -count=1 -v ./tests/hardware -hardware $(TEST_GPU_FLAGS)
 
 .PHONY: build
 build:

@@ -102,17 +102,17 @@ func stages(cache string, packages []string, soak bool) []stage {
 		},
 		{
 			name: "e2e", what: "pods on the real node", after: []string{"emulator", "image", "node"}, lacks: root,
-			commands: []command{test(".", "-count=1", long, "./tests/e2e/...")},
+			commands: []command{test(".", "-count=1", long, "./tests/e2e", "-built")},
 		},
 		{
 			name: "hardware", what: "conformance on this machine's GPU", after: []string{"host"}, lacks: card,
-			commands: []command{test(".", "-count=1", limit, "./tests/hardware/...")},
+			commands: []command{test(".", "-count=1", limit, "./tests/hardware", "-hardware", "-run=^TestHardware$")},
 		},
 	}
 }
 
 // apart are the packages that have a stage of their own.
-var apart = []string{"/tests/e2e", "/tests/hardware"}
+var apart = []string{"/deployments", "/tests/e2e"}
 
 // unitPackages are the product's packages but those.
 func unitPackages() ([]string, error) {
