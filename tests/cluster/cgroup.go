@@ -8,6 +8,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"sort"
 	"strconv"
 	"strings"
@@ -108,8 +109,15 @@ func makeCgroups(name string) error {
 // needs in its children.
 func delegate(dirs ...string) error {
 	for _, dir := range dirs {
-		for _, controller := range []string{"cpu", "cpuset", "io", "memory", "pids"} {
-			file := filepath.Join(dir, "cgroup.subtree_control")
+		file := filepath.Join(dir, "cgroup.subtree_control")
+		available, err := os.ReadFile(filepath.Join(dir, "cgroup.controllers"))
+		if err != nil {
+			return fmt.Errorf("list the controllers of %s: %w", dir, err)
+		}
+		for _, controller := range strings.Fields(string(available)) {
+			if !slices.Contains([]string{"cpu", "cpuset", "hugetlb", "io", "memory", "pids"}, controller) {
+				continue
+			}
 			if err := os.WriteFile(file, []byte("+"+controller), 0o644); err != nil {
 				return fmt.Errorf("turn on the %s controller in %s: %w", controller, dir, err)
 			}

@@ -25,7 +25,37 @@ func TestMain(m *testing.M) {
 	if name := filepath.Base(os.Args[0]); name == "cluster" || name == execHelper {
 		main()
 	}
+	var err error
+	if before, err = sharedThings(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
 	os.Exit(m.Run())
+}
+
+// before holds the interfaces and namespace mounts that the host had when the
+// tests began: those of a Docker or a Kubernetes that it runs itself.
+var before map[string]bool
+
+func sharedThings() (map[string]bool, error) {
+	out := map[string]bool{}
+	interfaces, err := net.Interfaces()
+	if err != nil {
+		return nil, err
+	}
+	for _, i := range interfaces {
+		out["interface "+i.Name] = true
+	}
+	mounts, err := os.ReadFile("/proc/self/mounts")
+	if err != nil {
+		return nil, err
+	}
+	for _, line := range strings.Split(string(mounts), "\n") {
+		if strings.HasPrefix(line, "nsfs ") {
+			out["mount "+line] = true
+		}
+	}
+	return out, nil
 }
 
 // cluster runs the program and returns what it printed.
@@ -125,7 +155,7 @@ func traces(name string, state State) error {
 		return err
 	}
 	for _, line := range strings.Split(string(mounts), "\n") {
-		if strings.Contains(line, "/run/"+name) || strings.HasPrefix(line, "nsfs ") && strings.Contains(line, "cni-") {
+		if strings.Contains(line, "/run/"+name) {
 			found = append(found, fmt.Errorf("mount %s", line))
 		}
 	}
@@ -138,15 +168,13 @@ func traces(name string, state State) error {
 	if err != nil {
 		return err
 	}
-	interfaces, err := net.Interfaces()
+	now, err := sharedThings()
 	if err != nil {
 		return err
 	}
-	for _, i := range interfaces {
-		for _, prefix := range []string{"gpunode", "gpupeer", "cni", "veth"} {
-			if strings.HasPrefix(i.Name, prefix) {
-				found = append(found, fmt.Errorf("interface %s", i.Name))
-			}
+	for thing := range now {
+		if !before[thing] {
+			found = append(found, fmt.Errorf("%s was not there before", thing))
 		}
 	}
 	for _, id := range []identity{state.Keeper, state.Init} {
@@ -199,7 +227,7 @@ spec:
 func TestNode(t *testing.T) {
 	l := needNode(t)
 	const name = "cluster-test"
-	before := tunables(t)
+	settings := tunables(t)
 	shared := t.TempDir()
 	n, state := startNode(t, l, name, "--bind", shared, "--label", "example.com/gpu=true,tier=test", "--max-pods", "17")
 	in := func(command string, args ...string) string {
@@ -257,6 +285,33 @@ func TestNode(t *testing.T) {
 			t.Errorf("a program that is not there gave %q, %v; want exit status 127", out, err)
 		}
 	})
+	t.Run("a command inside ends with its caller", func(t *testing.T) {
+		caller := exec.Command("/proc/self/exe")
+		caller.Args = []string{"cluster", "exec", "--name", name, "--", "sh", "-c", "echo $$ > /tmp/pid; exec sleep 3600"}
+		if err := caller.Start(); err != nil {
+			t.Fatal(err)
+		}
+		runs := func() bool {
+			_, err := cluster(t, "", "exec", "--name", name, "--", "sh", "-ec", `p=$(cat /tmp/pid); test "$p"; kill -0 "$p"`)
+			return err == nil
+		}
+		await(t, "the command starts", func() error {
+			if !runs() {
+				return errors.New("it does not run")
+			}
+			return nil
+		})
+		if err := caller.Process.Kill(); err != nil {
+			t.Fatal(err)
+		}
+		_ = caller.Wait() // it was killed
+		await(t, "the command ends", func() error {
+			if runs() {
+				return errors.New("it still runs")
+			}
+			return nil
+		})
+	})
 	t.Run("what is written inside stays inside", func(t *testing.T) {
 		mark := filepath.Join("etc", "gpu-agent-cluster-test")
 		in("exec", "--", "sh", "-ec", "for d in /"+mark+" /usr/x /opt/x /run/x /dev/x /var/lib/kubelet/x /etc/cdi/x; do echo > $d; done; echo y > "+shared+"/x; "+
@@ -269,8 +324,8 @@ func TestNode(t *testing.T) {
 		if b, err := os.ReadFile(filepath.Join(shared, "x")); err != nil || string(b) != "y\n" {
 			t.Errorf("the bound directory has %q, %v", b, err)
 		}
-		if after := tunables(t); after != before {
-			t.Errorf("the machine's settings were\n%sand are\n%s", before, after)
+		if after := tunables(t); after != settings {
+			t.Errorf("the machine's settings were\n%sand are\n%s", settings, after)
 		}
 	})
 	t.Run("an image of one's own", func(t *testing.T) {
@@ -289,7 +344,7 @@ func TestNode(t *testing.T) {
 		if got := in("pid", procKubelet); got != "0 1\n" {
 			t.Errorf("after kill, pid gives %q", got)
 		}
-		if got := in("exec", "--", "pidof", "httpd"); strings.TrimSpace(got) == "" {
+		if got := in("exec", "--", "busybox", "pidof", "httpd"); strings.TrimSpace(got) == "" {
 			t.Error("the pod ended with the kubelet")
 		}
 		in("start", procKubelet)
