@@ -17,7 +17,9 @@
 // methods are the driver's calls: each answers a value and a Return with
 // NVML's numbers. Every call is counted under its exported name, then meets
 // the faults, then has its handle checked (a lost GPU answers GPUIsLost), then
-// reads the world. A Session sees PIDs in its own PID namespace.
+// reads the world. A Session sees PIDs in its own PID namespace, and of the GPUs
+// those whose device nodes its process has, numbered anew: in a container, GPU 0
+// is the container's.
 //
 //	w, err := emulator.New(emulator.Spec{Model: "H100-80GB", Count: 8})
 //	s := w.Open(emulator.Opening{PID: os.Getpid()})
@@ -50,5 +52,6 @@
 // MIG mode can be read and is off; profiles and placements are there for
 // inventories, but no instance can be made. There is no clock, temperature or
 // power reading: those calls answer NotSupported, as they do on cards without
-// the sensor. Nothing computes, so no process has memory that it was not given.
+// the sensor. Nothing computes: libcuda.so.1 loads and finds no device, and no
+// process has memory that it was not given.
 package emulator

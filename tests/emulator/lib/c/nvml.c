@@ -176,6 +176,8 @@ nvmlReturn_t nvmlSystemGetCudaDriverVersion_v2(int *v) { return ask_u32(__func__
 nvmlReturn_t nvmlUnitGetCount(unsigned int *count) { return ask_u32(__func__, NO_HANDLE, count); }
 nvmlReturn_t nvmlGetExcludedDeviceCount(unsigned int *count) { return ask_u32(__func__, NO_HANDLE, count); }
 
+/* The caller's own /proc knows the name: no call of the daemon, and none that
+ * is counted. */
 nvmlReturn_t nvmlSystemGetProcessName(unsigned int pid, char *name, unsigned int length)
 {
     NEED(name && length);
