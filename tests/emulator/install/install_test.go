@@ -27,14 +27,25 @@ import (
 // In the role of a test node this binary mounts the driver's kernel files over
 // its own, in a mount namespace that goes with it.
 func TestMain(m *testing.M) {
-	if os.Getenv("INSTALL_TEST_ROLE") != "mount" {
-		os.Exit(m.Run())
-	}
-	if err := mountAndLook(); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
+	os.Exit(func() int {
+		var err error
+		if os.Getenv("INSTALL_TEST_ROLE") == "mount" {
+			err = mountAndLook()
+		} else if bound, err = os.MkdirTemp("", "driver-root-"); err == nil {
+			defer os.RemoveAll(bound)
+			return m.Run()
+		}
+		if err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			return 1
+		}
+		return 0
+	}())
 }
+
+// bound is the root of the driver that go-nvml loads: it stays bound to the
+// first library for the life of the program, however often a test runs.
+var bound string
 
 func needRoot(t *testing.T) {
 	t.Helper()
@@ -52,14 +63,13 @@ func world(t *testing.T, spec emulator.Spec) *emulator.World {
 	return w
 }
 
-// driver lays a driver at a prefix of a new root and returns the driver root.
-func driver(t *testing.T, w *emulator.World, prefix string) string {
+// driver lays a driver at a driver root.
+func driver(t *testing.T, w *emulator.World, dir string) {
 	t.Helper()
 	built, err := lib.Cached(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
-	dir := filepath.Join(t.TempDir(), prefix)
 	if err := install.Driver(dir, built, w); err != nil {
 		t.Fatal(err)
 	}
@@ -67,11 +77,11 @@ func driver(t *testing.T, w *emulator.World, prefix string) string {
 	if err := install.Driver(dir, built, w); err != nil {
 		t.Fatal(err)
 	}
-	return dir
 }
 
 func TestLibrariesAreVersionedAndLinked(t *testing.T) {
-	dir := driver(t, world(t, emulator.Spec{Driver: "570.1.2"}), "/")
+	dir := t.TempDir()
+	driver(t, world(t, emulator.Spec{Driver: "570.1.2"}), dir)
 	libs := filepath.Join(dir, "usr/lib/x86_64-linux-gnu")
 	for link, want := range map[string]string{
 		"libcuda.so":        "libcuda.so.570.1.2",
@@ -212,7 +222,8 @@ func mountAndLook() error {
 func TestContainerToolkitFindsTheDriver(t *testing.T) {
 	needRoot(t)
 	w := world(t, emulator.Spec{Count: 4})
-	dir := driver(t, w, "/run/nvidia/driver")
+	dir := filepath.Join(bound, "run/nvidia/driver")
+	driver(t, w, dir)
 	if err := install.Nodes(filepath.Join(dir, "dev"), w); err != nil {
 		t.Fatal(err)
 	}
