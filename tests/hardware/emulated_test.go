@@ -71,6 +71,7 @@ func TestMain(m *testing.M) {
 type node struct {
 	*emulator.World
 	opts nvml.Options
+	stop func() // unloads the driver; the test's end does too
 }
 
 var built = sync.OnceValues(func() (string, error) {
@@ -126,8 +127,8 @@ func emulate(t *testing.T, spec emulator.Spec) *node {
 	return n
 }
 
-// serve answers programs until stop, or the test's end.
-func (n *node) serve(t *testing.T) (stop func()) {
+// serve answers programs until n.stop.
+func (n *node) serve(t *testing.T) {
 	t.Helper()
 	l, err := daemon.Listen(filepath.Join(driverDir, install.Socket))
 	if err != nil {
@@ -138,15 +139,14 @@ func (n *node) serve(t *testing.T) (stop func()) {
 	go func(l *net.UnixListener) {
 		ended <- (&daemon.Server{World: n.World}).Serve(ctx, l)
 	}(l)
-	stop = sync.OnceFunc(func() {
+	n.stop = sync.OnceFunc(func() {
 		n.Clear()
 		cancel()
 		if err := <-ended; err != nil {
 			t.Error(err)
 		}
 	})
-	t.Cleanup(stop)
-	return stop
+	t.Cleanup(n.stop)
 }
 
 // hold gives a child process memory on an emulated GPU.
@@ -657,6 +657,38 @@ func emulateNone(t *testing.T) func() {
 			t.Fatal(err)
 		}
 	}
+}
+
+// The kernel module is unloaded and loaded again, with other GPUs behind it,
+// while the agent runs.
+func TestDriverIsLoadedAgain(t *testing.T) {
+	n := emulate(t, emulator.Spec{Model: "H100-80GB", Count: 2})
+	d := Open(t, n.opts)
+	n.inventory(t, d)
+	l := listen(t, n, d)
+	n.stop()
+	if e := l.next(t); e.Kind != gpu.EventLost {
+		t.Errorf("event %+v, want one that says that the driver is lost", e)
+	}
+	if inv, err := d.Inventory(wait(t)); err == nil {
+		t.Errorf("without a driver the inventory is %+v", inv)
+	}
+	again := emulate(t, emulator.Spec{Model: "H100-80GB", Count: 2})
+	Await(t, "the driver answers again", func() bool {
+		inv, err := d.Inventory(wait(t))
+		return err == nil && len(inv.GPUs) == 2 && inv.GPUs[0].Fault == "" && inv.GPUs[1].Fault == ""
+	})
+	Await(t, "errors are heard again", func() bool {
+		if err := again.Xid(1, 48); err != nil {
+			t.Fatal(err)
+		}
+		for len(l.events) > 0 {
+			if e := <-l.events; e.Xid == 48 {
+				return true
+			}
+		}
+		return false
+	})
 }
 
 func TestTimeSliceOfTheWorld(t *testing.T) {

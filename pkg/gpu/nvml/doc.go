@@ -51,7 +51,8 @@
 // index of the last good reading, with the reason in Device.Fault. While
 // Events runs, a library that reports a lost GPU is initialised anew from time
 // to time (Options.Rearm), because the driver never says by itself that a GPU
-// came back.
+// came back; so is one that fails altogether, as after the kernel module was
+// loaded again. Until then calls answer gpu.ErrNoDriver or gpu.ErrDriver.
 //
 // # What containers get
 //

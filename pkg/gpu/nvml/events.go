@@ -22,17 +22,19 @@ const (
 	eventGrace = 2 * eventWait
 	// registerWait bounds the registration of all GPUs.
 	registerWait = 30 * time.Second
-	// retryAfter spaces attempts while the driver fails.
-	retryAfter = 5 * time.Second
+	// retryMost spaces attempts while the driver fails, or Options.Rearm does
+	// where that is less.
+	retryMost = 5 * time.Second
 )
 
 // Events calls report for each critical error (Xid) that the driver reports of
 // any GPU, one after the other, until ctx ends or the Driver is closed; then it
 // returns nil. A GPU that cannot report events is logged once and left out. What
-// happens while GPUs are registered again, some milliseconds, goes unheard. Where
-// the driver itself says that it lost a GPU, or fails, report is called with an
-// gpu.EventLost that names no GPU: the inventory tells which. It then goes on
-// with what is left, and tries again later.
+// happens while GPUs are registered again, some milliseconds, goes unheard.
+//
+// Where the driver itself says that it lost a GPU, or fails, report is called
+// with a gpu.EventLost that names no GPU: the inventory tells which. Events goes
+// on with what is left, and tries again later.
 //
 // It returns an error that wraps gpu.ErrTimeout if a wait inside the driver
 // hangs when it should end. Only one Events runs at a time; another waits for
@@ -44,13 +46,16 @@ func (d *Driver) Events(ctx context.Context, report func(gpu.Event)) error {
 	defer cancel()
 	defer context.AfterFunc(d.stopped, cancel)()
 
+	retryAfter := min(retryMost, d.opts.Rearm)
 	var lastFailure time.Time
+	anew := false
 	for ctx.Err() == nil {
-		set, err := d.arm(ctx)
+		set, err := d.arm(ctx, anew)
 		if err != nil {
 			if ctx.Err() != nil {
 				break
 			}
+			anew = true
 			d.log.Warn("cannot watch the GPUs for errors; trying again", "err", err, "after", retryAfter)
 			pause(ctx, retryAfter)
 			continue
@@ -60,6 +65,9 @@ func (d *Driver) Events(ctx context.Context, report func(gpu.Event)) error {
 			return err
 		}
 		d.disarm(set)
+		// A driver that fails for another reason than a lost GPU may have been
+		// loaded again under us.
+		anew = failure != nil && !errors.Is(failure, gpu.ErrLost)
 		if failure != nil && ctx.Err() == nil {
 			d.log.Warn("the driver failed while watching the GPUs", "err", failure)
 			report(gpu.Event{Kind: gpu.EventLost, GI: -1, CI: -1})
@@ -90,17 +98,19 @@ type armed struct {
 	missing bool // some GPU that may report events later is not in it
 }
 
-// arm registers all GPUs. A driver that lost one is initialised anew first,
-// while nothing is registered: it never says by itself that a GPU came back.
-func (d *Driver) arm(ctx context.Context) (armed, error) {
+// arm registers all GPUs. A driver that lost one, or failed otherwise (anew), is
+// initialised anew first, while nothing is registered: it never says by itself
+// that a GPU came back.
+func (d *Driver) arm(ctx context.Context, anew bool) (armed, error) {
 	ctx, cancel := context.WithTimeout(ctx, registerWait)
 	defer cancel()
 	const what = "watch the GPUs"
 	return through(ctx, d.door, what, open(d, what, func() (armed, error) {
 		a := armed{gpus: map[nvml.Device]gpu.UUID{}}
-		if d.stale {
+		if d.stale || anew {
+			// A driver that is gone cannot be shut down; what counts is the rest.
 			if err := failed("shut the driver down", d.lib.Shutdown()); err != nil {
-				return a, err
+				d.log.Debug("initialising the driver anew without a shutdown", "err", err)
 			}
 			if err := failed("initialise the driver", d.lib.Init()); err != nil {
 				return a, err
