@@ -12,6 +12,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"runtime"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -94,7 +95,7 @@ func keeperMain(args []string) error {
 	// returns only after the last of them is gone.
 	_ = first.Process.Kill()
 	<-ended
-	return errors.Join(err, endCgroups(spec))
+	return errors.Join(err, n.recordEnd(), endCgroups(spec))
 }
 
 func endCgroups(spec Spec) error {
@@ -165,26 +166,61 @@ func recordState(n Node, pid, port int) error {
 	return errors.Join(writeJSON(n.path("namespaces.json"), state), writeJSON(n.path("state.json"), state))
 }
 
-// leftovers returns, in words, everything of a node that the host still has.
-func leftovers(n Node, spec Spec) ([]string, error) {
-	var out []string
+// lastState is who runs a node or ran it last. It is zero for a node that never
+// got as far as having processes.
+func (n Node) lastState() (State, error) {
 	var state State
 	err := readJSON(n.path("namespaces.json"), &state)
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if errors.Is(err, fs.ErrNotExist) {
+		err = nil
+	}
+	return state, err
+}
+
+// recordEnd writes down that the node's first process has ended, once.
+func (n Node) recordEnd() error {
+	state, err := n.lastState()
+	if err != nil || state.Ended != 0 || state.Init.PID == 0 {
+		return err
+	}
+	state.Ended = ticksNow()
+	return writeJSON(n.path("namespaces.json"), state)
+}
+
+// leftovers returns, in words, everything of an ended node that the host still
+// has. others are the nodes that run.
+func leftovers(n Node, spec Spec, others []State) ([]string, error) {
+	state, err := n.lastState()
+	if err != nil {
 		return nil, err
 	}
 	ours := map[string]bool{}
 	for _, link := range state.Namespaces {
 		ours[link] = true
 	}
+	// The kernel uses a namespace's number again once it is free.
+	for _, other := range others {
+		for _, link := range other.Namespaces {
+			delete(ours, link)
+		}
+	}
+	var out []string
 	processes, err := filepath.Glob("/proc/[0-9]*")
 	if err != nil {
 		return nil, err
 	}
 	for _, p := range processes {
+		pid, err := strconv.Atoi(filepath.Base(p))
+		if err != nil {
+			return nil, err
+		}
+		start, _, err := startTime(pid)
+		if err != nil || start >= state.Ended {
+			continue // it is gone, or it began later
+		}
 		for _, kind := range namespaceKinds {
 			if link, err := os.Readlink(filepath.Join(p, "ns", kind)); err == nil && ours[link] {
-				out = append(out, fmt.Sprintf("process %s in namespace %s", filepath.Base(p), link))
+				out = append(out, fmt.Sprintf("process %d in namespace %s", pid, link))
 			}
 		}
 	}
@@ -196,7 +232,7 @@ func leftovers(n Node, spec Spec) ([]string, error) {
 		return nil, err
 	}
 	for _, m := range mounts {
-		if m.target == n.dir || strings.HasPrefix(m.target, n.dir+"/") || strings.HasPrefix(m.root, n.dir+"/") || ours[m.root] {
+		if m.target == n.dir || strings.HasPrefix(m.target, n.dir+"/") || strings.HasPrefix(m.root, n.dir+"/") {
 			out = append(out, "mount "+m.target)
 		}
 	}

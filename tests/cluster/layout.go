@@ -186,6 +186,19 @@ func startTime(pid int) (ticks uint64, zombie bool, err error) {
 	return ticks, fields[0] == "Z", err
 }
 
+// ticksPerSecond is USER_HZ, in which /proc counts; it is the same on every
+// machine that Go runs on.
+const ticksPerSecond = 100
+
+// ticksNow is the present in the ticks of identity.Start.
+func ticksNow() uint64 {
+	var now unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &now); err != nil {
+		panic(err) // Linux has this clock since 2.6.39
+	}
+	return uint64(now.Nano() / (int64(time.Second) / ticksPerSecond))
+}
+
 func identify(pid int) (identity, error) {
 	start, _, err := startTime(pid)
 	return identity{PID: pid, Start: start}, err
@@ -197,6 +210,10 @@ type State struct {
 	// Namespaces holds the links of /proc/<init>/ns by kind: "pid:[4026532201]".
 	Namespaces map[string]string
 	APIPort    int // on the host's loopback
+	// Ended is when Init was first seen to have ended, in clock ticks since
+	// boot; 0 while it runs. The kernel may give its namespaces' numbers to
+	// others from then on.
+	Ended uint64
 }
 
 // alive reports whether both processes that make a node run.

@@ -133,15 +133,24 @@ func startNode(t *testing.T, l Layout, name string, args ...string) (Node, State
 	return n, state
 }
 
-// traces looks for what a node would leave on the host. It shares nothing with
-// what down looks at, but for the names of the namespaces.
-func traces(name string, state State) error {
+// traces looks for what a node that ended at the given tick would leave on the
+// host. It shares nothing with what down looks at, but for the names of the
+// namespaces, which the kernel may have given to others since.
+func traces(name string, state State, ended uint64) error {
 	var found []error
 	links, err := filepath.Glob("/proc/[0-9]*/task/[0-9]*/ns/*")
 	if err != nil {
 		return err
 	}
 	for _, link := range links {
+		pid, err := strconv.Atoi(strings.Split(link, "/")[2])
+		if err != nil {
+			return err
+		}
+		start, _, err := startTime(pid)
+		if err != nil || start >= ended {
+			continue
+		}
 		if target, err := os.Readlink(link); err == nil {
 			for _, ours := range state.Namespaces {
 				if target == ours {
@@ -358,6 +367,22 @@ func TestNode(t *testing.T) {
 			t.Errorf("the pod's container was %s and is %s", container, got)
 		}
 	})
+	t.Run("the others come back under running pods", func(t *testing.T) {
+		status := `jsonpath={.status.containerStatuses[0].containerID} {.status.containerStatuses[0].restartCount}`
+		container := kubectl("get", "pod", "web", "-o", status)
+		for _, process := range []string{procEtcd, procAPI, procContainerd, procController, procScheduler} {
+			in("restart", process)
+		}
+		await(t, "the API server answers", func() error {
+			_, err := cluster(t, "", "kubectl", "--name", name, "--", "get", "--raw=/readyz")
+			return err
+		})
+		kubectl("run", "after", "--image=localhost/busybox:test", "--image-pull-policy=Never", "--restart=Never", "--", "true")
+		kubectl("wait", "pod/after", "--for=jsonpath={.status.phase}=Succeeded", "--timeout=120s")
+		if got := kubectl("get", "pod", "web", "-o", status); got != container {
+			t.Errorf("the pod's container was %s and is %s", container, got)
+		}
+	})
 	t.Run("a second node stands beside", func(t *testing.T) {
 		const other = name + "-2"
 		_, second := startNode(t, l, other)
@@ -365,7 +390,7 @@ func TestNode(t *testing.T) {
 			t.Errorf("the second API server knows %q", got)
 		}
 		mustCluster(t, "", "down", "--name", other)
-		if err := traces(other, second); err != nil {
+		if err := traces(other, second, ticksNow()); err != nil {
 			t.Errorf("the second node left\n%v", err)
 		}
 		kubectl("get", "--raw=/readyz")
@@ -376,7 +401,7 @@ func TestNode(t *testing.T) {
 	if out := in("down"); !strings.Contains(out, "is left") {
 		t.Errorf("down said %q", out)
 	}
-	if err := traces(name, state); err != nil {
+	if err := traces(name, state, ticksNow()); err != nil {
 		t.Errorf("the node left\n%v", err)
 	}
 	if out := in("down"); !strings.Contains(out, "did not run") {
@@ -449,11 +474,12 @@ func TestNodeEnds(t *testing.T) {
 			_, state := startNode(t, l, name)
 			withPod(t, name)
 			test.end(t, state)
+			ended := ticksNow()
 			if test.alone {
-				await(t, "everything goes by itself", func() error { return traces(name, state) })
+				await(t, "everything goes by itself", func() error { return traces(name, state, ended) })
 			}
 			mustCluster(t, "", "down", "--name", name)
-			if err := traces(name, state); err != nil {
+			if err := traces(name, state, ended); err != nil {
 				t.Errorf("left behind:\n%v", err)
 			}
 		})
@@ -498,7 +524,8 @@ func TestNodeEnds(t *testing.T) {
 			t.Fatal(err)
 		}
 		_ = caller.Wait() // it was killed
-		await(t, "everything goes by itself", func() error { return traces(name, state) })
+		ended := ticksNow()
+		await(t, "everything goes by itself", func() error { return traces(name, state, ended) })
 		mustCluster(t, "", "down", "--name", name)
 	})
 	t.Run("it cannot start", func(t *testing.T) {
@@ -514,7 +541,7 @@ func TestNodeEnds(t *testing.T) {
 			}
 		}
 		var state State
-		if err := traces(name, state); err != nil {
+		if err := traces(name, state, ticksNow()); err != nil {
 			t.Errorf("left behind:\n%v", err)
 		}
 		if _, err := os.Stat(l.node(name).log(procKubelet)); err != nil {

@@ -77,7 +77,7 @@ func up(ctx context.Context, l Layout, spec Spec) (err error) {
 		return fmt.Errorf("node %s runs already; 'cluster down --name %s' ends it", n.name, n.name)
 	}
 	// What a node that was killed left behind.
-	if err := end(n); err != nil {
+	if err := end(l, n); err != nil {
 		return err
 	}
 	if err := os.RemoveAll(n.dir); err != nil {
@@ -113,7 +113,7 @@ func up(ctx context.Context, l Layout, spec Spec) (err error) {
 		if err != nil {
 			_ = keeper.Process.Signal(syscall.SIGTERM) // ended by itself: as wanted
 			<-keeperEnded
-			err = errors.Join(err, end(n))
+			err = errors.Join(err, end(l, n))
 		}
 	}()
 	b := &bringUp{n: n, l: l, spec: spec, progress: p, keeperEnded: keeperEnded}
@@ -380,7 +380,7 @@ func downCommand(_ context.Context, l Layout, args []string) error {
 	if _, err := n.state(); errors.Is(err, fs.ErrNotExist) {
 		ran = false
 	}
-	if err := end(n); err != nil {
+	if err := end(l, n); err != nil {
 		return err
 	}
 	if !ran {
@@ -393,13 +393,16 @@ func downCommand(_ context.Context, l Layout, args []string) error {
 
 // end ends a node, however little of it there is, removes what takes space,
 // and returns an error that names whatever is left. Its logs stay.
-func end(n Node) error {
+func end(l Layout, n Node) error {
 	spec := Spec{Name: n.name}
 	if s, err := n.spec(); err == nil {
 		spec = s
 	}
-	var state State
-	if err := readJSON(n.path("namespaces.json"), &state); err == nil {
+	state, err := n.lastState()
+	if err != nil {
+		return fmt.Errorf("end node %s: %w", n.name, err)
+	}
+	if state.Init.PID != 0 {
 		state.Keeper.signal(syscall.SIGTERM)
 		if !waitGone(state.Keeper, 30*time.Second) {
 			state.Keeper.signal(syscall.SIGKILL)
@@ -409,15 +412,27 @@ func end(n Node) error {
 		if !waitGone(state.Init, 10*time.Second) {
 			return fmt.Errorf("end node %s: its first process %d does not end", n.name, state.Init.PID)
 		}
+		if err := n.recordEnd(); err != nil {
+			return fmt.Errorf("end node %s: %w", n.name, err)
+		}
 	}
 	if err := endCgroups(spec); err != nil {
 		return fmt.Errorf("end node %s: %w", n.name, err)
 	}
-	// The kernel frees namespaces shortly after their last process.
+	nodes, err := l.nodes()
+	if err != nil {
+		return err
+	}
+	// What was entered from outside may take a moment to notice.
 	var left []string
 	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(20 * time.Millisecond) {
-		var err error
-		if left, err = leftovers(n, spec); err != nil {
+		var running []State
+		for _, other := range nodes {
+			if s, err := other.state(); err == nil && other.name != n.name && s.alive() {
+				running = append(running, s)
+			}
+		}
+		if left, err = leftovers(n, spec, running); err != nil {
 			return fmt.Errorf("look for what node %s left: %w", n.name, err)
 		}
 		if len(left) == 0 || time.Now().After(deadline) {
