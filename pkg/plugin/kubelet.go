@@ -48,6 +48,8 @@ type Kubelet struct {
 	// every is how often Dir is looked at in spite of a watch, since events can
 	// be lost; poll is how often without one.
 	every, poll time.Duration
+	// answer is how long the kubelet may take to answer a registration.
+	answer time.Duration
 
 	// sock is the kubelet's socket when it was last looked for. It is set again
 	// at every look, which wakes the plugins to look for their own.
@@ -83,7 +85,7 @@ func NewKubelet(o KubeletOptions) *Kubelet {
 	if o.Watch == nil {
 		o.Watch = Inotify
 	}
-	return &Kubelet{opts: o, every: 30 * time.Second, poll: time.Second, served: map[string]*serving{}}
+	return &Kubelet{opts: o, every: 30 * time.Second, poll: time.Second, answer: registerTimeout, served: map[string]*serving{}}
 }
 
 // Set makes want the resources that are served, by name, from now on or from
@@ -249,7 +251,7 @@ func (k *Kubelet) identify(path string) sockID {
 // register tells the kubelet of a resource and its socket. The kubelet dials
 // the socket before it answers.
 func (k *Kubelet) register(ctx context.Context, resource, endpoint string) error {
-	ctx, cancel := context.WithTimeout(ctx, registerTimeout)
+	ctx, cancel := context.WithTimeout(ctx, k.answer)
 	defer cancel()
 	path := filepath.Join(k.opts.Dir, kubeletSocket)
 	conn, err := grpc.NewClient("passthrough:///kubelet",
