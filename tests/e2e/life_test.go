@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"regexp"
 	"slices"
+	"sync"
 	"testing"
 
 	"example.com/gpu-agent/tests/lab"
@@ -198,12 +199,13 @@ func TestLostGPU(t *testing.T) {
 	b := begin(t, allShared, map[string]int{lab.Memory: gpus * units})
 	pod, has := b.running("a", lab.Memory, 24)
 	before, lost := b.life(pod), b.one(has)
+	b.must(driver.Lose(b.ctx, lost.Index))
+	back := sync.OnceValue(func() error { return driver.Restore(context.Background(), lost.Index) })
 	t.Cleanup(func() {
-		if err := driver.Restore(context.Background(), lost.Index); err != nil {
+		if err := back(); err != nil {
 			t.Error(err)
 		}
 	})
-	b.must(driver.Lose(b.ctx, lost.Index))
 	b.offers(map[string]int{lab.Memory: (gpus - 1) * units})
 	s, err := agent.Status(b.ctx)
 	b.must(err)
@@ -218,7 +220,7 @@ func TestLostGPU(t *testing.T) {
 		b.Errorf("a new pod is on GPU %d, which is lost", g.Index)
 	}
 
-	b.must(driver.Restore(b.ctx, lost.Index))
+	b.must(back())
 	// A GPU that comes back makes no event; another one's lets the agent look
 	// before its next reading is due.
 	b.must(driver.Xid(b.ctx, 7, 13))
