@@ -24,6 +24,7 @@ var (
 	onHardware = flag.Bool("hardware", false, "test this machine's NVIDIA driver, not the emulated one")
 	library    = flag.String("library", "", "with -hardware: the driver's libnvidia-ml; empty looks below -driver-root")
 	driverRoot = flag.String("driver-root", "/", "with -hardware: where the driver is installed")
+	partial    = flag.Bool("partial", false, "with -hardware: this is a container that has only some of the driver's files")
 	setSlices  = flag.Bool("time-slices", false, "with -hardware: change GPUs' time slices too, and put them back to the default")
 )
 
@@ -43,7 +44,7 @@ func TestHardware(t *testing.T) {
 		t.Fatal(err)
 	}
 	h := &holder{dir: t.TempDir(), root: *driverRoot}
-	Conformance(t, opts, Caps{Hold: h.hold, TimeSlice: *setSlices})
+	Conformance(t, opts, Caps{Hold: h.hold, TimeSlice: *setSlices, Partial: *partial})
 }
 
 // holder runs a CUDA program that holds memory.
