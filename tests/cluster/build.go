@@ -98,6 +98,10 @@ func build(ctx context.Context, l Layout, source string) error {
 	if err := checkBuild(l, cold, goEnv[1:]); err != nil {
 		return err
 	}
+	// Building takes no rights, but whoever waits for it should know.
+	if err := checkRights(); err != nil && len(cold) > 0 {
+		fmt.Printf("what is built here cannot be started here: %v\n", err)
+	}
 	all := newProgress("cluster build")
 	for _, p := range parts {
 		if l.upToDate(p, stamps[p.name]) {
