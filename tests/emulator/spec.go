@@ -43,7 +43,7 @@ type Spec struct {
 	Minors string `yaml:"minors"`
 	// NVLink is "switch" (every link ends at an NVSwitch), "mesh" (links run
 	// between GPUs), "none", or empty: switch on two or more GPUs of a model
-	// that has links, else none.
+	// whose boards have NVSwitches, else none.
 	NVLink string `yaml:"nvlink"`
 	// GPUs overrides single GPUs.
 	GPUs []GPUSpec `yaml:"gpus"`
