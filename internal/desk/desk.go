@@ -222,14 +222,18 @@ func (d *Desk) Prefer(resource string, available, must []string, n int) ([]strin
 	if r == nil {
 		return nil, fmt.Errorf("%s is not offered by this node any more", resource)
 	}
+	prefer := preferWhole
 	switch r.Kind {
 	case Units:
-		return timeslice.PreferUnits(available, must, n, v.Rank)
+		prefer = timeslice.PreferUnits
 	case Replicas:
-		return timeslice.PreferReplicas(available, must, n, v.Rank)
-	default:
-		return preferWhole(available, must, n, v.Rank)
+		prefer = timeslice.PreferReplicas
 	}
+	out, err := prefer(available, must, n, v.Rank)
+	if err != nil {
+		return nil, r.withCapacity(err)
+	}
+	return out, nil
 }
 
 // preferWhole takes GPUs in rank order, so that equal requests get equal
@@ -293,9 +297,9 @@ func (d *Desk) allocateLocked(resource string, ids []string, now time.Time) (str
 			return "", fmt.Errorf("device %s is leaving: %s", id, dev.Reason)
 		}
 	}
-	gpus, err := d.gpusLocked(r, ids)
+	gpus, err := r.gpus(ids)
 	if err != nil {
-		return "", err
+		return "", r.withCapacity(err)
 	}
 	if known != nil {
 		// The same devices again: a new pod, or the app container after the
@@ -312,16 +316,12 @@ func (d *Desk) allocateLocked(resource string, ids []string, now time.Time) (str
 	return key, nil
 }
 
-// gpusLocked checks that the devices make sense together and returns their
-// GPUs.
-func (d *Desk) gpusLocked(r *Resource, ids []string) ([]gpu.UUID, error) {
+// gpus checks that the devices make sense together and returns their GPUs.
+func (r *Resource) gpus(ids []string) ([]gpu.UUID, error) {
 	switch r.Kind {
 	case Units:
 		u, err := timeslice.OneGPU(ids)
-		if err != nil {
-			return nil, fmt.Errorf("%w; %s", err, d.largestLocked(r))
-		}
-		return []gpu.UUID{u}, nil
+		return []gpu.UUID{u}, err
 	case Replicas:
 		return timeslice.DistinctGPUs(ids)
 	default:
@@ -333,32 +333,24 @@ func (d *Desk) gpusLocked(r *Resource, ids []string) ([]gpu.UUID, error) {
 	}
 }
 
-// largestLocked says how much could be had on one GPU, by our own claims.
-func (d *Desk) largestLocked(r *Resource) string {
-	held := map[string]bool{}
-	for _, c := range d.claims {
-		if c.Resource == r.Name {
-			for _, id := range c.IDs {
-				held[id] = true
-			}
-		}
-	}
-	free := map[gpu.UUID]int{}
+// withCapacity tells a refusal what the resource could give at best, so that
+// nobody is told to wait for room that cannot come.
+func (r *Resource) withCapacity(err error) error {
+	most, gpus := 0, map[gpu.UUID]int{}
 	for i := range r.Devices {
-		if dev := &r.Devices[i]; dev.Healthy && !dev.Leaving && !held[dev.ID] {
-			free[dev.GPU]++
-		}
+		u := r.Devices[i].GPU
+		gpus[u]++
+		most = max(most, gpus[u])
 	}
-	best, at := 0, gpu.UUID("")
-	for u, n := range free {
-		if n > best || n == best && u < at {
-			best, at = n, u
-		}
+	var fit *timeslice.FitError
+	var spread *timeslice.SpreadError
+	switch {
+	case errors.As(err, &fit):
+		fit.Capacity = most
+	case errors.As(err, &spread):
+		spread.Capacity = len(gpus)
 	}
-	if best == 0 {
-		return "nothing is free"
-	}
-	return fmt.Sprintf("the largest free block is %d, on %s", best, at)
+	return err
 }
 
 // freshLocked reports whether an unconfirmed claim of the last Grace covers the

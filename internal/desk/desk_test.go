@@ -88,7 +88,11 @@ func TestAllocateRefusesOnlyWhatCannotWork(t *testing.T) {
 		}
 	}))
 	_, err = d.Allocate(memName, append(ids(gpuA, 0), ids(gpuB, 0)...))
-	wantErr(t, err, "the largest free block is 8, on "+string(gpuA))
+	wantErr(t, err, "a request lives on one GPU")
+	_, err = d.Prefer(memName, append(ids(gpuA, 1, 2, 3), ids(gpuB, 0)...), nil, 4)
+	wantErr(t, err, "the largest free block is 3 units, on "+string(gpuA))
+	_, err = d.Prefer(memName, ids(gpuA, 1, 2, 3), nil, 9)
+	wantErr(t, err, "no GPU of this node has more than 8")
 	_, err = d.Allocate(memName, ids(gpuB, 7))
 	wantErr(t, err, "being cut anew")
 	_, err = d.Allocate(memName, ids(gpuA, 8))

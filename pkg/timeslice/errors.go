@@ -33,8 +33,12 @@ func (e *FitError) Error() string {
 	const rule = "but a request lives on one GPU"
 	switch {
 	case e.Capacity > 0 && e.Asked > e.Capacity:
-		return fmt.Sprintf("%s asked for, %s and no GPU of this node has more than %d; ask for at most %d",
-			units(e.Asked), rule, e.Capacity, e.Capacity)
+		free := "none is free"
+		if e.Largest > 0 {
+			free = fmt.Sprintf("the largest free block is %s, on %s", units(e.Largest), e.GPU)
+		}
+		return fmt.Sprintf("%s asked for, %s and no GPU of this node has more than %d; %s; ask for at most %d",
+			units(e.Asked), rule, e.Capacity, free, e.Capacity)
 	case e.Largest == 0:
 		return fmt.Sprintf("%s asked for, but none is free; wait until some are freed", units(e.Asked))
 	case e.Held > 0:

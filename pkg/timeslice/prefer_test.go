@@ -128,7 +128,7 @@ func TestCapacityEndsFalseHope(t *testing.T) {
 		want string
 	}{
 		{&FitError{Asked: 100, Largest: 55, GPU: gpuA, Capacity: 79},
-			"100 units asked for, but a request lives on one GPU and no GPU of this node has more than 79; ask for at most 79"},
+			"100 units asked for, but a request lives on one GPU and no GPU of this node has more than 79; the largest free block is 55 units, on GPU-aaaa; ask for at most 79"},
 		{&FitError{Asked: 60, Largest: 55, GPU: gpuA, Capacity: 79},
 			"60 units asked for, but a request lives on one GPU and the largest free block is 55 units, on GPU-aaaa; ask for at most 55, or wait until more is freed"},
 		{&SpreadError{Asked: 9, Free: 3, Capacity: 8},
