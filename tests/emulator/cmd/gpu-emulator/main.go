@@ -389,8 +389,8 @@ func proc(ctx context.Context, args []string, out io.Writer) error {
 	return fmt.Errorf("proc %s: want start, hold or stop", args[0])
 }
 
-// heldFD is where a process that holds memory says so to the one that started
-// it: it closes the descriptor without a word.
+// heldFD is where a process says to the one that started it that it holds its
+// memory and is what it is to be: it closes the descriptor without a word.
 const heldFD = 3
 
 // procStart runs proc hold in the background, in a session of its own.
@@ -445,14 +445,21 @@ func procHold(ctx context.Context, args []string) error {
 	unknown := f.Bool("unknown", false, "the driver cannot tell the process's memory")
 	started := f.Bool("started", false, "report to the process that started this one")
 	err := none(f, args)
+	var report *os.File
+	if *started { // the first flag: read whatever comes after it
+		report = os.NewFile(heldFD, "report")
+		unix.CloseOnExec(heldFD) // a command that runs is report enough
+	}
 	if err == nil {
 		if *mps {
 			*kind = string(emulator.MPS)
 		}
 		err = hold(*socket, *gpu, emulator.Process{Kind: emulator.Kind(*kind), MiB: *mib, Unknown: *unknown})
 	}
-	if *started {
-		report := os.NewFile(heldFD, "report")
+	if err == nil && len(command) > 0 {
+		err = become(command) // the memory is the process's: it stays
+	}
+	if report != nil {
 		if err != nil {
 			fmt.Fprint(report, err)
 		}
@@ -461,15 +468,17 @@ func procHold(ctx context.Context, args []string) error {
 	if err != nil {
 		return err
 	}
-	if len(command) > 0 {
-		exe, err := exec.LookPath(command[0])
-		if err != nil {
-			return err
-		}
-		return unix.Exec(exe, command, os.Environ()) // the memory is the process's: it stays
-	}
 	<-ctx.Done()
 	return nil
+}
+
+// become replaces this program by a command; it returns only if it cannot.
+func become(command []string) error {
+	exe, err := exec.LookPath(command[0])
+	if err != nil {
+		return err
+	}
+	return unix.Exec(exe, command, os.Environ())
 }
 
 func hold(socket, gpu string, p emulator.Process) error {

@@ -154,6 +154,8 @@ func TestProcesses(t *testing.T) {
 		"more than there is":   {"start", "--gpu", "0", "--memory", "90000"},
 		"no such GPU":          {"start", "--gpu", "9", "--memory", "1"},
 		"no GPU":               {"start", "--memory", "1"},
+		"no such flag":         {"start", "--gpu", "0", "--memmory", "1"},
+		"no such command":      {"start", "--gpu", "0", "--memory", "1", "--", "no-such-command"},
 		"stop of a bystander":  {"stop", strconv.Itoa(os.Getpid())},
 		"stop of what is none": {"stop", "x"},
 	} {
