@@ -42,6 +42,13 @@ func (c Cut) ids(u gpu.UUID) []string {
 	return out
 }
 
+// sameUnits reports whether both offer memory units. Their number follows from
+// what the driver keeps for itself, which can move by some MiB from one reading
+// to the next: a GPU keeps the number that it was first cut with.
+func (c Cut) sameUnits(o Cut) bool {
+	return c.Offers && o.Offers && c.Kind == desk.Units && o.Kind == desk.Units && c.N > 0
+}
+
 // mode is the word that people use for the cut.
 func (c Cut) mode() string {
 	switch {
@@ -120,7 +127,7 @@ func Plan(inv *gpu.Inventory, claims []desk.Claim, wanted []config.Want, cuts ma
 		d := &inv.GPUs[i]
 		have := cuts[d.UUID]
 		to, ok := cutOf(want[d.UUID], d, unit)
-		if !ok {
+		if !ok || have.sameUnits(to) {
 			to = have
 		}
 		holders, held := holdersOf(claims, d.UUID)
