@@ -1,8 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Pause is the process that holds a pod's namespaces: it reaps what is left to
-// it and ends when asked to.
-package main
 
 import (
 	"os"
