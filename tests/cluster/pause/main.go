@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 
+package main
+
 import (
 	"os"
 	"os/signal"
