@@ -59,7 +59,7 @@ func (n *Node) LayDriver(ctx context.Context, o DriverOptions) (*Driver, error) 
 	if err != nil {
 		return nil, fmt.Errorf("lay the driver: %w", err)
 	}
-	name := "emulated-driver" + strings.ReplaceAll(strings.TrimSuffix(o.Root, "/"), "/", "-")
+	name := "driver" + strings.ReplaceAll(strings.TrimSuffix(o.Root, "/"), "/", "-")
 	world := filepath.Join(dir, name+".yaml")
 	spec := fmt.Sprintf("model: %s\ncount: %d\nseed: %s\n", o.Model, o.Count, n.Name+name)
 	if err := os.WriteFile(world, []byte(spec), 0o644); err != nil {

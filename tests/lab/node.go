@@ -104,44 +104,37 @@ func (n *Node) Stop(ctx context.Context, process string) error {
 }
 
 // RestartKubelet restarts the kubelet and waits until the new one has written
-// the node's status.
+// the node's status. What the node offers is then the new one's word.
 func (n *Node) RestartKubelet(ctx context.Context) error {
-	if err := n.Restart(ctx, "kubelet"); err != nil {
+	if err := n.Stop(ctx, "kubelet"); err != nil {
 		return err
 	}
-	// Heartbeats are whole seconds, so one of this second may be the old
-	// kubelet's.
-	began := time.Now()
+	old, err := n.State(ctx)
+	if err != nil {
+		return err
+	}
+	// Heartbeats are whole seconds: the new kubelet's must fall into another.
+	if err := Await(ctx, 5*time.Second, "the next second", func(context.Context) error {
+		if time.Since(old.Heartbeat) < time.Second {
+			return fmt.Errorf("the old kubelet's last word is of %s", old.Heartbeat.Format(time.TimeOnly))
+		}
+		return nil
+	}); err != nil {
+		return err
+	}
+	if _, err := n.cluster(ctx, nil, "start", "kubelet"); err != nil {
+		return err
+	}
 	return Await(ctx, time.Minute, "the new kubelet's first word", func(ctx context.Context) error {
 		s, err := n.State(ctx)
 		if err != nil {
 			return err
 		}
-		if !s.Ready || !s.Heartbeat.After(began) {
-			return fmt.Errorf("the node's Ready is %v, by a heartbeat of %s, and the kubelet started at %s",
-				s.Ready, s.Heartbeat.Format(time.TimeOnly), began.Format(time.TimeOnly))
+		if !s.Ready || !s.Heartbeat.After(old.Heartbeat) {
+			return fmt.Errorf("the node's Ready is %v, and its last heartbeat was at %s", s.Ready, s.Heartbeat.Format(time.TimeOnly))
 		}
 		return nil
 	})
-}
-
-// Restart ends a process of the node and starts it again.
-func (n *Node) Restart(ctx context.Context, process string) error {
-	_, err := n.cluster(ctx, nil, "restart", process)
-	return err
-}
-
-// Starts is how often a process of the node was started.
-func (n *Node) Starts(ctx context.Context, process string) (int, error) {
-	out, err := n.cluster(ctx, nil, "pid", process)
-	if err != nil {
-		return 0, err
-	}
-	fields := strings.Fields(string(out))
-	if len(fields) != 2 {
-		return 0, fmt.Errorf("read how often %s was started: %q", process, out)
-	}
-	return strconv.Atoi(fields[1])
 }
 
 // Load gives an image archive to the node's containerd.
