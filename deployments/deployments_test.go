@@ -16,6 +16,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 
 	"example.com/gpu-agent/internal/config"
@@ -313,17 +314,20 @@ func TestEnvironmentIsFlags(t *testing.T) {
 	}
 }
 
+// help is what `gpu-agent run -h` prints.
+var help = sync.OnceValue(func() string {
+	// Asking for help ends with status 2; whether it is help is seen below.
+	out, _ := exec.Command("go", "run", "-buildvcs=false", "example.com/gpu-agent/cmd/gpu-agent", "run", "-h").CombinedOutput()
+	return string(out)
+})
+
 // programFlags are the flags of `gpu-agent run` with their defaults, as it
 // prints them.
 func programFlags(t *testing.T) map[string]string {
 	t.Helper()
-	cmd := exec.CommandContext(t.Context(), "go", "run", "-buildvcs=false", "example.com/gpu-agent/cmd/gpu-agent", "run", "-h")
-	var out bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &out, &out
-	_ = cmd.Run() // asking for help ends with status 2
 	flags := map[string]string{}
 	last := ""
-	for line := range strings.Lines(out.String()) {
+	for line := range strings.Lines(help()) {
 		if m := regexp.MustCompile(`^  -([a-z-]+)`).FindStringSubmatch(line); m != nil {
 			last = m[1]
 			flags[last] = ""
@@ -333,7 +337,7 @@ func programFlags(t *testing.T) map[string]string {
 		}
 	}
 	if flags["state-dir"] == "" || len(flags) < 10 {
-		t.Fatalf("gpu-agent run -h printed no flags:\n%s", out.String())
+		t.Fatalf("gpu-agent run -h printed no flags:\n%s", help())
 	}
 	return flags
 }

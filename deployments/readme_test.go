@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package deployments
+
+import (
+	"log/slog"
+	"maps"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/obs"
+)
+
+func readme(t *testing.T) string { return string(read(t, "../README.md")) }
+
+func TestReadmeNamesEveryFlag(t *testing.T) {
+	var named []string
+	for _, m := range regexp.MustCompile("(?m)^\\| `--([a-z-]+)[^`]*` \\| (`[^`]*`)?").FindAllStringSubmatch(readme(t), -1) {
+		named = append(named, m[1])
+		// A default is given in full, or as words.
+		flags := programFlags(t)
+		if want := flags[m[1]]; m[2] != "" && want != "" && !strings.HasPrefix(want, "\"") && strings.Trim(m[2], "`") != want {
+			t.Errorf("README: the default of --%s is %s, and the program says %q", m[1], m[2], want)
+		}
+	}
+	slices.Sort(named)
+	if want := slices.Sorted(maps.Keys(programFlags(t))); !slices.Equal(named, want) {
+		t.Errorf("README has the flags\n%q, the program\n%q", named, want)
+	}
+}
+
+func TestReadmeNamesEveryMetric(t *testing.T) {
+	metrics := obs.NewMetrics("test")
+	metrics.PluginRequest("r", "m", "OK", 0)
+	metrics.DriverCall("c", "ok", 0)
+	metrics.Round(nil, 0)
+	metrics.APIError("list", "nodes")
+	metrics.Event("sent")
+	metrics.GPUEvent("GPU-1", "xid", 79)
+	good := func() error { return nil }
+	pages := obs.New(obs.Options{
+		Logger: slog.New(slog.DiscardHandler), Healthy: good, Ready: good, Metrics: metrics,
+		Status: func() obs.Status {
+			return obs.Status{
+				Driver: "580", CUDA: "13.0", Partition: obs.Partition{Name: "default", State: "applied"},
+				GPUs: []obs.GPUStatus{{UUID: "GPU-1", Health: obs.Healthy, Mode: "shared", Resource: "example.com/gpu-mem", Total: 1, Free: 1, MemoryMiB: 1}},
+			}
+		},
+	}).Handler()
+	answer := httptest.NewRecorder()
+	pages.ServeHTTP(answer, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
+	names := func(pattern, text string) []string {
+		var out []string
+		for _, m := range regexp.MustCompile(pattern).FindAllStringSubmatch(text, -1) {
+			out = append(out, m[1])
+		}
+		slices.Sort(out)
+		return slices.Compact(out)
+	}
+	have := names(`(?m)^# HELP (gpu_agent_\w+)`, answer.Body.String())
+	if got := names("`(gpu_agent_\\w+)`", readme(t)); !slices.Equal(got, have) {
+		t.Errorf("README has the metrics\n%q, the agent serves\n%q", got, have)
+	}
+}
+
+func TestReadmePartitions(t *testing.T) {
+	blocks := regexp.MustCompile("(?s)```yaml\n(version: .*?)```").FindAllStringSubmatch(readme(t), -1)
+	if len(blocks) == 0 {
+		t.Fatal("README shows no partitions")
+	}
+	inv, err := config.ReadInventory(read(t, "../tests/testdata/inventories/a30-24gb.json")) // four GPUs
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, b := range blocks {
+		file, err := config.Parse("README.md", []byte(b[1]))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, p := range file.Names() {
+			if _, err := file.Desire(p, inv); err != nil {
+				t.Errorf("on %d GPUs: %v", len(inv.GPUs), err)
+			}
+		}
+	}
+}
+
+func TestReadmePaths(t *testing.T) {
+	text := readme(t)
+	if lines := strings.Count(text, "\n"); lines > 350 {
+		t.Errorf("README has %d lines: what a reader does not need belongs elsewhere", lines)
+	}
+	for _, m := range regexp.MustCompile("\\]\\(([^)#]+)\\)|`(deployments/[a-z/-]+)`").FindAllStringSubmatch(text, -1) {
+		path := m[1] + m[2]
+		if _, err := os.Stat(filepath.Join("..", path)); err != nil {
+			t.Errorf("README names %s: %v", path, err)
+		}
+	}
+	targets := string(read(t, "../Makefile"))
+	for _, m := range regexp.MustCompile("(?m)(?:^    |`)make ([a-z-]+)").FindAllStringSubmatch(text, -1) {
+		if !strings.Contains(targets, "\n"+m[1]+":") {
+			t.Errorf("README says make %s, and the Makefile has no such target", m[1])
+		}
+	}
+}
