@@ -9,6 +9,7 @@ CACHE   ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/gpu-agent
 IMAGE   ?= localhost/gpu-agent:dev
 VERSION ?= $(or $(shell git describe --tags --always --dirty 2>/dev/null),dev)
 GO      ?= go
+comma   := ,
 
 # Without -buildvcs=false a checkout of another user's cannot be built.
 export GOFLAGS         ?= -buildvcs=false
@@ -62,14 +63,16 @@ bench: build
 test-gpu:
 	$(GO) test -count=1 -v ./tests/hardware -hardware $(TEST_GPU_FLAGS)
 
+# A static program cannot use dlopen, says the linker; no hook in use comes to it.
+QUIET_LD := $(if $(findstring --no-warnings,$(shell ld --help 2>/dev/null)),-Wl$(comma)--no-warnings)
+
 .PHONY: build
 build:
 	@mkdir -p $(BIN)
 	@# cgo: the driver's library is loaded at run time, by glibc.
 	CGO_ENABLED=1 $(GO) build -trimpath -tags netgo,osusergo -ldflags '-s -w -X main.release=$(VERSION)' -o $(BIN)/gpu-agent ./cmd/gpu-agent
 	@# Static: the container runtime runs it on the host, whatever libc that has.
-	@# (The linker warns of dlopen, which no hook in use comes to.)
-	CGO_ENABLED=1 $(GO) build -trimpath -tags netgo,osusergo -ldflags '-s -w -linkmode external -extldflags -static' \
+	CGO_ENABLED=1 $(GO) build -trimpath -tags netgo,osusergo -ldflags '-s -w -linkmode external -extldflags "-static $(QUIET_LD)"' \
 		-o $(BIN)/nvidia-cdi-hook github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook
 
 .PHONY: cluster
@@ -84,7 +87,7 @@ LIBRARIES    := /usr/lib/$(shell gcc -print-multiarch)
 .PHONY: image
 image: build cluster
 	@mkdir -p $(CACHE)/images
-	$(BIN)/cluster image --out $(ARCHIVE) --name $(IMAGE) --entrypoint /usr/bin/gpu-agent --with-libs \
+	@$(BIN)/cluster image --out $(ARCHIVE) --name $(IMAGE) --entrypoint /usr/bin/gpu-agent --with-libs \
 		--link usr/bin:/bin --link usr/lib:/lib --link usr/lib64:/lib64 --dir /tmp:1777 \
 		--file deployments/image/etc:/etc \
 		--file $(BIN)/gpu-agent:/usr/bin/gpu-agent --file $(BIN)/nvidia-cdi-hook:/usr/bin/nvidia-cdi-hook \
