@@ -105,6 +105,10 @@ func stages(cache string, packages []string, soak bool) []stage {
 			commands: []command{test(".", "-count=1", long, "./tests/e2e", "-built")},
 		},
 		{
+			name: "bench", what: "agent and peer do what the benchmark asks, with tiny counts", after: []string{"emulator", "image"}, lacks: root,
+			commands: []command{run("go", "run", "./tests/peers/bench", "-smoke")},
+		},
+		{
 			name: "hardware", what: "conformance on this machine's GPU", after: []string{"host"}, lacks: card,
 			commands: []command{test(".", "-count=1", limit, "./tests/hardware", "-hardware", "-run=^TestHardware$")},
 		},
