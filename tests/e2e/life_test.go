@@ -68,6 +68,19 @@ func (b *bench) newTenants() {
 	b.Logf("a third pod for a whole GPU: %s", message)
 }
 
+// restarts ends the first tenants' containers, which must find their GPUs
+// again: a container that starts anew asks for nothing anew.
+func (b *bench) restarts(pods []*lab.RunningPod) {
+	b.Helper()
+	pods = pods[:3]
+	b.must(each(pods, func(p *lab.RunningPod) error { return p.RestartContainer(b.ctx, "") }))
+	for i, want := range []int{0, 2, 4} {
+		if g := b.one(b.inside(pods[i], "")); g.Index != want {
+			b.Errorf("after the restart of its container %s is on GPU %d, want %d", pods[i], g.Index, want)
+		}
+	}
+}
+
 // When the kubelet starts anew, pods go on, the devices are on offer again, and
 // what pods hold is not given out twice.
 func TestKubeletRestart(t *testing.T) {
@@ -78,6 +91,7 @@ func TestKubeletRestart(t *testing.T) {
 	b.offers(mixedOffers)
 	b.newTenants()
 	b.lives(before, pods...)
+	b.restarts(pods)
 }
 
 // When the agent is killed, pods go on, and the next one knows what they hold
@@ -126,6 +140,7 @@ func TestAgentRestart(t *testing.T) {
 	b.offers(mixedOffers)
 	b.newTenants()
 	b.lives(before, pods...)
+	b.restarts(pods)
 }
 
 // The kubelet gives an init container's devices again to its pod's app

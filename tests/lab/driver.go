@@ -11,6 +11,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"example.com/gpu-agent/tests/emulator/lib"
 )
 
 // Driver is an emulated driver in a node: its files below a root, and the
@@ -59,6 +61,10 @@ func (n *Node) LayDriver(ctx context.Context, o DriverOptions) (*Driver, error) 
 	if err != nil {
 		return nil, fmt.Errorf("lay the driver: %w", err)
 	}
+	libraries, err := lib.Cached(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("lay the driver: %w", err)
+	}
 	name := "driver" + strings.ReplaceAll(strings.TrimSuffix(o.Root, "/"), "/", "-")
 	world := filepath.Join(dir, name+".yaml")
 	spec := fmt.Sprintf("model: %s\ncount: %d\nseed: %s\n", o.Model, o.Count, n.Name+name)
@@ -67,7 +73,7 @@ func (n *Node) LayDriver(ctx context.Context, o DriverOptions) (*Driver, error) 
 	}
 	// The cache is at the same place inside the node.
 	emulator := n.kit.Bin("gpu-emulator")
-	install := []string{emulator, "install", "--root", "/", "--prefix", o.Root, "--libraries", n.kit.driverLibraries(), "--world", world}
+	install := []string{emulator, "install", "--root", "/", "--prefix", o.Root, "--libraries", libraries, "--world", world}
 	if o.Root == "/" {
 		install = append(install, "--proc") // the kernel's files have no other place
 	}

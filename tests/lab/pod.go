@@ -108,7 +108,6 @@ type RunningPod struct {
 type PodState struct {
 	UID                    string
 	Phase, Reason, Message string
-	Deleted                bool // it is being deleted
 	// Containers has every container, init ones too, by name.
 	Containers map[string]ContainerState
 	Condition  map[string]string // why a condition that is not true is not
@@ -116,14 +115,10 @@ type PodState struct {
 
 // ContainerState is how one container of a pod stands.
 type ContainerState struct {
-	ID              string
-	Ready           bool
-	Restarts        int
-	Waiting         string // why it does not run
-	Terminated      bool
-	ExitCode        int
-	StartedAt       string
-	LastTermination string
+	ID       string
+	Ready    bool
+	Restarts int
+	Waiting  string // why it does not run
 }
 
 func (s PodState) String() string {
@@ -156,17 +151,12 @@ func (p *RunningPod) State(ctx context.Context) (PodState, error) {
 		Ready             bool
 		RestartCount      int
 		State             struct {
-			Running    *struct{ StartedAt string }
-			Waiting    *struct{ Reason, Message string }
-			Terminated *struct{ ExitCode int }
+			Waiting *struct{ Reason, Message string }
 		}
 	}
 	var o struct {
-		Metadata struct {
-			UID               string
-			DeletionTimestamp string
-		}
-		Status struct {
+		Metadata struct{ UID string }
+		Status   struct {
 			Phase, Reason, Message                   string
 			ContainerStatuses, InitContainerStatuses []status
 			Conditions                               []struct{ Type, Status, Reason, Message string }
@@ -176,17 +166,11 @@ func (p *RunningPod) State(ctx context.Context) (PodState, error) {
 		return PodState{}, err
 	}
 	s := PodState{UID: o.Metadata.UID, Phase: o.Status.Phase, Reason: o.Status.Reason, Message: o.Status.Message,
-		Deleted: o.Metadata.DeletionTimestamp != "", Containers: map[string]ContainerState{}, Condition: map[string]string{}}
+		Containers: map[string]ContainerState{}, Condition: map[string]string{}}
 	for _, c := range append(o.Status.InitContainerStatuses, o.Status.ContainerStatuses...) {
 		cs := ContainerState{ID: c.ContainerID, Ready: c.Ready, Restarts: c.RestartCount}
-		if c.State.Running != nil {
-			cs.StartedAt = c.State.Running.StartedAt
-		}
 		if w := c.State.Waiting; w != nil {
 			cs.Waiting = strings.TrimSuffix(w.Reason+": "+w.Message, ": ")
-		}
-		if t := c.State.Terminated; t != nil {
-			cs.Terminated, cs.ExitCode = true, t.ExitCode
 		}
 		s.Containers[c.Name] = cs
 	}
@@ -397,6 +381,32 @@ func (p *RunningPod) Inside(ctx context.Context, container string) (Inside, erro
 	}
 	slices.Sort(seen.Devices)
 	return seen, nil
+}
+
+// RestartContainer ends a container and waits until the kubelet has started it
+// anew, as it does at once the first time.
+func (p *RunningPod) RestartContainer(ctx context.Context, container string) error {
+	if container == "" {
+		container = "main"
+	}
+	before, err := p.State(ctx)
+	if err != nil {
+		return err
+	}
+	if _, err := p.Exec(ctx, container, "kill", "-TERM", "1"); err != nil {
+		return fmt.Errorf("end container %s of pod %s: %w", container, p.Name, err)
+	}
+	want := before.Containers[container].Restarts + 1
+	return Await(ctx, time.Minute, fmt.Sprintf("container %s of pod %s to run anew", container, p.Name), func(ctx context.Context) error {
+		s, err := p.State(ctx)
+		if err != nil {
+			return err
+		}
+		if c := s.Containers[container]; c.Restarts < want || !c.Ready {
+			return fmt.Errorf("%s, %d restarts%s", s, c.Restarts, p.why(ctx))
+		}
+		return nil
+	})
 }
 
 // Exec runs a command in a container and returns what it prints.
