@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"encoding/json"
+	"encoding/pem"
+	"fmt"
+	"io"
+	"log"
+	"maps"
+	"math/rand/v2"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+)
+
+const (
+	nodeName     = "bench"
+	agentConfig  = "gpu-partitions"
+	configKey    = "config.yaml"
+	bookmarkMean = time.Minute
+)
+
+// apiServer is what the agent meets of an API server: lists and watches of one
+// object by name, merge patches and new objects, as JSON over TLS and HTTP/2
+// like the real one's, which is what the client's memory goes to. It sends a
+// bookmark about once a minute, as the real one does.
+type apiServer struct {
+	http *httptest.Server
+
+	mu      sync.Mutex
+	version int                       // guarded by mu
+	objects map[string]map[string]any // guarded by mu; by resource/namespace/name
+	changed chan struct{}             // guarded by mu; closed and replaced at every change
+	watches map[string]int            // guarded by mu; open now, by resource
+}
+
+// startAPIServer serves a node and the ConfigMap with a partition file.
+func startAPIServer(partitions string) *apiServer {
+	s := &apiServer{objects: map[string]map[string]any{}, changed: make(chan struct{}), watches: map[string]int{}}
+	s.put("nodes//"+nodeName, nodeObject())
+	s.setPartitions(partitions)
+	s.http = httptest.NewUnstartedServer(s)
+	s.http.EnableHTTP2 = true
+	s.http.Config.ErrorLog = log.New(io.Discard, "", 0) // of connections that a killed client leaves
+	s.http.StartTLS()
+	return s
+}
+
+func (s *apiServer) stop() {
+	s.http.CloseClientConnections()
+	s.http.Close()
+}
+
+func (s *apiServer) setPartitions(text string) {
+	s.put("configmaps/"+agentPodNamespace+"/"+agentConfig, map[string]any{
+		"apiVersion": "v1", "kind": "ConfigMap",
+		"metadata": map[string]any{"name": agentConfig, "namespace": agentPodNamespace},
+		"data":     map[string]any{configKey: text},
+	})
+}
+
+// nodeObject is a Node as a kubelet makes it. Most of it is the list of images,
+// 50 of them on a node that has been up for a while.
+func nodeObject() map[string]any {
+	var images []any
+	for i := range 50 {
+		images = append(images, map[string]any{
+			"names":     []any{fmt.Sprintf("registry.example/team-%d/some-workload@sha256:%064x", i, i), fmt.Sprintf("registry.example/team-%d/some-workload:v1.%d", i, i)},
+			"sizeBytes": 100000000 + i,
+		})
+	}
+	var conditions []any
+	for _, c := range []string{"MemoryPressure", "DiskPressure", "PIDPressure", "Ready"} {
+		conditions = append(conditions, map[string]any{"type": c, "status": "False", "reason": "Kubelet" + c, "message": "kubelet has " + c,
+			"lastHeartbeatTime": "2026-01-01T00:00:00Z", "lastTransitionTime": "2026-01-01T00:00:00Z"})
+	}
+	quantities := map[string]any{"cpu": "2", "memory": "24676544Ki", "pods": "110", "example.com/gpu-mem": "640"}
+	return map[string]any{
+		"apiVersion": "v1", "kind": "Node",
+		"metadata": map[string]any{"name": nodeName, "labels": map[string]any{
+			"kubernetes.io/hostname": nodeName, "kubernetes.io/arch": "amd64", "kubernetes.io/os": "linux", "example.com/gpu.node": "true"}},
+		"spec":   map[string]any{"podCIDR": "10.244.0.0/24"},
+		"status": map[string]any{"capacity": quantities, "allocatable": quantities, "conditions": conditions, "images": images},
+	}
+}
+
+// kubeconfig writes the file that leads a client here.
+func (s *apiServer) kubeconfig(path string) error {
+	ca := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: s.http.Certificate().Raw})
+	text, err := json.Marshal(map[string]any{ // JSON is YAML too
+		"apiVersion": "v1", "kind": "Config", "current-context": "bench",
+		"contexts": []any{map[string]any{"name": "bench", "context": map[string]any{"cluster": "bench", "user": "bench"}}},
+		"clusters": []any{map[string]any{"name": "bench", "cluster": map[string]any{"server": s.http.URL, "certificate-authority-data": ca}}},
+		"users":    []any{map[string]any{"name": "bench", "user": map[string]any{"token": "bench"}}},
+	})
+	if err != nil {
+		return fmt.Errorf("write a kubeconfig: %w", err)
+	}
+	return os.WriteFile(path, text, 0o600)
+}
+
+// nodeLabel is a label of the node, "" where it has none.
+func (s *apiServer) nodeLabel(key string) string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	metadata, _ := s.objects["nodes//"+nodeName]["metadata"].(map[string]any)
+	labels, _ := metadata["labels"].(map[string]any)
+	value, _ := labels[key].(string)
+	return value
+}
+
+// watched says whether a ConfigMap and a Node are being watched.
+func (s *apiServer) watched() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.watches["configmaps"] > 0 && s.watches["nodes"] > 0
+}
+
+func (s *apiServer) put(key string, object map[string]any) map[string]any {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.putLocked(key, object)
+}
+
+// putLocked keeps an object under a new version. Objects are never changed
+// afterwards.
+func (s *apiServer) putLocked(key string, object map[string]any) map[string]any {
+	s.version++
+	object = maps.Clone(object)
+	metadata, _ := object["metadata"].(map[string]any)
+	metadata = maps.Clone(metadata)
+	metadata["resourceVersion"] = strconv.Itoa(s.version)
+	object["metadata"] = metadata
+	s.objects[key] = object
+	close(s.changed)
+	s.changed = make(chan struct{})
+	return object
+}
+
+func (s *apiServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	parts := strings.Split(strings.TrimPrefix(r.URL.Path, "/api/v1/"), "/")
+	namespace := ""
+	if len(parts) > 2 && parts[0] == "namespaces" {
+		namespace, parts = parts[1], parts[2:]
+	}
+	query := r.URL.Query()
+	resource, name := parts[0], strings.TrimPrefix(query.Get("fieldSelector"), "metadata.name=")
+	if len(parts) > 1 {
+		name = parts[1]
+	}
+	key := resource + "/" + namespace + "/" + name
+	switch {
+	case r.Method == http.MethodGet && query.Get("watch") != "":
+		s.watch(w, r, resource, key)
+	case r.Method == http.MethodGet && query.Get("fieldSelector") != "":
+		s.mu.Lock()
+		version, items := s.version, []any{}
+		if o, ok := s.objects[key]; ok {
+			items = append(items, o)
+		}
+		s.mu.Unlock()
+		answer(w, http.StatusOK, map[string]any{"apiVersion": "v1", "kind": "List",
+			"metadata": map[string]any{"resourceVersion": strconv.Itoa(version)}, "items": items})
+	case r.Method == http.MethodPost, r.Method == http.MethodPatch:
+		var body map[string]any
+		if err := json.NewDecoder(r.Body).Decode(&body); err != nil {
+			answer(w, http.StatusBadRequest, failure(http.StatusBadRequest, "BadRequest"))
+			return
+		}
+		s.write(w, r.Method, key, body)
+	default:
+		answer(w, http.StatusNotFound, failure(http.StatusNotFound, "NotFound"))
+	}
+}
+
+func (s *apiServer) write(w http.ResponseWriter, method, key string, body map[string]any) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if method == http.MethodPatch {
+		old, ok := s.objects[key]
+		if !ok {
+			answer(w, http.StatusNotFound, failure(http.StatusNotFound, "NotFound"))
+			return
+		}
+		answer(w, http.StatusOK, s.putLocked(key, merge(old, body)))
+		return
+	}
+	metadata, _ := body["metadata"].(map[string]any)
+	name, _ := metadata["name"].(string)
+	answer(w, http.StatusCreated, s.putLocked(key+name, body))
+}
+
+// merge is RFC 7386, without touching object.
+func merge(object, patch map[string]any) map[string]any {
+	out := maps.Clone(object)
+	if out == nil {
+		out = map[string]any{}
+	}
+	for key, value := range patch {
+		switch value := value.(type) {
+		case nil:
+			delete(out, key)
+		case map[string]any:
+			inner, _ := out[key].(map[string]any)
+			out[key] = merge(inner, value)
+		default:
+			out[key] = value
+		}
+	}
+	return out
+}
+
+func (s *apiServer) watch(w http.ResponseWriter, r *http.Request, resource, key string) {
+	query := r.URL.Query()
+	seen, _ := strconv.Atoi(query.Get("resourceVersion"))
+	seconds, err := strconv.Atoi(query.Get("timeoutSeconds"))
+	if err != nil {
+		seconds = 1800
+	}
+	end := time.NewTimer(time.Duration(seconds) * time.Second)
+	defer end.Stop()
+	bookmark := time.NewTicker(bookmarkMean*3/4 + rand.N(bookmarkMean/2))
+	defer bookmark.Stop()
+	s.count(resource, 1)
+	defer s.count(resource, -1)
+
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(http.StatusOK)
+	out, flush := json.NewEncoder(w), http.NewResponseController(w)
+	for {
+		s.mu.Lock()
+		object, changed, version := s.objects[key], s.changed, s.version
+		s.mu.Unlock()
+		metadata, _ := object["metadata"].(map[string]any)
+		at, _ := metadata["resourceVersion"].(string)
+		if n, _ := strconv.Atoi(at); n > seen {
+			seen = n
+			if out.Encode(map[string]any{"type": "MODIFIED", "object": object}) != nil {
+				return
+			}
+		}
+		if flush.Flush() != nil {
+			return
+		}
+		select {
+		case <-changed:
+		case <-bookmark.C:
+			if out.Encode(map[string]any{"type": "BOOKMARK", "object": map[string]any{"apiVersion": "v1", "kind": object["kind"],
+				"metadata": map[string]any{"resourceVersion": strconv.Itoa(version)}}}) != nil {
+				return
+			}
+		case <-end.C:
+			return
+		case <-r.Context().Done():
+			return
+		}
+	}
+}
+
+func (s *apiServer) count(resource string, n int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.watches[resource] += n
+}
+
+func answer(w http.ResponseWriter, code int, value any) {
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(code)
+	_ = json.NewEncoder(w).Encode(value) // a client that went needs no answer
+}
+
+func failure(code int, reason string) map[string]any {
+	return map[string]any{"apiVersion": "v1", "kind": "Status", "status": "Failure", "code": code, "reason": reason, "message": reason}
+}

@@ -1,0 +1,505 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"time"
+
+	api "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+
+	"example.com/gpu-agent/tests/lab"
+)
+
+// counts say how much is measured.
+type counts struct {
+	starts int // of each program
+	// window is how long programs are watched at rest; there are two in a row,
+	// for the agent reads the driver once a minute.
+	window    time.Duration
+	allocates int // before memory is looked at again
+	calls     int // of each kind, at each number of devices
+	counted   int // calls during which driver calls are counted
+}
+
+var (
+	fullCounts  = counts{starts: 20, window: 30 * time.Second, allocates: 1000, calls: 1000, counted: 100}
+	smokeCounts = counts{starts: 1, window: time.Second, allocates: 20, calls: 10, counted: 5}
+)
+
+// manyDevices are devices on each GPU: 80, 640 and 2,560 on all.
+var manyDevices = []int{10, 80, 320}
+
+// usual is what a node has with units of 1 GiB, or nearly.
+const usual = 80
+
+// Targets, see the issue that asks for them.
+const (
+	mostResident  = 32.0 // MB, with the API watch
+	mostIdleCPU   = 10.0 // ms in 30 s
+	mostPreferred = 1.5  // times the empty handler's
+	mostAllocate  = 1.1  // times the peer's
+)
+
+// bench is a run.
+type bench struct {
+	*report
+	machine
+	counts
+	agent, file, peer *subject
+	// random decides the sizes of requests, the same in every run.
+	random *rand.Rand
+}
+
+// measure does everything, as the first process of its namespaces.
+func measure(ctx context.Context, k *lab.Kit, smoke bool) (err error) {
+	work := workDir(k)
+	if err := settle(work); err != nil {
+		return err
+	}
+	// The binary that the others see does not change while they run.
+	m := machine{kit: k, work: work}
+	if m.driver, err = startDriver(ctx, k, work); err != nil {
+		return err
+	}
+	defer m.driver.stop()
+	m.api = startAPIServer(sharedGPUs)
+	defer m.api.stop()
+	first, err := startKubelet(kubeletDir)
+	if err != nil {
+		return err
+	}
+	defer first.stop()
+	// Two agents would serve one resource at one socket.
+	second, err := startKubelet(filepath.Join(work, "kubelet"))
+	if err != nil {
+		return err
+	}
+	defer second.stop()
+
+	b := &bench{report: &report{out: os.Stdout}, machine: m, counts: fullCounts,
+		random: rand.New(rand.NewPCG(2, 0))}
+	if smoke {
+		b.counts = smokeCounts
+	}
+	b.agent, b.file, b.peer = b.newAgent(first), b.newFileAgent(second), b.newPeer(first)
+	began := time.Now()
+	b.note("gpu-agent beside %s %s; %d emulated %s, %d processors, %s; smoke: %v", peerName, peerVersion, gpus, gpuModel, runtime.NumCPU(), runtime.Version(), smoke)
+	for _, phase := range []struct {
+		what string
+		do   func(context.Context) error
+	}{
+		{"behaviour of the agent", b.behaviour},
+		{"from start to registered", b.starting},
+		{"at rest and after work", b.resting},
+		{"calls", b.calling},
+		{"whole GPUs", b.wholes},
+		{"faults", b.faults},
+	} {
+		since := time.Now()
+		if err := phase.do(ctx); err != nil {
+			return fmt.Errorf("%s: %w", phase.what, err)
+		}
+		b.note("%s took %.1f s", phase.what, time.Since(since).Seconds())
+	}
+	b.summary()
+	b.note("all of it took %.0f s", time.Since(began).Seconds())
+	return nil
+}
+
+// all runs subjects side by side and ends them when f is done.
+func all(ctx context.Context, perGPU int, f func([]*running) error, subjects ...*subject) error {
+	var rs []*running
+	defer func() {
+		for _, r := range rs {
+			r.stop()
+		}
+	}()
+	for _, s := range subjects {
+		r, err := s.run(ctx, perGPU)
+		if err != nil {
+			return err
+		}
+		rs = append(rs, r)
+	}
+	return f(rs)
+}
+
+// behaviour checks that what is measured is the thing that it should be.
+func (b *bench) behaviour(ctx context.Context) error {
+	return all(ctx, usual, func(rs []*running) error {
+		r := rs[0]
+		o, err := r.plugin.client.GetDevicePluginOptions(ctx, &api.Empty{})
+		if err != nil {
+			return fmt.Errorf("ask for options: %w", err)
+		}
+		if !o.PreStartRequired || !o.GetPreferredAllocationAvailable {
+			return fmt.Errorf("options %v: want both", o)
+		}
+		free := r.kubelet.free(r.plugin)
+		ids, err := r.prefer(ctx, free, 24)
+		if err != nil {
+			return err
+		}
+		for _, id := range ids {
+			if gpuOf(id) != gpuOf(ids[0]) {
+				return fmt.Errorf("24 units preferred on more than one GPU: %v", ids)
+			}
+		}
+		if err := errors.Join(r.allocate(ctx, ids), r.prepare(ctx, ids)); err != nil {
+			return err
+		}
+		files, err := filepath.Glob(filepath.Join(b.work, r.name, "cdi", "*.json"))
+		if err != nil || len(files) != 1 {
+			return fmt.Errorf("one claim is prepared and there are %d CDI files", len(files))
+		}
+		if _, err := r.plugin.client.GetPreferredAllocation(ctx, preferredRequest(free, usual+1)); err == nil || !strings.Contains(err.Error(), "80") {
+			return fmt.Errorf("more units than a GPU has were asked for; want a refusal with the largest block, 80; got %v", err)
+		}
+		if _, err := r.plugin.client.Allocate(ctx, allocateRequest(free[:usual+1])); err == nil {
+			return errors.New("units of several GPUs were granted")
+		}
+		return await(ctx, "the outcome on the node", func() (bool, error) {
+			state := b.api.nodeLabel(lab.StateLabel)
+			return state == "applied" && b.api.watched(), fmt.Errorf("state %q", state)
+		})
+	}, b.agent)
+}
+
+// starting measures from a process's start to the kubelet's having it.
+func (b *bench) starting(ctx context.Context) error {
+	subjects := []*subject{b.agent, b.file, b.peer}
+	registered, listed := map[string]sample{}, map[string]sample{}
+	for i := range b.starts + 1 {
+		for _, s := range subjects {
+			if err := all(ctx, usual, func(rs []*running) error {
+				if i == 0 {
+					return nil // the first puts files into caches
+				}
+				registered[s.name] = append(registered[s.name], rs[0].plugin.registered.Sub(rs[0].proc.began))
+				listed[s.name] = append(listed[s.name], rs[0].plugin.listed.Sub(rs[0].proc.began))
+				return nil
+			}, s); err != nil {
+				return err
+			}
+		}
+	}
+	for _, s := range subjects {
+		b.figure("start_to_registered_p50/"+s.name, registered[s.name].quantile(0.5), "ms")
+		b.figure("start_to_first_list_p50/"+s.name, listed[s.name].quantile(0.5), "ms")
+	}
+	return nil
+}
+
+// resting measures CPU time and memory of programs that have nothing to do, then
+// memory after work.
+func (b *bench) resting(ctx context.Context) error {
+	return all(ctx, usual, func(rs []*running) error {
+		for _, r := range rs {
+			b.figure("list_bytes/devices=640/"+r.name, float64(r.plugin.bytes), "bytes")
+		}
+		// What a start leaves to be done is not rest.
+		if err := sleep(ctx, min(b.window, 3*time.Second)); err != nil {
+			return err
+		}
+		most := map[string]float64{}
+		for range 2 {
+			spent, err := b.spent(ctx, rs)
+			if err != nil {
+				return err
+			}
+			for name, d := range spent {
+				most[name] = max(most[name], d)
+			}
+		}
+		for _, r := range rs {
+			b.figure("idle_cpu_30s/"+r.name, most[r.name], "ms", only(r.subject == b.agent, mostIdleCPU, "10 ms")...)
+		}
+		if err := b.remember(rs, "idle"); err != nil {
+			return err
+		}
+		if err := b.driverCalls(ctx, rs, fmt.Sprintf("devices=%d", gpus*usual), 8); err != nil {
+			return err
+		}
+		for range b.allocates {
+			if _, err := b.turn(ctx, rs, nil); err != nil {
+				return err
+			}
+		}
+		if err := b.remember(rs, "after_1000_allocates"); err != nil {
+			return err
+		}
+		spent, err := b.spent(ctx, rs)
+		if err != nil {
+			return err
+		}
+		for _, r := range rs {
+			b.figure("holding_cpu_30s/"+r.name, spent[r.name], "ms")
+		}
+		return nil
+	}, b.agent, b.file, b.peer)
+}
+
+func only(yes bool, most float64, why string) []target {
+	if !yes {
+		return nil
+	}
+	return []target{{most, why}}
+}
+
+func sleep(ctx context.Context, d time.Duration) error {
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-time.After(d):
+		return nil
+	}
+}
+
+// spent is the CPU time of programs in a window, in milliseconds.
+func (b *bench) spent(ctx context.Context, rs []*running) (map[string]float64, error) {
+	before := map[string]time.Duration{}
+	for _, r := range rs {
+		var err error
+		if before[r.name], err = r.proc.cpu(); err != nil {
+			return nil, err
+		}
+	}
+	if err := sleep(ctx, b.window); err != nil {
+		return nil, err
+	}
+	out := map[string]float64{}
+	for _, r := range rs {
+		after, err := r.proc.cpu()
+		if err != nil {
+			return nil, err
+		}
+		out[r.name] = ms(after - before[r.name])
+	}
+	return out, nil
+}
+
+func (b *bench) remember(rs []*running, when string) error {
+	for _, r := range rs {
+		m, err := r.proc.memory()
+		if err != nil {
+			return err
+		}
+		b.figure("resident_"+when+"/"+r.name, mb(m.resident), "MB", only(r.subject == b.agent, mostResident, "32 MB")...)
+		b.figure("anonymous_"+when+"/"+r.name, mb(m.anonymous), "MB")
+	}
+	return nil
+}
+
+// turn starts one pod of each program, ends others where half of all devices
+// are held, and times each Allocate where into is given. IDs are those that the
+// last program was given.
+func (b *bench) turn(ctx context.Context, rs []*running, into map[string]sample) ([]string, error) {
+	n := 6 + b.random.IntN(5)
+	var ids []string
+	for _, r := range rs {
+		resource := r.plugin.resource
+		r.kubelet.makeRoom(b.random, resource, len(r.plugin.devices)/2)
+		var err error
+		if ids, err = r.prefer(ctx, r.kubelet.free(r.plugin), n); err != nil {
+			return nil, err
+		}
+		began := time.Now()
+		if err = r.allocate(ctx, ids); err != nil {
+			return nil, err
+		}
+		if into != nil {
+			into[r.name] = append(into[r.name], time.Since(began))
+		}
+		r.kubelet.admit(resource, ids)
+		if err := r.prepare(ctx, ids); err != nil {
+			return nil, err
+		}
+	}
+	return ids, nil
+}
+
+// driverCalls counts what a call costs in calls of the driver.
+func (b *bench) driverCalls(ctx context.Context, rs []*running, what string, n int) error {
+	for _, r := range rs {
+		perPrefer, err := b.count(r, func() error {
+			_, err := r.prefer(ctx, r.kubelet.free(r.plugin), n)
+			return err
+		})
+		if err != nil {
+			return err
+		}
+		perAllocate, err := b.count(r, func() error {
+			ids, err := r.prefer(ctx, r.kubelet.free(r.plugin), n)
+			if err != nil {
+				return err
+			}
+			return errors.Join(r.allocate(ctx, ids), r.prepare(ctx, ids))
+		})
+		if err != nil {
+			return err
+		}
+		ours := r.subject != b.peer
+		b.figure("driver_calls_per_preferred/"+what+"/"+r.name, perPrefer, "calls", only(ours, 0, "0")...)
+		b.figure("driver_calls_per_allocate/"+what+"/"+r.name, max(perAllocate-perPrefer, 0), "calls", only(ours, 0, "0")...)
+	}
+	return nil
+}
+
+// count is how many driver calls f makes a program make, each time. The agent
+// reads the driver once a minute besides, which three tries do not all meet.
+func (b *bench) count(r *running, f func() error) (float64, error) {
+	least := -1
+	for range 3 {
+		before, err := b.driver.calls(r.proc)
+		if err != nil {
+			return 0, err
+		}
+		for range b.counted {
+			if err := f(); err != nil {
+				return 0, err
+			}
+		}
+		after, err := b.driver.calls(r.proc)
+		if err != nil {
+			return 0, err
+		}
+		if least < 0 || after-before < least {
+			least = after - before
+		}
+		if least == 0 {
+			break
+		}
+	}
+	return float64(least) / float64(b.counted), nil
+}
+
+// calling measures calls at growing numbers of devices.
+func (b *bench) calling(ctx context.Context) error {
+	for _, perGPU := range manyDevices {
+		err := all(ctx, perGPU, func(rs []*running) error {
+			nothing, err := b.startEmpty(ctx)
+			if err != nil {
+				return err
+			}
+			defer nothing.stop()
+			return b.callingAt(ctx, rs[0], rs[1], nothing)
+		}, b.agent, b.peer)
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (b *bench) callingAt(ctx context.Context, agent, peer, nothing *running) error {
+	const n = 8
+	warm := b.calls / 10
+	prefer, allocate := map[string]sample{}, map[string]sample{}
+	for i := range b.calls + warm {
+		for _, r := range []*running{agent, peer, nothing} {
+			from := r
+			if r == nothing {
+				from = agent // its question, to nobody
+			}
+			req := preferredRequest(from.kubelet.free(from.plugin), n)
+			began := time.Now()
+			resp, err := r.plugin.client.GetPreferredAllocation(ctx, req)
+			took := time.Since(began)
+			if err != nil {
+				return r.proc.explain(fmt.Errorf("%s: prefer %d devices: %w", r.name, n, err))
+			}
+			if r != nothing && (len(resp.ContainerResponses) != 1 || len(resp.ContainerResponses[0].DeviceIDs) != n) {
+				return fmt.Errorf("%s: asked which %d devices it prefers, it answers %v", r.name, n, resp)
+			}
+			if i >= warm {
+				prefer[r.name] = append(prefer[r.name], took)
+			}
+		}
+	}
+	for i := range b.calls + warm {
+		if i == warm {
+			clear(allocate)
+		}
+		ids, err := b.turn(ctx, []*running{peer, agent}, allocate)
+		if err != nil {
+			return err
+		}
+		req := allocateRequest(ids)
+		began := time.Now()
+		if _, err := nothing.plugin.client.Allocate(ctx, req); err != nil {
+			return nothing.proc.explain(fmt.Errorf("ask the handler that does nothing: %w", err))
+		}
+		allocate[emptyName] = append(allocate[emptyName], time.Since(began))
+	}
+	what := fmt.Sprintf("/devices=%d/", len(agent.plugin.devices))
+	for _, r := range []*running{agent, peer, nothing} {
+		var forPrefer, forAllocate []target
+		if r == agent {
+			e, p := prefer[emptyName].quantile(0.5), allocate[peerName].quantile(0.5)
+			forPrefer = []target{{mostPreferred * e, fmt.Sprintf("%.1f x the empty handler's %.3f", mostPreferred, e)}}
+			forAllocate = []target{{mostAllocate * p, fmt.Sprintf("%.1f x the peer's %.3f", mostAllocate, p)}}
+		}
+		b.figure("preferred_p50"+what+r.name, prefer[r.name].quantile(0.5), "ms", forPrefer...)
+		b.figure("preferred_p99"+what+r.name, prefer[r.name].quantile(0.99), "ms")
+		b.figure("allocate_p50"+what+r.name, allocate[r.name].quantile(0.5), "ms", forAllocate...)
+		b.figure("allocate_p99"+what+r.name, allocate[r.name].quantile(0.99), "ms")
+		if r != nothing {
+			b.figure("list_bytes"+what+r.name, float64(r.plugin.bytes), "bytes")
+		}
+	}
+	return nil
+}
+
+// wholes looks at GPUs that are not shared, where the peer asks the driver how
+// they are linked.
+func (b *bench) wholes(ctx context.Context) error {
+	return all(ctx, 0, func(rs []*running) error {
+		return b.driverCalls(ctx, rs, "whole", 4)
+	}, b.agent, b.peer)
+}
+
+// faults raises an Xid: the peer must see it, or the emulated driver is none.
+func (b *bench) faults(ctx context.Context) error {
+	const xid, index = 48, 3 // an uncorrectable ECC error
+	uuid, err := b.driver.uuid(index)
+	if err != nil {
+		return err
+	}
+	for _, perGPU := range []int{0, manyDevices[0]} {
+		what := "whole"
+		if perGPU > 0 {
+			what = fmt.Sprintf("devices=%d", gpus*perGPU)
+		}
+		if err := all(ctx, perGPU, func(rs []*running) error {
+			began := time.Now()
+			if err := b.driver.ask.Xid(index, xid); err != nil {
+				return fmt.Errorf("raise an Xid: %w", err)
+			}
+			e, err := b.peer.kubelet.await(ctx, rs[0].plugin.resource, "an unhealthy device", func(e endpoint) bool { return len(unhealthy(e.devices)) > 0 })
+			if err != nil {
+				return rs[0].proc.explain(fmt.Errorf("Xid %d on GPU %d: %w", xid, index, err))
+			}
+			turned := unhealthy(e.devices)
+			for _, id := range turned {
+				if gpuOf(id) != uuid {
+					return fmt.Errorf("Xid %d on GPU %d, which is %s, and %s turns unhealthy", xid, index, uuid, id)
+				}
+			}
+			b.figure("xid_to_unhealthy/"+what+"/"+peerName, ms(e.at.Sub(began)), "ms")
+			b.figure("xid_devices_turned/"+what+"/"+peerName, float64(len(turned)), "devices")
+			b.note("Xid %d on GPU %d turned %s", xid, index, strings.Join(turned, " "))
+			return nil
+		}, b.peer); err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+
+	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/emulator/daemon"
+	"example.com/gpu-agent/tests/emulator/install"
+	"example.com/gpu-agent/tests/lab"
+)
+
+// gpus is how many GPUs there are, of a model with 81,008 MiB for workloads.
+const (
+	gpus     = 8
+	gpuModel = "H100-80GB"
+)
+
+// driver is the emulated driver: its files below root, and its daemon.
+type driver struct {
+	root string
+	proc *process
+	ask  *daemon.Client
+}
+
+func startDriver(ctx context.Context, k *lab.Kit, work string) (*driver, error) {
+	d := &driver{root: filepath.Join(work, "driver")}
+	world := filepath.Join(work, "world.yaml")
+	if err := os.WriteFile(world, fmt.Appendf(nil, "model: %s\ncount: %d\n", gpuModel, gpus), 0o644); err != nil {
+		return nil, fmt.Errorf("describe the GPUs: %w", err)
+	}
+	lay := exec.CommandContext(ctx, k.Bin("gpu-emulator"), "install", "--root", "/", "--prefix", d.root,
+		"--libraries", libraries(k), "--world", world, "--proc")
+	if out, err := lay.CombinedOutput(); err != nil {
+		return nil, fmt.Errorf("install the emulated driver: %w\n%s", err, out)
+	}
+	socket := filepath.Join(d.root, install.Socket)
+	var err error
+	if d.proc, err = start(work, "gpu-emulator", k.Bin("gpu-emulator"), "serve", "--world", world, "--socket", socket); err != nil {
+		return nil, err
+	}
+	err = await(ctx, "the emulated driver", func() (_ bool, err error) {
+		d.ask, err = daemon.Dial(socket)
+		return err == nil, err
+	})
+	if err != nil {
+		d.proc.stop()
+		return nil, d.proc.explain(err)
+	}
+	return d, nil
+}
+
+func (d *driver) stop() {
+	_ = d.ask.Close()
+	d.proc.stop()
+}
+
+// uuid is a GPU's.
+func (d *driver) uuid(index int) (string, error) {
+	st, err := d.ask.State()
+	if err != nil {
+		return "", fmt.Errorf("read the emulated world: %w", err)
+	}
+	if len(st.GPUs) != gpus {
+		return "", fmt.Errorf("the emulated driver has %d GPUs, want %d", len(st.GPUs), gpus)
+	}
+	return st.GPUs[index].UUID, nil
+}
+
+// calls is how many driver calls a process has made so far, but for its waits
+// for events.
+func (d *driver) calls(p *process) (int, error) {
+	list, err := d.ask.Calls(p.pid)
+	if err != nil {
+		return 0, fmt.Errorf("count driver calls: %w", err)
+	}
+	return total(list), nil
+}
+
+func total(list []emulator.CallCount) (n int) {
+	for _, c := range list {
+		if !strings.HasPrefix(c.Call, "nvmlEventSetWait") {
+			n += int(c.Count)
+		}
+	}
+	return n
+}

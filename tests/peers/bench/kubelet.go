@@ -1,0 +1,305 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/protobuf/proto"
+	api "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+	podresources "k8s.io/kubelet/pkg/apis/podresources/v1"
+)
+
+// agentPod is the pod that the agent is told it runs in. The agent believes a
+// kubelet's account of holders once that pod is in it.
+const agentPodNamespace, agentPodName = "gpu-agent", "gpu-agent-bench"
+
+// kubelet is the kubelet's side of the device plugin API and of PodResources,
+// in a directory. It does what kubelet 1.36 does, in its order: a registration
+// is answered after the plugin has been dialled; then its list is opened.
+type kubelet struct {
+	api.UnimplementedRegistrationServer
+	podresources.UnimplementedPodResourcesListerServer
+
+	dir    string
+	server *grpc.Server
+	lister *grpc.Server
+
+	mu      sync.Mutex
+	changed chan struct{}        // guarded by mu; closed and replaced at every change
+	plugins map[string]*endpoint // guarded by mu; by resource
+	pods    map[string]pod       // guarded by mu; by name
+	serial  int                  // guarded by mu; of pods
+}
+
+// endpoint is a plugin that has registered.
+type endpoint struct {
+	resource string
+	client   api.DevicePluginClient
+	conn     *grpc.ClientConn
+	options  *api.DevicePluginOptions
+
+	registered time.Time
+	// Guarded by the kubelet's mu:
+	listed  time.Time // first list
+	devices []*api.Device
+	bytes   int // of the newest list
+	lists   int
+	at      time.Time // of the newest list
+	gone    error     // why the list's stream ended
+}
+
+// pod is a running pod of one container with devices of one resource.
+type pod struct {
+	resource string
+	ids      []string
+}
+
+// startKubelet serves in dir, as the real one does in /var/lib/kubelet.
+func startKubelet(dir string) (*kubelet, error) {
+	k := &kubelet{dir: dir, changed: make(chan struct{}), plugins: map[string]*endpoint{}, pods: map[string]pod{},
+		server: grpc.NewServer(), lister: grpc.NewServer()}
+	api.RegisterRegistrationServer(k.server, k)
+	podresources.RegisterPodResourcesListerServer(k.lister, k)
+	for server, path := range map[*grpc.Server]string{
+		k.server: filepath.Join(dir, "device-plugins", "kubelet.sock"),
+		k.lister: filepath.Join(dir, "pod-resources", "kubelet.sock"),
+	} {
+		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+			return nil, fmt.Errorf("start a kubelet: %w", err)
+		}
+		l, err := net.Listen("unix", path)
+		if err != nil {
+			return nil, fmt.Errorf("start a kubelet: %w", err)
+		}
+		go func() { _ = server.Serve(l) }() // until stop
+	}
+	return k, nil
+}
+
+func (k *kubelet) stop() {
+	k.server.Stop()
+	k.lister.Stop()
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for _, e := range k.plugins {
+		_ = e.conn.Close()
+	}
+}
+
+func (k *kubelet) changedLocked() {
+	close(k.changed)
+	k.changed = make(chan struct{})
+}
+
+// dialPlugin connects as the kubelet does: gRPC's defaults.
+func dialPlugin(ctx context.Context, path string) (*grpc.ClientConn, error) {
+	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+	defer cancel()
+	conn, err := grpc.NewClient("passthrough:///"+path,
+		grpc.WithAuthority("localhost"),
+		grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithContextDialer(func(ctx context.Context, addr string) (net.Conn, error) {
+			return (&net.Dialer{}).DialContext(ctx, "unix", addr)
+		}))
+	if err != nil {
+		return nil, fmt.Errorf("dial %s: %w", path, err)
+	}
+	conn.Connect()
+	for state := conn.GetState(); state.String() != "READY"; state = conn.GetState() {
+		if !conn.WaitForStateChange(ctx, state) {
+			_ = conn.Close()
+			return nil, fmt.Errorf("dial %s: %w", path, ctx.Err())
+		}
+	}
+	return conn, nil
+}
+
+// Register is the plugin's call.
+func (k *kubelet) Register(ctx context.Context, r *api.RegisterRequest) (*api.Empty, error) {
+	e := &endpoint{resource: r.ResourceName, options: r.Options, registered: time.Now()}
+	if r.Version != api.Version {
+		return nil, fmt.Errorf("register %s: version %q, want %q", r.ResourceName, r.Version, api.Version)
+	}
+	var err error
+	if e.conn, err = dialPlugin(ctx, filepath.Join(k.dir, "device-plugins", r.Endpoint)); err != nil {
+		return nil, err
+	}
+	e.client = api.NewDevicePluginClient(e.conn)
+	k.mu.Lock()
+	old := k.plugins[r.ResourceName]
+	k.plugins[r.ResourceName] = e
+	k.changedLocked()
+	k.mu.Unlock()
+	if old != nil {
+		_ = old.conn.Close()
+	}
+	go k.follow(e)
+	return &api.Empty{}, nil
+}
+
+func (k *kubelet) follow(e *endpoint) {
+	stream, err := e.client.ListAndWatch(context.Background(), &api.Empty{})
+	for err == nil {
+		var list *api.ListAndWatchResponse
+		if list, err = stream.Recv(); err == nil {
+			now := time.Now()
+			k.mu.Lock()
+			if e.lists++; e.lists == 1 {
+				e.listed = now
+			}
+			e.devices, e.bytes, e.at = list.Devices, proto.Size(list), now
+			k.changedLocked()
+			k.mu.Unlock()
+		}
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	e.gone = err
+	k.changedLocked()
+}
+
+// forget drops a resource and the pods that hold it, so that what is awaited
+// next is of a program that is started next.
+func (k *kubelet) forget(resource string) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if e := k.plugins[resource]; e != nil {
+		_ = e.conn.Close()
+		delete(k.plugins, resource)
+	}
+	maps.DeleteFunc(k.pods, func(_ string, p pod) bool { return p.resource == resource })
+}
+
+// await waits until a resource's newest list satisfies ok, and returns a copy
+// of its endpoint at that moment.
+func (k *kubelet) await(ctx context.Context, resource, what string, ok func(endpoint) bool) (endpoint, error) {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	for {
+		k.mu.Lock()
+		var now endpoint
+		if e := k.plugins[resource]; e != nil {
+			now = *e
+		}
+		changed := k.changed
+		k.mu.Unlock()
+		if now.client != nil && now.lists > 0 && ok(now) {
+			return now, nil
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return now, fmt.Errorf("wait for %s of %s: %w; last seen: %d lists, %d devices, %d of them healthy (stream: %v)",
+				what, resource, ctx.Err(), now.lists, len(now.devices), len(healthy(now.devices)), now.gone)
+		}
+	}
+}
+
+func healthy(devices []*api.Device) (ids []string) {
+	for _, d := range devices {
+		if d.Health == api.Healthy {
+			ids = append(ids, d.ID)
+		}
+	}
+	return ids
+}
+
+func unhealthy(devices []*api.Device) (ids []string) {
+	for _, d := range devices {
+		if d.Health != api.Healthy {
+			ids = append(ids, d.ID)
+		}
+	}
+	return ids
+}
+
+// free are the devices of a resource that may be given to a pod, in random
+// order, as the kubelet takes them out of a set.
+func (k *kubelet) free(e endpoint) []string {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	held := map[string]bool{}
+	for _, p := range k.pods {
+		if p.resource == e.resource {
+			for _, id := range p.ids {
+				held[id] = true
+			}
+		}
+	}
+	ids := slices.DeleteFunc(healthy(e.devices), func(id string) bool { return held[id] })
+	rand.Shuffle(len(ids), func(i, j int) { ids[i], ids[j] = ids[j], ids[i] })
+	return ids
+}
+
+// makeRoom ends pods until at most so many devices of a resource are held.
+func (k *kubelet) makeRoom(random *rand.Rand, resource string, most int) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	var names []string
+	held := 0
+	for name, p := range k.pods {
+		if p.resource == resource {
+			names, held = append(names, name), held+len(p.ids)
+		}
+	}
+	slices.Sort(names)
+	for held > most {
+		i := random.IntN(len(names))
+		names[0], names[i] = names[i], names[0]
+		held -= len(k.pods[names[0]].ids)
+		delete(k.pods, names[0])
+		names = names[1:]
+	}
+}
+
+// admit writes a pod down as running.
+func (k *kubelet) admit(resource string, ids []string) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.serial++
+	k.pods[fmt.Sprintf("pod-%d", k.serial)] = pod{resource, ids}
+}
+
+// List is PodResources': who holds what.
+func (k *kubelet) List(context.Context, *podresources.ListPodResourcesRequest) (*podresources.ListPodResourcesResponse, error) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	out := &podresources.ListPodResourcesResponse{PodResources: []*podresources.PodResources{{
+		Namespace: agentPodNamespace, Name: agentPodName,
+		Containers: []*podresources.ContainerResources{{Name: "gpu-agent"}},
+	}}}
+	for name, p := range k.pods {
+		out.PodResources = append(out.PodResources, &podresources.PodResources{Namespace: "default", Name: name,
+			Containers: []*podresources.ContainerResources{{Name: "main",
+				Devices: []*podresources.ContainerDevices{{ResourceName: p.resource, DeviceIds: p.ids}}}}})
+	}
+	return out, nil
+}
+
+func preferredRequest(available []string, n int) *api.PreferredAllocationRequest {
+	return &api.PreferredAllocationRequest{ContainerRequests: []*api.ContainerPreferredAllocationRequest{
+		{AvailableDeviceIDs: available, AllocationSize: int32(n)}}}
+}
+
+func allocateRequest(ids []string) *api.AllocateRequest {
+	return &api.AllocateRequest{ContainerRequests: []*api.ContainerAllocateRequest{{DevicesIds: ids}}}
+}
+
+// gpuOf is the GPU that a device ID of either program is on.
+func gpuOf(id string) string {
+	gpu, _, _ := strings.Cut(id, "::")
+	return gpu
+}

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+
+	api "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+
+	"example.com/gpu-agent/tests/lab"
+)
+
+// subject is a program that is measured.
+type subject struct {
+	name string
+	// shared and whole are its resources for shares of GPUs and for whole ones.
+	shared, whole string
+	// kubelet is whom it registers with.
+	kubelet *kubelet
+	// begin starts it with a number of devices on each GPU, 0 for whole GPUs.
+	begin func(perGPU int) (*process, error)
+}
+
+const (
+	agentName     = "gpu-agent"
+	agentFileName = "gpu-agent-file"
+	emptyName     = "empty"
+
+	wholeGPUs  = "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: whole\n"
+	sharedGPUs = "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: shared\n"
+
+	// usableMiB is what a GPU of gpuModel has for workloads.
+	usableMiB = 81559 - 551
+)
+
+// machine is all that subjects need to run.
+type machine struct {
+	kit    *lab.Kit
+	work   string // a directory of the run's own
+	driver *driver
+	api    *apiServer
+}
+
+// newAgent is the agent as its manifests run it: partitions from a ConfigMap,
+// the node watched, outcomes patched and Events sent.
+func (m *machine) newAgent(k *kubelet) *subject {
+	return m.agent(agentName, ":9500", k, func(partitions string) ([]string, error) {
+		m.api.setPartitions(partitions)
+		kubeconfig := filepath.Join(m.work, "kubeconfig")
+		return []string{"--configmap", agentPodNamespace + "/" + agentConfig, "--node-name", nodeName, "--kubeconfig", kubeconfig},
+			m.api.kubeconfig(kubeconfig)
+	})
+}
+
+// newFileAgent is the agent with a partition file and without an API server.
+func (m *machine) newFileAgent(k *kubelet) *subject {
+	return m.agent(agentFileName, ":9501", k, func(partitions string) ([]string, error) {
+		file := filepath.Join(m.work, "partitions.yaml")
+		return []string{"--config", file}, os.WriteFile(file, []byte(partitions), 0o644)
+	})
+}
+
+func (m *machine) agent(name, http string, k *kubelet, source func(partitions string) ([]string, error)) *subject {
+	return &subject{name: name, shared: lab.Memory, whole: lab.GPU, kubelet: k, begin: func(perGPU int) (*process, error) {
+		partitions, unit := wholeGPUs, 1024
+		if perGPU > 0 {
+			partitions, unit = sharedGPUs, usableMiB/perGPU
+		}
+		args, err := source(partitions)
+		if err != nil {
+			return nil, fmt.Errorf("start %s: %w", name, err)
+		}
+		// What it leaves for a successor is not to be found by the next start.
+		dir := filepath.Join(m.work, name)
+		if err := os.RemoveAll(filepath.Join(dir, "cdi")); err != nil {
+			return nil, fmt.Errorf("start %s: %w", name, err)
+		}
+		return start(m.work, name, m.kit.Bin("gpu-agent"), append([]string{"run",
+			"--driver-root", m.driver.root, "--kubelet-dir", k.dir, "--pod", agentPodNamespace + "/" + agentPodName,
+			"--memory-unit", fmt.Sprintf("%dMiB", unit),
+			"--state-dir", filepath.Join(dir, "state"), "--cdi-dir", filepath.Join(dir, "cdi"), "--http", http}, args...)...)
+	}}
+}
+
+// newPeer is NVIDIA's device plugin with the settings of its own manifest. Its
+// replicas are what it calls time slicing.
+func (m *machine) newPeer(k *kubelet) *subject {
+	return &subject{name: peerName, shared: "nvidia.com/gpu", whole: "nvidia.com/gpu", kubelet: k, begin: func(perGPU int) (*process, error) {
+		config := "version: v1\n"
+		if perGPU > 0 {
+			config += fmt.Sprintf("sharing:\n  timeSlicing:\n    resources:\n    - name: nvidia.com/gpu\n      replicas: %d\n", perGPU)
+		}
+		file := filepath.Join(m.work, "nvidia.yaml")
+		if err := os.WriteFile(file, []byte(config), 0o644); err != nil {
+			return nil, fmt.Errorf("start %s: %w", peerName, err)
+		}
+		return start(m.work, peerName, m.kit.Bin(peerName), "--config-file", file,
+			"--driver-root-ctr-path", m.driver.root, "--nvidia-driver-root", m.driver.root)
+	}}
+}
+
+// running is a subject that has registered.
+type running struct {
+	*subject
+	proc *process
+	// plugin is as it was when all its devices had come.
+	plugin endpoint
+}
+
+// run starts a subject with a number of devices on each GPU, 0 for whole GPUs,
+// and waits until the kubelet has them all.
+func (s *subject) run(ctx context.Context, perGPU int) (*running, error) {
+	resource, want := s.shared, gpus*perGPU
+	if perGPU == 0 {
+		resource, want = s.whole, gpus
+	}
+	s.kubelet.forget(resource)
+	p, err := s.begin(perGPU)
+	if err != nil {
+		return nil, err
+	}
+	e, err := s.kubelet.await(ctx, resource, fmt.Sprintf("%d healthy devices", want), func(e endpoint) bool {
+		return len(healthy(e.devices)) == want
+	})
+	if err != nil {
+		p.stop()
+		return nil, p.explain(err)
+	}
+	onGPU := map[string]int{}
+	for _, d := range e.devices {
+		onGPU[gpuOf(d.ID)]++
+	}
+	if len(onGPU) != gpus {
+		p.stop()
+		return nil, fmt.Errorf("%s offers devices of %d GPUs, and there are %d", s.name, len(onGPU), gpus)
+	}
+	return &running{s, p, e}, nil
+}
+
+func (r *running) stop() { r.proc.stop() }
+
+// prefer asks for n of the free devices, where the plugin has an opinion.
+func (r *running) prefer(ctx context.Context, free []string, n int) ([]string, error) {
+	if !r.plugin.options.GetGetPreferredAllocationAvailable() {
+		return free[:n], nil
+	}
+	resp, err := r.plugin.client.GetPreferredAllocation(ctx, preferredRequest(free, n))
+	if err != nil {
+		return nil, r.proc.explain(fmt.Errorf("%s: prefer %d of %d devices: %w", r.name, n, len(free), err))
+	}
+	if len(resp.ContainerResponses) != 1 || len(resp.ContainerResponses[0].DeviceIDs) != n {
+		return nil, fmt.Errorf("%s: asked which %d devices it prefers, it answers %v", r.name, n, resp)
+	}
+	return resp.ContainerResponses[0].DeviceIDs, nil
+}
+
+func (r *running) allocate(ctx context.Context, ids []string) error {
+	resp, err := r.plugin.client.Allocate(ctx, allocateRequest(ids))
+	if err != nil {
+		return r.proc.explain(fmt.Errorf("%s: allocate %d devices: %w", r.name, len(ids), err))
+	}
+	if len(resp.ContainerResponses) != 1 || len(resp.ContainerResponses[0].CdiDevices)+len(resp.ContainerResponses[0].Envs) == 0 {
+		return fmt.Errorf("%s: Allocate gives a container nothing: %v", r.name, resp)
+	}
+	return nil
+}
+
+// prepare is the call before a container starts, to plugins that want it.
+func (r *running) prepare(ctx context.Context, ids []string) error {
+	if !r.plugin.options.GetPreStartRequired() {
+		return nil
+	}
+	if _, err := r.plugin.client.PreStartContainer(ctx, &api.PreStartContainerRequest{DevicesIds: ids}); err != nil {
+		return r.proc.explain(fmt.Errorf("%s: prepare a container: %w", r.name, err))
+	}
+	return nil
+}
