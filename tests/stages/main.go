@@ -148,6 +148,9 @@ func (r *runner) stage(ctx context.Context, s stage, done []outcome) outcome {
 	}
 	o.took = time.Since(began)
 	fmt.Fprintf(r.screen, "--- %s %s, %.1f s\n", s.name, o.word(), o.took.Seconds())
+	if o.err != nil {
+		fmt.Fprintf(r.screen, "    all of its output: %s\n", log.Name())
+	}
 	return o
 }
 
