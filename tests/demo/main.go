@@ -41,7 +41,8 @@ func main() {
 
 func run(ctx context.Context, args []string) error {
 	if len(args) != 1 {
-		return errors.New("one argument is needed\n\n" + usage)
+		fmt.Fprint(os.Stderr, usage)
+		return errors.New("one argument is needed")
 	}
 	switch args[0] {
 	case "up":
@@ -56,5 +57,6 @@ func run(ctx context.Context, args []string) error {
 		}
 		return kit.Down(ctx, nodeName)
 	}
-	return fmt.Errorf("there is no command %q\n\n%s", args[0], usage)
+	fmt.Fprint(os.Stderr, usage)
+	return fmt.Errorf("there is no command %q", args[0])
 }

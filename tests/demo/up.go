@@ -50,13 +50,13 @@ func up(ctx context.Context) (err error) {
 	fmt.Println("A real Kubernetes node on this machine, with GPUs that are emulated at the driver's interface.")
 	fmt.Printf("Everything is kept in %s.\n", kit.Cache)
 	for _, b := range kit.Steps() {
-		if err := d.step("Build, where it is not built yet: "+b.Name, func() error { return b.Run(ctx) }); err != nil {
+		if err := d.step("Build what is missing: "+b.Name, func() error { return b.Run(ctx) }); err != nil {
 			return err
 		}
 	}
 	defer func() {
 		if err != nil && d.node != nil {
-			err = fmt.Errorf("%w\n\nThe node still runs, to be looked at:\n  %s get pods -A\n`make demo-down` ends it.", err, d.node.KubectlCommand())
+			fmt.Printf("\nThe node still runs, to be looked at:\n  %s get pods -A\nmake demo-down ends it.\n", d.node.KubectlCommand())
 		}
 	}()
 	for _, part := range []struct {
