@@ -469,37 +469,54 @@ func (b *bench) wholes(ctx context.Context) error {
 // faults raises an Xid: the peer must see it, or the emulated driver is none.
 func (b *bench) faults(ctx context.Context) error {
 	const xid, index = 48, 3 // an uncorrectable ECC error
-	uuid, err := b.driver.uuid(index)
-	if err != nil {
-		return err
-	}
 	for _, perGPU := range []int{0, manyDevices[0]} {
 		what := "whole"
 		if perGPU > 0 {
 			what = fmt.Sprintf("devices=%d", gpus*perGPU)
 		}
 		if err := all(ctx, perGPU, func(rs []*running) error {
-			began := time.Now()
-			if err := b.driver.ask.Xid(index, xid); err != nil {
-				return fmt.Errorf("raise an Xid: %w", err)
-			}
-			e, err := b.peer.kubelet.await(ctx, rs[0].plugin.resource, "an unhealthy device", func(e endpoint) bool { return len(unhealthy(e.devices)) > 0 })
-			if err != nil {
-				return rs[0].proc.explain(fmt.Errorf("Xid %d on GPU %d: %w", xid, index, err))
-			}
-			turned := unhealthy(e.devices)
-			for _, id := range turned {
-				if gpuOf(id) != uuid {
-					return fmt.Errorf("Xid %d on GPU %d, which is %s, and %s turns unhealthy", xid, index, uuid, id)
-				}
-			}
-			b.figure("xid_to_unhealthy/"+what+"/"+peerName, ms(e.at.Sub(began)), "ms")
-			b.figure("xid_devices_turned/"+what+"/"+peerName, float64(len(turned)), "devices")
-			b.note("Xid %d on GPU %d turned %s", xid, index, strings.Join(turned, " "))
-			return nil
+			return b.fault(ctx, rs[0], what, fmt.Sprintf("xid_%d", xid), index, func() error { return b.driver.ask.Xid(index, xid) })
 		}, b.peer); err != nil {
 			return err
 		}
+		if err := all(ctx, perGPU, func(rs []*running) error {
+			if err := b.fault(ctx, rs[0], what, "lost", index, func() error { return b.driver.ask.Lose(index) }); err != nil {
+				return err
+			}
+			return b.driver.ask.Restore(index)
+		}, b.agent); err != nil {
+			return err
+		}
 	}
+	return nil
+}
+
+// fault lets something happen to a GPU and waits for the program to tell the
+// kubelet.
+func (b *bench) fault(ctx context.Context, r *running, what, kind string, index int, happen func() error) error {
+	uuid, err := b.driver.uuid(index)
+	if err != nil {
+		return err
+	}
+	if err := b.driver.armed(ctx, r.proc); err != nil {
+		return err
+	}
+	began := time.Now()
+	if err := happen(); err != nil {
+		return fmt.Errorf("%s on GPU %d: %w", kind, index, err)
+	}
+	e, err := r.kubelet.await(ctx, r.plugin.resource, "an unhealthy device", func(e endpoint) bool { return len(unhealthy(e.devices)) > 0 })
+	if err != nil {
+		return r.proc.explain(fmt.Errorf("%s on GPU %d: %w", kind, index, err))
+	}
+	turned := unhealthy(e.devices)
+	for _, id := range turned {
+		if gpuOf(id) != uuid {
+			return fmt.Errorf("%s on GPU %d, which is %s, and %s turns unhealthy", kind, index, uuid, id)
+		}
+	}
+	b.figure(kind+"_to_unhealthy/"+what+"/"+r.name, ms(e.at.Sub(began)), "ms")
+	b.figure(kind+"_devices_turned/"+what+"/"+r.name, float64(len(turned)), "devices")
+	b.note("%s on GPU %d turned %d of %d devices of %s, first %s", kind, index, len(turned), len(e.devices)/gpus, uuid, turned[0])
 	return nil
 }

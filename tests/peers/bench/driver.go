@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"example.com/gpu-agent/tests/emulator"
@@ -83,9 +84,26 @@ func (d *driver) calls(p *process) (int, error) {
 	return total(list), nil
 }
 
+// armed waits until a process waits for events: before that an Xid is lost on
+// it.
+func (d *driver) armed(ctx context.Context, p *process) error {
+	err := await(ctx, p.name+" to wait for events", func() (bool, error) {
+		list, err := d.ask.Calls(p.pid)
+		return slices.ContainsFunc(list, func(c emulator.CallCount) bool { return strings.HasPrefix(c.Call, eventWait) }), err
+	})
+	if err != nil {
+		return p.explain(err)
+	}
+	return nil
+}
+
+// eventWait starts the names of the calls that wait for events. They run in the
+// background all the time.
+const eventWait = "nvmlEventSetWait"
+
 func total(list []emulator.CallCount) (n int) {
 	for _, c := range list {
-		if !strings.HasPrefix(c.Call, "nvmlEventSetWait") {
+		if !strings.HasPrefix(c.Call, eventWait) {
 			n += int(c.Count)
 		}
 	}

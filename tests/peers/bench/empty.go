@@ -32,14 +32,15 @@ func (empty) Allocate(context.Context, *api.AllocateRequest) (*api.AllocateRespo
 	return &api.AllocateResponse{}, nil
 }
 
-// serveEmpty serves until the process ends.
-func serveEmpty(socket string) error {
+// serveEmpty serves until ctx ends.
+func serveEmpty(ctx context.Context, socket string) error {
 	l, err := net.Listen("unix", socket)
 	if err != nil {
 		return fmt.Errorf("serve nothing: %w", err)
 	}
 	s := grpc.NewServer()
 	api.RegisterDevicePluginServer(s, empty{})
+	defer context.AfterFunc(ctx, s.Stop)()
 	return s.Serve(l)
 }
 

@@ -171,16 +171,18 @@ func (k *kubelet) follow(e *endpoint) {
 	k.changedLocked()
 }
 
-// forget drops a resource and the pods that hold it, so that what is awaited
+// forget drops resources and the pods that hold them, so that what is awaited
 // next is of a program that is started next.
-func (k *kubelet) forget(resource string) {
+func (k *kubelet) forget(resources ...string) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if e := k.plugins[resource]; e != nil {
-		_ = e.conn.Close()
-		delete(k.plugins, resource)
+	for _, resource := range resources {
+		if e := k.plugins[resource]; e != nil {
+			_ = e.conn.Close()
+			delete(k.plugins, resource)
+		}
 	}
-	maps.DeleteFunc(k.pods, func(_ string, p pod) bool { return p.resource == resource })
+	maps.DeleteFunc(k.pods, func(_ string, p pod) bool { return slices.Contains(resources, p.resource) })
 }
 
 // await waits until a resource's newest list satisfies ok, and returns a copy

@@ -37,7 +37,7 @@ func isInside(args []string) bool { return len(args) > 0 && args[0] == insideArg
 
 func run(ctx context.Context, args []string) error {
 	if len(args) == 2 && args[0] == emptyArg {
-		return serveEmpty(args[1])
+		return serveEmpty(ctx, args[1])
 	}
 	inside := isInside(args)
 	if inside {

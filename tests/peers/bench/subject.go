@@ -117,7 +117,7 @@ func (s *subject) run(ctx context.Context, perGPU int) (*running, error) {
 	if perGPU == 0 {
 		resource, want = s.whole, gpus
 	}
-	s.kubelet.forget(resource)
+	s.kubelet.forget(s.shared, s.whole)
 	p, err := s.begin(perGPU)
 	if err != nil {
 		return nil, err
