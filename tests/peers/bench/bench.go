@@ -59,12 +59,11 @@ type bench struct {
 }
 
 // measure does everything, as the first process of its namespaces.
-func measure(ctx context.Context, k *lab.Kit, smoke bool) (err error) {
+func measure(ctx context.Context, k *lab.Kit, smoke bool, only string) (err error) {
 	work := workDir(k)
 	if err := settle(work); err != nil {
 		return err
 	}
-	// The binary that the others see does not change while they run.
 	m := machine{kit: k, work: work}
 	if m.driver, err = startDriver(ctx, k, work); err != nil {
 		return err
@@ -97,12 +96,15 @@ func measure(ctx context.Context, k *lab.Kit, smoke bool) (err error) {
 		do   func(context.Context) error
 	}{
 		{"behaviour of the agent", b.behaviour},
-		{"from start to registered", b.starting},
-		{"at rest and after work", b.resting},
+		{"start to registered", b.starting},
+		{"rest and work", b.resting},
 		{"calls", b.calling},
 		{"whole GPUs", b.wholes},
 		{"faults", b.faults},
 	} {
+		if !strings.Contains(phase.what, only) {
+			continue
+		}
 		since := time.Now()
 		if err := phase.do(ctx); err != nil {
 			return fmt.Errorf("%s: %w", phase.what, err)

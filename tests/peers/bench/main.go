@@ -45,6 +45,7 @@ func run(ctx context.Context, args []string) error {
 	}
 	flags := flag.NewFlagSet("bench", flag.ContinueOnError)
 	smoke := flags.Bool("smoke", false, "tiny counts: does all of it work? The times mean nothing then")
+	only := flags.String("only", "", "only the phases whose name contains this `word`, such as calls")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
@@ -56,7 +57,7 @@ func run(ctx context.Context, args []string) error {
 		return err
 	}
 	if inside {
-		return measure(ctx, k, *smoke)
+		return measure(ctx, k, *smoke, *only)
 	}
 	if missing := lab.Missing(); missing != "" {
 		return fmt.Errorf("this needs %s", missing)
