@@ -164,6 +164,7 @@ type Agent struct {
 	slices    map[gpu.UUID]slice
 	serving   map[string]plugin.Source
 	outcome   Outcome
+	heard     bool // see Snapshot.Heard
 	swept     bool
 }
 
@@ -193,6 +194,9 @@ type Snapshot struct {
 	Source     string
 	Generation uint64
 	At         time.Time
+	// Heard says that partitions and label have been heard of, if only that
+	// there are none: from then on the outcome is worth telling.
+	Heard bool
 	// Err is what went wrong in the round, nil if nothing did.
 	Err error
 }
@@ -356,6 +360,8 @@ func (a *Agent) followDriver(ctx context.Context) error {
 
 // round is one look at everything and what follows from it.
 func (a *Agent) round(ctx context.Context) error {
+	in := a.heardSoFar()
+	a.heard = in.labelKnown && (in.file != nil || in.fileErr != nil)
 	var errs []error
 	if err := a.look(ctx); err != nil {
 		errs = append(errs, err)
@@ -460,9 +466,7 @@ func keepMissing(old *gpu.Inventory, inv gpu.Inventory) *gpu.Inventory {
 // resolve works out what is wanted. note is a remark for the outcome; err says
 // why the newest word is not in force.
 func (a *Agent) resolve() (note string, err error) {
-	a.inputMu.Lock()
-	in := a.input
-	a.inputMu.Unlock()
+	in := a.heardSoFar()
 	if in.file == nil {
 		return "no partition file yet: nothing is offered", in.fileErr
 	}
@@ -488,10 +492,10 @@ func (a *Agent) resolve() (note string, err error) {
 	return "", in.fileErr
 }
 
-func (a *Agent) sourceName() string {
+func (a *Agent) heardSoFar() input {
 	a.inputMu.Lock()
 	defer a.inputMu.Unlock()
-	return a.input.source
+	return a.input
 }
 
 func (a *Agent) plan(claims []desk.Claim) Changes {
@@ -577,14 +581,14 @@ func (a *Agent) judge(note, hwNote string, configErr, err error, blocked []Block
 
 // finish publishes what people see.
 func (a *Agent) finish(blocked []Blocked, o Outcome, err error) {
-	changed := o != a.outcome
+	changed := o != a.outcome || a.heard != a.snapshot.Load().Heard
 	a.outcome = o
 	inv := a.inv
 	if inv == nil {
 		inv = &gpu.Inventory{}
 	}
 	a.snapshot.Store(&Snapshot{Inventory: inv, Cuts: a.cuts, Wanted: a.wanted, Blocked: blocked, Outcome: o,
-		Source: a.sourceName(), Generation: a.wantedGen, At: time.Now(), Err: err})
+		Source: a.heardSoFar().source, Generation: a.wantedGen, At: time.Now(), Heard: a.heard, Err: err})
 	if changed {
 		a.log.Info("partition", "name", o.Partition, "state", string(o.State), "message", o.Message)
 		a.tell()

@@ -300,7 +300,7 @@ func TestBadFileChangesNothing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := start(t, newOutside(2), t.TempDir(), "")
 		defer b.end()
-		b.want("pending", "", "")
+		b.want("", "", "") // nothing is said before anything is known
 		b.SetFile("p.yaml", []byte(allShared))
 		b.want("applied", fourUnits, "")
 		for _, bad := range []string{
@@ -387,6 +387,23 @@ func TestLostGPU(t *testing.T) {
 		b.with(func() { b.err = nil })
 		time.Sleep(backOffMax)
 		b.want("applied", fourUnits, "")
+	})
+}
+
+// A node without a driver says so, and offers its GPUs when there is one.
+func TestDriverComesLate(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(1)
+		o.err = fmt.Errorf("open: %w", gpu.ErrNoDriver)
+		b := start(t, o, t.TempDir(), allShared)
+		defer b.end()
+		b.want("failed", "", "")
+		if b.Ready() == nil {
+			t.Error("ready without a GPU")
+		}
+		b.with(func() { b.err = nil })
+		time.Sleep(backOffMax)
+		b.want("applied", "0.0 0.1 0.2 0.3", "")
 	})
 }
 

@@ -35,11 +35,20 @@ var reasons = map[State]string{
 
 // report keeps the node's label and annotation equal to the outcome, and sends
 // an Event for each new one. It runs beside the loop, since the API server may
-// be slow or away; the newest outcome is all it needs.
+// be slow or away; the newest outcome is all it needs. It says nothing before the
+// loop has heard what is wanted, so that a restart of the agent does not make the
+// label flicker.
 func (a *Agent) report(ctx context.Context, c Cluster) error {
 	var told Outcome
 	pause := backOffMin
 	for {
+		for !a.snapshot.Load().Heard {
+			select {
+			case <-ctx.Done():
+				return ctx.Err()
+			case <-a.news:
+			}
+		}
 		o := a.snapshot.Load().Outcome
 		if o != told {
 			kind := kube.Normal
