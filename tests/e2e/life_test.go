@@ -259,7 +259,7 @@ func TestStatusAndMetrics(t *testing.T) {
 		out, err := agent.Command(b.ctx, "status")
 		b.must(err)
 		for _, want := range []string{
-			`(?m)^e2e$`,
+			`(?m)^` + nodeName + `$`,
 			`(?m)^gpu-agent \S.*, driver ` + regexp.QuoteMeta(driver.Version) + `, CUDA `,
 			`(?m)^partition default: applied$`,
 			`(?m)^GPU 0  +NVIDIA H100 80GB HBM3 .* shared  healthy$`,

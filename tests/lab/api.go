@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"syscall"
 	"time"
 )
 
@@ -87,6 +88,11 @@ func (a *api) do(ctx context.Context, method, path, kind string, in, out any) er
 		req.Header.Set("Content-Type", kind)
 	}
 	resp, err := a.client.Do(req)
+	if errors.Is(err, syscall.ECONNREFUSED) {
+		// The port is held by the node's first process, whatever becomes of
+		// the API server behind it.
+		return fmt.Errorf("the node has ended: %w: %w", err, ErrNever)
+	}
 	if err != nil {
 		return err
 	}
