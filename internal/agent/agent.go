@@ -41,6 +41,10 @@ const (
 	driverPatience = 10 * time.Second
 	// kubeletPatience bounds a PodResources call.
 	kubeletPatience = 2 * time.Second
+	// answerTime is what the kubelet gets of the processor after a grant, before
+	// the claim's file is written. Nobody waits for it: the sandbox is made
+	// first, and then PreStartContainer wakes the loop at once.
+	answerTime = 20 * time.Millisecond
 	// backOffMin and backOffMax bound the pause after a failed round.
 	backOffMin, backOffMax = time.Second, 30 * time.Second
 )
@@ -139,6 +143,8 @@ type Agent struct {
 
 	// trigger holds at most one token: somebody wants a round.
 	trigger chan struct{}
+	// soon says that wakeSoon has a round coming.
+	soon atomic.Bool
 	// news wakes report; it holds at most one token.
 	news chan struct{}
 	// stale says that the driver is to be read anew in the next round.
@@ -230,6 +236,16 @@ func (a *Agent) wake() {
 	select {
 	case a.trigger <- struct{}{}:
 	default:
+	}
+}
+
+// wakeSoon asks for a round after answerTime, for all who ask meanwhile.
+func (a *Agent) wakeSoon() {
+	if a.soon.CompareAndSwap(false, true) {
+		time.AfterFunc(answerTime, func() {
+			a.soon.Store(false)
+			a.wake()
+		})
 	}
 }
 
@@ -549,7 +565,7 @@ func (a *Agent) serve(v *desk.View) error {
 	}
 	for _, r := range v.Resources {
 		if a.serving[r.Name] == nil {
-			a.serving[r.Name] = &source{desk: a.desk, domain: a.opts.Domain, resource: r.Name}
+			a.serving[r.Name] = &source{desk: a.desk, domain: a.opts.Domain, resource: r.Name, granted: a.wakeSoon}
 		}
 	}
 	return a.opts.Plugins.Set(a.serving)

@@ -16,6 +16,8 @@ type source struct {
 	desk     *desk.Desk
 	domain   string
 	resource string
+	// granted is called after every grant and must not block.
+	granted func()
 }
 
 func (s *source) List() ([]plugin.Device, <-chan struct{}) {
@@ -36,6 +38,7 @@ func (s *source) Allocate(ids []string) (plugin.Grant, error) {
 	if err != nil {
 		return plugin.Grant{}, err
 	}
+	s.granted()
 	return plugin.Grant{
 		CDI: []string{cdi.DeviceName(s.domain, key)},
 		// The key is in the name: of two values under one name the kubelet

@@ -143,7 +143,7 @@ type Desk struct {
 }
 
 // New returns a desk with no view. wake is called after every change of the
-// claims and must not block; now is the clock.
+// claims but Allocate's and must not block; now is the clock.
 func New(wake func(), now func() time.Time) *Desk {
 	return &Desk{
 		wake:    wake,
@@ -262,16 +262,15 @@ func preferWhole(available, must []string, n int, rank map[gpu.UUID]int) ([]stri
 
 // Allocate writes down that the kubelet has given these devices to a container,
 // and returns the claim's key. It refuses, finally for that pod, what could
-// never work; it does not refuse an ID because another claim has it.
+// never work; it does not refuse an ID because another claim has it. It does not
+// wake the loop, which would run beside the caller's answer to the kubelet and
+// hold it up: Prepare does when the container is to start, and a caller that
+// cannot be sure of a Prepare wakes the loop when its answer is out.
 func (d *Desk) Allocate(resource string, ids []string) (key string, err error) {
 	now := d.now()
 	d.mu.Lock()
-	key, err = d.allocateLocked(resource, ids, now)
-	d.mu.Unlock()
-	if err == nil {
-		d.wake()
-	}
-	return key, err
+	defer d.mu.Unlock()
+	return d.allocateLocked(resource, ids, now)
 }
 
 func (d *Desk) allocateLocked(resource string, ids []string, now time.Time) (string, error) {
