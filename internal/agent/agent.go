@@ -418,7 +418,7 @@ func (a *Agent) round(ctx context.Context) error {
 	}
 
 	err = errors.Join(errs...)
-	a.finish(changes.Blocked, a.judge(note, hwNote, configErr, err, changes.Blocked), err)
+	a.finish(changes.Blocked, a.judge(note, hwNote, configErr, err, &changes), err)
 	return err
 }
 
@@ -572,7 +572,7 @@ func (a *Agent) serve(v *desk.View) error {
 }
 
 // judge puts the round into one word and a sentence.
-func (a *Agent) judge(note, hwNote string, configErr, err error, blocked []Blocked) Outcome {
+func (a *Agent) judge(note, hwNote string, configErr, err error, changes *Changes) Outcome {
 	o := Outcome{Partition: a.partition, State: Applied, Message: hwNote}
 	switch {
 	case configErr != nil:
@@ -582,10 +582,12 @@ func (a *Agent) judge(note, hwNote string, configErr, err error, blocked []Block
 		}
 	case err != nil:
 		o.State, o.Message = Failed, err.Error()
-	case len(blocked) > 0:
+	case len(changes.Refused) > 0:
+		o.State, o.Message = Failed, strings.Join(changes.Refused, "; ")
+	case len(changes.Blocked) > 0:
 		o.State = Waiting
-		parts := make([]string, len(blocked))
-		for i, b := range blocked {
+		parts := make([]string, len(changes.Blocked))
+		for i, b := range changes.Blocked {
 			parts[i] = b.String()
 		}
 		o.Message = strings.Join(parts, "; ")

@@ -104,6 +104,9 @@ type Changes struct {
 	Recut []gpu.UUID
 	// Blocked is in index order.
 	Blocked []Blocked
+	// Refused says of GPUs, in index order, why they cannot be what is wanted
+	// whoever holds them. They offer nothing.
+	Refused []string
 }
 
 // blocks reports whether a GPU's change waits.
@@ -129,6 +132,13 @@ func Plan(inv *gpu.Inventory, claims []desk.Claim, wanted []config.Want, cuts ma
 		to, ok := cutOf(want[d.UUID], d, unit)
 		if !ok || have.sameUnits(to) {
 			to = have
+		}
+		if d.MIG.Enabled && to.Offers {
+			// A GPU in MIG mode runs nothing but on instances.
+			out.Refused = append(out.Refused, fmt.Sprintf(
+				"%s is in MIG mode and cannot be %s: turn that off while it is idle (nvidia-smi -i %d -mig 0), or give it mode off",
+				describe(d), to.mode(), d.Index))
+			to = Cut{Known: true}
 		}
 		holders, held := holdersOf(claims, d.UUID)
 		if !have.Known && held {

@@ -223,6 +223,23 @@ func TestView(t *testing.T) {
 	}
 }
 
+// A GPU in MIG mode cannot be whole or shared: it offers nothing, and says why.
+func TestPlanRefusesMIGMode(t *testing.T) {
+	inv := machine(4)
+	inv.GPUs[1].MIG = gpu.MIG{Capable: true, Enabled: true}
+	inv.GPUs[2].MIG = gpu.MIG{Capable: true, Enabled: true}
+	inv.GPUs[3].MIG = gpu.MIG{Capable: true, Enabled: true}
+	cuts := map[gpu.UUID]Cut{uuid(3): sharedCut}
+	held := []desk.Claim{claimed(names.Units, "a", "3::1")}
+	got := Plan(inv, held, wants("shared", "shared", "off", "shared"), cuts, names, unit)
+	if text, want := got.text(inv), "shared4!; off!; off!; shared4 waits(shared→off: ns/a)"; text != want {
+		t.Errorf("plan %s, want %s", text, want)
+	}
+	if len(got.Refused) != 2 || !strings.Contains(got.Refused[0], "GPU 1") || !strings.Contains(got.Refused[0], "nvidia-smi -i 1 -mig 0") {
+		t.Errorf("refused %q, want GPUs 1 and 3 with the way out", got.Refused)
+	}
+}
+
 func TestBlockedSentence(t *testing.T) {
 	b := Blocked{GPU: "GPU-1", Index: 3, From: "shared", To: "whole", Holders: []string{"train/a", "train/b"}}
 	if got, want := b.String(), "GPU 3 (GPU-1) stays shared, not yet whole, until these end: train/a, train/b"; got != want {
