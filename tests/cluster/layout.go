@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"hash/crc32"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -156,7 +157,10 @@ const (
 )
 
 // cgroup is the node's parent in every hierarchy, relative to its mount point.
-func (s Spec) cgroup() string { return "/gpu-agent-" + s.Name }
+// The cache is part of its name: two of them may each have a node of one name.
+func (s Spec) cgroup() string {
+	return fmt.Sprintf("/gpu-agent-%s-%08x", s.Name, crc32.ChecksumIEEE([]byte(s.Cache)))
+}
 
 // identity names a process for as long as the machine runs, as PIDs are used again.
 type identity struct {

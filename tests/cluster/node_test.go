@@ -169,7 +169,7 @@ func traces(name string, state State, ended uint64) error {
 		}
 	}
 	err = filepath.WalkDir("/sys/fs/cgroup", func(path string, d fs.DirEntry, err error) error {
-		if err == nil && d.IsDir() && d.Name() == "gpu-agent-"+name {
+		if err == nil && d.IsDir() && strings.HasPrefix(d.Name(), "gpu-agent-"+name+"-") {
 			found = append(found, fmt.Errorf("cgroup %s", path))
 		}
 		return nil // cgroups of others come and go under the walk

@@ -394,7 +394,7 @@ func downCommand(_ context.Context, l Layout, args []string) error {
 // end ends a node, however little of it there is, removes what takes space,
 // and returns an error that names whatever is left. Its logs stay.
 func end(l Layout, n Node) error {
-	spec := Spec{Name: n.name}
+	spec := Spec{Name: n.name, Cache: l.cache}
 	if s, err := n.spec(); err == nil {
 		spec = s
 	}
