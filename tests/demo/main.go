@@ -1,12 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Demo is what `make demo` and `make demo-down` run: a real one-node Kubernetes
-// with an emulated NVIDIA driver, the agent deployed on it as its DaemonSet, and
-// pods that ask for slices of GPUs, each step with the seconds it took.
-//
-// What it shows it also checks: the first thing that is not as it says ends the
-// demo with the reason and exit status 1. The node then stays, to be looked at;
-// `demo down` ends it, and so does the next `demo up`.
 package main
 
 import (

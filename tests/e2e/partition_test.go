@@ -194,14 +194,23 @@ func TestDriverRootElsewhere(t *testing.T) {
 	t.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 		defer cancel()
-		if _, err := node.Deploy(ctx, lab.DeployOptions{Partitions: allShared}); err != nil {
+		if err := node.DeletePods(ctx); err != nil {
+			t.Error(err)
+		}
+		usual, err := node.Deploy(ctx, lab.DeployOptions{Partitions: allShared})
+		if err != nil {
 			t.Errorf("deploy the agent as it was: %v", err)
+		} else {
+			agent = usual
+		}
+		if err := other.Remove(ctx); err != nil {
+			t.Error(err)
 		}
 	})
 	b.must(agent.Reset(b.ctx, allShared))
 	elsewhere, err := node.Deploy(b.ctx, lab.DeployOptions{Overlay: "driver-container", Partitions: allShared})
 	b.must(err)
-	*agent = *elsewhere
+	agent = elsewhere
 
 	// 40,960 MiB less the driver's own are 39 units.
 	b.offers(map[string]int{lab.Memory: 2 * 39})

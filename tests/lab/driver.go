@@ -25,8 +25,8 @@ type Driver struct {
 	// Version is the driver's.
 	Version string
 
-	node   *Node
-	socket string
+	node            *Node
+	process, socket string
 }
 
 // GPUInfo is a GPU as the emulated hardware knows it.
@@ -80,12 +80,27 @@ func (n *Node) LayDriver(ctx context.Context, o DriverOptions) (*Driver, error) 
 	if _, err := n.Exec(ctx, install...); err != nil {
 		return nil, fmt.Errorf("lay the driver at %s: %w", o.Root, err)
 	}
-	d := &Driver{Root: o.Root, node: n, socket: filepath.Join(o.Root, "run/nvidia-persistenced/socket")}
+	d := &Driver{Root: o.Root, node: n, process: name, socket: filepath.Join(o.Root, "run/nvidia-persistenced/socket")}
 	if err := n.Start(ctx, name, emulator, "serve", "--world", world, "--socket", d.socket); err != nil {
 		return nil, fmt.Errorf("start the driver's daemon: %w", err)
 	}
 	err = Await(ctx, 20*time.Second, "the emulated driver", func(ctx context.Context) error { return d.refresh(ctx) })
 	return d, err
+}
+
+// Remove ends the daemon and takes the driver's files away. A driver at / cannot
+// be removed: it goes with its node.
+func (d *Driver) Remove(ctx context.Context) error {
+	if d.Root == "/" {
+		return errors.New("remove the driver: it is installed at /")
+	}
+	if err := d.node.Stop(ctx, d.process); err != nil {
+		return err
+	}
+	if _, err := d.node.Exec(ctx, "rm", "-r", d.Root); err != nil {
+		return fmt.Errorf("remove the driver: %w", err)
+	}
+	return nil
 }
 
 // refresh reads what the hardware is now.
