@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strconv"
 	"strings"
 	"syscall"
@@ -168,8 +169,9 @@ func traces(name string, state State, ended uint64) error {
 			found = append(found, fmt.Errorf("mount %s", line))
 		}
 	}
+	cgroup := regexp.MustCompile("^gpu-agent-" + name + "-[0-9a-f]{8}$")
 	err = filepath.WalkDir("/sys/fs/cgroup", func(path string, d fs.DirEntry, err error) error {
-		if err == nil && d.IsDir() && strings.HasPrefix(d.Name(), "gpu-agent-"+name+"-") {
+		if err == nil && d.IsDir() && cgroup.MatchString(d.Name()) {
 			found = append(found, fmt.Errorf("cgroup %s", path))
 		}
 		return nil // cgroups of others come and go under the walk

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"hash/crc32"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -53,6 +54,9 @@ var start = sync.OnceValue(func() error {
 			if node, err = kit.Up(ctx, lab.NodeOptions{Name: nodeName, WithParent: true}); err != nil {
 				return err
 			}
+			if found, err := cgroups(); err != nil || len(found) == 0 {
+				return fmt.Errorf("no cgroup is named like this node's, so none would be missed at its end: %w", err)
+			}
 			return errors.Join(node.Load(ctx, kit.AgentArchive()), node.Namespace(ctx, lab.PodNamespace))
 		}},
 		lab.Step{Name: "the driver", Run: func(ctx context.Context) (err error) {
@@ -91,16 +95,16 @@ func end() error {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
 	err := kit.Down(ctx, nodeName)
-	left, lookErr := leftovers(filepath.Join(kit.Cache, "run", nodeName), "gpu-agent-"+nodeName)
+	left, lookErr := leftovers(filepath.Join(kit.Cache, "run", nodeName))
 	if len(left) > 0 {
 		err = errors.Join(err, fmt.Errorf("left behind: %s", strings.Join(left, "; ")))
 	}
 	return errors.Join(err, lookErr)
 }
 
-// leftovers finds processes and mounts that name a directory, and cgroups of a
-// name.
-func leftovers(dir, cgroup string) (left []string, err error) {
+// leftovers finds processes and mounts that name a directory, and the node's
+// cgroups.
+func leftovers(dir string) (left []string, err error) {
 	processes, err := filepath.Glob("/proc/[0-9]*")
 	if err != nil {
 		return nil, err
@@ -121,15 +125,23 @@ func leftovers(dir, cgroup string) (left []string, err error) {
 			left = append(left, "mount "+strings.TrimSpace(line))
 		}
 	}
+	found, err := cgroups()
+	return append(left, found...), err
+}
+
+// cgroups finds the node's in every hierarchy. A node of the same name in
+// another cache has others.
+func cgroups() (found []string, err error) {
+	name := fmt.Sprintf("gpu-agent-%s-%08x", nodeName, crc32.ChecksumIEEE([]byte(kit.Cache)))
 	err = filepath.WalkDir("/sys/fs/cgroup", func(path string, d fs.DirEntry, err error) error {
 		if errors.Is(err, fs.ErrNotExist) {
 			return nil // gone since its parent was read
 		}
-		if err == nil && d.IsDir() && d.Name() == cgroup {
-			left = append(left, "cgroup "+path)
+		if err == nil && d.IsDir() && d.Name() == name {
+			found = append(found, "cgroup "+path)
 			return fs.SkipDir
 		}
 		return err
 	})
-	return left, err
+	return found, err
 }
