@@ -393,9 +393,8 @@ func (p *RunningPod) RestartContainer(ctx context.Context, container string) err
 	if err != nil {
 		return err
 	}
-	if _, err := p.Exec(ctx, container, "kill", "-TERM", "1"); err != nil {
-		return fmt.Errorf("end container %s of pod %s: %w", container, p.Name, err)
-	}
+	// The container's end may take the command with it before it is done.
+	_, ended := p.Exec(ctx, container, "kill", "-TERM", "1")
 	want := before.Containers[container].Restarts + 1
 	return Await(ctx, time.Minute, fmt.Sprintf("container %s of pod %s to run anew", container, p.Name), func(ctx context.Context) error {
 		s, err := p.State(ctx)
@@ -403,7 +402,7 @@ func (p *RunningPod) RestartContainer(ctx context.Context, container string) err
 			return err
 		}
 		if c := s.Containers[container]; c.Restarts < want || !c.Ready {
-			return fmt.Errorf("%s, %d restarts%s", s, c.Restarts, p.why(ctx))
+			return errors.Join(fmt.Errorf("%s, %d restarts%s", s, c.Restarts, p.why(ctx)), ended)
 		}
 		return nil
 	})
