@@ -5,7 +5,7 @@
 //
 //	stages                  all stages
 //	stages lint unit        these, and nothing that they build upon
-//	stages --soak           all, with the full counts of the long tests
+//	stages --soak           all, and minutes of fuzzing for each invariant
 //	stages --list           what there is
 //
 // A stage is a list of commands. Most are builds, which do nothing where the

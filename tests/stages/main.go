@@ -41,7 +41,7 @@ func (o *outcome) word() string {
 }
 
 func main() {
-	soak := flag.Bool("soak", false, "run the long tests with their full counts (GPU_AGENT_SOAK=1 for them)")
+	soak := flag.Bool("soak", false, "fuzz, too: minutes for each invariant")
 	list := flag.Bool("list", false, "print the stages and end")
 	flag.Usage = func() {
 		fmt.Fprintln(os.Stderr, "usage: stages [--soak] [--list] [STAGE]...")
@@ -94,9 +94,6 @@ func do(ctx context.Context, soak, list bool, names []string) (bool, error) {
 		}
 	}
 	r := runner{screen: os.Stdout, logs: filepath.Join(cache, "logs"), env: []string{"GPU_AGENT_CACHE=" + cache}}
-	if soak {
-		r.env = append(r.env, "GPU_AGENT_SOAK=1")
-	}
 	var done []outcome
 	for _, s := range all {
 		if len(names) == 0 || slices.Contains(names, s.name) {

@@ -51,11 +51,8 @@ func stages(cache string, packages []string, soak bool) []stage {
 	bin := func(name string) string { return filepath.Join(cache, "bin", name) }
 	staticcheck := func(in string) command { return command{in: in, args: []string{bin("staticcheck"), "./..."}} }
 	// Guards against a test that hangs, not against a slow machine.
-	limit, long := "-timeout=20m", "-timeout=90m"
-	if soak {
-		limit, long = "-timeout=4h", "-timeout=24h"
-	}
-	return []stage{
+	const limit, long = "-timeout=20m", "-timeout=90m"
+	all := []stage{
 		{
 			name: "host", what: "what this machine has", commands: []command{{call: checkHost}},
 		},
@@ -113,6 +110,29 @@ func stages(cache string, packages []string, soak bool) []stage {
 			commands: []command{test(".", "-count=1", limit, "./tests/hardware", "-hardware", "-run=^TestHardware$")},
 		},
 	}
+	if soak {
+		all = append(all, stage{name: "fuzz", what: "the invariants of each fuzz test, five minutes each", after: []string{"unit"}, commands: fuzzing()})
+	}
+	return all
+}
+
+// fuzzing runs each fuzz test; `make test` runs their seeds alone.
+func fuzzing() []command {
+	var all []command
+	for _, f := range []struct{ pkg, name string }{
+		{"./internal/config", "FuzzParse"},
+		{"./internal/config", "FuzzReadInventory"},
+		{"./pkg/cdi", "FuzzSpecIsValidAndDeterministic"},
+		{"./pkg/mig", "FuzzParse"},
+		{"./pkg/plugin", "FuzzDecodePreferred"},
+		{"./pkg/timeslice", "FuzzParseID"},
+		{"./pkg/topology", "FuzzNew"},
+		{"./tests/emulator", "FuzzServe"},
+	} {
+		// Minimising a large seed would take all the time there is.
+		all = append(all, run("go", "test", "-run=^$", "-fuzz=^"+f.name+"$", "-fuzztime=5m", "-fuzzminimizetime=10x", f.pkg))
+	}
+	return all
 }
 
 // apart are the packages that have a stage of their own.
