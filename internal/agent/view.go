@@ -50,6 +50,9 @@ func buildView(in viewInput) *desk.View {
 		d := &in.inv.GPUs[i]
 		v.Rank[d.UUID] = d.Index
 		for kind, devs := range deviceLists(&in, d) {
+			if lists[kind] == nil {
+				lists[kind] = make([]desk.Device, 0, len(devs)*len(in.inv.GPUs))
+			}
 			lists[kind] = append(lists[kind], devs...)
 		}
 	}
@@ -95,8 +98,12 @@ func deviceLists(in *viewInput, d *gpu.Device) map[desk.Kind][]desk.Device {
 		leaving = withdrawn
 	}
 
-	listed := map[name]bool{}
+	// Rounds are frequent and lists long: sizes are known, so nothing grows.
+	listed := make(map[name]bool, cut.N+len(held))
 	out := map[desk.Kind][]desk.Device{}
+	if cut.Offers {
+		out[cut.Kind] = make([]desk.Device, 0, cut.N)
+	}
 	add := func(n name, withdrawn, leaving string) {
 		if listed[n] {
 			return
