@@ -239,12 +239,15 @@ func (a *Agent) wake() {
 	}
 }
 
-// wakeSoon asks for a round after answerTime, for all who ask meanwhile.
+// wakeSoon asks for a round after answerTime, for all who ask meanwhile, unless
+// PreStartContainer has had one by then.
 func (a *Agent) wakeSoon() {
 	if a.soon.CompareAndSwap(false, true) {
 		time.AfterFunc(answerTime, func() {
 			a.soon.Store(false)
-			a.wake()
+			if a.desk.Waiting() {
+				a.wake()
+			}
 		})
 	}
 }

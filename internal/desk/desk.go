@@ -468,6 +468,18 @@ func (d *Desk) SetReady(key string, ready bool) {
 	}
 }
 
+// Waiting reports whether the CDI file of some claim is still to be written.
+func (d *Desk) Waiting() bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, c := range d.claims {
+		if !c.Ready {
+			return true
+		}
+	}
+	return false
+}
+
 // Claims returns the claims in key order.
 func (d *Desk) Claims() []Claim {
 	d.mu.Lock()

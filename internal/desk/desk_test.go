@@ -189,7 +189,13 @@ func TestPrepareWaitsForTheFile(t *testing.T) {
 	if err := <-got; err != nil {
 		t.Errorf("after it stands: %v", err)
 	}
+	if d.Waiting() {
+		t.Error("a claim waits for its file though all stand")
+	}
 	d.SetReady(key, false)
+	if !d.Waiting() {
+		t.Error("no claim waits for its file though one was withdrawn")
+	}
 	if err := d.Prepare(ctx, memName, ids(gpuA, 4, 3)); !errors.Is(err, ErrNotReady) {
 		t.Errorf("after it was withdrawn: %v, want ErrNotReady", err)
 	}
