@@ -27,18 +27,6 @@ const (
 	Off    Mode = "off"
 )
 
-// TimeSlice is how long a process may keep a shared GPU. Empty where the mode
-// is not Shared.
-type TimeSlice = gpu.TimeSlice
-
-// Time slices, as partition files spell them.
-const (
-	TimeSliceDefault = gpu.TimeSliceDefault
-	TimeSliceShort   = gpu.TimeSliceShort
-	TimeSliceMedium  = gpu.TimeSliceMedium
-	TimeSliceLong    = gpu.TimeSliceLong
-)
-
 // Compute is how processes share a GPU's compute units. Empty where the mode is
 // not Shared.
 type Compute string
@@ -63,8 +51,9 @@ type Want struct {
 	Mode Mode
 	// Replicas is into how many equal shares a Shared GPU is cut; 0 means that
 	// it is offered in units of memory.
-	Replicas  int
-	TimeSlice TimeSlice
+	Replicas int
+	// TimeSlice is empty where the mode is not Shared.
+	TimeSlice gpu.TimeSlice
 	Compute   Compute
 	// OnDemand says that instances of a MIG GPU are made when they are asked
 	// for; otherwise exactly those of Geometry stand, which may be none.

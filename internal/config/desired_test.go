@@ -42,10 +42,10 @@ func TestDesire(t *testing.T) {
 		want []Want
 	}{
 		{"units of memory", head + "    - {devices: all, mode: shared}\n", node(h100, a30), []Want{
-			{GPU: "GPU-0", Mode: Shared, TimeSlice: TimeSliceDefault, Compute: ComputeTimeSlice, Line: 4},
-			{GPU: "GPU-1", Mode: Shared, TimeSlice: TimeSliceDefault, Compute: ComputeTimeSlice, Line: 4}}},
+			{GPU: "GPU-0", Mode: Shared, TimeSlice: gpu.TimeSliceDefault, Compute: ComputeTimeSlice, Line: 4},
+			{GPU: "GPU-1", Mode: Shared, TimeSlice: gpu.TimeSliceDefault, Compute: ComputeTimeSlice, Line: 4}}},
 		{"replicas", head + "    - {devices: [0], mode: shared, replicas: 4, timeSlice: long}\n", node(h100), []Want{
-			{GPU: "GPU-0", Mode: Shared, Replicas: 4, TimeSlice: TimeSliceLong, Compute: ComputeTimeSlice, Line: 4}}},
+			{GPU: "GPU-0", Mode: Shared, Replicas: 4, TimeSlice: gpu.TimeSliceLong, Compute: ComputeTimeSlice, Line: 4}}},
 		{"each GPU its own", head + "    - {devices: [1], mode: off}\n    - {devices: [GPU-0], mode: whole}\n", node(h100, a30), []Want{
 			{GPU: "GPU-0", Mode: Whole, Line: 5}, {GPU: "GPU-1", Mode: Off, Line: 4}}},
 		{"models, some of which are elsewhere in the fleet",
@@ -64,7 +64,7 @@ func TestDesire(t *testing.T) {
 			&gpu.Inventory{GPUs: []gpu.Device{{Index: 0, UUID: "GPU-0", Fault: "GPU is lost"}}},
 			[]Want{{GPU: "GPU-0", Mode: Whole, Line: 4}}},
 		{"a merged entry", "version: v1\npartitions:\n  other:\n  - &all {devices: all, mode: shared, replicas: 2}\n  default:\n  - <<: *all\n    replicas: 8\n", node(h100),
-			[]Want{{GPU: "GPU-0", Mode: Shared, Replicas: 8, TimeSlice: TimeSliceDefault, Compute: ComputeTimeSlice, Line: 6}}},
+			[]Want{{GPU: "GPU-0", Mode: Shared, Replicas: 8, TimeSlice: gpu.TimeSliceDefault, Compute: ComputeTimeSlice, Line: 6}}},
 		{"an alias", "version: v1\npartitions:\n  other: &all\n  - {devices: all, mode: off}\n  default: *all\n", node(h100),
 			[]Want{{GPU: "GPU-0", Mode: Off, Line: 4}}},
 	} {
@@ -263,7 +263,7 @@ func TestWantEqual(t *testing.T) {
 		"GPU":       {GPU: "GPU-1", Mode: MIG, Geometry: []Count{{n1, 1}}},
 		"mode":      {GPU: "GPU-0", Mode: Off, Geometry: []Count{{n1, 1}}},
 		"replicas":  {GPU: "GPU-0", Mode: MIG, Replicas: 1, Geometry: []Count{{n1, 1}}},
-		"timeSlice": {GPU: "GPU-0", Mode: MIG, TimeSlice: TimeSliceLong, Geometry: []Count{{n1, 1}}},
+		"timeSlice": {GPU: "GPU-0", Mode: MIG, TimeSlice: gpu.TimeSliceLong, Geometry: []Count{{n1, 1}}},
 		"compute":   {GPU: "GPU-0", Mode: MIG, Compute: ComputeMPS, Geometry: []Count{{n1, 1}}},
 		"on demand": {GPU: "GPU-0", Mode: MIG, OnDemand: true, Geometry: []Count{{n1, 1}}},
 		"count":     {GPU: "GPU-0", Mode: MIG, Geometry: []Count{{n1, 2}}},

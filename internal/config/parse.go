@@ -158,13 +158,13 @@ func (p *parser) entry(n *yaml.Node) (entry, bool) {
 	// Keys are read whatever the mode is, so that their own mistakes are found
 	// in the same run as that of being in the wrong place.
 	if e.want.Mode == Shared {
-		e.want.TimeSlice, e.want.Compute = TimeSliceDefault, ComputeTimeSlice
+		e.want.TimeSlice, e.want.Compute = gpu.TimeSliceDefault, ComputeTimeSlice
 	}
 	if r, ok := p.only(keys, "replicas", Shared, e.want.Mode, known); ok {
 		e.want.Replicas, _ = p.number(r, "replicas", 1, maxDevices)
 	}
 	if t, ok := p.only(keys, "timeSlice", Shared, e.want.Mode, known); ok {
-		e.want.TimeSlice, _ = choice(&p.mistakes, t, "timeSlice", TimeSliceDefault, TimeSliceShort, TimeSliceMedium, TimeSliceLong)
+		e.want.TimeSlice, _ = choice(&p.mistakes, t, "timeSlice", gpu.TimeSliceDefault, gpu.TimeSliceShort, gpu.TimeSliceMedium, gpu.TimeSliceLong)
 	}
 	if c, ok := p.only(keys, "compute", Shared, e.want.Mode, known); ok {
 		e.want.Compute, _ = choice(&p.mistakes, c, "compute", ComputeTimeSlice, ComputeMPS)
