@@ -83,7 +83,7 @@ func measure(ctx context.Context, k *lab.Kit, smoke bool, only string) (err erro
 		defer kubelets[name].stop()
 	}
 
-	b := &bench{report: &report{out: os.Stdout}, machine: m, counts: fullCounts,
+	b := &bench{report: &report{out: os.Stdout, timeless: smoke}, machine: m, counts: fullCounts,
 		random: rand.New(rand.NewPCG(2, 0))}
 	if smoke {
 		b.counts = smokeCounts
@@ -121,7 +121,7 @@ func all(ctx context.Context, perGPU int, f func([]*running) error, subjects ...
 	var rs []*running
 	defer func() {
 		for _, r := range rs {
-			r.stop()
+			r.proc.kill()
 		}
 	}()
 	for _, s := range subjects {
@@ -168,10 +168,20 @@ func (b *bench) behaviour(ctx context.Context) error {
 		if _, err := r.plugin.client.Allocate(ctx, allocateRequest(free[:usual+1])); err == nil {
 			return errors.New("units of several GPUs were granted")
 		}
-		return await(ctx, "the outcome on the node", func() (bool, error) {
+		if err := await(ctx, "the outcome on the node", func() (bool, error) {
 			state := b.api.nodeLabel(lab.StateLabel)
 			return state == "applied" && b.api.watched(), fmt.Errorf("state %q", state)
-		})
+		}); err != nil {
+			return err
+		}
+		if r.proc.stop(); r.proc.err != nil {
+			return r.proc.explain(errors.New("it does not end well when asked to"))
+		}
+		left, err := filepath.Glob(filepath.Join(r.kubelet.dir, "device-plugins", "example.com*"))
+		if err != nil || len(left) > 0 {
+			return fmt.Errorf("it leaves %q behind", left)
+		}
+		return nil
 	}, b.agent)
 }
 
@@ -392,7 +402,7 @@ func (b *bench) calling(ctx context.Context) error {
 			if err != nil {
 				return err
 			}
-			defer nothing.stop()
+			defer nothing.proc.kill()
 			return b.callingAt(ctx, rs[0], rs[1], nothing)
 		}, b.agent, b.peer)
 		if err != nil {

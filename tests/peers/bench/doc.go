@@ -23,9 +23,9 @@
 // with them.
 //
 // Inside are the emulated driver's daemon, a kubelet's side of the device
-// plugin API and of PodResources (package file kubelet.go: it registers
-// plugins, dials them with the kubelet's own options, opens their lists, and
-// asks for preferences with the free IDs in random order), an API server's side
+// plugin API and of PodResources (kubelet.go; it registers plugins, dials them
+// with the kubelet's own options, opens their lists, and asks for preferences
+// with the free IDs in random order), an API server's side
 // of lists, watches, patches and events over TLS and HTTP/2 (apiserver.go), and
 // the programs that are measured, each a process of its own:
 //
@@ -33,6 +33,9 @@
 //	gpu-agent-file        the same with --config FILE and no API server
 //	nvidia-device-plugin  v0.19.0, time slicing where replicas are asked for
 //	empty                 a device plugin on gRPC's defaults that answers nothing
+//
+// The devices are gpu-mem units of the agent and replicas of the peer, as many
+// of each on every GPU: 10, 80 and 320.
 //
 // # How it measures
 //

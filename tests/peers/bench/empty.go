@@ -61,7 +61,7 @@ func (m *machine) startEmpty(ctx context.Context) (*running, error) {
 		return err == nil, err
 	})
 	if err != nil {
-		p.stop()
+		p.kill()
 		return nil, p.explain(err)
 	}
 	r.plugin = endpoint{client: api.NewDevicePluginClient(conn), conn: conn}

@@ -12,7 +12,6 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
-	"sync"
 	"syscall"
 	"time"
 
@@ -32,7 +31,6 @@ type process struct {
 	pid   int
 
 	cmd  *exec.Cmd
-	once sync.Once
 	done chan struct{} // closed when it has ended
 	err  error         // how; readable after done
 }
@@ -60,17 +58,20 @@ func start(dir, name, path string, args ...string) (*process, error) {
 	return p, nil
 }
 
-// stop ends the program and waits for its end.
+// kill ends the program at once. What it leaves is on the run's own file system.
+func (p *process) kill() {
+	_ = p.cmd.Process.Kill() // it may have ended
+	<-p.done
+}
+
+// stop asks the program to end and waits for that.
 func (p *process) stop() {
-	p.once.Do(func() {
-		_ = p.cmd.Process.Signal(syscall.SIGTERM) // it may have ended
-		select {
-		case <-p.done:
-		case <-time.After(patience):
-			_ = p.cmd.Process.Kill()
-			<-p.done
-		}
-	})
+	_ = p.cmd.Process.Signal(syscall.SIGTERM) // it may have ended
+	select {
+	case <-p.done:
+	case <-time.After(patience):
+		p.kill()
+	}
 }
 
 // explain adds to an error what the program said last.

@@ -126,7 +126,7 @@ func (s *subject) run(ctx context.Context, perGPU int) (*running, error) {
 		return len(healthy(e.devices)) == want
 	})
 	if err != nil {
-		p.stop()
+		p.kill()
 		return nil, p.explain(err)
 	}
 	onGPU := map[string]int{}
@@ -134,13 +134,11 @@ func (s *subject) run(ctx context.Context, perGPU int) (*running, error) {
 		onGPU[gpuOf(d.ID)]++
 	}
 	if len(onGPU) != gpus {
-		p.stop()
+		p.kill()
 		return nil, fmt.Errorf("%s offers devices of %d GPUs, and there are %d", s.name, len(onGPU), gpus)
 	}
 	return &running{s, p, e}, nil
 }
-
-func (r *running) stop() { r.proc.stop() }
 
 // prefer asks for n of the free devices, where the plugin has an opinion.
 func (r *running) prefer(ctx context.Context, free []string, n int) ([]string, error) {
