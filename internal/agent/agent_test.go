@@ -329,6 +329,24 @@ func TestBadFileChangesNothing(t *testing.T) {
 
 // A new process takes claims over from the CDI files, before the kubelet lists
 // anything, and does not cut what is held.
+// A kubelet that has restarted does not call PreStartContainer before the plugin
+// has registered again.
+func TestFileStandsWithoutPrepare(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(2), t.TempDir(), allShared)
+		defer b.end()
+		b.want("applied", fourUnits, "")
+		if _, err := b.source(names.Units).Allocate([]string{string(uuid(0)) + "::1"}); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(answerTime)
+		synctest.Wait()
+		if n := len(b.files()); n != 1 {
+			t.Errorf("%d files, want the claim's: %v", n, b.files())
+		}
+	})
+}
+
 func TestRestartTakesClaimsOver(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o, cdiDir := newOutside(2), t.TempDir()
