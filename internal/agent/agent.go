@@ -162,6 +162,8 @@ type Agent struct {
 	invAt     time.Time
 	parts     *cdi.Parts
 	partsErr  error
+	partsDue  bool      // the driver or its GPUs are not those that parts are of
+	usedAt    time.Time // when the kubelet was last asked who holds what
 	wanted    []config.Want
 	wantedGen uint64
 	partition string
@@ -334,11 +336,11 @@ func (a *Agent) Run(ctx context.Context) error {
 // nextLook says how long the loop may sleep if nobody wakes it.
 func (a *Agent) nextLook(now time.Time) time.Duration {
 	wait := inventoryEvery - now.Sub(a.invAt)
-	if len(a.desk.Claims()) > 0 {
-		wait = min(wait, holdersEvery)
+	if a.desk.Held() {
+		wait = min(wait, holdersEvery-now.Sub(a.usedAt))
 	}
 	if len(a.snapshot.Load().Blocked) > 0 {
-		wait = min(wait, holdersSoon)
+		wait = min(wait, holdersSoon-now.Sub(a.usedAt))
 	}
 	for _, cuts := range a.past {
 		for _, p := range cuts {
@@ -346,6 +348,20 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 		}
 	}
 	return max(wait, 0)
+}
+
+// holdersDue says whether the kubelet is to be asked who holds what: always
+// before a GPU is cut anew, and now and then. A round that a claim has woken
+// does without: it has the claim.
+func (a *Agent) holdersDue(now time.Time, changes *Changes) bool {
+	switch since := now.Sub(a.usedAt); {
+	case len(changes.Recut) > 0, a.usedAt.IsZero():
+		return true
+	case len(changes.Blocked) > 0:
+		return since >= holdersSoon
+	default:
+		return a.desk.Held() && since >= holdersEvery
+	}
 }
 
 // followDriver passes the driver's events on. Where the driver cannot tell of
@@ -389,13 +405,16 @@ func (a *Agent) round(ctx context.Context) error {
 		a.finish(nil, Outcome{Partition: a.partition, State: Failed, Message: errors.Join(errs...).Error()}, errors.Join(errs...))
 		return errors.Join(errs...)
 	}
-	if err := a.reconcile(ctx); err != nil {
-		errs = append(errs, err)
-	}
 	note, configErr := a.resolve()
-
 	claims := a.desk.Claims()
 	changes := a.plan(claims)
+	if a.holdersDue(time.Now(), &changes) {
+		if err := a.reconcile(ctx); err != nil {
+			errs = append(errs, err)
+		}
+		claims = a.desk.Claims()
+		changes = a.plan(claims)
+	}
 	if a.offersAny(changes.Recut) {
 		// Withdraw first, then look again: whoever claimed before the
 		// withdrawal keeps the GPU as it is.
@@ -404,6 +423,17 @@ func (a *Agent) round(ctx context.Context) error {
 		changes = a.plan(claims)
 	}
 	a.settle(&changes)
+	if a.partsDue {
+		// It takes a while to learn the parts. A fault is told before that, and
+		// so is what a new process offers: a container that comes meanwhile
+		// waits for its claim's file.
+		if err := a.serve(a.publish(viewInput{changes: &changes, claims: claims})); err != nil {
+			errs = append(errs, err)
+		}
+		if err := a.learnParts(ctx); err != nil {
+			errs = append(errs, err)
+		}
+	}
 	hwNote, err := a.setTimeSlices(ctx)
 	if err != nil {
 		errs = append(errs, err)
@@ -430,7 +460,7 @@ func (a *Agent) round(ctx context.Context) error {
 func (a *Agent) look(ctx context.Context) error {
 	now := time.Now()
 	stale := a.stale.Swap(false)
-	if a.inv != nil && !stale && now.Sub(a.invAt) < inventoryEvery && a.partsErr == nil {
+	if a.inv != nil && !stale && now.Sub(a.invAt) < inventoryEvery {
 		return nil
 	}
 	cctx, cancel := context.WithTimeout(ctx, driverPatience)
@@ -443,17 +473,23 @@ func (a *Agent) look(ctx context.Context) error {
 	if err := timeslice.CheckUnit(a.opts.MemoryUnit, inv.GPUs); err != nil {
 		return err
 	}
-	changed := a.inv == nil || a.inv.Driver != inv.Driver || !sameGPUs(a.inv, &inv)
-	a.inv, a.invAt = keepMissing(a.inv, inv), now
-	if !changed && a.partsErr == nil {
-		return nil
+	if a.inv == nil || a.inv.Driver != inv.Driver || !sameGPUs(a.inv, &inv) {
+		a.partsDue = true
 	}
-	parts, err := a.driver.Parts(cctx)
-	a.partsErr = err
-	if err != nil {
+	a.inv, a.invAt = keepMissing(a.inv, inv), now
+	return nil
+}
+
+// learnParts asks the driver what containers need of it. On failure what was
+// learnt before stays, and the next round asks again.
+func (a *Agent) learnParts(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, driverPatience)
+	defer cancel()
+	parts, err := a.driver.Parts(ctx)
+	if a.partsErr = err; err != nil {
 		return fmt.Errorf("learn which driver files containers need: %w", err)
 	}
-	a.parts = &parts
+	a.parts, a.partsDue = &parts, false
 	for _, c := range a.desk.Claims() {
 		a.desk.SetReady(c.Key, false) // written again below, if the files differ
 	}
@@ -549,11 +585,8 @@ func (a *Agent) settle(changes *Changes) {
 
 func (a *Agent) publish(in viewInput) *desk.View {
 	in.inv, in.past, in.names, in.drain = a.inv, a.past, a.names, !a.opts.KeepOffering
-	if a.parts == nil {
-		in.closed = "the driver files that containers need are not known yet"
-		if a.partsErr != nil {
-			in.closed = a.partsErr.Error()
-		}
+	if a.parts == nil && a.partsErr != nil {
+		in.closed = a.partsErr.Error()
 	}
 	v := buildView(in)
 	a.desk.Publish(v)

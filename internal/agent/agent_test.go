@@ -36,6 +36,7 @@ type outside struct {
 	inv       *gpu.Inventory
 	err       error
 	partsErr  error
+	partsGate chan struct{} // if set, Parts waits for it
 	readings  int
 	slices    map[gpu.UUID]gpu.TimeSlice
 	sliceErr  error
@@ -70,6 +71,12 @@ func (o *outside) Inventory(context.Context) (gpu.Inventory, error) {
 }
 
 func (o *outside) Parts(context.Context) (cdi.Parts, error) {
+	o.mu.Lock()
+	gate := o.partsGate
+	o.mu.Unlock()
+	if gate != nil {
+		<-gate
+	}
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	p := cdi.Parts{Devices: map[gpu.UUID]specs.ContainerEdits{}}
@@ -405,6 +412,44 @@ func TestLostGPU(t *testing.T) {
 		b.with(func() { b.err = nil })
 		time.Sleep(backOffMax)
 		b.want("applied", fourUnits, "")
+	})
+}
+
+// To learn what containers need of the driver takes a while. Neither a fault
+// nor the first offer waits for that; a container does.
+func TestNothingButContainersWaitsForParts(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(2)
+		gate := make(chan struct{})
+		o.partsGate = gate
+		b := start(t, o, t.TempDir(), allShared)
+		defer b.end()
+		if got := listed(b.View(), names.Units); got != fourUnits {
+			t.Errorf("units %s, want %s", got, fourUnits)
+		}
+		ids := []string{string(uuid(0)) + "::1"}
+		if _, err := b.source(names.Units).Allocate(ids); err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		if err := b.source(names.Units).Prepare(ctx, ids); !errors.Is(err, desk.ErrNotReady) {
+			t.Errorf("a container without parts: %v, want desk.ErrNotReady", err)
+		}
+		close(gate)
+		if err := b.source(names.Units).Prepare(t.Context(), ids); err != nil {
+			t.Error(err)
+		}
+
+		gate = make(chan struct{})
+		b.with(func() { b.partsGate, b.outside.inv.GPUs[1].Fault = gate, "GPU is lost" })
+		b.event <- gpu.Event{Kind: gpu.EventLost}
+		synctest.Wait()
+		if got, want := listed(b.View(), names.Units), "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x"; got != want {
+			t.Errorf("units %s, want %s", got, want)
+		}
+		close(gate)
+		b.want("applied", "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x", "")
 	})
 }
 

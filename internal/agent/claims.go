@@ -41,6 +41,7 @@ func (a *Agent) adoptFiles() {
 // reconcile asks the kubelet who holds what.
 func (a *Agent) reconcile(ctx context.Context) error {
 	asked := time.Now()
+	a.usedAt = asked
 	cctx, cancel := context.WithTimeout(ctx, kubeletPatience)
 	defer cancel()
 	l, err := a.kubelet.List(cctx)

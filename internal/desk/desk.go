@@ -480,6 +480,13 @@ func (d *Desk) Waiting() bool {
 	return false
 }
 
+// Held reports whether there is any claim.
+func (d *Desk) Held() bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return len(d.claims) > 0
+}
+
 // Claims returns the claims in key order.
 func (d *Desk) Claims() []Claim {
 	d.mu.Lock()
