@@ -342,6 +342,9 @@ func (b *bench) turn(ctx context.Context, rs []*running, into map[string]sample)
 // driverCalls counts what a call costs in calls of the driver.
 func (b *bench) driverCalls(ctx context.Context, rs []*running, what string, n int) error {
 	for _, r := range rs {
+		if err := b.driver.quiet(ctx, r.proc); err != nil {
+			return err
+		}
 		perPrefer, err := b.count(r, func() error {
 			_, err := r.prefer(ctx, r.kubelet.free(r.plugin), n)
 			return err

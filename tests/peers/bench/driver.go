@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"time"
 
 	"example.com/gpu-agent/tests/emulator"
 	"example.com/gpu-agent/tests/emulator/daemon"
@@ -82,6 +83,20 @@ func (d *driver) calls(p *process) (int, error) {
 		return 0, fmt.Errorf("count driver calls: %w", err)
 	}
 	return total(list), nil
+}
+
+// quiet waits until a process has made no driver call for a while: what it asks
+// at its start, which may go on after it has registered, belongs to no request.
+func (d *driver) quiet(ctx context.Context, p *process) error {
+	const while = 300 * time.Millisecond
+	last, since := -1, time.Now()
+	return await(ctx, p.name+" to have no more to ask of the driver", func() (bool, error) {
+		n, err := d.calls(p)
+		if n != last {
+			last, since = n, time.Now()
+		}
+		return time.Since(since) >= while, err
+	})
 }
 
 // armed waits until a process waits for events: before that an Xid is lost on
