@@ -418,7 +418,7 @@ func (a *Agent) round(ctx context.Context) error {
 	if a.offersAny(changes.Recut) {
 		// Withdraw first, then look again: whoever claimed before the
 		// withdrawal keeps the GPU as it is.
-		a.publish(viewInput{changes: &Changes{Cuts: a.cuts, Blocked: changes.Blocked}, recutting: changes.Recut, claims: claims})
+		a.publish(viewInput{changes: &Changes{Cuts: a.cuts, Blocked: changes.Blocked}, recutting: changes.Recut})
 		claims = a.desk.Claims()
 		changes = a.plan(claims)
 	}
@@ -427,7 +427,7 @@ func (a *Agent) round(ctx context.Context) error {
 		// It takes a while to learn the parts. A fault is told before that, and
 		// so is what a new process offers: a container that comes meanwhile
 		// waits for its claim's file.
-		if err := a.serve(a.publish(viewInput{changes: &changes, claims: claims})); err != nil {
+		if err := a.serve(a.publish(viewInput{changes: &changes})); err != nil {
 			errs = append(errs, err)
 		}
 		if err := a.learnParts(ctx); err != nil {
@@ -438,11 +438,10 @@ func (a *Agent) round(ctx context.Context) error {
 	if err != nil {
 		errs = append(errs, err)
 	}
-	claims = a.desk.Claims()
-	if err := a.writeClaims(claims); err != nil {
+	if err := a.writeClaims(a.desk.Claims()); err != nil {
 		errs = append(errs, err)
 	}
-	v := a.publish(viewInput{changes: &changes, claims: claims})
+	v := a.publish(viewInput{changes: &changes})
 	if err := a.serve(v); err != nil {
 		errs = append(errs, err)
 	}
@@ -588,9 +587,10 @@ func (a *Agent) publish(in viewInput) *desk.View {
 	if a.parts == nil && a.partsErr != nil {
 		in.closed = a.partsErr.Error()
 	}
-	v := buildView(in)
-	a.desk.Publish(v)
-	return v
+	return a.desk.Publish(func(claims []desk.Claim) *desk.View {
+		in.claims = claims
+		return buildView(in)
+	})
 }
 
 // serve starts the device plugins of resources that are on offer for the first

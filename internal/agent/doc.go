@@ -12,11 +12,12 @@
 //
 // A round:
 //
-//	inventory := driver                  what is there
-//	claims    := desk ∪ PodResources     who has what
+//	inventory := driver                  what is there; read anew if it is old or news came
+//	claims    := desk ∪ PodResources     who has what; the kubelet is asked before any cut
 //	plan      := Plan(inventory, claims, wanted, cuts)
 //	withdraw what the plan re-cuts       published Unhealthy: Allocate refuses it from here
 //	plan again                           a claim that got in first keeps its GPU
+//	publish, learn the driver's parts    if the driver or its GPUs changed: it takes a while
 //	act                                  time slices; MIG in a later version
 //	write the CDI files of new claims    before anything is said to be ready
 //	publish                              the new view

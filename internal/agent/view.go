@@ -31,9 +31,10 @@ type viewInput struct {
 	// withdrawn.
 	recutting []gpu.UUID
 	past      map[gpu.UUID][]pastCut
-	claims    []desk.Claim
-	names     *Names
-	drain     bool
+	// claims are as of the moment of publishing.
+	claims []desk.Claim
+	names  *Names
+	drain  bool
 	// closed is why nothing may be given out at present, empty where it may.
 	closed string
 }

@@ -138,6 +138,8 @@ type Desk struct {
 	mu     sync.Mutex
 	view   *View
 	claims map[string]*claim
+	// version grows when a claim is added or ends.
+	version uint64
 	// changed has a channel for every resource, closed when its list changes.
 	changed map[string]chan struct{}
 }
@@ -154,12 +156,40 @@ func New(wake func(), now func() time.Time) *Desk {
 	}
 }
 
-// Publish makes v the view in force and tells the streams of those resources
-// whose lists differ. v must not be changed afterwards. Resources of the view
-// before that v does not have are carried over without devices.
-func (d *Desk) Publish(v *View) {
+// Publish makes a view the one in force and tells the streams of those resources
+// whose lists differ. The view must not be changed afterwards. Resources of the
+// view before that it does not have are carried over without devices.
+//
+// build makes the view from the claims. It runs without the mutex, since it may
+// take a millisecond, and again if the claims have changed meanwhile: a device
+// that has just been given away must not be published as if nobody had it. While
+// claims come faster than views can be built, the last build stands; what it
+// missed is in the next one.
+func (d *Desk) Publish(build func([]Claim) *View) *View {
+	for range publishTries {
+		claims, version := d.look()
+		if v := build(claims); d.publish(v, version) {
+			return v
+		}
+	}
+	claims, _ := d.look()
+	v := build(claims)
+	d.publish(v, anyVersion)
+	return v
+}
+
+const (
+	publishTries = 3
+	anyVersion   = ^uint64(0)
+)
+
+// publish does so unless the claims have changed since a version of them.
+func (d *Desk) publish(v *View, version uint64) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	if version != anyVersion && version != d.version {
+		return false
+	}
 	v.Gen = d.view.Gen + 1
 	byName := func(a, b Resource) int { return strings.Compare(a.Name, b.Name) }
 	slices.SortFunc(v.Resources, byName)
@@ -188,6 +218,7 @@ func (d *Desk) Publish(v *View) {
 		}
 	}
 	d.view = v
+	return true
 }
 
 // View returns the view in force.
@@ -308,6 +339,7 @@ func (d *Desk) allocateLocked(resource string, ids []string, now time.Time) (str
 	}
 	sorted := slices.Clone(ids)
 	slices.Sort(sorted)
+	d.version++
 	d.claims[key] = &claim{
 		Claim: Claim{Key: key, Resource: resource, IDs: sorted, GPUs: gpus, Allocated: now},
 		ready: make(chan struct{}),
@@ -431,6 +463,7 @@ func (d *Desk) adoptLocked(resource string, ids []string, now time.Time) error {
 			gpus = append(gpus, u)
 		}
 	}
+	d.version++
 	d.claims[key] = &claim{
 		Claim: Claim{Key: key, Resource: resource, IDs: sorted, GPUs: gpus, Allocated: now},
 		ready: make(chan struct{}),
@@ -489,6 +522,12 @@ func (d *Desk) Held() bool {
 
 // Claims returns the claims in key order.
 func (d *Desk) Claims() []Claim {
+	claims, _ := d.look()
+	return claims
+}
+
+// look returns the claims and their version.
+func (d *Desk) look() ([]Claim, uint64) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	out := make([]Claim, 0, len(d.claims))
@@ -496,7 +535,7 @@ func (d *Desk) Claims() []Claim {
 		out = append(out, c.Claim)
 	}
 	slices.SortFunc(out, func(a, b Claim) int { return strings.Compare(a.Key, b.Key) })
-	return out
+	return out, d.version
 }
 
 // Reconcile moves the claims along by the kubelet's word, as of the time asked:
@@ -550,6 +589,7 @@ func (d *Desk) Reconcile(holdings []Holding, trusted bool, asked time.Time) (end
 		}
 		ended = append(ended, c.Claim)
 		delete(d.claims, key)
+		d.version++
 		changed = true
 	}
 	slices.SortFunc(ended, func(a, b Claim) int { return strings.Compare(a.Key, b.Key) })

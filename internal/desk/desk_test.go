@@ -63,6 +63,9 @@ func units(change func(*Device)) *View {
 	return v
 }
 
+// set publishes a view whatever the claims are.
+func (d *Desk) set(v *View) { d.Publish(func([]Claim) *View { return v }) }
+
 func ids(u gpu.UUID, ns ...int) []string {
 	out := make([]string, len(ns))
 	for i, n := range ns {
@@ -82,7 +85,7 @@ func TestAllocateRefusesOnlyWhatCannotWork(t *testing.T) {
 	d, _ := newDesk()
 	_, err := d.Allocate(memName, ids(gpuA, 0))
 	wantErr(t, err, "not offered")
-	d.Publish(units(func(dev *Device) {
+	d.set(units(func(dev *Device) {
 		if dev.ID == timeslice.ID(gpuB, 7) {
 			dev.Healthy, dev.Reason = false, "the GPU is being cut anew"
 		}
@@ -123,7 +126,7 @@ func TestReplicasOfOneGPU(t *testing.T) {
 	d, _ := newDesk()
 	v := units(nil)
 	v.Resources[0].Name, v.Resources[0].Kind = repName, Replicas
-	d.Publish(v)
+	d.set(v)
 	if _, err := d.Allocate(repName, ids(gpuA, 0, 1)); err == nil {
 		t.Error("two replicas of one GPU were granted")
 	}
@@ -134,7 +137,7 @@ func TestReplicasOfOneGPU(t *testing.T) {
 
 func TestPreferWhole(t *testing.T) {
 	d, _ := newDesk()
-	d.Publish(&View{Rank: map[gpu.UUID]int{gpuB: 0, gpuA: 1}, Resources: []Resource{{Name: gpuName, Kind: Whole, Devices: []Device{
+	d.set(&View{Rank: map[gpu.UUID]int{gpuB: 0, gpuA: 1}, Resources: []Resource{{Name: gpuName, Kind: Whole, Devices: []Device{
 		{ID: string(gpuB), GPU: gpuB, Healthy: true}, {ID: string(gpuA), GPU: gpuA, Healthy: true}}}}})
 	got, err := d.Prefer(gpuName, []string{string(gpuA), string(gpuB)}, nil, 1)
 	if err != nil || len(got) != 1 || got[0] != string(gpuB) {
@@ -152,11 +155,11 @@ func TestPreferWhole(t *testing.T) {
 // the pod whose init container has just got it.
 func TestLeaving(t *testing.T) {
 	d, clock := newDesk()
-	d.Publish(units(nil))
+	d.set(units(nil))
 	if _, err := d.Allocate(memName, ids(gpuA, 0, 1)); err != nil {
 		t.Fatal(err)
 	}
-	d.Publish(units(func(dev *Device) {
+	d.set(units(func(dev *Device) {
 		if dev.GPU == gpuA {
 			dev.Leaving, dev.Reason = true, "the partition changes"
 		}
@@ -173,7 +176,7 @@ func TestLeaving(t *testing.T) {
 
 func TestPrepareWaitsForTheFile(t *testing.T) {
 	d, _ := newDesk()
-	d.Publish(units(nil))
+	d.set(units(nil))
 	key, err := d.Allocate(memName, ids(gpuA, 3, 4))
 	if err != nil {
 		t.Fatal(err)
@@ -270,7 +273,7 @@ func TestReconcile(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			d, clock := newDesk()
-			d.Publish(units(nil))
+			d.set(units(nil))
 			for i, s := range steps {
 				clock.pass(s.after)
 				if s.allocate != nil {
@@ -297,7 +300,7 @@ func TestReconcile(t *testing.T) {
 func TestPublishTellsOnlyWhoseListChanged(t *testing.T) {
 	d, _ := newDesk()
 	_, before := d.List(memName)
-	d.Publish(units(nil))
+	d.set(units(nil))
 	select {
 	case <-before:
 	default:
@@ -307,14 +310,14 @@ func TestPublishTellsOnlyWhoseListChanged(t *testing.T) {
 	if len(devs) != 2*perGPU {
 		t.Fatalf("%d devices", len(devs))
 	}
-	d.Publish(units(nil))
+	d.set(units(nil))
 	select {
 	case <-ch:
 		t.Error("an equal list was announced")
 	default:
 	}
 	// A resource that is offered no more stays, without devices.
-	d.Publish(&View{Resources: []Resource{{Name: gpuName, Kind: Whole}}})
+	d.set(&View{Resources: []Resource{{Name: gpuName, Kind: Whole}}})
 	<-ch
 	if devs, _ := d.List(memName); len(devs) != 0 {
 		t.Errorf("%d devices of a resource that is gone", len(devs))
@@ -330,7 +333,7 @@ func TestWithdrawalRace(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	for i := range 500 {
 		d, _ := newDesk()
-		d.Publish(units(nil))
+		d.set(units(nil))
 		var wg sync.WaitGroup
 		granted := make([]bool, perGPU)
 		for n := range perGPU {
@@ -342,7 +345,7 @@ func TestWithdrawalRace(t *testing.T) {
 		if rng.IntN(2) == 0 {
 			time.Sleep(time.Duration(rng.IntN(20)) * time.Microsecond)
 		}
-		d.Publish(units(func(dev *Device) { dev.Healthy, dev.Reason = dev.GPU != gpuA, "withdrawn" }))
+		d.set(units(func(dev *Device) { dev.Healthy, dev.Reason = dev.GPU != gpuA, "withdrawn" }))
 		seen := map[string]bool{}
 		for _, c := range d.Claims() {
 			seen[c.IDs[0]] = true
@@ -356,9 +359,40 @@ func TestWithdrawalRace(t *testing.T) {
 	}
 }
 
+// A view never shows a device as nobody's that was given away while the view
+// was built.
+func TestPublishBuildsAgain(t *testing.T) {
+	d, _ := newDesk()
+	d.set(units(nil))
+	builds := 0
+	v := d.Publish(func(claims []Claim) *View {
+		if builds++; builds < publishTries {
+			if _, err := d.Allocate(memName, ids(gpuA, builds)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		return units(func(dev *Device) { dev.Healthy = len(claims) == builds-1 })
+	})
+	if builds != publishTries || !v.Resources[0].Devices[0].Healthy || d.View() != v {
+		t.Errorf("after %d builds the view in force is not of the claims as they are", builds)
+	}
+	// Claims that never stop coming do not keep a view from being published.
+	builds = 0
+	v = d.Publish(func([]Claim) *View {
+		builds++
+		if _, err := d.Allocate(memName, ids(gpuB, builds)); err != nil {
+			t.Fatal(err)
+		}
+		return units(nil)
+	})
+	if d.View() != v {
+		t.Error("nothing was published")
+	}
+}
+
 func ExampleDesk() {
 	d := New(func() {}, time.Now)
-	d.Publish(units(nil))
+	d.set(units(nil))
 	offer, _ := d.Prefer(memName, append(ids(gpuA, 0, 1, 2), ids(gpuB, 0, 1)...), nil, 2)
 	key, err := d.Allocate(memName, offer)
 	fmt.Println(offer, err)
