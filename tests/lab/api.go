@@ -11,6 +11,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net/http"
 	"syscall"
 	"time"
@@ -21,6 +22,8 @@ import (
 type api struct {
 	server, token string
 	client        *http.Client
+	// header is sent with each request.
+	header http.Header
 }
 
 // statusError is what the API server answers when it refuses.
@@ -83,6 +86,7 @@ func (a *api) do(ctx context.Context, method, path, kind string, in, out any) er
 	if err != nil {
 		return err
 	}
+	maps.Copy(req.Header, a.header)
 	req.Header.Set("Authorization", "Bearer "+a.token)
 	if in != nil {
 		req.Header.Set("Content-Type", kind)
@@ -121,6 +125,20 @@ func (a *api) do(ctx context.Context, method, path, kind string, in, out any) er
 		}
 		return nil
 	}
+}
+
+// As asks for something in the name of a service account, as its pod on a node
+// would ("" for a token that names no node). body is nil or a merge patch.
+func (n *Node) As(ctx context.Context, namespace, account, onNode, method, path string, body any) error {
+	other := *n.api
+	other.header = http.Header{
+		"Impersonate-User":  {"system:serviceaccount:" + namespace + ":" + account},
+		"Impersonate-Group": {"system:serviceaccounts", "system:serviceaccounts:" + namespace, "system:authenticated"},
+	}
+	if onNode != "" {
+		other.header["Impersonate-Extra-Authentication.kubernetes.io%2fnode-Name"] = []string{onNode}
+	}
+	return other.do(ctx, method, path, mergePatch, body, nil)
 }
 
 const (
