@@ -21,7 +21,7 @@ const (
 	eventWait = 2 * time.Second
 	// eventGrace is how long Events waits for a wait that outlasts its own
 	// time before it calls that a hang.
-	eventGrace = 2 * time.Second
+	eventGrace = 5 * time.Second
 	// registerWait bounds the registration of all GPUs.
 	registerWait = 30 * time.Second
 	// retryMost spaces attempts while the driver fails, or Options.Rearm does
