@@ -5,7 +5,6 @@ package main
 import (
 	"context"
 	"errors"
-	"log/slog"
 	"sync"
 	"time"
 
@@ -15,7 +14,9 @@ import (
 )
 
 // lateDriver opens the driver when it is first needed, and again at the next
-// need where that failed: a node may start its driver after the agent.
+// need where that failed: a node may start its driver after the agent. It is
+// never closed: the end of the process does that, and does not wait for a driver
+// that takes its time.
 type lateDriver struct {
 	open func(context.Context) (*nvml.Driver, error)
 	// called is told of each call, for metrics.
@@ -36,16 +37,6 @@ func (l *lateDriver) get(ctx context.Context) (*nvml.Driver, error) {
 		l.driver = d
 	}
 	return l.driver, nil
-}
-
-func (l *lateDriver) close(log *slog.Logger) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.driver != nil {
-		if err := l.driver.Close(); err != nil {
-			log.Warn("close the driver", "err", err)
-		}
-	}
 }
 
 // timed runs f on the open driver and tells how it went.

@@ -157,7 +157,6 @@ func run(ctx context.Context, c console, args []string) error {
 		o.Hook = hook
 		return nvml.Open(ctx, o)
 	}}
-	defer driver.close(log)
 
 	var cluster *kube.Client
 	options := agent.Options{

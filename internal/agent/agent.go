@@ -298,7 +298,18 @@ func (a *Agent) View() *desk.View { return a.desk.View() }
 func (a *Agent) Run(ctx context.Context) error {
 	a.adoptFiles()
 	g, ctx := errgroup.WithContext(ctx)
-	g.Go(func() error { return a.followDriver(ctx) })
+	g.Go(func() error {
+		// Not waited for at the end: a wait inside the driver cannot be cut
+		// short, and the process may end without it.
+		ended := make(chan error, 1)
+		go func() { ended <- a.followDriver(ctx) }()
+		select {
+		case err := <-ended:
+			return err
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	})
 	if a.opts.Cluster != nil {
 		g.Go(func() error { return a.report(ctx, a.opts.Cluster) })
 	}
@@ -423,7 +434,8 @@ func (a *Agent) round(ctx context.Context) error {
 		changes = a.plan(claims)
 	}
 	a.settle(&changes)
-	if a.partsDue {
+	// Not before somebody can need them: the partitions may arrive meanwhile.
+	if a.partsDue && (a.wanted != nil || a.desk.Held()) {
 		// It takes a while to learn the parts. A fault is told before that, and
 		// so is what a new process offers: a container that comes meanwhile
 		// waits for its claim's file.

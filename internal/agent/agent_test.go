@@ -366,6 +366,14 @@ func TestRestartTakesClaimsOver(t *testing.T) {
 		}
 		b.end()
 
+		// Partitions may not be had, the API server being away: a container of
+		// before starts again all the same.
+		b = start(t, o, cdiDir, "")
+		if err := b.desk.Prepare(t.Context(), names.Units, ids); err != nil {
+			t.Errorf("without partitions the container cannot start again: %v", err)
+		}
+		b.end()
+
 		kept := o.holdings
 		o.with(func() { o.holdings, o.pods = nil, nil }) // the kubelet has restarted too
 		b = start(t, o, cdiDir, allWhole)

@@ -121,6 +121,7 @@ func emulate(t *testing.T, spec emulator.Spec) *node {
 		SysRoot:    filepath.Join(driverDir, "sys"),
 		Hook:       hookPath,
 		Rearm:      10 * time.Millisecond,
+		EventWait:  500 * time.Millisecond,
 		Logger:     slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelWarn})),
 	}}
 	n.serve(t)

@@ -15,6 +15,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/gpu/nvml"
@@ -32,7 +33,7 @@ func TestHardware(t *testing.T) {
 	if !*onHardware {
 		t.Skip("skipped: -hardware is not given (make test-gpu gives it)")
 	}
-	opts := nvml.Options{Library: *library, DriverRoot: *driverRoot}
+	opts := nvml.Options{Library: *library, DriverRoot: *driverRoot, EventWait: time.Second}
 	d, err := nvml.Open(wait(t), opts)
 	if errors.Is(err, gpu.ErrNoDriver) {
 		t.Fatalf("-hardware is given, and this machine has no NVIDIA driver: %v", err)

@@ -14,11 +14,6 @@ import (
 )
 
 const (
-	// eventWait is how long one wait inside the driver takes when nothing
-	// happens, and so how long Events may need to end. Each costs about 0.2 ms
-	// of processor time, most of it the Go runtime's for a thread that comes
-	// back: the greater part of what an idle agent costs.
-	eventWait = 2 * time.Second
 	// eventGrace is how long Events waits for a wait that outlasts its own
 	// time before it calls that a hang.
 	eventGrace = 5 * time.Second
@@ -191,6 +186,8 @@ func (d *Driver) watch(ctx context.Context, a armed, report func(gpu.Event)) (fa
 	heard := make(chan news)
 	done := make(chan struct{})
 	stop := make(chan struct{})
+	left := make(chan struct{}) // nobody hears any more
+	defer close(left)
 	go func() {
 		defer close(done)
 		for {
@@ -198,7 +195,7 @@ func (d *Driver) watch(ctx context.Context, a armed, report func(gpu.Event)) (fa
 			// cannot report them: wait, but not in the driver.
 			n := news{ret: nvml.ERROR_TIMEOUT}
 			if len(a.gpus) > 0 {
-				n.data, n.ret = a.set.Wait(uint32(eventWait.Milliseconds()))
+				n.data, n.ret = a.set.Wait(uint32(d.opts.EventWait.Milliseconds()))
 			}
 			if n.ret == nvml.ERROR_TIMEOUT {
 				if len(a.gpus) == 0 {
@@ -214,8 +211,13 @@ func (d *Driver) watch(ctx context.Context, a armed, report func(gpu.Event)) (fa
 			}
 			select {
 			case heard <- n:
+			case <-left:
+				return
+			}
+			select {
 			case <-stop:
 				return
+			default:
 			}
 			if n.ret != nvml.SUCCESS {
 				return
@@ -240,13 +242,20 @@ func (d *Driver) watch(ctx context.Context, a armed, report func(gpu.Event)) (fa
 		}
 	}
 	close(stop)
-	grace := time.NewTimer(eventWait + eventGrace)
+	grace := time.NewTimer(d.opts.EventWait + eventGrace)
 	defer grace.Stop()
-	select {
-	case <-done:
-		return failure, nil
-	case <-grace.C:
-		return failure, fmt.Errorf("end the watch of the GPUs: %w: a wait of %s has not returned", gpu.ErrTimeout, eventWait)
+	for {
+		select {
+		case <-done:
+			return failure, nil
+		case n := <-heard:
+			// It came into the wait that is about to end.
+			if n.ret == nvml.SUCCESS && ctx.Err() == nil {
+				report(d.event(ctx, a, n.data))
+			}
+		case <-grace.C:
+			return failure, fmt.Errorf("end the watch of the GPUs: %w: a wait of %s has not returned", gpu.ErrTimeout, d.opts.EventWait)
+		}
 	}
 }
 
