@@ -104,6 +104,9 @@ func cutBytes(s string) (field, rest string, ok bool) {
 
 func cutVarint(s string) (n uint64, rest string, ok bool) {
 	for i := range min(len(s), 10) {
+		if i == 9 && s[i] > 1 {
+			break // more than 64 bits
+		}
 		n |= uint64(s[i]&0x7f) << (7 * i)
 		if s[i] < 0x80 {
 			return n, s[i+1:], true
