@@ -285,9 +285,6 @@ func (a *Agent) setInput(change func(*input)) {
 	a.wake()
 }
 
-// Snapshot returns what the last round left.
-func (a *Agent) Snapshot() *Snapshot { return a.snapshot.Load() }
-
 // Claims returns the claims as they are now, in key order.
 func (a *Agent) Claims() []desk.Claim { return a.desk.Claims() }
 
