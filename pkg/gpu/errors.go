@@ -27,6 +27,9 @@ var (
 	ErrLost = errors.New("GPU is lost")
 	// ErrTimeout: the driver did not answer in time.
 	ErrTimeout = errors.New("driver did not answer in time")
+	// ErrReloaded: the driver's library on disk is not the one that this process
+	// has loaded. Only a new process can speak to the new driver.
+	ErrReloaded = errors.New("the driver was replaced under this process")
 	// ErrDriver: any other failure that the driver reported.
 	ErrDriver = errors.New("driver error")
 )

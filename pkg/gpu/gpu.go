@@ -159,9 +159,13 @@ type EventKind string
 const (
 	// EventXid is a driver error report; Event.Xid has its number.
 	EventXid EventKind = "xid"
-	// EventLost is the driver saying that a GPU is gone, or failing itself; it
-	// names no GPU, and a new inventory tells which.
+	// EventLost is the driver saying that a GPU is gone, or failing itself. It
+	// names the GPU where that could be found out at once; else a new inventory
+	// tells which.
 	EventLost EventKind = "lost"
+	// EventChanged says that GPUs have come or gone, or that the driver was
+	// loaded or unloaded: everything is to be read anew. It names no GPU.
+	EventChanged EventKind = "changed"
 )
 
 // Event is something that the driver reported of a GPU.
@@ -186,4 +190,33 @@ const (
 	TimeSliceShort   TimeSlice = "short"
 	TimeSliceMedium  TimeSlice = "medium"
 	TimeSliceLong    TimeSlice = "long"
+)
+
+// Health is what the driver keeps of a GPU's faults. Each figure that a card or
+// driver does not have reads as the zero value, which complains of nothing.
+type Health struct {
+	// Uncorrected is the number of uncorrected ECC errors since the driver was
+	// loaded or the GPU reset (the volatile count); nil where it is not known.
+	Uncorrected *uint64
+	// RemapPending says that a row of memory is to be replaced at the next
+	// reset, RemapFailed that no spare row is left (Ampere and later).
+	RemapPending, RemapFailed bool
+	// RetirePending says that a page is to be retired at the next load of the
+	// driver (before Ampere).
+	RetirePending bool
+	// Recovery is what the driver says the GPU needs (R550 and later).
+	Recovery Recovery
+}
+
+// Recovery is what must be done to a GPU before it works again, in the driver's
+// judgement.
+type Recovery string
+
+// Recoveries; the zero value is none, or a driver that does not say.
+const (
+	RecoveryNone       Recovery = ""
+	RecoveryReset      Recovery = "reset"
+	RecoveryReboot     Recovery = "reboot"
+	RecoveryDrain      Recovery = "drain"
+	RecoveryDrainReset Recovery = "drain and reset"
 )
