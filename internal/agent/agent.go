@@ -499,7 +499,7 @@ func (a *Agent) learnParts(ctx context.Context) error {
 	}
 	a.parts, a.partsDue = &parts, false
 	for _, c := range a.desk.Claims() {
-		a.desk.SetReady(c.Key, false) // written again below, if the files differ
+		a.desk.Shut(c.Key) // written again below, if the files differ
 	}
 	return nil
 }

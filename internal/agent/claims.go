@@ -64,7 +64,7 @@ func (a *Agent) reconcile(ctx context.Context) error {
 	if a.opts.Pod == (node.PodName{}) {
 		trusted = len(l.Pods) > 0
 	}
-	ended, _ := a.desk.Reconcile(ours, trusted, asked)
+	ended := a.desk.Reconcile(desk.Testimony{Asked: asked, Listed: ours, Trusted: trusted, Runtime: true})
 	for _, c := range ended {
 		a.swept = false
 		a.log.Info("claim ended", "claim", c.Key, "resource", c.Resource, "devices", len(c.IDs), "pod", c.Holder.String())
@@ -88,7 +88,7 @@ func (a *Agent) writeClaims(claims []desk.Claim) error {
 			errs = append(errs, fmt.Errorf("write the CDI file of claim %s (%s): %w", c.Key, c.Holder, err))
 			continue
 		}
-		a.desk.SetReady(c.Key, true)
+		a.desk.SetReady(c)
 	}
 	return errors.Join(errs...)
 }

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -17,12 +18,12 @@ import (
 )
 
 const (
-	// Grace is how long after its last Allocate a claim is not judged:
-	// PodResources lags Allocate by the kubelet's own admission work.
+	// Grace is how long after its last Allocate a claim that no witness has
+	// named is kept: the kubelet writes its checkpoint after our answer, and
+	// admits the rest of the pod before a container is made.
 	Grace = 30 * time.Second
-	// UnnamedTTL is how long a claim that no witness ever named is kept. It
-	// covers plain init containers, which PodResources does not list, and pods
-	// whose admission failed after our Allocate.
+	// UnnamedTTL is Grace where the kubelet's checkpoint cannot be read: the
+	// service that stands in for it does not list plain init containers.
 	UnnamedTTL = 10 * time.Minute
 )
 
@@ -90,22 +91,33 @@ type Claim struct {
 	IDs []string
 	// GPUs has each GPU once, in the order of IDs.
 	GPUs []gpu.UUID
-	// Allocated is the time of the last Allocate with these IDs.
+	// Allocated is the time of the last Allocate with these IDs, or of the
+	// adoption where Adopted says so.
 	Allocated time.Time
-	// Holder is who the kubelet says has it; empty while nobody has said.
-	Holder Holder
-	// Named says that the kubelet has listed one of the IDs at some time.
-	Named bool
-	// Ready says that the claim's CDI file stands.
+	// Adopted says that this process has not seen the Allocate.
+	Adopted bool
+	// Holder is who has it, as far as anybody has said; PodUIDs is who has it by
+	// the kubelet's checkpoint: one pod, or none.
+	Holder  Holder
+	PodUIDs []string
+	// Named says that a witness has named the claim since its last Allocate,
+	// Started that the runtime has made a container of it since.
+	Named, Started bool
+	// Ready says that its container may be created: its CDI file stands and
+	// nobody else is on its devices.
 	Ready bool
+	// Checked is when the witnesses were asked whether somebody else is, zero
+	// if they were not since the last Allocate; Waits names who, empty if nobody.
+	Checked time.Time
+	Waits   string
 }
 
-// Holder is a container, by the kubelet's word.
+// Holder is a container.
 type Holder struct {
 	Namespace, Pod, Container string
 }
 
-// String is "namespace/pod", or "an unknown pod".
+// String is "namespace/pod", or says that nobody has named one.
 func (h Holder) String() string {
 	if h.Pod == "" {
 		return "a pod that the kubelet has not named yet"
@@ -113,7 +125,44 @@ func (h Holder) String() string {
 	return h.Namespace + "/" + h.Pod
 }
 
-// Holding is what the kubelet says a container has of one resource.
+// Testimony is what the witnesses say of who has what. Its parts concern our own
+// resources alone.
+type Testimony struct {
+	// Asked is the moment before the first witness was asked.
+	Asked time.Time
+	// Entries are those of the kubelet's checkpoint, and Checkpoint says that it
+	// could be read.
+	Entries    []Entry
+	Checkpoint bool
+	// Uses are the containers of the runtime that have been created and have not
+	// ended, and Runtime says that it answered.
+	Uses    []Use
+	Runtime bool
+	// Listed is what the kubelet's PodResources service lists, and Trusted says
+	// that it knows the node's pods: after its restart it answers at first with
+	// nothing or a part.
+	Listed  []Holding
+	Trusted bool
+	// Pods has the names of pods by UID, as far as anybody knows.
+	Pods map[string]Holder
+}
+
+// Entry is a line of the kubelet's checkpoint: what one container, init
+// containers included, has of one resource.
+type Entry struct {
+	PodUID, Container, Resource string
+	IDs                         []string
+}
+
+// Use is a container of the runtime that has a claim.
+type Use struct {
+	Key, PodUID string
+	Holder
+	Created time.Time
+}
+
+// Holding is what the kubelet's PodResources service says a container has of one
+// resource.
 type Holding struct {
 	Holder
 	Resource string
@@ -122,7 +171,7 @@ type Holding struct {
 
 type claim struct {
 	Claim
-	// ready is closed when the CDI file stands; replaced when it is withdrawn.
+	// ready is closed when Ready becomes true; replaced when it becomes false.
 	ready chan struct{}
 }
 
@@ -135,8 +184,11 @@ type Desk struct {
 	now func() time.Time
 
 	// mu guards everything below.
-	mu     sync.Mutex
-	view   *View
+	mu sync.Mutex
+	// base is the view as it was published, view with the faults on top.
+	base, view *View
+	// faults is why GPUs are not fit for work.
+	faults map[gpu.UUID]string
 	claims map[string]*claim
 	// version grows when a claim is added or ends.
 	version uint64
@@ -150,6 +202,7 @@ func New(wake func(), now func() time.Time) *Desk {
 	return &Desk{
 		wake:    wake,
 		now:     now,
+		base:    &View{},
 		view:    &View{},
 		claims:  map[string]*claim{},
 		changed: map[string]chan struct{}{},
@@ -168,14 +221,13 @@ func New(wake func(), now func() time.Time) *Desk {
 func (d *Desk) Publish(build func([]Claim) *View) *View {
 	for range publishTries {
 		claims, version := d.look()
-		if v := build(claims); d.publish(v, version) {
-			return v
+		if d.publish(build(claims), version) {
+			return d.View()
 		}
 	}
 	claims, _ := d.look()
-	v := build(claims)
-	d.publish(v, anyVersion)
-	return v
+	d.publish(build(claims), anyVersion)
+	return d.View()
 }
 
 const (
@@ -190,11 +242,10 @@ func (d *Desk) publish(v *View, version uint64) bool {
 	if version != anyVersion && version != d.version {
 		return false
 	}
-	v.Gen = d.view.Gen + 1
 	byName := func(a, b Resource) int { return strings.Compare(a.Name, b.Name) }
 	slices.SortFunc(v.Resources, byName)
 	var carried []Resource
-	for _, old := range d.view.Resources {
+	for _, old := range d.base.Resources {
 		if v.resource(old.Name) == nil {
 			carried = append(carried, Resource{Name: old.Name, Kind: old.Kind})
 		}
@@ -203,8 +254,7 @@ func (d *Desk) publish(v *View, version uint64) bool {
 	slices.SortFunc(v.Resources, byName)
 	for i := range v.Resources {
 		r := &v.Resources[i]
-		old := d.view.resource(r.Name)
-		if old != nil && slices.Equal(old.Devices, r.Devices) {
+		if old := d.base.resource(r.Name); old != nil && slices.EqualFunc(old.Devices, r.Devices, sameID) {
 			r.index = old.index
 			continue
 		}
@@ -212,13 +262,78 @@ func (d *Desk) publish(v *View, version uint64) bool {
 		for j := range r.Devices {
 			r.index[r.Devices[j].ID] = j
 		}
-		if ch := d.changed[r.Name]; ch != nil {
-			close(ch)
-			delete(d.changed, r.Name)
+	}
+	d.base = v
+	d.showLocked()
+	return true
+}
+
+func sameID(a, b Device) bool { return a.ID == b.ID }
+
+// SetFaults says which GPUs are not fit for work, and why: from now on all their
+// devices are Unhealthy in every view, and no others for this reason. It does
+// not wait for the loop, so that a fault reaches the kubelet while a round is
+// under way.
+func (d *Desk) SetFaults(faults map[gpu.UUID]string) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if maps.Equal(d.faults, faults) {
+		return
+	}
+	d.faults = maps.Clone(faults)
+	d.showLocked()
+}
+
+// showLocked makes the view in force from the published one and the faults, and
+// tells the streams of those resources whose lists differ. A list that is as it
+// was stays the same slice.
+func (d *Desk) showLocked() {
+	v := &View{Gen: d.view.Gen + 1, Rank: d.base.Rank, Resources: slices.Clone(d.base.Resources)}
+	for i := range v.Resources {
+		r := &v.Resources[i]
+		r.Devices = faulted(r.Devices, d.faults)
+		if old := d.view.resource(r.Name); old != nil && slices.Equal(old.Devices, r.Devices) {
+			r.Devices = old.Devices
+			continue
 		}
+		d.tellLocked(r.Name)
 	}
 	d.view = v
-	return true
+}
+
+// faulted returns the devices with those of faulty GPUs unhealthy; the slice
+// itself where there is none.
+func faulted(devices []Device, faults map[gpu.UUID]string) []Device {
+	if len(faults) == 0 {
+		return devices
+	}
+	out, copied := devices, false
+	for i := range devices {
+		why, bad := faults[devices[i].GPU]
+		if !bad {
+			continue
+		}
+		if !copied {
+			out, copied = slices.Clone(devices), true
+		}
+		out[i].Healthy, out[i].Leaving, out[i].Reason = false, false, why
+	}
+	return out
+}
+
+// Resend sends a resource's list to the kubelet again although nothing in it has
+// changed: that makes the kubelet write its checkpoint anew.
+func (d *Desk) Resend(resource string) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.tellLocked(resource)
+}
+
+func (d *Desk) tellLocked(resource string) {
+	if ch := d.changed[resource]; ch != nil {
+		close(ch)
+		delete(d.changed, resource)
+	}
 }
 
 // View returns the view in force.
@@ -229,7 +344,8 @@ func (d *Desk) View() *View {
 }
 
 // List returns the devices of a resource in the view in force, and a channel
-// that is closed when a view with another list has been published.
+// that is closed when the kubelet is to be told anew: another list is in force, or
+// Resend was called. An unchanged list is the same slice.
 func (d *Desk) List(resource string) ([]Device, <-chan struct{}) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -332,9 +448,13 @@ func (d *Desk) allocateLocked(resource string, ids []string, now time.Time) (str
 		return "", r.withCapacity(err)
 	}
 	if known != nil {
-		// The same devices again: a new pod, or the app container after the
-		// init container. Who holds it is to be told anew.
-		known.Allocated, known.Named, known.Holder = now, false, Holder{}
+		// The same devices again: a new pod, whose predecessor may still be
+		// ending, or the app container after the init container. Who holds it is
+		// to be told anew.
+		known.Allocated, known.Adopted, known.Named, known.Started = now, false, false, false
+		known.Holder, known.PodUIDs, known.Checked, known.Waits = Holder{}, nil, time.Time{}, ""
+		known.shut()
+		d.version++
 		return key, nil
 	}
 	sorted := slices.Clone(ids)
@@ -384,12 +504,12 @@ func (r *Resource) withCapacity(err error) error {
 	return err
 }
 
-// freshLocked reports whether an unconfirmed claim of the last Grace covers the
-// device: then the kubelet is giving an init container's device to the app
-// container of the same pod.
+// freshLocked reports whether a claim of the last Grace covers the device of
+// which no container has been made yet: then the kubelet is giving an init
+// container's device to the app container of the pod that it is admitting.
 func (d *Desk) freshLocked(resource, id string, now time.Time) bool {
 	for _, c := range d.claims {
-		if c.Resource == resource && !c.Named && now.Sub(c.Allocated) < Grace {
+		if c.Resource == resource && !c.Adopted && !c.Started && now.Sub(c.Allocated) < Grace {
 			if _, ok := slices.BinarySearch(c.IDs, id); ok {
 				return true
 			}
@@ -425,12 +545,22 @@ func (d *Desk) Prepare(ctx context.Context, resource string, ids []string) error
 	case <-ready:
 		return nil
 	case <-ctx.Done():
-		return fmt.Errorf("%w: the CDI file of claim %s is not written yet; see the agent's log and `gpu-agent status`", ErrNotReady, key)
 	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	// By key: the claim may have ended and come again.
+	c = d.claims[key]
+	switch {
+	case c != nil && c.Ready:
+		return nil
+	case c != nil && c.Waits != "":
+		return fmt.Errorf("%w: previous holder still ending: %s", ErrNotReady, c.Waits)
+	}
+	return fmt.Errorf("%w: the CDI file of claim %s is not written yet; see the agent's log and `gpu-agent status`", ErrNotReady, key)
 }
 
 // Adopt takes over a claim that was made before this process started. It is
-// unconfirmed until the kubelet names it.
+// unconfirmed until a witness names it.
 func (d *Desk) Adopt(resource string, ids []string) error {
 	d.mu.Lock()
 	err := d.adoptLocked(resource, ids, d.now())
@@ -439,6 +569,19 @@ func (d *Desk) Adopt(resource string, ids []string) error {
 		d.wake()
 	}
 	return err
+}
+
+// Restore takes over a claim that was allocated before this process started, at
+// a time that is known: it is judged as if this process had seen it.
+func (d *Desk) Restore(resource string, ids []string, allocated time.Time) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if err := d.adoptLocked(resource, ids, allocated); err != nil {
+		return err
+	}
+	c := d.claims[cdi.Key(resource, ids)]
+	c.Allocated, c.Adopted = allocated, false
+	return nil
 }
 
 // adoptLocked makes a claim from IDs alone: the view may not have them, since
@@ -465,7 +608,7 @@ func (d *Desk) adoptLocked(resource string, ids []string, now time.Time) error {
 	}
 	d.version++
 	d.claims[key] = &claim{
-		Claim: Claim{Key: key, Resource: resource, IDs: sorted, GPUs: gpus, Allocated: now},
+		Claim: Claim{Key: key, Resource: resource, IDs: sorted, GPUs: gpus, Allocated: now, Adopted: true},
 		ready: make(chan struct{}),
 	}
 	return nil
@@ -485,23 +628,40 @@ func deviceGPU(id string) (gpu.UUID, error) {
 	return gpu.UUID(u), nil
 }
 
-// SetReady says whether the CDI file of a claim stands.
-func (d *Desk) SetReady(key string, ready bool) {
+// SetReady says that the container of a claim may be created, as of a view of
+// the claim: a claim that was allocated again meanwhile is not ready, and stays
+// so. It reports whether the claim is ready now.
+func (d *Desk) SetReady(of *Claim) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	c := d.claims[key]
-	if c == nil || c.Ready == ready {
-		return
+	c := d.claims[of.Key]
+	if c == nil || !c.Allocated.Equal(of.Allocated) {
+		return false
 	}
-	c.Ready = ready
-	if ready {
+	if !c.Ready {
+		c.Ready = true
 		close(c.ready)
-	} else {
+	}
+	return true
+}
+
+// Shut says that the container of a claim may not be created any more.
+func (d *Desk) Shut(key string) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if c := d.claims[key]; c != nil {
+		c.shut()
+	}
+}
+
+func (c *claim) shut() {
+	if c.Ready {
+		c.Ready = false
 		c.ready = make(chan struct{})
 	}
 }
 
-// Waiting reports whether the CDI file of some claim is still to be written.
+// Waiting reports whether some claim is not ready.
 func (d *Desk) Waiting() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -538,62 +698,156 @@ func (d *Desk) look() ([]Claim, uint64) {
 	return out, d.version
 }
 
-// Reconcile moves the claims along by the kubelet's word, as of the time asked:
-// the moment before PodResources was called. The holdings are those of our own
-// resources, one for each container and resource; what no claim covers is taken
-// over. If trusted, claims that the kubelet once named
-// and names no more end, and so do those that it never named and that are
-// older than UnnamedTTL; nothing is judged within Grace of its last Allocate.
-// It returns the claims that ended, in key order, and whether anything changed.
-func (d *Desk) Reconcile(holdings []Holding, trusted bool, asked time.Time) (ended []Claim, changed bool) {
+// Reconcile moves the claims along by the witnesses' words: who has them, whether
+// somebody else is still on their devices, and which have ended. What the kubelet
+// names and no claim covers is taken over.
+//
+// A claim ends when two witnesses agree, both asked after its last Allocate: the
+// kubelet's checkpoint has no entry of exactly its devices, and the runtime no
+// container with its key, created or running. A claim that neither has named yet
+// is kept for Grace. (An entry of only some of its devices is another
+// container's: the checkpoint has one for each container, init containers too.)
+// Where the checkpoint cannot be read, PodResources stands in if it is trusted:
+// then any of the claim's devices keeps it, since that service leaves plain init
+// containers out, and one that nobody named is kept for UnnamedTTL. Where the
+// runtime does not answer, nothing ends.
+//
+// It returns the claims that ended, in key order.
+func (d *Desk) Reconcile(t Testimony) (ended []Claim) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	entries := map[string][]Entry{}
+	for _, e := range t.Entries {
+		if key, ok := d.coverLocked(e.Resource, e.IDs, t.Asked); ok {
+			entries[key] = append(entries[key], e)
+		}
+	}
+	listed := map[string]Holding{}
 	held := map[string]map[string]bool{}
-	for _, h := range holdings {
-		key := cdi.Key(h.Resource, h.IDs)
-		if d.claims[key] == nil {
-			// The one way to fail is an ID that is not of our making; then the
-			// resource's name is ours by accident and the holding is not.
-			if d.adoptLocked(h.Resource, h.IDs, asked) != nil {
-				continue
-			}
-			changed = true
+	for _, h := range t.Listed {
+		key, ok := d.coverLocked(h.Resource, h.IDs, t.Asked)
+		if !ok {
+			continue
 		}
-		c := d.claims[key]
-		if !c.Named || c.Holder != h.Holder {
-			c.Named, c.Holder, changed = true, h.Holder, true
-		}
-		m := held[h.Resource]
-		if m == nil {
-			m = map[string]bool{}
-			held[h.Resource] = m
+		listed[key] = h
+		if held[h.Resource] == nil {
+			held[h.Resource] = map[string]bool{}
 		}
 		for _, id := range h.IDs {
-			m[id] = true
+			held[h.Resource][id] = true
 		}
 	}
-	if !trusted {
-		return nil, changed
+	uses := map[string][]Use{}
+	for _, u := range t.Uses {
+		uses[u.Key] = append(uses[u.Key], u)
 	}
 	for key, c := range d.claims {
-		age := asked.Sub(c.Allocated)
-		if slices.ContainsFunc(c.IDs, func(id string) bool { return held[c.Resource][id] }) {
-			// An init container's claim is a part of its pod's app container's.
-			if !c.Named {
-				c.Named, changed = true, true
+		if !t.Asked.After(c.Allocated) && !c.Adopted {
+			continue // what was said is of before
+		}
+		if t.Checkpoint {
+			c.PodUIDs = nil
+			for _, e := range entries[key] {
+				if !slices.Contains(c.PodUIDs, e.PodUID) {
+					c.PodUIDs = append(c.PodUIDs, e.PodUID)
+				}
 			}
-			continue
 		}
-		if age < Grace || !c.Named && age < UnnamedTTL {
-			continue
+		c.name(entries[key], uses[key], listed, t.Pods)
+		overlaps := slices.ContainsFunc(c.IDs, func(id string) bool { return held[c.Resource][id] })
+		c.Named = c.Named || c.Started || len(entries[key]) > 0 || overlaps
+		kept := Grace
+		let := len(entries[key]) == 0
+		if !t.Checkpoint {
+			let, kept = t.Trusted && !overlaps, UnnamedTTL
 		}
-		ended = append(ended, c.Claim)
-		delete(d.claims, key)
-		d.version++
-		changed = true
+		if let && t.Runtime && len(uses[key]) == 0 && (c.Named || t.Asked.Sub(c.Allocated) >= kept) {
+			ended = append(ended, c.Claim)
+			delete(d.claims, key)
+			d.version++
+		}
+	}
+	if t.Runtime {
+		d.checkLocked(t)
 	}
 	slices.SortFunc(ended, func(a, b Claim) int { return strings.Compare(a.Key, b.Key) })
-	return ended, changed
+	return ended
+}
+
+// coverLocked returns the key of the claim that covers what the kubelet names,
+// taken over if it is new. It is false for an ID that is not of our making; then
+// the resource's name is ours by accident and the holding is not.
+func (d *Desk) coverLocked(resource string, ids []string, now time.Time) (key string, ok bool) {
+	if d.adoptLocked(resource, ids, now) != nil {
+		return "", false
+	}
+	return cdi.Key(resource, ids), true
+}
+
+// name works out who the holder is, the surest word first.
+func (c *claim) name(entries []Entry, uses []Use, listed map[string]Holding, pods map[string]Holder) {
+	for _, u := range uses {
+		if c.mine(&u) {
+			c.Holder, c.Started = u.Holder, true
+		}
+	}
+	if h, ok := listed[c.Key]; ok {
+		c.Holder = h.Holder
+		return
+	}
+	for _, e := range entries {
+		if p, ok := pods[e.PodUID]; ok {
+			c.Holder = Holder{Namespace: p.Namespace, Pod: p.Pod, Container: e.Container}
+		}
+	}
+}
+
+// mine reports whether a container with the key or the devices of a claim belongs
+// to the pod that has the claim now, not to one before it. A pod's devices are
+// allocated before any of its containers is made, so a container that is older
+// than the Allocate is another pod's. Where we have not seen the Allocate, the
+// pod has had a container since, and the checkpoint has been written since then.
+func (c *claim) mine(u *Use) bool {
+	switch {
+	case !c.Adopted:
+		return u.Created.After(c.Allocated)
+	case len(c.PodUIDs) > 0:
+		return slices.Contains(c.PodUIDs, u.PodUID)
+	default:
+		return u.Key == c.Key
+	}
+}
+
+// checkLocked finds out, for each claim that is not ready, whose containers are
+// still on its devices: a force-deleted pod frees them at the kubelet before its
+// containers are dead.
+func (d *Desk) checkLocked(t Testimony) {
+	for _, c := range d.claims {
+		if c.Ready || !t.Asked.After(c.Allocated) && !c.Adopted {
+			continue
+		}
+		var others []string
+		for i := range t.Uses {
+			u := &t.Uses[i]
+			if o := d.claims[u.Key]; o != nil && !c.mine(u) && overlap(&c.Claim, &o.Claim) {
+				others = append(others, u.Holder.String())
+			}
+		}
+		slices.Sort(others)
+		c.Checked, c.Waits = t.Asked, strings.Join(slices.Compact(others), ", ")
+	}
+}
+
+// overlap reports whether two claims have something in common: devices of one
+// resource, or a GPU that is cut in two ways.
+func overlap(a, b *Claim) bool {
+	if a.Resource != b.Resource {
+		return slices.ContainsFunc(a.GPUs, func(u gpu.UUID) bool { return slices.Contains(b.GPUs, u) })
+	}
+	return slices.ContainsFunc(a.IDs, func(id string) bool {
+		_, both := slices.BinarySearch(b.IDs, id)
+		return both
+	})
 }
 
 func (v *View) resource(name string) *Resource {

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -188,14 +189,14 @@ func TestPrepareWaitsForTheFile(t *testing.T) {
 	}
 	got := make(chan error)
 	go func() { got <- d.Prepare(context.Background(), memName, ids(gpuA, 4, 3)) }()
-	d.SetReady(key, true)
+	ready(d, key)
 	if err := <-got; err != nil {
 		t.Errorf("after it stands: %v", err)
 	}
 	if d.Waiting() {
 		t.Error("a claim waits for its file though all stand")
 	}
-	d.SetReady(key, false)
+	d.Shut(key)
 	if !d.Waiting() {
 		t.Error("no claim waits for its file though one was withdrawn")
 	}
@@ -211,64 +212,150 @@ func TestPrepareWaitsForTheFile(t *testing.T) {
 	}
 }
 
-func TestReconcile(t *testing.T) {
-	pod := func(name string) Holder { return Holder{Namespace: "ns", Pod: name, Container: "c"} }
-	holding := func(name string, ids []string) []Holding {
-		return []Holding{{Holder: pod(name), Resource: memName, IDs: ids}}
+// ready opens a claim's gate as it stands now.
+func ready(d *Desk, key string) bool {
+	for _, c := range d.Claims() {
+		if c.Key == key {
+			return d.SetReady(&c)
+		}
 	}
+	return false
+}
+
+// world is what the witnesses would say.
+type world struct {
+	entries []Entry
+	uses    []Use
+	listed  []Holding
+	// What does not answer.
+	noCheckpoint, noRuntime, noList bool
+}
+
+func (w *world) entry(pod, container string, ids []string) *world {
+	w.entries = append(w.entries, Entry{PodUID: "uid-" + pod, Container: container, Resource: memName, IDs: ids})
+	return w
+}
+
+func (w *world) list(pod string, ids []string) *world {
+	w.listed = append(w.listed, Holding{Holder: Holder{"ns", pod, "c"}, Resource: memName, IDs: ids})
+	return w
+}
+
+func (w *world) run(pod string, ids []string, created time.Time) *world {
+	w.uses = append(w.uses, Use{Key: cdi.Key(memName, ids), PodUID: "uid-" + pod, Holder: Holder{"ns", pod, "c"}, Created: created})
+	return w
+}
+
+// say is the world's testimony.
+func (w *world) say(asked time.Time) Testimony {
+	t := Testimony{Asked: asked, Entries: w.entries, Checkpoint: !w.noCheckpoint, Uses: w.uses, Runtime: !w.noRuntime,
+		Listed: w.listed, Trusted: !w.noList}
+	if w.noCheckpoint {
+		t.Entries = nil
+	}
+	if w.noRuntime {
+		t.Uses = nil
+	}
+	return t
+}
+
+func TestReconcile(t *testing.T) {
 	type step struct {
 		after    time.Duration
 		allocate []string
-		listed   []Holding
-		distrust bool
+		says     world
 		// ended and left are numbers of claims.
 		ended, left int
 	}
 	a01, a012 := ids(gpuA, 0, 1), ids(gpuA, 0, 1, 2)
+	start := time.Unix(1e9, 0)
+	running := func(pod string, ids []string) world {
+		var w world
+		return *w.run(pod, ids, start.Add(time.Millisecond))
+	}
+	entry := func(ids []string) world { var w world; return *w.entry("p", "c", ids) }
+	blind := func(w world) world { w.noCheckpoint = true; return w }
 	for name, steps := range map[string][]step{
-		"named, then gone": {
+		"named by the checkpoint, then by none": {
 			{allocate: a01, left: 1},
-			{after: time.Second, listed: holding("p", a01), left: 1},
-			{after: Grace, listed: holding("p", a01), left: 1},
+			{after: time.Second, says: entry(a01), left: 1},
 			{after: time.Second, ended: 1},
 		},
-		"not judged within the grace": {
+		"named by the runtime, then by none": {
 			{allocate: a01, left: 1},
-			{after: time.Second, listed: holding("p", a01), left: 1},
-			{after: Grace - 2*time.Second, left: 1},
+			{after: time.Second, says: running("p", a01), left: 1},
 			{after: time.Second, ended: 1},
 		},
-		"never named is kept for ten minutes": {
+		"named by nobody is kept for the grace": {
 			{allocate: a01, left: 1},
-			{after: UnnamedTTL - time.Second, left: 1},
+			{after: Grace - time.Second, left: 1},
 			{after: time.Second, ended: 1},
 		},
-		"an untrusted listing ends nothing but names": {
+		"a witness that does not answer keeps everything": {
 			{allocate: a01, left: 1},
-			{after: time.Hour, distrust: true, left: 1},
-			{listed: holding("p", a01), distrust: true, left: 1},
-			{distrust: true, left: 1},
-			{ended: 1},
+			{after: time.Second, says: entry(a01), left: 1},
+			{after: time.Hour, says: world{noRuntime: true}, left: 1},
+			{after: time.Hour, says: world{noCheckpoint: true, noList: true}, left: 1},
+			{after: time.Hour, ended: 1},
 		},
-		"an init container's claim lives with its pod's app container's": {
+		"the checkpoint is not enough, nor is the runtime": {
+			{allocate: a01, left: 1},
+			{after: time.Hour, says: running("p", a01), left: 1},
+			{after: time.Hour, says: entry(a01), left: 1},
+			{after: time.Hour, ended: 1},
+		},
+		"an init container's claim lives as long as its entry": {
 			{allocate: a01, left: 1},
 			{allocate: a012, left: 2},
-			{after: time.Hour, listed: holding("p", a012), left: 2},
+			{after: time.Hour, says: *new(world).entry("p", "init", a01).entry("p", "app", a012), left: 2},
 			{after: time.Second, ended: 2},
+		},
+		"of a pod that is gone, whose device another has": {
+			{allocate: a01, left: 1},
+			{after: time.Second, says: entry(a01), left: 1},
+			{allocate: ids(gpuA, 1, 2), says: entry(a01), left: 2},
+			{after: time.Second, says: *new(world).entry("q", "c", ids(gpuA, 1, 2)), ended: 1, left: 1},
 		},
 		"allocated anew, judged anew": {
 			{allocate: a01, left: 1},
-			{after: Grace, listed: holding("p", a01), left: 1},
+			{after: time.Second, says: entry(a01), left: 1},
 			{allocate: a01, left: 1},
-			{after: Grace, left: 1},
-			{after: UnnamedTTL, ended: 1},
+			{after: Grace - time.Second, left: 1},
+			{after: time.Second, ended: 1},
+		},
+		"an older container does not name the new holder": {
+			{after: time.Minute, allocate: a01, left: 1},
+			{after: time.Second, says: running("before", a01), left: 1},
+			{after: time.Second, left: 1},
+		},
+		"what was said before the allocation does not count": {
+			{after: time.Second, allocate: a01, left: 1},
+			{says: entry(a01), left: 1},
+			{after: time.Second, left: 1},
+		},
+		"without a checkpoint, named by the list and then not": {
+			{allocate: a01, says: world{noCheckpoint: true}, left: 1},
+			{after: time.Second, says: blind(*new(world).list("p", a01)), left: 1},
+			{after: time.Second, says: world{noCheckpoint: true, noList: true}, left: 1},
+			{after: time.Second, says: world{noCheckpoint: true}, ended: 1},
+		},
+		"without a checkpoint, an init container's lives with the app container's": {
+			{allocate: a01, says: world{noCheckpoint: true}, left: 1},
+			{allocate: a012, says: world{noCheckpoint: true}, left: 2},
+			{after: time.Hour, says: blind(*new(world).list("p", a012)), left: 2},
+			{after: time.Second, says: world{noCheckpoint: true}, ended: 2},
+		},
+		"without a checkpoint, named by nobody is kept for ten minutes": {
+			{allocate: a01, says: world{noCheckpoint: true}, left: 1},
+			{after: UnnamedTTL - time.Second, says: world{noCheckpoint: true}, left: 1},
+			{after: time.Second, says: world{noCheckpoint: true}, ended: 1},
 		},
 		"of before our time": {
-			{listed: holding("p", ids(gpuB, 5)), left: 1},
-			{after: Grace, ended: 1},
+			{says: *new(world).entry("p", "c", ids(gpuB, 5)).list("p", ids(gpuB, 5)), left: 1},
+			{after: time.Second, ended: 1},
 		},
 		"a name of ours with a foreign ID": {
-			{listed: holding("p", []string{"nvidia0"})},
+			{says: *new(world).entry("p", "c", []string{"nvidia0"}).list("p", []string{"nvidia0"})},
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -281,11 +368,11 @@ func TestReconcile(t *testing.T) {
 						t.Fatal(err)
 					}
 				}
-				ended, _ := d.Reconcile(s.listed, !s.distrust, clock.now())
+				ended := d.Reconcile(s.says.say(clock.now()))
 				if len(ended) != s.ended || len(d.Claims()) != s.left {
 					t.Fatalf("step %d: %d ended and %d left, want %d and %d", i, len(ended), len(d.Claims()), s.ended, s.left)
 				}
-				for _, h := range s.listed {
+				for _, h := range s.says.listed {
 					for _, c := range d.Claims() {
 						if c.Key == cdi.Key(h.Resource, h.IDs) && c.Holder != h.Holder {
 							t.Errorf("step %d: holder %v, want %v", i, c.Holder, h.Holder)
@@ -294,6 +381,142 @@ func TestReconcile(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// The holder before, whose container is still there, is waited for; the pod's own
+// containers are not.
+func TestPreviousHolder(t *testing.T) {
+	start := time.Unix(1e9, 0)
+	mine, part, other := ids(gpuA, 0, 1), ids(gpuA, 1, 2), ids(gpuA, 5)
+	for _, c := range []struct {
+		name string
+		// before is what the pod before has; its container still runs.
+		before []string
+		// again says that the pod's own container runs as well.
+		again bool
+		// adopted says that the agent has restarted meanwhile.
+		adopted bool
+		waits   string
+	}{
+		{name: "the same devices", before: mine, waits: "ns/before"},
+		{name: "some of the devices", before: part, waits: "ns/before"},
+		{name: "other devices", before: other},
+		{name: "the same devices, after a restart", before: mine, adopted: true, waits: "ns/before"},
+		{name: "some of the devices, after a restart", before: part, adopted: true, waits: "ns/before"},
+		{name: "its own container", before: other, again: true},
+		{name: "its own container, after a restart", before: other, again: true, adopted: true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			d, clock := newDesk()
+			d.set(units(nil))
+			if _, err := d.Allocate(memName, c.before); err != nil {
+				t.Fatal(err)
+			}
+			clock.pass(time.Minute)
+			key, err := d.Allocate(memName, mine)
+			if err != nil {
+				t.Fatal(err)
+			}
+			clock.pass(time.Second)
+			if c.adopted {
+				d, _ = newDesk()
+				for _, had := range [][]string{c.before, mine} {
+					if err := d.Adopt(memName, had); err != nil {
+						t.Fatal(err)
+					}
+				}
+			}
+			says := new(world).run("before", c.before, start.Add(time.Second)).entry("p", "c", mine)
+			if c.again {
+				says.run("p", mine, clock.now())
+			}
+			clock.pass(time.Second)
+			d.Reconcile(says.say(clock.now()))
+			ctx, cancel := context.WithCancel(context.Background())
+			cancel()
+			err = d.Prepare(ctx, memName, mine)
+			if c.waits != "" {
+				wantErr(t, err, "previous holder still ending: "+c.waits)
+			}
+			for _, claim := range d.Claims() {
+				if claim.Key == key && (claim.Waits != c.waits || claim.Checked.IsZero()) {
+					t.Errorf("waits for %q, checked at %s; want %q", claim.Waits, claim.Checked, c.waits)
+				}
+			}
+			clock.pass(time.Second)
+			d.Reconcile(new(world).entry("p", "c", mine).say(clock.now()))
+			for _, claim := range d.Claims() {
+				if claim.Key == key && claim.Waits != "" {
+					t.Errorf("the container is gone and the claim still waits for %s", claim.Waits)
+				}
+			}
+		})
+	}
+}
+
+// An Allocate of a claim that stands shuts its gate until somebody has looked.
+func TestAllocateAgainShutsTheGate(t *testing.T) {
+	d, clock := newDesk()
+	d.set(units(nil))
+	key, err := d.Allocate(memName, ids(gpuA, 0))
+	if err != nil || !ready(d, key) {
+		t.Fatal(err)
+	}
+	old := d.Claims()[0]
+	clock.pass(time.Second)
+	if _, err := d.Allocate(memName, ids(gpuA, 0)); err != nil {
+		t.Fatal(err)
+	}
+	if !d.Waiting() {
+		t.Error("ready without a look")
+	}
+	if d.SetReady(&old) || !d.Waiting() {
+		t.Error("a look of before the Allocate made it ready")
+	}
+	if !ready(d, key) || d.Waiting() {
+		t.Error("a look of now did not make it ready")
+	}
+}
+
+func TestFaults(t *testing.T) {
+	d, _ := newDesk()
+	d.set(units(nil))
+	_, told := d.List(memName)
+	d.SetFaults(map[gpu.UUID]string{gpuA: "Xid 79"})
+	<-told
+	check := func(when string, sick bool) {
+		t.Helper()
+		devs, _ := d.List(memName)
+		if len(devs) != 2*perGPU {
+			t.Fatalf("%s: %d devices", when, len(devs))
+		}
+		for _, dev := range devs {
+			if want := !sick || dev.GPU != gpuA; dev.Healthy != want || !want && dev.Reason != "Xid 79" {
+				t.Errorf("%s: %+v", when, dev)
+			}
+		}
+	}
+	check("at once", true)
+	_, err := d.Allocate(memName, ids(gpuA, 0))
+	wantErr(t, err, "Xid 79")
+	_, told = d.List(memName)
+	d.set(units(nil))
+	d.SetFaults(map[gpu.UUID]string{gpuA: "Xid 79"})
+	select {
+	case <-told:
+		t.Error("told of nothing new")
+	default:
+	}
+	check("in the next view", true)
+	d.SetFaults(nil)
+	<-told
+	check("after", false)
+	before, told := d.List(memName)
+	d.Resend(memName)
+	<-told
+	if after, _ := d.List(memName); &after[0] != &before[0] {
+		t.Error("a list that is sent again is another slice")
 	}
 }
 
@@ -373,7 +596,7 @@ func TestPublishBuildsAgain(t *testing.T) {
 		}
 		return units(func(dev *Device) { dev.Healthy = len(claims) == builds-1 })
 	})
-	if builds != publishTries || !v.Resources[0].Devices[0].Healthy || d.View() != v {
+	if builds != publishTries || !v.Resources[0].Devices[0].Healthy || !same(d.View(), v) {
 		t.Errorf("after %d builds the view in force is not of the claims as they are", builds)
 	}
 	// Claims that never stop coming do not keep a view from being published.
@@ -385,7 +608,7 @@ func TestPublishBuildsAgain(t *testing.T) {
 		}
 		return units(nil)
 	})
-	if d.View() != v {
+	if !same(d.View(), v) {
 		t.Error("nothing was published")
 	}
 }
@@ -400,4 +623,11 @@ func ExampleDesk() {
 	// Output:
 	// [GPU-bbbbbbbb-0000-0000-0000-000000000000::0 GPU-bbbbbbbb-0000-0000-0000-000000000000::1] <nil>
 	// example.com/gpu=5367ed5ad7076407
+}
+
+// same reports whether two views offer the same.
+func same(a, b *View) bool {
+	return slices.EqualFunc(a.Resources, b.Resources, func(x, y Resource) bool {
+		return x.Name == y.Name && slices.Equal(x.Devices, y.Devices)
+	})
 }

@@ -19,16 +19,25 @@
 //
 // A claim lives through these states:
 //
-//	Allocate ──► unconfirmed ──► named by the kubelet ──► no longer named: ended
+//	Allocate ──► unconfirmed ──► named by a witness ──► named by none: ended
 //	                 │
-//	                 └── never named for ten minutes: ended
+//	                 └── named by none for 30 seconds: ended
 //
-// A claim is made ready by the loop, when the container's CDI file stands;
-// Prepare (the kubelet's PreStartContainer) waits for that. [Desk.Reconcile]
-// moves claims along by what the kubelet's PodResources service lists. That
-// service lags Allocate and leaves out plain init containers, which is why a
-// claim is not judged in its first 30 seconds and one that was never named is
-// kept for ten minutes.
+// The witnesses are the kubelet's checkpoint, which is never short of a holder
+// but may be stale, and the container runtime, which knows what runs.
+// [Desk.Reconcile] moves claims along by what both say; a claim ends only when
+// they agree. [Testimony] is read by the loop, and all of it is about one moment:
+// what was said before a claim's last Allocate does not concern it.
+//
+// A claim is ready when its container may be created: its CDI file stands, and
+// no container of another pod is still on its devices (a force-deleted pod frees
+// them before its containers are dead). Prepare, the kubelet's
+// PreStartContainer, waits for that. An Allocate of a claim that stands, for the
+// next pod or for the app container after the init container, makes it unready
+// again until that has been looked at.
+//
+// Faults are apart from the view: [Desk.SetFaults] marks all devices of a GPU
+// Unhealthy at once, whatever the loop is doing.
 //
 // The package has no clock and no file system: times are arguments, and what is
 // kept on disk is the loop's business. It does not know the kubelet's types, the
