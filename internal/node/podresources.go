@@ -8,12 +8,8 @@ import (
 	"fmt"
 	"path/filepath"
 	"slices"
-	"sync"
 
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/credentials/insecure"
-	"google.golang.org/grpc/status"
 	podresources "k8s.io/kubelet/pkg/apis/podresources/v1"
 )
 
@@ -64,36 +60,27 @@ func compareHoldings(a, b Holding) int {
 // connection. Its methods may be called from several goroutines.
 type PodResources struct {
 	socket string
-
-	mu   sync.Mutex // guards conn
-	conn *grpc.ClientConn
+	line   line
 }
 
 // NewPodResources prepares to ask the kubelet whose directory this is,
 // "/var/lib/kubelet" on most nodes. Nothing is opened before the first
 // question.
 func NewPodResources(kubeletDir string) *PodResources {
-	return &PodResources{socket: filepath.Join(kubeletDir, "pod-resources", "kubelet.sock")}
+	socket := filepath.Join(kubeletDir, "pod-resources", "kubelet.sock")
+	return &PodResources{socket: socket,
+		line: line{socket: func() (string, error) { return socket, nil }, largest: maxListing}}
 }
 
 // Close gives the connection back. A later question opens another.
-func (p *PodResources) Close() error {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.conn == nil {
-		return nil
-	}
-	conn := p.conn
-	p.conn = nil
-	return conn.Close()
-}
+func (p *PodResources) Close() error { return p.line.close() }
 
 // List returns the kubelet's account of pods and their devices. It does not
 // wait for a kubelet that is away.
 func (p *PodResources) List(ctx context.Context) (Listing, error) {
 	var answer *podresources.ListPodResourcesResponse
-	err := p.ask(ctx, func(kubelet podresources.PodResourcesListerClient) (err error) {
-		answer, err = kubelet.List(ctx, &podresources.ListPodResourcesRequest{})
+	err := p.line.ask(ctx, func(conn *grpc.ClientConn) (err error) {
+		answer, err = podresources.NewPodResourcesListerClient(conn).List(ctx, &podresources.ListPodResourcesRequest{})
 		return err
 	})
 	if err != nil {
@@ -137,57 +124,12 @@ func collect(devices []*podresources.ContainerDevices) map[string][]string {
 // the plugins' lists.
 func (p *PodResources) Allocatable(ctx context.Context) (map[string][]string, error) {
 	var answer *podresources.AllocatableResourcesResponse
-	err := p.ask(ctx, func(kubelet podresources.PodResourcesListerClient) (err error) {
-		answer, err = kubelet.GetAllocatableResources(ctx, &podresources.AllocatableResourcesRequest{})
+	err := p.line.ask(ctx, func(conn *grpc.ClientConn) (err error) {
+		answer, err = podresources.NewPodResourcesListerClient(conn).GetAllocatableResources(ctx, &podresources.AllocatableResourcesRequest{})
 		return err
 	})
 	if err != nil {
 		return nil, fmt.Errorf("read allocatable resources at %s: %w", p.socket, err)
 	}
 	return collect(answer.GetDevices()), nil
-}
-
-// ask calls question on the open connection. A kubelet that restarted leaves
-// the connection dead and gRPC in a back-off that has no reason to end with the
-// restart, so an unavailable server is tried once more on a fresh one.
-func (p *PodResources) ask(ctx context.Context, question func(podresources.PodResourcesListerClient) error) error {
-	conn, fresh, err := p.connection(nil)
-	if err != nil {
-		return err
-	}
-	err = question(podresources.NewPodResourcesListerClient(conn))
-	// Canceled, without our context being so: another caller found the
-	// connection dead and closed it.
-	code := status.Code(err)
-	if fresh || code != codes.Unavailable && code != codes.Canceled || ctx.Err() != nil {
-		return err
-	}
-	if conn, _, err = p.connection(conn); err != nil {
-		return err
-	}
-	return question(podresources.NewPodResourcesListerClient(conn))
-}
-
-// connection returns the open connection, or a fresh one where there is none or
-// the open one is known as dead.
-func (p *PodResources) connection(dead *grpc.ClientConn) (conn *grpc.ClientConn, fresh bool, err error) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.conn != nil && p.conn != dead {
-		return p.conn, false, nil
-	}
-	if p.conn != nil {
-		p.conn.Close()
-		p.conn = nil
-	}
-	conn, err = grpc.NewClient("unix:"+p.socket,
-		grpc.WithTransportCredentials(insecure.NewCredentials()),
-		grpc.WithNoProxy(),
-		grpc.WithDisableServiceConfig(),
-		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxListing)))
-	if err != nil {
-		return nil, false, fmt.Errorf("prepare a connection: %w", err)
-	}
-	p.conn = conn
-	return conn, true, nil
 }

@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package node
+
+import (
+	"bytes"
+	"cmp"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"syscall"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// maxCheckpoint is the largest checkpoint read, in bytes. The kubelet writes each
+// device's ID once for the list and once more for its holder: 100,000 devices
+// with IDs of 45 bytes come to 10 MB.
+const maxCheckpoint = 16 << 20
+
+// Entry is what the kubelet has given to one container of one resource.
+type Entry struct {
+	// PodUID is the pod's UID in the API, for a static pod the kubelet's own
+	// name for it. It is the same in the runtime's labels.
+	PodUID string
+	// Container may be an init container, also one that has ended.
+	Container string
+	Resource  string
+	// IDs is sorted and without repetition.
+	IDs []string
+}
+
+// Stamp tells one writing of a file from another. The zero Stamp is that of no
+// file.
+type Stamp struct {
+	Dev, Inode uint64
+	// MTime is the time of the last writing, in nanoseconds since 1970.
+	MTime int64
+	// Size is in bytes.
+	Size int64
+}
+
+// Checkpoint is the device manager's account as the kubelet last wrote it: after
+// every Allocate and for every list that a plugin sends, never when a pod ends.
+type Checkpoint struct {
+	// Entries is sorted by pod, container, resource and IDs. It has every
+	// plugin's devices.
+	Entries []Entry
+	// Stamp is that of the very file that was read.
+	Stamp Stamp
+}
+
+func checkpointPath(kubeletDir string) string {
+	return filepath.Join(kubeletDir, "device-plugins", "kubelet_internal_checkpoint")
+}
+
+// ReadCheckpoint reads the account of the kubelet whose directory this is. The
+// format is the kubelet's own affair, so whatever is not needed is ignored, the
+// checksum included; but an entry that cannot be understood may be a holder, and
+// is an error for the whole. The kubelet renames a whole file into place; one
+// that somebody else is writing, as a restore from a backup does, is an error
+// until it is whole.
+//
+// Errors answer to gpu.ErrNotFound where there is no file, which is so until a
+// kubelet first allocates or hears a plugin, and to gpu.ErrInvalid where it is
+// no checkpoint or no whole one.
+func ReadCheckpoint(kubeletDir string) (Checkpoint, error) {
+	path := checkpointPath(kubeletDir)
+	data, stamp, err := readRegular(path, maxCheckpoint)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return Checkpoint{}, &failure{gpu.ErrNotFound, "read the kubelet's checkpoint", err}
+	case err != nil:
+		return Checkpoint{}, fmt.Errorf("read the kubelet's checkpoint: %w", err)
+	}
+	entries, err := decodeCheckpoint(data)
+	if err == nil && int64(len(data)) != stamp.Size {
+		err = errors.New("it changed while it was read")
+	}
+	if err != nil {
+		return Checkpoint{}, &failure{gpu.ErrInvalid, "understand the kubelet's checkpoint " + path, err}
+	}
+	return Checkpoint{Entries: entries, Stamp: stamp}, nil
+}
+
+// CheckpointStamp tells which writing of the checkpoint is in place: another
+// than before means that the kubelet has written it again. It is zero where
+// there is none.
+func CheckpointStamp(kubeletDir string) Stamp {
+	info, err := os.Stat(checkpointPath(kubeletDir))
+	if err != nil {
+		return Stamp{}
+	}
+	return stampOf(info)
+}
+
+func stampOf(info fs.FileInfo) Stamp {
+	s := Stamp{MTime: info.ModTime().UnixNano(), Size: info.Size()}
+	if stat, ok := info.Sys().(*syscall.Stat_t); ok {
+		s.Dev, s.Inode = uint64(stat.Dev), stat.Ino
+	}
+	return s
+}
+
+// decodeCheckpoint returns the entries of a checkpoint, sorted.
+func decodeCheckpoint(data []byte) ([]Entry, error) {
+	var file struct {
+		Data struct {
+			// Raw, it tells an account of nothing, which is null, from a file
+			// that has no account.
+			PodDeviceEntries json.RawMessage
+		}
+	}
+	if err := json.Unmarshal(data, &file); err != nil {
+		return nil, err
+	}
+	if file.Data.PodDeviceEntries == nil {
+		return nil, errors.New("no Data.PodDeviceEntries in it")
+	}
+	var written []struct {
+		PodUID, ContainerName, ResourceName string
+		DeviceIDs                           deviceIDs
+	}
+	if err := json.Unmarshal(file.Data.PodDeviceEntries, &written); err != nil {
+		return nil, fmt.Errorf("Data.PodDeviceEntries: %w", err)
+	}
+	entries := make([]Entry, 0, len(written))
+	for i, w := range written {
+		if w.PodUID == "" || w.ContainerName == "" || w.ResourceName == "" || w.DeviceIDs == nil {
+			return nil, fmt.Errorf("Data.PodDeviceEntries[%d] lacks its pod's UID, its container, its resource or its devices", i)
+		}
+		entries = append(entries, Entry{w.PodUID, w.ContainerName, w.ResourceName, w.DeviceIDs})
+	}
+	slices.SortFunc(entries, func(a, b Entry) int {
+		return cmp.Or(cmp.Compare(a.PodUID, b.PodUID), cmp.Compare(a.Container, b.Container),
+			cmp.Compare(a.Resource, b.Resource), slices.Compare(a.IDs, b.IDs))
+	})
+	return entries, nil
+}
+
+// deviceIDs decodes the devices of an entry: lists by NUMA node since Kubernetes
+// 1.20, one list before. It is nil only where nothing was decoded into it.
+type deviceIDs []string
+
+func (d *deviceIDs) UnmarshalJSON(data []byte) error {
+	ids := []string{}
+	switch {
+	case data[0] == '[':
+		if err := json.Unmarshal(data, &ids); err != nil {
+			return err
+		}
+	case !bytes.Equal(data, []byte("null")): // a nil map: no device
+		// The keys are the kubelet's affair: nodes are numbers, -1 for none.
+		var nodes map[string][]string
+		if err := json.Unmarshal(data, &nodes); err != nil {
+			return err
+		}
+		for _, of := range nodes {
+			ids = append(ids, of...)
+		}
+	}
+	slices.Sort(ids)
+	if len(ids) > 0 && ids[0] == "" {
+		return errors.New("a device without an ID")
+	}
+	*d = slices.Compact(ids)
+	return nil
+}
+
+// readRegular reads a regular file of at most limit bytes. The stamp was taken
+// from the open file after reading.
+func readRegular(path string, limit int64) ([]byte, Stamp, error) {
+	// Without O_NONBLOCK, opening a FIFO waits for a writer.
+	file, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, Stamp{}, err // names the operation and the path already
+	}
+	defer file.Close()
+	info, err := file.Stat()
+	if err != nil {
+		return nil, Stamp{}, err
+	}
+	if !info.Mode().IsRegular() {
+		return nil, Stamp{}, &failure{is: gpu.ErrInvalid, text: path + " is no regular file"}
+	}
+	var data bytes.Buffer
+	if size := info.Size(); size > 0 && size < limit {
+		data.Grow(int(size) + bytes.MinRead) // else it grows by doubling
+	}
+	if _, err := data.ReadFrom(io.LimitReader(file, limit+1)); err != nil {
+		return nil, Stamp{}, err
+	}
+	if int64(data.Len()) > limit {
+		return nil, Stamp{}, &failure{is: gpu.ErrInvalid, text: fmt.Sprintf("%s is larger than %d bytes", path, limit)}
+	}
+	if info, err = file.Stat(); err != nil {
+		return nil, Stamp{}, err
+	}
+	return data.Bytes(), stampOf(info), nil
+}

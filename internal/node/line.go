@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package node
+
+import (
+	"context"
+	"fmt"
+	"sync"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/status"
+)
+
+// line is one gRPC connection to a server on this machine that restarts as it
+// likes. Its methods may be called from several goroutines.
+type line struct {
+	// socket names the path to dial; it is asked anew for each connection.
+	socket func() (string, error)
+	// largest is the largest message accepted, in bytes.
+	largest int
+
+	mu   sync.Mutex // guards conn
+	conn *grpc.ClientConn
+}
+
+// ask calls question on the open connection. A server that restarted leaves the
+// connection dead and gRPC in a back-off that has no reason to end with the
+// restart, so an unavailable server is tried once more on a fresh one.
+func (l *line) ask(ctx context.Context, question func(*grpc.ClientConn) error) error {
+	conn, fresh, err := l.connection(nil)
+	if err != nil {
+		return err
+	}
+	err = question(conn)
+	// Canceled, without our context being so: another caller found the
+	// connection dead and closed it.
+	code := status.Code(err)
+	if fresh || code != codes.Unavailable && code != codes.Canceled || ctx.Err() != nil {
+		return err
+	}
+	if conn, _, err = l.connection(conn); err != nil {
+		return err
+	}
+	return question(conn)
+}
+
+// connection returns the open connection, or a fresh one where there is none or
+// the open one is known as dead.
+func (l *line) connection(dead *grpc.ClientConn) (conn *grpc.ClientConn, fresh bool, err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.conn != nil && l.conn != dead {
+		return l.conn, false, nil
+	}
+	if l.conn != nil {
+		l.conn.Close()
+		l.conn = nil
+	}
+	socket, err := l.socket()
+	if err != nil {
+		return nil, false, err
+	}
+	conn, err = grpc.NewClient("unix:"+socket,
+		grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithNoProxy(),
+		grpc.WithDisableServiceConfig(),
+		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(l.largest)))
+	if err != nil {
+		return nil, false, fmt.Errorf("prepare a connection: %w", err)
+	}
+	l.conn = conn
+	return conn, true, nil
+}
+
+// close gives the connection back. A later question opens another.
+func (l *line) close() error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.conn == nil {
+		return nil
+	}
+	conn := l.conn
+	l.conn = nil
+	return conn.Close()
+}

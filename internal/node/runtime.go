@@ -1,0 +1,418 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package node
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// maxAnswer is the largest answer accepted of a runtime, in bytes: what the
+// kubelet accepts of it too (k8s.io/cri-client, maxMsgSize).
+const maxAnswer = 16 << 20
+
+// knownSockets is where runtimes listen, the most particular first: a node of
+// K3s, or one with Docker behind cri-dockerd, often has a plain containerd
+// beside the runtime that its kubelet uses.
+var knownSockets = []string{
+	"/run/k3s/containerd/containerd.sock", // K3s and RKE2
+	"/run/k0s/containerd.sock",
+	"/var/snap/microk8s/common/run/containerd.sock",
+	"/run/crio/crio.sock",
+	"/run/cri-dockerd.sock",
+	"/run/containerd/containerd.sock",
+}
+
+// Labels that the kubelet gives every container, as in k8s.io/kubelet/pkg/types.
+const (
+	labelPodName       = "io.kubernetes.pod.name"
+	labelPodNamespace  = "io.kubernetes.pod.namespace"
+	labelPodUID        = "io.kubernetes.pod.uid"
+	labelContainerName = "io.kubernetes.container.name"
+)
+
+// RuntimeOptions says which runtime to ask and what to keep of its answers.
+type RuntimeOptions struct {
+	// Endpoint is the runtime's socket as the kubelet's configuration names it:
+	// unix:///run/containerd/containerd.sock, or the path alone. Where it is
+	// empty, the first of the known places that has a socket is it.
+	Endpoint string
+	// Root is where the host's files are seen; empty means "/". A path is looked
+	// for below it, and then as it is.
+	Root string
+	// AnnotationPrefix selects the annotations kept with a container, by the
+	// beginning of their names; empty keeps none. The kubelet gives a container
+	// what device plugins answered to Allocate and nothing of the pod's author.
+	AnnotationPrefix string
+	// Logger is told which runtime was found and when its events break off; nil
+	// means silence.
+	Logger *slog.Logger
+}
+
+// Container is a container of the runtime that has been created and has not
+// ended. What the runtime does not say is empty.
+type Container struct {
+	ID, PodUID, Namespace, Pod, Name string
+	// Running is false as long as the container is only created. One whose
+	// state the runtime does not know counts as running: nobody has seen it end.
+	Running bool
+	// Created is zero where the runtime does not say.
+	Created time.Time
+	// Annotations are those with RuntimeOptions.AnnotationPrefix, nil without
+	// any.
+	Annotations map[string]string
+}
+
+// Runtime asks the node's container runtime, any that speaks the CRI, which
+// containers there are. It keeps one connection. Its methods may be called from
+// several goroutines; they do not wait for a runtime that is away, and for one
+// that hangs as long as their context allows.
+type Runtime struct {
+	o    RuntimeOptions
+	line line
+
+	mu       sync.Mutex // guards endpoint
+	endpoint string     // the socket, once found
+}
+
+// NewRuntime prepares to ask. Nothing is looked for or opened before the first
+// question.
+func NewRuntime(o RuntimeOptions) *Runtime {
+	o.Root = cmp.Or(o.Root, "/")
+	if o.Logger == nil {
+		o.Logger = slog.New(slog.DiscardHandler)
+	}
+	r := &Runtime{o: o}
+	r.line.socket, r.line.largest = r.socket, maxAnswer
+	return r
+}
+
+// Endpoint returns the path of the socket that is asked, empty as long as none
+// was found.
+func (r *Runtime) Endpoint() string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.endpoint
+}
+
+// Close gives the connection back. A later question opens another.
+func (r *Runtime) Close() error { return r.line.close() }
+
+// socket finds the runtime's socket. What was found once is kept: while a
+// runtime restarts, its socket may be missing, and another's, whose containers
+// are not the kubelet's, must not take its place.
+func (r *Runtime) socket() (string, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.endpoint != "" {
+		return r.endpoint, nil
+	}
+	places := knownSockets
+	if r.o.Endpoint != "" {
+		path := r.o.Endpoint
+		path = strings.TrimPrefix(strings.TrimPrefix(path, "unix:"), "//")
+		if !filepath.IsAbs(path) {
+			return "", &failure{is: gpu.ErrInvalid, text: fmt.Sprintf("runtime endpoint %q is neither unix:///path nor /path", r.o.Endpoint)}
+		}
+		places = []string{filepath.Clean(path)}
+	}
+	tried := candidates(r.o.Root, places)
+	for _, path := range tried {
+		if info, err := os.Stat(path); err == nil && info.Mode().Type() == fs.ModeSocket {
+			r.endpoint = path
+			r.o.Logger.Info("found the container runtime", "endpoint", path)
+			return path, nil
+		}
+	}
+	return "", &failure{is: gpu.ErrNotFound,
+		text: fmt.Sprintf("no container runtime: no socket at %s; name it with --runtime-endpoint", strings.Join(tried, ", "))}
+}
+
+// candidates returns the paths to try for places of the host, those below root
+// first.
+func candidates(root string, places []string) []string {
+	var below, plain []string
+	for _, place := range places {
+		// /var/run is a link to /run, often an absolute one, which would lead
+		// out of root.
+		if rest, ok := strings.CutPrefix(place, "/var/run/"); ok && root != "/" {
+			below = append(below, filepath.Join(root, "run", rest))
+		} else {
+			below = append(below, filepath.Join(root, place))
+		}
+		plain = append(plain, place)
+	}
+	if root == "/" {
+		return plain
+	}
+	return append(below, plain...)
+}
+
+// Containers returns all containers that have not ended, sorted by ID. It is one
+// question without a filter, as the kubelet's own every second: a filter takes
+// one state only, and between two questions a container could slip through.
+//
+// Errors answer to gpu.ErrNotFound where no socket is found and to
+// gpu.ErrNotSupported where what listens there does not speak the CRI.
+func (r *Runtime) Containers(ctx context.Context) ([]Container, error) {
+	var answer *cri.ListContainersResponse
+	err := r.line.ask(ctx, func(conn *grpc.ClientConn) (err error) {
+		answer, err = cri.NewRuntimeServiceClient(conn).ListContainers(ctx, &cri.ListContainersRequest{})
+		return err
+	})
+	if err != nil {
+		return nil, r.wrap("list containers", err)
+	}
+	list := make([]Container, 0, len(answer.GetContainers()))
+	for _, c := range answer.GetContainers() {
+		if c.GetState() == cri.ContainerState_CONTAINER_EXITED {
+			continue
+		}
+		found := r.container(c.GetId(), c.GetMetadata(), c.GetLabels(), c.GetAnnotations(), c.GetCreatedAt())
+		found.Running = c.GetState() != cri.ContainerState_CONTAINER_CREATED
+		list = append(list, found)
+	}
+	slices.SortStableFunc(list, func(a, b Container) int { return cmp.Compare(a.ID, b.ID) })
+	return list, nil
+}
+
+// container keeps of an answer what is wanted, and nothing else of it alive.
+func (r *Runtime) container(id string, metadata *cri.ContainerMetadata, labels, annotations map[string]string, created int64) Container {
+	c := Container{
+		ID: id, PodUID: labels[labelPodUID], Namespace: labels[labelPodNamespace], Pod: labels[labelPodName],
+		Name:    cmp.Or(labels[labelContainerName], metadata.GetName()),
+		Created: nanoseconds(created),
+	}
+	for name, value := range annotations {
+		if r.o.AnnotationPrefix != "" && strings.HasPrefix(name, r.o.AnnotationPrefix) {
+			if c.Annotations == nil {
+				c.Annotations = map[string]string{}
+			}
+			c.Annotations[name] = value
+		}
+	}
+	return c
+}
+
+func nanoseconds(n int64) time.Time {
+	if n <= 0 {
+		return time.Time{}
+	}
+	return time.Unix(0, n)
+}
+
+// Pods returns the pods whose sandbox is ready, by UID: also those of which no
+// container exists yet, for one while an image is pulled. Errors are those of
+// Containers.
+func (r *Runtime) Pods(ctx context.Context) (map[string]PodName, error) {
+	var answer *cri.ListPodSandboxResponse
+	err := r.line.ask(ctx, func(conn *grpc.ClientConn) (err error) {
+		ready := &cri.PodSandboxStateValue{State: cri.PodSandboxState_SANDBOX_READY}
+		answer, err = cri.NewRuntimeServiceClient(conn).ListPodSandbox(ctx,
+			&cri.ListPodSandboxRequest{Filter: &cri.PodSandboxFilter{State: ready}})
+		return err
+	})
+	if err != nil {
+		return nil, r.wrap("list pod sandboxes", err)
+	}
+	pods := make(map[string]PodName, len(answer.GetItems()))
+	for _, s := range answer.GetItems() {
+		uid := cmp.Or(s.GetMetadata().GetUid(), s.GetLabels()[labelPodUID])
+		if uid == "" || s.GetState() != cri.PodSandboxState_SANDBOX_READY {
+			continue
+		}
+		pods[uid] = PodName{
+			Namespace: cmp.Or(s.GetMetadata().GetNamespace(), s.GetLabels()[labelPodNamespace]),
+			Name:      cmp.Or(s.GetMetadata().GetName(), s.GetLabels()[labelPodName]),
+		}
+	}
+	return pods, nil
+}
+
+// wrap says what was asked of whom, and what it means that the runtime does not
+// know the question.
+func (r *Runtime) wrap(what string, err error) error {
+	endpoint := r.Endpoint()
+	if endpoint == "" {
+		return fmt.Errorf("%s: %w", what, err)
+	}
+	if status.Code(err) == codes.Unimplemented {
+		return &failure{gpu.ErrNotSupported,
+			fmt.Sprintf("%s: what listens at %s does not answer that as CRI v1", what, endpoint), err}
+	}
+	return fmt.Errorf("%s at %s: %w", what, endpoint, err)
+}
+
+// EventKind says what happened to a container.
+type EventKind int
+
+// The kinds of ContainerEvent.
+const (
+	// EventMissed: a stream of events begins, and what happened before it may
+	// not have been told. The event has no container.
+	EventMissed EventKind = iota
+	EventCreated
+	EventStarted
+	EventStopped
+	EventDeleted
+)
+
+func (k EventKind) String() string {
+	names := []string{"missed", "created", "started", "stopped", "deleted"}
+	if k < 0 || int(k) >= len(names) {
+		return fmt.Sprintf("EventKind(%d)", int(k))
+	}
+	return names[k]
+}
+
+// ContainerEvent is something that happened to a container, or to the sandbox of
+// a pod, whose Container then has no name.
+type ContainerEvent struct {
+	Kind EventKind
+	// Container is as of the event. Of one that is deleted the runtime tells
+	// the ID and the pod only.
+	Container Container
+	// Time is zero where the runtime does not say.
+	Time time.Time
+}
+
+const (
+	// firstPause and longestPause bound how long Events waits before it asks
+	// again: a runtime that restarts is away for a second or so.
+	firstPause, longestPause = 50 * time.Millisecond, 2 * time.Second
+	// emptyStreams in a row, ended by the runtime at once and without an event
+	// or an error, are a runtime's way to say that it has no events.
+	emptyStreams = 3
+)
+
+// Events calls fn for what happens to containers, until ctx ends, whose error it
+// returns. Calls never overlap; while fn works, the stream waits.
+//
+// Events are a reason to look again and no account: containerd repeats those of
+// the last minutes to whoever asks first, containerd before 2.0 gives each event
+// to one of several listeners, and a restart loses some. Each stream therefore
+// begins with EventMissed, also those after a restart of the runtime, which Events
+// waits for.
+//
+// Where the runtime has no events, the error answers to gpu.ErrNotSupported;
+// only another version or configuration of the runtime changes that.
+func (r *Runtime) Events(ctx context.Context, fn func(ContainerEvent)) error {
+	var dead *grpc.ClientConn
+	pause, empty, away := firstPause, 0, false
+	for {
+		began, told := time.Now(), 0
+		conn, err := r.stream(ctx, dead, func(e ContainerEvent) {
+			if e.Kind != EventMissed {
+				told++
+			} else if away {
+				away = false
+				r.o.Logger.Info("the container runtime is back", "endpoint", r.Endpoint())
+			}
+			fn(e)
+		})
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		worked := told > 0 || time.Since(began) > longestPause
+		dead = nil
+		switch code := status.Code(err); {
+		case code == codes.Unimplemented, errors.Is(err, gpu.ErrInvalid):
+			return r.wrap("follow container events", err)
+		case !errors.Is(err, io.EOF):
+			empty = 0
+			if code == codes.Unavailable || code == codes.Canceled {
+				dead = conn
+			}
+			if !away {
+				away = true
+				r.o.Logger.Warn("container events broke off; asking again until the runtime is back", "endpoint", r.Endpoint(), "error", err)
+			}
+		case worked:
+			empty = 0
+		default:
+			if empty++; empty == emptyStreams {
+				return &failure{is: gpu.ErrNotSupported, text: fmt.Sprintf(
+					"follow container events: the runtime at %s ends each stream at once (CRI-O does so without enable_pod_events)", r.Endpoint())}
+			}
+		}
+		if worked {
+			pause = firstPause
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(pause):
+		}
+		pause = min(2*pause, longestPause)
+	}
+}
+
+// stream hands on the events of one stream and returns why it ended, io.EOF
+// where the runtime ended it.
+func (r *Runtime) stream(ctx context.Context, dead *grpc.ClientConn, fn func(ContainerEvent)) (*grpc.ClientConn, error) {
+	ctx, cancel := context.WithCancel(ctx) // a stream that is left must be cancelled
+	defer cancel()
+	conn, _, err := r.line.connection(dead)
+	if err != nil {
+		return nil, err
+	}
+	events, err := cri.NewRuntimeServiceClient(conn).GetContainerEvents(ctx, &cri.GetEventsRequest{})
+	if err != nil {
+		return conn, err
+	}
+	fn(ContainerEvent{Kind: EventMissed})
+	for {
+		e, err := events.Recv()
+		if err != nil {
+			return conn, err
+		}
+		if event, ok := r.event(e); ok {
+			fn(event)
+		}
+	}
+}
+
+// event translates an event; it is not ok with a kind that it does not know.
+func (r *Runtime) event(e *cri.ContainerEventResponse) (ContainerEvent, bool) {
+	kinds := map[cri.ContainerEventType]EventKind{
+		cri.ContainerEventType_CONTAINER_CREATED_EVENT: EventCreated,
+		cri.ContainerEventType_CONTAINER_STARTED_EVENT: EventStarted,
+		cri.ContainerEventType_CONTAINER_STOPPED_EVENT: EventStopped,
+		cri.ContainerEventType_CONTAINER_DELETED_EVENT: EventDeleted,
+	}
+	kind, ok := kinds[e.GetContainerEventType()]
+	if !ok {
+		return ContainerEvent{}, false
+	}
+	c := Container{ID: e.GetContainerId()}
+	for _, s := range e.GetContainersStatuses() {
+		if s.GetId() == c.ID {
+			c = r.container(c.ID, s.GetMetadata(), s.GetLabels(), s.GetAnnotations(), s.GetCreatedAt())
+			break
+		}
+	}
+	c.Running = kind == EventStarted
+	sandbox := e.GetPodSandboxStatus().GetMetadata()
+	c.PodUID = cmp.Or(c.PodUID, sandbox.GetUid())
+	c.Namespace = cmp.Or(c.Namespace, sandbox.GetNamespace())
+	c.Pod = cmp.Or(c.Pod, sandbox.GetName())
+	return ContainerEvent{Kind: kind, Container: c, Time: nanoseconds(e.GetCreatedAt())}, true
+}
