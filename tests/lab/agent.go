@@ -43,8 +43,8 @@ const (
 // Agent is the product on a node, as its DaemonSet.
 type Agent struct {
 	node *Node
-	// pod is the agent's pod that was seen last.
-	pod string
+	// pod is the agent's pod that was seen last, address its own.
+	pod, address string
 }
 
 // DeployOptions say how the agent is deployed.
@@ -53,6 +53,8 @@ type DeployOptions struct {
 	Overlay string
 	// Partitions is the partition file; empty leaves the sample.
 	Partitions string
+	// Env is set beside what the manifests set; the flags' twins are meant.
+	Env map[string]string
 }
 
 // Deploy applies the manifests that users apply, changed in two things only:
@@ -76,10 +78,16 @@ func (n *Node) Deploy(ctx context.Context, o DeployOptions) (*Agent, error) {
 		Target map[string]string `json:"target"`
 		Patch  string            `json:"patch"`
 	}
-	patches := []patch{{
-		map[string]string{"kind": "DaemonSet", "name": "gpu-agent"},
-		`[{"op": "replace", "path": "/spec/template/spec/containers/0/imagePullPolicy", "value": "Never"}]`,
-	}}
+	const container = "/spec/template/spec/containers/0/"
+	changes := []object{{"op": "replace", "path": container + "imagePullPolicy", "value": "Never"}}
+	for _, name := range sortedKeys(o.Env) {
+		changes = append(changes, object{"op": "add", "path": container + "env/-", "value": object{"name": name, "value": o.Env[name]}})
+	}
+	data, err := json.Marshal(changes)
+	if err != nil {
+		return nil, fmt.Errorf("deploy the agent: %w", err)
+	}
+	patches := []patch{{map[string]string{"kind": "DaemonSet", "name": "gpu-agent"}, string(data)}}
 	if o.Partitions != "" {
 		data, err := json.Marshal([]map[string]any{{"op": "replace", "path": "/data", "value": map[string]string{configKey: o.Partitions}}})
 		if err != nil {
@@ -136,15 +144,15 @@ func (a *Agent) Ready(ctx context.Context) error {
 			return fmt.Errorf("the DaemonSet wants %d pods, %d are up to date, %d are ready: %s",
 				s.DesiredNumberScheduled, s.UpdatedNumberScheduled, s.NumberReady, strings.Join(seen, "; "))
 		}
-		a.pod = pods[0].name
+		a.pod, a.address = pods[0].name, pods[0].address
 		return nil
 	})
 }
 
 type agentPod struct {
-	name, phase, waiting string
-	ready, deleted       bool
-	restarts             int
+	name, phase, waiting, address string
+	ready, deleted                bool
+	restarts                      int
 }
 
 func (p agentPod) String() string {
@@ -156,7 +164,7 @@ func (a *Agent) pods(ctx context.Context) ([]agentPod, error) {
 		Items []struct {
 			Metadata struct{ Name, DeletionTimestamp string }
 			Status   struct {
-				Phase             string
+				Phase, PodIP      string
 				ContainerStatuses []struct {
 					Ready        bool
 					RestartCount int
@@ -175,7 +183,7 @@ func (a *Agent) pods(ctx context.Context) ([]agentPod, error) {
 	}
 	var out []agentPod
 	for _, item := range list.Items {
-		p := agentPod{name: item.Metadata.Name, phase: item.Status.Phase, deleted: item.Metadata.DeletionTimestamp != ""}
+		p := agentPod{name: item.Metadata.Name, phase: item.Status.Phase, address: item.Status.PodIP, deleted: item.Metadata.DeletionTimestamp != ""}
 		for _, c := range item.Status.ContainerStatuses {
 			p.ready, p.restarts = c.Ready, c.RestartCount
 			if w := c.State.Waiting; w != nil {
@@ -192,13 +200,26 @@ func (a *Agent) pods(ctx context.Context) ([]agentPod, error) {
 
 // SetPartitions writes the ConfigMap, and does not wait for what follows.
 func (a *Agent) SetPartitions(ctx context.Context, file string) error {
-	err := a.node.api.patch(ctx, "/api/v1/namespaces/"+AgentNamespace+"/configmaps/"+configMap,
-		map[string]any{"data": map[string]string{configKey: file}})
+	data := map[string]string{configKey: file}
+	err := a.node.api.patch(ctx, configMaps+"/"+configMap, object{"data": data})
+	if isNotFound(err) {
+		err = a.node.api.create(ctx, configMaps, object{"metadata": object{"name": configMap}, "data": data})
+	}
 	if err != nil {
 		return fmt.Errorf("edit the partitions: %w", err)
 	}
 	return nil
 }
+
+// DeletePartitions removes the ConfigMap. SetPartitions makes it again.
+func (a *Agent) DeletePartitions(ctx context.Context) error {
+	if err := a.node.api.remove(ctx, configMaps+"/"+configMap); err != nil {
+		return fmt.Errorf("delete the partitions: %w", err)
+	}
+	return nil
+}
+
+const configMaps = "/api/v1/namespaces/" + AgentNamespace + "/configmaps"
 
 // Status is the agent's own view, as /statusz shows it.
 type Status struct {
@@ -295,18 +316,8 @@ func (a *Agent) Kill(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	// By name: it is the one such process of the node's own PID namespace.
-	const kill = `n=0
-for p in /proc/[0-9]*; do
-  [ "$(tr '\0' ' ' < $p/cmdline 2>/dev/null | cut -d ' ' -f 2)" = run ] && [ "$(basename "$(readlink $p/exe)")" = gpu-agent ] && kill -KILL ${p#/proc/} && n=$((n+1))
-done
-echo $n`
-	out, err := a.node.Exec(ctx, "sh", "-c", kill)
-	if err != nil {
-		return fmt.Errorf("kill the agent: %w", err)
-	}
-	if got := strings.TrimSpace(string(out)); got != "1" {
-		return fmt.Errorf("kill the agent: %s processes of that name, want 1", got)
+	if err := a.Strike(ctx); err != nil {
+		return err
 	}
 	return Await(ctx, time.Minute, "the kubelet to start the agent again", func(ctx context.Context) error {
 		pods, err := a.pods(ctx)
@@ -318,6 +329,69 @@ echo $n`
 		}
 		return nil
 	})
+}
+
+// Strike ends the agent's process with SIGKILL and waits for nothing. It does
+// without the API server.
+func (a *Agent) Strike(ctx context.Context) error {
+	p, err := a.Process()
+	if err != nil {
+		return fmt.Errorf("kill the agent: %w", err)
+	}
+	return a.node.Signal(ctx, p, "KILL")
+}
+
+// Process is the agent's, found by its program and command, of which the node
+// has one.
+func (a *Agent) Process() (Process, error) {
+	dirs, err := filepath.Glob(a.node.File("/proc/[0-9]*"))
+	if err != nil {
+		return Process{}, err
+	}
+	var found []Process
+	for _, dir := range dirs {
+		// A process may end while it is looked at.
+		program, _ := os.Readlink(filepath.Join(dir, "exe"))
+		command, _ := os.ReadFile(filepath.Join(dir, "cmdline"))
+		if args := strings.Split(string(command), "\x00"); filepath.Base(program) != "gpu-agent" || len(args) < 2 || args[1] != "run" {
+			continue
+		}
+		pid, err := strconv.Atoi(filepath.Base(dir))
+		if err != nil {
+			return Process{}, err
+		}
+		if p, err := a.node.process(pid); err == nil {
+			found = append(found, p)
+		}
+	}
+	if len(found) != 1 {
+		return Process{}, fmt.Errorf("the node has %d processes of the agent, want 1: %v", len(found), found)
+	}
+	return found[0], nil
+}
+
+// Direct reads the agent's view at its pod's own address, past the API server.
+func (a *Agent) Direct(ctx context.Context) (Status, error) {
+	if a.address == "" {
+		return Status{}, errors.New("read the agent's status: its pod's address was never seen")
+	}
+	out, err := a.node.Exec(ctx, a.node.kit.Bin("busybox"), "wget", "-q", "-T", "5", "-O", "-", "http://"+a.address+":9500/statusz")
+	if err != nil {
+		return Status{}, fmt.Errorf("read the agent's status: %w", err)
+	}
+	return decode[Status](out, "the agent's status")
+}
+
+// Stop takes the agent off the node, as an upgrade or an administrator does, and
+// waits until it has ended.
+func (a *Agent) Stop(ctx context.Context) error { return a.stop(ctx) }
+
+// Start brings it back and waits until it answers.
+func (a *Agent) Start(ctx context.Context) error {
+	if err := a.node.Label(ctx, map[string]string{NodeLabel: "true"}); err != nil {
+		return err
+	}
+	return a.answers(ctx)
 }
 
 // Reset makes the node one where nobody has asked for a GPU yet: no pod of the
@@ -350,10 +424,7 @@ func (a *Agent) Reset(ctx context.Context, partitions string) error {
 			return fmt.Errorf("remove the claims of earlier pods: %w", err)
 		}
 	}
-	if err := a.node.Label(ctx, map[string]string{NodeLabel: "true"}); err != nil {
-		return err
-	}
-	return a.answers(ctx)
+	return a.Start(ctx)
 }
 
 // answers waits until an agent answers, which is seconds before the kubelet's
@@ -367,7 +438,7 @@ func (a *Agent) answers(ctx context.Context) error {
 		if len(pods) != 1 || pods[0].deleted || pods[0].phase != "Running" {
 			return fmt.Errorf("its pods are %v", pods)
 		}
-		a.pod = pods[0].name
+		a.pod, a.address = pods[0].name, pods[0].address
 		_, err = a.Status(ctx)
 		return err
 	})

@@ -20,10 +20,47 @@ var ErrNever = errors.New("cannot become true any more")
 // most limit, with what was waited for before it. look says what it saw that
 // is not as it should be.
 func Await(ctx context.Context, limit time.Duration, what string, look func(context.Context) error) error {
+	return await(ctx, limit, lookEvery, what, look)
+}
+
+// closely is the pause between two looks where the moment is wanted. It is for
+// looks that cost next to nothing, such as one at a file.
+const closely = 2 * time.Millisecond
+
+// Moment is Await for who wants to know when: it looks without rest and returns
+// the time of the look that was the first to be content. What it says is late by
+// as much as two looks take.
+func Moment(ctx context.Context, limit time.Duration, what string, look func(context.Context) error) (time.Time, error) {
+	err := await(ctx, limit, closely, what, look)
+	return time.Now(), err
+}
+
+// Holds looks again and again for as long as it is told, and returns what is
+// wrong as soon as look says so: it is for what must not happen.
+func Holds(ctx context.Context, span time.Duration, what string, look func(context.Context) error) error {
+	began := time.Now()
+	tick := time.NewTicker(lookEvery)
+	defer tick.Stop()
+	for looks := 1; ; looks++ {
+		if err := look(ctx); err != nil {
+			return fmt.Errorf("%s, %.1f s on, at look %d: %w", what, time.Since(began).Seconds(), looks, err)
+		}
+		if time.Since(began) >= span {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-tick.C:
+		}
+	}
+}
+
+func await(ctx context.Context, limit, pause time.Duration, what string, look func(context.Context) error) error {
 	began := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
-	tick := time.NewTicker(lookEvery)
+	tick := time.NewTicker(pause)
 	defer tick.Stop()
 	var last error
 	for {

@@ -145,6 +145,65 @@ func (d *Driver) Xid(ctx context.Context, index, xid int) error {
 	return err
 }
 
+// Reset resets a GPU, which must be idle.
+func (d *Driver) Reset(ctx context.Context, index int) error {
+	_, err := d.control(ctx, "reset", "--gpu", strconv.Itoa(index))
+	return err
+}
+
+// Unplug takes a GPU out of the machine, its device node with it.
+func (d *Driver) Unplug(ctx context.Context, index int) error {
+	_, err := d.control(ctx, "unplug", "--gpu", strconv.Itoa(index))
+	return err
+}
+
+// Plug puts a GPU back that was unplugged.
+func (d *Driver) Plug(ctx context.Context, index int) error {
+	_, err := d.control(ctx, "plug", "--gpu", strconv.Itoa(index))
+	return err
+}
+
+// Unload unloads the driver, which it refuses while anybody uses it.
+func (d *Driver) Unload(ctx context.Context) error {
+	_, err := d.control(ctx, "unload")
+	return err
+}
+
+// LoadDriver loads the driver again, another version of it where one is named.
+func (d *Driver) LoadDriver(ctx context.Context, version string) error {
+	var args []string
+	if version != "" {
+		args = []string{"--driver", version}
+	}
+	if _, err := d.control(ctx, "load", args...); err != nil {
+		return err
+	}
+	return d.refresh(ctx)
+}
+
+// Hang keeps calls of a name, or of a pattern such as nvmlDevice*, until
+// ClearFaults. A GPU of -1 is any.
+func (d *Driver) Hang(ctx context.Context, call string, index int) error {
+	args := []string{"--call", call, "--for", "forever"}
+	if index >= 0 {
+		args = append(args, "--gpu", strconv.Itoa(index))
+	}
+	_, err := d.control(ctx, "slow", args...)
+	return err
+}
+
+// Fail makes calls answer an error of NVML's by its number, until ClearFaults.
+func (d *Driver) Fail(ctx context.Context, call string, code int) error {
+	_, err := d.control(ctx, "fail", "--call", call, "--code", strconv.Itoa(code))
+	return err
+}
+
+// ClearFaults ends what Hang and Fail began.
+func (d *Driver) ClearFaults(ctx context.Context) error {
+	_, err := d.control(ctx, "clear")
+	return err
+}
+
 // TimeSlice is what the driver was told for a GPU: default, short, medium or
 // long.
 func (d *Driver) TimeSlice(ctx context.Context, index int) (string, error) {

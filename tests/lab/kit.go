@@ -115,6 +115,18 @@ func (k *Kit) Steps() []Step {
 	}
 }
 
+// BuildPeer builds NVIDIA's device plugin, unmodified, and returns where it is.
+// The version stands in its module's go.mod below tests/peers.
+func (k *Kit) BuildPeer(ctx context.Context) (string, error) {
+	const name = "nvidia-device-plugin"
+	err := k.run(ctx, []string{"CGO_ENABLED=1"}, "go", "-C", "tests/peers/"+name, "build", "-buildvcs=false", "-trimpath", "-ldflags=-s -w",
+		"-o", k.Bin(name), "github.com/NVIDIA/k8s-device-plugin/cmd/"+name)
+	if err != nil {
+		return "", fmt.Errorf("build NVIDIA's device plugin: %w", err)
+	}
+	return k.Bin(name), nil
+}
+
 // Run runs a program in the checkout, its output on the kit's screen. An error
 // carries the end of the output where nobody saw it.
 func (k *Kit) Run(ctx context.Context, program string, args ...string) error {

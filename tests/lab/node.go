@@ -15,6 +15,15 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"example.com/gpu-agent/internal/node"
+)
+
+// Processes of a node, by the names that Stop, Kill and StartAgain know.
+const (
+	Kubelet    = "kubelet"
+	Containerd = "containerd"
+	APIServer  = "kube-apiserver"
 )
 
 // Node is a one-node Kubernetes that runs now.
@@ -23,6 +32,9 @@ type Node struct {
 	Name string
 	kit  *Kit
 	api  *api
+	// root is where this machine sees the node's files.
+	root string
+	pods *node.PodResources
 }
 
 // NodeOptions say how a node is started.
@@ -51,9 +63,35 @@ func (k *Kit) Attach(ctx context.Context, name string) (*Node, error) {
 	if err != nil {
 		return nil, err
 	}
-	n.api, err = newAPI(config)
-	return n, err
+	if n.api, err = newAPI(config); err != nil {
+		return nil, err
+	}
+	pid, err := k.firstProcess(ctx, name)
+	if err != nil {
+		return nil, err
+	}
+	n.root = fmt.Sprintf("/proc/%d/root", pid)
+	n.pods = node.NewPodResources(n.File("/var/lib/kubelet"))
+	return n, nil
 }
+
+// firstProcess finds the PID of a running node's first process.
+func (k *Kit) firstProcess(ctx context.Context, name string) (int, error) {
+	out, err := k.output(ctx, nil, k.Bin("cluster"), "list")
+	if err != nil {
+		return 0, err
+	}
+	for line := range strings.Lines(string(out)) {
+		if f := strings.Fields(line); len(f) == 3 && f[0] == name && f[1] == "running" {
+			return strconv.Atoi(f[2])
+		}
+	}
+	return 0, fmt.Errorf("node %s does not run", name)
+}
+
+// File is the path by which this machine sees a file of the node's. It is there
+// while the node lives, and looking at it costs no process.
+func (n *Node) File(path string) string { return n.root + path }
 
 // Down ends a node and proves that nothing of it is left. That there is none
 // is no error.
@@ -103,10 +141,27 @@ func (n *Node) Stop(ctx context.Context, process string) error {
 	return err
 }
 
+// Kill ends a process of the node with SIGKILL; it stays down.
+func (n *Node) Kill(ctx context.Context, process string) error {
+	_, err := n.cluster(ctx, nil, "kill", process)
+	return err
+}
+
+// StartAgain starts a process that was stopped or killed.
+func (n *Node) StartAgain(ctx context.Context, process string) error {
+	_, err := n.cluster(ctx, nil, "start", process)
+	return err
+}
+
 // RestartKubelet restarts the kubelet and waits until the new one has written
 // the node's status. What the node offers is then the new one's word.
-func (n *Node) RestartKubelet(ctx context.Context) error {
-	if err := n.Stop(ctx, "kubelet"); err != nil {
+func (n *Node) RestartKubelet(ctx context.Context) error { return n.restartKubelet(ctx, n.Stop) }
+
+// CrashKubelet is RestartKubelet for a kubelet that could not take its leave.
+func (n *Node) CrashKubelet(ctx context.Context) error { return n.restartKubelet(ctx, n.Kill) }
+
+func (n *Node) restartKubelet(ctx context.Context, end func(context.Context, string) error) error {
+	if err := end(ctx, Kubelet); err != nil {
 		return err
 	}
 	old, err := n.State(ctx)
@@ -122,15 +177,21 @@ func (n *Node) RestartKubelet(ctx context.Context) error {
 	}); err != nil {
 		return err
 	}
-	if _, err := n.cluster(ctx, nil, "start", "kubelet"); err != nil {
+	if err := n.StartAgain(ctx, Kubelet); err != nil {
 		return err
 	}
+	return n.newWord(ctx, old.Heartbeat)
+}
+
+// newWord waits for a status of the kubelet's that is newer than another, and
+// says that it is ready.
+func (n *Node) newWord(ctx context.Context, than time.Time) error {
 	return Await(ctx, time.Minute, "the new kubelet's first word", func(ctx context.Context) error {
 		s, err := n.State(ctx)
 		if err != nil {
 			return err
 		}
-		if !s.Ready || !s.Heartbeat.After(old.Heartbeat) {
+		if !s.Ready || !s.Heartbeat.After(than) {
 			return fmt.Errorf("the node's Ready is %v, and its last heartbeat was at %s", s.Ready, s.Heartbeat.Format(time.TimeOnly))
 		}
 		return nil
@@ -149,9 +210,18 @@ type State struct {
 	// Capacity and Allocatable are whole numbers of extended resources; other
 	// resources are left out.
 	Capacity, Allocatable map[string]int
-	Ready                 bool
+	// Conditions are the node's, by type.
+	Conditions map[string]Condition
+	Ready      bool
 	// Heartbeat is when the kubelet wrote its status last, in whole seconds.
 	Heartbeat time.Time
+}
+
+// Condition is one of the Node's.
+type Condition struct{ Status, Reason, Message string }
+
+func (c Condition) String() string {
+	return strings.TrimRight(fmt.Sprintf("%s %s: %s", c.Status, c.Reason, c.Message), ": ")
 }
 
 func (n *Node) path() string { return "/api/v1/nodes/" + n.Name }
@@ -163,7 +233,8 @@ func (n *Node) State(ctx context.Context) (State, error) {
 		Status   struct {
 			Capacity, Allocatable map[string]string
 			Conditions            []struct {
-				Type, Status      string
+				Condition
+				Type              string
 				LastHeartbeatTime time.Time
 			}
 		}
@@ -171,7 +242,7 @@ func (n *Node) State(ctx context.Context) (State, error) {
 	if err := n.api.get(ctx, n.path(), &o); err != nil {
 		return State{}, err
 	}
-	s := State{Labels: o.Metadata.Labels, Annotations: o.Metadata.Annotations}
+	s := State{Labels: o.Metadata.Labels, Annotations: o.Metadata.Annotations, Conditions: map[string]Condition{}}
 	var err error
 	if s.Capacity, err = extended(o.Status.Capacity); err != nil {
 		return State{}, err
@@ -180,6 +251,7 @@ func (n *Node) State(ctx context.Context) (State, error) {
 		return State{}, err
 	}
 	for _, c := range o.Status.Conditions {
+		s.Conditions[c.Type] = c.Condition
 		if c.Type == "Ready" {
 			s.Ready, s.Heartbeat = c.Status == "True", c.LastHeartbeatTime
 		}
@@ -245,6 +317,14 @@ func (n *Node) Label(ctx context.Context, labels map[string]string) error {
 	err := n.api.patch(ctx, n.path(), map[string]any{"metadata": map[string]any{"labels": patch}})
 	if err != nil {
 		return fmt.Errorf("label the node: %w", err)
+	}
+	return nil
+}
+
+// Cordon keeps new pods off the node, or lets them come again.
+func (n *Node) Cordon(ctx context.Context, on bool) error {
+	if err := n.api.patch(ctx, n.path(), object{"spec": object{"unschedulable": on}}); err != nil {
+		return fmt.Errorf("cordon the node: %w", err)
 	}
 	return nil
 }

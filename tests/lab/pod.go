@@ -6,9 +6,12 @@ import (
 	"bufio"
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net/http"
+	"os"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -30,6 +33,14 @@ type Pod struct {
 	Containers []Container
 	// Labels are further labels.
 	Labels map[string]string
+	// Once leaves the containers ended when they end; else they run anew.
+	Once bool
+	// Grace is how long a container may take to end when it is asked to; one
+	// second where it is zero.
+	Grace time.Duration
+	// Pinned puts the pod on the node without asking the scheduler, so that the
+	// kubelet alone judges it, and at once.
+	Pinned bool
 }
 
 // Container is one container of a Pod.
@@ -40,7 +51,25 @@ type Container struct {
 	Image string
 	// Resources are extended resources and how many of each.
 	Resources map[string]int
+	// Then is a shell script: what the container does when it has looked around.
+	// Where it is empty, an init container ends, and another waits for its end.
+	Then string
+	// Pull lets the kubelet pull an image that the node lacks.
+	Pull bool
 }
+
+// Scripts for Container.Then.
+const (
+	// Wait waits for the container's end: what containers do of themselves, for
+	// an init container that is not to end.
+	Wait = "sleep 1000000 & wait\n"
+	// UntilTold ends when RunningPod.Tell says so.
+	UntilTold = "until [ -e /told ]; do sleep 0.1; done\n"
+	// Crash fails at once.
+	Crash = "exit 1\n"
+	// Deaf hears no request to end.
+	Deaf = "trap '' TERM\nwhile :; do sleep 1; done\n"
+)
 
 // look is what containers run first. dlopen-check, of the image, loads a library
 // by its name as any program would, and prints the file that was found.
@@ -56,45 +85,119 @@ echo seen
 
 // CreatePod makes a pod and does not wait for anything.
 func (n *Node) CreatePod(ctx context.Context, p Pod) (*RunningPod, error) {
-	containers := func(list []Container, script string) (out []any) {
+	o := object{"apiVersion": "v1", "kind": "Pod",
+		"metadata": object{"name": p.Name, "labels": p.Labels}, "spec": n.podSpec(p)}
+	if err := n.api.create(ctx, podsPath, o); err != nil {
+		return nil, fmt.Errorf("make pod %s: %w", p.Name, err)
+	}
+	return &RunningPod{Name: p.Name, node: n, spec: p}, nil
+}
+
+// CreateJob makes a Job of one pod and returns that pod, which stays when the
+// Job is done. DeletePods leaves Jobs alone: DeleteJob is the caller's.
+func (n *Node) CreateJob(ctx context.Context, p Pod) (*RunningPod, error) {
+	p.Once = true
+	o := object{"apiVersion": "batch/v1", "kind": "Job", "metadata": object{"name": p.Name},
+		"spec": object{"backoffLimit": 0, "template": object{"metadata": object{"labels": p.Labels}, "spec": n.podSpec(p)}}}
+	if err := n.api.create(ctx, jobsPath, o); err != nil {
+		return nil, fmt.Errorf("make job %s: %w", p.Name, err)
+	}
+	pod := &RunningPod{node: n, spec: p}
+	return pod, Await(ctx, time.Minute, "the pod of job "+p.Name, func(ctx context.Context) error {
+		var list struct {
+			Items []struct{ Metadata struct{ Name string } }
+		}
+		if err := n.api.get(ctx, podsPath+"?labelSelector=job-name%3D"+p.Name, &list); err != nil {
+			return err
+		}
+		if len(list.Items) != 1 {
+			return fmt.Errorf("it has %d pods", len(list.Items))
+		}
+		pod.Name = list.Items[0].Metadata.Name
+		return nil
+	})
+}
+
+// DeleteJob deletes a Job and the pod with it.
+func (n *Node) DeleteJob(ctx context.Context, name string) error {
+	if err := n.api.remove(ctx, jobsPath+"/"+name+"?propagationPolicy=Background"); err != nil {
+		return fmt.Errorf("delete job %s: %w", name, err)
+	}
+	return nil
+}
+
+// StaticPod gives the kubelet a pod by a file, past the API server, which has a
+// mirror of it only. Its name gets the node's as a suffix. It goes with
+// RunningPod.Delete.
+func (n *Node) StaticPod(ctx context.Context, p Pod) (*RunningPod, error) {
+	o := object{"apiVersion": "v1", "kind": "Pod",
+		"metadata": object{"name": p.Name, "namespace": PodNamespace, "labels": p.Labels}, "spec": n.podSpec(p)}
+	data, err := json.Marshal(o)
+	if err != nil {
+		return nil, fmt.Errorf("make static pod %s: %w", p.Name, err)
+	}
+	// The kubelet passes over names that begin with a dot.
+	file, temporary := n.File(manifests+p.Name+".json"), n.File(manifests+"."+p.Name)
+	if err := os.WriteFile(temporary, data, 0o644); err != nil {
+		return nil, fmt.Errorf("make static pod %s: %w", p.Name, err)
+	}
+	if err := os.Rename(temporary, file); err != nil {
+		return nil, fmt.Errorf("make static pod %s: %w", p.Name, err)
+	}
+	return &RunningPod{Name: p.Name + "-" + n.Name, node: n, spec: p, file: file}, nil
+}
+
+const (
+	podsPath  = "/api/v1/namespaces/" + PodNamespace + "/pods"
+	jobsPath  = "/apis/batch/v1/namespaces/" + PodNamespace + "/jobs"
+	manifests = "/etc/kubernetes/manifests/"
+)
+
+// object is one of Kubernetes', in JSON.
+type object = map[string]any
+
+func (n *Node) podSpec(p Pod) object {
+	containers := func(list []Container, prelude, then string) (out []any) {
 		for _, c := range list {
 			limits := map[string]string{}
 			for name, count := range c.Resources {
 				limits[name] = strconv.Itoa(count)
 			}
-			if c.Name == "" {
-				c.Name = "main"
+			image, pull, script := TestImage, "Never", then
+			if c.Image != "" {
+				image = c.Image
 			}
-			if c.Image == "" {
-				c.Image = TestImage
+			if c.Pull {
+				pull = "IfNotPresent"
 			}
-			out = append(out, map[string]any{
-				"name": c.Name, "image": c.Image, "imagePullPolicy": "Never",
-				"command":   []string{"/bin/sh", "-c", script},
-				"resources": map[string]any{"limits": limits},
+			if c.Then != "" {
+				script = c.Then
+			}
+			out = append(out, object{
+				"name": c.name(), "image": image, "imagePullPolicy": pull,
+				"command":   []string{"/bin/sh", "-c", prelude + look + script},
+				"resources": object{"limits": limits},
 			})
 		}
 		return out
 	}
-	grace := 1
-	o := map[string]any{
-		"apiVersion": "v1", "kind": "Pod",
-		"metadata": map[string]any{"name": p.Name, "labels": p.Labels},
-		"spec": map[string]any{
-			"restartPolicy":                 "Always",
-			"terminationGracePeriodSeconds": grace,
-			"automountServiceAccountToken":  false,
-			"enableServiceLinks":            false,
-			"initContainers":                containers(p.Init, look),
-			// A shell that is PID 1 ends by a signal only if it asks for it.
-			"containers": containers(p.Containers, "trap 'exit 0' TERM\n"+look+"sleep 1000000 & wait\n"),
-		},
+	// A shell that is PID 1 ends by a signal only if it asks for it.
+	const obedient = "trap 'exit 0' TERM\n"
+	spec := object{
+		"restartPolicy":                 "Always",
+		"terminationGracePeriodSeconds": max(1, int(p.Grace/time.Second)),
+		"automountServiceAccountToken":  false,
+		"enableServiceLinks":            false,
+		"initContainers":                containers(p.Init, obedient, ""),
+		"containers":                    containers(p.Containers, obedient, Wait),
 	}
-	err := n.api.create(ctx, "/api/v1/namespaces/"+PodNamespace+"/pods", o)
-	if err != nil {
-		return nil, fmt.Errorf("make pod %s: %w", p.Name, err)
+	if p.Once {
+		spec["restartPolicy"] = "Never"
 	}
-	return &RunningPod{Name: p.Name, node: n, spec: p}, nil
+	if p.Pinned {
+		spec["nodeName"] = n.Name
+	}
+	return spec
 }
 
 // RunningPod is a pod that was made.
@@ -102,6 +205,8 @@ type RunningPod struct {
 	Name string
 	node *Node
 	spec Pod
+	// file is a static pod's.
+	file string
 }
 
 // PodState is what Kubernetes says of a pod.
@@ -115,10 +220,17 @@ type PodState struct {
 
 // ContainerState is how one container of a pod stands.
 type ContainerState struct {
+	// ID is the runtime's for the newest container.
 	ID       string
 	Ready    bool
+	Running  bool
 	Restarts int
 	Waiting  string // why it does not run
+	// Ended says how it ended, "Completed" or "Error", where it has.
+	Ended string
+	// Health has, for each device ID that the kubelet says the container has,
+	// what it says of it: Healthy, Unhealthy or Unknown.
+	Health map[string]string
 }
 
 func (s PodState) String() string {
@@ -137,9 +249,7 @@ func (s PodState) String() string {
 	return out
 }
 
-func (p *RunningPod) path() string {
-	return "/api/v1/namespaces/" + PodNamespace + "/pods/" + p.Name
-}
+func (p *RunningPod) path() string { return podsPath + "/" + p.Name }
 
 // String is the pod's name as people write it: namespace/name.
 func (p *RunningPod) String() string { return PodNamespace + "/" + p.Name }
@@ -151,7 +261,12 @@ func (p *RunningPod) State(ctx context.Context) (PodState, error) {
 		Ready             bool
 		RestartCount      int
 		State             struct {
-			Waiting *struct{ Reason, Message string }
+			Waiting    *struct{ Reason, Message string }
+			Running    *struct{}
+			Terminated *struct{ Reason string }
+		}
+		AllocatedResourcesStatus []struct {
+			Resources []struct{ ResourceID, Health string }
 		}
 	}
 	var o struct {
@@ -168,7 +283,16 @@ func (p *RunningPod) State(ctx context.Context) (PodState, error) {
 	s := PodState{UID: o.Metadata.UID, Phase: o.Status.Phase, Reason: o.Status.Reason, Message: o.Status.Message,
 		Containers: map[string]ContainerState{}, Condition: map[string]string{}}
 	for _, c := range append(o.Status.InitContainerStatuses, o.Status.ContainerStatuses...) {
-		cs := ContainerState{ID: c.ContainerID, Ready: c.Ready, Restarts: c.RestartCount}
+		_, id, _ := strings.Cut(c.ContainerID, "://")
+		cs := ContainerState{ID: id, Ready: c.Ready, Running: c.State.Running != nil, Restarts: c.RestartCount, Health: map[string]string{}}
+		if t := c.State.Terminated; t != nil {
+			cs.Ended = t.Reason
+		}
+		for _, a := range c.AllocatedResourcesStatus {
+			for _, r := range a.Resources {
+				cs.Health[r.ResourceID] = r.Health
+			}
+		}
 		if w := c.State.Waiting; w != nil {
 			cs.Waiting = strings.TrimSuffix(w.Reason+": "+w.Message, ": ")
 		}
@@ -263,8 +387,43 @@ func (p *RunningPod) Unschedulable(ctx context.Context) (string, error) {
 	return message, err
 }
 
+// InState waits until check, which says what is wrong with it, finds the pod in
+// order.
+func (p *RunningPod) InState(ctx context.Context, limit time.Duration, what string, check func(PodState) error) error {
+	return Await(ctx, limit, "pod "+p.Name+" "+what, func(ctx context.Context) error {
+		s, err := p.State(ctx)
+		if err != nil {
+			return err
+		}
+		if err := check(s); err != nil {
+			return fmt.Errorf("%w: %s%s", err, s, p.why(ctx))
+		}
+		return nil
+	})
+}
+
+// Tell lets a container that runs UntilTold go on.
+func (p *RunningPod) Tell(ctx context.Context, container string) error {
+	_, err := p.Exec(ctx, container, "touch", "/told")
+	return err
+}
+
+// ForceDelete takes the pod out of the API at once, whatever its containers do.
+func (p *RunningPod) ForceDelete(ctx context.Context) error {
+	if err := p.node.api.remove(ctx, p.path()+"?gracePeriodSeconds=0"); err != nil {
+		return fmt.Errorf("delete pod %s by force: %w", p.Name, err)
+	}
+	return nil
+}
+
 // Delete asks for the pod's end.
 func (p *RunningPod) Delete(ctx context.Context) error {
+	if p.file != "" {
+		if err := os.Remove(p.file); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return fmt.Errorf("delete static pod %s: %w", p.Name, err)
+		}
+		return nil
+	}
 	if err := p.node.api.remove(ctx, p.path()); err != nil {
 		return fmt.Errorf("delete pod %s: %w", p.Name, err)
 	}
@@ -287,15 +446,23 @@ func (p *RunningPod) Gone(ctx context.Context) error {
 
 // DeletePods ends all pods of the lab and waits until they are gone.
 func (n *Node) DeletePods(ctx context.Context) error {
-	path := "/api/v1/namespaces/" + PodNamespace + "/pods"
-	if err := n.api.do(ctx, http.MethodDelete, path, "", nil, nil); err != nil {
+	static, err := filepath.Glob(n.File(manifests + "*.json"))
+	if err != nil {
+		return err
+	}
+	for _, file := range static {
+		if err := os.Remove(file); err != nil {
+			return fmt.Errorf("delete all pods: %w", err)
+		}
+	}
+	if err := n.api.do(ctx, http.MethodDelete, podsPath, "", nil, nil); err != nil {
 		return fmt.Errorf("delete all pods: %w", err)
 	}
 	return Await(ctx, time.Minute, "the end of all pods", func(ctx context.Context) error {
 		var list struct {
 			Items []struct{ Metadata struct{ Name string } }
 		}
-		if err := n.api.get(ctx, path, &list); err != nil {
+		if err := n.api.get(ctx, podsPath, &list); err != nil {
 			return err
 		}
 		var names []string

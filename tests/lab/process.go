@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lab
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+)
+
+// Process is a process of the node: PIDs are used again, and the two together
+// are not.
+type Process struct {
+	// PID is in the node's PID namespace.
+	PID int
+	// Start is in clock ticks since the machine's boot.
+	Start uint64
+}
+
+func (p Process) String() string { return fmt.Sprintf("PID %d, started at tick %d", p.PID, p.Start) }
+
+// Lives says whether the process still runs. It looks at one file.
+func (n *Node) Lives(p Process) bool {
+	now, err := n.process(p.PID)
+	return err == nil && now == p
+}
+
+// process reads one from the node's /proc. One that has ended and waits for its
+// parent's word counts as ended.
+func (n *Node) process(pid int) (Process, error) {
+	data, err := os.ReadFile(n.File(fmt.Sprintf("/proc/%d/stat", pid)))
+	if err != nil {
+		return Process{}, err
+	}
+	// The command's name may hold anything, so count from its closing bracket.
+	fields := strings.Fields(string(data[strings.LastIndexByte(string(data), ')')+1:]))
+	if len(fields) < 20 {
+		return Process{}, fmt.Errorf("read /proc/%d/stat: %d fields after the name", pid, len(fields))
+	}
+	if fields[0] == "Z" || fields[0] == "X" {
+		return Process{}, fmt.Errorf("process %d has ended", pid)
+	}
+	start, err := strconv.ParseUint(fields[19], 10, 64)
+	return Process{PID: pid, Start: start}, err
+}
+
+// Containers are the first processes of all containers that the runtime has
+// running now, by container ID; sandboxes are among them.
+func (n *Node) Containers(ctx context.Context) (map[string]Process, error) {
+	out, err := n.Exec(ctx, "ctr", "--namespace", "k8s.io", "tasks", "list")
+	if err != nil {
+		return nil, fmt.Errorf("list containers: %w", err)
+	}
+	all := map[string]Process{}
+	for line := range strings.Lines(string(out)) {
+		f := strings.Fields(line)
+		if len(f) != 3 || f[2] != "RUNNING" {
+			continue
+		}
+		pid, err := strconv.Atoi(f[1])
+		if err != nil {
+			return nil, fmt.Errorf("list containers: line %q: %w", line, err)
+		}
+		p, err := n.process(pid)
+		if errors.Is(err, os.ErrNotExist) {
+			continue // it has ended since
+		}
+		if err != nil {
+			return nil, fmt.Errorf("list containers: %w", err)
+		}
+		all[f[0]] = p
+	}
+	return all, nil
+}
+
+// ServerProcess is the process behind a name such as Kubelet, and how often it
+// was started. PID 0 says that it does not run.
+func (n *Node) ServerProcess(ctx context.Context, name string) (p Process, starts int, err error) {
+	out, err := n.cluster(ctx, nil, "pid", name)
+	if err != nil {
+		return Process{}, 0, err
+	}
+	var pid int
+	if _, err := fmt.Sscan(string(out), &pid, &starts); err != nil {
+		return Process{}, 0, fmt.Errorf("read the PID of %s: %w", name, err)
+	}
+	if pid == 0 {
+		return Process{}, starts, nil
+	}
+	p, err = n.process(pid)
+	return p, starts, err
+}
+
+// Process is the first process of a container, which must run. It is the
+// runtime's word, and there without the API server.
+func (p *RunningPod) Process(ctx context.Context, container string) (Process, error) {
+	if container == "" {
+		container = "main"
+	}
+	out, err := p.node.Exec(ctx, "ctr", "--namespace", "k8s.io", "containers", "list", "--quiet", fmt.Sprintf(
+		`labels."io.kubernetes.pod.namespace"==%q,labels."io.kubernetes.pod.name"==%q,labels."io.kubernetes.container.name"==%q`,
+		PodNamespace, p.Name, container))
+	if err != nil {
+		return Process{}, fmt.Errorf("find container %s of pod %s: %w", container, p.Name, err)
+	}
+	all, err := p.node.Containers(ctx)
+	if err != nil {
+		return Process{}, err
+	}
+	ids := strings.Fields(string(out))
+	for _, id := range ids {
+		if found, ok := all[id]; ok {
+			return found, nil
+		}
+	}
+	return Process{}, fmt.Errorf("container %s of pod %s does not run; the runtime has %d of that name, ended", container, p.Name, len(ids))
+}
+
+// Signal sends a process of the node a signal by its name, such as STOP.
+func (n *Node) Signal(ctx context.Context, p Process, signal string) error {
+	if !n.Lives(p) {
+		return fmt.Errorf("signal %s: there is no process of %s any more", signal, p)
+	}
+	_, err := n.Exec(ctx, "kill", "-"+signal, strconv.Itoa(p.PID))
+	return err
+}
+
+// Offer is, by resource, the IDs of the devices that the kubelet would hand out
+// or has handed out: what it has understood of the plugins' lists, and holds for
+// healthy. It is there without the API server, and within a millisecond.
+func (n *Node) Offer(ctx context.Context) (map[string][]string, error) {
+	return n.pods.Allocatable(ctx)
+}
+
+// Holdings are the devices that the kubelet says containers have.
+func (n *Node) Holdings(ctx context.Context) ([]Holding, error) {
+	l, err := n.pods.List(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var out []Holding
+	for _, h := range l.Holdings {
+		out = append(out, Holding{Pod: h.Pod, Container: h.Container, Resource: h.Resource, IDs: h.IDs})
+	}
+	return out, nil
+}
+
+// Holding is what a container has of one resource.
+type Holding struct {
+	Pod, Container, Resource string
+	IDs                      []string
+}
