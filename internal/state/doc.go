@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package state is the agent's memory between two of its processes: what it
+// knew that cannot be asked of anybody else, in a directory of its own.
+//
+// Nearly all that the agent needs it reads anew when it starts: GPUs from the
+// driver, holders from the kubelet's checkpoint and from the container runtime.
+// Three things nobody else remembers. A claim that Allocate has just granted is
+// in no checkpoint yet. A GPU that was condemned looks well again to whoever
+// asks it only now. A cut that was withdrawn has to stay listed for a while,
+// although no partition file names it any more. Those lie here:
+//
+//	state.json       the Document: boot, GPUs last seen, faults, withdrawn cuts,
+//	                 time slices; one JSON value with its version
+//	state.json.bad   a state.json that could not be read, for whoever wonders
+//	claims.journal   one line a claim, added by every Allocate
+//	.state.json.tmp, .claims.journal.tmp    while one of the two is replaced
+//	hooks/           programs that containers' CDI files name; pkg/gpu/nvml
+//	                 installs them, and only Remove looks at them here
+//
+// # The journal
+//
+// Append is called inside the kubelet's Allocate, so it is one write(2) and
+// nothing else. A line says its version and carries a checksum:
+//
+//	v1 5d0f3c1e {"resource":"example.com/gpu-mem","ids":["GPU-…::0"],"allocated":"…"}
+//
+// A write that was cut off, by a kill or a full disk, leaves a line that is not
+// whole. It is dropped, and the next line starts on a line of its own, so that
+// no claim costs its neighbour. However short the file is cut, reading it gives
+// the claims whose lines are whole: no error, and no claim that was not there.
+// The journal only grows until Keep replaces it by the claims that live. It may
+// say too much (claims that have ended since) but never too little; whoever reads
+// it asks the kubelet and the runtime anyway.
+//
+// # Why nothing is flushed
+//
+// Nothing here is written with fsync. When the agent dies, however hard, what it
+// wrote is the kernel's and stays. When the machine dies, so does every
+// container, and the kubelet rejects the pods that held devices: the claims that
+// might be lost have nobody left. A flush in Allocate would cost each pod a
+// disk's latency to guard against nothing.
+//
+// What each crash leaves:
+//
+//   - in Append: a whole line, a torn one, or none. The kubelet has had no
+//     answer in either case, so a claim too many ends by itself, and one too few
+//     was never granted.
+//   - in Save or Keep before the rename: the old file, and a temporary one that
+//     the next Open removes. After it: the new file.
+//   - between Save and Keep: two files of different moments. Nothing in one
+//     refers to the other.
+//   - a power cut: either file empty, old or with holes. Open puts such a
+//     state.json aside and says so; such a journal gives the lines that are whole.
+//
+// # Versions
+//
+// A missing file is an empty one, so that a directory in which an agent of
+// version 0 has left its hook programs, and nothing else, needs no migration. A
+// file of a newer version is refused before anything is touched: an older agent
+// that ignored what it does not know would forget claims.
+//
+// Two processes never share the directory: Open locks it, with a lock that dies
+// with its process. Files are for their owner alone. The directory lets others
+// pass but not look: in a pod with a user namespace the runtime starts the hook
+// programs as a user who is nobody here. A symbolic link or anything but a plain
+// file at one of the names above is refused, not followed.
+//
+//	s, err := state.Open("/var/lib/gpu-agent", log)
+//	for _, c := range s.Claims() { … }                 // what may still be held
+//	err = s.Append(state.Claim{Resource: r, IDs: ids, Allocated: now})
+//	err = s.Keep(desk.Claims)                          // now and then
+//
+// The package does not know what its contents mean: which claim has ended,
+// whether a fault still counts after a reboot, when a withdrawn cut may go.
+package state

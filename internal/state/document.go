@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package state
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// Version is the version of both files that this package writes.
+const Version = 1
+
+// Document is what the agent remembers beside its claims.
+type Document struct {
+	// Boot is the boot of the machine that the rest was seen in.
+	Boot string `json:"boot,omitempty"`
+	// GPUs is the inventory last seen. Save leaves MIG profiles out: the driver
+	// tells them again, and they are most of an inventory's bytes.
+	GPUs []gpu.Device `json:"gpus,omitempty"`
+	// Faults is the health monitor's memory, in its own words.
+	Faults json.RawMessage `json:"faults,omitempty"`
+	// Withdrawn is the cuts that are still listed though no partition wants them.
+	Withdrawn []Withdrawn `json:"withdrawn,omitempty"`
+	// TimeSlices is what the agent last set, by GPU.
+	TimeSlices map[gpu.UUID]gpu.TimeSlice `json:"timeSlices,omitempty"`
+}
+
+// Withdrawn is a cut of a GPU that is not any more but still listed.
+type Withdrawn struct {
+	GPU gpu.UUID `json:"gpu"`
+	// Kind is the resource's short name, "gpu-mem"; N is how many devices of it
+	// the GPU had.
+	Kind string `json:"kind"`
+	N    int    `json:"n"`
+	// Until is when it leaves the list, if nobody holds any of it.
+	Until time.Time `json:"until"`
+}
+
+// file is state.json. It has no newline at its end, so that nothing can be cut
+// off it unnoticed.
+type file struct {
+	Version int `json:"version"`
+	Document
+}
+
+func encodeDocument(d Document) ([]byte, error) {
+	d.GPUs = slices.Clone(d.GPUs)
+	for i := range d.GPUs {
+		d.GPUs[i].MIG.Profiles = nil
+	}
+	data, err := json.MarshalIndent(file{Version, d}, "", "  ")
+	if err != nil {
+		return nil, fmt.Errorf("encode the state: %w", err)
+	}
+	return data, nil
+}
+
+// errNewer is for what a newer agent has written.
+type errNewer int
+
+func (v errNewer) Error() string {
+	return fmt.Sprintf("it is of version %d, and this agent reads up to %d: run the agent that wrote it or a newer one, or remove its state with gpu-agent cleanup", int(v), Version)
+}
+
+func decodeDocument(data []byte) (Document, error) {
+	var head struct{ Version int }
+	if err := json.Unmarshal(data, &head); err != nil {
+		return Document{}, err
+	}
+	switch {
+	case head.Version > Version:
+		return Document{}, errNewer(head.Version)
+	case head.Version < 1:
+		return Document{}, errors.New("it names no version")
+	}
+	var f file
+	if err := json.Unmarshal(data, &f); err != nil {
+		return Document{}, err
+	}
+	return f.Document, nil
+}

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package state
+
+import (
+	"bytes"
+	"cmp"
+	"encoding/json"
+	"fmt"
+	"hash/crc32"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+	"unicode/utf8"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// Claim is devices that Allocate granted to a container.
+type Claim struct {
+	// Resource is the full name, "example.com/gpu-mem".
+	Resource string `json:"resource"`
+	// IDs is sorted, each once.
+	IDs []string `json:"ids"`
+	// Allocated is when the last Allocate of these IDs was answered.
+	Allocated time.Time `json:"allocated"`
+}
+
+// A line is "v<version> <checksum> <payload>\n". The checksum, 8 hexadecimal
+// digits of CRC-32C, is over all but itself. That much stays the same in every
+// version; the payload of version 1 is a Claim in JSON, which has no newline and
+// of which no beginning is JSON.
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+const sumDigits = 8
+
+func checksum(version, payload []byte) uint32 {
+	return crc32.Update(crc32.Checksum(version, castagnoli), castagnoli, payload)
+}
+
+// encodeLine refuses a claim that would not come back as it is.
+func encodeLine(c Claim) ([]byte, error) {
+	invalid := func(s string) bool { return s == "" || !utf8.ValidString(s) }
+	if invalid(c.Resource) || len(c.IDs) == 0 || slices.ContainsFunc(c.IDs, invalid) {
+		return nil, fmt.Errorf("claim of %q in %q: want a resource and IDs of valid UTF-8: %w", c.Resource, c.IDs, gpu.ErrInvalid)
+	}
+	c.Allocated = c.Allocated.UTC()
+	payload, err := json.Marshal(c)
+	if err != nil {
+		return nil, fmt.Errorf("claim of %s: %w", c.Resource, err)
+	}
+	version := fmt.Appendf(nil, "v%d", Version)
+	line := make([]byte, 0, len(version)+sumDigits+len(payload)+3)
+	line = append(line, version...)
+	line = fmt.Appendf(line, " %0*x ", sumDigits, checksum(version, payload))
+	line = append(line, payload...)
+	return append(line, '\n'), nil
+}
+
+// journal is what a journal's bytes say.
+type journal struct {
+	// lines is the whole lines of this version, each with its newline.
+	lines []string
+	// claims is what the lines say, oldest first; of several lines for the same
+	// devices only the last counts.
+	claims []Claim
+	// dropped counts lines that are torn, damaged or of no known version.
+	dropped int
+	// open says that the last line has no newline, so that whatever is appended
+	// must bring one.
+	open bool
+	// newer is the highest version found above Version, else 0.
+	newer int
+}
+
+func decodeJournal(data []byte) journal {
+	j := journal{open: len(data) > 0 && data[len(data)-1] != '\n'}
+	for raw := range bytes.Lines(data) {
+		raw = bytes.TrimSuffix(raw, []byte("\n"))
+		if len(raw) == 0 {
+			continue // A newline that ends a torn line, after which there was none.
+		}
+		version, payload, ok := checkLine(raw)
+		var c Claim
+		switch {
+		case ok && version > Version:
+			j.newer = max(j.newer, version)
+		case ok && version == Version && json.Unmarshal(payload, &c) == nil && c.Resource != "" && len(c.IDs) > 0:
+			j.lines = append(j.lines, string(raw)+"\n")
+			j.claims = append(j.claims, c)
+		default:
+			j.dropped++
+		}
+	}
+	j.claims = lastOfEach(j.claims)
+	return j
+}
+
+// checkLine is not ok with a line whose checksum is not its own.
+func checkLine(raw []byte) (version int, payload []byte, ok bool) {
+	v, rest, _ := bytes.Cut(raw, []byte(" "))
+	sum, payload, _ := bytes.Cut(rest, []byte(" "))
+	want := fmt.Appendf(nil, "%0*x", sumDigits, checksum(v, payload))
+	digits, isVersion := bytes.CutPrefix(v, []byte("v"))
+	version, err := strconv.Atoi(string(digits))
+	return version, payload, isVersion && err == nil && bytes.Equal(sum, want)
+}
+
+func lastOfEach(claims []Claim) []Claim {
+	seen := map[string]bool{}
+	var last []Claim
+	for _, c := range slices.Backward(claims) {
+		of := c.Resource + "\x00" + strings.Join(c.IDs, "\x00")
+		if !seen[of] {
+			seen[of] = true
+			last = append(last, c)
+		}
+	}
+	slices.SortFunc(last, func(a, b Claim) int {
+		return cmp.Or(a.Allocated.Compare(b.Allocated), cmp.Compare(a.Resource, b.Resource), slices.Compare(a.IDs, b.IDs))
+	})
+	return last
+}

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package state
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+
+	"golang.org/x/sys/unix"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// What pkg/gpu/nvml installs: hooks/<16 digits>/nvidia-cdi-hook, and while it
+// does, .nvidia-cdi-hook.<random>.tmp beside it.
+const hooksDir = "hooks"
+
+var (
+	hookDir  = regexp.MustCompile(`^[0-9a-f]{16}$`)
+	hookFile = regexp.MustCompile(`^(nvidia-cdi-hook|\.nvidia-cdi-hook\.[A-Z2-7]+\.tmp)$`)
+)
+
+// Remove takes away what the agent, of whatever version, has made in dir: its
+// files, its hook programs, the directories of those, and dir itself where it is
+// empty then. Everything else stays. A directory that is not there is a success.
+// The error wraps gpu.ErrInUse while an agent works with it.
+//
+// Containers that were created for a claim need the hook programs when they are
+// created again: remove only when nothing holds a device.
+func Remove(dir string) error {
+	if !filepath.IsAbs(dir) {
+		return fmt.Errorf("remove the state in %q: the path must be absolute: %w", dir, gpu.ErrInvalid)
+	}
+	if _, err := os.Stat(dir); errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	root, held, err := lock(dir)
+	if root != nil {
+		defer root.Close()
+	}
+	if held != nil {
+		defer held.Close()
+	}
+	if err != nil {
+		return err
+	}
+	r := remover{root: root, dir: dir}
+	for _, name := range files {
+		r.plain(name)
+	}
+	for _, d := range r.list(hooksDir) {
+		path := filepath.Join(hooksDir, d.Name())
+		if !d.IsDir() || !hookDir.MatchString(d.Name()) {
+			continue
+		}
+		for _, f := range r.list(path) {
+			if hookFile.MatchString(f.Name()) {
+				r.plain(filepath.Join(path, f.Name()))
+			}
+		}
+		r.empty(path)
+	}
+	r.empty(hooksDir)
+	if err := os.Remove(dir); err != nil && !stays(err) {
+		r.failed(err)
+	}
+	return errors.Join(r.errs...)
+}
+
+type remover struct {
+	root *os.Root
+	dir  string
+	errs []error
+}
+
+func (r *remover) failed(err error) {
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		r.errs = append(r.errs, fmt.Errorf("remove the state in %s: %w; remove it by hand", r.dir, err))
+	}
+}
+
+// isDir follows no link.
+func (r *remover) isDir(name string) bool {
+	info, err := r.root.Lstat(name)
+	return err == nil && info.IsDir()
+}
+
+// plain removes a plain file; whatever else has its name is not the agent's.
+func (r *remover) plain(name string) {
+	info, err := r.root.Lstat(name)
+	if err == nil && info.Mode().IsRegular() {
+		err = r.root.Remove(name)
+	}
+	r.failed(err)
+}
+
+// empty removes a directory in which nothing is left.
+func (r *remover) empty(name string) {
+	if !r.isDir(name) {
+		return
+	}
+	if err := r.root.Remove(name); err != nil && !stays(err) {
+		r.failed(err)
+	}
+}
+
+func (r *remover) list(name string) []fs.DirEntry {
+	if !r.isDir(name) {
+		return nil
+	}
+	f, err := r.root.Open(name)
+	if err != nil {
+		r.failed(err)
+		return nil
+	}
+	defer f.Close()
+	entries, err := f.ReadDir(-1)
+	r.failed(err)
+	return entries
+}
+
+// stays is why a directory may well stay: something else lies in it, or it is a
+// mount point.
+func stays(err error) bool {
+	return errors.Is(err, unix.ENOTEMPTY) || errors.Is(err, unix.EEXIST) || errors.Is(err, unix.EBUSY)
+}

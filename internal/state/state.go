@@ -1,0 +1,385 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package state
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+
+	"golang.org/x/sys/unix"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+const (
+	documentFile = "state.json"
+	badFile      = "state.json.bad"
+	journalFile  = "claims.journal"
+
+	fileMode = 0o600
+	// dirMode lets hook programs be run by a runtime in a user namespace.
+	dirMode = 0o711
+)
+
+func temporary(name string) string { return "." + name + ".tmp" }
+
+// files is every file of this package.
+var files = []string{documentFile, badFile, journalFile, temporary(documentFile), temporary(journalFile)}
+
+// Store is the agent's directory, locked until Close. Its methods may be called
+// from several goroutines at once.
+type Store struct {
+	dir  string
+	root *os.Root
+	lock *os.File
+	log  *slog.Logger
+
+	document Document // as found
+	claims   []Claim  // as found
+
+	saving  sync.Mutex // one Save at a time
+	keeping sync.Mutex // one Keep at a time
+
+	mu      sync.Mutex
+	journal *os.File // guarded by mu; nil after Close
+	lines   []string // guarded by mu; the whole lines of journal, in its order
+	open    bool     // guarded by mu; journal does not end in a newline
+}
+
+// Open makes the directory if it is missing, locks it, removes what a killed
+// predecessor left half done and reads the two files. dir must be absolute.
+//
+// The error wraps gpu.ErrInUse while another process has the directory. A file
+// of a newer version is refused, with nothing changed; a state.json that cannot
+// be understood is put aside with a warning, and what it said is forgotten; so
+// is what damaged lines of the journal said.
+func Open(dir string, log *slog.Logger) (_ *Store, err error) {
+	if !filepath.IsAbs(dir) {
+		return nil, fmt.Errorf("open state directory %q: the path must be absolute: %w", dir, gpu.ErrInvalid)
+	}
+	if err := os.MkdirAll(dir, dirMode); err != nil {
+		return nil, fmt.Errorf("make state directory: %w; make it by hand or choose another with --state-dir", err)
+	}
+	s := &Store{dir: filepath.Clean(dir), log: log}
+	defer func() {
+		if err != nil {
+			_ = s.Close()
+		}
+	}()
+	if s.root, s.lock, err = lock(s.dir); err != nil {
+		return nil, err
+	}
+	for _, name := range files {
+		if _, err := s.lstat(name); err != nil {
+			return nil, err
+		}
+	}
+	document, err := s.read(documentFile)
+	if err != nil {
+		return nil, err
+	}
+	lines, err := s.read(journalFile)
+	if err != nil {
+		return nil, err
+	}
+
+	var unreadable error
+	if document != nil {
+		s.document, unreadable = decodeDocument(document)
+		if newer, ok := errors.AsType[errNewer](unreadable); ok {
+			return nil, fmt.Errorf("read %s: %w", s.path(documentFile), newer)
+		}
+	}
+	j := decodeJournal(lines)
+	if j.newer > 0 {
+		return nil, fmt.Errorf("read %s: %w", s.path(journalFile), errNewer(j.newer))
+	}
+	s.claims, s.lines, s.open = j.claims, j.lines, j.open
+
+	// Nothing has been changed up to here.
+	if err := s.tidy(); err != nil {
+		return nil, err
+	}
+	if unreadable != nil {
+		if err := s.root.Rename(documentFile, badFile); err != nil {
+			return nil, fmt.Errorf("put %s aside, which cannot be read (%v): %w; remove it by hand", s.path(documentFile), unreadable, err)
+		}
+		log.Warn("start without the remembered state: the file cannot be read and was put aside", "file", s.path(documentFile), "as", badFile, "err", unreadable)
+	}
+	if j.dropped > 0 {
+		log.Warn("leave out claims whose lines are damaged, as after a crash", "file", s.path(journalFile), "lines", j.dropped)
+	}
+	if s.journal, err = s.root.OpenFile(journalFile, os.O_WRONLY|os.O_APPEND|os.O_CREATE, fileMode); err != nil {
+		return nil, s.hint("open", journalFile, err)
+	}
+	return s, nil
+}
+
+// lock opens the directory and takes its lock, which is the directory's own: no
+// file has to lie there for it, and it ends with the process.
+func lock(dir string) (*os.Root, *os.File, error) {
+	root, err := os.OpenRoot(dir)
+	if err != nil {
+		return nil, nil, fmt.Errorf("open state directory: %w", err)
+	}
+	f, err := root.Open(".")
+	if err != nil {
+		return root, nil, fmt.Errorf("open state directory %s: %w", dir, err)
+	}
+	switch err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); {
+	case errors.Is(err, unix.EWOULDBLOCK):
+		return root, f, fmt.Errorf("state directory %s: another gpu-agent works with it; wait until that one has ended: %w", dir, gpu.ErrInUse)
+	case err != nil:
+		return root, f, fmt.Errorf("lock state directory %s: %w; it must lie on a local file system", dir, err)
+	}
+	return root, f, nil
+}
+
+// tidy removes temporary files and takes away others' right to write.
+func (s *Store) tidy() error {
+	for _, name := range []string{temporary(documentFile), temporary(journalFile)} {
+		if err := s.root.Remove(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return fmt.Errorf("remove left-over %s: %w; remove it by hand", s.path(name), err)
+		}
+	}
+	info, err := s.lock.Stat()
+	if err != nil {
+		return fmt.Errorf("look at state directory %s: %w", s.dir, err)
+	}
+	if now := info.Mode().Perm(); now&^0o022 != now {
+		if err := s.lock.Chmod(now &^ 0o022); err != nil {
+			return fmt.Errorf("keep others from writing to state directory %s: %w", s.dir, err)
+		}
+	}
+	return nil
+}
+
+// Document is what was found at Open; zero where there was nothing.
+func (s *Store) Document() Document { return s.document }
+
+// Claims is the claims found at Open, oldest first, each set of devices once.
+func (s *Store) Claims() []Claim { return slices.Clone(s.claims) }
+
+// Save makes d what the next Open finds. Where it does already, nothing is
+// written; where writing fails, the old document stands.
+func (s *Store) Save(d Document) error {
+	data, err := encodeDocument(d)
+	if err != nil {
+		return err
+	}
+	s.saving.Lock()
+	defer s.saving.Unlock()
+	if info, err := s.lstat(documentFile); err != nil {
+		return err
+	} else if info != nil && info.Size() == int64(len(data)) {
+		if old, err := s.read(documentFile); err == nil && bytes.Equal(old, data) {
+			return nil
+		}
+	}
+	f, err := s.create(documentFile, data)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	return s.replace(documentFile)
+}
+
+// Append adds a claim. It is one write, with no flush, and waits for no more
+// than the last step of a Keep in progress. After an error the claim may or may
+// not be in the journal, and no other one is harmed.
+func (s *Store) Append(c Claim) error {
+	line, err := encodeLine(c)
+	if err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.journal == nil {
+		return fmt.Errorf("add a claim to %s: %w", s.path(journalFile), fs.ErrClosed)
+	}
+	out := line
+	if s.open {
+		out = append([]byte{'\n'}, line...)
+	}
+	if n, err := s.journal.Write(out); err != nil {
+		s.open = s.open || n > 0
+		return s.hint("add a claim to", journalFile, err)
+	}
+	s.open = false
+	s.lines = append(s.lines, string(line))
+	return nil
+}
+
+// Keep makes the journal hold the claims that live returns, and whatever is
+// appended from the moment on in which live is called. So a claim must be seen
+// by live before it is appended; one that is both costs a line, no more. Where
+// the journal holds those already, it is not written.
+func (s *Store) Keep(live func() []Claim) error {
+	s.keeping.Lock()
+	defer s.keeping.Unlock()
+	s.mu.Lock()
+	before := len(s.lines)
+	s.mu.Unlock()
+
+	var want []string
+	for _, c := range live() {
+		line, err := encodeLine(c)
+		if err != nil {
+			return err
+		}
+		want = append(want, string(line))
+	}
+	slices.Sort(want)
+	want = slices.Compact(want)
+
+	s.mu.Lock()
+	old, stands := slices.Sorted(slices.Values(s.lines[:before])), s.standsLocked()
+	s.mu.Unlock()
+	if stands && slices.Equal(old, want) {
+		return nil
+	}
+	f, err := s.create(journalFile, []byte(strings.Join(want, "")))
+	if err != nil {
+		return err
+	}
+	if err := s.swap(f, want, before); err != nil {
+		_ = f.Close()
+		_ = s.root.Remove(temporary(journalFile))
+		return err
+	}
+	return nil
+}
+
+// swap puts the new journal, which holds want so far, in the old one's place.
+// Only this much of Keep holds Append off.
+func (s *Store) swap(f *os.File, want []string, before int) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.journal == nil {
+		return fmt.Errorf("replace %s: %w", s.path(journalFile), fs.ErrClosed)
+	}
+	since := s.lines[before:]
+	if len(since) > 0 {
+		if _, err := f.WriteString(strings.Join(since, "")); err != nil {
+			return s.hint("write", temporary(journalFile), err)
+		}
+	}
+	if err := s.replace(journalFile); err != nil {
+		return err
+	}
+	_ = s.journal.Close() // Its file is gone; nothing was left to be written.
+	s.journal, s.lines, s.open = f, append(want, since...), false
+	return nil
+}
+
+// standsLocked reports whether the journal lies at its name and ends in a whole
+// line: somebody may have removed it.
+func (s *Store) standsLocked() bool {
+	if s.journal == nil || s.open {
+		return false
+	}
+	here, err := s.journal.Stat()
+	if err != nil {
+		return false
+	}
+	there, err := s.root.Lstat(journalFile)
+	return err == nil && os.SameFile(here, there)
+}
+
+// Close ends the lock. What was written stays.
+func (s *Store) Close() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var errs []error
+	if s.journal != nil {
+		errs = append(errs, s.journal.Close())
+		s.journal = nil
+	}
+	if s.lock != nil {
+		errs = append(errs, s.lock.Close())
+		s.lock = nil
+	}
+	if s.root != nil {
+		errs = append(errs, s.root.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// create makes the temporary file of name, open for appending.
+func (s *Store) create(name string, data []byte) (*os.File, error) {
+	temp := temporary(name)
+	if _, err := s.lstat(temp); err != nil {
+		return nil, err
+	}
+	if err := s.root.Remove(temp); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, s.hint("remove", temp, err)
+	}
+	f, err := s.root.OpenFile(temp, os.O_WRONLY|os.O_APPEND|os.O_CREATE|os.O_EXCL, fileMode)
+	if err != nil {
+		return nil, s.hint("make", temp, err)
+	}
+	if _, err := f.Write(data); err != nil {
+		_ = f.Close()
+		_ = s.root.Remove(temp)
+		return nil, s.hint("write", temp, err)
+	}
+	return f, nil
+}
+
+func (s *Store) replace(name string) error {
+	if err := s.root.Rename(temporary(name), name); err != nil {
+		_ = s.root.Remove(temporary(name))
+		return s.hint("replace", name, err)
+	}
+	return nil
+}
+
+// lstat is nil where nothing is, and refuses what is no plain file.
+func (s *Store) lstat(name string) (fs.FileInfo, error) {
+	info, err := s.root.Lstat(name)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil, nil
+	case err != nil:
+		return nil, fmt.Errorf("look at %s: %w", s.path(name), err)
+	case !info.Mode().IsRegular():
+		return nil, fmt.Errorf("look at %s: it is no plain file (%s): %w; remove it", s.path(name), info.Mode(), gpu.ErrInvalid)
+	}
+	return info, nil
+}
+
+// read is nil where nothing is.
+func (s *Store) read(name string) ([]byte, error) {
+	info, err := s.lstat(name)
+	if info == nil {
+		return nil, err
+	}
+	f, err := s.root.Open(name)
+	if err != nil {
+		return nil, fmt.Errorf("read %s: %w", s.path(name), err)
+	}
+	defer f.Close()
+	if now, err := f.Stat(); err != nil || !os.SameFile(info, now) {
+		return nil, fmt.Errorf("read %s: it is being replaced by somebody: %w", s.path(name), gpu.ErrInvalid)
+	}
+	data, err := io.ReadAll(f)
+	if err != nil {
+		return nil, fmt.Errorf("read %s: %w", s.path(name), err)
+	}
+	return append([]byte{}, data...), nil
+}
+
+func (s *Store) path(name string) string { return filepath.Join(s.dir, name) }
+
+func (s *Store) hint(verb, name string, err error) error {
+	return fmt.Errorf("%s %s: %w; check free space and permissions there", verb, s.path(name), err)
+}
