@@ -1,0 +1,614 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+const prefix = "example.com/gpu-claim."
+
+// criServer serves the CRI on a real socket.
+type criServer struct {
+	cri.UnimplementedRuntimeServiceServer
+	t      testing.TB
+	path   string
+	server *grpc.Server
+
+	events chan *cri.ContainerEventResponse // what its streams send
+
+	mu         sync.Mutex // guards what follows
+	containers *cri.ListContainersResponse
+	pods       *cri.ListPodSandboxResponse
+	hang       bool
+	streams    func(streams int) error // how a stream begins, by number; nil: well
+	opened     int
+}
+
+func newCRI(t testing.TB, path string) *criServer {
+	t.Helper()
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	s := &criServer{t: t, path: path, events: make(chan *cri.ContainerEventResponse),
+		containers: &cri.ListContainersResponse{}, pods: &cri.ListPodSandboxResponse{}}
+	s.start()
+	t.Cleanup(func() { s.stop() })
+	return s
+}
+
+func (s *criServer) start() {
+	s.t.Helper()
+	os.Remove(s.path)
+	listener, err := net.Listen("unix", s.path)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	s.server = grpc.NewServer(grpc.MaxSendMsgSize(1 << 30))
+	cri.RegisterRuntimeServiceServer(s.server, s)
+	go s.server.Serve(listener)
+}
+
+func (s *criServer) stop() { s.server.Stop() }
+
+// ListContainers leaves the filter to its client, as a broken runtime might.
+func (s *criServer) ListContainers(ctx context.Context, _ *cri.ListContainersRequest) (*cri.ListContainersResponse, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.hang {
+		s.mu.Unlock()
+		<-ctx.Done()
+		s.mu.Lock()
+	}
+	return s.containers, ctx.Err()
+}
+
+func (s *criServer) ListPodSandbox(context.Context, *cri.ListPodSandboxRequest) (*cri.ListPodSandboxResponse, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.pods, nil
+}
+
+func (s *criServer) GetContainerEvents(_ *cri.GetEventsRequest, stream grpc.ServerStreamingServer[cri.ContainerEventResponse]) error {
+	s.mu.Lock()
+	begin := s.streams
+	s.opened++
+	opened := s.opened
+	s.mu.Unlock()
+	if begin != nil {
+		if err := begin(opened); err == io.EOF {
+			return nil
+		} else if err != nil {
+			return err
+		}
+	}
+	for {
+		select {
+		case <-stream.Context().Done():
+			return stream.Context().Err()
+		case e := <-s.events:
+			if err := stream.Send(e); err != nil {
+				return err
+			}
+		}
+	}
+}
+
+func asker(t testing.TB, s *criServer) *Runtime {
+	r := NewRuntime(RuntimeOptions{Endpoint: "unix://" + s.path, AnnotationPrefix: prefix})
+	t.Cleanup(func() { r.Close() })
+	return r
+}
+
+func labels(uid, namespace, pod, container string) map[string]string {
+	return map[string]string{labelPodUID: uid, labelPodNamespace: namespace, labelPodName: pod, labelContainerName: container}
+}
+
+func TestContainers(t *testing.T) {
+	s := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
+	s.containers = &cri.ListContainersResponse{Containers: []*cri.Container{
+		{Id: "d", State: cri.ContainerState_CONTAINER_EXITED, Labels: labels("u", "n", "p", "ended"), Annotations: map[string]string{prefix + "01": "r"}},
+		{Id: "c", State: cri.ContainerState_CONTAINER_UNKNOWN, Labels: labels("u3", "n", "p3", "unknown")},
+		{Id: "b", State: cri.ContainerState_CONTAINER_CREATED, Metadata: &cri.ContainerMetadata{Name: "main", Attempt: 3}, CreatedAt: 1700000000000000001,
+			Labels:      labels("u2", "train", "job-2", "main"),
+			Annotations: map[string]string{prefix + "02": "example.com/gpu", prefix + "03": "", "io.kubernetes.container.hash": "x", "example.com/gpu": "y"}},
+		{Id: "a", State: cri.ContainerState_CONTAINER_RUNNING, Labels: labels("u1", "n", "p1", "main"), Annotations: map[string]string{"other": "z"}},
+		{Id: "e", State: 77, CreatedAt: -5},
+		{Metadata: &cri.ContainerMetadata{Name: "by hand"}},
+	}}
+	want := []Container{
+		{Name: "by hand"},
+		{ID: "a", PodUID: "u1", Namespace: "n", Pod: "p1", Name: "main", Running: true},
+		{ID: "b", PodUID: "u2", Namespace: "train", Pod: "job-2", Name: "main", Created: time.Unix(1700000000, 1),
+			Annotations: map[string]string{prefix + "02": "example.com/gpu", prefix + "03": ""}},
+		{ID: "c", PodUID: "u3", Namespace: "n", Pod: "p3", Name: "unknown", Running: true},
+		{ID: "e", Running: true},
+	}
+	r := asker(t, s)
+	got, err := r.Containers(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !reflect.DeepEqual(got, want) {
+		t.Errorf("got  %+v\nwant %+v", got, want)
+	}
+
+	none := NewRuntime(RuntimeOptions{Endpoint: s.path})
+	defer none.Close()
+	got, err = none.Containers(t.Context())
+	if err != nil || len(got) != len(want) || got[2].Annotations != nil {
+		t.Errorf("%+v, %v, want no annotation without a prefix", got, err)
+	}
+
+	s.containers = &cri.ListContainersResponse{}
+	if got, err := r.Containers(t.Context()); err != nil || len(got) != 0 {
+		t.Errorf("%+v, %v, want none", got, err)
+	}
+}
+
+func TestPods(t *testing.T) {
+	s := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
+	s.pods = &cri.ListPodSandboxResponse{Items: []*cri.PodSandbox{
+		{Id: "1", Metadata: &cri.PodSandboxMetadata{Uid: "u1", Namespace: "train", Name: "job-1", Attempt: 2}},
+		{Id: "2", Metadata: &cri.PodSandboxMetadata{Uid: "u2", Namespace: "train", Name: "over"}, State: cri.PodSandboxState_SANDBOX_NOTREADY},
+		{Id: "3", Labels: labels("u3", "kube-system", "etcd", "")},
+		{Id: "4"},
+		{Id: "5", Metadata: &cri.PodSandboxMetadata{Name: "no-uid"}},
+	}}
+	got, err := asker(t, s).Pods(t.Context())
+	want := map[string]PodName{"u1": {"train", "job-1"}, "u3": {"kube-system", "etcd"}}
+	if err != nil || !reflect.DeepEqual(got, want) {
+		t.Errorf("%v, %v, want %v", got, err, want)
+	}
+}
+
+// many returns containers as a kubelet makes them, annotated with about size
+// bytes each.
+func many(n, size int) *cri.ListContainersResponse {
+	answer := &cri.ListContainersResponse{}
+	for i := range n {
+		answer.Containers = append(answer.Containers, &cri.Container{
+			Id: fmt.Sprintf("%064x", i), PodSandboxId: fmt.Sprintf("%064x", i), State: cri.ContainerState_CONTAINER_RUNNING,
+			Metadata: &cri.ContainerMetadata{Name: "main"}, Image: &cri.ImageSpec{Image: "registry/train:1"}, ImageRef: "sha256:" + strings.Repeat("0", 64),
+			CreatedAt: 1700000000000000000, Labels: labels(fmt.Sprintf("5f8ae0a4-1111-2222-3333-%012d", i), "train", fmt.Sprintf("job-%d", i), "main"),
+			Annotations: map[string]string{
+				"io.kubernetes.container.hash": "9d0f1c3e", "io.kubernetes.container.restartCount": "0",
+				"io.kubernetes.container.terminationMessagePath":   "/dev/termination-log",
+				"io.kubernetes.container.terminationMessagePolicy": "File",
+				"io.kubernetes.pod.terminationGracePeriod":         strings.Repeat("3", size),
+				fmt.Sprintf("%s%016x", prefix, i):                  "example.com/gpu-mem",
+			},
+		})
+	}
+	return answer
+}
+
+func TestLargeAnswer(t *testing.T) {
+	s := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
+	r := asker(t, s)
+	s.containers = many(500, 20_000) // beyond gRPC's default of 4 MiB
+	got, err := r.Containers(t.Context())
+	if err != nil || len(got) != 500 || len(got[499].Annotations) != 1 {
+		t.Errorf("%d containers, %v", len(got), err)
+	}
+	s.mu.Lock()
+	s.containers = many(500, 40_000)
+	s.mu.Unlock()
+	if got, err := r.Containers(t.Context()); status.Code(err) != codes.ResourceExhausted || got != nil {
+		t.Errorf("%d containers, %v, want a refusal", len(got), err)
+	}
+	s.mu.Lock()
+	s.containers = many(1, 1)
+	s.mu.Unlock()
+	if got, err := r.Containers(t.Context()); err != nil || len(got) != 1 {
+		t.Errorf("after a refusal: %v, %v", got, err)
+	}
+}
+
+// The first question after a restart of the runtime is answered, and one while
+// it is away fails at once and keeps to the socket that was found first.
+func TestRuntimeRestart(t *testing.T) {
+	root := t.TempDir()
+	s := newCRI(t, filepath.Join(root, "run/k3s/containerd/containerd.sock"))
+	s.containers = many(1, 1)
+	r := NewRuntime(RuntimeOptions{Root: root})
+	defer r.Close()
+	ask := func() error {
+		ctx, cancel := context.WithTimeout(t.Context(), limit)
+		defer cancel()
+		got, err := r.Containers(ctx)
+		if err == nil && len(got) != 1 {
+			t.Errorf("%d containers, want 1", len(got))
+		}
+		return err
+	}
+	if err := ask(); err != nil {
+		t.Fatal(err)
+	}
+	newCRI(t, filepath.Join(root, "run/containerd/containerd.sock")) // Docker's, with no container
+	for range 5 {
+		s.stop() // and its socket is gone
+		for range 3 {
+			if err := ask(); status.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), s.path) {
+				t.Fatalf("%v, want an error of an absent runtime that names it", err)
+			}
+		}
+		s.start()
+		if err := ask(); err != nil {
+			t.Fatalf("first question after the restart: %v", err)
+		}
+		s.stop()
+		s.start()
+		if err := ask(); err != nil {
+			t.Fatalf("first question after an unseen restart: %v", err)
+		}
+	}
+	if r.Endpoint() != s.path {
+		t.Errorf("endpoint %s, want %s", r.Endpoint(), s.path)
+	}
+	must(t, r.Close())
+	if err := ask(); err != nil {
+		t.Fatalf("after Close: %v", err)
+	}
+}
+
+func TestRuntimeHangs(t *testing.T) {
+	s := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
+	s.hang = true
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
+	defer cancel()
+	if _, err := asker(t, s).Containers(ctx); status.Code(err) != codes.DeadlineExceeded {
+		t.Errorf("%v, want the end of the deadline", err)
+	}
+}
+
+// What listens may be no runtime: a containerd without its CRI plugin, or
+// something that speaks no gRPC.
+func TestNoRuntimeBehindTheSocket(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "cri.sock")
+	listener, err := net.Listen("unix", path)
+	must(t, err)
+	server := grpc.NewServer()
+	go server.Serve(listener)
+	r := NewRuntime(RuntimeOptions{Endpoint: path})
+	defer r.Close()
+	for what, ask := range map[string]func() error{
+		"Containers": func() error { _, err := r.Containers(t.Context()); return err },
+		"Pods":       func() error { _, err := r.Pods(t.Context()); return err },
+		"Events":     func() error { return r.Events(t.Context(), func(ContainerEvent) {}) },
+	} {
+		if err := ask(); !errors.Is(err, gpu.ErrNotSupported) || !strings.Contains(err.Error(), path) || strings.Contains(err.Error(), gpu.ErrNotSupported.Error()) {
+			t.Errorf("%s: %v, want gpu.ErrNotSupported in words about a runtime", what, err)
+		}
+	}
+	server.Stop()
+
+	os.Remove(path)
+	listener, err = net.Listen("unix", path)
+	must(t, err)
+	var babble sync.WaitGroup
+	babble.Go(func() {
+		for {
+			conn, err := listener.Accept()
+			if err != nil {
+				return
+			}
+			io.WriteString(conn, "HTTP/1.0 400 Bad Request\r\n\r\n")
+			conn.Close()
+		}
+	})
+	ctx, cancel := context.WithTimeout(t.Context(), limit)
+	defer cancel()
+	if _, err := r.Containers(ctx); err == nil || ctx.Err() != nil {
+		t.Errorf("%v, want an error at once", err)
+	}
+	listener.Close()
+	babble.Wait()
+}
+
+func TestEndpoint(t *testing.T) {
+	const (
+		containerd = "run/containerd/containerd.sock"
+		k3s        = "run/k3s/containerd/containerd.sock"
+		crio       = "run/crio/crio.sock"
+	)
+	for _, test := range []struct {
+		name, endpoint string
+		sockets, files []string // below root
+		want           string   // below root; empty: is
+		is             error
+	}{
+		{"containerd", "", []string{containerd}, nil, containerd, nil},
+		{"CRI-O", "", []string{crio}, nil, crio, nil},
+		{"MicroK8s", "", []string{"var/snap/microk8s/common/run/containerd.sock"}, nil, "var/snap/microk8s/common/run/containerd.sock", nil},
+		{"k0s", "", []string{"run/k0s/containerd.sock"}, nil, "run/k0s/containerd.sock", nil},
+		{"cri-dockerd beside Docker's containerd", "", []string{containerd, "run/cri-dockerd.sock"}, nil, "run/cri-dockerd.sock", nil},
+		{"K3s beside another containerd", "", []string{containerd, k3s}, nil, k3s, nil},
+		{"a file is no socket", "", []string{containerd}, []string{k3s}, containerd, nil},
+		{"as the kubelet names it", "unix:///" + containerd, []string{containerd, k3s}, nil, containerd, nil},
+		{"a path", "/" + containerd, []string{containerd, k3s}, nil, containerd, nil},
+		{"unix: and one slash", "unix:/" + containerd, []string{containerd, k3s}, nil, containerd, nil},
+		{"/var/run", "unix:///var/" + crio, []string{crio}, nil, crio, nil},
+		{"another place", "unix:///opt/x/cri.sock", []string{"opt/x/cri.sock", containerd}, nil, "opt/x/cri.sock", nil},
+
+		{"none", "", nil, nil, "", gpu.ErrNotFound},
+		{"not that one", "/opt/cri.sock", []string{containerd}, nil, "", gpu.ErrNotFound},
+		{"TCP", "tcp://127.0.0.1:1234", []string{containerd}, nil, "", gpu.ErrInvalid},
+		{"a relative path", "unix://run/cri.sock", []string{"run/cri.sock"}, nil, "", gpu.ErrInvalid},
+		{"no path", "unix://", []string{containerd}, nil, "", gpu.ErrInvalid},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			root, err := os.MkdirTemp("", "") // socket paths have 108 bytes
+			must(t, err)
+			defer os.RemoveAll(root)
+			for _, path := range test.files {
+				must(t, os.MkdirAll(filepath.Dir(filepath.Join(root, path)), 0o755))
+				write(t, filepath.Join(root, path), "")
+			}
+			for _, path := range test.sockets {
+				newCRI(t, filepath.Join(root, path))
+			}
+			r := NewRuntime(RuntimeOptions{Root: root, Endpoint: test.endpoint})
+			defer r.Close()
+			if got := r.Endpoint(); got != "" {
+				t.Errorf("endpoint %s before the first question", got)
+			}
+			if test.want == "" && test.endpoint == "" {
+				for _, place := range knownSockets {
+					if _, err := os.Stat(place); err == nil {
+						t.Skip("this machine has a container runtime at " + place)
+					}
+				}
+			}
+			_, err = r.Containers(t.Context())
+			if !errors.Is(err, test.is) {
+				t.Fatalf("%v, want %v", err, test.is)
+			}
+			if want := filepath.Join(root, test.want); test.want != "" && r.Endpoint() != want {
+				t.Errorf("endpoint %s, want %s", r.Endpoint(), want)
+			}
+		})
+	}
+}
+
+// A runtime that comes after the agent is found, and a path that is not below
+// root but mounted as it is.
+func TestEndpointLater(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "cri.sock")
+	r := NewRuntime(RuntimeOptions{Root: t.TempDir(), Endpoint: path})
+	defer r.Close()
+	if _, err := r.Containers(t.Context()); !errors.Is(err, gpu.ErrNotFound) || !strings.Contains(err.Error(), path) {
+		t.Errorf("%v, want gpu.ErrNotFound and the places", err)
+	}
+	newCRI(t, path)
+	if _, err := r.Containers(t.Context()); err != nil || r.Endpoint() != path {
+		t.Errorf("%v, endpoint %q", err, r.Endpoint())
+	}
+}
+
+// listen follows events until the test ends or stop is called, which returns
+// how it ended.
+func listen(t *testing.T, r *Runtime) (events <-chan ContainerEvent, stop func() error) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	told, ended := make(chan ContainerEvent, 100), make(chan error, 1)
+	go func() { ended <- r.Events(ctx, func(e ContainerEvent) { told <- e }) }()
+	stop = sync.OnceValue(func() error {
+		cancel()
+		select {
+		case err := <-ended:
+			return err
+		case <-time.After(limit):
+			t.Error("Events does not end with its context")
+			return nil
+		}
+	})
+	t.Cleanup(func() { stop() })
+	return told, stop
+}
+
+func next(t *testing.T, events <-chan ContainerEvent) ContainerEvent {
+	t.Helper()
+	select {
+	case e := <-events:
+		return e
+	case <-time.After(limit):
+		t.Fatal("no event")
+		return ContainerEvent{}
+	}
+}
+
+func (s *criServer) send(e *cri.ContainerEventResponse) {
+	s.t.Helper()
+	select {
+	case s.events <- e:
+	case <-time.After(limit):
+		s.t.Fatal("nobody follows the events")
+	}
+}
+
+func TestEvents(t *testing.T) {
+	s := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
+	events, stop := listen(t, asker(t, s))
+	if e := next(t, events); !reflect.DeepEqual(e, ContainerEvent{Kind: EventMissed}) {
+		t.Errorf("a stream begins with %+v", e)
+	}
+	sandbox := &cri.PodSandboxStatus{Id: "s", Metadata: &cri.PodSandboxMetadata{Uid: "u", Namespace: "train", Name: "job"}}
+	statuses := []*cri.ContainerStatus{
+		{Id: "other", Labels: labels("u", "train", "job", "side")},
+		{Id: "c", Labels: labels("u", "train", "job", "main"), CreatedAt: 5, State: cri.ContainerState_CONTAINER_EXITED,
+			Annotations: map[string]string{prefix + "01": "r", "else": "x"}},
+	}
+	c := Container{ID: "c", PodUID: "u", Namespace: "train", Pod: "job", Name: "main", Created: time.Unix(0, 5), Annotations: map[string]string{prefix + "01": "r"}}
+	running := c
+	running.Running = true
+	bare := Container{ID: "c", PodUID: "u", Namespace: "train", Pod: "job"}
+	for _, test := range []struct {
+		sent *cri.ContainerEventResponse
+		want ContainerEvent
+	}{
+		{&cri.ContainerEventResponse{ContainerId: "c", ContainerEventType: cri.ContainerEventType_CONTAINER_CREATED_EVENT, CreatedAt: 7, PodSandboxStatus: sandbox, ContainersStatuses: statuses},
+			ContainerEvent{EventCreated, c, time.Unix(0, 7)}},
+		{&cri.ContainerEventResponse{ContainerId: "c", ContainerEventType: cri.ContainerEventType_CONTAINER_STARTED_EVENT, PodSandboxStatus: sandbox, ContainersStatuses: statuses},
+			ContainerEvent{Kind: EventStarted, Container: running}},
+		{&cri.ContainerEventResponse{ContainerId: "c", ContainerEventType: cri.ContainerEventType_CONTAINER_STOPPED_EVENT, ContainersStatuses: statuses},
+			ContainerEvent{Kind: EventStopped, Container: c}},
+		{&cri.ContainerEventResponse{ContainerId: "c", ContainerEventType: cri.ContainerEventType_CONTAINER_DELETED_EVENT, PodSandboxStatus: sandbox, ContainersStatuses: statuses[:1]},
+			ContainerEvent{Kind: EventDeleted, Container: bare}},
+		{&cri.ContainerEventResponse{ContainerId: "s", ContainerEventType: cri.ContainerEventType_CONTAINER_STOPPED_EVENT, PodSandboxStatus: sandbox},
+			ContainerEvent{Kind: EventStopped, Container: Container{ID: "s", PodUID: "u", Namespace: "train", Pod: "job"}}},
+		{&cri.ContainerEventResponse{CreatedAt: -1}, ContainerEvent{Kind: EventCreated}},
+	} {
+		s.send(&cri.ContainerEventResponse{ContainerId: "c", ContainerEventType: 99}) // of a later CRI
+		s.send(test.sent)
+		if got := next(t, events); !reflect.DeepEqual(got, test.want) {
+			t.Errorf("got  %+v\nwant %+v", got, test.want)
+		}
+	}
+	if err := stop(); err != context.Canceled {
+		t.Errorf("ended with %v", err)
+	}
+	if len(events) != 0 {
+		t.Errorf("told %+v at the end", <-events)
+	}
+}
+
+// Restarts are waited for, and each new stream says that something was missed.
+func TestEventsOverRestarts(t *testing.T) {
+	s := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
+	r := asker(t, s)
+	events, stop := listen(t, r)
+	for i := range 3 {
+		if e := next(t, events); e.Kind != EventMissed {
+			t.Fatalf("restart %d: %+v, want that something was missed", i, e)
+		}
+		s.send(&cri.ContainerEventResponse{ContainerId: "c"})
+		if e := next(t, events); e.Container.ID != "c" {
+			t.Errorf("restart %d: %+v", i, e)
+		}
+		s.stop()
+		s.start()
+		if i == 1 {
+			must(t, r.Close()) // of somebody who is done with his own questions
+		}
+	}
+	if e := next(t, events); e.Kind != EventMissed {
+		t.Errorf("%+v", e)
+	}
+	if err := stop(); err != context.Canceled {
+		t.Errorf("ended with %v", err)
+	}
+}
+
+func TestEventsOfARuntimeThatComesLater(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "cri.sock")
+	r := NewRuntime(RuntimeOptions{Endpoint: path})
+	defer r.Close()
+	events, _ := listen(t, r)
+	newCRI(t, path)
+	if e := next(t, events); e.Kind != EventMissed {
+		t.Errorf("%+v", e)
+	}
+}
+
+// CRI-O accepts the question and ends the stream at once where events are off.
+func TestNoEvents(t *testing.T) {
+	for name, begin := range map[string]func(int) error{
+		"ended":   func(int) error { return io.EOF },
+		"refused": func(int) error { return status.Error(codes.Unimplemented, "unknown method GetContainerEvents") },
+	} {
+		s := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
+		s.streams = begin
+		err := asker(t, s).Events(t.Context(), func(ContainerEvent) {})
+		if !errors.Is(err, gpu.ErrNotSupported) || !strings.Contains(err.Error(), s.path) || strings.Contains(err.Error(), gpu.ErrNotSupported.Error()) {
+			t.Errorf("%s: %v, want gpu.ErrNotSupported in words about a runtime", name, err)
+		}
+	}
+	r := NewRuntime(RuntimeOptions{Endpoint: "npipe://x"})
+	defer r.Close()
+	if err := r.Events(t.Context(), func(ContainerEvent) {}); !errors.Is(err, gpu.ErrInvalid) {
+		t.Errorf("%v, want gpu.ErrInvalid", err)
+	}
+}
+
+// A stream that ends now and then is no runtime without events.
+func TestEventsEndedNowAndThen(t *testing.T) {
+	s := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
+	s.streams = func(stream int) error {
+		switch {
+		case stream%emptyStreams == 0 && stream < 8:
+			return status.Error(codes.Unavailable, "server is not initialized yet")
+		case stream < 8:
+			return io.EOF
+		}
+		return nil
+	}
+	events, stop := listen(t, asker(t, s))
+	s.send(&cri.ContainerEventResponse{ContainerId: "c"})
+	for next(t, events).Container.ID != "c" {
+	}
+	if err := stop(); err != context.Canceled {
+		t.Errorf("ended with %v", err)
+	}
+}
+
+// Questions go on beside events while the runtime restarts.
+func TestRuntimeUnderManyQuestions(t *testing.T) {
+	s := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
+	s.containers = many(3, 1)
+	r := asker(t, s)
+	events, _ := listen(t, r)
+	next(t, events)
+	s.stop()
+	s.start()
+	var wait sync.WaitGroup
+	for range 20 {
+		wait.Go(func() {
+			if got, err := r.Containers(t.Context()); err != nil || len(got) != 3 {
+				t.Errorf("%d containers, %v", len(got), err)
+			}
+		})
+	}
+	wait.Wait()
+	for next(t, events).Kind != EventMissed {
+	}
+}
+
+func TestEventKindsHaveNames(t *testing.T) {
+	for kind, want := range map[EventKind]string{EventMissed: "missed", EventDeleted: "deleted", 9: "EventKind(9)", -1: "EventKind(-1)"} {
+		if kind.String() != want {
+			t.Errorf("%d is %q, want %q", int(kind), kind, want)
+		}
+	}
+}
+
+// Both ends run in this process: the client's share is about half.
+func BenchmarkContainers(b *testing.B) {
+	s := newCRI(b, filepath.Join(b.TempDir(), "cri.sock"))
+	s.containers = many(100, 2)
+	r := asker(b, s)
+	b.ReportAllocs()
+	for b.Loop() {
+		if got, err := r.Containers(b.Context()); err != nil || len(got) != 100 {
+			b.Fatal(len(got), err)
+		}
+	}
+}
