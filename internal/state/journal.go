@@ -47,16 +47,18 @@ func encodeLine(c Claim) ([]byte, error) {
 		return nil, fmt.Errorf("claim of %q in %q: want a resource and IDs of valid UTF-8: %w", c.Resource, c.IDs, gpu.ErrInvalid)
 	}
 	c.Allocated = c.Allocated.UTC()
-	payload, err := json.Marshal(c)
-	if err != nil {
+	var line bytes.Buffer
+	line.Grow(64 + 64*len(c.IDs)) // An ID has some 45 bytes; Allocate waits for this.
+	version, _ := fmt.Fprintf(&line, "v%d", Version)
+	header, _ := fmt.Fprintf(&line, " %0*x ", sumDigits, 0)
+	header += version
+	if err := json.NewEncoder(&line).Encode(c); err != nil { // with a newline
 		return nil, fmt.Errorf("claim of %s: %w", c.Resource, err)
 	}
-	version := fmt.Appendf(nil, "v%d", Version)
-	line := make([]byte, 0, len(version)+sumDigits+len(payload)+3)
-	line = append(line, version...)
-	line = fmt.Appendf(line, " %0*x ", sumDigits, checksum(version, payload))
-	line = append(line, payload...)
-	return append(line, '\n'), nil
+	b := line.Bytes()
+	sum := checksum(b[:version], b[header:len(b)-1])
+	copy(b[version:header], fmt.Sprintf(" %0*x ", sumDigits, sum))
+	return b, nil
 }
 
 // journal is what a journal's bytes say.
