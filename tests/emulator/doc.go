@@ -9,8 +9,9 @@
 // A World holds GPUs of a model and count, read from a small YAML file (Spec),
 // the processes that have memory on them, the faults that calls meet and the
 // counters of all calls. Its own methods are the hand of whoever runs the
-// hardware: Xid raises a critical error, Lose drops a GPU off the bus,
-// AddProcess gives a process memory, Inject makes calls fail, slow down or
+// hardware: Xid raises a critical error and does to the GPU what such a fault
+// does (an ECC error is counted, a row waits to be remapped), Lose drops a GPU
+// off the bus, AddProcess gives a process memory, Inject makes calls fail, slow down or
 // hang, Calls counts them.
 //
 // Programs meet the world through a Session, one for each process, whose

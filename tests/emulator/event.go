@@ -2,7 +2,10 @@
 
 package emulator
 
-import "time"
+import (
+	"fmt"
+	"time"
+)
 
 // EventType is a bit set of nvmlEventType*.
 type EventType uint64
@@ -33,16 +36,28 @@ type eventSet struct {
 	pending []Event
 }
 
-// Xid raises a critical error on a GPU. Every event set that listens there
-// gets it once.
-func (w *World) Xid(index int, xid uint64) error {
+// Xid raises a critical error on a GPU, with what the fault behind it does to
+// the hardware: an error of memory is counted, a GPU that falls off the bus is
+// lost. Every event set that listens there gets it once.
+func (w *World) Xid(index int, xid uint64) error { return w.xid(index, xid, true) }
+
+// XidBare raises a critical error and leaves all else as it is.
+func (w *World) XidBare(index int, xid uint64) error { return w.xid(index, xid, false) }
+
+func (w *World) xid(index int, xid uint64, coupled bool) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	g, err := w.gpuLocked(index)
 	if err != nil {
 		return err
 	}
+	if g.lost {
+		return fmt.Errorf("GPU %d: %w: it raises no Xid", index, GPUIsLost)
+	}
 	w.raiseLocked(g, EventXid, xid)
+	if coupled {
+		w.coupleLocked(g, xid)
+	}
 	w.wakeLocked()
 	return nil
 }

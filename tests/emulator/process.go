@@ -44,6 +44,8 @@ func (w *World) AddProcess(p Process) error {
 		return fmt.Errorf("process %d: %w: kind %q is not compute, graphics or mps", p.PID, InvalidArgument, p.Kind)
 	case g.lost:
 		return fmt.Errorf("GPU %d: %w", p.GPU, GPUIsLost)
+	case g.health.Recovery == RecoveryReset:
+		return fmt.Errorf("GPU %d: %w: it takes no new work", p.GPU, ResetRequired)
 	}
 	if free := g.MemoryMiB - g.ReservedMiB - w.usedLocked(g); p.MiB > free {
 		return fmt.Errorf("GPU %d: %w: %d MiB asked for, %d MiB free", p.GPU, OutOfMemory, p.MiB, free)

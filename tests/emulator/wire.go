@@ -382,19 +382,51 @@ var calls = map[string]call{
 	"nvmlDeviceGetMPSComputeRunningProcesses_v2": processes(MPS),
 	"nvmlDeviceGetMPSComputeRunningProcesses_v3": processes(MPS),
 
-	// An idle, healthy card of the data centre: ECC on and without errors, no
-	// rows remapped, no display, compute mode default, driver kept loaded.
+	// An idle card of the data centre: no display, compute mode default, driver
+	// kept loaded.
 	"nvmlDeviceGetPersistenceMode":    constant(1),
 	"nvmlDeviceGetDisplayMode":        constant(0),
 	"nvmlDeviceGetDisplayActive":      constant(0),
 	"nvmlDeviceGetComputeMode":        constant(0),
-	"nvmlDeviceGetEccMode":            constant(1, 1),
 	"nvmlDeviceGetDefaultEccMode":     constant(1),
-	"nvmlDeviceGetTotalEccErrors":     constant(0, 0),
-	"nvmlDeviceGetMemoryErrorCounter": constant(0, 0),
-	"nvmlDeviceGetRemappedRows":       constant(0, 0, 0, 0),
 	"nvmlDeviceGetMultiGpuBoard":      constant(0),
 	"nvmlDeviceGetVirtualizationMode": constant(0),
+
+	"nvmlDeviceGetEccMode": {static: true, serve: func(s *Session, f *frame) Return {
+		on, r := s.ECCMode(f.handle)
+		return put(bit(on), r, func(v uint32) { f.putU32(v, v) })
+	}},
+	"nvmlDeviceGetTotalEccErrors": {serve: func(s *Session, f *frame) Return {
+		n, r := s.ECCErrors(f.handle, ErrorType(f.u32()), Counter(f.u32()))
+		return put(n, r, func(v uint64) { f.putU64(v) })
+	}},
+	"nvmlDeviceGetMemoryErrorCounter": {serve: func(s *Session, f *frame) Return {
+		n, r := s.MemoryErrors(f.handle, ErrorType(f.u32()), Counter(f.u32()), Location(f.u32()))
+		return put(n, r, func(v uint64) { f.putU64(v) })
+	}},
+	"nvmlDeviceGetRemappedRows": {serve: func(s *Session, f *frame) Return {
+		h, r := s.RemappedRows(f.handle)
+		return put(h, r, func(h Health) {
+			f.putU32(h.RemappedCorrectable, h.RemappedUncorrectable, bit(h.RemapPending), bit(h.RemapFailed))
+		})
+	}},
+	"nvmlDeviceGetRetiredPagesPendingStatus": {serve: func(s *Session, f *frame) Return {
+		is, r := s.RetirePending(f.handle)
+		return put(bit(is), r, func(v uint32) { f.putU32(v) })
+	}},
+	"nvmlDeviceGetFieldValues": {serve: func(s *Session, f *frame) Return {
+		var ids []uint32
+		for len(f.in) > 0 && !f.bad {
+			ids = append(ids, f.u32())
+		}
+		list, r := s.Fields(f.handle, ids)
+		return put(list, r, func(list []Field) {
+			for _, v := range list {
+				f.putU32(uint32(v.Return), v.Type)
+				f.putU64(v.Value)
+			}
+		})
+	}},
 
 	"nvmlDeviceGetMigMode": {static: true, serve: func(s *Session, f *frame) Return {
 		current, pending, r := s.MIGMode(f.handle)

@@ -60,7 +60,9 @@ type gpu struct {
 	major int // of the compute capability
 	cc    int // minor of the compute capability
 
+	ecc       bool
 	lost      bool
+	health    Health
 	timeSlice TimeSlice
 }
 
@@ -189,7 +191,7 @@ func newGPU(spec Spec, index int) (*gpu, error) {
 	if m.ReservedMiB >= m.MemoryMiB {
 		return nil, fmt.Errorf("GPU %d: %d MiB reserved of %d MiB leave nothing", index, m.ReservedMiB, m.MemoryMiB)
 	}
-	g := &gpu{Model: m, slot: index, lost: o.Lost, uuid: o.UUID, minor: index}
+	g := &gpu{Model: m, slot: index, ecc: o.ECC == nil || *o.ECC, lost: o.Lost, uuid: o.UUID, minor: index}
 	if _, err := fmt.Sscanf(m.ComputeCapability, "%d.%d", &g.major, &g.cc); err != nil {
 		return nil, fmt.Errorf("model %s: compute capability %q: %w", name, m.ComputeCapability, err)
 	}
@@ -259,10 +261,14 @@ func (w *World) Lose(index int) error {
 		return fmt.Errorf("GPU %d: %w already", index, GPUIsLost)
 	}
 	w.raiseLocked(g, EventXid, XidGPULost)
-	g.lost = true
-	w.procs = slices.DeleteFunc(w.procs, func(p *Process) bool { return p.GPU == index })
-	w.touchLocked()
+	w.loseLocked(g)
 	return nil
+}
+
+func (w *World) loseLocked(g *gpu) {
+	g.lost = true
+	w.procs = slices.DeleteFunc(w.procs, func(p *Process) bool { return p.GPU == g.slot })
+	w.touchLocked()
 }
 
 // Restore brings a lost GPU back, empty, as after a reset.
@@ -277,7 +283,7 @@ func (w *World) Restore(index int) error {
 		return fmt.Errorf("GPU %d is not lost", index)
 	}
 	g.lost = false
-	g.timeSlice = TimeSliceDefault
+	g.freshLocked()
 	w.touchLocked()
 	return nil
 }
@@ -307,6 +313,8 @@ type GPUState struct {
 	NUMA        int    `json:"numa"`
 	TimeSlice   string `json:"timeSlice"`
 	Lost        bool   `json:"lost"`
+	ECC         bool   `json:"ecc"`
+	Health      Health `json:"health"`
 }
 
 // PCIID is a device's number with its vendor's in the low half, written as
@@ -333,7 +341,7 @@ func (w *World) State() State {
 			Index: g.slot, Minor: g.minor, UUID: g.uuid,
 			PCI: g.pci.String(), PCIDevice: PCIID(g.pci.DeviceID), Subsystem: PCIID(g.pci.SubsystemID),
 			Model: g.Name, MemoryMiB: g.MemoryMiB, ReservedMiB: g.ReservedMiB, UsedMiB: w.usedLocked(g),
-			NUMA: g.numa, TimeSlice: g.timeSlice.String(), Lost: g.lost,
+			NUMA: g.numa, TimeSlice: g.timeSlice.String(), Lost: g.lost, ECC: g.ecc, Health: g.health,
 		})
 	}
 	for _, p := range w.procs {

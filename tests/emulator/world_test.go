@@ -56,7 +56,7 @@ func ret[T any](_ T, r emulator.Return) emulator.Return { return r }
 func TestUnitsOfMemory(t *testing.T) {
 	units := map[string]uint64{
 		"A100-SXM4-40GB": 39, "A100-SXM4-80GB": 79, "A30": 23, "H100-80GB": 79,
-		"H200-141GB": 139, "B200": 178, "RTX-PRO-6000": 94,
+		"H200-141GB": 139, "B200": 178, "RTX-PRO-6000": 94, "V100-SXM2-32GB": 31,
 	}
 	for _, model := range emulator.Models() {
 		s := open(t, newWorld(t, emulator.Spec{Model: model, Count: 1}), emulator.Opening{})
@@ -149,7 +149,7 @@ gpus:
 	got := w.State().GPUs[1]
 	want(t, "GPU 1", got, emulator.GPUState{
 		Index: 1, Minor: 9, UUID: "GPU-x", PCI: "00000001:0A:1F.0", PCIDevice: 0x20B710DE, Subsystem: 0x153210DE,
-		Model: "NVIDIA A30", MemoryMiB: 5000, ReservedMiB: 100, NUMA: -1, TimeSlice: "default", Lost: true,
+		Model: "NVIDIA A30", MemoryMiB: 5000, ReservedMiB: 100, NUMA: -1, TimeSlice: "default", Lost: true, ECC: true,
 	})
 	want(t, "driver", w.State().Driver, "570.1.2")
 }

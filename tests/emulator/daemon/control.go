@@ -20,6 +20,8 @@ type command struct {
 	Op      string            `json:"op"`
 	GPU     int               `json:"gpu,omitempty"`
 	Xid     uint64            `json:"xid,omitempty"`
+	Bare    bool              `json:"bare,omitempty"`
+	Health  *emulator.Health  `json:"health,omitempty"`
 	PID     int               `json:"pid,omitempty"`
 	Fault   *emulator.Fault   `json:"fault,omitempty"`
 	Process *emulator.Process `json:"process,omitempty"`
@@ -61,7 +63,16 @@ func (s *Server) obey(ctx context.Context, running *sync.WaitGroup, p peer, c co
 	case "reset-calls":
 		w.ResetCalls()
 	case "xid":
-		err = w.Xid(c.GPU, c.Xid)
+		if c.Bare {
+			err = w.XidBare(c.GPU, c.Xid)
+		} else {
+			err = w.Xid(c.GPU, c.Xid)
+		}
+	case "health":
+		if c.Health == nil {
+			return r, errors.New("health: none given")
+		}
+		err = w.SetHealth(c.GPU, *c.Health)
 	case "lose":
 		err = w.Lose(c.GPU)
 	case "restore":
@@ -172,9 +183,19 @@ func (c *Client) Calls(pid int) ([]emulator.CallCount, error) {
 // ResetCalls starts the counting anew.
 func (c *Client) ResetCalls() error { return c.just(command{Op: "reset-calls"}) }
 
-// Xid raises an Xid on a GPU.
+// Xid raises an Xid on a GPU, with what the fault behind it does to the GPU.
 func (c *Client) Xid(gpu int, xid uint64) error {
 	return c.just(command{Op: "xid", GPU: gpu, Xid: xid})
+}
+
+// XidBare raises an Xid and leaves all else as it is.
+func (c *Client) XidBare(gpu int, xid uint64) error {
+	return c.just(command{Op: "xid", GPU: gpu, Xid: xid, Bare: true})
+}
+
+// SetHealth makes a GPU's health whatever a test needs.
+func (c *Client) SetHealth(gpu int, h emulator.Health) error {
+	return c.just(command{Op: "health", GPU: gpu, Health: &h})
 }
 
 // Lose drops a GPU off the bus, with Xid 79.

@@ -14,6 +14,7 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -45,8 +46,10 @@ on a running world (all take --socket PATH):
                                           a process that holds GPU memory until it ends; prints its PID
   proc hold ...                           the same in the foreground
   proc stop PID
-  xid --gpu I CODE
-  lose --gpu I | restore --gpu I
+  xid --gpu I [--bare] CODE               raise an Xid; it also counts the ECC error, remaps the row or loses the GPU
+                                          that such a fault comes with (48, 63, 64, 79, 94, 95), but for --bare
+  health --gpu I JSON                     set figures of a GPU's health, as show prints them: '{"remapFailed": false}'
+  lose --gpu I | restore --gpu I          off the bus with Xid 79 | back again
   fail --call NAME --code N [--count N] [--gpu I]
   slow --call NAME --for 2s|forever [--count N] [--gpu I]
   clear                                   end all faults
@@ -85,7 +88,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		return nil
 	case "proc":
 		return proc(ctx, args, out)
-	case "show", "calls", "xid", "lose", "restore", "fail", "slow", "clear":
+	case "show", "calls", "xid", "health", "lose", "restore", "fail", "slow", "clear":
 		return control(name, args, out)
 	case "help", "-h", "--help":
 		return flag.ErrHelp
@@ -269,10 +272,13 @@ func control(name string, args []string, out io.Writer) error {
 	socket := socketFlag(f)
 	var gpu, call, hold string
 	var code, count, pid int
-	var reset, total, asJSON bool
+	var reset, total, asJSON, bare bool
 	switch name {
-	case "xid", "lose", "restore":
+	case "xid", "health", "lose", "restore":
 		f.StringVar(&gpu, "gpu", "", "GPU")
+		if name == "xid" {
+			f.BoolVar(&bare, "bare", false, "the Xid alone, without what the fault does")
+		}
 	case "fail", "slow":
 		f.StringVar(&gpu, "gpu", "", "only calls about this GPU")
 		f.StringVar(&call, "call", "", "exported name, or a pattern such as nvmlDevice*")
@@ -292,7 +298,7 @@ func control(name string, args []string, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	if want := map[string]int{"xid": 1}[name]; len(rest) != want {
+	if want := map[string]int{"xid": 1, "health": 1}[name]; len(rest) != want {
 		return fmt.Errorf("%s: %d arguments, want %d", name, len(rest), want)
 	}
 	c, err := daemon.Dial(*socket)
@@ -307,7 +313,7 @@ func control(name string, args []string, out io.Writer) error {
 			return err
 		}
 		index = &i
-	} else if name == "xid" || name == "lose" || name == "restore" {
+	} else if slices.Contains([]string{"xid", "health", "lose", "restore"}, name) {
 		return fmt.Errorf("%s: --gpu is missing", name)
 	}
 	switch name {
@@ -333,7 +339,12 @@ func control(name string, args []string, out io.Writer) error {
 		if err != nil {
 			return fmt.Errorf("xid: %w", err)
 		}
+		if bare {
+			return c.XidBare(*index, xid)
+		}
 		return c.Xid(*index, xid)
+	case "health":
+		return setHealth(c, *index, rest[0])
 	case "lose":
 		return c.Lose(*index)
 	case "restore":
@@ -350,6 +361,24 @@ func control(name string, args []string, out io.Writer) error {
 		}
 	}
 	return c.Inject(fault)
+}
+
+// setHealth changes the figures that text names, and no other.
+func setHealth(c *daemon.Client, index int, text string) error {
+	st, err := c.State()
+	if err != nil {
+		return err
+	}
+	if index < 0 || index >= len(st.GPUs) {
+		return fmt.Errorf("health: no GPU %d", index)
+	}
+	h := st.GPUs[index].Health
+	dec := json.NewDecoder(strings.NewReader(text))
+	dec.DisallowUnknownFields()
+	if err := dec.Decode(&h); err != nil {
+		return fmt.Errorf("health: %q: %w", text, err)
+	}
+	return c.SetHealth(index, h)
 }
 
 func printCalls(out io.Writer, list []emulator.CallCount, total, asJSON bool) error {

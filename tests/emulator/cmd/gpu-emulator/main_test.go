@@ -234,6 +234,32 @@ func TestFaultsAndCalls(t *testing.T) {
 	}
 }
 
+func TestHealth(t *testing.T) {
+	n := start(t, "count: 2")
+	n.ok("xid", "--gpu", "1", "--bare", "95", "--socket", n.socket)
+	want := emulator.Health{}
+	if got := n.state().GPUs[1].Health; got != want {
+		t.Errorf("after a bare Xid: %+v", got)
+	}
+	n.ok("xid", "--gpu", "1", "95", "--socket", n.socket)
+	n.ok("health", "--gpu", "1", `{"remapFailed": true, "uncorrected": {"volatile": 2}}`, "--socket", n.socket)
+	want = emulator.Health{Uncorrected: emulator.Errors{Volatile: 2, Aggregate: 1}, RemapFailed: true, Recovery: emulator.RecoveryReset}
+	if got := n.state().GPUs[1].Health; got != want {
+		t.Errorf("health %+v, want %+v", got, want)
+	}
+	for what, args := range map[string][]string{
+		"no such figure":  {"health", "--gpu", "1", `{"temper": 1}`},
+		"no such GPU":     {"health", "--gpu", "2", `{}`},
+		"not a figure":    {"health", "--gpu", "1", "remapFailed"},
+		"an old card's":   {"health", "--gpu", "1", `{"retirePending": true}`},
+		"work on a wreck": {"proc", "start", "--gpu", "1", "--memory", "1"},
+	} {
+		if out, err := n.run(append(args, "--socket", n.socket)...); err == nil {
+			t.Errorf("not refused: %s (%s)", what, out)
+		}
+	}
+}
+
 func TestInstallRefusesTheMachineItself(t *testing.T) {
 	if err := install.Guard(); err == nil {
 		t.Skip("the tests run in a mount namespace of their own, where an install at / is allowed")

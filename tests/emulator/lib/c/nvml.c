@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "nvml.h"
 #include "transport.h"
@@ -261,26 +262,33 @@ nvmlReturn_t nvmlDeviceGetEccMode(nvmlDevice_t d, nvmlEnableState_t *current, nv
     return ask_two(__func__, device_number(d), (unsigned int *)current, (unsigned int *)pending);
 }
 
-static nvmlReturn_t ecc_count(const char *name, nvmlDevice_t d, int types_ok, unsigned long long *count)
+static nvmlReturn_t ecc_count(struct call *c, unsigned long long *count)
 {
-    NEED(count && types_ok);
-    struct call c;
-    begin(&c, name, device_number(d));
-    nvmlReturn_t r = send_call(&c);
+    NEED(count);
+    nvmlReturn_t r = send_call(c);
     if (r == NVML_SUCCESS)
-        *count = get_u64(&c);
+        *count = get_u64(c);
     return r;
 }
 
 nvmlReturn_t nvmlDeviceGetTotalEccErrors(nvmlDevice_t d, nvmlMemoryErrorType_t error, nvmlEccCounterType_t counter, unsigned long long *count)
 {
-    return ecc_count(__func__, d, error < NVML_MEMORY_ERROR_TYPE_COUNT && counter < NVML_ECC_COUNTER_TYPE_COUNT, count);
+    struct call c;
+    begin(&c, __func__, device_number(d));
+    put_u32(&c, error);
+    put_u32(&c, counter);
+    return ecc_count(&c, count);
 }
 
 nvmlReturn_t nvmlDeviceGetMemoryErrorCounter(nvmlDevice_t d, nvmlMemoryErrorType_t error, nvmlEccCounterType_t counter, nvmlMemoryLocation_t at,
                                              unsigned long long *count)
 {
-    return ecc_count(__func__, d, error < NVML_MEMORY_ERROR_TYPE_COUNT && counter < NVML_ECC_COUNTER_TYPE_COUNT && at < NVML_MEMORY_LOCATION_COUNT, count);
+    struct call c;
+    begin(&c, __func__, device_number(d));
+    put_u32(&c, error);
+    put_u32(&c, counter);
+    put_u32(&c, at);
+    return ecc_count(&c, count);
 }
 
 nvmlReturn_t nvmlDeviceGetRemappedRows(nvmlDevice_t d, unsigned int *correctable, unsigned int *uncorrectable, unsigned int *pending, unsigned int *failed)
@@ -296,6 +304,39 @@ nvmlReturn_t nvmlDeviceGetRemappedRows(nvmlDevice_t d, unsigned int *correctable
         *failed = get_u32(&c);
     }
     return r;
+}
+
+nvmlReturn_t nvmlDeviceGetRetiredPagesPendingStatus(nvmlDevice_t d, nvmlEnableState_t *pending)
+{
+    return ask_u32(__func__, device_number(d), (unsigned int *)pending);
+}
+
+/* As many fields as a request has room for go in one. */
+nvmlReturn_t nvmlDeviceGetFieldValues(nvmlDevice_t d, int count, nvmlFieldValue_t *values)
+{
+    enum { MOST = 100 };
+    NEED(values && count > 0);
+    for (int from = 0, n; from < count; from += n) {
+        n = count - from < MOST ? count - from : MOST;
+        nvmlFieldValue_t *v = values + from;
+        struct call c;
+        begin(&c, __func__, device_number(d));
+        for (int i = 0; i < n; i++)
+            put_u32(&c, v[i].fieldId);
+        nvmlReturn_t r = send_call(&c);
+        if (r != NVML_SUCCESS)
+            return r;
+        struct timespec now;
+        clock_gettime(CLOCK_REALTIME, &now);
+        for (int i = 0; i < n; i++) {
+            v[i].timestamp = now.tv_sec * 1000000ll + now.tv_nsec / 1000;
+            v[i].latencyUsec = 0;
+            v[i].nvmlReturn = get_u32(&c);
+            v[i].valueType = get_u32(&c);
+            v[i].value.ullVal = get_u64(&c); /* the shorter ones are its low half */
+        }
+    }
+    return NVML_SUCCESS;
 }
 
 /* read_pci reads an address; the forms before v3 end with the subsystem. */

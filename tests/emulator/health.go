@@ -1,0 +1,328 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package emulator
+
+import (
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// Health is what a driver keeps of a GPU's faults.
+type Health struct {
+	// ECC errors of the GPU's memory; all of them are in DRAM.
+	Corrected   Errors `json:"corrected"`
+	Uncorrected Errors `json:"uncorrected"`
+	// Remapped rows of memory, by cause; Ampere and later. RemapPending says
+	// that a row waits for the next reset, RemapFailed that there once was no
+	// spare one left, which nothing undoes.
+	RemappedCorrectable   uint32 `json:"remappedCorrectable"`
+	RemappedUncorrectable uint32 `json:"remappedUncorrectable"`
+	RemapPending          bool   `json:"remapPending"`
+	RemapFailed           bool   `json:"remapFailed"`
+	// Retired pages of memory, by cause; before Ampere. RetirePending says
+	// that a page waits for the next reset or load of the driver.
+	RetiredSingle uint32 `json:"retiredSingle"`
+	RetiredDouble uint32 `json:"retiredDouble"`
+	RetirePending bool   `json:"retirePending"`
+	// Recovery is what the driver says must be done to the GPU.
+	Recovery Recovery `json:"recovery"`
+}
+
+// Errors is a counter of ECC errors: those since the driver was loaded or the
+// GPU reset, and those of its life.
+type Errors struct {
+	Volatile  uint64 `json:"volatile"`
+	Aggregate uint64 `json:"aggregate"`
+}
+
+func (e *Errors) add(n uint64) { e.Volatile, e.Aggregate = e.Volatile+n, e.Aggregate+n }
+
+// Recovery is a nvmlDeviceGpuRecoveryAction_t.
+type Recovery uint32
+
+// What the driver may ask for.
+const (
+	RecoveryNone Recovery = iota
+	RecoveryReset
+	RecoveryReboot
+	RecoveryDrain
+	RecoveryDrainReset
+)
+
+var recoveryNames = []string{"none", "reset", "reboot", "drain", "drain-reset"}
+
+// String names the action.
+func (r Recovery) String() string {
+	if int(r) < len(recoveryNames) {
+		return recoveryNames[r]
+	}
+	return strconv.Itoa(int(r))
+}
+
+// MarshalText names the action.
+func (r Recovery) MarshalText() ([]byte, error) { return []byte(r.String()), nil }
+
+// UnmarshalText reads a name back.
+func (r *Recovery) UnmarshalText(text []byte) error {
+	i := slices.Index(recoveryNames, string(text))
+	if i < 0 {
+		return fmt.Errorf("recovery %q: want %s", text, strings.Join(recoveryNames, ", "))
+	}
+	*r = Recovery(i)
+	return nil
+}
+
+// Architectures, as NVML_DEVICE_ARCH_*.
+const (
+	turing = 6
+	ampere = 7
+)
+
+// remaps says whether the GPU replaces broken rows of memory by spare ones;
+// GPUs before Ampere retire pages instead.
+func (g *gpu) remaps() bool { return g.Architecture >= ampere }
+
+// coupleLocked does to a GPU what the fault behind an Xid does to it. Figures
+// follow NVIDIA's description of its Xids and of memory error management.
+func (w *World) coupleLocked(g *gpu, xid uint64) {
+	h := &g.health
+	uncorrected := func() {
+		if g.ecc {
+			h.Uncorrected.add(1)
+			w.raiseLocked(g, EventDoubleBitECC, 0)
+		}
+	}
+	switch xid {
+	case 48, 94: // double bit error; contained error
+		uncorrected()
+	case 95: // uncontained error: the GPU takes no new work
+		uncorrected()
+		h.Recovery = RecoveryReset
+	case 63: // a row or page is recorded as broken
+		if g.remaps() {
+			h.RemappedUncorrectable++
+			h.RemapPending = true
+		} else {
+			h.RetiredDouble++
+			h.RetirePending = true
+		}
+	case 64: // it could not be recorded
+		h.RemapFailed = h.RemapFailed || g.remaps()
+	case XidGPULost:
+		w.loseLocked(g)
+	}
+}
+
+// freshLocked is what a reset, or a load of the driver, does to a GPU: counts
+// begin anew, and what waited for it is done.
+func (g *gpu) freshLocked() {
+	h := &g.health
+	h.Corrected.Volatile, h.Uncorrected.Volatile = 0, 0
+	h.RemapPending, h.RetirePending = false, false
+	if h.Recovery != RecoveryReboot {
+		h.Recovery = RecoveryNone
+	}
+	g.timeSlice = TimeSliceDefault
+}
+
+// SetHealth makes a GPU's health whatever a test needs. It refuses figures that
+// the card does not have.
+func (w *World) SetHealth(index int, h Health) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	g, err := w.gpuLocked(index)
+	if err != nil {
+		return err
+	}
+	remap := h.RemappedCorrectable > 0 || h.RemappedUncorrectable > 0 || h.RemapPending || h.RemapFailed
+	retire := h.RetiredSingle > 0 || h.RetiredDouble > 0 || h.RetirePending
+	switch {
+	case remap && !g.remaps():
+		return fmt.Errorf("GPU %d: remapped rows: %w before Ampere", index, NotSupported)
+	case retire && g.remaps():
+		return fmt.Errorf("GPU %d: retired pages: %w on Ampere and later", index, NotSupported)
+	case (h.Corrected != Errors{} || h.Uncorrected != Errors{}) && !g.ecc:
+		return fmt.Errorf("GPU %d: ECC errors: %w, ECC is off", index, NotSupported)
+	case int(h.Recovery) >= len(recoveryNames):
+		return fmt.Errorf("GPU %d: recovery %d: %w", index, h.Recovery, InvalidArgument)
+	}
+	g.health = h
+	w.touchLocked()
+	return nil
+}
+
+// ErrorType and Counter are nvmlMemoryErrorType_t and nvmlEccCounterType_t.
+type (
+	ErrorType uint32
+	Counter   uint32
+)
+
+// What counters of ECC errors count, and since when.
+const (
+	ErrorCorrected   ErrorType = 0
+	ErrorUncorrected ErrorType = 1
+
+	CounterVolatile  Counter = 0
+	CounterAggregate Counter = 1
+)
+
+// Location is a nvmlMemoryLocation_t.
+type Location uint32
+
+// Where ECC errors are counted.
+const (
+	LocationL1 Location = iota
+	LocationL2
+	LocationDRAM
+	LocationRegisters
+	LocationTexture
+	LocationTextureShared
+	LocationCBU
+	LocationSRAM
+	locations
+)
+
+// ECCMode says whether ECC is on. It can be turned by no call.
+func (s *Session) ECCMode(h Handle) (bool, Return) {
+	return device(s, "nvmlDeviceGetEccMode", h, func(g *gpu) (bool, Return) { return g.ecc, Success })
+}
+
+// ECCErrors counts errors of a GPU's memory. Without ECC nothing counts them.
+func (s *Session) ECCErrors(h Handle, t ErrorType, c Counter) (uint64, Return) {
+	return device(s, "nvmlDeviceGetTotalEccErrors", h, func(g *gpu) (uint64, Return) { return g.errors(t, c, LocationDRAM) })
+}
+
+// MemoryErrors counts errors at one place of a GPU's memory. Turing and later
+// tell DRAM and SRAM apart, older cards the caches and files of SRAM.
+func (s *Session) MemoryErrors(h Handle, t ErrorType, c Counter, at Location) (uint64, Return) {
+	return device(s, "nvmlDeviceGetMemoryErrorCounter", h, func(g *gpu) (uint64, Return) { return g.errors(t, c, at) })
+}
+
+func (g *gpu) errors(t ErrorType, c Counter, at Location) (uint64, Return) {
+	switch {
+	case t > ErrorUncorrected || c > CounterAggregate || at >= locations:
+		return 0, InvalidArgument
+	case !g.ecc:
+		return 0, NotSupported
+	case at == LocationDRAM:
+	case at == LocationTextureShared || (at == LocationSRAM) != (g.Architecture >= turing):
+		return 0, NotSupported
+	default:
+		return 0, Success
+	}
+	e := g.health.Corrected
+	if t == ErrorUncorrected {
+		e = g.health.Uncorrected
+	}
+	if c == CounterAggregate {
+		return e.Aggregate, Success
+	}
+	return e.Volatile, Success
+}
+
+// RemappedRows reads the remap figures of a GPU's health, which cards before
+// Ampere do not have.
+func (s *Session) RemappedRows(h Handle) (Health, Return) {
+	return device(s, "nvmlDeviceGetRemappedRows", h, func(g *gpu) (Health, Return) {
+		if !g.remaps() {
+			return Health{}, NotSupported
+		}
+		return g.health, Success
+	})
+}
+
+// RetirePending says whether a page waits to be retired; Ampere and later
+// retire none.
+func (s *Session) RetirePending(h Handle) (bool, Return) {
+	return device(s, "nvmlDeviceGetRetiredPagesPendingStatus", h, func(g *gpu) (bool, Return) {
+		if g.remaps() {
+			return false, NotSupported
+		}
+		return g.health.RetirePending, Success
+	})
+}
+
+// Field is the value of a NVML_FI_*, with the type of nvmlValueType_t.
+type Field struct {
+	Return Return
+	Type   uint32
+	Value  uint64
+}
+
+// The types of fields.
+const (
+	fieldUint   = 1
+	fieldUint64 = 3
+)
+
+// mostFields is NVML_FI_MAX of the newest nvml.h known.
+const mostFields = 308
+
+// FieldRecovery is NVML_FI_DEV_GET_GPU_RECOVERY_ACTION.
+const FieldRecovery = 230
+
+// recoverySince is the first branch of the driver whose recovery action is
+// served; the field stands in headers from about there.
+const recoverySince = 550
+
+// Fields reads values by number; each has its own outcome.
+func (s *Session) Fields(h Handle, ids []uint32) ([]Field, Return) {
+	return device(s, "nvmlDeviceGetFieldValues", h, func(g *gpu) ([]Field, Return) {
+		out := make([]Field, len(ids))
+		for i, id := range ids {
+			out[i] = s.p.w.fieldLocked(g, id)
+		}
+		return out, Success
+	})
+}
+
+func (w *World) fieldLocked(g *gpu, id uint32) Field {
+	// The totals in the order of their numbers; DRAM's have the same figures.
+	totals := [][2]uint32{{3, 11}, {4, 12}, {5, 22}, {6, 23}}
+	h := g.health
+	number := func(is bool, v uint32) Field {
+		if !is {
+			return Field{Return: NotSupported}
+		}
+		return Field{Type: fieldUint, Value: uint64(v)}
+	}
+	switch id {
+	case 1, 2:
+		return number(true, bit(g.ecc))
+	case 29:
+		return number(!g.remaps(), h.RetiredSingle)
+	case 30:
+		return number(!g.remaps(), h.RetiredDouble)
+	case 31:
+		return number(!g.remaps(), bit(h.RetirePending))
+	case 142:
+		return number(g.remaps(), h.RemappedCorrectable)
+	case 143:
+		return number(g.remaps(), h.RemappedUncorrectable)
+	case 144:
+		return number(g.remaps(), bit(h.RemapPending))
+	case 145:
+		return number(g.remaps(), bit(h.RemapFailed))
+	case FieldRecovery:
+		return number(w.branchLocked() >= recoverySince, uint32(h.Recovery))
+	}
+	for i, ids := range totals {
+		if id == ids[0] || id == ids[1] {
+			n, r := g.errors(ErrorType(i%2), Counter(i/2), LocationDRAM)
+			return Field{Return: r, Type: fieldUint64, Value: n}
+		}
+	}
+	if id == 0 || id >= mostFields {
+		return Field{Return: InvalidArgument}
+	}
+	return Field{Return: NotSupported}
+}
+
+// branchLocked is the first number of the driver's version.
+func (w *World) branchLocked() int {
+	branch, _, _ := strings.Cut(w.driver, ".")
+	n, _ := strconv.Atoi(branch) // of the form that validate wants
+	return n
+}
