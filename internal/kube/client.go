@@ -46,6 +46,8 @@ var Rules = []Rule{
 		Why: "report on the node, whose Events are in the namespace default, and on pods in theirs"},
 	{Resource: "nodes", Verbs: []string{"list", "patch", "watch"}, Cluster: true,
 		Why: "follow the label that chooses a partition; write the outcome"},
+	{Resource: "nodes/status", Verbs: []string{"patch"}, Cluster: true,
+		Why: "say by a condition of its own whether the node's GPUs are well"},
 }
 
 // Options configure a Client.
@@ -55,8 +57,8 @@ type Options struct {
 	// NodeName is the Node that the agent runs on. Required.
 	NodeName string
 	// Domain is the agent's label prefix, for example "example.com". Required.
-	// WatchNode hands out annotations under it alone, and Events carry it in
-	// the name of their reporter.
+	// WatchNode hands out annotations and conditions under it alone, and Events
+	// carry it in the name of their reporter.
 	Domain string
 	// UserAgent is what the API server's audit log shows; empty means
 	// "gpu-agent".

@@ -138,6 +138,9 @@ func TestRulesAreUsed(t *testing.T) {
 	if err := c.PatchNode(t.Context(), map[string]*string{"a": ptr("b")}, nil); err != nil {
 		t.Fatal(err)
 	}
+	if err := c.SetCondition(t.Context(), Condition{Type: "example.com/A", Status: True, Reason: "Well"}); err != nil {
+		t.Fatal(err)
+	}
 	all := map[string]bool{}
 	for _, rule := range Rules {
 		if !slices.IsSorted(rule.Verbs) || rule.Why == "" {

@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -23,8 +24,8 @@ import (
 )
 
 // server is a small API server on a real socket: objects with versions, lists,
-// watches and merge patches, for the resources and verbs in Rules and no
-// others. Faults are set by the tests.
+// watches, merge patches, and strategic ones of a node's status, for the
+// resources and verbs in Rules and no others. Faults are set by the tests.
 type server struct {
 	t    *testing.T
 	addr string
@@ -198,6 +199,9 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if len(parts) > 1 {
 		name = parts[1]
 	}
+	if len(parts) > 2 {
+		resource += "/" + parts[2]
+	}
 	query := r.URL.Query()
 	if selector, ok := strings.CutPrefix(query.Get("fieldSelector"), "metadata.name="); ok {
 		name = selector
@@ -340,23 +344,78 @@ func (s *server) create(w http.ResponseWriter, resource, namespace string, body 
 }
 
 func (s *server) patch(w http.ResponseWriter, r *http.Request, resource, namespace, name string, body []byte) {
-	if got := r.Header.Get("Content-Type"); got != "application/merge-patch+json" {
-		refuse(w, 415, "UnsupportedMediaType")
-		return
-	}
-	var patch map[string]any
-	if err := json.Unmarshal(body, &patch); err != nil {
-		refuse(w, 400, "BadRequest")
-		return
-	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	object, ok := s.objects[resource+"/"+namespace+"/"+name]
+	whole, sub, _ := strings.Cut(resource, "/")
+	object, ok := s.objects[whole+"/"+namespace+"/"+name]
 	if !ok {
 		refuse(w, 404, "NotFound")
 		return
 	}
-	answer(w, s.putLocked(resource, namespace, name, merge(clone(object), patch)))
+	var patch, patched map[string]any
+	err := json.Unmarshal(body, &patch)
+	switch kind := r.Header.Get("Content-Type"); {
+	case err != nil:
+	case kind == "application/merge-patch+json":
+		patched = merge(clone(object), patch)
+	case kind == "application/strategic-merge-patch+json":
+		patched, err = strategicMerge(clone(object), patch)
+	default:
+		refuse(w, 415, "UnsupportedMediaType")
+		return
+	}
+	if err != nil {
+		refuse(w, 400, "BadRequest")
+		return
+	}
+	// As the strategies of the API have it, a patch of the object leaves its
+	// status alone, and one of its status what is wanted.
+	keep := "status"
+	if sub == "status" {
+		keep = "spec"
+	}
+	if delete(patched, keep); object[keep] != nil {
+		patched[keep] = object[keep]
+	}
+	answer(w, s.putLocked(whole, namespace, name, patched))
+}
+
+// strategicMerge is a merge patch but for status.conditions: as the API's type
+// of a Node has it, elements are merged by their type, new ones come last, and
+// one that is marked so goes. As there, nothing else may come in an element's
+// stead.
+func strategicMerge(object, patch map[string]any) (map[string]any, error) {
+	patch = clone(patch)
+	status, _ := patch["status"].(map[string]any)
+	elements, _ := status["conditions"].([]any)
+	delete(status, "conditions")
+	object = merge(object, patch)
+	if len(elements) == 0 {
+		return object, nil
+	}
+	into, _ := object["status"].(map[string]any)
+	list, _ := into["conditions"].([]any)
+	for _, element := range elements {
+		element, ok := element.(map[string]any)
+		if !ok || element["type"] == nil {
+			return nil, errors.New("map does not contain key: type")
+		}
+		i := slices.IndexFunc(list, func(have any) bool { return have.(map[string]any)["type"] == element["type"] })
+		directive := element["$patch"]
+		switch {
+		case directive == "delete" && i >= 0:
+			list = slices.Delete(list, i, i+1)
+		case directive == "delete":
+		case directive != nil:
+			return nil, fmt.Errorf("unknown patch type %v", directive)
+		case i >= 0:
+			list[i] = merge(list[i].(map[string]any), element)
+		default:
+			list = append(list, element)
+		}
+	}
+	into["conditions"] = list
+	return object, nil
 }
 
 // merge is RFC 7386.

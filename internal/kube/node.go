@@ -8,6 +8,7 @@ import (
 	"fmt"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/resourceversion"
 )
@@ -48,18 +49,23 @@ func (c *Client) PatchNode(ctx context.Context, labels, annotations map[string]*
 	if err != nil {
 		return fmt.Errorf("patch node %s: %w", c.options.NodeName, err)
 	}
-	// The answer is remembered only where a watch will correct it, and only if
-	// the watch was not faster: a wrong memory would suppress a write.
+	c.remember(object)
+	return nil
+}
+
+// remember takes the answer to a patch for what the server said last, but only
+// where a watch will correct it, and only if the watch was not faster: a wrong
+// memory would suppress a write.
+func (c *Client) remember(object *unstructured.Unstructured) {
 	patched := readNode(object)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.node == nil {
-		return nil
+		return
 	}
 	if order, err := resourceversion.CompareResourceVersion(patched.version, c.node.version); err == nil && order > 0 {
 		c.node = &patched
 	}
-	return nil
 }
 
 func differing(want map[string]*string, have map[string]string) map[string]*string {

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"slices"
 	"strings"
 	"time"
 
@@ -29,8 +30,11 @@ type ConfigMap struct {
 type Node struct {
 	Labels map[string]string
 	// Annotations are those under Options.Domain.
-	Annotations   map[string]string
+	Annotations map[string]string
+	// Unschedulable says that the node is cordoned.
 	Unschedulable bool
+	// Conditions are those whose type is under Options.Domain, sorted by it.
+	Conditions []Condition
 
 	version string
 }
@@ -70,9 +74,9 @@ func (c *Client) WatchConfigMap(ctx context.Context, namespace, name string, fn 
 
 // WatchNode follows the agent's Node until ctx ends, which is the only error
 // that it returns. fn is called with the first word that the server gives, and
-// then whenever a label, an annotation under the domain or the scheduling of
-// the node differs from the last call's. Changes made through PatchNode are
-// such changes. A Node that is not there is not reported: a kubelet that is
+// then whenever a label, an annotation or a condition under the domain, or the
+// scheduling of the node differs from the last call's. Changes made through
+// PatchNode and SetCondition are such changes. A Node that is not there is not reported: a kubelet that is
 // alive makes it again.
 func (c *Client) WatchNode(ctx context.Context, fn func(Node)) error {
 	var last Node
@@ -87,9 +91,9 @@ func (c *Client) WatchNode(ctx context.Context, fn func(Node)) error {
 		whole := readNode(object)
 		c.setNode(&whole)
 		now := whole
-		now.Annotations = c.own(whole.Annotations)
-		if told && now.Unschedulable == last.Unschedulable &&
-			maps.Equal(now.Labels, last.Labels) && maps.Equal(now.Annotations, last.Annotations) {
+		now.Annotations, now.Conditions = c.own(whole.Annotations), c.ownConditions(whole.Conditions)
+		if told && now.Unschedulable == last.Unschedulable && maps.Equal(now.Labels, last.Labels) &&
+			maps.Equal(now.Annotations, last.Annotations) && slices.EqualFunc(now.Conditions, last.Conditions, Condition.says) {
 			return
 		}
 		last, told = now, true
@@ -97,6 +101,7 @@ func (c *Client) WatchNode(ctx context.Context, fn func(Node)) error {
 			Labels:        maps.Clone(now.Labels),
 			Annotations:   maps.Clone(now.Annotations),
 			Unschedulable: now.Unschedulable,
+			Conditions:    slices.Clone(now.Conditions),
 		})
 	})
 }
@@ -104,7 +109,7 @@ func (c *Client) WatchNode(ctx context.Context, fn func(Node)) error {
 func readNode(object *unstructured.Unstructured) Node {
 	unschedulable, _, _ := unstructured.NestedBool(object.Object, "spec", "unschedulable")
 	return Node{Labels: object.GetLabels(), Annotations: object.GetAnnotations(),
-		Unschedulable: unschedulable, version: object.GetResourceVersion()}
+		Unschedulable: unschedulable, Conditions: readConditions(object), version: object.GetResourceVersion()}
 }
 
 func (c *Client) own(annotations map[string]string) map[string]string {
@@ -114,6 +119,17 @@ func (c *Client) own(annotations map[string]string) map[string]string {
 			own[key] = value
 		}
 	}
+	return own
+}
+
+func (c *Client) ownConditions(conditions []Condition) []Condition {
+	var own []Condition
+	for _, condition := range conditions {
+		if c.mayWrite(condition.Type) == nil {
+			own = append(own, condition)
+		}
+	}
+	slices.SortFunc(own, func(a, b Condition) int { return strings.Compare(a.Type, b.Type) })
 	return own
 }
 

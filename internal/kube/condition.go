@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// ConditionStatus is what a condition says of its type.
+type ConditionStatus string
+
+// The three values that the API knows.
+const (
+	True    ConditionStatus = "True"
+	False   ConditionStatus = "False"
+	Unknown ConditionStatus = "Unknown"
+)
+
+// Condition is one of the agent's own in its Node's status.
+type Condition struct {
+	// Type is the condition's name, below Options.Domain:
+	// "example.com/GPUHealthy".
+	Type   string
+	Status ConditionStatus
+	// Reason is one word in UpperCamelCase, for programs.
+	Reason string
+	// Message is for people; beyond 1,024 bytes it is cut.
+	Message string
+
+	// since is lastTransitionTime as the server has it.
+	since string
+}
+
+// says tells whether c and d have the same to say, whenever each began.
+func (c Condition) says(d Condition) bool {
+	c.since, d.since = "", ""
+	return c == d
+}
+
+// SetCondition makes a condition of the agent's Node say what want says; all
+// other conditions, the kubelet's among them, stay as they are. Where by what
+// the server said last the Node has it already, no request is made: calling it
+// again is free, and after the Node was made anew it writes again. The time of
+// the last transition moves only with Status, the heartbeat with every write.
+//
+// The server's refusal or absence, and that of the Node, is returned; the
+// caller tries again when it next has reason to.
+func (c *Client) SetCondition(ctx context.Context, want Condition) error {
+	if err := c.mayWrite(want.Type); err != nil {
+		return err
+	}
+	if want.Status != True && want.Status != False && want.Status != Unknown || want.Reason == "" {
+		return fmt.Errorf("set condition %s: status %q with reason %q: want True, False or Unknown, and a reason",
+			want.Type, want.Status, want.Reason)
+	}
+	want.Reason, want.Message = cut(want.Reason, maxReason), cut(want.Message, maxMessage)
+	node, err := c.lastNode(ctx)
+	if err == nil && node == nil {
+		err = errors.New("the API server has no Node of this name")
+	}
+	if err != nil {
+		return fmt.Errorf("set condition %s of node %s: %w", want.Type, c.options.NodeName, err)
+	}
+	now := stamp(c.now())
+	want.since = now
+	if have, ok := node.condition(want.Type); ok {
+		if have.says(want) {
+			return nil
+		}
+		if have.Status == want.Status && have.since != "" {
+			want.since = have.since
+		}
+	}
+	err = c.patchCondition(ctx, map[string]any{
+		"type": want.Type, "status": string(want.Status), "reason": want.Reason, "message": want.Message,
+		"lastTransitionTime": want.since, "lastHeartbeatTime": now,
+	})
+	if err != nil {
+		return fmt.Errorf("set condition %s of node %s: %w", want.Type, c.options.NodeName, err)
+	}
+	return nil
+}
+
+// RemoveCondition takes a condition of the agent's away from its Node. One
+// that is not there, by what the server said last, costs no request, and a
+// Node that is gone is no error.
+func (c *Client) RemoveCondition(ctx context.Context, kind string) error {
+	if err := c.mayWrite(kind); err != nil {
+		return err
+	}
+	node, err := c.lastNode(ctx)
+	if err == nil && node != nil {
+		if _, ok := node.condition(kind); ok {
+			err = c.patchCondition(ctx, map[string]any{"type": kind, "$patch": "delete"})
+		}
+	}
+	if err != nil && !apierrors.IsNotFound(err) {
+		return fmt.Errorf("remove condition %s of node %s: %w", kind, c.options.NodeName, err)
+	}
+	return nil
+}
+
+// mayWrite refuses what the admission policy would.
+func (c *Client) mayWrite(kind string) error {
+	if name, ok := strings.CutPrefix(kind, c.options.Domain+"/"); !ok || name == "" {
+		return fmt.Errorf("condition %q is not below %s/, and not the agent's to write", kind, c.options.Domain)
+	}
+	return nil
+}
+
+// lastNode is what the server said last of the Node; where no watch has spoken
+// yet, what it says now. It is nil while there is none.
+func (c *Client) lastNode(ctx context.Context) (*Node, error) {
+	c.mu.Lock()
+	node := c.node
+	c.mu.Unlock()
+	if node != nil {
+		return node, nil
+	}
+	t := target{nodes, "", c.options.NodeName}
+	_, err := c.list(ctx, t, func(object *unstructured.Unstructured) {
+		if object != nil {
+			now := readNode(object)
+			node = &now
+		}
+	})
+	c.note(ctx, "list", t.resource.Resource, t.String(), err)
+	return node, err
+}
+
+// patchCondition sends one element of status.conditions. The API merges that
+// list by type where the patch is a strategic one; a merge patch would replace
+// the whole list, and with it what the kubelet wrote meanwhile.
+func (c *Client) patchCondition(ctx context.Context, element map[string]any) error {
+	body, err := json.Marshal(map[string]any{"status": map[string]any{"conditions": []any{element}}})
+	if err != nil {
+		return fmt.Errorf("encode the patch: %w", err)
+	}
+	bounded, cancel := context.WithTimeout(ctx, c.timing.request)
+	defer cancel()
+	object, err := c.api.Resource(nodes).Patch(bounded, c.options.NodeName, types.StrategicMergePatchType, body,
+		metav1.PatchOptions{FieldManager: "gpu-agent"}, "status")
+	c.note(ctx, "patch", nodes.Resource+"/status", c.options.NodeName, err)
+	if err != nil {
+		return err
+	}
+	c.remember(object)
+	return nil
+}
+
+// condition finds one by its type among all that the Node has.
+func (n *Node) condition(kind string) (Condition, bool) {
+	i := slices.IndexFunc(n.Conditions, func(c Condition) bool { return c.Type == kind })
+	if i < 0 {
+		return Condition{}, false
+	}
+	return n.Conditions[i], true
+}
+
+// readConditions reads what can be understood of status.conditions.
+func readConditions(object *unstructured.Unstructured) []Condition {
+	list, _, _ := unstructured.NestedSlice(object.Object, "status", "conditions")
+	var out []Condition
+	for _, element := range list {
+		fields, _ := element.(map[string]any)
+		text := func(key string) string { s, _ := fields[key].(string); return s }
+		out = append(out, Condition{Type: text("type"), Status: ConditionStatus(text("status")),
+			Reason: text("reason"), Message: text("message"), since: text("lastTransitionTime")})
+	}
+	return out
+}
