@@ -297,7 +297,7 @@ type ContainerEvent struct {
 const (
 	// firstPause and longestPause bound how long Events waits before it asks
 	// again: a runtime that restarts is away for a second or so.
-	firstPause, longestPause = 50 * time.Millisecond, 2 * time.Second
+	firstPause, longestPause = 50 * time.Millisecond, 500 * time.Millisecond
 	// emptyStreams in a row, ended by the runtime at once and without an event
 	// or an error, are a runtime's way to say that it has no events.
 	emptyStreams = 3

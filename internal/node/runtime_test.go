@@ -554,9 +554,9 @@ func TestEventsEndedNowAndThen(t *testing.T) {
 	s := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
 	s.streams = func(stream int) error {
 		switch {
-		case stream%emptyStreams == 0 && stream < 8:
+		case stream%emptyStreams == 0 && stream < 6:
 			return status.Error(codes.Unavailable, "server is not initialized yet")
-		case stream < 8:
+		case stream < 6:
 			return io.EOF
 		}
 		return nil
