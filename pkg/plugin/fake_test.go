@@ -17,6 +17,7 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 	api "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
@@ -39,6 +40,10 @@ type kubelet struct {
 	refuse cell[error]
 	// hinder runs once, inside the next registration, whose answer is its error.
 	hinder cell[func(context.Context, *api.RegisterRequest) error]
+	// hang is a resource whose registrations get no answer.
+	hang cell[string]
+	// created is when the socket's file was there.
+	created time.Time
 
 	mu      sync.Mutex
 	clients map[string]*client // guarded by mu
@@ -60,7 +65,8 @@ type client struct {
 	api.DevicePluginClient
 }
 
-func startKubelet(t testing.TB, dir string) *kubelet {
+// startKubelet starts one. Its socket refuses connections while deaf runs.
+func startKubelet(t testing.TB, dir string, deaf ...func(*kubelet)) *kubelet {
 	t.Helper()
 	k := &kubelet{dir: dir, clients: map[string]*client{}}
 	if err := os.MkdirAll(dir, 0o750); err != nil {
@@ -77,7 +83,7 @@ func startKubelet(t testing.TB, dir string) *kubelet {
 			}
 		}
 	}
-	if k.socket, err = net.ListenUnix("unix", &net.UnixAddr{Name: filepath.Join(dir, kubeletSocket), Net: "unix"}); err != nil {
+	if err := k.listen(deaf...); err != nil {
 		t.Fatal(err)
 	}
 	k.server = grpc.NewServer()
@@ -85,6 +91,34 @@ func startKubelet(t testing.TB, dir string) *kubelet {
 	k.running.Go(func() { _ = k.server.Serve(k.socket) })
 	t.Cleanup(k.stop)
 	return k
+}
+
+// listen does in two steps what net.Listen does in two steps too close to each
+// other for a test.
+func (k *kubelet) listen(deaf ...func(*kubelet)) error {
+	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return err
+	}
+	f := os.NewFile(uintptr(fd), kubeletSocket)
+	defer f.Close()
+	if err := unix.Bind(fd, &unix.SockaddrUnix{Name: filepath.Join(k.dir, kubeletSocket)}); err != nil {
+		return err
+	}
+	k.created = time.Now()
+	for _, f := range deaf {
+		f(k)
+	}
+	if err := unix.Listen(fd, 128); err != nil {
+		return err
+	}
+	l, err := net.FileListener(f)
+	if err != nil {
+		return err
+	}
+	k.socket = l.(*net.UnixListener)
+	k.socket.SetUnlinkOnClose(true)
+	return nil
 }
 
 // stop ends the kubelet with all its connections.
@@ -127,6 +161,10 @@ func (k *kubelet) note(f func(*seen)) {
 func (k *kubelet) Register(ctx context.Context, r *api.RegisterRequest) (*api.Empty, error) {
 	if err, _ := k.refuse.get(); err != nil {
 		return nil, err
+	}
+	if hang, _ := k.hang.get(); hang == r.ResourceName {
+		<-ctx.Done()
+		return nil, ctx.Err()
 	}
 	var hinder func(context.Context, *api.RegisterRequest) error
 	k.hinder.update(func(f func(context.Context, *api.RegisterRequest) error) func(context.Context, *api.RegisterRequest) error {

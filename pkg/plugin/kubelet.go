@@ -50,6 +50,10 @@ type Kubelet struct {
 	every, poll time.Duration
 	// answer is how long the kubelet may take to answer a registration.
 	answer time.Duration
+	// suspectEvery is how old a registration must be for a suspicion to count: a
+	// kubelet that is still starting names nothing yet, and each registration
+	// that it did not need leaves it with one more stream.
+	suspectEvery time.Duration
 
 	// sock is the kubelet's socket when it was last looked for. It is set again
 	// at every look, which wakes the plugins to look for their own.
@@ -85,7 +89,7 @@ func NewKubelet(o KubeletOptions) *Kubelet {
 	if o.Watch == nil {
 		o.Watch = Inotify
 	}
-	return &Kubelet{opts: o, every: 30 * time.Second, poll: time.Second, answer: registerTimeout, served: map[string]*serving{}}
+	return &Kubelet{opts: o, every: 30 * time.Second, poll: time.Second, answer: registerTimeout, suspectEvery: 30 * time.Second, served: map[string]*serving{}}
 }
 
 // Set makes want the resources that are served, by name, from now on or from
@@ -119,6 +123,22 @@ func (k *Kubelet) Status() []Status {
 		all = append(all, k.served[r].plugin.Status())
 	}
 	return all
+}
+
+// Suspect is for whoever has found that the kubelet does not know a resource
+// that is served: its PodResources GetAllocatableResources names none of the
+// devices, though it has been running for a while. A stream of lists may look
+// open all the same, since anybody who reaches the socket can open one. The
+// resource is registered again, unless it was less than 30 seconds ago, or has
+// no healthy device: of such a resource the kubelet names none. So Suspect may
+// be called at every look. A resource that is not served is ignored.
+func (k *Kubelet) Suspect(resource string) {
+	k.mu.Lock()
+	s := k.served[resource]
+	k.mu.Unlock()
+	if s != nil {
+		s.plugin.suspect(time.Now())
+	}
 }
 
 // Run watches the directory and serves what Set says until ctx ends, and

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"path/filepath"
+	"slices"
 	"sync"
 	"time"
 
@@ -96,6 +97,9 @@ type Plugin struct {
 	mu      sync.Mutex
 	service *service // guarded by mu; of the Run in progress or the last one
 	fault   error    // guarded by mu; why the resource is not registered, as far as known
+
+	// suspected is when somebody last found the kubelet without this resource.
+	suspected cell[time.Time]
 }
 
 // New makes a plugin; nothing happens before Run.
@@ -167,11 +171,12 @@ func (p *Plugin) Run(ctx context.Context) error {
 			}
 		}
 	}()
-	var reg registration
+	reg := registration{suspectEvery: p.opts.Kubelet.suspectEvery}
 	for {
 		// Everything is looked at again after whatever woke us.
 		kubelet, looked := p.opts.Kubelet.sock.get()
 		streams, streamed := s.streams.get()
+		suspected, suspicion := p.suspected.get()
 		var wait <-chan time.Time
 		if fresh, err := p.hold(sock, path); err != nil {
 			p.report(err)
@@ -184,7 +189,7 @@ func (p *Plugin) Run(ctx context.Context) error {
 				sock = fresh
 				background.Go(func() { _ = server.Serve(fresh) })
 			}
-			due, in := reg.due(kubelet, streams, time.Now())
+			due, in := reg.due(kubelet, streams, suspected, time.Now())
 			switch {
 			case due:
 				err := p.register(ctx, sock, kubelet, looked)
@@ -209,6 +214,7 @@ func (p *Plugin) Run(ctx context.Context) error {
 			return nil
 		case <-looked:
 		case <-streamed:
+		case <-suspicion:
 		case <-wait:
 		}
 	}
@@ -237,6 +243,19 @@ func (p *Plugin) register(ctx context.Context, sock *socket, kubelet sockID, loo
 			<-answer
 			return errOvertaken
 		}
+	}
+}
+
+func (p *Plugin) suspect(now time.Time) {
+	p.mu.Lock()
+	s := p.service
+	p.mu.Unlock()
+	if s == nil {
+		return
+	}
+	l, _ := s.list.get()
+	if l != nil && slices.ContainsFunc(l.of, func(d Device) bool { return d.Healthy }) {
+		p.suspected.set(now)
 	}
 }
 
@@ -294,19 +313,26 @@ type registration struct {
 	opened  int // streams ever opened, before that
 	failed  bool
 	backoff time.Duration
+	// suspectEvery is how old a registration must be for a suspicion to count.
+	suspectEvery time.Duration
 }
 
 // due says whether to register now, or else after what time to ask again; 0
-// means not before something changes.
-func (r *registration) due(kubelet sockID, now streams, t time.Time) (bool, time.Duration) {
+// means not before something changes. suspected is when the kubelet was last
+// found not to know the resource; a suspicion that is too early is forgotten, not
+// put off, since whoever looks finds it again.
+func (r *registration) due(kubelet sockID, now streams, suspected, t time.Time) (bool, time.Duration) {
 	if kubelet == (sockID{}) {
 		return false, 0 // No kubelet.
 	}
 	if kubelet != r.with {
 		return true, 0 // A new one, which knows nothing of us.
 	}
-	if now.open > 0 {
-		return false, 0
+	if suspected.Sub(r.at) >= r.suspectEvery {
+		return true, 0 // The streams that are open are not the kubelet's.
+	}
+	if now.open > 0 && (!r.failed || now.opened > r.opened) {
+		return false, 0 // Where registering failed, an older stream proves nothing.
 	}
 	wait := r.backoff
 	if !r.failed && now.opened == r.opened {

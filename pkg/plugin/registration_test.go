@@ -31,28 +31,43 @@ func TestRegistrationDue(t *testing.T) {
 		now   streams
 		at    time.Duration
 		want  time.Duration // until it is due; never for not before something changes
+		// suspected is when the kubelet was found without the resource; 0 is never.
+		suspected time.Duration
 	}{
-		{"no kubelet", nil, none, quiet, 0, never},
-		{"a kubelet", nil, one, quiet, 0, 0},
-		{"its stream is on the way", []try{{one, quiet, 0, nil}}, one, quiet, time.Second, streamGrace - time.Second},
-		{"its stream does not come", []try{{one, quiet, 0, nil}}, one, quiet, streamGrace, 0},
-		{"all well", []try{{one, quiet, 0, nil}}, one, streams{1, 1}, time.Hour, never},
-		{"it opened a stream though the answer was lost", []try{{one, quiet, 0, refused}}, one, streams{1, 1}, 0, never},
-		{"its stream has ended", []try{{one, quiet, 0, nil}}, one, streams{0, 1}, time.Hour, 0},
-		{"its stream ended at once", []try{{one, quiet, 0, nil}}, one, streams{0, 1}, 0, firstBackoff},
-		{"another kubelet, the old stream still open", []try{{one, quiet, 0, nil}}, two, streams{1, 1}, 0, 0},
-		{"kubelet gone, the stream still open", []try{{one, quiet, 0, nil}}, none, streams{1, 1}, 0, never},
-		{"refused", []try{{one, quiet, 0, refused}}, one, quiet, 0, firstBackoff},
-		{"refused twice", []try{{one, quiet, 0, refused}, {one, quiet, 0, refused}}, one, quiet, 0, 2 * firstBackoff},
-		{"a new kubelet starts anew", []try{{one, quiet, 0, refused}, {one, quiet, 0, refused}, {two, quiet, 0, refused}}, two, quiet, 0, firstBackoff},
-		{"the same after long", []try{{one, quiet, 0, refused}, {one, quiet, 0, refused}, {one, quiet, time.Hour, refused}}, one, quiet, time.Hour, firstBackoff},
+		{"no kubelet", nil, none, quiet, 0, never, 0},
+		{"a kubelet", nil, one, quiet, 0, 0, 0},
+		{"its stream is on the way", []try{{one, quiet, 0, nil}}, one, quiet, time.Second, streamGrace - time.Second, 0},
+		{"its stream does not come", []try{{one, quiet, 0, nil}}, one, quiet, streamGrace, 0, 0},
+		{"all well", []try{{one, quiet, 0, nil}}, one, streams{1, 1}, time.Hour, never, 0},
+		{"it opened a stream though the answer was lost", []try{{one, quiet, 0, refused}}, one, streams{1, 1}, 0, never, 0},
+		{"its stream has ended", []try{{one, quiet, 0, nil}}, one, streams{0, 1}, time.Hour, 0, 0},
+		{"its stream ended at once", []try{{one, quiet, 0, nil}}, one, streams{0, 1}, 0, firstBackoff, 0},
+		{"another kubelet, the old stream still open", []try{{one, quiet, 0, nil}}, two, streams{1, 1}, 0, 0, 0},
+		{"kubelet gone, the stream still open", []try{{one, quiet, 0, nil}}, none, streams{1, 1}, 0, never, 0},
+		{"refused", []try{{one, quiet, 0, refused}}, one, quiet, 0, firstBackoff, 0},
+		{"refused twice", []try{{one, quiet, 0, refused}, {one, quiet, 0, refused}}, one, quiet, 0, 2 * firstBackoff, 0},
+		{"refused, a stranger's stream open", []try{{one, streams{1, 1}, 0, refused}}, one, streams{1, 1}, 0, firstBackoff, 0},
+		{"another kubelet refused, the old stream still open", []try{{one, quiet, 0, nil}, {two, streams{1, 1}, time.Hour, refused}}, two, streams{1, 1}, time.Hour, firstBackoff, 0},
+		{"suspected", []try{{one, quiet, 0, nil}}, one, streams{1, 1}, time.Hour, 0, time.Hour},
+		{"suspected just in time", []try{{one, quiet, 0, nil}}, one, streams{1, 1}, 30 * time.Second, 0, 30 * time.Second},
+		{"suspected too early", []try{{one, quiet, 0, nil}}, one, streams{1, 1}, 30 * time.Second, never, 29 * time.Second},
+		{"suspected too early, long ago", []try{{one, quiet, 0, nil}}, one, streams{1, 1}, time.Hour, never, 29 * time.Second},
+		{"suspected, and registered since", []try{{one, quiet, 0, nil}, {one, streams{1, 1}, time.Hour, nil}}, one, streams{1, 1}, time.Hour, never, time.Hour},
+		{"suspected, refused since", []try{{one, quiet, 0, nil}, {one, streams{1, 1}, time.Hour, refused}}, one, streams{1, 1}, time.Hour, firstBackoff, time.Hour},
+		{"suspected without a kubelet", []try{{one, quiet, 0, nil}}, none, streams{1, 1}, time.Hour, never, time.Hour},
+		{"a new kubelet starts anew", []try{{one, quiet, 0, refused}, {one, quiet, 0, refused}, {two, quiet, 0, refused}}, two, quiet, 0, firstBackoff, 0},
+		{"the same after long", []try{{one, quiet, 0, refused}, {one, quiet, 0, refused}, {one, quiet, time.Hour, refused}}, one, quiet, time.Hour, firstBackoff, 0},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			var r registration
+			r := registration{suspectEvery: 30 * time.Second}
+			var suspected time.Time
+			if c.suspected > 0 {
+				suspected = t0.Add(c.suspected)
+			}
 			for _, d := range c.tried {
 				r.tried(d.with, d.before, t0.Add(d.at), d.err)
 			}
-			due, in := r.due(c.sock, c.now, t0.Add(c.at))
+			due, in := r.due(c.sock, c.now, suspected, t0.Add(c.at))
 			if due != (c.want == 0) || !due && in != max(c.want, 0) {
 				t.Errorf("due = %v, %v, want it in %v", due, in, c.want)
 			}
@@ -62,7 +77,7 @@ func TestRegistrationDue(t *testing.T) {
 	for range 100 {
 		r.tried(one, quiet, t0, refused)
 	}
-	if _, in := r.due(one, quiet, t0); in != lastBackoff {
+	if _, in := r.due(one, quiet, time.Time{}, t0); in != lastBackoff {
 		t.Errorf("after 100 refusals the next try is in %v, want %v", in, lastBackoff)
 	}
 }
