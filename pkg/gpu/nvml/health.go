@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// Health reads what the driver keeps of a GPU's faults. What the card or the
+// driver does not have stays at its zero value (see gpu.Health): ECC counts
+// where ECC is off or absent, remapped rows before Ampere, retired pages from
+// Ampere on, the recovery action before R550.
+//
+// Errors: gpu.ErrLost for a GPU that fell off the bus or takes no call before
+// it is reset, gpu.ErrNotFound for a UUID that the driver does not know.
+func (d *Driver) Health(ctx context.Context, u gpu.UUID) (gpu.Health, error) {
+	return call(ctx, d, "read the health of "+string(u), func() (gpu.Health, error) {
+		h, err := d.handle(u)
+		if err != nil {
+			return gpu.Health{}, err
+		}
+		return d.health(h, u)
+	})
+}
+
+func (d *Driver) health(h nvml.Device, u gpu.UUID) (gpu.Health, error) {
+	var health gpu.Health
+	for _, figure := range []struct {
+		symbol, what string
+		read         func() nvml.Return
+	}{
+		{"nvmlDeviceGetTotalEccErrors", "ECC errors", func() nvml.Return {
+			n, ret := h.GetTotalEccErrors(nvml.MEMORY_ERROR_TYPE_UNCORRECTED, nvml.VOLATILE_ECC)
+			if ret == nvml.SUCCESS {
+				health.Uncorrected = &n
+			}
+			return ret
+		}},
+		{"nvmlDeviceGetRemappedRows", "remapped rows", func() nvml.Return {
+			_, _, pending, failure, ret := h.GetRemappedRows()
+			if ret == nvml.SUCCESS {
+				health.RemapPending, health.RemapFailed = pending, failure
+			}
+			return ret
+		}},
+		{"nvmlDeviceGetRetiredPagesPendingStatus", "pages to be retired", func() nvml.Return {
+			pending, ret := h.GetRetiredPagesPendingStatus()
+			health.RetirePending = ret == nvml.SUCCESS && pending == nvml.FEATURE_ENABLED
+			return ret
+		}},
+		{"nvmlDeviceGetFieldValues", "recovery action", func() (ret nvml.Return) {
+			health.Recovery, ret = recovery(h)
+			return ret
+		}},
+	} {
+		if !d.has(figure.symbol) {
+			continue
+		}
+		err := failed(fmt.Sprintf("read the %s of %s", figure.what, u), figure.read())
+		if err != nil && !errors.Is(err, gpu.ErrNotSupported) {
+			return gpu.Health{}, err
+		}
+	}
+	return health, nil
+}
+
+// recovery asks for the one field that says what a GPU needs. The call has an
+// outcome and so has each field: a driver that does not know the field says so
+// of the field.
+func recovery(h nvml.Device) (gpu.Recovery, nvml.Return) {
+	fields := []nvml.FieldValue{{FieldId: nvml.FI_DEV_GET_GPU_RECOVERY_ACTION}}
+	if ret := h.GetFieldValues(fields); ret != nvml.SUCCESS {
+		return gpu.RecoveryNone, ret
+	}
+	switch ret := nvml.Return(fields[0].NvmlReturn); ret {
+	case nvml.SUCCESS:
+	case nvml.ERROR_INVALID_ARGUMENT: // a number from after the driver's time
+		return gpu.RecoveryNone, nvml.ERROR_NOT_SUPPORTED
+	default:
+		return gpu.RecoveryNone, ret
+	}
+	if nvml.ValueType(fields[0].ValueType) != nvml.VALUE_TYPE_UNSIGNED_INT {
+		return gpu.RecoveryNone, nvml.ERROR_NOT_SUPPORTED
+	}
+	return action(binary.NativeEndian.Uint32(fields[0].Value[:])), nvml.SUCCESS
+}
+
+// action names a recovery action. One that is newer than this package is told
+// by its number: it is not none.
+func action(n uint32) gpu.Recovery {
+	switch nvml.DeviceGpuRecoveryAction(n) {
+	case nvml.GPU_RECOVERY_ACTION_NONE:
+		return gpu.RecoveryNone
+	case nvml.GPU_RECOVERY_ACTION_GPU_RESET, nvml.GPU_RECOVERY_ACTION_BUS_RESET:
+		return gpu.RecoveryReset
+	case nvml.GPU_RECOVERY_ACTION_NODE_REBOOT, nvml.GPU_RECOVERY_ACTION_SYSTEM_REBOOT:
+		return gpu.RecoveryReboot
+	case nvml.GPU_RECOVERY_ACTION_DRAIN_P2P:
+		return gpu.RecoveryDrain
+	case nvml.GPU_RECOVERY_ACTION_DRAIN_AND_RESET:
+		return gpu.RecoveryDrainReset
+	}
+	return gpu.Recovery(fmt.Sprintf("recovery action %d of the driver", n))
+}
