@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package crash
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+)
+
+// operation is something that the agent does while it may be killed. It begins
+// and ends on a settled node on which one pod runs.
+type operation struct {
+	name string
+	// before and after bring the node to where do starts, and back; nil is
+	// nothing. Nobody is killed during them.
+	before, after func(context.Context, *node) error
+	// do is what the world does; it waits for the agent where the world would.
+	do func(context.Context, *node) error
+	// start says that the process to be killed is one that begins with do.
+	start bool
+}
+
+// operations keep what they need between their steps in variables of their own,
+// so each is made for one node.
+func operations() []func() operation {
+	return []func() operation{
+		func() operation {
+			var p *pod
+			return operation{
+				name: "allocate and start a pod",
+				do: func(ctx context.Context, n *node) (err error) {
+					if p, err = n.admit(ctx, 4, "main"); err != nil {
+						return err
+					}
+					return n.run(ctx, p)
+				},
+				after: func(_ context.Context, n *node) error { n.stop(p); return nil },
+			}
+		},
+		func() operation {
+			var p *pod
+			return operation{
+				name: "an init container's devices for its pod's app container",
+				do: func(ctx context.Context, n *node) (err error) {
+					if p, err = n.admit(ctx, 4, "init", "main"); err != nil {
+						return err
+					}
+					return n.run(ctx, p)
+				},
+				after: func(_ context.Context, n *node) error { n.stop(p); return nil },
+			}
+		},
+		func() operation {
+			var p *pod
+			return operation{
+				name: "prune after a pod's end",
+				before: func(ctx context.Context, n *node) (err error) {
+					if p, err = n.admit(ctx, 4, "main"); err != nil {
+						return err
+					}
+					return n.run(ctx, p)
+				},
+				do: func(_ context.Context, n *node) error { n.stop(p); return nil },
+			}
+		},
+		func() operation {
+			return operation{
+				name: "change of a held GPU and of a free one",
+				do: func(ctx context.Context, n *node) error {
+					at := n.heldIndex()
+					n.modes[at], n.modes[(at+1)%gpus] = "whole", "whole"
+					return n.edit()
+				},
+				after: func(ctx context.Context, n *node) error {
+					n.modes = slices.Repeat([]string{"shared"}, gpus)
+					return n.edit()
+				},
+			}
+		},
+		func() operation {
+			var p *pod
+			return operation{
+				name: "end of the holder that a change waits for",
+				before: func(ctx context.Context, n *node) (err error) {
+					if p, err = n.admit(ctx, units, "main"); err != nil {
+						return err
+					}
+					if err := n.run(ctx, p); err != nil {
+						return err
+					}
+					gpu := holding{ids: n.kubelet.entryOf(p, "main").ids}.gpu()
+					for i, g := range n.gpus {
+						if g.UUID == gpu {
+							n.modes[i] = "whole"
+						}
+					}
+					return n.edit()
+				},
+				do: func(_ context.Context, n *node) error { n.stop(p); return nil },
+				after: func(ctx context.Context, n *node) error {
+					n.modes = slices.Repeat([]string{"shared"}, gpus)
+					return n.edit()
+				},
+			}
+		},
+		func() operation {
+			return operation{
+				name:  "start with holders",
+				start: true,
+			}
+		},
+		func() operation {
+			return operation{
+				name: "start after all its files were lost",
+				// The running container's CDI file is lost too: it is not asked
+				// for before the container starts again.
+				start: true,
+				do: func(_ context.Context, n *node) error {
+					return errors.Join(empty(n.cdi), empty(n.state))
+				},
+			}
+		},
+	}
+}
+
+func empty(dir string) error {
+	entries, err := os.ReadDir(dir)
+	for _, e := range entries {
+		err = errors.Join(err, os.RemoveAll(filepath.Join(dir, e.Name())))
+	}
+	return err
+}
+
+// heldIndex is the index of the GPU that the first pod holds a part of.
+func (n *node) heldIndex() int {
+	for _, h := range n.held() {
+		for i, g := range n.gpus {
+			if g.UUID == h.gpu() {
+				return i
+			}
+		}
+	}
+	return 0
+}
+
+// settled is a new node on which a pod runs, with a name for the log.
+func settled(ctx context.Context, t *testing.T, m *machine) *node {
+	t.Helper()
+	n := startNode(ctx, t, m)
+	p, err := n.admit(ctx, 2, "main")
+	if err == nil {
+		err = n.run(ctx, p)
+	}
+	if err == nil {
+		err = n.settle(ctx)
+	}
+	if wrong := n.complaints(); err != nil || len(wrong) > 0 {
+		t.Fatalf("a new node: %v; %s\n%s", err, strings.Join(wrong, "; "), n.said())
+	}
+	return n
+}
+
+// TestKilledAtEachChange kills the agent at the first change that an operation
+// makes to its directories, then at the second, and so on until the operation
+// makes no more.
+func TestKilledAtEachChange(t *testing.T) {
+	m := startMachine(t)
+	for _, make := range operations() {
+		op := make()
+		t.Run(strings.ReplaceAll(op.name, " ", "_"), func(t *testing.T) {
+			t.Parallel()
+			began := time.Now()
+			n := settled(t.Context(), t, m)
+			points, failures := 0, 0
+			for k := 1; ; k++ {
+				changes, killed, err := n.try(t.Context(), op, k)
+				if killed {
+					points = k
+				}
+				if err != nil {
+					at := "not killed"
+					if killed {
+						at = "killed before " + strings.ReplaceAll(changes[k-1].String(), n.dir, "")
+					}
+					t.Errorf("k = %d, %s: %v\n%s", k, at, err, n.said())
+					if failures++; failures == maxFailures {
+						t.Fatalf("given up after %d failures", failures)
+					}
+					n.end()
+					n = settled(t.Context(), t, m)
+				}
+				if !killed {
+					break
+				}
+			}
+			t.Logf("%s: killed at each of its %d changes, %.1f s", op.name, points, time.Since(began).Seconds())
+		})
+	}
+}
+
+// maxFailures is how many points of an operation may fail before the rest is
+// not tried any more: each may take all of patience.
+const maxFailures = 4
+
+// try does an operation once, and kills the agent at its k-th change.
+func (n *node) try(ctx context.Context, op operation, k int) (changes []change, killed bool, err error) {
+	ctx, cancel := context.WithTimeout(ctx, 4*patience)
+	defer cancel()
+	step := func(what string, f func(context.Context, *node) error) {
+		if f != nil && err == nil {
+			if err = f(ctx, n); err == nil {
+				err = n.settle(ctx)
+			}
+			if err != nil {
+				err = fmt.Errorf("%s: %w", what, err)
+			}
+		}
+	}
+	step("before", op.before)
+	if err != nil {
+		return nil, false, err
+	}
+	var armed *tracee
+	do := op.do
+	if op.start {
+		n.end()
+		if do == nil {
+			do = func(context.Context, *node) error { return nil }
+		}
+		if err := do(ctx, n); err != nil {
+			return nil, false, err
+		}
+		armed = n.begin(k)
+		step("after the kill", func(context.Context, *node) error { return nil })
+	} else {
+		armed = n.arm(k)
+		step("after the kill", do)
+	}
+	changes, killed = armed.seen()
+	if !killed {
+		armed.arm(0)
+	}
+	step("back", op.after)
+	if wrong := n.complaints(); len(wrong) > 0 {
+		err = errors.Join(err, errors.New(strings.Join(wrong, "\n")))
+	}
+	return changes, killed, err
+}

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package crash kills the agent, as it is shipped, at every change that it makes
+// to its directories, and holds what its successor makes of that against what
+// the kubelet and the container runtime have.
+//
+// # The claim
+//
+// The agent may end at any moment: kill -9, a node without memory, an upgrade.
+// What it has on disk is then between two states. Whatever that is, the next
+// process must come to the truth, which others have: the kubelet, whose
+// checkpoint and PodResources say who holds which device, the runtime, whose
+// containers carry their claims' keys, and the partition file. A running
+// container must not notice.
+//
+// # How it is tested
+//
+// A program changes its files by system calls alone, so the moments that differ
+// are those before each of them: opens that create or empty a file, writes,
+// renames, unlinks, flushes, and their relatives (changing, in trace_test.go).
+// For an operation, such as a pod's start, the agent is killed at the entry of
+// the first such call below its CDI or state directory, started again, and the
+// node is compared with the truth; then at the second; and so on until the
+// operation ends before the k-th call. Nothing is told to the agent and nothing
+// is built into it: the program is the one that make build makes, run under
+// ptrace with a seccomp filter, which stops it at these calls only. (Plain
+// ptrace stops a program twice at each of its calls; for a Go program that is
+// slow enough to change the order of what it does.) The kernel ends a tracee
+// with its tracer, so no process is left behind however a test ends.
+//
+//	k  an Allocate and a start, at a time when the agent kept CDI files alone
+//	1  openat   .example.com-gpu-<key>.json.<random>.tmp
+//	2  write    the same
+//	3  fchmod   the same
+//	4  fsync    the same
+//	5  renameat example.com-gpu-<key>.json
+//	6  fsync    the directory
+//
+// Around the agent are a kubelet's device manager, a container runtime's side
+// of CRI, both over gRPC on unix sockets, and the emulated driver, with its
+// libraries. The kubelet has the habits of the real one that matter here: a pod
+// whose Allocate fails is lost and its controller makes another one;
+// PreStartContainer is tried again; devices of ended pods become free when
+// somebody asks, and the checkpoint is not written then. The runtime makes a
+// container only if a CDI file defines its devices.
+//
+// # What is asserted
+//
+// On the way, of every list that the agent sends: a device that somebody holds
+// is in it, Healthy, and a device that was on offer a moment ago is in it. Of
+// every call: an Allocate of devices that are listed Healthy is refused by
+// nobody but a dead agent, and after a PreStartContainer that was answered the
+// container can be made.
+//
+// At the end, and again after the agent has looked at everything once more: its
+// claims are the devices that the kubelet and the runtime hold, with their pods'
+// names; there are CDI files for those and no others; a running container's file
+// is the same to the byte; no temporary file is left; what is held or free is
+// listed Healthy and what is withdrawn is not; the partition's state is right.
+//
+// Besides, each file of the state directory is cut short, at a sample of its
+// lengths or (-long) at all of them, as a file system may leave it after a loss
+// of power, and the agent has to come to the same truth.
+//
+//	go test ./tests/crash                    the agent that make build makes; about a minute
+//	go test ./tests/crash -v -agent PROGRAM  another one; -v prints the number of points and the seconds
+//	go test ./tests/crash -long -timeout 2h
+//
+// # What it does not know
+//
+// No time is judged: how long the agent takes to come to the truth is measured
+// elsewhere, and what is awaited here may take a minute and a half. Power is not
+// cut: what the agent has not flushed survives a kill. System calls are read on
+// linux/amd64 only; elsewhere, and where ptrace is not permitted, the tests are
+// skipped.
+package crash

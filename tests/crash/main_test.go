@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package crash
+
+import (
+	"flag"
+	"fmt"
+	"os"
+	"testing"
+)
+
+var (
+	agentProgram = flag.String("agent", "", "the gpu-agent to test, nvidia-cdi-hook beside it (default: what make build makes)")
+	long         = flag.Bool("long", false, "cut each state file at every byte, not at a sample")
+)
+
+func TestMain(m *testing.M) {
+	var err error
+	switch {
+	case os.Getenv(tracedEnv) != "":
+		err = becomeTraced()
+	case os.Getenv(writerEnv) != "":
+		err = writer(os.Getenv(writerEnv))
+	default:
+		flag.Parse()
+		os.Exit(m.Run())
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+}

@@ -1,0 +1,635 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package crash
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"maps"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/emulator/daemon"
+	"example.com/gpu-agent/tests/emulator/install"
+	"example.com/gpu-agent/tests/emulator/lib"
+	"example.com/gpu-agent/tests/lab"
+)
+
+const (
+	domain = "example.com"
+	whole  = domain + "/gpu"
+	memory = domain + "/gpu-mem"
+
+	model = "H100-80GB"
+	gpus  = 3
+	// unit cuts a GPU of the model into few devices: what is tested does not
+	// depend on their number, and the time that it takes does.
+	unit  = "8GiB"
+	units = 9
+	// patience is more than anything takes, the half minute for which a claim
+	// that nobody names is kept included.
+	patience = 90 * time.Second
+)
+
+// machine is what all nodes share: the programs and the driver.
+type machine struct {
+	agent string
+	flags map[string]bool // that its run command knows
+	root  string          // the driver's
+	gpus  []emulator.GPUState
+}
+
+// startMachine builds what is run and serves the emulated driver until the
+// test's end.
+func startMachine(t *testing.T) *machine {
+	t.Helper()
+	trace(t)
+	if missing := lab.Missing(); missing != "" {
+		t.Skipf("skipped: this needs %s", missing)
+	}
+	m := &machine{agent: *agentProgram, flags: map[string]bool{}}
+	if m.agent == "" {
+		kit, err := lab.NewKit(nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := kit.Run(t.Context(), "make", "--no-print-directory", "-s", "build", "CACHE="+kit.Cache); err != nil {
+			t.Fatalf("build the agent: %v", err)
+		}
+		m.agent = kit.Bin("gpu-agent")
+	}
+	usage, _ := exec.CommandContext(t.Context(), m.agent, "run", "-h").CombinedOutput() // its exit status says usage, too
+	for line := range strings.Lines(string(usage)) {
+		if name, ok := strings.CutPrefix(strings.TrimSpace(line), "-"); ok {
+			name, _, _ = strings.Cut(name, " ")
+			m.flags[strings.TrimSpace(name)] = true
+		}
+	}
+	if !m.flags["cdi-dir"] {
+		t.Fatalf("%s run -h lists no flags:\n%s", m.agent, usage)
+	}
+	libraries, err := lib.Cached(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	world, err := emulator.New(emulator.Spec{Model: model, Count: gpus})
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.gpus = world.State().GPUs
+	m.root = filepath.Join(shortDir(t), "driver")
+	if err := errors.Join(install.Driver(m.root, libraries, world), install.Nodes(filepath.Join(m.root, "dev"), world)); err != nil {
+		t.Fatal(err)
+	}
+	l, err := daemon.Listen(filepath.Join(m.root, install.Socket))
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- (&daemon.Server{World: world}).Serve(ctx, l) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	return m
+}
+
+// shortDir is a directory for sockets, whose addresses are short. It goes with
+// the test.
+func shortDir(t *testing.T) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "crash-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	return dir
+}
+
+// node is one agent's surroundings.
+type node struct {
+	*machine
+	dir, cdi, state string
+	kubelet         *kubelet
+	runtime         *criRuntime
+	// modes is what the partition file makes of each GPU.
+	modes  []string
+	edits  int
+	serial int // of pods
+
+	mu      sync.Mutex
+	process *tracee // guarded by mu; the newest
+	starts  int     // guarded by mu
+	ending  bool    // guarded by mu: its end is the test's wish
+	wrong   []string
+	guard   sync.WaitGroup
+}
+
+func startNode(ctx context.Context, t *testing.T, m *machine) *node {
+	t.Helper()
+	n := &node{machine: m, dir: shortDir(t), modes: slices.Repeat([]string{"shared"}, gpus)}
+	n.cdi, n.state = filepath.Join(n.dir, "cdi"), filepath.Join(n.dir, "state")
+	if err := errors.Join(os.Mkdir(n.cdi, 0o755), os.Mkdir(n.state, 0o755), n.edit()); err != nil {
+		t.Fatal(err)
+	}
+	for name, text := range map[string]string{"proc/sys/kernel/random/boot_id": "8a6b0a3e-0f5c-4c9d-9d4e-3a1f0c0ffee0\n"} {
+		path := filepath.Join(n.dir, name)
+		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, []byte(text), 0o644)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var err error
+	if n.kubelet, err = startKubelet(filepath.Join(n.dir, "kubelet")); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(n.kubelet.stop)
+	if n.runtime, err = startRuntime(filepath.Join(n.dir, "cri.sock"), n.cdi); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(n.runtime.stop)
+	t.Cleanup(n.end)
+	n.begin(0)
+	return n
+}
+
+// edit writes the partition file anew, as n.modes has it. The file differs each
+// time, so that each time the agent looks at everything.
+func (n *node) edit() error {
+	n.edits++
+	var b strings.Builder
+	fmt.Fprintf(&b, "# edit %d\nversion: v1\npartitions:\n  default:\n", n.edits)
+	for i, mode := range n.modes {
+		fmt.Fprintf(&b, "    - devices: [%d]\n      mode: %s\n", i, mode)
+	}
+	path := filepath.Join(n.dir, "partitions.yaml")
+	if err := os.WriteFile(path+".new", []byte(b.String()), 0o644); err != nil {
+		return err
+	}
+	return os.Rename(path+".new", path)
+}
+
+// begin starts the agent, to be killed at its kill-th change if kill is not 0,
+// and starts it again when that has happened.
+func (n *node) begin(kill int) *tracee {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.ending = false
+	return n.beginLocked(kill)
+}
+
+func (n *node) beginLocked(kill int) *tracee {
+	n.starts++
+	args := []string{n.agent, "run", "--driver-root", n.root, "--config", filepath.Join(n.dir, "partitions.yaml"),
+		"--kubelet-dir", n.kubelet.dir, "--cdi-dir", n.cdi, "--state-dir", n.state, "--memory-unit", unit,
+		"--pod", agentNamespace + "/" + agentPod, "--http", "127.0.0.1:0", "--log-format", "json"}
+	for _, f := range []struct{ name, value string }{
+		{"runtime-endpoint", "unix://" + filepath.Join(n.dir, "cri.sock")},
+		{"proc-root", filepath.Join(n.dir, "proc")},
+		{"host-root", "/"},
+	} {
+		if n.flags[f.name] {
+			args = append(args, "--"+f.name, f.value)
+		}
+	}
+	p, err := n.launch(args, kill)
+	if err != nil {
+		n.wrong = append(n.wrong, err.Error())
+		return n.process
+	}
+	n.process = p
+	n.guard.Go(func() { n.watch(p) })
+	return p
+}
+
+func (n *node) launch(args []string, kill int) (*tracee, error) {
+	log, err := os.Create(n.logFile(n.starts))
+	if err != nil {
+		return nil, err
+	}
+	defer log.Close()
+	return startTraced(args, log, kill, n.cdi, n.state)
+}
+
+func (n *node) logFile(start int) string {
+	return filepath.Join(n.dir, fmt.Sprintf("agent-%d.log", start))
+}
+
+// watch starts a successor of a process that was killed.
+func (n *node) watch(p *tracee) {
+	<-p.done
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.ending {
+		return
+	}
+	if _, killed := p.seen(); !killed {
+		n.wrong = append(n.wrong, fmt.Sprintf("the agent ended by itself: status %#x", p.status))
+	}
+	if n.starts < 1e6 {
+		n.beginLocked(0)
+	}
+}
+
+// end ends the agent as kill -9 does.
+func (n *node) end() {
+	n.mu.Lock()
+	n.ending = true
+	p := n.process
+	n.mu.Unlock()
+	if p != nil {
+		p.end()
+	}
+	n.guard.Wait()
+}
+
+// arm counts the present process's changes from now on.
+func (n *node) arm(k int) *tracee {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.process.arm(k)
+	return n.process
+}
+
+// said is what the newest processes said last.
+func (n *node) said() string {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	var b strings.Builder
+	for i := max(1, n.starts-1); i <= n.starts; i++ {
+		data, _ := os.ReadFile(n.logFile(i))
+		if cut := len(data) - 2500; cut > 0 {
+			data = data[cut:]
+		}
+		fmt.Fprintf(&b, "process %d said:\n%s", i, data)
+	}
+	return b.String()
+}
+
+// address is where the newest process serves its pages.
+func (n *node) address() (string, error) {
+	n.mu.Lock()
+	name := n.logFile(n.starts)
+	n.mu.Unlock()
+	log, err := os.Open(name)
+	if err != nil {
+		return "", err
+	}
+	defer log.Close()
+	lines := bufio.NewScanner(log)
+	for lines.Scan() {
+		var line struct{ Msg, Addr string }
+		if json.Unmarshal(lines.Bytes(), &line) == nil && line.Addr != "" {
+			return line.Addr, nil
+		}
+	}
+	return "", errors.New("the agent serves no status yet")
+}
+
+func (n *node) status(ctx context.Context) (obs.Status, error) {
+	addr, err := n.address()
+	if err != nil {
+		return obs.Status{}, err
+	}
+	return obs.Fetch(ctx, addr)
+}
+
+// rounds is how many rounds of its loop the present process has finished.
+func (n *node) rounds(ctx context.Context) (float64, error) {
+	addr, err := n.address()
+	if err != nil {
+		return 0, err
+	}
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+addr+"/metrics", nil)
+	if err != nil {
+		return 0, err
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return 0, err
+	}
+	defer resp.Body.Close()
+	text, err := io.ReadAll(resp.Body)
+	if err != nil {
+		return 0, err
+	}
+	sum, found := 0.0, false
+	for line := range bytes.Lines(text) {
+		name, value, _ := strings.Cut(strings.TrimSpace(string(line)), " ")
+		if strings.Contains(name, "round_duration_seconds_count") {
+			v, err := strconv.ParseFloat(value, 64)
+			if err != nil {
+				return 0, err
+			}
+			sum, found = sum+v, true
+		}
+	}
+	if !found {
+		return 0, errors.New("the agent counts no rounds")
+	}
+	return sum, nil
+}
+
+// poll waits until ok says nil.
+func poll(ctx context.Context, what string, ok func() error) error {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	for {
+		err := ok()
+		if err == nil {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("in vain awaited %s: %w", what, err)
+		case <-time.After(5 * time.Millisecond):
+		}
+	}
+}
+
+// settle waits until the node is as its surroundings say, and is so after
+// another look of the agent's at everything.
+func (n *node) settle(ctx context.Context) error {
+	if err := poll(ctx, "the node's state", func() error { return n.differs(ctx) }); err != nil {
+		return err
+	}
+	before := -1.0
+	// The process that is asked may be killed by what it is asked to do.
+	if err := poll(ctx, "another round", func() error {
+		now, err := n.rounds(ctx)
+		switch {
+		case err != nil:
+			before = -1
+			return err
+		case before < 0 || now < before:
+			before = now
+			return errors.Join(errors.New("not asked yet"), n.edit())
+		case now == before:
+			return errors.New("none was finished")
+		}
+		return nil
+	}); err != nil {
+		return err
+	}
+	return poll(ctx, "the node's state after another round", func() error { return n.differs(ctx) })
+}
+
+// differs compares the node with what the kubelet, the runtime and the
+// partition file say. It returns the first thing that is not as it should be.
+func (n *node) differs(ctx context.Context) error {
+	st, err := n.status(ctx)
+	if err != nil {
+		return err
+	}
+	held := n.held()
+	if st.Claims != len(held) {
+		return fmt.Errorf("the agent has %d claims, the kubelet and the runtime %d", st.Claims, len(held))
+	}
+	var want, got []string
+	for _, key := range slices.Sorted(maps.Keys(held)) {
+		want = append(want, held[key].String())
+	}
+	for i := range st.GPUs {
+		for _, h := range st.GPUs[i].Holders {
+			got = append(got, fmt.Sprintf("%s/%s %s %d on %s", h.Namespace, h.Pod, h.Resource, h.Units, st.GPUs[i].UUID))
+		}
+	}
+	slices.Sort(want)
+	slices.Sort(got)
+	if !slices.Equal(got, want) {
+		return fmt.Errorf("holders are %q, want %q", got, want)
+	}
+	if err := n.filesDiffer(held); err != nil {
+		return err
+	}
+	return n.offerDiffers(held, st.Partition.State)
+}
+
+// holding is a claim, by the word of others.
+type holding struct {
+	pod, resource string
+	ids           []string
+}
+
+func (h holding) gpu() string {
+	gpu, _, _ := strings.Cut(h.ids[0], "::")
+	return gpu
+}
+
+func (h holding) String() string {
+	return fmt.Sprintf("%s/%s %s %d on %s", podNamespace, h.pod, h.resource, len(h.ids), h.gpu())
+}
+
+// held is what the kubelet and the runtime hold, by key.
+func (n *node) held() map[string]holding {
+	held := map[string]holding{}
+	n.kubelet.mu.Lock()
+	for i := range n.kubelet.entries {
+		if e := &n.kubelet.entries[i]; !e.pod.ended {
+			held[e.key()] = holding{e.pod.name, e.resource, e.ids}
+		}
+	}
+	n.kubelet.mu.Unlock()
+	for _, c := range n.runtime.living(nil) {
+		for name := range c.Annotations {
+			if key, ok := strings.CutPrefix(name, domain+"/gpu-claim."); ok && held[key].pod == "" {
+				held[key] = holding{c.pod.name, c.Annotations[name], []string{"devices that the kubelet has given away"}}
+			}
+		}
+	}
+	return held
+}
+
+// filesDiffer says what lies in the agent's directories and should not, or
+// should and does not.
+func (n *node) filesDiffer(held map[string]holding) error {
+	var want []string
+	for key := range held {
+		want = append(want, cdi.FileName(domain, key))
+	}
+	slices.Sort(want)
+	got, err := names(n.cdi)
+	if err != nil {
+		return err
+	}
+	if !slices.Equal(got, want) {
+		return fmt.Errorf("CDI files are %q, want %q", got, want)
+	}
+	for _, c := range n.runtime.living(nil) {
+		data, err := os.ReadFile(filepath.Join(n.cdi, c.file))
+		if err != nil {
+			return fmt.Errorf("container %s runs: %w", c.Id, err)
+		}
+		if string(data) != c.contents {
+			return fmt.Errorf("container %s runs and its CDI file %s has changed, from\n%s\nto\n%s", c.Id, c.file, c.contents, data)
+		}
+	}
+	if got, err = names(n.state); err != nil {
+		return err
+	}
+	for _, name := range got {
+		if base := filepath.Base(name); strings.HasPrefix(base, ".") || strings.Contains(base, "tmp") || strings.Contains(base, "temp") {
+			return fmt.Errorf("a temporary file is left in the state directory: %s", name)
+		}
+	}
+	return nil
+}
+
+// names are the files below a directory, sorted.
+func names(dir string) (out []string, err error) {
+	err = filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+		if err != nil || d.IsDir() {
+			return err
+		}
+		rel, err := filepath.Rel(dir, path)
+		out = append(out, rel)
+		return err
+	})
+	if errors.Is(err, fs.ErrNotExist) {
+		err = nil // a file came and went: look again, if it matters
+	}
+	slices.Sort(out)
+	return out, err
+}
+
+// offerDiffers compares what the kubelet was told with what should be on offer:
+// what is held, and all of each GPU that is cut as it should be.
+func (n *node) offerDiffers(held map[string]holding, state string) error {
+	healthy := map[string]map[string]bool{whole: {}, memory: {}}
+	blocked := map[string]bool{}
+	for _, h := range held {
+		for _, id := range h.ids {
+			healthy[h.resource][id] = true
+		}
+	}
+	wantState := "applied"
+	for i, g := range n.gpus {
+		resource, ids := whole, []string{g.UUID}
+		if n.modes[i] == "shared" {
+			resource, ids = memory, nil
+			for u := range units {
+				ids = append(ids, fmt.Sprintf("%s::%d", g.UUID, u))
+			}
+		}
+		for _, h := range held {
+			if h.gpu() == g.UUID && h.resource != resource {
+				blocked[g.UUID], wantState = true, "blocked"
+			}
+		}
+		for _, id := range ids {
+			if !blocked[g.UUID] {
+				healthy[resource][id] = true
+			}
+		}
+	}
+	if state != wantState {
+		return fmt.Errorf("the partition is %s, want %s", state, wantState)
+	}
+	n.kubelet.mu.Lock()
+	defer n.kubelet.mu.Unlock()
+	for _, resource := range []string{whole, memory} {
+		e := n.kubelet.plugins[resource]
+		if e == nil || e.gone || !e.listed {
+			if len(healthy[resource]) > 0 {
+				return fmt.Errorf("no plugin serves %s", resource)
+			}
+			continue
+		}
+		for _, id := range slices.Sorted(maps.Keys(healthy[resource])) {
+			if ok, listed := e.health[id]; !ok {
+				return fmt.Errorf("%s of %s is to be on offer or held, and is not Healthy (listed: %v)", id, resource, listed)
+			}
+		}
+		for _, id := range slices.Sorted(maps.Keys(e.health)) {
+			if e.health[id] && !healthy[resource][id] {
+				return fmt.Errorf("%s of %s is withdrawn, and listed Healthy", id, resource)
+			}
+		}
+	}
+	return nil
+}
+
+// complaints returns what was wrong on the way since the last call.
+func (n *node) complaints() []string {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	wrong := append(n.wrong, n.kubelet.complaints()...)
+	n.wrong = nil
+	return wrong
+}
+
+// pod makes one that has not been admitted.
+func (n *node) pod(count int, containers ...string) *pod {
+	n.serial++
+	return &pod{uid: fmt.Sprintf("00000000-0000-4000-8000-%012d", n.serial), name: fmt.Sprintf("pod-%d", n.serial),
+		containers: containers, resource: memory, n: count}
+}
+
+// admit brings a pod onto the node. Where the agent ends meanwhile its admission
+// fails for good, and a controller makes the next.
+func (n *node) admit(ctx context.Context, count int, containers ...string) (*pod, error) {
+	for {
+		p := n.pod(count, containers...)
+		err := n.kubelet.admit(ctx, p)
+		if err == nil {
+			return p, nil
+		}
+		if ctx.Err() != nil {
+			return nil, err
+		}
+	}
+}
+
+// begin starts a pod's containers one after the other, each as often as it takes,
+// and returns when the last one runs.
+func (n *node) run(ctx context.Context, p *pod) error {
+	for i, name := range p.containers {
+		e := n.kubelet.entryOf(p, name)
+		for n.kubelet.prepare(ctx, e) != nil {
+			if ctx.Err() != nil {
+				return fmt.Errorf("start container %s of %s: %w", name, p.name, ctx.Err())
+			}
+		}
+		id, err := n.runtime.create(e)
+		if err != nil {
+			return fmt.Errorf("PreStartContainer was answered for %s of %s, and then: %w", name, p.name, err)
+		}
+		n.runtime.start(id)
+		if i < len(p.containers)-1 {
+			n.runtime.exit(id)
+		}
+	}
+	return nil
+}
+
+// stop ends a pod.
+func (n *node) stop(p *pod) {
+	for _, c := range n.runtime.living(p) {
+		n.runtime.exit(c.Id)
+	}
+	n.kubelet.finish(p)
+	n.runtime.remove(p)
+}

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build !(linux && amd64)
+
+package crash
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"runtime"
+	"syscall"
+)
+
+type change struct{ call, path string }
+
+func (c change) String() string { return c.call + " " + c.path }
+
+const tracedEnv = "GPU_AGENT_TEST_TRACED"
+
+var errArch = fmt.Errorf("system calls are read on linux/amd64 only, not on %s/%s: %w", runtime.GOOS, runtime.GOARCH, errors.ErrUnsupported)
+
+func becomeTraced() error { return errArch }
+
+type tracee struct {
+	pid    int
+	done   chan struct{}
+	status syscall.WaitStatus
+}
+
+func startTraced([]string, *os.File, int, ...string) (*tracee, error) { return nil, errArch }
+
+func (t *tracee) arm(int)                {}
+func (t *tracee) seen() ([]change, bool) { return nil, false }
+func (t *tracee) end()                   {}
