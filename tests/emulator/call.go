@@ -8,12 +8,17 @@ import (
 	"strings"
 )
 
-// Init opens the driver; every Init wants a Shutdown.
+// Init opens the driver; every Init wants a Shutdown. The first one finds the
+// GPUs that there are: what comes later is found by the next first one.
 func (s *Session) Init() Return {
+	reachable := s.p.reachable()
 	if r := s.enter("nvmlInit_v2", NoHandle); r != Success {
 		return r
 	}
 	defer s.p.w.mu.Unlock()
+	if s.p.refs == 0 && s.p.findLocked(reachable) {
+		s.p.w.touchLocked() // what the process has kept is of another list
+	}
 	s.p.refs++
 	return Success
 }
@@ -74,7 +79,7 @@ func (s *Session) find(call string, missing Return, match func(*gpu) bool) (Hand
 		for _, g := range s.p.gpus {
 			switch {
 			case !match(g):
-			case g.lost:
+			case s.p.dead[g]:
 				return NoHandle, GPUIsLost
 			default:
 				return Handle(g.slot), Success

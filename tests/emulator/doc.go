@@ -11,7 +11,8 @@
 // counters of all calls. Its own methods are the hand of whoever runs the
 // hardware: Xid raises a critical error and does to the GPU what such a fault
 // does (an ECC error is counted, a row waits to be remapped), Lose drops a GPU
-// off the bus, AddProcess gives a process memory, Inject makes calls fail, slow down or
+// off the bus, Unplug takes it out of the machine, AddProcess gives a process
+// memory, Inject makes calls fail, slow down or
 // hang, Calls counts them.
 //
 // Programs meet the world through a Session, one for each process, whose
@@ -20,7 +21,9 @@
 // the faults, then has its handle checked (a lost GPU answers GPUIsLost), then
 // reads the world. A Session sees PIDs in its own PID namespace, and of the GPUs
 // those whose device nodes its process has, numbered anew: in a container, GPU 0
-// is the container's.
+// is the container's. Which GPUs there are it finds at its first Init, as the
+// driver's library does: one that went, however shortly, stays lost to it until
+// it has shut down and initialised again, and one that came is not there before.
 //
 //	w, err := emulator.New(emulator.Spec{Model: "H100-80GB", Count: 8})
 //	s := w.Open(emulator.Opening{PID: os.Getpid()})

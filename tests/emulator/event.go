@@ -128,7 +128,7 @@ func (s *Session) EventSetWait(set uint32, timeout time.Duration) (Event, Return
 			return e, Success
 		}
 		for h := range es.watched {
-			if w.gpus[h].lost {
+			if s.p.dead[w.gpus[h]] {
 				return Event{}, GPUIsLost
 			}
 		}

@@ -4,13 +4,14 @@ package emulator
 
 import (
 	"cmp"
+	"maps"
 	"slices"
 	"sync"
 	"sync/atomic"
 )
 
-// Handle names a GPU to the driver, as nvmlDevice_t does. It stays the same
-// while the GPU is lost and after.
+// Handle names a GPU to the driver, as nvmlDevice_t does. It is the same while
+// the GPU is lost or unplugged and after.
 type Handle uint32
 
 // NoHandle stands for the GPU of calls that are about none.
@@ -33,11 +34,43 @@ type process struct {
 	pid  int
 	root bool
 	see  func(pid int) (int, bool)
-	gpus []*gpu   // those that the process can open, in its own order
+	node func(minor int) bool
 	page []uint64 // words are read and added to atomically, also by the process itself
 	done chan struct{}
 	end  sync.Once
-	refs int // nvmlInit less nvmlShutdown; guarded by w.mu
+	// Guarded by w.mu:
+	refs int           // nvmlInit less nvmlShutdown
+	gpus []*gpu        // found when refs became 1: those that the process can open, in its own order
+	dead map[*gpu]bool // those that vanished since then, or were lost already
+}
+
+// reachable are the GPUs whose device nodes the process can open. It may take
+// the time of some system calls.
+func (p *process) reachable() []*gpu {
+	var out []*gpu
+	for _, g := range p.w.gpus { // neither the list nor a minor ever changes
+		if p.node == nil || p.node(g.minor) {
+			out = append(out, g)
+		}
+	}
+	return out
+}
+
+// findLocked makes the session's GPUs what there is now, and says whether they
+// are others than before.
+func (p *process) findLocked(reachable []*gpu) bool {
+	before, dead := p.gpus, p.dead
+	p.gpus, p.dead = nil, map[*gpu]bool{}
+	for _, g := range reachable {
+		if g.unplugged {
+			continue
+		}
+		p.gpus = append(p.gpus, g)
+		if g.lost {
+			p.dead[g] = true
+		}
+	}
+	return !slices.Equal(before, p.gpus) || !maps.Equal(dead, p.dead)
 }
 
 // Opening says who opens the driver.
@@ -62,22 +95,19 @@ type Opening struct {
 
 // Open starts a session.
 func (w *World) Open(o Opening) *Session {
-	p := &process{w: w, pid: o.PID, root: !o.Unprivileged, see: o.See, page: o.Page, done: make(chan struct{}), refs: o.Initialised}
+	p := &process{w: w, pid: o.PID, root: !o.Unprivileged, see: o.See, node: o.Node, page: o.Page, done: make(chan struct{}), refs: o.Initialised}
 	if p.see == nil {
 		p.see = func(pid int) (int, bool) { return pid, true }
 	}
 	if p.page == nil {
 		p.page = make([]uint64, PageWords)
 	}
-	for _, g := range w.gpus { // neither the list nor a minor ever changes
-		if o.Node == nil || o.Node(g.minor) {
-			p.gpus = append(p.gpus, g)
-		}
-	}
+	reachable := p.reachable()
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	atomic.StoreUint64(&p.page[0], w.generation)
 	w.sessions[p] = struct{}{}
+	p.findLocked(reachable)
+	atomic.StoreUint64(&p.page[0], w.generation)
 	return &Session{p: p}
 }
 
@@ -157,7 +187,7 @@ func (s *Session) gpuLocked(h Handle) (*gpu, Return) {
 	switch {
 	case i < 0:
 		return nil, InvalidArgument
-	case s.p.gpus[i].lost:
+	case s.p.dead[s.p.gpus[i]]:
 		return nil, GPUIsLost
 	}
 	return s.p.gpus[i], Success

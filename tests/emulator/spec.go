@@ -61,6 +61,8 @@ type GPUSpec struct {
 	MemoryMiB   uint64 `yaml:"memoryMiB"`
 	ReservedMiB uint64 `yaml:"reservedMiB"`
 	Lost        bool   `yaml:"lost"`
+	// Unplugged GPUs come with Plug.
+	Unplugged bool `yaml:"unplugged"`
 	// ECC is off where it is false; the cards of the models have it on.
 	ECC *bool `yaml:"ecc"`
 }

@@ -83,7 +83,7 @@ const nvswitchDevice = 0x22A310DE
 func (w *World) linkLocked(g *gpu, link int) Link {
 	var peers []*gpu
 	for _, other := range w.gpus {
-		if other != g && other.NVLinks > 0 {
+		if other != g && !other.unplugged && other.NVLinks > 0 {
 			peers = append(peers, other)
 		}
 	}

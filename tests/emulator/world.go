@@ -62,6 +62,7 @@ type gpu struct {
 
 	ecc       bool
 	lost      bool
+	unplugged bool
 	health    Health
 	timeSlice TimeSlice
 }
@@ -191,7 +192,7 @@ func newGPU(spec Spec, index int) (*gpu, error) {
 	if m.ReservedMiB >= m.MemoryMiB {
 		return nil, fmt.Errorf("GPU %d: %d MiB reserved of %d MiB leave nothing", index, m.ReservedMiB, m.MemoryMiB)
 	}
-	g := &gpu{Model: m, slot: index, ecc: o.ECC == nil || *o.ECC, lost: o.Lost, uuid: o.UUID, minor: index}
+	g := &gpu{Model: m, slot: index, ecc: o.ECC == nil || *o.ECC, lost: o.Lost, unplugged: o.Unplugged, uuid: o.UUID, minor: index}
 	if _, err := fmt.Sscanf(m.ComputeCapability, "%d.%d", &g.major, &g.cc); err != nil {
 		return nil, fmt.Errorf("model %s: compute capability %q: %w", name, m.ComputeCapability, err)
 	}
@@ -240,9 +241,13 @@ func (w *World) touchLocked() {
 	w.wakeLocked()
 }
 
+// gpuLocked is a GPU that is plugged in.
 func (w *World) gpuLocked(index int) (*gpu, error) {
 	if index < 0 || index >= len(w.gpus) {
 		return nil, fmt.Errorf("GPU %d: %w (the world has GPUs 0 to %d)", index, NotFound, len(w.gpus)-1)
+	}
+	if w.gpus[index].unplugged {
+		return nil, fmt.Errorf("GPU %d: %w: it is not plugged in", index, NotFound)
 	}
 	return w.gpus[index], nil
 }
@@ -267,11 +272,21 @@ func (w *World) Lose(index int) error {
 
 func (w *World) loseLocked(g *gpu) {
 	g.lost = true
+	w.vanishLocked(g)
+}
+
+// vanishLocked takes a GPU from its processes and from every session, which
+// finds it again only by a new Init.
+func (w *World) vanishLocked(g *gpu) {
+	for p := range w.sessions {
+		p.dead[g] = true
+	}
 	w.procs = slices.DeleteFunc(w.procs, func(p *Process) bool { return p.GPU == g.slot })
 	w.touchLocked()
 }
 
-// Restore brings a lost GPU back, empty, as after a reset.
+// Restore brings a lost GPU back, empty, as a power cycle does. Sessions that
+// knew it while it was lost find it again only by a new Init.
 func (w *World) Restore(index int) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -283,6 +298,64 @@ func (w *World) Restore(index int) error {
 		return fmt.Errorf("GPU %d is not lost", index)
 	}
 	g.lost = false
+	g.freshLocked()
+	w.touchLocked()
+	return nil
+}
+
+// Reset makes a GPU begin anew, as nvidia-smi --gpu-reset does. It refuses a
+// GPU that has processes, and a lost one, which no software reaches.
+func (w *World) Reset(index int) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	g, err := w.gpuLocked(index)
+	if err != nil {
+		return err
+	}
+	if g.lost {
+		return fmt.Errorf("reset GPU %d: %w", index, GPUIsLost)
+	}
+	var pids []int
+	for _, p := range w.procs {
+		if p.GPU == index {
+			pids = append(pids, p.PID)
+		}
+	}
+	if len(pids) > 0 {
+		return fmt.Errorf("reset GPU %d: %w by processes %v", index, InUse, slices.Compact(pids))
+	}
+	g.freshLocked()
+	w.touchLocked()
+	return nil
+}
+
+// Unplug takes a GPU out of the machine. Sessions that have it get GPUIsLost
+// from every call about it, without an Xid; a new Init does not find it, and
+// numbers the others without it.
+func (w *World) Unplug(index int) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	g, err := w.gpuLocked(index)
+	if err != nil {
+		return err
+	}
+	g.unplugged = true
+	w.vanishLocked(g)
+	return nil
+}
+
+// Plug puts an unplugged GPU back into its place, sound and empty. Sessions
+// find it by a new Init.
+func (w *World) Plug(index int) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if g, err := w.gpuLocked(index); err == nil {
+		return fmt.Errorf("GPU %d (%s) is plugged in", index, g.uuid)
+	} else if index < 0 || index >= len(w.gpus) {
+		return err
+	}
+	g := w.gpus[index]
+	g.unplugged, g.lost = false, false
 	g.freshLocked()
 	w.touchLocked()
 	return nil
@@ -313,6 +386,7 @@ type GPUState struct {
 	NUMA        int    `json:"numa"`
 	TimeSlice   string `json:"timeSlice"`
 	Lost        bool   `json:"lost"`
+	Unplugged   bool   `json:"unplugged"`
 	ECC         bool   `json:"ecc"`
 	Health      Health `json:"health"`
 }
@@ -341,7 +415,7 @@ func (w *World) State() State {
 			Index: g.slot, Minor: g.minor, UUID: g.uuid,
 			PCI: g.pci.String(), PCIDevice: PCIID(g.pci.DeviceID), Subsystem: PCIID(g.pci.SubsystemID),
 			Model: g.Name, MemoryMiB: g.MemoryMiB, ReservedMiB: g.ReservedMiB, UsedMiB: w.usedLocked(g),
-			NUMA: g.numa, TimeSlice: g.timeSlice.String(), Lost: g.lost, ECC: g.ecc, Health: g.health,
+			NUMA: g.numa, TimeSlice: g.timeSlice.String(), Lost: g.lost, Unplugged: g.unplugged, ECC: g.ecc, Health: g.health,
 		})
 	}
 	for _, p := range w.procs {

@@ -10,9 +10,11 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"os"
 	"sync"
 
 	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/emulator/install"
 )
 
 // command is what an operator asks of the world.
@@ -77,6 +79,12 @@ func (s *Server) obey(ctx context.Context, running *sync.WaitGroup, p peer, c co
 		err = w.Lose(c.GPU)
 	case "restore":
 		err = w.Restore(c.GPU)
+	case "reset":
+		err = w.Reset(c.GPU)
+	case "unplug":
+		err = s.change(func() error { return w.Unplug(c.GPU) })
+	case "plug":
+		err = s.change(func() error { return w.Plug(c.GPU) })
 	case "inject":
 		if c.Fault == nil {
 			return r, errors.New("inject: no fault given")
@@ -103,6 +111,26 @@ func (s *Server) obey(ctx context.Context, running *sync.WaitGroup, p peer, c co
 		err = fmt.Errorf("no such command: %q", c.Op)
 	}
 	return r, err
+}
+
+// change changes the world in a way that the machine's files follow.
+func (s *Server) change(do func() error) error {
+	s.laying.Lock()
+	defer s.laying.Unlock()
+	if err := do(); err != nil {
+		return err
+	}
+	if s.Driver == "" {
+		return nil
+	}
+	m, err := install.Find(s.Driver)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	return m.Sync(s.World)
 }
 
 // Client is a connection to a daemon, for whoever runs the emulator. It may
@@ -203,6 +231,15 @@ func (c *Client) Lose(gpu int) error { return c.just(command{Op: "lose", GPU: gp
 
 // Restore brings a lost GPU back.
 func (c *Client) Restore(gpu int) error { return c.just(command{Op: "restore", GPU: gpu}) }
+
+// Reset makes a GPU begin anew; refused while processes use it.
+func (c *Client) Reset(gpu int) error { return c.just(command{Op: "reset", GPU: gpu}) }
+
+// Unplug takes a GPU out of the machine, with its device node and kernel files.
+func (c *Client) Unplug(gpu int) error { return c.just(command{Op: "unplug", GPU: gpu}) }
+
+// Plug puts an unplugged GPU back.
+func (c *Client) Plug(gpu int) error { return c.just(command{Op: "plug", GPU: gpu}) }
 
 // Inject adds a fault.
 func (c *Client) Inject(f emulator.Fault) error { return c.just(command{Op: "inject", Fault: &f}) }

@@ -32,8 +32,13 @@ type Server struct {
 	World *emulator.World
 	// Proc is where the daemon's own PID namespace can be read. Default /proc.
 	Proc string
+	// Driver is the driver root; what package install recorded there follows
+	// the world. Empty, or nothing recorded: the world has no files.
+	Driver string
 	// Log gets one line for each thing done to the world. Nil is silent.
 	Log *slog.Logger
+
+	laying sync.Mutex // one change of the files at a time
 
 	mu      sync.Mutex
 	clients map[int]*client // by PID; guarded by mu
@@ -267,9 +272,9 @@ func (s *Server) attach(ctx context.Context, running *sync.WaitGroup, p peer, re
 	return c, nil
 }
 
-// nodes says which of a process's device nodes are there. A process without
-// the control node has no device nodes of this driver at all: it runs on a
-// machine where only the library was laid, and sees every GPU.
+// nodes says which of a process's device nodes are there, whenever it is asked.
+// A process without the control node has no device nodes of this driver at all:
+// it runs on a machine where only the library was laid, and sees every GPU.
 func (s *Server) nodes(pid int) func(minor int) bool {
 	dev := filepath.Join(s.Proc, strconv.Itoa(pid), "root/dev")
 	there := func(name string, minor int) bool {
@@ -277,10 +282,9 @@ func (s *Server) nodes(pid int) func(minor int) bool {
 		err := unix.Lstat(filepath.Join(dev, name), &st)
 		return err == nil && st.Mode&unix.S_IFMT == unix.S_IFCHR && st.Rdev == unix.Mkdev(nvidiaMajor, uint32(minor))
 	}
-	if !there("nvidiactl", nvidiaControl) {
-		return nil
+	return func(minor int) bool {
+		return there("nvidia"+strconv.Itoa(minor), minor) || !there("nvidiactl", nvidiaControl)
 	}
-	return func(minor int) bool { return there("nvidia"+strconv.Itoa(minor), minor) }
 }
 
 // The driver's device numbers, which are fixed.

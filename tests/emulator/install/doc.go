@@ -12,4 +12,8 @@
 // /proc and /sys are at fixed paths in the programs that read them. Under a
 // root of its own they are plain files; on the running system they can only be
 // mounted over, which Mount does for the calling process's mount namespace.
+//
+// A Machine is where all that was laid. Its Sync lets device nodes and kernel
+// files follow the world: a GPU that is unplugged takes its own along. Save and
+// Find pass it from the program that installs to the daemon that serves.
 package install

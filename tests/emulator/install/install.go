@@ -5,6 +5,7 @@ package install
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"strings"
@@ -90,14 +91,22 @@ func copyFile(to, from string) error {
 	return os.Rename(tmp, to)
 }
 
+// link points a link elsewhere, or makes it; there is no moment without it.
 func link(at, target string) error {
-	if err := os.Remove(at); err != nil && !errors.Is(err, os.ErrNotExist) {
+	if now, err := os.Readlink(at); err == nil && now == target {
+		return nil
+	}
+	if err := os.RemoveAll(at + ".tmp"); err != nil {
 		return err
 	}
-	return os.Symlink(target, at)
+	if err := os.Symlink(target, at+".tmp"); err != nil {
+		return err
+	}
+	return os.Rename(at+".tmp", at)
 }
 
-// Nodes makes the driver's device nodes in dir, such as /dev, open to all.
+// Nodes makes the driver's device nodes in dir, such as /dev, open to all, and
+// takes away those of GPUs that are not plugged in.
 func Nodes(dir string, w *emulator.World) error {
 	if err := os.MkdirAll(filepath.Join(dir, "nvidia-caps"), 0o755); err != nil {
 		return fmt.Errorf("make device folder: %w", err)
@@ -112,10 +121,19 @@ func Nodes(dir string, w *emulator.World) error {
 		"nvidia-caps/nvidia-cap2": {majorCaps, 2},
 	}
 	for _, g := range w.State().GPUs {
-		nodes[fmt.Sprintf("nvidia%d", g.Minor)] = number{majorGPU, uint32(g.Minor)}
+		name := fmt.Sprintf("nvidia%d", g.Minor)
+		if !g.Unplugged {
+			nodes[name] = number{majorGPU, uint32(g.Minor)}
+		} else if err := removeAll(filepath.Join(dir, name)); err != nil {
+			return fmt.Errorf("remove device node: %w", err)
+		}
 	}
 	for name, n := range nodes {
 		path := filepath.Join(dir, name)
+		var st unix.Stat_t
+		if unix.Lstat(path, &st) == nil && st.Mode == unix.S_IFCHR|0o666 && st.Rdev == unix.Mkdev(n.major, n.minor) {
+			continue
+		}
 		if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
 			return fmt.Errorf("make device node: %w", err)
 		}
@@ -134,11 +152,17 @@ func Nodes(dir string, w *emulator.World) error {
 // and dir/sys. devices is the text of the machine's own /proc/devices, to
 // which the driver's lines are added.
 func Kernel(dir, devices string, w *emulator.World) error {
-	st := w.State()
+	return kernel(dir, devices, w.State(), func(string) bool { return true })
+}
+
+// kernel is Kernel, for those files alone that laid allows, by their path on
+// the emulated machine.
+func kernel(dir, devices string, st emulator.State, laid func(path string) bool) error {
+	const heading = "Character devices:\n"
+	numbers := fmt.Sprintf("%d nvidia\n%d nvidia-modeset\n%d nvidiactl\n%d nvidia-uvm\n%d nvidia-caps\n",
+		majorGPU, majorGPU, majorGPU, majorUVM, majorCaps)
 	files := map[string]string{
-		"proc/devices": strings.Replace(devices, "Character devices:\n", fmt.Sprintf(
-			"Character devices:\n%d nvidia\n%d nvidia-modeset\n%d nvidiactl\n%d nvidia-uvm\n%d nvidia-caps\n",
-			majorGPU, majorGPU, majorGPU, majorUVM, majorCaps), 1),
+		"proc/devices": strings.Replace(strings.Replace(devices, numbers, "", 1), heading, heading+numbers, 1),
 		"proc/modules": "nvidia_uvm 1888256 0 - Live 0x0000000000000000\n" +
 			"nvidia 14372864 1 nvidia_uvm, Live 0x0000000000000000\n",
 		"proc/driver/nvidia/version": fmt.Sprintf(
@@ -153,8 +177,15 @@ func Kernel(dir, devices string, w *emulator.World) error {
 		"sys/module/nvidia/version":                   st.Driver + "\n",
 		"sys/module/nvidia/initstate":                 "live\n",
 	}
+	links := map[string]string{}
+	var gone []string
 	for _, g := range st.GPUs {
 		address := strings.ToLower(g.PCI[4:])
+		if g.Unplugged {
+			gone = append(gone, "proc/driver/nvidia/gpus/"+address, "sys/bus/pci/devices/"+address)
+			continue
+		}
+		links["sys/bus/pci/devices/"+address+"/driver"] = "../../drivers/nvidia"
 		files["proc/driver/nvidia/gpus/"+address+"/information"] = fmt.Sprintf(
 			"Model: \t\t %s\nIRQ:   \t\t %d\nGPU UUID: \t %s\nBus Type: \t PCIe\nBus Location: \t %s\nDevice Minor: \t %d\nGPU Excluded:\t No\n",
 			g.Model, 64+g.Index, g.UUID, address, g.Minor)
@@ -175,16 +206,29 @@ func Kernel(dir, devices string, w *emulator.World) error {
 			files[at+name] = v
 		}
 	}
+	maps.DeleteFunc(files, func(name, _ string) bool { return !laid("/" + name) })
 	if err := write(dir, files); err != nil {
 		return err
 	}
-	if err := os.MkdirAll(filepath.Join(dir, "sys/bus/pci/drivers/nvidia"), 0o755); err != nil {
-		return fmt.Errorf("install sysfs: %w", err)
-	}
-	for _, g := range st.GPUs {
-		at := filepath.Join(dir, "sys/bus/pci/devices", strings.ToLower(g.PCI[4:]), "driver")
-		if err := link(at, "../../drivers/nvidia"); err != nil {
+	if drivers := "sys/bus/pci/drivers/nvidia"; laid("/" + drivers) {
+		if err := os.MkdirAll(filepath.Join(dir, drivers), 0o755); err != nil {
 			return fmt.Errorf("install sysfs: %w", err)
+		}
+	}
+	for at, target := range links {
+		if !laid("/" + at) {
+			continue
+		}
+		if err := link(filepath.Join(dir, at), target); err != nil {
+			return fmt.Errorf("install sysfs: %w", err)
+		}
+	}
+	for _, name := range gone {
+		if !laid("/" + name) {
+			continue
+		}
+		if err := removeAll(filepath.Join(dir, name)); err != nil {
+			return fmt.Errorf("remove kernel files: %w", err)
 		}
 	}
 	return nil
@@ -216,6 +260,9 @@ func migMinors() string {
 func write(dir string, files map[string]string) error {
 	for name, text := range files {
 		path := filepath.Join(dir, name)
+		if now, err := os.ReadFile(path); err == nil && string(now) == text {
+			continue
+		}
 		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 			return fmt.Errorf("install %s: %w", name, err)
 		}
@@ -225,6 +272,9 @@ func write(dir string, files map[string]string) error {
 	}
 	return nil
 }
+
+// mounts are the places that Mount lays files over, where they exist.
+var mounts = []string{"/proc/driver", "/proc/devices", "/proc/modules", "/sys/bus/pci", "/sys/module/nvidia"}
 
 // Mount shows what Kernel writes at /proc and /sys of the calling process's
 // mount namespace. It refuses the namespace that the machine itself runs in.
@@ -250,7 +300,7 @@ func Mount(w *emulator.World) error {
 	if err := Kernel(tmp, string(devices), w); err != nil {
 		return err
 	}
-	for _, at := range []string{"/proc/driver", "/proc/devices", "/proc/modules", "/sys/bus/pci", "/sys/module/nvidia"} {
+	for _, at := range mounts {
 		if _, err := os.Stat(at); errors.Is(err, os.ErrNotExist) {
 			continue // neither procfs nor sysfs lets anyone make a file
 		}

@@ -192,11 +192,36 @@ func TestMount(t *testing.T) {
 }
 
 func mountAndLook() error {
-	w, err := emulator.New(emulator.Spec{Count: 1})
+	w, err := emulator.New(emulator.Spec{Count: 2})
 	if err != nil {
 		return err
 	}
 	if err := install.Mount(w); err != nil {
+		return err
+	}
+	dev, err := os.MkdirTemp("", "dev-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(dev)
+	here := install.Machine{Dev: dev, Kernel: "/"}
+	if err := w.Unplug(0); err != nil {
+		return err
+	}
+	if err := here.Sync(w); err != nil {
+		return err
+	}
+	for _, gone := range []string{
+		"/proc/driver/nvidia/gpus/0000:07:00.0", "/sys/bus/pci/devices/0000:07:00.0", filepath.Join(dev, "nvidia1"),
+	} {
+		if _, err := os.Lstat(gone); !errors.Is(err, os.ErrNotExist) {
+			return fmt.Errorf("%s of an unplugged GPU: %v", gone, err)
+		}
+	}
+	if err := w.Plug(0); err != nil {
+		return err
+	}
+	if err := here.Sync(w); err != nil {
 		return err
 	}
 	for name, want := range map[string]string{

@@ -621,8 +621,49 @@ func TestLostGPU(t *testing.T) {
 	if err := n.world.Restore(1); err != nil {
 		t.Fatal(err)
 	}
-	_, r = d.GetName() // the old handle serves again
-	ok(t, r, "name after the return")
+	// As on hardware: a driver does not say by itself that a GPU came back.
+	want(t, "name after the return", second(d.GetName()), nvml.ERROR_GPU_IS_LOST)
+	ok(t, api.Shutdown(), "Shutdown")
+	ok(t, api.Init(), "Init")
+	ok(t, second(device(t, api, 1).GetName()), "name after an Init")
+
+}
+
+func TestGPUsComeAndGo(t *testing.T) {
+	n := start(t, emulator.Spec{Count: 3})
+	api := n.open(t)
+	uuids := func() (out []string) {
+		t.Helper()
+		count, r := api.DeviceGetCount()
+		ok(t, r, "count")
+		for i := range count {
+			uuid, r := device(t, api, i).GetUUID()
+			ok(t, r, "UUID")
+			out = append(out, uuid)
+		}
+		return out
+	}
+	all := uuids()
+	old := device(t, api, 1)
+	if err := n.world.Unplug(1); err != nil {
+		t.Fatal(err)
+	}
+	want(t, "its handle", second(old.GetUUID()), nvml.ERROR_GPU_IS_LOST)
+	want(t, "by index", second(api.DeviceGetHandleByIndex(1)), nvml.ERROR_GPU_IS_LOST)
+	anew := func() {
+		t.Helper()
+		ok(t, api.Shutdown(), "Shutdown")
+		ok(t, api.Init(), "Init")
+	}
+	anew()
+	want(t, "without it", fmt.Sprint(uuids()), fmt.Sprint([]string{all[0], all[2]}))
+	want(t, "by UUID", second(api.DeviceGetHandleByUUID(all[1])), nvml.ERROR_NOT_FOUND)
+	if err := n.world.Plug(1); err != nil {
+		t.Fatal(err)
+	}
+	want(t, "before an Init", len(uuids()), 2)
+	anew()
+	want(t, "with it", fmt.Sprint(uuids()), fmt.Sprint(all))
 }
 
 func second[T any](_ T, r nvml.Return) nvml.Return { return r }

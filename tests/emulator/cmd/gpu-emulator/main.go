@@ -50,6 +50,10 @@ on a running world (all take --socket PATH):
                                           that such a fault comes with (48, 63, 64, 79, 94, 95), but for --bare
   health --gpu I JSON                     set figures of a GPU's health, as show prints them: '{"remapFailed": false}'
   lose --gpu I | restore --gpu I          off the bus with Xid 79 | back again
+  reset --gpu I                           as nvidia-smi --gpu-reset: volatile counters and what is pending; refused
+                                          while processes use the GPU
+  unplug --gpu I | plug --gpu I           out of the machine, with its device node and its entries in /proc and
+                                          /sys | back; running programs see either by a new nvmlInit
   fail --call NAME --code N [--count N] [--gpu I]
   slow --call NAME --for 2s|forever [--count N] [--gpu I]
   clear                                   end all faults
@@ -88,7 +92,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		return nil
 	case "proc":
 		return proc(ctx, args, out)
-	case "show", "calls", "xid", "health", "lose", "restore", "fail", "slow", "clear":
+	case "show", "calls", "xid", "health", "lose", "restore", "reset", "unplug", "plug", "fail", "slow", "clear":
 		return control(name, args, out)
 	case "help", "-h", "--help":
 		return flag.ErrHelp
@@ -178,17 +182,31 @@ func lay(args []string) error {
 	if err := install.Nodes(filepath.Join(*root, *dev), w); err != nil {
 		return err
 	}
-	if *kernel {
-		return install.Mount(w)
+	m := install.Machine{}
+	if m.Driver, err = filepath.Abs(driver); err != nil {
+		return err
 	}
-	if filepath.Clean(*root) != "/" {
-		devices, err := os.ReadFile("/proc/devices")
-		if err != nil {
+	if m.Dev, err = filepath.Abs(filepath.Join(*root, *dev)); err != nil {
+		return err
+	}
+	switch {
+	case *kernel:
+		m.Kernel = "/"
+		err = install.Mount(w)
+	case filepath.Clean(*root) != "/":
+		if m.Kernel, err = filepath.Abs(*root); err != nil {
+			return err
+		}
+		var devices []byte
+		if devices, err = os.ReadFile("/proc/devices"); err != nil {
 			return fmt.Errorf("read device numbers: %w", err)
 		}
-		return install.Kernel(*root, string(devices), w)
+		err = install.Kernel(*root, string(devices), w)
 	}
-	return nil
+	if err != nil {
+		return err
+	}
+	return m.Save()
 }
 
 func load(file string) (*emulator.World, error) {
@@ -227,7 +245,8 @@ func serve(ctx context.Context, args []string, out io.Writer) error {
 	defer os.Remove(*socket)
 	// Whoever started this may wait for the line.
 	fmt.Fprintf(out, "serving %d GPUs on %s\n", len(w.State().GPUs), *socket)
-	s := &daemon.Server{World: w, Log: slog.New(slog.NewTextHandler(os.Stderr, nil))}
+	driver, _ := install.Root(*socket)
+	s := &daemon.Server{World: w, Driver: driver, Log: slog.New(slog.NewTextHandler(os.Stderr, nil))}
 	return s.Serve(ctx, l)
 }
 
@@ -274,7 +293,7 @@ func control(name string, args []string, out io.Writer) error {
 	var code, count, pid int
 	var reset, total, asJSON, bare bool
 	switch name {
-	case "xid", "health", "lose", "restore":
+	case "xid", "health", "lose", "restore", "reset", "unplug", "plug":
 		f.StringVar(&gpu, "gpu", "", "GPU")
 		if name == "xid" {
 			f.BoolVar(&bare, "bare", false, "the Xid alone, without what the fault does")
@@ -313,7 +332,7 @@ func control(name string, args []string, out io.Writer) error {
 			return err
 		}
 		index = &i
-	} else if slices.Contains([]string{"xid", "health", "lose", "restore"}, name) {
+	} else if slices.Contains([]string{"xid", "health", "lose", "restore", "reset", "unplug", "plug"}, name) {
 		return fmt.Errorf("%s: --gpu is missing", name)
 	}
 	switch name {
@@ -349,6 +368,12 @@ func control(name string, args []string, out io.Writer) error {
 		return c.Lose(*index)
 	case "restore":
 		return c.Restore(*index)
+	case "reset":
+		return c.Reset(*index)
+	case "unplug":
+		return c.Unplug(*index)
+	case "plug":
+		return c.Plug(*index)
 	case "clear":
 		return c.Clear()
 	}

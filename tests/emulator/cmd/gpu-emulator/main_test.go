@@ -260,6 +260,50 @@ func TestHealth(t *testing.T) {
 	}
 }
 
+func TestGPUsTakeTheirFilesAlong(t *testing.T) {
+	n := start(t, "count: 2")
+	root := strings.TrimSuffix(n.dir, "/run/nvidia/driver")
+	address := strings.ToLower(n.state().GPUs[1].PCI[4:])
+	files := []string{
+		filepath.Join(n.dir, "dev/nvidia0"), // the minor of GPU 1
+		filepath.Join(root, "proc/driver/nvidia/gpus", address),
+		filepath.Join(root, "sys/bus/pci/devices", address),
+	}
+	look := func(there bool) {
+		t.Helper()
+		for _, f := range files {
+			if _, err := os.Lstat(f); (err == nil) != there {
+				t.Errorf("%s: %v, should be there: %v", f, err, there)
+			}
+		}
+		if _, err := os.Lstat(filepath.Join(n.dir, "dev/nvidia1")); err != nil {
+			t.Errorf("the other GPU's node: %v", err)
+		}
+	}
+	list := func(count int) {
+		t.Helper()
+		if out, code := n.smi("-L"); code != 0 || strings.Count(out, "\n") != count {
+			t.Errorf("nvidia-smi ends with %d, of %d GPUs: %s", code, count, out)
+		}
+	}
+	look(true)
+	n.ok("unplug", "--gpu", "1", "--socket", n.socket)
+	look(false)
+	list(1)
+	if out, err := n.run("reset", "--gpu", "1", "--socket", n.socket); err == nil {
+		t.Errorf("reset of an unplugged GPU: %s", out)
+	}
+	n.ok("plug", "--gpu", n.state().GPUs[1].UUID, "--socket", n.socket)
+	look(true)
+	list(2)
+
+	n.ok("xid", "--gpu", "0", "95", "--socket", n.socket)
+	n.ok("reset", "--gpu", "0", "--socket", n.socket)
+	if h := n.state().GPUs[0].Health; h.Recovery != emulator.RecoveryNone {
+		t.Errorf("after a reset: %+v", h)
+	}
+}
+
 func TestInstallRefusesTheMachineItself(t *testing.T) {
 	if err := install.Guard(); err == nil {
 		t.Skip("the tests run in a mount namespace of their own, where an install at / is allowed")
