@@ -20,7 +20,6 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
-	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -40,14 +39,6 @@ var knownSockets = []string{
 	"/run/cri-dockerd.sock",
 	"/run/containerd/containerd.sock",
 }
-
-// Labels that the kubelet gives every container, as in k8s.io/kubelet/pkg/types.
-const (
-	labelPodName       = "io.kubernetes.pod.name"
-	labelPodNamespace  = "io.kubernetes.pod.namespace"
-	labelPodUID        = "io.kubernetes.pod.uid"
-	labelContainerName = "io.kubernetes.container.name"
-)
 
 // RuntimeOptions says which runtime to ask and what to keep of its answers.
 type RuntimeOptions struct {
@@ -173,75 +164,47 @@ func candidates(root string, places []string) []string {
 // Errors answer to gpu.ErrNotFound where no socket is found and to
 // gpu.ErrNotSupported where what listens there does not speak the CRI.
 func (r *Runtime) Containers(ctx context.Context) ([]Container, error) {
-	var answer *cri.ListContainersResponse
-	err := r.line.ask(ctx, func(conn *grpc.ClientConn) (err error) {
-		answer, err = cri.NewRuntimeServiceClient(conn).ListContainers(ctx, &cri.ListContainersRequest{})
-		return err
-	})
+	answer, err := r.ask(ctx, methodContainers, nil, containerLayout)
 	if err != nil {
 		return nil, r.wrap("list containers", err)
 	}
-	list := make([]Container, 0, len(answer.GetContainers()))
-	for _, c := range answer.GetContainers() {
-		if c.GetState() == cri.ContainerState_CONTAINER_EXITED {
+	list := make([]Container, 0, len(answer))
+	for _, o := range answer {
+		if o.state == stateExited {
 			continue
 		}
-		found := r.container(c.GetId(), c.GetMetadata(), c.GetLabels(), c.GetAnnotations(), c.GetCreatedAt())
-		found.Running = c.GetState() != cri.ContainerState_CONTAINER_CREATED
-		list = append(list, found)
+		c := o.container()
+		c.Running = o.state != stateCreated
+		list = append(list, c)
 	}
 	slices.SortStableFunc(list, func(a, b Container) int { return cmp.Compare(a.ID, b.ID) })
 	return list, nil
 }
 
-// container keeps of an answer what is wanted, and nothing else of it alive.
-func (r *Runtime) container(id string, metadata *cri.ContainerMetadata, labels, annotations map[string]string, created int64) Container {
-	c := Container{
-		ID: id, PodUID: labels[labelPodUID], Namespace: labels[labelPodNamespace], Pod: labels[labelPodName],
-		Name:    cmp.Or(labels[labelContainerName], metadata.GetName()),
-		Created: nanoseconds(created),
-	}
-	for name, value := range annotations {
-		if r.o.AnnotationPrefix != "" && strings.HasPrefix(name, r.o.AnnotationPrefix) {
-			if c.Annotations == nil {
-				c.Annotations = map[string]string{}
-			}
-			c.Annotations[name] = value
-		}
-	}
-	return c
-}
-
-func nanoseconds(n int64) time.Time {
-	if n <= 0 {
-		return time.Time{}
-	}
-	return time.Unix(0, n)
+// ask asks for a list.
+func (r *Runtime) ask(ctx context.Context, method string, request []byte, at layout) (answer []object, err error) {
+	err = r.line.ask(ctx, func(conn *grpc.ClientConn) error {
+		return conn.Invoke(ctx, method, request, func(message []byte) (err error) {
+			answer, err = objects(message, at, r.o.AnnotationPrefix)
+			return err
+		}, grpc.ForceCodecV2(wire{}))
+	})
+	return answer, err
 }
 
 // Pods returns the pods whose sandbox is ready, by UID: also those of which no
 // container exists yet, for one while an image is pulled. Errors are those of
 // Containers.
 func (r *Runtime) Pods(ctx context.Context) (map[string]PodName, error) {
-	var answer *cri.ListPodSandboxResponse
-	err := r.line.ask(ctx, func(conn *grpc.ClientConn) (err error) {
-		ready := &cri.PodSandboxStateValue{State: cri.PodSandboxState_SANDBOX_READY}
-		answer, err = cri.NewRuntimeServiceClient(conn).ListPodSandbox(ctx,
-			&cri.ListPodSandboxRequest{Filter: &cri.PodSandboxFilter{State: ready}})
-		return err
-	})
+	answer, err := r.ask(ctx, methodSandboxes, readySandboxes, sandboxLayout)
 	if err != nil {
 		return nil, r.wrap("list pod sandboxes", err)
 	}
-	pods := make(map[string]PodName, len(answer.GetItems()))
-	for _, s := range answer.GetItems() {
-		uid := cmp.Or(s.GetMetadata().GetUid(), s.GetLabels()[labelPodUID])
-		if uid == "" || s.GetState() != cri.PodSandboxState_SANDBOX_READY {
-			continue
-		}
-		pods[uid] = PodName{
-			Namespace: cmp.Or(s.GetMetadata().GetNamespace(), s.GetLabels()[labelPodNamespace]),
-			Name:      cmp.Or(s.GetMetadata().GetName(), s.GetLabels()[labelPodName]),
+	pods := make(map[string]PodName, len(answer))
+	for _, o := range answer {
+		c := o.container()
+		if uid := cmp.Or(o.uid, c.PodUID); uid != "" && o.state == sandboxReady {
+			pods[uid] = PodName{Namespace: cmp.Or(o.namespace, c.Namespace), Name: cmp.Or(o.name, c.Pod)}
 		}
 	}
 	return pods, nil
@@ -374,45 +337,29 @@ func (r *Runtime) stream(ctx context.Context, dead *grpc.ClientConn, fn func(Con
 	if err != nil {
 		return nil, err
 	}
-	events, err := cri.NewRuntimeServiceClient(conn).GetContainerEvents(ctx, &cri.GetEventsRequest{})
+	events, err := conn.NewStream(ctx, &grpc.StreamDesc{ServerStreams: true}, methodEvents, grpc.ForceCodecV2(wire{}))
 	if err != nil {
+		return conn, err
+	}
+	// An error of sending is io.EOF; receiving tells what it was.
+	if err := events.SendMsg([]byte(nil)); err != nil && err != io.EOF {
+		return conn, err
+	}
+	if err := events.CloseSend(); err != nil {
 		return conn, err
 	}
 	fn(ContainerEvent{Kind: EventMissed})
 	for {
-		e, err := events.Recv()
+		var event ContainerEvent
+		err := events.RecvMsg(func(message []byte) (err error) {
+			event, err = decodeEvent(message, r.o.AnnotationPrefix)
+			return err
+		})
 		if err != nil {
 			return conn, err
 		}
-		if event, ok := r.event(e); ok {
+		if event.Kind != EventMissed {
 			fn(event)
 		}
 	}
-}
-
-// event translates an event; it is not ok with a kind that it does not know.
-func (r *Runtime) event(e *cri.ContainerEventResponse) (ContainerEvent, bool) {
-	kinds := map[cri.ContainerEventType]EventKind{
-		cri.ContainerEventType_CONTAINER_CREATED_EVENT: EventCreated,
-		cri.ContainerEventType_CONTAINER_STARTED_EVENT: EventStarted,
-		cri.ContainerEventType_CONTAINER_STOPPED_EVENT: EventStopped,
-		cri.ContainerEventType_CONTAINER_DELETED_EVENT: EventDeleted,
-	}
-	kind, ok := kinds[e.GetContainerEventType()]
-	if !ok {
-		return ContainerEvent{}, false
-	}
-	c := Container{ID: e.GetContainerId()}
-	for _, s := range e.GetContainersStatuses() {
-		if s.GetId() == c.ID {
-			c = r.container(c.ID, s.GetMetadata(), s.GetLabels(), s.GetAnnotations(), s.GetCreatedAt())
-			break
-		}
-	}
-	c.Running = kind == EventStarted
-	sandbox := e.GetPodSandboxStatus().GetMetadata()
-	c.PodUID = cmp.Or(c.PodUID, sandbox.GetUid())
-	c.Namespace = cmp.Or(c.Namespace, sandbox.GetNamespace())
-	c.Pod = cmp.Or(c.Pod, sandbox.GetName())
-	return ContainerEvent{Kind: kind, Container: c, Time: nanoseconds(e.GetCreatedAt())}, true
 }

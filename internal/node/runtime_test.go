@@ -216,6 +216,15 @@ func TestLargeAnswer(t *testing.T) {
 		t.Errorf("%d containers, %v, want a refusal", len(got), err)
 	}
 	s.mu.Lock()
+	s.containers = &cri.ListContainersResponse{}
+	for range maxObjects + 1 { // of two bytes each
+		s.containers.Containers = append(s.containers.Containers, &cri.Container{})
+	}
+	s.mu.Unlock()
+	if got, err := r.Containers(t.Context()); err == nil || !strings.Contains(err.Error(), "more than") || got != nil {
+		t.Errorf("%d containers, %v, want a refusal", len(got), err)
+	}
+	s.mu.Lock()
 	s.containers = many(1, 1)
 	s.mu.Unlock()
 	if got, err := r.Containers(t.Context()); err != nil || len(got) != 1 {
