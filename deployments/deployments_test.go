@@ -472,18 +472,7 @@ func TestSamplePartitions(t *testing.T) {
 // render puts a kustomization together as `kubectl apply -k` does.
 func render(t *testing.T, dir string) []object {
 	t.Helper()
-	cache := os.Getenv("GPU_AGENT_CACHE")
-	if cache == "" {
-		user, err := os.UserCacheDir()
-		if err != nil {
-			t.Fatal(err)
-		}
-		cache = filepath.Join(user, "gpu-agent")
-	}
-	kubectl := filepath.Join(cache, "bin", "kubectl")
-	if _, err := os.Stat(kubectl); err != nil {
-		t.Skip("there is no kubectl in the cache yet: the stage \"node\" builds it")
-	}
+	kubectl := program(t, "kubectl")
 	var errs bytes.Buffer
 	cmd := exec.CommandContext(t.Context(), kubectl, "kustomize", dir)
 	cmd.Stderr = &errs

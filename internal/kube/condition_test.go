@@ -103,14 +103,14 @@ func TestCondition(t *testing.T) {
 				}
 			}
 			set(True, "GPUsHealthy", "all 4", 1)
-			wantConditions(t, s, ready(), foreign(), condition(gpus, "True", "GPUsHealthy", "all 4", tick1, tick1))
+			wantConditions(t, s, condition(gpus, "True", "GPUsHealthy", "all 4", tick1, tick1), ready(), foreign())
 			clock(tick2)
 			set(True, "GPUsHealthy", "all 4", 0) // nothing new
 			set(True, "GPUsHealthy", "all 3", 1) // other words, same status
-			wantConditions(t, s, ready(), foreign(), condition(gpus, "True", "GPUsHealthy", "all 3", tick1, tick2))
+			wantConditions(t, s, condition(gpus, "True", "GPUsHealthy", "all 3", tick1, tick2), ready(), foreign())
 			clock(tick3)
 			set(False, "GPUUnhealthy", "GPU-1: Xid 79", 1)
-			wantConditions(t, s, ready(), foreign(), condition(gpus, "False", "GPUUnhealthy", "GPU-1: Xid 79", tick3, tick3))
+			wantConditions(t, s, condition(gpus, "False", "GPUUnhealthy", "GPU-1: Xid 79", tick3, tick3), ready(), foreign())
 
 			for range 2 { // the second time there is nothing to remove
 				if err := c.RemoveCondition(t.Context(), gpus); err != nil {
@@ -140,7 +140,7 @@ func TestConditionBesideTheKubelet(t *testing.T) {
 	if err := c.SetCondition(t.Context(), Condition{Type: gpus, Status: Unknown, Reason: "DriverHangs"}); err != nil {
 		t.Fatal(err)
 	}
-	wantConditions(t, s, away, pressure, condition(gpus, "Unknown", "DriverHangs", "", tick3, tick3))
+	wantConditions(t, s, condition(gpus, "Unknown", "DriverHangs", "", tick3, tick3), away, pressure)
 }
 
 // A Node that is made anew has lost its conditions: its watcher is told, and

@@ -381,7 +381,7 @@ func (s *server) patch(w http.ResponseWriter, r *http.Request, resource, namespa
 }
 
 // strategicMerge is a merge patch but for status.conditions: as the API's type
-// of a Node has it, elements are merged by their type, new ones come last, and
+// of a Node has it, elements are merged by their type, new ones come first, and
 // one that is marked so goes. As there, nothing else may come in an element's
 // stead.
 func strategicMerge(object, patch map[string]any) (map[string]any, error) {
@@ -411,7 +411,7 @@ func strategicMerge(object, patch map[string]any) (map[string]any, error) {
 		case i >= 0:
 			list[i] = merge(list[i].(map[string]any), element)
 		default:
-			list = append(list, element)
+			list = slices.Insert(list, 0, any(element))
 		}
 	}
 	into["conditions"] = list

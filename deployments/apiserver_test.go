@@ -1,0 +1,390 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package deployments
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"crypto/rsa"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/json"
+	"encoding/pem"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"example.com/gpu-agent/internal/kube"
+)
+
+// apiServer is the real one, on loopback, over an etcd of its own, with the
+// manifests' rights and admission policy in force. Nothing runs in its cluster.
+type apiServer struct {
+	url, token string
+	client     *http.Client
+}
+
+// program finds what the test node's builder put into the cache.
+func program(t *testing.T, name string) string {
+	t.Helper()
+	cache := os.Getenv("GPU_AGENT_CACHE")
+	if cache == "" {
+		user, err := os.UserCacheDir()
+		if err != nil {
+			t.Fatal(err)
+		}
+		cache = filepath.Join(user, "gpu-agent")
+	}
+	path := filepath.Join(cache, "bin", name)
+	if _, err := os.Stat(path); err != nil {
+		t.Skipf("there is no %s in the cache yet: the stage \"node\" builds it", name)
+	}
+	return path
+}
+
+// background runs a program until the test ends. It dies with this process,
+// too, so that a test that is killed leaves nothing.
+func background(t *testing.T, path string, args ...string) {
+	t.Helper()
+	log, err := os.Create(filepath.Join(t.TempDir(), "log"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command(path, args...)
+	cmd.Stdout, cmd.Stderr = log, log
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		cmd.Process.Kill()
+		cmd.Wait()
+		if text, err := os.ReadFile(log.Name()); err == nil && t.Failed() {
+			t.Logf("%s said last:\n%s", filepath.Base(path), text[max(0, len(text)-4000):])
+		}
+	})
+}
+
+// freePorts are n ports of loopback that nobody had a moment ago.
+func freePorts(t *testing.T, n int) []int {
+	t.Helper()
+	var ports []int
+	for range n {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer l.Close()
+		ports = append(ports, l.Addr().(*net.TCPAddr).Port)
+	}
+	return ports
+}
+
+func startAPIServer(t *testing.T) *apiServer {
+	t.Helper()
+	etcd, server := program(t, "etcd"), program(t, "kube-apiserver")
+	dir, ports := t.TempDir(), freePorts(t, 3)
+	url := func(scheme string, i int) string { return fmt.Sprintf("%s://127.0.0.1:%d", scheme, ports[i]) }
+	background(t, etcd, "--data-dir", filepath.Join(dir, "etcd"), "--unsafe-no-fsync",
+		"--listen-client-urls", url("http", 0), "--advertise-client-urls", url("http", 0),
+		"--listen-peer-urls", url("http", 1), "--initial-advertise-peer-urls", url("http", 1),
+		"--initial-cluster", "default="+url("http", 1))
+
+	key, err := rsa.GenerateKey(rand.Reader, 2048)
+	if err != nil {
+		t.Fatal(err)
+	}
+	put := func(name string, text []byte) string {
+		path := filepath.Join(dir, name)
+		if err := os.WriteFile(path, text, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	accounts := put("accounts.key", pem.EncodeToMemory(&pem.Block{Type: "RSA PRIVATE KEY", Bytes: x509.MarshalPKCS1PrivateKey(key)}))
+	s := &apiServer{url: url("https", 2), token: rand.Text(), client: &http.Client{
+		Timeout: 20 * time.Second,
+		// The server made its certificate itself a moment ago, on loopback.
+		Transport: &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}},
+	}}
+	t.Cleanup(s.client.CloseIdleConnections)
+	background(t, server, "--etcd-servers", url("http", 0), "--cert-dir", filepath.Join(dir, "certs"),
+		"--bind-address", "127.0.0.1", "--secure-port", fmt.Sprint(ports[2]), "--authorization-mode", "RBAC",
+		"--token-auth-file", put("tokens", []byte(s.token+`,root,0,"system:masters"`+"\n")),
+		"--service-account-issuer", "https://kubernetes.default.svc", "--service-account-key-file", accounts,
+		"--service-account-signing-key-file", accounts, "--service-cluster-ip-range", "10.96.0.0/24",
+		"--endpoint-reconciler-type", "none")
+	s.await(t, "the API server is ready", func() error { return s.do(t, nil, http.MethodGet, "/readyz", "", nil, nil) })
+	return s
+}
+
+// await polls until the server has made something so.
+func (s *apiServer) await(t *testing.T, what string, try func() error) {
+	t.Helper()
+	deadline := time.Now().Add(90 * time.Second)
+	for {
+		err := try()
+		if err == nil {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("never: %s: %v", what, err)
+		}
+		time.Sleep(100 * time.Millisecond)
+	}
+}
+
+// do makes one request in somebody's name, root's if as is nil; a refusal is an
+// error with the server's words.
+func (s *apiServer) do(t *testing.T, as http.Header, method, path, kind string, body, into any) error {
+	t.Helper()
+	text, err := json.Marshal(body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	request, err := http.NewRequestWithContext(t.Context(), method, s.url+path, bytes.NewReader(text))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for key, values := range as {
+		request.Header[key] = values
+	}
+	request.Header.Set("Authorization", "Bearer "+s.token)
+	request.Header.Set("Content-Type", kind)
+	response, err := s.client.Do(request)
+	if err != nil {
+		return err
+	}
+	defer response.Body.Close()
+	answer, err := io.ReadAll(response.Body)
+	if err != nil {
+		return err
+	}
+	if response.StatusCode/100 != 2 {
+		return fmt.Errorf("%s %s: %s: %s", method, path, response.Status, answer)
+	}
+	if into != nil {
+		return json.Unmarshal(answer, into)
+	}
+	return nil
+}
+
+// agentOn is the agent's service account with a token of a pod on that node.
+func agentOn(node string) http.Header {
+	return http.Header{
+		"Impersonate-User":  {"system:serviceaccount:gpu-agent:gpu-agent"},
+		"Impersonate-Group": {"system:serviceaccounts", "system:serviceaccounts:gpu-agent", "system:authenticated"},
+		"Impersonate-Extra-Authentication.kubernetes.io%2fnode-Name": {node},
+	}
+}
+
+const (
+	asJSON    = "application/json"
+	merge     = "application/merge-patch+json"
+	strategic = "application/strategic-merge-patch+json"
+)
+
+type fields = map[string]any
+
+// apply makes the base's objects that say what the agent may do, and waits
+// until the policy is in force.
+func (s *apiServer) apply(t *testing.T) {
+	t.Helper()
+	places := map[string]string{
+		"Namespace":                        "/api/v1/namespaces",
+		"ClusterRole":                      "/apis/rbac.authorization.k8s.io/v1/clusterroles",
+		"ClusterRoleBinding":               "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings",
+		"ValidatingAdmissionPolicy":        "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies",
+		"ValidatingAdmissionPolicyBinding": "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings",
+	}
+	for _, o := range base(t) {
+		place, ok := places[o.Kind]
+		if !ok {
+			continue
+		}
+		var object fields
+		if err := o.node.Decode(&object); err != nil {
+			t.Fatal(err)
+		}
+		if err := s.do(t, nil, http.MethodPost, place, asJSON, object, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, name := range []string{"node-1", "node-2"} {
+		object := fields{"apiVersion": "v1", "kind": "Node", "metadata": fields{"name": name, "labels": fields{"team": "blue"}}}
+		if err := s.do(t, nil, http.MethodPost, "/api/v1/nodes", asJSON, object, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s.await(t, "the admission policy is in force", func() error {
+		err := s.do(t, agentOn("node-1"), http.MethodPatch, "/api/v1/nodes/node-2", merge,
+			fields{"metadata": fields{"labels": fields{"example.com/a": "b"}}}, nil)
+		if err == nil || !strings.Contains(err.Error(), "the node that it runs on") {
+			return fmt.Errorf("an agent may write to another node: %v", err)
+		}
+		return nil
+	})
+}
+
+// The manifests against the real API server: what the agent does is allowed,
+// and does what it should; what it does not do is refused, and by the rule that
+// is there for it.
+func TestRightsAtTheAPIServer(t *testing.T) {
+	s := startAPIServer(t)
+	s.apply(t)
+	const node, status = "/api/v1/nodes/node-1", "/api/v1/nodes/node-1/status"
+
+	// What a kubelet wrote.
+	kubelet := fields{"status": fields{
+		"capacity": fields{"cpu": "2"}, "allocatable": fields{"cpu": "1"},
+		"addresses": []fields{{"type": "InternalIP", "address": "10.0.0.1"}},
+		"nodeInfo":  fields{"kubeletVersion": "v1.36.0"},
+		"conditions": []fields{
+			{"type": "MemoryPressure", "status": "False", "reason": "R", "message": "m", "lastHeartbeatTime": "2026-01-01T00:00:00Z", "lastTransitionTime": "2026-01-01T00:00:00Z"},
+			{"type": "Ready", "status": "True", "reason": "KubeletReady", "message": "m", "lastHeartbeatTime": "2026-01-01T00:00:00Z", "lastTransitionTime": "2026-01-01T00:00:00Z"},
+		},
+	}}
+	if err := s.do(t, nil, http.MethodPatch, status, strategic, kubelet, nil); err != nil {
+		t.Fatal(err)
+	}
+
+	t.Run("conditions", func(t *testing.T) { s.tryConditions(t, node) })
+
+	condition := func(kind, status string) fields {
+		return fields{"status": fields{"conditions": []fields{{"type": kind, "status": status}}}}
+	}
+	removed := func(kind string) fields {
+		return fields{"status": fields{"conditions": []fields{{"type": kind, "$patch": "delete"}}}}
+	}
+	meta := func(field, key string, value any) fields {
+		return fields{"metadata": fields{field: fields{key: value}}}
+	}
+	for _, test := range []struct {
+		name, path, kind string
+		body             fields
+		// refused is in the server's words; empty means that it is allowed.
+		refused string
+	}{
+		{"own label", node, merge, meta("labels", "example.com/gpu.partition.state", "applied"), ""},
+		{"own label away", node, merge, meta("labels", "example.com/gpu.partition.state", nil), ""},
+		{"own annotation", node, merge, meta("annotations", "example.com/gpu.partition.message", "m"), ""},
+		{"own condition", status, strategic, condition("example.com/GPUHealthy", "False"), ""},
+		{"own condition away", status, strategic, removed("example.com/GPUHealthy"), ""},
+		{"nothing", status, strategic, fields{}, ""},
+
+		{"another node", "/api/v1/nodes/node-2", merge, meta("labels", "example.com/a", "b"), "the node that it runs on"},
+		{"another node's condition", "/api/v1/nodes/node-2/status", strategic, condition("example.com/GPUHealthy", "False"), "the node that it runs on"},
+		{"a label of others", node, merge, meta("labels", "team", "red"), "only labels below"},
+		{"a label of others, by the status", status, merge, meta("labels", "team", "red"), "only labels below"},
+		{"a label taken away, by the status", status, merge, meta("labels", "team", nil), "only labels below"},
+		{"an annotation of others", node, merge, meta("annotations", "a", "b"), "only annotations below"},
+		{"an annotation of others, by the status", status, merge, meta("annotations", "a", "b"), "only annotations below"},
+		{"a cordon", node, merge, fields{"spec": fields{"unschedulable": true}}, "only labels and annotations"},
+		{"a finalizer", node, merge, fields{"metadata": fields{"finalizers": []string{"example.com/x"}}}, "only labels and annotations"},
+		{"the kubelet's word", status, strategic, condition("Ready", "False"), "only conditions below"},
+		{"the kubelet's word away", status, strategic, removed("Ready"), "only conditions below"},
+		{"a condition of others", status, strategic, condition("other.example.com/GPUHealthy", "True"), "only conditions below"},
+		{"a condition that begins alike", status, strategic, condition("example.community/GPUHealthy", "True"), "only conditions below"},
+		{"all conditions", status, merge, fields{"status": fields{"conditions": nil}}, "only conditions below"},
+		{"devices that are not there", status, merge, fields{"status": fields{"capacity": fields{"example.com/gpu": "99"}}}, "only conditions of the status"},
+		{"allocatable", status, merge, fields{"status": fields{"allocatable": fields{"cpu": "99"}}}, "only conditions of the status"},
+		{"allocatable away", status, merge, fields{"status": fields{"allocatable": nil}}, "only conditions of the status"},
+		{"a field that was not there", status, merge, fields{"status": fields{"volumesInUse": []string{"v"}}}, "only conditions of the status"},
+		{"the address", status, merge, fields{"status": fields{"addresses": []fields{{"type": "InternalIP", "address": "10.0.0.2"}}}}, "only conditions of the status"},
+		{"nodeInfo", status, merge, fields{"status": fields{"nodeInfo": fields{"kubeletVersion": "v9"}}}, "only conditions of the status"},
+	} {
+		err := s.do(t, agentOn("node-1"), http.MethodPatch, test.path, test.kind, test.body, nil)
+		switch {
+		case test.refused == "" && err != nil:
+			t.Errorf("%s: %v", test.name, err)
+		case test.refused != "" && err == nil:
+			t.Errorf("%s is allowed", test.name)
+		case test.refused != "" && !strings.Contains(err.Error(), test.refused):
+			t.Errorf("%s: %v, want a refusal that says %q", test.name, err, test.refused)
+		}
+	}
+	if err := s.do(t, agentOn("node-1"), http.MethodPut, status, asJSON, fields{}, nil); err == nil || !strings.Contains(err.Error(), `cannot update resource`) {
+		t.Errorf("an update in place of a patch: %v, want that RBAC refuses it", err)
+	}
+	// The policy is for the agent's account; the kubelet's own writes pass.
+	if err := s.do(t, nil, http.MethodPatch, status, strategic, condition("Ready", "Unknown"), nil); err != nil {
+		t.Errorf("somebody else's write: %v", err)
+	}
+}
+
+// tryConditions lets internal/kube speak to the real server in the agent's
+// name: each patch does what it is for, and the kubelet's conditions stay.
+func (s *apiServer) tryConditions(t *testing.T, node string) {
+	read := func() []any {
+		t.Helper()
+		var object struct {
+			Status struct{ Conditions []any }
+		}
+		if err := s.do(t, nil, http.MethodGet, node, "", nil, &object); err != nil {
+			t.Fatal(err)
+		}
+		return object.Status.Conditions
+	}
+	theirs := read()
+	kubeconfig := filepath.Join(t.TempDir(), "kubeconfig")
+	text, err := json.Marshal(fields{"apiVersion": "v1", "kind": "Config", "current-context": "c",
+		"contexts": []fields{{"name": "c", "context": fields{"cluster": "c", "user": "u"}}},
+		"clusters": []fields{{"name": "c", "cluster": fields{"server": s.url, "insecure-skip-tls-verify": true}}},
+		"users": []fields{{"name": "u", "user": fields{"token": s.token, "as": "system:serviceaccount:gpu-agent:gpu-agent",
+			"as-groups":     []string{"system:authenticated"},
+			"as-user-extra": fields{"authentication.kubernetes.io/node-name": []string{"node-1"}}}}}})
+	if err == nil {
+		err = os.WriteFile(kubeconfig, text, 0o600)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	client, err := kube.New(kube.Options{Kubeconfig: kubeconfig, NodeName: "node-1", Domain: "example.com",
+		Logger: slog.New(slog.NewTextHandler(t.Output(), nil))})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	const kind = "example.com/GPUHealthy"
+	var since string
+	for i, want := range []kube.Condition{
+		{Type: kind, Status: kube.True, Reason: "GPUsHealthy", Message: "all 4"},
+		{Type: kind, Status: kube.True, Reason: "GPUsHealthy", Message: "all 3"},
+		{Type: kind, Status: kube.False, Reason: "GPUUnhealthy", Message: "GPU-1: Xid 79"},
+	} {
+		if err := client.SetCondition(ctx, want); err != nil {
+			t.Fatal(err)
+		}
+		list := read()
+		if len(list) != len(theirs)+1 || fmt.Sprint(list[1:]) != fmt.Sprint(theirs) {
+			t.Fatalf("conditions\n%v, want ours and the kubelet's\n%v", list, theirs)
+		}
+		ours := list[0].(fields)
+		if ours["type"] != kind || ours["status"] != string(want.Status) || ours["message"] != want.Message || ours["lastHeartbeatTime"] == nil {
+			t.Errorf("condition %v, want %v", ours, want)
+		}
+		if i == 1 && ours["lastTransitionTime"] != since {
+			t.Errorf("other words moved the time of the transition from %v to %v", since, ours["lastTransitionTime"])
+		}
+		since, _ = ours["lastTransitionTime"].(string)
+	}
+	for range 2 {
+		if err := client.RemoveCondition(ctx, kind); err != nil {
+			t.Fatal(err)
+		}
+		if list := read(); fmt.Sprint(list) != fmt.Sprint(theirs) {
+			t.Fatalf("conditions\n%v, want the kubelet's alone\n%v", list, theirs)
+		}
+	}
+}
