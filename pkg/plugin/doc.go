@@ -25,7 +25,16 @@
 // dials back before it answers, and gives a registration up when a starting
 // kubelet takes its socket away meanwhile. What wakes it is inotify; a slow look
 // stands in for events that were lost, and a quick one where inotify is
-// exhausted.
+// exhausted. Each resource registers by itself, so that none waits for another's
+// answer; between the creation of its socket and its listening the kubelet
+// refuses, and is tried again every few milliseconds.
+//
+// An open stream is not proof: anybody who reaches the socket can hold one open
+// while the kubelet's has gone. Only the kubelet can tell what it knows. Whoever
+// asks it, and finds a resource missing, says so by [Kubelet.Suspect], and the
+// resource is registered again. A kubelet that knew it all along then has two
+// streams, which does no harm, but the older one is never closed; so this
+// happens at most once in 30 seconds.
 //
 // A plugin is one gRPC server for as long as it runs, with a new listener
 // whenever its socket's file is gone. The streams that are open stay open: the
@@ -38,7 +47,12 @@
 // # Lists
 //
 // A list is encoded once, by hand, and sent as those bytes to every stream, at
-// once when it changes; a stream that is slow skips to the last one. Nothing is
+// once when it changes, also while calls are in flight; a stream that is slow
+// skips to the last one. The order is that of the source's lists, and nothing is
+// added to them or left out: that a device is withdrawn as unhealthy first, and
+// leaves the list only when no call can name it, is up to the source. A source
+// that closes its channel and returns the same slice has it sent again, to every
+// open stream, which makes the kubelet write its checkpoint anew. Nothing is
 // sent, and nothing registered, before the source knows its devices: an empty
 // list would fail the pods that wait for the old ones. A list that the kubelet
 // could not receive (4 MiB) is not sent and shows in [Status].

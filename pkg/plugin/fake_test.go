@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"os"
 	"path/filepath"
@@ -57,6 +58,7 @@ type seen struct {
 	registered map[string]int
 	lists      map[string]int
 	last       map[string][]*api.Device
+	first      map[string]time.Time // when the first list came
 	connected  map[string]bool
 }
 
@@ -140,22 +142,16 @@ func (k *kubelet) kill() {
 
 func (k *kubelet) note(f func(*seen)) {
 	k.seen.update(func(s seen) seen {
-		n := seen{map[string]int{}, map[string]int{}, map[string][]*api.Device{}, map[string]bool{}}
-		for r, v := range s.registered {
-			n.registered[r] = v
-		}
-		for r, v := range s.lists {
-			n.lists[r] = v
-		}
-		for r, v := range s.last {
-			n.last[r] = v
-		}
-		for r, v := range s.connected {
-			n.connected[r] = v
-		}
+		n := seen{copied(s.registered), copied(s.lists), copied(s.last), copied(s.first), copied(s.connected)}
 		f(&n)
 		return n
 	})
+}
+
+func copied[V any](m map[string]V) map[string]V {
+	n := map[string]V{}
+	maps.Copy(n, m)
+	return n
 }
 
 func (k *kubelet) Register(ctx context.Context, r *api.RegisterRequest) (*api.Empty, error) {
@@ -209,12 +205,56 @@ func dialPlugin(ctx context.Context, path string) (*client, error) {
 	return &client{conn, api.NewDevicePluginClient(conn)}, nil
 }
 
+// stream is a ListAndWatch stream of somebody who is not the kubelet.
+type stream struct {
+	api.DevicePlugin_ListAndWatchClient
+}
+
+func openStream(t testing.TB, path string) *stream {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), giveUp)
+	t.Cleanup(cancel)
+	c, err := dialPlugin(ctx, path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = c.conn.Close() })
+	s, err := c.ListAndWatch(ctx, &api.Empty{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &stream{s}
+}
+
+func (s *stream) recv(t testing.TB) []*api.Device {
+	t.Helper()
+	resp, err := s.Recv()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return resp.Devices
+}
+
+// next wants the next list to be of that shape.
+func (s *stream) next(t testing.TB, want string) {
+	t.Helper()
+	if got := shape(s.recv(t)); got != want {
+		t.Fatalf("got list %q, want %q", got, want)
+	}
+}
+
 func (k *kubelet) run(resource string, c *client) {
 	stream, err := c.ListAndWatch(context.Background(), &api.Empty{})
 	for err == nil {
 		var resp *api.ListAndWatchResponse
 		if resp, err = stream.Recv(); err == nil {
-			k.note(func(s *seen) { s.lists[resource]++; s.last[resource] = resp.Devices })
+			now := time.Now()
+			k.note(func(s *seen) {
+				if s.lists[resource]++; s.lists[resource] == 1 {
+					s.first[resource] = now
+				}
+				s.last[resource] = resp.Devices
+			})
 		}
 	}
 	k.mu.Lock()

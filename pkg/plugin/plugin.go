@@ -44,7 +44,8 @@ type Source interface {
 	// stands. The slice must not change after that. A nil slice means that the
 	// devices are not known yet: the resource is then not registered, or its
 	// last list stands. A slice that is empty but not nil is a resource without
-	// devices. The same slice with a new channel is sent again.
+	// devices. The same slice with a new channel is sent again, for the kubelet
+	// writes its checkpoint at every list.
 	List() (devices []Device, changed <-chan struct{})
 	// Prefer chooses n of available, with must among them. The IDs are parts of
 	// one message: whoever keeps one clones it.
@@ -350,7 +351,9 @@ func (r *registration) tried(kubelet sockID, before streams, t time.Time, err er
 	case kubelet != r.with, t.Sub(r.at) > 2*lastBackoff:
 		r.backoff = firstBackoff // The last one is another story.
 	default:
-		r.backoff = min(2*r.backoff, lastBackoff)
+		// By a quarter: when the kubelet listens at last, we are late by a
+		// quarter of the time that it took, at most.
+		r.backoff = min(r.backoff+r.backoff/4, lastBackoff)
 	}
 	r.with, r.at, r.opened, r.failed = kubelet, t, before.opened, err != nil
 }

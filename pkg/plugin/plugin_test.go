@@ -175,6 +175,178 @@ func TestStreamLost(t *testing.T) {
 	}
 }
 
+// TestStrangersStream: whoever can reach the socket can open a stream, and so
+// make a lost registration look well. The kubelet's own word settles it.
+func TestStrangersStream(t *testing.T) {
+	leakCheck(t)
+	dir := tempDir(t)
+	k := startKubelet(t, dir)
+	src := sourceOf(a1)
+	a := startAgent(t, dir, map[string]Source{gpuMem: src}, func(k *Kubelet) { k.suspectEvery = 0 })
+	k.await(t, "first list", lastIs(gpuMem, "a"))
+	stranger := openStream(t, filepath.Join(dir, "example.com_gpu-mem.sock"))
+	stranger.next(t, "a")
+	_ = k.client(t, gpuMem).conn.Close()
+	k.await(t, "the kubelet's stream lost", func(s seen) bool { return !s.connected[gpuMem] })
+	eventually(t, "the stranger's stream alone", func() bool {
+		p := a.served[gpuMem].plugin
+		n, _ := p.service.streams.get()
+		return n.open == 1
+	})
+
+	// A list without a healthy device is one that the kubelet does not name.
+	src.list.set([]Device{b0})
+	stranger.next(t, "!b")
+	a.Suspect(gpuMem)
+	src.list.set([]Device{a1, b0})
+	stranger.next(t, "a !b")
+	if s, _ := k.seen.get(); s.registered[gpuMem] != 1 {
+		t.Errorf("registered %d times though nothing was healthy, or nobody suspected anything", s.registered[gpuMem])
+	}
+	a.Suspect("example.com/unknown")
+	k.refuse.set(errors.New("not now"))
+	a.Suspect(gpuMem)
+	eventually(t, "the refusal", func() bool { err := a.Status()[0].Err; return err != nil && strings.Contains(err.Error(), "not now") })
+	k.refuse.set(nil)
+	k.await(t, "a list again", lastIs(gpuMem, "a !b"))
+	if s, _ := k.seen.get(); s.registered[gpuMem] != 2 {
+		t.Errorf("registered %d times, want twice", s.registered[gpuMem])
+	}
+	src.list.set([]Device{b1})
+	k.await(t, "a change", lastIs(gpuMem, "b"))
+	stranger.next(t, "b")
+}
+
+// TestListWhileAnotherResourceHangs: no resource waits for another one's
+// registration, nor for a kubelet that refuses connections at first.
+func TestListWhileAnotherResourceHangs(t *testing.T) {
+	leakCheck(t)
+	dir := tempDir(t)
+	a := startAgent(t, dir, map[string]Source{gpuMem: sourceOf(a1), "example.com/gpu": sourceOf(b1)})
+	k := startKubelet(t, dir, func(k *kubelet) {
+		k.hang.set("example.com/gpu")
+		eventually(t, "a refusal", func() bool {
+			for _, st := range a.Status() {
+				if st.Resource == gpuMem && st.Err != nil && strings.Contains(st.Err.Error(), "connection refused") {
+					return true
+				}
+			}
+			return false
+		})
+	})
+	k.await(t, "the other list", lastIs(gpuMem, "a"))
+	if s, _ := k.seen.get(); s.lists["example.com/gpu"] != 0 {
+		t.Error("the registration did not hang")
+	}
+}
+
+// TestWithdrawalDuringAllocate: the list goes out while the call is in flight,
+// with the device in it.
+func TestWithdrawalDuringAllocate(t *testing.T) {
+	leakCheck(t)
+	dir := tempDir(t)
+	k := startKubelet(t, dir)
+	src := sourceOf(a1, b1)
+	called, release := make(chan struct{}), make(chan struct{})
+	src.allocate = func([]string) (Grant, error) {
+		close(called)
+		<-release
+		return Grant{CDI: []string{"example.com/gpu=1"}}, nil
+	}
+	startAgent(t, dir, map[string]Source{gpuMem: src})
+	c := k.client(t, gpuMem)
+	k.await(t, "first list", lastIs(gpuMem, "a b"))
+	answered := make(chan error, 1)
+	go func() {
+		_, err := c.Allocate(t.Context(), &api.AllocateRequest{ContainerRequests: []*api.ContainerAllocateRequest{{DevicesIds: []string{"b"}}}})
+		answered <- err
+	}()
+	<-called
+	src.list.set([]Device{a1, b0})
+	k.await(t, "withdrawal", lastIs(gpuMem, "a !b"))
+	select {
+	case err := <-answered:
+		t.Errorf("Allocate was answered: %v", err)
+	default:
+	}
+	close(release)
+	if err := <-answered; err != nil {
+		t.Errorf("Allocate: %v", err)
+	}
+}
+
+// TestNewestListWins: streams get lists in the order in which the source had
+// them, without any that the source did not have, and each ends with the last.
+// One that reads slowly skips some; one that keeps up gets all.
+func TestNewestListWins(t *testing.T) {
+	leakCheck(t)
+	dir := tempDir(t)
+	k := startKubelet(t, dir)
+	// A list is of one generation; 200 of them fill a stream that nobody reads.
+	const last, many = 200, 300
+	list := func(generation int) []Device {
+		ds := make([]Device, many)
+		for i := range ds {
+			ds[i] = Device{ID: fmt.Sprintf("%04d-%04d", generation, i), Healthy: generation%2 == 0}
+		}
+		return ds
+	}
+	src := &source{}
+	src.list.set(list(0))
+	startAgent(t, dir, map[string]Source{gpuMem: src})
+	k.await(t, "first list", func(s seen) bool { return s.lists[gpuMem] == 1 })
+	path := filepath.Join(dir, "example.com_gpu-mem.sock")
+	quick, slow := openStream(t, path), openStream(t, path)
+	generation := func(ds []*api.Device) int {
+		var g int
+		if _, err := fmt.Sscanf(ds[0].ID, "%04d-", &g); err != nil || len(ds) != many {
+			t.Fatalf("%d devices, the first %q", len(ds), ds[0].ID)
+		}
+		for i, d := range ds {
+			if want := health(&Device{Healthy: g%2 == 0}); d.ID != fmt.Sprintf("%04d-%04d", g, i) || d.Health != want {
+				t.Fatalf("in list %d: %v", g, d)
+			}
+		}
+		return g
+	}
+	if g := generation(quick.recv(t)); g != 0 {
+		t.Fatalf("the first list is %d", g)
+	}
+	for g := 1; g <= last; g++ {
+		src.list.set(list(g))
+		if g <= 20 {
+			if got := generation(quick.recv(t)); got != g {
+				t.Fatalf("a stream that keeps up got list %d, want %d", got, g)
+			}
+		}
+	}
+	for _, s := range []*stream{quick, slow} {
+		lists, before := 0, -1
+		for before < last {
+			g := generation(s.recv(t))
+			if g <= before {
+				t.Fatalf("list %d after %d", g, before)
+			}
+			before = g
+			lists++
+		}
+		t.Logf("%d of %d lists", lists, last+1)
+	}
+	k.await(t, "the last list", func(s seen) bool {
+		return len(s.last[gpuMem]) == many && s.last[gpuMem][0].ID == fmt.Sprintf("%04d-0000", last)
+	})
+
+	// The same slice again, on each open stream.
+	before, _ := k.seen.get()
+	src.list.update(func(ds []Device) []Device { return ds })
+	for _, s := range []*stream{quick, slow} {
+		if g := generation(s.recv(t)); g != last {
+			t.Errorf("sent again: list %d, want %d", g, last)
+		}
+	}
+	k.await(t, "the same list again", func(s seen) bool { return s.lists[gpuMem] == before.lists[gpuMem]+1 })
+}
+
 func TestRegistrationRefused(t *testing.T) {
 	leakCheck(t)
 	dir := tempDir(t)

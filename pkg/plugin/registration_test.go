@@ -45,7 +45,7 @@ func TestRegistrationDue(t *testing.T) {
 		{"another kubelet, the old stream still open", []try{{one, quiet, 0, nil}}, two, streams{1, 1}, 0, 0, 0},
 		{"kubelet gone, the stream still open", []try{{one, quiet, 0, nil}}, none, streams{1, 1}, 0, never, 0},
 		{"refused", []try{{one, quiet, 0, refused}}, one, quiet, 0, firstBackoff, 0},
-		{"refused twice", []try{{one, quiet, 0, refused}, {one, quiet, 0, refused}}, one, quiet, 0, 2 * firstBackoff, 0},
+		{"refused twice", []try{{one, quiet, 0, refused}, {one, quiet, 0, refused}}, one, quiet, 0, firstBackoff * 5 / 4, 0},
 		{"refused, a stranger's stream open", []try{{one, streams{1, 1}, 0, refused}}, one, streams{1, 1}, 0, firstBackoff, 0},
 		{"another kubelet refused, the old stream still open", []try{{one, quiet, 0, nil}, {two, streams{1, 1}, time.Hour, refused}}, two, streams{1, 1}, time.Hour, firstBackoff, 0},
 		{"suspected", []try{{one, quiet, 0, nil}}, one, streams{1, 1}, time.Hour, 0, time.Hour},
