@@ -1,14 +1,50 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package node is the agent's door to the machine that it runs on, the GPUs
-// apart: the kubelet's own account of who holds which device, and files that
-// somebody may replace under the agent's feet.
+// apart: the kubelet's and the runtime's accounts of who holds which device, and
+// files that somebody may replace under the agent's feet.
 //
 // # Who holds what
 //
 // The device-plugin API tells a plugin when devices are handed out and never
-// when they come back. The kubelet's account is its PodResources service, on a
-// socket under its directory:
+// when they come back. Whoever must know asks witnesses, each of which knows
+// something that the others do not:
+//
+//	                     knows                    is silent about         may lie
+//	[ReadCheckpoint]     pod UID, container,      names of pods           of ended pods, as of
+//	                     resource, IDs                                    its last writing
+//	[Runtime.Containers] what runs, and what      IDs; containers that    never, of its own
+//	                     the plugin noted on it   are not created yet     containers
+//	[PodResources.List]  pods by name, IDs        plain init containers   after a kubelet's start
+//
+// Nobody holds a device that neither the checkpoint nor the runtime names, if
+// both were read after the device was last handed out:
+//
+//	held, err := node.ReadCheckpoint("/var/lib/kubelet")
+//	if errors.Is(err, gpu.ErrNotFound) {
+//		// no kubelet has written one yet
+//	}
+//	runtime := node.NewRuntime(node.RuntimeOptions{Root: "/host", AnnotationPrefix: "example.com/gpu-claim."})
+//	defer runtime.Close()
+//	alive, err := runtime.Containers(ctx)
+//
+// The checkpoint only ever errs on the side of a holder too many, and so do the
+// readers here: an entry that cannot be understood spoils the whole file, a
+// container in a state that nobody knows counts as running, and where an answer
+// is broken there is an error and no shorter list. The kubelet drops what ended
+// pods held when PodResources is asked, and writes the file anew when a plugin
+// sends a list; [CheckpointStamp] tells that it did.
+//
+// A node may have two runtimes. A list from the wrong one is empty, which looks
+// like good news: one that does not name the agent's own container is not the
+// kubelet's.
+//
+// [Runtime.Events] says at once what a slow tick would find later. It is a hint
+// and not an account: act on it by looking again.
+//
+// # PodResources
+//
+// The kubelet's official account is a service on a socket under its directory:
 //
 //	kubelet := node.NewPodResources("/var/lib/kubelet")
 //	defer kubelet.Close()
@@ -32,5 +68,6 @@
 // hears of changes by inotify and reads again now and then all the same; where
 // the machine has no inotify instance left, it polls.
 //
-// The package does not know what a GPU, a partition or a claim is.
+// The package does not know what a GPU, a partition or a claim is: of package
+// gpu it borrows the errors alone.
 package node
