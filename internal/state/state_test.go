@@ -10,6 +10,7 @@ import (
 	"io/fs"
 	"log/slog"
 	"os"
+	"os/signal"
 	"path/filepath"
 	"reflect"
 	"slices"
@@ -17,6 +18,8 @@ import (
 	"sync"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/gpu/nvml"
@@ -247,6 +250,66 @@ func TestDocumentCutAtEveryByte(t *testing.T) {
 		}
 		do(t, s.Close())
 	}
+}
+
+// TestNoRoom: a write that fails half way harms neither what was there nor what
+// comes after it. The limit on a file's size stands for a full disk.
+func TestNoRoom(t *testing.T) {
+	dir := t.TempDir()
+	s, _ := open(t, dir)
+	appendAll(t, s, claim(1))
+	do(t, s.Save(Document{Boot: "b1"}))
+	size := func(name string) uint64 {
+		info, err := os.Stat(filepath.Join(dir, name))
+		do(t, err)
+		return uint64(info.Size())
+	}
+	signal.Ignore(unix.SIGXFSZ)
+	defer signal.Reset(unix.SIGXFSZ)
+	limited := func(to uint64, f func() error) {
+		t.Helper()
+		var old unix.Rlimit
+		do(t, unix.Getrlimit(unix.RLIMIT_FSIZE, &old))
+		do(t, unix.Setrlimit(unix.RLIMIT_FSIZE, &unix.Rlimit{Cur: to, Max: old.Max}))
+		err := f()
+		do(t, unix.Setrlimit(unix.RLIMIT_FSIZE, &old))
+		if !errors.Is(err, unix.EFBIG) || !strings.Contains(err.Error(), "check free space") {
+			t.Errorf("got %v", err)
+		}
+	}
+	before := size(journalFile)
+	for range 2 {
+		limited(size(journalFile)+10, func() error { return s.Append(claim(3)) })
+	}
+	if got := size(journalFile); got != before+20 {
+		t.Errorf("%d bytes, want the torn beginnings of two lines after %d", got, before)
+	}
+	limited(0, func() error { return s.Append(claim(3)) })
+	appendAll(t, s, claim(5))
+	limited(20, func() error { return s.Keep(keep(claim(1), claim(3))) })
+	limited(20, func() error { return s.Save(full) })
+	if got, want := names(t, dir), []string{journalFile, documentFile}; !slices.Equal(got, want) {
+		t.Errorf("left behind: %q, want %q", got, want)
+	}
+	appendAll(t, s, claim(7))
+	do(t, s.Close())
+	s, _ = open(t, dir)
+	wantClaims(t, s.Claims(), claim(1), claim(5), claim(7))
+	if s.Document().Boot != "b1" {
+		t.Errorf("boot is %q", s.Document().Boot)
+	}
+
+	// No room for what comes while Keep is at work, which it adds last.
+	do(t, s.Keep(keep(claim(1))))
+	limited(2*size(journalFile)+10, func() error {
+		return s.Keep(func() []Claim {
+			appendAll(t, s, claim(3))
+			return []Claim{claim(1), claim(2)}
+		})
+	})
+	do(t, s.Close())
+	s, _ = open(t, dir)
+	wantClaims(t, s.Claims(), claim(1), claim(3))
 }
 
 // TestDamage: a byte that was changed costs its own line at most.
