@@ -553,6 +553,24 @@ func TestAtOnce(t *testing.T) {
 	}
 }
 
+// FuzzLine: a line is JSON as package json reads it, with the claim in it.
+func FuzzLine(f *testing.F) {
+	f.Add("example.com/gpu", "GPU-a::1", "b\"\\<\u2028\x00\x7f", int64(0))
+	f.Fuzz(func(t *testing.T, resource, one, two string, at int64) {
+		c := Claim{Resource: resource, IDs: []string{one, two}, Allocated: time.Unix(at, at&0xffff).UTC()}
+		line, err := encodeLine(c)
+		if err != nil {
+			return
+		}
+		if bytes.IndexByte(line, '\n') != len(line)-1 {
+			t.Fatalf("not one line: %q", line)
+		}
+		if j := decodeJournal(line); len(j.claims) != 1 || !reflect.DeepEqual(j.claims[0], c) {
+			t.Fatalf("%v came back as %v", c, j.claims)
+		}
+	})
+}
+
 // FuzzJournal: whatever the file says, each claim read comes from a line that is
 // there and comes back as it is; and a claim appended to the file is read.
 func FuzzJournal(f *testing.F) {
