@@ -10,12 +10,19 @@ import (
 
 // Init opens the driver; every Init wants a Shutdown. The first one finds the
 // GPUs that there are: what comes later is found by the next first one.
-func (s *Session) Init() Return {
+func (s *Session) Init() Return { return s.InitFrom("") }
+
+// InitFrom is Init by a library that says of which driver version it is: the
+// driver refuses those of another. Empty is a library that does not say.
+func (s *Session) InitFrom(library string) Return {
 	reachable := s.p.reachable()
 	if r := s.enter("nvmlInit_v2", NoHandle); r != Success {
 		return r
 	}
 	defer s.p.w.mu.Unlock()
+	if library != "" && library != s.p.w.driver {
+		return LibraryMismatch
+	}
 	if s.p.refs == 0 && s.p.findLocked(reachable) {
 		s.p.w.touchLocked() // what the process has kept is of another list
 	}

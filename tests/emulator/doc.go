@@ -12,8 +12,8 @@
 // hardware: Xid raises a critical error and does to the GPU what such a fault
 // does (an ECC error is counted, a row waits to be remapped), Lose drops a GPU
 // off the bus, Unplug takes it out of the machine, AddProcess gives a process
-// memory, Inject makes calls fail, slow down or
-// hang, Calls counts them.
+// memory, Reset and Unload are refused while any has, Inject makes calls fail,
+// slow down or hang, Calls counts them.
 //
 // Programs meet the world through a Session, one for each process, whose
 // methods are the driver's calls: each answers a value and a Return with
@@ -38,7 +38,9 @@
 // that loads the driver's library, package daemon serves the same world on a
 // unix socket, package lib builds the libnvidia-ml.so.1 that speaks to it (its
 // requests end in Session.Serve), and package install lays both down like a
-// driver. cmd/gpu-emulator is all of that as one program.
+// driver, with files that follow the world: an unplugged GPU's device node goes,
+// and a driver that is loaded as another version has its libraries replaced.
+// cmd/gpu-emulator is all of that as one program.
 //
 // # Where its truth comes from
 //
@@ -52,6 +54,10 @@
 // numbers are not profile enums.
 //
 // # What it refuses to know
+//
+// An Xid's coupling with counters is one error each, in DRAM; storms, SRAM and
+// errors that the driver only corrects are set by hand (SetHealth). A reset does
+// not ask whether a session has the GPU open, as the real one does.
 //
 // MIG mode can be read and is off; profiles and placements are there for
 // inventories, but no instance can be made. There is no clock, temperature or

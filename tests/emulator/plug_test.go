@@ -98,6 +98,47 @@ func TestALossLastsForASession(t *testing.T) {
 	}
 }
 
+func TestUnload(t *testing.T) {
+	w := newWorld(t, emulator.Spec{Count: 2, Driver: "570.1.2"})
+	closed := w.Open(emulator.Opening{PID: 6}) // has it open, not initialised
+	t.Cleanup(closed.Close)
+	s := open(t, w, emulator.Opening{PID: 7})
+	do(t, w.AddProcess(emulator.Process{PID: 8, GPU: 1, Kind: emulator.Compute, MiB: 1}))
+	do(t, w.AddProcess(emulator.Process{PID: 7, GPU: 1, Kind: emulator.Compute, MiB: 1}))
+	if err := w.Unload(); !errors.Is(err, emulator.InUse) || !strings.HasSuffix(err.Error(), "[7 8]") {
+		t.Errorf("unload of a driver in use: %v", err)
+	}
+	for what, err := range map[string]error{"load": w.Load(), "upgrade": w.Upgrade("580.1")} {
+		if err == nil {
+			t.Errorf("%s of a loaded driver is not refused", what)
+		}
+	}
+	do(t, w.Xid(0, 95))
+	w.EndProcess(7)
+	w.EndProcess(8)
+	want(t, "shutdown", s.Shutdown(), emulator.Success)
+	do(t, w.Unload())
+	want(t, "loaded", w.State().Loaded, false)
+	want(t, "init", s.Init(), emulator.DriverNotLoaded)
+	want(t, "init of a process that had not", closed.Init(), emulator.DriverNotLoaded)
+	want(t, "any call", ret(w.Open(emulator.Opening{}).Name(0)), emulator.DriverNotLoaded)
+	if err := w.Unload(); !errors.Is(err, emulator.DriverNotLoaded) {
+		t.Errorf("unload it again: %v", err)
+	}
+	if err := w.AddProcess(emulator.Process{PID: 7, GPU: 1, Kind: emulator.Compute, MiB: 1}); !errors.Is(err, emulator.DriverNotLoaded) {
+		t.Errorf("memory without a driver: %v", err)
+	}
+	if err := w.Upgrade("newest"); err == nil {
+		t.Error("a driver that is no version is not refused")
+	}
+	do(t, w.Upgrade("580.1.2"))
+	do(t, w.Load())
+	want(t, "a library of before", s.InitFrom("570.1.2"), emulator.LibraryMismatch)
+	want(t, "its own library", s.InitFrom("580.1.2"), emulator.Success)
+	want(t, "version", must[string](t, "version")(s.DriverVersion()), "580.1.2")
+	want(t, "health", w.State().GPUs[0].Health, emulator.Health{Uncorrected: emulator.Errors{Aggregate: 1}})
+}
+
 func TestReset(t *testing.T) {
 	w := newWorld(t, emulator.Spec{Count: 2, GPUs: []emulator.GPUSpec{{Index: 1, Model: "V100-SXM2-32GB"}}})
 	s := open(t, w, emulator.Opening{})

@@ -42,6 +42,8 @@ func (w *World) AddProcess(p Process) error {
 		return fmt.Errorf("process %d: %w: not a PID", p.PID, InvalidArgument)
 	case !slices.Contains([]Kind{Compute, Graphics, MPS}, p.Kind):
 		return fmt.Errorf("process %d: %w: kind %q is not compute, graphics or mps", p.PID, InvalidArgument, p.Kind)
+	case w.unloaded:
+		return fmt.Errorf("GPU %d: %w", p.GPU, DriverNotLoaded)
 	case g.lost:
 		return fmt.Errorf("GPU %d: %w", p.GPU, GPUIsLost)
 	case g.health.Recovery == RecoveryReset:

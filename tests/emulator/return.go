@@ -22,6 +22,7 @@ const (
 	Timeout               Return = 10
 	GPUIsLost             Return = 15
 	ResetRequired         Return = 16
+	LibraryMismatch       Return = 18
 	InUse                 Return = 19
 	OutOfMemory           Return = 20
 	InsufficientResources Return = 23
@@ -41,6 +42,7 @@ var returnNames = map[Return]string{
 	Timeout:               "timeout",
 	GPUIsLost:             "GPU is lost",
 	ResetRequired:         "reset required",
+	LibraryMismatch:       "driver/library version mismatch",
 	InUse:                 "in use",
 	OutOfMemory:           "insufficient memory",
 	InsufficientResources: "insufficient resources",

@@ -166,6 +166,9 @@ func (s *Session) enter(call string, h Handle) Return {
 
 func (s *Session) admitLocked(call string, h Handle) Return {
 	w := s.p.w
+	if w.unloaded {
+		return DriverNotLoaded
+	}
 	if f := w.takeFaultLocked(call, h); f != nil {
 		if !s.holdLocked(f) {
 			return Unknown

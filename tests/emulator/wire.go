@@ -291,6 +291,18 @@ var memoryInfo = call{serve: func(s *Session, f *frame) Return {
 	return put(m, r, func(m Memory) { f.putU64(m.Total<<20, m.Reserved<<20, m.Free<<20, m.Used<<20) })
 }}
 
+// initialise takes the library's version, or nothing.
+var initialise = call{serve: func(s *Session, f *frame) Return {
+	var library string
+	if len(f.in) > 0 {
+		library = f.str()
+	}
+	if f.bad {
+		return InvalidArgument
+	}
+	return s.InitFrom(library)
+}}
+
 var eventWait = call{serve: func(s *Session, f *frame) Return {
 	set, ms := f.u32(), f.u32()
 	e, r := s.EventSetWait(set, time.Duration(ms)*time.Millisecond)
@@ -304,11 +316,11 @@ var eventWait = call{serve: func(s *Session, f *frame) Return {
 // calls is the table of what the world answers, by exported name; whatever is
 // not in it is unsupported.
 var calls = map[string]call{
-	"nvmlInit":     {serve: func(s *Session, _ *frame) Return { return s.Init() }},
-	"nvmlInit_v2":  {serve: func(s *Session, _ *frame) Return { return s.Init() }},
+	"nvmlInit":     initialise,
+	"nvmlInit_v2":  initialise,
 	"nvmlShutdown": {serve: func(s *Session, _ *frame) Return { return s.Shutdown() }},
 	// Its flags (no GPUs is fine; do not attach) make no difference here.
-	"nvmlInitWithFlags": {serve: func(s *Session, _ *frame) Return { return s.Init() }},
+	"nvmlInitWithFlags": initialise,
 
 	"nvmlSystemGetDriverVersion": {static: true, serve: func(s *Session, f *frame) Return {
 		v, r := s.DriverVersion()

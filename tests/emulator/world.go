@@ -24,13 +24,14 @@ const XidGPULost = 79
 // are what the operator of the emulator does to the hardware; what programs
 // see of it they get through a Session.
 type World struct {
-	driver string
 	cuda   int
 	nvlink string
-	boot   uint64 // names this load of the driver
+	boot   uint64 // names this world
 
 	mu sync.Mutex
 	// Guarded by mu:
+	driver   string
+	unloaded bool
 	gpus     []*gpu
 	procs    []*Process
 	faults   []*fault
@@ -146,7 +147,7 @@ func New(spec Spec) (*World, error) {
 	var b [8]byte
 	rand.Read(b[:])
 	w.boot = binary.LittleEndian.Uint64(b[:])
-	w.generation = w.boot // so that no answer of an earlier load holds
+	w.generation = w.boot // so that no answer of an earlier world holds
 
 	for i := range spec.Count {
 		g, err := newGPU(spec, i)
@@ -225,11 +226,72 @@ func newGPU(spec Spec, index int) (*gpu, error) {
 	return g, nil
 }
 
-// Boot names this load of the driver: handles do not outlive it.
+// Boot names this world: handles do not outlive it.
 func (w *World) Boot() uint64 { return w.boot }
 
 // DriverVersion is the driver's version, such as 580.159.03.
-func (w *World) DriverVersion() string { return w.driver }
+func (w *World) DriverVersion() string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.driver
+}
+
+// Unload takes the driver out of the kernel: every call answers
+// DriverNotLoaded. It refuses while a process has the driver initialised or
+// memory on a GPU, and names all of them.
+func (w *World) Unload() error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.unloaded {
+		return fmt.Errorf("unload the driver: %w", DriverNotLoaded)
+	}
+	var pids []int
+	for p := range w.sessions {
+		if p.refs > 0 {
+			pids = append(pids, p.pid)
+		}
+	}
+	for _, p := range w.procs {
+		pids = append(pids, p.PID)
+	}
+	if len(pids) > 0 {
+		slices.Sort(pids)
+		return fmt.Errorf("unload the driver: %w by processes %v", InUse, slices.Compact(pids))
+	}
+	w.unloaded = true
+	w.touchLocked()
+	return nil
+}
+
+// Upgrade puts another version in place of a driver that is not loaded.
+func (w *World) Upgrade(version string) error {
+	if !driverVersion.MatchString(version) {
+		return fmt.Errorf("driver %q: want a version such as 580.159.03", version)
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if !w.unloaded {
+		return fmt.Errorf("driver %s: %w: %s is loaded", version, InUse, w.driver)
+	}
+	w.driver = version
+	return nil
+}
+
+// Load puts the driver into the kernel again. GPUs begin anew, but for those
+// that are lost, which it does not find the way back to.
+func (w *World) Load() error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if !w.unloaded {
+		return fmt.Errorf("driver %s is loaded", w.driver)
+	}
+	w.unloaded = false
+	for _, g := range w.gpus {
+		g.freshLocked()
+	}
+	w.touchLocked()
+	return nil
+}
 
 // touchLocked marks a change: answers that programs have kept are stale, and
 // whoever waits looks again.
@@ -364,6 +426,7 @@ func (w *World) Plug(index int) error {
 // State is what `gpu-emulator show` prints: all of the world at one moment.
 type State struct {
 	Driver    string     `json:"driver"`
+	Loaded    bool       `json:"loaded"`
 	CUDA      int        `json:"cuda"`
 	GPUs      []GPUState `json:"gpus"`
 	Processes []Process  `json:"processes"`
@@ -409,7 +472,7 @@ func (id *PCIID) UnmarshalText(text []byte) error {
 func (w *World) State() State {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	s := State{Driver: w.driver, CUDA: w.cuda}
+	s := State{Driver: w.driver, Loaded: !w.unloaded, CUDA: w.cuda}
 	for _, g := range w.gpus {
 		s.GPUs = append(s.GPUs, GPUState{
 			Index: g.slot, Minor: g.minor, UUID: g.uuid,

@@ -22,6 +22,7 @@ type command struct {
 	Op      string            `json:"op"`
 	GPU     int               `json:"gpu,omitempty"`
 	Xid     uint64            `json:"xid,omitempty"`
+	Driver  string            `json:"driver,omitempty"`
 	Bare    bool              `json:"bare,omitempty"`
 	Health  *emulator.Health  `json:"health,omitempty"`
 	PID     int               `json:"pid,omitempty"`
@@ -85,6 +86,16 @@ func (s *Server) obey(ctx context.Context, running *sync.WaitGroup, p peer, c co
 		err = s.change(func() error { return w.Unplug(c.GPU) })
 	case "plug":
 		err = s.change(func() error { return w.Plug(c.GPU) })
+	case "unload":
+		err = s.change(w.Unload)
+	case "load":
+		// Libraries first: whoever initialises a loaded driver finds its own.
+		if c.Driver != "" {
+			err = s.change(func() error { return w.Upgrade(c.Driver) })
+		}
+		if err == nil {
+			err = s.change(w.Load)
+		}
 	case "inject":
 		if c.Fault == nil {
 			return r, errors.New("inject: no fault given")
@@ -240,6 +251,13 @@ func (c *Client) Unplug(gpu int) error { return c.just(command{Op: "unplug", GPU
 
 // Plug puts an unplugged GPU back.
 func (c *Client) Plug(gpu int) error { return c.just(command{Op: "plug", GPU: gpu}) }
+
+// Unload takes the driver out of the kernel, with its device nodes and files;
+// refused while any process uses it.
+func (c *Client) Unload() error { return c.just(command{Op: "unload"}) }
+
+// Load puts the driver back, as another version if one is given.
+func (c *Client) Load(version string) error { return c.just(command{Op: "load", Driver: version}) }
 
 // Inject adds a fault.
 func (c *Client) Inject(f emulator.Fault) error { return c.just(command{Op: "inject", Fault: &f}) }

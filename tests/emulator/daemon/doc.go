@@ -6,7 +6,7 @@
 // A Server answers on a unix socket of type SEQPACKET: one message asks, one
 // answers, in the form that package emulator's Session.Serve reads. A
 // connection begins with "hello", which carries the protocol's version and is
-// answered with the name of this driver load and a page of shared memory. The
+// answered with the name of the world and a page of shared memory. The
 // page lets a program keep answers that cannot have changed (its first word
 // numbers the state they hold for) and still have every call counted, so that
 // a static look-up costs what it costs on a real driver.
@@ -17,6 +17,8 @@
 // process is dead, not when a descriptor is closed, since a forked child keeps
 // descriptors open.
 //
-// A Client is the operator's hand on the world: it raises an Xid, drops a GPU,
-// makes calls fail, counts them. It speaks JSON over the same socket.
+// A Client is the operator's hand on the world: it raises an Xid, drops or
+// unplugs a GPU, unloads the driver, makes calls fail, counts them. It speaks
+// JSON over the same socket. Where package install has left word of what it laid
+// at the Server's driver root, device nodes, kernel files and libraries follow.
 package daemon

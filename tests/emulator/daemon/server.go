@@ -161,7 +161,7 @@ func (s *Server) converse(ctx context.Context, running *sync.WaitGroup, conn *ne
 		return err
 	}
 	defer s.detach(peer.pid, c)
-	// Return 0 and a head without meaning, then the name of the driver load.
+	// Return 0 and a head without meaning, then the name of the world.
 	reply := binary.LittleEndian.AppendUint64(make([]byte, 16), s.World.Boot())
 	if _, _, err := conn.WriteMsgUnix(reply, unix.UnixRights(int(c.page.Fd())), nil); err != nil {
 		return err

@@ -14,6 +14,7 @@
 // mounted over, which Mount does for the calling process's mount namespace.
 //
 // A Machine is where all that was laid. Its Sync lets device nodes and kernel
-// files follow the world: a GPU that is unplugged takes its own along. Save and
+// files follow the world: a GPU that is unplugged takes its own along, and a
+// driver that is upgraded replaces its libraries as a package does. Save and
 // Find pass it from the program that installs to the daemon that serves.
 package install

@@ -3,11 +3,13 @@
 package install
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -20,7 +22,10 @@ import (
 // socket of this name into every container, so workloads reach it too.
 const Socket = "run/nvidia-persistenced/socket"
 
-const libraries = "usr/lib/x86_64-linux-gnu"
+const (
+	libraries = "usr/lib/x86_64-linux-gnu"
+	firmware  = "lib/firmware/nvidia"
+)
 
 // Device numbers. The first is the driver's own; the two that the kernel would
 // hand out are taken from the end of its range, where no driver of this
@@ -39,48 +44,93 @@ var fillers = []string{"libnvidia-cfg.so", "libnvidia-gpucomp.so", "libnvidia-nv
 // Driver lays the driver's files below dir, the driver root: built is the
 // folder that lib.Build filled. What is there already is replaced.
 func Driver(dir, built string, w *emulator.World) error {
-	v := w.DriverVersion()
-	copies := map[string]string{
-		filepath.Join(libraries, lib.NVML+"."+v): lib.NVML,
-		filepath.Join(libraries, lib.CUDA+"."+v): lib.CUDA,
-		"usr/bin/nvidia-smi":                     lib.SMI,
-	}
-	links := map[string]string{
-		filepath.Join(libraries, lib.NVML+".1"): lib.NVML + "." + v,
-		filepath.Join(libraries, lib.CUDA+".1"): lib.CUDA + "." + v,
-		filepath.Join(libraries, lib.CUDA):      lib.CUDA + ".1",
-	}
-	for _, f := range fillers {
-		copies[filepath.Join(libraries, f+"."+v)] = lib.Other
-		links[filepath.Join(libraries, f+".1")] = f + "." + v
-	}
-	for to, from := range copies {
-		if err := copyFile(filepath.Join(dir, to), filepath.Join(built, from)); err != nil {
-			return fmt.Errorf("install %s: %w", to, err)
+	err := versioned(dir, w.DriverVersion(), func(name string) ([]byte, error) {
+		if slices.Contains(fillers, name) {
+			name = lib.Other
 		}
-	}
-	for at, target := range links {
-		if err := link(filepath.Join(dir, at), target); err != nil {
-			return fmt.Errorf("install %s: %w", at, err)
-		}
-	}
-	firmware := map[string]string{}
-	for _, f := range []string{"gsp_ga10x.bin", "gsp_tu10x.bin"} {
-		firmware[filepath.Join("lib/firmware/nvidia", v, f)] = "firmware of the emulated driver\n"
-	}
-	if err := write(dir, firmware); err != nil {
+		return os.ReadFile(filepath.Join(built, name))
+	})
+	if err != nil {
 		return err
+	}
+	const smi = "usr/bin/nvidia-smi"
+	data, err := os.ReadFile(filepath.Join(built, lib.SMI))
+	if err == nil {
+		err = replace(filepath.Join(dir, smi), data)
+	}
+	if err != nil {
+		return fmt.Errorf("install %s: %w", smi, err)
 	}
 	return os.MkdirAll(filepath.Join(dir, filepath.Dir(Socket)), 0o755)
 }
 
-// copyFile replaces a file by way of a temporary name, so that programs which
-// have the old one mapped keep it whole.
-func copyFile(to, from string) error {
-	data, err := os.ReadFile(from)
+// trailer ends a library's file, after all that the loader looks at: as with
+// real drivers, no two versions have the same library.
+func trailer(v string) []byte { return fmt.Appendf(nil, "\ndriver %s\n", v) }
+
+// versioned lays what carries the driver's version in its name: firmware, and
+// libraries as they were built.
+func versioned(dir, v string, built func(library string) ([]byte, error)) error {
+	links := map[string]string{lib.CUDA: lib.CUDA + ".1"}
+	for _, name := range append([]string{lib.NVML, lib.CUDA}, fillers...) {
+		to := filepath.Join(libraries, name+"."+v)
+		data, err := built(name)
+		if err == nil {
+			err = replace(filepath.Join(dir, to), append(data, trailer(v)...))
+		}
+		if err != nil {
+			return fmt.Errorf("install %s: %w", to, err)
+		}
+		links[name+".1"] = name + "." + v
+	}
+	for at, target := range links {
+		if err := link(filepath.Join(dir, libraries, at), target); err != nil {
+			return fmt.Errorf("install %s: %w", at, err)
+		}
+	}
+	files := map[string]string{}
+	for _, f := range []string{"gsp_ga10x.bin", "gsp_tu10x.bin"} {
+		files[filepath.Join(firmware, v, f)] = "firmware of the emulated driver\n"
+	}
+	return write(dir, files)
+}
+
+// upgrade puts version v in place of the one that is installed, as a package
+// does: new files, links that lead to them, and the old files gone. Programs
+// that have those loaded keep them.
+func upgrade(dir, v string) error {
+	target, err := os.Readlink(filepath.Join(dir, libraries, lib.NVML+".1"))
+	if err != nil {
+		return fmt.Errorf("find the installed version: %w", err)
+	}
+	old, ok := strings.CutPrefix(target, lib.NVML+".")
+	if !ok {
+		return fmt.Errorf("find the installed version: %s.1 leads to %s", lib.NVML, target)
+	}
+	if old == v {
+		return nil
+	}
+	at := func(library string) string { return filepath.Join(dir, libraries, library+"."+old) }
+	err = versioned(dir, v, func(library string) ([]byte, error) {
+		data, err := os.ReadFile(at(library))
+		return bytes.TrimSuffix(data, trailer(old)), err
+	})
 	if err != nil {
 		return err
 	}
+	gone := []string{filepath.Join(dir, firmware, old)}
+	for _, name := range append([]string{lib.NVML, lib.CUDA}, fillers...) {
+		gone = append(gone, at(name))
+	}
+	if err := removeAll(gone...); err != nil {
+		return fmt.Errorf("remove driver %s: %w", old, err)
+	}
+	return nil
+}
+
+// replace writes a program or library by way of a temporary name, so that
+// programs which have the old one mapped keep it whole.
+func replace(to string, data []byte) error {
 	if err := os.MkdirAll(filepath.Dir(to), 0o755); err != nil {
 		return err
 	}
@@ -106,8 +156,10 @@ func link(at, target string) error {
 }
 
 // Nodes makes the driver's device nodes in dir, such as /dev, open to all, and
-// takes away those of GPUs that are not plugged in.
+// takes away those of GPUs that are not plugged in, or all if the driver is not
+// loaded.
 func Nodes(dir string, w *emulator.World) error {
+	st := w.State()
 	if err := os.MkdirAll(filepath.Join(dir, "nvidia-caps"), 0o755); err != nil {
 		return fmt.Errorf("make device folder: %w", err)
 	}
@@ -120,18 +172,22 @@ func Nodes(dir string, w *emulator.World) error {
 		"nvidia-caps/nvidia-cap1": {majorCaps, 1},
 		"nvidia-caps/nvidia-cap2": {majorCaps, 2},
 	}
-	for _, g := range w.State().GPUs {
+	gone := map[string]bool{}
+	for _, g := range st.GPUs {
 		name := fmt.Sprintf("nvidia%d", g.Minor)
-		if !g.Unplugged {
-			nodes[name] = number{majorGPU, uint32(g.Minor)}
-		} else if err := removeAll(filepath.Join(dir, name)); err != nil {
-			return fmt.Errorf("remove device node: %w", err)
-		}
+		nodes[name] = number{majorGPU, uint32(g.Minor)}
+		gone[name] = g.Unplugged
 	}
 	for name, n := range nodes {
 		path := filepath.Join(dir, name)
-		var st unix.Stat_t
-		if unix.Lstat(path, &st) == nil && st.Mode == unix.S_IFCHR|0o666 && st.Rdev == unix.Mkdev(n.major, n.minor) {
+		if gone[name] || !st.Loaded {
+			if err := removeAll(path); err != nil {
+				return fmt.Errorf("remove device node: %w", err)
+			}
+			continue
+		}
+		var now unix.Stat_t
+		if unix.Lstat(path, &now) == nil && now.Mode == unix.S_IFCHR|0o666 && now.Rdev == unix.Mkdev(n.major, n.minor) {
 			continue
 		}
 		if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
@@ -179,17 +235,26 @@ func kernel(dir, devices string, st emulator.State, laid func(path string) bool)
 	}
 	links := map[string]string{}
 	var gone []string
+	if !st.Loaded {
+		// What is not the driver's own stays, without it.
+		files = map[string]string{"proc/devices": strings.Replace(devices, numbers, "", 1), "proc/modules": ""}
+		gone = []string{"proc/driver/nvidia", "proc/driver/nvidia-caps", "sys/module/nvidia", "sys/bus/pci/drivers/nvidia"}
+	}
 	for _, g := range st.GPUs {
 		address := strings.ToLower(g.PCI[4:])
 		if g.Unplugged {
 			gone = append(gone, "proc/driver/nvidia/gpus/"+address, "sys/bus/pci/devices/"+address)
 			continue
 		}
-		links["sys/bus/pci/devices/"+address+"/driver"] = "../../drivers/nvidia"
-		files["proc/driver/nvidia/gpus/"+address+"/information"] = fmt.Sprintf(
-			"Model: \t\t %s\nIRQ:   \t\t %d\nGPU UUID: \t %s\nBus Type: \t PCIe\nBus Location: \t %s\nDevice Minor: \t %d\nGPU Excluded:\t No\n",
-			g.Model, 64+g.Index, g.UUID, address, g.Minor)
 		at := "sys/bus/pci/devices/" + address + "/"
+		if st.Loaded {
+			links[at+"driver"] = "../../drivers/nvidia"
+			files["proc/driver/nvidia/gpus/"+address+"/information"] = fmt.Sprintf(
+				"Model: \t\t %s\nIRQ:   \t\t %d\nGPU UUID: \t %s\nBus Type: \t PCIe\nBus Location: \t %s\nDevice Minor: \t %d\nGPU Excluded:\t No\n",
+				g.Model, 64+g.Index, g.UUID, address, g.Minor)
+		} else {
+			gone = append(gone, at+"driver")
+		}
 		config := make([]byte, 256)
 		for name, v := range map[string]string{
 			"vendor":           "0x10de\n",
@@ -210,7 +275,7 @@ func kernel(dir, devices string, st emulator.State, laid func(path string) bool)
 	if err := write(dir, files); err != nil {
 		return err
 	}
-	if drivers := "sys/bus/pci/drivers/nvidia"; laid("/" + drivers) {
+	if drivers := "sys/bus/pci/drivers/nvidia"; st.Loaded && laid("/"+drivers) {
 		if err := os.MkdirAll(filepath.Join(dir, drivers), 0o755); err != nil {
 			return fmt.Errorf("install sysfs: %w", err)
 		}

@@ -218,7 +218,15 @@ func mountAndLook() error {
 			return fmt.Errorf("%s of an unplugged GPU: %v", gone, err)
 		}
 	}
-	if err := w.Plug(0); err != nil {
+	if err := errors.Join(w.Unload(), here.Sync(w)); err != nil {
+		return err
+	}
+	for _, gone := range []string{"/proc/driver/nvidia", filepath.Join(dev, "nvidiactl")} {
+		if _, err := os.Lstat(gone); !errors.Is(err, os.ErrNotExist) {
+			return fmt.Errorf("%s without a driver: %v", gone, err)
+		}
+	}
+	if err := errors.Join(w.Plug(0), w.Load()); err != nil {
 		return err
 	}
 	if err := here.Sync(w); err != nil {

@@ -17,7 +17,8 @@ import (
 
 // Machine says where a driver was laid, so that its files can follow the world.
 type Machine struct {
-	// Driver is the driver root, Dev the folder of its device nodes.
+	// Driver is the driver root, empty where only files of the kernel follow;
+	// Dev is the folder of its device nodes.
 	Driver string `json:"driver"`
 	Dev    string `json:"dev"`
 	// Kernel is the folder whose proc and sys are what Kernel wrote, / where
@@ -61,13 +62,18 @@ func Root(socket string) (string, bool) {
 	return root, ok
 }
 
-// Sync makes device nodes and kernel files those of the world as it is now.
-// What is right already stays untouched. It refuses, with ErrHost, to change
-// the machine that the tests run on.
+// Sync makes libraries, kernel files and device nodes those of the world as it
+// is now. What is right already stays untouched. It refuses, with ErrHost, to
+// change the machine that the tests run on.
 func (m Machine) Sync(w *emulator.World) error {
-	if m.Kernel == "/" || filepath.Clean(m.Dev) == "/dev" {
+	if m.Driver == "/" || m.Kernel == "/" || filepath.Clean(m.Dev) == "/dev" {
 		if err := Guard(); err != nil {
 			return fmt.Errorf("follow the world: %w", err)
+		}
+	}
+	if m.Driver != "" {
+		if err := upgrade(m.Driver, w.DriverVersion()); err != nil {
+			return err
 		}
 	}
 	// A program that a new device node wakes looks at /proc next: nodes come
@@ -104,7 +110,7 @@ func mounted(name string) bool {
 func removeAll(paths ...string) error {
 	var errs []error
 	for _, path := range paths {
-		// The foot of a mount cannot be removed: what is in it can.
+		// The foot of a mount cannot be removed; what is in it is.
 		if err := os.RemoveAll(path); err != nil && !errors.Is(err, unix.EBUSY) {
 			errs = append(errs, err)
 		}

@@ -666,6 +666,37 @@ func TestGPUsComeAndGo(t *testing.T) {
 	want(t, "with it", fmt.Sprint(uuids()), fmt.Sprint(all))
 }
 
+func TestUnload(t *testing.T) {
+	n := start(t, emulator.Spec{Count: 1})
+	api := nvml.New(nvml.WithLibraryPath(n.library))
+	ok(t, api.Init(), "Init")
+	ok(t, second(device(t, api, 0).GetName()), "name")
+	if err := n.world.Unload(); !errors.Is(err, emulator.InUse) || !strings.Contains(err.Error(), strconv.Itoa(os.Getpid())) {
+		t.Errorf("unload of a driver in use: %v", err)
+	}
+	ok(t, api.Shutdown(), "Shutdown")
+	if err := n.world.Unload(); err != nil {
+		t.Fatal(err)
+	}
+	want(t, "Init without a driver", api.Init(), nvml.ERROR_DRIVER_NOT_LOADED)
+	runC(t, n, `
+	unsigned int n;
+	CHECK(nvmlInit_v2(), NVML_ERROR_DRIVER_NOT_LOADED);
+	CHECK(nvmlInitWithFlags(0), NVML_ERROR_DRIVER_NOT_LOADED);
+	CHECK(nvmlDeviceGetCount_v2(&n), NVML_ERROR_UNINITIALIZED);
+	CHECK(nvmlShutdown(), NVML_ERROR_UNINITIALIZED);
+`)
+	if err := errors.Join(n.world.Upgrade("590.1.2"), n.world.Load()); err != nil {
+		t.Fatal(err)
+	}
+	ok(t, api.Init(), "Init")
+	version, r := api.SystemGetDriverVersion()
+	ok(t, r, "version")
+	want(t, "version", version, "590.1.2")
+	ok(t, second(device(t, api, 0).GetName()), "name")
+	ok(t, api.Shutdown(), "Shutdown")
+}
+
 func second[T any](_ T, r nvml.Return) nvml.Return { return r }
 
 func TestFaults(t *testing.T) {

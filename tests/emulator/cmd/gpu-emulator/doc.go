@@ -8,6 +8,8 @@
 //	gpu-emulator install --root / --prefix /run/nvidia/driver --libraries DIR --world FILE
 //	gpu-emulator serve --world FILE --socket /run/nvidia/driver/run/nvidia-persistenced/socket
 //	gpu-emulator xid --gpu 3 48
+//	gpu-emulator unplug --gpu 3
+//	gpu-emulator unload && gpu-emulator load --driver 590.44.01
 //
 // The commands that act on a running world find it by --socket, else by
 // GPU_EMULATOR_SOCKET, else where a driver at / has it.

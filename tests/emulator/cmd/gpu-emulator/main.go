@@ -54,6 +54,9 @@ on a running world (all take --socket PATH):
                                           while processes use the GPU
   unplug --gpu I | plug --gpu I           out of the machine, with its device node and its entries in /proc and
                                           /sys | back; running programs see either by a new nvmlInit
+  unload                                  the driver, with its device nodes and /proc/driver/nvidia; refused, with their
+                                          PIDs, while processes have it initialised or memory on a GPU
+  load [--driver VERSION]                 again, or another version: its libraries take the place of the old ones
   fail --call NAME --code N [--count N] [--gpu I]
   slow --call NAME --for 2s|forever [--count N] [--gpu I]
   clear                                   end all faults
@@ -92,7 +95,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		return nil
 	case "proc":
 		return proc(ctx, args, out)
-	case "show", "calls", "xid", "health", "lose", "restore", "reset", "unplug", "plug", "fail", "slow", "clear":
+	case "show", "calls", "xid", "health", "lose", "restore", "reset", "unplug", "plug", "unload", "load", "fail", "slow", "clear":
 		return control(name, args, out)
 	case "help", "-h", "--help":
 		return flag.ErrHelp
@@ -289,7 +292,7 @@ func gpuIndex(c *daemon.Client, id string) (int, error) {
 func control(name string, args []string, out io.Writer) error {
 	f := flag.NewFlagSet(name, flag.ContinueOnError)
 	socket := socketFlag(f)
-	var gpu, call, hold string
+	var gpu, call, hold, driver string
 	var code, count, pid int
 	var reset, total, asJSON, bare bool
 	switch name {
@@ -298,6 +301,8 @@ func control(name string, args []string, out io.Writer) error {
 		if name == "xid" {
 			f.BoolVar(&bare, "bare", false, "the Xid alone, without what the fault does")
 		}
+	case "load":
+		f.StringVar(&driver, "driver", "", "version; default: the one there was")
 	case "fail", "slow":
 		f.StringVar(&gpu, "gpu", "", "only calls about this GPU")
 		f.StringVar(&call, "call", "", "exported name, or a pattern such as nvmlDevice*")
@@ -374,6 +379,10 @@ func control(name string, args []string, out io.Writer) error {
 		return c.Unplug(*index)
 	case "plug":
 		return c.Plug(*index)
+	case "unload":
+		return c.Unload()
+	case "load":
+		return c.Load(driver)
 	case "clear":
 		return c.Clear()
 	}

@@ -304,6 +304,90 @@ func TestGPUsTakeTheirFilesAlong(t *testing.T) {
 	}
 }
 
+func TestDriverIsLoadedAsAnotherVersion(t *testing.T) {
+	n := start(t, "{count: 2, driver: 570.1.2}")
+	root := strings.TrimSuffix(n.dir, "/run/nvidia/driver")
+	libs := filepath.Join(n.dir, "usr/lib/x86_64-linux-gnu")
+	files := func(pattern string) string {
+		t.Helper()
+		list, err := filepath.Glob(pattern)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i, f := range list {
+			list[i] = filepath.Base(f)
+		}
+		return strings.Join(list, " ")
+	}
+	old := t.TempDir() // a program's own copy, as a container has
+	data, err := os.ReadFile(filepath.Join(libs, "libnvidia-ml.so.1"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(old, "libnvidia-ml.so.570.1.2"), data, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink("libnvidia-ml.so.570.1.2", filepath.Join(old, "libnvidia-ml.so.1")); err != nil {
+		t.Fatal(err)
+	}
+
+	pid := strings.TrimSpace(n.ok("proc", "start", "--gpu", "0", "--memory", "1", "--socket", n.socket))
+	t.Cleanup(func() { n.run("proc", "stop", "--socket", n.socket, pid) })
+	if out, err := n.run("unload", "--socket", n.socket); err == nil || !strings.Contains(err.Error(), pid) {
+		t.Errorf("unload of a driver in use: %s, %v", out, err)
+	}
+	n.ok("proc", "stop", pid, "--socket", n.socket)
+	n.ok("unload", "--socket", n.socket)
+	if out, code := n.smi("-L"); code != 9 {
+		t.Errorf("nvidia-smi ends with %d: %s", code, out)
+	}
+	for _, gone := range []string{
+		filepath.Join(n.dir, "dev/nvidia[0-9c]*"), filepath.Join(n.dir, "dev/nvidia-[mu]*"), filepath.Join(n.dir, "dev/nvidia-caps/*"), filepath.Join(root, "proc/driver/nvidia*"),
+		filepath.Join(root, "sys/bus/pci/devices/*/driver"), filepath.Join(root, "sys/module/nvidia"),
+	} {
+		if got := files(gone); got != "" {
+			t.Errorf("without a driver there is still %s", got)
+		}
+	}
+	if got := files(filepath.Join(root, "sys/bus/pci/devices/*")); len(strings.Fields(got)) != 2 {
+		t.Errorf("PCI devices without a driver: %s", got)
+	}
+	if devices, err := os.ReadFile(filepath.Join(root, "proc/devices")); err != nil || strings.Contains(string(devices), "nvidia") {
+		t.Errorf("device numbers without a driver: %s, %v", devices, err)
+	}
+
+	n.ok("load", "--driver", "580.3.4", "--socket", n.socket)
+	if got, want := files(filepath.Join(libs, "libnvidia-ml.so*")), "libnvidia-ml.so.1 libnvidia-ml.so.580.3.4"; got != want {
+		t.Errorf("libraries %s, want %s", got, want)
+	}
+	if now, err := os.ReadFile(filepath.Join(libs, "libnvidia-ml.so.1")); err != nil || bytes.Equal(now, data) {
+		t.Errorf("two versions have the same library (%v)", err)
+	}
+	if got := files(filepath.Join(libs, "*570.1.2")) + files(filepath.Join(n.dir, "lib/firmware/nvidia/570.1.2")); got != "" {
+		t.Errorf("left over: %s", got)
+	}
+	if got := files(filepath.Join(n.dir, "dev/nvidia[0-9]")); got != "nvidia0 nvidia1" {
+		t.Errorf("device nodes %s", got)
+	}
+	if devices, err := os.ReadFile(filepath.Join(root, "proc/devices")); err != nil || strings.Count(string(devices), "195 nvidia\n") != 1 {
+		t.Errorf("device numbers: %s, %v", devices, err)
+	}
+	if version, err := os.ReadFile(filepath.Join(root, "proc/driver/nvidia/version")); err != nil || !strings.Contains(string(version), "580.3.4") {
+		t.Errorf("version: %s, %v", version, err)
+	}
+	if out, code := n.smi(); code != 0 || !strings.Contains(out, "580.3.4") {
+		t.Errorf("nvidia-smi ends with %d: %s", code, out)
+	}
+	cmd := exec.CommandContext(t.Context(), filepath.Join(n.dir, "usr/bin/nvidia-smi"), "-L")
+	cmd.Env = append(os.Environ(), "LD_LIBRARY_PATH="+old, "GPU_EMULATOR_SOCKET="+n.socket)
+	if out, err := cmd.CombinedOutput(); cmd.ProcessState == nil || cmd.ProcessState.ExitCode() != 18 {
+		t.Errorf("a library of the old version: %s, %v", out, err)
+	}
+	if out, err := n.run("load", "--socket", n.socket); err == nil {
+		t.Errorf("a driver is loaded twice: %s", out)
+	}
+}
+
 func TestInstallRefusesTheMachineItself(t *testing.T) {
 	if err := install.Guard(); err == nil {
 		t.Skip("the tests run in a mount namespace of their own, where an install at / is allowed")

@@ -37,6 +37,8 @@ static _Atomic(uint64_t) *page;
 
 static char socket_path[PATH_MAX];
 
+static char version[64]; /* that this library was installed as, or empty */
+
 /* An answer that holds while page[0] is generation. */
 struct kept {
     uint64_t generation;
@@ -82,6 +84,20 @@ static void find_socket(void)
     }
     if ((size_t)snprintf(socket_path, sizeof socket_path, "%s/run/nvidia-persistenced/socket", path) >= sizeof socket_path)
         socket_path[0] = 0;
+}
+
+/* The version stands in the name of the file that was loaded, now: the file may
+ * be replaced while it is in use. */
+static void find_version(void)
+{
+    static const char prefix[] = "/libnvidia-ml.so.";
+    Dl_info info;
+    char path[PATH_MAX];
+    if (!dladdr(socket_path, &info) || !info.dli_fname || !realpath(info.dli_fname, path))
+        return;
+    const char *name = strrchr(path, '/');
+    if (strncmp(name, prefix, sizeof prefix - 1) == 0 && strchr(name + sizeof prefix - 1, '.'))
+        snprintf(version, sizeof version, "%s", name + sizeof prefix - 1);
 }
 
 static int dial(void)
@@ -402,6 +418,7 @@ int driver_open(const char *name)
 {
     struct call c;
     begin(&c, name, NO_HANDLE);
+    put_str(&c, version);
     int r = exchange(&c, 1);
     if (r == RET_SUCCESS) {
         pthread_mutex_lock(&lock);
@@ -457,6 +474,7 @@ static void in_child(void)
 __attribute__((constructor)) static void load(void)
 {
     find_socket();
+    find_version();
     pthread_atfork(before_fork, after_fork, in_child);
 }
 
