@@ -13,6 +13,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"reflect"
 	"regexp"
 	"slices"
 	"strings"
@@ -42,7 +43,7 @@ func agent(t *testing.T, d *daemonSet) *container {
 }
 
 func TestEveryFileIsUsed(t *testing.T) {
-	for _, dir := range append(overlays(t), "base") {
+	for _, dir := range kustomizations(t) {
 		k := readKustomization(t, dir)
 		used := []string{"kustomization.yaml"}
 		for _, r := range k.Resources {
@@ -160,7 +161,7 @@ func needsReason(path []string, value string) bool {
 	}
 	switch last {
 	case "privileged", "hostPID", "hostIPC", "hostNetwork", "hostUsers", "procMount",
-		"pod-security.kubernetes.io/enforce":
+		"seLinuxOptions", "pod-security.kubernetes.io/enforce":
 		return true
 	case "automountServiceAccountToken", "allowPrivilegeEscalation":
 		return value == "true"
@@ -170,7 +171,7 @@ func needsReason(path []string, value string) bool {
 
 func TestEveryRightHasItsReason(t *testing.T) {
 	found := 0
-	for _, dir := range append(overlays(t), "base") {
+	for _, dir := range kustomizations(t) {
 		files, err := filepath.Glob(filepath.Join(dir, "*.yaml"))
 		if err != nil {
 			t.Fatal(err)
@@ -191,8 +192,9 @@ func TestEveryRightHasItsReason(t *testing.T) {
 			}
 		}
 	}
-	// The base alone has 6 volumes, 6 mounts, 3 rules and 4 privileges.
-	if found < 19 {
+	// The base alone has 6 volumes, 6 mounts, 4 rules and 4 privileges; the
+	// cleanup 5 volumes, 5 mounts and 2 privileges.
+	if found < 32 {
 		t.Errorf("only %d rights found: this test does not look where they are", found)
 	}
 }
@@ -236,6 +238,7 @@ func TestMounts(t *testing.T) {
 		value("cdi-dir"):                         true,
 		value("state-dir"):                       true, // CDI files name the hook by it
 		value("driver-root"):                     false,
+		value("host-root"):                       false,
 		"/dev":                                   true,
 	} {
 		p, ok := inside[path]
@@ -246,14 +249,25 @@ func TestMounts(t *testing.T) {
 	if got := inside[value("driver-root")]; got != value("host-driver-root") {
 		t.Errorf("CDI files will say %s for the driver's root, which is %s on the host", value("host-driver-root"), got)
 	}
+	if got := inside[value("host-root")]; got != "/" {
+		t.Errorf("the runtime's socket is looked for below the host's %q, want /", got)
+	}
 }
 
 func TestEnvironmentIsFlags(t *testing.T) {
-	flags := programFlags(t)
-	twins := map[string]bool{}
-	for f := range flags {
-		twins["GPU_AGENT_"+strings.ToUpper(strings.ReplaceAll(f, "-", "_"))] = true
+	type command struct {
+		name         string
+		flags, twins map[string]bool
 	}
+	knows := func(name string) command {
+		c := command{name, map[string]bool{}, map[string]bool{}}
+		for f := range commandFlags(t, name) {
+			c.flags[f] = true
+			c.twins["GPU_AGENT_"+strings.ToUpper(strings.ReplaceAll(f, "-", "_"))] = true
+		}
+		return c
+	}
+	run, cleanup := knows("run"), knows("cleanup")
 	files, err := filepath.Glob("*/*.yaml")
 	if err != nil {
 		t.Fatal(err)
@@ -264,16 +278,19 @@ func TestEnvironmentIsFlags(t *testing.T) {
 	}
 	found := 0
 	for _, f := range append(files, more...) {
-		text := read(t, f)
+		text, c := read(t, f), run
+		if filepath.Dir(f) == "cleanup" {
+			c = cleanup
+		}
 		for _, v := range regexp.MustCompile(`GPU_AGENT_[A-Z_]+`).FindAllString(string(text), -1) {
 			found++
-			if !twins[v] {
-				t.Errorf("%s: %s is the twin of no flag of gpu-agent run", f, v)
+			if !c.twins[v] {
+				t.Errorf("%s: %s is the twin of no flag of gpu-agent %s", f, v, c.name)
 			}
 		}
 		for _, v := range regexp.MustCompile(`--[a-z][a-z-]+`).FindAllString(string(text), -1) {
-			if _, ok := flags[v[2:]]; !ok {
-				t.Errorf("%s: gpu-agent run has no flag %s", f, v)
+			if !c.flags[v[2:]] {
+				t.Errorf("%s: gpu-agent %s has no flag %s", f, c.name, v)
 			}
 		}
 	}
@@ -314,20 +331,35 @@ func TestEnvironmentIsFlags(t *testing.T) {
 	}
 }
 
-// help is what `gpu-agent run -h` prints.
-var help = sync.OnceValue(func() string {
-	// Asking for help ends with status 2; whether it is help is seen below.
-	out, _ := exec.Command("go", "run", "-buildvcs=false", "example.com/gpu-agent/cmd/gpu-agent", "run", "-h").CombinedOutput()
-	return string(out)
-})
+// help is what `gpu-agent COMMAND -h` prints.
+func help(command string) string {
+	helpMu.Lock()
+	defer helpMu.Unlock()
+	if _, ok := helps[command]; !ok {
+		// Asking for help ends with status 2; whether it is help is seen below.
+		out, _ := exec.Command("go", "run", "-buildvcs=false", "example.com/gpu-agent/cmd/gpu-agent", command, "-h").CombinedOutput()
+		helps[command] = string(out)
+	}
+	return helps[command]
+}
+
+var (
+	helpMu sync.Mutex // guards what follows
+	helps  = map[string]string{}
+)
 
 // programFlags are the flags of `gpu-agent run` with their defaults, as it
 // prints them.
 func programFlags(t *testing.T) map[string]string {
 	t.Helper()
+	return commandFlags(t, "run")
+}
+
+func commandFlags(t *testing.T, command string) map[string]string {
+	t.Helper()
 	flags := map[string]string{}
 	last := ""
-	for line := range strings.Lines(help()) {
+	for line := range strings.Lines(help(command)) {
 		if m := regexp.MustCompile(`^  -([a-z-]+)`).FindStringSubmatch(line); m != nil {
 			last = m[1]
 			flags[last] = ""
@@ -336,8 +368,8 @@ func programFlags(t *testing.T) map[string]string {
 			flags[last] = m[1]
 		}
 	}
-	if flags["state-dir"] == "" || len(flags) < 10 {
-		t.Fatalf("gpu-agent run -h printed no flags:\n%s", help())
+	if flags["state-dir"] == "" {
+		t.Fatalf("gpu-agent %s -h printed no flags:\n%s", command, help(command))
 	}
 	return flags
 }
@@ -517,14 +549,122 @@ func TestRenderedRuntimeClass(t *testing.T) {
 		paths = append(paths, v.HostPath.Path)
 	}
 	slices.Sort(paths)
-	if want := []string{"/var/lib/gpu-agent", "/var/lib/kubelet/device-plugins", "/var/lib/kubelet/pod-resources", "/var/run/cdi"}; !slices.Equal(paths, want) {
+	if want := []string{"/run", "/var/lib/gpu-agent", "/var/lib/kubelet/device-plugins", "/var/lib/kubelet/pod-resources", "/var/run/cdi"}; !slices.Equal(paths, want) {
 		t.Errorf("host paths %q, want %q", paths, want)
 	}
 	if len(c.VolumeMounts) != len(paths) {
 		t.Errorf("%d mounts of %d volumes", len(c.VolumeMounts), len(paths))
 	}
 	env := c.env()
+	seesRun(t, c)
 	if env["GPU_AGENT_DRIVER_ROOT"] != "/" || env["GPU_AGENT_HOST_DRIVER_ROOT"] != "/" || env["NVIDIA_VISIBLE_DEVICES"] != "all" {
 		t.Errorf("environment %v", env)
+	}
+}
+
+// seesRun asks that the runtime's socket is found where only /run is mounted.
+func seesRun(t *testing.T, c *container) {
+	t.Helper()
+	i := slices.IndexFunc(c.VolumeMounts, func(m mount) bool { return m.Name == "run" })
+	if i < 0 {
+		t.Fatal("the runtime's socket is not to be seen")
+	}
+	m := c.VolumeMounts[i]
+	if want := c.env()["GPU_AGENT_HOST_ROOT"] + "/run"; m.MountPath != want || !m.ReadOnly || m.MountPropagation != "HostToContainer" {
+		t.Errorf("/run is mounted as %+v, want at %s, read-only, following the host's mounts", m, want)
+	}
+}
+
+func TestCleanup(t *testing.T) {
+	for what, make := range map[string]func(*testing.T, string) []object{"as written": resources, "as kubectl makes it": render} {
+		t.Run(what, func(t *testing.T) {
+			objects := make(t, "cleanup")
+			if len(objects) != 1 {
+				t.Fatalf("%d objects, want the DaemonSet alone: the rest is the base's", len(objects))
+			}
+			d, a := as[daemonSet](t, one(t, objects, "DaemonSet", "gpu-agent-cleanup")), agentSet(t, base(t))
+			spec, agents := &d.Spec.Template.Spec, &a.Spec.Template.Spec
+			if !maps.Equal(d.Spec.Selector.MatchLabels, d.Spec.Template.Metadata.Labels) || maps.Equal(d.Spec.Selector.MatchLabels, a.Spec.Selector.MatchLabels) {
+				t.Errorf("the selector %v is not the pods' labels %v, or the agent's", d.Spec.Selector.MatchLabels, d.Spec.Template.Metadata.Labels)
+			}
+
+			// Where the agent was, and never beside it.
+			if d.Metadata.Namespace != a.Metadata.Namespace || spec.PriorityClassName != agents.PriorityClassName ||
+				!reflect.DeepEqual(spec.Affinity.NodeAffinity, agents.Affinity.NodeAffinity) || !reflect.DeepEqual(spec.Tolerations, agents.Tolerations) {
+				t.Errorf("runs in %s at %s on %+v with %+v, which is not where the agent was", d.Metadata.Namespace, spec.PriorityClassName, spec.Affinity.NodeAffinity, spec.Tolerations)
+			}
+			apart := spec.Affinity.PodAntiAffinity.Required
+			if len(apart) != 1 || apart[0].TopologyKey != "kubernetes.io/hostname" || !maps.Equal(apart[0].LabelSelector.MatchLabels, a.Spec.Template.Metadata.Labels) {
+				t.Errorf("may run beside the agent: %+v", apart)
+			}
+
+			// In its name, so under its admission policy.
+			if spec.ServiceAccountName != agents.ServiceAccountName || !spec.AutomountToken {
+				t.Errorf("account %q with token %v, want %q", spec.ServiceAccountName, spec.AutomountToken, agents.ServiceAccountName)
+			}
+			account := fmt.Sprintf("request.userInfo.username == %q", "system:serviceaccount:"+d.Metadata.Namespace+":"+spec.ServiceAccountName)
+			if !strings.Contains(string(read(t, "base/admission.yaml")), account) {
+				t.Errorf("the admission policy is not for %s", account)
+			}
+
+			if len(spec.InitContainers) != 1 || len(spec.Containers) != 1 {
+				t.Fatalf("%d init containers and %d containers, want one each", len(spec.InitContainers), len(spec.Containers))
+			}
+			first, then := spec.InitContainers[0], spec.Containers[0]
+			if !slices.Equal(first.Args, []string{"cleanup"}) || !slices.Equal(then.Args, []string{"cleanup", "--wait"}) {
+				t.Errorf("arguments %q and %q", first.Args, then.Args)
+			}
+			same := then
+			same.Name, same.Args = first.Name, first.Args
+			if !reflect.DeepEqual(first, same) {
+				t.Errorf("the containers differ in more than their arguments:\n%+v\n%+v", first, same)
+			}
+			if first.Image != agent(t, &a).Image {
+				t.Errorf("image %s, the agent's is %s", first.Image, agent(t, &a).Image)
+			}
+			c := first.SecurityContext
+			if spec.HostPID || c.Privileged || c.AllowPrivilegeEscalation == nil || *c.AllowPrivilegeEscalation || !c.ReadOnlyRootFilesystem || !slices.Equal(c.Capabilities.Drop, []string{"ALL"}) {
+				t.Errorf("hostPID %v, security context %+v", spec.HostPID, c)
+			}
+
+			// It sees what the agent wrote, where the agent wrote it, and no more.
+			paths := func(spec *podSpec, c *container) map[string]string {
+				host, out := map[string]string{}, map[string]string{}
+				for _, v := range spec.Volumes {
+					host[v.Name] = v.HostPath.Path
+				}
+				for _, m := range c.VolumeMounts {
+					out[m.MountPath] = host[m.Name]
+				}
+				return out
+			}
+			want := paths(agents, agent(t, &a))
+			delete(want, "/dev")
+			delete(want, "/host")
+			want["/host/run"] = "/run"
+			if got := paths(spec, &first); !maps.Equal(got, want) || len(spec.Volumes) != len(got) {
+				t.Errorf("mounts\n%v of %d volumes, want\n%v", got, len(spec.Volumes), want)
+			}
+			seesRun(t, &first)
+		})
+	}
+}
+
+// The cleanup looks where the agent wrote: the directories' flags have the same
+// defaults, and neither manifest sets them.
+func TestCleanupLooksWhereTheAgentWrote(t *testing.T) {
+	run, cleanup := programFlags(t), commandFlags(t, "cleanup")
+	for _, flag := range []string{"domain", "cdi-dir", "state-dir", "kubelet-dir", "host-root", "runtime-endpoint"} {
+		ours, ok := cleanup[flag]
+		if theirs, also := run[flag]; !ok || !also || ours != theirs {
+			t.Errorf("--%s is %q (%v) for cleanup and %q (%v) for run", flag, ours, ok, theirs, also)
+		}
+	}
+	for _, file := range []string{"base/daemonset.yaml", "cleanup/daemonset.yaml"} {
+		for _, set := range []string{"DOMAIN", "CDI_DIR", "STATE_DIR", "KUBELET_DIR", "RUNTIME_ENDPOINT"} {
+			if strings.Contains(string(read(t, file)), "GPU_AGENT_"+set+"\n") {
+				t.Errorf("%s sets %s: so must the other", file, set)
+			}
+		}
 	}
 }

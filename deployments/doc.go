@@ -6,14 +6,15 @@
 //	base/                       namespace, RBAC, partitions, DaemonSet
 //	overlays/driver-container/  the driver is in a container of its own
 //	overlays/runtime-class/     no privileged pod, by NVIDIA's container runtime
+//	cleanup/                    takes the agent's traces off the nodes
 //	image/                      files of the container image that are not built
 //
 // The rule for a manifest here: whatever takes a right (a privilege, a
 // namespace of the host's, a path, a mount, a verb) has its reason as a comment
 // that begins with "Reason:", right above it. A reader should be able to judge
 // each without reading the program. The tests ask for the comments, hold the
-// verbs against the list in internal/kube, the environment against the
-// program's flags, the probes against its pages, and the sample partitions
+// verbs against the list in internal/kube, the rights and the admission policy
+// against a real API server, the environment against the program's flags, the probes against its pages, and the sample partitions
 // against inventories of well-known nodes.
 //
 // There is no Go here but the tests, and no templates: what differs between

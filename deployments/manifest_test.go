@@ -64,10 +64,19 @@ type podSpec struct {
 				} `yaml:"nodeSelectorTerms"`
 			} `yaml:"requiredDuringSchedulingIgnoredDuringExecution"`
 		} `yaml:"nodeAffinity"`
+		PodAntiAffinity struct {
+			Required []struct {
+				TopologyKey   string `yaml:"topologyKey"`
+				LabelSelector struct {
+					MatchLabels map[string]string `yaml:"matchLabels"`
+				} `yaml:"labelSelector"`
+			} `yaml:"requiredDuringSchedulingIgnoredDuringExecution"`
+		} `yaml:"podAntiAffinity"`
 	}
-	Tolerations []struct{ Operator string }
-	Containers  []container
-	Volumes     []struct {
+	Tolerations    []struct{ Operator string }
+	InitContainers []container `yaml:"initContainers"`
+	Containers     []container
+	Volumes        []struct {
 		Name     string
 		HostPath struct{ Path, Type string } `yaml:"hostPath"`
 	}
@@ -104,15 +113,18 @@ type container struct {
 		AllowPrivilegeEscalation *bool `yaml:"allowPrivilegeEscalation"`
 		Capabilities             struct{ Drop []string }
 		SeccompProfile           struct{ Type string } `yaml:"seccompProfile"`
+		SELinuxOptions           struct{ Type string } `yaml:"seLinuxOptions"`
 	} `yaml:"securityContext"`
-	TerminationMessagePath   string `yaml:"terminationMessagePath"`
-	TerminationMessagePolicy string `yaml:"terminationMessagePolicy"`
-	VolumeMounts             []struct {
-		Name             string
-		MountPath        string `yaml:"mountPath"`
-		ReadOnly         bool   `yaml:"readOnly"`
-		MountPropagation string `yaml:"mountPropagation"`
-	} `yaml:"volumeMounts"`
+	TerminationMessagePath   string  `yaml:"terminationMessagePath"`
+	TerminationMessagePolicy string  `yaml:"terminationMessagePolicy"`
+	VolumeMounts             []mount `yaml:"volumeMounts"`
+}
+
+type mount struct {
+	Name             string
+	MountPath        string `yaml:"mountPath"`
+	ReadOnly         bool   `yaml:"readOnly"`
+	MountPropagation string `yaml:"mountPropagation"`
 }
 
 type probe struct {
@@ -230,11 +242,14 @@ func readKustomization(t *testing.T, dir string) kustomization {
 }
 
 // base returns the base's objects.
-func base(t *testing.T) []object {
+func base(t *testing.T) []object { return resources(t, "base") }
+
+// resources returns the objects of a kustomization that stands alone.
+func resources(t *testing.T, dir string) []object {
 	t.Helper()
 	var out []object
-	for _, r := range readKustomization(t, "base").Resources {
-		out = append(out, documents(t, filepath.Join("base", r), read(t, filepath.Join("base", r)))...)
+	for _, r := range readKustomization(t, dir).Resources {
+		out = append(out, documents(t, filepath.Join(dir, r), read(t, filepath.Join(dir, r)))...)
 	}
 	return out
 }
@@ -247,6 +262,12 @@ func one(t *testing.T, objects []object, kind, name string) object {
 		t.Fatalf("there is no %s %s", kind, name)
 	}
 	return objects[i]
+}
+
+// kustomizations are the directories of all.
+func kustomizations(t *testing.T) []string {
+	t.Helper()
+	return append(overlays(t), "base", "cleanup")
 }
 
 // overlays are the directories of all overlays.
