@@ -119,7 +119,7 @@ func startAPIServer(t *testing.T) *apiServer {
 	}}
 	t.Cleanup(s.client.CloseIdleConnections)
 	background(t, server, "--etcd-servers", url("http", 0), "--cert-dir", filepath.Join(dir, "certs"),
-		"--bind-address", "127.0.0.1", "--secure-port", fmt.Sprint(ports[2]), "--authorization-mode", "RBAC",
+		"--bind-address", "127.0.0.1", "--secure-port", fmt.Sprint(ports[2]), "--authorization-mode", "RBAC", "--allow-privileged",
 		"--token-auth-file", put("tokens", []byte(s.token+`,root,0,"system:masters"`+"\n")),
 		"--service-account-issuer", "https://kubernetes.default.svc", "--service-account-key-file", accounts,
 		"--service-account-signing-key-file", accounts, "--service-cluster-ip-range", "10.96.0.0/24",
@@ -196,29 +196,51 @@ const (
 
 type fields = map[string]any
 
-// apply makes the base's objects that say what the agent may do, and waits
-// until the policy is in force.
-func (s *apiServer) apply(t *testing.T) {
+// places are where the API has each kind; %s stands for the namespace.
+var places = map[string]string{
+	"Namespace":                        "/api/v1/namespaces",
+	"ServiceAccount":                   "/api/v1/namespaces/%s/serviceaccounts",
+	"ConfigMap":                        "/api/v1/namespaces/%s/configmaps",
+	"DaemonSet":                        "/apis/apps/v1/namespaces/%s/daemonsets",
+	"RuntimeClass":                     "/apis/node.k8s.io/v1/runtimeclasses",
+	"Role":                             "/apis/rbac.authorization.k8s.io/v1/namespaces/%s/roles",
+	"RoleBinding":                      "/apis/rbac.authorization.k8s.io/v1/namespaces/%s/rolebindings",
+	"ClusterRole":                      "/apis/rbac.authorization.k8s.io/v1/clusterroles",
+	"ClusterRoleBinding":               "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings",
+	"ValidatingAdmissionPolicy":        "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies",
+	"ValidatingAdmissionPolicyBinding": "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings",
+}
+
+// apply is `kubectl apply --server-side`, which refuses unknown fields; with
+// dry, nothing is kept.
+func (s *apiServer) apply(t *testing.T, o object, dry bool) {
 	t.Helper()
-	places := map[string]string{
-		"Namespace":                        "/api/v1/namespaces",
-		"ClusterRole":                      "/apis/rbac.authorization.k8s.io/v1/clusterroles",
-		"ClusterRoleBinding":               "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings",
-		"ValidatingAdmissionPolicy":        "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies",
-		"ValidatingAdmissionPolicyBinding": "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings",
+	place, ok := places[o.Kind]
+	if !ok {
+		t.Fatalf("%s: kind %s is new to this test", o.file, o.Kind)
 	}
+	if strings.Contains(place, "%s") {
+		place = fmt.Sprintf(place, o.Metadata.Namespace)
+	}
+	place += "/" + o.Metadata.Name + "?fieldManager=test&fieldValidation=Strict"
+	if dry {
+		place += "&dryRun=All"
+	}
+	var object fields
+	if err := o.node.Decode(&object); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.do(t, nil, http.MethodPatch, place, "application/apply-patch+yaml", object, nil); err != nil {
+		t.Errorf("%s: %s %s: %v", o.file, o.Kind, o.Metadata.Name, err)
+	}
+}
+
+// install makes the base's objects and two Nodes, and waits until the policy is
+// in force.
+func (s *apiServer) install(t *testing.T) {
+	t.Helper()
 	for _, o := range base(t) {
-		place, ok := places[o.Kind]
-		if !ok {
-			continue
-		}
-		var object fields
-		if err := o.node.Decode(&object); err != nil {
-			t.Fatal(err)
-		}
-		if err := s.do(t, nil, http.MethodPost, place, asJSON, object, nil); err != nil {
-			t.Fatal(err)
-		}
+		s.apply(t, o, false)
 	}
 	for _, name := range []string{"node-1", "node-2"} {
 		object := fields{"apiVersion": "v1", "kind": "Node", "metadata": fields{"name": name, "labels": fields{"team": "blue"}}}
@@ -236,12 +258,19 @@ func (s *apiServer) apply(t *testing.T) {
 	})
 }
 
-// The manifests against the real API server: what the agent does is allowed,
-// and does what it should; what it does not do is refused, and by the rule that
-// is there for it.
-func TestRightsAtTheAPIServer(t *testing.T) {
+// The manifests against the real API server: it takes them as they are; what
+// the agent does is allowed, and does what it should; what it does not do is
+// refused, and by the rule that is there for it.
+func TestAtTheAPIServer(t *testing.T) {
 	s := startAPIServer(t)
-	s.apply(t)
+	s.install(t)
+	t.Run("manifests", func(t *testing.T) {
+		for _, dir := range kustomizations(t) {
+			for _, o := range render(t, dir) {
+				s.apply(t, o, true)
+			}
+		}
+	})
 	const node, status = "/api/v1/nodes/node-1", "/api/v1/nodes/node-1/status"
 
 	// What a kubelet wrote.

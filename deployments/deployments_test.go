@@ -576,9 +576,9 @@ func seesRun(t *testing.T, c *container) {
 }
 
 func TestCleanup(t *testing.T) {
-	for what, make := range map[string]func(*testing.T, string) []object{"as written": resources, "as kubectl makes it": render} {
+	for what, load := range map[string]func(*testing.T, string) []object{"as written": resources, "as kubectl makes it": render} {
 		t.Run(what, func(t *testing.T) {
-			objects := make(t, "cleanup")
+			objects := load(t, "cleanup")
 			if len(objects) != 1 {
 				t.Fatalf("%d objects, want the DaemonSet alone: the rest is the base's", len(objects))
 			}
