@@ -12,20 +12,22 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/dl"
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
-	"github.com/NVIDIA/nvidia-container-toolkit/pkg/lookup"
 
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// libraryName is the SONAME of the driver's management library.
-const libraryName = "libnvidia-ml.so.1"
-
-// closeWait bounds Close where a call hangs inside the driver.
-const closeWait = 5 * time.Second
+const (
+	// closeWait bounds Close where a call hangs inside the driver.
+	closeWait = 5 * time.Second
+	// mostShutdowns bounds how often Close lets go of a driver that never says
+	// that it has been let go of.
+	mostShutdowns = 16
+)
 
 // Options say where the driver is. The zero value is a driver installed on
 // this machine, seen directly.
@@ -46,15 +48,22 @@ type Options struct {
 	DevRoot string
 	// SysRoot is the host's sysfs. Empty is "/sys".
 	SysRoot string
+	// ProcRoot is the host's procfs, where the driver lists its GPUs at
+	// driver/nvidia/gpus. Empty is "/proc".
+	ProcRoot string
 	// Hook is the host's path of NVIDIA's nvidia-cdi-hook program, which
 	// containers need at their start (InstallHook). Parts fails without it.
 	Hook string
 	// Rearm is how often Events tries again to watch GPUs that it could not
 	// watch, and initialises a driver anew that has lost one. Zero is a minute.
 	Rearm time.Duration
+	// Look is how often Events looks whether the kernel's list of GPUs has
+	// changed (some 20 µs each). Device nodes that come and go are noticed at
+	// once, where the kernel tells. Zero is 5 s.
+	Look time.Duration
 	// EventWait is how long one wait for events takes inside the driver when
-	// nothing happens, and so how long Events and Close may need to end. Each
-	// costs about 0.2 ms of processor time, most of it the Go runtime's for a
+	// nothing happens, and so how long Events and Close may need to end, and how
+	// long a GPU that was added waits to be taken up. Each wait costs about 0.2 ms of processor time, most of it the Go runtime's for a
 	// thread that comes back: the greater part of what an idle agent costs.
 	// Zero is 5 s.
 	EventWait time.Duration
@@ -74,6 +83,12 @@ func (o Options) withDefaults() (Options, error) {
 	if o.SysRoot == "" {
 		o.SysRoot = "/sys"
 	}
+	if o.ProcRoot == "" {
+		o.ProcRoot = "/proc"
+	}
+	if o.Look <= 0 {
+		o.Look = 5 * time.Second
+	}
 	if o.Rearm <= 0 {
 		o.Rearm = time.Minute
 	}
@@ -91,7 +106,7 @@ func (o Options) withDefaults() (Options, error) {
 	}
 	for name, path := range map[string]*string{
 		"driver root": &o.DriverRoot, "host's driver root": &o.HostDriverRoot,
-		"root of device nodes": &o.DevRoot, "root of sysfs": &o.SysRoot,
+		"root of device nodes": &o.DevRoot, "root of sysfs": &o.SysRoot, "root of procfs": &o.ProcRoot,
 	} {
 		if !filepath.IsAbs(*path) {
 			return o, fmt.Errorf("the %s %q must be an absolute path: %w", name, *path, gpu.ErrInvalid)
@@ -112,20 +127,30 @@ func (o Options) withDefaults() (Options, error) {
 // each waits no longer than its context.
 type Driver struct {
 	opts    Options
-	library string // the file in use
+	library string  // the file in use
+	loaded  content // what was in it
 	lib     nvml.Interface
 	door    *door
+	waits   *door // of event sets
 	log     *slog.Logger
 
 	// Used inside the door only:
 	last  map[gpu.UUID]gpu.Device // last good reading of each GPU ever seen
 	links map[gpu.UUID][]gpu.Link // of all GPUs, once all addresses are known
-	stale bool                    // a GPU is lost: only a new initialisation can bring it back
-	said  map[int]string          // what was logged of GPUs, by index, that cannot report events
 
-	watching sync.Mutex      // held by Events; Close waits for it
-	stopped  context.Context // ends at Close
-	stop     context.CancelFunc
+	// stale: a GPU is lost, and only a new initialisation can bring it back.
+	stale atomic.Bool
+	// said is what was logged of GPUs, by index, that cannot report events. Used
+	// inside the door of event sets only.
+	said map[int]string
+
+	watching sync.Mutex // held by Events; Close waits for it
+	// seen is the hardware as it was when the driver was last initialised.
+	// Guarded by watching.
+	seen string
+
+	stopped context.Context // ends at Close
+	stop    context.CancelFunc
 }
 
 // required is what every driver since R470 exports and this package calls,
@@ -169,21 +194,24 @@ var required = []string{
 }
 
 // process is what a process has of the driver. The dynamic linker binds each
-// of the driver's symbols once, to the first library opened; go-nvml keeps
-// which versions it found in variables of its own.
+// of the driver's symbols once, to the first library opened, and keeps that
+// library in memory; go-nvml keeps which versions it found in variables of its
+// own.
 var process struct {
 	sync.Mutex
 	// Guarded by the mutex:
-	library string // the library that symbols are bound to
-	door    *door  // of the Driver that is open, or was last
-	open    bool
+	library     string  // the library that symbols are bound to
+	loaded      content // what was in it
+	door, waits *door   // of the Driver that is open, or was last
+	open        bool
 }
 
 // Open loads the driver's library and initialises it. The error wraps
 // gpu.ErrNoDriver where there is no library or no driver behind it,
 // gpu.ErrNotSupported where it is older than R470, gpu.ErrTimeout where it does
-// not answer before ctx ends, and gpu.ErrInvalid where the options are wrong,
-// a Driver is open already, or another library has been used in this process.
+// not answer before ctx ends, gpu.ErrReloaded where this process has had another
+// library open, and gpu.ErrInvalid where the options are wrong or a Driver is
+// open already.
 func Open(ctx context.Context, opts Options) (*Driver, error) {
 	opts, err := opts.withDefaults()
 	if err != nil {
@@ -203,19 +231,28 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 	if process.open {
 		return nil, fmt.Errorf("open NVIDIA driver: this process has it open already; close that first: %w", gpu.ErrInvalid)
 	}
-	if process.library != "" && process.library != d.library {
-		return nil, fmt.Errorf("open NVIDIA driver: this process is bound to %s and cannot use %s too; start another process: %w",
-			process.library, d.library, gpu.ErrInvalid)
-	}
 	if process.door == nil {
-		process.door = newDoor()
+		process.door, process.waits = newDoor(), newDoor()
 	}
-	// A call that hangs since an earlier Driver still keeps this door shut.
-	d.door = process.door
-	if _, err := through(ctx, d.door, "load "+d.library, d.check, nil); err != nil {
+	// A call that hangs since an earlier Driver still keeps these doors shut.
+	d.door, d.waits = process.door, process.waits
+	named := !filepath.IsAbs(d.library) // where it is shows when it is loaded
+	if !named {
+		if err := d.identifyLocked(); err != nil {
+			return nil, fmt.Errorf("open NVIDIA driver: %w", err)
+		}
+	}
+	library := d.library
+	if d.library, err = through(ctx, d.door, "load "+library, func() (string, error) { return check(library) }, nil); err != nil {
 		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 	}
-	process.library = d.library // the next call binds its symbols
+	if named {
+		if err := d.identifyLocked(); err != nil {
+			return nil, fmt.Errorf("open NVIDIA driver: %w", err)
+		}
+	}
+	process.library, process.loaded = d.library, d.loaded // the next call binds its symbols
+	d.seen = d.hardware()
 	d.lib, err = through(ctx, d.door, "initialise "+d.library, d.initialise, func(lib nvml.Interface) { lib.Shutdown() })
 	if err != nil {
 		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
@@ -224,19 +261,37 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 	return d, nil
 }
 
-// check looks whether the library can be loaded and is new enough.
-func (d *Driver) check() (none struct{}, err error) {
-	probe := dl.New(d.library, dl.RTLD_LAZY)
+// identifyLocked reads which library d.library is, and refuses one that this
+// process is not bound to. It needs process's mutex held.
+func (d *Driver) identifyLocked() (err error) {
+	if !filepath.IsAbs(d.library) {
+		d.log.Warn("cannot tell where the driver's library is; that it is replaced would go unnoticed", "library", d.library)
+	} else if d.loaded, err = identify(d.library); err != nil {
+		return fmt.Errorf("read the driver's library: %w: %w", gpu.ErrNoDriver, err)
+	}
+	if process.library != "" && process.loaded.sum != d.loaded.sum {
+		return fmt.Errorf("%s is not what this process had open as %s; start another process: %w", d.library, process.library, gpu.ErrReloaded)
+	}
+	return nil
+}
+
+// check looks whether a library can be loaded and is new enough. It returns
+// where the dynamic linker found one that was given by name.
+func check(library string) (string, error) {
+	probe := dl.New(library, dl.RTLD_LAZY)
 	if err := probe.Open(); err != nil {
-		return none, fmt.Errorf("load the driver's library: %w: %w", gpu.ErrNoDriver, err)
+		return "", fmt.Errorf("load the driver's library: %w: %w", gpu.ErrNoDriver, err)
 	}
 	defer probe.Close()
 	for _, symbol := range required {
 		if probe.Lookup(symbol) != nil {
-			return none, fmt.Errorf("%s has no %s: install driver R470 or later: %w", d.library, symbol, gpu.ErrNotSupported)
+			return "", fmt.Errorf("%s has no %s: install driver R470 or later: %w", library, symbol, gpu.ErrNotSupported)
 		}
 	}
-	return none, nil
+	if !filepath.IsAbs(library) {
+		return mapped(), nil
+	}
+	return library, nil
 }
 
 func (d *Driver) initialise() (nvml.Interface, error) {
@@ -244,20 +299,23 @@ func (d *Driver) initialise() (nvml.Interface, error) {
 	return lib, failed("initialise the driver", lib.Init())
 }
 
-// Close ends Events and releases the driver. Where a call hangs inside the
-// driver it gives up after some seconds with an error that wraps
+// Close ends Events and lets go of the driver: this process then has nothing of
+// it open, and its kernel module can be unloaded. That takes as long as the wait
+// for events that is under way (Options.EventWait). Where a call hangs inside
+// the driver it gives up after some seconds with an error that wraps
 // gpu.ErrTimeout; the Driver cannot be used either way.
 func (d *Driver) Close() error {
 	if d.stopped.Err() != nil {
 		return nil
 	}
 	d.stop()
-	ctx, cancel := context.WithTimeout(context.Background(), closeWait)
-	defer cancel()
 	d.watching.Lock() // Events has freed what it held
 	defer d.watching.Unlock()
-	_, err := through(ctx, d.door, "shut the driver down", func() (struct{}, error) {
-		return struct{}{}, failed("shut the driver down", d.lib.Shutdown())
+	ctx, cancel := context.WithTimeout(context.Background(), closeWait)
+	defer cancel()
+	const what = "shut the driver down"
+	_, err := through(ctx, d.waits, what, func() (none struct{}, _ error) {
+		return through(ctx, d.door, what, func() (struct{}, error) { return none, d.shutdown() }, nil)
 	}, nil)
 	process.Lock()
 	process.open = false
@@ -268,12 +326,29 @@ func (d *Driver) Close() error {
 	return nil
 }
 
+// shutdown lets go of the driver as often as this process has initialised it.
+// That is the driver's own count: an initialisation may have been meant to
+// follow a shutdown that failed.
+func (d *Driver) shutdown() error {
+	for range mostShutdowns {
+		ret := d.lib.Shutdown()
+		if ret == nvml.ERROR_UNINITIALIZED {
+			return nil
+		}
+		if err := failed("shut the driver down", ret); err != nil {
+			return err
+		}
+	}
+	return fmt.Errorf("shut the driver down: %w: it is still open after %d times", gpu.ErrDriver, mostShutdowns)
+}
+
 // errClosed is what a closed Driver answers.
 var errClosed = fmt.Errorf("the driver has been closed: %w", gpu.ErrNoDriver)
 
 // call runs f inside d's door.
 func call[T any](ctx context.Context, d *Driver, what string, f func() (T, error)) (T, error) {
-	return through(ctx, d.door, what, open(d, what, f), nil)
+	value, err := through(ctx, d.door, what, open(d, what, f), nil)
+	return value, d.explained(err)
 }
 
 // open is f as long as d has not been closed.
@@ -294,29 +369,8 @@ func (d *Driver) has(symbol string) bool {
 }
 
 // Library is the file that the driver's library was loaded from; a name
-// without a slash was left to the dynamic linker.
+// without a slash is one that the dynamic linker found, and nobody knows where.
 func (d *Driver) Library() string { return d.library }
-
-// findLibrary looks where the driver's parts are looked for too.
-func findLibrary(opts Options, log *slog.Logger) (string, error) {
-	if opts.Library != "" {
-		if !filepath.IsAbs(opts.Library) {
-			return "", fmt.Errorf("the library %q must be an absolute path: %w", opts.Library, gpu.ErrInvalid)
-		}
-		if _, err := os.Stat(opts.Library); err != nil {
-			return "", fmt.Errorf("find the driver's library: %w: %w", gpu.ErrNoDriver, err)
-		}
-		return opts.Library, nil
-	}
-	found, err := lookup.NewLibraryLocator(lookup.WithLogger(logger{log}), lookup.WithRoot(opts.DriverRoot)).Locate(libraryName)
-	if err == nil && len(found) > 0 {
-		return found[0], nil
-	}
-	if opts.DriverRoot == "/" {
-		return libraryName, nil
-	}
-	return "", fmt.Errorf("find %s below %s: %w; is the NVIDIA driver installed there? (--driver-root)", libraryName, opts.DriverRoot, gpu.ErrNoDriver)
-}
 
 // handle finds a GPU. A name that the driver calls malformed is one it does
 // not know.

@@ -22,6 +22,12 @@ const (
 	// retryMost spaces attempts while the driver fails, or Options.Rearm does
 	// where that is less.
 	retryMost = 5 * time.Second
+	// lookWait bounds the look at which GPUs are lost, once the driver has said
+	// that some are.
+	lookWait = time.Second
+	// nameWait bounds the question which GPU an event is about, where the driver
+	// names it by a handle that was not registered.
+	nameWait = 100 * time.Millisecond
 )
 
 // Events calls report for each critical error (Xid) that the driver reports of
@@ -29,9 +35,18 @@ const (
 // returns nil. A GPU that cannot report events is logged once and left out. What
 // happens while GPUs are registered again, some milliseconds, goes unheard.
 //
-// Where the driver itself says that it lost a GPU, or fails, report is called
-// with a gpu.EventLost that names no GPU: the inventory tells which. Events goes
-// on with what is left, and tries again later.
+// Where the driver itself says that it lost a GPU, report is called at once with
+// a gpu.EventLost for each GPU of which it says so when asked. Where it says so
+// of none, or fails altogether, the event names no GPU: the inventory tells
+// more. Events goes on with what is left, and tries again later.
+//
+// Where GPUs have come or gone, or the driver answers again, the driver is
+// initialised anew and report is called with a gpu.EventChanged: an inventory
+// read from then on has them. That takes as long as the wait that is under way
+// (Options.EventWait) and less than a second more.
+//
+// Calls of the Driver's other methods delay none of this, not even if they hang,
+// but for a new initialisation.
 //
 // It returns an error that wraps gpu.ErrTimeout if a wait inside the driver
 // hangs when it should end. Only one Events runs at a time; another waits for
@@ -40,38 +55,58 @@ func (d *Driver) Events(ctx context.Context, report func(gpu.Event)) error {
 	d.watching.Lock()
 	defer d.watching.Unlock()
 	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
+	changes := d.follow(ctx, d.seen)
+	defer func() {
+		cancel()
+		for range changes { // until it has ended
+		}
+	}()
 	defer context.AfterFunc(d.stopped, cancel)()
 
 	retryAfter := min(retryMost, d.opts.Rearm)
+	w := watch{Driver: d, report: report, changes: changes, told: d.seen}
 	var lastFailure time.Time
-	anew := false
 	for ctx.Err() == nil {
-		set, err := d.arm(ctx, anew)
-		if err != nil {
-			if ctx.Err() != nil {
-				break
+		if w.anew {
+			d.seen = d.hardware()
+		}
+		before := w.gpus
+		err := w.arm(ctx)
+		if ctx.Err() != nil {
+			if err == nil {
+				d.disarm(w.armed)
 			}
-			anew = true
-			d.log.Warn("cannot watch the GPUs for errors; trying again", "err", err, "after", retryAfter)
-			pause(ctx, retryAfter)
+			break
+		}
+		if w.changed || err == nil && w.started && grown(before, w.gpus) {
+			w.tell()
+		}
+		if err != nil {
+			// What was watched before does not count: it is news when it answers.
+			w.anew, w.armed, w.started = true, armed{}, true
+			d.log.Warn("cannot watch the GPUs for errors; trying again", "err", d.explained(err), "after", retryAfter)
+			w.pause(ctx, retryAfter)
 			continue
 		}
-		failure, err := d.watch(ctx, set, report)
+		w.started = true
+		why, err := w.run(ctx)
 		if err != nil {
 			return err
 		}
-		d.disarm(set)
+		d.disarm(w.armed)
 		// A driver that fails for another reason than a lost GPU may have been
 		// loaded again under us.
-		anew = failure != nil && !errors.Is(failure, gpu.ErrLost)
-		if failure != nil && ctx.Err() == nil {
-			d.log.Warn("the driver failed while watching the GPUs", "err", failure)
-			report(gpu.Event{Kind: gpu.EventLost, GI: -1, CI: -1})
-			// The first time the other GPUs are watched again at once: one loss
-			// must not hide what happens to them.
-			if time.Since(lastFailure) < retryAfter {
-				pause(ctx, retryAfter)
+		w.anew = why.failure != nil && !errors.Is(why.failure, gpu.ErrLost) || w.changed || why.due && d.stale.Load()
+		if why.due || w.anew {
+			w.lost = nil // try all of them
+		}
+		if why.failure != nil && ctx.Err() == nil {
+			d.log.Warn("the driver failed while watching the GPUs", "err", d.explained(why.failure), "lost", why.lost)
+			// The first time, and as long as it can be said which GPU it is, the
+			// others are watched again at once: one loss must not hide what happens
+			// to them.
+			if len(why.lost) == 0 && time.Since(lastFailure) < retryAfter {
+				w.pause(ctx, retryAfter)
 			}
 			lastFailure = time.Now()
 		}
@@ -79,211 +114,354 @@ func (d *Driver) Events(ctx context.Context, report func(gpu.Event)) error {
 	return nil
 }
 
-func pause(ctx context.Context, d time.Duration) {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-ctx.Done():
-	case <-t.C:
+// grown says whether GPUs are watched that were not before.
+func grown(before, now map[nvml.Device]gpu.UUID) bool {
+	had := map[gpu.UUID]bool{}
+	for _, u := range before {
+		had[u] = true
 	}
+	for _, u := range now {
+		if !had[u] {
+			return true
+		}
+	}
+	return false
 }
 
 // armed is a set of GPUs that the driver reports events of.
 type armed struct {
 	set     nvml.EventSet
 	gpus    map[nvml.Device]gpu.UUID
-	missing bool // some GPU that may report events later is not in it
+	order   []nvml.Device // of gpus, by index
+	missing bool          // some GPU that may report events later is not in it
 }
 
-// arm registers all GPUs. A driver that lost one, or failed otherwise (anew), is
-// initialised anew first, while nothing is registered: it never says by itself
-// that a GPU came back.
-func (d *Driver) arm(ctx context.Context, anew bool) (armed, error) {
+// watch is what Events knows from one registration of the GPUs to the next.
+type watch struct {
+	*Driver
+	armed
+	report  func(gpu.Event)
+	changes <-chan string // what the hardware has become
+	told    string        // the hardware at the last gpu.EventChanged
+
+	started bool              // the GPUs have been registered before, or could not be
+	anew    bool              // the driver is to be initialised anew before the next registration
+	changed bool              // the hardware is another since told
+	lost    map[gpu.UUID]bool // left out of the next registration
+}
+
+// tell reports that the hardware changed.
+func (w *watch) tell() {
+	w.changed, w.told = false, w.seen
+	w.report(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
+}
+
+// pause waits, but not when the hardware changes.
+func (w *watch) pause(ctx context.Context, d time.Duration) {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-ctx.Done():
+	case <-t.C:
+	case now, ok := <-w.changes:
+		w.anew, w.changed = true, w.changed || ok && now != w.told
+	}
+}
+
+// arm registers all GPUs but those known to be lost, in the room of those who
+// wait: another call that hangs does not keep it out. Only a new initialisation
+// must wait for that call, while nothing is registered.
+func (w *watch) arm(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, registerWait)
 	defer cancel()
 	const what = "watch the GPUs"
-	return through(ctx, d.door, what, open(d, what, func() (armed, error) {
-		a := armed{gpus: map[nvml.Device]gpu.UUID{}}
-		if d.stale || anew {
-			// A driver that is gone cannot be shut down; what counts is the rest.
-			if err := failed("shut the driver down", d.lib.Shutdown()); err != nil {
-				d.log.Debug("initialising the driver anew without a shutdown", "err", err)
+	d, anew, lost := w.Driver, w.anew, w.lost
+	a, err := through(ctx, d.waits, what, open(d, what, func() (armed, error) {
+		if anew {
+			const what = "initialise the driver anew"
+			if _, err := through(ctx, d.door, what, open(d, what, d.renew), nil); err != nil {
+				return armed{}, err
 			}
-			if err := failed("initialise the driver", d.lib.Init()); err != nil {
-				return a, err
-			}
-			d.stale = false
 		}
-		count, ret := d.lib.DeviceGetCount()
-		if err := failed("count the GPUs", ret); err != nil {
-			return a, err
-		}
-		var err error
-		if a.set, ret = d.lib.EventSetCreate(); ret != nvml.SUCCESS {
-			return a, failed("make an event set", ret)
-		}
-		for i := range count {
-			if err = d.register(a, i); err == nil {
-				delete(d.said, i)
-				continue
-			}
-			if text := err.Error(); d.said[i] != text {
-				d.said[i] = text
-				d.log.Warn("a GPU cannot report events", "index", i, "err", err)
-			}
-			if !errors.Is(err, gpu.ErrNotSupported) {
-				a.missing = true
-			}
-			d.stale = d.stale || errors.Is(err, gpu.ErrLost)
-		}
-		return a, nil
+		return d.register(lost)
 	}), func(a armed) { a.set.Free() })
+	if err == nil {
+		w.armed = a
+	}
+	return err
 }
 
-func (d *Driver) register(a armed, index int) error {
+// renew initialises the driver anew. It never says by itself that a GPU came
+// back, or that there is another one. Nothing may be registered.
+func (d *Driver) renew() (none struct{}, err error) {
+	// A driver that is gone cannot be shut down; what counts is the rest.
+	if err := failed("shut the driver down", d.lib.Shutdown()); err != nil {
+		d.log.Debug("initialising the driver anew without a shutdown", "err", err)
+	}
+	if err := failed("initialise the driver", d.lib.Init()); err != nil {
+		return none, err
+	}
+	d.stale.Store(false)
+	clear(d.links) // they name peers by index
+	return none, nil
+}
+
+func (d *Driver) register(lost map[gpu.UUID]bool) (armed, error) {
+	a := armed{gpus: map[nvml.Device]gpu.UUID{}}
+	count, ret := d.lib.DeviceGetCount()
+	if err := failed("count the GPUs", ret); err != nil {
+		return a, err
+	}
+	if a.set, ret = d.lib.EventSetCreate(); ret != nvml.SUCCESS {
+		return a, failed("make an event set", ret)
+	}
+	for i := range count {
+		h, u, err := d.registerOne(a.set, i, lost)
+		if err == nil {
+			a.gpus[h], a.order = u, append(a.order, h)
+			delete(d.said, i)
+			continue
+		}
+		if text := err.Error(); d.said[i] != text {
+			d.said[i] = text
+			d.log.Warn("a GPU cannot report events", "index", i, "err", err)
+		}
+		if !errors.Is(err, gpu.ErrNotSupported) {
+			a.missing = true
+		}
+		if errors.Is(err, gpu.ErrLost) {
+			d.stale.Store(true)
+		}
+	}
+	return a, nil
+}
+
+// registerOne adds the GPU at an index to a set.
+func (d *Driver) registerOne(set nvml.EventSet, index int, lost map[gpu.UUID]bool) (h nvml.Device, u gpu.UUID, err error) {
 	h, ret := d.lib.DeviceGetHandleByIndex(index)
 	if err := failed(fmt.Sprintf("find GPU %d", index), ret); err != nil {
-		return err
+		return h, u, err
 	}
 	uuid, ret := h.GetUUID()
 	if err := failed(fmt.Sprintf("read the UUID of GPU %d", index), ret); err != nil {
-		return err
+		return h, u, err
+	}
+	u = gpu.UUID(uuid)
+	if lost[u] {
+		return h, u, fmt.Errorf("watch %s: %w", u, gpu.ErrLost)
 	}
 	supported, ret := h.GetSupportedEventTypes()
 	if err := failed("read the event types of "+uuid, ret); err != nil {
-		return err
+		return h, u, err
 	}
 	if supported&nvml.EventTypeXidCriticalError == 0 {
-		return fmt.Errorf("watch %s for critical errors: %w", uuid, gpu.ErrNotSupported)
+		return h, u, fmt.Errorf("watch %s for critical errors: %w", u, gpu.ErrNotSupported)
 	}
-	if err := failed("watch "+uuid, h.RegisterEvents(nvml.EventTypeXidCriticalError, a.set)); err != nil {
-		return err
-	}
-	a.gpus[h] = gpu.UUID(uuid)
-	return nil
+	return h, u, failed("watch "+uuid, h.RegisterEvents(nvml.EventTypeXidCriticalError, set))
 }
 
 // disarm frees the set.
 func (d *Driver) disarm(a armed) {
 	ctx, cancel := context.WithTimeout(context.Background(), eventGrace)
 	defer cancel()
-	// Not call: Close has begun, perhaps, and waits for this.
-	if _, err := through(ctx, d.door, "free an event set", func() (struct{}, error) {
+	// Not open: Close has begun, perhaps, and waits for this.
+	if _, err := through(ctx, d.waits, "free an event set", func() (struct{}, error) {
 		return struct{}{}, failed("free an event set", a.set.Free())
 	}, nil); err != nil {
 		d.log.Warn("an event set is left behind", "err", err)
 	}
 }
 
-// watch reports events until ctx ends, the driver fails (failure says how), or
-// it is time to register the GPUs again. Nothing waits on the set any more
-// when it returns, unless err says that a wait hangs.
-func (d *Driver) watch(ctx context.Context, a armed, report func(gpu.Event)) (failure, err error) {
-	type news struct {
-		data nvml.EventData
-		ret  nvml.Return
-	}
-	heard := make(chan news)
-	done := make(chan struct{})
-	stop := make(chan struct{})
-	left := make(chan struct{}) // nobody hears any more
-	defer close(left)
-	go func() {
-		defer close(done)
-		for {
-			// Xids without a GPU in the set could come only from GPUs that
-			// cannot report them: wait, but not in the driver.
-			n := news{ret: nvml.ERROR_TIMEOUT}
-			if len(a.gpus) > 0 {
-				n.data, n.ret = a.set.Wait(uint32(d.opts.EventWait.Milliseconds()))
-			}
-			if n.ret == nvml.ERROR_TIMEOUT {
-				if len(a.gpus) == 0 {
-					<-stop
-					return
-				}
-				select {
-				case <-stop:
-					return
-				default:
-					continue
-				}
-			}
-			select {
-			case heard <- n:
-			case <-left:
-				return
-			}
-			select {
-			case <-stop:
-				return
-			default:
-			}
-			if n.ret != nvml.SUCCESS {
-				return
-			}
-		}
-	}()
+// ending is why a watch has ended.
+type ending struct {
+	due     bool       // it is time to try GPUs again that are not watched
+	failure error      // what the driver said, nil where it did not fail
+	lost    []gpu.UUID // which GPUs are lost, where failure says that some are
+}
 
-	rearm := time.NewTicker(d.opts.Rearm)
+// run reports events until ctx ends, the driver fails, the hardware changes or
+// it is time to register the GPUs again. Nothing waits on the set any more when
+// it returns, unless err says that a wait hangs.
+func (w *watch) run(ctx context.Context) (why ending, err error) {
+	l := w.listen()
+	defer l.leave()
+	rearm := time.NewTicker(w.opts.Rearm)
 	defer rearm.Stop()
-	for due := false; !due && failure == nil; {
+	for over := false; !over; {
 		select {
 		case <-ctx.Done():
-			due = true
+			over = true
 		case <-rearm.C:
-			due = a.missing || d.lostOne(ctx)
-		case n := <-heard:
-			if n.ret != nvml.SUCCESS {
-				failure = failed("wait for events", n.ret)
+			why.due = w.missing || w.stale.Load()
+			over = why.due
+		case now, ok := <-w.changes:
+			switch {
+			case !ok || now == w.told:
+			case now == w.seen: // initialised since
+				w.tell()
+			default:
+				w.changed, over = true, true
+			}
+		case n := <-l.heard:
+			if n.ret == nvml.SUCCESS {
+				w.report(w.event(ctx, n.data))
 				break
 			}
-			report(d.event(ctx, a, n.data))
+			over, why.failure = true, failed("wait for events", n.ret)
+			if errors.Is(why.failure, gpu.ErrLost) {
+				why.lost = w.reportLost(ctx, l)
+			}
+			if len(why.lost) == 0 {
+				w.report(gpu.Event{Kind: gpu.EventLost, GI: -1, CI: -1})
+			}
 		}
 	}
-	close(stop)
-	grace := time.NewTimer(d.opts.EventWait + eventGrace)
-	defer grace.Stop()
+	return why, w.end(ctx, l)
+}
+
+// reportLost reports the GPUs that answer that they are lost, each as soon as it
+// does.
+func (w *watch) reportLost(ctx context.Context, l *listener) (lost []gpu.UUID) {
+	most := time.NewTimer(lookWait)
+	defer most.Stop()
 	for {
 		select {
-		case <-done:
-			return failure, nil
-		case n := <-heard:
-			// It came into the wait that is about to end.
-			if n.ret == nvml.SUCCESS && ctx.Err() == nil {
-				report(d.event(ctx, a, n.data))
+		case u := <-l.lost:
+			lost = append(lost, u)
+			if w.lost == nil {
+				w.lost = map[gpu.UUID]bool{}
 			}
-		case <-grace.C:
-			return failure, fmt.Errorf("end the watch of the GPUs: %w: a wait of %s has not returned", gpu.ErrTimeout, d.opts.EventWait)
+			w.lost[u] = true
+			w.stale.Store(true)
+			w.report(gpu.Event{Kind: gpu.EventLost, GPU: u, GI: -1, CI: -1})
+		case <-l.done:
+			return lost
+		case <-most.C:
+			return lost
+		case <-ctx.Done():
+			return lost
 		}
 	}
 }
 
-// lostOne reports whether a GPU was lost at the last look.
-func (d *Driver) lostOne(ctx context.Context) bool {
-	ctx, cancel := context.WithTimeout(ctx, registerWait)
-	defer cancel()
-	lost, err := call(ctx, d, "look for lost GPUs", func() (bool, error) { return d.stale, nil })
-	return err == nil && lost
+// end waits for the end of the wait that is under way.
+func (w *watch) end(ctx context.Context, l *listener) error {
+	close(l.stop)
+	grace := time.NewTimer(w.opts.EventWait + eventGrace)
+	defer grace.Stop()
+	for {
+		select {
+		case <-l.done:
+			return nil
+		case n := <-l.heard:
+			// It came into the wait that is about to end.
+			if n.ret == nvml.SUCCESS && ctx.Err() == nil {
+				w.report(w.event(ctx, n.data))
+			}
+		case <-l.lost: // the next registration finds it too
+		case <-grace.C:
+			return fmt.Errorf("end the watch of the GPUs: %w: a wait of %s has not returned", gpu.ErrTimeout, w.opts.EventWait)
+		}
+	}
+}
+
+// listener is the wait for events of a set, in a goroutine of its own.
+type listener struct {
+	heard chan news
+	lost  chan gpu.UUID // GPUs that are lost, after a wait that said that some are
+	stop  chan struct{} // closed: begin no other wait
+	left  chan struct{} // closed: nobody hears any more
+	done  chan struct{} // closed: nobody waits any more
+}
+
+// news is what a wait ended with.
+type news struct {
+	data nvml.EventData
+	ret  nvml.Return
+}
+
+func (l *listener) leave() { close(l.left) }
+
+// listen waits for events until it is told to stop or the driver fails.
+func (w *watch) listen() *listener {
+	l := &listener{
+		heard: make(chan news), lost: make(chan gpu.UUID),
+		stop: make(chan struct{}), left: make(chan struct{}), done: make(chan struct{}),
+	}
+	a, d := w.armed, w.Driver
+	go func() {
+		defer close(l.done)
+		for {
+			// Xids without a GPU in the set could come only from GPUs that
+			// cannot report them: wait, but not in the driver.
+			if len(a.gpus) == 0 {
+				<-l.stop
+				return
+			}
+			n := news{ret: nvml.ERROR_TIMEOUT}
+			n.data, n.ret = a.set.Wait(uint32(d.opts.EventWait.Milliseconds()))
+			if n.ret != nvml.ERROR_TIMEOUT {
+				select {
+				case l.heard <- n:
+				case <-l.left:
+					return
+				}
+			}
+			if meaning(n.ret) == gpu.ErrLost {
+				d.findLost(a, l)
+			}
+			if n.ret != nvml.SUCCESS && n.ret != nvml.ERROR_TIMEOUT {
+				return
+			}
+			select {
+			case <-l.stop:
+				return
+			default:
+			}
+		}
+	}()
+	return l
+}
+
+// findLost asks each GPU of a set, in index order, for what the driver has to
+// ask the card. It is done by the one who waited,
+// outside the door: a call that hangs there must not keep a loss from being told.
+func (d *Driver) findLost(a armed, l *listener) {
+	for _, h := range a.order {
+		select {
+		case <-l.stop:
+			return
+		default:
+		}
+		if _, ret := h.GetMemoryInfo(); meaning(ret) != gpu.ErrLost {
+			continue
+		}
+		select {
+		case l.lost <- a.gpus[h]:
+		case <-l.left:
+			return
+		}
+	}
 }
 
 // event puts the driver's report in our words. The handle in it is the one
 // that was registered; where a driver gives another one, it is asked for its
 // UUID, and where that fails too the event names no GPU.
-func (d *Driver) event(ctx context.Context, a armed, data nvml.EventData) gpu.Event {
+func (w *watch) event(ctx context.Context, data nvml.EventData) gpu.Event {
 	e := gpu.Event{Kind: gpu.EventXid, Xid: data.EventData, GI: instance(data.GpuInstanceId), CI: instance(data.ComputeInstanceId)}
 	var known bool
-	if e.GPU, known = a.gpus[data.Device]; known || data.Device == nil {
+	if e.GPU, known = w.gpus[data.Device]; known || data.Device == nil {
 		return e
 	}
-	ctx, cancel := context.WithTimeout(ctx, eventGrace)
+	ctx, cancel := context.WithTimeout(ctx, nameWait)
 	defer cancel()
-	u, err := call(ctx, d, "read the UUID of a GPU with an error", func() (gpu.UUID, error) {
+	const what = "read the UUID of a GPU with an error"
+	u, err := through(ctx, w.waits, what, func() (gpu.UUID, error) {
 		uuid, ret := data.Device.GetUUID()
-		return gpu.UUID(uuid), failed("read the UUID of a GPU with an error", ret)
-	})
+		return gpu.UUID(uuid), failed(what, ret)
+	}, nil)
 	if err != nil {
-		d.log.Warn("the driver reports an error and does not say of which GPU", "xid", e.Xid, "err", err)
+		w.log.Warn("the driver reports an error and does not say of which GPU", "xid", e.Xid, "err", err)
 	}
 	e.GPU = u
 	return e

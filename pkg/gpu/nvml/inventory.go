@@ -48,7 +48,7 @@ func (d *Driver) inventory(ctx context.Context) (gpu.Inventory, error) {
 	}
 
 	handles := map[gpu.UUID]nvml.Device{}
-	d.stale = false
+	stale := false
 	for i := range count {
 		if err := ctx.Err(); err != nil {
 			return inv, fmt.Errorf("read GPU %d: %w: %w", i, gpu.ErrTimeout, err)
@@ -57,13 +57,16 @@ func (d *Driver) inventory(ctx context.Context) (gpu.Inventory, error) {
 		if err != nil {
 			dev = d.remembered(i, dev.UUID)
 			dev.Fault = err.Error()
-			d.stale = d.stale || errors.Is(err, gpu.ErrLost)
+			stale = stale || errors.Is(err, gpu.ErrLost)
 		} else {
 			handles[dev.UUID] = h
 		}
 		inv.GPUs = append(inv.GPUs, dev)
 	}
-	d.reconcile(&inv, handles)
+	if d.reconcile(&inv, handles) {
+		stale = true
+	}
+	d.stale.Store(stale)
 	// A link is named by its peer's address: what was found is kept only if
 	// every GPU has told its own.
 	addressed := !slices.ContainsFunc(inv.GPUs, func(dev gpu.Device) bool { return dev.PCI == "" })
@@ -117,7 +120,7 @@ func (d *Driver) device(index int) (gpu.Device, nvml.Device, error) {
 	dev.Memory, dev.Reserved = memory.Total, memory.Reserved
 
 	known, seen := d.last[dev.UUID]
-	if seen {
+	if seen && known.PCI == dev.PCI {
 		dev.Model, dev.ComputeCapability, dev.NUMA = known.Model, known.ComputeCapability, known.NUMA
 	} else {
 		if dev.Model, ret = h.GetName(); ret != nvml.SUCCESS {
@@ -152,8 +155,9 @@ func (d *Driver) remembered(index int, u gpu.UUID) gpu.Device {
 
 // reconcile holds what was read against what is remembered: a guess by index
 // must not repeat a GPU that was read at another one, and a GPU that the
-// driver stopped listing is kept.
-func (d *Driver) reconcile(inv *gpu.Inventory, read map[gpu.UUID]nvml.Device) {
+// driver stopped listing is kept. It reports whether the machine still has such
+// a one: the driver may list it again when it is initialised anew.
+func (d *Driver) reconcile(inv *gpu.Inventory, read map[gpu.UUID]nvml.Device) (stale bool) {
 	listed := map[gpu.UUID]bool{}
 	for i := range inv.GPUs {
 		dev := &inv.GPUs[i]
@@ -168,10 +172,11 @@ func (d *Driver) reconcile(inv *gpu.Inventory, read map[gpu.UUID]nvml.Device) {
 		}
 		gone := clone(d.last[u])
 		gone.Fault = "the driver no longer lists it"
-		d.stale = true
+		stale = stale || d.present(gone)
 		inv.GPUs = append(inv.GPUs, gone)
 	}
 	slices.SortStableFunc(inv.GPUs, func(a, b gpu.Device) int { return cmp.Compare(a.Index, b.Index) })
+	return stale
 }
 
 // clone copies what a caller could change through a slice or pointer.
