@@ -87,7 +87,9 @@ type Client struct {
 
 	serial atomic.Uint64
 	queue  chan event
-	bucket flowcontrol.RateLimiter
+	// onNode and onPods bound the Events of each: a fault that hits many pods
+	// must not take the word from the node.
+	onNode, onPods flowcontrol.RateLimiter
 
 	mu sync.Mutex // guards what follows
 	// failing has the start of each outage, by operation.
@@ -135,8 +137,9 @@ func New(o Options) (*Client, error) {
 		config.UserAgent = "gpu-agent"
 	}
 	config.WarningHandler = rest.NoWarnings{}
-	// Requests are few; the limit is there for a fault of ours.
-	config.QPS, config.Burst = 5, 20
+	// Requests are few, but when a GPU dies each of its pods is told; the limit
+	// is there for a fault of ours.
+	config.QPS, config.Burst = 20, 50
 	api, err := dynamic.NewForConfig(config)
 	if err != nil {
 		return nil, fmt.Errorf("prepare the API client for %s: %w", config.Host, err)
@@ -154,9 +157,11 @@ func New(o Options) (*Client, error) {
 			pauseMin: 200 * time.Millisecond, pauseMax: 30 * time.Second,
 			quiet: time.Minute, window: 10 * time.Minute,
 		},
-		now:     time.Now,
-		queue:   make(chan event, 64),
-		bucket:  flowcontrol.NewTokenBucketRateLimiter(1.0/30, 25),
+		now: time.Now,
+		// One fault may regard every pod of a node, 110 by default.
+		queue:   make(chan event, 256),
+		onNode:  flowcontrol.NewTokenBucketRateLimiter(1.0/30, 25),
+		onPods:  flowcontrol.NewTokenBucketRateLimiter(1.0/10, 120),
 		failing: map[string]time.Time{},
 	}, nil
 }

@@ -3,8 +3,8 @@
 // Package kube is the agent's only door to the Kubernetes API server.
 //
 // Through it the agent reads two objects, the ConfigMap that holds its
-// partitions and its own Node, and writes two, the Node's labels and
-// annotations and Events. Nothing else: [Rules] lists every verb on every
+// partitions and its own Node, and writes two: Events, and of the Node labels,
+// annotations and conditions. Nothing else: [Rules] lists every verb on every
 // resource, and the manifests are tested against that list.
 //
 // # Following one object
@@ -35,14 +35,24 @@
 // Of a node's annotations only those under the agent's own domain are handed
 // out, since other programs keep heartbeats there.
 //
+// # Conditions
+//
+// A Node's conditions are a list that the kubelet, and others, write too.
+// [Client.SetCondition] sends its one element as a strategic merge patch of the
+// status, which the server merges into the list by type; nobody's word is read,
+// held and written back, so nobody's is undone. What is there already, by what
+// the server said last, is not sent: the agent says its condition each round,
+// and writes it when it changes and when a Node was made anew and has lost it.
+//
 // # Events
 //
 // [Client.Event] never waits: it puts the Event on a short queue that
 // [Client.Run] sends from. The same Event again within ten minutes raises the
-// count of the first one, at most once a minute, and a token bucket bounds what
-// a sick node can write. Events are of core/v1, as the kubelet's own are, and
-// one that regards the node names it as the kubelet does, with the node's name
-// in place of its UID: by that `kubectl describe node` finds it.
+// count of the first one, at most once a minute, and token buckets, one for the
+// node and one for its pods, bound what a sick node can write. Events are of
+// core/v1, as the kubelet's own are, and one that regards the node names it as
+// the kubelet does, with the node's name in place of its UID: by that `kubectl
+// describe node` finds it.
 //
 // The package does not know what a partition, a GPU or a label means.
 package kube

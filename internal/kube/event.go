@@ -43,8 +43,9 @@ const (
 // Regarding is the object that an Event is about. The zero value is the
 // agent's own Node.
 type Regarding struct {
-	// Namespace, Pod and UID name a pod. Without a UID the Event is kept, but
-	// `kubectl describe pod` does not find it.
+	// Namespace, Pod and UID name a pod, an empty namespace means default.
+	// Without a UID the Event is kept, but `kubectl describe pod` does not find
+	// it. A static pod's is the one that the kubelet calls it by.
 	Namespace, Pod, UID string
 }
 
@@ -145,7 +146,11 @@ func (c *Client) send(ctx context.Context, e event, seen map[event]*written) {
 			return
 		}
 	}
-	if !c.bucket.TryAccept() {
+	bucket := c.onNode
+	if e.regarding.Pod != "" {
+		bucket = c.onPods
+	}
+	if !bucket.TryAccept() {
 		c.dropped(e, "too many Events")
 		return
 	}
@@ -235,7 +240,10 @@ func stamp(t time.Time) string { return t.UTC().Format(time.RFC3339) }
 
 func (c *Client) object(e event) *unstructured.Unstructured {
 	involved := map[string]any{"apiVersion": "v1", "kind": "Pod",
-		"namespace": e.regarding.Namespace, "name": e.regarding.Pod, "uid": e.regarding.UID}
+		"namespace": e.namespace(), "name": e.regarding.Pod}
+	if e.regarding.UID != "" {
+		involved["uid"] = e.regarding.UID
+	}
 	if e.regarding.Pod == "" {
 		involved = map[string]any{"apiVersion": "v1", "kind": "Node",
 			"name": c.options.NodeName, "uid": c.options.NodeName}

@@ -3,6 +3,7 @@
 package kube
 
 import (
+	"fmt"
 	"net/http"
 	"strings"
 	"sync"
@@ -254,5 +255,31 @@ func TestEventNames(t *testing.T) {
 	name := c.eventName(event{at: time.Unix(1<<33, 1), serial: 1 << 63})
 	if len(name) > 253 || strings.Contains(name, "..") {
 		t.Errorf("%q has %d bytes", name, len(name))
+	}
+}
+
+// A fault that every pod of a node feels is told to each, and the node can
+// still speak.
+func TestEventsOfManyPods(t *testing.T) {
+	const pods = 110 // the kubelet's default
+	s := newServer(t)
+	c, _, done := reporter(t, s)
+	for i := range pods {
+		c.Event(Regarding{Namespace: "train", Pod: fmt.Sprintf("job-%d", i)}, Warning, "GPUUnhealthy", "GPU-1: Xid 79")
+	}
+	c.Event(Regarding{}, Warning, "GPUUnhealthy", "GPU-1: Xid 79")
+	background(t, c.Run)
+	for range pods + 1 {
+		outcome(t, done, EventSent)
+	}
+	count := map[any]int{}
+	for _, e := range s.all("events") {
+		count[at(e, "metadata.namespace")]++
+		if uid := at(e, "involvedObject.uid"); at(e, "involvedObject.kind") == "Pod" && uid != nil {
+			t.Errorf("an Event has the UID %v, which nobody gave", uid)
+		}
+	}
+	if count["train"] != pods || count["default"] != 1 {
+		t.Errorf("Events by namespace: %v, want %d in train and 1 in default", count, pods)
 	}
 }
