@@ -375,11 +375,13 @@ func (a *Agent) Direct(ctx context.Context) (Status, error) {
 	if a.address == "" {
 		return Status{}, errors.New("read the agent's status: its pod's address was never seen")
 	}
-	out, err := a.node.Exec(ctx, a.node.kit.Bin("busybox"), "wget", "-q", "-T", "5", "-O", "-", "http://"+a.address+":9500/statusz")
+	const get = `exec 3<>"/dev/tcp/$0/9500" && printf 'GET /statusz HTTP/1.0\r\n\r\n' >&3 && cat <&3`
+	out, err := a.node.Exec(ctx, "timeout", "5", "bash", "-c", get, a.address)
 	if err != nil {
 		return Status{}, fmt.Errorf("read the agent's status: %w", err)
 	}
-	return decode[Status](out, "the agent's status")
+	_, body, _ := strings.Cut(string(out), "\r\n\r\n")
+	return decode[Status]([]byte(body), "the agent's status")
 }
 
 // Stop takes the agent off the node, as an upgrade or an administrator does, and

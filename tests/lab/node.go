@@ -153,6 +153,27 @@ func (n *Node) StartAgain(ctx context.Context, process string) error {
 	return err
 }
 
+// StartAPI starts the API server that was stopped, waits until it answers, and
+// starts the controllers and the scheduler anew: by themselves they would take
+// another minute of back-off to find it again. The kubelet is left to itself.
+func (n *Node) StartAPI(ctx context.Context) error {
+	if err := n.StartAgain(ctx, APIServer); err != nil {
+		return err
+	}
+	if err := Await(ctx, time.Minute, "the API server", func(ctx context.Context) error {
+		_, err := n.State(ctx)
+		return err
+	}); err != nil {
+		return err
+	}
+	for _, client := range []string{"kube-controller-manager", "kube-scheduler"} {
+		if _, err := n.cluster(ctx, nil, "restart", client); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // RestartKubelet restarts the kubelet and waits until the new one has written
 // the node's status. What the node offers is then the new one's word.
 func (n *Node) RestartKubelet(ctx context.Context) error { return n.restartKubelet(ctx, n.Stop) }

@@ -560,8 +560,14 @@ func (p *RunningPod) RestartContainer(ctx context.Context, container string) err
 	if err != nil {
 		return err
 	}
-	// The container's end may take the command with it before it is done.
-	_, ended := p.Exec(ctx, container, "kill", "-TERM", "1")
+	// Not by exec: a kubelet that is new may not know the pod yet.
+	process, err := p.Process(ctx, container)
+	if err != nil {
+		return err
+	}
+	if err := p.node.Signal(ctx, process, "TERM"); err != nil {
+		return err
+	}
 	want := before.Containers[container].Restarts + 1
 	return Await(ctx, time.Minute, fmt.Sprintf("container %s of pod %s to run anew", container, p.Name), func(ctx context.Context) error {
 		s, err := p.State(ctx)
@@ -569,7 +575,7 @@ func (p *RunningPod) RestartContainer(ctx context.Context, container string) err
 			return err
 		}
 		if c := s.Containers[container]; c.Restarts < want || !c.Ready {
-			return errors.Join(fmt.Errorf("%s, %d restarts%s", s, c.Restarts, p.why(ctx)), ended)
+			return fmt.Errorf("%s, %d restarts%s", s, c.Restarts, p.why(ctx))
 		}
 		return nil
 	})
