@@ -84,6 +84,9 @@ const (
 // GPUs before Ampere retire pages instead.
 func (g *gpu) remaps() bool { return g.Architecture >= ampere }
 
+// mostRetired is how many pages a card can retire.
+const mostRetired = 64
+
 // coupleLocked does to a GPU what the fault behind an Xid does to it. Figures
 // follow NVIDIA's description of its Xids and of memory error management.
 func (w *World) coupleLocked(g *gpu, xid uint64) {
@@ -104,7 +107,7 @@ func (w *World) coupleLocked(g *gpu, xid uint64) {
 		if g.remaps() {
 			h.RemappedUncorrectable++
 			h.RemapPending = true
-		} else {
+		} else if h.RetiredSingle+h.RetiredDouble < mostRetired {
 			h.RetiredDouble++
 			h.RetirePending = true
 		}
@@ -145,6 +148,8 @@ func (w *World) SetHealth(index int, h Health) error {
 		return fmt.Errorf("GPU %d: retired pages: %w on Ampere and later", index, NotSupported)
 	case (h.Corrected != Errors{} || h.Uncorrected != Errors{}) && !g.ecc:
 		return fmt.Errorf("GPU %d: ECC errors: %w, ECC is off", index, NotSupported)
+	case h.RetiredSingle+h.RetiredDouble > mostRetired:
+		return fmt.Errorf("GPU %d: retired pages: %w: a card retires %d at most", index, InvalidArgument, mostRetired)
 	case int(h.Recovery) >= len(recoveryNames):
 		return fmt.Errorf("GPU %d: recovery %d: %w", index, h.Recovery, InvalidArgument)
 	}
@@ -241,6 +246,26 @@ func (s *Session) RetirePending(h Handle) (bool, Return) {
 			return false, NotSupported
 		}
 		return g.health.RetirePending, Success
+	})
+}
+
+// RetiredPages are the addresses of the pages retired for a cause, a
+// nvmlPageRetirementCause_t: 0 is single bit errors, 1 a double bit error. The
+// one that is pending is among them.
+func (s *Session) RetiredPages(h Handle, cause uint32) ([]uint64, Return) {
+	return device(s, "nvmlDeviceGetRetiredPages", h, func(g *gpu) ([]uint64, Return) {
+		switch {
+		case cause > 1:
+			return nil, InvalidArgument
+		case g.remaps():
+			return nil, NotSupported
+		}
+		// Which pages they are matters to nobody, but that they differ.
+		pages := make([]uint64, []uint32{g.health.RetiredSingle, g.health.RetiredDouble}[cause])
+		for i := range pages {
+			pages[i] = uint64(2*i+int(cause)+1) << 16
+		}
+		return pages, Success
 	})
 }
 

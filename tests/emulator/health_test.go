@@ -73,11 +73,12 @@ func TestHealthThatACardCannotHave(t *testing.T) {
 		gpu int
 		h   emulator.Health
 	}{
-		"retired pages of today":           {0, emulator.Health{RetirePending: true}},
-		"remapped rows before Ampere":      {1, emulator.Health{RemapFailed: true}},
-		"errors without ECC":               {2, emulator.Health{Corrected: emulator.Errors{Aggregate: 1}}},
-		"an action that no driver asks of": {0, emulator.Health{Recovery: 99}},
-		"no such GPU":                      {3, emulator.Health{}},
+		"retired pages of today":                    {0, emulator.Health{RetirePending: true}},
+		"remapped rows before Ampere":               {1, emulator.Health{RemapFailed: true}},
+		"more retired pages than there is room for": {1, emulator.Health{RetiredSingle: 60, RetiredDouble: 5}},
+		"errors without ECC":                        {2, emulator.Health{Corrected: emulator.Errors{Aggregate: 1}}},
+		"an action that no driver asks of":          {0, emulator.Health{Recovery: 99}},
+		"no such GPU":                               {3, emulator.Health{}},
 	} {
 		if err := w.SetHealth(c.gpu, c.h); err == nil {
 			t.Errorf("not refused: %s", what)

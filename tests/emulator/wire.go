@@ -426,6 +426,19 @@ var calls = map[string]call{
 		is, r := s.RetirePending(f.handle)
 		return put(bit(is), r, func(v uint32) { f.putU32(v) })
 	}},
+	"nvmlDeviceGetRetiredPages": {serve: func(s *Session, f *frame) Return {
+		cause, room := f.u32(), int(f.u32())
+		pages, r := s.RetiredPages(f.handle, cause)
+		if r != Success {
+			return r
+		}
+		f.putInt(len(pages))
+		if len(pages) > room {
+			return InsufficientSize
+		}
+		f.putU64(pages...)
+		return Success
+	}},
 	"nvmlDeviceGetFieldValues": {serve: func(s *Session, f *frame) Return {
 		var ids []uint32
 		for len(f.in) > 0 && !f.bad {

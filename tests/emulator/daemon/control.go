@@ -10,7 +10,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"os"
 	"sync"
 
 	"example.com/gpu-agent/tests/emulator"
@@ -131,17 +130,7 @@ func (s *Server) change(do func() error) error {
 	if err := do(); err != nil {
 		return err
 	}
-	if s.Driver == "" {
-		return nil
-	}
-	m, err := install.Find(s.Driver)
-	if errors.Is(err, os.ErrNotExist) {
-		return nil
-	}
-	if err != nil {
-		return err
-	}
-	return m.Sync(s.World)
+	return install.Follow(s.Driver, s.World)
 }
 
 // Client is a connection to a daemon, for whoever runs the emulator. It may

@@ -38,6 +38,22 @@ func (m Machine) Save() error {
 	return write(m.Driver, map[string]string{record: string(data) + "\n"})
 }
 
+// Follow is Sync of the machine that Save left word of at a driver root. Where
+// there is none, nothing follows.
+func Follow(driver string, w *emulator.World) error {
+	if driver == "" {
+		return nil
+	}
+	m, err := Find(driver)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	return m.Sync(w)
+}
+
 // Find reads what Save left at a driver root; os.ErrNotExist where nothing was
 // installed.
 func Find(driver string) (Machine, error) {
@@ -52,14 +68,17 @@ func Find(driver string) (Machine, error) {
 	return m, nil
 }
 
-// Root is the driver root that a daemon's socket stands in; false where the
-// socket is somewhere else.
-func Root(socket string) (string, bool) {
+// Root is the driver root that a daemon's socket stands in, empty where it
+// stands somewhere else.
+func Root(socket string) string {
 	root, ok := strings.CutSuffix(filepath.Clean(socket), "/"+Socket)
-	if root == "" {
-		root = "/"
+	switch {
+	case !ok:
+		return ""
+	case root == "":
+		return "/"
 	}
-	return root, ok
+	return root
 }
 
 // Sync makes libraries, kernel files and device nodes those of the world as it

@@ -126,6 +126,10 @@ func TestHealthThatACardLacks(t *testing.T) {
 	waits, r := volta.GetRetiredPagesPendingStatus()
 	ok(t, r, "pages that wait")
 	want(t, "pages that wait", waits, nvml.FEATURE_ENABLED)
+	if pages, r := volta.GetRetiredPages(nvml.PAGE_RETIREMENT_CAUSE_DOUBLE_BIT_ECC_ERROR); r != nvml.SUCCESS || len(pages) != 1 || pages[0] == 0 {
+		t.Errorf("retired pages: %v, %v", pages, r)
+	}
+	want(t, "retired pages on Hopper", second(hopper.GetRetiredPages(0)), none)
 	mode, _, r := off.GetEccMode()
 	ok(t, r, "ECC mode")
 	want(t, "ECC mode", mode, nvml.FEATURE_DISABLED)

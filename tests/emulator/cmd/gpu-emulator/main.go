@@ -246,9 +246,14 @@ func serve(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	defer os.Remove(*socket)
+	// What an earlier daemon did to the files is not so in this world.
+	driver := install.Root(*socket)
+	if err := install.Follow(driver, w); err != nil {
+		l.Close()
+		return err
+	}
 	// Whoever started this may wait for the line.
 	fmt.Fprintf(out, "serving %d GPUs on %s\n", len(w.State().GPUs), *socket)
-	driver, _ := install.Root(*socket)
 	s := &daemon.Server{World: w, Driver: driver, Log: slog.New(slog.NewTextHandler(os.Stderr, nil))}
 	return s.Serve(ctx, l)
 }

@@ -32,6 +32,8 @@ type node struct {
 	t      *testing.T
 	dir    string // driver root
 	socket string
+	file   string // of the world
+	stop   func()
 }
 
 func start(t *testing.T, world string) *node {
@@ -48,28 +50,40 @@ func start(t *testing.T, world string) *node {
 	if err := os.WriteFile(file, []byte(world), 0o644); err != nil {
 		t.Fatal(err)
 	}
-	n := &node{t: t, dir: filepath.Join(root, "run/nvidia/driver")}
+	n := &node{t: t, dir: filepath.Join(root, "run/nvidia/driver"), file: file}
 	n.socket = filepath.Join(n.dir, install.Socket)
 	n.ok("install", "--root", root, "--prefix", "/run/nvidia/driver", "--libraries", built, "--world", file)
+	n.serve()
+	t.Cleanup(func() { n.stop() })
+	return n
+}
 
+// serve runs the daemon until stop is called.
+func (n *node) serve() {
+	n.t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	ready, done := make(chan struct{}, 1), make(chan error, 1)
 	go func() {
-		done <- run(ctx, []string{"serve", "--world", file, "--socket", n.socket}, signalWriter(ready))
+		done <- run(ctx, []string{"serve", "--world", n.file, "--socket", n.socket}, signalWriter(ready))
 	}()
-	t.Cleanup(func() {
+	n.stop = func() {
 		cancel()
 		if err := <-done; err != nil {
-			t.Error(err)
+			n.t.Error(err)
 		}
-	})
+	}
 	select {
 	case <-ready:
 	case err := <-done:
 		done <- err
-		t.Fatalf("serve: %v", err)
+		n.t.Fatalf("serve: %v", err)
 	}
-	return n
+}
+
+func (n *node) restart() {
+	n.t.Helper()
+	n.stop()
+	n.serve()
 }
 
 // signalWriter says when something has been written.
@@ -382,6 +396,14 @@ func TestDriverIsLoadedAsAnotherVersion(t *testing.T) {
 	cmd.Env = append(os.Environ(), "LD_LIBRARY_PATH="+old, "GPU_EMULATOR_SOCKET="+n.socket)
 	if out, err := cmd.CombinedOutput(); cmd.ProcessState == nil || cmd.ProcessState.ExitCode() != 18 {
 		t.Errorf("a library of the old version: %s, %v", out, err)
+	}
+	// A daemon that starts anew has its world's driver, and lays it.
+	n.restart()
+	if got, want := files(filepath.Join(libs, "libnvidia-ml.so*")), "libnvidia-ml.so.1 libnvidia-ml.so.570.1.2"; got != want {
+		t.Errorf("libraries %s, want %s", got, want)
+	}
+	if out, code := n.smi(); code != 0 || !strings.Contains(out, "570.1.2") {
+		t.Errorf("nvidia-smi ends with %d: %s", code, out)
 	}
 	if out, err := n.run("load", "--socket", n.socket); err == nil {
 		t.Errorf("a driver is loaded twice: %s", out)

@@ -311,6 +311,21 @@ nvmlReturn_t nvmlDeviceGetRetiredPagesPendingStatus(nvmlDevice_t d, nvmlEnableSt
     return ask_u32(__func__, device_number(d), (unsigned int *)pending);
 }
 
+nvmlReturn_t nvmlDeviceGetRetiredPages(nvmlDevice_t d, nvmlPageRetirementCause_t cause, unsigned int *count, unsigned long long *addresses)
+{
+    NEED(count && (*count == 0 || addresses));
+    struct call c;
+    begin(&c, __func__, device_number(d));
+    put_u32(&c, cause);
+    put_u32(&c, *count);
+    nvmlReturn_t r = send_call(&c);
+    if (r == NVML_SUCCESS || r == NVML_ERROR_INSUFFICIENT_SIZE)
+        *count = get_u32(&c);
+    for (unsigned int i = 0; r == NVML_SUCCESS && i < *count; i++)
+        addresses[i] = get_u64(&c);
+    return r;
+}
+
 /* As many fields as a request has room for go in one. */
 nvmlReturn_t nvmlDeviceGetFieldValues(nvmlDevice_t d, int count, nvmlFieldValue_t *values)
 {
