@@ -7,8 +7,10 @@ import (
 	"crypto/rand"
 	"crypto/sha256"
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 
@@ -30,7 +32,7 @@ const hookProgram = "nvidia-cdi-hook"
 // in place, because a claim's file may name them as long as it stands.
 //
 // Installing again what stands whole changes nothing, and what stands broken
-// is replaced. src must be executable by the host, so statically linked or
+// is replaced; half a copy of an agent that was killed meanwhile is removed. src must be executable by the host, so statically linked or
 // linked against what any host has.
 func InstallHook(src, stateDir string) (path string, err error) {
 	if !filepath.IsAbs(stateDir) {
@@ -39,6 +41,9 @@ func InstallHook(src, stateDir string) (path string, err error) {
 	sum, err := contentSum(src)
 	if err != nil {
 		return "", fmt.Errorf("install the hook program: %w", err)
+	}
+	if err := removeHalves(stateDir); err != nil {
+		return "", fmt.Errorf("remove half a copy of the hook program: %w; remove it by hand", err)
 	}
 	dir := filepath.Join(stateDir, "hooks", hex.EncodeToString(sum[:8]))
 	path = filepath.Join(dir, hookProgram)
@@ -66,6 +71,18 @@ func InstallHook(src, stateDir string) (path string, err error) {
 		return "", fmt.Errorf("install the hook program: %w", err)
 	}
 	return path, flush(dir)
+}
+
+// removeHalves removes what an agent left that was killed in InstallHook. Each
+// is as large as the program, and nobody else would ever look at it.
+func removeHalves(stateDir string) error {
+	hooks, err := fs.Glob(os.DirFS(stateDir), "hooks/*/."+hookProgram+".*.tmp")
+	for _, name := range hooks {
+		if e := os.Remove(filepath.Join(stateDir, name)); !errors.Is(e, fs.ErrNotExist) {
+			err = errors.Join(err, e)
+		}
+	}
+	return err
 }
 
 func contentSum(path string) ([]byte, error) {

@@ -252,10 +252,17 @@ func TestInstallHook(t *testing.T) {
 		t.Error("what stood whole was written again")
 	}
 
-	if err := os.Truncate(first, 1); err != nil {
-		t.Fatal(err)
+	for _, whole := range []bool{true, false} {
+		if err := os.WriteFile(filepath.Join(filepath.Dir(first), ".nvidia-cdi-hook.HALF.tmp"), []byte("o"), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		if !whole {
+			if err := os.Truncate(first, 1); err != nil {
+				t.Fatal(err)
+			}
+		}
+		install()
 	}
-	install()
 
 	write("two", 0o755)
 	second := install()
