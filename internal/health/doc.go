@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package health judges which GPUs are fit for work, from what the driver reports
+// by itself (Xids) and from what it says when asked (readings).
+//
+// It is pure: times are arguments, and the caller does all reading. Somebody
+// feeds it [Monitor.Event] and [Monitor.Reading]; [Monitor.Verdicts] says what is
+// unfit and why, [Monitor.Due] when it wants the next reading.
+//
+//	m := health.New(health.Options{})
+//	m.Reading(health.Reading{GPUs: …}, now)
+//	m.Event(gpu.Event{Kind: gpu.EventXid, GPU: "GPU-3f…", Xid: 79, GI: -1, CI: -1}, now)
+//	m.Verdicts() // GPU-3f…: Xid 79: the GPU has fallen off the bus, since …; drain …
+//
+// # Whom a fault touches
+//
+// A fault belongs to a [Subject]: a GPU, or one MIG instance. Sharing does not
+// enter: whoever holds a share of a GPU is on that GPU. Only a contained fault
+// that names an instance stays on that instance; all others take the whole GPU.
+// An Xid without a GPU takes every known one, since the driver could not say
+// which. Nothing else crosses from one GPU to another.
+//
+// # Classes and what recovers them
+//
+// Every fault but the driver's ends by a clean reading once Hold has passed since
+// the last complaint. A clean reading has an answer for that GPU and repeats no
+// complaint of that class. Some classes ask for more:
+//
+//	lost          79, a loss reported, a GPU not listed      quiet, and the figures back
+//	remap failed  64, or no spare row in a reading           quiet, and the figures back
+//	memory        48 95 140                                  quiet, and the figures back
+//	recovery      154, or a recovery action in a reading     quiet, and no action asked for
+//	firmware      61 62 119 120 143                          quiet, and no action asked for
+//	link          74 121 149                                 quiet, and no action asked for
+//	engine        69 92 (and ignored ones, once not ignored) quiet
+//	contained     63 94                                      quiet, or the instance is gone
+//	unknown xid   all others                                 quiet
+//	unreadable    any other error for this GPU               quiet
+//	driver        no driver, or another one than loaded      the first good reading
+//
+// "The figures back" means no uncorrected errors since the last reset, no row or
+// page pending, none that failed, no recovery action. These go back only by a
+// reset, so a GPU does not become fit by waiting. A figure that the card does not
+// have speaks neither way; where it has none, quiet decides.
+//
+// The uncorrected count and a pending remap are no complaint by themselves: after
+// a contained error both are there, and the GPU works on. Counting them would
+// turn each contained error into a condemned GPU.
+//
+// # Flapping
+//
+// A complaint after a clean reading doubles the hold of that fault, up to 16
+// times, if the complaint before was less than an hour ago. Complaints without a
+// clean reading between them are one and the same trouble, and only postpone its
+// end.
+//
+// # Hanging is not a fault
+//
+// A reading that timed out changes no verdict: a busy driver is slow for many
+// reasons, and the holders' containers run on. [Monitor.Waiting] says so. A missing
+// driver makes every known GPU unfit, and leaves no trace once it is back, for
+// nothing was wrong with the cards.
+//
+// # Memory
+//
+// [Monitor.Records] and [Monitor.Restore] carry faults over a restart, so that
+// restarting the agent or the kubelet heals nothing. A reboot resets every card:
+// after it only a failed remap is remembered.
+//
+// Memory is bounded: one fault per class and instance, and GPUs that only events
+// know are few and forgotten by the next reading that does not list them.
+//
+// # Sources
+//
+// The names of the Xids, and whether a reset is called for, follow NVIDIA's
+// document "XID Errors" with its Xid catalogue. The ignored list is the one of
+// NVIDIA's device plugin. Which class an Xid belongs to, whom it touches and how
+// long to wait are this package's own judgement.
+//
+// The package does not know how a reading is done, what a device or a pod is,
+// and never mends anything.
+package health

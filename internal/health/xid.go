@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package health
+
+import "slices"
+
+// Class is what kind of fault a GPU has; it decides whom it touches and what
+// recovers it. The strings are stable: they are label values of a metric and
+// lie in the state file.
+type Class string
+
+// Classes, worst first.
+const (
+	// ClassLost: the GPU does not answer, or is not listed any more.
+	ClassLost Class = "lost"
+	// ClassRemapFailed: the card has no spare row left for a broken one.
+	ClassRemapFailed Class = "remap failed"
+	// ClassMemory: memory errors that the card could not confine.
+	ClassMemory Class = "memory"
+	// ClassRecovery: the driver itself says that something must be done.
+	ClassRecovery Class = "recovery"
+	// ClassFirmware: a processor on the card has stopped or misbehaves.
+	ClassFirmware Class = "firmware"
+	// ClassLink: NVLink, or the link to the CPU.
+	ClassLink Class = "link"
+	// ClassEngine: an engine of the GPU, or what drives it, failed.
+	ClassEngine Class = "engine"
+	// ClassContained: a memory error that hit only whoever used that memory.
+	ClassContained Class = "contained"
+	// ClassUnknown: an Xid that the table does not have.
+	ClassUnknown Class = "unknown xid"
+	// ClassUnreadable: the driver answers, but with an error for this GPU.
+	ClassUnreadable Class = "unreadable"
+	// ClassDriver: there is no driver to ask. Nothing is wrong with the card.
+	ClassDriver Class = "driver"
+)
+
+// What an operator has to do; Verdict.Needs.
+const (
+	NeedsNothing = ""
+	NeedsReset   = "reset"
+	NeedsReboot  = "reboot"
+	NeedsDriver  = "driver"
+	NeedsRestart = "restart"
+)
+
+// rule is how a class behaves.
+type rule struct {
+	class Class
+	// instance: a fault that names a MIG instance concerns that one alone.
+	instance bool
+	// proof: quiet is not enough, the figures must have gone back as well.
+	proof bool
+	// boot: a reboot does not mend it, so it is remembered over one.
+	boot bool
+}
+
+// rules is in the order of severity, worst first.
+var rules = []rule{
+	{class: ClassLost, proof: true},
+	{class: ClassRemapFailed, proof: true, boot: true},
+	{class: ClassMemory, proof: true},
+	{class: ClassRecovery},
+	{class: ClassFirmware},
+	{class: ClassLink},
+	{class: ClassEngine},
+	{class: ClassContained, instance: true},
+	{class: ClassUnknown},
+	{class: ClassUnreadable},
+	{class: ClassDriver},
+}
+
+// rank returns a class's place in rules; -1 where it is none of them.
+func rank(c Class) int {
+	return slices.IndexFunc(rules, func(r rule) bool { return r.class == c })
+}
+
+// DefaultIgnored are the Xids that an application causes, which say nothing of
+// the card: the ones that NVIDIA's device plugin leaves out, too.
+var DefaultIgnored = []uint64{13, 31, 43, 45, 68, 109}
+
+// meaning is what the table says of an Xid.
+type meaning struct {
+	class Class
+	what  string // a clause without a full stop
+	do    string // an imperative
+	needs string
+}
+
+const (
+	doReset   = "drain the GPU and reset it"
+	doReboot  = "drain the node and reset the GPU or reboot"
+	doRestart = "restart the application; if it comes again, run the field diagnostics"
+)
+
+// xids is the table of driver errors.
+// The first six concern the card only where an operator has taken them
+// off the ignored list.
+var xids = map[uint64]meaning{
+	13:  {ClassEngine, "graphics engine exception, as an application's bad access causes", doRestart, NeedsNothing},
+	31:  {ClassEngine, "GPU memory page fault, as an application's bad pointer causes", doRestart, NeedsNothing},
+	43:  {ClassEngine, "GPU stopped processing an application's work", doRestart, NeedsNothing},
+	45:  {ClassEngine, "an application's channels were torn down", doRestart, NeedsNothing},
+	68:  {ClassEngine, "video decoder exception", doRestart, NeedsNothing},
+	109: {ClassEngine, "context switch timeout", doRestart, NeedsNothing},
+
+	48:  {ClassMemory, "uncorrectable (double bit) ECC error", doReset, NeedsReset},
+	61:  {ClassFirmware, "internal micro-controller breakpoint", doReset, NeedsReset},
+	62:  {ClassFirmware, "internal micro-controller halt", doReset, NeedsReset},
+	63:  {ClassContained, "a memory row or page was marked for replacement", "reset the GPU when it is next idle", NeedsNothing},
+	64:  {ClassRemapFailed, "a broken memory row or page could not be replaced", "reset the GPU; if it comes again, have the card replaced", NeedsReset},
+	69:  {ClassEngine, "graphics engine class error", doRestart, NeedsNothing},
+	74:  {ClassLink, "NVLink error", "drain the GPU and reset it; if it comes again, check the link's hardware", NeedsReset},
+	79:  {ClassLost, "the GPU has fallen off the bus", doReboot, NeedsReset},
+	92:  {ClassEngine, "high rate of corrected memory errors", "run the field diagnostics", NeedsNothing},
+	94:  {ClassContained, "contained memory error", "restart the application that was hit", NeedsNothing},
+	95:  {ClassMemory, "uncontained memory error", doReset, NeedsReset},
+	119: {ClassFirmware, "the GPU's system processor (GSP) did not answer in time", doReset, NeedsReset},
+	120: {ClassFirmware, "error of the GPU's system processor (GSP)", doReset, NeedsReset},
+	121: {ClassLink, "error of the chip-to-chip link (C2C)", "reset the GPU when it is next idle", NeedsReset},
+	140: {ClassMemory, "unrecovered ECC error", doReset, NeedsReset},
+	143: {ClassFirmware, "the GPU could not be initialised", doReset, NeedsReset},
+	149: {ClassLink, "NVLink 5 error", doReset, NeedsReset},
+	154: {ClassRecovery, "the driver says that the GPU needs recovery", "see which with nvidia-smi -q (GPU Recovery Action), then do it", NeedsReset},
+}
+
+// meaningOf returns what the table says, or that it says nothing.
+func meaningOf(xid uint64) meaning {
+	if m, ok := xids[xid]; ok {
+		return m
+	}
+	return meaning{ClassUnknown, "a driver error that this agent does not know", "look it up in NVIDIA's Xid catalogue", NeedsNothing}
+}
