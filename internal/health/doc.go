@@ -72,9 +72,18 @@
 //
 // # Sources
 //
-// The names of the Xids, and whether a reset is called for, follow NVIDIA's
-// document "XID Errors" with its Xid catalogue. The ignored list is the one of
-// NVIDIA's device plugin. Which class an Xid belongs to, whom it touches and how
+// From NVIDIA's documents: a pending remap lets unaffected applications run on and
+// new ones start, and what each recovery action asks for ("GPU Memory Error
+// Management", error recovery and response flags); 48, 63 and 64 as the three Xids
+// of page retirement ("Dynamic Page Retirement"); that a failed remap stays set
+// once there ever was one, and that remap figures cannot be asked for while a GPU
+// has MIG instances (NVML's nvmlDeviceGetRemappedRows). On such a GPU the quiet and
+// the other figures decide alone.
+//
+// The names of the Xids in the table are meant as those of NVIDIA's Xid catalogue
+// ("XID Errors"), put in this package's words; an operator should trust the
+// catalogue over them. The ignored list is that of NVIDIA's device plugin. Which
+// class an Xid belongs to, what it asks of the operator, whom it touches and how
 // long to wait are this package's own judgement.
 //
 // The package does not know how a reading is done, what a device or a pod is,

@@ -275,6 +275,9 @@ func (g *card) complain(c complaint, now time.Time) bool {
 	switch {
 	case f.over:
 		f.over, f.since = false, now
+	case c.class == ClassRecovery && c.xid == 0 && c.needs != f.needs:
+		// What the driver asks for now replaces what it asked for, and an Xid
+		// that only said that it asks for something.
 	case needsRank(c.needs) <= needsRank(f.needs):
 		return false // nothing that the operator does not know yet
 	}
@@ -284,10 +287,11 @@ func (g *card) complain(c complaint, now time.Time) bool {
 
 // needsRank orders Needs by what they cost; words of the driver's own are dear.
 func needsRank(s string) int {
-	if i := slices.Index([]string{NeedsNothing, NeedsRestart, NeedsDriver, NeedsReset}, s); i >= 0 {
+	order := []string{NeedsNothing, NeedsRestart, NeedsDriver, NeedsReset}
+	if i := slices.Index(order, s); i >= 0 {
 		return i
 	}
-	return 4
+	return len(order)
 }
 
 func clip(s string) string {
@@ -345,7 +349,7 @@ func (m *Monitor) Reading(r Reading, now time.Time) (changed bool) {
 			continue
 		}
 		changed = g.endDriver() || changed
-		changed = g.complain(complaint{key: place(ClassLost, -1, -1), detail: "the driver does not list the GPU any more", needs: NeedsReset}, now) || changed
+		changed = g.complain(complaint{key: place(ClassLost, -1, -1), detail: "the driver does not list the GPU any more", needs: NeedsNothing}, now) || changed
 	}
 	slices.Sort(hung)
 	return m.waitLocked(strings.Join(hung, "; "), now) || changed
@@ -609,6 +613,9 @@ func (m *Monitor) Restore(records []Record, sameBoot bool) {
 		f := &fault{
 			xid: r.Xid, detail: clip(r.Detail), needs: clip(r.Needs), since: r.Since, last: r.Last,
 			strikes: min(max(r.Strikes, 0), maxStrikes), over: r.Over,
+		}
+		if f.since.IsZero() {
+			f.since = f.last
 		}
 		if f.last.Before(f.since) {
 			f.last = f.since

@@ -1,0 +1,577 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package health
+
+import (
+	"encoding/json"
+	"fmt"
+	"math/rand/v2"
+	"reflect"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+const (
+	a = gpu.UUID("GPU-a")
+	b = gpu.UUID("GPU-b")
+)
+
+var t0 = time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
+
+// at is a moment that many seconds after the tests' zero.
+func at(seconds int) time.Time { return t0.Add(time.Duration(seconds) * time.Second) }
+
+func ptr(n uint64) *uint64 { return &n }
+
+// good is a GPU with nothing to complain of and two MIG instances.
+func good(u gpu.UUID) GPUReading {
+	return GPUReading{
+		Device: gpu.Device{UUID: u, MIG: gpu.MIG{Enabled: true, Instances: []gpu.Instance{{GI: 1, CI: 0}, {GI: 2, CI: 0}}}},
+		Health: &gpu.Health{Uncorrected: ptr(0)},
+	}
+}
+
+func with(gr GPUReading, change func(*GPUReading)) GPUReading {
+	change(&gr)
+	return gr
+}
+
+func sick(u gpu.UUID, h gpu.Health) GPUReading {
+	return with(good(u), func(g *GPUReading) { g.Health = &h })
+}
+
+func reading(gs ...GPUReading) Reading { return Reading{GPUs: gs} }
+
+var clean = reading(good(a), good(b))
+
+func xid(u gpu.UUID, n uint64) gpu.Event {
+	return gpu.Event{Kind: gpu.EventXid, GPU: u, Xid: n, GI: -1, CI: -1}
+}
+
+// fresh is a monitor that has seen both GPUs well.
+func fresh(t *testing.T) *Monitor {
+	t.Helper()
+	m := New(Options{})
+	if m.Reading(clean, at(-10)) {
+		t.Fatal("a clean first reading changed a verdict")
+	}
+	return m
+}
+
+// brief says who is unfit and how, without the sentences.
+func brief(m *Monitor) string {
+	var all []string
+	for _, v := range m.Verdicts() {
+		s := fmt.Sprintf("%s %s", v.GPU, v.Class)
+		if v.GI >= 0 {
+			s = fmt.Sprintf("%s/%d/%d %s", v.GPU, v.GI, v.CI, v.Class)
+		}
+		all = append(all, s)
+	}
+	return strings.Join(all, ", ")
+}
+
+func want(t *testing.T, m *Monitor, verdicts string) {
+	t.Helper()
+	if got := brief(m); got != verdicts {
+		t.Fatalf("verdicts %q, want %q", got, verdicts)
+	}
+}
+
+func TestIgnoredXidsChangeNothing(t *testing.T) {
+	for _, n := range DefaultIgnored {
+		m := fresh(t)
+		if m.Event(xid(a, n), t0) || m.Event(xid("", n), t0) {
+			t.Errorf("Xid %d changed a verdict", n)
+		}
+		want(t, m, "")
+		m = New(Options{Ignored: []uint64{}})
+		m.Reading(clean, at(-10))
+		if !m.Event(xid(a, n), t0) {
+			t.Errorf("Xid %d changed nothing though it is not ignored", n)
+		}
+		want(t, m, "GPU-a engine")
+	}
+}
+
+// TestXids walks each Xid through its recovery: bad is a reading that must keep
+// the GPU unfit however long it lasts, where the class asks for more than quiet.
+func TestXids(t *testing.T) {
+	uncorrected, failed, pending := gpu.Health{Uncorrected: ptr(1)}, gpu.Health{RemapFailed: true}, gpu.Health{RemapPending: true}
+	action := gpu.Health{Recovery: gpu.RecoveryReset}
+	for _, tc := range []struct {
+		xid  uint64
+		want Class
+		bad  []gpu.Health
+		fine []gpu.Health // readings that must not hold a GPU back
+	}{
+		{48, ClassMemory, []gpu.Health{uncorrected, pending, action, {RetirePending: true}}, []gpu.Health{{}}},
+		{61, ClassFirmware, []gpu.Health{action}, []gpu.Health{uncorrected}},
+		{62, ClassFirmware, []gpu.Health{action}, nil},
+		{63, ClassContained, nil, []gpu.Health{pending}},
+		{64, ClassRemapFailed, []gpu.Health{failed, uncorrected}, []gpu.Health{{}}},
+		{69, ClassEngine, nil, nil},
+		{74, ClassLink, []gpu.Health{action}, nil},
+		{79, ClassLost, []gpu.Health{action, uncorrected}, []gpu.Health{{}}},
+		{92, ClassEngine, nil, nil},
+		{94, ClassContained, nil, []gpu.Health{uncorrected}},
+		{95, ClassMemory, []gpu.Health{uncorrected, action}, nil},
+		{119, ClassFirmware, []gpu.Health{action}, nil},
+		{120, ClassFirmware, []gpu.Health{action}, nil},
+		{121, ClassLink, []gpu.Health{action}, nil},
+		{140, ClassMemory, []gpu.Health{uncorrected}, nil},
+		{143, ClassFirmware, []gpu.Health{action}, nil},
+		{149, ClassLink, []gpu.Health{action}, nil},
+		{154, ClassRecovery, []gpu.Health{action}, nil},
+		{4711, ClassUnknown, nil, []gpu.Health{uncorrected}},
+	} {
+		t.Run(fmt.Sprint(tc.xid), func(t *testing.T) {
+			m := fresh(t)
+			if !m.Event(xid(a, tc.xid), t0) || m.Event(xid(a, tc.xid), t0) {
+				t.Fatal("the first event is to change a verdict and its repetition is not")
+			}
+			want(t, m, "GPU-a "+string(tc.want))
+			v := m.Verdicts()[0]
+			if v.Xid != tc.xid || !v.Since.Equal(t0) || !strings.HasPrefix(v.Reason, fmt.Sprintf("Xid %d: ", tc.xid)) || !strings.Contains(v.Reason, "since 2026-03-01T12:00:00Z; ") {
+				t.Errorf("verdict %+v", v)
+			}
+			if m.Reading(clean, at(59)) {
+				t.Fatal("recovered before the hold was over")
+			}
+			if !m.Reading(clean, at(60)) {
+				t.Fatal("did not recover when the hold was over")
+			}
+			want(t, m, "")
+
+			for _, h := range tc.bad {
+				m := fresh(t)
+				m.Event(xid(a, tc.xid), t0)
+				m.Reading(reading(sick(a, h), good(b)), at(5000))
+				if got := m.Verdicts(); !slices.ContainsFunc(got, func(v Verdict) bool { return v.GPU == a && v.Class == tc.want }) {
+					t.Errorf("%+v recovered it", h)
+				}
+				m.Reading(clean, at(5060))
+				m.Reading(clean, at(10000))
+				want(t, m, "")
+			}
+			for _, h := range tc.fine {
+				m := fresh(t)
+				m.Event(xid(a, tc.xid), t0)
+				m.Reading(reading(sick(a, h), good(b)), at(60))
+				want(t, m, "")
+			}
+		})
+	}
+}
+
+func TestTableIsWhole(t *testing.T) {
+	for n, mean := range xids {
+		if rank(mean.class) < 0 || mean.what == "" || mean.do == "" || strings.HasSuffix(mean.what, ".") {
+			t.Errorf("Xid %d: %+v", n, mean)
+		}
+	}
+	for _, n := range DefaultIgnored {
+		if _, ok := xids[n]; !ok {
+			t.Errorf("Xid %d is ignored and has no meaning for those who do not ignore it", n)
+		}
+	}
+}
+
+// TestReadings has faults that only readings tell of; each lasts as long as the
+// reading does and for the hold after it, unless quick.
+func TestReadings(t *testing.T) {
+	fault := func(s string) GPUReading { return with(good(a), func(g *GPUReading) { g.Device.Fault = s }) }
+	failing := func(err error) GPUReading {
+		return with(good(a), func(g *GPUReading) { g.Health, g.Err = nil, fmt.Errorf("read it: %w", err) })
+	}
+	for _, tc := range []struct {
+		name  string
+		r     Reading
+		want  string
+		quick bool
+	}{
+		{"a fault that says lost", reading(fault("get name: "+gpu.ErrLost.Error()), good(b)), "GPU-a lost", false},
+		{"another fault", reading(fault("get name: what?"), good(b)), "GPU-a unreadable", false},
+		{"lost when its health is asked", reading(failing(gpu.ErrLost), good(b)), "GPU-a lost", false},
+		{"gone when its health is asked", reading(failing(gpu.ErrNotFound), good(b)), "GPU-a lost", false},
+		{"an error", reading(failing(gpu.ErrDriver), good(b)), "GPU-a unreadable", false},
+		{"not supported", reading(failing(gpu.ErrNotSupported), good(b)), "", true},
+		{"not listed", reading(good(b)), "GPU-a lost", false},
+		{"no spare row", reading(sick(a, gpu.Health{RemapFailed: true}), good(b)), "GPU-a remap failed", false},
+		{"a recovery action", reading(sick(a, gpu.Health{Recovery: gpu.RecoveryDrainReset}), good(b)), "GPU-a recovery", false},
+		{"counters alone", reading(sick(a, gpu.Health{Uncorrected: ptr(7), RemapPending: true, RetirePending: true}), good(b)), "", true},
+		{"no driver", Reading{Err: gpu.ErrNoDriver}, "GPU-a driver, GPU-b driver", true},
+		{"another driver", Reading{Err: gpu.ErrReloaded}, "GPU-a driver, GPU-b driver", true},
+		{"no driver for one", reading(failing(gpu.ErrNoDriver), good(b)), "GPU-a driver", true},
+		{"a nameless GPU", reading(GPUReading{Device: gpu.Device{Fault: "?"}}, good(a), good(b)), "", true},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			m := fresh(t)
+			if got := m.Reading(tc.r, t0); got != (tc.want != "") {
+				t.Errorf("changed %v", got)
+			}
+			want(t, m, tc.want)
+			if m.Reading(tc.r, at(1000)) {
+				t.Error("the same reading changed something")
+			}
+			want(t, m, tc.want)
+			if tc.quick {
+				m.Reading(clean, at(1001))
+				want(t, m, "")
+				return
+			}
+			m.Reading(clean, at(1059))
+			want(t, m, tc.want)
+			m.Reading(clean, at(1060))
+			want(t, m, "")
+		})
+	}
+}
+
+func TestInstances(t *testing.T) {
+	on := func(n uint64, gi, ci int) gpu.Event {
+		return gpu.Event{Kind: gpu.EventXid, GPU: a, Xid: n, GI: gi, CI: ci}
+	}
+	for _, tc := range []struct {
+		e    gpu.Event
+		want string
+	}{
+		{on(94, 1, 0), "GPU-a/1/0 contained"},
+		{on(63, 1, -1), "GPU-a/1/-1 contained"},
+		{on(94, -1, -1), "GPU-a contained"},
+		{on(95, 1, 0), "GPU-a memory"},
+		{on(48, 1, 0), "GPU-a memory"},
+		{on(13, 1, 0), ""},
+		{on(4711, 1, 0), "GPU-a unknown xid"},
+		{gpu.Event{Kind: gpu.EventXid, Xid: 94, GI: 1, CI: 0}, "GPU-a contained, GPU-b contained"},
+	} {
+		m := fresh(t)
+		m.Event(tc.e, t0)
+		want(t, m, tc.want)
+	}
+
+	m := fresh(t)
+	m.Event(on(94, 1, 0), t0)
+	m.Event(on(94, 2, 0), t0)
+	m.Reading(reading(with(good(a), func(g *GPUReading) { g.Device.MIG.Instances = g.Device.MIG.Instances[1:] }), good(b)), at(1))
+	want(t, m, "GPU-a/2/0 contained")
+	// A GPU that could not be described lists no instances, which says nothing.
+	m.Reading(reading(GPUReading{Device: gpu.Device{UUID: a, Fault: "?"}}, good(b)), at(2))
+	want(t, m, "GPU-a unreadable, GPU-a/2/0 contained")
+}
+
+func TestAll(t *testing.T) {
+	m := fresh(t)
+	m.Event(gpu.Event{Kind: gpu.EventXid, GPU: "GPU-stranger", Xid: 79, GI: -1, CI: -1}, t0)
+	m.Event(xid("", 79), t0)
+	want(t, m, "GPU-a lost, GPU-b lost, GPU-stranger lost")
+	m.Reading(clean, at(1))
+	want(t, m, "GPU-a lost, GPU-b lost")
+
+	m = fresh(t)
+	for _, e := range []gpu.Event{{Kind: gpu.EventLost}, {Kind: gpu.EventChanged}, {Kind: "other", GPU: a}} {
+		if m.Event(e, t0) {
+			t.Errorf("%+v changed a verdict", e)
+		}
+	}
+	m.Event(gpu.Event{Kind: gpu.EventLost, GPU: b}, t0)
+	want(t, m, "GPU-b lost")
+}
+
+func TestHangingIsNoFault(t *testing.T) {
+	m := fresh(t)
+	m.Event(xid(a, 48), t0)
+	before := m.Verdicts()
+	hung := Reading{Err: fmt.Errorf("list: %w", gpu.ErrTimeout)}
+	if !m.Reading(hung, at(100)) || m.Reading(hung, at(200)) {
+		t.Error("that it hangs is news once")
+	}
+	if what, since := m.Waiting(); what == "" || !since.Equal(at(100)) {
+		t.Errorf("waiting %q since %v", what, since)
+	}
+	if got := m.Verdicts(); !reflect.DeepEqual(got, before) {
+		t.Errorf("verdicts %+v, before it hung %+v", got, before)
+	}
+	one := with(good(b), func(g *GPUReading) { g.Health, g.Err = nil, gpu.ErrTimeout })
+	m.Reading(reading(good(a), one), at(300))
+	want(t, m, "")
+	if what, since := m.Waiting(); !strings.Contains(what, string(b)) || !since.Equal(at(100)) {
+		t.Errorf("waiting %q since %v", what, since)
+	}
+	if m.Due(at(300)).IsZero() {
+		t.Error("no reading is wanted while one hangs")
+	}
+	m.Reading(clean, at(310))
+	if what, since := m.Waiting(); what != "" || !since.IsZero() {
+		t.Errorf("waiting %q since %v after a clean reading", what, since)
+	}
+}
+
+func TestFlapping(t *testing.T) {
+	m := fresh(t)
+	now := 0
+	for i, hold := range []int{60, 120, 240, 480, 960, 960} {
+		m.Event(xid(a, 69), at(now))
+		m.Event(xid(a, 69), at(now)) // a repetition does not double
+		m.Reading(clean, at(now+hold-1))
+		want(t, m, "GPU-a engine")
+		m.Reading(clean, at(now+hold))
+		if got := brief(m); got != "" {
+			t.Fatalf("complaint %d: %s after %d s", i, got, hold)
+		}
+		now += hold + 1
+	}
+	m.Event(xid(a, 69), at(now))
+	m.Reading(clean, at(now+960))
+	m.Reading(clean, at(now+960+3601))
+	if n := len(m.Records()); n != 0 {
+		t.Errorf("%d records an hour after the last complaint", n)
+	}
+	m.Event(xid(a, 69), at(now+5000))
+	m.Reading(clean, at(now+5060))
+	want(t, m, "")
+}
+
+func TestDue(t *testing.T) {
+	m := fresh(t)
+	if d := m.Due(t0); !d.IsZero() {
+		t.Errorf("due %v while all is well", d)
+	}
+	m.Event(xid(a, 48), t0)
+	for _, tc := range []struct{ read, due int }{{0, 10}, {10, 20}, {55, 60}} {
+		m.Reading(clean, at(tc.read))
+		if d := m.Due(at(tc.read)); !d.Equal(at(tc.due)) {
+			t.Errorf("after the reading at %d: due %v, want %v", tc.read, d, at(tc.due))
+		}
+	}
+	// The clock is put back by a day.
+	if d := m.Due(at(-86400)); d.After(at(-86400 + 10)) {
+		t.Errorf("due %v, more than a probe from now", d)
+	}
+	m.Reading(clean, at(-86400))
+	m.Reading(clean, at(-86400+60))
+	want(t, m, "")
+}
+
+func TestReasons(t *testing.T) {
+	m := fresh(t)
+	m.Event(xid(a, 79), t0)
+	got := m.Verdicts()[0].Reason
+	if w := "Xid 79: the GPU has fallen off the bus, since 2026-03-01T12:00:00Z; drain the node and reset the GPU or reboot"; got != w {
+		t.Errorf("reason %q, want %q", got, w)
+	}
+	m.Event(xid(b, 154), t0)
+	m.Reading(reading(good(a), sick(b, gpu.Health{Recovery: gpu.RecoveryDrainReset})), at(1))
+	m.Reading(reading(good(a), sick(b, gpu.Health{Recovery: gpu.RecoveryReboot})), at(2))
+	v := m.Verdicts()[1]
+	if v.Needs != NeedsReboot || !strings.Contains(v.Reason, "reboot") {
+		t.Errorf("after the driver asked for a reboot: %+v", v)
+	}
+}
+
+func TestMemory(t *testing.T) {
+	m := fresh(t)
+	m.Event(xid(a, 64), t0)
+	m.Event(xid(b, 79), t0)
+	m.Event(gpu.Event{Kind: gpu.EventXid, GPU: b, Xid: 94, GI: 2, CI: 0}, t0)
+	again := New(Options{})
+	again.Restore(m.Records(), true)
+	want(t, again, "GPU-a remap failed, GPU-b lost, GPU-b/2/0 contained")
+	again.Reading(reading(good(b)), at(100))
+	want(t, again, "GPU-a lost, GPU-a remap failed")
+
+	rebooted := New(Options{})
+	rebooted.Restore(m.Records(), false)
+	want(t, rebooted, "GPU-a remap failed")
+
+	known := New(Options{})
+	known.Know(a, b, "")
+	known.Reading(reading(good(a)), t0)
+	want(t, known, "GPU-b lost")
+
+	odd := New(Options{})
+	odd.Restore([]Record{{GPU: "", Class: ClassLost}, {GPU: a, Class: "of a newer version", GI: 3, Strikes: 1 << 30}, {GPU: b, Class: ClassMemory, GI: 7}}, true)
+	want(t, odd, "GPU-a unknown xid, GPU-b memory")
+	odd.Reading(clean, t0)
+	want(t, odd, "")
+}
+
+func TestBounds(t *testing.T) {
+	m := fresh(t)
+	for i := range 5000 {
+		m.Event(xid(gpu.UUID(fmt.Sprint("GPU-", i)), 79), t0)
+		m.Event(gpu.Event{Kind: gpu.EventXid, GPU: a, Xid: 94, GI: i, CI: i}, t0)
+		m.Event(xid(b, 1000+uint64(i)), t0)
+	}
+	if n := len(m.Verdicts()); n > maxStrangers+maxFaults+2 {
+		t.Errorf("%d verdicts", n)
+	}
+	if got := brief(m); !strings.Contains(got, "GPU-a contained") {
+		t.Error("more instances than a GPU can have did not condemn it")
+	}
+	m.Reading(clean, at(1))
+	want(t, m, "GPU-a contained, GPU-b unknown xid")
+	var many []Record
+	for i := range 5000 {
+		many = append(many, Record{GPU: gpu.UUID(fmt.Sprint("GPU-", i)), Class: ClassLost})
+	}
+	m = New(Options{})
+	m.Restore(many, true)
+	if n := len(m.Records()); n != maxKnown {
+		t.Errorf("%d records, want %d", n, maxKnown)
+	}
+}
+
+func TestSeveralGoroutines(t *testing.T) {
+	m := New(Options{})
+	var wg sync.WaitGroup
+	for i := range 4 {
+		wg.Go(func() {
+			for s := range 200 {
+				m.Event(xid(a, uint64(40+s%60)), at(s))
+				m.Reading(clean, at(s))
+				m.Verdicts()
+				m.Due(at(s))
+				m.Waiting()
+				m.Restore(m.Records(), i%2 == 0)
+			}
+		})
+	}
+	wg.Wait()
+	settle(t, m, at(200))
+}
+
+// settle gives clean readings for longer than the longest hold and wants no
+// verdict after it.
+func settle(t *testing.T, m *Monitor, now time.Time) {
+	t.Helper()
+	var all []GPUReading
+	for _, r := range m.Records() {
+		if !slices.ContainsFunc(all, func(g GPUReading) bool { return g.Device.UUID == r.GPU }) {
+			all = append(all, good(r.GPU))
+		}
+	}
+	for i := range 3 {
+		m.Reading(Reading{GPUs: append(slices.Clone(all), good(a), good(b))}, now.Add(time.Duration(i)*16*DefaultHold))
+	}
+	want(t, m, "")
+}
+
+func of(m *Monitor, u gpu.UUID) (own []Verdict) {
+	for _, v := range m.Verdicts() {
+		if v.GPU == u {
+			own = append(own, v)
+		}
+	}
+	return own
+}
+
+// TestRandomWalk: what is told of one GPU never changes a verdict on the other, a
+// restart in between changes none at all, and clean readings end them all.
+func TestRandomWalk(t *testing.T) {
+	for seed := range uint64(60) {
+		rnd := rand.New(rand.NewPCG(seed, 3))
+		numbers := []uint64{13, 31, 48, 63, 64, 69, 74, 79, 94, 95, 119, 154, 999}
+		healths := []gpu.Health{{}, {Uncorrected: ptr(0)}, {Uncorrected: ptr(3)}, {RemapFailed: true}, {RemapPending: true}, {Recovery: gpu.RecoveryDrain}}
+		m, now := fresh(t), t0
+		state := map[gpu.UUID]GPUReading{a: good(a), b: good(b)}
+		for step := range 300 {
+			now = now.Add(time.Duration(rnd.IntN(40)) * time.Second)
+			u, other := a, b
+			if rnd.IntN(2) == 0 {
+				u, other = b, a
+			}
+			before, all := of(m, other), m.Verdicts()
+			changed := false
+			switch rnd.IntN(4) {
+			case 0:
+				changed = m.Event(gpu.Event{Kind: gpu.EventXid, GPU: u, Xid: numbers[rnd.IntN(len(numbers))], GI: rnd.IntN(4) - 1, CI: rnd.IntN(2) - 1}, now)
+			case 1:
+				changed = m.Event(gpu.Event{Kind: gpu.EventLost, GPU: u, GI: -1, CI: -1}, now)
+			case 2:
+				// The other GPU hangs, so that this reading says nothing of it.
+				state[u] = sick(u, healths[rnd.IntN(len(healths))])
+				mute := GPUReading{Device: gpu.Device{UUID: other}, Err: gpu.ErrTimeout}
+				m.Reading(reading(state[u], mute), now)
+				changed = !reflect.DeepEqual(all, m.Verdicts())
+			case 3:
+				next := New(Options{})
+				raw, err := json.Marshal(m.Records())
+				if err != nil {
+					t.Fatal(err)
+				}
+				var back []Record
+				if err := json.Unmarshal(raw, &back); err != nil {
+					t.Fatal(err)
+				}
+				next.Restore(back, true)
+				next.Know(a, b)
+				if x, y := m.Records(), next.Records(); !reflect.DeepEqual(x, y) {
+					t.Fatalf("seed %d step %d: records %+v came back as %+v", seed, step, x, y)
+				}
+				if x, y := all, next.Verdicts(); !reflect.DeepEqual(x, y) {
+					t.Fatalf("seed %d step %d: verdicts %+v came back as %+v", seed, step, x, y)
+				}
+				m = next
+			}
+			if got := of(m, other); !reflect.DeepEqual(got, before) {
+				t.Fatalf("seed %d step %d: what was told of %s changed %s from %+v to %+v", seed, step, u, other, before, got)
+			}
+			if differs := !reflect.DeepEqual(all, m.Verdicts()); differs != changed {
+				t.Fatalf("seed %d step %d: changed is %v, the verdicts differ: %v", seed, step, changed, differs)
+			}
+		}
+		settle(t, m, now)
+	}
+}
+
+// FuzzRestore: whatever lies in a state file and whatever the driver reports, the
+// memory is bounded and carries itself over, and a well node becomes fit.
+func FuzzRestore(f *testing.F) {
+	f.Add([]byte(`[{"gpu":"GPU-a","gi":-1,"ci":-1,"class":"lost","xid":79,"since":"2026-03-01T12:00:00Z","last":"2026-03-01T12:00:00Z"}]`), []byte{79, 0, 1, 94, 1, 9})
+	f.Add([]byte(`[{"gpu":"GPU-a","gi":5,"class":"contained","strikes":-4,"over":true},{"class":"?"},{"gpu":"x","class":"?"}]`), []byte{48})
+	f.Add([]byte(`[{"gpu":"GPU-b","class":"memory","last":"9999-01-01T00:00:00Z"}]`), []byte{})
+	f.Fuzz(func(t *testing.T, file, events []byte) {
+		var records []Record
+		if json.Unmarshal(file, &records) != nil {
+			records = nil
+		}
+		m, now := New(Options{}), t0
+		m.Restore(records, true)
+		for i, n := range events {
+			now = now.Add(time.Duration(n) * time.Second)
+			u := []gpu.UUID{a, b, "", "GPU-c"}[i%4]
+			before := of(m, b)
+			m.Event(gpu.Event{Kind: gpu.EventXid, GPU: u, Xid: uint64(n), GI: i%5 - 1, CI: i%3 - 1}, now)
+			if u != b && u != "" && !reflect.DeepEqual(before, of(m, b)) {
+				t.Fatalf("Xid %d on %s changed %s", n, u, b)
+			}
+		}
+		kept := m.Records()
+		if len(kept) > (maxKnown+maxStrangers)*maxFaults {
+			t.Fatalf("%d records", len(kept))
+		}
+		raw, err := json.Marshal(kept)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var back []Record
+		if err := json.Unmarshal(raw, &back); err != nil {
+			t.Fatal(err)
+		}
+		next := New(Options{})
+		next.Restore(back, true)
+		if again := next.Records(); !reflect.DeepEqual(kept, again) {
+			t.Fatalf("records %+v came back as %+v", kept, again)
+		}
+		if x, y := m.Verdicts(), next.Verdicts(); len(x) != len(y) {
+			t.Fatalf("verdicts %+v came back as %+v", x, y)
+		}
+		settle(t, next, now)
+	})
+}
