@@ -225,6 +225,32 @@ func (n *Node) Load(ctx context.Context, archive string) error {
 	return err
 }
 
+// LateImage makes a registry on the node's loopback that takes a pull and never
+// answers, and returns the name of an image there: whoever wants it has it
+// pulled without end. It is TestImage, and there, once arrive was called; the
+// kubelet sees that when it tries the pull again, some ten seconds later.
+func (n *Node) LateImage(ctx context.Context) (image string, arrive func(context.Context) error, err error) {
+	const registry, port = "late-registry", "5000"
+	image = "127.0.0.1:" + port + "/late:test"
+	if err := n.Start(ctx, registry, n.kit.Bin("busybox"), "nc", "-ll", "-p", port, "-e", "sleep", "1000000"); err != nil {
+		return "", nil, fmt.Errorf("start a registry: %w", err)
+	}
+	return image, func(ctx context.Context) error {
+		if _, err := n.Exec(ctx, "ctr", "--namespace", "k8s.io", "images", "tag", TestImage, image); err != nil {
+			return fmt.Errorf("let the image arrive: %w", err)
+		}
+		// What it has started for the pull ends with it.
+		p, _, err := n.ServerProcess(ctx, registry)
+		if err != nil {
+			return err
+		}
+		if _, err := n.Exec(ctx, "pkill", "-KILL", "-P", strconv.Itoa(p.PID)); err != nil {
+			return fmt.Errorf("end the pull: %w", err)
+		}
+		return n.Kill(ctx, registry)
+	}, nil
+}
+
 // State is what Kubernetes says of the node.
 type State struct {
 	Labels, Annotations map[string]string

@@ -9,6 +9,9 @@ import (
 	"os"
 	"strconv"
 	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // Process is a process of the node: PIDs are used again, and the two together
@@ -22,29 +25,79 @@ type Process struct {
 
 func (p Process) String() string { return fmt.Sprintf("PID %d, started at tick %d", p.PID, p.Start) }
 
+// End waits for the process's end and returns its moment, late by two
+// milliseconds and a look at a file at most. Before is a moment at which it was
+// still seen.
+func (n *Node) End(ctx context.Context, limit time.Duration, p Process) (before, ended time.Time, err error) {
+	ended, err = Moment(ctx, limit, "the end of "+p.String(), func(context.Context) error {
+		now := time.Now()
+		if !n.Lives(p) {
+			return nil
+		}
+		before = now
+		return errors.New("it lives")
+	})
+	return before, ended, err
+}
+
+// StartTime is when the process started, in steps of a hundredth of a second.
+func (n *Node) StartTime(p Process) (time.Time, error) {
+	var now unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &now); err != nil {
+		return time.Time{}, fmt.Errorf("read the clock: %w", err)
+	}
+	const tick = 10 * time.Millisecond // USER_HZ is 100 wherever Go runs
+	return time.Now().Add(time.Duration(p.Start)*tick - time.Duration(now.Nano())), nil
+}
+
 // Lives says whether the process still runs. It looks at one file.
 func (n *Node) Lives(p Process) bool {
 	now, err := n.process(p.PID)
 	return err == nil && now == p
 }
 
-// process reads one from the node's /proc. One that has ended and waits for its
-// parent's word counts as ended.
-func (n *Node) process(pid int) (Process, error) {
-	data, err := os.ReadFile(n.File(fmt.Sprintf("/proc/%d/stat", pid)))
+// Shim is the process by which the runtime holds a container: the parent of its
+// first process. Stopped by a signal it makes a container that cannot be ended,
+// as one is whose process is stuck inside a driver.
+func (n *Node) Shim(p Process) (Process, error) {
+	fields, err := n.stat(p.PID)
 	if err != nil {
 		return Process{}, err
 	}
-	// The command's name may hold anything, so count from its closing bracket.
-	fields := strings.Fields(string(data[strings.LastIndexByte(string(data), ')')+1:]))
-	if len(fields) < 20 {
-		return Process{}, fmt.Errorf("read /proc/%d/stat: %d fields after the name", pid, len(fields))
+	parent, err := strconv.Atoi(fields[1])
+	if err != nil {
+		return Process{}, err
+	}
+	return n.process(parent)
+}
+
+// process reads one from the node's /proc. One that has ended and waits for its
+// parent's word counts as ended.
+func (n *Node) process(pid int) (Process, error) {
+	fields, err := n.stat(pid)
+	if err != nil {
+		return Process{}, err
 	}
 	if fields[0] == "Z" || fields[0] == "X" {
 		return Process{}, fmt.Errorf("process %d has ended", pid)
 	}
 	start, err := strconv.ParseUint(fields[19], 10, 64)
 	return Process{PID: pid, Start: start}, err
+}
+
+// stat are the fields of /proc/PID/stat behind the command's name: state, parent
+// and so on.
+func (n *Node) stat(pid int) ([]string, error) {
+	data, err := os.ReadFile(n.File(fmt.Sprintf("/proc/%d/stat", pid)))
+	if err != nil {
+		return nil, err
+	}
+	// The name may hold anything, so count from its closing bracket.
+	fields := strings.Fields(string(data[strings.LastIndexByte(string(data), ')')+1:]))
+	if len(fields) < 20 {
+		return nil, fmt.Errorf("read /proc/%d/stat: %d fields after the name", pid, len(fields))
+	}
+	return fields, nil
 }
 
 // Containers are the first processes of all containers that the runtime has

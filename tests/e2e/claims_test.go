@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"example.com/gpu-agent/tests/lab"
+)
+
+// ending is the three moments at which something ends.
+type ending struct{ container, kubelet, agent time.Time }
+
+func (e ending) String() string {
+	return fmt.Sprintf("the container's end to the kubelet's release %d ms, the kubelet's release to the agent's %d ms, together %d ms",
+		e.kubelet.Sub(e.container).Milliseconds(), e.agent.Sub(e.kubelet).Milliseconds(), e.agent.Sub(e.container).Milliseconds())
+}
+
+// watchEnd waits for a container's end, for the kubelet to let its pod's devices
+// go, and for the agent to be left with so many claims.
+func (b *bench) watchEnd(pod *lab.RunningPod, p lab.Process, claims int) (e ending) {
+	b.Helper()
+	steps := []func() error{
+		func() (err error) {
+			_, e.container, err = node.End(b.ctx, time.Minute, p)
+			return err
+		},
+		func() (err error) {
+			e.kubelet, err = lab.Moment(b.ctx, waitLong, "the kubelet to let the devices of "+pod.Name+" go", func(ctx context.Context) error {
+				list, err := node.Holdings(ctx)
+				if err != nil {
+					return err
+				}
+				for _, h := range list {
+					if h.Pod == pod.Name {
+						return fmt.Errorf("it says that %s has %d of %s", pod.Name, len(h.IDs), h.Resource)
+					}
+				}
+				return nil
+			})
+			return err
+		},
+		func() (err error) {
+			e.agent, err = lab.Moment(b.ctx, waitLong, fmt.Sprintf("%d claims", claims), func(ctx context.Context) error {
+				s, err := agent.Status(ctx)
+				if err == nil && s.Claims != claims {
+					err = fmt.Errorf("the agent says: %s", s)
+				}
+				return err
+			})
+			return err
+		},
+	}
+	b.must(each(steps, func(f func() error) error { return f() }))
+	return e
+}
+
+// Claims end when their containers have ended, and not before: not while an
+// image is being pulled, not because their pod's object is gone, and also
+// though it stays. Everything runs beside everything else, on GPUs of its own.
+func TestClaims(t *testing.T) {
+	b := begin(t, `version: v1
+partitions:
+  default:
+    - devices: [0, 1]
+      mode: shared
+    - devices: [2, 3]
+      mode: shared
+      replicas: 1
+    - devices: [4, 5]
+      mode: whole
+    - devices: [6, 7]
+      mode: off
+`, map[string]int{lab.Memory: 2 * units, lab.Replicas: 2, lab.GPU: 2})
+	b.claimsBecome(0)
+
+	image, arrive, err := node.LateImage(b.ctx)
+	b.must(err)
+	arrived := false
+	b.Cleanup(func() {
+		if !arrived {
+			if err := arrive(context.Background()); err != nil {
+				b.Error(err)
+			}
+		}
+	})
+	pulling := b.create(lab.Pod{Name: "pulling",
+		Init:       []lab.Container{{Name: "init", Image: image, Pull: true, Resources: map[string]int{lab.GPU: 1}}},
+		Containers: []lab.Container{{Resources: map[string]int{lab.Memory: 20}}}})
+	both := b.create(lab.Pod{Name: "both",
+		Containers: []lab.Container{{Resources: map[string]int{lab.GPU: 1, lab.Memory: 8}}}})
+	deaf := b.create(lab.Pod{Name: "deaf", Grace: 30 * time.Second,
+		Containers: []lab.Container{{Resources: map[string]int{lab.Replicas: 2}, Then: lab.Deaf}}})
+	b.must(both.Running(b.ctx))
+	b.must(deaf.Running(b.ctx))
+	b.must(pulling.InState(b.ctx, time.Minute, "to be given its devices", func(s lab.PodState) error {
+		if s.Phase != "Pending" || s.Containers["init"].ID != "" {
+			return fmt.Errorf("%s: %w", s, lab.ErrNever)
+		}
+		if s.Containers["init"].Waiting == "" {
+			return errors.New("it waits for nothing")
+		}
+		return nil
+	}))
+	if got := len(b.inside(both, "")); got != 2 {
+		b.Errorf("a container with a whole GPU and a share of another sees %d GPUs, want 2", got)
+	}
+	const held = 5 // pulling has two, both two, deaf one
+	b.claimsBecome(held)
+	until := time.Now().Add(36 * time.Second) // a claim is young for 30 s
+
+	b.sub("a Job that is done", func(b *bench) {
+		for _, name := range []string{"job-1", "job-2"} { // the second has the first's units
+			job, err := node.CreateJob(b.ctx, lab.Pod{Name: name,
+				Containers: []lab.Container{{Resources: map[string]int{lab.Memory: units}, Then: lab.UntilTold}}})
+			b.Cleanup(func() {
+				if err := node.DeleteJob(context.Background(), name); err != nil {
+					b.Error(err)
+				}
+			})
+			b.must(err)
+			b.initRuns(job, "main")
+			p, err := job.Process(b.ctx, "")
+			b.must(err)
+			b.claimsBecome(held + 1)
+			b.must(job.Tell(b.ctx, ""))
+			b.Logf("%s: %s", name, b.watchEnd(job, p, held))
+			if s, err := job.State(b.ctx); err != nil || s.Phase != "Succeeded" {
+				b.Errorf("its pod is %s (%v), want it to be there and Succeeded", s, err)
+			}
+		}
+	})
+
+	b.sub("a pod that was deleted by force", func(b *bench) {
+		old, err := deaf.Process(b.ctx, "")
+		b.must(err)
+		// The container ignores SIGTERM, and after a second of that the kubelet
+		// has it killed. So that it outlives its pod for longer, as one does that
+		// is stuck inside a driver, the runtime's hand on it is held.
+		shim, err := node.Shim(old)
+		b.must(err)
+		b.must(node.Signal(b.ctx, shim, "STOP"))
+		letGo := sync.OnceValue(func() error { return node.Signal(context.Background(), shim, "CONT") })
+		b.Cleanup(func() {
+			if err := letGo(); err != nil {
+				b.Error(err)
+			}
+		})
+		b.must(deaf.ForceDelete(b.ctx))
+		gone := time.Now()
+		next := b.pod("next", lab.Replicas, 2) // the same two
+		// While it lives, nobody runs beside it. The Event says why.
+		said := ""
+		b.must(lab.Holds(b.ctx, 30*time.Second, "beside the container of a pod that was deleted by force", func(ctx context.Context) error {
+			if !node.Lives(old) {
+				return errors.New("it has ended, though its runtime cannot end it")
+			}
+			if p, err := next.Process(ctx, ""); err == nil {
+				return fmt.Errorf("the next holder runs as %s beside the previous one, %s", p, old)
+			}
+			s, err := agent.Status(ctx)
+			if err != nil {
+				return err
+			}
+			if s.Claims != held {
+				return fmt.Errorf("there are %d claims, want %d", s.Claims, held)
+			}
+			events, err := node.Events(ctx, "Pod", lab.PodNamespace, "next")
+			for _, e := range events {
+				if strings.Contains(e.Message, "previous holder still ending") {
+					said = e.Message
+				}
+			}
+			return err
+		}))
+		b.must(letGo())
+		before, ended, err := node.End(b.ctx, time.Minute, old)
+		b.must(err)
+		b.must(next.Running(b.ctx))
+		p, err := next.Process(b.ctx, "")
+		b.must(err)
+		began, err := node.StartTime(p)
+		b.must(err)
+		b.Logf("deleted by force, the container lived on for %.1f s; the next one's started %d ms after its end; its Event: %q",
+			ended.Sub(gone).Seconds(), began.Sub(ended).Milliseconds(), said)
+		if began.Before(before) {
+			b.Errorf("the next container started at %s, and the previous one was seen alive at %s", began.Format(time.StampMilli), before.Format(time.StampMilli))
+		}
+		if said == "" {
+			b.Errorf("no Event of the next pod says that its previous holder is still ending")
+		}
+		if got := indexes(b.inside(next, "")); !slices.Equal(got, []int{2, 3}) {
+			b.Errorf("the next pod sees the GPUs %v, want 2 and 3", got)
+		}
+	})
+
+	b.sub("an image that is being pulled", func(b *bench) {
+		b.must(lab.Holds(b.ctx, time.Until(until), "while the image is being pulled", func(ctx context.Context) error {
+			s, err := agent.Status(ctx)
+			if err == nil && s.Claims != held {
+				err = fmt.Errorf("want %d claims; the agent says: %s", held, s)
+			}
+			return err
+		}))
+		arrived = true
+		b.must(arrive(b.ctx))
+		b.must(pulling.Running(b.ctx))
+		if g := b.one(b.inside(pulling, "init")); g.Index != 4 && g.Index != 5 {
+			b.Errorf("the init container saw GPU %d, want a whole one", g.Index)
+		}
+		if g := b.one(b.inside(pulling, "main")); g.Index > 1 {
+			b.Errorf("the app container sees GPU %d, want a shared one", g.Index)
+		}
+		b.claimsBecome(held)
+		p, err := pulling.Process(b.ctx, "")
+		b.must(err)
+		b.must(pulling.Delete(b.ctx))
+		b.Logf("%s", b.watchEnd(pulling, p, held-2))
+	})
+
+	b.sub("a whole GPU and a share", func(b *bench) {
+		b.must(agent.Kill(b.ctx))
+		b.claimsBecome(held - 2)
+		b.must(both.RestartContainer(b.ctx, ""))
+		if got := len(b.inside(both, "")); got != 2 {
+			b.Errorf("after its restart the container sees %d GPUs, want 2", got)
+		}
+		p, err := both.Process(b.ctx, "")
+		b.must(err)
+		b.must(both.Delete(b.ctx))
+		b.Logf("%s", b.watchEnd(both, p, held-4))
+	})
+
+	b.must(node.DeletePods(b.ctx))
+	b.claimsBecome(0)
+	files, err := agent.CDIFiles(b.ctx)
+	b.must(err)
+	if len(files) > 0 {
+		b.Errorf("there are the CDI files %v, want none", files)
+	}
+}
