@@ -177,32 +177,61 @@ func TestKilledAtEachChange(t *testing.T) {
 		t.Run(strings.ReplaceAll(op.name, " ", "_"), func(t *testing.T) {
 			t.Parallel()
 			began := time.Now()
-			n := settled(t.Context(), t, m)
-			points, failures := 0, 0
+			ctx := inOrder(t)
+			n := settled(ctx, t, m)
+			failures := 0
 			for k := 1; ; k++ {
-				changes, killed, err := n.try(t.Context(), op, k)
+				changes, killed, err := n.try(ctx, op, k)
+				at := "not killed"
 				if killed {
-					points = k
+					at = "killed before " + n.list(changes[k-1:])
 				}
 				if err != nil {
-					at := "not killed"
-					if killed {
-						at = "killed before " + strings.ReplaceAll(changes[k-1].String(), n.dir, "")
-					}
 					t.Errorf("k = %d, %s: %v\n%s", k, at, err, n.said())
 					if failures++; failures == maxFailures {
 						t.Fatalf("given up after %d failures", failures)
 					}
 					n.end()
-					n = settled(t.Context(), t, m)
+					n = settled(ctx, t, m)
 				}
 				if !killed {
+					t.Logf("%s: killed at each of %d changes, %.1f s\nthe last time, not killed: %s",
+						op.name, k-1, time.Since(began).Seconds(), n.list(changes))
 					break
 				}
 			}
-			t.Logf("%s: killed at each of its %d changes, %.1f s", op.name, points, time.Since(began).Seconds())
 		})
 	}
+}
+
+// inOrder is the test's context, which ends soon enough for the test to clean up
+// before it would be ended with all of the program.
+func inOrder(t *testing.T) context.Context {
+	t.Helper()
+	limit, ok := t.Deadline()
+	if !ok {
+		return t.Context()
+	}
+	ctx, cancel := context.WithDeadline(t.Context(), limit.Add(-20*time.Second))
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// list names changes for people, those in a row that are alike once.
+func (n *node) list(changes []change) string {
+	var out []string
+	for i := 0; i < len(changes); {
+		row := 1
+		for i+row < len(changes) && changes[i+row] == changes[i] {
+			row++
+		}
+		s := strings.ReplaceAll(changes[i].String(), n.dir, "")
+		if row > 1 {
+			s += fmt.Sprintf(" (%d times)", row)
+		}
+		out, i = append(out, s), i+row
+	}
+	return strings.Join(out, ", ")
 }
 
 // maxFailures is how many points of an operation may fail before the rest is

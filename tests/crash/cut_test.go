@@ -49,7 +49,7 @@ func lengths(size int) (out []int) {
 // was killed, and starts the agent again.
 func TestStateCutAtEachByte(t *testing.T) {
 	m := startMachine(t)
-	ctx := t.Context()
+	ctx := inOrder(t)
 	n := cutNode(ctx, t, m)
 	n.end()
 	files, err := names(n.state)
