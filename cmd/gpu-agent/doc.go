@@ -8,6 +8,7 @@
 //	gpu-agent inventory   what the driver says of the node's GPUs
 //	gpu-agent check FILE  is a partition file right, here or on a recorded inventory
 //	gpu-agent status      what the agent on this node offers, and who holds it
+//	gpu-agent cleanup     take away what agents have left on the node
 //	gpu-agent version
 //
 // This directory turns flags into options, opens the outside worlds (driver,

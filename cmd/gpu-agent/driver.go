@@ -5,6 +5,7 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"sync"
 	"time"
 
@@ -14,9 +15,9 @@ import (
 )
 
 // lateDriver opens the driver when it is first needed, and again at the next
-// need where that failed: a node may start its driver after the agent. It is
-// never closed: the end of the process does that, and does not wait for a driver
-// that takes its time.
+// need where that failed: a node may start its driver after the agent. It is let
+// go where somebody wants to unload the driver, and not at the end: the end of the
+// process does that, and does not wait for a driver that takes its time.
 type lateDriver struct {
 	open func(context.Context) (*nvml.Driver, error)
 	// called is told of each call, for metrics.
@@ -24,11 +25,17 @@ type lateDriver struct {
 
 	mu     sync.Mutex
 	driver *nvml.Driver // guarded by mu; nil until it opened
+	letGo  bool         // guarded by mu
 }
+
+var errLetGo = fmt.Errorf("the driver was let go: %w", gpu.ErrNoDriver)
 
 func (l *lateDriver) get(ctx context.Context) (*nvml.Driver, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	if l.letGo {
+		return nil, errLetGo
+	}
 	if l.driver == nil {
 		d, err := l.open(ctx)
 		if err != nil {
@@ -37,6 +44,17 @@ func (l *lateDriver) get(ctx context.Context) (*nvml.Driver, error) {
 		l.driver = d
 	}
 	return l.driver, nil
+}
+
+// LetGo gives up every handle of the driver, for good.
+func (l *lateDriver) LetGo() error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.letGo = true
+	if l.driver == nil {
+		return nil
+	}
+	return l.driver.Close()
 }
 
 // timed runs f on the open driver and tells how it went.
@@ -60,7 +78,7 @@ func code(err error) string {
 		is   error
 		word string
 	}{
-		{gpu.ErrTimeout, "timeout"}, {gpu.ErrNoDriver, "no_driver"}, {gpu.ErrLost, "lost"},
+		{gpu.ErrTimeout, "timeout"}, {gpu.ErrReloaded, "reloaded"}, {gpu.ErrNoDriver, "no_driver"}, {gpu.ErrLost, "lost"},
 		{gpu.ErrNotSupported, "not_supported"}, {gpu.ErrNoPermission, "no_permission"}, {gpu.ErrNotFound, "not_found"},
 	} {
 		if errors.Is(err, kind.is) {
@@ -72,6 +90,10 @@ func code(err error) string {
 
 func (l *lateDriver) Inventory(ctx context.Context) (gpu.Inventory, error) {
 	return timed(ctx, l, "inventory", func(d *nvml.Driver) (gpu.Inventory, error) { return d.Inventory(ctx) })
+}
+
+func (l *lateDriver) Health(ctx context.Context, u gpu.UUID) (gpu.Health, error) {
+	return timed(ctx, l, "health", func(d *nvml.Driver) (gpu.Health, error) { return d.Health(ctx, u) })
 }
 
 func (l *lateDriver) Parts(ctx context.Context) (cdi.Parts, error) {

@@ -20,13 +20,14 @@ import (
 
 // driverFlags are those of every command that opens the driver.
 type driverFlags struct {
-	library, root, hostRoot string
+	library, root, hostRoot, proc string
 }
 
 func (d *driverFlags) register(fs *flag.FlagSet) {
 	fs.StringVar(&d.library, "nvml-library", "", "NVML's library `file` (default: sought below --driver-root)")
 	fs.StringVar(&d.root, "driver-root", "/", "`directory` where the agent sees the driver's files")
 	fs.StringVar(&d.hostRoot, "host-driver-root", "", "the same `directory` as the host sees it, for CDI files (default: --driver-root)")
+	fs.StringVar(&d.proc, "proc-root", "/proc", "the host's /proc as the agent sees it, a `directory`")
 }
 
 func (d *driverFlags) options(log *slog.Logger) nvml.Options {
@@ -34,7 +35,7 @@ func (d *driverFlags) options(log *slog.Logger) nvml.Options {
 	if host == "" {
 		host = d.root
 	}
-	return nvml.Options{Library: d.library, DriverRoot: d.root, HostDriverRoot: host, Logger: log}
+	return nvml.Options{Library: d.library, DriverRoot: d.root, HostDriverRoot: host, ProcRoot: d.proc, Logger: log}
 }
 
 func newFlags(c console, name, args, what string) *flag.FlagSet {

@@ -11,6 +11,8 @@ import (
 	"os/signal"
 	"runtime/debug"
 	"syscall"
+
+	"example.com/gpu-agent/pkg/gpu"
 )
 
 const usage = `usage: gpu-agent COMMAND [FLAGS]
@@ -19,6 +21,7 @@ const usage = `usage: gpu-agent COMMAND [FLAGS]
   inventory   print what the driver says of this node's GPUs (-o json for tools)
   check FILE  hold a partition file against this node, or against --inventory FILE
   status      print what the agent on this node offers and who holds it
+  cleanup     take away what agents have left on this node and its Node object
   version     print the version
 
 gpu-agent COMMAND -h lists the flags. Each has a twin in the environment:
@@ -37,6 +40,11 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := dispatch(ctx, console{os.Stdout, os.Stderr}, os.Args[1:])
 	stop()
+	if errors.Is(err, gpu.ErrReloaded) {
+		// The driver's library cannot be unloaded: this process becomes another.
+		fmt.Fprintln(os.Stderr, "starting anew:", err)
+		err = fmt.Errorf("start anew: %w", syscall.Exec("/proc/self/exe", os.Args, os.Environ()))
+	}
 	switch {
 	case err == nil:
 	case errors.Is(err, errUsage):
@@ -61,6 +69,8 @@ func dispatch(ctx context.Context, c console, args []string) error {
 		return check(ctx, c, rest)
 	case "status":
 		return status(ctx, c, rest)
+	case "cleanup":
+		return cleanup(ctx, c, rest)
 	case "version":
 		fmt.Fprintln(c.out, version())
 		return nil

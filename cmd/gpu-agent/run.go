@@ -12,6 +12,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime/debug"
+	"slices"
 	"strings"
 	"time"
 
@@ -19,9 +20,11 @@ import (
 	grpcstatus "google.golang.org/grpc/status"
 
 	"example.com/gpu-agent/internal/agent"
+	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/cdi/dir"
 	"example.com/gpu-agent/pkg/gpu"
@@ -41,14 +44,19 @@ const heapLimit = 24 << 20
 // thousand devices, and memory is dearer on a node than the collector's time.
 const heapGrowth = 50
 
+// storeRetry is how often the state directory is tried while another agent has it.
+const storeRetry = 200 * time.Millisecond
+
 type runFlags struct {
 	driver                        driverFlags
 	config, configMap             string
 	kubeconfig, nodeName, pod     string
 	domain, resourceDomain        string
 	unit                          memoryFlag
-	kubeletDir, cdiDir, stateDir  string
+	node                          nodeFlags
 	http                          string
+	ignoredXids                   xids
+	healthHold, healthProbe       time.Duration
 	whenBusy, logFormat, logLevel choice
 }
 
@@ -63,9 +71,11 @@ func (f *runFlags) register(fs *flag.FlagSet) {
 	fs.StringVar(&f.resourceDomain, "resource-domain", "", "`domain` of the resources alone (default: --domain)")
 	f.unit = 1024
 	fs.Var(&f.unit, "memory-unit", "`size` of one gpu-mem unit; the same on all nodes of a cluster")
-	fs.StringVar(&f.kubeletDir, "kubelet-dir", "/var/lib/kubelet", "the kubelet's `directory`")
-	fs.StringVar(&f.cdiDir, "cdi-dir", "/var/run/cdi", "`directory` that the container runtime reads CDI files from")
-	fs.StringVar(&f.stateDir, "state-dir", "/var/lib/gpu-agent", "`directory` of the agent's own files; the same path on the host")
+	f.node.register(fs)
+	f.ignoredXids = slices.Clone(health.DefaultIgnored)
+	fs.Var(&f.ignoredXids, "ignored-xids", "Xid `numbers` that do not speak against a GPU: errors of applications")
+	fs.DurationVar(&f.healthHold, "health-hold", health.DefaultHold, "`time` that a faulty GPU must be without complaint before it is offered again")
+	fs.DurationVar(&f.healthProbe, "health-probe", health.DefaultProbe, "`time` between looks at a faulty GPU")
 	fs.StringVar(&f.http, "http", ":9500", "`address` of metrics, probes and status; empty for none")
 	f.whenBusy = choice{"drain", []string{"drain", "wait"}}
 	fs.Var(&f.whenBusy, "when-busy", "what a GPU whose change waits for holders does with its idle devices: drain (withdraw) or wait (keep on offer)")
@@ -85,6 +95,9 @@ func (f *runFlags) complete() error {
 	}
 	if err := cdi.ValidateDomain(f.resourceDomain); err != nil {
 		return fmt.Errorf("--resource-domain: %w", err)
+	}
+	if f.healthHold < 0 || f.healthProbe <= 0 {
+		return errors.New("--health-hold must not be negative, and --health-probe must be positive")
 	}
 	switch {
 	case f.config != "" && f.configMap != "":
@@ -141,16 +154,27 @@ func run(ctx context.Context, c console, args []string) error {
 	log := f.logger(c)
 	log.Info("gpu-agent", "version", version(), "domain", f.domain, "memory_unit", f.unit.String())
 
-	files, err := dir.Open(f.cdiDir, f.domain)
+	files, err := dir.Open(f.node.cdiDir, f.domain)
 	if err != nil {
 		return err
 	}
-	kubelet := node.NewPodResources(f.kubeletDir)
-	defer kubelet.Close()
+	store, err := openStore(ctx, f.node.stateDir, log)
+	if err != nil {
+		return err
+	}
+	defer store.Close()
+	boot, err := node.BootID(f.driver.proc)
+	if err != nil {
+		log.Warn("cannot tell one boot of the machine from the next; faults are not remembered", "err", err)
+	}
+	witness := kubelet{node.NewPodResources(f.node.kubeletDir), f.node.kubeletDir}
+	defer witness.Close()
+	runtime := f.node.runtime(f.domain, log)
+	defer runtime.Close()
 	metrics := obs.NewMetrics(version())
 	driver := &lateDriver{called: metrics.DriverCall, open: func(ctx context.Context) (*nvml.Driver, error) {
 		o := f.driver.options(log)
-		hook, err := installHook(f.stateDir)
+		hook, err := installHook(f.node.stateDir)
 		if err != nil {
 			return nil, err
 		}
@@ -164,9 +188,11 @@ func run(ctx context.Context, c console, args []string) error {
 		ResourceDomain: f.resourceDomain,
 		MemoryUnit:     gpu.MiB(f.unit),
 		KeepOffering:   f.whenBusy.value == "wait",
-		Observer:       observer{metrics},
+		Boot:           boot,
+		Health:         health.Options{Ignored: f.ignoredXids, Hold: f.healthHold, Probe: f.healthProbe},
 		Log:            log,
 	}
+	worlds := agent.Worlds{Driver: driver, Files: files, Kubelet: witness, Runtime: runtime, Store: store, Observer: observer{metrics}}
 	if ns, name, ok := splitName(f.pod); ok {
 		options.Pod = node.PodName{Namespace: ns, Name: name}
 	}
@@ -179,13 +205,13 @@ func run(ctx context.Context, c console, args []string) error {
 		if err != nil {
 			return err
 		}
-		options.Cluster = cluster
+		worlds.Cluster = cluster
 	}
 	plugins := plugin.NewKubelet(plugin.KubeletOptions{
-		Dir: filepath.Join(f.kubeletDir, "device-plugins"), Logger: log, Observer: observer{metrics},
+		Dir: filepath.Join(f.node.kubeletDir, "device-plugins"), Logger: log, Observer: observer{metrics},
 	})
-	options.Plugins = plugins
-	loop := agent.New(options, driver, files, kubelet, cluster != nil)
+	worlds.Plugins = plugins
+	loop := agent.New(options, worlds)
 	page := obs.New(obs.Options{
 		Addr: f.http, Logger: log, Metrics: metrics,
 		Healthy: loop.Healthy,
@@ -204,9 +230,7 @@ func run(ctx context.Context, c console, args []string) error {
 	if cluster != nil {
 		g.Go(func() error { return cluster.Run(ctx) })
 		g.Go(func() error {
-			return cluster.WatchNode(ctx, func(n kube.Node) {
-				loop.SetNodeLabel(n.Labels[f.domain+"/"+agent.PartitionLabel])
-			})
+			return cluster.WatchNode(ctx, loop.SetNode)
 		})
 	}
 	g.Go(func() error { return loop.Run(ctx) })
@@ -215,6 +239,24 @@ func run(ctx context.Context, c console, args []string) error {
 	}
 	log.Info("ended; devices stay with their containers")
 	return nil
+}
+
+// openStore waits for the agent before this one, which may still be ending.
+func openStore(ctx context.Context, dir string, log *slog.Logger) (*state.Store, error) {
+	for said := false; ; said = true {
+		store, err := state.Open(dir, log)
+		if !errors.Is(err, gpu.ErrInUse) {
+			return store, err
+		}
+		if !said {
+			log.Warn("waiting for the agent before this one to end", "err", err)
+		}
+		select {
+		case <-ctx.Done():
+			return nil, err
+		case <-time.After(storeRetry):
+		}
+	}
 }
 
 // followPartitions hands the partition file to the loop whenever it changes.

@@ -13,34 +13,55 @@ import (
 	"sync/atomic"
 	"time"
 
-	"golang.org/x/sync/errgroup"
-	specs "tags.cncf.io/container-device-interface/specs-go"
-
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/health"
+	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/plugin"
-	"example.com/gpu-agent/pkg/timeslice"
+	"golang.org/x/sync/errgroup"
 )
 
 // How often the loop looks when nobody wakes it, and how long it waits for
 // others.
 const (
-	// inventoryEvery is how long a reading of the driver is believed. Events
-	// and changes of the partition cut it short.
+	// inventoryEvery is how long a reading of the driver is believed. Events,
+	// probes of faulty GPUs and changes of the partition cut it short.
 	inventoryEvery = time.Minute
-	// holdersEvery is how often the kubelet is asked who holds what, while
+	// lookPatience is how long a round waits for a reading, and driverPatience
+	// how long a reading may take: look-ups take up to five seconds on a B200
+	// with many instances. readPauseMax bounds the pause after one that failed.
+	lookPatience   = time.Second
+	driverPatience = 10 * time.Second
+	readPauseMax   = 5 * time.Second
+	// holdersEvery is how often the witnesses are asked who holds what, while
 	// anybody does; the device-plugin API has no word for "freed".
-	holdersEvery = 5 * time.Second
+	holdersEvery = 8 * time.Second
 	// holdersSoon is the same while a change waits for a holder to end.
 	holdersSoon = time.Second
-	// driverPatience bounds a reading of the driver. Look-ups take up to five
-	// seconds on a B200 with many instances.
-	driverPatience = 10 * time.Second
-	// kubeletPatience bounds a PodResources call.
+	// waitEvery is how often the runtime is asked while a container waits for the
+	// one before it on its devices.
+	waitEvery = 250 * time.Millisecond
+	// releaseWatch is how long after a container's end the kubelet is asked, every
+	// releaseLook, whether it has let go: it looks at its containers every second.
+	releaseWatch = 5 * time.Second
+	releaseLook  = 50 * time.Millisecond
+	// kubeletPatience and runtimePatience bound one question.
 	kubeletPatience = 2 * time.Second
+	runtimePatience = 4 * time.Second
+	// resendEvery is how often the same entries have the kubelet write its
+	// checkpoint again; renewPatience is how long that may take.
+	resendEvery   = 30 * time.Second
+	renewPatience = 100 * time.Millisecond
+	renewLook     = 2 * time.Millisecond
+	// namesEvery is how often the runtime is asked for names of pods that have
+	// none.
+	namesEvery = 10 * time.Second
+	// othersEvery is how often the kubelet is asked what other device plugins
+	// offer.
+	othersEvery = time.Minute
 	// answerTime is what the kubelet gets of the processor after a grant, before
 	// the claim's file is written. Nobody waits for it: the sandbox is made
 	// first, and then PreStartContainer wakes the loop at once.
@@ -48,36 +69,6 @@ const (
 	// backOffMin and backOffMax bound the pause after a failed round.
 	backOffMin, backOffMax = time.Second, 30 * time.Second
 )
-
-// Driver is what the loop needs of the hardware. pkg/gpu/nvml has it.
-type Driver interface {
-	Inventory(context.Context) (gpu.Inventory, error)
-	Parts(context.Context) (cdi.Parts, error)
-	// Events blocks and calls back for every event until ctx ends.
-	Events(context.Context, func(gpu.Event)) error
-	// SetTimeSlice wraps gpu.ErrNotSupported where the card or the driver's
-	// tool cannot.
-	SetTimeSlice(context.Context, gpu.UUID, gpu.TimeSlice) error
-}
-
-// Files is the directory of CDI files. pkg/cdi/dir has it.
-type Files interface {
-	Write(key string, spec *specs.Spec) error
-	Remove(key string) error
-	List() ([]string, error)
-	Read(key string) (*specs.Spec, error)
-}
-
-// Kubelet lists holders. internal/node has it.
-type Kubelet interface {
-	List(context.Context) (node.Listing, error)
-}
-
-// Plugins serves resources to the kubelet. plugin.Kubelet is one.
-type Plugins interface {
-	// Set makes these the resources that are served.
-	Set(map[string]plugin.Source) error
-}
 
 // State is the outcome of a partition on the node.
 type State string
@@ -100,15 +91,6 @@ type Outcome struct {
 	Message string
 }
 
-// Observer is told of what happens; it must not block. internal/obs stands
-// behind it.
-type Observer interface {
-	// GPUEvent is called for every event of the driver.
-	GPUEvent(gpu.Event)
-	// Round is called after every round.
-	Round(err error, took time.Duration)
-}
-
 // Options configure an Agent.
 type Options struct {
 	// Domain names labels, annotations and the CDI vendor.
@@ -124,31 +106,45 @@ type Options struct {
 	// comes to ending claims. Empty outside a pod: then any listing that names
 	// some pod is believed.
 	Pod node.PodName
-	// Cluster, if set, is told of the outcome.
-	Cluster  Cluster
-	Plugins  Plugins
-	Observer Observer
-	Log      *slog.Logger
+	// Boot names this run of the machine; what is remembered of another run is
+	// not believed.
+	Boot   string
+	Health health.Options
+	Log    *slog.Logger
 }
 
 // Agent is the loop and what it remembers. Use [New].
 type Agent struct {
-	opts    Options
-	names   *Names
-	driver  Driver
-	files   Files
-	kubelet Kubelet
-	desk    *desk.Desk
-	log     *slog.Logger
+	opts     Options
+	names    *Names
+	driver   Driver
+	files    Files
+	kubelet  Kubelet
+	runtime  Runtime
+	plugins  Plugins
+	store    Store
+	cluster  Cluster
+	observer Observer
+	desk     *desk.Desk
+	health   *health.Monitor
+	log      *slog.Logger
 
 	// trigger holds at most one token: somebody wants a round.
 	trigger chan struct{}
 	// soon says that wakeSoon has a round coming.
 	soon atomic.Bool
-	// news wakes report; it holds at most one token.
-	news chan struct{}
-	// stale says that the driver is to be read anew in the next round.
-	stale atomic.Bool
+	// news wakes report, and ended awaitReleases; each holds at most one token.
+	news, ended chan struct{}
+	// stale says that the driver is to be read anew in the next round, askSoon
+	// that the witnesses are to be asked.
+	stale, askSoon atomic.Bool
+	// listed is what PodResources said last.
+	listed atomic.Pointer[[]desk.Holding]
+	ends   endings
+	// written counts the claims written down since the journal was last cut.
+	written atomic.Int64
+
+	faultsMu sync.Mutex // held while the verdicts go to the desk
 
 	inputMu sync.Mutex
 	input   input // guarded by inputMu
@@ -159,11 +155,18 @@ type Agent struct {
 	// The rest belongs to the loop's goroutine.
 
 	inv       *gpu.Inventory
-	invAt     time.Time
+	reading   chan reading // one is under way
+	readAt    time.Time    // when the last one ended
+	readErr   error        // why that failed
+	readPause time.Duration
+	gone      map[gpu.UUID]time.Time // GPUs that the driver lists no more, since
+	letGo     string                 // why the driver was let go
 	parts     *cdi.Parts
 	partsErr  error
-	partsDue  bool      // the driver or its GPUs are not those that parts are of
-	usedAt    time.Time // when the kubelet was last asked who holds what
+	partsDue  bool // the driver or its GPUs are not those that parts are of
+	seen      witnesses
+	others    map[gpu.UUID]string // GPUs that somebody else offers
+	othersAt  time.Time
 	wanted    []config.Want
 	wantedGen uint64
 	partition string
@@ -171,9 +174,11 @@ type Agent struct {
 	past      map[gpu.UUID][]pastCut
 	slices    map[gpu.UUID]slice
 	serving   map[string]plugin.Source
+	removed   map[string]bool // claims whose file was taken away
 	outcome   Outcome
 	heard     bool // see Snapshot.Heard
-	swept     bool
+	swept     bool // no file of an ended claim is left
+	trim      bool // a claim has ended that may be in the journal
 }
 
 // input is the news from outside, by value.
@@ -188,6 +193,11 @@ type input struct {
 	chosen string
 	// labelKnown is false until the node has been seen, where there is one.
 	labelKnown bool
+	// letGo is why the driver is to be let go; "" where it is not.
+	letGo string
+	// migManager is the configuration that NVIDIA's MIG manager is to keep on this
+	// node; "" where it has none.
+	migManager string
 }
 
 // Snapshot is what a round left, for status and metrics. It is immutable.
@@ -205,29 +215,43 @@ type Snapshot struct {
 	// Heard says that partitions and label have been heard of, if only that
 	// there are none: from then on the outcome is worth telling.
 	Heard bool
+	// Verdicts are the GPUs that are unfit for work; Hangs is what the driver does
+	// not answer.
+	Verdicts []health.Verdict
+	Hangs    string
 	// Err is what went wrong in the round, nil if nothing did.
 	Err error
 }
 
-// New returns an agent that has not looked at anything yet. waitForLabel says
-// that somebody will call SetNodeLabel: until then no partition is chosen.
-func New(o Options, driver Driver, files Files, kubelet Kubelet, waitForLabel bool) *Agent {
+// New returns an agent that has not looked at anything yet. Where there is a
+// cluster, no partition is chosen before SetNode has been called.
+func New(o Options, w Worlds) *Agent {
 	a := &Agent{
-		opts:    o,
-		names:   ResourceNames(o.ResourceDomain),
-		driver:  driver,
-		files:   files,
-		kubelet: kubelet,
-		log:     o.Log,
-		trigger: make(chan struct{}, 1),
-		news:    make(chan struct{}, 1),
-		input:   input{labelKnown: !waitForLabel},
-		cuts:    map[gpu.UUID]Cut{},
-		past:    map[gpu.UUID][]pastCut{},
-		slices:  map[gpu.UUID]slice{},
-		serving: map[string]plugin.Source{},
-		outcome: Outcome{State: Pending, Message: "starting"},
+		opts:     o,
+		names:    ResourceNames(o.ResourceDomain),
+		driver:   w.Driver,
+		files:    w.Files,
+		kubelet:  w.Kubelet,
+		runtime:  w.Runtime,
+		plugins:  w.Plugins,
+		store:    w.Store,
+		cluster:  w.Cluster,
+		observer: w.Observer,
+		health:   health.New(o.Health),
+		log:      o.Log,
+		trigger:  make(chan struct{}, 1),
+		news:     make(chan struct{}, 1),
+		ended:    make(chan struct{}, 1),
+		input:    input{labelKnown: w.Cluster == nil},
+		gone:     map[gpu.UUID]time.Time{},
+		cuts:     map[gpu.UUID]Cut{},
+		past:     map[gpu.UUID][]pastCut{},
+		slices:   map[gpu.UUID]slice{},
+		serving:  map[string]plugin.Source{},
+		removed:  map[string]bool{},
+		outcome:  Outcome{State: Pending, Message: "starting"},
 	}
+	a.seen.resent, a.seen.stale = map[string]time.Time{}, map[string]string{}
 	a.desk = desk.New(a.wake, time.Now)
 	a.snapshot.Store(&Snapshot{Inventory: &gpu.Inventory{}, Outcome: a.outcome})
 	return a
@@ -272,9 +296,13 @@ func (a *Agent) SetFileMissing(err error) {
 	a.setInput(func(in *input) { in.fileErr = err })
 }
 
-// SetNodeLabel says which partition the node's label chooses, "" for none.
-func (a *Agent) SetNodeLabel(partition string) {
-	a.setInput(func(in *input) { in.chosen, in.labelKnown = partition, true })
+// SetNode says what the Node object says.
+func (a *Agent) SetNode(n kube.Node) {
+	a.setInput(func(in *input) {
+		in.chosen, in.labelKnown = n.Labels[a.opts.Domain+"/"+PartitionLabel], true
+		in.letGo = letGoReason(&n, a.opts.Domain)
+		in.migManager = n.Labels[migManagerLabel]
+	})
 	a.tell() // a node that was made anew has lost what we wrote on it
 }
 
@@ -291,9 +319,10 @@ func (a *Agent) Claims() []desk.Claim { return a.desk.Claims() }
 // View returns what the kubelet is told of now.
 func (a *Agent) View() *desk.View { return a.desk.View() }
 
-// Run is the loop. It returns the error of ctx when that ends.
+// Run is the loop. It returns the error of ctx when that ends, and one that wraps
+// gpu.ErrReloaded where only a new process can go on.
 func (a *Agent) Run(ctx context.Context) error {
-	a.adoptFiles()
+	a.remember()
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error {
 		// Not waited for at the end: a wait inside the driver cannot be cut
@@ -307,8 +336,10 @@ func (a *Agent) Run(ctx context.Context) error {
 			return ctx.Err()
 		}
 	})
-	if a.opts.Cluster != nil {
-		g.Go(func() error { return a.report(ctx, a.opts.Cluster) })
+	g.Go(func() error { return a.followRuntime(ctx) })
+	g.Go(func() error { return a.awaitReleases(ctx) })
+	if a.cluster != nil {
+		g.Go(func() error { return a.report(ctx, a.cluster) })
 	}
 	g.Go(func() error {
 		pause := backOffMin
@@ -318,7 +349,10 @@ func (a *Agent) Run(ctx context.Context) error {
 			if ctx.Err() != nil {
 				return ctx.Err()
 			}
-			a.opts.Observer.Round(err, time.Since(began))
+			if errors.Is(err, gpu.ErrReloaded) {
+				return err
+			}
+			a.observer.Round(err, time.Since(began))
 			wait := a.nextLook(time.Now())
 			if err != nil {
 				a.log.Error("round failed", "err", err, "again_in", pause.String())
@@ -343,12 +377,18 @@ func (a *Agent) Run(ctx context.Context) error {
 
 // nextLook says how long the loop may sleep if nobody wakes it.
 func (a *Agent) nextLook(now time.Time) time.Duration {
-	wait := inventoryEvery - now.Sub(a.invAt)
+	wait := inventoryEvery
+	if a.reading == nil && a.letGo == "" {
+		wait = a.nextReading(now).Sub(now)
+	}
 	if a.desk.Held() {
-		wait = min(wait, holdersEvery-now.Sub(a.usedAt))
+		wait = min(wait, holdersEvery-now.Sub(a.seen.at))
 	}
 	if len(a.snapshot.Load().Blocked) > 0 {
-		wait = min(wait, holdersSoon-now.Sub(a.usedAt))
+		wait = min(wait, holdersSoon-now.Sub(a.seen.at))
+	}
+	if a.someoneWaits() {
+		wait = min(wait, waitEvery)
 	}
 	for _, cuts := range a.past {
 		for _, p := range cuts {
@@ -358,12 +398,22 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 	return max(wait, 0)
 }
 
-// holdersDue says whether the kubelet is to be asked who holds what: always
-// before a GPU is cut anew, and now and then. A round that a claim has woken
-// does without: it has the claim.
+// someoneWaits reports whether a claim waits for the holder before it.
+func (a *Agent) someoneWaits() bool {
+	return slices.ContainsFunc(a.desk.Claims(), func(c desk.Claim) bool { return c.Waits != "" })
+}
+
+// unchecked reports whether there is a claim of which nobody has looked whether
+// its devices are free, or that they were not.
+func unchecked(claims []desk.Claim) bool {
+	return slices.ContainsFunc(claims, func(c desk.Claim) bool { return !c.Ready && (c.Checked.IsZero() || c.Waits != "") })
+}
+
+// holdersDue says whether the witnesses are to be asked in full: always before a
+// GPU is cut anew, when one of our containers has ended, and now and then.
 func (a *Agent) holdersDue(now time.Time, changes *Changes) bool {
-	switch since := now.Sub(a.usedAt); {
-	case len(changes.Recut) > 0, a.usedAt.IsZero():
+	switch since := now.Sub(a.seen.at); {
+	case a.askSoon.Swap(false), len(changes.Recut) > 0, a.seen.at.IsZero():
 		return true
 	case len(changes.Blocked) > 0:
 		return since >= holdersSoon
@@ -372,41 +422,21 @@ func (a *Agent) holdersDue(now time.Time, changes *Changes) bool {
 	}
 }
 
-// followDriver passes the driver's events on. Where the driver cannot tell of
-// events, the slow tick must do.
-func (a *Agent) followDriver(ctx context.Context) error {
-	pause := backOffMin
-	for {
-		err := a.driver.Events(ctx, func(e gpu.Event) {
-			a.log.Warn("GPU event", "kind", string(e.Kind), "gpu", string(e.GPU), "xid", e.Xid)
-			a.opts.Observer.GPUEvent(e)
-			a.stale.Store(true)
-			a.wake()
-		})
-		if ctx.Err() != nil {
-			return ctx.Err()
-		}
-		if errors.Is(err, gpu.ErrNotSupported) {
-			a.log.Warn("the driver tells of no events; faults are seen at the next reading", "err", err, "every", inventoryEvery.String())
-			<-ctx.Done()
-			return ctx.Err()
-		}
-		a.log.Warn("lost the driver's events", "err", err, "again_in", pause.String())
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-time.After(pause):
-		}
-		pause = min(2*pause, backOffMax)
-	}
-}
-
 // round is one look at everything and what follows from it.
 func (a *Agent) round(ctx context.Context) error {
 	in := a.heardSoFar()
 	a.heard = in.labelKnown && (in.file != nil || in.fileErr != nil)
 	var errs []error
-	if err := a.look(ctx); err != nil {
+	hangs := ""
+	if err := a.mindDriver(&in); err != nil {
+		return err
+	}
+	switch err := a.look(ctx); {
+	case errors.Is(err, gpu.ErrReloaded):
+		return err
+	case errors.Is(err, gpu.ErrTimeout) && a.inv != nil:
+		hangs = err.Error() // everything else goes on
+	case err != nil:
 		errs = append(errs, err)
 	}
 	if a.inv == nil {
@@ -414,10 +444,11 @@ func (a *Agent) round(ctx context.Context) error {
 		return errors.Join(errs...)
 	}
 	note, configErr := a.resolve()
+	a.lookAround(ctx, &in)
 	claims := a.desk.Claims()
 	changes := a.plan(claims)
-	if a.holdersDue(time.Now(), &changes) {
-		if err := a.reconcile(ctx); err != nil {
+	if full := a.holdersDue(time.Now(), &changes); full || unchecked(claims) {
+		if err := a.reconcile(ctx, full); err != nil {
 			errs = append(errs, err)
 		}
 		claims = a.desk.Claims()
@@ -431,20 +462,33 @@ func (a *Agent) round(ctx context.Context) error {
 		changes = a.plan(claims)
 	}
 	a.settle(&changes)
+	// What is withdrawn is written down before it is done: a successor must go on
+	// listing it.
+	if err := a.save(); err != nil {
+		errs = append(errs, err)
+	}
 	// Not before somebody can need them: the partitions may arrive meanwhile.
-	if a.partsDue && (a.wanted != nil || a.desk.Held()) {
+	if a.partsDue && a.letGo == "" && (a.wanted != nil || a.desk.Held()) {
 		// It takes a while to learn the parts. A fault is told before that, and
 		// so is what a new process offers: a container that comes meanwhile
 		// waits for its claim's file.
 		if err := a.serve(a.publish(viewInput{changes: &changes})); err != nil {
 			errs = append(errs, err)
 		}
-		if err := a.learnParts(ctx); err != nil {
+		if err := a.learnParts(ctx); err != nil && !errors.Is(err, gpu.ErrTimeout) {
 			errs = append(errs, err)
 		}
 	}
-	hwNote, err := a.setTimeSlices(ctx)
-	if err != nil {
+	hwNote := ""
+	if a.letGo == "" {
+		var err error
+		if hwNote, err = a.setTimeSlices(ctx); err != nil {
+			errs = append(errs, err)
+		}
+	}
+	// Files of ended claims go first: the next holder's container must not find
+	// the gate of the one before it open.
+	if err := a.sweep(); err != nil {
 		errs = append(errs, err)
 	}
 	if err := a.writeClaims(a.desk.Claims()); err != nil {
@@ -454,38 +498,13 @@ func (a *Agent) round(ctx context.Context) error {
 	if err := a.serve(v); err != nil {
 		errs = append(errs, err)
 	}
-	if err := a.sweep(); err != nil {
-		errs = append(errs, err)
-	}
 
-	err = errors.Join(errs...)
+	err := errors.Join(errs...)
+	if hangs != "" {
+		hwNote = strings.TrimPrefix(hwNote+"; hardware work waits: "+hangs, "; ")
+	}
 	a.finish(changes.Blocked, a.judge(note, hwNote, configErr, err, &changes), err)
 	return err
-}
-
-// look reads the driver if the last reading is old or something happened. On
-// failure the last reading stays.
-func (a *Agent) look(ctx context.Context) error {
-	now := time.Now()
-	stale := a.stale.Swap(false)
-	if a.inv != nil && !stale && now.Sub(a.invAt) < inventoryEvery {
-		return nil
-	}
-	cctx, cancel := context.WithTimeout(ctx, driverPatience)
-	defer cancel()
-	inv, err := a.driver.Inventory(cctx)
-	if err != nil {
-		a.stale.Store(true)
-		return fmt.Errorf("read the inventory: %w", err)
-	}
-	if err := timeslice.CheckUnit(a.opts.MemoryUnit, inv.GPUs); err != nil {
-		return err
-	}
-	if a.inv == nil || a.inv.Driver != inv.Driver || !sameGPUs(a.inv, &inv) {
-		a.partsDue = true
-	}
-	a.inv, a.invAt = keepMissing(a.inv, inv), now
-	return nil
 }
 
 // learnParts asks the driver what containers need of it. On failure what was
@@ -502,28 +521,6 @@ func (a *Agent) learnParts(ctx context.Context) error {
 		a.desk.Shut(c.Key) // written again below, if the files differ
 	}
 	return nil
-}
-
-// sameGPUs reports whether two readings have the same GPUs, each as healthy as
-// in the other.
-func sameGPUs(a, b *gpu.Inventory) bool {
-	return slices.EqualFunc(a.GPUs, b.GPUs, func(x, y gpu.Device) bool {
-		return x.UUID == y.UUID && x.Minor == y.Minor && (x.Fault == "") == (y.Fault == "")
-	})
-}
-
-// keepMissing adds the GPUs that were there before and are not any more, with
-// that as their fault: their devices must turn unhealthy, not vanish.
-func keepMissing(old *gpu.Inventory, inv gpu.Inventory) *gpu.Inventory {
-	if old != nil {
-		for _, d := range old.GPUs {
-			if inv.ByUUID(d.UUID) == nil {
-				d.Fault = "the driver does not list this GPU any more"
-				inv.GPUs = append(inv.GPUs, d)
-			}
-		}
-	}
-	return &inv
 }
 
 // resolve works out what is wanted. note is a remark for the outcome; err says
@@ -562,7 +559,7 @@ func (a *Agent) heardSoFar() input {
 }
 
 func (a *Agent) plan(claims []desk.Claim) Changes {
-	return Plan(a.inv, claims, a.wanted, a.cuts, a.names, a.opts.MemoryUnit)
+	return Plan(PlanInput{Inventory: a.inv, Claims: claims, Wanted: a.wanted, Cuts: a.cuts, Others: a.others, Names: a.names, Unit: a.opts.MemoryUnit})
 }
 
 // offersAny reports whether any of these GPUs has devices to withdraw.
@@ -610,10 +607,10 @@ func (a *Agent) serve(v *desk.View) error {
 	}
 	for _, r := range v.Resources {
 		if a.serving[r.Name] == nil {
-			a.serving[r.Name] = &source{desk: a.desk, domain: a.opts.Domain, resource: r.Name, granted: a.wakeSoon}
+			a.serving[r.Name] = &source{desk: a.desk, domain: a.opts.Domain, resource: r.Name, granted: a.granted}
 		}
 	}
-	return a.opts.Plugins.Set(a.serving)
+	return a.plugins.Set(a.serving)
 }
 
 // judge puts the round into one word and a sentence.
@@ -644,16 +641,24 @@ func (a *Agent) judge(note, hwNote string, configErr, err error, changes *Change
 
 // finish publishes what people see.
 func (a *Agent) finish(blocked []Blocked, o Outcome, err error) {
-	changed := o != a.outcome || a.heard != a.snapshot.Load().Heard
-	a.outcome = o
+	old := a.snapshot.Load()
+	verdicts := a.health.Verdicts()
+	hangs, since := a.health.Waiting()
+	if hangs != "" {
+		hangs += ", since " + since.UTC().Format(time.RFC3339)
+	}
+	changed := o != a.outcome || a.heard != old.Heard || hangs != old.Hangs || !slices.Equal(verdicts, old.Verdicts)
 	inv := a.inv
 	if inv == nil {
 		inv = &gpu.Inventory{}
 	}
 	a.snapshot.Store(&Snapshot{Inventory: inv, Cuts: a.cuts, Wanted: a.wanted, Blocked: blocked, Outcome: o,
-		Source: a.heardSoFar().source, Generation: a.wantedGen, At: time.Now(), Heard: a.heard, Err: err})
-	if changed {
+		Source: a.heardSoFar().source, Generation: a.wantedGen, At: time.Now(), Heard: a.heard, Verdicts: verdicts, Hangs: hangs, Err: err})
+	if o != a.outcome {
 		a.log.Info("partition", "name", o.Partition, "state", string(o.State), "message", o.Message)
+	}
+	a.outcome = o
+	if changed {
 		a.tell()
 	}
 }

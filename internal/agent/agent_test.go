@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"hash/fnv"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -20,8 +21,10 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/cdi/dir"
 	"example.com/gpu-agent/pkg/gpu"
@@ -41,18 +44,37 @@ type outside struct {
 	slices    map[gpu.UUID]gpu.TimeSlice
 	sliceErr  error
 	sliceAsks int
-	// The kubelet.
-	pods     []node.PodName
-	holdings []node.Holding
+	figures   map[gpu.UUID]gpu.Health
+	hang      chan struct{} // if set, Inventory waits for it, or for its deadline
+	letGo     bool
+	// The kubelet and the runtime. What is held has an entry in the checkpoint and
+	// a container that was made at the time in made.
+	pods          []node.PodName
+	holdings      []node.Holding
+	made          map[string]time.Time
+	init          []node.Holding // only in the checkpoint: init containers that have ended
+	stale         []node.Entry   // in the checkpoint until a list is sent again
+	old           []node.Container
+	deaf          bool // PodResources answers with nothing, as after a restart
+	checkpointErr error
+	runtimeErr    error
+	allocatable   map[string][]string
+	suspected     []string
 	// The API server.
 	patchErr    error
 	labels      map[string]string
 	annotations map[string]string
 	events      []string
 
-	sources chan map[string]plugin.Source
-	event   chan gpu.Event
+	condition kube.Condition
+
+	sources   chan map[string]plugin.Source
+	event     chan gpu.Event
+	container chan node.ContainerEvent
 }
+
+// runtime is the container runtime's side of outside.
+type runtime struct{ *outside }
 
 func (o *outside) with(f func()) {
 	o.mu.Lock()
@@ -60,8 +82,17 @@ func (o *outside) with(f func()) {
 	f()
 }
 
-func (o *outside) Inventory(context.Context) (gpu.Inventory, error) {
+func (o *outside) Inventory(ctx context.Context) (gpu.Inventory, error) {
 	o.mu.Lock()
+	if hang := o.hang; hang != nil {
+		o.mu.Unlock()
+		select {
+		case <-hang:
+		case <-ctx.Done():
+			return gpu.Inventory{}, fmt.Errorf("read it: %w", gpu.ErrTimeout)
+		}
+		o.mu.Lock()
+	}
 	defer o.mu.Unlock()
 	o.readings++
 	if o.err != nil {
@@ -107,10 +138,92 @@ func (o *outside) SetTimeSlice(_ context.Context, u gpu.UUID, s gpu.TimeSlice) e
 	return o.sliceErr
 }
 
+func (o *outside) Health(_ context.Context, u gpu.UUID) (gpu.Health, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.figures[u], nil
+}
+
+func (o *outside) LetGo() error {
+	o.with(func() { o.letGo = true })
+	return nil
+}
+
 func (o *outside) List(context.Context) (node.Listing, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	return node.Listing{Pods: slices.Clone(o.pods), Holdings: slices.Clone(o.holdings)}, nil
+	if o.deaf {
+		return node.Listing{}, nil
+	}
+	pods := slices.Clone(o.pods)
+	for _, h := range o.holdings {
+		pods = append(pods, node.PodName{Namespace: h.Namespace, Name: h.Pod})
+	}
+	slices.SortFunc(pods, func(a, b node.PodName) int { return strings.Compare(a.Namespace+"/"+a.Name, b.Namespace+"/"+b.Name) })
+	return node.Listing{Pods: slices.Compact(pods), Holdings: slices.Clone(o.holdings)}, nil
+}
+
+func (o *outside) Allocatable(context.Context) (map[string][]string, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.allocatable, nil
+}
+
+func (o *outside) Checkpoint() (node.Checkpoint, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	cp := node.Checkpoint{Entries: slices.Clone(o.stale), Stamp: o.stampLocked()}
+	for _, h := range slices.Concat(o.init, o.holdings) {
+		cp.Entries = append(cp.Entries, node.Entry{PodUID: "uid-" + h.Pod, Container: h.Container, Resource: h.Resource, IDs: h.IDs})
+	}
+	return cp, o.checkpointErr
+}
+
+func (o *outside) Stamp() node.Stamp {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.stampLocked()
+}
+
+// stampLocked tells one checkpoint from another by what is in it.
+func (o *outside) stampLocked() node.Stamp {
+	sum := fnv.New64()
+	fmt.Fprint(sum, o.init, o.holdings, o.stale)
+	return node.Stamp{Inode: sum.Sum64(), MTime: 1}
+}
+
+func (o runtime) Containers(context.Context) ([]node.Container, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	out := append([]node.Container{{Namespace: ownPod.Namespace, Pod: ownPod.Name, Running: true}}, o.old...)
+	for _, h := range o.holdings {
+		key := cdi.Key(h.Resource, h.IDs)
+		out = append(out, node.Container{ID: h.Pod + h.Container, PodUID: "uid-" + h.Pod, Namespace: h.Namespace, Pod: h.Pod, Name: h.Container,
+			Running: true, Created: o.made[key], Annotations: map[string]string{cdi.AnnotationName("example.com", key): h.Resource}})
+	}
+	return out, o.runtimeErr
+}
+
+func (o runtime) Pods(context.Context) (map[string]node.PodName, error) { return nil, nil }
+
+func (o runtime) Events(ctx context.Context, fn func(node.ContainerEvent)) error {
+	for {
+		select {
+		case e := <-o.container:
+			fn(e)
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+func (o *outside) Suspect(resource string) {
+	o.with(func() { o.suspected = append(o.suspected, resource) })
+}
+
+func (o *outside) SetCondition(_ context.Context, c kube.Condition) error {
+	o.with(func() { o.condition = c })
+	return nil
 }
 
 func (o *outside) PatchNode(_ context.Context, labels, annotations map[string]*string) error {
@@ -130,8 +243,8 @@ func (o *outside) PatchNode(_ context.Context, labels, annotations map[string]*s
 	return nil
 }
 
-func (o *outside) Event(_ kube.Regarding, kind kube.EventType, reason, message string) {
-	o.with(func() { o.events = append(o.events, string(kind)+" "+reason+": "+message) })
+func (o *outside) Event(r kube.Regarding, kind kube.EventType, reason, message string) {
+	o.with(func() { o.events = append(o.events, strings.TrimSpace(r.Pod+" "+string(kind)+" "+reason+": "+message)) })
 }
 
 func (o *outside) Set(want map[string]plugin.Source) error {
@@ -155,6 +268,8 @@ type bench struct {
 	dir string
 	log *bytes.Buffer
 	end func()
+	// ended waits for the end of Run with that error.
+	ended func(want error)
 }
 
 var ownPod = node.PodName{Namespace: "gpu-agent", Name: "gpu-agent-x"}
@@ -163,7 +278,8 @@ func newOutside(gpus int) *outside {
 	return &outside{
 		inv: machine(gpus), slices: map[gpu.UUID]gpu.TimeSlice{}, pods: []node.PodName{ownPod},
 		labels: map[string]string{}, annotations: map[string]string{},
-		sources: make(chan map[string]plugin.Source, 1), event: make(chan gpu.Event),
+		made: map[string]time.Time{}, figures: map[gpu.UUID]gpu.Health{},
+		sources: make(chan map[string]plugin.Source, 1), event: make(chan gpu.Event), container: make(chan node.ContainerEvent),
 	}
 }
 
@@ -175,26 +291,46 @@ func start(t *testing.T, o *outside, cdiDir, file string) *bench {
 	if err != nil {
 		t.Fatal(err)
 	}
+	store, err := state.Open(filepath.Join(cdiDir, "..", filepath.Base(cdiDir)+"-state"), slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
 	b := &bench{outside: o, t: t, dir: cdiDir, log: &bytes.Buffer{}}
 	b.Agent = New(Options{
-		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: unit, Pod: ownPod,
-		Cluster: o, Plugins: o, Observer: o, Log: slog.New(slog.NewTextHandler(b.log, nil)),
-	}, o, files, o, true)
+		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: unit, Pod: ownPod, Boot: "this",
+		Health: health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4},
+		Log:    slog.New(slog.NewTextHandler(b.log, nil)),
+	}, Worlds{Driver: o, Files: files, Kubelet: o, Runtime: runtime{o}, Plugins: o, Store: store, Cluster: o, Observer: o})
 	ctx, cancel := context.WithCancel(context.Background())
-	done := make(chan error)
+	done := make(chan error, 1)
 	go func() { done <- b.Agent.Run(ctx) }()
 	b.end = func() {
 		cancel()
-		if err := <-done; !errors.Is(err, context.Canceled) {
-			t.Errorf("Run ended with %v", err)
+		b.ended(context.Canceled)
+	}
+	b.ended = func(want error) {
+		cancel()
+		if err := <-done; !errors.Is(err, want) {
+			t.Errorf("Run ended with %v, want %v", err, want)
+		}
+		if err := store.Close(); err != nil {
+			t.Error(err)
 		}
 	}
-	b.SetNodeLabel("")
+	b.node(nil, false)
 	if file != "" {
 		b.SetFile("p.yaml", []byte(file))
 	}
 	synctest.Wait()
 	return b
+}
+
+// testHold is how long a GPU must be well before it is believed.
+const testHold = 20 * time.Second
+
+// node is what the Node object says.
+func (b *bench) node(labels map[string]string, cordoned bool) {
+	b.SetNode(kube.Node{Labels: labels, Unschedulable: cordoned})
 }
 
 func (b *bench) source(resource string) plugin.Source {
@@ -243,6 +379,7 @@ func (b *bench) hold(pod, resource string, ids ...string) {
 		b.t.Fatal(err)
 	}
 	b.with(func() {
+		b.made[key] = time.Now().Add(time.Nanosecond)
 		b.holdings = append(b.holdings, node.Holding{Namespace: "ns", Pod: pod, Container: "c", Resource: resource, IDs: ids})
 	})
 	synctest.Wait()
@@ -327,9 +464,9 @@ func TestBadFileChangesNothing(t *testing.T) {
 		b.SetFile("p.yaml", []byte(allShared))
 		b.want("applied", fourUnits, "")
 		// The label chooses; a name that the file lacks changes nothing.
-		b.SetNodeLabel("research")
+		b.node(map[string]string{"example.com/gpu.partition": "research"}, false)
 		b.want("invalid", fourUnits, "")
-		b.SetNodeLabel("")
+		b.node(nil, false)
 		b.want("applied", fourUnits, "")
 	})
 }
@@ -374,14 +511,11 @@ func TestRestartTakesClaimsOver(t *testing.T) {
 		}
 		b.end()
 
-		kept := o.holdings
-		o.with(func() { o.holdings, o.pods = nil, nil }) // the kubelet has restarted too
+		o.with(func() { o.deaf = true }) // the kubelet has restarted too
 		b = start(t, o, cdiDir, allWhole)
 		defer b.end()
-		if got := listed(b.View(), names.Units); got != "0.0x 0.1~ 0.2~ 0.3x" {
-			t.Errorf("units %s", got)
-		}
-		b.want("blocked", "0.0x 0.1~ 0.2~ 0.3x", "1")
+		// What the one before offered is listed a while longer.
+		b.want("blocked", "0.0x 0.1~ 0.2~ 0.3x 1.0x 1.1x 1.2x 1.3x", "1")
 		time.Sleep(2 * desk.UnnamedTTL) // nothing is judged by a list that lacks the agent's own pod
 		b.want("blocked", "0.0x 0.1~ 0.2~ 0.3x", "1")
 		after, err := os.ReadFile(b.files()[0])
@@ -391,7 +525,7 @@ func TestRestartTakesClaimsOver(t *testing.T) {
 		if err := b.source(names.Units).Prepare(t.Context(), ids); err != nil {
 			t.Errorf("the container cannot start again: %v", err)
 		}
-		o.with(func() { o.holdings, o.pods = kept, []node.PodName{ownPod} })
+		o.with(func() { o.deaf = false })
 		time.Sleep(holdersSoon)
 		synctest.Wait()
 		if c := b.Claims(); len(c) != 1 || c[0].Holder.Pod != "train-3" {
@@ -404,23 +538,169 @@ func TestLostGPU(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := start(t, newOutside(2), t.TempDir(), allShared)
 		defer b.end()
+		const secondIsSick = "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x"
+		b.hold("train-3", names.Units, string(uuid(1))+"::1")
+		time.Sleep(holdersEvery)
 		b.with(func() { b.outside.inv.GPUs[1].Fault = "GPU is lost" })
-		b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(1), Xid: 79}
-		b.want("applied", "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x", "")
+		b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(1), Xid: 79, GI: -1, CI: -1}
+		b.want("applied", secondIsSick, "")
+		if c := b.condition; c.Type != "example.com/GPUHealthy" || c.Status != kube.False || !strings.Contains(c.Message, "GPU 1") {
+			t.Errorf("condition %+v", c)
+		}
+		events := strings.Join(b.events, "\n")
+		if !strings.Contains(events, "\nWarning GPUUnhealthy: GPU 1") || !strings.Contains(events, "\ntrain-3 Warning GPUUnhealthy: GPU 1") {
+			t.Errorf("events:\n%s", events)
+		}
 		b.with(func() { b.outside.inv.GPUs = b.outside.inv.GPUs[:1] }) // and off the bus
 		time.Sleep(inventoryEvery)
-		b.want("applied", "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x", "")
+		b.want("applied", secondIsSick, "")
 		b.with(func() { b.outside.inv = machine(2) })
-		time.Sleep(inventoryEvery)
+		time.Sleep(inventoryEvery + testHold)
 		b.want("applied", fourUnits, "")
+		if c := b.condition; c.Status != kube.True {
+			t.Errorf("condition %+v", c)
+		}
+		if events := strings.Join(b.events, "\n"); !strings.Contains(events, "Normal GPURecovered: GPU 1") {
+			t.Errorf("events:\n%s", events)
+		}
 
 		b.with(func() { b.err = fmt.Errorf("init: %w", gpu.ErrNoDriver) })
 		time.Sleep(inventoryEvery)
-		b.want("failed", fourUnits, "")
+		b.want("failed", fourUnitsX, "")
 		b.with(func() { b.err = nil })
 		time.Sleep(backOffMax)
 		b.want("applied", fourUnits, "")
 	})
+}
+
+// A GPU that leaves is kept for its holder, and forgotten when nobody has it.
+func TestGPULeaves(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(2), t.TempDir(), allShared)
+		defer b.end()
+		b.hold("train-3", names.Units, string(uuid(1))+"::1")
+		b.with(func() { b.outside.inv.GPUs = b.outside.inv.GPUs[:1] })
+		b.event <- gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1}
+		b.want("applied", "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x", "")
+		time.Sleep(10 * time.Minute)
+		b.want("applied", "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x", "")
+		b.with(func() { b.holdings = nil })
+		time.Sleep(3 * inventoryEvery)
+		b.want("applied", "0.0 0.1 0.2 0.3", "")
+		if c := b.condition; c.Status != kube.True {
+			t.Errorf("condition %+v", c)
+		}
+		b.with(func() { b.outside.inv = machine(2) })
+		b.event <- gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1}
+		b.want("applied", fourUnits, "")
+	})
+}
+
+// A call that hangs holds up hardware work, and nothing else.
+func TestDriverHangs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(2), t.TempDir(), allShared)
+		defer b.end()
+		hang := make(chan struct{})
+		b.with(func() { b.hang = hang })
+		time.Sleep(inventoryEvery + 2*driverPatience)
+		b.hold("train-3", names.Units, string(uuid(1))+"::1")
+		b.want("applied", fourUnits, "")
+		if c := b.condition; c.Status != kube.Unknown || !strings.Contains(c.Message, "hardware work waits") {
+			t.Errorf("condition %+v", c)
+		}
+		b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(0), Xid: 79, GI: -1, CI: -1}
+		b.want("applied", "0.0x 0.1x 0.2x 0.3x 1.0 1.1 1.2 1.3", "")
+		b.with(func() { b.hang = nil })
+		close(hang)
+		time.Sleep(10 * time.Minute)
+		b.want("applied", fourUnits, "")
+		if c := b.condition; c.Status != kube.True {
+			t.Errorf("condition %+v", c)
+		}
+	})
+}
+
+// A fault outlives the process that saw it.
+func TestFaultIsRemembered(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o, dir := newOutside(2), t.TempDir()
+		b := start(t, o, dir, allShared)
+		b.with(func() { n := uint64(1); b.figures[uuid(0)] = gpu.Health{Uncorrected: &n} })
+		b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(0), Xid: 48, GI: -1, CI: -1}
+		b.want("applied", "0.0x 0.1x 0.2x 0.3x 1.0 1.1 1.2 1.3", "")
+		b.end()
+		b = start(t, o, dir, allShared)
+		defer b.end()
+		b.want("applied", "0.0x 0.1x 0.2x 0.3x 1.0 1.1 1.2 1.3", "")
+		b.with(func() { n := uint64(0); b.figures[uuid(0)] = gpu.Health{Uncorrected: &n} }) // it was reset
+		time.Sleep(10 * time.Minute)
+		b.want("applied", fourUnits, "")
+	})
+}
+
+// A process that starts on a machine whose driver is gone, or whose GPU is, knows
+// what it offered: the IDs that pods hold stay listed.
+func TestStartWithoutHardware(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o, dir := newOutside(2), t.TempDir()
+		b := start(t, o, dir, allShared)
+		b.want("applied", fourUnits, "")
+		b.end()
+		b.with(func() { b.err = fmt.Errorf("init: %w", gpu.ErrNoDriver) })
+		b = start(t, o, dir, allShared)
+		b.want("failed", fourUnitsX, "")
+		b.end()
+		b.with(func() { b.err, b.outside.inv.GPUs[1] = nil, gpu.Device{Index: 1, Fault: "GPU is lost"} })
+		b = start(t, o, dir, allShared)
+		defer b.end()
+		time.Sleep(2 * testHold)
+		b.want("applied", "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x", "")
+	})
+}
+
+// The node's label has the agent let go of the driver; what it offers is withdrawn,
+// what is held stays, and the process that may take it back is another.
+func TestDriverIsLetGo(t *testing.T) {
+	for name, want := range map[string]struct {
+		labels   map[string]string
+		cordoned bool
+		letGo    bool
+	}{
+		"NVIDIA's upgrade":            {labels: map[string]string{"nvidia.com/gpu-driver-upgrade-state": "pod-restart-required"}, letGo: true},
+		"NVIDIA's upgrade, done":      {labels: map[string]string{"nvidia.com/gpu-driver-upgrade-state": "upgrade-done"}},
+		"NVIDIA's driver manager":     {labels: map[string]string{"nvidia.com/gpu.deploy.device-plugin": "paused-for-driver-upgrade"}, letGo: true},
+		"our label on a cordoned one": {labels: map[string]string{"example.com/gpu.driver-release": "true"}, cordoned: true, letGo: true},
+		"our label alone":             {labels: map[string]string{"example.com/gpu.driver-release": "true"}},
+		"a cordon alone":              {cordoned: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				o := newOutside(2)
+				b := start(t, o, t.TempDir(), allShared)
+				b.hold("train-3", names.Units, string(uuid(1))+"::1")
+				b.node(want.labels, want.cordoned)
+				synctest.Wait()
+				if o.letGo != want.letGo {
+					t.Fatalf("let go: %v, want %v", o.letGo, want.letGo)
+				}
+				if !want.letGo {
+					b.want("applied", fourUnits, "")
+					b.end()
+					return
+				}
+				before := o.readings
+				time.Sleep(10 * time.Minute)
+				b.want("failed", fourUnitsX, "")
+				if len(b.Claims()) != 1 || len(b.files()) != 1 || o.readings != before {
+					t.Errorf("%d claims, files %v, %d readings", len(b.Claims()), b.files(), o.readings-before)
+				}
+				b.node(nil, false)
+				synctest.Wait()
+				b.ended(gpu.ErrReloaded)
+			})
+		})
+	}
 }
 
 // To learn what containers need of the driver takes a while. Neither a fault

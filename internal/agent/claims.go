@@ -3,18 +3,30 @@
 package agent
 
 import (
-	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"example.com/gpu-agent/internal/desk"
-	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 )
+
+// granted writes a claim down, before the kubelet has its answer, and has a round
+// come for it. A claim that could not be written is in the kubelet's checkpoint a
+// moment later all the same.
+func (a *Agent) granted(resource string, ids []string) {
+	if err := a.store.Append(state.Claim{Resource: resource, IDs: ids, Allocated: time.Now()}); err != nil {
+		a.log.Warn("cannot write a claim down; the kubelet's checkpoint must do", "resource", resource, "err", err)
+	}
+	a.written.Add(1)
+	a.wakeSoon()
+}
 
 // adoptFiles takes over the claims of a predecessor from their CDI files.
 func (a *Agent) adoptFiles() {
@@ -38,57 +50,32 @@ func (a *Agent) adoptFiles() {
 	}
 }
 
-// reconcile asks the kubelet who holds what.
-func (a *Agent) reconcile(ctx context.Context) error {
-	asked := time.Now()
-	a.usedAt = asked
-	cctx, cancel := context.WithTimeout(ctx, kubeletPatience)
-	defer cancel()
-	l, err := a.kubelet.List(cctx)
-	if err != nil {
-		if len(a.desk.Claims()) == 0 {
-			return nil // nobody to judge; a kubelet that is away is its own news
-		}
-		return fmt.Errorf("ask the kubelet who holds devices (claims stay as they are): %w", err)
-	}
-	var ours []desk.Holding
-	for _, h := range l.Holdings {
-		if _, ok := a.names.kind(h.Resource); ok {
-			ours = append(ours, desk.Holding{
-				Holder:   desk.Holder{Namespace: h.Namespace, Pod: h.Pod, Container: h.Container},
-				Resource: h.Resource, IDs: h.IDs,
-			})
-		}
-	}
-	trusted := l.Has(a.opts.Pod.Namespace, a.opts.Pod.Name)
-	if a.opts.Pod == (node.PodName{}) {
-		trusted = len(l.Pods) > 0
-	}
-	ended := a.desk.Reconcile(desk.Testimony{Asked: asked, Listed: ours, Trusted: trusted, Runtime: true})
-	for _, c := range ended {
-		a.swept = false
-		a.log.Info("claim ended", "claim", c.Key, "resource", c.Resource, "devices", len(c.IDs), "pod", c.Holder.String())
-	}
-	return nil
-}
-
-// writeClaims writes the CDI file of every claim that has none yet, and opens
-// its gate. The gate of a claim on a faulty GPU stays shut.
+// writeClaims opens the gate of every claim that may have its container made: the
+// CDI file stands, and nobody is left on its devices. It shuts the gate of one
+// that may not, by taking the file away.
 func (a *Agent) writeClaims(claims []desk.Claim) error {
-	if a.parts == nil {
-		return nil
-	}
 	var errs []error
 	for i := range claims {
 		c := &claims[i]
-		if c.Ready || slices.ContainsFunc(c.GPUs, a.faulty) {
-			continue
+		switch {
+		case slices.ContainsFunc(c.GPUs, a.faulty), !c.Ready && c.Waits != "":
+			a.desk.Shut(c.Key)
+			if !a.removed[c.Key] {
+				if err := a.files.Remove(c.Key); err != nil {
+					errs = append(errs, err)
+					continue
+				}
+				a.removed[c.Key] = true
+			}
+		case c.Ready, c.Checked.IsZero(), a.parts == nil:
+		default:
+			if err := a.writeClaim(c); err != nil {
+				errs = append(errs, fmt.Errorf("write the CDI file of claim %s (%s): %w", c.Key, c.Holder, err))
+				continue
+			}
+			delete(a.removed, c.Key)
+			a.desk.SetReady(c)
 		}
-		if err := a.writeClaim(c); err != nil {
-			errs = append(errs, fmt.Errorf("write the CDI file of claim %s (%s): %w", c.Key, c.Holder, err))
-			continue
-		}
-		a.desk.SetReady(c)
 	}
 	return errors.Join(errs...)
 }
@@ -104,14 +91,17 @@ func (a *Agent) writeClaim(c *desk.Claim) error {
 	return a.files.Write(c.Key, spec)
 }
 
+// faulty reports whether the driver cannot say what a container would need of a
+// GPU.
 func (a *Agent) faulty(u gpu.UUID) bool {
 	d := a.inv.ByUUID(u)
 	return d == nil || d.Fault != ""
 }
 
-// sweep removes the CDI files that no claim has, once after claims ended.
+// sweep removes the CDI files that no claim and no container has, once after
+// claims ended, and not before the witnesses have been heard.
 func (a *Agent) sweep() error {
-	if a.swept {
+	if a.swept || !a.seen.heard {
 		return nil
 	}
 	keys, err := a.files.List()
@@ -119,13 +109,61 @@ func (a *Agent) sweep() error {
 		return err
 	}
 	claims := a.desk.Claims()
+	live := func(key string) bool {
+		_, ok := slices.BinarySearchFunc(claims, key, func(c desk.Claim, k string) int { return strings.Compare(c.Key, k) })
+		return ok
+	}
 	var errs []error
 	for _, key := range keys {
-		if _, live := slices.BinarySearchFunc(claims, key, func(c desk.Claim, k string) int { return strings.Compare(c.Key, k) }); !live {
+		if !live(key) && !a.seen.used[key] {
 			errs = append(errs, a.files.Remove(key))
 		}
 	}
+	maps.DeleteFunc(a.removed, func(key string, _ bool) bool { return !live(key) })
 	err = errors.Join(errs...)
 	a.swept = err == nil
 	return err
+}
+
+// endings is when containers with claims ended, by claim, and when the kubelet
+// last let go of something: how long each step took is worth a line in the log.
+type endings struct {
+	mu sync.Mutex
+	// Guarded by mu:
+	ended map[string]time.Time
+	let   time.Time
+}
+
+// endingsKept is how long an ending is remembered.
+const endingsKept = 10 * time.Minute
+
+func (e *endings) add(key string, at time.Time) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.ended == nil {
+		e.ended = map[string]time.Time{}
+	}
+	maps.DeleteFunc(e.ended, func(_ string, was time.Time) bool { return at.Sub(was) > endingsKept })
+	e.ended[key] = at
+}
+
+func (e *endings) release(at time.Time) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.let = at
+}
+
+// since is how long ago a claim's container ended, and the kubelet let go of
+// something; "unseen" where nobody heard of it.
+func (e *endings) since(key string, now time.Time) (container, release string) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	container, release = "unseen", "unseen"
+	if at, ok := e.ended[key]; ok {
+		container = now.Sub(at).Round(time.Millisecond).String()
+		if e.let.After(at) {
+			release = now.Sub(e.let).Round(time.Millisecond).String()
+		}
+	}
+	return container, release
 }

@@ -114,35 +114,53 @@ func (c *Changes) blocks(u gpu.UUID) bool {
 	return slices.ContainsFunc(c.Blocked, func(b Blocked) bool { return b.GPU == u })
 }
 
+// PlanInput is everything that a plan is made from.
+type PlanInput struct {
+	Inventory *gpu.Inventory
+	Claims    []desk.Claim
+	Wanted    []config.Want
+	// Cuts is how the GPUs are divided now.
+	Cuts map[gpu.UUID]Cut
+	// Others is why GPUs are somebody else's to give out.
+	Others map[gpu.UUID]string
+	Names  *Names
+	Unit   gpu.MiB
+}
+
 // Plan decides which GPUs change their cut now and which must wait. It is pure.
 //
 // A GPU without a known cut that claims are on (the agent has restarted) has
 // the cut that its claims speak of. A GPU with claims keeps its cut; one
 // without takes the wanted one. GPUs that wanted does not name, or that it
 // leaves as they are, keep what they have.
-func Plan(inv *gpu.Inventory, claims []desk.Claim, wanted []config.Want, cuts map[gpu.UUID]Cut, names *Names, unit gpu.MiB) Changes {
+func Plan(in PlanInput) Changes {
 	out := Changes{Cuts: map[gpu.UUID]Cut{}}
 	want := map[gpu.UUID]config.Want{}
-	for _, w := range wanted {
+	for _, w := range in.Wanted {
 		want[w.GPU] = w
 	}
-	for i := range inv.GPUs {
-		d := &inv.GPUs[i]
-		have := cuts[d.UUID]
-		to, ok := cutOf(want[d.UUID], d, unit)
+	for i := range in.Inventory.GPUs {
+		d := &in.Inventory.GPUs[i]
+		have := in.Cuts[d.UUID]
+		to, ok := cutOf(want[d.UUID], d, in.Unit)
 		if !ok || have.sameUnits(to) {
 			to = have
 		}
-		if d.MIG.Enabled && to.Offers {
+		switch other := in.Others[d.UUID]; {
+		case !to.Offers:
+		case other != "":
+			out.Refused = append(out.Refused, describe(d)+" is not offered: "+other)
+			to = Cut{Known: true}
+		case d.MIG.Enabled:
 			// A GPU in MIG mode runs nothing but on instances.
 			out.Refused = append(out.Refused, fmt.Sprintf(
 				"%s is in MIG mode and cannot be %s: turn that off while it is idle (nvidia-smi -i %d -mig 0), or give it mode off",
 				describe(d), to.mode(), d.Index))
 			to = Cut{Known: true}
 		}
-		holders, held := holdersOf(claims, d.UUID)
+		holders, held := holdersOf(in.Claims, d.UUID)
 		if !have.Known && held {
-			have = inferCut(claims, d, to, names, unit)
+			have = inferCut(in.Claims, d, to, in.Names, in.Unit)
 		}
 		switch {
 		case have == to:
@@ -214,6 +232,9 @@ type Names struct {
 func ResourceNames(domain string) *Names {
 	return &Names{Whole: domain + "/gpu", Units: domain + "/gpu-mem", Replicas: domain + "/gpu.shared"}
 }
+
+// All is every name.
+func (n *Names) All() []string { return []string{n.Whole, n.Units, n.Replicas} }
 
 func (n *Names) of(k desk.Kind) string {
 	switch k {

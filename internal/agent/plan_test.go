@@ -135,12 +135,12 @@ func TestPlan(t *testing.T) {
 			for i, c := range tt.cuts {
 				cuts[uuid(i)] = c
 			}
-			got := Plan(inv, tt.claims, tt.wants, cuts, names, unit)
+			got := Plan(PlanInput{Inventory: inv, Claims: tt.claims, Wanted: tt.wants, Cuts: cuts, Names: names, Unit: unit})
 			if diff := cmp.Diff(tt.plan, got.text(inv)); diff != "" {
 				t.Errorf("plan (-want +got):\n%s", diff)
 			}
 			// What is planned and done leaves nothing to do.
-			again := Plan(inv, tt.claims, tt.wants, got.Cuts, names, unit)
+			again := Plan(PlanInput{Inventory: inv, Claims: tt.claims, Wanted: tt.wants, Cuts: got.Cuts, Names: names, Unit: unit})
 			if len(again.Recut) > 0 || !cmp.Equal(again.Cuts, got.Cuts) {
 				t.Errorf("a second plan re-cuts %v", again.Recut)
 			}
@@ -183,7 +183,6 @@ func TestView(t *testing.T) {
 	for _, tt := range []struct {
 		name   string
 		in     viewInput
-		fault  bool // of GPU 0
 		blocks bool // GPU 0's change waits
 		units  string
 		whole  string
@@ -194,21 +193,16 @@ func TestView(t *testing.T) {
 		{name: "about to be re-cut", in: viewInput{recutting: []gpu.UUID{uuid(0)}}, units: "0.0x 0.1x 0.2x 0.3x", whole: "1"},
 		{name: "waiting, drained", in: viewInput{claims: two, drain: true}, blocks: true, units: "0.0x 0.1~ 0.2x 0.3x", whole: "1"},
 		{name: "waiting, still offering", in: viewInput{claims: two}, blocks: true, units: "0.0 0.1 0.2 0.3", whole: "1"},
-		{name: "a broken GPU is unhealthy for its holders too, and no other is", in: viewInput{claims: two}, fault: true,
-			units: "0.0x 0.1x 0.2x 0.3x", whole: "1"},
 		{name: "nothing may be given out, held devices stay", in: viewInput{claims: two, closed: "no hook program"},
 			units: "0.0x 0.1 0.2x 0.3x", whole: "1x"},
 		{name: "what was offered before lingers", in: viewInput{past: map[gpu.UUID][]pastCut{uuid(1): {{cut: replicaCut(2)}, {cut: sharedCut}, {cut: sharedCut}}}},
 			units: "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x", whole: "1", shares: "1.0x 1.1x"},
 		{name: "a held ID that no cut has stays for its holder", in: viewInput{claims: []desk.Claim{claimed(names.Units, "a", "1::7")}},
-			units: "0.0 0.1 0.2 0.3 1.7~", whole: "1"},
+			units: "0.0 0.1 0.2 0.3 1.7~", whole: "1x"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			in := tt.in
 			in.inv, in.names = machine(2), names
-			if tt.fault {
-				in.inv.GPUs[0].Fault = "GPU is lost"
-			}
 			in.changes = &Changes{Cuts: map[gpu.UUID]Cut{uuid(0): sharedCut, uuid(1): wholeCut}}
 			if tt.blocks {
 				in.changes.Blocked = []Blocked{{GPU: uuid(0)}}
@@ -231,7 +225,7 @@ func TestPlanRefusesMIGMode(t *testing.T) {
 	inv.GPUs[3].MIG = gpu.MIG{Capable: true, Enabled: true}
 	cuts := map[gpu.UUID]Cut{uuid(3): sharedCut}
 	held := []desk.Claim{claimed(names.Units, "a", "3::1")}
-	got := Plan(inv, held, wants("shared", "shared", "off", "shared"), cuts, names, unit)
+	got := Plan(PlanInput{Inventory: inv, Claims: held, Wanted: wants("shared", "shared", "off", "shared"), Cuts: cuts, Names: names, Unit: unit})
 	if text, want := got.text(inv), "shared4!; off!; off!; shared4 waits(shared→off: ns/a)"; text != want {
 		t.Errorf("plan %s, want %s", text, want)
 	}

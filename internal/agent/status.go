@@ -7,9 +7,11 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/obs"
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -25,7 +27,16 @@ func (a *Agent) Status() obs.Status {
 			Name: snap.Outcome.Partition, State: string(snap.Outcome.State), Message: snap.Outcome.Message,
 			Source: snap.Source, Generation: snap.Generation,
 		},
-		Claims: len(claims),
+		Claims:   len(claims),
+		Hardware: snap.Hangs,
+	}
+	verdicts := map[gpu.UUID]health.Verdict{}
+	reasons := map[gpu.UUID][]string{}
+	for _, v := range snap.Verdicts { // the worst first
+		if _, ok := verdicts[v.GPU]; !ok {
+			verdicts[v.GPU] = v
+		}
+		reasons[v.GPU] = append(reasons[v.GPU], v.Reason)
 	}
 	index := map[gpu.UUID]int{}
 	for i := range snap.Inventory.GPUs {
@@ -45,8 +56,9 @@ func (a *Agent) Status() obs.Status {
 				g.UnitMiB = uint64(a.opts.MemoryUnit)
 			}
 		}
-		if d.Fault != "" {
-			g.Health, g.Reason = "unhealthy", d.Fault
+		if v, sick := verdicts[d.UUID]; sick {
+			since := v.Since
+			g.Health, g.Reason, g.Class, g.Since, g.Needs = "unhealthy", strings.Join(reasons[d.UUID], "; "), string(v.Class), &since, v.Needs
 		}
 		for _, b := range snap.Blocked {
 			if b.GPU == d.UUID {
@@ -74,7 +86,7 @@ func (a *Agent) Status() obs.Status {
 				}
 				s.GPUs[at].Holders = append(s.GPUs[at].Holders, obs.Holder{
 					Namespace: c.Holder.Namespace, Pod: c.Holder.Pod, Container: c.Holder.Container,
-					Resource: c.Resource, Units: n, Since: &since,
+					Resource: c.Resource, Units: n, Since: &since, Waits: c.Waits,
 				})
 			}
 		}

@@ -41,9 +41,9 @@ type viewInput struct {
 
 // buildView says what the kubelet is told of. It is pure.
 //
-// In order of precedence, a device is: unhealthy, if its GPU is; healthy, if a
-// claim has it (leaving, where the GPU is to change); unhealthy, if it is
-// withdrawn; else healthy.
+// In order of precedence, a device is: healthy, if a claim has it (leaving, where
+// the GPU is to change); unhealthy, if it is withdrawn; else healthy. Faults of
+// GPUs are the desk's to add.
 func buildView(in viewInput) *desk.View {
 	v := &desk.View{Rank: map[gpu.UUID]int{}}
 	lists := map[desk.Kind][]desk.Device{}
@@ -89,8 +89,13 @@ func deviceLists(in *viewInput, d *gpu.Device) map[desk.Kind][]desk.Device {
 	}
 
 	cut := in.changes.Cuts[d.UUID]
+	mixed := cut.Offers && slices.ContainsFunc(held, func(n name) bool { return n.kind != cut.Kind })
 	withdrawn, leaving := in.closed, ""
 	switch {
+	case mixed:
+		// Two kinds of devices are two promises of the same memory.
+		withdrawn = "the GPU is held as another resource"
+		leaving = withdrawn
 	case slices.Contains(in.recutting, d.UUID):
 		withdrawn = "the GPU is being cut anew"
 		leaving = withdrawn
@@ -112,8 +117,6 @@ func deviceLists(in *viewInput, d *gpu.Device) map[desk.Kind][]desk.Device {
 		listed[n] = true
 		dev := desk.Device{ID: n.id, GPU: d.UUID, Healthy: true}
 		switch {
-		case d.Fault != "":
-			dev.Healthy, dev.Reason = false, d.Fault
 		case isHeld[n]:
 			dev.Leaving, dev.Reason = leaving != "", leaving
 		case withdrawn != "":

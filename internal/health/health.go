@@ -509,10 +509,13 @@ func (m *Monitor) Verdicts() []Verdict {
 // reason is the sentence of a fault. It names when the fault began, not how long
 // ago, so that it stays the same while nothing changes.
 func (f *fault) reason(class Class) string {
-	since := f.since.UTC().Format(time.RFC3339)
+	since := ", since " + f.since.UTC().Format(time.RFC3339)
+	if f.since.IsZero() {
+		since = "" // a state file that does not say
+	}
 	if f.xid != 0 {
 		mean := meaningOf(f.xid)
-		return fmt.Sprintf("Xid %d: %s, since %s; %s", f.xid, mean.what, since, mean.do)
+		return fmt.Sprintf("Xid %d: %s%s; %s", f.xid, mean.what, since, mean.do)
 	}
 	do := map[Class]string{
 		ClassLost:        doReboot,
@@ -527,7 +530,7 @@ func (f *fault) reason(class Class) string {
 	if do == "" {
 		do = doReset
 	}
-	return fmt.Sprintf("%s: %s, since %s; %s", class, cmp.Or(f.detail, "no details are known"), since, do)
+	return fmt.Sprintf("%s: %s%s; %s", class, cmp.Or(f.detail, "no details are known"), since, do)
 }
 
 // Waiting returns which hardware work hangs and since when; an empty string
@@ -611,13 +614,10 @@ func (m *Monitor) Restore(records []Record, sameBoot bool) {
 			continue
 		}
 		f := &fault{
-			xid: r.Xid, detail: clip(r.Detail), needs: clip(r.Needs), since: r.Since, last: r.Last,
+			xid: r.Xid, detail: clip(r.Detail), needs: clip(r.Needs), since: sane(r.Since), last: sane(r.Last),
 			strikes: min(max(r.Strikes, 0), maxStrikes), over: r.Over,
 		}
-		if f.since.IsZero() {
-			f.since = f.last
-		}
-		if f.last.Before(f.since) {
+		if f.last.IsZero() {
 			f.last = f.since
 		}
 		k := place(r.Class, r.GI, r.CI)
@@ -625,4 +625,21 @@ func (m *Monitor) Restore(records []Record, sameBoot bool) {
 			g.faults[k] = f
 		}
 	}
+}
+
+// Forget drops all that is known of a GPU that has left the machine for good.
+func (m *Monitor) Forget(u gpu.UUID) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	delete(m.gpus, u)
+}
+
+// sane returns a time that can be written again: one of a year that JSON cannot
+// hold, in UTC, is no time.
+func sane(t time.Time) time.Time {
+	t = t.UTC()
+	if t.Year() < 1 || t.Year() > 9999 {
+		return time.Time{}
+	}
+	return t
 }

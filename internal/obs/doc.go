@@ -28,6 +28,8 @@
 //	gpu_info{gpu,index,model,mode}              1; join other GPU metrics with it by gpu
 //	gpu_memory_bytes{gpu}                       size of the card's memory
 //	gpu_healthy{gpu}                            1 or 0
+//	gpu_fault{gpu,class}                        1 while the GPU has a fault of that class
+//	driver_hangs                                1 while the driver does not answer
 //	gpu_blocked{gpu}                            1 while holders stand in the way of the wanted partition
 //	devices{gpu,resource,state}                 state is free, held or unhealthy
 //	claims                                      sets of devices handed out and not yet ended

@@ -115,6 +115,8 @@ var (
 	gpuInfo    = gauge("gpu_info", "A GPU's index, model and mode (whole, shared, mig, off); always 1.", "gpu", "index", "model", "mode")
 	gpuMemory  = gauge("gpu_memory_bytes", "Size of the GPU's memory, what the driver keeps for itself included.", "gpu")
 	gpuHealthy = gauge("gpu_healthy", "Whether the GPU is healthy: 1 or 0.", "gpu")
+	gpuFault   = gauge("gpu_fault", "A fault of the GPU by its class; 1 while there is one.", "gpu", "class")
+	hangs      = gauge("driver_hangs", "Whether the driver does not answer, so that hardware work waits: 1 or 0.")
 	gpuBlocked = gauge("gpu_blocked", "Whether the wanted change of the GPU waits for holders: 1 or 0.", "gpu")
 	devices    = gauge("devices", "Devices on offer to the kubelet: free, held, or unhealthy and held by nobody.", "gpu", "resource", "state")
 	claims     = gauge("claims", "Sets of devices that were handed out and have not ended.")
@@ -131,7 +133,7 @@ type view struct {
 // Describe sends what Collect can send, so that the registry finds a clash of
 // names at the start.
 func (v view) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{buildInfo, driverInfo, gpuInfo, gpuMemory, gpuHealthy, gpuBlocked,
+	for _, d := range []*prometheus.Desc{buildInfo, driverInfo, gpuInfo, gpuMemory, gpuHealthy, gpuFault, hangs, gpuBlocked,
 		devices, claims, partition, generation} {
 		out <- d
 	}
@@ -148,6 +150,7 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 		send(driverInfo, 1, s.Driver, s.CUDA)
 	}
 	send(claims, float64(s.Claims))
+	send(hangs, truth(s.Hardware != ""))
 	send(generation, float64(s.Partition.Generation))
 	if s.Partition.State != "" {
 		for _, state := range PartitionStates {
@@ -164,6 +167,9 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 		send(gpuInfo, 1, g.UUID, strconv.Itoa(g.Index), g.Model, g.Mode)
 		send(gpuMemory, float64(g.MemoryMiB)*(1<<20), g.UUID)
 		send(gpuHealthy, truth(g.Health == Healthy), g.UUID)
+		if g.Class != "" {
+			send(gpuFault, 1, g.UUID, g.Class)
+		}
 		send(gpuBlocked, truth(g.Blocked != ""), g.UUID)
 		if g.Resource != "" {
 			send(devices, float64(g.Free), g.UUID, g.Resource, "free")

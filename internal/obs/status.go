@@ -17,6 +17,9 @@ type Status struct {
 	// Claims is how many sets of devices are handed out and not yet ended,
 	// those that the kubelet has not confirmed included.
 	Claims int `json:"claims"`
+	// Hardware says what the driver does not answer, and since when; empty while
+	// it answers. Everything that needs no hardware goes on meanwhile.
+	Hardware string `json:"hardware,omitempty"`
 	// GPUs is in index order.
 	GPUs []GPUStatus `json:"gpus"`
 }
@@ -65,6 +68,12 @@ type GPUStatus struct {
 	// Health is "healthy" or "unhealthy"; Reason says why it is the latter.
 	Health string `json:"health"`
 	Reason string `json:"reason,omitempty"`
+	// Class is the kind of fault in one word, Since when it was first seen, and
+	// Needs what an operator must do ("reset", "reboot"); empty where there is no
+	// fault, or it passes by itself.
+	Class string     `json:"class,omitempty"`
+	Since *time.Time `json:"unhealthySince,omitempty"`
+	Needs string     `json:"needs,omitempty"`
 	// Blocked names the holders that a wanted change waits for; empty where
 	// none does.
 	Blocked string `json:"blocked,omitempty"`
@@ -87,4 +96,7 @@ type Holder struct {
 	Units int `json:"units"`
 	// Since is when the devices were handed out, as far as the agent knows.
 	Since *time.Time `json:"since,omitempty"`
+	// Waits names who is still on the devices while the container may not start;
+	// empty where nobody is.
+	Waits string `json:"waits,omitempty"`
 }

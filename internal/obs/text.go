@@ -138,6 +138,11 @@ func (p *page) head(s Status) {
 	for _, line := range words(t.Message, p.Width-2) {
 		p.line("  " + p.paint(stateColor(t.State), line))
 	}
+	if s.Hardware != "" {
+		for _, line := range words("hardware work waits: "+s.Hardware, p.Width) {
+			p.line(p.paint(red, line))
+		}
+	}
 	if t.Source != "" {
 		p.line(p.paint(faint, p.fit(fmt.Sprintf("from %s, generation %d", t.Source, t.Generation), p.Width)))
 	}
@@ -170,7 +175,11 @@ func (p *page) gpu(g GPUStatus) {
 	if g.Resource != "" {
 		p.use(g)
 	}
-	for _, line := range words(g.Reason, p.Width-len(indent)) {
+	reason := g.Reason
+	if g.Since != nil && !p.Now.IsZero() {
+		reason += " (" + age(p.Now.Sub(*g.Since)) + ")"
+	}
+	for _, line := range words(reason, p.Width-len(indent)) {
 		p.line(indent + p.paint(red, line))
 	}
 	if g.Blocked != "" {
@@ -248,6 +257,11 @@ func (p *page) holders(g GPUStatus) {
 			line += "  " + strings.Repeat(" ", ageWidth-len(ages[i])) + p.paint(faint, ages[i])
 		}
 		p.line(line)
+		if w := g.Holders[i].Waits; w != "" {
+			for _, more := range words("waits for the end of "+w, p.Width-len(indent)-2) {
+				p.line(indent + "  " + p.paint(yellow, more))
+			}
+		}
 	}
 }
 

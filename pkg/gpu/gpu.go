@@ -61,6 +61,8 @@ type Device struct {
 	// A GPU with a fault is kept in the inventory, so that its devices can be
 	// shown as unhealthy instead of vanishing.
 	Fault string `json:"fault,omitempty"`
+	// Gone says that the driver does not list the GPU any more; Fault is set too.
+	Gone bool `json:"gone,omitempty"`
 }
 
 // Usable is the memory that processes can have, in MiB.

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"errors"
+	"flag"
+	"log/slog"
+	"strconv"
+	"strings"
+
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/pkg/cdi"
+)
+
+// nodeFlags say where things are on the node.
+type nodeFlags struct {
+	kubeletDir, cdiDir, stateDir, hostRoot, runtimeEndpoint string
+}
+
+func (n *nodeFlags) register(fs *flag.FlagSet) {
+	fs.StringVar(&n.kubeletDir, "kubelet-dir", "/var/lib/kubelet", "the kubelet's `directory`")
+	fs.StringVar(&n.cdiDir, "cdi-dir", "/var/run/cdi", "`directory` that the container runtime reads CDI files from")
+	fs.StringVar(&n.stateDir, "state-dir", "/var/lib/gpu-agent", "`directory` of the agent's own files; the same path on the host")
+	fs.StringVar(&n.hostRoot, "host-root", "/", "`directory` where the agent sees the host's files: the runtime's socket is looked for below it")
+	fs.StringVar(&n.runtimeEndpoint, "runtime-endpoint", "", "the container runtime's `socket`, unix:///… as the kubelet names it (default: the first that is there of the usual ones)")
+}
+
+// runtime prepares to ask the container runtime who has claims of a domain.
+func (n *nodeFlags) runtime(domain string, log *slog.Logger) *node.Runtime {
+	return node.NewRuntime(node.RuntimeOptions{
+		Endpoint: n.runtimeEndpoint, Root: n.hostRoot, AnnotationPrefix: cdi.AnnotationName(domain, ""), Logger: log,
+	})
+}
+
+// kubelet is the kubelet's word, from its service and its file.
+type kubelet struct {
+	*node.PodResources
+	dir string
+}
+
+func (k kubelet) Checkpoint() (node.Checkpoint, error) { return node.ReadCheckpoint(k.dir) }
+func (k kubelet) Stamp() node.Stamp                    { return node.CheckpointStamp(k.dir) }
+
+// xids is a list of error numbers, written "13,31,43".
+type xids []uint64
+
+func (x *xids) String() string {
+	out := make([]string, len(*x))
+	for i, n := range *x {
+		out[i] = strconv.FormatUint(n, 10)
+	}
+	return strings.Join(out, ",")
+}
+
+func (x *xids) Set(s string) error {
+	*x = nil
+	for word := range strings.SplitSeq(s, ",") {
+		if word = strings.TrimSpace(word); word == "" {
+			continue
+		}
+		n, err := strconv.ParseUint(word, 10, 32)
+		if err != nil {
+			return errors.New("want Xid numbers with commas between them, such as 13,31,43")
+		}
+		*x = append(*x, n)
+	}
+	return nil
+}

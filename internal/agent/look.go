@@ -1,0 +1,303 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"example.com/gpu-agent/internal/health"
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/timeslice"
+)
+
+// reading is one look at the hardware.
+type reading struct {
+	inv    gpu.Inventory
+	health []health.GPUReading
+	err    error
+}
+
+// read asks the driver for everything. It runs beside the loop, for as long as
+// the driver takes.
+func (a *Agent) read(ctx context.Context) reading {
+	ctx, cancel := context.WithTimeout(ctx, driverPatience)
+	defer cancel()
+	inv, err := a.driver.Inventory(ctx)
+	if err != nil {
+		return reading{err: fmt.Errorf("read the inventory: %w", err)}
+	}
+	r := reading{inv: inv}
+	for i := range inv.GPUs {
+		g := health.GPUReading{Device: inv.GPUs[i]}
+		if g.Device.Fault == "" && g.Device.UUID != "" {
+			var h gpu.Health
+			if h, g.Err = a.driver.Health(ctx, g.Device.UUID); g.Err == nil {
+				g.Health = &h
+			}
+			if errors.Is(g.Err, gpu.ErrTimeout) {
+				return reading{err: g.Err}
+			}
+		}
+		r.health = append(r.health, g)
+	}
+	return r
+}
+
+// look takes in the hardware as it is. Where a reading is due it begins one and
+// waits for it, but not for long and not twice: while the driver hangs, the
+// loop goes on with what it knows. The error is that of the last reading.
+func (a *Agent) look(ctx context.Context) error {
+	if a.letGo != "" {
+		return a.readErr
+	}
+	now := time.Now()
+	waited := a.reading != nil
+	if a.reading == nil {
+		if !a.readDue(now) {
+			return a.readErr
+		}
+		a.stale.Store(false)
+		ch := make(chan reading, 1)
+		a.reading = ch
+		go func() {
+			ch <- a.read(ctx)
+			a.wake()
+		}()
+	}
+	patience := lookPatience
+	if waited {
+		patience = 0
+	}
+	timer := time.NewTimer(patience)
+	defer timer.Stop()
+	select {
+	case r := <-a.reading:
+		a.reading = nil
+		a.take(r, time.Now())
+	case <-timer.C:
+		if a.inv == nil && a.readErr == nil {
+			return fmt.Errorf("read the inventory: %w", gpu.ErrTimeout)
+		}
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	return a.readErr
+}
+
+// readDue says whether the hardware is to be read anew.
+func (a *Agent) readDue(now time.Time) bool {
+	return a.stale.Load() || !now.Before(a.nextReading(now))
+}
+
+// nextReading is when the hardware is to be read if nothing happens.
+func (a *Agent) nextReading(now time.Time) time.Time {
+	if a.readAt.IsZero() {
+		return now
+	}
+	if a.readErr != nil {
+		return a.readAt.Add(a.readPause)
+	}
+	next := a.readAt.Add(inventoryEvery)
+	if probe := a.health.Due(now); !probe.IsZero() && probe.Before(next) {
+		next = probe
+	}
+	return next
+}
+
+// take makes a reading the present one. A failed one changes what is known of the
+// GPUs' health, and nothing else.
+func (a *Agent) take(r reading, now time.Time) {
+	defer a.applyFaults()
+	a.readAt = now
+	if r.err != nil {
+		a.health.Reading(health.Reading{Err: r.err}, now)
+	} else {
+		r.err = timeslice.CheckUnit(a.opts.MemoryUnit, r.inv.GPUs)
+	}
+	if r.err != nil {
+		a.readErr = r.err
+		a.readPause = min(max(2*a.readPause, backOffMin), readPauseMax)
+		return
+	}
+	a.readErr, a.readPause = nil, 0
+	inv := a.withMissing(r.inv, now)
+	if a.inv == nil || a.inv.Driver != inv.Driver || !sameGPUs(a.inv, inv) {
+		a.partsDue = true
+	}
+	a.inv = inv
+	// As merged: a GPU that the driver cannot name has its name here.
+	seen := health.Reading{}
+	for i := range inv.GPUs {
+		g := health.GPUReading{Device: inv.GPUs[i]}
+		if j := slices.IndexFunc(r.health, func(o health.GPUReading) bool { return o.Device.UUID == g.Device.UUID }); j >= 0 {
+			g.Health, g.Err = r.health[j].Health, r.health[j].Err
+		}
+		seen.GPUs = append(seen.GPUs, g)
+	}
+	a.health.Reading(seen, now)
+}
+
+// sameGPUs reports whether two readings have the same GPUs, each as well
+// described as in the other.
+func sameGPUs(a, b *gpu.Inventory) bool {
+	return slices.EqualFunc(a.GPUs, b.GPUs, func(x, y gpu.Device) bool {
+		return x.UUID == y.UUID && x.Minor == y.Minor && (x.Fault == "") == (y.Fault == "")
+	})
+}
+
+// withMissing adds the GPUs that were there before and are not any more, with
+// that as their fault: their devices must turn unhealthy, not vanish. One that the
+// driver lists and cannot name is the one that was at that index. When nothing
+// holds a missing GPU and the kubelet has had time to see it go, it is forgotten.
+func (a *Agent) withMissing(inv gpu.Inventory, now time.Time) *gpu.Inventory {
+	const gone = "the driver does not list this GPU any more"
+	if a.inv != nil {
+		for _, d := range a.inv.GPUs {
+			if inv.ByUUID(d.UUID) != nil {
+				continue
+			}
+			if i := slices.IndexFunc(inv.GPUs, func(n gpu.Device) bool { return n.UUID == "" && n.Index == d.Index }); i >= 0 {
+				d.Fault = inv.GPUs[i].Fault
+				inv.GPUs[i] = d
+				continue
+			}
+			d.Fault, d.Gone = gone, true
+			inv.GPUs = append(inv.GPUs, d)
+		}
+	}
+	claims := a.desk.Claims()
+	inv.GPUs = slices.DeleteFunc(inv.GPUs, func(d gpu.Device) bool {
+		if d.UUID == "" {
+			return true // never seen working, so never offered: nothing can be said of it
+		}
+		if !d.Gone {
+			delete(a.gone, d.UUID)
+			return false
+		}
+		since, known := a.gone[d.UUID]
+		if !known {
+			a.gone[d.UUID] = now
+			return false
+		}
+		if _, held := holdersOf(claims, d.UUID); held || now.Sub(since) < Linger {
+			return false
+		}
+		a.log.Info("a GPU is gone for good", "gpu", d.UUID, "index", d.Index)
+		a.health.Forget(d.UUID)
+		delete(a.gone, d.UUID)
+		delete(a.cuts, d.UUID)
+		return true
+	})
+	return &inv
+}
+
+// heard is called by the driver for each event, beside the loop. What it means
+// for the kubelet's lists is in them before the loop wakes.
+func (a *Agent) onEvent(e gpu.Event) {
+	a.observer.GPUEvent(e)
+	changed := a.health.Event(e, time.Now())
+	if changed {
+		a.applyFaults()
+	}
+	a.log.Warn("GPU event", "kind", string(e.Kind), "gpu", string(e.GPU), "xid", e.Xid, "condemns", changed)
+	if changed || e.Kind != gpu.EventXid {
+		a.stale.Store(true)
+		a.wake()
+	}
+}
+
+// applyFaults tells the desk which GPUs are unfit for work.
+func (a *Agent) applyFaults() {
+	// Two verdicts must not overtake each other on their way.
+	a.faultsMu.Lock()
+	defer a.faultsMu.Unlock()
+	reasons := map[gpu.UUID][]string{}
+	for _, v := range a.health.Verdicts() {
+		// No resource offers instances: what hits one hits the GPU.
+		reasons[v.GPU] = append(reasons[v.GPU], v.Reason)
+	}
+	faults := map[gpu.UUID]string{}
+	for u, why := range reasons {
+		faults[u] = strings.Join(slices.Compact(why), "; ")
+	}
+	a.desk.SetFaults(faults)
+}
+
+// followDriver passes the driver's events on. Where the driver cannot tell of
+// events, the slow tick must do.
+func (a *Agent) followDriver(ctx context.Context) error {
+	pause := backOffMin
+	for {
+		err := a.driver.Events(ctx, a.onEvent)
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		if errors.Is(err, gpu.ErrNotSupported) {
+			a.log.Warn("the driver tells of no events; faults are seen at the next reading", "err", err, "every", inventoryEvery.String())
+			<-ctx.Done()
+			return ctx.Err()
+		}
+		if err != nil {
+			a.log.Warn("lost the driver's events", "err", err, "again_in", pause.String())
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(pause):
+		}
+		pause = min(2*pause, readPauseMax)
+	}
+}
+
+// Labels and values by which NVIDIA's GPU operator says that a node's driver is
+// about to be unloaded: its upgrade controller in the first, its driver manager,
+// which pauses whatever has the driver open, in labels with the second prefix.
+const (
+	upgradeLabel  = "nvidia.com/gpu-driver-upgrade-state"
+	operandPrefix = "nvidia.com/gpu.deploy."
+	operandPaused = "paused-for-driver-upgrade"
+)
+
+var upgradeStates = []string{"drain-required", "node-maintenance-required", "pod-restart-required"}
+
+// letGoReason says why the driver is to be let go, empty where it is not.
+func letGoReason(n *kube.Node, domain string) string {
+	if v := n.Labels[upgradeLabel]; slices.Contains(upgradeStates, v) {
+		return fmt.Sprintf("the node's label %s is %s", upgradeLabel, v)
+	}
+	for _, k := range sortedKeys(n.Labels) {
+		if strings.HasPrefix(k, operandPrefix) && n.Labels[k] == operandPaused {
+			return fmt.Sprintf("the node's label %s is %s", k, operandPaused)
+		}
+	}
+	if own := domain + "/" + ReleaseLabel; n.Unschedulable && n.Labels[own] == "true" {
+		return "the node is cordoned and its label " + own + " is true"
+	}
+	return ""
+}
+
+// mindDriver lets the driver go while the node says so. To take it back needs a
+// new process: the old driver's library cannot be unloaded. The error wraps
+// gpu.ErrReloaded then.
+func (a *Agent) mindDriver(in *input) error {
+	switch {
+	case a.letGo == "" && in.letGo != "":
+		a.log.Info("let the driver go", "because", in.letGo)
+		if err := a.driver.LetGo(); err != nil {
+			return fmt.Errorf("let the driver go: %w", err)
+		}
+		a.letGo = in.letGo
+		a.readErr = fmt.Errorf("the driver was let go, since %s: %w", in.letGo, gpu.ErrNoDriver)
+		a.health.Reading(health.Reading{Err: a.readErr}, time.Now())
+		a.applyFaults()
+	case a.letGo != "" && in.letGo == "":
+		return fmt.Errorf("the driver may be used again: %w", gpu.ErrReloaded)
+	}
+	return nil
+}

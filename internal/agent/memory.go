@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"encoding/json"
+	"slices"
+	"strings"
+	"time"
+
+	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/health"
+	"example.com/gpu-agent/internal/state"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// remember takes over what the process before this one left: its claims, what it
+// was still withdrawing, which GPUs it knew and which of them were faulty. All of
+// it is in force before anything is said to the kubelet.
+func (a *Agent) remember() {
+	doc, now := a.store.Document(), time.Now()
+	same := doc.Boot == a.opts.Boot && doc.Boot != ""
+	if len(doc.GPUs) > 0 {
+		a.inv = &gpu.Inventory{GPUs: doc.GPUs}
+		for i := range a.inv.GPUs {
+			a.health.Know(a.inv.GPUs[i].UUID)
+			if d := &a.inv.GPUs[i]; d.Fault == "" {
+				d.Fault = "not read since the agent's start"
+			}
+		}
+	}
+	var faults []health.Record
+	if len(doc.Faults) > 0 {
+		if err := json.Unmarshal(doc.Faults, &faults); err != nil {
+			a.log.Warn("cannot read which GPUs were faulty; they are looked at anew", "err", err)
+		}
+	}
+	a.health.Restore(faults, same)
+	a.applyFaults()
+	if same {
+		for u, s := range doc.TimeSlices {
+			a.slices[u] = slice{is: s}
+		}
+		for _, w := range doc.Withdrawn {
+			if kind, ok := kindOf(w.Kind); ok {
+				if w.Until.IsZero() { // in force when it was written
+					w.Until = now.Add(Linger)
+				}
+				a.past[w.GPU] = append(a.past[w.GPU], pastCut{cut: Cut{Known: true, Offers: true, Kind: kind, N: w.N}, until: w.Until})
+			}
+		}
+	}
+	// The journal knows when its claims were allocated, the files do not.
+	for _, c := range a.store.Claims() {
+		if err := a.desk.Restore(c.Resource, c.IDs, c.Allocated); err != nil {
+			a.log.Warn("cannot take a claim over from the journal", "resource", c.Resource, "err", err)
+		}
+	}
+	a.adoptFiles()
+}
+
+// save writes down what a successor must know. It costs nothing where nothing has
+// changed.
+func (a *Agent) save() error {
+	doc := state.Document{Boot: a.opts.Boot, TimeSlices: map[gpu.UUID]gpu.TimeSlice{}}
+	for i := range a.inv.GPUs {
+		d := a.inv.GPUs[i]
+		d.Fault, d.Links, d.MIG = "", nil, gpu.MIG{}
+		doc.GPUs = append(doc.GPUs, d)
+	}
+	if faults := a.health.Records(); len(faults) > 0 {
+		data, err := json.Marshal(faults)
+		if err != nil {
+			return err
+		}
+		doc.Faults = data
+	}
+	short := func(k desk.Kind) string {
+		_, s, _ := strings.Cut(a.names.of(k), "/")
+		return s
+	}
+	for _, u := range sortedUUIDs(a.cuts) {
+		if c := a.cuts[u]; c.Offers {
+			doc.Withdrawn = append(doc.Withdrawn, state.Withdrawn{GPU: u, Kind: short(c.Kind), N: c.N})
+		}
+	}
+	for _, u := range sortedUUIDs(a.past) {
+		for _, p := range a.past[u] {
+			doc.Withdrawn = append(doc.Withdrawn, state.Withdrawn{GPU: u, Kind: short(p.cut.Kind), N: p.cut.N, Until: p.until})
+		}
+	}
+	for u, s := range a.slices {
+		if s.note == "" {
+			doc.TimeSlices[u] = s.is
+		}
+	}
+	if err := a.store.Save(doc); err != nil {
+		return err
+	}
+	return a.trimJournal()
+}
+
+// trimEvery is how many claims are written down before the journal is cut to
+// those that need it, where some always do.
+const trimEvery = 256
+
+// trimJournal drops from the journal what is written elsewhere by now: a claim
+// whose container has been made is in its CDI file and in the checkpoint.
+func (a *Agent) trimJournal() error {
+	need := func() []state.Claim {
+		var out []state.Claim
+		for _, c := range a.desk.Claims() {
+			if !c.Adopted && !c.Started {
+				out = append(out, state.Claim{Resource: c.Resource, IDs: c.IDs, Allocated: c.Allocated})
+			}
+		}
+		return out
+	}
+	// One that has ended goes at once: a successor would take it for a holder.
+	n := a.written.Load()
+	if !a.trim && (n == 0 || n < trimEvery && len(need()) > 0) {
+		return nil
+	}
+	a.written.Store(0)
+	if err := a.store.Keep(need); err != nil {
+		return err
+	}
+	a.trim = false
+	return nil
+}
+
+func sortedUUIDs[V any](m map[gpu.UUID]V) []gpu.UUID {
+	out := make([]gpu.UUID, 0, len(m))
+	for u := range m {
+		out = append(out, u)
+	}
+	slices.Sort(out)
+	return out
+}

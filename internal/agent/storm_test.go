@@ -1,0 +1,668 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"log/slog"
+	"maps"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	specs "tags.cncf.io/container-device-interface/specs-go"
+
+	"example.com/gpu-agent/internal/health"
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/state"
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/plugin"
+	"example.com/gpu-agent/pkg/timeslice"
+)
+
+var (
+	stormSteps = flag.Int("storm.steps", 4000, "random steps of TestStorm")
+	stormSeed  = flag.Uint64("storm.seed", 1, "seed of TestStorm")
+)
+
+// storm is a node in memory: a kubelet that gives devices out as kubelet 1.36.3
+// does, a runtime, a driver, and the agent's own directories. Whatever is done to
+// it, in any order, the rules hold; see check.
+type storm struct {
+	t      *testing.T
+	rng    *rand.Rand
+	gpus   int
+	log    bytes.Buffer // of logger
+	logger *slog.Logger
+	agent  *Agent
+	quit   context.CancelFunc
+	served chan map[string]plugin.Source
+	beside bool // a round is under way
+
+	mu sync.Mutex // guards what follows
+	// sources is what the agent has the plugins serve.
+	sources map[string]plugin.Source
+	// The kubelet: the devices it was last told of, who has what in memory and in
+	// the checkpoint, and the pods that are active.
+	devices map[string]map[string]bool
+	entries []node.Entry
+	file    []node.Entry
+	writes  int64
+	pods    map[string]*stormPod // by UID
+	nextPod int
+	deaf    bool
+	// The runtime.
+	containers []*stormContainer
+	down       bool
+	unreadable bool
+	// The directories.
+	specs   map[string]*specs.Spec
+	journal []state.Claim
+	doc     state.Document
+	// The driver.
+	figures map[gpu.UUID]gpu.Health
+	// done counts what has happened.
+	done map[string]int
+}
+
+type stormPod struct {
+	uid, name string
+	active    bool
+	// wants is what each container asks for; the first is an init container where
+	// there are two.
+	wants []map[string]int
+	// at is the container that is to run, len(wants) when all have.
+	at int
+}
+
+type stormContainer struct {
+	node.Container
+	pod *stormPod
+	ids map[string][]string // by resource
+}
+
+// note puts a line of the node's into the agents' log.
+func (s *storm) note(format string, args ...any) { s.logger.Info(fmt.Sprintf(format, args...)) }
+
+func (s *storm) locked(f func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	f()
+}
+
+// The agent's worlds.
+
+func (s *storm) Inventory(context.Context) (gpu.Inventory, error) { return *machine(s.gpus), nil }
+func (s *storm) Health(_ context.Context, u gpu.UUID) (gpu.Health, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.figures[u], nil
+}
+func (s *storm) Parts(context.Context) (cdi.Parts, error) {
+	p := cdi.Parts{Devices: map[gpu.UUID]specs.ContainerEdits{}}
+	for _, d := range machine(s.gpus).GPUs {
+		p.Devices[d.UUID] = specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: fmt.Sprintf("/dev/nvidia%d", d.Minor)}}}
+	}
+	return p, nil
+}
+func (s *storm) Events(ctx context.Context, _ func(gpu.Event)) error {
+	<-ctx.Done()
+	return ctx.Err()
+}
+func (s *storm) SetTimeSlice(context.Context, gpu.UUID, gpu.TimeSlice) error { return nil }
+func (s *storm) LetGo() error                                                { return nil }
+
+func (s *storm) Write(key string, spec *specs.Spec) error {
+	s.locked(func() { s.specs[key] = spec })
+	return nil
+}
+func (s *storm) Remove(key string) error {
+	s.locked(func() { delete(s.specs, key) })
+	return nil
+}
+func (s *storm) Read(key string) (*specs.Spec, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.specs[key], nil
+}
+
+type stormFiles struct{ *storm }
+
+func (s stormFiles) List() ([]string, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Sorted(maps.Keys(s.specs)), nil
+}
+
+func (s *storm) List(context.Context) (node.Listing, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.deaf {
+		return node.Listing{}, nil
+	}
+	s.freeLocked()
+	l := node.Listing{Pods: []node.PodName{ownPod}}
+	for _, e := range s.entries {
+		p := s.pods[e.PodUID]
+		if e.Container != "init" {
+			l.Holdings = append(l.Holdings, node.Holding{Namespace: "ns", Pod: p.name, Container: e.Container, Resource: e.Resource, IDs: e.IDs})
+		}
+	}
+	for _, p := range s.pods {
+		if p.active {
+			l.Pods = append(l.Pods, node.PodName{Namespace: "ns", Name: p.name})
+		}
+	}
+	slices.SortFunc(l.Pods, func(a, b node.PodName) int { return strings.Compare(a.Namespace+"/"+a.Name, b.Namespace+"/"+b.Name) })
+	return l, nil
+}
+
+// freeLocked is the kubelet's UpdateAllocatedDevices.
+func (s *storm) freeLocked() {
+	s.entries = slices.DeleteFunc(s.entries, func(e node.Entry) bool { return !s.pods[e.PodUID].active })
+}
+
+func (s *storm) Allocatable(context.Context) (map[string][]string, error) { return nil, nil }
+
+func (s *storm) Checkpoint() (node.Checkpoint, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.unreadable {
+		return node.Checkpoint{}, errors.New("the checkpoint cannot be read")
+	}
+	return node.Checkpoint{Entries: slices.Clone(s.file), Stamp: node.Stamp{MTime: s.writes, Inode: 1}}, nil
+}
+
+func (s *storm) Stamp() node.Stamp {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.unreadable {
+		return node.Stamp{}
+	}
+	return node.Stamp{MTime: s.writes, Inode: 1}
+}
+
+func (s *storm) writeLocked() {
+	s.file = slices.Clone(s.entries)
+	s.writes++
+}
+
+type stormRuntime struct{ *storm }
+
+func (s stormRuntime) Containers(context.Context) ([]node.Container, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.down {
+		return nil, errors.New("the runtime is away")
+	}
+	out := []node.Container{{Namespace: ownPod.Namespace, Pod: ownPod.Name}}
+	for _, c := range s.containers {
+		out = append(out, c.Container)
+	}
+	return out, nil
+}
+func (s stormRuntime) Pods(context.Context) (map[string]node.PodName, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	out := map[string]node.PodName{}
+	for uid, p := range s.pods {
+		out[uid] = node.PodName{Namespace: "ns", Name: p.name}
+	}
+	return out, nil
+}
+func (s stormRuntime) Events(ctx context.Context, _ func(node.ContainerEvent)) error {
+	<-ctx.Done()
+	return ctx.Err()
+}
+
+func (s *storm) Set(want map[string]plugin.Source) error {
+	s.served <- maps.Clone(want)
+	return nil
+}
+func (s *storm) Suspect(string) {}
+
+func (s *storm) GPUEvent(gpu.Event)         {}
+func (s *storm) Round(error, time.Duration) {}
+
+func (s *storm) Document() (d state.Document) {
+	s.locked(func() { d = s.doc })
+	return d
+}
+func (s *storm) Save(d state.Document) error {
+	s.locked(func() { s.doc = d })
+	return nil
+}
+func (s *storm) Claims() []state.Claim { return slices.Clone(s.journal) }
+func (s *storm) Append(c state.Claim) error {
+	s.locked(func() { s.journal = append(s.journal, c) })
+	return nil
+}
+func (s *storm) Keep(live func() []state.Claim) error {
+	s.mu.Lock()
+	before := len(s.journal)
+	s.mu.Unlock()
+	keep := live()
+	s.locked(func() { s.journal = append(keep, s.journal[before:]...) })
+	return nil
+}
+
+// start begins an agent on what the last one left, and plugins that hand its
+// lists to the kubelet.
+func (s *storm) start() {
+	ctx, quit := context.WithCancel(context.Background())
+	s.quit = quit
+	s.locked(func() { s.sources = nil })
+	s.agent = New(Options{
+		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: unit, Pod: ownPod, Boot: "this",
+		Health: health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4}, Log: s.logger,
+	}, Worlds{Driver: s, Files: stormFiles{s}, Kubelet: s, Runtime: stormRuntime{s}, Plugins: s, Store: s, Observer: s})
+	s.note("an agent starts; %d claims in the journal", len(s.journal))
+	s.agent.remember()
+	go func() {
+		running := map[string]bool{}
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case want := <-s.served:
+				s.locked(func() { s.sources = want })
+				for name, source := range want {
+					if !running[name] {
+						running[name] = true
+						go s.follow(ctx, name, source)
+					}
+				}
+			}
+		}
+	}()
+}
+
+// follow is a resource's plugin and the kubelet's end of its stream.
+func (s *storm) follow(ctx context.Context, resource string, source plugin.Source) {
+	for {
+		devices, changed := source.List()
+		s.locked(func() {
+			if ctx.Err() != nil {
+				return
+			}
+			now := map[string]bool{}
+			for _, d := range devices {
+				now[d.ID] = d.Healthy
+			}
+			for _, e := range s.entries {
+				for _, id := range e.IDs {
+					if _, ok := now[id]; !ok && e.Resource == resource && s.pods[e.PodUID].active {
+						s.t.Errorf("%s of %s has left the list, and pod %s has it: the kubelet would end", id, resource, e.PodUID)
+					}
+				}
+			}
+			s.devices[resource] = now
+			s.writeLocked()
+		})
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+func (s *storm) source(resource string) plugin.Source {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.sources[resource]
+}
+
+// admit is a pod's admission: for each container in turn, the devices of the init
+// container before it first, then what the agent prefers of what is free.
+func (s *storm) admit(p *stormPod) {
+	p.active = true
+	s.locked(func() { s.pods[p.uid] = p })
+	fail := func() { s.locked(func() { p.active = false; s.done["refused"]++ }) }
+	for i, wants := range p.wants {
+		for _, resource := range slices.Sorted(maps.Keys(wants)) {
+			n := wants[resource]
+			source := s.source(resource)
+			if source == nil {
+				fail()
+				return
+			}
+			var ids, free []string
+			s.locked(func() {
+				s.freeLocked()
+				taken := map[string]bool{}
+				for _, e := range s.entries {
+					for _, id := range e.IDs {
+						if e.Resource == resource {
+							taken[id] = true
+						}
+					}
+					if e.PodUID == p.uid && e.Container == "init" && e.Resource == resource && i > 0 {
+						ids = append(ids, e.IDs[:min(n, len(e.IDs))]...)
+					}
+				}
+				for id, healthy := range s.devices[resource] {
+					if healthy && !taken[id] {
+						free = append(free, id)
+					}
+				}
+				slices.Sort(free)
+			})
+			if len(ids) < n {
+				if len(ids)+len(free) < n {
+					fail()
+					return
+				}
+				chosen, err := source.Prefer(append(free, ids...), ids, n)
+				if err != nil {
+					fail()
+					return
+				}
+				ids = chosen
+			}
+			ids = slices.Clone(ids)
+			slices.Sort(ids)
+			if _, err := source.Allocate(ids); err != nil {
+				fail()
+				return
+			}
+			if strings.HasSuffix(resource, "gpu-mem") {
+				if _, err := timeslice.OneGPU(ids); err != nil {
+					s.t.Errorf("granted over two GPUs: %v", err)
+				}
+			}
+			s.locked(func() {
+				s.entries = append(s.entries, node.Entry{PodUID: p.uid, Container: p.container(i), Resource: resource, IDs: ids})
+				s.writeLocked()
+				s.done["granted"]++
+				s.note("granted %s of pod %s: %v is claim %s", resource, p.uid, ids, cdi.Key(resource, ids))
+			})
+		}
+	}
+}
+
+func (p *stormPod) container(i int) string {
+	if i < len(p.wants)-1 {
+		return "init"
+	}
+	return "app"
+}
+
+// startContainer is the kubelet's start of the container whose turn it is:
+// PreStartContainer, then the runtime, which wants every CDI file.
+func (s *storm) startContainer(p *stormPod) {
+	s.mu.Lock()
+	has := slices.ContainsFunc(s.containers, func(c *stormContainer) bool { return c.pod == p })
+	c := &stormContainer{pod: p, ids: map[string][]string{}}
+	for _, e := range s.entries {
+		if e.PodUID == p.uid && p.at < len(p.wants) && e.Container == p.container(p.at) {
+			c.ids[e.Resource] = e.IDs
+		}
+	}
+	s.mu.Unlock()
+	if has || !p.active || p.at >= len(p.wants) || len(c.ids) != len(p.wants[p.at]) {
+		return
+	}
+	c.Container = node.Container{ID: fmt.Sprintf("%s-%d-%d", p.uid, p.at, time.Now().UnixNano()), PodUID: p.uid, Namespace: "ns", Pod: p.name,
+		Name: p.container(p.at), Running: true, Annotations: map[string]string{}}
+	for resource, ids := range c.ids {
+		source := s.source(resource)
+		if source == nil {
+			return
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), time.Millisecond)
+		err := source.Prepare(ctx, ids)
+		cancel()
+		if err != nil {
+			s.locked(func() { s.done["waited"]++ })
+			return
+		}
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for resource, ids := range c.ids {
+		key := cdi.Key(resource, ids)
+		if s.specs[key] == nil {
+			s.t.Errorf("claim %s is ready and its file does not stand", key)
+			return
+		}
+		c.Annotations[cdi.AnnotationName("example.com", key)] = resource
+	}
+	c.Created = time.Now()
+	s.containers = append(s.containers, c)
+	s.done["started"]++
+	s.note("started %s with %v", c.ID, c.Annotations)
+}
+
+// step does one random thing.
+func (s *storm) step() {
+	var live []*stormPod
+	s.locked(func() {
+		for _, uid := range slices.Sorted(maps.Keys(s.pods)) {
+			if s.pods[uid].active {
+				live = append(live, s.pods[uid])
+			}
+		}
+	})
+	one := func() *stormPod {
+		if len(live) == 0 {
+			return nil
+		}
+		return live[s.rng.IntN(len(live))]
+	}
+	end := func(p *stormPod) {
+		s.containers = slices.DeleteFunc(s.containers, func(c *stormContainer) bool { return c.pod == p })
+	}
+	switch n := s.rng.IntN(100); {
+	case n < 25:
+		s.nextPod++
+		p := &stormPod{uid: fmt.Sprint("uid-", s.nextPod), name: fmt.Sprint("pod-", s.nextPod)}
+		want := func() map[string]int {
+			switch s.rng.IntN(6) {
+			case 0:
+				return map[string]int{names.Whole: 1}
+			case 1:
+				return map[string]int{names.Replicas: 1 + s.rng.IntN(2)}
+			case 2:
+				return map[string]int{names.Units: 1 + s.rng.IntN(3), names.Whole: 1}
+			default:
+				return map[string]int{names.Units: 1 + s.rng.IntN(5)}
+			}
+		}
+		p.wants = append(p.wants, want())
+		if s.rng.IntN(3) == 0 {
+			p.wants = append(p.wants, want())
+		}
+		s.admit(p)
+	case n < 55:
+		if p := one(); p != nil {
+			s.startContainer(p)
+		}
+	case n < 65: // the running container ends: an init container's turn is over, an app container starts again
+		if p := one(); p != nil {
+			s.locked(func() {
+				if slices.ContainsFunc(s.containers, func(c *stormContainer) bool { return c.pod == p }) {
+					end(p)
+					if p.at < len(p.wants)-1 {
+						p.at++
+					} else if s.rng.IntN(3) == 0 {
+						p.active = false // completed; its object stays
+					}
+				}
+			})
+		}
+	case n < 72:
+		if p := one(); p != nil {
+			s.locked(func() { end(p); p.active = false; s.done["deleted"]++ })
+		}
+	case n < 78: // by force: the devices are free at once, the container is not dead
+		if p := one(); p != nil {
+			s.locked(func() { p.active = false; s.done["forced"]++ })
+		}
+	case n < 84: // the container of a pod that was deleted by force dies
+		s.locked(func() {
+			s.containers = slices.DeleteFunc(s.containers, func(c *stormContainer) bool { return !c.pod.active && s.rng.IntN(2) == 0 })
+		})
+	case n < 87:
+		file := []string{allShared, allShared, allWhole, allShared + "      replicas: 3\n",
+			strings.ReplaceAll(allShared, "shared", "off"),
+			"version: v1\npartitions:\n  default:\n    - devices: [0]\n      mode: shared\n    - devices: [1, 2]\n      mode: whole\n"}[s.rng.IntN(6)]
+		s.agent.SetFile("p.yaml", []byte(file))
+		s.locked(func() { s.done["edited"]++ })
+	case n < 89:
+		s.restartKubelet()
+	case n < 91:
+		if s.beside {
+			return // one agent at a time
+		}
+		s.quit()
+		s.start()
+		s.agent.SetFile("p.yaml", []byte(allShared))
+		s.locked(func() { s.done["agents"]++ })
+	case n < 93:
+		u := uuid(s.rng.IntN(s.gpus))
+		s.agent.onEvent(gpu.Event{Kind: gpu.EventXid, GPU: u, Xid: []uint64{13, 48, 94, 79}[s.rng.IntN(4)], GI: -1, CI: -1})
+		s.locked(func() { s.done["faults"]++ })
+	case n < 95:
+		s.locked(func() { s.down = !s.down })
+	case n < 96:
+		s.locked(func() { s.unreadable = !s.unreadable })
+	case n < 97:
+		s.locked(func() { s.deaf = false })
+	default:
+		time.Sleep(time.Duration(s.rng.IntN(40)) * time.Second)
+	}
+}
+
+// restartKubelet forgets what the kubelet had in memory alone. It knows its pods
+// again some time later.
+func (s *storm) restartKubelet() {
+	s.locked(func() {
+		s.entries = slices.Clone(s.file)
+		s.deaf = true
+		s.done["kubelets"]++
+	})
+}
+
+// check is what must be true at any moment.
+func (s *storm) check(when string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	users := map[string]*stormContainer{} // by resource and ID
+	cuts := map[gpu.UUID]map[string]*stormContainer{}
+	for _, c := range s.containers {
+		for resource, ids := range c.ids {
+			if s.specs[cdi.Key(resource, ids)] == nil && c.pod.active {
+				s.t.Errorf("%s: %s runs and the file of its claim on %v is gone", when, c.ID, ids)
+			}
+			for _, id := range ids {
+				if other := users[resource+" "+id]; other != nil && other.pod != c.pod {
+					s.t.Errorf("%s: %s and %s run on %s", when, other.ID, c.ID, id)
+				}
+				users[resource+" "+id] = c
+				u := gpu.UUID(strings.Split(id, "::")[0])
+				if cuts[u] == nil {
+					cuts[u] = map[string]*stormContainer{}
+				}
+				cuts[u][resource] = c
+			}
+		}
+	}
+	for u, by := range cuts {
+		if len(by) > 1 {
+			s.t.Errorf("%s: %s is in use as %v", when, u, slices.Sorted(maps.Keys(by)))
+			for r, c := range by {
+				s.t.Errorf("   %s: %+v %v created %s pod %+v", r, c.Container, c.ids, c.Created, c.pod)
+			}
+		}
+	}
+}
+
+// round is one of the agent's, with a random thing happening beside it.
+func (s *storm) round(beside func()) {
+	var wait sync.WaitGroup
+	wait.Go(func() { _ = s.agent.round(context.Background()) })
+	if beside != nil {
+		s.beside = true
+		beside()
+		s.beside = false
+	}
+	wait.Wait()
+}
+
+// calm ends everything and waits: then nothing may be left.
+func (s *storm) calm() {
+	s.locked(func() {
+		for _, p := range s.pods {
+			p.active = false
+		}
+		s.containers, s.down, s.unreadable, s.deaf = nil, false, false, false
+	})
+	s.agent.SetFile("p.yaml", []byte(allShared))
+	for range 120 {
+		s.round(nil)
+		time.Sleep(30 * time.Second)
+	}
+	synctest.Wait()
+	if c := s.agent.Claims(); len(c) != 0 {
+		s.t.Errorf("claims that nobody has: %+v", c)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.specs) != 0 || len(s.journal) != 0 {
+		s.t.Errorf("left behind: files %v, journal %v", slices.Sorted(maps.Keys(s.specs)), s.journal)
+	}
+	for _, r := range s.agent.View().Resources {
+		for _, d := range r.Devices {
+			if !d.Healthy || r.Name != names.Units {
+				s.t.Errorf("%s of %s is %v: %s", d.ID, r.Name, d.Healthy, d.Reason)
+			}
+		}
+	}
+	s.pods, s.entries, s.file = map[string]*stormPod{}, nil, nil
+}
+
+// TestStorm is rules 1 to 5 under whatever may happen: pods of every kind, ended
+// in every way, restarts of kubelet and agent, edits of the partition, faults,
+// witnesses that do not answer. -storm.steps and -storm.seed choose another.
+func TestStorm(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := &storm{
+			t: t, rng: rand.New(rand.NewPCG(*stormSeed, 2)), gpus: 3, served: make(chan map[string]plugin.Source, 16),
+			devices: map[string]map[string]bool{}, pods: map[string]*stormPod{}, specs: map[string]*specs.Spec{},
+			figures: map[gpu.UUID]gpu.Health{}, done: map[string]int{},
+		}
+		s.logger = slog.New(slog.NewTextHandler(&s.log, nil))
+		s.start()
+		s.agent.SetFile("p.yaml", []byte(allShared))
+		for i := range *stormSteps {
+			if s.rng.IntN(3) == 0 {
+				s.round(s.step)
+			} else {
+				s.step()
+				s.round(nil)
+			}
+			synctest.Wait()
+			s.check(fmt.Sprint("step ", i))
+			if t.Failed() {
+				lines := strings.Split(s.log.String(), "\n")
+				t.Log(strings.Join(lines[max(0, len(lines)-60):], "\n"))
+				break
+			}
+			if i%1000 == 999 {
+				s.calm()
+			}
+		}
+		s.quit()
+		t.Logf("%d steps: %v", *stormSteps, s.done)
+	})
+}

@@ -1,0 +1,327 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// witnesses is what the loop remembers of them from one asking to the next.
+type witnesses struct {
+	// at is when they were last asked in full.
+	at time.Time
+	// heard says that both have answered since the start: from then on files of
+	// which nobody knows may go.
+	heard bool
+	// checkpoint is the last one read: it is parsed once for each writing.
+	checkpoint node.Checkpoint
+	// names of pods by UID, of those in the last checkpoint; asked is when the
+	// runtime was last asked for them.
+	names map[string]desk.Holder
+	asked time.Time
+	// resent is when each resource's list was last sent again to have the
+	// checkpoint written, and stale the keys that it was for.
+	resent map[string]time.Time
+	stale  map[string]string
+	// used are the claims that containers have.
+	used map[string]bool
+}
+
+// ask asks the witnesses. In full means PodResources too, which makes the kubelet
+// let go of what ended pods have, and a checkpoint that is written again where
+// it looks stale; else the checkpoint and the runtime are asked as they are. The
+// error says who did not answer; the testimony is good for the rest.
+func (a *Agent) ask(ctx context.Context, full bool) (desk.Testimony, error) {
+	t := desk.Testimony{Asked: time.Now()}
+	var errs []error
+	var listing node.Listing
+	if full {
+		a.seen.at = t.Asked
+		var err error
+		cctx, cancel := context.WithTimeout(ctx, kubeletPatience)
+		listing, err = a.kubelet.List(cctx)
+		cancel()
+		if err != nil {
+			errs = append(errs, fmt.Errorf("ask the kubelet who holds devices: %w", err))
+		} else {
+			t.Listed, t.Trusted = a.ours(&listing), a.trusted(&listing)
+			a.listed.Store(&t.Listed)
+		}
+	}
+	cctx, cancel := context.WithTimeout(ctx, runtimePatience)
+	defer cancel()
+	containers, err := a.runtime.Containers(cctx)
+	if t.Runtime = err == nil; err != nil {
+		errs = append(errs, fmt.Errorf("ask the container runtime what runs: %w", err))
+	}
+	if t.Runtime && !a.knowsUs(containers) {
+		t.Runtime, containers = false, nil
+		errs = append(errs, fmt.Errorf("ask the container runtime what runs: it does not know the agent's own pod %s/%s, so it is not the kubelet's; name that one with --runtime-endpoint",
+			a.opts.Pod.Namespace, a.opts.Pod.Name))
+	}
+	t.Uses = a.uses(containers)
+	if err := a.readCheckpoint(&t); err != nil {
+		errs = append(errs, err)
+	} else if full && t.Trusted && t.Runtime {
+		if a.renewCheckpoint(ctx, &t, &listing) {
+			err = a.readCheckpoint(&t)
+		}
+	}
+	t.Pods = a.podNames(cctx, &t, containers, full)
+	if t.Runtime {
+		a.seen.used = map[string]bool{}
+		for _, u := range t.Uses {
+			a.seen.used[u.Key] = true
+		}
+	}
+	a.seen.heard = a.seen.heard || full && t.Runtime && (t.Checkpoint || t.Trusted)
+	return t, errors.Join(errs...)
+}
+
+// ours keeps the holdings of our own resources.
+func (a *Agent) ours(l *node.Listing) []desk.Holding {
+	var out []desk.Holding
+	for _, h := range l.Holdings {
+		if _, ok := a.names.kind(h.Resource); ok {
+			out = append(out, desk.Holding{
+				Holder:   desk.Holder{Namespace: h.Namespace, Pod: h.Pod, Container: h.Container},
+				Resource: h.Resource, IDs: h.IDs,
+			})
+		}
+	}
+	return out
+}
+
+// trusted says whether a listing knows the node's pods.
+func (a *Agent) trusted(l *node.Listing) bool {
+	if a.opts.Pod == (node.PodName{}) {
+		return len(l.Pods) > 0
+	}
+	return l.Has(a.opts.Pod.Namespace, a.opts.Pod.Name)
+}
+
+// knowsUs says whether these are the containers of the kubelet's runtime: a node
+// may have another one beside it, whose empty list would be taken for good news.
+func (a *Agent) knowsUs(containers []node.Container) bool {
+	return a.opts.Pod == (node.PodName{}) || slices.ContainsFunc(containers, func(c node.Container) bool {
+		return c.Namespace == a.opts.Pod.Namespace && c.Pod == a.opts.Pod.Name
+	})
+}
+
+// uses finds the claims in the annotations that Allocate gave to containers. No
+// tenant can write those: a pod's own are on its sandbox.
+func (a *Agent) uses(containers []node.Container) []desk.Use {
+	prefix := cdi.AnnotationName(a.opts.Domain, "")
+	var out []desk.Use
+	for i := range containers {
+		c := &containers[i]
+		for _, name := range sortedKeys(c.Annotations) {
+			key, ok := strings.CutPrefix(name, prefix)
+			if _, ours := a.names.kind(c.Annotations[name]); !ok || !ours || !cdi.ValidKey(key) {
+				continue
+			}
+			out = append(out, desk.Use{Key: key, PodUID: c.PodUID, Created: c.Created,
+				Holder: desk.Holder{Namespace: c.Namespace, Pod: c.Pod, Container: c.Name}})
+		}
+	}
+	return out
+}
+
+// readCheckpoint puts the kubelet's checkpoint into a testimony.
+func (a *Agent) readCheckpoint(t *desk.Testimony) error {
+	t.Checkpoint, t.Entries = false, nil
+	if stamp := a.kubelet.Stamp(); stamp == (node.Stamp{}) || stamp != a.seen.checkpoint.Stamp {
+		cp, err := a.kubelet.Checkpoint()
+		if errors.Is(err, gpu.ErrNotFound) {
+			a.seen.checkpoint = node.Checkpoint{}
+			return nil // a kubelet that never gave anything out
+		}
+		if err != nil {
+			return fmt.Errorf("read the kubelet's checkpoint: %w", err)
+		}
+		a.seen.checkpoint = cp
+	}
+	t.Checkpoint = true
+	for _, e := range a.seen.checkpoint.Entries {
+		if _, ok := a.names.kind(e.Resource); ok {
+			t.Entries = append(t.Entries, desk.Entry(e))
+		}
+	}
+	return nil
+}
+
+// renewCheckpoint has the kubelet write its checkpoint again where it names
+// holders that neither PodResources nor the runtime knows: it is written when a
+// container is given devices and when a list arrives, not when a pod ends. It
+// reports whether there is a newer one.
+func (a *Agent) renewCheckpoint(ctx context.Context, t *desk.Testimony, l *node.Listing) bool {
+	known := map[string]bool{}
+	for i := range t.Uses {
+		known[t.Uses[i].Key] = true
+	}
+	for i := range t.Listed {
+		known[cdi.Key(t.Listed[i].Resource, t.Listed[i].IDs)] = true
+	}
+	stale := map[string][]string{}
+	for i := range t.Entries {
+		e := &t.Entries[i]
+		key := cdi.Key(e.Resource, e.IDs)
+		// An init container that has ended is in no list, and its pod is.
+		if p, named := a.seen.names[e.PodUID]; known[key] || named && l.Has(p.Namespace, p.Pod) {
+			continue
+		}
+		stale[e.Resource] = append(stale[e.Resource], key)
+	}
+	before := a.kubelet.Stamp()
+	asked := false
+	for _, resource := range sortedKeys(stale) {
+		keys := strings.Join(stale[resource], " ")
+		if a.seen.stale[resource] == keys && t.Asked.Sub(a.seen.resent[resource]) < resendEvery {
+			continue // it was asked for, and this is what came
+		}
+		a.seen.stale[resource], a.seen.resent[resource] = keys, t.Asked
+		a.desk.Resend(resource)
+		asked = true
+	}
+	for waited := time.Duration(0); asked && waited < renewPatience && ctx.Err() == nil; waited += renewLook {
+		time.Sleep(renewLook)
+		if a.kubelet.Stamp() != before {
+			return true
+		}
+	}
+	return false
+}
+
+// podNames finds the names of the pods that the checkpoint knows by UID.
+func (a *Agent) podNames(ctx context.Context, t *desk.Testimony, containers []node.Container, full bool) map[string]desk.Holder {
+	names := map[string]desk.Holder{}
+	for i := range containers {
+		names[containers[i].PodUID] = desk.Holder{Namespace: containers[i].Namespace, Pod: containers[i].Pod}
+	}
+	missing := false
+	for i := range t.Entries {
+		uid := t.Entries[i].PodUID
+		if _, ok := names[uid]; ok {
+			continue
+		}
+		if old, ok := a.seen.names[uid]; ok {
+			names[uid] = old
+		} else {
+			missing = true
+		}
+	}
+	if missing && full && t.Asked.Sub(a.seen.asked) >= namesEvery {
+		a.seen.asked = t.Asked
+		if pods, err := a.runtime.Pods(ctx); err == nil {
+			for uid, p := range pods {
+				if _, ok := names[uid]; !ok {
+					names[uid] = desk.Holder{Namespace: p.Namespace, Pod: p.Name}
+				}
+			}
+		}
+	}
+	maps.DeleteFunc(names, func(uid string, _ desk.Holder) bool {
+		return !slices.ContainsFunc(t.Entries, func(e desk.Entry) bool { return e.PodUID == uid })
+	})
+	a.seen.names = names
+	return names
+}
+
+// reconcile asks the witnesses and moves the claims along.
+func (a *Agent) reconcile(ctx context.Context, full bool) error {
+	t, err := a.ask(ctx, full)
+	for _, c := range a.desk.Reconcile(t) {
+		a.swept, a.trim = false, true
+		container, release := a.ends.since(c.Key, time.Now())
+		a.log.Info("claim ended", "claim", c.Key, "resource", c.Resource, "devices", len(c.IDs), "pod", c.Holder.String(),
+			"after_container", container, "after_release", release)
+	}
+	if len(a.desk.Claims()) == 0 {
+		return nil // nobody to judge; a kubelet that is away is its own news
+	}
+	if err != nil {
+		err = fmt.Errorf("%w (claims stay as they are)", err)
+	}
+	return err
+}
+
+// followRuntime hears of containers that end, and then watches for the kubelet
+// to let go of their devices. Where the runtime cannot tell, the tick must do.
+func (a *Agent) followRuntime(ctx context.Context) error {
+	prefix := cdi.AnnotationName(a.opts.Domain, "")
+	err := a.runtime.Events(ctx, func(e node.ContainerEvent) {
+		ours := e.Kind == node.EventMissed // then something of ours may have ended
+		if e.Kind == node.EventStopped {
+			for name := range e.Container.Annotations {
+				if key, ok := strings.CutPrefix(name, prefix); ok {
+					a.ends.add(key, time.Now())
+					ours = true
+				}
+			}
+		}
+		if !ours {
+			return
+		}
+		a.askSoon.Store(true)
+		a.wake()
+		select {
+		case a.ended <- struct{}{}:
+		default:
+		}
+	})
+	if ctx.Err() == nil {
+		a.log.Warn("the container runtime tells of no events; the end of containers is seen at the next look", "err", err, "every", holdersEvery.String())
+		<-ctx.Done()
+	}
+	return ctx.Err()
+}
+
+// awaitReleases asks the kubelet often, for a while after a container of ours has
+// ended, and wakes the loop when it lists something else.
+func (a *Agent) awaitReleases(ctx context.Context) error {
+	for {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-a.ended:
+		}
+		for until := time.Now().Add(releaseWatch); time.Now().Before(until); {
+			cctx, cancel := context.WithTimeout(ctx, kubeletPatience)
+			l, err := a.kubelet.List(cctx)
+			cancel()
+			now := a.ours(&l)
+			if known := a.listed.Load(); err == nil && (known == nil || !sameHoldings(*known, now)) {
+				a.listed.Store(&now)
+				a.ends.release(time.Now())
+				a.askSoon.Store(true)
+				a.wake()
+			}
+			select {
+			case <-ctx.Done():
+				return ctx.Err()
+			case <-a.ended:
+				until = time.Now().Add(releaseWatch)
+			case <-time.After(releaseLook):
+			}
+		}
+	}
+}
+
+func sameHoldings(a, b []desk.Holding) bool {
+	return slices.EqualFunc(a, b, func(x, y desk.Holding) bool {
+		return x.Holder == y.Holder && x.Resource == y.Resource && slices.Equal(x.IDs, y.IDs)
+	})
+}
+
+func sortedKeys[V any](m map[string]V) []string { return slices.Sorted(maps.Keys(m)) }

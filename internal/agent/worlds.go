@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"context"
+	"time"
+
+	specs "tags.cncf.io/container-device-interface/specs-go"
+
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/state"
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/plugin"
+)
+
+// Worlds is what the loop speaks to.
+type Worlds struct {
+	Driver  Driver
+	Files   Files
+	Kubelet Kubelet
+	Runtime Runtime
+	Plugins Plugins
+	Store   Store
+	// Cluster is nil where there is no API server to speak to.
+	Cluster  Cluster
+	Observer Observer
+}
+
+// Driver is what the loop needs of the hardware. pkg/gpu/nvml has it.
+type Driver interface {
+	Inventory(context.Context) (gpu.Inventory, error)
+	Health(context.Context, gpu.UUID) (gpu.Health, error)
+	Parts(context.Context) (cdi.Parts, error)
+	// Events blocks and calls back for every event until ctx ends.
+	Events(context.Context, func(gpu.Event)) error
+	// SetTimeSlice wraps gpu.ErrNotSupported where the card or the driver's
+	// tool cannot.
+	SetTimeSlice(context.Context, gpu.UUID, gpu.TimeSlice) error
+	// LetGo gives up every handle, so that the driver can be unloaded. From then
+	// on everything answers an error that wraps gpu.ErrNoDriver.
+	LetGo() error
+}
+
+// Files is the directory of CDI files. pkg/cdi/dir has it.
+type Files interface {
+	Write(key string, spec *specs.Spec) error
+	Remove(key string) error
+	List() ([]string, error)
+	Read(key string) (*specs.Spec, error)
+}
+
+// Kubelet is the first witness. internal/node has it.
+type Kubelet interface {
+	// List is who holds what, by the PodResources service. It makes the kubelet
+	// let go of the devices of pods that have ended.
+	List(context.Context) (node.Listing, error)
+	// Allocatable is the devices of all resources that the kubelet would give
+	// out.
+	Allocatable(context.Context) (map[string][]string, error)
+	// Checkpoint is the kubelet's own file, and Stamp tells one writing of it
+	// from the next.
+	Checkpoint() (node.Checkpoint, error)
+	Stamp() node.Stamp
+}
+
+// Runtime is the second witness. internal/node has it.
+type Runtime interface {
+	// Containers are those that have been created and have not ended.
+	Containers(context.Context) ([]node.Container, error)
+	// Pods has the names of pods by UID, also of those without a container yet.
+	Pods(context.Context) (map[string]node.PodName, error)
+	// Events blocks and calls back until ctx ends; gpu.ErrNotSupported where
+	// the runtime has no events.
+	Events(context.Context, func(node.ContainerEvent)) error
+}
+
+// Plugins serves resources to the kubelet. plugin.Kubelet is one.
+type Plugins interface {
+	// Set makes these the resources that are served.
+	Set(map[string]plugin.Source) error
+	// Suspect says that the kubelet does not seem to know a resource.
+	Suspect(resource string)
+}
+
+// Store is the agent's memory on disk. state.Store is one.
+type Store interface {
+	Document() state.Document
+	Save(state.Document) error
+	Claims() []state.Claim
+	Append(state.Claim) error
+	// Keep asks for the claims to keep when it has taken note of those appended so
+	// far.
+	Keep(func() []state.Claim) error
+}
+
+// Cluster is where the outcome is written for people and schedulers.
+// internal/kube has it.
+type Cluster interface {
+	PatchNode(ctx context.Context, labels, annotations map[string]*string) error
+	SetCondition(ctx context.Context, c kube.Condition) error
+	Event(regarding kube.Regarding, kind kube.EventType, reason, message string)
+}
+
+// Observer is told of what happens; it must not block. internal/obs stands
+// behind it.
+type Observer interface {
+	// GPUEvent is called for every event of the driver.
+	GPUEvent(gpu.Event)
+	// Round is called after every round.
+	Round(err error, took time.Duration)
+}

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package plugin
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"os"
+)
+
+// RemoveSockets takes away the sockets that a process which was killed has left
+// for these resources in a kubelet's directory. It removes none that somebody
+// listens on; the error then says so.
+func RemoveSockets(dir string, resources []string) error {
+	var errs []error
+	for _, r := range resources {
+		path, err := socketPath(dir, r)
+		if err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		info, err := os.Lstat(path)
+		switch {
+		case errors.Is(err, fs.ErrNotExist):
+			continue
+		case err != nil:
+			errs = append(errs, fmt.Errorf("look at socket: %w", err))
+			continue
+		case info.Mode().Type() != fs.ModeSocket:
+			continue // not ours
+		}
+		if conn, err := net.Dial("unix", path); err == nil {
+			_ = conn.Close()
+			errs = append(errs, fmt.Errorf("remove socket %s: a process serves %s there; end it first", path, r))
+			continue
+		}
+		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			errs = append(errs, fmt.Errorf("remove socket: %w", err))
+		}
+	}
+	return errors.Join(errs...)
+}
