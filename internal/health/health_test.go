@@ -536,6 +536,8 @@ func FuzzRestore(f *testing.F) {
 	f.Add([]byte(`[{"gpu":"GPU-a","gi":-1,"ci":-1,"class":"lost","xid":79,"since":"2026-03-01T12:00:00Z","last":"2026-03-01T12:00:00Z"}]`), []byte{79, 0, 1, 94, 1, 9})
 	f.Add([]byte(`[{"gpu":"GPU-a","gi":5,"class":"contained","strikes":-4,"over":true},{"class":"?"},{"gpu":"x","class":"?"}]`), []byte{48})
 	f.Add([]byte(`[{"gpu":"GPU-b","class":"memory","last":"9999-01-01T00:00:00Z"}]`), []byte{})
+	f.Add([]byte(`[{"gpu":"GPU-b","class":"memory","since":"9999-12-31T23:59:59-12:00","last":"0000-01-01T00:00:00+12:00"}]`), []byte{48})
+	f.Add([]byte(`[{"gpu":"x","class":"?"},{"gpu":"GPU-a","gi":1,"class":"lost","since":"2100-01-01T00:00:00Z"}]`), []byte{100, 100, 100, 100})
 	f.Fuzz(func(t *testing.T, file, events []byte) {
 		var records []Record
 		if json.Unmarshal(file, &records) != nil {
@@ -569,7 +571,7 @@ func FuzzRestore(f *testing.F) {
 		if again := next.Records(); !reflect.DeepEqual(kept, again) {
 			t.Fatalf("records %+v came back as %+v", kept, again)
 		}
-		if x, y := m.Verdicts(), next.Verdicts(); len(x) != len(y) {
+		if x, y := m.Verdicts(), next.Verdicts(); !reflect.DeepEqual(x, y) {
 			t.Fatalf("verdicts %+v came back as %+v", x, y)
 		}
 		settle(t, next, now)
