@@ -10,6 +10,7 @@
 //	defer d.Close()
 //	inv, err := d.Inventory(ctx)     // what GPUs there are
 //	parts, err := d.Parts(ctx)       // what a container needs to use one
+//	health, err := d.Health(ctx, u)  // what the driver holds against one of them
 //	err = d.Events(ctx, func(e gpu.Event) { wake() })
 //
 // # One door, one caller inside
@@ -31,10 +32,15 @@
 // # One library per process
 //
 // The dynamic linker binds the driver's symbols once for the life of a
-// process. So a process opens one Driver at a time, and always from the same
-// library file; Open says so where that is broken. After the driver has been
-// replaced on a running node the library in memory no longer fits the kernel
-// module (gpu.ErrNoDriver), and only a new process helps.
+// process, and never lets go of the library that it bound them to. So a process
+// opens one Driver at a time, and always of the same library. After another
+// version of the driver was loaded on a running node the library in memory does
+// not fit the kernel module any more: then calls, and Open, say gpu.ErrReloaded,
+// and only a new process helps. What counts is the library's content. The same
+// version laid down again, as by a driver container that starts anew, still fits.
+//
+// The kernel module can be unloaded only while nobody has the driver
+// initialised. Close lets go of it, and Open takes it up again.
 //
 // # Old drivers
 //
@@ -48,11 +54,25 @@
 // # GPUs that fail
 //
 // One lost GPU does not hide the others. Inventory keeps it, by the UUID and
-// index of the last good reading, with the reason in Device.Fault. While
-// Events runs, a library that reports a lost GPU is initialised anew from time
-// to time (Options.Rearm), because the driver never says by itself that a GPU
-// came back; so is one that fails altogether, as after the kernel module was
-// loaded again. Until then calls answer gpu.ErrNoDriver or gpu.ErrDriver.
+// index of the last good reading, with the reason in Device.Fault. Events names
+// it as soon as the driver says that one is lost: it asks each GPU that it
+// watches, which takes less than a millisecond for eight, and goes on with the
+// others. The driver never says by itself that a GPU came back, so while Events
+// runs, a library that reports a lost GPU is initialised anew from time to time
+// (Options.Rearm); so is one that fails altogether, as after the kernel module
+// was loaded again. Until then calls answer gpu.ErrNoDriver or gpu.ErrDriver.
+//
+// Health reads figures, and judges none of them. What a card or driver cannot
+// tell is not an error there.
+//
+// # GPUs that come and go
+//
+// The library lists the GPUs that were there when it was initialised. So Events
+// watches the machine itself: the device nodes, which the kernel tells about, and
+// the driver's own list in /proc, which must be looked at (Options.Look). When
+// that has changed and is quiet again it ends its wait, initialises the library
+// anew and reports gpu.EventChanged. A GPU that is gone stays in the inventory
+// with a fault, until the Driver is closed: its holders have a right to know.
 //
 // # What containers get
 //

@@ -263,9 +263,11 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 
 // identifyLocked reads which library d.library is, and refuses one that this
 // process is not bound to. It needs process's mutex held.
-func (d *Driver) identifyLocked() (err error) {
+func (d *Driver) identifyLocked() error {
 	if !filepath.IsAbs(d.library) {
 		d.log.Warn("cannot tell where the driver's library is; that it is replaced would go unnoticed", "library", d.library)
+	} else if same, err := process.loaded.is(d.library); err == nil && same {
+		d.loaded = process.loaded
 	} else if d.loaded, err = identify(d.library); err != nil {
 		return fmt.Errorf("read the driver's library: %w: %w", gpu.ErrNoDriver, err)
 	}

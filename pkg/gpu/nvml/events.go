@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync/atomic"
 	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
@@ -25,6 +26,9 @@ const (
 	// lookWait bounds the look at which GPUs are lost, once the driver has said
 	// that some are.
 	lookWait = time.Second
+	// renewWait bounds how long a new initialisation waits for a call that is
+	// inside the door. Nothing is heard meanwhile.
+	renewWait = time.Second
 	// nameWait bounds the question which GPU an event is about, where the driver
 	// names it by a handle that was not registered.
 	nameWait = 100 * time.Millisecond
@@ -67,19 +71,25 @@ func (d *Driver) Events(ctx context.Context, report func(gpu.Event)) error {
 	w := watch{Driver: d, report: report, changes: changes, told: d.seen}
 	var lastFailure time.Time
 	for ctx.Err() == nil {
+		now, before := w.seen, w.gpus
 		if w.anew {
-			d.seen = d.hardware()
+			now = d.hardware()
 		}
-		before := w.gpus
-		err := w.arm(ctx)
+		renewed, err := w.arm(ctx)
 		if ctx.Err() != nil {
 			if err == nil {
 				d.disarm(w.armed)
 			}
 			break
 		}
-		if w.changed || err == nil && w.started && grown(before, w.gpus) {
-			w.tell()
+		if renewed {
+			d.seen = now
+		}
+		// Another call may stand in the way of a new initialisation: the GPUs that
+		// were known are watched meanwhile.
+		w.putOff = w.anew && !renewed && err == nil
+		if w.changed && !w.putOff || err == nil && w.started && grown(before, w.gpus) {
+			w.tell(now)
 		}
 		if err != nil {
 			// What was watched before does not count: it is news when it answers.
@@ -96,7 +106,7 @@ func (d *Driver) Events(ctx context.Context, report func(gpu.Event)) error {
 		d.disarm(w.armed)
 		// A driver that fails for another reason than a lost GPU may have been
 		// loaded again under us.
-		w.anew = why.failure != nil && !errors.Is(why.failure, gpu.ErrLost) || w.changed || why.due && d.stale.Load()
+		w.anew = why.failure != nil && !errors.Is(why.failure, gpu.ErrLost) || w.changed || why.due && (w.putOff || d.stale.Load())
 		if why.due || w.anew {
 			w.lost = nil // try all of them
 		}
@@ -146,13 +156,14 @@ type watch struct {
 
 	started bool              // the GPUs have been registered before, or could not be
 	anew    bool              // the driver is to be initialised anew before the next registration
+	putOff  bool              // that could not be done
 	changed bool              // the hardware is another since told
 	lost    map[gpu.UUID]bool // left out of the next registration
 }
 
-// tell reports that the hardware changed.
-func (w *watch) tell() {
-	w.changed, w.told = false, w.seen
+// tell reports that the hardware changed, and is now so.
+func (w *watch) tell(now string) {
+	w.changed, w.told = false, now
 	w.report(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
 }
 
@@ -170,40 +181,66 @@ func (w *watch) pause(ctx context.Context, d time.Duration) {
 
 // arm registers all GPUs but those known to be lost, in the room of those who
 // wait: another call that hangs does not keep it out. Only a new initialisation
-// must wait for that call, while nothing is registered.
-func (w *watch) arm(ctx context.Context) error {
+// must wait for that call, and is left out if that takes long.
+func (w *watch) arm(ctx context.Context) (renewed bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, registerWait)
 	defer cancel()
 	const what = "watch the GPUs"
+	type result struct {
+		armed
+		renewed bool
+	}
 	d, anew, lost := w.Driver, w.anew, w.lost
-	a, err := through(ctx, d.waits, what, open(d, what, func() (armed, error) {
+	r, err := through(ctx, d.waits, what, open(d, what, func() (r result, err error) {
 		if anew {
-			const what = "initialise the driver anew"
-			if _, err := through(ctx, d.door, what, open(d, what, d.renew), nil); err != nil {
-				return armed{}, err
+			if r.renewed, err = d.tryRenew(ctx); err != nil {
+				return r, err
 			}
 		}
-		return d.register(lost)
-	}), func(a armed) { a.set.Free() })
+		r.armed, err = d.register(lost)
+		return r, err
+	}), func(r result) { r.set.Free() })
 	if err == nil {
-		w.armed = a
+		w.armed = r.armed
 	}
-	return err
+	return r.renewed, err
+}
+
+// tryRenew initialises the driver anew if it can enter the door soon.
+func (d *Driver) tryRenew(ctx context.Context) (renewed bool, err error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	var inside atomic.Bool
+	defer time.AfterFunc(renewWait, func() {
+		if !inside.Load() {
+			cancel()
+		}
+	}).Stop()
+	const what = "initialise the driver anew"
+	_, err = through(ctx, d.door, what, open(d, what, func() (struct{}, error) {
+		inside.Store(true)
+		return struct{}{}, d.renew()
+	}), nil)
+	if !inside.Load() && errors.Is(err, gpu.ErrTimeout) {
+		d.log.Warn("cannot initialise the driver anew; watching the GPUs as they were known", "err", err)
+		return false, nil
+	}
+	return err == nil, err
 }
 
 // renew initialises the driver anew. It never says by itself that a GPU came
 // back, or that there is another one. Nothing may be registered.
-func (d *Driver) renew() (none struct{}, err error) {
+func (d *Driver) renew() error {
 	// A driver that is gone cannot be shut down; what counts is the rest.
 	if err := failed("shut the driver down", d.lib.Shutdown()); err != nil {
 		d.log.Debug("initialising the driver anew without a shutdown", "err", err)
 	}
 	if err := failed("initialise the driver", d.lib.Init()); err != nil {
-		return none, err
+		return err
 	}
 	d.stale.Store(false)
 	clear(d.links) // they name peers by index
-	return none, nil
+	return nil
 }
 
 func (d *Driver) register(lost map[gpu.UUID]bool) (armed, error) {
@@ -285,20 +322,24 @@ type ending struct {
 func (w *watch) run(ctx context.Context) (why ending, err error) {
 	l := w.listen()
 	defer l.leave()
-	rearm := time.NewTicker(w.opts.Rearm)
+	period := w.opts.Rearm
+	if w.putOff {
+		period = min(period, retryMost)
+	}
+	rearm := time.NewTicker(period)
 	defer rearm.Stop()
 	for over := false; !over; {
 		select {
 		case <-ctx.Done():
 			over = true
 		case <-rearm.C:
-			why.due = w.missing || w.stale.Load()
+			why.due = w.missing || w.putOff || w.stale.Load()
 			over = why.due
 		case now, ok := <-w.changes:
 			switch {
 			case !ok || now == w.told:
 			case now == w.seen: // initialised since
-				w.tell()
+				w.tell(now)
 			default:
 				w.changed, over = true, true
 			}

@@ -80,7 +80,7 @@ func (d *Driver) follow(ctx context.Context, last string) <-chan string {
 		// A change between the last look and the watch's beginning.
 		settled := time.NewTimer(0)
 		defer settled.Stop()
-		listed := names(d.opts.procDir())
+		listed := d.glance(nodes)
 		for {
 			select {
 			case <-ctx.Done():
@@ -93,11 +93,11 @@ func (d *Driver) follow(ctx context.Context, last string) <-chan string {
 				settled.Reset(settleWait)
 			case <-look.C:
 				if nodes.file == nil {
-					if nodes = watchNodes(d.opts.devDir()); d.hardware() != last {
-						settled.Reset(settleWait)
+					if nodes = watchNodes(d.opts.devDir()); nodes.file != nil {
+						settled.Reset(settleWait) // what changed before the watch
 					}
 				}
-				if now := names(d.opts.procDir()); !slices.Equal(now, listed) {
+				if now := d.glance(nodes); now != listed {
 					listed = now
 					settled.Reset(settleWait)
 				}
@@ -116,6 +116,15 @@ func (d *Driver) follow(ctx context.Context, last string) <-chan string {
 		}
 	}()
 	return changes
+}
+
+// glance is what of the hardware must be looked at, since nothing tells when it
+// changes.
+func (d *Driver) glance(nodes nodeWatch) string {
+	if nodes.file == nil {
+		return d.hardware()
+	}
+	return strings.Join(names(d.opts.procDir()), " ")
 }
 
 // nodeWatch watches a directory of device nodes for GPUs' nodes.

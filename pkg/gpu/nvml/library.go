@@ -86,7 +86,7 @@ func identify(path string) (content, error) {
 // another one, or was written since.
 func (c content) is(path string) (bool, error) {
 	info, err := os.Stat(path)
-	if err != nil {
+	if err != nil || c.info == nil {
 		return false, err
 	}
 	if os.SameFile(info, c.info) && info.ModTime().Equal(c.info.ModTime()) && info.Size() == c.info.Size() {
@@ -96,11 +96,13 @@ func (c content) is(path string) (bool, error) {
 	return err == nil && string(sum) == c.sum, err
 }
 
-// explained adds to a failure of the whole driver that its library was replaced,
-// if it was: then nothing that this process does can help. It is asked of
-// failures only. A library that is gone is not a replaced one.
+// explained adds to an error that says that there is no driver, if its library
+// was replaced, that it was: then nothing that this process does can help. Only
+// then is it asked. A library that is replaced under a driver that still runs
+// does no harm: a new process could not speak to that one. And a library that is
+// gone is not a replaced one.
 func (d *Driver) explained(err error) error {
-	if err == nil || d.stopped.Err() != nil || !(errors.Is(err, gpu.ErrNoDriver) || errors.Is(err, gpu.ErrDriver)) {
+	if d.stopped.Err() != nil || d.loaded.info == nil || !errors.Is(err, gpu.ErrNoDriver) {
 		return err
 	}
 	path, lost := findLibrary(d.opts, d.log)

@@ -1,0 +1,589 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml_test
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/gpu/nvml"
+	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/emulator/daemon"
+	"example.com/gpu-agent/tests/emulator/install"
+	"example.com/gpu-agent/tests/emulator/lib"
+)
+
+// patience ends a test that waits for what never comes. It is no expectation
+// of how long anything takes.
+const patience = 2 * time.Minute
+
+// driverDir is where the emulated driver is installed. One for the process:
+// it can be bound to one library only.
+var driverDir string
+
+func TestMain(m *testing.M) {
+	flag.Parse()
+	os.Exit(func() int {
+		dir, err := os.MkdirTemp("", "emulated-driver-")
+		if err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			return 1
+		}
+		defer os.RemoveAll(dir)
+		if driverDir, err = filepath.EvalSymlinks(dir); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			return 1
+		}
+		return m.Run()
+	}())
+}
+
+// node is an emulated driver in operation.
+type node struct {
+	*emulator.World
+	hand *daemon.Client // for changes that files follow
+	opts nvml.Options
+	stop func() // takes the driver away; the test's end does too
+}
+
+var built = sync.OnceValues(func() (string, error) {
+	if _, err := exec.LookPath("gcc"); err != nil {
+		return "", err
+	}
+	return lib.Cached(context.Background())
+})
+
+// emulate serves a world until the test's end.
+func emulate(t testing.TB, spec emulator.Spec) *node {
+	t.Helper()
+	libraries, err := built()
+	if errors.Is(err, exec.ErrNotFound) {
+		t.Skipf("skipped: the emulated driver's libraries need gcc: %v", err)
+	}
+	try(t, err)
+	w, err := emulator.New(spec)
+	try(t, err)
+	for _, dir := range []string{"dev", "sys", "proc"} {
+		try(t, os.RemoveAll(filepath.Join(driverDir, dir)))
+	}
+	try(t, install.Driver(driverDir, libraries, w))
+	err = install.Nodes(filepath.Join(driverDir, "dev"), w)
+	if errors.Is(err, fs.ErrPermission) {
+		t.Skipf("skipped: making device nodes needs CAP_MKNOD: %v", err)
+	}
+	try(t, err)
+	try(t, install.Kernel(driverDir, "Character devices:\n", w))
+	try(t, install.Machine{Driver: driverDir, Dev: filepath.Join(driverDir, "dev"), Kernel: driverDir}.Save())
+	n := &node{World: w, opts: nvml.Options{
+		DriverRoot: driverDir,
+		SysRoot:    filepath.Join(driverDir, "sys"),
+		ProcRoot:   filepath.Join(driverDir, "proc"),
+		Rearm:      20 * time.Millisecond,
+		Look:       20 * time.Millisecond,
+		EventWait:  100 * time.Millisecond,
+		Logger:     slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelWarn})),
+	}}
+	socket := filepath.Join(driverDir, install.Socket)
+	l, err := daemon.Listen(socket)
+	try(t, err)
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func(l *net.UnixListener) {
+		ended <- (&daemon.Server{World: w, Driver: driverDir}).Serve(ctx, l)
+	}(l)
+	n.stop = sync.OnceFunc(func() {
+		n.Clear()
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+		_ = l.Close() // the server does too, not always before it ends
+	})
+	t.Cleanup(n.stop)
+	n.hand, err = daemon.Dial(socket)
+	try(t, err)
+	t.Cleanup(func() { n.hand.Close() })
+	return n
+}
+
+func try(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func wait(t testing.TB) context.Context {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+func await(t testing.TB, what string, condition func() bool) {
+	t.Helper()
+	ctx := wait(t)
+	tick := time.NewTicker(2 * time.Millisecond)
+	defer tick.Stop()
+	for !condition() {
+		select {
+		case <-ctx.Done():
+			t.Fatalf("in vain awaited that %s", what)
+		case <-tick.C:
+		}
+	}
+}
+
+func open(t testing.TB, n *node) *nvml.Driver {
+	t.Helper()
+	d, err := nvml.Open(wait(t), n.opts)
+	try(t, err)
+	t.Cleanup(func() {
+		if err := d.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return d
+}
+
+func inventory(t testing.TB, d *nvml.Driver) gpu.Inventory {
+	t.Helper()
+	inv, err := d.Inventory(wait(t))
+	try(t, err)
+	return inv
+}
+
+// listener runs Events beside a test.
+type listener struct {
+	events chan gpu.Event
+	at     chan time.Time // when each of them came
+}
+
+// listen returns once all GPUs that are there are watched.
+func listen(t testing.TB, n *node, d *nvml.Driver) listener {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	l := listener{make(chan gpu.Event, 1000), make(chan time.Time, 1000)}
+	ended := make(chan error, 1)
+	before := n.calls("nvmlEventSetWait_v2")
+	go func() {
+		ended <- d.Events(ctx, func(e gpu.Event) {
+			l.at <- time.Now()
+			l.events <- e
+		})
+	}()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	await(t, "events are waited for", func() bool { return n.calls("nvmlEventSetWait_v2") > before })
+	return l
+}
+
+// until returns the next event that is wanted, and all before it.
+func (l listener) until(t testing.TB, what string, wanted func(gpu.Event) bool) (at time.Time, before []gpu.Event) {
+	t.Helper()
+	ctx := wait(t)
+	for {
+		select {
+		case at := <-l.at:
+			e := <-l.events
+			if wanted(e) {
+				return at, before
+			}
+			before = append(before, e)
+		case <-ctx.Done():
+			t.Fatalf("in vain awaited %s; there came %+v", what, before)
+		}
+	}
+}
+
+func lost(u gpu.UUID) func(gpu.Event) bool {
+	return func(e gpu.Event) bool { return e == gpu.Event{Kind: gpu.EventLost, GPU: u, GI: -1, CI: -1} }
+}
+
+func changed(e gpu.Event) bool { return e == gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1} }
+
+// calls counts this process's calls of one name.
+func (n *node) calls(name string) int {
+	for _, c := range n.Calls(os.Getpid()) {
+		if c.Call == name {
+			return int(c.Count)
+		}
+	}
+	return 0
+}
+
+// hears raises errors of a GPU until one is heard.
+func (l listener) hears(t testing.TB, n *node, index int, u gpu.UUID) {
+	t.Helper()
+	await(t, fmt.Sprintf("errors of GPU %d are heard", index), func() bool {
+		try(t, n.XidBare(index, 31))
+		for len(l.at) > 0 {
+			<-l.at
+			if e := <-l.events; e.GPU == u && e.Xid == 31 {
+				return true
+			}
+		}
+		return false
+	})
+}
+
+func TestHealth(t *testing.T) {
+	off := false
+	n := emulate(t, emulator.Spec{Model: "H100-80GB", Count: 4, GPUs: []emulator.GPUSpec{
+		{Index: 1, Model: "V100-SXM2-32GB"}, {Index: 2, ECC: &off},
+	}})
+	d := open(t, n)
+	gpus := inventory(t, d).GPUs
+	count := func(n uint64) *uint64 { return &n }
+	for _, c := range []struct {
+		name  string
+		index int
+		is    emulator.Health
+		want  gpu.Health
+	}{
+		{"sound", 0, emulator.Health{}, gpu.Health{Uncorrected: count(0)}},
+		{"corrected errors only", 0, emulator.Health{Corrected: emulator.Errors{Volatile: 9, Aggregate: 9}}, gpu.Health{Uncorrected: count(0)}},
+		{"errors before the last reset", 0, emulator.Health{Uncorrected: emulator.Errors{Aggregate: 9}}, gpu.Health{Uncorrected: count(0)}},
+		{"uncorrected errors", 0, emulator.Health{Uncorrected: emulator.Errors{Volatile: 3, Aggregate: 9}}, gpu.Health{Uncorrected: count(3)}},
+		{"a row to be remapped", 0, emulator.Health{RemapPending: true}, gpu.Health{Uncorrected: count(0), RemapPending: true}},
+		{"no row left", 0, emulator.Health{RemapFailed: true}, gpu.Health{Uncorrected: count(0), RemapFailed: true}},
+		{"rows remapped", 0, emulator.Health{RemappedUncorrectable: 3}, gpu.Health{Uncorrected: count(0)}},
+		{"needs a reset", 0, emulator.Health{Recovery: emulator.RecoveryReset}, gpu.Health{Uncorrected: count(0), Recovery: gpu.RecoveryReset}},
+		{"needs a reboot", 0, emulator.Health{Recovery: emulator.RecoveryReboot}, gpu.Health{Uncorrected: count(0), Recovery: gpu.RecoveryReboot}},
+		{"needs to be drained", 0, emulator.Health{Recovery: emulator.RecoveryDrain}, gpu.Health{Uncorrected: count(0), Recovery: gpu.RecoveryDrain}},
+		{"needs to be drained and reset", 0, emulator.Health{Recovery: emulator.RecoveryDrainReset}, gpu.Health{Uncorrected: count(0), Recovery: gpu.RecoveryDrainReset}},
+		{"a card of before Ampere", 1, emulator.Health{}, gpu.Health{Uncorrected: count(0)}},
+		{"a page to be retired", 1, emulator.Health{RetirePending: true}, gpu.Health{Uncorrected: count(0), RetirePending: true}},
+		{"ECC is off", 2, emulator.Health{RemapPending: true}, gpu.Health{RemapPending: true}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			try(t, n.SetHealth(c.index, c.is))
+			got, err := d.Health(wait(t), gpus[c.index].UUID)
+			if err != nil || !same(got, c.want) {
+				t.Errorf("health %s, %v; want %s", show(got), err, show(c.want))
+			}
+		})
+	}
+
+	zero := 0
+	for _, c := range []struct {
+		code emulator.Return
+		want error
+	}{
+		{emulator.NotSupported, nil},
+		{emulator.Unknown, gpu.ErrDriver},
+		{emulator.InvalidArgument, gpu.ErrInvalid},
+		{emulator.GPUIsLost, gpu.ErrLost},
+	} {
+		try(t, n.SetHealth(0, emulator.Health{}))
+		for _, call := range []string{"nvmlDeviceGetTotalEccErrors", "nvmlDeviceGetRemappedRows", "nvmlDeviceGetRetiredPagesPendingStatus", "nvmlDeviceGetFieldValues"} {
+			try(t, n.Inject(emulator.Fault{Call: call, GPU: &zero, Code: c.code}))
+			_, err := d.Health(wait(t), gpus[0].UUID)
+			if !errors.Is(err, c.want) || c.want != nil && !strings.Contains(err.Error(), string(gpus[0].UUID)) {
+				t.Errorf("%s says %v: %v, want %v and the GPU's name", call, c.code, err, c.want)
+			}
+			n.Clear()
+		}
+	}
+
+	try(t, n.Lose(3))
+	if _, err := d.Health(wait(t), gpus[3].UUID); !errors.Is(err, gpu.ErrLost) {
+		t.Errorf("health of a lost GPU: %v, want ErrLost", err)
+	}
+	if _, err := d.Health(wait(t), "GPU-00000000-0000-0000-0000-000000000000"); !errors.Is(err, gpu.ErrNotFound) {
+		t.Errorf("health of a GPU that is not there: %v, want ErrNotFound", err)
+	}
+}
+
+func same(a, b gpu.Health) bool { return show(a) == show(b) }
+
+func show(h gpu.Health) string {
+	count := "unknown"
+	if h.Uncorrected != nil {
+		count = fmt.Sprint(*h.Uncorrected)
+	}
+	h.Uncorrected = nil
+	return fmt.Sprintf("%+v with %s uncorrected errors", h, count)
+}
+
+// Events of lost GPUs name them, and nothing is said of the others. The time
+// from the driver's word to the report is in the log.
+func TestLossIsNamed(t *testing.T) {
+	n := emulate(t, emulator.Spec{Model: "H100-80GB", Count: 8})
+	d := open(t, n)
+	gpus := inventory(t, d).GPUs
+	l := listen(t, n, d)
+	var took []time.Duration
+	for i := range 20 {
+		index := i % 8
+		l.hears(t, n, index, gpus[index].UUID)
+		began := time.Now()
+		try(t, n.Lose(index))
+		at, before := l.until(t, "the loss", lost(gpus[index].UUID))
+		took = append(took, at.Sub(began))
+		for _, e := range before {
+			if e.Kind != gpu.EventXid && e.Kind != gpu.EventChanged {
+				t.Errorf("event %+v, where only GPU %d is lost", e, index)
+			}
+		}
+		try(t, n.Restore(index))
+		l.until(t, "its return", changed)
+	}
+	slices.Sort(took)
+	t.Logf("from the loss of one GPU of 8 to its report: median %s, most %s of %d", took[len(took)/2], took[len(took)-1], len(took))
+}
+
+func TestTwoLosses(t *testing.T) {
+	n := emulate(t, emulator.Spec{Model: "H100-80GB", Count: 8})
+	n.opts.Rearm = time.Hour
+	d := open(t, n)
+	gpus := inventory(t, d).GPUs
+	l := listen(t, n, d)
+	try(t, n.Lose(1))
+	try(t, n.Lose(5))
+	named := map[gpu.UUID]int{}
+	for range 2 {
+		l.until(t, "a loss", func(e gpu.Event) bool {
+			if e.Kind == gpu.EventLost {
+				named[e.GPU]++
+			}
+			return e.Kind == gpu.EventLost
+		})
+	}
+	if named[gpus[1].UUID] != 1 || named[gpus[5].UUID] != 1 {
+		t.Errorf("lost are %v, want %s and %s", named, gpus[1].UUID, gpus[5].UUID)
+	}
+	// The others are watched on, without a new initialisation.
+	l.hears(t, n, 6, gpus[6].UUID)
+	if got := n.calls("nvmlInit_v2"); got != 1 {
+		t.Errorf("the driver was initialised %d times, want once", got)
+	}
+}
+
+// A driver that says that a GPU is lost, and then of none that it is.
+func TestLossOfNobody(t *testing.T) {
+	n := emulate(t, emulator.Spec{Model: "H100-80GB", Count: 2})
+	d := open(t, n)
+	l := listen(t, n, d)
+	try(t, n.Inject(emulator.Fault{Call: "nvmlEventSetWait_v2", Code: emulator.GPUIsLost, Count: 1}))
+	l.until(t, "a loss without a name", lost(""))
+}
+
+// A call that hangs inside the door delays no report.
+func TestEventsPassAHungCall(t *testing.T) {
+	n := emulate(t, emulator.Spec{Model: "H100-80GB", Count: 4})
+	d := open(t, n)
+	gpus := inventory(t, d).GPUs
+	l := listen(t, n, d)
+	try(t, n.Inject(emulator.Fault{Call: "nvmlDeviceGetMigMode", Hang: true}))
+	before := n.calls("nvmlDeviceGetMigMode")
+	ctx, leave := context.WithCancel(t.Context())
+	left := make(chan error, 1)
+	go func() {
+		_, err := d.Inventory(ctx)
+		left <- err
+	}()
+	await(t, "the call is in the driver", func() bool { return n.calls("nvmlDeviceGetMigMode") > before })
+	l.hears(t, n, 0, gpus[0].UUID)
+	try(t, n.Lose(1))
+	l.until(t, "the loss", lost(gpus[1].UUID))
+	l.hears(t, n, 2, gpus[2].UUID)
+	select {
+	case err := <-left:
+		t.Errorf("the call that was to hang has ended: %v", err)
+	default:
+	}
+	leave()
+	if err := <-left; !errors.Is(err, gpu.ErrTimeout) {
+		t.Errorf("the call that hung: %v, want ErrTimeout", err)
+	}
+	n.Clear()
+	await(t, "the driver answers again", func() bool {
+		_, err := d.Inventory(wait(t))
+		return err == nil
+	})
+}
+
+func TestUnplugAndPlug(t *testing.T) {
+	for _, c := range []struct {
+		name   string
+		change func(n *node)
+	}{
+		{"nodes and the kernel's list", func(*node) {}},
+		{"no kernel's list", func(n *node) { n.opts.ProcRoot = t.TempDir() }},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			n := emulate(t, emulator.Spec{Model: "H100-80GB", Count: 4})
+			c.change(n)
+			d := open(t, n)
+			before := inventory(t, d).GPUs
+			l := listen(t, n, d)
+
+			try(t, n.hand.Unplug(1))
+			l.until(t, "the loss", lost(before[1].UUID))
+			l.until(t, "the change", changed)
+			inv := inventory(t, d)
+			if len(inv.GPUs) != 4 {
+				t.Fatalf("the inventory has %d GPUs", len(inv.GPUs))
+			}
+			for _, was := range before {
+				dev := inv.ByUUID(was.UUID)
+				if dev == nil || (dev.Fault != "") != (was.Index == 1) || dev.Model != was.Model {
+					t.Errorf("%s, at %d before, is now %+v", was.UUID, was.Index, dev)
+				}
+			}
+			if dev := inv.ByUUID(before[1].UUID); !strings.Contains(dev.Fault, "no longer lists it") {
+				t.Errorf("the GPU that is gone has fault %q", dev.Fault)
+			}
+			l.hears(t, n, 3, before[3].UUID)
+
+			inits := n.calls("nvmlInit_v2")
+			try(t, n.hand.Plug(1))
+			l.until(t, "the change", changed)
+			inv = inventory(t, d)
+			for i, was := range before {
+				if dev := inv.GPUs[i]; dev.UUID != was.UUID || dev.Fault != "" || dev.Index != i || dev.PCI != was.PCI {
+					t.Errorf("GPU %d is now %+v", i, dev)
+				}
+			}
+			if n.calls("nvmlInit_v2") == inits {
+				t.Error("the GPU that came was seen without a new initialisation: the test shows nothing")
+			}
+			l.hears(t, n, 1, before[1].UUID)
+		})
+	}
+}
+
+// A GPU that is there for the first time.
+func TestPlugOfAnotherGPU(t *testing.T) {
+	n := emulate(t, emulator.Spec{Model: "H100-80GB", Count: 2, GPUs: []emulator.GPUSpec{{Index: 0, Unplugged: true}}})
+	d := open(t, n)
+	if inv := inventory(t, d); len(inv.GPUs) != 1 {
+		t.Fatalf("the inventory is %+v", inv)
+	}
+	l := listen(t, n, d)
+	try(t, n.hand.Plug(0))
+	l.until(t, "the change", changed)
+	inv := inventory(t, d)
+	if len(inv.GPUs) != 2 || inv.GPUs[0].Fault != "" || inv.GPUs[1].Fault != "" || inv.GPUs[0].UUID == inv.GPUs[1].UUID {
+		t.Errorf("the inventory is %+v", inv)
+	}
+	// Links name peers by their new index.
+	for i, dev := range inv.GPUs {
+		for _, link := range dev.Links {
+			if !link.Switch && link.To != 1-i {
+				t.Errorf("GPU %d has a link to GPU %d", i, link.To)
+			}
+		}
+	}
+	l.hears(t, n, 0, inv.GPUs[0].UUID)
+}
+
+// After Close nothing stands in the way of unloading the kernel module, whatever
+// went on before.
+func TestCloseLetsGo(t *testing.T) {
+	n := emulate(t, emulator.Spec{Model: "H100-80GB", Count: 2})
+	for range 2 {
+		d := open(t, n)
+		l := listen(t, n, d)
+		try(t, n.hand.Unplug(1))
+		l.until(t, "the change", changed) // so that it was initialised anew
+		if err := n.Unload(); !errors.Is(err, emulator.InUse) {
+			t.Fatalf("unloaded while it is in use: %v", err)
+		}
+		try(t, d.Close())
+		if got := n.State().Sessions; len(got) > 0 {
+			t.Fatalf("after Close the driver is open in %v", got)
+		}
+		try(t, n.hand.Unload())
+		if d, err := nvml.Open(wait(t), n.opts); !errors.Is(err, gpu.ErrNoDriver) || errors.Is(err, gpu.ErrReloaded) {
+			t.Errorf("opened %v, %v without a driver, want ErrNoDriver", d, err)
+		}
+		try(t, n.hand.Load(""))
+		try(t, n.hand.Plug(1))
+	}
+	d := open(t, n)
+	inv := inventory(t, d)
+	if len(inv.GPUs) != 2 || inv.GPUs[0].Fault != "" || inv.GPUs[1].Fault != "" {
+		t.Errorf("the inventory is %+v", inv)
+	}
+	try(t, d.Close())
+
+	// With another version only a new process can go on.
+	try(t, n.hand.Unload())
+	try(t, n.hand.Load("585.1.2"))
+	if d, err := nvml.Open(wait(t), n.opts); !errors.Is(err, gpu.ErrReloaded) {
+		t.Errorf("opened %v, %v, want ErrReloaded", d, err)
+	}
+}
+
+// The driver is taken away by force while it is open, and another version comes.
+func TestReplacedDriverIsSaid(t *testing.T) {
+	n := emulate(t, emulator.Spec{Model: "H100-80GB", Count: 2})
+	d := open(t, n)
+	u := inventory(t, d).GPUs[0].UUID
+	l := listen(t, n, d)
+	n.stop()
+	l.until(t, "that the driver is gone", lost(""))
+	if _, err := d.Inventory(wait(t)); err == nil || errors.Is(err, gpu.ErrReloaded) {
+		t.Errorf("without a driver: %v, want an error that speaks of no other one", err)
+	}
+	other := emulate(t, emulator.Spec{Model: "H100-80GB", Count: 2, Driver: "585.1.2"})
+	await(t, "the driver is found to be another one", func() bool {
+		_, err := d.Inventory(wait(t))
+		return errors.Is(err, gpu.ErrReloaded)
+	})
+	if _, err := d.Memory(wait(t), u); !errors.Is(err, gpu.ErrReloaded) {
+		t.Errorf("memory: %v, want ErrReloaded", err)
+	}
+	if _, err := d.Health(wait(t), u); !errors.Is(err, gpu.ErrReloaded) {
+		t.Errorf("health: %v, want ErrReloaded", err)
+	}
+	// The same version laid down again is no other one.
+	other.stop()
+	again := emulate(t, emulator.Spec{Model: "H100-80GB", Count: 2})
+	await(t, "the driver answers again", func() bool {
+		_, err := d.Inventory(wait(t))
+		return err == nil
+	})
+	l.until(t, "that it does", changed)
+	l.hears(t, again, 1, inventory(t, d).GPUs[1].UUID)
+}
+
+func BenchmarkInventory(b *testing.B) {
+	n := emulate(b, emulator.Spec{Model: "H100-80GB", Count: 8})
+	d := open(b, n)
+	inventory(b, d)
+	for b.Loop() {
+		inventory(b, d)
+	}
+}
+
+func BenchmarkHealth(b *testing.B) {
+	n := emulate(b, emulator.Spec{Model: "H100-80GB", Count: 8})
+	d := open(b, n)
+	u := inventory(b, d).GPUs[0].UUID
+	for b.Loop() {
+		if _, err := d.Health(b.Context(), u); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
