@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"hash/crc32"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"strings"
@@ -64,7 +65,7 @@ var start = sync.OnceValue(func() error {
 			return err
 		}},
 		lab.Step{Name: "the agent", Run: func(ctx context.Context) (err error) {
-			agent, err = node.Deploy(ctx, lab.DeployOptions{Partitions: allShared})
+			agent, err = deploy(ctx, lab.DeployOptions{Partitions: allShared})
 			return err
 		}})
 	for _, s := range steps {
@@ -76,6 +77,15 @@ var start = sync.OnceValue(func() error {
 	}
 	return nil
 })
+
+// deploy deploys the agent as all tests want it: a GPU need not be without
+// complaint for a minute before it is offered again.
+func deploy(ctx context.Context, o lab.DeployOptions) (*lab.Agent, error) {
+	env := map[string]string{"GPU_AGENT_HEALTH_HOLD": "2s", "GPU_AGENT_HEALTH_PROBE": "500ms"}
+	maps.Copy(env, o.Env)
+	o.Env = env
+	return node.Deploy(ctx, o)
+}
 
 func TestMain(m *testing.M) {
 	flag.Parse()

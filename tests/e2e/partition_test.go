@@ -197,7 +197,7 @@ func TestDriverRootElsewhere(t *testing.T) {
 		if err := node.DeletePods(ctx); err != nil {
 			t.Error(err)
 		}
-		usual, err := node.Deploy(ctx, lab.DeployOptions{Partitions: allShared})
+		usual, err := deploy(ctx, lab.DeployOptions{Partitions: allShared})
 		if err != nil {
 			t.Errorf("deploy the agent as it was: %v", err)
 		} else {
@@ -208,7 +208,7 @@ func TestDriverRootElsewhere(t *testing.T) {
 		}
 	})
 	b.must(agent.Reset(b.ctx, allShared))
-	elsewhere, err := node.Deploy(b.ctx, lab.DeployOptions{Overlay: "driver-container", Partitions: allShared})
+	elsewhere, err := deploy(b.ctx, lab.DeployOptions{Overlay: "driver-container", Partitions: allShared})
 	b.must(err)
 	agent = elsewhere
 

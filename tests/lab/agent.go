@@ -223,8 +223,10 @@ const configMaps = "/api/v1/namespaces/" + AgentNamespace + "/configmaps"
 
 // Status is the agent's own view, as /statusz shows it.
 type Status struct {
-	Driver    string
-	Claims    int
+	Driver string
+	Claims int
+	// Hardware says what the driver does not answer; empty while it answers.
+	Hardware  string
 	Partition struct {
 		Name, State, Message, Source string
 		Generation                   int
@@ -237,7 +239,8 @@ type GPUStatus struct {
 	Index                        int
 	UUID, Mode, Resource         string
 	Total, Used, Free, Unhealthy int
-	Health, Reason, Blocked      string
+	Health, Reason, Class, Needs string
+	Blocked                      string
 	Holders                      []struct {
 		Namespace, Pod, Container, Resource string
 		Units                               int

@@ -151,6 +151,12 @@ func (d *Driver) Reset(ctx context.Context, index int) error {
 	return err
 }
 
+// SetHealth sets figures of a GPU's health, in JSON as the emulator shows them.
+func (d *Driver) SetHealth(ctx context.Context, index int, figures string) error {
+	_, err := d.control(ctx, "health", "--gpu", strconv.Itoa(index), figures)
+	return err
+}
+
 // Unplug takes a GPU out of the machine, its device node with it.
 func (d *Driver) Unplug(ctx context.Context, index int) error {
 	_, err := d.control(ctx, "unplug", "--gpu", strconv.Itoa(index))
