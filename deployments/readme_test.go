@@ -50,7 +50,7 @@ func TestReadmeNamesEveryMetric(t *testing.T) {
 		Status: func() obs.Status {
 			return obs.Status{
 				Driver: "580", CUDA: "13.0", Partition: obs.Partition{Name: "default", State: "applied"},
-				GPUs: []obs.GPUStatus{{UUID: "GPU-1", Health: obs.Healthy, Mode: "shared", Resource: "example.com/gpu-mem", Total: 1, Free: 1, MemoryMiB: 1}},
+				GPUs: []obs.GPUStatus{{UUID: "GPU-1", Health: obs.Healthy, Class: "lost", Mode: "shared", Resource: "example.com/gpu-mem", Total: 1, Free: 1, MemoryMiB: 1}},
 			}
 		},
 	}).Handler()
