@@ -140,6 +140,9 @@ type Driver struct {
 
 	// stale: a GPU is lost, and only a new initialisation can bring it back.
 	stale atomic.Bool
+	// look holds a token while no GPU is being asked, outside the door, whether it
+	// is lost.
+	look chan struct{}
 	// said is what was logged of GPUs, by index, that cannot report events. Used
 	// inside the door of event sets only.
 	said map[int]string
@@ -220,7 +223,9 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 	d := &Driver{
 		opts: opts, log: opts.Logger,
 		last: map[gpu.UUID]gpu.Device{}, links: map[gpu.UUID][]gpu.Link{}, said: map[int]string{},
+		look: make(chan struct{}, 1),
 	}
+	d.look <- struct{}{}
 	if d.library, err = findLibrary(opts, d.log); err != nil {
 		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 	}
@@ -315,10 +320,13 @@ func (d *Driver) Close() error {
 	defer d.watching.Unlock()
 	ctx, cancel := context.WithTimeout(context.Background(), closeWait)
 	defer cancel()
-	const what = "shut the driver down"
-	_, err := through(ctx, d.waits, what, func() (none struct{}, _ error) {
-		return through(ctx, d.door, what, func() (struct{}, error) { return none, d.shutdown() }, nil)
-	}, nil)
+	var err error
+	select {
+	case <-d.look: // for good
+		err = d.shutdown(ctx)
+	case <-ctx.Done(): // it has handles that would end
+		err = fmt.Errorf("shut the driver down: %w", errLooking)
+	}
 	process.Lock()
 	process.open = false
 	process.Unlock()
@@ -328,20 +336,26 @@ func (d *Driver) Close() error {
 	return nil
 }
 
-// shutdown lets go of the driver as often as this process has initialised it.
-// That is the driver's own count: an initialisation may have been meant to
-// follow a shutdown that failed.
-func (d *Driver) shutdown() error {
-	for range mostShutdowns {
-		ret := d.lib.Shutdown()
-		if ret == nvml.ERROR_UNINITIALIZED {
-			return nil
-		}
-		if err := failed("shut the driver down", ret); err != nil {
-			return err
-		}
-	}
-	return fmt.Errorf("shut the driver down: %w: it is still open after %d times", gpu.ErrDriver, mostShutdowns)
+// shutdown lets go of the driver as often as this process has initialised it,
+// by the driver's own count: an initialisation may have followed a shutdown that
+// failed.
+func (d *Driver) shutdown(ctx context.Context) error {
+	const what = "shut the driver down"
+	_, err := through(ctx, d.waits, what, func() (none struct{}, _ error) {
+		return through(ctx, d.door, what, func() (struct{}, error) {
+			for range mostShutdowns {
+				ret := d.lib.Shutdown()
+				if ret == nvml.ERROR_UNINITIALIZED {
+					return none, nil
+				}
+				if err := failed(what, ret); err != nil {
+					return none, err
+				}
+			}
+			return none, fmt.Errorf("%s: %w: it is still open after %d times", what, gpu.ErrDriver, mostShutdowns)
+		}, nil)
+	}, nil)
+	return err
 }
 
 // errClosed is what a closed Driver answers.

@@ -422,6 +422,28 @@ func TestEventsPassAHungCall(t *testing.T) {
 	})
 }
 
+// A GPU that does not answer keeps neither the loss of another from being told
+// nor the rest from being watched.
+func TestLossBesideAHungGPU(t *testing.T) {
+	n := emulate(t, emulator.Spec{Model: "H100-80GB", Count: 4})
+	d := open(t, n)
+	gpus := inventory(t, d).GPUs
+	l := listen(t, n, d)
+	zero := 0
+	try(t, n.Inject(emulator.Fault{Call: "nvmlDeviceGetMemoryInfo", GPU: &zero, Hang: true}))
+	try(t, n.Lose(1))
+	l.until(t, "the loss", lost(""))
+	l.hears(t, n, 2, gpus[2].UUID)
+	try(t, n.Lose(3))
+	l.until(t, "another loss", lost(""))
+	l.hears(t, n, 2, gpus[2].UUID)
+	n.Clear()
+	try(t, n.Restore(1))
+	try(t, n.Restore(3))
+	l.hears(t, n, 1, gpus[1].UUID)
+	l.hears(t, n, 3, gpus[3].UUID)
+}
+
 func TestUnplugAndPlug(t *testing.T) {
 	for _, c := range []struct {
 		name   string

@@ -217,6 +217,13 @@ func (d *Driver) tryRenew(ctx context.Context) (renewed bool, err error) {
 		}
 	}).Stop()
 	const what = "initialise the driver anew"
+	select {
+	case <-d.look:
+		defer func() { d.look <- struct{}{} }()
+	default: // it has handles that would end
+		d.log.Warn("cannot initialise the driver anew; watching the GPUs as they were known", "err", errLooking)
+		return false, nil
+	}
 	_, err = through(ctx, d.door, what, open(d, what, func() (struct{}, error) {
 		inside.Store(true)
 		return struct{}{}, d.renew()
@@ -227,6 +234,9 @@ func (d *Driver) tryRenew(ctx context.Context) (renewed bool, err error) {
 	}
 	return err == nil, err
 }
+
+// errLooking says that a look for lost GPUs hangs.
+var errLooking = fmt.Errorf("%w: the look at which GPUs are lost has not returned", gpu.ErrTimeout)
 
 // renew initialises the driver anew. It never says by itself that a GPU came
 // back, or that there is another one. Nothing may be registered.
@@ -350,7 +360,7 @@ func (w *watch) run(ctx context.Context) (why ending, err error) {
 			}
 			over, why.failure = true, failed("wait for events", n.ret)
 			if errors.Is(why.failure, gpu.ErrLost) {
-				why.lost = w.reportLost(ctx, l)
+				why.lost = w.reportLost(ctx)
 			}
 			if len(why.lost) == 0 {
 				w.report(gpu.Event{Kind: gpu.EventLost, GI: -1, CI: -1})
@@ -362,12 +372,16 @@ func (w *watch) run(ctx context.Context) (why ending, err error) {
 
 // reportLost reports the GPUs that answer that they are lost, each as soon as it
 // does.
-func (w *watch) reportLost(ctx context.Context, l *listener) (lost []gpu.UUID) {
+func (w *watch) reportLost(ctx context.Context) (lost []gpu.UUID) {
 	most := time.NewTimer(lookWait)
 	defer most.Stop()
+	found := w.findLost(w.armed)
 	for {
 		select {
-		case u := <-l.lost:
+		case u, ok := <-found:
+			if !ok {
+				return lost
+			}
 			lost = append(lost, u)
 			if w.lost == nil {
 				w.lost = map[gpu.UUID]bool{}
@@ -375,14 +389,36 @@ func (w *watch) reportLost(ctx context.Context, l *listener) (lost []gpu.UUID) {
 			w.lost[u] = true
 			w.stale.Store(true)
 			w.report(gpu.Event{Kind: gpu.EventLost, GPU: u, GI: -1, CI: -1})
-		case <-l.done:
-			return lost
 		case <-most.C:
 			return lost
 		case <-ctx.Done():
 			return lost
 		}
 	}
+}
+
+// findLost asks each GPU of a set, in index order, for what the driver has to
+// ask the card. It does so outside the door: a call that hangs there must not
+// keep a loss from being told. It may hang itself, and then finds nothing until
+// that has ended.
+func (d *Driver) findLost(a armed) <-chan gpu.UUID {
+	found := make(chan gpu.UUID, len(a.order)) // perhaps nobody hears any more
+	select {
+	case <-d.look:
+	default:
+		close(found)
+		return found
+	}
+	go func() {
+		defer close(found)
+		defer func() { d.look <- struct{}{} }()
+		for _, h := range a.order {
+			if _, ret := h.GetMemoryInfo(); meaning(ret) == gpu.ErrLost {
+				found <- a.gpus[h]
+			}
+		}
+	}()
+	return found
 }
 
 // end waits for the end of the wait that is under way.
@@ -399,7 +435,6 @@ func (w *watch) end(ctx context.Context, l *listener) error {
 			if n.ret == nvml.SUCCESS && ctx.Err() == nil {
 				w.report(w.event(ctx, n.data))
 			}
-		case <-l.lost: // the next registration finds it too
 		case <-grace.C:
 			return fmt.Errorf("end the watch of the GPUs: %w: a wait of %s has not returned", gpu.ErrTimeout, w.opts.EventWait)
 		}
@@ -409,7 +444,6 @@ func (w *watch) end(ctx context.Context, l *listener) error {
 // listener is the wait for events of a set, in a goroutine of its own.
 type listener struct {
 	heard chan news
-	lost  chan gpu.UUID // GPUs that are lost, after a wait that said that some are
 	stop  chan struct{} // closed: begin no other wait
 	left  chan struct{} // closed: nobody hears any more
 	done  chan struct{} // closed: nobody waits any more
@@ -426,8 +460,8 @@ func (l *listener) leave() { close(l.left) }
 // listen waits for events until it is told to stop or the driver fails.
 func (w *watch) listen() *listener {
 	l := &listener{
-		heard: make(chan news), lost: make(chan gpu.UUID),
-		stop: make(chan struct{}), left: make(chan struct{}), done: make(chan struct{}),
+		heard: make(chan news),
+		stop:  make(chan struct{}), left: make(chan struct{}), done: make(chan struct{}),
 	}
 	a, d := w.armed, w.Driver
 	go func() {
@@ -448,9 +482,6 @@ func (w *watch) listen() *listener {
 					return
 				}
 			}
-			if meaning(n.ret) == gpu.ErrLost {
-				d.findLost(a, l)
-			}
 			if n.ret != nvml.SUCCESS && n.ret != nvml.ERROR_TIMEOUT {
 				return
 			}
@@ -462,27 +493,6 @@ func (w *watch) listen() *listener {
 		}
 	}()
 	return l
-}
-
-// findLost asks each GPU of a set, in index order, for what the driver has to
-// ask the card. It is done by the one who waited,
-// outside the door: a call that hangs there must not keep a loss from being told.
-func (d *Driver) findLost(a armed, l *listener) {
-	for _, h := range a.order {
-		select {
-		case <-l.stop:
-			return
-		default:
-		}
-		if _, ret := h.GetMemoryInfo(); meaning(ret) != gpu.ErrLost {
-			continue
-		}
-		select {
-		case l.lost <- a.gpus[h]:
-		case <-l.left:
-			return
-		}
-	}
 }
 
 // event puts the driver's report in our words. The handle in it is the one
