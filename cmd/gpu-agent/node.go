@@ -54,7 +54,7 @@ func (x *xids) String() string {
 }
 
 func (x *xids) Set(s string) error {
-	*x = nil
+	*x = xids{} // not nil: an empty list ignores none
 	for word := range strings.SplitSeq(s, ",") {
 		if word = strings.TrimSpace(word); word == "" {
 			continue

@@ -27,14 +27,14 @@
 // complaint of that class. Some classes ask for more:
 //
 //	lost          79, a loss reported, a GPU not listed      quiet, and the figures back
-//	remap failed  64, or no spare row in a reading           quiet, and the figures back
+//	remap-failed  64, or no spare row in a reading           quiet, and the figures back
 //	memory        48 95 140                                  quiet, and the figures back
 //	recovery      154, or a recovery action in a reading     quiet, and no action asked for
 //	firmware      61 62 119 120 143                          quiet, and no action asked for
 //	link          74 121 149                                 quiet, and no action asked for
 //	engine        69 92 (and ignored ones, once not ignored) quiet
 //	contained     63 94                                      quiet, or the instance is gone
-//	unknown xid   all others                                 quiet
+//	unknown-xid   all others                                 quiet
 //	unreadable    any other error for this GPU               quiet
 //	driver        no driver, or another one than loaded      the first good reading
 //

@@ -202,7 +202,7 @@ func TestReadings(t *testing.T) {
 		{"an error", reading(failing(gpu.ErrDriver), good(b)), "GPU-a unreadable", false},
 		{"not supported", reading(failing(gpu.ErrNotSupported), good(b)), "", true},
 		{"not listed", reading(good(b)), "GPU-a lost", false},
-		{"no spare row", reading(sick(a, gpu.Health{RemapFailed: true}), good(b)), "GPU-a remap failed", false},
+		{"no spare row", reading(sick(a, gpu.Health{RemapFailed: true}), good(b)), "GPU-a remap-failed", false},
 		{"a recovery action", reading(sick(a, gpu.Health{Recovery: gpu.RecoveryDrainReset}), good(b)), "GPU-a recovery", false},
 		{"counters alone", reading(sick(a, gpu.Health{Uncorrected: ptr(7), RemapPending: true, RetirePending: true}), good(b)), "", true},
 		{"no driver", Reading{Err: gpu.ErrNoDriver}, "GPU-a driver, GPU-b driver", true},
@@ -247,7 +247,7 @@ func TestInstances(t *testing.T) {
 		{on(95, 1, 0), "GPU-a memory"},
 		{on(48, 1, 0), "GPU-a memory"},
 		{on(13, 1, 0), ""},
-		{on(4711, 1, 0), "GPU-a unknown xid"},
+		{on(4711, 1, 0), "GPU-a unknown-xid"},
 		{gpu.Event{Kind: gpu.EventXid, Xid: 94, GI: 1, CI: 0}, "GPU-a contained, GPU-b contained"},
 	} {
 		m := fresh(t)
@@ -381,13 +381,13 @@ func TestMemory(t *testing.T) {
 	m.Event(gpu.Event{Kind: gpu.EventXid, GPU: b, Xid: 94, GI: 2, CI: 0}, t0)
 	again := New(Options{})
 	again.Restore(m.Records(), true)
-	want(t, again, "GPU-a remap failed, GPU-b lost, GPU-b/2/0 contained")
+	want(t, again, "GPU-a remap-failed, GPU-b lost, GPU-b/2/0 contained")
 	again.Reading(reading(good(b)), at(100))
-	want(t, again, "GPU-a lost, GPU-a remap failed")
+	want(t, again, "GPU-a lost, GPU-a remap-failed")
 
 	rebooted := New(Options{})
 	rebooted.Restore(m.Records(), false)
-	want(t, rebooted, "GPU-a remap failed")
+	want(t, rebooted, "GPU-a remap-failed")
 
 	known := New(Options{})
 	known.Know(a, b, "")
@@ -396,7 +396,7 @@ func TestMemory(t *testing.T) {
 
 	odd := New(Options{})
 	odd.Restore([]Record{{GPU: "", Class: ClassLost}, {GPU: a, Class: "of a newer version", GI: 3, Strikes: 1 << 30}, {GPU: b, Class: ClassMemory, GI: 7}}, true)
-	want(t, odd, "GPU-a unknown xid, GPU-b memory")
+	want(t, odd, "GPU-a unknown-xid, GPU-b memory")
 	odd.Reading(clean, t0)
 	want(t, odd, "")
 }
@@ -415,7 +415,7 @@ func TestBounds(t *testing.T) {
 		t.Error("more instances than a GPU can have did not condemn it")
 	}
 	m.Reading(clean, at(1))
-	want(t, m, "GPU-a contained, GPU-b unknown xid")
+	want(t, m, "GPU-a contained, GPU-b unknown-xid")
 	var many []Record
 	for i := range 5000 {
 		many = append(many, Record{GPU: gpu.UUID(fmt.Sprint("GPU-", i)), Class: ClassLost})

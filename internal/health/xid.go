@@ -14,7 +14,7 @@ const (
 	// ClassLost: the GPU does not answer, or is not listed any more.
 	ClassLost Class = "lost"
 	// ClassRemapFailed: the card has no spare row left for a broken one.
-	ClassRemapFailed Class = "remap failed"
+	ClassRemapFailed Class = "remap-failed"
 	// ClassMemory: memory errors that the card could not confine.
 	ClassMemory Class = "memory"
 	// ClassRecovery: the driver itself says that something must be done.
@@ -28,7 +28,7 @@ const (
 	// ClassContained: a memory error that hit only whoever used that memory.
 	ClassContained Class = "contained"
 	// ClassUnknown: an Xid that the table does not have.
-	ClassUnknown Class = "unknown xid"
+	ClassUnknown Class = "unknown-xid"
 	// ClassUnreadable: the driver answers, but with an error for this GPU.
 	ClassUnreadable Class = "unreadable"
 	// ClassDriver: there is no driver to ask. Nothing is wrong with the card.
