@@ -167,18 +167,20 @@ type Agent struct {
 	seen      witnesses
 	others    map[gpu.UUID]string // GPUs that somebody else offers
 	othersAt  time.Time
-	wanted    []config.Want
-	wantedGen uint64
-	partition string
-	cuts      map[gpu.UUID]Cut
-	past      map[gpu.UUID][]pastCut
-	slices    map[gpu.UUID]slice
-	serving   map[string]plugin.Source
-	removed   map[string]bool // claims whose file was taken away
-	outcome   Outcome
-	heard     bool // see Snapshot.Heard
-	swept     bool // no file of an ended claim is left
-	trim      bool // a claim has ended that may be in the journal
+	// migManager is what the node's label said then.
+	migManager string
+	wanted     []config.Want
+	wantedGen  uint64
+	partition  string
+	cuts       map[gpu.UUID]Cut
+	past       map[gpu.UUID][]pastCut
+	slices     map[gpu.UUID]slice
+	serving    map[string]plugin.Source
+	removed    map[string]bool // claims whose file was taken away
+	outcome    Outcome
+	heard      bool // see Snapshot.Heard
+	swept      bool // no file of an ended claim is left
+	trim       bool // a claim has ended that may be in the journal
 }
 
 // input is the news from outside, by value.

@@ -53,11 +53,12 @@ type outside struct {
 	holdings      []node.Holding
 	made          map[string]time.Time
 	init          []node.Holding // only in the checkpoint: init containers that have ended
-	stale         []node.Entry   // in the checkpoint until a list is sent again
+	entries       []node.Entry   // in the checkpoint until a list is sent again
 	old           []node.Container
 	deaf          bool // PodResources answers with nothing, as after a restart
 	checkpointErr error
 	runtimeErr    error
+	stranger      bool // the runtime does not know the agent's own pod
 	allocatable   map[string][]string
 	suspected     []string
 	// The API server.
@@ -172,7 +173,7 @@ func (o *outside) Allocatable(context.Context) (map[string][]string, error) {
 func (o *outside) Checkpoint() (node.Checkpoint, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	cp := node.Checkpoint{Entries: slices.Clone(o.stale), Stamp: o.stampLocked()}
+	cp := node.Checkpoint{Entries: slices.Clone(o.entries), Stamp: o.stampLocked()}
 	for _, h := range slices.Concat(o.init, o.holdings) {
 		cp.Entries = append(cp.Entries, node.Entry{PodUID: "uid-" + h.Pod, Container: h.Container, Resource: h.Resource, IDs: h.IDs})
 	}
@@ -188,14 +189,17 @@ func (o *outside) Stamp() node.Stamp {
 // stampLocked tells one checkpoint from another by what is in it.
 func (o *outside) stampLocked() node.Stamp {
 	sum := fnv.New64()
-	fmt.Fprint(sum, o.init, o.holdings, o.stale)
+	fmt.Fprint(sum, o.init, o.holdings, o.entries)
 	return node.Stamp{Inode: sum.Sum64(), MTime: 1}
 }
 
 func (o runtime) Containers(context.Context) ([]node.Container, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	out := append([]node.Container{{Namespace: ownPod.Namespace, Pod: ownPod.Name, Running: true}}, o.old...)
+	out := slices.Clone(o.old)
+	if !o.stranger {
+		out = append(out, node.Container{Namespace: ownPod.Namespace, Pod: ownPod.Name, Running: true})
+	}
 	for _, h := range o.holdings {
 		key := cdi.Key(h.Resource, h.IDs)
 		out = append(out, node.Container{ID: h.Pod + h.Container, PodUID: "uid-" + h.Pod, Namespace: h.Namespace, Pod: h.Pod, Name: h.Container,

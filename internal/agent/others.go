@@ -24,9 +24,10 @@ const (
 // what we offer.
 func (a *Agent) lookAround(ctx context.Context, in *input) {
 	now := time.Now()
-	if a.others != nil && now.Sub(a.othersAt) < othersEvery {
+	if a.others != nil && now.Sub(a.othersAt) < othersEvery && in.migManager == a.migManager {
 		return
 	}
+	a.migManager = in.migManager
 	cctx, cancel := context.WithTimeout(ctx, kubeletPatience)
 	defer cancel()
 	allocatable, err := a.kubelet.Allocatable(cctx)

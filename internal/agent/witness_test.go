@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/pkg/cdi"
+)
+
+// release ends a pod's container, and everything the kubelet knows of it but what
+// lies in its checkpoint until that is written again.
+func (b *bench) release(pod string) {
+	b.with(func() {
+		b.holdings = slices.DeleteFunc(b.holdings, func(h node.Holding) bool {
+			if h.Pod != pod {
+				return false
+			}
+			b.entries = append(b.entries, node.Entry{PodUID: "uid-" + pod, Container: h.Container, Resource: h.Resource, IDs: h.IDs})
+			return true
+		})
+	})
+}
+
+// writesOnResend makes the kubelet write its checkpoint at each list of a
+// resource, until the test's end.
+func (b *bench) writesOnResend(ctx context.Context, resource string) {
+	source := b.source(resource)
+	go func() {
+		for {
+			_, changed := source.List()
+			b.with(func() { b.entries = nil })
+			select {
+			case <-changed:
+			case <-ctx.Done():
+				return
+			}
+		}
+	}()
+	synctest.Wait()
+}
+
+// A completed pod is in the checkpoint until a list makes the kubelet write it.
+func TestCheckpointIsRenewed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(1), t.TempDir(), allShared)
+		defer b.end()
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
+		b.hold("job", names.Units, string(uuid(0))+"::1")
+		b.writesOnResend(ctx, names.Units)
+		time.Sleep(2 * holdersEvery)
+		b.release("job")
+		time.Sleep(2 * holdersEvery)
+		synctest.Wait()
+		if c := b.Claims(); len(c) != 0 {
+			t.Errorf("claims %+v", c)
+		}
+		if f := b.files(); len(f) != 0 {
+			t.Errorf("files %v", f)
+		}
+	})
+}
+
+// The end of a container is heard of, and the kubelet's release of its devices a
+// moment after it.
+func TestReleaseIsAwaited(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(1), t.TempDir(), allShared)
+		defer b.end()
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
+		ids := []string{string(uuid(0)) + "::1"}
+		b.hold("job", names.Units, ids...)
+		b.writesOnResend(ctx, names.Units)
+		time.Sleep(2*holdersEvery + time.Second)
+		key := cdi.Key(names.Units, ids)
+		b.container <- node.ContainerEvent{Kind: node.EventStopped, Container: node.Container{Name: "c",
+			Annotations: map[string]string{cdi.AnnotationName("example.com", key): names.Units}}}
+		time.Sleep(1200 * time.Millisecond) // the kubelet takes its time
+		if len(b.Claims()) != 1 {
+			t.Error("the claim ended before the kubelet let go")
+		}
+		b.release("job")
+		time.Sleep(100 * time.Millisecond)
+		synctest.Wait()
+		if c := b.Claims(); len(c) != 0 {
+			t.Errorf("100 ms after the release: %+v", c)
+		}
+		if !strings.Contains(b.log.String(), "after_release=") || strings.Contains(b.log.String(), "after_release=unseen") {
+			t.Errorf("the log does not say how long it took:\n%s", b.log)
+		}
+	})
+}
+
+// An init container that has ended is in no list. Its claim lives with its pod.
+func TestInitContainerKeepsItsClaim(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(1), t.TempDir(), allShared)
+		defer b.end()
+		ids := []string{string(uuid(0)) + "::1", string(uuid(0)) + "::2"}
+		if _, err := b.source(names.Units).Allocate(ids); err != nil {
+			t.Fatal(err)
+		}
+		b.with(func() {
+			b.init = []node.Holding{{Namespace: "ns", Pod: "p", Container: "init", Resource: names.Units, IDs: ids}}
+		})
+		time.Sleep(time.Hour)
+		synctest.Wait()
+		if c := b.Claims(); len(c) != 1 || len(b.files()) != 1 {
+			t.Fatalf("claims %+v, files %v", c, b.files())
+		}
+		b.with(func() { b.init = nil })
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		if c := b.Claims(); len(c) != 0 || len(b.files()) != 0 {
+			t.Errorf("claims %+v, files %v", c, b.files())
+		}
+	})
+}
+
+// While the container of a pod that was deleted by force lives, the next one on
+// its devices waits; no file lets the runtime make it.
+func TestNextHolderWaits(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(1), t.TempDir(), allShared)
+		defer b.end()
+		ids := []string{string(uuid(0)) + "::1", string(uuid(0)) + "::2"}
+		for name, next := range map[string][]string{"the same devices": ids, "one of them": ids[1:]} {
+			b.hold("old", names.Units, ids...)
+			time.Sleep(time.Minute)
+			b.with(func() { // by force
+				b.old = []node.Container{{ID: "x", PodUID: "uid-old", Namespace: "ns", Pod: "old", Name: "c", Running: true,
+					Created: b.made[cdi.Key(names.Units, ids)], Annotations: map[string]string{cdi.AnnotationName("example.com", cdi.Key(names.Units, ids)): names.Units}}}
+				b.holdings = nil
+			})
+			src := b.source(names.Units)
+			if _, err := src.Allocate(next); err != nil {
+				t.Fatal(err)
+			}
+			key := cdi.Key(names.Units, next)
+			ctx, cancel := context.WithTimeout(t.Context(), 15*time.Second)
+			err := src.Prepare(ctx, next)
+			cancel()
+			if !errors.Is(err, desk.ErrNotReady) || !strings.Contains(err.Error(), "previous holder still ending: ns/old") {
+				t.Errorf("%s: %v", name, err)
+			}
+			if slices.ContainsFunc(b.files(), func(f string) bool { return strings.Contains(f, key) }) {
+				t.Errorf("%s: the file stands while the old container runs", name)
+			}
+			done := make(chan error)
+			go func() { done <- src.Prepare(t.Context(), next) }()
+			time.Sleep(time.Second)
+			b.with(func() { b.old = nil })
+			began := time.Now()
+			if err := <-done; err != nil || time.Since(began) > waitEvery {
+				t.Errorf("%s: %v, %s after the old container's end", name, err, time.Since(began))
+			}
+			time.Sleep(2 * desk.Grace)
+			synctest.Wait()
+		}
+	})
+}
+
+// A runtime that does not know our own pod is another one's: what it does not
+// list is no news.
+func TestWrongRuntime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(1), t.TempDir(), allShared)
+		defer b.end()
+		b.hold("train-3", names.Units, string(uuid(0))+"::1")
+		time.Sleep(2 * holdersEvery)
+		b.with(func() { b.holdings, b.runtimeErr = nil, errors.New("no such socket") })
+		time.Sleep(time.Hour)
+		synctest.Wait()
+		if len(b.Claims()) != 1 || b.state() != "failed" {
+			t.Errorf("a runtime that is away: %d claims, state %s", len(b.Claims()), b.state())
+		}
+		b.with(func() { b.runtimeErr, b.stranger = nil, true })
+		time.Sleep(time.Hour)
+		synctest.Wait()
+		if m := b.annotations["example.com/gpu.partition.message"]; len(b.Claims()) != 1 || !strings.Contains(m, "--runtime-endpoint") {
+			t.Errorf("another runtime: %d claims, message %q", len(b.Claims()), m)
+		}
+		b.with(func() { b.stranger = false })
+		time.Sleep(time.Minute)
+		b.want("applied", "0.0 0.1 0.2 0.3", "")
+		if len(b.Claims()) != 0 {
+			t.Errorf("%d claims", len(b.Claims()))
+		}
+	})
+}
+
+// What another device plugin offers is not offered twice.
+func TestOthersGPUs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(2)
+		o.allocatable = map[string][]string{"nvidia.com/gpu": {string(uuid(0)) + "::0", string(uuid(0)) + "::1"}, "rdma/hca": {"mlx5_0"}}
+		b := start(t, o, t.TempDir(), allShared)
+		defer b.end()
+		b.want("failed", "1.0 1.1 1.2 1.3", "")
+		if m := b.annotations["example.com/gpu.partition.message"]; !strings.Contains(m, "GPU 0") || !strings.Contains(m, "nvidia.com/gpu of another device plugin") {
+			t.Errorf("message %q", m)
+		}
+		b.with(func() { b.allocatable = nil })
+		time.Sleep(othersEvery + holdersEvery)
+		b.want("applied", fourUnits, "")
+		if len(o.suspected) == 0 || o.suspected[0] != names.Units {
+			t.Errorf("the kubelet lists none of our devices, and suspected are %v", o.suspected)
+		}
+		// It comes back while a pod of ours has GPU 1.
+		b.hold("train-3", names.Units, string(uuid(1))+"::2")
+		b.with(func() { b.allocatable = map[string][]string{"nvidia.com/gpu": {string(uuid(0)), string(uuid(1))}} })
+		time.Sleep(othersEvery + holdersEvery)
+		b.want("failed", "0.0x 0.1x 0.2x 0.3x 1.0x 1.1x 1.2~ 1.3x", "")
+	})
+}
+
+// GPUs that NVIDIA's MIG manager cuts are its own.
+func TestMIGManagersGPUs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(2)
+		o.inv.GPUs[1].MIG.Capable = true
+		b := start(t, o, t.TempDir(), allShared)
+		defer b.end()
+		b.node(map[string]string{"nvidia.com/mig.config": "all-disabled"}, false)
+		b.want("applied", fourUnits, "")
+		b.node(map[string]string{"nvidia.com/mig.config": "all-1g.10gb"}, false)
+		time.Sleep(Linger)
+		b.want("failed", "0.0 0.1 0.2 0.3", "")
+		if m := b.annotations["example.com/gpu.partition.message"]; !strings.Contains(m, "MIG manager") {
+			t.Errorf("message %q", m)
+		}
+	})
+}
