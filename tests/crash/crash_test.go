@@ -153,7 +153,9 @@ func (n *node) heldIndex() int {
 // settled is a new node on which a pod runs, with a name for the log.
 func settled(ctx context.Context, t *testing.T, m *machine) *node {
 	t.Helper()
-	n := startNode(ctx, t, m)
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	n := startNode(t, m)
 	p, err := n.admit(ctx, 2, "main")
 	if err == nil {
 		err = n.run(ctx, p)

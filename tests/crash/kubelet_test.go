@@ -90,14 +90,12 @@ func (e *entry) key() string { return cdi.Key(e.resource, e.ids) }
 // pod is one container with devices after another, the last of them the app
 // container.
 type pod struct {
-	uid, name  string
-	containers []string
-	resource   string
-	n          int
-	ended      bool // guarded by the kubelet's mu
+	uid, namespace, name string
+	containers           []string
+	resource             string
+	n                    int
+	ended                bool // guarded by the kubelet's mu
 }
-
-const podNamespace = "default"
 
 func startKubelet(dir string) (*kubelet, error) {
 	k := &kubelet{dir: dir, changed: make(chan struct{}), plugins: map[string]*endpoint{}, pods: map[string]*pod{},
@@ -423,7 +421,7 @@ func (k *kubelet) List(context.Context, *podresources.ListPodResourcesRequest) (
 				c.Devices = append(c.Devices, &podresources.ContainerDevices{ResourceName: e.resource, DeviceIds: e.ids})
 			}
 		}
-		out.PodResources = append(out.PodResources, &podresources.PodResources{Namespace: podNamespace, Name: p.name,
+		out.PodResources = append(out.PodResources, &podresources.PodResources{Namespace: p.namespace, Name: p.name,
 			Containers: []*podresources.ContainerResources{c}})
 	}
 	return out, nil

@@ -149,18 +149,16 @@ type node struct {
 	guard   sync.WaitGroup
 }
 
-func startNode(ctx context.Context, t *testing.T, m *machine) *node {
+func startNode(t *testing.T, m *machine) *node {
 	t.Helper()
 	n := &node{machine: m, dir: shortDir(t), modes: slices.Repeat([]string{"shared"}, gpus)}
 	n.cdi, n.state = filepath.Join(n.dir, "cdi"), filepath.Join(n.dir, "state")
 	if err := errors.Join(os.Mkdir(n.cdi, 0o755), os.Mkdir(n.state, 0o755), n.edit()); err != nil {
 		t.Fatal(err)
 	}
-	for name, text := range map[string]string{"proc/sys/kernel/random/boot_id": "8a6b0a3e-0f5c-4c9d-9d4e-3a1f0c0ffee0\n"} {
-		path := filepath.Join(n.dir, name)
-		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, []byte(text), 0o644)); err != nil {
-			t.Fatal(err)
-		}
+	boot := filepath.Join(n.dir, "proc/sys/kernel/random/boot_id")
+	if err := errors.Join(os.MkdirAll(filepath.Dir(boot), 0o755), os.WriteFile(boot, []byte("8a6b0a3e-0f5c-4c9d-9d4e-3a1f0c0ffee0\n"), 0o644)); err != nil {
+		t.Fatal(err)
 	}
 	var err error
 	if n.kubelet, err = startKubelet(filepath.Join(n.dir, "kubelet")); err != nil {
@@ -430,8 +428,8 @@ func (n *node) differs(ctx context.Context) error {
 
 // holding is a claim, by the word of others.
 type holding struct {
-	pod, resource string
-	ids           []string
+	namespace, pod, resource string
+	ids                      []string
 }
 
 func (h holding) gpu() string {
@@ -440,7 +438,7 @@ func (h holding) gpu() string {
 }
 
 func (h holding) String() string {
-	return fmt.Sprintf("%s/%s %s %d on %s", podNamespace, h.pod, h.resource, len(h.ids), h.gpu())
+	return fmt.Sprintf("%s/%s %s %d on %s", h.namespace, h.pod, h.resource, len(h.ids), h.gpu())
 }
 
 // held is what the kubelet and the runtime hold, by key.
@@ -449,14 +447,14 @@ func (n *node) held() map[string]holding {
 	n.kubelet.mu.Lock()
 	for i := range n.kubelet.entries {
 		if e := &n.kubelet.entries[i]; !e.pod.ended {
-			held[e.key()] = holding{e.pod.name, e.resource, e.ids}
+			held[e.key()] = holding{e.pod.namespace, e.pod.name, e.resource, e.ids}
 		}
 	}
 	n.kubelet.mu.Unlock()
 	for _, c := range n.runtime.living(nil) {
 		for name := range c.Annotations {
 			if key, ok := strings.CutPrefix(name, domain+"/gpu-claim."); ok && held[key].pod == "" {
-				held[key] = holding{c.pod.name, c.Annotations[name], []string{"devices that the kubelet has given away"}}
+				held[key] = holding{c.pod.namespace, c.pod.name, c.Annotations[name], []string{"devices that the kubelet has given away"}}
 			}
 		}
 	}
@@ -584,8 +582,8 @@ func (n *node) complaints() []string {
 // pod makes one that has not been admitted.
 func (n *node) pod(count int, containers ...string) *pod {
 	n.serial++
-	return &pod{uid: fmt.Sprintf("00000000-0000-4000-8000-%012d", n.serial), name: fmt.Sprintf("pod-%d", n.serial),
-		containers: containers, resource: memory, n: count}
+	return &pod{uid: fmt.Sprintf("00000000-0000-4000-8000-%012d", n.serial), namespace: "default",
+		name: fmt.Sprintf("pod-%d", n.serial), containers: containers, resource: memory, n: count}
 }
 
 // admit brings a pod onto the node. Where the agent ends meanwhile its admission

@@ -45,6 +45,11 @@ type container struct {
 func startRuntime(socket, cdiDir string) (*criRuntime, error) {
 	r := &criRuntime{cdiDir: cdiDir, server: grpc.NewServer(), containers: map[string]*container{},
 		listeners: map[chan *cri.ContainerEventResponse]bool{}}
+	// The agent's own container: what lacks it is not the runtime of its node.
+	agent := &pod{uid: "agent", namespace: agentNamespace, name: agentPod}
+	r.containers["agent"] = &container{pod: agent, Container: &cri.Container{Id: "agent", PodSandboxId: agent.uid,
+		Metadata: &cri.ContainerMetadata{Name: "gpu-agent"}, State: cri.ContainerState_CONTAINER_RUNNING,
+		CreatedAt: time.Now().UnixNano(), Labels: labels(agent, "gpu-agent")}}
 	cri.RegisterRuntimeServiceServer(r.server, r)
 	if err := listen(r.server, socket, &r.ended); err != nil {
 		return nil, fmt.Errorf("start a container runtime: %w", err)
@@ -70,9 +75,8 @@ func (r *criRuntime) create(e *entry) (id string, err error) {
 	c := &container{pod: e.pod, Container: &cri.Container{
 		Id: fmt.Sprintf("%s-%s-%d", e.pod.name, e.container, r.serial), PodSandboxId: e.pod.uid,
 		Metadata: &cri.ContainerMetadata{Name: e.container}, State: cri.ContainerState_CONTAINER_CREATED,
-		CreatedAt: time.Now().UnixNano(), Annotations: maps.Clone(e.answer.Annotations), Labels: podLabels(e.pod),
+		CreatedAt: time.Now().UnixNano(), Annotations: maps.Clone(e.answer.Annotations), Labels: labels(e.pod, e.container),
 	}}
-	c.Labels["io.kubernetes.container.name"] = e.container
 	for _, d := range e.answer.CdiDevices {
 		device := cache.GetDevice(d.Name)
 		if device == nil {
@@ -118,25 +122,31 @@ func (r *criRuntime) remove(p *pod) {
 	}
 }
 
-// living returns the pod's containers that are created or running; every pod's
-// for nil.
+// living returns the pod's containers that are created or running; those of all
+// pods with devices for nil.
 func (r *criRuntime) living(p *pod) (out []container) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for _, id := range slices.Sorted(maps.Keys(r.containers)) {
-		if c := r.containers[id]; (p == nil || c.pod == p) && c.State != cri.ContainerState_CONTAINER_EXITED {
+		if c := r.containers[id]; (p == nil && c.file != "" || c.pod == p) && c.State != cri.ContainerState_CONTAINER_EXITED {
 			out = append(out, *c)
 		}
 	}
 	return out
 }
 
-func podLabels(p *pod) map[string]string {
-	return map[string]string{"io.kubernetes.pod.uid": p.uid, "io.kubernetes.pod.name": p.name, "io.kubernetes.pod.namespace": podNamespace}
+// labels are those that the kubelet gives a container, or without a name a
+// sandbox.
+func labels(p *pod, container string) map[string]string {
+	l := map[string]string{"io.kubernetes.pod.uid": p.uid, "io.kubernetes.pod.name": p.name, "io.kubernetes.pod.namespace": p.namespace}
+	if container != "" {
+		l["io.kubernetes.container.name"] = container
+	}
+	return l
 }
 
 func podMetadata(p *pod) *cri.PodSandboxMetadata {
-	return &cri.PodSandboxMetadata{Name: p.name, Uid: p.uid, Namespace: podNamespace}
+	return &cri.PodSandboxMetadata{Name: p.name, Uid: p.uid, Namespace: p.namespace}
 }
 
 func (r *criRuntime) tellLocked(c *container, e cri.ContainerEventType) {
@@ -144,7 +154,7 @@ func (r *criRuntime) tellLocked(c *container, e cri.ContainerEventType) {
 		select {
 		case ch <- &cri.ContainerEventResponse{
 			ContainerId: c.Id, ContainerEventType: e, CreatedAt: time.Now().UnixNano(),
-			PodSandboxStatus: &cri.PodSandboxStatus{Id: c.pod.uid, Metadata: podMetadata(c.pod), Labels: podLabels(c.pod)},
+			PodSandboxStatus: &cri.PodSandboxStatus{Id: c.pod.uid, Metadata: podMetadata(c.pod), Labels: labels(c.pod, "")},
 			ContainersStatuses: []*cri.ContainerStatus{{Id: c.Id, Metadata: c.Metadata, State: c.State, CreatedAt: c.CreatedAt,
 				Labels: c.Labels, Annotations: c.Annotations}},
 		}:
@@ -196,10 +206,10 @@ func (r *criRuntime) ListPodSandbox(_ context.Context, in *cri.ListPodSandboxReq
 	for _, uid := range slices.Sorted(maps.Keys(pods)) {
 		p := pods[uid]
 		if f.GetId() != "" && f.Id != uid || f.GetState() != nil && f.State.State != cri.PodSandboxState_SANDBOX_READY ||
-			!matches(f.GetLabelSelector(), podLabels(p)) {
+			!matches(f.GetLabelSelector(), labels(p, "")) {
 			continue
 		}
-		out.Items = append(out.Items, &cri.PodSandbox{Id: uid, Metadata: podMetadata(p), Labels: podLabels(p), State: cri.PodSandboxState_SANDBOX_READY})
+		out.Items = append(out.Items, &cri.PodSandbox{Id: uid, Metadata: podMetadata(p), Labels: labels(p, ""), State: cri.PodSandboxState_SANDBOX_READY})
 	}
 	return out, nil
 }
