@@ -51,6 +51,8 @@ const (
 	// kubeletPatience and runtimePatience bound one question.
 	kubeletPatience = 2 * time.Second
 	runtimePatience = 4 * time.Second
+	// silentFor is how long a witness may be away before the node says so.
+	silentFor = 30 * time.Second
 	// resendEvery is how often the same entries have the kubelet write its
 	// checkpoint again; renewPatience is how long that may take.
 	resendEvery   = 30 * time.Second
@@ -392,6 +394,9 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 	if a.someoneWaits() {
 		wait = min(wait, waitEvery)
 	}
+	if !a.seen.silent.IsZero() {
+		wait = min(wait, holdersSoon)
+	}
 	for _, cuts := range a.past {
 		for _, p := range cuts {
 			wait = min(wait, p.until.Sub(now))
@@ -417,6 +422,8 @@ func (a *Agent) holdersDue(now time.Time, changes *Changes) bool {
 	switch since := now.Sub(a.seen.at); {
 	case a.askSoon.Swap(false), len(changes.Recut) > 0, a.seen.at.IsZero():
 		return true
+	case !a.seen.silent.IsZero():
+		return since >= holdersSoon
 	case len(changes.Blocked) > 0:
 		return since >= holdersSoon
 	default:

@@ -36,6 +36,8 @@ type witnesses struct {
 	stale  map[string]string
 	// used are the claims that containers have.
 	used map[string]bool
+	// silent is since when a witness has not answered, zero while both do.
+	silent time.Time
 }
 
 // ask asks the witnesses. In full means PodResources too, which makes the kubelet
@@ -238,7 +240,9 @@ func (a *Agent) podNames(ctx context.Context, t *desk.Testimony, containers []no
 	return names
 }
 
-// reconcile asks the witnesses and moves the claims along.
+// reconcile asks the witnesses and moves the claims along. The error says who has
+// not answered for so long that people should know; a restart of the kubelet or of
+// the runtime is no news.
 func (a *Agent) reconcile(ctx context.Context, full bool) error {
 	t, err := a.ask(ctx, full)
 	for _, c := range a.desk.Reconcile(t) {
@@ -247,13 +251,21 @@ func (a *Agent) reconcile(ctx context.Context, full bool) error {
 		a.log.Info("claim ended", "claim", c.Key, "resource", c.Resource, "devices", len(c.IDs), "pod", c.Holder.String(),
 			"after_container", container, "after_release", release)
 	}
-	if len(a.desk.Claims()) == 0 {
-		return nil // nobody to judge; a kubelet that is away is its own news
+	switch {
+	case err == nil || !a.desk.Held(): // nobody to judge
+		if !a.seen.silent.IsZero() {
+			a.log.Info("the witnesses answer again", "after", t.Asked.Sub(a.seen.silent).Round(time.Millisecond).String())
+		}
+		a.seen.silent = time.Time{}
+		return nil
+	case a.seen.silent.IsZero():
+		a.seen.silent = t.Asked
+		a.log.Warn("a witness does not answer; claims stay as they are", "err", err)
 	}
-	if err != nil {
-		err = fmt.Errorf("%w (claims stay as they are)", err)
+	if t.Asked.Sub(a.seen.silent) < silentFor {
+		return nil
 	}
-	return err
+	return fmt.Errorf("%w (claims stay as they are)", err)
 }
 
 // followRuntime hears of containers that end, and then watches for the kubelet

@@ -179,6 +179,8 @@ func TestWrongRuntime(t *testing.T) {
 		b.hold("train-3", names.Units, string(uuid(0))+"::1")
 		time.Sleep(2 * holdersEvery)
 		b.with(func() { b.holdings, b.runtimeErr = nil, errors.New("no such socket") })
+		time.Sleep(silentFor) // it may be starting again
+		b.want("applied", "0.0 0.1 0.2 0.3", "")
 		time.Sleep(time.Hour)
 		synctest.Wait()
 		if len(b.Claims()) != 1 || b.state() != "failed" {
