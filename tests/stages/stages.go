@@ -52,6 +52,12 @@ func stages(cache string, packages []string, soak bool) []stage {
 	staticcheck := func(in string) command { return command{in: in, args: []string{bin("staticcheck"), "./..."}} }
 	// Guards against a test that hangs, not against a slow machine.
 	const limit, long = "-timeout=20m", "-timeout=90m"
+	// The long forms have flags of their own.
+	e2e := test(".", "-count=1", long, "./tests/e2e", "-built")
+	crash := test(".", "-count=1", long, "./tests/crash")
+	if soak {
+		e2e.args, crash.args = append(e2e.args, "-long"), append(crash.args, "-long")
+	}
 	all := []stage{
 		{
 			name: "host", what: "what this machine has", commands: []command{{call: checkHost}},
@@ -99,7 +105,11 @@ func stages(cache string, packages []string, soak bool) []stage {
 		},
 		{
 			name: "e2e", what: "pods on the real node", after: []string{"emulator", "image", "node"}, lacks: root,
-			commands: []command{test(".", "-count=1", long, "./tests/e2e", "-built")},
+			commands: []command{e2e},
+		},
+		{
+			name: "crash", what: "the agent killed at every change of its files", after: []string{"emulator", "image"}, lacks: root,
+			commands: []command{crash},
 		},
 		{
 			name: "bench", what: "agent and peer do what the benchmark asks, with tiny counts", after: []string{"emulator", "image"}, lacks: root,
@@ -111,7 +121,10 @@ func stages(cache string, packages []string, soak bool) []stage {
 		},
 	}
 	if soak {
-		all = append(all, stage{name: "fuzz", what: "the invariants of each fuzz test, five minutes each", after: []string{"unit"}, commands: fuzzing()})
+		all = append(all,
+			stage{name: "storm", what: "100,000 random steps of a node in memory, with the race detector", after: []string{"unit"},
+				commands: []command{test(".", "-race", "-count=1", long, "./internal/agent", "-run=^TestStorm$", "-storm.steps=100000")}},
+			stage{name: "fuzz", what: "the invariants of each fuzz test, five minutes each", after: []string{"unit"}, commands: fuzzing()})
 	}
 	return all
 }
@@ -122,6 +135,12 @@ func fuzzing() []command {
 	for _, f := range []struct{ pkg, name string }{
 		{"./internal/config", "FuzzParse"},
 		{"./internal/config", "FuzzReadInventory"},
+		{"./internal/health", "FuzzRestore"},
+		{"./internal/node", "FuzzCheckpoint"},
+		{"./internal/node", "FuzzWire"},
+		{"./internal/state", "FuzzDocument"},
+		{"./internal/state", "FuzzJournal"},
+		{"./internal/state", "FuzzLine"},
 		{"./pkg/cdi", "FuzzSpecIsValidAndDeterministic"},
 		{"./pkg/mig", "FuzzParse"},
 		{"./pkg/plugin", "FuzzDecodePreferred"},
@@ -136,7 +155,7 @@ func fuzzing() []command {
 }
 
 // apart are the packages that have a stage of their own.
-var apart = []string{"/deployments", "/tests/e2e"}
+var apart = []string{"/deployments", "/tests/crash", "/tests/e2e"}
 
 // unitPackages are the product's packages but those.
 func unitPackages() ([]string, error) {
