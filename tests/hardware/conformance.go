@@ -12,6 +12,7 @@ import (
 	"reflect"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -50,6 +51,7 @@ func Conformance(t *testing.T, opts nvml.Options, caps Caps) {
 	t.Run("Links", func(t *testing.T) { links(t, opts) })
 	t.Run("MIG", func(t *testing.T) { mig(t, opts) })
 	t.Run("Memory", func(t *testing.T) { memory(t, opts) })
+	t.Run("Health", func(t *testing.T) { health(t, opts) })
 	t.Run("Processes", func(t *testing.T) { processes(t, opts, caps) })
 	t.Run("EventsEnd", func(t *testing.T) { eventsEnd(t, opts) })
 	t.Run("UnknownGPU", func(t *testing.T) { unknownGPU(t, opts) })
@@ -285,6 +287,27 @@ func memory(t *testing.T, opts nvml.Options) {
 	}
 }
 
+// health is what the driver keeps of faults; of a GPU that describes itself it must
+// be readable, whatever the card counts.
+func health(t *testing.T, opts nvml.Options) {
+	d := Open(t, opts)
+	for _, dev := range read(t, d).GPUs {
+		h, err := d.Health(wait(t), dev.UUID)
+		if err != nil {
+			if dev.Fault == "" {
+				t.Errorf("%s: %v", dev.UUID, err)
+			}
+			continue
+		}
+		count := "not counted"
+		if h.Uncorrected != nil {
+			count = strconv.FormatUint(*h.Uncorrected, 10)
+		}
+		t.Logf("%s: uncorrected errors %s, remapping pending %v failed %v, retirement pending %v, recovery %q",
+			dev.UUID, count, h.RemapPending, h.RemapFailed, h.RetirePending, h.Recovery)
+	}
+}
+
 func processes(t *testing.T, opts nvml.Options, caps Caps) {
 	d := Open(t, opts)
 	// Sizes differ, so that one GPU's process is not taken for another's.
@@ -361,6 +384,9 @@ func unknownGPU(t *testing.T, opts nvml.Options) {
 		}
 		if p, err := d.Processes(wait(t), u); !errors.Is(err, gpu.ErrNotFound) {
 			t.Errorf("processes on %q: %+v, %v, want ErrNotFound", u, p, err)
+		}
+		if h, err := d.Health(wait(t), u); !errors.Is(err, gpu.ErrNotFound) {
+			t.Errorf("health of %q: %+v, %v, want ErrNotFound", u, h, err)
 		}
 	}
 }
