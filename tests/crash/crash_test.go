@@ -10,6 +10,8 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 )
@@ -150,12 +152,14 @@ func (n *node) heldIndex() int {
 	return 0
 }
 
-// settled is a new node on which a pod runs, with a name for the log.
-func settled(ctx context.Context, t *testing.T, m *machine) *node {
-	t.Helper()
+// settled is a new node on which a pod runs.
+func settled(ctx context.Context, m *machine) (*node, error) {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
-	n := startNode(t, m)
+	n, err := startNode(m)
+	if err != nil {
+		return nil, err
+	}
 	p, err := n.admit(ctx, 2, "main")
 	if err == nil {
 		err = n.run(ctx, p)
@@ -164,43 +168,83 @@ func settled(ctx context.Context, t *testing.T, m *machine) *node {
 		err = n.settle(ctx)
 	}
 	if wrong := n.complaints(); err != nil || len(wrong) > 0 {
-		t.Fatalf("a new node: %v; %s\n%s", err, strings.Join(wrong, "; "), n.said())
+		err = fmt.Errorf("a new node: %w; %s\n%s", err, strings.Join(wrong, "; "), n.said())
+		return nil, errors.Join(err, n.close())
 	}
-	return n
+	return n, nil
 }
+
+// workers is how many nodes an operation is tried on at once. Most of the time
+// a node waits: a claim of which no witness has ever spoken is kept for half a
+// minute.
+const workers = 6
+
+// maxFailures is how many points of an operation may fail before the rest is
+// not tried any more: each may take all of patience.
+const maxFailures = 4
 
 // TestKilledAtEachChange kills the agent at the first change that an operation
 // makes to its directories, then at the second, and so on until the operation
 // makes no more.
 func TestKilledAtEachChange(t *testing.T) {
+	t.Parallel()
 	m := startMachine(t)
 	for _, make := range operations() {
-		op := make()
-		t.Run(strings.ReplaceAll(op.name, " ", "_"), func(t *testing.T) {
+		name := make().name
+		t.Run(strings.ReplaceAll(name, " ", "_"), func(t *testing.T) {
 			t.Parallel()
-			began := time.Now()
-			ctx := inOrder(t)
-			n := settled(ctx, t, m)
-			failures := 0
-			for k := 1; ; k++ {
-				changes, killed, err := n.try(ctx, op, k)
-				at := "not killed"
-				if killed {
-					at = "killed before " + n.list(changes[k-1:])
-				}
-				if err != nil {
-					t.Errorf("k = %d, %s: %v\n%s", k, at, err, n.said())
-					if failures++; failures == maxFailures {
-						t.Fatalf("given up after %d failures", failures)
+			began, ctx := time.Now(), inOrder(t)
+			var next, failures, points atomic.Int64
+			var over atomic.Bool // a k was not reached
+			var full atomic.Pointer[string]
+			var all sync.WaitGroup
+			for range workers {
+				all.Go(func() {
+					op := make()
+					var n *node
+					var err error
+					defer func() {
+						if n != nil {
+							err = errors.Join(err, n.close())
+						}
+						if err != nil {
+							t.Error(err)
+						}
+					}()
+					for !over.Load() && failures.Load() < maxFailures {
+						if n == nil {
+							if n, err = settled(ctx, m); err != nil {
+								return
+							}
+						}
+						k := int(next.Add(1))
+						changes, killed, failed := n.try(ctx, op, k)
+						at := "not killed"
+						if killed {
+							points.Add(1)
+							at = "killed before " + n.list(changes[k-1:])
+						} else if failed == nil {
+							over.Store(true)
+							text := n.list(changes)
+							full.Store(&text)
+						}
+						if failed != nil {
+							failures.Add(1)
+							t.Errorf("k = %d, %s: %v\n%s", k, at, failed, n.said())
+							if err = n.close(); err != nil {
+								return
+							}
+							n = nil
+						}
 					}
-					n.end()
-					n = settled(ctx, t, m)
-				}
-				if !killed {
-					t.Logf("%s: killed at each of %d changes, %.1f s\nthe last time, not killed: %s",
-						op.name, k-1, time.Since(began).Seconds(), n.list(changes))
-					break
-				}
+				})
+			}
+			all.Wait()
+			if over.Load() {
+				t.Logf("%s: killed at each of %d changes, %.1f s; those of one that was not killed: %s",
+					name, points.Load(), time.Since(began).Seconds(), *full.Load())
+			} else {
+				t.Errorf("%s: killed at %d changes, and then given up", name, points.Load())
 			}
 		})
 	}
@@ -235,10 +279,6 @@ func (n *node) list(changes []change) string {
 	}
 	return strings.Join(out, ", ")
 }
-
-// maxFailures is how many points of an operation may fail before the rest is
-// not tried any more: each may take all of patience.
-const maxFailures = 4
 
 // try does an operation once, and kills the agent at its k-th change.
 func (n *node) try(ctx context.Context, op operation, k int) (changes []change, killed bool, err error) {

@@ -6,10 +6,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 )
@@ -48,60 +50,92 @@ func lengths(size int) (out []int) {
 // TestStateCutAtEachByte cuts each file of the state directory of an agent that
 // was killed, and starts the agent again.
 func TestStateCutAtEachByte(t *testing.T) {
+	t.Parallel()
 	m := startMachine(t)
-	ctx := inOrder(t)
-	n := cutNode(ctx, t, m)
+	began, ctx := time.Now(), inOrder(t)
+	var all sync.WaitGroup
+	tally := make([]map[string]int, workers)
+	for w := range workers {
+		all.Go(func() {
+			var err error
+			if tally[w], err = cutSome(ctx, t, m, w); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	all.Wait()
+	sum := map[string]int{}
+	for _, done := range tally {
+		for name, cuts := range done {
+			sum[name] += cuts
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(sum)) {
+		t.Logf("%s: cut to %d lengths", name, sum[name])
+	}
+	t.Logf("all files: %.1f s", time.Since(began).Seconds())
+}
+
+// cutSome makes every workers-th cut, beginning with the w-th, on a node of its
+// own. It returns how many there were of each file.
+func cutSome(ctx context.Context, t *testing.T, m *machine, w int) (done map[string]int, err error) {
+	n, err := cutNode(ctx, m)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, n.close()) }()
 	n.end()
 	files, err := names(n.state)
 	if err != nil {
-		t.Fatal(err)
+		return nil, err
 	}
 	whole := map[string][]byte{}
 	for _, name := range files {
 		if whole[name], err = os.ReadFile(filepath.Join(n.state, name)); err != nil {
-			t.Fatal(err)
+			return nil, err
 		}
 	}
+	done, failures, at := map[string]int{}, 0, 0
 	for _, name := range files {
-		began, failures := time.Now(), 0
-		cuts := lengths(len(whole[name]))
-		for _, size := range cuts {
+		for _, size := range lengths(len(whole[name])) {
+			if at++; at%workers != w {
+				continue
+			}
 			if err := n.restartWith(ctx, whole, name, size); err != nil {
 				t.Errorf("%s cut to %d of %d bytes: %v\n%s", name, size, len(whole[name]), err, n.said())
 				if failures++; failures == maxFailures {
-					t.Errorf("%s: given up after %d failures", name, failures)
-					break
+					return done, errors.New("the rest is not tried")
 				}
 			}
 			n.end()
+			done[name]++
 		}
-		t.Logf("%s, %d bytes: cut to %d lengths, %.1f s", name, len(whole[name]), len(cuts), time.Since(began).Seconds())
 	}
+	return done, nil
 }
 
 // cutNode is a node of which the agent has everything to remember: a claim of a
 // running container, one of a container that is still to be made, a change that
 // is done and one that waits for holders.
-func cutNode(ctx context.Context, t *testing.T, m *machine) *node {
-	t.Helper()
-	n := settled(ctx, t, m)
-	_, err := n.admit(ctx, 3, "init", "main")
+func cutNode(ctx context.Context, m *machine) (*node, error) {
+	n, err := settled(ctx, m)
 	if err != nil {
-		t.Fatal(err)
+		return nil, err
 	}
-	at := n.heldIndex()
-	n.modes[at], n.modes[(at+1)%gpus] = "whole", "whole"
-	if err := errors.Join(n.edit(), n.settle(ctx)); err != nil {
-		t.Fatalf("%v\n%s", err, n.said())
+	if _, err = n.admit(ctx, 3, "init", "main"); err == nil {
+		at := n.heldIndex()
+		n.modes[at], n.modes[(at+1)%gpus] = "whole", "whole"
+		err = errors.Join(n.edit(), n.settle(ctx))
 	}
-	if wrong := n.complaints(); len(wrong) > 0 {
-		t.Fatal(strings.Join(wrong, "\n"))
+	if wrong := n.complaints(); err != nil || len(wrong) > 0 {
+		err = fmt.Errorf("a change: %w; %s\n%s", err, strings.Join(wrong, "; "), n.said())
+		return nil, errors.Join(err, n.close())
 	}
 	// An agent that has lost its memory cannot know what was on offer once.
 	n.kubelet.mu.Lock()
 	n.kubelet.forgets = true
 	n.kubelet.mu.Unlock()
-	return n
+	return n, nil
 }
 
 // restartWith starts the agent with its files as they were, but for one that is

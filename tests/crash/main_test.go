@@ -23,7 +23,11 @@ func TestMain(m *testing.M) {
 		err = writer(os.Getenv(writerEnv))
 	default:
 		flag.Parse()
-		os.Exit(m.Run())
+		// Tests wait more than they work.
+		err = flag.Set("test.parallel", "16")
+		if err == nil {
+			os.Exit(m.Run())
+		}
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)

@@ -144,34 +144,45 @@ type node struct {
 	mu      sync.Mutex
 	process *tracee // guarded by mu; the newest
 	starts  int     // guarded by mu
+	serves  string  // guarded by mu: where process serves its pages, once that is known
 	ending  bool    // guarded by mu: its end is the test's wish
 	wrong   []string
 	guard   sync.WaitGroup
 }
 
-func startNode(t *testing.T, m *machine) *node {
-	t.Helper()
-	n := &node{machine: m, dir: shortDir(t), modes: slices.Repeat([]string{"shared"}, gpus)}
-	n.cdi, n.state = filepath.Join(n.dir, "cdi"), filepath.Join(n.dir, "state")
-	if err := errors.Join(os.Mkdir(n.cdi, 0o755), os.Mkdir(n.state, 0o755), n.edit()); err != nil {
-		t.Fatal(err)
+func startNode(m *machine) (*node, error) {
+	dir, err := os.MkdirTemp("", "crash-")
+	if err != nil {
+		return nil, err
 	}
+	n := &node{machine: m, dir: dir, cdi: filepath.Join(dir, "cdi"), state: filepath.Join(dir, "state"),
+		modes: slices.Repeat([]string{"shared"}, gpus)}
 	boot := filepath.Join(n.dir, "proc/sys/kernel/random/boot_id")
-	if err := errors.Join(os.MkdirAll(filepath.Dir(boot), 0o755), os.WriteFile(boot, []byte("8a6b0a3e-0f5c-4c9d-9d4e-3a1f0c0ffee0\n"), 0o644)); err != nil {
-		t.Fatal(err)
+	err = errors.Join(os.Mkdir(n.cdi, 0o755), os.Mkdir(n.state, 0o755), os.MkdirAll(filepath.Dir(boot), 0o755),
+		os.WriteFile(boot, []byte("8a6b0a3e-0f5c-4c9d-9d4e-3a1f0c0ffee0\n"), 0o644), n.edit())
+	if err == nil {
+		n.kubelet, err = startKubelet(filepath.Join(n.dir, "kubelet"))
 	}
-	var err error
-	if n.kubelet, err = startKubelet(filepath.Join(n.dir, "kubelet")); err != nil {
-		t.Fatal(err)
+	if err == nil {
+		n.runtime, err = startRuntime(filepath.Join(n.dir, "cri.sock"), n.cdi)
 	}
-	t.Cleanup(n.kubelet.stop)
-	if n.runtime, err = startRuntime(filepath.Join(n.dir, "cri.sock"), n.cdi); err != nil {
-		t.Fatal(err)
+	if err != nil {
+		return nil, errors.Join(err, n.close())
 	}
-	t.Cleanup(n.runtime.stop)
-	t.Cleanup(n.end)
 	n.begin(0)
-	return n
+	return n, nil
+}
+
+// close ends everything of the node and removes its files.
+func (n *node) close() error {
+	n.end()
+	if n.kubelet != nil {
+		n.kubelet.stop()
+	}
+	if n.runtime != nil {
+		n.runtime.stop()
+	}
+	return os.RemoveAll(n.dir)
 }
 
 // edit writes the partition file anew, as n.modes has it. The file differs each
@@ -201,6 +212,7 @@ func (n *node) begin(kill int) *tracee {
 
 func (n *node) beginLocked(kill int) *tracee {
 	n.starts++
+	n.serves = ""
 	args := []string{n.agent, "run", "--driver-root", n.root, "--config", filepath.Join(n.dir, "partitions.yaml"),
 		"--kubelet-dir", n.kubelet.dir, "--cdi-dir", n.cdi, "--state-dir", n.state, "--memory-unit", unit,
 		"--pod", agentNamespace + "/" + agentPod, "--http", "127.0.0.1:0", "--log-format", "json"}
@@ -247,9 +259,7 @@ func (n *node) watch(p *tracee) {
 	if _, killed := p.seen(); !killed {
 		n.wrong = append(n.wrong, fmt.Sprintf("the agent ended by itself: status %#x", p.status))
 	}
-	if n.starts < 1e6 {
-		n.beginLocked(0)
-	}
+	n.beginLocked(0)
 }
 
 // end ends the agent as kill -9 does.
@@ -290,17 +300,20 @@ func (n *node) said() string {
 // address is where the newest process serves its pages.
 func (n *node) address() (string, error) {
 	n.mu.Lock()
-	name := n.logFile(n.starts)
-	n.mu.Unlock()
-	log, err := os.Open(name)
+	defer n.mu.Unlock()
+	if n.serves != "" {
+		return n.serves, nil
+	}
+	log, err := os.Open(n.logFile(n.starts))
 	if err != nil {
 		return "", err
 	}
 	defer log.Close()
 	lines := bufio.NewScanner(log)
 	for lines.Scan() {
-		var line struct{ Msg, Addr string }
+		var line struct{ Addr string }
 		if json.Unmarshal(lines.Bytes(), &line) == nil && line.Addr != "" {
+			n.serves = line.Addr
 			return line.Addr, nil
 		}
 	}
@@ -351,11 +364,12 @@ func (n *node) rounds(ctx context.Context) (float64, error) {
 	return sum, nil
 }
 
-// poll waits until ok says nil.
+// poll waits until ok says nil. It asks less and less often, for there are many
+// nodes and few processors.
 func poll(ctx context.Context, what string, ok func() error) error {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
-	for {
+	for pause := 5 * time.Millisecond; ; pause = min(pause*5/4, 200*time.Millisecond) {
 		err := ok()
 		if err == nil {
 			return nil
@@ -363,7 +377,7 @@ func poll(ctx context.Context, what string, ok func() error) error {
 		select {
 		case <-ctx.Done():
 			return fmt.Errorf("in vain awaited %s: %w", what, err)
-		case <-time.After(5 * time.Millisecond):
+		case <-time.After(pause):
 		}
 	}
 }
