@@ -180,6 +180,9 @@ func (a *Agent) withMissing(inv gpu.Inventory, now time.Time) *gpu.Inventory {
 			delete(a.gone, d.UUID)
 			return false
 		}
+		if a.inv == nil || a.inv.ByUUID(d.UUID) == nil {
+			return true // forgotten before; the driver's memory is longer than ours
+		}
 		since, known := a.gone[d.UUID]
 		if !known {
 			a.gone[d.UUID] = now

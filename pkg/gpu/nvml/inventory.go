@@ -171,7 +171,7 @@ func (d *Driver) reconcile(inv *gpu.Inventory, read map[gpu.UUID]nvml.Device) (s
 			continue
 		}
 		gone := clone(d.last[u])
-		gone.Fault = "the driver no longer lists it"
+		gone.Fault, gone.Gone = "the driver no longer lists it", true
 		stale = stale || d.present(gone)
 		inv.GPUs = append(inv.GPUs, gone)
 	}
