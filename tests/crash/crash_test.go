@@ -74,16 +74,9 @@ func operations() []func() operation {
 		},
 		func() operation {
 			return operation{
-				name: "change of a held GPU and of a free one",
-				do: func(ctx context.Context, n *node) error {
-					at := n.heldIndex()
-					n.modes[at], n.modes[(at+1)%gpus] = "whole", "whole"
-					return n.edit()
-				},
-				after: func(ctx context.Context, n *node) error {
-					n.modes = slices.Repeat([]string{"shared"}, gpus)
-					return n.edit()
-				},
+				name:  "change of a held GPU and of a free one",
+				do:    changeHeld,
+				after: changeBack,
 			}
 		},
 		func() operation {
@@ -105,17 +98,22 @@ func operations() []func() operation {
 					}
 					return n.edit()
 				},
-				do: func(_ context.Context, n *node) error { n.stop(p); return nil },
-				after: func(ctx context.Context, n *node) error {
-					n.modes = slices.Repeat([]string{"shared"}, gpus)
-					return n.edit()
-				},
+				do:    func(_ context.Context, n *node) error { n.stop(p); return nil },
+				after: changeBack,
 			}
 		},
 		func() operation {
 			return operation{
 				name:  "start with holders",
 				start: true,
+			}
+		},
+		func() operation {
+			return operation{
+				name:   "start while a change waits for holders",
+				before: changeHeld,
+				start:  true,
+				after:  changeBack,
 			}
 		},
 		func() operation {
@@ -130,6 +128,19 @@ func operations() []func() operation {
 			}
 		},
 	}
+}
+
+// changeHeld makes whole GPUs of the one that the first pod holds a part of,
+// which has to wait, and of the next one.
+func changeHeld(_ context.Context, n *node) error {
+	at := n.heldIndex()
+	n.modes[at], n.modes[(at+1)%gpus] = "whole", "whole"
+	return n.edit()
+}
+
+func changeBack(_ context.Context, n *node) error {
+	n.modes = slices.Repeat([]string{"shared"}, gpus)
+	return n.edit()
 }
 
 func empty(dir string) error {

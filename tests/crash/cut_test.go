@@ -123,9 +123,7 @@ func cutNode(ctx context.Context, m *machine) (*node, error) {
 		return nil, err
 	}
 	if _, err = n.admit(ctx, 3, "init", "main"); err == nil {
-		at := n.heldIndex()
-		n.modes[at], n.modes[(at+1)%gpus] = "whole", "whole"
-		err = errors.Join(n.edit(), n.settle(ctx))
+		err = errors.Join(changeHeld(ctx, n), n.settle(ctx))
 	}
 	if wrong := n.complaints(); err != nil || len(wrong) > 0 {
 		err = fmt.Errorf("a change: %w; %s\n%s", err, strings.Join(wrong, "; "), n.said())
