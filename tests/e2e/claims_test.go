@@ -15,6 +15,9 @@ import (
 	"example.com/gpu-agent/tests/lab"
 )
 
+// pace is how often is looked where milliseconds count.
+const pace = 3 * time.Millisecond
+
 // ending is the three moments at which something ends.
 type ending struct{ container, kubelet, agent time.Time }
 
@@ -33,7 +36,7 @@ func (b *bench) watchEnd(pod *lab.RunningPod, p lab.Process, claims int) (e endi
 			return err
 		},
 		func() (err error) {
-			e.kubelet, err = lab.Moment(b.ctx, waitLong, "the kubelet to let the devices of "+pod.Name+" go", func(ctx context.Context) error {
+			e.kubelet, err = lab.Moment(b.ctx, waitLong, lab.HoldingsPace, "the kubelet to let the devices of "+pod.Name+" go", func(ctx context.Context) error {
 				list, err := node.Holdings(ctx)
 				if err != nil {
 					return err
@@ -48,7 +51,7 @@ func (b *bench) watchEnd(pod *lab.RunningPod, p lab.Process, claims int) (e endi
 			return err
 		},
 		func() (err error) {
-			e.agent, err = lab.Moment(b.ctx, waitLong, fmt.Sprintf("%d claims", claims), func(ctx context.Context) error {
+			e.agent, err = lab.Moment(b.ctx, waitLong, pace, fmt.Sprintf("%d claims", claims), func(ctx context.Context) error {
 				s, err := agent.Status(ctx)
 				if err == nil && s.Claims != claims {
 					err = fmt.Errorf("the agent says: %s", s)

@@ -175,6 +175,11 @@ func (a *Agent) pods(ctx context.Context) ([]agentPod, error) {
 						Terminated *struct{ Reason, Message string }
 					}
 				}
+				InitContainerStatuses []struct {
+					State, LastState struct {
+						Terminated *struct{ Reason, Message string }
+					}
+				}
 			}
 		}
 	}
@@ -184,10 +189,17 @@ func (a *Agent) pods(ctx context.Context) ([]agentPod, error) {
 	var out []agentPod
 	for _, item := range list.Items {
 		p := agentPod{name: item.Metadata.Name, phase: item.Status.Phase, address: item.Status.PodIP, deleted: item.Metadata.DeletionTimestamp != ""}
+		for _, c := range item.Status.InitContainerStatuses {
+			for _, t := range []*struct{ Reason, Message string }{c.State.Terminated, c.LastState.Terminated} {
+				if t != nil && t.Message != "" {
+					p.waiting = t.Reason + " " + t.Message
+				}
+			}
+		}
 		for _, c := range item.Status.ContainerStatuses {
 			p.ready, p.restarts = c.Ready, c.RestartCount
 			if w := c.State.Waiting; w != nil {
-				p.waiting = w.Reason + " " + w.Message
+				p.waiting = strings.TrimSpace(p.waiting + " " + w.Reason + " " + w.Message)
 			}
 			if t := c.LastState.Terminated; t != nil && !c.Ready {
 				p.waiting += " last ended: " + t.Reason + " " + t.Message
@@ -312,6 +324,16 @@ func (a *Agent) Restarts(ctx context.Context) (int, error) {
 	return 0, fmt.Errorf("the agent's pod %s is gone", a.pod)
 }
 
+// Complaint is why the agent's container does not run, by what it said last;
+// empty while nothing is known.
+func (a *Agent) Complaint(ctx context.Context) (string, error) {
+	pods, err := a.pods(ctx)
+	if err != nil || len(pods) == 0 {
+		return "", err
+	}
+	return pods[0].waiting, nil
+}
+
 // Kill ends the agent's process with SIGKILL and waits until the kubelet has
 // started another in the same pod, and that one is ready.
 func (a *Agent) Kill(ctx context.Context) error {
@@ -387,6 +409,69 @@ func (a *Agent) Direct(ctx context.Context) (Status, error) {
 	return decode[Status]([]byte(body), "the agent's status")
 }
 
+// Uninstall goes the documented way: the DaemonSet is deleted, and that of
+// deployments/cleanup applied in its place. Uninstalled says how that stands.
+func (a *Agent) Uninstall(ctx context.Context) error {
+	dir, err := a.node.Dir("cleanup")
+	if err != nil {
+		return fmt.Errorf("uninstall the agent: %w", err)
+	}
+	source, err := filepath.Rel(dir, filepath.Join(a.node.kit.Root, "deployments", "cleanup"))
+	if err != nil {
+		return fmt.Errorf("uninstall the agent: %w", err)
+	}
+	never := func(list string) object {
+		return object{"op": "replace", "path": "/spec/template/spec/" + list + "/0/imagePullPolicy", "value": "Never"}
+	}
+	patch, err := json.Marshal([]object{never("initContainers"), never("containers")})
+	if err != nil {
+		return fmt.Errorf("uninstall the agent: %w", err)
+	}
+	kustomization, err := json.Marshal(object{
+		"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": []string{source},
+		"patches": []object{{"target": object{"kind": "DaemonSet"}, "patch": string(patch)}},
+	})
+	if err != nil {
+		return fmt.Errorf("uninstall the agent: %w", err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "kustomization.yaml"), kustomization, 0o644); err != nil {
+		return fmt.Errorf("uninstall the agent: %w", err)
+	}
+	for _, args := range [][]string{{"delete", "daemonset", "-n", AgentNamespace, "gpu-agent"}, {"apply", "-k", dir}} {
+		if _, err := a.node.Kubectl(ctx, nil, args...); err != nil {
+			return fmt.Errorf("uninstall the agent: %w", err)
+		}
+	}
+	return nil
+}
+
+// Uninstalled says whether the node is clean, and else what the cleaning one
+// says, which is empty while it has not spoken.
+func (a *Agent) Uninstalled(ctx context.Context) (clean bool, says string, err error) {
+	pods, err := a.pods(ctx)
+	if err != nil {
+		return false, "", err
+	}
+	for _, p := range pods {
+		if strings.HasPrefix(p.name, "gpu-agent-cleanup-") {
+			clean, says = p.ready, p.waiting
+		}
+	}
+	return clean, says, nil
+}
+
+// EndUninstall takes the cleaning DaemonSet away; Deploy may come again.
+func (a *Agent) EndUninstall(ctx context.Context) error {
+	dir, err := a.node.Dir("cleanup")
+	if err != nil {
+		return err
+	}
+	if _, err := a.node.Kubectl(ctx, nil, "delete", "--ignore-not-found", "--wait", "-k", dir); err != nil {
+		return fmt.Errorf("end the clean-up: %w", err)
+	}
+	return a.stop(ctx)
+}
+
 // Stop takes the agent off the node, as an upgrade or an administrator does, and
 // waits until it has ended.
 func (a *Agent) Stop(ctx context.Context) error { return a.stop(ctx) }
@@ -420,13 +505,14 @@ func (a *Agent) Reset(ctx context.Context, partitions string) error {
 	if err != nil {
 		return err
 	}
-	if len(files) > 0 {
-		var paths []string
-		for _, name := range files {
-			paths = append(paths, cdiDir+name)
-		}
-		if _, err := a.node.Exec(ctx, append([]string{"rm", "-f"}, paths...)...); err != nil {
+	for _, name := range files {
+		if err := os.Remove(a.node.File(cdiDir + name)); err != nil {
 			return fmt.Errorf("remove the claims of earlier pods: %w", err)
+		}
+	}
+	for _, name := range []string{"state.json", "claims.journal"} {
+		if err := os.Remove(a.node.File(StateDir + name)); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return fmt.Errorf("remove what the agent remembers: %w", err)
 		}
 	}
 	return a.Start(ctx)
@@ -475,14 +561,21 @@ func (a *Agent) stop(ctx context.Context) error {
 
 const cdiDir = "/var/run/cdi/"
 
+// StateDir is the agent's own directory on the node.
+const StateDir = "/var/lib/gpu-agent/"
+
 // CDIFiles lists the agent's CDI files on the node, sorted.
-func (a *Agent) CDIFiles(ctx context.Context) ([]string, error) {
-	out, err := a.node.Exec(ctx, "find", cdiDir, "-name", Domain+"-gpu-*.json", "-printf", "%f\n")
+func (a *Agent) CDIFiles(context.Context) ([]string, error) {
+	entries, err := os.ReadDir(a.node.File(cdiDir))
 	if err != nil {
 		return nil, fmt.Errorf("list CDI files: %w", err)
 	}
-	files := strings.Fields(string(out))
-	slices.Sort(files)
+	var files []string
+	for _, e := range entries {
+		if name := e.Name(); strings.HasPrefix(name, Domain+"-gpu-") && strings.HasSuffix(name, ".json") {
+			files = append(files, name)
+		}
+	}
 	return files, nil
 }
 

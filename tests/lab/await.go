@@ -23,15 +23,11 @@ func Await(ctx context.Context, limit time.Duration, what string, look func(cont
 	return await(ctx, limit, lookEvery, what, look)
 }
 
-// closely is the pause between two looks where the moment is wanted. It is for
-// looks that cost next to nothing, such as one at a file.
-const closely = 2 * time.Millisecond
-
-// Moment is Await for who wants to know when: it looks without rest and returns
-// the time of the look that was the first to be content. What it says is late by
-// as much as two looks take.
-func Moment(ctx context.Context, limit time.Duration, what string, look func(context.Context) error) (time.Time, error) {
-	err := await(ctx, limit, closely, what, look)
+// Moment is Await for who wants to know when: it looks at a pace of the caller's
+// and returns the time of the look that was the first to be content. What it
+// says is late by as much as the pace and two looks take.
+func Moment(ctx context.Context, limit, pace time.Duration, what string, look func(context.Context) error) (time.Time, error) {
+	err := await(ctx, limit, pace, what, look)
 	return time.Now(), err
 }
 

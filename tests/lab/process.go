@@ -29,7 +29,7 @@ func (p Process) String() string { return fmt.Sprintf("PID %d, started at tick %
 // milliseconds and a look at a file at most. Before is a moment at which it was
 // still seen.
 func (n *Node) End(ctx context.Context, limit time.Duration, p Process) (before, ended time.Time, err error) {
-	ended, err = Moment(ctx, limit, "the end of "+p.String(), func(context.Context) error {
+	ended, err = Moment(ctx, limit, 2*time.Millisecond, "the end of "+p.String(), func(context.Context) error {
 		now := time.Now()
 		if !n.Lives(p) {
 			return nil
@@ -183,10 +183,23 @@ func (n *Node) Signal(ctx context.Context, p Process, signal string) error {
 
 // Offer is, by resource, the IDs of the devices that the kubelet would hand out
 // or has handed out: what it has understood of the plugins' lists, and holds for
-// healthy. It is there without the API server, and within a millisecond.
-func (n *Node) Offer(ctx context.Context) (map[string][]string, error) {
-	return n.pods.Allocatable(ctx)
+// healthy. It stands in the kubelet's checkpoint, which it writes at once for
+// each list; so a look costs the reading of a file. The call of PodResources for
+// the same is limited to a hundred a second, the agent's among them.
+func (n *Node) Offer() (map[string][]string, error) {
+	data, err := os.ReadFile(n.File("/var/lib/kubelet/device-plugins/kubelet_internal_checkpoint"))
+	if err != nil {
+		return nil, fmt.Errorf("read what the kubelet offers: %w", err)
+	}
+	c, err := decode[struct {
+		Data struct{ RegisteredDevices map[string][]string }
+	}](data, "the kubelet's checkpoint")
+	return c.Data.RegisteredDevices, err
 }
+
+// HoldingsPace is how often Holdings may be asked without taking the agent's
+// turns at PodResources, which the kubelet limits to a hundred a second in all.
+const HoldingsPace = 25 * time.Millisecond
 
 // Holdings are the devices that the kubelet says containers have.
 func (n *Node) Holdings(ctx context.Context) ([]Holding, error) {
