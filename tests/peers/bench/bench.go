@@ -155,7 +155,7 @@ func (b *bench) behaviour(ctx context.Context) error {
 				return fmt.Errorf("24 units preferred on more than one GPU: %v", ids)
 			}
 		}
-		if err := errors.Join(r.allocate(ctx, ids), r.prepare(ctx, ids)); err != nil {
+		if err := r.give(ctx, ids); err != nil {
 			return err
 		}
 		files, err := filepath.Glob(filepath.Join(b.work, r.name, "cdi", "*.json"))
@@ -325,16 +325,18 @@ func (b *bench) turn(ctx context.Context, rs []*running, into map[string]sample)
 			return nil, err
 		}
 		began := time.Now()
-		if err = r.allocate(ctx, ids); err != nil {
+		answer, err := r.allocate(ctx, ids)
+		if err != nil {
 			return nil, err
 		}
 		if into != nil {
 			into[r.name] = append(into[r.name], time.Since(began))
 		}
-		r.kubelet.admit(resource, ids)
+		p := r.kubelet.admit(resource, ids, answer)
 		if err := r.prepare(ctx, ids); err != nil {
 			return nil, err
 		}
+		r.kubelet.create(p)
 	}
 	return ids, nil
 }
@@ -357,7 +359,7 @@ func (b *bench) driverCalls(ctx context.Context, rs []*running, what string, n i
 			if err != nil {
 				return err
 			}
-			return errors.Join(r.allocate(ctx, ids), r.prepare(ctx, ids))
+			return r.give(ctx, ids)
 		})
 		if err != nil {
 			return err

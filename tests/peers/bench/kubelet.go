@@ -3,7 +3,10 @@
 package main
 
 import (
+	"cmp"
 	"context"
+	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
 	"math/rand/v2"
@@ -18,6 +21,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/protobuf/proto"
+	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
 	api "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 	podresources "k8s.io/kubelet/pkg/apis/podresources/v1"
 )
@@ -26,22 +30,30 @@ import (
 // kubelet's account of holders once that pod is in it.
 const agentPodNamespace, agentPodName = "gpu-agent", "gpu-agent-bench"
 
+// All other pods are in this namespace, and have this one container.
+const podNamespace, containerName = "default", "main"
+
 // kubelet is the kubelet's side of the device plugin API and of PodResources,
-// in a directory. It does what kubelet 1.36 does, in its order: a registration
-// is answered after the plugin has been dialled; then its list is opened.
+// in a directory, with a container runtime. It does what kubelet 1.36 does, in
+// its order: a registration is answered after the plugin has been dialled; then
+// its list is opened. Its checkpoint is written at each list and when a pod has
+// been given its devices, not when a pod ends.
 type kubelet struct {
 	api.UnimplementedRegistrationServer
 	podresources.UnimplementedPodResourcesListerServer
 
-	dir    string
-	server *grpc.Server
-	lister *grpc.Server
+	dir     string
+	servers []*grpc.Server // of the kubelet; the runtime's is not among them
+	runtime *grpc.Server
 
 	mu      sync.Mutex
 	changed chan struct{}        // guarded by mu; closed and replaced at every change
 	plugins map[string]*endpoint // guarded by mu; by resource
-	pods    map[string]pod       // guarded by mu; by name
+	pods    map[string]*pod      // guarded by mu; by name, which is its UID too
 	serial  int                  // guarded by mu; of pods
+	// listeners hear of containers that end.
+	listeners map[chan *cri.ContainerEventResponse]bool // guarded by mu
+	broken    error                                     // guarded by mu; why there is no checkpoint
 }
 
 // endpoint is a plugin that has registered.
@@ -63,40 +75,93 @@ type endpoint struct {
 
 // pod is a running pod of one container with devices of one resource.
 type pod struct {
+	name     string
 	resource string
 	ids      []string
+	answer   *api.ContainerAllocateResponse
+	// created is when the runtime made its container, zero before.
+	created time.Time
 }
 
-// startKubelet serves in dir, as the real one does in /var/lib/kubelet.
+// startKubelet serves in dir, as the real one does in /var/lib/kubelet, and the
+// runtime at its endpoint.
 func startKubelet(dir string) (*kubelet, error) {
-	k := &kubelet{dir: dir, changed: make(chan struct{}), plugins: map[string]*endpoint{}, pods: map[string]pod{},
-		server: grpc.NewServer(), lister: grpc.NewServer()}
-	api.RegisterRegistrationServer(k.server, k)
-	podresources.RegisterPodResourcesListerServer(k.lister, k)
-	for server, path := range map[*grpc.Server]string{
-		k.server: filepath.Join(dir, "device-plugins", "kubelet.sock"),
-		k.lister: filepath.Join(dir, "pod-resources", "kubelet.sock"),
-	} {
-		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-			return nil, fmt.Errorf("start a kubelet: %w", err)
-		}
-		l, err := net.Listen("unix", path)
-		if err != nil {
-			return nil, fmt.Errorf("start a kubelet: %w", err)
-		}
-		go func() { _ = server.Serve(l) }() // until stop
+	k := &kubelet{dir: dir, changed: make(chan struct{}), plugins: map[string]*endpoint{}, pods: map[string]*pod{},
+		listeners: map[chan *cri.ContainerEventResponse]bool{}, runtime: grpc.NewServer()}
+	cri.RegisterRuntimeServiceServer(k.runtime, &containers{kubelet: k})
+	if err := listen(k.runtime, k.socket()); err != nil {
+		return nil, fmt.Errorf("start a container runtime: %w", err)
+	}
+	if _, err := k.begin(); err != nil {
+		k.runtime.Stop()
+		return nil, err
 	}
 	return k, nil
 }
 
-func (k *kubelet) stop() {
-	k.server.Stop()
-	k.lister.Stop()
+// begin opens the kubelet's sockets, and says when plugins could see the one
+// that they wait for.
+func (k *kubelet) begin() (time.Time, error) {
+	plugins, lister := grpc.NewServer(), grpc.NewServer()
+	k.servers = []*grpc.Server{plugins, lister}
+	api.RegisterRegistrationServer(plugins, k)
+	podresources.RegisterPodResourcesListerServer(lister, k)
+	if err := listen(lister, filepath.Join(k.dir, "pod-resources", "kubelet.sock")); err != nil {
+		return time.Time{}, fmt.Errorf("start a kubelet: %w", err)
+	}
+	bound := time.Now()
+	if err := listen(plugins, filepath.Join(k.dir, "device-plugins", "kubelet.sock")); err != nil {
+		return time.Time{}, fmt.Errorf("start a kubelet: %w", err)
+	}
+	return bound, nil
+}
+
+// listen serves on a unix socket until the server is stopped.
+func listen(s *grpc.Server, path string) error {
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return err
+	}
+	l, err := net.Listen("unix", path)
+	if err != nil {
+		return err
+	}
+	go func() { _ = s.Serve(l) }() // until stop
+	return nil
+}
+
+// end closes the kubelet's sockets and its streams to plugins.
+func (k *kubelet) end() {
+	for _, s := range k.servers {
+		s.Stop()
+	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	for _, e := range k.plugins {
+	for resource, e := range k.plugins {
 		_ = e.conn.Close()
+		delete(k.plugins, resource)
 	}
+}
+
+func (k *kubelet) stop() {
+	k.end()
+	k.runtime.Stop()
+}
+
+// restart is a kubelet that ends and begins anew: pods stay, plugins have to
+// come again, and what they left in its directory goes, the checkpoint excepted.
+func (k *kubelet) restart() (bound time.Time, err error) {
+	k.end()
+	dir := filepath.Join(k.dir, "device-plugins")
+	files, err := os.ReadDir(dir)
+	for _, f := range files {
+		if f.Name() != checkpointFile {
+			err = errors.Join(err, os.RemoveAll(filepath.Join(dir, f.Name())))
+		}
+	}
+	if err != nil {
+		return bound, fmt.Errorf("restart a kubelet: %w", err)
+	}
+	return k.begin()
 }
 
 func (k *kubelet) changedLocked() {
@@ -162,6 +227,7 @@ func (k *kubelet) follow(e *endpoint) {
 			}
 			e.devices, e.bytes, e.at = list.Devices, proto.Size(list), now
 			k.changedLocked()
+			k.checkpointLocked()
 			k.mu.Unlock()
 		}
 	}
@@ -182,7 +248,8 @@ func (k *kubelet) forget(resources ...string) {
 			delete(k.plugins, resource)
 		}
 	}
-	maps.DeleteFunc(k.pods, func(_ string, p pod) bool { return slices.Contains(resources, p.resource) })
+	maps.DeleteFunc(k.pods, func(_ string, p *pod) bool { return slices.Contains(resources, p.resource) })
+	k.checkpointLocked()
 }
 
 // await waits until a resource's newest list satisfies ok, and returns a copy
@@ -262,33 +329,95 @@ func (k *kubelet) makeRoom(random *rand.Rand, resource string, most int) {
 		i := random.IntN(len(names))
 		names[0], names[i] = names[i], names[0]
 		held -= len(k.pods[names[0]].ids)
+		k.endedLocked(k.pods[names[0]])
 		delete(k.pods, names[0])
 		names = names[1:]
 	}
 }
 
-// admit writes a pod down as running.
-func (k *kubelet) admit(resource string, ids []string) {
+// admit gives a pod its devices, which its container has from create on.
+func (k *kubelet) admit(resource string, ids []string, answer *api.ContainerAllocateResponse) *pod {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.serial++
-	k.pods[fmt.Sprintf("pod-%d", k.serial)] = pod{resource, ids}
+	p := &pod{name: fmt.Sprintf("pod-%d", k.serial), resource: resource, ids: ids, answer: answer}
+	k.pods[p.name] = p
+	k.checkpointLocked()
+	return p
 }
 
-// List is PodResources': who holds what.
+const checkpointFile = "kubelet_internal_checkpoint"
+
+// checkpointLocked writes what kubelet 1.36.3 writes
+// (pkg/kubelet/cm/devicemanager/checkpoint), but for the sum, which is made from
+// Go's description of a private type. Devices without a NUMA node are under -1.
+func (k *kubelet) checkpointLocked() {
+	type entry struct {
+		PodUID, ContainerName, ResourceName string
+		DeviceIDs                           map[int64][]string
+		AllocResp                           []byte
+	}
+	var c struct {
+		Data struct {
+			PodDeviceEntries  []entry
+			RegisteredDevices map[string][]string
+		}
+		Checksum uint64
+	}
+	c.Data.RegisteredDevices = map[string][]string{}
+	for resource, e := range k.plugins {
+		c.Data.RegisteredDevices[resource] = healthy(e.devices)
+	}
+	for name, p := range k.pods {
+		answer, _ := proto.Marshal(p.answer) // it came in that form
+		c.Data.PodDeviceEntries = append(c.Data.PodDeviceEntries,
+			entry{name, containerName, p.resource, map[int64][]string{-1: p.ids}, answer})
+	}
+	data, err := json.Marshal(&c)
+	path := filepath.Join(k.dir, "device-plugins", checkpointFile)
+	if err == nil {
+		err = os.WriteFile(path+".new", data, 0o600)
+	}
+	if err = cmp.Or(err, os.Rename(path+".new", path)); err != nil {
+		k.broken = err
+	}
+}
+
+// List is PodResources': who holds what, an entry for each device.
 func (k *kubelet) List(context.Context, *podresources.ListPodResourcesRequest) (*podresources.ListPodResourcesResponse, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
+	if k.broken != nil {
+		return nil, k.broken
+	}
 	out := &podresources.ListPodResourcesResponse{PodResources: []*podresources.PodResources{{
 		Namespace: agentPodNamespace, Name: agentPodName,
 		Containers: []*podresources.ContainerResources{{Name: "gpu-agent"}},
 	}}}
 	for name, p := range k.pods {
-		out.PodResources = append(out.PodResources, &podresources.PodResources{Namespace: "default", Name: name,
-			Containers: []*podresources.ContainerResources{{Name: "main",
-				Devices: []*podresources.ContainerDevices{{ResourceName: p.resource, DeviceIds: p.ids}}}}})
+		out.PodResources = append(out.PodResources, &podresources.PodResources{Namespace: podNamespace, Name: name,
+			Containers: []*podresources.ContainerResources{{Name: containerName, Devices: each(p.resource, p.ids)}}})
 	}
 	return out, nil
+}
+
+// GetAllocatableResources is PodResources': what plugins offer.
+func (k *kubelet) GetAllocatableResources(context.Context, *podresources.AllocatableResourcesRequest) (*podresources.AllocatableResourcesResponse, error) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	out := &podresources.AllocatableResourcesResponse{}
+	for resource, e := range k.plugins {
+		out.Devices = append(out.Devices, each(resource, healthy(e.devices))...)
+	}
+	return out, nil
+}
+
+func each(resource string, ids []string) []*podresources.ContainerDevices {
+	out := make([]*podresources.ContainerDevices, len(ids))
+	for i, id := range ids {
+		out[i] = &podresources.ContainerDevices{ResourceName: resource, DeviceIds: []string{id}}
+	}
+	return out
 }
 
 func preferredRequest(available []string, n int) *api.PreferredAllocationRequest {

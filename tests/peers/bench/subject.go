@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"time"
 
 	api "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
@@ -31,6 +32,10 @@ const (
 
 	wholeGPUs  = "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: whole\n"
 	sharedGPUs = "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: shared\n"
+
+	// A faulty GPU is looked at so often, and offered again after so long without
+	// complaint, for a run that does not wait for minutes.
+	healthProbe, healthHold = 200 * time.Millisecond, time.Second
 
 	// usableMiB is what a GPU of gpuModel has for workloads.
 	usableMiB = 81559 - 551
@@ -75,12 +80,15 @@ func (m *machine) agent(name, http string, k *kubelet, source func(partitions st
 		}
 		// What it leaves for a successor is not to be found by the next start.
 		dir := filepath.Join(m.work, name)
-		if err := os.RemoveAll(filepath.Join(dir, "cdi")); err != nil {
-			return nil, fmt.Errorf("start %s: %w", name, err)
+		for _, left := range []string{"cdi", "state/state.json", "state/claims.journal"} {
+			if err := os.RemoveAll(filepath.Join(dir, left)); err != nil {
+				return nil, fmt.Errorf("start %s: %w", name, err)
+			}
 		}
 		return start(m.work, name, m.kit.Bin("gpu-agent"), append([]string{"run",
 			"--driver-root", m.driver.root, "--kubelet-dir", k.dir, "--pod", agentPodNamespace + "/" + agentPodName,
-			"--memory-unit", fmt.Sprintf("%dMiB", unit),
+			"--runtime-endpoint", k.socket(), "--memory-unit", fmt.Sprintf("%dMiB", unit),
+			"--health-hold", healthHold.String(), "--health-probe", healthProbe.String(),
 			"--state-dir", filepath.Join(dir, "state"), "--cdi-dir", filepath.Join(dir, "cdi"), "--http", http}, args...)...)
 	}}
 }
@@ -155,15 +163,15 @@ func (r *running) prefer(ctx context.Context, free []string, n int) ([]string, e
 	return resp.ContainerResponses[0].DeviceIDs, nil
 }
 
-func (r *running) allocate(ctx context.Context, ids []string) error {
+func (r *running) allocate(ctx context.Context, ids []string) (*api.ContainerAllocateResponse, error) {
 	resp, err := r.plugin.client.Allocate(ctx, allocateRequest(ids))
 	if err != nil {
-		return r.proc.explain(fmt.Errorf("%s: allocate %d devices: %w", r.name, len(ids), err))
+		return nil, r.proc.explain(fmt.Errorf("%s: allocate %d devices: %w", r.name, len(ids), err))
 	}
 	if len(resp.ContainerResponses) != 1 || len(resp.ContainerResponses[0].CdiDevices)+len(resp.ContainerResponses[0].Envs) == 0 {
-		return fmt.Errorf("%s: Allocate gives a container nothing: %v", r.name, resp)
+		return nil, fmt.Errorf("%s: Allocate gives a container nothing: %v", r.name, resp)
 	}
-	return nil
+	return resp.ContainerResponses[0], nil
 }
 
 // prepare is the call before a container starts, to plugins that want it.
@@ -175,4 +183,12 @@ func (r *running) prepare(ctx context.Context, ids []string) error {
 		return r.proc.explain(fmt.Errorf("%s: prepare a container: %w", r.name, err))
 	}
 	return nil
+}
+
+// give asks for both calls that a container has before it starts.
+func (r *running) give(ctx context.Context, ids []string) error {
+	if _, err := r.allocate(ctx, ids); err != nil {
+		return err
+	}
+	return r.prepare(ctx, ids)
 }
