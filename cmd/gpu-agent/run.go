@@ -179,6 +179,8 @@ func run(ctx context.Context, c console, args []string) error {
 			return nil, err
 		}
 		o.Hook = hook
+		// A GPU that is lost comes back to a driver that is initialised anew.
+		o.Rearm = max(f.healthProbe, time.Second)
 		return nvml.Open(ctx, o)
 	}}
 
