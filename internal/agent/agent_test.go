@@ -628,6 +628,22 @@ func TestDriverHangs(t *testing.T) {
 	})
 }
 
+// A reading that took longer than a round waits for counts when it comes, and not
+// when chance has it.
+func TestSlowReadingCountsAtOnce(t *testing.T) {
+	for range 10 {
+		synctest.Test(t, func(t *testing.T) {
+			o := newOutside(2)
+			o.hang = make(chan struct{})
+			b := start(t, o, t.TempDir(), allShared)
+			defer b.end()
+			time.Sleep(lookPatience + lookPatience/2)
+			close(o.hang)
+			b.want("applied", fourUnits, "")
+		})
+	}
+}
+
 // A fault outlives the process that saw it.
 func TestFaultIsRemembered(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -70,6 +70,15 @@ func (a *Agent) look(ctx context.Context) error {
 			a.wake()
 		}()
 	}
+	// First what has come: it woke the loop, and nothing would do so again if a
+	// timer that has run out were drawn instead.
+	select {
+	case r := <-a.reading:
+		a.reading = nil
+		a.take(r, time.Now())
+		return a.readErr
+	default:
+	}
 	patience := lookPatience
 	if waited {
 		patience = 0
