@@ -27,6 +27,11 @@ type operation struct {
 	do func(context.Context, *node) error
 	// start says that the process to be killed is one that begins with do.
 	start bool
+	// workers is how many nodes it is tried on at once, many where a kill is
+	// followed by half a minute of waiting: so long a claim is kept that no witness
+	// speaks of. Each agent takes three inotify instances, of which Linux gives a
+	// user 128.
+	workers int
 }
 
 // operations keep what they need between their steps in variables of their own,
@@ -36,7 +41,7 @@ func operations() []func() operation {
 		func() operation {
 			var p *pod
 			return operation{
-				name: "allocate and start a pod",
+				name: "allocate and start a pod", workers: 4,
 				do: func(ctx context.Context, n *node) (err error) {
 					if p, err = n.admit(ctx, 4, "main"); err != nil {
 						return err
@@ -49,7 +54,7 @@ func operations() []func() operation {
 		func() operation {
 			var p *pod
 			return operation{
-				name: "an init container's devices for its pod's app container",
+				name: "an init container's devices for its pod's app container", workers: 4,
 				do: func(ctx context.Context, n *node) (err error) {
 					if p, err = n.admit(ctx, 4, "init", "main"); err != nil {
 						return err
@@ -62,7 +67,7 @@ func operations() []func() operation {
 		func() operation {
 			var p *pod
 			return operation{
-				name: "prune after a pod's end",
+				name: "prune after a pod's end", workers: 3,
 				before: func(ctx context.Context, n *node) (err error) {
 					if p, err = n.admit(ctx, 4, "main"); err != nil {
 						return err
@@ -74,7 +79,7 @@ func operations() []func() operation {
 		},
 		func() operation {
 			return operation{
-				name:  "change of a held GPU and of a free one",
+				name: "change of a held GPU and of a free one", workers: 2,
 				do:    changeHeld,
 				after: changeBack,
 			}
@@ -82,7 +87,7 @@ func operations() []func() operation {
 		func() operation {
 			var p *pod
 			return operation{
-				name: "end of the holder that a change waits for",
+				name: "end of the holder that a change waits for", workers: 9,
 				before: func(ctx context.Context, n *node) (err error) {
 					if p, err = n.admit(ctx, units, "main"); err != nil {
 						return err
@@ -104,13 +109,13 @@ func operations() []func() operation {
 		},
 		func() operation {
 			return operation{
-				name:  "start with holders",
+				name: "start with holders", workers: 2,
 				start: true,
 			}
 		},
 		func() operation {
 			return operation{
-				name:   "start while a change waits for holders",
+				name: "start while a change waits for holders", workers: 2,
 				before: changeHeld,
 				start:  true,
 				after:  changeBack,
@@ -118,7 +123,7 @@ func operations() []func() operation {
 		},
 		func() operation {
 			return operation{
-				name: "start after all its files were lost",
+				name: "start after all its files were lost", workers: 2,
 				// The running container's CDI file is lost too: it is not asked
 				// for before the container starts again.
 				start: true,
@@ -185,11 +190,6 @@ func settled(ctx context.Context, m *machine) (*node, error) {
 	return n, nil
 }
 
-// workers is how many nodes an operation is tried on at once. Most of the time
-// a node waits: a claim of which no witness has ever spoken is kept for half a
-// minute.
-const workers = 6
-
 // maxFailures is how many points of an operation may fail before the rest is
 // not tried any more: each may take all of patience.
 const maxFailures = 4
@@ -201,7 +201,8 @@ func TestKilledAtEachChange(t *testing.T) {
 	t.Parallel()
 	m := startMachine(t)
 	for _, make := range operations() {
-		name := make().name
+		first := make()
+		name := first.name
 		t.Run(strings.ReplaceAll(name, " ", "_"), func(t *testing.T) {
 			t.Parallel()
 			began, ctx := time.Now(), inOrder(t)
@@ -209,7 +210,7 @@ func TestKilledAtEachChange(t *testing.T) {
 			var over atomic.Bool // a k was not reached
 			var full atomic.Pointer[string]
 			var all sync.WaitGroup
-			for range workers {
+			for range first.workers {
 				all.Go(func() {
 					op := make()
 					var n *node

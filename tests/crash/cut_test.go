@@ -26,6 +26,9 @@ const (
 	program = 1 << 20
 )
 
+// cutters is how many nodes cuts are made on at once.
+const cutters = 3
+
 // lengths are those that a file of so many bytes is cut to.
 func lengths(size int) (out []int) {
 	switch {
@@ -54,8 +57,8 @@ func TestStateCutAtEachByte(t *testing.T) {
 	m := startMachine(t)
 	began, ctx := time.Now(), inOrder(t)
 	var all sync.WaitGroup
-	tally := make([]map[string]int, workers)
-	for w := range workers {
+	tally := make([]map[string]int, cutters)
+	for w := range cutters {
 		all.Go(func() {
 			var err error
 			if tally[w], err = cutSome(ctx, t, m, w); err != nil {
@@ -76,7 +79,7 @@ func TestStateCutAtEachByte(t *testing.T) {
 	t.Logf("all files: %.1f s", time.Since(began).Seconds())
 }
 
-// cutSome makes every workers-th cut, beginning with the w-th, on a node of its
+// cutSome makes every cutters-th cut, beginning with the w-th, on a node of its
 // own. It returns how many there were of each file.
 func cutSome(ctx context.Context, t *testing.T, m *machine, w int) (done map[string]int, err error) {
 	n, err := cutNode(ctx, m)
@@ -98,7 +101,7 @@ func cutSome(ctx context.Context, t *testing.T, m *machine, w int) (done map[str
 	done, failures, at := map[string]int{}, 0, 0
 	for _, name := range files {
 		for _, size := range lengths(len(whole[name])) {
-			if at++; at%workers != w {
+			if at++; at%cutters != w {
 				continue
 			}
 			if err := n.restartWith(ctx, whole, name, size); err != nil {

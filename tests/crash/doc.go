@@ -28,13 +28,17 @@
 // slow enough to change the order of what it does.) The kernel ends a tracee
 // with its tracer, so no process is left behind however a test ends.
 //
-//	k  an Allocate and a start, at a time when the agent kept CDI files alone
-//	1  openat   .example.com-gpu-<key>.json.<random>.tmp
-//	2  write    the same
-//	3  fchmod   the same
-//	4  fsync    the same
-//	5  renameat example.com-gpu-<key>.json
-//	6  fsync    the directory
+//	k  an Allocate and the start of its container
+//	1  write    state/claims.journal
+//	2  openat   cdi/.example.com-gpu-<key>.json.<random>.tmp
+//	3  write    the same
+//	4  fchmod   the same
+//	5  fsync    the same
+//	6  renameat cdi/example.com-gpu-<key>.json
+//	7  fsync    cdi
+//
+// The order and the number may differ from one run to the next. An operation is
+// tried on several nodes at once, which take the next k in turn.
 //
 // Around the agent are a kubelet's device manager, a container runtime's side
 // of CRI, both over gRPC on unix sockets, and the emulated driver, with its
