@@ -559,7 +559,9 @@ func (a *Agent) stop(ctx context.Context) error {
 	})
 }
 
-const cdiDir = "/var/run/cdi/"
+// cdiDir is what /var/run/cdi leads to: a link with an absolute path leads out of
+// the node when it is followed from outside.
+const cdiDir = "/run/cdi/"
 
 // StateDir is the agent's own directory on the node.
 const StateDir = "/var/lib/gpu-agent/"

@@ -90,7 +90,8 @@ func (k *Kit) firstProcess(ctx context.Context, name string) (int, error) {
 }
 
 // File is the path by which this machine sees a file of the node's. It is there
-// while the node lives, and looking at it costs no process.
+// while the node lives, and looking at it costs no process. A link in it must not
+// be absolute: it would be followed on this machine.
 func (n *Node) File(path string) string { return n.root + path }
 
 // Down ends a node and proves that nothing of it is left. That there is none
