@@ -41,7 +41,7 @@ func operations() []func() operation {
 		func() operation {
 			var p *pod
 			return operation{
-				name: "allocate and start a pod", workers: 4,
+				name: "allocate and start a pod", workers: 6,
 				do: func(ctx context.Context, n *node) (err error) {
 					if p, err = n.admit(ctx, 4, "main"); err != nil {
 						return err
@@ -54,7 +54,7 @@ func operations() []func() operation {
 		func() operation {
 			var p *pod
 			return operation{
-				name: "an init container's devices for its pod's app container", workers: 4,
+				name: "an init container's devices for its pod's app container", workers: 6,
 				do: func(ctx context.Context, n *node) (err error) {
 					if p, err = n.admit(ctx, 4, "init", "main"); err != nil {
 						return err
