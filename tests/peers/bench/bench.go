@@ -24,14 +24,20 @@ type counts struct {
 	// window is how long programs are watched at rest; there are two in a row,
 	// for the agent reads the driver once a minute.
 	window    time.Duration
-	allocates int // before memory is looked at again
-	calls     int // of each kind, at each number of devices
-	counted   int // calls during which driver calls are counted
+	allocates int           // before memory is looked at again
+	calls     int           // of each kind, at each number of devices
+	counted   int           // calls during which driver calls are counted
+	restarts  int           // of each kubelet
+	broken    int           // GPUs, of each kind of fault
+	rounds    int           // of that, two at least
+	hold      time.Duration // see machine
 }
 
 var (
-	fullCounts  = counts{starts: 20, window: 30 * time.Second, allocates: 1000, calls: 1000, counted: 100}
-	smokeCounts = counts{starts: 1, window: time.Second, allocates: 20, calls: 10, counted: 5}
+	fullCounts = counts{starts: 20, window: 30 * time.Second, allocates: 1000, calls: 1000, counted: 100, restarts: 20,
+		broken: 5, rounds: 3, hold: time.Second}
+	smokeCounts = counts{starts: 1, window: time.Second, allocates: 20, calls: 10, counted: 5, restarts: 2,
+		broken: 2, rounds: 2, hold: 200 * time.Millisecond}
 )
 
 // manyDevices are devices on each GPU: 80, 640 and 2,560 on all.
@@ -46,6 +52,8 @@ const (
 	mostIdleCPU   = 10.0 // ms in 30 s
 	mostPreferred = 1.5  // times the empty handler's
 	mostAllocate  = 1.1  // times the peer's
+	mostReturn    = 10.0 // ms from a kubelet's socket to the first list
+	mostTurn      = 10.0 // ms from an Xid to the kubelet's list
 )
 
 // bench is a run.
@@ -64,7 +72,11 @@ func measure(ctx context.Context, k *lab.Kit, smoke bool, only string) (err erro
 	if err := settle(work); err != nil {
 		return err
 	}
-	m := machine{kit: k, work: work}
+	n := fullCounts
+	if smoke {
+		n = smokeCounts
+	}
+	m := machine{kit: k, work: work, hold: n.hold}
 	if m.driver, err = startDriver(ctx, k, work); err != nil {
 		return err
 	}
@@ -83,11 +95,8 @@ func measure(ctx context.Context, k *lab.Kit, smoke bool, only string) (err erro
 		defer kubelets[name].stop()
 	}
 
-	b := &bench{report: &report{out: os.Stdout, timeless: smoke}, machine: m, counts: fullCounts,
+	b := &bench{report: &report{out: os.Stdout, timeless: smoke}, machine: m, counts: n,
 		random: rand.New(rand.NewPCG(2, 0))}
-	if smoke {
-		b.counts = smokeCounts
-	}
 	b.agent, b.file, b.peer = b.newAgent(kubelets[agentName]), b.newFileAgent(kubelets[agentFileName]), b.newPeer(kubelets[peerName])
 	began := time.Now()
 	b.note("gpu-agent beside %s %s; %d emulated %s, %d processors, %s; smoke: %v", peerName, peerVersion, gpus, gpuModel, runtime.NumCPU(), runtime.Version(), smoke)
@@ -100,6 +109,7 @@ func measure(ctx context.Context, k *lab.Kit, smoke bool, only string) (err erro
 		{"rest and work", b.resting},
 		{"calls", b.calling},
 		{"whole GPUs", b.wholes},
+		{"kubelet restarts", b.returning},
 		{"faults", b.faults},
 	} {
 		if !strings.Contains(phase.what, only) {
@@ -482,59 +492,4 @@ func (b *bench) wholes(ctx context.Context) error {
 	return all(ctx, 0, func(rs []*running) error {
 		return b.driverCalls(ctx, rs, "whole", 4)
 	}, b.agent, b.peer)
-}
-
-// faults raises an Xid: the peer must see it, or the emulated driver is none.
-func (b *bench) faults(ctx context.Context) error {
-	const xid, index = 48, 3 // an uncorrectable ECC error
-	for _, perGPU := range []int{0, manyDevices[0]} {
-		what := "whole"
-		if perGPU > 0 {
-			what = fmt.Sprintf("devices=%d", gpus*perGPU)
-		}
-		if err := all(ctx, perGPU, func(rs []*running) error {
-			return b.fault(ctx, rs[0], what, fmt.Sprintf("xid_%d", xid), index, func() error { return b.driver.ask.Xid(index, xid) })
-		}, b.peer); err != nil {
-			return err
-		}
-		if err := all(ctx, perGPU, func(rs []*running) error {
-			if err := b.fault(ctx, rs[0], what, "lost", index, func() error { return b.driver.ask.Lose(index) }); err != nil {
-				return err
-			}
-			return b.driver.ask.Restore(index)
-		}, b.agent); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// fault lets something happen to a GPU and waits for the program to tell the
-// kubelet.
-func (b *bench) fault(ctx context.Context, r *running, what, kind string, index int, happen func() error) error {
-	uuid, err := b.driver.uuid(index)
-	if err != nil {
-		return err
-	}
-	if err := b.driver.armed(ctx, r.proc); err != nil {
-		return err
-	}
-	began := time.Now()
-	if err := happen(); err != nil {
-		return fmt.Errorf("%s on GPU %d: %w", kind, index, err)
-	}
-	e, err := r.kubelet.await(ctx, r.plugin.resource, "an unhealthy device", func(e endpoint) bool { return len(unhealthy(e.devices)) > 0 })
-	if err != nil {
-		return r.proc.explain(fmt.Errorf("%s on GPU %d: %w", kind, index, err))
-	}
-	turned := unhealthy(e.devices)
-	for _, id := range turned {
-		if gpuOf(id) != uuid {
-			return fmt.Errorf("%s on GPU %d, which is %s, and %s turns unhealthy", kind, index, uuid, id)
-		}
-	}
-	b.figure(kind+"_to_unhealthy/"+what+"/"+r.name, ms(e.at.Sub(began)), "ms")
-	b.figure(kind+"_devices_turned/"+what+"/"+r.name, float64(len(turned)), "devices")
-	b.note("%s on GPU %d turned %d of %d devices of %s, first %s", kind, index, len(turned), len(e.devices)/gpus, uuid, turned[0])
-	return nil
 }

@@ -277,6 +277,27 @@ func (k *kubelet) await(ctx context.Context, resource, what string, ok func(endp
 	}
 }
 
+// settled waits until a resource's lists say the same for a while.
+func (k *kubelet) settled(ctx context.Context, resource string) (last endpoint, err error) {
+	const while = 200 * time.Millisecond
+	var since time.Time
+	err = await(ctx, "the lists of "+resource+" to come to rest", func() (bool, error) {
+		k.mu.Lock()
+		defer k.mu.Unlock()
+		e := k.plugins[resource]
+		if e == nil || e.lists == 0 {
+			since = time.Time{}
+			return false, fmt.Errorf("no plugin serves %s", resource)
+		}
+		if since.IsZero() || e.conn != last.conn || !slices.Equal(healthy(e.devices), healthy(last.devices)) {
+			since = time.Now()
+		}
+		last = *e
+		return time.Since(since) >= while, nil
+	})
+	return last, err
+}
+
 func healthy(devices []*api.Device) (ids []string) {
 	for _, d := range devices {
 		if d.Health == api.Healthy {

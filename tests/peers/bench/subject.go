@@ -33,10 +33,6 @@ const (
 	wholeGPUs  = "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: whole\n"
 	sharedGPUs = "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: shared\n"
 
-	// A faulty GPU is looked at so often, and offered again after so long without
-	// complaint, for a run that does not wait for minutes.
-	healthProbe, healthHold = 200 * time.Millisecond, time.Second
-
 	// usableMiB is what a GPU of gpuModel has for workloads.
 	usableMiB = 81559 - 551
 )
@@ -47,6 +43,9 @@ type machine struct {
 	work   string // a directory of the run's own
 	driver *driver
 	api    *apiServer
+	// hold is how long a GPU must be without complaint before the agent offers
+	// it again; a run cannot wait for a minute. It probes five times as often.
+	hold time.Duration
 }
 
 // newAgent is the agent as its manifests run it: partitions from a ConfigMap,
@@ -88,7 +87,7 @@ func (m *machine) agent(name, http string, k *kubelet, source func(partitions st
 		return start(m.work, name, m.kit.Bin("gpu-agent"), append([]string{"run",
 			"--driver-root", m.driver.root, "--kubelet-dir", k.dir, "--pod", agentPodNamespace + "/" + agentPodName,
 			"--runtime-endpoint", k.socket(), "--memory-unit", fmt.Sprintf("%dMiB", unit),
-			"--health-hold", healthHold.String(), "--health-probe", healthProbe.String(),
+			"--health-hold", m.hold.String(), "--health-probe", (m.hold / 5).String(),
 			"--state-dir", filepath.Join(dir, "state"), "--cdi-dir", filepath.Join(dir, "cdi"), "--http", http}, args...)...)
 	}}
 }
