@@ -36,7 +36,7 @@ func (b *bench) watchEnd(pod *lab.RunningPod, p lab.Process, claims int) (e endi
 			return err
 		},
 		func() (err error) {
-			e.kubelet, err = lab.Moment(b.ctx, waitLong, lab.HoldingsPace, "the kubelet to let the devices of "+pod.Name+" go", func(ctx context.Context) error {
+			e.kubelet, err = lab.Moment(b.ctx, waitLong, lab.PodResourcesPace, "the kubelet to let the devices of "+pod.Name+" go", func(ctx context.Context) error {
 				list, err := node.Holdings(ctx)
 				if err != nil {
 					return err

@@ -25,6 +25,7 @@ type watch struct {
 	mu     sync.Mutex // guards what follows
 	turned map[string]time.Time
 	back   map[string]time.Time
+	last   map[string]int // devices of each GPU, as seen last
 	err    error
 }
 
@@ -46,7 +47,7 @@ func byGPU(offer map[string][]string) map[string]int {
 // watch begins with what is on offer now, and ends with the test.
 func (b *bench) watch() *watch {
 	b.Helper()
-	offer, err := node.Offer()
+	offer, err := node.Offer(b.ctx)
 	b.must(err)
 	w := &watch{base: byGPU(offer)}
 	w.forget()
@@ -54,7 +55,7 @@ func (b *bench) watch() *watch {
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		tick := time.NewTicker(pace)
+		tick := time.NewTicker(lab.PodResourcesPace)
 		defer tick.Stop()
 		for {
 			select {
@@ -62,7 +63,7 @@ func (b *bench) watch() *watch {
 				return
 			case <-tick.C:
 			}
-			offer, err := node.Offer()
+			offer, err := node.Offer(ctx)
 			w.saw(offer, err)
 		}
 	}()
@@ -80,6 +81,7 @@ func (w *watch) saw(offer map[string][]string, err error) {
 		return
 	}
 	now, has := time.Now(), byGPU(offer)
+	w.last = has
 	for u, n := range w.base {
 		switch _, turned := w.turned[u]; {
 		case has[u] < n && !turned:
@@ -97,6 +99,13 @@ func (w *watch) forget() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.turned, w.back = map[string]time.Time{}, map[string]time.Time{}
+}
+
+// has counts the devices of each GPU that are on offer.
+func (w *watch) has() map[string]int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return maps.Clone(w.last)
 }
 
 // account is which GPUs have turned since forget, and of these which are back.
@@ -223,6 +232,7 @@ func TestFaults(t *testing.T) {
 			_ = driver.Reset(ctx, i)
 			_ = driver.SetHealth(ctx, i, `{"remapFailed": false}`)
 		}
+		_ = driver.LoadDriver(ctx, "")
 		if err := errors.Join(err, agent.Kill(ctx)); err != nil {
 			b.Error(err)
 		}
@@ -339,7 +349,7 @@ func TestFaults(t *testing.T) {
 		reason, err := unfit(b.ctx, f)
 		b.must(err)
 		b.told(f, pods)
-		offer, err := node.Offer()
+		offer, err := node.Offer(b.ctx)
 		b.must(err)
 		w := b.watch()
 		w.base = byGPU(offer)
@@ -496,11 +506,7 @@ func (b *bench) turned(w *watch, hits []int) (last time.Time) {
 				return fmt.Errorf("the GPUs %v did: %w", got, lab.ErrNever)
 			}
 		}
-		offer, err := node.Offer()
-		if err != nil {
-			return err
-		}
-		has := byGPU(offer)
+		has := w.has()
 		for _, i := range hits {
 			u := driver.GPUs[i].UUID
 			if has[u] > 0 || turned[u].IsZero() {
@@ -592,10 +598,12 @@ func (b *bench) told(f fault, pods map[int]*lab.RunningPod) {
 	}))
 	for _, i := range f.hits {
 		warns := func(e lab.Event) bool {
-			return e.Type == "Warning" && strings.Contains(e.Message, driver.GPUs[i].UUID) && strings.Contains(e.Message, f.says)
+			// Of all at once not each has an Event: they are sent sparingly.
+			named := len(f.hits) == gpus || strings.Contains(e.Message, driver.GPUs[i].UUID)
+			return e.Type == "Warning" && named && strings.Contains(e.Message, f.says)
 		}
 		b.must(node.AwaitEvent(b.ctx, "Node", "", nodeName, fmt.Sprintf("warns of GPU %d", i), warns))
-		if pod := pods[i]; pod != nil {
+		if pod := pods[i]; pod != nil && len(f.hits) < gpus {
 			b.must(node.AwaitEvent(b.ctx, "Pod", lab.PodNamespace, pod.Name, fmt.Sprintf("warns of GPU %d", i), warns))
 		}
 	}

@@ -181,25 +181,16 @@ func (n *Node) Signal(ctx context.Context, p Process, signal string) error {
 	return err
 }
 
+// PodResourcesPace is how often the kubelet may be asked, by Offer and Holdings
+// together, without taking the agent's turns: it limits PodResources to a hundred
+// calls a second in all.
+const PodResourcesPace = 25 * time.Millisecond
+
 // Offer is, by resource, the IDs of the devices that the kubelet would hand out
 // or has handed out: what it has understood of the plugins' lists, and holds for
-// healthy. It stands in the kubelet's checkpoint, which it writes at once for
-// each list; so a look costs the reading of a file. The call of PodResources for
-// the same is limited to a hundred a second, the agent's among them.
-func (n *Node) Offer() (map[string][]string, error) {
-	data, err := os.ReadFile(n.File("/var/lib/kubelet/device-plugins/kubelet_internal_checkpoint"))
-	if err != nil {
-		return nil, fmt.Errorf("read what the kubelet offers: %w", err)
-	}
-	c, err := decode[struct {
-		Data struct{ RegisteredDevices map[string][]string }
-	}](data, "the kubelet's checkpoint")
-	return c.Data.RegisteredDevices, err
-}
-
-// HoldingsPace is how often Holdings may be asked without taking the agent's
-// turns at PodResources, which the kubelet limits to a hundred a second in all.
-const HoldingsPace = 25 * time.Millisecond
+// healthy. Its checkpoint, which says the same, may be older: two writers of it
+// overtake each other.
+func (n *Node) Offer(ctx context.Context) (map[string][]string, error) { return n.pods.Allocatable(ctx) }
 
 // Holdings are the devices that the kubelet says containers have.
 func (n *Node) Holdings(ctx context.Context) ([]Holding, error) {
