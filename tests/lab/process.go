@@ -190,7 +190,9 @@ const PodResourcesPace = 25 * time.Millisecond
 // or has handed out: what it has understood of the plugins' lists, and holds for
 // healthy. Its checkpoint, which says the same, may be older: two writers of it
 // overtake each other.
-func (n *Node) Offer(ctx context.Context) (map[string][]string, error) { return n.pods.Allocatable(ctx) }
+func (n *Node) Offer(ctx context.Context) (map[string][]string, error) {
+	return n.pods.Allocatable(ctx)
+}
 
 // Holdings are the devices that the kubelet says containers have.
 func (n *Node) Holdings(ctx context.Context) ([]Holding, error) {
