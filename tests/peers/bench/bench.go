@@ -76,7 +76,7 @@ func measure(ctx context.Context, k *lab.Kit, smoke bool, only string) (err erro
 	if smoke {
 		n = smokeCounts
 	}
-	m := machine{kit: k, work: work, hold: n.hold}
+	m := machine{kit: k, work: work}
 	if m.driver, err = startDriver(ctx, k, work); err != nil {
 		return err
 	}

@@ -66,6 +66,8 @@ func (b *bench) faults(ctx context.Context) error {
 		{"xid_48", func(i int) error { return b.driver.ask.Xid(i, doubleBitError) }, b.driver.ask.Reset},
 		{"lost", b.driver.ask.Lose, b.driver.ask.Restore}, // with Xid 79
 	}
+	b.machine.hold = b.counts.hold
+	defer func() { b.machine.hold = 0 }()
 	layouts := []int{0, manyDevices[0]}
 	if b.timeless {
 		layouts = layouts[1:]

@@ -44,7 +44,8 @@ type machine struct {
 	driver *driver
 	api    *apiServer
 	// hold is how long a GPU must be without complaint before the agent offers
-	// it again; a run cannot wait for a minute. It probes five times as often.
+	// it again, and five times how often it looks; zero for what it does by
+	// itself, which is minutes.
 	hold time.Duration
 }
 
@@ -77,6 +78,9 @@ func (m *machine) agent(name, http string, k *kubelet, source func(partitions st
 		if err != nil {
 			return nil, fmt.Errorf("start %s: %w", name, err)
 		}
+		if m.hold > 0 {
+			args = append(args, "--health-hold", m.hold.String(), "--health-probe", (m.hold / 5).String())
+		}
 		// What it leaves for a successor is not to be found by the next start.
 		dir := filepath.Join(m.work, name)
 		for _, left := range []string{"cdi", "state/state.json", "state/claims.journal"} {
@@ -87,7 +91,6 @@ func (m *machine) agent(name, http string, k *kubelet, source func(partitions st
 		return start(m.work, name, m.kit.Bin("gpu-agent"), append([]string{"run",
 			"--driver-root", m.driver.root, "--kubelet-dir", k.dir, "--pod", agentPodNamespace + "/" + agentPodName,
 			"--runtime-endpoint", k.socket(), "--memory-unit", fmt.Sprintf("%dMiB", unit),
-			"--health-hold", m.hold.String(), "--health-probe", (m.hold / 5).String(),
 			"--state-dir", filepath.Join(dir, "state"), "--cdi-dir", filepath.Join(dir, "cdi"), "--http", http}, args...)...)
 	}}
 }
