@@ -321,16 +321,17 @@ func (b *bench) remember(rs []*running, when string) error {
 	return nil
 }
 
+// pause is between a pod's end and the next pod's start where calls are timed:
+// less than any scheduler leaves, and enough for programs to hear of the end,
+// which is not to be a part of another's call.
+const pause = 25 * time.Millisecond
+
 // turn starts one pod of each program, ends others where half of all devices
 // are held, and times each Allocate where into is given. IDs are those that the
 // last program was given.
-func (b *bench) turn(ctx context.Context, rs []*running, into map[string]sample) ([]string, error) {
+func (b *bench) turn(ctx context.Context, rs []*running, into map[string]sample) (ids []string, err error) {
 	n := 6 + b.random.IntN(5)
-	var ids []string
 	for _, r := range rs {
-		resource := r.plugin.resource
-		r.kubelet.makeRoom(b.random, resource, len(r.plugin.devices)/2)
-		var err error
 		if ids, err = r.prefer(ctx, r.kubelet.free(r.plugin), n); err != nil {
 			return nil, err
 		}
@@ -342,13 +343,19 @@ func (b *bench) turn(ctx context.Context, rs []*running, into map[string]sample)
 		if into != nil {
 			into[r.name] = append(into[r.name], time.Since(began))
 		}
-		p := r.kubelet.admit(resource, ids, answer)
+		p := r.kubelet.admit(r.plugin.resource, ids, answer)
 		if err := r.prepare(ctx, ids); err != nil {
 			return nil, err
 		}
 		r.kubelet.create(p)
 	}
-	return ids, nil
+	for _, r := range rs {
+		r.kubelet.makeRoom(b.random, r.plugin.resource, len(r.plugin.devices)/2)
+	}
+	if into == nil {
+		return ids, nil
+	}
+	return ids, sleep(ctx, pause)
 }
 
 // driverCalls counts what a call costs in calls of the driver.
@@ -452,7 +459,8 @@ func (b *bench) callingAt(ctx context.Context, agent, peer, nothing *running) er
 			}
 		}
 	}
-	for i := range b.calls + warm {
+	// Fewer of those: there is a pause between them.
+	for i := range b.calls/2 + warm {
 		if i == warm {
 			clear(allocate)
 		}

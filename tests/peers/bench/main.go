@@ -8,7 +8,6 @@ import (
 	"flag"
 	"fmt"
 	"os"
-	"os/exec"
 	"os/signal"
 	"syscall"
 	"time"
@@ -20,13 +19,13 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := run(ctx, os.Args[1:])
 	stop()
-	var exit *exec.ExitError
+	var said *insideError
 	switch {
 	case err == nil:
 	case errors.Is(err, flag.ErrHelp):
 		os.Exit(2)
-	case errors.As(err, &exit) && exit.Exited() && len(os.Args) > 0 && !isInside(os.Args[1:]):
-		os.Exit(exit.ExitCode()) // it has said why
+	case errors.As(err, &said):
+		os.Exit(said.code)
 	default:
 		fmt.Fprintln(os.Stderr, "bench:", err)
 		os.Exit(1)

@@ -46,8 +46,18 @@ func runInside(ctx context.Context, k *lab.Kit, args []string) error {
 	if err := cmd.Start(); err != nil {
 		return fmt.Errorf("start in namespaces of its own: %w", err)
 	}
-	return cmd.Wait()
+	err := cmd.Wait()
+	var exit *exec.ExitError
+	if errors.As(err, &exit) && exit.Exited() {
+		return &insideError{exit.ExitCode()}
+	}
+	return err
 }
+
+// insideError is the failure of the run in the namespaces, which has said why.
+type insideError struct{ code int }
+
+func (e *insideError) Error() string { return fmt.Sprintf("the run ended with status %d", e.code) }
 
 // settle makes the namespaces fit for a run: nothing travels back to the host,
 // /proc is that of the new PIDs, the kubelet's directory is ours, and loopback
