@@ -10,9 +10,10 @@
 // The first three fields are for programs; what follows on a line, and lines
 // that start with #, are for people. A figure that misses its target does not
 // fail the run. What fails it is behaviour: a peer that does not see the
-// emulated GPUs or their Xids, an agent that does not register, grant or
-// refuse. With -smoke the counts are tiny and the times mean nothing, but all
-// of that is still checked.
+// emulated GPUs or their Xids; an agent that does not register, grant or
+// refuse, or that lets other devices turn unhealthy than those of a broken GPU,
+// or offers these after a kubelet's restart. With -smoke the counts are tiny and
+// the times mean nothing, but all of that is still checked.
 //
 // # What runs
 //
@@ -24,10 +25,12 @@
 //
 // Inside are the emulated driver's daemon, a kubelet's side of the device
 // plugin API and of PodResources (kubelet.go; it registers plugins, dials them
-// with the kubelet's own options, opens their lists, and asks for preferences
-// with the free IDs in random order), an API server's side
-// of lists, watches, patches and events over TLS and HTTP/2 (apiserver.go), and
-// the programs that are measured, each a process of its own:
+// with the kubelet's own options, opens their lists, asks for preferences with
+// the free IDs in random order, and writes a checkpoint), a container runtime's
+// side of the CRI (runtime.go; the agent ends no claim, and lets no container
+// start, without a word of the runtime), an API server's side of lists, watches,
+// patches and events over TLS and HTTP/2 (apiserver.go), and the programs that
+// are measured, each a process of its own:
 //
 //	gpu-agent             as make build makes it, with partitions from a watched ConfigMap
 //	gpu-agent-file        the same with --config FILE and no API server
@@ -45,6 +48,30 @@
 // bytes; "anonymous" is what is left without the pages of files. Driver calls
 // are the emulator's count for the process, without the waits for events that
 // run in the background all the time.
+//
+// A pod's end is in the kubelet's word and the runtime's at once, and the next pod starts
+// 25 ms later where calls are timed. Kubelets are slower than that, schedulers
+// too.
+//
+// # How things break
+//
+// Both programs meet the same faults, one program after the other (fault.go):
+// some GPUs break, one after the other, and are mended, in several rounds. A
+// double bit error (Xid 48) is mended by a reset of the GPU; a GPU that falls off
+// the bus, with Xid 79, by its return.
+//
+//	KIND_to_unhealthy                  from the fault to the list that first tells of it
+//	KIND_turned_per_gpu                devices of a broken GPU that are unhealthy then
+//	KIND_others_turned                 devices of sound GPUs that are unhealthy then
+//	KIND_mended_to_healthy             until all is on offer again; +Inf if a restart of the program is needed
+//	KIND_broken_offered_after_restart  devices of GPUs still broken that a restarted kubelet has on offer
+//	KIND_sound_offered_after_restart   and of the sound ones
+//
+// The agent is told to hold a GPU back for one second after the last complaint;
+// left alone it is a minute. The peer has three times as long. Of a fault that a
+// program tells of while all devices of the GPU are unhealthy already there is
+// no time. A kubelet's restart is timed from the bind of its socket to the first
+// list, with sound GPUs.
 //
 // What the figures cannot say: the driver's own time, since the emulated one
 // answers in microseconds what hardware takes milliseconds for; and the cost of
