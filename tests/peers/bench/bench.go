@@ -259,6 +259,10 @@ func (b *bench) resting(ctx context.Context) error {
 		if err := b.remember(rs, "after_1000_allocates"); err != nil {
 			return err
 		}
+		// Nor is it rest to look for what the last pod leaves free.
+		if err := sleep(ctx, min(b.window, 6*time.Second)); err != nil {
+			return err
+		}
 		spent, err := b.spent(ctx, rs)
 		if err != nil {
 			return err
