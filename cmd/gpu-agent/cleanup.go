@@ -18,6 +18,7 @@ import (
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/cdi/dir"
+	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/plugin"
 )
 
@@ -146,6 +147,20 @@ func (cl *cleaner) holders(ctx context.Context) ([]string, error) {
 	for _, c := range containers {
 		for _, resource := range c.Annotations {
 			out = append(out, fmt.Sprintf("%s/%s (%s)", c.Namespace, c.Pod, resource))
+		}
+	}
+	// A pod whose init container has not been made yet is in neither.
+	pods, err := runtime.Pods(ctx)
+	if err != nil {
+		return nil, err
+	}
+	checkpoint, err := node.ReadCheckpoint(cl.node.kubeletDir)
+	if err != nil && !errors.Is(err, gpu.ErrNotFound) {
+		return nil, err
+	}
+	for _, e := range checkpoint.Entries {
+		if p, alive := pods[e.PodUID]; alive && slices.Contains(resources, e.Resource) {
+			out = append(out, fmt.Sprintf("%s/%s (%s)", p.Namespace, p.Name, e.Resource))
 		}
 	}
 	slices.Sort(out)

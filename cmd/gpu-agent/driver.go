@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync"
 	"time"
 
 	"example.com/gpu-agent/pkg/cdi"
@@ -23,16 +22,36 @@ type lateDriver struct {
 	// called is told of each call, for metrics.
 	called func(call, code string, took time.Duration)
 
-	mu     sync.Mutex
-	driver *nvml.Driver // guarded by mu; nil until it opened
-	letGo  bool         // guarded by mu
+	// turn has a token while nobody works with what follows. It is no mutex: an
+	// open that hangs must not hold up those who can wait no longer.
+	turn   chan struct{}
+	driver *nvml.Driver // nil until it opened
+	letGo  bool
+}
+
+func newLateDriver(open func(context.Context) (*nvml.Driver, error), called func(call, code string, took time.Duration)) *lateDriver {
+	l := &lateDriver{open: open, called: called, turn: make(chan struct{}, 1)}
+	l.turn <- struct{}{}
+	return l
 }
 
 var errLetGo = fmt.Errorf("the driver was let go: %w", gpu.ErrNoDriver)
 
+const (
+	// openPatience bounds an open, and letGoPatience the wait for one under way.
+	openPatience  = 10 * time.Second
+	letGoPatience = 2 * time.Second
+)
+
 func (l *lateDriver) get(ctx context.Context) (*nvml.Driver, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
+	ctx, cancel := context.WithTimeout(ctx, openPatience)
+	defer cancel()
+	select {
+	case <-l.turn:
+	case <-ctx.Done():
+		return nil, fmt.Errorf("open the driver: %w: another open has not returned", gpu.ErrTimeout)
+	}
+	defer func() { l.turn <- struct{}{} }()
 	if l.letGo {
 		return nil, errLetGo
 	}
@@ -46,10 +65,15 @@ func (l *lateDriver) get(ctx context.Context) (*nvml.Driver, error) {
 	return l.driver, nil
 }
 
-// LetGo gives up every handle of the driver, for good.
+// LetGo gives up every handle of the driver, for good. It may be repeated until
+// there is no error.
 func (l *lateDriver) LetGo() error {
-	l.mu.Lock()
-	defer l.mu.Unlock()
+	select {
+	case <-l.turn:
+	case <-time.After(letGoPatience):
+		return fmt.Errorf("let the driver go: %w: an open has not returned", gpu.ErrTimeout)
+	}
+	defer func() { l.turn <- struct{}{} }()
 	l.letGo = true
 	if l.driver == nil {
 		return nil

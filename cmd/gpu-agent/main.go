@@ -39,8 +39,9 @@ type console struct {
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := dispatch(ctx, console{os.Stdout, os.Stderr}, os.Args[1:])
+	told := ctx.Err() != nil // to end, which the next program would not know
 	stop()
-	if errors.Is(err, gpu.ErrReloaded) {
+	if errors.Is(err, gpu.ErrReloaded) && !told {
 		// The driver's library cannot be unloaded: this process becomes another.
 		fmt.Fprintln(os.Stderr, "starting anew:", err)
 		err = fmt.Errorf("start anew: %w", syscall.Exec("/proc/self/exe", os.Args, os.Environ()))

@@ -96,8 +96,8 @@ func (f *runFlags) complete() error {
 	if err := cdi.ValidateDomain(f.resourceDomain); err != nil {
 		return fmt.Errorf("--resource-domain: %w", err)
 	}
-	if f.healthHold < 0 || f.healthProbe <= 0 {
-		return errors.New("--health-hold must not be negative, and --health-probe must be positive")
+	if f.healthHold <= 0 || f.healthProbe <= 0 {
+		return errors.New("--health-hold and --health-probe must be positive")
 	}
 	switch {
 	case f.config != "" && f.configMap != "":
@@ -172,7 +172,7 @@ func run(ctx context.Context, c console, args []string) error {
 	runtime := f.node.runtime(f.domain, log)
 	defer runtime.Close()
 	metrics := obs.NewMetrics(version())
-	driver := &lateDriver{called: metrics.DriverCall, open: func(ctx context.Context) (*nvml.Driver, error) {
+	driver := newLateDriver(func(ctx context.Context) (*nvml.Driver, error) {
 		o := f.driver.options(log)
 		hook, err := installHook(f.node.stateDir)
 		if err != nil {
@@ -182,7 +182,7 @@ func run(ctx context.Context, c console, args []string) error {
 		// A GPU that is lost comes back to a driver that is initialised anew.
 		o.Rearm = max(f.healthProbe, time.Second)
 		return nvml.Open(ctx, o)
-	}}
+	}, metrics.DriverCall)
 
 	var cluster *kube.Client
 	options := agent.Options{

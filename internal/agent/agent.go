@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -43,7 +44,8 @@ const (
 	holdersSoon = time.Second
 	// waitEvery is how often the runtime is asked while a container waits for the
 	// one before it on its devices.
-	waitEvery = 250 * time.Millisecond
+	// The runtime's events come first where it has some.
+	waitEvery = time.Second
 	// releaseWatch is how long after a container's end the kubelet is asked, every
 	// releaseLook, whether it has let go: it looks at its containers every second.
 	releaseWatch = 5 * time.Second
@@ -62,8 +64,12 @@ const (
 	// none.
 	namesEvery = 10 * time.Second
 	// othersEvery is how often the kubelet is asked what other device plugins
-	// offer.
-	othersEvery = time.Minute
+	// offer, and othersLinger how long after it was last seen theirs a GPU is not
+	// offered. checkpointEvery is how often the kubelet's checkpoint is looked at
+	// for a writing: one comes with every list of any plugin.
+	othersEvery     = time.Minute
+	othersLinger    = time.Minute
+	checkpointEvery = 5 * time.Second
 	// answerTime is what the kubelet gets of the processor after a grant, before
 	// the claim's file is written. Nobody waits for it: the sandbox is made
 	// first, and then PreStartContainer wakes the loop at once.
@@ -138,8 +144,9 @@ type Agent struct {
 	// news wakes report, and ended awaitReleases; each holds at most one token.
 	news, ended chan struct{}
 	// stale says that the driver is to be read anew in the next round, askSoon
-	// that the witnesses are to be asked.
-	stale, askSoon atomic.Bool
+	// that the witnesses are to be asked, askOthers that the kubelet is to be asked
+	// what other plugins offer.
+	stale, askSoon, askOthers atomic.Bool
 	// listed is what PodResources said last.
 	listed atomic.Pointer[[]desk.Holding]
 	ends   endings
@@ -157,18 +164,19 @@ type Agent struct {
 	// The rest belongs to the loop's goroutine.
 
 	inv       *gpu.Inventory
-	reading   chan reading // one is under way
-	readAt    time.Time    // when the last one ended
-	readErr   error        // why that failed
+	reading   *pending  // one is under way
+	readAt    time.Time // when the last one ended
+	readErr   error     // why that failed
 	readPause time.Duration
-	gone      map[gpu.UUID]time.Time // GPUs that the driver lists no more, since
-	letGo     string                 // why the driver was let go
+	letGo     string // why the driver was let go
 	parts     *cdi.Parts
 	partsErr  error
 	partsDue  bool // the driver or its GPUs are not those that parts are of
 	seen      witnesses
 	others    map[gpu.UUID]string // GPUs that somebody else offers
 	othersAt  time.Time
+	// othersSeen is when each of these was last seen to be.
+	othersSeen map[gpu.UUID]time.Time
 	// migManager is what the node's label said then.
 	migManager string
 	wanted     []config.Want
@@ -231,29 +239,29 @@ type Snapshot struct {
 // cluster, no partition is chosen before SetNode has been called.
 func New(o Options, w Worlds) *Agent {
 	a := &Agent{
-		opts:     o,
-		names:    ResourceNames(o.ResourceDomain),
-		driver:   w.Driver,
-		files:    w.Files,
-		kubelet:  w.Kubelet,
-		runtime:  w.Runtime,
-		plugins:  w.Plugins,
-		store:    w.Store,
-		cluster:  w.Cluster,
-		observer: w.Observer,
-		health:   health.New(o.Health),
-		log:      o.Log,
-		trigger:  make(chan struct{}, 1),
-		news:     make(chan struct{}, 1),
-		ended:    make(chan struct{}, 1),
-		input:    input{labelKnown: w.Cluster == nil},
-		gone:     map[gpu.UUID]time.Time{},
-		cuts:     map[gpu.UUID]Cut{},
-		past:     map[gpu.UUID][]pastCut{},
-		slices:   map[gpu.UUID]slice{},
-		serving:  map[string]plugin.Source{},
-		removed:  map[string]bool{},
-		outcome:  Outcome{State: Pending, Message: "starting"},
+		opts:       o,
+		names:      ResourceNames(o.ResourceDomain),
+		driver:     w.Driver,
+		files:      w.Files,
+		kubelet:    w.Kubelet,
+		runtime:    w.Runtime,
+		plugins:    w.Plugins,
+		store:      w.Store,
+		cluster:    w.Cluster,
+		observer:   w.Observer,
+		health:     health.New(o.Health),
+		log:        o.Log,
+		trigger:    make(chan struct{}, 1),
+		news:       make(chan struct{}, 1),
+		ended:      make(chan struct{}, 1),
+		input:      input{labelKnown: w.Cluster == nil},
+		othersSeen: map[gpu.UUID]time.Time{},
+		cuts:       map[gpu.UUID]Cut{},
+		past:       map[gpu.UUID][]pastCut{},
+		slices:     map[gpu.UUID]slice{},
+		serving:    map[string]plugin.Source{},
+		removed:    map[string]bool{},
+		outcome:    Outcome{State: Pending, Message: "starting"},
 	}
 	a.seen.resent, a.seen.stale = map[string]time.Time{}, map[string]string{}
 	a.desk = desk.New(a.wake, time.Now)
@@ -342,6 +350,7 @@ func (a *Agent) Run(ctx context.Context) error {
 	})
 	g.Go(func() error { return a.followRuntime(ctx) })
 	g.Go(func() error { return a.awaitReleases(ctx) })
+	g.Go(func() error { return a.followCheckpoint(ctx) })
 	if a.cluster != nil {
 		g.Go(func() error { return a.report(ctx, a.cluster) })
 	}
@@ -360,7 +369,8 @@ func (a *Agent) Run(ctx context.Context) error {
 			wait := a.nextLook(time.Now())
 			if err != nil {
 				a.log.Error("round failed", "err", err, "again_in", pause.String())
-				wait = pause // and not sooner: what failed may be what makes wait short
+				// Not at once: what failed may be what makes wait short.
+				wait = min(max(wait, backOffMin), pause)
 				pause = min(2*pause, backOffMax)
 			} else {
 				pause = backOffMin
@@ -394,7 +404,7 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 	if a.someoneWaits() {
 		wait = min(wait, waitEvery)
 	}
-	if !a.seen.silent.IsZero() {
+	if !a.seen.silent.IsZero() || !a.seen.heard {
 		wait = min(wait, holdersSoon)
 	}
 	for _, cuts := range a.past {
@@ -422,7 +432,7 @@ func (a *Agent) holdersDue(now time.Time, changes *Changes) bool {
 	switch since := now.Sub(a.seen.at); {
 	case a.askSoon.Swap(false), len(changes.Recut) > 0, a.seen.at.IsZero():
 		return true
-	case !a.seen.silent.IsZero():
+	case !a.seen.silent.IsZero(), !a.seen.heard:
 		return since >= holdersSoon
 	case len(changes.Blocked) > 0:
 		return since >= holdersSoon
@@ -436,7 +446,6 @@ func (a *Agent) round(ctx context.Context) error {
 	in := a.heardSoFar()
 	a.heard = in.labelKnown && (in.file != nil || in.fileErr != nil)
 	var errs []error
-	hangs := ""
 	if err := a.mindDriver(&in); err != nil {
 		return err
 	}
@@ -444,21 +453,34 @@ func (a *Agent) round(ctx context.Context) error {
 	case errors.Is(err, gpu.ErrReloaded):
 		return err
 	case errors.Is(err, gpu.ErrTimeout) && a.inv != nil:
-		hangs = err.Error() // everything else goes on
-	case err != nil:
+		// Everything else goes on; see hangs.
+	case err != nil && a.letGo == "":
 		errs = append(errs, err)
 	}
 	if a.inv == nil {
-		a.finish(nil, Outcome{Partition: a.partition, State: Failed, Message: errors.Join(errs...).Error()}, errors.Join(errs...))
-		return errors.Join(errs...)
+		o := Outcome{Partition: a.partition, State: Pending, Message: "the driver was let go, since " + a.letGo}
+		err := errors.Join(errs...)
+		if err != nil {
+			o.State, o.Message = Failed, err.Error()
+		}
+		a.finish(nil, o, err)
+		return err
 	}
 	note, configErr := a.resolve()
+	if a.letGo != "" {
+		note = "the driver was let go, since " + a.letGo
+	}
 	a.lookAround(ctx, &in)
 	claims := a.desk.Claims()
 	changes := a.plan(claims)
 	if full := a.holdersDue(time.Now(), &changes); full || unchecked(claims) {
 		if err := a.reconcile(ctx, full); err != nil {
 			errs = append(errs, err)
+		}
+		if full {
+			if err := a.lookForFiles(); err != nil {
+				errs = append(errs, err)
+			}
 		}
 		claims = a.desk.Claims()
 		changes = a.plan(claims)
@@ -477,19 +499,19 @@ func (a *Agent) round(ctx context.Context) error {
 		errs = append(errs, err)
 	}
 	// Not before somebody can need them: the partitions may arrive meanwhile.
-	if a.partsDue && a.letGo == "" && (a.wanted != nil || a.desk.Held()) {
+	if a.partsDue && a.letGo == "" && a.driverAnswers() && (a.wanted != nil || len(a.cuts) > 0 || a.desk.Held()) {
 		// It takes a while to learn the parts. A fault is told before that, and
 		// so is what a new process offers: a container that comes meanwhile
 		// waits for its claim's file.
 		if err := a.serve(a.publish(viewInput{changes: &changes})); err != nil {
 			errs = append(errs, err)
 		}
-		if err := a.learnParts(ctx); err != nil && !errors.Is(err, gpu.ErrTimeout) {
+		if err := a.learnParts(ctx); err != nil && !(errors.Is(err, gpu.ErrTimeout) && a.parts != nil) {
 			errs = append(errs, err)
 		}
 	}
 	hwNote := ""
-	if a.letGo == "" {
+	if a.letGo == "" && a.driverAnswers() {
 		var err error
 		if hwNote, err = a.setTimeSlices(ctx); err != nil {
 			errs = append(errs, err)
@@ -509,8 +531,8 @@ func (a *Agent) round(ctx context.Context) error {
 	}
 
 	err := errors.Join(errs...)
-	if hangs != "" {
-		hwNote = strings.TrimPrefix(hwNote+"; hardware work waits: "+hangs, "; ")
+	if h := a.hangs(); h != "" {
+		hwNote = strings.TrimPrefix(hwNote+"; hardware work waits: "+h, "; ")
 	}
 	a.finish(changes.Blocked, a.judge(note, hwNote, configErr, err, &changes), err)
 	return err
@@ -551,8 +573,11 @@ func (a *Agent) resolve() (note string, err error) {
 	}
 	a.partition = name
 	d, err := in.file.Desire(name, a.inv)
-	if err != nil {
-		return "", errors.Join(in.fileErr, err)
+	switch {
+	case err != nil && in.fileErr != nil:
+		return "", in.fileErr // what is wrong with an older file is no news
+	case err != nil:
+		return "", err
 	}
 	if !slices.EqualFunc(a.wanted, d.GPUs, config.Want.Equal) {
 		a.wantedGen++
@@ -614,12 +639,17 @@ func (a *Agent) serve(v *desk.View) error {
 	if len(v.Resources) == len(a.serving) {
 		return nil
 	}
+	serving := maps.Clone(a.serving)
 	for _, r := range v.Resources {
-		if a.serving[r.Name] == nil {
-			a.serving[r.Name] = &source{desk: a.desk, domain: a.opts.Domain, resource: r.Name, granted: a.granted}
+		if serving[r.Name] == nil {
+			serving[r.Name] = &source{desk: a.desk, domain: a.opts.Domain, resource: r.Name, granted: a.granted}
 		}
 	}
-	return a.plugins.Set(a.serving)
+	if err := a.plugins.Set(serving); err != nil {
+		return err
+	}
+	a.serving = serving
+	return nil
 }
 
 // judge puts the round into one word and a sentence.
@@ -648,14 +678,24 @@ func (a *Agent) judge(note, hwNote string, configErr, err error, changes *Change
 	return o
 }
 
+// driverAnswers says whether there is any point in asking it for more.
+func (a *Agent) driverAnswers() bool { return a.inv != nil && a.hangs() == "" }
+
+// hangs says since when the driver has not answered, empty while it does. The
+// words stay the same for as long as it does not.
+func (a *Agent) hangs() string {
+	what, since := a.health.Waiting()
+	if what == "" {
+		return ""
+	}
+	return "the driver has not answered since " + since.UTC().Format(time.RFC3339)
+}
+
 // finish publishes what people see.
 func (a *Agent) finish(blocked []Blocked, o Outcome, err error) {
 	old := a.snapshot.Load()
 	verdicts := a.health.Verdicts()
-	hangs, since := a.health.Waiting()
-	if hangs != "" {
-		hangs += ", since " + since.UTC().Format(time.RFC3339)
-	}
+	hangs := a.hangs()
 	changed := o != a.outcome || a.heard != old.Heard || hangs != old.Hangs || !slices.Equal(verdicts, old.Verdicts)
 	inv := a.inv
 	if inv == nil {

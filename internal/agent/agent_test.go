@@ -68,6 +68,7 @@ type outside struct {
 	events      []string
 
 	condition kube.Condition
+	boot      string
 
 	sources   chan map[string]plugin.Source
 	event     chan gpu.Event
@@ -282,7 +283,7 @@ func newOutside(gpus int) *outside {
 	return &outside{
 		inv: machine(gpus), slices: map[gpu.UUID]gpu.TimeSlice{}, pods: []node.PodName{ownPod},
 		labels: map[string]string{}, annotations: map[string]string{},
-		made: map[string]time.Time{}, figures: map[gpu.UUID]gpu.Health{},
+		boot: "this", made: map[string]time.Time{}, figures: map[gpu.UUID]gpu.Health{},
 		sources: make(chan map[string]plugin.Source, 1), event: make(chan gpu.Event), container: make(chan node.ContainerEvent),
 	}
 }
@@ -301,7 +302,7 @@ func start(t *testing.T, o *outside, cdiDir, file string) *bench {
 	}
 	b := &bench{outside: o, t: t, dir: cdiDir, log: &bytes.Buffer{}}
 	b.Agent = New(Options{
-		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: unit, Pod: ownPod, Boot: "this",
+		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: unit, Pod: ownPod, Boot: o.boot,
 		Health: health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4},
 		Log:    slog.New(slog.NewTextHandler(b.log, nil)),
 	}, Worlds{Driver: o, Files: files, Kubelet: o, Runtime: runtime{o}, Plugins: o, Store: store, Cluster: o, Observer: o})
@@ -577,29 +578,41 @@ func TestLostGPU(t *testing.T) {
 	})
 }
 
-// A GPU that leaves is kept for its holder, and forgotten when nobody has it.
+// A GPU that leaves is kept for its holder, and then on as what is missing, until
+// it is back or the machine boots anew.
 func TestGPULeaves(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		b := start(t, newOutside(2), t.TempDir(), allShared)
-		defer b.end()
+		o, dir := newOutside(2), t.TempDir()
+		b := start(t, o, dir, allShared)
+		const secondIsGone = "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x"
 		b.hold("train-3", names.Units, string(uuid(1))+"::1")
 		// The driver's package remembers it, and says so each time.
 		b.with(func() { b.outside.inv.GPUs[1].Fault, b.outside.inv.GPUs[1].Gone = "not listed", true })
 		b.event <- gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1}
-		b.want("applied", "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x", "")
+		b.want("applied", secondIsGone, "")
 		time.Sleep(10 * time.Minute)
-		b.want("applied", "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x", "")
 		b.with(func() { b.holdings = nil })
-		for range 5 {
-			time.Sleep(3 * inventoryEvery)
-			b.want("applied", "0.0 0.1 0.2 0.3", "")
-		}
+		time.Sleep(10 * time.Minute)
+		b.want("applied", secondIsGone, "")
+		b.with(func() { b.outside.inv = machine(2) })
+		b.event <- gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1}
+		time.Sleep(2 * testHold)
+		b.want("applied", fourUnits, "")
 		if c := b.condition; c.Status != kube.True {
 			t.Errorf("condition %+v", c)
 		}
-		b.with(func() { b.outside.inv = machine(2) })
+
+		b.with(func() { b.outside.inv = machine(1) })
 		b.event <- gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1}
-		b.want("applied", fourUnits, "")
+		b.want("applied", secondIsGone, "")
+		b.end()
+		b = start(t, o, dir, allShared) // it is missed after a restart too
+		b.want("applied", secondIsGone, "")
+		b.end()
+		o.boot = "another"
+		b = start(t, o, dir, allShared)
+		defer b.end()
+		b.want("applied", "0.0 0.1 0.2 0.3", "")
 	})
 }
 
@@ -714,7 +727,7 @@ func TestDriverIsLetGo(t *testing.T) {
 				}
 				before := o.readings
 				time.Sleep(10 * time.Minute)
-				b.want("failed", fourUnitsX, "")
+				b.want("pending", fourUnitsX, "")
 				if len(b.Claims()) != 1 || len(b.files()) != 1 || o.readings != before {
 					t.Errorf("%d claims, files %v, %d readings", len(b.Claims()), b.files(), o.readings-before)
 				}

@@ -58,7 +58,10 @@ func (a *Agent) writeClaims(claims []desk.Claim) error {
 	for i := range claims {
 		c := &claims[i]
 		switch {
-		case slices.ContainsFunc(c.GPUs, a.faulty), !c.Ready && c.Waits != "":
+		case slices.ContainsFunc(c.GPUs, a.faulty), !c.Ready && c.Waits != "",
+			// Given to the next pod, and nobody can say whether the one before
+			// is dead: the file is of that one.
+			!c.Ready && !c.Adopted && c.Checked.IsZero():
 			a.desk.Shut(c.Key)
 			if !a.removed[c.Key] {
 				if err := a.files.Remove(c.Key); err != nil {
@@ -96,6 +99,21 @@ func (a *Agent) writeClaim(c *desk.Claim) error {
 func (a *Agent) faulty(u gpu.UUID) bool {
 	d := a.inv.ByUUID(u)
 	return d == nil || d.Fault != ""
+}
+
+// lookForFiles finds the claims whose CDI file somebody has taken away.
+func (a *Agent) lookForFiles() error {
+	keys, err := a.files.List()
+	if err != nil {
+		return err
+	}
+	for _, c := range a.desk.Claims() {
+		if _, stands := slices.BinarySearch(keys, c.Key); c.Ready && !stands {
+			a.log.Warn("the CDI file of a claim is gone; it is written again", "claim", c.Key, "pod", c.Holder.String())
+			a.desk.Shut(c.Key)
+		}
+	}
+	return nil
 }
 
 // sweep removes the CDI files that no claim and no container has, once after

@@ -49,6 +49,15 @@ func (a *Agent) read(ctx context.Context) reading {
 	return r
 }
 
+// pending is a reading under way. Its result is handed to the round that waits for
+// it; after that round has gone on (late is closed), it lies in box, and the loop
+// is woken for it.
+type pending struct {
+	now, box chan reading
+	late     chan struct{}
+	waited   bool
+}
+
 // look takes in the hardware as it is. Where a reading is due it begins one and
 // waits for it, but not for long and not twice: while the driver hangs, the
 // loop goes on with what it knows. The error is that of the last reading.
@@ -56,45 +65,47 @@ func (a *Agent) look(ctx context.Context) error {
 	if a.letGo != "" {
 		return a.readErr
 	}
-	now := time.Now()
-	waited := a.reading != nil
 	if a.reading == nil {
-		if !a.readDue(now) {
+		if !a.readDue(time.Now()) {
 			return a.readErr
 		}
 		a.stale.Store(false)
-		ch := make(chan reading, 1)
-		a.reading = ch
+		p := &pending{now: make(chan reading), box: make(chan reading, 1), late: make(chan struct{})}
+		a.reading = p
 		go func() {
-			ch <- a.read(ctx)
-			a.wake()
+			r := a.read(ctx)
+			select {
+			case p.now <- r:
+			case <-p.late:
+				p.box <- r
+				a.wake()
+			}
 		}()
 	}
-	// First what has come: it woke the loop, and nothing would do so again if a
-	// timer that has run out were drawn instead.
+	p := a.reading
+	if p.waited {
+		select {
+		case r := <-p.box:
+			a.reading = nil
+			a.take(r, time.Now())
+		default:
+		}
+		return a.readErr
+	}
+	timer := time.NewTimer(lookPatience)
+	defer timer.Stop()
 	select {
-	case r := <-a.reading:
+	case r := <-p.now:
 		a.reading = nil
 		a.take(r, time.Now())
 		return a.readErr
-	default:
-	}
-	patience := lookPatience
-	if waited {
-		patience = 0
-	}
-	timer := time.NewTimer(patience)
-	defer timer.Stop()
-	select {
-	case r := <-a.reading:
-		a.reading = nil
-		a.take(r, time.Now())
 	case <-timer.C:
-		if a.inv == nil && a.readErr == nil {
-			return fmt.Errorf("read the inventory: %w", gpu.ErrTimeout)
-		}
 	case <-ctx.Done():
-		return ctx.Err()
+	}
+	p.waited = true
+	close(p.late)
+	if a.inv == nil && a.readErr == nil {
+		return fmt.Errorf("read the inventory: %w", gpu.ErrTimeout)
 	}
 	return a.readErr
 }
@@ -135,9 +146,13 @@ func (a *Agent) take(r reading, now time.Time) {
 		return
 	}
 	a.readErr, a.readPause = nil, 0
-	inv := a.withMissing(r.inv, now)
+	inv := a.withMissing(r.inv)
 	if a.inv == nil || a.inv.Driver != inv.Driver || !sameGPUs(a.inv, inv) {
 		a.partsDue = true
+		for u, s := range a.slices { // a driver that was loaded again has lost them
+			s.unsure = true
+			a.slices[u] = s
+		}
 	}
 	a.inv = inv
 	// As merged: a GPU that the driver cannot name has its name here.
@@ -162,9 +177,13 @@ func sameGPUs(a, b *gpu.Inventory) bool {
 
 // withMissing adds the GPUs that were there before and are not any more, with
 // that as their fault: their devices must turn unhealthy, not vanish. One that the
-// driver lists and cannot name is the one that was at that index. When nothing
-// holds a missing GPU and the kubelet has had time to see it go, it is forgotten.
-func (a *Agent) withMissing(inv gpu.Inventory, now time.Time) *gpu.Inventory {
+// driver lists and cannot name is the one that was at that index.
+//
+// They stay until the machine boots anew: nothing tells a GPU that was taken out
+// from one that fell off the bus. As long as one is missing, the others keep the
+// indices that they had, by which partitions may name them: the driver has
+// numbered those that are left anew.
+func (a *Agent) withMissing(inv gpu.Inventory) *gpu.Inventory {
 	const gone = "the driver does not list this GPU any more"
 	if a.inv != nil {
 		for _, d := range a.inv.GPUs {
@@ -180,36 +199,37 @@ func (a *Agent) withMissing(inv gpu.Inventory, now time.Time) *gpu.Inventory {
 			inv.GPUs = append(inv.GPUs, d)
 		}
 	}
-	claims := a.desk.Claims()
-	inv.GPUs = slices.DeleteFunc(inv.GPUs, func(d gpu.Device) bool {
-		if d.UUID == "" {
-			return true // never seen working, so never offered: nothing can be said of it
-		}
-		if !d.Gone {
-			delete(a.gone, d.UUID)
-			return false
-		}
-		if a.inv == nil || a.inv.ByUUID(d.UUID) == nil {
-			return true // forgotten before; the driver's memory is longer than ours
-		}
-		since, known := a.gone[d.UUID]
-		if !known {
-			a.gone[d.UUID] = now
-			return false
-		}
-		if _, held := holdersOf(claims, d.UUID); held || now.Sub(since) < Linger {
-			return false
-		}
-		a.log.Info("a GPU is gone for good", "gpu", d.UUID, "index", d.Index)
-		a.health.Forget(d.UUID)
-		delete(a.gone, d.UUID)
-		delete(a.cuts, d.UUID)
-		return true
-	})
+	// Never seen working, so never offered: nothing can be said of it.
+	inv.GPUs = slices.DeleteFunc(inv.GPUs, func(d gpu.Device) bool { return d.UUID == "" })
+	if a.inv != nil && slices.ContainsFunc(inv.GPUs, func(d gpu.Device) bool { return d.Gone }) {
+		keepIndices(a.inv, &inv)
+	}
 	return &inv
 }
 
-// heard is called by the driver for each event, beside the loop. What it means
+// keepIndices gives the GPUs that were there before the indices that they had,
+// and those that are new the next free ones.
+func keepIndices(old, inv *gpu.Inventory) {
+	taken := map[int]bool{}
+	for _, d := range old.GPUs {
+		taken[d.Index] = true
+	}
+	next := 0
+	for i := range inv.GPUs {
+		d := &inv.GPUs[i]
+		if was := old.ByUUID(d.UUID); was != nil {
+			d.Index = was.Index
+			continue
+		}
+		for taken[next] {
+			next++
+		}
+		d.Index, taken[next] = next, true
+	}
+	slices.SortStableFunc(inv.GPUs, func(a, b gpu.Device) int { return a.Index - b.Index })
+}
+
+// onEvent is called by the driver for each event, beside the loop. What it means
 // for the kubelet's lists is in them before the loop wakes.
 func (a *Agent) onEvent(e gpu.Event) {
 	a.observer.GPUEvent(e)
@@ -255,7 +275,7 @@ func (a *Agent) followDriver(ctx context.Context) error {
 			<-ctx.Done()
 			return ctx.Err()
 		}
-		if err != nil {
+		if err != nil && !errors.Is(err, gpu.ErrNoDriver) { // the next reading says that
 			a.log.Warn("lost the driver's events", "err", err, "again_in", pause.String())
 		}
 		select {

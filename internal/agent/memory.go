@@ -20,13 +20,10 @@ import (
 func (a *Agent) remember() {
 	doc, now := a.store.Document(), time.Now()
 	same := doc.Boot == a.opts.Boot && doc.Boot != ""
-	if len(doc.GPUs) > 0 {
+	if same && len(doc.GPUs) > 0 {
 		a.inv = &gpu.Inventory{GPUs: doc.GPUs}
 		for i := range a.inv.GPUs {
 			a.health.Know(a.inv.GPUs[i].UUID)
-			if d := &a.inv.GPUs[i]; d.Fault == "" {
-				d.Fault = "not read since the agent's start"
-			}
 		}
 	}
 	var faults []health.Record
@@ -39,20 +36,27 @@ func (a *Agent) remember() {
 	a.applyFaults()
 	if same {
 		for u, s := range doc.TimeSlices {
-			a.slices[u] = slice{is: s}
+			a.slices[u] = slice{is: s, unsure: true}
 		}
-		for _, w := range doc.Withdrawn {
-			if kind, ok := kindOf(w.Kind); ok {
-				if w.Until.IsZero() { // in force when it was written
-					w.Until = now.Add(Linger)
-				}
-				a.past[w.GPU] = append(a.past[w.GPU], pastCut{cut: Cut{Known: true, Offers: true, Kind: kind, N: w.N}, until: w.Until})
+		for _, w := range doc.Cuts {
+			kind, ok := kindOf("/" + w.Kind)
+			cut := Cut{Known: true, Offers: true, Kind: kind, N: w.N, Unit: w.Unit}
+			switch {
+			case !ok:
+			case w.Until.IsZero(): // in force when it was written
+				a.cuts[w.GPU] = cut
+			default:
+				a.past[w.GPU] = append(a.past[w.GPU], pastCut{cut: cut, until: w.Until})
 			}
 		}
 	}
 	// The journal knows when its claims were allocated, the files do not.
 	for _, c := range a.store.Claims() {
-		if err := a.desk.Restore(c.Resource, c.IDs, c.Allocated); err != nil {
+		take := a.desk.Restore
+		if c.Allocated.After(now) { // the clock was put back
+			take = func(resource string, ids []string, _ time.Time) error { return a.desk.Adopt(resource, ids) }
+		}
+		if err := take(c.Resource, c.IDs, c.Allocated); err != nil {
 			a.log.Warn("cannot take a claim over from the journal", "resource", c.Resource, "err", err)
 		}
 	}
@@ -81,12 +85,12 @@ func (a *Agent) save() error {
 	}
 	for _, u := range sortedUUIDs(a.cuts) {
 		if c := a.cuts[u]; c.Offers {
-			doc.Withdrawn = append(doc.Withdrawn, state.Withdrawn{GPU: u, Kind: short(c.Kind), N: c.N})
+			doc.Cuts = append(doc.Cuts, state.Cut{GPU: u, Kind: short(c.Kind), N: c.N, Unit: c.Unit})
 		}
 	}
 	for _, u := range sortedUUIDs(a.past) {
 		for _, p := range a.past[u] {
-			doc.Withdrawn = append(doc.Withdrawn, state.Withdrawn{GPU: u, Kind: short(p.cut.Kind), N: p.cut.N, Until: p.until})
+			doc.Cuts = append(doc.Cuts, state.Cut{GPU: u, Kind: short(p.cut.Kind), N: p.cut.N, Unit: p.cut.Unit, Until: p.until})
 		}
 	}
 	for u, s := range a.slices {

@@ -8,7 +8,6 @@ import (
 	"strings"
 	"time"
 
-	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -24,9 +23,10 @@ const (
 // what we offer.
 func (a *Agent) lookAround(ctx context.Context, in *input) {
 	now := time.Now()
-	if a.others != nil && now.Sub(a.othersAt) < othersEvery && in.migManager == a.migManager {
+	if a.others != nil && now.Sub(a.othersAt) < othersEvery && in.migManager == a.migManager && !a.askOthers.Load() {
 		return
 	}
+	a.askOthers.Store(false)
 	a.migManager = in.migManager
 	cctx, cancel := context.WithTimeout(ctx, kubeletPatience)
 	defer cancel()
@@ -42,8 +42,31 @@ func (a *Agent) lookAround(ctx context.Context, in *input) {
 	}
 	a.othersAt = now
 	others := map[gpu.UUID]string{}
+	held := func(resource, pod string, ids []string) {
+		if _, ours := a.kind(resource); ours {
+			return
+		}
+		for _, id := range ids {
+			if u := a.gpuOf(id); u != "" && others[u] == "" {
+				others[u] = fmt.Sprintf("%s has it as %s of another device plugin; end that pod and plugin, or give the GPU mode off", pod, resource)
+			}
+		}
+	}
+	// Allocatable is short of devices that their plugin calls unhealthy, or whose
+	// plugin is starting again; who has one is in the list, and after a restart of
+	// the kubelet in its checkpoint alone.
+	if l, err := a.kubelet.List(cctx); err == nil {
+		for _, h := range l.Holdings {
+			held(h.Resource, h.Namespace+"/"+h.Pod, h.IDs)
+		}
+	}
+	if cp, _, err := a.checkpoint(); err == nil {
+		for _, e := range cp.Entries {
+			held(e.Resource, "pod "+e.PodUID, e.IDs)
+		}
+	}
 	for _, resource := range sortedKeys(allocatable) {
-		if _, ours := a.names.kind(resource); ours {
+		if _, ours := a.kind(resource); ours {
 			continue
 		}
 		for _, id := range allocatable[resource] {
@@ -58,6 +81,19 @@ func (a *Agent) lookAround(ctx context.Context, in *input) {
 				others[d.UUID] = fmt.Sprintf("NVIDIA's MIG manager cuts it (the node's label %s is %s); remove that label, or give the GPU mode off",
 					migManagerLabel, in.migManager)
 			}
+		}
+	}
+	// A plugin that starts again lists nothing for a moment, and so does a kubelet.
+	for u, why := range a.others {
+		if others[u] == "" && now.Sub(a.othersSeen[u]) < othersLinger {
+			others[u] = why
+		} else if others[u] != "" {
+			a.othersSeen[u] = now
+		}
+	}
+	for u := range others {
+		if a.others[u] == "" {
+			a.othersSeen[u] = now
 		}
 	}
 	a.others = others
@@ -96,6 +132,3 @@ func (a *Agent) suspect(allocatable map[string][]string) {
 		}
 	}
 }
-
-// kindOf is the kind that a resource's short name stands for.
-func kindOf(short string) (desk.Kind, bool) { return ResourceNames("").kind("/" + short) }

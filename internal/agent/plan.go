@@ -25,6 +25,9 @@ type Cut struct {
 	Kind   desk.Kind
 	// N is the number of devices: 1, the memory units, or the replicas.
 	N int
+	// Unit is the size of a memory unit, 0 for other kinds and where it is not
+	// known.
+	Unit gpu.MiB
 }
 
 // ids returns the device IDs of a GPU that is cut so.
@@ -46,7 +49,7 @@ func (c Cut) ids(u gpu.UUID) []string {
 // what the driver keeps for itself, which can move by some MiB from one reading
 // to the next: a GPU keeps the number that it was first cut with.
 func (c Cut) sameUnits(o Cut) bool {
-	return c.Offers && o.Offers && c.Kind == desk.Units && o.Kind == desk.Units && c.N > 0
+	return c.Offers && o.Offers && c.Kind == desk.Units && o.Kind == desk.Units && c.N > 0 && c.Unit == o.Unit
 }
 
 // mode is the word that people use for the cut.
@@ -75,7 +78,7 @@ func cutOf(w config.Want, d *gpu.Device, unit gpu.MiB) (c Cut, ok bool) {
 		if w.Replicas > 0 {
 			return Cut{Known: true, Offers: true, Kind: desk.Replicas, N: w.Replicas}, true
 		}
-		return Cut{Known: true, Offers: true, Kind: desk.Units, N: timeslice.Units(d, unit)}, true
+		return Cut{Known: true, Offers: true, Kind: desk.Units, N: timeslice.Units(d, unit), Unit: unit}, true
 	default:
 		return Cut{}, false
 	}
@@ -143,6 +146,10 @@ func Plan(in PlanInput) Changes {
 		d := &in.Inventory.GPUs[i]
 		have := in.Cuts[d.UUID]
 		to, ok := cutOf(want[d.UUID], d, in.Unit)
+		holders, held := holdersOf(in.Claims, d.UUID)
+		if !have.Known && held {
+			have = inferCut(in.Claims, d, to, in.Unit)
+		}
 		if !ok || have.sameUnits(to) {
 			to = have
 		}
@@ -157,10 +164,6 @@ func Plan(in PlanInput) Changes {
 				"%s is in MIG mode and cannot be %s: turn that off while it is idle (nvidia-smi -i %d -mig 0), or give it mode off",
 				describe(d), to.mode(), d.Index))
 			to = Cut{Known: true}
-		}
-		holders, held := holdersOf(in.Claims, d.UUID)
-		if !have.Known && held {
-			have = inferCut(in.Claims, d, to, in.Names, in.Unit)
 		}
 		switch {
 		case have == to:
@@ -189,10 +192,10 @@ func holdersOf(claims []desk.Claim, u gpu.UUID) (names []string, held bool) {
 }
 
 // inferCut says how a GPU must have been cut for its claims to be there.
-func inferCut(claims []desk.Claim, d *gpu.Device, to Cut, names *Names, unit gpu.MiB) Cut {
+func inferCut(claims []desk.Claim, d *gpu.Device, to Cut, unit gpu.MiB) Cut {
 	c := Cut{Known: true}
 	for i := range claims {
-		kind, ok := names.kind(claims[i].Resource)
+		kind, ok := kindOf(claims[i].Resource)
 		if !ok || !slices.Contains(claims[i].GPUs, d.UUID) {
 			continue
 		}
@@ -214,6 +217,9 @@ func inferCut(claims []desk.Claim, d *gpu.Device, to Cut, names *Names, unit gpu
 				c.N = max(c.N, n+1)
 			}
 		}
+	}
+	if c.Kind == desk.Units && c.N == timeslice.Units(d, unit) {
+		c.Unit = unit // they agree with it
 	}
 	// The number of replicas cannot be read off a few of them: where the wish
 	// agrees with what is held, it was the wish before, too.
@@ -247,6 +253,13 @@ func (n *Names) of(k desk.Kind) string {
 	}
 }
 
+// kindOf is the kind that a resource's short name stands for, whatever its domain.
+func kindOf(resource string) (desk.Kind, bool) {
+	_, short, _ := strings.Cut(resource, "/")
+	return ResourceNames("").kind("/" + short)
+}
+
+// kind is that of a resource that this node offers.
 func (n *Names) kind(resource string) (desk.Kind, bool) {
 	switch resource {
 	case n.Whole:

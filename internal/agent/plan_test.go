@@ -91,7 +91,7 @@ func (c *Changes) text(inv *gpu.Inventory) string {
 
 var (
 	wholeCut  = Cut{Known: true, Offers: true, Kind: desk.Whole, N: 1}
-	sharedCut = Cut{Known: true, Offers: true, Kind: desk.Units, N: 4}
+	sharedCut = Cut{Known: true, Offers: true, Kind: desk.Units, N: 4, Unit: unit}
 )
 
 func replicaCut(n int) Cut { return Cut{Known: true, Offers: true, Kind: desk.Replicas, N: n} }
@@ -110,7 +110,7 @@ func TestPlan(t *testing.T) {
 			wants: wants("whole", "shared", "off", "shared/3"), plan: "whole; shared4; off; shared3"},
 		{name: "what the file does not speak of stays", cuts: []Cut{wholeCut, sharedCut, sharedCut, sharedCut},
 			wants: wants("", "whole"), plan: "whole; whole!; shared4; shared4"},
-		{name: "a reading with other reserved memory is no new cut", cuts: []Cut{{Known: true, Offers: true, Kind: desk.Units, N: 5}},
+		{name: "a reading with other reserved memory is no new cut", cuts: []Cut{{Known: true, Offers: true, Kind: desk.Units, N: 5, Unit: unit}},
 			wants: wants("shared"), plan: "shared5; unset; unset; unset"},
 		{name: "idle ones go ahead, a held one waits", cuts: []Cut{sharedCut, sharedCut, sharedCut, sharedCut},
 			claims: []desk.Claim{claimed(names.Units, "b", "1::0", "1::1"), claimed(names.Units, "a", "1::2"), claimed(names.Units, "", "2::1")},

@@ -6,6 +6,7 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -115,21 +116,67 @@ func (a *Agent) tellHealth(c Cluster, snap *Snapshot, before []health.Verdict) {
 	has := func(list []health.Verdict, v health.Verdict) bool {
 		return slices.ContainsFunc(list, func(o health.Verdict) bool { return o.Subject == v.Subject && o.Class == v.Class })
 	}
-	for _, v := range snap.Verdicts {
-		if has(before, v) {
+	news := slices.DeleteFunc(slices.Clone(snap.Verdicts), func(v health.Verdict) bool { return has(before, v) })
+	for _, g := range together(snap.Inventory, news) {
+		message := g.names + " unfit for work: " + g.reason
+		c.Event(kube.Regarding{}, kube.Warning, unhealthyReason, message)
+		var told []kube.Regarding
+		for _, u := range g.gpus {
+			for _, pod := range podsOn(a.desk.Claims(), u) {
+				if !slices.Contains(told, pod) {
+					told = append(told, pod)
+					c.Event(pod, kube.Warning, unhealthyReason, message)
+				}
+			}
+		}
+	}
+	over := slices.DeleteFunc(slices.Clone(before), func(v health.Verdict) bool { return has(snap.Verdicts, v) })
+	for _, g := range together(snap.Inventory, over) {
+		c.Event(kube.Regarding{}, kube.Normal, recoveredReason, g.names+" fit for work again; it was: "+g.reason)
+	}
+}
+
+// group is GPUs of which the same is to be said.
+type group struct {
+	// names is "GPU 3 (GPU-…) is", or "GPUs 0, 1, 2 are".
+	names, reason string
+	gpus          []gpu.UUID
+}
+
+// together puts verdicts with the same reason into one sentence: a driver that is
+// gone is one piece of news, not one for each GPU.
+func together(inv *gpu.Inventory, verdicts []health.Verdict) []group {
+	var out []group
+	for _, v := range verdicts {
+		i := slices.IndexFunc(out, func(g group) bool { return g.reason == v.Reason })
+		if i < 0 {
+			i = len(out)
+			out = append(out, group{reason: v.Reason})
+		}
+		if !slices.Contains(out[i].gpus, v.GPU) {
+			out[i].gpus = append(out[i].gpus, v.GPU)
+		}
+	}
+	for i := range out {
+		g := &out[i]
+		if len(g.gpus) == 1 {
+			g.names = name(inv, g.gpus[0]) + " is"
 			continue
 		}
-		message := name(snap.Inventory, v.GPU) + " is unfit for work: " + v.Reason
-		c.Event(kube.Regarding{}, kube.Warning, unhealthyReason, message)
-		for _, pod := range podsOn(a.desk.Claims(), v.GPU) {
-			c.Event(pod, kube.Warning, unhealthyReason, message)
+		var indices []int
+		for _, u := range g.gpus {
+			if d := inv.ByUUID(u); d != nil {
+				indices = append(indices, d.Index)
+			}
 		}
-	}
-	for _, v := range before {
-		if !has(snap.Verdicts, v) {
-			c.Event(kube.Regarding{}, kube.Normal, recoveredReason, name(snap.Inventory, v.GPU)+" has recovered from: "+v.Reason)
+		slices.Sort(indices)
+		words := make([]string, len(indices))
+		for j, n := range indices {
+			words[j] = strconv.Itoa(n)
 		}
+		g.names = "GPUs " + strings.Join(words, ", ") + " are"
 	}
+	return out
 }
 
 // podsOn lists the pods that have something of a GPU, each once.
@@ -160,8 +207,8 @@ func condition(domain string, snap *Snapshot) kube.Condition {
 	c := kube.Condition{Type: domain + "/" + HealthCondition, Status: kube.True, Reason: healthyReason,
 		Message: fmt.Sprintf("%d GPUs are fit for work", len(snap.Inventory.GPUs))}
 	var parts []string
-	for _, v := range snap.Verdicts {
-		parts = append(parts, name(snap.Inventory, v.GPU)+": "+v.Reason)
+	for _, g := range together(snap.Inventory, snap.Verdicts) {
+		parts = append(parts, g.names+" unfit for work: "+g.reason)
 	}
 	if snap.Hangs != "" {
 		c.Status, c.Reason = kube.Unknown, hangsReason

@@ -17,6 +17,8 @@ import (
 type slice struct {
 	is   gpu.TimeSlice
 	note string
+	// unsure says that the driver may have forgotten it.
+	unsure bool
 }
 
 // setTimeSlices makes the driver's time slices what the partition says. A GPU
@@ -41,13 +43,15 @@ func (a *Agent) setTimeSlices(ctx context.Context) (note string, err error) {
 			}
 			want = gpu.TimeSliceDefault // what we set is ours to put back
 		}
-		if !asked || have.is != want {
+		if !asked || have.is != want || have.unsure {
 			cctx, cancel := context.WithTimeout(ctx, driverPatience)
 			err := a.driver.SetTimeSlice(cctx, w.GPU, want)
 			cancel()
 			have = slice{is: want}
 			if errors.Is(err, gpu.ErrNotSupported) {
 				have.note = fmt.Sprintf("timeSlice %s is not supported on %s: %v", want, describe(d), err)
+			} else if errors.Is(err, gpu.ErrTimeout) {
+				return strings.Join(notes, "; "), errors.Join(append(errs, fmt.Errorf("set time slice %s on %s: %w", want, describe(d), err))...)
 			} else if err != nil {
 				errs = append(errs, fmt.Errorf("set time slice %s on %s: %w", want, describe(d), err))
 				continue

@@ -81,7 +81,7 @@ func (a *Agent) Status() obs.Status {
 		for _, u := range c.GPUs {
 			if at, ok := index[u]; ok {
 				n := len(c.IDs)
-				if kind, _ := a.names.kind(c.Resource); kind != desk.Units {
+				if kind, _ := kindOf(c.Resource); kind != desk.Units {
 					n = 1 // one whole GPU or one replica of each
 				}
 				s.GPUs[at].Holders = append(s.GPUs[at].Holders, obs.Holder{

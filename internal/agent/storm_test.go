@@ -47,6 +47,7 @@ type storm struct {
 	quit   context.CancelFunc
 	served chan map[string]plugin.Source
 	beside bool // a round is under way
+	skip   bool // PreStartContainer is not called
 
 	mu sync.Mutex // guards what follows
 	// sources is what the agent has the plugins serve.
@@ -68,8 +69,16 @@ type storm struct {
 	specs   map[string]*specs.Spec
 	journal []state.Claim
 	doc     state.Document
-	// The driver.
+	// The driver: what it says of each GPU, which GPUs are in trouble ("gone" for one
+	// that it does not list), why it says nothing, and whether it hangs.
 	figures map[gpu.UUID]gpu.Health
+	trouble map[gpu.UUID]string
+	mute    error
+	hangs   bool
+	// foreign are the GPUs that another device plugin offers.
+	foreign map[gpu.UUID]bool
+	// late is a partition that a new agent has not been told of yet.
+	late string
 	// done counts what has happened.
 	done map[string]int
 }
@@ -101,7 +110,23 @@ func (s *storm) locked(f func()) {
 
 // The agent's worlds.
 
-func (s *storm) Inventory(context.Context) (gpu.Inventory, error) { return *machine(s.gpus), nil }
+func (s *storm) Inventory(ctx context.Context) (gpu.Inventory, error) {
+	s.mu.Lock()
+	hangs, mute := s.hangs, s.mute
+	inv := *machine(s.gpus)
+	for i := range inv.GPUs {
+		if why := s.trouble[inv.GPUs[i].UUID]; why != "gone" {
+			inv.GPUs[i].Fault = why
+		}
+	}
+	inv.GPUs = slices.DeleteFunc(inv.GPUs, func(d gpu.Device) bool { return s.trouble[d.UUID] == "gone" })
+	s.mu.Unlock()
+	if hangs {
+		<-ctx.Done()
+		return gpu.Inventory{}, fmt.Errorf("read it: %w", gpu.ErrTimeout)
+	}
+	return inv, mute
+}
 func (s *storm) Health(_ context.Context, u gpu.UUID) (gpu.Health, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -171,7 +196,18 @@ func (s *storm) freeLocked() {
 	s.entries = slices.DeleteFunc(s.entries, func(e node.Entry) bool { return !s.pods[e.PodUID].active })
 }
 
-func (s *storm) Allocatable(context.Context) (map[string][]string, error) { return nil, nil }
+func (s *storm) Allocatable(context.Context) (map[string][]string, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var theirs []string
+	for u, is := range s.foreign {
+		if is {
+			theirs = append(theirs, string(u))
+		}
+	}
+	slices.Sort(theirs)
+	return map[string][]string{"nvidia.com/gpu": theirs}, nil
+}
 
 func (s *storm) Checkpoint() (node.Checkpoint, error) {
 	s.mu.Lock()
@@ -375,6 +411,13 @@ func (s *storm) admit(p *stormPod) {
 				fail()
 				return
 			}
+			if !s.beside && s.rng.IntN(50) == 0 {
+				// Killed before it had written the claim down and answered.
+				s.locked(func() { s.journal = s.journal[:len(s.journal)-1]; s.done["unanswered"]++ })
+				s.restartAgent()
+				fail()
+				return
+			}
 			if strings.HasSuffix(resource, "gpu-mem") {
 				if _, err := timeslice.OneGPU(ids); err != nil {
 					s.t.Errorf("granted over two GPUs: %v", err)
@@ -409,7 +452,7 @@ func (s *storm) startContainer(p *stormPod) {
 		}
 	}
 	s.mu.Unlock()
-	if has || !p.active || p.at >= len(p.wants) || len(c.ids) != len(p.wants[p.at]) {
+	if s.skip && s.down || has || !p.active || p.at >= len(p.wants) || len(c.ids) != len(p.wants[p.at]) {
 		return
 	}
 	c.Container = node.Container{ID: fmt.Sprintf("%s-%d-%d", p.uid, p.at, time.Now().UnixNano()), PodUID: p.uid, Namespace: "ns", Pod: p.name,
@@ -420,7 +463,12 @@ func (s *storm) startContainer(p *stormPod) {
 			return
 		}
 		ctx, cancel := context.WithTimeout(context.Background(), time.Millisecond)
-		err := source.Prepare(ctx, ids)
+		var err error
+		if s.skip {
+			err = ctx.Err() // a kubelet that has restarted may not ask: the file is the gate
+		} else {
+			err = source.Prepare(ctx, ids)
+		}
 		cancel()
 		if err != nil {
 			s.locked(func() { s.done["waited"]++ })
@@ -431,7 +479,10 @@ func (s *storm) startContainer(p *stormPod) {
 	defer s.mu.Unlock()
 	for resource, ids := range c.ids {
 		key := cdi.Key(resource, ids)
-		if s.specs[key] == nil {
+		if s.specs[key] == nil && s.skip {
+			s.done["shut"]++
+			return
+		} else if s.specs[key] == nil {
 			s.t.Errorf("claim %s is ready and its file does not stand", key)
 			return
 		}
@@ -462,7 +513,28 @@ func (s *storm) step() {
 	end := func(p *stormPod) {
 		s.containers = slices.DeleteFunc(s.containers, func(c *stormContainer) bool { return c.pod == p })
 	}
-	switch n := s.rng.IntN(100); {
+	if s.late != "" && s.rng.IntN(4) == 0 {
+		s.agent.SetFile("p.yaml", []byte(s.late))
+		s.late = ""
+	}
+	if s.rng.IntN(12) == 0 {
+		s.heal()
+	}
+	switch n := s.rng.IntN(106); {
+	case n >= 100 && n < 103: // GPUs that fail, leave and come back
+		u := uuid(s.rng.IntN(s.gpus))
+		s.locked(func() { s.trouble[u] = []string{"", "", "GPU is lost", "gone"}[s.rng.IntN(4)]; s.done["troubles"]++ })
+		s.agent.onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
+	case n == 103:
+		s.locked(func() {
+			s.mute = []error{nil, fmt.Errorf("init: %w", gpu.ErrNoDriver)}[s.rng.IntN(2)]
+			s.hangs = s.mute == nil && !s.hangs
+		})
+		s.agent.onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
+	case n == 104:
+		s.locked(func() { u := uuid(s.rng.IntN(s.gpus)); s.foreign[u] = !s.foreign[u] && s.rng.IntN(2) == 0 })
+	case n == 105:
+		s.skip = !s.skip
 	case n < 25:
 		s.nextPod++
 		p := &stormPod{uid: fmt.Sprint("uid-", s.nextPod), name: fmt.Sprint("pod-", s.nextPod)}
@@ -524,10 +596,7 @@ func (s *storm) step() {
 		if s.beside {
 			return // one agent at a time
 		}
-		s.quit()
-		s.start()
-		s.agent.SetFile("p.yaml", []byte(allShared))
-		s.locked(func() { s.done["agents"]++ })
+		s.restartAgent()
 	case n < 93:
 		u := uuid(s.rng.IntN(s.gpus))
 		s.agent.onEvent(gpu.Event{Kind: gpu.EventXid, GPU: u, Xid: []uint64{13, 48, 94, 79}[s.rng.IntN(4)], GI: -1, CI: -1})
@@ -541,6 +610,29 @@ func (s *storm) step() {
 	default:
 		time.Sleep(time.Duration(s.rng.IntN(40)) * time.Second)
 	}
+}
+
+// heal ends what the driver and other plugins are in, if anything.
+func (s *storm) heal() {
+	s.locked(func() {
+		s.mute, s.hangs = nil, false
+		clear(s.trouble)
+		clear(s.foreign)
+	})
+	s.agent.onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
+}
+
+// restartAgent ends the agent and starts another, which hears of the partition at
+// once or some steps later.
+func (s *storm) restartAgent() {
+	s.quit()
+	s.start()
+	if s.rng.IntN(2) == 0 {
+		s.agent.SetFile("p.yaml", []byte(allShared))
+	} else {
+		s.late = allShared
+	}
+	s.locked(func() { s.done["agents"]++ })
 }
 
 // restartKubelet forgets what the kubelet had in memory alone. It knows its pods
@@ -561,7 +653,8 @@ func (s *storm) check(when string) {
 	cuts := map[gpu.UUID]map[string]*stormContainer{}
 	for _, c := range s.containers {
 		for resource, ids := range c.ids {
-			if s.specs[cdi.Key(resource, ids)] == nil && c.pod.active {
+			sick := slices.ContainsFunc(ids, func(id string) bool { return s.agent.faulty(gpu.UUID(strings.Split(id, "::")[0])) }) || s.down
+			if s.specs[cdi.Key(resource, ids)] == nil && c.pod.active && !sick {
 				s.t.Errorf("%s: %s runs and the file of its claim on %v is gone", when, c.ID, ids)
 			}
 			for _, id := range ids {
@@ -606,7 +699,9 @@ func (s *storm) calm() {
 			p.active = false
 		}
 		s.containers, s.down, s.unreadable, s.deaf = nil, false, false, false
+		s.late, s.skip = "", false
 	})
+	s.heal()
 	s.agent.SetFile("p.yaml", []byte(allShared))
 	for range 120 {
 		s.round(nil)
@@ -639,16 +734,18 @@ func TestStorm(t *testing.T) {
 		s := &storm{
 			t: t, rng: rand.New(rand.NewPCG(*stormSeed, 2)), gpus: 3, served: make(chan map[string]plugin.Source, 16),
 			devices: map[string]map[string]bool{}, pods: map[string]*stormPod{}, specs: map[string]*specs.Spec{},
-			figures: map[gpu.UUID]gpu.Health{}, done: map[string]int{},
+			figures: map[gpu.UUID]gpu.Health{}, trouble: map[gpu.UUID]string{}, foreign: map[gpu.UUID]bool{}, done: map[string]int{},
 		}
 		s.logger = slog.New(slog.NewTextHandler(&s.log, nil))
 		s.start()
 		s.agent.SetFile("p.yaml", []byte(allShared))
 		for i := range *stormSteps {
+			time.Sleep(time.Millisecond)
 			if s.rng.IntN(3) == 0 {
 				s.round(s.step)
 			} else {
 				s.step()
+				time.Sleep(time.Millisecond) // nothing happens at the very same time
 				s.round(nil)
 			}
 			synctest.Wait()

@@ -62,7 +62,35 @@ func buildView(in viewInput) *desk.View {
 			v.Resources = append(v.Resources, desk.Resource{Name: in.names.of(kind), Kind: kind, Devices: devs})
 		}
 	}
+	v.Resources = append(v.Resources, formerly(&in)...)
 	return v
+}
+
+// formerly lists what is held under names that the node's resources have no more:
+// their sockets are served for as long as that.
+func formerly(in *viewInput) []desk.Resource {
+	var out []desk.Resource
+	for i := range in.claims {
+		c := &in.claims[i]
+		kind, known := kindOf(c.Resource)
+		if _, present := in.names.kind(c.Resource); present || !known {
+			continue
+		}
+		at := slices.IndexFunc(out, func(r desk.Resource) bool { return r.Name == c.Resource })
+		if at < 0 {
+			at = len(out)
+			out = append(out, desk.Resource{Name: c.Resource, Kind: kind})
+		}
+		for _, id := range c.IDs {
+			if slices.ContainsFunc(out[at].Devices, func(d desk.Device) bool { return d.ID == id }) {
+				continue
+			}
+			u, _, _ := strings.Cut(id, "::")
+			out[at].Devices = append(out[at].Devices, desk.Device{ID: id, GPU: gpu.UUID(u), Healthy: true, Leaving: true,
+				Reason: "the node's resources have other names now"})
+		}
+	}
+	return out
 }
 
 // deviceLists lists what one GPU has, had, and has given away.
@@ -74,10 +102,15 @@ func deviceLists(in *viewInput, d *gpu.Device) map[desk.Kind][]desk.Device {
 	}
 	var held []name
 	isHeld := map[name]bool{}
+	other := false
 	for i := range in.claims {
 		c := &in.claims[i]
+		if !slices.Contains(c.GPUs, d.UUID) {
+			continue
+		}
 		kind, ok := in.names.kind(c.Resource)
-		if !ok || !slices.Contains(c.GPUs, d.UUID) {
+		if !ok {
+			other = true // held under another name
 			continue
 		}
 		for _, id := range c.IDs {
@@ -89,7 +122,7 @@ func deviceLists(in *viewInput, d *gpu.Device) map[desk.Kind][]desk.Device {
 	}
 
 	cut := in.changes.Cuts[d.UUID]
-	mixed := cut.Offers && slices.ContainsFunc(held, func(n name) bool { return n.kind != cut.Kind })
+	mixed := cut.Offers && (other || slices.ContainsFunc(held, func(n name) bool { return n.kind != cut.Kind }))
 	withdrawn, leaving := in.closed, ""
 	switch {
 	case mixed:

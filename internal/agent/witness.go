@@ -15,6 +15,7 @@ import (
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/timeslice"
 )
 
 // witnesses is what the loop remembers of them from one asking to the next.
@@ -76,7 +77,7 @@ func (a *Agent) ask(ctx context.Context, full bool) (desk.Testimony, error) {
 	if err := a.readCheckpoint(&t); err != nil {
 		errs = append(errs, err)
 	} else if full && t.Trusted && t.Runtime {
-		if a.renewCheckpoint(ctx, &t, &listing) {
+		if a.renewCheckpoint(ctx, &t, containers) {
 			err = a.readCheckpoint(&t)
 		}
 	}
@@ -91,11 +92,23 @@ func (a *Agent) ask(ctx context.Context, full bool) (desk.Testimony, error) {
 	return t, errors.Join(errs...)
 }
 
+// kind is that of a resource of ours: one that this node offers, or one that a
+// claim is of, since the names can have changed (--resource-domain).
+func (a *Agent) kind(resource string) (desk.Kind, bool) {
+	if kind, ok := a.names.kind(resource); ok {
+		return kind, true
+	}
+	if slices.ContainsFunc(a.desk.Claims(), func(c desk.Claim) bool { return c.Resource == resource }) {
+		return kindOf(resource)
+	}
+	return 0, false
+}
+
 // ours keeps the holdings of our own resources.
 func (a *Agent) ours(l *node.Listing) []desk.Holding {
 	var out []desk.Holding
 	for _, h := range l.Holdings {
-		if _, ok := a.names.kind(h.Resource); ok {
+		if _, ok := a.kind(h.Resource); ok {
 			out = append(out, desk.Holding{
 				Holder:   desk.Holder{Namespace: h.Namespace, Pod: h.Pod, Container: h.Container},
 				Resource: h.Resource, IDs: h.IDs,
@@ -130,7 +143,7 @@ func (a *Agent) uses(containers []node.Container) []desk.Use {
 		c := &containers[i]
 		for _, name := range sortedKeys(c.Annotations) {
 			key, ok := strings.CutPrefix(name, prefix)
-			if _, ours := a.names.kind(c.Annotations[name]); !ok || !ours || !cdi.ValidKey(key) {
+			if !ok || !cdi.ValidKey(key) {
 				continue
 			}
 			out = append(out, desk.Use{Key: key, PodUID: c.PodUID, Created: c.Created,
@@ -140,23 +153,33 @@ func (a *Agent) uses(containers []node.Container) []desk.Use {
 	return out
 }
 
-// readCheckpoint puts the kubelet's checkpoint into a testimony.
-func (a *Agent) readCheckpoint(t *desk.Testimony) error {
-	t.Checkpoint, t.Entries = false, nil
+// checkpoint returns the kubelet's, parsed once for each writing. It is empty, and
+// ok false, where no kubelet has written one.
+func (a *Agent) checkpoint() (cp *node.Checkpoint, ok bool, err error) {
 	if stamp := a.kubelet.Stamp(); stamp == (node.Stamp{}) || stamp != a.seen.checkpoint.Stamp {
 		cp, err := a.kubelet.Checkpoint()
 		if errors.Is(err, gpu.ErrNotFound) {
 			a.seen.checkpoint = node.Checkpoint{}
-			return nil // a kubelet that never gave anything out
+			return &a.seen.checkpoint, false, nil // a kubelet that never gave anything out
 		}
 		if err != nil {
-			return fmt.Errorf("read the kubelet's checkpoint: %w", err)
+			return nil, false, fmt.Errorf("read the kubelet's checkpoint: %w", err)
 		}
 		a.seen.checkpoint = cp
 	}
+	return &a.seen.checkpoint, true, nil
+}
+
+// readCheckpoint puts the kubelet's checkpoint into a testimony.
+func (a *Agent) readCheckpoint(t *desk.Testimony) error {
+	t.Checkpoint, t.Entries = false, nil
+	cp, ok, err := a.checkpoint()
+	if err != nil || !ok {
+		return err
+	}
 	t.Checkpoint = true
-	for _, e := range a.seen.checkpoint.Entries {
-		if _, ok := a.names.kind(e.Resource); ok {
+	for _, e := range cp.Entries {
+		if _, ok := a.kind(e.Resource); ok {
 			t.Entries = append(t.Entries, desk.Entry(e))
 		}
 	}
@@ -167,7 +190,7 @@ func (a *Agent) readCheckpoint(t *desk.Testimony) error {
 // holders that neither PodResources nor the runtime knows: it is written when a
 // container is given devices and when a list arrives, not when a pod ends. It
 // reports whether there is a newer one.
-func (a *Agent) renewCheckpoint(ctx context.Context, t *desk.Testimony, l *node.Listing) bool {
+func (a *Agent) renewCheckpoint(ctx context.Context, t *desk.Testimony, containers []node.Container) bool {
 	known := map[string]bool{}
 	for i := range t.Uses {
 		known[t.Uses[i].Key] = true
@@ -175,15 +198,17 @@ func (a *Agent) renewCheckpoint(ctx context.Context, t *desk.Testimony, l *node.
 	for i := range t.Listed {
 		known[cdi.Key(t.Listed[i].Resource, t.Listed[i].IDs)] = true
 	}
+	alive := map[string]bool{} // by UID: a new pod may have the name of the one before
+	for i := range containers {
+		alive[containers[i].PodUID] = true
+	}
 	stale := map[string][]string{}
 	for i := range t.Entries {
 		e := &t.Entries[i]
-		key := cdi.Key(e.Resource, e.IDs)
-		// An init container that has ended is in no list, and its pod is.
-		if p, named := a.seen.names[e.PodUID]; known[key] || named && l.Has(p.Namespace, p.Pod) {
-			continue
+		// An init container that has ended is in no list, and its pod is alive.
+		if key := cdi.Key(e.Resource, e.IDs); !known[key] && !alive[e.PodUID] {
+			stale[e.Resource] = append(stale[e.Resource], key)
 		}
-		stale[e.Resource] = append(stale[e.Resource], key)
 	}
 	before := a.kubelet.Stamp()
 	asked := false
@@ -247,11 +272,14 @@ func (a *Agent) reconcile(ctx context.Context, full bool) error {
 	t, err := a.ask(ctx, full)
 	for _, c := range a.desk.Reconcile(t) {
 		a.swept, a.trim = false, true
+		a.linger(&c)
 		container, release := a.ends.since(c.Key, time.Now())
 		a.log.Info("claim ended", "claim", c.Key, "resource", c.Resource, "devices", len(c.IDs), "pod", c.Holder.String(),
 			"after_container", container, "after_release", release)
 	}
 	switch {
+	case err == nil && !full && !a.seen.silent.IsZero():
+		// Not everybody has been asked: who was silent may be so still.
 	case err == nil || !a.desk.Held(): // nobody to judge
 		if !a.seen.silent.IsZero() {
 			a.log.Info("the witnesses answer again", "after", t.Asked.Sub(a.seen.silent).Round(time.Millisecond).String())
@@ -262,18 +290,64 @@ func (a *Agent) reconcile(ctx context.Context, full bool) error {
 		a.seen.silent = t.Asked
 		a.log.Warn("a witness does not answer; claims stay as they are", "err", err)
 	}
-	if t.Asked.Sub(a.seen.silent) < silentFor {
+	if err == nil || t.Asked.Sub(a.seen.silent) < silentFor {
 		return nil
 	}
 	return fmt.Errorf("%w (claims stay as they are)", err)
+}
+
+// linger keeps what an ended claim had in the list for a while, where the GPU's
+// cut does not have it.
+func (a *Agent) linger(c *desk.Claim) {
+	kind, ok := a.names.kind(c.Resource)
+	if !ok {
+		return
+	}
+	for _, u := range c.GPUs {
+		n := 1
+		for _, id := range c.IDs {
+			if on, i, err := timeslice.ParseID(id); err == nil && on == u {
+				n = max(n, i+1)
+			}
+		}
+		if have := a.cuts[u]; !have.Offers || have.Kind != kind || have.N < n {
+			a.past[u] = append(a.past[u], pastCut{cut: Cut{Known: true, Offers: true, Kind: kind, N: n}, until: time.Now().Add(Linger)})
+		}
+	}
+}
+
+// followCheckpoint looks now and then whether the kubelet has written its
+// checkpoint: it does so with every list of any plugin, and another plugin's may
+// have our GPUs in it.
+func (a *Agent) followCheckpoint(ctx context.Context) error {
+	tick := time.NewTicker(checkpointEvery)
+	defer tick.Stop()
+	was := a.kubelet.Stamp()
+	for {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-tick.C:
+		}
+		if now := a.kubelet.Stamp(); now != was {
+			was = now
+			a.askOthers.Store(true)
+			a.wake()
+		}
+	}
 }
 
 // followRuntime hears of containers that end, and then watches for the kubelet
 // to let go of their devices. Where the runtime cannot tell, the tick must do.
 func (a *Agent) followRuntime(ctx context.Context) error {
 	prefix := cdi.AnnotationName(a.opts.Domain, "")
+	var missed time.Time
 	err := a.runtime.Events(ctx, func(e node.ContainerEvent) {
-		ours := e.Kind == node.EventMissed // then something of ours may have ended
+		ours := false
+		if e.Kind == node.EventMissed && time.Since(missed) >= holdersSoon {
+			missed = time.Now()
+			ours = true // something of ours may have ended; a runtime may say so again and again
+		}
 		if e.Kind == node.EventStopped {
 			for name := range e.Container.Annotations {
 				if key, ok := strings.CutPrefix(name, prefix); ok {

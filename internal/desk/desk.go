@@ -100,9 +100,9 @@ type Claim struct {
 	// the kubelet's checkpoint: one pod, or none.
 	Holder  Holder
 	PodUIDs []string
-	// Named says that a witness has named the claim since its last Allocate,
-	// Started that the runtime has made a container of it since.
-	Named, Started bool
+	// Started says that the runtime has made a container of it since its last
+	// Allocate, Listed that PodResources has named one of its devices since.
+	Started, Listed bool
 	// Ready says that its container may be created: its CDI file stands and
 	// nobody else is on its devices.
 	Ready bool
@@ -451,7 +451,7 @@ func (d *Desk) allocateLocked(resource string, ids []string, now time.Time) (str
 		// The same devices again: a new pod, whose predecessor may still be
 		// ending, or the app container after the init container. Who holds it is
 		// to be told anew.
-		known.Allocated, known.Adopted, known.Named, known.Started = now, false, false, false
+		known.Allocated, known.Adopted, known.Started, known.Listed = now, false, false, false
 		known.Holder, known.PodUIDs, known.Checked, known.Waits = Holder{}, nil, time.Time{}, ""
 		known.shut()
 		d.version++
@@ -704,13 +704,14 @@ func (d *Desk) look() ([]Claim, uint64) {
 //
 // A claim ends when two witnesses agree, both asked after its last Allocate: the
 // kubelet's checkpoint has no entry of exactly its devices, and the runtime no
-// container with its key, created or running. A claim that neither has named yet
-// is kept for Grace. (An entry of only some of its devices is another
-// container's: the checkpoint has one for each container, init containers too.)
-// Where the checkpoint cannot be read, PodResources stands in if it is trusted:
-// then any of the claim's devices keeps it, since that service leaves plain init
-// containers out, and one that nobody named is kept for UnnamedTTL. Where the
-// runtime does not answer, nothing ends.
+// container with its key, created or running. One that has had no container yet
+// is kept for Grace: what the checkpoint says of its devices may be of the pod
+// before. (An entry of only some of its devices is another container's: the
+// checkpoint has one for each container, init containers too.) Where the
+// checkpoint cannot be read, PodResources stands in if it is trusted: then any of
+// the claim's devices keeps it, since that service leaves plain init containers
+// out, and one that it has never named is kept for UnnamedTTL. Where the runtime
+// does not answer, nothing ends.
 //
 // It returns the claims that ended, in key order.
 func (d *Desk) Reconcile(t Testimony) (ended []Claim) {
@@ -753,15 +754,15 @@ func (d *Desk) Reconcile(t Testimony) (ended []Claim) {
 				}
 			}
 		}
-		c.name(entries[key], uses[key], listed, t.Pods)
+		c.name(entries[key], uses[key], listed, t.Pods, t.Asked)
 		overlaps := slices.ContainsFunc(c.IDs, func(id string) bool { return held[c.Resource][id] })
-		c.Named = c.Named || c.Started || len(entries[key]) > 0 || overlaps
-		kept := Grace
-		let := len(entries[key]) == 0
+		c.Listed = c.Listed || overlaps
+		age := t.Asked.Sub(c.Allocated)
+		over := len(entries[key]) == 0 && (c.Started || age >= Grace)
 		if !t.Checkpoint {
-			let, kept = t.Trusted && !overlaps, UnnamedTTL
+			over = t.Trusted && !overlaps && (c.Listed || age >= UnnamedTTL)
 		}
-		if let && t.Runtime && len(uses[key]) == 0 && (c.Named || t.Asked.Sub(c.Allocated) >= kept) {
+		if over && t.Runtime && len(uses[key]) == 0 {
 			ended = append(ended, c.Claim)
 			delete(d.claims, key)
 			d.version++
@@ -785,9 +786,9 @@ func (d *Desk) coverLocked(resource string, ids []string, now time.Time) (key st
 }
 
 // name works out who the holder is, the surest word first.
-func (c *claim) name(entries []Entry, uses []Use, listed map[string]Holding, pods map[string]Holder) {
+func (c *claim) name(entries []Entry, uses []Use, listed map[string]Holding, pods map[string]Holder, asked time.Time) {
 	for _, u := range uses {
-		if c.mine(&u) {
+		if c.mine(&u, asked) {
 			c.Holder, c.Started = u.Holder, true
 		}
 	}
@@ -805,16 +806,20 @@ func (c *claim) name(entries []Entry, uses []Use, listed map[string]Holding, pod
 // mine reports whether a container with the key or the devices of a claim belongs
 // to the pod that has the claim now, not to one before it. A pod's devices are
 // allocated before any of its containers is made, so a container that is older
-// than the Allocate is another pod's. Where we have not seen the Allocate, the
-// pod has had a container since, and the checkpoint has been written since then.
-func (c *claim) mine(u *Use) bool {
+// than the Allocate is another pod's; unless the checkpoint says otherwise, which
+// is certain to have been written after the Allocate when that is Grace ago, or
+// before this process started. (By the clock alone a container can be older than
+// its claim, where that was put back between.)
+func (c *claim) mine(u *Use, asked time.Time) bool {
 	switch {
-	case !c.Adopted:
-		return u.Created.After(c.Allocated)
+	case !c.Adopted && u.Created.After(c.Allocated):
+		return true
+	case !c.Adopted && asked.Sub(c.Allocated) < Grace:
+		return false
 	case len(c.PodUIDs) > 0:
 		return slices.Contains(c.PodUIDs, u.PodUID)
 	default:
-		return u.Key == c.Key
+		return c.Adopted && u.Key == c.Key
 	}
 }
 
@@ -829,7 +834,7 @@ func (d *Desk) checkLocked(t Testimony) {
 		var others []string
 		for i := range t.Uses {
 			u := &t.Uses[i]
-			if o := d.claims[u.Key]; o != nil && !c.mine(u) && overlap(&c.Claim, &o.Claim) {
+			if o := d.claims[u.Key]; o != nil && !c.mine(u, t.Asked) && overlap(&c.Claim, &o.Claim) {
 				others = append(others, u.Holder.String())
 			}
 		}

@@ -279,6 +279,7 @@ func TestReconcile(t *testing.T) {
 		"named by the checkpoint, then by none": {
 			{allocate: a01, left: 1},
 			{after: time.Second, says: entry(a01), left: 1},
+			{after: Grace - 2*time.Second, left: 1},
 			{after: time.Second, ended: 1},
 		},
 		"named by the runtime, then by none": {
@@ -312,7 +313,7 @@ func TestReconcile(t *testing.T) {
 		},
 		"of a pod that is gone, whose device another has": {
 			{allocate: a01, left: 1},
-			{after: time.Second, says: entry(a01), left: 1},
+			{after: time.Second, says: running("p", a01), left: 1},
 			{allocate: ids(gpuA, 1, 2), says: entry(a01), left: 2},
 			{after: time.Second, says: *new(world).entry("q", "c", ids(gpuA, 1, 2)), ended: 1, left: 1},
 		},
@@ -352,7 +353,7 @@ func TestReconcile(t *testing.T) {
 		},
 		"of before our time": {
 			{says: *new(world).entry("p", "c", ids(gpuB, 5)).list("p", ids(gpuB, 5)), left: 1},
-			{after: time.Second, ended: 1},
+			{after: Grace, ended: 1},
 		},
 		"a name of ours with a foreign ID": {
 			{says: *new(world).entry("p", "c", []string{"nvidia0"}).list("p", []string{"nvidia0"})},
@@ -630,4 +631,47 @@ func same(a, b *View) bool {
 	return slices.EqualFunc(a.Resources, b.Resources, func(x, y Resource) bool {
 		return x.Name == y.Name && slices.Equal(x.Devices, y.Devices)
 	})
+}
+
+// A claim of an init container whose image is being pulled has been named by the
+// checkpoint alone. That this cannot be read for a moment does not end it.
+func TestNamedByTheCheckpointAlone(t *testing.T) {
+	d, c := newDesk()
+	d.set(units(nil))
+	key, err := d.Allocate(memName, ids(gpuA, 1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.pass(time.Second)
+	d.Reconcile(Testimony{Asked: c.now(), Checkpoint: true, Runtime: true, Trusted: true,
+		Entries: []Entry{{PodUID: "u", Container: "init", Resource: memName, IDs: ids(gpuA, 1)}}})
+	c.pass(time.Second)
+	if ended := d.Reconcile(Testimony{Asked: c.now(), Runtime: true, Trusted: true}); len(ended) != 0 {
+		t.Errorf("claim %s ended 2 s after its Allocate: the checkpoint could not be read once", key)
+	}
+}
+
+// The entry of the pod before is not the word of a witness on the new one.
+func TestNamedByTheEntryOfTheOneBefore(t *testing.T) {
+	d, c := newDesk()
+	d.set(units(nil))
+	if _, err := d.Allocate(memName, ids(gpuA, 1)); err != nil {
+		t.Fatal(err)
+	}
+	c.pass(time.Second)
+	old := Testimony{Asked: c.now(), Checkpoint: true, Runtime: true, Trusted: true,
+		Entries: []Entry{{PodUID: "old", Container: "c", Resource: memName, IDs: ids(gpuA, 1)}}}
+	d.Reconcile(old)
+	c.pass(time.Second)
+	if _, err := d.Allocate(memName, ids(gpuA, 1)); err != nil { // the next pod's
+		t.Fatal(err)
+	}
+	c.pass(10 * time.Millisecond)
+	old.Asked = c.now() // the kubelet has not written it again
+	d.Reconcile(old)
+	c.pass(10 * time.Millisecond)
+	// Another resource's list makes it write, before it has taken our answer in.
+	if ended := d.Reconcile(Testimony{Asked: c.now(), Checkpoint: true, Runtime: true, Trusted: true}); len(ended) != 0 {
+		t.Error("the new pod's claim ended 20 ms after its Allocate")
+	}
 }

@@ -24,20 +24,24 @@ type Document struct {
 	GPUs []gpu.Device `json:"gpus,omitempty"`
 	// Faults is the health monitor's memory, in its own words.
 	Faults json.RawMessage `json:"faults,omitempty"`
-	// Withdrawn is the cuts that are still listed though no partition wants them.
-	Withdrawn []Withdrawn `json:"withdrawn,omitempty"`
+	// Cuts are what is listed to the kubelet.
+	Cuts []Cut `json:"cuts,omitempty"`
 	// TimeSlices is what the agent last set, by GPU.
 	TimeSlices map[gpu.UUID]gpu.TimeSlice `json:"timeSlices,omitempty"`
 }
 
-// Withdrawn is a cut of a GPU that is not any more but still listed.
-type Withdrawn struct {
+// Cut is how a GPU is divided: the way in force, or one that is not any more and
+// whose devices are still listed.
+type Cut struct {
 	GPU gpu.UUID `json:"gpu"`
 	// Kind is the resource's short name, "gpu-mem"; N is how many devices of it
 	// the GPU had.
 	Kind string `json:"kind"`
 	N    int    `json:"n"`
-	// Until is when it leaves the list, if nobody holds any of it.
+	// Unit is the size of a device that is an amount of memory.
+	Unit gpu.MiB `json:"unitMiB,omitempty"`
+	// Until is when it leaves the list, if nobody holds any of it; zero for the
+	// one in force.
 	Until time.Time `json:"until"`
 }
 

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/gpu/nvml"
+)
+
+// A driver that hangs while it is opened keeps nobody beyond his own deadline:
+// not a reading, and not the loop that is to let it go.
+func TestOpenHangs(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	opening := make(chan struct{}, 1)
+	l := newLateDriver(func(ctx context.Context) (*nvml.Driver, error) {
+		opening <- struct{}{}
+		<-ctx.Done() // as through the door: no longer than its context
+		return nil, gpu.ErrTimeout
+	}, func(string, string, time.Duration) {})
+	go func() { _ = l.Events(ctx, func(gpu.Event) {}) }() // followDriver's, whose context has no end
+	<-opening
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		bounded, cancel := context.WithTimeout(ctx, 10*time.Millisecond)
+		defer cancel()
+		_, _ = l.Inventory(bounded)
+	}()
+	select {
+	case <-done:
+	case <-time.After(5 * time.Second):
+		t.Error("Inventory with 10 ms of patience waits for as long as the open of Events hangs")
+	}
+	cancel()
+	<-done
+}

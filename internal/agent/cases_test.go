@@ -1,0 +1,409 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/health"
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/state"
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/cdi/dir"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// A restart of the agent on a GPU with a replica in use, whose partition arrives
+// after the first round, changes nothing.
+func TestReplicasSurviveARestart(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o, cdiDir := newOutside(1), t.TempDir()
+		file := allShared + "      replicas: 4\n"
+		b := start(t, o, cdiDir, file)
+		b.hold("p", names.Replicas, string(uuid(0))+"::1")
+		before := listed(b.View(), names.Replicas)
+		b.end()
+
+		b = start(t, o, cdiDir, "") // the ConfigMap is a moment away
+		defer b.end()
+		if got := listed(b.View(), names.Replicas); got != before {
+			t.Errorf("without the partition: replicas %s, want %s as before", got, before)
+		}
+		b.SetFile("p.yaml", []byte(file))
+		synctest.Wait()
+		if got := listed(b.View(), names.Replicas); got != before || b.state() != "applied" {
+			t.Errorf("state %s (%s), replicas %s, want %s", b.state(), b.annotations["example.com/gpu.partition.message"], got, before)
+		}
+	})
+}
+
+// The same with memory units: the idle ones of a held GPU stay on offer while the
+// partition is not there yet.
+func TestRestartKeepsOffering(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o, cdiDir := newOutside(1), t.TempDir()
+		b := start(t, o, cdiDir, allShared)
+		b.hold("p", names.Units, string(uuid(0))+"::1")
+		b.end()
+		b = start(t, o, cdiDir, "")
+		defer b.end()
+		if got := listed(b.View(), names.Units); got != "0.0 0.1 0.2 0.3" {
+			t.Errorf("without the partition: %s", got)
+		}
+	})
+}
+
+// A CDI directory that somebody cleaned is filled again.
+func TestWipedCDIDirectory(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(1), t.TempDir(), allShared)
+		defer b.end()
+		ids := []string{string(uuid(0)) + "::1"}
+		b.hold("p", names.Units, ids...)
+		for _, f := range b.files() {
+			if err := os.Remove(f); err != nil {
+				t.Fatal(err)
+			}
+		}
+		time.Sleep(10 * time.Minute)
+		if err := b.source(names.Units).Prepare(t.Context(), ids); err != nil {
+			t.Error(err)
+		}
+		if len(b.files()) != 1 {
+			t.Errorf("PreStartContainer succeeds and the file is not there")
+		}
+	})
+}
+
+// The files of running containers stand while a new process has not read the
+// hardware yet.
+func TestSlowDriverAtStart(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o, cdiDir := newOutside(1), t.TempDir()
+		b := start(t, o, cdiDir, allShared)
+		b.hold("p", names.Units, string(uuid(0))+"::1")
+		time.Sleep(2 * holdersEvery)
+		b.end()
+		hang := make(chan struct{})
+		b.with(func() { b.hang = hang })
+		b = start(t, o, cdiDir, allShared)
+		defer b.end()
+		time.Sleep(3 * time.Second)
+		if len(b.files()) != 1 {
+			t.Errorf("the driver takes 3 s, and the claim's file was taken away: the container cannot restart")
+		}
+		b.with(func() { b.hang = nil })
+		close(hang)
+		time.Sleep(time.Minute)
+	})
+}
+
+// Other resource names for new pods leave those of running pods alone.
+func TestResourceDomainChanges(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o, cdiDir := newOutside(1), t.TempDir()
+		b := start(t, o, cdiDir, allShared)
+		b.hold("p", names.Units, string(uuid(0))+"::1")
+		time.Sleep(2 * holdersEvery)
+		b.end()
+
+		files, err := dir.Open(cdiDir, "example.com")
+		if err != nil {
+			t.Fatal(err)
+		}
+		store, err := state.Open(filepath.Join(cdiDir, "..", filepath.Base(cdiDir)+"-state"), slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Fatal(err)
+		}
+		var log bytes.Buffer
+		a := New(Options{
+			Domain: "example.com", ResourceDomain: "nvidia.com", MemoryUnit: unit, Pod: ownPod, Boot: "this",
+			Health: health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4},
+			Log:    slog.New(slog.NewTextHandler(&log, nil)),
+		}, Worlds{Driver: o, Files: files, Kubelet: o, Runtime: runtime{o}, Plugins: o, Store: store, Observer: o})
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error, 1)
+		go func() { done <- a.Run(ctx) }()
+		a.SetFile("p.yaml", []byte(allWhole))
+		time.Sleep(10 * time.Minute)
+		synctest.Wait()
+		if len(b.files()) != 1 {
+			t.Errorf("the file of a running container's claim is gone")
+		}
+		if len(a.Claims()) != 1 {
+			t.Errorf("%d claims while a container runs with one", len(a.Claims()))
+		}
+		if got := listed(a.View(), "nvidia.com/gpu"); got != "" {
+			t.Errorf("offered as a whole beside a pod with a part of it: %s", got)
+		}
+		cancel()
+		<-done
+		store.Close()
+	})
+}
+
+// A GPU that a pod has by another device plugin is not free when that plugin
+// restarts or calls it unhealthy.
+func TestOtherPluginRestarts(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(2)
+		o.allocatable = map[string][]string{"nvidia.com/gpu": {string(uuid(0))}}
+		o.holdings = []node.Holding{{Namespace: "ns", Pod: "theirs", Container: "c", Resource: "nvidia.com/gpu", IDs: []string{string(uuid(0))}}}
+		b := start(t, o, t.TempDir(), allShared)
+		defer b.end()
+		b.want("failed", "1.0 1.1 1.2 1.3", "")
+		b.with(func() { b.allocatable = nil }) // GetAllocatableResources has healthy devices only
+		time.Sleep(othersEvery + holdersEvery)
+		synctest.Wait()
+		if got := listed(b.View(), names.Units); got != "1.0 1.1 1.2 1.3" {
+			t.Errorf("GPU 0 is offered while ns/theirs has it: %s", got)
+		}
+	})
+}
+
+// aging is a refusal as the driver's door words it.
+type aging struct{ since time.Time }
+
+func (a aging) Error() string {
+	return fmt.Sprintf("read the inventory: the call to read the inventory began %s ago and has not returned", time.Since(a.since).Round(time.Millisecond))
+}
+func (a aging) Unwrap() error { return gpu.ErrTimeout }
+
+// A driver that hangs is told once.
+func TestHangIsToldOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(1), t.TempDir(), allShared)
+		defer b.end()
+		b.with(func() { b.err = aging{time.Now()} })
+		time.Sleep(20 * time.Minute)
+		synctest.Wait()
+		b.with(func() {
+			if n := len(b.events); n > 3 {
+				t.Errorf("%d Events in 20 minutes; the last: %s", n, b.events[n-1])
+			}
+		})
+	})
+}
+
+// A pod that ended is let go although a new pod has its name.
+func TestSameNameAgain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(1), t.TempDir(), allShared)
+		defer b.end()
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
+		b.hold("web-0", names.Units, string(uuid(0))+"::1")
+		b.writesOnResend(ctx, names.Units)
+		time.Sleep(2 * holdersEvery)
+		b.release("web-0")
+		b.with(func() { b.pods = append(b.pods, node.PodName{Namespace: "ns", Name: "web-0"}) }) // with no GPU now
+		time.Sleep(time.Hour)
+		synctest.Wait()
+		if c := b.Claims(); len(c) != 0 {
+			t.Errorf("an hour after its end: %+v", c)
+		}
+	})
+}
+
+// A clock that was put back between two processes keeps no claim for ever.
+func TestClockPutBack(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		cdiDir := t.TempDir()
+		store, err := state.Open(filepath.Join(cdiDir, "..", filepath.Base(cdiDir)+"-state"), slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Fatal(err)
+		}
+		ids := []string{string(uuid(0)) + "::1"}
+		if err := store.Append(state.Claim{Resource: names.Units, IDs: ids, Allocated: time.Now().Add(24 * time.Hour)}); err != nil {
+			t.Fatal(err)
+		}
+		store.Close()
+		b := start(t, newOutside(1), cdiDir, allShared)
+		defer b.end()
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		if err := b.source(names.Units).Prepare(ctx, ids); err != nil {
+			t.Errorf("its container cannot start: %v", err)
+		}
+		time.Sleep(time.Hour)
+		if n := len(b.Claims()); n != 0 {
+			t.Errorf("%d claims that nobody has", n)
+		}
+	})
+}
+
+// A driver that comes back is seen within seconds, however long it was away.
+func TestDriverComesAfterLong(t *testing.T) {
+	for after := 5 * time.Minute; after < 5*time.Minute+backOffMax; after += 5 * time.Second {
+		synctest.Test(t, func(t *testing.T) {
+			o := newOutside(1)
+			o.err = fmt.Errorf("open: %w", gpu.ErrNoDriver)
+			b := start(t, o, t.TempDir(), allShared)
+			defer b.end()
+			time.Sleep(after)
+			b.with(func() { b.err = nil })
+			time.Sleep(2 * readPauseMax)
+			b.want("applied", "0.0 0.1 0.2 0.3", "")
+		})
+	}
+}
+
+// A driver that was loaded again has lost its time slices.
+func TestTimeSlicesAfterReload(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o, cdiDir := newOutside(1), t.TempDir()
+		short := allShared + "      timeSlice: short\n"
+		b := start(t, o, cdiDir, short)
+		b.want("applied", "0.0 0.1 0.2 0.3", "")
+		b.end()
+		clear(o.slices) // loaded again
+		b = start(t, o, cdiDir, short)
+		defer b.end()
+		time.Sleep(5 * time.Minute)
+		synctest.Wait()
+		if got := o.slices[uuid(0)]; got != gpu.TimeSliceShort {
+			t.Errorf("slice %q and state %s", got, b.state())
+		}
+	})
+}
+
+// Where nothing can be given out, the node says so.
+func TestPartsTimeOut(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(1)
+		o.partsErr = fmt.Errorf("list the driver's parts: %w", gpu.ErrTimeout)
+		b := start(t, o, t.TempDir(), allShared)
+		defer b.end()
+		if got := listed(b.View(), names.Units); strings.Contains(got, "x") && b.state() == "applied" {
+			t.Errorf("state applied and nothing on offer: %s", got)
+		}
+		b.with(func() { b.outside.partsErr = nil })
+		time.Sleep(2 * readPauseMax)
+		b.want("applied", "0.0 0.1 0.2 0.3", "")
+	})
+}
+
+// A container that is older than its claim by the clock, which was put back
+// between Allocate and the container's start, is not its own previous holder.
+func TestClockPutBackBetween(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o, cdiDir := newOutside(1), t.TempDir()
+		b := start(t, o, cdiDir, allShared)
+		ids := []string{string(uuid(0)) + "::1"}
+		b.hold("p", names.Units, ids...)
+		b.with(func() { b.made[cdi.Key(names.Units, ids)] = time.Now().Add(-time.Hour) })
+		time.Sleep(2 * holdersEvery)
+		b.end()
+		b = start(t, o, cdiDir, allShared)
+		defer b.end()
+		time.Sleep(time.Minute)
+		if c := b.Claims(); len(c) != 1 || c[0].Waits != "" || len(b.files()) != 1 {
+			t.Errorf("claims %+v, files %v", c, b.files())
+		}
+	})
+}
+
+// What Status reads belongs to nobody else (run with -race).
+func TestStatusBesideChanges(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(2), t.TempDir(), allShared)
+		defer b.end()
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			for range 600 {
+				b.Status()
+				time.Sleep(time.Second)
+			}
+		}()
+		for _, file := range []string{allWhole, allShared} {
+			b.with(func() { b.outside.inv.GPUs[1].Fault, b.outside.inv.GPUs[1].Gone = "not listed", true })
+			b.event <- gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1}
+			b.SetFile("p.yaml", []byte(file))
+			time.Sleep(2 * time.Minute)
+			b.with(func() { b.outside.inv = machine(2) })
+			b.event <- gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1}
+			time.Sleep(2 * time.Minute)
+		}
+		<-done
+	})
+}
+
+// A new process that has not heard of any partition blocks nothing and withdraws
+// nothing.
+func TestNoWishBlocksNothing(t *testing.T) {
+	c := Plan(PlanInput{Inventory: machine(1), Claims: []desk.Claim{claimed(names.Units, "p", "0::1")}, Cuts: map[gpu.UUID]Cut{}, Names: names, Unit: unit})
+	if len(c.Blocked) != 0 {
+		t.Errorf("blocked without a wish: %v", c.Blocked)
+	}
+}
+
+// A GPU that falls off the bus moves no other: the driver numbers those that are
+// left anew, and they stay cut as they are, over a restart of the agent too.
+func TestIndicesMove(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const file = "version: v1\npartitions:\n  default:\n    - devices: [0]\n      mode: whole\n    - devices: [1, 2]\n      mode: shared\n"
+		o, cdiDir := newOutside(3), t.TempDir()
+		b := start(t, o, cdiDir, file)
+		const units = "1.0 1.1 1.2 1.3 2.0 2.1 2.2 2.3"
+		b.want("applied", units, "0")
+		b.with(func() {
+			left := slices.Clone(b.outside.inv.GPUs[1:])
+			for i := range left {
+				left[i].Index = i
+			}
+			b.outside.inv = &gpu.Inventory{Driver: "580.1", GPUs: left}
+		})
+		b.event <- gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1}
+		synctest.Wait()
+		if got := listed(b.View(), names.Units); got != units {
+			t.Errorf("GPU 0 fell off the bus: units %s, want %s", got, units)
+		}
+		b.end()
+		b = start(t, o, cdiDir, file)
+		defer b.end()
+		time.Sleep(2 * Linger)
+		synctest.Wait()
+		if got := listed(b.View(), names.Units); got != units {
+			t.Errorf("after a restart: state %s (%s), units %s, want %s", b.state(), b.annotations["example.com/gpu.partition.message"], got, units)
+		}
+	})
+}
+
+// Devices that are given to the next pod shut their gate at once, also where
+// nobody can say whether the last one's container is dead: a kubelet that has
+// restarted does not call PreStartContainer.
+func TestGateOfDevicesGivenAgain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(1), t.TempDir(), allShared)
+		defer b.end()
+		ids := []string{string(uuid(0)) + "::1"}
+		b.hold("old", names.Units, ids...)
+		time.Sleep(time.Minute)
+		key := cdi.Key(names.Units, ids)
+		b.with(func() { // deleted by force, and its container lives
+			b.old = []node.Container{{ID: "x", PodUID: "uid-old", Namespace: "ns", Pod: "old", Name: "c", Running: true,
+				Created: b.made[key], Annotations: map[string]string{cdi.AnnotationName("example.com", key): names.Units}}}
+			b.holdings, b.runtimeErr = nil, errors.New("it does not answer in time")
+		})
+		if _, err := b.source(names.Units).Allocate(ids); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(10 * time.Second)
+		if len(b.files()) != 0 {
+			t.Error("10 s after the Allocate the old file stands, with the old container running")
+		}
+	})
+}
