@@ -209,11 +209,13 @@ func run(ctx context.Context, c console, args []string) error {
 		}
 		worlds.Cluster = cluster
 	}
+	var loop *agent.Agent
 	plugins := plugin.NewKubelet(plugin.KubeletOptions{
 		Dir: filepath.Join(f.node.kubeletDir, "device-plugins"), Logger: log, Observer: observer{metrics},
+		Looked: func() { loop.LookAtCheckpoint() },
 	})
 	worlds.Plugins = plugins
-	loop := agent.New(options, worlds)
+	loop = agent.New(options, worlds)
 	page := obs.New(obs.Options{
 		Addr: f.http, Logger: log, Metrics: metrics,
 		Healthy: loop.Healthy,

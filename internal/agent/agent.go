@@ -19,6 +19,7 @@ import (
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/plugin"
@@ -30,7 +31,9 @@ import (
 const (
 	// inventoryEvery is how long a reading of the driver is believed. Events,
 	// probes of faulty GPUs and changes of the partition cut it short.
-	inventoryEvery = time.Minute
+	// blindEvery is the same where the driver tells of no events.
+	inventoryEvery = 5 * time.Minute
+	blindEvery     = 15 * time.Second
 	// lookPatience is how long a round waits for a reading, and driverPatience
 	// how long a reading may take: look-ups take up to five seconds on a B200
 	// with many instances. readPauseMax bounds the pause after one that failed.
@@ -48,8 +51,10 @@ const (
 	waitEvery = time.Second
 	// releaseWatch is how long after a container's end the kubelet is asked, every
 	// releaseLook, whether it has let go: it looks at its containers every second.
-	releaseWatch = 5 * time.Second
-	releaseLook  = 50 * time.Millisecond
+	// The pause grows to releaseLookMost.
+	releaseWatch    = 5 * time.Second
+	releaseLook     = 50 * time.Millisecond
+	releaseLookMost = 250 * time.Millisecond
 	// kubeletPatience and runtimePatience bound one question.
 	kubeletPatience = 2 * time.Second
 	runtimePatience = 4 * time.Second
@@ -65,11 +70,11 @@ const (
 	namesEvery = 10 * time.Second
 	// othersEvery is how often the kubelet is asked what other device plugins
 	// offer, and othersLinger how long after it was last seen theirs a GPU is not
-	// offered. checkpointEvery is how often the kubelet's checkpoint is looked at
-	// for a writing: one comes with every list of any plugin.
-	othersEvery     = time.Minute
-	othersLinger    = time.Minute
-	checkpointEvery = 5 * time.Second
+	// offered. othersSoon is the same as othersEvery after a new checkpoint: one
+	// is written with every list of any plugin, and with every Allocate.
+	othersEvery  = time.Minute
+	othersLinger = time.Minute
+	othersSoon   = 5 * time.Second
 	// answerTime is what the kubelet gets of the processor after a grant, before
 	// the claim's file is written. Nobody waits for it: the sandbox is made
 	// first, and then PreStartContainer wakes the loop at once.
@@ -139,19 +144,23 @@ type Agent struct {
 
 	// trigger holds at most one token: somebody wants a round.
 	trigger chan struct{}
-	// soon says that wakeSoon has a round coming.
-	soon atomic.Bool
+	// soon and later say that wakeSoon and wakeLater have a round coming.
+	soon, later atomic.Bool
 	// news wakes report, and ended awaitReleases; each holds at most one token.
 	news, ended chan struct{}
 	// stale says that the driver is to be read anew in the next round, askSoon
 	// that the witnesses are to be asked, askOthers that the kubelet is to be asked
 	// what other plugins offer.
-	stale, askSoon, askOthers atomic.Bool
+	// blind says that the driver tells of no events.
+	stale, askSoon, askOthers, blind atomic.Bool
 	// listed is what PodResources said last.
 	listed atomic.Pointer[[]desk.Holding]
 	ends   endings
-	// written counts the claims written down since the journal was last cut.
-	written atomic.Int64
+	// stamp is the kubelet's checkpoint that LookAtCheckpoint saw last.
+	stamp atomic.Pointer[node.Stamp]
+
+	grantsMu sync.Mutex
+	grants   []state.Claim // guarded by grantsMu; not yet written down
 
 	faultsMu sync.Mutex // held while the verdicts go to the desk
 
@@ -189,6 +198,7 @@ type Agent struct {
 	removed    map[string]bool // claims whose file was taken away
 	outcome    Outcome
 	heard      bool // see Snapshot.Heard
+	written    int  // claims written down since the journal was last cut
 	swept      bool // no file of an ended claim is left
 	trim       bool // a claim has ended that may be in the journal
 }
@@ -277,6 +287,16 @@ func (a *Agent) wake() {
 	}
 }
 
+// wakeLater asks for a round when the next look at what others offer is due.
+func (a *Agent) wakeLater() {
+	if a.later.CompareAndSwap(false, true) {
+		time.AfterFunc(othersSoon, func() {
+			a.later.Store(false)
+			a.wake()
+		})
+	}
+}
+
 // wakeSoon asks for a round after answerTime, for all who ask meanwhile, unless
 // PreStartContainer has had one by then.
 func (a *Agent) wakeSoon() {
@@ -350,7 +370,6 @@ func (a *Agent) Run(ctx context.Context) error {
 	})
 	g.Go(func() error { return a.followRuntime(ctx) })
 	g.Go(func() error { return a.awaitReleases(ctx) })
-	g.Go(func() error { return a.followCheckpoint(ctx) })
 	if a.cluster != nil {
 		g.Go(func() error { return a.report(ctx, a.cluster) })
 	}
@@ -394,6 +413,9 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 	wait := inventoryEvery
 	if a.reading == nil && a.letGo == "" {
 		wait = a.nextReading(now).Sub(now)
+	}
+	if !a.othersAt.IsZero() {
+		wait = min(wait, othersEvery-now.Sub(a.othersAt))
 	}
 	if a.desk.Held() {
 		wait = min(wait, holdersEvery-now.Sub(a.seen.at))
@@ -443,6 +465,7 @@ func (a *Agent) holdersDue(now time.Time, changes *Changes) bool {
 
 // round is one look at everything and what follows from it.
 func (a *Agent) round(ctx context.Context) error {
+	a.writeGrants()
 	in := a.heardSoFar()
 	a.heard = in.labelKnown && (in.file != nil || in.fileErr != nil)
 	var errs []error

@@ -17,15 +17,27 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// granted writes a claim down, before the kubelet has its answer, and has a round
-// come for it. A claim that could not be written is in the kubelet's checkpoint a
-// moment later all the same.
+// granted has a round come for a new claim, which writes it down: the kubelet
+// waits for its answer, and has the claim in its own checkpoint a moment later.
 func (a *Agent) granted(resource string, ids []string) {
-	if err := a.store.Append(state.Claim{Resource: resource, IDs: ids, Allocated: time.Now()}); err != nil {
-		a.log.Warn("cannot write a claim down; the kubelet's checkpoint must do", "resource", resource, "err", err)
-	}
-	a.written.Add(1)
+	a.grantsMu.Lock()
+	a.grants = append(a.grants, state.Claim{Resource: resource, IDs: slices.Sorted(slices.Values(ids)), Allocated: time.Now()})
+	a.grantsMu.Unlock()
 	a.wakeSoon()
+}
+
+// writeGrants writes the claims down that were granted since the last round.
+func (a *Agent) writeGrants() {
+	a.grantsMu.Lock()
+	grants := a.grants
+	a.grants = nil
+	a.grantsMu.Unlock()
+	for _, c := range grants {
+		if err := a.store.Append(c); err != nil {
+			a.log.Warn("cannot write a claim down; the kubelet's checkpoint must do", "resource", c.Resource, "err", err)
+		}
+		a.written++
+	}
 }
 
 // adoptFiles takes over the claims of a predecessor from their CDI files.
@@ -169,6 +181,16 @@ func (e *endings) release(at time.Time) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.let = at
+}
+
+// anyOf reports whether a claim whose container ended a moment ago is listed.
+func (e *endings) anyOf(listed []desk.Holding, now time.Time) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return slices.ContainsFunc(listed, func(h desk.Holding) bool {
+		at, ok := e.ended[cdi.Key(h.Resource, h.IDs)]
+		return ok && now.Sub(at) < releaseWatch
+	})
 }
 
 // since is how long ago a claim's container ended, and the kubelet let go of

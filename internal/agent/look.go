@@ -124,6 +124,9 @@ func (a *Agent) nextReading(now time.Time) time.Time {
 		return a.readAt.Add(a.readPause)
 	}
 	next := a.readAt.Add(inventoryEvery)
+	if a.blind.Load() {
+		next = a.readAt.Add(blindEvery)
+	}
 	if probe := a.health.Due(now); !probe.IsZero() && probe.Before(next) {
 		next = probe
 	}
@@ -271,7 +274,9 @@ func (a *Agent) followDriver(ctx context.Context) error {
 			return ctx.Err()
 		}
 		if errors.Is(err, gpu.ErrNotSupported) {
-			a.log.Warn("the driver tells of no events; faults are seen at the next reading", "err", err, "every", inventoryEvery.String())
+			a.log.Warn("the driver tells of no events; faults are seen at the next reading", "err", err, "every", blindEvery.String())
+			a.blind.Store(true)
+			a.wake()
 			<-ctx.Done()
 			return ctx.Err()
 		}

@@ -121,11 +121,10 @@ func (a *Agent) trimJournal() error {
 		return out
 	}
 	// One that has ended goes at once: a successor would take it for a holder.
-	n := a.written.Load()
-	if !a.trim && (n == 0 || n < trimEvery && len(need()) > 0) {
+	if !a.trim && (a.written == 0 || a.written < trimEvery && len(need()) > 0) {
 		return nil
 	}
-	a.written.Store(0)
+	a.written = 0
 	if err := a.store.Keep(need); err != nil {
 		return err
 	}

@@ -23,7 +23,8 @@ const (
 // what we offer.
 func (a *Agent) lookAround(ctx context.Context, in *input) {
 	now := time.Now()
-	if a.others != nil && now.Sub(a.othersAt) < othersEvery && in.migManager == a.migManager && !a.askOthers.Load() {
+	if age := now.Sub(a.othersAt); a.others != nil && in.migManager == a.migManager &&
+		age < othersEvery && !(a.askOthers.Load() && age >= othersSoon-time.Second) {
 		return
 	}
 	a.askOthers.Store(false)

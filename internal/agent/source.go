@@ -16,8 +16,8 @@ type source struct {
 	desk     *desk.Desk
 	domain   string
 	resource string
-	// granted is called after every grant, before the kubelet has its answer. It
-	// must be quick.
+	// granted is called after every grant, before the kubelet has its answer: it
+	// must not take long.
 	granted func(resource string, ids []string)
 
 	// The plugin has one goroutine that lists. It knows a list that it has sent

@@ -316,24 +316,14 @@ func (a *Agent) linger(c *desk.Claim) {
 	}
 }
 
-// followCheckpoint looks now and then whether the kubelet has written its
-// checkpoint: it does so with every list of any plugin, and another plugin's may
-// have our GPUs in it.
-func (a *Agent) followCheckpoint(ctx context.Context) error {
-	tick := time.NewTicker(checkpointEvery)
-	defer tick.Stop()
-	was := a.kubelet.Stamp()
-	for {
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-tick.C:
-		}
-		if now := a.kubelet.Stamp(); now != was {
-			was = now
-			a.askOthers.Store(true)
-			a.wake()
-		}
+// LookAtCheckpoint is for whoever has seen something change in the kubelet's
+// directory. The kubelet writes its checkpoint with every list of any plugin, and
+// another plugin's may have our GPUs in it.
+func (a *Agent) LookAtCheckpoint() {
+	now := a.kubelet.Stamp()
+	if old := a.stamp.Swap(&now); old == nil || *old != now {
+		a.askOthers.Store(true)
+		a.wakeLater()
 	}
 }
 
@@ -382,11 +372,15 @@ func (a *Agent) awaitReleases(ctx context.Context) error {
 			return ctx.Err()
 		case <-a.ended:
 		}
+		pause := releaseLook
 		for until := time.Now().Add(releaseWatch); time.Now().Before(until); {
 			cctx, cancel := context.WithTimeout(ctx, kubeletPatience)
 			l, err := a.kubelet.List(cctx)
 			cancel()
 			now := a.ours(&l)
+			if err == nil && !a.ends.anyOf(now, time.Now()) {
+				until = time.Time{} // nothing that has ended is listed
+			}
 			if known := a.listed.Load(); err == nil && (known == nil || !sameHoldings(*known, now)) {
 				a.listed.Store(&now)
 				a.ends.release(time.Now())
@@ -397,8 +391,11 @@ func (a *Agent) awaitReleases(ctx context.Context) error {
 			case <-ctx.Done():
 				return ctx.Err()
 			case <-a.ended:
-				until = time.Now().Add(releaseWatch)
-			case <-time.After(releaseLook):
+				until, pause = time.Now().Add(releaseWatch), releaseLook
+			case <-time.After(pause):
+			}
+			if pause = min(pause+pause/8, releaseLookMost); until.IsZero() {
+				break
 			}
 		}
 	}

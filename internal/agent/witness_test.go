@@ -221,7 +221,8 @@ func TestOthersGPUs(t *testing.T) {
 		// It comes back while a pod of ours has GPU 1.
 		b.hold("train-3", names.Units, string(uuid(1))+"::2")
 		b.with(func() { b.allocatable = map[string][]string{"nvidia.com/gpu": {string(uuid(0)), string(uuid(1))}} })
-		time.Sleep(checkpointEvery) // the kubelet writes at every list
+		b.LookAtCheckpoint() // the kubelet writes at every list
+		time.Sleep(2 * othersSoon)
 		b.want("failed", "0.0x 0.1x 0.2x 0.3x 1.0x 1.1x 1.2~ 1.3x", "")
 	})
 }

@@ -36,6 +36,10 @@ type KubeletOptions struct {
 	Logger *slog.Logger
 	// Observer is optional; it is that of all resources.
 	Observer Observer
+	// Looked is called after each look at Dir, when something may have changed in
+	// it: the kubelet's checkpoint lies there too. It is optional and must not
+	// block.
+	Looked func()
 	// Watch is how changes of Dir are noticed. Default: Inotify. Where it fails,
 	// Dir is looked at once a second, and Watch is tried again now and then.
 	Watch Watch
@@ -257,6 +261,9 @@ func (k *Kubelet) pause(ctx context.Context, d time.Duration) {
 func (k *Kubelet) look() {
 	id := k.identify(filepath.Join(k.opts.Dir, kubeletSocket))
 	k.sock.set(id)
+	if k.opts.Looked != nil {
+		k.opts.Looked()
+	}
 }
 
 // identify is zero where there is nothing, or nothing that can be looked at.

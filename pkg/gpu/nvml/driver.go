@@ -59,7 +59,7 @@ type Options struct {
 	Rearm time.Duration
 	// Look is how often Events looks whether the kernel's list of GPUs has
 	// changed (some 20 µs each). Device nodes that come and go are noticed at
-	// once, where the kernel tells. Zero is 5 s.
+	// once, where the kernel tells. Zero is 15 s.
 	Look time.Duration
 	// EventWait is how long one wait for events takes inside the driver when
 	// nothing happens, and so how long Events and Close may need to end, and how
@@ -87,7 +87,7 @@ func (o Options) withDefaults() (Options, error) {
 		o.ProcRoot = "/proc"
 	}
 	if o.Look <= 0 {
-		o.Look = 5 * time.Second
+		o.Look = 15 * time.Second
 	}
 	if o.Rearm <= 0 {
 		o.Rearm = time.Minute

@@ -333,8 +333,11 @@ func (w *watch) run(ctx context.Context) (why ending, err error) {
 	l := w.listen()
 	defer l.leave()
 	period := w.opts.Rearm
-	if w.putOff {
+	switch {
+	case w.putOff:
 		period = min(period, retryMost)
+	case !w.missing && !w.stale.Load():
+		period = max(period, w.opts.Look) // nothing to try: each wake costs
 	}
 	rearm := time.NewTicker(period)
 	defer rearm.Stop()
