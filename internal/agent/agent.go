@@ -72,9 +72,12 @@ const (
 	// offer, and othersLinger how long after it was last seen theirs a GPU is not
 	// offered. othersSoon is the same as othersEvery after a new checkpoint: one
 	// is written with every list of any plugin, and with every Allocate.
-	othersEvery  = time.Minute
-	othersLinger = time.Minute
-	othersSoon   = 5 * time.Second
+	// While there are others it is asked every othersPresent: nothing tells when
+	// they have gone.
+	othersEvery   = time.Minute
+	othersPresent = 15 * time.Second
+	othersLinger  = 30 * time.Second
+	othersSoon    = 5 * time.Second
 	// answerTime is what the kubelet gets of the processor after a grant, before
 	// the claim's file is written. Nobody waits for it: the sandbox is made
 	// first, and then PreStartContainer wakes the loop at once.
@@ -415,7 +418,7 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 		wait = a.nextReading(now).Sub(now)
 	}
 	if !a.othersAt.IsZero() {
-		wait = min(wait, othersEvery-now.Sub(a.othersAt))
+		wait = min(wait, a.othersPause()-now.Sub(a.othersAt))
 	}
 	if a.desk.Held() {
 		wait = min(wait, holdersEvery-now.Sub(a.seen.at))
@@ -426,8 +429,11 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 	if a.someoneWaits() {
 		wait = min(wait, waitEvery)
 	}
-	if !a.seen.silent.IsZero() || !a.seen.heard {
+	if !a.seen.silent.IsZero() {
 		wait = min(wait, holdersSoon)
+	}
+	if !a.seen.heard {
+		wait = min(wait, holdersEvery-now.Sub(a.seen.at))
 	}
 	for _, cuts := range a.past {
 		for _, p := range cuts {
@@ -454,8 +460,10 @@ func (a *Agent) holdersDue(now time.Time, changes *Changes) bool {
 	switch since := now.Sub(a.seen.at); {
 	case a.askSoon.Swap(false), len(changes.Recut) > 0, a.seen.at.IsZero():
 		return true
-	case !a.seen.silent.IsZero(), !a.seen.heard:
+	case !a.seen.silent.IsZero():
 		return since >= holdersSoon
+	case !a.seen.heard:
+		return since >= holdersEvery
 	case len(changes.Blocked) > 0:
 		return since >= holdersSoon
 	default:

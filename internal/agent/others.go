@@ -24,7 +24,7 @@ const (
 func (a *Agent) lookAround(ctx context.Context, in *input) {
 	now := time.Now()
 	if age := now.Sub(a.othersAt); a.others != nil && in.migManager == a.migManager &&
-		age < othersEvery && !(a.askOthers.Load() && age >= othersSoon-time.Second) {
+		age < a.othersPause() && !(a.askOthers.Load() && age >= othersSoon-time.Second) {
 		return
 	}
 	a.askOthers.Store(false)
@@ -38,7 +38,7 @@ func (a *Agent) lookAround(ctx context.Context, in *input) {
 		if a.others == nil {
 			a.others = map[gpu.UUID]string{}
 		}
-		a.othersAt = now.Add(holdersEvery - othersEvery)
+		a.othersAt = now.Add(holdersEvery - a.othersPause())
 		return
 	}
 	a.othersAt = now
@@ -99,6 +99,14 @@ func (a *Agent) lookAround(ctx context.Context, in *input) {
 	}
 	a.others = others
 	a.suspect(allocatable)
+}
+
+// othersPause is how long an answer about other owners is believed.
+func (a *Agent) othersPause() time.Duration {
+	if len(a.others) > 0 {
+		return othersPresent
+	}
+	return othersEvery
 }
 
 // gpuOf returns the GPU that a device ID of any plugin speaks of: GPU-…, GPU-…::n

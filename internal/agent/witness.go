@@ -78,7 +78,9 @@ func (a *Agent) ask(ctx context.Context, full bool) (desk.Testimony, error) {
 		errs = append(errs, err)
 	} else if full && t.Trusted && t.Runtime {
 		if a.renewCheckpoint(ctx, &t, containers) {
-			err = a.readCheckpoint(&t)
+			if err := a.readCheckpoint(&t); err != nil {
+				errs = append(errs, err)
+			}
 		}
 	}
 	t.Pods = a.podNames(cctx, &t, containers, full)

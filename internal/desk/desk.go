@@ -703,10 +703,10 @@ func (d *Desk) look() ([]Claim, uint64) {
 // names and no claim covers is taken over.
 //
 // A claim ends when two witnesses agree, both asked after its last Allocate: the
-// kubelet's checkpoint has no entry of exactly its devices, and the runtime no
-// container with its key, created or running. One that has had no container yet
-// is kept for Grace: what the checkpoint says of its devices may be of the pod
-// before. (An entry of only some of its devices is another container's: the
+// kubelet has no entry of exactly its devices, in its checkpoint or its list, and
+// the runtime no container with its key, created or running. One that has had no
+// container yet is kept for Grace: what the checkpoint says of its devices may be
+// of the pod before. (An entry of only some of its devices is another container's: the
 // checkpoint has one for each container, init containers too.) Where the
 // checkpoint cannot be read, PodResources stands in if it is trusted: then any of
 // the claim's devices keeps it, since that service leaves plain init containers
@@ -758,7 +758,10 @@ func (d *Desk) Reconcile(t Testimony) (ended []Claim) {
 		overlaps := slices.ContainsFunc(c.IDs, func(id string) bool { return held[c.Resource][id] })
 		c.Listed = c.Listed || overlaps
 		age := t.Asked.Sub(c.Allocated)
-		over := len(entries[key]) == 0 && (c.Started || age >= Grace)
+		// The kubelet's writers of its checkpoint can overtake each other: what it
+		// lists counts too.
+		_, named := listed[key]
+		over := len(entries[key]) == 0 && !named && (c.Started || t.Trusted && age >= Grace)
 		if !t.Checkpoint {
 			over = t.Trusted && !overlaps && (c.Listed || age >= UnnamedTTL)
 		}

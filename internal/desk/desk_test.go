@@ -305,6 +305,16 @@ func TestReconcile(t *testing.T) {
 			{after: time.Hour, says: entry(a01), left: 1},
 			{after: time.Hour, ended: 1},
 		},
+		"what the kubelet lists counts where its checkpoint was overtaken": {
+			{allocate: a01, left: 1},
+			{after: time.Hour, says: *new(world).list("p", a01), left: 1},
+			{after: time.Second, ended: 1},
+		},
+		"without a list, one that had no container is kept": {
+			{allocate: a01, left: 1},
+			{after: time.Hour, says: world{noList: true}, left: 1},
+			{after: time.Second, ended: 1},
+		},
 		"an init container's claim lives as long as its entry": {
 			{allocate: a01, left: 1},
 			{allocate: a012, left: 2},

@@ -211,6 +211,8 @@ func TestDriverRootElsewhere(t *testing.T) {
 	elsewhere, err := deploy(b.ctx, lab.DeployOptions{Overlay: "driver-container", Partitions: allShared})
 	b.must(err)
 	agent = elsewhere
+	// The usual driver's GPUs have gone without a reboot: they would be missed.
+	b.must(agent.Reset(b.ctx, allShared))
 
 	// 40,960 MiB less the driver's own are 39 units.
 	b.offers(map[string]int{lab.Memory: 2 * 39})
