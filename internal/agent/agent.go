@@ -82,6 +82,8 @@ const (
 	// the claim's file is written. Nobody waits for it: the sandbox is made
 	// first, and then PreStartContainer wakes the loop at once.
 	answerTime = 20 * time.Millisecond
+	// leastSleep is a floor under the loop's sleep while nobody wakes it.
+	leastSleep = 10 * time.Millisecond
 	// backOffMin and backOffMax bound the pause after a failed round.
 	backOffMin, backOffMax = time.Second, 30 * time.Second
 )
@@ -432,7 +434,7 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 	if !a.seen.silent.IsZero() {
 		wait = min(wait, holdersSoon)
 	}
-	if !a.seen.heard {
+	if !a.seen.heard && !a.seen.at.IsZero() {
 		wait = min(wait, holdersEvery-now.Sub(a.seen.at))
 	}
 	for _, cuts := range a.past {
@@ -440,7 +442,7 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 			wait = min(wait, p.until.Sub(now))
 		}
 	}
-	return max(wait, 0)
+	return max(wait, leastSleep)
 }
 
 // someoneWaits reports whether a claim waits for the holder before it.

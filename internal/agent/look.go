@@ -90,7 +90,7 @@ func (a *Agent) look(ctx context.Context) error {
 			a.take(r, time.Now())
 		default:
 		}
-		return a.readErr
+		return a.lookErr()
 	}
 	timer := time.NewTimer(lookPatience)
 	defer timer.Stop()
@@ -104,6 +104,12 @@ func (a *Agent) look(ctx context.Context) error {
 	}
 	p.waited = true
 	close(p.late)
+	return a.lookErr()
+}
+
+// lookErr is why the hardware is not known as it is now: what the last reading
+// failed of, or that the first one takes its time.
+func (a *Agent) lookErr() error {
 	if a.inv == nil && a.readErr == nil {
 		return fmt.Errorf("read the inventory: %w", gpu.ErrTimeout)
 	}
