@@ -156,8 +156,9 @@ type Agent struct {
 	// stale says that the driver is to be read anew in the next round, askSoon
 	// that the witnesses are to be asked, askOthers that the kubelet is to be asked
 	// what other plugins offer.
-	// blind says that the driver tells of no events.
-	stale, askSoon, askOthers, blind atomic.Bool
+	// nameSoon says that a container of ours has started, blind that the driver
+	// tells of no events.
+	stale, askSoon, askOthers, nameSoon, blind atomic.Bool
 	// listed is what PodResources said last.
 	listed atomic.Pointer[[]desk.Holding]
 	ends   endings
@@ -506,7 +507,7 @@ func (a *Agent) round(ctx context.Context) error {
 	a.lookAround(ctx, &in)
 	claims := a.desk.Claims()
 	changes := a.plan(claims)
-	if full := a.holdersDue(time.Now(), &changes); full || unchecked(claims) {
+	if full := a.holdersDue(time.Now(), &changes); a.nameSoon.Swap(false) || full || unchecked(claims) {
 		if err := a.reconcile(ctx, full); err != nil {
 			errs = append(errs, err)
 		}

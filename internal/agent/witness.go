@@ -329,7 +329,7 @@ func (a *Agent) LookAtCheckpoint() {
 	}
 }
 
-// followRuntime hears of containers that end, and then watches for the kubelet
+// followRuntime hears of containers that start and end, and at their end watches for the kubelet
 // to let go of their devices. Where the runtime cannot tell, the tick must do.
 func (a *Agent) followRuntime(ctx context.Context) error {
 	prefix := cdi.AnnotationName(a.opts.Domain, "")
@@ -340,12 +340,16 @@ func (a *Agent) followRuntime(ctx context.Context) error {
 			missed = time.Now()
 			ours = true // something of ours may have ended; a runtime may say so again and again
 		}
-		if e.Kind == node.EventStopped {
-			for name := range e.Container.Annotations {
-				if key, ok := strings.CutPrefix(name, prefix); ok {
-					a.ends.add(key, time.Now())
-					ours = true
-				}
+		for name := range e.Container.Annotations {
+			key, ok := strings.CutPrefix(name, prefix)
+			switch {
+			case !ok:
+			case e.Kind == node.EventStarted: // who has the claim can be said now
+				a.nameSoon.Store(true)
+				a.wake()
+			case e.Kind == node.EventStopped:
+				a.ends.add(key, time.Now())
+				ours = true
 			}
 		}
 		if !ours {

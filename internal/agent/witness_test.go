@@ -101,6 +101,26 @@ func TestReleaseIsAwaited(t *testing.T) {
 	})
 }
 
+// A container that starts gives its claim a name at once: what befalls its GPU is
+// told to its pod.
+func TestStartedContainerIsNamed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(1), t.TempDir(), allShared)
+		defer b.end()
+		ids := []string{string(uuid(0)) + "::1"}
+		b.hold("p", names.Units, ids...)
+		if c := b.Claims(); len(c) != 1 || c[0].Holder.Pod != "" {
+			t.Fatalf("claims %+v", c)
+		}
+		b.container <- node.ContainerEvent{Kind: node.EventStarted, Container: node.Container{Name: "c",
+			Annotations: map[string]string{cdi.AnnotationName("example.com", cdi.Key(names.Units, ids)): names.Units}}}
+		synctest.Wait()
+		if c := b.Claims(); len(c) != 1 || c[0].Holder.Pod != "p" || !c[0].Started {
+			t.Errorf("claims %+v", c)
+		}
+	})
+}
+
 // An init container that has ended is in no list. Its claim lives with its pod.
 func TestInitContainerKeepsItsClaim(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
