@@ -756,7 +756,11 @@ func (w *walk) mend(ctx context.Context, all bool) {
 // form. The short one does each of the first ten once, and makes pods before.
 func (w *walk) moves() []walkMove {
 	return []walkMove{
-		{33, w.makePod},
+		{33, func() {
+			for range 1 + w.rng.IntN(3) {
+				w.makePod()
+			}
+		}},
 		{10, func() { w.endPod(false) }},
 		{8, func() { w.endPod(true) }},
 		{6, w.killContainer},
@@ -1007,7 +1011,7 @@ func TestWalk(t *testing.T) {
 			deck = w.deck()
 		}
 		w.must(w.letGo(w.ctx, false))
-		if len(w.live) > 14 {
+		for len(w.live) > 14 {
 			w.endPod(false)
 		}
 		deck[0]()
