@@ -74,7 +74,7 @@ const (
 	// is written with every list of any plugin, and with every Allocate.
 	// While there are others it is asked every othersPresent: nothing tells when
 	// they have gone.
-	othersEvery   = time.Minute
+	othersEvery   = 2 * time.Minute
 	othersPresent = 15 * time.Second
 	othersLinger  = 30 * time.Second
 	othersSoon    = 5 * time.Second
