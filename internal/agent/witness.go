@@ -332,7 +332,6 @@ func (a *Agent) LookAtCheckpoint() {
 // followRuntime hears of containers that start and end, and at their end watches for the kubelet
 // to let go of their devices. Where the runtime cannot tell, the tick must do.
 func (a *Agent) followRuntime(ctx context.Context) error {
-	prefix := cdi.AnnotationName(a.opts.Domain, "")
 	var missed time.Time
 	err := a.runtime.Events(ctx, func(e node.ContainerEvent) {
 		ours := false
@@ -340,15 +339,15 @@ func (a *Agent) followRuntime(ctx context.Context) error {
 			missed = time.Now()
 			ours = true // something of ours may have ended; a runtime may say so again and again
 		}
-		for name := range e.Container.Annotations {
-			key, ok := strings.CutPrefix(name, prefix)
-			switch {
-			case !ok:
-			case e.Kind == node.EventStarted: // who has the claim can be said now
+		for _, u := range a.uses([]node.Container{e.Container}) {
+			switch e.Kind {
+			case node.EventStarted: // who has the claim can be said now
+				a.desk.Seen(u, time.Now())
 				a.nameSoon.Store(true)
 				a.wake()
-			case e.Kind == node.EventStopped:
-				a.ends.add(key, time.Now())
+			case node.EventStopped:
+				a.desk.Seen(u, time.Now())
+				a.ends.add(u.Key, time.Now())
 				ours = true
 			}
 		}

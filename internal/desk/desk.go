@@ -778,6 +778,16 @@ func (d *Desk) Reconcile(t Testimony) (ended []Claim) {
 	return ended
 }
 
+// Seen says that the runtime has had a container with a claim, which may have
+// ended since: one that lives for a moment is in no testimony.
+func (d *Desk) Seen(u Use, now time.Time) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if c := d.claims[u.Key]; c != nil && c.mine(&u, now) {
+		c.Started, c.Holder = true, u.Holder
+	}
+}
+
 // coverLocked returns the key of the claim that covers what the kubelet names,
 // taken over if it is new. It is false for an ID that is not of our making; then
 // the resource's name is ours by accident and the holding is not.

@@ -395,6 +395,31 @@ func TestReconcile(t *testing.T) {
 	}
 }
 
+// A container that lived for a moment, between two looks, has had its claim: when
+// both witnesses have let go it ends at once.
+func TestSeenForAMoment(t *testing.T) {
+	d, clock := newDesk()
+	d.set(units(nil))
+	key, err := d.Allocate(memName, ids(gpuA, 0))
+	if err != nil {
+		t.Fatal(err)
+	}
+	seen := func(created time.Time) {
+		d.Seen(Use{Key: key, PodUID: "uid-p", Holder: Holder{"ns", "p", "c"}, Created: created}, clock.now())
+	}
+	before := clock.now().Add(-time.Second)
+	clock.pass(2 * time.Second)
+	seen(before) // the one before
+	if ended := d.Reconcile(new(world).say(clock.now())); len(ended) != 0 {
+		t.Error("an older container's end was taken for this one's")
+	}
+	seen(clock.now())
+	clock.pass(time.Second)
+	if ended := d.Reconcile(new(world).say(clock.now())); len(ended) != 1 || ended[0].Holder.Pod != "p" {
+		t.Errorf("ended %+v, want the claim of ns/p", ended)
+	}
+}
+
 // The holder before, whose container is still there, is waited for; the pod's own
 // containers are not.
 func TestPreviousHolder(t *testing.T) {

@@ -51,7 +51,7 @@ func stages(cache string, packages []string, soak bool) []stage {
 	bin := func(name string) string { return filepath.Join(cache, "bin", name) }
 	staticcheck := func(in string) command { return command{in: in, args: []string{bin("staticcheck"), "./..."}} }
 	// Guards against a test that hangs, not against a slow machine.
-	const limit, long = "-timeout=20m", "-timeout=90m"
+	const limit, long = "-timeout=20m", "-timeout=150m"
 	// The long forms have flags of their own.
 	e2e := test(".", "-count=1", long, "./tests/e2e", "-built")
 	crash := test(".", "-count=1", long, "./tests/crash")
