@@ -212,6 +212,8 @@ func (a *Agent) renewCheckpoint(ctx context.Context, t *desk.Testimony, containe
 			stale[e.Resource] = append(stale[e.Resource], key)
 		}
 	}
+	// What was stale and is not any more may become so again, in the same words.
+	maps.DeleteFunc(a.seen.stale, func(resource, _ string) bool { return stale[resource] == nil })
 	before := a.kubelet.Stamp()
 	asked := false
 	for _, resource := range sortedKeys(stale) {
