@@ -208,6 +208,7 @@ func TestFaults(t *testing.T) {
 		{name: "Xid 63, a row to remap", hits: []int{3}, do: xid(3, 63), says: "63"},
 		{name: "Xid 64, a remap that failed", hits: []int{6}, do: xid(6, 64), says: "64",
 			mend: func(ctx context.Context) error { return driver.SetHealth(ctx, 6, `{"remapFailed": false}`) }},
+		{name: "Xid 74, an NVLink error", hits: []int{2}, do: xid(2, 74), says: "74"},
 		{name: "Xid 79, off the bus", hits: []int{1}, do: xid(1, 79), says: "79", mend: restore(1)},
 		{name: "Xid 94, contained", hits: []int{4}, do: xid(4, 94), says: "94"},
 		{name: "Xid 95, not contained", hits: []int{7}, do: xid(7, 95), says: "95", mend: reset(7)},
