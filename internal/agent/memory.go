@@ -4,7 +4,6 @@ package agent
 
 import (
 	"encoding/json"
-	"slices"
 	"strings"
 	"time"
 
@@ -83,12 +82,12 @@ func (a *Agent) save() error {
 		_, s, _ := strings.Cut(a.names.of(k), "/")
 		return s
 	}
-	for _, u := range sortedUUIDs(a.cuts) {
+	for _, u := range sortedKeys(a.cuts) {
 		if c := a.cuts[u]; c.Offers {
 			doc.Cuts = append(doc.Cuts, state.Cut{GPU: u, Kind: short(c.Kind), N: c.N, Unit: c.Unit})
 		}
 	}
-	for _, u := range sortedUUIDs(a.past) {
+	for _, u := range sortedKeys(a.past) {
 		for _, p := range a.past[u] {
 			doc.Cuts = append(doc.Cuts, state.Cut{GPU: u, Kind: short(p.cut.Kind), N: p.cut.N, Unit: p.cut.Unit, Until: p.until})
 		}
@@ -130,13 +129,4 @@ func (a *Agent) trimJournal() error {
 	}
 	a.trim = false
 	return nil
-}
-
-func sortedUUIDs[V any](m map[gpu.UUID]V) []gpu.UUID {
-	out := make([]gpu.UUID, 0, len(m))
-	for u := range m {
-		out = append(out, u)
-	}
-	slices.Sort(out)
-	return out
 }

@@ -627,13 +627,6 @@ func (m *Monitor) Restore(records []Record, sameBoot bool) {
 	}
 }
 
-// Forget drops all that is known of a GPU that has left the machine for good.
-func (m *Monitor) Forget(u gpu.UUID) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	delete(m.gpus, u)
-}
-
 // sane returns a time that can be written again: one of a year that JSON cannot
 // hold, in UTC, is no time.
 func sane(t time.Time) time.Time {
