@@ -96,7 +96,7 @@ func (a *Agent) writeClaims(claims []desk.Claim) error {
 }
 
 func (a *Agent) writeClaim(c *desk.Claim) error {
-	spec, err := cdi.Spec(a.opts.Domain, c.Key, *a.parts, c.GPUs)
+	spec, err := cdi.Spec(a.opts.Domain, c.Key, *a.parts, c.GPUs, cdi.Overlay{})
 	if err != nil {
 		return err
 	}

@@ -178,16 +178,18 @@ func TestSpecGolden(t *testing.T) {
 		name    string
 		parts   cdi.Parts
 		gpus    []gpu.UUID
+		over    cdi.Overlay
 		version string
 	}{
-		{"one", parts(), []gpu.UUID{gpuB}, "0.3.0"},
-		{"two", parts(), []gpu.UUID{gpuB, gpuA, gpuB}, "0.3.0"},
-		{"elsewhere", elsewhere, []gpu.UUID{gpuA}, "0.5.0"},
-		{"groups", groups, []gpu.UUID{gpuA}, "0.7.0"},
+		{"one", parts(), []gpu.UUID{gpuB}, cdi.Overlay{}, "0.3.0"},
+		{"two", parts(), []gpu.UUID{gpuB, gpuA, gpuB}, cdi.Overlay{}, "0.3.0"},
+		{"elsewhere", elsewhere, []gpu.UUID{gpuA}, cdi.Overlay{}, "0.5.0"},
+		{"groups", groups, []gpu.UUID{gpuA}, cdi.Overlay{}, "0.7.0"},
+		{"overlaid", parts(), []gpu.UUID{gpuB}, overlay(), "0.4.0"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			// Keys that begin with a letter: a digit alone would ask for 0.5.0.
-			spec, err := cdi.Spec(domain, "abcdef0123456789", c.parts, c.gpus)
+			spec, err := cdi.Spec(domain, "abcdef0123456789", c.parts, c.gpus, c.over)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -216,9 +218,27 @@ func TestSpecGolden(t *testing.T) {
 	}
 }
 
+// overlay puts a library in place of CUDA's, and adds a file system.
+func overlay() cdi.Overlay {
+	return cdi.Overlay{
+		Stands: []cdi.Stand{{Library: "libcuda.so", HostPath: "/var/lib/gpu-agent/cap/0123456789abcdef/libcuda.so.1", Real: "/usr/lib/gpu-agent/driver/libcuda.so.1"}},
+		Mounts: []specs.Mount{{HostPath: "tmpfs", ContainerPath: "/usr/lib/gpu-agent/usage", Type: "tmpfs", Options: []string{"nosuid", "size=32m"}}},
+	}
+}
+
+// TestSpecNeedsWhatItReplaces: without the library, a container would run
+// uncapped.
+func TestSpecNeedsWhatItReplaces(t *testing.T) {
+	over := overlay()
+	over.Stands[0].Library = "libother.so"
+	if spec, err := cdi.Spec(domain, "abcdef0123456789", parts(), []gpu.UUID{gpuA}, over); !errors.Is(err, gpu.ErrNotFound) || spec != nil {
+		t.Errorf("got %v, %v, want ErrNotFound", spec, err)
+	}
+}
+
 func TestSpecSharesNothingWithItsParts(t *testing.T) {
-	p := parts()
-	spec, err := cdi.Spec(domain, "abcdef0123456789", p, []gpu.UUID{gpuA, gpuB})
+	p, over := parts(), overlay()
+	spec, err := cdi.Spec(domain, "abcdef0123456789", p, []gpu.UUID{gpuA, gpuB}, over)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -236,8 +256,8 @@ func TestSpecSharesNothingWithItsParts(t *testing.T) {
 	for _, h := range edits.Hooks {
 		h.Args[0] = "changed"
 	}
-	if !reflect.DeepEqual(p, parts()) {
-		t.Error("a change of the spec changed the parts")
+	if !reflect.DeepEqual(p, parts()) || !reflect.DeepEqual(over, overlay()) {
+		t.Error("a change of the spec changed what it was made from")
 	}
 }
 
@@ -254,7 +274,7 @@ func TestSpecRefuses(t *testing.T) {
 		{"an unknown GPU", domain, key, []gpu.UUID{gpuA, "GPU-other"}, gpu.ErrNotFound},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			spec, err := cdi.Spec(c.domain, c.key, parts(), c.gpus)
+			spec, err := cdi.Spec(c.domain, c.key, parts(), c.gpus, cdi.Overlay{})
 			if !errors.Is(err, c.want) || spec != nil {
 				t.Errorf("got %v, %v, want %v", spec, err, c.want)
 			}
@@ -298,7 +318,7 @@ func FuzzSpecIsValidAndDeterministic(f *testing.F) {
 			gpus = append(gpus, u)
 		}
 		key := cdi.Key("example.com/gpu", []string{fmt.Sprint(seed)})
-		spec, err := cdi.Spec(domain, key, p, gpus)
+		spec, err := cdi.Spec(domain, key, p, gpus, cdi.Overlay{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -311,7 +331,7 @@ func FuzzSpecIsValidAndDeterministic(f *testing.F) {
 		}
 
 		rng.Shuffle(len(gpus), func(i, j int) { gpus[i], gpus[j] = gpus[j], gpus[i] })
-		again, err := cdi.Spec(domain, key, p, gpus)
+		again, err := cdi.Spec(domain, key, p, gpus, cdi.Overlay{})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -17,7 +17,11 @@
 //
 //	parts, _ := driver.Parts(ctx)                      // what containers need, per GPU
 //	key := cdi.Key("example.com/gpu-mem", ids)         // "5f0c…"
-//	spec, err := cdi.Spec("example.com", key, parts, []gpu.UUID{"GPU-…"})
+//	spec, err := cdi.Spec("example.com", key, parts, []gpu.UUID{"GPU-…"}, cdi.Overlay{})
+//
+// An [Overlay] says what stands in place of the driver's libraries, so that a
+// container may be held to what it was granted: the library that a program finds
+// is another, and the driver's own is mounted where that one expects it.
 //
 // Specs are deterministic: equal arguments, in whatever order the GPUs come,
 // give equal values, so that a caller may compare bytes to see whether a file

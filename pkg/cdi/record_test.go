@@ -16,7 +16,7 @@ func TestRecord(t *testing.T) {
 	const resource = "example.com/gpu-mem"
 	ids := []string{"GPU-1::10", "GPU-1::9"}
 	parts := Parts{Devices: map[gpu.UUID]specs.ContainerEdits{"GPU-1": {DeviceNodes: []*specs.DeviceNode{{Path: "/dev/nvidia3"}}}}}
-	spec, err := Spec("example.com", Key(resource, ids), parts, []gpu.UUID{"GPU-1"})
+	spec, err := Spec("example.com", Key(resource, ids), parts, []gpu.UUID{"GPU-1"}, Overlay{})
 	if err != nil {
 		t.Fatal(err)
 	}

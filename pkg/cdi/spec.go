@@ -29,16 +29,17 @@ type Parts struct {
 }
 
 // Spec describes a claim on some GPUs, by UUID: one device named key that
-// carries the common parts and those of each GPU. It shares no memory with
-// parts.
+// carries the common parts and those of each GPU, with over on top. It shares no
+// memory with its arguments.
 //
 // What several parts ask for in the same words stands in it once. Device
 // nodes, mounts and group IDs are sorted, GPUs are taken in the order of
 // their UUIDs, and environment and hooks keep the order of their part.
 //
 // Errors wrap gpu.ErrInvalid (a malformed domain or key, no GPU at all) or
-// gpu.ErrNotFound (parts do not know a GPU).
-func Spec(domain, key string, parts Parts, gpus []gpu.UUID) (*specs.Spec, error) {
+// gpu.ErrNotFound (parts do not know a GPU, or a library that something is to
+// stand for).
+func Spec(domain, key string, parts Parts, gpus []gpu.UUID, over Overlay) (*specs.Spec, error) {
 	if err := ValidateDomain(domain); err != nil {
 		return nil, err
 	}
@@ -62,6 +63,11 @@ func Spec(domain, key string, parts Parts, gpus []gpu.UUID) (*specs.Spec, error)
 		merge(&all, edits)
 	}
 	all, err := clone(all)
+	if err == nil {
+		if err = over.apply(&all); err == nil {
+			all, err = clone(all)
+		}
+	}
 	if err != nil {
 		return nil, fmt.Errorf("describe claim %s: %w", key, err)
 	}

@@ -146,10 +146,11 @@ type Process struct {
 	// PID is in the agent's own PID namespace, as the driver gives it.
 	PID  int
 	Kind ProcessKind
-	// Memory is valid only if Known: the driver may answer "not available",
-	// which is neither zero nor a number.
-	Memory MiB
-	Known  bool
+	// Bytes of GPU memory are valid only if Known: the driver may answer "not
+	// available", which is neither zero nor a number. Managed memory is not in
+	// them.
+	Bytes uint64
+	Known bool
 	// GI and CI name the MIG instance, -1 where there is none.
 	GI, CI int
 }

@@ -334,7 +334,7 @@ func processes(t *testing.T, opts nvml.Options, caps Caps) {
 		if at < 0 {
 			t.Fatalf("process %d is not on %s: %+v", pid, dev.UUID, list)
 		}
-		if p := list[at]; p.Known && p.Memory < amount || p.GI != -1 || p.CI != -1 {
+		if p := list[at]; p.Known && p.Bytes < uint64(amount)<<20 || p.GI != -1 || p.CI != -1 {
 			t.Errorf("process %d holds %d MiB of a whole GPU and is listed as %+v", pid, amount, p)
 		} else if !p.Known {
 			t.Logf("the driver does not tell the memory of process %d", pid)
@@ -449,7 +449,7 @@ func parts(t *testing.T, opts nvml.Options, caps Caps) {
 	}
 	for _, chosen := range [][]gpu.UUID{gpus[:1], gpus} {
 		key := cdi.Key("example.com/gpu", []string{fmt.Sprint(chosen)})
-		spec, err := cdi.Spec("example.com", key, p, chosen)
+		spec, err := cdi.Spec("example.com", key, p, chosen, cdi.Overlay{})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -340,8 +340,8 @@ func TestProcessKinds(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := []gpu.Process{
-		{PID: pid, Kind: gpu.Compute, Memory: 100, Known: true, GI: -1, CI: -1},
-		{PID: pid, Kind: gpu.Graphics, Memory: 7, Known: true, GI: -1, CI: -1},
+		{PID: pid, Kind: gpu.Compute, Bytes: 100 << 20, Known: true, GI: -1, CI: -1},
+		{PID: pid, Kind: gpu.Graphics, Bytes: 7 << 20, Known: true, GI: -1, CI: -1},
 		{PID: pid, Kind: gpu.MPS, GI: -1, CI: -1},
 	}
 	if !slices.Equal(got, want) {
@@ -762,7 +762,7 @@ func TestClaimGolden(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	spec, err := cdi.Spec("example.com", "abcdef0123456789", parts, gpus)
+	spec, err := cdi.Spec("example.com", "abcdef0123456789", parts, gpus, cdi.Overlay{})
 	if err != nil {
 		t.Fatal(err)
 	}

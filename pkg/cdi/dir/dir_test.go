@@ -28,7 +28,7 @@ func spec(t *testing.T, key string, minor int) *specs.Spec {
 	t.Helper()
 	s, err := cdi.Spec(domain, key, cdi.Parts{Devices: map[gpu.UUID]specs.ContainerEdits{
 		"GPU-a": {DeviceNodes: []*specs.DeviceNode{{Path: fmt.Sprintf("/dev/nvidia%d", minor)}}},
-	}}, []gpu.UUID{"GPU-a"})
+	}}, []gpu.UUID{"GPU-a"}, cdi.Overlay{})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -477,7 +477,7 @@ func (d *Driver) processes(h nvml.Device, u gpu.UUID) ([]gpu.Process, error) {
 		for _, info := range infos {
 			p := gpu.Process{PID: int(info.Pid), Kind: list.kind, GI: instance(info.GpuInstanceId), CI: instance(info.ComputeInstanceId)}
 			if info.UsedGpuMemory != notAvailable {
-				p.Memory, p.Known = gpu.MiB(info.UsedGpuMemory/mebibyte), true
+				p.Bytes, p.Known = info.UsedGpuMemory, true
 			}
 			all = append(all, p)
 		}
