@@ -23,6 +23,7 @@ var (
 	configMaps = schema.GroupVersionResource{Version: "v1", Resource: "configmaps"}
 	nodes      = schema.GroupVersionResource{Version: "v1", Resource: "nodes"}
 	events     = schema.GroupVersionResource{Version: "v1", Resource: "events"}
+	pods       = schema.GroupVersionResource{Version: "v1", Resource: "pods"}
 )
 
 // Rule is a permission that the package needs, in the words of RBAC.
@@ -34,6 +35,9 @@ type Rule struct {
 	Cluster bool
 	// Why is the reason, for the manifest's reader.
 	Why string
+	// Component is the part of the manifests that grants it, for a permission
+	// that not every cluster wants to give; empty is the base.
+	Component string
 }
 
 // Rules is every permission that the package uses. A manifest may narrow the
@@ -48,6 +52,8 @@ var Rules = []Rule{
 		Why: "follow the label that chooses a partition; write the outcome"},
 	{Resource: "nodes/status", Verbs: []string{"patch"}, Cluster: true,
 		Why: "say by a condition of its own whether the node's GPUs are well"},
+	{Resource: "pods/eviction", Verbs: []string{"create"}, Cluster: true, Component: "evict",
+		Why: "end pods that go over their memory caps again and again, where that is on"},
 }
 
 // Options configure a Client.

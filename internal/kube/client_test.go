@@ -141,6 +141,10 @@ func TestRulesAreUsed(t *testing.T) {
 	if err := c.SetCondition(t.Context(), Condition{Type: "example.com/A", Status: True, Reason: "Well"}); err != nil {
 		t.Fatal(err)
 	}
+	s.pod("train", "job-1", "u-1")
+	if err := c.Evict(t.Context(), PodRef{"train", "job-1", "u-1"}); err != nil {
+		t.Fatal(err)
+	}
 	all := map[string]bool{}
 	for _, rule := range Rules {
 		if !slices.IsSorted(rule.Verbs) || rule.Why == "" {

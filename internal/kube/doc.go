@@ -4,8 +4,9 @@
 //
 // Through it the agent reads two objects, the ConfigMap that holds its
 // partitions and its own Node, and writes two: Events, and of the Node labels,
-// annotations and conditions. Nothing else: [Rules] lists every verb on every
-// resource, and the manifests are tested against that list.
+// annotations and conditions. Where an operator allows it, it also asks for the
+// end of pods. Nothing else: [Rules] lists every verb on every resource, and the
+// manifests are tested against that list.
 //
 // # Following one object
 //
@@ -54,5 +55,20 @@
 // the kubelet does, with the node's name in place of its UID: by that `kubectl
 // describe node` finds it.
 //
-// The package does not know what a partition, a GPU or a label means.
+// # Evictions
+//
+// [Client.Evict] is the verb of a drain: the server weighs disruption budgets,
+// the pod gets its grace period, its controller makes another. It names the pod
+// by its UID as well, so a pod that has taken the name since is never hit. The
+// agent cannot read pods; the UID comes from the node, and an admission policy
+// beside the right (deployments/components/evict) demands one: nobody who takes
+// over a node's agent can evict a pod whose UID that node does not know.
+//
+//	err := client.Evict(ctx, kube.PodRef{Namespace: "train", Name: "job-1", UID: uid})
+//	if errors.Is(err, kube.ErrBudget) {
+//		// not now
+//	}
+//
+// The package does not know what a partition, a GPU or a label means: of package
+// gpu it borrows an error alone.
 package kube

@@ -24,8 +24,8 @@ import (
 )
 
 // server is a small API server on a real socket: objects with versions, lists,
-// watches, merge patches, and strategic ones of a node's status, for the
-// resources and verbs in Rules and no others. Faults are set by the tests.
+// watches, merge patches, strategic ones of a node's status, and evictions, for
+// the resources and verbs in Rules and no others. Faults are set by the tests.
 type server struct {
 	t    *testing.T
 	addr string
@@ -142,7 +142,7 @@ func (s *server) putLocked(resource, namespace, name string, object map[string]a
 	return object
 }
 
-var kinds = map[string]string{"configmaps": "ConfigMap", "nodes": "Node", "events": "Event"}
+var kinds = map[string]string{"configmaps": "ConfigMap", "nodes": "Node", "events": "Event", "pods": "Pod"}
 
 func clone(object map[string]any) map[string]any {
 	body, err := json.Marshal(object)
@@ -162,6 +162,10 @@ func (s *server) config(namespace, name, content string) {
 
 func (s *server) node(name string, labels, annotations map[string]any) {
 	s.put("nodes", "", name, map[string]any{"metadata": map[string]any{"labels": labels, "annotations": annotations}})
+}
+
+func (s *server) pod(namespace, name, uid string) {
+	s.put("pods", namespace, name, map[string]any{"metadata": map[string]any{"uid": uid}})
 }
 
 // all returns the objects of a resource, sorted by name.
@@ -228,6 +232,8 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		s.list(w, resource, namespace, name)
 	case verb == "watch":
 		s.watch(w, r, resource, namespace, name)
+	case resource == "pods/eviction":
+		s.evict(w, namespace, name, body)
 	case verb == "create":
 		s.create(w, resource, namespace, body)
 	case verb == "patch":
@@ -340,6 +346,35 @@ func (s *server) create(w http.ResponseWriter, resource, namespace string, body 
 		refuse(w, 409, "AlreadyExists")
 	default:
 		answer(w, s.putLocked(resource, namespace, name, object))
+	}
+}
+
+// evict deletes a pod at once. As at the real server, a precondition that does
+// not hold is a conflict, and the object's name is the path's.
+func (s *server) evict(w http.ResponseWriter, namespace, name string, body []byte) {
+	var eviction struct {
+		APIVersion, Kind string
+		Metadata         struct{ Name, Namespace string }
+		DeleteOptions    struct{ Preconditions struct{ UID string } }
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	pod, ok := s.objects["pods/"+namespace+"/"+name]
+	metadata, _ := pod["metadata"].(map[string]any)
+	uid, _ := metadata["uid"].(string)
+	switch err := json.Unmarshal(body, &eviction); {
+	case err != nil, eviction.APIVersion != "policy/v1", eviction.Kind != "Eviction",
+		eviction.Metadata.Name != name, eviction.Metadata.Namespace != namespace:
+		refuse(w, 400, "BadRequest")
+	case !ok:
+		refuse(w, 404, "NotFound")
+	case eviction.DeleteOptions.Preconditions.UID != "" && eviction.DeleteOptions.Preconditions.UID != uid:
+		refuse(w, 409, "Conflict")
+	default:
+		s.putLocked("pods", namespace, name, nil)
+		w.Header().Set("Content-Type", "application/json")
+		w.WriteHeader(http.StatusCreated)
+		json.NewEncoder(w).Encode(map[string]any{"apiVersion": "v1", "kind": "Status", "status": "Success", "code": 201})
 	}
 }
 

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// PodRef names one pod and none that comes after it. All three are needed.
+type PodRef struct {
+	Namespace, Name string
+	// UID is the API server's. The kubelet calls a static pod by another one, so
+	// a static pod cannot be named by what a kubelet says.
+	UID string
+}
+
+func (p PodRef) String() string { return p.Namespace + "/" + p.Name }
+
+// budgetCause marks the API server's refusals that come from a disruption
+// budget; without it, 429 says that the server is overloaded.
+const budgetCause metav1.CauseType = "DisruptionBudget"
+
+// ErrBudget is wrapped by Evict's error where a disruption budget forbids the
+// eviction now. Trying again later can help.
+var ErrBudget = errors.New("a disruption budget forbids it now")
+
+// Evict asks the API server to end a pod, with the grace period that the pod
+// has for itself, as a drain does: disruption budgets are heeded. It returns
+// when the server has decided, at most 30 s later, and long before the pod's
+// containers are gone.
+//
+// A pod that does not exist is evicted. Where there is one of that name with
+// another UID, nothing is done, and the error wraps gpu.ErrNotFound; where a
+// budget says no, the error wraps ErrBudget and has the server's words.
+func (c *Client) Evict(ctx context.Context, p PodRef) error {
+	if p.Namespace == "" || p.Name == "" || p.UID == "" {
+		return fmt.Errorf("evict pod %q with UID %q: a namespace, a name and a UID are needed, so that no other pod is hit", p, p.UID)
+	}
+	bounded, cancel := context.WithTimeout(ctx, c.timing.request)
+	defer cancel()
+	eviction := &unstructured.Unstructured{Object: map[string]any{
+		"apiVersion": "policy/v1", "kind": "Eviction",
+		"metadata":      map[string]any{"namespace": p.Namespace, "name": p.Name},
+		"deleteOptions": map[string]any{"preconditions": map[string]any{"uid": p.UID}},
+	}}
+	done, err := c.api.Resource(pods).Namespace(p.Namespace).Create(bounded, eviction, metav1.CreateOptions{}, "eviction")
+	failed := err
+	if err == nil {
+		err = refused(done)
+	}
+	budget := apierrors.IsTooManyRequests(err) && apierrors.HasStatusCause(err, budgetCause)
+	if apierrors.IsNotFound(err) || apierrors.IsConflict(err) || budget {
+		failed = nil // a word about the pod: the API server is well
+	}
+	// One name for all pods: what fails, a missing right, fails for all alike.
+	c.note(ctx, "create", pods.Resource+"/eviction", "", failed)
+	switch {
+	case err == nil, apierrors.IsNotFound(err):
+		return nil
+	case apierrors.IsConflict(err):
+		return fmt.Errorf("evict pod %s: %w: a pod with UID %s; the one of that name is newer, or a static one, which nobody can evict (%s)",
+			p, gpu.ErrNotFound, p.UID, err)
+	case budget:
+		return fmt.Errorf("evict pod %s: %w: %s", p, ErrBudget, words(err))
+	case apierrors.IsForbidden(err):
+		return fmt.Errorf("evict pod %s: %w; the manifests' component evict grants the right", p, err)
+	}
+	return fmt.Errorf("evict pod %s: %w", p, err)
+}
+
+// refused finds a refusal in an answer that is none by its code: where a pod
+// has two budgets, the server answers 201 with a failure in the body.
+func refused(answer *unstructured.Unstructured) error {
+	if s, _, _ := unstructured.NestedString(answer.Object, "status"); s != metav1.StatusFailure {
+		return nil
+	}
+	code, _, _ := unstructured.NestedInt64(answer.Object, "code")
+	message, _, _ := unstructured.NestedString(answer.Object, "message")
+	return &apierrors.StatusError{ErrStatus: metav1.Status{Status: metav1.StatusFailure, Code: int32(code), Message: message}}
+}
+
+// words is what the server says of the budget: which one it is, and what it
+// needs.
+func words(err error) string {
+	text := err.Error()
+	var status apierrors.APIStatus
+	if errors.As(err, &status) && status.Status().Details != nil {
+		for _, cause := range status.Status().Details.Causes {
+			if cause.Type == budgetCause {
+				text += " " + cause.Message
+			}
+		}
+	}
+	return text
+}

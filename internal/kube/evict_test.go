@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"net/http"
+	"strings"
+	"testing"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+func TestEvict(t *testing.T) {
+	s := newServer(t)
+	s.pod("train", "job-1", "u-1")
+	s.pod("train", "job-2", "u-2")
+	c, j := connect(t, s)
+	pod := PodRef{"train", "job-1", "u-1"}
+	if err := c.Evict(t.Context(), pod); err != nil {
+		t.Fatal(err)
+	}
+	if left := s.all("pods"); len(left) != 1 || at(left[0], "metadata.name") != "job-2" {
+		t.Fatalf("pods %v, want job-2 alone", left)
+	}
+	asked := s.asked("create pods/eviction train/job-1 ")
+	if len(asked) != 1 || !strings.Contains(asked[0], `"deleteOptions":{"preconditions":{"uid":"u-1"}}`) {
+		t.Errorf("asked %q", asked)
+	}
+	// Once more: it is gone, and that is what was wanted.
+	if err := c.Evict(t.Context(), pod); err != nil {
+		t.Errorf("a pod that is gone: %v", err)
+	}
+	// A new pod of that name is another one.
+	s.pod("train", "job-1", "u-3")
+	err := c.Evict(t.Context(), pod)
+	if !errors.Is(err, gpu.ErrNotFound) || !strings.Contains(err.Error(), "train/job-1") || !strings.Contains(err.Error(), "u-1") {
+		t.Errorf("a new pod of that name: %v, want an error that is gpu.ErrNotFound and names pod and UID", err)
+	}
+	if left := s.all("pods"); len(left) != 2 {
+		t.Errorf("pods %v: a pod was evicted for another", left)
+	}
+	if n := j.count("level=WARN"); n != 0 {
+		t.Errorf("%d warnings about a server that is well", n)
+	}
+}
+
+// A pod that is not named in full could be another one.
+func TestEvictNeedsAName(t *testing.T) {
+	s := newServer(t)
+	s.pod("train", "job-1", "u-1")
+	c, _ := connect(t, s)
+	for _, p := range []PodRef{{"", "job-1", "u-1"}, {"train", "", "u-1"}, {"train", "job-1", ""}} {
+		if err := c.Evict(t.Context(), p); err == nil || !strings.Contains(err.Error(), "are needed") {
+			t.Errorf("%+v: %v", p, err)
+		}
+	}
+	if asked := s.asked("create"); len(asked) > 0 {
+		t.Errorf("asked %q", asked)
+	}
+}
+
+func TestEvictRefused(t *testing.T) {
+	// busy is a 429 with or without the cause that a budget has.
+	busy := func(cause map[string]any) func(http.ResponseWriter) {
+		return func(w http.ResponseWriter) {
+			body := status(429, "TooManyRequests")
+			body["message"] = "Cannot evict pod as it would violate the pod's disruption budget."
+			if cause != nil {
+				body["details"] = map[string]any{"causes": []any{cause}}
+			}
+			w.Header().Set("Content-Type", "application/json")
+			w.WriteHeader(429)
+			json.NewEncoder(w).Encode(body)
+		}
+	}
+	for _, test := range []struct {
+		name   string
+		answer func(http.ResponseWriter)
+		budget bool
+		want   string
+		// warn is how often the log speaks of a server that is not well.
+		warn int
+	}{
+		{"a disruption budget", busy(map[string]any{"reason": "DisruptionBudget", "message": "The disruption budget job needs 2 healthy pods and has 2 currently"}),
+			true, "The disruption budget job needs 2 healthy pods and has 2 currently", 0},
+		{"an overloaded server", busy(nil), false, "", 1},
+		{"two budgets", func(w http.ResponseWriter) {
+			w.Header().Set("Content-Type", "application/json")
+			w.WriteHeader(http.StatusCreated)
+			json.NewEncoder(w).Encode(map[string]any{"apiVersion": "v1", "kind": "Status", "status": "Failure", "code": 500,
+				"message": "This pod has more than one PodDisruptionBudget"})
+		}, false, "more than one PodDisruptionBudget", 0},
+		{"no right to", func(w http.ResponseWriter) { refuse(w, 403, "Forbidden") }, false, "component evict", 1},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			s := newServer(t)
+			s.pod("train", "job-1", "u-1")
+			s.set(func() {
+				s.fault = func(_, _ string, w http.ResponseWriter) bool { test.answer(w); return true }
+			})
+			c, j := connect(t, s)
+			for range 2 {
+				err := c.Evict(t.Context(), PodRef{"train", "job-1", "u-1"})
+				if err == nil || errors.Is(err, ErrBudget) != test.budget || !strings.Contains(err.Error(), "train/job-1") || !strings.Contains(err.Error(), test.want) {
+					t.Fatalf("%v, want an error that names the pod, says %q, and is ErrBudget: %v", err, test.want, test.budget)
+				}
+			}
+			if n := j.count("level=WARN"); n != test.warn {
+				t.Errorf("%d warnings, want %d", n, test.warn)
+			}
+			if n := len(s.all("pods")); n != 1 {
+				t.Errorf("%d pods left", n)
+			}
+		})
+	}
+}
+
+// One outage, whichever pods are asked for, is one entry and one line.
+func TestEvictServerAway(t *testing.T) {
+	s := newServer(t)
+	s.pod("train", "job-1", "u-1")
+	c, j := connect(t, s)
+	s.stop()
+	for _, name := range []string{"job-1", "job-2", "job-3"} {
+		if err := c.Evict(t.Context(), PodRef{"train", name, "u-1"}); err == nil || errors.Is(err, ErrBudget) {
+			t.Fatalf("%v, want an error of the network", err)
+		}
+	}
+	if n := j.count("request fails"); n != 1 {
+		t.Errorf("%d lines for one outage", n)
+	}
+	s.back()
+	if err := c.Evict(t.Context(), PodRef{"train", "job-1", "u-1"}); err != nil {
+		t.Fatal(err)
+	}
+	if n := j.count("answers again"); n != 1 {
+		t.Errorf("%d lines for one return", n)
+	}
+	// Our own end is not the server's.
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := c.Evict(ctx, PodRef{"train", "job-1", "u-1"}); !errors.Is(err, context.Canceled) {
+		t.Errorf("with an ended context: %v", err)
+	}
+}
