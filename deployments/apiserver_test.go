@@ -11,6 +11,7 @@ import (
 	"crypto/x509"
 	"encoding/json"
 	"encoding/pem"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -25,6 +26,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/pkg/gpu"
 )
 
 // apiServer is the real one, on loopback, over an etcd of its own, with the
@@ -288,6 +290,7 @@ func TestAtTheAPIServer(t *testing.T) {
 	}
 
 	t.Run("conditions", func(t *testing.T) { s.tryConditions(t, node) })
+	t.Run("evictions", s.tryEvictions)
 
 	condition := func(kind, status string) fields {
 		return fields{"status": fields{"conditions": []fields{{"type": kind, "status": status}}}}
@@ -351,20 +354,9 @@ func TestAtTheAPIServer(t *testing.T) {
 	}
 }
 
-// tryConditions lets internal/kube speak to the real server in the agent's
-// name: each patch does what it is for, and the kubelet's conditions stay.
-func (s *apiServer) tryConditions(t *testing.T, node string) {
-	read := func() []any {
-		t.Helper()
-		var object struct {
-			Status struct{ Conditions []any }
-		}
-		if err := s.do(t, nil, http.MethodGet, node, "", nil, &object); err != nil {
-			t.Fatal(err)
-		}
-		return object.Status.Conditions
-	}
-	theirs := read()
+// agentClient is internal/kube, in the name of the agent on node-1.
+func (s *apiServer) agentClient(t *testing.T) *kube.Client {
+	t.Helper()
 	kubeconfig := filepath.Join(t.TempDir(), "kubeconfig")
 	text, err := json.Marshal(fields{"apiVersion": "v1", "kind": "Config", "current-context": "c",
 		"contexts": []fields{{"name": "c", "context": fields{"cluster": "c", "user": "u"}}},
@@ -383,6 +375,24 @@ func (s *apiServer) tryConditions(t *testing.T, node string) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	return client
+}
+
+// tryConditions lets internal/kube speak to the real server in the agent's
+// name: each patch does what it is for, and the kubelet's conditions stay.
+func (s *apiServer) tryConditions(t *testing.T, node string) {
+	read := func() []any {
+		t.Helper()
+		var object struct {
+			Status struct{ Conditions []any }
+		}
+		if err := s.do(t, nil, http.MethodGet, node, "", nil, &object); err != nil {
+			t.Fatal(err)
+		}
+		return object.Status.Conditions
+	}
+	theirs := read()
+	client := s.agentClient(t)
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	const kind = "example.com/GPUHealthy"
@@ -415,5 +425,111 @@ func (s *apiServer) tryConditions(t *testing.T, node string) {
 		if list := read(); fmt.Sprint(list) != fmt.Sprint(theirs) {
 			t.Fatalf("conditions\n%v, want the kubelet's alone\n%v", list, theirs)
 		}
+	}
+}
+
+// tryEvictions lets internal/kube evict pods at the real server: with the base
+// alone it may not, with the component it can, and only a pod that it names by
+// its UID; a budget's no is told from a failure.
+func (s *apiServer) tryEvictions(t *testing.T) {
+	const train = "/api/v1/namespaces/train"
+	create := func(path string, object fields) {
+		t.Helper()
+		if err := s.do(t, nil, http.MethodPost, path, asJSON, object, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	create("/api/v1/namespaces", fields{"apiVersion": "v1", "kind": "Namespace", "metadata": fields{"name": "train"}})
+	create(train+"/serviceaccounts", fields{"apiVersion": "v1", "kind": "ServiceAccount", "metadata": fields{"name": "default"}})
+	type pod struct {
+		Metadata struct{ UID, DeletionTimestamp string }
+	}
+	read := func(name string) pod {
+		t.Helper()
+		var p pod
+		if err := s.do(t, nil, http.MethodGet, train+"/pods/"+name, "", nil, &p); err != nil {
+			t.Fatal(err)
+		}
+		return p
+	}
+	// A pod that a kubelet has reported as running, and ready.
+	start := func(name, app string) kube.PodRef {
+		t.Helper()
+		create(train+"/pods", fields{"apiVersion": "v1", "kind": "Pod", "metadata": fields{"name": name, "labels": fields{"app": app}},
+			"spec": fields{"nodeName": "node-1", "automountServiceAccountToken": false, "tolerations": []fields{{"operator": "Exists"}},
+				"containers": []fields{{"name": "main", "image": "none"}}}})
+		if err := s.do(t, nil, http.MethodPatch, train+"/pods/"+name+"/status", strategic, fields{"status": fields{"phase": "Running",
+			"conditions": []fields{{"type": "Ready", "status": "True"}}}}, nil); err != nil {
+			t.Fatal(err)
+		}
+		return kube.PodRef{Namespace: "train", Name: name, UID: read(name).Metadata.UID}
+	}
+	budget := func(name, app string) {
+		t.Helper()
+		const budgets = "/apis/policy/v1/namespaces/train/poddisruptionbudgets"
+		create(budgets, fields{"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": fields{"name": name},
+			"spec": fields{"minAvailable": 1, "selector": fields{"matchLabels": fields{"app": app}}}})
+		// What its controller would write.
+		if err := s.do(t, nil, http.MethodPatch, budgets+"/"+name+"/status", merge, fields{"status": fields{"observedGeneration": 1,
+			"disruptionsAllowed": 0, "currentHealthy": 1, "desiredHealthy": 1, "expectedPods": 1}}, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	client := s.agentClient(t)
+	free, guarded, twice := start("free", "free"), start("guarded", "guarded"), start("twice", "twice")
+	budget("guard", "guarded")
+	budget("first", "twice")
+	budget("second", "twice")
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+
+	if err := client.Evict(ctx, free); err == nil || !strings.Contains(err.Error(), "component evict") {
+		t.Fatalf("with the base alone: %v, want a refusal that names the component", err)
+	}
+	for _, o := range resources(t, "components/evict") {
+		s.apply(t, o, false)
+	}
+	for _, test := range []struct {
+		name, refused string
+		options       fields
+	}{
+		{"by name alone", "names by its UID", nil},
+		{"at once", "its grace period", fields{"preconditions": fields{"uid": "none"}, "gracePeriodSeconds": 0}},
+	} {
+		// Right and policy come into force a moment after they were written.
+		s.await(t, "the agent may not evict "+test.name, func() error {
+			err := s.do(t, agentOn("node-1"), http.MethodPost, train+"/pods/none/eviction", asJSON, fields{"apiVersion": "policy/v1",
+				"kind": "Eviction", "metadata": fields{"name": "none", "namespace": "train"}, "deleteOptions": test.options}, nil)
+			if err == nil || !strings.Contains(err.Error(), test.refused) {
+				return fmt.Errorf("%v, want a refusal that says %q", err, test.refused)
+			}
+			return nil
+		})
+	}
+
+	other := free
+	other.UID = "0aa7d4f1-0000-4000-8000-000000000000"
+	if err := client.Evict(ctx, other); !errors.Is(err, gpu.ErrNotFound) {
+		t.Errorf("a pod of that name with another UID: %v, want gpu.ErrNotFound", err)
+	}
+	if err := client.Evict(ctx, guarded); !errors.Is(err, kube.ErrBudget) || !strings.Contains(err.Error(), "guard needs 1 healthy pods") {
+		t.Errorf("a pod with a budget: %v, want ErrBudget and what the budget needs", err)
+	}
+	if err := client.Evict(ctx, twice); err == nil || errors.Is(err, kube.ErrBudget) || !strings.Contains(err.Error(), "more than one PodDisruptionBudget") {
+		t.Errorf("a pod with two budgets: %v, want the server's words", err)
+	}
+	for _, p := range []kube.PodRef{free, guarded, twice} {
+		if at := read(p.Name).Metadata.DeletionTimestamp; at != "" {
+			t.Errorf("%s is being deleted since %s", p, at)
+		}
+	}
+	if err := client.Evict(ctx, free); err != nil {
+		t.Fatal(err)
+	}
+	if read("free").Metadata.DeletionTimestamp == "" {
+		t.Error("the pod is not being deleted")
+	}
+	if err := client.Evict(ctx, kube.PodRef{Namespace: "train", Name: "none", UID: free.UID}); err != nil {
+		t.Errorf("a pod that does not exist: %v", err)
 	}
 }

@@ -43,7 +43,7 @@ func agent(t *testing.T, d *daemonSet) *container {
 }
 
 func TestEveryFileIsUsed(t *testing.T) {
-	for _, dir := range kustomizations(t) {
+	for _, dir := range append(kustomizations(t), components(t)...) {
 		k := readKustomization(t, dir)
 		used := []string{"kustomization.yaml"}
 		for _, r := range k.Resources {
@@ -97,12 +97,17 @@ type rule struct {
 	cluster         bool
 }
 
-func TestRBACIsWhatTheAgentUses(t *testing.T) {
-	objects := base(t)
+// grants are the rights that objects give to the agent. All bindings are for it
+// and refer to roles of their own name.
+func grants(t *testing.T, objects []object, name string) []rule {
+	t.Helper()
 	var have []rule
-	for _, kind := range []string{"ClusterRole", "Role"} {
-		r := as[role](t, one(t, objects, kind, name))
-		for _, rr := range r.Rules {
+	for _, o := range objects {
+		kind := o.Kind
+		if kind != "ClusterRole" && kind != "Role" {
+			continue
+		}
+		for _, rr := range as[role](t, o).Rules {
 			if len(rr.APIGroups) != 1 || len(rr.Resources) != 1 {
 				t.Fatalf("%s: one group and one resource a rule, so that each has its reason: %+v", kind, rr)
 			}
@@ -120,30 +125,44 @@ func TestRBACIsWhatTheAgentUses(t *testing.T) {
 				t.Errorf("%s: %s is narrowed to %q, want %q", kind, resource, rr.ResourceNames, want)
 			}
 		}
-		b := as[binding](t, one(t, objects, kind+"Binding", name))
-		if b.RoleRef.Kind != kind || b.RoleRef.Name != name || b.RoleRef.APIGroup != "rbac.authorization.k8s.io" {
-			t.Errorf("%sBinding refers to %+v", kind, b.RoleRef)
+		b := as[binding](t, one(t, objects, kind+"Binding", o.Metadata.Name))
+		if o.Metadata.Name != name || b.RoleRef.Kind != kind || b.RoleRef.Name != name || b.RoleRef.APIGroup != "rbac.authorization.k8s.io" {
+			t.Errorf("%sBinding of %s refers to %+v, want %s", kind, o.Metadata.Name, b.RoleRef, name)
 		}
-		if len(b.Subjects) != 1 || b.Subjects[0].Kind != "ServiceAccount" || b.Subjects[0].Name != name || b.Subjects[0].Namespace != name {
+		if len(b.Subjects) != 1 || b.Subjects[0].Kind != "ServiceAccount" || b.Subjects[0].Name != "gpu-agent" || b.Subjects[0].Namespace != "gpu-agent" {
 			t.Errorf("%sBinding is for %+v", kind, b.Subjects)
 		}
 	}
-	var want []rule
+	return have
+}
+
+func TestRBACIsWhatTheAgentUses(t *testing.T) {
+	objects := base(t)
+	have := map[string][]rule{"": grants(t, objects, name)} // by component
+	for _, dir := range components(t) {
+		part := filepath.Base(dir)
+		have[part] = grants(t, resources(t, dir), name+"-"+part)
+	}
+	want := map[string][]rule{}
 	for _, r := range kube.Rules {
 		resource := r.Resource
 		if r.APIGroup != "" {
 			resource += "." + r.APIGroup
 		}
-		want = append(want, rule{resource, strings.Join(r.Verbs, " "), r.Cluster})
+		want[r.Component] = append(want[r.Component], rule{resource, strings.Join(r.Verbs, " "), r.Cluster})
 	}
-	for _, r := range want {
-		if !slices.Contains(have, r) {
-			t.Errorf("internal/kube uses %+v, which the manifests do not grant", r)
+	for part, rules := range want {
+		for _, r := range rules {
+			if !slices.Contains(have[part], r) {
+				t.Errorf("internal/kube uses %+v, which component %q does not grant", r, part)
+			}
 		}
 	}
-	for _, r := range have {
-		if !slices.Contains(want, r) {
-			t.Errorf("the manifests grant %+v, which internal/kube does not use", r)
+	for part, rules := range have {
+		for _, r := range rules {
+			if !slices.Contains(want[part], r) {
+				t.Errorf("component %q grants %+v, which internal/kube does not use, or not with it", part, r)
+			}
 		}
 	}
 	spec := agentSet(t, objects).Spec.Template.Spec
@@ -171,7 +190,7 @@ func needsReason(path []string, value string) bool {
 
 func TestEveryRightHasItsReason(t *testing.T) {
 	found := 0
-	for _, dir := range kustomizations(t) {
+	for _, dir := range append(kustomizations(t), components(t)...) {
 		files, err := filepath.Glob(filepath.Join(dir, "*.yaml"))
 		if err != nil {
 			t.Fatal(err)
@@ -192,9 +211,9 @@ func TestEveryRightHasItsReason(t *testing.T) {
 			}
 		}
 	}
-	// The base alone has 6 volumes, 6 mounts, 4 rules and 4 privileges; the
-	// cleanup 5 volumes, 5 mounts and 2 privileges.
-	if found < 32 {
+	// The base alone has 7 volumes, 7 mounts, 4 rules and 4 privileges; the
+	// cleanup 5 volumes, 5 mounts and 2 privileges; the component evict 1 rule.
+	if found < 35 {
 		t.Errorf("only %d rights found: this test does not look where they are", found)
 	}
 }
@@ -219,6 +238,9 @@ func TestMounts(t *testing.T) {
 		}
 		delete(host, m.Name)
 		inside[m.MountPath] = p
+		if m.Name == "cgroup" && m.ReadOnly {
+			t.Error("the cgroups are read-only: cgroup.kill could not be written")
+		}
 		if m.Name == "host" && (!m.ReadOnly || m.MountPropagation != "HostToContainer") {
 			t.Errorf("the host's root is read-only %v with propagation %q: it should be read-only and follow the host's unmounts", m.ReadOnly, m.MountPropagation)
 		}
@@ -240,6 +262,7 @@ func TestMounts(t *testing.T) {
 		value("driver-root"):                     false,
 		value("host-root"):                       false,
 		"/dev":                                   true,
+		value("host-root") + "/sys/fs/cgroup":    false, // written: cgroup.kill
 	} {
 		p, ok := inside[path]
 		if !ok || same && p != path {
@@ -248,6 +271,9 @@ func TestMounts(t *testing.T) {
 	}
 	if got := inside[value("driver-root")]; got != value("host-driver-root") {
 		t.Errorf("CDI files will say %s for the driver's root, which is %s on the host", value("host-driver-root"), got)
+	}
+	if got := inside[value("host-root")+"/sys/fs/cgroup"]; got != "/sys/fs/cgroup" {
+		t.Errorf("a container is ended by its cgroup, which is sought in the host's %q", got)
 	}
 	if got := inside[value("host-root")]; got != "/" {
 		t.Errorf("the runtime's socket is looked for below the host's %q, want /", got)
@@ -276,8 +302,12 @@ func TestEnvironmentIsFlags(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	parts, err := filepath.Glob("components/*/*.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
 	found := 0
-	for _, f := range append(files, more...) {
+	for _, f := range slices.Concat(files, more, parts) {
 		text, c := read(t, f), run
 		if filepath.Dir(f) == "cleanup" {
 			c = cleanup
@@ -544,12 +574,15 @@ func TestRenderedRuntimeClass(t *testing.T) {
 	if s.Privileged || s.AllowPrivilegeEscalation == nil || *s.AllowPrivilegeEscalation || !slices.Equal(s.Capabilities.Drop, []string{"ALL"}) || !s.ReadOnlyRootFilesystem {
 		t.Errorf("security context %+v", s)
 	}
+	if !spec.HostPID || !slices.Equal(s.Capabilities.Add, []string{"SYS_PTRACE"}) {
+		t.Errorf("hostPID %v, capabilities %q: the watchdog and the counters of caps need the host's processes and SYS_PTRACE, and nothing needs more", spec.HostPID, s.Capabilities.Add)
+	}
 	var paths []string
 	for _, v := range spec.Volumes {
 		paths = append(paths, v.HostPath.Path)
 	}
 	slices.Sort(paths)
-	if want := []string{"/run", "/var/lib/gpu-agent", "/var/lib/kubelet/device-plugins", "/var/lib/kubelet/pod-resources", "/var/run/cdi"}; !slices.Equal(paths, want) {
+	if want := []string{"/run", "/sys/fs/cgroup", "/var/lib/gpu-agent", "/var/lib/kubelet/device-plugins", "/var/lib/kubelet/pod-resources", "/var/run/cdi"}; !slices.Equal(paths, want) {
 		t.Errorf("host paths %q, want %q", paths, want)
 	}
 	if len(c.VolumeMounts) != len(paths) {
@@ -559,6 +592,45 @@ func TestRenderedRuntimeClass(t *testing.T) {
 	seesRun(t, c)
 	if env["GPU_AGENT_DRIVER_ROOT"] != "/" || env["GPU_AGENT_HOST_DRIVER_ROOT"] != "/" || env["NVIDIA_VISIBLE_DEVICES"] != "all" {
 		t.Errorf("environment %v", env)
+	}
+}
+
+// withComponent is an overlay of one's own: the base and a component.
+func withComponent(t *testing.T, component string) string {
+	t.Helper()
+	dir := t.TempDir()
+	here, err := filepath.Abs(".")
+	if err != nil {
+		t.Fatal(err)
+	}
+	// kubectl takes no absolute path.
+	up, err := filepath.Rel(dir, here)
+	if err != nil {
+		t.Fatal(err)
+	}
+	text := fmt.Sprintf("resources: [%s]\ncomponents: [%s]\n", filepath.Join(up, "base"), filepath.Join(up, component))
+	if err := os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return dir
+}
+
+// The component adds what it says and takes nothing away.
+func TestRenderedEvict(t *testing.T) {
+	objects := render(t, withComponent(t, "components/evict"))
+	d := agentSet(t, objects)
+	c := agent(t, &d)
+	if n := c.env()["GPU_AGENT_EVICT_AFTER"]; n == "" || n == "0" {
+		t.Errorf("evicts after %q offences, which is never", n)
+	}
+	b := agentSet(t, base(t))
+	if without := agent(t, &b); len(c.Env) != len(without.Env)+1 || len(c.VolumeMounts) != len(without.VolumeMounts) {
+		t.Errorf("%d variables and %d mounts, the base has %d and %d", len(c.Env), len(c.VolumeMounts), len(without.Env), len(without.VolumeMounts))
+	}
+	for _, name := range []string{"gpu-agent", "gpu-agent-evict"} {
+		for _, kind := range []string{"ClusterRole", "ClusterRoleBinding", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"} {
+			one(t, objects, kind, name)
+		}
 	}
 }
 
@@ -641,6 +713,7 @@ func TestCleanup(t *testing.T) {
 			want := paths(agents, agent(t, &a))
 			delete(want, "/dev")
 			delete(want, "/host")
+			delete(want, "/host/sys/fs/cgroup")
 			want["/host/run"] = "/run"
 			if got := paths(spec, &first); !maps.Equal(got, want) || len(spec.Volumes) != len(got) {
 				t.Errorf("mounts\n%v of %d volumes, want\n%v", got, len(spec.Volumes), want)

@@ -111,7 +111,7 @@ type container struct {
 		Privileged               bool
 		ReadOnlyRootFilesystem   bool  `yaml:"readOnlyRootFilesystem"`
 		AllowPrivilegeEscalation *bool `yaml:"allowPrivilegeEscalation"`
-		Capabilities             struct{ Drop []string }
+		Capabilities             struct{ Drop, Add []string }
 		SeccompProfile           struct{ Type string } `yaml:"seccompProfile"`
 		SELinuxOptions           struct{ Type string } `yaml:"seLinuxOptions"`
 	} `yaml:"securityContext"`
@@ -227,6 +227,7 @@ type kustomization struct {
 	APIVersion string `yaml:"apiVersion"`
 	Kind       string
 	Resources  []string
+	Components []string
 	Patches    []struct{ Path string }
 }
 
@@ -264,10 +265,20 @@ func one(t *testing.T, objects []object, kind, name string) object {
 	return objects[i]
 }
 
-// kustomizations are the directories of all.
+// kustomizations are the directories of all that can be applied.
 func kustomizations(t *testing.T) []string {
 	t.Helper()
 	return append(overlays(t), "base", "cleanup")
+}
+
+// components are the directories of all parts that the base does without.
+func components(t *testing.T) []string {
+	t.Helper()
+	dirs, err := filepath.Glob("components/*")
+	if err != nil || len(dirs) == 0 {
+		t.Fatalf("find the components: %v, %v", dirs, err)
+	}
+	return dirs
 }
 
 // overlays are the directories of all overlays.
