@@ -1,0 +1,178 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/* What the probe needs of CUDA's driver API, written down from its published
+ * reference, apart from what the emulated driver and the cap's library have
+ * written down: an error of one shows against the others. */
+#ifndef MEMCAP_PROBE_ABI_H
+#define MEMCAP_PROBE_ABI_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef int CUresult;
+typedef int CUdevice;
+typedef uint64_t CUdeviceptr;
+typedef uint32_t CUdeviceptr_v1; /* before CUDA 3.2 addresses had 32 bits */
+typedef uint64_t CUmemGenericAllocationHandle;
+typedef struct context *CUcontext;
+typedef struct stream *CUstream;
+typedef struct module *CUmodule;
+typedef struct array *CUarray;
+typedef struct mipmap *CUmipmappedArray;
+typedef struct pool *CUmemoryPool;
+typedef struct graph *CUgraph;
+typedef struct exec *CUgraphExec;
+typedef struct node *CUgraphNode;
+
+typedef struct {
+    unsigned char bytes[16];
+} CUuuid;
+
+enum {
+    CUDA_SUCCESS = 0,
+    CUDA_ERROR_INVALID_VALUE = 1,
+    CUDA_ERROR_OUT_OF_MEMORY = 2,
+    CUDA_ERROR_NOT_FOUND = 500,
+    ABSENT = -1, /* of the probe's own: the door has no such name */
+};
+
+enum {
+    CU_MEM_ATTACH_GLOBAL = 1,
+    CU_AD_FORMAT_UNSIGNED_INT32 = 3,
+    CU_MEM_ALLOCATION_TYPE_PINNED = 1,
+    CU_MEM_LOCATION_TYPE_DEVICE = 1,
+    CU_MEM_ALLOC_GRANULARITY_MINIMUM = 0,
+    CU_MEMPOOL_ATTR_RELEASE_THRESHOLD = 4,
+    CU_STREAM_NON_BLOCKING = 1,
+    CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1,
+    CU_GET_PROC_ADDRESS_DEFAULT = 0,
+    CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM = 2,
+};
+
+typedef struct {
+    int type, id;
+} CUmemLocation;
+
+typedef struct {
+    int type, requestedHandleTypes;
+    CUmemLocation location;
+    void *win32HandleMetaData;
+    struct {
+        unsigned char compressionType, gpuDirectRDMACapable;
+        unsigned short usage;
+        unsigned char reserved[4];
+    } allocFlags;
+} CUmemAllocationProp;
+
+typedef struct {
+    int allocType, handleTypes;
+    CUmemLocation location;
+    void *win32SecurityAttributes;
+    size_t maxSize;
+    unsigned short usage;
+    unsigned char reserved[54];
+} CUmemPoolProps;
+
+typedef struct {
+    CUmemPoolProps poolProps;
+    const void *accessDescs;
+    size_t accessDescCount;
+    size_t bytesize;
+    CUdeviceptr dptr;
+} CUDA_MEM_ALLOC_NODE_PARAMS;
+
+typedef struct {
+    size_t Width, Height;
+    int Format;
+    unsigned NumChannels;
+} CUDA_ARRAY_DESCRIPTOR;
+
+typedef struct {
+    unsigned Width, Height;
+    int Format;
+    unsigned NumChannels;
+} CUDA_ARRAY_DESCRIPTOR_v1;
+
+typedef struct {
+    size_t Width, Height, Depth;
+    int Format;
+    unsigned NumChannels, Flags;
+} CUDA_ARRAY3D_DESCRIPTOR;
+
+typedef struct {
+    unsigned Width, Height, Depth;
+    int Format;
+    unsigned NumChannels, Flags;
+} CUDA_ARRAY3D_DESCRIPTOR_v1;
+
+_Static_assert(sizeof(CUmemAllocationProp) == 32, "CUmemAllocationProp");
+_Static_assert(sizeof(CUmemPoolProps) == 88, "CUmemPoolProps");
+_Static_assert(sizeof(CUDA_MEM_ALLOC_NODE_PARAMS) == 120, "CUDA_MEM_ALLOC_NODE_PARAMS");
+_Static_assert(sizeof(CUDA_ARRAY_DESCRIPTOR) == 24, "CUDA_ARRAY_DESCRIPTOR");
+_Static_assert(sizeof(CUDA_ARRAY3D_DESCRIPTOR) == 40, "CUDA_ARRAY3D_DESCRIPTOR");
+
+/* F(exported name, name for cuGetProcAddress, CUDA version at which that name
+ * began to mean this function, whether it has a _ptsz twin, parameters) */
+#define FUNCTIONS(F) \
+    F(cuInit, "cuInit", 2000, 0, (unsigned flags)) \
+    F(cuDeviceGet, "cuDeviceGet", 2000, 0, (CUdevice *, int ordinal)) \
+    F(cuDeviceGetCount, "cuDeviceGetCount", 2000, 0, (int *)) \
+    F(cuDeviceGetUuid_v2, "cuDeviceGetUuid", 11040, 0, (CUuuid *, CUdevice)) \
+    F(cuDeviceTotalMem, "cuDeviceTotalMem", 2000, 0, (unsigned *, CUdevice)) \
+    F(cuDeviceTotalMem_v2, "cuDeviceTotalMem", 3020, 0, (size_t *, CUdevice)) \
+    F(cuMemGetInfo, "cuMemGetInfo", 2000, 0, (unsigned *unused, unsigned *total)) \
+    F(cuMemGetInfo_v2, "cuMemGetInfo", 3020, 0, (size_t *unused, size_t *total)) \
+    F(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", 7000, 0, (CUcontext *, CUdevice)) \
+    F(cuDevicePrimaryCtxRelease_v2, "cuDevicePrimaryCtxRelease", 11000, 0, (CUdevice)) \
+    F(cuCtxCreate_v2, "cuCtxCreate", 3020, 0, (CUcontext *, unsigned flags, CUdevice)) \
+    F(cuCtxDestroy_v2, "cuCtxDestroy", 4000, 0, (CUcontext)) \
+    F(cuCtxSetCurrent, "cuCtxSetCurrent", 4000, 0, (CUcontext)) \
+    F(cuModuleLoadData, "cuModuleLoadData", 2000, 0, (CUmodule *, const void *image)) \
+    F(cuModuleUnload, "cuModuleUnload", 2000, 0, (CUmodule)) \
+    F(cuStreamCreate, "cuStreamCreate", 2000, 0, (CUstream *, unsigned flags)) \
+    F(cuStreamDestroy_v2, "cuStreamDestroy", 4000, 0, (CUstream)) \
+    F(cuStreamSynchronize, "cuStreamSynchronize", 7000, 1, (CUstream)) \
+    F(cuMemAlloc, "cuMemAlloc", 2000, 0, (CUdeviceptr_v1 *, unsigned bytes)) \
+    F(cuMemFree, "cuMemFree", 2000, 0, (CUdeviceptr_v1)) \
+    F(cuMemAlloc_v2, "cuMemAlloc", 3020, 0, (CUdeviceptr *, size_t bytes)) \
+    F(cuMemFree_v2, "cuMemFree", 3020, 0, (CUdeviceptr)) \
+    F(cuMemAllocPitch, "cuMemAllocPitch", 2000, 0, (CUdeviceptr_v1 *, unsigned *pitch, unsigned width, unsigned height, unsigned element)) \
+    F(cuMemAllocPitch_v2, "cuMemAllocPitch", 3020, 0, (CUdeviceptr *, size_t *pitch, size_t width, size_t height, unsigned element)) \
+    F(cuMemAllocManaged, "cuMemAllocManaged", 6000, 0, (CUdeviceptr *, size_t bytes, unsigned flags)) \
+    F(cuMemHostAlloc, "cuMemHostAlloc", 2020, 0, (void **, size_t bytes, unsigned flags)) \
+    F(cuMemFreeHost, "cuMemFreeHost", 2000, 0, (void *)) \
+    F(cuMemAllocAsync, "cuMemAllocAsync", 11020, 1, (CUdeviceptr *, size_t bytes, CUstream)) \
+    F(cuMemAllocFromPoolAsync, "cuMemAllocFromPoolAsync", 11020, 1, (CUdeviceptr *, size_t bytes, CUmemoryPool, CUstream)) \
+    F(cuMemFreeAsync, "cuMemFreeAsync", 11020, 1, (CUdeviceptr, CUstream)) \
+    F(cuDeviceGetDefaultMemPool, "cuDeviceGetDefaultMemPool", 11020, 0, (CUmemoryPool *, CUdevice)) \
+    F(cuMemPoolCreate, "cuMemPoolCreate", 11020, 0, (CUmemoryPool *, const CUmemPoolProps *)) \
+    F(cuMemPoolDestroy, "cuMemPoolDestroy", 11020, 0, (CUmemoryPool)) \
+    F(cuMemPoolSetAttribute, "cuMemPoolSetAttribute", 11020, 0, (CUmemoryPool, int attribute, void *value)) \
+    F(cuMemPoolTrimTo, "cuMemPoolTrimTo", 11020, 0, (CUmemoryPool, size_t keep)) \
+    F(cuMemGetAllocationGranularity, "cuMemGetAllocationGranularity", 10020, 0, (size_t *, const CUmemAllocationProp *, int option)) \
+    F(cuMemCreate, "cuMemCreate", 10020, 0, (CUmemGenericAllocationHandle *, size_t bytes, const CUmemAllocationProp *, unsigned long long flags)) \
+    F(cuMemRelease, "cuMemRelease", 10020, 0, (CUmemGenericAllocationHandle)) \
+    F(cuMemAddressReserve, "cuMemAddressReserve", 10020, 0, (CUdeviceptr *, size_t bytes, size_t alignment, CUdeviceptr at, unsigned long long flags)) \
+    F(cuMemAddressFree, "cuMemAddressFree", 10020, 0, (CUdeviceptr, size_t bytes)) \
+    F(cuMemMap, "cuMemMap", 10020, 0, (CUdeviceptr, size_t bytes, size_t offset, CUmemGenericAllocationHandle, unsigned long long flags)) \
+    F(cuMemUnmap, "cuMemUnmap", 10020, 0, (CUdeviceptr, size_t bytes)) \
+    F(cuMemRetainAllocationHandle, "cuMemRetainAllocationHandle", 11000, 0, (CUmemGenericAllocationHandle *, void *at)) \
+    F(cuArrayCreate, "cuArrayCreate", 2000, 0, (CUarray *, const CUDA_ARRAY_DESCRIPTOR_v1 *)) \
+    F(cuArrayCreate_v2, "cuArrayCreate", 3020, 0, (CUarray *, const CUDA_ARRAY_DESCRIPTOR *)) \
+    F(cuArray3DCreate, "cuArray3DCreate", 2000, 0, (CUarray *, const CUDA_ARRAY3D_DESCRIPTOR_v1 *)) \
+    F(cuArray3DCreate_v2, "cuArray3DCreate", 3020, 0, (CUarray *, const CUDA_ARRAY3D_DESCRIPTOR *)) \
+    F(cuArrayDestroy, "cuArrayDestroy", 2000, 0, (CUarray)) \
+    F(cuMipmappedArrayCreate, "cuMipmappedArrayCreate", 5000, 0, (CUmipmappedArray *, const CUDA_ARRAY3D_DESCRIPTOR *, unsigned levels)) \
+    F(cuMipmappedArrayDestroy, "cuMipmappedArrayDestroy", 5000, 0, (CUmipmappedArray)) \
+    F(cuStreamBeginCapture_v2, "cuStreamBeginCapture", 10010, 1, (CUstream, int mode)) \
+    F(cuStreamEndCapture, "cuStreamEndCapture", 10000, 1, (CUstream, CUgraph *)) \
+    F(cuGraphCreate, "cuGraphCreate", 10000, 0, (CUgraph *, unsigned flags)) \
+    F(cuGraphDestroy, "cuGraphDestroy", 10000, 0, (CUgraph)) \
+    F(cuGraphAddMemAllocNode, "cuGraphAddMemAllocNode", 11040, 0, (CUgraphNode *, CUgraph, const CUgraphNode *after, size_t count, CUDA_MEM_ALLOC_NODE_PARAMS *)) \
+    F(cuGraphAddChildGraphNode, "cuGraphAddChildGraphNode", 10000, 0, (CUgraphNode *, CUgraph, const CUgraphNode *after, size_t count, CUgraph child)) \
+    F(cuGraphInstantiateWithFlags, "cuGraphInstantiateWithFlags", 11040, 0, (CUgraphExec *, CUgraph, unsigned long long flags)) \
+    F(cuGraphLaunch, "cuGraphLaunch", 10000, 1, (CUgraphExec, CUstream)) \
+    F(cuGraphExecDestroy, "cuGraphExecDestroy", 10000, 0, (CUgraphExec)) \
+    F(cuDeviceGraphMemTrim, "cuDeviceGraphMemTrim", 11040, 0, (CUdevice))
+
+#endif

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package probe
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"embed"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+)
+
+// The files that a build makes.
+const (
+	Program = "probe"
+	Linked  = "probe-linked" // the same, linked against libcuda.so.1
+	Plugin  = "plugin.so"    // which -door plugin opens; beside the programs
+)
+
+//go:embed c/*.c c/*.h
+var sources embed.FS
+
+var (
+	flags   = []string{"-std=gnu17", "-O2", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror"}
+	objects = []string{"main.c", "doors.c", "calls.c", "team.c", "views.c"}
+)
+
+// Cached builds the programs into the project's cache ($GPU_AGENT_CACHE, else
+// gpu-agent under the user's cache directory), unless they are there, and
+// returns their folder.
+func Cached(ctx context.Context) (string, error) {
+	cache := os.Getenv("GPU_AGENT_CACHE")
+	if cache == "" {
+		user, err := os.UserCacheDir()
+		if err != nil {
+			return "", fmt.Errorf("find cache: %w", err)
+		}
+		cache = filepath.Join(user, "gpu-agent")
+	}
+	version, err := command(ctx, "", "gcc", "--version")
+	if err != nil {
+		return "", err
+	}
+	h := sha256.New()
+	fmt.Fprintf(h, "%s%q%q", version, flags, objects)
+	names, err := fs.Glob(sources, "c/*")
+	if err != nil {
+		return "", err
+	}
+	for _, name := range names {
+		data, err := sources.ReadFile(name)
+		if err != nil {
+			return "", err
+		}
+		fmt.Fprintf(h, "%s %d\n%s", name, len(data), data)
+	}
+	parent := filepath.Join(cache, "memcap")
+	dir := filepath.Join(parent, "probe-"+hex.EncodeToString(h.Sum(nil))[:16])
+	if _, err := os.Stat(dir); err == nil {
+		return dir, nil
+	}
+	if err := os.MkdirAll(parent, 0o755); err != nil {
+		return "", fmt.Errorf("make the probe's folder: %w", err)
+	}
+	tmp, err := os.MkdirTemp(parent, "build-")
+	if err != nil {
+		return "", fmt.Errorf("make the probe's folder: %w", err)
+	}
+	defer os.RemoveAll(tmp)
+	if err := os.Chmod(tmp, 0o755); err != nil {
+		return "", fmt.Errorf("make the probe's folder: %w", err)
+	}
+	if err := Build(ctx, tmp); err != nil {
+		return "", err
+	}
+	// Whoever else builds it makes the same.
+	if err := os.Rename(tmp, dir); err != nil && !errors.Is(err, fs.ErrExist) {
+		return "", fmt.Errorf("keep the probe: %w", err)
+	}
+	return dir, nil
+}
+
+// Build makes the programs in dir, which exists.
+func Build(ctx context.Context, dir string) error {
+	src, err := os.MkdirTemp("", "probe-")
+	if err != nil {
+		return fmt.Errorf("build the probe: %w", err)
+	}
+	defer os.RemoveAll(src)
+	names, err := fs.Glob(sources, "c/*")
+	if err != nil {
+		return err
+	}
+	for _, name := range names {
+		data, err := sources.ReadFile(name)
+		if err == nil {
+			err = os.WriteFile(filepath.Join(src, filepath.Base(name)), data, 0o644)
+		}
+		if err != nil {
+			return fmt.Errorf("build the probe: %w", err)
+		}
+	}
+	gcc := func(args ...string) error {
+		_, err := command(ctx, src, "gcc", append(append([]string{}, flags...), args...)...)
+		return err
+	}
+	to := func(name string) string { return filepath.Join(dir, name) }
+	const stub = "libcuda.so.1"
+	return errors.Join(
+		gcc("-shared", "-Wl,-soname,"+stub, "-o", stub, "stub.c"),
+		gcc(append([]string{"-o", to(Program)}, append(objects[:len(objects):len(objects)], "-ldl")...)...),
+		// By default some linkers leave out a library of which all names are weak.
+		gcc(append([]string{"-Wl,--no-as-needed", "-o", to(Linked), "linked.c", stub}, append(objects[:len(objects):len(objects)], "-ldl")...)...),
+		gcc("-shared", "-Wl,--no-as-needed", "-o", to(Plugin), "linked.c", stub),
+	)
+}
+
+func command(ctx context.Context, dir, name string, args ...string) (string, error) {
+	cmd := exec.CommandContext(ctx, name, args...)
+	cmd.Dir = dir
+	var errs bytes.Buffer
+	cmd.Stderr = &errs
+	out, err := cmd.Output()
+	if err != nil {
+		return "", fmt.Errorf("%s: %w\n%s", name, err, errs.Bytes())
+	}
+	return string(out), nil
+}
+
+var (
+	callLine = regexp.MustCompile(`(?m)^    \{"([A-Za-z0-9_/]+)", take_`)
+	doorLine = regexp.MustCompile(`(?m)if \(!strcmp\(door, "([a-z0-9-]+)"\)\)`)
+)
+
+// Calls are the names of all calls that the probe can make, in its own order.
+func Calls() []string { return listed("c/calls.c", callLine) }
+
+// Doors are the names of all doors, in the probe's order.
+func Doors() []string { return listed("c/doors.c", doorLine) }
+
+func listed(file string, line *regexp.Regexp) []string {
+	text, err := sources.ReadFile(file)
+	if err != nil {
+		panic(err) // it is embedded
+	}
+	var names []string
+	for _, m := range line.FindAllSubmatch(text, -1) {
+		names = append(names, string(m[1]))
+	}
+	return names
+}
