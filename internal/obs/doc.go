@@ -41,15 +41,27 @@
 //	api_errors_total{verb,resource}             failed requests to the API server
 //	events_total{outcome}                       Events, outcome sent, merged or dropped
 //	gpu_events_total{gpu,kind,xid}              what the driver reported of a GPU; xid is 0 for other kinds
+//	container_memory_cap_bytes{namespace,pod,container,gpu,guarantee}  what a container may use of a GPU
+//	container_memory_used_bytes{namespace,pod,container,gpu}           what counts against that
+//	container_memory_peak_bytes{namespace,pod,container,gpu}           the most so far, by the container's word
+//	container_memory_refusals_total{namespace,pod,container,gpu}       refused allocations, by the container's word
+//	cap_kills_total{reason}                     containers ended, reason over or intruder
+//	cap_evictions_total                         pods evicted for repeated offences
+//	cap_breach_to_end_seconds                   histogram: from the first reading over the cap to the end
+//	watchdog_up                                 1 while the watchdog is at work
+//	unclaimed_processes{gpu,kind}               processes on a GPU without a claim, kind intruder or no-pod
 //
 // Beside them stand the process's own (process_*) and a few of the Go
 // runtime's (go_*). The number of series is bounded by the number of GPUs,
-// resources, methods and codes; nothing is labelled by pod.
+// resources, methods and codes, and of the containers that hold a GPU now: those
+// of a container that is gone are gone with it. A container can write what it
+// likes into its own counter, so peak and refusals are its word alone.
 //
 // # Text
 //
 // [WriteText] draws the Status for a terminal of 80 columns or more: a block a
-// GPU, with a bar of what is held and a line for each holder.
+// GPU, with a bar of what is held and a line for each holder; then a table of
+// the containers' memory.
 //
 // The package does not know where a figure comes from, nor what to do about it.
 package obs

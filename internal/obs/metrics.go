@@ -25,7 +25,14 @@ type Metrics struct {
 	api     *prometheus.CounterVec
 	events  *prometheus.CounterVec
 	gpus    *prometheus.CounterVec
+	kills   *prometheus.CounterVec
+	evicted prometheus.Counter
+	breach  prometheus.Histogram
 }
+
+// KillReasons is every reason for which the watchdog ends a container: it is
+// over its cap, or on a GPU that it holds no claim on.
+var KillReasons = []string{"over", "intruder"}
 
 // NewMetrics returns counters at zero. version is the agent's own.
 func NewMetrics(version string) *Metrics {
@@ -35,7 +42,7 @@ func NewMetrics(version string) *Metrics {
 	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
 		return prometheus.NewCounterVec(prometheus.CounterOpts{Name: prefix + name, Help: help}, labels)
 	}
-	return &Metrics{
+	m := &Metrics{
 		version: version,
 		// A healthy call takes well under a millisecond; PreStartContainer may
 		// wait for the 30 s that the kubelet grants.
@@ -55,7 +62,19 @@ func NewMetrics(version string) *Metrics {
 			"Kubernetes Events by what became of them: sent, merged into an earlier one, or dropped.", "outcome"),
 		gpus: counter("gpu_events_total",
 			"Events that the driver reported of a GPU; xid is the error's number, 0 for other kinds.", "gpu", "kind", "xid"),
+		kills: counter("cap_kills_total",
+			"Containers that the watchdog has ended: over their memory cap, or an intruder on a GPU that they hold no claim on.", "reason"),
+		evicted: prometheus.NewCounter(prometheus.CounterOpts{Name: prefix + "cap_evictions_total",
+			Help: "Pods that were evicted for going over their memory cap again and again."}),
+		// The watchdog looks four times a second and wants to see it twice.
+		breach: prometheus.NewHistogram(prometheus.HistogramOpts{Name: prefix + "cap_breach_to_end_seconds",
+			Help:    "Time from the reading that first showed a container over its cap to the end of its processes.",
+			Buckets: []float64{.1, .25, .5, .75, 1, 2, 5, 10, 30}}),
 	}
+	for _, reason := range KillReasons {
+		m.kills.WithLabelValues(reason) // a rate needs a zero to start from
+	}
+	return m
 }
 
 // PluginRequest counts a kubelet's call. resource is the full resource name,
@@ -89,10 +108,21 @@ func (m *Metrics) APIError(verb, resource string) { m.api.WithLabelValues(verb, 
 // Event counts an Event by its outcome: "sent", "merged" or "dropped".
 func (m *Metrics) Event(outcome string) { m.events.WithLabelValues(outcome).Inc() }
 
+// CapKill counts a container that the watchdog has ended; reason is one of
+// KillReasons.
+func (m *Metrics) CapKill(reason string) { m.kills.WithLabelValues(reason).Inc() }
+
+// CapEviction counts a pod that was evicted for its offences.
+func (m *Metrics) CapEviction() { m.evicted.Inc() }
+
+// CapBreach counts a container that was over its cap and is ended; took is from
+// the first reading that showed it to the end of its processes.
+func (m *Metrics) CapBreach(took time.Duration) { m.breach.Observe(took.Seconds()) }
+
 // registry gathers everything that /metrics shows.
 func (m *Metrics) registry(status func() Status) *prometheus.Registry {
 	r := prometheus.NewRegistry()
-	r.MustRegister(m.plugin, m.driver, m.round, m.api, m.events, m.gpus,
+	r.MustRegister(m.plugin, m.driver, m.round, m.api, m.events, m.gpus, m.kills, m.evicted, m.breach,
 		view{version: m.version, status: status},
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
 		// The collector's default is some forty series on every node of a
@@ -122,6 +152,23 @@ var (
 	claims     = gauge("claims", "Sets of devices that were handed out and have not ended.")
 	partition  = gauge("partition_state", "State of the node's partition: 1 for the present one, 0 for the others.", "partition", "state")
 	generation = gauge("partition_generation", "How many partitions were accepted since the agent started.")
+
+	containerCap = gauge("container_memory_cap_bytes",
+		"GPU memory that a container may use, and the guarantee: what holds it to that. None for a whole GPU.",
+		"namespace", "pod", "container", "gpu", "guarantee")
+	containerUsed = gauge("container_memory_used_bytes",
+		"GPU memory of a container that counts against its cap; none while it is unknown.",
+		"namespace", "pod", "container", "gpu")
+	containerPeak = gauge("container_memory_peak_bytes",
+		"The most GPU memory that a container has held by its own counter. This is the container's own word.",
+		"namespace", "pod", "container", "gpu")
+	containerRefusals = gauge("container_memory_refusals_total",
+		"Allocations that a container's cap has refused, by its own counter. This is the container's own word.",
+		"namespace", "pod", "container", "gpu")
+	watchdogUp = gauge("watchdog_up", "Whether the watchdog over memory caps is at work: 1 or 0.")
+	unclaimed  = gauge("unclaimed_processes",
+		"Processes that use a GPU without a claim on it: of a container (intruder), or of no pod (no-pod). None while the watchdog is off.",
+		"gpu", "kind")
 )
 
 // view turns a Status into metrics.
@@ -134,15 +181,19 @@ type view struct {
 // names at the start.
 func (v view) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{buildInfo, driverInfo, gpuInfo, gpuMemory, gpuHealthy, gpuFault, hangs, gpuBlocked,
-		devices, claims, partition, generation} {
+		devices, claims, partition, generation,
+		containerCap, containerUsed, containerPeak, containerRefusals, watchdogUp, unclaimed} {
 		out <- d
 	}
 }
 
 // Collect sends the metrics of one snapshot.
 func (v view) Collect(out chan<- prometheus.Metric) {
+	sendAs := func(kind prometheus.ValueType, d *prometheus.Desc, value float64, labels ...string) {
+		out <- prometheus.MustNewConstMetric(d, kind, value, valid(labels)...)
+	}
 	send := func(d *prometheus.Desc, value float64, labels ...string) {
-		out <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, value, valid(labels)...)
+		sendAs(prometheus.GaugeValue, d, value, labels...)
 	}
 	s := v.status()
 	send(buildInfo, 1, v.version, runtime.Version())
@@ -165,7 +216,7 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 		}
 		seen[g.UUID] = true
 		send(gpuInfo, 1, g.UUID, strconv.Itoa(g.Index), g.Model, g.Mode)
-		send(gpuMemory, float64(g.MemoryMiB)*(1<<20), g.UUID)
+		send(gpuMemory, bytes(g.MemoryMiB), g.UUID)
 		send(gpuHealthy, truth(g.Health == Healthy), g.UUID)
 		if g.Class != "" {
 			send(gpuFault, 1, g.UUID, g.Class)
@@ -176,8 +227,35 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 			send(devices, float64(g.Used), g.UUID, g.Resource, "held")
 			send(devices, float64(g.Unhealthy), g.UUID, g.Resource, "unhealthy")
 		}
+		if s.Watchdog.State == WatchdogRunning {
+			send(unclaimed, float64(g.Intruders), g.UUID, "intruder")
+			send(unclaimed, float64(g.NoPod), g.UUID, "no-pod")
+		}
+	}
+	send(watchdogUp, truth(s.Watchdog.State == WatchdogRunning))
+	// Series are those of the containers that there are: nobody has to forget
+	// one that is gone.
+	once := map[[4]string]bool{}
+	for _, c := range s.Containers {
+		labels := [4]string(valid([]string{c.Namespace, c.Pod, c.Container, c.GPU}))
+		if c.Pod == "" || once[labels] {
+			continue // not named yet; or the same twice, as above
+		}
+		once[labels] = true
+		if c.CapMiB != nil {
+			send(containerCap, bytes(*c.CapMiB), append(labels[:], c.Guarantee)...)
+			sendAs(prometheus.CounterValue, containerRefusals, float64(c.Refusals), labels[:]...)
+		}
+		if c.UsedMiB != nil {
+			send(containerUsed, bytes(*c.UsedMiB), labels[:]...)
+		}
+		if c.PeakMiB != nil {
+			send(containerPeak, bytes(*c.PeakMiB), labels[:]...)
+		}
 	}
 }
+
+func bytes(mib uint64) float64 { return float64(mib) * (1 << 20) }
 
 func truth(b bool) float64 {
 	if b {

@@ -56,15 +56,31 @@ func sample() Status {
 				Blocked: "train/train-3 holds 40 units of gpu-mem",
 				Holders: []Holder{{"train", "train-3", "main", "example.com/gpu-mem", 40, ago(50 * time.Hour), ""}}},
 			{Index: 3, UUID: "GPU-5e0f8c1a-0000-1111-2222-333344440003", Model: h100, MemoryMiB: 81559, Mode: "shared",
-				Resource: "example.com/gpu.shared", Total: 4, Used: 1, Free: 2, Unhealthy: 1, Health: Healthy,
+				Resource: "example.com/gpu.shared", Total: 4, Used: 1, Free: 2, Unhealthy: 1, Health: Healthy, Intruders: 1, NoPod: 2,
 				Holders: []Holder{{"dev", "notebook", "jupyter", "example.com/gpu.shared", 1, nil, ""}}},
 			{Index: 4, UUID: "GPU-5e0f8c1a-0000-1111-2222-333344440004", Model: h100, MemoryMiB: 81559, Mode: "shared",
 				Resource: "example.com/gpu-mem", UnitMiB: 512, Total: 158, Used: 158, Health: Healthy,
 				Holders: []Holder{{"dev", "big", "main", "example.com/gpu-mem", 158, ago(7 * time.Minute), ""}}},
 			{Index: 15, UUID: "GPU-5e0f8c1a-0000-1111-2222-333344440015", MemoryMiB: 24576, Mode: "off", Health: Healthy},
 		},
+		Watchdog: Watchdog{State: WatchdogRunning, Kills: 2, Intruders: 1},
+		Containers: []ContainerStatus{
+			{"dev", "big", "main", "0a1b2c3d4e5f6071", "GPU-5e0f8c1a-0000-1111-2222-333344440004", 4,
+				mib(79 * 1024), mib(80 * 1024), mib(78 * 1024), "watchdog", 3, 8},
+			{"dev", "notebook", "jupyter", "1a1b2c3d4e5f6071", "GPU-5e0f8c1a-0000-1111-2222-333344440003", 3,
+				mib(20242), nil, nil, "api", 0, 0},
+			{"train", "job-1", "main", "2a1b2c3d4e5f6071", "GPU-5e0f8c1a-0000-1111-2222-333344440000", 0,
+				mib(24 * 1024), mib(3277), mib(20000), "api", 12, 2},
+			{"train", "job-2-with-a-long-name-from-a-controller-7c6f8d5b9-x2k4p", "a-container", "3a1b2c3d4e5f6071",
+				"GPU-5e0f8c1a-0000-1111-2222-333344440000", 0, mib(8 * 1024), mib(0), mib(1 << 43), "api", 1<<64 - 1, 1},
+			{"train", "train-3", "main", "4a1b2c3d4e5f6071", "GPU-5e0f8c1a-0000-1111-2222-333344440002", 2,
+				nil, mib(70000), mib(71000), "hardware", 0, 1},
+			{"", "", "", "5a1b2c3d4e5f6071", "GPU-5e0f8c1a-0000-1111-2222-333344440000", 0, mib(16 * 1024), nil, nil, "api", 0, 0},
+		},
 	}
 }
+
+func mib(n uint64) *uint64 { return &n }
 
 func golden(t *testing.T, name, got string) {
 	t.Helper()
@@ -97,6 +113,8 @@ func TestText(t *testing.T) {
 	golden(t, "status-ascii-60.txt", text(t, sample(), TextOptions{Width: 60, ASCII: true}))
 	golden(t, "status-color-100.txt", text(t, sample(), TextOptions{Width: 100, Color: true, Now: noon}))
 	golden(t, "status-nothing.txt", text(t, Status{Node: "gpu-node-1", Version: "v0.1.0"}, TextOptions{}))
+	golden(t, "status-watchdog-off.txt", text(t, Status{Node: "gpu-node-1", Version: "v0.1.0", Watchdog: Watchdog{State: WatchdogOff,
+		Reason: "the agent is not in the initial PID namespace, so the driver would hide processes from it; set hostPID: true"}}, TextOptions{}))
 }
 
 func TestTextFits(t *testing.T) {
@@ -104,6 +122,9 @@ func TestTextFits(t *testing.T) {
 	s.Node = strings.Repeat("node", 60)
 	s.GPUs[0].Model = strings.Repeat("model ", 30)
 	s.GPUs[0].Resource = strings.Repeat("long", 20) + ".example.com/gpu-mem"
+	s.Containers[0].Pod = strings.Repeat("pod-", 40)
+	s.Containers[1].Container = "first\n\x1b[31msecond\tword"
+	s.Watchdog = Watchdog{State: WatchdogOff, Reason: strings.Repeat("reason ", 40)}
 	s.GPUs[1].Reason = "first line\n\x1b[31msecond\tline"
 	for _, width := range []int{0, 60, 80, 133} {
 		limit := width
@@ -207,6 +228,9 @@ func used() *Metrics {
 	m.Event("sent")
 	m.GPUEvent("GPU-5e0f8c1a-0000-1111-2222-333344440001", "xid", 79)
 	m.GPUEvent("GPU-1", "xid", 79)
+	m.CapKill("over")
+	m.CapEviction()
+	m.CapBreach(700 * time.Millisecond)
 	return m
 }
 
@@ -302,9 +326,34 @@ func TestMetricsPage(t *testing.T) {
 		`gpu_agent_api_errors_total{resource="configmaps",verb="watch"} 1`,
 		`gpu_agent_events_total{outcome="sent"} 1`,
 		`gpu_agent_gpu_events_total{gpu="GPU-5e0f8c1a-0000-1111-2222-333344440001",kind="xid",xid="79"} 1`,
+		`gpu_agent_container_memory_cap_bytes{container="main",gpu="GPU-5e0f8c1a-0000-1111-2222-333344440000",guarantee="api",namespace="train",pod="job-1"} 2.5769803776e+10`,
+		`gpu_agent_container_memory_used_bytes{container="main",gpu="GPU-5e0f8c1a-0000-1111-2222-333344440000",namespace="train",pod="job-1"} 3.436183552e+09`,
+		`gpu_agent_container_memory_peak_bytes{container="main",gpu="GPU-5e0f8c1a-0000-1111-2222-333344440000",namespace="train",pod="job-1"} 2.097152e+10`,
+		`gpu_agent_container_memory_refusals_total{container="main",gpu="GPU-5e0f8c1a-0000-1111-2222-333344440000",namespace="train",pod="job-1"} 12`,
+		`# TYPE gpu_agent_container_memory_refusals_total counter`,
+		`gpu_agent_container_memory_used_bytes{container="main",gpu="GPU-5e0f8c1a-0000-1111-2222-333344440002",namespace="train",pod="train-3"} 7.340032e+10`,
+		`gpu_agent_cap_kills_total{reason="over"} 1`,
+		`gpu_agent_cap_kills_total{reason="intruder"} 0`,
+		`gpu_agent_cap_evictions_total 1`,
+		`gpu_agent_cap_breach_to_end_seconds_bucket{le="0.75"} 1`,
+		`gpu_agent_watchdog_up 1`,
+		`gpu_agent_unclaimed_processes{gpu="GPU-5e0f8c1a-0000-1111-2222-333344440003",kind="intruder"} 1`,
+		`gpu_agent_unclaimed_processes{gpu="GPU-5e0f8c1a-0000-1111-2222-333344440003",kind="no-pod"} 2`,
+		`gpu_agent_unclaimed_processes{gpu="GPU-5e0f8c1a-0000-1111-2222-333344440000",kind="intruder"} 0`,
 	} {
 		if !lines[want] {
 			t.Errorf("no line %s", want)
+		}
+	}
+	for _, line := range []struct{ part, why string }{
+		{`memory_cap_bytes{container="main",gpu="GPU-5e0f8c1a-0000-1111-2222-333344440002"`, "a whole GPU has no cap"},
+		{`memory_refusals_total{container="main",gpu="GPU-5e0f8c1a-0000-1111-2222-333344440002"`, "a whole GPU refuses nothing"},
+		{`memory_used_bytes{container="jupyter"`, "what is unknown is not zero"},
+		{`memory_peak_bytes{container="jupyter"`, "there is no counter yet"},
+		{`pod=""`, "nobody can use a series of nobody"},
+	} {
+		if strings.Contains(body, line.part) {
+			t.Errorf("there is a line with %s: %s", line.part, line.why)
 		}
 	}
 	if !strings.Contains(body, "\nprocess_resident_memory_bytes ") || !strings.Contains(body, "\ngo_goroutines ") {
@@ -320,11 +369,48 @@ func TestMetricsOfOddStatus(t *testing.T) {
 	for _, s := range []Status{
 		{},
 		{Driver: "bad \xff", GPUs: []GPUStatus{{UUID: "GPU-a", Model: "\xfe"}, {UUID: "GPU-a"}, {}, {}}},
+		{Watchdog: Watchdog{State: WatchdogRunning}, GPUs: []GPUStatus{{UUID: "GPU-a"}, {UUID: "GPU-a", NoPod: 1}}},
+		// A container that started again, seen twice; and one of every word a
+		// tenant might have a hand in.
+		{Containers: []ContainerStatus{
+			{Namespace: "n", Pod: "p", Container: "c", GPU: "GPU-a", CapMiB: mib(1), UsedMiB: mib(1), PeakMiB: mib(1)},
+			{Namespace: "n", Pod: "p", Container: "c", GPU: "GPU-a", CapMiB: mib(2), UsedMiB: mib(2), PeakMiB: mib(2)},
+			{Namespace: "n", Pod: "\xff", GPU: "GPU-a", PeakMiB: mib(1<<64 - 1), Refusals: 1<<64 - 1},
+			{Namespace: "n", Pod: "\xfe", GPU: "GPU-a", PeakMiB: mib(1)},
+			{}, {},
+		}},
 	} {
 		addr := serve(t, Options{Status: func() Status { return s }})
 		if code, body := get(t, addr, "/metrics"); code != http.StatusOK || !strings.Contains(body, "gpu_agent_claims 0") {
 			t.Errorf("%+v: %d: %.300s", s, code, body)
 		}
+	}
+}
+
+// A container that is gone leaves no series behind, and neither does a watchdog
+// that has stopped.
+func TestMetricsOfContainersThatAreGone(t *testing.T) {
+	var now atomic.Pointer[Status]
+	show := func(s Status) { now.Store(&s) }
+	show(sample())
+	addr := serve(t, Options{Status: func() Status { return *now.Load() }})
+	has := func(part string) bool {
+		t.Helper()
+		code, body := get(t, addr, "/metrics")
+		if code != http.StatusOK {
+			t.Fatalf("%d: %s", code, body)
+		}
+		return strings.Contains(body, part)
+	}
+	if !has(`pod="job-1"`) || !has("gpu_agent_unclaimed_processes{") {
+		t.Fatal("there is nothing to lose")
+	}
+	s := sample()
+	s.Containers = s.Containers[:1]
+	s.Watchdog = Watchdog{State: WatchdogOff, Reason: "x"}
+	show(s)
+	if has(`pod="job-1"`) || has("gpu_agent_unclaimed_processes{") || !has(`pod="big"`) || !has("gpu_agent_watchdog_up 0") {
+		t.Error("series of what is gone stay, or others went with them")
 	}
 }
 

@@ -22,6 +22,10 @@ type Status struct {
 	Hardware string `json:"hardware,omitempty"`
 	// GPUs is in index order.
 	GPUs []GPUStatus `json:"gpus"`
+	// Containers is what each container may use and uses of each GPU that it
+	// holds, sorted by namespace, pod, container and index.
+	Containers []ContainerStatus `json:"containers,omitempty"`
+	Watchdog   Watchdog          `json:"watchdog,omitzero"`
 }
 
 // PartitionStates is every value of Partition.State, in the order in which
@@ -79,6 +83,11 @@ type GPUStatus struct {
 	Blocked string `json:"blocked,omitempty"`
 	// Holders is sorted by namespace, pod, container and resource.
 	Holders []Holder `json:"holders,omitempty"`
+	// Intruders is how many processes of containers that hold no claim on the
+	// GPU use it now, and NoPod how many of no pod at all do, as the watchdog
+	// saw it last. A GPU that is off has nobody to intrude on.
+	Intruders int `json:"intruders,omitempty"`
+	NoPod     int `json:"noPod,omitempty"`
 }
 
 // Healthy is the value of GPUStatus.Health that is not a complaint.
@@ -99,4 +108,55 @@ type Holder struct {
 	// Waits names who is still on the devices while the container may not start;
 	// empty where nobody is.
 	Waits string `json:"waits,omitempty"`
+}
+
+// ContainerStatus is a container's memory on one GPU: one that holds two GPUs
+// is listed twice.
+type ContainerStatus struct {
+	// Namespace, Pod and Container are empty for a claim that the kubelet has
+	// not named yet.
+	Namespace string `json:"namespace,omitempty"`
+	Pod       string `json:"pod,omitempty"`
+	Container string `json:"container,omitempty"`
+	// Claim is the claim's key.
+	Claim string `json:"claim"`
+	// GPU is the UUID, Index what GPUStatus has for it.
+	GPU   string `json:"gpu"`
+	Index int    `json:"index"`
+	// CapMiB is nil where the container has the whole GPU and no cap.
+	CapMiB *uint64 `json:"capMiB"`
+	// UsedMiB is what counts against the cap: what the driver reports of the
+	// container's processes, and managed memory; nil while unknown.
+	UsedMiB *uint64 `json:"usedMiB"`
+	// PeakMiB is the most that the container's own counter has shown; nil where
+	// there is none. With Refusals it is the container's word: the container can
+	// write what it likes there, and nothing is decided by it.
+	PeakMiB *uint64 `json:"peakMiB"`
+	// Guarantee is how strong the cap is: "hardware", "driver", "api" or
+	// "watchdog".
+	Guarantee string `json:"guarantee,omitempty"`
+	// Refusals is how many allocations were answered with out of memory.
+	Refusals uint64 `json:"refusals"`
+	// Processes is how many processes of the container use the GPU.
+	Processes int `json:"processes"`
+}
+
+// Values of Watchdog.State.
+const (
+	WatchdogRunning = "running"
+	WatchdogOff     = "off"
+)
+
+// Watchdog is what looks for containers that are over their caps all the same.
+type Watchdog struct {
+	// State is WatchdogRunning or WatchdogOff; empty where an agent of before
+	// there was one answers.
+	State string `json:"state,omitempty"`
+	// Reason says why it is off.
+	Reason string `json:"reason,omitempty"`
+	// Kills is how many containers it has ended, for whatever reason, and
+	// Intruders how many it has found on a GPU that they hold no claim on, since
+	// the agent started.
+	Kills     uint64 `json:"kills"`
+	Intruders uint64 `json:"intruders"`
 }

@@ -25,7 +25,8 @@ type TextOptions struct {
 	Now time.Time
 }
 
-// WriteText draws the Status for people: first the node, then a block a GPU.
+// WriteText draws the Status for people: first the node, then a block a GPU,
+// then the memory of each container.
 func WriteText(w io.Writer, s Status, o TextOptions) error {
 	if o.Width == 0 {
 		o.Width = 80
@@ -39,6 +40,7 @@ func WriteText(w io.Writer, s Status, o TextOptions) error {
 	if len(s.GPUs) == 0 {
 		p.line("no GPU")
 	}
+	p.containers(s.Containers)
 	_, err := io.WriteString(w, p.out.String())
 	return err
 }
@@ -143,6 +145,7 @@ func (p *page) head(s Status) {
 			p.line(p.paint(red, line))
 		}
 	}
+	p.watchdog(s.Watchdog)
 	if t.Source != "" {
 		p.line(p.paint(faint, p.fit(fmt.Sprintf("from %s, generation %d", t.Source, t.Generation), p.Width)))
 	}
@@ -188,6 +191,103 @@ func (p *page) gpu(g GPUStatus) {
 		}
 	}
 	p.holders(g)
+	if g.Intruders > 0 {
+		p.line(indent + p.paint(red, fmt.Sprintf("used by %s without a claim", count(g.Intruders, "process", "processes"))))
+	}
+	if g.NoPod > 0 {
+		p.line(indent + p.paint(yellow, fmt.Sprintf("used by %s of no pod", count(g.NoPod, "process", "processes"))))
+	}
+}
+
+// watchdog says what is not as it should be: nothing while it is at work and
+// has had nothing to do.
+func (p *page) watchdog(w Watchdog) {
+	text := ""
+	switch {
+	case w.State == WatchdogOff:
+		text = "watchdog off: " + w.Reason
+	case w.Kills > 0 || w.Intruders > 0:
+		text = fmt.Sprintf("watchdog: %s ended, %s found", count(int(w.Kills), "container", "containers"), count(int(w.Intruders), "intruder", "intruders"))
+	}
+	for _, line := range words(text, p.Width) {
+		p.line(p.paint(yellow, line))
+	}
+}
+
+// containers draws a table: what each may use, uses, and has used, in GiB. What
+// is not known is a dash.
+func (p *page) containers(list []ContainerStatus) {
+	if len(list) == 0 {
+		return
+	}
+	rows := [][]string{{"memory in GiB", "GPU", "cap", "used", "peak", "refused", "held by"}}
+	for _, c := range list {
+		name := "(not yet named by the kubelet)"
+		if c.Pod != "" {
+			name = c.Namespace + "/" + c.Pod + "/" + c.Container
+		}
+		limit, refused := "whole", "-"
+		if c.CapMiB != nil {
+			limit, refused = gib(c.CapMiB), strconv.FormatUint(min(c.Refusals, 1e6), 10)
+			if c.Refusals > 1e6 {
+				refused += "+"
+			}
+		}
+		rows = append(rows, []string{name, strconv.Itoa(c.Index), limit, gib(c.UsedMiB), gib(c.PeakMiB), refused, c.Guarantee})
+	}
+	widths := make([]int, len(rows[0]))
+	rest := 0
+	for column := range widths {
+		for _, row := range rows {
+			widths[column] = max(widths[column], utf8.RuneCountInString(row[column]))
+		}
+		if column > 0 {
+			rest += 2 + widths[column]
+		}
+	}
+	widths[0] = max(min(widths[0], p.Width-rest), 8)
+	p.line("")
+	for i, row := range rows {
+		name := p.fit(row[0], widths[0])
+		line := name + strings.Repeat(" ", widths[0]-utf8.RuneCountInString(name))
+		for column, cell := range row[1:6] {
+			line += "  " + strings.Repeat(" ", widths[column+1]-utf8.RuneCountInString(cell))
+			if over := i > 0 && column == 2 && list[i-1].over(); over {
+				cell = p.paint(red, cell)
+			}
+			line += cell
+		}
+		line += "  " + row[6]
+		if i == 0 {
+			line = p.paint(faint, line)
+		}
+		p.line(line)
+	}
+}
+
+// over tells whether a container is known to use more than its cap.
+func (c ContainerStatus) over() bool {
+	return c.CapMiB != nil && c.UsedMiB != nil && *c.UsedMiB > *c.CapMiB
+}
+
+// gib writes MiB as GiB. Counters are a container's word and may be any number:
+// one that no GPU has is not written out.
+func gib(mib *uint64) string {
+	const most = 9999 * 1024
+	switch {
+	case mib == nil:
+		return "-"
+	case *mib > most:
+		return "9999+"
+	}
+	return strconv.FormatFloat(float64(*mib)/1024, 'f', 1, 64)
+}
+
+func count(n int, one, many string) string {
+	if n == 1 {
+		return "1 " + one
+	}
+	return strconv.Itoa(n) + " " + many
 }
 
 // use draws the bar and says in figures what it shows.
