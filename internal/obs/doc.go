@@ -43,7 +43,7 @@
 //	gpu_events_total{gpu,kind,xid}              what the driver reported of a GPU; xid is 0 for other kinds
 //	container_memory_cap_bytes{namespace,pod,container,gpu,guarantee}  what a container may use of a GPU
 //	container_memory_used_bytes{namespace,pod,container,gpu}           what counts against that
-//	container_memory_peak_bytes{namespace,pod,container,gpu}           the most so far, by the container's word
+//	container_memory_peak_bytes{namespace,pod,container,gpu}           the most of that so far
 //	container_memory_refusals_total{namespace,pod,container,gpu}       refused allocations, by the container's word
 //	cap_kills_total{reason}                     containers ended, reason over or intruder
 //	cap_evictions_total                         pods evicted for repeated offences
@@ -55,7 +55,8 @@
 // runtime's (go_*). The number of series is bounded by the number of GPUs,
 // resources, methods and codes, and of the containers that hold a GPU now: those
 // of a container that is gone are gone with it. A container can write what it
-// likes into its own counter, so peak and refusals are its word alone.
+// likes into its own counters: refusals, and managed memory in what is used, are
+// its word alone.
 //
 // # Text
 //

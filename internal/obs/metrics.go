@@ -109,15 +109,17 @@ func (m *Metrics) APIError(verb, resource string) { m.api.WithLabelValues(verb, 
 func (m *Metrics) Event(outcome string) { m.events.WithLabelValues(outcome).Inc() }
 
 // CapKill counts a container that the watchdog has ended; reason is one of
-// KillReasons.
-func (m *Metrics) CapKill(reason string) { m.kills.WithLabelValues(reason).Inc() }
+// KillReasons, took the time from the first reading that showed the offence to
+// the end of the container's processes.
+func (m *Metrics) CapKill(reason string, took time.Duration) {
+	m.kills.WithLabelValues(reason).Inc()
+	if reason == KillReasons[0] {
+		m.breach.Observe(took.Seconds())
+	}
+}
 
 // CapEviction counts a pod that was evicted for its offences.
 func (m *Metrics) CapEviction() { m.evicted.Inc() }
-
-// CapBreach counts a container that was over its cap and is ended; took is from
-// the first reading that showed it to the end of its processes.
-func (m *Metrics) CapBreach(took time.Duration) { m.breach.Observe(took.Seconds()) }
 
 // registry gathers everything that /metrics shows.
 func (m *Metrics) registry(status func() Status) *prometheus.Registry {
@@ -157,10 +159,10 @@ var (
 		"GPU memory that a container may use, and the guarantee: what holds it to that. None for a whole GPU.",
 		"namespace", "pod", "container", "gpu", "guarantee")
 	containerUsed = gauge("container_memory_used_bytes",
-		"GPU memory of a container that counts against its cap; none while it is unknown.",
+		"GPU memory of a container that counts against its cap, as the watchdog saw it last; none while it is unknown. Managed memory in it is the container's own word.",
 		"namespace", "pod", "container", "gpu")
 	containerPeak = gauge("container_memory_peak_bytes",
-		"The most GPU memory that a container has held by its own counter. This is the container's own word.",
+		"The most GPU memory that the watchdog has seen a container use. Managed memory in it is the container's own word.",
 		"namespace", "pod", "container", "gpu")
 	containerRefusals = gauge("container_memory_refusals_total",
 		"Allocations that a container's cap has refused, by its own counter. This is the container's own word.",
@@ -249,8 +251,8 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 		if c.UsedMiB != nil {
 			send(containerUsed, bytes(*c.UsedMiB), labels[:]...)
 		}
-		if c.PeakMiB != nil {
-			send(containerPeak, bytes(*c.PeakMiB), labels[:]...)
+		if c.hasPeak() {
+			send(containerPeak, bytes(c.PeakMiB), labels[:]...)
 		}
 	}
 }

@@ -65,17 +65,17 @@ func sample() Status {
 		},
 		Watchdog: Watchdog{State: WatchdogRunning, Kills: 2, Intruders: 1},
 		Containers: []ContainerStatus{
-			{"dev", "big", "main", "0a1b2c3d4e5f6071", "GPU-5e0f8c1a-0000-1111-2222-333344440004", 4,
-				mib(79 * 1024), mib(80 * 1024), mib(78 * 1024), "watchdog", 3, 8},
-			{"dev", "notebook", "jupyter", "1a1b2c3d4e5f6071", "GPU-5e0f8c1a-0000-1111-2222-333344440003", 3,
-				mib(20242), nil, nil, "api", 0, 0},
+			{"", "", "", "5a1b2c3d4e5f6071", "GPU-5e0f8c1a-0000-1111-2222-333344440000", 0, mib(16 * 1024), nil, 0, "api", 0, 0},
 			{"train", "job-1", "main", "2a1b2c3d4e5f6071", "GPU-5e0f8c1a-0000-1111-2222-333344440000", 0,
-				mib(24 * 1024), mib(3277), mib(20000), "api", 12, 2},
+				mib(24 * 1024), mib(3277), 20000, "api", 12, 2},
 			{"train", "job-2-with-a-long-name-from-a-controller-7c6f8d5b9-x2k4p", "a-container", "3a1b2c3d4e5f6071",
-				"GPU-5e0f8c1a-0000-1111-2222-333344440000", 0, mib(8 * 1024), mib(0), mib(1 << 43), "api", 1<<64 - 1, 1},
+				"GPU-5e0f8c1a-0000-1111-2222-333344440000", 0, mib(8 * 1024), mib(0), 1 << 43, "api", 1<<64 - 1, 1},
 			{"train", "train-3", "main", "4a1b2c3d4e5f6071", "GPU-5e0f8c1a-0000-1111-2222-333344440002", 2,
-				nil, mib(70000), mib(71000), "hardware", 0, 1},
-			{"", "", "", "5a1b2c3d4e5f6071", "GPU-5e0f8c1a-0000-1111-2222-333344440000", 0, mib(16 * 1024), nil, nil, "api", 0, 0},
+				nil, mib(70000), 71000, "hardware", 0, 1},
+			{"dev", "notebook", "jupyter", "1a1b2c3d4e5f6071", "GPU-5e0f8c1a-0000-1111-2222-333344440003", 3,
+				mib(20242), nil, 0, "api", 0, 0},
+			{"dev", "big", "main", "0a1b2c3d4e5f6071", "GPU-5e0f8c1a-0000-1111-2222-333344440004", 4,
+				mib(79 * 1024), mib(80 * 1024), 78 * 1024, "watchdog", 3, 8},
 		},
 	}
 }
@@ -122,8 +122,8 @@ func TestTextFits(t *testing.T) {
 	s.Node = strings.Repeat("node", 60)
 	s.GPUs[0].Model = strings.Repeat("model ", 30)
 	s.GPUs[0].Resource = strings.Repeat("long", 20) + ".example.com/gpu-mem"
-	s.Containers[0].Pod = strings.Repeat("pod-", 40)
-	s.Containers[1].Container = "first\n\x1b[31msecond\tword"
+	s.Containers[2].Pod = strings.Repeat("pod-", 40)
+	s.Containers[3].Container = "first\n\x1b[31msecond\tword"
 	s.Watchdog = Watchdog{State: WatchdogOff, Reason: strings.Repeat("reason ", 40)}
 	s.GPUs[1].Reason = "first line\n\x1b[31msecond\tline"
 	for _, width := range []int{0, 60, 80, 133} {
@@ -228,9 +228,9 @@ func used() *Metrics {
 	m.Event("sent")
 	m.GPUEvent("GPU-5e0f8c1a-0000-1111-2222-333344440001", "xid", 79)
 	m.GPUEvent("GPU-1", "xid", 79)
-	m.CapKill("over")
+	m.CapKill("over", 700*time.Millisecond)
+	m.CapKill("intruder", 9*time.Second)
 	m.CapEviction()
-	m.CapBreach(700 * time.Millisecond)
 	return m
 }
 
@@ -333,9 +333,10 @@ func TestMetricsPage(t *testing.T) {
 		`# TYPE gpu_agent_container_memory_refusals_total counter`,
 		`gpu_agent_container_memory_used_bytes{container="main",gpu="GPU-5e0f8c1a-0000-1111-2222-333344440002",namespace="train",pod="train-3"} 7.340032e+10`,
 		`gpu_agent_cap_kills_total{reason="over"} 1`,
-		`gpu_agent_cap_kills_total{reason="intruder"} 0`,
+		`gpu_agent_cap_kills_total{reason="intruder"} 1`,
 		`gpu_agent_cap_evictions_total 1`,
 		`gpu_agent_cap_breach_to_end_seconds_bucket{le="0.75"} 1`,
+		`gpu_agent_cap_breach_to_end_seconds_count 1`,
 		`gpu_agent_watchdog_up 1`,
 		`gpu_agent_unclaimed_processes{gpu="GPU-5e0f8c1a-0000-1111-2222-333344440003",kind="intruder"} 1`,
 		`gpu_agent_unclaimed_processes{gpu="GPU-5e0f8c1a-0000-1111-2222-333344440003",kind="no-pod"} 2`,
@@ -349,7 +350,7 @@ func TestMetricsPage(t *testing.T) {
 		{`memory_cap_bytes{container="main",gpu="GPU-5e0f8c1a-0000-1111-2222-333344440002"`, "a whole GPU has no cap"},
 		{`memory_refusals_total{container="main",gpu="GPU-5e0f8c1a-0000-1111-2222-333344440002"`, "a whole GPU refuses nothing"},
 		{`memory_used_bytes{container="jupyter"`, "what is unknown is not zero"},
-		{`memory_peak_bytes{container="jupyter"`, "there is no counter yet"},
+		{`memory_peak_bytes{container="jupyter"`, "it was never seen"},
 		{`pod=""`, "nobody can use a series of nobody"},
 	} {
 		if strings.Contains(body, line.part) {
@@ -373,10 +374,10 @@ func TestMetricsOfOddStatus(t *testing.T) {
 		// A container that started again, seen twice; and one of every word a
 		// tenant might have a hand in.
 		{Containers: []ContainerStatus{
-			{Namespace: "n", Pod: "p", Container: "c", GPU: "GPU-a", CapMiB: mib(1), UsedMiB: mib(1), PeakMiB: mib(1)},
-			{Namespace: "n", Pod: "p", Container: "c", GPU: "GPU-a", CapMiB: mib(2), UsedMiB: mib(2), PeakMiB: mib(2)},
-			{Namespace: "n", Pod: "\xff", GPU: "GPU-a", PeakMiB: mib(1<<64 - 1), Refusals: 1<<64 - 1},
-			{Namespace: "n", Pod: "\xfe", GPU: "GPU-a", PeakMiB: mib(1)},
+			{Namespace: "n", Pod: "p", Container: "c", GPU: "GPU-a", CapMiB: mib(1), UsedMiB: mib(1), PeakMiB: 1},
+			{Namespace: "n", Pod: "p", Container: "c", GPU: "GPU-a", CapMiB: mib(2), UsedMiB: mib(2), PeakMiB: 2},
+			{Namespace: "n", Pod: "\xff", GPU: "GPU-a", PeakMiB: 1<<64 - 1, Refusals: 1<<64 - 1},
+			{Namespace: "n", Pod: "\xfe", GPU: "GPU-a", PeakMiB: 1},
 			{}, {},
 		}},
 	} {
@@ -406,7 +407,7 @@ func TestMetricsOfContainersThatAreGone(t *testing.T) {
 		t.Fatal("there is nothing to lose")
 	}
 	s := sample()
-	s.Containers = s.Containers[:1]
+	s.Containers = s.Containers[5:]
 	s.Watchdog = Watchdog{State: WatchdogOff, Reason: "x"}
 	show(s)
 	if has(`pod="job-1"`) || has("gpu_agent_unclaimed_processes{") || !has(`pod="big"`) || !has("gpu_agent_watchdog_up 0") {

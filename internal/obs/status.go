@@ -23,7 +23,7 @@ type Status struct {
 	// GPUs is in index order.
 	GPUs []GPUStatus `json:"gpus"`
 	// Containers is what each container may use and uses of each GPU that it
-	// holds, sorted by namespace, pod, container and index.
+	// holds, sorted by index, namespace, pod and container.
 	Containers []ContainerStatus `json:"containers,omitempty"`
 	Watchdog   Watchdog          `json:"watchdog,omitzero"`
 }
@@ -125,21 +125,25 @@ type ContainerStatus struct {
 	Index int    `json:"index"`
 	// CapMiB is nil where the container has the whole GPU and no cap.
 	CapMiB *uint64 `json:"capMiB"`
-	// UsedMiB is what counts against the cap: what the driver reports of the
-	// container's processes, and managed memory; nil while unknown.
+	// UsedMiB is what counts against the cap, as the watchdog saw it last: what
+	// the driver reports of the container's processes, and managed memory, for
+	// which there is only the container's own word; nil while unknown. PeakMiB is
+	// the most of that so far.
 	UsedMiB *uint64 `json:"usedMiB"`
-	// PeakMiB is the most that the container's own counter has shown; nil where
-	// there is none. With Refusals it is the container's word: the container can
-	// write what it likes there, and nothing is decided by it.
-	PeakMiB *uint64 `json:"peakMiB"`
-	// Guarantee is how strong the cap is: "hardware", "driver", "api" or
-	// "watchdog".
+	PeakMiB uint64  `json:"peakMiB"`
+	// Guarantee is how strong the cap is: "hardware", "driver", "api", "watchdog"
+	// or "none".
 	Guarantee string `json:"guarantee,omitempty"`
-	// Refusals is how many allocations were answered with out of memory.
+	// Refusals is how many allocations were answered with out of memory, by the
+	// container's own word: it can write what it likes into its counters, and
+	// nothing is decided by this one.
 	Refusals uint64 `json:"refusals"`
 	// Processes is how many processes of the container use the GPU.
 	Processes int `json:"processes"`
 }
+
+// hasPeak tells whether the container's memory was ever seen.
+func (c ContainerStatus) hasPeak() bool { return c.UsedMiB != nil || c.PeakMiB > 0 }
 
 // Values of Watchdog.State.
 const (

@@ -233,7 +233,11 @@ func (p *page) containers(list []ContainerStatus) {
 				refused += "+"
 			}
 		}
-		rows = append(rows, []string{name, strconv.Itoa(c.Index), limit, gib(c.UsedMiB), gib(c.PeakMiB), refused, c.Guarantee})
+		peak := &c.PeakMiB
+		if !c.hasPeak() {
+			peak = nil
+		}
+		rows = append(rows, []string{name, strconv.Itoa(c.Index), limit, gib(c.UsedMiB), gib(peak), refused, c.Guarantee})
 	}
 	widths := make([]int, len(rows[0]))
 	rest := 0
