@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package memcap is the arithmetic of memory caps, and the judge of the watchdog
+// that looks after them.
+//
+// # Caps
+//
+// A container that asks for n units of a GPU's memory may have n units of it: a
+// cap, in bytes, for each container and GPU, with whatever the driver needs for
+// its processes inside it ([Units], [Replica]). How strongly a cap is held is its
+// [Level].
+//
+// # Verdicts
+//
+// The watchdog is the level that is always there. It reads now and then which
+// processes are on a GPU and what each has; somebody tells which container each
+// is of, and what each container holds; the judge says who is to be ended:
+//
+//	judge := memcap.NewJudge(memcap.Policy{})
+//	processes := memcap.Merge(driversLists)
+//	tick := bootTicks()
+//	for i := range processes {
+//		processes[i].Container, processes[i].Start = ownerOf(processes[i].PID)
+//	}
+//	sample := memcap.Sample{At: asked, Tick: tick, GPU: uuid, Processes: processes}
+//	for _, v := range judge.Judge(sample, holdings, known) {
+//		if v.Stands(isStillTheSame) {
+//			end(v.Container)
+//		}
+//	}
+//
+// A wrong verdict kills somebody's work, and one that is missed lets somebody
+// else's fail. The judge errs on the side of the second, and only where it cannot
+// tell:
+//
+//   - An offence counts once it was seen in two samples in a row that are some
+//     time apart: 4.7 GiB under a cap of 4 GiB, and 4.7 GiB again 250 ms later.
+//     In between, only a sample that clearly shows no offence ends the doubt. One
+//     that is missing, or that has no figure, neither adds nor ends.
+//   - What the driver does not know is neither zero nor a number. The known
+//     figures of a container are the least it has, and may convict it alone.
+//   - A tolerance covers what nobody can foresee to the byte.
+//   - A cap that changed begins a new doubt.
+//   - Only containers of which everything is known are judged. Processes of no
+//     pod never are.
+//   - An intruder, a container on a GPU of which it holds nothing, is one only
+//     after it was seen as that without a break for a while: its processes may be
+//     known before its claim is.
+//
+// # PIDs
+//
+// The driver names processes by PID and says nothing of when they began, so by
+// the time a PID is looked up it may be another process's. Every process began at
+// some tick of the boot clock ([Process.Start]), and every sample has a tick
+// after the driver's answer ([Sample.Tick]). Who began later than that is not the
+// one that was meant. The same holds for all samples of a row in which that PID
+// was listed without a break: the driver can go on listing a PID whose process is
+// dead, for as long as a child of it keeps the device open, and the kernel may
+// give the number to a stranger meanwhile. So a process counts only if it began
+// before its PID was first listed. The figures of others are unknown. What remains
+// is a number that goes round between two samples.
+//
+// A verdict is some milliseconds old when it is acted upon; [Verdict.Stands] asks
+// again for each process that it rests on.
+//
+// The package does not know how a process, a container or a figure is found, nor
+// how anything is ended. It has no clock.
+package memcap

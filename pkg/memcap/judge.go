@@ -1,0 +1,342 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package memcap
+
+import (
+	"cmp"
+	"slices"
+	"sync"
+	"time"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// Policy is when use beyond a cap is an offence. A zero field means its default.
+type Policy struct {
+	// Percent of the cap is tolerated beyond it, at least Least and at most Most
+	// bytes: the driver rounds, and a context costs more than anyone foresaw.
+	// Defaults 5, 256 MiB and 1 GiB.
+	Percent     int
+	Least, Most uint64
+	// Confirm is how many samples in a row must agree, each Spacing or more
+	// after the one before it. Defaults 2 and 150 ms.
+	Confirm int
+	Spacing time.Duration
+	// Grace is for how long an intruder must have been seen as one: what it
+	// holds may become known later than its processes. Default 5 s.
+	Grace time.Duration
+	// Memory is for how long a doubt waits for the sample that confirms it.
+	// Default 5 s.
+	Memory time.Duration
+}
+
+func (p Policy) withDefaults() Policy {
+	set := func(d *time.Duration, value time.Duration) {
+		if *d <= 0 {
+			*d = value
+		}
+	}
+	if p.Percent <= 0 {
+		p.Percent = 5
+	}
+	p.Least = cmp.Or(p.Least, 256*mib)
+	p.Most = max(cmp.Or(p.Most, 1024*mib), p.Least)
+	if p.Confirm <= 0 {
+		p.Confirm = 2
+	}
+	set(&p.Spacing, 150*time.Millisecond)
+	set(&p.Grace, 5*time.Second)
+	set(&p.Memory, 5*time.Second)
+	return p
+}
+
+// Limit returns the use that is tolerated under a cap, in bytes: the cap and the
+// tolerance. None stays None.
+func (p Policy) Limit(limit uint64) uint64 {
+	p = p.withDefaults()
+	part := limit / 100 * uint64(p.Percent)
+	if limit/100 > None/uint64(p.Percent) {
+		part = None
+	}
+	return plus(limit, min(max(part, p.Least), p.Most))
+}
+
+// Sample is one reading of one GPU.
+type Sample struct {
+	// At is when the driver was asked, by a clock that only goes forward.
+	At time.Time
+	// Tick is a moment after the driver's answer and before the first process
+	// was looked up, in the unit of Process.Start. A process that began later
+	// is not the one that the driver means by its PID. 0 where that is not
+	// known: reused PIDs are then told apart by chance alone.
+	Tick uint64
+	GPU  gpu.UUID
+	// Open says that anyone may use this GPU: there are no intruders on it.
+	Open bool
+	// Processes is what Merge returned, with the owners filled in.
+	Processes []Process
+}
+
+// Holding is what a container may have of a GPU. Several for one container and
+// GPU add up; if one of them is None, so is their sum.
+type Holding struct {
+	Container string
+	GPU       gpu.UUID
+	Cap       uint64 // bytes; None: all of it
+}
+
+// Kind says what is wrong.
+type Kind string
+
+// Kinds of verdicts.
+const (
+	// Over: a container has more than its cap and the tolerance.
+	Over Kind = "over"
+	// Intruder: a container is on a GPU of which it holds nothing.
+	Intruder Kind = "intruder"
+)
+
+// Verdict is an offence that is beyond doubt.
+type Verdict struct {
+	Kind      Kind
+	Container string
+	GPU       gpu.UUID
+	// Cap and Limit, which is the cap and the tolerance, are in bytes, and 0
+	// for an intruder. Used is what is known, in bytes, so at least that.
+	Cap, Limit, Used uint64
+	// First is when the offence was first seen, and Told how often a verdict
+	// on it was given before: 0 makes it news, more that it was not ended yet.
+	First time.Time
+	Told  int
+	// Processes are the evidence, sorted; see Stands.
+	Processes []Process
+}
+
+// Stands tells whether the evidence is still sound, of which same says what has
+// not ended since. It is the last question before a kill.
+func (v Verdict) Stands(same func(Process) bool) bool {
+	var used uint64
+	alive := 0
+	for _, p := range v.Processes {
+		if !same(p) {
+			continue
+		}
+		alive++
+		if p.Known {
+			used = plus(used, p.Bytes)
+		}
+	}
+	if v.Kind == Over {
+		return used > v.Limit
+	}
+	return alive > 0
+}
+
+// Judge turns samples into verdicts. It remembers doubts, no more than one for
+// each container in the last sample of a GPU. It is safe for several goroutines.
+type Judge struct {
+	policy Policy
+
+	mu   sync.Mutex // guards gpus
+	gpus map[gpu.UUID]*card
+}
+
+// card is what is remembered of a GPU.
+type card struct {
+	at time.Time // of its last sample
+	// listed has the PIDs of the last sample, each with the tick of the sample
+	// with which its row of samples without a gap began.
+	listed map[int]uint64
+	doubts map[string]*doubt // by container
+}
+
+// doubt is an offence that waits for its confirmation, or for its end.
+type doubt struct {
+	kind            Kind
+	cap             uint64
+	first           time.Time
+	counted, seen   time.Time // of the last sample that counted, and that showed it
+	confirmed, told int
+}
+
+// NewJudge returns a judge that has seen nothing.
+func NewJudge(p Policy) *Judge {
+	return &Judge{policy: p.withDefaults(), gpus: map[gpu.UUID]*card{}}
+}
+
+// Forget drops all GPUs but those.
+func (j *Judge) Forget(except []gpu.UUID) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	for u := range j.gpus {
+		if !slices.Contains(except, u) {
+			delete(j.gpus, u)
+		}
+	}
+}
+
+// Judge takes in a sample and returns the offences on that GPU that are
+// confirmed, sorted by container: again with each sample as long as they last.
+//
+// holdings must have all that a container holds of a GPU or nothing of it, and
+// known must say of which containers they have all; any other container is not
+// judged. A sample that could not be taken is left out; it speaks neither way.
+func (j *Judge) Judge(s Sample, holdings []Holding, known func(container string) bool) []Verdict {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	c := j.gpus[s.GPU]
+	if c == nil || s.At.Before(c.at) {
+		c = &card{doubts: map[string]*doubt{}}
+		j.gpus[s.GPU] = c
+	}
+	c.at = s.At
+
+	parties := c.parties(s)
+	doubts := make(map[string]*doubt, len(parties))
+	var verdicts []Verdict
+	for i := range parties {
+		p := &parties[i]
+		d := c.doubts[p.container]
+		if d != nil && s.At.Sub(d.seen) > j.policy.Memory {
+			d = nil
+		}
+		if known(p.container) {
+			d = j.doubt(d, s, p, holdings)
+		}
+		if d == nil {
+			continue
+		}
+		doubts[p.container] = d
+		if d.seen.Equal(s.At) && d.confirmed >= j.policy.Confirm && (d.kind == Over || s.At.Sub(d.first) >= j.policy.Grace) {
+			v := Verdict{Kind: d.kind, Container: p.container, GPU: s.GPU, Used: p.used, First: d.first, Told: d.told, Processes: p.evidence}
+			if d.kind == Over {
+				v.Cap, v.Limit = d.cap, j.policy.Limit(d.cap)
+			}
+			d.told++
+			verdicts = append(verdicts, v)
+		}
+	}
+	c.doubts = doubts
+	return verdicts
+}
+
+// doubt returns what to think of a container from this sample on, nil for
+// nothing.
+func (j *Judge) doubt(d *doubt, s Sample, p *party, holdings []Holding) *doubt {
+	limit, holds := uint64(0), false
+	for _, h := range holdings {
+		if h.GPU == s.GPU && h.Container == p.container {
+			limit, holds = plus(limit, h.Cap), true
+		}
+	}
+	kind := Over
+	if !holds {
+		kind = Intruder
+	}
+	if d != nil && (d.kind != kind || d.cap != limit) {
+		d = nil // of another offence than this one could be
+	}
+	switch {
+	case holds && p.used > j.policy.Limit(limit):
+	case !holds && !s.Open && len(p.evidence) > 0:
+	case p.unclear && (holds || !s.Open):
+		return d
+	default:
+		return nil
+	}
+	if d == nil {
+		return &doubt{kind: kind, cap: limit, first: s.At, counted: s.At, seen: s.At, confirmed: 1}
+	}
+	d.seen = s.At
+	if s.At.Sub(d.counted) >= j.policy.Spacing {
+		d.confirmed++
+		d.counted = s.At
+	}
+	return d
+}
+
+// party is a container in a sample.
+type party struct {
+	container string
+	used      uint64 // a lower bound if unclear
+	unclear   bool
+	evidence  []Process
+}
+
+// parties returns the containers of a sample, sorted, and notes which PIDs are
+// listed.
+func (c *card) parties(s Sample) []party {
+	listed := make(map[int]uint64, len(s.Processes))
+	sorted := make([]Process, 0, len(s.Processes))
+	for _, p := range s.Processes {
+		since, ok := c.listed[p.PID]
+		if !ok {
+			since = s.Tick
+		}
+		listed[p.PID] = since
+		if p.Container != "" {
+			sorted = append(sorted, p)
+		}
+	}
+	c.listed = listed
+	slices.SortStableFunc(sorted, func(a, b Process) int {
+		return cmp.Or(cmp.Compare(a.Container, b.Container), comparePlaces(a, b))
+	})
+	var parties []party
+	for _, p := range sorted {
+		if len(parties) == 0 || parties[len(parties)-1].container != p.Container {
+			parties = append(parties, party{container: p.Container})
+		}
+		last := &parties[len(parties)-1]
+		// A PID that was listed before this process began was listed for
+		// another, whose memory it may still be.
+		if since := listed[p.PID]; p.Start == 0 || since > 0 && p.Start > since {
+			last.unclear = true
+			continue
+		}
+		last.evidence = append(last.evidence, p)
+		if p.Known {
+			last.used = plus(last.used, p.Bytes)
+		} else {
+			last.unclear = true
+		}
+	}
+	return parties
+}
+
+// Offences remembers for an hour who was ended for an offence. The zero value
+// remembers nobody. It is safe for several goroutines.
+type Offences struct {
+	mu sync.Mutex // guards by
+	by map[string][]time.Time
+}
+
+const (
+	// offenceMemory is for how long an offence counts.
+	offenceMemory = time.Hour
+	// maxOffences bounds what is remembered of one pod: nobody asks for more.
+	maxOffences = 64
+)
+
+// Add notes an offence and returns how many that pod has now, this one and all
+// of the last hour, at most 64. A pod is named by its UID: its containers change
+// with each restart.
+func (o *Offences) Add(pod string, at time.Time) int {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.by == nil {
+		o.by = map[string][]time.Time{}
+	}
+	for name, times := range o.by {
+		times = slices.DeleteFunc(times, func(t time.Time) bool { return at.Sub(t) >= offenceMemory })
+		if o.by[name] = times; len(times) == 0 {
+			delete(o.by, name)
+		}
+	}
+	times := append(o.by[pod], at)
+	if len(times) > maxOffences {
+		times = slices.Delete(times, 0, len(times)-maxOffences)
+	}
+	o.by[pod] = times
+	return len(times)
+}
