@@ -19,6 +19,10 @@ import (
 // does, .nvidia-cdi-hook.<random>.tmp beside it.
 const hooksDir = "hooks"
 
+// capDir is where pkg/memcap/lib installs libraries, in directories named by
+// content, and keeps the limit pages of claims.
+const capDir = "cap"
+
 var (
 	hookDir  = regexp.MustCompile(`^[0-9a-f]{16}$`)
 	hookFile = regexp.MustCompile(`^(nvidia-cdi-hook|\.nvidia-cdi-hook\.[A-Z2-7]+\.tmp)$`)
@@ -65,6 +69,7 @@ func Remove(dir string) error {
 		r.empty(path)
 	}
 	r.empty(hooksDir)
+	r.tree(capDir)
 	// In a container dir is a mount, and what it is mounted on is read-only.
 	if err := os.Remove(dir); err != nil && !stays(err) && !errors.Is(err, unix.EROFS) {
 		r.failed(err)
@@ -97,6 +102,20 @@ func (r *remover) plain(name string) {
 		err = r.root.Remove(name)
 	}
 	r.failed(err)
+}
+
+// tree removes a directory that is the agent's as a whole: its plain files, and
+// the directories that are empty then.
+func (r *remover) tree(name string) {
+	for _, d := range r.list(name) {
+		path := filepath.Join(name, d.Name())
+		if d.IsDir() {
+			r.tree(path)
+		} else {
+			r.plain(path)
+		}
+	}
+	r.empty(name)
 }
 
 // empty removes a directory in which nothing is left.

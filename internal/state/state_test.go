@@ -455,8 +455,8 @@ func TestRefused(t *testing.T) {
 	}
 }
 
-// TestRemove: the hook programs are those that nvml installs, and what is
-// somebody else's stays.
+// TestRemove: the hook programs are those that nvml installs, what is below cap
+// is ours, and what is somebody else's stays.
 func TestRemove(t *testing.T) {
 	program := filepath.Join(t.TempDir(), "hook")
 	do(t, os.WriteFile(program, []byte("#!/bin/sh\n"), 0o755))
@@ -466,6 +466,11 @@ func TestRemove(t *testing.T) {
 			installed, err := nvml.InstallHook(program, dir)
 			do(t, err)
 			do(t, os.WriteFile(filepath.Join(filepath.Dir(installed), ".nvidia-cdi-hook.ABC234.tmp"), nil, 0o600))
+			for _, name := range []string{"cap/0123456789abcdef/libcuda.so.1", "cap/limits/0123456789abcdef/GPU-a"} {
+				do(t, os.MkdirAll(filepath.Dir(filepath.Join(dir, name)), 0o755))
+				do(t, os.WriteFile(filepath.Join(dir, name), nil, 0o600))
+			}
+			do(t, os.MkdirAll(filepath.Join(dir, "cap/empty"), 0o755))
 			s, _ := open(t, dir)
 			do(t, s.Save(full))
 			appendAll(t, s, claim(1))

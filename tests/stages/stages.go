@@ -55,8 +55,9 @@ func stages(cache string, packages []string, soak bool) []stage {
 	// The long forms have flags of their own.
 	e2e := test(".", "-count=1", long, "./tests/e2e", "-built")
 	crash := test(".", "-count=1", long, "./tests/crash")
+	caps := test(".", "-count=1", long, "./tests/memcap")
 	if soak {
-		e2e.args, crash.args = append(e2e.args, "-long"), append(crash.args, "-long")
+		e2e.args, crash.args, caps.args = append(e2e.args, "-long"), append(crash.args, "-long"), append(caps.args, "-long")
 	}
 	all := []stage{
 		{
@@ -108,6 +109,10 @@ func stages(cache string, packages []string, soak bool) []stage {
 			commands: []command{e2e},
 		},
 		{
+			name: "caps", what: "memory caps: every call by every door, and kills", after: []string{"emulator"}, lacks: root,
+			commands: []command{caps},
+		},
+		{
 			name: "crash", what: "the agent killed at every change of its files", after: []string{"emulator", "image"}, lacks: root,
 			commands: []command{crash},
 		},
@@ -155,7 +160,7 @@ func fuzzing() []command {
 }
 
 // apart are the packages that have a stage of their own.
-var apart = []string{"/deployments", "/tests/crash", "/tests/e2e"}
+var apart = []string{"/deployments", "/tests/crash", "/tests/e2e", "/tests/memcap"}
 
 // unitPackages are the product's packages but those.
 func unitPackages() ([]string, error) {
