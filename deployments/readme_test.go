@@ -50,7 +50,9 @@ func TestReadmeNamesEveryMetric(t *testing.T) {
 		Status: func() obs.Status {
 			return obs.Status{
 				Driver: "580", CUDA: "13.0", Partition: obs.Partition{Name: "default", State: "applied"},
-				GPUs: []obs.GPUStatus{{UUID: "GPU-1", Health: obs.Healthy, Class: "lost", Mode: "shared", Resource: "example.com/gpu-mem", Total: 1, Free: 1, MemoryMiB: 1}},
+				Watchdog:   obs.Watchdog{State: obs.WatchdogRunning},
+				Containers: []obs.ContainerStatus{{Namespace: "n", Pod: "p", Container: "c", GPU: "GPU-1", CapMiB: new(uint64), UsedMiB: new(uint64), Guarantee: "api"}},
+				GPUs:       []obs.GPUStatus{{UUID: "GPU-1", Health: obs.Healthy, Class: "lost", Mode: "shared", Resource: "example.com/gpu-mem", Total: 1, Free: 1, MemoryMiB: 1}},
 			}
 		},
 	}).Handler()

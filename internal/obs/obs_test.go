@@ -382,8 +382,15 @@ func TestMetricsOfOddStatus(t *testing.T) {
 		}},
 	} {
 		addr := serve(t, Options{Status: func() Status { return s }})
-		if code, body := get(t, addr, "/metrics"); code != http.StatusOK || !strings.Contains(body, "gpu_agent_claims 0") {
+		code, body := get(t, addr, "/metrics")
+		if code != http.StatusOK || !strings.Contains(body, "gpu_agent_claims 0") {
 			t.Errorf("%+v: %d: %.300s", s, code, body)
+		}
+		// A rate needs a zero to start from.
+		for _, reason := range KillReasons {
+			if !strings.Contains(body, `gpu_agent_cap_kills_total{reason="`+reason+`"} 0`) {
+				t.Errorf("no line for kills for %s before the first", reason)
+			}
 		}
 	}
 }
