@@ -6,6 +6,7 @@
 //	base/                       namespace, RBAC, partitions, DaemonSet
 //	overlays/driver-container/  the driver is in a container of its own
 //	overlays/runtime-class/     no privileged pod, by NVIDIA's container runtime
+//	components/evict/           for any of these: pods that offend again and again are evicted
 //	cleanup/                    takes the agent's traces off the nodes
 //	image/                      files of the container image that are not built
 //
@@ -13,9 +14,11 @@
 // namespace of the host's, a path, a mount, a verb) has its reason as a comment
 // that begins with "Reason:", right above it. A reader should be able to judge
 // each without reading the program. The tests ask for the comments, hold the
-// verbs against the list in internal/kube, the rights and the admission policy
-// against a real API server, the environment against the program's flags, the probes against its pages, and the sample partitions
-// against inventories of well-known nodes.
+// verbs against the list in internal/kube, the rights and the admission policies
+// against a real API server, the environment against the program's flags, the
+// probes against its pages, and the sample partitions against inventories of
+// well-known nodes. A right that not every cluster wants to give is a component:
+// the base does without.
 //
 // There is no Go here but the tests, and no templates: what differs between
 // clusters belongs into an overlay of the cluster's own.
