@@ -381,6 +381,10 @@ func TestMetricsOfOddStatus(t *testing.T) {
 			{}, {},
 		}},
 	} {
+		// The page goes on without what cannot be gathered: here everything can.
+		if _, err := NewMetrics("v").registry(func() Status { return s }).Gather(); err != nil {
+			t.Errorf("%+v: %v", s, err)
+		}
 		addr := serve(t, Options{Status: func() Status { return s }})
 		code, body := get(t, addr, "/metrics")
 		if code != http.StatusOK || !strings.Contains(body, "gpu_agent_claims 0") {
