@@ -53,6 +53,10 @@ type RuntimeOptions struct {
 	// beginning of their names; empty keeps none. The kubelet gives a container
 	// what device plugins answered to Allocate and nothing of the pod's author.
 	AnnotationPrefix string
+	// Cgroups is where the host's /sys/fs/cgroup is seen, writable. Empty, or
+	// without a unified hierarchy (v2) there or in unified below, End asks the
+	// runtime.
+	Cgroups string
 	// Logger is told which runtime was found and when its events break off; nil
 	// means silence.
 	Logger *slog.Logger

@@ -1,0 +1,405 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package node
+
+import (
+	"bytes"
+	"cmp"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+
+	"golang.org/x/sys/unix"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// Owner is the container that a process is in.
+type Owner struct {
+	// ID is the runtime's name for the container, as in Container.ID, and PodUID
+	// the kubelet's for its pod, as in Container.PodUID.
+	ID, PodUID string
+	// Cgroup is the path of the container's own cgroup below its hierarchy's
+	// root, as the host sees it; empty where that cannot be told. V2 says that
+	// the hierarchy is the unified one.
+	Cgroup string
+	V2     bool
+	// Start is when the process began, in clock ticks since boot: with the PID it
+	// tells processes apart.
+	Start uint64
+}
+
+// Proc is the host's /proc.
+type Proc struct{ root string }
+
+// NewProc returns what is mounted at root, which is not looked at yet; empty
+// means "/proc". It must be that of the caller's own PID namespace.
+func NewProc(root string) *Proc { return &Proc{root: cmp.Or(root, "/proc")} }
+
+// ticksPerSecond is the kernel's USER_HZ, the same on all platforms that have a
+// driver.
+const ticksPerSecond = 100
+
+// Ticks returns the time since boot in the unit of Owner.Start.
+func Ticks() uint64 {
+	var now unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &now); err != nil {
+		return 0
+	}
+	return uint64(now.Sec)*ticksPerSecond + uint64(now.Nsec)/(1e9/ticksPerSecond)
+}
+
+// Container returns the container that a process is in. An error answers to
+// gpu.ErrNotFound where there is no such process, and where it is of no pod's
+// container; with the latter Owner.Start is set.
+//
+// Both of what is read is read of one process: it is found once, and by a name
+// that dies with it.
+func (p *Proc) Container(pid int) (Owner, error) {
+	dir, err := p.open(pid)
+	if err != nil {
+		return Owner{}, err
+	}
+	defer unix.Close(dir)
+	buffer := buffers.Get().(*[]byte)
+	defer buffers.Put(buffer)
+
+	start, err := startTime(dir, buffer)
+	if err != nil {
+		return Owner{}, p.failed(pid, err)
+	}
+	list, err := readAt(dir, "cgroup", buffer)
+	if err != nil {
+		return Owner{}, p.failed(pid, err)
+	}
+	o, err := ownerOf(list)
+	if err != nil {
+		return Owner{Start: start}, fmt.Errorf("container of process %d: %w", pid, err)
+	}
+	o.Start = start
+	return o, nil
+}
+
+// Same tells whether a process is still the one that Container found, and still
+// in that container: the last question before a kill.
+func (p *Proc) Same(pid int, o Owner) bool {
+	now, err := p.Container(pid)
+	return err == nil && o.Start != 0 && now.Start == o.Start && now.ID == o.ID
+}
+
+// open returns a descriptor of a process's directory: when the process is gone,
+// everything below it is, also when another has got its PID.
+func (p *Proc) open(pid int) (int, error) {
+	for {
+		dir, err := unix.Open(p.root+"/"+strconv.Itoa(pid), unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+		if err == unix.EINTR {
+			continue
+		}
+		if err != nil {
+			return -1, p.failed(pid, err)
+		}
+		return dir, nil
+	}
+}
+
+func (p *Proc) failed(pid int, err error) error {
+	// ESRCH: it has gone since its directory was opened.
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ESRCH) {
+		return &failure{is: gpu.ErrNotFound, text: fmt.Sprintf("process %d: not in %s", pid, p.root)}
+	}
+	return fmt.Errorf("look at process %d in %s: %w", pid, p.root, err)
+}
+
+// maxProcFile bounds what is read of a process's file, in bytes. Cgroup v1 has
+// a path for each of a dozen hierarchies.
+const maxProcFile = 64 << 10
+
+var buffers = sync.Pool{New: func() any { b := make([]byte, 4096); return &b }}
+
+// readAt reads a file of a directory. What it returns lives in the buffer, which
+// grows as need be.
+func readAt(dir int, name string, buffer *[]byte) ([]byte, error) {
+	file, err := ignoringEINTR(func() (int, error) {
+		return unix.Openat(dir, name, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0)
+	})
+	if err != nil {
+		return nil, err
+	}
+	defer unix.Close(file)
+	for have := 0; ; {
+		if have == len(*buffer) {
+			if have >= maxProcFile {
+				return nil, fmt.Errorf("%s has more than %d bytes", name, maxProcFile)
+			}
+			*buffer = append(*buffer, make([]byte, have)...)
+		}
+		n, err := ignoringEINTR(func() (int, error) { return unix.Read(file, (*buffer)[have:]) })
+		if err != nil {
+			return nil, err
+		}
+		// The kernel makes the whole of these files at once (single_open): less
+		// than there was room for is all there is.
+		if have += n; have < len(*buffer) {
+			return (*buffer)[:have], nil
+		}
+	}
+}
+
+func ignoringEINTR(call func() (int, error)) (int, error) {
+	for {
+		n, err := call()
+		if err != unix.EINTR {
+			return n, err
+		}
+	}
+}
+
+// startTime reads field 22 of a process's stat, as in proc(5).
+func startTime(dir int, buffer *[]byte) (uint64, error) {
+	stat, err := readAt(dir, "stat", buffer)
+	if err != nil {
+		return 0, err
+	}
+	// The name, in parentheses, may have parentheses and spaces of its own.
+	rest := stat[bytes.LastIndexByte(stat, ')')+1:]
+	const skip = 22 - 2 // from the third field on, after the space
+	for range skip {
+		_, after, found := bytes.Cut(rest, []byte{' '})
+		if !found {
+			return 0, io.ErrUnexpectedEOF
+		}
+		rest = after
+	}
+	digits, _, _ := bytes.Cut(rest, []byte{' '})
+	start, err := strconv.ParseUint(string(digits), 10, 64)
+	if err != nil {
+		return 0, fmt.Errorf("stat has no start time: %w", err)
+	}
+	return start, nil
+}
+
+// ofNoPod is the error for a process that is in no container of a pod.
+func ofNoPod(why string) error {
+	return &failure{is: gpu.ErrNotFound, text: "of no pod: " + why}
+}
+
+// ownerOf finds the container in a process's cgroup file: the unified hierarchy
+// is asked first, and every hierarchy that names a container must name the same.
+func ownerOf(list []byte) (Owner, error) {
+	var found Owner
+	var line, last []byte
+	named := false
+	for len(list) > 0 {
+		line, list, _ = bytes.Cut(list, []byte{'\n'})
+		// hierarchy ID, controllers, path, which may have colons of its own
+		id, rest, ok := bytes.Cut(line, []byte{':'})
+		if !ok {
+			continue
+		}
+		_, path, ok := bytes.Cut(rest, []byte{':'})
+		v2 := string(id) == "0"
+		if !ok || bytes.Equal(path, last) && !v2 { // v1 repeats one path a dozen times
+			continue
+		}
+		last = path
+		o, ok := ownerByPath(path)
+		if !ok {
+			continue
+		}
+		o.V2 = v2
+		if named && (o.ID != found.ID || o.PodUID != found.PodUID) {
+			return Owner{}, ofNoPod(fmt.Sprintf("its cgroups are of container %s and of %s", found.ID, o.ID))
+		}
+		// The paths of v1 may differ by hierarchy; the first one is as good as
+		// any.
+		if !named || o.V2 {
+			found, named = o, true
+		}
+	}
+	if !named {
+		return Owner{}, ofNoPod("no cgroup of it is a pod's container's")
+	}
+	return found, nil
+}
+
+// ownerByPath finds pod and container in the path of a cgroup. Only the first
+// pod's segment from the root is the kubelet's for sure, and only the segment
+// right behind it the runtime's: whatever is below was named by the container.
+func ownerByPath(path []byte) (Owner, bool) {
+	if !bytes.Contains(path, []byte("pod")) {
+		return Owner{}, false
+	}
+	whole := strings.TrimSuffix(string(path), " (deleted)") // the cgroup, under its last process
+	kubelets := false                                       // the segment before is one of the kubelet's own
+	for begin := 0; begin < len(whole); {
+		end := begin + strings.IndexByte(whole[begin:], '/')
+		if end < begin {
+			end = len(whole)
+		}
+		segment := whole[begin:end]
+		uid, id := "", ""
+		switch {
+		case strings.Contains(segment, ".slice:"):
+			// runc with the systemd driver's path but without that driver:
+			// slice, prefix and container in one segment.
+			slice, rest, _ := strings.Cut(segment, ":")
+			uid = podOfSlice(slice)
+			_, name, _ := strings.Cut(rest, ":")
+			if uid != "" {
+				return owner(uid, containerID(name), whole[:end])
+			}
+		case strings.HasSuffix(segment, ".slice"):
+			uid = podOfSlice(segment)
+		case kubelets && strings.HasPrefix(segment, "pod"):
+			uid = podUID(segment[len("pod"):])
+		}
+		if uid != "" && end < len(whole) {
+			last := end + 1 + strings.IndexByte(whole[end+1:], '/')
+			if last <= end {
+				last = len(whole)
+			}
+			id = containerID(whole[end+1 : last])
+			return owner(uid, id, whole[:last])
+		}
+		if uid != "" {
+			return Owner{}, false // in the pod's cgroup and in no container
+		}
+		kubelets = segment == "kubepods" || kubelets && (segment == "burstable" || segment == "besteffort")
+		begin = end + 1
+	}
+	return Owner{}, false
+}
+
+func owner(uid, id, path string) (Owner, bool) {
+	if id == "" {
+		return Owner{}, false
+	}
+	// Seen from within a cgroup namespace, others' paths climb out of it first;
+	// from where is not to be known.
+	if strings.HasPrefix(path, "/..") {
+		path = ""
+	}
+	return Owner{ID: id, PodUID: uid, Cgroup: path}, true
+}
+
+// podOfSlice returns the pod's UID of one of the kubelet's slices, such as
+// kubepods-burstable-pod1234_5678.slice, and of no other. With a cgroup root of
+// its own, the kubelet puts that before; in names it writes - as _.
+func podOfSlice(slice string) string {
+	name, ok := strings.CutSuffix(slice, ".slice")
+	if !ok {
+		return ""
+	}
+	i := strings.LastIndex(name, "-pod")
+	if i < 0 {
+		return ""
+	}
+	parent, uid := name[:i], name[i+len("-pod"):]
+	parent = strings.TrimSuffix(strings.TrimSuffix(parent, "-burstable"), "-besteffort")
+	if parent != "kubepods" && !strings.HasSuffix(parent, "-kubepods") {
+		return ""
+	}
+	return podUID(strings.ReplaceAll(uid, "_", "-"))
+}
+
+// podUID returns uid if it can be one: the API server's are UUIDs, those of
+// static pods 32 hex digits, or what their author wrote.
+func podUID(uid string) string {
+	if len(uid) == 0 || len(uid) > 64 {
+		return ""
+	}
+	for _, c := range []byte(uid) {
+		if (c < '0' || c > '9') && (c < 'a' || c > 'z') && (c < 'A' || c > 'Z') && c != '-' {
+			return ""
+		}
+	}
+	return uid
+}
+
+// idLength is the length of a container's ID with all runtimes that speak the
+// CRI: 32 random bytes in hex.
+const idLength = 64
+
+// containerID returns the container's ID in the name of its cgroup: <id>,
+// cri-containerd-<id>.scope, docker-<id>.scope, crio-<id>. CRI-O's
+// crio-conmon-<id>.scope is of the process that watches the container.
+func containerID(name string) string {
+	name = strings.TrimSuffix(name, ".scope")
+	if len(name) < idLength {
+		return ""
+	}
+	prefix, id := name[:len(name)-idLength], name[len(name)-idLength:]
+	for _, c := range []byte(id) {
+		if (c < '0' || c > '9') && (c < 'a' || c > 'f') {
+			return ""
+		}
+	}
+	if prefix != "" && !strings.HasSuffix(prefix, "-") || strings.HasSuffix(prefix, "conmon-") {
+		return ""
+	}
+	return id
+}
+
+// initialPIDNamespace is the inode of the PID namespace that the kernel starts
+// with: PROC_PID_INIT_INO of include/linux/proc_ns.h, of which user space has no
+// other sign.
+const initialPIDNamespace = "pid:[4026531836]"
+
+// SeesNode tells whether the agent sees all processes of the node, by nil. It
+// does in the PID namespace that the kernel started with, and in the one in which
+// the container runtime is: a node that is a container itself has its own. Of
+// processes outside, the driver says nothing, which looks as if there were none.
+//
+// An error that answers to gpu.ErrNotSupported says what to set.
+func (p *Proc) SeesNode(r *Runtime) error {
+	own, err := os.Readlink(filepath.Join(p.root, "self/ns/pid"))
+	if err != nil {
+		return fmt.Errorf("which PID namespace is this: %w", err)
+	}
+	if own == initialPIDNamespace {
+		return nil
+	}
+	pid, socket, err := r.peer()
+	if err != nil {
+		return fmt.Errorf("whether the container runtime is in this PID namespace: %w", err)
+	}
+	const remedy = "set hostPID: true in the agent's pod, and let its --proc-root be the /proc that it sees there"
+	if pid == 0 {
+		return &failure{is: gpu.ErrNotSupported,
+			text: fmt.Sprintf("%s is not the node's: the container runtime at %s is outside of it; %s", own, socket, remedy)}
+	}
+	for _, name := range []string{"self", strconv.Itoa(pid)} {
+		depth, err := p.depth(name)
+		if err != nil {
+			return fmt.Errorf("whether the container runtime is in this PID namespace: %w", err)
+		}
+		if depth != 1 {
+			return &failure{is: gpu.ErrNotSupported, text: fmt.Sprintf(
+				"%s is not the one of %s in %s (the container runtime's process is %d); %s", own, name, p.root, pid, remedy)}
+		}
+	}
+	return nil
+}
+
+// depth returns in how many PID namespaces a process is, from the one of this
+// /proc on downwards: 1 is that one itself. Unlike the link in ns/, everybody may
+// read it.
+func (p *Proc) depth(process string) (int, error) {
+	path := filepath.Join(p.root, process, "status")
+	status, err := os.ReadFile(path)
+	if err != nil {
+		return 0, err
+	}
+	for line := range bytes.Lines(status) {
+		if pids, ok := bytes.CutPrefix(line, []byte("NSpid:")); ok {
+			return len(bytes.Fields(pids)), nil
+		}
+	}
+	return 0, &failure{is: gpu.ErrNotSupported, text: path + " has no NSpid: Linux 4.1 or later is needed"}
+}
