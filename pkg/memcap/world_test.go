@@ -284,6 +284,12 @@ func TestTruth(t *testing.T) {
 			}
 		}
 
+		byID := map[string]*container{}
+		for _, c := range w.containers {
+			byID[c.id] = c
+		}
+		known := func(id string) bool { c := byID[id]; return c != nil && w.ms >= c.known }
+
 		var holdings []Holding
 		for _, c := range w.containers {
 			for g, limit := range c.caps {
@@ -295,16 +301,12 @@ func TestTruth(t *testing.T) {
 					h.Cap = limit - gib
 					holdings = append(holdings, Holding{c.id, h.GPU, gib})
 				}
-				holdings = append(holdings, h)
+				if !c.split || known(c.id) { // half a truth, as long as it is not known well
+					holdings = append(holdings, h)
+				}
 			}
 		}
 		w.r.Shuffle(len(holdings), func(i, j int) { holdings[i], holdings[j] = holdings[j], holdings[i] })
-		byID := map[string]*container{}
-		for _, c := range w.containers {
-			byID[c.id] = c
-		}
-		known := func(id string) bool { c := byID[id]; return c != nil && w.ms >= c.known }
-
 		got := j.Judge(s, holdings, known)
 		lately[g] = slices.DeleteFunc(append(lately[g], moment{s.At, tr}), func(m moment) bool { return s.At.Sub(m.at) > 2*time.Minute })
 		convicted := map[string]bool{}
