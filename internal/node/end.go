@@ -135,18 +135,20 @@ func killCgroup(root string, o Owner) error {
 // unified opens the unified hierarchy at root, or at the place below it where a
 // node with both versions has it.
 func unified(root string) (fd int, err error) {
+	var first error
 	for _, place := range []string{root, path.Join(root, "unified")} {
-		fd, err = unix.Open(place, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
-		if err != nil {
-			continue
+		fd, err := unix.Open(place, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+		if err == nil {
+			var fs unix.Statfs_t
+			if err = unix.Fstatfs(fd, &fs); err == nil && fs.Type == unix.CGROUP2_SUPER_MAGIC {
+				return fd, nil
+			}
+			unix.Close(fd)
+			err = cmp.Or(err, errors.New("that is no cgroup v2 hierarchy"))
 		}
-		var fs unix.Statfs_t
-		if err = unix.Fstatfs(fd, &fs); err == nil && fs.Type == unix.CGROUP2_SUPER_MAGIC {
-			return fd, nil
-		}
-		unix.Close(fd)
+		first = cmp.Or(first, err)
 	}
-	return -1, cmp.Or(err, errors.New("that is no cgroup v2 hierarchy"))
+	return -1, first
 }
 
 // name returns what the runtime calls itself.

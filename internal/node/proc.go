@@ -35,12 +35,55 @@ type Owner struct {
 	Start uint64
 }
 
-// Proc is the host's /proc.
-type Proc struct{ root string }
+// Proc is the host's /proc. It is safe for several goroutines.
+type Proc struct {
+	root string
+
+	mu sync.Mutex // guards what follows
+	// looked has the processes that were asked for lately, by PID.
+	looked map[int]*look
+	swept  uint64 // tick at which those that nobody asks for any more were dropped
+}
+
+// look is what was found of a process. A look at files of /proc costs some 25 µs,
+// and the watchdog looks at the same processes several times a second; whether a
+// process still lives costs a tenth of that. No process leaves its container.
+type look struct {
+	dir   int // its directory, which dies with it
+	owner Owner
+	err   error // that it is of no pod
+	asked uint64
+}
+
+const (
+	// lookFor is for how many ticks a process stays remembered that nobody asks
+	// for, maxLooks how many are at most: each has a descriptor.
+	lookFor  = 10 * ticksPerSecond
+	maxLooks = 1024
+)
 
 // NewProc returns what is mounted at root, which is not looked at yet; empty
 // means "/proc". It must be that of the caller's own PID namespace.
-func NewProc(root string) *Proc { return &Proc{root: cmp.Or(root, "/proc")} }
+func NewProc(root string) *Proc {
+	return &Proc{root: cmp.Or(root, "/proc"), looked: map[int]*look{}}
+}
+
+// Close forgets all processes. A later question remembers them anew.
+func (p *Proc) Close() error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.sweepLocked(func(*look) bool { return true })
+	return nil
+}
+
+func (p *Proc) sweepLocked(drop func(*look) bool) {
+	for pid, l := range p.looked {
+		if drop(l) {
+			unix.Close(l.dir)
+			delete(p.looked, pid)
+		}
+	}
+}
 
 // ticksPerSecond is the kernel's USER_HZ, the same on all platforms that have a
 // driver.
@@ -59,38 +102,73 @@ func Ticks() uint64 {
 // gpu.ErrNotFound where there is no such process, and where it is of no pod's
 // container; with the latter Owner.Start is set.
 //
-// Both of what is read is read of one process: it is found once, and by a name
-// that dies with it.
+// All of the answer is of one process, which was there when this was called: it
+// is found once, and by a name that dies with it.
 func (p *Proc) Container(pid int) (Owner, error) {
-	dir, err := p.open(pid)
+	now := Ticks()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if l := p.looked[pid]; l != nil {
+		// Below the directory of a process that was reaped there is nothing; as
+		// long as it was not, nobody else has its PID.
+		if unix.Faccessat(l.dir, "stat", unix.F_OK, 0) == nil {
+			l.asked = now
+			return l.owner, l.err
+		}
+		unix.Close(l.dir)
+		delete(p.looked, pid)
+	}
+	l, err := p.look(pid)
 	if err != nil {
 		return Owner{}, err
 	}
-	defer unix.Close(dir)
-	buffer := buffers.Get().(*[]byte)
-	defer buffers.Put(buffer)
+	if now-p.swept > lookFor {
+		p.sweepLocked(func(l *look) bool { return now-l.asked > lookFor })
+		p.swept = now
+	}
+	if len(p.looked) >= maxLooks {
+		p.sweepLocked(func(*look) bool { return true })
+	}
+	l.asked = now
+	p.looked[pid] = l
+	return l.owner, l.err
+}
 
-	start, err := startTime(dir, buffer)
+// look reads what the kernel has of a process.
+func (p *Proc) look(pid int) (*look, error) {
+	dir, err := p.open(pid)
 	if err != nil {
-		return Owner{}, p.failed(pid, err)
+		return nil, err
 	}
-	list, err := readAt(dir, "cgroup", buffer)
+	buffer := make([]byte, 4096)
+	l := &look{dir: dir}
+	start, err := startTime(dir, &buffer)
+	if err == nil {
+		var list []byte
+		if list, err = readAt(dir, "cgroup", &buffer); err == nil {
+			l.owner, l.err = ownerOf(list)
+		}
+	}
 	if err != nil {
-		return Owner{}, p.failed(pid, err)
+		unix.Close(dir)
+		return nil, p.failed(pid, err)
 	}
-	o, err := ownerOf(list)
-	if err != nil {
-		return Owner{Start: start}, fmt.Errorf("container of process %d: %w", pid, err)
+	if l.err != nil {
+		l.err = fmt.Errorf("container of process %d: %w", pid, l.err)
 	}
-	o.Start = start
-	return o, nil
+	l.owner.Start = start
+	return l, nil
 }
 
 // Same tells whether a process is still the one that Container found, and still
-// in that container: the last question before a kill.
+// in that container: the last question before a kill. It remembers nothing.
 func (p *Proc) Same(pid int, o Owner) bool {
-	now, err := p.Container(pid)
-	return err == nil && o.Start != 0 && now.Start == o.Start && now.ID == o.ID
+	l, err := p.look(pid)
+	if err != nil {
+		return false
+	}
+	unix.Close(l.dir)
+	return l.err == nil && o.Start != 0 && l.owner.Start == o.Start && l.owner.ID == o.ID
 }
 
 // open returns a descriptor of a process's directory: when the process is gone,
@@ -119,8 +197,6 @@ func (p *Proc) failed(pid int, err error) error {
 // maxProcFile bounds what is read of a process's file, in bytes. Cgroup v1 has
 // a path for each of a dozen hierarchies.
 const maxProcFile = 64 << 10
-
-var buffers = sync.Pool{New: func() any { b := make([]byte, 4096); return &b }}
 
 // readAt reads a file of a directory. What it returns lives in the buffer, which
 // grows as need be.

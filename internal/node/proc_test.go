@@ -70,6 +70,7 @@ func TestContainerTrees(t *testing.T) {
 		t.Run(strings.TrimSuffix(filepath.Base(file), ".txt"), func(t *testing.T) {
 			root, want := unpackProc(t, file)
 			p := NewProc(root)
+			defer p.Close()
 			for _, line := range want {
 				number, _, _ := strings.Cut(line, " ")
 				pid, err := strconv.Atoi(number)
@@ -192,6 +193,7 @@ func FuzzOwner(f *testing.F) {
 // gone, one that never was.
 func TestContainerOfThisProcess(t *testing.T) {
 	p := NewProc("")
+	defer p.Close()
 	before := Ticks()
 	child := exec.Command("sleep", "1000")
 	if err := child.Start(); err != nil {
@@ -199,6 +201,9 @@ func TestContainerOfThisProcess(t *testing.T) {
 	}
 	pid := child.Process.Pid
 	o, err := p.Container(pid)
+	if again, err2 := p.Container(pid); again != o || err2 != err {
+		t.Errorf("%+v, %v, and then %+v, %v", o, err, again, err2)
+	}
 	child.Process.Kill()
 	child.Wait()
 	after := Ticks()
@@ -276,14 +281,57 @@ func TestBrokenProcess(t *testing.T) {
 
 // BenchmarkContainer looks up processes of this machine, a hundred in a round.
 func BenchmarkContainer(b *testing.B) {
-	p, pid := NewProc(""), os.Getpid()
-	b.ReportAllocs()
-	for b.Loop() {
-		for range 100 {
-			if _, err := p.Container(pid); err != nil && !errors.Is(err, gpu.ErrNotFound) {
-				b.Fatal(err)
+	for _, remembered := range []bool{true, false} {
+		b.Run(fmt.Sprintf("remembered=%t", remembered), func(b *testing.B) {
+			p, pid := NewProc(""), os.Getpid()
+			defer p.Close()
+			b.ReportAllocs()
+			for b.Loop() {
+				for range 100 {
+					if !remembered {
+						p.Close()
+					}
+					if _, err := p.Container(pid); err != nil && !errors.Is(err, gpu.ErrNotFound) {
+						b.Fatal(err)
+					}
+				}
+			}
+		})
+	}
+}
+
+// TestLooksAreBounded asks for more processes than are remembered.
+func TestLooksAreBounded(t *testing.T) {
+	root := t.TempDir()
+	for pid := 1; pid <= maxLooks+10; pid++ {
+		os.Mkdir(filepath.Join(root, strconv.Itoa(pid)), 0o755)
+		for file, content := range map[string]string{"stat": "7 (x) S " + strings.Repeat("1 ", 18) + "42 0\n", "cgroup": "0::/\n"} {
+			if err := os.WriteFile(filepath.Join(root, strconv.Itoa(pid), file), []byte(content), 0o644); err != nil {
+				t.Fatal(err)
 			}
 		}
+	}
+	p := NewProc(root)
+	for pid := 1; pid <= maxLooks+10; pid++ {
+		if o, err := p.Container(pid); o.Start != 42 || !errors.Is(err, gpu.ErrNotFound) {
+			t.Fatalf("%d: %+v, %v", pid, o, err)
+		}
+	}
+	if len(p.looked) != 10 {
+		t.Errorf("%d are remembered, want 10", len(p.looked))
+	}
+	p.looked[maxLooks+1].asked -= lookFor + 1
+	p.swept -= lookFor + 1
+	if _, err := p.Container(1); !errors.Is(err, gpu.ErrNotFound) || len(p.looked) != 10 || p.looked[maxLooks+1] != nil {
+		t.Errorf("%d are remembered, %v, want one dropped and one new", len(p.looked), err)
+	}
+	os.RemoveAll(filepath.Join(root, "1"))
+	if o, err := p.Container(1); !errors.Is(err, gpu.ErrNotFound) || o.Start != 0 || p.looked[1] != nil {
+		t.Errorf("of one that is gone: %+v, %v", o, err)
+	}
+	p.Close()
+	if descriptors, err := os.ReadDir("/proc/self/fd"); err != nil || len(p.looked) != 0 || len(descriptors) > maxLooks/2 {
+		t.Errorf("%d are remembered after Close, %d descriptors are open, %v", len(p.looked), len(descriptors), err)
 	}
 }
 
