@@ -14,7 +14,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"regexp"
 )
 
 // The files that a build makes.
@@ -32,17 +31,25 @@ var (
 	objects = []string{"main.c", "doors.c", "calls.c", "team.c", "views.c"}
 )
 
-// Cached builds the programs into the project's cache ($GPU_AGENT_CACHE, else
-// gpu-agent under the user's cache directory), unless they are there, and
-// returns their folder.
+// Cache is the project's cache: $GPU_AGENT_CACHE, else gpu-agent under the
+// user's cache directory.
+func Cache() (string, error) {
+	if cache := os.Getenv("GPU_AGENT_CACHE"); cache != "" {
+		return cache, nil
+	}
+	user, err := os.UserCacheDir()
+	if err != nil {
+		return "", fmt.Errorf("find cache: %w", err)
+	}
+	return filepath.Join(user, "gpu-agent"), nil
+}
+
+// Cached builds the programs into the project's cache, unless they are there,
+// and returns their folder.
 func Cached(ctx context.Context) (string, error) {
-	cache := os.Getenv("GPU_AGENT_CACHE")
-	if cache == "" {
-		user, err := os.UserCacheDir()
-		if err != nil {
-			return "", fmt.Errorf("find cache: %w", err)
-		}
-		cache = filepath.Join(user, "gpu-agent")
+	cache, err := Cache()
+	if err != nil {
+		return "", err
 	}
 	version, err := command(ctx, "", "gcc", "--version")
 	if err != nil {
@@ -134,25 +141,20 @@ func command(ctx context.Context, dir, name string, args ...string) (string, err
 	return string(out), nil
 }
 
-var (
-	callLine = regexp.MustCompile(`(?m)^    \{"([A-Za-z0-9_/]+)", take_`)
-	doorLine = regexp.MustCompile(`(?m)if \(!strcmp\(door, "([a-z0-9-]+)"\)\)`)
-)
+// Calls are the calls that the probe can make, in its own order. A name after a
+// slash says how the call is used; see c/calls.c.
+var Calls = []string{
+	"cuMemAlloc_v2", "cuMemAlloc_v2/small", "cuMemAlloc", "cuMemAllocPitch_v2", "cuMemAllocPitch", "cuMemAllocManaged",
+	"cuMemAllocAsync", "cuMemAllocFromPoolAsync", "cuMemAllocFromPoolAsync/kept",
+	"cuMemCreate", "cuMemCreate/mapped", "cuMemCreate/retained",
+	"cuArrayCreate_v2", "cuArrayCreate", "cuArray3DCreate_v2", "cuArray3DCreate", "cuMipmappedArrayCreate",
+	"cuGraphAddMemAllocNode", "cuMemAllocAsync/captured",
+	"cuCtxCreate_v2", "cuModuleLoadData", "cuMemHostAlloc",
+}
 
-// Calls are the names of all calls that the probe can make, in its own order.
-func Calls() []string { return listed("c/calls.c", callLine) }
-
-// Doors are the names of all doors, in the probe's order.
-func Doors() []string { return listed("c/doors.c", doorLine) }
-
-func listed(file string, line *regexp.Regexp) []string {
-	text, err := sources.ReadFile(file)
-	if err != nil {
-		panic(err) // it is embedded
-	}
-	var names []string
-	for _, m := range line.FindAllSubmatch(text, -1) {
-		names = append(names, string(m[1]))
-	}
-	return names
+// Doors are the ways to the library that the probe knows; see c/doors.c.
+// "linked" is Linked's alone.
+var Doors = []string{
+	"soname", "name", "path", "dlmopen", "deepbind", "plugin", "linked",
+	"query", "query-thread", "query2", "query2-thread", "ptsz",
 }

@@ -7,7 +7,7 @@
  *     take CALL BYTES [COUNT]        one thread; took id=... count=... result=...
  *     give ID                        gave id=... result=...
  *     info                           info result=... free=... total=... device-total=...
- *     lookup NAME                    lookup name=... found=... (a name by itself)
+ *     lookup NAME                    lookup name=... found=... result=... (calls it)
  *     cuda, nvml                     a line for each GPU, then end
  *     calls                          a line for each call, then end
  *     churn SEED                     takes and gives at random until it is killed
@@ -126,7 +126,8 @@ static void lookup(const char *name)
 {
     void *library = dlopen("libcuda.so.1", RTLD_NOW);
     int (*f)(void) = library ? (int (*)(void))dlsym(library, name) : NULL;
-    printf("lookup name=%s found=%d\n", name, f != NULL);
+    /* A function that takes nothing: what it returns says whose it is. */
+    printf("lookup name=%s found=%d result=%d\n", name, f != NULL, f ? f() : 0);
 }
 
 static uint64_t dice(uint64_t *state)
