@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package node is the agent's door to the machine that it runs on, the GPUs
-// apart: the kubelet's and the runtime's accounts of who holds which device, and
-// files that somebody may replace under the agent's feet.
+// apart: the kubelet's and the runtime's accounts of who holds which device, the
+// containers of processes and the way to end them, and files that somebody may
+// replace under the agent's feet.
 //
 // # Who holds what
 //
@@ -59,6 +60,24 @@
 // or with a part of its pods and does not say so: [Listing] names every pod in
 // it, and only a listing that names the agent's own pod can be believed to be
 // complete.
+//
+// # Processes
+//
+// The driver names processes by PID. [Proc] tells which container each is in, by
+// the name of its cgroup: the kubelet makes one for each pod, the runtime one
+// below it for each container, and everything further down was made by the
+// container itself and is not believed.
+//
+//	proc := node.NewProc("/host/proc")
+//	if err := proc.SeesNode(runtime); err != nil {
+//		// in a PID namespace of its own, where the driver is silent about others
+//	}
+//	owner, err := proc.Container(4242)
+//	// {ID: "0d1c…", PodUID: "5f8a…", Cgroup: "/kubepods.slice/…/cri-containerd-0d1c….scope", V2: true, Start: 88213}
+//	how, err := runtime.End(ctx, owner) // "cgroup.kill"
+//
+// [Runtime.End] names the container and no PID, so nothing that happens to PIDs
+// meanwhile can turn it against another.
 //
 // # Following a file
 //

@@ -413,3 +413,24 @@ func FuzzJudge(f *testing.F) {
 		}
 	})
 }
+
+// BenchmarkJudge judges a GPU with 100 processes of 25 containers.
+func BenchmarkJudge(b *testing.B) {
+	j := NewJudge(Policy{})
+	var holdings []Holding
+	s := Sample{Tick: 1000, GPU: "g"}
+	for i := range 100 {
+		name := string(rune('a' + i%25))
+		s.Processes = append(s.Processes, has(i+1, name, gib))
+		if i < 25 {
+			holdings = append(holdings, Holding{name, "g", 8 * gib})
+		}
+	}
+	b.ReportAllocs()
+	for n := 0; b.Loop(); n++ {
+		s.At = at(n * 250)
+		if v := j.Judge(s, holdings, everyone); v != nil {
+			b.Fatal(v)
+		}
+	}
+}
