@@ -156,7 +156,7 @@ func (s *Session) NUMANode(h Handle) (int, Return) {
 	})
 }
 
-// Memory is a GPU's memory in MiB. Total is Reserved, Used and Free together.
+// Memory is a GPU's memory in bytes. Total is Reserved, Used and Free together.
 type Memory struct {
 	Total, Reserved, Used, Free uint64
 }
@@ -165,7 +165,8 @@ type Memory struct {
 func (s *Session) Memory(h Handle) (Memory, Return) {
 	return device(s, "nvmlDeviceGetMemoryInfo_v2", h, func(g *gpu) (Memory, Return) {
 		used := s.p.w.usedLocked(g)
-		return Memory{g.MemoryMiB, g.ReservedMiB, used, g.MemoryMiB - g.ReservedMiB - used}, Success
+		total, reserved := g.MemoryMiB<<20, g.ReservedMiB<<20
+		return Memory{total, reserved, used, total - reserved - used}, Success
 	})
 }
 
@@ -179,9 +180,9 @@ func (s *Session) Processes(h Handle, kind Kind) ([]Process, Return) {
 	}[kind]
 	list, r := device(s, call, h, func(g *gpu) ([]Process, Return) {
 		var list []Process
-		for _, p := range s.p.w.procs {
+		for _, p := range s.p.w.processesLocked() {
 			if p.GPU == g.slot && p.Kind == kind {
-				list = append(list, *p)
+				list = append(list, p)
 			}
 		}
 		return list, Success

@@ -30,7 +30,7 @@
 //	defer s.Close()
 //	s.Init()
 //	gpu, r := s.DeviceByIndex(0)
-//	mem, r := s.Memory(gpu) // 81559 MiB, 551 of them reserved
+//	mem, r := s.Memory(gpu) // 81559 MiB in bytes, 551 MiB of them reserved
 //	w.Lose(0)
 //	mem, r = s.Memory(gpu) // r is GPUIsLost
 //

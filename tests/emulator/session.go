@@ -30,18 +30,21 @@ type Session struct {
 
 // process is what the driver knows of a process that has it open.
 type process struct {
-	w    *World
-	pid  int
-	root bool
-	see  func(pid int) (int, bool)
-	node func(minor int) bool
-	page []uint64 // words are read and added to atomically, also by the process itself
-	done chan struct{}
-	end  sync.Once
+	w     *World
+	pid   int
+	root  bool
+	see   func(pid int) (int, bool)
+	node  func(minor int) bool
+	alive func() bool
+	page  []uint64 // words are read and added to atomically, also by the process itself
+	done  chan struct{}
+	end   sync.Once
 	// Guarded by w.mu:
 	refs int           // nvmlInit less nvmlShutdown
 	gpus []*gpu        // found when refs became 1: those that the process can open, in its own order
 	dead map[*gpu]bool // those that vanished since then, or were lost already
+	// charged is the memory that it has through CUDA, in bytes, by the GPU's slot.
+	charged map[int]uint64
 }
 
 // reachable are the GPUs whose device nodes the process can open. It may take
@@ -85,6 +88,10 @@ type Opening struct {
 	// Node says whether the process can open the device node of a minor; the
 	// driver counts and numbers only those GPUs. Nil is all of them.
 	Node func(minor int) bool
+	// Alive says whether the process still runs: the memory of a dead one is
+	// free at once, and not only when its session is closed. It must not take
+	// long. Nil is until Close.
+	Alive func() bool
 	// Page is memory of PageWords words shared with the process, which counts
 	// there the calls that it answers from what it has kept. Nil for none.
 	Page []uint64
@@ -95,7 +102,7 @@ type Opening struct {
 
 // Open starts a session.
 func (w *World) Open(o Opening) *Session {
-	p := &process{w: w, pid: o.PID, root: !o.Unprivileged, see: o.See, node: o.Node, page: o.Page, done: make(chan struct{}), refs: o.Initialised}
+	p := &process{w: w, pid: o.PID, root: !o.Unprivileged, see: o.See, node: o.Node, alive: o.Alive, charged: map[int]uint64{}, page: o.Page, done: make(chan struct{}), refs: o.Initialised}
 	if p.see == nil {
 		p.see = func(pid int) (int, bool) { return pid, true }
 	}
@@ -121,6 +128,7 @@ func (s *Session) Close() {
 		defer w.mu.Unlock()
 		delete(w.sessions, s.p)
 		w.dropSetsLocked(s.p)
+		w.releaseLocked(s.p)
 		for i := range w.ended {
 			w.ended[i] += atomic.LoadUint64(&s.p.page[i])
 		}

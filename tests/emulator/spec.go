@@ -45,6 +45,8 @@ type Spec struct {
 	// between GPUs), "none", or empty: switch on two or more GPUs of a model
 	// whose boards have NVSwitches, else none.
 	NVLink string `yaml:"nvlink"`
+	// ContextMiB is what a CUDA context takes on a GPU; 0 is what the model has.
+	ContextMiB uint64 `yaml:"contextMiB"`
 	// GPUs overrides single GPUs.
 	GPUs []GPUSpec `yaml:"gpus"`
 }
@@ -73,6 +75,7 @@ type Model struct {
 	Name              string    `yaml:"name"`
 	MemoryMiB         uint64    `yaml:"memoryMiB"`
 	ReservedMiB       uint64    `yaml:"reservedMiB"`
+	ContextMiB        uint64    `yaml:"contextMiB"` // of a CUDA context; default 300
 	PCIDevice         uint32    `yaml:"pciDevice"`
 	PCISubsystem      uint32    `yaml:"pciSubsystem"`
 	ComputeCapability string    `yaml:"computeCapability"`
@@ -119,6 +122,10 @@ type MIGProfile struct {
 	OFA     uint32 `yaml:"ofa"`
 	Display bool   `yaml:"gfx"`
 }
+
+// defaultContextMiB is about what a context takes on a large card before any
+// module is loaded.
+const defaultContextMiB = 300
 
 //go:embed models/*.yaml
 var modelFiles embed.FS

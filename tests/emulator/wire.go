@@ -5,6 +5,8 @@ package emulator
 import (
 	"bytes"
 	"encoding/binary"
+	"maps"
+	"strings"
 	"time"
 )
 
@@ -91,6 +93,9 @@ func (s *Session) Serve(request, buf []byte) []byte {
 		f.name, f.handle, f.in = name, Handle(binary.LittleEndian.Uint32(request)), args
 		if c, ok = calls[name]; !ok {
 			c = call{serve: unsupported}
+			if strings.HasPrefix(name, "cu") {
+				c = call{serve: charge}
+			}
 		}
 		r = c.serve(s.As(name), f)
 		if f.bad {
@@ -220,7 +225,7 @@ func processes(kind Kind) call {
 			return InsufficientSize
 		}
 		for _, p := range list {
-			used := p.MiB << 20
+			used := p.Bytes
 			if p.Unknown {
 				used = ^uint64(0)
 			}
@@ -288,7 +293,7 @@ var pciInfo = call{static: true, serve: func(s *Session, f *frame) Return {
 
 var memoryInfo = call{serve: func(s *Session, f *frame) Return {
 	m, r := s.Memory(f.handle)
-	return put(m, r, func(m Memory) { f.putU64(m.Total<<20, m.Reserved<<20, m.Free<<20, m.Used<<20) })
+	return put(m, r, func(m Memory) { f.putU64(m.Total, m.Reserved, m.Free, m.Used) })
 }}
 
 // initialise takes the library's version, or nothing.
@@ -555,6 +560,8 @@ var (
 		return node(s, "", func(*World) (int, Return) { return 0, Success })
 	})
 )
+
+func init() { maps.Copy(calls, cudaCalls) }
 
 func bit(b bool) uint32 {
 	if b {

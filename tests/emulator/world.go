@@ -6,6 +6,7 @@ import (
 	"crypto/rand"
 	"encoding/binary"
 	"fmt"
+	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -38,6 +39,8 @@ type World struct {
 	sessions map[*process]struct{}
 	sets     map[uint32]*eventSet
 	lastSet  uint32
+	shares   map[uint64]*share
+	lastID   uint64
 	changed  chan struct{} // closed, and a new one made, at every change that somebody may wait for
 	// generation numbers the states that static answers depend on; it is
 	// copied into every session's page.
@@ -60,6 +63,10 @@ type gpu struct {
 	numa  int
 	major int // of the compute capability
 	cc    int // minor of the compute capability
+
+	// charged is what programs have allocated through CUDA, and peak the most
+	// that was ever used since the last ResetPeak; both in bytes.
+	charged, peak uint64
 
 	ecc       bool
 	lost      bool
@@ -139,6 +146,7 @@ func New(spec Spec) (*World, error) {
 		nvlink:   spec.NVLink,
 		sessions: map[*process]struct{}{},
 		sets:     map[uint32]*eventSet{},
+		shares:   map[uint64]*share{},
 		changed:  make(chan struct{}),
 		slots:    map[string]int{},
 		ended:    make([]uint64, PageWords),
@@ -192,6 +200,12 @@ func newGPU(spec Spec, index int) (*gpu, error) {
 	}
 	if m.ReservedMiB >= m.MemoryMiB {
 		return nil, fmt.Errorf("GPU %d: %d MiB reserved of %d MiB leave nothing", index, m.ReservedMiB, m.MemoryMiB)
+	}
+	if spec.ContextMiB != 0 {
+		m.ContextMiB = spec.ContextMiB
+	}
+	if m.ContextMiB == 0 {
+		m.ContextMiB = defaultContextMiB
 	}
 	g := &gpu{Model: m, slot: index, ecc: o.ECC == nil || *o.ECC, lost: o.Lost, unplugged: o.Unplugged, uuid: o.UUID, minor: index}
 	if _, err := fmt.Sscanf(m.ComputeCapability, "%d.%d", &g.major, &g.cc); err != nil {
@@ -251,7 +265,7 @@ func (w *World) Unload() error {
 			pids = append(pids, p.pid)
 		}
 	}
-	for _, p := range w.procs {
+	for _, p := range w.processesLocked() {
 		pids = append(pids, p.PID)
 	}
 	if len(pids) > 0 {
@@ -342,7 +356,10 @@ func (w *World) loseLocked(g *gpu) {
 func (w *World) vanishLocked(g *gpu) {
 	for p := range w.sessions {
 		p.dead[g] = true
+		delete(p.charged, g.slot)
 	}
+	maps.DeleteFunc(w.shares, func(_ uint64, s *share) bool { return s.gpu == g })
+	g.charged = 0
 	w.procs = slices.DeleteFunc(w.procs, func(p *Process) bool { return p.GPU == g.slot })
 	w.touchLocked()
 }
@@ -378,7 +395,7 @@ func (w *World) Reset(index int) error {
 		return fmt.Errorf("reset GPU %d: %w", index, GPUIsLost)
 	}
 	var pids []int
-	for _, p := range w.procs {
+	for _, p := range w.processesLocked() {
 		if p.GPU == index {
 			pids = append(pids, p.PID)
 		}
@@ -446,6 +463,7 @@ type GPUState struct {
 	MemoryMiB   uint64 `json:"memoryMiB"`
 	ReservedMiB uint64 `json:"reservedMiB"`
 	UsedMiB     uint64 `json:"usedMiB"`
+	PeakMiB     uint64 `json:"peakMiB"`
 	NUMA        int    `json:"numa"`
 	TimeSlice   string `json:"timeSlice"`
 	Lost        bool   `json:"lost"`
@@ -477,13 +495,11 @@ func (w *World) State() State {
 		s.GPUs = append(s.GPUs, GPUState{
 			Index: g.slot, Minor: g.minor, UUID: g.uuid,
 			PCI: g.pci.String(), PCIDevice: PCIID(g.pci.DeviceID), Subsystem: PCIID(g.pci.SubsystemID),
-			Model: g.Name, MemoryMiB: g.MemoryMiB, ReservedMiB: g.ReservedMiB, UsedMiB: w.usedLocked(g),
+			Model: g.Name, MemoryMiB: g.MemoryMiB, ReservedMiB: g.ReservedMiB, UsedMiB: w.usedLocked(g) >> 20, PeakMiB: g.peak >> 20,
 			NUMA: g.numa, TimeSlice: g.timeSlice.String(), Lost: g.lost, Unplugged: g.unplugged, ECC: g.ecc, Health: g.health,
 		})
 	}
-	for _, p := range w.procs {
-		s.Processes = append(s.Processes, *p)
-	}
+	s.Processes = w.processesLocked()
 	for _, f := range w.faults {
 		s.Faults = append(s.Faults, f.Fault)
 	}

@@ -61,7 +61,7 @@ func TestUnitsOfMemory(t *testing.T) {
 	for _, model := range emulator.Models() {
 		s := open(t, newWorld(t, emulator.Spec{Model: model, Count: 1}), emulator.Opening{})
 		m := must[emulator.Memory](t, "memory")(s.Memory(0))
-		want(t, model+": units of 1 GiB", (m.Total-m.Reserved)/1024, units[model])
+		want(t, model+": units of 1 GiB", (m.Total-m.Reserved)>>30, units[model])
 		want(t, model+": sum", m.Reserved+m.Used+m.Free, m.Total)
 	}
 	want(t, "models", len(emulator.Models()), len(units))
@@ -245,10 +245,10 @@ func TestProcesses(t *testing.T) {
 	}
 	s := open(t, w, emulator.Opening{See: func(pid int) (int, bool) { return pid - 19, pid != 30 }})
 	list := must[[]emulator.Process](t, "processes")(s.Processes(0, emulator.Compute))
-	want(t, "as a PID namespace sees it", fmt.Sprint(list), "[{1 0 compute 8 false}]")
+	want(t, "as a PID namespace sees it", fmt.Sprint(list), "[{1 0 compute 8 8388608 false}]")
 	m := must[emulator.Memory](t, "memory")(s.Memory(0))
 	want(t, "free", m.Free, 0)
-	want(t, "used, by those out of sight too", m.Used, 81008)
+	want(t, "used, by those out of sight too", m.Used, 81008<<20)
 
 	want(t, "end of 20", w.EndProcess(20), true)
 	want(t, "end of 20 again", w.EndProcess(20), false)

@@ -23,6 +23,7 @@ type command struct {
 	Xid     uint64            `json:"xid,omitempty"`
 	Driver  string            `json:"driver,omitempty"`
 	Bare    bool              `json:"bare,omitempty"`
+	Reset   bool              `json:"reset,omitempty"`
 	Health  *emulator.Health  `json:"health,omitempty"`
 	PID     int               `json:"pid,omitempty"`
 	Fault   *emulator.Fault   `json:"fault,omitempty"`
@@ -32,6 +33,7 @@ type command struct {
 type result struct {
 	Error string               `json:"error,omitempty"`
 	Yes   bool                 `json:"yes,omitempty"`
+	Bytes uint64               `json:"bytes,omitempty"`
 	State *emulator.State      `json:"state,omitempty"`
 	Calls []emulator.CallCount `json:"calls,omitempty"`
 }
@@ -69,6 +71,10 @@ func (s *Server) obey(ctx context.Context, running *sync.WaitGroup, p peer, c co
 			err = w.XidBare(c.GPU, c.Xid)
 		} else {
 			err = w.Xid(c.GPU, c.Xid)
+		}
+	case "peak":
+		if r.Bytes, err = w.PeakUsed(c.GPU); err == nil && c.Reset {
+			err = w.ResetPeak(c.GPU)
 		}
 	case "health":
 		if c.Health == nil {
@@ -156,6 +162,7 @@ func Dial(path string) (*Client, error) {
 	hello = append(hello, "\x05hello"...)
 	hello = binary.LittleEndian.AppendUint32(hello, protocol)
 	hello = binary.LittleEndian.AppendUint32(hello, 0)
+	hello = binary.LittleEndian.AppendUint64(hello, 0)
 	if _, err := conn.Write(hello); err != nil {
 		conn.Close()
 		return nil, fmt.Errorf("greet the emulator: %w", err)
@@ -219,6 +226,13 @@ func (c *Client) Xid(gpu int, xid uint64) error {
 // XidBare raises an Xid and leaves all else as it is.
 func (c *Client) XidBare(gpu int, xid uint64) error {
 	return c.just(command{Op: "xid", GPU: gpu, Xid: xid, Bare: true})
+}
+
+// PeakUsed is the most bytes that a GPU's processes had together since the last
+// reset, which reset does after reading.
+func (c *Client) PeakUsed(gpu int, reset bool) (uint64, error) {
+	r, err := c.do(command{Op: "peak", GPU: gpu, Reset: reset})
+	return r.Bytes, err
 }
 
 // SetHealth makes a GPU's health whatever a test needs.

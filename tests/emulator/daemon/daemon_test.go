@@ -132,12 +132,13 @@ func TestStrangersAreTurnedAway(t *testing.T) {
 	hello := func(version uint32) []byte {
 		m := append([]byte{0xff, 0xff, 0xff, 0xff, 5}, "hello"...)
 		m = binary.LittleEndian.AppendUint32(m, version)
-		return binary.LittleEndian.AppendUint32(m, 0)
+		m = binary.LittleEndian.AppendUint32(m, 0)
+		return binary.LittleEndian.AppendUint64(m, 0)
 	}
 	for name, first := range map[string][]byte{
 		"no hello":         []byte("GET / HTTP/1.1\r\n"),
-		"short hello":      hello(1)[:12],
-		"another protocol": hello(2),
+		"short hello":      hello(2)[:22],
+		"another protocol": hello(3),
 	} {
 		conn, err := net.Dial("unixpacket", socket)
 		if err != nil {

@@ -22,7 +22,7 @@ import (
 )
 
 // protocol is the version that the libraries and this daemon must agree on.
-const protocol = 1
+const protocol = 2
 
 // maxMessage bounds one request; replies are as long as their lists.
 const maxMessage = 64 << 10
@@ -41,13 +41,21 @@ type Server struct {
 	laying sync.Mutex // one change of the files at a time
 
 	mu      sync.Mutex
-	clients map[int]*client // by PID; guarded by mu
-	holders map[int]bool    // PIDs whose death is watched; guarded by mu
+	clients map[program]*client // guarded by mu
+	holders map[int]bool        // PIDs whose death is watched; guarded by mu
 }
 
-// client is a process that has the driver open.
+// program is a process from its exec to the next, or to its end: what it has of
+// the driver does not survive an exec, its PID does.
+type program struct {
+	pid   int
+	image uint64 // differs between the programs of one process
+}
+
+// client is a program that has the driver open.
 type client struct {
 	session *emulator.Session
+	pidfd   *os.File
 	page    *os.File
 	words   []byte
 	conns   int // guarded by Server.mu
@@ -108,7 +116,7 @@ func (s *Server) Serve(ctx context.Context, l *net.UnixListener) error {
 		s.Log = slog.New(slog.DiscardHandler)
 	}
 	s.mu.Lock()
-	s.clients, s.holders = map[int]*client{}, map[int]bool{}
+	s.clients, s.holders = map[program]*client{}, map[int]bool{}
 	s.mu.Unlock()
 
 	ctx, cancel := context.WithCancel(ctx)
@@ -149,18 +157,19 @@ func (s *Server) converse(ctx context.Context, running *sync.WaitGroup, conn *ne
 	if err != nil {
 		return err
 	}
-	refs, err := readHello(request[:n])
+	hello, err := readHello(request[:n])
 	if err != nil {
 		if refusal := emulator.VersionMismatch; errors.Is(err, refusal) {
 			conn.Write(binary.LittleEndian.AppendUint32(nil, uint32(refusal)))
 		}
 		return err
 	}
-	c, err := s.attach(ctx, running, peer, refs)
+	at := program{peer.pid, hello.image}
+	c, err := s.attach(ctx, running, peer, at, hello.refs)
 	if err != nil {
 		return err
 	}
-	defer s.detach(peer.pid, c)
+	defer s.detach(at, c)
 	// Return 0 and a head without meaning, then the name of the world.
 	reply := binary.LittleEndian.AppendUint64(make([]byte, 16), s.World.Boot())
 	if _, _, err := conn.WriteMsgUnix(reply, unix.UnixRights(int(c.page.Fd())), nil); err != nil {
@@ -176,6 +185,11 @@ func (s *Server) converse(ctx context.Context, running *sync.WaitGroup, conn *ne
 			if err != nil {
 				return err
 			}
+		} else if id, ok := isExport(request[:n]); ok {
+			if err := s.export(ctx, running, conn, c.session, id); err != nil {
+				return err
+			}
+			continue
 		} else {
 			reply = c.session.Serve(request[:n], reply[:0])
 		}
@@ -185,18 +199,26 @@ func (s *Server) converse(ctx context.Context, running *sync.WaitGroup, conn *ne
 	}
 }
 
+// hello is what a program says of itself when it connects.
+type hello struct {
+	refs  int    // how often the process has initialised the driver already
+	image uint64 // of its program
+}
+
 // readHello reads a connection's first message: a handle and the name hello,
-// then the protocol's version and how often the process has initialised the
-// driver already.
-func readHello(m []byte) (refs int, err error) {
+// then the protocol's version, refs and image.
+func readHello(m []byte) (hello, error) {
 	const head = 4 + 1 + len("hello")
-	if len(m) != head+8 || string(m[5:head]) != "hello" {
-		return 0, errors.New("connection does not begin with hello")
+	if len(m) < head+4 || string(m[5:head]) != "hello" {
+		return hello{}, errors.New("connection does not begin with hello")
 	}
 	if v := binary.LittleEndian.Uint32(m[head:]); v != protocol {
-		return 0, fmt.Errorf("protocol %d, want %d: %w", v, protocol, emulator.VersionMismatch)
+		return hello{}, fmt.Errorf("protocol %d, want %d: %w", v, protocol, emulator.VersionMismatch)
 	}
-	return int(binary.LittleEndian.Uint32(m[head+4:])), nil
+	if len(m) != head+16 {
+		return hello{}, errors.New("hello is cut short")
+	}
+	return hello{int(binary.LittleEndian.Uint32(m[head+4:])), binary.LittleEndian.Uint64(m[head+8:])}, nil
 }
 
 // peer is the process at the other end of a connection.
@@ -240,15 +262,20 @@ func credentials(conn *net.UnixConn) (peer, error) {
 
 // attach counts a connection in, opening a session for the first one of a
 // process.
-func (s *Server) attach(ctx context.Context, running *sync.WaitGroup, p peer, refs int) (*client, error) {
+func (s *Server) attach(ctx context.Context, running *sync.WaitGroup, p peer, at program, refs int) (*client, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if c, ok := s.clients[p.pid]; ok {
+	if c, ok := s.clients[at]; ok {
 		c.conns++
 		return c, nil
 	}
 	c := &client{conns: 1}
+	var err error
+	if c.pidfd, err = dup(p.pidfd); err != nil {
+		return nil, fmt.Errorf("watch process %d: %w", p.pid, err)
+	}
 	if err := c.makePage(); err != nil {
+		c.pidfd.Close()
 		return nil, err
 	}
 	// A process that this namespace cannot see sees nothing of it either.
@@ -258,9 +285,10 @@ func (s *Server) attach(ctx context.Context, running *sync.WaitGroup, p peer, re
 	}
 	c.session = s.World.Open(emulator.Opening{
 		PID: p.pid, Unprivileged: p.uid != 0, See: see, Node: s.nodes(p.pid), Initialised: refs,
-		Page: unsafe.Slice((*uint64)(unsafe.Pointer(unsafe.SliceData(c.words))), emulator.PageWords),
+		Alive: func() bool { return !dead(c.pidfd.Fd()) },
+		Page:  unsafe.Slice((*uint64)(unsafe.Pointer(unsafe.SliceData(c.words))), emulator.PageWords),
 	})
-	s.clients[p.pid] = c
+	s.clients[at] = c
 	// A call that blocks must not outlive its process.
 	if fd, err := dup(p.pidfd); err == nil {
 		running.Go(func() {
@@ -312,14 +340,15 @@ func (c *client) makePage() error {
 	return nil
 }
 
-func (s *Server) detach(pid int, c *client) {
+func (s *Server) detach(at program, c *client) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if c.conns--; c.conns > 0 {
 		return
 	}
-	delete(s.clients, pid)
+	delete(s.clients, at)
 	c.session.Close()
+	c.pidfd.Close()
 	unix.Munmap(c.words)
 	c.page.Close()
 }
@@ -373,10 +402,11 @@ func died(ctx context.Context, pidfd *os.File) bool {
 	if err != nil {
 		return false
 	}
-	// A pidfd is readable once its process is dead.
-	err = raw.Read(func(fd uintptr) bool {
-		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)
-		return err == nil && n > 0
-	})
-	return err == nil
+	return raw.Read(dead) == nil
+}
+
+// dead says whether the process of a pidfd has ended: then it is readable.
+func dead(pidfd uintptr) bool {
+	n, err := unix.Poll([]unix.PollFd{{Fd: int32(pidfd), Events: unix.POLLIN}}, 0)
+	return err == nil && n > 0
 }

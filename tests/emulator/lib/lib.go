@@ -35,7 +35,10 @@ const stampFile = "stamp"
 //go:embed c/*.c c/*.h
 var sources embed.FS
 
-const exports = "{ global: nvml*; gpuEmulator*; local: *; };\n"
+const (
+	exports     = "{ global: nvml*; gpuEmulator*; local: *; };\n"
+	cudaExports = "{ global: cu*; local: *; };\n"
+)
 
 // Header finds NVIDIA's nvml.h in the go-nvml module that the Go module at or
 // above the working directory asks for.
@@ -148,7 +151,7 @@ func stamp(ctx context.Context, header string) (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("ask gcc for its version: %w", err)
 	}
-	fmt.Fprintf(h, "%s%s%q", gcc, exports, flags)
+	fmt.Fprintf(h, "%s%s%s%q", gcc, exports, cudaExports, flags)
 	return hex.EncodeToString(h.Sum(nil)), nil
 }
 
@@ -189,10 +192,20 @@ func compile(ctx context.Context, dir, header string) error {
 	if err := os.WriteFile(filepath.Join(dir, "exports"), []byte(exports), 0o644); err != nil {
 		return err
 	}
+	if err := os.WriteFile(filepath.Join(dir, "cuda-exports"), []byte(cudaExports), 0o644); err != nil {
+		return err
+	}
+	cuda, err := filepath.Glob(filepath.Join(dir, "cuda_*.c"))
+	if err != nil {
+		return err
+	}
 	return errors.Join(
 		gcc("-shared", "-Wl,-soname,libnvidia-ml.so.1", "-Wl,--version-script=exports", "-Wl,-z,defs",
 			"-o", NVML, "nvml.o", "transport.o", "stub.c"),
-		gcc("-shared", "-Wl,-soname,libcuda.so.1", "-DCUDA_VERSION=13000", "-o", CUDA, "cuda.c"),
+		// As with the real one, its calls of each other are its own, whatever else
+		// of those names is loaded.
+		gcc(append([]string{"-shared", "-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic", "-Wl,--version-script=cuda-exports", "-Wl,-z,defs",
+			"-fvisibility=hidden", "-DCUDA_VERSION=13000", "-o", CUDA, "transport.c"}, cuda...)...),
 		gcc("-shared", "-o", Other, "other.c"),
 		gcc("-o", SMI, "smi.c"),
 	)

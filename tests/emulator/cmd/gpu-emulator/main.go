@@ -49,6 +49,7 @@ on a running world (all take --socket PATH):
   xid --gpu I [--bare] CODE               raise an Xid; it also counts the ECC error, remaps the row or loses the GPU
                                           that such a fault comes with (48, 63, 64, 79, 94, 95), but for --bare
   health --gpu I JSON                     set figures of a GPU's health, as show prints them: '{"remapFailed": false}'
+  peak [--reset] I                        the most bytes that processes had on the GPU together, since the last reset
   lose --gpu I | restore --gpu I          off the bus with Xid 79 | back again
   reset --gpu I                           as nvidia-smi --gpu-reset: volatile counters and what is pending; refused
                                           while processes use the GPU
@@ -95,7 +96,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		return nil
 	case "proc":
 		return proc(ctx, args, out)
-	case "show", "calls", "xid", "health", "lose", "restore", "reset", "unplug", "plug", "unload", "load", "fail", "slow", "clear":
+	case "show", "calls", "peak", "xid", "health", "lose", "restore", "reset", "unplug", "plug", "unload", "load", "fail", "slow", "clear":
 		return control(name, args, out)
 	case "help", "-h", "--help":
 		return flag.ErrHelp
@@ -306,6 +307,8 @@ func control(name string, args []string, out io.Writer) error {
 		if name == "xid" {
 			f.BoolVar(&bare, "bare", false, "the Xid alone, without what the fault does")
 		}
+	case "peak":
+		f.BoolVar(&reset, "reset", false, "begin anew after printing")
 	case "load":
 		f.StringVar(&driver, "driver", "", "version; default: the one there was")
 	case "fail", "slow":
@@ -327,7 +330,7 @@ func control(name string, args []string, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	if want := map[string]int{"xid": 1, "health": 1}[name]; len(rest) != want {
+	if want := map[string]int{"xid": 1, "health": 1, "peak": 1}[name]; len(rest) != want {
 		return fmt.Errorf("%s: %d arguments, want %d", name, len(rest), want)
 	}
 	c, err := daemon.Dial(*socket)
@@ -363,6 +366,17 @@ func control(name string, args []string, out io.Writer) error {
 			return err
 		}
 		return c.ResetCalls()
+	case "peak":
+		i, err := gpuIndex(c, rest[0])
+		if err != nil {
+			return err
+		}
+		bytes, err := c.PeakUsed(i, reset)
+		if err != nil {
+			return err
+		}
+		_, err = fmt.Fprintln(out, bytes)
+		return err
 	case "xid":
 		xid, err := strconv.ParseUint(rest[0], 10, 64)
 		if err != nil {

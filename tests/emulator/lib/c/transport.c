@@ -12,13 +12,14 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/auxv.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
 
 enum {
-    PROTOCOL = 1,
+    PROTOCOL = 2,
     PAGE_WORDS = 2048,
     REPLY_HEAD = 16,
     REPLY_STATIC = 1,
@@ -37,7 +38,7 @@ static _Atomic(uint64_t) *page;
 
 static char socket_path[PATH_MAX];
 
-static char version[64]; /* that this library was installed as, or empty */
+static char version[256]; /* that this library was installed as, or empty */
 
 /* An answer that holds while page[0] is generation. */
 struct kept {
@@ -53,6 +54,8 @@ static struct kept *kept[KEPT]; /* guarded by kept_lock */
 /* The socket stands at a fixed place of the driver root that this library was
  * loaded from. The path is taken as it was given to the loader: resolving its
  * links could lead out of that root. */
+static const char below_root[] = "run/nvidia-persistenced/socket";
+
 static void find_socket(void)
 {
     static const char *const dirs[] = {
@@ -82,28 +85,49 @@ static void find_socket(void)
             break;
         }
     }
-    if ((size_t)snprintf(socket_path, sizeof socket_path, "%s/run/nvidia-persistenced/socket", path) >= sizeof socket_path)
+    if ((size_t)snprintf(socket_path, sizeof socket_path, "%s/%s", path, below_root) >= sizeof socket_path)
         socket_path[0] = 0;
+}
+
+/* A library that stands elsewhere, mounted at a place of its own, belongs to the
+ * nearest root above it that has a socket. */
+static void climb(void)
+{
+    char path[PATH_MAX];
+    size_t len = strlen(socket_path);
+    if (len <= sizeof below_root || strcmp(socket_path + len - (sizeof below_root - 1), below_root) != 0 || access(socket_path, F_OK) == 0)
+        return;
+    strcpy(path, socket_path);
+    path[len - sizeof below_root] = 0;
+    for (char *slash; (slash = strrchr(path, '/'));) {
+        strcpy(slash + 1, below_root);
+        if (access(path, F_OK) == 0) {
+            strcpy(socket_path, path);
+            return;
+        }
+        *slash = 0;
+    }
 }
 
 /* The version stands in the name of the file that was loaded, now: the file may
  * be replaced while it is in use. */
 static void find_version(void)
 {
-    static const char prefix[] = "/libnvidia-ml.so.";
+    static const char mark[] = ".so.";
     Dl_info info;
     char path[PATH_MAX];
     if (!dladdr(socket_path, &info) || !info.dli_fname || !realpath(info.dli_fname, path))
         return;
-    const char *name = strrchr(path, '/');
-    if (strncmp(name, prefix, sizeof prefix - 1) == 0 && strchr(name + sizeof prefix - 1, '.'))
-        snprintf(version, sizeof version, "%s", name + sizeof prefix - 1);
+    const char *name = strstr(strrchr(path, '/'), mark);
+    if (name && strchr(name + sizeof mark - 1, '.'))
+        snprintf(version, sizeof version, "%s", name + sizeof mark - 1);
 }
 
 static int dial(void)
 {
     struct sockaddr_un to = {.sun_family = AF_UNIX};
     int dir = -1;
+    climb();
     if (strlen(socket_path) < sizeof to.sun_path) {
         strcpy(to.sun_path, socket_path);
     } else { /* too long for an address: go by its directory */
@@ -141,6 +165,17 @@ static int send_all(int fd, const void *data, size_t n)
     return w == (ssize_t)n ? 0 : -1;
 }
 
+/* image is a number that the kernel drew for this program at its exec, the same
+ * for all libraries of the process. */
+static uint64_t image(void)
+{
+    uint64_t n = 0;
+    const void *random = (const void *)getauxval(AT_RANDOM);
+    if (random)
+        memcpy(&n, (const char *)random + 8, sizeof n);
+    return n;
+}
+
 /* hello greets the daemon on a new connection and takes the page that it
  * hands out. lock is held. */
 static int hello_locked(int fd, uint64_t *load)
@@ -149,6 +184,7 @@ static int hello_locked(int fd, uint64_t *load)
     begin(&c, "hello", NO_HANDLE);
     put_u32(&c, PROTOCOL);
     put_u32(&c, (uint32_t)refs);
+    put_u64(&c, image());
     if (send_all(fd, c.request, c.asked))
         return -1;
 
@@ -254,6 +290,7 @@ void begin(struct call *c, const char *name, uint32_t handle)
     c->got = c->at = 0;
     c->reply = c->own;
     c->room = sizeof c->own;
+    c->fd = -1;
 }
 
 static void put(struct call *c, const void *data, size_t n)
@@ -355,6 +392,24 @@ static void keep(const struct call *c, uint32_t at, uint64_t generation, uint16_
     pthread_rwlock_unlock(&kept_lock);
 }
 
+/* receive reads a reply, and the descriptor that may come with it. */
+static ssize_t receive(int fd, struct call *c)
+{
+    union {
+        struct cmsghdr h;
+        char space[CMSG_SPACE(sizeof(int))];
+    } control;
+    struct iovec io = {c->reply, c->room};
+    struct msghdr m = {.msg_iov = &io, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
+    ssize_t n;
+    while ((n = recvmsg(fd, &m, MSG_CMSG_CLOEXEC | MSG_TRUNC)) < 0 && errno == EINTR)
+        ;
+    struct cmsghdr *h = n > 0 ? CMSG_FIRSTHDR(&m) : NULL;
+    if (h && h->cmsg_type == SCM_RIGHTS && h->cmsg_len == CMSG_LEN(sizeof(int)))
+        memcpy(&c->fd, CMSG_DATA(h), sizeof c->fd);
+    return n;
+}
+
 static int exchange(struct call *c, int opening)
 {
     /* A kept connection may be dead, its daemon gone; a new one tells. */
@@ -366,8 +421,7 @@ static int exchange(struct call *c, int opening)
             return r;
         ssize_t n = -1;
         if (send_all(fd, c->request, c->asked) == 0)
-            while ((n = recv(fd, c->reply, c->room, MSG_TRUNC)) < 0 && errno == EINTR)
-                ;
+            n = receive(fd, c);
         if (n <= 0) {
             close(fd);
             continue;

@@ -34,6 +34,7 @@ struct call {
     size_t got, at;       /* bytes of reply, and how many are read */
     unsigned char *reply; /* own, or a longer one that the caller gave */
     size_t room;
+    int fd;               /* that came with the reply, or -1 */
     unsigned char request[MAX_REQUEST];
     unsigned char own[MAX_REPLY];
 };

@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package emulator
+
+import (
+	"fmt"
+	"math"
+)
+
+// share is memory that more than one process can hold: exported by file
+// descriptor or by CUDA IPC. It is charged to the process that made it until
+// the last holder lets go; if that process dies first, to nobody.
+type share struct {
+	gpu   *gpu
+	bytes uint64
+	owner *process // nil when it is dead
+	refs  map[*process]int
+	fds   int // descriptors that stand for it
+}
+
+// buryLocked frees what dead processes have, whose sessions are not closed yet.
+func (w *World) buryLocked() {
+	for p := range w.sessions {
+		if len(p.charged) > 0 && p.alive != nil && !p.alive() {
+			w.releaseLocked(p)
+		}
+	}
+}
+
+// releaseLocked frees all that a process has through CUDA, but what others hold.
+func (w *World) releaseLocked(p *process) {
+	for id, s := range w.shares {
+		delete(s.refs, p)
+		if s.owner == p && len(s.refs)+s.fds > 0 {
+			p.charged[s.gpu.slot] -= min(s.bytes, p.charged[s.gpu.slot])
+			s.owner = nil
+		} else {
+			w.dropLocked(id)
+		}
+	}
+	for slot, bytes := range p.charged {
+		w.gpus[slot].charged -= bytes
+	}
+	clear(p.charged)
+}
+
+// dropLocked frees shared memory that nobody holds any more.
+func (w *World) dropLocked(id uint64) {
+	s := w.shares[id]
+	if len(s.refs)+s.fds > 0 {
+		return
+	}
+	delete(w.shares, id)
+	if s.owner != nil {
+		w.refundLocked(s.owner, s.gpu, s.bytes)
+	} else {
+		s.gpu.charged -= s.bytes
+	}
+}
+
+// refundLocked takes back at most what a process has on a GPU.
+func (w *World) refundLocked(p *process, g *gpu, bytes uint64) {
+	bytes = min(bytes, p.charged[g.slot])
+	g.charged -= bytes
+	if p.charged[g.slot] -= bytes; p.charged[g.slot] == 0 {
+		delete(p.charged, g.slot)
+	}
+}
+
+func (w *World) peakLocked(g *gpu) { g.peak = max(g.peak, w.usedLocked(g)) }
+
+// PeakUsed is the most bytes that processes had on a GPU together, since the
+// last ResetPeak.
+func (w *World) PeakUsed(index int) (uint64, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	g, err := w.gpuLocked(index)
+	if err != nil {
+		return 0, fmt.Errorf("peak: %w", err)
+	}
+	return g.peak, nil
+}
+
+// ResetPeak makes what is used now a GPU's peak.
+func (w *World) ResetPeak(index int) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	g, err := w.gpuLocked(index)
+	if err != nil {
+		return fmt.Errorf("reset peak: %w", err)
+	}
+	g.peak = w.usedLocked(g)
+	return nil
+}
+
+// Charge changes, by so many bytes, what the process has on a GPU; it is what
+// all calls of the CUDA driver come to that take or give memory back. The
+// library has rounded to what the hardware allocates. It answers OutOfMemory
+// where the card has no room, and ResetRequired on a GPU that takes no new work.
+func (s *Session) Charge(call string, h Handle, bytes int64) Return {
+	_, r := device(s, call, h, func(g *gpu) (struct{}, Return) {
+		w := s.p.w
+		switch {
+		case bytes == math.MinInt64:
+			return struct{}{}, InvalidArgument
+		case bytes <= 0:
+			w.refundLocked(s.p, g, uint64(-bytes))
+			return struct{}{}, Success
+		case g.health.Recovery == RecoveryReset:
+			return struct{}{}, ResetRequired
+		case uint64(bytes) > w.freeLocked(g):
+			return struct{}{}, OutOfMemory
+		}
+		g.charged += uint64(bytes)
+		s.p.charged[g.slot] += uint64(bytes)
+		w.peakLocked(g)
+		return struct{}{}, Success
+	})
+	return r
+}
+
+// Share gives memory that the process has been charged for an identity that
+// other processes can open. The process holds it once.
+func (s *Session) Share(call string, h Handle, bytes uint64) (id uint64, r Return) {
+	return device(s, call, h, func(g *gpu) (uint64, Return) {
+		if bytes > s.p.charged[g.slot] {
+			return 0, InvalidArgument
+		}
+		w := s.p.w
+		w.lastID++
+		w.shares[w.lastID] = &share{gpu: g, bytes: bytes, owner: s.p, refs: map[*process]int{s.p: 1}}
+		return w.lastID, Success
+	})
+}
+
+// Shared is memory that a process can open.
+type Shared struct {
+	GPU   Handle
+	Bytes uint64
+}
+
+// OpenShared holds shared memory once more.
+func (s *Session) OpenShared(call string, id uint64) (Shared, Return) {
+	return node(s, call, func(w *World) (Shared, Return) {
+		at, ok := w.shares[id]
+		if !ok {
+			return Shared{}, InvalidArgument
+		}
+		if _, r := s.gpuLocked(Handle(at.gpu.slot)); r != Success {
+			return Shared{}, r
+		}
+		at.refs[s.p]++
+		return Shared{Handle(at.gpu.slot), at.bytes}, Success
+	})
+}
+
+// CloseShared undoes one OpenShared, or the Share.
+func (s *Session) CloseShared(call string, id uint64) Return {
+	_, r := node(s, call, func(w *World) (struct{}, Return) {
+		at, ok := w.shares[id]
+		if !ok || at.refs[s.p] == 0 {
+			return struct{}{}, InvalidArgument
+		}
+		if at.refs[s.p]--; at.refs[s.p] == 0 {
+			delete(at.refs, s.p)
+		}
+		w.dropLocked(id)
+		return struct{}{}, Success
+	})
+	return r
+}
+
+// HoldByDescriptor makes a file descriptor a holder of memory that the process
+// holds; the function that it returns says that the last copy of it is closed.
+func (s *Session) HoldByDescriptor(call string, id uint64) (closed func(), r Return) {
+	return node(s, call, func(w *World) (func(), Return) {
+		at, ok := w.shares[id]
+		if !ok || at.refs[s.p] == 0 {
+			return nil, InvalidArgument
+		}
+		at.fds++
+		return func() {
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			if w.shares[id] == at { // else it went with its GPU
+				at.fds--
+				w.dropLocked(id)
+			}
+		}, Success
+	})
+}
+
+// charge takes a number of bytes, negative to give them back.
+func charge(s *Session, f *frame) Return {
+	bytes := int64(f.u64())
+	if f.bad {
+		return InvalidArgument
+	}
+	return s.Charge(f.name, f.handle, bytes)
+}
+
+var cudaCalls = map[string]call{
+	"cuInit": initialise,
+	// The GPUs that the process can open; the library chooses among them.
+	"cuEmulatorDevices": {serve: func(s *Session, f *frame) Return {
+		list, r := node(s, f.name, func(w *World) ([]*gpu, Return) { return s.p.gpus, Success })
+		if r != Success {
+			return r
+		}
+		w := s.p.w
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		f.putInt(w.cuda)
+		f.putInt(len(list))
+		for _, g := range list {
+			f.putU32(uint32(g.slot), bit(s.p.dead[g]), uint32(g.major), uint32(g.cc), g.multiprocessors())
+			f.putU64((g.MemoryMiB-g.ReservedMiB)<<20, w.freeLocked(g), g.ContextMiB<<20)
+			f.putU32(g.pci.Domain, g.pci.Bus, g.pci.Device)
+			f.putStr(g.uuid)
+			f.putStr(g.Name)
+		}
+		return Success
+	}},
+	"cuMemGetInfo":    cudaMemory,
+	"cuMemGetInfo_v2": cudaMemory,
+	"cuEmulatorShare": {serve: func(s *Session, f *frame) Return {
+		id, r := s.Share(f.name, f.handle, f.u64())
+		return put(id, r, func(v uint64) { f.putU64(v) })
+	}},
+	"cuIpcOpenMemHandle":             openShared,
+	"cuIpcOpenMemHandle_v2":          openShared,
+	"cuMemImportFromShareableHandle": openShared,
+	"cuEmulatorUnshare":              {serve: func(s *Session, f *frame) Return { return s.CloseShared(f.name, f.u64()) }},
+	"cuMemExportToShareableHandle":   {serve: unsupported}, // the daemon has to make the descriptor
+}
+
+var openShared = call{serve: func(s *Session, f *frame) Return {
+	v, r := s.OpenShared(f.name, f.u64())
+	return put(v, r, func(v Shared) {
+		f.putU32(uint32(v.GPU))
+		f.putU64(v.Bytes)
+	})
+}}
+
+var cudaMemory = call{serve: func(s *Session, f *frame) Return {
+	free, r := device(s, f.name, f.handle, func(g *gpu) (uint64, Return) { return s.p.w.freeLocked(g), Success })
+	return put(free, r, func(v uint64) { f.putU64(v) })
+}}
+
+// multiprocessors is what the largest MIG instance has, and a guess for models
+// without MIG.
+func (g *gpu) multiprocessors() uint32 {
+	n := uint32(80)
+	if g.MIG != nil {
+		for _, p := range g.MIG.Profiles {
+			n = max(n, p.SMs)
+		}
+	}
+	return n
+}

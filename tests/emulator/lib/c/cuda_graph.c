@@ -1,0 +1,668 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/* Graphs. Their allocation nodes have addresses from the start, and memory of
+ * the card only when they run: a device's graph memory grows to what the graphs
+ * that ran needed at once, and stays until it is trimmed. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "cuda_internal.h"
+
+/* graph_memory is what an allocation node allocates; it outlives the node while
+ * an executable graph has it, or the graph has run and nothing has freed it. */
+struct graph_memory {
+    struct range *range;
+    int device, refs;
+    bool live;
+    CUDA_MEM_ALLOC_NODE_PARAMS params;
+};
+
+struct node {
+    int type;
+    struct graph *graph, *child;
+    struct node *next;
+    struct graph_memory *memory; /* that it allocates or frees */
+    CUdeviceptr at;
+};
+
+struct graph {
+    struct node *first, *last;
+    size_t count;
+    bool is_child;
+};
+
+/* exec is a graph that can run: what it does to memory, in order. */
+struct exec {
+    uint64_t flags;
+    size_t count, room;
+    struct step {
+        struct graph_memory *memory;
+        bool frees;
+    } *steps;
+};
+
+static uint64_t max(uint64_t a, uint64_t b) { return a > b ? a : b; }
+static uint64_t size_of(const struct graph_memory *m) { return round_up(m->range->size, UNIT); }
+
+static void memory_release(struct graph_memory *m)
+{
+    if (--m->refs > 0)
+        return;
+    range_give(m->range);
+    free(m);
+}
+
+static void memory_dead(struct graph_memory *m)
+{
+    m->live = false;
+    devices[m->device].graph_used -= size_of(m);
+    memory_release(m);
+}
+
+struct graph *graph_new(void) { return object_new(GRAPH); }
+
+struct node *graph_add(struct graph *g, int type)
+{
+    struct node *n = object_new(NODE);
+    if (!n)
+        return NULL;
+    n->type = type;
+    n->graph = g;
+    if (g->last)
+        g->last->next = n;
+    else
+        g->first = n;
+    g->last = n;
+    g->count++;
+    return n;
+}
+
+void graph_end(struct graph *g)
+{
+    for (struct node *n = g->first, *next; n; n = next) {
+        next = n->next;
+        if (n->child)
+            graph_end(n->child);
+        if (n->memory)
+            memory_release(n->memory);
+        object_free(n);
+    }
+    object_free(g);
+}
+
+/* find takes the lock if it answers CUDA_SUCCESS. */
+static CUresult find(CUgraph handle, const CUgraphNode *dependencies, size_t count, struct graph **g)
+{
+    TRY(ready());
+    MUST(!count || dependencies);
+    lock();
+    *g = object_get(handle, GRAPH);
+    bool sound = *g;
+    for (size_t i = 0; sound && i < count; i++) {
+        struct node *n = object_get(dependencies[i], NODE);
+        sound = n && n->graph == *g;
+    }
+    if (sound)
+        return CUDA_SUCCESS;
+    unlock();
+    return CUDA_ERROR_INVALID_VALUE;
+}
+
+static CUresult done(struct node *n, CUgraphNode *out)
+{
+    unlock();
+    if (!n)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    *out = (CUgraphNode)n;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuGraphCreate(CUgraph *out, unsigned int flags)
+{
+    TRY(ready());
+    MUST(out && !flags);
+    lock();
+    struct graph *g = graph_new();
+    unlock();
+    *out = (CUgraph)g;
+    return g ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+API CUresult cuGraphDestroy(CUgraph handle)
+{
+    struct graph *g;
+    TRY(find(handle, NULL, 0, &g));
+    bool own = !g->is_child;
+    if (own)
+        graph_end(g);
+    unlock();
+    return own ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+/* --- nodes ----------------------------------------------------------------- */
+
+static struct node *add_alloc(struct graph *g, const CUDA_MEM_ALLOC_NODE_PARAMS *params, int device, uint64_t size)
+{
+    struct graph_memory *m = calloc(1, sizeof *m);
+    struct range *r = m ? range_take(RANGE_GRAPH, device, NULL, size) : NULL;
+    struct node *n = r ? graph_add(g, CU_GRAPH_NODE_TYPE_MEM_ALLOC) : NULL;
+    if (!n) {
+        if (r)
+            range_give(r);
+        free(m);
+        return NULL;
+    }
+    if (params)
+        m->params = *params;
+    else
+        m->params.poolProps = (CUmemPoolProps){.allocType = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {CU_MEM_LOCATION_TYPE_DEVICE, device}};
+    m->params.bytesize = size;
+    m->params.dptr = r->at;
+    m->range = r;
+    m->device = device;
+    m->refs = 1;
+    r->owner = m;
+    n->memory = m;
+    n->at = r->at;
+    return n;
+}
+
+static struct node *add_free(struct graph *g, CUdeviceptr at)
+{
+    struct range *r = range_at(at);
+    if (!r || r->kind != RANGE_GRAPH)
+        return NULL;
+    struct node *n = graph_add(g, CU_GRAPH_NODE_TYPE_MEM_FREE);
+    if (n) {
+        n->memory = r->owner;
+        n->memory->refs++;
+        n->at = at;
+    }
+    return n;
+}
+
+static CUresult alloc_params(const CUDA_MEM_ALLOC_NODE_PARAMS *p)
+{
+    MUST(p && p->bytesize && p->bytesize <= INT64_MAX && p->poolProps.allocType == CU_MEM_ALLOCATION_TYPE_PINNED &&
+         p->poolProps.location.type == CU_MEM_LOCATION_TYPE_DEVICE && p->poolProps.location.id >= 0 &&
+         p->poolProps.location.id < device_count);
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuGraphAddMemAllocNode(CUgraphNode *out, CUgraph graph, const CUgraphNode *deps, size_t count, CUDA_MEM_ALLOC_NODE_PARAMS *params)
+{
+    struct graph *g;
+    TRY(ready());
+    MUST(out);
+    TRY(alloc_params(params));
+    TRY(find(graph, deps, count, &g));
+    struct node *n = add_alloc(g, params, params->poolProps.location.id, params->bytesize);
+    if (n)
+        params->dptr = n->at;
+    return done(n, out);
+}
+
+API CUresult cuGraphAddMemFreeNode(CUgraphNode *out, CUgraph graph, const CUgraphNode *deps, size_t count, CUdeviceptr at)
+{
+    struct graph *g;
+    MUST(out);
+    TRY(find(graph, deps, count, &g));
+    struct node *n = add_free(g, at);
+    if (!n) {
+        unlock();
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    return done(n, out);
+}
+
+static CUresult add_plain(CUgraphNode *out, CUgraph graph, const CUgraphNode *deps, size_t count, int type)
+{
+    struct graph *g;
+    MUST(out);
+    TRY(find(graph, deps, count, &g));
+    return done(graph_add(g, type), out);
+}
+
+API CUresult cuGraphAddEmptyNode(CUgraphNode *out, CUgraph graph, const CUgraphNode *deps, size_t count)
+{
+    return add_plain(out, graph, deps, count, CU_GRAPH_NODE_TYPE_EMPTY);
+}
+
+API CUresult cuGraphAddKernelNode(CUgraphNode *out, CUgraph graph, const CUgraphNode *deps, size_t count, const CUDA_KERNEL_NODE_PARAMS *params)
+{
+    MUST(params);
+    return add_plain(out, graph, deps, count, CU_GRAPH_NODE_TYPE_KERNEL);
+}
+
+API CUresult cuGraphAddKernelNode_v2(CUgraphNode *out, CUgraph graph, const CUgraphNode *deps, size_t count, const CUDA_KERNEL_NODE_PARAMS *params)
+{
+    MUST(params);
+    return add_plain(out, graph, deps, count, CU_GRAPH_NODE_TYPE_KERNEL);
+}
+
+API CUresult cuGraphAddMemsetNode(CUgraphNode *out, CUgraph graph, const CUgraphNode *deps, size_t count, const CUDA_MEMSET_NODE_PARAMS *params, CUcontext ctx)
+{
+    MUST(params && ctx);
+    return add_plain(out, graph, deps, count, CU_GRAPH_NODE_TYPE_MEMSET);
+}
+
+static bool allocates(const struct graph *g)
+{
+    for (struct node *n = g->first; n; n = n->next)
+        if (n->memory || (n->child && allocates(n->child)))
+            return true;
+    return false;
+}
+
+static struct graph *clone(const struct graph *g)
+{
+    struct graph *c = graph_new();
+    for (struct node *n = g->first; c && n; n = n->next) {
+        struct node *m = graph_add(c, n->type);
+        bool whole = m && (!n->child || (m->child = clone(n->child)));
+        if (whole && m->child)
+            m->child->is_child = true;
+        if (!whole) {
+            graph_end(c);
+            return NULL;
+        }
+    }
+    return c;
+}
+
+/* A graph that allocates cannot be copied; it can be moved, by cuGraphAddNode. */
+static CUresult add_child(CUgraphNode *out, CUgraph graph, const CUgraphNode *deps, size_t count, CUgraph child, bool move)
+{
+    struct graph *g;
+    MUST(out);
+    TRY(find(graph, deps, count, &g));
+    struct graph *c = object_get(child, GRAPH);
+    CUresult r = CUDA_SUCCESS;
+    if (!c || c == g || c->is_child)
+        r = CUDA_ERROR_INVALID_VALUE;
+    else if (!move && allocates(c))
+        r = CUDA_ERROR_NOT_SUPPORTED;
+    if (r == CUDA_SUCCESS && !move && !(c = clone(c)))
+        r = CUDA_ERROR_OUT_OF_MEMORY;
+    if (r != CUDA_SUCCESS) {
+        unlock();
+        return r;
+    }
+    struct node *n = graph_add(g, CU_GRAPH_NODE_TYPE_GRAPH);
+    if (n) {
+        n->child = c;
+        c->is_child = true;
+    }
+    return done(n, out);
+}
+
+API CUresult cuGraphAddChildGraphNode(CUgraphNode *out, CUgraph graph, const CUgraphNode *deps, size_t count, CUgraph child)
+{
+    return add_child(out, graph, deps, count, child, false);
+}
+
+static CUresult add_node(CUgraphNode *out, CUgraph graph, const CUgraphNode *deps, size_t count, CUgraphNodeParams *params)
+{
+    MUST(params);
+    switch (params->type) {
+    case CU_GRAPH_NODE_TYPE_MEM_ALLOC: return cuGraphAddMemAllocNode(out, graph, deps, count, &params->alloc);
+    case CU_GRAPH_NODE_TYPE_MEM_FREE: return cuGraphAddMemFreeNode(out, graph, deps, count, params->free.dptr);
+    case CU_GRAPH_NODE_TYPE_GRAPH: return add_child(out, graph, deps, count, params->graph.graph, params->graph.ownership == 1);
+    case CU_GRAPH_NODE_TYPE_KERNEL:
+    case CU_GRAPH_NODE_TYPE_MEMCPY:
+    case CU_GRAPH_NODE_TYPE_MEMSET:
+    case CU_GRAPH_NODE_TYPE_HOST:
+    case CU_GRAPH_NODE_TYPE_EMPTY: return add_plain(out, graph, deps, count, params->type);
+    default: return CUDA_ERROR_NOT_SUPPORTED;
+    }
+}
+
+API CUresult cuGraphAddNode(CUgraphNode *out, CUgraph graph, const CUgraphNode *deps, size_t count, CUgraphNodeParams *params)
+{
+    return add_node(out, graph, deps, count, params);
+}
+
+API CUresult cuGraphAddNode_v2(CUgraphNode *out, CUgraph graph, const CUgraphNode *deps, const CUgraphEdgeData *data, size_t count, CUgraphNodeParams *params)
+{
+    (void)data;
+    return add_node(out, graph, deps, count, params);
+}
+
+API CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode *nodes, size_t *count)
+{
+    struct graph *g;
+    MUST(count);
+    TRY(find(graph, NULL, 0, &g));
+    if (nodes) {
+        size_t room = *count, i = 0;
+        for (struct node *n = g->first; n && i < room; n = n->next)
+            nodes[i++] = (CUgraphNode)n;
+        *count = i;
+        while (i < room)
+            nodes[i++] = NULL;
+    } else {
+        *count = g->count;
+    }
+    unlock();
+    return CUDA_SUCCESS;
+}
+
+static struct node *node_of(CUgraphNode handle, int type)
+{
+    struct node *n = object_get(handle, NODE);
+    return n && (type < 0 || n->type == type) ? n : NULL;
+}
+
+API CUresult cuGraphNodeGetType(CUgraphNode handle, int *type)
+{
+    TRY(ready());
+    MUST(type);
+    lock();
+    struct node *n = node_of(handle, -1);
+    if (n)
+        *type = n->type;
+    unlock();
+    return n ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+API CUresult cuGraphMemAllocNodeGetParams(CUgraphNode handle, CUDA_MEM_ALLOC_NODE_PARAMS *params)
+{
+    TRY(ready());
+    MUST(params);
+    lock();
+    struct node *n = node_of(handle, CU_GRAPH_NODE_TYPE_MEM_ALLOC);
+    if (n)
+        *params = n->memory->params;
+    unlock();
+    return n ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+API CUresult cuGraphMemFreeNodeGetParams(CUgraphNode handle, CUdeviceptr *at)
+{
+    TRY(ready());
+    MUST(at);
+    lock();
+    struct node *n = node_of(handle, CU_GRAPH_NODE_TYPE_MEM_FREE);
+    if (n)
+        *at = n->at;
+    unlock();
+    return n ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+API CUresult cuGraphChildGraphNodeGetGraph(CUgraphNode handle, CUgraph *out)
+{
+    TRY(ready());
+    MUST(out);
+    lock();
+    struct node *n = node_of(handle, CU_GRAPH_NODE_TYPE_GRAPH);
+    if (n)
+        *out = (CUgraph)n->child;
+    unlock();
+    return n ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult graph_capture_alloc(struct graph *g, CUstream s, int device, uint64_t size, CUdeviceptr *out)
+{
+    lock();
+    struct node *n = add_alloc(g, NULL, device, size);
+    if (n) {
+        *out = n->at;
+        capture_step(s, n);
+    }
+    unlock();
+    return n ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+CUresult graph_capture_free(struct graph *g, CUstream s, CUdeviceptr at)
+{
+    lock();
+    struct node *n = add_free(g, at);
+    if (n)
+        capture_step(s, n);
+    unlock();
+    return n ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+/* --- running --------------------------------------------------------------- */
+
+static bool plan(struct exec *e, const struct graph *g)
+{
+    for (struct node *n = g->first; n; n = n->next) {
+        if (n->child && !plan(e, n->child))
+            return false;
+        if (!n->memory)
+            continue;
+        if (e->count == e->room) {
+            size_t room = e->room ? e->room * 2 : 8;
+            struct step *more = realloc(e->steps, room * sizeof *more);
+            if (!more)
+                return false;
+            e->steps = more;
+            e->room = room;
+        }
+        e->steps[e->count++] = (struct step){n->memory, n->type == CU_GRAPH_NODE_TYPE_MEM_FREE};
+        n->memory->refs++;
+    }
+    return true;
+}
+
+static void exec_end(struct exec *e)
+{
+    for (size_t i = 0; i < e->count; i++)
+        memory_release(e->steps[i].memory);
+    free(e->steps);
+    object_free(e);
+}
+
+/* needed is what a run would have each device's graph memory use at once. It
+ * answers false if an allocation of an earlier run is still there. */
+static bool needed(const struct exec *e, uint64_t peak[MAX_DEVICES])
+{
+    uint64_t now[MAX_DEVICES];
+    for (int i = 0; i < device_count; i++)
+        now[i] = peak[i] = devices[i].graph_used;
+    for (size_t i = 0; i < e->count; i++) {
+        struct graph_memory *m = e->steps[i].memory;
+        if (!e->steps[i].frees && m->live) {
+            if (!(e->flags & CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH))
+                return false;
+            now[m->device] -= size_of(m);
+        }
+    }
+    for (size_t i = 0; i < e->count; i++) {
+        struct graph_memory *m = e->steps[i].memory;
+        now[m->device] += e->steps[i].frees ? -size_of(m) : size_of(m);
+        peak[m->device] = max(peak[m->device], now[m->device]);
+    }
+    return true;
+}
+
+static void run(const struct exec *e)
+{
+    for (size_t i = 0; i < e->count; i++) {
+        struct graph_memory *m = e->steps[i].memory;
+        if (!e->steps[i].frees && m->live)
+            memory_dead(m); /* freed by the launch */
+    }
+    for (size_t i = 0; i < e->count; i++) {
+        struct graph_memory *m = e->steps[i].memory;
+        struct device *d = &devices[m->device];
+        if (e->steps[i].frees) {
+            if (m->live)
+                memory_dead(m);
+            continue;
+        }
+        m->live = true;
+        m->refs++;
+        d->graph_used += size_of(m);
+        d->graph_used_high = max(d->graph_used_high, d->graph_used);
+    }
+}
+
+/* prepare has the memory that a run needs, and runs. */
+static CUresult prepare(const char *call, CUgraphExec handle, bool runs)
+{
+    for (;;) {
+        uint64_t peak[MAX_DEVICES], more = 0;
+        int device = 0;
+        lock();
+        struct exec *e = object_get(handle, EXEC);
+        if (!e || (!needed(e, peak) && runs)) {
+            unlock();
+            return CUDA_ERROR_INVALID_VALUE;
+        }
+        for (; e->count && device < device_count; device++) {
+            uint64_t want = round_up(peak[device], BLOCK);
+            if (want > devices[device].graph_reserved) {
+                more = want - devices[device].graph_reserved;
+                break;
+            }
+        }
+        if (!more && runs)
+            run(e);
+        unlock();
+        if (!more)
+            return CUDA_SUCCESS;
+        struct device *d = &devices[device];
+        TRY(charge(call, d, (int64_t)more));
+        lock();
+        d->graph_reserved += more;
+        d->graph_reserved_high = max(d->graph_reserved_high, d->graph_reserved);
+        unlock();
+    }
+}
+
+static CUresult instantiate(const char *call, CUgraphExec *out, CUgraph graph, uint64_t flags)
+{
+    struct graph *g;
+    MUST(out && !(flags & ~(uint64_t)15));
+    TRY(find(graph, NULL, 0, &g));
+    struct exec *e = object_new(EXEC);
+    if (e && !plan(e, g)) {
+        exec_end(e);
+        e = NULL;
+    }
+    if (e)
+        e->flags = flags;
+    unlock();
+    *out = (CUgraphExec)e;
+    if (!e)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    return flags & CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD ? prepare(call, *out, false) : CUDA_SUCCESS;
+}
+
+API CUresult cuGraphInstantiate(CUgraphExec *out, CUgraph graph, CUgraphNode *bad, char *log, size_t room)
+{
+    (void)bad, (void)log, (void)room;
+    return instantiate("cuGraphInstantiate", out, graph, 0);
+}
+
+API CUresult cuGraphInstantiate_v2(CUgraphExec *out, CUgraph graph, CUgraphNode *bad, char *log, size_t room)
+{
+    (void)bad, (void)log, (void)room;
+    return instantiate("cuGraphInstantiate_v2", out, graph, 0);
+}
+
+API CUresult cuGraphInstantiateWithFlags(CUgraphExec *out, CUgraph graph, unsigned long long flags)
+{
+    return instantiate("cuGraphInstantiateWithFlags", out, graph, flags);
+}
+
+static CUresult with_params(const char *call, CUgraphExec *out, CUgraph graph, CUDA_GRAPH_INSTANTIATE_PARAMS *params)
+{
+    MUST(params);
+    CUresult r = instantiate(call, out, graph, params->flags);
+    params->hErrNode_out = NULL;
+    params->result_out = r != CUDA_SUCCESS;
+    return r;
+}
+
+API CUresult cuGraphInstantiateWithParams(CUgraphExec *out, CUgraph graph, CUDA_GRAPH_INSTANTIATE_PARAMS *params)
+{
+    return with_params("cuGraphInstantiateWithParams", out, graph, params);
+}
+
+API CUresult cuGraphInstantiateWithParams_ptsz(CUgraphExec *out, CUgraph graph, CUDA_GRAPH_INSTANTIATE_PARAMS *params)
+{
+    return with_params("cuGraphInstantiateWithParams_ptsz", out, graph, params);
+}
+
+static CUresult start(const char *call, CUgraphExec e, CUstream s, bool runs)
+{
+    struct context *ctx;
+    CUresult r;
+    TRY(stream_check(s, &ctx));
+    if (capture_work(s, CU_GRAPH_NODE_TYPE_GRAPH, &r))
+        return r == CUDA_SUCCESS ? CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED : r;
+    return prepare(call, e, runs);
+}
+
+API CUresult cuGraphUpload(CUgraphExec e, CUstream s) { return start("cuGraphUpload", e, s, false); }
+API CUresult cuGraphUpload_ptsz(CUgraphExec e, CUstream s) { return start("cuGraphUpload_ptsz", e, per_thread(s), false); }
+API CUresult cuGraphLaunch(CUgraphExec e, CUstream s) { return start("cuGraphLaunch", e, s, true); }
+API CUresult cuGraphLaunch_ptsz(CUgraphExec e, CUstream s) { return start("cuGraphLaunch_ptsz", e, per_thread(s), true); }
+
+API CUresult cuGraphExecDestroy(CUgraphExec handle)
+{
+    TRY(ready());
+    lock();
+    struct exec *e = object_get(handle, EXEC);
+    if (e)
+        exec_end(e);
+    unlock();
+    return e ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult graph_memory_free(struct range *r)
+{
+    struct graph_memory *m = r->owner;
+    bool live = m->live;
+    if (live)
+        memory_dead(m);
+    unlock();
+    return live ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+uint64_t graph_empty(int device)
+{
+    struct device *d = &devices[device];
+    uint64_t keep = round_up(d->graph_used, BLOCK), less = d->graph_reserved > keep ? d->graph_reserved - keep : 0;
+    d->graph_reserved -= less;
+    return less;
+}
+
+API CUresult cuDeviceGraphMemTrim(CUdevice device)
+{
+    struct device *d;
+    TRY(find_device(device, &d));
+    lock();
+    uint64_t less = graph_empty(device);
+    unlock();
+    return charge("cuDeviceGraphMemTrim", d, -(int64_t)less);
+}
+
+API CUresult cuDeviceGetGraphMemAttribute(CUdevice device, int attribute, void *value)
+{
+    struct device *d;
+    TRY(find_device(device, &d));
+    MUST(value && attribute >= CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT && attribute <= CU_GRAPH_MEM_ATTR_RESERVED_MEM_HIGH);
+    lock();
+    const uint64_t all[] = {d->graph_used, d->graph_used_high, d->graph_reserved, d->graph_reserved_high};
+    *(cuuint64_t *)value = all[attribute];
+    unlock();
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuDeviceSetGraphMemAttribute(CUdevice device, int attribute, void *value)
+{
+    struct device *d;
+    TRY(find_device(device, &d));
+    MUST(value && !*(cuuint64_t *)value);
+    lock();
+    if (attribute == CU_GRAPH_MEM_ATTR_USED_MEM_HIGH)
+        d->graph_used_high = d->graph_used;
+    if (attribute == CU_GRAPH_MEM_ATTR_RESERVED_MEM_HIGH)
+        d->graph_reserved_high = d->graph_reserved;
+    unlock();
+    return attribute == CU_GRAPH_MEM_ATTR_USED_MEM_HIGH || attribute == CU_GRAPH_MEM_ATTR_RESERVED_MEM_HIGH ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}

@@ -1,0 +1,197 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/* What the files of the emulated libcuda.so.1 share. A call checks that the
+ * driver is initialised, finds the current context, asks the world (or, with
+ * GPU_EMULATOR_ACCOUNTING=process, its own count) for the physical memory, and
+ * only then takes the lock to write down what it got: a call that waits for the
+ * world keeps no other waiting. */
+#ifndef GPU_EMULATOR_CUDA_INTERNAL_H
+#define GPU_EMULATOR_CUDA_INTERNAL_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "cuda_abi.h"
+
+#define API __attribute__((visibility("default")))
+#define MUST(condition)                     \
+    do {                                    \
+        if (!(condition))                   \
+            return CUDA_ERROR_INVALID_VALUE; \
+    } while (0)
+#define TRY(call)                  \
+    do {                           \
+        CUresult try_ = (call);    \
+        if (try_ != CUDA_SUCCESS)  \
+            return try_;           \
+    } while (0)
+
+enum { MAX_DEVICES = 16, UNIT = 512 };
+#define BLOCK ((uint64_t)2 << 20) /* in which the hardware's memory is given out */
+
+static inline uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
+
+struct context;
+struct pool;
+
+/* A range is a part of the address space that is given out: an allocation, a
+ * reservation, or memory that has no address of its own (an array, a module).
+ * `charged` is what it has of the card by itself; small ranges share blocks. */
+enum kind {
+    RANGE_DEVICE, RANGE_POOL, RANGE_GRAPH, RANGE_RESERVED, RANGE_IMPORTED, RANGE_MANAGED, RANGE_HOST,
+    RANGE_HIDDEN, /* of an array or a module */
+    RANGE_BLOCK, RANGE_FREE, /* inside cuda_range.c only */
+};
+
+struct range {
+    enum kind kind;
+    int device; /* ordinal */
+    uint64_t at, size, charged;
+    struct context *ctx;
+    struct range *next, *prev; /* of the context's list, or of a bin */
+    void *owner;               /* a pool, a graph's node, the mappings, the block */
+    uint64_t shared;           /* the world's identity for it, 0 none */
+    struct range *left, *right;
+    uint32_t unit, units;
+};
+
+struct context {
+    int device;
+    bool primary, alive;
+    uint32_t flags, refs, version;
+    uint64_t serial;  /* of this life: objects of an earlier one are dead */
+    uint64_t charged; /* by the context itself */
+    struct range *ranges;
+};
+
+struct device {
+    uint32_t handle; /* the world's */
+    char name[96], uuid[48];
+    uint32_t domain, bus, slot;
+    int major, minor, multiprocessors;
+    uint64_t total, context; /* bytes: of memory, and of one context */
+    atomic_bool lost;
+    struct context primary;
+    /* With accounting in the process: */
+    uint64_t limit;
+    _Atomic uint64_t used;
+    /* Guarded by the lock: */
+    struct pool *default_pool, *pool;
+    uint64_t graph_used, graph_used_high, graph_reserved, graph_reserved_high;
+    uint64_t bins_map[2];
+    struct range *bins[96];
+};
+
+extern struct device devices[MAX_DEVICES];
+extern int device_count;
+extern pthread_mutex_t cuda_lock;
+
+static inline void lock(void) { pthread_mutex_lock(&cuda_lock); }
+static inline void unlock(void) { pthread_mutex_unlock(&cuda_lock); }
+
+/* --- cuda_core.c */
+
+/* ready is CUDA_ERROR_NOT_INITIALIZED before cuInit, and for ever in a child of
+ * a process that had called it. */
+CUresult ready(void);
+CUresult find_device(CUdevice ordinal, struct device **d);
+/* charge asks for so many bytes of a card under the name of a call, or gives
+ * them back if they are negative. */
+CUresult charge(const char *call, struct device *d, int64_t bytes);
+CUresult free_memory(const char *call, struct device *d, uint64_t *bytes);
+CUresult share(struct device *d, uint64_t bytes, uint64_t *id);
+CUresult open_shared(const char *call, uint64_t id, int *device, uint64_t *bytes);
+void close_shared(uint64_t id);
+CUresult export_shared(uint64_t id, int *fd);
+uint64_t next_serial(void);
+
+/* --- cuda_context.c */
+
+/* current is the thread's context, ready to be used. */
+CUresult current(struct context **ctx);
+struct context *peek(void); /* or NULL */
+static inline bool lives(const struct context *ctx, uint64_t serial) { return ctx->alive && ctx->serial == serial; }
+
+/* --- cuda_range.c: all under the lock, but for range_free_all */
+
+/* range_take gives addresses to a range of so many bytes; NULL if there are none. */
+struct range *range_take(enum kind kind, int device, struct context *ctx, uint64_t size);
+/* range_low is the same below 4 GiB, for the calls of CUDA 2. */
+struct range *range_low(enum kind kind, int device, struct context *ctx, uint64_t size);
+/* range_small takes a part of a block; NULL if no block has room. */
+struct range *range_small(int device, struct context *ctx, uint64_t size);
+bool range_add_block(int device);
+/* range_hidden is memory without an address. */
+struct range *range_hidden(int device, struct context *ctx, uint64_t size);
+/* range_adopt enters host memory. */
+struct range *range_adopt(enum kind kind, int device, struct context *ctx, uint64_t at, uint64_t size);
+/* range_at is the range that begins at an address, range_around the one that
+ * has it inside. */
+struct range *range_at(uint64_t at);
+struct range *range_around(uint64_t at);
+/* range_give ends a range, and returns what is to be given back to the card. */
+uint64_t range_give(struct range *r);
+/* drop ends a range and tells the world, for whom the lock must be free. */
+CUresult drop_unlock(const char *call, struct range *r);
+
+/* --- cuda_object.c */
+
+enum type { CONTEXT = 1, STREAM, EVENT, MODULE, FUNCTION, LIBRARY, ARRAY, MIPMAP, POOL, MEMORY, GRAPH, NODE, EXEC };
+
+/* object_new gives room for an object of up to OBJECT_ROOM bytes, all zero;
+ * object_get finds it by its handle, or NULL for whatever is none: freed
+ * handles and handles of another type are known for what they are. */
+enum { OBJECT_ROOM = 240 };
+void *object_new(enum type type);
+void *object_get(const void *handle, enum type type);
+void object_free(void *object);
+/* object_each visits all objects of a type, until visit returns false. */
+void object_each(enum type type, bool (*visit)(void *object, void *arg), void *arg);
+bool objects_begin(void);
+
+/* --- cuda_memory.c */
+CUresult allocate(const char *call, CUdeviceptr *out, uint64_t size);
+
+/* --- cuda_pool.c */
+bool pools_begin(void);
+/* pool_synchronize gives back what pools have beyond their thresholds. */
+CUresult pool_synchronize(const char *call, int device);
+/* pools_empty gives up all that is not used; the lock is held. */
+uint64_t pools_empty(int device);
+/* pool_free ends an allocation. It takes the lock held and gives it up. */
+CUresult pool_free(const char *call, struct range *r);
+
+/* --- cuda_stream.c */
+
+/* stream_check finds the current context, and whether a stream may be used in
+ * it; the default ones always may. */
+CUresult stream_check(CUstream s, struct context **ctx);
+/* The twins of calls on streams know the default stream by another handle. */
+static inline CUstream per_thread(CUstream s) { return s ? s : CU_STREAM_PER_THREAD; }
+struct graph;
+struct node;
+/* capture_of is the graph that a stream is being captured into, or NULL. */
+CUresult capture_of(CUstream s, struct graph **into);
+/* capture_step makes a node what the capture of a stream goes on from. */
+void capture_step(CUstream s, struct node *n);
+/* capture_work makes a node of what would be done on a stream; false if the
+ * stream is not being captured. */
+bool capture_work(CUstream s, int node_type, CUresult *r);
+/* unsafe_in_capture is CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED where a capture
+ * forbids the call. */
+CUresult unsafe_in_capture(void);
+
+/* --- cuda_graph.c */
+struct graph *graph_new(void); /* with the lock held, like the next two */
+void graph_end(struct graph *g);
+struct node *graph_add(struct graph *g, int type);
+CUresult graph_capture_alloc(struct graph *g, CUstream s, int device, uint64_t size, CUdeviceptr *out);
+CUresult graph_capture_free(struct graph *g, CUstream s, CUdeviceptr at);
+/* graph_memory_free takes the lock held and gives it up. */
+CUresult graph_memory_free(struct range *r);
+uint64_t graph_empty(int device); /* like pools_empty */
+
+#endif
