@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"os"
+	"os/signal"
+
+	"example.com/gpu-agent/pkg/memcap/lib"
+)
+
+func main() {
+	out := "pkg/memcap/lib/built"
+	if len(os.Args) > 1 {
+		out = os.Args[1]
+	}
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
+	defer stop()
+	if err := lib.Build(ctx, out); err != nil {
+		panic(err) // a program of the build alone: nobody reads its exit status apart
+	}
+}

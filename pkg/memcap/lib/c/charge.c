@@ -1,0 +1,266 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+#include "charge.h"
+
+/* --- blocks --------------------------------------------------------------- */
+
+/* A block's entry has the number of small allocations in it as owner, and their
+ * bytes. It is there exactly as long as it is charged: who makes the entry
+ * commits the charge, who removes it releases it. Where one thread frees the
+ * last of a block while the driver gives another thread a part of it, both are
+ * charged a block for that moment. */
+struct block {
+    CUdevice device;
+    uint64_t bytes;
+    bool squeezed; /* only one that is there */
+    bool joined, changed;
+};
+
+static void join(struct entry *e, void *arg)
+{
+    struct block *b = arg;
+    if (!e->how && b->squeezed)
+        return;
+    b->joined = true;
+    b->changed = !e->how;
+    e->how = HOW_NOTE;
+    e->device = b->device;
+    e->owner++;
+    e->bytes += b->bytes;
+}
+
+static void leave(struct entry *e, void *arg)
+{
+    struct block *b = arg;
+    if (!e->how)
+        return;
+    e->bytes -= b->bytes;
+    if (--e->owner == 0) {
+        b->changed = true;
+        e->how = 0;
+    }
+}
+
+static bool has_room(const struct entry *e, void *arg)
+{
+    const struct block *b = arg;
+    return e->space == SPACE_BLOCK && e->device == b->device && e->bytes + b->bytes <= BLOCK;
+}
+
+/* --- allocating ----------------------------------------------------------- */
+
+static uint64_t reserved_for(const struct charge *c)
+{
+    return c->squeezed ? 0 : c->how == HOW_SMALL ? BLOCK : c->bytes;
+}
+
+enum verdict charge_begin(struct process *p, struct charge *c, uint64_t bytes, enum how how)
+{
+    struct where at;
+    return where(p, &at) ? charge_begin_at(p, c, &at, bytes, how) : PASS;
+}
+
+enum verdict charge_begin_at(struct process *p, struct charge *c, const struct where *at, uint64_t bytes, enum how how)
+{
+    bool refuse;
+    *c = (struct charge){.at = *at, .how = how == HOW_LARGE && bytes < BLOCK ? HOW_SMALL : how};
+    if (!bytes)
+        return PASS; /* the driver's to refuse */
+    c->a = account_of(p, at->device, &refuse);
+    if (!c->a)
+        return refuse ? REFUSE : PASS;
+    c->bytes = bytes < MOST ? round_up(bytes, c->how == HOW_SMALL ? UNIT : BLOCK) : MOST;
+    uint64_t n = reserved_for(c);
+    if (account_reserve_quickly(c->a, n))
+        return COUNT;
+    if (c->how == HOW_SMALL) {
+        /* No room for another block, but maybe in one that we have. */
+        struct block b = {.device = at->device, .bytes = c->bytes};
+        if (table_any(&p->table, has_room, &b)) {
+            c->squeezed = true;
+            return COUNT;
+        }
+    }
+    return account_reserve_slowly(c->a, n) ? COUNT : REFUSE;
+}
+
+void charge_failed(struct charge *c)
+{
+    if (reserved_for(c))
+        account_cancel(c->a, reserved_for(c));
+}
+
+static void release(struct process *p, const struct entry *e)
+{
+    struct taken t = {.e = *e};
+    struct account *a = &p->accounts[e->device];
+    struct block b = {.bytes = e->bytes};
+    if (e->how == HOW_SMALL) {
+        table_edit(&p->table, e->key / BLOCK, SPACE_BLOCK, leave, &b);
+        t.held = b.changed ? BLOCK : 0;
+    } else {
+        t.held = e->bytes;
+    }
+    if (t.held)
+        account_uncommit(a, t.held);
+    charge_gone(p, &t);
+}
+
+bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space space)
+{
+    if (c->how == HOW_SMALL && (space != SPACE_ADDRESS || key / BLOCK != (key + c->bytes - 1) / BLOCK)) {
+        /* Not as the driver is known to do it: charged for itself. */
+        if (c->squeezed)
+            return false;
+        c->how = HOW_LARGE;
+        c->bytes = BLOCK;
+    }
+    struct entry e = {.key = key, .bytes = c->bytes, .owner = c->at.context, .space = (uint16_t)space, .how = (uint16_t)c->how, .device = c->at.device};
+    struct entry old;
+    if (c->how == HOW_SMALL) {
+        struct block b = {.device = c->at.device, .bytes = c->bytes, .squeezed = c->squeezed};
+        if (!table_edit(&p->table, key / BLOCK, SPACE_BLOCK, join, &b) || !b.joined) {
+            charge_failed(c);
+            return false;
+        }
+        if (b.changed)
+            account_commit(c->a, BLOCK);
+        else
+            charge_failed(c); /* the block is paid for */
+    } else {
+        if (c->how == HOW_MANAGED)
+            count_add(&c->a->slot->managed, c->bytes);
+        account_commit(c->a, c->bytes);
+    }
+    if (!table_put(&p->table, &e, &old)) {
+        release(p, &e);
+        return false;
+    }
+    if (old.how)
+        release(p, &old); /* it was freed where we did not see it */
+    return true;
+}
+
+/* --- freeing -------------------------------------------------------------- */
+
+static void take(struct process *p, struct taken *t)
+{
+    t->held = t->e.bytes;
+    if (t->e.how == HOW_SMALL) {
+        struct block b = {.bytes = t->e.bytes};
+        table_edit(&p->table, t->e.key / BLOCK, SPACE_BLOCK, leave, &b);
+        t->held = b.changed ? BLOCK : 0;
+    }
+    if (t->held)
+        account_uncommit(&p->accounts[t->e.device], t->held);
+}
+
+bool charge_take(struct process *p, struct taken *t, uint64_t key, enum space space)
+{
+    if (!table_take(&p->table, key, space, &t->e))
+        return false;
+    take(p, t);
+    return true;
+}
+
+void charge_gone(struct process *p, const struct taken *t)
+{
+    struct account *a = &p->accounts[t->e.device];
+    if (t->e.how == HOW_MANAGED)
+        count_sub(&a->slot->managed, t->e.bytes);
+    if (t->held)
+        account_cancel(a, t->held);
+}
+
+void charge_back(struct process *p, const struct taken *t)
+{
+    struct account *a = &p->accounts[t->e.device];
+    struct entry old;
+    if (t->e.how == HOW_SMALL) {
+        struct block b = {.device = t->e.device, .bytes = t->e.bytes};
+        table_edit(&p->table, t->e.key / BLOCK, SPACE_BLOCK, join, &b);
+        if (b.changed && !t->held)
+            account_force(a, BLOCK); /* somebody else has left it meanwhile */
+        else if (b.changed)
+            account_commit(a, BLOCK);
+        else if (t->held)
+            account_cancel(a, BLOCK); /* somebody else has made it anew */
+    } else {
+        account_commit(a, t->held);
+    }
+    if (!table_put(&p->table, &t->e, &old))
+        return; /* it stays charged, and is never found again: too much, not too little */
+    if (old.how)
+        release(p, &old);
+}
+
+/* --- the end of a context ------------------------------------------------- */
+
+struct owner {
+    uint64_t context;
+    struct taken_list *l;
+};
+
+static bool owned(const struct entry *e, void *arg)
+{
+    const struct owner *o = arg;
+    return e->owner == o->context && (e->space == SPACE_ADDRESS || e->space == SPACE_ARRAY || e->space == SPACE_MIPMAP);
+}
+
+static bool reserve_room(struct taken_list *l, size_t more)
+{
+    if (l->length + more <= l->room)
+        return true;
+    size_t room = l->room ? 2 * l->room : 1024;
+    struct taken *list = sys_map(room * sizeof *list, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+    if (!list)
+        return false;
+    for (size_t i = 0; i < l->length; i++)
+        list[i] = l->list[i];
+    sys_unmap(l->list, l->room * sizeof *list);
+    l->list = list;
+    l->room = room;
+    return true;
+}
+
+void charge_take_all(struct process *p, struct taken_list *l, uint64_t context)
+{
+    struct owner o = {context, l};
+    struct entry batch[32];
+    *l = (struct taken_list){0};
+    for (int n = 32; context && n == 32;) {
+        if (!reserve_room(l, 32))
+            return; /* the rest stays charged */
+        n = table_pick(&p->table, owned, &o, batch, 32);
+        for (int i = 0; i < n; i++) {
+            struct taken *t = &l->list[l->length++];
+            t->e = batch[i];
+            take(p, t);
+        }
+    }
+}
+
+static void forget(struct taken_list *l)
+{
+    sys_unmap(l->list, l->room * sizeof *l->list);
+    *l = (struct taken_list){0};
+}
+
+void charge_gone_all(struct process *p, struct taken_list *l, bool late)
+{
+    for (size_t i = 0; i < l->length; i++) {
+        if (late && l->list[i].held)
+            count_add(&p->accounts[l->list[i].e.device].usage->settled, l->list[i].held);
+        charge_gone(p, &l->list[i]);
+    }
+    forget(l);
+}
+
+void charge_back_all(struct process *p, struct taken_list *l, uint64_t context)
+{
+    for (size_t i = 0; i < l->length; i++) {
+        l->list[i].e.owner = context;
+        charge_back(p, &l->list[i]);
+    }
+    forget(l);
+}

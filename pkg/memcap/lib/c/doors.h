@@ -1,0 +1,28 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/* Included by address.c: what cuGetProcAddress calls each override, and since
+ * which CUDA version, as published in cudaTypedefs.h. */
+DOOR(cuMemAlloc, 2000, cuMemAlloc)
+DOOR(cuMemAlloc, 3020, cuMemAlloc_v2)
+DOOR(cuMemAllocPitch, 2000, cuMemAllocPitch)
+DOOR(cuMemAllocPitch, 3020, cuMemAllocPitch_v2)
+DOOR(cuMemAllocManaged, 6000, cuMemAllocManaged)
+DOOR(cuMemFree, 2000, cuMemFree)
+DOOR(cuMemFree, 3020, cuMemFree_v2)
+DOOR(cuMemGetInfo, 2000, cuMemGetInfo)
+DOOR(cuMemGetInfo, 3020, cuMemGetInfo_v2)
+DOOR(cuDeviceTotalMem, 2000, cuDeviceTotalMem)
+DOOR(cuDeviceTotalMem, 3020, cuDeviceTotalMem_v2)
+DOOR(cuCtxCreate, 2000, cuCtxCreate)
+DOOR(cuCtxCreate, 3020, cuCtxCreate_v2)
+DOOR(cuCtxCreate, 11040, cuCtxCreate_v3)
+DOOR(cuCtxCreate, 12050, cuCtxCreate_v4)
+DOOR(cuCtxDestroy, 2000, cuCtxDestroy)
+DOOR(cuCtxDestroy, 4000, cuCtxDestroy_v2)
+DOOR(cuDevicePrimaryCtxRetain, 7000, cuDevicePrimaryCtxRetain)
+DOOR(cuDevicePrimaryCtxRelease, 7000, cuDevicePrimaryCtxRelease)
+DOOR(cuDevicePrimaryCtxRelease, 11000, cuDevicePrimaryCtxRelease_v2)
+DOOR(cuDevicePrimaryCtxReset, 7000, cuDevicePrimaryCtxReset)
+DOOR(cuDevicePrimaryCtxReset, 11000, cuDevicePrimaryCtxReset_v2)
+DOOR(cuGetProcAddress, 11030, cuGetProcAddress)
+DOOR(cuGetProcAddress, 12000, cuGetProcAddress_v2)
