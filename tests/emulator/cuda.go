@@ -200,7 +200,8 @@ func charge(s *Session, f *frame) Return {
 }
 
 var cudaCalls = map[string]call{
-	"cuInit": initialise,
+	"cuInit":          initialise,
+	"cuEmulatorClose": {serve: func(s *Session, _ *frame) Return { return s.Shutdown() }}, // of a cuInit that failed later
 	// The GPUs that the process can open; the library chooses among them.
 	"cuEmulatorDevices": {serve: func(s *Session, f *frame) Return {
 		list, r := node(s, f.name, func(w *World) ([]*gpu, Return) { return s.p.gpus, Success })

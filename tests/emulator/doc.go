@@ -36,11 +36,33 @@
 //
 // Unit tests use the world like this, in their own process. For everything
 // that loads the driver's library, package daemon serves the same world on a
-// unix socket, package lib builds the libnvidia-ml.so.1 that speaks to it (its
-// requests end in Session.Serve), and package install lays both down like a
+// unix socket, package lib builds the libnvidia-ml.so.1 and libcuda.so.1 that speak
+// to it (their requests end in Session.Serve), and package install lays both down like a
 // driver, with files that follow the world: an unplugged GPU's device node goes,
 // and a driver that is loaded as another version has its libraries replaced.
 // cmd/gpu-emulator is all of that as one program.
+//
+// # Memory
+//
+// The world knows what every process has on every GPU in bytes, and since when a
+// GPU has never had more (PeakUsed). AddProcess gives memory to a process from
+// outside; a program takes its own through libcuda.so.1, whose calls all come to
+// Session.Charge: so many bytes more, or less, in the units that the hardware
+// has, and OutOfMemory where the card is full. The library keeps the addresses
+// and handles, the world keeps the sums: NVML lists the process, cuMemGetInfo
+// sees what others have, and all is free the moment that the process is dead or
+// becomes another program, whether or not anyone has noticed yet.
+//
+// Units are those of the hardware. From 2 MiB on an allocation takes whole blocks
+// of 2 MiB; smaller ones share blocks, in which what does not fit any more is
+// lost to the card. A pool reserves 32 MiB at a time and keeps them. Memory that
+// is shared between processes (Share) is charged to the one that made it, for as
+// long as anything holds it: handles, mappings, file descriptors. Managed memory
+// and host memory count nowhere.
+//
+// With GPU_EMULATOR_ACCOUNTING=process in its environment, a program counts for
+// itself after cuInit and asks nobody, for measurements of what stands between
+// a program and its driver.
 //
 // # Where its truth comes from
 //
@@ -62,6 +84,12 @@
 // MIG mode can be read and is off; profiles and placements are there for
 // inventories, but no instance can be made. There is no clock, temperature or
 // power reading: those calls answer NotSupported, as they do on cards without
-// the sensor. Nothing computes: libcuda.so.1 loads and finds no device, and no
-// process has memory that it was not given.
+// the sensor.
+//
+// Nothing computes: a kernel that is launched has run, a copy moves nothing, and
+// addresses of the card cannot be looked at. What it takes of the card is real,
+// see the next part. Of overhead there is one figure for a context
+// (Spec.ContextMiB) and what a module's image says of itself; local memory,
+// printf buffers and what libraries allocate for themselves are not there.
+// CUDA_DEVICE_ORDER is not looked at: GPUs come in the driver's order.
 package emulator

@@ -12,6 +12,11 @@
 // does not define gets a generated stub, which asks the daemon all the same:
 // calls without an answer are counted and meet faults like any other.
 //
+// libcuda is made from declarations of its own (cuda_abi.h), since nobody may
+// pass NVIDIA's cuda.h on. It exports the calls that have to do with memory and
+// what they need around them (cuda_names.h is the list), not the hundreds of
+// others of the real one.
+//
 // A build is named by the hash of all that goes into it, so that it costs
 // nothing when nothing has changed.
 package lib

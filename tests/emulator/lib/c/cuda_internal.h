@@ -42,7 +42,8 @@ struct pool;
  * `charged` is what it has of the card by itself; small ranges share blocks. */
 enum kind {
     RANGE_DEVICE, RANGE_POOL, RANGE_GRAPH, RANGE_RESERVED, RANGE_IMPORTED, RANGE_MANAGED, RANGE_HOST,
-    RANGE_HIDDEN, /* of an array or a module */
+    RANGE_GLOBAL, /* a module's variable */
+    RANGE_HIDDEN, /* of an array or a module's code */
     RANGE_BLOCK, RANGE_FREE, /* inside cuda_range.c only */
 };
 

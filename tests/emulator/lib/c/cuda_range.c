@@ -412,11 +412,11 @@ uint64_t range_give(struct range *r)
 CUresult drop_unlock(const char *call, struct range *r)
 {
     struct device *d = &devices[r->device];
-    uint64_t shared = r->shared, bytes = range_give(r);
+    uint64_t shared = r->shared, own = r->charged, bytes = range_give(r);
     unlock();
-    if (shared) { /* the world has what it was charged, until the last holder lets go */
+    if (shared) { /* what it was charged is the world's, until the last holder lets go */
         close_shared(shared);
-        return CUDA_SUCCESS;
+        bytes -= own;
     }
     return charge(call, d, -(int64_t)bytes);
 }

@@ -1,0 +1,411 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/* Memory by hand: made, mapped into addresses that were reserved, and passed to
+ * other processes. It lives while anything holds it: handles, mappings,
+ * descriptors, and the processes that opened it. */
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+
+#include "cuda_internal.h"
+
+/* One thing at a time gets its number from the world. */
+static pthread_mutex_t sharing = PTHREAD_MUTEX_INITIALIZER;
+
+struct memory {
+    int device;
+    bool on_host, imported;
+    uint32_t refs, maps;
+    uint64_t size, shared; /* shared: the world's number for it, once exported or imported */
+    CUmemAllocationProp prop;
+};
+
+/* mapping is a part of a reservation that has memory. */
+struct mapping {
+    uint64_t at, size;
+    struct memory *memory;
+    int access; /* of the device, a bit mask of CUmemAccess_flags */
+    struct mapping *next;
+};
+
+static bool location_ok(const CUmemLocation *l, bool *on_host)
+{
+    *on_host = l->type >= CU_MEM_LOCATION_TYPE_HOST && l->type <= CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT;
+    return *on_host || (l->type == CU_MEM_LOCATION_TYPE_DEVICE && l->id >= 0 && l->id < device_count);
+}
+
+static struct memory *memory_get(CUmemGenericAllocationHandle handle)
+{
+    struct memory *m = object_get((void *)(uintptr_t)handle, MEMORY);
+    return m && m->refs ? m : NULL;
+}
+
+/* settle_unlock ends memory that nothing in this process holds any more. */
+static CUresult settle_unlock(const char *call, struct memory *m)
+{
+    if (m->refs || m->maps) {
+        unlock();
+        return CUDA_SUCCESS;
+    }
+    struct memory was = *m;
+    object_free(m);
+    unlock();
+    if (was.shared) {
+        close_shared(was.shared);
+        return CUDA_SUCCESS;
+    }
+    return was.on_host ? CUDA_SUCCESS : charge(call, &devices[was.device], -(int64_t)was.size);
+}
+
+API CUresult cuMemGetAllocationGranularity(size_t *granularity, const CUmemAllocationProp *prop, int option)
+{
+    bool on_host;
+    TRY(ready());
+    MUST(granularity && prop && location_ok(&prop->location, &on_host) && option >= 0 && option <= 1);
+    *granularity = BLOCK;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t size, const CUmemAllocationProp *prop, unsigned long long flags)
+{
+    bool on_host;
+    TRY(ready());
+    MUST(out && prop && !flags && size && size % BLOCK == 0 && size <= INT64_MAX);
+    MUST(prop->type == CU_MEM_ALLOCATION_TYPE_PINNED && location_ok(&prop->location, &on_host));
+    if (prop->requestedHandleTypes & ~CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+        return CUDA_ERROR_NOT_SUPPORTED;
+    struct device *d = &devices[on_host ? 0 : prop->location.id];
+    if (!on_host)
+        TRY(charge("cuMemCreate", d, (int64_t)size));
+    lock();
+    struct memory *m = object_new(MEMORY);
+    if (m)
+        *m = (struct memory){.device = (int)(d - devices), .on_host = on_host, .refs = 1, .size = size, .prop = *prop};
+    unlock();
+    if (!m) {
+        if (!on_host)
+            charge("cuMemCreate", d, -(int64_t)size);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    *out = (uintptr_t)m;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuMemRelease(CUmemGenericAllocationHandle handle)
+{
+    TRY(ready());
+    lock();
+    struct memory *m = memory_get(handle);
+    if (!m) {
+        unlock();
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    m->refs--;
+    return settle_unlock("cuMemRelease", m);
+}
+
+API CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *prop, CUmemGenericAllocationHandle handle)
+{
+    TRY(ready());
+    MUST(prop);
+    lock();
+    struct memory *m = memory_get(handle);
+    if (m)
+        *prop = m->prop;
+    unlock();
+    return m ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+/* --- addresses ------------------------------------------------------------- */
+
+API CUresult cuMemAddressReserve(CUdeviceptr *out, size_t size, size_t alignment, CUdeviceptr wish, unsigned long long flags)
+{
+    (void)wish; /* a wish, which the driver need not follow */
+    TRY(ready());
+    MUST(out && size && size % BLOCK == 0 && !flags && !(alignment & (alignment - 1)));
+    lock();
+    /* A range is as aligned as its size, and more. */
+    struct range *r = range_take(RANGE_RESERVED, 0, NULL, size > alignment ? size : alignment);
+    if (r) {
+        r->size = size;
+        *out = r->at;
+    }
+    unlock();
+    return r ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+API CUresult cuMemAddressFree(CUdeviceptr at, size_t size)
+{
+    TRY(ready());
+    lock();
+    struct range *r = range_at(at);
+    bool ok = r && r->kind == RANGE_RESERVED && r->size == size && !r->owner;
+    if (ok)
+        range_give(r);
+    unlock();
+    return ok ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+/* reservation is the one that a part of the address space lies in. */
+static struct range *reservation(uint64_t at, uint64_t size)
+{
+    struct range *r = range_around(at);
+    return r && r->kind == RANGE_RESERVED && size && size <= r->size - (at - r->at) ? r : NULL;
+}
+
+API CUresult cuMemMap(CUdeviceptr at, size_t size, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags)
+{
+    TRY(ready());
+    MUST(!flags && at % BLOCK == 0 && size % BLOCK == 0 && !offset); /* offset has to be 0, says the header */
+    struct mapping *new = calloc(1, sizeof *new);
+    if (!new)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    lock();
+    struct range *r = reservation(at, size);
+    struct memory *m = memory_get(handle);
+    bool ok = r && m && size <= m->size;
+    for (struct mapping *o = ok ? r->owner : NULL; o; o = o->next)
+        ok = ok && (at + size <= o->at || o->at + o->size <= at);
+    if (ok) {
+        *new = (struct mapping){.at = at, .size = size, .memory = m, .next = r->owner};
+        r->owner = new;
+        m->maps++;
+    }
+    unlock();
+    if (!ok)
+        free(new);
+    return ok ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+/* covered says that mappings, and whole ones only if they are to go, fill a part
+ * of a reservation. */
+static bool covered(struct range *r, uint64_t at, uint64_t size, bool whole)
+{
+    uint64_t sum = 0;
+    for (struct mapping *o = r->owner; o; o = o->next) {
+        uint64_t from = o->at > at ? o->at : at, to = o->at + o->size < at + size ? o->at + o->size : at + size;
+        if (from >= to)
+            continue;
+        if (whole && to - from != o->size)
+            return false;
+        sum += to - from;
+    }
+    return sum == size;
+}
+
+API CUresult cuMemUnmap(CUdeviceptr at, size_t size)
+{
+    TRY(ready());
+    lock();
+    struct range *r = reservation(at, size);
+    if (!r || !covered(r, at, size, true)) {
+        unlock();
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    for (;;) {
+        struct mapping **p = (struct mapping **)&r->owner;
+        while (*p && ((*p)->at < at || (*p)->at >= at + size))
+            p = &(*p)->next;
+        struct mapping *o = *p;
+        if (!o)
+            break;
+        *p = o->next;
+        o->memory->maps--;
+        settle_unlock("cuMemUnmap", o->memory);
+        free(o);
+        lock();
+        r = reservation(at, size);
+        if (!r)
+            break; /* another thread has freed the addresses meanwhile */
+    }
+    unlock();
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuMemSetAccess(CUdeviceptr at, size_t size, const CUmemAccessDesc *list, size_t count)
+{
+    bool on_host;
+    TRY(ready());
+    MUST(list && count);
+    for (size_t i = 0; i < count; i++)
+        MUST(location_ok(&list[i].location, &on_host) && (list[i].flags == 0 || list[i].flags == 1 || list[i].flags == 3));
+    lock();
+    struct range *r = reservation(at, size);
+    bool ok = r && covered(r, at, size, false);
+    for (struct mapping *o = ok ? r->owner : NULL; o; o = o->next)
+        if (o->at < at + size && at < o->at + o->size)
+            o->access = list[0].flags;
+    unlock();
+    return ok ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+static struct mapping *mapping_at(uint64_t at)
+{
+    struct range *r = reservation(at, 1);
+    struct mapping *o = r ? r->owner : NULL;
+    while (o && (at < o->at || at >= o->at + o->size))
+        o = o->next;
+    return o;
+}
+
+API CUresult cuMemGetAccess(unsigned long long *flags, const CUmemLocation *location, CUdeviceptr at)
+{
+    TRY(ready());
+    MUST(flags && location);
+    lock();
+    struct mapping *o = mapping_at(at);
+    if (o)
+        *flags = (unsigned long long)o->access;
+    unlock();
+    return o ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+API CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *out, void *at)
+{
+    TRY(ready());
+    MUST(out);
+    lock();
+    struct mapping *o = mapping_at((uintptr_t)at);
+    if (o) {
+        o->memory->refs++;
+        *out = (uintptr_t)o->memory;
+    }
+    unlock();
+    return o ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+/* --- to other processes ---------------------------------------------------- */
+
+API CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle handle, int type, unsigned long long flags)
+{
+    TRY(ready());
+    MUST(out && !flags && type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    lock();
+    struct memory *m = memory_get(handle);
+    if (!m || m->on_host || !(m->prop.requestedHandleTypes & type)) {
+        unlock();
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    m->refs++; /* it stays while the world is asked */
+    unlock();
+    pthread_mutex_lock(&sharing);
+    CUresult r = m->shared ? CUDA_SUCCESS : share(&devices[m->device], m->size, &m->shared);
+    pthread_mutex_unlock(&sharing);
+    if (r == CUDA_SUCCESS)
+        r = export_shared(m->shared, out);
+    lock();
+    m->refs--;
+    settle_unlock("cuMemExportToShareableHandle", m);
+    return r;
+}
+
+API CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *out, void *os_handle, int type)
+{
+    struct {
+        char mark[8];
+        uint64_t id;
+    } said;
+    TRY(ready());
+    MUST(out && type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    int fd = (int)(intptr_t)os_handle, device;
+    uint64_t size;
+    if (recv(fd, &said, sizeof said, MSG_PEEK | MSG_DONTWAIT) != sizeof said || memcmp(said.mark, "cuShared", 8) != 0)
+        return CUDA_ERROR_INVALID_VALUE;
+    TRY(open_shared("cuMemImportFromShareableHandle", said.id, &device, &size));
+    lock();
+    struct memory *m = object_new(MEMORY);
+    if (m)
+        *m = (struct memory){
+            .device = device, .imported = true, .refs = 1, .size = size, .shared = said.id,
+            .prop = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .requestedHandleTypes = type, .location = {CU_MEM_LOCATION_TYPE_DEVICE, device}},
+        };
+    unlock();
+    if (!m) {
+        close_shared(said.id);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    *out = (uintptr_t)m;
+    return CUDA_SUCCESS;
+}
+
+/* --- CUDA IPC -------------------------------------------------------------- */
+
+struct ipc {
+    char mark[8];
+    uint64_t id, size;
+};
+_Static_assert(sizeof(struct ipc) <= sizeof(CUipcMemHandle), "it fits");
+static const char ipc_mark[8] = "cuIpcMem";
+
+API CUresult cuIpcGetMemHandle(CUipcMemHandle *out, CUdeviceptr at)
+{
+    struct context *c;
+    TRY(current(&c));
+    MUST(out);
+    pthread_mutex_lock(&sharing);
+    lock();
+    struct range *r = range_around(at);
+    bool is = r && r->kind == RANGE_DEVICE;
+    struct range was = is ? *r : (struct range){0};
+    unlock();
+    /* What is part of a block goes with the block, which stays the program's. */
+    CUresult result = is ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    if (is && !was.shared) {
+        result = share(&devices[was.device], was.charged, &was.shared);
+        lock();
+        r = range_at(was.at);
+        if (result == CUDA_SUCCESS && r && r->kind == RANGE_DEVICE)
+            r->shared = was.shared;
+        else if (result == CUDA_SUCCESS)
+            result = CUDA_ERROR_INVALID_VALUE; /* freed at this moment */
+        unlock();
+    }
+    pthread_mutex_unlock(&sharing);
+    if (result == CUDA_SUCCESS) {
+        struct ipc i = {.id = was.shared, .size = was.size};
+        memcpy(i.mark, ipc_mark, sizeof i.mark);
+        memset(out, 0, sizeof *out);
+        memcpy(out, &i, sizeof i);
+    }
+    return result;
+}
+
+static CUresult ipc_open(const char *call, CUdeviceptr *out, CUipcMemHandle handle, unsigned int flags)
+{
+    struct context *c;
+    struct ipc i;
+    int device;
+    uint64_t bytes;
+    TRY(current(&c));
+    MUST(out && flags == 1); /* LAZY_ENABLE_PEER_ACCESS is the only way */
+    memcpy(&i, &handle, sizeof i);
+    if (memcmp(i.mark, ipc_mark, sizeof i.mark) != 0)
+        return CUDA_ERROR_INVALID_VALUE;
+    TRY(open_shared(call, i.id, &device, &bytes));
+    lock();
+    struct range *r = range_take(RANGE_IMPORTED, device, c, i.size);
+    if (r) {
+        r->shared = i.id;
+        *out = r->at;
+    }
+    unlock();
+    if (!r)
+        close_shared(i.id);
+    return r ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+API CUresult cuIpcOpenMemHandle(CUdeviceptr *out, CUipcMemHandle handle, unsigned int flags) { return ipc_open("cuIpcOpenMemHandle", out, handle, flags); }
+API CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *out, CUipcMemHandle handle, unsigned int flags) { return ipc_open("cuIpcOpenMemHandle_v2", out, handle, flags); }
+
+API CUresult cuIpcCloseMemHandle(CUdeviceptr at)
+{
+    struct context *c;
+    TRY(current(&c));
+    lock();
+    struct range *r = range_at(at);
+    if (r && r->kind == RANGE_IMPORTED)
+        return drop_unlock("cuIpcCloseMemHandle", r);
+    unlock();
+    return CUDA_ERROR_INVALID_VALUE;
+}
