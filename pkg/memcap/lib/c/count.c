@@ -333,8 +333,9 @@ static bool await_reading(struct account *a)
     uint64_t done = count_read(&a->page->done);
     if (count_read(&a->waited) == done + 1)
         return false;
-    count_add(&a->usage->asks, 1);
+    /* In this order: a reading that is begun for this ask is one more than that. */
     uint64_t begun = count_read(&a->page->begun);
+    count_add(&a->usage->asks, 1);
     for (uint64_t end = now_us() + 2000 * every; count_read(&a->page->done) < begun + 1; nap_us(1000))
         if (now_us() >= end) {
             __atomic_store_n(&a->waited, count_read(&a->page->done) + 1, __ATOMIC_SEQ_CST);

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lib
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"embed"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// built has what `go run ./pkg/memcap/lib/build` made, and a README else.
+//
+//go:embed built/*
+var built embed.FS
+
+// Kit is what a claim's CDI file mounts of an installed version, as paths below
+// the directory that was given to Install.
+type Kit struct {
+	CUDA, NVML string // the libraries, to stand at the driver's
+	Empty      string // a directory with nothing in it, for CompatDir
+	Mark       string // an empty file, for OpenMark
+}
+
+type file struct {
+	name string
+	data []byte
+}
+
+// content returns the libraries, and the name of their content: the first 16
+// hex digits of a SHA-256 over both.
+func content() (files []file, hash string, err error) {
+	h := sha256.New()
+	for _, name := range []string{cudaName, nvmlName} {
+		data, err := built.ReadFile("built/" + name)
+		if err != nil {
+			return nil, "", fmt.Errorf("built without the cap's library; build with make: %w", gpu.ErrNotSupported)
+		}
+		fmt.Fprintf(h, "%s %d\n", name, len(data))
+		h.Write(data)
+		files = append(files, file{name, data})
+	}
+	return files, hex.EncodeToString(h.Sum(nil))[:16], nil
+}
+
+// Install puts this program's version of the libraries below dir, at
+// dir/cap/<hash>, unless it is there. Another version's folder is never
+// touched: processes have its files mapped. The error is gpu.ErrNotSupported
+// where the program was built without them.
+func Install(dir string) (Kit, error) {
+	files, hash, err := content()
+	if err != nil {
+		return Kit{}, err
+	}
+	kit, err := install(filepath.Join(dir, "cap"), hash, files)
+	if err != nil {
+		return Kit{}, fmt.Errorf("install the cap's library: %w", err)
+	}
+	return kit, nil
+}
+
+const (
+	emptyName = "empty"
+	markName  = "open"
+)
+
+func install(top, hash string, files []file) (Kit, error) {
+	home := filepath.Join(top, hash)
+	kit := Kit{
+		CUDA: filepath.Join(home, cudaName), NVML: filepath.Join(home, nvmlName),
+		Empty: filepath.Join(home, emptyName), Mark: filepath.Join(home, markName),
+	}
+	if err := os.MkdirAll(top, 0o755); err != nil {
+		return Kit{}, err
+	}
+	if whole(home, files) {
+		return kit, nil
+	}
+	tmp, err := os.MkdirTemp(top, ".new-")
+	if err != nil {
+		return Kit{}, err
+	}
+	defer os.RemoveAll(tmp)
+	for _, f := range files {
+		if err := os.WriteFile(filepath.Join(tmp, f.name), f.data, 0o755); err != nil {
+			return Kit{}, err
+		}
+	}
+	err = errors.Join(
+		os.WriteFile(filepath.Join(tmp, markName), nil, 0o444),
+		os.Mkdir(filepath.Join(tmp, emptyName), 0o755),
+		os.Chmod(tmp, 0o755))
+	if err != nil {
+		return Kit{}, err
+	}
+	err = os.Rename(tmp, home)
+	if err != nil && (errors.Is(err, fs.ErrExist)) {
+		// One that is not whole: after a loss of power, say. What is wrong in it
+		// gets another inode, so that what a process has mapped stays as it is.
+		err = mend(home, tmp, files)
+	}
+	if err != nil {
+		return Kit{}, err
+	}
+	return kit, nil
+}
+
+func mend(home, tmp string, files []file) error {
+	names := []string{markName}
+	for _, f := range files {
+		names = append(names, f.name)
+	}
+	for _, name := range names {
+		if err := os.Rename(filepath.Join(tmp, name), filepath.Join(home, name)); err != nil {
+			return err
+		}
+	}
+	if err := os.Mkdir(filepath.Join(home, emptyName), 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
+		return err
+	}
+	if !whole(home, files) {
+		return fmt.Errorf("%s is not what was written there", home)
+	}
+	return nil
+}
+
+// whole reports whether a version's folder has all that it should.
+func whole(home string, files []file) bool {
+	for _, f := range append(files, file{name: markName}) {
+		data, err := os.ReadFile(filepath.Join(home, f.name))
+		if err != nil || !bytes.Equal(data, f.data) {
+			return false
+		}
+	}
+	inside, err := os.ReadDir(filepath.Join(home, emptyName))
+	return err == nil && len(inside) == 0
+}
+
+// Prune removes the versions below dir that are not this program's and for
+// which used says no: no claim's CDI file names them.
+func Prune(dir string, used func(hash string) bool) error {
+	_, own, err := content()
+	if err != nil && !errors.Is(err, gpu.ErrNotSupported) {
+		return err
+	}
+	top := filepath.Join(dir, "cap")
+	entries, err := os.ReadDir(top)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	} else if err != nil {
+		return fmt.Errorf("list versions of the cap's library: %w", err)
+	}
+	var errs []error
+	for _, e := range entries {
+		old := isHash(e.Name()) && e.Name() != own && !used(e.Name())
+		half := len(e.Name()) > 5 && e.Name()[:5] == ".new-"
+		if e.IsDir() && (old || half) {
+			if err := os.RemoveAll(filepath.Join(top, e.Name())); err != nil {
+				errs = append(errs, fmt.Errorf("remove old version of the cap's library: %w", err))
+			}
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func isHash(s string) bool {
+	b, err := hex.DecodeString(s)
+	return err == nil && len(b) == 8
+}

@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lib
+
+import (
+	"errors"
+	"fmt"
+	"path/filepath"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// Meter holds what a container counts against what the driver says it has, and
+// puts the difference into the limit page. A reading is Begin, then the
+// driver's figure, then End; between them processes go on allocating, and what
+// may be concluded follows from what the two looks at the usage page show.
+//
+// A Meter is not for concurrent use.
+type Meter struct {
+	pages *Pages
+	page  mappedPage
+	usage *Usage
+
+	begun    bool
+	asked    bool
+	first    Counters
+	lastAsks uint64
+	now      reading
+	contexts uint64 // at the last reading that was conclusive
+}
+
+// Reading is the outcome of one reading.
+type Reading struct {
+	Counters
+	// Used is what counts against the limit, in bytes: the driver's figure and
+	// managed memory, or what is bound and the last correction where the driver
+	// has no figure.
+	Used uint64
+	// Correction is what the container has beyond what is bound, or lacks.
+	Correction int64
+	// Quiet: nothing was under way, so the correction is exact.
+	Quiet bool
+	// Context is what one context takes, by this reading; 0 is unknown.
+	Context uint64
+}
+
+// Meter starts readings of a claim's GPU. The page must have been written; the
+// usage page stays the caller's to close, after the meter.
+func (p *Pages) Meter(key string, u gpu.UUID, usage *Usage) (*Meter, error) {
+	if !plainName(key) || !plainName(string(u)) {
+		return nil, fmt.Errorf("meter claim %q on GPU %q: %w", key, u, gpu.ErrInvalid)
+	}
+	if usage == nil {
+		return nil, fmt.Errorf("meter claim %s on %s: no usage page: %w", key, u, gpu.ErrInvalid)
+	}
+	page, err := mapPage(filepath.Join(p.dir, key, string(u)))
+	if err != nil {
+		return nil, fmt.Errorf("meter claim %s on %s: %w", key, u, notFound(err))
+	}
+	return &Meter{pages: p, page: page, usage: usage}, nil
+}
+
+// Close ends the meter. The page keeps what it says.
+func (m *Meter) Close() error {
+	if m.page.b == nil {
+		return nil
+	}
+	err := m.page.unmap()
+	m.page.b = nil
+	return err
+}
+
+// Begin is to be called before the driver is asked.
+func (m *Meter) Begin() error {
+	m.begun = false
+	c, err := m.usage.Read()
+	if err != nil {
+		return err
+	}
+	m.first, m.begun = c, true
+	m.asked = c.Asks != m.lastAsks
+	m.lastAsks = c.Asks
+	if m.asked {
+		m.pages.mu.Lock()
+		m.page.store(atBegun, m.page.load(atBegun)+1)
+		m.pages.mu.Unlock()
+	}
+	return nil
+}
+
+// End is to be called with what the driver says that the container's processes
+// have on the GPU, in bytes, or with known false where it does not say.
+//
+// Let T be what the processes have of what is counted, without managed memory,
+// which the driver's figure lacks. If the word of bound was the same before and
+// after, T was between what was bound and that less all that was under way, and
+// the true correction is the figure less T: the one in use is moved into that
+// range, and no further. If nothing was under way either, the range is one
+// number, and the page is stamped with the word: at that word nobody need ask
+// again. If the word changed, the figure belongs to no count that we know; it
+// can only show that contexts which came since take more than was thought.
+func (m *Meter) End(driver uint64, known bool) (Reading, error) {
+	if !m.begun {
+		return Reading{}, errors.New("end a reading that was not begun")
+	}
+	m.begun = false
+	c, err := m.usage.Read()
+	if err != nil {
+		return Reading{}, err
+	}
+	m.pages.mu.Lock()
+	defer m.pages.mu.Unlock()
+
+	was := m.page.reading()
+	next, fresh := was, false
+	if was.nonce != c.Nonce {
+		next, fresh = reading{nonce: c.Nonce, settled: m.first.Settled}, true
+		m.contexts = 0
+	}
+	next.stamp = 0
+	r := Reading{Counters: c}
+	known = known && driver < most && m.first.Nonce == c.Nonce
+	switch {
+	case !known:
+	case m.first.Word == c.Word:
+		low, high := span(m.first, c, int64(driver))
+		switch {
+		case fresh:
+			next.correction = high
+		default:
+			next.correction = min(max(next.correction, low), high)
+		}
+		next.settled = m.first.Settled
+		m.contexts = c.Contexts
+		if low == high && m.first.Committed == c.Committed && c.Committed == c.Bound {
+			next.stamp, r.Quiet = c.Word, true
+			r.Context = perContext(c, driver)
+		}
+	case c.Contexts > m.contexts:
+		bound := max(m.first.Bound, c.Bound)
+		next.correction = max(next.correction, int64(driver)-int64(bound-min(bound, c.Managed)))
+	}
+	r.Correction = next.correction
+	r.Used = uint64(max(0, int64(c.Bound)+next.correction))
+	if known {
+		r.Used = driver + c.Managed
+	}
+	if next != was || m.page.load(atCeiling) != m.page.limitLess(next.correction) {
+		m.page.publish(next)
+	}
+	if m.asked {
+		m.page.store(atDone, m.page.load(atBegun))
+	}
+	return r, nil
+}
+
+// span returns the least and the greatest correction that a driver's figure
+// between two looks with the same word allows.
+func span(a, b Counters, driver int64) (low, high int64) {
+	under := func(c Counters) uint64 { return max(c.Reserved, c.Committed) - c.Committed }
+	upper := min(a.Bound, a.Reserved, b.Reserved)
+	lower := upper - min(upper, under(a)+under(b))
+	low = driver - int64(upper-min(upper, a.Managed, b.Managed))
+	high = driver - int64(lower-min(lower, max(a.Managed, b.Managed)))
+	return low, high
+}
+
+// perContext returns what a context takes, from a quiet reading: rounded up to
+// 1 MiB, 0 where that makes no sense.
+func perContext(c Counters, driver uint64) uint64 {
+	rest := c.Bound - min(c.Bound, c.Expected+c.Managed)
+	if c.Contexts == 0 || driver <= rest {
+		return 0
+	}
+	const mib = 1 << 20
+	return ((driver-rest)/c.Contexts + mib - 1) / mib * mib
+}

@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lib
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// The pages, as c/page.h has them; a test holds the two together.
+const (
+	limitMagic = "GPUCAP01"
+	usageMagic = "GPUUSE01"
+
+	pageSize  = 4096
+	slotSize  = 64
+	slots     = 16384
+	usageSize = pageSize + slots*slotSize
+
+	unit       = 512
+	amountBits = 40
+	most       = 1 << 48 // bytes; more is nonsense
+
+	atLimit   = 8
+	atContext = 16
+	atEvery   = 24
+	atUUID    = 32
+	atNonce   = 128
+	atCeiling = 136
+	atStamp   = 144
+	atBegun   = 152
+	atDone    = 160
+	atSettled = 168
+
+	uuidRoom = 64
+
+	useNonce    = 8
+	useBound    = 64
+	useAsks     = 128
+	useRefusals = 136
+	usePeak     = 144
+	useHigh     = 152
+	useSettled  = 160
+
+	slotReserved  = 0
+	slotCommitted = 8
+	slotManaged   = 16
+	slotExpected  = 24
+	slotContexts  = 32
+	slotPID       = 40
+)
+
+// A Limit is what one claim may have of one GPU.
+type Limit struct {
+	GPU gpu.UUID
+	// Bytes is the cap, contexts included; None for a GPU without one, whose
+	// calls are then not counted.
+	Bytes uint64
+	// Context is what a context is charged with until the driver has been read,
+	// in bytes; 0 means DefaultContext.
+	Context uint64
+}
+
+// Pages are the limit pages of a node's claims: dir/cap/limits/<key>/<UUID>.
+// They are files that containers have mounted and mapped, so a page keeps its
+// inode as long as its claim lives and every change of it is an atomic store.
+// The methods may be called from several goroutines; one process alone may have
+// a directory open at a time.
+type Pages struct {
+	dir string
+	// mu orders what is stored in pages, since a change of the limit moves the
+	// ceiling that a Meter has written.
+	mu sync.Mutex
+}
+
+// OpenPages opens the limit pages below the agent's state directory, and makes
+// their folder.
+func OpenPages(dir string) (*Pages, error) {
+	p := &Pages{dir: filepath.Join(dir, "cap", "limits")}
+	if err := os.MkdirAll(p.dir, 0o755); err != nil {
+		return nil, fmt.Errorf("make folder of limit pages: %w", err)
+	}
+	return p, nil
+}
+
+// Close lets go of the directory. Pages stay.
+func (p *Pages) Close() error { return nil }
+
+// Write makes the pages of a claim say just these limits, and returns each
+// page's path by GPU. every is how often the agent reads the driver for them;
+// 0 means that nobody does. A page that is there already keeps its inode, and
+// the correction that it holds; pages of GPUs that are not named are removed.
+// It may be repeated, and does nothing then.
+func (p *Pages) Write(key string, every time.Duration, limits []Limit) (map[gpu.UUID]string, error) {
+	if !plainName(key) {
+		return nil, fmt.Errorf("write limit pages: claim key %q: %w", key, gpu.ErrInvalid)
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	dir := filepath.Join(p.dir, key)
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return nil, fmt.Errorf("make folder of limit pages: %w", err)
+	}
+	paths := make(map[gpu.UUID]string)
+	for _, l := range limits {
+		path, err := p.writeLocked(dir, every, l)
+		if err != nil {
+			return nil, fmt.Errorf("write limit page of %s for claim %s: %w", l.GPU, key, err)
+		}
+		paths[l.GPU] = path
+	}
+	old, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, fmt.Errorf("list limit pages of claim %s: %w", key, err)
+	}
+	for _, e := range old {
+		if _, named := paths[gpu.UUID(e.Name())]; !named {
+			if err := os.Remove(filepath.Join(dir, e.Name())); err != nil && !errors.Is(err, fs.ErrNotExist) {
+				return nil, fmt.Errorf("remove old limit page of claim %s: %w", key, err)
+			}
+		}
+	}
+	return paths, nil
+}
+
+func (p *Pages) writeLocked(dir string, every time.Duration, l Limit) (string, error) {
+	if !plainName(string(l.GPU)) || len(l.GPU) >= uuidRoom {
+		return "", fmt.Errorf("GPU %q: %w", l.GPU, gpu.ErrInvalid)
+	}
+	if l.Bytes != None && l.Bytes >= most {
+		return "", fmt.Errorf("limit of %d bytes, which no GPU has: %w", l.Bytes, gpu.ErrInvalid)
+	}
+	if l.Context == 0 {
+		l.Context = DefaultContext
+	}
+	everyMS := uint64(max(0, every.Milliseconds()))
+	if every > 0 {
+		everyMS = max(1, everyMS)
+	}
+	path := filepath.Join(dir, string(l.GPU))
+	page, err := mapPage(path)
+	if err != nil {
+		// None, or one that an agent of another time left behind: nothing that
+		// a container could go on with.
+		return path, makePage(path, everyMS, l)
+	}
+	defer page.unmap()
+	if uuid := page.b[atUUID : atUUID+uuidRoom]; string(uuid[:len(l.GPU)]) != string(l.GPU) || uuid[len(l.GPU)] != 0 {
+		return path, makePage(path, everyMS, l)
+	}
+	if page.load(atContext) != l.Context {
+		page.store(atContext, l.Context)
+	}
+	if page.load(atEvery) != everyMS {
+		page.store(atEvery, everyMS)
+	}
+	if was := page.load(atLimit); was != l.Bytes {
+		c := page.reading()
+		if was == None {
+			c.correction = 0
+		}
+		page.publish(reading{}) // nobody goes by the old ceiling with the new limit
+		page.store(atLimit, l.Bytes)
+		c.stamp = 0
+		page.publish(c)
+	}
+	return path, nil
+}
+
+// makePage makes a page and puts it in place whole.
+func makePage(path string, everyMS uint64, l Limit) error {
+	b := make([]byte, pageSize)
+	copy(b, limitMagic)
+	binary.LittleEndian.PutUint64(b[atLimit:], l.Bytes)
+	binary.LittleEndian.PutUint64(b[atContext:], l.Context)
+	binary.LittleEndian.PutUint64(b[atEvery:], everyMS)
+	copy(b[atUUID:atUUID+uuidRoom-1], l.GPU)
+	// Beside the folder of the claim, in which each file is a GPU's.
+	f, err := os.CreateTemp(filepath.Dir(filepath.Dir(path)), ".new-")
+	if err != nil {
+		return err
+	}
+	defer os.Remove(f.Name())
+	_, err = f.Write(b)
+	// Whatever user a container has reads it.
+	err = errors.Join(err, f.Chmod(0o644), f.Close())
+	if err != nil {
+		return err
+	}
+	return os.Rename(f.Name(), path)
+}
+
+// Remove ends a claim's pages. A container that has them mounted keeps them; a
+// claim without pages is fine.
+func (p *Pages) Remove(key string) error {
+	if !plainName(key) {
+		return fmt.Errorf("remove limit pages: claim key %q: %w", key, gpu.ErrInvalid)
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if err := os.RemoveAll(filepath.Join(p.dir, key)); err != nil {
+		return fmt.Errorf("remove limit pages of claim %s: %w", key, err)
+	}
+	return nil
+}
+
+// List returns the keys of the claims that have pages, in order, and clears
+// what a writer that was killed left half done.
+func (p *Pages) List() ([]string, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	entries, err := os.ReadDir(p.dir)
+	if err != nil {
+		return nil, fmt.Errorf("list limit pages: %w", err)
+	}
+	var keys []string
+	for _, e := range entries {
+		switch {
+		case e.IsDir() && plainName(e.Name()):
+			keys = append(keys, e.Name())
+		case !e.IsDir() && e.Name()[0] == '.':
+			os.Remove(filepath.Join(p.dir, e.Name()))
+		}
+	}
+	slices.Sort(keys)
+	return keys, nil
+}
+
+// plainName reports whether s can be a file's name here: no separator, no dot
+// in front, nothing unusual.
+func plainName(s string) bool {
+	if s == "" || len(s) > 128 || s[0] == '.' {
+		return false
+	}
+	for _, c := range []byte(s) {
+		switch {
+		case 'a' <= c && c <= 'z', 'A' <= c && c <= 'Z', '0' <= c && c <= '9', c == '-', c == '.', c == '_':
+		default:
+			return false
+		}
+	}
+	return true
+}
+
+// A mappedPage is a limit page in memory.
+type mappedPage struct{ b []byte }
+
+func mapPage(path string) (mappedPage, error) {
+	fd, err := unix.Open(path, unix.O_RDWR|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0)
+	if err != nil {
+		return mappedPage{}, fmt.Errorf("open limit page: %w", err)
+	}
+	defer unix.Close(fd)
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return mappedPage{}, fmt.Errorf("look at limit page: %w", err)
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFREG || st.Size != pageSize {
+		return mappedPage{}, fmt.Errorf("limit page %s has %d bytes: %w", path, st.Size, gpu.ErrInvalid)
+	}
+	b, err := unix.Mmap(fd, 0, pageSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		return mappedPage{}, fmt.Errorf("map limit page: %w", err)
+	}
+	if string(b[:8]) != limitMagic {
+		unix.Munmap(b)
+		return mappedPage{}, fmt.Errorf("limit page %s begins with %q: %w", path, b[:8], gpu.ErrInvalid)
+	}
+	return mappedPage{b}, nil
+}
+
+func (p mappedPage) unmap() error { return unix.Munmap(p.b) }
+
+func (p mappedPage) word(at int) *uint64    { return (*uint64)(unsafe.Pointer(&p.b[at])) }
+func (p mappedPage) load(at int) uint64     { return atomic.LoadUint64(p.word(at)) }
+func (p mappedPage) store(at int, v uint64) { atomic.StoreUint64(p.word(at), v) }
+func (p mappedPage) limitLess(c int64) uint64 {
+	limit := p.load(atLimit)
+	switch {
+	case limit == None:
+		return None
+	case c >= 0 && uint64(c) >= limit:
+		return 0
+	}
+	return min(limit-uint64(c), most)
+}
+
+// A reading is what a page says of a usage page; nonce 0 is none.
+type reading struct {
+	nonce, stamp, settled uint64
+	correction            int64
+}
+
+func (p mappedPage) reading() reading {
+	r := reading{nonce: p.load(atNonce), stamp: p.load(atStamp), settled: p.load(atSettled)}
+	if limit, ceiling := p.load(atLimit), p.load(atCeiling); limit != None && r.nonce != 0 {
+		r.correction = int64(limit - ceiling)
+	}
+	return r
+}
+
+// publish puts a reading into the page. While it is half done the page has no
+// nonce, and processes go by the limit.
+func (p mappedPage) publish(r reading) {
+	p.store(atNonce, 0)
+	p.store(atCeiling, p.limitLess(r.correction))
+	p.store(atStamp, r.stamp)
+	p.store(atSettled, r.settled)
+	p.store(atNonce, r.nonce)
+}

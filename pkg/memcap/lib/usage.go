@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lib
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io/fs"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// tmpfsMagic is a tmpfs in statfs(2).
+const tmpfsMagic = 0x01021994
+
+// Usage is a container's usage page of one GPU. It lies on a file system that
+// the container's processes write to, so it is read as data, never mapped, and
+// may say anything.
+type Usage struct {
+	fd int
+}
+
+// OpenUsage opens the usage page that the container of a process has for a GPU,
+// through procRoot (the host's /proc as the agent sees it). No link is followed
+// and no pipe waited for. The error is gpu.ErrNotFound where there is no page
+// (no process of the container has used the GPU yet, or the process has ended),
+// and gpu.ErrInvalid where something else stands in its place.
+func OpenUsage(procRoot string, pid int, u gpu.UUID) (*Usage, error) {
+	if !plainName(string(u)) {
+		return nil, fmt.Errorf("open usage page of GPU %q: %w", u, gpu.ErrInvalid)
+	}
+	root, err := unix.Open(filepath.Join(procRoot, strconv.Itoa(pid), "root"), unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("open root of process %d: %w", pid, notFound(err))
+	}
+	defer unix.Close(root)
+	name := strings.TrimPrefix(UsageDir, "/") + "/" + string(u)
+	fd, err := unix.Openat2(root, name, &unix.OpenHow{
+		Flags:   unix.O_RDONLY | unix.O_NONBLOCK | unix.O_NOCTTY | unix.O_CLOEXEC,
+		Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS,
+	})
+	if err != nil {
+		return nil, fmt.Errorf("open usage page of %s in process %d: %w", u, pid, notFound(err))
+	}
+	if err := checkUsage(fd); err != nil {
+		unix.Close(fd)
+		return nil, fmt.Errorf("open usage page of %s in process %d: %w", u, pid, err)
+	}
+	return &Usage{fd: fd}, nil
+}
+
+func checkUsage(fd int) error {
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return err
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFREG || st.Size != usageSize {
+		return fmt.Errorf("not a file of %d bytes: %w", usageSize, gpu.ErrInvalid)
+	}
+	var sfs unix.Statfs_t
+	if err := unix.Fstatfs(fd, &sfs); err != nil {
+		return err
+	}
+	if sfs.Type != tmpfsMagic {
+		// Elsewhere a read could wait for something.
+		return fmt.Errorf("not on a tmpfs: %w", gpu.ErrInvalid)
+	}
+	return nil
+}
+
+func notFound(err error) error {
+	switch {
+	case errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ESRCH):
+		return fmt.Errorf("%w: %w", gpu.ErrNotFound, err)
+	case errors.Is(err, unix.ELOOP), errors.Is(err, unix.ENOTDIR), errors.Is(err, unix.ENXIO), errors.Is(err, unix.EXDEV):
+		return fmt.Errorf("%w: %w", gpu.ErrInvalid, err)
+	}
+	return err
+}
+
+// Close lets go of the page.
+func (u *Usage) Close() error {
+	if u.fd < 0 {
+		return nil
+	}
+	err := unix.Close(u.fd)
+	u.fd = -1
+	return err
+}
+
+// Counters are what a usage page says: bytes, but for Nonce, Word, Contexts,
+// Asks, Refusals and Processes. The sums are over all processes, those of dead
+// ones included until another process has taken them off.
+type Counters struct {
+	Nonce uint64 // of this page; another page has another
+	Bound uint64 // what the container's processes may have
+	Word  uint64 // the same with its version: equal words, nothing changed between
+	// Committed <= what the driver gave <= Bound, and Bound <= Reserved but for
+	// what dead processes left; see c/count.h.
+	Reserved, Committed uint64
+	Managed             uint64 // of Bound, what the driver's figures lack
+	Expected            uint64 // of Bound, what contexts were charged with
+	Contexts            uint64
+	Asks                uint64 // times that a process near the cap asked for a reading
+	Refusals            uint64
+	Peak                uint64 // of Bound
+	Settled             uint64 // taken off Bound after it was gone already, ever
+	Processes           int    // living ones that have used the GPU
+}
+
+// Read reads the page. The error is gpu.ErrInvalid for a page that says
+// nonsense.
+func (u *Usage) Read() (Counters, error) {
+	var head [pageSize]byte
+	if err := u.readAt(head[:], 0); err != nil {
+		return Counters{}, err
+	}
+	at := func(i int) uint64 { return binary.LittleEndian.Uint64(head[i:]) }
+	word := at(useBound)
+	c := Counters{
+		Nonce: at(useNonce), Word: word, Bound: word & (1<<amountBits - 1) * unit,
+		Asks: at(useAsks), Refusals: at(useRefusals), Peak: at(usePeak), Settled: at(useSettled),
+	}
+	high := binary.LittleEndian.Uint32(head[useHigh:])
+	if string(head[:8]) != usageMagic || c.Nonce == 0 || high > slots {
+		return Counters{}, fmt.Errorf("read usage page: its header is nonsense: %w", gpu.ErrInvalid)
+	}
+	if c.Peak >= most || c.Bound >= most {
+		return Counters{}, fmt.Errorf("read usage page: %d bytes bound, %d at most: %w", c.Bound, c.Peak, gpu.ErrInvalid)
+	}
+	// After the header: what is settled there is no longer committed here.
+	table := make([]byte, int(high)*slotSize)
+	if err := u.readAt(table, pageSize); err != nil {
+		return Counters{}, err
+	}
+	for i := range int(high) {
+		s := table[i*slotSize:][:slotSize]
+		slot := func(i int) uint64 { return binary.LittleEndian.Uint64(s[i:]) }
+		for _, field := range []struct {
+			at  int
+			sum *uint64
+		}{{slotReserved, &c.Reserved}, {slotCommitted, &c.Committed}, {slotManaged, &c.Managed}, {slotExpected, &c.Expected}} {
+			v := slot(field.at)
+			if v >= most || v%unit != 0 {
+				return Counters{}, fmt.Errorf("read usage page: slot %d has %d bytes: %w", i, v, gpu.ErrInvalid)
+			}
+			*field.sum += v
+		}
+		if n := slot(slotContexts); n < 1<<20 {
+			c.Contexts += n
+		}
+		if slot(slotPID) != 0 && u.alive(i) {
+			c.Processes++
+		}
+	}
+	if c.Reserved >= most || c.Committed >= most {
+		return Counters{}, fmt.Errorf("read usage page: %d bytes in all slots: %w", c.Reserved, gpu.ErrInvalid)
+	}
+	return c, nil
+}
+
+func (u *Usage) readAt(b []byte, at int64) error {
+	for len(b) > 0 {
+		n, err := unix.Pread(u.fd, b, at)
+		switch {
+		case errors.Is(err, unix.EINTR):
+		case err != nil:
+			return fmt.Errorf("read usage page: %w", err)
+		case n == 0:
+			return fmt.Errorf("read usage page: it has become shorter: %w", gpu.ErrInvalid)
+		default:
+			b, at = b[n:], at+int64(n)
+		}
+	}
+	return nil
+}
+
+// alive reports whether somebody has a slot's lock.
+func (u *Usage) alive(slot int) bool {
+	lock := unix.Flock_t{Type: unix.F_WRLCK, Start: int64(slot), Len: 1}
+	err := unix.FcntlFlock(uintptr(u.fd), unix.F_OFD_GETLK, &lock)
+	return err == nil && lock.Type != unix.F_UNLCK
+}
