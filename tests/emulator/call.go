@@ -164,6 +164,7 @@ type Memory struct {
 // Memory reads a GPU's memory. Used is what processes have.
 func (s *Session) Memory(h Handle) (Memory, Return) {
 	return device(s, "nvmlDeviceGetMemoryInfo_v2", h, func(g *gpu) (Memory, Return) {
+		s.p.w.buryLocked()
 		used := s.p.w.usedLocked(g)
 		total, reserved := g.MemoryMiB<<20, g.ReservedMiB<<20
 		return Memory{total, reserved, used, total - reserved - used}, Success

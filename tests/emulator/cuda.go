@@ -67,7 +67,12 @@ func (w *World) refundLocked(p *process, g *gpu, bytes uint64) {
 	}
 }
 
-func (w *World) peakLocked(g *gpu) { g.peak = max(g.peak, w.usedLocked(g)) }
+func (w *World) peakLocked(g *gpu) {
+	if w.usedLocked(g) > g.peak {
+		w.buryLocked()
+		g.peak = max(g.peak, w.usedLocked(g))
+	}
+}
 
 // PeakUsed is the most bytes that processes had on a GPU together, since the
 // last ResetPeak.
@@ -89,6 +94,7 @@ func (w *World) ResetPeak(index int) error {
 	if err != nil {
 		return fmt.Errorf("reset peak: %w", err)
 	}
+	w.buryLocked()
 	g.peak = w.usedLocked(g)
 	return nil
 }
@@ -108,7 +114,11 @@ func (s *Session) Charge(call string, h Handle, bytes int64) Return {
 			return struct{}{}, Success
 		case g.health.Recovery == RecoveryReset:
 			return struct{}{}, ResetRequired
-		case uint64(bytes) > w.freeLocked(g):
+		}
+		if uint64(bytes) > w.freeLocked(g) {
+			w.buryLocked()
+		}
+		if uint64(bytes) > w.freeLocked(g) {
 			return struct{}{}, OutOfMemory
 		}
 		g.charged += uint64(bytes)
@@ -211,6 +221,7 @@ var cudaCalls = map[string]call{
 		w := s.p.w
 		w.mu.Lock()
 		defer w.mu.Unlock()
+		w.buryLocked()
 		f.putInt(w.cuda)
 		f.putInt(len(list))
 		for _, g := range list {
@@ -244,7 +255,10 @@ var openShared = call{serve: func(s *Session, f *frame) Return {
 }}
 
 var cudaMemory = call{serve: func(s *Session, f *frame) Return {
-	free, r := device(s, f.name, f.handle, func(g *gpu) (uint64, Return) { return s.p.w.freeLocked(g), Success })
+	free, r := device(s, f.name, f.handle, func(g *gpu) (uint64, Return) {
+		s.p.w.buryLocked()
+		return s.p.w.freeLocked(g), Success
+	})
 	return put(free, r, func(v uint64) { f.putU64(v) })
 }}
 

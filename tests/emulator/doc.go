@@ -36,16 +36,17 @@
 //
 // Unit tests use the world like this, in their own process. For everything
 // that loads the driver's library, package daemon serves the same world on a
-// unix socket, package lib builds the libnvidia-ml.so.1 and libcuda.so.1 that speak
-// to it (their requests end in Session.Serve), and package install lays both down like a
-// driver, with files that follow the world: an unplugged GPU's device node goes,
-// and a driver that is loaded as another version has its libraries replaced.
+// unix socket, package lib builds the libnvidia-ml.so.1 and the libcuda.so.1 that
+// speak to it (their requests end in Session.Serve), and package install lays
+// both down like a driver, with files that follow the world: an unplugged GPU's
+// device node goes, and a driver that is loaded as another version has its
+// libraries replaced.
 // cmd/gpu-emulator is all of that as one program.
 //
 // # Memory
 //
-// The world knows what every process has on every GPU in bytes, and since when a
-// GPU has never had more (PeakUsed). AddProcess gives memory to a process from
+// The world knows what every process has on every GPU, in bytes, and the most that
+// a GPU ever had to give (PeakUsed). AddProcess gives memory to a process from
 // outside; a program takes its own through libcuda.so.1, whose calls all come to
 // Session.Charge: so many bytes more, or less, in the units that the hardware
 // has, and OutOfMemory where the card is full. The library keeps the addresses

@@ -52,6 +52,7 @@ func (w *World) AddProcess(p Process) error {
 	case g.health.Recovery == RecoveryReset:
 		return fmt.Errorf("GPU %d: %w: it takes no new work", p.GPU, ResetRequired)
 	}
+	w.buryLocked()
 	if free := w.freeLocked(g) >> 20; p.MiB > free {
 		return fmt.Errorf("GPU %d: %w: %d MiB asked for, %d MiB free", p.GPU, OutOfMemory, p.MiB, free)
 	}
@@ -82,9 +83,9 @@ func (w *World) EndProcess(pid int) bool {
 	return len(w.procs) < before
 }
 
-// usedLocked is what processes have on a GPU, in bytes.
+// usedLocked is what processes have on a GPU, in bytes; those that died a moment
+// ago are among them, but for a buryLocked before.
 func (w *World) usedLocked(g *gpu) uint64 {
-	w.buryLocked()
 	used := g.charged
 	for _, p := range w.procs {
 		if p.GPU == g.slot {

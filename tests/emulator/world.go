@@ -490,6 +490,7 @@ func (id *PCIID) UnmarshalText(text []byte) error {
 func (w *World) State() State {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	w.buryLocked()
 	s := State{Driver: w.driver, Loaded: !w.unloaded, CUDA: w.cuda}
 	for _, g := range w.gpus {
 		s.GPUs = append(s.GPUs, GPUState{

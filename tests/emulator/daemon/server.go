@@ -12,6 +12,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"sync"
 	"unsafe"
@@ -59,6 +60,26 @@ type client struct {
 	page    *os.File
 	words   []byte
 	conns   int // guarded by Server.mu
+
+	mu   sync.Mutex
+	open []int // descriptors of its connections; guarded by mu, which is taken last
+}
+
+// lives says whether the program runs: its process does, and has not closed all
+// connections as an exec does. Those who read them may not have noticed yet.
+func (c *client) lives() bool {
+	if dead(c.pidfd.Fd()) {
+		return false
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, fd := range c.open {
+		polled := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+		if n, err := unix.Poll(polled, 0); err != nil || n == 0 || polled[0].Revents&unix.POLLHUP == 0 {
+			return true
+		}
+	}
+	return false
 }
 
 // Listen opens the socket, for everybody, in place of one that a dead daemon
@@ -169,7 +190,7 @@ func (s *Server) converse(ctx context.Context, running *sync.WaitGroup, conn *ne
 	if err != nil {
 		return err
 	}
-	defer s.detach(at, c)
+	defer s.detach(at, c, peer.conn)
 	// Return 0 and a head without meaning, then the name of the world.
 	reply := binary.LittleEndian.AppendUint64(make([]byte, 16), s.World.Boot())
 	if _, _, err := conn.WriteMsgUnix(reply, unix.UnixRights(int(c.page.Fd())), nil); err != nil {
@@ -225,6 +246,7 @@ func readHello(m []byte) (hello, error) {
 type peer struct {
 	pid, uid int
 	pidfd    *os.File
+	conn     int // the connection's descriptor
 }
 
 func credentials(conn *net.UnixConn) (peer, error) {
@@ -239,7 +261,7 @@ func credentials(conn *net.UnixConn) (peer, error) {
 		if cred, inner = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED); inner != nil {
 			return
 		}
-		p.pid, p.uid = int(cred.Pid), int(cred.Uid)
+		p.pid, p.uid, p.conn = int(cred.Pid), int(cred.Uid), int(fd)
 		if p.pid == 0 {
 			inner = errors.New("the process lives outside the daemon's PID namespace")
 			return
@@ -267,9 +289,12 @@ func (s *Server) attach(ctx context.Context, running *sync.WaitGroup, p peer, at
 	defer s.mu.Unlock()
 	if c, ok := s.clients[at]; ok {
 		c.conns++
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		c.open = append(c.open, p.conn)
 		return c, nil
 	}
-	c := &client{conns: 1}
+	c := &client{conns: 1, open: []int{p.conn}}
 	var err error
 	if c.pidfd, err = dup(p.pidfd); err != nil {
 		return nil, fmt.Errorf("watch process %d: %w", p.pid, err)
@@ -285,7 +310,7 @@ func (s *Server) attach(ctx context.Context, running *sync.WaitGroup, p peer, at
 	}
 	c.session = s.World.Open(emulator.Opening{
 		PID: p.pid, Unprivileged: p.uid != 0, See: see, Node: s.nodes(p.pid), Initialised: refs,
-		Alive: func() bool { return !dead(c.pidfd.Fd()) },
+		Alive: c.lives,
 		Page:  unsafe.Slice((*uint64)(unsafe.Pointer(unsafe.SliceData(c.words))), emulator.PageWords),
 	})
 	s.clients[at] = c
@@ -340,9 +365,12 @@ func (c *client) makePage() error {
 	return nil
 }
 
-func (s *Server) detach(at program, c *client) {
+func (s *Server) detach(at program, c *client, conn int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	c.mu.Lock()
+	c.open = slices.DeleteFunc(c.open, func(fd int) bool { return fd == conn })
+	c.mu.Unlock()
 	if c.conns--; c.conns > 0 {
 		return
 	}

@@ -459,7 +459,7 @@ func TestCUDAFork(t *testing.T) {
 	fmt.Fprintf(p.in, "exec %s %s\n", program, cudaLibrary(t))
 	want(t, "the same process", p.line(), strconv.Itoa(p.pid))
 	p.must("cuInit 0; cuCtxCreate_v2 &c 0 0")
-	eventually(t, "the memory of the program before is free", func() bool { return n.world.State().GPUs[0].UsedMiB == 300 })
+	want(t, "memory, without that of the program before", n.world.State().GPUs[0].UsedMiB, 300)
 	want(t, "processes", len(n.world.State().Processes), 1)
 }
 

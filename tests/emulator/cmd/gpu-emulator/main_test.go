@@ -160,6 +160,11 @@ func TestProcesses(t *testing.T) {
 	if used := n.state().GPUs[1].UsedMiB; used != 800 {
 		t.Errorf("%d MiB used, want 800", used)
 	}
+	for _, args := range [][]string{{"1"}, {"--reset", uuid}} { // nothing has ended yet
+		if out := n.ok(append([]string{"peak", "--socket", n.socket}, args...)...); strings.TrimSpace(out) != strconv.Itoa(800<<20) {
+			t.Errorf("peak %v: %q", args, out)
+		}
+	}
 	table, code := n.smi()
 	if code != 0 || !strings.Contains(table, "800MiB / 81559MiB") || !strings.Contains(table, "M+C   sleep") {
 		t.Errorf("nvidia-smi ends with %d:\n%s", code, table)
