@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap"
+)
+
+// act tells of an offence that is beyond doubt, and ends the offender beside the
+// looks that go on: a runtime may take its time.
+func (g *Guard) act(ctx context.Context, d *gpu.Device, v memcap.Verdict, owners map[int]node.Owner) {
+	c := g.containers[v.Container]
+	if c == nil {
+		return
+	}
+	who := fmt.Sprintf("container %s of pod %s/%s", c.Name, c.Namespace, c.Pod)
+	where := fmt.Sprintf("GPU %d (%s)", d.Index, d.UUID)
+	reason, message := overReason, fmt.Sprintf("%s uses %s of %s, more than its cap of %s", who, amount(v.Used), where, amount(v.Cap))
+	end := true
+	if v.Kind == memcap.Intruder {
+		reason, message = intruderReason, fmt.Sprintf("%s uses %s of %s without a claim on it", who, amount(v.Used), where)
+		end = g.opts.EndIntruders
+		if v.Told == 0 {
+			g.found++
+		}
+	}
+	if end {
+		message += "; it is ended"
+	}
+	if v.Told == 0 {
+		g.log.Warn("a container offends", "what", message, "reason", reason, "container", v.Container, "processes", pids(v.Processes), "since", time.Since(v.First).Round(time.Millisecond).String())
+		g.tell(c, kube.Warning, reason, message)
+	}
+	if !end {
+		return
+	}
+	g.mu.Lock()
+	busy := g.ending[v.Container]
+	g.ending[v.Container] = true
+	g.mu.Unlock()
+	if busy {
+		return
+	}
+	go func() {
+		defer func() {
+			g.mu.Lock()
+			delete(g.ending, v.Container)
+			g.mu.Unlock()
+		}()
+		g.end(ctx, c, v, owners)
+	}()
+}
+
+// end ends a container for what it did, if it is still the one that did it.
+func (g *Guard) end(ctx context.Context, c *node.Container, v memcap.Verdict, owners map[int]node.Owner) {
+	var owner node.Owner
+	if !v.Stands(func(p memcap.Process) bool {
+		now, err := g.w.Proc.Container(p.PID)
+		same := err == nil && now.ID == v.Container && now.Start == p.Start && now == owners[p.PID]
+		if same {
+			owner = now
+		}
+		return same
+	}) {
+		g.log.Info("an offender has changed its processes meanwhile; it is judged anew", "container", v.Container, "pod", c.Namespace+"/"+c.Pod)
+		return
+	}
+	ectx, cancel := context.WithTimeout(ctx, endPatience)
+	defer cancel()
+	how, err := g.w.Runtime.End(ectx, owner)
+	if err != nil && !errors.Is(err, gpu.ErrNotFound) {
+		g.log.Error("cannot end a container", "container", v.Container, "pod", c.Namespace+"/"+c.Pod, "err", err)
+		return
+	}
+	after := time.Since(v.First)
+	g.w.Observer.Ended(v.Kind, after)
+	g.log.Warn("ended a container", "container", v.Container, "pod", c.Namespace+"/"+c.Pod, "name", c.Name, "for", string(v.Kind), "how", how, "after", after.Round(time.Millisecond).String())
+	g.mu.Lock()
+	g.kills++
+	offences := g.offences.Add(c.PodUID, time.Now())
+	g.mu.Unlock()
+	if g.opts.EvictAfter > 0 && offences >= g.opts.EvictAfter && g.w.Cluster != nil {
+		g.evict(ctx, c, offences)
+	}
+}
+
+// evict has the API server end a pod that offends again and again.
+func (g *Guard) evict(ctx context.Context, c *node.Container, offences int) {
+	ctx, cancel := context.WithTimeout(ctx, kubePatience)
+	defer cancel()
+	pod := kube.PodRef{Namespace: c.Namespace, Name: c.Pod, UID: c.PodUID}
+	if err := g.w.Cluster.Evict(ctx, pod); err != nil {
+		g.log.Error("cannot evict a pod that offends again and again", "pod", pod.String(), "offences", offences, "err", err)
+		return
+	}
+	g.w.Observer.Evicted()
+	message := fmt.Sprintf("evicted after %d offences against its GPU memory cap within an hour", offences)
+	g.log.Warn("evicted a pod", "pod", pod.String(), "offences", offences)
+	g.tell(c, kube.Warning, evictedReason, message)
+}
+
+// tell sends an Event of a container's pod.
+func (g *Guard) tell(c *node.Container, kind kube.EventType, reason, message string) {
+	if g.w.Cluster != nil {
+		g.w.Cluster.Event(kube.Regarding{Namespace: c.Namespace, Pod: c.Pod, UID: c.PodUID}, kind, reason, message)
+	}
+}
+
+func pids(list []memcap.Process) []int {
+	out := make([]int, len(list))
+	for i, p := range list {
+		out[i] = p.PID
+	}
+	return out
+}
+
+// amount puts bytes into words.
+func amount(n uint64) string { return fmt.Sprintf("%.2f GiB", float64(n)/(1<<30)) }

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package guard is the watchdog: it sees to it that every container stays within
+// the GPU memory that it was given, whatever its processes do.
+//
+// # One look
+//
+// Several times a second, for each GPU that is given out in shares, it asks the
+// driver which processes have how much memory there, finds the container of each
+// (package node), and what that container may have (its claims, from the agent).
+// Where a cap's library runs in the container, the look is also that library's
+// eyes: what contexts and modules take cannot be predicted, so the guard tells it
+// the truth by way of the container's limit page (lib.Meter, around the driver's
+// answer).
+//
+//	g := guard.New(guard.Options{Every: 250 * time.Millisecond, Log: log}, worlds)
+//	err := g.Run(ctx)
+//
+// What was seen goes to the judge (package memcap), which is pure: it knows what
+// is over, for how long, and what cannot be said. GPUs that nobody has a cap on
+// are looked at seldom, for intruders alone.
+//
+// # What it does about it
+//
+// A container over its cap has got round the library, or has none: an Event says
+// so, and it is ended, it alone. Before that everything is looked at again: the
+// driver's figures, and for each process that counted, that it is the same one
+// and still in that container. A container that uses a GPU of ours without a
+// claim on it is reported, and ended only where the operator wants that. A process
+// of no pod is the machine's own business: it is counted and never touched. Who
+// offends again and again can be evicted, so that its controller puts it
+// elsewhere; that is off unless asked for.
+//
+// # Where it will not work
+//
+// The driver lists processes in the caller's PID namespace and leaves out those
+// that the caller cannot see. Outside the node's own namespace the guard would see
+// nothing and call it peace, so there it refuses to start and says why; caps then
+// rest on the library alone, and status and metrics say that.
+//
+// The guard has a goroutine of its own and never waits for the agent's loop: a
+// driver that hangs leaves it without figures, and without figures nobody is
+// ended. It knows no hardware, no cgroup and no API server, only the small
+// interfaces that it declares.
+package guard

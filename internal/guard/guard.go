@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"log/slog"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap"
+	"example.com/gpu-agent/pkg/memcap/lib"
+)
+
+const (
+	// DefaultEvery is how often a GPU with caps on it is looked at: a breach is
+	// seen after half of that on average, confirmed after as much again, and
+	// ended well within a second.
+	DefaultEvery = 250 * time.Millisecond
+	// idleEvery is the same for a GPU that nobody has a cap on.
+	idleEvery = 10 * time.Second
+	// driverPatience bounds the driver's answer, runtimePatience the runtime's,
+	// endPatience the end of a container, kubePatience an eviction.
+	driverPatience  = 2 * time.Second
+	runtimePatience = 4 * time.Second
+	endPatience     = 10 * time.Second
+	kubePatience    = 30 * time.Second
+	// listEvery is how old the list of containers may be, and listSoon how old
+	// while a process is in one that is not on it.
+	listEvery = 10 * time.Second
+	listSoon  = 500 * time.Millisecond
+	// pageEvery is how often the counters of a container that has none yet are
+	// looked for.
+	pageEvery = time.Second
+	// checkEvery is how often it is tried again whether the guard may start.
+	checkEvery = 10 * time.Second
+)
+
+// Reasons of Events.
+const (
+	overReason     = "CapExceeded"
+	intruderReason = "Intruder"
+	evictedReason  = "CapEvicted"
+)
+
+// Options configure a Guard.
+type Options struct {
+	// Domain is that of the annotations by which claims are recognised.
+	Domain string
+	// Every is how often GPUs with caps are looked at; zero is DefaultEvery.
+	Every time.Duration
+	// EndIntruders ends containers that use a GPU without a claim on it.
+	EndIntruders bool
+	// EvictAfter is the number of offences within an hour after which a pod is
+	// evicted; zero is never.
+	EvictAfter int
+	// Own is the agent's own pod, which may look at any GPU.
+	Own node.PodName
+	// Policy is what counts as a breach; the zero value is the default.
+	Policy memcap.Policy
+	Log    *slog.Logger
+}
+
+// Worlds is what the guard speaks to.
+type Worlds struct {
+	Driver  Driver
+	House   House
+	Proc    Proc
+	Runtime Runtime
+	Pages   Pages
+	// Cluster is nil where there is no API server to speak to.
+	Cluster  Cluster
+	Observer Observer
+}
+
+// Driver lists the processes on a GPU.
+type Driver interface {
+	Processes(context.Context, gpu.UUID) ([]gpu.Process, error)
+}
+
+// House knows what the node gives out. agent.Agent is one.
+type House interface {
+	// Offered is the GPUs that are given out, in index order.
+	Offered() []gpu.Device
+	Claims() []desk.Claim
+	// Caps is what a claim's container may have of its GPUs.
+	Caps(*desk.Claim) []lib.Limit
+}
+
+// Proc finds the container of a process. node.Proc is one.
+type Proc interface {
+	Container(pid int) (node.Owner, error)
+	// Check says why processes of the node cannot be seen from here.
+	Check() error
+}
+
+// Runtime lists containers and ends them. node.Runtime is one.
+type Runtime interface {
+	Containers(context.Context) ([]node.Container, error)
+	End(context.Context, node.Owner) (how string, err error)
+}
+
+// Pages opens the counters of containers. lib.Pages stands behind it.
+type Pages interface {
+	// Meter opens those of the container that a process is in, for a claim on a
+	// GPU; gpu.ErrNotFound where the cap's library has made none.
+	Meter(key string, u gpu.UUID, pid int) (Meter, error)
+	// Learn says how much a context takes on a GPU, by a container's own
+	// figures.
+	Learn(u gpu.UUID, context uint64)
+}
+
+// Meter compares a container's own count with the driver's figure.
+type Meter interface {
+	// Begin is called before the driver is asked and End with its answer.
+	Begin() error
+	End(driver uint64, known bool) (lib.Reading, error)
+	Close() error
+}
+
+// Cluster is where offences are told, and offenders evicted. kube.Client is one.
+type Cluster interface {
+	Event(regarding kube.Regarding, kind kube.EventType, reason, message string)
+	Evict(context.Context, kube.PodRef) error
+}
+
+// Observer is told of what happens; it must not block.
+type Observer interface {
+	// Ended is called when a container has been ended, with what for and how long
+	// after the breach began.
+	Ended(kind memcap.Kind, after time.Duration)
+	Evicted()
+}
+
+// Guard is the watchdog. Use [New].
+type Guard struct {
+	opts   Options
+	w      Worlds
+	judge  *memcap.Judge
+	log    *slog.Logger
+	prefix string // of annotations that name claims
+	state  atomic.Pointer[State]
+
+	mu sync.Mutex
+	// Guarded by mu:
+	ending   map[string]bool // containers that are being ended
+	offences memcap.Offences
+	kills    uint64
+
+	// The rest belongs to Run's goroutine.
+
+	containers map[string]*node.Container // by ID
+	listed     time.Time
+	seen       map[place]*sight
+	looked     map[gpu.UUID]time.Time
+	// last is what the last look at each GPU found.
+	last map[gpu.UUID]look
+	said map[string]bool // what was logged once
+	// found is how many intruders were found.
+	found uint64
+}
+
+// place is a container on a GPU.
+type place struct {
+	container string
+	gpu       gpu.UUID
+}
+
+// sight is what is known of a container on a GPU.
+type sight struct {
+	meter   Meter
+	sought  time.Time // when the counters were last looked for
+	missing bool      // they were not there though the container had memory
+	reading lib.Reading
+	used    uint64
+	known   bool
+	peak    uint64
+	procs   int
+}
+
+// look is one look at one GPU.
+type look struct {
+	intruders, strangers int
+}
+
+// New returns a guard that has not looked at anything yet.
+func New(o Options, w Worlds) *Guard {
+	if o.Every <= 0 {
+		o.Every = DefaultEvery
+	}
+	g := &Guard{
+		opts: o, w: w, judge: memcap.NewJudge(o.Policy), log: o.Log, prefix: cdi.AnnotationName(o.Domain, ""),
+		ending:     map[string]bool{},
+		containers: map[string]*node.Container{}, seen: map[place]*sight{},
+		looked: map[gpu.UUID]time.Time{}, last: map[gpu.UUID]look{}, said: map[string]bool{},
+	}
+	g.state.Store(&State{Off: "it was not started (--watch-every 0)"})
+	return g
+}
+
+// State returns what was last seen.
+func (g *Guard) State() *State { return g.state.Load() }
+
+// Run looks until ctx ends, and returns its error.
+func (g *Guard) Run(ctx context.Context) error {
+	defer g.forget(func(place) bool { return true })
+	if err := g.start(ctx); err != nil {
+		return err
+	}
+	ticker := time.NewTicker(g.opts.Every)
+	defer ticker.Stop()
+	for {
+		g.round(ctx, time.Now())
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-ticker.C:
+		}
+	}
+}
+
+// start waits until the guard can see the node's processes.
+func (g *Guard) start(ctx context.Context) error {
+	for {
+		err := g.w.Proc.Check()
+		if err == nil {
+			g.log.Info("watchdog runs", "every", g.opts.Every.String())
+			return nil
+		}
+		if off := err.Error(); g.State().Off != off {
+			g.log.Error("the watchdog does not start; caps rest on the library in the container alone", "err", err)
+			g.state.Store(&State{Off: off})
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(checkEvery):
+		}
+	}
+}
+
+// holder is a claim, what it allows, and whom it is of.
+type holder struct {
+	claim *desk.Claim
+	caps  []lib.Limit
+}
+
+// round looks at every GPU that is due.
+func (g *Guard) round(ctx context.Context, now time.Time) {
+	gpus, claims := g.w.House.Offered(), g.w.House.Claims()
+	holders := make(map[string]holder, len(claims))
+	capped := map[gpu.UUID]bool{}
+	for i := range claims {
+		h := holder{claim: &claims[i], caps: g.w.House.Caps(&claims[i])}
+		holders[claims[i].Key] = h
+		for _, l := range h.caps {
+			capped[l.GPU] = capped[l.GPU] || l.Bytes != lib.None
+		}
+	}
+	worked := false
+	for i := range gpus {
+		d := &gpus[i]
+		if every := idleEvery; !capped[d.UUID] && now.Sub(g.looked[d.UUID]) < every {
+			continue
+		}
+		g.looked[d.UUID] = now
+		worked = true
+		// Counters that are found in one look are read in the next: at once.
+		for range 2 {
+			if again := g.look(ctx, d, holders); !again || ctx.Err() != nil {
+				break
+			}
+		}
+	}
+	if !worked && len(g.state.Load().Containers) == len(claims) && g.state.Load().Off == "" {
+		return
+	}
+	offered := func(u gpu.UUID) bool {
+		return slices.ContainsFunc(gpus, func(d gpu.Device) bool { return d.UUID == u })
+	}
+	g.forget(func(p place) bool { return g.containers[p.container] == nil || !offered(p.gpu) })
+	g.publish(gpus, holders)
+}
+
+// forget drops what is known of containers on GPUs.
+func (g *Guard) forget(gone func(place) bool) {
+	for p, s := range g.seen {
+		if gone(p) {
+			if s.meter != nil {
+				_ = s.meter.Close()
+			}
+			delete(g.seen, p)
+		}
+	}
+}
+
+// once logs something the first time.
+func (g *Guard) once(key, message string, args ...any) {
+	if !g.said[key] {
+		if len(g.said) > 1000 {
+			clear(g.said) // of containers long gone
+		}
+		g.said[key] = true
+		g.log.Warn(message, args...)
+	}
+}

@@ -1,0 +1,503 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap"
+	"example.com/gpu-agent/pkg/memcap/lib"
+)
+
+const (
+	gib  = uint64(1) << 30
+	gpu0 = gpu.UUID("GPU-0")
+	gpu1 = gpu.UUID("GPU-1")
+)
+
+// world is a node in memory.
+type world struct {
+	mu sync.Mutex
+	// Guarded by mu:
+	procs      map[int]*proc
+	containers map[string]node.Container
+	claims     []desk.Claim
+	caps       map[string]uint64 // by claim
+	pages      map[string]*meter // by container and GPU
+	driverErr  error
+	hang       bool
+	checkErr   error
+	refuses    error // what an eviction meets
+	endErr     error
+	asked      map[gpu.UUID]int
+	lists      int
+	events     []string
+	ended      []string
+	evicted    []string
+	kinds      []memcap.Kind
+	learnt     map[gpu.UUID]uint64
+	// reowned, if set, runs before the owner of a process is told.
+	reowned func(pid int)
+}
+
+type proc struct {
+	owner node.Owner
+	on    map[gpu.UUID]uint64
+	kinds []gpu.ProcessKind
+	blind bool // the driver does not say how much
+}
+
+type meter struct {
+	w       *world
+	begun   int
+	ended   int
+	managed uint64
+	context uint64
+	broken  bool
+}
+
+func newWorld() *world {
+	return &world{procs: map[int]*proc{}, containers: map[string]node.Container{}, caps: map[string]uint64{}, pages: map[string]*meter{},
+		asked: map[gpu.UUID]int{}, learnt: map[gpu.UUID]uint64{}}
+}
+
+func (w *world) with(f func()) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	f()
+}
+
+// container runs with so much of some GPUs; none is a container without a claim.
+func (w *world) container(id string, pids []int, limit uint64, gpus ...gpu.UUID) {
+	c := node.Container{ID: id, PodUID: "uid-" + id, Namespace: "work", Pod: "pod-" + id, Name: "main", Running: true, Annotations: map[string]string{}}
+	if len(gpus) > 0 {
+		key := cdi.Key("example.com/gpu-mem", []string{id})
+		c.Annotations[cdi.AnnotationName("example.com", key)] = "example.com/gpu-mem"
+		w.claims = append(w.claims, desk.Claim{Key: key, Resource: "example.com/gpu-mem", IDs: []string{id}, GPUs: gpus,
+			Holder: desk.Holder{Namespace: "work", Pod: "pod-" + id}})
+		slices.SortFunc(w.claims, func(a, b desk.Claim) int { return strings.Compare(a.Key, b.Key) })
+		w.caps[key] = limit
+	}
+	w.containers[id] = c
+	for _, pid := range pids {
+		w.procs[pid] = &proc{owner: node.Owner{ID: id, PodUID: c.PodUID, Start: uint64(pid)}, on: map[gpu.UUID]uint64{}}
+	}
+}
+
+func (w *world) uses(pid int, u gpu.UUID, bytes uint64) {
+	w.procs[pid].on[u] = bytes
+}
+
+func (w *world) Processes(ctx context.Context, u gpu.UUID) ([]gpu.Process, error) {
+	w.mu.Lock()
+	w.asked[u]++
+	hang, err := w.hang, w.driverErr
+	var out []gpu.Process
+	for pid, p := range w.procs {
+		if b, ok := p.on[u]; ok {
+			kinds := p.kinds
+			if kinds == nil {
+				kinds = []gpu.ProcessKind{gpu.Compute}
+			}
+			for _, k := range kinds {
+				out = append(out, gpu.Process{PID: pid, Kind: k, Bytes: b, Known: !p.blind, GI: -1, CI: -1})
+			}
+		}
+	}
+	w.mu.Unlock()
+	slices.SortFunc(out, func(a, b gpu.Process) int { return a.PID - b.PID })
+	if hang {
+		<-ctx.Done()
+		return nil, gpu.ErrTimeout
+	}
+	return out, err
+}
+
+func (w *world) Offered() []gpu.Device { return []gpu.Device{{UUID: gpu0}, {UUID: gpu1, Index: 1}} }
+
+func (w *world) Claims() []desk.Claim {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return slices.Clone(w.claims)
+}
+
+func (w *world) Caps(c *desk.Claim) []lib.Limit {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	var out []lib.Limit
+	for _, u := range c.GPUs {
+		out = append(out, lib.Limit{GPU: u, Bytes: w.caps[c.Key]})
+	}
+	return out
+}
+
+func (w *world) Container(pid int) (node.Owner, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.reowned != nil {
+		w.reowned(pid)
+	}
+	p := w.procs[pid]
+	switch {
+	case p == nil:
+		return node.Owner{}, gpu.ErrNotFound
+	case p.owner.ID == "":
+		return p.owner, gpu.ErrNotFound
+	}
+	return p.owner, nil
+}
+
+func (w *world) Check() error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.checkErr
+}
+
+func (w *world) Containers(context.Context) ([]node.Container, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.lists++
+	var out []node.Container
+	for _, c := range w.containers {
+		out = append(out, c)
+	}
+	return out, nil
+}
+
+func (w *world) End(_ context.Context, o node.Owner) (string, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.endErr != nil {
+		return "", w.endErr
+	}
+	w.ended = append(w.ended, o.ID)
+	delete(w.containers, o.ID)
+	for pid, p := range w.procs {
+		if p.owner.ID == o.ID {
+			delete(w.procs, pid)
+		}
+	}
+	return "cgroup.kill", nil
+}
+
+func (w *world) Meter(_ string, u gpu.UUID, pid int) (Meter, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	m := w.pages[w.procs[pid].owner.ID+string(u)]
+	if m == nil {
+		return nil, gpu.ErrNotFound
+	}
+	return m, nil
+}
+
+func (w *world) Learn(u gpu.UUID, context uint64) { w.with(func() { w.learnt[u] = context }) }
+
+func (m *meter) Begin() error {
+	m.w.mu.Lock()
+	defer m.w.mu.Unlock()
+	m.begun++
+	if m.broken {
+		return errors.New("broken")
+	}
+	return nil
+}
+
+func (m *meter) End(driver uint64, _ bool) (lib.Reading, error) {
+	m.w.mu.Lock()
+	defer m.w.mu.Unlock()
+	m.ended++
+	return lib.Reading{Used: driver + m.managed, Counters: lib.Counters{Refusals: 7}, Context: m.context}, nil
+}
+
+func (m *meter) Close() error { return nil }
+
+func (w *world) Event(r kube.Regarding, _ kube.EventType, reason, message string) {
+	w.with(func() { w.events = append(w.events, r.Namespace+"/"+r.Pod+" "+r.UID+" "+reason+": "+message) })
+}
+
+func (w *world) Evict(_ context.Context, p kube.PodRef) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.refuses != nil {
+		return w.refuses
+	}
+	w.evicted = append(w.evicted, p.String()+" "+p.UID)
+	return nil
+}
+
+func (w *world) Ended(kind memcap.Kind, _ time.Duration) {
+	w.with(func() { w.kinds = append(w.kinds, kind) })
+}
+func (w *world) Evicted() {}
+
+// watch runs a guard on w while f does its work, which has the world to itself
+// but while it lets time pass.
+func watch(t *testing.T, w *world, o Options, f func(g *Guard, pass func(time.Duration))) {
+	synctest.Test(t, func(t *testing.T) {
+		var log bytes.Buffer
+		o.Domain, o.Log = "example.com", slog.New(slog.NewTextHandler(&log, nil))
+		g := New(o, Worlds{Driver: w, House: w, Proc: w, Runtime: w, Pages: w, Cluster: w, Observer: w})
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error, 1)
+		w.mu.Lock()
+		go func() { done <- g.Run(ctx) }()
+		f(g, func(d time.Duration) {
+			w.mu.Unlock()
+			time.Sleep(d)
+			synctest.Wait()
+			w.mu.Lock()
+		})
+		w.mu.Unlock()
+		cancel()
+		if err := <-done; !errors.Is(err, context.Canceled) {
+			t.Errorf("Run ended with %v", err)
+		}
+		synctest.Wait()
+		if t.Failed() {
+			t.Log(log.String())
+		}
+	})
+}
+
+// TestOver: who has twice his cap is ended within a second, with an Event that
+// says all, and his neighbours run on.
+func TestOver(t *testing.T) {
+	w := newWorld()
+	w.container("bad", []int{10, 11}, 4*gib, gpu0)
+	w.container("good", []int{20}, 4*gib, gpu0)
+	w.container("whole", []int{30}, lib.None, gpu1)
+	watch(t, w, Options{}, func(g *Guard, pass func(time.Duration)) {
+		w.uses(10, gpu0, 2*gib)
+		w.uses(20, gpu0, 4*gib)
+		w.uses(30, gpu1, 70*gib)
+		pass(11 * time.Second)
+		if len(w.ended) != 0 || len(w.events) != 0 {
+			t.Fatalf("ended %v, events %v with everybody within his cap", w.ended, w.events)
+		}
+		w.uses(11, gpu0, 6*gib) // together 8
+		pass(time.Second)
+		if !slices.Equal(w.ended, []string{"bad"}) {
+			t.Errorf("ended %v, want bad alone", w.ended)
+		}
+		want := "work/pod-bad uid-bad CapExceeded: container main of pod work/pod-bad uses 8.00 GiB of GPU 0 (GPU-0), more than its cap of 4.00 GiB; it is ended"
+		if !slices.Equal(w.events, []string{want}) {
+			t.Errorf("events\n%s\nwant\n%s", strings.Join(w.events, "\n"), want)
+		}
+		if len(w.kinds) != 1 || g.State().Kills != 1 {
+			t.Errorf("%v ended, %d counted", w.kinds, g.State().Kills)
+		}
+		pass(time.Minute)
+		if len(w.ended) != 1 || len(w.events) != 1 {
+			t.Errorf("afterwards ended %v, events %v", w.ended, w.events)
+		}
+	})
+}
+
+// TestOneProcessInTwoLists: its memory counts once.
+func TestOneProcessInTwoLists(t *testing.T) {
+	w := newWorld()
+	w.container("a", []int{10}, 4*gib, gpu0)
+	w.procs[10].kinds = []gpu.ProcessKind{gpu.Compute, gpu.Graphics}
+	watch(t, w, Options{}, func(g *Guard, pass func(time.Duration)) {
+		w.uses(10, gpu0, 3*gib)
+		pass(10 * time.Second)
+		if len(w.ended) != 0 {
+			t.Error("ended for memory that was counted twice")
+		}
+		if c := g.State().Containers; len(c) != 1 || c[0].Used != 3*gib || c[0].Processes != 1 {
+			t.Errorf("containers %+v", c)
+		}
+	})
+}
+
+func TestIntruder(t *testing.T) {
+	for _, end := range []bool{false, true} {
+		t.Run(fmt.Sprint("end ", end), func(t *testing.T) {
+			w := newWorld()
+			w.container("good", []int{20}, 4*gib, gpu0)
+			w.container("thief", []int{10}, 0)
+			w.container("elsewhere", []int{40}, 4*gib, gpu1)
+			w.procs[99] = &proc{owner: node.Owner{Start: 5}, on: map[gpu.UUID]uint64{gpu0: 70 * gib}} // of no pod
+			watch(t, w, Options{EndIntruders: end, Own: node.PodName{Namespace: "gpu", Name: "agent"}}, func(g *Guard, pass func(time.Duration)) {
+				w.uses(20, gpu0, 4*gib)
+				w.uses(10, gpu0, gib/2)
+				w.uses(40, gpu0, gib) // its claim is on the other one
+				pass(20 * time.Second)
+				want := []string(nil)
+				if end {
+					want = []string{"elsewhere", "thief"}
+				}
+				slices.Sort(w.ended)
+				if !slices.Equal(w.ended, want) {
+					t.Errorf("ended %v, want %v", w.ended, want)
+				}
+				slices.Sort(w.events)
+				if len(w.events) != 2 || !strings.Contains(w.events[1], "Intruder: container main of pod work/pod-thief uses 0.50 GiB of GPU 0 (GPU-0) without a claim on it") {
+					t.Errorf("events %q", w.events)
+				}
+				st := g.State()
+				if st.Strangers[gpu0] != 1 || st.Found != 2 || !end && st.Intruders[gpu0] != 2 {
+					t.Errorf("state %+v", st)
+				}
+				if w.procs[99] == nil || w.procs[20] == nil {
+					t.Error("a process of no pod, or a neighbour, was touched")
+				}
+			})
+		})
+	}
+}
+
+// TestSecondOffenceEvicts: and a disruption budget is heeded.
+func TestSecondOffenceEvicts(t *testing.T) {
+	w := newWorld()
+	watch(t, w, Options{EvictAfter: 2}, func(g *Guard, pass func(time.Duration)) {
+		for i := range 3 {
+			id := fmt.Sprint("c", i)
+			w.container(id, []int{10 + i}, 4*gib, gpu0)
+			c := w.containers[id]
+			c.PodUID, c.Pod = "uid-p", "p" // the same pod's next container
+			w.containers[id] = c
+			if w.refuses = nil; i == 1 {
+				w.refuses = errors.New("not now")
+			}
+			w.uses(10+i, gpu0, 8*gib)
+			pass(2 * time.Second)
+			if len(w.ended) != i+1 {
+				t.Fatalf("ended %v after offence %d", w.ended, i+1)
+			}
+		}
+		if !slices.Equal(w.evicted, []string{"work/p uid-p"}) {
+			t.Errorf("evicted %q, want the pod once: at its third offence, since the second time it was refused", w.evicted)
+		}
+		if last := w.events[len(w.events)-1]; !strings.Contains(last, "CapEvicted: evicted after 3 offences") {
+			t.Errorf("the last event is %q", last)
+		}
+	})
+}
+
+// TestNothingKnownNobodyEnded: figures that the driver does not tell, a driver
+// that hangs or fails, and a container that the runtime does not list yet.
+func TestNothingKnownNobodyEnded(t *testing.T) {
+	for name, spoil := range map[string]func(*world){
+		"no figure":          func(w *world) { w.procs[10].blind = true },
+		"hang":               func(w *world) { w.hang = true },
+		"failure":            func(w *world) { w.driverErr = gpu.ErrDriver },
+		"not listed":         func(w *world) { delete(w.containers, "bad") },
+		"claim not heard of": func(w *world) { w.claims = nil },
+		"gone in between":    func(w *world) { w.reowned = func(pid int) { w.procs[pid].owner.Start++ } },
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld()
+			w.container("bad", []int{10}, 4*gib, gpu0)
+			w.procs[10].on[gpu0] = 8 * gib
+			spoil(w)
+			watch(t, w, Options{EndIntruders: true}, func(_ *Guard, pass func(time.Duration)) {
+				pass(time.Minute)
+				if len(w.ended) != 0 {
+					t.Errorf("ended %v", w.ended)
+				}
+			})
+		})
+	}
+}
+
+// TestEndIsTriedAgain: a runtime that fails today may not tomorrow.
+func TestEndIsTriedAgain(t *testing.T) {
+	w := newWorld()
+	w.container("bad", []int{10}, 4*gib, gpu0)
+	w.procs[10].on[gpu0] = 8 * gib
+	w.endErr = errors.New("busy")
+	watch(t, w, Options{}, func(_ *Guard, pass func(time.Duration)) {
+		pass(3 * time.Second)
+		w.endErr = nil
+		pass(time.Second)
+		if len(w.ended) != 1 || len(w.events) != 1 {
+			t.Errorf("ended %v, events %q: want one of each", w.ended, w.events)
+		}
+	})
+}
+
+// TestMeters: the library's count is compared with the driver's figure at every
+// look, from the moment that it is there.
+func TestMeters(t *testing.T) {
+	w := newWorld()
+	w.container("a", []int{10}, 4*gib, gpu0)
+	w.container("old", []int{20}, 4*gib, gpu0)
+	m := &meter{w: w, managed: gib, context: 300 << 20}
+	watch(t, w, Options{}, func(g *Guard, pass func(time.Duration)) {
+		pass(time.Second)
+		if c := g.State().Containers; len(c) != 2 || c[0].Level != memcap.API || !c[0].Known || c[0].Used != 0 {
+			t.Errorf("before they did anything: %+v", c)
+		}
+		w.uses(20, gpu0, gib) // has no counters: it was started before there was a library
+		w.pages["a"+string(gpu0)] = m
+		w.uses(10, gpu0, gib)
+		pass(4 * time.Second)
+		if m.begun < 10 || m.ended != m.begun {
+			t.Errorf("%d readings begun and %d ended", m.begun, m.ended)
+		}
+		if w.learnt[gpu0] != 300<<20 {
+			t.Errorf("a context takes %d", w.learnt[gpu0])
+		}
+		c := g.State().Containers
+		if len(c) != 2 || c[0].Used != 2*gib || c[0].Refusals != 7 || c[0].Level != memcap.API {
+			t.Errorf("with counters: %+v", c)
+		}
+		if c[1].Used != gib || c[1].Level != memcap.Watchdog {
+			t.Errorf("without: %+v", c[1])
+		}
+		m.broken = true
+		pass(time.Second)
+		if c := g.State().Containers; c[0].Used != gib {
+			t.Errorf("with counters that cannot be read: %+v", c[0])
+		}
+	})
+}
+
+// TestIdle: GPUs that nobody has a cap on cost next to nothing.
+func TestIdle(t *testing.T) {
+	w := newWorld()
+	w.container("whole", []int{30}, lib.None, gpu1)
+	watch(t, w, Options{}, func(_ *Guard, pass func(time.Duration)) {
+		pass(time.Minute)
+		if n := w.asked[gpu0] + w.asked[gpu1]; n < 8 || n > 16 {
+			t.Errorf("asked %d times in a minute of two GPUs without caps", n)
+		}
+		if w.lists > 8 {
+			t.Errorf("the runtime was asked %d times", w.lists)
+		}
+	})
+}
+
+func TestOutsideTheNodesNamespace(t *testing.T) {
+	w := newWorld()
+	w.container("bad", []int{10}, 4*gib, gpu0)
+	w.procs[10].on[gpu0] = 8 * gib
+	w.checkErr = fmt.Errorf("set hostPID: true: %w", gpu.ErrNotSupported)
+	watch(t, w, Options{}, func(g *Guard, pass func(time.Duration)) {
+		pass(time.Minute)
+		if len(w.ended) != 0 || w.asked[gpu0] != 0 || !strings.Contains(g.State().Off, "hostPID") {
+			t.Errorf("ended %v, %d questions, %+v", w.ended, w.asked[gpu0], g.State())
+		}
+		w.checkErr = nil
+		pass(20 * time.Second)
+		if g.State().Off != "" || len(w.ended) != 1 {
+			t.Errorf("when it can see: %+v, ended %v", g.State(), w.ended)
+		}
+	})
+}

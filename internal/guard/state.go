@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"cmp"
+	"slices"
+	"strings"
+
+	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap"
+	"example.com/gpu-agent/pkg/memcap/lib"
+)
+
+// Container is what one container has of one GPU.
+type Container struct {
+	desk.Holder
+	Claim string
+	GPU   gpu.UUID
+	Index int
+	// Cap is in bytes, lib.None for a whole GPU.
+	Cap uint64
+	// Used and Peak are in bytes: what counts towards the cap, as last seen and at
+	// most so far. Known is false where nobody can say.
+	Used, Peak uint64
+	Known      bool
+	Level      memcap.Level
+	// Refusals is how many allocations the container's own library has refused, by
+	// its own word.
+	Refusals  uint64
+	Processes int
+}
+
+// State is what the guard last saw. It is immutable.
+type State struct {
+	// Off is why the guard does not run, empty where it does.
+	Off string
+	// Containers has the claims that somebody has, in order of GPU index, then
+	// holder.
+	Containers []Container
+	// Intruders and Strangers are how many processes of containers without a claim,
+	// and of no pod, are on each GPU now.
+	Intruders, Strangers map[gpu.UUID]int
+	// Kills is how many containers were ended since the start, and Found how many
+	// intruders were found.
+	Kills, Found uint64
+}
+
+// publish makes what was seen the state.
+func (g *Guard) publish(gpus []gpu.Device, holders map[string]holder) {
+	st := &State{Intruders: map[gpu.UUID]int{}, Strangers: map[gpu.UUID]int{}, Found: g.found}
+	g.mu.Lock()
+	st.Kills = g.kills
+	g.mu.Unlock()
+	ids := map[string][]*node.Container{} // by claim
+	for _, c := range g.containers {
+		for _, key := range g.keys(c) {
+			ids[key] = append(ids[key], c)
+		}
+	}
+	for i := range gpus {
+		d := &gpus[i]
+		st.Intruders[d.UUID], st.Strangers[d.UUID] = g.last[d.UUID].intruders, g.last[d.UUID].strangers
+		for key, h := range holders {
+			for _, l := range h.caps {
+				if l.GPU == d.UUID {
+					st.Containers = append(st.Containers, g.describe(d, key, h.claim, l, ids[key]))
+				}
+			}
+		}
+	}
+	slices.SortFunc(st.Containers, func(a, b Container) int {
+		return cmp.Or(cmp.Compare(a.Index, b.Index), strings.Compare(a.Namespace, b.Namespace),
+			strings.Compare(a.Pod, b.Pod), strings.Compare(a.Holder.Container, b.Holder.Container), strings.Compare(a.Claim, b.Claim))
+	})
+	g.state.Store(st)
+}
+
+// describe is a claim on a GPU as people see it.
+func (g *Guard) describe(d *gpu.Device, key string, claim *desk.Claim, l lib.Limit, of []*node.Container) Container {
+	c := Container{Holder: claim.Holder, Claim: key, GPU: d.UUID, Index: d.Index, Cap: l.Bytes, Known: true, Level: memcap.API}
+	if l.Bytes == lib.None {
+		c.Level = memcap.Hardware
+	}
+	for _, in := range of {
+		if in.Running || c.Holder.Container == "" {
+			c.Holder = desk.Holder{Namespace: in.Namespace, Pod: in.Pod, Container: in.Name}
+		}
+		s := g.seen[place{in.ID, d.UUID}]
+		if s == nil {
+			continue
+		}
+		c.Used, c.Peak, c.Known = c.Used+s.used, max(c.Peak, s.peak), c.Known && s.known
+		c.Refusals += s.reading.Refusals
+		c.Processes += s.procs
+		if s.missing && c.Level == memcap.API {
+			c.Level = memcap.Watchdog
+		}
+	}
+	return c
+}
