@@ -22,6 +22,7 @@ import (
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/pkg/plugin"
 	"golang.org/x/sync/errgroup"
 )
@@ -120,6 +121,11 @@ type Options struct {
 	// KeepOffering leaves idle devices of a GPU whose change waits for holders
 	// on offer (--when-busy wait).
 	KeepOffering bool
+	// Kit is the libraries that hold containers to their memory, by host paths.
+	Kit lib.Kit
+	// OpenCaps lets allocations pass uncounted where the cap in the process
+	// cannot do its work (--cap-policy open).
+	OpenCaps bool
 	// Pod is the agent's own. A listing that lacks it is not believed when it
 	// comes to ending claims. Empty outside a pod: then any listing that names
 	// some pod is believed.
@@ -137,6 +143,7 @@ type Agent struct {
 	names    *Names
 	driver   Driver
 	files    Files
+	caps     Caps
 	kubelet  Kubelet
 	runtime  Runtime
 	plugins  Plugins
@@ -259,6 +266,7 @@ func New(o Options, w Worlds) *Agent {
 		names:      ResourceNames(o.ResourceDomain),
 		driver:     w.Driver,
 		files:      w.Files,
+		caps:       w.Caps,
 		kubelet:    w.Kubelet,
 		runtime:    w.Runtime,
 		plugins:    w.Plugins,

@@ -18,8 +18,6 @@ import (
 	"testing/synctest"
 	"time"
 
-	"tags.cncf.io/container-device-interface/specs-go"
-
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
@@ -34,7 +32,8 @@ import (
 // outside is everything that the loop speaks to, in memory but for the CDI
 // directory.
 type outside struct {
-	mu sync.Mutex // guards what follows
+	caps *pages
+	mu   sync.Mutex // guards what follows
 	// The driver.
 	inv       *gpu.Inventory
 	err       error
@@ -112,11 +111,7 @@ func (o *outside) Parts(context.Context) (cdi.Parts, error) {
 	}
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	p := cdi.Parts{Devices: map[gpu.UUID]specs.ContainerEdits{}}
-	for _, d := range o.inv.GPUs {
-		p.Devices[d.UUID] = specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: fmt.Sprintf("/dev/nvidia%d", d.Minor)}}}
-	}
-	return p, o.partsErr
+	return driverParts(o.inv), o.partsErr
 }
 
 func (o *outside) Events(ctx context.Context, fn func(gpu.Event)) error {
@@ -281,7 +276,7 @@ var ownPod = node.PodName{Namespace: "gpu-agent", Name: "gpu-agent-x"}
 
 func newOutside(gpus int) *outside {
 	return &outside{
-		inv: machine(gpus), slices: map[gpu.UUID]gpu.TimeSlice{}, pods: []node.PodName{ownPod},
+		inv: machine(gpus), caps: &pages{}, slices: map[gpu.UUID]gpu.TimeSlice{}, pods: []node.PodName{ownPod},
 		labels: map[string]string{}, annotations: map[string]string{},
 		boot: "this", made: map[string]time.Time{}, figures: map[gpu.UUID]gpu.Health{},
 		sources: make(chan map[string]plugin.Source, 1), event: make(chan gpu.Event), container: make(chan node.ContainerEvent),
@@ -302,10 +297,10 @@ func start(t *testing.T, o *outside, cdiDir, file string) *bench {
 	}
 	b := &bench{outside: o, t: t, dir: cdiDir, log: &bytes.Buffer{}}
 	b.Agent = New(Options{
-		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: unit, Pod: ownPod, Boot: o.boot,
+		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: unit, Pod: ownPod, Boot: o.boot, Kit: testKit,
 		Health: health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4},
 		Log:    slog.New(slog.NewTextHandler(b.log, nil)),
-	}, Worlds{Driver: o, Files: files, Kubelet: o, Runtime: runtime{o}, Plugins: o, Store: store, Cluster: o, Observer: o})
+	}, Worlds{Driver: o, Files: files, Caps: o.caps, Kubelet: o, Runtime: runtime{o}, Plugins: o, Store: store, Cluster: o, Observer: o})
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
 	go func() { done <- b.Agent.Run(ctx) }()

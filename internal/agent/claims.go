@@ -96,7 +96,11 @@ func (a *Agent) writeClaims(claims []desk.Claim) error {
 }
 
 func (a *Agent) writeClaim(c *desk.Claim) error {
-	spec, err := cdi.Spec(a.opts.Domain, c.Key, *a.parts, c.GPUs, cdi.Overlay{})
+	over, err := a.overlay(c)
+	if err != nil {
+		return err
+	}
+	spec, err := cdi.Spec(a.opts.Domain, c.Key, *a.parts, c.GPUs, over)
 	if err != nil {
 		return err
 	}
@@ -150,6 +154,7 @@ func (a *Agent) sweep() error {
 		}
 	}
 	maps.DeleteFunc(a.removed, func(key string, _ bool) bool { return !live(key) })
+	errs = append(errs, a.sweepCaps(func(key string) bool { return live(key) || a.seen.used[key] }))
 	err = errors.Join(errs...)
 	a.swept = err == nil
 	return err

@@ -25,6 +25,7 @@ import (
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/pkg/plugin"
 	"example.com/gpu-agent/pkg/timeslice"
 )
@@ -66,6 +67,7 @@ type storm struct {
 	down       bool
 	unreadable bool
 	// The directories.
+	pages   pages
 	specs   map[string]*specs.Spec
 	journal []state.Claim
 	doc     state.Document
@@ -133,11 +135,7 @@ func (s *storm) Health(_ context.Context, u gpu.UUID) (gpu.Health, error) {
 	return s.figures[u], nil
 }
 func (s *storm) Parts(context.Context) (cdi.Parts, error) {
-	p := cdi.Parts{Devices: map[gpu.UUID]specs.ContainerEdits{}}
-	for _, d := range machine(s.gpus).GPUs {
-		p.Devices[d.UUID] = specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: fmt.Sprintf("/dev/nvidia%d", d.Minor)}}}
-	}
-	return p, nil
+	return driverParts(machine(s.gpus)), nil
 }
 func (s *storm) Events(ctx context.Context, _ func(gpu.Event)) error {
 	<-ctx.Done()
@@ -298,9 +296,9 @@ func (s *storm) start() {
 	s.quit = quit
 	s.locked(func() { s.sources = nil })
 	s.agent = New(Options{
-		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: unit, Pod: ownPod, Boot: "this",
+		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: unit, Pod: ownPod, Boot: "this", Kit: testKit,
 		Health: health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4}, Log: s.logger,
-	}, Worlds{Driver: s, Files: stormFiles{s}, Kubelet: s, Runtime: stormRuntime{s}, Plugins: s, Store: s, Observer: s})
+	}, Worlds{Driver: s, Files: stormFiles{s}, Caps: &s.pages, Kubelet: s, Runtime: stormRuntime{s}, Plugins: s, Store: s, Observer: s})
 	s.note("an agent starts; %d claims in the journal", len(s.journal))
 	s.agent.remember()
 	go func() {
@@ -660,6 +658,7 @@ func (s *storm) check(when string) {
 			if s.specs[cdi.Key(resource, ids)] == nil && c.pod.active && !sick {
 				s.t.Errorf("%s: %s runs and the file of its claim on %v is gone", when, c.ID, ids)
 			}
+			s.checkCap(when, c, resource, ids)
 			for _, id := range ids {
 				if other := users[resource+" "+id]; other != nil && other.pod != c.pod {
 					s.t.Errorf("%s: %s and %s run on %s", when, other.ID, c.ID, id)
@@ -679,6 +678,22 @@ func (s *storm) check(when string) {
 			for r, c := range by {
 				s.t.Errorf("   %s: %+v %v created %s pod %+v", r, c.Container, c.ids, c.Created, c.pod)
 			}
+		}
+	}
+}
+
+// checkCap holds the page of a claim that a container has against what it was
+// given.
+func (s *storm) checkCap(when string, c *stormContainer, resource string, ids []string) {
+	for _, id := range ids {
+		u := gpu.UUID(strings.Split(id, "::")[0])
+		bytes, err := s.pages.Limit(cdi.Key(resource, ids), u)
+		want := uint64(len(ids)) * uint64(unit) << 20
+		if resource == names.Whole {
+			want = lib.None
+		}
+		if err != nil || resource != names.Replicas && bytes != want || bytes == 0 {
+			s.t.Errorf("%s: %s runs with %s of %s and may have %d bytes, %v", when, c.ID, resource, u, bytes, err)
 		}
 	}
 }
@@ -716,8 +731,8 @@ func (s *storm) calm() {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if len(s.specs) != 0 || len(s.journal) != 0 {
-		s.t.Errorf("left behind: files %v, journal %v", slices.Sorted(maps.Keys(s.specs)), s.journal)
+	if left, _ := s.pages.List(); len(s.specs) != 0 || len(s.journal) != 0 || len(left) != 0 {
+		s.t.Errorf("left behind: files %v, journal %v, limit pages %v", slices.Sorted(maps.Keys(s.specs)), s.journal, left)
 	}
 	for _, r := range s.agent.View().Resources {
 		for _, d := range r.Devices {

@@ -13,6 +13,7 @@ import (
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/pkg/plugin"
 )
 
@@ -20,6 +21,7 @@ import (
 type Worlds struct {
 	Driver  Driver
 	Files   Files
+	Caps    Caps
 	Kubelet Kubelet
 	Runtime Runtime
 	Plugins Plugins
@@ -50,6 +52,21 @@ type Files interface {
 	Remove(key string) error
 	List() ([]string, error)
 	Read(key string) (*specs.Spec, error)
+}
+
+// Caps is the limit pages of claims, and what else the agent lays on the host for
+// caps. pkg/memcap/lib stands behind it.
+type Caps interface {
+	// Write lays a claim's pages, or changes what they say, and returns their
+	// host paths.
+	Write(key string, limits []lib.Limit) (map[gpu.UUID]string, error)
+	// Limit is what a claim's page says of a GPU.
+	Limit(key string, u gpu.UUID) (uint64, error)
+	Remove(key string) error
+	// List returns the claims that have pages.
+	List() ([]string, error)
+	// Prune removes the libraries of other versions of the agent.
+	Prune() error
 }
 
 // Kubelet is the first witness. internal/node has it.
