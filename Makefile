@@ -69,6 +69,8 @@ QUIET_LD := $(if $(findstring --no-warnings,$(shell ld --help 2>/dev/null)),-Wl$
 .PHONY: build
 build:
 	@mkdir -p $(BIN)
+	@# The libraries that hold containers to their memory; the agent carries them.
+	$(GO) run ./pkg/memcap/lib/build
 	@# cgo: the driver's library is loaded at run time, by glibc. Without
 	@# grpcnotrace, gRPC's debug pages bring html/template, with which the linker
 	@# can drop no method of anything: 4 MB of the program, all of it resident.

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"flag"
 	"log/slog"
+	"path/filepath"
 	"strconv"
 	"strings"
 
@@ -30,6 +31,7 @@ func (n *nodeFlags) register(fs *flag.FlagSet) {
 func (n *nodeFlags) runtime(domain string, log *slog.Logger) *node.Runtime {
 	return node.NewRuntime(node.RuntimeOptions{
 		Endpoint: n.runtimeEndpoint, Root: n.hostRoot, AnnotationPrefix: cdi.AnnotationName(domain, ""), Logger: log,
+		Cgroups: filepath.Join(n.hostRoot, "sys/fs/cgroup"),
 	})
 }
 

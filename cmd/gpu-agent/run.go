@@ -20,6 +20,7 @@ import (
 	grpcstatus "google.golang.org/grpc/status"
 
 	"example.com/gpu-agent/internal/agent"
+	"example.com/gpu-agent/internal/guard"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/node"
@@ -54,6 +55,7 @@ type runFlags struct {
 	domain, resourceDomain        string
 	unit                          memoryFlag
 	node                          nodeFlags
+	cap                           capFlags
 	http                          string
 	ignoredXids                   xids
 	healthHold, healthProbe       time.Duration
@@ -72,6 +74,7 @@ func (f *runFlags) register(fs *flag.FlagSet) {
 	f.unit = 1024
 	fs.Var(&f.unit, "memory-unit", "`size` of one gpu-mem unit; the same on all nodes of a cluster")
 	f.node.register(fs)
+	f.cap.register(fs)
 	f.ignoredXids = slices.Clone(health.DefaultIgnored)
 	fs.Var(&f.ignoredXids, "ignored-xids", "Xid `numbers` that do not speak against a GPU: errors of applications")
 	fs.DurationVar(&f.healthHold, "health-hold", health.DefaultHold, "`time` that a faulty GPU must be without complaint before it is offered again")
@@ -98,6 +101,9 @@ func (f *runFlags) complete() error {
 	}
 	if f.healthHold <= 0 || f.healthProbe <= 0 {
 		return errors.New("--health-hold and --health-probe must be positive")
+	}
+	if err := f.cap.complete(); err != nil {
+		return err
 	}
 	switch {
 	case f.config != "" && f.configMap != "":
@@ -163,6 +169,11 @@ func run(ctx context.Context, c console, args []string) error {
 		return err
 	}
 	defer store.Close()
+	caps, err := openCaps(f.node.stateDir, f.cap.every)
+	if err != nil {
+		return err
+	}
+	defer caps.Close()
 	boot, err := node.BootID(f.driver.proc)
 	if err != nil {
 		log.Warn("cannot tell one boot of the machine from the next; faults are not remembered", "err", err)
@@ -190,11 +201,13 @@ func run(ctx context.Context, c console, args []string) error {
 		ResourceDomain: f.resourceDomain,
 		MemoryUnit:     gpu.MiB(f.unit),
 		KeepOffering:   f.whenBusy.value == "wait",
+		Kit:            caps.kit,
+		OpenCaps:       f.cap.policy.value == "open",
 		Boot:           boot,
 		Health:         health.Options{Ignored: f.ignoredXids, Hold: f.healthHold, Probe: f.healthProbe},
 		Log:            log,
 	}
-	worlds := agent.Worlds{Driver: driver, Files: files, Kubelet: witness, Runtime: runtime, Store: store, Observer: observer{metrics}}
+	worlds := agent.Worlds{Driver: driver, Files: files, Caps: caps, Kubelet: witness, Runtime: runtime, Store: store, Observer: observer{metrics}}
 	if ns, name, ok := splitName(f.pod); ok {
 		options.Pod = node.PodName{Namespace: ns, Name: name}
 	}
@@ -216,6 +229,19 @@ func run(ctx context.Context, c console, args []string) error {
 	})
 	worlds.Plugins = plugins
 	loop = agent.New(options, worlds)
+	proc := node.NewProc(f.driver.proc)
+	defer proc.Close()
+	watch := guard.Worlds{
+		Driver: driver, House: loop, Proc: processes{proc, runtime}, Runtime: runtime,
+		Pages: meters{caps, f.driver.proc}, Observer: observer{metrics},
+	}
+	if cluster != nil {
+		watch.Cluster = cluster
+	}
+	watchdog := guard.New(guard.Options{
+		Domain: f.domain, Every: f.cap.every, EndIntruders: f.cap.intruders.value == "end", EvictAfter: f.cap.evictAfter,
+		Own: options.Pod, Log: log,
+	}, watch)
 	page := obs.New(obs.Options{
 		Addr: f.http, Logger: log, Metrics: metrics,
 		Healthy: loop.Healthy,
@@ -223,6 +249,7 @@ func run(ctx context.Context, c console, args []string) error {
 		Status: func() obs.Status {
 			s := loop.Status()
 			s.Node, s.Version = f.nodeName, version()
+			show(&s, watchdog.State())
 			return s
 		},
 	})
@@ -236,6 +263,9 @@ func run(ctx context.Context, c console, args []string) error {
 		g.Go(func() error {
 			return cluster.WatchNode(ctx, loop.SetNode)
 		})
+	}
+	if f.cap.every > 0 {
+		g.Go(func() error { return watchdog.Run(ctx) })
 	}
 	g.Go(func() error { return loop.Run(ctx) })
 	if err := g.Wait(); err != nil && !errors.Is(err, context.Canceled) {

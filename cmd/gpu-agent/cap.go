@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"sync"
+	"time"
+
+	"example.com/gpu-agent/internal/guard"
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/gpu/nvml"
+	"example.com/gpu-agent/pkg/memcap"
+	"example.com/gpu-agent/pkg/memcap/lib"
+)
+
+// capFlags say how containers are held to their memory.
+type capFlags struct {
+	policy, intruders choice
+	evictAfter        int
+	every             time.Duration
+}
+
+func (f *capFlags) register(fs *flag.FlagSet) {
+	f.policy = choice{"closed", []string{"closed", "open"}}
+	fs.Var(&f.policy, "cap-policy", "what an allocation meets where the cap in the process cannot do its work: closed (out of memory) or open (uncounted)")
+	f.intruders = choice{"report", []string{"report", "end"}}
+	fs.Var(&f.intruders, "intruders", "what becomes of containers that use a GPU without a claim on it: report or end")
+	fs.IntVar(&f.evictAfter, "evict-after", 0, "`number` of offences within an hour after which a pod is evicted; 0 is never")
+	fs.DurationVar(&f.every, "watch-every", guard.DefaultEvery, "`time` between the watchdog's looks at a shared GPU; 0 turns it off")
+}
+
+func (f *capFlags) complete() error {
+	switch {
+	case f.evictAfter < 0:
+		return errors.New("--evict-after must not be negative")
+	case f.every < 0 || f.every > 0 && f.every < 10*time.Millisecond:
+		return errors.New("--watch-every must be 10ms or more, or 0 for none")
+	}
+	return nil
+}
+
+// caps is the agent's files for caps, on behalf of the loop and the watchdog.
+type caps struct {
+	*lib.Pages
+	dir   string
+	kit   lib.Kit
+	every time.Duration
+
+	mu       sync.Mutex
+	contexts map[gpu.UUID]uint64 // guarded by mu
+}
+
+func openCaps(dir string, every time.Duration) (*caps, error) {
+	kit, err := lib.Install(dir)
+	if err != nil {
+		return nil, err
+	}
+	pages, err := lib.OpenPages(dir)
+	if err != nil {
+		return nil, err
+	}
+	return &caps{Pages: pages, dir: dir, kit: kit, every: every, contexts: map[gpu.UUID]uint64{}}, nil
+}
+
+func (c *caps) Write(key string, limits []lib.Limit) (map[gpu.UUID]string, error) {
+	c.mu.Lock()
+	for i := range limits {
+		limits[i].Context = c.contexts[limits[i].GPU]
+	}
+	c.mu.Unlock()
+	return c.Pages.Write(key, c.every, limits)
+}
+
+// Prune is for when every claim's CDI file names the present libraries.
+func (c *caps) Prune() error { return lib.Prune(c.dir, func(string) bool { return false }) }
+
+// Learn keeps the largest context seen on each GPU.
+func (c *caps) Learn(u gpu.UUID, context uint64) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.contexts[u] = max(c.contexts[u], context)
+}
+
+// meters opens the counters of containers.
+type meters struct {
+	*caps
+	proc string
+}
+
+func (m meters) Meter(key string, u gpu.UUID, pid int) (guard.Meter, error) {
+	usage, err := lib.OpenUsage(m.proc, pid, u)
+	if err != nil {
+		return nil, err
+	}
+	meter, err := m.Pages.Meter(key, u, usage)
+	if err != nil {
+		_ = usage.Close()
+		return nil, err
+	}
+	return meter, nil
+}
+
+// processes finds who is on the GPUs.
+type processes struct {
+	*node.Proc
+	runtime *node.Runtime
+}
+
+func (p processes) Check() error { return p.SeesNode(p.runtime) }
+
+func (l *lateDriver) Processes(ctx context.Context, u gpu.UUID) ([]gpu.Process, error) {
+	return timed(ctx, l, "processes", func(d *nvml.Driver) ([]gpu.Process, error) { return d.Processes(ctx, u) })
+}
+
+func (o observer) Ended(kind memcap.Kind, after time.Duration) { o.m.CapKill(string(kind), after) }
+func (o observer) Evicted()                                    { o.m.CapEviction() }
+
+// show puts what the watchdog saw into the status.
+func show(s *obs.Status, st *guard.State) {
+	s.Watchdog = obs.Watchdog{State: obs.WatchdogRunning, Reason: st.Off, Kills: st.Kills, Intruders: st.Found}
+	if st.Off != "" {
+		s.Watchdog.State = obs.WatchdogOff
+	}
+	for i := range s.GPUs {
+		g := &s.GPUs[i]
+		g.Intruders, g.NoPod = st.Intruders[gpu.UUID(g.UUID)], st.Strangers[gpu.UUID(g.UUID)]
+	}
+	mib := func(n uint64) uint64 { return (n + 1<<20 - 1) >> 20 }
+	for i := range st.Containers {
+		c := &st.Containers[i]
+		out := obs.ContainerStatus{
+			Namespace: c.Namespace, Pod: c.Pod, Container: c.Holder.Container, Claim: c.Claim,
+			GPU: string(c.GPU), Index: c.Index, PeakMiB: mib(c.Peak),
+			Guarantee: string(c.Level), Refusals: c.Refusals, Processes: c.Processes,
+		}
+		if c.Cap != lib.None {
+			limit := mib(c.Cap)
+			out.CapMiB = &limit
+		}
+		if used := mib(c.Used); c.Known {
+			out.UsedMiB = &used
+		}
+		s.Containers = append(s.Containers, out)
+	}
+}

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lib
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"path/filepath"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// Limit returns what a claim's page says that its container may have of a GPU, in
+// bytes. The error wraps gpu.ErrNotFound where there is no page, and
+// gpu.ErrInvalid where it is none.
+func (p *Pages) Limit(key string, u gpu.UUID) (uint64, error) {
+	if !plainName(key) || !plainName(string(u)) {
+		return 0, fmt.Errorf("read the limit page of claim %q on GPU %q: %w", key, u, gpu.ErrInvalid)
+	}
+	page, err := mapPage(filepath.Join(p.dir, key, string(u)))
+	if errors.Is(err, fs.ErrNotExist) {
+		return 0, fmt.Errorf("claim %s has no limit page for %s: %w", key, u, gpu.ErrNotFound)
+	} else if err != nil {
+		return 0, err
+	}
+	bytes := page.load(atLimit)
+	return bytes, page.unmap()
+}
