@@ -78,10 +78,14 @@ static CUresult give_async(struct seat *s, struct item *i)
 
 /* Physical memory, and addresses that it is mapped at. */
 
+/* Physical memory comes in whole grains. */
+enum { GRAIN = 2 << 20 };
+static uint64_t grains(uint64_t n) { return (n + GRAIN - 1) / GRAIN * GRAIN; }
+
 static CUresult take_vmm(struct seat *s, struct item *i, uint64_t n)
 {
     CUmemAllocationProp prop = on_device(s);
-    return s->cu->cuMemCreate(&i->a, n, &prop, 0);
+    return s->cu->cuMemCreate(&i->a, grains(n), &prop, 0);
 }
 static CUresult give_vmm(struct seat *s, struct item *i) { return s->cu->cuMemRelease(i->a); }
 
@@ -91,6 +95,7 @@ static CUresult take_mapped(struct seat *s, struct item *i, uint64_t n)
 {
     CUmemGenericAllocationHandle h;
     CUmemAllocationProp prop = on_device(s);
+    n = grains(n);
     CUresult r = s->cu->cuMemCreate(&h, n, &prop, 0);
     if (r != CUDA_SUCCESS)
         return r;
@@ -229,12 +234,14 @@ static CUresult give_context(struct seat *s, struct item *i) { return s->cu->cuC
 
 static CUresult take_module(struct seat *s, struct item *i, uint64_t n)
 {
+    /* The first line is for an emulated driver, which compiles nothing. */
     char *ptx;
     if (asprintf(&ptx,
+                 "// gpu-emulator: blocks %llu\n"
                  ".version 6.0\n.target sm_50\n.address_size 64\n"
                  ".visible .global .align 16 .b8 data[%llu];\n"
                  ".visible .entry nothing()\n{\n\tret;\n}\n",
-                 (unsigned long long)n) < 0)
+                 (unsigned long long)(n >> 21), (unsigned long long)n) < 0)
         return CUDA_ERROR_INVALID_VALUE;
     CUresult r = s->cu->cuModuleLoadData((CUmodule *)&i->a, ptx);
     free(ptx);
@@ -263,9 +270,9 @@ const struct call calls[] = {
     {"cuMemAllocAsync", take_async, give_async, NULL, {AT(cuMemAllocAsync), ASYNC, -1}},
     {"cuMemAllocFromPoolAsync", take_pool, give_async, NULL, {POOL, -1}},
     {"cuMemAllocFromPoolAsync/kept", take_kept, give_async, NULL, {POOL, -1}},
-    {"cuMemCreate", take_vmm, give_vmm, NULL, {AT(cuMemCreate), AT(cuMemRelease), -1}},
-    {"cuMemCreate/mapped", take_mapped, give_mapped, NULL, {MAPPED, -1}},
-    {"cuMemCreate/retained", take_retained, give_retained, NULL, {MAPPED, AT(cuMemRetainAllocationHandle), -1}},
+    {"cuMemCreate", take_vmm, give_vmm, grains, {AT(cuMemCreate), AT(cuMemRelease), -1}},
+    {"cuMemCreate/mapped", take_mapped, give_mapped, grains, {MAPPED, -1}},
+    {"cuMemCreate/retained", take_retained, give_retained, grains, {MAPPED, AT(cuMemRetainAllocationHandle), -1}},
     {"cuArrayCreate_v2", take_array, give_array, NULL, {AT(cuArrayCreate_v2), AT(cuArrayDestroy), -1}},
     {"cuArrayCreate", take_array_v1, give_array, NULL, {AT(cuArrayCreate), AT(cuArrayDestroy), -1}},
     {"cuArray3DCreate_v2", take_3d, give_array, NULL, {AT(cuArray3DCreate_v2), AT(cuArrayDestroy), -1}},

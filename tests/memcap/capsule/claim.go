@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package capsule
+
+import (
+	"maps"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"tags.cncf.io/container-device-interface/specs-go"
+
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap/lib"
+	emulib "example.com/gpu-agent/tests/emulator/lib"
+)
+
+// Claim is what the cap adds to a container.
+type Claim struct {
+	Kit lib.Kit
+	// Pages are the limit pages' files by GPU, as lib.Pages.Write returns them.
+	Pages map[gpu.UUID]string
+	// Open lets allocations pass where the cap cannot do its work.
+	Open bool
+}
+
+// Apply makes a plain container's edits those of a claim's container.
+func (c Claim) Apply(edits specs.ContainerEdits) specs.ContainerEdits {
+	stands := []struct{ library, hostPath, real string }{
+		{emulib.CUDA, c.Kit.CUDA, lib.RealCUDA},
+		{emulib.NVML, c.Kit.NVML, lib.RealNVML},
+	}
+	var mounts []*specs.Mount
+	for _, m := range edits.Mounts {
+		for _, s := range stands {
+			if strings.HasPrefix(filepath.Base(m.ContainerPath), s.library+".") {
+				mounts = append(mounts, bind(m.HostPath, s.real))
+				m = bind(s.hostPath, m.ContainerPath)
+			}
+		}
+		mounts = append(mounts, m)
+	}
+	mounts = append(mounts, &specs.Mount{HostPath: "tmpfs", ContainerPath: lib.UsageDir, Type: "tmpfs",
+		Options: []string{"nosuid", "nodev", "noexec", "mode=1777", "size=32m"}})
+	for _, u := range slices.Sorted(maps.Keys(c.Pages)) {
+		mounts = append(mounts, bind(c.Pages[u], lib.LimitsDir+"/"+string(u)))
+	}
+	if c.Open {
+		mounts = append(mounts, bind(c.Kit.Mark, lib.OpenMark))
+	} else {
+		mounts = append(mounts, bind(c.Kit.Empty, lib.CompatDir))
+	}
+	edits.Mounts = mounts
+	return edits
+}

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package memcap proves that the in-process memory cap holds: a container that
+// was granted an amount of a GPU's memory gets that amount, all of it and no
+// more, whatever it is that asks.
+//
+// # The claim
+//
+// The cap's library stands at the driver library's path in a container and
+// counts what its processes allocate. Two things are promised of it. Never
+// over: what all processes of the container have on the GPU, by the driver's
+// account, is at no moment more than the cap. Never refused with room left: a
+// request fails only if it would not have fitted. Both have to hold whatever
+// call takes the memory, by whatever door the program came to the library, and
+// however many threads and processes do so at once, also while some of them are
+// being killed.
+//
+// # How it is tested
+//
+// Nothing of the product is told that it is tested. A machine with emulated
+// GPUs (package capsule) has containers with the mounts that the agent writes
+// into a claim's CDI file; in them runs the probe, a program that knows nothing
+// but CUDA's API; beside them a reader does what the agent does at its
+// interval. The judge of "never over" is the emulated driver itself, which
+// keeps the peak of what was allocated on each GPU.
+//
+// [TestDoors] is the table: every call × every door × {alone, alone with the
+// usual environment, eight threads, a computing parent with children by
+// fork+exec, 64 processes by fork and by exec}. In each cell all workers take
+// until each has been refused, give half back, take again, and give all back.
+// Room left, at the end of each of both, is less than one request (and, where
+// requests are smaller than the driver's blocks, one block for each process).
+// While others' requests are under way a refusal counts as justified if it was
+// so with all of them granted. What the library cannot hold, and what is not
+// GPU memory, stands in a list with the reason; a row of the list that holds,
+// or one outside it that does not, fails the test.
+//
+// The other tests are one property each; their comments say which.
+//
+//	go test ./tests/memcap                short form; about three minutes on two cores
+//	go test ./tests/memcap -v             also prints the table, seeds and figures
+//	go test ./tests/memcap -long          1,000 kills, and 1,000 ways to spoil a page
+//	go test ./tests/memcap -seed 7        the randomness of a run that failed
+//
+// # What it does not know
+//
+// Times: what the cap costs is measured by the benches. Raw ioctls and a
+// tenant's own copy of the driver's library, but that the second one gets past
+// the cap: the watchdog's tests are about these.
+package memcap

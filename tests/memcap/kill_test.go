@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package memcap
+
+import (
+	"context"
+	"strconv"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"example.com/gpu-agent/pkg/memcap/lib"
+	"example.com/gpu-agent/tests/emulator"
+)
+
+// Processes that take and give at random are killed at random. All the while
+// the container stays within its cap; nobody hangs; and when the last one has
+// died, one survivor's look brings the counter to what the driver says.
+func TestKill(t *testing.T) {
+	const crew, limit = 8, 8*context300 + 1*GiB
+	kills := pick(50, 1000)
+	r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 1})
+	random := dice(t)
+	b := r.claim(t, "kill", []share{{gpu: 0, bytes: limit}}, false, nil)
+	if err := r.m.World.ResetPeak(0); err != nil {
+		t.Fatal(err)
+	}
+	start := func() *tool {
+		t.Helper()
+		k := b.tool(t, "probe", nil, "-door", []string{"soname", "dlmopen", "query2", "ptsz"}[random.IntN(4)])
+		if _, err := k.in.WriteString("churn " + strconv.FormatUint(random.Uint64()>>1, 10) + "\n"); err != nil {
+			t.Fatal(err)
+		}
+		return k
+	}
+	var workers []*tool
+	for range crew {
+		workers = append(workers, start())
+	}
+	for i := range kills {
+		// Sometimes at once, sometimes in the middle of work.
+		pause(t, time.Duration(random.IntN(30))*time.Millisecond)
+		for range 1 + random.IntN(3) {
+			at := random.IntN(crew)
+			k := workers[at]
+			if err := k.p.Kill(); err != nil {
+				t.Fatal(err)
+			}
+			if said, status, err := k.wait(); err != nil || status.Signal() != unix.SIGKILL {
+				t.Fatalf("kill %d: the process ended by itself: %#x %q %v; it said %q", i, uint32(status), said, err, rest(k))
+			}
+			k.shut()
+			workers[at] = start()
+		}
+	}
+	var taken, refused uint64
+	for i, k := range workers {
+		if i%2 == 0 {
+			// Half of the last ones die with what they have.
+			if err := k.p.Kill(); err != nil {
+				t.Fatal(err)
+			}
+		} else {
+			k.in.Close()
+		}
+	}
+	for i, k := range workers {
+		said, status, err := k.wait()
+		if err != nil {
+			t.Fatalf("worker %d hangs: %v", i, err)
+		}
+		if i%2 == 0 {
+			continue
+		}
+		var f fields
+		for f[""] != "ended" {
+			if f, err = k.line(); err != nil {
+				t.Fatalf("worker %d: %v; status %#x, %q", i, err, uint32(status), said)
+			}
+		}
+		if f["result"] != "0" && !(f["result"] == "2" && f["failure"] == "cuDevicePrimaryCtxRetain") || status != 0 {
+			t.Errorf("worker %d: %q, status %#x, %q", i, k.said, uint32(status), said)
+		}
+		taken, refused = taken+f.n("taken"), refused+f.n("refused")
+	}
+	t.Logf("%d kills; the survivors' last stretch: %d requests granted, %d refused; peak %d MiB of %d", kills, taken, refused, r.peak(0)/MiB, limit/MiB)
+	if peak := r.peak(0); peak > limit {
+		t.Errorf("%d MiB over the cap", (peak-limit)/MiB)
+	}
+
+	// The survivor takes all that there is: it has to find what the dead have left.
+	k := b.tool(t, "probe", nil)
+	f := k.ask("took", "take cuMemAlloc_v2 %d 1000", 32*MiB)
+	if got := f.n("count") * 32 * MiB; f["result"] != "2" || limit-context300-got >= 32*MiB || got > limit-context300 {
+		t.Errorf("%q: want all of %d MiB", k.said, (limit-context300)/MiB)
+	}
+	u, err := lib.OpenUsage("/proc", b.PID, r.uuid(0))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer u.Close()
+	await(t, "the counter to equal the driver's figure", func() bool {
+		n, err := u.Read()
+		if err != nil {
+			t.Fatal(err)
+		}
+		used := r.used(0)
+		return n.Bound == used && n.Reserved == used && n.Committed == used && n.Processes == 1
+	}, func() any { n, err := u.Read(); return []any{n, err, r.used(0)} })
+	k.quit()
+}
+
+// rest is what a probe has still said.
+func rest(k *tool) []string {
+	k.said = nil
+	for {
+		if _, err := k.line(); err != nil {
+			return k.said
+		}
+	}
+}
+
+// pause lets others work for a while; nothing is awaited.
+func pause(t *testing.T, d time.Duration) {
+	select {
+	case <-time.After(d):
+	case <-t.Context().Done():
+	}
+}
+
+// await waits for a condition, and tells how things stand if it does not come.
+func await(t *testing.T, what string, is func() bool, now func() any) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), patience/4)
+	defer cancel()
+	for !is() {
+		select {
+		case <-ctx.Done():
+			t.Errorf("waited in vain for %s: %+v", what, now())
+			return
+		case <-time.After(5 * time.Millisecond):
+		}
+	}
+}

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package memcap
+
+import (
+	"testing"
+
+	"example.com/gpu-agent/pkg/memcap/lib"
+	"example.com/gpu-agent/tests/emulator"
+)
+
+// Contexts and modules are within the cap, though their size is the driver's to
+// know: once it was read, what is left for allocations is less by just that, also
+// where the first estimate of a context was far off, and it comes back when they
+// go.
+func TestOverhead(t *testing.T) {
+	const limit = 4 * GiB
+	for name, estimate := range map[string]uint64{"estimate right": context300, "estimate high": lib.DefaultContext, "estimate low": 64 * MiB} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 1})
+			b := r.claim(t, "overhead", []share{{gpu: 0, bytes: limit, context: estimate}}, false, nil)
+			k := b.tool(t, "probe", nil)
+			take := func(call string, bytes uint64, count int) fields {
+				t.Helper()
+				return k.ask("took", "take %s %d %d", call, bytes, count)
+			}
+			if f := take("cuCtxCreate_v2", 0, 3); f["result"] != "0" { // four, with the first one
+				t.Fatalf("%q", k.said)
+			}
+			if f := take("cuModuleLoadData", 200*MiB, 3); f["result"] != "0" {
+				t.Fatalf("%q", k.said)
+			}
+			// What a module took counts from the next reading on.
+			b.read(t, 0)
+			overhead := r.used(0)
+			if least := uint64(4*context300 + 600*MiB); overhead < least {
+				t.Fatalf("contexts and modules take %d MiB, want at least %d: the emulated driver does not count them", overhead/MiB, least/MiB)
+			}
+			fill := func(left uint64) fields {
+				t.Helper()
+				f := take("cuMemAlloc_v2", 8*MiB, 1000)
+				if got := f.n("count") * 8 * MiB; f["result"] != "2" || got > left || left-got >= 8*MiB {
+					t.Errorf("%q: %d MiB granted, %d were left", k.said, got/MiB, left/MiB)
+				}
+				if used := r.used(0); used > limit {
+					t.Errorf("%d MiB over the cap", (used-limit)/MiB)
+				}
+				return f
+			}
+			f := fill(limit - overhead)
+			for i := range f.n("count") {
+				k.ask("gave", "give %d", f.n("id")+i)
+			}
+			for id := range 6 { // three contexts, three modules
+				if g := k.ask("gave", "give %d", id); g["result"] != "0" {
+					t.Errorf("%q", k.said)
+				}
+			}
+			b.read(t, 0)
+			if used := r.used(0); used >= overhead {
+				t.Fatalf("after contexts and modules have gone %d MiB are used, %d before", used/MiB, overhead/MiB)
+			}
+			fill(limit - r.used(0))
+			if peak := r.peak(0); peak > limit {
+				t.Errorf("a peak of %d MiB, %d over the cap", peak/MiB, (peak-limit)/MiB)
+			}
+			k.quit()
+		})
+	}
+}
+
+// Where the driver's figure is not known, and where nobody reads, what the
+// library has counted by itself decides, at once.
+func TestBlind(t *testing.T) {
+	const limit = 2 * GiB
+	r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 1})
+	for _, c := range []struct {
+		name  string
+		blind func(b *box)
+	}{
+		{"figure unknown", func(b *box) { b.readers[0].Blind(true) }},
+		{"nobody reads", func(b *box) { b.stop() }},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			b := r.claim(t, "blind", []share{{gpu: 0, bytes: limit}}, false, nil)
+			defer b.close(t)
+			c.blind(b)
+			k := b.tool(t, "probe", nil)
+			f := k.ask("took", "take cuMemAlloc_v2 %d 1000", 32*MiB)
+			if got, left := f.n("count")*32*MiB, uint64(limit-context300); f["result"] != "2" || got > left || left-got >= 32*MiB {
+				t.Errorf("%q: %d MiB granted, %d were left", k.said, got/MiB, left/MiB)
+			}
+			k.quit()
+		})
+	}
+}
