@@ -185,6 +185,9 @@ func (s *Session) admitLocked(call string, h Handle) Return {
 			return f.Code
 		}
 	}
+	if _, open := w.sessions[s.p]; !open {
+		return Uninitialized // a call that was on its way when its process died
+	}
 	if h == NoHandle {
 		return Success
 	}

@@ -12,6 +12,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -551,6 +552,28 @@ func TestCUDAManyClients(t *testing.T) {
 	want(t, "used", n.world.State().GPUs[0].UsedMiB, 8*300)
 	if peak, err := n.world.PeakUsed(0); err != nil || peak <= 8*300*mib || peak > 81008*mib {
 		t.Errorf("peak %d, %v", peak, err)
+	}
+}
+
+// Processes that are killed in the middle of calls leave nothing.
+func TestCUDAKilled(t *testing.T) {
+	n := start(t, emulator.Spec{Count: 1})
+	for range 5 {
+		var probes []*probe
+		for range 8 {
+			p := startProbe(t, probeWith{})
+			p.must("cuInit 0; cuCtxCreate_v2 &c 0 0")
+			fmt.Fprintln(p.in, "threads 2 100000000 6000000")
+			probes = append(probes, p)
+		}
+		eventually(t, "all at work", func() bool {
+			held := n.world.State().Processes
+			return len(held) == len(probes) && !slices.ContainsFunc(held, func(p emulator.Process) bool { return p.MiB < 310 })
+		})
+		for _, p := range probes {
+			p.kill()
+		}
+		want(t, "used", n.world.State().GPUs[0].UsedMiB, 0)
 	}
 }
 
