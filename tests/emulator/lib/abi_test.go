@@ -38,6 +38,8 @@ func TestMain(m *testing.M) {
 		os.Exit(roleList())
 	case "container": // say what GPUs there are beside one device node
 		os.Exit(roleContainer())
+	case "cuda": // become a program, as nobody, beside one device node
+		os.Exit(roleCUDA())
 	case "hold": // hold memory until stdin ends
 		os.Exit(roleHold())
 	}
@@ -376,7 +378,7 @@ func sleeper(t *testing.T) *exec.Cmd {
 	return cmd
 }
 
-func self(t *testing.T, role string, args ...string) *exec.Cmd {
+func self(t testing.TB, role string, args ...string) *exec.Cmd {
 	t.Helper()
 	exe, err := os.Executable()
 	if err != nil {
@@ -459,13 +461,32 @@ func TestProcessListsAreInTheCallersPIDNamespace(t *testing.T) {
 	want(t, "PIDs outside, after the child's death", strings.TrimSpace(string(out)), fmt.Sprintf("[%d]", outside.Process.Pid))
 }
 
-func roleContainer() int {
-	// A container's /dev: the control node, and the node of minor 1 alone.
+// containerDev is a container's /dev: the control node, and that of minor 1 alone.
+func containerDev() error {
 	err := unix.Mount("dev", "/dev", "tmpfs", 0, "")
 	for name, minor := range map[string]uint32{"nvidiactl": 255, "nvidia1": 1} {
 		err = errors.Join(err, unix.Mknod("/dev/"+name, unix.S_IFCHR|0o666, int(unix.Mkdev(195, minor))))
 	}
-	if err != nil {
+	return err
+}
+
+func roleCUDA() int {
+	err := containerDev()
+	if err == nil {
+		err = syscall.Setgid(65534)
+	}
+	if err == nil {
+		err = syscall.Setuid(65534)
+	}
+	if err == nil {
+		err = unix.Exec(os.Args[1], os.Args[1:], os.Environ())
+	}
+	fmt.Fprintln(os.Stderr, err)
+	return 1
+}
+
+func roleContainer() int {
+	if err := containerDev(); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		return 1
 	}

@@ -6,6 +6,7 @@ import (
 	"bufio"
 	"bytes"
 	"debug/elf"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -16,6 +17,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
@@ -64,6 +66,7 @@ type probeWith struct {
 	library string // default: that of the root
 	mode    string
 	env     []string
+	jail    *syscall.SysProcAttr // begins as the role cuda of this test binary
 }
 
 func startProbe(t testing.TB, with probeWith) *probe {
@@ -77,6 +80,10 @@ func startProbe(t testing.TB, with probeWith) *probe {
 	}
 	p := &probe{t: t, cmd: exec.Command(program, with.library, with.mode), vars: map[string]uint64{}}
 	p.cmd.Env = append(os.Environ(), with.env...)
+	if with.jail != nil {
+		p.cmd = self(t, "cuda", program, with.library, with.mode)
+		p.cmd.SysProcAttr = with.jail
+	}
 	p.cmd.Stderr = os.Stderr
 	if p.in, err = p.cmd.StdinPipe(); err != nil {
 		t.Fatal(err)
@@ -655,6 +662,35 @@ func TestCUDALibraryElsewhere(t *testing.T) {
 			p.kill()
 			want(t, "free again", n.world.State().GPUs[0].UsedMiB, 0)
 		}
+	}
+}
+
+// A program in a container, without privileges, has the GPU of its device node,
+// and the world knows it by the PID outside.
+func TestCUDAContainer(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("making device nodes in a mount namespace needs root")
+	}
+	n := start(t, emulator.Spec{Count: 4})
+	if _, err := probeProgram(); err != nil {
+		t.Fatal(err)
+	}
+	// Nobody cannot look into the cache.
+	data, err := os.ReadFile(cudaLibrary(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	library := filepath.Join(root, "lib/libcuda.so.1")
+	if err := errors.Join(os.Chmod(root, 0o755), os.MkdirAll(filepath.Dir(library), 0o755), os.WriteFile(library, data, 0o755)); err != nil {
+		t.Fatal(err)
+	}
+	p := startProbe(t, probeWith{library: library, jail: &syscall.SysProcAttr{Unshareflags: syscall.CLONE_NEWNS, Cloneflags: syscall.CLONE_NEWPID}})
+	p.must("cuInit 0; cuDeviceGetCount &n; cuCtxCreate_v2 &c 0 0")
+	want(t, "GPUs", p.vars["n"], 1)
+	want(t, "its own PID", p.pid, 1)
+	held := n.world.State().Processes
+	if len(held) != 1 || held[0].PID != p.cmd.Process.Pid || n.world.State().GPUs[held[0].GPU].Minor != 1 {
+		t.Errorf("processes: %+v, want %d on the GPU of minor 1", held, p.cmd.Process.Pid)
 	}
 }
 
