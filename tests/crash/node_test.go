@@ -57,6 +57,44 @@ type machine struct {
 }
 
 // startMachine builds what is run and serves the emulated driver until the
+// builds is what machines are made of.
+type builds struct {
+	agent     string          // the program
+	flags     map[string]bool // that its run knows
+	libraries string          // the emulated driver's
+}
+
+// programs builds them, once and before anything is traced: a tracer waits for
+// whatever child its thread has, and a compiler that another test started on that
+// thread before would be one of those.
+var programs = sync.OnceValues(func() (builds, error) {
+	b := builds{agent: *agentProgram, flags: map[string]bool{}}
+	ctx := context.Background()
+	if b.agent == "" {
+		kit, err := lab.NewKit(nil)
+		if err != nil {
+			return b, err
+		}
+		if err := kit.Run(ctx, "make", "--no-print-directory", "-s", "build", "CACHE="+kit.Cache); err != nil {
+			return b, fmt.Errorf("build the agent: %w", err)
+		}
+		b.agent = kit.Bin("gpu-agent")
+	}
+	usage, _ := exec.CommandContext(ctx, b.agent, "run", "-h").CombinedOutput() // its exit status says usage, too
+	for line := range strings.Lines(string(usage)) {
+		if name, ok := strings.CutPrefix(strings.TrimSpace(line), "-"); ok {
+			name, _, _ = strings.Cut(name, " ")
+			b.flags[strings.TrimSpace(name)] = true
+		}
+	}
+	if !b.flags["cdi-dir"] {
+		return b, fmt.Errorf("%s run -h lists no flags:\n%s", b.agent, usage)
+	}
+	var err error
+	b.libraries, err = lib.Cached(ctx)
+	return b, err
+})
+
 // test's end.
 func startMachine(t *testing.T) *machine {
 	t.Helper()
@@ -64,38 +102,18 @@ func startMachine(t *testing.T) *machine {
 	if missing := lab.Missing(); missing != "" {
 		t.Skipf("skipped: this needs %s", missing)
 	}
-	m := &machine{agent: *agentProgram, flags: map[string]bool{}}
-	if m.agent == "" {
-		kit, err := lab.NewKit(nil)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if err := kit.Run(t.Context(), "make", "--no-print-directory", "-s", "build", "CACHE="+kit.Cache); err != nil {
-			t.Fatalf("build the agent: %v", err)
-		}
-		m.agent = kit.Bin("gpu-agent")
-	}
-	usage, _ := exec.CommandContext(t.Context(), m.agent, "run", "-h").CombinedOutput() // its exit status says usage, too
-	for line := range strings.Lines(string(usage)) {
-		if name, ok := strings.CutPrefix(strings.TrimSpace(line), "-"); ok {
-			name, _, _ = strings.Cut(name, " ")
-			m.flags[strings.TrimSpace(name)] = true
-		}
-	}
-	if !m.flags["cdi-dir"] {
-		t.Fatalf("%s run -h lists no flags:\n%s", m.agent, usage)
-	}
-	libraries, err := lib.Cached(t.Context())
+	built, err := programs()
 	if err != nil {
 		t.Fatal(err)
 	}
+	m := &machine{agent: built.agent, flags: built.flags}
 	world, err := emulator.New(emulator.Spec{Model: model, Count: gpus})
 	if err != nil {
 		t.Fatal(err)
 	}
 	m.gpus = world.State().GPUs
 	m.root = filepath.Join(shortDir(t), "driver")
-	if err := errors.Join(install.Driver(m.root, libraries, world), install.Nodes(filepath.Join(m.root, "dev"), world)); err != nil {
+	if err := errors.Join(install.Driver(m.root, built.libraries, world), install.Nodes(filepath.Join(m.root, "dev"), world)); err != nil {
 		t.Fatal(err)
 	}
 	l, err := daemon.Listen(filepath.Join(m.root, install.Socket))
