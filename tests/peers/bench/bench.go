@@ -31,13 +31,17 @@ type counts struct {
 	broken    int           // GPUs, of each kind of fault
 	rounds    int           // of that, two at least
 	hold      time.Duration // see machine
+	timings   int           // rounds, of each call in a container
+	repeats   int           // of a call in a round
+	live      int           // allocations where there are many
+	watched   int           // containers under the watchdog
 }
 
 var (
 	fullCounts = counts{starts: 20, window: 30 * time.Second, allocates: 1000, calls: 1000, counted: 100, restarts: 20,
-		broken: 5, rounds: 3, hold: time.Second}
+		broken: 5, rounds: 3, hold: time.Second, timings: 21, repeats: 20_000, live: 100_000, watched: 100}
 	smokeCounts = counts{starts: 1, window: time.Second, allocates: 20, calls: 10, counted: 5, restarts: 2,
-		broken: 2, rounds: 2, hold: 200 * time.Millisecond}
+		broken: 2, rounds: 2, hold: 200 * time.Millisecond, timings: 2, repeats: 500, live: 1000, watched: 8}
 )
 
 // manyDevices are devices on each GPU: 80, 640 and 2,560 on all.
@@ -62,6 +66,9 @@ type bench struct {
 	machine
 	counts
 	agent, file, peer *subject
+	// watch looks after containers, and unwatched does not; they are alike
+	// otherwise.
+	watch, unwatched *subject
 	// random decides the sizes of requests, the same in every run.
 	random *rand.Rand
 }
@@ -88,6 +95,7 @@ func measure(ctx context.Context, k *lab.Kit, smoke bool, only string) (err erro
 	kubelets := map[string]*kubelet{}
 	for name, dir := range map[string]string{
 		peerName: kubeletDir, agentName: filepath.Join(work, "kubelet"), agentFileName: filepath.Join(work, "kubelet-2"),
+		watchName: filepath.Join(work, "kubelet-3"), unwatchedName: filepath.Join(work, "kubelet-4"),
 	} {
 		if kubelets[name], err = startKubelet(dir); err != nil {
 			return err
@@ -97,7 +105,9 @@ func measure(ctx context.Context, k *lab.Kit, smoke bool, only string) (err erro
 
 	b := &bench{report: &report{out: os.Stdout, timeless: smoke}, machine: m, counts: n,
 		random: rand.New(rand.NewPCG(2, 0))}
-	b.agent, b.file, b.peer = b.newAgent(kubelets[agentName]), b.newFileAgent(kubelets[agentFileName]), b.newPeer(kubelets[peerName])
+	b.agent, b.file, b.peer = b.newAgent(kubelets[agentName]), b.newFileAgent(agentFileName, ":9501", kubelets[agentFileName]), b.newPeer(kubelets[peerName])
+	b.watch = b.newFileAgent(watchName, watchHTTP, kubelets[watchName])
+	b.unwatched = b.newFileAgent(unwatchedName, ":9503", kubelets[unwatchedName], "--watch-every", "0")
 	began := time.Now()
 	b.note("gpu-agent beside %s %s; %d emulated %s, %d processors, %s; smoke: %v", peerName, peerVersion, gpus, gpuModel, runtime.NumCPU(), runtime.Version(), smoke)
 	for _, phase := range []struct {
@@ -111,6 +121,8 @@ func measure(ctx context.Context, k *lab.Kit, smoke bool, only string) (err erro
 		{"whole GPUs", b.wholes},
 		{"kubelet restarts", b.returning},
 		{"faults", b.faults},
+		{"caps in the process", b.capping},
+		{"caps: the watchdog", b.watching},
 	} {
 		if !strings.Contains(phase.what, only) {
 			continue

@@ -37,6 +37,9 @@ func build(ctx context.Context, k *lab.Kit) error {
 	if err := k.Run(ctx, k.Bin("gpu-emulator"), "build", "--out", libraries(k)); err != nil {
 		return fmt.Errorf("build the emulated driver's libraries: %w", err)
 	}
+	if err := k.Run(ctx, "gcc", "-std=gnu17", "-O2", "-Wall", "-Wextra", "-Werror", "-o", k.Bin(timingName), "tests/peers/bench/c/timing.c", "-ldl"); err != nil {
+		return fmt.Errorf("build the program that times calls: %w", err)
+	}
 	return buildPeer(ctx, k)
 }
 

@@ -13,9 +13,11 @@ import (
 	"time"
 
 	"example.com/gpu-agent/tests/lab"
+	"example.com/gpu-agent/tests/memcap/capsule"
 )
 
 func main() {
+	capsule.Main()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := run(ctx, os.Args[1:])
 	stop()

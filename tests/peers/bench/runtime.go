@@ -4,6 +4,8 @@ package main
 
 import (
 	"context"
+	"crypto/sha256"
+	"fmt"
 	"path/filepath"
 	"time"
 
@@ -21,6 +23,10 @@ type containers struct {
 // socket is the runtime's socket.
 func (k *kubelet) socket() string { return filepath.Join(k.dir, "cri.sock") }
 
+// containerID is the runtime's name for a pod's container, in the form that
+// runtimes have for it.
+func (p *pod) containerID() string { return fmt.Sprintf("%x", sha256.Sum256([]byte(p.name))) }
+
 // create makes a pod's container, which runs at once.
 func (k *kubelet) create(p *pod) {
 	k.mu.Lock()
@@ -30,9 +36,9 @@ func (k *kubelet) create(p *pod) {
 
 // endedLocked tells that a pod's container has ended.
 func (k *kubelet) endedLocked(p *pod) {
-	e := &cri.ContainerEventResponse{ContainerId: p.name, ContainerEventType: cri.ContainerEventType_CONTAINER_STOPPED_EVENT,
+	e := &cri.ContainerEventResponse{ContainerId: p.containerID(), ContainerEventType: cri.ContainerEventType_CONTAINER_STOPPED_EVENT,
 		CreatedAt: time.Now().UnixNano(), PodSandboxStatus: &cri.PodSandboxStatus{Id: p.name, Metadata: p.metadata(), Labels: p.labels("")},
-		ContainersStatuses: []*cri.ContainerStatus{{Id: p.name, Metadata: &cri.ContainerMetadata{Name: containerName},
+		ContainersStatuses: []*cri.ContainerStatus{{Id: p.containerID(), Metadata: &cri.ContainerMetadata{Name: containerName},
 			State: cri.ContainerState_CONTAINER_EXITED, CreatedAt: p.created.UnixNano(),
 			Labels: p.labels(containerName), Annotations: p.answer.GetAnnotations()}}}
 	for ch := range k.listeners {
@@ -70,7 +76,7 @@ func (c *containers) ListContainers(context.Context, *cri.ListContainersRequest)
 	out := &cri.ListContainersResponse{}
 	for p := range c.each() {
 		if !p.created.IsZero() {
-			out.Containers = append(out.Containers, &cri.Container{Id: p.name, PodSandboxId: p.name,
+			out.Containers = append(out.Containers, &cri.Container{Id: p.containerID(), PodSandboxId: p.name,
 				Metadata: &cri.ContainerMetadata{Name: containerName}, State: cri.ContainerState_CONTAINER_RUNNING,
 				CreatedAt: p.created.UnixNano(), Labels: p.labels(containerName), Annotations: p.answer.GetAnnotations()})
 		}

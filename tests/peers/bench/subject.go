@@ -28,7 +28,11 @@ type subject struct {
 const (
 	agentName     = "gpu-agent"
 	agentFileName = "gpu-agent-file"
+	watchName     = "gpu-agent-watch-on"
+	unwatchedName = "gpu-agent-watch-off"
 	emptyName     = "empty"
+
+	watchHTTP = ":9502"
 
 	wholeGPUs  = "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: whole\n"
 	sharedGPUs = "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: shared\n"
@@ -61,10 +65,10 @@ func (m *machine) newAgent(k *kubelet) *subject {
 }
 
 // newFileAgent is the agent with a partition file and without an API server.
-func (m *machine) newFileAgent(k *kubelet) *subject {
-	return m.agent(agentFileName, ":9501", k, func(partitions string) ([]string, error) {
-		file := filepath.Join(m.work, "partitions.yaml")
-		return []string{"--config", file}, os.WriteFile(file, []byte(partitions), 0o644)
+func (m *machine) newFileAgent(name, http string, k *kubelet, args ...string) *subject {
+	return m.agent(name, http, k, func(partitions string) ([]string, error) {
+		file := filepath.Join(m.work, name+".yaml")
+		return append([]string{"--config", file}, args...), os.WriteFile(file, []byte(partitions), 0o644)
 	})
 }
 

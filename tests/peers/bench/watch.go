@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strconv"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/tests/memcap/capsule"
+)
+
+// mostWatching is what the watchdog may take of a processor, in percent.
+const mostWatching = 1.0
+
+// watching measures the watchdog: an agent that looks after containers with a
+// GPU process each beside one that has the same claims and does not look.
+func (b *bench) watching(ctx context.Context) error {
+	return all(ctx, usual, func(rs []*running) (err error) {
+		watch, off := rs[0], rs[1]
+		for _, idle := range []bool{true, false} {
+			what := "idle"
+			if !idle {
+				what = fmt.Sprintf("processes=%d", b.watched)
+				for i := range b.watched {
+					close, err := b.inhabit(ctx, watch)
+					if err != nil {
+						return fmt.Errorf("container %d: %w", i, err)
+					}
+					defer close()
+					if _, _, err := b.holding(ctx, off, watchedUnits); err != nil {
+						return err
+					}
+				}
+				if err := b.allSeen(ctx, "http://127.0.0.1"+watchHTTP+"/statusz"); err != nil {
+					return watch.proc.explain(err)
+				}
+			}
+			// What a start leaves to be done is neither.
+			if err := sleep(ctx, min(b.window, 3*time.Second)); err != nil {
+				return err
+			}
+			spent, err := b.spent(ctx, rs)
+			if err != nil {
+				return err
+			}
+			percent := func(ms float64) float64 { return 100 * ms / 1000 / b.window.Seconds() }
+			var want []target
+			if !idle {
+				want = []target{{mostWatching, "1 % of a processor"}}
+			}
+			b.figure("watchdog_cpu/"+what, percent(spent[watch.name]-spent[off.name]), "%", want...)
+			for _, r := range rs {
+				b.figure("watchdog_cpu/"+what+"/"+r.name, percent(spent[r.name]), "%")
+				m, err := r.proc.memory()
+				if err != nil {
+					return err
+				}
+				b.figure("watchdog_resident/"+what+"/"+r.name, mb(m.resident), "MB")
+			}
+		}
+		return nil
+	}, b.watch, b.unwatched)
+}
+
+// watchedUnits is what each of the watched containers holds: thirteen of them
+// fill a GPU.
+const watchedUnits = 6
+
+// inhabit starts a container with a claim and a process in it that uses the GPU.
+func (b *bench) inhabit(ctx context.Context, r *running) (close func(), err error) {
+	p, edits, err := b.holding(ctx, r, watchedUnits)
+	if err != nil {
+		return nil, err
+	}
+	edits, image := b.laid(edits)
+	c, err := (&capsule.Machine{Driver: b.driver.root}).Open(ctx, edits, image)
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			_ = c.Close()
+		}
+	}()
+	t, err := startTimer(c)
+	if err != nil {
+		return nil, err
+	}
+	pid := c.HostPID(t.proc.PID)
+	if pid == 0 {
+		t.close()
+		return nil, fmt.Errorf("process %d of the container is not to be found", t.proc.PID)
+	}
+	// The kernel's word for its cgroup, in this mount namespace alone, which goes
+	// with the process.
+	cgroup := filepath.Join(b.work, "cgroup-"+p.name)
+	err = os.WriteFile(cgroup, fmt.Appendf(nil, "0::/kubepods/burstable/pod%s/%s\n", p.metadata().Uid, p.containerID()), 0o444)
+	if err == nil {
+		err = unix.Mount(cgroup, "/proc/"+strconv.Itoa(pid)+"/cgroup", "", unix.MS_BIND, "")
+	}
+	if err == nil {
+		err = timers{t}.ready("begin")
+	}
+	if err == nil {
+		err = timers{t}.ready(fmt.Sprintf("live 8 %d", 4<<20))
+	}
+	if err != nil {
+		t.close()
+		return nil, err
+	}
+	return func() {
+		t.close()
+		_ = c.Close() // it is killed
+	}, nil
+}
+
+// allSeen waits until the watchdog sees what each container has, and by whose
+// count.
+func (b *bench) allSeen(ctx context.Context, url string) error {
+	var wrong error
+	err := await(ctx, "the watchdog to see all containers", func() (bool, error) {
+		resp, err := http.Get(url)
+		if err != nil {
+			return false, err
+		}
+		defer resp.Body.Close()
+		var st obs.Status
+		if err := json.NewDecoder(resp.Body).Decode(&st); err != nil {
+			return false, err
+		}
+		seen := 0
+		for _, c := range st.Containers {
+			if c.UsedMiB != nil && *c.UsedMiB > 0 && c.Processes == 1 && c.Guarantee == "api" {
+				seen++
+			}
+		}
+		if st.Watchdog.Kills > 0 || st.Watchdog.Intruders > 0 {
+			wrong = fmt.Errorf("the watchdog has ended %d containers and found %d intruders, and there were none to find", st.Watchdog.Kills, st.Watchdog.Intruders)
+			return true, nil
+		}
+		return seen == b.watched, fmt.Errorf("it sees %d of %d; it is %s (%s)", seen, b.watched, st.Watchdog.State, st.Watchdog.Reason)
+	})
+	return cmp.Or(err, wrong)
+}
