@@ -51,7 +51,35 @@ static bool has_room(const struct entry *e, void *arg)
 
 static uint64_t reserved_for(const struct charge *c)
 {
-    return c->squeezed ? 0 : c->how == HOW_SMALL ? BLOCK : c->bytes;
+    return c->squeezed ? 0 : c->how == HOW_SMALL ? BLOCK : c->how == HOW_HIDDEN ? c->blocks * BLOCK : c->bytes;
+}
+
+/* Hidden ones of one size fill a block as often as they fit into it; each is
+ * taken for its part of one. */
+static uint64_t blocks_of(const struct hidden *h) { return (h->bytes + BLOCK - 1) / BLOCK; }
+
+static enum verdict begin_hidden(struct charge *c, struct hidden *h, uint64_t bytes)
+{
+    c->bytes = round_up(BLOCK / (BLOCK / round_up(bytes, UNIT)), UNIT);
+    spin_lock(&h->lock);
+    h->bytes += c->bytes;
+    c->blocks = blocks_of(h) > h->blocks ? blocks_of(h) - h->blocks : 0;
+    if (c->blocks && !account_reserve(c->a, c->blocks * BLOCK)) {
+        h->bytes -= c->bytes;
+        spin_unlock(&h->lock);
+        return REFUSE;
+    }
+    h->blocks += c->blocks;
+    c->hidden = h; /* stays locked */
+    return COUNT;
+}
+
+static uint64_t leave_hidden(struct hidden *h, uint64_t bytes)
+{
+    h->bytes -= bytes;
+    uint64_t blocks = h->blocks > blocks_of(h) ? h->blocks - blocks_of(h) : 0;
+    h->blocks -= blocks;
+    return blocks;
 }
 
 enum verdict charge_begin(struct process *p, struct charge *c, uint64_t bytes, enum how how)
@@ -69,7 +97,11 @@ enum verdict charge_begin_at(struct process *p, struct charge *c, const struct w
     c->a = account_of(p, at->device, &refuse);
     if (!c->a)
         return refuse ? REFUSE : PASS;
+    if (c->how == HOW_HIDDEN && bytes < BLOCK)
+        return begin_hidden(c, &p->hidden[at->device], bytes);
     c->bytes = bytes < MOST ? round_up(bytes, c->how == HOW_SMALL ? UNIT : BLOCK) : MOST;
+    if (c->how == HOW_HIDDEN)
+        c->how = HOW_LARGE;
     uint64_t n = reserved_for(c);
     if (account_reserve_quickly(c->a, n))
         return COUNT;
@@ -88,21 +120,19 @@ void charge_failed(struct charge *c)
 {
     if (reserved_for(c))
         account_cancel(c->a, reserved_for(c));
+    if (c->hidden) {
+        c->hidden->bytes -= c->bytes;
+        c->hidden->blocks -= c->blocks;
+        spin_unlock(&c->hidden->lock);
+    }
 }
+
+static void take(struct process *p, struct taken *t);
 
 static void release(struct process *p, const struct entry *e)
 {
     struct taken t = {.e = *e};
-    struct account *a = &p->accounts[e->device];
-    struct block b = {.bytes = e->bytes};
-    if (e->how == HOW_SMALL) {
-        table_edit(&p->table, e->key / BLOCK, SPACE_BLOCK, leave, &b);
-        t.held = b.changed ? BLOCK : 0;
-    } else {
-        t.held = e->bytes;
-    }
-    if (t.held)
-        account_uncommit(a, t.held);
+    take(p, &t);
     charge_gone(p, &t);
 }
 
@@ -127,6 +157,10 @@ bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space s
             account_commit(c->a, BLOCK);
         else
             charge_failed(c); /* the block is paid for */
+    } else if (c->how == HOW_HIDDEN) {
+        if (c->blocks)
+            account_commit(c->a, c->blocks * BLOCK);
+        spin_unlock(&c->hidden->lock);
     } else {
         if (c->how == HOW_MANAGED)
             count_add(&c->a->slot->managed, c->bytes);
@@ -150,6 +184,11 @@ static void take(struct process *p, struct taken *t)
         struct block b = {.bytes = t->e.bytes};
         table_edit(&p->table, t->e.key / BLOCK, SPACE_BLOCK, leave, &b);
         t->held = b.changed ? BLOCK : 0;
+    } else if (t->e.how == HOW_HIDDEN) {
+        struct hidden *h = &p->hidden[t->e.device];
+        spin_lock(&h->lock);
+        t->held = leave_hidden(h, t->e.bytes) * BLOCK;
+        spin_unlock(&h->lock);
     }
     if (t->held)
         account_uncommit(&p->accounts[t->e.device], t->held);
@@ -185,6 +224,18 @@ void charge_back(struct process *p, const struct taken *t)
             account_commit(a, BLOCK);
         else if (t->held)
             account_cancel(a, BLOCK); /* somebody else has made it anew */
+    } else if (t->e.how == HOW_HIDDEN) {
+        struct hidden *h = &p->hidden[t->e.device];
+        spin_lock(&h->lock);
+        h->bytes += t->e.bytes;
+        uint64_t blocks = blocks_of(h) > h->blocks ? blocks_of(h) - h->blocks : 0, had = t->held / BLOCK;
+        h->blocks += blocks;
+        if (blocks > had)
+            account_force(a, (blocks - had) * BLOCK);
+        if (blocks < had)
+            account_cancel(a, (had - blocks) * BLOCK);
+        account_commit(a, (blocks < had ? blocks : had) * BLOCK);
+        spin_unlock(&h->lock);
     } else {
         account_commit(a, t->held);
     }

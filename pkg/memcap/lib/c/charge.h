@@ -12,7 +12,10 @@
 
 #define BLOCK ((uint64_t)2 << 20)
 
-enum how { HOW_LARGE = 1, HOW_SMALL, HOW_MANAGED, HOW_NOTE };
+/* How something is charged. Asking for HOW_LARGE means HOW_SMALL for what is
+ * smaller than a block. HOW_HIDDEN is a small thing without an address, so that
+ * nobody can see in which block it lies: blocks are charged for their sum. */
+enum how { HOW_LARGE = 1, HOW_SMALL, HOW_MANAGED, HOW_WHOLE, HOW_HIDDEN, HOW_NOTE };
 
 static inline uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) & ~(to - 1); }
 
@@ -22,6 +25,8 @@ struct charge {
     enum how how;
     uint64_t bytes; /* of a small one its own, else what is charged */
     bool squeezed;  /* a small one that may only join a charged block */
+    struct hidden *hidden; /* locked between charge_begin and the end */
+    uint64_t blocks;       /* that a hidden one has brought */
 };
 
 /* charge_begin reserves for the current context, charge_begin_at for one that

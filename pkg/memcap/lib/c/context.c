@@ -5,7 +5,7 @@
  * limit page says, and the agent's reading of the driver corrects that later.
  * With a context goes all that was allocated in it. */
 
-#include "charge.h"
+#include "pool.h"
 
 /* A context's charge is an entry under the context's number. */
 
@@ -161,6 +161,7 @@ static CUresult release(struct process *p, CUdevice device, CUresult (*call)(CUd
         charge_gone_all(p, &l, true);
         context_gone(p, w.context);
     }
+    pools_settle(p, device);
     return r;
 }
 
@@ -184,6 +185,7 @@ static CUresult reset(struct process *p, CUdevice device, CUresult (*call)(CUdev
     CUresult r = destroy(p, (CUcontext)(uintptr_t)handle, NULL, call, device);
     if (r != CUDA_SUCCESS)
         __atomic_store_n(&p->primary[device], handle, __ATOMIC_RELEASE);
+    pools_settle(p, device);
     return r;
 }
 

@@ -304,15 +304,16 @@ static bool try(struct account *a, uint64_t n)
 static bool contend(struct account *a, uint64_t n)
 {
     uint64_t end = now_us() + CONTEND_US, dice = random_word();
-    for (;;) {
+    for (bool first = true;; first = false) {
         reap(a);
         struct sums t = repair(a);
         if (try(a, n))
             return true;
-        if (a->relief) {
+        if (first && a->relief) {
             a->relief(a);
             if (try(a, n))
                 return true;
+            t = sum(a);
         }
         if (!t.sane || t.committed + n > account_ceiling(a) || now_us() >= end)
             return false;

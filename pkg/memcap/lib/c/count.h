@@ -76,7 +76,6 @@ struct account {
     void *hold;      /* the mapping that keeps the slot's lock */
     /* relief gives back what the process can spare, before a refusal. */
     void (*relief)(struct account *);
-    void *tag; /* relief's */
 };
 
 /* account_open maps the two pages and takes a slot. 0, or a negative error

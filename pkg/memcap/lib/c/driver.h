@@ -85,6 +85,28 @@ typedef struct {
     CUdeviceptr at;
 } CUallocnode;
 
+enum { CU_GRAPH_INSTANTIATE_FLAG_UPLOAD = 2 };
+typedef struct {
+    uint64_t flags;
+    CUstream upload;
+    CUnode bad;
+    int result;
+} CUinstantiate;
+
+enum { CU_MEM_OPERATION_TYPE_MAP = 1 };
+typedef struct {
+    int resource_type;
+    void *resource;
+    int part_type;
+    uint64_t part[4];
+    int operation, handle_type;
+    CUhandle handle;
+    uint64_t offset;
+    unsigned int devices, flags, reserved[2];
+} CUmapinfo;
+
+enum { CU_STREAM_CAPTURE_MODE_RELAXED = 2 };
+
 enum { CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM = 2 };
 
 #define LAYOUT(type, size) _Static_assert(sizeof(type) == (size), #type)
@@ -95,6 +117,8 @@ LAYOUT(CUarray2_v1, 16);
 LAYOUT(CUarray3, 40);
 LAYOUT(CUarray3_v1, 24);
 LAYOUT(CUallocnode, 120);
+LAYOUT(CUinstantiate, 32);
+LAYOUT(CUmapinfo, 96);
 #undef LAYOUT
 
 /* OVERRIDES are the functions that this library exports, by their names in the
@@ -123,11 +147,60 @@ LAYOUT(CUallocnode, 120);
     X(cuDevicePrimaryCtxRelease_v2, (CUdevice))                                               \
     X(cuDevicePrimaryCtxReset, (CUdevice))                                                    \
     X(cuDevicePrimaryCtxReset_v2, (CUdevice))                                                 \
+    X(cuMemAllocAsync, (CUdeviceptr *, size_t, CUstream))                                     \
+    X(cuMemAllocAsync_ptsz, (CUdeviceptr *, size_t, CUstream))                                \
+    X(cuMemAllocFromPoolAsync, (CUdeviceptr *, size_t, CUmempool, CUstream))                  \
+    X(cuMemAllocFromPoolAsync_ptsz, (CUdeviceptr *, size_t, CUmempool, CUstream))             \
+    X(cuMemFreeAsync, (CUdeviceptr, CUstream))                                                \
+    X(cuMemFreeAsync_ptsz, (CUdeviceptr, CUstream))                                           \
+    X(cuMemPoolCreate, (CUmempool *, const CUpoolprops *))                                    \
+    X(cuMemPoolDestroy, (CUmempool))                                                          \
+    X(cuMemPoolTrimTo, (CUmempool, size_t))                                                   \
+    X(cuMemCreate, (CUhandle *, size_t, const CUmemprop *, unsigned long long))               \
+    X(cuMemRelease, (CUhandle))                                                               \
+    X(cuMemRetainAllocationHandle, (CUhandle *, void *))                                      \
+    X(cuMemMap, (CUdeviceptr, size_t, size_t, CUhandle, unsigned long long))                  \
+    X(cuMemUnmap, (CUdeviceptr, size_t))                                                      \
+    X(cuMemMapArrayAsync, (CUmapinfo *, unsigned int, CUstream))                              \
+    X(cuMemMapArrayAsync_ptsz, (CUmapinfo *, unsigned int, CUstream))                         \
+    X(cuArrayCreate, (CUarray *, const CUarray2_v1 *))                                        \
+    X(cuArrayCreate_v2, (CUarray *, const CUarray2 *))                                        \
+    X(cuArray3DCreate, (CUarray *, const CUarray3_v1 *))                                      \
+    X(cuArray3DCreate_v2, (CUarray *, const CUarray3 *))                                      \
+    X(cuArrayDestroy, (CUarray))                                                              \
+    X(cuMipmappedArrayCreate, (CUmipmap *, const CUarray3 *, unsigned int))                   \
+    X(cuMipmappedArrayDestroy, (CUmipmap))                                                    \
+    X(cuGraphInstantiate, (CUexec *, CUgraph, CUnode *, char *, size_t))                      \
+    X(cuGraphInstantiate_v2, (CUexec *, CUgraph, CUnode *, char *, size_t))                   \
+    X(cuGraphInstantiateWithFlags, (CUexec *, CUgraph, unsigned long long))                   \
+    X(cuGraphInstantiateWithParams, (CUexec *, CUgraph, CUinstantiate *))                     \
+    X(cuGraphInstantiateWithParams_ptsz, (CUexec *, CUgraph, CUinstantiate *))                \
+    X(cuGraphUpload, (CUexec, CUstream))                                                      \
+    X(cuGraphUpload_ptsz, (CUexec, CUstream))                                                 \
+    X(cuGraphLaunch, (CUexec, CUstream))                                                      \
+    X(cuGraphLaunch_ptsz, (CUexec, CUstream))                                                 \
+    X(cuGraphExecDestroy, (CUexec))                                                           \
+    X(cuDeviceGraphMemTrim, (CUdevice))                                                       \
     X(cuGetProcAddress, (const char *, void **, int, uint64_t))                               \
     X(cuGetProcAddress_v2, (const char *, void **, int, uint64_t, int *))
 
 /* HELPERS are called, not exported. */
 #define HELPERS(X)                                                \
+    X(cuCtxPushCurrent_v2, (CUcontext))                           \
+    X(cuCtxPopCurrent_v2, (CUcontext *))                          \
+    X(cuDeviceGetCount, (int *))                                  \
+    X(cuDeviceGetMemPool, (CUmempool *, CUdevice))                \
+    X(cuDeviceGetDefaultMemPool, (CUmempool *, CUdevice))         \
+    X(cuMemPoolGetAttribute, (CUmempool, int, void *))            \
+    X(cuStreamGetCtx, (CUstream, CUcontext *))                    \
+    X(cuStreamIsCapturing, (CUstream, int *))                     \
+    X(cuStreamIsCapturing_ptsz, (CUstream, int *))                \
+    X(cuThreadExchangeStreamCaptureMode, (int *))                 \
+    X(cuGraphGetNodes, (CUgraph, CUnode *, size_t *))             \
+    X(cuGraphNodeGetType, (CUnode, int *))                        \
+    X(cuGraphMemAllocNodeGetParams, (CUnode, CUallocnode *))      \
+    X(cuGraphChildGraphNodeGetGraph, (CUnode, CUgraph *))         \
+    X(cuDeviceGetGraphMemAttribute, (CUdevice, int, void *))      \
     X(cuCtxGetCurrent, (CUcontext *))                             \
     X(cuCtxGetDevice, (CUdevice *))                               \
     X(cuDeviceGetUuid, (CUuuid *, CUdevice))                      \

@@ -2,7 +2,7 @@
 
 /* Plain memory: cuMemAlloc and its kin, cuMemFree. */
 
-#include "charge.h"
+#include "pool.h"
 
 #define OUT_OF_MEMORY_UNLESS_COUNTED(p, c, bytes, how, pass) \
     switch (charge_begin(p, c, bytes, how)) {                \
@@ -143,9 +143,12 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr at)
 {
     struct process *p = ENTER();
     struct taken t;
-    if (!p || !charge_take(p, &t, at, SPACE_ADDRESS))
+    CUresult r;
+    if (!p)
         return CALL(cuMemFree_v2, at);
-    CUresult r = CALL(cuMemFree_v2, at);
+    if (!charge_take(p, &t, at, SPACE_ADDRESS))
+        return real.cuMemFree_v2 && pool_free(p, at, &r, real.cuMemFree_v2, NULL, NULL) ? r : CALL(cuMemFree_v2, at);
+    r = CALL(cuMemFree_v2, at);
     if (r == CUDA_SUCCESS)
         charge_gone(p, &t);
     else

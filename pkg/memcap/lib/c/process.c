@@ -84,6 +84,7 @@ static int open_account(struct account *a, CUdevice device)
     /* The second version names the MIG instance where there is one. */
     if (CALL(cuDeviceGetUuid_v2, &uuid, device) != CUDA_SUCCESS && CALL(cuDeviceGetUuid, &uuid, device) != CUDA_SUCCESS)
         return -19; /* ENODEV */
+    a->relief = relieve;
     int err = 0;
     for (int mig = 0; mig <= 1; mig++) {
         char name[64], limit[128], usage[128];
@@ -184,6 +185,26 @@ bool context_forget(struct process *p, CUcontext context, struct where *w)
     w->device = (CUdevice)(info & 0xFF);
     w->context = info >> 8;
     return info;
+}
+
+bool where_stream(struct process *p, struct where *w, CUstream stream)
+{
+    CUcontext context = NULL, popped;
+    if (!stream || stream == CU_STREAM_LEGACY || stream == CU_STREAM_PER_THREAD)
+        return where(p, w);
+    if (CALL(cuStreamGetCtx, stream, &context) != CUDA_SUCCESS || !context)
+        return where(p, w);
+    uint64_t info = look(p, (uintptr_t)context);
+    if (!info) {
+        if (CALL(cuCtxPushCurrent_v2, context) != CUDA_SUCCESS)
+            return false;
+        bool found = where(p, w);
+        CALL(cuCtxPopCurrent_v2, &popped);
+        return found;
+    }
+    w->device = (CUdevice)(info & 0xFF);
+    w->context = info >> 8;
+    return true;
 }
 
 bool where(struct process *p, struct where *w)

@@ -16,7 +16,7 @@
 #include "real.h"
 #include "table.h"
 
-enum { MAX_DEVICES = 64, MAX_CONTEXTS = 128 };
+enum { MAX_DEVICES = 64, MAX_CONTEXTS = 128, MAX_POOLS = 256 };
 
 /* A device's account, or why there is none. */
 enum standing { STANDING_UNKNOWN, STANDING_GOOD, STANDING_OPEN, STANDING_CLOSED };
@@ -24,6 +24,27 @@ enum standing { STANDING_UNKNOWN, STANDING_GOOD, STANDING_OPEN, STANDING_CLOSED 
 struct context {
     uint64_t handle; /* the driver's; 0: free */
     uint64_t info;   /* number << 8 | device */
+};
+
+/* Small things without an address, of one device. */
+struct hidden {
+    uint32_t lock; /* held while the driver makes one */
+    uint64_t bytes, blocks;
+};
+
+/* A memory pool: its charge follows what it has reserved. */
+struct pool {
+    uint64_t handle; /* 0: free, or destroyed */
+    uint32_t used;   /* this place is taken */
+    uint32_t lock;   /* held while the driver allocates from it */
+    int32_t device;  /* -1: on the host */
+    uint64_t charge;
+    uint64_t live; /* allocations */
+};
+
+struct graph_pool { /* what graphs have of a device */
+    uint32_t lock;
+    uint64_t charge;
 };
 
 struct process {
@@ -35,6 +56,10 @@ struct process {
     struct account accounts[MAX_DEVICES];
     struct context contexts[MAX_CONTEXTS];
     uint64_t primary[MAX_DEVICES]; /* the primary context's handle; 0: none counted */
+    struct hidden hidden[MAX_DEVICES];
+    struct pool pools[MAX_POOLS];
+    struct graph_pool graphs[MAX_DEVICES];
+    uint64_t graph_devices; /* a bit for each with a graph that allocates */
     struct table table;
 };
 
@@ -57,6 +82,9 @@ static inline struct process *enter(const void *back)
 }
 #define ENTER() enter(__builtin_extract_return_addr(__builtin_return_address(0)))
 
+/* relieve gives back what this process's pools have and do not use. */
+void relieve(struct account *a);
+
 /* CALL passes a call on. An older driver may not have the function. */
 #define CALL(name, ...) (real.name ? real.name(__VA_ARGS__) : CUDA_ERROR_NOT_FOUND)
 
@@ -71,6 +99,8 @@ struct where {
     uint64_t context;
 };
 bool where(struct process *p, struct where *w);
+/* where_stream does so for the context of a stream. */
+bool where_stream(struct process *p, struct where *w, CUstream stream);
 
 /* context_number returns the number of a context of that device, a new one
  * where the handle was not seen before. context_forget takes the handle away
