@@ -15,6 +15,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"go.yaml.in/yaml/v3"
 )
 
 // What the manifests of deployments/ call things.
@@ -51,6 +53,14 @@ type Agent struct {
 type DeployOptions struct {
 	// Overlay names a directory of deployments/overlays; empty is the base.
 	Overlay string
+	// Components name directories of deployments/components. What one brings
+	// beside the agent stays until RemoveComponent.
+	Components []string
+	// Image is another than AgentImage, which the node has.
+	Image string
+	// OwnPIDs leaves out the DaemonSet's hostPID: the agent sees no process but
+	// its own.
+	OwnPIDs bool
 	// Partitions is the partition file; empty leaves the sample.
 	Partitions string
 	// Env is set beside what the manifests set; the flags' twins are meant.
@@ -58,32 +68,54 @@ type DeployOptions struct {
 }
 
 // Deploy applies the manifests that users apply, changed in two things only:
-// the image is never pulled, as there is no registry, and the partitions are
-// the caller's. It labels the node for the agent, and waits until the agent
+// the image is never pulled, as there is no registry, and what o says is the
+// caller's. It labels the node for the agent, and waits until the agent
 // that has these options is ready. It may be called again with others.
 func (n *Node) Deploy(ctx context.Context, o DeployOptions) (*Agent, error) {
 	dir, err := n.Dir("deploy")
 	if err != nil {
 		return nil, fmt.Errorf("deploy the agent: %w", err)
 	}
-	source := filepath.Join(n.kit.Root, "deployments", "base")
-	if o.Overlay != "" {
-		source = filepath.Join(n.kit.Root, "deployments", "overlays", o.Overlay)
+	manifests := func(path ...string) (string, error) { // kustomize takes no absolute path
+		return filepath.Rel(dir, filepath.Join(append([]string{n.kit.Root, "deployments"}, path...)...))
 	}
-	source, err = filepath.Rel(dir, source) // kustomize takes no absolute path
+	source, err := manifests("base")
+	if o.Overlay != "" {
+		source, err = manifests("overlays", o.Overlay)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("deploy the agent: %w", err)
+	}
+	components := []string{}
+	for _, name := range o.Components {
+		component, err := manifests("components", name)
+		if err != nil {
+			return nil, fmt.Errorf("deploy the agent: %w", err)
+		}
+		components = append(components, component)
 	}
 	type patch struct {
 		Target map[string]string `json:"target"`
 		Patch  string            `json:"patch"`
 	}
-	const container = "/spec/template/spec/containers/0/"
-	changes := []object{{"op": "replace", "path": container + "imagePullPolicy", "value": "Never"}}
-	for _, name := range sortedKeys(o.Env) {
-		changes = append(changes, object{"op": "add", "path": container + "env/-", "value": object{"name": name, "value": o.Env[name]}})
+	container := object{"name": "gpu-agent", "imagePullPolicy": "Never"}
+	if o.Image != "" {
+		container["image"] = o.Image
 	}
-	data, err := json.Marshal(changes)
+	if len(o.Env) > 0 {
+		var env []object
+		for _, name := range sortedKeys(o.Env) {
+			env = append(env, object{"name": name, "value": o.Env[name]})
+		}
+		container["env"] = env
+	}
+	spec := object{"containers": []object{container}}
+	if o.OwnPIDs {
+		spec["hostPID"] = false
+	}
+	// Merged by names, so that a variable that a component sets is there once.
+	data, err := json.Marshal(object{"apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": object{"name": "gpu-agent"},
+		"spec": object{"template": object{"spec": spec}}})
 	if err != nil {
 		return nil, fmt.Errorf("deploy the agent: %w", err)
 	}
@@ -97,7 +129,7 @@ func (n *Node) Deploy(ctx context.Context, o DeployOptions) (*Agent, error) {
 	}
 	kustomization, err := json.MarshalIndent(map[string]any{ // JSON is YAML too
 		"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization",
-		"resources": []string{source}, "patches": patches,
+		"resources": []string{source}, "components": components, "patches": patches,
 	}, "", "  ")
 	if err != nil {
 		return nil, fmt.Errorf("deploy the agent: %w", err)
@@ -113,6 +145,28 @@ func (n *Node) Deploy(ctx context.Context, o DeployOptions) (*Agent, error) {
 	}
 	a := &Agent{node: n}
 	return a, a.Ready(ctx)
+}
+
+// RemoveComponent deletes what a component has brought beside the agent, which
+// is deployed without it already.
+func (n *Node) RemoveComponent(ctx context.Context, name string) error {
+	dir := filepath.Join(n.kit.Root, "deployments", "components", name)
+	data, err := os.ReadFile(filepath.Join(dir, "kustomization.yaml"))
+	if err != nil {
+		return fmt.Errorf("remove the component %s: %w", name, err)
+	}
+	var k struct{ Resources []string }
+	if err := yaml.Unmarshal(data, &k); err != nil {
+		return fmt.Errorf("remove the component %s: %w", name, err)
+	}
+	args := []string{"delete", "--ignore-not-found"}
+	for _, file := range k.Resources {
+		args = append(args, "-f", filepath.Join(dir, file))
+	}
+	if _, err := n.Kubectl(ctx, nil, args...); err != nil {
+		return fmt.Errorf("remove the component %s: %w", name, err)
+	}
+	return nil
 }
 
 const agentPods = "/api/v1/namespaces/" + AgentNamespace + "/pods"
@@ -244,6 +298,33 @@ type Status struct {
 		Generation                   int
 	}
 	GPUs []GPUStatus
+	// Containers is the memory of containers by GPU.
+	Containers []ContainerStatus
+	Watchdog   struct {
+		State, Reason    string
+		Kills, Intruders int
+	}
+}
+
+// ContainerStatus is a container's memory on one GPU.
+type ContainerStatus struct {
+	Namespace, Pod, Container, GPU string
+	Index                          int
+	// CapMiB is nil where there is no cap, UsedMiB where nobody knows.
+	CapMiB, UsedMiB              *int
+	PeakMiB, Refusals, Processes int
+	Guarantee                    string
+}
+
+func (c ContainerStatus) String() string {
+	amount := func(mib *int) string {
+		if mib == nil {
+			return "-"
+		}
+		return strconv.Itoa(*mib)
+	}
+	return fmt.Sprintf("%s/%s on GPU %d: cap %s, used %s, peak %d MiB, guarantee %q, %d refusals, %d processes",
+		c.Pod, c.Container, c.Index, amount(c.CapMiB), amount(c.UsedMiB), c.PeakMiB, c.Guarantee, c.Refusals, c.Processes)
 }
 
 // GPUStatus is one GPU of a Status.
@@ -253,7 +334,10 @@ type GPUStatus struct {
 	Total, Used, Free, Unhealthy int
 	Health, Reason, Class, Needs string
 	Blocked                      string
-	Holders                      []struct {
+	// Intruders and NoPod are how many processes of containers without a claim,
+	// and of no pod, use the GPU.
+	Intruders, NoPod int
+	Holders          []struct {
 		Namespace, Pod, Container, Resource string
 		Units                               int
 	}

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -25,17 +26,18 @@ type Driver struct {
 	// Version is the driver's.
 	Version string
 
-	node            *Node
-	process, socket string
+	node           *Node
+	daemon, socket string
 }
 
 // GPUInfo is a GPU as the emulated hardware knows it.
 type GPUInfo struct {
 	Index, Minor int
 	UUID, Model  string
-	MemoryMiB    int
-	TimeSlice    string
-	Lost         bool
+	// MemoryMiB is the card's, ReservedMiB the driver's own part of it.
+	MemoryMiB, ReservedMiB int
+	TimeSlice              string
+	Lost                   bool
 }
 
 // Device is the path of the GPU's device node. Minors differ from indices, so
@@ -80,7 +82,7 @@ func (n *Node) LayDriver(ctx context.Context, o DriverOptions) (*Driver, error) 
 	if _, err := n.Exec(ctx, install...); err != nil {
 		return nil, fmt.Errorf("lay the driver at %s: %w", o.Root, err)
 	}
-	d := &Driver{Root: o.Root, node: n, process: name, socket: filepath.Join(o.Root, "run/nvidia-persistenced/socket")}
+	d := &Driver{Root: o.Root, node: n, daemon: name, socket: filepath.Join(o.Root, "run/nvidia-persistenced/socket")}
 	if err := n.Start(ctx, name, emulator, "serve", "--world", world, "--socket", d.socket); err != nil {
 		return nil, fmt.Errorf("start the driver's daemon: %w", err)
 	}
@@ -94,7 +96,7 @@ func (d *Driver) Remove(ctx context.Context) error {
 	if d.Root == "/" {
 		return errors.New("remove the driver: it is installed at /")
 	}
-	if err := d.node.Stop(ctx, d.process); err != nil {
+	if err := d.node.Stop(ctx, d.daemon); err != nil {
 		return err
 	}
 	if _, err := d.node.Exec(ctx, "rm", "-r", d.Root); err != nil {
@@ -125,6 +127,55 @@ func (d *Driver) refresh(ctx context.Context) error {
 
 func (d *Driver) control(ctx context.Context, command string, args ...string) ([]byte, error) {
 	return d.node.Exec(ctx, append([]string{d.node.kit.Bin("gpu-emulator"), command, "--socket", d.socket}, args...)...)
+}
+
+// Used is what processes have on a GPU together, in bytes: all there are, or
+// those that are named.
+func (d *Driver) Used(ctx context.Context, index int, of ...Process) (uint64, error) {
+	out, err := d.control(ctx, "show")
+	if err != nil {
+		return 0, err
+	}
+	state, err := decode[struct {
+		Processes []struct {
+			PID, GPU int
+			Bytes    uint64
+		}
+	}](out, "the emulated driver's state")
+	if err != nil {
+		return 0, err
+	}
+	var sum uint64
+	for _, p := range state.Processes {
+		named := slices.ContainsFunc(of, func(o Process) bool { return o.PID == p.PID })
+		if p.GPU == index && (named || len(of) == 0) {
+			sum += p.Bytes
+		}
+	}
+	return sum, nil
+}
+
+// Occupy starts a process of no pod that has memory on a GPU.
+func (d *Driver) Occupy(ctx context.Context, index, mib int) (Process, error) {
+	out, err := d.process(ctx, "start", "--gpu", strconv.Itoa(index), "--memory", strconv.Itoa(mib))
+	if err != nil {
+		return Process{}, err
+	}
+	pid, err := strconv.Atoi(strings.TrimSpace(string(out)))
+	if err != nil {
+		return Process{}, fmt.Errorf("start a process on GPU %d: %w", index, err)
+	}
+	return d.node.process(pid)
+}
+
+// Vacate ends a process that Occupy has started.
+func (d *Driver) Vacate(ctx context.Context, p Process) error {
+	_, err := d.process(ctx, "stop", strconv.Itoa(p.PID))
+	return err
+}
+
+func (d *Driver) process(ctx context.Context, command string, args ...string) ([]byte, error) {
+	return d.node.Exec(ctx, append([]string{d.node.kit.Bin("gpu-emulator"), "proc", command, "--socket", d.socket}, args...)...)
 }
 
 // Lose drops a GPU off the bus.

@@ -56,7 +56,14 @@ type Container struct {
 	Then string
 	// Pull lets the kubelet pull an image that the node lacks.
 	Pull bool
+	// Mounts are files and directories of the node's that the container sees.
+	Mounts []Mount
+	// Privileged gives it all of the node's devices, as no claim would.
+	Privileged bool
 }
+
+// Mount shows a container what the node has at a path, at the same or another.
+type Mount struct{ Host, Path string }
 
 // Scripts for Container.Then.
 const (
@@ -157,6 +164,7 @@ const (
 type object = map[string]any
 
 func (n *Node) podSpec(p Pod) object {
+	volumes := []any{}
 	containers := func(list []Container, prelude, then string) (out []any) {
 		for _, c := range list {
 			limits := map[string]string{}
@@ -173,10 +181,18 @@ func (n *Node) podSpec(p Pod) object {
 			if c.Then != "" {
 				script = c.Then
 			}
+			var mounts []any
+			for _, m := range c.Mounts {
+				volume := fmt.Sprintf("host-%d", len(volumes))
+				volumes = append(volumes, object{"name": volume, "hostPath": object{"path": m.Host}})
+				mounts = append(mounts, object{"name": volume, "mountPath": m.Path})
+			}
 			out = append(out, object{
 				"name": c.name(), "image": image, "imagePullPolicy": pull,
-				"command":   []string{"/bin/sh", "-c", prelude + look + script},
-				"resources": object{"limits": limits},
+				"command":         []string{"/bin/sh", "-c", prelude + look + script},
+				"resources":       object{"limits": limits},
+				"volumeMounts":    mounts,
+				"securityContext": object{"privileged": c.Privileged},
 			})
 		}
 		return out
@@ -191,6 +207,7 @@ func (n *Node) podSpec(p Pod) object {
 		"initContainers":                containers(p.Init, obedient, ""),
 		"containers":                    containers(p.Containers, obedient, Wait),
 	}
+	spec["volumes"] = volumes // which the containers above have asked for
 	if p.Once {
 		spec["restartPolicy"] = "Never"
 	}
@@ -228,6 +245,8 @@ type ContainerState struct {
 	Waiting  string // why it does not run
 	// Ended says how it ended, "Completed" or "Error", where it has.
 	Ended string
+	// LastExit is the exit code of the one before the newest.
+	LastExit int
 	// Health has, for each device ID that the kubelet says the container has,
 	// what it says of it: Healthy, Unhealthy or Unknown.
 	Health map[string]string
@@ -265,6 +284,9 @@ func (p *RunningPod) State(ctx context.Context) (PodState, error) {
 			Running    *struct{}
 			Terminated *struct{ Reason string }
 		}
+		LastState struct {
+			Terminated *struct{ ExitCode int }
+		}
 		AllocatedResourcesStatus []struct {
 			Resources []struct{ ResourceID, Health string }
 		}
@@ -287,6 +309,9 @@ func (p *RunningPod) State(ctx context.Context) (PodState, error) {
 		cs := ContainerState{ID: id, Ready: c.Ready, Running: c.State.Running != nil, Restarts: c.RestartCount, Health: map[string]string{}}
 		if t := c.State.Terminated; t != nil {
 			cs.Ended = t.Reason
+		}
+		if t := c.LastState.Terminated; t != nil {
+			cs.LastExit = t.ExitCode
 		}
 		for _, a := range c.AllocatedResourcesStatus {
 			for _, r := range a.Resources {
@@ -579,6 +604,16 @@ func (p *RunningPod) RestartContainer(ctx context.Context, container string) err
 		}
 		return nil
 	})
+}
+
+// Log is what a container has printed since it was started last.
+func (p *RunningPod) Log(ctx context.Context, container string) (string, error) {
+	if container == "" {
+		container = "main"
+	}
+	var log []byte
+	err := p.node.api.get(ctx, p.path()+"/log?container="+container, &log)
+	return string(log), err
 }
 
 // Exec runs a command in a container and returns what it prints.

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"time"
@@ -184,6 +185,43 @@ func (p *RunningPod) Process(ctx context.Context, container string) (Process, er
 		}
 	}
 	return Process{}, fmt.Errorf("container %s of pod %s does not run; the runtime has %d of that name, ended", container, p.Name, len(ids))
+}
+
+// Processes are all processes of a container that run a program, by its path as
+// the container has it; without one, all of the container's.
+func (p *RunningPod) Processes(ctx context.Context, container, program string) ([]Process, error) {
+	if container == "" {
+		container = "main"
+	}
+	s, err := p.State(ctx)
+	if err != nil {
+		return nil, err
+	}
+	id := s.Containers[container].ID
+	if id == "" {
+		return nil, fmt.Errorf("find the processes of container %s of pod %s: it was never started", container, p.Name)
+	}
+	dirs, err := filepath.Glob(p.node.File("/proc/[0-9]*"))
+	if err != nil {
+		return nil, err
+	}
+	var out []Process
+	for _, dir := range dirs {
+		// A process may end while it is looked at.
+		groups, _ := os.ReadFile(filepath.Join(dir, "cgroup"))
+		exe, _ := os.Readlink(filepath.Join(dir, "exe"))
+		if !strings.Contains(string(groups), id) || program != "" && exe != program {
+			continue
+		}
+		pid, err := strconv.Atoi(filepath.Base(dir))
+		if err != nil {
+			return nil, err
+		}
+		if found, err := p.node.process(pid); err == nil {
+			out = append(out, found)
+		}
+	}
+	return out, nil
 }
 
 // Signal sends a process of the node a signal by its name, such as STOP.
