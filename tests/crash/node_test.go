@@ -25,10 +25,11 @@ import (
 
 	"example.com/gpu-agent/internal/obs"
 	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/tests/emulator"
 	"example.com/gpu-agent/tests/emulator/daemon"
 	"example.com/gpu-agent/tests/emulator/install"
-	"example.com/gpu-agent/tests/emulator/lib"
+	driverlib "example.com/gpu-agent/tests/emulator/lib"
 	"example.com/gpu-agent/tests/lab"
 )
 
@@ -91,7 +92,7 @@ var programs = sync.OnceValues(func() (builds, error) {
 		return b, fmt.Errorf("%s run -h lists no flags:\n%s", b.agent, usage)
 	}
 	var err error
-	b.libraries, err = lib.Cached(ctx)
+	b.libraries, err = driverlib.Cached(ctx)
 	return b, err
 })
 
@@ -508,6 +509,9 @@ func (n *node) filesDiffer(held map[string]holding) error {
 	if !slices.Equal(got, want) {
 		return fmt.Errorf("CDI files are %q, want %q", got, want)
 	}
+	if err := n.capsDiffer(held); err != nil {
+		return err
+	}
 	for _, c := range n.runtime.living(nil) {
 		data, err := os.ReadFile(filepath.Join(n.cdi, c.file))
 		if err != nil {
@@ -523,6 +527,32 @@ func (n *node) filesDiffer(held map[string]holding) error {
 	for _, name := range got {
 		if base := filepath.Base(name); strings.HasPrefix(base, ".") || strings.Contains(base, "tmp") || strings.Contains(base, "temp") {
 			return fmt.Errorf("a temporary file is left in the state directory: %s", name)
+		}
+	}
+	return nil
+}
+
+// capsDiffer says which claims have no limit pages, or pages and no claim, and
+// which CDI files name files of the agent's that are not there.
+func (n *node) capsDiffer(held map[string]holding) error {
+	pages, err := lib.OpenPages(n.state)
+	if err != nil {
+		return err
+	}
+	defer pages.Close()
+	keys, err := pages.List()
+	if want := slices.Sorted(maps.Keys(held)); err != nil || !slices.Equal(keys, want) {
+		return fmt.Errorf("limit pages of %q, want %q: %w", keys, want, err)
+	}
+	for key := range held {
+		data, err := os.ReadFile(filepath.Join(n.cdi, cdi.FileName(domain, key)))
+		if err != nil {
+			return err
+		}
+		for _, word := range strings.Split(string(data), `"`) {
+			if _, err := os.Stat(word); strings.HasPrefix(word, n.state+"/") && err != nil {
+				return fmt.Errorf("the CDI file of claim %s: %w", key, err)
+			}
 		}
 	}
 	return nil
