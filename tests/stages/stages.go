@@ -127,8 +127,11 @@ func stages(cache string, packages []string, soak bool) []stage {
 	}
 	if soak {
 		all = append(all,
-			stage{name: "storm", what: "100,000 random steps of a node in memory, with the race detector", after: []string{"unit"},
-				commands: []command{test(".", "-race", "-count=1", long, "./internal/agent", "-run=^TestStorm$", "-storm.steps=100000")}},
+			stage{name: "storm", what: "100,000 random steps of a node in memory and a million looks of the watchdog, with the race detector", after: []string{"unit"},
+				commands: []command{
+					test(".", "-race", "-count=1", long, "./internal/agent", "-run=^TestStorm$", "-storm.steps=100000"),
+					test(".", "-race", "-count=1", long, "./pkg/memcap", "-run=^TestTruth$", "-judge.rounds=1000000"),
+				}},
 			stage{name: "fuzz", what: "the invariants of each fuzz test, five minutes each", after: []string{"unit"}, commands: fuzzing()})
 	}
 	return all
