@@ -117,7 +117,13 @@ func (d *demo) deploy(ctx context.Context) (err error) {
 // its container sees. It returns the one GPU that it has.
 func (d *demo) startPod(ctx context.Context, name, resource string, count int) (lab.GPUInfo, error) {
 	began := time.Now()
-	pod, err := d.node.CreatePod(ctx, lab.Pod{Name: name, Containers: []lab.Container{{Resources: map[string]int{resource: count}}}})
+	probe, err := lab.ProbeMount(ctx)
+	if err != nil {
+		return lab.GPUInfo{}, err
+	}
+	pod, err := d.node.CreatePod(ctx, lab.Pod{Name: name, Containers: []lab.Container{{
+		Resources: map[string]int{resource: count}, Mounts: []lab.Mount{probe},
+	}}})
 	if err != nil {
 		return lab.GPUInfo{}, err
 	}
@@ -127,8 +133,8 @@ func (d *demo) startPod(ctx context.Context, name, resource string, count int) (
 	d.say("pod %s (%s: %d) runs after %.1f s; inside its container:", name, resource, count, time.Since(began).Seconds())
 	for _, command := range []string{
 		"ls /dev/nvidia*",
-		"ls /usr/lib/x86_64-linux-gnu/libcuda* /usr/lib/x86_64-linux-gnu/libnvidia-ml* /usr/bin/nvidia-smi",
 		"dlopen-check libcuda.so.1",
+		"nvidia-smi",
 	} {
 		out, err := pod.Exec(ctx, "", "sh", "-c", command)
 		if err != nil {
@@ -136,6 +142,11 @@ func (d *demo) startPod(ctx context.Context, name, resource string, count int) (
 		}
 		d.say("  $ %s", command)
 		d.say("    %s", strings.ReplaceAll(strings.TrimSpace(string(out)), "\n", "\n    "))
+	}
+	if resource == lab.Memory {
+		if err := d.fill(ctx, pod, count); err != nil {
+			return lab.GPUInfo{}, err
+		}
 	}
 	seen, err := pod.Inside(ctx, "")
 	if err != nil {
@@ -156,6 +167,25 @@ func (d *demo) startPod(ctx context.Context, name, resource string, count int) (
 		return lab.GPUInfo{}, fmt.Errorf("pod %s finds %q for libcuda.so.1 (%s), and should find %s", name, seen.CUDA, seen.CUDAError, want)
 	}
 	return g, nil
+}
+
+// fill has a program in a pod's container take GPU memory, a GiB at a time, until
+// it is refused; then it ends.
+func (d *demo) fill(ctx context.Context, pod *lab.RunningPod, limit int) error {
+	k, err := pod.Probe(ctx, "", nil)
+	if err != nil {
+		return err
+	}
+	answer, err := k.Ask("take cuMemAlloc_v2 %d 1000", 1<<30)
+	if err := errors.Join(err, k.Close()); err != nil {
+		return err
+	}
+	if got := answer.Bytes("count"); answer.Result() != lab.OutOfMemory || got != uint64(limit)-1 {
+		return fmt.Errorf("a pod with %d GiB was given %d: %s", limit, got, answer)
+	}
+	d.say("  a program there calls cuMemAlloc for 1 GiB again and again: %d times with success, and then it", answer.Bytes("count"))
+	d.say("  is told CUDA_ERROR_OUT_OF_MEMORY; its context, too, is within the %d GiB", limit)
+	return nil
 }
 
 func sameSet(a, b []string) bool {
