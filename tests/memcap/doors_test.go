@@ -225,10 +225,10 @@ func (r *rig) cells(t *testing.T, table *board, d door, m mode, index int) {
 		switch call {
 		case "cuCtxCreate_v2":
 			bytes = context300
+		case "cuMemAllocAsync", "cuMemAllocFromPoolAsync", "cuMemAllocFromPoolAsync/kept":
+			bytes = request // a pool grows by no less
 		case "cuMemAlloc_v2/small":
 			slack = block * uint64(m.processes)
-		case "cuMipmappedArrayCreate":
-			slack = block // its levels are no whole blocks
 		}
 		if err := r.m.World.ResetPeak(index); err != nil {
 			t.Fatal(err)

@@ -63,8 +63,10 @@ const (
 	// context is what a CUDA context takes on the emulated GPUs.
 	context300 = 300 * MiB
 	// every is how often readers read, much faster than the agent: what is
-	// waited for here is waited for a thousand times.
-	every = 10 * time.Millisecond
+	// waited for here is waited for a thousand times. The pages promise no more
+	// than the agent does, since on a busy machine readers are late.
+	every    = 10 * time.Millisecond
+	promised = 250 * time.Millisecond
 )
 
 // rig is a machine with a cap's library installed and the probe built.
@@ -167,7 +169,7 @@ func (r *rig) claim(t *testing.T, key string, shares []share, open bool, change 
 		limits = append(limits, lib.Limit{GPU: r.uuid(s.gpu), Bytes: s.bytes, Context: s.context})
 		gpus = append(gpus, s.gpu)
 	}
-	files, err := r.pages.Write(key, every, limits)
+	files, err := r.pages.Write(key, promised, limits)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -47,14 +47,6 @@ func TestPolicies(t *testing.T) {
 			without(edits, page)
 			capsule.Bind(edits, t.TempDir(), page)
 		}},
-		{"another GPU's page", func(t *testing.T, edits *specs.ContainerEdits, _ *capsule.Image) {
-			data, err := os.ReadFile(mountOf(edits, page).HostPath)
-			if err != nil {
-				t.Fatal(err)
-			}
-			copy(data[32:96], "GPU-00000000-0000-0000-0000-000000000000\x00")
-			instead(data)(t, edits, nil)
-		}},
 		{"usage that is read-only", func(_ *testing.T, edits *specs.ContainerEdits, _ *capsule.Image) {
 			for i, m := range edits.Mounts {
 				if m.ContainerPath == lib.UsageDir {

@@ -153,7 +153,7 @@ static CUresult take_3d(struct seat *s, struct item *i, uint64_t n)
 static CUresult give_array(struct seat *s, struct item *i) { return s->cu->cuArrayDestroy((CUarray)i->a); }
 
 /* Each level has a quarter of the elements of the one before. */
-static uint64_t mipmap(uint64_t n) { return n + n / 4 + n / 16; }
+static uint64_t mipmap(uint64_t n) { return grains(n + n / 4 + n / 16); }
 static CUresult take_mipmap(struct seat *s, struct item *i, uint64_t n)
 {
     CUDA_ARRAY3D_DESCRIPTOR d = {COLUMNS, n / ROW, 0, CU_AD_FORMAT_UNSIGNED_INT32, 1, 0};
