@@ -16,7 +16,7 @@
 
 struct device devices[MAX_DEVICES];
 int device_count;
-pthread_mutex_t cuda_lock = PTHREAD_MUTEX_INITIALIZER;
+pthread_mutex_t cuda_lock = PTHREAD_MUTEX_INITIALIZER, growing = PTHREAD_MUTEX_INITIALIZER;
 
 /* A page that the kernel wipes in a forked child: its first word says that this
  * process, and not a parent, has initialised the driver. */

@@ -499,8 +499,7 @@ static void run(const struct exec *e)
     }
 }
 
-/* prepare has the memory that a run needs, and runs. */
-static CUresult prepare(const char *call, CUgraphExec handle, bool runs)
+static CUresult grow_and_run(const char *call, CUgraphExec handle, bool runs)
 {
     for (;;) {
         uint64_t peak[MAX_DEVICES], more = 0;
@@ -530,6 +529,15 @@ static CUresult prepare(const char *call, CUgraphExec handle, bool runs)
         d->graph_reserved_high = max(d->graph_reserved_high, d->graph_reserved);
         unlock();
     }
+}
+
+/* prepare has the memory that a run needs, and runs. */
+static CUresult prepare(const char *call, CUgraphExec handle, bool runs)
+{
+    pthread_mutex_lock(&growing);
+    CUresult r = grow_and_run(call, handle, runs);
+    pthread_mutex_unlock(&growing);
+    return r;
 }
 
 static CUresult instantiate(const char *call, CUgraphExec *out, CUgraph graph, uint64_t flags)

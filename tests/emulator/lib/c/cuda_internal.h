@@ -90,6 +90,11 @@ extern struct device devices[MAX_DEVICES];
 extern int device_count;
 extern pthread_mutex_t cuda_lock;
 
+/* growing is held, before the lock, by what asks for memory that others of the
+ * process will share: a block, a pool's piece, a graph's. Two at once would ask
+ * for more than the process needs, which the hardware's driver does not. */
+extern pthread_mutex_t growing;
+
 static inline void lock(void) { pthread_mutex_lock(&cuda_lock); }
 static inline void unlock(void) { pthread_mutex_unlock(&cuda_lock); }
 

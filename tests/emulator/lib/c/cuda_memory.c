@@ -30,32 +30,40 @@ static CUresult allocate_large(const char *call, CUdeviceptr *out, struct contex
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-static CUresult allocate_small(const char *call, CUdeviceptr *out, struct context *c, uint64_t size)
+static bool take_small(CUdeviceptr *out, struct context *c, uint64_t size)
+{
+    lock();
+    struct range *r = range_small(c->device, c, size);
+    if (r)
+        *out = r->at;
+    unlock();
+    return r;
+}
+
+static CUresult grow_small(const char *call, CUdeviceptr *out, struct context *c, uint64_t size)
 {
     struct device *d = &devices[c->device];
-    for (bool paid = false;;) {
-        lock();
-        struct range *r = range_small(c->device, c, size);
-        if (!r && paid) {
-            paid = false;
-            r = range_add_block(c->device) ? range_small(c->device, c, size) : NULL;
-            if (!r) {
-                unlock();
-                charge(call, d, -(int64_t)BLOCK);
-                return CUDA_ERROR_OUT_OF_MEMORY;
-            }
-        }
-        if (r)
-            *out = r->at;
-        unlock();
-        if (r) {
-            if (paid) /* another thread made room meanwhile */
-                charge(call, d, -(int64_t)BLOCK);
-            return CUDA_SUCCESS;
-        }
+    while (!take_small(out, c, size)) { /* another thread may be quicker to take what is new */
         TRY(charge(call, d, (int64_t)BLOCK));
-        paid = true;
+        lock();
+        bool added = range_add_block(c->device);
+        unlock();
+        if (!added) {
+            charge(call, d, -(int64_t)BLOCK);
+            return CUDA_ERROR_OUT_OF_MEMORY;
+        }
     }
+    return CUDA_SUCCESS;
+}
+
+static CUresult allocate_small(const char *call, CUdeviceptr *out, struct context *c, uint64_t size)
+{
+    if (take_small(out, c, size))
+        return CUDA_SUCCESS;
+    pthread_mutex_lock(&growing);
+    CUresult r = grow_small(call, out, c, size);
+    pthread_mutex_unlock(&growing);
+    return r;
 }
 
 CUresult allocate(const char *call, CUdeviceptr *out, uint64_t size)

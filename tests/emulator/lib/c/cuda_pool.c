@@ -121,7 +121,10 @@ static CUresult pool_alloc(const char *call, CUdeviceptr *out, uint64_t size, st
     if (g)
         return graph_capture_alloc(g, s, p->device, size, out);
     uint64_t used = round_up(size, UNIT);
-    TRY(grow(call, p, used));
+    pthread_mutex_lock(&growing);
+    CUresult grown = grow(call, p, used);
+    pthread_mutex_unlock(&growing);
+    TRY(grown);
     lock();
     struct range *r = range_take(RANGE_POOL, p->device, c, size);
     if (r) {
