@@ -10,7 +10,6 @@ import (
 	"strings"
 	"time"
 
-	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
@@ -107,7 +106,8 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 	}
 	slices.SortFunc(holdings, func(a, b memcap.Holding) int { return strings.Compare(a.Container, b.Container) })
 	g.last[d.UUID] = l
-	for _, v := range g.judge.Judge(sample, holdings, g.knows) {
+	knows := func(id string) bool { return g.knows(id, holders) }
+	for _, v := range g.judge.Judge(sample, holdings, knows) {
 		g.act(ctx, d, v, owners)
 	}
 	return again
@@ -191,16 +191,15 @@ func (g *Guard) refresh(ctx context.Context, now time.Time, sums map[string]*sum
 }
 
 // knows says whether all that a container holds is known: it is listed, and so is
-// each of its claims.
-func (g *Guard) knows(id string) bool {
+// each of its claims, among those that its caps were taken from.
+func (g *Guard) knows(id string, holders map[string]holder) bool {
 	c := g.containers[id]
 	if c == nil || g.isOwn(c) {
 		return false
 	}
-	claims := g.w.House.Claims()
 	for _, key := range g.keys(c) {
-		at, ok := slices.BinarySearchFunc(claims, key, func(c desk.Claim, k string) int { return strings.Compare(c.Key, k) })
-		if !ok || len(g.w.House.Caps(&claims[at])) != len(claims[at].GPUs) {
+		h, ok := holders[key]
+		if !ok || len(h.caps) != len(h.claim.GPUs) {
 			return false
 		}
 	}
