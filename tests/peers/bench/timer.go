@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"strconv"
 	"strings"
 	"time"
 
@@ -42,8 +43,12 @@ func (b *bench) laid(edits specs.ContainerEdits) (specs.ContainerEdits, capsule.
 		}
 	}
 	edits.Mounts = mounts
+	// A runtime has that from the node itself.
 	for _, n := range edits.DeviceNodes {
-		n.Type, n.Major = "c", 195
+		n.Type, n.Major, n.Minor = "c", 195, 255
+		if i, err := strconv.ParseInt(strings.TrimPrefix(n.Path, "/dev/nvidia"), 10, 64); err == nil {
+			n.Minor = i
+		}
 	}
 	capsule.Bind(&edits, b.kit.Bin(timingName), timingPath)
 	return edits, image
