@@ -289,8 +289,8 @@ const configMaps = "/api/v1/namespaces/" + AgentNamespace + "/configmaps"
 
 // Status is the agent's own view, as /statusz shows it.
 type Status struct {
-	Driver string
-	Claims int
+	Version, Driver string
+	Claims          int
 	// Hardware says what the driver does not answer; empty while it answers.
 	Hardware  string
 	Partition struct {

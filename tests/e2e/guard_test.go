@@ -1,0 +1,417 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"example.com/gpu-agent/pkg/memcap/lib"
+	"example.com/gpu-agent/tests/lab"
+)
+
+// oneShared has units on GPU 0 alone.
+const oneShared = `version: v1
+partitions:
+  default:
+    - devices: [0]
+      mode: shared
+    - devices: [1, 2, 3, 4, 5, 6, 7]
+      mode: off
+`
+
+var oneSharedOffers = map[string]int{lab.Memory: units}
+
+// redeploy deploys the agent with other options, and with the usual ones again
+// when the test ends.
+func (b *bench) redeploy(o lab.DeployOptions) {
+	b.Helper()
+	b.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
+		defer cancel()
+		usual, err := deploy(ctx, lab.DeployOptions{Partitions: o.Partitions})
+		if err != nil {
+			b.Errorf("deploy the agent as it was: %v", err)
+			return
+		}
+		agent = usual
+		for _, name := range o.Components {
+			if err := node.RemoveComponent(ctx, name); err != nil {
+				b.Error(err)
+			}
+		}
+	})
+	var err error
+	agent, err = deploy(b.ctx, o)
+	b.must(err)
+}
+
+// bystander is a container beside an offender, with a process that has memory.
+type bystander struct {
+	pod       *lab.RunningPod
+	container string
+	probe     *lab.Probe
+	processes map[string]lab.Process
+}
+
+// bystander takes some memory and notes who lives in the container.
+func (b *bench) bystander(pod *lab.RunningPod, container string) *bystander {
+	b.Helper()
+	s := &bystander{pod: pod, container: container, probe: b.probe(pod, container, nil), processes: map[string]lab.Process{}}
+	b.take(s.probe, piece, 32)
+	all, err := pod.Processes(b.ctx, container, "")
+	b.must(err)
+	for _, p := range all {
+		s.processes[fmt.Sprintf("%s/%s, %s", pod.Name, container, p)] = p
+	}
+	if len(all) < 2 { // its first and the probe
+		b.Fatalf("container %s of %s has the processes %v", container, pod, all)
+	}
+	return s
+}
+
+// unharmed checks that a bystander's processes live and its memory is its own.
+func (b *bench) unharmed(s *bystander) {
+	b.Helper()
+	if err := hurt(s.processes); err != nil {
+		b.Error(err)
+		return
+	}
+	b.take(s.probe, piece, 1)
+	if used := b.used(s.pod, s.container, 0); used < 33*piece {
+		b.Errorf("container %s of %s has %d bytes, want its %d and more", s.container, s.pod, used, 33*piece)
+	}
+}
+
+// metric waits until a metric has a value.
+func (b *bench) metric(name string, want float64) {
+	b.Helper()
+	b.must(lab.Await(b.ctx, 30*time.Second, name, func(ctx context.Context) error {
+		m, err := agent.Metrics(ctx)
+		if got, ok := m[name]; err == nil && (!ok || got != want) {
+			err = fmt.Errorf("it is %g (there: %v), want %g: %v", got, ok, want, ours(m))
+		}
+		return err
+	}))
+}
+
+// direct is how a program reaches the driver's own library, past the cap's.
+var direct = struct{ env, args []string }{[]string{"LIBCUDA=" + lib.RealCUDA}, []string{"-door", "path"}}
+
+// breach has a program of a container take twice its cap past the library, and
+// returns how long after the container's first process was at its end.
+func (b *bench) breach(pod *lab.RunningPod, container string, limit uint64) time.Duration {
+	b.Helper()
+	first, err := pod.Process(b.ctx, container)
+	b.must(err)
+	k := b.probe(pod, container, direct.env, direct.args...)
+	b.take(k, limit/4, 1)
+	over := time.Now()
+	// The answer to this may be lost with its container.
+	if a, err := k.Ask("take cuMemAlloc_v2 %d 7", limit/4); err == nil && a.Result() != lab.Success {
+		b.Fatalf("past the library: %s", a)
+	}
+	_, ended, err := node.End(b.ctx, 30*time.Second, first)
+	b.must(err)
+	return ended.Sub(over)
+}
+
+// A program that goes round the library and takes twice its cap is ended, it
+// alone, and its pod and the agent say so; for the second time its pod is
+// evicted, where that is deployed. Who has no claim at all is reported, and ended
+// where the operator wants it; who is of no pod is counted.
+func TestWatchdog(t *testing.T) {
+	const limit = 4 * giB
+	b := begin(t, oneShared, oneSharedOffers)
+	gpu := driver.GPUs[0]
+	unclaimed := func(kind string) string {
+		return fmt.Sprintf(`gpu_agent_unclaimed_processes{gpu=%q,kind=%q}`, gpu.UUID, kind)
+	}
+	options := lab.DeployOptions{Partitions: oneShared, Components: []string{"evict"}, Env: map[string]string{"GPU_AGENT_EVICT_AFTER": "2"}}
+	b.redeploy(options)
+
+	neighbour := b.bystander(b.tenant("neighbour", 8), "main")
+	offender := b.create(lab.Pod{Name: "offender", Containers: []lab.Container{
+		b.container("main", map[string]int{lab.Memory: limit / giB}), b.container("beside", map[string]int{lab.Memory: 2})}})
+	b.must(offender.Running(b.ctx))
+	beside := b.bystander(offender, "beside")
+
+	b.sub("round the library, within the cap", func(b *bench) {
+		k := b.probe(offender, "main", direct.env, direct.args...)
+		b.take(k, limit/4, 3)
+		b.memory(offender, "main", 0, "that the watchdog alone holds it", func(c lab.ContainerStatus) error {
+			if c.CapMiB == nil || c.UsedMiB == nil || c.Guarantee != "watchdog" || *c.UsedMiB <= limit/miB*3/4 || *c.UsedMiB > limit/miB {
+				return errors.New("want what it has, by the watchdog's eyes")
+			}
+			return nil
+		})
+		b.memory(offender, "beside", 0, "that the library holds it", func(c lab.ContainerStatus) error {
+			if c.Guarantee != "api" {
+				return errors.New("want the api")
+			}
+			return nil
+		})
+		b.must(k.Close())
+	})
+	if b.Failed() {
+		return
+	}
+
+	b.sub("over the cap", func(b *bench) {
+		took := b.breach(offender, "main", limit)
+		b.Logf("from the allocations' begin to the end of the container's first process: %d ms", took.Milliseconds())
+		b.must(node.AwaitEvent(b.ctx, "Pod", lab.PodNamespace, offender.Name, "names pod, container, use, GPU and cap", func(e lab.Event) bool {
+			use := regexp.MustCompile(`container main of pod work/offender uses \d+\.\d\d GiB of GPU 0 \(` + regexp.QuoteMeta(gpu.UUID) + `\), more than its cap of 4\.00 GiB`)
+			return e.Type == "Warning" && e.Reason == "CapExceeded" && use.MatchString(e.Message)
+		}))
+		b.must(offender.InState(b.ctx, time.Minute, "to run again", func(s lab.PodState) error {
+			if c := s.Containers["main"]; c.Restarts != 1 || !c.Ready || c.LastExit != 137 {
+				return fmt.Errorf("its container was started again %d times, ready %v, after exit code %d", c.Restarts, c.Ready, c.LastExit)
+			}
+			if c := s.Containers["beside"]; c.Restarts != 0 || !c.Ready {
+				return fmt.Errorf("the container beside it was started again %d times: %w", c.Restarts, lab.ErrNever)
+			}
+			return nil
+		}))
+		b.unharmed(neighbour)
+		b.unharmed(beside)
+		b.metric(`gpu_agent_cap_kills_total{reason="over"}`, 1)
+		b.metric(`gpu_agent_cap_breach_to_end_seconds_count`, 1)
+		m, err := agent.Metrics(b.ctx)
+		b.must(err)
+		b.Logf("by the agent's own word it took %.0f ms from the breach to the end", 1000*m["gpu_agent_cap_breach_to_end_seconds_sum"])
+		s, err := agent.Status(b.ctx)
+		if err != nil || s.Watchdog.State != "running" || s.Watchdog.Kills != 1 {
+			b.Errorf("the status has the watchdog as %+v (%v), want it to run and one kill", s.Watchdog, err)
+		}
+	})
+	if b.Failed() {
+		return
+	}
+
+	b.sub("for the second time", func(b *bench) {
+		took := b.breach(offender, "main", limit)
+		b.Logf("from the allocations' begin to the end of the container's first process: %d ms", took.Milliseconds())
+		b.must(offender.Gone(b.ctx))
+		b.must(node.AwaitEvent(b.ctx, "Pod", lab.PodNamespace, offender.Name, "says that it was evicted", func(e lab.Event) bool {
+			return e.Reason == "CapEvicted" && strings.Contains(e.Message, "2 offences")
+		}))
+		b.metric(`gpu_agent_cap_kills_total{reason="over"}`, 2)
+		b.metric(`gpu_agent_cap_evictions_total`, 1)
+		b.unharmed(neighbour)
+	})
+
+	// It has the library from the node, and all devices, as it is privileged.
+	mounts := []lab.Mount{
+		{Host: "/usr/lib/x86_64-linux-gnu/libcuda.so." + driver.Version, Path: "/usr/lib/x86_64-linux-gnu/libcuda.so.1"},
+		{Host: "/run/nvidia-persistenced", Path: "/run/nvidia-persistenced"},
+	}
+	c := b.container("main", nil)
+	c.Privileged, c.Mounts = true, append(c.Mounts, mounts...)
+	intruder := b.create(lab.Pod{Name: "intruder", Containers: []lab.Container{c}})
+	b.must(intruder.Running(b.ctx))
+	first, err := intruder.Process(b.ctx, "")
+	b.must(err)
+	b.take(b.probe(intruder, "", []string{"CUDA_VISIBLE_DEVICES=" + gpu.UUID}), giB, 2)
+	b.sub("an intruder is reported", func(b *bench) {
+		b.must(node.AwaitEvent(b.ctx, "Pod", lab.PodNamespace, intruder.Name, "says that it is an intruder", func(e lab.Event) bool {
+			return e.Type == "Warning" && e.Reason == "Intruder" && strings.Contains(e.Message, "container main of pod work/intruder") &&
+				strings.Contains(e.Message, gpu.UUID) && !strings.Contains(e.Message, "ended")
+		}))
+		b.metric(unclaimed("intruder"), 1)
+		b.must(lab.Holds(b.ctx, 2*time.Second, "while intruders are reported", func(ctx context.Context) error {
+			s, err := agent.Status(ctx)
+			switch {
+			case err != nil:
+				return err
+			case !node.Lives(first):
+				return errors.New("it was ended")
+			case s.GPUs[0].Intruders != 1 || s.Watchdog.Intruders != 1:
+				return fmt.Errorf("the status has %d intruders on the GPU now, %d in all, want one", s.GPUs[0].Intruders, s.Watchdog.Intruders)
+			}
+			return nil
+		}))
+		b.unharmed(neighbour)
+	})
+	if b.Failed() {
+		return
+	}
+
+	options.Env["GPU_AGENT_INTRUDERS"] = "end"
+	agent, err = deploy(b.ctx, options)
+	b.must(err)
+	b.sub("an intruder is ended", func(b *bench) {
+		_, _, err := node.End(b.ctx, 30*time.Second, first)
+		b.must(err)
+		b.must(intruder.InState(b.ctx, time.Minute, "to run again", func(s lab.PodState) error {
+			if c := s.Containers["main"]; c.Restarts != 1 || c.LastExit != 137 {
+				return fmt.Errorf("its container was started again %d times after exit code %d", c.Restarts, c.LastExit)
+			}
+			return nil
+		}))
+		b.metric(`gpu_agent_cap_kills_total{reason="intruder"}`, 1)
+		b.metric(`gpu_agent_cap_kills_total{reason="over"}`, 0)
+		b.unharmed(neighbour)
+	})
+
+	b.sub("a process of no pod", func(b *bench) {
+		stranger, err := driver.Occupy(b.ctx, 0, 1024)
+		b.must(err)
+		ended := false
+		b.Cleanup(func() {
+			if !ended {
+				if err := driver.Vacate(context.Background(), stranger); err != nil {
+					b.Error(err)
+				}
+			}
+		})
+		b.metric(unclaimed("no-pod"), 1)
+		b.must(lab.Holds(b.ctx, 2*time.Second, "with a process of no pod", func(ctx context.Context) error {
+			if !node.Lives(stranger) {
+				return errors.New("it was ended")
+			}
+			s, err := agent.Status(ctx)
+			if err == nil && (s.GPUs[0].NoPod != 1 || s.GPUs[0].Intruders != 0) {
+				err = fmt.Errorf("the status has %d processes of no pod and %d of intruders, want one and none", s.GPUs[0].NoPod, s.GPUs[0].Intruders)
+			}
+			return err
+		}))
+		ended = true
+		b.must(driver.Vacate(b.ctx, stranger))
+		b.metric(unclaimed("no-pod"), 0)
+		b.unharmed(neighbour)
+	})
+}
+
+// mapped are the files of the cap's that a process has mapped, with their inodes,
+// and how a removed one would show.
+func (b *bench) mapped(p lab.Process) []string {
+	b.Helper()
+	data, err := node.ReadFile(filepath.Join("/proc", fmt.Sprint(p.PID), "maps"))
+	b.must(err)
+	files := map[string]bool{}
+	for line := range strings.Lines(string(data)) {
+		if f := strings.Fields(line); len(f) > 5 && strings.Contains(f[5], "/libcuda.so.") {
+			files[strings.Join(f[3:], " ")] = true
+		}
+	}
+	return slices.Sorted(maps.Keys(files))
+}
+
+// sum is the content of the library that a container's programs load.
+func (b *bench) sum(pod *lab.RunningPod) string {
+	b.Helper()
+	out, err := pod.Exec(b.ctx, "", "sha256sum", "/usr/lib/x86_64-linux-gnu/libcuda.so."+driver.Version)
+	b.must(err)
+	sum, _, _ := bytes.Cut(out, []byte(" "))
+	return string(sum)
+}
+
+// While a process runs under its cap the agent is replaced by one that brings
+// another library: nothing changes for the process, its container, or its cap,
+// and the next container gets the new library.
+func TestCapsUpgrade(t *testing.T) {
+	const limit = 4 * giB
+	b := begin(t, oneShared, oneSharedOffers)
+	archive, err := kit.BuildNext(b.ctx)
+	b.must(err)
+	b.must(node.Load(b.ctx, archive))
+	pod := b.tenant("old", limit/giB)
+	k := b.probe(pod, "", nil)
+	b.take(k, piece, 100)
+	processes, err := pod.Processes(b.ctx, "", lab.ProbeProgram)
+	b.must(err)
+	if len(processes) != 1 {
+		b.Fatalf("the container has the probes %v, want one", processes)
+	}
+	library, maps := b.sum(pod), b.mapped(processes[0])
+	if len(maps) != 2 {
+		b.Fatalf("the probe has mapped %q, want the cap's library and the driver's", maps)
+	}
+
+	b.redeploy(lab.DeployOptions{Partitions: oneShared, Image: lab.NextImage})
+	s, err := agent.Status(b.ctx)
+	b.must(err)
+	if s.Version != "next" {
+		b.Fatalf("the agent that runs is %s, want the next one", s.Version)
+	}
+	b.claimsBecome(1)
+	if !node.Lives(processes[0]) {
+		b.Fatalf("the process %s has ended", processes[0])
+	}
+	if now := b.mapped(processes[0]); !slices.Equal(now, maps) {
+		b.Errorf("the process had mapped %q and has %q", maps, now)
+	}
+	// Also for who comes later into the same container.
+	if now := b.sum(pod); now != library {
+		b.Errorf("the library in the container was %s and is %s", library, now)
+	}
+	b.fill(k, piece)
+	b.full(pod, "main", 0, limit, piece)
+	if a := b.ask(k, "give 0"); a.Result() != lab.Success {
+		b.Errorf("what was taken under the old agent cannot be freed: %s", a)
+	}
+	b.take(k, piece, 1)
+
+	next := b.tenant("next", limit/giB)
+	if now := b.sum(next); now == library {
+		b.Errorf("the next container has the old library, %s", now)
+	}
+	b.fill(b.probe(next, "", nil), piece)
+	b.full(next, "main", 0, limit, piece)
+	b.full(pod, "main", 0, limit, piece)
+
+	// When the old container starts again it is a next one.
+	b.must(pod.RestartContainer(b.ctx, ""))
+	b.fill(b.probe(pod, "", nil), piece)
+	b.full(pod, "main", 0, limit, piece)
+	if now, want := b.sum(pod), b.sum(next); now != want {
+		b.Errorf("started again, the old container has the library %s, want the next agent's, %s", now, want)
+	}
+}
+
+// Without the node's PID namespace the watchdog sees no process, and says so
+// instead of calling it peace. The library holds the cap all the same, by its
+// estimates.
+func TestCapsWithoutHostPID(t *testing.T) {
+	const limit = 4 * giB
+	b := begin(t, oneShared, oneSharedOffers)
+	b.redeploy(lab.DeployOptions{Partitions: oneShared, OwnPIDs: true})
+	b.must(agent.AwaitStatus(b.ctx, waitLong, "why the watchdog is off", func(s lab.Status) error {
+		if s.Watchdog.State != "off" || !strings.Contains(s.Watchdog.Reason, "set hostPID: true") {
+			return fmt.Errorf("it is %q, %q", s.Watchdog.State, s.Watchdog.Reason)
+		}
+		return nil
+	}))
+	b.metric("gpu_agent_watchdog_up", 0)
+	screen, err := agent.Command(b.ctx, "status")
+	b.must(err)
+	if !regexp.MustCompile(`(?m)^watchdog off: .*set hostPID: true`).Match(screen) {
+		b.Errorf("the screen does not say why the watchdog is off:\n%s", screen)
+	}
+
+	pod := b.tenant("four", limit/giB)
+	b.views(pod, "main", nil, map[string]uint64{driver.GPUs[0].UUID: limit})
+	k := b.probe(pod, "", nil)
+	if got := b.fill(k, piece) * piece; got != limit-estimate {
+		b.Errorf("%d MiB could be allocated, want the cap less the estimate of a context, %d", got/miB, (limit-estimate)/miB)
+	}
+	if used := b.used(pod, "main", 0); used > limit {
+		b.Errorf("the container has %d bytes, more than its cap", used)
+	}
+	b.memory(pod, "main", 0, "that nobody knows", func(c lab.ContainerStatus) error {
+		if c.CapMiB == nil || *c.CapMiB != limit/miB || c.UsedMiB != nil {
+			return errors.New("want its cap and no use")
+		}
+		return nil
+	})
+}
