@@ -16,14 +16,20 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
+// headSize is as much of the header as says anything.
+const headSize = useSettled + 8
+
 // tmpfsMagic is a tmpfs in statfs(2).
 const tmpfsMagic = 0x01021994
 
 // Usage is a container's usage page of one GPU. It lies on a file system that
 // the container's processes write to, so it is read as data, never mapped, and
-// may say anything.
+// may say anything. It is not for concurrent use.
 type Usage struct {
 	fd int
+	// The watchdog reads hundreds of pages a second, and leaves no garbage.
+	head  [headSize]byte
+	table []byte
 }
 
 // OpenUsage opens the usage page that the container of a process has for a GPU,
@@ -95,14 +101,13 @@ func (u *Usage) Close() error {
 }
 
 // Counters are what a usage page says: bytes, but for Nonce, Word, Contexts,
-// Asks, Refusals and Processes. The sums are over all processes, those of dead
-// ones included until another process has taken them off.
+// Asks, Refusals and Processes. The sums are over the living processes.
 type Counters struct {
 	Nonce uint64 // of this page; another page has another
 	Bound uint64 // what the container's processes may have
 	Word  uint64 // the same with its version: equal words, nothing changed between
-	// Committed <= what the driver gave <= Bound, and Bound <= Reserved but for
-	// what dead processes left; see c/count.h.
+	// Committed <= what the driver gave <= Bound - Dead, and that <= Reserved;
+	// see c/count.h.
 	Reserved, Committed uint64
 	Managed             uint64 // of Bound, what the driver's figures lack
 	Expected            uint64 // of Bound, what contexts were charged with
@@ -111,14 +116,18 @@ type Counters struct {
 	Refusals            uint64
 	Peak                uint64 // of Bound
 	Settled             uint64 // taken off Bound after it was gone already, ever
+	Dead                uint64 // of Bound, at most, what dead processes have left there
 	Processes           int    // living ones that have used the GPU
 }
 
 // Read reads the page. The error is gpu.ErrInvalid for a page that says
 // nonsense.
-func (u *Usage) Read() (Counters, error) {
-	var head [pageSize]byte
-	if err := u.readAt(head[:], 0); err != nil {
+func (u *Usage) Read() (Counters, error) { return u.read(true) }
+
+// read reads the page, and asks whose processes live only where that is wanted.
+func (u *Usage) read(living bool) (Counters, error) {
+	head := u.head[:]
+	if err := u.readAt(head, 0); err != nil {
 		return Counters{}, err
 	}
 	at := func(i int) uint64 { return binary.LittleEndian.Uint64(head[i:]) }
@@ -135,31 +144,35 @@ func (u *Usage) Read() (Counters, error) {
 		return Counters{}, fmt.Errorf("read usage page: %d bytes bound, %d at most: %w", c.Bound, c.Peak, gpu.ErrInvalid)
 	}
 	// After the header: what is settled there is no longer committed here.
-	table := make([]byte, int(high)*slotSize)
+	if size := int(high) * slotSize; cap(u.table) < size {
+		u.table = make([]byte, size)
+	}
+	table := u.table[:int(high)*slotSize]
 	if err := u.readAt(table, pageSize); err != nil {
 		return Counters{}, err
 	}
 	for i := range int(high) {
 		s := table[i*slotSize:][:slotSize]
 		slot := func(i int) uint64 { return binary.LittleEndian.Uint64(s[i:]) }
-		for _, field := range []struct {
-			at  int
-			sum *uint64
-		}{{slotReserved, &c.Reserved}, {slotCommitted, &c.Committed}, {slotManaged, &c.Managed}, {slotExpected, &c.Expected}} {
-			v := slot(field.at)
-			if v >= most || v%unit != 0 {
+		for _, at := range []int{slotReserved, slotCommitted, slotManaged, slotExpected} {
+			if v := slot(at); v >= most || v%unit != 0 {
 				return Counters{}, fmt.Errorf("read usage page: slot %d has %d bytes: %w", i, v, gpu.ErrInvalid)
 			}
-			*field.sum += v
 		}
-		if n := slot(slotContexts); n < 1<<20 {
-			c.Contexts += n
-		}
-		if slot(slotPID) != 0 && u.alive(i) {
+		switch {
+		case slot(slotPID) == 0 && slot(slotReserved) == 0:
+		case !u.alive(i):
+			c.Dead += slot(slotReserved)
+		default:
 			c.Processes++
+			c.Reserved += slot(slotReserved)
+			c.Committed += slot(slotCommitted)
+			c.Managed += slot(slotManaged)
+			c.Expected += slot(slotExpected)
+			c.Contexts += min(slot(slotContexts), 1<<20)
 		}
 	}
-	if c.Reserved >= most || c.Committed >= most {
+	if c.Reserved >= most || c.Committed >= most || c.Dead >= most {
 		return Counters{}, fmt.Errorf("read usage page: %d bytes in all slots: %w", c.Reserved, gpu.ErrInvalid)
 	}
 	return c, nil
