@@ -73,7 +73,7 @@ func (m *Meter) Close() error {
 // Begin is to be called before the driver is asked.
 func (m *Meter) Begin() error {
 	m.begun = false
-	c, err := m.usage.Read()
+	c, err := m.usage.read(false)
 	if err != nil {
 		return err
 	}
@@ -112,33 +112,35 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 	defer m.pages.mu.Unlock()
 
 	was := m.page.reading()
-	next, fresh := was, false
+	next := was
 	if was.nonce != c.Nonce {
-		next, fresh = reading{nonce: c.Nonce, settled: m.first.Settled}, true
+		next = reading{nonce: c.Nonce, settled: m.first.Settled}
 		m.contexts = 0
 	}
 	next.stamp = 0
 	r := Reading{Counters: c}
 	known = known && driver < most && m.first.Nonce == c.Nonce
+	// What was settled since the correction was found counts as found with it.
+	effective := next.correction + int64(m.first.Settled-next.settled)
 	switch {
 	case !known:
-	case m.first.Word == c.Word:
+	case m.first.Word == c.Word && m.first.Dead == c.Dead:
 		low, high := span(m.first, c, int64(driver))
-		switch {
-		case fresh:
-			next.correction = high
-		default:
-			next.correction = min(max(next.correction, low), high)
-		}
+		next.correction = min(max(effective, low), high)
 		next.settled = m.first.Settled
 		m.contexts = c.Contexts
-		if low == high && m.first.Committed == c.Committed && c.Committed == c.Bound {
-			next.stamp, r.Quiet = c.Word, true
+		if low == high && m.first.Committed == c.Committed {
+			r.Quiet = true
 			r.Context = perContext(c, driver)
+			if c.Dead == 0 && c.Committed == c.Bound {
+				next.stamp = c.Word
+			}
 		}
 	case c.Contexts > m.contexts:
 		bound := max(m.first.Bound, c.Bound)
-		next.correction = max(next.correction, int64(driver)-int64(bound-min(bound, c.Managed)))
+		if least := int64(driver) - int64(bound-min(bound, c.Managed)); least > effective {
+			next.correction, next.settled = least, m.first.Settled
+		}
 	}
 	r.Correction = next.correction
 	r.Used = uint64(max(0, int64(c.Bound)+next.correction))
@@ -158,7 +160,7 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 // between two looks with the same word allows.
 func span(a, b Counters, driver int64) (low, high int64) {
 	under := func(c Counters) uint64 { return max(c.Reserved, c.Committed) - c.Committed }
-	upper := min(a.Bound, a.Reserved, b.Reserved)
+	upper := min(a.Bound, a.Reserved, b.Reserved) // of the living
 	lower := upper - min(upper, under(a)+under(b))
 	low = driver - int64(upper-min(upper, a.Managed, b.Managed))
 	high = driver - int64(lower-min(lower, max(a.Managed, b.Managed)))
@@ -168,7 +170,7 @@ func span(a, b Counters, driver int64) (low, high int64) {
 // perContext returns what a context takes, from a quiet reading: rounded up to
 // 1 MiB, 0 where that makes no sense.
 func perContext(c Counters, driver uint64) uint64 {
-	rest := c.Bound - min(c.Bound, c.Expected+c.Managed)
+	rest := c.Committed - min(c.Committed, c.Expected+c.Managed)
 	if c.Contexts == 0 || driver <= rest {
 		return 0
 	}

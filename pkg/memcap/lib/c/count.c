@@ -125,14 +125,29 @@ static void await_death(uint64_t pid)
     sys_close(fd);
 }
 
+uint64_t account_excess(const struct account *a, uint64_t expected, uint64_t contexts)
+{
+    uint64_t each = __atomic_load_n(&a->page->context, __ATOMIC_RELAXED);
+    if (each >= MOST || contexts >= MOST / UNIT || expected <= contexts * each)
+        return 0;
+    return expected - contexts * each;
+}
+
+static uint64_t soft_part(const struct account *a, const struct slot *s, uint64_t committed)
+{
+    uint64_t soft = count_read(&s->soft) + account_excess(a, count_read(&s->expected), count_read(&s->contexts));
+    return soft < committed ? soft / UNIT * UNIT : committed;
+}
+
 /* clear reaps a slot whose lock the caller has. */
 static void clear(struct account *a, struct slot *s)
 {
     uint64_t c = __atomic_exchange_n(&s->committed, 0, __ATOMIC_SEQ_CST);
     if (c && c < MOST) {
-        count_add(&a->usage->settled, c);
+        count_add(&a->usage->settled, soft_part(a, s, c));
         bound_sub(a, c);
     }
+    __atomic_store_n(&s->soft, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->managed, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->expected, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->contexts, 0, __ATOMIC_SEQ_CST);
@@ -283,12 +298,13 @@ int account_open(struct account *a, const char *limit_path, const char *usage_pa
  * other with what they take back. */
 static bool try(struct account *a, uint64_t n)
 {
-    uint64_t ceiling = account_ceiling(a);
-    if (n > ceiling || n >= MOST)
+    uint64_t b = count_read(&a->usage->bound);
+    if (n >= MOST || AMOUNT(b) + n > account_ceiling(a))
         return false;
     count_add(&a->slot->reserved, n);
-    uint64_t b = count_read(&a->usage->bound);
-    while (AMOUNT(b) + n <= ceiling) {
+    b = count_read(&a->usage->bound);
+    /* The ceiling after the word: what was lost before it has lowered it. */
+    while (AMOUNT(b) + n <= account_ceiling(a)) {
         uint64_t next = b + STEP + n / UNIT;
         if (__atomic_compare_exchange_n(&a->usage->bound, &b, next, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
             account_peak(a, AMOUNT(next));

@@ -26,7 +26,7 @@
  * middle term 0. Whoever then takes the slot's lock knows that nobody else
  * changes the slot, and
  *
- *     reaps      c = committed, committed := 0 · settled += c · bound -= c · reserved := 0
+ *     reaps      c = committed, committed := 0 · settled += soft · bound -= c · reserved := 0
  *
  * c is at most the share, so bound keeps what the living have. It may keep a
  * remainder that belongs to nobody: what the dead one had reserved and not
@@ -41,19 +41,19 @@
  * same way a bound below the sum of committed is nobody's mistake but that of
  * someone who wrote to the page by hand, and is raised to R.
  *
- * The agent corrects: it holds bound against the driver's own figure and moves
- * the ceiling by the difference. That difference is right as long as what
- * leaves bound leaves the driver too. Memory of which we learn late that it is
- * gone (a dead process's, what a pool has given back by itself, the difference
- * between a context and its estimate) may have been missing in the driver's
- * figure already while it stood in bound: it goes through
+ * The agent corrects: it holds bound against the driver's own figure, for the
+ * living, and moves the ceiling by the difference. That stays right as long as
+ * what leaves bound leaves the driver too. Some memory is gone before we know:
+ * what a pool gave back by itself, and the difference between a context and its
+ * estimate. It may have been missing in the driver's figure while it stood in
+ * bound, so it is taken off as
  *
  *     lost       committed -= n · settled += n · bound -= n · reserved -= n
  *
  * and the ceiling is lowered by what was settled since the reading began, until
- * the next one: lost then is never room gained twice. That n is uncommitted
+ * the next one: what is lost is no room gained twice. That n is uncommitted
  * first lets a reading that falls between the steps see that something is under
- * way.
+ * way. A slot's `soft` is how much of it may be so, for whoever reaps it.
  *
  * The lock of a slot is a kernel's lock on one byte of the file, of an open
  * file description that nothing but one mapping of this process holds. It ends
@@ -134,7 +134,8 @@ static inline bool account_reserve_quickly(struct account *a, uint64_t n)
         return false;
     count_add(&a->slot->reserved, n);
     uint64_t amount = AMOUNT(bound_add(a, n));
-    if (amount > ceiling) {
+    /* The ceiling of now: what was lost meanwhile has left bound and lowered it. */
+    if (amount > account_ceiling(a)) {
         account_cancel(a, n);
         return false;
     }
@@ -167,6 +168,10 @@ static inline void account_lost(struct account *a, uint64_t n)
     account_cancel(a, n);
 }
 static inline void account_uncommit(struct account *a, uint64_t n) { count_sub(&a->slot->committed, n); }
+
+/* account_excess is by how much contexts were charged with more than is known of
+ * them by now. */
+uint64_t account_excess(const struct account *a, uint64_t expected, uint64_t contexts);
 
 /* account_used is what counts against the limit: bound with the agent's
  * correction, at most the limit. */
