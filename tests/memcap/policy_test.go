@@ -97,6 +97,34 @@ func TestPolicies(t *testing.T) {
 	}
 }
 
+// A GPU without a limit needs nothing that could be missing: nobody counts there.
+func TestWholeGPUNeedsNothing(t *testing.T) {
+	r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 1})
+	for _, c := range []struct {
+		name   string
+		change func(m *specs.Mount)
+	}{
+		{"no usage directory", func(m *specs.Mount) { m.ContainerPath = "/opt/elsewhere" }},
+		{"usage that is read-only", func(m *specs.Mount) { m.Options = append(slices.Clone(m.Options), "ro") }},
+		{"usage that is full", func(m *specs.Mount) { m.Options = []string{"mode=1777", "nr_inodes=1"} }},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			b := r.claim(t, "whole", []share{{gpu: 0, bytes: lib.None}}, false, func(edits *specs.ContainerEdits, _ *capsule.Image) {
+				c.change(mountOf(edits, lib.UsageDir))
+			})
+			defer b.close(t)
+			k := b.tool(t, "probe", nil)
+			if f := k.ask("took", "take cuMemAlloc_v2 %d 2", 16*GiB); f["result"] != "0" {
+				t.Errorf("%q", k.said)
+			}
+			if f := k.ask("info", "info"); f.n("total") != r.card(0) {
+				t.Errorf("%q, want a total of %d", k.said, r.card(0))
+			}
+			k.quit()
+		})
+	}
+}
+
 func mountOf(edits *specs.ContainerEdits, at string) *specs.Mount {
 	i := slices.IndexFunc(edits.Mounts, func(m *specs.Mount) bool { return m.ContainerPath == at })
 	return edits.Mounts[i]
