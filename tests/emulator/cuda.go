@@ -102,7 +102,7 @@ func (w *World) ResetPeak(index int) error {
 // Charge changes, by so many bytes, what the process has on a GPU; it is what
 // all calls of the CUDA driver come to that take or give memory back. The
 // library has rounded to what the hardware allocates. It answers OutOfMemory
-// where the card has no room, and ResetRequired on a GPU that takes no new work.
+// where the card has no room or a cgroup's limit is reached, and ResetRequired on a GPU that takes no new work.
 func (s *Session) Charge(call string, h Handle, bytes int64) Return {
 	_, r := device(s, call, h, func(g *gpu) (struct{}, Return) {
 		w := s.p.w
@@ -118,7 +118,7 @@ func (s *Session) Charge(call string, h Handle, bytes int64) Return {
 		if uint64(bytes) > w.freeLocked(g) {
 			w.buryLocked()
 		}
-		if uint64(bytes) > w.freeLocked(g) {
+		if uint64(bytes) > w.freeLocked(g) || !w.allowsLocked(g, s.p.pid, uint64(bytes)) {
 			return struct{}{}, OutOfMemory
 		}
 		g.charged += uint64(bytes)

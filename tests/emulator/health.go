@@ -128,6 +128,7 @@ func (g *gpu) freshLocked() {
 		h.Recovery = RecoveryNone
 	}
 	g.timeSlice = TimeSliceDefault
+	g.pruneLocked(func(*limit) bool { return true })
 }
 
 // SetHealth makes a GPU's health whatever a test needs. It refuses figures that

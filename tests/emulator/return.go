@@ -22,6 +22,7 @@ const (
 	Timeout               Return = 10
 	GPUIsLost             Return = 15
 	ResetRequired         Return = 16
+	OperatingSystem       Return = 17
 	LibraryMismatch       Return = 18
 	InUse                 Return = 19
 	OutOfMemory           Return = 20
@@ -42,6 +43,7 @@ var returnNames = map[Return]string{
 	Timeout:               "timeout",
 	GPUIsLost:             "GPU is lost",
 	ResetRequired:         "reset required",
+	OperatingSystem:       "the operating system refused",
 	LibraryMismatch:       "driver/library version mismatch",
 	InUse:                 "in use",
 	OutOfMemory:           "insufficient memory",

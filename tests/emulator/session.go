@@ -30,15 +30,16 @@ type Session struct {
 
 // process is what the driver knows of a process that has it open.
 type process struct {
-	w     *World
-	pid   int
-	root  bool
-	see   func(pid int) (int, bool)
-	node  func(minor int) bool
-	alive func() bool
-	page  []uint64 // words are read and added to atomically, also by the process itself
-	done  chan struct{}
-	end   sync.Once
+	w      *World
+	pid    int
+	root   bool
+	see    func(pid int) (int, bool)
+	node   func(minor int) bool
+	alive  func() bool
+	cgroup func(fd int) (Cgroup, error)
+	page   []uint64 // words are read and added to atomically, also by the process itself
+	done   chan struct{}
+	end    sync.Once
 	// Guarded by w.mu:
 	refs int           // nvmlInit less nvmlShutdown
 	gpus []*gpu        // found when refs became 1: those that the process can open, in its own order
@@ -92,6 +93,9 @@ type Opening struct {
 	// free at once, and not only when its session is closed. It must not take
 	// long. Nil is until Close.
 	Alive func() bool
+	// Cgroup opens the control group that a descriptor of the process is of. Nil is
+	// a machine without any.
+	Cgroup func(fd int) (Cgroup, error)
 	// Page is memory of PageWords words shared with the process, which counts
 	// there the calls that it answers from what it has kept. Nil for none.
 	Page []uint64
@@ -102,7 +106,7 @@ type Opening struct {
 
 // Open starts a session.
 func (w *World) Open(o Opening) *Session {
-	p := &process{w: w, pid: o.PID, root: !o.Unprivileged, see: o.See, node: o.Node, alive: o.Alive, charged: map[int]uint64{}, page: o.Page, done: make(chan struct{}), refs: o.Initialised}
+	p := &process{w: w, pid: o.PID, root: !o.Unprivileged, see: o.See, node: o.Node, alive: o.Alive, cgroup: o.Cgroup, charged: map[int]uint64{}, page: o.Page, done: make(chan struct{}), refs: o.Initialised}
 	if p.see == nil {
 		p.see = func(pid int) (int, bool) { return pid, true }
 	}

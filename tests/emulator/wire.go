@@ -561,7 +561,10 @@ var (
 	})
 )
 
-func init() { maps.Copy(calls, cudaCalls) }
+func init() {
+	maps.Copy(calls, cudaCalls)
+	maps.Copy(calls, limitCalls)
+}
 
 func bit(b bool) uint32 {
 	if b {

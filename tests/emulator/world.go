@@ -67,6 +67,8 @@ type gpu struct {
 	// charged is what programs have allocated through CUDA, and peak the most
 	// that was ever used since the last ResetPeak; both in bytes.
 	charged, peak uint64
+	// limits are of cgroups.
+	limits []*limit
 
 	ecc       bool
 	lost      bool

@@ -310,8 +310,8 @@ func (s *Server) attach(ctx context.Context, running *sync.WaitGroup, p peer, at
 	}
 	c.session = s.World.Open(emulator.Opening{
 		PID: p.pid, Unprivileged: p.uid != 0, See: see, Node: s.nodes(p.pid), Initialised: refs,
-		Alive: c.lives,
-		Page:  unsafe.Slice((*uint64)(unsafe.Pointer(unsafe.SliceData(c.words))), emulator.PageWords),
+		Alive: c.lives, Cgroup: func(fd int) (emulator.Cgroup, error) { return openCgroup(s.Proc, p.pid, fd) },
+		Page: unsafe.Slice((*uint64)(unsafe.Pointer(unsafe.SliceData(c.words))), emulator.PageWords),
 	})
 	s.clients[at] = c
 	// A call that blocks must not outlive its process.

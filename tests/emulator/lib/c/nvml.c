@@ -3,10 +3,12 @@
 /* The calls of libnvidia-ml.so.1 that the emulator answers. Every other name
  * of nvml.h is exported by a generated stub, see stub.c. Checks come in the
  * driver's order: is it open, are the arguments sound, then the world. */
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "nvml.h"
 #include "transport.h"
@@ -486,6 +488,47 @@ nvmlReturn_t nvmlDeviceGetBAR1MemoryInfo(nvmlDevice_t d, nvmlBAR1Memory_t *memor
         memory->bar1Free = get_u64(&c);
         memory->bar1Used = get_u64(&c);
     }
+    return r;
+}
+
+/* Limits are of a cgroup, which the driver opens by its path, in the caller's
+ * own view of the files; the daemon takes it by the descriptor. */
+static int open_cgroup(const char *path) { return open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC); }
+
+static void close_cgroup(int fd)
+{
+    if (fd >= 0)
+        close(fd);
+}
+
+nvmlReturn_t nvmlDeviceSetMemoryLimits_v1(nvmlDevice_t d, nvmlSetMemoryLimits_v1_t *limits)
+{
+    NEED(limits && limits->nameSpace);
+    int fd = open_cgroup(limits->nameSpace);
+    struct call c;
+    begin(&c, __func__, device_number(d));
+    put_u32(&c, (uint32_t)fd);
+    put_u64(&c, limits->softLimit);
+    put_u64(&c, limits->hardLimit);
+    nvmlReturn_t r = send_call(&c);
+    close_cgroup(fd);
+    return r;
+}
+
+nvmlReturn_t nvmlDeviceGetMemoryLimits_v1(nvmlDevice_t d, nvmlGetMemoryLimits_v1_t *limits)
+{
+    NEED(limits && limits->nameSpace);
+    int fd = open_cgroup(limits->nameSpace);
+    struct call c;
+    begin(&c, __func__, device_number(d));
+    put_u32(&c, (uint32_t)fd);
+    nvmlReturn_t r = send_call(&c);
+    if (r == NVML_SUCCESS) {
+        limits->softLimit = get_u64(&c);
+        limits->hardLimit = get_u64(&c);
+        limits->currentUsed = get_u64(&c);
+    }
+    close_cgroup(fd);
     return r;
 }
 
