@@ -12,16 +12,12 @@
 struct block {
     CUdevice device;
     uint64_t bytes;
-    bool squeezed; /* only one that is there */
-    bool joined, changed;
+    bool changed; /* made, or removed */
 };
 
 static void join(struct entry *e, void *arg)
 {
     struct block *b = arg;
-    if (!e->how && b->squeezed)
-        return;
-    b->joined = true;
     b->changed = !e->how;
     e->how = HOW_NOTE;
     e->device = b->device;
@@ -41,17 +37,11 @@ static void leave(struct entry *e, void *arg)
     }
 }
 
-static bool has_room(const struct entry *e, void *arg)
-{
-    const struct block *b = arg;
-    return e->space == SPACE_BLOCK && e->device == b->device && e->bytes + b->bytes <= BLOCK;
-}
-
 /* --- allocating ----------------------------------------------------------- */
 
 static uint64_t reserved_for(const struct charge *c)
 {
-    return c->squeezed ? 0 : c->how == HOW_SMALL ? BLOCK : c->how == HOW_HIDDEN ? c->blocks * BLOCK : c->bytes;
+    return c->spare ? 0 : c->how == HOW_SMALL ? BLOCK : c->how == HOW_HIDDEN ? c->blocks * BLOCK : c->bytes;
 }
 
 /* Hidden ones of one size fill a block as often as they fit into it; each is
@@ -106,12 +96,13 @@ enum verdict charge_begin_at(struct process *p, struct charge *c, const struct w
     if (account_reserve_quickly(c->a, n))
         return COUNT;
     if (c->how == HOW_SMALL) {
-        /* No room for another block, but maybe in one that we have. */
-        struct block b = {.device = at->device, .bytes = c->bytes};
-        if (table_any(&p->table, has_room, &b)) {
-            c->squeezed = true;
+        struct spare *s = &p->spare[at->device];
+        spin_lock(&s->lock);
+        if (s->have) {
+            c->spare = s; /* stays locked */
             return COUNT;
         }
+        spin_unlock(&s->lock);
     }
     return account_reserve_slowly(c->a, n) ? COUNT : REFUSE;
 }
@@ -125,6 +116,46 @@ void charge_failed(struct charge *c)
         c->hidden->blocks -= c->blocks;
         spin_unlock(&c->hidden->lock);
     }
+    if (c->spare)
+        spin_unlock(&c->spare->lock);
+}
+
+/* spend makes the spare block a real one. Until now the driver had nothing for
+ * it, and a reading may have shown that. */
+static void spend(struct charge *c)
+{
+    count_add(&c->a->usage->settled, BLOCK);
+    count_sub(&c->a->slot->soft, BLOCK);
+    c->spare->have = false;
+}
+
+/* keep makes a reservation that was not needed the spare block. */
+static bool keep(struct process *p, struct charge *c)
+{
+    struct spare *s = &p->spare[c->at.device];
+    if (__atomic_load_n(&s->have, __ATOMIC_RELAXED) || __atomic_exchange_n(&s->lock, 1, __ATOMIC_ACQUIRE))
+        return false;
+    bool kept = !s->have;
+    if (kept) {
+        count_add(&c->a->slot->soft, BLOCK);
+        account_commit(c->a, BLOCK);
+        __atomic_store_n(&s->have, true, __ATOMIC_RELAXED);
+    }
+    spin_unlock(&s->lock);
+    return kept;
+}
+
+void charge_spare(struct process *p, CUdevice device)
+{
+    struct spare *s = &p->spare[device];
+    if (__atomic_exchange_n(&s->lock, 1, __ATOMIC_ACQUIRE))
+        return;
+    if (s->have) {
+        s->have = false;
+        account_lost(&p->accounts[device], BLOCK);
+        count_sub(&p->accounts[device].slot->soft, BLOCK);
+    }
+    spin_unlock(&s->lock);
 }
 
 static void take(struct process *p, struct taken *t);
@@ -140,23 +171,31 @@ bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space s
 {
     if (c->how == HOW_SMALL && (space != SPACE_ADDRESS || key / BLOCK != (key + c->bytes - 1) / BLOCK)) {
         /* Not as the driver is known to do it: charged for itself. */
-        if (c->squeezed)
-            return false;
+        if (c->spare) {
+            spend(c);
+            spin_unlock(&c->spare->lock);
+            c->spare = NULL;
+            account_uncommit(c->a, BLOCK);
+        }
         c->how = HOW_LARGE;
         c->bytes = BLOCK;
     }
     struct entry e = {.key = key, .bytes = c->bytes, .owner = c->at.context, .space = (uint16_t)space, .how = (uint16_t)c->how, .device = c->at.device};
     struct entry old;
     if (c->how == HOW_SMALL) {
-        struct block b = {.device = c->at.device, .bytes = c->bytes, .squeezed = c->squeezed};
-        if (!table_edit(&p->table, key / BLOCK, SPACE_BLOCK, join, &b) || !b.joined) {
+        struct block b = {.device = c->at.device, .bytes = c->bytes};
+        if (!table_edit(&p->table, key / BLOCK, SPACE_BLOCK, join, &b)) {
             charge_failed(c);
             return false;
         }
-        if (b.changed)
+        if (b.changed && c->spare)
+            spend(c);
+        else if (b.changed)
             account_commit(c->a, BLOCK);
-        else
-            charge_failed(c); /* the block is paid for */
+        else if (!c->spare && !keep(p, c))
+            account_cancel(c->a, BLOCK); /* the block is paid for */
+        if (c->spare)
+            spin_unlock(&c->spare->lock);
     } else if (c->how == HOW_HIDDEN) {
         if (c->blocks)
             account_commit(c->a, c->blocks * BLOCK);

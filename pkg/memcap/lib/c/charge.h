@@ -4,7 +4,9 @@
  * in multiples of 2 MiB, and cuts what is smaller out of blocks of 2 MiB: so a
  * small allocation is charged nothing if it came to lie in a block that is
  * charged already, and a block if not. Which of them it will be only the driver
- * knows, so a block is reserved before its call and given back after. */
+ * knows, so a block is reserved before its call and given back after; the first
+ * that was not needed is kept, to be the reservation of those small allocations
+ * that the blocks have room for when the limit has none. */
 #ifndef CAP_CHARGE_H
 #define CAP_CHARGE_H
 
@@ -24,7 +26,7 @@ struct charge {
     struct where at;
     enum how how;
     uint64_t bytes; /* of a small one its own, else what is charged */
-    bool squeezed;  /* a small one that may only join a charged block */
+    struct spare *spare;   /* stands in for a reservation; locked likewise */
     struct hidden *hidden; /* locked between charge_begin and the end */
     uint64_t blocks;       /* that a hidden one has brought */
 };
@@ -54,6 +56,9 @@ struct taken {
 bool charge_take(struct process *p, struct taken *t, uint64_t key, enum space space);
 void charge_gone(struct process *p, const struct taken *t);
 void charge_back(struct process *p, const struct taken *t);
+
+/* charge_spare gives back a device's spare block. */
+void charge_spare(struct process *p, CUdevice device);
 
 /* The same for all that a context has, which ends with it. */
 struct taken_list {

@@ -37,28 +37,33 @@ static void context_cancel(struct charge *c)
         account_cancel(c->a, c->bytes);
 }
 
-/* context_gone ends the charge of a context itself. Its estimate need not be
- * what the driver had for it, so that is lost, not freed. */
-static void context_gone(struct process *p, uint64_t number)
+/* A context that ends: context_take before, context_gone or context_back after.
+ * What it was charged with above what is known of contexts by now was never
+ * there. */
+static bool context_take(struct process *p, struct entry *e, uint64_t number)
 {
-    struct entry e;
-    if (!table_take(&p->table, number, SPACE_CONTEXT, &e))
-        return;
-    struct account *a = &p->accounts[e.device];
-    count_sub(&a->slot->expected, e.bytes);
-    count_sub(&a->slot->contexts, 1);
-    if (e.bytes)
-        account_lost(a, e.bytes);
+    if (!table_take(&p->table, number, SPACE_CONTEXT, e))
+        return false;
+    account_uncommit(&p->accounts[e->device], e->bytes);
+    return true;
 }
 
-/* context_back: it lives on, under a new number. */
-static void context_back(struct process *p, uint64_t from, uint64_t to)
+static void context_gone(struct process *p, const struct entry *e)
 {
-    struct entry e, old;
-    if (!table_take(&p->table, from, SPACE_CONTEXT, &e))
-        return;
-    e.key = to;
-    table_put(&p->table, &e, &old);
+    struct account *a = &p->accounts[e->device];
+    count_sub(&a->slot->expected, e->bytes);
+    count_sub(&a->slot->contexts, 1);
+    count_add(&a->usage->settled, account_excess(a, e->bytes, 1));
+    if (e->bytes)
+        account_cancel(a, e->bytes);
+}
+
+static void context_back(struct process *p, struct entry *e, uint64_t number)
+{
+    struct entry old;
+    account_commit(&p->accounts[e->device], e->bytes);
+    e->key = number;
+    table_put(&p->table, e, &old);
 }
 
 #define CREATE(name, ...)                          \
@@ -94,14 +99,18 @@ static CUresult destroy(struct process *p, CUcontext context, CUresult (*call)(C
     struct taken_list l;
     if (!context_forget(p, context, &w))
         return call ? call(context) : reset(device);
+    struct entry e;
     charge_take_all(p, &l, w.context);
+    bool charged = context_take(p, &e, w.context);
     CUresult r = call ? call(context) : reset(device);
     if (r == CUDA_SUCCESS) {
         charge_gone_all(p, &l, false);
-        context_gone(p, w.context);
+        if (charged)
+            context_gone(p, &e);
     } else {
         uint64_t number = context_number(p, context, w.device);
-        context_back(p, w.context, number);
+        if (charged)
+            context_back(p, &e, number);
         charge_back_all(p, &l, number);
     }
     return r;
@@ -159,7 +168,11 @@ static CUresult release(struct process *p, CUdevice device, CUresult (*call)(CUd
     if (context_forget(p, (CUcontext)(uintptr_t)handle, &w)) {
         charge_take_all(p, &l, w.context);
         charge_gone_all(p, &l, true);
-        context_gone(p, w.context);
+        struct entry e;
+        if (context_take(p, &e, w.context)) {
+            count_add(&p->accounts[device].usage->settled, e.bytes);
+            context_gone(p, &e);
+        }
     }
     pools_settle(p, device);
     return r;

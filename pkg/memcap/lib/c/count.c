@@ -338,22 +338,27 @@ static bool contend(struct account *a, uint64_t n)
     }
 }
 
+/* patience_us is how long a reading is waited for: two of the agent's rounds. */
+static uint64_t patience_us(const struct account *a)
+{
+    uint64_t every = __atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE);
+    return 2000 * (every < 5000 ? every : 5000);
+}
+
 /* await_reading asks the agent for a reading that begins after this moment.
  * False: nobody reads, or nobody answered. */
 static bool await_reading(struct account *a)
 {
-    uint64_t every = __atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE);
-    if (!every)
+    uint64_t patience = patience_us(a);
+    if (!patience)
         return false;
-    if (every > 5000)
-        every = 5000;
     uint64_t done = count_read(&a->page->done);
     if (count_read(&a->waited) == done + 1)
         return false;
     /* In this order: a reading that is begun for this ask is one more than that. */
     uint64_t begun = count_read(&a->page->begun);
     count_add(&a->usage->asks, 1);
-    for (uint64_t end = now_us() + 2000 * every; count_read(&a->page->done) < begun + 1; nap_us(1000))
+    for (uint64_t end = now_us() + patience; count_read(&a->page->done) < begun + 1; nap_us(1000))
         if (now_us() >= end) {
             __atomic_store_n(&a->waited, count_read(&a->page->done) + 1, __ATOMIC_SEQ_CST);
             return false;
@@ -369,15 +374,29 @@ static bool fresh(const struct account *a)
     return stamp && __atomic_load_n(&a->page->nonce, __ATOMIC_ACQUIRE) == a->nonce && stamp == count_read(&a->usage->bound);
 }
 
+/* lost_alone says whether n would fit but for what was lost since the last
+ * reading that told something: where many are at work, the next one may not. */
+static bool lost_alone(const struct account *a, uint64_t n)
+{
+    uint64_t lost = count_read(&a->usage->settled) - __atomic_load_n(&a->page->settled, __ATOMIC_ACQUIRE);
+    uint64_t b = count_read(&a->usage->bound);
+    return lost && AMOUNT(b) + n <= account_ceiling(a) + lost;
+}
+
 bool account_reserve_slowly(struct account *a, uint64_t n)
 {
     uint64_t limit = __atomic_load_n(&a->page->limit, __ATOMIC_ACQUIRE);
     if (n < MOST && limit && !account_nonsense(a)) {
         if (contend(a, n))
             return true;
+        uint64_t end = now_us() + patience_us(a);
         /* More than all of the limit: no reading makes that fit. */
-        if (n <= limit && !fresh(a) && await_reading(a) && contend(a, n))
-            return true;
+        while (n <= limit && !fresh(a) && await_reading(a)) {
+            if (contend(a, n))
+                return true;
+            if (!lost_alone(a, n) || now_us() >= end)
+                break;
+        }
     }
     count_add(&a->usage->refusals, 1);
     return false;

@@ -79,7 +79,7 @@ static bool run_begin(struct process *p, struct run *r, const struct needs *n, c
             spin_lock(&g->lock);
             r->devices |= (uint64_t)1 << d;
             if (figures(d, &reserved, &r->used[d])) {
-                settle(a, &g->charge, reserved, 0);
+                settle(a, &g->charge, reserved, 0, 0);
                 uint64_t lacks = r->used[d] + want > reserved ? round_up(r->used[d] + want - reserved, BLOCK) : 0;
                 bool enough = seen && seen[d] && r->used[d] + seen[d] - 1 <= reserved;
                 if (!lacks || account_reserve_quickly(a, lacks))
@@ -112,7 +112,7 @@ static void run_end(struct process *p, struct run *r, CUexec e, bool ran)
         struct graph_pool *g = &p->graphs[d];
         uint64_t reserved = g->charge + r->held[d], used;
         bool known = figures(d, &reserved, &used);
-        settle(&p->accounts[d], &g->charge, reserved, r->held[d]);
+        settle(&p->accounts[d], &g->charge, reserved, r->held[d], 0);
         if (ran && known) {
             uint64_t took = 1 + (reserved > r->used[d] ? reserved - r->used[d] : 0);
             table_edit(&p->table, exec_key(e, d), SPACE_EXEC, learn, &took);
@@ -221,7 +221,24 @@ static void settle_locked(struct process *p, CUdevice device)
     uint64_t reserved, used;
     struct graph_pool *g = &p->graphs[device];
     if (g->charge && figures(device, &reserved, &used))
-        settle(&p->accounts[device], &g->charge, reserved, 0);
+        settle(&p->accounts[device], &g->charge, reserved, 0, 0);
+}
+
+static CUresult trim_locked(struct process *p, CUdevice device)
+{
+    uint64_t reserved, used, loose = 0;
+    struct account *a = &p->accounts[device];
+    struct graph_pool *g = &p->graphs[device];
+    if (g->charge && figures(device, &reserved, &used)) {
+        settle(a, &g->charge, reserved, 0, 0);
+        loose = g->charge > used ? (g->charge - used) / UNIT * UNIT : 0;
+    }
+    if (loose)
+        account_uncommit(a, loose);
+    CUresult r = CALL(cuDeviceGraphMemTrim, device);
+    if (g->charge)
+        settle(a, &g->charge, figures(device, &reserved, &used) ? reserved : g->charge, 0, loose);
+    return r;
 }
 
 EXPORT CUresult cuDeviceGraphMemTrim(CUdevice device)
@@ -230,8 +247,7 @@ EXPORT CUresult cuDeviceGraphMemTrim(CUdevice device)
     if (!p || device < 0 || device >= MAX_DEVICES)
         return CALL(cuDeviceGraphMemTrim, device);
     spin_lock(&p->graphs[device].lock);
-    CUresult r = CALL(cuDeviceGraphMemTrim, device);
-    settle_locked(p, device);
+    CUresult r = trim_locked(p, device);
     spin_unlock(&p->graphs[device].lock);
     return r;
 }
@@ -250,7 +266,6 @@ void relieve_graphs(struct process *p, CUdevice device)
 {
     if (!p->graphs[device].charge || !try_lock(&p->graphs[device].lock))
         return;
-    CALL(cuDeviceGraphMemTrim, device);
-    settle_locked(p, device);
+    trim_locked(p, device);
     spin_unlock(&p->graphs[device].lock);
 }

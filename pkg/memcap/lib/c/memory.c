@@ -82,7 +82,7 @@ static bool pitched_done(struct process *p, struct charge *c, uint64_t at, uint6
         return charge_done(p, c, at, SPACE_ADDRESS);
     }
     uint64_t right = round_up(bytes, BLOCK), had = c->how == HOW_SMALL ? BLOCK : c->bytes;
-    if (bytes >= MOST || (c->squeezed && c->how == HOW_SMALL)) {
+    if (bytes >= MOST || c->spare) {
         charge_failed(c);
         return false;
     }

@@ -107,7 +107,7 @@ static bool look(nvmlDevice_t device, struct view *v)
     }
     int64_t used = (int64_t)AMOUNT(head.bound);
     if (page.nonce == head.nonce)
-        used += (int64_t)(page.limit - page.ceiling);
+        used += (int64_t)(page.limit - page.ceiling + head.settled - page.settled);
     v->used = used < 0 ? 0 : (uint64_t)used < v->limit ? (uint64_t)used : v->limit;
     return true;
 }

@@ -12,19 +12,27 @@
 /* PIECE is in what pools grow. */
 #define PIECE ((uint64_t)32 << 20)
 
-void settle(struct account *a, uint64_t *charge, uint64_t there, uint64_t held)
+void settle(struct account *a, uint64_t *charge, uint64_t there, uint64_t held, uint64_t loose)
 {
     there = there < MOST ? round_up(there, UNIT) : *charge;
-    uint64_t more = there > *charge ? there - *charge : 0;
-    uint64_t paid = more < held ? more : held;
+    uint64_t more = there > *charge ? there - *charge : 0, less = there < *charge ? *charge - there : 0;
+    uint64_t paid = more < held ? more : held, freed = less < loose ? less : loose;
     if (paid)
         account_commit(a, paid);
     if (more > paid)
         account_force(a, more - paid);
+    if (more)
+        count_add(&a->slot->soft, more);
     if (held > paid)
         account_cancel(a, held - paid);
-    if (there < *charge)
-        account_lost(a, *charge - there);
+    if (freed)
+        account_cancel(a, freed);
+    if (loose > freed)
+        account_commit(a, loose - freed);
+    if (less > freed)
+        account_lost(a, less - freed);
+    if (less)
+        count_sub(&a->slot->soft, less);
     *charge = there;
 }
 
@@ -38,7 +46,22 @@ static bool figures(const struct pool *pool, uint64_t *reserved, uint64_t *used)
 static void settle_pool(struct account *a, struct pool *pool, uint64_t held)
 {
     uint64_t there;
-    settle(a, &pool->charge, figures(pool, &there, NULL) ? there : pool->charge + held, held);
+    settle(a, &pool->charge, figures(pool, &there, NULL) ? there : pool->charge + held, held, 0);
+}
+
+/* trim has a pool give back what it does not use, beyond keep. */
+static CUresult trim(struct account *a, struct pool *pool, size_t keep)
+{
+    uint64_t reserved, used, loose = 0;
+    if (figures(pool, &reserved, &used)) {
+        settle(a, &pool->charge, reserved, 0, 0);
+        loose = pool->charge > used ? (pool->charge - used) / UNIT * UNIT : 0;
+    }
+    if (loose)
+        account_uncommit(a, loose);
+    CUresult r = CALL(cuMemPoolTrimTo, (CUmempool)(uintptr_t)pool->handle, keep);
+    settle(a, &pool->charge, figures(pool, &reserved, NULL) ? reserved : pool->charge, 0, loose);
+    return r;
 }
 
 /* --- knowing pools -------------------------------------------------------- */
@@ -134,7 +157,7 @@ static CUresult allocate(struct process *p, struct request *q)
     spin_lock(&pool->lock);
     uint64_t reserved = 0, used = 0, n = round_up(q->bytes, UNIT), held = 0;
     if (figures(pool, &reserved, &used))
-        settle(a, &pool->charge, reserved, 0);
+        settle(a, &pool->charge, reserved, 0, 0);
     uint64_t room = reserved > used ? reserved - used : 0;
     if (n > room) {
         held = round_up(n - room, PIECE);
@@ -188,10 +211,8 @@ EXPORT CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *out, size_t bytes, CUm
  * what is left of its charge along. */
 static void forget(struct process *p, struct pool *pool)
 {
-    struct account *a = &p->accounts[pool->device];
     if (pool->charge)
-        account_lost(a, pool->charge);
-    pool->charge = 0;
+        settle(&p->accounts[pool->device], &pool->charge, 0, 0, 0);
     __atomic_store_n(&pool->used, 0, __ATOMIC_RELEASE);
 }
 
@@ -267,10 +288,8 @@ EXPORT CUresult cuMemPoolDestroy(CUmempool handle)
     if (!pool)
         return CALL(cuMemPoolDestroy, handle);
     spin_lock(&pool->lock);
-    if (pool->device >= 0 && pool->charge) {
-        CALL(cuMemPoolTrimTo, handle, 0); /* it goes now, and we see how much stays */
-        settle_pool(&p->accounts[pool->device], pool, 0);
-    }
+    if (pool->device >= 0 && pool->charge)
+        trim(&p->accounts[pool->device], pool, 0); /* it goes now, and we see how much stays */
     CUresult r = CALL(cuMemPoolDestroy, handle);
     if (r == CUDA_SUCCESS) {
         __atomic_store_n(&pool->handle, 0, __ATOMIC_RELEASE);
@@ -288,9 +307,7 @@ EXPORT CUresult cuMemPoolTrimTo(CUmempool handle, size_t keep)
     if (!pool || pool->device < 0)
         return CALL(cuMemPoolTrimTo, handle, keep);
     spin_lock(&pool->lock);
-    CUresult r = CALL(cuMemPoolTrimTo, handle, keep);
-    if (pool->charge)
-        settle_pool(&p->accounts[pool->device], pool, 0);
+    CUresult r = pool->charge ? trim(&p->accounts[pool->device], pool, keep) : CALL(cuMemPoolTrimTo, handle, keep);
     spin_unlock(&pool->lock);
     return r;
 }
@@ -299,18 +316,19 @@ EXPORT CUresult cuMemPoolTrimTo(CUmempool handle, size_t keep)
 
 static bool try_lock(uint32_t *lock) { return !__atomic_exchange_n(lock, 1, __ATOMIC_ACQUIRE); }
 
-/* each_pool settles the charged pools of a device, trimmed first if so wished.
+/* each_pool settles the charged pools of a device, or trims them all.
  * One that is locked is being settled by whoever has it, maybe ourselves. */
-static void each_pool(struct process *p, CUdevice device, bool trim)
+static void each_pool(struct process *p, CUdevice device, bool all)
 {
     for (int i = 0; i < MAX_POOLS; i++) {
         struct pool *pool = &p->pools[i];
         if (!__atomic_load_n(&pool->used, __ATOMIC_ACQUIRE) || pool->device != device || !pool->charge || !try_lock(&pool->lock))
             continue;
         if (pool->handle && pool->charge) {
-            if (trim)
-                CALL(cuMemPoolTrimTo, (CUmempool)(uintptr_t)pool->handle, 0);
-            settle_pool(&p->accounts[device], pool, 0);
+            if (all)
+                trim(&p->accounts[device], pool, 0);
+            else
+                settle_pool(&p->accounts[device], pool, 0);
         }
         spin_unlock(&pool->lock);
     }
@@ -334,6 +352,7 @@ void relieve(struct account *a)
     CUresult r = CALL(cuThreadExchangeStreamCaptureMode, &mode);
     each_pool(p, device, true);
     relieve_graphs(p, device);
+    charge_spare(p, device);
     if (r == CUDA_SUCCESS)
         CALL(cuThreadExchangeStreamCaptureMode, &mode);
 }

@@ -6,9 +6,10 @@
 #include "charge.h"
 
 /* A reservation of the driver's own, of which we know its size by asking: it is
- * charged with that. settle brings the charge to what is there, with `held`
- * bytes reserved and not committed towards it. */
-void settle(struct account *a, uint64_t *charge, uint64_t there, uint64_t held);
+ * charged with that. settle brings the charge to what is there: held are bytes
+ * reserved towards it and not committed, loose are those of the charge that
+ * were uncommitted before something that may have freed them. */
+void settle(struct account *a, uint64_t *charge, uint64_t there, uint64_t held, uint64_t loose);
 
 /* pool_free frees what came from a pool; false: it did not. */
 bool pool_free(struct process *p, CUdeviceptr at, CUresult *r, CUresult (*call)(CUdeviceptr), CUresult (*async)(CUdeviceptr, CUstream), CUstream s);

@@ -32,6 +32,13 @@ struct hidden {
     uint64_t bytes, blocks;
 };
 
+/* A block that is charged though nothing lies in it yet, so that a small
+ * allocation can be made where there is no room to reserve one for it. */
+struct spare {
+    uint32_t lock; /* held while the driver makes an allocation on it */
+    bool have;
+};
+
 /* A memory pool: its charge follows what it has reserved. */
 struct pool {
     uint64_t handle; /* 0: free, or destroyed */
@@ -57,6 +64,7 @@ struct process {
     struct context contexts[MAX_CONTEXTS];
     uint64_t primary[MAX_DEVICES]; /* the primary context's handle; 0: none counted */
     struct hidden hidden[MAX_DEVICES];
+    struct spare spare[MAX_DEVICES];
     struct pool pools[MAX_POOLS];
     struct graph_pool graphs[MAX_DEVICES];
     uint64_t graph_devices; /* a bit for each with a graph that allocates */
