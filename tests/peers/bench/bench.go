@@ -39,7 +39,7 @@ type counts struct {
 
 var (
 	fullCounts = counts{starts: 20, window: 30 * time.Second, allocates: 1000, calls: 1000, counted: 100, restarts: 20,
-		broken: 5, rounds: 3, hold: time.Second, timings: 21, repeats: 20_000, live: 100_000, watched: 100}
+		broken: 5, rounds: 3, hold: time.Second, timings: 60, repeats: 8000, live: 100_000, watched: 100}
 	smokeCounts = counts{starts: 1, window: time.Second, allocates: 20, calls: 10, counted: 5, restarts: 2,
 		broken: 2, rounds: 2, hold: 200 * time.Millisecond, timings: 2, repeats: 500, live: 1000, watched: 8}
 )

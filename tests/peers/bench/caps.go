@@ -7,10 +7,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"math"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -136,8 +134,8 @@ func (r *reading) close() error {
 // same calls in two containers, one with the claim's CDI file as it is and one
 // without the cap in it.
 func (b *bench) capping(ctx context.Context) error {
-	b.note("in-process accounting: the emulated libcuda counts by itself and a call of it takes nanoseconds. Each figure is the median of %d rounds of the capped container less the bare one in the same round", b.timings)
-	b.note("times of calls are CPU time of the calling processes, so that 8 and 32 of them on few processors are not charged for waiting; /machine is by the clock: the slowest process's time by the processors that could work")
+	b.note("the emulated libcuda counts memory in the process here, and a call of it takes nanoseconds. A figure is what a call costs more in the capped container than in the bare one right before or after: the median of the quarter of %d rounds in which the bare one was quickest", b.timings)
+	b.note("a call costs CPU time of its process, so that 8 and 32 of them on few processors do not pay for waiting; /clock is the time of the slowest, shared among the processors that could work")
 	b.note(field)
 	return all(ctx, usual, func(rs []*running) error {
 		r := rs[0]
@@ -204,12 +202,11 @@ func (b *bench) cappingIn(ctx context.Context, bare, capped *capsule.Container, 
 		{"cap_alloc_free_async/size=4MiB", fmt.Sprintf("async %d %d", 4<<20, b.repeats)},
 		{"cap_memgetinfo", fmt.Sprintf("info %d", b.repeats)},
 	} {
-		base, d, err := compare(ctx, b.timings, plain, one, c.command, b.repeats)
+		rounds, err := compare(ctx, b.timings, plain, one, c.command, b.repeats)
 		if err != nil {
 			return err
 		}
-		b.figure(c.name, d.cpu.median(), "ns", target{mostCounted, "60 ns"})
-		b.figure(c.name+"/bare", medianCPU(base), "ns")
+		b.costs(c.name, rounds)
 	}
 	if err := b.launching(ctx, plain, again, one); err != nil {
 		return err
@@ -246,16 +243,23 @@ func (b *bench) allocating(ctx context.Context, bare, capped *capsule.Container,
 			bytes int
 		}{{"4MiB", 4 << 20}, {"4KiB", 4 << 10}} {
 			name := fmt.Sprintf("cap_alloc_free/size=%s/live=%d/processes=%d", size.name, live, n)
-			base, d, err := compare(ctx, b.timings, sides[0], sides[1], fmt.Sprintf("pair %d %d", size.bytes, b.repeats), b.repeats)
+			rounds, err := compare(ctx, b.timings, sides[0], sides[1], fmt.Sprintf("pair %d %d", size.bytes, b.repeats), b.repeats)
 			if err != nil {
 				return fmt.Errorf("%s: %w", name, err)
 			}
-			b.figure(name, d.cpu.median(), "ns", target{mostCounted, "60 ns"})
-			b.figure(name+"/machine", d.wall.median(), "ns")
-			b.figure(name+"/bare", medianCPU(base), "ns")
+			b.costs(name, rounds)
+			clock, _ := rounds.difference(byWall)
+			b.figure(name+"/clock", clock, "ns")
 		}
 	}
 	return nil
+}
+
+// costs prints what a call costs.
+func (b *bench) costs(name string, rounds comparison) {
+	more, bare := rounds.difference(byCPU)
+	b.figure(name, more, "ns", target{mostCounted, "60 ns"})
+	b.figure(name+"/bare", bare, "ns")
 }
 
 // launching shows that the cap is not in the way of a launch: the function is the
@@ -271,17 +275,18 @@ func (b *bench) launching(ctx context.Context, plain, again, capped timers) erro
 	}
 	b.figure("cap_launch_overrides", 0, "calls", target{0, "0: by dlsym and by cuGetProcAddress it is the driver's own function"})
 	command := fmt.Sprintf("launch %d", b.repeats)
-	_, noise, err := compare(ctx, b.timings, plain, again, command, b.repeats)
+	noise, err := compare(ctx, b.timings, plain, again, command, b.repeats)
 	if err != nil {
 		return err
 	}
-	base, d, err := compare(ctx, b.timings, plain, capped, command, b.repeats)
+	rounds, err := compare(ctx, b.timings, plain, capped, command, b.repeats)
 	if err != nil {
 		return err
 	}
-	most := noise.cpu.spread()
-	b.figure("cap_launch", math.Abs(d.cpu.median()), "ns", target{most, fmt.Sprintf("%.2f ns, by which two bare processes differ", most)})
-	b.figure("cap_launch/bare", medianCPU(base), "ns")
+	most := noise.spread(byCPU)
+	more, bare := rounds.difference(byCPU)
+	b.figure("cap_launch", more, "ns", target{most, fmt.Sprintf("%.2f ns, by which two bare processes differ", most)})
+	b.figure("cap_launch/bare", bare, "ns")
 	return nil
 }
 
@@ -295,43 +300,13 @@ func (b *bench) spawning(ctx context.Context, plain, capped timers) error {
 		{"cap_exec", "/bin/true", max(b.repeats/1000, 2), []target{{mostExec, "0.3 ms"}}},
 		{"cap_first_allocation", timingPath + " first", max(b.repeats/4000, 1), nil},
 	} {
-		base, d, err := compare(ctx, b.timings, plain, capped, fmt.Sprintf("spawn %d %s", c.repeats, c.program), c.repeats)
+		rounds, err := compare(ctx, b.timings, plain, capped, fmt.Sprintf("spawn %d %s", c.repeats, c.program), c.repeats)
 		if err != nil {
 			return err
 		}
-		b.figure(c.name, d.wall.median()/1e6, "ms", c.want...)
-		var wall series
-		for _, one := range base {
-			wall = append(wall, one.wall)
-		}
-		b.figure(c.name+"/bare", wall.median()/1e6, "ms")
+		more, bare := rounds.difference(byWall)
+		b.figure(c.name, more/1e6, "ms", c.want...)
+		b.figure(c.name+"/bare", bare/1e6, "ms")
 	}
 	return nil
-}
-
-func (s series) median() float64 {
-	sorted := slices.Sorted(slices.Values(s))
-	n := len(sorted)
-	if n == 0 {
-		return 0
-	}
-	return (sorted[(n-1)/2] + sorted[n/2]) / 2
-}
-
-// spread is what nine of ten values do not exceed, either way.
-func (s series) spread() float64 {
-	var sizes []float64
-	for _, v := range s {
-		sizes = append(sizes, math.Abs(v))
-	}
-	slices.Sort(sizes)
-	return sizes[min(len(sizes)*9/10, len(sizes)-1)]
-}
-
-func medianCPU(costs []cost) float64 {
-	var s series
-	for _, c := range costs {
-		s = append(s, c.cpu)
-	}
-	return s.median()
 }

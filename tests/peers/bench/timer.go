@@ -4,11 +4,14 @@ package main
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"fmt"
+	"math"
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -204,32 +207,75 @@ func (ts timers) measure(command string, repeats int) (cost, error) {
 	return cost{sum / n, longest * float64(min(len(ts), runtime.NumCPU())) / n}, nil
 }
 
-// difference is what two sides cost in several rounds, and by how much they
-// differed in each.
-type difference struct{ cpu, wall series }
-
-// series is nanoseconds by round.
-type series []float64
+// round is what two sides cost, one after the other.
+type round struct{ bare, capped cost }
 
 // compare has two sides do the same in turn, each first in every other round, so
-// that drift meets both alike; each value is the second's less the first's.
-func compare(ctx context.Context, rounds int, a, b timers, command string, repeats int) (first []cost, d difference, err error) {
+// that drift meets both alike.
+func compare(ctx context.Context, rounds int, bare, capped timers, command string, repeats int) (comparison, error) {
+	var all comparison
 	// The first round puts code and data into caches.
 	for i := range rounds + 1 {
-		var of [2]cost
-		for j := range 2 {
-			side := (i + j) % 2
-			if of[side], err = []timers{a, b}[side].measure(command, repeats); err != nil {
-				return nil, d, err
+		var r round
+		sides := []struct {
+			timers
+			*cost
+		}{{bare, &r.bare}, {capped, &r.capped}}
+		if i%2 == 1 {
+			slices.Reverse(sides)
+		}
+		for _, s := range sides {
+			var err error
+			if *s.cost, err = s.measure(command, repeats); err != nil {
+				return nil, err
 			}
 		}
 		if err := ctx.Err(); err != nil {
-			return nil, d, err
+			return nil, err
 		}
 		if i > 0 {
-			first = append(first, of[0])
-			d.cpu, d.wall = append(d.cpu, of[1].cpu-of[0].cpu), append(d.wall, of[1].wall-of[0].wall)
+			all = append(all, r)
 		}
 	}
-	return first, d, nil
+	return all, nil
 }
+
+// comparison is several rounds.
+type comparison []round
+
+// quiet is the quarter of the rounds in which the machine had least else to do,
+// which is seen by the bare side alone: a neighbour on the same core makes
+// everything slower, and differences too.
+func (c comparison) quiet(of func(cost) float64) comparison {
+	sorted := slices.SortedFunc(slices.Values(c), func(a, b round) int { return cmp.Compare(of(a.bare), of(b.bare)) })
+	return sorted[:(len(sorted)+3)/4]
+}
+
+// difference is by how much the capped side costs more, in the median of the
+// quiet rounds, and bare what the other costs there.
+func (c comparison) difference(of func(cost) float64) (more, bare float64) {
+	var differences, bares []float64
+	for _, r := range c.quiet(of) {
+		differences, bares = append(differences, of(r.capped)-of(r.bare)), append(bares, of(r.bare))
+	}
+	return median(differences), median(bares)
+}
+
+// spread is what the differences of nine of ten rounds do not exceed, either way.
+func (c comparison) spread(of func(cost) float64) float64 {
+	var sizes []float64
+	for _, r := range c {
+		sizes = append(sizes, math.Abs(of(r.capped)-of(r.bare)))
+	}
+	slices.Sort(sizes)
+	return sizes[min(len(sizes)*9/10, len(sizes)-1)]
+}
+
+func median(values []float64) float64 {
+	sorted := slices.Sorted(slices.Values(values))
+	n := len(sorted)
+	return (sorted[(n-1)/2] + sorted[n/2]) / 2
+}
+
+func byCPU(c cost) float64  { return c.cpu }
+func byWall(c cost) float64 { return c.wall }
