@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"path"
-	"strings"
 
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
@@ -101,27 +100,18 @@ func (r *Runtime) gone(id string) error {
 // place where the host's unified hierarchy is seen. An error that answers to
 // gpu.ErrInvalid says that the path is not that container's.
 func killCgroup(root string, o Owner) error {
-	named, ok := ownerByPath([]byte(o.Cgroup))
-	if !ok || named.ID != o.ID || named.Cgroup != o.Cgroup || path.Clean(o.Cgroup) != o.Cgroup || !strings.HasPrefix(o.Cgroup, "/") {
-		return &failure{is: gpu.ErrInvalid, text: fmt.Sprintf("cgroup %q is not its own", o.Cgroup)}
+	if err := ownCgroup(o); err != nil {
+		return err
 	}
 	failed := func(err error) error {
 		return fmt.Errorf("cgroup.kill of %s in %s: %w", o.Cgroup, root, err)
 	}
-	base, err := unified(root)
+	base, _, err := unified(root)
 	if err != nil {
 		return failed(err)
 	}
 	defer unix.Close(base)
-	var file int
-	for {
-		// A file system of its own below the hierarchy would not be it.
-		file, err = unix.Openat2(base, "."+o.Cgroup+"/cgroup.kill", &unix.OpenHow{Flags: unix.O_WRONLY | unix.O_CLOEXEC,
-			Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS | unix.RESOLVE_NO_XDEV})
-		if err != unix.EINTR && err != unix.EAGAIN {
-			break
-		}
-	}
+	file, err := openBelow(base, o.Cgroup+"/cgroup.kill", unix.O_WRONLY)
 	if err != nil {
 		return failed(err)
 	}
@@ -133,22 +123,22 @@ func killCgroup(root string, o Owner) error {
 }
 
 // unified opens the unified hierarchy at root, or at the place below it where a
-// node with both versions has it.
-func unified(root string) (fd int, err error) {
+// node with both versions has it, and says where that is.
+func unified(root string) (fd int, at string, err error) {
 	var first error
 	for _, place := range []string{root, path.Join(root, "unified")} {
 		fd, err := unix.Open(place, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 		if err == nil {
 			var fs unix.Statfs_t
 			if err = unix.Fstatfs(fd, &fs); err == nil && fs.Type == unix.CGROUP2_SUPER_MAGIC {
-				return fd, nil
+				return fd, place, nil
 			}
 			unix.Close(fd)
 			err = cmp.Or(err, errors.New("that is no cgroup v2 hierarchy"))
 		}
 		first = cmp.Or(first, err)
 	}
-	return -1, first
+	return -1, "", first
 }
 
 // name returns what the runtime calls itself.

@@ -203,15 +203,11 @@ func hierarchy(t *testing.T) (mount, top string) {
 	if os.Getuid() != 0 {
 		t.Skip("needs root, to make cgroups")
 	}
-	base, err := unified("/sys/fs/cgroup")
+	base, mount, err := unified("/sys/fs/cgroup")
 	if err != nil {
 		t.Skipf("needs a cgroup v2 hierarchy at /sys/fs/cgroup or its unified: %v", err)
 	}
 	defer unix.Close(base)
-	mount, err = os.Readlink(fmt.Sprintf("/proc/self/fd/%d", base))
-	if err != nil {
-		t.Fatal(err)
-	}
 	top = fmt.Sprintf("/gpu-agent-test-%d", os.Getpid())
 	if err := os.Mkdir(mount+top, 0o755); err != nil {
 		t.Skipf("needs a cgroup v2 hierarchy that can be written: %v", err)

@@ -49,7 +49,8 @@
 // looks up every symbol that R470 has and this package needs, and refuses a
 // library without one; a newer symbol is looked up before its use, and what it
 // would have told stays unknown without it: the memory that the driver keeps
-// for itself (R510), MIG profiles (R510).
+// for itself (R510), MIG profiles (R510). Limits per cgroup are R615's
+// (SetMemoryLimit): before it there are none.
 //
 // # GPUs that fail
 //

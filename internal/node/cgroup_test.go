@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package node
+
+import (
+	"errors"
+	"os"
+	"testing"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+func TestCgroupDir(t *testing.T) {
+	const own = "/kubepods/besteffort/pod1/" + offender
+	at := func(root string) *Runtime {
+		r := NewRuntime(RuntimeOptions{Cgroups: root})
+		t.Cleanup(func() { _ = r.Close() })
+		return r
+	}
+	for name, c := range map[string]struct {
+		root string
+		o    Owner
+		want error
+	}{
+		"of v1":                        {"/sys/fs/cgroup", Owner{ID: offender, Cgroup: own}, gpu.ErrNotSupported},
+		"without a path":               {"/sys/fs/cgroup", Owner{ID: offender, V2: true}, gpu.ErrNotSupported},
+		"no place is given":            {"", Owner{ID: offender, V2: true, Cgroup: own}, gpu.ErrNotSupported},
+		"no hierarchy":                 {t.TempDir(), Owner{ID: offender, V2: true, Cgroup: own}, gpu.ErrNotSupported},
+		"a neighbour's by way of dots": {"/sys/fs/cgroup", Owner{ID: offender, V2: true, Cgroup: own + "/../" + neighbour}, gpu.ErrInvalid},
+		"below its own":                {"/sys/fs/cgroup", Owner{ID: offender, V2: true, Cgroup: own + "/x"}, gpu.ErrInvalid},
+	} {
+		if dir, err := at(c.root).CgroupDir(c.o); !errors.Is(err, c.want) || dir != "" {
+			t.Errorf("%s: %q, %v, want %v", name, dir, err, c.want)
+		}
+	}
+
+	mount, top := hierarchy(t)
+	o := Owner{ID: offender, V2: true, Cgroup: top + own}
+	r := at("/sys/fs/cgroup")
+	if dir, err := r.CgroupDir(o); !errors.Is(err, gpu.ErrNotFound) {
+		t.Errorf("that is gone: %q, %v, want ErrNotFound", dir, err)
+	}
+	if err := os.MkdirAll(mount+o.Cgroup, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if dir, err := r.CgroupDir(o); err != nil || dir != mount+o.Cgroup {
+		t.Errorf("%q, %v, want %s", dir, err, mount+o.Cgroup)
+	}
+}

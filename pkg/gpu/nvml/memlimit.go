@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"context"
+	"fmt"
+	"path/filepath"
+	"strings"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// NoLimit is the limit of a cgroup that may have all of a GPU.
+const NoLimit = ^uint64(0)
+
+// SetMemoryLimit has the driver keep all processes of a cgroup together within so
+// many bytes of a GPU's memory; NoLimit undoes it, and so does the end of the
+// cgroup. It is the directory's path as this process sees it. So much is
+// guaranteed to them as well, where the driver can make others give way. Managed
+// memory does not count.
+//
+// It takes driver R615 and root. The error wraps gpu.ErrNotSupported where
+// library, card or kernel cannot; gpu.ErrNotFound for a UUID that the driver does
+// not know and for a cgroup that it cannot open; gpu.ErrInvalid for a path that is
+// not absolute and for more than the card has.
+func (d *Driver) SetMemoryLimit(ctx context.Context, u gpu.UUID, cgroup string, bytes uint64) error {
+	const symbol = "nvmlDeviceSetMemoryLimits_v1"
+	what := fmt.Sprintf("limit the memory of cgroup %q on %s", cgroup, u)
+	_, err := call(ctx, d, what, func() (none struct{}, _ error) {
+		h, err := d.limited(what, symbol, u, cgroup)
+		if err != nil {
+			return none, err
+		}
+		soft := bytes
+		if bytes == NoLimit {
+			soft = 0 // nvml.h: both together clear it
+		}
+		return none, limitFailed(what, h.SetMemoryLimits_v1(cgroup, soft, bytes))
+	})
+	return err
+}
+
+// MemoryLimit is what a cgroup's processes may have of a GPU together, and what
+// they have, in bytes.
+type MemoryLimit struct {
+	Bytes, Used uint64
+}
+
+// MemoryLimit reads what SetMemoryLimit has set. The error is as there, and wraps
+// gpu.ErrNotFound where there is no limit.
+func (d *Driver) MemoryLimit(ctx context.Context, u gpu.UUID, cgroup string) (MemoryLimit, error) {
+	const symbol = "nvmlDeviceGetMemoryLimits_v1"
+	what := fmt.Sprintf("read the memory limit of cgroup %q on %s", cgroup, u)
+	return call(ctx, d, what, func() (MemoryLimit, error) {
+		h, err := d.limited(what, symbol, u, cgroup)
+		if err != nil {
+			return MemoryLimit{}, err
+		}
+		m, ret := h.GetMemoryLimits_v1(cgroup)
+		if err := limitFailed(what, ret); err != nil {
+			return MemoryLimit{}, err
+		}
+		return MemoryLimit{Bytes: m.HardLimit, Used: m.CurrentUsed}, nil
+	})
+}
+
+// limited finds the GPU of a call about limits.
+func (d *Driver) limited(what, symbol string, u gpu.UUID, cgroup string) (nvml.Device, error) {
+	if !filepath.IsAbs(cgroup) || strings.ContainsRune(cgroup, 0) {
+		return nil, fmt.Errorf("%s: want an absolute path: %w", what, gpu.ErrInvalid)
+	}
+	if !d.has(symbol) {
+		return nil, fmt.Errorf("%s: %s has no %s; driver R615 is the first: %w", what, d.library, symbol, gpu.ErrNotSupported)
+	}
+	return d.handle(u)
+}
+
+// limitFailed knows what the operating system's refusal means here: the path does
+// not open as a cgroup.
+func limitFailed(what string, ret nvml.Return) error {
+	if ret == nvml.ERROR_OPERATING_SYSTEM {
+		ret = nvml.ERROR_NOT_FOUND
+	}
+	return failed(what, ret)
+}
