@@ -106,8 +106,8 @@ type Counters struct {
 	Nonce uint64 // of this page; another page has another
 	Bound uint64 // what the container's processes may have
 	Word  uint64 // the same with its version: equal words, nothing changed between
-	// Committed <= what the driver gave <= Bound - Dead, and that <= Reserved;
-	// see c/count.h.
+	// Committed <= what the driver gave <= Reserved, Bound being their shares and
+	// what dead processes left; see c/count.h.
 	Reserved, Committed uint64
 	Managed             uint64 // of Bound, what the driver's figures lack
 	Expected            uint64 // of Bound, what contexts were charged with
@@ -116,16 +116,14 @@ type Counters struct {
 	Refusals            uint64
 	Peak                uint64 // of Bound
 	Settled             uint64 // taken off Bound after it was gone already, ever
+	Spare               uint64 // of Reserved, what is kept for later and not there
 	Dead                uint64 // of Bound, at most, what dead processes have left there
 	Processes           int    // living ones that have used the GPU
 }
 
 // Read reads the page. The error is gpu.ErrInvalid for a page that says
 // nonsense.
-func (u *Usage) Read() (Counters, error) { return u.read(true) }
-
-// read reads the page, and asks whose processes live only where that is wanted.
-func (u *Usage) read(living bool) (Counters, error) {
+func (u *Usage) Read() (Counters, error) {
 	head := u.head[:]
 	if err := u.readAt(head, 0); err != nil {
 		return Counters{}, err
@@ -154,7 +152,7 @@ func (u *Usage) read(living bool) (Counters, error) {
 	for i := range int(high) {
 		s := table[i*slotSize:][:slotSize]
 		slot := func(i int) uint64 { return binary.LittleEndian.Uint64(s[i:]) }
-		for _, at := range []int{slotReserved, slotCommitted, slotManaged, slotExpected} {
+		for _, at := range []int{slotReserved, slotCommitted, slotManaged, slotExpected, slotSpare} {
 			if v := slot(at); v >= most || v%unit != 0 {
 				return Counters{}, fmt.Errorf("read usage page: slot %d has %d bytes: %w", i, v, gpu.ErrInvalid)
 			}
@@ -169,6 +167,7 @@ func (u *Usage) read(living bool) (Counters, error) {
 			c.Committed += slot(slotCommitted)
 			c.Managed += slot(slotManaged)
 			c.Expected += slot(slotExpected)
+			c.Spare += slot(slotSpare)
 			c.Contexts += min(slot(slotContexts), 1<<20)
 		}
 	}

@@ -12,12 +12,17 @@
 struct block {
     CUdevice device;
     uint64_t bytes;
+    bool old; /* one that is there, or none */
+    bool joined;
     bool changed; /* made, or removed */
 };
 
 static void join(struct entry *e, void *arg)
 {
     struct block *b = arg;
+    if (!e->how && b->old)
+        return;
+    b->joined = true;
     b->changed = !e->how;
     e->how = HOW_NOTE;
     e->device = b->device;
@@ -120,15 +125,6 @@ void charge_failed(struct charge *c)
         spin_unlock(&c->spare->lock);
 }
 
-/* spend makes the spare block a real one. Until now the driver had nothing for
- * it, and a reading may have shown that. */
-static void spend(struct charge *c)
-{
-    count_add(&c->a->usage->settled, BLOCK);
-    count_sub(&c->a->slot->soft, BLOCK);
-    c->spare->have = false;
-}
-
 /* keep makes a reservation that was not needed the spare block. */
 static bool keep(struct process *p, struct charge *c)
 {
@@ -137,8 +133,7 @@ static bool keep(struct process *p, struct charge *c)
         return false;
     bool kept = !s->have;
     if (kept) {
-        count_add(&c->a->slot->soft, BLOCK);
-        account_commit(c->a, BLOCK);
+        count_add(&c->a->slot->spare, BLOCK);
         __atomic_store_n(&s->have, true, __ATOMIC_RELAXED);
     }
     spin_unlock(&s->lock);
@@ -151,9 +146,9 @@ void charge_spare(struct process *p, CUdevice device)
     if (__atomic_exchange_n(&s->lock, 1, __ATOMIC_ACQUIRE))
         return;
     if (s->have) {
-        s->have = false;
-        account_lost(&p->accounts[device], BLOCK);
-        count_sub(&p->accounts[device].slot->soft, BLOCK);
+        __atomic_store_n(&s->have, false, __ATOMIC_RELAXED);
+        count_sub(&p->accounts[device].slot->spare, BLOCK);
+        account_cancel(&p->accounts[device], BLOCK);
     }
     spin_unlock(&s->lock);
 }
@@ -172,10 +167,8 @@ bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space s
     if (c->how == HOW_SMALL && (space != SPACE_ADDRESS || key / BLOCK != (key + c->bytes - 1) / BLOCK)) {
         /* Not as the driver is known to do it: charged for itself. */
         if (c->spare) {
-            spend(c);
-            spin_unlock(&c->spare->lock);
-            c->spare = NULL;
-            account_uncommit(c->a, BLOCK);
+            charge_failed(c);
+            return false;
         }
         c->how = HOW_LARGE;
         c->bytes = BLOCK;
@@ -183,14 +176,12 @@ bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space s
     struct entry e = {.key = key, .bytes = c->bytes, .owner = c->at.context, .space = (uint16_t)space, .how = (uint16_t)c->how, .device = c->at.device};
     struct entry old;
     if (c->how == HOW_SMALL) {
-        struct block b = {.device = c->at.device, .bytes = c->bytes};
-        if (!table_edit(&p->table, key / BLOCK, SPACE_BLOCK, join, &b)) {
+        struct block b = {.device = c->at.device, .bytes = c->bytes, .old = c->spare};
+        if (!table_edit(&p->table, key / BLOCK, SPACE_BLOCK, join, &b) || !b.joined) {
             charge_failed(c);
             return false;
         }
-        if (b.changed && c->spare)
-            spend(c);
-        else if (b.changed)
+        if (b.changed)
             account_commit(c->a, BLOCK);
         else if (!c->spare && !keep(p, c))
             account_cancel(c->a, BLOCK); /* the block is paid for */

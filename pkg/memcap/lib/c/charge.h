@@ -5,8 +5,10 @@
  * small allocation is charged nothing if it came to lie in a block that is
  * charged already, and a block if not. Which of them it will be only the driver
  * knows, so a block is reserved before its call and given back after; the first
- * that was not needed is kept, to be the reservation of those small allocations
- * that the blocks have room for when the limit has none. */
+ * that was not needed is kept as a spare: with it a small allocation can be made
+ * in what is left of the charged blocks when the limit has no room for another,
+ * and if the driver takes another all the same, that is undone. So a process
+ * may come to have one block of its limit that it cannot fill with small ones. */
 #ifndef CAP_CHARGE_H
 #define CAP_CHARGE_H
 

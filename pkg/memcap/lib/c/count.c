@@ -148,6 +148,7 @@ static void clear(struct account *a, struct slot *s)
         bound_sub(a, c);
     }
     __atomic_store_n(&s->soft, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&s->spare, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->managed, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->expected, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->contexts, 0, __ATOMIC_SEQ_CST);
@@ -338,34 +339,6 @@ static bool contend(struct account *a, uint64_t n)
     }
 }
 
-/* patience_us is how long a reading is waited for: two of the agent's rounds. */
-static uint64_t patience_us(const struct account *a)
-{
-    uint64_t every = __atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE);
-    return 2000 * (every < 5000 ? every : 5000);
-}
-
-/* await_reading asks the agent for a reading that begins after this moment.
- * False: nobody reads, or nobody answered. */
-static bool await_reading(struct account *a)
-{
-    uint64_t patience = patience_us(a);
-    if (!patience)
-        return false;
-    uint64_t done = count_read(&a->page->done);
-    if (count_read(&a->waited) == done + 1)
-        return false;
-    /* In this order: a reading that is begun for this ask is one more than that. */
-    uint64_t begun = count_read(&a->page->begun);
-    count_add(&a->usage->asks, 1);
-    for (uint64_t end = now_us() + patience; count_read(&a->page->done) < begun + 1; nap_us(1000))
-        if (now_us() >= end) {
-            __atomic_store_n(&a->waited, count_read(&a->page->done) + 1, __ATOMIC_SEQ_CST);
-            return false;
-        }
-    return true;
-}
-
 /* fresh says whether the ceiling is the driver's own word on just what bound
  * has now, so that asking again would tell nothing new. */
 static bool fresh(const struct account *a)
@@ -383,20 +356,44 @@ static bool lost_alone(const struct account *a, uint64_t n)
     return lost && AMOUNT(b) + n <= account_ceiling(a) + lost;
 }
 
+/* ask asks the agent for a reading that begins after this moment, and for more
+ * as long as only what was lost stands in the way; in all for twice the time
+ * between two. It does nothing where nobody reads, or nobody has answered the
+ * last time. */
+static bool ask(struct account *a, uint64_t n)
+{
+    uint64_t every = __atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE);
+    uint64_t done = count_read(&a->page->done);
+    if (!every || count_read(&a->waited) == done + 1)
+        return false;
+    uint64_t end = now_us() + 2000 * (every < 5000 ? every : 5000);
+    while (!fresh(a)) {
+        /* In this order: a reading that is begun for this ask is one more than that. */
+        uint64_t begun = count_read(&a->page->begun);
+        count_add(&a->usage->asks, 1);
+        for (; count_read(&a->page->done) < begun + 1; nap_us(1000))
+            if (now_us() >= end) {
+                if (count_read(&a->page->done) == done)
+                    __atomic_store_n(&a->waited, done + 1, __ATOMIC_SEQ_CST);
+                return false;
+            }
+        if (contend(a, n))
+            return true;
+        if (!lost_alone(a, n) || now_us() >= end)
+            return false;
+    }
+    return false;
+}
+
 bool account_reserve_slowly(struct account *a, uint64_t n)
 {
     uint64_t limit = __atomic_load_n(&a->page->limit, __ATOMIC_ACQUIRE);
     if (n < MOST && limit && !account_nonsense(a)) {
         if (contend(a, n))
             return true;
-        uint64_t end = now_us() + patience_us(a);
         /* More than all of the limit: no reading makes that fit. */
-        while (n <= limit && !fresh(a) && await_reading(a)) {
-            if (contend(a, n))
-                return true;
-            if (!lost_alone(a, n) || now_us() >= end)
-                break;
-        }
+        if (n <= limit && ask(a, n))
+            return true;
     }
     count_add(&a->usage->refusals, 1);
     return false;

@@ -181,6 +181,11 @@ LAYOUT(CUmapinfo, 96);
     X(cuGraphLaunch_ptsz, (CUexec, CUstream))                                                 \
     X(cuGraphExecDestroy, (CUexec))                                                           \
     X(cuDeviceGraphMemTrim, (CUdevice))                                                       \
+    X(cuStreamSynchronize, (CUstream))                                                        \
+    X(cuStreamSynchronize_ptsz, (CUstream))                                                   \
+    X(cuEventSynchronize, (void *))                                                           \
+    X(cuCtxSynchronize, (void))                                                               \
+    X(cuCtxSynchronize_v2, (CUcontext))                                                       \
     X(cuGetProcAddress, (const char *, void **, int, uint64_t))                               \
     X(cuGetProcAddress_v2, (const char *, void **, int, uint64_t, int *))
 

@@ -55,6 +55,14 @@ static bool figures(CUdevice device, uint64_t *reserved, uint64_t *used)
            CALL(cuDeviceGetGraphMemAttribute, device, CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT, used) == CUDA_SUCCESS;
 }
 
+static void settle_graphs(struct account *a, struct graph_pool *g, CUdevice d, uint64_t held, uint64_t loose)
+{
+    uint64_t reserved = g->charge + held, used = 0;
+    figures(d, &reserved, &used);
+    settle(a, &g->charge, reserved, held, loose);
+    soften(a, &g->soft, g->charge > used ? (g->charge - used) / UNIT * UNIT : 0);
+}
+
 /* A run holds the devices that it has reserved on, in order, until the end. */
 struct run {
     uint64_t devices, counted; /* bits */
@@ -110,11 +118,9 @@ static void run_end(struct process *p, struct run *r, CUexec e, bool ran)
         if (!(r->devices >> d & 1))
             continue;
         struct graph_pool *g = &p->graphs[d];
-        uint64_t reserved = g->charge + r->held[d], used;
-        bool known = figures(d, &reserved, &used);
-        settle(&p->accounts[d], &g->charge, reserved, r->held[d], 0);
-        if (ran && known) {
-            uint64_t took = 1 + (reserved > r->used[d] ? reserved - r->used[d] : 0);
+        settle_graphs(&p->accounts[d], g, d, r->held[d], 0);
+        if (ran) {
+            uint64_t took = 1 + (g->charge > r->used[d] ? g->charge - r->used[d] : 0);
             table_edit(&p->table, exec_key(e, d), SPACE_EXEC, learn, &took);
         }
         spin_unlock(&g->lock);
@@ -216,28 +222,18 @@ EXPORT CUresult cuGraphExecDestroy(CUexec e)
     return r;
 }
 
-static void settle_locked(struct process *p, CUdevice device)
-{
-    uint64_t reserved, used;
-    struct graph_pool *g = &p->graphs[device];
-    if (g->charge && figures(device, &reserved, &used))
-        settle(&p->accounts[device], &g->charge, reserved, 0, 0);
-}
-
 static CUresult trim_locked(struct process *p, CUdevice device)
 {
-    uint64_t reserved, used, loose = 0;
     struct account *a = &p->accounts[device];
     struct graph_pool *g = &p->graphs[device];
-    if (g->charge && figures(device, &reserved, &used)) {
-        settle(a, &g->charge, reserved, 0, 0);
-        loose = g->charge > used ? (g->charge - used) / UNIT * UNIT : 0;
-    }
+    if (!g->charge)
+        return CALL(cuDeviceGraphMemTrim, device);
+    settle_graphs(a, g, device, 0, 0);
+    uint64_t loose = g->soft;
     if (loose)
         account_uncommit(a, loose);
     CUresult r = CALL(cuDeviceGraphMemTrim, device);
-    if (g->charge)
-        settle(a, &g->charge, figures(device, &reserved, &used) ? reserved : g->charge, 0, loose);
+    settle_graphs(a, g, device, 0, loose);
     return r;
 }
 
@@ -258,7 +254,7 @@ void graphs_settle(struct process *p, CUdevice device)
 {
     if (!p->graphs[device].charge || !try_lock(&p->graphs[device].lock))
         return;
-    settle_locked(p, device);
+    settle_graphs(&p->accounts[device], &p->graphs[device], device, 0, 0);
     spin_unlock(&p->graphs[device].lock);
 }
 

@@ -21,8 +21,6 @@ void settle(struct account *a, uint64_t *charge, uint64_t there, uint64_t held, 
         account_commit(a, paid);
     if (more > paid)
         account_force(a, more - paid);
-    if (more)
-        count_add(&a->slot->soft, more);
     if (held > paid)
         account_cancel(a, held - paid);
     if (freed)
@@ -31,36 +29,42 @@ void settle(struct account *a, uint64_t *charge, uint64_t there, uint64_t held, 
         account_commit(a, loose - freed);
     if (less > freed)
         account_lost(a, less - freed);
-    if (less)
-        count_sub(&a->slot->soft, less);
     *charge = there;
+}
+
+void soften(struct account *a, uint64_t *soft, uint64_t bytes)
+{
+    if (bytes > *soft)
+        count_add(&a->slot->soft, bytes - *soft);
+    if (bytes < *soft)
+        count_sub(&a->slot->soft, *soft - bytes);
+    *soft = bytes;
 }
 
 static bool figures(const struct pool *pool, uint64_t *reserved, uint64_t *used)
 {
     CUmempool h = (CUmempool)(uintptr_t)pool->handle;
     return CALL(cuMemPoolGetAttribute, h, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, reserved) == CUDA_SUCCESS &&
-           (!used || CALL(cuMemPoolGetAttribute, h, CU_MEMPOOL_ATTR_USED_MEM_CURRENT, used) == CUDA_SUCCESS);
+           CALL(cuMemPoolGetAttribute, h, CU_MEMPOOL_ATTR_USED_MEM_CURRENT, used) == CUDA_SUCCESS;
 }
 
-static void settle_pool(struct account *a, struct pool *pool, uint64_t held)
+static void settle_pool(struct account *a, struct pool *pool, uint64_t held, uint64_t loose)
 {
-    uint64_t there;
-    settle(a, &pool->charge, figures(pool, &there, NULL) ? there : pool->charge + held, held, 0);
+    uint64_t reserved = pool->charge + held, used = 0;
+    figures(pool, &reserved, &used);
+    settle(a, &pool->charge, reserved, held, loose);
+    soften(a, &pool->soft, pool->charge > used ? (pool->charge - used) / UNIT * UNIT : 0);
 }
 
 /* trim has a pool give back what it does not use, beyond keep. */
 static CUresult trim(struct account *a, struct pool *pool, size_t keep)
 {
-    uint64_t reserved, used, loose = 0;
-    if (figures(pool, &reserved, &used)) {
-        settle(a, &pool->charge, reserved, 0, 0);
-        loose = pool->charge > used ? (pool->charge - used) / UNIT * UNIT : 0;
-    }
+    settle_pool(a, pool, 0, 0);
+    uint64_t loose = pool->soft;
     if (loose)
         account_uncommit(a, loose);
     CUresult r = CALL(cuMemPoolTrimTo, (CUmempool)(uintptr_t)pool->handle, keep);
-    settle(a, &pool->charge, figures(pool, &reserved, NULL) ? reserved : pool->charge, 0, loose);
+    settle_pool(a, pool, 0, loose);
     return r;
 }
 
@@ -85,7 +89,7 @@ static struct pool *learn(struct process *p, CUmempool handle, int device)
     for (int i = 0; !pool && i < MAX_POOLS; i++)
         if (!p->pools[i].used) {
             pool = &p->pools[i];
-            pool->charge = pool->live = 0;
+            pool->charge = pool->soft = pool->live = 0;
             pool->device = device;
             __atomic_store_n(&pool->handle, (uintptr_t)handle, __ATOMIC_RELEASE);
             __atomic_store_n(&pool->used, 1, __ATOMIC_RELEASE);
@@ -167,7 +171,8 @@ static CUresult allocate(struct process *p, struct request *q)
         }
     }
     CUresult r = pass(q);
-    settle_pool(a, pool, held);
+    settle_pool(a, pool, held, 0);
+    __atomic_store_n(&p->pools_charged, 1, __ATOMIC_RELEASE);
     if (r == CUDA_SUCCESS) {
         struct entry e = {.key = *q->out, .bytes = n, .owner = (uint64_t)(pool - p->pools), .space = SPACE_POOLED, .how = HOW_NOTE, .device = pool->device}, old;
         if (table_put(&p->table, &e, &old) && !old.how)
@@ -213,6 +218,7 @@ static void forget(struct process *p, struct pool *pool)
 {
     if (pool->charge)
         settle(&p->accounts[pool->device], &pool->charge, 0, 0, 0);
+    soften(&p->accounts[pool->device], &pool->soft, 0);
     __atomic_store_n(&pool->used, 0, __ATOMIC_RELEASE);
 }
 
@@ -229,6 +235,7 @@ bool pool_free(struct process *p, CUdeviceptr at, CUresult *r, CUresult (*call)(
     }
     spin_lock(&pool->lock);
     pool->live--;
+    soften(&p->accounts[pool->device], &pool->soft, pool->soft + e.bytes < pool->charge ? pool->soft + e.bytes : pool->charge);
     if (!pool->handle && !pool->live)
         forget(p, pool);
     spin_unlock(&pool->lock);
@@ -328,7 +335,7 @@ static void each_pool(struct process *p, CUdevice device, bool all)
             if (all)
                 trim(&p->accounts[device], pool, 0);
             else
-                settle_pool(&p->accounts[device], pool, 0);
+                settle_pool(&p->accounts[device], pool, 0, 0);
         }
         spin_unlock(&pool->lock);
     }
@@ -340,6 +347,76 @@ void pools_settle(struct process *p, CUdevice device)
         return;
     each_pool(p, device, false);
     graphs_settle(p, device);
+}
+
+/* Synchronising is where a pool gives back what its threshold does not keep.
+ * That is uncommitted for as long as it takes; a process without pools pays one
+ * load for it. */
+struct sync {
+    struct process *p;
+    uint64_t loose[MAX_POOLS];
+};
+
+static void sync_begin(struct sync *s, struct process *p)
+{
+    s->p = p;
+    for (int i = 0; i < MAX_POOLS; i++) {
+        struct pool *pool = &p->pools[i];
+        s->loose[i] = 0;
+        if (!__atomic_load_n(&pool->used, __ATOMIC_ACQUIRE) || pool->device < 0)
+            continue;
+        spin_lock(&pool->lock);
+        if (pool->handle && pool->charge) {
+            struct account *a = &p->accounts[pool->device];
+            settle_pool(a, pool, 0, 0);
+            s->loose[i] = pool->soft;
+            if (pool->soft)
+                account_uncommit(a, pool->soft);
+        }
+        spin_unlock(&pool->lock);
+    }
+}
+
+static void sync_end(struct sync *s)
+{
+    for (int i = 0; i < MAX_POOLS; i++) {
+        if (!s->loose[i])
+            continue;
+        struct pool *pool = &s->p->pools[i];
+        struct account *a = &s->p->accounts[pool->device];
+        spin_lock(&pool->lock);
+        if (pool->handle)
+            settle_pool(a, pool, 0, s->loose[i]);
+        else
+            account_commit(a, s->loose[i]); /* destroyed beside us, and settled then */
+        spin_unlock(&pool->lock);
+    }
+}
+
+#define SYNCHRONIZE(name, ...)                                              \
+    struct process *p = ENTER();                                            \
+    struct sync s;                                                          \
+    if (!p || !__atomic_load_n(&p->pools_charged, __ATOMIC_RELAXED))        \
+        return CALL(name, __VA_ARGS__);                                     \
+    sync_begin(&s, p);                                                      \
+    CUresult r = CALL(name, __VA_ARGS__);                                   \
+    sync_end(&s);                                                           \
+    return r;
+
+EXPORT CUresult cuStreamSynchronize(CUstream stream) { SYNCHRONIZE(cuStreamSynchronize, stream) }
+EXPORT CUresult cuStreamSynchronize_ptsz(CUstream stream) { SYNCHRONIZE(cuStreamSynchronize_ptsz, stream) }
+EXPORT CUresult cuEventSynchronize(void *event) { SYNCHRONIZE(cuEventSynchronize, event) }
+EXPORT CUresult cuCtxSynchronize_v2(CUcontext context) { SYNCHRONIZE(cuCtxSynchronize_v2, context) }
+EXPORT CUresult cuCtxSynchronize(void)
+{
+    struct process *p = ENTER();
+    struct sync s;
+    if (!p || !__atomic_load_n(&p->pools_charged, __ATOMIC_RELAXED) || !real.cuCtxSynchronize)
+        return real.cuCtxSynchronize ? real.cuCtxSynchronize() : CUDA_ERROR_NOT_FOUND;
+    sync_begin(&s, p);
+    CUresult r = real.cuCtxSynchronize();
+    sync_end(&s);
+    return r;
 }
 
 /* Before a refusal a process gives back what its pools and graphs have cached,

@@ -32,8 +32,7 @@ struct hidden {
     uint64_t bytes, blocks;
 };
 
-/* A block that is charged though nothing lies in it yet, so that a small
- * allocation can be made where there is no room to reserve one for it. */
+/* A block that is reserved though nothing lies in it; see charge.h. */
 struct spare {
     uint32_t lock; /* held while the driver makes an allocation on it */
     bool have;
@@ -46,12 +45,13 @@ struct pool {
     uint32_t lock;   /* held while the driver allocates from it */
     int32_t device;  /* -1: on the host */
     uint64_t charge;
+    uint64_t soft; /* of it, what may go by itself */
     uint64_t live; /* allocations */
 };
 
 struct graph_pool { /* what graphs have of a device */
     uint32_t lock;
-    uint64_t charge;
+    uint64_t charge, soft;
 };
 
 struct process {
@@ -66,6 +66,7 @@ struct process {
     struct hidden hidden[MAX_DEVICES];
     struct spare spare[MAX_DEVICES];
     struct pool pools[MAX_POOLS];
+    uint32_t pools_charged; /* 1 once one was: from then on synchronising may shrink them */
     struct graph_pool graphs[MAX_DEVICES];
     uint64_t graph_devices; /* a bit for each with a graph that allocates */
     struct table table;
