@@ -53,6 +53,10 @@ func TestKill(t *testing.T) {
 			k.shut()
 			workers[at] = start()
 		}
+		if peak := r.peak(0); peak > limit {
+			last, readings := b.readers[0].Last()
+			t.Fatalf("after kill %d: %d MiB over the cap; %+v; reading %d: %+v", i, (peak-limit)/MiB, r.m.World.State().Processes, readings, last)
+		}
 	}
 	var taken, refused uint64
 	for i, k := range workers {

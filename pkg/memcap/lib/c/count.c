@@ -133,18 +133,14 @@ uint64_t account_excess(const struct account *a, uint64_t expected, uint64_t con
     return expected - contexts * each;
 }
 
-static uint64_t soft_part(const struct account *a, const struct slot *s, uint64_t committed)
-{
-    uint64_t soft = count_read(&s->soft) + account_excess(a, count_read(&s->expected), count_read(&s->contexts));
-    return soft < committed ? soft / UNIT * UNIT : committed;
-}
-
 /* clear reaps a slot whose lock the caller has. */
 static void clear(struct account *a, struct slot *s)
 {
     uint64_t c = __atomic_exchange_n(&s->committed, 0, __ATOMIC_SEQ_CST);
     if (c && c < MOST) {
-        count_add(&a->usage->settled, soft_part(a, s, c));
+        /* All of it: a process that dies gives its descriptors back before the
+         * lock, so a reading may have found it living and without memory. */
+        count_add(&a->usage->settled, c);
         bound_sub(a, c);
     }
     __atomic_store_n(&s->soft, 0, __ATOMIC_SEQ_CST);

@@ -26,7 +26,7 @@
  * middle term 0. Whoever then takes the slot's lock knows that nobody else
  * changes the slot, and
  *
- *     reaps      c = committed, committed := 0 · settled += soft · bound -= c · reserved := 0
+ *     reaps      c = committed, committed := 0 · settled += c · bound -= c · reserved := 0
  *
  * c is at most the share, so bound keeps what the living have. It may keep a
  * remainder that belongs to nobody: what the dead one had reserved and not
@@ -45,8 +45,9 @@
  * living, and moves the ceiling by the difference. That stays right as long as
  * what leaves bound leaves the driver too. Some memory is gone before we know:
  * what a pool gave back by itself, and the difference between a context and its
- * estimate. It may have been missing in the driver's figure while it stood in
- * bound, so it is taken off as
+ * estimate; and a dying process gives its descriptors back, and so its memory,
+ * before the lock of its slot. It may have been missing in the driver's figure
+ * while it stood in bound, so it is taken off as
  *
  *     lost       committed -= n · settled += n · bound -= n · reserved -= n
  *
