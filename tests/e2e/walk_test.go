@@ -363,6 +363,26 @@ func (w *walk) mayEndLocked(c *walkContainer) bool {
 	return p.doomed || p.ends[c.Name]
 }
 
+// cutOff says whether the kubelet never learnt that it had started a container,
+// as the runtime was stopped before it could answer: it starts another.
+func (w *walk) cutOff(c *walkContainer) bool {
+	w.mu.Lock()
+	stopped := w.done["containerds"] > 0
+	w.mu.Unlock()
+	if !stopped {
+		return false
+	}
+	events, err := node.Events(w.ctx, "Pod", lab.PodNamespace, c.Pod)
+	cut := err == nil && slices.ContainsFunc(events, func(e lab.Event) bool {
+		return e.Reason == "Failed" && strings.Contains(e.Message, "error reading from server: EOF")
+	})
+	if cut {
+		w.count("starts that the runtime's end cut off")
+		w.say("  the kubelet does not know that it had started %s", c)
+	}
+	return cut
+}
+
 // settle asks why containers have ended, and reads the agent's own account.
 func (w *walk) settle() {
 	w.Helper()
@@ -376,7 +396,7 @@ func (w *walk) settle() {
 		fine := w.mayEndLocked(c) || w.excused[c.process]
 		rough := w.rough
 		w.mu.Unlock()
-		if fine {
+		if fine || w.cutOff(c) {
 			continue
 		}
 		var state lab.PodState
