@@ -145,10 +145,10 @@ func (p *page) head(s Status) {
 			p.line(p.paint(red, line))
 		}
 	}
-	p.watchdog(s.Watchdog)
 	if t.Source != "" {
 		p.line(p.paint(faint, p.fit(fmt.Sprintf("from %s, generation %d", t.Source, t.Generation), p.Width)))
 	}
+	p.watchdog(s.Watchdog)
 }
 
 func stateColor(state string) string {
