@@ -129,7 +129,7 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 		next.correction = min(max(effective, low), high)
 		next.settled = m.first.Settled
 		m.contexts = c.Contexts
-		if low == high && m.first.Committed == c.Committed && m.first.Spare == c.Spare {
+		if low == high && m.first.Committed == c.Committed {
 			r.Quiet = true
 			r.Context = perContext(c, driver)
 			if c.Dead == 0 && c.Reserved == c.Bound {
@@ -159,9 +159,8 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 // span returns the least and the greatest correction that a driver's figure
 // between two looks with the same word allows.
 func span(a, b Counters, driver int64) (low, high int64) {
-	under := func(c Counters) uint64 { return max(c.Reserved, c.Committed+c.Spare) - (c.Committed + c.Spare) }
+	under := func(c Counters) uint64 { return max(c.Reserved, c.Committed) - c.Committed }
 	upper := min(a.Bound, a.Reserved, b.Reserved) // of the living
-	upper -= min(upper, a.Spare, b.Spare)
 	lower := upper - min(upper, under(a)+under(b))
 	low = driver - int64(upper-min(upper, a.Managed, b.Managed))
 	high = driver - int64(lower-min(lower, max(a.Managed, b.Managed)))

@@ -61,7 +61,6 @@ const (
 	slotExpected  = 24
 	slotContexts  = 32
 	slotPID       = 40
-	slotSpare     = 56
 )
 
 // A Limit is what one claim may have of one GPU.

@@ -116,7 +116,6 @@ type Counters struct {
 	Refusals            uint64
 	Peak                uint64 // of Bound
 	Settled             uint64 // taken off Bound after it was gone already, ever
-	Spare               uint64 // of Reserved, what is kept for later and not there
 	Dead                uint64 // of Bound, at most, what dead processes have left there
 	Processes           int    // living ones that have used the GPU
 }
@@ -152,7 +151,7 @@ func (u *Usage) Read() (Counters, error) {
 	for i := range int(high) {
 		s := table[i*slotSize:][:slotSize]
 		slot := func(i int) uint64 { return binary.LittleEndian.Uint64(s[i:]) }
-		for _, at := range []int{slotReserved, slotCommitted, slotManaged, slotExpected, slotSpare} {
+		for _, at := range []int{slotReserved, slotCommitted, slotManaged, slotExpected} {
 			if v := slot(at); v >= most || v%unit != 0 {
 				return Counters{}, fmt.Errorf("read usage page: slot %d has %d bytes: %w", i, v, gpu.ErrInvalid)
 			}
@@ -167,7 +166,6 @@ func (u *Usage) Read() (Counters, error) {
 			c.Committed += slot(slotCommitted)
 			c.Managed += slot(slotManaged)
 			c.Expected += slot(slotExpected)
-			c.Spare += slot(slotSpare)
 			c.Contexts += min(slot(slotContexts), 1<<20)
 		}
 	}

@@ -42,11 +42,69 @@ static void leave(struct entry *e, void *arg)
     }
 }
 
+/* A hole is looked for in the blocks with the most room, by marking what lies
+ * in them. That takes as long as there are allocations, and is for those that
+ * would be refused else. */
+enum { HOLES = 8 };
+struct holes {
+    CUdevice device;
+    uint64_t bytes;
+    int n;
+    uint64_t block[HOLES], room[HOLES];
+    uint64_t taken[HOLES][BLOCK / UNIT / 64];
+};
+
+static bool roomy(const struct entry *e, void *arg)
+{
+    struct holes *h = arg;
+    if (e->space != SPACE_BLOCK || e->device != h->device || e->bytes + h->bytes > BLOCK)
+        return false;
+    int i = h->n < HOLES ? h->n++ : HOLES;
+    uint64_t room = BLOCK - e->bytes;
+    if (i == HOLES) /* in the place of the fullest, if it is fuller */
+        for (int k = 0; k < HOLES; k++)
+            if (h->room[k] < room && (i == HOLES || h->room[k] < h->room[i]))
+                i = k;
+    if (i < HOLES) {
+        h->block[i] = e->key;
+        h->room[i] = room;
+    }
+    return false;
+}
+
+static bool mark(const struct entry *e, void *arg)
+{
+    struct holes *h = arg;
+    if (e->space != SPACE_ADDRESS || e->how != HOW_SMALL)
+        return false;
+    for (int i = 0; i < h->n; i++)
+        if (h->block[i] == e->key / BLOCK)
+            for (uint64_t u = e->key % BLOCK / UNIT, end = u + e->bytes / UNIT; u < end && u < BLOCK / UNIT; u++)
+                h->taken[i][u / 64] |= (uint64_t)1 << u % 64;
+    return false;
+}
+
+static bool hole_for(struct process *p, CUdevice device, uint64_t bytes)
+{
+    struct holes h = {.device = device, .bytes = bytes};
+    table_any(&p->table, roomy, &h);
+    if (!h.n)
+        return false;
+    table_any(&p->table, mark, &h);
+    for (int i = 0; i < h.n; i++)
+        for (uint64_t u = 0, run = 0; u < BLOCK / UNIT; u++) {
+            run = h.taken[i][u / 64] >> u % 64 & 1 ? 0 : run + 1;
+            if (run == bytes / UNIT)
+                return true;
+        }
+    return false;
+}
+
 /* --- allocating ----------------------------------------------------------- */
 
 static uint64_t reserved_for(const struct charge *c)
 {
-    return c->spare ? 0 : c->how == HOW_SMALL ? BLOCK : c->how == HOW_HIDDEN ? c->blocks * BLOCK : c->bytes;
+    return c->tight ? 0 : c->how == HOW_SMALL ? BLOCK : c->how == HOW_HIDDEN ? c->blocks * BLOCK : c->bytes;
 }
 
 /* Hidden ones of one size fill a block as often as they fit into it; each is
@@ -101,13 +159,12 @@ enum verdict charge_begin_at(struct process *p, struct charge *c, const struct w
     if (account_reserve_quickly(c->a, n))
         return COUNT;
     if (c->how == HOW_SMALL) {
-        struct spare *s = &p->spare[at->device];
-        spin_lock(&s->lock);
-        if (s->have) {
-            c->spare = s; /* stays locked */
+        spin_lock(&p->tight[at->device]);
+        if (hole_for(p, at->device, c->bytes)) {
+            c->tight = &p->tight[at->device]; /* stays locked */
             return COUNT;
         }
-        spin_unlock(&s->lock);
+        spin_unlock(&p->tight[at->device]);
     }
     return account_reserve_slowly(c->a, n) ? COUNT : REFUSE;
 }
@@ -121,36 +178,14 @@ void charge_failed(struct charge *c)
         c->hidden->blocks -= c->blocks;
         spin_unlock(&c->hidden->lock);
     }
-    if (c->spare)
-        spin_unlock(&c->spare->lock);
+    charge_undone(c);
 }
 
-/* keep makes a reservation that was not needed the spare block. */
-static bool keep(struct process *p, struct charge *c)
+void charge_undone(struct charge *c)
 {
-    struct spare *s = &p->spare[c->at.device];
-    if (__atomic_load_n(&s->have, __ATOMIC_RELAXED) || __atomic_exchange_n(&s->lock, 1, __ATOMIC_ACQUIRE))
-        return false;
-    bool kept = !s->have;
-    if (kept) {
-        count_add(&c->a->slot->spare, BLOCK);
-        __atomic_store_n(&s->have, true, __ATOMIC_RELAXED);
-    }
-    spin_unlock(&s->lock);
-    return kept;
-}
-
-void charge_spare(struct process *p, CUdevice device)
-{
-    struct spare *s = &p->spare[device];
-    if (__atomic_exchange_n(&s->lock, 1, __ATOMIC_ACQUIRE))
-        return;
-    if (s->have) {
-        __atomic_store_n(&s->have, false, __ATOMIC_RELAXED);
-        count_sub(&p->accounts[device].slot->spare, BLOCK);
-        account_cancel(&p->accounts[device], BLOCK);
-    }
-    spin_unlock(&s->lock);
+    if (c->tight)
+        spin_unlock(c->tight);
+    c->tight = NULL;
 }
 
 static void take(struct process *p, struct taken *t);
@@ -166,27 +201,25 @@ bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space s
 {
     if (c->how == HOW_SMALL && (space != SPACE_ADDRESS || key / BLOCK != (key + c->bytes - 1) / BLOCK)) {
         /* Not as the driver is known to do it: charged for itself. */
-        if (c->spare) {
-            charge_failed(c);
+        if (c->tight)
             return false;
-        }
         c->how = HOW_LARGE;
         c->bytes = BLOCK;
     }
     struct entry e = {.key = key, .bytes = c->bytes, .owner = c->at.context, .space = (uint16_t)space, .how = (uint16_t)c->how, .device = c->at.device};
     struct entry old;
     if (c->how == HOW_SMALL) {
-        struct block b = {.device = c->at.device, .bytes = c->bytes, .old = c->spare};
+        struct block b = {.device = c->at.device, .bytes = c->bytes, .old = c->tight};
         if (!table_edit(&p->table, key / BLOCK, SPACE_BLOCK, join, &b) || !b.joined) {
-            charge_failed(c);
+            if (!c->tight)
+                charge_failed(c);
             return false;
         }
         if (b.changed)
             account_commit(c->a, BLOCK);
-        else if (!c->spare && !keep(p, c))
+        else if (!c->tight)
             account_cancel(c->a, BLOCK); /* the block is paid for */
-        if (c->spare)
-            spin_unlock(&c->spare->lock);
+        charge_undone(c);
     } else if (c->how == HOW_HIDDEN) {
         if (c->blocks)
             account_commit(c->a, c->blocks * BLOCK);

@@ -4,11 +4,10 @@
  * in multiples of 2 MiB, and cuts what is smaller out of blocks of 2 MiB: so a
  * small allocation is charged nothing if it came to lie in a block that is
  * charged already, and a block if not. Which of them it will be only the driver
- * knows, so a block is reserved before its call and given back after; the first
- * that was not needed is kept as a spare: with it a small allocation can be made
- * in what is left of the charged blocks when the limit has no room for another,
- * and if the driver takes another all the same, that is undone. So a process
- * may come to have one block of its limit that it cannot fill with small ones. */
+ * knows, so a block is reserved before its call and given back after. Where the
+ * limit has no room for another block, but one that we have has a hole for the
+ * allocation, it is made without a reservation, one at a time; should the driver
+ * take another block all the same, that is undone before the program has it. */
 #ifndef CAP_CHARGE_H
 #define CAP_CHARGE_H
 
@@ -28,7 +27,7 @@ struct charge {
     struct where at;
     enum how how;
     uint64_t bytes; /* of a small one its own, else what is charged */
-    struct spare *spare;   /* stands in for a reservation; locked likewise */
+    uint32_t *tight;       /* a small one without a reservation; locked likewise */
     struct hidden *hidden; /* locked between charge_begin and the end */
     uint64_t blocks;       /* that a hidden one has brought */
 };
@@ -44,8 +43,10 @@ enum verdict charge_begin(struct process *p, struct charge *c, uint64_t bytes, e
 enum verdict charge_begin_at(struct process *p, struct charge *c, const struct where *at, uint64_t bytes, enum how how);
 
 /* charge_done commits what lies at key now; false: it cannot be counted, so
- * undo it; nothing is charged. charge_failed gives back. */
+ * undo it and then call charge_undone. charge_failed gives back what was
+ * reserved where the driver failed. */
 bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space space);
+void charge_undone(struct charge *c);
 void charge_failed(struct charge *c);
 
 /* A free: charge_take finds what is charged and uncommits it; charge_gone comes
@@ -58,9 +59,6 @@ struct taken {
 bool charge_take(struct process *p, struct taken *t, uint64_t key, enum space space);
 void charge_gone(struct process *p, const struct taken *t);
 void charge_back(struct process *p, const struct taken *t);
-
-/* charge_spare gives back a device's spare block. */
-void charge_spare(struct process *p, CUdevice device);
 
 /* The same for all that a context has, which ends with it. */
 struct taken_list {

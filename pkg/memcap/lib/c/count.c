@@ -144,7 +144,6 @@ static void clear(struct account *a, struct slot *s)
         bound_sub(a, c);
     }
     __atomic_store_n(&s->soft, 0, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&s->spare, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->managed, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->expected, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->contexts, 0, __ATOMIC_SEQ_CST);

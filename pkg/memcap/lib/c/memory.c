@@ -26,6 +26,7 @@ EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *at, size_t bytes)
     if (charge_done(p, &c, *at, SPACE_ADDRESS))
         return r;
     CALL(cuMemFree_v2, *at);
+    charge_undone(&c);
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
@@ -44,6 +45,7 @@ EXPORT CUresult cuMemAlloc(CUdeviceptr_v1 *at, size_v1 bytes)
     if (charge_done(p, &c, *at, SPACE_ADDRESS))
         return r;
     CALL(cuMemFree, *at);
+    charge_undone(&c);
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
@@ -62,6 +64,7 @@ EXPORT CUresult cuMemAllocManaged(CUdeviceptr *at, size_t bytes, unsigned int fl
     if (charge_done(p, &c, *at, SPACE_ADDRESS))
         return r;
     CALL(cuMemFree_v2, *at);
+    charge_undone(&c);
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
@@ -82,7 +85,9 @@ static bool pitched_done(struct process *p, struct charge *c, uint64_t at, uint6
         return charge_done(p, c, at, SPACE_ADDRESS);
     }
     uint64_t right = round_up(bytes, BLOCK), had = c->how == HOW_SMALL ? BLOCK : c->bytes;
-    if (bytes >= MOST || c->spare) {
+    if (c->tight)
+        return false;
+    if (bytes >= MOST) {
         charge_failed(c);
         return false;
     }
@@ -115,6 +120,7 @@ EXPORT CUresult cuMemAllocPitch_v2(CUdeviceptr *at, size_t *pitch, size_t width,
     if (pitched_done(p, &c, *at, *pitch * height))
         return r;
     CALL(cuMemFree_v2, *at);
+    charge_undone(&c);
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
@@ -136,6 +142,7 @@ EXPORT CUresult cuMemAllocPitch(CUdeviceptr_v1 *at, size_v1 *pitch, size_v1 widt
     if (pitched_done(p, &c, *at, (uint64_t)*pitch * height))
         return r;
     CALL(cuMemFree, *at);
+    charge_undone(&c);
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 

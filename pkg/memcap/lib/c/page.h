@@ -68,8 +68,8 @@ struct slot {
     uint64_t expected;  /* of it, what contexts were charged with */
     uint64_t contexts;
     uint64_t pid;  /* as its owner calls itself */
-    uint64_t soft;  /* of committed, what may be gone without our knowing */
-    uint64_t spare; /* of reserved, what is kept though nothing is there */
+    uint64_t soft; /* of committed, what may be gone without our knowing */
+    uint64_t gap;
 };
 
 struct usage_page {

@@ -429,7 +429,6 @@ void relieve(struct account *a)
     CUresult r = CALL(cuThreadExchangeStreamCaptureMode, &mode);
     each_pool(p, device, true);
     relieve_graphs(p, device);
-    charge_spare(p, device);
     if (r == CUDA_SUCCESS)
         CALL(cuThreadExchangeStreamCaptureMode, &mode);
 }

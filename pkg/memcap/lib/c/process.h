@@ -32,12 +32,6 @@ struct hidden {
     uint64_t bytes, blocks;
 };
 
-/* A block that is reserved though nothing lies in it; see charge.h. */
-struct spare {
-    uint32_t lock; /* held while the driver makes an allocation on it */
-    bool have;
-};
-
 /* A memory pool: its charge follows what it has reserved. */
 struct pool {
     uint64_t handle; /* 0: free, or destroyed */
@@ -64,7 +58,7 @@ struct process {
     struct context contexts[MAX_CONTEXTS];
     uint64_t primary[MAX_DEVICES]; /* the primary context's handle; 0: none counted */
     struct hidden hidden[MAX_DEVICES];
-    struct spare spare[MAX_DEVICES];
+    uint32_t tight[MAX_DEVICES]; /* locks; see charge.h */
     struct pool pools[MAX_POOLS];
     uint32_t pools_charged; /* 1 once one was: from then on synchronising may shrink them */
     struct graph_pool graphs[MAX_DEVICES];
