@@ -28,8 +28,9 @@
 // usual environment, eight threads, a computing parent with children by
 // fork+exec, 64 processes by fork and by exec}. In each cell all workers take
 // until each has been refused, give half back, take again, and give all back.
-// Room left, at the end of each of both, is less than one request (and, where
-// requests are smaller than the driver's blocks, one block for each process).
+// Room left, at the end of each of both, is less than one request; where requests
+// are smaller than the driver's blocks, one block more for each worker, and the
+// second time several processes may have holes that only they could fill.
 // While others' requests are under way a refusal counts as justified if it was
 // so with all of them granted. What the library cannot hold, and what is not
 // GPU memory, stands in a list with the reason; a row of the list that holds,
