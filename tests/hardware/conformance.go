@@ -57,6 +57,7 @@ func Conformance(t *testing.T, opts nvml.Options, caps Caps) {
 	t.Run("UnknownGPU", func(t *testing.T) { unknownGPU(t, opts) })
 	t.Run("Parts", func(t *testing.T) { parts(t, opts, caps) })
 	t.Run("TimeSlice", func(t *testing.T) { timeSlice(t, opts, caps) })
+	t.Run("MemoryLimit", func(t *testing.T) { memoryLimit(t, opts) })
 	t.Run("Parallel", func(t *testing.T) { parallel(t, opts) })
 	t.Run("Reopen", func(t *testing.T) { reopen(t, opts) })
 }
