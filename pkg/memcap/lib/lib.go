@@ -20,3 +20,8 @@ const None = ^uint64(0)
 // bytes. On data-centre GPUs of 2020 to 2025 a context with a usual program's
 // modules has 250 to 550 MiB.
 const DefaultContext = 512 << 20
+
+// MostContext is the most that a context is ever charged with, in bytes. What one
+// takes is learnt from counters that a container writes itself: more would let it
+// say that nobody else on that GPU may have one.
+const MostContext = DefaultContext + DefaultContext/2

@@ -78,8 +78,8 @@ func (m *Meter) Begin() error {
 		return err
 	}
 	m.first, m.begun = c, true
+	// Until a reading is finished: who asks waits for that.
 	m.asked = c.Asks != m.lastAsks
-	m.lastAsks = c.Asks
 	if m.asked {
 		m.pages.mu.Lock()
 		m.page.store(atBegun, m.page.load(atBegun)+1)
@@ -124,6 +124,11 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 	effective := next.correction + int64(m.first.Settled-next.settled)
 	switch {
 	case !known:
+		if next.correction == 0 && m.first.Nonce == c.Nonce {
+			// The ceiling is the limit and rests on no figure, so what was
+			// settled is not missing in one: it would lower the ceiling for ever.
+			next.settled = m.first.Settled
+		}
 	case m.first.Word == c.Word && m.first.Dead == c.Dead:
 		low, high := span(m.first, c, int64(driver))
 		next.correction = min(max(effective, low), high)
@@ -152,6 +157,7 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 	}
 	if m.asked {
 		m.page.store(atDone, m.page.load(atBegun))
+		m.lastAsks = m.first.Asks
 	}
 	return r, nil
 }
@@ -168,12 +174,12 @@ func span(a, b Counters, driver int64) (low, high int64) {
 }
 
 // perContext returns what a context takes, from a quiet reading: rounded up to
-// 1 MiB, 0 where that makes no sense.
+// 1 MiB, at most MostContext, 0 where that makes no sense.
 func perContext(c Counters, driver uint64) uint64 {
 	rest := c.Committed - min(c.Committed, c.Expected+c.Managed)
 	if c.Contexts == 0 || driver <= rest {
 		return 0
 	}
 	const mib = 1 << 20
-	return ((driver-rest)/c.Contexts + mib - 1) / mib * mib
+	return min(((driver-rest)/c.Contexts+mib-1)/mib*mib, MostContext)
 }

@@ -177,6 +177,11 @@ func (p *Pages) writeLocked(dir string, every time.Duration, l Limit) (string, e
 		c.stamp = 0
 		page.publish(c)
 	}
+	if everyMS == 0 && page.load(atNonce) != 0 {
+		// What somebody read once gets older and is never made good: processes
+		// would go by less and less. They go by the limit.
+		page.publish(reading{})
+	}
 	return path, nil
 }
 

@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -28,8 +29,8 @@ const tmpfsMagic = 0x01021994
 type Usage struct {
 	fd int
 	// The watchdog reads hundreds of pages a second, and leaves no garbage.
-	head  [headSize]byte
-	table []byte
+	head [headSize]byte
+	some [pageSize]byte // of the slots
 }
 
 // OpenUsage opens the usage page that the container of a process has for a GPU,
@@ -120,6 +121,12 @@ type Counters struct {
 	Processes           int    // living ones that have used the GPU
 }
 
+// readPatience bounds the search for the living. A container may put any number
+// of locks on the file, and for each slot that is asked for the kernel goes through
+// all of them: minutes for what any program can do. A thousand processes take
+// some milliseconds.
+const readPatience = 50 * time.Millisecond
+
 // Read reads the page. The error is gpu.ErrInvalid for a page that says
 // nonsense.
 func (u *Usage) Read() (Counters, error) {
@@ -141,15 +148,15 @@ func (u *Usage) Read() (Counters, error) {
 		return Counters{}, fmt.Errorf("read usage page: %d bytes bound, %d at most: %w", c.Bound, c.Peak, gpu.ErrInvalid)
 	}
 	// After the header: what is settled there is no longer committed here.
-	if size := int(high) * slotSize; cap(u.table) < size {
-		u.table = make([]byte, size)
-	}
-	table := u.table[:int(high)*slotSize]
-	if err := u.readAt(table, pageSize); err != nil {
-		return Counters{}, err
-	}
+	began := time.Now()
 	for i := range int(high) {
-		s := table[i*slotSize:][:slotSize]
+		const some = pageSize / slotSize
+		if i%some == 0 {
+			if err := u.readAt(u.some[:min(some, int(high)-i)*slotSize], pageSize+int64(i)*slotSize); err != nil {
+				return Counters{}, err
+			}
+		}
+		s := u.some[i%some*slotSize:][:slotSize]
 		slot := func(i int) uint64 { return binary.LittleEndian.Uint64(s[i:]) }
 		for _, at := range []int{slotReserved, slotCommitted, slotManaged, slotExpected} {
 			if v := slot(at); v >= most || v%unit != 0 {
@@ -167,6 +174,9 @@ func (u *Usage) Read() (Counters, error) {
 			c.Managed += slot(slotManaged)
 			c.Expected += slot(slotExpected)
 			c.Contexts += min(slot(slotContexts), 1<<20)
+		}
+		if time.Since(began) > readPatience {
+			return Counters{}, fmt.Errorf("read usage page: it takes longer than %v to see who of %d lives: %w", readPatience, high, gpu.ErrInvalid)
 		}
 	}
 	if c.Reserved >= most || c.Committed >= most || c.Dead >= most {

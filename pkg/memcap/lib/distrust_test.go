@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lib
+
+import (
+	"encoding/binary"
+	"errors"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// tenant is a usage page as its container's processes write it.
+type tenant struct {
+	t *testing.T
+	f *os.File
+}
+
+func newTenant(t *testing.T) tenant {
+	t.Helper()
+	f, err := os.Create(filepath.Join(t.TempDir(), "page"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { f.Close() })
+	p := tenant{t, f}
+	if err := f.Truncate(usageSize); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := f.WriteAt([]byte(usageMagic), 0); err != nil {
+		t.Fatal(err)
+	}
+	p.set(useNonce, 7)
+	p.set(useHigh, 1)
+	return p
+}
+
+func (p tenant) set(at int, v uint64) {
+	p.t.Helper()
+	if _, err := p.f.WriteAt(binary.LittleEndian.AppendUint64(nil, v), int64(at)); err != nil {
+		p.t.Fatal(err)
+	}
+}
+
+// has makes the page say that one process has so much, of which so much is
+// expected of contexts.
+func (p tenant) has(version, bytes, expected, contexts uint64) {
+	p.t.Helper()
+	p.set(useBound, version<<amountBits|bytes/unit)
+	p.set(pageSize+slotReserved, bytes)
+	p.set(pageSize+slotCommitted, bytes)
+	p.set(pageSize+slotExpected, expected)
+	p.set(pageSize+slotContexts, contexts)
+	p.set(pageSize+slotPID, 1)
+}
+
+// lives has somebody hold the first slot's lock.
+func (p tenant) lives() {
+	p.t.Helper()
+	f, err := os.OpenFile(p.f.Name(), os.O_RDWR, 0)
+	if err != nil {
+		p.t.Fatal(err)
+	}
+	p.t.Cleanup(func() { f.Close() })
+	l := unix.Flock_t{Type: unix.F_WRLCK, Start: 0, Len: 1}
+	if err := unix.FcntlFlock(f.Fd(), unix.F_OFD_SETLK, &l); err != nil {
+		p.t.Fatal(err)
+	}
+}
+
+func (p tenant) usage() *Usage { return &Usage{fd: int(p.f.Fd())} }
+
+const (
+	aKey = "0123456789abcdef"
+	aGPU = gpu.UUID("GPU-0")
+	aGiB = uint64(1) << 30
+)
+
+func aMeter(t *testing.T, p tenant, every time.Duration) (*Pages, *Meter) {
+	t.Helper()
+	pages, err := OpenPages(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := pages.Write(aKey, every, []Limit{{GPU: aGPU, Bytes: 8 * aGiB}}); err != nil {
+		t.Fatal(err)
+	}
+	m, err := pages.Meter(aKey, aGPU, p.usage())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { m.Close() })
+	return pages, m
+}
+
+func readOnce(t *testing.T, m *Meter, driver uint64, known bool) Reading {
+	t.Helper()
+	if err := m.Begin(); err != nil {
+		t.Fatal(err)
+	}
+	r, err := m.End(driver, known)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return r
+}
+
+// TestContextIsNotBelieved: what one container says of its contexts is what others
+// are charged for theirs, so no word of it can shut them out.
+func TestContextIsNotBelieved(t *testing.T) {
+	p := newTenant(t)
+	p.lives()
+	p.has(1, 6*aGiB, 6*aGiB, 1)
+	_, m := aMeter(t, p, time.Second)
+	if r := readOnce(t, m, 6*aGiB, true); !r.Quiet || r.Context > MostContext {
+		t.Errorf("a context takes %d MiB, says one container (quiet: %v)", r.Context>>20, r.Quiet)
+	}
+	p.has(2, 300<<20, 512<<20, 1)
+	if r := readOnce(t, m, 300<<20, true); r.Context != 300<<20 {
+		t.Errorf("a context takes %d MiB, want 300", r.Context>>20)
+	}
+}
+
+// TestAskOutlivesAFailure: who asked for a reading gets one, also where the driver
+// did not answer the first time.
+func TestAskOutlivesAFailure(t *testing.T) {
+	p := newTenant(t)
+	p.lives()
+	p.has(1, aGiB, 0, 0)
+	_, m := aMeter(t, p, time.Second)
+	readOnce(t, m, aGiB, true)
+	before := m.page.load(atDone)
+	p.set(useAsks, 1)
+	if err := m.Begin(); err != nil { // and the driver fails: no End
+		t.Fatal(err)
+	}
+	readOnce(t, m, aGiB, true)
+	if now := m.page.load(atDone); now <= before || now != m.page.load(atBegun) {
+		t.Errorf("%d readings done, before %d, begun %d", now, before, m.page.load(atBegun))
+	}
+}
+
+// ceiling is what processes go by; see account_ceiling in c/count.h.
+func (p tenant) ceiling(m *Meter) uint64 {
+	c, err := p.usage().Read()
+	if err != nil {
+		p.t.Fatal(err)
+	}
+	if m.page.load(atNonce) != c.Nonce {
+		return m.page.load(atLimit)
+	}
+	ceiling, lost := m.page.load(atCeiling), c.Settled-m.page.load(atSettled)
+	return ceiling - min(ceiling, lost)
+}
+
+// TestNoFigureEver: where the driver tells no figures, processes that come and go
+// leave the next ones as much room as they had.
+func TestNoFigureEver(t *testing.T) {
+	p := newTenant(t)
+	p.lives()
+	_, m := aMeter(t, p, time.Second)
+	for i := range uint64(10) {
+		p.has(2*i, 6*aGiB, 0, 0)
+		readOnce(t, m, 0, false)
+		p.has(2*i+1, 0, 0, 0)
+		p.set(useSettled, 6*aGiB*(i+1)) // it died, and was reaped
+		readOnce(t, m, 0, false)
+	}
+	if got := p.ceiling(m); got != 8*aGiB {
+		t.Errorf("%d of 8 GiB are left after ten processes", got>>30)
+	}
+}
+
+// TestNobodyReadsAnyMore: a page whose readers were turned off is as one that
+// nobody ever read.
+func TestNobodyReadsAnyMore(t *testing.T) {
+	p := newTenant(t)
+	p.lives()
+	p.has(1, 2*aGiB, 0, 0)
+	pages, m := aMeter(t, p, time.Second)
+	readOnce(t, m, 3*aGiB, true)
+	if got := p.ceiling(m); got != 7*aGiB {
+		t.Fatalf("the ceiling is %d", got)
+	}
+	if _, err := pages.Write(aKey, 0, []Limit{{GPU: aGPU, Bytes: 8 * aGiB}}); err != nil {
+		t.Fatal(err)
+	}
+	p.set(useSettled, 40*aGiB)
+	if got := p.ceiling(m); got != 8*aGiB {
+		t.Errorf("the ceiling is %d", got)
+	}
+}
+
+// TestLocksDoNotHoldTheReaderUp: a file can have any number of locks, and whoever
+// asks for one of them waits until the kernel has gone through all.
+func TestLocksDoNotHoldTheReaderUp(t *testing.T) {
+	p := newTenant(t)
+	p.set(useHigh, slots)
+	for i := range slots {
+		p.set(pageSize+i*slotSize+slotPID, 1)
+	}
+	locks, err := os.OpenFile(p.f.Name(), os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer locks.Close()
+	const many = 5000 // at 20,000 it takes a minute and a half to ask for all slots
+	for i := range many {
+		l := unix.Flock_t{Type: unix.F_WRLCK, Start: usageSize + 2*int64(many-i), Len: 1}
+		if err := unix.FcntlFlock(locks.Fd(), unix.F_OFD_SETLK, &l); err != nil {
+			t.Skipf("lock a file %d times: %v", many, err)
+		}
+	}
+	_, m := aMeter(t, p, time.Second)
+	if err := m.Begin(); !errors.Is(err, gpu.ErrInvalid) {
+		t.Errorf("a page that takes minutes to read: %v", err)
+	}
+}
+
+// TestReadingLeavesNothing: a container may claim as many slots as there are, and
+// what reads them several times a second has a small memory.
+func TestReadingLeavesNothing(t *testing.T) {
+	p := newTenant(t)
+	p.set(useHigh, slots)
+	u := p.usage()
+	if n := testing.AllocsPerRun(10, func() {
+		if _, err := u.Read(); err != nil {
+			t.Error(err)
+		}
+	}); n > 2 {
+		t.Errorf("a reading allocates %v times", n)
+	}
+	last := pageSize + (slots-1)*slotSize
+	p.set(last+slotReserved, aGiB)
+	if c, err := u.Read(); err != nil || c.Dead != aGiB {
+		t.Errorf("the last slot is read as %+v, %v", c, err)
+	}
+}
