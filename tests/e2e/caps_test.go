@@ -235,10 +235,8 @@ func TestCaps(t *testing.T) {
 	})
 
 	b.must(node.DeletePods(b.ctx))
-	b.claimsBecome(0)
 	b.sub("a whole GPU and a share", wholeAndShare)
 	b.must(node.DeletePods(b.ctx))
-	b.claimsBecome(0)
 	b.sub("from zero", fromZero)
 }
 
