@@ -16,6 +16,9 @@
 // With -built everything is taken to be built. The tests are skipped, with the
 // reason, where a node cannot run, and by -short.
 //
+// Where memory counts, programs inside containers take it until they are refused
+// (see lab.Probe), and the driver's own figure is what they are held to.
+//
 // What a container has is always looked at from its inside: its device nodes,
 // and what the loader finds under the name libcuda.so.1.
 package e2e

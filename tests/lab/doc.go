@@ -37,6 +37,18 @@
 // wait for their end. [Pod.Inside] reads it from the container's log, which
 // works for an init container that is long gone as well as for one that runs.
 //
+// # Using GPUs
+//
+// A container that has [ProbeMount] has a program that takes GPU memory when it
+// is told to, by any of CUDA's calls and by any way to the driver's library.
+// [RunningPod.Probe] runs one there, as one of the container's processes:
+//
+//	probe, err := pod.Probe(ctx, "main", nil)
+//	answer, err := probe.Ask("take cuMemAlloc_v2 %d %d", 16<<20, 1000)
+//	fmt.Println(answer.Bytes("count"), answer.Result() == lab.OutOfMemory)
+//
+// What was really granted is [Driver.Used], which counts as the card would.
+//
 // The package refuses to know what the product should do with any of this:
 // expectations are the callers'.
 package lab

@@ -62,6 +62,19 @@ func TestExtended(t *testing.T) {
 	}
 }
 
+func TestParseAnswer(t *testing.T) {
+	a := ParseAnswer("took id=0 count=12 result=2 failure=cuMemAlloc_v2\nanother line\n")
+	if a.Verb != "took" || a.Bytes("count") != 12 || a.Result() != OutOfMemory || a.Values["failure"] != "cuMemAlloc_v2" {
+		t.Errorf("it is %+v", a)
+	}
+	if a.Bytes("failure") != ^uint64(0) || a.Bytes("never") != ^uint64(0) {
+		t.Errorf("what is no number is %d, what is not there %d", a.Bytes("failure"), a.Bytes("never"))
+	}
+	if a := ParseAnswer(""); a.Verb != "" || a.String() != "" {
+		t.Errorf("an empty line is %+v", a)
+	}
+}
+
 // served returns a client of a server that answers with handler.
 func served(t *testing.T, handler http.HandlerFunc) (*api, *httptest.Server) {
 	t.Helper()
