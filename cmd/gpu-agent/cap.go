@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"flag"
+	"fmt"
 	"sync"
 	"time"
 
@@ -112,6 +113,27 @@ type processes struct {
 }
 
 func (p processes) Check() error { return p.SeesNode(p.runtime) }
+
+// limiter has the driver itself hold containers to their memory, by their cgroups.
+type limiter struct {
+	driver  *lateDriver
+	runtime *node.Runtime
+}
+
+func (l limiter) Limit(ctx context.Context, u gpu.UUID, o node.Owner, bytes uint64) error {
+	dir, err := l.runtime.CgroupDir(o)
+	if err != nil {
+		return err
+	}
+	if err := l.driver.SetMemoryLimit(ctx, u, dir, bytes); err != nil || bytes == nvml.NoLimit {
+		return err
+	}
+	limit, err := l.driver.MemoryLimit(ctx, u, dir)
+	if err == nil && limit.Bytes > bytes { // it may have rounded down
+		err = fmt.Errorf("limit the memory of cgroup %q on %s: %w: it says %d bytes after it was told %d", dir, u, gpu.ErrDriver, limit.Bytes, bytes)
+	}
+	return err
+}
 
 func (l *lateDriver) Processes(ctx context.Context, u gpu.UUID) ([]gpu.Process, error) {
 	return timed(ctx, l, "processes", func(d *nvml.Driver) ([]gpu.Process, error) { return d.Processes(ctx, u) })

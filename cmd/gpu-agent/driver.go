@@ -129,6 +129,17 @@ func (l *lateDriver) SetTimeSlice(ctx context.Context, u gpu.UUID, s gpu.TimeSli
 	return err
 }
 
+func (l *lateDriver) SetMemoryLimit(ctx context.Context, u gpu.UUID, cgroup string, bytes uint64) error {
+	_, err := timed(ctx, l, "set_memory_limit", func(d *nvml.Driver) (struct{}, error) {
+		return struct{}{}, d.SetMemoryLimit(ctx, u, cgroup, bytes)
+	})
+	return err
+}
+
+func (l *lateDriver) MemoryLimit(ctx context.Context, u gpu.UUID, cgroup string) (nvml.MemoryLimit, error) {
+	return timed(ctx, l, "memory_limit", func(d *nvml.Driver) (nvml.MemoryLimit, error) { return d.MemoryLimit(ctx, u, cgroup) })
+}
+
 // Events is not timed: waiting is its business.
 func (l *lateDriver) Events(ctx context.Context, fn func(gpu.Event)) error {
 	d, err := l.get(ctx)

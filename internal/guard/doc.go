@@ -16,6 +16,10 @@
 //	g := guard.New(guard.Options{Every: 250 * time.Millisecond, Log: log}, worlds)
 //	err := g.Run(ctx)
 //
+// Where the driver can hold a container to its memory by itself (R615 and later,
+// by cgroup), the first look that finds one on a GPU has it do so (Limiter); the
+// level of that container is then memcap.Driver, as long as the driver confirms it.
+//
 // What was seen goes to the judge (package memcap), which is pure: it knows what
 // is over, for how long, and what cannot be said. GPUs that nobody has a cap on
 // are looked at seldom, for intruders alone.

@@ -78,6 +78,8 @@ type Worlds struct {
 	// Cluster is nil where there is no API server to speak to.
 	Cluster  Cluster
 	Observer Observer
+	// Limiter is nil where the driver is not to be asked for limits.
+	Limiter Limiter
 }
 
 // Driver lists the processes on a GPU.
@@ -163,6 +165,8 @@ type Guard struct {
 	// last is what the last look at each GPU found.
 	last map[gpu.UUID]look
 	said map[string]bool // what was logged once
+	// unable is since when it is known that the driver cannot limit anybody on a GPU.
+	unable map[gpu.UUID]time.Time
 	// found is how many intruders were found.
 	found uint64
 }
@@ -183,6 +187,7 @@ type sight struct {
 	known   bool
 	peak    uint64
 	procs   int
+	limit   limit
 }
 
 // look is one look at one GPU.
@@ -200,6 +205,7 @@ func New(o Options, w Worlds) *Guard {
 		ending:     map[string]bool{},
 		containers: map[string]*node.Container{}, seen: map[place]*sight{},
 		looked: map[gpu.UUID]time.Time{}, last: map[gpu.UUID]look{}, said: map[string]bool{},
+		unable: map[gpu.UUID]time.Time{},
 	}
 	g.state.Store(&State{Off: "it was not started (--watch-every 0)"})
 	return g

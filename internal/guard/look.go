@@ -77,6 +77,9 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 		if g.seen[at] == nil {
 			g.seen[at] = &sight{}
 		}
+		if held {
+			g.limit(ctx, at, owners[s.pid], bytes, sample.At)
+		}
 		if held && g.open(at, key, s, sample.At) {
 			again = true
 		}

@@ -84,6 +84,7 @@ func (g *Guard) describe(d *gpu.Device, key string, claim *desk.Claim, l lib.Lim
 	if l.Bytes == lib.None {
 		c.Level = memcap.Hardware
 	}
+	var levels []memcap.Level // of those that have been seen on it
 	for _, in := range of {
 		if in.Running || c.Holder.Container == "" {
 			c.Holder = desk.Holder{Namespace: in.Namespace, Pod: in.Pod, Container: in.Name}
@@ -95,9 +96,12 @@ func (g *Guard) describe(d *gpu.Device, key string, claim *desk.Claim, l lib.Lim
 		c.Used, c.Peak, c.Known = c.Used+s.used, max(c.Peak, s.peak), c.Known && s.known
 		c.Refusals += s.reading.Refusals
 		c.Processes += s.procs
-		if s.missing && c.Level == memcap.API {
-			c.Level = memcap.Watchdog
+		if in.Running || s.procs > 0 {
+			levels = append(levels, s.level(c.Cap))
 		}
+	}
+	if len(levels) > 0 && c.Cap != lib.None {
+		c.Level = weakest(levels)
 	}
 	return c
 }

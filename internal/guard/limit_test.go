@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap"
+	"example.com/gpu-agent/pkg/memcap/lib"
+)
+
+// limiter is a driver that limits containers, in memory. Its world's lock guards
+// it.
+type limiter struct {
+	w     *world
+	err   map[gpu.UUID]error
+	held  map[string]uint64 // by GPU and cgroup
+	asked []string          // each call
+}
+
+func (l *limiter) Limit(_ context.Context, u gpu.UUID, o node.Owner, bytes uint64) error {
+	l.w.mu.Lock()
+	defer l.w.mu.Unlock()
+	at := string(u) + o.Cgroup
+	l.asked = append(l.asked, fmt.Sprintf("%s=%d", at, int64(bytes)/int64(gib)))
+	if err := l.err[u]; err != nil {
+		return err
+	}
+	if l.held[at] = bytes; bytes == lib.None {
+		delete(l.held, at)
+	}
+	return nil
+}
+
+// limited runs a guard on a world whose driver limits containers.
+func limited(t *testing.T, w *world, f func(g *Guard, l *limiter, pass func(time.Duration))) {
+	synctest.Test(t, func(t *testing.T) {
+		var log bytes.Buffer
+		l := &limiter{w: w, err: map[gpu.UUID]error{}, held: map[string]uint64{}}
+		for _, p := range w.procs {
+			p.owner.V2, p.owner.Cgroup = true, "/"+p.owner.ID
+		}
+		g := New(Options{Domain: "example.com", Log: slog.New(slog.NewTextHandler(&log, nil))},
+			Worlds{Driver: w, House: w, Proc: w, Runtime: w, Pages: w, Cluster: w, Observer: w, Limiter: l})
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error, 1)
+		w.mu.Lock()
+		go func() { done <- g.Run(ctx) }()
+		f(g, l, func(d time.Duration) {
+			w.mu.Unlock()
+			time.Sleep(d)
+			synctest.Wait()
+			w.mu.Lock()
+		})
+		w.mu.Unlock()
+		cancel()
+		if err := <-done; !errors.Is(err, context.Canceled) {
+			t.Errorf("Run ended with %v", err)
+		}
+		if n := strings.Count(log.String(), "the driver does not hold a container"); n > 1 {
+			t.Errorf("it was logged %d times that a limit failed", n)
+		}
+		if t.Failed() {
+			t.Log(log.String())
+		}
+	})
+}
+
+func levels(g *Guard) string {
+	var out []string
+	for _, c := range g.State().Containers {
+		out = append(out, fmt.Sprintf("%s %d %s", c.Pod, c.Index, c.Level))
+	}
+	return strings.Join(out, ", ")
+}
+
+// TestLimit: the driver is told of each container once that is seen on a GPU with
+// a cap, again when the cap is another one, and now and then.
+func TestLimit(t *testing.T) {
+	w := newWorld()
+	w.container("a", []int{10, 11}, 4*gib, gpu0, gpu1)
+	w.container("b", []int{20}, 8*gib, gpu0)
+	w.container("whole", []int{30}, lib.None, gpu1)
+	w.container("thief", []int{40}, 0)
+	limited(t, w, func(g *Guard, l *limiter, pass func(time.Duration)) {
+		pass(10 * time.Second)
+		if len(l.asked) != 0 || levels(g) != "pod-a 0 api, pod-b 0 api, pod-a 1 api, pod-whole 1 hardware" {
+			t.Errorf("before anybody was seen: asked %q, %s", l.asked, levels(g))
+		}
+		w.uses(10, gpu0, gib)
+		w.uses(11, gpu0, gib)
+		w.uses(20, gpu0, gib)
+		w.uses(30, gpu1, gib)
+		w.uses(40, gpu0, gib)
+		pass(20 * time.Second)
+		want := map[string]uint64{"GPU-0/a": 4 * gib, "GPU-0/b": 8 * gib}
+		if len(l.asked) != 2 || !maps.Equal(l.held, want) {
+			t.Errorf("asked %q, held %v, want %v", l.asked, l.held, want)
+		}
+		if got := levels(g); got != "pod-a 0 driver, pod-b 0 driver, pod-a 1 api, pod-whole 1 hardware" {
+			t.Error(got)
+		}
+
+		for key, bytes := range w.caps {
+			if bytes == 8*gib {
+				w.caps[key] = 6 * gib
+			}
+		}
+		pass(time.Second)
+		if len(l.asked) != 3 || l.held["GPU-0/b"] != 6*gib {
+			t.Errorf("another cap: asked %q, held %v", l.asked, l.held)
+		}
+		for key, bytes := range w.caps {
+			if bytes == 6*gib {
+				w.caps[key] = lib.None
+			}
+		}
+		pass(time.Second)
+		if _, held := l.held["GPU-0/b"]; held || len(l.asked) != 4 {
+			t.Errorf("no cap: asked %q, held %v", l.asked, l.held)
+		}
+
+		clear(l.held) // as by a driver that is loaded anew
+		pass(limitEvery)
+		if l.held["GPU-0/a"] != 4*gib {
+			t.Errorf("after %v: held %v", limitEvery, l.held)
+		}
+	})
+}
+
+// TestLimitUnable: a GPU whose driver cannot is not asked again for an hour.
+func TestLimitUnable(t *testing.T) {
+	for name, err := range map[string]error{"an old driver": gpu.ErrNotSupported, "not root": gpu.ErrNoPermission} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld()
+			w.container("a", []int{10}, 4*gib, gpu0, gpu1)
+			w.container("b", []int{20}, 4*gib, gpu0)
+			limited(t, w, func(g *Guard, l *limiter, pass func(time.Duration)) {
+				l.err[gpu0] = fmt.Errorf("set it: %w", err)
+				w.uses(10, gpu0, gib)
+				w.uses(20, gpu0, gib)
+				w.uses(10, gpu1, gib)
+				pass(50 * time.Second)
+				slices.Sort(l.asked)
+				if len(l.asked) != 2 || !strings.HasPrefix(l.asked[0], "GPU-0") || l.asked[1] != "GPU-1/a=4" {
+					t.Errorf("asked %q, want once of each GPU", l.asked)
+				}
+				// They have no counters, either.
+				if got := levels(g); got != "pod-a 0 watchdog, pod-b 0 watchdog, pod-a 1 driver" {
+					t.Error(got)
+				}
+				delete(l.err, gpu0)
+				pass(time.Hour)
+				if got := levels(g); got != "pod-a 0 driver, pod-b 0 driver, pod-a 1 driver" {
+					t.Errorf("after an hour: %s", got)
+				}
+			})
+		})
+	}
+}
+
+// TestLimitFails: what failed is tried again, and not at every look; a level that
+// the driver does not confirm any more is not published.
+func TestLimitFails(t *testing.T) {
+	w := newWorld()
+	w.container("a", []int{10}, 4*gib, gpu0)
+	w.pages["a"+string(gpu0)] = &meter{w: w}
+	limited(t, w, func(g *Guard, l *limiter, pass func(time.Duration)) {
+		l.err[gpu0] = gpu.ErrDriver
+		w.uses(10, gpu0, gib)
+		pass(limitRetry - time.Second)
+		if len(l.asked) != 1 || levels(g) != "pod-a 0 "+string(memcap.API) {
+			t.Errorf("asked %q, %s", l.asked, levels(g))
+		}
+		delete(l.err, gpu0)
+		pass(2 * time.Second)
+		if len(l.asked) != 2 || levels(g) != "pod-a 0 "+string(memcap.Driver) {
+			t.Errorf("asked %q, %s", l.asked, levels(g))
+		}
+		l.err[gpu0] = gpu.ErrTimeout
+		pass(limitEvery)
+		if levels(g) != "pod-a 0 "+string(memcap.API) {
+			t.Errorf("after it failed to confirm: %s", levels(g))
+		}
+	})
+}
