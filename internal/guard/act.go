@@ -76,8 +76,21 @@ func (g *Guard) end(ctx context.Context, c *node.Container, v memcap.Verdict, ow
 	ectx, cancel := context.WithTimeout(ctx, endPatience)
 	defer cancel()
 	how, err := g.w.Runtime.End(ectx, owner)
-	if err != nil && !errors.Is(err, gpu.ErrNotFound) {
+	if errors.Is(err, gpu.ErrNotFound) {
+		g.log.Info("an offender has ended by itself", "container", v.Container, "pod", c.Namespace+"/"+c.Pod)
+		return
+	}
+	if err != nil {
 		g.log.Error("cannot end a container", "container", v.Container, "pod", c.Namespace+"/"+c.Pod, "err", err)
+		return
+	}
+	// A process with much memory takes seconds to end. It is told to again at
+	// every look, and has been ended once: a container does not come back.
+	g.mu.Lock()
+	again := g.ended[v.Container]
+	g.ended[v.Container] = true
+	g.mu.Unlock()
+	if again {
 		return
 	}
 	after := time.Since(v.First)

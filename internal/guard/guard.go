@@ -24,8 +24,11 @@ const (
 	// seen after half of that on average, confirmed after as much again, and
 	// ended well within a second.
 	DefaultEvery = 250 * time.Millisecond
-	// idleEvery is the same for a GPU that nobody has a cap on.
-	idleEvery = 10 * time.Second
+	// idleEvery is the same for a GPU that nobody has a cap on, and suspectEvery
+	// while somebody is on it who should not be: the judge forgets a doubt that
+	// no look confirms.
+	idleEvery    = 10 * time.Second
+	suspectEvery = time.Second
 	// driverPatience bounds the driver's answer, runtimePatience the runtime's,
 	// endPatience the end of a container, kubePatience an eviction.
 	driverPatience  = 2 * time.Second
@@ -39,6 +42,16 @@ const (
 	// pageEvery is how often the counters of a container that has none yet are
 	// looked for.
 	pageEvery = time.Second
+	// listWait and pageWait are how long a look stays for an answer, which else
+	// the next one takes: a runtime may hang, and so may whatever file system a
+	// container has put where its counters should be. maxOpening bounds how many
+	// of the latter are waited for at once.
+	listWait   = 250 * time.Millisecond
+	pageWait   = 100 * time.Millisecond
+	maxOpening = 16
+	// maxSpoilt bounds how often pageEvery is doubled for a container whose
+	// counters are nonsense again and again: to some four minutes.
+	maxSpoilt = 8
 	// checkEvery is how often it is tried again whether the guard may start.
 	checkEvery = 10 * time.Second
 )
@@ -124,6 +137,8 @@ type Meter interface {
 	// Begin is called before the driver is asked and End with its answer.
 	Begin() error
 	End(driver uint64, known bool) (lib.Reading, error)
+	// Moved says whether there is anything new since the last reading.
+	Moved(since lib.Reading) (bool, error)
 	Close() error
 }
 
@@ -153,17 +168,25 @@ type Guard struct {
 	mu sync.Mutex
 	// Guarded by mu:
 	ending   map[string]bool // containers that are being ended
+	ended    map[string]bool // those that were, as long as they are listed
 	offences memcap.Offences
 	kills    uint64
 
 	// The rest belongs to Run's goroutine.
 
 	containers map[string]*node.Container // by ID
-	listed     time.Time
-	seen       map[place]*sight
-	looked     map[gpu.UUID]time.Time
+	// listed is when those were asked for, relist when they may be again, and
+	// listing has the answer if one is waited for.
+	listed, relist time.Time
+	listing        chan listing
+	// opening is how many counters are being opened, by goroutines of their own.
+	opening atomic.Int32
+	seen    map[place]*sight
+	looked  map[gpu.UUID]time.Time
 	// last is what the last look at each GPU found.
 	last map[gpu.UUID]look
+	// calm has the GPUs on which all was in order.
+	calm map[gpu.UUID]calm
 	said map[string]bool // what was logged once
 	// unable is since when it is known that the driver cannot limit anybody on a GPU.
 	unable map[gpu.UUID]time.Time
@@ -180,14 +203,29 @@ type place struct {
 // sight is what is known of a container on a GPU.
 type sight struct {
 	meter   Meter
-	sought  time.Time // when the counters were last looked for
-	missing bool      // they were not there though the container had memory
+	opening chan opened // has the meter if one is waited for
+	spoilt  int         // how often they turned out to be nonsense
+	sought  time.Time   // when the counters were last looked for
+	missing bool        // they were not there though the container had memory
 	reading lib.Reading
 	used    uint64
 	known   bool
 	peak    uint64
 	procs   int
 	limit   limit
+}
+
+// opened is what came of opening a container's counters.
+type opened struct {
+	meter Meter
+	err   error
+}
+
+// listing is what came of asking for the containers.
+type listing struct {
+	asked time.Time
+	list  []node.Container
+	err   error
 }
 
 // look is one look at one GPU.
@@ -202,17 +240,24 @@ func New(o Options, w Worlds) *Guard {
 	}
 	g := &Guard{
 		opts: o, w: w, judge: memcap.NewJudge(o.Policy), log: o.Log, prefix: cdi.AnnotationName(o.Domain, ""),
-		ending:     map[string]bool{},
+		ending: map[string]bool{}, ended: map[string]bool{},
 		containers: map[string]*node.Container{}, seen: map[place]*sight{},
-		looked: map[gpu.UUID]time.Time{}, last: map[gpu.UUID]look{}, said: map[string]bool{},
+		looked: map[gpu.UUID]time.Time{}, last: map[gpu.UUID]look{}, calm: map[gpu.UUID]calm{}, said: map[string]bool{},
 		unable: map[gpu.UUID]time.Time{},
 	}
 	g.state.Store(&State{Off: "it was not started (--watch-every 0)"})
 	return g
 }
 
-// State returns what was last seen.
-func (g *Guard) State() *State { return g.state.Load() }
+// State returns what was last seen. Where the guard does not run, that is who may
+// have how much, and not what they have.
+func (g *Guard) State() *State {
+	st := g.state.Load()
+	if st.Off == "" {
+		return st
+	}
+	return g.unseen(st.Off)
+}
 
 // Run looks until ctx ends, and returns its error.
 func (g *Guard) Run(ctx context.Context) error {
@@ -240,7 +285,7 @@ func (g *Guard) start(ctx context.Context) error {
 			g.log.Info("watchdog runs", "every", g.opts.Every.String())
 			return nil
 		}
-		if off := err.Error(); g.State().Off != off {
+		if off := err.Error(); g.state.Load().Off != off {
 			g.log.Error("the watchdog does not start; caps rest on the library in the container alone", "err", err)
 			g.state.Store(&State{Off: off})
 		}
@@ -258,14 +303,21 @@ type holder struct {
 	caps  []lib.Limit
 }
 
+// holders are those who have a claim, by its key.
+func (g *Guard) holders() map[string]holder {
+	claims := g.w.House.Claims()
+	out := make(map[string]holder, len(claims))
+	for i := range claims {
+		out[claims[i].Key] = holder{claim: &claims[i], caps: g.w.House.Caps(&claims[i])}
+	}
+	return out
+}
+
 // round looks at every GPU that is due.
 func (g *Guard) round(ctx context.Context, now time.Time) {
-	gpus, claims := g.w.House.Offered(), g.w.House.Claims()
-	holders := make(map[string]holder, len(claims))
+	gpus, holders := g.w.House.Offered(), g.holders()
 	capped := map[gpu.UUID]bool{}
-	for i := range claims {
-		h := holder{claim: &claims[i], caps: g.w.House.Caps(&claims[i])}
-		holders[claims[i].Key] = h
+	for _, h := range holders {
 		for _, l := range h.caps {
 			capped[l.GPU] = capped[l.GPU] || l.Bytes != lib.None
 		}
@@ -273,10 +325,17 @@ func (g *Guard) round(ctx context.Context, now time.Time) {
 	worked := false
 	for i := range gpus {
 		d := &gpus[i]
-		if every := idleEvery; !capped[d.UUID] && now.Sub(g.looked[d.UUID]) < every {
+		every := idleEvery
+		if g.last[d.UUID].intruders > 0 {
+			every = suspectEvery
+		}
+		if !capped[d.UUID] && now.Sub(g.looked[d.UUID]) < every {
 			continue
 		}
 		g.looked[d.UUID] = now
+		if g.still(ctx, d.UUID, holders, now) {
+			continue
+		}
 		worked = true
 		// Counters that are found in one look are read in the next: at once.
 		for range 2 {
@@ -285,7 +344,7 @@ func (g *Guard) round(ctx context.Context, now time.Time) {
 			}
 		}
 	}
-	if !worked && len(g.state.Load().Containers) == len(claims) && g.state.Load().Off == "" {
+	if !worked && len(g.state.Load().Containers) == len(holders) && g.state.Load().Off == "" {
 		return
 	}
 	offered := func(u gpu.UUID) bool {
@@ -299,12 +358,25 @@ func (g *Guard) round(ctx context.Context, now time.Time) {
 func (g *Guard) forget(gone func(place) bool) {
 	for p, s := range g.seen {
 		if gone(p) {
-			if s.meter != nil {
-				_ = s.meter.Close()
-			}
+			s.close()
 			delete(g.seen, p)
 		}
 	}
+}
+
+// close lets go of a container's counters, also of those that come later.
+func (s *sight) close() {
+	if s.meter != nil {
+		_ = s.meter.Close()
+	}
+	if late := s.opening; late != nil {
+		go func() {
+			if o := <-late; o.meter != nil {
+				_ = o.meter.Close()
+			}
+		}()
+	}
+	s.meter, s.opening = nil, nil
 }
 
 // once logs something the first time.

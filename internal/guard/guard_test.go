@@ -59,7 +59,8 @@ type proc struct {
 	owner node.Owner
 	on    map[gpu.UUID]uint64
 	kinds []gpu.ProcessKind
-	blind bool // the driver does not say how much
+	blind bool  // the driver does not say how much
+	err   error // why nobody can say whose it is
 }
 
 type meter struct {
@@ -69,6 +70,11 @@ type meter struct {
 	managed uint64
 	context uint64
 	broken  bool
+	closed  bool
+	driver  uint64 // what End was told last
+	known   bool
+	word    uint64 // of the counters
+	quiet   bool
 }
 
 func newWorld() *world {
@@ -156,6 +162,8 @@ func (w *world) Container(pid int) (node.Owner, error) {
 	switch {
 	case p == nil:
 		return node.Owner{}, gpu.ErrNotFound
+	case p.err != nil:
+		return node.Owner{}, p.err
 	case p.owner.ID == "":
 		return p.owner, gpu.ErrNotFound
 	}
@@ -217,14 +225,18 @@ func (m *meter) Begin() error {
 	return nil
 }
 
-func (m *meter) End(driver uint64, _ bool) (lib.Reading, error) {
+func (m *meter) End(driver uint64, known bool) (lib.Reading, error) {
 	m.w.mu.Lock()
 	defer m.w.mu.Unlock()
 	m.ended++
-	return lib.Reading{Used: driver + m.managed, Counters: lib.Counters{Refusals: 7}, Context: m.context}, nil
+	m.driver, m.known = driver, known
+	return lib.Reading{Used: driver + m.managed, Counters: lib.Counters{Word: m.word, Refusals: 7}, Quiet: m.quiet, Context: m.context}, nil
 }
 
-func (m *meter) Close() error { return nil }
+func (m *meter) Close() error {
+	m.w.with(func() { m.closed = true })
+	return nil
+}
 
 func (w *world) Event(r kube.Regarding, _ kube.EventType, reason, message string) {
 	w.with(func() { w.events = append(w.events, r.Namespace+"/"+r.Pod+" "+r.UID+" "+reason+": "+message) })
@@ -248,10 +260,17 @@ func (w *world) Evicted() {}
 // watch runs a guard on w while f does its work, which has the world to itself
 // but while it lets time pass.
 func watch(t *testing.T, w *world, o Options, f func(g *Guard, pass func(time.Duration))) {
+	t.Helper()
+	watchIn(t, w, Worlds{Pages: w, Runtime: w}, o, f)
+}
+
+// watchIn does so with pages and a runtime that stand before w's own.
+func watchIn(t *testing.T, w *world, before Worlds, o Options, f func(g *Guard, pass func(time.Duration))) {
+	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		var log bytes.Buffer
 		o.Domain, o.Log = "example.com", slog.New(slog.NewTextHandler(&log, nil))
-		g := New(o, Worlds{Driver: w, House: w, Proc: w, Runtime: w, Pages: w, Cluster: w, Observer: w})
+		g := New(o, Worlds{Driver: w, House: w, Proc: w, Runtime: before.Runtime, Pages: before.Pages, Cluster: w, Observer: w})
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error, 1)
 		w.mu.Lock()
@@ -491,8 +510,14 @@ func TestOutsideTheNodesNamespace(t *testing.T) {
 	w.checkErr = fmt.Errorf("set hostPID: true: %w", gpu.ErrNotSupported)
 	watch(t, w, Options{}, func(g *Guard, pass func(time.Duration)) {
 		pass(time.Minute)
-		if len(w.ended) != 0 || w.asked[gpu0] != 0 || !strings.Contains(g.State().Off, "hostPID") {
-			t.Errorf("ended %v, %d questions, %+v", w.ended, w.asked[gpu0], g.State())
+		w.mu.Unlock() // of a guard that is off it asks the world
+		st := g.State()
+		w.mu.Lock()
+		if len(w.ended) != 0 || w.asked[gpu0] != 0 || !strings.Contains(st.Off, "hostPID") {
+			t.Errorf("ended %v, %d questions, %+v", w.ended, w.asked[gpu0], st)
+		}
+		if list := st.Containers; len(list) != 1 || list[0].Cap != 4*gib || list[0].Known || list[0].Level != memcap.API {
+			t.Errorf("what was granted is %+v, want 4 GiB and no word on their use", list)
 		}
 		w.checkErr = nil
 		pass(20 * time.Second)

@@ -24,7 +24,7 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 			continue
 		}
 		if err := s.meter.Begin(); err != nil {
-			g.once("meter "+p.container, "cannot read a container's counters; what it has is taken from the driver", "container", p.container, "err", err)
+			g.spoilt(p.container, s, err)
 			continue
 		}
 		metered[p.container] = s
@@ -33,6 +33,9 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 	listed, err := g.w.Driver.Processes(dctx, d.UUID)
 	cancel()
 	if err != nil {
+		for p, s := range g.seen {
+			s.known = s.known && p.gpu != d.UUID
+		}
 		if !errors.Is(err, gpu.ErrTimeout) && !errors.Is(err, gpu.ErrNoDriver) && !errors.Is(err, gpu.ErrLost) {
 			g.once("driver "+string(d.UUID), "cannot list the processes on a GPU; nobody there is judged", "gpu", d.UUID, "err", err)
 		}
@@ -41,12 +44,17 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 	sample := memcap.Sample{At: time.Now(), Tick: node.Ticks(), GPU: d.UUID, Processes: memcap.Merge(listed)}
 	sums, owners := map[string]*sum{}, map[int]node.Owner{}
 	var l look
+	whole := true // of every process it is known whose it is
 	for i := range sample.Processes {
 		p := &sample.Processes[i]
 		o, err := g.w.Proc.Container(p.PID)
 		if p.Start = o.Start; err != nil {
-			if o.Start != 0 {
+			switch {
+			case o.Start != 0:
 				l.strangers++
+			case !errors.Is(err, gpu.ErrNotFound):
+				whole = false
+				g.once("process", "cannot tell whose a process is; what containers have is not known to the byte", "gpu", d.UUID, "err", err)
 			}
 			continue
 		}
@@ -58,6 +66,9 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 			sums[o.ID] = s
 		}
 		s.add(p)
+	}
+	for _, s := range sums {
+		s.known = s.known && whole
 	}
 	g.refresh(ctx, sample.At, sums)
 
@@ -86,17 +97,25 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 	}
 	for at, s := range g.seen {
 		if at.gpu == d.UUID {
-			s.take(sums[at.container])
+			t := sums[at.container]
+			if t == nil {
+				t = &sum{known: whole}
+			}
+			s.take(t)
 		}
 	}
 	for _, id := range slices.Sorted(maps.Keys(metered)) {
 		s, t := metered[id], sums[id]
 		if t == nil {
-			t = &sum{known: true} // no process of it is on the GPU any more
+			t = &sum{known: whole} // no process of it is on the GPU any more
+		}
+		if g.containers[id] == nil {
+			s.close() // it has ended: its claim's page is the next one's
+			continue
 		}
 		r, err := s.meter.End(t.bytes, t.known)
 		if err != nil {
-			g.once("meter "+id, "cannot read a container's counters; what it has is taken from the driver", "container", id, "err", err)
+			g.spoilt(id, s, err)
 			continue
 		}
 		s.reading = r
@@ -110,8 +129,13 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 	slices.SortFunc(holdings, func(a, b memcap.Holding) int { return strings.Compare(a.Container, b.Container) })
 	g.last[d.UUID] = l
 	knows := func(id string) bool { return g.knows(id, holders) }
-	for _, v := range g.judge.Judge(sample, holdings, knows) {
+	verdicts := g.judge.Judge(sample, holdings, knows)
+	for _, v := range verdicts {
 		g.act(ctx, d, v, owners)
+	}
+	delete(g.calm, d.UUID)
+	if len(verdicts) == 0 && !again {
+		g.settle(d.UUID, sample.At, listed, sample.Processes, sums, holders)
 	}
 	return again
 }
@@ -130,11 +154,8 @@ func (s *sum) add(p *memcap.Process) {
 	s.known = s.known && p.Known
 }
 
-// take notes what the driver says of a container; nil is nothing.
+// take notes what the driver says of a container.
 func (s *sight) take(t *sum) {
-	if t == nil {
-		t = &sum{known: true}
-	}
 	s.used, s.known, s.procs = t.bytes, t.known, t.procs
 	s.peak = max(s.peak, s.used)
 }
@@ -143,26 +164,75 @@ func (s *sight) take(t *sum) {
 // whether it has found some.
 func (g *Guard) open(at place, key string, t *sum, now time.Time) bool {
 	s := g.seen[at]
-	if s.meter != nil || now.Sub(s.sought) < pageEvery {
+	if s.meter != nil || s.opening == nil && now.Sub(s.sought) < pageEvery<<s.spoilt {
 		return false
 	}
-	first := s.sought.IsZero()
-	s.sought = now
-	m, err := g.w.Pages.Meter(key, at.gpu, t.pid)
+	wait, first := time.Duration(0), s.sought.IsZero()
+	if s.opening == nil {
+		if g.opening.Load() >= maxOpening {
+			s.missing = true
+			return false
+		}
+		s.sought, wait = now, pageWait
+		s.opening = make(chan opened, 1)
+		g.opening.Add(1)
+		go func(to chan<- opened, pid int) {
+			defer g.opening.Add(-1)
+			m, err := g.w.Pages.Meter(key, at.gpu, pid)
+			to <- opened{m, err}
+		}(s.opening, t.pid)
+	}
+	o, ok := receive(s.opening, wait)
+	if ok {
+		s.opening = nil
+	}
 	switch {
-	case err == nil:
-		s.meter, s.missing = m, false
+	case !ok:
+		s.missing = true
+	case o.err == nil:
+		s.meter, s.missing = o.meter, false
 		return true
-	case errors.Is(err, gpu.ErrNotFound):
+	case errors.Is(o.err, gpu.ErrNotFound):
 		// It has memory and no counters: it goes round the library, or had been
 		// started before there was one. In its first moments it may be about to
 		// make them.
 		s.missing = !first && t.bytes > 0
 	default:
 		s.missing = true
-		g.once("open "+at.container, "cannot open a container's counters; the watchdog alone holds it", "container", at.container, "err", err)
+		g.once("open "+at.container, "cannot open a container's counters; the watchdog alone holds it", "container", at.container, "err", o.err)
 	}
 	return false
+}
+
+// spoilt lets go of counters that make no sense. Others may come in their place,
+// and are waited for longer each time: to find out what they are costs all others
+// some milliseconds.
+func (g *Guard) spoilt(container string, s *sight, err error) {
+	s.close()
+	if time.Since(s.sought) > pageEvery<<(maxSpoilt+1) {
+		s.spoilt = 0
+	}
+	s.sought, s.missing, s.spoilt = time.Now(), true, min(s.spoilt+1, maxSpoilt)
+	g.once("meter "+container, "cannot read a container's counters; the watchdog alone holds it", "container", container, "err", err)
+}
+
+// receive waits for what a channel has, and no longer than that.
+func receive[T any](from <-chan T, wait time.Duration) (v T, ok bool) {
+	if wait > 0 {
+		timer := time.NewTimer(wait)
+		defer timer.Stop()
+		select {
+		case v = <-from:
+			return v, true
+		case <-timer.C:
+		}
+	}
+	select {
+	case v = <-from:
+		return v, true
+	default:
+		return v, false
+	}
 }
 
 // refresh has the list of containers again where it is old, or lacks one that was
@@ -171,26 +241,40 @@ func (g *Guard) refresh(ctx context.Context, now time.Time, sums map[string]*sum
 	if len(sums) == 0 && len(g.seen) == 0 {
 		return // there is nobody to know anything of
 	}
-	age := now.Sub(g.listed)
-	missing := false
-	for id := range sums {
-		missing = missing || g.containers[id] == nil
+	wait := time.Duration(0)
+	if g.listing == nil {
+		missing := false
+		for id := range sums {
+			missing = missing || g.containers[id] == nil
+		}
+		if now.Before(g.relist) || now.Sub(g.listed) < listEvery && !missing {
+			return
+		}
+		wait = listWait
+		g.listing = make(chan listing, 1)
+		go func(to chan<- listing) {
+			ctx, cancel := context.WithTimeout(ctx, runtimePatience)
+			defer cancel()
+			list, err := g.w.Runtime.Containers(ctx)
+			to <- listing{now, list, err}
+		}(g.listing)
 	}
-	if age < listSoon || age < listEvery && !missing {
+	got, ok := receive(g.listing, wait)
+	if !ok {
 		return
 	}
-	ctx, cancel := context.WithTimeout(ctx, runtimePatience)
-	defer cancel()
-	list, err := g.w.Runtime.Containers(ctx)
-	if err != nil {
-		g.listed = now.Add(listSoon - listEvery) // again soon, and not at every look
+	g.listing, g.relist = nil, now.Add(listSoon)
+	if got.err != nil {
 		return
 	}
-	g.listed = now
-	g.containers = make(map[string]*node.Container, len(list))
-	for i := range list {
-		g.containers[list[i].ID] = &list[i]
+	g.listed = got.asked
+	g.containers = make(map[string]*node.Container, len(got.list))
+	for i := range got.list {
+		g.containers[got.list[i].ID] = &got.list[i]
 	}
+	g.mu.Lock()
+	maps.DeleteFunc(g.ended, func(id string, _ bool) bool { return g.containers[id] == nil })
+	g.mu.Unlock()
 }
 
 // knows says whether all that a container holds is known: it is listed, and so is

@@ -61,29 +61,55 @@ func (g *Guard) publish(gpus []gpu.Device, holders map[string]holder) {
 		}
 	}
 	for i := range gpus {
-		d := &gpus[i]
-		st.Intruders[d.UUID], st.Strangers[d.UUID] = g.last[d.UUID].intruders, g.last[d.UUID].strangers
-		for key, h := range holders {
-			for _, l := range h.caps {
-				if l.GPU == d.UUID {
-					st.Containers = append(st.Containers, g.describe(d, key, h.claim, l, ids[key]))
-				}
-			}
-		}
+		u := gpus[i].UUID
+		st.Intruders[u], st.Strangers[u] = g.last[u].intruders, g.last[u].strangers
 	}
-	slices.SortFunc(st.Containers, func(a, b Container) int {
-		return cmp.Or(cmp.Compare(a.Index, b.Index), strings.Compare(a.Namespace, b.Namespace),
-			strings.Compare(a.Pod, b.Pod), strings.Compare(a.Holder.Container, b.Holder.Container), strings.Compare(a.Claim, b.Claim))
+	st.Containers = containers(gpus, holders, func(d *gpu.Device, key string, h holder, l lib.Limit) Container {
+		return g.describe(d, key, h.claim, l, ids[key])
 	})
 	g.state.Store(st)
 }
 
-// describe is a claim on a GPU as people see it.
-func (g *Guard) describe(d *gpu.Device, key string, claim *desk.Claim, l lib.Limit, of []*node.Container) Container {
+// unseen is the state of a guard that does not run.
+func (g *Guard) unseen(off string) *State {
+	return &State{Off: off, Containers: containers(g.w.House.Offered(), g.holders(), func(d *gpu.Device, key string, h holder, l lib.Limit) Container {
+		c := granted(d, key, h.claim, l)
+		c.Known = false
+		return c
+	})}
+}
+
+// containers lists who may have something of the GPUs, as one describes them.
+func containers(gpus []gpu.Device, holders map[string]holder, describe func(*gpu.Device, string, holder, lib.Limit) Container) []Container {
+	var out []Container
+	for i := range gpus {
+		for key, h := range holders {
+			for _, l := range h.caps {
+				if l.GPU == gpus[i].UUID {
+					out = append(out, describe(&gpus[i], key, h, l))
+				}
+			}
+		}
+	}
+	slices.SortFunc(out, func(a, b Container) int {
+		return cmp.Or(cmp.Compare(a.Index, b.Index), strings.Compare(a.Namespace, b.Namespace),
+			strings.Compare(a.Pod, b.Pod), strings.Compare(a.Holder.Container, b.Holder.Container), strings.Compare(a.Claim, b.Claim))
+	})
+	return out
+}
+
+// granted is a claim on a GPU of which nobody has used anything.
+func granted(d *gpu.Device, key string, claim *desk.Claim, l lib.Limit) Container {
 	c := Container{Holder: claim.Holder, Claim: key, GPU: d.UUID, Index: d.Index, Cap: l.Bytes, Known: true, Level: memcap.API}
 	if l.Bytes == lib.None {
 		c.Level = memcap.Hardware
 	}
+	return c
+}
+
+// describe is a claim on a GPU as people see it.
+func (g *Guard) describe(d *gpu.Device, key string, claim *desk.Claim, l lib.Limit, of []*node.Container) Container {
+	c := granted(d, key, claim, l)
 	var levels []memcap.Level // of those that have been seen on it
 	for _, in := range of {
 		if in.Running || c.Holder.Container == "" {

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"slices"
+	"time"
+
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap"
+	"example.com/gpu-agent/pkg/memcap/lib"
+)
+
+// calmFor is for how long a GPU on which all was in order is only asked whether
+// anything has changed.
+const calmFor = 2 * time.Second
+
+// calm is what a look found of a GPU on which all was in order: everybody within
+// a cap, by the driver's word and by exact counters. As long as the driver says
+// the same, process by process and byte by byte, and no counter has moved, there
+// is nothing to find; and most processes take their memory once and keep it.
+type calm struct {
+	at     time.Time
+	listed []gpu.Process
+	caps   map[string]uint64 // by claim, of those who have memory there
+}
+
+// still asks whether a GPU is as it was when all was in order.
+func (g *Guard) still(ctx context.Context, u gpu.UUID, holders map[string]holder, now time.Time) bool {
+	c, ok := g.calm[u]
+	if !ok {
+		return false
+	}
+	if age := now.Sub(c.at); age >= calmFor {
+		return false
+	}
+	for key, bytes := range c.caps {
+		if has, ok := holders[key].on(u); !ok || has != bytes {
+			return false
+		}
+	}
+	for p, s := range g.seen {
+		if p.gpu != u || s.meter == nil {
+			continue
+		}
+		if moved, err := s.meter.Moved(s.reading); err != nil || moved {
+			return false
+		}
+	}
+	ctx, cancel := context.WithTimeout(ctx, driverPatience)
+	defer cancel()
+	listed, err := g.w.Driver.Processes(ctx, u)
+	return err == nil && slices.Equal(listed, c.listed)
+}
+
+// settle notes whether all was in order at a look: what the driver listed, who
+// they are, and what each container has.
+func (g *Guard) settle(u gpu.UUID, at time.Time, listed []gpu.Process, processes []memcap.Process, sums map[string]*sum, holders map[string]holder) {
+	for i := range processes {
+		if processes[i].Start == 0 {
+			return // it went while it was looked at
+		}
+	}
+	caps := map[string]uint64{}
+	for id, s := range sums {
+		c := g.containers[id]
+		if c == nil {
+			return
+		}
+		if g.isOwn(c) {
+			continue
+		}
+		key, bytes, held := g.holds(c, u, holders)
+		if !held {
+			return
+		}
+		caps[key] = bytes
+		if bytes == lib.None {
+			continue
+		}
+		seen := g.seen[place{id, u}]
+		if !s.known || s.bytes > bytes || seen == nil || seen.meter == nil || !seen.reading.Quiet || seen.reading.Used > bytes {
+			return
+		}
+	}
+	g.calm[u] = calm{at: at, listed: listed, caps: caps}
+}
+
+// on is what a claim's container may have of a GPU.
+func (h holder) on(u gpu.UUID) (bytes uint64, ok bool) {
+	for _, l := range h.caps {
+		if l.GPU == u {
+			return l.Bytes, true
+		}
+	}
+	return 0, false
+}
