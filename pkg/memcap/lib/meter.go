@@ -137,7 +137,7 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 		if low == high && m.first.Committed == c.Committed {
 			r.Quiet = true
 			r.Context = perContext(c, driver)
-			if c.Dead == 0 && c.Reserved == c.Bound {
+			if c.Reserved == c.Bound {
 				next.stamp = c.Word
 			}
 		}
@@ -166,8 +166,9 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 // between two looks with the same word allows.
 func span(a, b Counters, driver int64) (low, high int64) {
 	under := func(c Counters) uint64 { return max(c.Reserved, c.Committed) - c.Committed }
-	upper := min(a.Bound, a.Reserved, b.Reserved) // of the living
-	lower := upper - min(upper, under(a)+under(b))
+	// A dead process's memory may be gone or not.
+	upper := min(a.Bound, a.Reserved+a.Dead, b.Reserved+b.Dead)
+	lower := upper - min(upper, under(a)+under(b)+a.Dead)
 	low = driver - int64(upper-min(upper, a.Managed, b.Managed))
 	high = driver - int64(lower-min(lower, max(a.Managed, b.Managed)))
 	return low, high

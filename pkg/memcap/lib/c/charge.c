@@ -100,6 +100,28 @@ static bool hole_for(struct process *p, CUdevice device, uint64_t bytes)
     return false;
 }
 
+/* squeeze lets a small allocation be made without a reservation, if there is a
+ * hole for it that no other allocation under way could take first. The lock
+ * stays taken then. */
+static bool squeeze(struct process *p, struct charge *c)
+{
+    uint32_t *lock = &p->tight[c->at.device];
+    const struct slot *s = c->a->slot;
+    spin_lock(lock);
+    for (int i = 0; i < 100; i++) {
+        uint64_t committed = count_read(&s->committed);
+        if (count_read(&s->reserved) == committed) {
+            if (!hole_for(p, c->at.device, c->bytes))
+                break;
+            c->tight = lock;
+            return true;
+        }
+        nap_us(20);
+    }
+    spin_unlock(lock);
+    return false;
+}
+
 /* --- allocating ----------------------------------------------------------- */
 
 static uint64_t reserved_for(const struct charge *c)
@@ -158,15 +180,12 @@ enum verdict charge_begin_at(struct process *p, struct charge *c, const struct w
     uint64_t n = reserved_for(c);
     if (account_reserve_quickly(c->a, n))
         return COUNT;
-    if (c->how == HOW_SMALL) {
-        spin_lock(&p->tight[at->device]);
-        if (hole_for(p, at->device, c->bytes)) {
-            c->tight = &p->tight[at->device]; /* stays locked */
-            return COUNT;
-        }
-        spin_unlock(&p->tight[at->device]);
-    }
-    return account_reserve_slowly(c->a, n) ? COUNT : REFUSE;
+    if (c->how == HOW_SMALL && squeeze(p, c))
+        return COUNT;
+    if (account_reserve_slowly(c->a, n))
+        return COUNT;
+    /* Another thread may have had the last block, and not filled it. */
+    return c->how == HOW_SMALL && squeeze(p, c) ? COUNT : REFUSE;
 }
 
 void charge_failed(struct charge *c)

@@ -247,44 +247,38 @@ static int take_slot(struct account *a)
     return -28;
 }
 
-static void account_close(struct account *a)
+int account_find(struct account *a, const char *limit_path)
 {
-    sys_unmap((void *)a->page, PAGE);
-    sys_unmap(a->usage, USAGE_SIZE);
-    sys_unmap(a->hold, PAGE);
-    a->page = NULL;
-    a->usage = NULL;
-    a->hold = NULL;
-    a->slot = NULL;
+    int err;
+    struct limit_page *page = map_file(limit_path, PAGE, O_RDONLY, PROT_READ, &err);
+    for (int i = 0; page && i < 8; i++)
+        if (page->magic[i] != LIMIT_MAGIC[i]) {
+            sys_unmap(page, PAGE);
+            return -22;
+        }
+    a->page = page;
+    return err;
 }
 
-int account_open(struct account *a, const char *limit_path, const char *usage_path)
+int account_open(struct account *a, const char *usage_path)
 {
     int err;
     if (!text_join(a->path, sizeof a->path, usage_path, ""))
         return -36;
-    a->page = map_file(limit_path, PAGE, O_RDONLY, PROT_READ, &err);
-    if (!a->page)
-        return err;
-    for (int i = 0; i < 8; i++)
-        if (a->page->magic[i] != LIMIT_MAGIC[i]) {
-            account_close(a);
-            return -22;
-        }
     a->usage = map_file(usage_path, USAGE_SIZE, O_RDWR, PROT_READ | PROT_WRITE, &err);
     if (!a->usage && err == -2) {
         err = make_usage(usage_path);
         if (!err)
             a->usage = map_file(usage_path, USAGE_SIZE, O_RDWR, PROT_READ | PROT_WRITE, &err);
     }
-    if (!a->usage) {
-        account_close(a);
+    if (!a->usage)
         return err;
-    }
     a->nonce = count_read(&a->usage->nonce);
     err = account_nonsense(a) ? -22 : take_slot(a);
-    if (err)
-        account_close(a);
+    if (err) {
+        sys_unmap(a->usage, USAGE_SIZE);
+        a->usage = NULL;
+    }
     return err;
 }
 
@@ -394,15 +388,43 @@ bool account_reserve_slowly(struct account *a, uint64_t n)
     return false;
 }
 
-uint64_t account_used(const struct account *a)
+/* left_dead returns what slots without a living owner have in bound. That is
+ * looked at every few milliseconds at most. */
+static uint64_t left_dead(struct account *a)
+{
+    uint64_t n = high(a), sum = 0;
+    int fd = -1;
+    for (uint64_t i = 0; i < n; i++) {
+        const struct slot *s = &a->usage->slots[i];
+        uint64_t c = count_read(&s->committed);
+        if (s == a->slot || !c || c >= MOST)
+            continue;
+        if (fd < 0) {
+            uint64_t now = now_us();
+            if (__atomic_load_n(&a->looked_us, __ATOMIC_RELAXED) + 5000 > now)
+                return __atomic_load_n(&a->dead, __ATOMIC_RELAXED);
+            __atomic_store_n(&a->looked_us, now, __ATOMIC_RELAXED);
+            fd = sys_open(a->path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
+            if (fd < 0)
+                return 0;
+        }
+        if (slot_free(fd, i))
+            sum += c;
+    }
+    if (fd >= 0)
+        sys_close(fd);
+    __atomic_store_n(&a->dead, sum, __ATOMIC_RELAXED);
+    return sum;
+}
+
+uint64_t account_used(struct account *a)
 {
     uint64_t limit = __atomic_load_n(&a->page->limit, __ATOMIC_ACQUIRE);
     uint64_t ceiling = account_ceiling(a);
     if (limit == NO_LIMIT || ceiling == NO_LIMIT)
         return 0;
-    /* bound + (limit - ceiling), which may be less than nothing. What was lost
-     * since the reading is in neither or in both. */
-    int64_t used = (int64_t)(AMOUNT(count_read(&a->usage->bound)) + limit - ceiling);
+    /* bound + (limit - ceiling), which may be less than nothing. */
+    int64_t used = (int64_t)(AMOUNT(count_read(&a->usage->bound)) + limit - ceiling - left_dead(a));
     if (used < 0)
         return 0;
     return (uint64_t)used < limit ? (uint64_t)used : limit;

@@ -75,13 +75,18 @@ struct account {
     uint64_t waited; /* 1 + page->done as it was when nobody answered; 0: never */
     char path[160];  /* the usage page's */
     void *hold;      /* the mapping that keeps the slot's lock */
+    uint64_t dead, looked_us; /* what dead processes have in bound, and when that was looked at */
     /* relief gives back what the process can spare, before a refusal. */
     void (*relief)(struct account *);
 };
 
-/* account_open maps the two pages and takes a slot. 0, or a negative error
- * number with nothing left behind. */
-int account_open(struct account *a, const char *limit_path, const char *usage_path);
+/* account_find maps the limit page; account_open the usage page too, and takes a
+ * slot. 0, or a negative error number with nothing more held than before. */
+int account_find(struct account *a, const char *limit_path);
+int account_open(struct account *a, const char *usage_path);
+
+/* account_unlimited says whether the GPU has no limit now. */
+static inline bool account_unlimited(const struct account *a) { return __atomic_load_n(&a->page->limit, __ATOMIC_RELAXED) == NO_LIMIT; }
 
 /* account_nonsense says whether the pages are such that nothing can be counted
  * in them. */
@@ -175,7 +180,7 @@ static inline void account_uncommit(struct account *a, uint64_t n) { count_sub(&
 uint64_t account_excess(const struct account *a, uint64_t expected, uint64_t contexts);
 
 /* account_used is what counts against the limit: bound with the agent's
- * correction, at most the limit. */
-uint64_t account_used(const struct account *a);
+ * correction, without what dead processes left in it, at most the limit. */
+uint64_t account_used(struct account *a);
 
 #endif

@@ -47,16 +47,33 @@ static void find(void)
     __atomic_store_n(&real.ready, 1, __ATOMIC_RELEASE);
 }
 
-/* read_head reads the first bytes of a file of just that size. 1: there is no
- * such file, 0: it is not what it should be. */
-static int read_head(const char *path, size_t size, void *out, size_t n)
+/* open_page opens a file of just that size and reads its first bytes. MISSING:
+ * there is no such file, SPOILT: it is not what it should be. */
+enum { MISSING = -2, SPOILT = -1 };
+static int open_page(const char *path, size_t size, void *out, size_t n)
 {
     int fd = sys_open(path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
     if (fd < 0)
-        return fd == -2 ? 1 : 0;
-    bool good = SYS3(SYS_lseek, fd, 0, SEEK_END) == (long)size && SYS4(SYS_pread64, fd, out, n, 0) == (long)n;
+        return fd == -2 ? MISSING : SPOILT;
+    if (SYS3(SYS_lseek, fd, 0, SEEK_END) == (long)size && SYS4(SYS_pread64, fd, out, n, 0) == (long)n)
+        return fd;
     sys_close(fd);
-    return good ? 2 : 0;
+    return SPOILT;
+}
+
+/* left_dead returns what slots without a living owner have in bound. */
+static uint64_t left_dead(int fd, uint64_t high)
+{
+    struct slot slots[16];
+    uint64_t sum = 0;
+    for (uint64_t i = 0; i < high; i += 16) {
+        if (SYS4(SYS_pread64, fd, slots, sizeof slots, PAGE + i * sizeof *slots) != sizeof slots)
+            break;
+        for (uint64_t k = 0; k < 16 && i + k < high; k++)
+            if (slots[k].committed && slots[k].committed < MOST && slot_free(fd, i + k))
+                sum += slots[k].committed;
+    }
+    return sum;
 }
 
 static bool begins(const char *at, const char *magic)
@@ -91,21 +108,28 @@ static bool look(nvmlDevice_t device, struct view *v)
     for (const char *p = uuid; *p; p++)
         if (*p == '/')
             return false; /* an old MIG name: no file is called that */
-    if (!text_join(path, sizeof path, CAP_LIMITS, uuid) || read_head(path, PAGE, &page, sizeof page) != 2)
+    if (!text_join(path, sizeof path, CAP_LIMITS, uuid))
         return false;
+    int fd = open_page(path, PAGE, &page, sizeof page);
+    if (fd < 0)
+        return false;
+    sys_close(fd);
     if (!begins(page.magic, LIMIT_MAGIC) || page.limit >= MOST)
         return false;
     *v = (struct view){.limit = page.limit};
     if (!text_join(path, sizeof path, CAP_USAGE, uuid))
         return false;
-    int there = read_head(path, USAGE_SIZE, &head, sizeof head);
-    if (there == 1)
+    fd = open_page(path, USAGE_SIZE, &head, sizeof head);
+    if (fd == MISSING)
         return true; /* nobody has used the GPU yet */
-    if (there == 0 || !begins(head.magic, USAGE_MAGIC) || !head.nonce) {
+    if (fd == SPOILT || !begins(head.magic, USAGE_MAGIC) || !head.nonce || head.high > SLOTS) {
+        if (fd >= 0)
+            sys_close(fd);
         v->used = v->limit; /* nobody can allocate, or it is not counted */
         return !is_open();
     }
-    int64_t used = (int64_t)AMOUNT(head.bound);
+    int64_t used = (int64_t)(AMOUNT(head.bound) - left_dead(fd, head.high));
+    sys_close(fd);
     if (page.nonce == head.nonce)
         used += (int64_t)(page.limit - page.ceiling + head.settled - page.settled);
     v->used = used < 0 ? 0 : (uint64_t)used < v->limit ? (uint64_t)used : v->limit;

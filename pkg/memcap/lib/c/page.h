@@ -10,8 +10,7 @@
 #ifndef CAP_PAGE_H
 #define CAP_PAGE_H
 
-#include <stddef.h>
-#include <stdint.h>
+#include "sys.h"
 
 #ifndef CAP_ROOT
 #define CAP_ROOT "/usr/lib/gpu-agent"
@@ -87,6 +86,14 @@ struct usage_page {
     uint64_t gap3[PAGE / 8 - 21];
     struct slot slots[]; /* SLOTS of them */
 };
+
+/* slot_free says whether nobody has the lock of a slot; fd is any open
+ * description of the usage page but the one that has it. */
+static inline bool slot_free(int fd, uint64_t index)
+{
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = (off_t)index, .l_len = 1};
+    return SYS3(SYS_fcntl, fd, OFD_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
+}
 
 #define AT(type, field, where) _Static_assert(offsetof(struct type, field) == (where), #field)
 AT(limit_page, limit, 8);

@@ -78,24 +78,29 @@ static void uuid_text(char *out, const char *prefix, const CUuuid *u)
     *out = 0;
 }
 
-static int open_account(struct account *a, CUdevice device)
+static bool device_uuid(CUdevice device, CUuuid *u)
+{
+    /* The second version names the MIG instance where there is one. */
+    return CALL(cuDeviceGetUuid_v2, u, device) == CUDA_SUCCESS || CALL(cuDeviceGetUuid, u, device) == CUDA_SUCCESS;
+}
+
+/* open_account opens what can be opened and says how things stand. */
+static enum standing open_account(struct account *a, CUdevice device)
 {
     CUuuid uuid;
-    /* The second version names the MIG instance where there is one. */
-    if (CALL(cuDeviceGetUuid_v2, &uuid, device) != CUDA_SUCCESS && CALL(cuDeviceGetUuid, &uuid, device) != CUDA_SUCCESS)
-        return -19; /* ENODEV */
+    char name[64], path[128];
     a->relief = relieve;
-    int err = 0;
+    if (!device_uuid(device, &uuid))
+        return STANDING_CLOSED;
     for (int mig = 0; mig <= 1; mig++) {
-        char name[64], limit[128], usage[128];
         uuid_text(name, mig ? "MIG-" : "GPU-", &uuid);
-        if (!text_join(limit, sizeof limit, CAP_LIMITS, name) || !text_join(usage, sizeof usage, CAP_USAGE, name))
-            return -36;
-        err = account_open(a, limit, usage);
-        if (err != -2) /* ENOENT, of the limit or of the directory of the usage */
-            break;
+        if (!text_join(path, sizeof path, CAP_LIMITS, name) || (!a->page && account_find(a, path) != 0))
+            continue;
+        if (account_unlimited(a))
+            return STANDING_UNLIMITED;
+        return text_join(path, sizeof path, CAP_USAGE, name) && account_open(a, path) == 0 ? STANDING_GOOD : STANDING_CLOSED;
     }
-    return err;
+    return STANDING_CLOSED;
 }
 
 static bool is_open(void)
@@ -113,23 +118,24 @@ struct account *account_of(struct process *p, CUdevice device, bool *refuse)
     if (device < 0 || device >= MAX_DEVICES)
         return NULL;
     struct account *a = &p->accounts[device];
-    uint32_t *standing = &p->standing[device];
-    if (__builtin_expect(__atomic_load_n(standing, __ATOMIC_ACQUIRE) != STANDING_GOOD, 0)) {
-        spin_lock(&p->lock);
-        /* Where the cap is open one failure is the last word; where it is
-         * closed, what was missing (a descriptor, say) may come to be there. */
-        uint32_t now = *standing;
-        if (now == STANDING_UNKNOWN || now == STANDING_CLOSED) {
-            now = open_account(a, device) == 0 ? STANDING_GOOD : is_open() ? STANDING_OPEN : STANDING_CLOSED;
-            __atomic_store_n(standing, now, __ATOMIC_RELEASE);
-        }
-        spin_unlock(&p->lock);
-        if (now != STANDING_GOOD) {
-            *refuse = now == STANDING_CLOSED;
-            return NULL;
-        }
+    uint32_t now = __atomic_load_n(&p->standing[device], __ATOMIC_ACQUIRE);
+    if (__builtin_expect(now == STANDING_GOOD, 1))
+        return account_unlimited(a) ? NULL : a;
+    if (now == STANDING_OPEN || (now == STANDING_UNLIMITED && account_unlimited(a)))
+        return NULL;
+    spin_lock(&p->lock);
+    /* Where the cap is open one failure is the last word; where it is closed,
+     * what was missing (a descriptor, say) may come to be there. */
+    now = p->standing[device];
+    if (now != STANDING_GOOD && now != STANDING_OPEN) {
+        now = open_account(a, device);
+        if (now == STANDING_CLOSED && is_open())
+            now = STANDING_OPEN;
+        __atomic_store_n(&p->standing[device], now, __ATOMIC_RELEASE);
     }
-    return account_ceiling(a) == NO_LIMIT ? NULL : a;
+    spin_unlock(&p->lock);
+    *refuse = now == STANDING_CLOSED;
+    return now == STANDING_GOOD ? a : NULL;
 }
 
 /* --- contexts ------------------------------------------------------------- */

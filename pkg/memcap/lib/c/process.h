@@ -18,8 +18,9 @@
 
 enum { MAX_DEVICES = 64, MAX_CONTEXTS = 128, MAX_POOLS = 256 };
 
-/* A device's account, or why there is none. */
-enum standing { STANDING_UNKNOWN, STANDING_GOOD, STANDING_OPEN, STANDING_CLOSED };
+/* A device's account, or why there is none: no limit, or something that is
+ * missing or broken, under the open or the closed policy. */
+enum standing { STANDING_UNKNOWN, STANDING_GOOD, STANDING_UNLIMITED, STANDING_OPEN, STANDING_CLOSED };
 
 struct context {
     uint64_t handle; /* the driver's; 0: free */

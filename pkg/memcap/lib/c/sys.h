@@ -26,7 +26,7 @@
 #ifndef MADV_WIPEONFORK
 #define MADV_WIPEONFORK 18
 #endif
-enum { OFD_SETLK = 37, AGAIN = -11, EXISTS = -17 };
+enum { OFD_GETLK = 36, OFD_SETLK = 37, AGAIN = -11, EXISTS = -17 };
 
 #if defined(__x86_64__)
 static inline long sys(long nr, long a, long b, long c, long d, long e, long f)

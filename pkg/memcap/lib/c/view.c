@@ -8,7 +8,7 @@
 static uint64_t limit_of(const struct account *a) { return __atomic_load_n(&a->page->limit, __ATOMIC_ACQUIRE); }
 
 /* info turns the driver's figures into the container's. */
-static void info(const struct account *a, uint64_t *free, uint64_t *total)
+static void info(struct account *a, uint64_t *free, uint64_t *total)
 {
     uint64_t limit = limit_of(a), used = account_used(a);
     if (limit == NO_LIMIT)
