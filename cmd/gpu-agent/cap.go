@@ -103,8 +103,16 @@ func (m meters) Meter(key string, u gpu.UUID, pid int) (guard.Meter, error) {
 		_ = usage.Close()
 		return nil, err
 	}
-	return meter, nil
+	return counters{meter, usage}, nil
 }
+
+// counters are a meter and the page that it reads, which ends with it.
+type counters struct {
+	*lib.Meter
+	usage *lib.Usage
+}
+
+func (c counters) Close() error { return errors.Join(c.Meter.Close(), c.usage.Close()) }
 
 // processes finds who is on the GPUs.
 type processes struct {
@@ -137,6 +145,10 @@ func (l limiter) Limit(ctx context.Context, u gpu.UUID, o node.Owner, bytes uint
 
 func (l *lateDriver) Processes(ctx context.Context, u gpu.UUID) ([]gpu.Process, error) {
 	return timed(ctx, l, "processes", func(d *nvml.Driver) ([]gpu.Process, error) { return d.Processes(ctx, u) })
+}
+
+func (l *lateDriver) Memory(ctx context.Context, u gpu.UUID) (gpu.Memory, error) {
+	return timed(ctx, l, "memory", func(d *nvml.Driver) (gpu.Memory, error) { return d.Memory(ctx, u) })
 }
 
 func (o observer) Ended(kind memcap.Kind, after time.Duration) { o.m.CapKill(string(kind), after) }
