@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"path"
+	"time"
 
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
@@ -181,6 +182,9 @@ func (r *Runtime) tell(ctx context.Context, method string, request []byte) error
 	})
 }
 
+// peerPatience bounds the wait for a runtime to take a connection.
+const peerPatience = 2 * time.Second
+
 // peer returns the process behind the runtime's socket, 0 where it is in a PID
 // namespace that is not below this one.
 func (r *Runtime) peer() (pid int, socket string, err error) {
@@ -193,6 +197,11 @@ func (r *Runtime) peer() (pid int, socket string, err error) {
 		return 0, socket, fmt.Errorf("make a socket: %w", err)
 	}
 	defer unix.Close(fd)
+	// A runtime that hangs accepts nobody, and its queue may be full.
+	patience := unix.NsecToTimeval(peerPatience.Nanoseconds())
+	if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_SNDTIMEO, &patience); err != nil {
+		return 0, socket, fmt.Errorf("bound the wait for %s: %w", socket, err)
+	}
 	for {
 		err = unix.Connect(fd, &unix.SockaddrUnix{Name: socket})
 		if err != unix.EINTR {
