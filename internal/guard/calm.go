@@ -4,7 +4,6 @@ package guard
 
 import (
 	"context"
-	"slices"
 	"time"
 
 	"example.com/gpu-agent/pkg/gpu"
@@ -17,22 +16,21 @@ import (
 const calmFor = 2 * time.Second
 
 // calm is what a look found of a GPU on which all was in order: everybody within
-// a cap, by the driver's word and by exact counters. As long as the driver says
-// the same, process by process and byte by byte, and no counter has moved, there
-// is nothing to find; and most processes take their memory once and keep it.
+// a cap, by the driver's word and by exact counters. As long as as much of its
+// memory is used and no counter has moved, there is nothing to find; and most
+// processes take their memory once and keep it. Who gets more by exactly what
+// somebody else gives back, both past their counters and between two looks, is
+// found when calmFor is over.
 type calm struct {
-	at     time.Time
-	listed []gpu.Process
-	caps   map[string]uint64 // by claim, of those who have memory there
+	at   time.Time
+	used gpu.MiB
+	caps map[string]uint64 // by claim, of those who have memory there
 }
 
 // still asks whether a GPU is as it was when all was in order.
 func (g *Guard) still(ctx context.Context, u gpu.UUID, holders map[string]holder, now time.Time) bool {
 	c, ok := g.calm[u]
-	if !ok {
-		return false
-	}
-	if age := now.Sub(c.at); age >= calmFor {
+	if !ok || now.Sub(c.at) >= calmFor {
 		return false
 	}
 	for key, bytes := range c.caps {
@@ -50,13 +48,13 @@ func (g *Guard) still(ctx context.Context, u gpu.UUID, holders map[string]holder
 	}
 	ctx, cancel := context.WithTimeout(ctx, driverPatience)
 	defer cancel()
-	listed, err := g.w.Driver.Processes(ctx, u)
-	return err == nil && slices.Equal(listed, c.listed)
+	memory, err := g.w.Driver.Memory(ctx, u)
+	return err == nil && memory.Used == c.used
 }
 
-// settle notes whether all was in order at a look: what the driver listed, who
-// they are, and what each container has.
-func (g *Guard) settle(u gpu.UUID, at time.Time, listed []gpu.Process, processes []memcap.Process, sums map[string]*sum, holders map[string]holder) {
+// settle notes whether all was in order at a look: how much of the GPU was used,
+// who they are, and what each container has.
+func (g *Guard) settle(u gpu.UUID, at time.Time, used gpu.MiB, processes []memcap.Process, sums map[string]*sum, holders map[string]holder) {
 	for i := range processes {
 		if processes[i].Start == 0 {
 			return // it went while it was looked at
@@ -84,7 +82,7 @@ func (g *Guard) settle(u gpu.UUID, at time.Time, listed []gpu.Process, processes
 			return
 		}
 	}
-	g.calm[u] = calm{at: at, listed: listed, caps: caps}
+	g.calm[u] = calm{at: at, used: used, caps: caps}
 }
 
 // on is what a claim's container may have of a GPU.

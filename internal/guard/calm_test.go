@@ -3,6 +3,7 @@
 package guard
 
 import (
+	"context"
 	"slices"
 	"testing"
 	"time"
@@ -16,6 +17,16 @@ func (m *meter) Moved(since lib.Reading) (bool, error) {
 	m.w.mu.Lock()
 	defer m.w.mu.Unlock()
 	return m.word != since.Word, nil
+}
+
+func (w *world) Memory(_ context.Context, u gpu.UUID) (m gpu.Memory, err error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.sized[u]++
+	for _, p := range w.procs {
+		m.Used += gpu.MiB(p.on[u] >> 20)
+	}
+	return m, w.driverErr
 }
 
 // TestCalm: where everybody is within a cap and nothing changes, counters are
@@ -37,12 +48,12 @@ func TestCalm(t *testing.T) {
 			watch(t, w, Options{}, func(g *Guard, pass func(time.Duration)) {
 				w.uses(10, gpu0, 2*gib)
 				pass(11 * time.Second)
-				asked, ended := w.asked[gpu0], m.ended
+				asked, ended := w.sized[gpu0], m.ended
 				pass(10 * time.Second)
 				if n := m.ended - ended; n < 4 || n > 6 {
 					t.Errorf("%d readings in ten seconds in which nothing changed, want one every two seconds", n)
 				}
-				if n := w.asked[gpu0] - asked; n < 39 {
+				if n := w.sized[gpu0] - asked; n < 39 {
 					t.Errorf("the driver was asked %d times in ten seconds, want four a second", n)
 				}
 				ended = m.ended

@@ -95,9 +95,10 @@ type Worlds struct {
 	Limiter Limiter
 }
 
-// Driver lists the processes on a GPU.
+// Driver lists the processes on a GPU, and says how much of its memory is used.
 type Driver interface {
 	Processes(context.Context, gpu.UUID) ([]gpu.Process, error)
+	Memory(context.Context, gpu.UUID) (gpu.Memory, error)
 }
 
 // House knows what the node gives out. agent.Agent is one.

@@ -45,6 +45,7 @@ type world struct {
 	refuses    error // what an eviction meets
 	endErr     error
 	asked      map[gpu.UUID]int
+	sized      map[gpu.UUID]int // asked for its memory
 	lists      int
 	events     []string
 	ended      []string
@@ -79,7 +80,7 @@ type meter struct {
 
 func newWorld() *world {
 	return &world{procs: map[int]*proc{}, containers: map[string]node.Container{}, caps: map[string]uint64{}, pages: map[string]*meter{},
-		asked: map[gpu.UUID]int{}, learnt: map[gpu.UUID]uint64{}}
+		asked: map[gpu.UUID]int{}, sized: map[gpu.UUID]int{}, learnt: map[gpu.UUID]uint64{}}
 }
 
 func (w *world) with(f func()) {

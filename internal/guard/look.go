@@ -30,6 +30,8 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 		metered[p.container] = s
 	}
 	dctx, cancel := context.WithTimeout(ctx, driverPatience)
+	// Asked first: what comes after it is seen by the list, or by the next look.
+	memory, unknown := g.w.Driver.Memory(dctx, d.UUID)
 	listed, err := g.w.Driver.Processes(dctx, d.UUID)
 	cancel()
 	if err != nil {
@@ -134,8 +136,8 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 		g.act(ctx, d, v, owners)
 	}
 	delete(g.calm, d.UUID)
-	if len(verdicts) == 0 && !again {
-		g.settle(d.UUID, sample.At, listed, sample.Processes, sums, holders)
+	if len(verdicts) == 0 && !again && unknown == nil {
+		g.settle(d.UUID, sample.At, memory.Used, sample.Processes, sums, holders)
 	}
 	return again
 }
