@@ -241,7 +241,9 @@ type Snapshot struct {
 	Cuts      map[gpu.UUID]Cut
 	Wanted    []config.Want
 	Blocked   []Blocked
-	Outcome   Outcome
+	// Others is why GPUs are, or may be, given out by somebody else.
+	Others  map[gpu.UUID]string
+	Outcome Outcome
 	// Source is where the partition file came from; Generation counts the
 	// changes of what is wanted since the start.
 	Source     string
@@ -743,7 +745,7 @@ func (a *Agent) finish(blocked []Blocked, o Outcome, err error) {
 	if inv == nil {
 		inv = &gpu.Inventory{}
 	}
-	a.snapshot.Store(&Snapshot{Inventory: inv, Cuts: a.cuts, Wanted: a.wanted, Blocked: blocked, Outcome: o,
+	a.snapshot.Store(&Snapshot{Inventory: inv, Cuts: a.cuts, Wanted: a.wanted, Blocked: blocked, Others: a.others, Outcome: o,
 		Source: a.heardSoFar().source, Generation: a.wantedGen, At: time.Now(), Heard: a.heard, Verdicts: verdicts, Hangs: hangs, Err: err})
 	if o != a.outcome {
 		a.log.Info("partition", "name", o.Partition, "state", string(o.State), "message", o.Message)

@@ -74,6 +74,10 @@ func (a *Agent) Offered() []gpu.Device {
 	return out
 }
 
+// Open reports whether somebody else, too, gives a GPU out: who uses it without a
+// claim of ours may have one of theirs.
+func (a *Agent) Open(u gpu.UUID) bool { return a.snapshot.Load().Others[u] != "" }
+
 // overlay lays a claim's limit pages and says what its container gets for the
 // cap. Every claim gets it, that of a whole GPU too: a container can have two
 // claims, and which of them a runtime applies last, and so whose file stands at

@@ -108,6 +108,8 @@ type House interface {
 	Claims() []desk.Claim
 	// Caps is what a claim's container may have of its GPUs.
 	Caps(*desk.Claim) []lib.Limit
+	// Open says that somebody else gives a GPU out too: nobody is an intruder there.
+	Open(gpu.UUID) bool
 }
 
 // Proc finds the container of a process. node.Proc is one.

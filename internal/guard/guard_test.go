@@ -38,6 +38,7 @@ type world struct {
 	containers map[string]node.Container
 	claims     []desk.Claim
 	caps       map[string]uint64 // by claim
+	open       map[gpu.UUID]bool
 	pages      map[string]*meter // by container and GPU
 	driverErr  error
 	hang       bool
@@ -136,6 +137,12 @@ func (w *world) Processes(ctx context.Context, u gpu.UUID) ([]gpu.Process, error
 }
 
 func (w *world) Offered() []gpu.Device { return []gpu.Device{{UUID: gpu0}, {UUID: gpu1, Index: 1}} }
+
+func (w *world) Open(u gpu.UUID) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.open[u]
+}
 
 func (w *world) Claims() []desk.Claim {
 	w.mu.Lock()
@@ -380,6 +387,21 @@ func TestIntruder(t *testing.T) {
 			})
 		})
 	}
+}
+
+// TestGPUOfTwoPlugins: who has a GPU by another device plugin is no intruder.
+func TestGPUOfTwoPlugins(t *testing.T) {
+	w := newWorld()
+	w.open = map[gpu.UUID]bool{gpu0: true}
+	w.container("ours", []int{20}, 4*gib, gpu0)
+	w.container("theirs", []int{10}, 0)
+	w.procs[10].on[gpu0] = 8 * gib
+	watch(t, w, Options{EndIntruders: true}, func(_ *Guard, pass func(time.Duration)) {
+		pass(time.Minute)
+		if len(w.ended) != 0 || len(w.events) != 0 {
+			t.Errorf("ended %v, events %q", w.ended, w.events)
+		}
+	})
 }
 
 // TestSecondOffenceEvicts: and a disruption budget is heeded.

@@ -43,7 +43,7 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 		}
 		return false
 	}
-	sample := memcap.Sample{At: time.Now(), Tick: node.Ticks(), GPU: d.UUID, Processes: memcap.Merge(listed)}
+	sample := memcap.Sample{At: time.Now(), Tick: node.Ticks(), GPU: d.UUID, Open: g.w.House.Open(d.UUID), Processes: memcap.Merge(listed)}
 	sums, owners := map[string]*sum{}, map[int]node.Owner{}
 	var l look
 	whole := true // of every process it is known whose it is
