@@ -250,6 +250,10 @@ func TestOthersGPUs(t *testing.T) {
 		b.LookAtCheckpoint() // the kubelet writes at every list
 		time.Sleep(2 * othersSoon)
 		b.want("failed", "0.0x 0.1x 0.2x 0.3x 1.0x 1.1x 1.2~ 1.3x", "")
+		// Ours to watch still, since train-3 is on it; its other users may be theirs.
+		if got := b.Offered(); len(got) != 1 || !b.Open(got[0].UUID) || got[0].UUID != uuid(1) {
+			t.Errorf("offered are %+v, want GPU 1, and open", got)
+		}
 	})
 }
 
