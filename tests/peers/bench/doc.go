@@ -36,6 +36,7 @@
 //	gpu-agent-file        the same with --config FILE and no API server
 //	nvidia-device-plugin  v0.19.0, time slicing where replicas are asked for
 //	empty                 a device plugin on gRPC's defaults that answers nothing
+//	gpu-agent-watch-on    as gpu-agent-file; beside gpu-agent-watch-off, which has no watchdog
 //
 // The devices are gpu-mem units of the agent and replicas of the peer, as many
 // of each on every GPU: 10, 80 and 320.
@@ -72,6 +73,27 @@
 // program tells of while all devices of the GPU are unhealthy already there is
 // no time. A kubelet's restart is timed from the bind of its socket to the first
 // list, with sound GPUs.
+//
+// # What caps cost
+//
+// A claim's CDI file is laid in two containers (package capsule), in one as the
+// agent wrote it and in the other without what the cap put there. In both the same
+// program (c/timing.c) times the same calls in turn; the emulated libcuda counts
+// its memory in the process then, so that a call takes nanoseconds, and a
+// stand-in for the watchdog publishes readings. A figure is the capped container's
+// cost less the bare one's, NAME/bare the latter's:
+//
+//	cap_alloc_free/size=4MiB/live=100000/processes=8   cuMemAlloc and cuMemFree together
+//	cap_alloc_free_async, cap_memgetinfo               likewise
+//	cap_launch_overrides, cap_launch                   a kernel launch is none of the cap's calls
+//	cap_exec, cap_first_allocation                     /bin/true; a process with cuInit, a context, an allocation
+//
+// Then a hundred containers with a process each on eight GPUs, seen by an agent
+// that watches and held by one that does not (--watch-every 0):
+//
+//	watchdog_cpu/processes=100             of a processor, the first less the second; all memory stays as it is
+//	watchdog_cpu/processes=100/busy=10%    a tenth of the processes allocate and free ten times a second
+//	watchdog_resident/...                  the memory of both
 //
 // What the figures cannot say: the driver's own time, since the emulated one
 // answers in microseconds what hardware takes milliseconds for; and the cost of

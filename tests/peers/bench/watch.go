@@ -25,51 +25,62 @@ const mostWatching = 1.0
 // watching measures the watchdog: an agent that looks after containers with a
 // GPU process each beside one that has the same claims and does not look.
 func (b *bench) watching(ctx context.Context) error {
-	return all(ctx, usual, func(rs []*running) (err error) {
+	return all(ctx, usual, func(rs []*running) error {
 		watch, off := rs[0], rs[1]
-		for _, idle := range []bool{true, false} {
-			what := "idle"
-			if !idle {
-				what = fmt.Sprintf("processes=%d", b.watched)
-				for i := range b.watched {
-					close, err := b.inhabit(ctx, watch)
-					if err != nil {
-						return fmt.Errorf("container %d: %w", i, err)
-					}
-					defer close()
-					if _, _, err := b.holding(ctx, off, watchedUnits); err != nil {
-						return err
-					}
-				}
-				if err := b.allSeen(ctx, "http://127.0.0.1"+watchHTTP+"/statusz"); err != nil {
-					return watch.proc.explain(err)
-				}
-			}
-			// What a start leaves to be done is neither.
-			if err := sleep(ctx, min(b.window, 3*time.Second)); err != nil {
-				return err
-			}
-			spent, err := b.spent(ctx, rs)
+		if err := b.watchedFor(ctx, rs, "idle"); err != nil {
+			return err
+		}
+		var users timers
+		for i := range b.watched {
+			user, close, err := b.inhabit(ctx, watch)
 			if err != nil {
+				return fmt.Errorf("container %d: %w", i, err)
+			}
+			defer close()
+			users = append(users, user)
+			if _, _, err := b.holding(ctx, off, watchedUnits); err != nil {
 				return err
-			}
-			percent := func(ms float64) float64 { return 100 * ms / 1000 / b.window.Seconds() }
-			var want []target
-			if !idle {
-				want = []target{{mostWatching, "1 % of a processor"}}
-			}
-			b.figure("watchdog_cpu/"+what, percent(spent[watch.name]-spent[off.name]), "%", want...)
-			for _, r := range rs {
-				b.figure("watchdog_cpu/"+what+"/"+r.name, percent(spent[r.name]), "%")
-				m, err := r.proc.memory()
-				if err != nil {
-					return err
-				}
-				b.figure("watchdog_resident/"+what+"/"+r.name, mb(m.resident), "MB")
 			}
 		}
-		return nil
+		if err := b.allSeen(ctx, "http://127.0.0.1"+watchHTTP+"/statusz"); err != nil {
+			return watch.proc.explain(err)
+		}
+		what := fmt.Sprintf("processes=%d", b.watched)
+		if err := b.watchedFor(ctx, rs, what, target{mostWatching, "1 % of a processor"}); err != nil {
+			return err
+		}
+		const tenth, pause = 10, 50 * time.Millisecond
+		for i := 0; i < len(users); i += tenth {
+			// They are ended before they are done.
+			if err := users[i].tell(fmt.Sprintf("pulse %d %d %d", 4<<20, 1_000_000, pause.Milliseconds())); err != nil {
+				return err
+			}
+		}
+		return b.watchedFor(ctx, rs, what+"/busy=10%")
 	}, b.watch, b.unwatched)
+}
+
+// watchedFor measures for a window what the watchdog takes.
+func (b *bench) watchedFor(ctx context.Context, rs []*running, what string, want ...target) error {
+	// What a change leaves to be done does not count.
+	if err := sleep(ctx, min(b.window, 3*time.Second)); err != nil {
+		return err
+	}
+	spent, err := b.spent(ctx, rs)
+	if err != nil {
+		return err
+	}
+	percent := func(ms float64) float64 { return 100 * ms / 1000 / b.window.Seconds() }
+	b.figure("watchdog_cpu/"+what, percent(spent[rs[0].name]-spent[rs[1].name]), "%", want...)
+	for _, r := range rs {
+		b.figure("watchdog_cpu/"+what+"/"+r.name, percent(spent[r.name]), "%")
+		m, err := r.proc.memory()
+		if err != nil {
+			return err
+		}
+		b.figure("watchdog_resident/"+what+"/"+r.name, mb(m.resident), "MB")
+	}
+	return nil
 }
 
 // watchedUnits is what each of the watched containers holds: thirteen of them
@@ -77,15 +88,15 @@ func (b *bench) watching(ctx context.Context) error {
 const watchedUnits = 6
 
 // inhabit starts a container with a claim and a process in it that uses the GPU.
-func (b *bench) inhabit(ctx context.Context, r *running) (close func(), err error) {
+func (b *bench) inhabit(ctx context.Context, r *running) (user *timer, close func(), err error) {
 	p, edits, err := b.holding(ctx, r, watchedUnits)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	edits, image := b.laid(edits)
 	c, err := (&capsule.Machine{Driver: b.driver.root}).Open(ctx, edits, image)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	defer func() {
 		if err != nil {
@@ -94,12 +105,12 @@ func (b *bench) inhabit(ctx context.Context, r *running) (close func(), err erro
 	}()
 	t, err := startTimer(c)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	pid := c.HostPID(t.proc.PID)
 	if pid == 0 {
 		t.close()
-		return nil, fmt.Errorf("process %d of the container is not to be found", t.proc.PID)
+		return nil, nil, fmt.Errorf("process %d of the container is not to be found", t.proc.PID)
 	}
 	// The kernel's word for its cgroup, in this mount namespace alone, which goes
 	// with the process.
@@ -116,9 +127,9 @@ func (b *bench) inhabit(ctx context.Context, r *running) (close func(), err erro
 	}
 	if err != nil {
 		t.close()
-		return nil, err
+		return nil, nil, err
 	}
-	return func() {
+	return t, func() {
 		t.close()
 		_ = c.Close() // it is killed
 	}, nil

@@ -10,6 +10,7 @@
  *     info REPEATS           cuMemGetInfo
  *     launch REPEATS         cuLaunchKernel
  *     spawn REPEATS FILE...  starts a program and waits for its end
+ *     pulse SIZE REPEATS MS  takes memory and gives it back, with pauses
  *     where NAME             of a function: by dlsym and by cuGetProcAddress
  *
  * "CPU WALL" is the answer to all that repeat: the processor's time of this
@@ -156,6 +157,19 @@ static void measure(const char *what, size_t size, long repeats, char **argv)
     printf("%lld %lld\n", cpu, wall);
 }
 
+static void pulse(size_t size, long repeats, long ms)
+{
+    const struct timespec pause = {ms / 1000, ms % 1000 * 1000000};
+    for (long i = 0; i < repeats; i++) {
+        address at;
+        MUST(cuda.alloc(&at, size));
+        nanosleep(&pause, NULL);
+        MUST(cuda.free(at));
+        nanosleep(&pause, NULL);
+    }
+    printf("ready\n");
+}
+
 static const char *file_of(void *at)
 {
     Dl_info info;
@@ -196,6 +210,8 @@ int main(int argc, char **argv)
             printf("%s %s\n", file_of(dlsym(library, words[1])), file_of(at));
         } else if (strcmp(words[0], "spawn") == 0 && n >= 3) {
             measure(words[0], 0, atol(words[1]), words + 2);
+        } else if (strcmp(words[0], "pulse") == 0 && n == 4) {
+            pulse(strtoul(words[1], NULL, 10), atol(words[2]), atol(words[3]));
         } else if (n == 3) {
             measure(words[0], strtoul(words[1], NULL, 10), atol(words[2]), NULL);
         } else if (n == 2) {
