@@ -356,7 +356,7 @@ func TestCapsUpgrade(t *testing.T) {
 		b.Errorf("the library in the container was %s and is %s", library, now)
 	}
 	b.fill(k, piece)
-	b.full(pod, "main", 0, limit, piece)
+	b.full(k, pod, "main", 0, limit, piece)
 	if a := b.ask(k, "give 0"); a.Result() != lab.Success {
 		b.Errorf("what was taken under the old agent cannot be freed: %s", a)
 	}
@@ -366,14 +366,16 @@ func TestCapsUpgrade(t *testing.T) {
 	if now := b.sum(next); now == library {
 		b.Errorf("the next container has the old library, %s", now)
 	}
-	b.fill(b.probe(next, "", nil), piece)
-	b.full(next, "main", 0, limit, piece)
-	b.full(pod, "main", 0, limit, piece)
+	k = b.probe(next, "", nil)
+	b.fill(k, piece)
+	b.full(k, next, "main", 0, limit, piece)
+	b.full(nil, pod, "main", 0, limit, piece)
 
 	// When the old container starts again it is a next one.
 	b.must(pod.RestartContainer(b.ctx, ""))
-	b.fill(b.probe(pod, "", nil), piece)
-	b.full(pod, "main", 0, limit, piece)
+	k = b.probe(pod, "", nil)
+	b.fill(k, piece)
+	b.full(k, pod, "main", 0, limit, piece)
 	if now, want := b.sum(pod), b.sum(next); now != want {
 		b.Errorf("started again, the old container has the library %s, want the next agent's, %s", now, want)
 	}
