@@ -13,7 +13,7 @@ import (
 
 // calmFor is for how long a GPU on which all was in order is only asked whether
 // anything has changed.
-const calmFor = 2 * time.Second
+const calmFor = 5 * time.Second
 
 // calm is what a look found of a GPU on which all was in order: everybody within
 // a cap, by the driver's word and by exact counters. As long as as much of its
