@@ -25,7 +25,6 @@ type Meter struct {
 	asked    bool
 	first    Counters
 	lastAsks uint64
-	now      reading
 	contexts uint64 // at the last reading that was conclusive
 }
 

@@ -143,7 +143,6 @@ static void clear(struct account *a, struct slot *s)
         count_add(&a->usage->settled, c);
         bound_sub(a, c);
     }
-    __atomic_store_n(&s->soft, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->managed, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->expected, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->contexts, 0, __ATOMIC_SEQ_CST);

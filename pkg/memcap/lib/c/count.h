@@ -54,7 +54,7 @@
  * and the ceiling is lowered by what was settled since the reading began, until
  * the next one: what is lost is no room gained twice. That n is uncommitted
  * first lets a reading that falls between the steps see that something is under
- * way. A slot's `soft` is how much of it may be so, for whoever reaps it.
+ * way.
  *
  * The lock of a slot is a kernel's lock on one byte of the file, of an open
  * file description that nothing but one mapping of this process holds. It ends

@@ -60,7 +60,7 @@ static void settle_graphs(struct account *a, struct graph_pool *g, CUdevice d, u
     uint64_t reserved = g->charge + held, used = 0;
     figures(d, &reserved, &used);
     settle(a, &g->charge, reserved, held, loose);
-    soften(a, &g->soft, g->charge > used ? (g->charge - used) / UNIT * UNIT : 0);
+    g->soft = g->charge > used ? (g->charge - used) / UNIT * UNIT : 0;
 }
 
 /* A run holds the devices that it has reserved on, in order, until the end. */

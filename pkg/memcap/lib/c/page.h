@@ -66,9 +66,8 @@ struct slot {
     uint64_t managed;   /* of it, memory that the driver's figures lack */
     uint64_t expected;  /* of it, what contexts were charged with */
     uint64_t contexts;
-    uint64_t pid;  /* as its owner calls itself */
-    uint64_t soft; /* of committed, what may be gone without our knowing */
-    uint64_t gap;
+    uint64_t pid; /* as its owner calls itself */
+    uint64_t gap[2];
 };
 
 struct usage_page {

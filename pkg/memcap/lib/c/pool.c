@@ -32,15 +32,6 @@ void settle(struct account *a, uint64_t *charge, uint64_t there, uint64_t held, 
     *charge = there;
 }
 
-void soften(struct account *a, uint64_t *soft, uint64_t bytes)
-{
-    if (bytes > *soft)
-        count_add(&a->slot->soft, bytes - *soft);
-    if (bytes < *soft)
-        count_sub(&a->slot->soft, *soft - bytes);
-    *soft = bytes;
-}
-
 static bool figures(const struct pool *pool, uint64_t *reserved, uint64_t *used)
 {
     CUmempool h = (CUmempool)(uintptr_t)pool->handle;
@@ -53,7 +44,7 @@ static void settle_pool(struct account *a, struct pool *pool, uint64_t held, uin
     uint64_t reserved = pool->charge + held, used = 0;
     figures(pool, &reserved, &used);
     settle(a, &pool->charge, reserved, held, loose);
-    soften(a, &pool->soft, pool->charge > used ? (pool->charge - used) / UNIT * UNIT : 0);
+    pool->soft = pool->charge > used ? (pool->charge - used) / UNIT * UNIT : 0;
 }
 
 /* trim has a pool give back what it does not use, beyond keep. */
@@ -218,7 +209,7 @@ static void forget(struct process *p, struct pool *pool)
 {
     if (pool->charge)
         settle(&p->accounts[pool->device], &pool->charge, 0, 0, 0);
-    soften(&p->accounts[pool->device], &pool->soft, 0);
+    pool->soft = 0;
     __atomic_store_n(&pool->used, 0, __ATOMIC_RELEASE);
 }
 
@@ -235,7 +226,6 @@ bool pool_free(struct process *p, CUdeviceptr at, CUresult *r, CUresult (*call)(
     }
     spin_lock(&pool->lock);
     pool->live--;
-    soften(&p->accounts[pool->device], &pool->soft, pool->soft + e.bytes < pool->charge ? pool->soft + e.bytes : pool->charge);
     if (!pool->handle && !pool->live)
         forget(p, pool);
     spin_unlock(&pool->lock);

@@ -11,9 +11,6 @@
  * were uncommitted before something that may have freed them. */
 void settle(struct account *a, uint64_t *charge, uint64_t there, uint64_t held, uint64_t loose);
 
-/* soften says how much of a charge may go by itself. */
-void soften(struct account *a, uint64_t *soft, uint64_t bytes);
-
 /* pool_free frees what came from a pool; false: it did not. */
 bool pool_free(struct process *p, CUdeviceptr at, CUresult *r, CUresult (*call)(CUdeviceptr), CUresult (*async)(CUdeviceptr, CUstream), CUstream s);
 

@@ -40,7 +40,7 @@ struct pool {
     uint32_t lock;   /* held while the driver allocates from it */
     int32_t device;  /* -1: on the host */
     uint64_t charge;
-    uint64_t soft; /* of it, what may go by itself */
+    uint64_t soft; /* of it, what was not used when it was last looked at */
     uint64_t live; /* allocations */
 };
 

@@ -1,0 +1,79 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/* cuGetProcAddress, by which the CUDA runtime finds nearly every function: it
+ * asks for a name without its suffix, the CUDA version whose form of it is
+ * meant, and whether the per-thread default stream is. The driver answers
+ * first; where its answer is a function that we stand in front of, ours is
+ * given instead. So what a driver does not have, or has in a form newer than we
+ * know, stays as the driver says. */
+
+#include "process.h"
+
+struct door {
+    const char *base;
+    int since; /* the CUDA version that brought this form */
+    bool per_thread;
+    const char *name;
+    void *ours;
+    size_t real; /* where in struct driver */
+};
+
+#define DOOR(base, since, name) {#base, since, false, #name, (void *)name, offsetof(struct driver, name)},
+#define TWIN(base, since, name) {#base, since, true, #name, (void *)name, offsetof(struct driver, name)},
+static const struct door doors[] = {
+#include "doors.h"
+};
+enum { DOORS = sizeof doors / sizeof *doors };
+
+static void *behind(const struct door *d) { return *(void *const *)((const char *)&real + d->real); }
+
+/* plain says whether the driver's answers are the functions that it exports. If
+ * they are, an answer that is none of those that we know is a newer form. */
+static bool plain(void)
+{
+    void *f = NULL;
+    CUresult r = real.cuGetProcAddress_v2 ? real.cuGetProcAddress_v2("cuMemAlloc", &f, 3020, 0, NULL)
+                                          : CALL(cuGetProcAddress, "cuMemAlloc", &f, 3020, 0);
+    return r == CUDA_SUCCESS && f && f == (void *)real.cuMemAlloc_v2;
+}
+
+static void *ours(const char *symbol, void *f, int version, uint64_t flags)
+{
+    const struct door *best = NULL, *same = NULL;
+    bool per_thread = flags & CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM, known = false;
+    for (int i = 0; i < DOORS; i++) {
+        const struct door *d = &doors[i];
+        bool base = text_equal(d->base, symbol), whole = text_equal(d->name, symbol);
+        if (behind(d) == f && (base || whole || !same))
+            same = d;
+        if (whole && !base)
+            best = d;
+        if (!base)
+            continue;
+        known = true;
+        if (d->since <= version && (!d->per_thread || per_thread) &&
+            (!best || d->per_thread > best->per_thread || (d->per_thread == best->per_thread && d->since >= best->since)))
+            best = d;
+    }
+    if (same)
+        return same->ours;
+    return best && (!known || !plain()) ? best->ours : f;
+}
+
+EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **out, int version, uint64_t flags, int *status)
+{
+    struct process *p = ENTER();
+    CUresult r = CALL(cuGetProcAddress_v2, symbol, out, version, flags, status);
+    if (p && r == CUDA_SUCCESS && symbol && out && *out)
+        *out = ours(symbol, *out, version, flags);
+    return r;
+}
+
+EXPORT CUresult cuGetProcAddress(const char *symbol, void **out, int version, uint64_t flags)
+{
+    struct process *p = ENTER();
+    CUresult r = CALL(cuGetProcAddress, symbol, out, version, flags);
+    if (p && r == CUDA_SUCCESS && symbol && out && *out)
+        *out = ours(symbol, *out, version, flags);
+    return r;
+}

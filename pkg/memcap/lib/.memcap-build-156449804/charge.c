@@ -1,0 +1,399 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+#include "charge.h"
+
+/* --- blocks --------------------------------------------------------------- */
+
+/* A block's entry has the number of small allocations in it as owner, and their
+ * bytes. It is there exactly as long as it is charged: who makes the entry
+ * commits the charge, who removes it releases it. Where one thread frees the
+ * last of a block while the driver gives another thread a part of it, both are
+ * charged a block for that moment. */
+struct block {
+    CUdevice device;
+    uint64_t bytes;
+    bool old; /* one that is there, or none */
+    bool joined;
+    bool changed; /* made, or removed */
+};
+
+static void join(struct entry *e, void *arg)
+{
+    struct block *b = arg;
+    if (!e->how && b->old)
+        return;
+    b->joined = true;
+    b->changed = !e->how;
+    e->how = HOW_NOTE;
+    e->device = b->device;
+    e->owner++;
+    e->bytes += b->bytes;
+}
+
+static void leave(struct entry *e, void *arg)
+{
+    struct block *b = arg;
+    if (!e->how)
+        return;
+    e->bytes -= b->bytes;
+    if (--e->owner == 0) {
+        b->changed = true;
+        e->how = 0;
+    }
+}
+
+/* A hole is looked for in the blocks with the most room, by marking what lies
+ * in them. That takes as long as there are allocations, and is for those that
+ * would be refused else. */
+enum { HOLES = 8 };
+struct holes {
+    CUdevice device;
+    uint64_t bytes;
+    int n;
+    uint64_t block[HOLES], room[HOLES];
+    uint64_t taken[HOLES][BLOCK / UNIT / 64];
+};
+
+static bool roomy(const struct entry *e, void *arg)
+{
+    struct holes *h = arg;
+    if (e->space != SPACE_BLOCK || e->device != h->device || e->bytes + h->bytes > BLOCK)
+        return false;
+    int i = h->n < HOLES ? h->n++ : HOLES;
+    uint64_t room = BLOCK - e->bytes;
+    if (i == HOLES) /* in the place of the fullest, if it is fuller */
+        for (int k = 0; k < HOLES; k++)
+            if (h->room[k] < room && (i == HOLES || h->room[k] < h->room[i]))
+                i = k;
+    if (i < HOLES) {
+        h->block[i] = e->key;
+        h->room[i] = room;
+    }
+    return false;
+}
+
+static bool mark(const struct entry *e, void *arg)
+{
+    struct holes *h = arg;
+    if (e->space != SPACE_ADDRESS || e->how != HOW_SMALL)
+        return false;
+    for (int i = 0; i < h->n; i++)
+        if (h->block[i] == e->key / BLOCK)
+            for (uint64_t u = e->key % BLOCK / UNIT, end = u + e->bytes / UNIT; u < end && u < BLOCK / UNIT; u++)
+                h->taken[i][u / 64] |= (uint64_t)1 << u % 64;
+    return false;
+}
+
+static bool hole_for(struct process *p, CUdevice device, uint64_t bytes)
+{
+    struct holes h = {.device = device, .bytes = bytes};
+    table_any(&p->table, roomy, &h);
+    if (!h.n)
+        return false;
+    table_any(&p->table, mark, &h);
+    for (int i = 0; i < h.n; i++)
+        for (uint64_t u = 0, run = 0; u < BLOCK / UNIT; u++) {
+            run = h.taken[i][u / 64] >> u % 64 & 1 ? 0 : run + 1;
+            if (run == bytes / UNIT)
+                return true;
+        }
+    return false;
+}
+
+/* squeeze lets a small allocation be made without a reservation, if there is a
+ * hole for it that no other allocation under way could take first. The lock
+ * stays taken then. */
+static bool squeeze(struct process *p, struct charge *c)
+{
+    uint32_t *lock = &p->tight[c->at.device];
+    const struct slot *s = c->a->slot;
+    spin_lock(lock);
+    for (int i = 0; i < 100; i++) {
+        uint64_t committed = count_read(&s->committed);
+        if (count_read(&s->reserved) == committed) {
+            if (!hole_for(p, c->at.device, c->bytes))
+                break;
+            c->tight = lock;
+            return true;
+        }
+        nap_us(20);
+    }
+    spin_unlock(lock);
+    return false;
+}
+
+/* --- allocating ----------------------------------------------------------- */
+
+static uint64_t reserved_for(const struct charge *c)
+{
+    return c->tight ? 0 : c->how == HOW_SMALL ? BLOCK : c->how == HOW_HIDDEN ? c->blocks * BLOCK : c->bytes;
+}
+
+/* Hidden ones of one size fill a block as often as they fit into it; each is
+ * taken for its part of one. */
+static uint64_t blocks_of(const struct hidden *h) { return (h->bytes + BLOCK - 1) / BLOCK; }
+
+static enum verdict begin_hidden(struct charge *c, struct hidden *h, uint64_t bytes)
+{
+    c->bytes = round_up(BLOCK / (BLOCK / round_up(bytes, UNIT)), UNIT);
+    spin_lock(&h->lock);
+    h->bytes += c->bytes;
+    c->blocks = blocks_of(h) > h->blocks ? blocks_of(h) - h->blocks : 0;
+    if (c->blocks && !account_reserve(c->a, c->blocks * BLOCK)) {
+        h->bytes -= c->bytes;
+        spin_unlock(&h->lock);
+        return REFUSE;
+    }
+    h->blocks += c->blocks;
+    c->hidden = h; /* stays locked */
+    return COUNT;
+}
+
+static uint64_t leave_hidden(struct hidden *h, uint64_t bytes)
+{
+    h->bytes -= bytes;
+    uint64_t blocks = h->blocks > blocks_of(h) ? h->blocks - blocks_of(h) : 0;
+    h->blocks -= blocks;
+    return blocks;
+}
+
+enum verdict charge_begin(struct process *p, struct charge *c, uint64_t bytes, enum how how)
+{
+    struct where at;
+    return where(p, &at) ? charge_begin_at(p, c, &at, bytes, how) : PASS;
+}
+
+enum verdict charge_begin_at(struct process *p, struct charge *c, const struct where *at, uint64_t bytes, enum how how)
+{
+    bool refuse;
+    *c = (struct charge){.at = *at, .how = how == HOW_LARGE && bytes < BLOCK ? HOW_SMALL : how};
+    if (!bytes)
+        return PASS; /* the driver's to refuse */
+    c->a = account_of(p, at->device, &refuse);
+    if (!c->a)
+        return refuse ? REFUSE : PASS;
+    if (c->how == HOW_HIDDEN && bytes < BLOCK)
+        return begin_hidden(c, &p->hidden[at->device], bytes);
+    c->bytes = bytes < MOST ? round_up(bytes, c->how == HOW_SMALL ? UNIT : BLOCK) : MOST;
+    if (c->how == HOW_HIDDEN)
+        c->how = HOW_LARGE;
+    uint64_t n = reserved_for(c);
+    if (account_reserve_quickly(c->a, n))
+        return COUNT;
+    if (c->how == HOW_SMALL && squeeze(p, c))
+        return COUNT;
+    if (account_reserve_slowly(c->a, n))
+        return COUNT;
+    /* Another thread may have had the last block, and not filled it. */
+    return c->how == HOW_SMALL && squeeze(p, c) ? COUNT : REFUSE;
+}
+
+void charge_failed(struct charge *c)
+{
+    if (reserved_for(c))
+        account_cancel(c->a, reserved_for(c));
+    if (c->hidden) {
+        c->hidden->bytes -= c->bytes;
+        c->hidden->blocks -= c->blocks;
+        spin_unlock(&c->hidden->lock);
+    }
+    charge_undone(c);
+}
+
+void charge_undone(struct charge *c)
+{
+    if (c->tight)
+        spin_unlock(c->tight);
+    c->tight = NULL;
+}
+
+static void take(struct process *p, struct taken *t);
+
+static void release(struct process *p, const struct entry *e)
+{
+    struct taken t = {.e = *e};
+    take(p, &t);
+    charge_gone(p, &t);
+}
+
+bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space space)
+{
+    if (c->how == HOW_SMALL && (space != SPACE_ADDRESS || key / BLOCK != (key + c->bytes - 1) / BLOCK)) {
+        /* Not as the driver is known to do it: charged for itself. */
+        if (c->tight)
+            return false;
+        c->how = HOW_LARGE;
+        c->bytes = BLOCK;
+    }
+    struct entry e = {.key = key, .bytes = c->bytes, .owner = c->at.context, .space = (uint16_t)space, .how = (uint16_t)c->how, .device = c->at.device};
+    struct entry old;
+    if (c->how == HOW_SMALL) {
+        struct block b = {.device = c->at.device, .bytes = c->bytes, .old = c->tight};
+        if (!table_edit(&p->table, key / BLOCK, SPACE_BLOCK, join, &b) || !b.joined) {
+            if (!c->tight)
+                charge_failed(c);
+            return false;
+        }
+        if (b.changed)
+            account_commit(c->a, BLOCK);
+        else if (!c->tight)
+            account_cancel(c->a, BLOCK); /* the block is paid for */
+        charge_undone(c);
+    } else if (c->how == HOW_HIDDEN) {
+        if (c->blocks)
+            account_commit(c->a, c->blocks * BLOCK);
+        spin_unlock(&c->hidden->lock);
+    } else {
+        if (c->how == HOW_MANAGED)
+            count_add(&c->a->slot->managed, c->bytes);
+        account_commit(c->a, c->bytes);
+    }
+    if (!table_put(&p->table, &e, &old)) {
+        release(p, &e);
+        return false;
+    }
+    if (old.how)
+        release(p, &old); /* it was freed where we did not see it */
+    return true;
+}
+
+/* --- freeing -------------------------------------------------------------- */
+
+static void take(struct process *p, struct taken *t)
+{
+    t->held = t->e.bytes;
+    if (t->e.how == HOW_SMALL) {
+        struct block b = {.bytes = t->e.bytes};
+        table_edit(&p->table, t->e.key / BLOCK, SPACE_BLOCK, leave, &b);
+        t->held = b.changed ? BLOCK : 0;
+    } else if (t->e.how == HOW_HIDDEN) {
+        struct hidden *h = &p->hidden[t->e.device];
+        spin_lock(&h->lock);
+        t->held = leave_hidden(h, t->e.bytes) * BLOCK;
+        spin_unlock(&h->lock);
+    }
+    if (t->held)
+        account_uncommit(&p->accounts[t->e.device], t->held);
+}
+
+bool charge_take(struct process *p, struct taken *t, uint64_t key, enum space space)
+{
+    if (!table_take(&p->table, key, space, &t->e))
+        return false;
+    take(p, t);
+    return true;
+}
+
+void charge_gone(struct process *p, const struct taken *t)
+{
+    struct account *a = &p->accounts[t->e.device];
+    if (t->e.how == HOW_MANAGED)
+        count_sub(&a->slot->managed, t->e.bytes);
+    if (t->held)
+        account_cancel(a, t->held);
+}
+
+void charge_back(struct process *p, const struct taken *t)
+{
+    struct account *a = &p->accounts[t->e.device];
+    struct entry old;
+    if (t->e.how == HOW_SMALL) {
+        struct block b = {.device = t->e.device, .bytes = t->e.bytes};
+        table_edit(&p->table, t->e.key / BLOCK, SPACE_BLOCK, join, &b);
+        if (b.changed && !t->held)
+            account_force(a, BLOCK); /* somebody else has left it meanwhile */
+        else if (b.changed)
+            account_commit(a, BLOCK);
+        else if (t->held)
+            account_cancel(a, BLOCK); /* somebody else has made it anew */
+    } else if (t->e.how == HOW_HIDDEN) {
+        struct hidden *h = &p->hidden[t->e.device];
+        spin_lock(&h->lock);
+        h->bytes += t->e.bytes;
+        uint64_t blocks = blocks_of(h) > h->blocks ? blocks_of(h) - h->blocks : 0, had = t->held / BLOCK;
+        h->blocks += blocks;
+        if (blocks > had)
+            account_force(a, (blocks - had) * BLOCK);
+        if (blocks < had)
+            account_cancel(a, (had - blocks) * BLOCK);
+        account_commit(a, (blocks < had ? blocks : had) * BLOCK);
+        spin_unlock(&h->lock);
+    } else {
+        account_commit(a, t->held);
+    }
+    if (!table_put(&p->table, &t->e, &old))
+        return; /* it stays charged, and is never found again: too much, not too little */
+    if (old.how)
+        release(p, &old);
+}
+
+/* --- the end of a context ------------------------------------------------- */
+
+struct owner {
+    uint64_t context;
+    struct taken_list *l;
+};
+
+static bool owned(const struct entry *e, void *arg)
+{
+    const struct owner *o = arg;
+    return e->owner == o->context && (e->space == SPACE_ADDRESS || e->space == SPACE_ARRAY || e->space == SPACE_MIPMAP);
+}
+
+static bool reserve_room(struct taken_list *l, size_t more)
+{
+    if (l->length + more <= l->room)
+        return true;
+    size_t room = l->room ? 2 * l->room : 1024;
+    struct taken *list = sys_map(room * sizeof *list, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+    if (!list)
+        return false;
+    for (size_t i = 0; i < l->length; i++)
+        list[i] = l->list[i];
+    sys_unmap(l->list, l->room * sizeof *list);
+    l->list = list;
+    l->room = room;
+    return true;
+}
+
+void charge_take_all(struct process *p, struct taken_list *l, uint64_t context)
+{
+    struct owner o = {context, l};
+    struct entry batch[32];
+    *l = (struct taken_list){0};
+    for (int n = 32; context && n == 32;) {
+        if (!reserve_room(l, 32))
+            return; /* the rest stays charged */
+        n = table_pick(&p->table, owned, &o, batch, 32);
+        for (int i = 0; i < n; i++) {
+            struct taken *t = &l->list[l->length++];
+            t->e = batch[i];
+            take(p, t);
+        }
+    }
+}
+
+static void forget(struct taken_list *l)
+{
+    sys_unmap(l->list, l->room * sizeof *l->list);
+    *l = (struct taken_list){0};
+}
+
+void charge_gone_all(struct process *p, struct taken_list *l, bool late)
+{
+    for (size_t i = 0; i < l->length; i++) {
+        if (late && l->list[i].held)
+            count_add(&p->accounts[l->list[i].e.device].usage->settled, l->list[i].held);
+        charge_gone(p, &l->list[i]);
+    }
+    forget(l);
+}
+
+void charge_back_all(struct process *p, struct taken_list *l, uint64_t context)
+{
+    for (size_t i = 0; i < l->length; i++) {
+        l->list[i].e.owner = context;
+        charge_back(p, &l->list[i]);
+    }
+    forget(l);
+}

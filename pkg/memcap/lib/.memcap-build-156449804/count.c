@@ -1,0 +1,430 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+#include "count.h"
+
+#include <poll.h>
+
+enum { DEATH_MS = 100, CONTEND_US = 100 * 1000 };
+
+/* --- opening -------------------------------------------------------------- */
+
+static uint64_t random_word(void)
+{
+    uint64_t w = 0;
+    if (SYS3(SYS_getrandom, &w, sizeof w, 0) != sizeof w)
+        w = now_us() * 0x9E3779B97F4A7C15u ^ (uint64_t)SYS1(SYS_getpid, 0) << 32;
+    return w ? w : 1;
+}
+
+/* map_file maps size bytes of a file that must be just that long. No links are
+ * followed and no pipe is waited for: the directory is the tenant's. */
+static void *map_file(const char *path, size_t size, int flags, int prot, int *err)
+{
+    int fd = sys_open(path, flags | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
+    if (fd < 0) {
+        *err = fd;
+        return NULL;
+    }
+    void *at = NULL;
+    *err = -22; /* EINVAL */
+    if (SYS3(SYS_lseek, fd, 0, SEEK_END) == (long)size) {
+        at = sys_map(size, prot, MAP_SHARED, fd);
+        if (at)
+            SYS3(SYS_madvise, at, size, MADV_DONTFORK);
+        *err = at ? 0 : -12; /* ENOMEM */
+    }
+    sys_close(fd);
+    return at;
+}
+
+/* make_usage makes a usage page under a name of its own and then gives it its
+ * right one, so that nobody ever sees half of one; whoever links second has
+ * lost, and uses the other's. The mode is set apart from the umask, which is
+ * the program's. */
+static int make_usage(const char *path)
+{
+    char name[192];
+    char suffix[24] = ".";
+    uint64_t nonce = random_word(), r = random_word();
+    for (int i = 0; i < 16; i++, r >>= 4)
+        suffix[1 + i] = "0123456789abcdef"[r & 15];
+    suffix[17] = 0;
+    if (!text_join(name, sizeof name, path, suffix))
+        return -36; /* ENAMETOOLONG */
+    int fd = sys_open(name, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW, 0666);
+    if (fd < 0)
+        return fd;
+    struct {
+        char magic[8];
+        uint64_t nonce;
+    } head = {USAGE_MAGIC, nonce};
+    long err = SYS2(SYS_fchmod, fd, 0666);
+    if (err >= 0)
+        err = SYS2(SYS_ftruncate, fd, USAGE_SIZE);
+    if (err >= 0)
+        err = SYS4(SYS_pwrite64, fd, &head, sizeof head, 0) == sizeof head ? 0 : -28; /* ENOSPC */
+    if (err >= 0)
+        err = SYS5(SYS_linkat, AT_FDCWD, name, AT_FDCWD, path, 0);
+    sys_close(fd);
+    SYS3(SYS_unlinkat, AT_FDCWD, name, 0);
+    return err == EXISTS ? 0 : (int)err;
+}
+
+/* take_lock takes the lock of one slot with a description of its own. It
+ * returns the descriptor, or a negative number where a living one has it. */
+static int take_lock(const struct account *a, uint64_t index)
+{
+    int fd = sys_open(a->path, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
+    if (fd < 0)
+        return fd;
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = (off_t)index, .l_len = 1};
+    long err = SYS3(SYS_fcntl, fd, OFD_SETLK, &lock);
+    if (err < 0) {
+        sys_close(fd);
+        return (int)err;
+    }
+    return fd;
+}
+
+static bool ours(const struct account *a)
+{
+    const struct usage_page *u = a->usage;
+    for (int i = 0; i < 8; i++)
+        if (u->magic[i] != USAGE_MAGIC[i])
+            return false;
+    return count_read(&u->nonce) == a->nonce && a->nonce && __atomic_load_n(&u->high, __ATOMIC_SEQ_CST) <= SLOTS;
+}
+
+bool account_nonsense(const struct account *a)
+{
+    uint64_t limit = __atomic_load_n(&a->page->limit, __ATOMIC_RELAXED);
+    return !ours(a) || (limit >= MOST && limit != NO_LIMIT);
+}
+
+static uint64_t high(const struct account *a)
+{
+    uint64_t n = __atomic_load_n(&a->usage->high, __ATOMIC_SEQ_CST);
+    return n < SLOTS ? n : SLOTS;
+}
+
+/* await_death waits until the process that had a slot is no more, for the
+ * kernel lets go of its lock a moment before the driver has all of its memory
+ * back. It is bounded, since the number may be someone else's by now, or the
+ * process lives on as another program. */
+static void await_death(uint64_t pid)
+{
+    if (!pid || pid > INT32_MAX || pid == (uint64_t)SYS1(SYS_getpid, 0))
+        return;
+    int fd = (int)SYS2(SYS_pidfd_open, pid, 0);
+    if (fd < 0)
+        return;
+    SYS3(SYS_fcntl, fd, F_SETFD, FD_CLOEXEC);
+    struct pollfd p = {.fd = fd, .events = POLLIN};
+    struct timespec limit = {0, DEATH_MS * 1000000L};
+    SYS5(SYS_ppoll, &p, 1, &limit, 0, 8);
+    sys_close(fd);
+}
+
+uint64_t account_excess(const struct account *a, uint64_t expected, uint64_t contexts)
+{
+    uint64_t each = __atomic_load_n(&a->page->context, __ATOMIC_RELAXED);
+    if (each >= MOST || contexts >= MOST / UNIT || expected <= contexts * each)
+        return 0;
+    return expected - contexts * each;
+}
+
+/* clear reaps a slot whose lock the caller has. */
+static void clear(struct account *a, struct slot *s)
+{
+    uint64_t c = __atomic_exchange_n(&s->committed, 0, __ATOMIC_SEQ_CST);
+    if (c && c < MOST) {
+        /* All of it: a process that dies gives its descriptors back before the
+         * lock, so a reading may have found it living and without memory. */
+        count_add(&a->usage->settled, c);
+        bound_sub(a, c);
+    }
+    __atomic_store_n(&s->managed, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&s->expected, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&s->contexts, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&s->pid, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&s->reserved, 0, __ATOMIC_SEQ_CST);
+}
+
+static bool reap(struct account *a)
+{
+    bool any = false;
+    uint64_t n = high(a);
+    for (uint64_t i = 0; i < n; i++) {
+        struct slot *s = &a->usage->slots[i];
+        if (s == a->slot || !count_read(&s->reserved))
+            continue;
+        int fd = take_lock(a, i);
+        if (fd < 0)
+            continue;
+        await_death(count_read(&s->pid));
+        clear(a, s);
+        sys_close(fd);
+        any = true;
+    }
+    return any;
+}
+
+struct sums {
+    uint64_t reserved, committed;
+    bool sane;
+};
+
+static struct sums sum(const struct account *a)
+{
+    struct sums t = {0, 0, true};
+    uint64_t n = high(a);
+    for (uint64_t i = 0; i < n; i++) {
+        const struct slot *s = &a->usage->slots[i];
+        uint64_t c = count_read(&s->committed), r = count_read(&s->reserved);
+        if (c >= MOST || r >= MOST || (c | r) % UNIT) {
+            t.sane = false;
+            continue;
+        }
+        t.committed += c;
+        t.reserved += r;
+    }
+    return t;
+}
+
+/* repair returns the sums that it saw last. */
+static struct sums repair(struct account *a)
+{
+    for (int tries = 0;; tries++) {
+        uint64_t b = count_read(&a->usage->bound);
+        struct sums t = sum(a);
+        if (!t.sane || tries == 1000 || t.reserved >= STEP * UNIT || (AMOUNT(b) <= t.reserved && AMOUNT(b) >= t.committed))
+            return t;
+        uint64_t right = ((b & ~(STEP - 1)) + STEP) | t.reserved / UNIT;
+        if (__atomic_compare_exchange_n(&a->usage->bound, &b, right, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+            return t;
+    }
+}
+
+/* take_slot takes the first slot that is free and clean. One that a dead
+ * process left is for reap, which may have to wait. */
+static int take_slot(struct account *a)
+{
+    for (int clean = 1; clean >= 0; clean--)
+        for (uint64_t i = 0; i < SLOTS; i++) {
+            struct slot *s = &a->usage->slots[i];
+            if (clean && i < high(a) && count_read(&s->reserved))
+                continue;
+            int fd = take_lock(a, i);
+            if (fd == AGAIN)
+                continue;
+            if (fd < 0)
+                return fd;
+            /* Above, it was free of charge or not; now nobody changes it. */
+            if (count_read(&s->reserved) || count_read(&s->committed)) {
+                if (clean) {
+                    sys_close(fd);
+                    continue;
+                }
+                await_death(count_read(&s->pid));
+                clear(a, s);
+            }
+            a->hold = sys_map(PAGE, PROT_READ, MAP_SHARED, fd);
+            if (a->hold)
+                SYS3(SYS_madvise, a->hold, PAGE, MADV_DONTFORK);
+            sys_close(fd);
+            if (!a->hold)
+                return -12;
+            /* The slot is one of those that are summed before it holds anything. */
+            uint32_t old = __atomic_load_n(&a->usage->high, __ATOMIC_SEQ_CST);
+            while (old < i + 1)
+                if (__atomic_compare_exchange_n(&a->usage->high, &old, (uint32_t)i + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+                    break;
+            __atomic_store_n(&s->pid, (uint64_t)SYS1(SYS_getpid, 0), __ATOMIC_SEQ_CST);
+            a->slot = s;
+            return 0;
+        }
+    return -28;
+}
+
+int account_find(struct account *a, const char *limit_path)
+{
+    int err;
+    struct limit_page *page = map_file(limit_path, PAGE, O_RDONLY, PROT_READ, &err);
+    for (int i = 0; page && i < 8; i++)
+        if (page->magic[i] != LIMIT_MAGIC[i]) {
+            sys_unmap(page, PAGE);
+            return -22;
+        }
+    a->page = page;
+    return err;
+}
+
+int account_open(struct account *a, const char *usage_path)
+{
+    int err;
+    if (!text_join(a->path, sizeof a->path, usage_path, ""))
+        return -36;
+    a->usage = map_file(usage_path, USAGE_SIZE, O_RDWR, PROT_READ | PROT_WRITE, &err);
+    if (!a->usage && err == -2) {
+        err = make_usage(usage_path);
+        if (!err)
+            a->usage = map_file(usage_path, USAGE_SIZE, O_RDWR, PROT_READ | PROT_WRITE, &err);
+    }
+    if (!a->usage)
+        return err;
+    a->nonce = count_read(&a->usage->nonce);
+    err = account_nonsense(a) ? -22 : take_slot(a);
+    if (err) {
+        sys_unmap(a->usage, USAGE_SIZE);
+        a->usage = NULL;
+    }
+    return err;
+}
+
+/* --- near the cap --------------------------------------------------------- */
+
+/* try adds n only where it fits, so that those who wait do not frighten each
+ * other with what they take back. */
+static bool try(struct account *a, uint64_t n)
+{
+    uint64_t b = count_read(&a->usage->bound);
+    if (n >= MOST || AMOUNT(b) + n > account_ceiling(a))
+        return false;
+    count_add(&a->slot->reserved, n);
+    b = count_read(&a->usage->bound);
+    /* The ceiling after the word: what was lost before it has lowered it. */
+    while (AMOUNT(b) + n <= account_ceiling(a)) {
+        uint64_t next = b + STEP + n / UNIT;
+        if (__atomic_compare_exchange_n(&a->usage->bound, &b, next, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+            account_peak(a, AMOUNT(next));
+            return true;
+        }
+    }
+    count_sub(&a->slot->reserved, n);
+    return false;
+}
+
+/* contend goes on as long as what stands in the way is only under way: others'
+ * reservations that may yet be taken back, and frees that are not done. */
+static bool contend(struct account *a, uint64_t n)
+{
+    uint64_t end = now_us() + CONTEND_US, dice = random_word();
+    for (bool first = true;; first = false) {
+        reap(a);
+        struct sums t = repair(a);
+        if (try(a, n))
+            return true;
+        if (first && a->relief) {
+            a->relief(a);
+            if (try(a, n))
+                return true;
+            t = sum(a);
+        }
+        if (!t.sane || t.committed + n > account_ceiling(a) || now_us() >= end)
+            return false;
+        dice = dice * 6364136223846793005u + 1442695040888963407u;
+        nap_us(20 + (dice >> 33) % 400);
+    }
+}
+
+/* fresh says whether the ceiling is the driver's own word on just what bound
+ * has now, so that asking again would tell nothing new. */
+static bool fresh(const struct account *a)
+{
+    uint64_t stamp = __atomic_load_n(&a->page->stamp, __ATOMIC_ACQUIRE);
+    return stamp && __atomic_load_n(&a->page->nonce, __ATOMIC_ACQUIRE) == a->nonce && stamp == count_read(&a->usage->bound);
+}
+
+/* lost_alone says whether n would fit but for what was lost since the last
+ * reading that told something: where many are at work, the next one may not. */
+static bool lost_alone(const struct account *a, uint64_t n)
+{
+    uint64_t lost = count_read(&a->usage->settled) - __atomic_load_n(&a->page->settled, __ATOMIC_ACQUIRE);
+    uint64_t b = count_read(&a->usage->bound);
+    return lost && AMOUNT(b) + n <= account_ceiling(a) + lost;
+}
+
+/* ask asks the agent for a reading that begins after this moment, and for more
+ * as long as only what was lost stands in the way; in all for twice the time
+ * between two. It does nothing where nobody reads, or nobody has answered the
+ * last time. */
+static bool ask(struct account *a, uint64_t n)
+{
+    uint64_t every = __atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE);
+    uint64_t done = count_read(&a->page->done);
+    if (!every || count_read(&a->waited) == done + 1)
+        return false;
+    uint64_t end = now_us() + 2000 * (every < 5000 ? every : 5000);
+    while (!fresh(a)) {
+        /* In this order: a reading that is begun for this ask is one more than that. */
+        uint64_t begun = count_read(&a->page->begun);
+        count_add(&a->usage->asks, 1);
+        for (; count_read(&a->page->done) < begun + 1; nap_us(1000))
+            if (now_us() >= end) {
+                if (count_read(&a->page->done) == done)
+                    __atomic_store_n(&a->waited, done + 1, __ATOMIC_SEQ_CST);
+                return false;
+            }
+        if (contend(a, n))
+            return true;
+        if (!lost_alone(a, n) || now_us() >= end)
+            return false;
+    }
+    return false;
+}
+
+bool account_reserve_slowly(struct account *a, uint64_t n)
+{
+    uint64_t limit = __atomic_load_n(&a->page->limit, __ATOMIC_ACQUIRE);
+    if (n < MOST && limit && !account_nonsense(a)) {
+        if (contend(a, n))
+            return true;
+        /* More than all of the limit: no reading makes that fit. */
+        if (n <= limit && ask(a, n))
+            return true;
+    }
+    count_add(&a->usage->refusals, 1);
+    return false;
+}
+
+/* left_dead returns what slots without a living owner have in bound. That is
+ * looked at every few milliseconds at most. */
+static uint64_t left_dead(struct account *a)
+{
+    uint64_t n = high(a), sum = 0;
+    int fd = -1;
+    for (uint64_t i = 0; i < n; i++) {
+        const struct slot *s = &a->usage->slots[i];
+        uint64_t c = count_read(&s->committed);
+        if (s == a->slot || !c || c >= MOST)
+            continue;
+        if (fd < 0) {
+            uint64_t now = now_us();
+            if (__atomic_load_n(&a->looked_us, __ATOMIC_RELAXED) + 5000 > now)
+                return __atomic_load_n(&a->dead, __ATOMIC_RELAXED);
+            __atomic_store_n(&a->looked_us, now, __ATOMIC_RELAXED);
+            fd = sys_open(a->path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
+            if (fd < 0)
+                return 0;
+        }
+        if (slot_free(fd, i))
+            sum += c;
+    }
+    if (fd >= 0)
+        sys_close(fd);
+    __atomic_store_n(&a->dead, sum, __ATOMIC_RELAXED);
+    return sum;
+}
+
+uint64_t account_used(struct account *a)
+{
+    uint64_t limit = __atomic_load_n(&a->page->limit, __ATOMIC_ACQUIRE);
+    uint64_t ceiling = account_ceiling(a);
+    if (limit == NO_LIMIT || ceiling == NO_LIMIT)
+        return 0;
+    /* bound + (limit - ceiling), which may be less than nothing. */
+    int64_t used = (int64_t)(AMOUNT(count_read(&a->usage->bound)) + limit - ceiling - left_dead(a));
+    if (used < 0)
+        return 0;
+    return (uint64_t)used < limit ? (uint64_t)used : limit;
+}

@@ -1,0 +1,186 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/* The counter that the processes of a container share, one per GPU. Nothing
+ * here knows CUDA: a small driver of the tests' own goes through the same code.
+ *
+ * The promise: at every instant the memory that the driver has given to the
+ * container's processes is at most the amount in `bound`, whoever dies between
+ * whichever two instructions; and bound reaches past the ceiling only for
+ * moments, by a reservation that is then taken back without a call of the
+ * driver. The promise may be kept with too large a bound, for a time; never
+ * with too small a one.
+ *
+ * Call a slot's share what bound has of it (there is no such number anywhere).
+ * Every step of every process keeps
+ *
+ *     committed <= what the driver gave to the slot's owner <= share <= reserved
+ *
+ * by its order, each step being one atomic addition:
+ *
+ *     allocate   reserved += n · bound += n · [call the driver] · committed += n
+ *     it failed                bound -= n · reserved -= n
+ *     free       committed -= n · [call the driver] · bound -= n · reserved -= n
+ *     it failed  committed += n
+ *
+ * Death after any of these steps leaves the inequality as it is, with the
+ * middle term 0. Whoever then takes the slot's lock knows that nobody else
+ * changes the slot, and
+ *
+ *     reaps      c = committed, committed := 0 · settled += c · bound -= c · reserved := 0
+ *
+ * c is at most the share, so bound keeps what the living have. It may keep a
+ * remainder that belongs to nobody: what the dead one had reserved and not
+ * committed, or c itself where the reaper dies after its first step. So
+ *
+ *     repairs    b = bound · R = sum of reserved · if amount(b) > R: CAS bound from b to R
+ *
+ * Shares change only by a change of bound, and each such change makes a word
+ * that was not there before (the version). If the CAS succeeds no share changed
+ * since b was read, so every reserved was read at a time when it was at least
+ * the share that its slot has now: R is at least the sum of the shares. In the
+ * same way a bound below the sum of committed is nobody's mistake but that of
+ * someone who wrote to the page by hand, and is raised to R.
+ *
+ * The agent corrects: it holds bound against the driver's own figure, for the
+ * living, and moves the ceiling by the difference. That stays right as long as
+ * what leaves bound leaves the driver too. Some memory is gone before we know:
+ * what a pool gave back by itself, and the difference between a context and its
+ * estimate; and a dying process gives its descriptors back, and so its memory,
+ * before the lock of its slot. It may have been missing in the driver's figure
+ * while it stood in bound, so it is taken off as
+ *
+ *     lost       committed -= n · settled += n · bound -= n · reserved -= n
+ *
+ * and the ceiling is lowered by what was settled since the reading began, until
+ * the next one: what is lost is no room gained twice. That n is uncommitted
+ * first lets a reading that falls between the steps see that something is under
+ * way.
+ *
+ * The lock of a slot is a kernel's lock on one byte of the file, of an open
+ * file description that nothing but one mapping of this process holds. It ends
+ * with the mapping: at exit, at any death and at exec, not by fork (the mapping
+ * is not for children) and not by a program that closes every descriptor. */
+#ifndef CAP_COUNT_H
+#define CAP_COUNT_H
+
+#include "page.h"
+#include "sys.h"
+
+struct account {
+    const struct limit_page *page;
+    struct usage_page *usage;
+    struct slot *slot;
+    uint64_t nonce;
+    uint64_t small;  /* [blocks charged:24 | live units of 512 bytes:40]; see small_reserve */
+    uint64_t waited; /* 1 + page->done as it was when nobody answered; 0: never */
+    char path[160];  /* the usage page's */
+    void *hold;      /* the mapping that keeps the slot's lock */
+    uint64_t dead, looked_us; /* what dead processes have in bound, and when that was looked at */
+    /* relief gives back what the process can spare, before a refusal. */
+    void (*relief)(struct account *);
+};
+
+/* account_find maps the limit page; account_open the usage page too, and takes a
+ * slot. 0, or a negative error number with nothing more held than before. */
+int account_find(struct account *a, const char *limit_path);
+int account_open(struct account *a, const char *usage_path);
+
+/* account_unlimited says whether the GPU has no limit now. */
+static inline bool account_unlimited(const struct account *a) { return __atomic_load_n(&a->page->limit, __ATOMIC_RELAXED) == NO_LIMIT; }
+
+/* account_nonsense says whether the pages are such that nothing can be counted
+ * in them. */
+bool account_nonsense(const struct account *a);
+
+/* account_ceiling is what bound may reach, in bytes, or NO_LIMIT. */
+static inline uint64_t account_ceiling(const struct account *a)
+{
+    const struct limit_page *p = a->page;
+    if (__atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE) == a->nonce) {
+        uint64_t ceiling = __atomic_load_n(&p->ceiling, __ATOMIC_ACQUIRE);
+        uint64_t lost = __atomic_load_n(&a->usage->settled, __ATOMIC_RELAXED) - __atomic_load_n(&p->settled, __ATOMIC_ACQUIRE);
+        if (__atomic_load_n(&p->nonce, __ATOMIC_RELAXED) == a->nonce) {
+            if (lost == 0 || ceiling == NO_LIMIT)
+                return ceiling;
+            return lost < ceiling ? ceiling - lost : 0;
+        }
+    }
+    return __atomic_load_n(&p->limit, __ATOMIC_RELAXED);
+}
+
+static inline uint64_t count_add(uint64_t *word, uint64_t n) { return __atomic_add_fetch(word, n, __ATOMIC_SEQ_CST); }
+static inline void count_sub(uint64_t *word, uint64_t n) { __atomic_sub_fetch(word, n, __ATOMIC_SEQ_CST); }
+static inline uint64_t count_read(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_SEQ_CST); }
+
+/* The steps. Amounts are bytes, multiples of 512, below MOST. */
+
+static inline uint64_t bound_add(struct account *a, uint64_t n) { return count_add(&a->usage->bound, STEP + n / UNIT); }
+static inline void bound_sub(struct account *a, uint64_t n) { count_add(&a->usage->bound, STEP - n / UNIT); }
+
+static inline void account_peak(struct account *a, uint64_t amount)
+{
+    uint64_t old = __atomic_load_n(&a->usage->peak, __ATOMIC_RELAXED);
+    while (amount > old)
+        if (__atomic_compare_exchange_n(&a->usage->peak, &old, amount, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+            break;
+}
+
+static inline void account_cancel(struct account *a, uint64_t n)
+{
+    bound_sub(a, n);
+    count_sub(&a->slot->reserved, n);
+}
+
+bool account_reserve_slowly(struct account *a, uint64_t n);
+
+static inline bool account_reserve_quickly(struct account *a, uint64_t n)
+{
+    uint64_t ceiling = account_ceiling(a);
+    if (n > ceiling || n >= MOST)
+        return false;
+    count_add(&a->slot->reserved, n);
+    uint64_t amount = AMOUNT(bound_add(a, n));
+    /* The ceiling of now: what was lost meanwhile has left bound and lowered it. */
+    if (amount > account_ceiling(a)) {
+        account_cancel(a, n);
+        return false;
+    }
+    account_peak(a, amount);
+    return true;
+}
+
+/* account_reserve makes room for n bytes, or says that there is none. It may
+ * take some time over that, near the cap only. */
+static inline bool account_reserve(struct account *a, uint64_t n)
+{
+    return account_reserve_quickly(a, n) || account_reserve_slowly(a, n);
+}
+
+/* account_force counts what is there already, whatever the ceiling. */
+static inline void account_force(struct account *a, uint64_t n)
+{
+    count_add(&a->slot->reserved, n);
+    account_peak(a, AMOUNT(bound_add(a, n)));
+    count_add(&a->slot->committed, n);
+}
+
+static inline void account_commit(struct account *a, uint64_t n) { count_add(&a->slot->committed, n); }
+
+/* account_lost takes off what is gone already. */
+static inline void account_lost(struct account *a, uint64_t n)
+{
+    count_sub(&a->slot->committed, n);
+    count_add(&a->usage->settled, n);
+    account_cancel(a, n);
+}
+static inline void account_uncommit(struct account *a, uint64_t n) { count_sub(&a->slot->committed, n); }
+
+/* account_excess is by how much contexts were charged with more than is known of
+ * them by now. */
+uint64_t account_excess(const struct account *a, uint64_t expected, uint64_t contexts);
+
+/* account_used is what counts against the limit: bound with the agent's
+ * correction, without what dead processes left in it, at most the limit. */
+uint64_t account_used(struct account *a);
+
+#endif

@@ -1,0 +1,227 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/* The CUDA driver's ABI on 64-bit Linux, as far as the cap touches it: names,
+ * numbers and layouts as published, in declarations of its own. */
+#ifndef CAP_DRIVER_H
+#define CAP_DRIVER_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef int CUresult;
+enum {
+    CUDA_SUCCESS = 0,
+    CUDA_ERROR_INVALID_VALUE = 1,
+    CUDA_ERROR_OUT_OF_MEMORY = 2,
+    CUDA_ERROR_NOT_FOUND = 500,
+};
+
+typedef int CUdevice;
+typedef unsigned long long CUdeviceptr;
+typedef unsigned int CUdeviceptr_v1, size_v1; /* of CUDA before 3.2 */
+typedef unsigned long long CUhandle;          /* CUmemGenericAllocationHandle */
+typedef void *CUcontext, *CUstream, *CUarray, *CUmipmap, *CUmempool, *CUgraph, *CUnode, *CUexec;
+
+/* The streams that every context has. */
+#define CU_STREAM_LEGACY ((CUstream)1)
+#define CU_STREAM_PER_THREAD ((CUstream)2)
+
+typedef struct {
+    unsigned char bytes[16];
+} CUuuid;
+
+enum { CU_MEM_LOCATION_TYPE_DEVICE = 1 };
+typedef struct {
+    int type, id;
+} CUlocation;
+
+typedef struct {
+    int type, handle_types;
+    CUlocation location;
+    void *security;
+    unsigned char flags[8];
+} CUmemprop;
+
+enum { CU_MEM_ALLOCATION_TYPE_MANAGED = 2 };
+typedef struct {
+    int type, handle_types;
+    CUlocation location;
+    void *security;
+    size_t most;
+    unsigned short usage;
+    unsigned char reserved[54];
+} CUpoolprops;
+
+enum { CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT = 5, CU_MEMPOOL_ATTR_USED_MEM_CURRENT = 7 };
+enum { CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT = 0, CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT = 2 };
+
+typedef struct {
+    size_t width, height;
+    int format;
+    unsigned int channels;
+} CUarray2;
+typedef struct {
+    unsigned int width, height;
+    int format;
+    unsigned int channels;
+} CUarray2_v1;
+typedef struct {
+    size_t width, height, depth;
+    int format;
+    unsigned int channels, flags;
+} CUarray3;
+typedef struct {
+    unsigned int width, height, depth;
+    int format;
+    unsigned int channels, flags;
+} CUarray3_v1;
+enum { CUDA_ARRAY3D_LAYERED = 0x01, CUDA_ARRAY3D_CUBEMAP = 0x04, CUDA_ARRAY3D_SPARSE = 0x40, CUDA_ARRAY3D_DEFERRED = 0x80 };
+
+enum { CU_GRAPH_NODE_TYPE_GRAPH = 4, CU_GRAPH_NODE_TYPE_MEM_ALLOC = 10, CU_GRAPH_NODE_TYPE_CONDITIONAL = 13 };
+typedef struct {
+    CUpoolprops pool;
+    const void *access;
+    size_t accesses, bytes;
+    CUdeviceptr at;
+} CUallocnode;
+
+enum { CU_GRAPH_INSTANTIATE_FLAG_UPLOAD = 2 };
+typedef struct {
+    uint64_t flags;
+    CUstream upload;
+    CUnode bad;
+    int result;
+} CUinstantiate;
+
+enum { CU_MEM_OPERATION_TYPE_MAP = 1 };
+typedef struct {
+    int resource_type;
+    void *resource;
+    int part_type;
+    uint64_t part[4];
+    int operation, handle_type;
+    CUhandle handle;
+    uint64_t offset;
+    unsigned int devices, flags, reserved[2];
+} CUmapinfo;
+
+enum { CU_STREAM_CAPTURE_MODE_RELAXED = 2 };
+
+enum { CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM = 2 };
+
+#define LAYOUT(type, size) _Static_assert(sizeof(type) == (size), #type)
+LAYOUT(CUmemprop, 32);
+LAYOUT(CUpoolprops, 88);
+LAYOUT(CUarray2, 24);
+LAYOUT(CUarray2_v1, 16);
+LAYOUT(CUarray3, 40);
+LAYOUT(CUarray3_v1, 24);
+LAYOUT(CUallocnode, 120);
+LAYOUT(CUinstantiate, 32);
+LAYOUT(CUmapinfo, 96);
+#undef LAYOUT
+
+/* OVERRIDES are the functions that this library exports, by their names in the
+ * driver, each with its result's and arguments' types. The exports are written
+ * out in memory.c and the files beside it; a test holds the two together. */
+#define OVERRIDES(X)                                                                          \
+    X(cuMemAlloc, (CUdeviceptr_v1 *, size_v1))                                                \
+    X(cuMemAlloc_v2, (CUdeviceptr *, size_t))                                                 \
+    X(cuMemAllocPitch, (CUdeviceptr_v1 *, size_v1 *, size_v1, size_v1, unsigned int))         \
+    X(cuMemAllocPitch_v2, (CUdeviceptr *, size_t *, size_t, size_t, unsigned int))            \
+    X(cuMemAllocManaged, (CUdeviceptr *, size_t, unsigned int))                               \
+    X(cuMemFree, (CUdeviceptr_v1))                                                            \
+    X(cuMemFree_v2, (CUdeviceptr))                                                            \
+    X(cuMemGetInfo, (size_v1 *, size_v1 *))                                                   \
+    X(cuMemGetInfo_v2, (size_t *, size_t *))                                                  \
+    X(cuDeviceTotalMem, (size_v1 *, CUdevice))                                                \
+    X(cuDeviceTotalMem_v2, (size_t *, CUdevice))                                              \
+    X(cuCtxCreate, (CUcontext *, unsigned int, CUdevice))                                     \
+    X(cuCtxCreate_v2, (CUcontext *, unsigned int, CUdevice))                                  \
+    X(cuCtxCreate_v3, (CUcontext *, void *, int, unsigned int, CUdevice))                     \
+    X(cuCtxCreate_v4, (CUcontext *, void *, unsigned int, CUdevice))                          \
+    X(cuCtxDestroy, (CUcontext))                                                              \
+    X(cuCtxDestroy_v2, (CUcontext))                                                           \
+    X(cuDevicePrimaryCtxRetain, (CUcontext *, CUdevice))                                      \
+    X(cuDevicePrimaryCtxRelease, (CUdevice))                                                  \
+    X(cuDevicePrimaryCtxRelease_v2, (CUdevice))                                               \
+    X(cuDevicePrimaryCtxReset, (CUdevice))                                                    \
+    X(cuDevicePrimaryCtxReset_v2, (CUdevice))                                                 \
+    X(cuMemAllocAsync, (CUdeviceptr *, size_t, CUstream))                                     \
+    X(cuMemAllocAsync_ptsz, (CUdeviceptr *, size_t, CUstream))                                \
+    X(cuMemAllocFromPoolAsync, (CUdeviceptr *, size_t, CUmempool, CUstream))                  \
+    X(cuMemAllocFromPoolAsync_ptsz, (CUdeviceptr *, size_t, CUmempool, CUstream))             \
+    X(cuMemFreeAsync, (CUdeviceptr, CUstream))                                                \
+    X(cuMemFreeAsync_ptsz, (CUdeviceptr, CUstream))                                           \
+    X(cuMemPoolCreate, (CUmempool *, const CUpoolprops *))                                    \
+    X(cuMemPoolDestroy, (CUmempool))                                                          \
+    X(cuMemPoolTrimTo, (CUmempool, size_t))                                                   \
+    X(cuMemCreate, (CUhandle *, size_t, const CUmemprop *, unsigned long long))               \
+    X(cuMemRelease, (CUhandle))                                                               \
+    X(cuMemRetainAllocationHandle, (CUhandle *, void *))                                      \
+    X(cuMemMap, (CUdeviceptr, size_t, size_t, CUhandle, unsigned long long))                  \
+    X(cuMemUnmap, (CUdeviceptr, size_t))                                                      \
+    X(cuMemMapArrayAsync, (CUmapinfo *, unsigned int, CUstream))                              \
+    X(cuMemMapArrayAsync_ptsz, (CUmapinfo *, unsigned int, CUstream))                         \
+    X(cuArrayCreate, (CUarray *, const CUarray2_v1 *))                                        \
+    X(cuArrayCreate_v2, (CUarray *, const CUarray2 *))                                        \
+    X(cuArray3DCreate, (CUarray *, const CUarray3_v1 *))                                      \
+    X(cuArray3DCreate_v2, (CUarray *, const CUarray3 *))                                      \
+    X(cuArrayDestroy, (CUarray))                                                              \
+    X(cuMipmappedArrayCreate, (CUmipmap *, const CUarray3 *, unsigned int))                   \
+    X(cuMipmappedArrayDestroy, (CUmipmap))                                                    \
+    X(cuGraphInstantiate, (CUexec *, CUgraph, CUnode *, char *, size_t))                      \
+    X(cuGraphInstantiate_v2, (CUexec *, CUgraph, CUnode *, char *, size_t))                   \
+    X(cuGraphInstantiateWithFlags, (CUexec *, CUgraph, unsigned long long))                   \
+    X(cuGraphInstantiateWithParams, (CUexec *, CUgraph, CUinstantiate *))                     \
+    X(cuGraphInstantiateWithParams_ptsz, (CUexec *, CUgraph, CUinstantiate *))                \
+    X(cuGraphUpload, (CUexec, CUstream))                                                      \
+    X(cuGraphUpload_ptsz, (CUexec, CUstream))                                                 \
+    X(cuGraphLaunch, (CUexec, CUstream))                                                      \
+    X(cuGraphLaunch_ptsz, (CUexec, CUstream))                                                 \
+    X(cuGraphExecDestroy, (CUexec))                                                           \
+    X(cuDeviceGraphMemTrim, (CUdevice))                                                       \
+    X(cuStreamSynchronize, (CUstream))                                                        \
+    X(cuStreamSynchronize_ptsz, (CUstream))                                                   \
+    X(cuEventSynchronize, (void *))                                                           \
+    X(cuCtxSynchronize, (void))                                                               \
+    X(cuCtxSynchronize_v2, (CUcontext))                                                       \
+    X(cuGetProcAddress, (const char *, void **, int, uint64_t))                               \
+    X(cuGetProcAddress_v2, (const char *, void **, int, uint64_t, int *))
+
+/* HELPERS are called, not exported. */
+#define HELPERS(X)                                                \
+    X(cuCtxPushCurrent_v2, (CUcontext))                           \
+    X(cuCtxPopCurrent_v2, (CUcontext *))                          \
+    X(cuDeviceGetCount, (int *))                                  \
+    X(cuDeviceGetMemPool, (CUmempool *, CUdevice))                \
+    X(cuDeviceGetDefaultMemPool, (CUmempool *, CUdevice))         \
+    X(cuMemPoolGetAttribute, (CUmempool, int, void *))            \
+    X(cuStreamGetCtx, (CUstream, CUcontext *))                    \
+    X(cuStreamIsCapturing, (CUstream, int *))                     \
+    X(cuStreamIsCapturing_ptsz, (CUstream, int *))                \
+    X(cuThreadExchangeStreamCaptureMode, (int *))                 \
+    X(cuGraphGetNodes, (CUgraph, CUnode *, size_t *))             \
+    X(cuGraphNodeGetType, (CUnode, int *))                        \
+    X(cuGraphMemAllocNodeGetParams, (CUnode, CUallocnode *))      \
+    X(cuGraphChildGraphNodeGetGraph, (CUnode, CUgraph *))         \
+    X(cuDeviceGetGraphMemAttribute, (CUdevice, int, void *))      \
+    X(cuCtxGetCurrent, (CUcontext *))                             \
+    X(cuCtxGetDevice, (CUdevice *))                               \
+    X(cuDeviceGetUuid, (CUuuid *, CUdevice))                      \
+    X(cuDeviceGetUuid_v2, (CUuuid *, CUdevice))                   \
+    X(cuDevicePrimaryCtxGetState, (CUdevice, unsigned int *, int *))
+
+#define MEMBER(name, arguments) CUresult(*name) arguments;
+struct driver {
+    OVERRIDES(MEMBER)
+    HELPERS(MEMBER)
+};
+#undef MEMBER
+
+#define EXPORT __attribute__((visibility("default")))
+#define DECLARE(name, arguments) EXPORT CUresult name arguments;
+OVERRIDES(DECLARE)
+#undef DECLARE
+
+#endif

@@ -1,0 +1,178 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/* Plain memory: cuMemAlloc and its kin, cuMemFree. */
+
+#include "pool.h"
+
+#define OUT_OF_MEMORY_UNLESS_COUNTED(p, c, bytes, how, pass) \
+    switch (charge_begin(p, c, bytes, how)) {                \
+    case PASS: return pass;                                  \
+    case REFUSE: return CUDA_ERROR_OUT_OF_MEMORY;            \
+    case COUNT: break;                                       \
+    }
+
+EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *at, size_t bytes)
+{
+    struct process *p = ENTER();
+    struct charge c;
+    if (!p || !at)
+        return CALL(cuMemAlloc_v2, at, bytes);
+    OUT_OF_MEMORY_UNLESS_COUNTED(p, &c, bytes, HOW_LARGE, CALL(cuMemAlloc_v2, at, bytes))
+    CUresult r = CALL(cuMemAlloc_v2, at, bytes);
+    if (r != CUDA_SUCCESS) {
+        charge_failed(&c);
+        return r;
+    }
+    if (charge_done(p, &c, *at, SPACE_ADDRESS))
+        return r;
+    CALL(cuMemFree_v2, *at);
+    charge_undone(&c);
+    return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+EXPORT CUresult cuMemAlloc(CUdeviceptr_v1 *at, size_v1 bytes)
+{
+    struct process *p = ENTER();
+    struct charge c;
+    if (!p || !at)
+        return CALL(cuMemAlloc, at, bytes);
+    OUT_OF_MEMORY_UNLESS_COUNTED(p, &c, bytes, HOW_LARGE, CALL(cuMemAlloc, at, bytes))
+    CUresult r = CALL(cuMemAlloc, at, bytes);
+    if (r != CUDA_SUCCESS) {
+        charge_failed(&c);
+        return r;
+    }
+    if (charge_done(p, &c, *at, SPACE_ADDRESS))
+        return r;
+    CALL(cuMemFree, *at);
+    charge_undone(&c);
+    return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+EXPORT CUresult cuMemAllocManaged(CUdeviceptr *at, size_t bytes, unsigned int flags)
+{
+    struct process *p = ENTER();
+    struct charge c;
+    if (!p || !at)
+        return CALL(cuMemAllocManaged, at, bytes, flags);
+    OUT_OF_MEMORY_UNLESS_COUNTED(p, &c, bytes, HOW_MANAGED, CALL(cuMemAllocManaged, at, bytes, flags))
+    CUresult r = CALL(cuMemAllocManaged, at, bytes, flags);
+    if (r != CUDA_SUCCESS) {
+        charge_failed(&c);
+        return r;
+    }
+    if (charge_done(p, &c, *at, SPACE_ADDRESS))
+        return r;
+    CALL(cuMemFree_v2, *at);
+    charge_undone(&c);
+    return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+/* A pitched allocation is as large as the driver's pitch makes it, which is
+ * known afterwards. Every GPU's pitches are multiples of 512 so far; where one
+ * is more, the difference is counted as a thing that is there. */
+enum { PITCH = 512 };
+
+static bool predict(uint64_t width, uint64_t height, uint64_t *bytes)
+{
+    return !__builtin_mul_overflow(round_up(width, PITCH), height, bytes) && width < MOST;
+}
+
+static bool pitched_done(struct process *p, struct charge *c, uint64_t at, uint64_t bytes)
+{
+    if (bytes < BLOCK && c->how == HOW_SMALL) {
+        c->bytes = round_up(bytes, UNIT);
+        return charge_done(p, c, at, SPACE_ADDRESS);
+    }
+    uint64_t right = round_up(bytes, BLOCK), had = c->how == HOW_SMALL ? BLOCK : c->bytes;
+    if (c->tight)
+        return false;
+    if (bytes >= MOST) {
+        charge_failed(c);
+        return false;
+    }
+    if (right > had && !account_reserve(c->a, right - had)) {
+        charge_failed(c);
+        return false;
+    }
+    if (right < had)
+        account_cancel(c->a, had - right);
+    c->how = HOW_LARGE;
+    c->bytes = right;
+    return charge_done(p, c, at, SPACE_ADDRESS);
+}
+
+EXPORT CUresult cuMemAllocPitch_v2(CUdeviceptr *at, size_t *pitch, size_t width, size_t height, unsigned int element)
+{
+    struct process *p = ENTER();
+    struct charge c;
+    uint64_t bytes;
+    if (!p || !at || !pitch)
+        return CALL(cuMemAllocPitch_v2, at, pitch, width, height, element);
+    if (!predict(width, height, &bytes))
+        bytes = MOST;
+    OUT_OF_MEMORY_UNLESS_COUNTED(p, &c, bytes, HOW_LARGE, CALL(cuMemAllocPitch_v2, at, pitch, width, height, element))
+    CUresult r = CALL(cuMemAllocPitch_v2, at, pitch, width, height, element);
+    if (r != CUDA_SUCCESS) {
+        charge_failed(&c);
+        return r;
+    }
+    if (pitched_done(p, &c, *at, *pitch * height))
+        return r;
+    CALL(cuMemFree_v2, *at);
+    charge_undone(&c);
+    return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+EXPORT CUresult cuMemAllocPitch(CUdeviceptr_v1 *at, size_v1 *pitch, size_v1 width, size_v1 height, unsigned int element)
+{
+    struct process *p = ENTER();
+    struct charge c;
+    uint64_t bytes;
+    if (!p || !at || !pitch)
+        return CALL(cuMemAllocPitch, at, pitch, width, height, element);
+    if (!predict(width, height, &bytes))
+        bytes = MOST;
+    OUT_OF_MEMORY_UNLESS_COUNTED(p, &c, bytes, HOW_LARGE, CALL(cuMemAllocPitch, at, pitch, width, height, element))
+    CUresult r = CALL(cuMemAllocPitch, at, pitch, width, height, element);
+    if (r != CUDA_SUCCESS) {
+        charge_failed(&c);
+        return r;
+    }
+    if (pitched_done(p, &c, *at, (uint64_t)*pitch * height))
+        return r;
+    CALL(cuMemFree, *at);
+    charge_undone(&c);
+    return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+EXPORT CUresult cuMemFree_v2(CUdeviceptr at)
+{
+    struct process *p = ENTER();
+    struct taken t;
+    CUresult r;
+    if (!p)
+        return CALL(cuMemFree_v2, at);
+    if (!charge_take(p, &t, at, SPACE_ADDRESS))
+        return real.cuMemFree_v2 && pool_free(p, at, &r, real.cuMemFree_v2, NULL, NULL) ? r : CALL(cuMemFree_v2, at);
+    r = CALL(cuMemFree_v2, at);
+    if (r == CUDA_SUCCESS)
+        charge_gone(p, &t);
+    else
+        charge_back(p, &t);
+    return r;
+}
+
+EXPORT CUresult cuMemFree(CUdeviceptr_v1 at)
+{
+    struct process *p = ENTER();
+    struct taken t;
+    if (!p || !charge_take(p, &t, at, SPACE_ADDRESS))
+        return CALL(cuMemFree, at);
+    CUresult r = CALL(cuMemFree, at);
+    if (r == CUDA_SUCCESS)
+        charge_gone(p, &t);
+    else
+        charge_back(p, &t);
+    return r;
+}

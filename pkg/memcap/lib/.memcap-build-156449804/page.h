@@ -1,0 +1,120 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/* The two pages that the cap is made of, byte for byte. The Go side, which is
+ * the agent, has the same numbers in page.go; a test holds the two together.
+ *
+ * The limit page is written by the agent and mounted read-only. The usage page
+ * lies on a tmpfs of the container's own and is written by the processes in it:
+ * whatever stands there may be nonsense, and whoever wrote that has hurt
+ * nobody but itself. */
+#ifndef CAP_PAGE_H
+#define CAP_PAGE_H
+
+#include "sys.h"
+
+#ifndef CAP_ROOT
+#define CAP_ROOT "/usr/lib/gpu-agent"
+#endif
+#define CAP_REAL_CUDA CAP_ROOT "/driver/libcuda.so.1"
+#define CAP_REAL_NVML CAP_ROOT "/driver/libnvidia-ml.so.1"
+#define CAP_LIMITS CAP_ROOT "/limits/"
+#define CAP_USAGE CAP_ROOT "/usage/"
+#define CAP_OPEN_MARK CAP_ROOT "/open"
+
+#define LIMIT_MAGIC "GPUCAP01"
+#define USAGE_MAGIC "GPUUSE01"
+
+#define NO_LIMIT (~(uint64_t)0)
+/* MOST is more than any GPU has: 2^48 bytes. A greater figure is nonsense. */
+#define MOST ((uint64_t)1 << 48)
+#define UNIT ((uint64_t)512)
+#define SLOTS 16384
+#define PAGE 4096
+#define USAGE_SIZE (PAGE + SLOTS * 64)
+
+struct limit_page {
+    char magic[8];
+    uint64_t limit;    /* bytes; NO_LIMIT: none */
+    uint64_t context;  /* bytes to expect of one context */
+    uint64_t every_ms; /* how often somebody reads; 0: nobody does */
+    char uuid[64];
+    uint64_t gap[4];
+    /* A reading of the driver by the agent, for the usage page of that nonce.
+     * One cache line. While the agent writes it, nonce is 0. */
+    uint64_t nonce;
+    uint64_t ceiling; /* bytes that bound may reach: limit - correction */
+    uint64_t stamp;   /* the word of bound at a quiet reading, else 0 */
+    uint64_t begun;   /* readings begun, and finished */
+    uint64_t done;
+    uint64_t settled; /* the usage page's, before the reading */
+};
+
+/* bound = [version:24 | units of 512 bytes:40]: what the container's processes
+ * may have, of this GPU. Every change adds one to the version, so that a word
+ * seen twice is a time in which nothing changed. 40 bits are 512 TiB: room for
+ * thousands of reservations in flight, each as large as a GPU. */
+#define AMOUNT_BITS 40
+#define STEP ((uint64_t)1 << AMOUNT_BITS)
+#define AMOUNT(word) (((word) & (STEP - 1)) * UNIT)
+
+/* A slot is one loaded copy of this library: mostly a process, two where a
+ * program has a second one by dlmopen. Bytes, multiples of 512, but for the
+ * last two. */
+struct slot {
+    uint64_t reserved;  /* at least what bound has of this slot */
+    uint64_t committed; /* at most that, and at most what the driver gave */
+    uint64_t managed;   /* of it, memory that the driver's figures lack */
+    uint64_t expected;  /* of it, what contexts were charged with */
+    uint64_t contexts;
+    uint64_t pid; /* as its owner calls itself */
+    uint64_t gap[2];
+};
+
+struct usage_page {
+    char magic[8];
+    uint64_t nonce; /* random, not 0: another page, another nonce */
+    uint64_t gap0[6];
+    uint64_t bound; /* in a cache line of its own */
+    uint64_t gap1[7];
+    uint64_t asks; /* somebody near the cap waits for a reading */
+    uint64_t refusals;
+    uint64_t peak;   /* bytes of bound */
+    uint32_t high;   /* slots ever used; those above are blank */
+    uint32_t gap2;
+    uint64_t settled; /* bytes taken off bound that were gone before, ever */
+    uint64_t gap3[PAGE / 8 - 21];
+    struct slot slots[]; /* SLOTS of them */
+};
+
+/* slot_free says whether nobody has the lock of a slot; fd is any open
+ * description of the usage page but the one that has it. */
+static inline bool slot_free(int fd, uint64_t index)
+{
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = (off_t)index, .l_len = 1};
+    return SYS3(SYS_fcntl, fd, OFD_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
+}
+
+#define AT(type, field, where) _Static_assert(offsetof(struct type, field) == (where), #field)
+AT(limit_page, limit, 8);
+AT(limit_page, context, 16);
+AT(limit_page, every_ms, 24);
+AT(limit_page, uuid, 32);
+AT(limit_page, nonce, 128);
+AT(limit_page, ceiling, 136);
+AT(limit_page, stamp, 144);
+AT(limit_page, begun, 152);
+AT(limit_page, done, 160);
+AT(limit_page, settled, 168);
+AT(usage_page, nonce, 8);
+AT(usage_page, bound, 64);
+AT(usage_page, asks, 128);
+AT(usage_page, refusals, 136);
+AT(usage_page, peak, 144);
+AT(usage_page, high, 152);
+AT(usage_page, settled, 160);
+AT(usage_page, slots, PAGE);
+_Static_assert(sizeof(struct slot) == 64, "slot");
+_Static_assert(sizeof(struct usage_page) + SLOTS * sizeof(struct slot) == USAGE_SIZE, "usage page");
+#undef AT
+
+#endif

@@ -1,0 +1,116 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/* What this library knows in this process: the driver behind it, an account
+ * for each device that was used, the contexts, and what is charged for what.
+ *
+ * Nothing happens before the first call of an overridden function; then the
+ * driver's functions are looked up, and a device's account is opened when
+ * something is first wanted of it. All of it lies in memory that the kernel
+ * wipes in a forked child: the child has no CUDA of its own yet, so it begins
+ * with nothing, and with a slot of its own once it allocates. */
+#ifndef CAP_PROCESS_H
+#define CAP_PROCESS_H
+
+#include "count.h"
+#include "driver.h"
+#include "real.h"
+#include "table.h"
+
+enum { MAX_DEVICES = 64, MAX_CONTEXTS = 128, MAX_POOLS = 256 };
+
+/* A device's account, or why there is none: no limit, or something that is
+ * missing or broken, under the open or the closed policy. */
+enum standing { STANDING_UNKNOWN, STANDING_GOOD, STANDING_UNLIMITED, STANDING_OPEN, STANDING_CLOSED };
+
+struct context {
+    uint64_t handle; /* the driver's; 0: free */
+    uint64_t info;   /* number << 8 | device */
+};
+
+/* Small things without an address, of one device. */
+struct hidden {
+    uint32_t lock; /* held while the driver makes one */
+    uint64_t bytes, blocks;
+};
+
+/* A memory pool: its charge follows what it has reserved. */
+struct pool {
+    uint64_t handle; /* 0: free, or destroyed */
+    uint32_t used;   /* this place is taken */
+    uint32_t lock;   /* held while the driver allocates from it */
+    int32_t device;  /* -1: on the host */
+    uint64_t charge;
+    uint64_t soft; /* of it, what was not used when it was last looked at */
+    uint64_t live; /* allocations */
+};
+
+struct graph_pool { /* what graphs have of a device */
+    uint32_t lock;
+    uint64_t charge, soft;
+};
+
+struct process {
+    uint32_t ready; /* 0 in a child */
+    uint32_t lock;  /* guards what opens accounts and changes contexts */
+    uint32_t pid;   /* where the kernel cannot wipe: whose memory this is */
+    uint64_t contexts_made;
+    uint32_t standing[MAX_DEVICES];
+    struct account accounts[MAX_DEVICES];
+    struct context contexts[MAX_CONTEXTS];
+    uint64_t primary[MAX_DEVICES]; /* the primary context's handle; 0: none counted */
+    struct hidden hidden[MAX_DEVICES];
+    uint32_t tight[MAX_DEVICES]; /* locks; see charge.h */
+    struct pool pools[MAX_POOLS];
+    uint32_t pools_charged; /* 1 once one was: from then on synchronising may shrink them */
+    struct graph_pool graphs[MAX_DEVICES];
+    uint64_t graph_devices; /* a bit for each with a graph that allocates */
+    struct table table;
+};
+
+extern struct driver real;
+extern struct real_library real_library;
+
+/* enter is called first by every override, with the address that it returns
+ * to. NULL: the call is none of ours to count, pass it on. */
+struct process *enter_slowly(const void *back);
+extern struct process *the_process;
+extern uint32_t the_driver; /* 1 once it has been looked up */
+extern bool cannot_wipe;
+
+static inline struct process *enter(const void *back)
+{
+    struct process *p = __atomic_load_n(&the_process, __ATOMIC_ACQUIRE);
+    if (__builtin_expect(!p || !__atomic_load_n(&p->ready, __ATOMIC_ACQUIRE) || cannot_wipe, 0))
+        return enter_slowly(back);
+    return real_calls(&real_library, back) ? NULL : p;
+}
+#define ENTER() enter(__builtin_extract_return_addr(__builtin_return_address(0)))
+
+/* relieve gives back what this process's pools have and do not use. */
+void relieve(struct account *a);
+
+/* CALL passes a call on. An older driver may not have the function. */
+#define CALL(name, ...) (real.name ? real.name(__VA_ARGS__) : CUDA_ERROR_NOT_FOUND)
+
+/* account_of returns a device's account. NULL: see *refuse, which says whether
+ * allocations are to fail (closed) or to pass uncounted. */
+struct account *account_of(struct process *p, CUdevice device, bool *refuse);
+
+/* where finds the device and the number of the current context. False: there
+ * is none, and the driver is the one to say so. */
+struct where {
+    CUdevice device;
+    uint64_t context;
+};
+bool where(struct process *p, struct where *w);
+/* where_stream does so for the context of a stream. */
+bool where_stream(struct process *p, struct where *w, CUstream stream);
+
+/* context_number returns the number of a context of that device, a new one
+ * where the handle was not seen before. context_forget takes the handle away
+ * from its number, since a later context may have the same handle; false:
+ * nothing is known of it. */
+uint64_t context_number(struct process *p, CUcontext handle, CUdevice device);
+bool context_forget(struct process *p, CUcontext handle, struct where *w);
+
+#endif

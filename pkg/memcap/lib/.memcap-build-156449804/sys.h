@@ -1,0 +1,148 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/* System calls without a C library between, for two reasons: errno belongs to
+ * the program that we stand in and is never touched, and the names that a new C
+ * library would bind us to (fstat, fcntl64, pthread_*) are never needed. Each
+ * answers as the kernel does: a negative number is an error number. */
+#ifndef CAP_SYS_H
+#define CAP_SYS_H
+
+#include <fcntl.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+
+#if !defined(__LP64__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the cap is for 64-bit little-endian machines"
+#endif
+
+/* What old headers lack. */
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434
+#endif
+#ifndef MADV_WIPEONFORK
+#define MADV_WIPEONFORK 18
+#endif
+enum { OFD_GETLK = 36, OFD_SETLK = 37, AGAIN = -11, EXISTS = -17 };
+
+#if defined(__x86_64__)
+static inline long sys(long nr, long a, long b, long c, long d, long e, long f)
+{
+    long ret;
+    register long r10 __asm__("r10") = d;
+    register long r8 __asm__("r8") = e;
+    register long r9 __asm__("r9") = f;
+    __asm__ volatile("syscall"
+                     : "=a"(ret)
+                     : "a"(nr), "D"(a), "S"(b), "d"(c), "r"(r10), "r"(r8), "r"(r9)
+                     : "rcx", "r11", "memory");
+    return ret;
+}
+static inline void cpu_relax(void) { __asm__ volatile("pause" ::: "memory"); }
+#elif defined(__aarch64__)
+static inline long sys(long nr, long a, long b, long c, long d, long e, long f)
+{
+    register long x8 __asm__("x8") = nr;
+    register long x0 __asm__("x0") = a;
+    register long x1 __asm__("x1") = b;
+    register long x2 __asm__("x2") = c;
+    register long x3 __asm__("x3") = d;
+    register long x4 __asm__("x4") = e;
+    register long x5 __asm__("x5") = f;
+    __asm__ volatile("svc #0"
+                     : "+r"(x0)
+                     : "r"(x8), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "r"(x5)
+                     : "memory");
+    return x0;
+}
+static inline void cpu_relax(void) { __asm__ volatile("yield" ::: "memory"); }
+#else
+#error "which processor is this?"
+#endif
+
+#define SYS1(nr, a) sys(nr, (long)(a), 0, 0, 0, 0, 0)
+#define SYS2(nr, a, b) sys(nr, (long)(a), (long)(b), 0, 0, 0, 0)
+#define SYS3(nr, a, b, c) sys(nr, (long)(a), (long)(b), (long)(c), 0, 0, 0)
+#define SYS4(nr, a, b, c, d) sys(nr, (long)(a), (long)(b), (long)(c), (long)(d), 0, 0)
+#define SYS5(nr, a, b, c, d, e) sys(nr, (long)(a), (long)(b), (long)(c), (long)(d), (long)(e), 0)
+
+static inline int sys_open(const char *path, int flags, int mode)
+{
+    return (int)SYS4(SYS_openat, AT_FDCWD, path, flags | O_CLOEXEC, mode);
+}
+
+static inline void sys_close(int fd) { SYS1(SYS_close, fd); }
+
+/* sys_map returns NULL where there is no memory. */
+static inline void *sys_map(size_t size, int prot, int flags, int fd)
+{
+    long at = sys(SYS_mmap, 0, (long)size, prot, flags, fd, 0);
+    return at < 0 && at > -4096 ? NULL : (void *)at;
+}
+
+static inline void sys_unmap(void *at, size_t size)
+{
+    if (at)
+        SYS2(SYS_munmap, at, size);
+}
+
+static inline uint64_t now_us(void)
+{
+    struct timespec t = {0, 0};
+    SYS2(SYS_clock_gettime, CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000 + (uint64_t)t.tv_nsec / 1000;
+}
+
+static inline void nap_us(uint64_t us)
+{
+    struct timespec t = {(time_t)(us / 1000000), (long)(us % 1000000 * 1000)};
+    SYS2(SYS_nanosleep, &t, 0);
+}
+
+/* A lock between the threads of one process, for moments. It lies in memory
+ * that a forked child finds blank, so no child inherits one that is held. */
+static inline void spin_lock(uint32_t *lock)
+{
+    for (int i = 0; __atomic_exchange_n(lock, 1, __ATOMIC_ACQUIRE); i++)
+        if (i < 200)
+            cpu_relax();
+        else
+            nap_us(20); /* the holder has lost its processor */
+}
+
+static inline void spin_unlock(uint32_t *lock) { __atomic_store_n(lock, 0, __ATOMIC_RELEASE); }
+
+/* Text: as much of it as is needed here. */
+static inline size_t text_length(const char *s)
+{
+    size_t n = 0;
+    while (s[n])
+        n++;
+    return n;
+}
+
+static inline bool text_equal(const char *a, const char *b)
+{
+    while (*a && *a == *b)
+        a++, b++;
+    return *a == *b;
+}
+
+/* text_join writes a and b to out; false where they do not fit. */
+static inline bool text_join(char *out, size_t room, const char *a, const char *b)
+{
+    size_t n = 0;
+    for (; *a && n < room; a++)
+        out[n++] = *a;
+    for (; *b && n < room; b++)
+        out[n++] = *b;
+    if (n == room)
+        return false;
+    out[n] = 0;
+    return true;
+}
+
+#endif

@@ -1,0 +1,162 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+#include "table.h"
+
+enum { FIRST_BITS = 7 };
+
+static uint64_t spread(uint64_t key, enum space space)
+{
+    /* Addresses come at steps of 512 bytes and more, handles at steps of 16. */
+    uint64_t h = (key ^ key >> 32 ^ (uint64_t)space << 56) * 0x9E3779B97F4A7C15u;
+    return h ^ h >> 29;
+}
+
+static uint64_t place(uint64_t hash, const struct shard *s) { return hash >> (64 - SHARD_BITS - s->bits) & (((uint64_t)1 << s->bits) - 1); }
+
+/* find returns the entry, or the free place where it would stand. */
+static struct entry *find(struct shard *s, uint64_t hash, uint64_t key, enum space space)
+{
+    uint64_t mask = ((uint64_t)1 << s->bits) - 1;
+    for (uint64_t i = place(hash, s);; i = (i + 1) & mask) {
+        struct entry *e = &s->entries[i];
+        if (!e->how || (e->key == key && e->space == space))
+            return e;
+    }
+}
+
+/* grow doubles a shard's room. Above three quarters it is slow, not wrong, so
+ * without memory it goes on until the last place is to be taken. */
+static bool grow(struct shard *s)
+{
+    uint32_t bits = s->bits ? s->bits + 1 : FIRST_BITS;
+    size_t size = sizeof(struct entry) << bits;
+    struct entry *entries = sys_map(size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+    if (!entries)
+        return s->bits && s->used + 1 < (uint64_t)1 << s->bits;
+    SYS3(SYS_madvise, entries, size, MADV_DONTFORK);
+    struct shard old = *s;
+    s->entries = entries;
+    s->bits = bits;
+    if (!old.bits)
+        return true;
+    for (uint64_t i = 0; i < (uint64_t)1 << old.bits; i++) {
+        const struct entry *e = &old.entries[i];
+        if (e->how)
+            *find(s, spread(e->key, e->space), e->key, e->space) = *e;
+    }
+    sys_unmap(old.entries, sizeof(struct entry) << old.bits);
+    return true;
+}
+
+/* drop empties a place and moves up those behind it that it kept from their
+ * own, so that no mark of the removed one stays and look-ups stay short. */
+static void drop(struct shard *s, struct entry *e)
+{
+    uint64_t mask = ((uint64_t)1 << s->bits) - 1;
+    uint64_t hole = (uint64_t)(e - s->entries);
+    for (uint64_t i = (hole + 1) & mask; s->entries[i].how; i = (i + 1) & mask) {
+        uint64_t home = place(spread(s->entries[i].key, s->entries[i].space), s);
+        if (((i - home) & mask) >= ((i - hole) & mask)) {
+            s->entries[hole] = s->entries[i];
+            hole = i;
+        }
+    }
+    s->entries[hole].how = 0;
+    s->used--;
+}
+
+/* lock_for locks the shard of a key, with room for one more if there is memory. */
+static struct shard *lock_for(struct table *t, uint64_t hash, bool *room)
+{
+    struct shard *s = &t->shards[hash >> (64 - SHARD_BITS)];
+    spin_lock(&s->lock);
+    *room = (s->bits && s->used < ((uint64_t)3 << s->bits) / 4) || grow(s);
+    return s;
+}
+
+bool table_put(struct table *t, const struct entry *e, struct entry *old)
+{
+    uint64_t hash = spread(e->key, e->space);
+    bool ok;
+    struct shard *s = lock_for(t, hash, &ok);
+    old->how = 0;
+    if (ok) {
+        struct entry *at = find(s, hash, e->key, e->space);
+        if (at->how)
+            *old = *at;
+        else
+            s->used++;
+        *at = *e;
+    }
+    spin_unlock(&s->lock);
+    return ok;
+}
+
+bool table_take(struct table *t, uint64_t key, enum space space, struct entry *out)
+{
+    uint64_t hash = spread(key, space);
+    struct shard *s = &t->shards[hash >> (64 - SHARD_BITS)];
+    bool found = false;
+    spin_lock(&s->lock);
+    if (s->bits) {
+        struct entry *at = find(s, hash, key, space);
+        if (at->how) {
+            *out = *at;
+            drop(s, at);
+            found = true;
+        }
+    }
+    spin_unlock(&s->lock);
+    return found;
+}
+
+bool table_edit(struct table *t, uint64_t key, enum space space, void (*edit)(struct entry *, void *), void *arg)
+{
+    uint64_t hash = spread(key, space);
+    bool ok;
+    struct shard *s = lock_for(t, hash, &ok);
+    if (ok) {
+        struct entry *at = find(s, hash, key, space);
+        bool was = at->how;
+        if (!was)
+            *at = (struct entry){.key = key, .space = space};
+        edit(at, arg);
+        if (was && !at->how)
+            drop(s, at);
+        else if (!was && at->how)
+            s->used++;
+    }
+    spin_unlock(&s->lock);
+    return ok;
+}
+
+int table_pick(struct table *t, bool (*pick)(const struct entry *, void *), void *arg, struct entry *out, int room)
+{
+    int got = 0;
+    for (int n = 0; n < SHARDS && got < room; n++) {
+        struct shard *s = &t->shards[n];
+        spin_lock(&s->lock);
+        for (uint64_t i = 0; s->bits && i < (uint64_t)1 << s->bits && got < room;)
+            if (s->entries[i].how && pick(&s->entries[i], arg)) {
+                out[got++] = s->entries[i];
+                drop(s, &s->entries[i]); /* another may stand there now */
+            } else {
+                i++;
+            }
+        spin_unlock(&s->lock);
+    }
+    return got;
+}
+
+bool table_any(struct table *t, bool (*pick)(const struct entry *, void *), void *arg)
+{
+    bool any = false;
+    for (int n = 0; n < SHARDS && !any; n++) {
+        struct shard *s = &t->shards[n];
+        spin_lock(&s->lock);
+        for (uint64_t i = 0; s->bits && i < (uint64_t)1 << s->bits && !any; i++)
+            any = s->entries[i].how && pick(&s->entries[i], arg);
+        spin_unlock(&s->lock);
+    }
+    return any;
+}

@@ -1,0 +1,211 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/* Memory by hand. What cuMemCreate makes lives until nothing holds it: neither
+ * its handles, of which cuMemRetainAllocationHandle makes more, nor a mapping.
+ * It is the process's, not a context's. What was imported is charged to whoever
+ * exported it, but its mappings are written down too, so that a range can be
+ * walked. */
+
+#include "charge.h"
+
+/* The owner of a handle's entry is [refs:32 | maps:32]. */
+#define REF ((uint64_t)1 << 32)
+#define MAPPED ((uint64_t)1)
+
+EXPORT CUresult cuMemCreate(CUhandle *out, size_t size, const CUmemprop *prop, unsigned long long flags)
+{
+    struct process *p = ENTER();
+    struct charge c;
+    enum verdict v = PASS;
+    if (p && out && prop && prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE) {
+        struct where at = {prop->location.id, REF};
+        v = charge_begin_at(p, &c, &at, size, HOW_WHOLE);
+    }
+    if (v == REFUSE)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    CUresult r = CALL(cuMemCreate, out, size, prop, flags);
+    if (v == PASS)
+        return r;
+    if (r != CUDA_SUCCESS) {
+        charge_failed(&c);
+        return r;
+    }
+    if (charge_done(p, &c, *out, SPACE_HANDLE))
+        return r;
+    CALL(cuMemRelease, *out);
+    return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+struct change {
+    uint64_t add, sub;
+    bool ended;
+    struct entry was;
+};
+
+static void apply(struct entry *e, void *arg)
+{
+    struct change *c = arg;
+    if (!e->how)
+        return;
+    c->was = *e;
+    e->owner += c->add - c->sub;
+    if (!e->owner) {
+        c->ended = true;
+        e->how = 0;
+    }
+}
+
+/* hold adds to what holds a handle; let_go takes away, and if nothing is left
+ * uncommits the memory and says so, with the entry as it was before. */
+static void hold(struct process *p, CUhandle handle, uint64_t what)
+{
+    struct change c = {.add = what};
+    table_edit(&p->table, handle, SPACE_HANDLE, apply, &c);
+}
+
+static bool let_go(struct process *p, CUhandle handle, uint64_t what, struct entry *was)
+{
+    struct change c = {.sub = what};
+    table_edit(&p->table, handle, SPACE_HANDLE, apply, &c);
+    if (!c.ended)
+        return false;
+    *was = c.was;
+    account_uncommit(&p->accounts[was->device], was->bytes);
+    return true;
+}
+
+static void ended(struct process *p, const struct entry *e) { account_cancel(&p->accounts[e->device], e->bytes); }
+
+static void not_ended(struct process *p, const struct entry *e)
+{
+    struct entry old;
+    account_commit(&p->accounts[e->device], e->bytes);
+    table_put(&p->table, e, &old);
+}
+
+EXPORT CUresult cuMemRelease(CUhandle handle)
+{
+    struct process *p = ENTER();
+    struct entry was;
+    if (!p)
+        return CALL(cuMemRelease, handle);
+    bool last = let_go(p, handle, REF, &was);
+    CUresult r = CALL(cuMemRelease, handle);
+    if (last && r == CUDA_SUCCESS)
+        ended(p, &was);
+    else if (last)
+        not_ended(p, &was);
+    else if (r != CUDA_SUCCESS)
+        hold(p, handle, REF);
+    return r;
+}
+
+EXPORT CUresult cuMemRetainAllocationHandle(CUhandle *out, void *at)
+{
+    struct process *p = ENTER();
+    CUresult r = CALL(cuMemRetainAllocationHandle, out, at);
+    if (p && out && r == CUDA_SUCCESS)
+        hold(p, *out, REF);
+    return r;
+}
+
+EXPORT CUresult cuMemMap(CUdeviceptr at, size_t size, size_t offset, CUhandle handle, unsigned long long flags)
+{
+    struct process *p = ENTER();
+    struct entry e = {.key = at, .bytes = size, .owner = handle, .space = SPACE_MAP, .how = HOW_NOTE}, old, was;
+    if (!p)
+        return CALL(cuMemMap, at, size, offset, handle, flags);
+    hold(p, handle, MAPPED); /* first: a release beside us must not be the last */
+    CUresult r = CALL(cuMemMap, at, size, offset, handle, flags);
+    if (r != CUDA_SUCCESS) {
+        if (let_go(p, handle, MAPPED, &was))
+            ended(p, &was);
+    } else {
+        table_put(&p->table, &e, &old); /* without memory for it: charged for good */
+    }
+    return r;
+}
+
+/* An unmap takes whole mappings, one or several. Those in its range are let go
+ * of one by one; the list has each mapping, and behind the one that was a
+ * handle's last hold the handle. */
+
+static bool push(struct taken_list *l, const struct entry *e)
+{
+    if (l->length == l->room) {
+        size_t room = l->room ? 2 * l->room : 64;
+        struct taken *list = sys_map(room * sizeof *list, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+        if (!list)
+            return false;
+        for (size_t i = 0; i < l->length; i++)
+            list[i] = l->list[i];
+        sys_unmap(l->list, l->room * sizeof *list);
+        l->list = list;
+        l->room = room;
+    }
+    l->list[l->length++].e = *e;
+    return true;
+}
+
+EXPORT CUresult cuMemUnmap(CUdeviceptr at, size_t size)
+{
+    struct process *p = ENTER();
+    struct taken_list l = {0};
+    struct entry e, was;
+    if (!p)
+        return CALL(cuMemUnmap, at, size);
+    uint64_t step = size % BLOCK ? 65536 : BLOCK;
+    for (uint64_t i = at; i - at < size; i += step) {
+        while (i - at < size && table_take(&p->table, i, SPACE_MAP, &e)) {
+            bool kept = push(&l, &e);
+            if (kept && let_go(p, e.owner, MAPPED, &was))
+                if (!push(&l, &was))
+                    not_ended(p, &was); /* no memory to remember it: charged for good */
+            i += e.bytes;
+        }
+    }
+    CUresult r = CALL(cuMemUnmap, at, size);
+    for (size_t i = 0; i < l.length; i++) {
+        const struct entry *t = &l.list[i].e;
+        bool last = i + 1 < l.length && l.list[i + 1].e.space == SPACE_HANDLE;
+        if (t->space == SPACE_HANDLE)
+            r == CUDA_SUCCESS ? ended(p, t) : not_ended(p, t);
+        else if (r != CUDA_SUCCESS) {
+            struct entry old;
+            table_put(&p->table, t, &old);
+            if (!last)
+                hold(p, t->owner, MAPPED);
+        }
+    }
+    sys_unmap(l.list, l.room * sizeof *l.list);
+    return r;
+}
+
+/* Memory that is mapped into a sparse array lives as long as it is mapped
+ * there, and an unmapping does not say which handle's it was: from the first
+ * such mapping it is charged until the process ends. */
+
+static CUresult map_array(struct process *p, CUmapinfo *list, unsigned int n, CUstream s, CUresult (*call)(CUmapinfo *, unsigned int, CUstream))
+{
+    struct entry was;
+    for (unsigned int i = 0; list && i < n; i++)
+        if (list[i].operation == CU_MEM_OPERATION_TYPE_MAP)
+            hold(p, list[i].handle, MAPPED);
+    CUresult r = call(list, n, s);
+    for (unsigned int i = 0; list && r != CUDA_SUCCESS && i < n; i++)
+        if (list[i].operation == CU_MEM_OPERATION_TYPE_MAP && let_go(p, list[i].handle, MAPPED, &was))
+            ended(p, &was);
+    return r;
+}
+
+EXPORT CUresult cuMemMapArrayAsync(CUmapinfo *list, unsigned int n, CUstream s)
+{
+    struct process *p = ENTER();
+    return p && real.cuMemMapArrayAsync ? map_array(p, list, n, s, real.cuMemMapArrayAsync) : CALL(cuMemMapArrayAsync, list, n, s);
+}
+
+EXPORT CUresult cuMemMapArrayAsync_ptsz(CUmapinfo *list, unsigned int n, CUstream s)
+{
+    struct process *p = ENTER();
+    return p && real.cuMemMapArrayAsync_ptsz ? map_array(p, list, n, s, real.cuMemMapArrayAsync_ptsz) : CALL(cuMemMapArrayAsync_ptsz, list, n, s);
+}

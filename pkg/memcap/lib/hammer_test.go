@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lib
+
+import (
+	"bytes"
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strconv"
+	"strings"
+	"testing"
+)
+
+// long runs the full counts.
+var long = flag.Bool("long", false, "kill after every instruction, and thousands of times at random")
+
+func tell(short, full int) string {
+	if *long {
+		return strconv.Itoa(full)
+	}
+	return strconv.Itoa(short)
+}
+
+// hammer builds the counter and its tester, which needs no CUDA.
+func hammer(t *testing.T) string {
+	t.Helper()
+	if _, err := exec.LookPath("gcc"); err != nil {
+		t.Skip("gcc is not installed")
+	}
+	program := filepath.Join(t.TempDir(), "hammer")
+	out, err := exec.CommandContext(t.Context(), "gcc", "-std=gnu17", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread",
+		"-Ic", "-o", program, "testdata/hammer.c", "c/count.c").CombinedOutput()
+	if err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	return program
+}
+
+// limitPage writes a page for nobody's GPU, with a usage page beside it to be.
+func limitPage(t *testing.T, bytes uint64) (limit, usage string) {
+	t.Helper()
+	p, err := OpenPages(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	paths, err := p.Write(aKey, 0, []Limit{{GPU: aGPU, Bytes: bytes}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return paths[aGPU], filepath.Join(t.TempDir(), string(aGPU))
+}
+
+// TestStorm has processes with threads take and give as fast as they can, and
+// kills them at random.
+func TestStorm(t *testing.T) {
+	limit, usage := limitPage(t, 64<<20)
+	out, err := exec.CommandContext(t.Context(), hammer(t), "storm", limit, usage, "8", "3", tell(60, 2000), "1").CombinedOutput()
+	if err != nil || !strings.HasPrefix(string(out), "looked ") {
+		t.Errorf("%v\n%s", err, out)
+	}
+}
+
+// TestStep kills a process after each instruction of its life, and of its
+// reaping another.
+func TestStep(t *testing.T) {
+	program := hammer(t)
+	for _, what := range []string{"life", "reap"} {
+		t.Run(what, func(t *testing.T) {
+			limit, usage := limitPage(t, 16<<20)
+			out, err := exec.CommandContext(t.Context(), program, "step", limit, usage, what, tell(7, 1)).CombinedOutput()
+			if strings.Contains(string(out), "does not stop") {
+				t.Skip("a process cannot be traced here")
+			}
+			if err != nil || !strings.HasPrefix(string(out), "steps ") {
+				t.Errorf("%v\n%s", err, out)
+			}
+		})
+	}
+}
+
+// TestLayout holds the two descriptions of the pages together.
+func TestLayout(t *testing.T) {
+	out, err := exec.CommandContext(t.Context(), hammer(t), "layout").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var want bytes.Buffer
+	for _, f := range []struct {
+		name string
+		at   int
+	}{
+		{"limit_page.limit", atLimit}, {"limit_page.context", atContext}, {"limit_page.every_ms", atEvery}, {"limit_page.uuid", atUUID},
+		{"limit_page.nonce", atNonce}, {"limit_page.ceiling", atCeiling}, {"limit_page.stamp", atStamp}, {"limit_page.begun", atBegun},
+		{"limit_page.done", atDone}, {"limit_page.settled", atSettled},
+		{"usage_page.nonce", useNonce}, {"usage_page.bound", useBound}, {"usage_page.asks", useAsks}, {"usage_page.refusals", useRefusals},
+		{"usage_page.peak", usePeak}, {"usage_page.high", useHigh}, {"usage_page.settled", useSettled}, {"usage_page.slots", pageSize},
+		{"slot.reserved", slotReserved}, {"slot.committed", slotCommitted}, {"slot.managed", slotManaged}, {"slot.expected", slotExpected},
+		{"slot.contexts", slotContexts}, {"slot.pid", slotPID},
+		{"size.limit_page", pageSize}, {"size.usage_page", usageSize}, {"size.slot", slotSize},
+		{"slots", slots}, {"unit", unit}, {"amount_bits", amountBits}, {"most", most},
+	} {
+		fmt.Fprintf(&want, "%s %d\n", f.name, f.at)
+	}
+	fmt.Fprintf(&want, "magic %s %s\n", limitMagic, usageMagic)
+	if string(out) != want.String() {
+		t.Errorf("c/page.h says\n%s\npage.go says\n%s", out, &want)
+	}
+}
+
+// TestSourcesAreBuilt: a source file that no library is made of is not there.
+func TestSourcesAreBuilt(t *testing.T) {
+	entries, err := os.ReadDir("c")
+	if err != nil {
+		t.Fatal(err)
+	}
+	built := strings.Join(append(cudaSources, nvmlSources...), " ")
+	for _, e := range entries {
+		if name := e.Name(); filepath.Ext(name) == ".c" && !strings.Contains(built, name) {
+			t.Errorf("nothing is built of c/%s", name)
+		}
+	}
+	if runtime.GOARCH == "arm64" && len(machineFlags()) == 0 {
+		t.Error("outlined atomics need libgcc")
+	}
+}

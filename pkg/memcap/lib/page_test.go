@@ -1,0 +1,547 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lib
+
+import (
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// golden is a page of 4 GiB that nobody has read for.
+const golden = "" +
+	"4750554341503031" + "0000000001000000" + "0000002000000000" + "fa00000000000000" + // magic, limit, context, every
+	"4750552d30" // GPU-0
+
+func TestPageBytes(t *testing.T) {
+	p, err := OpenPages(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	paths, err := p.Write(aKey, 250*time.Millisecond, []Limit{{GPU: aGPU, Bytes: 4 << 30}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := os.ReadFile(paths[aGPU])
+	if err != nil {
+		t.Fatal(err)
+	}
+	want, _ := hex.DecodeString(golden)
+	want = append(want, make([]byte, pageSize-len(want))...)
+	if !slices.Equal(got, want) {
+		t.Errorf("%x", got[:200])
+	}
+	if info, err := os.Stat(paths[aGPU]); err != nil || info.Mode() != 0o644 {
+		t.Errorf("%v %v: every user of a container is to read it", info.Mode(), err)
+	}
+}
+
+func inode(t *testing.T, path string) uint64 {
+	t.Helper()
+	info, err := os.Stat(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return info.Sys().(*syscall.Stat_t).Ino
+}
+
+// TestPageStays: whatever is written, a container goes on seeing its page.
+func TestPageStays(t *testing.T) {
+	dir := t.TempDir()
+	p, err := OpenPages(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	write := func(every time.Duration, l ...Limit) map[gpu.UUID]string {
+		t.Helper()
+		paths, err := p.Write(aKey, every, l)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return paths
+	}
+	path := write(time.Second, Limit{GPU: aGPU, Bytes: 4 * aGiB}, Limit{GPU: "GPU-1", Bytes: None})[aGPU]
+	first := inode(t, path)
+	page, err := mapPage(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer page.unmap()
+	page.publish(reading{nonce: 9, stamp: 5, settled: 512, correction: 1 << 20})
+
+	write(time.Second, Limit{GPU: aGPU, Bytes: 4 * aGiB})
+	if page.load(atNonce) != 9 || page.load(atStamp) != 5 {
+		t.Error("writing the same again touched the reading")
+	}
+	write(2*time.Second, Limit{GPU: aGPU, Bytes: 6 * aGiB, Context: 300 << 20})
+	if page.load(atLimit) != 6*aGiB || page.load(atContext) != 300<<20 || page.load(atEvery) != 2000 {
+		t.Error("the page does not say what was written")
+	}
+	if page.load(atCeiling) != 6*aGiB-1<<20 || page.load(atNonce) != 9 || page.load(atStamp) != 0 || page.load(atSettled) != 512 {
+		t.Errorf("the ceiling is %d, of nonce %d, stamp %d", page.load(atCeiling), page.load(atNonce), page.load(atStamp))
+	}
+	write(time.Second, Limit{GPU: aGPU, Bytes: None})
+	if page.load(atCeiling) != None || page.load(atLimit) != None {
+		t.Error("no limit, and a ceiling")
+	}
+	write(time.Second, Limit{GPU: aGPU, Bytes: aGiB})
+	if page.load(atCeiling) != aGiB {
+		t.Errorf("the ceiling is %d", page.load(atCeiling))
+	}
+	if inode(t, path) != first {
+		t.Error("the page is another file now")
+	}
+	if _, err := os.Stat(filepath.Join(filepath.Dir(path), "GPU-1")); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("a GPU that is not the claim's any more: %v", err)
+	}
+	if err := os.WriteFile(path, []byte("what is this"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	write(time.Second, Limit{GPU: aGPU, Bytes: aGiB})
+	if got, err := os.ReadFile(path); err != nil || len(got) != pageSize {
+		t.Errorf("a spoilt page is not made good: %d bytes, %v", len(got), err)
+	}
+
+	if _, err := p.Write("fedcba9876543210", 0, nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "cap", "limits", ".new-123"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if keys, err := p.List(); err != nil || !slices.Equal(keys, []string{aKey, "fedcba9876543210"}) {
+		t.Errorf("%v %v", keys, err)
+	}
+	if left, _ := filepath.Glob(filepath.Join(dir, "cap", "limits", ".*")); len(left) != 0 {
+		t.Errorf("%v is left", left)
+	}
+	for range 2 {
+		if err := p.Remove(aKey); err != nil {
+			t.Error(err)
+		}
+	}
+	if keys, _ := p.List(); len(keys) != 1 {
+		t.Errorf("%v", keys)
+	}
+}
+
+func TestPageRefusals(t *testing.T) {
+	p, err := OpenPages(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, write := range map[string]func() error{
+		"a key that climbs": func() error { _, err := p.Write("../x", 0, nil); return err },
+		"no key":            func() error { _, err := p.Write("", 0, nil); return err },
+		"a GPU that climbs": func() error { _, err := p.Write(aKey, 0, []Limit{{GPU: "../../x"}}); return err },
+		"a long GPU": func() error {
+			_, err := p.Write(aKey, 0, []Limit{{GPU: gpu.UUID(strings.Repeat("a", 64))}})
+			return err
+		},
+		"a limit of 2^60":   func() error { _, err := p.Write(aKey, 0, []Limit{{GPU: aGPU, Bytes: 1 << 60}}); return err },
+		"to remove a climb": func() error { return p.Remove("..") },
+	} {
+		if err := write(); !errors.Is(err, gpu.ErrInvalid) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+// TestWriteFromMany: claims are written by one, read for by another.
+func TestWriteFromMany(t *testing.T) {
+	tn := newTenant(t)
+	tn.has(1, aGiB, 0, 0)
+	p, m := aMeter(t, tn, time.Second)
+	var all sync.WaitGroup
+	for i := range 4 {
+		all.Go(func() {
+			for n := range 100 {
+				if _, err := p.Write(aKey, time.Second, []Limit{{GPU: aGPU, Bytes: uint64(2+(i+n)%3) * aGiB}}); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	for range 100 {
+		readOnce(t, m, aGiB+5*512, true)
+		if l, c := m.page.load(atLimit), m.page.load(atCeiling); c != 0 && m.page.load(atNonce) != 0 && c > l+5*512 && c != None {
+			t.Errorf("limit %d, ceiling %d", l, c)
+		}
+	}
+	all.Wait()
+	if l, c := m.page.load(atLimit), m.page.load(atCeiling); m.page.reading().correction != int64(l-c) {
+		t.Errorf("limit %d, ceiling %d", l, c)
+	}
+}
+
+// root makes the root of a process with a usage directory, on a tmpfs.
+func root(t *testing.T) (proc, usage string) {
+	t.Helper()
+	var sfs unix.Statfs_t
+	if err := unix.Statfs("/dev/shm", &sfs); err != nil || sfs.Type != tmpfsMagic {
+		t.Skip("there is no tmpfs at /dev/shm")
+	}
+	proc, err := os.MkdirTemp("/dev/shm", "gpu-agent-test-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(proc) })
+	usage = filepath.Join(proc, "1", "root", UsageDir)
+	if err := os.MkdirAll(usage, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	return proc, usage
+}
+
+// TestOpenUsageRefuses: what is no usage page is not opened, nor waited for.
+func TestOpenUsageRefuses(t *testing.T) {
+	proc, usage := root(t)
+	good := func(path string) error {
+		b := make([]byte, usageSize)
+		copy(b, usageMagic)
+		binary.LittleEndian.PutUint64(b[useNonce:], 1)
+		return os.WriteFile(path, b, 0o666)
+	}
+	at := filepath.Join(usage, string(aGPU))
+	for _, c := range []struct {
+		name string
+		make func() error
+		want error
+	}{
+		{"a page", func() error { return good(at) }, nil},
+		{"nothing", func() error { return nil }, gpu.ErrNotFound},
+		{"a link to a page", func() error { return errors.Join(good(at+"x"), os.Symlink(string(aGPU)+"x", at)) }, gpu.ErrInvalid},
+		{"a link out", func() error { return os.Symlink("/proc/self/environ", at) }, gpu.ErrInvalid},
+		{"a pipe", func() error { return unix.Mkfifo(at, 0o666) }, gpu.ErrInvalid},
+		{"a directory", func() error { return os.Mkdir(at, 0o777) }, gpu.ErrInvalid},
+		{"a short one", func() error { return errors.Join(good(at), os.Truncate(at, usageSize-1)) }, gpu.ErrInvalid},
+		{"a huge one", func() error { return errors.Join(good(at), os.Truncate(at, 1<<40)) }, gpu.ErrInvalid},
+		{"an empty one", func() error { return os.WriteFile(at, nil, 0o666) }, gpu.ErrInvalid},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			os.RemoveAll(at)
+			if err := c.make(); err != nil {
+				t.Fatal(err)
+			}
+			u, err := OpenUsage(proc, 1, aGPU)
+			if !errors.Is(err, c.want) {
+				t.Fatalf("%v, want %v", err, c.want)
+			}
+			if err == nil {
+				if _, err := u.Read(); err != nil {
+					t.Error(err)
+				}
+				u.Close()
+			}
+		})
+	}
+	os.RemoveAll(at)
+	if _, err := OpenUsage(proc, 2, aGPU); !errors.Is(err, gpu.ErrNotFound) {
+		t.Errorf("a process that is gone: %v", err)
+	}
+	if _, err := OpenUsage(proc, 1, "../x"); !errors.Is(err, gpu.ErrInvalid) {
+		t.Errorf("a GPU that climbs: %v", err)
+	}
+	// A directory on the way that is a link.
+	if err := errors.Join(os.Rename(usage, usage+"2"), os.Symlink(usage+"2", usage), good(filepath.Join(usage+"2", string(aGPU)))); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := OpenUsage(proc, 1, aGPU); !errors.Is(err, gpu.ErrInvalid) {
+		t.Errorf("a directory that is a link: %v", err)
+	}
+}
+
+func TestUsageOnADisk(t *testing.T) {
+	proc := t.TempDir()
+	var sfs unix.Statfs_t
+	if err := unix.Statfs(proc, &sfs); err != nil || sfs.Type == tmpfsMagic {
+		t.Skip("temporary files are on a tmpfs here")
+	}
+	usage := filepath.Join(proc, "1", "root", UsageDir)
+	if err := errors.Join(os.MkdirAll(usage, 0o755), os.WriteFile(filepath.Join(usage, string(aGPU)), make([]byte, usageSize), 0o666)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := OpenUsage(proc, 1, aGPU); !errors.Is(err, gpu.ErrInvalid) {
+		t.Errorf("%v", err)
+	}
+}
+
+// TestNonsense: a page that says nonsense is no page, whichever field does.
+func TestNonsense(t *testing.T) {
+	for name, spoil := range map[string]func(tenant){
+		"magic":     func(p tenant) { p.set(0, 1) },
+		"no nonce":  func(p tenant) { p.set(useNonce, 0) },
+		"high":      func(p tenant) { p.set(useHigh, slots+1) },
+		"bound":     func(p tenant) { p.set(useBound, 1<<amountBits-1) },
+		"peak":      func(p tenant) { p.set(usePeak, most) },
+		"reserved":  func(p tenant) { p.set(pageSize+slotReserved, ^uint64(0)) },
+		"odd bytes": func(p tenant) { p.set(pageSize+slotCommitted, 513) },
+		"managed":   func(p tenant) { p.set(pageSize+slotManaged, most) },
+		"expected":  func(p tenant) { p.set(pageSize+slotExpected, most) },
+		"shorter":   func(p tenant) { p.t.Helper(); p.f.Truncate(pageSize) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := newTenant(t)
+			p.has(1, aGiB, 0, 0)
+			u := p.usage()
+			if _, err := u.Read(); err != nil {
+				t.Fatal(err)
+			}
+			spoil(p)
+			if c, err := u.Read(); !errors.Is(err, gpu.ErrInvalid) {
+				t.Errorf("%+v, %v", c, err)
+			}
+		})
+	}
+}
+
+// step is one reading: what the page says at its beginning and at its end (nil:
+// the same), what the driver says between, and what is to come of it.
+type step struct {
+	before, after slotted
+	driver        uint64 // MiB; unknown is none
+	correction    int64  // MiB
+	quiet         bool
+}
+
+type slotted struct{ version, bound, reserved, committed, managed, settled, contexts uint64 } // MiB
+
+const unknown = ^uint64(0)
+
+// TestIntervalRule goes through what two looks and a figure between them prove.
+func TestIntervalRule(t *testing.T) {
+	same := slotted{}
+	for name, steps := range map[string][]step{
+		"quiet": {
+			{slotted{1, 100, 100, 100, 0, 0, 0}, same, 130, 30, true},
+			{slotted{2, 90, 90, 90, 0, 0, 0}, same, 90, 0, true},
+			{slotted{3, 90, 90, 90, 0, 0, 0}, same, 50, -40, true},
+		},
+		"managed memory is not the driver's": {
+			{slotted{1, 100, 100, 100, 60, 0, 0}, same, 50, 10, true},
+		},
+		"under way: the old one is kept where it can be": {
+			{slotted{1, 100, 100, 100, 0, 0, 0}, same, 120, 20, true},
+			{slotted{2, 140, 140, 100, 0, 0, 0}, same, 120, 20, false},
+			{slotted{3, 140, 140, 100, 0, 0, 0}, same, 170, 30, false},
+			{slotted{4, 140, 140, 100, 0, 0, 0}, same, 105, 30, false},
+			{slotted{5, 140, 140, 100, 0, 0, 0}, same, 80, 20, false},
+		},
+		"at first the limit stands unless it is contradicted": {
+			{slotted{1, 140, 140, 100, 0, 0, 0}, same, 110, 0, false},
+		},
+		"it ended meanwhile without a change of bound": {
+			{slotted{1, 140, 140, 100, 0, 0, 0}, slotted{1, 140, 140, 140, 0, 0, 0}, 100, 0, false},
+		},
+		"bound changed: nothing is learnt": {
+			{slotted{1, 100, 100, 100, 0, 0, 0}, same, 110, 10, true},
+			{slotted{2, 100, 100, 100, 0, 0, 0}, slotted{3, 300, 300, 300, 0, 0, 0}, 300, 10, false},
+			{slotted{4, 300, 300, 300, 0, 0, 0}, slotted{5, 100, 100, 100, 0, 0, 0}, 300, 10, false},
+		},
+		"bound changed, and contexts came that take more": {
+			{slotted{1, 100, 100, 100, 0, 0, 1}, slotted{2, 200, 200, 200, 0, 0, 2}, 450, 250, false},
+			{slotted{3, 200, 200, 200, 0, 0, 2}, slotted{4, 250, 250, 250, 0, 0, 3}, 400, 250, false},
+		},
+		"no figure": {
+			{slotted{1, 100, 100, 100, 0, 0, 0}, same, 110, 10, true},
+			{slotted{1, 100, 100, 100, 0, 0, 0}, same, unknown, 10, false},
+		},
+		// The pool gave back 40 before the reading, and the process learns of it
+		// after: the ceiling must not have room for them twice.
+		"lost after the reading": {
+			{slotted{1, 100, 100, 100, 0, 0, 0}, same, 60, -40, true},
+			{slotted{2, 60, 60, 60, 0, 40, 0}, slotted{2, 60, 60, 60, 0, 40, 0}, 60, 0, true},
+		},
+		"lost, and something is under way": {
+			{slotted{1, 100, 100, 100, 0, 0, 0}, same, 60, -40, true},
+			{slotted{2, 160, 160, 60, 0, 40, 0}, same, 60, 0, false},
+		},
+		"a remainder of the dead is not the living's": {
+			{slotted{1, 130, 100, 100, 0, 0, 0}, same, 100, 0, true},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := newTenant(t)
+			p.lives()
+			_, m := aMeter(t, p, time.Second)
+			say := func(s slotted) {
+				p.set(useBound, s.version<<amountBits|s.bound<<20/unit)
+				p.set(pageSize+slotReserved, s.reserved<<20)
+				p.set(pageSize+slotCommitted, s.committed<<20)
+				p.set(pageSize+slotManaged, s.managed<<20)
+				p.set(pageSize+slotContexts, s.contexts)
+				p.set(pageSize+slotPID, 1)
+				p.set(useSettled, s.settled<<20)
+			}
+			for i, s := range steps {
+				say(s.before)
+				if err := m.Begin(); err != nil {
+					t.Fatal(err)
+				}
+				if s.after != same {
+					say(s.after)
+				}
+				r, err := m.End(s.driver<<20, s.driver != unknown)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if r.Correction>>20 != s.correction || r.Quiet != s.quiet {
+					t.Errorf("reading %d: correction %d MiB, quiet %v; want %d, %v", i, r.Correction>>20, r.Quiet, s.correction, s.quiet)
+				}
+				if ceiling := int64(m.page.load(atCeiling)); ceiling != int64(8*aGiB)-s.correction<<20 {
+					t.Errorf("reading %d: the ceiling is %d", i, ceiling)
+				}
+				if stamp := m.page.load(atStamp); stamp != 0 && (!s.quiet || stamp != r.Word) {
+					t.Errorf("reading %d: stamp %x", i, stamp)
+				}
+			}
+		})
+	}
+}
+
+// TestCorrectionSurvives: a new agent goes on from what the old one knew.
+func TestCorrectionSurvives(t *testing.T) {
+	p := newTenant(t)
+	p.lives()
+	p.has(1, aGiB, 0, 0)
+	pages, m := aMeter(t, p, time.Second)
+	readOnce(t, m, aGiB+50<<20, true)
+	m.Close()
+	again, err := pages.Meter(aKey, aGPU, p.usage())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer again.Close()
+	if r := readOnce(t, again, 0, false); r.Correction != 50<<20 || r.Used != aGiB+50<<20 {
+		t.Errorf("%+v", r)
+	}
+	p.set(useNonce, 8) // another container by the same claim
+	if r := readOnce(t, again, 0, false); r.Correction != 0 {
+		t.Errorf("%+v", r)
+	}
+}
+
+func TestMeterRefusals(t *testing.T) {
+	p := newTenant(t)
+	pages, m := aMeter(t, p, time.Second)
+	if _, err := m.End(0, true); err == nil {
+		t.Error("a reading that was not begun ended")
+	}
+	for name, err := range map[string]error{
+		"a claim without pages": func() error { _, err := pages.Meter("0", aGPU, p.usage()); return err }(),
+		"another GPU":           func() error { _, err := pages.Meter(aKey, "GPU-9", p.usage()); return err }(),
+	} {
+		if !errors.Is(err, gpu.ErrNotFound) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	for name, err := range map[string]error{
+		"no usage":          func() error { _, err := pages.Meter(aKey, aGPU, nil); return err }(),
+		"a key that climbs": func() error { _, err := pages.Meter("..", aGPU, p.usage()); return err }(),
+	} {
+		if !errors.Is(err, gpu.ErrInvalid) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+// --- installing
+
+func TestInstall(t *testing.T) {
+	top := filepath.Join(t.TempDir(), "cap")
+	one := []file{{cudaName, []byte("one")}, {nvmlName, []byte("uno")}}
+	const first, second = "0000000000000001", "0000000000000002"
+	kit, err := install(top, first, one)
+	if err != nil {
+		t.Fatal(err)
+	}
+	old := inode(t, kit.CUDA)
+	for range 2 {
+		again, err := install(top, first, one)
+		if err != nil || again != kit || inode(t, kit.CUDA) != old {
+			t.Fatalf("%+v, %v", again, err)
+		}
+	}
+	if _, err := install(top, second, []file{{cudaName, []byte("two")}, {nvmlName, []byte("due")}}); err != nil {
+		t.Fatal(err)
+	}
+	if data, err := os.ReadFile(kit.CUDA); err != nil || string(data) != "one" || inode(t, kit.CUDA) != old {
+		t.Errorf("the older one is %q now, %v", data, err)
+	}
+	for path, want := range map[string]os.FileMode{kit.CUDA: 0o755, kit.NVML: 0o755, kit.Mark: 0o444, kit.Empty: os.ModeDir | 0o755, filepath.Dir(kit.CUDA): os.ModeDir | 0o755} {
+		if info, err := os.Stat(path); err != nil || info.Mode() != want {
+			t.Errorf("%s: %v, %v", path, info.Mode(), err)
+		}
+	}
+
+	// After a loss of power a file may have its name and nothing in it.
+	f, err := os.Open(kit.CUDA)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if err := errors.Join(os.Truncate(kit.CUDA, 0), os.Remove(kit.Mark), os.Remove(kit.Empty)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := install(top, first, one); err != nil || !whole(filepath.Dir(kit.CUDA), one) {
+		t.Errorf("not made good: %v", err)
+	}
+	if inode(t, kit.CUDA) == old {
+		t.Error("a file that a process may have mapped was written to")
+	}
+	if left, _ := filepath.Glob(filepath.Join(top, ".*")); len(left) != 0 {
+		t.Errorf("%v is left", left)
+	}
+}
+
+func TestPrune(t *testing.T) {
+	dir := t.TempDir()
+	top := filepath.Join(dir, "cap")
+	_, own, err := content()
+	if err != nil {
+		own = "00000000000000ff"
+		if _, err := Install(dir); !errors.Is(err, gpu.ErrNotSupported) || !strings.Contains(fmt.Sprint(err), "make") {
+			t.Errorf("installed what there is not: %v", err)
+		}
+	} else if _, err := Install(dir); err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range []string{"0000000000000001", "0000000000000002", ".new-3", "limits", "000000000000000x"} {
+		if err := os.MkdirAll(filepath.Join(top, name, "empty"), 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	asked := map[string]bool{}
+	if err := Prune(dir, func(hash string) bool { asked[hash] = true; return hash == "0000000000000002" || hash == own }); err != nil {
+		t.Fatal(err)
+	}
+	entries, err := os.ReadDir(top)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var left []string
+	for _, e := range entries {
+		if e.Name() != own {
+			left = append(left, e.Name())
+		}
+	}
+	if !slices.Equal(left, []string{"0000000000000002", "000000000000000x", "limits"}) {
+		t.Errorf("left: %v, asked for %v", left, slices.Sorted(maps.Keys(asked)))
+	}
+	if err := Prune(filepath.Join(dir, "nowhere"), nil); err != nil {
+		t.Errorf("nothing installed: %v", err)
+	}
+}

@@ -1,0 +1,291 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/* The counter without CUDA: processes and threads that reserve, commit and free
+ * against a driver that is one number for each process, and die at any moment.
+ *
+ *     hammer storm LIMIT_PAGE USAGE_PAGE PROCESSES THREADS KILLS SEED
+ *     hammer step LIMIT_PAGE USAGE_PAGE WHAT STRIDE
+ *     hammer layout
+ *
+ * storm kills at random times; step kills a process after each single
+ * instruction (or each STRIDEth) of an allocation and its end, or of a reaping. Both look on that bound is never below what the driver gave, and that
+ * in the end it is just what the living have. */
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ptrace.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "count.h"
+
+#define MIB ((uint64_t)1 << 20)
+enum { CELLS = 256 };
+
+/* A cell is what the driver has given to a worker. The parent says that it is
+ * over before it kills: from then on nothing is asked of it. */
+struct cell {
+    uint64_t given, over;
+    uint64_t gap[6];
+};
+static struct cell *cells;
+static uint64_t *stop;
+
+static void *shared(size_t size)
+{
+    void *p = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED)
+        abort();
+    return p;
+}
+
+static void must(int ok, const char *what)
+{
+    if (ok)
+        return;
+    printf("FAILED: %s\n", what);
+    fflush(stdout);
+    _exit(1);
+}
+
+/* --- the driver ----------------------------------------------------------- */
+
+static bool driver_take(struct cell *c, uint64_t n)
+{
+    count_add(&c->given, n);
+    return true;
+}
+static void driver_give(struct cell *c, uint64_t n) { count_sub(&c->given, n); }
+
+static bool take(struct account *a, struct cell *c, uint64_t n)
+{
+    if (!account_reserve(a, n))
+        return false;
+    driver_take(c, n);
+    account_commit(a, n);
+    return true;
+}
+
+static void give(struct account *a, struct cell *c, uint64_t n)
+{
+    account_uncommit(a, n);
+    driver_give(c, n);
+    account_cancel(a, n);
+}
+
+/* --- storm ---------------------------------------------------------------- */
+
+static const char *limit_path, *usage_path;
+static struct account worker_account;
+static struct cell *worker_cell;
+
+static void *work(void *arg)
+{
+    uint64_t dice = (uint64_t)(uintptr_t)arg, held[8] = {0};
+    while (!count_read(stop)) {
+        dice = dice * 6364136223846793005u + 1442695040888963407u;
+        uint64_t *h = &held[dice >> 60 & 7];
+        if (*h) {
+            give(&worker_account, worker_cell, *h);
+            *h = 0;
+        } else {
+            uint64_t n = (1 + (dice >> 40 & 15)) * 2 * MIB;
+            if (dice >> 50 & 1)
+                *h = take(&worker_account, worker_cell, n) ? n : 0;
+            else if (account_reserve_quickly(&worker_account, n))
+                account_cancel(&worker_account, n); /* the driver refused */
+        }
+    }
+    for (int i = 0; i < 8; i++)
+        if (held[i])
+            give(&worker_account, worker_cell, held[i]);
+    return NULL;
+}
+
+static void worker(int cell, int threads, uint64_t seed)
+{
+    worker_cell = &cells[cell];
+    must(account_find(&worker_account, limit_path) == 0, "find");
+    must(account_open(&worker_account, usage_path) == 0, "open");
+    /* A child must not keep the slot's lock, nor close it. */
+    pid_t child = fork();
+    if (child == 0) {
+        for (int fd = 0; fd < 64; fd++)
+            close(fd);
+        for (int i = 0; i < 200 && !count_read(stop); i++)
+            usleep(1000);
+        _exit(0);
+    }
+    pthread_t t[64];
+    for (int i = 0; i < threads; i++)
+        pthread_create(&t[i], NULL, work, (void *)(uintptr_t)(seed * 77 + (uint64_t)i));
+    for (int i = 0; i < threads; i++)
+        pthread_join(t[i], NULL);
+    _exit(count_read(&worker_cell->given) ? 3 : 0);
+}
+
+static struct account watcher;
+
+/* watch holds bound against the driver whenever nothing changed meanwhile. */
+static uint64_t watch(uint64_t ceiling)
+{
+    uint64_t seen = 0, given = 0;
+    uint64_t before = count_read(&watcher.usage->bound);
+    for (int i = 0; i < CELLS; i++)
+        if (!count_read(&cells[i].over)) {
+            uint64_t g = count_read(&cells[i].given);
+            if (!count_read(&cells[i].over))
+                given += g;
+        }
+    must(given <= ceiling, "the driver gave more than the limit");
+    if (count_read(&watcher.usage->bound) == before) {
+        must(given <= AMOUNT(before), "bound is less than the driver gave");
+        seen = 1;
+    }
+    return seen;
+}
+
+static int storm(int processes, int threads, int kills, unsigned seed)
+{
+    pid_t pid[CELLS] = {0};
+    uint64_t looked = 0;
+    int status, next = 0, at[CELLS];
+    srand(seed);
+    must(account_find(&watcher, limit_path) == 0 && account_open(&watcher, usage_path) == 0, "open");
+    uint64_t ceiling = account_ceiling(&watcher);
+    for (int done = -processes; done < kills; done++) {
+        int i = done < 0 ? done + processes : rand() % processes;
+        if (done >= 0) {
+            for (int k = rand() % 40; k >= 0; k--) {
+                looked += watch(ceiling);
+                usleep((useconds_t)(rand() % 100));
+            }
+            __atomic_store_n(&cells[at[i]].over, 1, __ATOMIC_SEQ_CST);
+            kill(pid[i], SIGKILL);
+            must(waitpid(pid[i], &status, 0) == pid[i] && WIFSIGNALED(status), "a worker ended by itself");
+        }
+        /* The cell of a dead one is used again much later. */
+        at[i] = next++ % CELLS;
+        cells[at[i]].given = 0;
+        __atomic_store_n(&cells[at[i]].over, 0, __ATOMIC_SEQ_CST);
+        pid[i] = fork();
+        if (pid[i] == 0)
+            worker(at[i], threads, (uint64_t)rand());
+    }
+    __atomic_store_n(stop, 1, __ATOMIC_SEQ_CST);
+    for (int i = 0; i < processes; i++) {
+        must(waitpid(pid[i], &status, 0) == pid[i], "wait");
+        must(WIFEXITED(status) && WEXITSTATUS(status) == 0, "a worker failed");
+    }
+    /* All that there is must be had now, which reaps and repairs. */
+    must(account_reserve(&watcher, ceiling), "not all can be had again");
+    account_cancel(&watcher, ceiling);
+    must(AMOUNT(count_read(&watcher.usage->bound)) == 0, "bound is not what the living have");
+    printf("looked %llu\n", (unsigned long long)looked);
+    return looked ? 0 : 1;
+}
+
+/* --- step ----------------------------------------------------------------- */
+
+static void stepped(const char *what, struct cell *c)
+{
+    struct account a = {0};
+    must(account_find(&a, limit_path) == 0 && account_open(&a, usage_path) == 0, "open");
+    ptrace(PTRACE_TRACEME, 0, 0, 0);
+    raise(SIGSTOP);
+    if (!strcmp(what, "life")) {
+        take(&a, c, 6 * MIB);
+        account_reserve(&a, 2 * MIB);
+        account_cancel(&a, 2 * MIB);
+        give(&a, c, 6 * MIB);
+    } else { /* more than fits, while a dead one has half of it */
+        if (account_reserve_slowly(&a, 6 * MIB))
+            account_cancel(&a, 6 * MIB);
+    }
+    _exit(0);
+}
+
+/* dead leaves a slot behind in the middle of things. */
+static void dead(struct cell *c)
+{
+    pid_t pid = fork();
+    if (pid == 0) {
+        struct account a = {0};
+        must(account_find(&a, limit_path) == 0 && account_open(&a, usage_path) == 0, "open");
+        take(&a, c, 4 * MIB);
+        account_reserve(&a, 2 * MIB);
+        kill(getpid(), SIGKILL);
+    }
+    waitpid(pid, NULL, 0);
+    c->given = 0;
+}
+
+static int step(const char *what, int stride)
+{
+    struct cell *c = &cells[0], *other = &cells[1], *mine = &cells[2];
+    must(account_find(&watcher, limit_path) == 0 && account_open(&watcher, usage_path) == 0, "open");
+    must(take(&watcher, mine, 8 * MIB), "take");
+    int steps = 0;
+    for (int over = 0; !over; steps += stride) {
+        int status;
+        if (strcmp(what, "life"))
+            dead(other);
+        c->given = 0;
+        pid_t pid = fork();
+        if (pid == 0)
+            stepped(what, c);
+        must(waitpid(pid, &status, 0) == pid && WIFSTOPPED(status), "the tracee does not stop");
+        for (int i = 0; i < steps && !over; i++) {
+            ptrace(PTRACE_SINGLESTEP, pid, 0, 0);
+            must(waitpid(pid, &status, 0) == pid, "wait");
+            over = !WIFSTOPPED(status);
+            must(AMOUNT(count_read(&watcher.usage->bound)) >= count_read(&c->given) + 8 * MIB, "bound is less than the driver gave");
+        }
+        if (!over) {
+            kill(pid, SIGKILL);
+            waitpid(pid, &status, 0);
+        }
+        c->given = 0;
+        must(AMOUNT(count_read(&watcher.usage->bound)) >= 8 * MIB, "what the living have is gone");
+        uint64_t rest = account_ceiling(&watcher) - 8 * MIB;
+        must(account_reserve(&watcher, rest), "not all can be had again");
+        account_cancel(&watcher, rest);
+        must(AMOUNT(count_read(&watcher.usage->bound)) == 8 * MIB, "bound is not what the living have");
+    }
+    printf("steps %d\n", steps);
+    return 0;
+}
+
+/* --- layout --------------------------------------------------------------- */
+
+static int layout(void)
+{
+#define SAY(type, field) printf("%s.%s %zu\n", #type, #field, offsetof(struct type, field))
+    SAY(limit_page, limit), SAY(limit_page, context), SAY(limit_page, every_ms), SAY(limit_page, uuid), SAY(limit_page, nonce);
+    SAY(limit_page, ceiling), SAY(limit_page, stamp), SAY(limit_page, begun), SAY(limit_page, done), SAY(limit_page, settled);
+    SAY(usage_page, nonce), SAY(usage_page, bound), SAY(usage_page, asks), SAY(usage_page, refusals), SAY(usage_page, peak);
+    SAY(usage_page, high), SAY(usage_page, settled), SAY(usage_page, slots);
+    SAY(slot, reserved), SAY(slot, committed), SAY(slot, managed), SAY(slot, expected), SAY(slot, contexts), SAY(slot, pid);
+    printf("size.limit_page %d\nsize.usage_page %d\nsize.slot %zu\n", PAGE, USAGE_SIZE, sizeof(struct slot));
+    printf("slots %d\nunit %llu\namount_bits %d\nmost %llu\n", SLOTS, (unsigned long long)UNIT, AMOUNT_BITS, (unsigned long long)MOST);
+    printf("magic %s %s\n", LIMIT_MAGIC, USAGE_MAGIC);
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    cells = shared(sizeof *cells * CELLS);
+    stop = shared(sizeof *stop);
+    if (argc == 2 && !strcmp(argv[1], "layout"))
+        return layout();
+    must(argc > 5, "arguments");
+    limit_path = argv[2];
+    usage_path = argv[3];
+    if (!strcmp(argv[1], "step"))
+        return step(argv[4], atoi(argv[5]));
+    must(argc == 8, "arguments");
+    return storm(atoi(argv[4]), atoi(argv[5]), atoi(argv[6]), (unsigned)atoi(argv[7]));
+}
