@@ -210,35 +210,49 @@ func TestWatchdog(t *testing.T) {
 		b.unharmed(neighbour)
 	})
 
-	// It has the library from the node, and all devices, as it is privileged.
-	mounts := []lab.Mount{
-		{Host: "/usr/lib/x86_64-linux-gnu/libcuda.so." + driver.Version, Path: "/usr/lib/x86_64-linux-gnu/libcuda.so.1"},
-		{Host: "/run/nvidia-persistenced", Path: "/run/nvidia-persistenced"},
-	}
-	c := b.container("main", nil)
-	c.Privileged, c.Mounts = true, append(c.Mounts, mounts...)
-	intruder := b.create(lab.Pod{Name: "intruder", Containers: []lab.Container{c}})
-	b.must(intruder.Running(b.ctx))
-	first, err := intruder.Process(b.ctx, "")
-	b.must(err)
-	b.take(b.probe(intruder, "", []string{"CUDA_VISIBLE_DEVICES=" + gpu.UUID}), giB, 2)
-	b.sub("an intruder is reported", func(b *bench) {
-		b.must(node.AwaitEvent(b.ctx, "Pod", lab.PodNamespace, intruder.Name, "says that it is an intruder", func(e lab.Event) bool {
-			return e.Type == "Warning" && e.Reason == "Intruder" && strings.Contains(e.Message, "container main of pod work/intruder") &&
-				strings.Contains(e.Message, gpu.UUID) && !strings.Contains(e.Message, "ended")
-		}))
-		b.metric(unclaimed("intruder"), 1)
-		b.must(lab.Holds(b.ctx, 2*time.Second, "while intruders are reported", func(ctx context.Context) error {
-			s, err := agent.Status(ctx)
-			switch {
-			case err != nil:
-				return err
-			case !node.Lives(first):
-				return errors.New("it was ended")
-			case s.GPUs[0].Intruders != 1 || s.Watchdog.Intruders != 1:
-				return fmt.Errorf("the status has %d intruders on the GPU now, %d in all, want one", s.GPUs[0].Intruders, s.Watchdog.Intruders)
+	// Both have the library from the node, one all devices, as it is privileged,
+	// and the other those that it was told to mount.
+	ways := []string{"mounts", "privileged"}
+	intrude := lab.Pod{Name: "intruder"}
+	for _, name := range ways {
+		c := b.container(name, nil)
+		c.Privileged = name == "privileged"
+		c.Mounts = append(c.Mounts,
+			lab.Mount{Host: "/usr/lib/x86_64-linux-gnu/libcuda.so." + driver.Version, Path: "/usr/lib/x86_64-linux-gnu/libcuda.so.1"},
+			lab.Mount{Host: "/run/nvidia-persistenced", Path: "/run/nvidia-persistenced"})
+		if !c.Privileged {
+			for _, device := range append(slices.Clone(lab.ControlDevices), gpu.Device()) {
+				c.Mounts = append(c.Mounts, lab.Mount{Host: device, Path: device})
 			}
-			return nil
+		}
+		intrude.Containers = append(intrude.Containers, c)
+	}
+	intruder := b.create(intrude)
+	b.must(intruder.Running(b.ctx))
+	first := map[string]lab.Process{}
+	for _, name := range ways {
+		p, err := intruder.Process(b.ctx, name)
+		b.must(err)
+		first[name] = p
+		b.take(b.probe(intruder, name, []string{"CUDA_VISIBLE_DEVICES=" + gpu.UUID}), giB, 2)
+	}
+	b.sub("intruders are reported", func(b *bench) {
+		for _, name := range ways {
+			b.must(node.AwaitEvent(b.ctx, "Pod", lab.PodNamespace, intruder.Name, "says that "+name+" is an intruder", func(e lab.Event) bool {
+				return e.Type == "Warning" && e.Reason == "Intruder" && strings.Contains(e.Message, "container "+name+" of pod work/intruder") &&
+					strings.Contains(e.Message, gpu.UUID) && !strings.Contains(e.Message, "ended")
+			}))
+		}
+		b.metric(unclaimed("intruder"), 2)
+		b.must(lab.Holds(b.ctx, 2*time.Second, "while intruders are reported", func(ctx context.Context) error {
+			if err := hurt(first); err != nil {
+				return err
+			}
+			s, err := agent.Status(ctx)
+			if err == nil && (s.GPUs[0].Intruders != 2 || s.Watchdog.Intruders != 2) {
+				err = fmt.Errorf("the status has %d intruders on the GPU now, %d in all, want two", s.GPUs[0].Intruders, s.Watchdog.Intruders)
+			}
+			return err
 		}))
 		b.unharmed(neighbour)
 	})
@@ -247,18 +261,24 @@ func TestWatchdog(t *testing.T) {
 	}
 
 	options.Env["GPU_AGENT_INTRUDERS"] = "end"
+	options.Env["GPU_AGENT_EVICT_AFTER"] = "0" // two intruders in a pod are its two offences
+	var err error
 	agent, err = deploy(b.ctx, options)
 	b.must(err)
-	b.sub("an intruder is ended", func(b *bench) {
-		_, _, err := node.End(b.ctx, 30*time.Second, first)
-		b.must(err)
+	b.sub("intruders are ended", func(b *bench) {
+		for _, name := range ways {
+			_, _, err := node.End(b.ctx, 30*time.Second, first[name])
+			b.must(err)
+		}
 		b.must(intruder.InState(b.ctx, time.Minute, "to run again", func(s lab.PodState) error {
-			if c := s.Containers["main"]; c.Restarts != 1 || c.LastExit != 137 {
-				return fmt.Errorf("its container was started again %d times after exit code %d", c.Restarts, c.LastExit)
+			for _, name := range ways {
+				if c := s.Containers[name]; c.Restarts != 1 || c.LastExit != 137 {
+					return fmt.Errorf("its container %s was started again %d times after exit code %d", name, c.Restarts, c.LastExit)
+				}
 			}
 			return nil
 		}))
-		b.metric(`gpu_agent_cap_kills_total{reason="intruder"}`, 1)
+		b.metric(`gpu_agent_cap_kills_total{reason="intruder"}`, 2)
 		b.metric(`gpu_agent_cap_kills_total{reason="over"}`, 0)
 		b.unharmed(neighbour)
 	})
