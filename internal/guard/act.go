@@ -115,7 +115,7 @@ func (g *Guard) evict(ctx context.Context, c *node.Container, offences int) {
 		return
 	}
 	g.w.Observer.Evicted()
-	message := fmt.Sprintf("evicted after %d offences against its GPU memory cap within an hour", offences)
+	message := fmt.Sprintf("evicted after %d offences within an hour: use beyond its GPU memory cap, or of a GPU without a claim", offences)
 	g.log.Warn("evicted a pod", "pod", pod.String(), "offences", offences)
 	g.tell(c, kube.Warning, evictedReason, message)
 }
