@@ -140,7 +140,7 @@ EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice device)
     if (!p || !out || !known_device(device) || __atomic_load_n(&p->primary[device], __ATOMIC_ACQUIRE))
         return CALL(cuDevicePrimaryCtxRetain, out, device);
     enum verdict v = context_begin(p, &c, device);
-    if (v == REFUSE)
+    if (v == REFUSE && !__atomic_load_n(&p->primary[device], __ATOMIC_ACQUIRE))
         return CUDA_ERROR_OUT_OF_MEMORY;
     CUresult r = CALL(cuDevicePrimaryCtxRetain, out, device);
     if (v != COUNT)

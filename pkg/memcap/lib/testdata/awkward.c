@@ -1,0 +1,104 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/* awkward LIBRARY USAGE_PAGE: the cap in front of the driver of driver.c. */
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "driver.h"
+#include "page.h"
+
+static int failed;
+static void *library;
+
+static void must(int ok, const char *what, const char *name)
+{
+    if (!ok) {
+        printf("FAILED: %s: %s\n", name, what);
+        failed = 1;
+    }
+}
+
+static void *get(const char *symbol, int version, uint64_t flags)
+{
+    static CUresult (*ask)(const char *, void **, int, uint64_t, int *);
+    void *f = NULL;
+    if (!ask)
+        *(void **)&ask = dlsym(library, "cuGetProcAddress_v2");
+    ask(symbol, &f, version, flags, NULL);
+    return f;
+}
+
+struct door {
+    const char *base, *name;
+    int since, twin;
+};
+#define DOOR(base, since, name) {#base, #name, since, 0},
+#define TWIN(base, since, name) {#base, #name, since, 1},
+static const struct door doors[] = {
+#include "doors.h"
+};
+#define COUNT (sizeof doors / sizeof *doors)
+
+static uint64_t bound(const char *path)
+{
+    uint64_t word = 0;
+    FILE *f = fopen(path, "r");
+    if (!f || fseek(f, offsetof(struct usage_page, bound), SEEK_SET) || fread(&word, sizeof word, 1, f) != 1)
+        word = ~(uint64_t)0;
+    if (f)
+        fclose(f);
+    return AMOUNT(word);
+}
+
+int main(int argc, char **argv)
+{
+    library = argc == 3 ? dlopen(argv[1], RTLD_NOW) : NULL;
+    if (!library) {
+        printf("FAILED: %s\n", argc == 3 ? dlerror() : "arguments");
+        return 1;
+    }
+    /* The driver's answers tell nothing, so the list does. */
+    for (size_t i = 0; i < COUNT; i++) {
+        const struct door *d = &doors[i];
+        void *ours = dlsym(library, d->name);
+        must(get(d->base, d->since, d->twin ? 2 : 0) == ours, "not to be had as of its version", d->name);
+        int is_base = 0, is_name = 0; /* of another line */
+        for (size_t k = 0; k < COUNT; k++) {
+            is_base |= !strcmp(doors[k].base, d->name);
+            is_name |= !strcmp(doors[k].name, d->base) && strcmp(doors[k].base, d->base);
+        }
+        if (!is_name)
+            must(get(d->base, d->since - 1, d->twin ? 2 : 0) != ours, "given before its version", d->name);
+        if (!is_base)
+            must(get(d->name, 99000, 0) == ours, "not to be had by its whole name", d->name);
+        if (d->twin)
+            must(get(d->base, 99000, 0) != ours, "given without the flag", d->name);
+        int last = 1, twins = 0;
+        for (size_t k = 0; k < COUNT; k++)
+            if (!strcmp(doors[k].base, d->base)) {
+                twins |= doors[k].twin;
+                if (doors[k].twin == d->twin && doors[k].since > d->since)
+                    last = 0;
+            }
+        if (last)
+            must(get(d->base, 99000, d->twin ? 2 : 0) == ours, "not to be had as of the newest version", d->name);
+        if (last && !twins)
+            must(get(d->base, 99000, 2) == ours, "not to be had with the flag that it has no twin for", d->name);
+    }
+    must(get("cuLaunchKernel", 12000, 0) == get("cuNothing", 12000, 2), "not the driver's own", "cuLaunchKernel");
+    must(get("none", 12000, 0) == NULL, "found", "none");
+
+    /* One allocation is counted once, whatever the driver does by itself. */
+    CUresult (*alloc)(CUdeviceptr_v1 *, size_v1), (*give)(CUdeviceptr_v1);
+    *(void **)&alloc = dlsym(library, "cuMemAlloc");
+    *(void **)&give = dlsym(library, "cuMemFree");
+    CUdeviceptr_v1 at = 0;
+    must(alloc(&at, 4 << 20) == CUDA_SUCCESS, "failed", "cuMemAlloc");
+    must(bound(argv[2]) == 4 << 20, "is not counted once", "cuMemAlloc");
+    must(give(at) == CUDA_SUCCESS, "failed", "cuMemFree");
+    must(bound(argv[2]) == 0, "is not counted once", "cuMemFree");
+    return failed;
+}

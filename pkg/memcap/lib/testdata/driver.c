@@ -1,0 +1,63 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/* A driver of the most awkward kind: it answers cuGetProcAddress with functions
+ * that it does not export, and reaches its own by their exported names. It has
+ * one context on one GPU. What it has beside that is in stubs.c. */
+#include <string.h>
+
+#include "driver.h"
+
+static CUdeviceptr next = (CUdeviceptr)1 << 40;
+
+EXPORT CUresult cuDriverGetVersion(int *version)
+{
+    *version = 12080;
+    return CUDA_SUCCESS;
+}
+EXPORT CUresult cuCtxGetCurrent(CUcontext *context)
+{
+    *context = (CUcontext)0x1000;
+    return CUDA_SUCCESS;
+}
+EXPORT CUresult cuCtxGetDevice(CUdevice *device)
+{
+    *device = 0;
+    return CUDA_SUCCESS;
+}
+EXPORT CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device)
+{
+    (void)device;
+    memset(uuid, 0x5a, sizeof *uuid);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *at, size_t bytes)
+{
+    *at = next;
+    next += (bytes + ((size_t)2 << 20) - 1) >> 21 << 21;
+    return CUDA_SUCCESS;
+}
+EXPORT CUresult cuMemFree_v2(CUdeviceptr at) { return at ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+
+EXPORT CUresult cuMemAlloc(CUdeviceptr_v1 *at, size_v1 bytes)
+{
+    CUdeviceptr wide;
+    CUresult r = cuMemAlloc_v2(&wide, bytes); /* by name: whoever stands in front is called */
+    *at = (CUdeviceptr_v1)(wide >> 12);
+    return r;
+}
+/* The same, so that the compiler makes a jump of it. */
+EXPORT CUresult cuMemFree(CUdeviceptr_v1 at) { return cuMemFree_v2((CUdeviceptr)at << 12); }
+
+static CUresult anything(void) { return 801; }
+
+EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **out, int version, uint64_t flags, int *status)
+{
+    (void)version, (void)flags, (void)status;
+    *out = strncmp(symbol, "cu", 2) == 0 ? (void *)anything : NULL;
+    return *out ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+}
+EXPORT CUresult cuGetProcAddress(const char *symbol, void **out, int version, uint64_t flags)
+{
+    return cuGetProcAddress_v2(symbol, out, version, flags, NULL);
+}
