@@ -55,12 +55,16 @@ static bool figures(CUdevice device, uint64_t *reserved, uint64_t *used)
            CALL(cuDeviceGetGraphMemAttribute, device, CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT, used) == CUDA_SUCCESS;
 }
 
-static void settle_graphs(struct account *a, struct graph_pool *g, CUdevice d, uint64_t held, uint64_t loose)
+/* settle_graphs returns what of it is used. */
+static uint64_t settle_graphs(struct account *a, struct graph_pool *g, CUdevice d, uint64_t held)
 {
-    uint64_t reserved = g->charge + held, used = 0;
-    figures(d, &reserved, &used);
-    settle(a, &g->charge, reserved, held, loose);
-    g->soft = g->charge > used ? (g->charge - used) / UNIT * UNIT : 0;
+    uint64_t reserved, used;
+    if (!figures(d, &reserved, &used)) {
+        reserved = g->r.charge + held;
+        used = reserved;
+    }
+    settle(a, &g->r, reserved, held);
+    return used;
 }
 
 /* A run holds the devices that it has reserved on, in order, until the end. */
@@ -87,7 +91,7 @@ static bool run_begin(struct process *p, struct run *r, const struct needs *n, c
             spin_lock(&g->lock);
             r->devices |= (uint64_t)1 << d;
             if (figures(d, &reserved, &r->used[d])) {
-                settle(a, &g->charge, reserved, 0, 0);
+                settle(a, &g->r, reserved, 0);
                 uint64_t lacks = r->used[d] + want > reserved ? round_up(r->used[d] + want - reserved, BLOCK) : 0;
                 bool enough = seen && seen[d] && r->used[d] + seen[d] - 1 <= reserved;
                 if (!lacks || account_reserve_quickly(a, lacks))
@@ -118,9 +122,9 @@ static void run_end(struct process *p, struct run *r, CUexec e, bool ran)
         if (!(r->devices >> d & 1))
             continue;
         struct graph_pool *g = &p->graphs[d];
-        settle_graphs(&p->accounts[d], g, d, r->held[d], 0);
+        settle_graphs(&p->accounts[d], g, d, r->held[d]);
         if (ran) {
-            uint64_t took = 1 + (g->charge > r->used[d] ? g->charge - r->used[d] : 0);
+            uint64_t took = 1 + (g->r.charge > r->used[d] ? g->r.charge - r->used[d] : 0);
             table_edit(&p->table, exec_key(e, d), SPACE_EXEC, learn, &took);
         }
         spin_unlock(&g->lock);
@@ -226,14 +230,12 @@ static CUresult trim_locked(struct process *p, CUdevice device)
 {
     struct account *a = &p->accounts[device];
     struct graph_pool *g = &p->graphs[device];
-    if (!g->charge)
+    if (!g->r.charge)
         return CALL(cuDeviceGraphMemTrim, device);
-    settle_graphs(a, g, device, 0, 0);
-    uint64_t loose = g->soft;
-    if (loose)
-        account_uncommit(a, loose);
+    loosen(a, &g->r, settle_graphs(a, g, device, 0));
     CUresult r = CALL(cuDeviceGraphMemTrim, device);
-    settle_graphs(a, g, device, 0, loose);
+    settle_graphs(a, g, device, 0);
+    tighten(a, &g->r);
     return r;
 }
 
@@ -252,15 +254,15 @@ static bool try_lock(uint32_t *lock) { return !__atomic_exchange_n(lock, 1, __AT
 
 void graphs_settle(struct process *p, CUdevice device)
 {
-    if (!p->graphs[device].charge || !try_lock(&p->graphs[device].lock))
+    if (!p->graphs[device].r.charge || !try_lock(&p->graphs[device].lock))
         return;
-    settle_graphs(&p->accounts[device], &p->graphs[device], device, 0, 0);
+    settle_graphs(&p->accounts[device], &p->graphs[device], device, 0);
     spin_unlock(&p->graphs[device].lock);
 }
 
 void relieve_graphs(struct process *p, CUdevice device)
 {
-    if (!p->graphs[device].charge || !try_lock(&p->graphs[device].lock))
+    if (!p->graphs[device].r.charge || !try_lock(&p->graphs[device].lock))
         return;
     trim_locked(p, device);
     spin_unlock(&p->graphs[device].lock);

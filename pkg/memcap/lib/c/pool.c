@@ -12,11 +12,11 @@
 /* PIECE is in what pools grow. */
 #define PIECE ((uint64_t)32 << 20)
 
-void settle(struct account *a, uint64_t *charge, uint64_t there, uint64_t held, uint64_t loose)
+void settle(struct account *a, struct reserve *r, uint64_t there, uint64_t held)
 {
-    there = there < MOST ? round_up(there, UNIT) : *charge;
-    uint64_t more = there > *charge ? there - *charge : 0, less = there < *charge ? *charge - there : 0;
-    uint64_t paid = more < held ? more : held, freed = less < loose ? less : loose;
+    there = there < MOST ? round_up(there, UNIT) : r->charge;
+    uint64_t more = there > r->charge ? there - r->charge : 0, less = there < r->charge ? r->charge - there : 0;
+    uint64_t paid = more < held ? more : held, freed = less < r->loose ? less : r->loose;
     if (paid)
         account_commit(a, paid);
     if (more > paid)
@@ -25,11 +25,28 @@ void settle(struct account *a, uint64_t *charge, uint64_t there, uint64_t held, 
         account_cancel(a, held - paid);
     if (freed)
         account_cancel(a, freed);
-    if (loose > freed)
-        account_commit(a, loose - freed);
+    r->loose -= freed;
     if (less > freed)
         account_lost(a, less - freed);
-    *charge = there;
+    r->charge = there;
+}
+
+void loosen(struct account *a, struct reserve *r, uint64_t used)
+{
+    uint64_t may_go = r->charge > used ? (r->charge - used) / UNIT * UNIT : 0;
+    r->loosers++;
+    if (may_go > r->loose) {
+        account_uncommit(a, may_go - r->loose);
+        r->loose = may_go;
+    }
+}
+
+void tighten(struct account *a, struct reserve *r)
+{
+    if (--r->loosers || !r->loose)
+        return;
+    account_commit(a, r->loose);
+    r->loose = 0;
 }
 
 static bool figures(const struct pool *pool, uint64_t *reserved, uint64_t *used)
@@ -39,23 +56,25 @@ static bool figures(const struct pool *pool, uint64_t *reserved, uint64_t *used)
            CALL(cuMemPoolGetAttribute, h, CU_MEMPOOL_ATTR_USED_MEM_CURRENT, used) == CUDA_SUCCESS;
 }
 
-static void settle_pool(struct account *a, struct pool *pool, uint64_t held, uint64_t loose)
+/* settle_pool returns what of the pool is used. */
+static uint64_t settle_pool(struct account *a, struct pool *pool, uint64_t held)
 {
-    uint64_t reserved = pool->charge + held, used = 0;
-    figures(pool, &reserved, &used);
-    settle(a, &pool->charge, reserved, held, loose);
-    pool->soft = pool->charge > used ? (pool->charge - used) / UNIT * UNIT : 0;
+    uint64_t reserved, used;
+    if (!figures(pool, &reserved, &used)) {
+        reserved = pool->r.charge + held;
+        used = reserved;
+    }
+    settle(a, &pool->r, reserved, held);
+    return used;
 }
 
 /* trim has a pool give back what it does not use, beyond keep. */
 static CUresult trim(struct account *a, struct pool *pool, size_t keep)
 {
-    settle_pool(a, pool, 0, 0);
-    uint64_t loose = pool->soft;
-    if (loose)
-        account_uncommit(a, loose);
+    loosen(a, &pool->r, settle_pool(a, pool, 0));
     CUresult r = CALL(cuMemPoolTrimTo, (CUmempool)(uintptr_t)pool->handle, keep);
-    settle_pool(a, pool, 0, loose);
+    settle_pool(a, pool, 0);
+    tighten(a, &pool->r);
     return r;
 }
 
@@ -80,7 +99,8 @@ static struct pool *learn(struct process *p, CUmempool handle, int device)
     for (int i = 0; !pool && i < MAX_POOLS; i++)
         if (!p->pools[i].used) {
             pool = &p->pools[i];
-            pool->charge = pool->soft = pool->live = 0;
+            pool->r = (struct reserve){0};
+            pool->live = 0;
             pool->device = device;
             __atomic_store_n(&pool->handle, (uintptr_t)handle, __ATOMIC_RELEASE);
             __atomic_store_n(&pool->used, 1, __ATOMIC_RELEASE);
@@ -152,7 +172,7 @@ static CUresult allocate(struct process *p, struct request *q)
     spin_lock(&pool->lock);
     uint64_t reserved = 0, used = 0, n = round_up(q->bytes, UNIT), held = 0;
     if (figures(pool, &reserved, &used))
-        settle(a, &pool->charge, reserved, 0, 0);
+        settle(a, &pool->r, reserved, 0);
     uint64_t room = reserved > used ? reserved - used : 0;
     if (n > room) {
         held = round_up(n - room, PIECE);
@@ -162,7 +182,7 @@ static CUresult allocate(struct process *p, struct request *q)
         }
     }
     CUresult r = pass(q);
-    settle_pool(a, pool, held, 0);
+    settle_pool(a, pool, held);
     __atomic_store_n(&p->pools_charged, 1, __ATOMIC_RELEASE);
     if (r == CUDA_SUCCESS) {
         struct entry e = {.key = *q->out, .bytes = n, .owner = (uint64_t)(pool - p->pools), .space = SPACE_POOLED, .how = HOW_NOTE, .device = pool->device}, old;
@@ -204,13 +224,15 @@ EXPORT CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *out, size_t bytes, CUm
 /* --- freeing -------------------------------------------------------------- */
 
 /* A pool that was destroyed lives on in its allocations; the last of them takes
- * what is left of its charge along. */
-static void forget(struct process *p, struct pool *pool)
+ * what is left of its charge along, and the place goes when nobody is at it. */
+static void leave(struct process *p, struct pool *pool)
 {
-    if (pool->charge)
-        settle(&p->accounts[pool->device], &pool->charge, 0, 0, 0);
-    pool->soft = 0;
-    __atomic_store_n(&pool->used, 0, __ATOMIC_RELEASE);
+    if (pool->handle || pool->live)
+        return;
+    if (pool->r.charge)
+        settle(&p->accounts[pool->device], &pool->r, 0, 0);
+    if (!pool->r.loosers)
+        __atomic_store_n(&pool->used, 0, __ATOMIC_RELEASE);
 }
 
 bool pool_free(struct process *p, CUdeviceptr at, CUresult *r, CUresult (*call)(CUdeviceptr), CUresult (*async)(CUdeviceptr, CUstream), CUstream s)
@@ -226,8 +248,7 @@ bool pool_free(struct process *p, CUdeviceptr at, CUresult *r, CUresult (*call)(
     }
     spin_lock(&pool->lock);
     pool->live--;
-    if (!pool->handle && !pool->live)
-        forget(p, pool);
+    leave(p, pool);
     spin_unlock(&pool->lock);
     return true;
 }
@@ -285,13 +306,12 @@ EXPORT CUresult cuMemPoolDestroy(CUmempool handle)
     if (!pool)
         return CALL(cuMemPoolDestroy, handle);
     spin_lock(&pool->lock);
-    if (pool->device >= 0 && pool->charge)
+    if (pool->device >= 0 && pool->r.charge)
         trim(&p->accounts[pool->device], pool, 0); /* it goes now, and we see how much stays */
     CUresult r = CALL(cuMemPoolDestroy, handle);
     if (r == CUDA_SUCCESS) {
         __atomic_store_n(&pool->handle, 0, __ATOMIC_RELEASE);
-        if (!pool->live)
-            pool->device >= 0 ? forget(p, pool) : __atomic_store_n(&pool->used, 0, __ATOMIC_RELEASE);
+        leave(p, pool);
     }
     spin_unlock(&pool->lock);
     return r;
@@ -304,7 +324,7 @@ EXPORT CUresult cuMemPoolTrimTo(CUmempool handle, size_t keep)
     if (!pool || pool->device < 0)
         return CALL(cuMemPoolTrimTo, handle, keep);
     spin_lock(&pool->lock);
-    CUresult r = pool->charge ? trim(&p->accounts[pool->device], pool, keep) : CALL(cuMemPoolTrimTo, handle, keep);
+    CUresult r = pool->r.charge ? trim(&p->accounts[pool->device], pool, keep) : CALL(cuMemPoolTrimTo, handle, keep);
     spin_unlock(&pool->lock);
     return r;
 }
@@ -319,13 +339,13 @@ static void each_pool(struct process *p, CUdevice device, bool all)
 {
     for (int i = 0; i < MAX_POOLS; i++) {
         struct pool *pool = &p->pools[i];
-        if (!__atomic_load_n(&pool->used, __ATOMIC_ACQUIRE) || pool->device != device || !pool->charge || !try_lock(&pool->lock))
+        if (!__atomic_load_n(&pool->used, __ATOMIC_ACQUIRE) || pool->device != device || !pool->r.charge || !try_lock(&pool->lock))
             continue;
-        if (pool->handle && pool->charge) {
+        if (pool->handle && pool->r.charge) {
             if (all)
                 trim(&p->accounts[device], pool, 0);
             else
-                settle_pool(&p->accounts[device], pool, 0, 0);
+                settle_pool(&p->accounts[device], pool, 0);
         }
         spin_unlock(&pool->lock);
     }
@@ -344,24 +364,21 @@ void pools_settle(struct process *p, CUdevice device)
  * load for it. */
 struct sync {
     struct process *p;
-    uint64_t loose[MAX_POOLS];
+    uint64_t at[MAX_POOLS / 64]; /* bits: these are loosened */
 };
 
 static void sync_begin(struct sync *s, struct process *p)
 {
-    s->p = p;
+    *s = (struct sync){.p = p};
     for (int i = 0; i < MAX_POOLS; i++) {
         struct pool *pool = &p->pools[i];
-        s->loose[i] = 0;
         if (!__atomic_load_n(&pool->used, __ATOMIC_ACQUIRE) || pool->device < 0)
             continue;
         spin_lock(&pool->lock);
-        if (pool->handle && pool->charge) {
+        if (pool->used && pool->handle && pool->r.charge) {
             struct account *a = &p->accounts[pool->device];
-            settle_pool(a, pool, 0, 0);
-            s->loose[i] = pool->soft;
-            if (pool->soft)
-                account_uncommit(a, pool->soft);
+            loosen(a, &pool->r, settle_pool(a, pool, 0));
+            s->at[i / 64] |= (uint64_t)1 << i % 64;
         }
         spin_unlock(&pool->lock);
     }
@@ -370,15 +387,15 @@ static void sync_begin(struct sync *s, struct process *p)
 static void sync_end(struct sync *s)
 {
     for (int i = 0; i < MAX_POOLS; i++) {
-        if (!s->loose[i])
+        if (!(s->at[i / 64] >> i % 64 & 1))
             continue;
         struct pool *pool = &s->p->pools[i];
         struct account *a = &s->p->accounts[pool->device];
         spin_lock(&pool->lock);
         if (pool->handle)
-            settle_pool(a, pool, 0, s->loose[i]);
-        else
-            account_commit(a, s->loose[i]); /* destroyed beside us, and settled then */
+            settle_pool(a, pool, 0);
+        tighten(a, &pool->r);
+        leave(s->p, pool);
         spin_unlock(&pool->lock);
     }
 }

@@ -5,11 +5,14 @@
 
 #include "charge.h"
 
-/* A reservation of the driver's own, of which we know its size by asking: it is
- * charged with that. settle brings the charge to what is there: held are bytes
- * reserved towards it and not committed, loose are those of the charge that
- * were uncommitted before something that may have freed them. */
-void settle(struct account *a, uint64_t *charge, uint64_t there, uint64_t held, uint64_t loose);
+/* settle brings the charge of a reservation of the driver's own to what is
+ * there; held are bytes reserved towards it and not committed. loosen uncommits
+ * what may go of it, before a call that may free it, and tighten commits after
+ * it what is left. All under the reservation's lock, which need not be held
+ * during the call. */
+void settle(struct account *a, struct reserve *r, uint64_t there, uint64_t held);
+void loosen(struct account *a, struct reserve *r, uint64_t used);
+void tighten(struct account *a, struct reserve *r);
 
 /* pool_free frees what came from a pool; false: it did not. */
 bool pool_free(struct process *p, CUdeviceptr at, CUresult *r, CUresult (*call)(CUdeviceptr), CUresult (*async)(CUdeviceptr, CUstream), CUstream s);

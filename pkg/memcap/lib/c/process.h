@@ -33,20 +33,27 @@ struct hidden {
     uint64_t bytes, blocks;
 };
 
-/* A memory pool: its charge follows what it has reserved. */
+/* A reservation of the driver's own, which it fills and empties: we know its size
+ * by asking, and charge that. */
+struct reserve {
+    uint64_t charge;
+    uint64_t loose; /* of the charge, uncommitted at the moment */
+    uint32_t loosers;
+};
+
+/* A memory pool. */
 struct pool {
     uint64_t handle; /* 0: free, or destroyed */
     uint32_t used;   /* this place is taken */
     uint32_t lock;   /* held while the driver allocates from it */
     int32_t device;  /* -1: on the host */
-    uint64_t charge;
-    uint64_t soft; /* of it, what was not used when it was last looked at */
+    struct reserve r;
     uint64_t live; /* allocations */
 };
 
 struct graph_pool { /* what graphs have of a device */
     uint32_t lock;
-    uint64_t charge, soft;
+    struct reserve r;
 };
 
 struct process {
