@@ -274,8 +274,8 @@ func (p *Process) Kill() error {
 	return unix.Send(int(p.c.control.Fd()), data, unix.MSG_NOSIGNAL)
 }
 
-// Wait waits, once, for the end of a program, and returns its output, as far as it
-// was kept, and how it ended.
+// Wait waits for the end of a program, and returns its output, as far as it was
+// kept, and how it ended. Who waits again has how it ended alone.
 func (p *Process) Wait(ctx context.Context) (string, syscall.WaitStatus, error) {
 	select {
 	case <-p.ended:
@@ -285,8 +285,9 @@ func (p *Process) Wait(ctx context.Context) (string, syscall.WaitStatus, error) 
 	if p.output == nil {
 		return "", p.status, p.err
 	}
-	defer p.output.Close()
 	data, err := os.ReadFile("/proc/self/fd/" + strconv.Itoa(int(p.output.Fd())))
+	p.output.Close()
+	p.output = nil
 	return string(data), p.status, errors.Join(p.err, err)
 }
 
