@@ -379,13 +379,10 @@ static void forget(struct taken_list *l)
     *l = (struct taken_list){0};
 }
 
-void charge_gone_all(struct process *p, struct taken_list *l, bool late)
+void charge_gone_all(struct process *p, struct taken_list *l)
 {
-    for (size_t i = 0; i < l->length; i++) {
-        if (late && l->list[i].held)
-            count_add(&p->accounts[l->list[i].e.device].usage->settled, l->list[i].held);
+    for (size_t i = 0; i < l->length; i++)
         charge_gone(p, &l->list[i]);
-    }
     forget(l);
 }
 

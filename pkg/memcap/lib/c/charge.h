@@ -66,8 +66,7 @@ struct taken_list {
     size_t length, room;
 };
 void charge_take_all(struct process *p, struct taken_list *l, uint64_t context);
-/* late: the driver was done with it before it was taken. */
-void charge_gone_all(struct process *p, struct taken_list *l, bool late);
+void charge_gone_all(struct process *p, struct taken_list *l);
 void charge_back_all(struct process *p, struct taken_list *l, uint64_t context);
 
 #endif

@@ -92,40 +92,59 @@ EXPORT CUresult cuCtxCreate_v4(CUcontext *out, void *params, unsigned int flags,
     CREATE(cuCtxCreate_v4, out, params, flags, device)
 }
 
-/* destroy ends a context by a call that surely does. */
-static CUresult destroy(struct process *p, CUcontext context, CUresult (*call)(CUcontext), CUresult (*reset)(CUdevice), CUdevice device)
-{
+/* What ends with a context is taken before the call that may end it, and then is
+ * gone or comes back. */
+struct ending {
+    bool known, charged;
     struct where w;
-    struct taken_list l;
-    if (!context_forget(p, context, &w))
-        return call ? call(context) : reset(device);
     struct entry e;
-    charge_take_all(p, &l, w.context);
-    bool charged = context_take(p, &e, w.context);
-    CUresult r = call ? call(context) : reset(device);
-    if (r == CUDA_SUCCESS) {
-        charge_gone_all(p, &l, false);
-        if (charged)
-            context_gone(p, &e);
-    } else {
-        uint64_t number = context_number(p, context, w.device);
-        if (charged)
-            context_back(p, &e, number);
-        charge_back_all(p, &l, number);
+    struct taken_list l;
+};
+
+static void ending_begin(struct process *p, struct ending *x, CUcontext context)
+{
+    *x = (struct ending){.known = context_forget(p, context, &x->w)};
+    if (!x->known)
+        return;
+    charge_take_all(p, &x->l, x->w.context);
+    x->charged = context_take(p, &x->e, x->w.context);
+}
+
+static void ending_end(struct process *p, struct ending *x, CUcontext context, bool gone)
+{
+    if (!x->known)
+        return;
+    if (gone) {
+        charge_gone_all(p, &x->l);
+        if (x->charged)
+            context_gone(p, &x->e);
+        return;
     }
+    uint64_t number = context_number(p, context, x->w.device);
+    if (x->charged)
+        context_back(p, &x->e, number);
+    charge_back_all(p, &x->l, number);
+}
+
+static CUresult destroy(struct process *p, CUcontext context, CUresult (*call)(CUcontext))
+{
+    struct ending x;
+    ending_begin(p, &x, context);
+    CUresult r = call(context);
+    ending_end(p, &x, context, r == CUDA_SUCCESS);
     return r;
 }
 
 EXPORT CUresult cuCtxDestroy_v2(CUcontext context)
 {
     struct process *p = ENTER();
-    return p && real.cuCtxDestroy_v2 ? destroy(p, context, real.cuCtxDestroy_v2, NULL, 0) : CALL(cuCtxDestroy_v2, context);
+    return p && real.cuCtxDestroy_v2 ? destroy(p, context, real.cuCtxDestroy_v2) : CALL(cuCtxDestroy_v2, context);
 }
 
 EXPORT CUresult cuCtxDestroy(CUcontext context)
 {
     struct process *p = ENTER();
-    return p && real.cuCtxDestroy ? destroy(p, context, real.cuCtxDestroy, NULL, 0) : CALL(cuCtxDestroy, context);
+    return p && real.cuCtxDestroy ? destroy(p, context, real.cuCtxDestroy) : CALL(cuCtxDestroy, context);
 }
 
 /* The primary context is counted from the first retain that we see to the
@@ -133,16 +152,26 @@ EXPORT CUresult cuCtxDestroy(CUcontext context)
 
 static bool known_device(CUdevice device) { return device >= 0 && device < MAX_DEVICES; }
 
+static CUresult retain(struct process *p, CUcontext *out, CUdevice device)
+{
+    CUresult r = CALL(cuDevicePrimaryCtxRetain, out, device);
+    if (r == CUDA_SUCCESS)
+        __atomic_add_fetch(&p->primary_refs[device], 1, __ATOMIC_ACQ_REL);
+    return r;
+}
+
 EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice device)
 {
     struct process *p = ENTER();
     struct charge c;
-    if (!p || !out || !known_device(device) || __atomic_load_n(&p->primary[device], __ATOMIC_ACQUIRE))
+    if (!p || !out || !known_device(device))
         return CALL(cuDevicePrimaryCtxRetain, out, device);
+    if (__atomic_load_n(&p->primary[device], __ATOMIC_ACQUIRE))
+        return retain(p, out, device);
     enum verdict v = context_begin(p, &c, device);
     if (v == REFUSE && !__atomic_load_n(&p->primary[device], __ATOMIC_ACQUIRE))
         return CUDA_ERROR_OUT_OF_MEMORY;
-    CUresult r = CALL(cuDevicePrimaryCtxRetain, out, device);
+    CUresult r = retain(p, out, device);
     if (v != COUNT)
         return r;
     uint64_t none = 0;
@@ -153,28 +182,56 @@ EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice device)
     return r;
 }
 
-static CUresult release(struct process *p, CUdevice device, CUresult (*call)(CUdevice))
+static bool is_active(CUdevice device)
 {
-    CUresult r = call(device);
     unsigned int flags;
     int active = 1;
-    uint64_t handle = known_device(device) ? __atomic_load_n(&p->primary[device], __ATOMIC_ACQUIRE) : 0;
-    if (r != CUDA_SUCCESS || !handle || CALL(cuDevicePrimaryCtxGetState, device, &flags, &active) != CUDA_SUCCESS || active)
-        return r;
-    if (!__atomic_compare_exchange_n(&p->primary[device], &handle, 0, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
-        return r;
-    struct where w;
-    struct taken_list l;
-    if (context_forget(p, (CUcontext)(uintptr_t)handle, &w)) {
-        charge_take_all(p, &l, w.context);
-        charge_gone_all(p, &l, true);
-        struct entry e;
-        if (context_take(p, &e, w.context)) {
-            count_add(&p->accounts[device].usage->settled, e.bytes);
-            context_gone(p, &e);
-        }
-    }
+    return CALL(cuDevicePrimaryCtxGetState, device, &flags, &active) != CUDA_SUCCESS || active;
+}
+
+/* end_primary ends the primary context if call does. */
+static CUresult end_primary(struct process *p, CUdevice device, uint64_t handle, CUresult (*call)(CUdevice), bool surely)
+{
+    struct ending x;
+    CUcontext context = (CUcontext)(uintptr_t)handle;
+    ending_begin(p, &x, context);
+    CUresult r = call(device);
+    bool gone = r == CUDA_SUCCESS && (surely || !is_active(device));
+    ending_end(p, &x, context, gone);
+    if (gone)
+        __atomic_store_n(&p->primary_refs[device], 0, __ATOMIC_RELEASE);
+    else
+        __atomic_store_n(&p->primary[device], handle, __ATOMIC_RELEASE);
     pools_settle(p, device);
+    return r;
+}
+
+static CUresult release(struct process *p, CUdevice device, CUresult (*call)(CUdevice))
+{
+    uint64_t handle = known_device(device) ? __atomic_load_n(&p->primary[device], __ATOMIC_ACQUIRE) : 0;
+    if (!handle)
+        return call(device);
+    /* By the retains that we have seen, is it the last? */
+    if (__atomic_load_n(&p->primary_refs[device], __ATOMIC_ACQUIRE) <= 1 &&
+        __atomic_compare_exchange_n(&p->primary[device], &handle, 0, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+        return end_primary(p, device, handle, call, false);
+    CUresult r = call(device);
+    if (r == CUDA_SUCCESS)
+        __atomic_sub_fetch(&p->primary_refs[device], 1, __ATOMIC_ACQ_REL);
+    if (r != CUDA_SUCCESS || is_active(device))
+        return r;
+    /* It was, though we did not see it coming. */
+    handle = __atomic_exchange_n(&p->primary[device], 0, __ATOMIC_ACQ_REL);
+    struct ending x;
+    if (handle) {
+        ending_begin(p, &x, (CUcontext)(uintptr_t)handle);
+        if (x.charged)
+            count_add(&p->accounts[device].usage->settled, x.e.bytes);
+        for (size_t i = 0; i < x.l.length; i++)
+            count_add(&p->accounts[device].usage->settled, x.l.list[i].held);
+        ending_end(p, &x, NULL, true);
+        pools_settle(p, device);
+    }
     return r;
 }
 
@@ -193,13 +250,7 @@ EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
 static CUresult reset(struct process *p, CUdevice device, CUresult (*call)(CUdevice))
 {
     uint64_t handle = known_device(device) ? __atomic_exchange_n(&p->primary[device], 0, __ATOMIC_ACQ_REL) : 0;
-    if (!handle)
-        return call(device);
-    CUresult r = destroy(p, (CUcontext)(uintptr_t)handle, NULL, call, device);
-    if (r != CUDA_SUCCESS)
-        __atomic_store_n(&p->primary[device], handle, __ATOMIC_RELEASE);
-    pools_settle(p, device);
-    return r;
+    return handle ? end_primary(p, device, handle, call, true) : call(device);
 }
 
 EXPORT CUresult cuDevicePrimaryCtxReset(CUdevice device)

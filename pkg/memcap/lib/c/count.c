@@ -4,7 +4,8 @@
 
 #include <poll.h>
 
-enum { DEATH_MS = 100, CONTEND_US = 100 * 1000 };
+/* A context takes the driver some 300 ms, and is under way for that time. */
+enum { DEATH_MS = 100, CONTEND_US = 500 * 1000 };
 
 /* --- opening -------------------------------------------------------------- */
 

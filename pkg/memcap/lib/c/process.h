@@ -65,6 +65,7 @@ struct process {
     struct account accounts[MAX_DEVICES];
     struct context contexts[MAX_CONTEXTS];
     uint64_t primary[MAX_DEVICES]; /* the primary context's handle; 0: none counted */
+    uint32_t primary_refs[MAX_DEVICES];
     struct hidden hidden[MAX_DEVICES];
     uint32_t tight[MAX_DEVICES]; /* locks; see charge.h */
     struct pool pools[MAX_POOLS];
