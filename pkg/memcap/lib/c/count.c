@@ -400,10 +400,10 @@ static uint64_t left_dead(struct account *a)
         if (s == a->slot || !c || c >= MOST)
             continue;
         if (fd < 0) {
-            uint64_t now = now_us();
-            if (__atomic_load_n(&a->looked_us, __ATOMIC_RELAXED) + 5000 > now)
+            uint64_t now = ticks(), last = __atomic_load_n(&a->looked, __ATOMIC_RELAXED);
+            if (last && now - last < TICKS)
                 return __atomic_load_n(&a->dead, __ATOMIC_RELAXED);
-            __atomic_store_n(&a->looked_us, now, __ATOMIC_RELAXED);
+            __atomic_store_n(&a->looked, now, __ATOMIC_RELAXED);
             fd = sys_open(a->path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
             if (fd < 0)
                 return 0;

@@ -75,7 +75,7 @@ struct account {
     uint64_t waited; /* 1 + page->done as it was when nobody answered; 0: never */
     char path[160];  /* the usage page's */
     void *hold;      /* the mapping that keeps the slot's lock */
-    uint64_t dead, looked_us; /* what dead processes have in bound, and when that was looked at */
+    uint64_t dead, looked; /* what dead processes have in bound, and when that was looked at */
     /* relief gives back what the process can spare, before a refusal. */
     void (*relief)(struct account *);
 };

@@ -42,6 +42,10 @@ static inline long sys(long nr, long a, long b, long c, long d, long e, long f)
     return ret;
 }
 static inline void cpu_relax(void) { __asm__ volatile("pause" ::: "memory"); }
+/* ticks is a clock without a system call, of no certain unit: TICKS of it take
+ * some milliseconds. */
+enum { TICKS = 1 << 24 }; /* of 2 to 5 GHz */
+static inline uint64_t ticks(void) { return __builtin_ia32_rdtsc(); }
 #elif defined(__aarch64__)
 static inline long sys(long nr, long a, long b, long c, long d, long e, long f)
 {
@@ -59,6 +63,13 @@ static inline long sys(long nr, long a, long b, long c, long d, long e, long f)
     return x0;
 }
 static inline void cpu_relax(void) { __asm__ volatile("yield" ::: "memory"); }
+enum { TICKS = 1 << 18 }; /* of 25 MHz to 1 GHz */
+static inline uint64_t ticks(void)
+{
+    uint64_t t;
+    __asm__ volatile("mrs %0, cntvct_el0" : "=r"(t));
+    return t;
+}
 #else
 #error "which processor is this?"
 #endif
