@@ -97,7 +97,8 @@ func (m *Meter) Begin() error {
 // range, and no further. If nothing was under way either, the range is one
 // number, and the page is stamped with the word: at that word nobody need ask
 // again. If the word changed, the figure belongs to no count that we know; it
-// can only show that contexts which came since take more than was thought.
+// can only show, being more than all that bound ever was, that contexts which
+// came since take more than was thought.
 func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 	if !m.begun {
 		return Reading{}, errors.New("end a reading that was not begun")
@@ -141,7 +142,8 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 			}
 		}
 	case c.Contexts > m.contexts:
-		bound := max(m.first.Bound, c.Bound)
+		// Bound was at most its peak when the driver was asked.
+		bound := max(m.first.Bound, c.Bound, c.Peak)
 		if least := int64(driver) - int64(bound-min(bound, c.Managed)); least > effective {
 			next.correction, next.settled = least, m.first.Settled
 		}

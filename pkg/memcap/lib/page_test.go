@@ -324,6 +324,7 @@ const unknown = ^uint64(0)
 // TestIntervalRule goes through what two looks and a figure between them prove.
 func TestIntervalRule(t *testing.T) {
 	same := slotted{}
+	const peak = 1 << 63 // in contexts: the page's peak is 300 MiB
 	for name, steps := range map[string][]step{
 		"quiet": {
 			{slotted{1, 100, 100, 100, 0, 0, 0}, same, 130, 30, true},
@@ -355,6 +356,10 @@ func TestIntervalRule(t *testing.T) {
 			{slotted{1, 100, 100, 100, 0, 0, 1}, slotted{2, 200, 200, 200, 0, 0, 2}, 450, 250, false},
 			{slotted{3, 200, 200, 200, 0, 0, 2}, slotted{4, 250, 250, 250, 0, 0, 3}, 400, 250, false},
 		},
+		"bound was higher between": {
+			{slotted{1, 100, 100, 100, 0, 0, peak | 1}, slotted{9, 100, 100, 100, 0, 0, peak | 2}, 300, 0, false},
+			{slotted{10, 100, 100, 100, 0, 0, peak | 2}, slotted{19, 100, 100, 100, 0, 0, peak | 3}, 320, 20, false},
+		},
 		"no figure": {
 			{slotted{1, 100, 100, 100, 0, 0, 0}, same, 110, 10, true},
 			{slotted{1, 100, 100, 100, 0, 0, 0}, same, unknown, 10, false},
@@ -382,7 +387,8 @@ func TestIntervalRule(t *testing.T) {
 				p.set(pageSize+slotReserved, s.reserved<<20)
 				p.set(pageSize+slotCommitted, s.committed<<20)
 				p.set(pageSize+slotManaged, s.managed<<20)
-				p.set(pageSize+slotContexts, s.contexts)
+				p.set(pageSize+slotContexts, s.contexts&^peak)
+				p.set(usePeak, s.contexts&peak>>63*(300<<20))
 				p.set(pageSize+slotPID, 1)
 				p.set(useSettled, s.settled<<20)
 			}

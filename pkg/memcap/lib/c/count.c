@@ -286,15 +286,15 @@ int account_open(struct account *a, const char *usage_path)
 
 /* try adds n only where it fits, so that those who wait do not frighten each
  * other with what they take back. */
-static bool try(struct account *a, uint64_t n)
+static bool try_below(struct account *a, uint64_t n, uint64_t (*ceiling)(const struct account *))
 {
     uint64_t b = count_read(&a->usage->bound);
-    if (n >= MOST || AMOUNT(b) + n > account_ceiling(a))
+    if (n >= MOST || AMOUNT(b) + n > ceiling(a))
         return false;
     count_add(&a->slot->reserved, n);
     b = count_read(&a->usage->bound);
     /* The ceiling after the word: what was lost before it has lowered it. */
-    while (AMOUNT(b) + n <= account_ceiling(a)) {
+    while (AMOUNT(b) + n <= ceiling(a)) {
         uint64_t next = b + STEP + n / UNIT;
         if (__atomic_compare_exchange_n(&a->usage->bound, &b, next, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
             account_peak(a, AMOUNT(next));
@@ -303,6 +303,22 @@ static bool try(struct account *a, uint64_t n)
     }
     count_sub(&a->slot->reserved, n);
     return false;
+}
+
+static uint64_t ceiling_now(const struct account *a) { return account_ceiling(a); }
+
+static bool try(struct account *a, uint64_t n) { return try_below(a, n, ceiling_now); }
+
+/* ceiling_alone is the ceiling while nobody reads: nobody then makes good what was
+ * lost, and a container whose processes come and go would end with nothing. So
+ * what was lost is room again; but no more than the limit, since a ceiling above
+ * it came of memory that bound had and the driver had not, which may be just
+ * what was lost. */
+static uint64_t ceiling_alone(const struct account *a)
+{
+    const struct limit_page *p = a->page;
+    uint64_t limit = __atomic_load_n(&p->limit, __ATOMIC_RELAXED), ceiling = __atomic_load_n(&p->ceiling, __ATOMIC_ACQUIRE);
+    return __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE) == a->nonce && ceiling < limit ? ceiling : limit;
 }
 
 /* contend goes on as long as what stands in the way is only under way: others'
@@ -345,6 +361,12 @@ static bool lost_alone(const struct account *a, uint64_t n)
     return lost && AMOUNT(b) + n <= account_ceiling(a) + lost;
 }
 
+/* unheard says that nobody reads, or that nobody has since the last asking. */
+static bool unheard(const struct account *a)
+{
+    return !__atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE) || count_read(&a->waited) == count_read(&a->page->done) + 1;
+}
+
 /* ask asks the agent for a reading that begins after this moment, and for more
  * as long as only what was lost stands in the way; in all for twice the time
  * between two. It does nothing where nobody reads, or nobody has answered the
@@ -353,7 +375,7 @@ static bool ask(struct account *a, uint64_t n)
 {
     uint64_t every = __atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE);
     uint64_t done = count_read(&a->page->done);
-    if (!every || count_read(&a->waited) == done + 1)
+    if (unheard(a))
         return false;
     uint64_t end = now_us() + 2000 * (every < 5000 ? every : 5000);
     while (!fresh(a)) {
@@ -382,6 +404,8 @@ bool account_reserve_slowly(struct account *a, uint64_t n)
             return true;
         /* More than all of the limit: no reading makes that fit. */
         if (n <= limit && ask(a, n))
+            return true;
+        if (n <= limit && unheard(a) && try_below(a, n, ceiling_alone))
             return true;
     }
     count_add(&a->usage->refusals, 1);
