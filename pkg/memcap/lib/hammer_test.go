@@ -28,12 +28,18 @@ func tell(short, full int) string {
 // hammer builds the counter and its tester, which needs no CUDA.
 func hammer(t *testing.T) string {
 	t.Helper()
+	return counter(t, "hammer")
+}
+
+// counter builds the counter with a program of testdata.
+func counter(t *testing.T, name string) string {
+	t.Helper()
 	if _, err := exec.LookPath("gcc"); err != nil {
 		t.Skip("gcc is not installed")
 	}
-	program := filepath.Join(t.TempDir(), "hammer")
+	program := filepath.Join(t.TempDir(), name)
 	out, err := exec.CommandContext(t.Context(), "gcc", "-std=gnu17", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread",
-		"-Ic", "-o", program, "testdata/hammer.c", "c/count.c").CombinedOutput()
+		"-Ic", "-o", program, "testdata/"+name+".c", "c/count.c").CombinedOutput()
 	if err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
@@ -79,6 +85,16 @@ func TestStep(t *testing.T) {
 				t.Errorf("%v\n%s", err, out)
 			}
 		})
+	}
+}
+
+// TestAgentAway: nobody reads any more, and a container whose processes come and
+// go has its memory all the same, and no more of it.
+func TestAgentAway(t *testing.T) {
+	limit, usage := limitPage(t, 8<<30)
+	out, err := exec.CommandContext(t.Context(), counter(t, "away"), limit, usage).CombinedOutput()
+	if want := "5 of 5, then 8 GiB\n"; err != nil || string(out) != want {
+		t.Errorf("%v: %s, want %s", err, out, want)
 	}
 }
 

@@ -99,6 +99,12 @@ static inline uint64_t account_ceiling(const struct account *a)
     if (__atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE) == a->nonce) {
         uint64_t ceiling = __atomic_load_n(&p->ceiling, __ATOMIC_ACQUIRE);
         uint64_t lost = __atomic_load_n(&a->usage->settled, __ATOMIC_RELAXED) - __atomic_load_n(&p->settled, __ATOMIC_ACQUIRE);
+        /* The agent may have published meanwhile, all of it. It writes the ceiling
+         * first: an old one with the new settled is seen by a second look, and a
+         * new one with the old settled is too low, which does no harm. */
+        uint64_t again = __atomic_load_n(&p->ceiling, __ATOMIC_ACQUIRE);
+        if (again < ceiling)
+            ceiling = again;
         if (__atomic_load_n(&p->nonce, __ATOMIC_RELAXED) == a->nonce) {
             if (lost == 0 || ceiling == NO_LIMIT)
                 return ceiling;
