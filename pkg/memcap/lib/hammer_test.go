@@ -111,7 +111,8 @@ func TestLayout(t *testing.T) {
 	}{
 		{"limit_page.limit", atLimit}, {"limit_page.context", atContext}, {"limit_page.every_ms", atEvery}, {"limit_page.uuid", atUUID},
 		{"limit_page.nonce", atNonce}, {"limit_page.ceiling", atCeiling}, {"limit_page.stamp", atStamp}, {"limit_page.begun", atBegun},
-		{"limit_page.done", atDone}, {"limit_page.settled", atSettled},
+		{"limit_page.done", atDone}, {"limit_page.settled", atSettled}, {"limit_page.shown", atShown}, {"limit_page.shown_settled", atShownAt},
+		{"limit_page.shown_dead", atDead},
 		{"usage_page.nonce", useNonce}, {"usage_page.bound", useBound}, {"usage_page.asks", useAsks}, {"usage_page.refusals", useRefusals},
 		{"usage_page.peak", usePeak}, {"usage_page.high", useHigh}, {"usage_page.settled", useSettled}, {"usage_page.slots", pageSize},
 		{"slot.reserved", slotReserved}, {"slot.committed", slotCommitted}, {"slot.managed", slotManaged}, {"slot.expected", slotExpected},

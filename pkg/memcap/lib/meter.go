@@ -148,6 +148,16 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 			next.correction, next.settled = least, m.first.Settled
 		}
 	}
+	// What people see is the figure itself, and what has been counted since: not
+	// with an allocation or a context under way, of which nobody knows whether the
+	// figure has it.
+	settling := m.first.Word != c.Word || max(underWay(m.first), underWay(c)) > shownSlack
+	switch {
+	case known && !settling:
+		next.shown, next.shownAt, next.dead = int64(driver+c.Managed)-int64(c.Bound), c.Settled, c.Dead
+	case was.nonce != c.Nonce || !known:
+		next.shown, next.shownAt, next.dead = next.correction, next.settled, 0
+	}
 	r.Correction = next.correction
 	r.Used = uint64(max(0, int64(c.Bound)+next.correction))
 	if known {
@@ -163,13 +173,20 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 	return r, nil
 }
 
+// shownSlack is how much may be under way, in bytes, in a reading that views go
+// by: processes keep a block for small allocations in reserve, and a context takes
+// more.
+const shownSlack = 32 << 20
+
+// underWay is what is reserved and not, or not yet, the driver's.
+func underWay(c Counters) uint64 { return max(c.Reserved, c.Committed) - c.Committed }
+
 // span returns the least and the greatest correction that a driver's figure
 // between two looks with the same word allows.
 func span(a, b Counters, driver int64) (low, high int64) {
-	under := func(c Counters) uint64 { return max(c.Reserved, c.Committed) - c.Committed }
 	// A dead process's memory may be gone or not.
 	upper := min(a.Bound, a.Reserved+a.Dead, b.Reserved+b.Dead)
-	lower := upper - min(upper, under(a)+under(b)+a.Dead)
+	lower := upper - min(upper, underWay(a)+underWay(b)+a.Dead)
 	low = driver - int64(upper-min(upper, a.Managed, b.Managed))
 	high = driver - int64(lower-min(lower, max(a.Managed, b.Managed)))
 	return low, high

@@ -44,6 +44,9 @@ const (
 	atBegun   = 152
 	atDone    = 160
 	atSettled = 168
+	atShown   = 176
+	atShownAt = 184
+	atDead    = 192
 
 	uuidRoom = 64
 
@@ -307,10 +310,14 @@ func (p mappedPage) limitLess(c int64) uint64 {
 type reading struct {
 	nonce, stamp, settled uint64
 	correction            int64
+	// shown is for views: the figure less what was bound, when shownAt was
+	// settled and of what was bound so much was dead processes'.
+	shown         int64
+	shownAt, dead uint64
 }
 
 func (p mappedPage) reading() reading {
-	r := reading{nonce: p.load(atNonce), stamp: p.load(atStamp), settled: p.load(atSettled)}
+	r := reading{nonce: p.load(atNonce), stamp: p.load(atStamp), settled: p.load(atSettled), shown: int64(p.load(atShown)), shownAt: p.load(atShownAt), dead: p.load(atDead)}
 	if limit, ceiling := p.load(atLimit), p.load(atCeiling); limit != None && r.nonce != 0 {
 		r.correction = int64(limit - ceiling)
 	}
@@ -324,5 +331,8 @@ func (p mappedPage) publish(r reading) {
 	p.store(atCeiling, p.limitLess(r.correction))
 	p.store(atStamp, r.stamp)
 	p.store(atSettled, r.settled)
+	p.store(atShown, uint64(r.shown))
+	p.store(atShownAt, r.shownAt)
+	p.store(atDead, r.dead)
 	p.store(atNonce, r.nonce)
 }

@@ -443,12 +443,22 @@ static uint64_t left_dead(struct account *a)
 
 uint64_t account_used(struct account *a)
 {
-    uint64_t limit = __atomic_load_n(&a->page->limit, __ATOMIC_ACQUIRE);
-    uint64_t ceiling = account_ceiling(a);
-    if (limit == NO_LIMIT || ceiling == NO_LIMIT)
+    const struct limit_page *p = a->page;
+    uint64_t limit = __atomic_load_n(&p->limit, __ATOMIC_ACQUIRE);
+    if (limit == NO_LIMIT)
         return 0;
-    /* bound + (limit - ceiling), which may be less than nothing. */
-    int64_t used = (int64_t)(AMOUNT(count_read(&a->usage->bound)) + limit - ceiling - left_dead(a));
+    int64_t used = 0;
+    uint64_t dead = left_dead(a);
+    bool read = false;
+    if (__atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE) == a->nonce) {
+        int64_t shown = __atomic_load_n(&p->shown, __ATOMIC_ACQUIRE);
+        uint64_t settled = __atomic_load_n(&p->shown_settled, __ATOMIC_ACQUIRE);
+        uint64_t known = __atomic_load_n(&p->shown_dead, __ATOMIC_ACQUIRE);
+        read = __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE) == a->nonce;
+        used = shown_used(shown, settled, known, AMOUNT(count_read(&a->usage->bound)), count_read(&a->usage->settled), dead);
+    }
+    if (!read) /* nobody has told what the driver has */
+        used = (int64_t)(AMOUNT(count_read(&a->usage->bound)) - dead);
     if (used < 0)
         return 0;
     return (uint64_t)used < limit ? (uint64_t)used : limit;

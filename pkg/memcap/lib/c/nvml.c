@@ -128,10 +128,11 @@ static bool look(nvmlDevice_t device, struct view *v)
         v->used = v->limit; /* nobody can allocate, or it is not counted */
         return !is_open();
     }
-    int64_t used = (int64_t)(AMOUNT(head.bound) - left_dead(fd, head.high));
+    uint64_t dead = left_dead(fd, head.high);
     sys_close(fd);
+    int64_t used = (int64_t)(AMOUNT(head.bound) - dead);
     if (page.nonce == head.nonce)
-        used += (int64_t)(page.limit - page.ceiling + head.settled - page.settled);
+        used = shown_used(page.shown, page.shown_settled, page.shown_dead, AMOUNT(head.bound), head.settled, dead);
     v->used = used < 0 ? 0 : (uint64_t)used < v->limit ? (uint64_t)used : v->limit;
     return true;
 }

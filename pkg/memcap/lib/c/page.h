@@ -47,6 +47,13 @@ struct limit_page {
     uint64_t begun;   /* readings begun, and finished */
     uint64_t done;
     uint64_t settled; /* the usage page's, before the reading */
+    /* For those who only look: what counted at the reading, less what was bound
+     * then, and the usage page's settled then. The ceiling errs to refuse where
+     * it is not known whether the driver has a dead process's memory back yet;
+     * what people are shown need not. */
+    int64_t shown;
+    uint64_t shown_settled;
+    uint64_t shown_dead; /* of what was bound then, dead processes' */
 };
 
 /* bound = [version:24 | units of 512 bytes:40]: what the container's processes
@@ -94,6 +101,16 @@ static inline bool slot_free(int fd, uint64_t index)
     return SYS3(SYS_fcntl, fd, OFD_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
 }
 
+/* shown_used is what views say is used, in bytes, by a reading of the same nonce:
+ * who has died since was in its figure; who was dead was not, and is in what was
+ * bound, until it is taken off there. */
+static inline int64_t shown_used(int64_t shown, uint64_t shown_settled, uint64_t shown_dead, uint64_t bound, uint64_t settled, uint64_t dead)
+{
+    uint64_t lost = settled - shown_settled, gone = lost < shown_dead ? lost : shown_dead;
+    uint64_t still = shown_dead - gone;
+    return (int64_t)(bound + (uint64_t)shown + gone - (dead > still ? dead - still : 0));
+}
+
 #define AT(type, field, where) _Static_assert(offsetof(struct type, field) == (where), #field)
 AT(limit_page, limit, 8);
 AT(limit_page, context, 16);
@@ -105,6 +122,9 @@ AT(limit_page, stamp, 144);
 AT(limit_page, begun, 152);
 AT(limit_page, done, 160);
 AT(limit_page, settled, 168);
+AT(limit_page, shown, 176);
+AT(limit_page, shown_settled, 184);
+AT(limit_page, shown_dead, 192);
 AT(usage_page, nonce, 8);
 AT(usage_page, bound, 64);
 AT(usage_page, asks, 128);
