@@ -103,7 +103,8 @@ struct ending {
 
 static void ending_begin(struct process *p, struct ending *x, CUcontext context)
 {
-    *x = (struct ending){.known = context_forget(p, context, &x->w)};
+    *x = (struct ending){.known = false};
+    x->known = context_forget(p, context, &x->w);
     if (!x->known)
         return;
     charge_take_all(p, &x->l, x->w.context);

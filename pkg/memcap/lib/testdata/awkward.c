@@ -100,5 +100,33 @@ int main(int argc, char **argv)
     must(bound(argv[2]) == 4 << 20, "is not counted once", "cuMemAlloc");
     must(give(at) == CUDA_SUCCESS, "failed", "cuMemFree");
     must(bound(argv[2]) == 0, "is not counted once", "cuMemFree");
+
+    /* A context, and what is in it, counts from its creation to its end. */
+    CUresult (*create)(CUcontext *, unsigned int, CUdevice), (*destroy)(CUcontext), (*large)(CUdeviceptr *, size_t);
+    *(void **)&create = dlsym(library, "cuCtxCreate_v2");
+    *(void **)&destroy = dlsym(library, "cuCtxDestroy_v2");
+    *(void **)&large = dlsym(library, "cuMemAlloc_v2");
+    const uint64_t each = 1 << 20, mib = 1 << 20;
+    for (int round = 0; round < 3; round++) {
+        CUcontext context = NULL;
+        CUdeviceptr wide;
+        must(create(&context, 0, 0) == CUDA_SUCCESS && bound(argv[2]) == each, "is not counted", "cuCtxCreate_v2");
+        must(large(&wide, 4 * mib) == CUDA_SUCCESS && large(&wide, 4096) == CUDA_SUCCESS, "failed", "cuMemAlloc_v2");
+        must(bound(argv[2]) == each + 6 * mib, "is not counted", "cuMemAlloc_v2");
+        if (round == 0)
+            must(destroy(context) != CUDA_SUCCESS && bound(argv[2]) == each + 6 * mib, "gives back and fails", "cuCtxDestroy_v2");
+        must(destroy(context) == CUDA_SUCCESS && bound(argv[2]) == 0, "does not give back", "cuCtxDestroy_v2");
+    }
+    CUresult (*retain)(CUcontext *, CUdevice), (*release)(CUdevice);
+    *(void **)&retain = dlsym(library, "cuDevicePrimaryCtxRetain");
+    *(void **)&release = dlsym(library, "cuDevicePrimaryCtxRelease_v2");
+    for (int round = 0; round < 3; round++) {
+        CUcontext context = NULL;
+        must(retain(&context, 0) == CUDA_SUCCESS && bound(argv[2]) == each, "is not counted", "cuDevicePrimaryCtxRetain");
+        must(retain(&context, 0) == CUDA_SUCCESS && bound(argv[2]) == each, "is counted twice", "cuDevicePrimaryCtxRetain");
+        must(release(0) == CUDA_SUCCESS && bound(argv[2]) == each, "gives back too early", "cuDevicePrimaryCtxRelease_v2");
+        must(release(0) == CUDA_SUCCESS && bound(argv[2]) == 0, "does not give back", "cuDevicePrimaryCtxRelease_v2");
+        must(release(0) != CUDA_SUCCESS && bound(argv[2]) == 0, "is released once too often", "cuDevicePrimaryCtxRelease_v2");
+    }
     return failed;
 }

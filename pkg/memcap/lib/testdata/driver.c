@@ -31,6 +31,41 @@ EXPORT CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device)
     return CUDA_SUCCESS;
 }
 
+EXPORT CUresult cuCtxCreate_v2(CUcontext *context, unsigned int flags, CUdevice device)
+{
+    return flags || device ? CUDA_ERROR_INVALID_VALUE : cuCtxGetCurrent(context);
+}
+/* It is not destroyed at the first attempt. */
+EXPORT CUresult cuCtxDestroy_v2(CUcontext context)
+{
+    static int attempts;
+    return context != (CUcontext)0x1000 || attempts++ == 0 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+static int retained;
+EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
+{
+    (void)device;
+    *context = (CUcontext)0x2000;
+    retained++;
+    return CUDA_SUCCESS;
+}
+EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
+{
+    (void)device;
+    if (!retained)
+        return CUDA_ERROR_INVALID_VALUE;
+    retained--;
+    return CUDA_SUCCESS;
+}
+EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned int *flags, int *active)
+{
+    (void)device;
+    *flags = 0;
+    *active = retained > 0;
+    return CUDA_SUCCESS;
+}
+
 EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *at, size_t bytes)
 {
     *at = next;
