@@ -40,20 +40,25 @@ static bool take_small(CUdeviceptr *out, struct context *c, uint64_t size)
     return r;
 }
 
+/* A block is added only where nothing else serves at that moment, so that none
+ * stays that nobody has a part of. */
 static CUresult grow_small(const char *call, CUdeviceptr *out, struct context *c, uint64_t size)
 {
     struct device *d = &devices[c->device];
-    while (!take_small(out, c, size)) { /* another thread may be quicker to take what is new */
-        TRY(charge(call, d, (int64_t)BLOCK));
-        lock();
-        bool added = range_add_block(c->device);
-        unlock();
-        if (!added) {
-            charge(call, d, -(int64_t)BLOCK);
-            return CUDA_ERROR_OUT_OF_MEMORY;
-        }
-    }
-    return CUDA_SUCCESS;
+    if (take_small(out, c, size)) /* another thread was quicker to add one */
+        return CUDA_SUCCESS;
+    TRY(charge(call, d, (int64_t)BLOCK));
+    lock();
+    struct range *r = range_small(c->device, c, size);
+    bool added = !r && range_add_block(c->device);
+    if (added)
+        r = range_small(c->device, c, size);
+    if (r)
+        *out = r->at;
+    unlock();
+    if (!added)
+        charge(call, d, -(int64_t)BLOCK);
+    return r ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 static CUresult allocate_small(const char *call, CUdeviceptr *out, struct context *c, uint64_t size)
