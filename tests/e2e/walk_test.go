@@ -10,6 +10,7 @@ import (
 	"maps"
 	"math/rand/v2"
 	"os"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -257,7 +258,7 @@ func (w *walk) meetLocked(c witness.Container) {
 	if err != nil {
 		return // it has ended already
 	}
-	entries, err := os.ReadDir(node.File(fmt.Sprintf("/proc/%d/root/dev", process.PID)))
+	entries, err := os.ReadDir(node.File(filepath.Join("/proc", strconv.Itoa(process.PID), "root", "dev")))
 	if err != nil || !node.Lives(process) {
 		return
 	}
