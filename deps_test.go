@@ -65,6 +65,7 @@ var rooms = []room{
 	{"internal/desk", 1, "the view and the claims"},
 	{"internal/health", 1, "which GPUs are fit for work, from events and readings"},
 	{"pkg/gpu", 0, "the words for hardware"},
+	{"pkg/memcap/lib/build", outside, "compiles the libraries that the agent carries"},
 	{"deployments/...", outside, "manifests and their tests"},
 	{"deployments", outside, "manifests and their tests"},
 	{"tests/...", outside, "the emulated driver, the test node, tests on it"},

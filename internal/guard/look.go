@@ -97,20 +97,19 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 			again = true
 		}
 	}
+	has := func(id string) *sum {
+		if t := sums[id]; t != nil {
+			return t
+		}
+		return &sum{known: whole} // no process of it is on the GPU any more
+	}
 	for at, s := range g.seen {
 		if at.gpu == d.UUID {
-			t := sums[at.container]
-			if t == nil {
-				t = &sum{known: whole}
-			}
-			s.take(t)
+			s.take(has(at.container))
 		}
 	}
 	for _, id := range slices.Sorted(maps.Keys(metered)) {
-		s, t := metered[id], sums[id]
-		if t == nil {
-			t = &sum{known: whole} // no process of it is on the GPU any more
-		}
+		s, t := metered[id], has(id)
 		if g.containers[id] == nil {
 			s.close() // it has ended: its claim's page is the next one's
 			continue
@@ -314,10 +313,8 @@ func (g *Guard) keys(c *node.Container) []string {
 // holds says what a container may have of a GPU, and by which claim.
 func (g *Guard) holds(c *node.Container, u gpu.UUID, holders map[string]holder) (key string, bytes uint64, held bool) {
 	for _, k := range g.keys(c) {
-		for _, l := range holders[k].caps {
-			if l.GPU == u && (!held || l.Bytes > bytes) {
-				key, bytes, held = k, l.Bytes, true
-			}
+		if has, ok := holders[k].on(u); ok && (!held || has > bytes) {
+			key, bytes, held = k, has, true
 		}
 	}
 	return key, bytes, held

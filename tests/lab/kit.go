@@ -48,13 +48,9 @@ func NewKit(screen io.Writer) (*Kit, error) {
 		}
 		dir = up
 	}
-	cache := os.Getenv("GPU_AGENT_CACHE")
-	if cache == "" {
-		user, err := os.UserCacheDir()
-		if err != nil {
-			return nil, fmt.Errorf("find the cache: %w; set GPU_AGENT_CACHE", err)
-		}
-		cache = filepath.Join(user, "gpu-agent")
+	cache, err := lib.Cache()
+	if err != nil {
+		return nil, err
 	}
 	if cache, err = filepath.Abs(cache); err != nil {
 		return nil, fmt.Errorf("find the cache: %w", err)

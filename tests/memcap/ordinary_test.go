@@ -18,8 +18,8 @@ import (
 
 	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/tests/emulator"
+	emulib "example.com/gpu-agent/tests/emulator/lib"
 	"example.com/gpu-agent/tests/memcap/capsule"
-	"example.com/gpu-agent/tests/memcap/probe"
 )
 
 // Programs that have nothing to do with GPUs start, speak and end as they did,
@@ -149,7 +149,7 @@ func TestOrdinaryPrograms(t *testing.T) {
 // muslProgram builds a program against musl, from Debian's packages, which are
 // kept in the cache and not installed.
 func muslProgram(ctx context.Context, source, dir string) (loader, program string, err error) {
-	cache, err := probe.Cache()
+	cache, err := emulib.Cache()
 	if err != nil {
 		return "", "", err
 	}

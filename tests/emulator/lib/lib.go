@@ -54,17 +54,25 @@ func Header(ctx context.Context) (string, error) {
 	return filepath.Join(dir, "pkg/nvml/nvml.h"), nil
 }
 
-// CacheDir is where Cached builds: a folder of the project's cache
-// ($GPU_AGENT_CACHE, else gpu-agent under the user's cache directory) named for
-// all that the build depends on.
+// Cache is the project's cache: $GPU_AGENT_CACHE, else gpu-agent under the
+// user's cache directory.
+func Cache() (string, error) {
+	if cache := os.Getenv("GPU_AGENT_CACHE"); cache != "" {
+		return cache, nil
+	}
+	user, err := os.UserCacheDir()
+	if err != nil {
+		return "", fmt.Errorf("find the cache: %w; set GPU_AGENT_CACHE", err)
+	}
+	return filepath.Join(user, "gpu-agent"), nil
+}
+
+// CacheDir is where Cached builds: a folder of the project's cache named for all
+// that the build depends on.
 func CacheDir(ctx context.Context, header string) (string, error) {
-	cache := os.Getenv("GPU_AGENT_CACHE")
-	if cache == "" {
-		user, err := os.UserCacheDir()
-		if err != nil {
-			return "", fmt.Errorf("find cache: %w", err)
-		}
-		cache = filepath.Join(user, "gpu-agent")
+	cache, err := Cache()
+	if err != nil {
+		return "", err
 	}
 	sum, err := stamp(ctx, header)
 	if err != nil {

@@ -14,6 +14,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+
+	"example.com/gpu-agent/tests/emulator/lib"
 )
 
 // The files that a build makes.
@@ -31,23 +33,10 @@ var (
 	objects = []string{"main.c", "doors.c", "calls.c", "team.c", "views.c"}
 )
 
-// Cache is the project's cache: $GPU_AGENT_CACHE, else gpu-agent under the
-// user's cache directory.
-func Cache() (string, error) {
-	if cache := os.Getenv("GPU_AGENT_CACHE"); cache != "" {
-		return cache, nil
-	}
-	user, err := os.UserCacheDir()
-	if err != nil {
-		return "", fmt.Errorf("find cache: %w", err)
-	}
-	return filepath.Join(user, "gpu-agent"), nil
-}
-
 // Cached builds the programs into the project's cache, unless they are there,
 // and returns their folder.
 func Cached(ctx context.Context) (string, error) {
-	cache, err := Cache()
+	cache, err := lib.Cache()
 	if err != nil {
 		return "", err
 	}

@@ -4,6 +4,7 @@ package main
 
 import (
 	"context"
+	"fmt"
 	"os"
 	"os/signal"
 
@@ -18,6 +19,7 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
 	defer stop()
 	if err := lib.Build(ctx, out); err != nil {
-		panic(err) // a program of the build alone: nobody reads its exit status apart
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
 	}
 }

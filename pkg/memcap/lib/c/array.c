@@ -92,12 +92,7 @@ EXPORT CUresult cuMipmappedArrayCreate(CUmipmap *out, const CUarray3 *d, unsigne
     struct taken t;                                           \
     if (!p || !charge_take(p, &t, (uintptr_t)handle, space))  \
         return CALL(name, handle);                            \
-    CUresult r = CALL(name, handle);                          \
-    if (r == CUDA_SUCCESS)                                    \
-        charge_gone(p, &t);                                   \
-    else                                                      \
-        charge_back(p, &t);                                   \
-    return r;
+    return charge_end(p, &t, CALL(name, handle));
 
 EXPORT CUresult cuArrayDestroy(CUarray array) { DESTROY(cuArrayDestroy, SPACE_ARRAY, array) }
 EXPORT CUresult cuMipmappedArrayDestroy(CUmipmap array) { DESTROY(cuMipmappedArrayDestroy, SPACE_MIPMAP, array) }

@@ -60,6 +60,16 @@ bool charge_take(struct process *p, struct taken *t, uint64_t key, enum space sp
 void charge_gone(struct process *p, const struct taken *t);
 void charge_back(struct process *p, const struct taken *t);
 
+/* charge_end is which of the two the driver's answer calls for. */
+static inline CUresult charge_end(struct process *p, const struct taken *t, CUresult r)
+{
+    if (r == CUDA_SUCCESS)
+        charge_gone(p, t);
+    else
+        charge_back(p, t);
+    return r;
+}
+
 /* The same for all that a context has, which ends with it. */
 struct taken_list {
     struct taken *list;

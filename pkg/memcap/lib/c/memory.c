@@ -11,6 +11,19 @@
     case COUNT: break;                                       \
     }
 
+/* The driver's call, then done, which counts what it gave; undo where that fails. */
+#define RETURN_COUNTED(c, call, done, undo)  \
+    CUresult r = call;                       \
+    if (r != CUDA_SUCCESS) {                 \
+        charge_failed(c);                    \
+        return r;                            \
+    }                                        \
+    if (done)                                \
+        return r;                            \
+    undo;                                    \
+    charge_undone(c);                        \
+    return CUDA_ERROR_OUT_OF_MEMORY;
+
 EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *at, size_t bytes)
 {
     struct process *p = ENTER();
@@ -18,16 +31,7 @@ EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *at, size_t bytes)
     if (!p || !at)
         return CALL(cuMemAlloc_v2, at, bytes);
     OUT_OF_MEMORY_UNLESS_COUNTED(p, &c, bytes, HOW_LARGE, CALL(cuMemAlloc_v2, at, bytes))
-    CUresult r = CALL(cuMemAlloc_v2, at, bytes);
-    if (r != CUDA_SUCCESS) {
-        charge_failed(&c);
-        return r;
-    }
-    if (charge_done(p, &c, *at, SPACE_ADDRESS))
-        return r;
-    CALL(cuMemFree_v2, *at);
-    charge_undone(&c);
-    return CUDA_ERROR_OUT_OF_MEMORY;
+    RETURN_COUNTED(&c, CALL(cuMemAlloc_v2, at, bytes), charge_done(p, &c, *at, SPACE_ADDRESS), CALL(cuMemFree_v2, *at))
 }
 
 EXPORT CUresult cuMemAlloc(CUdeviceptr_v1 *at, size_v1 bytes)
@@ -37,16 +41,7 @@ EXPORT CUresult cuMemAlloc(CUdeviceptr_v1 *at, size_v1 bytes)
     if (!p || !at)
         return CALL(cuMemAlloc, at, bytes);
     OUT_OF_MEMORY_UNLESS_COUNTED(p, &c, bytes, HOW_LARGE, CALL(cuMemAlloc, at, bytes))
-    CUresult r = CALL(cuMemAlloc, at, bytes);
-    if (r != CUDA_SUCCESS) {
-        charge_failed(&c);
-        return r;
-    }
-    if (charge_done(p, &c, *at, SPACE_ADDRESS))
-        return r;
-    CALL(cuMemFree, *at);
-    charge_undone(&c);
-    return CUDA_ERROR_OUT_OF_MEMORY;
+    RETURN_COUNTED(&c, CALL(cuMemAlloc, at, bytes), charge_done(p, &c, *at, SPACE_ADDRESS), CALL(cuMemFree, *at))
 }
 
 EXPORT CUresult cuMemAllocManaged(CUdeviceptr *at, size_t bytes, unsigned int flags)
@@ -56,16 +51,7 @@ EXPORT CUresult cuMemAllocManaged(CUdeviceptr *at, size_t bytes, unsigned int fl
     if (!p || !at)
         return CALL(cuMemAllocManaged, at, bytes, flags);
     OUT_OF_MEMORY_UNLESS_COUNTED(p, &c, bytes, HOW_MANAGED, CALL(cuMemAllocManaged, at, bytes, flags))
-    CUresult r = CALL(cuMemAllocManaged, at, bytes, flags);
-    if (r != CUDA_SUCCESS) {
-        charge_failed(&c);
-        return r;
-    }
-    if (charge_done(p, &c, *at, SPACE_ADDRESS))
-        return r;
-    CALL(cuMemFree_v2, *at);
-    charge_undone(&c);
-    return CUDA_ERROR_OUT_OF_MEMORY;
+    RETURN_COUNTED(&c, CALL(cuMemAllocManaged, at, bytes, flags), charge_done(p, &c, *at, SPACE_ADDRESS), CALL(cuMemFree_v2, *at))
 }
 
 /* A pitched allocation is as large as the driver's pitch makes it, which is
@@ -112,16 +98,7 @@ EXPORT CUresult cuMemAllocPitch_v2(CUdeviceptr *at, size_t *pitch, size_t width,
     if (!predict(width, height, &bytes))
         bytes = MOST;
     OUT_OF_MEMORY_UNLESS_COUNTED(p, &c, bytes, HOW_LARGE, CALL(cuMemAllocPitch_v2, at, pitch, width, height, element))
-    CUresult r = CALL(cuMemAllocPitch_v2, at, pitch, width, height, element);
-    if (r != CUDA_SUCCESS) {
-        charge_failed(&c);
-        return r;
-    }
-    if (pitched_done(p, &c, *at, *pitch * height))
-        return r;
-    CALL(cuMemFree_v2, *at);
-    charge_undone(&c);
-    return CUDA_ERROR_OUT_OF_MEMORY;
+    RETURN_COUNTED(&c, CALL(cuMemAllocPitch_v2, at, pitch, width, height, element), pitched_done(p, &c, *at, *pitch * height), CALL(cuMemFree_v2, *at))
 }
 
 EXPORT CUresult cuMemAllocPitch(CUdeviceptr_v1 *at, size_v1 *pitch, size_v1 width, size_v1 height, unsigned int element)
@@ -134,16 +111,7 @@ EXPORT CUresult cuMemAllocPitch(CUdeviceptr_v1 *at, size_v1 *pitch, size_v1 widt
     if (!predict(width, height, &bytes))
         bytes = MOST;
     OUT_OF_MEMORY_UNLESS_COUNTED(p, &c, bytes, HOW_LARGE, CALL(cuMemAllocPitch, at, pitch, width, height, element))
-    CUresult r = CALL(cuMemAllocPitch, at, pitch, width, height, element);
-    if (r != CUDA_SUCCESS) {
-        charge_failed(&c);
-        return r;
-    }
-    if (pitched_done(p, &c, *at, (uint64_t)*pitch * height))
-        return r;
-    CALL(cuMemFree, *at);
-    charge_undone(&c);
-    return CUDA_ERROR_OUT_OF_MEMORY;
+    RETURN_COUNTED(&c, CALL(cuMemAllocPitch, at, pitch, width, height, element), pitched_done(p, &c, *at, (uint64_t)*pitch * height), CALL(cuMemFree, *at))
 }
 
 EXPORT CUresult cuMemFree_v2(CUdeviceptr at)
@@ -155,12 +123,7 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr at)
         return CALL(cuMemFree_v2, at);
     if (!charge_take(p, &t, at, SPACE_ADDRESS))
         return real.cuMemFree_v2 && pool_free(p, at, &r, real.cuMemFree_v2, NULL, NULL) ? r : CALL(cuMemFree_v2, at);
-    r = CALL(cuMemFree_v2, at);
-    if (r == CUDA_SUCCESS)
-        charge_gone(p, &t);
-    else
-        charge_back(p, &t);
-    return r;
+    return charge_end(p, &t, CALL(cuMemFree_v2, at));
 }
 
 EXPORT CUresult cuMemFree(CUdeviceptr_v1 at)
@@ -169,10 +132,5 @@ EXPORT CUresult cuMemFree(CUdeviceptr_v1 at)
     struct taken t;
     if (!p || !charge_take(p, &t, at, SPACE_ADDRESS))
         return CALL(cuMemFree, at);
-    CUresult r = CALL(cuMemFree, at);
-    if (r == CUDA_SUCCESS)
-        charge_gone(p, &t);
-    else
-        charge_back(p, &t);
-    return r;
+    return charge_end(p, &t, CALL(cuMemFree, at));
 }

@@ -261,12 +261,7 @@ static CUresult free_async(struct process *p, CUdeviceptr at, CUstream s, CUresu
         return r;
     if (!charge_take(p, &t, at, SPACE_ADDRESS))
         return call(at, s);
-    r = call(at, s);
-    if (r == CUDA_SUCCESS)
-        charge_gone(p, &t);
-    else
-        charge_back(p, &t);
-    return r;
+    return charge_end(p, &t, call(at, s));
 }
 
 EXPORT CUresult cuMemFreeAsync(CUdeviceptr at, CUstream s)
