@@ -107,6 +107,18 @@ type Profile struct {
 	// Max is how many can stand on one GPU at a time.
 	Max        int         `json:"max,omitempty"`
 	Placements []Placement `json:"placements,omitempty"`
+	// Engines are the media engines that come with an instance; nil where the
+	// driver has not told.
+	Engines *Engines `json:"engines,omitempty"`
+}
+
+// Engines counts media engines: decoders, encoders, JPEG units and optical-flow
+// accelerators.
+type Engines struct {
+	Decode int `json:"decode"`
+	Encode int `json:"encode"`
+	JPEG   int `json:"jpeg"`
+	OFA    int `json:"ofa"`
 }
 
 // Placement is a run of memory slots on a GPU.
@@ -119,9 +131,13 @@ type Placement struct {
 type Instance struct {
 	Profile string `json:"profile"`
 	Placement
-	GI     int    `json:"gi,omitempty"`
-	CI     int    `json:"ci,omitempty"`
-	UUID   UUID   `json:"uuid,omitempty"`
+	GI int `json:"gi,omitempty"`
+	// CI is the compute instance's number in its GPU instance, -1 where there is
+	// none. CIStart is the first of its compute slices there, 0 unless the GPU
+	// instance is split.
+	CI      int    `json:"ci,omitempty"`
+	CIStart int    `json:"ciStart,omitempty"`
+	UUID    UUID   `json:"uuid,omitempty"`
 	Busy   bool   `json:"busy,omitempty"`
 	Holder string `json:"holder,omitempty"`
 }
