@@ -138,8 +138,8 @@ type Instance struct {
 	CI      int    `json:"ci,omitempty"`
 	CIStart int    `json:"ciStart,omitempty"`
 	UUID    UUID   `json:"uuid,omitempty"`
-	Busy   bool   `json:"busy,omitempty"`
-	Holder string `json:"holder,omitempty"`
+	Busy    bool   `json:"busy,omitempty"`
+	Holder  string `json:"holder,omitempty"`
 }
 
 // Memory is a GPU's memory at one moment, in MiB.
