@@ -3,6 +3,7 @@
 package obs
 
 import (
+	"errors"
 	"regexp"
 	"runtime"
 	"strconv"
@@ -11,6 +12,8 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
+
+	"example.com/gpu-agent/pkg/gpu"
 )
 
 const prefix = "gpu_agent_"
@@ -28,6 +31,8 @@ type Metrics struct {
 	kills   *prometheus.CounterVec
 	evicted prometheus.Counter
 	breach  prometheus.Histogram
+	steps   *prometheus.HistogramVec
+	wishes  *prometheus.HistogramVec
 }
 
 // KillReasons is every reason for which the watchdog ends a container: it is
@@ -70,6 +75,15 @@ func NewMetrics(version string) *Metrics {
 		breach: prometheus.NewHistogram(prometheus.HistogramOpts{Name: prefix + "cap_breach_to_end_seconds",
 			Help:    "Time from the reading that first showed a container over its cap to the end of its processes.",
 			Buckets: []float64{.1, .25, .5, .75, 1, 2, 5, 10, 30}}),
+		// An instance takes 0.1 s to 1 s, five on a busy node, a reset ten and
+		// more; a driver that is slow for a minute is worth seeing.
+		steps: histogram("mig_step_duration_seconds",
+			"Time that a step of a change to a GPU's MIG instances took, by its outcome.",
+			[]float64{.05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60}, "op", "profile", "outcome"),
+		// The kubelet asks again after 30 s, and the work goes on meanwhile.
+		wishes: histogram("mig_wish_duration_seconds",
+			"Time from a container's wish for a MIG instance until the container could start.",
+			[]float64{.01, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60}, "profile"),
 	}
 	for _, reason := range KillReasons {
 		m.kills.WithLabelValues(reason) // a rate needs a zero to start from
@@ -121,10 +135,37 @@ func (m *Metrics) CapKill(reason string, took time.Duration) {
 // CapEviction counts a pod that was evicted for its offences.
 func (m *Metrics) CapEviction() { m.evicted.Inc() }
 
+// MIGStep counts a step of a change to a GPU's MIG instances. op is one of
+// "destroy", "create", "enable", "disable", "reset" and "undo"; profile is empty
+// for those that concern the whole GPU.
+func (m *Metrics) MIGStep(op, profile string, took time.Duration, err error) {
+	m.steps.WithLabelValues(op, profile, outcome(err)).Observe(took.Seconds())
+}
+
+// outcome is what an operator would tell apart: a step that ran into somebody's
+// process or into the room of others is not a step that broke.
+func outcome(err error) string {
+	switch {
+	case err == nil:
+		return "ok"
+	case errors.Is(err, gpu.ErrInUse):
+		return "in_use"
+	case errors.Is(err, gpu.ErrNoRoom):
+		return "no_room"
+	}
+	return "error"
+}
+
+// Wish counts a wish for a MIG instance that was granted; took is the time from
+// the wish until the container could start.
+func (m *Metrics) Wish(profile string, took time.Duration) {
+	m.wishes.WithLabelValues(profile).Observe(took.Seconds())
+}
+
 // registry gathers everything that /metrics shows.
 func (m *Metrics) registry(status func() Status) *prometheus.Registry {
 	r := prometheus.NewRegistry()
-	r.MustRegister(m.plugin, m.driver, m.round, m.api, m.events, m.gpus, m.kills, m.evicted, m.breach,
+	r.MustRegister(m.plugin, m.driver, m.round, m.api, m.events, m.gpus, m.kills, m.evicted, m.breach, m.steps, m.wishes,
 		view{version: m.version, status: status},
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
 		// The collector's default is some forty series on every node of a

@@ -88,7 +88,77 @@ type GPUStatus struct {
 	// saw it last. A GPU that is off has nobody to intrude on.
 	Intruders int `json:"intruders,omitempty"`
 	NoPod     int `json:"noPod,omitempty"`
+	// MIG is nil where the GPU cannot do MIG, or has nothing to do with it now:
+	// the mode is off and stays off.
+	MIG *MIGStatus `json:"mig,omitempty"`
 }
+
+// MIGStatus is a GPU cut by MIG. What it offers is in Slots, of several
+// resources: GPUStatus.Resource is empty for it, and so are the counts.
+type MIGStatus struct {
+	// Enabled is the mode in force, Pending the mode after the next reset; nil
+	// where that is the same.
+	Enabled bool  `json:"enabled"`
+	Pending *bool `json:"pending,omitempty"`
+	// OnDemand says that instances are made for the pods that ask; else the
+	// partition names them.
+	OnDemand bool `json:"onDemand,omitempty"`
+	// Size is the number of the GPU's memory slots: 8 on an A100, 4 on an A30;
+	// zero while nobody has told.
+	Size int `json:"size,omitempty"`
+	// Work is what is being done to the GPU's instances now, in words; empty
+	// while nothing is.
+	Work string `json:"work,omitempty"`
+	// Slots is what stands, is offered or is wanted, in the order of place, then
+	// size, then profile, then compute slice.
+	Slots []SlotStatus `json:"slots,omitempty"`
+}
+
+// SlotStatus is a MIG device that stands, or could.
+type SlotStatus struct {
+	// Device is its ID with the kubelet ("GPU-…::3g.40gb@4"). Resource is the
+	// full name of what it is offered as; empty where it is not on offer.
+	Device   string `json:"device"`
+	Resource string `json:"resource,omitempty"`
+	Profile  string `json:"profile"`
+	// Start and Size are its GPU instance's memory slots. CI is its first compute
+	// slice in there; 0 unless the profile is a split (1c.3g.40gb).
+	Start int `json:"start"`
+	Size  int `json:"size"`
+	CI    int `json:"ci,omitempty"`
+	// State is one of SlotStates.
+	State string `json:"state"`
+	// UUID is the instance's, empty where none stands. GI and CIID are the
+	// driver's numbers of the GPU instance and the compute instance, valid only
+	// where UUID is set.
+	UUID string `json:"uuid,omitempty"`
+	GI   int    `json:"gi"`
+	CIID int    `json:"ciID"`
+	// Namespace, Pod and Container are who holds it; empty where nobody does, and
+	// for a claim that the kubelet has not named yet.
+	Namespace string `json:"namespace,omitempty"`
+	Pod       string `json:"pod,omitempty"`
+	Container string `json:"container,omitempty"`
+	// Reason says why it cannot be had, or what fails; empty where there is
+	// nothing to say.
+	Reason string `json:"reason,omitempty"`
+}
+
+// Values of SlotStatus.State.
+const (
+	SlotHeld    = "held"    // a claim has it; its instance stands unless UUID is empty
+	SlotWarm    = "warm"    // the instance stands, nobody holds it, it can be had
+	SlotMaking  = "making"  // a claim waits while the instance is made
+	SlotFree    = "free"    // no instance stands, one could be made now
+	SlotCovered = "covered" // its room is taken by others
+	SlotLeaving = "leaving" // stands or is held, and goes: nobody new gets it
+	SlotForeign = "foreign" // somebody else made the instance, and it is not offered
+	SlotFailed  = "failed"  // it could not be made, time and again, and is withdrawn
+)
+
+// SlotStates is every value of SlotStatus.State, in the order in which metrics
+// list them.
+var SlotStates = []string{SlotHeld, SlotWarm, SlotMaking, SlotFree, SlotCovered, SlotLeaving, SlotForeign, SlotFailed}
 
 // Healthy is the value of GPUStatus.Health that is not a complaint.
 const Healthy = "healthy"
