@@ -851,6 +851,14 @@ nvmlReturn_t gpuEmulatorSetTimeSlice(nvmlDevice_t d, unsigned int slice)
     return send_call(&c);
 }
 
+/* What nvidia-smi --gpu-reset does likewise. */
+nvmlReturn_t gpuEmulatorReset(nvmlDevice_t d)
+{
+    struct call c;
+    begin(&c, __func__, device_number(d));
+    return send_call(&c);
+}
+
 /* unsupported is what a generated stub calls, with the device that the call is
  * about where it has one. */
 int unsupported(const char *name, int about_device, const void *device)
