@@ -32,6 +32,12 @@
 //	driver_hangs                                1 while the driver does not answer
 //	gpu_blocked{gpu}                            1 while holders stand in the way of the wanted partition
 //	devices{gpu,resource,state}                 state is free, held or unhealthy
+//	device_info{device,resource,UUID,GPU_I_ID,GPU_I_PROFILE,mig_uuid,namespace,pod,container}   1; see below
+//	mig_enabled{gpu}                            1 or 0; only for GPUs that are cut by MIG, or are to be
+//	mig_pending{gpu}                            1 while a change of the MIG mode waits for a reset
+//	mig_slots{gpu,profile,state}                MIG devices that are held, warm, making, free, covered, leaving, foreign, failed
+//	mig_step_duration_seconds{op,profile,outcome}   histogram: destroy, create, enable, disable, reset, undo
+//	mig_wish_duration_seconds{profile}          histogram: from a container's wish for an instance to its start
 //	claims                                      sets of devices handed out and not yet ended
 //	partition_state{partition,state}            1 for the present state, 0 for the others
 //	partition_generation                        grows by one with each accepted partition
@@ -58,11 +64,37 @@
 // likes into its own counters: refusals, and managed memory in what is used, are
 // its word alone.
 //
+// # Joining dcgm-exporter
+//
+// dcgm-exporter (read at 4.5.3-4.8.2) names a GPU instance by the GPU's UUID in
+// the label UUID and the driver's number in GPU_I_ID; a GPU that is not cut has
+// no GPU_I_ID, which to Prometheus is an empty one. It cannot tell whose they
+// are, as it only knows NVIDIA's resources and device IDs that are instance
+// UUIDs. device_info has these labels for each GPU and container that holds
+// devices of it, and for each MIG instance that stands, held or not:
+//
+//	max by (UUID, GPU_I_ID) (DCGM_FI_DEV_FB_USED)
+//	  * on (UUID, GPU_I_ID) group_right gpu_agent_device_info{pod!=""}
+//
+// A held MIG device is missing until its instance stands, and containers that
+// share a GPU, or compute instances of one GPU instance, each join the whole's
+// figure. max takes away the copies that dcgm-exporter makes of a series.
+//
 // # Text
 //
 // [WriteText] draws the Status for a terminal of 80 columns or more: a block a
 // GPU, with a bar of what is held and a line for each holder; then a table of
-// the containers' memory.
+// the containers' memory. A GPU that MIG cuts has its memory slots as a row of
+// cells instead of the bar,
+//
+//	┌0─────────┬1─────────┬2─────────┬3─────────┬4──────────────────────────────────────────┐
+//	│1g.10gb   │1g.10gb   │·         │·         │3g.40gb                                    │
+//	│held      │warm      │·         │·         │making                                     │
+//	│notebook-1│          │·         │·         │train-8                                    │
+//	└──────────┴──────────┴──────────┴──────────┴───────────────────────────────────────────┘
+//
+// then a line for each device that stands or is held, and the places where more
+// could be made.
 //
 // The package does not know where a figure comes from, nor what to do about it.
 package obs

@@ -196,6 +196,15 @@ var (
 	partition  = gauge("partition_state", "State of the node's partition: 1 for the present one, 0 for the others.", "partition", "state")
 	generation = gauge("partition_generation", "How many partitions were accepted since the agent started.")
 
+	migEnabled = gauge("mig_enabled", "Whether MIG is in force on a GPU that is cut by it, or is to be: 1 or 0.", "gpu")
+	migPending = gauge("mig_pending", "Whether a change of the GPU's MIG mode waits for a reset: 1 or 0.", "gpu")
+	migSlots   = gauge("mig_slots", "MIG devices of a GPU, by profile, that are "+strings.Join(SlotStates, ", ")+". Those that overlap exclude each other.",
+		"gpu", "profile", "state")
+	// The names are dcgm-exporter's, so that a query can join by them.
+	deviceInfo = gauge("device_info",
+		"A device that a container holds, or a MIG instance that stands; always 1. UUID, GPU_I_ID and GPU_I_PROFILE are as dcgm-exporter writes them.",
+		"device", "resource", "UUID", "GPU_I_ID", "GPU_I_PROFILE", "mig_uuid", "namespace", "pod", "container")
+
 	containerCap = gauge("container_memory_cap_bytes",
 		"GPU memory that a container may use, and the guarantee: what holds it to that. None for a whole GPU.",
 		"namespace", "pod", "container", "gpu", "guarantee")
@@ -224,7 +233,7 @@ type view struct {
 // names at the start.
 func (v view) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{buildInfo, driverInfo, gpuInfo, gpuMemory, gpuHealthy, gpuFault, hangs, gpuBlocked,
-		devices, claims, partition, generation,
+		devices, claims, partition, generation, migEnabled, migPending, migSlots, deviceInfo,
 		containerCap, containerUsed, containerPeak, containerRefusals, watchdogUp, unclaimed} {
 		out <- d
 	}
@@ -274,6 +283,10 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 			send(unclaimed, float64(g.Intruders), g.UUID, "intruder")
 			send(unclaimed, float64(g.NoPod), g.UUID, "no-pod")
 		}
+		if g.MIG != nil {
+			sendMIG(send, g)
+		}
+		infos(g, func(labels [9]string) { send(deviceInfo, 1, labels[:]...) })
 	}
 	send(watchdogUp, truth(s.Watchdog.State == WatchdogRunning))
 	// Series are those of the containers that there are: nobody has to forget
@@ -294,6 +307,73 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 		}
 		if c.hasPeak() {
 			send(containerPeak, bytes(c.PeakMiB), labels[:]...)
+		}
+	}
+}
+
+// sendMIG sends what a GPU's slots add up to, for each profile and resource in
+// all states: an alert needs a zero to look at.
+func sendMIG(send func(d *prometheus.Desc, value float64, labels ...string), g GPUStatus) {
+	m := g.MIG
+	send(migEnabled, truth(m.Enabled), g.UUID)
+	send(migPending, truth(m.Pending != nil && *m.Pending != m.Enabled), g.UUID)
+	slots := map[string]map[string]int{}   // by profile and state
+	offered := map[string]map[string]int{} // by resource and state of devices
+	for i := range m.Slots {
+		s := &m.Slots[i]
+		add(slots, s.Profile, s.State)
+		switch {
+		case s.Resource == "" || s.Resource == g.Resource: // the latter is counted by itself
+		case s.held():
+			add(offered, s.Resource, "held")
+		case s.State == SlotFree || s.State == SlotWarm:
+			add(offered, s.Resource, "free")
+		default:
+			add(offered, s.Resource, "unhealthy")
+		}
+	}
+	for profile, n := range slots {
+		for _, state := range SlotStates {
+			send(migSlots, float64(n[state]), g.UUID, profile, state)
+		}
+	}
+	for resource, n := range offered {
+		for _, state := range []string{"free", "held", "unhealthy"} {
+			send(devices, float64(n[state]), g.UUID, resource, state)
+		}
+	}
+}
+
+func add(counts map[string]map[string]int, name, state string) {
+	name = strings.ToValidUTF8(name, "\uFFFD")
+	if counts[name] == nil {
+		counts[name] = map[string]int{}
+	}
+	counts[name][state]++
+}
+
+// infos calls send with the labels of device_info, once for each set: one for a
+// GPU and each container that holds devices of it, one for each MIG instance
+// that stands. A MIG device without its instance is left out: it would join the
+// figures of the whole GPU.
+func infos(g GPUStatus, send func([9]string)) {
+	once := map[[9]string]bool{}
+	note := func(labels ...string) {
+		if l := [9]string(valid(labels)); !once[l] {
+			once[l] = true
+			send(l)
+		}
+	}
+	if g.MIG != nil {
+		for i := range g.MIG.Slots {
+			if s := &g.MIG.Slots[i]; s.UUID != "" {
+				note(s.Device, s.Resource, g.UUID, strconv.Itoa(s.GI), s.gpuInstance(), s.UUID, s.Namespace, s.Pod, s.Container)
+			}
+		}
+	}
+	for _, h := range g.others() {
+		if h.Pod != "" && !strings.Contains(h.Resource, "/mig-") {
+			note(g.UUID, h.Resource, g.UUID, "", "", "", h.Namespace, h.Pod, h.Container)
 		}
 	}
 }

@@ -119,6 +119,7 @@ func TestText(t *testing.T) {
 
 func TestTextFits(t *testing.T) {
 	s := sample()
+	s.GPUs = append(s.GPUs, cards().GPUs...)
 	s.Node = strings.Repeat("node", 60)
 	s.GPUs[0].Model = strings.Repeat("model ", 30)
 	s.GPUs[0].Resource = strings.Repeat("long", 20) + ".example.com/gpu-mem"
@@ -150,8 +151,10 @@ func TestTextFits(t *testing.T) {
 
 // Colour adds to the text and takes nothing away.
 func TestTextColor(t *testing.T) {
-	plain := text(t, sample(), TextOptions{Now: noon})
-	colored := text(t, sample(), TextOptions{Now: noon, Color: true})
+	s := sample()
+	s.GPUs = append(s.GPUs, cards().GPUs...)
+	plain := text(t, s, TextOptions{Now: noon})
+	colored := text(t, s, TextOptions{Now: noon, Color: true})
 	for _, code := range []string{bold, faint, red, green, yellow, "0"} {
 		colored = strings.ReplaceAll(colored, "\x1b["+code+"m", "")
 	}
@@ -231,13 +234,19 @@ func used() *Metrics {
 	m.CapKill("over", 700*time.Millisecond)
 	m.CapKill("intruder", 9*time.Second)
 	m.CapEviction()
+	m.MIGStep("create", "1g.10gb", time.Second, nil)
+	m.Wish("1g.10gb", time.Second)
 	return m
 }
 
 // Every metric has a help text, follows Prometheus' naming, and stands in the
 // package comment's table, which has no other.
 func TestMetricNames(t *testing.T) {
-	families, err := used().registry(sample).Gather()
+	families, err := used().registry(func() Status {
+		s := sample()
+		s.GPUs = append(s.GPUs, cards().GPUs...)
+		return s
+	}).Gather()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -253,7 +262,7 @@ func TestMetricNames(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, table, _ := strings.Cut(string(source), "// # Metrics")
-	table, _, _ = strings.Cut(table, "// # Text")
+	table, _, _ = strings.Cut(table, "// # Joining")
 	documented := map[string]string{}
 	for _, line := range strings.Split(table, "\n") {
 		entry, ok := strings.CutPrefix(line, "//\t")
@@ -419,6 +428,7 @@ func TestMetricsOfContainersThatAreGone(t *testing.T) {
 	}
 	s := sample()
 	s.Containers = s.Containers[5:]
+	s.GPUs[0].Holders = nil
 	s.Watchdog = Watchdog{State: WatchdogOff, Reason: "x"}
 	show(s)
 	if has(`pod="job-1"`) || has("gpu_agent_unclaimed_processes{") || !has(`pod="big"`) || !has("gpu_agent_watchdog_up 0") {

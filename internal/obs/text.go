@@ -65,7 +65,7 @@ func (p *page) line(s string) {
 }
 
 func (p *page) paint(code, s string) string {
-	if !p.Color || s == "" {
+	if !p.Color || s == "" || code == "" {
 		return s
 	}
 	return "\x1b[" + code + "m" + s + "\x1b[0m"
@@ -168,6 +168,9 @@ func (p *page) gpu(g GPUStatus) {
 	if g.Mode == "" {
 		facts[2] = "no partition"
 	}
+	if g.MIG != nil && g.MIG.OnDemand {
+		facts[2] += " on demand"
+	}
 	health, color := g.Health, green
 	if g.Health != Healthy {
 		color = red
@@ -175,8 +178,11 @@ func (p *page) gpu(g GPUStatus) {
 	text := strings.Join(compact(facts), "  ")
 	p.line(p.paint(bold, title) + p.fit(text, p.Width-len(title)-2-len(health)) + "  " + p.paint(color, health))
 	p.line(indent + p.paint(faint, p.fit(strings.Join(compact([]string{g.UUID, g.Resource}), "  "), p.Width-len(indent))))
-	if g.Resource != "" {
+	if g.Resource != "" && (g.MIG == nil || g.Total > 0) {
 		p.use(g)
+	}
+	if g.MIG != nil {
+		p.mig(g)
 	}
 	reason := g.Reason
 	if g.Since != nil && !p.Now.IsZero() {
@@ -324,6 +330,7 @@ func share(part, whole, cells int) int {
 }
 
 func (p *page) holders(g GPUStatus) {
+	g.Holders = g.others()
 	if len(g.Holders) == 0 {
 		return
 	}
