@@ -215,7 +215,7 @@ func compile(ctx context.Context, dir, header string) error {
 		gcc(append([]string{"-shared", "-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic", "-Wl,--version-script=cuda-exports", "-Wl,-z,defs",
 			"-fvisibility=hidden", "-DCUDA_VERSION=13000", "-o", CUDA, "transport.c"}, cuda...)...),
 		gcc("-shared", "-o", Other, "other.c"),
-		gcc("-o", SMI, "smi.c"),
+		gcc("-o", SMI, "smi.c", "smi_mig.c"),
 	)
 }
 
