@@ -14,6 +14,7 @@ import (
 
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
@@ -44,6 +45,9 @@ const (
 	// Replicas: one of n equal shares of a GPU; a request's replicas lie on
 	// different GPUs.
 	Replicas
+	// Slots: a MIG instance that stands or could; a request's slots can stand
+	// beside each other, on one GPU or several.
+	Slots
 )
 
 // View is what is on offer at one moment. It is immutable once published.
@@ -56,6 +60,10 @@ type View struct {
 	Resources []Resource
 	// Rank orders GPUs where nothing better decides (their index).
 	Rank map[gpu.UUID]int
+	// MIG has every GPU that Resources have slots of. A slot is listed Healthy
+	// where it would be if its GPU were empty: what has no room beside the claims
+	// and what else may not go is the desk's to find out.
+	MIG map[gpu.UUID]MIGView
 }
 
 // Resource is one extended resource and its devices.
@@ -73,6 +81,8 @@ type Resource struct {
 type Device struct {
 	ID  string
 	GPU gpu.UUID
+	// Slot is what a device of kind Slots stands for.
+	Slot mig.Slot
 	// Healthy is what the kubelet is told.
 	Healthy bool
 	// Leaving marks a held device that the wanted partition does not keep: it
@@ -91,6 +101,10 @@ type Claim struct {
 	IDs []string
 	// GPUs has each GPU once, in the order of IDs.
 	GPUs []gpu.UUID
+	// Slots are those that IDs name, one each, in their order; nil for devices of
+	// other kinds. A Size of 0 says that the desk does not know yet what can stand
+	// on the GPU, or that this cannot.
+	Slots []mig.Place
 	// Allocated is the time of the last Allocate with these IDs, or of the
 	// adoption where Adopted says so.
 	Allocated time.Time
@@ -110,6 +124,11 @@ type Claim struct {
 	// if they were not since the last Allocate; Waits names who, empty if nobody.
 	Checked time.Time
 	Waits   string
+	// Wished is when the kubelet first asked for the container to be prepared,
+	// zero if it has not since the last Allocate, or since the claim was last
+	// ready. Trouble is why that could not be done so far, by SetTrouble.
+	Wished  time.Time
+	Trouble string
 }
 
 // Holder is a container.
@@ -192,6 +211,9 @@ type Desk struct {
 	claims map[string]*claim
 	// version grows when a claim is added or ends.
 	version uint64
+	// moved are the GPUs of which claims have taken slots, or given them back,
+	// that view does not show yet.
+	moved []gpu.UUID
 	// changed has a channel for every resource, closed when its list changes.
 	changed map[string]chan struct{}
 }
@@ -264,6 +286,7 @@ func (d *Desk) publish(v *View, version uint64) bool {
 		}
 	}
 	d.base = v
+	d.sizeLocked()
 	d.showLocked()
 	return true
 }
@@ -284,14 +307,20 @@ func (d *Desk) SetFaults(faults map[gpu.UUID]string) {
 	d.showLocked()
 }
 
-// showLocked makes the view in force from the published one and the faults, and
-// tells the streams of those resources whose lists differ. A list that is as it
-// was stays the same slice.
+// showLocked makes the view in force from the published one, what claims have
+// taken and the faults, and tells the streams of those resources whose lists
+// differ. A list that is as it was stays the same slice.
 func (d *Desk) showLocked() {
-	v := &View{Gen: d.view.Gen + 1, Rank: d.base.Rank, Resources: slices.Clone(d.base.Resources)}
+	v := &View{Gen: d.view.Gen + 1, Rank: d.base.Rank, MIG: d.base.MIG, Resources: slices.Clone(d.base.Resources)}
+	rooms := d.roomsLocked(v.slotGPUs())
+	d.moved = d.moved[:0]
 	for i := range v.Resources {
 		r := &v.Resources[i]
-		r.Devices = faulted(r.Devices, d.faults)
+		if r.Kind == Slots {
+			r.Devices = lay(r.Devices, r.Devices, r.Name, rooms, d.faults)
+		} else {
+			r.Devices = faulted(r.Devices, d.faults)
+		}
 		if old := d.view.resource(r.Name); old != nil && slices.Equal(old.Devices, r.Devices) {
 			r.Devices = old.Devices
 			continue
@@ -371,6 +400,8 @@ func (d *Desk) Prefer(resource string, available, must []string, n int) ([]strin
 	}
 	prefer := preferWhole
 	switch r.Kind {
+	case Slots:
+		return d.preferSlots(v, r, available, must, n)
 	case Units:
 		prefer = timeslice.PreferUnits
 	case Replicas:
@@ -438,7 +469,7 @@ func (d *Desk) allocateLocked(resource string, ids []string, now time.Time) (str
 		dev := &r.Devices[i]
 		switch {
 		case !dev.Healthy:
-			return "", fmt.Errorf("device %s was withdrawn: %s", id, dev.Reason)
+			return "", fmt.Errorf("device %s was withdrawn: %s%s", id, dev.Reason, d.takersLocked(dev))
 		case dev.Leaving && !d.freshLocked(resource, id, now):
 			return "", fmt.Errorf("device %s is leaving: %s", id, dev.Reason)
 		}
@@ -447,24 +478,46 @@ func (d *Desk) allocateLocked(resource string, ids []string, now time.Time) (str
 	if err != nil {
 		return "", r.withCapacity(err)
 	}
+	if r.Kind == Slots && len(ids) > 1 {
+		if err := d.togetherLocked(r, ids); err != nil {
+			return "", err
+		}
+	}
 	if known != nil {
 		// The same devices again: a new pod, whose predecessor may still be
 		// ending, or the app container after the init container. Who holds it is
 		// to be told anew.
 		known.Allocated, known.Adopted, known.Started, known.Listed = now, false, false, false
 		known.Holder, known.PodUIDs, known.Checked, known.Waits = Holder{}, nil, time.Time{}, ""
+		known.Wished, known.Trouble = time.Time{}, ""
 		known.shut()
 		d.version++
 		return key, nil
 	}
-	sorted := slices.Clone(ids)
-	slices.Sort(sorted)
-	d.version++
-	d.claims[key] = &claim{
-		Claim: Claim{Key: key, Resource: resource, IDs: sorted, GPUs: gpus, Allocated: now},
-		ready: make(chan struct{}),
+	c := Claim{Key: key, Resource: resource, IDs: slices.Clone(ids), GPUs: gpus, Allocated: now}
+	slices.Sort(c.IDs)
+	if r.Kind == Slots {
+		c.Slots = r.slots(c.IDs)
 	}
+	d.addLocked(c)
+	d.movedLocked()
 	return key, nil
+}
+
+func (d *Desk) endLocked(key string) {
+	if c := d.claims[key]; c.Slots != nil {
+		d.moved = append(d.moved, c.GPUs...)
+	}
+	delete(d.claims, key)
+	d.version++
+}
+
+func (d *Desk) addLocked(c Claim) {
+	d.version++
+	d.claims[c.Key] = &claim{Claim: c, ready: make(chan struct{})}
+	if c.Slots != nil {
+		d.moved = append(d.moved, c.GPUs...)
+	}
 }
 
 // gpus checks that the devices make sense together and returns their GPUs.
@@ -475,6 +528,14 @@ func (r *Resource) gpus(ids []string) ([]gpu.UUID, error) {
 		return []gpu.UUID{u}, err
 	case Replicas:
 		return timeslice.DistinctGPUs(ids)
+	case Slots:
+		var out []gpu.UUID
+		for _, id := range ids {
+			if u := r.Devices[r.index[id]].GPU; !slices.Contains(out, u) {
+				out = append(out, u)
+			}
+		}
+		return out, nil
 	default:
 		out := make([]gpu.UUID, len(ids))
 		for i, id := range ids {
@@ -532,10 +593,14 @@ func (d *Desk) Prepare(ctx context.Context, resource string, ids []string) error
 			d.mu.Unlock()
 			return fmt.Errorf("%w: %w", ErrNotReady, err)
 		}
+		d.movedLocked()
 		c = d.claims[key]
 	}
 	ready := c.ready
 	done := c.Ready
+	if !done && c.Wished.IsZero() {
+		c.Wished = d.now()
+	}
 	d.mu.Unlock()
 	if done {
 		return nil
@@ -555,6 +620,8 @@ func (d *Desk) Prepare(ctx context.Context, resource string, ids []string) error
 		return nil
 	case c != nil && c.Waits != "":
 		return fmt.Errorf("%w: previous holder still ending: %s", ErrNotReady, c.Waits)
+	case c != nil && c.Trouble != "":
+		return fmt.Errorf("%w: %s", ErrNotReady, c.Trouble)
 	}
 	return fmt.Errorf("%w: the CDI file of claim %s is not written yet; see the agent's log and `gpu-agent status`", ErrNotReady, key)
 }
@@ -564,6 +631,7 @@ func (d *Desk) Prepare(ctx context.Context, resource string, ids []string) error
 func (d *Desk) Adopt(resource string, ids []string) error {
 	d.mu.Lock()
 	err := d.adoptLocked(resource, ids, d.now())
+	d.movedLocked()
 	d.mu.Unlock()
 	if err == nil {
 		d.wake()
@@ -579,6 +647,7 @@ func (d *Desk) Restore(resource string, ids []string, allocated time.Time) error
 	if err := d.adoptLocked(resource, ids, allocated); err != nil {
 		return err
 	}
+	d.movedLocked()
 	c := d.claims[cdi.Key(resource, ids)]
 	c.Allocated, c.Adopted = allocated, false
 	return nil
@@ -594,38 +663,44 @@ func (d *Desk) adoptLocked(resource string, ids []string, now time.Time) error {
 	if d.claims[key] != nil {
 		return nil
 	}
-	sorted := slices.Clone(ids)
-	slices.Sort(sorted)
-	var gpus []gpu.UUID
-	for _, id := range sorted {
-		u, err := deviceGPU(id)
+	c := Claim{Key: key, Resource: resource, IDs: slices.Clone(ids), Allocated: now, Adopted: true}
+	slices.Sort(c.IDs)
+	for _, id := range c.IDs {
+		u, slot, err := parseDevice(id)
 		if err != nil {
 			return err
 		}
-		if !slices.Contains(gpus, u) {
-			gpus = append(gpus, u)
+		if !slices.Contains(c.GPUs, u) {
+			c.GPUs = append(c.GPUs, u)
+		}
+		if slot != (mig.Slot{}) {
+			c.Slots = append(c.Slots, mig.Place{GPU: u, Slot: slot})
 		}
 	}
-	d.version++
-	d.claims[key] = &claim{
-		Claim: Claim{Key: key, Resource: resource, IDs: sorted, GPUs: gpus, Allocated: now, Adopted: true},
-		ready: make(chan struct{}),
+	if c.Slots != nil && len(c.Slots) < len(c.IDs) {
+		return fmt.Errorf("MIG slots and other devices in one claim of %s: %w", resource, gpu.ErrInvalid)
 	}
+	c.Slots = sized(c.Slots, d.base.MIG)
+	d.addLocked(c)
 	return nil
 }
 
-// deviceGPU returns the GPU that a device ID names: the whole ID, or what
-// stands before "::".
-func deviceGPU(id string) (gpu.UUID, error) {
-	u, _, shared := strings.Cut(id, "::")
+// parseDevice returns the GPU that a device ID names, which is the whole ID or
+// what stands before "::", and the MIG slot if it names one, without its size.
+func parseDevice(id string) (gpu.UUID, mig.Slot, error) {
+	u, rest, shared := strings.Cut(id, "::")
+	if strings.Contains(rest, "@") {
+		u, profile, start, ci, err := mig.ParseID(id)
+		return u, mig.Slot{Profile: profile, Start: start, CI: ci}, err
+	}
 	if shared {
 		u, _, err := timeslice.ParseID(id)
-		return u, err
+		return u, mig.Slot{}, err
 	}
 	if !strings.HasPrefix(u, "GPU-") {
-		return "", fmt.Errorf("device ID %q does not start with GPU-", id)
+		return "", mig.Slot{}, fmt.Errorf("device ID %q does not start with GPU-", id)
 	}
-	return gpu.UUID(u), nil
+	return gpu.UUID(u), mig.Slot{}, nil
 }
 
 // SetReady says that the container of a claim may be created, as of a view of
@@ -639,10 +714,21 @@ func (d *Desk) SetReady(of *Claim) bool {
 		return false
 	}
 	if !c.Ready {
-		c.Ready = true
+		c.Ready, c.Trouble = true, ""
 		close(c.ready)
 	}
 	return true
+}
+
+// SetTrouble says why what a claim needs could not be made so far, empty where
+// there is nothing to say any more: it is in the error of a Prepare that waited in
+// vain.
+func (d *Desk) SetTrouble(key, why string) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if c := d.claims[key]; c != nil {
+		c.Trouble = why
+	}
 }
 
 // Shut says that the container of a claim may not be created any more.
@@ -656,7 +742,7 @@ func (d *Desk) Shut(key string) {
 
 func (c *claim) shut() {
 	if c.Ready {
-		c.Ready = false
+		c.Ready, c.Wished = false, time.Time{}
 		c.ready = make(chan struct{})
 	}
 }
@@ -767,10 +853,10 @@ func (d *Desk) Reconcile(t Testimony) (ended []Claim) {
 		}
 		if over && t.Runtime && len(uses[key]) == 0 {
 			ended = append(ended, c.Claim)
-			delete(d.claims, key)
-			d.version++
+			d.endLocked(key)
 		}
 	}
+	d.movedLocked()
 	if t.Runtime {
 		d.checkLocked(t)
 	}
@@ -847,7 +933,7 @@ func (d *Desk) checkLocked(t Testimony) {
 		var others []string
 		for i := range t.Uses {
 			u := &t.Uses[i]
-			if o := d.claims[u.Key]; o != nil && !c.mine(u, t.Asked) && overlap(&c.Claim, &o.Claim) {
+			if o := d.claims[u.Key]; o != nil && !c.mine(u, t.Asked) && d.overlapLocked(&c.Claim, &o.Claim) {
 				others = append(others, u.Holder.String())
 			}
 		}
@@ -856,9 +942,15 @@ func (d *Desk) checkLocked(t Testimony) {
 	}
 }
 
-// overlap reports whether two claims have something in common: devices of one
-// resource, or a GPU that is cut in two ways.
-func overlap(a, b *Claim) bool {
+// overlapLocked reports whether two claims have something in common: devices of
+// one resource, slots of which one has no room beside the other, or a GPU that is
+// cut in two ways.
+func (d *Desk) overlapLocked(a, b *Claim) bool {
+	if a.Slots != nil && b.Slots != nil {
+		return slices.ContainsFunc(a.Slots, func(p mig.Place) bool {
+			return slices.ContainsFunc(b.Slots, func(q mig.Place) bool { return d.clashLocked(p, q) })
+		})
+	}
 	if a.Resource != b.Resource {
 		return slices.ContainsFunc(a.GPUs, func(u gpu.UUID) bool { return slices.Contains(b.GPUs, u) })
 	}

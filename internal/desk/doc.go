@@ -14,8 +14,23 @@
 // The kubelet decides who holds a device. So Allocate never refuses an ID
 // because another claim names it: for one pod the kubelet hands an init
 // container's devices to the app container. It refuses what can never work
-// (units of two GPUs, two replicas of one GPU, a device that the present view
-// does not offer), with the reason, and that refusal is final for the pod.
+// (units of two GPUs, two replicas of one GPU, a MIG slot that has no room beside
+// another one's, a device that the present view does not offer), with the reason,
+// and that refusal is final for the pod.
+//
+// A GPU cut by MIG on demand is offered several times over: every slot that could
+// stand on it is a device. A view lists them as if the GPU were empty, with what
+// the driver says can stand together ([MIGView]), and the desk lays over that what
+// is taken: by claims, by slots that somebody unknown uses. A device is Healthy if
+// a claim has it, whatever else is there, or if it can stand beside all that is
+// taken; all others are Unhealthy. That is done in the Allocate that takes a slot
+// and when its claim ends, so between a claim and what it covers there is no
+// moment at which both are on offer:
+//
+//	                 1g@0  1g@1  …  2g@0  2g@2  …  3g@0  3g@4  4g@0  7g@0
+//	nothing taken     x     x        x     x        x     x     x     x
+//	2g@2 claimed      x     x        x     x              x
+//	1g@1 beside it    x     x              x              x
 //
 // A claim lives through these states:
 //
@@ -34,12 +49,16 @@
 // them before its containers are dead). Prepare, the kubelet's
 // PreStartContainer, waits for that. An Allocate of a claim that stands, for the
 // next pod or for the app container after the init container, makes it unready
-// again until that has been looked at.
+// again until that has been looked at. Prepare is also the wish by which a MIG
+// instance is made ([Claim].Wished): no sooner, since most claims come in numbers
+// and not all lead to a container. What keeps it from being made is told to whoever
+// waited in vain ([Desk.SetTrouble]).
 //
 // Faults are apart from the view: [Desk.SetFaults] marks all devices of a GPU
 // Unhealthy at once, whatever the loop is doing.
 //
 // The package has no clock and no file system: times are arguments, and what is
 // kept on disk is the loop's business. It does not know the kubelet's types, the
-// driver, or how GPUs are cut; a view arrives ready-made.
+// driver, or how GPUs are cut; a view arrives ready-made, and what can stand beside
+// what on a GPU is pkg/mig's to say.
 package desk
