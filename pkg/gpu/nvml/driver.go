@@ -144,8 +144,10 @@ type Driver struct {
 	// is lost.
 	look chan struct{}
 	// said is what was logged of GPUs, by index, that cannot report events. Used
-	// inside the door of event sets only.
+	// inside the door of event sets only, as is at: the UUIDs of GPUs, by index, at
+	// their last registration.
 	said map[int]string
+	at   map[int]gpu.UUID
 
 	watching sync.Mutex // held by Events; Close waits for it
 	// seen is the hardware as it was when the driver was last initialised.

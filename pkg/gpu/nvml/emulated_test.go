@@ -378,6 +378,42 @@ func TestTwoLosses(t *testing.T) {
 	}
 }
 
+// A GPU that is lost while nothing is heard of it: before the GPUs are watched,
+// and while they are registered again because another was lost.
+func TestLossBetweenWatches(t *testing.T) {
+	n := emulate(t, emulator.Spec{Model: "H100-80GB", Count: 4})
+	d := open(t, n)
+	gpus := inventory(t, d).GPUs
+	try(t, n.Lose(0))
+	l := listen(t, n, d)
+	l.until(t, "the loss of before", lost(""))
+	try(t, n.Restore(0))
+	l.until(t, "its return", changed)
+	l.hears(t, n, 0, gpus[0].UUID)
+
+	three := 3
+	const call = "nvmlDeviceGetSupportedEventTypes"
+	try(t, n.Inject(emulator.Fault{Call: call, GPU: &three, Hang: true}))
+	before := n.calls(call)
+	try(t, n.Lose(1))
+	l.until(t, "the first loss", lost(gpus[1].UUID))
+	await(t, "the others are being registered", func() bool { return n.calls(call) >= before+3 })
+	try(t, n.Lose(3))
+	n.Clear()
+	l.until(t, "the second loss", lost(gpus[3].UUID))
+	// Once, however often they are tried again.
+	inits := n.calls("nvmlInit_v2")
+	await(t, "they are tried again", func() bool { return n.calls("nvmlInit_v2") >= inits+3 })
+	try(t, n.Restore(1))
+	_, said := l.until(t, "the return of the first", changed)
+	for _, e := range said {
+		if e.Kind == gpu.EventLost {
+			t.Errorf("event %+v, of a loss that was told", e)
+		}
+	}
+	l.hears(t, n, 1, gpus[1].UUID)
+}
+
 // A driver that says that a GPU is lost, and then of none that it is.
 func TestLossOfNobody(t *testing.T) {
 	n := emulate(t, emulator.Spec{Model: "H100-80GB", Count: 2})

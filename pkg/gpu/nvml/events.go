@@ -6,6 +6,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -40,9 +42,11 @@ const (
 // happens while GPUs are registered again, some milliseconds, goes unheard.
 //
 // Where the driver itself says that it lost a GPU, report is called at once with
-// a gpu.EventLost for each GPU of which it says so when asked. Where it says so
-// of none, or fails altogether, the event names no GPU: the inventory tells
-// more. Events goes on with what is left, and tries again later.
+// a gpu.EventLost for each GPU of which it says so when asked; so it is for each
+// that is found lost when the GPUs are registered. Where the driver says so of
+// none, or fails altogether, or cannot tell the name of a lost GPU any more, the
+// event names no GPU: the inventory tells more. Events goes on with what is left,
+// and tries again later.
 //
 // Where GPUs have come or gone, or the driver answers again, the driver is
 // initialised anew and report is called with a gpu.EventChanged: an inventory
@@ -99,6 +103,7 @@ func (d *Driver) Events(ctx context.Context, report func(gpu.Event)) error {
 			continue
 		}
 		w.started = true
+		w.tellLost()
 		why, err := w.run(ctx)
 		if err != nil {
 			return err
@@ -144,6 +149,14 @@ type armed struct {
 	gpus    map[nvml.Device]gpu.UUID
 	order   []nvml.Device // of gpus, by index
 	missing bool          // some GPU that may report events later is not in it
+	absent  []loss        // of those, the ones that the driver says it lost, by index
+}
+
+// loss is a GPU that the driver says is lost: by its UUID, or by its index where
+// nobody knows that.
+type loss struct {
+	gpu   gpu.UUID
+	index int
 }
 
 // watch is what Events knows from one registration of the GPUs to the next.
@@ -159,6 +172,19 @@ type watch struct {
 	putOff  bool              // that could not be done
 	changed bool              // the hardware is another since told
 	lost    map[gpu.UUID]bool // left out of the next registration
+	gone    map[loss]bool     // reported as lost, and not registered since
+}
+
+// tellLost reports the GPUs that were found lost when they were to be
+// registered, each once: what happened while nothing was heard of them.
+func (w *watch) tellLost() {
+	gone := map[loss]bool{}
+	for _, l := range w.absent {
+		if gone[l] = true; !w.gone[l] {
+			w.report(gpu.Event{Kind: gpu.EventLost, GPU: l.gpu, GI: -1, CI: -1})
+		}
+	}
+	w.gone = gone
 }
 
 // tell reports that the hardware changed, and is now so.
@@ -255,6 +281,7 @@ func (d *Driver) renew() error {
 
 func (d *Driver) register(lost map[gpu.UUID]bool) (armed, error) {
 	a := armed{gpus: map[nvml.Device]gpu.UUID{}}
+	at := map[int]gpu.UUID{}
 	count, ret := d.lib.DeviceGetCount()
 	if err := failed("count the GPUs", ret); err != nil {
 		return a, err
@@ -264,6 +291,9 @@ func (d *Driver) register(lost map[gpu.UUID]bool) (armed, error) {
 	}
 	for i := range count {
 		h, u, err := d.registerOne(a.set, i, lost)
+		if u != "" {
+			at[i] = u
+		}
 		if err == nil {
 			a.gpus[h], a.order = u, append(a.order, h)
 			delete(d.said, i)
@@ -278,8 +308,20 @@ func (d *Driver) register(lost map[gpu.UUID]bool) (armed, error) {
 		}
 		if errors.Is(err, gpu.ErrLost) {
 			d.stale.Store(true)
+			a.absent = append(a.absent, loss{u, i})
 		}
 	}
+	for n, l := range a.absent {
+		// The one that was there before, unless it has moved.
+		if was := d.at[l.index]; l.gpu == "" && !slices.Contains(slices.Collect(maps.Values(at)), was) {
+			l.gpu, at[l.index] = was, was
+		}
+		if l.gpu != "" {
+			l.index = 0
+		}
+		a.absent[n] = l
+	}
+	d.at = at
 	return a, nil
 }
 
@@ -390,6 +432,7 @@ func (w *watch) reportLost(ctx context.Context) (lost []gpu.UUID) {
 				w.lost = map[gpu.UUID]bool{}
 			}
 			w.lost[u] = true
+			w.gone[loss{gpu: u}] = true
 			w.stale.Store(true)
 			w.report(gpu.Event{Kind: gpu.EventLost, GPU: u, GI: -1, CI: -1})
 		case <-most.C:
