@@ -42,6 +42,9 @@ const (
 	Replicas = Domain + "/gpu.shared"
 )
 
+// MIG is the resource of a MIG profile, such as 1g.10gb or 1g.10gb+me.
+func MIG(profile string) string { return Domain + "/mig-" + strings.ReplaceAll(profile, "+", ".") }
+
 // Agent is the product on a node, as its DaemonSet.
 type Agent struct {
 	node *Node
@@ -67,9 +70,9 @@ type DeployOptions struct {
 	Env map[string]string
 }
 
-// Deploy applies the manifests that users apply, changed in two things only:
-// the image is never pulled, as there is no registry, and what o says is the
-// caller's. It labels the node for the agent, and waits until the agent
+// Deploy applies the manifests that users apply, changed in three things only:
+// the image is never pulled, as there is no registry, /proc is looked at where
+// the emulated driver has its files, and what o says is the caller's. It labels the node for the agent, and waits until the agent
 // that has these options is ready. It may be called again with others.
 func (n *Node) Deploy(ctx context.Context, o DeployOptions) (*Agent, error) {
 	dir, err := n.Dir("deploy")
@@ -102,11 +105,18 @@ func (n *Node) Deploy(ctx context.Context, o DeployOptions) (*Agent, error) {
 	if o.Image != "" {
 		container["image"] = o.Image
 	}
-	if len(o.Env) > 0 {
-		var env []object
-		for _, name := range sortedKeys(o.Env) {
-			env = append(env, object{"name": name, "value": o.Env[name]})
-		}
+	vars := maps.Clone(o.Env)
+	if !o.OwnPIDs {
+		// The driver's files of /proc are laid over the node's; a container's own
+		// /proc has what this kernel's drivers put there, and this driver is none.
+		vars = map[string]string{"GPU_AGENT_PROC_ROOT": "/host/proc"}
+		maps.Copy(vars, o.Env)
+	}
+	var env []object
+	for _, name := range sortedKeys(vars) {
+		env = append(env, object{"name": name, "value": vars[name]})
+	}
+	if len(env) > 0 {
 		container["env"] = env
 	}
 	spec := object{"containers": []object{container}}
@@ -334,6 +344,8 @@ type GPUStatus struct {
 	Total, Used, Free, Unhealthy int
 	Health, Reason, Class, Needs string
 	Blocked                      string
+	// MIG is nil on a GPU that is not cut into instances.
+	MIG *MIGStatus
 	// Intruders and NoPod are how many processes of containers without a claim,
 	// and of no pod, use the GPU.
 	Intruders, NoPod int
@@ -341,6 +353,34 @@ type GPUStatus struct {
 		Namespace, Pod, Container, Resource string
 		Units                               int
 	}
+}
+
+// MIGStatus is how the agent sees a GPU's instances.
+type MIGStatus struct {
+	Enabled, OnDemand bool
+	Pending           *bool
+	Size              int
+	Work              string
+	Slots             []SlotStatus
+}
+
+// SlotStatus is one instance that stands, is made, or could be.
+type SlotStatus struct {
+	Device, Resource, Profile         string
+	Start, Size                       int
+	State, UUID                       string
+	Namespace, Pod, Container, Reason string
+}
+
+// In are the slots in a state, such as held, warm or free.
+func (m *MIGStatus) In(state string) []SlotStatus {
+	var out []SlotStatus
+	for _, s := range m.Slots {
+		if s.State == state {
+			out = append(out, s)
+		}
+	}
+	return out
 }
 
 // String is the status in few words, for the message of a failed wait.
@@ -353,6 +393,17 @@ func (s Status) String() string {
 		out += fmt.Sprintf("; GPU %d %s %d/%d free", g.Index, g.Mode, g.Free, g.Total)
 		if g.Health != "healthy" {
 			out += " " + g.Health + ": " + g.Reason
+		}
+		if g.MIG == nil {
+			continue
+		}
+		for _, slot := range g.MIG.Slots {
+			if slot.State != "free" && slot.State != "covered" {
+				out += fmt.Sprintf(" %s@%d %s", slot.Profile, slot.Start, slot.State)
+			}
+		}
+		if g.MIG.Work != "" {
+			out += " (" + g.MIG.Work + ")"
 		}
 	}
 	return out
@@ -448,6 +499,29 @@ func (a *Agent) Strike(ctx context.Context) error {
 		return fmt.Errorf("kill the agent: %w", err)
 	}
 	return a.node.Signal(ctx, p, "KILL")
+}
+
+// Crash ends the agent's process with SIGKILL, and its pod too, so that the
+// DaemonSet makes another at once: a container that ends again and again is
+// started by the kubelet after ever longer pauses. It returns when another runs.
+func (a *Agent) Crash(ctx context.Context) error {
+	old := a.pod
+	// One that has not come up yet is struck by its pod's end.
+	_ = a.Strike(ctx)
+	if err := a.node.api.remove(ctx, agentPods+"/"+old+"?gracePeriodSeconds=0"); err != nil {
+		return fmt.Errorf("crash the agent: %w", err)
+	}
+	return Await(ctx, time.Minute, "the next agent", func(ctx context.Context) error {
+		pods, err := a.pods(ctx)
+		if err != nil {
+			return err
+		}
+		if len(pods) != 1 || pods[0].name == old || pods[0].phase != "Running" {
+			return fmt.Errorf("there are %v", pods)
+		}
+		a.pod, a.address = pods[0].name, pods[0].address
+		return nil
+	})
 }
 
 // Process is the agent's, found by its program and command, of which the node

@@ -26,8 +26,8 @@ type Driver struct {
 	// Version is the driver's.
 	Version string
 
-	node           *Node
-	daemon, socket string
+	node                  *Node
+	daemon, socket, world string
 }
 
 // GPUInfo is a GPU as the emulated hardware knows it.
@@ -38,6 +38,43 @@ type GPUInfo struct {
 	MemoryMiB, ReservedMiB int
 	TimeSlice              string
 	Lost                   bool
+	// MIG is nil on a GPU that cannot have it.
+	MIG *MIGInfo
+}
+
+// MIGInfo is how a GPU is cut, as the emulated hardware knows it.
+type MIGInfo struct {
+	// Enabled is the mode that is in force, Pending the one after a reset.
+	Enabled, Pending bool
+	Instances        []GPUInstance
+}
+
+// GPUInstance is a GPU instance and its compute instances.
+type GPUInstance struct {
+	ID          int
+	Profile     string
+	Start, Size int
+	// Serial is of this creation alone: IDs and UUIDs come back.
+	Serial  uint64
+	Compute []ComputeInstance
+}
+
+// ComputeInstance is what a container gets.
+type ComputeInstance struct {
+	ID, Start, Size int
+	Profile, UUID   string
+	Serial          uint64
+}
+
+// MIGOp is something that was done to a GPU's MIG side: create, destroy, enable,
+// disable or reset.
+type MIGOp struct {
+	Serial      uint64
+	GPU         int
+	Op, Profile string
+	// Start and Size are memory slots of the GPU instance, CI the compute
+	// instance's ID, -1 where the GPU instance itself is meant.
+	Start, Size, CI int
 }
 
 // Device is the path of the GPU's device node. Minors differ from indices, so
@@ -55,6 +92,12 @@ type DriverOptions struct {
 	// Model is the product's name in the emulator, Count how many there are.
 	Model string
 	Count int
+	// World is further YAML of the emulator's world.
+	World string
+}
+
+func (o DriverOptions) spec(seed string) []byte {
+	return fmt.Appendf(nil, "model: %s\ncount: %d\nseed: %s\n%s", o.Model, o.Count, seed, o.World)
 }
 
 // LayDriver lays a driver into the node and starts its daemon.
@@ -69,8 +112,7 @@ func (n *Node) LayDriver(ctx context.Context, o DriverOptions) (*Driver, error) 
 	}
 	name := "driver" + strings.ReplaceAll(strings.TrimSuffix(o.Root, "/"), "/", "-")
 	world := filepath.Join(dir, name+".yaml")
-	spec := fmt.Sprintf("model: %s\ncount: %d\nseed: %s\n", o.Model, o.Count, n.Name+name)
-	if err := os.WriteFile(world, []byte(spec), 0o644); err != nil {
+	if err := os.WriteFile(world, o.spec(n.Name+name), 0o644); err != nil {
 		return nil, fmt.Errorf("lay the driver: %w", err)
 	}
 	// The cache is at the same place inside the node.
@@ -82,12 +124,27 @@ func (n *Node) LayDriver(ctx context.Context, o DriverOptions) (*Driver, error) 
 	if _, err := n.Exec(ctx, install...); err != nil {
 		return nil, fmt.Errorf("lay the driver at %s: %w", o.Root, err)
 	}
-	d := &Driver{Root: o.Root, node: n, daemon: name, socket: filepath.Join(o.Root, "run/nvidia-persistenced/socket")}
+	d := &Driver{Root: o.Root, node: n, daemon: name, world: world, socket: filepath.Join(o.Root, "run/nvidia-persistenced/socket")}
 	if err := n.Start(ctx, name, emulator, "serve", "--world", world, "--socket", d.socket); err != nil {
 		return nil, fmt.Errorf("start the driver's daemon: %w", err)
 	}
 	err = Await(ctx, 20*time.Second, "the emulated driver", func(ctx context.Context) error { return d.refresh(ctx) })
 	return d, err
+}
+
+// Swap puts other hardware in the place of what there is: as many GPUs, of
+// another model, with UUIDs of their own. Nobody may use the driver meanwhile.
+func (d *Driver) Swap(ctx context.Context, o DriverOptions) error {
+	if err := d.node.Stop(ctx, d.daemon); err != nil {
+		return fmt.Errorf("swap the GPUs: %w", err)
+	}
+	if err := os.WriteFile(d.world, o.spec(d.node.Name+d.daemon+o.Model), 0o644); err != nil {
+		return fmt.Errorf("swap the GPUs: %w", err)
+	}
+	if err := d.node.StartAgain(ctx, d.daemon); err != nil {
+		return fmt.Errorf("swap the GPUs: %w", err)
+	}
+	return Await(ctx, 20*time.Second, "the other GPUs", d.refresh)
 }
 
 // Remove ends the daemon and takes the driver's files away. A driver at / cannot
@@ -128,6 +185,9 @@ func (d *Driver) refresh(ctx context.Context) error {
 func (d *Driver) control(ctx context.Context, command string, args ...string) ([]byte, error) {
 	return d.node.Exec(ctx, append([]string{d.node.kit.Bin("gpu-emulator"), command, "--socket", d.socket}, args...)...)
 }
+
+// Read reads what the hardware is now into GPUs.
+func (d *Driver) Read(ctx context.Context) error { return d.refresh(ctx) }
 
 // Used is what processes have on a GPU together, in bytes: all there are, or
 // those that are named.
@@ -255,7 +315,25 @@ func (d *Driver) Fail(ctx context.Context, call string, code int) error {
 	return err
 }
 
-// ClearFaults ends what Hang and Fail began.
+// FailEvery makes each n-th call of a name, or of a pattern, answer an error of
+// NVML's by its number, until ClearFaults.
+func (d *Driver) FailEvery(ctx context.Context, n int, call string, code int) error {
+	_, err := d.control(ctx, "fail", "--call", call, "--code", strconv.Itoa(code), "--every", strconv.Itoa(n))
+	return err
+}
+
+// Slow makes calls take so much longer, so often, or until ClearFaults where
+// times is 0. A GPU of -1 is any.
+func (d *Driver) Slow(ctx context.Context, call string, index int, by time.Duration, times int) error {
+	args := []string{"--call", call, "--for", by.String(), "--count", strconv.Itoa(times)}
+	if index >= 0 {
+		args = append(args, "--gpu", strconv.Itoa(index))
+	}
+	_, err := d.control(ctx, "slow", args...)
+	return err
+}
+
+// ClearFaults ends what Hang, Fail, FailEvery and Slow began.
 func (d *Driver) ClearFaults(ctx context.Context) error {
 	_, err := d.control(ctx, "clear")
 	return err

@@ -9,7 +9,9 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
+	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
@@ -81,7 +83,7 @@ const (
 // look is what containers run first. dlopen-check, of the image, loads a library
 // by its name as any program would, and prints the file that was found.
 const look = `
-for d in /dev/nvidia*; do [ -e "$d" ] && echo "device $d"; done
+for d in /dev/nvidia* /dev/nvidia-caps/*; do [ -c "$d" ] && echo "device $d"; done
 dlopen-check libcuda.so.1 2>&1 | while read -r line; do echo "libcuda $line"; done
 while read -r id parent dev root target rest; do
   case "$target" in *nvidia* | *libcuda*) echo "mount $target $root" ;; esac
@@ -103,11 +105,8 @@ func (n *Node) CreatePod(ctx context.Context, p Pod) (*RunningPod, error) {
 // CreateJob makes a Job of one pod and returns that pod, which stays when the
 // Job is done. DeletePods leaves Jobs alone: DeleteJob is the caller's.
 func (n *Node) CreateJob(ctx context.Context, p Pod) (*RunningPod, error) {
-	p.Once = true
-	o := object{"apiVersion": "batch/v1", "kind": "Job", "metadata": object{"name": p.Name},
-		"spec": object{"backoffLimit": 0, "template": object{"metadata": object{"labels": p.Labels}, "spec": n.podSpec(p)}}}
-	if err := n.api.create(ctx, jobsPath, o); err != nil {
-		return nil, fmt.Errorf("make job %s: %w", p.Name, err)
+	if err := n.CreateRetried(ctx, p, 0); err != nil {
+		return nil, err
 	}
 	pod := &RunningPod{node: n, spec: p}
 	return pod, Await(ctx, time.Minute, "the pod of job "+p.Name, func(ctx context.Context) error {
@@ -124,6 +123,90 @@ func (n *Node) CreateJob(ctx context.Context, p Pod) (*RunningPod, error) {
 		return nil
 	})
 }
+
+// CreateRetried makes a Job whose pod is made anew when it fails, so many times.
+// JobDone says how it stands.
+func (n *Node) CreateRetried(ctx context.Context, p Pod, retries int) error {
+	p.Once = true
+	o := object{"apiVersion": "batch/v1", "kind": "Job", "metadata": object{"name": p.Name},
+		"spec": object{"backoffLimit": retries, "template": object{"metadata": object{"labels": p.Labels}, "spec": n.podSpec(p)}}}
+	if err := n.api.create(ctx, jobsPath, o); err != nil {
+		return fmt.Errorf("make job %s: %w", p.Name, err)
+	}
+	return nil
+}
+
+// JobState is what Kubernetes says of a Job: how many of its pods have failed,
+// and Complete or Failed once it has ended.
+type JobState struct {
+	FailedPods int
+	Ended      string
+}
+
+// JobState reads a Job.
+func (n *Node) JobState(ctx context.Context, name string) (JobState, error) {
+	var o struct {
+		Status struct {
+			Failed     int
+			Conditions []struct{ Type, Status string }
+		}
+	}
+	if err := n.api.get(ctx, jobsPath+"/"+name, &o); err != nil {
+		return JobState{}, err
+	}
+	s := JobState{FailedPods: o.Status.Failed}
+	for _, c := range o.Status.Conditions {
+		if c.Status == "True" && (c.Type == "Complete" || c.Type == "Failed") {
+			s.Ended = c.Type
+		}
+	}
+	return s, nil
+}
+
+// CreateReplicas makes a ReplicaSet that keeps so many pods of a kind. DeletePods
+// leaves it alone: DeleteReplicas is the caller's.
+func (n *Node) CreateReplicas(ctx context.Context, p Pod, replicas int) error {
+	labels := map[string]string{"replicas": p.Name}
+	maps.Copy(labels, p.Labels)
+	o := object{"apiVersion": "apps/v1", "kind": "ReplicaSet", "metadata": object{"name": p.Name},
+		"spec": object{"replicas": replicas, "selector": object{"matchLabels": object{"replicas": p.Name}},
+			"template": object{"metadata": object{"labels": labels}, "spec": n.podSpec(p)}}}
+	if err := n.api.create(ctx, replicasPath, o); err != nil {
+		return fmt.Errorf("make replica set %s: %w", p.Name, err)
+	}
+	return nil
+}
+
+// DeleteReplicas deletes a ReplicaSet and its pods.
+func (n *Node) DeleteReplicas(ctx context.Context, name string) error {
+	if err := n.api.remove(ctx, replicasPath+"/"+name+"?propagationPolicy=Background"); err != nil {
+		return fmt.Errorf("delete replica set %s: %w", name, err)
+	}
+	return nil
+}
+
+// Pods are the lab's pods that a label chooses, or all where it is empty, and how
+// they stand, in the order of their names.
+func (n *Node) Pods(ctx context.Context, label string) ([]ListedPod, error) {
+	var list struct{ Items []podObject }
+	if err := n.api.get(ctx, podsPath+"?labelSelector="+url.QueryEscape(label), &list); err != nil {
+		return nil, err
+	}
+	var out []ListedPod
+	for _, o := range list.Items {
+		out = append(out, ListedPod{&RunningPod{Name: o.Metadata.Name, node: n}, o.state()})
+	}
+	return out, nil
+}
+
+// ListedPod is a pod that the lab did not make itself.
+type ListedPod struct {
+	*RunningPod
+	PodState
+}
+
+// String is the pod's name and how it stands.
+func (p ListedPod) String() string { return p.Name + ": " + p.PodState.String() }
 
 // DeleteJob deletes a Job and the pod with it.
 func (n *Node) DeleteJob(ctx context.Context, name string) error {
@@ -155,9 +238,10 @@ func (n *Node) StaticPod(ctx context.Context, p Pod) (*RunningPod, error) {
 }
 
 const (
-	podsPath  = "/api/v1/namespaces/" + PodNamespace + "/pods"
-	jobsPath  = "/apis/batch/v1/namespaces/" + PodNamespace + "/jobs"
-	manifests = "/etc/kubernetes/manifests/"
+	podsPath     = "/api/v1/namespaces/" + PodNamespace + "/pods"
+	jobsPath     = "/apis/batch/v1/namespaces/" + PodNamespace + "/jobs"
+	replicasPath = "/apis/apps/v1/namespaces/" + PodNamespace + "/replicasets"
+	manifests    = "/etc/kubernetes/manifests/"
 )
 
 // object is one of Kubernetes', in JSON.
@@ -273,35 +357,43 @@ func (p *RunningPod) path() string { return podsPath + "/" + p.Name }
 // String is the pod's name as people write it: namespace/name.
 func (p *RunningPod) String() string { return PodNamespace + "/" + p.Name }
 
+// podObject is a pod as the API server has it.
+type podObject struct {
+	Metadata struct{ Name, UID string }
+	Status   struct {
+		Phase, Reason, Message                   string
+		ContainerStatuses, InitContainerStatuses []containerStatus
+		Conditions                               []struct{ Type, Status, Reason, Message string }
+	}
+}
+
+type containerStatus struct {
+	Name, ContainerID string
+	Ready             bool
+	RestartCount      int
+	State             struct {
+		Waiting    *struct{ Reason, Message string }
+		Running    *struct{}
+		Terminated *struct{ Reason string }
+	}
+	LastState struct {
+		Terminated *struct{ ExitCode int }
+	}
+	AllocatedResourcesStatus []struct {
+		Resources []struct{ ResourceID, Health string }
+	}
+}
+
 // State reads the pod.
 func (p *RunningPod) State(ctx context.Context) (PodState, error) {
-	type status struct {
-		Name, ContainerID string
-		Ready             bool
-		RestartCount      int
-		State             struct {
-			Waiting    *struct{ Reason, Message string }
-			Running    *struct{}
-			Terminated *struct{ Reason string }
-		}
-		LastState struct {
-			Terminated *struct{ ExitCode int }
-		}
-		AllocatedResourcesStatus []struct {
-			Resources []struct{ ResourceID, Health string }
-		}
-	}
-	var o struct {
-		Metadata struct{ UID string }
-		Status   struct {
-			Phase, Reason, Message                   string
-			ContainerStatuses, InitContainerStatuses []status
-			Conditions                               []struct{ Type, Status, Reason, Message string }
-		}
-	}
+	var o podObject
 	if err := p.node.api.get(ctx, p.path(), &o); err != nil {
 		return PodState{}, err
 	}
+	return o.state(), nil
+}
+
+func (o *podObject) state() PodState {
 	s := PodState{UID: o.Metadata.UID, Phase: o.Status.Phase, Reason: o.Status.Reason, Message: o.Status.Message,
 		Containers: map[string]ContainerState{}, Condition: map[string]string{}}
 	for _, c := range append(o.Status.InitContainerStatuses, o.Status.ContainerStatuses...) {
@@ -328,7 +420,7 @@ func (p *RunningPod) State(ctx context.Context) (PodState, error) {
 			s.Condition[c.Type] = c.Message
 		}
 	}
-	return s, nil
+	return s
 }
 
 // Running waits until all containers run.
