@@ -8,7 +8,26 @@ import (
 	"io/fs"
 	"net"
 	"os"
+	"strings"
 )
+
+// Left lists the resources whose sockets are in a kubelet's directory and of which
+// ours says that they are. Names so long that they were cut are not found.
+func Left(dir string, ours func(resource string) bool) []string {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return nil
+	}
+	var out []string
+	for _, e := range entries {
+		name, ok := strings.CutSuffix(e.Name(), ".sock")
+		resource := strings.Replace(name, "_", "/", 1)
+		if ok && resource != name && checkResource(resource) == nil && ours(resource) {
+			out = append(out, resource)
+		}
+	}
+	return out
+}
 
 // RemoveSockets takes away the sockets that a process which was killed has left
 // for these resources in a kubelet's directory. It removes none that somebody

@@ -6,6 +6,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -36,6 +37,10 @@ func TestRemoveSockets(t *testing.T) {
 	}
 	if err := RemoveSockets(dir, all); err == nil || !strings.Contains(err.Error(), "serves example.com/gpu-mem") {
 		t.Errorf("with one that is served: %v", err)
+	}
+	got := Left(dir, func(r string) bool { return r != all[2] })
+	if !slices.Equal(got, []string{all[1]}) {
+		t.Errorf("left are the sockets of %v, want that of %s", got, all[1])
 	}
 	names, err := filepath.Glob(filepath.Join(dir, "*"))
 	if err != nil || len(names) != 2 {
