@@ -232,7 +232,7 @@ func New(wake func(), now func() time.Time) *Desk {
 }
 
 // Publish makes a view the one in force and tells the streams of those resources
-// whose lists differ. The view must not be changed afterwards. Resources of the
+// of which the kubelet hears anything else. The view must not be changed afterwards. Resources of the
 // view before that it does not have are carried over without devices.
 //
 // build makes the view from the claims. It runs without the mutex, since it may
@@ -308,8 +308,8 @@ func (d *Desk) SetFaults(faults map[gpu.UUID]string) {
 }
 
 // showLocked makes the view in force from the published one, what claims have
-// taken and the faults, and tells the streams of those resources whose lists
-// differ. A list that is as it was stays the same slice.
+// taken and the faults, and tells the streams of those resources of which the
+// kubelet hears anything else. A list that is as it was stays the same slice.
 func (d *Desk) showLocked() {
 	v := &View{Gen: d.view.Gen + 1, Rank: d.base.Rank, MIG: d.base.MIG, Resources: slices.Clone(d.base.Resources)}
 	rooms := d.roomsLocked(v.slotGPUs())
@@ -321,14 +321,18 @@ func (d *Desk) showLocked() {
 		} else {
 			r.Devices = faulted(r.Devices, d.faults)
 		}
-		if old := d.view.resource(r.Name); old != nil && slices.Equal(old.Devices, r.Devices) {
+		switch old := d.view.resource(r.Name); {
+		case old != nil && slices.Equal(old.Devices, r.Devices):
 			r.Devices = old.Devices
-			continue
+		case old == nil || !slices.EqualFunc(old.Devices, r.Devices, sameWord):
+			d.tellLocked(r.Name)
 		}
-		d.tellLocked(r.Name)
 	}
 	d.view = v
 }
+
+// sameWord reports whether the kubelet hears the same of two devices.
+func sameWord(a, b Device) bool { return a.ID == b.ID && a.Healthy == b.Healthy }
 
 // faulted returns the devices with those of faulty GPUs unhealthy; the slice
 // itself where there is none.
@@ -373,8 +377,8 @@ func (d *Desk) View() *View {
 }
 
 // List returns the devices of a resource in the view in force, and a channel
-// that is closed when the kubelet is to be told anew: another list is in force, or
-// Resend was called. An unchanged list is the same slice.
+// that is closed when the kubelet is to be told anew: other devices are listed, one
+// has turned Healthy or Unhealthy, or Resend was called. An unchanged list is the same slice.
 func (d *Desk) List(resource string) ([]Device, <-chan struct{}) {
 	d.mu.Lock()
 	defer d.mu.Unlock()

@@ -50,9 +50,9 @@
 // PreStartContainer, waits for that. An Allocate of a claim that stands, for the
 // next pod or for the app container after the init container, makes it unready
 // again until that has been looked at. Prepare is also the wish by which a MIG
-// instance is made ([Claim].Wished): no sooner, since most claims come in numbers
-// and not all lead to a container. What keeps it from being made is told to whoever
-// waited in vain ([Desk.SetTrouble]).
+// instance is made ([Claim].Wished), no sooner: not every claim leads to a
+// container. What keeps it from being made is told to whoever waited in vain
+// ([Desk.SetTrouble]).
 //
 // Faults are apart from the view: [Desk.SetFaults] marks all devices of a GPU
 // Unhealthy at once, whatever the loop is doing.

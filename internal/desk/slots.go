@@ -203,7 +203,9 @@ func (d *Desk) movedLocked() {
 			v = &View{Gen: d.view.Gen + 1, Rank: d.view.Rank, MIG: d.view.MIG, Resources: slices.Clone(d.view.Resources)}
 		}
 		v.Resources[i].Devices = devices
-		d.tellLocked(r.Name)
+		if !slices.EqualFunc(r.Devices, devices, sameWord) {
+			d.tellLocked(r.Name)
+		}
 	}
 	if v != nil {
 		d.view = v
