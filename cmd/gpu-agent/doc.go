@@ -7,6 +7,7 @@
 //	gpu-agent run         the DaemonSet's program
 //	gpu-agent inventory   what the driver says of the node's GPUs
 //	gpu-agent check FILE  is a partition file right, here or on a recorded inventory
+//	gpu-agent plan        what a partition would do to MIG instances, here or there
 //	gpu-agent status      what the agent on this node offers, and who holds it
 //	gpu-agent cleanup     take away what agents have left on the node
 //	gpu-agent version

@@ -120,13 +120,44 @@ func printInventory(out io.Writer, inv *gpu.Inventory) error {
 	return w.Flush()
 }
 
+const inventoryUsage = "recorded inventory `file` (from gpu-agent inventory -o json) instead of this node's driver"
+
+// inventoryFrom reads a recorded inventory, or where none is named this node's
+// driver.
+func inventoryFrom(ctx context.Context, c console, d *driverFlags, file string) (*gpu.Inventory, error) {
+	if file == "" {
+		inv, err := readDriver(ctx, c, d)
+		if err != nil {
+			return nil, fmt.Errorf("read this node's GPUs (or name a recorded inventory with --inventory): %w", err)
+		}
+		return inv, nil
+	}
+	data, err := os.ReadFile(file)
+	if err != nil {
+		return nil, err
+	}
+	inv, err := config.ReadInventory(data)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", file, err)
+	}
+	return inv, nil
+}
+
+func readPartitions(file string) (*config.File, error) {
+	data, err := os.ReadFile(file)
+	if err != nil {
+		return nil, err
+	}
+	return config.Parse(file, data)
+}
+
 func check(ctx context.Context, c console, args []string) error {
 	fs := newFlags(c, "check", " FILE", "Reads a partition file and holds each of its partitions against the GPUs of this\nnode, or of --inventory. What is wrong goes to standard error as file:line: reason.")
 	var d driverFlags
 	d.register(fs)
 	var from, partition string
-	fs.StringVar(&from, "inventory", "", "recorded inventory `file` (from `gpu-agent inventory -o json`) instead of this node's driver")
-	fs.StringVar(&partition, "partition", "", "check only this partition")
+	fs.StringVar(&from, "inventory", "", inventoryUsage)
+	fs.StringVar(&partition, "partition", "", "check only the partition of this `name`")
 	rest, err := parse(fs, args)
 	if err != nil {
 		return err
@@ -135,24 +166,13 @@ func check(ctx context.Context, c console, args []string) error {
 		fs.Usage()
 		return errUsage
 	}
-	data, err := os.ReadFile(rest[0])
+	file, err := readPartitions(rest[0])
 	if err != nil {
 		return err
 	}
-	file, err := config.Parse(rest[0], data)
+	inv, err := inventoryFrom(ctx, c, &d, from)
 	if err != nil {
 		return err
-	}
-	var inv *gpu.Inventory
-	if from != "" {
-		if data, err = os.ReadFile(from); err != nil {
-			return err
-		}
-		if inv, err = config.ReadInventory(data); err != nil {
-			return fmt.Errorf("%s: %w", from, err)
-		}
-	} else if inv, err = readDriver(ctx, c, &d); err != nil {
-		return fmt.Errorf("read this node's GPUs (or name a recorded inventory with --inventory): %w", err)
 	}
 	names := file.Names()
 	if partition != "" {
@@ -160,7 +180,11 @@ func check(ctx context.Context, c console, args []string) error {
 	}
 	bad := 0
 	for _, name := range names {
-		if _, err := file.Desire(name, inv); err != nil {
+		want, err := file.Desire(name, inv)
+		if err == nil {
+			err = file.Prove(want, inv)
+		}
+		if err != nil {
 			bad++
 			fmt.Fprintln(c.err, err)
 		} else {

@@ -20,6 +20,7 @@ const usage = `usage: gpu-agent COMMAND [FLAGS]
   run         own this node's GPUs: cut, offer, account (the DaemonSet's program)
   inventory   print what the driver says of this node's GPUs (-o json for tools)
   check FILE  hold a partition file against this node, or against --inventory FILE
+  plan        print which MIG instances a partition would destroy and make
   status      print what the agent on this node offers and who holds it
   cleanup     take away what agents have left on this node and its Node object
   version     print the version
@@ -50,6 +51,8 @@ func main() {
 	case err == nil:
 	case errors.Is(err, errUsage):
 		os.Exit(2)
+	case errors.Is(err, errBlocked): // and says by whom in its output
+		os.Exit(3)
 	default:
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
@@ -68,6 +71,8 @@ func dispatch(ctx context.Context, c console, args []string) error {
 		return inventory(ctx, c, rest)
 	case "check":
 		return check(ctx, c, rest)
+	case "plan":
+		return plan(ctx, c, rest)
 	case "status":
 		return status(ctx, c, rest)
 	case "cleanup":

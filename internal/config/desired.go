@@ -38,13 +38,6 @@ const (
 	ComputeMPS       Compute = "mps"
 )
 
-// Count is a number of instances of one profile: of compute instances, where
-// the profile is a split like 1c.3g.40gb.
-type Count struct {
-	Profile mig.Name
-	N       int
-}
-
 // Want is what one GPU shall be.
 type Want struct {
 	GPU  gpu.UUID
@@ -59,10 +52,16 @@ type Want struct {
 	// for; otherwise exactly those of Geometry stand, which may be none.
 	OnDemand bool
 	// Geometry is in mig.Compare order, each profile once, counts at least 1.
-	Geometry []Count
+	// Some set of placements on the GPU holds it, unless Unproven.
+	Geometry []mig.Count
 	// Profiles limits what is offered on demand, in mig.Compare order; empty
 	// means every profile that the GPU has.
 	Profiles []mig.Name
+	// Unproven says that nobody can tell yet whether a MIG GPU can become this:
+	// some drivers tell placements only with MIG on, and a GPU with a fault may
+	// not be described at all. What was told speaks for it. Equal does not look
+	// at it: it is a matter of knowledge, not of what is wanted.
+	Unproven bool
 	// Line is where the partition file says so, 0 for Keep. It is for messages:
 	// Equal does not look at it, since an entry that moved has not changed.
 	Line int
@@ -122,7 +121,18 @@ type selector struct {
 	model   string
 	indices []indexAt
 	uuids   []uuidAt
-	filter  []uint32
+	filter  []board
+	// capable narrows it to GPUs that can do MIG: what the MIG manager means by
+	// all of them in an item that turns MIG on.
+	capable bool
+}
+
+// board is a PCI id that a MIG manager's filter asks for, device and vendor in
+// one number, and where it says so that of the subsystem, which tells boards
+// with one device apart.
+type board struct {
+	device, subsystem uint32
+	exact             bool // subsystem counts
 }
 
 type indexAt struct{ index, line int }
@@ -158,6 +168,7 @@ func (f *File) Desire(partition string, inv *gpu.Inventory) (Desired, error) {
 	type clash struct{ first, second int }
 	clashes := make(map[clash][]int)
 	refused := make(map[int][]int)
+	cannot := make(map[int]refusals)
 	var unmatched []int
 	d := Desired{Partition: partition, GPUs: make([]Want, 0, len(inv.GPUs))}
 	for i := range inv.GPUs {
@@ -181,6 +192,10 @@ func (f *File) Desire(partition string, inv *gpu.Inventory) (Desired, error) {
 			if p.entries[match].unbuilt != "" {
 				refused[match] = append(refused[match], dev.Index)
 			}
+			reason := ""
+			if w.Unproven, reason = prove(&w, dev); reason != "" {
+				cannot[match] = cannot[match].add(reason, dev.Index)
+			}
 		case !f.nvidia && dev.Fault == "":
 			unmatched = append(unmatched, dev.Index)
 		}
@@ -200,6 +215,9 @@ func (f *File) Desire(partition string, inv *gpu.Inventory) (Desired, error) {
 	}
 	for _, e := range slices.Sorted(maps.Keys(refused)) {
 		m.add(p.entries[e].unbuiltLine, "%s (asked for on %s)", p.entries[e].unbuilt, gpus(refused[e]))
+	}
+	for _, e := range slices.Sorted(maps.Keys(cannot)) {
+		m.add(p.entries[e].line, "%s", cannot[e])
 	}
 	if err := m.err(); err != nil {
 		return Desired{}, err
@@ -251,13 +269,30 @@ func (s *selector) matches(d *gpu.Device) bool {
 	}
 }
 
-// admits holds the GPU's PCI id against the filter of a MIG manager's item.
+// admits holds the GPU against what a MIG manager's item says of it beside
+// devices.
 func (s *selector) admits(d *gpu.Device) bool {
+	if s.capable && !d.MIG.Capable && d.Fault == "" {
+		return false
+	}
 	if len(s.filter) == 0 {
 		return true
 	}
-	id, err := strconv.ParseUint(d.PCIDevice, 0, 32)
-	return err == nil && slices.Contains(s.filter, uint32(id))
+	device, err := pciID(d.PCIDevice)
+	if err != nil {
+		return false
+	}
+	subsystem, err := pciID(d.PCISubsystem)
+	known := err == nil
+	return slices.ContainsFunc(s.filter, func(b board) bool {
+		return b.device == device && (!b.exact || known && b.subsystem == subsystem)
+	})
+}
+
+// pciID reads a PCI id such as 0x20B210DE.
+func pciID(s string) (uint32, error) {
+	id, err := strconv.ParseUint(s, 0, 32)
+	return uint32(id), err
 }
 
 func present(inv *gpu.Inventory) string {

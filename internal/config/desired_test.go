@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -13,6 +14,7 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 )
 
 // node is an inventory of GPUs of these models, GPU-0, GPU-1 and so on.
@@ -52,7 +54,7 @@ func TestDesire(t *testing.T) {
 			head + "    - {devices: {model: 'NVIDIA H[12]00*'}, mode: whole}\n    - {devices: {model: NVIDIA A30}, mode: off}\n    - {devices: {model: NVIDIA B200}, mode: shared}\n",
 			node(a30, h100), []Want{{GPU: "GPU-0", Mode: Off, Line: 5}, {GPU: "GPU-1", Mode: Whole, Line: 4}}},
 		{"no GPU", head + "    - {devices: all, mode: whole}\n", node(), []Want{}},
-		{"a mode that is not built, for cards that are elsewhere",
+		{"MIG, for cards that are elsewhere",
 			head + "    - {devices: {model: NVIDIA A30}, mode: mig}\n    - {devices: {model: NVIDIA H100*}, mode: whole}\n",
 			node(h100), []Want{{GPU: "GPU-0", Mode: Whole, Line: 5}}},
 		{"a card that cannot be described",
@@ -106,14 +108,14 @@ func TestDesireRefuses(t *testing.T) {
 			"f:4: this node has no GPU GPU-dead: it has GPU-0 and GPU-1"}},
 		{"a model that is not there alone", "default", head + "    - {devices: {model: NVIDIA B200}, mode: whole}\n", node("NVIDIA A30"), []string{
 			"f:3: partition \"default\" has no entry for GPU 0 of this node: exactly one must match each GPU"}},
-		{"MIG", "default", head + "    - devices: all\n      mode: mig\n", node("x", "x"), []string{
-			"f:5: mode mig is not built yet in this version; whole, shared and off work (asked for on GPUs 0 and 1)"}},
+		{"MIG where there is none", "default", head + "    - devices: all\n      mode: mig\n", node("x", "x"), []string{
+			"f:4: GPUs 0 and 1: this model has no MIG: whole, shared and off work"}},
 		{"MPS", "default", head + "    - devices: all\n      mode: shared\n      compute: mps\n", node("x"), []string{
 			"f:6: compute mps is not built yet in this version; timeslice works (asked for on GPU 0)"}},
 		{"several", "default", head + "    - {devices: [0, 7], mode: mig}\n    - {devices: [0], mode: whole}\n", node("x", "x"), []string{
 			"f:3: partition \"default\" has no entry for GPU 1 of this node: exactly one must match each GPU",
 			"f:4: this node has no GPU with index 7: it has GPUs 0 and 1",
-			"f:4: mode mig is not built yet in this version; whole, shared and off work (asked for on GPU 0)",
+			"f:4: GPU 0: this model has no MIG: whole, shared and off work",
 			"f:5: GPU 0: the entry on line 4 matches too, and exactly one must match each GPU"}},
 		{"an index of the MIG manager", "custom", migHead + "  - {devices: [0, 9], mig-enabled: false}\n", node("x"), []string{
 			"f:4: this node has no GPU with index 9: it has GPU 0"}},
@@ -137,12 +139,12 @@ func TestDesireRefuses(t *testing.T) {
 // cannot deliver is refused alone, and with its line.
 func TestUnbuiltPartitionLeavesTheOthers(t *testing.T) {
 	f := mustParse(t, readFile(t, "testdata/partitions.yaml"))
-	inv := node("NVIDIA H100 80GB HBM3", "NVIDIA A30", "NVIDIA A30", "NVIDIA A30")
+	inv := cards(t, "a100-80")
+	inv.GPUs = inv.GPUs[:4]
+	inv.GPUs[0].Model, inv.GPUs[1].Model, inv.GPUs[2].Model, inv.GPUs[3].Model = "NVIDIA H100 80GB HBM3", "NVIDIA A30", "NVIDIA A30", "NVIDIA A30"
 	inv.GPUs[0].UUID = "GPU-00000000-0000-0000-0000-000000000000"
 	inv.GPUs[1].UUID = "GPU-00000000-0000-0000-0000-000000000001"
 	refused := map[string]string{
-		"research": "f:21: mode mig is not built yet in this version; whole, shared and off work (asked for on GPU 2)\n" +
-			"f:24: mode mig is not built yet in this version; whole, shared and off work (asked for on GPU 3)",
 		"served-by-mps": "f:34: compute mps is not built yet in this version; timeslice works (asked for on GPUs 0-3)",
 	}
 	for _, name := range f.Names() {
@@ -157,118 +159,50 @@ func TestUnbuiltPartitionLeavesTheOthers(t *testing.T) {
 	}
 }
 
-// TestMIGIsReadInFull looks at what parsing keeps of a mode that Desire refuses
-// for now: the syntax is complete from the start.
+// TestMIGIsReadInFull: what is absent differs from what is present and empty.
 func TestMIGIsReadInFull(t *testing.T) {
-	f := mustParse(t, readFile(t, "testdata/partitions.yaml")+
-		"  empty:\n    - {devices: all, mode: mig, geometry: {}}\n  demand:\n    - {devices: all, mode: mig}\n")
-	profile := func(s string) mig.Name {
-		n, err := mig.Parse(s)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return n
-	}
-	entries := f.find("research").entries
-	for _, tc := range []struct {
-		name      string
-		got, want Want
-	}{
-		{"fixed", entries[1].want, Want{Mode: MIG, Line: 20, Geometry: []Count{{profile("1g.10gb"), 4}, {profile("3g.40gb"), 1}}}},
-		{"limited", entries[2].want, Want{Mode: MIG, Line: 23, OnDemand: true, Profiles: []mig.Name{profile("1g.10gb"), profile("2g.20gb")}}},
-		{"present and empty", f.find("empty").entries[0].want, Want{Mode: MIG, Line: 36}},
-		{"absent", f.find("demand").entries[0].want, Want{Mode: MIG, Line: 38, OnDemand: true}},
-	} {
-		if !tc.got.Equal(tc.want) || tc.got.Line != tc.want.Line {
-			t.Errorf("%s: %+v, want %+v", tc.name, tc.got, tc.want)
-		}
-	}
-}
-
-func TestMIGManagersFile(t *testing.T) {
-	f := mustParse(t, readFile(t, "testdata/nvidia-mig-manager.yaml"))
-	wantNames := []string{"all-disabled", "all-enabled", "all-1g.5gb", "all-1g.10gb", "all-1g.10gb.me", "all-1g.24gb-me", "all-2g.48gb.me.all", "all-balanced", "custom"}
-	if diff := cmp.Diff(wantNames, f.Names()); diff != "" {
-		t.Fatalf("names, -want +got:\n%s", diff)
-	}
-	const why = "mig-enabled: true asks for MIG, which is not built yet in this version; items with mig-enabled: false work"
-	a100, err := ReadInventory([]byte(readFile(t, "../../tests/testdata/inventories/a100-80gb.json")))
+	f := mustParse(t, head+
+		"    - {devices: [0], mode: mig, geometry: {3g.40gb: 1, 1g.10gb: 4}}\n"+
+		"    - {devices: [1], mode: mig, profiles: [2g.20gb, 1g.10gb]}\n"+
+		"    - {devices: [2], mode: mig, geometry: {}}\n"+
+		"    - {devices: [3, 4, 5, 6, 7], mode: mig}\n")
+	inv := cards(t, "a100-80")
+	d, err := f.Desire("default", inv)
 	if err != nil {
 		t.Fatal(err)
 	}
-
-	d, err := f.Desire("all-disabled", a100)
-	if err != nil {
-		t.Fatal(err)
+	want := []Want{
+		{Mode: MIG, Line: 4, Geometry: geometry(t, "1g.10gb:4 3g.40gb:1")},
+		{Mode: MIG, Line: 5, OnDemand: true, Profiles: []mig.Name{profile(t, "1g.10gb"), profile(t, "2g.20gb")}},
+		{Mode: MIG, Line: 6, Geometry: []mig.Count{}},
+		{Mode: MIG, Line: 7, OnDemand: true},
 	}
-	if len(d.GPUs) != 8 {
-		t.Fatalf("all-disabled wants something of %d GPUs, not 8", len(d.GPUs))
+	for i := range want {
+		want[i].GPU = inv.GPUs[i].UUID
 	}
-	for i, w := range d.GPUs {
-		if !w.Equal(Want{GPU: a100.GPUs[i].UUID, Mode: Whole}) {
-			t.Errorf("all-disabled wants %+v of GPU %d", w, i)
-		}
-	}
-
-	for name, want := range map[string]string{
-		"all-enabled":  "f:10: " + why + " (asked for on GPUs 0-7)",
-		"all-1g.10gb":  "f:24: " + why + " (asked for on GPUs 0-7)",
-		"all-balanced": "f:56: " + why + " (asked for on GPUs 0-7)",
-		"custom":       "f:80: " + why + " (asked for on GPUs 0 and 1)",
-	} {
-		if _, err := f.Desire(name, a100); err == nil || err.Error() != want {
-			t.Errorf("%s: %v, want %s", name, err, want)
-		}
-	}
-}
-
-// TestMIGManagersItemsApplyInOrder: the last match wins, what none matches is
-// left alone, and a filter decides whether an item is meant for this node.
-func TestMIGManagersItemsApplyInOrder(t *testing.T) {
-	f := mustParse(t, migHead+
-		"  - {devices: [0, 1], mig-enabled: true, mig-devices: {}}\n"+
-		"  - {devices: [0, 1], mig-enabled: false}\n"+
-		"  - {device-filter: '0x20b210de', devices: [2, 9], mig-enabled: true, mig-devices: {}}\n"+
-		"  - {device-filter: ['0x20B710DE', '0x20B010DE'], devices: all, mig-enabled: false}\n")
-	inv := node("a", "b", "c", "d")
-	inv.GPUs[3].PCIDevice = "0x20B710DE"
-	d, err := f.Desire("custom", inv)
-	if err != nil {
-		t.Fatal(err)
-	}
-	want := []Want{{GPU: "GPU-0", Mode: Whole, Line: 5}, {GPU: "GPU-1", Mode: Whole, Line: 5}, {GPU: "GPU-2"}, {GPU: "GPU-3", Mode: Whole, Line: 7}}
-	if diff := cmp.Diff(want, d.GPUs); diff != "" {
+	if diff := cmp.Diff(want, d.GPUs[:4], cmpopts.EquateEmpty()); diff != "" {
 		t.Errorf("-want +got:\n%s", diff)
-	}
-
-	// The same items on a node that the third one is meant for.
-	inv.GPUs[2].PCIDevice = "0x20B210DE"
-	_, err = f.Desire("custom", inv)
-	wantErr := "f:6: this node has no GPU with index 9: it has GPUs 0-3\n" +
-		"f:6: mig-enabled: true asks for MIG, which is not built yet in this version; items with mig-enabled: false work (asked for on GPU 2)"
-	if err == nil || err.Error() != wantErr {
-		t.Errorf("%v, want %s", err, wantErr)
 	}
 }
 
 func TestWantEqual(t *testing.T) {
 	n1, n2 := mig.Name{Slices: 1, GB: 10}, mig.Name{Slices: 2, GB: 20}
-	base := Want{GPU: "GPU-0", Mode: MIG, Geometry: []Count{{n1, 1}}}
+	base := Want{GPU: "GPU-0", Mode: MIG, Geometry: []mig.Count{{Profile: n1, N: 1}}}
 	moved := base
-	moved.Line = 9
+	moved.Line, moved.Unproven = 9, true
 	if !base.Equal(moved) {
-		t.Error("an entry on another line is another want")
+		t.Error("an entry on another line, or one that is proven by now, is another want")
 	}
 	for name, other := range map[string]Want{
-		"GPU":       {GPU: "GPU-1", Mode: MIG, Geometry: []Count{{n1, 1}}},
-		"mode":      {GPU: "GPU-0", Mode: Off, Geometry: []Count{{n1, 1}}},
-		"replicas":  {GPU: "GPU-0", Mode: MIG, Replicas: 1, Geometry: []Count{{n1, 1}}},
-		"timeSlice": {GPU: "GPU-0", Mode: MIG, TimeSlice: gpu.TimeSliceLong, Geometry: []Count{{n1, 1}}},
-		"compute":   {GPU: "GPU-0", Mode: MIG, Compute: ComputeMPS, Geometry: []Count{{n1, 1}}},
-		"on demand": {GPU: "GPU-0", Mode: MIG, OnDemand: true, Geometry: []Count{{n1, 1}}},
-		"count":     {GPU: "GPU-0", Mode: MIG, Geometry: []Count{{n1, 2}}},
-		"profile":   {GPU: "GPU-0", Mode: MIG, Geometry: []Count{{n2, 1}}},
-		"profiles":  {GPU: "GPU-0", Mode: MIG, Geometry: []Count{{n1, 1}}, Profiles: []mig.Name{n1}},
+		"GPU":       {GPU: "GPU-1", Mode: MIG, Geometry: []mig.Count{{Profile: n1, N: 1}}},
+		"mode":      {GPU: "GPU-0", Mode: Off, Geometry: []mig.Count{{Profile: n1, N: 1}}},
+		"replicas":  {GPU: "GPU-0", Mode: MIG, Replicas: 1, Geometry: []mig.Count{{Profile: n1, N: 1}}},
+		"timeSlice": {GPU: "GPU-0", Mode: MIG, TimeSlice: gpu.TimeSliceLong, Geometry: []mig.Count{{Profile: n1, N: 1}}},
+		"compute":   {GPU: "GPU-0", Mode: MIG, Compute: ComputeMPS, Geometry: []mig.Count{{Profile: n1, N: 1}}},
+		"on demand": {GPU: "GPU-0", Mode: MIG, OnDemand: true, Geometry: []mig.Count{{Profile: n1, N: 1}}},
+		"count":     {GPU: "GPU-0", Mode: MIG, Geometry: []mig.Count{{Profile: n1, N: 2}}},
+		"profile":   {GPU: "GPU-0", Mode: MIG, Geometry: []mig.Count{{Profile: n2, N: 1}}},
+		"profiles":  {GPU: "GPU-0", Mode: MIG, Geometry: []mig.Count{{Profile: n1, N: 1}}, Profiles: []mig.Name{n1}},
 	} {
 		if base.Equal(other) {
 			t.Errorf("wants that differ in %s are equal", name)
@@ -283,19 +217,53 @@ func TestWantEqual(t *testing.T) {
 // TestDesireSharesNothing: what a caller does to an answer is not in the next.
 func TestDesireSharesNothing(t *testing.T) {
 	f := mustParse(t, head+"    - {devices: all, mode: mig, geometry: {1g.10gb: 1}}\n")
-	f.partitions[0].entries[0].unbuilt = ""
-	first, err := f.Desire("default", node("x", "x"))
+	inv := cards(t, "a100-80")
+	first, err := f.Desire("default", inv)
 	if err != nil {
 		t.Fatal(err)
 	}
 	first.GPUs[0].Geometry[0].N = 7
-	again, err := f.Desire("default", node("x", "x"))
+	again, err := f.Desire("default", inv)
 	if err != nil {
 		t.Fatal(err)
 	}
 	if again.GPUs[0].Geometry[0].N != 1 || first.GPUs[1].Geometry[0].N != 1 {
 		t.Errorf("two answers share memory: %+v, %+v", first, again)
 	}
+}
+
+// cards is a recorded inventory.
+func cards(t testing.TB, name string) *gpu.Inventory {
+	t.Helper()
+	inv, err := ReadInventory([]byte(readFile(t, "../../tests/testdata/"+name+".json")))
+	if err != nil {
+		t.Fatalf("%s: %v", name, err)
+	}
+	return inv
+}
+
+func profile(t testing.TB, s string) mig.Name {
+	t.Helper()
+	n, err := mig.Parse(s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return n
+}
+
+// geometry reads "1g.10gb:4 3g.40gb:1".
+func geometry(t testing.TB, s string) []mig.Count {
+	t.Helper()
+	var counts []mig.Count
+	for _, f := range strings.Fields(s) {
+		name, n, _ := strings.Cut(f, ":")
+		count, err := strconv.Atoi(n)
+		if err != nil {
+			t.Fatal(err)
+		}
+		counts = append(counts, mig.Count{Profile: profile(t, name), N: count})
+	}
+	return counts
 }
 
 func readFile(t testing.TB, path string) string {

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
 )
 
 // FuzzParse holds of any input:
@@ -38,6 +39,8 @@ func FuzzParse(f *testing.F) {
 	nodes := []*gpu.Inventory{
 		node(),
 		node("NVIDIA H100 80GB HBM3", "NVIDIA A30", "", "NVIDIA A30"),
+		cards(f, "a100-80"),
+		cards(f, "a30"),
 		{GPUs: []gpu.Device{{Index: -1, Fault: "lost"}, {Index: 0, UUID: "GPU-0a", PCIDevice: "0x20B210DE"}, {Index: 0, PCIDevice: "?"}}},
 	}
 	f.Fuzz(func(t *testing.T, data []byte) {
@@ -92,8 +95,30 @@ func checkWant(t *testing.T, data []byte, w Want) {
 		if !w.Equal(Want{GPU: w.GPU, Mode: w.Mode}) {
 			t.Fatalf("%+v has what its mode does not know", w)
 		}
+	case MIG:
+		checkMIGWant(t, w)
 	default:
-		t.Fatalf("%+v: that mode is not built", w)
+		t.Fatalf("%+v: that is no mode", w)
+	}
+}
+
+func checkMIGWant(t *testing.T, w Want) {
+	t.Helper()
+	if !w.Equal(Want{GPU: w.GPU, Mode: MIG, OnDemand: w.OnDemand, Geometry: w.Geometry, Profiles: w.Profiles}) {
+		t.Fatalf("%+v has what its mode does not know", w)
+	}
+	if w.OnDemand && len(w.Geometry) > 0 || !w.OnDemand && len(w.Profiles) > 0 {
+		t.Fatalf("%+v is on demand and fixed", w)
+	}
+	for i, c := range w.Geometry {
+		if c.N < 1 || i > 0 && mig.Compare(w.Geometry[i-1].Profile, c.Profile) >= 0 {
+			t.Fatalf("the geometry %+v is not in order, or has a count of nothing", w.Geometry)
+		}
+	}
+	for i, n := range w.Profiles {
+		if n.Compute != 0 || i > 0 && mig.Compare(w.Profiles[i-1], n) >= 0 {
+			t.Fatalf("the profiles %+v are not in order, or have a part of an instance", w.Profiles)
+		}
 	}
 }
 

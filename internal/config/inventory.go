@@ -74,6 +74,8 @@ func ReadInventory(data []byte) (*gpu.Inventory, error) {
 			bad("reservedMiB is %d of %d", d.Reserved, d.Memory)
 		}
 		checkMIG(bad, &d.MIG, element(raw.GPUs, i))
+		// A person leaves out what follows from the rest.
+		d.MIG.Capable = d.MIG.Capable || d.MIG.Enabled || len(d.MIG.Profiles) > 0
 	}
 	if err := errors.Join(errs...); err != nil {
 		return nil, err

@@ -4,7 +4,6 @@ package config
 
 import (
 	"math"
-	"strconv"
 	"strings"
 
 	"example.com/gpu-agent/pkg/mig"
@@ -13,9 +12,10 @@ import (
 )
 
 // item reads one item of a config of NVIDIA's MIG manager: which GPUs, MIG on
-// or off, and which instances. It accepts what the MIG manager accepts, with
-// one exception: a list of devices that repeats an index or has a negative one,
-// which is a slip there too, only a silent one.
+// or off, and which instances. It accepts what the MIG manager accepts, but for
+// slips that are silent there: a list of devices that repeats an index or has a
+// negative one, a filter that is no PCI id and so fits no GPU, a mig-enabled
+// without a value, and one profile in two spellings.
 func (p *parser) item(n *yaml.Node) (entry, bool) {
 	e := entry{line: n.Line}
 	keys, ok := p.fields(n, "an item", "device-filter", "devices", "mig-enabled", "mig-devices")
@@ -38,8 +38,8 @@ func (p *parser) item(n *yaml.Node) (entry, bool) {
 	var enabled, known bool
 	if m, ok := keys["mig-enabled"]; !ok {
 		p.at(n, "the item has no mig-enabled: true or false")
-	} else if enabled, known = p.boolean(m, "mig-enabled"); enabled {
-		e.unbuilt, e.unbuiltLine = "mig-enabled: true asks for MIG, which is not built yet in this version; items with mig-enabled: false work", m.Line
+	} else {
+		enabled, known = p.boolean(m, "mig-enabled")
 	}
 	devices, ok := keys["mig-devices"]
 	if ok && devices.ShortTag() == "!!null" {
@@ -62,6 +62,7 @@ func (p *parser) item(n *yaml.Node) (entry, bool) {
 	e.want.Mode = Whole
 	if enabled {
 		e.want.Mode = MIG
+		e.devices.capable = e.devices.all
 	} else {
 		e.want.Geometry = nil
 	}
@@ -94,27 +95,35 @@ func (p *parser) indices(s *selector, n *yaml.Node) {
 	}
 }
 
-// deviceFilter reads PCI device ids, device and vendor in one number. One or
-// none is written without a list.
-func (p *parser) deviceFilter(n *yaml.Node) []uint32 {
+// deviceFilter reads PCI ids, "0x20B210DE" or with the subsystem's (MIG manager
+// v0.15) "0x20B210DE:0x147F10DE". One or none is written without a list.
+func (p *parser) deviceFilter(n *yaml.Node) []board {
 	nodes := []*yaml.Node{n}
 	if n.Kind == yaml.SequenceNode {
 		nodes = n.Content
+	} else if n.ShortTag() == "!!null" {
+		return nil
 	}
-	var ids []uint32
+	var boards []board
 	for _, c := range nodes {
 		s, ok := p.text(c, "device-filter")
 		if !ok || s == "" && n.Kind != yaml.SequenceNode {
 			continue
 		}
-		id, err := strconv.ParseUint(s, 0, 32)
+		var b board
+		device, subsystem, exact := strings.Cut(s, ":")
+		id, err := pciID(device)
+		b.device, b.exact = id, exact
+		if exact && err == nil {
+			b.subsystem, err = pciID(subsystem)
+		}
 		if err != nil {
-			p.at(c, "device-filter %s is not a PCI device id such as \"0x20B210DE\"", quote(s))
+			p.at(c, "device-filter %s is not a PCI id such as \"0x20B210DE\", or with the subsystem's \"0x20B210DE:0x147F10DE\"", quote(s))
 			continue
 		}
-		ids = append(ids, uint32(id))
+		boards = append(boards, b)
 	}
-	return ids
+	return boards
 }
 
 // boolean accepts the spellings of YAML 1.1, as the MIG manager does.

@@ -184,7 +184,6 @@ func (p *parser) entry(n *yaml.Node) (entry, bool) {
 	}
 	if e.want.Mode == MIG {
 		e.want.OnDemand = !fixed
-		e.unbuilt, e.unbuiltLine = "mode mig is not built yet in this version; whole, shared and off work", mode.Line
 	}
 	return e, true
 }
@@ -272,9 +271,9 @@ func badUUID(s string) string {
 
 // geometry reads profiles with their counts, which must not be less than low.
 // The spelling of a name may be changed before it is read.
-func (p *parser) geometry(n *yaml.Node, what string, low int, spell func(string) string) []Count {
+func (p *parser) geometry(n *yaml.Node, what string, low int, spell func(string) string) []mig.Count {
 	ps, _ := p.pairs(n, what)
-	counts := make([]Count, 0, len(ps))
+	counts := make([]mig.Count, 0, len(ps))
 	lines := make(map[mig.Name]int)
 	for _, pair := range ps {
 		name := pair.key.Value
@@ -290,10 +289,10 @@ func (p *parser) geometry(n *yaml.Node, what string, low int, spell func(string)
 			lines[prof] = pair.key.Line
 		}
 		if c, ok := p.number(pair.value, "the count of "+quote(pair.key.Value), low, maxDevices); ok && err == nil && c > 0 {
-			counts = append(counts, Count{prof, c})
+			counts = append(counts, mig.Count{Profile: prof, N: c})
 		}
 	}
-	slices.SortFunc(counts, func(a, b Count) int { return mig.Compare(a.Profile, b.Profile) })
+	slices.SortFunc(counts, func(a, b mig.Count) int { return mig.Compare(a.Profile, b.Profile) })
 	return counts
 }
 
@@ -312,6 +311,8 @@ func (p *parser) profiles(n *yaml.Node) []mig.Name {
 			p.at(c, "%v", err)
 		case again:
 			p.at(c, "%s is in this list already, on line %d", prof, line)
+		case prof.Compute != 0:
+			p.at(c, "%s is a part of an instance, which is not made on demand: name %s, or write a geometry", prof, prof.GPUInstance())
 		default:
 			lines[prof] = c.Line
 			names = append(names, prof)

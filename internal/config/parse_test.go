@@ -164,6 +164,7 @@ var broken = []struct {
 	{"a profile twice", head + "    - {devices: all, mode: mig, geometry: {1g.10gb: 1, 1g.10gb: 2}}\n", []string{"f:4: the key \"1g.10gb\" is already on line 4"}},
 	{"no profiles", head + "    - {devices: all, mode: mig, profiles: []}\n", []string{"f:4: profiles is an empty list"}},
 	{"one of the profiles twice", head + "    - devices: all\n      mode: mig\n      profiles:\n      - 1g.10gb\n      - 1g.10gb\n", []string{"f:8: 1g.10gb is in this list already, on line 7"}},
+	{"a part among the profiles", head + "    - {devices: all, mode: mig, profiles: [1c.3g.40gb]}\n", []string{"f:4: 1c.3g.40gb is a part of an instance, which is not made on demand: name 3g.40gb, or write a geometry"}},
 	{"a number among the profiles", head + "    - {devices: all, mode: mig, profiles: [1]}\n", []string{"f:4: a profile is text, not the number \"1\""}},
 
 	// NVIDIA's MIG manager.
@@ -182,7 +183,10 @@ var broken = []struct {
 		"f:4: index 0 is in this list already, on line 4",
 		"f:4: an index is at least 0, not -3"}},
 	{"one index without a list", migHead + "  - {devices: 0, mig-enabled: false}\n", []string{"f:4: devices is all or a list of indices, not the number \"0\""}},
-	{"a filter that is no id", migHead + "  - {device-filter: [A100], devices: all, mig-enabled: false}\n", []string{"f:4: device-filter \"A100\" is not a PCI device id such as \"0x20B210DE\""}},
+	{"a filter that is no id", migHead + "  - {device-filter: [A100], devices: all, mig-enabled: false}\n", []string{"f:4: device-filter \"A100\" is not a PCI id such as \"0x20B210DE\", or with the subsystem's \"0x20B210DE:0x147F10DE\""}},
+	{"a filter with two subsystems", migHead + "  - {device-filter: '0x20B210DE:0x147F10DE:0x1', devices: all, mig-enabled: false}\n", []string{"f:4: device-filter \"0x20B210DE:0x147F10DE:0x1\" is not a PCI id such as \"0x20B210DE\", or with the subsystem's \"0x20B210DE:0x147F10DE\""}},
+	{"a filter whose subsystem is empty", migHead + "  - {device-filter: ['0x20B210DE:'], devices: all, mig-enabled: false}\n", []string{"f:4: device-filter \"0x20B210DE:\" is not a PCI id such as \"0x20B210DE\", or with the subsystem's \"0x20B210DE:0x147F10DE\""}},
+	{"a filter of nothing in a list", migHead + "  - {device-filter: [''], devices: all, mig-enabled: false}\n", []string{"f:4: device-filter \"\" is not a PCI id such as \"0x20B210DE\", or with the subsystem's \"0x20B210DE:0x147F10DE\""}},
 	{"a filter without quotes", migHead + "  - {device-filter: 0x20B210DE, devices: all, mig-enabled: false}\n", []string{"f:4: device-filter is text, not the number \"0x20B210DE\""}},
 	{"our keys in their file", migHead + "  - {devices: all, mode: off}\n", []string{
 		"f:4: unknown key \"mode\": an item has device-filter, devices, mig-enabled and mig-devices",
@@ -251,6 +255,9 @@ var accepted = []struct{ name, in string }{
 	{"a name of 63 characters", "version: v1\npartitions:\n  " + strings.Repeat("x", 63) + ": [{devices: all, mode: off}]\n"},
 	{"YAML 1.1 booleans of the MIG manager", migHead + "  - {devices: all, mig-enabled: no}\n"},
 	{"a filter of one", migHead + "  - {device-filter: '0x20B210DE', devices: [], mig-enabled: false, mig-devices: {}}\n"},
+	{"a filter of null", migHead + "  - {device-filter: null, devices: all, mig-enabled: false}\n"},
+	{"filters of none, and with a subsystem", migHead + "  - {device-filter: '', devices: all, mig-enabled: false}\n  - {device-filter: [], devices: all, mig-enabled: false}\n  - {device-filter: ['0x20B210DE', '0x20B210DE:0x147F10DE'], devices: all, mig-enabled: false}\n"},
+	{"counts of zero beside others, and of parts", migHead + "  - {devices: all, mig-enabled: true, mig-devices: {1g.10gb: 0, 1c.3g.40gb: 3, 3c.3g.40gb: 1}}\n"},
 	{"a name that is no label, of the MIG manager", "version: v1\nmig-configs:\n  all 1g: [{devices: all, mig-enabled: false}]\n"},
 	{"profiles in every form", head + "    - {devices: all, mode: mig, geometry: {1g.24gb+me.all: 1, 1g.24gb-me: 2, 4g.96gb+gfx: 1, 1c.3g.40gb: 3}}\n"},
 }

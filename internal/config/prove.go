@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package config
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+)
+
+// prove holds what an entry wants of MIG against what the GPU's driver says of
+// it. The reason why it cannot be had is a sentence without the GPU's name,
+// empty where it can; unproven is Want.Unproven.
+func prove(w *Want, d *gpu.Device) (unproven bool, reason string) {
+	m := &d.MIG
+	switch {
+	case w.Mode != MIG:
+		return false, ""
+	case d.Fault != "" && len(m.Profiles) == 0:
+		return true, "" // it must not stop the others from being configured
+	case !m.Capable:
+		return false, "this model has no MIG: whole, shared and off work"
+	case len(m.Profiles) == 0:
+		return false, "the driver tells no MIG profiles, which it does from R510 on: whole, shared and off work"
+	}
+	var have []mig.Name
+	for _, p := range m.Profiles {
+		if n, err := mig.Parse(p.Name); err == nil {
+			have = append(have, n)
+		}
+	}
+	slices.SortFunc(have, mig.Compare)
+	var lacks []string
+	for _, n := range slices.Concat(w.Profiles, profilesOf(w.Geometry)) {
+		if !slices.Contains(have, n.GPUInstance()) {
+			lacks = append(lacks, n.String())
+		}
+	}
+	if len(lacks) > 0 {
+		return false, fmt.Sprintf("there is no profile %s: there are %s", list(lacks, "or"), join(have))
+	}
+	if w.OnDemand || len(w.Geometry) == 0 {
+		return false, ""
+	}
+	card, odd := mig.NewCard(m)
+	if err := card.Feasible(w.Geometry); err != nil {
+		return false, sentence(errors.Join(err, odd))
+	}
+	return !card.Known(), ""
+}
+
+// sentence is an error as a message of a partition file has it: on one line, and
+// without what kind of error it is, which is for programs.
+func sentence(err error) string {
+	var parts []string
+	for line := range strings.Lines(err.Error()) {
+		line = strings.TrimSpace(line)
+		for _, kind := range []error{gpu.ErrNoRoom, gpu.ErrInvalid} {
+			line = strings.TrimSuffix(line, ": "+kind.Error())
+		}
+		parts = append(parts, line)
+	}
+	return strings.Join(parts, "; ")
+}
+
+func profilesOf(counts []mig.Count) []mig.Name {
+	names := make([]mig.Name, len(counts))
+	for i, c := range counts {
+		names[i] = c.Profile
+	}
+	return names
+}
+
+func join(names []mig.Name) string {
+	words := make([]string, len(names))
+	for i, n := range names {
+		words[i] = n.String()
+	}
+	return list(words, "and")
+}
+
+// Prove says of which GPUs it cannot be told yet whether they can become what
+// is wanted; it returns nil where all is proven. The error is an Errors, one
+// mistake for each entry.
+func (f *File) Prove(d Desired, inv *gpu.Inventory) error {
+	m := &mistakes{file: f.name}
+	open := make(map[int]refusals)
+	for i, w := range d.GPUs {
+		if !w.Unproven {
+			continue
+		}
+		reason := "placements are told only while MIG is on, so nobody knows yet whether this fits: turn MIG on, or take an inventory of such a GPU in MIG mode"
+		if fault := inv.GPUs[i].Fault; fault != "" {
+			reason = "it cannot be described, so nobody knows whether this fits: " + fault
+		}
+		open[w.Line] = open[w.Line].add(reason, inv.GPUs[i].Index)
+	}
+	for line, r := range open {
+		m.add(line, "%s", r)
+	}
+	return m.err()
+}
+
+// refusals is what is wrong with one entry on a node: reasons, with the GPUs
+// that each holds for, in the order in which they were found.
+type refusals []refusal
+
+type refusal struct {
+	reason string
+	gpus   []int
+}
+
+func (r refusals) add(reason string, index int) refusals {
+	for i := range r {
+		if r[i].reason == reason {
+			r[i].gpus = append(r[i].gpus, index)
+			return r
+		}
+	}
+	return append(r, refusal{reason, []int{index}})
+}
+
+// String is one line: "GPUs 0-3: …; GPU 4: …".
+func (r refusals) String() string {
+	parts := make([]string, len(r))
+	for i, x := range r {
+		parts[i] = gpus(x.gpus) + ": " + x.reason
+	}
+	return strings.Join(parts, "; ")
+}
