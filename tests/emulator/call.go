@@ -62,8 +62,11 @@ func (s *Session) DeviceByIndex(index int) (Handle, Return) {
 	return s.find("nvmlDeviceGetHandleByIndex_v2", InvalidArgument, func(g *gpu) bool { return s.index(g) == index })
 }
 
-// DeviceByUUID finds a GPU by its UUID.
+// DeviceByUUID finds a GPU, or a MIG device, by its UUID.
 func (s *Session) DeviceByUUID(uuid string) (Handle, Return) {
+	if strings.HasPrefix(uuid, "MIG-") {
+		return s.migByUUID(uuid)
+	}
 	return s.find("nvmlDeviceGetHandleByUUID", NotFound, func(g *gpu) bool { return g.uuid == uuid })
 }
 
@@ -96,14 +99,24 @@ func (s *Session) find(call string, missing Return, match func(*gpu) bool) (Hand
 	})
 }
 
-// Name is the product's name.
+// Name is the product's name; a MIG device's ends with its profile's.
 func (s *Session) Name(h Handle) (string, Return) {
-	return device(s, "nvmlDeviceGetName", h, func(g *gpu) (string, Return) { return g.Name, Success })
+	return about(s, "nvmlDeviceGetName", h, 0, func(t target) (string, Return) {
+		if t.ci != nil {
+			return t.g.Name + " MIG " + t.ci.profile.Name, Success
+		}
+		return t.g.Name, Success
+	})
 }
 
-// UUID is GPU- and a UUID.
+// UUID is GPU- and a UUID, or MIG- and one.
 func (s *Session) UUID(h Handle) (string, Return) {
-	return device(s, "nvmlDeviceGetUUID", h, func(g *gpu) (string, Return) { return g.uuid, Success })
+	return about(s, "nvmlDeviceGetUUID", h, 0, func(t target) (string, Return) {
+		if t.ci != nil {
+			return t.ci.uuid, Success
+		}
+		return t.g.uuid, Success
+	})
 }
 
 // Serial is the board's serial number.
@@ -121,9 +134,14 @@ func (g *gpu) serial() string {
 	return string(digits)
 }
 
-// Index is the GPU's place in the driver's order.
+// Index is the GPU's place in the driver's order, or a MIG device's on its GPU.
 func (s *Session) Index(h Handle) (int, Return) {
-	return device(s, "nvmlDeviceGetIndex", h, func(g *gpu) (int, Return) { return s.index(g), Success })
+	return about(s, "nvmlDeviceGetIndex", h, 0, func(t target) (int, Return) {
+		if t.ci != nil {
+			return s.migIndexLocked(t.ci), Success
+		}
+		return s.index(t.g), Success
+	})
 }
 
 // index is a GPU's place among those that the process can open.
@@ -161,28 +179,39 @@ type Memory struct {
 	Total, Reserved, Used, Free uint64
 }
 
-// Memory reads a GPU's memory. Used is what processes have.
+// Memory reads the memory of a GPU or, of a MIG device, its GPU instance. Used is
+// what processes have. Of a GPU in MIG mode only who may see all of it is told.
 func (s *Session) Memory(h Handle) (Memory, Return) {
-	return device(s, "nvmlDeviceGetMemoryInfo_v2", h, func(g *gpu) (Memory, Return) {
+	return about(s, "nvmlDeviceGetMemoryInfo_v2", h, 0, func(t target) (Memory, Return) {
+		if t.ci == nil && !s.p.seesAllLocked(t.g) {
+			return Memory{}, NoPermission
+		}
 		s.p.w.buryLocked()
-		used := s.p.w.usedLocked(g)
-		total, reserved := g.MemoryMiB<<20, g.ReservedMiB<<20
-		return Memory{total, reserved, used, total - reserved - used}, Success
+		used := s.p.w.usedOnLocked(t)
+		var reserved uint64
+		if t.ci == nil {
+			reserved = t.g.ReservedMiB << 20
+		}
+		return Memory{t.room() + reserved, reserved, used, t.room() - used}, Success
 	})
 }
 
-// Processes lists a GPU's processes of one kind, with PIDs as the session sees
-// them; those that it cannot see are left out.
+// Processes lists the processes of one kind of a GPU, all of its instances
+// together, or of a MIG device, with PIDs as the session sees them; those that it
+// cannot see are left out. Of a GPU in MIG mode only who may see all of it is told.
 func (s *Session) Processes(h Handle, kind Kind) ([]Process, Return) {
 	call := map[Kind]string{
 		Compute:  "nvmlDeviceGetComputeRunningProcesses_v3",
 		Graphics: "nvmlDeviceGetGraphicsRunningProcesses_v3",
 		MPS:      "nvmlDeviceGetMPSComputeRunningProcesses_v3",
 	}[kind]
-	list, r := device(s, call, h, func(g *gpu) ([]Process, Return) {
+	list, r := about(s, call, h, 0, func(t target) ([]Process, Return) {
+		if t.ci == nil && !s.p.seesAllLocked(t.g) {
+			return nil, NoPermission
+		}
 		var list []Process
 		for _, p := range s.p.w.processesLocked() {
-			if p.GPU == g.slot && p.Kind == kind {
+			if p.GPU == t.g.slot && p.Kind == kind && (t.ci == nil || p.at() == t.place()) {
 				list = append(list, p)
 			}
 		}
@@ -197,61 +226,6 @@ func (s *Session) Processes(h Handle, kind Kind) ([]Process, Return) {
 		}
 	}
 	return seen, r
-}
-
-// MIGMode says whether MIG is on now and after the next reset. A GPU that
-// cannot do MIG answers NotSupported.
-func (s *Session) MIGMode(h Handle) (current, pending bool, r Return) {
-	_, r = device(s, "nvmlDeviceGetMigMode", h, func(g *gpu) (struct{}, Return) {
-		if g.MIG == nil {
-			return struct{}{}, NotSupported
-		}
-		return struct{}{}, Success
-	})
-	return false, false, r
-}
-
-// MaxMIGDevices is the most MIG devices that a GPU can carry; none without MIG.
-func (s *Session) MaxMIGDevices(h Handle) (int, Return) {
-	return device(s, "nvmlDeviceGetMaxMigDeviceCount", h, func(g *gpu) (int, Return) {
-		if g.MIG == nil {
-			return 0, Success
-		}
-		return g.MIG.Devices, Success
-	})
-}
-
-// mostProfiles is NVML_GPU_INSTANCE_PROFILE_COUNT of the newest nvml.h known:
-// profiles beyond it are invalid, those below that a GPU lacks not supported.
-const mostProfiles = 18
-
-// MIGProfile is the profile that a NVML_GPU_INSTANCE_PROFILE_* stands for.
-func (s *Session) MIGProfile(h Handle, enum uint32) (MIGProfile, Return) {
-	return device(s, "nvmlDeviceGetGpuInstanceProfileInfoV", h, func(g *gpu) (MIGProfile, Return) {
-		if enum >= mostProfiles {
-			return MIGProfile{}, InvalidArgument
-		}
-		return g.profile(NotSupported, func(p MIGProfile) bool { return p.Enum == enum })
-	})
-}
-
-// MIGProfileByID is the profile with the number that creation takes.
-func (s *Session) MIGProfileByID(h Handle, id uint32) (MIGProfile, Return) {
-	return device(s, "nvmlDeviceGetGpuInstancePossiblePlacements_v2", h, func(g *gpu) (MIGProfile, Return) {
-		return g.profile(InvalidArgument, func(p MIGProfile) bool { return p.ID == id })
-	})
-}
-
-func (g *gpu) profile(missing Return, match func(MIGProfile) bool) (MIGProfile, Return) {
-	if g.MIG == nil {
-		return MIGProfile{}, NotSupported
-	}
-	for _, p := range g.MIG.Profiles {
-		if match(p) {
-			return p, Success
-		}
-	}
-	return MIGProfile{}, missing
 }
 
 // TimeSlice is the GPU's time slice.

@@ -4,7 +4,9 @@ package emulator
 
 import (
 	"fmt"
+	"maps"
 	"math"
+	"slices"
 )
 
 // share is memory that more than one process can hold: exported by file
@@ -12,6 +14,7 @@ import (
 // the last holder lets go; if that process dies first, to nobody.
 type share struct {
 	gpu   *gpu
+	at    place
 	bytes uint64
 	owner *process // nil when it is dead
 	refs  map[*process]int
@@ -32,14 +35,14 @@ func (w *World) releaseLocked(p *process) {
 	for id, s := range w.shares {
 		delete(s.refs, p)
 		if s.owner == p && len(s.refs)+s.fds > 0 {
-			p.charged[s.gpu.slot] -= min(s.bytes, p.charged[s.gpu.slot])
+			p.charged[s.at] -= min(s.bytes, p.charged[s.at])
 			s.owner = nil
 		} else {
 			w.dropLocked(id)
 		}
 	}
-	for slot, bytes := range p.charged {
-		w.gpus[slot].charged -= bytes
+	for at, bytes := range p.charged {
+		w.gpus[at.gpu].charged -= bytes
 	}
 	clear(p.charged)
 }
@@ -52,18 +55,18 @@ func (w *World) dropLocked(id uint64) {
 	}
 	delete(w.shares, id)
 	if s.owner != nil {
-		w.refundLocked(s.owner, s.gpu, s.bytes)
+		w.refundLocked(s.owner, s.at, s.bytes)
 	} else {
 		s.gpu.charged -= s.bytes
 	}
 }
 
-// refundLocked takes back at most what a process has on a GPU.
-func (w *World) refundLocked(p *process, g *gpu, bytes uint64) {
-	bytes = min(bytes, p.charged[g.slot])
-	g.charged -= bytes
-	if p.charged[g.slot] -= bytes; p.charged[g.slot] == 0 {
-		delete(p.charged, g.slot)
+// refundLocked takes back at most what a process has at a place.
+func (w *World) refundLocked(p *process, at place, bytes uint64) {
+	bytes = min(bytes, p.charged[at])
+	w.gpus[at.gpu].charged -= bytes
+	if p.charged[at] -= bytes; p.charged[at] == 0 {
+		delete(p.charged, at)
 	}
 }
 
@@ -99,30 +102,32 @@ func (w *World) ResetPeak(index int) error {
 	return nil
 }
 
-// Charge changes, by so many bytes, what the process has on a GPU; it is what
+// Charge changes, by so many bytes, what the process has on a GPU or a MIG device; it is what
 // all calls of the CUDA driver come to that take or give memory back. The
 // library has rounded to what the hardware allocates. It answers OutOfMemory
 // where the card has no room or a cgroup's limit is reached, and ResetRequired on a GPU that takes no new work.
 func (s *Session) Charge(call string, h Handle, bytes int64) Return {
-	_, r := device(s, call, h, func(g *gpu) (struct{}, Return) {
-		w := s.p.w
+	_, r := about(s, call, h, 0, func(t target) (struct{}, Return) {
+		w, g, at := s.p.w, t.g, t.place()
 		switch {
 		case bytes == math.MinInt64:
 			return struct{}{}, InvalidArgument
 		case bytes <= 0:
-			w.refundLocked(s.p, g, uint64(-bytes))
+			w.refundLocked(s.p, at, uint64(-bytes))
 			return struct{}{}, Success
+		case g.mig.on && t.ci == nil:
+			return struct{}{}, NotSupported // of a GPU in MIG mode only instances can be used
 		case g.health.Recovery == RecoveryReset:
 			return struct{}{}, ResetRequired
 		}
-		if uint64(bytes) > w.freeLocked(g) {
+		if uint64(bytes) > w.freeLocked(t) {
 			w.buryLocked()
 		}
-		if uint64(bytes) > w.freeLocked(g) || !w.allowsLocked(g, s.p.pid, uint64(bytes)) {
+		if uint64(bytes) > w.freeLocked(t) || !w.allowsLocked(g, s.p.pid, uint64(bytes)) {
 			return struct{}{}, OutOfMemory
 		}
 		g.charged += uint64(bytes)
-		s.p.charged[g.slot] += uint64(bytes)
+		s.p.charged[at] += uint64(bytes)
 		w.peakLocked(g)
 		return struct{}{}, Success
 	})
@@ -132,13 +137,13 @@ func (s *Session) Charge(call string, h Handle, bytes int64) Return {
 // Share gives memory that the process has been charged for an identity that
 // other processes can open. The process holds it once.
 func (s *Session) Share(call string, h Handle, bytes uint64) (id uint64, r Return) {
-	return device(s, call, h, func(g *gpu) (uint64, Return) {
-		if bytes > s.p.charged[g.slot] {
+	return about(s, call, h, 0, func(t target) (uint64, Return) {
+		if bytes > s.p.charged[t.place()] {
 			return 0, InvalidArgument
 		}
 		w := s.p.w
 		w.lastID++
-		w.shares[w.lastID] = &share{gpu: g, bytes: bytes, owner: s.p, refs: map[*process]int{s.p: 1}}
+		w.shares[w.lastID] = &share{gpu: t.g, at: t.place(), bytes: bytes, owner: s.p, refs: map[*process]int{s.p: 1}}
 		return w.lastID, Success
 	})
 }
@@ -160,7 +165,7 @@ func (s *Session) OpenShared(call string, id uint64) (Shared, Return) {
 			return Shared{}, r
 		}
 		at.refs[s.p]++
-		return Shared{Handle(at.gpu.slot), at.bytes}, Success
+		return Shared{at.at.handle(), at.bytes}, Success
 	})
 }
 
@@ -210,31 +215,11 @@ func charge(s *Session, f *frame) Return {
 }
 
 var cudaCalls = map[string]call{
-	"cuInit":          initialise,
-	"cuEmulatorClose": {serve: func(s *Session, _ *frame) Return { return s.Shutdown() }}, // of a cuInit that failed later
-	// The GPUs that the process can open; the library chooses among them.
-	"cuEmulatorDevices": {serve: func(s *Session, f *frame) Return {
-		list, r := node(s, f.name, func(w *World) ([]*gpu, Return) { return s.p.gpus, Success })
-		if r != Success {
-			return r
-		}
-		w := s.p.w
-		w.mu.Lock()
-		defer w.mu.Unlock()
-		w.buryLocked()
-		f.putInt(w.cuda)
-		f.putInt(len(list))
-		for _, g := range list {
-			f.putU32(uint32(g.slot), bit(s.p.dead[g]), uint32(g.major), uint32(g.cc), g.multiprocessors())
-			f.putU64((g.MemoryMiB-g.ReservedMiB)<<20, w.freeLocked(g), g.ContextMiB<<20)
-			f.putU32(g.pci.Domain, g.pci.Bus, g.pci.Device)
-			f.putStr(g.uuid)
-			f.putStr(g.Name)
-		}
-		return Success
-	}},
-	"cuMemGetInfo":    cudaMemory,
-	"cuMemGetInfo_v2": cudaMemory,
+	"cuInit":            initialise,
+	"cuEmulatorClose":   {serve: func(s *Session, _ *frame) Return { return s.Shutdown() }}, // of a cuInit that failed later
+	"cuEmulatorDevices": {serve: serveCUDADevices},
+	"cuMemGetInfo":      cudaMemory,
+	"cuMemGetInfo_v2":   cudaMemory,
 	"cuEmulatorShare": {serve: func(s *Session, f *frame) Return {
 		id, r := s.Share(f.name, f.handle, f.u64())
 		return put(id, r, func(v uint64) { f.putU64(v) })
@@ -246,6 +231,43 @@ var cudaCalls = map[string]call{
 	"cuMemExportToShareableHandle":   {serve: unsupported}, // the daemon has to make the descriptor
 }
 
+// serveCUDADevices lists the GPUs that the process can open, and instead of one in
+// MIG mode its instances that the process reaches; the library chooses among them.
+func serveCUDADevices(s *Session, f *frame) Return {
+	_, r := node(s, f.name, func(w *World) (struct{}, Return) {
+		var list []target
+		for _, g := range s.p.gpus {
+			if !g.mig.on || s.p.dead[g] {
+				list = append(list, target{g: g})
+				continue
+			}
+			devices := s.devicesLocked(g)
+			for _, i := range slices.Sorted(maps.Keys(devices)) {
+				list = append(list, target{g, devices[i].gi, devices[i]})
+			}
+		}
+		w.buryLocked()
+		f.putInt(w.cuda)
+		f.putInt(len(list))
+		for _, t := range list {
+			g, at := t.g, t.place()
+			f.putU32(uint32(at.handle()), bit(s.p.dead[g]), uint32(g.major), uint32(g.cc), t.multiprocessors())
+			f.putU64(t.room(), w.freeLocked(t), g.ContextMiB<<20)
+			f.putU32(g.pci.Domain, g.pci.Bus, g.pci.Device, uint32(g.slot))
+			f.putU32(uint32(at.gi), uint32(at.ci)) // -1 is NotMIG
+			uuid, name := g.uuid, g.Name
+			if t.ci != nil {
+				uuid, name = t.ci.uuid, g.Name+" MIG "+t.ci.profile.Name
+			}
+			f.putStr(uuid)
+			f.putStr(g.uuid)
+			f.putStr(name)
+		}
+		return struct{}{}, Success
+	})
+	return r
+}
+
 var openShared = call{serve: func(s *Session, f *frame) Return {
 	v, r := s.OpenShared(f.name, f.u64())
 	return put(v, r, func(v Shared) {
@@ -255,21 +277,25 @@ var openShared = call{serve: func(s *Session, f *frame) Return {
 }}
 
 var cudaMemory = call{serve: func(s *Session, f *frame) Return {
-	free, r := device(s, f.name, f.handle, func(g *gpu) (uint64, Return) {
+	free, r := about(s, f.name, f.handle, 0, func(t target) (uint64, Return) {
 		s.p.w.buryLocked()
-		return s.p.w.freeLocked(g), Success
+		return s.p.w.freeLocked(t), Success
 	})
 	return put(free, r, func(v uint64) { f.putU64(v) })
 }}
 
-// multiprocessors is what the largest MIG instance has, and a guess for models
-// without MIG.
-func (g *gpu) multiprocessors() uint32 {
-	n := uint32(80)
-	if g.MIG != nil {
-		for _, p := range g.MIG.Profiles {
-			n = max(n, p.SMs)
-		}
+// multiprocessors are those of a MIG device, or of the GPU: what the largest
+// instance has, and a guess for models without MIG.
+func (t target) multiprocessors() uint32 {
+	switch {
+	case t.ci != nil:
+		return t.ci.profile.SMs
+	case t.g.MIG == nil:
+		return 80
+	}
+	var n uint32
+	for _, p := range t.g.MIG.Profiles {
+		n = max(n, p.SMs)
 	}
 	return n
 }

@@ -19,7 +19,13 @@ type Fault struct {
 	GPU *int `json:"gpu,omitempty"`
 	// Code is what the call answers; Success lets it go on after the delay.
 	Code Return `json:"code,omitempty"`
-	// Count ends the fault after so many calls; 0 leaves it until Clear.
+	// Skip lets so many calls pass before the first that it acts on, and Every so
+	// many less one between any two: with Skip k-1 and Count 1 the k-th call fails,
+	// with Every 10 one in ten, the tenth first.
+	Skip  int `json:"skip,omitempty"`
+	Every int `json:"every,omitempty"`
+	// Count ends the fault after it has acted on so many calls; 0 leaves it until
+	// Clear.
 	Count int `json:"count,omitempty"`
 	// Delay holds the call for so long, Hang until Clear. In both cases other
 	// calls go on.
@@ -30,6 +36,7 @@ type Fault struct {
 type fault struct {
 	Fault
 	cleared bool
+	passed  int // calls that it has let pass since it last acted
 }
 
 // Inject adds a fault.
@@ -42,8 +49,8 @@ func (w *World) Inject(f Fault) error {
 	if f.Code == Success && f.Delay <= 0 && !f.Hang {
 		return fmt.Errorf("fault on %s: neither a code nor a delay", f.Call)
 	}
-	if f.Count < 0 {
-		return fmt.Errorf("fault on %s: count %d", f.Call, f.Count)
+	if f.Count < 0 || f.Skip < 0 || f.Every < 0 {
+		return fmt.Errorf("fault on %s: count %d, skip %d, every %d: none may be negative", f.Call, f.Count, f.Skip, f.Every)
 	}
 	if f.GPU != nil {
 		if _, err := w.gpuLocked(*f.GPU); err != nil {
@@ -69,12 +76,20 @@ func (w *World) Clear() {
 // takeFaultLocked finds the fault that a call meets and counts it.
 func (w *World) takeFaultLocked(call string, h Handle) *fault {
 	for i, f := range w.faults {
-		if f.GPU != nil && (h == NoHandle || int(h) != *f.GPU) {
+		if f.GPU != nil && (h == NoHandle || h.slot() != *f.GPU) {
 			continue
 		}
 		if ok, _ := path.Match(f.Call, call); !ok {
 			continue
 		}
+		if f.Skip > 0 {
+			f.Skip--
+			continue
+		}
+		if f.passed++; f.passed < f.Every {
+			continue
+		}
+		f.passed = 0
 		if f.Count > 0 {
 			if f.Count--; f.Count == 0 {
 				w.faults = slices.Delete(w.faults, i, i+1)

@@ -118,9 +118,15 @@ func (w *World) coupleLocked(g *gpu, xid uint64) {
 	}
 }
 
-// freshLocked is what a reset, or a load of the driver, does to a GPU: counts
-// begin anew, and what waited for it is done.
-func (g *gpu) freshLocked() {
+// freshLocked is what a reset (kept) or a load of the driver does to a GPU: counts
+// begin anew, what waited for it is done, and no instance stands. Cards whose
+// MIG mode needs a reset keep it for good; others have it until the driver is
+// loaded anew.
+func (w *World) freshLocked(g *gpu, kept bool) {
+	w.clearMIGLocked(g)
+	if g.MIG != nil {
+		w.setModeLocked(g, g.mig.pending && (kept || g.MIG.ModeNeedsReset))
+	}
 	h := &g.health
 	h.Corrected.Volatile, h.Uncorrected.Volatile = 0, 0
 	h.RemapPending, h.RetirePending = false, false

@@ -47,7 +47,7 @@ func (s *Session) SetMemoryLimits(h Handle, cgroup int, soft, hard uint64) Retur
 	_, r := device(s, "nvmlDeviceSetMemoryLimits_v1", h, func(g *gpu) (struct{}, Return) {
 		total := g.MemoryMiB << 20
 		switch {
-		case !s.p.w.limitsLocked():
+		case !s.p.w.limitsLocked() || g.mig.on:
 			return struct{}{}, NotSupported
 		case !s.p.root:
 			return struct{}{}, NoPermission
@@ -135,7 +135,11 @@ func (w *World) usedByLocked(g *gpu, pids map[int]bool) uint64 {
 	var used uint64
 	for p := range w.sessions {
 		if pids[p.pid] {
-			used += p.charged[g.slot]
+			for at, bytes := range p.charged {
+				if at.gpu == g.slot {
+					used += bytes
+				}
+			}
 		}
 	}
 	for _, p := range w.procs {

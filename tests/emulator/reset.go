@@ -14,10 +14,10 @@ func (s *Session) Reset(h Handle) Return {
 		switch {
 		case !s.p.root:
 			return struct{}{}, NoPermission
-		case w.heldLocked(g, s.p):
+		case g.mig.working || w.heldLocked(g, s.p):
 			return struct{}{}, InUse
 		}
-		g.freshLocked()
+		w.freshLocked(g, true)
 		w.touchLocked()
 		return struct{}{}, Success
 	})

@@ -10,12 +10,78 @@ import (
 	"sync/atomic"
 )
 
-// Handle names a GPU to the driver, as nvmlDevice_t does. It is the same while
-// the GPU is lost or unplugged and after.
+// Handle names a GPU or a MIG device to the driver, as nvmlDevice_t does, or a GPU
+// instance or compute instance. A GPU's is the same while it is lost or unplugged
+// and after. Of the others it is made of the ids: what is made again with the same
+// ids has the same handle.
 type Handle uint32
 
 // NoHandle stands for the GPU of calls that are about none.
 const NoHandle Handle = 0xFFFFFFFF
+
+// The parts of a handle: the GPU's slot, the two ids plus one, and what it is of.
+const (
+	handleGI      = 4
+	handleCI      = 8
+	handlePart    = 1<<4 - 1
+	aboutInstance = 1 << 16
+	aboutCompute  = 1 << 17
+)
+
+func (h Handle) slot() int { return int(h & handlePart) }
+func (h Handle) gi() int   { return int(h>>handleGI&handlePart) - 1 }
+func (h Handle) ci() int   { return int(h>>handleCI&handlePart) - 1 }
+
+func (gi *gpuInstance) handle() Handle {
+	return aboutInstance | Handle(gi.gpu.slot) | Handle(gi.id+1)<<handleGI
+}
+
+func (ci *computeInstance) handle() Handle { return aboutCompute | ci.device() }
+
+// device is the handle of the MIG device that the compute instance is.
+func (ci *computeInstance) device() Handle {
+	return Handle(ci.gi.gpu.slot) | Handle(ci.gi.id+1)<<handleGI | Handle(ci.id+1)<<handleCI
+}
+
+// target is what a handle names: a GPU, with gi a GPU instance of it, with ci a
+// compute instance or the MIG device that it is.
+type target struct {
+	g  *gpu
+	gi *gpuInstance
+	ci *computeInstance
+}
+
+// targetLocked finds what a handle names.
+func (s *Session) targetLocked(h Handle) (target, Return) {
+	const ids = handlePart | handlePart<<handleGI | handlePart<<handleCI
+	var sound bool
+	switch h &^ ids {
+	case 0:
+		sound = (h.gi() < 0) == (h.ci() < 0)
+	case aboutInstance:
+		sound = h.gi() >= 0 && h.ci() < 0
+	case aboutCompute:
+		sound = h.gi() >= 0 && h.ci() >= 0
+	}
+	if !sound {
+		return target{}, InvalidArgument
+	}
+	g, r := s.gpuLocked(Handle(h.slot()))
+	if r != Success {
+		return target{}, r
+	}
+	t := target{g: g}
+	if h.gi() >= 0 {
+		t.gi = g.instanceLocked(h.gi())
+	}
+	if h.ci() >= 0 {
+		t.ci = t.gi.computeLocked(h.ci())
+	}
+	if h.gi() >= 0 && t.gi == nil || h.ci() >= 0 && t.ci == nil {
+		return target{}, InvalidArgument // it is gone
+	}
+	return t, Success
+}
 
 // PageWords is the size, in words, of a session's page: the generation of the
 // static answers, then one counter for each call that the world has seen.
@@ -35,6 +101,7 @@ type process struct {
 	root   bool
 	see    func(pid int) (int, bool)
 	node   func(minor int) bool
+	can    func(minor, gi, ci int) bool
 	alive  func() bool
 	cgroup func(fd int) (Cgroup, error)
 	page   []uint64 // words are read and added to atomically, also by the process itself
@@ -44,8 +111,8 @@ type process struct {
 	refs int           // nvmlInit less nvmlShutdown
 	gpus []*gpu        // found when refs became 1: those that the process can open, in its own order
 	dead map[*gpu]bool // those that vanished since then, or were lost already
-	// charged is the memory that it has through CUDA, in bytes, by the GPU's slot.
-	charged map[int]uint64
+	// charged is the memory that it has through CUDA, in bytes.
+	charged map[place]uint64
 }
 
 // reachable are the GPUs whose device nodes the process can open. It may take
@@ -89,6 +156,11 @@ type Opening struct {
 	// Node says whether the process can open the device node of a minor; the
 	// driver counts and numbers only those GPUs. Nil is all of them.
 	Node func(minor int) bool
+	// Capability says whether the process can open the device node that gives
+	// access to an instance, by its GPU's minor: to a GPU instance where ci is -1,
+	// and to all of MIG, to look and to change, where gi is -1 too. It is asked at
+	// every such call, and must not take long. Nil is all.
+	Capability func(minor, gi, ci int) bool
 	// Alive says whether the process still runs: the memory of a dead one is
 	// free at once, and not only when its session is closed. It must not take
 	// long. Nil is until Close.
@@ -106,7 +178,7 @@ type Opening struct {
 
 // Open starts a session.
 func (w *World) Open(o Opening) *Session {
-	p := &process{w: w, pid: o.PID, root: !o.Unprivileged, see: o.See, node: o.Node, alive: o.Alive, cgroup: o.Cgroup, charged: map[int]uint64{}, page: o.Page, done: make(chan struct{}), refs: o.Initialised}
+	p := &process{w: w, pid: o.PID, root: !o.Unprivileged, see: o.See, node: o.Node, alive: o.Alive, cgroup: o.Cgroup, can: o.Capability, charged: map[place]uint64{}, page: o.Page, done: make(chan struct{}), refs: o.Initialised}
 	if p.see == nil {
 		p.see = func(pid int) (int, bool) { return pid, true }
 	}
@@ -195,7 +267,7 @@ func (s *Session) admitLocked(call string, h Handle) Return {
 	if h == NoHandle {
 		return Success
 	}
-	_, r := s.gpuLocked(h)
+	_, r := s.targetLocked(h)
 	return r
 }
 
@@ -234,10 +306,28 @@ func device[T any](s *Session, call string, h Handle, answer func(g *gpu) (T, Re
 	if s.p.refs == 0 {
 		return none, Uninitialized
 	}
-	if h == NoHandle {
-		return none, InvalidArgument
+	if h == NoHandle || h != Handle(h.slot()) {
+		return none, InvalidArgument // a MIG device will not do
 	}
 	return answer(s.p.w.gpus[h])
+}
+
+// about answers a call about anything that has a handle, of the kind that want
+// says: 0 is a GPU or a MIG device.
+func about[T any](s *Session, call string, h Handle, want Handle, answer func(t target) (T, Return)) (T, Return) {
+	var none T
+	if r := s.enter(call, h); r != Success {
+		return none, r
+	}
+	defer s.p.w.mu.Unlock()
+	if s.p.refs == 0 {
+		return none, Uninitialized
+	}
+	if h == NoHandle || h&(aboutInstance|aboutCompute) != want {
+		return none, InvalidArgument
+	}
+	t, _ := s.targetLocked(h)
+	return answer(t)
 }
 
 // CallCount is how often a call was made.

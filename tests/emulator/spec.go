@@ -47,6 +47,8 @@ type Spec struct {
 	NVLink string `yaml:"nvlink"`
 	// ContextMiB is what a CUDA context takes on a GPU; 0 is what the model has.
 	ContextMiB uint64 `yaml:"contextMiB"`
+	// MIG says how the driver deals with it.
+	MIG MIGSpec `yaml:"mig"`
 	// GPUs overrides single GPUs.
 	GPUs []GPUSpec `yaml:"gpus"`
 }
@@ -67,6 +69,8 @@ type GPUSpec struct {
 	Unplugged bool `yaml:"unplugged"`
 	// ECC is off where it is false; the cards of the models have it on.
 	ECC *bool `yaml:"ecc"`
+	// MIG is the mode that the GPU begins in. Default off.
+	MIG bool `yaml:"mig"`
 }
 
 // Model is what all GPUs of one product have in common. The tables under
@@ -226,6 +230,9 @@ func (s Spec) validate() error {
 	}
 	if !slices.Contains([]string{"", "switch", "mesh", "none"}, s.NVLink) {
 		return fmt.Errorf("nvlink %q: want switch, mesh or none", s.NVLink)
+	}
+	if err := s.MIG.validate(); err != nil {
+		return err
 	}
 	seen := map[int]bool{}
 	for _, g := range s.GPUs {

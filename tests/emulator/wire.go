@@ -231,7 +231,7 @@ func processes(kind Kind) call {
 			}
 			f.putU32(uint32(p.PID))
 			f.putU64(used)
-			f.putU32(NotMIG, NotMIG)
+			f.putU32(uint32(int32(p.GI)), uint32(int32(p.CI))) // -1 is NotMIG
 		}
 		return Success
 	}}
@@ -260,31 +260,6 @@ var remotePCI = nvlink(func(f *frame, _ *gpu, l Link) Return {
 	putPCI(f, l.Remote)
 	return Success
 })
-
-func profileInfo(find func(*Session, Handle, uint32) (MIGProfile, Return)) call {
-	return call{static: true, serve: func(s *Session, f *frame) Return {
-		p, r := find(s, f.handle, f.u32())
-		return put(p, r, func(p MIGProfile) {
-			var gfx uint32
-			if p.Display {
-				gfx = 1
-			}
-			f.putU32(p.ID, p.Slices, p.Max, p.SMs, p.Copy, p.Decode, p.Encode, p.JPEG, p.OFA, gfx)
-			f.putU64(p.MemoryMiB)
-			f.putStr("MIG " + p.Name)
-		})
-	}}
-}
-
-var placements = call{static: true, serve: func(s *Session, f *frame) Return {
-	p, r := s.MIGProfileByID(f.handle, f.u32())
-	return put(p, r, func(p MIGProfile) {
-		f.putInt(len(p.Starts))
-		for _, start := range p.Starts {
-			f.putU32(start, p.Size)
-		}
-	})
-}}
 
 var pciInfo = call{static: true, serve: func(s *Session, f *frame) Return {
 	p, r := s.PCI(f.handle)
@@ -458,31 +433,6 @@ var calls = map[string]call{
 		})
 	}},
 
-	"nvmlDeviceGetMigMode": {static: true, serve: func(s *Session, f *frame) Return {
-		current, pending, r := s.MIGMode(f.handle)
-		return put([2]bool{current, pending}, r, func(v [2]bool) { f.putU32(bit(v[0]), bit(v[1])) })
-	}},
-	"nvmlDeviceIsMigDeviceHandle":    constant(0),
-	"nvmlDeviceGetMaxMigDeviceCount": deviceInt((*Session).MaxMIGDevices),
-	"nvmlDeviceGetMigDeviceHandleByIndex": {serve: func(s *Session, f *frame) Return {
-		index := f.u32()
-		_, r := device(s, f.name, f.handle, func(g *gpu) (struct{}, Return) {
-			switch {
-			case g.MIG == nil:
-				return struct{}{}, NotSupported
-			case int(index) >= g.MIG.Devices:
-				return struct{}{}, InvalidArgument
-			}
-			return struct{}{}, NotFound
-		})
-		return r
-	}},
-	"nvmlDeviceGetGpuInstanceProfileInfo":           profileInfo((*Session).MIGProfile),
-	"nvmlDeviceGetGpuInstanceProfileInfoV":          profileInfo((*Session).MIGProfile),
-	"nvmlDeviceGetGpuInstanceProfileInfoByIdV":      profileInfo((*Session).MIGProfileByID),
-	"nvmlDeviceGetGpuInstancePossiblePlacements":    placements,
-	"nvmlDeviceGetGpuInstancePossiblePlacements_v2": placements,
-
 	"nvmlDeviceGetTopologyCommonAncestor": {static: true, serve: func(s *Session, f *frame) Return {
 		l, r := s.CommonAncestor(f.handle, Handle(f.u32()))
 		return put(uint32(l), r, func(v uint32) { f.putU32(v) })
@@ -564,6 +514,7 @@ var (
 func init() {
 	maps.Copy(calls, cudaCalls)
 	maps.Copy(calls, limitCalls)
+	maps.Copy(calls, migCalls)
 }
 
 func bit(b bool) uint32 {

@@ -27,6 +27,7 @@ const XidGPULost = 79
 type World struct {
 	cuda   int
 	nvlink string
+	mig    MIGSpec
 	boot   uint64 // names this world
 
 	mu sync.Mutex
@@ -41,6 +42,9 @@ type World struct {
 	lastSet  uint32
 	shares   map[uint64]*share
 	lastID   uint64
+	ops      []MIGOp // the last changes of modes and instances
+	lastOp   uint64
+	layout   uint64        // counts the same
 	changed  chan struct{} // closed, and a new one made, at every change that somebody may wait for
 	// generation numbers the states that static answers depend on; it is
 	// copied into every session's page.
@@ -75,6 +79,7 @@ type gpu struct {
 	unplugged bool
 	health    Health
 	timeSlice TimeSlice
+	mig       mig
 }
 
 // PCI is a GPU's place on the PCI bus and its identity there, device and
@@ -146,6 +151,7 @@ func New(spec Spec) (*World, error) {
 		driver:   spec.Driver,
 		cuda:     cuda,
 		nvlink:   spec.NVLink,
+		mig:      spec.MIG,
 		sessions: map[*process]struct{}{},
 		sets:     map[uint32]*eventSet{},
 		shares:   map[uint64]*share{},
@@ -213,6 +219,10 @@ func newGPU(spec Spec, index int) (*gpu, error) {
 	if _, err := fmt.Sscanf(m.ComputeCapability, "%d.%d", &g.major, &g.cc); err != nil {
 		return nil, fmt.Errorf("model %s: compute capability %q: %w", name, m.ComputeCapability, err)
 	}
+	if o.MIG && m.MIG == nil {
+		return nil, fmt.Errorf("GPU %d: model %s cannot do MIG", index, name)
+	}
+	g.mig.on, g.mig.pending = o.MIG, o.MIG
 	if g.uuid == "" {
 		g.uuid = uuid(spec.Seed, index)
 	}
@@ -261,6 +271,20 @@ func (w *World) Unload() error {
 	if w.unloaded {
 		return fmt.Errorf("unload the driver: %w", DriverNotLoaded)
 	}
+	if pids := w.clientsLocked(); len(pids) > 0 {
+		return fmt.Errorf("unload the driver: %w by processes %v", InUse, pids)
+	}
+	w.unloaded = true
+	for _, g := range w.gpus {
+		w.clearMIGLocked(g)
+	}
+	w.touchLocked()
+	return nil
+}
+
+// clientsLocked are the PIDs of the programs that have the driver open, and of
+// all that have memory on a GPU.
+func (w *World) clientsLocked() []int {
 	var pids []int
 	for p := range w.sessions {
 		if p.refs > 0 {
@@ -270,13 +294,8 @@ func (w *World) Unload() error {
 	for _, p := range w.processesLocked() {
 		pids = append(pids, p.PID)
 	}
-	if len(pids) > 0 {
-		slices.Sort(pids)
-		return fmt.Errorf("unload the driver: %w by processes %v", InUse, slices.Compact(pids))
-	}
-	w.unloaded = true
-	w.touchLocked()
-	return nil
+	slices.Sort(pids)
+	return slices.Compact(pids)
 }
 
 // Upgrade puts another version in place of a driver that is not loaded.
@@ -303,7 +322,7 @@ func (w *World) Load() error {
 	}
 	w.unloaded = false
 	for _, g := range w.gpus {
-		g.freshLocked()
+		w.freshLocked(g, false)
 	}
 	w.touchLocked()
 	return nil
@@ -358,7 +377,7 @@ func (w *World) loseLocked(g *gpu) {
 func (w *World) vanishLocked(g *gpu) {
 	for p := range w.sessions {
 		p.dead[g] = true
-		delete(p.charged, g.slot)
+		maps.DeleteFunc(p.charged, func(at place, _ uint64) bool { return at.gpu == g.slot })
 	}
 	maps.DeleteFunc(w.shares, func(_ uint64, s *share) bool { return s.gpu == g })
 	g.charged = 0
@@ -379,7 +398,7 @@ func (w *World) Restore(index int) error {
 		return fmt.Errorf("GPU %d is not lost", index)
 	}
 	g.lost = false
-	g.freshLocked()
+	w.freshLocked(g, false)
 	w.touchLocked()
 	return nil
 }
@@ -405,7 +424,10 @@ func (w *World) Reset(index int) error {
 	if len(pids) > 0 {
 		return fmt.Errorf("reset GPU %d: %w by processes %v", index, InUse, slices.Compact(pids))
 	}
-	g.freshLocked()
+	if g.mig.working {
+		return fmt.Errorf("reset GPU %d: %w: an instance is being made or taken away", index, InUse)
+	}
+	w.freshLocked(g, true)
 	w.touchLocked()
 	return nil
 }
@@ -437,7 +459,7 @@ func (w *World) Plug(index int) error {
 	}
 	g := w.gpus[index]
 	g.unplugged, g.lost = false, false
-	g.freshLocked()
+	w.freshLocked(g, false)
 	w.touchLocked()
 	return nil
 }
@@ -451,6 +473,7 @@ type State struct {
 	Processes []Process  `json:"processes"`
 	Faults    []Fault    `json:"faults"`
 	Sessions  []int      `json:"sessions"` // PIDs of the programs that have the driver open
+	MIGOps    []MIGOp    `json:"migOps"`   // the last changes of modes and instances, in the order they took effect
 }
 
 // GPUState is one GPU in a State.
@@ -472,6 +495,8 @@ type GPUState struct {
 	Unplugged   bool   `json:"unplugged"`
 	ECC         bool   `json:"ecc"`
 	Health      Health `json:"health"`
+	// MIG is nil where the card cannot do it.
+	MIG *MIGState `json:"mig,omitempty"`
 }
 
 // PCIID is a device's number with its vendor's in the low half, written as
@@ -493,16 +518,16 @@ func (w *World) State() State {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.buryLocked()
-	s := State{Driver: w.driver, Loaded: !w.unloaded, CUDA: w.cuda}
+	s := State{Driver: w.driver, Loaded: !w.unloaded, CUDA: w.cuda, Processes: w.processesLocked(), MIGOps: slices.Clone(w.ops)}
 	for _, g := range w.gpus {
 		s.GPUs = append(s.GPUs, GPUState{
 			Index: g.slot, Minor: g.minor, UUID: g.uuid,
 			PCI: g.pci.String(), PCIDevice: PCIID(g.pci.DeviceID), Subsystem: PCIID(g.pci.SubsystemID),
 			Model: g.Name, MemoryMiB: g.MemoryMiB, ReservedMiB: g.ReservedMiB, UsedMiB: w.usedLocked(g) >> 20, PeakMiB: g.peak >> 20,
 			NUMA: g.numa, TimeSlice: g.timeSlice.String(), Lost: g.lost, Unplugged: g.unplugged, ECC: g.ecc, Health: g.health,
+			MIG: w.migStateLocked(g, s.Processes),
 		})
 	}
-	s.Processes = w.processesLocked()
 	for _, f := range w.faults {
 		s.Faults = append(s.Faults, f.Fault)
 	}

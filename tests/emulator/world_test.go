@@ -147,6 +147,7 @@ gpus:
 	}
 	w := newWorld(t, spec)
 	got := w.State().GPUs[1]
+	got.MIG = nil // of its model
 	want(t, "GPU 1", got, emulator.GPUState{
 		Index: 1, Minor: 9, UUID: "GPU-x", PCI: "00000001:0A:1F.0", PCIDevice: 0x20B710DE, Subsystem: 0x153210DE,
 		Model: "NVIDIA A30", MemoryMiB: 5000, ReservedMiB: 100, NUMA: -1, TimeSlice: "default", Lost: true, ECC: true,
@@ -245,7 +246,7 @@ func TestProcesses(t *testing.T) {
 	}
 	s := open(t, w, emulator.Opening{See: func(pid int) (int, bool) { return pid - 19, pid != 30 }})
 	list := must[[]emulator.Process](t, "processes")(s.Processes(0, emulator.Compute))
-	want(t, "as a PID namespace sees it", fmt.Sprint(list), "[{1 0 compute 8 8388608 false}]")
+	want(t, "as a PID namespace sees it", fmt.Sprint(list), "[{1 0 compute -1 -1 8 8388608 false}]")
 	m := must[emulator.Memory](t, "memory")(s.Memory(0))
 	want(t, "free", m.Free, 0)
 	want(t, "used, by those out of sight too", m.Used, 81008<<20)

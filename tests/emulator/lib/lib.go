@@ -12,6 +12,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -183,16 +184,20 @@ func compile(ctx context.Context, dir, header string) error {
 		_, err := run(ctx, dir, "gcc", append(append([]string{"-I", filepath.Dir(header)}, flags...), args...)...)
 		return err
 	}
-	if err := gcc("-c", "nvml.c", "transport.c"); err != nil {
+	if err := gcc("-c", "nvml.c", "nvml_mig.c", "transport.c"); err != nil {
 		return err
 	}
 	text, err := os.ReadFile(header)
 	if err != nil {
 		return err
 	}
-	defined, err := definedNames(filepath.Join(dir, "nvml.o"))
-	if err != nil {
-		return err
+	defined := map[string]bool{}
+	for _, object := range []string{"nvml.o", "nvml_mig.o"} {
+		names, err := definedNames(filepath.Join(dir, object))
+		if err != nil {
+			return err
+		}
+		maps.Copy(defined, names)
 	}
 	if err := os.WriteFile(filepath.Join(dir, "stub.c"), stubs(text, defined), 0o644); err != nil {
 		return err
@@ -209,7 +214,7 @@ func compile(ctx context.Context, dir, header string) error {
 	}
 	return errors.Join(
 		gcc("-shared", "-Wl,-soname,libnvidia-ml.so.1", "-Wl,--version-script=exports", "-Wl,-z,defs",
-			"-o", NVML, "nvml.o", "transport.o", "stub.c"),
+			"-o", NVML, "nvml.o", "nvml_mig.o", "transport.o", "stub.c"),
 		// As with the real one, its calls of each other are its own, whatever else
 		// of those names is loaded.
 		gcc(append([]string{"-shared", "-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic", "-Wl,--version-script=cuda-exports", "-Wl,-z,defs",

@@ -10,42 +10,19 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "nvml.h"
-#include "transport.h"
+#include "nvml_internal.h"
 
-/* A device is a place in an array, so that a handle which was never given out
- * is known for what it is. The handle number is the daemon's. */
-enum { HANDLES = 1 << 16 };
-static char devices[HANDLES], sets[HANDLES];
+char devices[HANDLES], sets[HANDLES];
 
-static uint32_t number(const void *handle, const char *space)
+uint32_t number(const void *handle, const char *space)
 {
     const char *p = handle;
     return p >= space && p < space + HANDLES ? (uint32_t)(p - space) : NO_HANDLE;
 }
 
-/* go-nvml's header wraps each handle in a struct, which is passed alike. */
-static uint32_t device_number(nvmlDevice_t d) { return number(d.handle, devices); }
 static uint32_t set_number(nvmlEventSet_t s) { return number(s.handle, sets); }
-static nvmlDevice_t to_device(uint32_t n) { return (nvmlDevice_t){n < HANDLES ? (void *)(devices + n) : NULL}; }
 
-static nvmlReturn_t refuse(nvmlReturn_t r) { return is_open() ? r : NVML_ERROR_UNINITIALIZED; }
-
-#define NEED(condition)                                    \
-    do {                                                   \
-        if (!(condition))                                  \
-            return refuse(NVML_ERROR_INVALID_ARGUMENT);    \
-    } while (0)
-
-#define NEED_VERSION(given, ...)                                       \
-    do {                                                               \
-        const unsigned int known[] = {__VA_ARGS__};                    \
-        int ok_ = 0;                                                   \
-        for (size_t i_ = 0; i_ < sizeof known / sizeof *known; i_++)   \
-            ok_ |= (given) == known[i_];                               \
-        if (!ok_)                                                      \
-            return refuse(NVML_ERROR_ARGUMENT_VERSION_MISMATCH);       \
-    } while (0)
+nvmlReturn_t refuse(nvmlReturn_t r) { return is_open() ? r : NVML_ERROR_UNINITIALIZED; }
 
 /* --- shapes that many calls share ----------------------------------------- */
 
@@ -58,7 +35,7 @@ static nvmlReturn_t ask_str(const char *name, uint32_t handle, char *out, unsign
     return r == NVML_SUCCESS ? (nvmlReturn_t)get_str(&c, out, length) : r;
 }
 
-static nvmlReturn_t ask_u32(const char *name, uint32_t handle, unsigned int *out)
+nvmlReturn_t ask_u32(const char *name, uint32_t handle, unsigned int *out)
 {
     NEED(out);
     struct call c;
@@ -69,7 +46,7 @@ static nvmlReturn_t ask_u32(const char *name, uint32_t handle, unsigned int *out
     return r;
 }
 
-static nvmlReturn_t ask_u32_arg(const char *name, uint32_t handle, uint32_t arg, unsigned int *out)
+nvmlReturn_t ask_u32_arg(const char *name, uint32_t handle, uint32_t arg, unsigned int *out)
 {
     NEED(out);
     struct call c;
@@ -81,7 +58,7 @@ static nvmlReturn_t ask_u32_arg(const char *name, uint32_t handle, uint32_t arg,
     return r;
 }
 
-static nvmlReturn_t ask_two(const char *name, uint32_t handle, unsigned int *a, unsigned int *b)
+nvmlReturn_t ask_two(const char *name, uint32_t handle, unsigned int *a, unsigned int *b)
 {
     NEED(a && b);
     struct call c;
@@ -95,7 +72,7 @@ static nvmlReturn_t ask_two(const char *name, uint32_t handle, unsigned int *a, 
 }
 
 /* Finders have an argument and answer a device. */
-static nvmlReturn_t find(struct call *c, nvmlDevice_t *device)
+nvmlReturn_t find(struct call *c, nvmlDevice_t *device)
 {
     nvmlReturn_t r = send_call(c);
     if (r == NVML_SUCCESS)
@@ -584,124 +561,6 @@ static nvmlReturn_t process_list(const char *name, nvmlDevice_t d, unsigned int 
 PROCESSES(Compute)
 PROCESSES(Graphics)
 PROCESSES(MPSCompute)
-
-/* --- MIG ------------------------------------------------------------------- */
-
-nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t d, unsigned int *current, unsigned int *pending) { return ask_two(__func__, device_number(d), current, pending); }
-nvmlReturn_t nvmlDeviceIsMigDeviceHandle(nvmlDevice_t d, unsigned int *is) { return ask_u32(__func__, device_number(d), is); }
-nvmlReturn_t nvmlDeviceGetMaxMigDeviceCount(nvmlDevice_t d, unsigned int *count) { return ask_u32(__func__, device_number(d), count); }
-
-nvmlReturn_t nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t d, unsigned int index, nvmlDevice_t *mig)
-{
-    NEED(mig);
-    struct call c;
-    begin(&c, __func__, device_number(d));
-    put_u32(&c, index);
-    return find(&c, mig);
-}
-
-/* ask_profile reads into the newest form; the older ones are parts of it. */
-static nvmlReturn_t ask_profile(const char *name, nvmlDevice_t d, unsigned int profile, nvmlGpuInstanceProfileInfo_v3_t *info)
-{
-    struct call c;
-    begin(&c, name, device_number(d));
-    put_u32(&c, profile);
-    nvmlReturn_t r = send_call(&c);
-    if (r == NVML_SUCCESS) {
-        info->id = get_u32(&c);
-        info->sliceCount = get_u32(&c);
-        info->instanceCount = get_u32(&c);
-        info->multiprocessorCount = get_u32(&c);
-        info->copyEngineCount = get_u32(&c);
-        info->decoderCount = get_u32(&c);
-        info->encoderCount = get_u32(&c);
-        info->jpegCount = get_u32(&c);
-        info->ofaCount = get_u32(&c);
-        info->capabilities = get_u32(&c) ? NVML_GPU_INSTANCE_PROFILE_CAPS_GFX : 0;
-        info->memorySizeMB = get_u64(&c);
-        get_str(&c, info->name, sizeof info->name);
-    }
-    return r;
-}
-
-nvmlReturn_t nvmlDeviceGetGpuInstanceProfileInfo(nvmlDevice_t d, unsigned int profile, nvmlGpuInstanceProfileInfo_t *info)
-{
-    NEED(info);
-    nvmlGpuInstanceProfileInfo_v3_t v3;
-    nvmlReturn_t r = ask_profile(__func__, d, profile, &v3);
-    if (r == NVML_SUCCESS)
-        *info = (nvmlGpuInstanceProfileInfo_t){
-            .id = v3.id, .sliceCount = v3.sliceCount, .instanceCount = v3.instanceCount, .multiprocessorCount = v3.multiprocessorCount,
-            .copyEngineCount = v3.copyEngineCount, .decoderCount = v3.decoderCount, .encoderCount = v3.encoderCount,
-            .jpegCount = v3.jpegCount, .ofaCount = v3.ofaCount, .memorySizeMB = v3.memorySizeMB,
-        };
-    return r;
-}
-
-/* The versioned calls take a v2 and fill what its version asks for. */
-static nvmlReturn_t ask_profile_v(const char *name, nvmlDevice_t d, unsigned int profile, nvmlGpuInstanceProfileInfo_v2_t *info)
-{
-    NEED(info);
-    NEED_VERSION(info->version, nvmlGpuInstanceProfileInfo_v2, nvmlGpuInstanceProfileInfo_v3);
-    nvmlGpuInstanceProfileInfo_v3_t v3;
-    nvmlReturn_t r = ask_profile(name, d, profile, &v3);
-    if (r != NVML_SUCCESS)
-        return r;
-    v3.version = info->version;
-    if (info->version == nvmlGpuInstanceProfileInfo_v3) {
-        memcpy(info, &v3, sizeof v3);
-        return r;
-    }
-    *info = (nvmlGpuInstanceProfileInfo_v2_t){
-        .version = v3.version, .id = v3.id, .sliceCount = v3.sliceCount, .instanceCount = v3.instanceCount,
-        .multiprocessorCount = v3.multiprocessorCount, .copyEngineCount = v3.copyEngineCount, .decoderCount = v3.decoderCount,
-        .encoderCount = v3.encoderCount, .jpegCount = v3.jpegCount, .ofaCount = v3.ofaCount, .memorySizeMB = v3.memorySizeMB,
-    };
-    memcpy(info->name, v3.name, sizeof info->name);
-    return r;
-}
-
-nvmlReturn_t nvmlDeviceGetGpuInstanceProfileInfoV(nvmlDevice_t d, unsigned int profile, nvmlGpuInstanceProfileInfo_v2_t *info)
-{
-    return ask_profile_v(__func__, d, profile, info);
-}
-
-nvmlReturn_t nvmlDeviceGetGpuInstanceProfileInfoByIdV(nvmlDevice_t d, unsigned int id, nvmlGpuInstanceProfileInfo_v2_t *info)
-{
-    return ask_profile_v(__func__, d, id, info);
-}
-
-static nvmlReturn_t placements(const char *name, nvmlDevice_t d, unsigned int id, nvmlGpuInstancePlacement_t *out, unsigned int *count)
-{
-    NEED(count);
-    struct call c;
-    begin(&c, name, device_number(d));
-    put_u32(&c, id);
-    nvmlReturn_t r = send_call(&c);
-    if (r != NVML_SUCCESS)
-        return r;
-    unsigned int n = get_u32(&c), room = *count;
-    *count = n;
-    if (!out) /* asked for the number alone */
-        return NVML_SUCCESS;
-    if (room < n)
-        return NVML_ERROR_INSUFFICIENT_SIZE;
-    for (unsigned int i = 0; i < n; i++) {
-        out[i].start = get_u32(&c);
-        out[i].size = get_u32(&c);
-    }
-    return NVML_SUCCESS;
-}
-
-nvmlReturn_t nvmlDeviceGetGpuInstancePossiblePlacements(nvmlDevice_t d, unsigned int id, nvmlGpuInstancePlacement_t *out, unsigned int *count)
-{
-    return placements(__func__, d, id, out, count);
-}
-
-nvmlReturn_t nvmlDeviceGetGpuInstancePossiblePlacements_v2(nvmlDevice_t d, unsigned int id, nvmlGpuInstancePlacement_t *out, unsigned int *count)
-{
-    return placements(__func__, d, id, out, count);
-}
 
 /* --- topology -------------------------------------------------------------- */
 
