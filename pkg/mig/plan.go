@@ -3,7 +3,11 @@
 package mig
 
 import (
+	"cmp"
 	"fmt"
+	"math"
+	"math/bits"
+	"slices"
 
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -74,23 +78,450 @@ type Target struct {
 	Geometry []Count
 }
 
-// Plan finds the steps from what stands to what is wanted. It fails as
-// Feasible does.
+// Plan finds the steps from what stands to what is wanted: those that destroy
+// the fewest instances, then create the fewest, then leave the most room; of
+// equals the one whose slots come first, from left to right. Where something
+// pinned is in the way there is no step, and Blocked says what. It fails as
+// Feasible does, and with gpu.ErrNotSupported where placements are not known.
 func (c *Card) Plan(standing []Standing, want []Count) (Plan, error) {
-	return Plan{}, fmt.Errorf("plan: %w", gpu.ErrNotSupported)
+	all, err := c.merge(want)
+	if err != nil {
+		return Plan{}, err
+	}
+	for _, w := range all {
+		if p := &c.profiles[c.index(w.Profile.GPUInstance())]; len(p.slots) == 0 {
+			return Plan{}, fmt.Errorf("plan: the driver does not tell where %s can stand: %w", p.name, gpu.ErrNotSupported)
+		}
+	}
+	if len(standing) > maxStanding {
+		return Plan{}, errTooLarge
+	}
+	value, fixed := make([]int64, len(standing)), make([]bool, len(standing))
+	pinned := 0
+	for i, o := range standing {
+		switch {
+		case o.Pinned:
+			value[i] = instanceUnit + destroyUnit + createUnit
+			fixed[i] = true
+			pinned++
+		case o.Empty:
+			value[i] = destroyUnit
+		default:
+			value[i] = destroyUnit + createUnit
+		}
+	}
+	p, err := c.newPlanner(standing, all, value, fixed)
+	if err != nil {
+		return Plan{}, err
+	}
+	if _, ok := p.choose(); ok {
+		return change(standing, p.devices()), nil
+	}
+	if err := c.Feasible(want); err != nil {
+		return Plan{}, err
+	}
+	if pinned == 0 {
+		return Plan{}, noRoom(all, "beside what stands")
+	}
+	return c.blocked(standing, all, value)
 }
 
-// Make finds the steps that make s stand.
+// maxShared bounds the holders of several instances among whom the smallest
+// set is searched for; further ones count once for each of theirs.
+const maxShared = 10
+
+// blocked finds the target that sends the fewest holders away. A holder of one
+// instance is a matter of value: keeping that instance saves a holder. Of those
+// that hold several, every set is tried: the others' are fixed.
+func (c *Card) blocked(standing []Standing, want []Count, value []int64) (Plan, error) {
+	var shared []string
+	for i, o := range standing {
+		if !o.Pinned {
+			continue
+		}
+		if o.Holder != "" && slices.ContainsFunc(standing[:i], func(e Standing) bool { return e.Pinned && e.Holder == o.Holder }) &&
+			!slices.Contains(shared, o.Holder) {
+			shared = append(shared, o.Holder)
+		}
+	}
+	slices.Sort(shared)
+	shared = shared[:min(len(shared), maxShared)]
+	for i, o := range standing {
+		if o.Pinned && !slices.Contains(shared, o.Holder) {
+			value[i] += holderUnit
+		}
+	}
+	most, fixed := int64(math.MinInt64), make([]bool, len(standing))
+	var target []Slot
+	for set := range 1 << len(shared) {
+		for i, o := range standing {
+			h := slices.Index(shared, o.Holder)
+			fixed[i] = o.Pinned && h >= 0 && set>>h&1 == 0
+		}
+		p, err := c.newPlanner(standing, want, value, fixed)
+		if err != nil {
+			return Plan{}, err
+		}
+		v, ok := p.choose()
+		if v -= int64(bits.OnesCount(uint(set))) * holderUnit; ok && v > most {
+			most, target = v, p.devices()
+		}
+	}
+	plan := change(standing, target)
+	plan.Steps = nil
+	plan.Result = slots(standing)
+	for _, o := range standing {
+		if o.Pinned && (o.Empty || !slices.Contains(target, o.Slot)) {
+			plan.Blocked = append(plan.Blocked, o)
+		}
+	}
+	slices.SortStableFunc(plan.Blocked, compareStanding)
+	return plan, nil
+}
+
+func compareStanding(a, b Standing) int { return CompareSlots(a.Slot, b.Slot) }
+
+// slots are the devices that stand, in order.
+func slots(standing []Standing) []Slot {
+	out := make([]Slot, 0, len(standing))
+	for _, o := range standing {
+		if !o.Empty {
+			out = append(out, o.Slot)
+		}
+	}
+	slices.SortFunc(out, CompareSlots)
+	return out
+}
+
+// change is the way from what stands to a target: first what must go, then what
+// comes, each from left to right.
+func change(standing []Standing, target []Slot) Plan {
+	plan := Plan{Result: target}
+	for i, o := range standing {
+		switch {
+		case !o.Empty && slices.Contains(target, o.Slot):
+			if first(standing, i) {
+				plan.Keep = append(plan.Keep, o.Slot)
+			}
+		case o.Empty && slices.ContainsFunc(target, o.sameGI):
+		default:
+			plan.Steps = append(plan.Steps, Step{Destroy, o.Slot})
+		}
+	}
+	slices.SortFunc(plan.Keep, CompareSlots)
+	slices.SortStableFunc(plan.Steps, func(a, b Step) int { return CompareSlots(a.Slot, b.Slot) })
+	for _, s := range target {
+		if !slices.Contains(plan.Keep, s) {
+			plan.Steps = append(plan.Steps, Step{Create, s})
+		}
+	}
+	return plan
+}
+
+// Make finds the steps that make s stand, for a GPU whose instances are made on
+// demand. Idle instances stay unless they are in the way, and of those the
+// fewest go, then such that leave the most room. Blocked is the smallest set of
+// holders in the way. Where s stands already there is nothing to do. A slot
+// that the card does not have is gpu.ErrInvalid.
 func (c *Card) Make(standing []Standing, s Slot) (Plan, error) {
-	return Plan{}, fmt.Errorf("plan: %w", gpu.ErrNotSupported)
+	if own, ok := c.Slot(s.Profile, s.Start, s.CI); !ok || own != s {
+		return Plan{}, fmt.Errorf("make %s: this GPU has no such slot; %s: %w", s, c.names(), gpu.ErrInvalid)
+	}
+	if len(standing) > maxStanding {
+		return Plan{}, errTooLarge
+	}
+	now := slots(standing)
+	if slices.Contains(now, s) {
+		return Plan{Result: now, Keep: now}, nil
+	}
+	// What clashes must go in any case. What else does is a question only where
+	// the card has too few engines, or allows too few of a profile.
+	goes := make([]bool, len(standing))
+	for i, o := range standing {
+		if o.Empty {
+			goes[i] = o.mask()&s.mask() != 0 && (o.Pinned || !o.sameGI(s))
+		} else {
+			goes[i] = s.clash(o.Slot)
+		}
+	}
+	c.yield(standing, s, goes)
+	var plan Plan
+	for i, o := range standing {
+		switch {
+		case !goes[i]:
+			if !o.Empty {
+				plan.Keep = append(plan.Keep, o.Slot)
+			}
+		case o.Pinned:
+			plan.Blocked = append(plan.Blocked, o)
+		default:
+			plan.Steps = append(plan.Steps, Step{Destroy, o.Slot})
+		}
+	}
+	slices.SortFunc(plan.Keep, CompareSlots)
+	if len(plan.Blocked) > 0 {
+		slices.SortStableFunc(plan.Blocked, compareStanding)
+		plan.Steps, plan.Result = nil, now
+		return plan, nil
+	}
+	slices.SortStableFunc(plan.Steps, func(a, b Step) int { return CompareSlots(a.Slot, b.Slot) })
+	plan.Steps = append(plan.Steps, Step{Create, s})
+	plan.Result = append(slices.Clone(plan.Keep), s)
+	slices.SortFunc(plan.Result, CompareSlots)
+	return plan, nil
+}
+
+// maxYield bounds the GPU instances among which Make searches for those that
+// must go though they are not in the way; of more it lets them go one by one.
+const maxYield = 14
+
+// yield marks which further GPU instances go so that s is allowed beside the
+// rest.
+func (c *Card) yield(standing []Standing, s Slot, goes []bool) {
+	var t tally
+	var gis []int // of standing, the first in each GPU instance that stays
+	own := false
+	for i, o := range standing {
+		if goes[i] || o.mask() == 0 {
+			continue
+		}
+		if o.sameGI(s) {
+			own = true
+		}
+		if slices.ContainsFunc(gis, func(k int) bool { return standing[k].sameGI(o.Slot) }) {
+			continue
+		}
+		gis = append(gis, i)
+		if k := c.index(o.Profile.GPUInstance()); k >= 0 {
+			t.add(c, k, 1)
+		}
+	}
+	if own {
+		return
+	}
+	t.add(c, c.index(s.Profile.GPUInstance()), 1)
+	if t.legal(c) {
+		return
+	}
+	for len(gis) > maxYield {
+		// Never seen on a real card: the last ones go until few enough are left.
+		k := gis[len(gis)-1]
+		gis = gis[:len(gis)-1]
+		mark(standing, k, goes)
+		if i := c.index(standing[k].Profile.GPUInstance()); i >= 0 {
+			t.add(c, i, -1)
+		}
+	}
+	type cost struct {
+		holders, instances, destroys int
+		room                         int64
+	}
+	var best cost
+	var chosen []bool
+	for set := range 1 << len(gis) {
+		rest := t
+		out := slices.Clone(goes)
+		taken := s.mask()
+		for b, k := range gis {
+			if set>>b&1 == 0 {
+				taken |= standing[k].mask()
+				continue
+			}
+			mark(standing, k, out)
+			if i := c.index(standing[k].Profile.GPUInstance()); i >= 0 {
+				rest.add(c, i, -1)
+			}
+		}
+		if !rest.legal(c) {
+			continue
+		}
+		now := cost{room: -c.worth(taken)}
+		for i, o := range standing {
+			switch {
+			case !out[i]:
+			case !o.Pinned:
+				now.destroys++
+			default:
+				now.instances++
+				if o.Holder == "" || !slices.ContainsFunc(standing[:i], func(e Standing) bool {
+					return e.Holder == o.Holder && e.Pinned
+				}) {
+					now.holders++
+				}
+			}
+		}
+		if chosen == nil || cmp.Or(
+			cmp.Compare(now.holders, best.holders),
+			cmp.Compare(now.instances, best.instances),
+			cmp.Compare(now.destroys, best.destroys),
+			cmp.Compare(now.room, best.room),
+		) < 0 {
+			best, chosen = now, out
+		}
+	}
+	if chosen != nil {
+		copy(goes, chosen)
+	}
+}
+
+// mark lets all go that is in the GPU instance of standing[k].
+func mark(standing []Standing, k int, goes []bool) {
+	for i := range standing {
+		if standing[i].sameGI(standing[k].Slot) {
+			goes[i] = true
+		}
+	}
 }
 
 // Change finds the steps that make a GPU what is wanted, MIG mode included.
+// The mode comes first where it goes on and last where it goes off. A mode that
+// is pending and not the wanted one is set once more, so that a step that was
+// cut short is made whole: setting a mode twice does no harm.
+//
+// Where MIG must go on and placements are not known before, turning it on is
+// the only step; a later plan sees them. A change of mode waits for all that is
+// pinned, also for a Standing with a zero Slot: a holder of the whole GPU.
 func Change(m *gpu.MIG, c *Card, standing []Standing, to Target) (Plan, error) {
-	return Plan{}, fmt.Errorf("plan: %w", gpu.ErrNotSupported)
+	pending := m.Enabled
+	if m.Pending != nil {
+		pending = *m.Pending
+	}
+	if !to.MIG {
+		if !m.Enabled && !pending && len(standing) == 0 {
+			return Plan{}, nil
+		}
+		return off(m.Enabled || pending, standing), nil
+	}
+	if !m.Capable && !m.Enabled && len(m.Profiles) == 0 {
+		return Plan{}, fmt.Errorf("turn MIG mode on: this GPU has none: %w", gpu.ErrNotSupported)
+	}
+	if m.Enabled {
+		plan := Plan{Result: slots(standing), Keep: slots(standing)}
+		if !to.OnDemand {
+			var err error
+			if plan, err = c.Plan(standing, to.Geometry); err != nil {
+				return Plan{}, err
+			}
+		}
+		if !pending && len(plan.Blocked) == 0 {
+			plan.Steps = slices.Insert(plan.Steps, 0, Step{Op: Enable})
+		}
+		return plan, nil
+	}
+	// Mode off: nothing stands but holders of the whole GPU.
+	if plan := off(true, standing); len(plan.Blocked) > 0 {
+		return plan, nil
+	}
+	plan := Plan{}
+	if !to.OnDemand && c.Known() {
+		var err error
+		if plan, err = c.Plan(nil, to.Geometry); err != nil {
+			return Plan{}, err
+		}
+	} else if !to.OnDemand {
+		if err := c.Feasible(to.Geometry); err != nil {
+			return Plan{}, err
+		}
+	}
+	plan.Steps = slices.Insert(plan.Steps, 0, Step{Op: Enable})
+	return plan, nil
 }
 
-// Stand is what an inventory says stands on a GPU.
+// off takes all down, and the mode with it.
+func off(mode bool, standing []Standing) Plan {
+	var plan Plan
+	for _, o := range standing {
+		if o.Pinned {
+			plan.Blocked = append(plan.Blocked, o)
+		}
+	}
+	if len(plan.Blocked) > 0 {
+		slices.SortStableFunc(plan.Blocked, compareStanding)
+		plan.Result = slots(standing)
+		return plan
+	}
+	for _, o := range standing {
+		plan.Steps = append(plan.Steps, Step{Destroy, o.Slot})
+	}
+	slices.SortStableFunc(plan.Steps, func(a, b Step) int { return CompareSlots(a.Slot, b.Slot) })
+	if mode {
+		plan.Steps = append(plan.Steps, Step{Op: Disable})
+	}
+	return plan
+}
+
+// Stand is what an inventory says stands on a GPU, in order. Busy instances are
+// pinned, and so are those whose profile's name cannot be read: this package
+// could not say what to make in their place.
+//
+// An inventory written by hand may leave things out: a size is then looked up
+// among the profiles, and compute instances of one GPU instance that all claim
+// the same slices are laid side by side.
 func Stand(m *gpu.MIG) []Standing {
+	out := make([]Standing, 0, len(m.Instances))
+	for i := range m.Instances {
+		in := &m.Instances[i]
+		o := Standing{Slot: Slot{Start: in.Start, Size: in.Size}, Holder: in.Holder, Empty: in.CI < 0}
+		if in.Busy {
+			o.Pinned, o.Reason = true, "busy"
+		}
+		name, reason := parse(Canonical(in.Profile))
+		if reason != "" {
+			o.Pinned = true
+			o.Reason = fmt.Sprintf("its profile %s has a name that cannot be read: %s", quote(in.Profile), reason)
+			out = append(out, o)
+			continue
+		}
+		o.Profile = name
+		if o.Empty {
+			o.Profile = name.GPUInstance()
+		}
+		p := find(m, name.GPUInstance())
+		if o.Size == 0 && p != nil {
+			for _, at := range p.Placements {
+				if at.Start == o.Start {
+					o.Size = at.Size
+				}
+			}
+		}
+		if o.Profile.Compute != 0 {
+			o.CI = in.CIStart
+			o.CI = beside(out, o.Slot, p)
+		}
+		out = append(out, o)
+	}
+	slices.SortStableFunc(out, compareStanding)
+	return out
+}
+
+func find(m *gpu.MIG, n Name) *gpu.Profile {
+	for i := range m.Profiles {
+		if m.Profiles[i].Name == n.String() {
+			return &m.Profiles[i]
+		}
+	}
 	return nil
+}
+
+// beside is where a split begins: at the compute slice that it names, or if
+// others have that, at the first that is free.
+func beside(out []Standing, s Slot, from *gpu.Profile) int {
+	free := func(ci int) bool {
+		at := s
+		at.CI = ci
+		return !slices.ContainsFunc(out, func(o Standing) bool { return !o.Empty && at.sameGI(o.Slot) && at.compute()&o.compute() != 0 })
+	}
+	if free(s.CI) {
+		return s.CI
+	}
+	p := profile{slices: s.Profile.Slices}
+	if from != nil && from.Slices > 0 {
+		p.slices = from.Slices
+	}
+	for ci := range min(p.slices, maxSlices) {
+		if p.holds(s.Profile.Compute, ci) && free(ci) {
+			return ci
+		}
+	}
+	return s.CI
 }

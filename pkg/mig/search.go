@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package mig
+
+import (
+	"fmt"
+	"slices"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// Bounds of a search. The largest one on a card of 2026 has under 1,000 states
+// and 200 parts.
+const (
+	maxStates = 1 << 20
+	maxParts  = 1 << 12
+	maxWork   = 1 << 17
+)
+
+// Weights of what a target saves and spares, each greater than all that is
+// below it can sum up to. A sum stays below 2^62.
+const (
+	roomUnit     = 1
+	createUnit   = 1 << 32
+	destroyUnit  = 1 << 40
+	instanceUnit = 1 << 48
+	holderUnit   = 1 << 55
+
+	none = -2 // no target
+)
+
+// dim is one thing that a target must have an exact number of: devices of a
+// profile, or GPU instances that are split.
+type dim struct {
+	n      int
+	stride int
+	left   int
+}
+
+// use is how many of a dim a part has.
+type use struct{ dim, n int }
+
+// part is a GPU instance that a target can have.
+type part struct {
+	start, end int
+	delta      int   // what it takes off the key
+	uses       []use // at least one
+	value      int64
+	devices    []Slot
+}
+
+// search finds the best set of parts that lie side by side and have, together,
+// exactly what the dims say. It goes over the card's memory from left to right:
+// what is best from a memory slot on depends only on that slot and on what is
+// still to be placed, so each such state is solved once. All that a target is
+// judged by is a sum over its parts and over the free runs between them.
+type search struct {
+	end   int // memory slots
+	dims  []dim
+	parts []part
+	first []int // first[e]: the first part that starts at e or later
+	must  uint64
+	gap   func(a, b int) int64
+	memo  []int64 // value+1 by key and position; 0 is not yet known
+	pick  []int16
+	work  int
+}
+
+// prepare is called when dims and parts are complete.
+func (s *search) prepare() error {
+	states := s.end + 1
+	for i := range s.dims {
+		s.dims[i].stride = states
+		if s.dims[i].n >= maxStates/states {
+			return errTooLarge
+		}
+		states *= s.dims[i].n + 1
+	}
+	if len(s.parts) > maxParts || s.work > maxWork {
+		return errTooLarge
+	}
+	slices.SortStableFunc(s.parts, func(a, b part) int { return a.start - b.start })
+	s.first = make([]int, s.end+1)
+	for e, i := 0, 0; e <= s.end; e++ {
+		for i < len(s.parts) && s.parts[i].start < e {
+			i++
+		}
+		s.first[e] = i
+	}
+	for i := range s.parts {
+		p := &s.parts[i]
+		for _, u := range p.uses {
+			p.delta += u.n * s.dims[u.dim].stride
+		}
+	}
+	s.memo, s.pick = make([]int64, states), make([]int16, states)
+	return nil
+}
+
+var errTooLarge = fmt.Errorf("plan: the GPU's table is larger than this planner can search: %w", gpu.ErrNotSupported)
+
+// solve returns the value of the best target that has left of each dim.
+func (s *search) solve() int64 {
+	key := 0
+	for i := range s.dims {
+		key += s.dims[i].left * s.dims[i].stride
+	}
+	return s.from(0, key)
+}
+
+func (s *search) from(e, key int) int64 {
+	at := key + e
+	if v := s.memo[at]; v != 0 {
+		return v - 1
+	}
+	best, pick := int64(none), 0
+	if key == 0 {
+		if s.must>>e == 0 || e >= maxMemory {
+			best = s.gap(e, s.end)
+		}
+		s.memo[at] = best + 1
+		return best
+	}
+parts:
+	for i := s.first[e]; i < len(s.parts); i++ {
+		p := &s.parts[i]
+		if s.must>>e&ones(p.start-e) != 0 {
+			break
+		}
+		for _, u := range p.uses {
+			if s.dims[u.dim].left < u.n {
+				continue parts
+			}
+		}
+		for _, u := range p.uses {
+			s.dims[u.dim].left -= u.n
+		}
+		v := s.from(p.end, key-p.delta)
+		for _, u := range p.uses {
+			s.dims[u.dim].left += u.n
+		}
+		if v == none {
+			continue
+		}
+		if v += s.gap(e, p.start) + p.value; v > best {
+			best, pick = v, i
+		}
+	}
+	s.memo[at], s.pick[at] = best+1, int16(pick)
+	return best
+}
+
+// target walks the solution that solve found, from left to right.
+func (s *search) target(visit func(*part)) {
+	e, key := 0, 0
+	for i := range s.dims {
+		key += s.dims[i].left * s.dims[i].stride
+	}
+	for key != 0 {
+		p := &s.parts[s.pick[key+e]]
+		visit(p)
+		e, key = p.end, key-p.delta
+	}
+}

@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package mig
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// maxStanding bounds what may stand on one GPU; 14 do today.
+const maxStanding = 100
+
+// planner looks for the set of devices that shall stand.
+type planner struct {
+	*search
+	c        *Card
+	want     []Count // merged, in order, none zero
+	standing []Standing
+	value    []int64 // of keeping each of standing
+	fixed    []bool  // which of standing must be in the target
+	// splits are the profiles whose GPU instances are split, with the dim that
+	// counts these GPU instances; base counts all others.
+	splits []splitDim
+	base   tally
+}
+
+type splitDim struct{ profile, dim int }
+
+// merge puts a want in order and refuses what the card does not have.
+func (c *Card) merge(want []Count) ([]Count, error) {
+	all := make([]Count, 0, len(want))
+	for _, w := range want {
+		if w.N == 0 {
+			continue
+		}
+		if w.N < 0 {
+			return nil, fmt.Errorf("%d of %s: a count is not negative: %w", w.N, w.Profile, gpu.ErrInvalid)
+		}
+		i := c.index(w.Profile.GPUInstance())
+		if i < 0 {
+			return nil, fmt.Errorf("there is no profile %s on this GPU; %s: %w", w.Profile, c.names(), gpu.ErrInvalid)
+		}
+		if p := &c.profiles[i]; !p.holds(w.Profile.Compute, 0) {
+			return nil, fmt.Errorf("there is no profile %s on this GPU: %s is not split into parts of %d: %w", w.Profile, p.name, w.Profile.Compute, gpu.ErrInvalid)
+		}
+		w.N = min(w.N, maxStates)
+		if k := slices.IndexFunc(all, func(o Count) bool { return o.Profile == w.Profile }); k >= 0 {
+			all[k].N = min(all[k].N+w.N, maxStates)
+			continue
+		}
+		all = append(all, w)
+	}
+	slices.SortFunc(all, func(a, b Count) int { return Compare(a.Profile, b.Profile) })
+	return all, nil
+}
+
+func (c *Card) names() string {
+	if len(c.profiles) == 0 {
+		return "it has none"
+	}
+	var b strings.Builder
+	b.WriteString("it has ")
+	for i := range c.profiles {
+		if i > 0 {
+			b.WriteString(", ")
+		}
+		b.WriteString(c.profiles[i].name.String())
+	}
+	return b.String()
+}
+
+// newPlanner lists every GPU instance that the target could have. fixed may be
+// nil where nothing is.
+func (c *Card) newPlanner(standing []Standing, want []Count, value []int64, fixed []bool) (*planner, error) {
+	p := &planner{
+		search: &search{end: c.memory, gap: c.run},
+		c:      c, want: want, standing: standing, value: value, fixed: fixed,
+	}
+	for i, o := range standing {
+		if fixed[i] {
+			p.must |= o.mask()
+		}
+		if o.mask() != 0 {
+			p.end = max(p.end, min(o.Start+o.Size, maxMemory))
+		}
+	}
+	p.dims = make([]dim, len(want), len(want)+2)
+	p.parts = make([]part, 0, 32)
+	for d, w := range want {
+		p.dims[d] = dim{n: w.N, left: w.N}
+		if w.Profile.Compute != 0 {
+			continue
+		}
+		k := c.index(w.Profile)
+		p.base.add(c, k, min(w.N, 255))
+		uses := []use{{d, 1}}
+		table := c.profiles[k].slots
+		for i := range table {
+			p.part(table[i], table[i:i+1:i+1], uses)
+		}
+		for i, o := range standing {
+			if o.Profile == w.Profile && !o.Empty && o.mask() != 0 && !slices.Contains(table, o.Slot) && first(standing, i) {
+				p.part(o.Slot, []Slot{o.Slot}, uses)
+			}
+		}
+	}
+	for d := 0; d < len(want); {
+		e := d + 1
+		if want[d].Profile.Compute != 0 {
+			for e < len(want) && want[e].Profile.Compute != 0 && want[e].Profile.GPUInstance() == want[d].Profile.GPUInstance() {
+				e++
+			}
+			p.split(d, e)
+		}
+		d = e
+	}
+	return p, p.prepare()
+}
+
+// first says that no earlier one stands at the same place.
+func first(standing []Standing, i int) bool {
+	return !slices.ContainsFunc(standing[:i], func(o Standing) bool { return o.Slot == standing[i].Slot })
+}
+
+// part adds a GPU instance with its devices, unless something fixed is in the
+// way.
+func (p *planner) part(gi Slot, devices []Slot, uses []use) {
+	mask, value := gi.mask(), int64(0)
+	for i := range p.standing {
+		o := &p.standing[i]
+		if o.mask()&mask == 0 {
+			continue
+		}
+		switch {
+		case o.Empty && o.Slot == gi && !o.Pinned, !o.Empty && slices.Contains(devices, o.Slot):
+			value += p.value[i]
+		case p.fixed[i]:
+			return
+		}
+	}
+	p.parts = append(p.parts, part{start: gi.Start, end: min(gi.Start+gi.Size, maxMemory), uses: uses, value: value, devices: devices})
+}
+
+// choose finds the best target. It is false where there is none.
+func (p *planner) choose() (value int64, ok bool) {
+	for i, o := range p.standing {
+		if p.fixed[i] && o.mask() == 0 {
+			return 0, false
+		}
+	}
+	if len(p.splits) == 0 {
+		if !p.base.legal(p.c) {
+			return 0, false
+		}
+		value = p.solve()
+		return value, value != none
+	}
+	// How many GPU instances the splits of a profile share is not given: try all
+	// numbers, fewest first. The states they have in common are solved once.
+	value = none
+	left, best := make([]int, len(p.splits)), make([]int, len(p.splits))
+	for i := range left {
+		left[i] = 1
+	}
+	for {
+		t := p.base
+		for i, s := range p.splits {
+			p.dims[s.dim].left = left[i]
+			t.add(p.c, s.profile, left[i])
+		}
+		if t.legal(p.c) {
+			if v := p.solve(); v > value {
+				value = v
+				copy(best, left)
+			}
+		}
+		i := 0
+		for ; i < len(left); i++ {
+			if left[i]++; left[i] <= p.dims[p.splits[i].dim].n {
+				break
+			}
+			left[i] = 1
+		}
+		if i == len(left) {
+			break
+		}
+	}
+	for i, s := range p.splits {
+		p.dims[s.dim].left = best[i]
+	}
+	return value, value != none
+}
+
+// devices are what stands in the target that choose found.
+func (p *planner) devices() []Slot {
+	var out []Slot
+	p.target(func(t *part) { out = append(out, t.devices...) })
+	slices.SortFunc(out, CompareSlots)
+	return out
+}
+
+// Feasible says why an empty GPU could not hold what is wanted; nil says that
+// it could. The error wraps gpu.ErrInvalid where there is no such profile or
+// count, gpu.ErrNoRoom where they do not all find room. Where placements are
+// not known (see [Card.Known]) nil says only that nothing speaks against it.
+func (c *Card) Feasible(want []Count) error {
+	all, err := c.merge(want)
+	if err != nil {
+		return err
+	}
+	for _, w := range all {
+		if len(c.profiles[c.index(w.Profile.GPUInstance())].slots) == 0 {
+			if reason := c.explain(all); reason != "" {
+				return noRoom(all, reason)
+			}
+			return nil
+		}
+	}
+	p, err := c.newPlanner(nil, all, nil, nil)
+	if err != nil {
+		return err
+	}
+	if _, ok := p.choose(); ok {
+		return nil
+	}
+	reason := c.explain(all)
+	if reason == "" {
+		reason = "in no order do they all find room; " + c.places(all)
+	}
+	return noRoom(all, reason)
+}
+
+func noRoom(want []Count, reason string) error {
+	return fmt.Errorf("%s: %s: %w", DescribeCounts(want), reason, gpu.ErrNoRoom)
+}
+
+// explain names a rule that the want breaks wherever it is placed, "" if none.
+func (c *Card) explain(want []Count) string {
+	var t tally
+	memory := 0
+	slicesOf := map[int]int{}
+	for _, w := range want {
+		k := c.index(w.Profile.GPUInstance())
+		p := &c.profiles[k]
+		n := w.N
+		if w.Profile.Compute != 0 {
+			// As many GPU instances as hold the slices, however they lie.
+			before := (slicesOf[k] + p.slices - 1) / p.slices
+			slicesOf[k] += w.N * w.Profile.Compute
+			n = (slicesOf[k]+p.slices-1)/p.slices - before
+		}
+		t.add(c, k, n)
+		if len(p.slots) > 0 {
+			size := maxMemory
+			for _, s := range p.slots {
+				size = min(size, s.Size)
+			}
+			memory += n * size
+		}
+	}
+	if reason := t.refuse(c); reason != "" {
+		return reason
+	}
+	if c.known && memory > c.memory {
+		return fmt.Sprintf("they need %d memory slots and this GPU has %d", memory, c.memory)
+	}
+	return ""
+}
+
+// places says where the wanted profiles can stand.
+func (c *Card) places(want []Count) string {
+	var b strings.Builder
+	seen := -1
+	for _, w := range want {
+		k := c.index(w.Profile.GPUInstance())
+		if k == seen {
+			continue
+		}
+		seen = k
+		if b.Len() > 0 {
+			b.WriteString(", ")
+		}
+		p := &c.profiles[k]
+		fmt.Fprintf(&b, "%s stands at", p.name)
+		for i, s := range p.slots {
+			if i > 0 {
+				b.WriteString(" or")
+			}
+			fmt.Fprintf(&b, " %d", s.Start)
+		}
+	}
+	return b.String()
+}
