@@ -1,0 +1,1194 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package desk
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+)
+
+// family is what the driver of a kind of GPU says can stand on it: placements by
+// profile, as "name memory-slots most start,start…".
+type family []string
+
+var (
+	// A100-SXM4-80GB; H100 and later differ in names alone.
+	a100 = family{"1g.10gb 1 7 0,1,2,3,4,5,6", "1g.10gb+me 1 1 0,1,2,3,4,5,6", "1g.20gb 2 4 0,2,4,6", "2g.20gb 2 3 0,2,4",
+		"3g.40gb 4 2 0,4", "4g.40gb 4 1 0", "7g.80gb 8 1 0"}
+	a30 = family{"1g.6gb 1 4 0,1,2,3", "1g.6gb+me 1 1 0,1,2,3", "2g.12gb 2 2 0,2", "2g.12gb+me 2 1 0,2", "4g.24gb 4 1 0"}
+)
+
+func (f family) mig() *gpu.MIG {
+	m := &gpu.MIG{Capable: true, Enabled: true}
+	for i, line := range f {
+		w := strings.Fields(line)
+		p := gpu.Profile{Name: w[0], ID: 20 - i}
+		var size int
+		if _, err := fmt.Sscan(w[1], &size); err != nil {
+			panic(err)
+		}
+		if _, err := fmt.Sscan(w[2], &p.Max); err != nil {
+			panic(err)
+		}
+		if _, err := fmt.Sscanf(w[0], "%dg", &p.Slices); err != nil {
+			panic(err)
+		}
+		for s := range strings.SplitSeq(w[3], ",") {
+			at := gpu.Placement{Size: size}
+			if _, err := fmt.Sscan(s, &at.Start); err != nil {
+				panic(err)
+			}
+			p.Placements = append(p.Placements, at)
+		}
+		m.Profiles = append(m.Profiles, p)
+	}
+	return m
+}
+
+// legal is what FIELD.md's tables come to, said again: no two overlap in memory
+// slots, of no profile are there too many, and one at most has media engines.
+func (f family) legal(slots []mig.Slot) bool {
+	used, media, count := map[int]bool{}, 0, map[string]int{}
+	for _, s := range slots {
+		for i := range s.Size {
+			if used[s.Start+i] {
+				return false
+			}
+			used[s.Start+i] = true
+		}
+		if s.Profile.Attr == "+me" {
+			media++
+		}
+		count[s.Profile.String()]++
+	}
+	for _, line := range f {
+		w := strings.Fields(line)
+		if most := int(w[2][0] - '0'); count[w[0]] > most {
+			return false
+		}
+	}
+	return media <= 1
+}
+
+func (f family) card(t testing.TB) *mig.Card {
+	t.Helper()
+	c, err := mig.NewCard(f.mig())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if n := len(c.Slots()); f[0] == a100[0] && n != 25 || f[0] == a30[0] && n != 13 {
+		t.Fatalf("the card has %d slots: %v", n, c.Slots())
+	}
+	return c
+}
+
+// slot reads "3g.40gb@4".
+func slot(t testing.TB, c *mig.Card, text string) mig.Slot {
+	t.Helper()
+	_, p, start, ci, err := mig.ParseID("GPU-x::" + text)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, ok := c.Slot(p, start, ci)
+	if !ok {
+		t.Fatalf("the card has no slot %s", text)
+	}
+	return s
+}
+
+func slotsOf(t testing.TB, c *mig.Card, texts ...string) (out []mig.Slot) {
+	t.Helper()
+	for _, text := range texts {
+		out = append(out, slot(t, c, text))
+	}
+	return out
+}
+
+// on are the device IDs of slots of a GPU.
+func on(u gpu.UUID, slots ...string) []string {
+	out := make([]string, len(slots))
+	for i, s := range slots {
+		out[i] = string(u) + "::" + s
+	}
+	return out
+}
+
+func resourceOf(id string) string {
+	_, p, _, _, err := mig.ParseID(id)
+	if err != nil {
+		panic(err)
+	}
+	return "example.com/" + p.Resource()
+}
+
+// onDemand is a view of GPUs on which every slot is on offer.
+func onDemand(cards map[gpu.UUID]*mig.Card, change func(*Device)) *View {
+	v := &View{Rank: map[gpu.UUID]int{}, MIG: map[gpu.UUID]MIGView{}}
+	byName := map[string]*Resource{}
+	for i, u := range slices.Sorted(maps.Keys(cards)) {
+		v.Rank[u], v.MIG[u] = i, MIGView{Card: cards[u]}
+		for _, s := range cards[u].Slots() {
+			dev := Device{ID: mig.ID(u, s), GPU: u, Slot: s, Healthy: true}
+			if change != nil {
+				change(&dev)
+			}
+			name := "example.com/" + s.Profile.Resource()
+			if byName[name] == nil {
+				byName[name] = &Resource{Name: name, Kind: Slots}
+			}
+			byName[name].Devices = append(byName[name].Devices, dev)
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(byName)) {
+		v.Resources = append(v.Resources, *byName[name])
+	}
+	return v
+}
+
+// offered are the slots of a GPU that are Healthy, by start.
+func offered(d *Desk, u gpu.UUID) string {
+	var out []mig.Slot
+	v := d.View()
+	for i := range v.Resources {
+		for _, dev := range v.Resources[i].Devices {
+			if dev.GPU == u && dev.Healthy && dev.Slot.Size > 0 {
+				out = append(out, dev.Slot)
+			}
+		}
+	}
+	slices.SortFunc(out, mig.CompareSlots)
+	var words []string
+	for _, s := range out {
+		words = append(words, s.String())
+	}
+	return strings.Join(words, " ")
+}
+
+func device1(t *testing.T, d *Desk, id string) Device {
+	t.Helper()
+	v := d.View()
+	for i := range v.Resources {
+		for _, dev := range v.Resources[i].Devices {
+			if dev.ID == id {
+				return dev
+			}
+		}
+	}
+	t.Fatalf("%s is not listed", id)
+	return Device{}
+}
+
+// told reports, once, whether a stream would have been told since the call.
+func told(d *Desk, resource string) func() bool {
+	_, ch := d.List(resource)
+	return func() bool {
+		select {
+		case <-ch:
+			return true
+		default:
+			return false
+		}
+	}
+}
+
+func allocate(t *testing.T, d *Desk, ids ...string) string {
+	t.Helper()
+	key, err := d.Allocate(resourceOf(ids[0]), ids)
+	if err != nil {
+		t.Fatalf("allocate %v: %v", ids, err)
+	}
+	return key
+}
+
+func claimOf(t *testing.T, d *Desk, key string) Claim {
+	t.Helper()
+	for _, c := range d.Claims() {
+		if c.Key == key {
+			return c
+		}
+	}
+	t.Fatalf("there is no claim %s", key)
+	return Claim{}
+}
+
+// A claim covers in the same moment what has no room beside it; at its end that is
+// back. Nobody else hears of it.
+func TestAClaimCoversWhatHasNoRoomBesideIt(t *testing.T) {
+	d, clock := newDesk()
+	card := a100.card(t)
+	v := onDemand(map[gpu.UUID]*mig.Card{gpuA: card, gpuB: a30.card(t)}, nil)
+	v.Resources = append(v.Resources, units(nil).Resources...)
+	d.set(v)
+	all, other := offered(d, gpuA), offered(d, gpuB)
+
+	of := map[string]func() bool{}
+	for _, r := range d.View().Resources {
+		of[r.Name] = told(d, r.Name)
+	}
+	key := allocate(t, d, on(gpuA, "2g.20gb@2")...)
+	const beside = "1g.10gb@0 1g.10gb+me@0 1g.20gb@0 2g.20gb@0 1g.10gb@1 1g.10gb+me@1 2g.20gb@2 " +
+		"1g.10gb@4 1g.10gb+me@4 1g.20gb@4 2g.20gb@4 3g.40gb@4 1g.10gb@5 1g.10gb+me@5 1g.10gb@6 1g.10gb+me@6 1g.20gb@6"
+	if got := offered(d, gpuA); got != beside {
+		t.Errorf("beside 2g.20gb@2 on offer are\n%s, want\n%s", got, beside)
+	}
+	if got := offered(d, gpuB); got != other {
+		t.Errorf("on another GPU on offer are\n%s, want\n%s", got, other)
+	}
+	for name, told := range of {
+		// 2g.20gb keeps its three: 0, 2 itself, 4.
+		want := strings.Contains(name, "/mig-") && !strings.Contains(name, "2g.20gb") && !strings.HasSuffix(name, "6gb") &&
+			!strings.HasSuffix(name, "6gb.me") && !strings.Contains(name, "2g.12gb") && !strings.Contains(name, "4g.24gb")
+		if told() != want {
+			t.Errorf("%s: told %v, want %v", name, !want, want)
+		}
+	}
+	if dev := device1(t, d, on(gpuA, "3g.40gb@0")[0]); dev.Reason != "its room is taken by 2g.20gb@2" {
+		t.Errorf("3g.40gb@0: %q", dev.Reason)
+	}
+	_, err := d.Allocate("example.com/mig-3g.40gb", on(gpuA, "3g.40gb@0"))
+	wantErr(t, err, "its room is taken by 2g.20gb@2 (held by a pod that the kubelet has not named yet)")
+	before := d.View()
+	if allocate(t, d, on(gpuA, "2g.20gb@2")...) != key || d.View() != before {
+		t.Error("the same slot again is another claim, or changes what is on offer")
+	}
+
+	clock.pass(Grace)
+	told := told(d, "example.com/mig-7g.80gb")
+	if ended := d.Reconcile(new(world).say(clock.now())); len(ended) != 1 {
+		t.Fatalf("%d claims ended", len(ended))
+	}
+	if got := offered(d, gpuA); got != all || !told() {
+		t.Errorf("after its end on offer are\n%s, want\n%s", got, all)
+	}
+}
+
+func TestSlotsOfOneRequest(t *testing.T) {
+	card := a100.card(t)
+	for _, c := range []struct {
+		name    string
+		before  []string
+		request []string
+		err     string
+	}{
+		{name: "that stand beside each other", request: on(gpuA, "3g.40gb@0", "3g.40gb@4")},
+		{name: "of two GPUs", request: append(on(gpuA, "3g.40gb@0"), on(gpuB, "3g.40gb@0")...)},
+		{name: "of which one alone may stand", request: on(gpuA, "1g.10gb+me@0", "1g.10gb+me@3"), err: "cannot stand beside the others of this request"},
+		{name: "the same twice", request: on(gpuA, "3g.40gb@0", "3g.40gb@0"), err: "cannot stand beside the others"},
+		{name: "one of which is held already", before: on(gpuA, "1g.10gb@0"), request: on(gpuA, "1g.10gb@1", "1g.10gb@0")},
+		{name: "one of which has no room", before: on(gpuA, "2g.20gb@0"), request: on(gpuA, "1g.10gb@2", "1g.10gb@1"), err: "its room is taken by 2g.20gb@0"},
+		{name: "with media engines, beside one that has them", before: on(gpuA, "1g.10gb+me@6"), request: on(gpuA, "1g.10gb+me@0"), err: "its room is taken by 1g.10gb+me@6"},
+		{name: "one that the GPU does not have", request: on(gpuA, "4g.40gb@4"), err: "not on offer"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			d, _ := newDesk()
+			d.set(onDemand(map[gpu.UUID]*mig.Card{gpuA: card, gpuB: card}, nil))
+			if c.before != nil {
+				allocate(t, d, c.before...)
+			}
+			claims := len(d.Claims())
+			key, err := d.Allocate(resourceOf(c.request[0]), c.request)
+			if c.err != "" {
+				wantErr(t, err, c.err)
+				if len(d.Claims()) != claims {
+					t.Error("what was refused is claimed")
+				}
+				return
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			claim := claimOf(t, d, key)
+			if len(claim.Slots) != len(c.request) {
+				t.Fatalf("slots %v of %v", claim.Slots, c.request)
+			}
+			for i, id := range claim.IDs {
+				if p := claim.Slots[i]; mig.ID(p.GPU, p.Slot) != id || p.Slot.Size == 0 || !slices.Contains(claim.GPUs, p.GPU) {
+					t.Errorf("slot %d of %v is %v on %v", i, claim.IDs, p, claim.GPUs)
+				}
+			}
+			for _, id := range c.request {
+				if !device1(t, d, id).Healthy {
+					t.Errorf("%s is held and not Healthy", id)
+				}
+			}
+		})
+	}
+}
+
+// The kubelet hands an init container's slots to the app container, with more
+// beside them or not.
+func TestInitContainersSlots(t *testing.T) {
+	d, clock := newDesk()
+	d.set(onDemand(map[gpu.UUID]*mig.Card{gpuA: a100.card(t)}, nil))
+	allocate(t, d, on(gpuA, "1g.20gb@0")...)
+	app := allocate(t, d, on(gpuA, "1g.20gb@0", "1g.20gb@2")...)
+	if got, want := offered(d, gpuA), "1g.20gb@0 1g.20gb@2 "; !strings.HasPrefix(got, want) || strings.Contains(got, "3g.40gb@0") {
+		t.Errorf("on offer: %s", got)
+	}
+	clock.pass(Grace)
+	w := &world{entries: []Entry{{PodUID: "p", Container: "c", Resource: "example.com/mig-1g.20gb", IDs: on(gpuA, "1g.20gb@0", "1g.20gb@2")}}}
+	if ended := d.Reconcile(w.say(clock.now())); len(ended) != 1 || ended[0].Key == app {
+		t.Fatalf("ended: %+v", ended)
+	}
+	if dev := device1(t, d, on(gpuA, "2g.20gb@0")[0]); dev.Healthy {
+		t.Error("the end of the init container's claim gave room back that the app container has")
+	}
+}
+
+// A force-deleted pod frees its slot at the kubelet before its container is dead.
+// The claim lives until both witnesses agree, and covers till then; whoever gets
+// the same slot waits.
+func TestSlotOfAHolderThatIsEnding(t *testing.T) {
+	d, clock := newDesk()
+	d.set(onDemand(map[gpu.UUID]*mig.Card{gpuA: a100.card(t)}, nil))
+	const resource = "example.com/mig-3g.40gb"
+	old, two := on(gpuA, "3g.40gb@0"), on(gpuA, "3g.40gb@0", "3g.40gb@4")
+	start := clock.now()
+	key := allocate(t, d, old...)
+	use := func(pod string, ids []string, at time.Time) Use {
+		return Use{Key: cdi.Key(resource, ids), PodUID: "uid-" + pod, Holder: Holder{"ns", pod, "c"}, Created: at}
+	}
+	clock.pass(time.Minute)
+	w := &world{uses: []Use{use("old", old, start.Add(time.Second))}}
+	if ended := d.Reconcile(w.say(clock.now())); len(ended) != 0 {
+		t.Fatal("a claim ended while its container runs")
+	}
+	_, err := d.Allocate("example.com/mig-4g.40gb", on(gpuA, "4g.40gb@0"))
+	wantErr(t, err, "its room is taken by 3g.40gb@0 (held by ns/old)")
+	prepare := func(ids []string) error {
+		ctx, cancel := context.WithCancel(context.Background())
+		cancel()
+		return d.Prepare(ctx, resource, ids)
+	}
+	// The next pod gets the same slot, or the same and another.
+	for _, ids := range [][]string{old, two} {
+		next := allocate(t, d, ids...)
+		clock.pass(time.Second)
+		w.entries = append(w.entries, Entry{PodUID: "uid-new", Container: "c", Resource: resource, IDs: ids})
+		d.Reconcile(w.say(clock.now()))
+		wantErr(t, prepare(ids), "previous holder still ending: ns/old")
+		if c := claimOf(t, d, next); c.Wished.IsZero() || c.Waits == "" {
+			t.Errorf("wished %v, waits for %q", c.Wished, c.Waits)
+		}
+	}
+	// One that stands beside it does not wait.
+	beside := allocate(t, d, on(gpuA, "3g.40gb@4")...)
+	clock.pass(time.Second)
+	d.Reconcile(w.say(clock.now()))
+	if c := claimOf(t, d, beside); c.Waits != "" || c.Checked.IsZero() {
+		t.Errorf("a slot beside it waits for %q", c.Waits)
+	}
+	w.uses = nil
+	clock.pass(time.Second)
+	d.Reconcile(w.say(clock.now()))
+	if c := claimOf(t, d, key); c.Waits != "" {
+		t.Errorf("its container is gone and the next still waits for %s", c.Waits)
+	}
+	if err := prepare(old); err == nil || strings.Contains(err.Error(), "previous holder") {
+		t.Errorf("prepare: %v", err)
+	}
+}
+
+// After the agent's restart the kubelet may hold what overlaps a container that
+// still runs: found by places once the cards are known, by IDs before.
+func TestAdoptedSlotsWaitForThoseInTheirPlace(t *testing.T) {
+	card := a100.card(t)
+	for _, c := range []struct {
+		name        string
+		view        bool
+		before, now []string
+		waits       bool
+	}{
+		{"the same slot", true, on(gpuA, "3g.40gb@0"), on(gpuA, "3g.40gb@0"), true},
+		{"the same slot, no view yet", false, on(gpuA, "3g.40gb@0"), on(gpuA, "3g.40gb@0"), true},
+		{"one that has it among others, no view yet", false, on(gpuA, "3g.40gb@0", "3g.40gb@4"), on(gpuA, "3g.40gb@0"), true},
+		{"a slot in its place", true, on(gpuA, "1g.10gb@2"), on(gpuA, "3g.40gb@0"), true},
+		{"a slot beside it", true, on(gpuA, "1g.10gb@4"), on(gpuA, "3g.40gb@0"), false},
+		{"the media engines of another place", true, on(gpuA, "1g.10gb+me@6"), on(gpuA, "1g.10gb+me@0"), true},
+		{"the same place of another GPU", true, on(gpuB, "3g.40gb@0"), on(gpuA, "3g.40gb@0"), false},
+		{"units of the GPU", true, ids(gpuA, 3), on(gpuA, "3g.40gb@0"), true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			d, clock := newDesk()
+			resource := func(ids []string) string {
+				if strings.Contains(ids[0], "@") {
+					return resourceOf(ids[0])
+				}
+				return memName
+			}
+			for _, ids := range [][]string{c.before, c.now} {
+				if err := d.Adopt(resource(ids), ids); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if c.view {
+				d.set(onDemand(map[gpu.UUID]*mig.Card{gpuA: card, gpuB: card}, nil))
+			}
+			clock.pass(time.Second)
+			d.Reconcile((&world{
+				entries: []Entry{{PodUID: "uid-p", Container: "c", Resource: resource(c.now), IDs: c.now}},
+				uses: []Use{{Key: cdi.Key(resource(c.before), c.before), PodUID: "uid-before", Holder: Holder{"ns", "before", "c"},
+					Created: clock.now().Add(-time.Hour)}},
+			}).say(clock.now()))
+			claim := claimOf(t, d, cdi.Key(resource(c.now), c.now))
+			if got := claim.Waits == "ns/before"; got != c.waits {
+				t.Errorf("waits for %q", claim.Waits)
+			}
+		})
+	}
+}
+
+// What is known of a claim after a restart is its IDs; what it covers is known
+// with the first view.
+func TestSlotsAdoptedBeforeTheFirstView(t *testing.T) {
+	d, clock := newDesk()
+	const resource = "example.com/mig-2g.20gb"
+	if err := d.Adopt(resource, on(gpuA, "2g.20gb@4")); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.Restore(resource, on(gpuA, "2g.20gb@0"), clock.now().Add(-time.Minute)); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	if err := d.Prepare(ctx, resource, on(gpuA, "2g.20gb@2")); !errors.Is(err, ErrNotReady) {
+		t.Fatal(err)
+	}
+	early := d.Claims()
+	for _, c := range early {
+		if len(c.Slots) != 1 || c.Slots[0].GPU != gpuA || c.Slots[0].Slot.Profile.String() != "2g.20gb" || c.Slots[0].Slot.Size != 0 {
+			t.Errorf("claim of %v: slots %v", c.IDs, c.Slots)
+		}
+	}
+	d.set(onDemand(map[gpu.UUID]*mig.Card{gpuA: a100.card(t)}, nil))
+	if got, want := offered(d, gpuA), "2g.20gb@0 2g.20gb@2 2g.20gb@4 1g.10gb@6 1g.10gb+me@6 1g.20gb@6"; got != want {
+		t.Errorf("on offer: %s, want %s", got, want)
+	}
+	for i, c := range d.Claims() {
+		if c.Slots[0].Slot.Size != 2 {
+			t.Errorf("claim of %v: slots %v", c.IDs, c.Slots)
+		}
+		if early[i].Slots[0].Slot.Size != 0 {
+			t.Error("what was handed out before has changed")
+		}
+	}
+	// With a view there, at once.
+	told := told(d, "example.com/mig-1g.10gb")
+	if err := d.Adopt("example.com/mig-1g.20gb", on(gpuA, "1g.20gb@6")); err != nil {
+		t.Fatal(err)
+	}
+	if got, want := offered(d, gpuA), "2g.20gb@0 2g.20gb@2 2g.20gb@4 1g.20gb@6"; got != want || !told() {
+		t.Errorf("on offer: %s, want %s", got, want)
+	}
+	for _, bad := range [][]string{on(gpuA, "2g.20gb@x"), on(gpuA, "2g@0"), {string(gpuA) + "::0", string(gpuA) + "::1g.10gb@6"}} {
+		if err := d.Adopt(resource, bad); err == nil {
+			t.Errorf("%v was adopted", bad)
+		}
+	}
+	// One that the GPU cannot have takes no room from those it can.
+	if err := d.Adopt("example.com/mig-9g.99gb", on(gpuA, "9g.99gb@0")); err != nil {
+		t.Fatal(err)
+	}
+	if got, want := offered(d, gpuA), "2g.20gb@0 2g.20gb@2 2g.20gb@4 1g.20gb@6"; got != want {
+		t.Errorf("on offer: %s, want %s", got, want)
+	}
+}
+
+// What stands and may not go covers too, but for itself where it may be given out.
+func TestWhatStandsAndMayNotGo(t *testing.T) {
+	d, clock := newDesk()
+	card := a100.card(t)
+	view := func() *View {
+		v := onDemand(map[gpu.UUID]*mig.Card{gpuA: card}, nil)
+		v.MIG[gpuA] = MIGView{Card: card, Occupied: slotsOf(t, card, "2g.20gb@0"), Kept: slotsOf(t, card, "3g.40gb@4"),
+			Warm: slotsOf(t, card, "1g.10gb@2")}
+		return v
+	}
+	d.set(view())
+	const free = "1g.10gb@2 1g.10gb+me@2 1g.20gb@2 2g.20gb@2 1g.10gb@3 1g.10gb+me@3 3g.40gb@4"
+	if got := offered(d, gpuA); got != free {
+		t.Errorf("on offer: %s, want %s", got, free)
+	}
+	_, err := d.Allocate("example.com/mig-2g.20gb", on(gpuA, "2g.20gb@0"))
+	wantErr(t, err, "its room is taken by 2g.20gb@0")
+	if strings.Contains(err.Error(), "held by") {
+		t.Errorf("nobody holds it: %v", err)
+	}
+	allocate(t, d, on(gpuA, "3g.40gb@4")...)
+	if got := offered(d, gpuA); got != free {
+		t.Errorf("after the kept one was given out on offer are %s, want %s", got, free)
+	}
+	d.set(view())
+	if got := offered(d, gpuA); got != free {
+		t.Errorf("in the next view on offer are %s, want %s", got, free)
+	}
+	// Under another name it cannot be had twice.
+	v := view()
+	v.Resources = append(v.Resources, Resource{Name: "other.example/mig-3g.40gb", Kind: Slots, Devices: []Device{
+		{ID: on(gpuA, "3g.40gb@4")[0], GPU: gpuA, Slot: slot(t, card, "3g.40gb@4"), Healthy: true}}})
+	d.set(v)
+	_, err = d.Allocate("other.example/mig-3g.40gb", on(gpuA, "3g.40gb@4"))
+	wantErr(t, err, "its room is taken by 3g.40gb@4")
+	clock.pass(Grace)
+	d.Reconcile(new(world).say(clock.now()))
+	if _, err := d.Allocate("other.example/mig-3g.40gb", on(gpuA, "3g.40gb@4")); err != nil {
+		t.Errorf("after its claim has ended: %v", err)
+	}
+	// A foreign one that came where a claim's was to be made.
+	v = view()
+	v.MIG[gpuA] = MIGView{Card: card, Kept: slotsOf(t, card, "1g.10gb@4")}
+	d.set(v)
+	_, err = d.Allocate("example.com/mig-1g.10gb", on(gpuA, "1g.10gb@4"))
+	wantErr(t, err, "its room is taken by 3g.40gb@4")
+	if dev := device1(t, d, on(gpuA, "3g.40gb@0")[0]); !dev.Healthy {
+		t.Errorf("3g.40gb@0: %s", dev.Reason)
+	}
+	// Where nothing is known of the GPU only what is held stays.
+	v = onDemand(map[gpu.UUID]*mig.Card{gpuA: card}, nil)
+	v.MIG = nil
+	d.set(v)
+	if got := offered(d, gpuA); got != "" {
+		t.Errorf("without a card on offer are %s", got)
+	}
+}
+
+// A device that leaves is listed Healthy for its holder's sake, and no longer.
+func TestSlotsThatLeave(t *testing.T) {
+	d, clock := newDesk()
+	card := a100.card(t)
+	d.set(onDemand(map[gpu.UUID]*mig.Card{gpuA: card}, nil))
+	allocate(t, d, on(gpuA, "3g.40gb@0")...)
+	d.set(onDemand(map[gpu.UUID]*mig.Card{gpuA: card}, func(dev *Device) {
+		switch {
+		case dev.Slot == slot(t, card, "3g.40gb@0"):
+			dev.Leaving, dev.Reason = true, "the partition changes"
+		case dev.Slot.Start < 4:
+			dev.Healthy, dev.Reason = false, "the partition changes"
+		}
+	}))
+	const rest = "1g.10gb@4 1g.10gb+me@4 1g.20gb@4 2g.20gb@4 3g.40gb@4 1g.10gb@5 1g.10gb+me@5 1g.10gb@6 1g.10gb+me@6 1g.20gb@6"
+	if got := offered(d, gpuA); got != "3g.40gb@0 "+rest {
+		t.Errorf("on offer: %s", got)
+	}
+	if _, err := d.Allocate("example.com/mig-3g.40gb", on(gpuA, "3g.40gb@0")); err != nil {
+		t.Errorf("the same pod's app container: %v", err)
+	}
+	clock.pass(Grace)
+	_, err := d.Allocate("example.com/mig-3g.40gb", on(gpuA, "3g.40gb@0"))
+	wantErr(t, err, "leaving: the partition changes")
+	told := told(d, "example.com/mig-3g.40gb")
+	d.Reconcile(new(world).say(clock.now()))
+	if got := offered(d, gpuA); got != rest || !told() {
+		t.Errorf("after its holder's end on offer are %s, want %s", got, rest)
+	}
+	_, err = d.Allocate("example.com/mig-3g.40gb", on(gpuA, "3g.40gb@0"))
+	wantErr(t, err, "was withdrawn: the partition changes")
+}
+
+// A fault comes over everything, and what it leaves is as it would have been.
+func TestFaultsOfMIGGPUs(t *testing.T) {
+	d, clock := newDesk()
+	card := a100.card(t)
+	d.set(onDemand(map[gpu.UUID]*mig.Card{gpuA: card, gpuB: card}, nil))
+	allocate(t, d, on(gpuA, "3g.40gb@0")...)
+	held, other := offered(d, gpuA), offered(d, gpuB)
+	d.SetFaults(map[gpu.UUID]string{gpuA: "Xid 79"})
+	if a, b := offered(d, gpuA), offered(d, gpuB); a != "" || b != other {
+		t.Errorf("on the broken GPU on offer are %s, on the other %s", a, b)
+	}
+	if dev := device1(t, d, on(gpuA, "1g.10gb@0")[0]); dev.Reason != "Xid 79" {
+		t.Errorf("a covered slot of a broken GPU: %q", dev.Reason)
+	}
+	// Claims come and go meanwhile.
+	if err := d.Adopt("example.com/mig-1g.10gb", on(gpuA, "1g.10gb@6")); err != nil {
+		t.Fatal(err)
+	}
+	clock.pass(Grace)
+	told := told(d, "example.com/mig-3g.40gb")
+	if ended := d.Reconcile(new(world).say(clock.now())); len(ended) != 2 || told() || offered(d, gpuA) != "" {
+		t.Errorf("%d claims ended; on the broken GPU on offer are %s", len(ended), offered(d, gpuA))
+	}
+	d.SetFaults(nil)
+	if got := offered(d, gpuA); got != other {
+		t.Errorf("after it has recovered on offer are %s, want %s (while it was held %s)", got, other, held)
+	}
+}
+
+// The claim that comes while a view is built covers in that view, too.
+func TestSlotTakenWhileAViewIsBuilt(t *testing.T) {
+	d, _ := newDesk()
+	cards := map[gpu.UUID]*mig.Card{gpuA: a100.card(t)}
+	d.set(onDemand(cards, nil))
+	n := 0
+	d.Publish(func([]Claim) *View {
+		if n++; n <= publishTries+1 {
+			allocate(t, d, on(gpuA, fmt.Sprintf("1g.10gb@%d", n-1))...)
+		}
+		return onDemand(cards, nil)
+	})
+	if got := offered(d, gpuA); strings.Contains(got, "3g.40gb@0") || strings.Contains(got, "4g.40gb") || !strings.Contains(got, "3g.40gb@4") {
+		t.Errorf("after %d claims on offer are %s", n, got)
+	}
+}
+
+// Of those that want one room at once, one gets it.
+func TestOneOfManyGetsTheRoom(t *testing.T) {
+	cards := map[gpu.UUID]*mig.Card{gpuA: a100.card(t)}
+	want := []string{"7g.80gb@0", "4g.40gb@0", "3g.40gb@0", "2g.20gb@0", "1g.20gb@0", "1g.10gb@0", "1g.10gb+me@0"}
+	winners := map[string]bool{}
+	for i := range 300 {
+		d, _ := newDesk()
+		d.set(onDemand(cards, nil))
+		var all sync.WaitGroup
+		granted := make([]bool, len(want))
+		for at := range want {
+			all.Go(func() {
+				n := (at + i) % len(want)
+				_, err := d.Allocate(resourceOf(on(gpuA, want[n])[0]), on(gpuA, want[n]))
+				granted[n] = err == nil
+			})
+		}
+		all.Go(func() { d.set(onDemand(cards, nil)) })
+		all.Wait()
+		var got []string
+		for n, g := range granted {
+			if g {
+				got = append(got, want[n])
+				winners[want[n]] = true
+			}
+		}
+		if len(got) != 1 || len(d.Claims()) != 1 {
+			t.Fatalf("round %d: %v got the room, and there are %d claims", i, got, len(d.Claims()))
+		}
+	}
+	if len(winners) < 2 {
+		t.Errorf("always %v: nobody raced", winners)
+	}
+}
+
+// Prepare is the wish; what keeps it from being granted is in its error.
+func TestWishAndTrouble(t *testing.T) {
+	d, clock := newDesk()
+	d.set(onDemand(map[gpu.UUID]*mig.Card{gpuA: a100.card(t)}, nil))
+	slot := on(gpuA, "1g.10gb@3")
+	key := allocate(t, d, slot...)
+	if c := claimOf(t, d, key); !c.Wished.IsZero() {
+		t.Error("wished before anybody has asked")
+	}
+	prepare := func() error {
+		ctx, cancel := context.WithCancel(context.Background())
+		cancel()
+		return d.Prepare(ctx, "example.com/mig-1g.10gb", slot)
+	}
+	wantErr(t, prepare(), "is not written yet")
+	first := clock.now()
+	clock.pass(time.Second)
+	d.SetTrouble(key, "create 1g.10gb@3: driver error (attempt 2 of 3)")
+	wantErr(t, prepare(), "attempt 2 of 3")
+	if c := claimOf(t, d, key); !c.Wished.Equal(first) {
+		t.Errorf("wished at %s, want the first time, %s", c.Wished, first)
+	}
+	if !ready(d, key) || prepare() != nil {
+		t.Error("not ready")
+	}
+	if c := claimOf(t, d, key); c.Trouble != "" || !c.Wished.Equal(first) {
+		t.Errorf("ready, and trouble is %q, the wish of %s", c.Trouble, c.Wished)
+	}
+	// Shut, it is nobody's wish until somebody asks again.
+	d.Shut(key)
+	if c := claimOf(t, d, key); !c.Wished.IsZero() {
+		t.Error("still wished after its gate was shut")
+	}
+	_ = prepare()
+	d.SetTrouble(key, "x")
+	clock.pass(time.Second)
+	allocate(t, d, slot...)
+	if c := claimOf(t, d, key); !c.Wished.IsZero() || c.Trouble != "" {
+		t.Errorf("allocated anew, it is wished since %s and has trouble %q", c.Wished, c.Trouble)
+	}
+	d.SetTrouble("0123456789abcdef", "of nobody")
+}
+
+func TestPreferSlots(t *testing.T) {
+	card := a100.card(t)
+	for _, c := range []struct {
+		name   string
+		before []string
+		view   func(*View)
+		// available are all that are listed Healthy and not held, unless said.
+		available, must []string
+		resource        string
+		n               int
+		want            []string
+		err             bool
+	}{
+		{name: "what stands idle, where it loses no more than another", resource: "example.com/mig-3g.40gb", n: 1,
+			view: func(v *View) {
+				v.MIG[gpuB] = MIGView{Card: card, Warm: slotsOf(t, card, "3g.40gb@4")}
+				v.MIG[gpuA] = MIGView{Card: card, Occupied: slotsOf(t, card, "7g.80gb@0")}
+			}, want: on(gpuB, "3g.40gb@4")},
+		{name: "what is kept and may be given out", resource: "example.com/mig-1g.10gb", n: 1,
+			view: func(v *View) { v.MIG[gpuB] = MIGView{Card: card, Kept: slotsOf(t, card, "1g.10gb@1")} }, want: on(gpuB, "1g.10gb@1")},
+		{name: "must", resource: "example.com/mig-3g.40gb", n: 1, before: on(gpuA, "3g.40gb@0"), must: on(gpuA, "3g.40gb@0"),
+			want: on(gpuA, "3g.40gb@0")},
+		{name: "must and one that fits beside it", resource: "example.com/mig-1g.10gb.me", n: 2, before: on(gpuA, "1g.10gb+me@0"),
+			must: on(gpuA, "1g.10gb+me@0"), available: append(on(gpuA, "1g.10gb+me@5"), on(gpuB, "1g.10gb+me@6")...),
+			want: append(on(gpuA, "1g.10gb+me@0"), on(gpuB, "1g.10gb+me@6")...)},
+		{name: "that of a holder that is ending, last", resource: "example.com/mig-4g.40gb", n: 1, before: on(gpuA, "4g.40gb@0"),
+			available: append(on(gpuA, "4g.40gb@0"), on(gpuB, "4g.40gb@0")...), want: on(gpuB, "4g.40gb@0")},
+		{name: "that of a holder that is ending, rather than none", resource: "example.com/mig-4g.40gb", n: 1, before: on(gpuA, "4g.40gb@0"),
+			available: on(gpuA, "4g.40gb@0"), want: on(gpuA, "4g.40gb@0")},
+		{name: "none that was taken since the kubelet heard", resource: "example.com/mig-7g.80gb", n: 1, before: on(gpuA, "1g.10gb@0"),
+			available: append(on(gpuA, "7g.80gb@0"), on(gpuB, "7g.80gb@0")...), want: on(gpuB, "7g.80gb@0")},
+		{name: "more than there is room for", resource: "example.com/mig-7g.80gb", n: 2, before: on(gpuA, "1g.10gb@0"), err: true},
+		{name: "more with media engines than GPUs", resource: "example.com/mig-1g.10gb.me", n: 3, err: true},
+		{name: "must that is not listed", resource: "example.com/mig-7g.80gb", n: 1, must: on("GPU-c", "7g.80gb@0"), err: true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			d, _ := newDesk()
+			v := onDemand(map[gpu.UUID]*mig.Card{gpuA: card, gpuB: card}, nil)
+			if c.view != nil {
+				c.view(v)
+			}
+			d.set(v)
+			if c.before != nil {
+				allocate(t, d, c.before...)
+			}
+			available := c.available
+			if available == nil {
+				devs, _ := d.List(c.resource)
+				for _, dev := range devs {
+					if dev.Healthy && !slices.Contains(c.before, dev.ID) {
+						available = append(available, dev.ID)
+					}
+				}
+			}
+			got, err := d.Prefer(c.resource, available, c.must, c.n)
+			if c.err {
+				if err == nil {
+					t.Errorf("prefers %v", got)
+				}
+				return
+			}
+			slices.Sort(got)
+			slices.Sort(c.want)
+			if err != nil || !slices.Equal(got, c.want) {
+				t.Fatalf("prefers %v, %v; want %v", got, err, c.want)
+			}
+			if _, err := d.Allocate(c.resource, got); err != nil {
+				t.Errorf("what it prefers is refused: %v", err)
+			}
+		})
+	}
+}
+
+// walker drives a desk at random and knows, from the description of the cards
+// alone, what has to come of it.
+type walker struct {
+	t     *testing.T
+	rng   *rand.Rand
+	d     *Desk
+	clock *clock
+	gpus  []gpu.UUID
+	kinds map[gpu.UUID]family
+	cards map[gpu.UUID]*mig.Card
+	// places are all slots by their device IDs.
+	places map[string]mig.Place
+
+	// The world as it should be.
+	occupied, kept map[gpu.UUID][]mig.Slot
+	withdrawn      map[string]bool // device IDs
+	leaving        map[string]bool
+	faults         map[gpu.UUID]string
+	claims         map[string]*walked // by key
+	said           map[string][]Device
+	channels       map[string]<-chan struct{}
+	grants, ends   int
+	refused        map[string]int
+}
+
+type walked struct {
+	ids     []string
+	at      time.Time
+	adopted bool
+}
+
+func (w *walker) slotOf(id string) (gpu.UUID, mig.Slot) {
+	p, ok := w.places[id]
+	if !ok {
+		w.t.Fatalf("no slot %s", id)
+	}
+	return p.GPU, p.Slot
+}
+
+// held are the slots of a GPU that claims have.
+func (w *walker) held(u gpu.UUID) map[mig.Slot]bool {
+	out := map[mig.Slot]bool{}
+	for _, c := range w.claims {
+		for _, id := range c.ids {
+			if g, s := w.slotOf(id); g == u {
+				out[s] = true
+			}
+		}
+	}
+	return out
+}
+
+// taken is all that may not go.
+func (w *walker) taken(u gpu.UUID) []mig.Slot {
+	all := w.held(u)
+	for _, s := range slices.Concat(w.occupied[u], w.kept[u]) {
+		all[s] = true
+	}
+	return slices.SortedFunc(maps.Keys(all), mig.CompareSlots)
+}
+
+func (w *walker) healthy(id string) bool {
+	u, s := w.slotOf(id)
+	held := w.held(u)[s]
+	switch {
+	case w.faults[u] != "", w.withdrawn[id]:
+		return false
+	case held:
+		return true
+	case w.leaving[id]:
+		return false
+	}
+	taken := w.taken(u)
+	if slices.Contains(w.kept[u], s) {
+		taken = slices.DeleteFunc(taken, func(o mig.Slot) bool { return o == s })
+	} else if slices.Contains(taken, s) {
+		return false
+	}
+	return w.kinds[u].legal(append(slices.Clip(taken), s))
+}
+
+func (w *walker) fresh(id string) bool {
+	for _, c := range w.claims {
+		if slices.Contains(c.ids, id) && !c.adopted && w.clock.now().Sub(c.at) < Grace {
+			return true
+		}
+	}
+	return false
+}
+
+// grantable is what Allocate is to say.
+func (w *walker) grantable(ids []string) (reason string) {
+	together := map[gpu.UUID]map[mig.Slot]bool{}
+	for _, id := range ids {
+		u, s := w.slotOf(id)
+		if !w.healthy(id) {
+			return "unhealthy"
+		}
+		if w.leaving[id] && !w.fresh(id) {
+			return "leaving"
+		}
+		if together[u] == nil {
+			together[u] = map[mig.Slot]bool{}
+			for _, t := range w.taken(u) {
+				together[u][t] = true
+			}
+		}
+		together[u][s] = true
+	}
+	for u, set := range together {
+		if !w.kinds[u].legal(slices.Collect(maps.Keys(set))) {
+			return "not together"
+		}
+	}
+	return ""
+}
+
+// any is a random listed slot, of a resource if one is named.
+func (w *walker) any(resource string) string {
+	for {
+		u := w.gpus[w.rng.IntN(len(w.gpus))]
+		slots := w.cards[u].Slots()
+		id := mig.ID(u, slots[w.rng.IntN(len(slots))])
+		if resource == "" || resourceOf(id) == resource {
+			return id
+		}
+	}
+}
+
+func (w *walker) anyClaim() (key string, c *walked) {
+	keys := slices.Sorted(maps.Keys(w.claims))
+	if len(keys) == 0 {
+		return "", nil
+	}
+	key = keys[w.rng.IntN(len(keys))]
+	return key, w.claims[key]
+}
+
+func (w *walker) allocate(ids []string) {
+	want := w.grantable(ids)
+	key, err := w.d.Allocate(resourceOf(ids[0]), ids)
+	if (err == nil) != (want == "") {
+		w.t.Fatalf("allocate %v: %v; it should be %q", ids, err, cmp.Or(want, "granted"))
+	}
+	if err != nil {
+		w.refused[want]++
+		return
+	}
+	w.grants++
+	w.claims[key] = &walked{ids: slices.Sorted(slices.Values(ids)), at: w.clock.now()}
+}
+
+// room is a random set of slots that have room on a GPU beside what is taken.
+func (w *walker) room(u gpu.UUID, most int) (out []mig.Slot) {
+	slots := w.cards[u].Slots()
+	for range w.rng.IntN(most + 1) {
+		s := slots[w.rng.IntN(len(slots))]
+		if all := slices.Concat(w.taken(u), out); w.kinds[u].legal(append(all, s)) {
+			out = append(out, s)
+		}
+	}
+	return out
+}
+
+func (w *walker) publish() {
+	clear(w.withdrawn)
+	clear(w.leaving)
+	for _, u := range w.gpus {
+		w.occupied[u], w.kept[u] = nil, nil
+		if w.rng.IntN(2) == 0 {
+			w.occupied[u] = w.room(u, 2)
+			w.kept[u] = w.room(u, 2)
+		}
+		for s := range w.held(u) { // a claim's instance may be one that is kept
+			if w.rng.IntN(8) == 0 {
+				w.kept[u] = append(w.kept[u], s)
+			}
+		}
+	}
+	v := onDemand(w.cards, nil)
+	for _, u := range w.gpus {
+		v.MIG[u] = MIGView{Card: w.cards[u], Occupied: w.occupied[u], Kept: w.kept[u]}
+	}
+	for i := range v.Resources {
+		for j := range v.Resources[i].Devices {
+			dev := &v.Resources[i].Devices[j]
+			switch held := w.held(dev.GPU)[dev.Slot]; {
+			case w.rng.IntN(10) > 0:
+			case held:
+				dev.Leaving, dev.Reason = true, "leaves"
+				w.leaving[dev.ID] = true
+			default:
+				dev.Healthy, dev.Reason = false, "withdrawn"
+				w.withdrawn[dev.ID] = true
+			}
+		}
+	}
+	w.d.set(v)
+}
+
+// reconcile ends some claims that are old enough, and brings one up that the
+// desk has not seen allocated.
+func (w *walker) reconcile() {
+	w.clock.pass(time.Duration(w.rng.IntN(40)) * time.Second)
+	var says world
+	var found []mig.Slot
+	u := w.gpus[w.rng.IntN(len(w.gpus))]
+	if w.rng.IntN(3) == 0 {
+		found = w.room(u, 1)
+	}
+	for _, key := range slices.Sorted(maps.Keys(w.claims)) {
+		c := w.claims[key]
+		if w.rng.IntN(3) > 0 {
+			says.entries = append(says.entries, Entry{PodUID: "u", Container: "c", Resource: resourceOf(c.ids[0]), IDs: c.ids})
+		} else if w.clock.now().Sub(c.at) >= Grace {
+			delete(w.claims, key)
+			w.ends++
+		}
+	}
+	for _, s := range found {
+		ids := []string{mig.ID(u, s)}
+		says.entries = append(says.entries, Entry{PodUID: "v", Container: "c", Resource: resourceOf(ids[0]), IDs: ids})
+		w.claims[cdi.Key(resourceOf(ids[0]), ids)] = &walked{ids: ids, at: w.clock.now(), adopted: true}
+	}
+	w.d.Reconcile(says.say(w.clock.now()))
+}
+
+func (w *walker) step() string {
+	switch n := w.rng.IntN(20); {
+	case n < 8:
+		ids := []string{w.any("")}
+		w.allocate(ids)
+		return fmt.Sprint("allocate ", ids)
+	case n < 11:
+		a := w.any("")
+		b := w.any(resourceOf(a))
+		for range 8 {
+			if b == a {
+				b = w.any(resourceOf(a))
+			}
+		}
+		if a == b {
+			return "nothing"
+		}
+		w.allocate([]string{a, b})
+		return fmt.Sprint("allocate ", a, b)
+	case n < 13:
+		if _, c := w.anyClaim(); c != nil {
+			ids := slices.Clone(c.ids)
+			w.rng.Shuffle(len(ids), func(i, j int) { ids[i], ids[j] = ids[j], ids[i] })
+			w.allocate(ids)
+			return fmt.Sprint("allocate again ", ids)
+		}
+		return "nothing"
+	case n < 17:
+		w.reconcile()
+		return "reconcile"
+	case n < 19:
+		w.publish()
+		return "publish"
+	default:
+		clear(w.faults)
+		if w.rng.IntN(2) == 0 {
+			w.faults[w.gpus[w.rng.IntN(len(w.gpus))]] = "Xid 79"
+		}
+		w.d.SetFaults(w.faults)
+		return "faults"
+	}
+}
+
+// check holds the desk against the world.
+func (w *walker) check(step string) {
+	live := map[string]bool{}
+	for _, c := range w.d.Claims() {
+		live[c.Key] = true
+		for _, p := range c.Slots {
+			if p.Slot.Size == 0 {
+				w.t.Fatalf("%s: claim of %v has slots %v", step, c.IDs, c.Slots)
+			}
+		}
+	}
+	for _, key := range slices.Sorted(maps.Keys(w.claims)) {
+		if !live[key] {
+			w.t.Fatalf("%s: the claim of %v is gone", step, w.claims[key].ids)
+		}
+	}
+	if len(live) != len(w.claims) {
+		w.t.Fatalf("%s: %d claims, want %d", step, len(live), len(w.claims))
+	}
+	for _, u := range w.gpus {
+		if taken := w.taken(u); !w.kinds[u].legal(taken) {
+			w.t.Fatalf("%s: %v are taken of %s at once", step, taken, u)
+		}
+	}
+	v := w.d.View()
+	for i := range v.Resources {
+		r := &v.Resources[i]
+		for _, dev := range r.Devices {
+			if want := w.healthy(dev.ID); dev.Healthy != want || !want && dev.Reason == "" {
+				w.t.Fatalf("%s: %+v, want Healthy %v beside %v", step, dev, want, w.taken(dev.GPU))
+			}
+		}
+		told := true
+		if ch := w.channels[r.Name]; ch != nil {
+			select {
+			case <-ch:
+			default:
+				told = false
+			}
+			if changed := !slices.EqualFunc(w.said[r.Name], r.Devices, sameWord); told != changed {
+				w.t.Fatalf("%s: %s: told %v, changed %v", step, r.Name, told, changed)
+			}
+		}
+		if told {
+			w.said[r.Name], w.channels[r.Name] = w.d.List(r.Name)
+		}
+	}
+}
+
+// TestSlotsWalk takes many random steps.
+func TestSlotsWalk(t *testing.T) {
+	steps := 1000
+	if testing.Short() {
+		steps = 300
+	}
+	for seed := range uint64(4) {
+		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
+			d, clock := newDesk()
+			w := &walker{t: t, rng: rand.New(rand.NewPCG(seed, 5)), d: d, clock: clock,
+				gpus:     []gpu.UUID{gpuA, gpuB, "GPU-cccccccc-0000-0000-0000-000000000000"},
+				occupied: map[gpu.UUID][]mig.Slot{}, kept: map[gpu.UUID][]mig.Slot{},
+				withdrawn: map[string]bool{}, leaving: map[string]bool{}, faults: map[gpu.UUID]string{}, claims: map[string]*walked{},
+				said: map[string][]Device{}, channels: map[string]<-chan struct{}{}, refused: map[string]int{}}
+			w.kinds = map[gpu.UUID]family{w.gpus[0]: a100, w.gpus[1]: a30, w.gpus[2]: a100}
+			w.cards, w.places = map[gpu.UUID]*mig.Card{}, map[string]mig.Place{}
+			for u, f := range w.kinds {
+				w.cards[u] = f.card(t)
+				for _, s := range w.cards[u].Slots() {
+					w.places[mig.ID(u, s)] = mig.Place{GPU: u, Slot: s}
+				}
+			}
+			w.publish()
+			for i := range steps {
+				clock.pass(time.Second)
+				w.check(fmt.Sprintf("step %d, %s", i, w.step()))
+			}
+			if w.grants < steps/20 || w.ends < steps/50 || w.refused["unhealthy"] == 0 || w.refused["leaving"] == 0 || w.refused["not together"] == 0 {
+				t.Errorf("%d grants, %d ends, refusals %v: too few of a kind", w.grants, w.ends, w.refused)
+			}
+		})
+	}
+}
+
+// BenchmarkAllocate is of 24 of 640 memory units, and of one of the 25 slots of
+// each of 8 GPUs, half of which is taken.
+func BenchmarkAllocate(b *testing.B) {
+	run := func(name string, v *View, resource string, before [][]string, take []string) {
+		b.Run(name, func(b *testing.B) {
+			d, _ := newDesk()
+			d.set(v)
+			for _, ids := range before {
+				if _, err := d.Allocate(resourceOf(ids[0]), ids); err != nil {
+					b.Fatal(err)
+				}
+			}
+			b.ReportAllocs()
+			for b.Loop() {
+				key, err := d.Allocate(resource, take)
+				if err != nil {
+					b.Fatal(err)
+				}
+				d.mu.Lock()
+				d.endLocked(key)
+				d.movedLocked()
+				d.mu.Unlock()
+			}
+		})
+	}
+	mem := &View{Resources: []Resource{{Name: memName, Kind: Units}}}
+	cards := map[gpu.UUID]*mig.Card{}
+	var before [][]string
+	for i := range 8 {
+		u := gpu.UUID(fmt.Sprintf("GPU-5a2f0c11-9a3e-4f57-8d57-%012x", i))
+		for n := range 80 {
+			mem.Resources[0].Devices = append(mem.Resources[0].Devices, Device{ID: ids(u, n)[0], GPU: u, Healthy: true})
+		}
+		cards[u] = a100.card(b)
+		before = append(before, on(u, "3g.40gb@4"))
+	}
+	first := gpu.UUID("GPU-5a2f0c11-9a3e-4f57-8d57-000000000000")
+	var n []int
+	for i := range 24 {
+		n = append(n, i)
+	}
+	run("24 of 640 units", mem, memName, nil, ids(first, n...))
+	run("a slot of 8 GPUs, and its end", onDemand(cards, nil), "example.com/mig-1g.10gb", before, on(first, "1g.10gb@1"))
+}
