@@ -25,44 +25,6 @@ func (b *bench) choose(partition string) {
 	b.must(node.Label(b.ctx, map[string]string{lab.PartitionLabel: partition}))
 }
 
-// A ConfigMap written for NVIDIA's MIG manager is taken as it is: without MIG
-// it works, and MIG is refused by name.
-func TestMIGManagerConfigMap(t *testing.T) {
-	b := begin(t, allShared, map[string]int{lab.Memory: gpus * units})
-	b.partitions(`version: v1
-mig-configs:
-  all-disabled:
-    - devices: all
-      mig-enabled: false
-
-  all-1g.10gb:
-    - device-filter: ["0x233010DE", "0x233110DE"]
-      devices: all
-      mig-enabled: true
-      mig-devices:
-        "1g.10gb": 7
-`)
-	b.choose("all-disabled")
-	b.offers(map[string]int{lab.GPU: gpus})
-	b.state("applied")
-	pod, has := b.running("a", lab.GPU, 2)
-	if len(has) != 2 {
-		b.Errorf("the pod of 2 GPUs sees %v", indexes(has))
-	}
-	before := b.life(pod)
-
-	b.choose("all-1g.10gb")
-	if message := b.state("invalid"); !strings.Contains(message, "config.yaml:10: mig-enabled: true asks for MIG, which is not built yet") {
-		b.Errorf("the node says %q, want the line and that MIG is not built yet", message)
-	}
-	b.offers(map[string]int{lab.GPU: gpus})
-	b.lives(before, pod)
-
-	b.choose("all-disabled")
-	b.state("applied")
-	b.offers(map[string]int{lab.GPU: gpus})
-}
-
 // The node's label chooses the partition, and its change is followed at once.
 func TestPartitionByNodeLabel(t *testing.T) {
 	b := begin(t, allShared+`  research:
@@ -112,7 +74,7 @@ func TestBadConfigMap(t *testing.T) {
 		{"not YAML", "version: v1\npartitions:\n  default: [\n", "config.yaml:"},
 		{"no replica", "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: shared\n      replicas: 0\n", "config.yaml:6: replicas"},
 		{"a GPU that is not there", "version: v1\npartitions:\n  default:\n    - devices: [0, 1, 2, 3, 4, 5, 6, 7]\n      mode: shared\n    - devices: [8]\n      mode: whole\n", "config.yaml:6: "},
-		{"a mode that is not built", "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: mig\n      geometry: {1g.10gb: 7}\n", "config.yaml:5: mode mig is not built yet"},
+		{"a geometry that no GPU can have", "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: mig\n      geometry: {1g.10gb: 8}\n", "config.yaml:6: "},
 	} {
 		b.sub(c.name, func(b *bench) {
 			b.partitions(c.file)

@@ -51,19 +51,25 @@ type MIGInfo struct {
 
 // GPUInstance is a GPU instance and its compute instances.
 type GPUInstance struct {
-	ID          int
-	Profile     string
+	ID      int `json:"gi"`
+	Profile string
+	// Start and Size are in memory slots.
 	Start, Size int
+	// Minor is of the node of its capability.
+	Minor int
 	// Serial is of this creation alone: IDs and UUIDs come back.
 	Serial  uint64
-	Compute []ComputeInstance
+	Compute []ComputeInstance `json:"computes"`
 }
 
 // ComputeInstance is what a container gets.
 type ComputeInstance struct {
-	ID, Start, Size int
-	Profile, UUID   string
-	Serial          uint64
+	ID            int `json:"ci"`
+	Profile, UUID string
+	// Start and Size are in compute slices of its GPU instance.
+	Start, Size int
+	Minor       int
+	Serial      uint64
 }
 
 // MIGOp is something that was done to a GPU's MIG side: create, destroy, enable,
@@ -72,9 +78,9 @@ type MIGOp struct {
 	Serial      uint64
 	GPU         int
 	Op, Profile string
-	// Start and Size are memory slots of the GPU instance, CI the compute
-	// instance's ID, -1 where the GPU instance itself is meant.
-	Start, Size, CI int
+	// Start is the GPU instance's memory slot, CI the compute instance's first
+	// slice, -1 where the GPU instance itself is meant.
+	Start, CI int
 }
 
 // Device is the path of the GPU's device node. Minors differ from indices, so
@@ -164,22 +170,43 @@ func (d *Driver) Remove(ctx context.Context) error {
 
 // refresh reads what the hardware is now.
 func (d *Driver) refresh(ctx context.Context) error {
-	out, err := d.control(ctx, "show")
+	state, err := d.show(ctx)
 	if err != nil {
 		return err
-	}
-	state, err := decode[struct {
-		Driver string
-		GPUs   []GPUInfo
-	}](out, "the emulated driver's state")
-	if err != nil {
-		return err
-	}
-	if len(state.GPUs) == 0 {
-		return errors.New("the emulated driver has no GPU")
 	}
 	d.GPUs, d.Version = state.GPUs, state.Driver
 	return nil
+}
+
+// Look reads what the hardware is now and leaves GPUs as it is: it may be called
+// beside any other method.
+func (d *Driver) Look(ctx context.Context) ([]GPUInfo, error) {
+	state, err := d.show(ctx)
+	return state.GPUs, err
+}
+
+// MIGOps is what was done to the GPUs' MIG side, in the order of its doing.
+func (d *Driver) MIGOps(ctx context.Context) ([]MIGOp, error) {
+	state, err := d.show(ctx)
+	return state.MIGOps, err
+}
+
+type driverState struct {
+	Driver string
+	GPUs   []GPUInfo
+	MIGOps []MIGOp
+}
+
+func (d *Driver) show(ctx context.Context) (driverState, error) {
+	out, err := d.control(ctx, "show")
+	if err != nil {
+		return driverState{}, err
+	}
+	state, err := decode[driverState](out, "the emulated driver's state")
+	if err == nil && len(state.GPUs) == 0 {
+		err = errors.New("the emulated driver has no GPU")
+	}
+	return state, err
 }
 
 func (d *Driver) control(ctx context.Context, command string, args ...string) ([]byte, error) {
@@ -336,6 +363,33 @@ func (d *Driver) Slow(ctx context.Context, call string, index int, by time.Durat
 // ClearFaults ends what Hang, Fail, FailEvery and Slow began.
 func (d *Driver) ClearFaults(ctx context.Context) error {
 	_, err := d.control(ctx, "clear")
+	return err
+}
+
+// MIG turns a GPU's MIG mode on or off by the operator's hand, whatever the card
+// needs for that otherwise.
+func (d *Driver) MIG(ctx context.Context, index int, on bool) error {
+	_, err := d.control(ctx, "mig", "--gpu", strconv.Itoa(index), map[bool]string{true: "on", false: "off"}[on])
+	return err
+}
+
+// MakeInstance makes an instance by the operator's hand, as somebody does who is
+// not the agent.
+func (d *Driver) MakeInstance(ctx context.Context, index int, profile string, start int) error {
+	_, err := d.control(ctx, "mig-create", "--gpu", strconv.Itoa(index), "--profile", profile, "--start", strconv.Itoa(start))
+	return err
+}
+
+// EndInstance takes a GPU instance away by the operator's hand, with all in it.
+func (d *Driver) EndInstance(ctx context.Context, index, start int) error {
+	_, err := d.control(ctx, "mig-destroy", "--gpu", strconv.Itoa(index), "--start", strconv.Itoa(start))
+	return err
+}
+
+// Reboot does to the GPUs what the machine's end and new start do: no instance is
+// left, and the mode only where the card keeps it.
+func (d *Driver) Reboot(ctx context.Context) error {
+	_, err := d.control(ctx, "reboot")
 	return err
 }
 

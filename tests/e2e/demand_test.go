@@ -1,0 +1,686 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	witness "example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/lab"
+)
+
+// demandGPUs are cut as pods ask; the others are off, so that room is short.
+const demandGPUs = 3
+
+const demandPartitions = head + `    - devices: [0, 1, 2]
+      mode: mig
+    - devices: [3, 4, 5, 6, 7]
+      mode: off
+`
+
+// tables are the profiles of migModel, as its driver was recorded to tell them.
+var tables = sync.OnceValue(func() map[string]emulator.MIGProfile {
+	m, err := emulator.LoadModel(migModel)
+	if err != nil {
+		panic(err) // it is part of this module
+	}
+	out := map[string]emulator.MIGProfile{}
+	for _, p := range m.MIG.Profiles {
+		out[p.Name] = p
+	}
+	return out
+})
+
+// slots is every slot of every profile on so many GPUs.
+func slots(gpus int) map[string]int {
+	out := map[string]int{}
+	for name, p := range tables() {
+		out[lab.MIG(name)] = gpus * len(p.Starts)
+	}
+	return out
+}
+
+// demand is a crowd of pods that ask for instances. One goroutine makes and ends
+// them; another looks, without rest, what containers see, against the kubelet's
+// word on who has what and the hardware's on what there is.
+type demand struct {
+	*bench
+	rng     *rand.Rand
+	runtime *witness.Runtime
+	began   time.Time
+	name    string // of this crowd's pods
+	rough   bool   // the kubelet starts anew meanwhile
+
+	mu    sync.Mutex // guards what follows
+	pods  map[string]*demandPod
+	seen  map[string]*demandContainer // by container ID, those that run
+	given map[string]walkClaim        // by key, as the kubelet gave them out
+	uids  map[string]bool
+	stamp witness.Stamp
+	wrong []string
+	lines []string
+	done  map[string]int
+}
+
+type demandPod struct {
+	*lab.RunningPod
+	kind string
+	job  bool
+	// ends says that its containers end by themselves.
+	ends   bool
+	deaf   bool
+	doomed bool
+	made   time.Time
+	until  time.Time // when its end is asked for, once it runs
+	ran    bool
+	init   bool
+	// lost is a container that ended though nobody had asked for it.
+	lost   *demandContainer
+	lostAt time.Time
+}
+
+// demandContainer is a container that runs, and what it runs on.
+type demandContainer struct {
+	witness.Container
+	process lab.Process
+	has     []instance
+}
+
+func (c *demandContainer) String() string { return c.Pod + "/" + c.Name }
+
+func (d *demand) say(format string, args ...any) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.sayLocked(format, args...)
+}
+
+func (d *demand) sayLocked(format string, args ...any) {
+	d.lines = append(d.lines, fmt.Sprintf("%6.1f s  ", time.Since(d.began).Seconds())+fmt.Sprintf(format, args...))
+}
+
+func (d *demand) breakLocked(format string, args ...any) {
+	line := fmt.Sprintf(format, args...)
+	if !slices.Contains(d.wrong, line) {
+		d.wrong = append(d.wrong, line)
+		d.sayLocked("WRONG: %s", line)
+	}
+}
+
+// look checks what must be true at any moment: each container that runs sees the
+// nodes of the instances that it was given, these stand for as long as it runs,
+// and nobody else has them.
+func (d *demand) look(ctx context.Context) {
+	d.readCheckpoint()
+	list, err := d.runtime.Containers(ctx)
+	if err != nil {
+		return
+	}
+	stands, err := driver.Look(ctx)
+	if err != nil {
+		return
+	}
+	all := instancesOf(stands)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.done["looks"]++
+	for _, c := range list {
+		if c.Namespace != lab.PodNamespace {
+			continue
+		}
+		d.uids[c.PodUID] = true
+		if _, known := d.seen[c.ID]; !known && c.Running && len(c.Annotations) > 0 {
+			d.meetLocked(c, all)
+		}
+	}
+	users := map[uint64]*demandContainer{}
+	for _, id := range slices.Sorted(maps.Keys(d.seen)) {
+		c := d.seen[id]
+		if !node.Lives(c.process) {
+			delete(d.seen, id)
+			if p := d.podLocked(c.Pod); p != nil && !p.doomed && !p.ends && c.Name != "init" {
+				p.lost, p.lostAt = c, time.Now()
+			}
+			continue
+		}
+		for _, i := range c.has {
+			if !slices.ContainsFunc(all, func(o instance) bool { return o.compute.Serial == i.compute.Serial && o.gpu.UUID == i.gpu.UUID }) {
+				// The list is older than the look at the process.
+				d.breakLocked("%s runs, and its instance, %s, is gone", c, i)
+			}
+			if o := users[i.compute.Serial]; o != nil && o.PodUID != c.PodUID {
+				d.breakLocked("%s and %s run side by side on %s", o, c, i)
+			}
+			users[i.compute.Serial] = c
+		}
+	}
+	d.done["most instances in use at once"] = max(d.done["most instances in use at once"], len(users))
+}
+
+func (d *demand) podLocked(name string) *demandPod {
+	if p := d.pods[name]; p != nil {
+		return p
+	}
+	if i := strings.LastIndexByte(name, '-'); i >= 0 { // a Job's
+		return d.pods[name[:i]]
+	}
+	return nil
+}
+
+func (d *demand) readCheckpoint() {
+	dir := node.File("/var/lib/kubelet")
+	stamp := witness.CheckpointStamp(dir)
+	if stamp == d.stamp {
+		return
+	}
+	file, err := witness.ReadCheckpoint(dir)
+	if err != nil {
+		return // it is being written
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.stamp = file.Stamp
+	for _, e := range file.Entries {
+		d.given[cdi.Key(e.Resource, e.IDs)] = walkClaim{e.Resource, e.IDs}
+	}
+}
+
+// meetLocked looks from inside at a container that was not seen before.
+func (d *demand) meetLocked(c witness.Container, all []instance) {
+	process, err := node.InitProcess(c.ID)
+	if err != nil {
+		return // it has ended already
+	}
+	var sees []string
+	for _, dir := range []string{"/dev", "/dev/nvidia-caps"} {
+		entries, err := os.ReadDir(node.File(filepath.Join("/proc", fmt.Sprint(process.PID), "root", dir)))
+		if err != nil && !errors.Is(err, os.ErrNotExist) || !node.Lives(process) {
+			return
+		}
+		for _, e := range entries {
+			if path := filepath.Join(dir, e.Name()); strings.HasPrefix(e.Name(), "nvidia") && !e.IsDir() && !slices.Contains(lab.ControlDevices, path) {
+				sees = append(sees, path)
+			}
+		}
+	}
+	met := &demandContainer{Container: c, process: process}
+	var want []string
+	for name := range c.Annotations {
+		claim, known := d.given[strings.TrimPrefix(name, cdi.AnnotationName(lab.Domain, ""))]
+		if !known {
+			return // the checkpoint is read again before the next look
+		}
+		for _, id := range claim.ids {
+			s, err := parseSlot(id)
+			if err != nil {
+				d.breakLocked("%s: %v", met, err)
+				return
+			}
+			i, stands := find(all, s)
+			if !stands {
+				// The hardware was looked at after the list of those that run.
+				if node.Lives(process) {
+					d.breakLocked("%s runs with %s, which does not stand", met, id)
+				}
+				return
+			}
+			if profile := strings.TrimPrefix(claim.resource, lab.Domain+"/mig-"); lab.MIG(i.compute.Profile) != claim.resource {
+				d.breakLocked("%s has asked for %s and has %s", met, profile, i)
+			}
+			met.has = append(met.has, i)
+			want = append(want, i.nodes()...)
+		}
+	}
+	slices.Sort(sees)
+	slices.Sort(want)
+	if want = slices.Compact(want); !slices.Equal(sees, want) {
+		d.breakLocked("%s sees %v, want %v of %v", met, sees, want, met.has)
+	}
+	d.seen[c.ID] = met
+	d.done["containers"]++
+	d.done["instances of containers"] += len(met.has)
+	d.sayLocked("  %s runs on %v", met, met.has)
+}
+
+// wants is what a container asks for.
+func (d *demand) wants() map[string]int {
+	one := lab.MIG("1g.10gb")
+	switch n := d.rng.IntN(20); {
+	case n < 7:
+		return map[string]int{one: 1}
+	case n < 8:
+		return map[string]int{one: 2}
+	case n < 9:
+		return map[string]int{lab.MIG("1g.10gb+me"): 1}
+	case n < 10:
+		return map[string]int{lab.MIG("1g.20gb"): 1}
+	case n < 13:
+		return map[string]int{lab.MIG("2g.20gb"): 1}
+	case n < 16:
+		return map[string]int{lab.MIG("3g.40gb"): 1}
+	case n < 17:
+		return map[string]int{lab.MIG("4g.40gb"): 1}
+	case n < 18:
+		return map[string]int{lab.MIG("7g.80gb"): 1}
+	case n < 19:
+		return map[string]int{one: 1, lab.MIG("2g.20gb"): 1}
+	default:
+		return map[string]int{one: 1, lab.MIG("3g.40gb"): 1}
+	}
+}
+
+// make makes a pod of a random kind.
+func (d *demand) make(n int) {
+	p := &demandPod{kind: "plain", made: time.Now()}
+	spec := lab.Pod{Name: fmt.Sprintf("%s-%d", d.name, n), Containers: []lab.Container{{Resources: d.wants()}}}
+	retries := 0
+	switch k := d.rng.IntN(10); {
+	case k < 4:
+	case k < 6:
+		// A fifth of its pods fail, by their names' random ends: the controller waits
+		// ten seconds before the first retry.
+		p.kind, p.job, p.ends, retries = "of a Job with retries", true, true, 12
+		spec.Containers[0].Then = "sleep 1; case $(hostname) in *[bcdfgh]) exit 1 ;; esac; exit 0\n"
+	case k < 8:
+		p.kind, p.init = "with an init container", true
+		spec.Init = []lab.Container{{Name: "init", Resources: d.wants(), Then: "sleep 0.5\n"}}
+	default:
+		p.kind, p.deaf = "deaf", true
+		spec.Containers[0].Then = lab.Deaf
+		spec.Grace = 20 * time.Second
+	}
+	d.say("make %s, %s, for %v", spec.Name, p.kind, asked(spec))
+	d.mu.Lock()
+	d.pods[spec.Name] = p
+	d.done["pods"]++
+	d.done["pods "+p.kind]++
+	d.mu.Unlock()
+	if p.job {
+		p.RunningPod = &lab.RunningPod{Name: spec.Name}
+		d.must(node.CreateRetried(d.ctx, spec, retries))
+		return
+	}
+	pod, err := node.CreatePod(d.ctx, spec)
+	d.must(err)
+	p.RunningPod = pod
+}
+
+func asked(spec lab.Pod) string {
+	var out []string
+	for _, c := range append(slices.Clone(spec.Init), spec.Containers...) {
+		for _, name := range slices.Sorted(maps.Keys(c.Resources)) {
+			out = append(out, fmt.Sprintf("%d %s", c.Resources[name], strings.TrimPrefix(name, lab.Domain+"/mig-")))
+		}
+	}
+	return strings.Join(out, ", ")
+}
+
+// step looks at all pods and ends those whose time has come. It says how many are
+// not done with.
+func (d *demand) step() (left int) {
+	list, err := node.Pods(d.ctx, "")
+	if err != nil {
+		return len(d.pods) // the API server is asked again
+	}
+	now := map[string]lab.ListedPod{}
+	for _, p := range list {
+		now[p.Name] = p
+	}
+	for _, name := range slices.Sorted(maps.Keys(d.pods)) {
+		d.mu.Lock()
+		p := d.pods[name]
+		doomed, lost, lostAt := p.doomed, p.lost, p.lostAt
+		d.mu.Unlock()
+		if doomed {
+			continue
+		}
+		left++
+		if p.job {
+			d.stepJob(name, p, list)
+			continue
+		}
+		s, there := now[name]
+		switch {
+		case !there:
+			continue // made a moment ago
+		case lost != nil && s.Phase == "Failed" && s.Reason == "UnexpectedAdmissionError" && p.init && d.rough:
+			// A kubelet that starts anew asks again for the devices of a pod with a
+			// container that has ended.
+			d.end(p, "lost: "+s.Message)
+			d.count("lost with the kubelet")
+			d.must(p.Delete(d.ctx))
+		case lost != nil && time.Since(lostAt) > 5*time.Second:
+			d.mu.Lock()
+			d.breakLocked("%s, %s, was ended by nobody: %s", lost, lost.process, s)
+			d.mu.Unlock()
+		case lost != nil:
+		case s.Phase == "Failed":
+			d.end(p, "refused: "+s.Reason+" "+s.Message)
+			d.count("refused")
+			d.must(p.Delete(d.ctx))
+		case !s.Containers["main"].Running:
+		case !p.ran:
+			p.ran, p.until = true, time.Now().Add(time.Duration(d.rng.IntN(3000))*time.Millisecond)
+			d.count("ran")
+		case time.Now().After(p.until) && p.deaf:
+			d.end(p, "delete by force")
+			d.count("deleted by force")
+			d.must(p.ForceDelete(d.ctx))
+		case time.Now().After(p.until):
+			d.end(p, "delete")
+			d.must(p.Delete(d.ctx))
+		}
+	}
+	return left
+}
+
+func (d *demand) count(what string) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.done[what]++
+}
+
+func (d *demand) end(p *demandPod, how string) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	p.doomed = true
+	d.sayLocked("%s: %s", p.Name, how)
+}
+
+func (d *demand) stepJob(name string, p *demandPod, list []lab.ListedPod) {
+	s, err := node.JobState(d.ctx, name)
+	if err != nil || s.Ended == "" {
+		return
+	}
+	for _, pod := range list {
+		if strings.HasPrefix(pod.Name, name+"-") {
+			d.count("pods of Jobs")
+			if pod.Phase == "Failed" && pod.Reason != "" {
+				d.count("refused of Jobs")
+			}
+		}
+	}
+	if s.Ended != "Complete" {
+		d.mu.Lock()
+		d.breakLocked("job %s has failed after %d pods", name, s.FailedPods)
+		d.mu.Unlock()
+	}
+	d.end(p, fmt.Sprintf("job %s after %d failed pods", s.Ended, s.FailedPods))
+	d.count("ran")
+	d.must(node.DeleteJob(d.ctx, name))
+}
+
+// crowd lets so many pods come and go, and disturbs meanwhile; rough says that
+// this may cost a pod that has to be judged again. When all are gone nothing may
+// be left.
+func (b *bench) crowd(n int, rough bool, disturb func(context.Context) error) *demand {
+	b.Helper()
+	d := &demand{bench: b, rng: rand.New(rand.NewPCG(seedOf(b), 5)), began: time.Now(), rough: rough,
+		name: "d" + strings.ReplaceAll(strings.ToLower(b.short()), "_", "-"),
+		runtime: witness.NewRuntime(witness.RuntimeOptions{
+			Endpoint: node.File("/run/containerd/containerd.sock"), AnnotationPrefix: cdi.AnnotationName(lab.Domain, ""),
+		}),
+		pods: map[string]*demandPod{}, seen: map[string]*demandContainer{}, given: map[string]walkClaim{}, uids: map[string]bool{}, done: map[string]int{}}
+	ctx, quit := context.WithCancel(context.Background())
+	var others sync.WaitGroup
+	others.Go(func() {
+		tick := time.NewTicker(100 * time.Millisecond)
+		defer tick.Stop()
+		for ctx.Err() == nil {
+			d.look(ctx)
+			select {
+			case <-ctx.Done():
+			case <-tick.C:
+			}
+		}
+	})
+	disturbing, enough := context.WithCancel(ctx)
+	var disturbed error
+	disturbance := make(chan struct{})
+	others.Go(func() {
+		defer close(disturbance)
+		if disturb != nil {
+			disturbed = disturb(disturbing)
+		}
+	})
+	b.Cleanup(func() {
+		quit()
+		others.Wait()
+		if b.Failed() {
+			b.Logf("the account of the crowd:\n%s", strings.Join(d.lines, "\n"))
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+		defer cancel()
+		errs := []error{d.runtime.Close(), driver.ClearFaults(ctx)}
+		for name, p := range d.pods {
+			if p.job {
+				errs = append(errs, node.DeleteJob(ctx, name))
+			}
+		}
+		if err := errors.Join(append(errs, node.DeletePods(ctx))...); err != nil {
+			b.Errorf("clean up: %v", err)
+		}
+	})
+
+	made := 0
+	for left, limit := 0, time.Now().Add(4*time.Minute); made < n || left > 0; {
+		if made < n && left < 14 {
+			d.make(made)
+			made++
+		}
+		b.must(lab.Holds(b.ctx, time.Duration(d.rng.IntN(600))*time.Millisecond, "while nothing is done", func(context.Context) error {
+			d.mu.Lock()
+			defer d.mu.Unlock()
+			if len(d.wrong) > 0 {
+				return errors.New(strings.Join(d.wrong, "\n"))
+			}
+			return nil
+		}))
+		left = d.step()
+		if time.Now().After(limit) && !*long {
+			var stuck []string
+			for name, p := range d.pods {
+				if !p.doomed {
+					stuck = append(stuck, fmt.Sprintf("%s (%s, ran %v)", name, p.kind, p.ran))
+				}
+			}
+			b.Fatalf("after four minutes these pods have not come to their end: %v", stuck)
+		}
+	}
+	enough()
+	<-disturbance
+	b.must(disturbed)
+	b.must(driver.ClearFaults(b.ctx))
+	d.empty()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	refused, pods := d.done["refused"]+d.done["refused of Jobs"], d.done["pods"]-d.done["pods of a Job with retries"]+d.done["pods of Jobs"]
+	b.Logf("%.0f s: %d of %d pods were refused, %.1f %%; %v", time.Since(d.began).Seconds(), refused, pods, 100*float64(refused)/float64(max(1, pods)), d.done)
+	if d.done["containers"] < n/2 {
+		b.Errorf("only %d containers were looked at: %v", d.done["containers"], d.done)
+	}
+	return d
+}
+
+// seedOf is the seed of a crowd: of make test's always the same.
+func seedOf(b *bench) uint64 {
+	seed := *walkSeed
+	if seed == 0 {
+		if seed = 1; *long {
+			seed = uint64(time.Now().UnixNano())
+		}
+	}
+	b.Logf("seed %d", seed)
+	return seed
+}
+
+// empty waits until nothing is left of the pods: no claim, no CDI file, no
+// cgroup, and every slot on offer.
+func (d *demand) empty() {
+	d.Helper()
+	d.must(node.DeletePods(d.ctx))
+	d.must(agent.Ready(d.ctx))
+	d.claimsBecome(0)
+	d.must(lab.Await(d.ctx, waitLong, "the end of CDI files and cgroups", func(ctx context.Context) error {
+		left, err := agent.CDIFiles(ctx)
+		if err != nil {
+			return err
+		}
+		dirs, err := node.Cgroups()
+		if err != nil {
+			return err
+		}
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		for _, dir := range dirs {
+			if uid, ok := strings.CutPrefix(filepath.Base(dir), "pod"); ok && d.uids[uid] {
+				left = append(left, dir)
+			}
+		}
+		if len(left) > 0 {
+			return fmt.Errorf("there are %v", left)
+		}
+		return nil
+	}))
+	d.offersAll(slots(demandGPUs))
+	// What stands is warm, and the agent knows of each.
+	d.must(agent.AwaitStatus(d.ctx, 30*time.Second, "all instances to be warm", func(s lab.Status) error {
+		stands, err := driver.Look(d.ctx)
+		if err != nil {
+			return err
+		}
+		var errs []error
+		for _, g := range s.GPUs[:demandGPUs] {
+			if g.MIG == nil || !g.MIG.OnDemand {
+				return fmt.Errorf("GPU %d is not cut on demand", g.Index)
+			}
+			var says, has []string
+			for _, w := range g.MIG.In("warm") {
+				says = append(says, fmt.Sprintf("%s@%d", w.Profile, w.Start))
+			}
+			for _, i := range instancesOf(stands) {
+				if i.gpu.Index == g.Index {
+					has = append(has, fmt.Sprintf("%s@%d", i.compute.Profile, i.in.Start))
+				}
+			}
+			slices.Sort(says)
+			slices.Sort(has)
+			if !slices.Equal(says, has) || len(g.MIG.In("held")) > 0 {
+				errs = append(errs, fmt.Errorf("GPU %d has %v, and the agent says %v are warm and %v held", g.Index, has, says, g.MIG.In("held")))
+			}
+		}
+		return errors.Join(errs...)
+	}))
+}
+
+// needless finds instances that were destroyed though what was made there next
+// could have stood beside them.
+func needless(ops []lab.MIGOp) (out []string) {
+	for n, gone := range ops {
+		if gone.Op != "destroy" || gone.CI >= 0 {
+			continue
+		}
+		i := slices.IndexFunc(ops[n:], func(o lab.MIGOp) bool { return o.Op == "create" && o.GPU == gone.GPU && o.CI < 0 })
+		if i < 0 {
+			out = append(out, fmt.Sprintf("%s@%d of GPU %d, and nothing was made there", gone.Profile, gone.Start, gone.GPU))
+			continue
+		}
+		made := ops[n+i]
+		end := func(o lab.MIGOp) int { return o.Start + int(tables()[o.Profile].Size) }
+		apart := end(made) <= gone.Start || end(gone) <= made.Start
+		media := strings.HasSuffix(made.Profile, "+me") && strings.HasSuffix(gone.Profile, "+me")
+		if apart && !media {
+			out = append(out, fmt.Sprintf("%s@%d of GPU %d, for %s@%d", gone.Profile, gone.Start, gone.GPU, made.Profile, made.Start))
+		}
+	}
+	return out
+}
+
+// Pods of mixed profiles come and go: each container sees its own instance and
+// nothing else, no two share one, none that runs loses its own, no idle one is
+// destroyed but for one that needs its room, and nothing is left. All of it also
+// while the agent is killed, driver calls fail, the kubelet starts anew, and a
+// creation takes longer than the kubelet waits.
+func TestMIGOnDemand(t *testing.T) {
+	b := beginMIG(t, migWorld, demandPartitions, slots(demandGPUs))
+	every := func(span time.Duration, do func(context.Context) error) func(context.Context) error {
+		return func(ctx context.Context) error {
+			for {
+				select {
+				case <-ctx.Done():
+					return nil
+				case <-time.After(span):
+				}
+				if err := do(ctx); err != nil && ctx.Err() == nil {
+					return err
+				}
+			}
+		}
+	}
+	b.sub("calm", func(b *bench) {
+		before, err := driver.MIGOps(b.ctx)
+		b.must(err)
+		d := b.crowd(count(30, 200), false, nil)
+		after, err := driver.MIGOps(b.ctx)
+		b.must(err)
+		ops := slices.DeleteFunc(after, func(o lab.MIGOp) bool { return slices.ContainsFunc(before, func(p lab.MIGOp) bool { return p == o }) })
+		for _, line := range needless(ops) {
+			b.Errorf("needlessly destroyed: %s", line)
+		}
+		b.Logf("the hardware has made and destroyed %d instances for %d of containers", len(ops)/2, d.done["instances of containers"])
+		b.wishes(operation)
+	})
+	b.sub("agent-killed", func(b *bench) {
+		b.crowd(count(16, 200), false, every(5*time.Second, agent.Crash))
+	})
+	b.sub("calls-fail", func(b *bench) {
+		b.must(driver.FailEvery(b.ctx, 10, "nvml*Instance*", 999))
+		b.crowd(count(16, 200), false, nil)
+	})
+	b.sub("kubelet-restarts", func(b *bench) {
+		restarts := 0
+		b.crowd(count(14, 200), true, every(6*time.Second, func(ctx context.Context) error {
+			if restarts++; restarts%2 == 0 {
+				return node.RestartKubelet(ctx)
+			}
+			return node.CrashKubelet(ctx)
+		}))
+	})
+	b.sub("slow-creation", func(b *bench) {
+		b.must(driver.Slow(b.ctx, "nvmlDeviceCreateGpuInstance*", -1, 40*time.Second, 1))
+		b.crowd(count(12, 60), false, nil)
+	})
+}
+
+// wishes logs how long containers have waited for their instances.
+func (b *bench) wishes(hardware time.Duration) {
+	b.Helper()
+	m, err := agent.Metrics(b.ctx)
+	b.must(err)
+	var sum, n float64
+	for name, value := range m {
+		if strings.HasPrefix(name, "gpu_agent_mig_wish_duration_seconds_sum") {
+			sum += value
+		}
+		if strings.HasPrefix(name, "gpu_agent_mig_wish_duration_seconds_count") {
+			n += value
+		}
+	}
+	if n == 0 {
+		b.Error("the agent has counted no wish")
+		return
+	}
+	b.Logf("from the wish to the open gate: %.0f ms on average of %.0f; an end or a creation takes the hardware %d ms", 1000*sum/n, n, hardware.Milliseconds())
+}
