@@ -24,6 +24,10 @@ type command struct {
 	Driver  string            `json:"driver,omitempty"`
 	Bare    bool              `json:"bare,omitempty"`
 	Reset   bool              `json:"reset,omitempty"`
+	On      bool              `json:"on,omitempty"`
+	Profile string            `json:"profile,omitempty"`
+	Start   int               `json:"start,omitempty"`
+	Force   bool              `json:"force,omitempty"`
 	Health  *emulator.Health  `json:"health,omitempty"`
 	PID     int               `json:"pid,omitempty"`
 	Fault   *emulator.Fault   `json:"fault,omitempty"`
@@ -86,7 +90,15 @@ func (s *Server) obey(ctx context.Context, running *sync.WaitGroup, p peer, c co
 	case "restore":
 		err = w.Restore(c.GPU)
 	case "reset":
-		err = w.Reset(c.GPU)
+		err = s.change(func() error { return w.Reset(c.GPU) })
+	case "mig":
+		err = s.change(func() error { return w.SetMIG(c.GPU, c.On) })
+	case "create":
+		err = s.change(func() error { return w.CreateInstance(c.GPU, c.Profile, c.Start, c.Bare) })
+	case "destroy":
+		err = s.change(func() error { return w.DestroyInstance(c.GPU, c.Start) })
+	case "reboot":
+		err = s.change(func() error { return w.Reboot(c.Force) })
 	case "unplug":
 		err = s.change(func() error { return w.Unplug(c.GPU) })
 	case "plug":
@@ -248,6 +260,25 @@ func (c *Client) Restore(gpu int) error { return c.just(command{Op: "restore", G
 
 // Reset makes a GPU begin anew; refused while processes use it.
 func (c *Client) Reset(gpu int) error { return c.just(command{Op: "reset", GPU: gpu}) }
+
+// SetMIG puts a GPU in or out of MIG mode at once, without faults and delays.
+func (c *Client) SetMIG(gpu int, on bool) error {
+	return c.just(command{Op: "mig", GPU: gpu, On: on})
+}
+
+// CreateInstance makes a MIG instance likewise, see World.CreateInstance.
+func (c *Client) CreateInstance(gpu int, profile string, start int, empty bool) error {
+	return c.just(command{Op: "create", GPU: gpu, Profile: profile, Start: start, Bare: empty})
+}
+
+// DestroyInstance takes away the GPU instance at a memory slot, with all in it.
+func (c *Client) DestroyInstance(gpu, start int) error {
+	return c.just(command{Op: "destroy", GPU: gpu, Start: start})
+}
+
+// Reboot turns the machine off and on; refused while any process uses the driver,
+// but for force.
+func (c *Client) Reboot(force bool) error { return c.just(command{Op: "reboot", Force: force}) }
 
 // Unplug takes a GPU out of the machine, with its device node and kernel files.
 func (c *Client) Unplug(gpu int) error { return c.just(command{Op: "unplug", GPU: gpu}) }

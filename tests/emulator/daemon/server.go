@@ -15,11 +15,13 @@ import (
 	"slices"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
 
 	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/emulator/install"
 )
 
 // protocol is the version that the libraries and this daemon must agree on.
@@ -39,7 +41,8 @@ type Server struct {
 	// Log gets one line for each thing done to the world. Nil is silent.
 	Log *slog.Logger
 
-	laying sync.Mutex // one change of the files at a time
+	laying sync.Mutex    // one change of the files at a time
+	laid   atomic.Uint64 // the World.Layout that the files of MIG instances show
 
 	mu      sync.Mutex
 	clients map[program]*client // guarded by mu
@@ -213,11 +216,30 @@ func (s *Server) converse(ctx context.Context, running *sync.WaitGroup, conn *ne
 			continue
 		} else {
 			reply = c.session.Serve(request[:n], reply[:0])
+			if err := s.settle(); err != nil {
+				s.Log.Error("the driver's files do not follow the world", "err", err)
+			}
 		}
 		if _, err := conn.Write(reply); err != nil {
 			return err
 		}
 	}
+}
+
+// settle lays the files of MIG instances where some came or went: a program that
+// made one finds them when its call has returned.
+func (s *Server) settle() error {
+	if s.World.Layout() == s.laid.Load() {
+		return nil
+	}
+	s.laying.Lock()
+	defer s.laying.Unlock()
+	now := s.World.Layout()
+	if now == s.laid.Load() {
+		return nil
+	}
+	s.laid.Store(now)
+	return install.FollowInstances(s.Driver, s.World)
 }
 
 // hello is what a program says of itself when it connects.
@@ -309,7 +331,7 @@ func (s *Server) attach(ctx context.Context, running *sync.WaitGroup, p peer, at
 		see = v.see
 	}
 	c.session = s.World.Open(emulator.Opening{
-		PID: p.pid, Unprivileged: p.uid != 0, See: see, Node: s.nodes(p.pid), Initialised: refs,
+		PID: p.pid, Unprivileged: p.uid != 0, See: see, Node: s.nodes(p.pid), Capability: s.capabilities(p.pid), Initialised: refs,
 		Alive: c.lives, Cgroup: func(fd int) (emulator.Cgroup, error) { return openCgroup(s.Proc, p.pid, fd) },
 		Page: unsafe.Slice((*uint64)(unsafe.Pointer(unsafe.SliceData(c.words))), emulator.PageWords),
 	})
@@ -329,15 +351,29 @@ func (s *Server) attach(ctx context.Context, running *sync.WaitGroup, p peer, at
 // A process without the control node has no device nodes of this driver at all:
 // it runs on a machine where only the library was laid, and sees every GPU.
 func (s *Server) nodes(pid int) func(minor int) bool {
-	dev := filepath.Join(s.Proc, strconv.Itoa(pid), "root/dev")
-	there := func(name string, minor int) bool {
-		var st unix.Stat_t
-		err := unix.Lstat(filepath.Join(dev, name), &st)
-		return err == nil && st.Mode&unix.S_IFMT == unix.S_IFCHR && st.Rdev == unix.Mkdev(nvidiaMajor, uint32(minor))
-	}
 	return func(minor int) bool {
-		return there("nvidia"+strconv.Itoa(minor), minor) || !there("nvidiactl", nvidiaControl)
+		return s.hasNode(pid, "nvidia"+strconv.Itoa(minor), nvidiaMajor, minor) || !s.hasNode(pid, "nvidiactl", nvidiaMajor, nvidiaControl)
 	}
+}
+
+// capabilities says what a process reaches of MIG, whenever it is asked: an
+// instance whose node it has; where it has the node that is for changing MIG, or
+// no device nodes of this driver at all, every instance. Such a process may also
+// change MIG (gi and ci are negative).
+func (s *Server) capabilities(pid int) func(gpuMinor, gi, ci int) bool {
+	has := func(minor int) bool {
+		return s.hasNode(pid, install.CapabilityNode(minor), install.MajorCapabilities, minor)
+	}
+	return func(gpuMinor, gi, ci int) bool {
+		return gi >= 0 && has(emulator.CapabilityMinor(gpuMinor, gi, ci)) || has(install.CapabilityConfig) || !s.hasNode(pid, "nvidiactl", nvidiaMajor, nvidiaControl)
+	}
+}
+
+// hasNode says whether a device node is there for a process.
+func (s *Server) hasNode(pid int, name string, major, minor int) bool {
+	var st unix.Stat_t
+	err := unix.Lstat(filepath.Join(s.Proc, strconv.Itoa(pid), "root/dev", name), &st)
+	return err == nil && st.Mode&unix.S_IFMT == unix.S_IFCHR && st.Rdev == unix.Mkdev(uint32(major), uint32(minor))
 }
 
 // The driver's device numbers, which are fixed.

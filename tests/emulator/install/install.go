@@ -35,7 +35,8 @@ const (
 	minorCtl   = 255
 	minorModes = 254
 	majorUVM   = 511
-	majorCaps  = 510
+	// MajorCapabilities is the major of the nodes in /dev/nvidia-caps.
+	MajorCapabilities = 510
 )
 
 // fillers are driver libraries that need only be there to be mounted.
@@ -160,17 +161,15 @@ func link(at, target string) error {
 // loaded.
 func Nodes(dir string, w *emulator.World) error {
 	st := w.State()
-	if err := os.MkdirAll(filepath.Join(dir, "nvidia-caps"), 0o755); err != nil {
+	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return fmt.Errorf("make device folder: %w", err)
 	}
 	type number struct{ major, minor uint32 }
 	nodes := map[string]number{
-		"nvidiactl":               {majorGPU, minorCtl},
-		"nvidia-modeset":          {majorGPU, minorModes},
-		"nvidia-uvm":              {majorUVM, 0},
-		"nvidia-uvm-tools":        {majorUVM, 1},
-		"nvidia-caps/nvidia-cap1": {majorCaps, 1},
-		"nvidia-caps/nvidia-cap2": {majorCaps, 2},
+		"nvidiactl":        {majorGPU, minorCtl},
+		"nvidia-modeset":   {majorGPU, minorModes},
+		"nvidia-uvm":       {majorUVM, 0},
+		"nvidia-uvm-tools": {majorUVM, 1},
 	}
 	gone := map[string]bool{}
 	for _, g := range st.GPUs {
@@ -186,20 +185,28 @@ func Nodes(dir string, w *emulator.World) error {
 			}
 			continue
 		}
-		var now unix.Stat_t
-		if unix.Lstat(path, &now) == nil && now.Mode == unix.S_IFCHR|0o666 && now.Rdev == unix.Mkdev(n.major, n.minor) {
-			continue
+		if err := node(path, n.major, n.minor, 0o666); err != nil {
+			return err
 		}
-		if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
-			return fmt.Errorf("make device node: %w", err)
-		}
-		if err := unix.Mknod(path, unix.S_IFCHR|0o666, int(unix.Mkdev(n.major, n.minor))); err != nil {
-			return fmt.Errorf("make device node %s: %w", path, err)
-		}
-		// Whatever the umask was.
-		if err := os.Chmod(path, 0o666); err != nil {
-			return fmt.Errorf("make device node: %w", err)
-		}
+	}
+	return capabilityNodes(dir, st)
+}
+
+// node makes a device node, in place of one that is another.
+func node(path string, major, minor, mode uint32) error {
+	var now unix.Stat_t
+	if unix.Lstat(path, &now) == nil && now.Mode == unix.S_IFCHR|mode && now.Rdev == unix.Mkdev(major, minor) {
+		return nil
+	}
+	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("make device node: %w", err)
+	}
+	if err := unix.Mknod(path, unix.S_IFCHR|mode, int(unix.Mkdev(major, minor))); err != nil {
+		return fmt.Errorf("make device node %s: %w", path, err)
+	}
+	// Whatever the umask was.
+	if err := os.Chmod(path, os.FileMode(mode)); err != nil {
+		return fmt.Errorf("make device node: %w", err)
 	}
 	return nil
 }
@@ -216,7 +223,7 @@ func Kernel(dir, devices string, w *emulator.World) error {
 func kernel(dir, devices string, st emulator.State, laid func(path string) bool) error {
 	const heading = "Character devices:\n"
 	numbers := fmt.Sprintf("%d nvidia\n%d nvidia-modeset\n%d nvidiactl\n%d nvidia-uvm\n%d nvidia-caps\n",
-		majorGPU, majorGPU, majorGPU, majorUVM, majorCaps)
+		majorGPU, majorGPU, majorGPU, majorUVM, MajorCapabilities)
 	files := map[string]string{
 		"proc/devices": strings.Replace(strings.Replace(devices, numbers, "", 1), heading, heading+numbers, 1),
 		"proc/modules": "nvidia_uvm 1888256 0 - Live 0x0000000000000000\n" +
@@ -227,8 +234,8 @@ func kernel(dir, devices string, st emulator.State, laid func(path string) bool)
 		// lays a file of its own over this one inside containers, whose fresh
 		// procfs has it only where a kernel module put it.
 		"proc/driver/nvidia/params":                   "DeviceFileUID: 0\nDeviceFileGID: 0\nDeviceFileMode: 438\nModifyDeviceFiles: 0\n",
-		"proc/driver/nvidia/capabilities/mig/config":  capability(1),
-		"proc/driver/nvidia/capabilities/mig/monitor": capability(2),
+		"proc/driver/nvidia/capabilities/mig/config":  capability(CapabilityConfig),
+		"proc/driver/nvidia/capabilities/mig/monitor": capability(capabilityMonitor),
 		"proc/driver/nvidia-caps/mig-minors":          migMinors(),
 		"sys/module/nvidia/version":                   st.Driver + "\n",
 		"sys/module/nvidia/initstate":                 "live\n",
@@ -296,30 +303,10 @@ func kernel(dir, devices string, st emulator.State, laid func(path string) bool)
 			return fmt.Errorf("remove kernel files: %w", err)
 		}
 	}
-	return nil
-}
-
-func capability(minor int) string {
-	return fmt.Sprintf("DeviceFileMinor: %d\nDeviceFileMode: 256\nDeviceFileModify: 1\n", minor)
-}
-
-// migMinors numbers the capabilities as the module does once and for all when
-// it is loaded: 32 GPUs of 15 GPU instances of 8 compute instances.
-func migMinors() string {
-	var b strings.Builder
-	b.WriteString("config 1\nmonitor 2\n")
-	minor := 3
-	for gpu := range 32 {
-		for gi := range 15 {
-			fmt.Fprintf(&b, "gpu%d/gi%d/access %d\n", gpu, gi, minor)
-			minor++
-			for ci := range 8 {
-				fmt.Fprintf(&b, "gpu%d/gi%d/ci%d/access %d\n", gpu, gi, ci, minor)
-				minor++
-			}
-		}
+	if !laid("/" + capabilitiesDir) {
+		return nil
 	}
-	return b.String()
+	return instances(dir, st)
 }
 
 func write(dir string, files map[string]string) error {

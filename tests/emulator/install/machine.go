@@ -85,10 +85,8 @@ func Root(socket string) string {
 // is now. What is right already stays untouched. It refuses, with ErrHost, to
 // change the machine that the tests run on.
 func (m Machine) Sync(w *emulator.World) error {
-	if m.Driver == "/" || m.Kernel == "/" || filepath.Clean(m.Dev) == "/dev" {
-		if err := Guard(); err != nil {
-			return fmt.Errorf("follow the world: %w", err)
-		}
+	if err := m.guard(); err != nil {
+		return err
 	}
 	if m.Driver != "" {
 		if err := upgrade(m.Driver, w.DriverVersion()); err != nil {
@@ -111,6 +109,15 @@ func (m Machine) Sync(w *emulator.World) error {
 		}
 	}
 	return Nodes(m.Dev, w)
+}
+
+func (m Machine) guard() error {
+	if m.Driver == "/" || m.Kernel == "/" || filepath.Clean(m.Dev) == "/dev" {
+		if err := Guard(); err != nil {
+			return fmt.Errorf("follow the world: %w", err)
+		}
+	}
+	return nil
 }
 
 // mounted says whether a file at / is on what Mount laid there, and not one of

@@ -27,6 +27,7 @@ import (
 
 	"example.com/gpu-agent/tests/emulator"
 	"example.com/gpu-agent/tests/emulator/daemon"
+	"example.com/gpu-agent/tests/emulator/install"
 	"example.com/gpu-agent/tests/emulator/lib"
 )
 
@@ -461,11 +462,18 @@ func TestProcessListsAreInTheCallersPIDNamespace(t *testing.T) {
 	want(t, "PIDs outside, after the child's death", strings.TrimSpace(string(out)), fmt.Sprintf("[%d]", outside.Process.Pid))
 }
 
-// containerDev is a container's /dev: the control node, and that of minor 1 alone.
+// containerDev is a container's /dev: the control node, that of minor 1 alone, and
+// those of the capabilities in $ABI_TEST_CAPABILITIES.
 func containerDev() error {
 	err := unix.Mount("dev", "/dev", "tmpfs", 0, "")
 	for name, minor := range map[string]uint32{"nvidiactl": 255, "nvidia1": 1} {
 		err = errors.Join(err, unix.Mknod("/dev/"+name, unix.S_IFCHR|0o666, int(unix.Mkdev(195, minor))))
+	}
+	err = errors.Join(err, os.Mkdir("/dev/nvidia-caps", 0o755))
+	for _, text := range strings.Fields(os.Getenv("ABI_TEST_CAPABILITIES")) {
+		minor, bad := strconv.Atoi(text)
+		node := filepath.Join("/dev", install.CapabilityNode(minor))
+		err = errors.Join(err, bad, unix.Mknod(node, unix.S_IFCHR|0o444, int(unix.Mkdev(install.MajorCapabilities, uint32(minor)))))
 	}
 	return err
 }

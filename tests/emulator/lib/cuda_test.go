@@ -82,6 +82,7 @@ func startProbe(t testing.TB, with probeWith) *probe {
 	p.cmd.Env = append(os.Environ(), with.env...)
 	if with.jail != nil {
 		p.cmd = self(t, "cuda", program, with.library, with.mode)
+		p.cmd.Env = append(p.cmd.Env, with.env...)
 		p.cmd.SysProcAttr = with.jail
 	}
 	p.cmd.Stderr = os.Stderr
@@ -426,7 +427,8 @@ func TestCUDAVisibleDevices(t *testing.T) {
 		"":                                    {cudaNoDevice, nil},
 		"1,1":                                 {cudaNoDevice, nil},
 		"0,GPU-00000000-no-such,1":            {0, []int{0}},
-		"MIG-" + strings.ToUpper(uuid(0)[4:]): {cudaNoDevice, nil},
+		"MIG-" + strings.ToUpper(uuid(0)[4:]): {cudaNoDevice, nil}, // it is not in MIG mode
+		"MIG-" + uuid(0) + "/0/0":             {cudaNoDevice, nil},
 	} {
 		t.Run(list, func(t *testing.T) {
 			p := startProbe(t, probeWith{env: []string{"CUDA_VISIBLE_DEVICES=" + list}})
@@ -665,17 +667,10 @@ func TestCUDALibraryElsewhere(t *testing.T) {
 	}
 }
 
-// A program in a container, without privileges, has the GPU of its device node,
-// and the world knows it by the PID outside.
-func TestCUDAContainer(t *testing.T) {
-	if os.Getuid() != 0 {
-		t.Skip("making device nodes in a mount namespace needs root")
-	}
-	n := start(t, emulator.Spec{Count: 4})
-	if _, err := probeProgram(); err != nil {
-		t.Fatal(err)
-	}
-	// Nobody cannot look into the cache.
+// openLibrary is a copy of the library for programs that run as nobody, who cannot
+// look into the cache.
+func openLibrary(t *testing.T) string {
+	t.Helper()
 	data, err := os.ReadFile(cudaLibrary(t))
 	if err != nil {
 		t.Fatal(err)
@@ -684,7 +679,17 @@ func TestCUDAContainer(t *testing.T) {
 	if err := errors.Join(os.Chmod(root, 0o755), os.MkdirAll(filepath.Dir(library), 0o755), os.WriteFile(library, data, 0o755)); err != nil {
 		t.Fatal(err)
 	}
-	p := startProbe(t, probeWith{library: library, jail: &syscall.SysProcAttr{Unshareflags: syscall.CLONE_NEWNS, Cloneflags: syscall.CLONE_NEWPID}})
+	return library
+}
+
+// A program in a container, without privileges, has the GPU of its device node,
+// and the world knows it by the PID outside.
+func TestCUDAContainer(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("making device nodes in a mount namespace needs root")
+	}
+	n := start(t, emulator.Spec{Count: 4})
+	p := startProbe(t, probeWith{library: openLibrary(t), jail: &syscall.SysProcAttr{Unshareflags: syscall.CLONE_NEWNS, Cloneflags: syscall.CLONE_NEWPID}})
 	p.must("cuInit 0; cuDeviceGetCount &n; cuCtxCreate_v2 &c 0 0")
 	want(t, "GPUs", p.vars["n"], 1)
 	want(t, "its own PID", p.pid, 1)

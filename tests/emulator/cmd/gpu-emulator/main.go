@@ -53,16 +53,26 @@ on a running world (all take --socket PATH):
   lose --gpu I | restore --gpu I          off the bus with Xid 79 | back again
   reset --gpu I                           as nvidia-smi --gpu-reset: volatile counters and what is pending; refused
                                           while processes use the GPU
+  mig --gpu I on|off                      MIG mode, at once and whatever the card needs for it otherwise
+  mig-create --gpu I --profile P --start N [--empty]
+                                          an instance at a memory slot, a split (1c.3g.40gb) too; --empty is a GPU
+                                          instance without a compute instance
+  mig-destroy --gpu I --start N           the GPU instance at a memory slot, with all in it; refused while processes use it
+  reboot [--force]                        no instance stands, MIG modes are what the cards keep; refused while any
+                                          process uses the driver
   unplug --gpu I | plug --gpu I           out of the machine, with its device node and its entries in /proc and
                                           /sys | back; running programs see either by a new nvmlInit
   unload                                  the driver, with its device nodes and /proc/driver/nvidia; refused, with their
                                           PIDs, while processes have it initialised or memory on a GPU
   load [--driver VERSION]                 again, or another version: its libraries take the place of the old ones
-  fail --call NAME --code N [--count N] [--gpu I]
-  slow --call NAME --for 2s|forever [--count N] [--gpu I]
+  fail --call NAME --code N [--count N] [--skip N] [--every N] [--gpu I]
+  slow --call NAME --for 2s|forever [--count N] [--skip N] [--every N] [--gpu I]
+                                          so many calls, after so many, of so many each one
   clear                                   end all faults
 
 A GPU is an index, a UUID, or own: the one whose device node this container has.
+For proc it may also be the UUID of a MIG device, and own is the MIG device of the
+container, where it has one.
 `
 
 func main() {
@@ -96,7 +106,8 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		return nil
 	case "proc":
 		return proc(ctx, args, out)
-	case "show", "calls", "peak", "xid", "health", "lose", "restore", "reset", "unplug", "plug", "unload", "load", "fail", "slow", "clear":
+	case "show", "calls", "peak", "xid", "health", "lose", "restore", "reset", "mig", "mig-create", "mig-destroy", "reboot",
+		"unplug", "plug", "unload", "load", "fail", "slow", "clear":
 		return control(name, args, out)
 	case "help", "-h", "--help":
 		return flag.ErrHelp
@@ -298,11 +309,20 @@ func gpuIndex(c *daemon.Client, id string) (int, error) {
 func control(name string, args []string, out io.Writer) error {
 	f := flag.NewFlagSet(name, flag.ContinueOnError)
 	socket := socketFlag(f)
-	var gpu, call, hold, driver string
-	var code, count, pid int
-	var reset, total, asJSON, bare bool
+	var gpu, call, hold, driver, profile string
+	var code, count, skip, every, pid, start int
+	var reset, total, asJSON, bare, empty, force bool
 	switch name {
-	case "xid", "health", "lose", "restore", "reset", "unplug", "plug":
+	case "mig-create", "mig-destroy":
+		f.StringVar(&gpu, "gpu", "", "GPU")
+		f.IntVar(&start, "start", -1, "first memory slot")
+		if name == "mig-create" {
+			f.StringVar(&profile, "profile", "", "profile")
+			f.BoolVar(&empty, "empty", false, "without a compute instance")
+		}
+	case "reboot":
+		f.BoolVar(&force, "force", false, "also if processes use the driver, which end")
+	case "xid", "health", "lose", "restore", "reset", "mig", "unplug", "plug":
 		f.StringVar(&gpu, "gpu", "", "GPU")
 		if name == "xid" {
 			f.BoolVar(&bare, "bare", false, "the Xid alone, without what the fault does")
@@ -315,6 +335,8 @@ func control(name string, args []string, out io.Writer) error {
 		f.StringVar(&gpu, "gpu", "", "only calls about this GPU")
 		f.StringVar(&call, "call", "", "exported name, or a pattern such as nvmlDevice*")
 		f.IntVar(&count, "count", 0, "so many calls; 0 is until cleared")
+		f.IntVar(&skip, "skip", 0, "so many calls pass before")
+		f.IntVar(&every, "every", 0, "one of so many calls, the last of them")
 		if name == "fail" {
 			f.IntVar(&code, "code", 0, "what the call answers, a nvmlReturn_t")
 		} else {
@@ -330,7 +352,7 @@ func control(name string, args []string, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	if want := map[string]int{"xid": 1, "health": 1, "peak": 1}[name]; len(rest) != want {
+	if want := map[string]int{"xid": 1, "health": 1, "peak": 1, "mig": 1}[name]; len(rest) != want {
 		return fmt.Errorf("%s: %d arguments, want %d", name, len(rest), want)
 	}
 	c, err := daemon.Dial(*socket)
@@ -345,7 +367,7 @@ func control(name string, args []string, out io.Writer) error {
 			return err
 		}
 		index = &i
-	} else if slices.Contains([]string{"xid", "health", "lose", "restore", "reset", "unplug", "plug"}, name) {
+	} else if slices.Contains([]string{"xid", "health", "lose", "restore", "reset", "mig", "mig-create", "mig-destroy", "unplug", "plug"}, name) {
 		return fmt.Errorf("%s: --gpu is missing", name)
 	}
 	switch name {
@@ -394,6 +416,17 @@ func control(name string, args []string, out io.Writer) error {
 		return c.Restore(*index)
 	case "reset":
 		return c.Reset(*index)
+	case "mig":
+		if rest[0] != "on" && rest[0] != "off" {
+			return fmt.Errorf("mig: %q: on or off?", rest[0])
+		}
+		return c.SetMIG(*index, rest[0] == "on")
+	case "mig-create":
+		return c.CreateInstance(*index, profile, start, empty)
+	case "mig-destroy":
+		return c.DestroyInstance(*index, start)
+	case "reboot":
+		return c.Reboot(force)
 	case "unplug":
 		return c.Unplug(*index)
 	case "plug":
@@ -405,7 +438,7 @@ func control(name string, args []string, out io.Writer) error {
 	case "clear":
 		return c.Clear()
 	}
-	fault := emulator.Fault{Call: call, GPU: index, Code: emulator.Return(code), Count: count}
+	fault := emulator.Fault{Call: call, GPU: index, Code: emulator.Return(code), Count: count, Skip: skip, Every: every}
 	if name == "slow" {
 		if fault.Hang = hold == "forever"; !fault.Hang {
 			if fault.Delay, err = time.ParseDuration(hold); err != nil {
@@ -520,7 +553,7 @@ func procHold(ctx context.Context, args []string) error {
 	}
 	f := flag.NewFlagSet("proc hold", flag.ContinueOnError)
 	socket := socketFlag(f)
-	gpu := f.String("gpu", "", "GPU")
+	gpu := f.String("gpu", "", "GPU or MIG device")
 	mib := f.Uint64("memory", 0, "MiB")
 	kind := f.String("kind", string(emulator.Compute), "compute, graphics or mps")
 	mps := f.Bool("mps", false, "the same as --kind mps")
@@ -569,10 +602,39 @@ func hold(socket, gpu string, p emulator.Process) error {
 		return err
 	}
 	defer c.Close()
-	if p.GPU, err = gpuIndex(c, gpu); err != nil {
+	if err := place(c, gpu, &p); err != nil {
 		return err
 	}
 	return c.Hold(p)
+}
+
+// place reads where an operator wants a process: on a GPU, or a MIG device.
+func place(c *daemon.Client, id string, p *emulator.Process) error {
+	p.GI, p.CI = -1, -1
+	st, err := c.State()
+	if err != nil {
+		return err
+	}
+	there := func(minor int) bool {
+		_, err := os.Stat(filepath.Join("/dev", install.CapabilityNode(minor)))
+		return err == nil
+	}
+	everything := there(install.CapabilityConfig)
+	for _, g := range st.GPUs {
+		if g.MIG == nil {
+			continue
+		}
+		for _, gi := range g.MIG.Instances {
+			for _, ci := range gi.Compute {
+				if ci.UUID == id || id == "own" && !everything && there(gi.Minor) && there(ci.Minor) {
+					p.GPU, p.GI, p.CI = g.Index, gi.ID, ci.ID
+					return nil
+				}
+			}
+		}
+	}
+	p.GPU, err = gpuIndex(c, id)
+	return err
 }
 
 // procStop ends a process that holds memory, and no other, and waits until it

@@ -66,24 +66,43 @@ static CUresult ask(struct call *c, struct device *d)
 
 /* --- the visible devices --------------------------------------------------- */
 
-/* named finds what one entry of CUDA_VISIBLE_DEVICES means: an index, or the
- * beginning of one UUID only. */
+/* Of a GPU in MIG mode the devices are its instances that the process reaches,
+ * and a process can have one of those alone, and then no GPU beside it: the first,
+ * if nothing else was said. Where GPUs are named, an instance stands for its GPU. */
+static bool is_mig(const struct device *d) { return d->gi != NO_INSTANCE; }
+
+/* first_of says whether a device is the one that stands for its GPU. */
+static bool first_of(const struct device *d, const struct device *all)
+{
+    return d == all || d[-1].gpu != d->gpu;
+}
+
+/* begins compares without regard to case. */
+static bool begins(const char *uuid, const char *entry, size_t n) { return n > 4 && strncasecmp(uuid, entry, n) == 0; }
+
+/* named finds what one entry of CUDA_VISIBLE_DEVICES means: an index, the
+ * beginning of one UUID only, or MIG-GPU-…/gi/ci. */
 static int named(const char *entry, size_t n, const struct device *all, int count)
 {
-    char *end;
-    if (n && strspn(entry, "0123456789") >= n) {
-        unsigned long i = strtoul(entry, &end, 10);
-        return i < (unsigned long)count ? (int)i : -1;
-    }
-    int found = -1;
-    if (n <= 4 || strncasecmp(entry, "GPU-", 4) != 0)
-        return -1;
-    for (int i = 0; i < count; i++)
-        if (strncasecmp(all[i].uuid, entry, n) == 0) {
-            if (found >= 0)
-                return -1;
-            found = i;
+    int found = -1, index = 0;
+    bool number = n && strspn(entry, "0123456789") >= n;
+    unsigned long want = number ? strtoul(entry, NULL, 10) : 0;
+    for (int i = 0; i < count; i++) {
+        const struct device *d = &all[i];
+        bool match;
+        if (number) {
+            match = first_of(d, all) && (unsigned long)index++ == want;
+        } else {
+            char path[96];
+            snprintf(path, sizeof path, "MIG-%s/%u/%u", d->gpu_uuid, d->gi, d->ci);
+            match = (is_mig(d) && (begins(d->uuid, entry, n) || (strlen(path) == n && begins(path, entry, n)))) ||
+                    (first_of(d, all) && begins(d->gpu_uuid, entry, n));
         }
+        if (match && found >= 0)
+            return -1;
+        if (match)
+            found = i;
+    }
     return found;
 }
 
@@ -94,11 +113,12 @@ static void choose(const struct device *all, int count)
     const char *list = getenv("CUDA_VISIBLE_DEVICES");
     device_count = 0;
     if (!list) {
-        memcpy(devices, all, sizeof *all * (size_t)count);
-        device_count = count;
+        for (int i = 0; i < count; i++)
+            if (first_of(&all[i], all))
+                devices[device_count++] = all[i];
         return;
     }
-    bool seen[MAX_DEVICES] = {false};
+    bool seen[MAX_INSTANCES] = {false};
     for (;;) {
         list += strspn(list, " \t");
         size_t whole = strcspn(list, ","), n = whole;
@@ -107,7 +127,7 @@ static void choose(const struct device *all, int count)
         int i = named(list, n, all, count);
         if (i < 0)
             return;
-        if (seen[i]) {
+        if (seen[i] || device_count == MAX_DEVICES) {
             device_count = 0;
             return;
         }
@@ -119,16 +139,31 @@ static void choose(const struct device *all, int count)
     }
 }
 
+/* one_instance leaves the first instance, if there is one among the devices. */
+static void one_instance(void)
+{
+    for (int i = 0; i < device_count; i++)
+        if (is_mig(&devices[i])) {
+            if (i)
+                memcpy(&devices[0], &devices[i], sizeof devices[0]);
+            device_count = 1;
+            return;
+        }
+}
+
 static CUresult find_devices(void)
 {
-    static struct device all[MAX_DEVICES];
+    static struct device all[MAX_INSTANCES];
+    static unsigned char reply[MAX_LIST];
     struct call c;
     int count = 0;
     begin(&c, "cuEmulatorDevices", NO_HANDLE);
+    c.reply = reply;
+    c.room = sizeof reply;
     TRY(ask(&c, NULL));
     cuda_version = (int)get_u32(&c);
     memset(all, 0, sizeof all);
-    for (uint32_t n = get_u32(&c); n > 0 && count < MAX_DEVICES; n--) {
+    for (uint32_t n = get_u32(&c); n > 0 && count < MAX_INSTANCES; n--) {
         struct device *d = &all[count];
         d->handle = get_u32(&c);
         bool lost = get_u32(&c);
@@ -141,12 +176,16 @@ static CUresult find_devices(void)
         d->domain = get_u32(&c);
         d->bus = get_u32(&c);
         d->slot = get_u32(&c);
-        if (get_str(&c, d->uuid, sizeof d->uuid) || get_str(&c, d->name, sizeof d->name))
+        d->gpu = get_u32(&c);
+        d->gi = get_u32(&c);
+        d->ci = get_u32(&c);
+        if (get_str(&c, d->uuid, sizeof d->uuid) || get_str(&c, d->gpu_uuid, sizeof d->gpu_uuid) || get_str(&c, d->name, sizeof d->name))
             return CUDA_ERROR_UNKNOWN;
         if (!lost) /* a driver that starts does not find it */
             count++;
     }
     choose(all, count);
+    one_instance();
     for (int i = 0; i < device_count; i++)
         devices[i].primary = (struct context){.device = i, .primary = true};
     return device_count ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
@@ -316,23 +355,35 @@ API CUresult cuDeviceGetName(char *name, int room, CUdevice device)
     return CUDA_SUCCESS;
 }
 
-static CUresult uuid(CUuuid *out, CUdevice device)
+static void parse_uuid(CUuuid *out, const char *text)
 {
-    struct device *d;
-    TRY(find_device(device, &d));
-    MUST(out);
-    const char *p = d->uuid + 4; /* GPU- */
+    const char *p = text + 4; /* GPU- or MIG- */
     for (int i = 0; i < 16; i++, p += 2) {
         unsigned int byte = 0;
         p += *p == '-';
         sscanf(p, "%2x", &byte);
         out->bytes[i] = (char)byte;
     }
+}
+
+/* The first form knows GPUs only. */
+API CUresult cuDeviceGetUuid(CUuuid *out, CUdevice device)
+{
+    struct device *d;
+    TRY(find_device(device, &d));
+    MUST(out);
+    parse_uuid(out, d->gpu_uuid);
     return CUDA_SUCCESS;
 }
 
-API CUresult cuDeviceGetUuid(CUuuid *out, CUdevice device) { return uuid(out, device); }
-API CUresult cuDeviceGetUuid_v2(CUuuid *out, CUdevice device) { return uuid(out, device); }
+API CUresult cuDeviceGetUuid_v2(CUuuid *out, CUdevice device)
+{
+    struct device *d;
+    TRY(find_device(device, &d));
+    MUST(out);
+    parse_uuid(out, d->uuid);
+    return CUDA_SUCCESS;
+}
 
 API CUresult cuDeviceTotalMem_v2(size_t *bytes, CUdevice device)
 {

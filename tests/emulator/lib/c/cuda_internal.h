@@ -29,7 +29,8 @@
             return try_;           \
     } while (0)
 
-enum { MAX_DEVICES = 16, UNIT = 512 };
+enum { MAX_DEVICES = 16, MAX_INSTANCES = MAX_DEVICES * 16, UNIT = 512 };
+#define NO_INSTANCE 0xFFFFFFFFu
 #define BLOCK ((uint64_t)2 << 20) /* in which the hardware's memory is given out */
 
 static inline uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
@@ -70,8 +71,9 @@ struct context {
 
 struct device {
     uint32_t handle; /* the world's */
-    char name[96], uuid[48];
+    char name[96], uuid[48], gpu_uuid[48]; /* the same where the device is a whole GPU */
     uint32_t domain, bus, slot;
+    uint32_t gpu, gi, ci; /* the GPU, by the world's handle, and the instance on it or NO_INSTANCE */
     int major, minor, multiprocessors;
     uint64_t total, context; /* bytes: of memory, and of one context */
     atomic_bool lost;
