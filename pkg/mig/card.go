@@ -8,6 +8,7 @@ import (
 	"math/bits"
 	"slices"
 	"strings"
+	"sync"
 
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -36,6 +37,8 @@ type Card struct {
 	// of each kind the card has then.
 	engines bool
 	has     engines
+
+	planners sync.Pool // of *planner
 }
 
 // profile is what the planner knows of a gpu.Profile.
@@ -165,12 +168,6 @@ func (c *Card) measure() {
 	}
 }
 
-// run is the worth of the free memory slots a…b-1.
-func (c *Card) run(a, b int) int64 {
-	a, b = min(a, c.memory), min(b, c.memory)
-	return c.room[a*(c.memory+1)+b]
-}
-
 // worth is the worth of all runs of free memory slots.
 func (c *Card) worth(taken uint64) (sum int64) {
 	for a := 0; a < c.memory; {
@@ -179,7 +176,7 @@ func (c *Card) worth(taken uint64) (sum int64) {
 			continue
 		}
 		b := min(c.memory, a+bits.TrailingZeros64(taken>>a))
-		sum += c.run(a, b)
+		sum += c.room[a*(c.memory+1)+b]
 		a = b
 	}
 	return sum

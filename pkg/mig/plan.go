@@ -96,77 +96,88 @@ func (c *Card) Plan(standing []Standing, want []Count) (Plan, error) {
 	if len(standing) > maxStanding {
 		return Plan{}, errTooLarge
 	}
-	value, fixed := make([]int64, len(standing)), make([]bool, len(standing))
+	p := c.planner(standing, all)
+	defer c.release(p)
 	pinned := 0
-	for i, o := range standing {
-		switch {
+	for i := range standing {
+		switch o := &standing[i]; {
 		case o.Pinned:
-			value[i] = instanceUnit + destroyUnit + createUnit
-			fixed[i] = true
+			p.value[i] = instanceUnit + destroyUnit + createUnit
+			p.fixed[i] = true
 			pinned++
 		case o.Empty:
-			value[i] = destroyUnit
+			p.value[i] = destroyUnit
 		default:
-			value[i] = destroyUnit + createUnit
+			p.value[i] = destroyUnit + createUnit
 		}
 	}
-	p, err := c.newPlanner(standing, all, value, fixed)
-	if err != nil {
+	if err := p.list(); err != nil {
 		return Plan{}, err
 	}
 	if _, ok := p.choose(); ok {
 		return change(standing, p.devices()), nil
 	}
+	if pinned > 0 {
+		target, err := p.dismiss()
+		if err != nil {
+			return Plan{}, err
+		}
+		if target != nil {
+			return blocked(standing, target), nil
+		}
+	}
 	if err := c.Feasible(want); err != nil {
 		return Plan{}, err
 	}
-	if pinned == 0 {
-		return Plan{}, noRoom(all, "beside what stands")
-	}
-	return c.blocked(standing, all, value)
+	return Plan{}, noRoom(all, "not with what stands")
 }
 
 // maxShared bounds the holders of several instances among whom the smallest
 // set is searched for; further ones count once for each of theirs.
 const maxShared = 10
 
-// blocked finds the target that sends the fewest holders away. A holder of one
-// instance is a matter of value: keeping that instance saves a holder. Of those
-// that hold several, every set is tried: the others' are fixed.
-func (c *Card) blocked(standing []Standing, want []Count, value []int64) (Plan, error) {
+// dismiss finds the target that sends the fewest holders away, nil if there is
+// none. A holder of one instance is a matter of value: keeping that instance
+// saves a holder. Of those that hold several, every set is tried: the others'
+// are fixed.
+func (p *planner) dismiss() ([]Slot, error) {
 	var shared []string
-	for i, o := range standing {
-		if !o.Pinned {
-			continue
-		}
-		if o.Holder != "" && slices.ContainsFunc(standing[:i], func(e Standing) bool { return e.Pinned && e.Holder == o.Holder }) &&
-			!slices.Contains(shared, o.Holder) {
+	pinnedFor := func(h string) func(Standing) bool {
+		return func(o Standing) bool { return o.Pinned && o.Holder == h }
+	}
+	for i := range p.standing {
+		if o := &p.standing[i]; o.Pinned && o.Holder != "" && !slices.Contains(shared, o.Holder) &&
+			slices.ContainsFunc(p.standing[:i], pinnedFor(o.Holder)) {
 			shared = append(shared, o.Holder)
 		}
 	}
 	slices.Sort(shared)
 	shared = shared[:min(len(shared), maxShared)]
-	for i, o := range standing {
-		if o.Pinned && !slices.Contains(shared, o.Holder) {
-			value[i] += holderUnit
+	for i := range p.standing {
+		if o := &p.standing[i]; o.Pinned && !slices.Contains(shared, o.Holder) {
+			p.value[i] += holderUnit
 		}
 	}
-	most, fixed := int64(math.MinInt64), make([]bool, len(standing))
 	var target []Slot
+	most := int64(math.MinInt64)
 	for set := range 1 << len(shared) {
-		for i, o := range standing {
-			h := slices.Index(shared, o.Holder)
-			fixed[i] = o.Pinned && h >= 0 && set>>h&1 == 0
+		for i := range p.standing {
+			h := slices.Index(shared, p.standing[i].Holder)
+			p.fixed[i] = p.standing[i].Pinned && h >= 0 && set>>h&1 == 0
 		}
-		p, err := c.newPlanner(standing, want, value, fixed)
-		if err != nil {
-			return Plan{}, err
+		if err := p.list(); err != nil {
+			return nil, err
 		}
 		v, ok := p.choose()
 		if v -= int64(bits.OnesCount(uint(set))) * holderUnit; ok && v > most {
 			most, target = v, p.devices()
 		}
 	}
+	return target, nil
+}
+
+// blocked is the plan for a target that pinned instances stand in the way of.
+func blocked(standing []Standing, target []Slot) Plan {
 	plan := change(standing, target)
 	plan.Steps = nil
 	plan.Result = slots(standing)
@@ -176,7 +187,7 @@ func (c *Card) blocked(standing []Standing, want []Count, value []int64) (Plan, 
 		}
 	}
 	slices.SortStableFunc(plan.Blocked, compareStanding)
-	return plan, nil
+	return plan
 }
 
 func compareStanding(a, b Standing) int { return CompareSlots(a.Slot, b.Slot) }

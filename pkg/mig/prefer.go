@@ -205,7 +205,7 @@ func (t *table) rate(n int) error {
 		}
 	}
 	t.splits = -1
-	s := &search{end: c.memory, gap: func(a, b int) int64 { return gaps[min(a, c.memory)*w+min(b, c.memory)] }}
+	s := &search{end: c.memory, gaps: gaps, width: w}
 	most := min(n, len(t.fit))
 	s.dims = append(s.dims, dim{n: most})
 	worth := func(devices []Slot) (v int64) {

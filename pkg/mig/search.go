@@ -58,12 +58,21 @@ type search struct {
 	end   int // memory slots
 	dims  []dim
 	parts []part
-	first []int // first[e]: the first part that starts at e or later
-	must  uint64
-	gap   func(a, b int) int64
+	first [maxMemory + 1]int // first[e]: the first part that starts at e or later
+	must  uint64             // memory that has to be in a part
+	// gaps[a*(width)+b] is what the free run of memory slots a…b-1 is worth;
+	// what lies behind its last slot is worth nothing.
+	gaps  []int64
+	width int
 	memo  []int64 // value+1 by key and position; 0 is not yet known
 	pick  []int16
 	work  int
+}
+
+// reset empties a search, to be used again.
+func (s *search) reset(end int, gaps []int64, width int) {
+	clear(s.parts) // let go of their slots
+	*s = search{end: end, gaps: gaps, width: width, dims: s.dims[:0], parts: s.parts[:0], memo: s.memo, pick: s.pick}
 }
 
 // prepare is called when dims and parts are complete.
@@ -80,7 +89,6 @@ func (s *search) prepare() error {
 		return errTooLarge
 	}
 	slices.SortStableFunc(s.parts, func(a, b part) int { return a.start - b.start })
-	s.first = make([]int, s.end+1)
 	for e, i := 0, 0; e <= s.end; e++ {
 		for i < len(s.parts) && s.parts[i].start < e {
 			i++
@@ -93,8 +101,17 @@ func (s *search) prepare() error {
 			p.delta += u.n * s.dims[u.dim].stride
 		}
 	}
-	s.memo, s.pick = make([]int64, states), make([]int16, states)
+	if states > cap(s.memo) {
+		s.memo, s.pick = make([]int64, states), make([]int16, states)
+	} else {
+		s.memo, s.pick = s.memo[:states], s.pick[:states]
+		clear(s.memo)
+	}
 	return nil
+}
+
+func (s *search) gap(a, b int) int64 {
+	return s.gaps[min(a, s.width-1)*s.width+min(b, s.width-1)]
 }
 
 var errTooLarge = fmt.Errorf("plan: the GPU's table is larger than this planner can search: %w", gpu.ErrNotSupported)
@@ -115,7 +132,7 @@ func (s *search) from(e, key int) int64 {
 	}
 	best, pick := int64(none), 0
 	if key == 0 {
-		if s.must>>e == 0 || e >= maxMemory {
+		if s.must>>e == 0 {
 			best = s.gap(e, s.end)
 		}
 		s.memo[at] = best + 1

@@ -13,8 +13,8 @@ func (p *planner) split(from, to int) {
 	name := p.want[from].Profile.GPUInstance()
 	k := p.c.index(name)
 	gis := p.c.profiles[k].slots
-	for i, o := range p.standing {
-		if gi := o.GPUInstance(); gi.Profile == name && o.mask() != 0 && !slices.Contains(gis, gi) && first(p.standing, i) {
+	for i := range p.standing {
+		if gi := p.standing[i].GPUInstance(); gi.Profile == name && p.masks[i] != 0 && !slices.Contains(gis, gi) && first(p.standing, i) {
 			gis = append(slices.Clip(gis), gi)
 		}
 	}
@@ -119,13 +119,14 @@ func (f *filler) close() {
 	if len(f.devices) == 0 {
 		return
 	}
-	uses := make([]use, 0, f.to-f.from+1)
+	from := len(f.p.uses)
 	for w := f.from; w < f.to; w++ {
 		if n := f.p.want[w].N - f.left[w-f.from]; n > 0 {
-			uses = append(uses, use{w, n})
+			f.p.use(use{w, n})
 		}
 	}
-	uses = append(uses, use{f.giDim, 1})
+	f.p.use(use{f.giDim, 1})
+	uses := f.p.uses[from:len(f.p.uses):len(f.p.uses)]
 	// Where the same would be there and be saved, the first way will do.
 	n := len(f.p.parts)
 	f.p.part(f.gi, slices.Clone(f.devices), uses)

@@ -4,6 +4,7 @@ package mig
 
 import (
 	"fmt"
+	"math/bits"
 	"slices"
 	"strings"
 
@@ -13,14 +14,17 @@ import (
 // maxStanding bounds what may stand on one GPU; 14 do today.
 const maxStanding = 100
 
-// planner looks for the set of devices that shall stand.
+// planner looks for the set of devices that shall stand. It is used again and
+// again, so that a plan does not cost more in memory than in time.
 type planner struct {
-	*search
+	search
 	c        *Card
 	want     []Count // merged, in order, none zero
 	standing []Standing
-	value    []int64 // of keeping each of standing
-	fixed    []bool  // which of standing must be in the target
+	masks    []uint64 // memory of each of standing
+	value    []int64  // of keeping each of standing
+	fixed    []bool   // which of standing must be in the target
+	uses     []use    // where parts' uses lie
 	// splits are the profiles whose GPU instances are split, with the dim that
 	// counts these GPU instances; base counts all others.
 	splits []splitDim
@@ -72,52 +76,79 @@ func (c *Card) names() string {
 	return b.String()
 }
 
-// newPlanner lists every GPU instance that the target could have. fixed may be
-// nil where nothing is.
-func (c *Card) newPlanner(standing []Standing, want []Count, value []int64, fixed []bool) (*planner, error) {
-	p := &planner{
-		search: &search{end: c.memory, gap: c.run},
-		c:      c, want: want, standing: standing, value: value, fixed: fixed,
+// planner takes a planner for what stands and is wanted; the caller fills in
+// value and fixed, and hands it back with release.
+func (c *Card) planner(standing []Standing, want []Count) *planner {
+	p, _ := c.planners.Get().(*planner)
+	if p == nil {
+		p = &planner{}
 	}
-	for i, o := range standing {
-		if fixed[i] {
-			p.must |= o.mask()
-		}
-		if o.mask() != 0 {
-			p.end = max(p.end, min(o.Start+o.Size, maxMemory))
-		}
+	p.c, p.want, p.standing = c, want, standing
+	p.value = slices.Grow(p.value[:0], len(standing))[:len(standing)]
+	p.fixed = slices.Grow(p.fixed[:0], len(standing))[:len(standing)]
+	p.masks = p.masks[:0]
+	for i := range standing {
+		p.masks = append(p.masks, standing[i].mask())
 	}
-	p.dims = make([]dim, len(want), len(want)+2)
-	p.parts = make([]part, 0, 32)
-	for d, w := range want {
-		p.dims[d] = dim{n: w.N, left: w.N}
+	clear(p.value)
+	clear(p.fixed)
+	return p
+}
+
+func (c *Card) release(p *planner) {
+	p.reset(0, nil, 1)
+	p.c, p.want, p.standing = nil, nil, nil
+	c.planners.Put(p)
+}
+
+// list lists every GPU instance that the target could have.
+func (p *planner) list() error {
+	c := p.c
+	p.reset(c.memory, c.room, c.memory+1)
+	p.uses, p.splits, p.base = p.uses[:0], p.splits[:0], tally{}
+	for i, m := range p.masks {
+		if p.fixed[i] {
+			p.must |= m
+		}
+		p.end = max(p.end, bits.Len64(m))
+	}
+	for d, w := range p.want {
+		p.dims = append(p.dims, dim{n: w.N, left: w.N})
 		if w.Profile.Compute != 0 {
 			continue
 		}
 		k := c.index(w.Profile)
 		p.base.add(c, k, min(w.N, 255))
-		uses := []use{{d, 1}}
+		uses := p.use(use{d, 1})
 		table := c.profiles[k].slots
 		for i := range table {
 			p.part(table[i], table[i:i+1:i+1], uses)
 		}
-		for i, o := range standing {
-			if o.Profile == w.Profile && !o.Empty && o.mask() != 0 && !slices.Contains(table, o.Slot) && first(standing, i) {
+		for i := range p.standing {
+			o := &p.standing[i]
+			if o.Profile == w.Profile && !o.Empty && p.masks[i] != 0 && !slices.Contains(table, o.Slot) && first(p.standing, i) {
 				p.part(o.Slot, []Slot{o.Slot}, uses)
 			}
 		}
 	}
-	for d := 0; d < len(want); {
+	for d := 0; d < len(p.want); {
 		e := d + 1
-		if want[d].Profile.Compute != 0 {
-			for e < len(want) && want[e].Profile.Compute != 0 && want[e].Profile.GPUInstance() == want[d].Profile.GPUInstance() {
+		if name := p.want[d].Profile; name.Compute != 0 {
+			for e < len(p.want) && p.want[e].Profile.Compute != 0 && p.want[e].Profile.GPUInstance() == name.GPUInstance() {
 				e++
 			}
 			p.split(d, e)
 		}
 		d = e
 	}
-	return p, p.prepare()
+	return p.prepare()
+}
+
+// use keeps what a part uses.
+func (p *planner) use(u ...use) []use {
+	n := len(p.uses)
+	p.uses = append(p.uses, u...)
+	return p.uses[n:len(p.uses):len(p.uses)]
 }
 
 // first says that no earlier one stands at the same place.
@@ -130,10 +161,10 @@ func first(standing []Standing, i int) bool {
 func (p *planner) part(gi Slot, devices []Slot, uses []use) {
 	mask, value := gi.mask(), int64(0)
 	for i := range p.standing {
-		o := &p.standing[i]
-		if o.mask()&mask == 0 {
+		if p.masks[i]&mask == 0 {
 			continue
 		}
+		o := &p.standing[i]
 		switch {
 		case o.Empty && o.Slot == gi && !o.Pinned, !o.Empty && slices.Contains(devices, o.Slot):
 			value += p.value[i]
@@ -146,8 +177,8 @@ func (p *planner) part(gi Slot, devices []Slot, uses []use) {
 
 // choose finds the best target. It is false where there is none.
 func (p *planner) choose() (value int64, ok bool) {
-	for i, o := range p.standing {
-		if p.fixed[i] && o.mask() == 0 {
+	for i, m := range p.masks {
+		if p.fixed[i] && m == 0 {
 			return 0, false
 		}
 	}
@@ -196,7 +227,7 @@ func (p *planner) choose() (value int64, ok bool) {
 
 // devices are what stands in the target that choose found.
 func (p *planner) devices() []Slot {
-	var out []Slot
+	out := make([]Slot, 0, 8)
 	p.target(func(t *part) { out = append(out, t.devices...) })
 	slices.SortFunc(out, CompareSlots)
 	return out
@@ -219,8 +250,9 @@ func (c *Card) Feasible(want []Count) error {
 			return nil
 		}
 	}
-	p, err := c.newPlanner(nil, all, nil, nil)
-	if err != nil {
+	p := c.planner(nil, all)
+	defer c.release(p)
+	if err := p.list(); err != nil {
 		return err
 	}
 	if _, ok := p.choose(); ok {
