@@ -74,7 +74,7 @@ func TestBadConfigMap(t *testing.T) {
 		{"not YAML", "version: v1\npartitions:\n  default: [\n", "config.yaml:"},
 		{"no replica", "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: shared\n      replicas: 0\n", "config.yaml:6: replicas"},
 		{"a GPU that is not there", "version: v1\npartitions:\n  default:\n    - devices: [0, 1, 2, 3, 4, 5, 6, 7]\n      mode: shared\n    - devices: [8]\n      mode: whole\n", "config.yaml:6: "},
-		{"a geometry that no GPU can have", "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: mig\n      geometry: {1g.10gb: 8}\n", "config.yaml:6: "},
+		{"a geometry that no GPU can have", "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: mig\n      geometry: {1g.10gb: 8}\n", "config.yaml:4: GPUs 0-7: 8x1g.10gb"},
 	} {
 		b.sub(c.name, func(b *bench) {
 			b.partitions(c.file)
