@@ -213,7 +213,7 @@ static int list_profiles(void)
                        "|                              Free/Total   GiB              CE    JPEG  OFA  |\n"
                        "|=============================================================================|\n", rule);
             snprintf(of, sizeof of, "%u/%u", free, p.instanceCount);
-            printf("| %3u  %-17.17s %3u %8s %11.2f %8s %6u %5u %5u   |\n| %58u %5u %5u    |\n%s\n", index_of(gpus[g]), p.name, p.id, of,
+            printf("| %3u  %-17.17s %3u %8s %11.2f %7s %5u %5u %5u   |\n| %61u %5u %5u   |\n%s\n", index_of(gpus[g]), p.name, p.id, of,
                    (double)p.memorySizeMB / 1024, p.isP2pSupported ? "Yes" : "No", p.multiprocessorCount, p.decoderCount, p.encoderCount,
                    p.copyEngineCount, p.jpegCount, p.ofaCount, rule);
         }
