@@ -20,6 +20,9 @@ const hungAfter = time.Second
 // before its call has an answer.
 type door struct {
 	token chan struct{} // holds one token while nobody is inside
+	// patient doors take no call for hung: what goes on behind them may last, and
+	// those in line wait as long as they like. Set before the door is used.
+	patient bool
 
 	mu sync.Mutex
 	// Guarded by mu:
@@ -112,6 +115,9 @@ func (d *door) abandon(v *visit) bool {
 		return false
 	}
 	v.left = true
+	if d.patient {
+		return true
+	}
 	if wait := hungAfter - time.Since(v.since); wait > 0 {
 		time.AfterFunc(wait, func() { d.shut(v) })
 	} else {

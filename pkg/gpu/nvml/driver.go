@@ -130,9 +130,10 @@ type Driver struct {
 	library string  // the file in use
 	loaded  content // what was in it
 	lib     nvml.Interface
-	door    *door
-	waits   *door // of event sets
 	log     *slog.Logger
+	*rooms
+
+	profiles profiles
 
 	// Used inside the door only:
 	last  map[gpu.UUID]gpu.Device // last good reading of each GPU ever seen
@@ -143,6 +144,8 @@ type Driver struct {
 	// look holds a token while no GPU is being asked, outside the door, whether it
 	// is lost.
 	look chan struct{}
+	// again has Events register the GPUs again.
+	again chan struct{}
 	// said is what was logged of GPUs, by index, that cannot report events. Used
 	// inside the door of event sets only, as is at: the UUIDs of GPUs, by index, at
 	// their last registration.
@@ -150,9 +153,9 @@ type Driver struct {
 	at   map[int]gpu.UUID
 
 	watching sync.Mutex // held by Events; Close waits for it
-	// seen is the hardware as it was when the driver was last initialised.
-	// Guarded by watching.
-	seen string
+	// Guarded by watching:
+	seen string // the hardware as it was when the driver was last initialised
+	gone bool   // Close has let go of the driver
 
 	stopped context.Context // ends at Close
 	stop    context.CancelFunc
@@ -205,10 +208,45 @@ var required = []string{
 var process struct {
 	sync.Mutex
 	// Guarded by the mutex:
-	library     string  // the library that symbols are bound to
-	loaded      content // what was in it
-	door, waits *door   // of the Driver that is open, or was last
-	open        bool
+	library string  // the library that symbols are bound to
+	loaded  content // what was in it
+	*rooms          // of all Drivers, one after the other
+	driver  *Driver // that is open, or was last
+	open    bool
+}
+
+// rooms are where a process's calls of the driver's library run. What hangs
+// there since an earlier Driver is in the way of the next one too.
+type rooms struct {
+	door  *door // for all that has no other place
+	waits *door // of event sets
+	// outside is held by whoever calls the library in neither of these doors, and
+	// alone by whoever initialises it, or lets go of it.
+	outside *share
+	// sets is held while events are waited for, and alone by whoever cannot have
+	// that. It is taken after outside, and before the doors.
+	sets *share
+
+	mu sync.Mutex
+	// Guarded by mu:
+	cards map[gpu.UUID]*door // for work on the MIG side of each GPU
+}
+
+func newRooms() *rooms {
+	return &rooms{door: newDoor(), waits: newDoor(), outside: newShare(), sets: newShare(), cards: map[gpu.UUID]*door{}}
+}
+
+// card is the door for work on one GPU's MIG side.
+func (r *rooms) card(u gpu.UUID) *door {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	own, ok := r.cards[u]
+	if !ok {
+		own = newDoor()
+		own.patient = true
+		r.cards[u] = own
+	}
+	return own
 }
 
 // Open loads the driver's library and initialises it. The error wraps
@@ -225,7 +263,7 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 	d := &Driver{
 		opts: opts, log: opts.Logger,
 		last: map[gpu.UUID]gpu.Device{}, links: map[gpu.UUID][]gpu.Link{}, said: map[int]string{},
-		look: make(chan struct{}, 1),
+		look: make(chan struct{}, 1), again: make(chan struct{}, 1),
 	}
 	d.look <- struct{}{}
 	if d.library, err = findLibrary(opts, d.log); err != nil {
@@ -238,11 +276,10 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 	if process.open {
 		return nil, fmt.Errorf("open NVIDIA driver: this process has it open already; close that first: %w", gpu.ErrInvalid)
 	}
-	if process.door == nil {
-		process.door, process.waits = newDoor(), newDoor()
+	if process.rooms == nil {
+		process.rooms = newRooms()
 	}
-	// A call that hangs since an earlier Driver still keeps these doors shut.
-	d.door, d.waits = process.door, process.waits
+	d.rooms = process.rooms
 	named := !filepath.IsAbs(d.library) // where it is shows when it is loaded
 	if !named {
 		if err := d.identifyLocked(); err != nil {
@@ -264,7 +301,7 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 	}
-	process.open = true
+	process.driver, process.open = d, true
 	return d, nil
 }
 
@@ -310,24 +347,28 @@ func (d *Driver) initialise() (nvml.Interface, error) {
 
 // Close ends Events and lets go of the driver: this process then has nothing of
 // it open, and its kernel module can be unloaded. That takes as long as the wait
-// for events that is under way (Options.EventWait). Where a call hangs inside
-// the driver it gives up after some seconds with an error that wraps
-// gpu.ErrTimeout; the Driver cannot be used either way.
+// for events that is under way (Options.EventWait), and as work on MIG. Where
+// that, or a call that hangs inside the driver, lasts, it gives up after some
+// seconds with an error that wraps gpu.ErrTimeout. The Driver cannot be used
+// either way, but Close may be repeated until it succeeds.
 func (d *Driver) Close() error {
-	if d.stopped.Err() != nil {
-		return nil
-	}
 	d.stop()
 	d.watching.Lock() // Events has freed what it held
 	defer d.watching.Unlock()
+	process.Lock()
+	mine := process.driver == d
+	process.Unlock()
+	if d.gone || !mine {
+		return nil
+	}
 	ctx, cancel := context.WithTimeout(context.Background(), closeWait)
 	defer cancel()
-	var err error
-	select {
-	case <-d.look: // for good
-		err = d.shutdown(ctx)
-	case <-ctx.Done(): // it has handles that would end
-		err = fmt.Errorf("shut the driver down: %w", errLooking)
+	err := d.outside.seize(ctx)
+	if err != nil { // there are handles that would end
+		err = fmt.Errorf("shut the driver down: %w: %w", err, errOutside)
+	} else {
+		const what = "shut the driver down"
+		err = d.alone(ctx, what, d.outside.yield, func() error { return d.shutdown(what) })
 	}
 	process.Lock()
 	process.open = false
@@ -335,29 +376,46 @@ func (d *Driver) Close() error {
 	if err != nil {
 		return fmt.Errorf("close NVIDIA driver: %w", err)
 	}
+	d.gone = true
 	return nil
+}
+
+// errOutside says why the library cannot be initialised anew, or let go of.
+var errOutside = errors.New("work on MIG, or a look for lost GPUs, has not returned")
+
+// alone runs f in both doors. The caller holds what release gives back: after f,
+// which may end when nobody waits for it any more, or when f will not run.
+func (d *Driver) alone(ctx context.Context, what string, release func(), f func() error) error {
+	var began atomic.Int32 // 1: f has, 2: it never will
+	_, err := through(ctx, d.waits, what, func() (struct{}, error) {
+		return through(ctx, d.door, what, func() (none struct{}, _ error) {
+			if !began.CompareAndSwap(0, 1) {
+				return none, fmt.Errorf("%s: %w", what, gpu.ErrTimeout)
+			}
+			defer release()
+			return none, f()
+		}, nil)
+	}, nil)
+	if began.CompareAndSwap(0, 2) {
+		release()
+	}
+	return err
 }
 
 // shutdown lets go of the driver as often as this process has initialised it,
 // by the driver's own count: an initialisation may have followed a shutdown that
 // failed.
-func (d *Driver) shutdown(ctx context.Context) error {
-	const what = "shut the driver down"
-	_, err := through(ctx, d.waits, what, func() (none struct{}, _ error) {
-		return through(ctx, d.door, what, func() (struct{}, error) {
-			for range mostShutdowns {
-				ret := d.lib.Shutdown()
-				if ret == nvml.ERROR_UNINITIALIZED {
-					return none, nil
-				}
-				if err := failed(what, ret); err != nil {
-					return none, err
-				}
-			}
-			return none, fmt.Errorf("%s: %w: it is still open after %d times", what, gpu.ErrDriver, mostShutdowns)
-		}, nil)
-	}, nil)
-	return err
+func (d *Driver) shutdown(what string) error {
+	for range mostShutdowns {
+		ret := d.lib.Shutdown()
+		if ret == nvml.ERROR_UNINITIALIZED {
+			return nil
+		}
+		if err := failed(what, ret); err != nil {
+			return err
+		}
+	}
+	return fmt.Errorf("%s: %w: it is still open after %d times", what, gpu.ErrDriver, mostShutdowns)
 }
 
 // errClosed is what a closed Driver answers.
@@ -394,10 +452,7 @@ func (d *Driver) Library() string { return d.library }
 // not know.
 func (d *Driver) handle(u gpu.UUID) (nvml.Device, error) {
 	h, ret := d.lib.DeviceGetHandleByUUID(string(u))
-	if ret == nvml.ERROR_INVALID_ARGUMENT {
-		ret = nvml.ERROR_NOT_FOUND
-	}
-	return h, failed("find "+string(u), ret)
+	return h, failed("find "+string(u), sought(ret))
 }
 
 // Memory reads a GPU's memory now. Amounts are rounded down to whole MiB, but

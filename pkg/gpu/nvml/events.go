@@ -112,7 +112,7 @@ func (d *Driver) Events(ctx context.Context, report func(gpu.Event)) error {
 		// A driver that fails for another reason than a lost GPU may have been
 		// loaded again under us.
 		w.anew = why.failure != nil && !errors.Is(why.failure, gpu.ErrLost) || w.changed || why.due && (w.putOff || d.stale.Load())
-		if why.due || w.anew {
+		if why.due || why.asked || w.anew {
 			w.lost = nil // try all of them
 		}
 		if why.failure != nil && ctx.Err() == nil {
@@ -207,30 +207,51 @@ func (w *watch) pause(ctx context.Context, d time.Duration) {
 
 // arm registers all GPUs but those known to be lost, in the room of those who
 // wait: another call that hangs does not keep it out. Only a new initialisation
-// must wait for that call, and is left out if that takes long.
+// must wait for that call, and is left out if that takes long. Whoever has the
+// library alone is waited for.
 func (w *watch) arm(ctx context.Context) (renewed bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, registerWait)
 	defer cancel()
 	const what = "watch the GPUs"
-	type result struct {
-		armed
-		renewed bool
-	}
-	d, anew, lost := w.Driver, w.anew, w.lost
-	r, err := through(ctx, d.waits, what, open(d, what, func() (r result, err error) {
-		if anew {
-			if r.renewed, err = d.tryRenew(ctx); err != nil {
-				return r, err
-			}
+	d, lost := w.Driver, w.lost
+	if w.anew {
+		if renewed, err = d.tryRenew(ctx); err != nil {
+			return renewed, err
 		}
-		r.armed, err = d.register(lost)
-		return r, err
-	}), func(r result) { r.set.Free() })
-	if err == nil {
-		w.armed = r.armed
 	}
-	return r.renewed, err
+	for {
+		// The place is taken inside the door: there it is known whether what
+		// follows happens, also when this caller has left.
+		if err := d.sets.join(ctx); err != nil {
+			return renewed, fmt.Errorf("%s: %w", what, err)
+		}
+		d.sets.part()
+		var a armed
+		a, err = through(ctx, d.waits, what, open(d, what, func() (armed, error) {
+			if !d.sets.tryJoin() {
+				return armed{}, errNotAlone
+			}
+			a, err := d.register(lost)
+			if err != nil {
+				d.sets.part()
+			}
+			return a, err
+		}), func(a armed) {
+			a.set.Free()
+			d.sets.part()
+		})
+		if errors.Is(err, errNotAlone) {
+			continue
+		}
+		if err == nil {
+			w.armed = a
+		}
+		return renewed, err
+	}
 }
+
+// errNotAlone says that somebody else has the library alone.
+var errNotAlone = errors.New("somebody has the library alone")
 
 // tryRenew initialises the driver anew if it can enter the door soon.
 func (d *Driver) tryRenew(ctx context.Context) (renewed bool, err error) {
@@ -243,26 +264,23 @@ func (d *Driver) tryRenew(ctx context.Context) (renewed bool, err error) {
 		}
 	}).Stop()
 	const what = "initialise the driver anew"
-	select {
-	case <-d.look:
-		defer func() { d.look <- struct{}{} }()
-	default: // it has handles that would end
-		d.log.Warn("cannot initialise the driver anew; watching the GPUs as they were known", "err", errLooking)
+	if !d.outside.trySeize() { // there are handles that would end
+		d.log.Warn("cannot initialise the driver anew; watching the GPUs as they were known", "err", errOutside)
 		return false, nil
 	}
-	_, err = through(ctx, d.door, what, open(d, what, func() (struct{}, error) {
+	err = d.alone(ctx, what, d.outside.yield, func() error {
 		inside.Store(true)
-		return struct{}{}, d.renew()
-	}), nil)
+		if d.stopped.Err() != nil {
+			return fmt.Errorf("%s: %w", what, errClosed)
+		}
+		return d.renew()
+	})
 	if !inside.Load() && errors.Is(err, gpu.ErrTimeout) {
 		d.log.Warn("cannot initialise the driver anew; watching the GPUs as they were known", "err", err)
 		return false, nil
 	}
 	return err == nil, err
 }
-
-// errLooking says that a look for lost GPUs hangs.
-var errLooking = fmt.Errorf("%w: the look at which GPUs are lost has not returned", gpu.ErrTimeout)
 
 // renew initialises the driver anew. It never says by itself that a GPU came
 // back, or that there is another one. Nothing may be registered.
@@ -271,6 +289,11 @@ func (d *Driver) renew() error {
 	if err := failed("shut the driver down", d.lib.Shutdown()); err != nil {
 		d.log.Debug("initialising the driver anew without a shutdown", "err", err)
 	}
+	return d.initialised()
+}
+
+// initialised takes up the driver after it was let go of.
+func (d *Driver) initialised() error {
 	if err := failed("initialise the driver", d.lib.Init()); err != nil {
 		return err
 	}
@@ -349,8 +372,9 @@ func (d *Driver) registerOne(set nvml.EventSet, index int, lost map[gpu.UUID]boo
 	return h, u, failed("watch "+uuid, h.RegisterEvents(nvml.EventTypeXidCriticalError, set))
 }
 
-// disarm frees the set.
+// disarm frees the set, on which nobody waits any more.
 func (d *Driver) disarm(a armed) {
+	defer d.sets.part()
 	ctx, cancel := context.WithTimeout(context.Background(), eventGrace)
 	defer cancel()
 	// Not open: Close has begun, perhaps, and waits for this.
@@ -364,6 +388,7 @@ func (d *Driver) disarm(a armed) {
 // ending is why a watch has ended.
 type ending struct {
 	due     bool       // it is time to try GPUs again that are not watched
+	asked   bool       // the GPUs are to be registered again, or not to be for a while
 	failure error      // what the driver said, nil where it did not fail
 	lost    []gpu.UUID // which GPUs are lost, where failure says that some are
 }
@@ -383,10 +408,15 @@ func (w *watch) run(ctx context.Context) (why ending, err error) {
 	}
 	rearm := time.NewTicker(period)
 	defer rearm.Stop()
+	sought := w.sets.wanted()
 	for over := false; !over; {
 		select {
 		case <-ctx.Done():
 			over = true
+		case <-sought:
+			why.asked, over = true, true
+		case <-w.again:
+			why.asked, over = true, true
 		case <-rearm.C:
 			why.due = w.missing || w.putOff || w.stale.Load()
 			over = why.due
@@ -455,9 +485,17 @@ func (d *Driver) findLost(a armed) <-chan gpu.UUID {
 		close(found)
 		return found
 	}
+	if !d.outside.tryJoin() {
+		d.look <- struct{}{}
+		close(found)
+		return found
+	}
 	go func() {
 		defer close(found)
-		defer func() { d.look <- struct{}{} }()
+		defer func() {
+			d.outside.part()
+			d.look <- struct{}{}
+		}()
 		for _, h := range a.order {
 			if _, ret := h.GetMemoryInfo(); meaning(ret) == gpu.ErrLost {
 				found <- a.gpus[h]
@@ -482,6 +520,10 @@ func (w *watch) end(ctx context.Context, l *listener) error {
 				w.report(w.event(ctx, n.data))
 			}
 		case <-grace.C:
+			go func() { // until then nobody has the library alone
+				<-l.done
+				w.sets.part()
+			}()
 			return fmt.Errorf("end the watch of the GPUs: %w: a wait of %s has not returned", gpu.ErrTimeout, w.opts.EventWait)
 		}
 	}

@@ -131,7 +131,7 @@ func (d *Driver) device(index int) (gpu.Device, nvml.Device, error) {
 		}
 		dev.NUMA = d.numa(h, pci)
 	}
-	dev.MIG, err = d.mig(h, dev.UUID, known.MIG)
+	dev.MIG, err = d.mig(h, dev.UUID)
 	return dev, h, err
 }
 
@@ -183,11 +183,7 @@ func (d *Driver) reconcile(inv *gpu.Inventory, read map[gpu.UUID]nvml.Device) (s
 func clone(dev gpu.Device) gpu.Device {
 	dev.Links = slices.Clone(dev.Links)
 	dev.MIG.Instances = slices.Clone(dev.MIG.Instances)
-	dev.MIG.Profiles = slices.Clone(dev.MIG.Profiles)
-	for i := range dev.MIG.Profiles {
-		p := &dev.MIG.Profiles[i]
-		p.Placements = slices.Clone(p.Placements)
-	}
+	dev.MIG.Profiles = cloneProfiles(dev.MIG.Profiles)
 	if dev.NUMA != nil {
 		n := *dev.NUMA
 		dev.NUMA = &n

@@ -4,22 +4,78 @@ package nvml
 
 import (
 	"cmp"
+	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
+	"sync"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// mostProfiles bounds the walk over profile numbers. The driver says itself
-// where they end (18 today); the bound is for one that never does.
-const mostProfiles = 256
+const (
+	// mostProfiles bounds the walk over profile numbers. The driver says itself
+	// where they end (18 of GPU instances today, 9 of compute instances); the bound
+	// is for one that never does.
+	mostProfiles = 256
+	// mostReadings bounds how often what stands is read again because an instance
+	// went away meanwhile.
+	mostReadings = 5
+)
 
-// mig reads a GPU's MIG side. Profiles are taken from known if that has them:
-// they cannot change, and reading them is slow on some cards.
-func (d *Driver) mig(h nvml.Device, u gpu.UUID, known gpu.MIG) (gpu.MIG, error) {
+// MIG reads one GPU's MIG side as it is now; without capability it is the zero
+// value. It waits for work on that GPU's instances that is under way, and for no
+// other call.
+//
+// Errors: gpu.ErrNotFound for a UUID that the driver does not know.
+func (d *Driver) MIG(ctx context.Context, u gpu.UUID) (gpu.MIG, error) {
+	return work(ctx, d, u, "read the MIG side of "+string(u), func() (gpu.MIG, error) {
+		h, err := d.handle(u)
+		if err != nil {
+			return gpu.MIG{}, err
+		}
+		return d.mig(h, u)
+	})
+}
+
+// work runs f behind one GPU's own door.
+func work[T any](ctx context.Context, d *Driver, u gpu.UUID, what string, f func() (T, error)) (T, error) {
+	value, err := through(ctx, d.card(u), what, func() (T, error) {
+		var none T
+		if err := d.outside.join(ctx); err != nil {
+			return none, fmt.Errorf("%s: %w: the driver is being initialised anew", what, err)
+		}
+		defer d.outside.part()
+		return open(d, what, f)()
+	}, nil)
+	return value, d.explained(err)
+}
+
+// profiles is what a process has learnt of the profiles of its GPUs: they do not
+// change, and reading them is slow on some cards.
+type profiles struct {
+	mu sync.Mutex
+	// Guarded by mu:
+	whole   map[gpu.UUID][]gpu.Profile
+	compute map[computeKey][]computeProfile
+}
+
+// computeKey names a GPU instance profile of a GPU.
+type computeKey struct {
+	gpu gpu.UUID
+	id  int
+}
+
+// computeProfile is a kind of compute instance within a GPU instance.
+type computeProfile struct {
+	id, slices, max int
+}
+
+// mig reads a GPU's MIG side.
+func (d *Driver) mig(h nvml.Device, u gpu.UUID) (gpu.MIG, error) {
 	current, pending, ret := h.GetMigMode()
 	if ret == nvml.ERROR_NOT_SUPPORTED {
 		return gpu.MIG{}, nil
@@ -32,19 +88,46 @@ func (d *Driver) mig(h nvml.Device, u gpu.UUID, known gpu.MIG) (gpu.MIG, error) 
 		p := pending == nvml.DEVICE_MIG_ENABLE
 		m.Pending = &p
 	}
-	m.Profiles = clone(gpu.Device{MIG: known}).MIG.Profiles
-	if !complete(m.Profiles) {
-		var err error
-		if m.Profiles, err = d.profiles(h, u); err != nil {
-			return m, err
-		}
-	}
-	if !m.Enabled {
-		return m, nil
-	}
 	var err error
+	if m.Profiles, err = d.knownProfiles(h, u); err != nil || !m.Enabled {
+		return m, err
+	}
 	m.Instances, err = d.instances(h, u, m.Profiles)
 	return m, err
+}
+
+// knownProfiles is a GPU's profiles, for the caller to keep.
+func (d *Driver) knownProfiles(h nvml.Device, u gpu.UUID) ([]gpu.Profile, error) {
+	d.profiles.mu.Lock()
+	known := d.profiles.whole[u]
+	d.profiles.mu.Unlock()
+	if known != nil {
+		return cloneProfiles(known), nil
+	}
+	list, err := d.readProfiles(h, u)
+	if err != nil || !complete(list) {
+		return list, err
+	}
+	d.profiles.mu.Lock()
+	defer d.profiles.mu.Unlock()
+	if d.profiles.whole == nil {
+		d.profiles.whole = map[gpu.UUID][]gpu.Profile{}
+	}
+	d.profiles.whole[u] = cloneProfiles(list)
+	return list, nil
+}
+
+func cloneProfiles(list []gpu.Profile) []gpu.Profile {
+	list = slices.Clone(list)
+	for i := range list {
+		p := &list[i]
+		p.Placements = slices.Clone(p.Placements)
+		if p.Engines != nil {
+			e := *p.Engines
+			p.Engines = &e
+		}
+	}
+	return list
 }
 
 // complete reports whether all is known of the profiles. Some drivers tell
@@ -53,14 +136,14 @@ func complete(profiles []gpu.Profile) bool {
 	return len(profiles) > 0 && !slices.ContainsFunc(profiles, func(p gpu.Profile) bool { return len(p.Placements) == 0 })
 }
 
-// profiles walks the driver's profile numbers until it says that there are no
+// readProfiles walks the driver's profile numbers until it says that there are no
 // more. Names are the driver's own: names computed from sizes are wrong on
 // some boards. Before R510 the driver tells no names and there are none here.
-func (d *Driver) profiles(h nvml.Device, u gpu.UUID) ([]gpu.Profile, error) {
+func (d *Driver) readProfiles(h nvml.Device, u gpu.UUID) ([]gpu.Profile, error) {
 	if !d.has("nvmlDeviceGetGpuInstanceProfileInfoV") {
 		return nil, nil
 	}
-	var profiles []gpu.Profile
+	var list []gpu.Profile
 	for number := range mostProfiles {
 		p, ret := profile(h, number)
 		if ret == nvml.ERROR_INVALID_ARGUMENT {
@@ -79,9 +162,9 @@ func (d *Driver) profiles(h nvml.Device, u gpu.UUID) ([]gpu.Profile, error) {
 			}
 			slices.SortFunc(p.Placements, func(a, b gpu.Placement) int { return cmp.Compare(a.Start, b.Start) })
 		}
-		profiles = append(profiles, p)
+		list = append(list, p)
 	}
-	return profiles, nil
+	return list, nil
 }
 
 // profile reads one profile, in the newest form that the driver has.
@@ -92,6 +175,7 @@ func profile(h nvml.Device, number int) (gpu.Profile, nvml.Return) {
 		return gpu.Profile{
 			Name: profileName(v3.Name[:]), ID: int(v3.Id), Memory: gpu.MiB(v3.MemorySizeMB),
 			Slices: int(v3.SliceCount), Max: int(v3.InstanceCount),
+			Engines: engines(v3.DecoderCount, v3.EncoderCount, v3.JpegCount, v3.OfaCount),
 		}, ret
 	}
 	// A driver that does not know version 3 may call it an invalid argument, as
@@ -100,7 +184,12 @@ func profile(h nvml.Device, number int) (gpu.Profile, nvml.Return) {
 	return gpu.Profile{
 		Name: profileName(v2.Name[:]), ID: int(v2.Id), Memory: gpu.MiB(v2.MemorySizeMB),
 		Slices: int(v2.SliceCount), Max: int(v2.InstanceCount),
+		Engines: engines(v2.DecoderCount, v2.EncoderCount, v2.JpegCount, v2.OfaCount),
 	}, ret
+}
+
+func engines(decode, encode, jpeg, ofa uint32) *gpu.Engines {
+	return &gpu.Engines{Decode: int(decode), Encode: int(encode), JPEG: int(jpeg), OFA: int(ofa)}
 }
 
 // profileName drops the word that some drivers put before "1g.10gb".
@@ -108,79 +197,179 @@ func profileName(c []int8) string { return strings.TrimPrefix(text(c), "MIG ") }
 
 // instances lists what stands on a GPU in MIG mode, by placement: one entry
 // for each compute instance, and one with CI -1 and no UUID for a GPU instance
-// that has none.
-func (d *Driver) instances(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) ([]gpu.Instance, error) {
-	type place struct{ gi, ci int }
-	type compute struct {
-		ci   int
-		uuid gpu.UUID
-		part string // "1c." where it has only some of the slices
+// that has none. What comes or goes meanwhile is in it or not.
+func (d *Driver) instances(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) (list []gpu.Instance, err error) {
+	for range mostReadings {
+		// An instance that goes away between two questions about it makes the
+		// second one wrong, and not the GPU.
+		if list, err = d.readInstances(h, u, profiles); !errors.Is(err, gpu.ErrNotFound) && !errors.Is(err, gpu.ErrInvalid) {
+			break
+		}
 	}
-	within := map[int][]compute{}
-	most, ret := h.GetMaxMigDeviceCount()
-	if err := failed("count the MIG devices of "+string(u), ret); err != nil {
+	return list, err
+}
+
+func (d *Driver) readInstances(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) ([]gpu.Instance, error) {
+	standing, err := d.standing(h, u, profiles)
+	if err != nil || len(standing) == 0 {
 		return nil, err
 	}
-	for i := range most {
-		dev, ret := h.GetMigDeviceHandleByIndex(i)
-		if ret == nvml.ERROR_NOT_FOUND || ret == nvml.ERROR_INVALID_ARGUMENT {
-			continue // an empty seat
-		}
-		if err := failed(fmt.Sprintf("find MIG device %d of %s", i, u), ret); err != nil {
-			return nil, err
-		}
-		gi, ret := dev.GetGpuInstanceId()
-		if err := failed(fmt.Sprintf("read the GPU instance of MIG device %d of %s", i, u), ret); err != nil {
-			return nil, err
-		}
-		ci, ret := dev.GetComputeInstanceId()
-		if err := failed(fmt.Sprintf("read the compute instance of MIG device %d of %s", i, u), ret); err != nil {
-			return nil, err
-		}
-		uuid, ret := dev.GetUUID()
-		if err := failed(fmt.Sprintf("read the UUID of MIG device %d of %s", i, u), ret); err != nil {
-			return nil, err
-		}
-		c := compute{ci: ci, uuid: gpu.UUID(uuid)}
-		if a, ret := dev.GetAttributes(); ret == nvml.SUCCESS && a.ComputeInstanceSliceCount < a.GpuInstanceSliceCount {
-			c.part = fmt.Sprintf("%dc.", a.ComputeInstanceSliceCount)
-		}
-		within[gi] = append(within[gi], c)
+	devices, err := d.devices(h, u, standing)
+	if err != nil {
+		return nil, err
 	}
-	busy := map[place]bool{}
 	processes, err := d.processes(h, u)
 	if err != nil {
 		return nil, err
 	}
-	for _, p := range processes {
-		busy[place{p.GI, p.CI}] = true
-	}
-
 	var all []gpu.Instance
-	for _, p := range profiles {
-		standing, ret := h.GetGpuInstances(&nvml.GpuInstanceProfileInfo{Id: uint32(p.ID), InstanceCount: uint32(p.Max)})
-		if err := failed(fmt.Sprintf("list the %s instances of %s", p.Name, u), ret); err != nil {
-			return nil, err
+	for _, s := range standing {
+		own := gpu.Instance{Profile: s.profile.Name, Placement: s.at, GI: s.id, CI: -1}
+		empty := true
+		for _, in := range devices {
+			if in.GI != s.id {
+				continue
+			}
+			empty = false
+			in.Busy = slices.ContainsFunc(processes, func(p gpu.Process) bool { return p.GI == in.GI && p.CI == in.CI })
+			all = append(all, in)
 		}
-		for _, gi := range standing {
-			info, ret := gi.GetInfo()
-			if err := failed(fmt.Sprintf("read a %s instance of %s", p.Name, u), ret); err != nil {
-				return nil, err
-			}
-			at := gpu.Placement{Start: int(info.Placement.Start), Size: int(info.Placement.Size)}
-			id := int(info.Id)
-			if len(within[id]) == 0 {
-				all = append(all, gpu.Instance{Profile: p.Name, Placement: at, GI: id, CI: -1})
-			}
-			for _, c := range within[id] {
-				all = append(all, gpu.Instance{
-					Profile: c.part + p.Name, Placement: at, GI: id, CI: c.ci, UUID: c.uuid, Busy: busy[place{id, c.ci}],
-				})
-			}
+		if empty {
+			all = append(all, own)
 		}
 	}
 	slices.SortFunc(all, func(a, b gpu.Instance) int {
-		return cmp.Or(cmp.Compare(a.Start, b.Start), cmp.Compare(a.GI, b.GI), cmp.Compare(a.CI, b.CI))
+		return cmp.Or(cmp.Compare(a.Start, b.Start), cmp.Compare(a.GI, b.GI), cmp.Compare(a.CIStart, b.CIStart), cmp.Compare(a.CI, b.CI))
 	})
 	return all, nil
+}
+
+// standing is a GPU instance that stands.
+type standing struct {
+	gi      nvml.GpuInstance
+	id      int
+	profile gpu.Profile
+	at      gpu.Placement
+}
+
+// standing lists the GPU instances on a GPU. The driver lists those of one
+// profile at a time; profiles that have no room beside what was found need not
+// be asked for.
+func (d *Driver) standing(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) ([]standing, error) {
+	var found []standing
+	for _, p := range profiles {
+		if len(p.Placements) > 0 && !slices.ContainsFunc(p.Placements, func(at gpu.Placement) bool {
+			return !slices.ContainsFunc(found, func(s standing) bool { return overlap(s.at, at) })
+		}) {
+			continue
+		}
+		own, err := d.standingOf(h, u, p)
+		if err != nil {
+			return nil, err
+		}
+		found = append(found, own...)
+	}
+	return found, nil
+}
+
+func overlap(a, b gpu.Placement) bool { return a.Start < b.Start+b.Size && b.Start < a.Start+a.Size }
+
+// standingOf lists the GPU instances of one profile.
+func (d *Driver) standingOf(h nvml.Device, u gpu.UUID, p gpu.Profile) ([]standing, error) {
+	list, ret := h.GetGpuInstances(&nvml.GpuInstanceProfileInfo{Id: uint32(p.ID), InstanceCount: uint32(p.Max)})
+	if err := failed(fmt.Sprintf("list the %s instances of %s", p.Name, u), ret); err != nil {
+		return nil, err
+	}
+	var found []standing
+	for _, gi := range list {
+		s, err := describe(gi, fmt.Sprintf("a %s instance of %s", p.Name, u))
+		if err != nil {
+			return nil, err
+		}
+		s.profile = p
+		found = append(found, s)
+	}
+	return found, nil
+}
+
+// describe reads all but the profile of a GPU instance.
+func describe(gi nvml.GpuInstance, what string) (standing, error) {
+	info, ret := gi.GetInfo()
+	return standing{
+		gi: gi, id: int(info.Id), profile: gpu.Profile{ID: int(info.ProfileId)},
+		at: gpu.Placement{Start: int(info.Placement.Start), Size: int(info.Placement.Size)},
+	}, failed("read "+what, ret)
+}
+
+// devices lists the compute instances that stand in GPU instances, without
+// whether they are busy: those are what the driver calls MIG devices.
+func (d *Driver) devices(h nvml.Device, u gpu.UUID, in []standing) ([]gpu.Instance, error) {
+	most, ret := h.GetMaxMigDeviceCount()
+	if err := failed("count the MIG devices of "+string(u), ret); err != nil {
+		return nil, err
+	}
+	room := 0 // compute slices that no device was found for
+	for _, s := range in {
+		room += s.profile.Slices
+	}
+	var all []gpu.Instance
+	for seat := 0; seat < most && room > 0; seat++ {
+		dev, ret := h.GetMigDeviceHandleByIndex(seat)
+		if ret == nvml.ERROR_NOT_FOUND || ret == nvml.ERROR_INVALID_ARGUMENT {
+			continue // an empty seat
+		}
+		what := fmt.Sprintf("MIG device %d of %s", seat, u)
+		if err := failed("find "+what, ret); err != nil {
+			return nil, err
+		}
+		gi, ret := dev.GetGpuInstanceId()
+		if err := failed("read the GPU instance of "+what, ret); err != nil {
+			return nil, err
+		}
+		at := slices.IndexFunc(in, func(s standing) bool { return s.id == gi })
+		if at < 0 {
+			continue // it came after its place was looked at
+		}
+		found, slots, err := d.migDevice(dev, what, in[at])
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, found)
+		room -= slots
+	}
+	return all, nil
+}
+
+// migDevice reads a MIG device in a GPU instance, and how many compute slices it
+// has.
+func (d *Driver) migDevice(dev nvml.Device, what string, s standing) (in gpu.Instance, slots int, err error) {
+	in = gpu.Instance{Profile: s.profile.Name, Placement: s.at, GI: s.id}
+	var ret nvml.Return
+	if in.CI, ret = dev.GetComputeInstanceId(); ret != nvml.SUCCESS {
+		return in, 0, failed("read the compute instance of "+what, ret)
+	}
+	uuid, ret := dev.GetUUID()
+	if err := failed("read the UUID of "+what, ret); err != nil {
+		return in, 0, err
+	}
+	in.UUID = gpu.UUID(uuid)
+	if s.profile.Slices <= 1 {
+		return in, 1, nil
+	}
+	a, ret := dev.GetAttributes()
+	if err := failed("read the attributes of "+what, ret); err != nil {
+		return in, 0, err
+	}
+	slots = int(a.ComputeInstanceSliceCount)
+	if a.ComputeInstanceSliceCount >= a.GpuInstanceSliceCount {
+		return in, slots, nil
+	}
+	in.Profile = fmt.Sprintf("%dc.%s", slots, s.profile.Name)
+	ci, ret := s.gi.GetComputeInstanceById(in.CI)
+	if err := failed("find the compute instance of "+what, ret); err != nil {
+		return in, 0, err
+	}
+	info, ret := ci.GetInfo()
+	in.CIStart = int(info.Placement.Start)
+	return in, slots, failed("read the compute instance of "+what, ret)
 }

@@ -140,7 +140,7 @@ func standIn(t *testing.T, script string) *Driver {
 	}
 	stopped, stop := context.WithCancel(context.Background())
 	t.Cleanup(stop)
-	return &Driver{opts: Options{DriverRoot: root}, library: filepath.Join(root, "usr/lib64/libnvidia-ml.so.1"), stopped: stopped, stop: stop}
+	return &Driver{opts: Options{DriverRoot: root}, library: filepath.Join(root, "usr/lib64/libnvidia-ml.so.1"), stopped: stopped, stop: stop, rooms: newRooms()}
 }
 
 func TestSetTimeSliceRunsTheDriversTool(t *testing.T) {

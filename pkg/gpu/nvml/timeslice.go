@@ -31,7 +31,7 @@ var steps = []gpu.TimeSlice{gpu.TimeSliceDefault, gpu.TimeSliceShort, gpu.TimeSl
 // below DriverRoot, with the library that the agent uses; the program runs in
 // the agent's own root, since it needs nothing of the host's but that library
 // and the device nodes. It does not pass the door: a program that hangs harms
-// only itself.
+// only itself, and keeps a Reset waiting.
 //
 // The error wraps gpu.ErrNotSupported, with the program's own words, where
 // there is no such program or it or the card cannot set a time slice;
@@ -46,11 +46,21 @@ func (d *Driver) SetTimeSlice(ctx context.Context, u gpu.UUID, slice gpu.TimeSli
 	if step < 0 {
 		return fmt.Errorf("%s: want one of %q: %w", what, steps, gpu.ErrInvalid)
 	}
+	if err := d.outside.join(ctx); err != nil { // the program is a client too
+		return fmt.Errorf("%s: %w: the driver is being initialised anew, or a GPU reset", what, err)
+	}
+	defer d.outside.part()
+	return d.smi(ctx, what, toolMeaning, "compute-policy", "-i", string(u), "--set-timeslice", fmt.Sprint(step))
+}
+
+// smi runs the driver's nvidia-smi. An error carries the program's words, and the
+// sentinel that meaning finds for its exit status and them.
+func (d *Driver) smi(ctx context.Context, what string, meaning func(status int, said string) error, args ...string) error {
 	tool, err := d.tool("nvidia-smi")
 	if err != nil {
 		return fmt.Errorf("%s: %w", what, err)
 	}
-	cmd := exec.CommandContext(ctx, tool, "compute-policy", "-i", string(u), "--set-timeslice", fmt.Sprint(step))
+	cmd := exec.CommandContext(ctx, tool, args...)
 	cmd.WaitDelay = toolGrace
 	if filepath.IsAbs(d.library) {
 		cmd.Env = append(os.Environ(), "LD_LIBRARY_PATH="+filepath.Dir(d.library))
@@ -67,12 +77,12 @@ func (d *Driver) SetTimeSlice(ctx context.Context, u gpu.UUID, slice gpu.TimeSli
 	if !ok {
 		return fmt.Errorf("%s: run %s: %w: %v", what, tool, gpu.ErrNotSupported, err)
 	}
-	return fmt.Errorf("%s: %w (%s: %v: %q)", what, toolMeaning(exit.ExitCode()), tool, exit, said)
+	return fmt.Errorf("%s: %w (%s: %v: %q)", what, meaning(exit.ExitCode(), said), tool, exit, said)
 }
 
 // toolMeaning is the sentinel for an exit status of nvidia-smi, as its manual
 // page lists them.
-func toolMeaning(status int) error {
+func toolMeaning(status int, _ string) error {
 	switch status {
 	case 4:
 		return gpu.ErrNoPermission

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"bufio"
+	"bytes"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+	"tags.cncf.io/container-device-interface/specs-go"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// capabilityMode is the mode that the driver gives the nodes of instances: who
+// has one in its container may use the instance.
+const capabilityMode = 0o444
+
+// Capabilities are the nodes that a container needs, beside the GPU's, to use a
+// compute instance: the GPU instance's access and the compute instance's, on the
+// GPU with a minor number, by host path and without numbers as in Parts. Which
+// they are stands in the driver's list, at ProcRoot/driver/nvidia-caps/mig-minors;
+// they are assigned when the kernel module is loaded and stay. A node that is not
+// there, or has the numbers of a module that is gone, is made, with the major
+// number that ProcRoot/devices has for nvidia-caps.
+//
+// It makes no call of the driver. Errors: gpu.ErrNotFound where the driver has no
+// such instance on its list; gpu.ErrNotSupported where it has no list, or the
+// kernel no nvidia-caps; gpu.ErrNoPermission where a node cannot be made.
+func (d *Driver) Capabilities(minor, gi, ci int) ([]*specs.DeviceNode, error) {
+	what := fmt.Sprintf("find the capability nodes of GPU instance %d, compute instance %d of nvidia%d", gi, ci, minor)
+	wanted := []string{
+		fmt.Sprintf("gpu%d/gi%d/access", minor, gi),
+		fmt.Sprintf("gpu%d/gi%d/ci%d/access", minor, gi, ci),
+	}
+	numbers, err := d.capabilityMinors(wanted)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", what, err)
+	}
+	var edits specs.ContainerEdits
+	for _, number := range numbers {
+		name := fmt.Sprintf("nvidia-cap%d", number)
+		if err := d.capabilityNode(name, number); err != nil {
+			return nil, fmt.Errorf("%s: %w", what, err)
+		}
+		mode := os.FileMode(capabilityMode)
+		edits.DeviceNodes = append(edits.DeviceNodes, &specs.DeviceNode{
+			Path: "/dev/nvidia-caps/" + name, HostPath: filepath.Join(d.opts.capsDir(), name),
+			FileMode: &mode, Permissions: "rwm",
+		})
+	}
+	return d.seenByHost(edits).DeviceNodes, nil
+}
+
+// capsDir is where nodes of capabilities are.
+func (o Options) capsDir() string { return filepath.Join(o.devDir(), "nvidia-caps") }
+
+// capabilityMinors looks capabilities up in the driver's list, of which each line
+// is a name and a number.
+func (d *Driver) capabilityMinors(wanted []string) ([]int, error) {
+	file := filepath.Join(d.opts.ProcRoot, "driver/nvidia-caps/mig-minors")
+	list, err := os.ReadFile(file)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("%w: %w; is this the host's procfs, and the driver loaded? (--proc-root)", gpu.ErrNotSupported, err)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", gpu.ErrDriver, err)
+	}
+	numbers := make([]int, len(wanted))
+	for i, name := range wanted {
+		if numbers[i], err = lineNumber(list, name+" "); err != nil {
+			return nil, fmt.Errorf("%s has no %s: %w", file, name, err)
+		}
+	}
+	return numbers, nil
+}
+
+// lineNumber is what follows a prefix in the line that begins with it.
+func lineNumber(list []byte, prefix string) (int, error) {
+	at := 0
+	if !bytes.HasPrefix(list, []byte(prefix)) {
+		if at = bytes.Index(list, []byte("\n"+prefix)) + 1; at == 0 {
+			return 0, gpu.ErrNotFound
+		}
+	}
+	line, _, _ := bytes.Cut(list[at+len(prefix):], []byte("\n"))
+	n, err := strconv.ParseUint(strings.TrimSpace(string(line)), 10, 20)
+	if err != nil {
+		return 0, fmt.Errorf("a number: %w: %w", gpu.ErrNotFound, err)
+	}
+	return int(n), nil
+}
+
+// capabilityNode makes sure that a node stands, with the right numbers.
+func (d *Driver) capabilityNode(name string, minor int) error {
+	major, err := d.capabilityMajor()
+	if err != nil {
+		return err
+	}
+	path := filepath.Join(d.opts.capsDir(), name)
+	device := unix.Mkdev(major, uint32(minor))
+	if right, err := isDevice(path, device); right || err != nil {
+		return err
+	}
+	if err := makeNode(path, device); err != nil {
+		return fmt.Errorf("make %s (character device %d:%d): %w: %w; give the agent CAP_MKNOD and %s to write in, or have nvidia-modprobe make it",
+			path, major, minor, gpu.ErrNoPermission, err, d.opts.capsDir())
+	}
+	return nil
+}
+
+// capabilityMajor reads the number that the kernel gave to nvidia-caps.
+func (d *Driver) capabilityMajor() (uint32, error) {
+	file := filepath.Join(d.opts.ProcRoot, "devices")
+	f, err := os.Open(file)
+	if err != nil {
+		return 0, fmt.Errorf("%w: %w", gpu.ErrNotSupported, err)
+	}
+	defer f.Close()
+	for lines := bufio.NewScanner(f); lines.Scan() && lines.Text() != "Block devices:"; {
+		fields := strings.Fields(lines.Text())
+		if len(fields) == 2 && fields[1] == "nvidia-caps" {
+			n, err := strconv.ParseUint(fields[0], 10, 12)
+			if err != nil {
+				break
+			}
+			return uint32(n), nil
+		}
+	}
+	return 0, fmt.Errorf("%s has no character device nvidia-caps: %w; is the driver loaded?", file, gpu.ErrNotSupported)
+}
+
+// isDevice says whether a path is a character device with these numbers. A node
+// with others, of a kernel module that was loaded before, is none.
+func isDevice(path string, device uint64) (bool, error) {
+	var node unix.Stat_t
+	err := unix.Lstat(path, &node)
+	if errors.Is(err, unix.ENOENT) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("look at %s: %w: %w", path, gpu.ErrNoPermission, err)
+	}
+	if node.Mode&unix.S_IFMT != unix.S_IFCHR {
+		return false, fmt.Errorf("%s is no character device: %w; remove it", path, gpu.ErrInvalid)
+	}
+	return node.Rdev == device, nil
+}
+
+// makeNode puts a node at a path, in the place of what is there, in one step: a
+// container may be starting with it.
+func makeNode(path string, device uint64) error {
+	dir := filepath.Dir(path)
+	if err := os.Mkdir(dir, 0o755); err == nil {
+		// As the driver's tools make it, whatever the umask is.
+		if err := os.Chmod(dir, 0o755); err != nil {
+			return err
+		}
+	} else if !errors.Is(err, fs.ErrExist) {
+		return err
+	}
+	temp := filepath.Join(dir, fmt.Sprintf(".%s.%d", filepath.Base(path), os.Getpid()))
+	_ = os.Remove(temp) // of a process that had this PID
+	if err := unix.Mknod(temp, unix.S_IFCHR|capabilityMode, int(device)); err != nil {
+		return &fs.PathError{Op: "mknod", Path: temp, Err: err}
+	}
+	err := os.Chmod(temp, capabilityMode)
+	if err == nil {
+		err = os.Rename(temp, path)
+	}
+	if err != nil {
+		_ = os.Remove(temp)
+	}
+	return err
+}

@@ -1,0 +1,471 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// place is where an instance stands, as people read it: 3g.40gb@4, and
+// 1c.3g.40gb@4.1 for a split.
+func place(profile string, start, ci int) string {
+	if _, compute := split(profile); compute > 0 {
+		return fmt.Sprintf("%s@%d.%d", profile, start, ci)
+	}
+	return fmt.Sprintf("%s@%d", profile, start)
+}
+
+// split takes 1c.3g.40gb apart into the GPU instance's profile and the compute
+// slices, 0 where they are all of it.
+func split(profile string) (whole string, compute int) {
+	if c, rest, ok := strings.Cut(profile, "c."); ok {
+		if n, err := strconv.Atoi(c); err == nil {
+			return rest, n
+		}
+	}
+	return profile, 0
+}
+
+// CreateInstance makes a compute instance of a profile, by the driver's name for
+// it or a split's (1c.3g.40gb), at a placement of its GPU instance; ci is the
+// split's first compute slice within that, and 0 else. Where a GPU instance of
+// the profile stands at the placement, the compute instance is made in it; else
+// one is made for it, and is gone again when the second step fails. What stands
+// already as it is asked for is returned as it stands, busy or not.
+//
+// The hardware takes 0.1 to 1 s, and may take much longer; work on one GPU is
+// done one at a time, and neither waits for readings nor keeps them waiting. A
+// caller that leaves (gpu.ErrTimeout) does not end the work: the next work on
+// that GPU, and MIG, wait for it.
+//
+// Errors: gpu.ErrNoRoom where something else stands there, or the card cannot
+// have another one; gpu.ErrInvalid for a profile or a place that the GPU does not
+// have; gpu.ErrNotSupported while MIG is off, and for a compute slice to be chosen
+// on a driver that cannot; gpu.ErrNoPermission without root; gpu.ErrNotFound for a
+// UUID that the driver does not know. Whatever the error, what it made is gone
+// again, unless the error says otherwise.
+func (d *Driver) CreateInstance(ctx context.Context, u gpu.UUID, profile string, at gpu.Placement, ci int) (gpu.Instance, error) {
+	what := fmt.Sprintf("create %s on %s", place(profile, at.Start, ci), u)
+	return work(ctx, d, u, what, func() (gpu.Instance, error) { return d.createInstance(what, u, profile, at, ci) })
+}
+
+func (d *Driver) createInstance(what string, u gpu.UUID, profile string, at gpu.Placement, ci int) (in gpu.Instance, err error) {
+	if err := d.lacks(what, "nvmlDeviceCreateGpuInstanceWithPlacement"); err != nil {
+		return in, err
+	}
+	h, err := d.handle(u)
+	if err != nil {
+		return in, fmt.Errorf("%s: %w", what, err)
+	}
+	p, slots, err := d.profileOf(h, u, profile)
+	if err != nil {
+		return in, fmt.Errorf("%s: %w", what, err)
+	}
+
+	// Of the two cases the usual one is tried first: nothing stands there.
+	s := standing{profile: p, at: at}
+	gi, ret := h.CreateGpuInstanceWithPlacement(&nvml.GpuInstanceProfileInfo{Id: uint32(p.ID)},
+		&nvml.GpuInstancePlacement{Start: uint32(at.Start), Size: uint32(at.Size)})
+	if refused := failed(what, ret); refused == nil {
+		s.gi = gi
+		defer func() { err = undone(err, gi.Destroy, "GPU instance") }()
+		if s, err = describe(gi, "the GPU instance made for it"); err != nil {
+			return in, fmt.Errorf("%s: %w", what, err)
+		}
+		s.profile = p
+	} else {
+		own, listed := d.standingOf(h, u, p)
+		i := slices.IndexFunc(own, func(s standing) bool { return s.at == at })
+		if listed != nil || i < 0 {
+			return in, advised(refused, p)
+		}
+		s = own[i]
+		if in, err = d.inPlace(h, u, s, slots, ci); err != nil || in.GI == s.id {
+			if err != nil {
+				err = fmt.Errorf("%s: %w", what, err)
+			}
+			return in, err
+		}
+	}
+	return d.createCompute(what, h, u, s, slots, ci)
+}
+
+// lacks is an error if the library has no such symbol: calling it would end the
+// process.
+func (d *Driver) lacks(what, symbol string) error {
+	if d.has(symbol) {
+		return nil
+	}
+	return fmt.Errorf("%s: %s has no %s: %w; install a newer driver", what, d.library, symbol, gpu.ErrNotSupported)
+}
+
+// undone takes back, after an error, what was made before it.
+func undone(err error, destroy func() nvml.Return, what string) error {
+	if err == nil {
+		return nil
+	}
+	if left := failed("destroy it again", destroy()); left != nil {
+		return fmt.Errorf("%w; the %s made for it is left behind: %w", err, what, left)
+	}
+	return err
+}
+
+// advised adds to a refusal what can be done.
+func advised(err error, p gpu.Profile) error {
+	switch {
+	case errors.Is(err, gpu.ErrNoRoom):
+		return fmt.Errorf("%w; destroy what stands there, or has the card's last room for a %s", err, p.Name)
+	case errors.Is(err, gpu.ErrInvalid) && len(p.Placements) > 0:
+		return fmt.Errorf("%w; its placements (start and size in memory slots) are %v", err, p.Placements)
+	case errors.Is(err, gpu.ErrNotSupported):
+		return fmt.Errorf("%w; is MIG mode on?", err)
+	}
+	return err
+}
+
+// profileOf finds a profile by the name of it or of a split, and how many compute
+// slices that has.
+func (d *Driver) profileOf(h nvml.Device, u gpu.UUID, name string) (p gpu.Profile, slots int, err error) {
+	list, err := d.knownProfiles(h, u)
+	if err != nil {
+		return p, 0, err
+	}
+	whole, compute := split(name)
+	i := slices.IndexFunc(list, func(p gpu.Profile) bool { return p.Name == whole })
+	if i < 0 {
+		var have []string
+		for _, p := range list {
+			have = append(have, p.Name)
+		}
+		return p, 0, fmt.Errorf("the GPU has no profile %q, but %q: %w", whole, have, gpu.ErrInvalid)
+	}
+	if p = list[i]; compute == 0 {
+		compute = p.Slices
+	}
+	return p, compute, nil
+}
+
+// computeProfiles are the kinds of compute instances that a GPU instance can
+// hold, smaller ones first.
+func (d *Driver) computeProfiles(u gpu.UUID, s standing) ([]computeProfile, error) {
+	key := computeKey{u, s.profile.ID}
+	d.profiles.mu.Lock()
+	known := d.profiles.compute[key]
+	d.profiles.mu.Unlock()
+	if known != nil {
+		return known, nil
+	}
+	var list []computeProfile
+	for number := range mostProfiles {
+		info, ret := s.gi.GetComputeInstanceProfileInfo(number, nvml.COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED)
+		if ret == nvml.ERROR_INVALID_ARGUMENT {
+			break
+		}
+		if ret == nvml.ERROR_NOT_SUPPORTED {
+			continue // another GPU instance profile has it
+		}
+		if err := failed(fmt.Sprintf("read compute profile %d of a %s instance", number, s.profile.Name), ret); err != nil {
+			return nil, err
+		}
+		list = append(list, computeProfile{id: int(info.Id), slices: int(info.SliceCount), max: max(int(info.InstanceCount), 1)})
+	}
+	if len(list) == 0 {
+		return nil, nil
+	}
+	d.profiles.mu.Lock()
+	defer d.profiles.mu.Unlock()
+	if d.profiles.compute == nil {
+		d.profiles.compute = map[computeKey][]computeProfile{}
+	}
+	d.profiles.compute[key] = list
+	return list, nil
+}
+
+// compute is a compute instance that stands.
+type compute struct {
+	id, start int
+	computeProfile
+}
+
+// computes lists the compute instances in a GPU instance.
+func (d *Driver) computes(u gpu.UUID, s standing) ([]compute, error) {
+	list, err := d.computeProfiles(u, s)
+	if err != nil {
+		return nil, err
+	}
+	var found []compute
+	for _, p := range list {
+		of := fmt.Sprintf("compute instances of %d slices in GPU instance %d", p.slices, s.id)
+		cis, ret := s.gi.GetComputeInstances(&nvml.ComputeInstanceProfileInfo{Id: uint32(p.id), InstanceCount: uint32(p.max)})
+		if err := failed("list the "+of, ret); err != nil {
+			return nil, err
+		}
+		for _, ci := range cis {
+			info, ret := ci.GetInfo()
+			if err := failed("read one of the "+of, ret); err != nil {
+				return nil, err
+			}
+			found = append(found, compute{int(info.Id), int(info.Placement.Start), p})
+		}
+	}
+	return found, nil
+}
+
+// inPlace is the compute instance of so many slices from slice ci on, if that
+// stands already; its GI is -1 if not.
+func (d *Driver) inPlace(h nvml.Device, u gpu.UUID, s standing, slots, ci int) (gpu.Instance, error) {
+	none := gpu.Instance{GI: -1, CI: -1}
+	found, err := d.computes(u, s)
+	if err != nil {
+		return none, err
+	}
+	i := slices.IndexFunc(found, func(c compute) bool { return c.start == ci && c.slices == slots })
+	if i < 0 {
+		return none, nil
+	}
+	all, err := d.readInstances(h, u, []gpu.Profile{s.profile})
+	if err != nil {
+		return none, err
+	}
+	for _, in := range all {
+		if in.GI == s.id && in.CI == found[i].id {
+			return in, nil
+		}
+	}
+	return none, nil
+}
+
+// createCompute makes the compute instance in a GPU instance.
+func (d *Driver) createCompute(what string, h nvml.Device, u gpu.UUID, s standing, slots, ci int) (in gpu.Instance, err error) {
+	none := in
+	in = gpu.Instance{Profile: s.profile.Name, Placement: s.at, GI: s.id}
+	if slots != s.profile.Slices {
+		in.Profile = fmt.Sprintf("%dc.%s", slots, s.profile.Name)
+	}
+	kinds, err := d.computeProfiles(u, s)
+	if err != nil {
+		return none, fmt.Errorf("%s: %w", what, err)
+	}
+	i := slices.IndexFunc(kinds, func(p computeProfile) bool { return p.slices == slots })
+	if i < 0 {
+		return none, fmt.Errorf("%s: a %s instance has no compute instance of %d slices: %w", what, s.profile.Name, slots, gpu.ErrInvalid)
+	}
+	made, err := d.placeCompute(what, s, kinds[i], ci)
+	if err != nil {
+		if errors.Is(err, gpu.ErrNoRoom) {
+			err = fmt.Errorf("%w; GPU instance %d has other compute instances there: destroy those", err, s.id)
+		}
+		return none, err
+	}
+	defer func() {
+		if err = undone(err, made.Destroy, "compute instance"); err != nil {
+			in = none
+		}
+	}()
+	info, ret := made.GetInfo()
+	if err := failed(what+": read the compute instance", ret); err != nil {
+		return none, err
+	}
+	in.CI, in.CIStart = int(info.Id), int(info.Placement.Start)
+	if slots == s.profile.Slices {
+		in.CIStart = 0
+	} else if in.CIStart != ci {
+		return none, fmt.Errorf("%s: the driver, too old to be told, puts it at compute slice %d: %w", what, in.CIStart, gpu.ErrNotSupported)
+	}
+	in.UUID = d.uuidOf(h, in.GI, in.CI)
+	return in, nil
+}
+
+// placeCompute makes a compute instance from slice ci on, where the driver can be
+// told that. All of a GPU instance has one place only.
+func (d *Driver) placeCompute(what string, s standing, p computeProfile, ci int) (nvml.ComputeInstance, error) {
+	kind := &nvml.ComputeInstanceProfileInfo{Id: uint32(p.id)}
+	if p.slices == s.profile.Slices || !d.has("nvmlGpuInstanceCreateComputeInstanceWithPlacement") || !d.has("nvmlGpuInstanceGetComputeInstancePossiblePlacements") {
+		made, ret := s.gi.CreateComputeInstance(kind)
+		return made, failed(what, ret)
+	}
+	places, ret := s.gi.GetComputeInstancePossiblePlacements(kind)
+	if err := failed(what+": list the places of compute instances", ret); err != nil {
+		return nil, err
+	}
+	i := slices.IndexFunc(places, func(at nvml.ComputeInstancePlacement) bool { return int(at.Start) == ci })
+	if i < 0 {
+		return nil, fmt.Errorf("%s: want one of the compute slices (start and size) %v: %w", what, places, gpu.ErrInvalid)
+	}
+	made, ret := s.gi.CreateComputeInstanceWithPlacement(kind, &places[i])
+	return made, failed(what, ret)
+}
+
+// uuidOf is the name of a MIG device, empty where the driver does not tell it
+// now: nothing hangs on it, and MIG will tell.
+func (d *Driver) uuidOf(h nvml.Device, gi, ci int) gpu.UUID {
+	most, _ := h.GetMaxMigDeviceCount()
+	for seat := range most {
+		dev, ret := h.GetMigDeviceHandleByIndex(seat)
+		if ret != nvml.SUCCESS {
+			continue
+		}
+		if id, ret := dev.GetGpuInstanceId(); ret != nvml.SUCCESS || id != gi {
+			continue
+		}
+		if id, ret := dev.GetComputeInstanceId(); ret != nvml.SUCCESS || id != ci {
+			continue
+		}
+		uuid, _ := dev.GetUUID()
+		return gpu.UUID(uuid)
+	}
+	return ""
+}
+
+// DestroyInstance destroys an instance as MIG or the inventory lists it: the
+// compute instance, then the GPU instance unless that holds others. With CI -1 it
+// destroys a GPU instance that holds none. What is gone already is no error as
+// long as something was left to do, so that a call that failed half-way may be
+// repeated. Time, and callers that leave, are as with CreateInstance.
+//
+// Errors: gpu.ErrInUse where a process uses it, or (CI -1) it holds compute
+// instances; gpu.ErrNotFound where nothing of it stands, or another instance has
+// its numbers now, which is left alone.
+func (d *Driver) DestroyInstance(ctx context.Context, u gpu.UUID, in gpu.Instance) error {
+	what := fmt.Sprintf("destroy %s on %s", place(in.Profile, in.Start, in.CIStart), u)
+	_, err := work(ctx, d, u, what, func() (struct{}, error) { return struct{}{}, d.destroyInstance(what, u, in) })
+	return err
+}
+
+func (d *Driver) destroyInstance(what string, u gpu.UUID, in gpu.Instance) error {
+	h, err := d.handle(u)
+	if err != nil {
+		return fmt.Errorf("%s: %w", what, err)
+	}
+	p, slots, err := d.profileOf(h, u, in.Profile)
+	if err != nil {
+		return fmt.Errorf("%s: %w", what, err)
+	}
+	gi, ret := h.GetGpuInstanceById(in.GI)
+	if err := failed(fmt.Sprintf("%s: find GPU instance %d", what, in.GI), sought(ret)); err != nil {
+		return err
+	}
+	s, err := describe(gi, "GPU instance "+strconv.Itoa(in.GI))
+	if err != nil {
+		return fmt.Errorf("%s: %w", what, err)
+	}
+	if s.at != in.Placement || s.profile.ID != p.ID {
+		return fmt.Errorf("%s: GPU instance %d is another one now (profile number %d at %+v): %w; read the instances anew", what, in.GI, s.profile.ID, s.at, gpu.ErrNotFound)
+	}
+	s.profile = p
+	if in.CI >= 0 {
+		if left, err := d.destroyCompute(what, u, s, slots, in); err != nil || left {
+			return err
+		}
+	}
+	return pinned(failed(what, gi.Destroy()))
+}
+
+// sought is what the answer to a look for a number means: one that the driver
+// calls invalid is one that it does not know.
+func sought(ret nvml.Return) nvml.Return {
+	if ret == nvml.ERROR_INVALID_ARGUMENT {
+		return nvml.ERROR_NOT_FOUND
+	}
+	return ret
+}
+
+// destroyCompute destroys a compute instance, and reports whether its GPU
+// instance holds others still.
+func (d *Driver) destroyCompute(what string, u gpu.UUID, s standing, slots int, in gpu.Instance) (left bool, err error) {
+	ci, ret := s.gi.GetComputeInstanceById(in.CI)
+	if ret = sought(ret); ret != nvml.ERROR_NOT_FOUND {
+		if err := failed(fmt.Sprintf("%s: find compute instance %d", what, in.CI), ret); err != nil {
+			return false, err
+		}
+		if slots < s.profile.Slices {
+			info, ret := ci.GetInfo()
+			if err := failed(what+": read its compute instance", ret); err != nil {
+				return false, err
+			}
+			if int(info.Placement.Start) != in.CIStart {
+				return false, fmt.Errorf("%s: compute instance %d begins at slice %d now: %w; read the instances anew", what, in.CI, info.Placement.Start, gpu.ErrNotFound)
+			}
+		}
+		if err := pinned(failed(what, ci.Destroy())); err != nil {
+			return false, err
+		}
+	}
+	if slots == s.profile.Slices {
+		return false, nil
+	}
+	others, err := d.computes(u, s)
+	if err != nil {
+		return false, fmt.Errorf("%s: %w", what, err)
+	}
+	return len(others) > 0, nil
+}
+
+// pinned says what can be done about an instance that is in use.
+func pinned(err error) error {
+	if errors.Is(err, gpu.ErrInUse) {
+		return fmt.Errorf("%w; end what runs on it, and destroy what stands in it", err)
+	}
+	return err
+}
+
+// SetMIGMode switches a GPU's MIG mode. It comes into force at once, or waits for
+// a reset (Reset) or a reboot: then MIG tells it as Pending. No instance may
+// stand, and no process use the GPU. Time, and callers that leave, are as with
+// CreateInstance; where the driver refuses while the GPU's events are waited for,
+// which is as long as Options.EventWait, it is tried once more without.
+//
+// Errors: gpu.ErrInUse where a client of the GPU is in the way,
+// gpu.ErrNotSupported for a card without MIG, gpu.ErrNoPermission without root,
+// gpu.ErrNotFound for a UUID that the driver does not know.
+func (d *Driver) SetMIGMode(ctx context.Context, u gpu.UUID, on bool) error {
+	word, mode := "off", nvml.DEVICE_MIG_DISABLE
+	if on {
+		word, mode = "on", nvml.DEVICE_MIG_ENABLE
+	}
+	what := fmt.Sprintf("switch MIG %s on %s", word, u)
+	_, err := work(ctx, d, u, what, func() (none struct{}, _ error) {
+		h, err := d.handle(u)
+		if err != nil {
+			return none, fmt.Errorf("%s: %w", what, err)
+		}
+		activation, ret := h.SetMigMode(mode)
+		if ret == nvml.ERROR_IN_USE || ret == nvml.SUCCESS && activation == nvml.ERROR_IN_USE {
+			// The client in the way may be this process, which waits for events.
+			if err := d.sets.seize(ctx); err != nil {
+				return none, fmt.Errorf("%s: stop waiting for events: %w", what, err)
+			}
+			activation, ret = h.SetMigMode(mode)
+			d.sets.yield()
+		}
+		if err := failed(what, ret); err != nil {
+			if errors.Is(err, gpu.ErrInUse) {
+				err = fmt.Errorf("%w; destroy its instances and end its clients", err)
+			}
+			return none, err
+		}
+		if activation == nvml.SUCCESS {
+			select {
+			case d.again <- struct{}{}: // the driver may have forgotten what was registered
+			default:
+			}
+			return none, nil
+		}
+		_, pending, ret := h.GetMigMode()
+		if ret == nvml.SUCCESS && pending == mode {
+			d.log.Debug("a change of MIG mode waits for a reset", "gpu", u, "on", on, "driver", activation.Error())
+			return none, nil
+		}
+		return none, failed(what, activation)
+	})
+	return err
+}
