@@ -20,6 +20,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"syscall"
 	"testing"
@@ -204,6 +205,8 @@ var places = map[string]string{
 	"ServiceAccount":                   "/api/v1/namespaces/%s/serviceaccounts",
 	"ConfigMap":                        "/api/v1/namespaces/%s/configmaps",
 	"DaemonSet":                        "/apis/apps/v1/namespaces/%s/daemonsets",
+	"Job":                              "/apis/batch/v1/namespaces/%s/jobs",
+	"Pod":                              "/api/v1/namespaces/%s/pods",
 	"RuntimeClass":                     "/apis/node.k8s.io/v1/runtimeclasses",
 	"Role":                             "/apis/rbac.authorization.k8s.io/v1/namespaces/%s/roles",
 	"RoleBinding":                      "/apis/rbac.authorization.k8s.io/v1/namespaces/%s/rolebindings",
@@ -269,6 +272,22 @@ func TestAtTheAPIServer(t *testing.T) {
 	t.Run("manifests", func(t *testing.T) {
 		for _, dir := range kustomizations(t) {
 			for _, o := range render(t, dir) {
+				s.apply(t, o, true)
+			}
+		}
+	})
+	t.Run("what the README shows", func(t *testing.T) {
+		if err := s.do(t, nil, http.MethodPost, "/api/v1/namespaces/default/serviceaccounts", asJSON,
+			fields{"apiVersion": "v1", "kind": "ServiceAccount", "metadata": fields{"name": "default"}}, nil); err != nil {
+			t.Fatal(err)
+		}
+		shown := regexp.MustCompile("(?s)```yaml\n(apiVersion: .*?)```").FindAllStringSubmatch(readme(t), -1)
+		if len(shown) < 2 {
+			t.Fatalf("README shows %d objects: this test does not look where they are", len(shown))
+		}
+		for _, text := range shown {
+			for _, o := range documents(t, "README.md", []byte(text[1])) {
+				o.Metadata.Namespace = "default"
 				s.apply(t, o, true)
 			}
 		}

@@ -241,6 +241,9 @@ func TestMounts(t *testing.T) {
 		if m.Name == "cgroup" && m.ReadOnly {
 			t.Error("the cgroups are read-only: cgroup.kill could not be written")
 		}
+		if m.Name == "dev" && m.ReadOnly {
+			t.Error("the device nodes are read-only: those of MIG instances could not be made")
+		}
 		if m.Name == "host" && (!m.ReadOnly || m.MountPropagation != "HostToContainer") {
 			t.Errorf("the host's root is read-only %v with propagation %q: it should be read-only and follow the host's unmounts", m.ReadOnly, m.MountPropagation)
 		}

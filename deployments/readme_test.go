@@ -44,6 +44,8 @@ func TestReadmeNamesEveryMetric(t *testing.T) {
 	metrics.APIError("list", "nodes")
 	metrics.Event("sent")
 	metrics.GPUEvent("GPU-1", "xid", 79)
+	metrics.MIGStep("create", "1g.10gb", 0, nil)
+	metrics.Wish("1g.10gb", 0)
 	good := func() error { return nil }
 	pages := obs.New(obs.Options{
 		Logger: slog.New(slog.DiscardHandler), Healthy: good, Ready: good, Metrics: metrics,
@@ -52,7 +54,8 @@ func TestReadmeNamesEveryMetric(t *testing.T) {
 				Driver: "580", CUDA: "13.0", Partition: obs.Partition{Name: "default", State: "applied"},
 				Watchdog:   obs.Watchdog{State: obs.WatchdogRunning},
 				Containers: []obs.ContainerStatus{{Namespace: "n", Pod: "p", Container: "c", GPU: "GPU-1", CapMiB: new(uint64), UsedMiB: new(uint64), Guarantee: "api"}},
-				GPUs:       []obs.GPUStatus{{UUID: "GPU-1", Health: obs.Healthy, Class: "lost", Mode: "shared", Resource: "example.com/gpu-mem", Total: 1, Free: 1, MemoryMiB: 1}},
+				GPUs: []obs.GPUStatus{{UUID: "GPU-1", Health: obs.Healthy, Class: "lost", Mode: "shared", Resource: "example.com/gpu-mem", Total: 1, Free: 1, MemoryMiB: 1,
+					MIG: &obs.MIGStatus{Slots: []obs.SlotStatus{{Profile: "1g.10gb", State: obs.SlotWarm, UUID: "MIG-1"}}}}},
 			}
 		},
 	}).Handler()
@@ -72,23 +75,69 @@ func TestReadmeNamesEveryMetric(t *testing.T) {
 	}
 }
 
-func TestReadmePartitions(t *testing.T) {
-	blocks := regexp.MustCompile("(?s)```yaml\n(version: .*?)```").FindAllStringSubmatch(readme(t), -1)
-	if len(blocks) == 0 {
-		t.Fatal("README shows no partitions")
-	}
-	inv, err := config.ReadInventory(read(t, "../tests/testdata/inventories/a30-24gb.json")) // four GPUs
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, b := range blocks {
-		file, err := config.Parse("README.md", []byte(b[1]))
+// The partitions that the documents show can be had.
+func TestShownPartitions(t *testing.T) {
+	for _, test := range []struct {
+		file, node string
+		not        []string // partitions for a node with another number of GPUs
+	}{
+		{"../README.md", "a30-24gb", nil},
+		{"../README.md", "a100-80gb", []string{"mixed"}},
+		{"../docs/migrate-from-nvidia.md", "a100-80gb", nil},
+	} {
+		inv, err := config.ReadInventory(read(t, "../tests/testdata/inventories/"+test.node+".json"))
 		if err != nil {
 			t.Fatal(err)
 		}
-		for _, p := range file.Names() {
-			if _, err := file.Desire(p, inv); err != nil {
-				t.Errorf("on %d GPUs: %v", len(inv.GPUs), err)
+		blocks := regexp.MustCompile("(?s)```yaml\n(version: .*?)```").FindAllStringSubmatch(string(read(t, test.file)), -1)
+		if len(blocks) == 0 {
+			t.Errorf("%s shows no partitions", test.file)
+		}
+		for _, b := range blocks {
+			file, err := config.Parse(test.file, []byte(b[1]))
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, p := range file.Names() {
+				if slices.Contains(test.not, p) {
+					continue
+				}
+				if _, err := file.Desire(p, inv); err != nil {
+					t.Errorf("on %s: %v", test.node, err)
+				}
+			}
+		}
+	}
+}
+
+// headings are the anchors of a document.
+func headings(text string) []string {
+	var out []string
+	for _, m := range regexp.MustCompile("(?m)^#+ (.*)$").FindAllStringSubmatch(text, -1) {
+		anchor := strings.ReplaceAll(strings.ToLower(m[1]), " ", "-")
+		out = append(out, regexp.MustCompile("[^a-z0-9_-]").ReplaceAllString(anchor, ""))
+	}
+	return out
+}
+
+// Every link in a document leads to a file, and to a heading in it.
+func TestLinks(t *testing.T) {
+	files, err := filepath.Glob("../docs/*.md")
+	if err != nil || len(files) == 0 {
+		t.Fatalf("find the documents: %v, %v", files, err)
+	}
+	for _, f := range append(files, "../README.md") {
+		text := string(read(t, f))
+		for _, m := range regexp.MustCompile("\\]\\(([^)#]*)#?([^)]*)\\)").FindAllStringSubmatch(text, -1) {
+			target, anchor := f, m[2]
+			if m[1] != "" {
+				target = filepath.Join(filepath.Dir(f), m[1])
+			}
+			there, err := os.ReadFile(target)
+			if err != nil {
+				t.Errorf("%s: a link leads nowhere: %v", f, err)
+			} else if anchor != "" && !slices.Contains(headings(string(there)), anchor) {
+				t.Errorf("%s: %s has no heading %s", f, target, anchor)
 			}
 		}
 	}
@@ -99,10 +148,9 @@ func TestReadmePaths(t *testing.T) {
 	if lines := strings.Count(text, "\n"); lines > 350 {
 		t.Errorf("README has %d lines: what a reader does not need belongs elsewhere", lines)
 	}
-	for _, m := range regexp.MustCompile("\\]\\(([^)#]+)\\)|`(deployments/[a-z/-]+)`").FindAllStringSubmatch(text, -1) {
-		path := m[1] + m[2]
-		if _, err := os.Stat(filepath.Join("..", path)); err != nil {
-			t.Errorf("README names %s: %v", path, err)
+	for _, m := range regexp.MustCompile("`(deployments/[a-z/-]+)`").FindAllStringSubmatch(text, -1) {
+		if _, err := os.Stat(filepath.Join("..", m[1])); err != nil {
+			t.Errorf("README names %s: %v", m[1], err)
 		}
 	}
 	targets := string(read(t, "../Makefile"))
