@@ -404,7 +404,7 @@ func (w *World) operateLocked(g *gpu, seconds float64, may func() Return, do fun
 	if seconds > 0 {
 		g.mig.working = true
 		w.mu.Unlock()
-		time.Sleep(time.Duration(seconds * float64(time.Second)))
+		w.sleep(time.Duration(seconds * float64(time.Second)))
 		w.mu.Lock()
 		g.mig.working = false
 		w.wakeLocked()

@@ -11,15 +11,27 @@ import "slices"
 func (s *Session) Reset(h Handle) Return {
 	_, r := device(s, "gpuEmulatorReset", h, func(g *gpu) (struct{}, Return) {
 		w := s.p.w
-		switch {
-		case !s.p.root:
-			return struct{}{}, NoPermission
-		case g.mig.working || w.heldLocked(g, s.p):
-			return struct{}{}, InUse
+		var seconds float64
+		if g.mig.pending != g.mig.on {
+			seconds = w.mig.ModeSeconds
 		}
-		w.freshLocked(g, true)
-		w.touchLocked()
-		return struct{}{}, Success
+		return struct{}{}, w.operateLocked(g, seconds, func() Return {
+			switch {
+			case !s.p.root:
+				return NoPermission
+			case w.unloaded:
+				return DriverNotLoaded
+			case g.lost || g.unplugged:
+				return GPUIsLost
+			case w.heldLocked(g, s.p):
+				return InUse
+			}
+			return Success
+		}, func() {
+			w.noteLocked(MIGOp{GPU: g.slot, Op: "reset", CI: -1, GI: -1})
+			w.freshLocked(g, true)
+			w.touchLocked()
+		})
 	})
 	return r
 }

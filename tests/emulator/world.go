@@ -12,6 +12,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"time"
 )
 
 // NotMIG is what the driver puts where a GPU or compute instance's number
@@ -28,7 +29,8 @@ type World struct {
 	cuda   int
 	nvlink string
 	mig    MIGSpec
-	boot   uint64 // names this world
+	sleep  func(time.Duration) // time.Sleep, but for tests
+	boot   uint64              // names this world
 
 	mu sync.Mutex
 	// Guarded by mu:
@@ -152,6 +154,7 @@ func New(spec Spec) (*World, error) {
 		cuda:     cuda,
 		nvlink:   spec.NVLink,
 		mig:      spec.MIG,
+		sleep:    time.Sleep,
 		sessions: map[*process]struct{}{},
 		sets:     map[uint32]*eventSet{},
 		shares:   map[uint64]*share{},
@@ -427,6 +430,7 @@ func (w *World) Reset(index int) error {
 	if g.mig.working {
 		return fmt.Errorf("reset GPU %d: %w: an instance is being made or taken away", index, InUse)
 	}
+	w.noteLocked(MIGOp{GPU: g.slot, Op: "reset", CI: -1, GI: -1})
 	w.freshLocked(g, true)
 	w.touchLocked()
 	return nil
