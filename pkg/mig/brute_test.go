@@ -1,0 +1,606 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package mig
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"math/bits"
+	"math/rand/v2"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// long runs the full counts.
+var long = flag.Bool("long", false, "every transition with several pins each, not a sample")
+
+func tell(short, full int) int {
+	if *long {
+		return full
+	}
+	return short
+}
+
+// field is everything that could stand on a card, found by trying: the other
+// side of the argument, which shares no code with the package.
+type field struct {
+	rows  []row
+	slots []Slot // a set of slots is a word, bit by bit in this order
+	row   []int  // of each slot
+	// sets are the legal sets, by[v] those with the counts v.
+	sets  []uint64
+	legal map[uint64]bool
+	by    map[vector][]uint64
+	want  []vector // the keys of by
+	rooms map[uint64]int
+}
+
+// vector is how many of each row.
+type vector [11]uint8
+
+func newField(t testing.TB, rows []row) *field {
+	f := &field{rows: rows, legal: map[uint64]bool{}, by: map[vector][]uint64{}, rooms: map[uint64]int{}}
+	for r, row := range rows {
+		for _, s := range row.starts {
+			f.slots = append(f.slots, Slot{Profile: name(t, row.name), Start: s, Size: row.size})
+			f.row = append(f.row, r)
+		}
+	}
+	var grow func(from int, set uint64)
+	grow = func(from int, set uint64) {
+		f.sets = append(f.sets, set)
+		f.legal[set] = true
+		f.rooms[set] = f.measure(set)
+		v := f.count(set)
+		if f.by[v] == nil {
+			f.want = append(f.want, v)
+		}
+		f.by[v] = append(f.by[v], set)
+		for i := from; i < len(f.slots); i++ {
+			if f.allowed(set | 1<<i) {
+				grow(i+1, set|1<<i)
+			}
+		}
+	}
+	grow(0, 0)
+	return f
+}
+
+// allowed is what is known of the cards: memory is not shared; of instances
+// with media extensions there is one; RTX PRO 6000 has four of each engine and
+// one optical-flow accelerator.
+func (f *field) allowed(set uint64) bool {
+	var memory [12]int
+	v, me := f.count(set), 0
+	var engines gpu.Engines
+	for i, s := range f.slots {
+		if set>>i&1 == 0 {
+			continue
+		}
+		for m := s.Start; m < s.Start+s.Size; m++ {
+			if memory[m]++; memory[m] > 1 {
+				return false
+			}
+		}
+		n := f.rows[f.row[i]].name
+		if strings.HasSuffix(n, "+me") {
+			me++
+		}
+		if strings.HasSuffix(f.rows[0].name, "24gb") {
+			e := engineOf(n)
+			engines.Decode += e.Decode
+			engines.Encode += e.Encode
+			engines.JPEG += e.JPEG
+			engines.OFA += e.OFA
+		}
+	}
+	for r := range f.rows {
+		if int(v[r]) > f.rows[r].max {
+			return false
+		}
+	}
+	return me <= 1 && engines.Decode <= 4 && engines.Encode <= 4 && engines.JPEG <= 4 && engines.OFA <= 1
+}
+
+// engineOf is what an instance of RTX PRO 6000 has, also where the table under
+// test leaves it out.
+func engineOf(profile string) gpu.Engines {
+	for _, r := range pro {
+		if r.name == profile {
+			return *r.engines
+		}
+	}
+	panic(profile)
+}
+
+func (f *field) count(set uint64) (v vector) {
+	for i := range f.slots {
+		v[f.row[i]] += uint8(set >> i & 1)
+	}
+	return v
+}
+
+func (f *field) counts(t testing.TB, v vector) (out []Count) {
+	for r, n := range v {
+		if n > 0 {
+			out = append(out, Count{name(t, f.rows[r].name), int(n)})
+		}
+	}
+	return out
+}
+
+// set finds slots again; it fails on one that the card does not have.
+func (f *field) set(t testing.TB, slots []Slot) (set uint64) {
+	t.Helper()
+	for _, s := range slots {
+		i := slices.Index(f.slots, s)
+		if i < 0 || set>>i&1 == 1 {
+			t.Fatalf("%v has %s, which is not on the card, or twice", slots, s)
+		}
+		set |= 1 << i
+	}
+	return set
+}
+
+func (f *field) room(set uint64) int { return f.rooms[set] }
+
+// measure is the sum of the sizes of all places that still find room.
+func (f *field) measure(set uint64) (sum int) {
+	var memory [12]bool
+	for i, s := range f.slots {
+		if set>>i&1 == 1 {
+			for m := s.Start; m < s.Start+s.Size; m++ {
+				memory[m] = true
+			}
+		}
+	}
+	seen := map[[2]int]bool{}
+	for _, s := range f.slots {
+		if at := [2]int{s.Start, s.Size}; !seen[at] {
+			seen[at] = true
+			free := true
+			for m := s.Start; m < s.Start+s.Size; m++ {
+				free = free && !memory[m]
+			}
+			if free {
+				sum += s.Size
+			}
+		}
+	}
+	return sum
+}
+
+// scene is what stands, as bits and as the package takes it.
+type scene struct {
+	set, pinned, empty uint64
+	holders            map[int]string
+	standing           []Standing
+}
+
+// scene pins and empties at random.
+func (f *field) scene(r *rand.Rand, set uint64, pin, empty float64) scene {
+	s := scene{set: set, holders: map[int]string{}}
+	for i := range f.slots {
+		if set>>i&1 == 0 {
+			continue
+		}
+		o := Standing{Slot: f.slots[i]}
+		if r.Float64() < pin {
+			s.pinned |= 1 << i
+			o.Pinned = true
+			o.Holder = []string{"", "a", "a", "b", "c", fmt.Sprint("pod-", i)}[r.IntN(6)]
+			s.holders[i] = o.Holder
+		}
+		if r.Float64() < empty {
+			s.empty |= 1 << i
+			o.Empty = true
+		}
+		s.standing = append(s.standing, o)
+	}
+	r.Shuffle(len(s.standing), func(a, b int) { s.standing[a], s.standing[b] = s.standing[b], s.standing[a] })
+	return s
+}
+
+// price is what a target costs, compared from left to right.
+type price [5]int
+
+// cost of going from a scene to a target: holders and instances sent away,
+// destroys, creates, room.
+func (f *field) cost(s *scene, target uint64) price {
+	full := s.set &^ s.empty
+	// A pinned GPU instance without a compute instance stays as it is or goes.
+	dropped := s.pinned & (^target | s.empty)
+	var p price
+	seen := map[string]bool{}
+	for i := range f.slots {
+		if dropped>>i&1 == 0 {
+			continue
+		}
+		p[1]++
+		if h := s.holders[i]; h == "" || !seen[h] {
+			seen[h] = true
+			p[0]++
+		}
+	}
+	p[2] = bits.OnesCount64(full&^target) + bits.OnesCount64(s.empty&(s.pinned|^target))
+	p[3] = bits.OnesCount64(target &^ full)
+	p[4] = -f.room(target)
+	return p
+}
+
+func less(a, b price) bool { return slices.Compare(a[:], b[:]) < 0 }
+
+// best is the cheapest price of all targets.
+func (f *field) best(s *scene, targets []uint64) (best price) {
+	for i, t := range targets {
+		if p := f.cost(s, t); i == 0 || less(p, best) {
+			best = p
+		}
+	}
+	return best
+}
+
+// replay does a plan's steps one by one on what stands and fails where one
+// could not be done.
+func (f *field) replay(t testing.TB, s *scene, steps []Step) uint64 {
+	t.Helper()
+	now, empty := s.set, s.empty
+	for _, step := range steps {
+		i := slices.Index(f.slots, step.Slot)
+		if i < 0 {
+			t.Fatalf("%s: there is no such slot", step)
+		}
+		bit := uint64(1) << i
+		switch step.Op {
+		case Destroy:
+			if now&bit == 0 || s.pinned&bit != 0 {
+				t.Fatalf("%s: it does not stand, or is pinned", step)
+			}
+			now, empty = now&^bit, empty&^bit
+		case Create:
+			if empty&bit != 0 && s.pinned&bit == 0 {
+				empty &^= bit
+				continue
+			}
+			if now&bit != 0 || !f.allowed(now|bit) {
+				t.Fatalf("%s: it cannot stand beside what does", step)
+			}
+			now |= bit
+		default:
+			t.Fatalf("%s in a plan of instances", step)
+		}
+	}
+	if empty&^s.pinned != 0 {
+		t.Fatalf("GPU instances stay empty after %v", steps)
+	}
+	return now
+}
+
+// transition holds a plan against all that could have been planned.
+func (f *field) transition(t testing.TB, c *Card, r *rand.Rand, s *scene, v vector) {
+	t.Helper()
+	want := f.counts(t, v)
+	r.Shuffle(len(want), func(a, b int) { want[a], want[b] = want[b], want[a] })
+	given, asked := slices.Clone(s.standing), slices.Clone(want)
+	fail := func(format string, args ...any) {
+		t.Helper()
+		t.Fatalf("%v -> %v: %s", given, asked, fmt.Sprintf(format, args...))
+	}
+	plan, err := c.Plan(s.standing, want)
+	if err != nil {
+		fail("%v", err)
+	}
+	if !reflect.DeepEqual(given, s.standing) || !reflect.DeepEqual(asked, want) {
+		fail("the arguments were changed")
+	}
+	best := f.best(s, f.by[v])
+	full := s.set &^ s.empty
+	kept := f.set(t, plan.Keep)
+	if best[0] == 0 {
+		if len(plan.Blocked) > 0 {
+			fail("blocked by %v, and there is a way", plan.Blocked)
+		}
+		got := f.replay(t, s, plan.Steps)
+		if f.count(got) != v {
+			fail("%s makes %v", plan.text(), got)
+		}
+		if f.set(t, plan.Result) != got {
+			fail("%s does not lead to its result", plan.text())
+		}
+		if kept != full&got {
+			fail("%s keeps something else", plan.text())
+		}
+		var p price
+		for _, step := range plan.Steps {
+			if step.Op == Destroy {
+				p[2]++
+			} else {
+				p[3]++
+			}
+		}
+		p[4] = -f.room(got)
+		if p != best {
+			fail("%s costs %v, the best %v", plan.text(), p, best)
+		}
+		again := s.standing[:0:0]
+		for _, d := range plan.Result {
+			o := Standing{Slot: d}
+			if i := slices.IndexFunc(s.standing, func(o Standing) bool { return o.Slot == d && o.Pinned }); i >= 0 {
+				o = s.standing[i]
+			}
+			again = append(again, o)
+		}
+		second, err := c.Plan(again, want)
+		if err != nil || len(second.Steps)+len(second.Blocked) > 0 {
+			fail("once more: %s %v", second.text(), err)
+		}
+		return
+	}
+	// Refused: the holders named are enough, and no cheaper set is.
+	if len(plan.Steps) > 0 {
+		fail("blocked, and has steps: %s", plan.text())
+	}
+	if f.set(t, plan.Result) != full {
+		fail("blocked, and the result is not what stands: %s", plan.text())
+	}
+	var p price
+	seen := map[string]bool{}
+	gone := *s
+	gone.standing = slices.Clone(s.standing)
+	for _, b := range plan.Blocked {
+		i := slices.Index(gone.standing, b)
+		if i < 0 || !b.Pinned {
+			fail("blocked by %v, which is not in the way", b)
+		}
+		gone.standing[i].Pinned = false
+		gone.pinned &^= f.set(t, []Slot{b.Slot})
+		p[1]++
+		if b.Holder == "" || !seen[b.Holder] {
+			seen[b.Holder] = true
+			p[0]++
+		}
+	}
+	if p[0] != best[0] || p[1] != best[1] {
+		fail("%s: the smallest set is %d holders with %d instances", plan.text(), best[0], best[1])
+	}
+	// When they are gone the change goes through, and keeps what was said.
+	later, err := c.Plan(gone.standing, want)
+	if err != nil || len(later.Blocked) > 0 {
+		fail("blocked by %v, and also without: %s %v", plan.Blocked, later.text(), err)
+	}
+	if s.empty == 0 && !slices.Equal(later.Keep, plan.Keep) {
+		fail("keeps %v while blocked, %v then", plan.Keep, later.Keep)
+	}
+}
+
+// TestPlacementSets holds the number of geometries that the field knows.
+func TestPlacementSets(t *testing.T) {
+	for _, tc := range []struct {
+		rows []row
+		n    int
+	}{{five, 298}, {seven, 2319}} {
+		if n := len(newField(t, tc.rows).sets); n != tc.n {
+			t.Errorf("%d sets by trying, want %d", n, tc.n)
+		}
+		// The package's own word on what fits beside what makes the same.
+		c, n := card(t, tc.rows), 0
+		var grow func(from int, standing []Slot)
+		grow = func(from int, standing []Slot) {
+			n++
+			for i := from; i < len(c.Slots()); i++ {
+				if c.Fits(standing, c.Slots()[i]) {
+					grow(i+1, append(standing, c.Slots()[i]))
+				}
+			}
+		}
+		grow(0, nil)
+		if n != tc.n {
+			t.Errorf("%d sets by Fits, want %d", n, tc.n)
+		}
+	}
+}
+
+// TestFitsIsLegality asks of every legal set and every slot.
+func TestFitsIsLegality(t *testing.T) {
+	for _, family := range families {
+		f, c := newField(t, family.rows), card(t, family.rows)
+		for _, set := range f.sets {
+			var standing []Slot
+			for i, s := range f.slots {
+				if set>>i&1 == 1 {
+					standing = append(standing, s)
+				}
+			}
+			for i, s := range f.slots {
+				want := set>>i&1 == 0 && f.legal[set|1<<i]
+				if got := c.Fits(standing, s); got != want {
+					t.Fatalf("%s: Fits(%v, %s) = %v", family.name, standing, s, got)
+				}
+			}
+		}
+	}
+}
+
+// TestFeasibleIsEveryVector asks for every number of instances up to one more
+// than can be.
+func TestFeasibleIsEveryVector(t *testing.T) {
+	for _, family := range families {
+		f, c := newField(t, family.rows), card(t, family.rows)
+		asked, yes := 0, 0
+		var v vector
+		var walk func(r, sum int)
+		walk = func(r, sum int) {
+			if r < len(f.rows) {
+				for n := 0; n <= f.rows[r].max+1 && sum+n <= 9; n++ {
+					v[r] = uint8(n)
+					if r > 0 && len(f.rows) > 7 && sum+n > 5 {
+						break
+					}
+					walk(r+1, sum+n)
+				}
+				v[r] = 0
+				return
+			}
+			asked++
+			err := c.Feasible(f.counts(t, v))
+			if want := f.by[v] != nil; (err == nil) != want {
+				t.Fatalf("%s: Feasible(%v) = %v", family.name, f.counts(t, v), err)
+			}
+			if err == nil {
+				yes++
+			} else if !errors.Is(err, gpu.ErrNoRoom) {
+				t.Fatalf("%s: %v is no ErrNoRoom", family.name, err)
+			}
+		}
+		walk(0, 0)
+		if yes != len(f.want) {
+			t.Errorf("%s: %d geometries are feasible, want %d", family.name, yes, len(f.want))
+		}
+		t.Logf("%s: %d placement sets, %d of %d geometries", family.name, len(f.sets), yes, asked)
+	}
+}
+
+// TestEveryTransition goes from every set to every geometry, with random pins
+// and now and then a GPU instance without a compute instance.
+func TestEveryTransition(t *testing.T) {
+	for _, family := range families {
+		t.Run(family.name, func(t *testing.T) {
+			t.Parallel()
+			f, c := newField(t, family.rows), card(t, family.rows)
+			r := rand.New(rand.NewPCG(5, uint64(len(f.sets))))
+			all := len(f.sets) * len(f.want)
+			share := float64(tell(20_000, 3*all)) / float64(all)
+			done := 0
+			for _, set := range f.sets {
+				for _, v := range f.want {
+					times := int(share)
+					if r.Float64() < share-float64(times) {
+						times++
+					}
+					for range min(times, 3) {
+						s := f.scene(r, set, []float64{0, 0.3, 0.3, 0.7}[r.IntN(4)], []float64{0, 0, 0, 0.3}[r.IntN(4)])
+						f.transition(t, c, r, &s, v)
+						done++
+					}
+				}
+			}
+			t.Logf("%d of %d transitions (%d sets, %d geometries)", done, all, len(f.sets), len(f.want))
+		})
+	}
+}
+
+// TestMakeIsCheapest makes every slot beside every set.
+func TestMakeIsCheapest(t *testing.T) {
+	for _, family := range families {
+		t.Run(family.name, func(t *testing.T) {
+			t.Parallel()
+			f, c := newField(t, family.rows), card(t, family.rows)
+			r := rand.New(rand.NewPCG(6, uint64(len(f.sets))))
+			share := float64(tell(20_000, 1<<40)) / float64(len(f.sets)*len(f.slots))
+			for _, set := range f.sets {
+				for i := range f.slots {
+					if r.Float64() < share {
+						s := f.scene(r, set, []float64{0, 0.3, 0.7}[r.IntN(3)], []float64{0, 0, 0.3}[r.IntN(3)])
+						f.make(t, c, &s, i)
+					}
+				}
+			}
+		})
+	}
+}
+
+func (f *field) make(t testing.TB, c *Card, s *scene, i int) {
+	t.Helper()
+	plan, err := c.Make(s.standing, f.slots[i])
+	if err != nil {
+		t.Fatal(err)
+	}
+	fail := func(format string, args ...any) {
+		t.Helper()
+		t.Fatalf("make %s beside %v: %s", f.slots[i], s.standing, fmt.Sprintf(format, args...))
+	}
+	bit := uint64(1) << i
+	if s.set&^s.empty&bit != 0 {
+		if len(plan.Steps)+len(plan.Blocked) > 0 || f.set(t, plan.Keep) != s.set&^s.empty {
+			fail("it stands, and %s", plan.text())
+		}
+		return
+	}
+	// Try every set of what could go. An empty GPU instance of the same place is
+	// filled, unless it is pinned.
+	var best price
+	found := false
+	for gone := s.set; ; gone = (gone - 1) & s.set {
+		rest := s.set &^ gone
+		if fill := rest & bit; (fill == 0 || fill&s.pinned == 0) && f.legal[rest|bit] {
+			var p price
+			seen := map[string]bool{}
+			for k := range f.slots {
+				if gone&s.pinned>>k&1 == 1 {
+					p[1]++
+					if h := s.holders[k]; h == "" || !seen[h] {
+						seen[h] = true
+						p[0]++
+					}
+				}
+			}
+			p[2] = bits.OnesCount64(gone &^ s.pinned)
+			p[4] = -f.room(rest | bit)
+			if !found || less(p, best) {
+				best, found = p, true
+			}
+		}
+		if gone == 0 {
+			break
+		}
+	}
+	var p price
+	seen := map[string]bool{}
+	for _, b := range plan.Blocked {
+		p[1]++
+		if b.Holder == "" || !seen[b.Holder] {
+			seen[b.Holder] = true
+			p[0]++
+		}
+	}
+	if p[0] != best[0] || p[1] != best[1] {
+		fail("%s: the smallest set is %d holders with %d instances", plan.text(), best[0], best[1])
+	}
+	if len(plan.Blocked) > 0 {
+		if len(plan.Steps) > 0 || f.set(t, plan.Result) != s.set&^s.empty {
+			fail("blocked, and %s", plan.text())
+		}
+		return
+	}
+	now, empty := s.set, s.empty
+	for k, step := range plan.Steps {
+		at := f.set(t, []Slot{step.Slot})
+		if last := k == len(plan.Steps)-1; last != (step.Op == Create) {
+			fail("%s", plan.text())
+		}
+		if step.Op == Destroy {
+			if now&at == 0 || s.pinned&at != 0 {
+				fail("%s cannot be done", step)
+			}
+			now, empty = now&^at, empty&^at
+			p[2]++
+			continue
+		}
+		now, empty = now|at, empty&^at
+		if !f.legal[now] {
+			fail("%s leads to what cannot stand", plan.text())
+		}
+	}
+	p[4] = -f.room(now)
+	if p != best {
+		fail("%s costs %v, the best %v", plan.text(), p, best)
+	}
+	if f.set(t, plan.Result) != now&^empty || f.set(t, plan.Keep) != now&^empty&^bit {
+		fail("%s does not lead to its result", plan.text())
+	}
+}
