@@ -152,8 +152,11 @@ func (r *room) lacks(s mig.Slot) string {
 // differs from that.
 func lay(shown, base []Device, resource string, rooms map[gpu.UUID]*room, faults map[gpu.UUID]string) []Device {
 	out := shown
+	var r *room
 	for i := range base {
-		r := rooms[base[i].GPU]
+		if i == 0 || base[i].GPU != base[i-1].GPU { // lists go by GPU
+			r = rooms[base[i].GPU]
+		}
 		if r == nil {
 			continue
 		}

@@ -415,6 +415,7 @@ func TestAdoptedSlotsWaitForThoseInTheirPlace(t *testing.T) {
 		{"the same slot", true, on(gpuA, "3g.40gb@0"), on(gpuA, "3g.40gb@0"), true},
 		{"the same slot, no view yet", false, on(gpuA, "3g.40gb@0"), on(gpuA, "3g.40gb@0"), true},
 		{"one that has it among others, no view yet", false, on(gpuA, "3g.40gb@0", "3g.40gb@4"), on(gpuA, "3g.40gb@0"), true},
+		{"a slot in its place, no view yet", false, on(gpuA, "1g.10gb@2"), on(gpuA, "3g.40gb@0"), false}, // that is found later
 		{"a slot in its place", true, on(gpuA, "1g.10gb@2"), on(gpuA, "3g.40gb@0"), true},
 		{"a slot beside it", true, on(gpuA, "1g.10gb@4"), on(gpuA, "3g.40gb@0"), false},
 		{"the media engines of another place", true, on(gpuA, "1g.10gb+me@6"), on(gpuA, "1g.10gb+me@0"), true},
@@ -753,6 +754,16 @@ func TestPreferSlots(t *testing.T) {
 			available: on(gpuA, "4g.40gb@0"), want: on(gpuA, "4g.40gb@0")},
 		{name: "none that was taken since the kubelet heard", resource: "example.com/mig-7g.80gb", n: 1, before: on(gpuA, "1g.10gb@0"),
 			available: append(on(gpuA, "7g.80gb@0"), on(gpuB, "7g.80gb@0")...), want: on(gpuB, "7g.80gb@0")},
+		{name: "none of a broken GPU", resource: "example.com/mig-7g.80gb", n: 1, available: append(on(gpuA, "7g.80gb@0"), on(gpuB, "7g.80gb@0")...),
+			view: func(v *View) { breakGPU(v, gpuA) }, want: on(gpuB, "7g.80gb@0")},
+		{name: "none that leaves", resource: "example.com/mig-3g.40gb", n: 1, available: on(gpuA, "3g.40gb@4"), err: true,
+			view: func(v *View) {
+				for i := range v.Resources {
+					for j := range v.Resources[i].Devices {
+						v.Resources[i].Devices[j].Leaving = true
+					}
+				}
+			}},
 		{name: "more than there is room for", resource: "example.com/mig-7g.80gb", n: 2, before: on(gpuA, "1g.10gb@0"), err: true},
 		{name: "more with media engines than GPUs", resource: "example.com/mig-1g.10gb.me", n: 3, err: true},
 		{name: "must that is not listed", resource: "example.com/mig-7g.80gb", n: 1, must: on("GPU-c", "7g.80gb@0"), err: true},
@@ -793,6 +804,41 @@ func TestPreferSlots(t *testing.T) {
 			}
 		})
 	}
+}
+
+func breakGPU(v *View, u gpu.UUID) {
+	for i := range v.Resources {
+		for j := range v.Resources[i].Devices {
+			if dev := &v.Resources[i].Devices[j]; dev.GPU == u {
+				dev.Healthy, dev.Reason = false, "broken"
+			}
+		}
+	}
+}
+
+// A card may allow fewer of a profile than it has places for: then it is not
+// pairs that have no room.
+func TestSlotsThatTogetherAreTooMany(t *testing.T) {
+	few := family{"1g.10gb 1 3 0,1,2,3,4,5,6"}
+	card, err := mig.NewCard(few.mig())
+	if err != nil {
+		t.Fatal(err)
+	}
+	d, _ := newDesk()
+	d.set(onDemand(map[gpu.UUID]*mig.Card{gpuA: card}, nil))
+	const resource = "example.com/mig-1g.10gb"
+	allocate(t, d, on(gpuA, "1g.10gb@0", "1g.10gb@6")...)
+	_, err = d.Allocate(resource, on(gpuA, "1g.10gb@2", "1g.10gb@3"))
+	wantErr(t, err, "cannot stand beside the others of this request")
+	if _, err := d.Prefer(resource, on(gpuA, "1g.10gb@2", "1g.10gb@3"), nil, 2); err == nil {
+		t.Error("two are preferred where one is left")
+	}
+	allocate(t, d, on(gpuA, "1g.10gb@2")...)
+	if got := offered(d, gpuA); got != "1g.10gb@0 1g.10gb@2 1g.10gb@6" {
+		t.Errorf("on offer: %s", got)
+	}
+	_, err = d.Allocate(resource, on(gpuA, "1g.10gb@3"))
+	wantErr(t, err, "its room is taken by 1g.10gb@0, 1g.10gb@2, 1g.10gb@6")
 }
 
 // walker drives a desk at random and knows, from the description of the cards
