@@ -211,9 +211,9 @@ func TestEveryRightHasItsReason(t *testing.T) {
 			}
 		}
 	}
-	// The base alone has 7 volumes, 7 mounts, 4 rules and 4 privileges; the
+	// The base alone has 7 volumes, 8 mounts, 4 rules and 4 privileges; the
 	// cleanup 5 volumes, 5 mounts and 2 privileges; the component evict 1 rule.
-	if found < 35 {
+	if found < 36 {
 		t.Errorf("only %d rights found: this test does not look where they are", found)
 	}
 }
@@ -230,13 +230,14 @@ func TestMounts(t *testing.T) {
 		}
 		host[v.Name] = v.HostPath.Path
 	}
+	mounted := map[string]bool{}  // by volume
 	inside := map[string]string{} // path inside → path on the host
 	for _, m := range c.VolumeMounts {
 		p, ok := host[m.Name]
-		if !ok {
-			t.Errorf("mount %s: there is no such volume, or it is mounted twice", m.MountPath)
+		if _, twice := inside[m.MountPath]; !ok || twice {
+			t.Errorf("mount %s: there is no such volume, or something is mounted there twice", m.MountPath)
 		}
-		delete(host, m.Name)
+		mounted[m.Name] = true
 		inside[m.MountPath] = p
 		if m.Name == "cgroup" && m.ReadOnly {
 			t.Error("the cgroups are read-only: cgroup.kill could not be written")
@@ -248,8 +249,10 @@ func TestMounts(t *testing.T) {
 			t.Errorf("the host's root is read-only %v with propagation %q: it should be read-only and follow the host's unmounts", m.ReadOnly, m.MountPropagation)
 		}
 	}
-	if len(host) > 0 {
-		t.Errorf("volumes without a mount: %v", host)
+	for name := range host {
+		if !mounted[name] {
+			t.Errorf("volume %s has no mount", name)
+		}
 	}
 	value := func(flag string) string {
 		if v, ok := env["GPU_AGENT_"+strings.ToUpper(strings.ReplaceAll(flag, "-", "_"))]; ok {
@@ -274,6 +277,9 @@ func TestMounts(t *testing.T) {
 	}
 	if got := inside[value("driver-root")]; got != value("host-driver-root") {
 		t.Errorf("CDI files will say %s for the driver's root, which is %s on the host", value("host-driver-root"), got)
+	}
+	if got := inside[value("driver-root")+"/dev"]; got != "/dev" {
+		t.Errorf("nodes of MIG instances are made below the host's %q, want /dev", got)
 	}
 	if got := inside[value("host-root")+"/sys/fs/cgroup"]; got != "/sys/fs/cgroup" {
 		t.Errorf("a container is ended by its cgroup, which is sought in the host's %q", got)
@@ -716,6 +722,7 @@ func TestCleanup(t *testing.T) {
 			want := paths(agents, agent(t, &a))
 			delete(want, "/dev")
 			delete(want, "/host")
+			delete(want, "/host/dev")
 			delete(want, "/host/sys/fs/cgroup")
 			want["/host/run"] = "/run"
 			if got := paths(spec, &first); !maps.Equal(got, want) || len(spec.Volumes) != len(got) {
