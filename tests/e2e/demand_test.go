@@ -623,7 +623,8 @@ func TestMIGOnDemand(t *testing.T) {
 					return nil
 				case <-time.After(span):
 				}
-				if err := do(ctx); err != nil && ctx.Err() == nil {
+				// What has begun is ended: a kubelet that is down would stay down.
+				if err := do(context.WithoutCancel(ctx)); err != nil {
 					return err
 				}
 			}

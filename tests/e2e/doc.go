@@ -16,6 +16,12 @@
 // With -built everything is taken to be built. The tests are skipped, with the
 // reason, where a node cannot run, and by -short.
 //
+// The tests of MIG swap the node's GPUs for others, whose mode takes a reset to
+// change and whose operations take the time that hardware's do, and give the
+// usual ones back. What is true of instances is what the emulated hardware says
+// stands, by numbers that no two creations share; what the kubelet was told is a
+// recording of the streams.
+//
 // Where memory counts, programs inside containers take it until they are refused
 // (see lab.Probe), and the driver's own figure is what they are held to.
 //

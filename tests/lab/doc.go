@@ -49,6 +49,19 @@
 //
 // What was really granted is [Driver.Used], which counts as the card would.
 //
+// # Seeing what the kubelet is told
+//
+// [Node.Record] listens at the agent's sockets beside the kubelet, and has every
+// device that turned, and when. [Node.Offer] is what the kubelet made of it.
+//
+// # Other hardware, and a new boot
+//
+// [Driver.Swap] puts other GPUs in the place of those that there are. [Node.Reboot]
+// takes the node's power away and starts it again, while the control plane, as if
+// it were elsewhere, goes on:
+//
+//	err = node.Reboot(ctx, driver.Reboot)
+//
 // The package refuses to know what the product should do with any of this:
 // expectations are the callers'.
 package lab
