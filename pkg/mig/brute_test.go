@@ -32,6 +32,10 @@ type field struct {
 	rows  []row
 	slots []Slot // a set of slots is a word, bit by bit in this order
 	row   []int  // of each slot
+	// gi is the GPU instance that each slot is in, by number, and compute the
+	// compute slices that it has there.
+	gi      []int
+	compute []uint8
 	// sets are the legal sets, by[v] those with the counts v.
 	sets  []uint64
 	legal map[uint64]bool
@@ -41,16 +45,67 @@ type field struct {
 }
 
 // vector is how many of each row.
-type vector [11]uint8
+type vector [14]uint8
 
 func newField(t testing.TB, rows []row) *field {
-	f := &field{rows: rows, legal: map[uint64]bool{}, by: map[vector][]uint64{}, rooms: map[uint64]int{}}
+	f := &field{rows: rows}
 	for r, row := range rows {
 		for _, s := range row.starts {
-			f.slots = append(f.slots, Slot{Profile: name(t, row.name), Start: s, Size: row.size})
-			f.row = append(f.row, r)
+			f.add(Slot{Profile: name(t, row.name), Start: s, Size: row.size}, r, len(f.slots), 0xff)
 		}
 	}
+	f.fill()
+	return f
+}
+
+// splits are the compute instances that drivers offer within GPU instances, by
+// the slices of these, with their first slices.
+var splits = map[int][]struct {
+	slices int
+	starts []int
+}{
+	2: {{1, []int{0, 1}}},
+	3: {{1, []int{0, 1, 2}}, {2, []int{0}}},
+	4: {{1, []int{0, 1, 2, 3}}, {2, []int{0, 2}}},
+	7: {{1, []int{0, 1, 2, 3, 4, 5, 6}}, {2, []int{0, 2, 4}}, {3, []int{0, 4}}, {4, []int{0}}},
+}
+
+// newSplitField is the field of a table with all its splits.
+func newSplitField(t testing.TB, rows []row) *field {
+	f := &field{rows: slices.Clone(rows)}
+	gis := 0
+	for r, row := range rows {
+		for _, s := range row.starts {
+			f.add(Slot{Profile: name(t, row.name), Start: s, Size: row.size}, r, gis, 0xff)
+			gis++
+		}
+	}
+	for i, gi := range slices.Clone(f.slots) {
+		for _, c := range splits[gi.Profile.Slices] {
+			for _, ci := range c.starts {
+				s := gi
+				s.Profile.Compute, s.CI = c.slices, ci
+				r := slices.IndexFunc(f.rows, func(r row) bool { return r.name == s.Profile.String() })
+				if r < 0 {
+					r = len(f.rows)
+					f.rows = append(f.rows, row{name: s.Profile.String(), max: 99})
+				}
+				f.add(s, r, i, uint8(1<<c.slices-1)<<ci)
+			}
+		}
+	}
+	f.fill()
+	return f
+}
+
+func (f *field) add(s Slot, row, gi int, compute uint8) {
+	f.slots, f.row = append(f.slots, s), append(f.row, row)
+	f.gi, f.compute = append(f.gi, gi), append(f.compute, compute)
+}
+
+// fill finds all that is legal.
+func (f *field) fill() {
+	f.legal, f.by, f.rooms = map[uint64]bool{}, map[vector][]uint64{}, map[uint64]int{}
 	var grow func(from int, set uint64)
 	grow = func(from int, set uint64) {
 		f.sets = append(f.sets, set)
@@ -68,43 +123,63 @@ func newField(t testing.TB, rows []row) *field {
 		}
 	}
 	grow(0, 0)
-	return f
 }
 
-// allowed is what is known of the cards: memory is not shared; of instances
-// with media extensions there is one; RTX PRO 6000 has four of each engine and
-// one optical-flow accelerator.
+// allowed is what is known of the cards: memory belongs to one GPU instance and
+// compute slices to one compute instance; of GPU instances with media
+// extensions there is one; RTX PRO 6000 has four of each engine and one
+// optical-flow accelerator.
 func (f *field) allowed(set uint64) bool {
-	var memory [12]int
-	v, me := f.count(set), 0
-	var engines gpu.Engines
+	var memory [12]int    // the GPU instance that has it, from 1 on
+	var compute [32]uint8 // what is taken of a GPU instance
+	var instances [14]int // of each row
+	var engines [4]int    // taken
+	const rtx = "24gb"    // what the names of its smallest instances have
+	me := 0
 	for i, s := range f.slots {
 		if set>>i&1 == 0 {
 			continue
 		}
+		gi := f.gi[i]
+		if compute[gi]&f.compute[i] != 0 {
+			return false
+		}
+		if instances[f.row[i]]++; instances[f.row[i]] > f.rows[f.row[i]].max {
+			return false
+		}
+		fresh := compute[gi] == 0
+		compute[gi] |= f.compute[i]
+		if !fresh {
+			continue
+		}
 		for m := s.Start; m < s.Start+s.Size; m++ {
-			if memory[m]++; memory[m] > 1 {
+			if memory[m] != 0 {
 				return false
 			}
+			memory[m] = gi + 1
 		}
 		n := f.rows[f.row[i]].name
 		if strings.HasSuffix(n, "+me") {
 			me++
 		}
-		if strings.HasSuffix(f.rows[0].name, "24gb") {
+		if strings.HasSuffix(f.rows[0].name, rtx) {
 			e := engineOf(n)
-			engines.Decode += e.Decode
-			engines.Encode += e.Encode
-			engines.JPEG += e.JPEG
-			engines.OFA += e.OFA
+			for k, n := range []int{e.Decode, e.Encode, e.JPEG, e.OFA} {
+				engines[k] += n
+			}
 		}
 	}
-	for r := range f.rows {
-		if int(v[r]) > f.rows[r].max {
-			return false
+	return me <= 1 && engines[0] <= 4 && engines[1] <= 4 && engines[2] <= 4 && engines[3] <= 1
+}
+
+// shared are the slots of one GPU instance with slot i.
+func (f *field) shared(i int) (set uint64) {
+	for k, gi := range f.gi {
+		if gi == f.gi[i] {
+			set |= 1 << k
 		}
 	}
-	return me <= 1 && engines.Decode <= 4 && engines.Encode <= 4 && engines.JPEG <= 4 && engines.OFA <= 1
+	return set
 }
 
 // engineOf is what an instance of RTX PRO 6000 has, also where the table under
@@ -196,7 +271,7 @@ func (f *field) scene(r *rand.Rand, set uint64, pin, empty float64) scene {
 			o.Holder = []string{"", "a", "a", "b", "c", fmt.Sprint("pod-", i)}[r.IntN(6)]
 			s.holders[i] = o.Holder
 		}
-		if r.Float64() < empty {
+		if f.compute[i] == 0xff && r.Float64() < empty {
 			s.empty |= 1 << i
 			o.Empty = true
 		}
@@ -227,7 +302,13 @@ func (f *field) cost(s *scene, target uint64) price {
 			p[0]++
 		}
 	}
-	p[2] = bits.OnesCount64(full&^target) + bits.OnesCount64(s.empty&(s.pinned|^target))
+	p[2] = bits.OnesCount64(full &^ target)
+	for i := range f.slots {
+		// One that is filled stays, unless it is pinned.
+		if s.empty>>i&1 == 1 && (s.pinned>>i&1 == 1 || target&f.shared(i) == 0) {
+			p[2]++
+		}
+	}
 	p[3] = bits.OnesCount64(target &^ full)
 	p[4] = -f.room(target)
 	return p
@@ -263,9 +344,8 @@ func (f *field) replay(t testing.TB, s *scene, steps []Step) uint64 {
 			}
 			now, empty = now&^bit, empty&^bit
 		case Create:
-			if empty&bit != 0 && s.pinned&bit == 0 {
-				empty &^= bit
-				continue
+			if fill := empty &^ s.pinned & f.shared(i); fill != 0 {
+				now, empty = now&^fill, empty&^fill
 			}
 			if now&bit != 0 || !f.allowed(now|bit) {
 				t.Fatalf("%s: it cannot stand beside what does", step)
@@ -496,10 +576,17 @@ func TestEveryTransition(t *testing.T) {
 
 // TestMakeIsCheapest makes every slot beside every set.
 func TestMakeIsCheapest(t *testing.T) {
-	for _, family := range families {
-		t.Run(family.name, func(t *testing.T) {
+	for i := range 2 * len(families) {
+		family, build, what := families[i/2], newField, ""
+		if i%2 == 1 {
+			if len(family.rows) > 5 {
+				continue // the same splits, and many more sets
+			}
+			build, what = newSplitField, ", with splits"
+		}
+		t.Run(family.name+what, func(t *testing.T) {
 			t.Parallel()
-			f, c := newField(t, family.rows), card(t, family.rows)
+			f, c := build(t, family.rows), card(t, family.rows)
 			r := rand.New(rand.NewPCG(6, uint64(len(f.sets))))
 			share := float64(tell(20_000, 1<<40)) / float64(len(f.sets)*len(f.slots))
 			for _, set := range f.sets {
@@ -537,7 +624,7 @@ func (f *field) make(t testing.TB, c *Card, s *scene, i int) {
 	found := false
 	for gone := s.set; ; gone = (gone - 1) & s.set {
 		rest := s.set &^ gone
-		if fill := rest & bit; (fill == 0 || fill&s.pinned == 0) && f.legal[rest|bit] {
+		if fill := rest & s.empty & f.shared(i); fill&s.pinned == 0 && f.legal[rest&^fill|bit] {
 			var p price
 			seen := map[string]bool{}
 			for k := range f.slots {
@@ -550,7 +637,7 @@ func (f *field) make(t testing.TB, c *Card, s *scene, i int) {
 				}
 			}
 			p[2] = bits.OnesCount64(gone &^ s.pinned)
-			p[4] = -f.room(rest | bit)
+			p[4] = -f.room(rest&^fill | bit)
 			if !found || less(p, best) {
 				best, found = p, true
 			}
@@ -591,7 +678,8 @@ func (f *field) make(t testing.TB, c *Card, s *scene, i int) {
 			p[2]++
 			continue
 		}
-		now, empty = now|at, empty&^at
+		fill := empty & f.shared(i)
+		now, empty = now&^fill|at, empty&^fill
 		if !f.legal[now] {
 			fail("%s leads to what cannot stand", plan.text())
 		}

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package mig
+
+import (
+	"math/rand/v2"
+	"testing"
+)
+
+// TestSplitTransitions holds plans with splits against brute force: the same
+// promises as for whole GPU instances, compute instance by compute instance.
+func TestSplitTransitions(t *testing.T) {
+	for _, family := range families[:3] {
+		if len(family.rows) == len(seven) {
+			continue // has the same GPU instances to split as with five
+		}
+		t.Run(family.name, func(t *testing.T) {
+			t.Parallel()
+			f, c := newSplitField(t, family.rows), card(t, family.rows)
+			r := rand.New(rand.NewPCG(8, uint64(len(f.sets))))
+			n := tell(6000, 1_000_000)
+			for range n {
+				set := f.sets[r.IntN(len(f.sets))]
+				v := f.want[r.IntN(len(f.want))]
+				s := f.scene(r, set, []float64{0, 0.3, 0.3, 0.7}[r.IntN(4)], []float64{0, 0.3}[r.IntN(2)])
+				f.transition(t, c, r, &s, v)
+			}
+			t.Logf("%d transitions, of %d sets and %d geometries", n, len(f.sets), len(f.want))
+		})
+	}
+}
