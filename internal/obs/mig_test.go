@@ -54,6 +54,10 @@ func cards() Status {
 		Partition: Partition{Name: "cut", State: "blocked", Source: "configmap gpu/gpu-partitions", Generation: 2,
 			Message: "GPU 1: train/train-3 holds 1g.10gb@5"},
 		Watchdog: Watchdog{State: WatchdogRunning},
+		Containers: []ContainerStatus{
+			{"dev", "notebook-1", "jupyter", "1a1b2c3d4e5f6071", uuid(0), 0, nil, mib(3000), 4000, "hardware", 0, 1},
+			{"dev", "old", "main", "2a1b2c3d4e5f6071", uuid(0), 0, nil, nil, 0, "hardware", 0, 0},
+		},
 	}
 	// On demand: two pods, one whose instance is being made, a warm instance, and
 	// the room that is left.
@@ -65,14 +69,14 @@ func cards() Status {
 			{"", "", "", "example.com/mig-2g.20gb", 1, ago(0), ""},
 			{"dev", "old", "main", "example.com/gpu", 1, ago(72 * time.Hour), ""},
 		},
-		MIG: &MIGStatus{Enabled: true, OnDemand: true, Size: 8, Work: "create 3g.40gb@4, since 12:00:00", Slots: []SlotStatus{
+		MIG: &MIGStatus{Enabled: true, OnDemand: true, Size: 8, Work: "create 3g.40gb@4 since 2026-03-01T11:59:59Z", Slots: []SlotStatus{
 			slot(u, "1g.10gb@0", 1, SlotHeld, held(13, "dev", "notebook-1", "jupyter")),
 			slot(u, "1g.10gb+me@0", 1, SlotCovered, nil),
 			slot(u, "7g.80gb@0", 8, SlotCovered, nil),
 			slot(u, "1g.10gb@1", 1, SlotWarm, stands(9)),
 			slot(u, "1g.10gb+me@1", 1, SlotFree, nil),
 			slot(u, "1g.10gb@2", 1, SlotCovered, nil),
-			slot(u, "2g.20gb@2", 2, SlotHeld, nil),
+			slot(u, "2g.20gb@2", 2, SlotMaking, nil),
 			slot(u, "3g.40gb@4", 4, SlotMaking, held(-1, "train", "train-8-with-a-long-name-from-a-controller-7c6f8d5b9-x2k4p", "main")),
 			slot(u, "1g.10gb@4", 1, SlotCovered, nil),
 		}}})
@@ -111,7 +115,7 @@ func cards() Status {
 			slot(u, "2g.48gb@6", 6, SlotWarm, stands(1)),
 		}}},
 		GPUStatus{Index: 4, UUID: uuid(4), Model: "NVIDIA A30", MemoryMiB: 24576, Mode: "mig", Health: Healthy,
-			MIG: &MIGStatus{Pending: &on, Work: "reset, since 12:00:00"}},
+			MIG: &MIGStatus{Pending: &on, Work: "enable MIG mode since 2026-03-01T11:59:59Z"}},
 		GPUStatus{Index: 5, UUID: uuid(5), Model: "NVIDIA A30", MemoryMiB: 24576, Mode: "whole", Health: Healthy, Resource: "example.com/gpu", Total: 1, Unhealthy: 1,
 			MIG: &MIGStatus{Enabled: true, Pending: &off}})
 	return s

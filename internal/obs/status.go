@@ -146,12 +146,12 @@ type SlotStatus struct {
 
 // Values of SlotStatus.State.
 const (
-	SlotHeld    = "held"    // a claim has it; its instance stands unless UUID is empty
+	SlotHeld    = "held"    // a claim has it, and its instance stands
 	SlotWarm    = "warm"    // the instance stands, nobody holds it, it can be had
-	SlotMaking  = "making"  // a claim waits while the instance is made
+	SlotMaking  = "making"  // a claim has it, and its instance does not stand yet
 	SlotFree    = "free"    // no instance stands, one could be made now
 	SlotCovered = "covered" // its room is taken by others
-	SlotLeaving = "leaving" // stands or is held, and goes: nobody new gets it
+	SlotLeaving = "leaving" // goes, and nobody gets it any more
 	SlotForeign = "foreign" // somebody else made the instance, and it is not offered
 	SlotFailed  = "failed"  // it could not be made, time and again, and is withdrawn
 )
@@ -193,7 +193,8 @@ type ContainerStatus struct {
 	// GPU is the UUID, Index what GPUStatus has for it.
 	GPU   string `json:"gpu"`
 	Index int    `json:"index"`
-	// CapMiB is nil where the container has the whole GPU and no cap.
+	// CapMiB is nil where the container has no cap: it has the whole GPU, or MIG
+	// instances of it, which the card holds to their memory.
 	CapMiB *uint64 `json:"capMiB"`
 	// UsedMiB is what counts against the cap, as the watchdog saw it last: what
 	// the driver reports of the container's processes, and managed memory, for

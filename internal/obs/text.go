@@ -40,7 +40,7 @@ func WriteText(w io.Writer, s Status, o TextOptions) error {
 	if len(s.GPUs) == 0 {
 		p.line("no GPU")
 	}
-	p.containers(s.Containers)
+	p.containers(s)
 	_, err := io.WriteString(w, p.out.String())
 	return err
 }
@@ -222,9 +222,19 @@ func (p *page) watchdog(w Watchdog) {
 
 // containers draws a table: what each may use, uses, and has used, in GiB. What
 // is not known is a dash.
-func (p *page) containers(list []ContainerStatus) {
+func (p *page) containers(s Status) {
+	list := s.Containers
 	if len(list) == 0 {
 		return
+	}
+	instances := map[[4]string]bool{}
+	for _, g := range s.GPUs {
+		if g.MIG == nil {
+			continue
+		}
+		for _, slot := range g.MIG.Slots {
+			instances[[4]string{g.UUID, slot.Namespace, slot.Pod, slot.Container}] = slot.Pod != ""
+		}
 	}
 	rows := [][]string{{"memory in GiB", "GPU", "cap", "used", "peak", "refused", "held by"}}
 	for _, c := range list {
@@ -233,6 +243,9 @@ func (p *page) containers(list []ContainerStatus) {
 			name = c.Namespace + "/" + c.Pod + "/" + c.Container
 		}
 		limit, refused := "whole", "-"
+		if instances[[4]string{c.GPU, c.Namespace, c.Pod, c.Container}] {
+			limit = "MIG"
+		}
 		if c.CapMiB != nil {
 			limit, refused = gib(c.CapMiB), strconv.FormatUint(min(c.Refusals, 1e6), 10)
 			if c.Refusals > 1e6 {
