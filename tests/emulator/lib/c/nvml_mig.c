@@ -87,6 +87,7 @@ static nvmlReturn_t ask_profile(const char *name, nvmlDevice_t d, unsigned int p
     put_u32(&c, profile);
     nvmlReturn_t r = send_call(&c);
     if (r == NVML_SUCCESS) {
+        memset(info, 0, sizeof *info);
         info->id = get_u32(&c);
         info->sliceCount = get_u32(&c);
         info->instanceCount = get_u32(&c);
@@ -98,7 +99,6 @@ static nvmlReturn_t ask_profile(const char *name, nvmlDevice_t d, unsigned int p
         info->ofaCount = get_u32(&c);
         info->capabilities = get_u32(&c) ? NVML_GPU_INSTANCE_PROFILE_CAPS_GFX : 0;
         info->memorySizeMB = get_u64(&c);
-        memset(info->name, 0, sizeof info->name);
         get_str(&c, info->name, sizeof info->name);
     }
     return r;
@@ -277,6 +277,7 @@ static nvmlReturn_t ask_compute(const char *name, nvmlGpuInstance_t gi, unsigned
     put_u32(&c, engines);
     nvmlReturn_t r = send_call(&c);
     if (r == NVML_SUCCESS) {
+        memset(info, 0, sizeof *info);
         info->id = get_u32(&c);
         info->sliceCount = get_u32(&c);
         info->instanceCount = get_u32(&c);
@@ -287,7 +288,6 @@ static nvmlReturn_t ask_compute(const char *name, nvmlGpuInstance_t gi, unsigned
         info->sharedJpegCount = get_u32(&c);
         info->sharedOfaCount = get_u32(&c);
         info->capabilities = get_u32(&c) ? NVML_COMPUTE_INSTANCE_PROFILE_CAPS_GFX : 0;
-        memset(info->name, 0, sizeof info->name);
         get_str(&c, info->name, sizeof info->name);
     }
     return r;
