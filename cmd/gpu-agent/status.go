@@ -10,6 +10,8 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"example.com/gpu-agent/internal/obs"
 )
 
@@ -44,9 +46,12 @@ func textOptions(c console) obs.TextOptions {
 	o.Width, _ = strconv.Atoi(os.Getenv("COLUMNS"))
 	locale := os.Getenv("LC_ALL") + os.Getenv("LC_CTYPE") + os.Getenv("LANG")
 	o.ASCII = locale != "" && !strings.Contains(strings.ToUpper(strings.ReplaceAll(locale, "-", "")), "UTF8")
-	if f, ok := c.out.(*os.File); ok && os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb" {
-		if st, err := f.Stat(); err == nil {
-			o.Color = st.Mode()&os.ModeCharDevice != 0
+	if f, ok := c.out.(*os.File); ok {
+		// It answers for a terminal, and for nothing else.
+		size, err := unix.IoctlGetWinsize(int(f.Fd()), unix.TIOCGWINSZ)
+		o.Color = err == nil && os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb"
+		if err == nil && o.Width == 0 {
+			o.Width = int(size.Col)
 		}
 	}
 	return o
