@@ -225,7 +225,7 @@ func describeWant(w *config.Want) string {
 	case w.Mode != config.MIG:
 		return string(w.Mode)
 	case w.OnDemand:
-		return "mig on demand"
+		return "mig, on demand"
 	}
-	return "mig " + mig.DescribeCounts(w.Geometry)
+	return "mig, " + mig.DescribeCounts(w.Geometry)
 }

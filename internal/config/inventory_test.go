@@ -4,9 +4,11 @@ package config
 
 import (
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
+	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 
 	"github.com/google/go-cmp/cmp"
@@ -51,6 +53,33 @@ func TestReadInventoryOfWellKnownCards(t *testing.T) {
 	}
 }
 
+// TestRecordedInventories: the inventories that come out of the emulated driver
+// say of each card's MIG side what the published tables say.
+func TestRecordedInventories(t *testing.T) {
+	for recorded, published := range map[string]string{
+		"a100-40": "a100-40gb", "a100-80": "a100-80gb", "a100-80-mig": "a100-80gb", "a30": "a30-24gb", "h100-80": "h100-80gb", "h200": "h200-141gb",
+		"b200": "b200-180gb", "rtx-pro-6000": "rtx-pro-6000-96gb", "rtx-pro-6000-mig": "rtx-pro-6000-96gb",
+	} {
+		profiles := func(name string) []gpu.Profile {
+			inv := cards(t, name)
+			for i := range inv.GPUs {
+				if !slices.EqualFunc(inv.GPUs[i].MIG.Profiles, inv.GPUs[0].MIG.Profiles, func(a, b gpu.Profile) bool { return cmp.Equal(a, b) }) {
+					t.Errorf("%s: GPU %d is another card than GPU 0", name, i)
+				}
+			}
+			out := inv.GPUs[0].MIG.Profiles
+			for i := range out {
+				out[i].Memory, out[i].Engines = 0, nil // some of which nobody has published
+			}
+			slices.SortFunc(out, func(a, b gpu.Profile) int { return strings.Compare(a.Name, b.Name) })
+			return out
+		}
+		if diff := cmp.Diff(profiles("inventories/"+published), profiles(recorded)); diff != "" {
+			t.Errorf("%s, -published +recorded:\n%s", recorded, diff)
+		}
+	}
+}
+
 func TestReadInventoryTakesTheLeast(t *testing.T) {
 	inv, err := ReadInventory([]byte(`{"gpus": [
 		{"index": 1, "uuid": "GPU-1", "memoryMiB": 24576, "mig": {}},
@@ -62,7 +91,7 @@ func TestReadInventoryTakesTheLeast(t *testing.T) {
 		t.Fatalf("the GPUs are not in index order: %+v", inv.GPUs)
 	}
 	m := inv.GPUs[0].MIG
-	if m.Pending != nil || !m.Enabled || len(m.Instances) != 1 || !m.Instances[0].Busy || m.Instances[0].Start != 6 {
+	if !m.Capable || m.Pending != nil || !m.Enabled || len(m.Instances) != 1 || !m.Instances[0].Busy || m.Instances[0].Start != 6 {
 		t.Errorf("MIG is %+v", m)
 	}
 	if inv, err := ReadInventory([]byte(`{"gpus": []}`)); err != nil || len(inv.GPUs) != 0 {

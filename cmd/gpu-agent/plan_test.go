@@ -1,0 +1,301 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"flag"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/pkg/mig"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+// TestMain lets a test run the program as it is run: see program.
+func TestMain(m *testing.M) {
+	if os.Getenv("BE_GPU_AGENT") != "" {
+		main()
+		return
+	}
+	flag.Parse()
+	os.Exit(m.Run())
+}
+
+// program runs the real thing and returns its exit status.
+func program(t *testing.T, args ...string) (out, err string, status int) {
+	t.Helper()
+	self, failure := os.Executable()
+	if failure != nil {
+		t.Fatal(failure)
+	}
+	cmd := exec.CommandContext(t.Context(), self, args...)
+	cmd.Env = append(os.Environ(), "BE_GPU_AGENT=1")
+	var o, e bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &o, &e
+	var exit *exec.ExitError
+	if failure := cmd.Run(); failure != nil && !errors.As(failure, &exit) {
+		t.Fatal(failure)
+	}
+	return o.String(), e.String(), cmd.ProcessState.ExitCode()
+}
+
+var update = flag.Bool("update", false, "write the golden files anew")
+
+// golden compares with a file, or writes it.
+func golden(t *testing.T, path string, got []byte) {
+	t.Helper()
+	if *update {
+		if err := os.WriteFile(path, got, 0o644); err != nil { //nolint:gosec // it is part of the source
+			t.Fatal(err)
+		}
+		return
+	}
+	if diff := cmp.Diff(string(read(t, path)), string(got)); diff != "" {
+		t.Errorf("%s, -want +got (-update writes it anew):\n%s", path, diff)
+	}
+}
+
+const (
+	testdata = "../../tests/testdata"
+
+	cut   = testdata + "/a100-80-mig.json" // instances stand, some of them busy
+	plain = testdata + "/a100-80.json"
+	plans = "testdata/partitions.yaml"
+)
+
+// TestPlan compares whole plans with what they were: of a node where some GPUs
+// are free to change and busy instances are in the way on others, and of nodes
+// where nothing stands.
+func TestPlan(t *testing.T) {
+	for _, tc := range []struct {
+		golden, inventory, partition, format string
+		blocked                              bool
+	}{
+		{"default.txt", cut, "default", "text", true},
+		{"default.json", cut, "default", "json", true},
+		{"whole.txt", cut, "whole", "text", true},
+		{"shared.txt", cut, "shared", "text", true},
+		{"on-demand.txt", cut, "on-demand", "text", false},
+		{"on-demand.json", cut, "on-demand", "json", false},
+		{"empty.txt", cut, "empty", "text", true},
+		{"mixed.txt", cut, "mixed", "text", true},
+		{"mixed.json", cut, "mixed", "json", true},
+		{"fresh.txt", plain, "mixed", "text", false},
+		{"fresh.json", plain, "default", "json", false},
+		{"media.txt", testdata + "/rtx-pro-6000-mig.json", "media", "text", true},
+		{"nvidia.txt", cut, "nvidia", "text", false},
+	} {
+		t.Run(tc.golden, func(t *testing.T) {
+			file := plans
+			if tc.partition == "nvidia" {
+				file = "testdata/mig-configs.yaml"
+			}
+			out, said, err := command(t, "plan", "--config", file, "--inventory", tc.inventory, "-o", tc.format, "--partition", tc.partition)
+			if tc.blocked != errors.Is(err, errBlocked) || !tc.blocked && err != nil {
+				t.Fatalf("%v, want blocked: %v", err, tc.blocked)
+			}
+			if said != "" {
+				t.Errorf("on standard error: %s", said)
+			}
+			golden(t, filepath.Join("testdata", "plan-"+tc.golden), []byte(out))
+		})
+	}
+}
+
+// TestPlanJSON holds what tools rely on: the keys and no others, lists that are
+// never null, every GPU in the inventory's order, and of a GPU that is blocked
+// no step, and a result that is what stands.
+func TestPlanJSON(t *testing.T) {
+	inv, err := config.ReadInventory(read(t, cut))
+	if err != nil {
+		t.Fatal(err)
+	}
+	file, err := config.Parse(plans, read(t, plans))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, partition := range file.Names() {
+		if partition == "media" || partition == "too-many" {
+			continue // for other cards, for none
+		}
+		out, _, err := command(t, "plan", "--config", plans, "--inventory", cut, "--partition", partition, "-o", "json")
+		if err != nil && !errors.Is(err, errBlocked) {
+			t.Fatal(err)
+		}
+		if strings.Contains(out, "null") {
+			t.Errorf("%s: something is null: %s", partition, out)
+		}
+		type slot struct {
+			Profile *string `json:"profile"`
+			Start   *int    `json:"start"`
+			CI      *int    `json:"ci"`
+		}
+		var doc struct {
+			GPUs []struct {
+				UUID  string `json:"uuid"`
+				Steps []struct {
+					Op mig.Op `json:"op"`
+					slot
+				} `json:"steps"`
+				Result  []slot `json:"result"`
+				Blocked []struct {
+					slot
+					Reason string `json:"reason"`
+					Holder string `json:"holder"`
+				} `json:"blocked"`
+			} `json:"gpus"`
+		}
+		dec := json.NewDecoder(strings.NewReader(out))
+		dec.DisallowUnknownFields()
+		if err := dec.Decode(&doc); err != nil {
+			t.Fatalf("%s: %v", partition, err)
+		}
+		if len(doc.GPUs) != len(inv.GPUs) {
+			t.Fatalf("%s: %d GPUs of %d", partition, len(doc.GPUs), len(inv.GPUs))
+		}
+		check := func(s slot, op mig.Op) {
+			t.Helper()
+			if s.Profile == nil || s.Start == nil {
+				t.Fatalf("%s: a slot lacks profile or start: %s", partition, out)
+			}
+			if op == mig.Enable || op == mig.Disable {
+				if *s.Profile != "" || *s.Start != 0 || s.CI != nil {
+					t.Errorf("%s: %s has a slot", partition, op)
+				}
+				return
+			}
+			n, err := mig.Parse(*s.Profile)
+			if err != nil || (n.Compute != 0) != (s.CI != nil) {
+				t.Errorf("%s: %s: %v; ci is there for parts alone", partition, *s.Profile, err)
+			}
+		}
+		blocked := false
+		for i, g := range doc.GPUs {
+			if g.UUID != string(inv.GPUs[i].UUID) || g.Steps == nil || g.Result == nil || g.Blocked == nil {
+				t.Errorf("%s: GPU %d is %+v", partition, i, g)
+			}
+			for _, s := range g.Steps {
+				check(s.slot, s.Op)
+			}
+			for _, s := range g.Result {
+				check(s, mig.Create)
+			}
+			for _, b := range g.Blocked {
+				blocked = true
+				check(b.slot, mig.Destroy)
+				if b.Reason != "busy" || b.Holder == "" {
+					t.Errorf("%s: GPU %d: %+v does not say who holds it", partition, i, b)
+				}
+			}
+			standing := slices.DeleteFunc(mig.Stand(&inv.GPUs[i].MIG), func(s mig.Standing) bool { return s.Empty })
+			if len(g.Blocked) > 0 && (len(g.Steps) > 0 || len(g.Result) != len(standing)) {
+				t.Errorf("%s: GPU %d is blocked: %+v", partition, i, g)
+			}
+		}
+		if blocked != errors.Is(err, errBlocked) {
+			t.Errorf("%s: %v, and blocked is %v", partition, err, blocked)
+		}
+	}
+}
+
+// TestPlanCommandLine is flags, defaults and what is wrong.
+func TestPlanCommandLine(t *testing.T) {
+	bare := write(t, "bare.json", `{"gpus": [{"index": 0, "uuid": "GPU-0", "memoryMiB": 81920, "mig": {"enabled": true,
+		"profiles": [{"name": "3g.40gb", "max": 2, "placements": [{"start": 0, "size": 4}, {"start": 4, "size": 4}]}],
+		"instances": [{"profile": "3g.40gb", "start": 4, "size": 4, "busy": true}]}}]}`)
+	lost := write(t, "lost.json", `{"gpus": [{"index": 0, "uuid": "GPU-0", "memoryMiB": 0, "fault": "GPU is lost", "mig": {}}]}`)
+	named := write(t, "named.yaml", "version: v1\npartitions:\n  research:\n    - {devices: all, mode: whole}\n")
+	for _, tt := range []struct {
+		args   []string
+		status int
+		out    string
+		err    string
+	}{
+		{[]string{"--config", plans, "--inventory", plain}, 0, "enable MIG mode", ""},
+		{[]string{"-o", "json", "--partition=default", "--inventory=" + plain, "--config=" + plans}, 0, `"op": "enable"`, ""},
+		{[]string{"--config", plans, "--inventory", cut}, 3, "1g.10gb@5 (busy, train/train-3)", ""},
+		{[]string{"--config", plans, "--inventory", cut, "-o", "json"}, 3, `"holder": "train/train-3"`, ""},
+		{[]string{"--config", plans, "--inventory", bare}, 0, "create 3g.40gb@0", ""},
+		{[]string{"--config", plans, "--inventory", lost}, 0, "nothing can be done: GPU is lost", ""},
+		{[]string{"--config", named, "--inventory", plain, "--partition", "research"}, 0, "nothing to do", ""},
+		{[]string{"--config", named, "--inventory", plain}, 1, "", named + `:3: no partition is named "default"`},
+		{[]string{"--config", plans, "--inventory", plain, "--partition", "too-many"}, 1, "", plans + ":"},
+		{[]string{"--config", plans, "--inventory", plans}, 1, "", plans + ": read inventory"},
+		{[]string{"--config", "nowhere.yaml", "--inventory", plain}, 1, "", "nowhere.yaml"},
+		{[]string{"--config", plans, "--inventory", "nowhere.json"}, 1, "", "nowhere.json"},
+		{[]string{"--config", plans, "--inventory", plain, "extra"}, 1, "", `unexpected argument "extra"`},
+		{[]string{"--inventory", plain}, 2, "", "--config is missing"},
+		{[]string{"--config", plans, "--inventory", plain, "-o", "yaml"}, 2, "", "want one of text, json"},
+	} {
+		out, said, status := program(t, append([]string{"plan"}, tt.args...)...)
+		if status != tt.status || !strings.Contains(out, tt.out) || !strings.Contains(said, tt.err) {
+			t.Errorf("%q: exit status %d\nout: %s\nerr: %s\nwant %d, %q and %q", tt.args, status, out, said, tt.status, tt.out, tt.err)
+		}
+		if tt.status != 0 && tt.status != 3 && out != "" {
+			t.Errorf("%q fails and prints %s", tt.args, out)
+		}
+	}
+}
+
+// TestNothingInfeasiblePasses: check and plan refuse the same, with file, line
+// and a reason, and plan prints no step of it.
+func TestNothingInfeasiblePasses(t *testing.T) {
+	for _, name := range []string{"a100-40", "a100-80", "a100-80-mig", "a30", "h100-80", "h200", "b200", "rtx-pro-6000"} {
+		inventory := testdata + "/" + name + ".json"
+		inv, err := config.ReadInventory(read(t, inventory))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, p := range inv.GPUs[0].MIG.Profiles {
+			for _, n := range []int{p.Max, p.Max + 1} {
+				text := "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: mig\n      geometry: {" + p.Name + ": " + string(rune('0'+n)) + "}\n"
+				file := write(t, "p.yaml", text)
+				out, said, err := command(t, "check", file, "--inventory", inventory)
+				steps, _, planErr := command(t, "plan", "--config", file, "--inventory", inventory)
+				if fits := n <= p.Max; fits {
+					if err != nil || !strings.Contains(out, "partition default fits") || planErr != nil && !errors.Is(planErr, errBlocked) {
+						t.Errorf("%s: %d of %s: %v, %v", name, n, p.Name, err, planErr)
+					}
+					continue
+				}
+				if err == nil || !strings.HasPrefix(said, file+":4: ") || !strings.Contains(said, p.Name) {
+					t.Errorf("%s: %d of %s passes check, or without a reason: %v, %s", name, n, p.Name, err, said)
+				}
+				if planErr == nil || errors.Is(planErr, errBlocked) || steps != "" {
+					t.Errorf("%s: %d of %s passes plan: %v, %s", name, n, p.Name, planErr, steps)
+				}
+			}
+		}
+	}
+}
+
+// TestCheckWantsProof: a driver that tells no placements with MIG off leaves
+// open what fits, which check refuses and plan does not.
+func TestCheckWantsProof(t *testing.T) {
+	inventory := write(t, "off.json", `{"gpus": [{"index": 0, "uuid": "GPU-0", "memoryMiB": 81920, "mig": {"capable": true, "profiles": [{"name": "3g.40gb", "max": 2}]}}]}`)
+	if _, said, err := command(t, "check", plans, "--inventory", inventory, "--partition", "default"); err == nil || !strings.HasPrefix(said, plans+":4: GPU 0: placements are told only while MIG is on") {
+		t.Errorf("%v, %s", err, said)
+	}
+	out, _, err := command(t, "plan", "--config", plans, "--inventory", inventory)
+	if err != nil || !strings.Contains(out, "enable MIG mode\n") || strings.Contains(out, "create") || !strings.Contains(out, "plan again then") {
+		t.Errorf("%v, %s", err, out)
+	}
+}
+
+func read(t *testing.T, path string) []byte {
+	t.Helper()
+	data, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return data
+}

@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package recorded
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"log/slog"
+	"maps"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+
+	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/gpu/nvml"
+	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/emulator/daemon"
+	"example.com/gpu-agent/tests/emulator/install"
+	"example.com/gpu-agent/tests/emulator/lib"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+var update = flag.Bool("update", false, "write the recorded inventories anew")
+
+// recordings are the nodes whose inventories stand under tests/testdata.
+var recordings = []struct {
+	file string
+	spec emulator.Spec
+	// instances are made on the GPUs before the reading, by index: "1g.10gb@0".
+	// With a "-" in front it is a GPU instance without a compute instance, with a "!"
+	// a process is on it, of the pod that follows.
+	instances map[int]string
+	// pending GPUs wait for a reset into MIG mode.
+	pending []int
+}{
+	{file: "a100-40.json", spec: emulator.Spec{Seed: "a100-40", Model: "A100-SXM4-40GB", Count: 8}},
+	{file: "a100-80.json", spec: emulator.Spec{Seed: "a100-80", Model: "A100-SXM4-80GB", Count: 8}},
+	{file: "a30.json", spec: emulator.Spec{Seed: "a30", Model: "A30", Count: 4}},
+	{file: "h100-80.json", spec: emulator.Spec{Seed: "h100-80", Model: "H100-80GB", Count: 8}},
+	{file: "h200.json", spec: emulator.Spec{Seed: "h200", Model: "H200-141GB", Count: 8}},
+	{file: "b200.json", spec: emulator.Spec{Seed: "b200", Model: "B200", Count: 8}},
+	{file: "rtx-pro-6000.json", spec: emulator.Spec{Seed: "rtx-pro-6000", Model: "RTX-PRO-6000", Count: 8}},
+	{
+		file: "a100-80-mig.json", spec: emulator.Spec{Seed: "a100-80-mig", Model: "A100-SXM4-80GB", Count: 8, GPUs: inMIG(0, 1, 2, 3, 4, 5)},
+		instances: map[int]string{
+			0: "1g.10gb@0 1g.10gb@1 1g.10gb@2 1g.10gb@3 1g.10gb@4 1g.10gb@5 1g.10gb@6",
+			1: "1g.10gb@0 1g.10gb@1 1g.10gb@2 1g.10gb@3 1g.10gb@4 1g.10gb@5!train/train-3 1g.10gb@6",
+			2: "3g.40gb@0 3g.40gb@4!infer/llm-0",
+			4: "1c.3g.40gb@0 1c.3g.40gb@0!infer/small-1 1c.3g.40gb@0 2g.20gb@4 1g.10gb@6",
+			5: "1g.10gb+me@0!media/encode-7 -2g.20gb@2 1g.20gb@4",
+		},
+		pending: []int{6},
+	},
+	{
+		file: "rtx-pro-6000-mig.json", spec: emulator.Spec{Seed: "rtx-pro-6000-mig", Model: "RTX-PRO-6000", Count: 4, GPUs: inMIG(0, 1, 2)},
+		instances: map[int]string{
+			0: "1g.24gb-me@0 1g.24gb-me@3!train/small-0 1g.24gb-me@6 1g.24gb+me.all@9!media/encode-0",
+			1: "2g.48gb+gfx@0 2g.48gb@6",
+		},
+	},
+}
+
+func inMIG(indices ...int) []emulator.GPUSpec {
+	gpus := make([]emulator.GPUSpec, len(indices))
+	for i, x := range indices {
+		gpus[i] = emulator.GPUSpec{Index: x, MIG: true}
+	}
+	return gpus
+}
+
+const testdata = "../testdata"
+
+// TestRecorded holds the recorded inventories against what the driver edge reads
+// of the same nodes today. Only the names of holders are added here, since no
+// driver knows pods.
+func TestRecorded(t *testing.T) {
+	dir := t.TempDir()
+	for _, r := range recordings {
+		t.Run(r.file, func(t *testing.T) {
+			var got bytes.Buffer
+			w, d := emulate(t, dir, r.spec)
+			holders := furnish(t, w, r.instances)
+			for _, i := range r.pending {
+				if err := d.SetMIGMode(t.Context(), reading(t, d).GPUs[i].UUID, true); err != nil {
+					t.Fatal(err)
+				}
+			}
+			inv := reading(t, d)
+			for i := range inv.GPUs {
+				for j := range inv.GPUs[i].MIG.Instances {
+					in := &inv.GPUs[i].MIG.Instances[j]
+					in.Holder = holders[seat{i, in.GI, in.CI}]
+				}
+			}
+			enc := json.NewEncoder(&got)
+			enc.SetIndent("", "  ")
+			if err := enc.Encode(inv); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := config.ReadInventory(got.Bytes()); err != nil {
+				t.Error(err)
+			}
+			path := filepath.Join(testdata, r.file)
+			if *update {
+				if err := os.WriteFile(path, got.Bytes(), 0o644); err != nil { //nolint:gosec // it is part of the source
+					t.Fatal(err)
+				}
+				return
+			}
+			want, err := os.ReadFile(path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(string(want), got.String()); diff != "" {
+				t.Errorf("%s, -want +got (-update writes it anew):\n%s", path, diff)
+			}
+		})
+	}
+}
+
+// seat is a compute instance.
+type seat struct{ gpu, gi, ci int }
+
+// furnish makes instances as recordings has them, and says who holds which.
+func furnish(t *testing.T, w *emulator.World, on map[int]string) map[seat]string {
+	t.Helper()
+	holders := map[seat]string{}
+	for _, i := range slices.Sorted(maps.Keys(on)) {
+		for _, word := range strings.Fields(on[i]) {
+			word, holder, _ := strings.Cut(word, "!")
+			word, empty := strings.CutPrefix(word, "-")
+			profile, at, _ := strings.Cut(word, "@")
+			start, err := strconv.Atoi(at)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := w.CreateInstance(i, profile, start, empty); err != nil {
+				t.Fatal(err)
+			}
+			if holder == "" {
+				continue
+			}
+			var s seat
+			for _, gi := range w.State().GPUs[i].MIG.Instances {
+				if gi.Start == start {
+					s = seat{i, gi.ID, gi.Compute[len(gi.Compute)-1].ID} // the newest
+				}
+			}
+			if err := w.AddProcess(emulator.Process{PID: os.Getpid(), GPU: i, GI: s.gi, CI: s.ci, Kind: emulator.Compute, MiB: 1024}); err != nil {
+				t.Fatal(err)
+			}
+			holders[s] = holder
+		}
+	}
+	return holders
+}
+
+func reading(t *testing.T, d *nvml.Driver) *gpu.Inventory {
+	t.Helper()
+	inv, err := d.Inventory(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &inv
+}
+
+// emulate installs an emulated driver of these GPUs in dir, serves it until the
+// test's end and opens it. The process can be bound to one library only, so dir
+// is the same for all.
+func emulate(t *testing.T, dir string, spec emulator.Spec) (*emulator.World, *nvml.Driver) {
+	t.Helper()
+	try := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := exec.LookPath("gcc"); err != nil {
+		t.Skipf("skipped: the emulated driver's libraries need gcc: %v", err)
+	}
+	libraries, err := lib.Cached(t.Context())
+	try(err)
+	dir, err = filepath.EvalSymlinks(dir)
+	try(err)
+	w, err := emulator.New(spec)
+	try(err)
+	dev := filepath.Join(dir, "dev")
+	for _, d := range []string{"dev", "sys", "proc"} {
+		try(os.RemoveAll(filepath.Join(dir, d)))
+	}
+	try(install.Driver(dir, libraries, w))
+	err = install.Nodes(dev, w)
+	if errors.Is(err, os.ErrPermission) {
+		t.Skipf("skipped: making device nodes needs CAP_MKNOD: %v", err)
+	}
+	try(err)
+	try(install.Kernel(dir, "Character devices:\n", w))
+	try(install.Machine{Driver: dir, Dev: dev, Kernel: dir}.Save())
+	l, err := daemon.Listen(filepath.Join(dir, install.Socket))
+	try(err)
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func(l *net.UnixListener) {
+		ended <- (&daemon.Server{World: w, Driver: dir}).Serve(ctx, l)
+	}(l)
+	t.Cleanup(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+		_ = l.Close() // the server does too, not always before it ends
+	})
+	d, err := nvml.Open(t.Context(), nvml.Options{
+		DriverRoot: dir, SysRoot: filepath.Join(dir, "sys"), ProcRoot: filepath.Join(dir, "proc"),
+		Logger: slog.New(slog.NewTextHandler(t.Output(), nil)),
+	})
+	try(err)
+	t.Cleanup(func() {
+		if err := d.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return w, d
+}
