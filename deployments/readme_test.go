@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/obs"
@@ -106,6 +107,58 @@ func TestShownPartitions(t *testing.T) {
 					t.Errorf("on %s: %v", test.node, err)
 				}
 			}
+		}
+	}
+}
+
+// The drawings of a MIG GPU are what gpu-agent status prints.
+func TestShownStatus(t *testing.T) {
+	const u = "GPU-7d1e2f3a-0000-1111-2222-333344440000"
+	now := time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
+	ago := func(d time.Duration) *time.Time { at := now.Add(-d); return &at }
+	slot := func(profile string, start, size int, state, uuid, pod string) obs.SlotStatus {
+		s := obs.SlotStatus{Profile: profile, Start: start, Size: size, State: state, UUID: uuid, Resource: "example.com/mig-" + profile}
+		if pod != "" {
+			s.Namespace, s.Pod, s.Container = "work", pod, "main"
+		}
+		return s
+	}
+	status := obs.Status{GPUs: []obs.GPUStatus{{
+		UUID: u, Model: "NVIDIA A100-SXM4-80GB", MemoryMiB: 81920, Mode: "mig", Health: obs.Healthy,
+		Holders: []obs.Holder{
+			{Namespace: "work", Pod: "web-1", Container: "main", Resource: "example.com/mig-1g.10gb", Units: 1, Since: ago(3 * time.Hour)},
+			{Namespace: "work", Pod: "train-x2k4p", Container: "main", Resource: "example.com/mig-3g.40gb", Units: 1, Since: ago(time.Second)},
+		},
+		MIG: &obs.MIGStatus{Enabled: true, OnDemand: true, Size: 8, Slots: []obs.SlotStatus{
+			slot("1g.10gb", 0, 1, obs.SlotHeld, "MIG-1", "web-1"),
+			slot("1g.10gb", 1, 1, obs.SlotWarm, "MIG-2", ""),
+			slot("1g.10gb", 2, 1, obs.SlotFree, "", ""),
+			slot("1g.10gb", 3, 1, obs.SlotFree, "", ""),
+			slot("1g.20gb", 2, 2, obs.SlotFree, "", ""),
+			slot("2g.20gb", 2, 2, obs.SlotFree, "", ""),
+			slot("3g.40gb", 0, 4, obs.SlotCovered, "", ""),
+			slot("3g.40gb", 4, 4, obs.SlotMaking, "", "train-x2k4p"),
+		}},
+	}}}
+	for _, test := range []struct {
+		file, work string
+		width      int
+	}{
+		{"../README.md", "", 80},
+		{"../docs/mig.md", "create 3g.40gb@4 since 2026-03-01T11:59:59Z", 100},
+	} {
+		status.GPUs[0].MIG.Work = test.work
+		var out strings.Builder
+		if err := obs.WriteText(&out, status, obs.TextOptions{Width: test.width, Now: now}); err != nil {
+			t.Fatal(err)
+		}
+		_, want, ok := strings.Cut(out.String(), "\nGPU 0 ")
+		if !ok {
+			t.Fatalf("no GPU is drawn:\n%s", out.String())
+		}
+		want = strings.ReplaceAll("\nGPU 0 "+want, "\n", "\n    ")
+		if text := string(read(t, test.file)); !strings.Contains(text, strings.TrimRight(want, " ")) {
+			t.Errorf("%s does not show\n%s", test.file, want)
 		}
 	}
 }
