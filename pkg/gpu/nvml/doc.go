@@ -11,6 +11,8 @@
 //	inv, err := d.Inventory(ctx)     // what GPUs there are
 //	parts, err := d.Parts(ctx)       // what a container needs to use one
 //	health, err := d.Health(ctx, u)  // what the driver holds against one of them
+//	in, err := d.CreateInstance(ctx, u, "3g.40gb", gpu.Placement{Start: 4, Size: 4}, 0)
+//	nodes, err := d.Capabilities(minor, in.GI, in.CI)
 //	err = d.Events(ctx, func(e gpu.Event) { wake() })
 //
 // # One door, one caller inside
@@ -49,8 +51,9 @@
 // looks up every symbol that R470 has and this package needs, and refuses a
 // library without one; a newer symbol is looked up before its use, and what it
 // would have told stays unknown without it: the memory that the driver keeps
-// for itself (R510), MIG profiles (R510). Limits per cgroup are R615's
-// (SetMemoryLimit): before it there are none.
+// for itself (R510), MIG profiles (R510) and with them all instances, in which
+// compute slice of its GPU instance a split goes (about R525). Limits per cgroup
+// are R615's (SetMemoryLimit): before it there are none.
 //
 // # GPUs that fail
 //
@@ -74,6 +77,25 @@
 // that has changed and is quiet again it ends its wait, initialises the library
 // anew and reports gpu.EventChanged. A GPU that is gone stays in the inventory
 // with a fault, until the Driver is closed: its holders have a right to know.
+//
+// # MIG
+//
+// An instance is made in two steps, the GPU instance with its memory and the
+// compute instance in it, and always at a place that the caller names: left to
+// itself the driver fills a card so that what was possible in another order is
+// not any more. A creation that fails takes back what it made. What somebody
+// else left half done (a process that was killed between the steps) is listed
+// with CI -1; a creation at that place goes on with it, and DestroyInstance
+// removes it. Destroying looks at what stands there first: numbers of instances
+// and even their UUIDs come back, profile and placement tell them apart.
+//
+// Profiles and their places are the driver's word and are read once. The numbers
+// of device nodes (Capabilities) are the kernel module's: they are read from its
+// list, and nodes that nobody has made yet are made.
+//
+// The mode of a card may wait for a reset. The driver's library has no call for
+// that, so Reset runs the driver's nvidia-smi, with the library let go of: an
+// agent that has the driver open would be the client in the way.
 //
 // # What containers get
 //

@@ -59,9 +59,6 @@ func (d *Driver) CreateInstance(ctx context.Context, u gpu.UUID, profile string,
 }
 
 func (d *Driver) createInstance(what string, u gpu.UUID, profile string, at gpu.Placement, ci int) (in gpu.Instance, err error) {
-	if err := d.lacks(what, "nvmlDeviceCreateGpuInstanceWithPlacement"); err != nil {
-		return in, err
-	}
 	h, err := d.handle(u)
 	if err != nil {
 		return in, fmt.Errorf("%s: %w", what, err)
@@ -97,15 +94,6 @@ func (d *Driver) createInstance(what string, u gpu.UUID, profile string, at gpu.
 		}
 	}
 	return d.createCompute(what, h, u, s, slots, ci)
-}
-
-// lacks is an error if the library has no such symbol: calling it would end the
-// process.
-func (d *Driver) lacks(what, symbol string) error {
-	if d.has(symbol) {
-		return nil
-	}
-	return fmt.Errorf("%s: %s has no %s: %w; install a newer driver", what, d.library, symbol, gpu.ErrNotSupported)
 }
 
 // undone takes back, after an error, what was made before it.
@@ -406,6 +394,9 @@ func (d *Driver) destroyCompute(what string, u gpu.UUID, s standing, slots int, 
 	others, err := d.computes(u, s)
 	if err != nil {
 		return false, fmt.Errorf("%s: %w", what, err)
+	}
+	if slices.ContainsFunc(others, func(c compute) bool { return c.id == in.CI && c.start == in.CIStart }) {
+		return false, fmt.Errorf("%s: the driver does not know compute instance %d, and lists it: %w", what, in.CI, gpu.ErrDriver)
 	}
 	return len(others) > 0, nil
 }

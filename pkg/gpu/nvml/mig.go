@@ -286,6 +286,9 @@ func (d *Driver) standingOf(h nvml.Device, u gpu.UUID, p gpu.Profile) ([]standin
 		if err != nil {
 			return nil, err
 		}
+		if s.profile.ID != p.ID {
+			return nil, fmt.Errorf("a %s instance of %s: %w: its number %d is another's now", p.Name, u, gpu.ErrNotFound, s.id)
+		}
 		s.profile = p
 		found = append(found, s)
 	}

@@ -162,13 +162,6 @@ func TestCreateWithoutComputePlacements(t *testing.T) {
 	}
 }
 
-func TestCreateOnAnOldDriver(t *testing.T) {
-	d := mocked(t, &mock.Device{}, "nvmlDeviceCreateGpuInstanceWithPlacement")
-	if _, err := d.CreateInstance(t.Context(), "GPU-0", "3g.40gb", gpu.Placement{Start: 4, Size: 4}, 0); !errors.Is(err, gpu.ErrNotSupported) || !strings.Contains(err.Error(), "nvmlDeviceCreateGpuInstanceWithPlacement") {
-		t.Errorf("%v, want ErrNotSupported that names the symbol", err)
-	}
-}
-
 // Work waits its turn on its own GPU, and one who leaves does not end it.
 func TestWorkIsOnePerGPU(t *testing.T) {
 	d := mocked(t, &mock.Device{})
