@@ -181,7 +181,7 @@ func TestLinks(t *testing.T) {
 	}
 	for _, f := range append(files, "../README.md") {
 		text := string(read(t, f))
-		for _, m := range regexp.MustCompile("\\]\\(([^)#]*)#?([^)]*)\\)").FindAllStringSubmatch(text, -1) {
+		for _, m := range regexp.MustCompile(`\]\(([^)#]*)#?([^)]*)\)`).FindAllStringSubmatch(text, -1) {
 			target, anchor := f, m[2]
 			if m[1] != "" {
 				target = filepath.Join(filepath.Dir(f), m[1])
