@@ -16,7 +16,8 @@ func (s *Session) Init() Return { return s.InitFrom("") }
 // driver refuses those of another. Empty is a library that does not say.
 func (s *Session) InitFrom(library string) Return {
 	reachable := s.p.reachable()
-	if r := s.enter("nvmlInit_v2", NoHandle); r != Success {
+	r, late := s.enter("nvmlInit_v2", NoHandle)
+	if r != Success {
 		return r
 	}
 	defer s.p.w.mu.Unlock()
@@ -25,6 +26,9 @@ func (s *Session) InitFrom(library string) Return {
 	}
 	if s.p.refs == 0 && s.p.findLocked(reachable) {
 		s.p.w.touchLocked() // what the process has kept is of another list
+	}
+	if late != Success {
+		return late // and nothing is open
 	}
 	s.p.refs++
 	return Success

@@ -12,8 +12,9 @@
 // hardware: Xid raises a critical error and does to the GPU what such a fault
 // does (an ECC error is counted, a row waits to be remapped), Lose drops a GPU
 // off the bus, Unplug takes it out of the machine, AddProcess gives a process
-// memory, Reset and Unload are refused while any has, Inject makes calls fail,
-// slow down or hang, Calls counts them.
+// memory, Reset and Unload are refused while any has, Reboot begins anew, Inject
+// makes calls fail, slow down or hang (all, one in so many, or the k-th alone;
+// before they do their work or after), Calls counts them.
 //
 // Programs meet the world through a Session, one for each process, whose
 // methods are the driver's calls: each answers a value and a Return with
@@ -72,6 +73,44 @@
 // itself after cuInit and asks nobody, for measurements of what stands between
 // a program and its driver.
 //
+// # MIG
+//
+// A GPU in MIG mode holds GPU instances, each at a place in memory slots, and in
+// them compute instances, each at a place in compute slices. A compute instance
+// is a MIG device, with a handle and a UUID, and processes are on those alone. An
+// instance of the table (MIGProfile) can be made where no other overlaps it,
+// where its profile's count is not reached and where there are media engines left
+// for it: of all instances together no more than the card has, which is why one
+// media extension is all that the larger cards carry, and why +me.all stands
+// beside -me alone on the smallest. All else is InsufficientResources; a place
+// that is none of the profile's is InvalidArgument. Without a place the driver
+// chooses the last one of the card that is free, whatever that leaves, so some
+// geometries fail in one order and not in another. What has compute instances or
+// live processes is InUse. A process that is allocated a device but has not
+// started holds nothing.
+//
+//	w.SetMIG(0, true) // the operator's hand
+//	gi, r := s.CreateGPUInstance(0, 9, &emulator.Placement{Start: 4, Size: 4}) // 3g.40gb
+//	ci, r := s.CreateComputeInstance(gi, 2, nil) // the whole of it
+//	dev, r := s.MIGDevice(0, 0)
+//
+// Ids come from a binary tree that is mirrored anew whenever the card was empty:
+// 7 to 14 for an eighth of the card, 3 to 6 for a quarter, 1 and 2 for a half. The
+// UUID is of the place, and the same when an instance is made there again; only
+// the serial numbers of State tell two of them apart. Handles are made of ids, so
+// a kept one may come to mean another instance, which NVML allows.
+//
+// The mode changes at once on Hopper and later cards, if no process is on the GPU,
+// and goes with the driver (Unload, Reboot). On Ampere it is pending until Reset,
+// and stays for good. Instances survive none of these. MIGSpec gives the seconds
+// that the hardware takes for an operation: one at a time on a GPU, while all else
+// goes on. A program that dies under one is, as in the kernel, not gone before it
+// is done; that is at once then.
+//
+// Who may not open the node mig/config (Opening.Capability) changes nothing, has
+// access to the MIG devices whose two nodes it can open, and is told nothing of
+// what else is on the GPU.
+//
 // # Where its truth comes from
 //
 // Legality and figures come from the tables under models/, recorded from
@@ -86,13 +125,18 @@
 // # What it refuses to know
 //
 // An Xid's coupling with counters is one error each, in DRAM; storms, SRAM and
-// errors that the driver only corrects are set by hand (SetHealth). A reset does
-// not ask whether a session has the GPU open, as the real one does.
+// errors that the driver only corrects are set by hand (SetHealth). The operator's
+// reset does not ask whether a session has the GPU open; a program's does
+// (Session.Reset), as the real one.
 //
-// MIG mode can be read and is off; profiles and placements are there for
-// inventories, but no instance can be made. There is no clock, temperature or
-// power reading: those calls answer NotSupported, as they do on cards without
-// the sensor.
+// Of MIG it does not know what instances share: bandwidth, caches, P2P. A profile
+// with a revision of its own for compute instances is not in any table. That a
+// program without mig/config is told nothing of the whole GPU, and that calls
+// which take no MIG device call it an invalid argument, is nvml.h's word; nobody
+// here has seen it. Nor has anyone the ids of the newest cards.
+//
+// There is no clock, temperature or power reading: those calls answer
+// NotSupported, as they do on cards without the sensor.
 //
 // Nothing computes: a kernel that is launched has run, a copy moves nothing, and
 // addresses of the card cannot be looked at. What it takes of the card is real,

@@ -39,22 +39,34 @@ type eventSet struct {
 // Xid raises a critical error on a GPU, with what the fault behind it does to
 // the hardware: an error of memory is counted, a GPU that falls off the bus is
 // lost. Every event set that listens there gets it once.
-func (w *World) Xid(index int, xid uint64) error { return w.xid(index, xid, true) }
+func (w *World) Xid(index int, xid uint64) error { return w.xid(place{index, -1, -1}, xid, true) }
 
 // XidBare raises a critical error and leaves all else as it is.
-func (w *World) XidBare(index int, xid uint64) error { return w.xid(index, xid, false) }
+func (w *World) XidBare(index int, xid uint64) error {
+	return w.xid(place{index, -1, -1}, xid, false)
+}
 
-func (w *World) xid(index int, xid uint64, coupled bool) error {
+// XidOn is XidBare of an error that the driver can say the instances of: a GPU
+// instance, and with ci not negative a compute instance of it.
+func (w *World) XidOn(index, gi, ci int, xid uint64) error {
+	return w.xid(place{index, gi, ci}, xid, false)
+}
+
+func (w *World) xid(at place, xid uint64, coupled bool) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	index := at.gpu
 	g, err := w.gpuLocked(index)
 	if err != nil {
 		return err
 	}
+	if at.gi >= 0 && g.instanceLocked(at.gi) == nil || at.ci >= 0 && g.instanceLocked(at.gi).computeLocked(at.ci) == nil {
+		return fmt.Errorf("GPU %d: compute instance %d of GPU instance %d: %w", index, at.ci, at.gi, NotFound)
+	}
 	if g.lost {
 		return fmt.Errorf("GPU %d: %w: it raises no Xid", index, GPUIsLost)
 	}
-	w.raiseLocked(g, EventXid, xid)
+	w.raiseLocked(at, EventXid, xid)
 	if coupled {
 		w.coupleLocked(g, xid)
 	}
@@ -62,10 +74,11 @@ func (w *World) xid(index int, xid uint64, coupled bool) error {
 	return nil
 }
 
-func (w *World) raiseLocked(g *gpu, t EventType, data uint64) {
+func (w *World) raiseLocked(at place, t EventType, data uint64) {
+	h := Handle(at.gpu)
 	for _, set := range w.sets {
-		if set.watched[Handle(g.slot)]&t != 0 {
-			set.pending = append(set.pending, Event{GPU: Handle(g.slot), Type: t, Data: data, GPUInstance: NotMIG, ComputeInstance: NotMIG})
+		if set.watched[h]&t != 0 { // -1 is NotMIG
+			set.pending = append(set.pending, Event{GPU: h, Type: t, Data: data, GPUInstance: uint32(int32(at.gi)), ComputeInstance: uint32(int32(at.ci))})
 		}
 	}
 }
@@ -107,7 +120,8 @@ func (s *Session) RegisterEvents(h Handle, types EventType, set uint32) Return {
 // answers Timeout. A set that watches a GPU that is lost answers GPUIsLost
 // once the events before the loss have been given out.
 func (s *Session) EventSetWait(set uint32, timeout time.Duration) (Event, Return) {
-	if r := s.enter("nvmlEventSetWait_v2", NoHandle); r != Success {
+	r, late := s.enter("nvmlEventSetWait_v2", NoHandle)
+	if r != Success {
 		return Event{}, r
 	}
 	w := s.p.w
@@ -125,7 +139,7 @@ func (s *Session) EventSetWait(set uint32, timeout time.Duration) (Event, Return
 		if len(es.pending) > 0 {
 			e := es.pending[0]
 			es.pending = es.pending[1:]
-			return e, Success
+			return answered(e, Success, late)
 		}
 		for h := range es.watched {
 			if s.p.dead[w.gpus[h]] {

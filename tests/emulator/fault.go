@@ -19,6 +19,8 @@ type Fault struct {
 	GPU *int `json:"gpu,omitempty"`
 	// Code is what the call answers; Success lets it go on after the delay.
 	Code Return `json:"code,omitempty"`
+	// Late lets the call do its work before it answers Code.
+	Late bool `json:"late,omitempty"`
 	// Skip lets so many calls pass before the first that it acts on, and Every so
 	// many less one between any two: with Skip k-1 and Count 1 the k-th call fails,
 	// with Every 10 one in ten, the tenth first.
@@ -46,7 +48,7 @@ func (w *World) Inject(f Fault) error {
 	if _, err := path.Match(f.Call, ""); err != nil || f.Call == "" {
 		return fmt.Errorf("fault: call %q is neither a name nor a pattern", f.Call)
 	}
-	if f.Code == Success && f.Delay <= 0 && !f.Hang {
+	if f.Code == Success && (f.Late || f.Delay <= 0 && !f.Hang) {
 		return fmt.Errorf("fault on %s: neither a code nor a delay", f.Call)
 	}
 	if f.Count < 0 || f.Skip < 0 || f.Every < 0 {

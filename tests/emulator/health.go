@@ -94,7 +94,7 @@ func (w *World) coupleLocked(g *gpu, xid uint64) {
 	uncorrected := func() {
 		if g.ecc {
 			h.Uncorrected.add(1)
-			w.raiseLocked(g, EventDoubleBitECC, 0)
+			w.raiseLocked(place{g.slot, -1, -1}, EventDoubleBitECC, 0)
 		}
 	}
 	switch xid {

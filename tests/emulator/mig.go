@@ -388,15 +388,25 @@ func (w *World) usersLocked(g *gpu, gi, ci int) bool {
 }
 
 // operateLocked does one thing to a GPU's instances or mode: as soon as the
-// hardware is free, after the time that it takes, and whether or not the caller
-// lives to see it. may is asked before and after that time; what it refuses does
-// not happen. Waiting, it lets go of the world's mutex.
-func (w *World) operateLocked(g *gpu, seconds float64, may func() Return, do func()) Return {
+// hardware is free, after the time that it takes. may is asked before and after
+// that time; what it refuses does not happen. Waiting, it lets go of the world's
+// mutex. A caller that dies waiting for its turn has not called; one that dies
+// later is not gone before its call is done, which is at once then.
+func (s *Session) operateLocked(g *gpu, seconds float64, may func() Return, do func()) Return {
+	w := s.p.w
 	for g.mig.working {
 		changed := w.changed
 		w.mu.Unlock()
-		<-changed
+		gone := false
+		select {
+		case <-changed:
+		case <-s.p.done:
+			gone = true
+		}
 		w.mu.Lock()
+		if gone {
+			return Unknown
+		}
 	}
 	if r := may(); r != Success {
 		return r
@@ -404,7 +414,7 @@ func (w *World) operateLocked(g *gpu, seconds float64, may func() Return, do fun
 	if seconds > 0 {
 		g.mig.working = true
 		w.mu.Unlock()
-		w.sleep(time.Duration(seconds * float64(time.Second)))
+		w.sleep(time.Duration(seconds*float64(time.Second)), s.p.done)
 		w.mu.Lock()
 		g.mig.working = false
 		w.wakeLocked()
@@ -414,6 +424,16 @@ func (w *World) operateLocked(g *gpu, seconds float64, may func() Return, do fun
 	}
 	do()
 	return Success
+}
+
+// sleep lets some time pass, unless dead is closed before.
+func sleep(d time.Duration, dead <-chan struct{}) {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+	case <-dead:
+	}
 }
 
 // CapabilityMinor is the minor of the device node that gives access to a GPU

@@ -643,7 +643,7 @@ func TestSessionSeesTheInstancesOfItsNodes(t *testing.T) {
 func TestOperationsTakeTheirTime(t *testing.T) {
 	w, s := inMode(t, emulator.Spec{Model: "A100-SXM4-80GB", Count: 2, MIG: emulator.MIGSpec{CreateSeconds: 1, DestroySeconds: 2, ModeSeconds: 3}})
 	began, finish := make(chan time.Duration), make(chan struct{})
-	w.SleepWith(func(d time.Duration) { began <- d; <-finish })
+	w.SleepWith(func(d time.Duration, _ <-chan struct{}) { began <- d; <-finish })
 	created := make(chan emulator.Return)
 	create := func(s *emulator.Session, h emulator.Handle, start uint32) {
 		go func() {
@@ -695,7 +695,7 @@ func TestModeTakesItsTime(t *testing.T) {
 	w := newWorld(t, emulator.Spec{Count: 2, MIG: emulator.MIGSpec{ModeSeconds: 3}, GPUs: []emulator.GPUSpec{{Index: 1, Model: "A30"}}})
 	s := open(t, w, emulator.Opening{})
 	var took []time.Duration
-	w.SleepWith(func(d time.Duration) { took = append(took, d) })
+	w.SleepWith(func(d time.Duration, _ <-chan struct{}) { took = append(took, d) })
 	for _, step := range []struct {
 		what  string
 		do    func() emulator.Return
@@ -767,10 +767,78 @@ func TestFaultsByNumber(t *testing.T) {
 	}
 }
 
+// A call may fail after it has done its work.
+func TestLateFaults(t *testing.T) {
+	w, s := inMode(t, emulator.Spec{Count: 1})
+	if err := w.Inject(emulator.Fault{Call: "*", Late: true, Delay: 1}); err == nil {
+		t.Error("a late fault without a code is not refused")
+	}
+	late := func(call string) {
+		t.Helper()
+		do(t, w.Inject(emulator.Fault{Call: call, Code: emulator.Unknown, Late: true, Count: 1}))
+	}
+	late("nvmlDeviceCreateGpuInstance")
+	want(t, "create", ret(s.CreateGPUInstance(0, 9, nil)), emulator.Unknown)
+	want(t, "it stands", len(w.State().GPUs[0].MIG.Instances), 1)
+	gi := must[[]emulator.Handle](t, "list")(s.GPUInstances(0, 9))[0]
+	late("nvmlGpuInstanceDestroy")
+	want(t, "destroy", s.DestroyGPUInstance(gi), emulator.Unknown)
+	want(t, "it is gone", len(w.State().GPUs[0].MIG.Instances), 0)
+	late("nvmlDeviceSetMigMode")
+	want(t, "mode", second(s.SetMIGMode(0, 0)), emulator.Unknown)
+	want(t, "it is off", w.State().GPUs[0].MIG.Enabled, false)
+	late("nvmlInit_v2")
+	fresh := w.Open(emulator.Opening{})
+	defer fresh.Close()
+	want(t, "init", fresh.Init(), emulator.Unknown)
+	want(t, "nothing is open", ret(fresh.DeviceCount()), emulator.Uninitialized)
+	late("nvmlGpuInstanceDestroy")
+	want(t, "a call that fails by itself", s.DestroyGPUInstance(gi), emulator.InvalidArgument)
+}
+
+// An Xid may name the instances that it is of.
+func TestXidOnAnInstance(t *testing.T) {
+	w, s := inMode(t, emulator.Spec{Count: 1})
+	do(t, w.CreateInstance(0, "3g.40gb", 4, false))
+	id := w.State().GPUs[0].MIG.Instances[0].ID
+	set := must[uint32](t, "set")(s.EventSetCreate())
+	want(t, "register", s.RegisterEvents(0, emulator.EventXid, set), emulator.Success)
+	do(t, w.XidOn(0, id, 0, 94))
+	e := must[emulator.Event](t, "wait")(s.EventSetWait(set, time.Hour))
+	want(t, "event", e, emulator.Event{GPU: 0, Type: emulator.EventXid, Data: 94, GPUInstance: uint32(id), ComputeInstance: 0})
+	for _, none := range [][2]int{{id, 1}, {3 - id, -1}} {
+		if err := w.XidOn(0, none[0], none[1], 94); !errors.Is(err, emulator.NotFound) {
+			t.Errorf("on %v: %v", none, err)
+		}
+	}
+}
+
+// A program that dies under a call is not gone before the call is done, and one
+// that dies waiting for its turn has not called.
+func TestDeathUnderAnOperation(t *testing.T) {
+	w, _ := inMode(t, emulator.Spec{Count: 1, MIG: emulator.MIGSpec{CreateSeconds: 3600}})
+	first, second := open(t, w, emulator.Opening{PID: 2}), open(t, w, emulator.Opening{PID: 3})
+	created := make(chan emulator.Return, 1)
+	began := make(chan struct{}, 1)
+	real := w.Sleep()
+	w.SleepWith(func(d time.Duration, dead <-chan struct{}) { began <- struct{}{}; real(d, dead) })
+	go func() { created <- ret(first.CreateGPUInstance(0, 9, nil)) }()
+	<-began
+	queued := make(chan emulator.Return, 1)
+	go func() { queued <- ret(second.CreateGPUInstance(0, 9, nil)) }()
+	waiting(t, w, "nvmlDeviceCreateGpuInstance", 2)
+	second.Close()
+	want(t, "the one in the queue", <-queued, emulator.Unknown)
+	want(t, "standing", len(w.State().GPUs[0].MIG.Instances), 0)
+	first.Close()
+	want(t, "the one under way", <-created, emulator.Success)
+	want(t, "standing", len(w.State().GPUs[0].MIG.Instances), 1)
+}
+
 // Many sessions at once leave no state that a single one could not have made.
 func TestConcurrentOperations(t *testing.T) {
 	w, _ := inMode(t, emulator.Spec{Model: "A100-SXM4-80GB", Count: 2, MIG: emulator.MIGSpec{CreateSeconds: 1, DestroySeconds: 1}})
-	w.SleepWith(func(time.Duration) { time.Sleep(time.Microsecond) })
+	w.SleepWith(func(time.Duration, <-chan struct{}) { time.Sleep(time.Microsecond) })
 	all := slots(table(t, "A100-SXM4-80GB").Profiles)
 	var workers sync.WaitGroup
 	stop := make(chan struct{})

@@ -74,55 +74,46 @@ func (s *Session) MIGMode(h Handle) (current, pending bool, r Return) {
 // at once, or not at all while processes are on them. MIG is not turned off over
 // instances.
 func (s *Session) SetMIGMode(h Handle, mode uint32) (activation, r Return) {
-	const call = "nvmlDeviceSetMigMode"
-	r = s.enter(call, h)
-	if r != Success {
-		return Success, r
-	}
-	w := s.p.w
-	defer w.mu.Unlock()
-	if s.p.refs == 0 {
-		return Success, Uninitialized
-	}
-	if h == NoHandle || h != Handle(h.slot()) || mode > 1 {
-		return Success, InvalidArgument
-	}
-	g, on := w.gpus[h], mode == 1
-	may := func() Return {
-		switch {
-		case g.MIG == nil:
-			return NotSupported
-		case !s.p.mayChangeLocked(g):
-			return NoPermission
-		case w.unloaded:
-			return DriverNotLoaded
-		case s.p.dead[g]:
-			return GPUIsLost
-		case !on && len(g.mig.instances) > 0:
-			return InUse
-		case on != g.mig.on && !g.MIG.ModeNeedsReset && w.usersLocked(g, -1, -1):
-			return InUse
+	return device(s, "nvmlDeviceSetMigMode", h, func(g *gpu) (Return, Return) {
+		w, on := s.p.w, mode == 1
+		may := func() Return {
+			switch {
+			case mode > 1:
+				return InvalidArgument
+			case g.MIG == nil:
+				return NotSupported
+			case !s.p.mayChangeLocked(g):
+				return NoPermission
+			case w.unloaded:
+				return DriverNotLoaded
+			case g.lost || g.unplugged:
+				return GPUIsLost
+			case !on && len(g.mig.instances) > 0:
+				return InUse
+			case on != g.mig.on && !g.MIG.ModeNeedsReset && w.usersLocked(g, -1, -1):
+				return InUse
+			}
+			return Success
 		}
-		return Success
-	}
-	seconds := w.mig.ModeSeconds
-	if g.MIG != nil && (g.MIG.ModeNeedsReset || on == g.mig.on) {
-		seconds = 0
-	}
-	r = w.operateLocked(g, seconds, may, func() {
-		switch {
-		case !g.MIG.ModeNeedsReset || on == g.mig.on:
-			w.setModeLocked(g, on)
-		case w.usersLocked(g, -1, -1):
-			activation = InUse
-			g.mig.pending = on
-		default:
-			activation = ResetRequired
-			g.mig.pending = on
+		var seconds float64
+		if g.MIG != nil && !g.MIG.ModeNeedsReset && on != g.mig.on {
+			seconds = w.mig.ModeSeconds
 		}
-		w.touchLocked()
+		r := s.operateLocked(g, seconds, may, func() {
+			switch {
+			case !g.MIG.ModeNeedsReset || on == g.mig.on:
+				w.setModeLocked(g, on)
+			case w.usersLocked(g, -1, -1):
+				activation = InUse
+				g.mig.pending = on
+			default:
+				activation = ResetRequired
+				g.mig.pending = on
+			}
+			w.touchLocked()
+		})
+		return activation, r
 	})
-	return activation, r
 }
 
 // MaxMIGDevices is the most MIG devices that a GPU can carry; none unless MIG is
@@ -256,7 +247,7 @@ func (s *Session) CreateGPUInstance(h Handle, profile uint32, at *Placement) (Ha
 			return g.roomLocked(p)
 		}
 		made := NoHandle
-		r := w.operateLocked(g, w.mig.CreateSeconds, func() Return {
+		r := s.operateLocked(g, w.mig.CreateSeconds, func() Return {
 			if r := s.stillLocked(g); r != Success {
 				return r
 			}
@@ -288,7 +279,7 @@ func (s *Session) stillLocked(g *gpu) Return {
 func (s *Session) DestroyGPUInstance(gi Handle) Return {
 	_, r := about(s, "nvmlGpuInstanceDestroy", gi, aboutInstance, func(t target) (struct{}, Return) {
 		w := s.p.w
-		return struct{}{}, w.operateLocked(t.g, w.mig.DestroySeconds, func() Return {
+		return struct{}{}, s.operateLocked(t.g, w.mig.DestroySeconds, func() Return {
 			if r := s.stillLocked(t.g); r != Success {
 				return r
 			}
@@ -440,7 +431,7 @@ func (s *Session) CreateComputeInstance(gi Handle, profile uint32, at *Placement
 			return slices.IndexFunc(starts, func(start uint32) bool { return t.gi.computeFitsLocked(c, start) })
 		}
 		made := NoHandle
-		r := w.operateLocked(t.g, w.mig.CreateSeconds, func() Return {
+		r := s.operateLocked(t.g, w.mig.CreateSeconds, func() Return {
 			if r := s.stillLocked(t.g); r != Success {
 				return r
 			}
@@ -461,7 +452,7 @@ func (s *Session) CreateComputeInstance(gi Handle, profile uint32, at *Placement
 func (s *Session) DestroyComputeInstance(ci Handle) Return {
 	_, r := about(s, "nvmlComputeInstanceDestroy", ci, aboutCompute, func(t target) (struct{}, Return) {
 		w := s.p.w
-		return struct{}{}, w.operateLocked(t.g, w.mig.DestroySeconds, func() Return {
+		return struct{}{}, s.operateLocked(t.g, w.mig.DestroySeconds, func() Return {
 			if r := s.stillLocked(t.g); r != Success {
 				return r
 			}

@@ -15,7 +15,7 @@ func (s *Session) Reset(h Handle) Return {
 		if g.mig.pending != g.mig.on {
 			seconds = w.mig.ModeSeconds
 		}
-		return struct{}{}, w.operateLocked(g, seconds, func() Return {
+		return struct{}{}, s.operateLocked(g, seconds, func() Return {
 			switch {
 			case !s.p.root:
 				return NoPermission

@@ -233,42 +233,54 @@ func (w *World) slotLocked(call string) int {
 
 // enter is the first thing every call does: it counts the call, lets faults
 // act and checks the handle. On Success the world's mutex is held and the
-// caller unlocks it; otherwise it is not.
-func (s *Session) enter(call string, h Handle) Return {
+// caller unlocks it; otherwise it is not. late is what the call answers, unless
+// it is Success, once it has done its work.
+func (s *Session) enter(call string, h Handle) (r, late Return) {
 	if s.as != "" {
 		call = s.as
 	}
 	w := s.p.w
 	w.mu.Lock()
 	atomic.AddUint64(&s.p.page[w.slotLocked(call)], 1)
-	r := s.admitLocked(call, h)
+	r, late = s.admitLocked(call, h)
 	if r != Success {
 		w.mu.Unlock()
 	}
-	return r
+	return r, late
 }
 
-func (s *Session) admitLocked(call string, h Handle) Return {
+func (s *Session) admitLocked(call string, h Handle) (r, late Return) {
 	w := s.p.w
 	if w.unloaded {
-		return DriverNotLoaded
+		return DriverNotLoaded, Success
 	}
 	if f := w.takeFaultLocked(call, h); f != nil {
 		if !s.holdLocked(f) {
-			return Unknown
+			return Unknown, Success
 		}
-		if f.Code != Success {
-			return f.Code
+		if f.Late {
+			late = f.Code
+		} else if f.Code != Success {
+			return f.Code, Success
 		}
 	}
 	if _, open := w.sessions[s.p]; !open {
-		return Uninitialized // a call that was on its way when its process died
+		return Uninitialized, Success // a call that was on its way when its process died
 	}
 	if h == NoHandle {
-		return Success
+		return Success, late
 	}
-	_, r := s.targetLocked(h)
-	return r
+	_, r = s.targetLocked(h)
+	return r, late
+}
+
+// answered is a call's answer, or late in place of Success.
+func answered[T any](v T, r, late Return) (T, Return) {
+	if r == Success && late != Success {
+		var none T
+		return none, late
+	}
+	return v, r
 }
 
 // gpuLocked is the GPU of a handle that the process may use.
@@ -286,20 +298,23 @@ func (s *Session) gpuLocked(h Handle) (*gpu, Return) {
 // node answers a call that is about no GPU.
 func node[T any](s *Session, call string, answer func(w *World) (T, Return)) (T, Return) {
 	var none T
-	if r := s.enter(call, NoHandle); r != Success {
+	r, late := s.enter(call, NoHandle)
+	if r != Success {
 		return none, r
 	}
 	defer s.p.w.mu.Unlock()
 	if s.p.refs == 0 {
 		return none, Uninitialized
 	}
-	return answer(s.p.w)
+	v, r := answer(s.p.w)
+	return answered(v, r, late)
 }
 
 // device answers a call about a GPU.
 func device[T any](s *Session, call string, h Handle, answer func(g *gpu) (T, Return)) (T, Return) {
 	var none T
-	if r := s.enter(call, h); r != Success {
+	r, late := s.enter(call, h)
+	if r != Success {
 		return none, r
 	}
 	defer s.p.w.mu.Unlock()
@@ -309,14 +324,16 @@ func device[T any](s *Session, call string, h Handle, answer func(g *gpu) (T, Re
 	if h == NoHandle || h != Handle(h.slot()) {
 		return none, InvalidArgument // a MIG device will not do
 	}
-	return answer(s.p.w.gpus[h])
+	v, r := answer(s.p.w.gpus[h])
+	return answered(v, r, late)
 }
 
 // about answers a call about anything that has a handle, of the kind that want
 // says: 0 is a GPU or a MIG device.
 func about[T any](s *Session, call string, h Handle, want Handle, answer func(t target) (T, Return)) (T, Return) {
 	var none T
-	if r := s.enter(call, h); r != Success {
+	r, late := s.enter(call, h)
+	if r != Success {
 		return none, r
 	}
 	defer s.p.w.mu.Unlock()
@@ -327,7 +344,8 @@ func about[T any](s *Session, call string, h Handle, want Handle, answer func(t 
 		return none, InvalidArgument
 	}
 	t, _ := s.targetLocked(h)
-	return answer(t)
+	v, r := answer(t)
+	return answered(v, r, late)
 }
 
 // CallCount is how often a call was made.

@@ -149,7 +149,7 @@ type call struct {
 // unsupported answers the calls that the world has nothing for, with the
 // checks that the driver makes first.
 func unsupported(s *Session, f *frame) Return {
-	r := s.enter(f.name, f.handle)
+	r, _ := s.enter(f.name, f.handle)
 	if r != Success {
 		return r
 	}

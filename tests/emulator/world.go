@@ -29,8 +29,8 @@ type World struct {
 	cuda   int
 	nvlink string
 	mig    MIGSpec
-	sleep  func(time.Duration) // time.Sleep, but for tests
-	boot   uint64              // names this world
+	sleep  func(d time.Duration, dead <-chan struct{})
+	boot   uint64 // names this world
 
 	mu sync.Mutex
 	// Guarded by mu:
@@ -154,7 +154,7 @@ func New(spec Spec) (*World, error) {
 		cuda:     cuda,
 		nvlink:   spec.NVLink,
 		mig:      spec.MIG,
-		sleep:    time.Sleep,
+		sleep:    sleep,
 		sessions: map[*process]struct{}{},
 		sets:     map[uint32]*eventSet{},
 		shares:   map[uint64]*share{},
@@ -365,7 +365,7 @@ func (w *World) Lose(index int) error {
 	if g.lost {
 		return fmt.Errorf("GPU %d: %w already", index, GPUIsLost)
 	}
-	w.raiseLocked(g, EventXid, XidGPULost)
+	w.raiseLocked(place{g.slot, -1, -1}, EventXid, XidGPULost)
 	w.loseLocked(g)
 	return nil
 }

@@ -450,10 +450,11 @@ func TestTimeSlice(t *testing.T) {
 // FuzzServe holds that no request can do more than be refused: every one gets
 // a reply of at least a head, and the world goes on.
 func FuzzServe(f *testing.F) {
-	for _, name := range []string{"nvmlInit_v2", "nvmlDeviceGetName", "nvmlDeviceGetHandleByUUID", "nvmlDeviceRegisterEvents", "nvmlDeviceGetNvLinkState", "x"} {
+	for _, name := range []string{"nvmlInit_v2", "nvmlDeviceGetName", "nvmlDeviceGetHandleByUUID", "nvmlDeviceRegisterEvents", "nvmlDeviceGetNvLinkState",
+		"nvmlDeviceSetMigMode", "nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceCreateComputeInstance", "nvmlComputeInstanceDestroy", "x"} {
 		f.Add(append([]byte{0, 0, 0, 0, byte(len(name))}, name+"\x03\x00GPU\xff\xff\xff\xff"...))
 	}
-	w, err := emulator.New(emulator.Spec{Count: 2})
+	w, err := emulator.New(emulator.Spec{Count: 2, GPUs: []emulator.GPUSpec{{Index: 1, MIG: true}}})
 	if err != nil {
 		f.Fatal(err)
 	}

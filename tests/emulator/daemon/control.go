@@ -71,7 +71,9 @@ func (s *Server) obey(ctx context.Context, running *sync.WaitGroup, p peer, c co
 	case "reset-calls":
 		w.ResetCalls()
 	case "xid":
-		if c.Bare {
+		if p := c.Process; p != nil {
+			err = w.XidOn(p.GPU, p.GI, p.CI, c.Xid)
+		} else if c.Bare {
 			err = w.XidBare(c.GPU, c.Xid)
 		} else {
 			err = w.Xid(c.GPU, c.Xid)
@@ -233,6 +235,11 @@ func (c *Client) ResetCalls() error { return c.just(command{Op: "reset-calls"}) 
 // Xid raises an Xid on a GPU, with what the fault behind it does to the GPU.
 func (c *Client) Xid(gpu int, xid uint64) error {
 	return c.just(command{Op: "xid", GPU: gpu, Xid: xid})
+}
+
+// XidOn raises an Xid on the instances of a GPU, see World.XidOn.
+func (c *Client) XidOn(gpu, gi, ci int, xid uint64) error {
+	return c.just(command{Op: "xid", GPU: gpu, Xid: xid, Process: &emulator.Process{GPU: gpu, GI: gi, CI: ci}})
 }
 
 // XidBare raises an Xid and leaves all else as it is.

@@ -47,7 +47,8 @@ on a running world (all take --socket PATH):
   proc hold ...                           the same in the foreground
   proc stop PID
   xid --gpu I [--bare] CODE               raise an Xid; it also counts the ECC error, remaps the row or loses the GPU
-                                          that such a fault comes with (48, 63, 64, 79, 94, 95), but for --bare
+                                          that such a fault comes with (48, 63, 64, 79, 94, 95), but for --bare; with
+                                          the UUID of a MIG device the Xid alone, on its instances
   health --gpu I JSON                     set figures of a GPU's health, as show prints them: '{"remapFailed": false}'
   peak [--reset] I                        the most bytes that processes had on the GPU together, since the last reset
   lose --gpu I | restore --gpu I          off the bus with Xid 79 | back again
@@ -65,7 +66,9 @@ on a running world (all take --socket PATH):
   unload                                  the driver, with its device nodes and /proc/driver/nvidia; refused, with their
                                           PIDs, while processes have it initialised or memory on a GPU
   load [--driver VERSION]                 again, or another version: its libraries take the place of the old ones
-  fail --call NAME --code N [--count N] [--skip N] [--every N] [--gpu I]
+  fail --call NAME --code N [--count N] [--skip N] [--every N] [--late] [--gpu I]
+                                          so many calls after so many that pass, or the last of every N; --late: after
+                                          they have done their work
   slow --call NAME --for 2s|forever [--count N] [--skip N] [--every N] [--gpu I]
                                           so many calls, after so many, of so many each one
   clear                                   end all faults
@@ -311,7 +314,7 @@ func control(name string, args []string, out io.Writer) error {
 	socket := socketFlag(f)
 	var gpu, call, hold, driver, profile string
 	var code, count, skip, every, pid, start int
-	var reset, total, asJSON, bare, empty, force bool
+	var reset, total, asJSON, bare, empty, force, late bool
 	switch name {
 	case "mig-create", "mig-destroy":
 		f.StringVar(&gpu, "gpu", "", "GPU")
@@ -339,6 +342,7 @@ func control(name string, args []string, out io.Writer) error {
 		f.IntVar(&every, "every", 0, "one of so many calls, the last of them")
 		if name == "fail" {
 			f.IntVar(&code, "code", 0, "what the call answers, a nvmlReturn_t")
+			f.BoolVar(&late, "late", false, "the call does its work first")
 		} else {
 			f.StringVar(&hold, "for", "", "a duration, or forever")
 		}
@@ -361,7 +365,13 @@ func control(name string, args []string, out io.Writer) error {
 	}
 	defer c.Close()
 	var index *int
-	if gpu != "" {
+	on := emulator.Process{GI: -1, CI: -1}
+	if name == "xid" && strings.HasPrefix(gpu, "MIG-") {
+		if err := place(c, gpu, &on); err != nil {
+			return err
+		}
+		index = &on.GPU
+	} else if gpu != "" {
 		i, err := gpuIndex(c, gpu)
 		if err != nil {
 			return err
@@ -404,6 +414,9 @@ func control(name string, args []string, out io.Writer) error {
 		if err != nil {
 			return fmt.Errorf("xid: %w", err)
 		}
+		if on.GI >= 0 {
+			return c.XidOn(on.GPU, on.GI, on.CI, xid)
+		}
 		if bare {
 			return c.XidBare(*index, xid)
 		}
@@ -438,7 +451,7 @@ func control(name string, args []string, out io.Writer) error {
 	case "clear":
 		return c.Clear()
 	}
-	fault := emulator.Fault{Call: call, GPU: index, Code: emulator.Return(code), Count: count, Skip: skip, Every: every}
+	fault := emulator.Fault{Call: call, GPU: index, Code: emulator.Return(code), Late: late, Count: count, Skip: skip, Every: every}
 	if name == "slow" {
 		if fault.Hang = hold == "forever"; !fault.Hang {
 			if fault.Delay, err = time.ParseDuration(hold); err != nil {

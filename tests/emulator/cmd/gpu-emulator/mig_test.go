@@ -139,3 +139,34 @@ func TestMIGByTheOperator(t *testing.T) {
 		}
 	}
 }
+
+func TestFaultsOfMIGByTheOperator(t *testing.T) {
+	n := start(t, "model: A100-SXM4-80GB\ncount: 1\ngpus: [{index: 0, mig: true}]")
+	if err := n.control("fail --call nvmlDeviceCreateGpuInstance* --code 999 --late --skip 1 --count 1"); err != nil {
+		t.Fatal(err)
+	}
+	if f := n.state().Faults; len(f) != 1 || !f[0].Late || f[0].Skip != 1 {
+		t.Errorf("faults: %+v", f)
+	}
+	n.says(0, "mig -cgi 9")
+	n.says(231, "mig -cgi 9", "Unknown Error") // 999, as an exit status
+	if n := len(n.state().GPUs[0].MIG.Instances); n != 2 {
+		t.Errorf("%d instances stand after a creation that failed late, want 2", n)
+	}
+	if err := n.control("mig-destroy --gpu 0 --start 0"); err != nil {
+		t.Fatal(err)
+	}
+	if err := n.control("mig-create --gpu 0 --profile 3g.40gb --start 0"); err != nil {
+		t.Fatal(err)
+	}
+	for _, gi := range n.state().GPUs[0].MIG.Instances {
+		for _, ci := range gi.Compute {
+			if err := n.control("xid --gpu " + ci.UUID + " 94"); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+	if err := n.control("xid --gpu MIG-0 94"); err == nil {
+		t.Error("an Xid on a MIG device that is none is not refused")
+	}
+}
