@@ -218,6 +218,10 @@ func Kernel(dir, devices string, w *emulator.World) error {
 	return kernel(dir, devices, w.State(), func(string) bool { return true })
 }
 
+// modules is what /proc/modules says of the driver.
+const modules = "nvidia_uvm 1888256 0 - Live 0x0000000000000000\n" +
+	"nvidia 14372864 1 nvidia_uvm, Live 0x0000000000000000\n"
+
 // kernel is Kernel, for those files alone that laid allows, by their path on
 // the emulated machine.
 func kernel(dir, devices string, st emulator.State, laid func(path string) bool) error {
@@ -226,8 +230,7 @@ func kernel(dir, devices string, st emulator.State, laid func(path string) bool)
 		majorGPU, majorGPU, majorGPU, majorUVM, MajorCapabilities)
 	files := map[string]string{
 		"proc/devices": strings.Replace(strings.Replace(devices, numbers, "", 1), heading, heading+numbers, 1),
-		"proc/modules": "nvidia_uvm 1888256 0 - Live 0x0000000000000000\n" +
-			"nvidia 14372864 1 nvidia_uvm, Live 0x0000000000000000\n",
+		"proc/modules": modules,
 		"proc/driver/nvidia/version": fmt.Sprintf(
 			"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  %s  Release Build\n", st.Driver),
 		// 0, as on nodes where udev makes the device nodes. With 1, NVIDIA's hook
