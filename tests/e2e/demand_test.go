@@ -369,6 +369,7 @@ func (d *demand) step() (left int) {
 		case s.Phase == "Failed":
 			d.end(p, "refused: "+s.Reason+" "+s.Message)
 			d.count("refused")
+			d.Logf("%s, %s, was refused: %s", p.Name, p.kind, s.Message)
 			d.must(p.Delete(d.ctx))
 		case !s.Containers["main"].Running:
 		case !p.ran:

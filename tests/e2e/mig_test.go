@@ -341,8 +341,8 @@ func TestMIGLive(t *testing.T) {
 	// New pods keep coming, for what both cuts have.
 	coming, stop := context.WithCancel(b.ctx)
 	stream := make(chan error, 1)
-	came := 0
-	go func() { stream <- b.keepComing(coming, one, &came) }()
+	came, refused := 0, 0
+	go func() { stream <- b.keepComing(coming, one, &came, &refused) }()
 	b.Cleanup(stop)
 
 	edited := time.Now()
@@ -395,7 +395,10 @@ func TestMIGLive(t *testing.T) {
 	if err := <-stream; err != nil {
 		b.Errorf("of the pods that kept coming: %v", err)
 	}
-	b.Logf("%d pods came meanwhile; %d lists were sent", came, r.Lists())
+	b.Logf("%d pods came meanwhile, %d of them were refused; %d lists were sent", came, refused, r.Lists())
+	if refused > 2 {
+		b.Errorf("%d pods were refused: more than one for each edit", refused)
+	}
 	if came == 0 {
 		b.Error("no pod came meanwhile")
 	}
@@ -453,8 +456,9 @@ func (b *bench) holder(resource string, on ...int) (*lab.RunningPod, instance) {
 }
 
 // keepComing makes pods of one device each, one after the other, which look
-// around and end, until ctx does. All must run.
-func (b *bench) keepComing(ctx context.Context, resource string, came *int) error {
+// around and end, until ctx does. All must run, but for those that were given a
+// device in the moment of its withdrawal.
+func (b *bench) keepComing(ctx context.Context, resource string, came, refused *int) error {
 	for n := 0; ; n++ {
 		pod, err := node.CreatePod(ctx, lab.Pod{Name: fmt.Sprintf("coming-%d", n), Once: true,
 			Containers: []lab.Container{{Resources: map[string]int{resource: 1}, Then: "exit 0\n"}}})
@@ -469,6 +473,10 @@ func (b *bench) keepComing(ctx context.Context, resource string, came *int) erro
 			case "Succeeded":
 				return nil
 			case "Failed":
+				if strings.Contains(s.Message, "withdrawn") {
+					*refused++
+					return nil
+				}
 				return fmt.Errorf("%w", lab.ErrNever)
 			}
 			return errors.New("it has not")
