@@ -336,6 +336,15 @@ type MIGOp struct {
 	Of      uint64 `json:"of,omitempty"` // of a destroy: the serial of what went
 }
 
+// MIGOps are the changes after one of them, by its serial, that the world still
+// knows; 0 is all.
+func (w *World) MIGOps(after uint64) []MIGOp {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	i, _ := slices.BinarySearchFunc(w.ops, after+1, func(op MIGOp, serial uint64) int { return cmp.Compare(op.Serial, serial) })
+	return slices.Clone(w.ops[i:])
+}
+
 // mostOps bounds the history of a world.
 const mostOps = 10_000
 
@@ -502,18 +511,34 @@ func (w *World) migStateLocked(g *gpu, processes []Process) *MIGState {
 	return s
 }
 
+// handLocked is a GPU whose MIG side the operator can change.
+func (w *World) handLocked(index int) (*gpu, error) {
+	g, err := w.gpuLocked(index)
+	switch {
+	case err != nil:
+		return nil, err
+	case g.MIG == nil:
+		return nil, fmt.Errorf("GPU %d: MIG: %w", index, NotSupported)
+	case w.unloaded:
+		return nil, fmt.Errorf("GPU %d: MIG: %w", index, DriverNotLoaded)
+	case g.lost:
+		return nil, fmt.Errorf("GPU %d: MIG: %w", index, GPUIsLost)
+	case g.mig.working:
+		return nil, fmt.Errorf("GPU %d: MIG: %w: an operation is under way", index, InUse)
+	}
+	return g, nil
+}
+
 // SetMIG is the operator's hand: it puts a GPU in or out of MIG mode at once,
 // whatever it needs otherwise, without faults and without delay. It refuses a GPU
 // with processes, and to end the mode over instances.
 func (w *World) SetMIG(index int, on bool) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	g, err := w.gpuLocked(index)
+	g, err := w.handLocked(index)
 	switch {
 	case err != nil:
 		return err
-	case g.MIG == nil:
-		return fmt.Errorf("GPU %d: MIG: %w", index, NotSupported)
 	case w.usersLocked(g, -1, -1):
 		return fmt.Errorf("GPU %d: %w by processes", index, InUse)
 	case !on && len(g.mig.instances) > 0:
@@ -529,12 +554,12 @@ func (w *World) SetMIG(index int, on bool) error {
 func (w *World) CreateInstance(index int, profile string, start int, empty bool) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	g, err := w.gpuLocked(index)
+	g, err := w.handLocked(index)
 	if err != nil {
 		return err
 	}
 	fail := func(r Return) error { return fmt.Errorf("create %s at %d on GPU %d: %w", profile, start, index, r) }
-	if g.MIG == nil || !g.mig.on {
+	if !g.mig.on {
 		return fail(NotSupported)
 	}
 	p, c := g.namedLocked(profile)
@@ -583,7 +608,7 @@ func (g *gpu) namedLocked(name string) (*MIGProfile, ComputeProfile) {
 func (w *World) DestroyInstance(index, start int) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	g, err := w.gpuLocked(index)
+	g, err := w.handLocked(index)
 	if err != nil {
 		return err
 	}

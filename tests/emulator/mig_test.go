@@ -365,6 +365,10 @@ func TestMIGRefusals(t *testing.T) {
 		"instance where one stands":      w.CreateInstance(1, "1g.10gb", 5, false),
 		"split of a full one":            w.CreateInstance(1, "1c.3g.40gb", 4, false),
 		"end of none":                    w.DestroyInstance(1, 0),
+		"mode of a lost GPU":             w.SetMIG(2, false),
+		"instance on a lost GPU":         w.CreateInstance(2, "1g.10gb", 0, false),
+		"end on a lost GPU":              w.DestroyInstance(2, 0),
+		"instance on no GPU":             w.CreateInstance(4, "1g.10gb", 0, false),
 	} {
 		if err == nil {
 			t.Errorf("not refused: %s", what)

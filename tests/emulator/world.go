@@ -447,6 +447,7 @@ func (w *World) Unplug(index int) error {
 		return err
 	}
 	g.unplugged = true
+	w.clearMIGLocked(g)
 	w.vanishLocked(g)
 	return nil
 }
@@ -477,7 +478,9 @@ type State struct {
 	Processes []Process  `json:"processes"`
 	Faults    []Fault    `json:"faults"`
 	Sessions  []int      `json:"sessions"` // PIDs of the programs that have the driver open
-	MIGOps    []MIGOp    `json:"migOps"`   // the last changes of modes and instances, in the order they took effect
+	// MIGOps are the last changes of modes and instances, in the order they took
+	// effect.
+	MIGOps []MIGOp `json:"migOps"`
 }
 
 // GPUState is one GPU in a State.

@@ -26,6 +26,7 @@ type command struct {
 	Reset   bool              `json:"reset,omitempty"`
 	On      bool              `json:"on,omitempty"`
 	Profile string            `json:"profile,omitempty"`
+	After   uint64            `json:"after,omitempty"`
 	Start   int               `json:"start,omitempty"`
 	Force   bool              `json:"force,omitempty"`
 	Health  *emulator.Health  `json:"health,omitempty"`
@@ -40,6 +41,7 @@ type result struct {
 	Bytes uint64               `json:"bytes,omitempty"`
 	State *emulator.State      `json:"state,omitempty"`
 	Calls []emulator.CallCount `json:"calls,omitempty"`
+	Ops   []emulator.MIGOp     `json:"ops,omitempty"`
 }
 
 // controlHead is the head of a request named control: no GPU, then the name.
@@ -65,7 +67,11 @@ func (s *Server) obey(ctx context.Context, running *sync.WaitGroup, p peer, c co
 	switch c.Op {
 	case "state":
 		st := w.State()
+		st.MIGOps = nil // they have pages of their own: a message holds only so much
 		r.State = &st
+	case "mig-ops":
+		r.Ops = w.MIGOps(c.After)
+		r.Ops = r.Ops[:min(len(r.Ops), opsPage)]
 	case "calls":
 		r.Calls = w.Calls(c.PID)
 	case "reset-calls":
@@ -214,13 +220,30 @@ func (c *Client) do(cmd command) (result, error) {
 	return r, nil
 }
 
-// State returns all there is to see of the world; PIDs are the daemon's.
+// State returns all there is to see of the world, but for its MIGOps; PIDs are the
+// daemon's.
 func (c *Client) State() (emulator.State, error) {
 	r, err := c.do(command{Op: "state"})
 	if err != nil {
 		return emulator.State{}, err
 	}
 	return *r.State, nil
+}
+
+// opsPage is how many changes of the MIG side go into one message.
+const opsPage = 500
+
+// MIGOps are the changes after one of them, see World.MIGOps.
+func (c *Client) MIGOps(after uint64) ([]emulator.MIGOp, error) {
+	var all []emulator.MIGOp
+	for {
+		r, err := c.do(command{Op: "mig-ops", After: after})
+		if err != nil || len(r.Ops) == 0 {
+			return all, err
+		}
+		all = append(all, r.Ops...)
+		after = r.Ops[len(r.Ops)-1].Serial
+	}
 }
 
 // Calls counts driver calls, see World.Calls; pid is the daemon's.

@@ -5,9 +5,11 @@ package daemon_test
 import (
 	"context"
 	"encoding/binary"
+	"errors"
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -94,6 +96,28 @@ func TestOperatorsHand(t *testing.T) {
 	}
 	if ok, err := c.Holds(1); ok || err != nil {
 		t.Errorf("PID 1 holds memory: %v, %v", ok, err)
+	}
+}
+
+// A world's history is longer than a message.
+func TestLongHistory(t *testing.T) {
+	socket := filepath.Join(t.TempDir(), "s")
+	w := serve(t, socket)
+	c := dial(t, socket)
+	for range 3000 {
+		if err := errors.Join(w.SetMIG(0, true), w.SetMIG(0, false)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := c.State(); err != nil {
+		t.Fatal(err)
+	}
+	ops, err := c.MIGOps(0)
+	if err != nil || !slices.Equal(ops, w.State().MIGOps) || len(ops) != 6000 {
+		t.Errorf("%d changes, %v, want 6000", len(ops), err)
+	}
+	if last, err := c.MIGOps(ops[5997].Serial); err != nil || !slices.Equal(last, ops[5998:]) {
+		t.Errorf("after the last but two: %v, %v", last, err)
 	}
 }
 

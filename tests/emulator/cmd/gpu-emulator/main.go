@@ -386,6 +386,9 @@ func control(name string, args []string, out io.Writer) error {
 		if err != nil {
 			return err
 		}
+		if st.MIGOps, err = c.MIGOps(0); err != nil {
+			return err
+		}
 		enc := json.NewEncoder(out)
 		enc.SetIndent("", "  ")
 		return enc.Encode(st)
