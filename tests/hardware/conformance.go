@@ -39,6 +39,9 @@ type Caps struct {
 	// TimeSlice permits changing a GPU's time slice; it is put back to the
 	// default.
 	TimeSlice bool
+	// Instances permits making MIG instances on GPUs that are in MIG mode and idle,
+	// where nothing stands; they are destroyed again.
+	Instances bool
 	// Partial says that this is a container with some of the driver's files
 	// only: it need not have all that a node has.
 	Partial bool
@@ -50,6 +53,8 @@ func Conformance(t *testing.T, opts nvml.Options, caps Caps) {
 	t.Run("Inventory", func(t *testing.T) { inventory(t, opts) })
 	t.Run("Links", func(t *testing.T) { links(t, opts) })
 	t.Run("MIG", func(t *testing.T) { mig(t, opts) })
+	t.Run("Instances", func(t *testing.T) { instances(t, opts, caps) })
+	t.Run("Capabilities", func(t *testing.T) { capabilities(t, opts) })
 	t.Run("Memory", func(t *testing.T) { memory(t, opts) })
 	t.Run("Health", func(t *testing.T) { health(t, opts) })
 	t.Run("Processes", func(t *testing.T) { processes(t, opts, caps) })
@@ -219,7 +224,8 @@ func links(t *testing.T, opts nvml.Options) {
 }
 
 func mig(t *testing.T, opts nvml.Options) {
-	inv := read(t, Open(t, opts))
+	d := Open(t, opts)
+	inv := read(t, d)
 	capable := false
 	for _, dev := range inv.GPUs {
 		m := dev.MIG
@@ -239,6 +245,9 @@ func mig(t *testing.T, opts nvml.Options) {
 				t.Errorf("GPU %d: profile %q with ID %d is malformed or there twice", dev.Index, p.Name, p.ID)
 			}
 			names[p.Name], ids[p.ID] = true, true
+			if p.Engines == nil || min(p.Engines.Decode, p.Engines.Encode, p.Engines.JPEG, p.Engines.OFA) < 0 {
+				t.Errorf("GPU %d: profile %s has engines %+v", dev.Index, p.Name, p.Engines)
+			}
 			if p.Memory == 0 || p.Memory > dev.Memory || p.Slices < 1 || p.Max < 1 {
 				t.Errorf("GPU %d of %d MiB: profile %+v", dev.Index, dev.Memory, p)
 			}
@@ -262,6 +271,12 @@ func mig(t *testing.T, opts nvml.Options) {
 			if !names[name] {
 				t.Errorf("GPU %d: instance %+v is of no profile", dev.Index, in)
 			}
+			if (in.CI < 0) != (in.UUID == "") || in.GI < 0 || in.Size < 1 || in.CIStart < 0 {
+				t.Errorf("GPU %d: instance %+v", dev.Index, in)
+			}
+		}
+		if alone, err := d.MIG(wait(t), dev.UUID); err != nil || !reflect.DeepEqual(alone.Profiles, m.Profiles) || alone.Enabled != m.Enabled || len(alone.Instances) != len(m.Instances) {
+			t.Errorf("GPU %d: read alone its MIG side is %+v, %v; with the others %+v", dev.Index, alone, err, m)
 		}
 	}
 	if !capable {
@@ -385,6 +400,12 @@ func unknownGPU(t *testing.T, opts nvml.Options) {
 		}
 		if p, err := d.Processes(wait(t), u); !errors.Is(err, gpu.ErrNotFound) {
 			t.Errorf("processes on %q: %+v, %v, want ErrNotFound", u, p, err)
+		}
+		if m, err := d.MIG(wait(t), u); !errors.Is(err, gpu.ErrNotFound) {
+			t.Errorf("MIG side of %q: %+v, %v, want ErrNotFound", u, m, err)
+		}
+		if in, err := d.CreateInstance(wait(t), u, "1g.10gb", gpu.Placement{Size: 1}, 0); !errors.Is(err, gpu.ErrNotFound) {
+			t.Errorf("an instance on %q: %+v, %v, want ErrNotFound", u, in, err)
 		}
 		if h, err := d.Health(wait(t), u); !errors.Is(err, gpu.ErrNotFound) {
 			t.Errorf("health of %q: %+v, %v, want ErrNotFound", u, h, err)

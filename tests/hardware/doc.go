@@ -8,7 +8,9 @@
 //
 //	go test ./tests/hardware -hardware -v
 //
-// (make test-gpu). So an emulator that drifts from the real driver, or a new
+// (make test-gpu). What changes a card is done only where a flag permits it, and
+// put back: -time-slices, and -instances, which makes MIG instances where none
+// stand on GPUs that are in MIG mode and idle. So an emulator that drifts from the real driver, or a new
 // driver that differs from what the agent expects, fails the same test by the
 // same name. What a card or machine lacks is skipped by name: a skip says what
 // is missing, never only that something is.

@@ -119,6 +119,7 @@ func emulate(t *testing.T, spec emulator.Spec) *node {
 	n := &node{World: w, opts: nvml.Options{
 		DriverRoot: driverDir,
 		SysRoot:    filepath.Join(driverDir, "sys"),
+		ProcRoot:   filepath.Join(driverDir, "proc"),
 		Hook:       hookPath,
 		Rearm:      10 * time.Millisecond,
 		EventWait:  500 * time.Millisecond,
@@ -162,8 +163,23 @@ func (n *node) hold(ctx context.Context, u gpu.UUID, amount gpu.MiB) (int, func(
 	if err != nil {
 		return 0, nil, err
 	}
-	at := slices.IndexFunc(n.State().GPUs, func(g emulator.GPUState) bool { return g.UUID == string(u) })
-	if err := n.AddProcess(emulator.Process{PID: pid, GPU: at, Kind: emulator.Compute, MiB: uint64(amount)}); err != nil {
+	p := emulator.Process{PID: pid, Kind: emulator.Compute, MiB: uint64(amount)}
+	for _, g := range n.State().GPUs {
+		if g.UUID == string(u) {
+			p.GPU = g.Index
+		}
+		if g.MIG == nil {
+			continue
+		}
+		for _, gi := range g.MIG.Instances {
+			for _, ci := range gi.Compute {
+				if ci.UUID == string(u) {
+					p.GPU, p.GI, p.CI = g.Index, gi.ID, ci.ID
+				}
+			}
+		}
+	}
+	if err := n.AddProcess(p); err != nil {
 		end()
 		return 0, nil, err
 	}
@@ -174,16 +190,37 @@ func (n *node) hold(ctx context.Context, u gpu.UUID, amount gpu.MiB) (int, func(
 }
 
 func TestEmulated(t *testing.T) {
-	for _, spec := range []emulator.Spec{
-		{Model: "H100-80GB", Count: 8},
-		{Model: "A100-SXM4-80GB", Count: 4, NVLink: "mesh", Minors: "same"},
-		{Model: "RTX-PRO-6000", Count: 1},
-		{Model: "A30", Count: 2, NVLink: "none"},
-		{Model: "B200", Count: 16},
+	type instance struct {
+		profile string
+		start   int
+	}
+	for _, c := range []struct {
+		emulator.Spec
+		standing []instance // on the last GPU, before anything else; they must be left alone
+	}{
+		{Spec: emulator.Spec{Model: "H100-80GB", Count: 8}},
+		{Spec: emulator.Spec{Model: "A100-SXM4-80GB", Count: 4, NVLink: "mesh", Minors: "same"}},
+		{Spec: emulator.Spec{Model: "RTX-PRO-6000", Count: 1}},
+		{Spec: emulator.Spec{Model: "A30", Count: 2, NVLink: "none"}},
+		{Spec: emulator.Spec{Model: "B200", Count: 16}},
+		{
+			emulator.Spec{Model: "A100-SXM4-40GB", Count: 2, GPUs: []emulator.GPUSpec{{Index: 0, MIG: true}, {Index: 1, MIG: true}}},
+			[]instance{{"2g.10gb", 0}, {"1c.3g.20gb", 4}},
+		},
+		{Spec: emulator.Spec{Model: "RTX-PRO-6000", Count: 3, GPUs: []emulator.GPUSpec{{Index: 0, MIG: true}, {Index: 2, Model: "A30", MIG: true}}}},
 	} {
-		t.Run(fmt.Sprintf("%dx%s", spec.Count, spec.Model), func(t *testing.T) {
-			n := emulate(t, spec)
-			Conformance(t, n.opts, Caps{Hold: n.hold, TimeSlice: true})
+		name := fmt.Sprintf("%dx%s", c.Count, c.Model)
+		if len(c.GPUs) > 0 {
+			name += ",MIG"
+		}
+		t.Run(name, func(t *testing.T) {
+			n := emulate(t, c.Spec)
+			for _, in := range c.standing {
+				if err := n.CreateInstance(c.Count-1, in.profile, in.start, false); err != nil {
+					t.Fatal(err)
+				}
+			}
+			Conformance(t, n.opts, Caps{Hold: n.hold, TimeSlice: true, Instances: true})
 		})
 	}
 }

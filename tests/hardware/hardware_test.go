@@ -26,6 +26,7 @@ var (
 	library    = flag.String("library", "", "with -hardware: the driver's libnvidia-ml; empty looks below -driver-root")
 	driverRoot = flag.String("driver-root", "/", "with -hardware: where the driver is installed")
 	partial    = flag.Bool("partial", false, "with -hardware: this is a container that has only some of the driver's files")
+	setMIG     = flag.Bool("instances", false, "with -hardware: make MIG instances where nothing stands, on GPUs that are in MIG mode and idle, and destroy them again")
 	setSlices  = flag.Bool("time-slices", false, "with -hardware: change GPUs' time slices too, and put them back to the default")
 )
 
@@ -45,7 +46,7 @@ func TestHardware(t *testing.T) {
 		t.Fatal(err)
 	}
 	h := &holder{dir: t.TempDir(), root: *driverRoot}
-	Conformance(t, opts, Caps{Hold: h.hold, TimeSlice: *setSlices, Partial: *partial})
+	Conformance(t, opts, Caps{Hold: h.hold, TimeSlice: *setSlices, Instances: *setMIG, Partial: *partial})
 }
 
 // holder runs a CUDA program that holds memory.

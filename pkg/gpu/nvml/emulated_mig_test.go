@@ -722,6 +722,77 @@ func TestLongReset(t *testing.T) {
 	l.hears(t, n, 1, gpus[1].UUID)
 }
 
+// Instances come and go, a GPU is reset, one is lost and comes back, all are read
+// and listened to, at the same time: nothing waits for ever, and what is told in
+// the end is true.
+func TestAllAtOnce(t *testing.T) {
+	spec := inMIG("A100-SXM4-80GB", 4)
+	spec.GPUs[3].MIG = false
+	n := emulate(t, spec)
+	d := open(t, n)
+	gpus := inventory(t, d).GPUs
+	l := listen(t, n, d)
+	work := []func(round int) error{
+		func(int) error { return d.Reset(wait(t), gpus[0].UUID) },
+		func(round int) error { return d.SetMIGMode(wait(t), gpus[3].UUID, round%2 == 0) },
+		func(round int) error {
+			if err := n.Lose(2); err != nil {
+				return err
+			}
+			if err := d.SetTimeSlice(wait(t), gpus[1].UUID, gpu.TimeSliceDefault); err != nil {
+				return err
+			}
+			return n.Restore(2)
+		},
+	}
+	for _, start := range []int{0, 1, 2} {
+		work = append(work, func(int) error {
+			in, err := d.CreateInstance(wait(t), gpus[1].UUID, "1g.10gb", at(start, 1), 0)
+			if err != nil {
+				return err
+			}
+			return d.DestroyInstance(wait(t), gpus[1].UUID, in)
+		})
+	}
+	done := make(chan error, len(work))
+	for _, do := range work {
+		go func() {
+			for round := range 5 {
+				if err := do(round); err != nil {
+					done <- err
+					return
+				}
+			}
+			done <- nil
+		}()
+	}
+	for left := len(work); left > 0; {
+		select {
+		case err := <-done:
+			if left--; err != nil {
+				t.Error(err)
+			}
+		default:
+			if _, err := d.Inventory(wait(t)); err != nil && !errors.Is(err, gpu.ErrNoDriver) {
+				t.Error(err)
+			}
+		}
+	}
+	await(t, "all GPUs are sound", func() bool {
+		inv := inventory(t, d)
+		return !slices.ContainsFunc(inv.GPUs, func(dev gpu.Device) bool { return dev.Fault != "" })
+	})
+	for i := range gpus {
+		l.hears(t, n, i, gpus[i].UUID)
+		if got := n.really(i); got != "" || stand(t, d, gpus[i].UUID) != "" {
+			t.Errorf("on GPU %d there is %s", i, got)
+		}
+	}
+	if got := mode(t, d, gpus[3].UUID); got != "off, then on" {
+		t.Errorf("MIG is %s", got)
+	}
+}
+
 // Some drivers tell placements only while MIG is on; what they tell then counts.
 func TestPlacementsThatNeedTheMode(t *testing.T) {
 	n := emulate(t, emulator.Spec{Model: "H100-80GB", Count: 1, MIG: emulator.MIGSpec{PlacementsNeedMode: true}})

@@ -80,7 +80,7 @@ func (d *Driver) Events(ctx context.Context, report func(gpu.Event)) error {
 			now = d.hardware()
 		}
 		renewed, err := w.arm(ctx)
-		if ctx.Err() != nil {
+		if ctx.Err() != nil || w.stopped.Err() != nil {
 			if err == nil {
 				d.disarm(w.armed)
 			}
