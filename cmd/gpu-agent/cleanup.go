@@ -111,7 +111,9 @@ func (cl *cleaner) clean(ctx context.Context) error {
 			}
 		}
 	}
-	errs = append(errs, err, plugin.RemoveSockets(filepath.Join(cl.node.kubeletDir, "device-plugins"), cl.names.All()))
+	sockets := filepath.Join(cl.node.kubeletDir, "device-plugins")
+	resources := append(cl.names.Fixed(), plugin.Left(sockets, func(r string) bool { return cl.names.Ours(r) && !slices.Contains(cl.names.Fixed(), r) })...)
+	errs = append(errs, err, plugin.RemoveSockets(sockets, resources))
 	if cl.nodeName != "" {
 		errs = append(errs, cl.object(ctx))
 	}
@@ -125,7 +127,6 @@ func (cl *cleaner) clean(ctx context.Context) error {
 func (cl *cleaner) holders(ctx context.Context) ([]string, error) {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
-	resources := cl.names.All()
 	kubelet := node.NewPodResources(cl.node.kubeletDir)
 	defer kubelet.Close()
 	l, err := kubelet.List(ctx)
@@ -134,7 +135,7 @@ func (cl *cleaner) holders(ctx context.Context) ([]string, error) {
 	}
 	var out []string
 	for _, h := range l.Holdings {
-		if slices.Contains(resources, h.Resource) {
+		if cl.names.Ours(h.Resource) {
 			out = append(out, fmt.Sprintf("%s/%s (%s)", h.Namespace, h.Pod, h.Resource))
 		}
 	}
@@ -159,7 +160,7 @@ func (cl *cleaner) holders(ctx context.Context) ([]string, error) {
 		return nil, err
 	}
 	for _, e := range checkpoint.Entries {
-		if p, alive := pods[e.PodUID]; alive && slices.Contains(resources, e.Resource) {
+		if p, alive := pods[e.PodUID]; alive && cl.names.Ours(e.Resource) {
 			out = append(out, fmt.Sprintf("%s/%s (%s)", p.Namespace, p.Name, e.Resource))
 		}
 	}

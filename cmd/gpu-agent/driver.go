@@ -8,6 +8,8 @@ import (
 	"fmt"
 	"time"
 
+	"tags.cncf.io/container-device-interface/specs-go"
+
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/gpu/nvml"
@@ -103,7 +105,7 @@ func code(err error) string {
 		word string
 	}{
 		{gpu.ErrTimeout, "timeout"}, {gpu.ErrReloaded, "reloaded"}, {gpu.ErrNoDriver, "no_driver"}, {gpu.ErrLost, "lost"},
-		{gpu.ErrNotSupported, "not_supported"}, {gpu.ErrNoPermission, "no_permission"}, {gpu.ErrNotFound, "not_found"},
+		{gpu.ErrInUse, "in_use"}, {gpu.ErrNoRoom, "no_room"}, {gpu.ErrNotSupported, "not_supported"}, {gpu.ErrNoPermission, "no_permission"}, {gpu.ErrNotFound, "not_found"},
 	} {
 		if errors.Is(err, kind.is) {
 			return kind.word
@@ -127,6 +129,38 @@ func (l *lateDriver) Parts(ctx context.Context) (cdi.Parts, error) {
 func (l *lateDriver) SetTimeSlice(ctx context.Context, u gpu.UUID, s gpu.TimeSlice) error {
 	_, err := timed(ctx, l, "set_time_slice", func(d *nvml.Driver) (struct{}, error) { return struct{}{}, d.SetTimeSlice(ctx, u, s) })
 	return err
+}
+
+func (l *lateDriver) MIG(ctx context.Context, u gpu.UUID) (gpu.MIG, error) {
+	return timed(ctx, l, "mig", func(d *nvml.Driver) (gpu.MIG, error) { return d.MIG(ctx, u) })
+}
+
+func (l *lateDriver) CreateInstance(ctx context.Context, u gpu.UUID, profile string, at gpu.Placement, ci int) (gpu.Instance, error) {
+	return timed(ctx, l, "create_instance", func(d *nvml.Driver) (gpu.Instance, error) { return d.CreateInstance(ctx, u, profile, at, ci) })
+}
+
+func (l *lateDriver) DestroyInstance(ctx context.Context, u gpu.UUID, in gpu.Instance) error {
+	_, err := timed(ctx, l, "destroy_instance", func(d *nvml.Driver) (struct{}, error) { return struct{}{}, d.DestroyInstance(ctx, u, in) })
+	return err
+}
+
+func (l *lateDriver) SetMIGMode(ctx context.Context, u gpu.UUID, on bool) error {
+	_, err := timed(ctx, l, "set_mig_mode", func(d *nvml.Driver) (struct{}, error) { return struct{}{}, d.SetMIGMode(ctx, u, on) })
+	return err
+}
+
+func (l *lateDriver) Reset(ctx context.Context, u gpu.UUID) error {
+	_, err := timed(ctx, l, "reset", func(d *nvml.Driver) (struct{}, error) { return struct{}{}, d.Reset(ctx, u) })
+	return err
+}
+
+// Capabilities asks the kernel, not the driver's library: it is not counted.
+func (l *lateDriver) Capabilities(minor, gi, ci int) ([]*specs.DeviceNode, error) {
+	d, err := l.get(context.Background()) // bounded by openPatience
+	if err != nil {
+		return nil, err
+	}
+	return d.Capabilities(minor, gi, ci)
 }
 
 func (l *lateDriver) SetMemoryLimit(ctx context.Context, u gpu.UUID, cgroup string, bytes uint64) error {

@@ -49,17 +49,19 @@ const heapGrowth = 50
 const storeRetry = 200 * time.Millisecond
 
 type runFlags struct {
-	driver                        driverFlags
-	config, configMap             string
-	kubeconfig, nodeName, pod     string
-	domain, resourceDomain        string
-	unit                          memoryFlag
-	node                          nodeFlags
-	cap                           capFlags
-	http                          string
-	ignoredXids                   xids
-	healthHold, healthProbe       time.Duration
-	whenBusy, logFormat, logLevel choice
+	driver                    driverFlags
+	config, configMap         string
+	kubeconfig, nodeName, pod string
+	domain, resourceDomain    string
+	unit                      memoryFlag
+	node                      nodeFlags
+	cap                       capFlags
+	http                      string
+	ignoredXids               xids
+	healthHold, healthProbe   time.Duration
+	whenBusy, foreign, reset  choice
+	idleTTL                   time.Duration
+	logFormat, logLevel       choice
 }
 
 func (f *runFlags) register(fs *flag.FlagSet) {
@@ -82,6 +84,11 @@ func (f *runFlags) register(fs *flag.FlagSet) {
 	fs.StringVar(&f.http, "http", ":9500", "`address` of metrics, probes and status; empty for none")
 	f.whenBusy = choice{"drain", []string{"drain", "wait"}}
 	fs.Var(&f.whenBusy, "when-busy", "what a GPU whose change waits for holders does with its idle devices: drain (withdraw) or wait (keep on offer)")
+	f.foreign = choice{"keep", []string{"keep", "reclaim"}}
+	fs.Var(&f.foreign, "foreign-instances", "idle MIG instances that the agent did not make and the partition does not name: keep or reclaim (destroy)")
+	f.reset = choice{"auto", []string{"auto", "never"}}
+	fs.Var(&f.reset, "reset", "a GPU whose MIG mode needs a reset to change: auto (reset that GPU, once it is idle) or never (wait for somebody to do it)")
+	fs.DurationVar(&f.idleTTL, "idle-instance-ttl", 0, "`time` after which an instance made on demand goes when nobody has it; 0 keeps it until its room is wanted")
 	f.logFormat = choice{"text", []string{"text", "json"}}
 	fs.Var(&f.logFormat, "log-format", "text or json")
 	f.logLevel = choice{"info", []string{"debug", "info", "warn", "error"}}
@@ -98,6 +105,9 @@ func (f *runFlags) complete() error {
 	}
 	if err := cdi.ValidateDomain(f.resourceDomain); err != nil {
 		return fmt.Errorf("--resource-domain: %w", err)
+	}
+	if f.idleTTL < 0 {
+		return errors.New("--idle-instance-ttl must not be negative")
 	}
 	if f.healthHold <= 0 || f.healthProbe <= 0 {
 		return errors.New("--health-hold and --health-probe must be positive")
@@ -201,6 +211,9 @@ func run(ctx context.Context, c console, args []string) error {
 		ResourceDomain: f.resourceDomain,
 		MemoryUnit:     gpu.MiB(f.unit),
 		KeepOffering:   f.whenBusy.value == "wait",
+		IdleTTL:        f.idleTTL,
+		ReclaimForeign: f.foreign.value == "reclaim",
+		NeverReset:     f.reset.value == "never",
 		Kit:            caps.kit,
 		OpenCaps:       f.cap.policy.value == "open",
 		Boot:           boot,
@@ -228,6 +241,7 @@ func run(ctx context.Context, c console, args []string) error {
 		Looked: func() { loop.LookAtCheckpoint() },
 	})
 	worlds.Plugins = plugins
+	worlds.Clients = func(minor int) []string { return node.OpenBy(f.driver.proc, fmt.Sprintf("/dev/nvidia%d", minor)) }
 	loop = agent.New(options, worlds)
 	proc := node.NewProc(f.driver.proc)
 	defer proc.Close()
@@ -338,8 +352,12 @@ type observer struct{ m *obs.Metrics }
 
 func (o observer) GPUEvent(e gpu.Event)                { o.m.GPUEvent(string(e.GPU), string(e.Kind), e.Xid) }
 func (o observer) Round(err error, took time.Duration) { o.m.Round(err, took) }
-func (o observer) Listed(string, int, int)             {}
-func (o observer) Registered(string, error)            {}
+func (o observer) MIGStep(op, profile string, took time.Duration, err error) {
+	o.m.MIGStep(op, profile, took, err)
+}
+func (o observer) Wish(profile string, took time.Duration) { o.m.Wish(profile, took) }
+func (o observer) Listed(string, int, int)                 {}
+func (o observer) Registered(string, error)                {}
 func (o observer) Called(resource, method string, took time.Duration, err error) {
 	o.m.PluginRequest(resource, method, grpcstatus.Code(err).String(), took)
 }

@@ -23,6 +23,7 @@ import (
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap/lib"
+	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/plugin"
 	"golang.org/x/sync/errgroup"
 )
@@ -123,6 +124,13 @@ type Options struct {
 	KeepOffering bool
 	// Kit is the libraries that hold containers to their memory, by host paths.
 	Kit lib.Kit
+	// IdleTTL is how long an instance on demand stays when nobody has it; zero is
+	// until its room is wanted.
+	IdleTTL time.Duration
+	// ReclaimForeign lets idle instances go that the agent did not make.
+	ReclaimForeign bool
+	// NeverReset leaves resets of GPUs to somebody else.
+	NeverReset bool
 	// OpenCaps lets allocations pass uncounted where the cap in the process
 	// cannot do its work (--cap-policy open).
 	OpenCaps bool
@@ -150,6 +158,7 @@ type Agent struct {
 	store    Store
 	cluster  Cluster
 	observer Observer
+	clients  func(minor int) []string
 	desk     *desk.Desk
 	health   *health.Monitor
 	log      *slog.Logger
@@ -174,6 +183,9 @@ type Agent struct {
 
 	grantsMu sync.Mutex
 	grants   []state.Claim // guarded by grantsMu; not yet written down
+
+	resultsMu sync.Mutex
+	results   []result // guarded by resultsMu; of jobs that have ended
 
 	faultsMu sync.Mutex // held while the verdicts go to the desk
 
@@ -203,17 +215,43 @@ type Agent struct {
 	migManager string
 	wanted     []config.Want
 	wantedGen  uint64
-	partition  string
-	cuts       map[gpu.UUID]Cut
-	past       map[gpu.UUID][]pastCut
-	slices     map[gpu.UUID]slice
-	serving    map[string]plugin.Source
-	removed    map[string]bool // claims whose file was taken away
-	outcome    Outcome
-	heard      bool // see Snapshot.Heard
-	written    int  // claims written down since the journal was last cut
-	swept      bool // no file of an ended claim is left
-	trim       bool // a claim has ended that may be in the journal
+	// desired is the last answer of the partition file.
+	desired struct {
+		of  question
+		is  config.Desired
+		err error
+	}
+	partition string
+	cuts      map[gpu.UUID]Cut
+	past      map[gpu.UUID][]pastCut
+	slices    map[gpu.UUID]slice
+	// cards is what can stand on each GPU, of profiles as they were then.
+	cards    map[gpu.UUID]Card
+	profiles map[gpu.UUID][]gpu.Profile
+	// mine are the MIG instances that are the agent's, and idle is since when
+	// nobody has those on demand.
+	mine map[gpu.UUID]map[mig.Slot]bool
+	idle map[gpu.UUID]map[mig.Slot]time.Time
+	// jobs are under way; migAt is when the last one of a GPU ended: what was read
+	// of it before is out of date.
+	jobs  map[gpu.UUID]*job
+	migAt map[gpu.UUID]time.Time
+	// rests are pauses after work that failed, by GPU and by claim; failing are
+	// the slots that could not be made.
+	rests     map[gpu.UUID]*rest
+	wishRests map[string]*rest
+	failing   map[gpu.UUID]map[mig.Slot]*failing
+	// gates is what the CDI files of claims of MIG devices were made of.
+	gates map[string]string
+	// waitsForProcess says that a change waits for a process that no claim covers.
+	waitsForProcess bool
+	serving         map[string]plugin.Source
+	removed         map[string]bool // claims whose file was taken away
+	outcome         Outcome
+	heard           bool // see Snapshot.Heard
+	written         int  // claims written down since the journal was last cut
+	swept           bool // no file of an ended claim is left
+	trim            bool // a claim has ended that may be in the journal
 }
 
 // input is the news from outside, by value.
@@ -256,6 +294,13 @@ type Snapshot struct {
 	// not answer.
 	Verdicts []health.Verdict
 	Hangs    string
+	// Work is what is being done to GPUs' hardware, Made the MIG instances that are
+	// the agent's; Leaving and Failing are the MIG devices that go with their
+	// holders and those that could not be made, with the reason.
+	Work    map[gpu.UUID]string
+	Made    map[gpu.UUID]map[mig.Slot]bool
+	Leaving map[gpu.UUID]map[mig.Slot]string
+	Failing map[gpu.UUID]map[mig.Slot]string
 	// Err is what went wrong in the round, nil if nothing did.
 	Err error
 }
@@ -275,6 +320,7 @@ func New(o Options, w Worlds) *Agent {
 		store:      w.Store,
 		cluster:    w.Cluster,
 		observer:   w.Observer,
+		clients:    w.Clients,
 		health:     health.New(o.Health),
 		log:        o.Log,
 		trigger:    make(chan struct{}, 1),
@@ -285,6 +331,16 @@ func New(o Options, w Worlds) *Agent {
 		cuts:       map[gpu.UUID]Cut{},
 		past:       map[gpu.UUID][]pastCut{},
 		slices:     map[gpu.UUID]slice{},
+		cards:      map[gpu.UUID]Card{},
+		profiles:   map[gpu.UUID][]gpu.Profile{},
+		mine:       map[gpu.UUID]map[mig.Slot]bool{},
+		idle:       map[gpu.UUID]map[mig.Slot]time.Time{},
+		jobs:       map[gpu.UUID]*job{},
+		migAt:      map[gpu.UUID]time.Time{},
+		rests:      map[gpu.UUID]*rest{},
+		wishRests:  map[string]*rest{},
+		failing:    map[gpu.UUID]map[mig.Slot]*failing{},
+		gates:      map[string]string{},
 		serving:    map[string]plugin.Source{},
 		removed:    map[string]bool{},
 		outcome:    Outcome{State: Pending, Message: "starting"},
@@ -442,6 +498,9 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 	if a.someoneWaits() {
 		wait = min(wait, waitEvery)
 	}
+	if at, ok := a.nextWork(now); ok {
+		wait = min(wait, at)
+	}
 	if !a.seen.silent.IsZero() {
 		wait = min(wait, holdersSoon)
 	}
@@ -471,7 +530,7 @@ func unchecked(claims []desk.Claim) bool {
 // GPU is cut anew, when one of our containers has ended, and now and then.
 func (a *Agent) holdersDue(now time.Time, changes *Changes) bool {
 	switch since := now.Sub(a.seen.at); {
-	case a.askSoon.Swap(false), len(changes.Recut) > 0, a.seen.at.IsZero():
+	case a.askSoon.Swap(false), len(changes.Recut) > 0, withdraws(a.due(changes.Work, now)), a.seen.at.IsZero():
 		return true
 	case !a.seen.silent.IsZero():
 		return since >= holdersSoon
@@ -507,7 +566,7 @@ func (a *Agent) round(ctx context.Context) error {
 		if err != nil {
 			o.State, o.Message = Failed, err.Error()
 		}
-		a.finish(nil, o, err)
+		a.finish(&Changes{}, o, err)
 		return err
 	}
 	note, configErr := a.resolve()
@@ -515,6 +574,7 @@ func (a *Agent) round(ctx context.Context) error {
 		note = "the driver was let go, since " + a.letGo
 	}
 	a.lookAround(ctx, &in)
+	a.takeResults(time.Now())
 	claims := a.desk.Claims()
 	changes := a.plan(claims)
 	if full := a.holdersDue(time.Now(), &changes); a.nameSoon.Swap(false) || full || unchecked(claims) {
@@ -529,18 +589,28 @@ func (a *Agent) round(ctx context.Context) error {
 		claims = a.desk.Claims()
 		changes = a.plan(claims)
 	}
-	if a.offersAny(changes.Recut) {
+	if work := a.due(changes.Work, time.Now()); a.offersAny(changes.Recut) || withdraws(work) {
 		// Withdraw first, then look again: whoever claimed before the
-		// withdrawal keeps the GPU as it is.
-		a.publish(viewInput{changes: &Changes{Cuts: a.cuts, Blocked: changes.Blocked}, recutting: changes.Recut})
+		// withdrawal keeps what they have.
+		a.publish(viewInput{changes: &Changes{Cuts: a.cuts, Blocked: changes.Blocked, Leaving: changes.Leaving, MIG: changes.MIG}, recutting: changes.Recut})
 		claims = a.desk.Claims()
 		changes = a.plan(claims)
 	}
 	a.settle(&changes)
+	work := a.due(changes.Work, time.Now())
+	for _, w := range work {
+		for _, s := range w.Steps {
+			if s.Op == mig.Create {
+				a.own(w.GPU, s.Slot)
+			}
+		}
+	}
 	// What is withdrawn is written down before it is done: a successor must go on
 	// listing it.
 	if err := a.save(); err != nil {
 		errs = append(errs, err)
+	} else {
+		a.begin(ctx, work)
 	}
 	// Not before somebody can need them: the partitions may arrive meanwhile.
 	if a.partsDue && a.letGo == "" && a.driverAnswers() && (a.wanted != nil || len(a.cuts) > 0 || a.desk.Held()) {
@@ -578,7 +648,7 @@ func (a *Agent) round(ctx context.Context) error {
 	if h := a.hangs(); h != "" {
 		hwNote = strings.TrimPrefix(hwNote+"; hardware work waits: "+h, "; ")
 	}
-	a.finish(changes.Blocked, a.judge(note, hwNote, configErr, err, &changes), err)
+	a.finish(&changes, a.judge(note, hwNote, configErr, err, &changes), err)
 	return err
 }
 
@@ -616,7 +686,11 @@ func (a *Agent) resolve() (note string, err error) {
 		name = "default"
 	}
 	a.partition = name
-	d, err := in.file.Desire(name, a.inv)
+	if q := (question{in.file, name, a.inv}); q != a.desired.of {
+		d, err := in.file.Desire(name, a.inv)
+		a.desired.of, a.desired.is, a.desired.err = q, d, err
+	}
+	d, err := a.desired.is, a.desired.err
 	switch {
 	case err != nil && in.fileErr != nil:
 		return "", in.fileErr // what is wrong with an older file is no news
@@ -630,6 +704,14 @@ func (a *Agent) resolve() (note string, err error) {
 	return "", in.fileErr
 }
 
+// question is what a partition means on what there is; neither a file nor an
+// inventory changes. To answer it takes a while where geometries are proven.
+type question struct {
+	file *config.File
+	name string
+	inv  *gpu.Inventory
+}
+
 func (a *Agent) heardSoFar() input {
 	a.inputMu.Lock()
 	defer a.inputMu.Unlock()
@@ -637,7 +719,8 @@ func (a *Agent) heardSoFar() input {
 }
 
 func (a *Agent) plan(claims []desk.Claim) Changes {
-	return Plan(PlanInput{Inventory: a.inv, Claims: claims, Wanted: a.wanted, Cuts: a.cuts, Others: a.others, Names: a.names, Unit: a.opts.MemoryUnit})
+	return Plan(PlanInput{Inventory: a.inv, Claims: claims, Wanted: a.wanted, Cuts: a.cuts, Others: a.others, Names: a.names,
+		Unit: a.opts.MemoryUnit, MIG: a.migInput(claims, time.Now())})
 }
 
 // offersAny reports whether any of these GPUs has devices to withdraw.
@@ -649,6 +732,27 @@ func (a *Agent) offersAny(gpus []gpu.UUID) bool {
 // replace until the kubelet may forget it.
 func (a *Agent) settle(changes *Changes) {
 	now := time.Now()
+	for _, u := range sortedKeys(changes.Cuts) {
+		// MIG devices come and go one by one.
+		old, to := a.cuts[u], changes.Cuts[u]
+		if old.Offers && to.Offers && old.Kind == desk.Slots && to.Kind == desk.Slots && old != to {
+			a.past[u] = append(a.past[u], pastCut{cut: old, until: now.Add(Linger)})
+			a.log.Info("cut", "gpu", u, "from", old.Slots, "to", to.Slots)
+		}
+	}
+	for u, slots := range changes.Made {
+		for _, s := range slots {
+			a.own(u, s)
+		}
+	}
+	for key, why := range changes.Trouble {
+		a.desk.SetTrouble(key, why)
+	}
+	a.noteIdle(changes, now)
+	a.waitsForProcess = changes.waitsForProcess()
+	if a.waitsForProcess && now.Sub(a.readAt) >= busyLook {
+		a.stale.Store(true)
+	}
 	for _, u := range changes.Recut {
 		old := a.cuts[u]
 		if old.Offers {
@@ -667,7 +771,8 @@ func (a *Agent) settle(changes *Changes) {
 }
 
 func (a *Agent) publish(in viewInput) *desk.View {
-	in.inv, in.past, in.names, in.drain = a.inv, a.past, a.names, !a.opts.KeepOffering
+	in.inv, in.past, in.names, in.cards, in.drain = a.inv, a.past, a.names, a.cards, !a.opts.KeepOffering
+	in.failing = a.failingSlots(time.Now())
 	if a.parts == nil && a.partsErr != nil {
 		in.closed = a.partsErr.Error()
 	}
@@ -709,6 +814,8 @@ func (a *Agent) judge(note, hwNote string, configErr, err error, changes *Change
 		o.State, o.Message = Failed, err.Error()
 	case len(changes.Refused) > 0:
 		o.State, o.Message = Failed, strings.Join(changes.Refused, "; ")
+	case a.resting() != "":
+		o.State, o.Message = Failed, a.resting()
 	case len(changes.Blocked) > 0:
 		o.State = Waiting
 		parts := make([]string, len(changes.Blocked))
@@ -718,6 +825,12 @@ func (a *Agent) judge(note, hwNote string, configErr, err error, changes *Change
 		o.Message = strings.Join(parts, "; ")
 	case note != "":
 		o.State, o.Message = Pending, note
+	case a.resetsDue() != "":
+		o.State, o.Message = Pending, a.resetsDue()
+	case a.working() != "":
+		o.State, o.Message = Pending, a.working()
+	case len(changes.Notes) > 0:
+		o.Message = strings.TrimPrefix(o.Message+"; "+strings.Join(changes.Notes, "; "), "; ")
 	}
 	return o
 }
@@ -736,7 +849,7 @@ func (a *Agent) hangs() string {
 }
 
 // finish publishes what people see.
-func (a *Agent) finish(blocked []Blocked, o Outcome, err error) {
+func (a *Agent) finish(changes *Changes, o Outcome, err error) {
 	old := a.snapshot.Load()
 	verdicts := a.health.Verdicts()
 	hangs := a.hangs()
@@ -745,8 +858,19 @@ func (a *Agent) finish(blocked []Blocked, o Outcome, err error) {
 	if inv == nil {
 		inv = &gpu.Inventory{}
 	}
-	a.snapshot.Store(&Snapshot{Inventory: inv, Cuts: a.cuts, Wanted: a.wanted, Blocked: blocked, Others: a.others, Outcome: o,
-		Source: a.heardSoFar().source, Generation: a.wantedGen, At: time.Now(), Heard: a.heard, Verdicts: verdicts, Hangs: hangs, Err: err})
+	now := time.Now()
+	made, work := map[gpu.UUID]map[mig.Slot]bool{}, map[gpu.UUID]string{}
+	for u, slots := range a.mine {
+		made[u] = maps.Clone(slots)
+	}
+	for u, j := range a.jobs {
+		if text := j.now.Load(); text != nil {
+			work[u] = *text
+		}
+	}
+	a.snapshot.Store(&Snapshot{Inventory: inv, Cuts: a.cuts, Wanted: a.wanted, Blocked: changes.Blocked,
+		Work: work, Made: made, Leaving: changes.Leaving, Failing: a.failingSlots(now), Others: a.others, Outcome: o,
+		Source: a.heardSoFar().source, Generation: a.wantedGen, At: now, Heard: a.heard, Verdicts: verdicts, Hangs: hangs, Err: err})
 	if o != a.outcome {
 		a.log.Info("partition", "name", o.Partition, "state", string(o.State), "message", o.Message)
 	}

@@ -33,7 +33,8 @@ import (
 // directory.
 type outside struct {
 	caps *pages
-	mu   sync.Mutex // guards what follows
+	hardware
+	mu sync.Mutex // guards what follows
 	// The driver.
 	inv       *gpu.Inventory
 	err       error

@@ -32,7 +32,7 @@ func capOf(c *desk.Claim, u gpu.UUID, inv *gpu.Inventory, cuts map[gpu.UUID]Cut,
 	cut := cuts[u]
 	same := cut.Offers && cut.Kind == kind
 	switch kind {
-	case desk.Whole:
+	case desk.Whole, desk.Slots: // the hardware holds an instance to its memory
 		return lib.None, true
 	case desk.Units:
 		// A GPU keeps the unit that it was cut with, as long as it is held.
@@ -97,6 +97,13 @@ func (a *Agent) overlay(c *desk.Claim) (cdi.Overlay, error) {
 		}
 		capped = capped || bytes != lib.None
 		limits = append(limits, lib.Limit{GPU: u, Bytes: bytes})
+	}
+	if kind, _ := kindOf(c.Resource); kind == desk.Slots {
+		// Programs know an instance by its own UUID.
+		instances, _ := a.instancesOf(c)
+		for _, i := range instances {
+			limits = append(limits, lib.Limit{GPU: i.in.UUID, Bytes: lib.None})
+		}
 	}
 	pages, err := a.caps.Write(c.Key, limits)
 	if err != nil {

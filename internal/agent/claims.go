@@ -15,6 +15,8 @@ import (
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+	"tags.cncf.io/container-device-interface/specs-go"
 )
 
 // granted has a round come for a new claim, which writes it down: the kubelet
@@ -69,8 +71,17 @@ func (a *Agent) writeClaims(claims []desk.Claim) error {
 	var errs []error
 	for i := range claims {
 		c := &claims[i]
+		shut := false
+		if kind, _ := kindOf(c.Resource); kind == desk.Slots {
+			instances, stand := a.instancesOf(c)
+			shut = !stand
+			if gate := gateOf(instances); stand && c.Ready && a.gates[c.Key] != gate {
+				a.desk.Shut(c.Key) // other instances at the same places
+				c.Ready = false
+			}
+		}
 		switch {
-		case slices.ContainsFunc(c.GPUs, a.faulty), !c.Ready && c.Waits != "",
+		case shut, slices.ContainsFunc(c.GPUs, a.faulty), !c.Ready && c.Waits != "",
 			// Given to the next pod, and nobody can say whether the one before
 			// is dead: the file is of that one.
 			!c.Ready && !c.Adopted && c.Checked.IsZero():
@@ -100,14 +111,35 @@ func (a *Agent) writeClaim(c *desk.Claim) error {
 	if err != nil {
 		return err
 	}
-	spec, err := cdi.Spec(a.opts.Domain, c.Key, *a.parts, c.GPUs, over)
+	parts, names := *a.parts, c.GPUs
+	gate := ""
+	if kind, _ := kindOf(c.Resource); kind == desk.Slots {
+		instances, stand := a.instancesOf(c)
+		if !stand {
+			return fmt.Errorf("an instance is gone: %w", gpu.ErrNotFound)
+		}
+		if parts, names, err = a.instanceParts(instances); err != nil {
+			return err
+		}
+		gate = gateOf(instances)
+	}
+	spec, err := cdi.Spec(a.opts.Domain, c.Key, parts, names, over)
 	if err != nil {
 		return err
 	}
 	if err := cdi.Record(spec, a.opts.Domain, c.Resource, c.IDs); err != nil {
 		return err
 	}
-	return a.files.Write(c.Key, spec)
+	if err := a.files.Write(c.Key, spec); err != nil {
+		return err
+	}
+	if gate != "" {
+		a.gates[c.Key] = gate
+		if _, profile, _, _, err := mig.ParseID(c.IDs[0]); err == nil && !c.Wished.IsZero() {
+			a.observer.Wish(profile.String(), time.Since(c.Wished))
+		}
+	}
+	return nil
 }
 
 // faulty reports whether the driver cannot say what a container would need of a
@@ -132,6 +164,27 @@ func (a *Agent) lookForFiles() error {
 	return nil
 }
 
+// instanceParts is what containers need of MIG instances: the node of the GPU, and
+// those of the capabilities without which the driver shows them nothing of it.
+func (a *Agent) instanceParts(instances []instance) (cdi.Parts, []gpu.UUID, error) {
+	parts := cdi.Parts{Common: a.parts.Common, Devices: map[gpu.UUID]specs.ContainerEdits{}}
+	var names []gpu.UUID
+	for _, i := range instances {
+		edits, ok := a.parts.Devices[i.gpu.UUID]
+		if !ok {
+			return parts, nil, fmt.Errorf("the driver's parts have no %s: %w", i.gpu.UUID, gpu.ErrNotFound)
+		}
+		nodes, err := a.driver.Capabilities(i.gpu.Minor, i.in.GI, i.in.CI)
+		if err != nil {
+			return parts, nil, err
+		}
+		edits.DeviceNodes = append(slices.Clone(edits.DeviceNodes), nodes...)
+		parts.Devices[i.in.UUID] = edits
+		names = append(names, i.in.UUID)
+	}
+	return parts, names, nil
+}
+
 // sweep removes the CDI files that no claim and no container has, once after
 // claims ended, and not before the witnesses have been heard.
 func (a *Agent) sweep() error {
@@ -153,6 +206,7 @@ func (a *Agent) sweep() error {
 			errs = append(errs, a.files.Remove(key))
 		}
 	}
+	maps.DeleteFunc(a.gates, func(key string, _ string) bool { return !live(key) })
 	maps.DeleteFunc(a.removed, func(key string, _ bool) bool { return !live(key) })
 	errs = append(errs, a.sweepCaps(func(key string) bool { return live(key) || a.seen.used[key] }))
 	err = errors.Join(errs...)

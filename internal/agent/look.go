@@ -18,6 +18,7 @@ import (
 
 // reading is one look at the hardware.
 type reading struct {
+	began  time.Time
 	inv    gpu.Inventory
 	health []health.GPUReading
 	err    error
@@ -26,13 +27,14 @@ type reading struct {
 // read asks the driver for everything. It runs beside the loop, for as long as
 // the driver takes.
 func (a *Agent) read(ctx context.Context) reading {
+	began := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, driverPatience)
 	defer cancel()
 	inv, err := a.driver.Inventory(ctx)
 	if err != nil {
 		return reading{err: fmt.Errorf("read the inventory: %w", err)}
 	}
-	r := reading{inv: inv}
+	r := reading{began: began, inv: inv}
 	for i := range inv.GPUs {
 		g := health.GPUReading{Device: inv.GPUs[i]}
 		if g.Device.Fault == "" && g.Device.UUID != "" {
@@ -163,7 +165,9 @@ func (a *Agent) take(r reading, now time.Time) {
 			a.slices[u] = s
 		}
 	}
+	a.keepMIG(inv, r.began)
 	a.inv = inv
+	a.setCards()
 	// As merged: a GPU that the driver cannot name has its name here.
 	seen := health.Reading{}
 	for i := range inv.GPUs {
@@ -174,6 +178,20 @@ func (a *Agent) take(r reading, now time.Time) {
 		seen.GPUs = append(seen.GPUs, g)
 	}
 	a.health.Reading(seen, now)
+}
+
+// keepMIG keeps what is known of GPUs on which something is being done, or was when
+// the reading began: it saw them in the middle of that.
+func (a *Agent) keepMIG(inv *gpu.Inventory, began time.Time) {
+	if a.inv == nil {
+		return
+	}
+	for i := range inv.GPUs {
+		d := &inv.GPUs[i]
+		if old := a.inv.ByUUID(d.UUID); old != nil && (a.jobs[d.UUID] != nil || a.migAt[d.UUID].After(began)) {
+			d.MIG = old.MIG
+		}
+	}
 }
 
 // sameGPUs reports whether two readings have the same GPUs, each as well

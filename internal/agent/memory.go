@@ -4,6 +4,8 @@ package agent
 
 import (
 	"encoding/json"
+	"maps"
+	"slices"
 	"strings"
 	"time"
 
@@ -11,7 +13,12 @@ import (
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
 )
+
+// migKind is the word of the state file for a cut of MIG devices, which are of
+// several resources.
+const migKind = "mig"
 
 // remember takes over what the process before this one left: its claims, what it
 // was still withdrawing, which GPUs it knew and which of them were faulty. All of
@@ -39,13 +46,23 @@ func (a *Agent) remember() {
 		}
 		for _, w := range doc.Cuts {
 			kind, ok := kindOf("/" + w.Kind)
-			cut := Cut{Known: true, Offers: true, Kind: kind, N: w.N, Unit: w.Unit}
+			cut := Cut{Known: true, Offers: true, Kind: kind, N: w.N, Unit: w.Unit, Slots: w.Slots}
+			if w.Kind == migKind {
+				cut.Kind, ok = desk.Slots, true
+			}
 			switch {
 			case !ok:
 			case w.Until.IsZero(): // in force when it was written
 				a.cuts[w.GPU] = cut
 			default:
 				a.past[w.GPU] = append(a.past[w.GPU], pastCut{cut: cut, until: w.Until})
+			}
+		}
+	}
+	if same {
+		for _, m := range doc.Made {
+			if name, err := mig.Parse(m.Profile); err == nil {
+				a.own(m.GPU, mig.Slot{Profile: name, Start: m.Start, Size: m.Size, CI: m.CIStart})
 			}
 		}
 	}
@@ -79,17 +96,26 @@ func (a *Agent) save() error {
 		doc.Faults = data
 	}
 	short := func(k desk.Kind) string {
-		_, s, _ := strings.Cut(a.names.of(k), "/")
+		if k == desk.Slots {
+			return migKind
+		}
+		_, s, _ := strings.Cut(a.names.of(k, mig.Name{}), "/")
 		return s
 	}
 	for _, u := range sortedKeys(a.cuts) {
 		if c := a.cuts[u]; c.Offers {
-			doc.Cuts = append(doc.Cuts, state.Cut{GPU: u, Kind: short(c.Kind), N: c.N, Unit: c.Unit})
+			doc.Cuts = append(doc.Cuts, state.Cut{GPU: u, Kind: short(c.Kind), N: c.N, Unit: c.Unit, Slots: c.Slots})
 		}
 	}
 	for _, u := range sortedKeys(a.past) {
 		for _, p := range a.past[u] {
-			doc.Cuts = append(doc.Cuts, state.Cut{GPU: u, Kind: short(p.cut.Kind), N: p.cut.N, Unit: p.cut.Unit, Until: p.until})
+			doc.Cuts = append(doc.Cuts, state.Cut{GPU: u, Kind: short(p.cut.Kind), N: p.cut.N, Unit: p.cut.Unit, Slots: p.cut.Slots, Until: p.until})
+		}
+	}
+	for _, u := range sortedKeys(a.mine) {
+		for _, m := range slices.SortedFunc(maps.Keys(a.mine[u]), mig.CompareSlots) {
+			doc.Made = append(doc.Made, state.Made{GPU: u, Profile: m.Profile.String(),
+				Placement: gpu.Placement{Start: m.Start, Size: m.Size}, CIStart: m.CI})
 		}
 	}
 	for u, s := range a.slices {

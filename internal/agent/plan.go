@@ -10,6 +10,7 @@ import (
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
@@ -28,6 +29,10 @@ type Cut struct {
 	// Unit is the size of a memory unit, 0 for other kinds and where it is not
 	// known.
 	Unit gpu.MiB
+	// Slots are the MIG devices of kind Slots: what stands behind "::" in their
+	// IDs, in the order of the list, with a space between. N counts them. It is
+	// one string so that cuts can be compared.
+	Slots string
 }
 
 // ids returns the device IDs of a GPU that is cut so.
@@ -35,8 +40,15 @@ func (c Cut) ids(u gpu.UUID) []string {
 	if !c.Offers {
 		return nil
 	}
-	if c.Kind == desk.Whole {
+	switch c.Kind {
+	case desk.Whole:
 		return []string{string(u)}
+	case desk.Slots:
+		out := strings.Fields(c.Slots)
+		for i := range out {
+			out[i] = string(u) + "::" + out[i]
+		}
+		return out
 	}
 	out := make([]string, c.N)
 	for i := range out {
@@ -61,13 +73,15 @@ func (c Cut) mode() string {
 		return string(config.Off)
 	case c.Kind == desk.Whole:
 		return string(config.Whole)
+	case c.Kind == desk.Slots:
+		return string(config.MIG)
 	default:
 		return string(config.Shared)
 	}
 }
 
-// cutOf is the cut that a wish means on a GPU. ok is false where the wish is to
-// leave the GPU as it is.
+// cutOf is the cut that a wish means on a GPU that has nothing to do with MIG. ok
+// is false where the wish is to leave the GPU as it is.
 func cutOf(w config.Want, d *gpu.Device, unit gpu.MiB) (c Cut, ok bool) {
 	switch w.Mode {
 	case config.Whole:
@@ -90,8 +104,10 @@ type Blocked struct {
 	Index int
 	// From and To are modes, for people.
 	From, To string
-	// Holders is sorted, each once.
+	// Holders is sorted, each once. Process says that there is one among them that
+	// no claim covers.
 	Holders []string
+	Process bool
 }
 
 // String is a sentence for an annotation.
@@ -105,6 +121,20 @@ type Changes struct {
 	Cuts map[gpu.UUID]Cut
 	// Recut names the GPUs whose cut changes now, in index order.
 	Recut []gpu.UUID
+	// Work is what is to be done to the hardware now, in index order.
+	Work []Work
+	// Leaving has the MIG devices that the target does not keep, with the reason:
+	// they are withdrawn, or leave with their holder.
+	Leaving map[gpu.UUID]map[mig.Slot]string
+	// MIG is what the desk must know of GPUs that offer MIG devices.
+	MIG map[gpu.UUID]desk.MIGView
+	// Made are the instances that are this agent's from now on, since the
+	// partition keeps them or a claim has them.
+	Made map[gpu.UUID][]mig.Slot
+	// Trouble is why claims do not get their instances now, by key.
+	Trouble map[string]string
+	// Notes are remarks for people, in index order.
+	Notes []string
 	// Blocked is in index order.
 	Blocked []Blocked
 	// Refused says of GPUs, in index order, why they cannot be what is wanted
@@ -128,6 +158,7 @@ type PlanInput struct {
 	Others map[gpu.UUID]string
 	Names  *Names
 	Unit   gpu.MiB
+	MIG    MIGInput
 }
 
 // Plan decides which GPUs change their cut now and which must wait. It is pure.
@@ -137,7 +168,7 @@ type PlanInput struct {
 // without takes the wanted one. GPUs that wanted does not name, or that it
 // leaves as they are, keep what they have.
 func Plan(in PlanInput) Changes {
-	out := Changes{Cuts: map[gpu.UUID]Cut{}}
+	out := Changes{Cuts: map[gpu.UUID]Cut{}, Leaving: map[gpu.UUID]map[mig.Slot]string{}, MIG: map[gpu.UUID]desk.MIGView{}, Made: map[gpu.UUID][]mig.Slot{}, Trouble: map[string]string{}}
 	want := map[gpu.UUID]config.Want{}
 	for _, w := range in.Wanted {
 		want[w.GPU] = w
@@ -145,6 +176,10 @@ func Plan(in PlanInput) Changes {
 	for i := range in.Inventory.GPUs {
 		d := &in.Inventory.GPUs[i]
 		have := in.Cuts[d.UUID]
+		if in.concernsMIG(d, want[d.UUID], have) {
+			in.planMIG(d, want[d.UUID], have, &out)
+			continue
+		}
 		to, ok := cutOf(want[d.UUID], d, in.Unit)
 		holders, held := holdersOf(in.Claims, d.UUID)
 		if !have.Known && held {
@@ -157,12 +192,6 @@ func Plan(in PlanInput) Changes {
 		case !to.Offers:
 		case other != "":
 			out.Refused = append(out.Refused, describe(d)+" is not offered: "+other)
-			to = Cut{Known: true}
-		case d.MIG.Enabled:
-			// A GPU in MIG mode runs nothing but on instances.
-			out.Refused = append(out.Refused, fmt.Sprintf(
-				"%s is in MIG mode and cannot be %s: turn that off while it is idle (nvidia-smi -i %d -mig 0), or give it mode off",
-				describe(d), to.mode(), d.Index))
 			to = Cut{Known: true}
 		}
 		switch {
@@ -232,22 +261,34 @@ func inferCut(claims []desk.Claim, d *gpu.Device, to Cut, unit gpu.MiB) Cut {
 // Names are the resource names that this node offers.
 type Names struct {
 	Whole, Units, Replicas string
+	// instances is what stands before the name of a MIG profile's resource.
+	instances string
 }
 
 // ResourceNames returns the names below a resource domain.
 func ResourceNames(domain string) *Names {
-	return &Names{Whole: domain + "/gpu", Units: domain + "/gpu-mem", Replicas: domain + "/gpu.shared"}
+	return &Names{Whole: domain + "/gpu", Units: domain + "/gpu-mem", Replicas: domain + "/gpu.shared", instances: domain + "/"}
 }
 
-// All is every name.
-func (n *Names) All() []string { return []string{n.Whole, n.Units, n.Replicas} }
+// Fixed is every name that does not depend on what GPUs there are: Ours tells
+// those of MIG profiles too.
+func (n *Names) Fixed() []string { return []string{n.Whole, n.Units, n.Replicas} }
 
-func (n *Names) of(k desk.Kind) string {
+// Ours reports whether a resource is one that this node offers or could offer.
+func (n *Names) Ours(resource string) bool {
+	_, ok := n.kind(resource)
+	return ok
+}
+
+// of is the name of the resource that a device is of.
+func (n *Names) of(k desk.Kind, p mig.Name) string {
 	switch k {
 	case desk.Units:
 		return n.Units
 	case desk.Replicas:
 		return n.Replicas
+	case desk.Slots:
+		return n.instances + p.Resource()
 	default:
 		return n.Whole
 	}
@@ -268,6 +309,11 @@ func (n *Names) kind(resource string) (desk.Kind, bool) {
 		return desk.Units, true
 	case n.Replicas:
 		return desk.Replicas, true
+	}
+	if short, ok := strings.CutPrefix(resource, n.instances); ok {
+		if _, err := mig.ParseResource(short); err == nil {
+			return desk.Slots, true
+		}
 	}
 	return 0, false
 }

@@ -13,6 +13,7 @@ import (
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
@@ -217,20 +218,26 @@ func TestView(t *testing.T) {
 	}
 }
 
-// A GPU in MIG mode cannot be whole or shared: it offers nothing, and says why.
-func TestPlanRefusesMIGMode(t *testing.T) {
+// A GPU in MIG mode that shall be whole or shared leaves that mode first, where it
+// is idle, and offers nothing until then.
+func TestPlanLeavesMIGMode(t *testing.T) {
 	inv := machine(4)
-	inv.GPUs[1].MIG = gpu.MIG{Capable: true, Enabled: true}
-	inv.GPUs[2].MIG = gpu.MIG{Capable: true, Enabled: true}
-	inv.GPUs[3].MIG = gpu.MIG{Capable: true, Enabled: true}
-	cuts := map[gpu.UUID]Cut{uuid(3): sharedCut}
-	held := []desk.Claim{claimed(names.Units, "a", "3::1")}
-	got := Plan(PlanInput{Inventory: inv, Claims: held, Wanted: wants("shared", "shared", "off", "shared"), Cuts: cuts, Names: names, Unit: unit})
-	if text, want := got.text(inv), "shared4!; off!; off!; shared4 waits(shared→off: ns/a)"; text != want {
+	cards := map[gpu.UUID]Card{}
+	for i := range inv.GPUs {
+		d := &inv.GPUs[i]
+		d.MIG = a100()
+		d.MIG.Enabled = i > 0
+		c, err := mig.NewCard(&d.MIG)
+		cards[d.UUID] = Card{c, err}
+	}
+	inv.GPUs[3].MIG.Instances = []gpu.Instance{{Profile: "1g.10gb", Placement: gpu.Placement{Start: 2, Size: 1}, Busy: true}}
+	got := Plan(PlanInput{Inventory: inv, Wanted: wants("shared", "shared", "off", "whole"), Cuts: map[gpu.UUID]Cut{}, Names: names, Unit: unit,
+		MIG: MIGInput{Cards: cards}})
+	if text, want := got.text(inv), "shared4!; off!; off!; off! waits(1x1g.10gb→whole: a process that no claim covers (1g.10gb@2))"; text != want {
 		t.Errorf("plan %s, want %s", text, want)
 	}
-	if len(got.Refused) != 2 || !strings.Contains(got.Refused[0], "GPU 1") || !strings.Contains(got.Refused[0], "nvidia-smi -i 1 -mig 0") {
-		t.Errorf("refused %q, want GPUs 1 and 3 with the way out", got.Refused)
+	if len(got.Work) != 1 || got.Work[0].GPU != uuid(1) || got.Work[0].String() != "disable MIG mode" {
+		t.Errorf("work %+v, want that GPU 1 leaves MIG mode", got.Work)
 	}
 }
 

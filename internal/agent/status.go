@@ -14,6 +14,7 @@ import (
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/obs"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
 )
 
 // Status is what people and metrics are shown: the last round's inventory and
@@ -50,8 +51,8 @@ func (a *Agent) Status() obs.Status {
 		if cut.Known {
 			g.Mode = cut.mode()
 		}
-		if cut.Offers {
-			g.Resource = a.names.of(cut.Kind)
+		if cut.Offers && cut.Kind != desk.Slots {
+			g.Resource = a.names.of(cut.Kind, mig.Name{})
 			if cut.Kind == desk.Units {
 				g.UnitMiB = uint64(a.opts.MemoryUnit)
 			}
@@ -65,6 +66,7 @@ func (a *Agent) Status() obs.Status {
 				g.Blocked = b.String()
 			}
 		}
+		g.MIG = a.migStatus(d, snap, view, claims)
 		s.GPUs = append(s.GPUs, g)
 	}
 
@@ -81,7 +83,11 @@ func (a *Agent) Status() obs.Status {
 		for _, u := range c.GPUs {
 			if at, ok := index[u]; ok {
 				n := len(c.IDs)
-				if kind, _ := kindOf(c.Resource); kind != desk.Units {
+				switch kind, _ := kindOf(c.Resource); kind {
+				case desk.Units:
+				case desk.Slots:
+					n = countPrefix(c.IDs, string(u)+"::")
+				default:
 					n = 1 // one whole GPU or one replica of each
 				}
 				s.GPUs[at].Holders = append(s.GPUs[at].Holders, obs.Holder{
@@ -101,7 +107,7 @@ func (a *Agent) Status() obs.Status {
 		for j := range r.Devices {
 			dev := &r.Devices[j]
 			at, ok := index[dev.GPU]
-			if !ok || s.GPUs[at].Resource != r.Name {
+			if !ok || s.GPUs[at].Resource != r.Name && r.Kind != desk.Slots {
 				continue
 			}
 			g := &s.GPUs[at]
@@ -117,6 +123,112 @@ func (a *Agent) Status() obs.Status {
 		}
 	}
 	return s
+}
+
+func countPrefix(ids []string, prefix string) int {
+	n := 0
+	for _, id := range ids {
+		if strings.HasPrefix(id, prefix) {
+			n++
+		}
+	}
+	return n
+}
+
+// migStatus shows a GPU's MIG devices: those that stand and those on offer. It is
+// nil where there are none.
+func (a *Agent) migStatus(d *gpu.Device, snap *Snapshot, view *desk.View, claims []desk.Claim) *obs.MIGStatus {
+	cut := snap.Cuts[d.UUID]
+	offers := cut.Offers && cut.Kind == desk.Slots
+	if !d.MIG.Enabled && d.MIG.Pending == nil && !offers {
+		return nil
+	}
+	out := &obs.MIGStatus{Enabled: d.MIG.Enabled, Pending: d.MIG.Pending, Work: snap.Work[d.UUID]}
+	for _, w := range snap.Wanted {
+		if w.GPU == d.UUID {
+			out.OnDemand = w.OnDemand
+		}
+	}
+	for _, p := range d.MIG.Profiles {
+		for _, at := range p.Placements {
+			out.Size = max(out.Size, at.Start+at.Size)
+		}
+	}
+	holders := map[string]*desk.Claim{}
+	for i := range claims {
+		for _, id := range claims[i].IDs {
+			holders[id] = &claims[i]
+		}
+	}
+	slots := map[string]*obs.SlotStatus{}
+	get := func(id string, s mig.Slot) *obs.SlotStatus {
+		if slots[id] == nil {
+			slots[id] = &obs.SlotStatus{Device: id, Profile: s.Profile.String(), Start: s.Start, Size: s.Size, CI: s.CI}
+		}
+		return slots[id]
+	}
+	for i := range d.MIG.Instances {
+		in := &d.MIG.Instances[i]
+		slot, err := slotOf(in)
+		if err != nil {
+			continue
+		}
+		id := mig.ID(d.UUID, slot)
+		s := get(id, slot)
+		s.UUID, s.GI, s.CIID, s.State = string(in.UUID), in.GI, in.CI, obs.SlotWarm
+		if !snap.Made[d.UUID][slot] {
+			s.State = obs.SlotForeign
+		}
+	}
+	for i := range view.Resources {
+		r := &view.Resources[i]
+		if r.Kind != desk.Slots {
+			continue
+		}
+		for j := range r.Devices {
+			dev := &r.Devices[j]
+			if dev.GPU != d.UUID || dev.Slot.Size == 0 {
+				continue
+			}
+			s := get(dev.ID, dev.Slot)
+			s.Resource, s.Reason = r.Name, dev.Reason
+			c, held := holders[dev.ID]
+			stands := s.UUID != ""
+			switch {
+			case held:
+				s.State = obs.SlotHeld
+				if !stands {
+					s.State = obs.SlotMaking
+				}
+				s.Namespace, s.Pod, s.Container = c.Holder.Namespace, c.Holder.Pod, c.Holder.Container
+				if s.Reason == "" {
+					s.Reason = c.Trouble
+				}
+			case snap.Failing[d.UUID][dev.Slot] != "":
+				s.State = obs.SlotFailed
+			case dev.Healthy && s.State == "":
+				s.State = obs.SlotFree
+			case dev.Healthy:
+				s.State = obs.SlotWarm
+			case snap.Leaving[d.UUID][dev.Slot] != "" || !offers:
+				s.State = obs.SlotLeaving
+			case stands && s.State == obs.SlotForeign:
+			case stands: // its room is promised to somebody
+				s.State = obs.SlotCovered
+			case strings.Contains(" "+cut.Slots+" ", " "+dev.Slot.String()+" "):
+				s.State = obs.SlotCovered
+			default: // lingers in the list
+				delete(slots, dev.ID)
+			}
+		}
+	}
+	for _, s := range slots {
+		out.Slots = append(out.Slots, *s)
+	}
+	slices.SortFunc(out.Slots, func(a, b obs.SlotStatus) int {
+		return cmp.Or(cmp.Compare(a.Start, b.Start), cmp.Compare(a.Size, b.Size), cmp.Compare(a.Profile, b.Profile), cmp.Compare(a.CI, b.CI))
+	})
+	return out
 }
 
 // Ready returns nil once the GPUs are known and a partition has been settled,

@@ -60,6 +60,7 @@ type storm struct {
 	file    []node.Entry
 	writes  int64
 	pods    map[string]*stormPod // by UID
+	withoutMIG
 	nextPod int
 	deaf    bool
 	// The runtime.
@@ -143,6 +144,24 @@ func (s *storm) Events(ctx context.Context, _ func(gpu.Event)) error {
 }
 func (s *storm) SetTimeSlice(context.Context, gpu.UUID, gpu.TimeSlice) error { return nil }
 func (s *storm) LetGo() error                                                { return nil }
+
+// withoutMIG is a driver of cards that have none.
+type withoutMIG struct{}
+
+func (withoutMIG) MIG(context.Context, gpu.UUID) (gpu.MIG, error) { return gpu.MIG{}, nil }
+func (withoutMIG) CreateInstance(context.Context, gpu.UUID, string, gpu.Placement, int) (gpu.Instance, error) {
+	return gpu.Instance{}, gpu.ErrNotSupported
+}
+func (withoutMIG) DestroyInstance(context.Context, gpu.UUID, gpu.Instance) error {
+	return gpu.ErrNotSupported
+}
+func (withoutMIG) SetMIGMode(context.Context, gpu.UUID, bool) error { return gpu.ErrNotSupported }
+func (withoutMIG) Reset(context.Context, gpu.UUID) error            { return gpu.ErrNotSupported }
+func (withoutMIG) Capabilities(int, int, int) ([]*specs.DeviceNode, error) {
+	return nil, gpu.ErrNotSupported
+}
+func (withoutMIG) MIGStep(string, string, time.Duration, error) {}
+func (withoutMIG) Wish(string, time.Duration)                   {}
 
 func (s *storm) Write(key string, spec *specs.Spec) error {
 	s.locked(func() { s.specs[key] = spec })

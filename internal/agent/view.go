@@ -10,6 +10,7 @@ import (
 
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
 )
 
 // Linger is how long a withdrawn device stays listed as Unhealthy before its ID
@@ -34,7 +35,10 @@ type viewInput struct {
 	// claims are as of the moment of publishing.
 	claims []desk.Claim
 	names  *Names
-	drain  bool
+	cards  map[gpu.UUID]Card
+	// failing are slots that cannot be made, with the reason.
+	failing map[gpu.UUID]map[mig.Slot]string
+	drain   bool
 	// closed is why nothing may be given out at present, empty where it may.
 	closed string
 }
@@ -45,22 +49,22 @@ type viewInput struct {
 // the GPU is to change); unhealthy, if it is withdrawn; else healthy. Faults of
 // GPUs are the desk's to add.
 func buildView(in viewInput) *desk.View {
-	v := &desk.View{Rank: map[gpu.UUID]int{}}
-	lists := map[desk.Kind][]desk.Device{}
+	v := &desk.View{Rank: map[gpu.UUID]int{}, MIG: in.changes.MIG}
+	lists := map[string][]desk.Device{} // by resource
+	kinds := map[string]desk.Kind{}
 	for i := range in.inv.GPUs {
 		d := &in.inv.GPUs[i]
 		v.Rank[d.UUID] = d.Index
-		for kind, devs := range deviceLists(&in, d) {
-			if lists[kind] == nil {
-				lists[kind] = make([]desk.Device, 0, len(devs)*len(in.inv.GPUs))
+		for _, l := range deviceLists(&in, d) {
+			if lists[l.resource] == nil {
+				lists[l.resource] = make([]desk.Device, 0, len(l.devices)*len(in.inv.GPUs))
+				kinds[l.resource] = l.kind
 			}
-			lists[kind] = append(lists[kind], devs...)
+			lists[l.resource] = append(lists[l.resource], l.devices...)
 		}
 	}
-	for _, kind := range []desk.Kind{desk.Whole, desk.Units, desk.Replicas} {
-		if devs := lists[kind]; devs != nil {
-			v.Resources = append(v.Resources, desk.Resource{Name: in.names.of(kind), Kind: kind, Devices: devs})
-		}
+	for _, name := range sortedKeys(lists) {
+		v.Resources = append(v.Resources, desk.Resource{Name: name, Kind: kinds[name], Devices: lists[name]})
 	}
 	v.Resources = append(v.Resources, formerly(&in)...)
 	return v
@@ -93,8 +97,15 @@ func formerly(in *viewInput) []desk.Resource {
 	return out
 }
 
+// deviceList is what one GPU has of one resource.
+type deviceList struct {
+	resource string
+	kind     desk.Kind
+	devices  []desk.Device
+}
+
 // deviceLists lists what one GPU has, had, and has given away.
-func deviceLists(in *viewInput, d *gpu.Device) map[desk.Kind][]desk.Device {
+func deviceLists(in *viewInput, d *gpu.Device) []deviceList {
 	// A unit and a replica can have the same ID, so a device is known by both.
 	type name struct {
 		kind desk.Kind
@@ -124,6 +135,7 @@ func deviceLists(in *viewInput, d *gpu.Device) map[desk.Kind][]desk.Device {
 	cut := in.changes.Cuts[d.UUID]
 	mixed := cut.Offers && (other || slices.ContainsFunc(held, func(n name) bool { return n.kind != cut.Kind }))
 	withdrawn, leaving := in.closed, ""
+	blocked := in.changes.blocks(d.UUID)
 	switch {
 	case mixed:
 		// Two kinds of devices are two promises of the same memory.
@@ -132,16 +144,27 @@ func deviceLists(in *viewInput, d *gpu.Device) map[desk.Kind][]desk.Device {
 	case slices.Contains(in.recutting, d.UUID):
 		withdrawn = "the GPU is being cut anew"
 		leaving = withdrawn
-	case in.changes.blocks(d.UUID) && in.drain:
+	case cut.Kind == desk.Slots: // each for itself, see below
+	case blocked && in.drain:
 		withdrawn = "the GPU's partition changes when its holders end"
 		leaving = withdrawn
+	}
+	parting := in.changes.Leaving[d.UUID]
+	if blocked && !in.drain {
+		parting = nil
 	}
 
 	// Rounds are frequent and lists long: sizes are known, so nothing grows.
 	listed := make(map[name]bool, cut.N+len(held))
-	out := map[desk.Kind][]desk.Device{}
-	if cut.Offers {
-		out[cut.Kind] = make([]desk.Device, 0, cut.N)
+	var out []deviceList
+	list := func(n name, p mig.Name, size int) *deviceList {
+		resource := in.names.of(n.kind, p)
+		at := slices.IndexFunc(out, func(l deviceList) bool { return l.resource == resource })
+		if at < 0 {
+			at = len(out)
+			out = append(out, deviceList{resource, n.kind, make([]desk.Device, 0, size)})
+		}
+		return &out[at]
 	}
 	add := func(n name, withdrawn, leaving string) {
 		if listed[n] {
@@ -149,13 +172,23 @@ func deviceLists(in *viewInput, d *gpu.Device) map[desk.Kind][]desk.Device {
 		}
 		listed[n] = true
 		dev := desk.Device{ID: n.id, GPU: d.UUID, Healthy: true}
+		if n.kind == desk.Slots {
+			dev.Slot = in.slot(d.UUID, n.id)
+			if why := parting[dev.Slot]; why != "" && withdrawn == "" {
+				withdrawn, leaving = why, why
+			}
+			if why := in.failing[d.UUID][dev.Slot]; why != "" && withdrawn == "" {
+				withdrawn, leaving = why, why
+			}
+		}
 		switch {
 		case isHeld[n]:
 			dev.Leaving, dev.Reason = leaving != "", leaving
 		case withdrawn != "":
 			dev.Healthy, dev.Reason = false, withdrawn
 		}
-		out[n.kind] = append(out[n.kind], dev)
+		l := list(n, dev.Slot.Profile, cut.N)
+		l.devices = append(l.devices, dev)
 	}
 	for _, id := range cut.ids(d.UUID) {
 		add(name{cut.Kind, id}, withdrawn, leaving)
@@ -170,6 +203,21 @@ func deviceLists(in *viewInput, d *gpu.Device) map[desk.Kind][]desk.Device {
 		add(n, gone, gone)
 	}
 	return out
+}
+
+// slot is what a MIG device's ID stands for. Where the GPU's driver does not know
+// it (any more) its size is not known.
+func (in *viewInput) slot(u gpu.UUID, id string) mig.Slot {
+	_, profile, start, ci, err := mig.ParseID(id)
+	if err != nil {
+		return mig.Slot{}
+	}
+	if card := in.cards[u].Card; card != nil {
+		if s, ok := card.Slot(profile, start, ci); ok {
+			return s
+		}
+	}
+	return mig.Slot{Profile: profile, Start: start, CI: ci}
 }
 
 // describe is a GPU's name for people: "GPU 3 (GPU-…)".

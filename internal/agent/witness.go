@@ -16,6 +16,7 @@ import (
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
@@ -308,6 +309,10 @@ func (a *Agent) linger(c *desk.Claim) {
 	if !ok {
 		return
 	}
+	if kind == desk.Slots {
+		a.lingerSlots(c)
+		return
+	}
 	for _, u := range c.GPUs {
 		n := 1
 		for _, id := range c.IDs {
@@ -317,6 +322,22 @@ func (a *Agent) linger(c *desk.Claim) {
 		}
 		if have := a.cuts[u]; !have.Offers || have.Kind != kind || have.N < n {
 			a.past[u] = append(a.past[u], pastCut{cut: Cut{Known: true, Offers: true, Kind: kind, N: n}, until: time.Now().Add(Linger)})
+		}
+	}
+}
+
+// lingerSlots is linger for MIG devices. What processes were on an instance is to
+// be read anew: it may be wanted for something else.
+func (a *Agent) lingerSlots(c *desk.Claim) {
+	a.stale.Store(true)
+	for _, id := range c.IDs {
+		u, profile, start, ci, err := mig.ParseID(id)
+		if err != nil {
+			continue
+		}
+		slot := mig.Slot{Profile: profile, Start: start, CI: ci}
+		if have := a.cuts[u]; !have.Offers || have.Kind != desk.Slots || !slices.Contains(strings.Fields(have.Slots), slot.String()) {
+			a.past[u] = append(a.past[u], pastCut{cut: slotsCut([]mig.Slot{slot}), until: time.Now().Add(Linger)})
 		}
 	}
 }

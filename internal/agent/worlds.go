@@ -26,6 +26,8 @@ type Worlds struct {
 	Runtime Runtime
 	Plugins Plugins
 	Store   Store
+	// Clients names who has the device node of a GPU open; it may be nil.
+	Clients func(minor int) []string
 	// Cluster is nil where there is no API server to speak to.
 	Cluster  Cluster
 	Observer Observer
@@ -41,6 +43,22 @@ type Driver interface {
 	// SetTimeSlice wraps gpu.ErrNotSupported where the card or the driver's
 	// tool cannot.
 	SetTimeSlice(context.Context, gpu.UUID, gpu.TimeSlice) error
+	// MIG is one GPU's MIG side as it is now.
+	MIG(context.Context, gpu.UUID) (gpu.MIG, error)
+	// CreateInstance makes a compute instance of a profile, which may be a split,
+	// and the GPU instance around it where there is none at that place. It wraps
+	// gpu.ErrNoRoom where the hardware has none.
+	CreateInstance(ctx context.Context, u gpu.UUID, profile string, at gpu.Placement, ci int) (gpu.Instance, error)
+	// DestroyInstance takes a compute instance away, and the GPU instance around it
+	// where that is empty then. It wraps gpu.ErrInUse and gpu.ErrNotFound.
+	DestroyInstance(context.Context, gpu.UUID, gpu.Instance) error
+	// SetMIGMode sets the mode; MIG tells whether it is in force.
+	SetMIGMode(ctx context.Context, u gpu.UUID, on bool) error
+	// Reset resets one GPU, which must be idle.
+	Reset(context.Context, gpu.UUID) error
+	// Capabilities are the device nodes, by host path, that open an instance of the
+	// GPU with this minor number.
+	Capabilities(minor, gi, ci int) ([]*specs.DeviceNode, error)
 	// LetGo gives up every handle, so that the driver can be unloaded. From then
 	// on everything answers an error that wraps gpu.ErrNoDriver.
 	LetGo() error
@@ -128,4 +146,8 @@ type Observer interface {
 	GPUEvent(gpu.Event)
 	// Round is called after every round.
 	Round(err error, took time.Duration)
+	// MIGStep is called for each step of work on a GPU's hardware, Wish when the
+	// container that waited for an instance may start.
+	MIGStep(op, profile string, took time.Duration, err error)
+	Wish(profile string, took time.Duration)
 }

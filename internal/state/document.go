@@ -28,6 +28,18 @@ type Document struct {
 	Cuts []Cut `json:"cuts,omitempty"`
 	// TimeSlices is what the agent last set, by GPU.
 	TimeSlices map[gpu.UUID]gpu.TimeSlice `json:"timeSlices,omitempty"`
+	// Made are the MIG instances that the agent has made or taken over, and those
+	// that it was about to make.
+	Made []Made `json:"made,omitempty"`
+}
+
+// Made is a MIG instance by its place, which is all that tells it from others: its
+// UUID and numbers may come back when another one is made there.
+type Made struct {
+	GPU     gpu.UUID `json:"gpu"`
+	Profile string   `json:"profile"`
+	gpu.Placement
+	CIStart int `json:"ciStart,omitempty"`
 }
 
 // Cut is how a GPU is divided: the way in force, or one that is not any more and
@@ -40,6 +52,9 @@ type Cut struct {
 	N    int    `json:"n"`
 	// Unit is the size of a device that is an amount of memory.
 	Unit gpu.MiB `json:"unitMiB,omitempty"`
+	// Slots are the MIG devices of kind "mig": what their IDs say behind the GPU,
+	// with a space between.
+	Slots string `json:"slots,omitempty"`
 	// Until is when it leaves the list, if nobody holds any of it; zero for the
 	// one in force.
 	Until time.Time `json:"until"`

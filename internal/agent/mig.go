@@ -1,0 +1,472 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+
+	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+)
+
+// MIGInput is what plans of GPUs with MIG are made from, beside the rest.
+type MIGInput struct {
+	// Cards says what can stand on each GPU that is capable of MIG.
+	Cards map[gpu.UUID]Card
+	// Made are the instances that this agent has made, or taken over.
+	Made map[gpu.UUID]map[mig.Slot]bool
+	// Reclaim says that foreign instances may be destroyed while they are idle.
+	Reclaim bool
+	// Working is what is being done to the hardware at this moment.
+	Working map[gpu.UUID]*Work
+	// Expired are instances on demand that have been idle for long enough.
+	Expired map[gpu.UUID][]mig.Slot
+	// Deferred are the claims whose instance is not to be tried again yet.
+	Deferred map[string]bool
+}
+
+// Card is what can stand on a GPU, or why that cannot be said.
+type Card struct {
+	*mig.Card
+	Err error
+}
+
+// Work is what is to be done to one GPU's hardware.
+type Work struct {
+	GPU   gpu.UUID
+	Steps []mig.Step
+	// Claim is the key of the claim that wants Slot; empty where the partition
+	// wants the work.
+	Claim string
+	Slot  mig.Slot
+	// Leaving are the devices that stay withdrawn meanwhile.
+	Leaving map[mig.Slot]string
+}
+
+// String is the work in words: "destroy 1g.10gb@0, create 3g.40gb@0".
+func (w *Work) String() string {
+	words := make([]string, len(w.Steps))
+	for i, s := range w.Steps {
+		words[i] = s.String()
+	}
+	return strings.Join(words, ", ")
+}
+
+// concernsMIG reports whether a GPU is in MIG mode, or on its way there or back.
+func (in *PlanInput) concernsMIG(d *gpu.Device, w config.Want, have Cut) bool {
+	return w.Mode == config.MIG || d.MIG.Enabled || d.MIG.Pending != nil && *d.MIG.Pending ||
+		in.MIG.Working[d.UUID] != nil ||
+		slices.ContainsFunc(in.Claims, func(c desk.Claim) bool {
+			kind, ok := kindOf(c.Resource)
+			return ok && kind == desk.Slots && slices.Contains(c.GPUs, d.UUID)
+		})
+}
+
+// gpuWithMIG is a GPU and all that counts for its plan.
+type gpuWithMIG struct {
+	*gpu.Device
+	card *mig.Card
+	// standing has every instance, those pinned that may not go.
+	standing []mig.Standing
+	// claimed are the slots that claims have, with their holders.
+	claimed map[mig.Slot]string
+	// missing are those of them that do not stand, pinned: nothing else may come
+	// there.
+	missing []mig.Standing
+	// wishes are the claims whose containers are to start and whose instances do not
+	// stand, the oldest wish first.
+	wishes []wish
+	// holders have MIG devices of the GPU, others have it as something else.
+	holders, others []string
+}
+
+type wish struct {
+	claim *desk.Claim
+	slot  mig.Slot
+}
+
+// Reasons why an instance may not go.
+const (
+	heldReason    = "held"
+	busyReason    = "busy"
+	foreignReason = "foreign"
+)
+
+// look gathers what counts for a GPU's plan. The error says why there can be none.
+func (in *PlanInput) look(d *gpu.Device) (*gpuWithMIG, error) {
+	g := &gpuWithMIG{Device: d, claimed: map[mig.Slot]string{}}
+	c, ok := in.MIG.Cards[d.UUID]
+	switch {
+	case c.Err != nil:
+		return g, c.Err
+	case !ok || c.Card == nil:
+		return g, fmt.Errorf("%s cannot do MIG", describe(d))
+	}
+	g.card = c.Card
+	stands := map[mig.Slot]bool{}
+	for i := range d.MIG.Instances {
+		slot, err := slotOf(&d.MIG.Instances[i])
+		if err != nil {
+			return g, fmt.Errorf("%s has an instance that this version does not understand: %w", describe(d), err)
+		}
+		stands[slot] = d.MIG.Instances[i].CI >= 0
+	}
+	for i := range in.Claims {
+		c := &in.Claims[i]
+		if !slices.Contains(c.GPUs, d.UUID) {
+			continue
+		}
+		if kind, ok := kindOf(c.Resource); !ok || kind != desk.Slots {
+			g.others = append(g.others, c.Holder.String())
+			continue
+		}
+		for _, id := range c.IDs {
+			u, profile, start, ci, err := mig.ParseID(id)
+			if err != nil || u != d.UUID {
+				continue
+			}
+			g.holders = append(g.holders, c.Holder.String())
+			slot, ok := g.card.Slot(profile, start, ci)
+			if !ok {
+				continue // of another driver's table; nothing can be made of it
+			}
+			g.claimed[slot] = c.Holder.String()
+			if !stands[slot] {
+				g.missing = append(g.missing, mig.Standing{Slot: slot, Pinned: true, Holder: c.Holder.String(), Reason: heldReason})
+				if !c.Wished.IsZero() {
+					g.wishes = append(g.wishes, wish{c, slot})
+				}
+			}
+		}
+	}
+	slices.SortFunc(g.wishes, func(a, b wish) int {
+		return cmp.Or(a.claim.Wished.Compare(b.claim.Wished), cmp.Compare(a.claim.Key, b.claim.Key), mig.CompareSlots(a.slot, b.slot))
+	})
+	for i := range d.MIG.Instances {
+		inst := &d.MIG.Instances[i]
+		slot, _ := slotOf(inst)
+		s := mig.Standing{Slot: slot, Empty: inst.CI < 0}
+		holder, held := g.claimed[slot]
+		switch {
+		case held && !s.Empty:
+			s.Pinned, s.Holder, s.Reason = true, holder, heldReason
+		case inst.Busy:
+			s.Pinned, s.Holder, s.Reason = true, "a process that no claim covers", busyReason
+		case !in.MIG.Reclaim && !in.MIG.Made[d.UUID][slot]:
+			s.Pinned, s.Holder, s.Reason = true, "nobody; this agent did not make it, and --foreign-instances reclaim would let it go", foreignReason
+		}
+		g.standing = append(g.standing, s)
+	}
+	return g, nil
+}
+
+// slotOf is the place that an instance has.
+func slotOf(in *gpu.Instance) (mig.Slot, error) {
+	name, err := mig.Parse(in.Profile)
+	return mig.Slot{Profile: name, Start: in.Start, Size: in.Size, CI: in.CIStart}, err
+}
+
+// slotsCut offers slots, in an order that does not depend on theirs.
+func slotsCut(slots []mig.Slot) Cut {
+	sorted := slices.Clone(slots)
+	slices.SortFunc(sorted, mig.CompareSlots)
+	words := make([]string, len(sorted))
+	for i, s := range sorted {
+		words[i] = s.String()
+	}
+	return Cut{Known: true, Offers: true, Kind: desk.Slots, N: len(words), Slots: strings.Join(words, " ")}
+}
+
+// target is what a wish means for the hardware; ok is false where it means nothing.
+func target(w config.Want) (to mig.Target, ok bool) {
+	switch w.Mode {
+	case config.MIG:
+		return mig.Target{MIG: true, OnDemand: w.OnDemand, Geometry: w.Geometry}, true
+	case config.Whole, config.Shared:
+		return mig.Target{}, true
+	default:
+		return mig.Target{}, false
+	}
+}
+
+// targetText is a wish in words, for people.
+func targetText(w config.Want) string {
+	switch {
+	case w.Mode != config.MIG:
+		return string(w.Mode)
+	case w.OnDemand:
+		return "MIG on demand"
+	case len(w.Geometry) == 0:
+		return "MIG without instances"
+	default:
+		return mig.DescribeCounts(w.Geometry)
+	}
+}
+
+// planMIG decides for a GPU that is in MIG mode, or on its way there or back.
+func (in *PlanInput) planMIG(d *gpu.Device, w config.Want, have Cut, out *Changes) {
+	u := d.UUID
+	g, err := in.look(d)
+	held := len(g.holders)+len(g.others) > 0
+	if err != nil {
+		// A GPU that cannot be read is said to be faulty elsewhere.
+		if d.Fault == "" && (w.Mode == config.MIG || d.MIG.Enabled && w.Mode != config.Off && w.Mode != config.Keep) {
+			out.Refused = append(out.Refused, err.Error())
+		}
+		if have.Known {
+			out.Cuts[u] = have
+		}
+		return
+	}
+	if !have.Known && len(g.holders) > 0 {
+		have = slotsCut(nil) // the agent has restarted
+	}
+	if !have.Known && len(g.others) > 0 {
+		have = inferCut(in.Claims, d, Cut{}, in.Unit)
+	}
+	to, leaving := have, map[mig.Slot]string{}
+	all := func(why string) {
+		for _, s := range g.standing {
+			leaving[s.Slot] = why
+		}
+		for s := range g.claimed {
+			leaving[s] = why
+		}
+	}
+	block := func(by []string) {
+		out.Blocked = append(out.Blocked, Blocked{GPU: u, Index: d.Index, From: g.now(have), To: targetText(w), Holders: compact(by)})
+	}
+	offers := have.Offers && have.Kind == desk.Slots
+	wanted, ok := target(w)
+	work := in.MIG.Working[u]
+	switch {
+	case work != nil:
+		leaving = work.Leaving
+	case in.Others[u] != "" && w.Mode != config.Off:
+		out.Refused = append(out.Refused, describe(d)+" is not offered: "+in.Others[u])
+		if to = (Cut{Known: true}); held {
+			to = have
+			all("somebody else gives the GPU out")
+		}
+	case d.Fault != "":
+		// What cannot be read is left as it is.
+	case w.Mode == config.Off && held:
+		block(append(slices.Clone(g.holders), g.others...))
+		all("the node's partition switches the GPU off")
+	case w.Mode == config.Off:
+		to = Cut{Known: true}
+	case !ok: // to be left as it is
+		if offers && d.MIG.Enabled {
+			to = slotsCut(g.listed())
+		}
+	case wanted.MIG && len(g.others) > 0:
+		block(g.others)
+	default:
+		plan, err := in.change(g, wanted)
+		if err != nil {
+			out.Refused = append(out.Refused, fmt.Sprintf("%s cannot be %s: %v", describe(d), targetText(w), err))
+			break
+		}
+		keep := map[mig.Slot]bool{}
+		for _, s := range plan.Keep {
+			keep[s] = true
+		}
+		if !wanted.OnDemand {
+			for _, s := range g.standing {
+				if !keep[s.Slot] {
+					leaving[s.Slot] = "the node's partition does not keep it"
+				}
+			}
+			for _, s := range g.missing {
+				if !keep[s.Slot] {
+					leaving[s.Slot] = "the node's partition does not keep it"
+				}
+			}
+		}
+		var by []string
+		for _, b := range plan.Blocked {
+			by = append(by, fmt.Sprintf("%s (%s)", b.Holder, b.Slot))
+		}
+		if len(by) > 0 {
+			block(by)
+			out.Blocked[len(out.Blocked)-1].Process = slices.ContainsFunc(plan.Blocked, func(b mig.Standing) bool { return b.Reason == busyReason })
+		}
+		switch {
+		case wanted.OnDemand && d.MIG.Enabled:
+			to = slotsCut(in.onDemand(g, w))
+		case wanted.MIG, offers:
+			to = slotsCut(g.listed())
+		default:
+			to = Cut{Known: true}
+		}
+		if len(plan.Steps) > 0 {
+			out.Work = append(out.Work, Work{GPU: u, Steps: plan.Steps, Leaving: leaving})
+		}
+		if wanted.OnDemand {
+			keep = nil // what fits is given out, and stays somebody else's until it is held
+		}
+		if wanted.MIG && d.MIG.Enabled {
+			in.adopt(g, keep, out)
+		}
+	}
+	if work == nil && d.MIG.Enabled && d.Fault == "" && in.Others[u] == "" {
+		// A claim that was granted is made good, whatever the partition has
+		// become since: its holder could not end otherwise.
+		in.grant(g, leaving, w, out)
+	} else if work == nil {
+		for _, wish := range g.wishes {
+			out.Trouble[wish.claim.Key] = fmt.Sprintf("%s is not in MIG mode, or cannot be worked on now", describe(d))
+		}
+	}
+	in.finishMIG(g, have, to, leaving, out)
+}
+
+// change plans a GPU's way to its target. What claims have and does not stand is
+// put back where it was, if the target has room for it there.
+func (in *PlanInput) change(g *gpuWithMIG, to mig.Target) (mig.Plan, error) {
+	switch {
+	case len(g.missing) == 0 || to.OnDemand:
+		return mig.Change(&g.MIG, g.card, g.standing, to)
+	case to.MIG && !g.MIG.Enabled:
+		// The mode was lost under them, as in a reboot. First things first.
+		return mig.Change(&g.MIG, g.card, g.standing, mig.Target{MIG: true, OnDemand: true})
+	}
+	plan, err := mig.Change(&g.MIG, g.card, append(slices.Clone(g.standing), g.missing...), to)
+	if err != nil || len(plan.Blocked) > 0 {
+		return plan, err
+	}
+	for _, s := range g.missing {
+		plan.Steps = append(plan.Steps, mig.Step{Op: mig.Create, Slot: s.Slot})
+	}
+	return plan, nil
+}
+
+// grant plans the instance of the first claim that waits for one, in front of what
+// else is to be done to the GPU; where nobody waits, it ends what has been idle for
+// long enough.
+func (in *PlanInput) grant(g *gpuWithMIG, leaving map[mig.Slot]string, w config.Want, out *Changes) {
+	u := g.UUID
+	for _, wish := range g.wishes {
+		if in.MIG.Deferred[wish.claim.Key] {
+			continue
+		}
+		plan, err := g.card.Make(g.standing, wish.slot)
+		switch {
+		case err != nil:
+			out.Trouble[wish.claim.Key] = err.Error()
+		case len(plan.Blocked) > 0:
+			b := plan.Blocked[0]
+			out.Trouble[wish.claim.Key] = fmt.Sprintf("%s waits for the end of %s (%s)", wish.slot, b.Holder, b.Slot)
+		}
+		if len(plan.Steps) == 0 {
+			continue
+		}
+		out.Work = slices.DeleteFunc(out.Work, func(o Work) bool { return o.GPU == u })
+		out.Work = append(out.Work, Work{GPU: u, Steps: plan.Steps, Claim: wish.claim.Key, Slot: wish.slot, Leaving: leaving})
+		return
+	}
+	if w.Mode != config.MIG || !w.OnDemand || len(g.wishes) > 0 || slices.ContainsFunc(out.Work, func(o Work) bool { return o.GPU == u }) {
+		return
+	}
+	var steps []mig.Step
+	for _, s := range g.standing {
+		if !s.Pinned && (s.Empty || slices.Contains(in.MIG.Expired[u], s.Slot)) {
+			steps = append(steps, mig.Step{Op: mig.Destroy, Slot: s.Slot})
+		}
+	}
+	if len(steps) > 0 {
+		out.Work = append(out.Work, Work{GPU: u, Steps: steps, Leaving: leaving})
+	}
+}
+
+// adopt makes those instances the agent's that a claim has or a geometry keeps.
+func (in *PlanInput) adopt(g *gpuWithMIG, keep map[mig.Slot]bool, out *Changes) {
+	for _, s := range g.standing {
+		if _, held := g.claimed[s.Slot]; (held || keep[s.Slot] && s.Reason != busyReason) && !in.MIG.Made[g.UUID][s.Slot] {
+			out.Made[g.UUID] = append(out.Made[g.UUID], s.Slot)
+		}
+	}
+}
+
+// onDemand lists the slots of every profile that the partition allows.
+func (in *PlanInput) onDemand(g *gpuWithMIG, w config.Want) []mig.Slot {
+	slots := g.card.Slots()
+	if len(w.Profiles) > 0 {
+		slots = slices.DeleteFunc(slices.Clone(slots), func(s mig.Slot) bool { return !slices.Contains(w.Profiles, s.Profile) })
+	}
+	return slots
+}
+
+// listed are the devices that stand.
+func (g *gpuWithMIG) listed() []mig.Slot {
+	var out []mig.Slot
+	for _, s := range g.standing {
+		if !s.Empty {
+			out = append(out, s.Slot)
+		}
+	}
+	return out
+}
+
+// now is what a GPU is, in words.
+func (g *gpuWithMIG) now(have Cut) string {
+	switch {
+	case !g.MIG.Enabled:
+		return have.mode()
+	case len(g.standing) == 0:
+		return "MIG without instances"
+	default:
+		return mig.Describe(g.listed())
+	}
+}
+
+// finishMIG says what is offered of a GPU, and what the desk must know of it.
+func (in *PlanInput) finishMIG(g *gpuWithMIG, have, to Cut, leaving map[mig.Slot]string, out *Changes) {
+	u := g.UUID
+	if to.Known {
+		out.Cuts[u] = to
+	}
+	if slots := to.Offers && to.Kind == desk.Slots; !slots || !(have.Offers && have.Kind == desk.Slots) {
+		if have != to && (have.Offers || to.Offers || have.Known != to.Known) {
+			out.Recut = append(out.Recut, u)
+		}
+		if !slots {
+			return
+		}
+	}
+	if len(leaving) > 0 {
+		out.Leaving[u] = leaving
+	}
+	offered := map[string]bool{}
+	for s := range strings.FieldsSeq(to.Slots) {
+		offered[s] = true
+	}
+	v := desk.MIGView{Card: g.card}
+	for _, s := range g.standing {
+		_, held := g.claimed[s.Slot]
+		switch {
+		case held && !s.Empty:
+		case s.Reason == foreignReason && offered[s.Slot.String()] && leaving[s.Slot] == "":
+			v.Kept = append(v.Kept, s.Slot)
+		case s.Pinned:
+			v.Occupied = append(v.Occupied, s.Slot)
+			if s.Reason == foreignReason {
+				out.Notes = append(out.Notes, fmt.Sprintf("%s has a %s that this agent did not make: it stays, unless --foreign-instances is reclaim", describe(g.Device), s.Slot))
+			}
+		case !s.Empty:
+			v.Warm = append(v.Warm, s.Slot)
+		}
+	}
+	out.MIG[u] = v
+}
+
+func compact(words []string) []string {
+	words = slices.Clone(words)
+	slices.Sort(words)
+	return slices.Compact(words)
+}
