@@ -617,6 +617,14 @@ func TestProcessesOnInstances(t *testing.T) {
 	}
 }
 
+// The driver's limits of cgroups are not for GPUs in MIG mode.
+func TestNoMemoryLimitsWithMIG(t *testing.T) {
+	w, s := inMode(t, emulator.Spec{Count: 1, Driver: "615.1.2"})
+	want(t, "on", s.SetMemoryLimits(0, 3, 0, 1<<30), emulator.NotSupported)
+	do(t, w.SetMIG(0, false))
+	want(t, "off, without a cgroup", s.SetMemoryLimits(0, 3, 0, 1<<30), emulator.OperatingSystem)
+}
+
 // A container sees the instances whose nodes it has, numbered anew.
 func TestSessionSeesTheInstancesOfItsNodes(t *testing.T) {
 	w, _ := inMode(t, emulator.Spec{Model: "A100-SXM4-80GB", Count: 1})

@@ -416,6 +416,19 @@ func TestMIGStructs(t *testing.T) {
 	CHECK(nvmlDeviceGetUUID(mig, s, 40), NVML_ERROR_INSUFFICIENT_SIZE);
 	CHECK(nvmlDeviceGetUUID(mig, s, sizeof s), NVML_SUCCESS);
 	CHECK(strncmp(s, "MIG-", 4), 0);
+	nvmlUUID_t by = {.version = nvmlUUID_v1, .type = NVML_UUID_TYPE_BINARY};
+	nvmlDevice_t found = {NULL};
+	for (int i = 4, n = 0; n < 16; i += 2) {
+		unsigned int byte;
+		if (s[i] == '-')
+			i++;
+		sscanf(s + i, "%2x", &byte);
+		by.value.bytes[n++] = (unsigned char)byte;
+	}
+	CHECK(nvmlDeviceGetHandleByUUIDV(&by, &found), NVML_SUCCESS);
+	CHECK(found.handle == mig.handle, 1);
+	by.value.bytes[0] ^= 1;
+	CHECK(nvmlDeviceGetHandleByUUIDV(&by, &found), NVML_ERROR_NOT_FOUND);
 	CHECK(nvmlDeviceGetDeviceHandleFromMigDeviceHandle(mig, &parent), NVML_SUCCESS);
 	CHECK(parent.handle == d.handle, 1);
 	CHECK(nvmlDeviceGetAttributes_v2(mig, NULL), NVML_ERROR_INVALID_ARGUMENT);

@@ -203,7 +203,12 @@ nvmlReturn_t nvmlDeviceGetHandleByUUIDV(const nvmlUUID_t *uuid, nvmlDevice_t *de
     default:
         return refuse(NVML_ERROR_INVALID_ARGUMENT);
     }
-    return find_str(__func__, text, device);
+    nvmlReturn_t r = find_str(__func__, text, device);
+    if (r == NVML_ERROR_NOT_FOUND && uuid->type == NVML_UUID_TYPE_BINARY) { /* it may be a MIG device's */
+        memcpy(text, "MIG", 3);
+        r = find_str(__func__, text, device);
+    }
+    return r;
 }
 
 /* --- what a device is ------------------------------------------------------ */
