@@ -316,9 +316,11 @@ func (d *Driver) uuidOf(h nvml.Device, gi, ci int) gpu.UUID {
 
 // DestroyInstance destroys an instance as MIG or the inventory lists it: the
 // compute instance, then the GPU instance unless that holds others. With CI -1 it
-// destroys a GPU instance that holds none. What is gone already is no error as
-// long as something was left to do, so that a call that failed half-way may be
-// repeated. Time, and callers that leave, are as with CreateInstance.
+// destroys a GPU instance that holds none. Where the second step fails the compute
+// instance is made again, so that the instance stands or does not, unless the
+// error says otherwise. What is gone already is no error as long as something was
+// left to do: what was left half destroyed may be destroyed as it was before, or
+// as it is listed. Time, and callers that leave, are as with CreateInstance.
 //
 // Errors: gpu.ErrInUse where a process uses it, or (CI -1) it holds compute
 // instances; gpu.ErrNotFound where nothing of it stands, or another instance has
@@ -350,12 +352,19 @@ func (d *Driver) destroyInstance(what string, u gpu.UUID, in gpu.Instance) error
 		return fmt.Errorf("%s: GPU instance %d is another one now (profile number %d at %+v): %w; read the instances anew", what, in.GI, s.profile.ID, s.at, gpu.ErrNotFound)
 	}
 	s.profile = p
+	var others, gone bool
 	if in.CI >= 0 {
-		if left, err := d.destroyCompute(what, u, s, slots, in); err != nil || left {
-			return err
+		others, gone, err = d.destroyCompute(what, u, s, slots, in)
+	}
+	if err == nil && !others {
+		err = pinned(failed(what, gi.Destroy()))
+	}
+	if err != nil && gone {
+		if _, left := d.createCompute("make its compute instance again", h, u, s, slots, in.CIStart); left != nil {
+			return fmt.Errorf("%w; GPU instance %d is left empty: %w", err, in.GI, left)
 		}
 	}
-	return pinned(failed(what, gi.Destroy()))
+	return err
 }
 
 // sought is what the answer to a look for a number means: one that the driver
@@ -368,37 +377,39 @@ func sought(ret nvml.Return) nvml.Return {
 }
 
 // destroyCompute destroys a compute instance, and reports whether its GPU
-// instance holds others still.
-func (d *Driver) destroyCompute(what string, u gpu.UUID, s standing, slots int, in gpu.Instance) (left bool, err error) {
+// instance holds others still, and, also with an error, whether it did: it may
+// have been gone.
+func (d *Driver) destroyCompute(what string, u gpu.UUID, s standing, slots int, in gpu.Instance) (others, destroyed bool, err error) {
 	ci, ret := s.gi.GetComputeInstanceById(in.CI)
 	if ret = sought(ret); ret != nvml.ERROR_NOT_FOUND {
 		if err := failed(fmt.Sprintf("%s: find compute instance %d", what, in.CI), ret); err != nil {
-			return false, err
+			return false, false, err
 		}
 		if slots < s.profile.Slices {
 			info, ret := ci.GetInfo()
 			if err := failed(what+": read its compute instance", ret); err != nil {
-				return false, err
+				return false, false, err
 			}
 			if int(info.Placement.Start) != in.CIStart {
-				return false, fmt.Errorf("%s: compute instance %d begins at slice %d now: %w; read the instances anew", what, in.CI, info.Placement.Start, gpu.ErrNotFound)
+				return false, false, fmt.Errorf("%s: compute instance %d begins at slice %d now: %w; read the instances anew", what, in.CI, info.Placement.Start, gpu.ErrNotFound)
 			}
 		}
 		if err := pinned(failed(what, ci.Destroy())); err != nil {
-			return false, err
+			return false, false, err
 		}
+		destroyed = true
 	}
 	if slots == s.profile.Slices {
-		return false, nil
+		return false, destroyed, nil
 	}
-	others, err := d.computes(u, s)
+	list, err := d.computes(u, s)
 	if err != nil {
-		return false, fmt.Errorf("%s: %w", what, err)
+		return false, destroyed, fmt.Errorf("%s: %w", what, err)
 	}
-	if slices.ContainsFunc(others, func(c compute) bool { return c.id == in.CI && c.start == in.CIStart }) {
-		return false, fmt.Errorf("%s: the driver does not know compute instance %d, and lists it: %w", what, in.CI, gpu.ErrDriver)
+	if slices.ContainsFunc(list, func(c compute) bool { return c.id == in.CI && c.start == in.CIStart }) {
+		return false, destroyed, fmt.Errorf("%s: the driver does not know compute instance %d, and lists it: %w", what, in.CI, gpu.ErrDriver)
 	}
-	return len(others) > 0, nil
+	return len(list) > 0, destroyed, nil
 }
 
 // pinned says what can be done about an instance that is in use.
