@@ -14,6 +14,8 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
+
+	"example.com/gpu-agent/tests/emulator"
 )
 
 // operation is something that the agent does while it may be killed. It begins
@@ -172,7 +174,7 @@ func (n *node) heldIndex() int {
 func settled(ctx context.Context, m *machine) (*node, error) {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
-	n, err := startNode(m)
+	n, err := startNode(m, slices.Repeat([]string{"shared"}, gpus)...)
 	if err != nil {
 		return nil, err
 	}
@@ -199,7 +201,7 @@ const maxFailures = 4
 // makes no more.
 func TestKilledAtEachChange(t *testing.T) {
 	t.Parallel()
-	m := startMachine(t)
+	m := startMachine(t, emulator.Spec{Model: model, Count: gpus})
 	for _, make := range operations() {
 		first := make()
 		name := first.name

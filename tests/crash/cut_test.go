@@ -14,6 +14,8 @@ import (
 	"sync"
 	"testing"
 	"time"
+
+	"example.com/gpu-agent/tests/emulator"
 )
 
 // Of a state file, sampled: so many lengths in all, and this many bytes at its
@@ -54,7 +56,7 @@ func lengths(size int) (out []int) {
 // was killed, and starts the agent again.
 func TestStateCutAtEachByte(t *testing.T) {
 	t.Parallel()
-	m := startMachine(t)
+	m := startMachine(t, emulator.Spec{Model: model, Count: gpus})
 	began, ctx := time.Now(), inOrder(t)
 	var all sync.WaitGroup
 	tally := make([]map[string]int, cutters)

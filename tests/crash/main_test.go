@@ -11,7 +11,8 @@ import (
 
 var (
 	agentProgram = flag.String("agent", "", "the gpu-agent to test, nvidia-cdi-hook beside it (default: what make build makes)")
-	long         = flag.Bool("long", false, "cut each state file at every byte, not at a sample")
+	long         = flag.Bool("long", false, "cut each state file at every byte, and changes of the hardware at every call, not at a sample")
+	seed         = flag.Uint64("seed", 1, "draws the sample of calls")
 )
 
 func TestMain(m *testing.M) {

@@ -49,15 +49,17 @@ const (
 	patience = 90 * time.Second
 )
 
-// machine is what all nodes share: the programs and the driver.
+// machine is a driver and the programs that are run on it. Nodes share one where
+// nothing is done to the hardware.
 type machine struct {
 	agent string
 	flags map[string]bool // that its run command knows
 	root  string          // the driver's
+	world *emulator.World
 	gpus  []emulator.GPUState
+	proc  string // the machine's /proc
 }
 
-// startMachine builds what is run and serves the emulated driver until the
 // builds is what machines are made of.
 type builds struct {
 	agent     string          // the program
@@ -96,41 +98,64 @@ var programs = sync.OnceValues(func() (builds, error) {
 	return b, err
 })
 
-// test's end.
-func startMachine(t *testing.T) *machine {
+// startMachine is a machine until the test's end.
+func startMachine(t *testing.T, spec emulator.Spec) *machine {
 	t.Helper()
 	trace(t)
 	if missing := lab.Missing(); missing != "" {
 		t.Skipf("skipped: this needs %s", missing)
 	}
-	built, err := programs()
+	dir := shortDir(t)
+	m, stop, err := newMachine(dir, spec)
 	if err != nil {
 		t.Fatal(err)
 	}
-	m := &machine{agent: built.agent, flags: built.flags}
-	world, err := emulator.New(emulator.Spec{Model: model, Count: gpus})
-	if err != nil {
-		t.Fatal(err)
-	}
-	m.gpus = world.State().GPUs
-	m.root = filepath.Join(shortDir(t), "driver")
-	if err := errors.Join(install.Driver(m.root, built.libraries, world), install.Nodes(filepath.Join(m.root, "dev"), world)); err != nil {
-		t.Fatal(err)
-	}
-	l, err := daemon.Listen(filepath.Join(m.root, install.Socket))
-	if err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithCancel(context.Background())
-	ended := make(chan error, 1)
-	go func() { ended <- (&daemon.Server{World: world}).Serve(ctx, l) }()
 	t.Cleanup(func() {
-		cancel()
-		if err := <-ended; err != nil {
+		if err := stop(); err != nil {
 			t.Error(err)
 		}
 	})
 	return m
+}
+
+// newMachine serves an emulated driver whose files lie in dir, until it is stopped.
+func newMachine(dir string, spec emulator.Spec) (m *machine, stop func() error, err error) {
+	built, err := programs()
+	if err != nil {
+		return nil, nil, err
+	}
+	m = &machine{agent: built.agent, flags: built.flags, root: filepath.Join(dir, "driver"), proc: filepath.Join(dir, "proc")}
+	if m.world, err = emulator.New(spec); err != nil {
+		return nil, nil, err
+	}
+	m.gpus = m.world.State().GPUs
+	nodes := filepath.Join(m.root, "dev")
+	devices, err := os.ReadFile("/proc/devices")
+	if err == nil {
+		err = errors.Join(install.Driver(m.root, built.libraries, m.world), install.Nodes(nodes, m.world), install.Kernel(dir, string(devices), m.world),
+			install.Machine{Driver: m.root, Dev: nodes, Kernel: dir}.Save())
+	}
+	boot := filepath.Join(m.proc, "sys/kernel/random/boot_id")
+	if err == nil {
+		err = os.MkdirAll(filepath.Dir(boot), 0o755)
+	}
+	if err == nil {
+		err = os.WriteFile(boot, []byte("8a6b0a3e-0f5c-4c9d-9d4e-3a1f0c0ffee0\n"), 0o644)
+	}
+	if err != nil {
+		return nil, nil, err
+	}
+	l, err := daemon.Listen(filepath.Join(m.root, install.Socket))
+	if err != nil {
+		return nil, nil, err
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- (&daemon.Server{World: m.world, Driver: m.root}).Serve(ctx, l) }()
+	return m, func() error {
+		cancel()
+		return <-ended
+	}, nil
 }
 
 // shortDir is a directory for sockets, whose addresses are short. It goes with
@@ -155,8 +180,13 @@ type node struct {
 	dir, cdi, state string
 	kubelet         *kubelet
 	runtime         *criRuntime
-	// modes is what the partition file makes of each GPU.
-	modes  []string
+	// modes is what the partition file makes of each GPU: its mode and, after a
+	// space, its geometry.
+	modes []string
+	model string // of the GPUs; set where there is MIG
+	// waits are the GPUs, by index, whose change to modes waits for a holder; of
+	// those with MIG alone, the others are known by what is held.
+	waits  map[int]bool
 	edits  int
 	serial int // of pods
 
@@ -169,16 +199,13 @@ type node struct {
 	guard   sync.WaitGroup
 }
 
-func startNode(m *machine) (*node, error) {
+func startNode(m *machine, modes ...string) (*node, error) {
 	dir, err := os.MkdirTemp("", "crash-")
 	if err != nil {
 		return nil, err
 	}
-	n := &node{machine: m, dir: dir, cdi: filepath.Join(dir, "cdi"), state: filepath.Join(dir, "state"),
-		modes: slices.Repeat([]string{"shared"}, gpus)}
-	boot := filepath.Join(n.dir, "proc/sys/kernel/random/boot_id")
-	err = errors.Join(os.Mkdir(n.cdi, 0o755), os.Mkdir(n.state, 0o755), os.MkdirAll(filepath.Dir(boot), 0o755),
-		os.WriteFile(boot, []byte("8a6b0a3e-0f5c-4c9d-9d4e-3a1f0c0ffee0\n"), 0o644), n.edit())
+	n := &node{machine: m, dir: dir, cdi: filepath.Join(dir, "cdi"), state: filepath.Join(dir, "state"), modes: modes}
+	err = errors.Join(os.Mkdir(n.cdi, 0o755), os.Mkdir(n.state, 0o755), n.edit())
 	if err == nil {
 		n.kubelet, err = startKubelet(filepath.Join(n.dir, "kubelet"))
 	}
@@ -210,8 +237,12 @@ func (n *node) edit() error {
 	n.edits++
 	var b strings.Builder
 	fmt.Fprintf(&b, "# edit %d\nversion: v1\npartitions:\n  default:\n", n.edits)
-	for i, mode := range n.modes {
+	for i := range n.modes {
+		mode, geometry, fixed := strings.Cut(n.modes[i], " ")
 		fmt.Fprintf(&b, "    - devices: [%d]\n      mode: %s\n", i, mode)
+		if fixed {
+			fmt.Fprintf(&b, "      geometry: %s\n", geometry)
+		}
 	}
 	path := filepath.Join(n.dir, "partitions.yaml")
 	if err := os.WriteFile(path+".new", []byte(b.String()), 0o644); err != nil {
@@ -237,7 +268,7 @@ func (n *node) beginLocked(kill int) *tracee {
 		"--pod", agentNamespace + "/" + agentPod, "--http", "127.0.0.1:0", "--log-format", "json"}
 	for _, f := range []struct{ name, value string }{
 		{"runtime-endpoint", "unix://" + filepath.Join(n.dir, "cri.sock")},
-		{"proc-root", filepath.Join(n.dir, "proc")},
+		{"proc-root", n.proc},
 		{"host-root", "/"},
 	} {
 		if n.flags[f.name] {
@@ -441,7 +472,7 @@ func (n *node) differs(ctx context.Context) error {
 	}
 	var want, got []string
 	for _, key := range slices.Sorted(maps.Keys(held)) {
-		want = append(want, held[key].String())
+		want = append(want, held[key].lines()...)
 	}
 	for i := range st.GPUs {
 		for _, h := range st.GPUs[i].Holders {
@@ -470,8 +501,17 @@ func (h holding) gpu() string {
 	return gpu
 }
 
-func (h holding) String() string {
-	return fmt.Sprintf("%s/%s %s %d on %s", h.namespace, h.pod, h.resource, len(h.ids), h.gpu())
+// lines are how the agent's status has it: one a GPU.
+func (h holding) lines() (out []string) {
+	on := map[string]int{}
+	for _, id := range h.ids {
+		gpu, _, _ := strings.Cut(id, "::")
+		on[gpu]++
+	}
+	for gpu, n := range on {
+		out = append(out, fmt.Sprintf("%s/%s %s %d on %s", h.namespace, h.pod, h.resource, n, gpu))
+	}
+	return out
 }
 
 // held is what the kubelet and the runtime hold, by key.
@@ -510,6 +550,9 @@ func (n *node) filesDiffer(held map[string]holding) error {
 		return fmt.Errorf("CDI files are %q, want %q", got, want)
 	}
 	if err := n.capsDiffer(held); err != nil {
+		return err
+	}
+	if err := n.instancesDiffer(); err != nil {
 		return err
 	}
 	for _, c := range n.runtime.living(nil) {
@@ -578,15 +621,34 @@ func names(dir string) (out []string, err error) {
 // offerDiffers compares what the kubelet was told with what should be on offer:
 // what is held, and all of each GPU that is cut as it should be.
 func (n *node) offerDiffers(held map[string]holding, state string) error {
-	healthy := map[string]map[string]bool{whole: {}, memory: {}}
-	blocked := map[string]bool{}
+	healthy := map[string]map[string]bool{}
+	offer := func(resource, id string) {
+		if healthy[resource] == nil {
+			healthy[resource] = map[string]bool{}
+		}
+		healthy[resource][id] = true
+	}
 	for _, h := range held {
 		for _, id := range h.ids {
-			healthy[h.resource][id] = true
+			offer(h.resource, id)
 		}
 	}
 	wantState := "applied"
 	for i, g := range n.gpus {
+		if strings.HasPrefix(n.modes[i], "mig") {
+			if n.waits[i] {
+				wantState = "blocked"
+				continue
+			}
+			ids, err := n.slots(i, held)
+			if err != nil {
+				return err
+			}
+			for _, id := range ids {
+				offer(slotResource(id), id)
+			}
+			continue
+		}
 		resource, ids := whole, []string{g.UUID}
 		if n.modes[i] == "shared" {
 			resource, ids = memory, nil
@@ -594,14 +656,15 @@ func (n *node) offerDiffers(held map[string]holding, state string) error {
 				ids = append(ids, fmt.Sprintf("%s::%d", g.UUID, u))
 			}
 		}
+		blocked := false
 		for _, h := range held {
 			if h.gpu() == g.UUID && h.resource != resource {
-				blocked[g.UUID], wantState = true, "blocked"
+				blocked, wantState = true, "blocked"
 			}
 		}
 		for _, id := range ids {
-			if !blocked[g.UUID] {
-				healthy[resource][id] = true
+			if !blocked {
+				offer(resource, id)
 			}
 		}
 	}
@@ -610,8 +673,12 @@ func (n *node) offerDiffers(held map[string]holding, state string) error {
 	}
 	n.kubelet.mu.Lock()
 	defer n.kubelet.mu.Unlock()
-	for _, resource := range []string{whole, memory} {
-		e := n.kubelet.plugins[resource]
+	resources := maps.Clone(n.kubelet.plugins)
+	for resource := range healthy {
+		resources[resource] = n.kubelet.plugins[resource]
+	}
+	for _, resource := range slices.Sorted(maps.Keys(resources)) {
+		e := resources[resource]
 		if e == nil || e.gone || !e.listed {
 			if len(healthy[resource]) > 0 {
 				return fmt.Errorf("no plugin serves %s", resource)
@@ -642,17 +709,22 @@ func (n *node) complaints() []string {
 }
 
 // pod makes one that has not been admitted.
-func (n *node) pod(count int, containers ...string) *pod {
+func (n *node) pod(resource string, count int, containers ...string) *pod {
 	n.serial++
 	return &pod{uid: fmt.Sprintf("00000000-0000-4000-8000-%012d", n.serial), namespace: "default",
-		name: fmt.Sprintf("pod-%d", n.serial), containers: containers, resource: memory, n: count}
+		name: fmt.Sprintf("pod-%d", n.serial), containers: containers, resource: resource, n: count}
 }
 
-// admit brings a pod onto the node. Where the agent ends meanwhile its admission
-// fails for good, and a controller makes the next.
+// admit brings a pod with shared memory onto the node. Where the agent ends
+// meanwhile its admission fails for good, and a controller makes the next.
 func (n *node) admit(ctx context.Context, count int, containers ...string) (*pod, error) {
+	return n.admitWith(ctx, memory, count, containers...)
+}
+
+// admitWith is admit of a pod with devices of a resource.
+func (n *node) admitWith(ctx context.Context, resource string, count int, containers ...string) (*pod, error) {
 	for {
-		p := n.pod(count, containers...)
+		p := n.pod(resource, count, containers...)
 		err := n.kubelet.admit(ctx, p)
 		if err == nil {
 			return p, nil

@@ -38,6 +38,7 @@ type criRuntime struct {
 type container struct {
 	*cri.Container
 	pod      *pod
+	ids      []string // of its devices
 	file     string
 	contents string
 }
@@ -72,7 +73,7 @@ func (r *criRuntime) create(e *entry) (id string, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.serial++
-	c := &container{pod: e.pod, Container: &cri.Container{
+	c := &container{pod: e.pod, ids: e.ids, Container: &cri.Container{
 		Id: fmt.Sprintf("%s-%s-%d", e.pod.name, e.container, r.serial), PodSandboxId: e.pod.uid,
 		Metadata: &cri.ContainerMetadata{Name: e.container}, State: cri.ContainerState_CONTAINER_CREATED,
 		CreatedAt: time.Now().UnixNano(), Annotations: maps.Clone(e.answer.Annotations), Labels: labels(e.pod, e.container),
