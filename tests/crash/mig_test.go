@@ -41,8 +41,12 @@ var changingCalls = []string{
 	"nvmlGpuInstanceCreateComputeInstance", "nvmlComputeInstanceDestroy", "nvmlGpuInstanceDestroy", "gpuEmulatorReset",
 }
 
-// anyCall is all calls of the driver, readings too.
-const anyCall = "nvml*"
+const (
+	// anyCall is all calls of the driver, readings too.
+	anyCall = "nvml*"
+	// fileChange is no call of the driver: a change of the agent's own files.
+	fileChange = "change of its files"
+)
 
 // point is a k, of one call or of all.
 type point struct {
@@ -56,6 +60,9 @@ func (p point) String() string {
 	way := "there"
 	if p.back {
 		way = "back"
+	}
+	if p.call == fileChange {
+		return fmt.Sprintf("%s, %s %d: the agent dies before it", way, p.call, p.k)
 	}
 	return fmt.Sprintf("%s, call %d of %s: %s", way, p.k, p.call, p.hit)
 }
@@ -309,6 +316,9 @@ type migNode struct {
 	*node
 	change *migChange
 	guest  *pod
+	armed  *tracee // the process that the change began with
+	// changes is how often it has changed its files in a change without a kill.
+	changes int
 	// serials are the instances that residents have.
 	serials map[string]uint64
 	// old is what each GPU was before the change, of what stood on it.
@@ -388,6 +398,11 @@ func (n *migNode) pass(ctx context.Context, p point, faults ...emulator.Fault) (
 			return false, err
 		}
 	}
+	kill := 0
+	if p.call == fileChange {
+		kill = p.k
+	}
+	n.armed = n.arm(kill)
 	n.modes, n.waits = n.change.modes[to], n.change.waits[to]
 	var guest sync.WaitGroup
 	var came error
@@ -411,14 +426,19 @@ func (n *migNode) pass(ctx context.Context, p point, faults ...emulator.Fault) (
 		}
 	}
 	err = poll(ctx, "the call, or the end of the change", func() error {
-		if p.k > 0 && len(n.world.State().Faults) == 0 {
-			reached = true
+		switch {
+		case p.call == fileChange:
+			_, reached = n.armed.seen()
+		case p.k > 0:
+			reached = len(n.world.State().Faults) == 0
+		}
+		if reached {
 			return nil
 		}
 		return over()
 	})
 	switch {
-	case err != nil || !reached:
+	case err != nil || !reached || p.call == fileChange: // the tracer has killed it
 	case p.hit == fails:
 		err = n.hear(ctx, p, over)
 	default:
@@ -429,6 +449,11 @@ func (n *migNode) pass(ctx context.Context, p point, faults ...emulator.Fault) (
 		err = poll(ctx, "the change", over)
 	}
 	guest.Wait()
+	if !reached {
+		changes, _ := n.armed.seen()
+		n.changes = len(changes)
+		n.armed.arm(0)
+	}
 	if err = errors.Join(err, came); err == nil {
 		err = n.settle(ctx)
 	}
@@ -485,7 +510,7 @@ func (n *migNode) hear(ctx context.Context, p point, over func() error) error {
 		}
 		return fmt.Errorf("the partition is %s, %q: %w", st.Partition.State, st.Partition.Message, err)
 	})
-	if err != nil || done && (p.call == anyCall || n.guest != nil) {
+	if err != nil || done && (p.call == anyCall || n.change.guests[0].n > 0) {
 		return err
 	}
 	if done {
@@ -604,6 +629,7 @@ func (n *migNode) count(ctx context.Context) (counts [2]map[string]int, err erro
 			}
 		}
 		n.world.Clear()
+		counts[way][fileChange] = n.changes
 	}
 	return counts, nil
 }
@@ -611,12 +637,15 @@ func (n *migNode) count(ctx context.Context) (counts [2]map[string]int, err erro
 // points are all k of a change, or a sample of them.
 func points(counts [2]map[string]int, rng *rand.Rand) (out [2][]point) {
 	for way := range counts {
-		var changing, any []point
+		var changing, any, files []point
 		for _, call := range slices.Sorted(maps.Keys(counts[way])) {
 			for k := 1; k <= counts[way][call]; k++ {
 				for _, h := range []hit{fails, before, within} {
 					p := point{call, k, h, way == 1}
 					switch {
+					case call == fileChange && h == before:
+						files = append(files, p)
+					case call == fileChange:
 					case call != anyCall:
 						changing = append(changing, p)
 					case h != within: // a reading takes no time
@@ -630,9 +659,9 @@ func points(counts [2]map[string]int, rng *rand.Rand) (out [2][]point) {
 				rng.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
 				return all[:min(n, len(all))]
 			}
-			changing, any = sample(changing, sampledChanging), sample(any, sampledAny)
+			changing, any, files = sample(changing, sampledChanging), sample(any, sampledAny), sample(files, sampledFiles)
 		}
-		out[way] = append(changing, any...)
+		out[way] = slices.Concat(changing, files, any)
 	}
 	return out
 }
@@ -641,6 +670,7 @@ func points(counts [2]map[string]int, rng *rand.Rand) (out [2][]point) {
 const (
 	sampledChanging = 6
 	sampledAny      = 2
+	sampledFiles    = 1
 )
 
 // fault is what has a point happen.
@@ -720,6 +750,8 @@ func cutMIG(ctx context.Context, t *testing.T, dir string, change *migChange, to
 			var faults []emulator.Fault
 			if i < len(todo[way]) {
 				p = todo[way][i]
+			}
+			if p.k > 0 && p.call != fileChange {
 				faults = append(faults, p.fault())
 			}
 			if n == nil {
