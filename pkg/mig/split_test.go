@@ -10,8 +10,8 @@ import (
 // TestSplitTransitions holds plans with splits against brute force: the same
 // promises as for whole GPU instances, compute instance by compute instance.
 func TestSplitTransitions(t *testing.T) {
-	for _, family := range families[:3] {
-		if len(family.rows) == len(seven) {
+	for _, family := range families {
+		if family.rows[1].name == seven[1].name {
 			continue // has the same GPU instances to split as with five
 		}
 		t.Run(family.name, func(t *testing.T) {
@@ -27,5 +27,30 @@ func TestSplitTransitions(t *testing.T) {
 			}
 			t.Logf("%d transitions, of %d sets and %d geometries", n, len(f.sets), len(f.want))
 		})
+	}
+}
+
+// TestSplitFeasible asks for geometries with splits, possible and not.
+func TestSplitFeasible(t *testing.T) {
+	for _, rows := range [][]row{five, a30, pro, silent} {
+		f, c := newSplitField(t, rows), card(t, rows)
+		r := rand.New(rand.NewPCG(9, uint64(len(f.sets))))
+		yes, no := 0, 0
+		for range tell(5000, 200_000) {
+			v := f.want[r.IntN(len(f.want))]
+			for range r.IntN(3) {
+				v[r.IntN(len(f.rows))]++
+			}
+			err := c.Feasible(f.counts(t, v))
+			if want := f.by[v] != nil; (err == nil) != want {
+				t.Fatalf("Feasible(%v) = %v", f.counts(t, v), err)
+			}
+			if err == nil {
+				yes++
+			} else {
+				no++
+			}
+		}
+		t.Logf("%d of %d are feasible", yes, yes+no)
 	}
 }

@@ -3,6 +3,7 @@
 package mig
 
 import (
+	"cmp"
 	"fmt"
 	"math/bits"
 	"slices"
@@ -57,7 +58,10 @@ func (c *Card) merge(want []Count) ([]Count, error) {
 		}
 		all = append(all, w)
 	}
-	slices.SortFunc(all, func(a, b Count) int { return Compare(a.Profile, b.Profile) })
+	// What shares GPU instances stands together.
+	slices.SortFunc(all, func(a, b Count) int {
+		return cmp.Or(Compare(a.Profile.GPUInstance(), b.Profile.GPUInstance()), cmp.Compare(a.Profile.Compute, b.Profile.Compute))
+	})
 	return all, nil
 }
 
@@ -132,9 +136,9 @@ func (p *planner) list() error {
 		}
 	}
 	for d := 0; d < len(p.want); {
-		e := d + 1
-		if name := p.want[d].Profile; name.Compute != 0 {
-			for e < len(p.want) && p.want[e].Profile.Compute != 0 && p.want[e].Profile.GPUInstance() == name.GPUInstance() {
+		name, e := p.want[d].Profile, d+1
+		if name.Compute != 0 {
+			for e < len(p.want) && p.want[e].Profile.GPUInstance() == name.GPUInstance() {
 				e++
 			}
 			p.split(d, e)
@@ -260,7 +264,7 @@ func (c *Card) Feasible(want []Count) error {
 	}
 	reason := c.explain(all)
 	if reason == "" {
-		reason = "in no order do they all find room; " + c.places(all)
+		reason = "there is no way to place them all: " + c.places(all)
 	}
 	return noRoom(all, reason)
 }
@@ -305,21 +309,18 @@ func (c *Card) explain(want []Count) string {
 // places says where the wanted profiles can stand.
 func (c *Card) places(want []Count) string {
 	var b strings.Builder
-	seen := -1
-	for _, w := range want {
-		k := c.index(w.Profile.GPUInstance())
-		if k == seen {
+	for i, w := range want {
+		gi := w.Profile.GPUInstance()
+		if i > 0 && gi == want[i-1].Profile.GPUInstance() {
 			continue
 		}
-		seen = k
-		if b.Len() > 0 {
-			b.WriteString(", ")
+		if i > 0 {
+			b.WriteString("; ")
 		}
-		p := &c.profiles[k]
-		fmt.Fprintf(&b, "%s stands at", p.name)
-		for i, s := range p.slots {
-			if i > 0 {
-				b.WriteString(" or")
+		fmt.Fprintf(&b, "%s can begin at", gi)
+		for k, s := range c.profiles[c.index(gi)].slots {
+			if k > 0 {
+				b.WriteByte(',')
 			}
 			fmt.Fprintf(&b, " %d", s.Start)
 		}
