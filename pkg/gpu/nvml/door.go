@@ -148,14 +148,22 @@ func (d *door) leave() {
 	d.token <- struct{}{}
 }
 
-// refusal names the call that stands in the way.
-func (d *door) refusal(what string, cause error) error {
+// underWay names the call that is inside, empty if none is.
+func (d *door) underWay() string {
 	d.mu.Lock()
 	v := d.inside
 	d.mu.Unlock()
+	if v == nil {
+		return ""
+	}
+	return fmt.Sprintf("the call to %s began %s ago and has not returned", v.what, time.Since(v.since).Round(time.Millisecond))
+}
+
+// refusal names the call that stands in the way.
+func (d *door) refusal(what string, cause error) error {
 	err := fmt.Errorf("%s: %w", what, gpu.ErrTimeout)
-	if v != nil {
-		err = fmt.Errorf("%w: the call to %s began %s ago and has not returned", err, v.what, time.Since(v.since).Round(time.Millisecond))
+	if call := d.underWay(); call != "" {
+		err = fmt.Errorf("%w: %s", err, call)
 	}
 	if cause != nil {
 		err = fmt.Errorf("%w: %w", err, cause)

@@ -211,6 +211,23 @@ var required = []string{
 	"nvmlEventSetFree",
 }
 
+// outsiders says what keeps the library from being initialised anew, or let go of.
+func (r *rooms) outsiders() string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	var calls []string
+	for _, own := range r.cards {
+		if call := own.underWay(); call != "" {
+			calls = append(calls, call)
+		}
+	}
+	if len(calls) == 0 {
+		return "the look at which GPUs are lost, or a program of the driver's, has not returned"
+	}
+	slices.Sort(calls)
+	return strings.Join(calls, "; ")
+}
+
 // process is what a process has of the driver. The dynamic linker binds each
 // of the driver's symbols once, to the first library opened, and keeps that
 // library in memory; go-nvml keeps which versions it found in variables of its
@@ -375,7 +392,7 @@ func (d *Driver) Close() error {
 	defer cancel()
 	err := d.outside.seize(ctx)
 	if err != nil { // there are handles that would end
-		err = fmt.Errorf("shut the driver down: %w: %w", err, errOutside)
+		err = fmt.Errorf("shut the driver down: %w: %s", err, d.outsiders())
 	} else {
 		const what = "shut the driver down"
 		err = d.alone(ctx, what, d.outside.yield, func() error { return d.shutdown(what) })
@@ -389,9 +406,6 @@ func (d *Driver) Close() error {
 	d.gone = true
 	return nil
 }
-
-// errOutside says why the library cannot be initialised anew, or let go of.
-var errOutside = errors.New("work on MIG, or a look for lost GPUs, has not returned")
 
 // alone runs f in both doors. The caller holds what release gives back: after f,
 // which may end when nobody waits for it any more, or when f will not run.

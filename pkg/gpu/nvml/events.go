@@ -265,7 +265,7 @@ func (d *Driver) tryRenew(ctx context.Context) (renewed bool, err error) {
 	}).Stop()
 	const what = "initialise the driver anew"
 	if !d.outside.trySeize() { // there are handles that would end
-		d.log.Warn("cannot initialise the driver anew; watching the GPUs as they were known", "err", errOutside)
+		d.log.Warn("cannot initialise the driver anew; watching the GPUs as they were known", "why", d.outsiders())
 		return false, nil
 	}
 	err = d.alone(ctx, what, d.outside.yield, func() error {

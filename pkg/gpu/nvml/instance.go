@@ -40,7 +40,8 @@ func split(profile string) (whole string, compute int) {
 // split's first compute slice within that, and 0 else. Where a GPU instance of
 // the profile stands at the placement, the compute instance is made in it; else
 // one is made for it, and is gone again when the second step fails. What stands
-// already as it is asked for is returned as it stands, busy or not.
+// already as it is asked for is returned as it stands, busy or not. The UUID of
+// what was made is left out: to find it takes the driver as long as MIG does.
 //
 // The hardware takes 0.1 to 1 s, and may take much longer; work on one GPU is
 // done one at a time, and neither waits for readings nor keeps them waiting. A
@@ -93,7 +94,7 @@ func (d *Driver) createInstance(what string, u gpu.UUID, profile string, at gpu.
 			return in, err
 		}
 	}
-	return d.createCompute(what, h, u, s, slots, ci)
+	return d.createCompute(what, u, s, slots, ci)
 }
 
 // undone takes back, after an error, what was made before it.
@@ -143,7 +144,7 @@ func (d *Driver) profileOf(h nvml.Device, u gpu.UUID, name string) (p gpu.Profil
 }
 
 // computeProfiles are the kinds of compute instances that a GPU instance can
-// hold, smaller ones first.
+// hold, in the driver's order.
 func (d *Driver) computeProfiles(u gpu.UUID, s standing) ([]computeProfile, error) {
 	key := computeKey{u, s.profile.ID}
 	d.profiles.mu.Lock()
@@ -164,7 +165,10 @@ func (d *Driver) computeProfiles(u gpu.UUID, s standing) ([]computeProfile, erro
 		if err := failed(fmt.Sprintf("read compute profile %d of a %s instance", number, s.profile.Name), ret); err != nil {
 			return nil, err
 		}
-		list = append(list, computeProfile{id: int(info.Id), slices: int(info.SliceCount), max: max(int(info.InstanceCount), 1)})
+		list = append(list, computeProfile{
+			id: int(info.Id), slices: int(info.SliceCount), max: max(int(info.InstanceCount), 1),
+			engines: int(info.SharedCopyEngineCount + info.SharedDecoderCount + info.SharedEncoderCount + info.SharedJpegCount + info.SharedOfaCount),
+		})
 	}
 	if len(list) == 0 {
 		return nil, nil
@@ -233,7 +237,7 @@ func (d *Driver) inPlace(h nvml.Device, u gpu.UUID, s standing, slots, ci int) (
 }
 
 // createCompute makes the compute instance in a GPU instance.
-func (d *Driver) createCompute(what string, h nvml.Device, u gpu.UUID, s standing, slots, ci int) (in gpu.Instance, err error) {
+func (d *Driver) createCompute(what string, u gpu.UUID, s standing, slots, ci int) (in gpu.Instance, err error) {
 	none := in
 	in = gpu.Instance{Profile: s.profile.Name, Placement: s.at, GI: s.id}
 	if slots != s.profile.Slices {
@@ -243,7 +247,14 @@ func (d *Driver) createCompute(what string, h nvml.Device, u gpu.UUID, s standin
 	if err != nil {
 		return none, fmt.Errorf("%s: %w", what, err)
 	}
-	i := slices.IndexFunc(kinds, func(p computeProfile) bool { return p.slices == slots })
+	// Of two kinds that differ in nothing but the engines they have, a container
+	// wants the one with more.
+	i := -1
+	for n, kind := range kinds {
+		if kind.slices == slots && (i < 0 || kind.engines > kinds[i].engines) {
+			i = n
+		}
+	}
 	if i < 0 {
 		return none, fmt.Errorf("%s: a %s instance has no compute instance of %d slices: %w", what, s.profile.Name, slots, gpu.ErrInvalid)
 	}
@@ -269,7 +280,6 @@ func (d *Driver) createCompute(what string, h nvml.Device, u gpu.UUID, s standin
 	} else if in.CIStart != ci {
 		return none, fmt.Errorf("%s: the driver, too old to be told, puts it at compute slice %d: %w", what, in.CIStart, gpu.ErrNotSupported)
 	}
-	in.UUID = d.uuidOf(h, in.GI, in.CI)
 	return in, nil
 }
 
@@ -291,27 +301,6 @@ func (d *Driver) placeCompute(what string, s standing, p computeProfile, ci int)
 	}
 	made, ret := s.gi.CreateComputeInstanceWithPlacement(kind, &places[i])
 	return made, failed(what, ret)
-}
-
-// uuidOf is the name of a MIG device, empty where the driver does not tell it
-// now: nothing hangs on it, and MIG will tell.
-func (d *Driver) uuidOf(h nvml.Device, gi, ci int) gpu.UUID {
-	most, _ := h.GetMaxMigDeviceCount()
-	for seat := range most {
-		dev, ret := h.GetMigDeviceHandleByIndex(seat)
-		if ret != nvml.SUCCESS {
-			continue
-		}
-		if id, ret := dev.GetGpuInstanceId(); ret != nvml.SUCCESS || id != gi {
-			continue
-		}
-		if id, ret := dev.GetComputeInstanceId(); ret != nvml.SUCCESS || id != ci {
-			continue
-		}
-		uuid, _ := dev.GetUUID()
-		return gpu.UUID(uuid)
-	}
-	return ""
 }
 
 // DestroyInstance destroys an instance as MIG or the inventory lists it: the
@@ -360,7 +349,7 @@ func (d *Driver) destroyInstance(what string, u gpu.UUID, in gpu.Instance) error
 		err = pinned(failed(what, gi.Destroy()))
 	}
 	if err != nil && gone {
-		if _, left := d.createCompute("make its compute instance again", h, u, s, slots, in.CIStart); left != nil {
+		if _, left := d.createCompute("make its compute instance again", u, s, slots, in.CIStart); left != nil {
 			return fmt.Errorf("%w; GPU instance %d is left empty: %w", err, in.GI, left)
 		}
 	}

@@ -72,6 +72,7 @@ type computeKey struct {
 // computeProfile is a kind of compute instance within a GPU instance.
 type computeProfile struct {
 	id, slices, max int
+	engines         int // of all kinds but multiprocessors, together
 }
 
 // mig reads a GPU's MIG side.

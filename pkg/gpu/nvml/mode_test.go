@@ -99,14 +99,16 @@ func standingMock(t *testing.T, lands uint32, destroyed *[]string, undo nvml.Ret
 			switch number {
 			case 0, 1, 2:
 				return nvml.ComputeInstanceProfileInfo{Id: uint32(number), SliceCount: uint32(number + 1), InstanceCount: uint32(3 / (number + 1))}, nvml.SUCCESS
+			case 7: // of one slice too, with all that the GPU instance has
+				return nvml.ComputeInstanceProfileInfo{Id: 7, SliceCount: 1, InstanceCount: 1, SharedDecoderCount: 1}, nvml.SUCCESS
 			case 9:
 				return nvml.ComputeInstanceProfileInfo{}, nvml.ERROR_INVALID_ARGUMENT
 			}
 			return nvml.ComputeInstanceProfileInfo{}, nvml.ERROR_NOT_SUPPORTED
 		},
 		CreateComputeInstanceFunc: func(kind *nvml.ComputeInstanceProfileInfo) (nvml.ComputeInstance, nvml.Return) {
-			if kind.Id != 0 {
-				t.Errorf("compute profile %d, want that of one slice", kind.Id)
+			if kind.Id != 7 {
+				t.Errorf("compute profile %d, want that of one slice with the engines", kind.Id)
 			}
 			return &mock.ComputeInstance{
 				GetInfoFunc: func() (nvml.ComputeInstanceInfo, nvml.Return) {
@@ -146,7 +148,6 @@ func TestCreateWithoutComputePlacements(t *testing.T) {
 				}
 				return standingMock(t, c.lands, &destroyed, c.undo), nvml.SUCCESS
 			},
-			GetMaxMigDeviceCountFunc: func() (int, nvml.Return) { return 0, nvml.ERROR_UNKNOWN },
 		}
 		d := mocked(t, card, "nvmlGpuInstanceCreateComputeInstanceWithPlacement")
 		in, err := d.CreateInstance(t.Context(), "GPU-0", "1c.3g.40gb", gpu.Placement{Start: 4, Size: 4}, 1)

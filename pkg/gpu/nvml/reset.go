@@ -22,6 +22,9 @@ import (
 const (
 	// resetWait ends a reset that does not. One takes seconds.
 	resetWait = 2 * time.Minute
+	// othersWait bounds how long a reset waits for work on MIG that is under way:
+	// what comes after it waits as well.
+	othersWait = time.Minute
 	// mostClients bounds how many clients of a GPU an error names.
 	mostClients = 8
 )
@@ -47,8 +50,10 @@ func (d *Driver) Reset(ctx context.Context, u gpu.UUID) error {
 	if _, err := d.tool("nvidia-smi"); err != nil {
 		return fmt.Errorf("%s: %w", what, err)
 	}
-	if err := d.outside.seize(ctx); err != nil {
-		return fmt.Errorf("%s: %w: %w", what, err, errOutside)
+	soon, cancel := context.WithTimeout(ctx, othersWait)
+	defer cancel()
+	if err := d.outside.seize(soon); err != nil {
+		return fmt.Errorf("%s: %w: %s", what, err, d.outsiders())
 	}
 	if err := d.sets.seize(ctx); err != nil {
 		d.outside.yield()
