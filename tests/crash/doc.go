@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package crash kills the agent, as it is shipped, at every change that it makes
-// to its directories, and holds what its successor makes of that against what
+// to its directories and to the hardware, and holds what its successor makes of that against what
 // the kubelet and the container runtime have.
 //
 // # The claim
@@ -62,13 +62,37 @@
 // is the same to the byte; no temporary file is left; what is held or free is
 // listed Healthy and what is withdrawn is not; the partition's state is right.
 //
+// # Changes of the hardware
+//
+// The agent changes the driver's state, too: it destroys and makes MIG instances
+// and switches modes. There is no telling a driver to forget, so what counts is
+// what stands after a change was cut. Each change of a list, such as an edit of two
+// GPUs' geometries (eight destroyed and seven made, beside an instance that a pod is
+// on and a GPU that waits for another pod), is made there and back, and at the k-th
+// call of it one of three things happens: the call fails and does nothing; the
+// agent is killed and the call does nothing; the agent is killed while the hardware
+// is at it, and it does its work. Calls are counted by their names, for those that
+// change something, and all together, readings too; the emulated driver is told at
+// which k to do what, and kills nothing itself: this program does when it sees that
+// the call has come. And the agent is killed at each change of its files meanwhile.
+//
+// When a call has failed, the agent says so, and at that moment, before it tries
+// again, each GPU has the instances that it had, every one in its place, or those
+// that it is to have. On demand, each instance that is gone has one in its place
+// that a pod has. At the end, whatever happened, the GPUs are as the partition file
+// wants them, or blocked; the instances that pods are on were never made anew, and
+// each container has the device nodes of its instances and no others.
+//
+// # Files that were not written whole
+//
 // Besides, each file of the state directory is cut short, at a sample of its
 // lengths or (-long) at all of them, as a file system may leave it after a loss
 // of power, and the agent has to come to the same truth.
 //
-//	go test ./tests/crash                    the agent that make build makes; about a minute
+//	go test ./tests/crash                    the agent that make build makes; about two minutes
 //	go test ./tests/crash -v -agent PROGRAM  another one; -v prints the number of points and the seconds
-//	go test ./tests/crash -long -timeout 2h
+//	go test ./tests/crash -seed 7            other samples of the calls
+//	go test ./tests/crash -long -timeout 4h  every call and every length
 //
 // # What it does not know
 //
