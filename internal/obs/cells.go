@@ -255,7 +255,15 @@ func (p *page) slots(g GPUStatus) {
 		}
 	}
 	widths[0], widths[1] = min(widths[0], 20), min(widths[1], 8)
-	widths[2] = min(widths[2], p.Width-len(indent)-widths[0]-widths[1]-widths[3]-6)
+	// A word of why stands in the line of what nobody holds, where it fits.
+	room := p.Width - len(indent) - widths[0] - widths[1] - widths[3] - 6
+	for i := range lines {
+		if l := &lines[i]; l.who == "" && utf8.RuneCountInString(l.reason) <= room {
+			l.who, l.reason = l.reason, ""
+			widths[2] = max(widths[2], utf8.RuneCountInString(l.who))
+		}
+	}
+	widths[2] = min(widths[2], room)
 	pad := func(color, s string, width int) string {
 		s = p.fit(s, width)
 		return p.paint(color, s) + strings.Repeat(" ", width-utf8.RuneCountInString(s))
@@ -312,7 +320,7 @@ func (g *GPUStatus) others() []Holder {
 	})
 }
 
-// couldStand names the free slots, profile by profile: "1g.10gb@0 1 2, 3g.40gb@0".
+// couldStand names the free slots, profile by profile: "1g.10gb@0,1,2 3g.40gb@0".
 // Each could be made; two that overlap exclude each other.
 func couldStand(list []SlotStatus) string {
 	var profiles []string
@@ -335,7 +343,7 @@ func couldStand(list []SlotStatus) string {
 	})
 	var out []string
 	for _, profile := range profiles {
-		out = append(out, fmt.Sprintf("%s@%s", profile, strings.Join(starts[profile], " ")))
+		out = append(out, fmt.Sprintf("%s@%s", profile, strings.Join(starts[profile], ",")))
 	}
-	return strings.Join(out, ", ")
+	return strings.Join(out, " ")
 }
