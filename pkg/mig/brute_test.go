@@ -226,7 +226,8 @@ func (f *field) set(t testing.TB, slots []Slot) (set uint64) {
 
 func (f *field) room(set uint64) int { return f.rooms[set] }
 
-// measure is the sum of the sizes of all places that still find room.
+// measure is the sum of the sizes of all GPU instances that still find room;
+// those that differ by what follows a "+" or "-" are one.
 func (f *field) measure(set uint64) (sum int) {
 	var memory [12]bool
 	for i, s := range f.slots {
@@ -236,9 +237,11 @@ func (f *field) measure(set uint64) (sum int) {
 			}
 		}
 	}
-	seen := map[[2]int]bool{}
+	seen := map[string]bool{}
 	for _, s := range f.slots {
-		if at := [2]int{s.Start, s.Size}; !seen[at] {
+		base, _, _ := strings.Cut(s.GPUInstance().Profile.String(), "+")
+		base, _, _ = strings.Cut(base, "-")
+		if at := fmt.Sprint(base, s.Start); !seen[at] {
 			seen[at] = true
 			free := true
 			for m := s.Start; m < s.Start+s.Size; m++ {

@@ -29,7 +29,7 @@ type Card struct {
 	memory   int // memory slots
 	known    bool
 	// room[a*(memory+1)+b] is what the free run of memory slots a…b-1 is worth:
-	// the placements that lie in it, each counted by its size.
+	// the sum of the sizes of all that could be placed in it.
 	room []int64
 	// media is how many instances with media extensions may stand.
 	media int
@@ -149,15 +149,19 @@ func newProfile(from *gpu.Profile) (p profile, reason string) {
 	return p, ""
 }
 
-// measure fills in the worth of free runs. Profiles that share a placement
-// count once: what matters is which shapes still find room.
+// measure fills in the worth of free runs. Profiles that differ by their
+// attributes alone count once: what matters is which sizes still find room.
 func (c *Card) measure() {
 	w := c.memory + 1
 	c.room = make([]int64, w*w)
-	type place struct{ start, size int }
+	type place struct{ start, size, slices int }
 	seen := map[place]bool{}
-	for _, s := range c.slots {
-		if at := (place{s.Start, s.Size}); !seen[at] {
+	for i := range c.profiles {
+		for _, s := range c.profiles[i].slots {
+			at := place{s.Start, s.Size, c.profiles[i].slices}
+			if seen[at] {
+				continue
+			}
 			seen[at] = true
 			for a := 0; a <= s.Start; a++ {
 				for b := s.Start + s.Size; b <= c.memory; b++ {

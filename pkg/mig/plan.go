@@ -397,11 +397,14 @@ func Change(m *gpu.MIG, c *Card, standing []Standing, to Target) (Plan, error) {
 	if m.Pending != nil {
 		pending = *m.Pending
 	}
-	if !to.MIG {
-		if !m.Enabled && !pending && len(standing) == 0 {
-			return Plan{}, nil
-		}
-		return off(m.Enabled || pending, standing), nil
+	switch {
+	case to.MIG:
+	case m.Enabled:
+		return off(standing), nil
+	case pending:
+		return Plan{Steps: []Step{{Op: Disable}}}, nil
+	default:
+		return Plan{}, nil
 	}
 	if !m.Capable && !m.Enabled && len(m.Profiles) == 0 {
 		return Plan{}, fmt.Errorf("turn MIG mode on: this GPU has none: %w", gpu.ErrNotSupported)
@@ -420,7 +423,7 @@ func Change(m *gpu.MIG, c *Card, standing []Standing, to Target) (Plan, error) {
 		return plan, nil
 	}
 	// Mode off: nothing stands but holders of the whole GPU.
-	if plan := off(true, standing); len(plan.Blocked) > 0 {
+	if plan := off(standing); len(plan.Blocked) > 0 {
 		return plan, nil
 	}
 	plan := Plan{}
@@ -439,7 +442,7 @@ func Change(m *gpu.MIG, c *Card, standing []Standing, to Target) (Plan, error) {
 }
 
 // off takes all down, and the mode with it.
-func off(mode bool, standing []Standing) Plan {
+func off(standing []Standing) Plan {
 	var plan Plan
 	for _, o := range standing {
 		if o.Pinned {
@@ -455,9 +458,7 @@ func off(mode bool, standing []Standing) Plan {
 		plan.Steps = append(plan.Steps, Step{Destroy, o.Slot})
 	}
 	slices.SortStableFunc(plan.Steps, func(a, b Step) int { return CompareSlots(a.Slot, b.Slot) })
-	if mode {
-		plan.Steps = append(plan.Steps, Step{Op: Disable})
-	}
+	plan.Steps = append(plan.Steps, Step{Op: Disable})
 	return plan
 }
 
