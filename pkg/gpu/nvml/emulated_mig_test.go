@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -823,6 +824,101 @@ func TestAllAtOnce(t *testing.T) {
 	}
 	if got := mode(t, d, gpus[3].UUID); got != "off, then on" {
 		t.Errorf("MIG is %s", got)
+	}
+}
+
+// A reset after which the driver cannot be taken up again, or that cannot let go of
+// it: Events brings it back.
+func TestResetThatLosesTheDriver(t *testing.T) {
+	n := emulate(t, emulator.Spec{Model: "A100-SXM4-80GB", Count: 2})
+	d := open(t, n)
+	gpus := inventory(t, d).GPUs
+	l := listen(t, n, d)
+	for _, f := range []emulator.Fault{
+		{Call: "nvmlInit_v2", Code: emulator.DriverNotLoaded, Skip: 1, Count: 3}, // the first is the tool's
+		{Call: "nvmlShutdown", Code: emulator.OperatingSystem, Count: 1},
+	} {
+		try(t, n.Inject(f))
+		if err := d.Reset(wait(t), gpus[0].UUID); err == nil || !strings.Contains(err.Error(), "reset "+string(gpus[0].UUID)) {
+			t.Errorf("%s fails: %v", f.Call, err)
+		}
+		await(t, "the driver is back", func() bool {
+			inv, err := d.Inventory(wait(t))
+			return err == nil && inv.GPUs[0].Fault == "" && inv.GPUs[1].Fault == ""
+		})
+		n.Clear()
+		for i := range gpus {
+			l.hears(t, n, i, gpus[i].UUID)
+		}
+		if err := d.Reset(wait(t), gpus[0].UUID); err != nil {
+			t.Errorf("after %s failed: %v; sessions %+v", f.Call, err, n.State().Sessions)
+		}
+	}
+	try(t, d.SetMIGMode(wait(t), gpus[0].UUID, true))
+	try(t, d.Reset(wait(t), gpus[0].UUID))
+	create(t, d, gpus[0].UUID, "3g.40gb", at(4, 4), 0)
+}
+
+// Instances come and go at random while one driver call in ten fails: after each
+// step there is what the step says, and all of it can be removed in the end.
+func TestWalkWithFaults(t *testing.T) {
+	n := emulate(t, inMIG("A100-SXM4-80GB", 1))
+	d := open(t, n)
+	dev := inventory(t, d).GPUs[0]
+	u := dev.UUID
+	const seed = 5
+	r := rand.New(rand.NewPCG(seed, seed))
+	var made, gone, refused, left int
+	for step := range 300 {
+		before, standing := n.really(0), migOf(t, d, u).Instances
+		try(t, n.Inject(emulator.Fault{Call: "nvml*", Code: emulator.Unknown, Skip: r.IntN(10), Every: 10}))
+		var err error
+		var what string
+		var want gpu.Instance
+		creates := true
+		if in := r.IntN(4 + len(standing)); in < len(standing) && len(standing) > 1 {
+			creates, want = false, standing[in]
+			what = fmt.Sprintf("destroy %+v", want)
+			err = d.DestroyInstance(wait(t), u, want)
+		} else {
+			p := dev.MIG.Profiles[r.IntN(len(dev.MIG.Profiles))]
+			want = gpu.Instance{Profile: p.Name, Placement: p.Placements[r.IntN(len(p.Placements))]}
+			if p.Slices > 1 && p.Slices < 7 && r.IntN(2) == 0 {
+				want.Profile, want.CIStart = "1c."+p.Name, r.IntN(p.Slices)
+			}
+			what = fmt.Sprintf("create %s at %+v, slice %d", want.Profile, want.Placement, want.CIStart)
+			_, err = d.CreateInstance(wait(t), u, want.Profile, want.Placement, want.CIStart)
+		}
+		n.Clear()
+		now := n.really(0)
+		stands := slices.ContainsFunc(migOf(t, d, u).Instances, func(in gpu.Instance) bool {
+			return in.Profile == want.Profile && in.Placement == want.Placement && in.CIStart == want.CIStart && (in.CI < 0) == (want.CI < 0)
+		})
+		switch {
+		case err == nil && stands != creates:
+			t.Fatalf("seed %d, step %d: %s succeeds; of %s that made %s", seed, step, what, before, now)
+		case err == nil && creates:
+			made++
+		case err == nil:
+			gone++
+		case strings.Contains(err.Error(), "left"):
+			left++
+		default:
+			refused++
+			if now != before {
+				t.Fatalf("seed %d, step %d: %s: %v; there is %s, and was %s", seed, step, what, err, now, before)
+			}
+		}
+	}
+	t.Logf("made %d, destroyed %d, refused %d, left something %d times", made, gone, refused, left)
+	if made < 20 || gone < 20 {
+		t.Errorf("made %d, destroyed %d: the walk shows nothing", made, gone)
+	}
+	for _, in := range migOf(t, d, u).Instances {
+		try(t, d.DestroyInstance(wait(t), u, in))
+	}
+	if got := n.really(0); got != "" {
+		t.Errorf("there is %s", got)
 	}
 }
 
