@@ -241,7 +241,6 @@ func run(ctx context.Context, c console, args []string) error {
 		Looked: func() { loop.LookAtCheckpoint() },
 	})
 	worlds.Plugins = plugins
-	worlds.Clients = func(minor int) []string { return node.OpenBy(f.driver.proc, fmt.Sprintf("/dev/nvidia%d", minor)) }
 	loop = agent.New(options, worlds)
 	proc := node.NewProc(f.driver.proc)
 	defer proc.Close()

@@ -158,7 +158,6 @@ type Agent struct {
 	store    Store
 	cluster  Cluster
 	observer Observer
-	clients  func(minor int) []string
 	desk     *desk.Desk
 	health   *health.Monitor
 	log      *slog.Logger
@@ -236,10 +235,10 @@ type Agent struct {
 	// of it before is out of date.
 	jobs  map[gpu.UUID]*job
 	migAt map[gpu.UUID]time.Time
-	// rests are pauses after work that failed, by GPU and by claim; failing are
+	// rests are pauses after work that failed, by GPU and by wish; failing are
 	// the slots that could not be made.
 	rests     map[gpu.UUID]*rest
-	wishRests map[string]*rest
+	wishRests map[want]*rest
 	failing   map[gpu.UUID]map[mig.Slot]*failing
 	// gates is what the CDI files of claims of MIG devices were made of.
 	gates map[string]string
@@ -320,7 +319,6 @@ func New(o Options, w Worlds) *Agent {
 		store:      w.Store,
 		cluster:    w.Cluster,
 		observer:   w.Observer,
-		clients:    w.Clients,
 		health:     health.New(o.Health),
 		log:        o.Log,
 		trigger:    make(chan struct{}, 1),
@@ -338,7 +336,7 @@ func New(o Options, w Worlds) *Agent {
 		jobs:       map[gpu.UUID]*job{},
 		migAt:      map[gpu.UUID]time.Time{},
 		rests:      map[gpu.UUID]*rest{},
-		wishRests:  map[string]*rest{},
+		wishRests:  map[want]*rest{},
 		failing:    map[gpu.UUID]map[mig.Slot]*failing{},
 		gates:      map[string]string{},
 		serving:    map[string]plugin.Source{},

@@ -26,8 +26,8 @@ type MIGInput struct {
 	Working map[gpu.UUID]*Work
 	// Expired are instances on demand that have been idle for long enough.
 	Expired map[gpu.UUID][]mig.Slot
-	// Deferred are the claims whose instance is not to be tried again yet.
-	Deferred map[string]bool
+	// Deferred are the instances of claims that are not to be tried again yet.
+	Deferred map[want]bool
 }
 
 // Card is what can stand on a GPU, or why that cannot be said.
@@ -83,6 +83,13 @@ type gpuWithMIG struct {
 	wishes []wish
 	// holders have MIG devices of the GPU, others have it as something else.
 	holders, others []string
+}
+
+// want is an instance that a claim, named by its key, waits for.
+type want struct {
+	claim string
+	gpu   gpu.UUID
+	slot  mig.Slot
 }
 
 type wish struct {
@@ -157,12 +164,28 @@ func (in *PlanInput) look(d *gpu.Device) (*gpuWithMIG, error) {
 			s.Pinned, s.Holder, s.Reason = true, holder, heldReason
 		case inst.Busy:
 			s.Pinned, s.Holder, s.Reason = true, "a process that no claim covers", busyReason
-		case !in.MIG.Reclaim && !in.MIG.Made[d.UUID][slot]:
+		case !in.MIG.Reclaim && !in.mine(d.UUID, s):
 			s.Pinned, s.Holder, s.Reason = true, "nobody; this agent did not make it, and --foreign-instances reclaim would let it go", foreignReason
 		}
 		g.standing = append(g.standing, s)
 	}
 	return g, nil
+}
+
+// mine reports whether an instance is the agent's. A GPU instance that stands empty
+// is what is left of a compute instance that was being made in it, or destroyed.
+func (in *PlanInput) mine(u gpu.UUID, s mig.Standing) bool {
+	if in.MIG.Made[u][s.Slot] {
+		return true
+	}
+	if s.Empty {
+		for m := range in.MIG.Made[u] {
+			if m.GPUInstance() == s.Slot.GPUInstance() {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 // slotOf is the place that an instance has.
@@ -352,7 +375,7 @@ func (in *PlanInput) change(g *gpuWithMIG, to mig.Target) (mig.Plan, error) {
 func (in *PlanInput) grant(g *gpuWithMIG, leaving map[mig.Slot]string, w config.Want, out *Changes) {
 	u := g.UUID
 	for _, wish := range g.wishes {
-		if in.MIG.Deferred[wish.claim.Key] {
+		if in.MIG.Deferred[want{wish.claim.Key, u, wish.slot}] {
 			continue
 		}
 		plan, err := g.card.Make(g.standing, wish.slot)

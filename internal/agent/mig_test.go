@@ -27,6 +27,7 @@ type hardware struct {
 	calls   int           // of those that change something
 	failAt  map[int]error // by number of the call, from 1
 	failAll error         // of every create
+	chance  func() error  // of every call, if set
 	took    time.Duration // of each call
 	// ampere: a mode comes into force with a reset.
 	ampere   bool
@@ -78,6 +79,9 @@ func (o *outside) change(u gpu.UUID, what string, do func(d *gpu.Device) error) 
 	err, took := o.failAt[o.calls], o.took
 	if err == nil && strings.HasPrefix(what, "create") {
 		err = o.failAll
+	}
+	if err == nil && o.chance != nil {
+		err = o.chance()
 	}
 	o.mu.Unlock()
 	time.Sleep(took)
@@ -662,10 +666,9 @@ func TestResetNeverAsksForIt(t *testing.T) {
 func TestResetThatSomebodyIsInTheWayOf(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o := migMachine(1)
-		o.ampere, o.resetErr = true, fmt.Errorf("it says so: %w", gpu.ErrInUse)
+		o.ampere, o.resetErr = true, fmt.Errorf("it is open in dcgm (PID 7): %w", gpu.ErrInUse)
 		b := start(t, o, t.TempDir(), "")
 		defer b.end()
-		b.Agent.clients = func(minor int) []string { return []string{"dcgm (PID 7)"} }
 		b.SetFile("p.yaml", []byte(migPartition(twoLarge)))
 		time.Sleep(time.Second)
 		b.wantState("pending")

@@ -60,7 +60,10 @@ type storm struct {
 	file    []node.Entry
 	writes  int64
 	pods    map[string]*stormPod // by UID
-	withoutMIG
+	// hw is the GPUs' MIG side; a storm with MIG cuts GPUs with it.
+	hw      *outside
+	mig     bool
+	ctx     context.Context // of the agent
 	nextPod int
 	deaf    bool
 	// The runtime.
@@ -96,10 +99,35 @@ type stormPod struct {
 	at int
 }
 
+// The driver's MIG side.
+
+func (s *storm) MIG(ctx context.Context, u gpu.UUID) (gpu.MIG, error) { return s.hw.MIG(ctx, u) }
+func (s *storm) CreateInstance(ctx context.Context, u gpu.UUID, profile string, at gpu.Placement, ci int) (gpu.Instance, error) {
+	in, err := s.hw.CreateInstance(ctx, u, profile, at, ci)
+	s.note("create %s@%d on %s: %d, %v", profile, at.Start, u, in.GI, err)
+	return in, err
+}
+func (s *storm) DestroyInstance(ctx context.Context, u gpu.UUID, in gpu.Instance) error {
+	err := s.hw.DestroyInstance(ctx, u, in)
+	s.note("destroy %s@%d (%d) on %s: %v", in.Profile, in.Start, in.GI, u, err)
+	return err
+}
+func (s *storm) SetMIGMode(ctx context.Context, u gpu.UUID, on bool) error {
+	return s.hw.SetMIGMode(ctx, u, on)
+}
+func (s *storm) Reset(ctx context.Context, u gpu.UUID) error { return s.hw.Reset(ctx, u) }
+func (s *storm) Capabilities(minor, gi, ci int) ([]*specs.DeviceNode, error) {
+	return s.hw.Capabilities(minor, gi, ci)
+}
+func (s *storm) MIGStep(string, string, time.Duration, error) {}
+func (s *storm) Wish(string, time.Duration)                   {}
+
 type stormContainer struct {
 	node.Container
 	pod *stormPod
 	ids map[string][]string // by resource
+	// caps are the capability nodes that it got.
+	caps []string
 }
 
 // note puts a line of the node's into the agents' log.
@@ -117,6 +145,11 @@ func (s *storm) Inventory(ctx context.Context) (gpu.Inventory, error) {
 	s.mu.Lock()
 	hangs, mute := s.hangs, s.mute
 	inv := *machine(s.gpus)
+	s.hw.with(func() {
+		for i := range inv.GPUs {
+			inv.GPUs[i].MIG = s.hw.inv.GPUs[i].MIG
+		}
+	})
 	for i := range inv.GPUs {
 		if why := s.trouble[inv.GPUs[i].UUID]; why != "gone" {
 			inv.GPUs[i].Fault = why
@@ -144,24 +177,6 @@ func (s *storm) Events(ctx context.Context, _ func(gpu.Event)) error {
 }
 func (s *storm) SetTimeSlice(context.Context, gpu.UUID, gpu.TimeSlice) error { return nil }
 func (s *storm) LetGo() error                                                { return nil }
-
-// withoutMIG is a driver of cards that have none.
-type withoutMIG struct{}
-
-func (withoutMIG) MIG(context.Context, gpu.UUID) (gpu.MIG, error) { return gpu.MIG{}, nil }
-func (withoutMIG) CreateInstance(context.Context, gpu.UUID, string, gpu.Placement, int) (gpu.Instance, error) {
-	return gpu.Instance{}, gpu.ErrNotSupported
-}
-func (withoutMIG) DestroyInstance(context.Context, gpu.UUID, gpu.Instance) error {
-	return gpu.ErrNotSupported
-}
-func (withoutMIG) SetMIGMode(context.Context, gpu.UUID, bool) error { return gpu.ErrNotSupported }
-func (withoutMIG) Reset(context.Context, gpu.UUID) error            { return gpu.ErrNotSupported }
-func (withoutMIG) Capabilities(int, int, int) ([]*specs.DeviceNode, error) {
-	return nil, gpu.ErrNotSupported
-}
-func (withoutMIG) MIGStep(string, string, time.Duration, error) {}
-func (withoutMIG) Wish(string, time.Duration)                   {}
 
 func (s *storm) Write(key string, spec *specs.Spec) error {
 	s.locked(func() { s.specs[key] = spec })
@@ -312,7 +327,7 @@ func (s *storm) Keep(live func() []state.Claim) error {
 // lists to the kubelet.
 func (s *storm) start() {
 	ctx, quit := context.WithCancel(context.Background())
-	s.quit = quit
+	s.quit, s.ctx = quit, ctx
 	s.locked(func() { s.sources = nil })
 	s.agent = New(Options{
 		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: unit, Pod: ownPod, Boot: "this", Kit: testKit,
@@ -507,6 +522,11 @@ func (s *storm) startContainer(p *stormPod) {
 			return
 		}
 		c.Annotations[cdi.AnnotationName("example.com", key)] = resource
+		for _, n := range s.specs[key].Devices[0].ContainerEdits.DeviceNodes {
+			if strings.Contains(n.Path, "-ci") {
+				c.caps = append(c.caps, n.Path)
+			}
+		}
 	}
 	c.Created = time.Now()
 	s.containers = append(s.containers, c)
@@ -559,6 +579,13 @@ func (s *storm) step() {
 		s.nextPod++
 		p := &stormPod{uid: fmt.Sprint("uid-", s.nextPod), name: fmt.Sprint("pod-", s.nextPod)}
 		want := func() map[string]int {
+			if s.mig && s.rng.IntN(5) > 0 {
+				w := map[string]int{}
+				for range 1 + s.rng.IntN(2) {
+					w["example.com/mig-"+[]string{"1g.10gb", "1g.10gb", "1g.10gb.me", "2g.20gb", "3g.40gb", "4g.40gb"}[s.rng.IntN(6)]] = 1 + s.rng.IntN(5)/4
+				}
+				return w
+			}
 			switch s.rng.IntN(6) {
 			case 0:
 				return map[string]int{names.Whole: 1}
@@ -608,6 +635,16 @@ func (s *storm) step() {
 		file := []string{allShared, allShared, allWhole, allShared + "      replicas: 3\n",
 			strings.ReplaceAll(allShared, "shared", "off"),
 			"version: v1\npartitions:\n  default:\n    - devices: [0]\n      mode: shared\n    - devices: [1, 2]\n      mode: whole\n"}[s.rng.IntN(6)]
+		if s.mig {
+			cuts := []string{demand, demand, demand, sevenSmall, twoLarge, "{mode: mig, geometry: {1g.10gb: 3, 3g.40gb: 1}}", "{mode: mig, geometry: {}}",
+				"{mode: mig, profiles: [1g.10gb, 3g.40gb]}", "{mode: whole}", "{mode: shared}", "{mode: off}"}
+			var gpus []string
+			for range s.gpus {
+				gpus = append(gpus, cuts[s.rng.IntN(len(cuts))])
+			}
+			file = migPartition(gpus...)
+		}
+		s.note("edit: %q", file)
 		s.agent.SetFile("p.yaml", []byte(file))
 		s.locked(func() { s.done["edited"]++ })
 	case n < 89:
@@ -646,11 +683,19 @@ func (s *storm) heal() {
 // once or some steps later.
 func (s *storm) restartAgent() {
 	s.quit()
+	if s.mig {
+		// What the driver is in the middle of comes to its end before the process does.
+		time.Sleep(2 * s.hw.took)
+	}
 	s.start()
+	file := allShared
+	if s.mig {
+		file = migPartition(demand, demand, sevenSmall)
+	}
 	if s.rng.IntN(2) == 0 {
-		s.agent.SetFile("p.yaml", []byte(allShared))
+		s.agent.SetFile("p.yaml", []byte(file))
 	} else {
-		s.late = allShared
+		s.late = file
 	}
 	s.locked(func() { s.done["agents"]++ })
 }
@@ -671,7 +716,21 @@ func (s *storm) check(when string) {
 	defer s.mu.Unlock()
 	users := map[string]*stormContainer{} // by resource and ID
 	cuts := map[gpu.UUID]map[string]*stormContainer{}
+	capabilities := map[string]bool{}
+	s.hw.with(func() {
+		for i := range s.hw.inv.GPUs {
+			for _, in := range s.hw.inv.GPUs[i].MIG.Instances {
+				nodes, _ := s.hw.Capabilities(s.hw.inv.GPUs[i].Minor, in.GI, in.CI)
+				capabilities[nodes[1].Path] = true
+			}
+		}
+	})
 	for _, c := range s.containers {
+		for _, node := range c.caps {
+			if !capabilities[node] {
+				s.t.Errorf("%s: the instance of %s is gone under it: %s", when, c.ID, node)
+			}
+		}
 		for resource, ids := range c.ids {
 			sick := slices.ContainsFunc(ids, func(id string) bool { return s.agent.faulty(gpu.UUID(strings.Split(id, "::")[0])) }) || s.down
 			if s.specs[cdi.Key(resource, ids)] == nil && c.pod.active && !sick {
@@ -686,6 +745,10 @@ func (s *storm) check(when string) {
 				u := gpu.UUID(strings.Split(id, "::")[0])
 				if cuts[u] == nil {
 					cuts[u] = map[string]*stormContainer{}
+				}
+				if strings.Contains(resource, "/mig-") {
+					cuts[u]["mig"] = c
+					continue
 				}
 				cuts[u][resource] = c
 			}
@@ -708,7 +771,7 @@ func (s *storm) checkCap(when string, c *stormContainer, resource string, ids []
 		u := gpu.UUID(strings.Split(id, "::")[0])
 		bytes, err := s.pages.Limit(cdi.Key(resource, ids), u)
 		want := uint64(len(ids)) * uint64(unit) << 20
-		if resource == names.Whole {
+		if resource == names.Whole || strings.Contains(resource, "/mig-") {
 			want = lib.None
 		}
 		if err != nil || resource != names.Replicas && bytes != want || bytes == 0 {
@@ -720,7 +783,7 @@ func (s *storm) checkCap(when string, c *stormContainer, resource string, ids []
 // round is one of the agent's, with a random thing happening beside it.
 func (s *storm) round(beside func()) {
 	var wait sync.WaitGroup
-	wait.Go(func() { _ = s.agent.round(context.Background()) })
+	wait.Go(func() { _ = s.agent.round(s.ctx) })
 	if beside != nil {
 		s.beside = true
 		beside()
@@ -766,12 +829,30 @@ func (s *storm) calm() {
 // TestStorm is rules 1 to 5 under whatever may happen: pods of every kind, ended
 // in every way, restarts of kubelet and agent, edits of the partition, faults,
 // witnesses that do not answer. -storm.steps and -storm.seed choose another.
-func TestStorm(t *testing.T) {
+func TestStorm(t *testing.T) { runStorm(t, false) }
+
+// TestStormWithMIG is the same on GPUs that are cut by MIG, live and on demand,
+// with a driver of which one call in ten fails.
+func TestStormWithMIG(t *testing.T) { runStorm(t, true) }
+
+func runStorm(t *testing.T, withMIG bool) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &storm{
+			hw: newOutside(3), mig: withMIG,
 			t: t, rng: rand.New(rand.NewPCG(*stormSeed, 2)), gpus: 3, served: make(chan map[string]plugin.Source, 16),
 			devices: map[string]map[string]bool{}, pods: map[string]*stormPod{}, specs: map[string]*specs.Spec{},
 			figures: map[gpu.UUID]gpu.Health{}, trouble: map[gpu.UUID]string{}, foreign: map[gpu.UUID]bool{}, done: map[string]int{},
+		}
+		if withMIG {
+			s.hw = migMachine(3)
+			s.hw.took, s.hw.ampere = 300*time.Microsecond, true
+			odds := rand.New(rand.NewPCG(*stormSeed, 3))
+			s.hw.chance = func() error {
+				if odds.IntN(10) == 0 {
+					return errBroken
+				}
+				return nil
+			}
 		}
 		s.logger = slog.New(slog.NewTextHandler(&s.log, nil))
 		s.start()
@@ -789,7 +870,7 @@ func TestStorm(t *testing.T) {
 			s.check(fmt.Sprint("step ", i))
 			if t.Failed() {
 				lines := strings.Split(s.log.String(), "\n")
-				t.Log(strings.Join(lines[max(0, len(lines)-60):], "\n"))
+				t.Log(strings.Join(lines[max(0, len(lines)-90):], "\n"))
 				break
 			}
 			if i%1000 == 999 {

@@ -69,6 +69,9 @@ type result struct {
 	stuck  error
 }
 
+// want is what a job for a claim makes.
+func (w *Work) want() want { return want{w.Claim, w.GPU, w.Slot} }
+
 // rest is a pause after work that failed.
 type rest struct {
 	until time.Time
@@ -157,11 +160,24 @@ func (a *Agent) execute(ctx context.Context, j *job, d gpu.Device) result {
 		}
 	}
 	var done []mig.Step
+	var failed *mig.Step
 	for _, s := range j.Steps {
+		if r.err = ctx.Err(); r.err != nil {
+			return r // the process ends: its successor looks at what there is
+		}
 		if r.err = a.step(ctx, j, &d, at, s); r.err != nil {
+			failed = &s
 			break
 		}
 		done = append(done, s)
+	}
+	if failed != nil && failed.Op == mig.Destroy {
+		// It may have failed half way.
+		if m, err := a.driver.MIG(ctx, d.UUID); err == nil {
+			if in := find(m.Instances, failed.Slot); in == nil || in.CI < 0 {
+				done = append(done, *failed)
+			}
+		}
 	}
 	if r.err != nil && !errors.Is(r.err, errResetDue) && ctx.Err() == nil {
 		for _, s := range slices.Backward(done) {
@@ -232,7 +248,7 @@ func (a *Agent) step(ctx context.Context, j *job, d *gpu.Device, at []gpu.Instan
 	}
 	a.observer.MIGStep(string(s.Op), s.Slot.Profile.String(), time.Since(began), err)
 	if err != nil {
-		return fmt.Errorf("%s on %s: %w", s.String(), describe(d), err)
+		return fmt.Errorf("GPU %d: %w", d.Index, err)
 	}
 	return nil
 }
@@ -251,13 +267,7 @@ func (a *Agent) switchMIG(ctx context.Context, d *gpu.Device, on bool) error {
 		return fmt.Errorf("%w: the mode comes into force with a reset of the GPU (nvidia-smi --gpu-reset -i %d) or a reboot; --reset is never", errResetDue, d.Index)
 	}
 	if err := a.driver.Reset(ctx, d.UUID); err != nil {
-		holders := ""
-		if a.clients != nil {
-			if clients := a.clients(d.Minor); len(clients) > 0 {
-				holders = "; who has the GPU open: " + strings.Join(clients, ", ")
-			}
-		}
-		return fmt.Errorf("%w: the mode comes into force with a reset of the GPU, or a reboot: %w%s", errResetDue, err, holders)
+		return fmt.Errorf("%w: the mode comes into force with a reset of the GPU, or a reboot: %w", errResetDue, err)
 	}
 	if m, err = a.driver.MIG(ctx, d.UUID); err == nil && m.Enabled != on {
 		err = fmt.Errorf("%w: a reset was not enough", errResetDue)
@@ -296,7 +306,7 @@ func (a *Agent) takeResults(now time.Time) {
 			a.log.Info("work done", "gpu", u, "claim", r.Claim, "steps", r.String())
 			delete(a.rests, u)
 			delete(a.failing, u)
-			delete(a.wishRests, r.Claim)
+			delete(a.wishRests, r.want())
 			continue
 		}
 		a.failed(r, d, now)
@@ -323,10 +333,10 @@ func (a *Agent) failed(r *result, d *gpu.Device, now time.Time) {
 		}
 		return
 	}
-	if a.wishRests[r.Claim] == nil {
-		a.wishRests[r.Claim] = &rest{}
+	if a.wishRests[r.want()] == nil {
+		a.wishRests[r.want()] = &rest{}
 	}
-	a.wishRests[r.Claim].fail(r.err, 0, wishPauseMax, now)
+	a.wishRests[r.want()].fail(r.err, 0, wishPauseMax, now)
 	a.desk.SetTrouble(r.Claim, r.err.Error())
 	if a.failing[r.GPU] == nil {
 		a.failing[r.GPU] = map[mig.Slot]*failing{}
@@ -374,15 +384,15 @@ func (a *Agent) failingSlots(now time.Time) map[gpu.UUID]map[mig.Slot]string {
 // migInput is what the plan must know.
 func (a *Agent) migInput(claims []desk.Claim, now time.Time) MIGInput {
 	in := MIGInput{Cards: a.cards, Made: a.mine, Reclaim: a.opts.ReclaimForeign, Working: map[gpu.UUID]*Work{}, Expired: map[gpu.UUID][]mig.Slot{},
-		Deferred: map[string]bool{}}
+		Deferred: map[want]bool{}}
 	for u, j := range a.jobs {
 		in.Working[u] = &j.Work
 	}
-	for key, r := range a.wishRests {
-		if !slices.ContainsFunc(claims, func(c desk.Claim) bool { return c.Key == key }) {
-			delete(a.wishRests, key)
+	for w, r := range a.wishRests {
+		if !slices.ContainsFunc(claims, func(c desk.Claim) bool { return c.Key == w.claim }) {
+			delete(a.wishRests, w)
 		} else if now.Before(r.until) {
-			in.Deferred[key] = true
+			in.Deferred[w] = true
 		}
 	}
 	if a.opts.IdleTTL > 0 {
@@ -526,7 +536,7 @@ func (a *Agent) instancesOf(c *desk.Claim) (out []instance, ok bool) {
 	for _, id := range c.IDs {
 		u, profile, start, ci, err := mig.ParseID(id)
 		d := a.inv.ByUUID(u)
-		if err != nil || d == nil || d.Fault != "" || !d.MIG.Enabled {
+		if err != nil || d == nil || !d.MIG.Enabled {
 			return nil, false
 		}
 		i := slices.IndexFunc(d.MIG.Instances, func(in gpu.Instance) bool {

@@ -26,8 +26,6 @@ type Worlds struct {
 	Runtime Runtime
 	Plugins Plugins
 	Store   Store
-	// Clients names who has the device node of a GPU open; it may be nil.
-	Clients func(minor int) []string
 	// Cluster is nil where there is no API server to speak to.
 	Cluster  Cluster
 	Observer Observer
@@ -54,7 +52,7 @@ type Driver interface {
 	DestroyInstance(context.Context, gpu.UUID, gpu.Instance) error
 	// SetMIGMode sets the mode; MIG tells whether it is in force.
 	SetMIGMode(ctx context.Context, u gpu.UUID, on bool) error
-	// Reset resets one GPU, which must be idle.
+	// Reset resets one GPU, which must be idle: gpu.ErrInUse names who has it open.
 	Reset(context.Context, gpu.UUID) error
 	// Capabilities are the device nodes, by host path, that open an instance of the
 	// GPU with this minor number.

@@ -192,6 +192,9 @@ type claim struct {
 	Claim
 	// ready is closed when Ready becomes true; replaced when it becomes false.
 	ready chan struct{}
+	// restored says that this process has not seen the Allocate, and that there may
+	// have been a later one that nobody wrote down.
+	restored bool
 }
 
 // Desk holds the view and the claims. Use [New].
@@ -494,6 +497,7 @@ func (d *Desk) allocateLocked(resource string, ids []string, now time.Time) (str
 		known.Allocated, known.Adopted, known.Started, known.Listed = now, false, false, false
 		known.Holder, known.PodUIDs, known.Checked, known.Waits = Holder{}, nil, time.Time{}, ""
 		known.Wished, known.Trouble = time.Time{}, ""
+		known.restored = false
 		known.shut()
 		d.version++
 		return key, nil
@@ -653,7 +657,7 @@ func (d *Desk) Restore(resource string, ids []string, allocated time.Time) error
 	}
 	d.movedLocked()
 	c := d.claims[cdi.Key(resource, ids)]
-	c.Allocated, c.Adopted = allocated, false
+	c.Allocated, c.Adopted, c.restored = allocated, false, true
 	return nil
 }
 
@@ -912,10 +916,12 @@ func (c *claim) name(entries []Entry, uses []Use, listed map[string]Holding, pod
 // than the Allocate is another pod's; unless the checkpoint says otherwise, which
 // is certain to have been written after the Allocate when that is Grace ago, or
 // before this process started. (By the clock alone a container can be older than
-// its claim, where that was put back between.)
+// its claim, where that was put back between.) A claim that was restored may have
+// been given to somebody else since, so a container that only shares devices with
+// it is not taken for the same pod's.
 func (c *claim) mine(u *Use, asked time.Time) bool {
 	switch {
-	case !c.Adopted && u.Created.After(c.Allocated):
+	case !c.Adopted && u.Created.After(c.Allocated) && !(c.restored && u.Key != c.Key):
 		return true
 	case !c.Adopted && asked.Sub(c.Allocated) < Grace:
 		return false
