@@ -35,13 +35,19 @@ type counts struct {
 	repeats   int           // of a call in a round
 	live      int           // allocations where there are many
 	watched   int           // containers under the watchdog
+	changes   int           // of MIG geometries
+	operation time.Duration // of the hardware, on a MIG instance
+	started   int           // containers on MIG instances that are made for them
+	plans     int           // of MIG geometries, on paper
 }
 
 var (
 	fullCounts = counts{starts: 20, window: 30 * time.Second, allocates: 1000, calls: 1000, counted: 100, restarts: 20,
-		broken: 5, rounds: 3, hold: time.Second, timings: 60, repeats: 8000, live: 100_000, watched: 100}
+		broken: 5, rounds: 3, hold: time.Second, timings: 60, repeats: 8000, live: 100_000, watched: 100,
+		changes: 200, operation: 100 * time.Millisecond, started: 100, plans: 20_000}
 	smokeCounts = counts{starts: 1, window: time.Second, allocates: 20, calls: 10, counted: 5, restarts: 2,
-		broken: 2, rounds: 2, hold: 200 * time.Millisecond, timings: 2, repeats: 500, live: 1000, watched: 8}
+		broken: 2, rounds: 2, hold: 200 * time.Millisecond, timings: 2, repeats: 500, live: 1000, watched: 8,
+		changes: 12, operation: 5 * time.Millisecond, started: 10, plans: 200}
 )
 
 // manyDevices are devices on each GPU: 80, 640 and 2,560 on all.
@@ -69,6 +75,7 @@ type bench struct {
 	// watch looks after containers, and unwatched does not; they are alike
 	// otherwise.
 	watch, unwatched *subject
+	migKubelet       *kubelet
 	// random decides the sizes of requests, the same in every run.
 	random *rand.Rand
 }
@@ -95,7 +102,7 @@ func measure(ctx context.Context, k *lab.Kit, smoke bool, only string) (err erro
 	kubelets := map[string]*kubelet{}
 	for name, dir := range map[string]string{
 		peerName: kubeletDir, agentName: filepath.Join(work, "kubelet"), agentFileName: filepath.Join(work, "kubelet-2"),
-		watchName: filepath.Join(work, "kubelet-3"), unwatchedName: filepath.Join(work, "kubelet-4"),
+		watchName: filepath.Join(work, "kubelet-3"), unwatchedName: filepath.Join(work, "kubelet-4"), migAgentName: filepath.Join(work, "kubelet-5"),
 	} {
 		if kubelets[name], err = startKubelet(dir); err != nil {
 			return err
@@ -107,6 +114,7 @@ func measure(ctx context.Context, k *lab.Kit, smoke bool, only string) (err erro
 		random: rand.New(rand.NewPCG(2, 0))}
 	b.agent, b.file, b.peer = b.newAgent(kubelets[agentName]), b.newFileAgent(agentFileName, ":9501", kubelets[agentFileName]), b.newPeer(kubelets[peerName])
 	b.watch = b.newFileAgent(watchName, watchHTTP, kubelets[watchName])
+	b.migKubelet = kubelets[migAgentName]
 	b.unwatched = b.newFileAgent(unwatchedName, ":9503", kubelets[unwatchedName], "--watch-every", "0")
 	began := time.Now()
 	b.note("gpu-agent beside %s %s; %d emulated %s, %d processors, %s; smoke: %v", peerName, peerVersion, gpus, gpuModel, runtime.NumCPU(), runtime.Version(), smoke)
@@ -123,6 +131,8 @@ func measure(ctx context.Context, k *lab.Kit, smoke bool, only string) (err erro
 		{"faults", b.faults},
 		{"caps in the process", b.capping},
 		{"caps: the watchdog", b.watching},
+		// Last: what they lay over /proc and /sys is of other cards.
+		{"mig: changes", b.migChanges},
 	} {
 		if !strings.Contains(phase.what, only) {
 			continue

@@ -4,6 +4,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"path/filepath"
 
@@ -31,5 +32,5 @@ func build(ctx context.Context, k *lab.Kit) error {
 	if err := k.Run(ctx, "gcc", "-std=gnu17", "-O2", "-Wall", "-Wextra", "-Werror", "-o", k.Bin(timingName), "tests/peers/bench/c/timing.c", "-ldl"); err != nil {
 		return fmt.Errorf("build the program that times calls: %w", err)
 	}
-	return peers.DevicePlugin.Build(ctx, k)
+	return errors.Join(peers.DevicePlugin.Build(ctx, k), peers.MIGParted.Build(ctx, k))
 }

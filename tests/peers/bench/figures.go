@@ -30,14 +30,14 @@ type target struct {
 func (r *report) figure(name string, value float64, unit string, want ...target) {
 	number := fmt.Sprintf("%.3f", value)
 	switch unit {
-	case "calls", "bytes", "devices":
+	case "calls", "bytes", "devices", "changes", "instances":
 		number = fmt.Sprintf("%.0f", value)
 	case "MB":
 		number = fmt.Sprintf("%.1f", value)
 	}
 	line := fmt.Sprintf("%-58s %10s %-7s", name, number, unit)
 	for _, t := range want {
-		if r.timeless && unit != "calls" {
+		if r.timeless && !slices.Contains([]string{"calls", "changes", "instances"}, unit) {
 			continue
 		}
 		r.total++

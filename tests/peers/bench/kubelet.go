@@ -252,6 +252,17 @@ func (k *kubelet) forget(resources ...string) {
 	k.checkpointLocked()
 }
 
+// forgetAll is forget of everything that there is.
+func (k *kubelet) forgetAll() {
+	k.mu.Lock()
+	resources := slices.Collect(maps.Keys(k.plugins))
+	for _, p := range k.pods {
+		resources = append(resources, p.resource)
+	}
+	k.mu.Unlock()
+	k.forget(resources...)
+}
+
 // await waits until a resource's newest list satisfies ok, and returns a copy
 // of its endpoint at that moment.
 func (k *kubelet) await(ctx context.Context, resource, what string, ok func(endpoint) bool) (endpoint, error) {

@@ -14,10 +14,12 @@ import (
 
 	"example.com/gpu-agent/tests/lab"
 	"example.com/gpu-agent/tests/memcap/capsule"
+	"example.com/gpu-agent/tests/peers"
 )
 
 func main() {
 	capsule.Main()
+	peers.BecomePeer()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := run(ctx, os.Args[1:])
 	stop()

@@ -82,21 +82,25 @@ func (m *machine) agent(name, http string, k *kubelet, source func(partitions st
 		if err != nil {
 			return nil, fmt.Errorf("start %s: %w", name, err)
 		}
-		if m.hold > 0 {
-			args = append(args, "--health-hold", m.hold.String(), "--health-probe", (m.hold / 5).String())
-		}
-		// What it leaves for a successor is not to be found by the next start.
-		dir := filepath.Join(m.work, name)
-		for _, left := range []string{"cdi", "state/state.json", "state/claims.journal"} {
-			if err := os.RemoveAll(filepath.Join(dir, left)); err != nil {
-				return nil, fmt.Errorf("start %s: %w", name, err)
-			}
-		}
-		return start(m.work, name, m.kit.Bin("gpu-agent"), append([]string{"run",
-			"--driver-root", m.driver.root, "--kubelet-dir", k.dir, "--pod", agentPodNamespace + "/" + agentPodName,
-			"--runtime-endpoint", k.socket(), "--memory-unit", fmt.Sprintf("%dMiB", unit),
-			"--state-dir", filepath.Join(dir, "state"), "--cdi-dir", filepath.Join(dir, "cdi"), "--http", http}, args...)...)
+		return m.startAgent(name, http, k, unit, args...)
 	}}
+}
+
+// startAgent starts the agent as a program that finds nothing of an earlier one.
+func (m *machine) startAgent(name, http string, k *kubelet, unit int, args ...string) (*process, error) {
+	if m.hold > 0 {
+		args = append(args, "--health-hold", m.hold.String(), "--health-probe", (m.hold / 5).String())
+	}
+	dir := filepath.Join(m.work, name)
+	for _, left := range []string{"cdi", "state/state.json", "state/claims.journal"} {
+		if err := os.RemoveAll(filepath.Join(dir, left)); err != nil {
+			return nil, fmt.Errorf("start %s: %w", name, err)
+		}
+	}
+	return start(m.work, name, m.kit.Bin("gpu-agent"), append([]string{"run",
+		"--driver-root", m.driver.root, "--kubelet-dir", k.dir, "--pod", agentPodNamespace + "/" + agentPodName,
+		"--runtime-endpoint", k.socket(), "--memory-unit", fmt.Sprintf("%dMiB", unit),
+		"--state-dir", filepath.Join(dir, "state"), "--cdi-dir", filepath.Join(dir, "cdi"), "--http", http}, args...)...)
 }
 
 // newPeer is NVIDIA's device plugin with the settings of its own manifest. Its
