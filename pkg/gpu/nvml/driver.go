@@ -63,9 +63,10 @@ type Options struct {
 	Look time.Duration
 	// EventWait is how long one wait for events takes inside the driver when
 	// nothing happens, and so how long Events and Close may need to end, and how
-	// long a GPU that was added waits to be taken up. Each wait costs about 0.2 ms of processor time, most of it the Go runtime's for a
-	// thread that comes back: the greater part of what an idle agent costs.
-	// Zero is 5 s.
+	// long a GPU that was added waits to be taken up, and a Reset to begin; after
+	// one, and after SetMIGMode, waits are short for a minute. Each wait costs about
+	// 0.2 ms of processor time, most of it the Go runtime's for a thread that comes
+	// back: the greater part of what an idle agent costs. Zero is 5 s.
 	EventWait time.Duration
 	// Logger takes what NVIDIA's libraries have to say (level debug) and GPUs
 	// that cannot be watched. Nil is silence.
@@ -146,6 +147,8 @@ type Driver struct {
 	look chan struct{}
 	// again has Events register the GPUs again.
 	again chan struct{}
+	// hurried is until when waits for events are short, in nanoseconds since 1970.
+	hurried atomic.Int64
 	// said is what was logged of GPUs, by index, that cannot report events. Used
 	// inside the door of event sets only, as is at: the UUIDs of GPUs, by index, at
 	// their last registration.

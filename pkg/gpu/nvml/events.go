@@ -31,6 +31,10 @@ const (
 	// renewWait bounds how long a new initialisation waits for a call that is
 	// inside the door. Nothing is heard meanwhile.
 	renewWait = time.Second
+	// hurriedWait is the longest wait for events for hurryFor after somebody had to
+	// wait for one.
+	hurriedWait = 250 * time.Millisecond
+	hurryFor    = time.Minute
 	// nameWait bounds the question which GPU an event is about, where the driver
 	// names it by a handle that was not registered.
 	nameWait = 100 * time.Millisecond
@@ -562,7 +566,7 @@ func (w *watch) listen() *listener {
 				return
 			}
 			n := news{ret: nvml.ERROR_TIMEOUT}
-			n.data, n.ret = a.set.Wait(uint32(d.opts.EventWait.Milliseconds()))
+			n.data, n.ret = a.set.Wait(uint32(d.eventWait().Milliseconds()))
 			if n.ret != nvml.ERROR_TIMEOUT {
 				select {
 				case l.heard <- n:
@@ -581,6 +585,18 @@ func (w *watch) listen() *listener {
 		}
 	}()
 	return l
+}
+
+// hurry makes the next waits for events short: one GPU's mode or reset has to wait
+// for them, and others may follow.
+func (d *Driver) hurry() { d.hurried.Store(time.Now().Add(hurryFor).UnixNano()) }
+
+// eventWait is how long the next wait for events may take.
+func (d *Driver) eventWait() time.Duration {
+	if time.Now().UnixNano() < d.hurried.Load() {
+		return min(d.opts.EventWait, hurriedWait)
+	}
+	return d.opts.EventWait
 }
 
 // event puts the driver's report in our words. The handle in it is the one

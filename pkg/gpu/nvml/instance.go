@@ -424,6 +424,7 @@ func (d *Driver) SetMIGMode(ctx context.Context, u gpu.UUID, on bool) error {
 		word, mode = "on", nvml.DEVICE_MIG_ENABLE
 	}
 	what := fmt.Sprintf("switch MIG %s on %s", word, u)
+	d.hurry()
 	_, err := work(ctx, d, u, what, func() (none struct{}, _ error) {
 		h, err := d.handle(u)
 		if err != nil {

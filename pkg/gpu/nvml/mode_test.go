@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 	"github.com/NVIDIA/go-nvml/pkg/nvml/mock"
@@ -210,5 +211,26 @@ func TestWorkIsOnePerGPU(t *testing.T) {
 	}
 	if err := d.outside.seize(t.Context()); err != nil {
 		t.Error(err)
+	}
+}
+
+// Who has to wait for a wait for events has to do so once.
+func TestHurry(t *testing.T) {
+	d := &Driver{opts: Options{EventWait: time.Hour}}
+	if got := d.eventWait(); got != time.Hour {
+		t.Errorf("waits %s for events", got)
+	}
+	d.hurry()
+	if got := d.eventWait(); got != hurriedWait {
+		t.Errorf("waits %s for events, want %s", got, hurriedWait)
+	}
+	d.opts.EventWait = time.Millisecond
+	if got := d.eventWait(); got != time.Millisecond {
+		t.Errorf("waits %s for events, longer than it ever would", got)
+	}
+	d.hurried.Store(time.Now().UnixNano() - 1)
+	d.opts.EventWait = time.Hour
+	if got := d.eventWait(); got != time.Hour {
+		t.Errorf("waits %s for events for ever", got)
 	}
 }

@@ -25,6 +25,10 @@ const (
 	// othersWait bounds how long a reset waits for work on MIG that is under way:
 	// what comes after it waits as well.
 	othersWait = time.Minute
+	// takeUpWait bounds, and takeUpPause spaces, attempts to initialise the driver
+	// after a reset.
+	takeUpWait  = 10 * time.Second
+	takeUpPause = 100 * time.Millisecond
 	// mostClients bounds how many clients of a GPU an error names.
 	mostClients = 8
 )
@@ -47,6 +51,7 @@ const (
 // the driver cannot be initialised again: Events goes on trying.
 func (d *Driver) Reset(ctx context.Context, u gpu.UUID) error {
 	what := "reset " + string(u)
+	d.hurry()
 	if _, err := d.tool("nvidia-smi"); err != nil {
 		return fmt.Errorf("%s: %w", what, err)
 	}
@@ -82,7 +87,7 @@ func (d *Driver) reset(what string, u gpu.UUID) error {
 		minor = -1 // a GPU that is broken may be reset
 	}
 	if err := d.shutdown(what + ": let go of the driver"); err != nil {
-		return errors.Join(err, d.initialised())
+		return errors.Join(err, d.takeUp(what))
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), resetWait)
 	defer cancel()
@@ -90,10 +95,27 @@ func (d *Driver) reset(what string, u gpu.UUID) error {
 	if errors.Is(err, gpu.ErrInUse) {
 		err = fmt.Errorf("%w; %s", err, d.clients(minor))
 	}
-	if again := d.initialised(); again != nil {
-		err = errors.Join(err, fmt.Errorf("%s: %w", what, again))
+	return errors.Join(err, d.takeUp(what))
+}
+
+// takeUp initialises the driver after a reset. A card that begins anew may not be
+// ready, and without a driver every GPU of the node is down: so it is tried for a
+// while.
+func (d *Driver) takeUp(what string) error {
+	var err error
+	for began := time.Now(); ; {
+		if err = d.initialised(); err == nil {
+			return nil
+		}
+		if d.stopped.Err() != nil || time.Since(began) > takeUpWait {
+			return fmt.Errorf("%s: %w", what, err)
+		}
+		d.log.Warn("cannot initialise the driver after a reset; trying again", "err", err)
+		select {
+		case <-d.stopped.Done():
+		case <-time.After(takeUpPause):
+		}
 	}
-	return err
 }
 
 // resetMeaning is the sentinel for nvidia-smi's refusal of a reset. It says that
