@@ -39,15 +39,16 @@ type counts struct {
 	operation time.Duration // of the hardware, on a MIG instance
 	started   int           // containers on MIG instances that are made for them
 	plans     int           // of MIG geometries, on paper
+	failures  int           // of driver calls, during changes
 }
 
 var (
 	fullCounts = counts{starts: 20, window: 30 * time.Second, allocates: 1000, calls: 1000, counted: 100, restarts: 20,
 		broken: 5, rounds: 3, hold: time.Second, timings: 60, repeats: 8000, live: 100_000, watched: 100,
-		changes: 200, operation: 100 * time.Millisecond, started: 100, plans: 20_000}
+		changes: 200, operation: 100 * time.Millisecond, started: 100, plans: 20_000, failures: 60}
 	smokeCounts = counts{starts: 1, window: time.Second, allocates: 20, calls: 10, counted: 5, restarts: 2,
 		broken: 2, rounds: 2, hold: 200 * time.Millisecond, timings: 2, repeats: 500, live: 1000, watched: 8,
-		changes: 12, operation: 5 * time.Millisecond, started: 10, plans: 200}
+		changes: 12, operation: 5 * time.Millisecond, started: 10, plans: 200, failures: 6}
 )
 
 // manyDevices are devices on each GPU: 80, 640 and 2,560 on all.
@@ -132,7 +133,10 @@ func measure(ctx context.Context, k *lab.Kit, smoke bool, only string) (err erro
 		{"caps in the process", b.capping},
 		{"caps: the watchdog", b.watching},
 		// Last: what they lay over /proc and /sys is of other cards.
+		{"mig: plans", b.migPlans},
 		{"mig: changes", b.migChanges},
+		{"mig: calls that fail", b.migFailures},
+		{"mig: on demand", b.migStarts},
 	} {
 		if !strings.Contains(phase.what, only) {
 			continue
