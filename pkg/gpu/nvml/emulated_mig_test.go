@@ -477,6 +477,46 @@ func TestLongCreation(t *testing.T) {
 	}
 }
 
+// Work on instances does not ask whether readings get through.
+func TestWorkBesideAHungReading(t *testing.T) {
+	n := emulate(t, inMIG("A100-SXM4-80GB", 2))
+	d := open(t, n)
+	gpus := inventory(t, d).GPUs
+	const call = "nvmlDeviceGetMemoryInfo_v2"
+	before := n.calls(call)
+	try(t, n.Inject(emulator.Fault{Call: call, Hang: true}))
+	ctx, leave := context.WithCancel(t.Context())
+	left := make(chan error, 1)
+	go func() {
+		_, err := d.Inventory(ctx)
+		left <- err
+	}()
+	await(t, "the reading hangs", func() bool { return n.calls(call) > before })
+	leave()
+	if err := <-left; !errors.Is(err, gpu.ErrTimeout) {
+		t.Errorf("the reading: %v, want ErrTimeout", err)
+	}
+	await(t, "it is taken for hung", func() bool {
+		_, err := d.Memory(t.Context(), gpus[0].UUID)
+		return errors.Is(err, gpu.ErrTimeout)
+	})
+	for _, dev := range gpus {
+		in := create(t, d, dev.UUID, "3g.40gb", at(4, 4), 0)
+		if got := stand(t, d, dev.UUID); got != "3g.40gb@4" {
+			t.Errorf("stands %s", got)
+		}
+		if _, err := d.Capabilities(dev.Minor, in.GI, in.CI); err != nil {
+			t.Error(err)
+		}
+		try(t, d.DestroyInstance(wait(t), dev.UUID, in))
+	}
+	n.Clear()
+	await(t, "readings get through again", func() bool {
+		_, err := d.Inventory(wait(t))
+		return err == nil
+	})
+}
+
 // While instances come and go, readings see a sound GPU.
 func TestReadingsBesideChanges(t *testing.T) {
 	n := emulate(t, inMIG("A100-SXM4-80GB", 1))
