@@ -746,6 +746,7 @@ func (a *Agent) settle(changes *Changes) {
 	for key, why := range changes.Trouble {
 		a.desk.SetTrouble(key, why)
 	}
+	a.forget(changes)
 	a.noteIdle(changes, now)
 	a.waitsForProcess = changes.waitsForProcess()
 	if a.waitsForProcess && now.Sub(a.readAt) >= busyLook {
@@ -813,24 +814,31 @@ func (a *Agent) judge(note, hwNote string, configErr, err error, changes *Change
 	case len(changes.Refused) > 0:
 		o.State, o.Message = Failed, strings.Join(changes.Refused, "; ")
 	case a.resting() != "":
-		o.State, o.Message = Failed, a.resting()
+		o.State, o.Message = Failed, sentences(a.resting(), blocked(changes), a.resetsDue(), a.working())
 	case len(changes.Blocked) > 0:
-		o.State = Waiting
-		parts := make([]string, len(changes.Blocked))
-		for i, b := range changes.Blocked {
-			parts[i] = b.String()
-		}
-		o.Message = strings.Join(parts, "; ")
+		o.State, o.Message = Waiting, sentences(blocked(changes), a.resetsDue(), a.working())
 	case note != "":
 		o.State, o.Message = Pending, note
-	case a.resetsDue() != "":
-		o.State, o.Message = Pending, a.resetsDue()
-	case a.working() != "":
-		o.State, o.Message = Pending, a.working()
-	case len(changes.Notes) > 0:
-		o.Message = strings.TrimPrefix(o.Message+"; "+strings.Join(changes.Notes, "; "), "; ")
+	case a.resetsDue() != "" || a.working() != "":
+		o.State, o.Message = Pending, sentences(a.resetsDue(), a.working())
+	default:
+		o.Message = sentences(append([]string{hwNote}, changes.Notes...)...)
 	}
 	return o
+}
+
+// blocked says which GPUs wait for whom.
+func blocked(changes *Changes) string {
+	words := make([]string, len(changes.Blocked))
+	for i, b := range changes.Blocked {
+		words[i] = b.String()
+	}
+	return strings.Join(words, "; ")
+}
+
+// sentences joins what there is to say.
+func sentences(words ...string) string {
+	return strings.Join(slices.DeleteFunc(words, func(s string) bool { return s == "" }), "; ")
 }
 
 // driverAnswers says whether there is any point in asking it for more.

@@ -73,6 +73,9 @@ func (a *Agent) writeClaims(claims []desk.Claim) error {
 		c := &claims[i]
 		shut := false
 		if kind, _ := kindOf(c.Resource); kind == desk.Slots {
+			if slices.ContainsFunc(c.GPUs, a.unread) {
+				continue // what the process before this one wrote stands
+			}
 			instances, stand := a.instancesOf(c)
 			shut = !stand
 			if gate := gateOf(instances); stand && c.Ready && a.gates[c.Key] != gate {
@@ -147,6 +150,12 @@ func (a *Agent) writeClaim(c *desk.Claim) error {
 func (a *Agent) faulty(u gpu.UUID) bool {
 	d := a.inv.ByUUID(u)
 	return d == nil || d.Fault != ""
+}
+
+// unread reports whether this process has not seen yet what stands on a GPU.
+func (a *Agent) unread(u gpu.UUID) bool {
+	d := a.inv.ByUUID(u)
+	return d != nil && !d.MIG.Capable
 }
 
 // lookForFiles finds the claims whose CDI file somebody has taken away.

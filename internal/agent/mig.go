@@ -165,7 +165,7 @@ func (in *PlanInput) look(d *gpu.Device) (*gpuWithMIG, error) {
 		case inst.Busy:
 			s.Pinned, s.Holder, s.Reason = true, "a process that no claim covers", busyReason
 		case !in.MIG.Reclaim && !in.mine(d.UUID, s):
-			s.Pinned, s.Holder, s.Reason = true, "nobody; this agent did not make it, and --foreign-instances reclaim would let it go", foreignReason
+			s.Pinned, s.Holder, s.Reason = true, "an instance that this agent did not make, which --foreign-instances reclaim would let go", foreignReason
 		}
 		g.standing = append(g.standing, s)
 	}

@@ -44,6 +44,10 @@ const (
 // reboot, which somebody else has to see to.
 var errResetDue = errors.New("a reset or a reboot is due")
 
+// errPlanAgain says that a GPU is not any more what the plan was made for. Nothing
+// has been done to it.
+var errPlanAgain = errors.New("the GPU has changed since the plan")
+
 // job is work under way.
 type job struct {
 	Work
@@ -101,6 +105,13 @@ func (a *Agent) own(u gpu.UUID, s mig.Slot) {
 	a.mine[u][s] = true
 }
 
+// forget drops the pauses of GPUs that have become what they shall be.
+func (a *Agent) forget(changes *Changes) {
+	maps.DeleteFunc(a.rests, func(u gpu.UUID, _ *rest) bool {
+		return a.jobs[u] == nil && !slices.ContainsFunc(changes.Work, func(w Work) bool { return w.GPU == u })
+	})
+}
+
 // due picks the work that is to be begun now.
 func (a *Agent) due(work []Work, now time.Time) []Work {
 	if a.letGo != "" || !a.driverAnswers() {
@@ -144,20 +155,18 @@ func (a *Agent) begin(ctx context.Context, work []Work) {
 // GPU is as it was, or as near to that as the driver lets it be.
 func (a *Agent) execute(ctx context.Context, j *job, d gpu.Device) result {
 	r := result{job: j}
-	at := d.MIG.Instances
-	if slices.ContainsFunc(j.Steps, func(s mig.Step) bool { return s.Op == mig.Destroy }) {
-		// Numbers of instances come back: what is to go is looked at once more.
-		m, err := a.driver.MIG(ctx, d.UUID)
-		if err != nil {
-			r.err = fmt.Errorf("look at %s before the change: %w", describe(&d), err)
-			r.mig, r.read = m, err
-			return r
-		}
-		at = m.Instances
-		if r.err = idle(&d, at, j.Steps); r.err != nil {
-			r.mig = m
-			return r
-		}
+	// Others may have been at the GPU since it was read, and numbers of instances
+	// come back: what the plan is of is looked at once more.
+	m, err := a.driver.MIG(ctx, d.UUID)
+	if err != nil {
+		r.err = fmt.Errorf("look at %s before the change: %w", describe(&d), err)
+		r.mig, r.read = m, err
+		return r
+	}
+	at := m.Instances
+	if !sameInstances(at, d.MIG.Instances) || onItsWay(at, j.Steps) {
+		r.mig, r.err = m, errPlanAgain
+		return r
 	}
 	var done []mig.Step
 	var failed *mig.Step
@@ -200,14 +209,19 @@ func (a *Agent) execute(ctx context.Context, j *job, d gpu.Device) result {
 	}
 }
 
-// idle refuses to go on where a process has come onto an instance that is to go.
-func idle(d *gpu.Device, at []gpu.Instance, steps []mig.Step) error {
-	for _, s := range steps {
-		if in := find(at, s.Slot); s.Op == mig.Destroy && in != nil && in.Busy {
-			return fmt.Errorf("destroy %s on %s: %w: a process is on it by now", s.Slot, describe(d), gpu.ErrInUse)
-		}
-	}
-	return nil
+// sameInstances reports whether the same instances stand.
+func sameInstances(a, b []gpu.Instance) bool {
+	return slices.EqualFunc(a, b, func(x, y gpu.Instance) bool {
+		return x.Profile == y.Profile && x.Placement == y.Placement && x.GI == y.GI && x.CI == y.CI && x.CIStart == y.CIStart
+	})
+}
+
+// onItsWay reports whether a process has come onto an instance that is to go.
+func onItsWay(at []gpu.Instance, steps []mig.Step) bool {
+	return slices.ContainsFunc(steps, func(s mig.Step) bool {
+		in := find(at, s.Slot)
+		return s.Op == mig.Destroy && in != nil && in.Busy
+	})
 }
 
 // find returns the instance at a place, or nil.
@@ -246,7 +260,11 @@ func (a *Agent) step(ctx context.Context, j *job, d *gpu.Device, at []gpu.Instan
 	default:
 		err = a.switchMIG(ctx, d, s.Op == mig.Enable)
 	}
-	a.observer.MIGStep(string(s.Op), s.Slot.Profile.String(), time.Since(began), err)
+	profile := ""
+	if s.Slot != (mig.Slot{}) {
+		profile = s.Slot.Profile.String()
+	}
+	a.observer.MIGStep(string(s.Op), profile, time.Since(began), err)
 	if err != nil {
 		return fmt.Errorf("GPU %d: %w", d.Index, err)
 	}
@@ -307,6 +325,10 @@ func (a *Agent) takeResults(now time.Time) {
 			delete(a.rests, u)
 			delete(a.failing, u)
 			delete(a.wishRests, r.want())
+			continue
+		}
+		if errors.Is(r.err, errPlanAgain) {
+			a.log.Info("work is planned again", "gpu", u, "claim", r.Claim, "steps", r.String())
 			continue
 		}
 		a.failed(r, d, now)
