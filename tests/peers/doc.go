@@ -7,9 +7,24 @@
 // # Who is here
 //
 // nvidia-device-plugin is NVIDIA's k8s-device-plugin, v0.19.0, which most
-// clusters run. Its go.mod is all there is of it: a tool line and the versions
-// that its own go.mod asks for. The version is part of every comparison, since
+// clusters run. The version is part of every comparison, since
 // later ones differ: its loop that hands out replicas is faster after v0.20.
+//
+// nvidia-mig-parted is NVIDIA's mig-parted, v0.13.1, which cuts GPUs into MIG
+// devices on most clusters, started by their MIG manager. The tests here run its
+// export, apply and assert on the emulated driver, with the configurations that it
+// comes with; what operators find out about it is tried as well, since an emulator
+// on which it does not fail is none:
+//
+//	a change of one GPU's mode resets every GPU, and needs them all idle
+//	a busy instance fails a change after its idle neighbours are gone
+//	a GPU instance without a compute instance is invisible to it, and in its way
+//	what no card can have is valid, and empties the card; of another card's
+//	profile it even says that it was applied
+//
+// Each peer's go.mod is all there is of it: a tool line and the versions that its
+// own go.mod asks for. Peer.Build makes the program, and Parted runs mig-parted
+// beside an emulated driver.
 //
 // # How they are compared
 //

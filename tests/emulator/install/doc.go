@@ -13,6 +13,13 @@
 // root of its own they are plain files; on the running system they can only be
 // mounted over, which Mount does for the calling process's mount namespace.
 //
+// MIG shows in three places. /proc/driver/nvidia-caps/mig-minors numbers the
+// capabilities of every instance that there could ever be, by the minors of GPUs,
+// and never changes. /proc/driver/nvidia/capabilities has a folder for each
+// instance that stands (FollowInstances). Nodes in /dev/nvidia-caps are made by
+// whoever needs one, and stay: here some are there as if somebody had, and others
+// are not, so that a program has to be able to make its own.
+//
 // A Machine is where all that was laid. Its Sync lets device nodes and kernel
 // files follow the world: a GPU that is unplugged takes its own along, and a
 // driver that is upgraded replaces its libraries as a package does. Save and

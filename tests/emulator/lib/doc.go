@@ -17,6 +17,11 @@
 // what they need around them (cuda_names.h is the list), not the hundreds of
 // others of the real one.
 //
+// Of a GPU in MIG mode a program has one instance as its only device, whose
+// capability nodes it has: the first of several, or the one that
+// CUDA_VISIBLE_DEVICES names; none without nodes. A program that may change MIG, as
+// on the host, reaches all of them.
+//
 // A build is named by the hash of all that goes into it, so that it costs
 // nothing when nothing has changed.
 package lib

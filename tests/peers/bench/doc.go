@@ -95,6 +95,32 @@
 //	watchdog_cpu/processes=100/busy=10%    a tenth of the processes allocate and free ten times a second
 //	watchdog_resident/...                  the memory of both
 //
+// # How cards are cut
+//
+// mig-parted (v0.13.1) and the agent make the same changes, one after the other:
+// each has an A100 of its own on which the same instances stand at the same places,
+// of which the same are busy. What stands is drawn uniformly from all sets of
+// places to which nothing can be added, and so is what is wanted, of which the
+// counts are asked for. These sets, and whether a change is possible beside what is
+// busy, come from the table that was recorded from the driver (migset.go), not
+// from the agent's planner. mig-parted is run for each change; the agent watches
+// its ConfigMap and is started for each, before what is measured, so that it finds
+// what was made by hand, which it is told that it may take away.
+//
+//	mig_possible_failed            changes that were possible and did not come about
+//	mig_failed_left_STATE          what stood after any that did not: what stood before (old), what was wanted (new), neither
+//	mig_destroys, mig_creates      GPU instances, of all changes; mig_created_in_vain: those that are gone again
+//	mig_seconds_per_change         until it has ended; of the agent, until the kubelet has the new devices or the node says why not
+//	mig_change_above_hardware      the same less the hardware's time, of changes that came about
+//	mig_call_failed_left_STATE     what stands where one driver call of a change failed, when the program has said so
+//	mig_on_demand_above_hardware   Allocate and the call before a container starts, less the hardware's time
+//	mig_plan, mig_requests         the planner alone, in this process
+//
+// The hardware takes 0.1 s for each call that makes or takes away a GPU instance or
+// a compute instance, so 0.2 s for a MIG device; with -smoke it takes 5 ms. It is
+// slept, not computed. mig-parted's times have the start of a process in them,
+// some 20 ms of which are the bench's own.
+//
 // What the figures cannot say: the driver's own time, since the emulated one
 // answers in microseconds what hardware takes milliseconds for; and the cost of
 // a container's start, which the end-to-end tests see.
