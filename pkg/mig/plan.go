@@ -134,7 +134,7 @@ func (c *Card) Plan(standing []Standing, want []Count) (Plan, error) {
 
 // maxShared bounds the holders of several instances among whom the smallest
 // set is searched for; further ones count once for each of theirs.
-const maxShared = 10
+const maxShared = 6
 
 // dismiss finds the target that sends the fewest holders away, nil if there is
 // none. A holder of one instance is a matter of value: keeping that instance
@@ -307,11 +307,8 @@ func (c *Card) yield(standing []Standing, s Slot, goes []bool) {
 			t.add(c, k, 1)
 		}
 	}
-	if own {
-		return
-	}
-	t.add(c, c.index(s.Profile.GPUInstance()), 1)
-	if t.legal(c) {
+	kind := c.index(s.Profile.GPUInstance())
+	if own || t.allows(c, kind) {
 		return
 	}
 	for len(gis) > maxYield {
@@ -343,7 +340,7 @@ func (c *Card) yield(standing []Standing, s Slot, goes []bool) {
 				rest.add(c, i, -1)
 			}
 		}
-		if !rest.legal(c) {
+		if !rest.allows(c, kind) {
 			continue
 		}
 		now := cost{room: -c.worth(taken)}

@@ -143,6 +143,18 @@ func TestPlanBesideWhatIsNotInTheTable(t *testing.T) {
 			t.Errorf("%v -> %s:\n got %s %v\nwant %s", tc.standing, tc.want, p.text(), err, tc.plan)
 		}
 	}
+	// What stands is not legal, and what is made has no part in that.
+	held := []Standing{
+		{Slot: Slot{Profile: name(t, "1g.10gb+me"), Start: 0, Size: 1}, Pinned: true},
+		{Slot: Slot{Profile: name(t, "1g.10gb+me"), Start: 1, Size: 1}, Pinned: true},
+	}
+	full := card(t, seven)
+	if p, err := full.Make(held, at(t, full, "1g.10gb@2")); err != nil || len(p.Steps) != 1 {
+		t.Errorf("make 1g.10gb@2 beside %v: %s %v", held, p.text(), err)
+	}
+	if p, err := full.Make(held, at(t, full, "1g.10gb+me@2")); err != nil || len(p.Blocked) != 2 {
+		t.Errorf("make 1g.10gb+me@2 beside %v: %s %v", held, p.text(), err)
+	}
 	if p, err := c.Plan(make([]Standing, 101), nil); !errors.Is(err, gpu.ErrNotSupported) {
 		t.Errorf("with 101 instances: %s %v", p.text(), err)
 	}

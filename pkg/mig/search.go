@@ -4,17 +4,18 @@ package mig
 
 import (
 	"fmt"
-	"slices"
 
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Bounds of a search. The largest one on a card of 2026 has under 1,000 states
-// and 200 parts.
+// Bounds of a search, so that a table that no driver would report costs a tenth
+// of a second at most and not a day. The largest search on a card of 2026 has
+// under 2,000 states and 300 parts.
 const (
 	maxStates = 1 << 20
 	maxParts  = 1 << 12
-	maxWork   = 1 << 17
+	maxWork   = 1 << 17 // ways to fill a GPU instance that are looked at
+	maxEffort = 1 << 24 // states times parts
 )
 
 // Weights of what a target saves and spares, each greater than all that is
@@ -47,6 +48,7 @@ type part struct {
 	uses       []use // at least one
 	value      int64
 	devices    []Slot
+	next       int16
 }
 
 // search finds the best set of parts that lie side by side and have, together,
@@ -58,8 +60,10 @@ type search struct {
 	end   int // memory slots
 	dims  []dim
 	parts []part
-	first [maxMemory + 1]int // first[e]: the first part that starts at e or later
-	must  uint64             // memory that has to be in a part
+	// head and tail are the first and the last part at each start, next the one
+	// after a part at the same start; 0 is none, as parts count from 1 there.
+	head, tail [maxMemory]int16
+	must       uint64 // memory that has to be in a part
 	// gaps[a*(width)+b] is what the free run of memory slots a…b-1 is worth;
 	// what lies behind its last slot is worth nothing.
 	gaps  []int64
@@ -85,18 +89,17 @@ func (s *search) prepare() error {
 		}
 		states *= s.dims[i].n + 1
 	}
-	if len(s.parts) > maxParts || s.work > maxWork {
+	if len(s.parts) > maxParts || s.work > maxWork || states*max(len(s.parts), 1) > maxEffort {
 		return errTooLarge
 	}
-	slices.SortStableFunc(s.parts, func(a, b part) int { return a.start - b.start })
-	for e, i := 0, 0; e <= s.end; e++ {
-		for i < len(s.parts) && s.parts[i].start < e {
-			i++
-		}
-		s.first[e] = i
-	}
 	for i := range s.parts {
-		p := &s.parts[i]
+		p, at := &s.parts[i], int16(i+1)
+		if last := s.tail[p.start]; last == 0 {
+			s.head[p.start] = at
+		} else {
+			s.parts[last-1].next = at
+		}
+		s.tail[p.start] = at
 		for _, u := range p.uses {
 			p.delta += u.n * s.dims[u.dim].stride
 		}
@@ -130,7 +133,7 @@ func (s *search) from(e, key int) int64 {
 	if v := s.memo[at]; v != 0 {
 		return v - 1
 	}
-	best, pick := int64(none), 0
+	best, pick := int64(none), int16(0)
 	if key == 0 {
 		if s.must>>e == 0 {
 			best = s.gap(e, s.end)
@@ -138,32 +141,31 @@ func (s *search) from(e, key int) int64 {
 		s.memo[at] = best + 1
 		return best
 	}
-parts:
-	for i := s.first[e]; i < len(s.parts); i++ {
-		p := &s.parts[i]
-		if s.must>>e&ones(p.start-e) != 0 {
-			break
-		}
-		for _, u := range p.uses {
-			if s.dims[u.dim].left < u.n {
-				continue parts
+	for start := e; start < s.end && s.must>>e&ones(start-e) == 0; start++ {
+	parts:
+		for i := s.head[start]; i != 0; i = s.parts[i-1].next {
+			p := &s.parts[i-1]
+			for _, u := range p.uses {
+				if s.dims[u.dim].left < u.n {
+					continue parts
+				}
+			}
+			for _, u := range p.uses {
+				s.dims[u.dim].left -= u.n
+			}
+			v := s.from(p.end, key-p.delta)
+			for _, u := range p.uses {
+				s.dims[u.dim].left += u.n
+			}
+			if v == none {
+				continue
+			}
+			if v += s.gap(e, start) + p.value; v > best {
+				best, pick = v, i
 			}
 		}
-		for _, u := range p.uses {
-			s.dims[u.dim].left -= u.n
-		}
-		v := s.from(p.end, key-p.delta)
-		for _, u := range p.uses {
-			s.dims[u.dim].left += u.n
-		}
-		if v == none {
-			continue
-		}
-		if v += s.gap(e, p.start) + p.value; v > best {
-			best, pick = v, i
-		}
 	}
-	s.memo[at], s.pick[at] = best+1, int16(pick)
+	s.memo[at], s.pick[at] = best+1, pick
 	return best
 }
 
@@ -174,7 +176,7 @@ func (s *search) target(visit func(*part)) {
 		key += s.dims[i].left * s.dims[i].stride
 	}
 	for key != 0 {
-		p := &s.parts[s.pick[key+e]]
+		p := &s.parts[s.pick[key+e]-1]
 		visit(p)
 		e, key = p.end, key-p.delta
 	}
