@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package crash kills the agent, as it is shipped, at every change that it makes
-// to its directories and to the hardware, and holds what its successor makes of that against what
-// the kubelet and the container runtime have.
+// to its directories and to the hardware, and holds what its successor makes of
+// that against what the kubelet and the container runtime have.
 //
 // # The claim
 //

@@ -3,11 +3,14 @@
 package crash
 
 import (
+	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
 	"math/rand/v2"
+	"os"
 	"regexp"
 	"slices"
 	"strings"
@@ -330,6 +333,7 @@ type migNode struct {
 	armed  *tracee // the process that the change began with
 	// changes is how often it has changed its files in a change without a kill.
 	changes int
+	looks   *atomic.Int64 // at what a failed call has left
 	// serials are the instances that residents have.
 	serials map[string]uint64
 	// old is what each GPU was before the change, of what stood on it.
@@ -338,7 +342,7 @@ type migNode struct {
 }
 
 // startMIG is a new node as it is before the change.
-func startMIG(ctx context.Context, dir string, change *migChange) (n *migNode, stop func() error, err error) {
+func startMIG(ctx context.Context, dir string, change *migChange, looks *atomic.Int64) (n *migNode, stop func() error, err error) {
 	m, off, err := newMachine(dir, change.spec)
 	if err != nil {
 		return nil, nil, err
@@ -348,7 +352,7 @@ func startMIG(ctx context.Context, dir string, change *migChange) (n *migNode, s
 		return nil, nil, errors.Join(err, off())
 	}
 	inner.model = change.spec.Model
-	n = &migNode{node: inner, change: change, serials: map[string]uint64{}}
+	n = &migNode{node: inner, change: change, looks: looks, serials: map[string]uint64{}}
 	stop = func() error { return errors.Join(n.close(), off()) }
 	for _, resource := range change.residents {
 		if err == nil {
@@ -414,6 +418,7 @@ func (n *migNode) pass(ctx context.Context, p point, faults ...emulator.Fault) (
 		kill = p.k
 	}
 	n.armed = n.arm(kill)
+	since := len(n.log())
 	n.modes, n.waits = n.change.modes[to], n.change.waits[to]
 	var guest sync.WaitGroup
 	var came error
@@ -436,22 +441,28 @@ func (n *migNode) pass(ctx context.Context, p point, faults ...emulator.Fault) (
 			return errors.New("a pod's container does not run yet")
 		}
 	}
-	err = poll(ctx, "the call, or the end of the change", func() error {
+	// The agent tries again after a second what has failed, so the call may not be
+	// missed for long.
+	polls := 0
+	err = often(ctx, "the call, or the end of the change", func() error {
 		switch {
 		case p.call == fileChange:
 			_, reached = n.armed.seen()
 		case p.k > 0:
-			reached = len(n.world.State().Faults) == 0
+			reached = len(n.world.Faults()) == 0
 		}
 		if reached {
 			return nil
+		}
+		if polls++; polls%20 > 0 {
+			return errors.New("not asked")
 		}
 		return over()
 	})
 	switch {
 	case err != nil || !reached || p.call == fileChange: // the tracer has killed it
 	case p.hit == fails:
-		err = n.hear(ctx, p, over)
+		err = n.hear(ctx, p, since, over)
 	default:
 		n.end()
 		n.begin(0)
@@ -475,6 +486,23 @@ func (n *migNode) pass(ctx context.Context, p point, faults ...emulator.Fault) (
 		err = errors.Join(err, fmt.Errorf("on the way: %s", strings.Join(wrong, "; ")))
 	}
 	return reached, err
+}
+
+// often is poll where a moment counts.
+func often(ctx context.Context, what string, ok func() error) error {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	for {
+		err := ok()
+		if err == nil {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("in vain awaited %s: %w", what, err)
+		case <-time.After(5 * time.Millisecond):
+		}
+	}
 }
 
 // spared says which instance of a resident is not the one that it was.
@@ -505,9 +533,9 @@ const (
 // it has left: each GPU as it was or as it is to be, before anything is tried
 // again. A reading that fails may be tried again without a word, and so may what a
 // container waits for.
-func (n *migNode) hear(ctx context.Context, p point, over func() error) error {
-	said, done := "", false
-	err := poll(ctx, "word of the failure", func() error {
+func (n *migNode) hear(ctx context.Context, p point, since int, over func() error) error {
+	said, done, polls := "", false, 0
+	err := often(ctx, "word of the failure", func() error {
 		st, err := n.status(ctx)
 		if err != nil {
 			return err
@@ -515,17 +543,22 @@ func (n *migNode) hear(ctx context.Context, p point, over func() error) error {
 		if said = complaint(&st); said != "" {
 			return nil
 		}
+		if polls++; polls%20 > 0 {
+			return errors.New("not asked")
+		}
 		if err = over(); err == nil {
 			done = true
 			return nil
 		}
 		return fmt.Errorf("the partition is %s, %q: %w", st.Partition.State, st.Partition.Message, err)
 	})
-	if err != nil || done && (p.call == anyCall || n.change.guests[0].n > 0) {
+	switch {
+	case err != nil:
 		return err
-	}
-	if done {
+	case done && p.call != anyCall && n.change.guests[0].n == 0 && !n.failed(since):
 		return errors.New("the change is complete and the agent has not said that a call of it failed")
+	case done:
+		return nil // that was missed
 	}
 	began := time.Now()
 	for layout := n.world.Layout(); ; {
@@ -547,6 +580,7 @@ func (n *migNode) hear(ctx context.Context, p point, over func() error) error {
 	if complaint(&st) == "" || time.Since(began) > 900*time.Millisecond {
 		return nil // it has been tried again already: what was left is past
 	}
+	n.looks.Add(1)
 	for i, g := range n.world.State().GPUs {
 		if m := st.GPUs[i].MIG; m != nil && m.Work != "" {
 			continue // what failed was not here
@@ -556,6 +590,26 @@ func (n *migNode) hear(ctx context.Context, p point, over func() error) error {
 		}
 	}
 	return nil
+}
+
+// failed reports whether the agent has said that a partition failed, since its log
+// was so long.
+func (n *migNode) failed(since int) bool {
+	for line := range bytes.Lines(n.log()[since:]) {
+		var l struct{ Msg, State string }
+		if json.Unmarshal(line, &l) == nil && l.Msg == "partition" && l.State == "failed" {
+			return true
+		}
+	}
+	return false
+}
+
+// log is what the newest process has said.
+func (n *node) log() []byte {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	data, _ := os.ReadFile(n.logFile(n.starts))
+	return data
 }
 
 // complaint is what the agent says of a call that failed.
@@ -637,7 +691,7 @@ func (n *migNode) count(ctx context.Context) (counts [2]map[string]int, err erro
 			return counts, err
 		}
 		counts[way] = map[string]int{}
-		for _, f := range n.world.State().Faults {
+		for _, f := range n.world.Faults() {
 			if passed := 1<<30 - f.Skip; passed > 0 {
 				counts[way][f.Call] = passed
 			}
@@ -721,7 +775,8 @@ func TestHardwareChangeCutAtEachCall(t *testing.T) {
 		t.Run(strings.ReplaceAll(change.name, " ", "_"), func(t *testing.T) {
 			t.Parallel()
 			began, ctx := time.Now(), inOrder(t)
-			n, stop, err := startMIG(ctx, shortDir(t), change)
+			var tried, looks, failures atomic.Int64
+			n, stop, err := startMIG(ctx, shortDir(t), change, &looks)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -730,28 +785,31 @@ func TestHardwareChangeCutAtEachCall(t *testing.T) {
 				t.Fatalf("the change without a fault: %v\n%s", err, n.said())
 			}
 			todo := change.points(counts, rand.New(rand.NewPCG(*seed, uint64(i))))
-			tried, failures := atomic.Int64{}, atomic.Int64{}
 			var all sync.WaitGroup
 			for w := range migWorkers {
 				dir := shortDir(t)
 				all.Go(func() {
-					if err := cutMIG(ctx, t, dir, change, todo, w, &tried, &failures); err != nil {
+					if err := cutMIG(ctx, t, dir, change, todo, w, sums{&tried, &looks, &failures}); err != nil {
 						t.Error(err)
 					}
 				})
 			}
 			all.Wait()
-			t.Logf("calls there %v, back %v; %d points of %d, %.1f s", counts[0], counts[1], tried.Load(), len(todo[0])+len(todo[1]),
-				time.Since(began).Seconds())
+			t.Logf("calls there %v, back %v; %d points of %d, %d looks at what a failed call left, %.1f s", counts[0], counts[1],
+				tried.Load(), len(todo[0])+len(todo[1]), looks.Load(), time.Since(began).Seconds())
 		})
 	}
 }
 
 const migWorkers = 2
 
+// sums are of all workers of a change: points, looks at what a failed call has
+// left, failures.
+type sums struct{ tried, looks, failures *atomic.Int64 }
+
 // cutMIG tries every migWorkers-th point, beginning with the w-th, in both
 // directions in turn. After a failure it goes on with a new node.
-func cutMIG(ctx context.Context, t *testing.T, dir string, change *migChange, todo [2][]point, w int, tried, failures *atomic.Int64) error {
+func cutMIG(ctx context.Context, t *testing.T, dir string, change *migChange, todo [2][]point, w int, s sums) error {
 	var n *migNode
 	var stop func() error
 	end := func() (err error) {
@@ -773,7 +831,7 @@ func cutMIG(ctx context.Context, t *testing.T, dir string, change *migChange, to
 			}
 			if n == nil {
 				var err error
-				if n, stop, err = startMIG(ctx, dir, change); err != nil {
+				if n, stop, err = startMIG(ctx, dir, change, s.looks); err != nil {
 					return err
 				}
 				if p.back { // it is one of there
@@ -785,7 +843,7 @@ func cutMIG(ctx context.Context, t *testing.T, dir string, change *migChange, to
 			reached, err := n.pass(ctx, p, faults...)
 			n.world.Clear()
 			if reached {
-				tried.Add(1)
+				s.tried.Add(1)
 			}
 			if err == nil {
 				continue
@@ -794,7 +852,7 @@ func cutMIG(ctx context.Context, t *testing.T, dir string, change *migChange, to
 			if err := end(); err != nil {
 				return err
 			}
-			if failures.Add(1) >= maxFailures {
+			if s.failures.Add(1) >= maxFailures {
 				return errors.New("the rest is not tried")
 			}
 		}

@@ -75,6 +75,18 @@ func (w *World) Clear() {
 	w.touchLocked()
 }
 
+// Faults are those that may still act, each with the Skip and the Count that it has
+// left.
+func (w *World) Faults() []Fault {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	out := make([]Fault, len(w.faults))
+	for i, f := range w.faults {
+		out[i] = f.Fault
+	}
+	return out
+}
+
 // takeFaultLocked finds the fault that a call meets and counts it.
 func (w *World) takeFaultLocked(call string, h Handle) *fault {
 	for i, f := range w.faults {
