@@ -37,6 +37,9 @@ var driverDir string
 
 func TestMain(m *testing.M) {
 	flag.Parse()
+	if os.Getenv(beKilled) != "" { // there would be nobody to clean up
+		os.Exit(m.Run())
+	}
 	os.Exit(func() int {
 		dir, err := os.MkdirTemp("", "emulated-driver-")
 		if err != nil {
