@@ -620,7 +620,12 @@ func needless(ops []lab.MIGOp) (out []string) {
 // while the agent is killed, driver calls fail, the kubelet starts anew, and a
 // creation takes longer than the kubelet waits.
 func TestMIGOnDemand(t *testing.T) {
-	b := beginMIG(t, migWorld, demandPartitions, slots(demandGPUs))
+	world := migWorld
+	world.World += "gpus:\n"
+	for index := range demandGPUs {
+		world.World += fmt.Sprintf("  - {index: %d, mig: true}\n", index)
+	}
+	b := beginMIG(t, world, demandPartitions, slots(demandGPUs))
 	every := func(span time.Duration, times int, do func(context.Context) error) func(context.Context) error {
 		return func(ctx context.Context) error {
 			for range times {
@@ -651,7 +656,7 @@ func TestMIGOnDemand(t *testing.T) {
 		b.wishes(operation)
 	})
 	b.sub("agent-killed", func(b *bench) {
-		b.crowd(count(16, 200), false, every(5*time.Second, 1000, agent.Crash))
+		b.crowd(count(12, 200), false, every(5*time.Second, 1000, agent.Crash))
 	})
 	b.sub("calls-fail", func(b *bench) {
 		for _, call := range []string{"nvml*Create*Instance*", "nvml*InstanceDestroy"} {
@@ -659,11 +664,11 @@ func TestMIGOnDemand(t *testing.T) {
 		}
 		// A look at one GPU alone is dozens of these: more would blind the agent.
 		b.must(driver.FailEvery(b.ctx, 150, "nvmlGpuInstanceGet*", 999))
-		b.crowd(count(16, 200), false, nil)
+		b.crowd(count(14, 200), false, nil)
 	})
 	b.sub("kubelet-restarts", func(b *bench) {
 		restarts := 0
-		b.crowd(count(14, 200), true, every(6*time.Second, count(4, 1000), func(ctx context.Context) error {
+		b.crowd(count(10, 200), true, every(6*time.Second, count(3, 1000), func(ctx context.Context) error {
 			if restarts++; restarts%2 == 0 {
 				return node.RestartKubelet(ctx)
 			}
@@ -672,7 +677,7 @@ func TestMIGOnDemand(t *testing.T) {
 	})
 	b.sub("slow-creation", func(b *bench) {
 		b.must(driver.Slow(b.ctx, "nvmlDeviceCreateGpuInstance*", -1, 40*time.Second, 1))
-		b.crowd(count(12, 60), false, nil)
+		b.crowd(count(8, 60), false, nil)
 	})
 }
 

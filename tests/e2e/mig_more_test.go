@@ -301,16 +301,16 @@ func TestMIGManagerConfigMap(t *testing.T) {
 	b.choose("all-1g.10gb")
 	b.offersAll(map[string]int{one: 7 * gpus})
 	b.state("applied")
-	pod := b.pod("a", one, 1)
-	b.must(pod.Running(b.ctx))
-	has := b.insideMIG(pod, "")
+	// One that has its place in the next geometry, too: a half of the GPU is for
+	// 3g.40gb, and beside 1g.10gb at 4 to 6 there is no room for all of the rest.
+	pod, has := b.holder("a", one, func(i instance) bool { return i.in.Start < 4 })
 	before := b.processes(pod)
 
 	// Around an instance that is held.
 	b.choose("all-balanced")
 	b.offersAll(map[string]int{one: 2 * gpus, two: gpus, three: gpus})
 	b.state("applied")
-	if now := b.insideMIG(pod, ""); len(now) != 1 || len(has) != 1 || now[0].compute.Serial != has[0].compute.Serial {
+	if now := b.insideMIG(pod, ""); len(now) != 1 || now[0].compute.Serial != has.compute.Serial {
 		b.Errorf("the pod had %v and has %v", has, now)
 	}
 

@@ -318,12 +318,12 @@ func TestMIGLive(t *testing.T) {
 		"whole": b.pod("whole", lab.GPU, 1),
 		"share": b.pod("share", lab.Memory, 24),
 	}
-	holder, holds := b.holder(one, 0, 1)
+	holder, holds := b.holder("holder", one, func(i instance) bool { return i.gpu.Index < 2 })
 	busy, free := holds.gpu, driver.GPUs[0]
 	if busy.UUID == free.UUID {
 		free = driver.GPUs[1]
 	}
-	bystander, _ := b.holder(one, 2, 3)
+	bystander, _ := b.holder("bystander", one, func(i instance) bool { return i.gpu.Index > 1 })
 	all := append(slices.Collect(maps.Values(pods)), holder, bystander)
 	b.must(each(all, func(p *lab.RunningPod) error { return p.Running(b.ctx) }))
 	if got := b.insideMIG(pods["three"], ""); len(got) != 1 || got[0].compute.Profile != "3g.40gb" {
@@ -429,9 +429,9 @@ func cut(index int, want map[string]int) error {
 	return nil
 }
 
-// holder makes pods until one has an instance on one of these GPUs, and ends the
-// others.
-func (b *bench) holder(resource string, on ...int) (*lab.RunningPod, instance) {
+// holder makes pods of one instance each until one has an instance that will do,
+// and ends the others.
+func (b *bench) holder(name, resource string, does func(instance) bool) (*lab.RunningPod, instance) {
 	b.Helper()
 	var others []*lab.RunningPod
 	defer func() {
@@ -443,15 +443,15 @@ func (b *bench) holder(resource string, on ...int) (*lab.RunningPod, instance) {
 		}
 	}()
 	for n := range 24 {
-		pod := b.pod(fmt.Sprintf("holder-%d-%d", on[0], n), resource, 1)
+		pod := b.pod(fmt.Sprintf("%s-%d", name, n), resource, 1)
 		b.must(pod.Running(b.ctx))
 		has := b.insideMIG(pod, "")
-		if len(has) == 1 && slices.Contains(on, has[0].gpu.Index) {
+		if len(has) == 1 && does(has[0]) {
 			return pod, has[0]
 		}
 		others = append(others, pod)
 	}
-	b.Fatalf("none of 24 pods of %s is on the GPUs %v", resource, on)
+	b.Fatalf("none of 24 pods of %s has an instance that would do", resource)
 	return nil, instance{}
 }
 
