@@ -48,7 +48,7 @@ var (
 		changes: 200, operation: 100 * time.Millisecond, started: 100, plans: 20_000, failures: 60}
 	smokeCounts = counts{starts: 1, window: time.Second, allocates: 20, calls: 10, counted: 5, restarts: 2,
 		broken: 2, rounds: 2, hold: 200 * time.Millisecond, timings: 2, repeats: 500, live: 1000, watched: 8,
-		changes: 12, operation: 5 * time.Millisecond, started: 10, plans: 200, failures: 6}
+		changes: 12, operation: 5 * time.Millisecond, started: 10, plans: 2000, failures: 6}
 )
 
 // manyDevices are devices on each GPU: 80, 640 and 2,560 on all.

@@ -9,8 +9,11 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"os/exec"
+	"runtime"
 	"slices"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -73,7 +76,10 @@ func (b *bench) migPlans(ctx context.Context) (err error) {
 		return standing, nil
 	}
 
-	var one sample
+	// Of the processor too: what else a machine does shows in the other.
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	var one, busy sample
 	for range b.plans {
 		standing, err := draw()
 		if err != nil {
@@ -91,23 +97,27 @@ func (b *bench) migPlans(ctx context.Context) (err error) {
 		for name, count := range n {
 			want = append(want, mig.Count{Profile: name, N: count})
 		}
-		began := time.Now()
+		began, at := time.Now(), threadTime()
 		_, err = card.Plan(standing, want)
-		one = append(one, time.Since(began))
+		one, busy = append(one, time.Since(began)), append(busy, threadTime()-at)
 		if err != nil {
 			return fmt.Errorf("plan from %v to %v: %w", standing, want, err)
 		}
 	}
 	b.figure("mig_plan_p50/gpus=1", 1000*one.quantile(0.5), "us", target{mostPlan, "20 us"})
 	b.figure("mig_plan_p99/gpus=1", 1000*one.quantile(0.99), "us")
+	b.figure("mig_plan_cpu_p99/gpus=1", 1000*busy.quantile(0.99), "us")
+	b.figure("mig_plan_cpu_max/gpus=1", 1000*busy.quantile(1), "us")
 
-	many, granted, err := b.migRequests(card, draw, random)
+	many, busy, granted, err := b.migRequests(card, draw, random)
 	if err != nil {
 		return err
 	}
 	what := fmt.Sprintf("/gpus=%d/requests=%d", planGPUs, requests)
 	b.figure("mig_requests_p50"+what, many.quantile(0.5), "ms", target{mostRequests, "2 ms"})
 	b.figure("mig_requests_p99"+what, many.quantile(0.99), "ms")
+	b.figure("mig_requests_cpu_p99"+what, busy.quantile(0.99), "ms")
+	b.figure("mig_requests_cpu_max"+what, busy.quantile(1), "ms")
 	b.figure("mig_requests_granted"+what, granted, "of all")
 	return nil
 }
@@ -115,7 +125,7 @@ func (b *bench) migPlans(ctx context.Context) (err error) {
 // migRequests times requests for instances on demand, one after the other on a
 // node of several cards: which place is preferred of all that are free, and what
 // has to be done for it. What is idle stands, and may go.
-func (b *bench) migRequests(card *mig.Card, draw func() ([]mig.Standing, error), random *rand.Rand) (took sample, granted float64, err error) {
+func (b *bench) migRequests(card *mig.Card, draw func() ([]mig.Standing, error), random *rand.Rand) (took, busy sample, granted float64, err error) {
 	profiles := map[mig.Name][]mig.Slot{}
 	var names []mig.Name
 	for _, s := range card.Slots() {
@@ -130,7 +140,7 @@ func (b *bench) migRequests(card *mig.Card, draw func() ([]mig.Standing, error),
 		offers := make([]mig.Offer, planGPUs)
 		for i := range offers {
 			if standing[i], err = draw(); err != nil {
-				return nil, 0, err
+				return nil, nil, 0, err
 			}
 			offers[i] = mig.Offer{GPU: gpu.UUID(fmt.Sprintf("GPU-%d", i)), Card: card, Rank: i}
 			for _, s := range standing[i] {
@@ -141,7 +151,7 @@ func (b *bench) migRequests(card *mig.Card, draw func() ([]mig.Standing, error),
 				}
 			}
 		}
-		var spent time.Duration
+		var spent, cpu time.Duration
 		for range requests {
 			// The kubelet names what is on offer.
 			wanted := profiles[names[random.IntN(len(names))]]
@@ -156,16 +166,16 @@ func (b *bench) migRequests(card *mig.Card, draw func() ([]mig.Standing, error),
 			if len(available) == 0 {
 				continue
 			}
-			began := time.Now()
+			began, since := time.Now(), threadTime()
 			chosen, err := mig.Prefer(offers, available, nil, 1)
 			if err != nil {
-				return nil, 0, fmt.Errorf("prefer: %w", err)
+				return nil, nil, 0, fmt.Errorf("prefer: %w", err)
 			}
 			at := slices.IndexFunc(offers, func(o mig.Offer) bool { return o.GPU == chosen[0].GPU })
 			plan, err := card.Make(standing[at], chosen[0].Slot)
-			spent += time.Since(began)
+			spent, cpu = spent+time.Since(began), cpu+threadTime()-since
 			if err != nil || len(plan.Blocked) > 0 {
-				return nil, 0, fmt.Errorf("make %v beside %v: %w (blocked by %v)", chosen[0].Slot, standing[at], err, plan.Blocked)
+				return nil, nil, 0, fmt.Errorf("make %v beside %v: %w (blocked by %v)", chosen[0].Slot, standing[at], err, plan.Blocked)
 			}
 			granted++
 			o := &offers[at]
@@ -181,7 +191,16 @@ func (b *bench) migRequests(card *mig.Card, draw func() ([]mig.Standing, error),
 			}
 			standing[at] = after
 		}
-		took = append(took, spent)
+		took, busy = append(took, spent), append(busy, cpu)
 	}
-	return took, granted / float64(rounds*requests), nil
+	return took, busy, granted / float64(rounds*requests), nil
+}
+
+// threadTime is the processor time of the calling thread.
+func threadTime() time.Duration {
+	var t unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &t); err != nil {
+		return 0 // which no kernel answers for this clock
+	}
+	return time.Duration(t.Nano())
 }
