@@ -36,11 +36,13 @@ func FuzzParse(f *testing.F) {
 	for _, tc := range accepted {
 		f.Add([]byte(tc.in))
 	}
+	a100, a30 := cards(f, "a100-80"), cards(f, "a30")
+	a100.GPUs, a30.GPUs = a100.GPUs[:2], a30.GPUs[:1]
 	nodes := []*gpu.Inventory{
 		node(),
 		node("NVIDIA H100 80GB HBM3", "NVIDIA A30", "", "NVIDIA A30"),
-		cards(f, "a100-80"),
-		cards(f, "a30"),
+		a100,
+		a30,
 		{GPUs: []gpu.Device{{Index: -1, Fault: "lost"}, {Index: 0, UUID: "GPU-0a", PCIDevice: "0x20B210DE"}, {Index: 0, PCIDevice: "?"}}},
 	}
 	f.Fuzz(func(t *testing.T, data []byte) {

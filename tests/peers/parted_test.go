@@ -153,6 +153,10 @@ func (n *node) stands() []string {
 	var all []string
 	for _, g := range n.world.State().GPUs {
 		counts := map[string]int{}
+		if g.MIG == nil { // the card knows none
+			all = append(all, describe(false, counts))
+			continue
+		}
 		for _, gi := range g.MIG.Instances {
 			for _, ci := range gi.Compute {
 				counts[ci.Profile]++

@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package peers_test
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"go.yaml.in/yaml/v3"
+
+	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/tests/emulator"
+)
+
+// TestExamplesMeanTheSame lets mig-parted apply every example of its documentation
+// and holds what stands then against what the agent would make of the same file.
+// On each kind of card it tries those that mean something else there. What the
+// agent refuses, mig-parted cannot make either.
+func TestExamplesMeanTheSame(t *testing.T) {
+	done := map[string]bool{}
+	for _, card := range [][2]string{
+		{"a100-80", "A100-SXM4-80GB"}, {"a100-40", "A100-SXM4-40GB"}, {"a30", "A30"}, {"h100-80", "H100-80GB"},
+		{"h200", "H200-141GB"}, {"b200", "B200"}, {"rtx-pro-6000", "RTX-PRO-6000"},
+	} {
+		recorded, model := card[0], card[1]
+		t.Run(model, func(t *testing.T) {
+			n := start(t, emulator.Spec{Seed: recorded, Model: model, Count: 1})
+			inv := inventory(t, recorded)
+			inv.GPUs = inv.GPUs[:1]
+			n.compare(inv, n.examples(), func(config string) bool { return !manyGPUs[config] }, done, 1)
+		})
+		if !strings.HasPrefix(recorded, "a100") {
+			continue
+		}
+		t.Run(model+"x8", func(t *testing.T) {
+			n := start(t, emulator.Spec{Seed: recorded, Model: model, Count: 8})
+			n.compare(inventory(t, recorded), n.examples(), func(config string) bool { return manyGPUs[config] }, done, 0)
+		})
+	}
+}
+
+// manyGPUs are the examples that name GPUs by index.
+var manyGPUs = map[string]bool{"custom-config": true, "balanced-k8s-dgx-station-80": true}
+
+// TestItemsMeanTheSame is what items mean that no example shows.
+func TestItemsMeanTheSame(t *testing.T) {
+	// The last card knows no MIG.
+	n := start(t, emulator.Spec{Seed: "a100-80", Model: "A100-SXM4-80GB", Count: 4, GPUs: []emulator.GPUSpec{{Index: 3, Model: "V100-SXM2-32GB"}}})
+	inv := inventory(t, "a100-80")
+	inv.GPUs = inv.GPUs[:4]
+	inv.GPUs[3].PCIDevice, inv.GPUs[3].MIG = "0x1DB510DE", gpu.MIG{}
+	n.compare(inv, []string{`version: v1
+mig-configs:
+  last-wins:
+  - {devices: all, mig-enabled: true, mig-devices: {1g.10gb: 7}}
+  - {devices: [1], mig-enabled: true, mig-devices: {3g.40gb: 2}}
+  - {devices: [1, 2], mig-enabled: true, mig-devices: {2g.20gb: 3}}
+  nothing-of-some:
+  - {devices: [0], mig-enabled: true, mig-devices: {4g.40gb: 1}}
+  - {devices: [], mig-enabled: true, mig-devices: {1g.10gb: 7}}
+  filters:
+  - {device-filter: "0x233010DE", devices: all, mig-enabled: true, mig-devices: {1g.10gb: 1}}
+  - {device-filter: ["0x233010DE", "0x20b210de"], devices: [1], mig-enabled: true, mig-devices: {1g.20gb: 4}}
+  - {device-filter: "", devices: [2], mig-enabled: true, mig-devices: {}}
+  parts:
+  - {devices: [0], mig-enabled: true, mig-devices: {1c.3g.40gb: 6}}
+  - {devices: [1], mig-enabled: true, mig-devices: {1c.3g.40gb: 1, 2c.3g.40gb: 1, 3g.40gb: 1}}
+  - {devices: [2], mig-enabled: true, mig-devices: {1c.2g.20gb: 6, 1g.10gb: 1}}
+  whole-parts-and-zeros:
+  - {devices: all, mig-enabled: true, mig-devices: {1c.1g.10gb+me: 1, 3c.3g.40gb: 1, 2g.20gb: 0}}
+  too-many:
+  - {devices: [0], mig-enabled: true, mig-devices: {1g.10gb: 8}}
+  too-many-parts:
+  - {devices: [0], mig-enabled: true, mig-devices: {1c.3g.40gb: 7}}
+  no-room:
+  - {devices: [0], mig-enabled: true, mig-devices: {3g.40gb: 2, 1g.10gb: 1}}
+  no-such-profile:
+  - {devices: [0], mig-enabled: true, mig-devices: {9g.999gb: 1}}
+  none:
+  - {devices: all, mig-enabled: false, mig-devices: {}}
+`}, func(string) bool { return true }, map[string]bool{}, 100)
+}
+
+// examples are the files of mig-parted's documentation: its examples, what its
+// packages install, what its manifests and its README show.
+func (n *node) examples() []string {
+	n.t.Helper()
+	var docs []string
+	for _, file := range []string{
+		"examples/config.yaml", "examples/dgx-station-80gb-config.yaml", "deployments/systemd/config-default.yaml",
+		"deployments/container/nvidia-mig-manager-example.yaml", "deployments/container/nvidia-mig-manager-example-hopper-blackwell.yaml", "README.md",
+	} {
+		data, err := os.ReadFile(filepath.Join(n.docs, file))
+		if err != nil {
+			n.t.Fatal(err)
+		}
+		switch {
+		case strings.HasPrefix(file, "deployments/container/"):
+			docs = append(docs, configMap(n.t, string(data)))
+		case file == "README.md":
+			for _, m := range regexp.MustCompile("(?s)(version: v1\nmig-configs:.*?)(?:```|EOF)").FindAllStringSubmatch(string(data), -1) {
+				docs = append(docs, m[1])
+			}
+		default:
+			docs = append(docs, string(data))
+		}
+	}
+	return docs
+}
+
+// configMap is the MIG manager's configuration among manifests.
+func configMap(t *testing.T, manifests string) string {
+	t.Helper()
+	for dec := yaml.NewDecoder(strings.NewReader(manifests)); ; {
+		var m struct {
+			Metadata struct{ Name string }
+			Data     map[string]string
+		}
+		if err := dec.Decode(&m); err != nil {
+			t.Fatalf("find the ConfigMap: %v", err)
+		}
+		if m.Metadata.Name == "mig-parted-config" {
+			return m.Data["config.yaml"]
+		}
+	}
+}
+
+// compare applies each of these configurations and desires it, but for what is
+// done. Of those that are refused, most of which are for other cards, it tries so
+// many.
+func (n *node) compare(inv *gpu.Inventory, docs []string, these func(config string) bool, done map[string]bool, refusals int) {
+	n.t.Helper()
+	for _, doc := range docs {
+		ours, err := config.Parse("config", []byte(doc))
+		if err != nil {
+			n.t.Fatal(err)
+		}
+		items, path := read(n.t, []byte(doc)), n.write(doc)
+		for _, name := range ours.Names() {
+			what := fmt.Sprintf("%s: %+v", name, items.Configs[name])
+			if !these(name) {
+				continue
+			}
+			d, refused := ours.Desire(name, inv)
+			if refused != nil {
+				if refusals--; refusals < 0 {
+					continue
+				}
+				_, _ = n.run("apply", path, name)
+				if out, err := n.run("assert", path, name); err == nil {
+					n.t.Errorf("%s\nis refused: %v\nand stands: %q\n%s", what, refused, n.stands(), out)
+				}
+				continue
+			}
+			want, wish := n.stands(), ""
+			for i, w := range d.GPUs {
+				counts := map[string]int{}
+				for _, c := range w.Geometry {
+					counts[c.Profile.String()] = c.N
+				}
+				if w.Mode != config.Keep {
+					want[i] = describe(w.Mode == config.MIG, counts)
+				}
+				wish += fmt.Sprintf(" %q %v", w.Mode, counts)
+			}
+			if done[what+wish] {
+				continue // the same in another file or on another card
+			}
+			done[what+wish] = true
+			if out, err := n.run("apply", path, name); err != nil {
+				n.t.Errorf("%s\n%v\n%s", what, err, out)
+			}
+			if got := n.stands(); !slices.Equal(got, want) {
+				n.t.Errorf("%s\nmig-parted makes %q\nand we want    %q", what, got, want)
+			}
+		}
+	}
+}
+
+func inventory(t *testing.T, name string) *gpu.Inventory {
+	t.Helper()
+	data, err := os.ReadFile(filepath.Join("../testdata", name+".json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	inv, err := config.ReadInventory(data)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return inv
+}
