@@ -305,6 +305,9 @@ func TestGeometryEdit(t *testing.T) {
 		b.wantState("applied")
 		b.wantStanding(0, allSmall)
 		b.wantStanding(1, allSmall)
+		if want := "Normal GPUChange: GPUs 0, 1: enable MIG mode, create 1g.10gb@0, "; !strings.Contains(strings.Join(b.events, "\n"), want) {
+			t.Errorf("no Event says %q: %q", want, b.events)
+		}
 		b.hold("train-3", small, migID(1, "1g.10gb@5"))
 		if files := b.files(); len(files) != 1 {
 			t.Errorf("files: %v", files)

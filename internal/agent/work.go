@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -133,14 +134,14 @@ func withdraws(work []Work) bool {
 // the agent's before it is made, and written down: a successor must not take it for
 // somebody else's.
 func (a *Agent) begin(ctx context.Context, work []Work) {
+	if plan := a.planText(work); plan != "" && a.cluster != nil {
+		a.cluster.Event(kube.Regarding{}, kube.Normal, changeReason, plan)
+	}
 	for _, w := range work {
 		d := a.inv.ByUUID(w.GPU)
 		j := &job{Work: w}
 		a.jobs[w.GPU] = j
 		a.log.Info("work begins", "gpu", w.GPU, "claim", w.Claim, "steps", w.String())
-		if w.Claim == "" && a.cluster != nil {
-			a.cluster.Event(kube.Regarding{}, kube.Normal, changeReason, describe(d)+": "+w.String())
-		}
 		go func() {
 			r := a.execute(ctx, j, *d)
 			a.resultsMu.Lock()
@@ -149,6 +150,35 @@ func (a *Agent) begin(ctx context.Context, work []Work) {
 			a.wake()
 		}()
 	}
+}
+
+// planText is what is to be done for the partition, in words. Events are few: GPUs
+// of which the same is to be said share a sentence.
+func (a *Agent) planText(work []Work) string {
+	var gpus map[string][]string
+	var texts []string
+	for _, w := range work {
+		d := a.inv.ByUUID(w.GPU)
+		if w.Claim != "" || d == nil {
+			continue
+		}
+		if gpus == nil {
+			gpus = map[string][]string{}
+		}
+		text := w.String()
+		if gpus[text] == nil {
+			texts = append(texts, text)
+		}
+		gpus[text] = append(gpus[text], strconv.Itoa(d.Index))
+	}
+	for i, text := range texts {
+		name := "GPU "
+		if len(gpus[text]) > 1 {
+			name = "GPUs "
+		}
+		texts[i] = name + strings.Join(gpus[text], ", ") + ": " + text
+	}
+	return strings.Join(texts, "; ")
 }
 
 // execute does a job's steps in order. Where one fails, what was done is undone: the
