@@ -127,11 +127,15 @@ func stages(cache string, packages []string, soak bool) []stage {
 	}
 	if soak {
 		all = append(all,
-			stage{name: "storm", what: "100,000 random steps of a node in memory and a million looks of the watchdog, with the race detector", after: []string{"unit"},
+			stage{name: "storm", what: "100,000 random steps of a node in memory, with MIG and without, and a million looks of the watchdog, with the race detector", after: []string{"unit"},
 				commands: []command{
-					test(".", "-race", "-count=1", long, "./internal/agent", "-run=^TestStorm$", "-storm.steps=100000"),
+					test(".", "-race", "-count=1", long, "./internal/agent", "-run=^TestStorm", "-storm.steps=100000"),
 					test(".", "-race", "-count=1", long, "./pkg/memcap", "-run=^TestTruth$", "-judge.rounds=1000000"),
 				}},
+			stage{name: "planner", what: "every transition between MIG geometries with random pins, against brute force", after: []string{"unit"},
+				commands: []command{test(".", "-count=1", long, "./pkg/mig", "-long")}},
+			stage{name: "kills", what: "the library of caps killed after every instruction", after: []string{"unit"},
+				commands: []command{test(".", "-count=1", long, "./pkg/memcap/lib", "-long")}},
 			stage{name: "fuzz", what: "the invariants of each fuzz test, five minutes each", after: []string{"unit"}, commands: fuzzing()})
 	}
 	return all
@@ -153,6 +157,8 @@ func fuzzing() []command {
 		{"./pkg/cdi", "FuzzSpecIsValidAndDeterministic"},
 		{"./pkg/memcap", "FuzzJudge"},
 		{"./pkg/mig", "FuzzParse"},
+		{"./pkg/mig", "FuzzParseID"},
+		{"./pkg/mig", "FuzzPlan"},
 		{"./pkg/plugin", "FuzzDecodePreferred"},
 		{"./pkg/timeslice", "FuzzParseID"},
 		{"./pkg/topology", "FuzzNew"},
