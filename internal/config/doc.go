@@ -45,24 +45,55 @@
 //   - a model pattern that matches nothing here is none, so that one file can
 //     serve a fleet. Patterns are those of [path.Match].
 //
-// A mode that this version cannot deliver yet (mig, and compute mps) is refused
-// in the same second step, by name and line, and only if it would apply to one
-// of the node's GPUs: its syntax is checked with the rest of the file, and the
-// other partitions of the file stay usable.
+// What this version cannot deliver yet (compute mps) is refused in the same
+// second step, by name and line, and only if it would apply to one of the node's
+// GPUs: its syntax is checked with the rest of the file, and the other partitions
+// of the file stay usable.
+//
+// # MIG is proven on paper
+//
+// An entry with mode mig says one of three things: a geometry, which is then
+// exactly what stands; `geometry: {}`, which is MIG on and no instance; or no
+// geometry at all, which is on demand, of all profiles or of those listed. Counts
+// are of what containers get: of a split such as 1c.3g.40gb they are of compute
+// instances, and GPU instances are filled in turn.
+//
+// Before such a wish is handed on it is held against what each GPU's driver says
+// can stand (pkg/mig, which searches). One message for the entry names the GPUs
+// and the reason:
+//
+//	gpus.yaml:7: GPUs 0 and 1: 8x1g.10gb: at most 7 of 1g.10gb can stand on this GPU
+//
+// A GPU that cannot do MIG, or whose driver does not tell its profiles, is
+// refused too. Some drivers tell placements only while MIG is on: there the wish
+// is handed on, marked as [Want.Unproven], and [File.Prove] is for those who do
+// not want to find out later.
 //
 // # NVIDIA MIG manager's files
 //
 // A file whose key is `mig-configs` instead of `partitions` is one written for
-// NVIDIA's MIG manager and is read as such. Each of its configs is a partition.
-// There several items may match one GPU: they apply in order and the last one
-// wins, and a GPU that none matches is left as it is ([Keep]). Indices count all
-// GPUs of the node; an index that the node lacks is a mistake unless the item's
-// device-filter says that it is not meant for this node. `mig-enabled: false`
-// means whole.
+// NVIDIA's MIG manager and is read as such: each of its configs is a partition,
+// whose name is the value that its node label had.
+//
+//   - Several items may match one GPU: they apply in order and the last one wins;
+//     what it replaces need not fit. A GPU that none matches is left as it is
+//     ([Keep]).
+//   - `devices: all` of an item with `mig-enabled: true` is all GPUs that can do
+//     MIG; the others are as if the item were not there. An index names its GPU
+//     whatever that can do, and counts all GPUs of the node.
+//   - A device-filter is one PCI id or a list, each with the subsystem's id behind
+//     a colon where boards of one device differ. An index that the node lacks is a
+//     mistake unless the filter says that the item is not meant for this node.
+//   - `mig-enabled: false` means whole. `mig-devices: {}` is MIG on with no
+//     instance; absent or null it is a mistake where MIG is on. A count of zero
+//     beside others is none.
+//
+// tests/peers has NVIDIA's tool apply every example of its documentation, and
+// holds what stands then against what this package makes of them.
 //
 // # Purity
 //
 // The package reads bytes and values. It refuses to know where a file came
-// from, what time it is, how memory becomes units, which geometries a card can
-// hold and what is running on it.
+// from, what time it is, how memory becomes units, which geometries a card could
+// hold but for what its driver says, and what is running on it.
 package config

@@ -327,6 +327,7 @@ func TestMIGManagersDocumentation(t *testing.T) {
 	if _, err := os.Stat(dir); errors.Is(err, fs.ErrNotExist) {
 		t.Skipf("skipped: the module mig-parted v0.13.1 is not in the module cache: (cd tests/peers/nvidia-mig-parted && go mod download)")
 	}
+	nodes := fleet(t)
 	for _, file := range []string{readme, example, station, packaged, container, newer} {
 		t.Run(file, func(t *testing.T) {
 			text := readFile(t, filepath.Join(dir, file))
@@ -344,7 +345,7 @@ func TestMIGManagersDocumentation(t *testing.T) {
 				docs = []string{configMap(t, text)}
 			}
 			for _, doc := range docs {
-				checkMeanings(t, file, doc)
+				checkMeanings(t, nodes, file, doc)
 			}
 		})
 	}
@@ -370,20 +371,20 @@ func configMap(t *testing.T, manifests string) string {
 // TestMIGManagersConfigs is the same without the module's files: ours that
 // restates their cases, and all configs of one profile.
 func TestMIGManagersConfigs(t *testing.T) {
-	checkMeanings(t, restated, readFile(t, restated))
+	nodes := fleet(t)
+	checkMeanings(t, nodes, restated, readFile(t, restated))
 	var b strings.Builder
 	b.WriteString("version: v1\nmig-configs:\n")
 	for fields := strings.Fields(oneProfile); len(fields) > 0; fields = fields[2:] {
 		name, n, _ := strings.Cut(fields[1], ":")
 		b.WriteString("  " + fields[0] + ":\n  - devices: all\n    mig-enabled: true\n    mig-devices: {\"" + name + "\": " + n + "}\n")
 	}
-	checkMeanings(t, "", b.String())
+	checkMeanings(t, nodes, "", b.String())
 }
 
-func checkMeanings(t *testing.T, file, text string) {
+func checkMeanings(t *testing.T, nodes map[string]*gpu.Inventory, file, text string) {
 	t.Helper()
 	f := mustParse(t, text)
-	nodes := fleet(t)
 	for _, config := range f.Names() {
 		if badLabel(config) != "" {
 			t.Errorf("%s: %s cannot be a label's value", file, config)
