@@ -3,11 +3,14 @@
 package mig
 
 import (
+	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
 	"math/bits"
 	"math/rand/v2"
+	"os"
+	"path/filepath"
 	"reflect"
 	"slices"
 	"strings"
@@ -473,21 +476,60 @@ func TestPlacementSets(t *testing.T) {
 			t.Errorf("%d sets by trying, want %d", n, tc.n)
 		}
 		// The package's own word on what fits beside what makes the same.
-		c, n := card(t, tc.rows), 0
-		var grow func(from int, standing []Slot)
-		grow = func(from int, standing []Slot) {
-			n++
-			for i := from; i < len(c.Slots()); i++ {
-				if c.Fits(standing, c.Slots()[i]) {
-					grow(i+1, append(standing, c.Slots()[i]))
-				}
-			}
-		}
-		grow(0, nil)
-		if n != tc.n {
+		if n := setsOf(card(t, tc.rows)); n != tc.n {
 			t.Errorf("%d sets by Fits, want %d", n, tc.n)
 		}
 	}
+}
+
+// TestRecordedInventories holds the tables that are shipped with the tests
+// against the number of sets that the field knows.
+func TestRecordedInventories(t *testing.T) {
+	dir := filepath.Join("..", "..", "tests", "testdata")
+	for file, want := range map[string]int{
+		"a100-40.json": 2319, "a100-80.json": 2319, "a100-80-mig.json": 2319, "h100-80.json": 2319, "h200.json": 2319, "b200.json": 2319,
+		"a30.json": 76, "rtx-pro-6000.json": 717, "rtx-pro-6000-mig.json": 717,
+	} {
+		b, err := os.ReadFile(filepath.Join(dir, file))
+		if err != nil {
+			t.Fatal(err)
+		}
+		var inv gpu.Inventory
+		if err := json.Unmarshal(b, &inv); err != nil || len(inv.GPUs) == 0 {
+			t.Fatalf("%s: %d GPUs, %v", file, len(inv.GPUs), err)
+		}
+		for i := range inv.GPUs {
+			m := &inv.GPUs[i].MIG
+			c, err := NewCard(m)
+			if err != nil || !c.Known() {
+				t.Fatalf("%s: %v, known %v", file, err, c.Known())
+			}
+			if n := setsOf(c); n != want {
+				t.Errorf("%s: GPU %d has %d placement sets, want %d", file, i, n, want)
+			}
+			standing := Stand(m)
+			for k, o := range standing {
+				if !c.Fits(slots(standing[:k]), o.Slot) {
+					t.Errorf("%s: GPU %d: %s does not fit beside %v", file, i, o.Slot, standing[:k])
+				}
+			}
+		}
+	}
+}
+
+// setsOf counts the sets that a card's own word allows.
+func setsOf(c *Card) (n int) {
+	var grow func(from int, standing []Slot)
+	grow = func(from int, standing []Slot) {
+		n++
+		for i := from; i < len(c.Slots()); i++ {
+			if c.Fits(standing, c.Slots()[i]) {
+				grow(i+1, append(standing, c.Slots()[i]))
+			}
+		}
+	}
+	grow(0, nil)
+	return n
 }
 
 // TestFitsIsLegality asks of every legal set and every slot.

@@ -32,8 +32,8 @@ type Place struct {
 // below it can sum up to over a node.
 const (
 	lossUnit  = 1 << 32
-	exactUnit = 1 << 16
-	spareUnit = 1
+	exactUnit = 1 << 16 // for a place that stands
+	spareUnit = 1       // for an idle instance that stays
 )
 
 // Prefer chooses n of the available places, all of must among them, that can
@@ -211,7 +211,7 @@ func (t *table) rate(n int) error {
 	worth := func(devices []Slot) (v int64) {
 		for _, d := range devices {
 			if slices.Contains(idle, d) {
-				v += exactUnit + spareUnit
+				v += exactUnit
 			}
 		}
 		return v
