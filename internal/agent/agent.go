@@ -199,6 +199,7 @@ type Agent struct {
 	inv       *gpu.Inventory
 	reading   *pending  // one is under way
 	readAt    time.Time // when the last one ended
+	answered  bool      // one has succeeded
 	readErr   error     // why that failed
 	readPause time.Duration
 	letGo     string // why the driver was let go
@@ -242,15 +243,16 @@ type Agent struct {
 	failing   map[gpu.UUID]map[mig.Slot]*failing
 	// gates is what the CDI files of claims of MIG devices were made of.
 	gates map[string]string
-	// waitsForProcess says that a change waits for a process that no claim covers.
-	waitsForProcess bool
-	serving         map[string]plugin.Source
-	removed         map[string]bool // claims whose file was taken away
-	outcome         Outcome
-	heard           bool // see Snapshot.Heard
-	written         int  // claims written down since the journal was last cut
-	swept           bool // no file of an ended claim is left
-	trim            bool // a claim has ended that may be in the journal
+	// busyLook is how often GPUs are read for the sake of processes that no claim
+	// covers, 0 where there are none.
+	busyLook time.Duration
+	serving  map[string]plugin.Source
+	removed  map[string]bool // claims whose file was taken away
+	outcome  Outcome
+	heard    bool // see Snapshot.Heard
+	written  int  // claims written down since the journal was last cut
+	swept    bool // no file of an ended claim is left
+	trim     bool // a claim has ended that may be in the journal
 }
 
 // input is the news from outside, by value.
@@ -692,6 +694,9 @@ func (a *Agent) resolve() (note string, err error) {
 	switch {
 	case err != nil && in.fileErr != nil:
 		return "", in.fileErr // what is wrong with an older file is no news
+	case err != nil && !a.answered:
+		// What the process before this one wrote down says nothing of MIG.
+		return "waiting for the driver's first answer", nil
 	case err != nil:
 		return "", err
 	}
@@ -748,8 +753,8 @@ func (a *Agent) settle(changes *Changes) {
 	}
 	a.forget(changes)
 	a.noteIdle(changes, now)
-	a.waitsForProcess = changes.waitsForProcess()
-	if a.waitsForProcess && now.Sub(a.readAt) >= busyLook {
+	a.busyLook = changes.busyLook()
+	if a.busyLook > 0 && now.Sub(a.readAt) >= a.busyLook {
 		a.stale.Store(true)
 	}
 	for _, u := range changes.Recut {

@@ -156,7 +156,7 @@ func (a *Agent) take(r reading, now time.Time) {
 		a.readPause = min(max(2*a.readPause, backOffMin), readPauseMax)
 		return
 	}
-	a.readErr, a.readPause = nil, 0
+	a.readErr, a.readPause, a.answered = nil, 0, true
 	inv := a.withMissing(r.inv)
 	if a.inv == nil || a.inv.Driver != inv.Driver || !sameGPUs(a.inv, inv) {
 		a.partsDue = true
@@ -168,6 +168,11 @@ func (a *Agent) take(r reading, now time.Time) {
 	a.keepMIG(inv, r.began)
 	a.inv = inv
 	a.setCards()
+	for i := range inv.GPUs {
+		if d := &inv.GPUs[i]; d.Fault == "" && d.MIG.Capable && a.jobs[d.UUID] == nil {
+			a.disown(d)
+		}
+	}
 	// As merged: a GPU that the driver cannot name has its name here.
 	seen := health.Reading{}
 	for i := range inv.GPUs {

@@ -57,9 +57,10 @@ func (w *Work) String() string {
 	return strings.Join(words, ", ")
 }
 
-// concernsMIG reports whether a GPU is in MIG mode, or on its way there or back.
-func (in *PlanInput) concernsMIG(d *gpu.Device, w config.Want, have Cut) bool {
-	return w.Mode == config.MIG || d.MIG.Enabled || d.MIG.Pending != nil && *d.MIG.Pending ||
+// concernsMIG reports whether a GPU is in MIG mode, or on its way there or back. A
+// mode that is pending and that nobody here wants is neither.
+func (in *PlanInput) concernsMIG(d *gpu.Device, w config.Want) bool {
+	return w.Mode == config.MIG || d.MIG.Enabled ||
 		in.MIG.Working[d.UUID] != nil ||
 		slices.ContainsFunc(in.Claims, func(c desk.Claim) bool {
 			kind, ok := kindOf(c.Resource)
@@ -289,6 +290,9 @@ func (in *PlanInput) planMIG(d *gpu.Device, w config.Want, have Cut, out *Change
 		}
 	case wanted.MIG && len(g.others) > 0:
 		block(g.others)
+	case !wanted.MIG && !d.MIG.Enabled && held:
+		// The mode was lost under them, as in a reboot, and nobody wants it back.
+		block(append(slices.Clone(g.holders), g.others...))
 	default:
 		plan, err := in.change(g, wanted)
 		if err != nil {
@@ -317,7 +321,7 @@ func (in *PlanInput) planMIG(d *gpu.Device, w config.Want, have Cut, out *Change
 		}
 		if len(by) > 0 {
 			block(by)
-			out.Blocked[len(out.Blocked)-1].Process = slices.ContainsFunc(plan.Blocked, func(b mig.Standing) bool { return b.Reason == busyReason })
+			out.Process = out.Process || slices.ContainsFunc(plan.Blocked, func(b mig.Standing) bool { return b.Reason == busyReason })
 		}
 		switch {
 		case wanted.OnDemand && d.MIG.Enabled:
@@ -384,6 +388,7 @@ func (in *PlanInput) grant(g *gpuWithMIG, leaving map[mig.Slot]string, w config.
 			out.Trouble[wish.claim.Key] = err.Error()
 		case len(plan.Blocked) > 0:
 			b := plan.Blocked[0]
+			out.Process = out.Process || b.Reason == busyReason
 			out.Trouble[wish.claim.Key] = fmt.Sprintf("%s waits for the end of %s (%s)", wish.slot, b.Holder, b.Slot)
 		}
 		if len(plan.Steps) == 0 {
@@ -474,10 +479,11 @@ func (in *PlanInput) finishMIG(g *gpuWithMIG, have, to Cut, leaving map[mig.Slot
 		_, held := g.claimed[s.Slot]
 		switch {
 		case held && !s.Empty:
-		case s.Reason == foreignReason && offered[s.Slot.String()] && leaving[s.Slot] == "":
+		case s.Reason == foreignReason && !s.Empty && offered[s.Slot.String()] && leaving[s.Slot] == "":
 			v.Kept = append(v.Kept, s.Slot)
 		case s.Pinned:
 			v.Occupied = append(v.Occupied, s.Slot)
+			out.Busy = out.Busy || s.Reason == busyReason
 			if s.Reason == foreignReason {
 				out.Notes = append(out.Notes, fmt.Sprintf("%s has a %s that this agent did not make: it stays, unless --foreign-instances is reclaim", describe(g.Device), s.Slot))
 			}

@@ -104,10 +104,8 @@ type Blocked struct {
 	Index int
 	// From and To are modes, for people.
 	From, To string
-	// Holders is sorted, each once. Process says that there is one among them that
-	// no claim covers.
+	// Holders is sorted, each once.
 	Holders []string
-	Process bool
 }
 
 // String is a sentence for an annotation.
@@ -137,6 +135,9 @@ type Changes struct {
 	Notes []string
 	// Blocked is in index order.
 	Blocked []Blocked
+	// Busy says that a process which no claim covers is on a MIG instance, Process
+	// that a change or a container waits for the end of one.
+	Busy, Process bool
 	// Refused says of GPUs, in index order, why they cannot be what is wanted
 	// whoever holds them. They offer nothing.
 	Refused []string
@@ -176,7 +177,7 @@ func Plan(in PlanInput) Changes {
 	for i := range in.Inventory.GPUs {
 		d := &in.Inventory.GPUs[i]
 		have := in.Cuts[d.UUID]
-		if in.concernsMIG(d, want[d.UUID], have) {
+		if in.concernsMIG(d, want[d.UUID]) {
 			in.planMIG(d, want[d.UUID], have, &out)
 			continue
 		}
@@ -204,6 +205,12 @@ func Plan(in PlanInput) Changes {
 		}
 		if to.Known {
 			out.Cuts[d.UUID] = to
+		}
+		if mode := want[d.UUID].Mode; !held && d.Fault == "" && in.Others[d.UUID] == "" && (mode == config.Whole || mode == config.Shared) &&
+			d.MIG.Pending != nil && *d.MIG.Pending {
+			// MIG mode would come with the next reset. To take that back touches
+			// nothing that is in force.
+			out.Work = append(out.Work, Work{GPU: d.UUID, Steps: []mig.Step{{Op: mig.Disable}}})
 		}
 	}
 	return out

@@ -29,9 +29,11 @@ const (
 	// failingFor for how long, unless something is made on its GPU meanwhile.
 	mostFailures = 3
 	failingFor   = 10 * time.Minute
-	// busyLook is how often a GPU is read while a change waits for processes that
-	// no claim covers: nothing tells when they end.
-	busyLook = 2 * time.Second
+	// busySoon is how often GPUs are read while a change or a container waits for
+	// processes that no claim covers, and busyLook the same while such processes
+	// merely keep instances from being given out: nothing tells when they end.
+	busySoon = 2 * time.Second
+	busyLook = 15 * time.Second
 )
 
 // Reasons of Events that speak of work on the hardware.
@@ -104,6 +106,18 @@ func (a *Agent) own(u gpu.UUID, s mig.Slot) {
 		a.mine[u] = map[mig.Slot]bool{}
 	}
 	a.mine[u][s] = true
+}
+
+// disown forgets the instances of a GPU that do not stand any more: what comes to
+// their places by another hand is somebody else's.
+func (a *Agent) disown(d *gpu.Device) {
+	maps.DeleteFunc(a.mine[d.UUID], func(s mig.Slot, _ bool) bool {
+		return !slices.ContainsFunc(d.MIG.Instances, func(in gpu.Instance) bool {
+			at, err := slotOf(&in)
+			// An empty GPU instance is what is left of a device that was in it.
+			return err == nil && (at == s || in.CI < 0 && at.GPUInstance() == s.GPUInstance())
+		})
+	})
 }
 
 // forget drops the pauses of GPUs that have become what they shall be.
@@ -346,7 +360,7 @@ func (a *Agent) takeResults(now time.Time) {
 			d = a.inv.ByUUID(u)
 			d.MIG = r.mig
 			a.setCards()
-			maps.DeleteFunc(a.mine[u], func(s mig.Slot, _ bool) bool { return find(d.MIG.Instances, s) == nil })
+			a.disown(d)
 		} else {
 			a.stale.Store(true)
 		}
@@ -510,8 +524,8 @@ func (a *Agent) nextWork(now time.Time) (wait time.Duration, ok bool) {
 			}
 		}
 	}
-	if a.waitsForProcess {
-		soon(now.Add(busyLook))
+	if a.busyLook > 0 {
+		soon(now.Add(a.busyLook))
 	}
 	return wait, ok
 }
@@ -548,10 +562,17 @@ func (a *Agent) working() string {
 	return strings.Join(out, "; ")
 }
 
-// waitsForProcess reports whether a change waits for a process that no claim
-// covers.
-func (c *Changes) waitsForProcess() bool {
-	return slices.ContainsFunc(c.Blocked, func(b Blocked) bool { return b.Process })
+// busyLook is how often GPUs are to be read for the sake of processes that no
+// claim covers, 0 where there are none.
+func (c *Changes) busyLook() time.Duration {
+	switch {
+	case c.Process:
+		return busySoon
+	case c.Busy:
+		return busyLook
+	default:
+		return 0
+	}
 }
 
 // setCards keeps what can stand on each GPU in step with what its driver says.

@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// edit changes a GPU's MIG side as somebody else's hand would.
+func (b *bench) edit(i int, change func(m *gpu.MIG)) {
+	b.with(func() {
+		m := &b.outside.inv.GPUs[i].MIG
+		m.Instances = slices.Clone(m.Instances)
+		change(m)
+	})
+}
+
+// An empty GPU instance of somebody else's is in the way of its own place too: no
+// container could use it.
+func TestForeignEmptyInstanceIsNotOnOffer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := migMachine(1, 0)
+		o.inv.GPUs[0].MIG.Instances = []gpu.Instance{{Profile: "3g.40gb", Placement: gpu.Placement{Start: 4, Size: 4}, GI: 2, CI: -1}}
+		b := start(t, o, t.TempDir(), migPartition(demand))
+		defer b.end()
+		b.wantHealth(large, migID(0, "3g.40gb@0"), "healthy")
+		b.wantHealth(large, migID(0, "3g.40gb@4"), "unhealthy")
+	})
+}
+
+// A container waits for a process that no claim covers, and gets its instance soon
+// after that has ended.
+func TestWishBehindAProcess(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := migMachine(1, 0)
+		b := start(t, o, t.TempDir(), migPartition(demand))
+		defer b.end()
+		b.hold("a", small, migID(0, "1g.10gb@1"))
+		b.drop("a")
+		b.edit(0, func(m *gpu.MIG) { m.Instances[0].Busy = true }) // after the last reading
+		src, id := b.source(large), migID(0, "3g.40gb@0")
+		if _, err := src.Allocate([]string{id}); err != nil {
+			t.Fatal(err)
+		}
+		done := make(chan error, 1)
+		go func() { done <- src.Prepare(t.Context(), []string{id}) }()
+		time.Sleep(10 * time.Second)
+		b.wantStanding(0, "1g.10gb@1")
+		b.edit(0, func(m *gpu.MIG) { m.Instances[0].Busy = false })
+		time.Sleep(10 * time.Second)
+		b.wantStanding(0, "3g.40gb@0")
+		select {
+		case err := <-done:
+			if err != nil {
+				t.Error(err)
+			}
+		default:
+			t.Error("the container waits still")
+		}
+	})
+}
+
+// Somebody asks for MIG mode of a GPU that is whole: until a reset that is nothing
+// to those who have it, nor to those who could.
+func TestPendingModeOfAWholeGPU(t *testing.T) {
+	for _, held := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			o := migMachine(1)
+			o.ampere = true
+			b := start(t, o, t.TempDir(), migPartition("{mode: whole}"))
+			defer b.end()
+			id := string(uuid(0))
+			if held {
+				b.hold("a", names.Whole, id)
+			}
+			o.with(func() { o.took = 5 * time.Second })
+			on := true
+			b.edit(0, func(m *gpu.MIG) { m.Pending = &on })
+			for range 320 {
+				time.Sleep(time.Second)
+				if got := b.health(names.Whole, id); got != "healthy" {
+					t.Errorf("held %v: the GPU is %q, state %s: %s", held, got, b.state(), b.annotations["example.com/gpu.partition.message"])
+					break
+				}
+			}
+		})
+	}
+}
+
+// A process that starts while the driver is slow knows nothing of MIG yet: that is
+// no fault of the file.
+func TestSlowFirstReadingWithMIG(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o, dir := migMachine(1, 0), t.TempDir()
+		b := start(t, o, dir, migPartition(sevenSmall))
+		time.Sleep(time.Second)
+		b.wantState("applied")
+		b.end()
+		o.with(func() { o.hang, o.events = make(chan struct{}), nil })
+		b = start(t, o, dir, migPartition(sevenSmall))
+		defer b.end()
+		time.Sleep(3 * time.Second)
+		if got := b.state(); got == "invalid" {
+			t.Errorf("state %q: %s", got, b.annotations["example.com/gpu.partition.message"])
+		}
+		close(o.hang)
+		b.with(func() { o.hang = nil })
+		time.Sleep(time.Second)
+		b.wantState("applied")
+		if e := strings.Join(b.events, "\n"); strings.Contains(e, "Invalid") {
+			t.Errorf("events:\n%s", e)
+		}
+		if len(b.ops) != 7 {
+			t.Errorf("done: %v", b.ops)
+		}
+	})
+}
+
+// A holder of an instance on a GPU that has lost the mode, and is to be whole now:
+// the state says that it is in the way.
+func TestHolderOfAnInstanceOnAWholeGPU(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := migMachine(1)
+		id := migID(0, "1g.10gb@2")
+		o.entries = []node.Entry{{PodUID: "uid-a", Container: "c", Resource: small, IDs: []string{id}}}
+		b := start(t, o, t.TempDir(), migPartition("{mode: whole}"))
+		defer b.end()
+		time.Sleep(time.Second)
+		b.wantState("blocked")
+		o.with(func() { o.entries = nil })
+		time.Sleep(desk.Grace + 2*holdersEvery)
+		b.wantState("applied")
+		b.wantHealth(names.Whole, string(uuid(0)), "healthy")
+	})
+}
+
+// What was destroyed by somebody else's hand and made anew by it is theirs.
+func TestMadeByAnotherHandInTheSamePlace(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := migMachine(1, 0)
+		b := start(t, o, t.TempDir(), migPartition(demand))
+		defer b.end()
+		b.hold("a", small, migID(0, "1g.10gb@1"))
+		b.drop("a")
+		b.edit(0, func(m *gpu.MIG) { m.Instances = nil })
+		time.Sleep(inventoryEvery + time.Minute)
+		b.edit(0, func(m *gpu.MIG) {
+			m.Instances = []gpu.Instance{{Profile: "1g.10gb", Placement: gpu.Placement{Start: 1, Size: 1}, GI: 77, UUID: "MIG-theirs"}}
+		})
+		time.Sleep(inventoryEvery + time.Minute)
+		b.wantHealth(large, migID(0, "3g.40gb@0"), "unhealthy")
+		b.wantHealth(small, migID(0, "1g.10gb@1"), "healthy")
+	})
+}
+
+// An instance comes and goes; a GPU that cannot be read does not lose its own.
+func TestUnreadableGPUKeepsItsInstances(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := migMachine(2, 0, 1)
+		b := start(t, o, t.TempDir(), migPartition(sevenSmall, demand))
+		defer b.end()
+		time.Sleep(time.Second)
+		b.hold("a", small, migID(0, "1g.10gb@3"))
+		b.hold("b", small, migID(1, "1g.10gb@3"))
+		b.drop("b")
+		before := len(b.ops)
+		var was [2]gpu.MIG
+		b.with(func() {
+			for i := range o.inv.GPUs {
+				was[i] = o.inv.GPUs[i].MIG
+				o.inv.GPUs[i].MIG, o.inv.GPUs[i].Fault = gpu.MIG{}, "GPU is lost"
+			}
+		})
+		b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(0), Xid: 79, GI: -1, CI: -1}
+		time.Sleep(time.Minute)
+		if got := b.state(); got == "invalid" {
+			t.Errorf("state %q: %s", got, b.annotations["example.com/gpu.partition.message"])
+		}
+		b.wantHealth(small, migID(0, "1g.10gb@3"), "unhealthy")
+		b.wantHealth(small, migID(0, "1g.10gb@2"), "unhealthy")
+		b.with(func() {
+			for i := range o.inv.GPUs {
+				o.inv.GPUs[i].MIG, o.inv.GPUs[i].Fault = was[i], ""
+			}
+		})
+		time.Sleep(inventoryEvery + 2*testHold)
+		b.wantState("applied")
+		b.wantHealth(small, migID(0, "1g.10gb@3"), "healthy")
+		b.wantHealth(small, migID(0, "1g.10gb@2"), "healthy")
+		b.wantHealth(large, migID(1, "3g.40gb@0"), "healthy") // what stands there is still the agent's
+		if len(b.ops) != before {
+			t.Errorf("done: %v", b.ops[before:])
+		}
+	})
+}
