@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"testing"
 
 	"example.com/gpu-agent/pkg/gpu"
@@ -194,5 +195,97 @@ func TestPreferIsBest(t *testing.T) {
 	t.Logf("%d choices, %d refusals", met, refused)
 	if met < 1000 || refused < 100 {
 		t.Errorf("too few of each to mean anything")
+	}
+}
+
+func TestPrefer(t *testing.T) {
+	c, small := card(t, seven), card(t, a30)
+	for _, tc := range []struct {
+		name        string
+		card        *Card
+		taken, warm []string // by GPU
+		rank        []int
+		free        string
+		must        string
+		n           int
+		want        string
+	}{
+		{"the corner that costs least", c, []string{"", ""}, nil, nil, "1g.10gb", "", 1, "GPU-0::1g.10gb@6"},
+		{"the fuller GPU", c, []string{"", "3g.40gb@0"}, nil, nil, "1g.10gb", "", 1, "GPU-1::1g.10gb@6"},
+		{"rank among equals", c, []string{"", ""}, nil, []int{1, 0}, "1g.10gb", "", 1, "GPU-1::1g.10gb@6"},
+		{"what stands among equals", c, []string{"", ""}, []string{"", "3g.40gb@4"}, nil, "3g.40gb", "", 1, "GPU-1::3g.40gb@4"},
+		{"no other for it among equals", c, []string{"", ""}, []string{"1g.10gb@6", ""}, nil, "3g.40gb", "", 1, "GPU-1::3g.40gb@4"},
+		{"several on one GPU", c, []string{"", ""}, nil, nil, "3g.40gb", "", 2, "GPU-0::3g.40gb@0 GPU-0::3g.40gb@4"},
+		{"over several GPUs", c, []string{"1g.10gb@0", ""}, nil, nil, "3g.40gb", "", 3, "GPU-0::3g.40gb@4 GPU-1::3g.40gb@0 GPU-1::3g.40gb@4"},
+		{"more than there is", c, []string{"1g.10gb@0", ""}, nil, nil, "3g.40gb", "", 4, "insufficient resources"},
+		{"one with media extensions a GPU", c, []string{"", ""}, nil, nil, "1g.10gb+me", "", 2, "GPU-0::1g.10gb+me@6 GPU-1::1g.10gb+me@6"},
+		{"media extensions over all profiles", small, []string{"2g.12gb+me@0", ""}, nil, nil, "1g.6gb+me", "", 2, "insufficient resources"},
+		{"what must be", c, []string{"", "3g.40gb@0"}, nil, nil, "1g.10gb", "GPU-0::1g.10gb@2", 2, "GPU-0::1g.10gb@2 GPU-0::1g.10gb@3"},
+		{"must, and no room", c, []string{"3g.40gb@0", ""}, nil, nil, "1g.10gb", "GPU-0::1g.10gb@2", 2, "insufficient resources"},
+		{"more must than are asked for", c, []string{"", ""}, nil, nil, "1g.10gb", "GPU-0::1g.10gb@2 GPU-0::1g.10gb@3", 1, "invalid argument"},
+		// Taken and warm: stands for whoever wants it.
+		{"foreign and kept", c, []string{"1g.10gb@0", "3g.40gb@0"}, []string{"1g.10gb@0", ""}, nil, "1g.10gb", "", 1, "GPU-0::1g.10gb@0"},
+		// Taken alone: its holder is about to end.
+		{"ending holders come last", c, []string{"3g.40gb@0 1g.10gb@4 1g.10gb@5", "7g.80gb@0"}, nil, nil, "1g.10gb", "", 2, "GPU-0::1g.10gb@4 GPU-0::1g.10gb@6"},
+		{"splits where the GPU instance is taken", c, []string{"", "1c.3g.40gb@4.1"}, nil, nil, "1c.3g.40gb", "", 2, "GPU-1::1c.3g.40gb@4.0 GPU-1::1c.3g.40gb@4.2"},
+		{"splits share a new GPU instance", c, []string{"", "7g.80gb@0"}, nil, nil, "1c.3g.40gb", "", 3, "GPU-0::1c.3g.40gb@4.0 GPU-0::1c.3g.40gb@4.1 GPU-0::1c.3g.40gb@4.2"},
+		{"splits that stand", c, []string{"", ""}, []string{"", "1c.3g.40gb@4.1 1c.3g.40gb@4.2"}, nil, "1c.3g.40gb", "", 2, "GPU-1::1c.3g.40gb@4.1 GPU-1::1c.3g.40gb@4.2"},
+		{"splits of two GPU instances with media extensions", small, []string{"", ""}, nil, nil, "1c.2g.12gb+me", "", 4,
+			"GPU-0::1c.2g.12gb+me@0.0 GPU-0::1c.2g.12gb+me@0.1 GPU-1::1c.2g.12gb+me@0.0 GPU-1::1c.2g.12gb+me@0.1"},
+		{"splits of more GPU instances than may be", small, []string{"", ""}, nil, nil, "1c.2g.12gb+me", "", 5, "insufficient resources"},
+		{"none", c, []string{"", ""}, nil, nil, "1g.10gb", "", 0, ""},
+	} {
+		var offers []Offer
+		var available, must []Place
+		for g := range tc.taken {
+			o := Offer{GPU: gpu.UUID(fmt.Sprint("GPU-", g)), Card: tc.card, Taken: slots(stand(t, tc.card, tc.taken[g]))}
+			if tc.warm != nil {
+				o.Warm = slots(stand(t, tc.card, tc.warm[g]))
+			}
+			if tc.rank != nil {
+				o.Rank = tc.rank[g]
+			}
+			offers = append(offers, o)
+			p := name(t, tc.free)
+			for start := range 8 {
+				for ci := range 7 {
+					if s, ok := tc.card.Slot(p, start, ci); ok {
+						available = append(available, Place{o.GPU, s})
+					}
+				}
+			}
+		}
+		for _, id := range strings.Fields(tc.must) {
+			u, p, start, ci, err := ParseID(id)
+			if err != nil {
+				t.Fatal(err)
+			}
+			s, _ := tc.card.Slot(p, start, ci)
+			must = append(must, Place{u, s})
+		}
+		got, err := Prefer(offers, available, must, tc.n)
+		var ids []string
+		for _, p := range got {
+			ids = append(ids, ID(p.GPU, p.Slot))
+		}
+		text := strings.Join(ids, " ")
+		if err != nil {
+			text = err.Error()
+			text = text[strings.LastIndex(text, ": ")+2:]
+		}
+		if text != tc.want {
+			t.Errorf("%s: got %s (%v), want %s", tc.name, text, err, tc.want)
+		}
+	}
+
+	mixed := []Place{{"GPU-0", at(t, c, "1g.10gb@0")}, {"GPU-0", at(t, c, "2g.20gb@2")}}
+	if _, err := Prefer([]Offer{{GPU: "GPU-0", Card: c}}, mixed, nil, 2); !errors.Is(err, gpu.ErrInvalid) {
+		t.Errorf("of two profiles: %v", err)
+	}
+	if _, err := Prefer([]Offer{{GPU: "GPU-1", Card: c}}, mixed[:1], nil, 1); !errors.Is(err, gpu.ErrInvalid) {
+		t.Errorf("on a GPU that is not there: %v", err)
+	}
+	if _, err := Prefer([]Offer{{GPU: "GPU-0"}}, mixed[:1], nil, 1); !errors.Is(err, gpu.ErrInvalid) {
+		t.Errorf("on a GPU without a card: %v", err)
 	}
 }
