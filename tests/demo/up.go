@@ -21,6 +21,8 @@ const (
 	gpuModel    = "H100-80GB"
 	gpuCount    = 8
 	unitsPerGPU = 79
+
+	largeProfile, smallProfile = "3g.40gb", "1g.10gb"
 )
 
 const allShared = `version: v1
@@ -38,6 +40,7 @@ type demo struct {
 	driver *lab.Driver
 	agent  *lab.Agent
 	shared lab.GPUInfo // the GPU that the first two pods share
+	sliced int         // the index of the GPU in MIG mode
 }
 
 func up(ctx context.Context) (err error) {
@@ -68,8 +71,9 @@ func up(ctx context.Context) (err error) {
 		{"Deploy the agent as its DaemonSet: kubectl apply -k deployments/base", d.deploy},
 		{"Two pods ask for 24 GiB of GPU memory each: both land on one GPU", d.twoPods},
 		{"A third pod asks for 100 GiB, more than any GPU has: it is refused", d.refusal},
-		{"Edit the partition ConfigMap: half of the idle GPUs turn whole", d.recut},
+		{"Edit the partition ConfigMap: idle GPUs turn whole, one to MIG on demand", d.recut},
 		{"A pod asks for one whole GPU", d.wholePod},
+		{"Two pods ask for MIG instances, which are made when they start", d.instances},
 		{"gpu-agent status", d.status},
 	} {
 		if err := d.step(part.title, func() error { return part.do(ctx) }); err != nil {
@@ -131,11 +135,12 @@ func (d *demo) startPod(ctx context.Context, name, resource string, count int) (
 		return lab.GPUInfo{}, err
 	}
 	d.say("pod %s (%s: %d) runs after %.1f s; inside its container:", name, resource, count, time.Since(began).Seconds())
-	for _, command := range []string{
-		"ls /dev/nvidia*",
-		"dlopen-check libcuda.so.1",
-		"nvidia-smi",
-	} {
+	commands := []string{"ls /dev/nvidia*", "dlopen-check libcuda.so.1", "nvidia-smi"}
+	onInstance := resource != lab.Memory && resource != lab.GPU
+	if onInstance {
+		commands = []string{"ls /dev/nvidia-caps", "nvidia-smi -L"}
+	}
+	for _, command := range commands {
 		out, err := pod.Exec(ctx, "", "sh", "-c", command)
 		if err != nil {
 			return lab.GPUInfo{}, err
@@ -160,7 +165,17 @@ func (d *demo) startPod(ctx context.Context, name, resource string, count int) (
 	if err != nil {
 		return lab.GPUInfo{}, err
 	}
-	if want := append(slices.Clone(lab.ControlDevices), g.Device()); !sameSet(seen.Devices, want) {
+	want := append(slices.Clone(lab.ControlDevices), g.Device())
+	if onInstance {
+		// One node opens the GPU instance, one the compute instance in it.
+		capability := func(path string) bool { return strings.HasPrefix(path, "/dev/nvidia-caps/") }
+		all := len(seen.Devices)
+		seen.Devices = slices.DeleteFunc(seen.Devices, capability)
+		if n := all - len(seen.Devices); n != 2 {
+			return lab.GPUInfo{}, fmt.Errorf("pod %s has %d capability nodes, and should have 2", name, n)
+		}
+	}
+	if !sameSet(seen.Devices, want) {
 		return lab.GPUInfo{}, fmt.Errorf("pod %s sees the nodes %v, and should see %v", name, seen.Devices, want)
 	}
 	if want := "libcuda.so." + d.driver.Version; filepath.Base(seen.CUDA) != want {
@@ -237,9 +252,10 @@ func (d *demo) recut(ctx context.Context) error {
 			idle = append(idle, g.Index)
 		}
 	}
-	whole := idle[len(idle)/2:]
+	d.sliced = idle[len(idle)-1]
+	whole := idle[len(idle)/2 : len(idle)-1]
 	for _, g := range d.driver.GPUs {
-		if !slices.Contains(whole, g.Index) {
+		if g.Index != d.sliced && !slices.Contains(whole, g.Index) {
 			stay = append(stay, g.Index)
 		}
 	}
@@ -250,12 +266,15 @@ partitions:
       mode: shared
     - devices: %s
       mode: whole
-`, list(stay), list(whole))
+    - devices: [%d]
+      mode: mig
+`, list(stay), list(whole), d.sliced)
 	d.say("%s", file)
 	if err := d.agent.SetPartitions(ctx, file); err != nil {
 		return err
 	}
-	want := map[string]int{lab.Memory: len(stay) * unitsPerGPU, lab.GPU: len(whole)}
+	large, small := lab.MIG(largeProfile), lab.MIG(smallProfile)
+	want := map[string]int{lab.Memory: len(stay) * unitsPerGPU, lab.GPU: len(whole), large: 2, small: 7}
 	if err := d.node.AwaitAllocatable(ctx, want); err != nil {
 		return err
 	}
@@ -263,6 +282,22 @@ partitions:
 		return err
 	}
 	d.say("the node offers %s: %d and %s: %d; its label %s says applied", lab.Memory, want[lab.Memory], lab.GPU, want[lab.GPU], lab.StateLabel)
+	d.say("GPU %d has no MIG instance yet; it offers every place that one could have: %s: %d, %s: %d and more",
+		d.sliced, large, want[large], small, want[small])
+	return nil
+}
+
+// instances starts pods on MIG instances that do not exist before.
+func (d *demo) instances(ctx context.Context) error {
+	for _, pod := range []struct{ name, profile string }{{"large", largeProfile}, {"small", smallProfile}} {
+		g, err := d.startPod(ctx, pod.name, lab.MIG(pod.profile), 1)
+		if err != nil {
+			return err
+		}
+		if g.Index != d.sliced {
+			return fmt.Errorf("pod %s has GPU %d, and should have an instance of GPU %d", pod.name, g.Index, d.sliced)
+		}
+	}
 	return nil
 }
 
@@ -291,7 +326,7 @@ func (d *demo) status(ctx context.Context) error {
 				named[h.Pod] = true
 			}
 		}
-		for _, name := range []string{"one", "two", "whole"} {
+		for _, name := range []string{"one", "two", "whole", "large", "small"} {
 			if !named[name] {
 				return errors.New("no holder is named " + name)
 			}
