@@ -113,6 +113,10 @@ func stages(cache string, packages []string, soak bool) []stage {
 			commands: []command{caps},
 		},
 		{
+			name: "peers", what: "rivals' programs on the emulated driver, and what their files mean", after: []string{"emulator"}, lacks: root,
+			commands: []command{test(".", "-count=1", limit, "./tests/peers/...")},
+		},
+		{
 			name: "crash", what: "the agent killed at every change of its files", after: []string{"emulator", "image"}, lacks: root,
 			commands: []command{crash},
 		},
@@ -171,7 +175,7 @@ func fuzzing() []command {
 }
 
 // apart are the packages that have a stage of their own.
-var apart = []string{"/deployments", "/tests/crash", "/tests/e2e", "/tests/memcap"}
+var apart = []string{"/deployments", "/tests/crash", "/tests/e2e", "/tests/memcap", "/tests/peers"}
 
 // unitPackages are the product's packages but those.
 func unitPackages() ([]string, error) {
