@@ -601,7 +601,7 @@ func TestEveryTransition(t *testing.T) {
 			f, c := newField(t, family.rows), card(t, family.rows)
 			r := rand.New(rand.NewPCG(5, uint64(len(f.sets))))
 			all := len(f.sets) * len(f.want)
-			share := float64(tell(20_000, 3*all)) / float64(all)
+			share := float64(tell(12_000, 3*all)) / float64(all)
 			done := 0
 			for _, set := range f.sets {
 				for _, v := range f.want {

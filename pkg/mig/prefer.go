@@ -62,7 +62,7 @@ func Prefer(offers []Offer, available, must []Place, n int) ([]Place, error) {
 		if o.Card == nil {
 			return nil, fmt.Errorf("choose slots: nothing is known of %s: %w", o.GPU, gpu.ErrInvalid)
 		}
-		tables[i] = table{Offer: o, taken: slices.Clone(o.Taken)}
+		tables[i] = table{Offer: o, taken: slices.Clone(o.Taken), fit: make([]Slot, 0, 8)}
 	}
 	slices.SortFunc(tables, func(a, b table) int {
 		return cmp.Or(cmp.Compare(a.Rank, b.Rank), cmp.Compare(a.GPU, b.GPU))
@@ -134,6 +134,13 @@ func Prefer(offers []Offer, available, must []Place, n int) ([]Place, error) {
 	take := min(need, len(free))
 	out, need = append(out, free[:take]...), need-take
 
+	defer func() {
+		for i := range tables {
+			if p := tables[i].planner; p != nil {
+				tables[i].Card.release(p)
+			}
+		}
+	}()
 	chosen, err := spread(tables, need)
 	if err != nil {
 		return nil, err
@@ -155,10 +162,10 @@ type table struct {
 	fit   []Slot // available, not taken, each of them fits beside what is taken
 	// best[k] is what choosing k of fit is worth at best, none where so many do
 	// not fit; it begins with what choosing none is worth.
-	best   []int64
-	search *search
-	splits int // the dim of GPU instances where the profile is split, or -1
-	gis    []int
+	best    []int64
+	planner *planner // of the search that best was found by; nil before
+	splits  int      // the dim of GPU instances where the profile is split, or -1
+	gis     []int
 }
 
 // inside takes those splits out of fit that lie in GPU instances which are
@@ -205,7 +212,9 @@ func (t *table) rate(n int) error {
 		}
 	}
 	t.splits = -1
-	s := &search{end: c.memory, gaps: gaps, width: w}
+	t.planner = c.planner(nil, nil)
+	s := &t.planner.search
+	s.reset(c.memory, gaps, w)
 	most := min(n, len(t.fit))
 	s.dims = append(s.dims, dim{n: most})
 	worth := func(devices []Slot) (v int64) {
@@ -247,7 +256,6 @@ func (t *table) rate(n int) error {
 	if err := s.prepare(); err != nil {
 		return err
 	}
-	t.search = s
 	t.best = []int64{s.gap(0, c.memory)}
 	t.gis = []int{0}
 	base := c.tally(t.taken)
@@ -321,11 +329,11 @@ func spread(tables []table, n int) ([]Place, error) {
 	for g := range tables {
 		t, here := &tables[g], from[g][k].here
 		if here > 0 {
-			t.search.dims[0].left = here
+			t.planner.dims[0].left = here
 			if t.splits > 0 {
-				t.search.dims[t.splits].left = t.gis[here]
+				t.planner.dims[t.splits].left = t.gis[here]
 			}
-			t.search.target(func(p *part) {
+			t.planner.target(func(p *part) {
 				for _, s := range p.devices {
 					out = append(out, Place{t.GPU, s})
 				}
