@@ -62,10 +62,8 @@ type demand struct {
 	runtime *witness.Runtime
 	began   time.Time
 	name    string // of this crowd's pods
-	rough   bool   // the kubelet starts anew meanwhile
-	// fails says that pods of Jobs fail by themselves, too, and not only where they
-	// are refused; a Job waits ten seconds and more before it makes the next.
-	fails bool
+	crowdOptions
+	order []string // of those that have run, by their first moments
 
 	mu    sync.Mutex // guards what follows
 	pods  map[string]*demandPod
@@ -76,6 +74,20 @@ type demand struct {
 	wrong []string
 	lines []string
 	done  map[string]int
+}
+
+// crowdOptions say what is special about a crowd.
+type crowdOptions struct {
+	// disturb goes on beside it until its context ends.
+	disturb func(context.Context) error
+	// rough says that the kubelet starts anew meanwhile, which may cost a pod that
+	// has to be judged again.
+	rough bool
+	// fails says that pods of Jobs fail by themselves, too, and not only where they
+	// are refused; a Job waits ten seconds and more before it makes the next.
+	fails bool
+	// first is what the first pod asks for, a plain one.
+	first map[string]int
 }
 
 type demandPod struct {
@@ -290,6 +302,8 @@ func (d *demand) make(n int) {
 	spec := lab.Pod{Name: fmt.Sprintf("%s-%d", d.name, n), Containers: []lab.Container{{Resources: d.wants()}}}
 	retries := 0
 	switch k := d.rng.IntN(10); {
+	case n == 0 && d.first != nil:
+		spec.Containers[0].Resources = d.first
 	case k < 4:
 	case k < 6:
 		p.kind, p.job, p.ends, retries = "of a Job with retries", true, true, 12
@@ -378,6 +392,7 @@ func (d *demand) step() (left int) {
 			d.must(p.Delete(d.ctx))
 		case !s.Containers["main"].Running:
 		case !p.ran:
+			d.order = append(d.order, name)
 			p.ran, p.until = true, time.Now().Add(time.Duration(d.rng.IntN(3000))*time.Millisecond)
 			d.count("ran")
 		case time.Now().After(p.until) && p.deaf:
@@ -428,12 +443,10 @@ func (d *demand) stepJob(name string, p *demandPod, list []lab.ListedPod) {
 	d.must(node.DeleteJob(d.ctx, name))
 }
 
-// crowd lets so many pods come and go, and disturbs meanwhile; rough says that
-// this may cost a pod that has to be judged again. When all are gone nothing may
-// be left.
-func (b *bench) crowd(n int, rough bool, disturb func(context.Context) error) *demand {
+// crowd lets so many pods come and go. When all are gone nothing may be left.
+func (b *bench) crowd(n int, o crowdOptions) *demand {
 	b.Helper()
-	d := &demand{bench: b, rng: rand.New(rand.NewPCG(seedOf(b), 5)), began: time.Now(), rough: rough, fails: disturb == nil,
+	d := &demand{bench: b, rng: rand.New(rand.NewPCG(seedOf(b), 5)), began: time.Now(), crowdOptions: o,
 		name: "d" + strings.ReplaceAll(strings.ToLower(b.short()), "_", "-"),
 		runtime: witness.NewRuntime(witness.RuntimeOptions{
 			Endpoint: node.File("/run/containerd/containerd.sock"), AnnotationPrefix: cdi.AnnotationName(lab.Domain, ""),
@@ -457,8 +470,8 @@ func (b *bench) crowd(n int, rough bool, disturb func(context.Context) error) *d
 	disturbance := make(chan struct{})
 	others.Go(func() {
 		defer close(disturbance)
-		if disturb != nil {
-			disturbed = disturb(disturbing)
+		if o.disturb != nil {
+			disturbed = o.disturb(disturbing)
 		}
 	})
 	b.Cleanup(func() {
@@ -645,7 +658,7 @@ func TestMIGOnDemand(t *testing.T) {
 	b.sub("calm", func(b *bench) {
 		before, err := driver.MIGOps(b.ctx)
 		b.must(err)
-		d := b.crowd(count(30, 200), false, nil)
+		d := b.crowd(count(30, 200), crowdOptions{fails: true})
 		after, err := driver.MIGOps(b.ctx)
 		b.must(err)
 		ops := slices.DeleteFunc(after, func(o lab.MIGOp) bool { return slices.ContainsFunc(before, func(p lab.MIGOp) bool { return p == o }) })
@@ -656,7 +669,7 @@ func TestMIGOnDemand(t *testing.T) {
 		b.wishes(operation)
 	})
 	b.sub("agent-killed", func(b *bench) {
-		b.crowd(count(12, 200), false, every(5*time.Second, 1000, agent.Crash))
+		b.crowd(count(12, 200), crowdOptions{disturb: every(5*time.Second, 1000, agent.Crash)})
 	})
 	b.sub("calls-fail", func(b *bench) {
 		for _, call := range []string{"nvml*Create*Instance*", "nvml*InstanceDestroy"} {
@@ -664,20 +677,31 @@ func TestMIGOnDemand(t *testing.T) {
 		}
 		// A look at one GPU alone is dozens of these: more would blind the agent.
 		b.must(driver.FailEvery(b.ctx, 150, "nvmlGpuInstanceGet*", 999))
-		b.crowd(count(14, 200), false, nil)
+		b.crowd(count(14, 200), crowdOptions{fails: true})
 	})
 	b.sub("kubelet-restarts", func(b *bench) {
 		restarts := 0
-		b.crowd(count(10, 200), true, every(6*time.Second, count(3, 1000), func(ctx context.Context) error {
+		b.crowd(count(10, 200), crowdOptions{rough: true, disturb: every(6*time.Second, count(3, 1000), func(ctx context.Context) error {
 			if restarts++; restarts%2 == 0 {
 				return node.RestartKubelet(ctx)
 			}
 			return node.CrashKubelet(ctx)
-		}))
+		})})
 	})
 	b.sub("slow-creation", func(b *bench) {
+		// The first pod asks for what stands nowhere.
+		stands := b.instances()
+		var absent string
+		for _, name := range slices.Sorted(maps.Keys(tables())) {
+			if !slices.ContainsFunc(stands, func(i instance) bool { return i.compute.Profile == name }) {
+				absent = name
+			}
+		}
 		b.must(driver.Slow(b.ctx, "nvmlDeviceCreateGpuInstance*", -1, 40*time.Second, 1))
-		b.crowd(count(8, 60), false, nil)
+		d := b.crowd(count(8, 60), crowdOptions{first: map[string]int{lab.MIG(absent): 1}})
+		if len(d.order) < 2 || d.order[0] == d.name+"-0" || !slices.Contains(d.order, d.name+"-0") {
+			b.Errorf("the pods have run in the order %v: nobody ran while the first, of %s, had to wait", d.order, absent)
+		}
 	})
 }
 
