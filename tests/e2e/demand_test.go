@@ -681,7 +681,7 @@ func TestMIGOnDemand(t *testing.T) {
 	})
 	b.sub("kubelet-restarts", func(b *bench) {
 		restarts := 0
-		b.crowd(count(10, 200), crowdOptions{rough: true, disturb: every(6*time.Second, count(3, 1000), func(ctx context.Context) error {
+		b.crowd(count(10, 200), crowdOptions{rough: true, disturb: every(6*time.Second, count(2, 1000), func(ctx context.Context) error {
 			if restarts++; restarts%2 == 0 {
 				return node.RestartKubelet(ctx)
 			}
@@ -724,4 +724,26 @@ func (b *bench) wishes(hardware time.Duration) {
 		return
 	}
 	b.Logf("from the wish to the open gate: %.0f ms on average of %.0f; an end or a creation takes the hardware %d ms", 1000*sum/n, n, hardware.Milliseconds())
+}
+
+func TestNeedless(t *testing.T) {
+	op := func(gpu int, what, profile string, start int) lab.MIGOp {
+		return lab.MIGOp{GPU: gpu, Op: what, Profile: profile, Start: start, CI: -1}
+	}
+	for _, c := range []struct {
+		name string
+		ops  []lab.MIGOp
+		want int
+	}{
+		{"made only", []lab.MIGOp{op(0, "create", "1g.10gb", 0)}, 0},
+		{"for one that needs its room", []lab.MIGOp{op(0, "destroy", "1g.10gb", 3), op(0, "create", "3g.40gb", 0)}, 0},
+		{"for one that stands beside it", []lab.MIGOp{op(0, "destroy", "1g.10gb", 4), op(0, "create", "3g.40gb", 0)}, 1},
+		{"for one of another GPU", []lab.MIGOp{op(0, "destroy", "1g.10gb", 0), op(1, "create", "3g.40gb", 0)}, 1},
+		{"for nothing", []lab.MIGOp{op(0, "create", "1g.10gb", 0), op(0, "destroy", "1g.10gb", 0)}, 1},
+		{"for the media engine", []lab.MIGOp{op(0, "destroy", "1g.10gb+me", 5), op(0, "create", "1g.10gb+me", 2)}, 0},
+	} {
+		if got := needless(c.ops); len(got) != c.want {
+			t.Errorf("%s: it finds %v, want %d", c.name, got, c.want)
+		}
+	}
 }
