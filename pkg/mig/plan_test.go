@@ -61,6 +61,7 @@ func (p Plan) text() string {
 }
 
 func TestPlan(t *testing.T) {
+	attributes := []row{{"3g.40gb", 3, 2, 4, []int{0, 4}, nil}, {"3g.40gb+gfx", 3, 2, 4, []int{0, 4}, nil}}
 	sevenths := "1g.10gb@0 1g.10gb@1 1g.10gb@2 1g.10gb@3 1g.10gb@4 1g.10gb@5 1g.10gb@6"
 	for _, tc := range []struct {
 		name           string
@@ -107,6 +108,9 @@ func TestPlan(t *testing.T) {
 		{"all engines beside none", pro, "1g.24gb@0 1g.24gb-me@3", "1x2g.48gb+me.all 2x1g.24gb-me",
 			"destroy 1g.24gb@0; create 1g.24gb-me@0; create 2g.48gb+me.all@6; keep [1g.24gb-me@3]; " +
 				"result [1g.24gb-me@0 1g.24gb-me@3 2g.48gb+me.all@6]"},
+		{"splits of profiles that differ by an attribute", attributes, "", "1x1c.3g.40gb 1x2c.3g.40gb 1x1c.3g.40gb+gfx 1x2c.3g.40gb+gfx",
+			"create 2c.3g.40gb@0.0; create 1c.3g.40gb@0.2; create 2c.3g.40gb+gfx@4.0; create 1c.3g.40gb+gfx@4.2; keep []; " +
+				"result [2c.3g.40gb@0.0 1c.3g.40gb@0.2 2c.3g.40gb+gfx@4.0 1c.3g.40gb+gfx@4.2]"},
 	} {
 		c := card(t, tc.rows)
 		p, err := c.Plan(stand(t, c, tc.standing), counts(t, tc.want))
