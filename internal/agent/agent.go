@@ -203,6 +203,7 @@ type Agent struct {
 	readErr   error     // why that failed
 	readPause time.Duration
 	letGo     string // why the driver was let go
+	letting   bool   // it is to be let go when no work is under way
 	parts     *cdi.Parts
 	partsErr  error
 	partsDue  bool // the driver or its GPUs are not those that parts are of
@@ -549,6 +550,7 @@ func (a *Agent) round(ctx context.Context) error {
 	in := a.heardSoFar()
 	a.heard = in.labelKnown && (in.file != nil || in.fileErr != nil)
 	var errs []error
+	a.takeResults(time.Now())
 	if err := a.mindDriver(&in); err != nil {
 		return err
 	}
@@ -574,7 +576,6 @@ func (a *Agent) round(ctx context.Context) error {
 		note = "the driver was let go, since " + a.letGo
 	}
 	a.lookAround(ctx, &in)
-	a.takeResults(time.Now())
 	claims := a.desk.Claims()
 	changes := a.plan(claims)
 	if full := a.holdersDue(time.Now(), &changes); a.nameSoon.Swap(false) || full || unchecked(claims) {
@@ -875,6 +876,7 @@ func (a *Agent) finish(changes *Changes, o Outcome, err error) {
 		made[u] = maps.Clone(slots)
 	}
 	for u, j := range a.jobs {
+		work[u] = j.String() // until its first step begins
 		if text := j.now.Load(); text != nil {
 			work[u] = *text
 		}
