@@ -350,9 +350,16 @@ func letGoReason(n *kube.Node, domain string) string {
 
 // mindDriver lets the driver go while the node says so. To take it back needs a
 // new process: the old driver's library cannot be unloaded. The error wraps
-// gpu.ErrReloaded then.
+// gpu.ErrReloaded then. Work that is under way comes to its end before, and none is
+// begun: a GPU must not be left in the middle of a change.
 func (a *Agent) mindDriver(in *input) error {
+	was := a.letting
+	a.letting = a.letGo == "" && in.letGo != "" && len(a.jobs) > 0
 	switch {
+	case a.letting:
+		if !was {
+			a.log.Info("let the driver go after the work that is under way", "because", in.letGo)
+		}
 	case a.letGo == "" && in.letGo != "":
 		a.log.Info("let the driver go", "because", in.letGo)
 		if err := a.driver.LetGo(); err != nil {

@@ -341,6 +341,15 @@ func (in *PlanInput) planMIG(d *gpu.Device, w config.Want, have Cut, out *Change
 			in.adopt(g, keep, out)
 		}
 	}
+	if work == nil && offers && to.Offers && have != to {
+		// Slots that do not stand are withdrawn before the work like those that do.
+		kept := strings.Fields(to.Slots)
+		for _, s := range g.cut(have) {
+			if leaving[s] == "" && !slices.Contains(kept, s.String()) {
+				leaving[s] = "the node's partition does not keep it"
+			}
+		}
+	}
 	if work == nil && d.MIG.Enabled && d.Fault == "" && in.Others[u] == "" {
 		// A claim that was granted is made good, whatever the partition has
 		// become since: its holder could not end otherwise.
@@ -428,6 +437,18 @@ func (in *PlanInput) onDemand(g *gpuWithMIG, w config.Want) []mig.Slot {
 		slots = slices.DeleteFunc(slices.Clone(slots), func(s mig.Slot) bool { return !slices.Contains(w.Profiles, s.Profile) })
 	}
 	return slots
+}
+
+// cut are the slots that a cut has, as far as the GPU can have them.
+func (g *gpuWithMIG) cut(c Cut) (out []mig.Slot) {
+	for _, id := range c.ids(g.UUID) {
+		if _, profile, start, ci, err := mig.ParseID(id); err == nil {
+			if s, ok := g.card.Slot(profile, start, ci); ok {
+				out = append(out, s)
+			}
+		}
+	}
+	return out
 }
 
 // listed are the devices that stand.

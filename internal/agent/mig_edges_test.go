@@ -3,6 +3,7 @@
 package agent
 
 import (
+	"context"
 	"slices"
 	"strings"
 	"testing"
@@ -11,6 +12,7 @@ import (
 
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -198,6 +200,76 @@ func TestUnreadableGPUKeepsItsInstances(t *testing.T) {
 		b.wantHealth(large, migID(1, "3g.40gb@0"), "healthy") // what stands there is still the agent's
 		if len(b.ops) != before {
 			t.Errorf("done: %v", b.ops[before:])
+		}
+	})
+}
+
+// meddler does something in the moment when the loop writes down what it is about
+// to do.
+type meddler struct {
+	Store
+	do func()
+}
+
+func (m *meddler) Save(doc state.Document) error {
+	if do := m.do; do != nil {
+		m.do = nil
+		do()
+	}
+	return m.Store.Save(doc)
+}
+
+// A slot that does not stand is withdrawn like any other before its GPU is changed:
+// a container that got it meanwhile would wait for ever.
+func TestFreeSlotsAreWithdrawnBeforeTheWork(t *testing.T) {
+	for _, to := range []string{"{mode: whole}", "{mode: mig, geometry: {7g.80gb: 1}}"} {
+		synctest.Test(t, func(t *testing.T) {
+			o := migMachine(1, 0)
+			b := start(t, o, t.TempDir(), migPartition(demand))
+			defer b.end()
+			src, late := b.source(small), false
+			m := &meddler{Store: b.Agent.store}
+			b.Agent.store = m
+			m.do = func() {
+				_, err := src.Allocate([]string{migID(0, "1g.10gb@3")})
+				late = err == nil
+			}
+			b.SetFile("p.yaml", []byte(migPartition(to)))
+			time.Sleep(time.Second)
+			if late {
+				t.Errorf("to %s: a slot was granted while its GPU was being changed; done: %v", to, b.ops)
+			}
+			b.wantState("applied")
+		})
+	}
+}
+
+// The driver is let go when what is under way on a GPU has come to its end.
+func TestDriverIsLetGoAfterTheWork(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := migMachine(2, 0, 1)
+		o.took = time.Second
+		b := start(t, o, t.TempDir(), migPartition(twoLarge, demand))
+		defer b.end()
+		time.Sleep(time.Second / 2)
+		b.node(map[string]string{"nvidia.com/gpu-driver-upgrade-state": "drain-required"}, false)
+		// Nothing is begun any more.
+		src, id := b.source(small), migID(1, "1g.10gb@0")
+		if _, err := src.Allocate([]string{id}); err == nil {
+			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+			defer cancel()
+			if err := src.Prepare(ctx, []string{id}); err == nil {
+				t.Error("an instance was made while the driver is to be let go")
+			}
+		}
+		if b.with(func() {}); o.letGo {
+			t.Error("the driver was let go under the work")
+		}
+		time.Sleep(2 * time.Second)
+		b.wantStanding(0, "3g.40gb@0 3g.40gb@4")
+		b.wantStanding(1, "")
+		if b.with(func() {}); !o.letGo {
+			t.Error("the driver was not let go after the work")
 		}
 	})
 }

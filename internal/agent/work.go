@@ -129,7 +129,7 @@ func (a *Agent) forget(changes *Changes) {
 
 // due picks the work that is to be begun now.
 func (a *Agent) due(work []Work, now time.Time) []Work {
-	if a.letGo != "" || !a.driverAnswers() {
+	if a.letGo != "" || a.letting || !a.driverAnswers() {
 		return nil
 	}
 	return slices.DeleteFunc(slices.Clone(work), func(w Work) bool {
