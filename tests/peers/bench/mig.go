@@ -175,6 +175,7 @@ type migTally struct {
 	left             map[string]int // by what stood after those that did not come about: old, new, neither
 	touched          int            // busy instances
 	work             work
+	made             []int // GPU instances destroyed by each change, -1 where it did not come about
 	calls            int
 	took             sample
 	above            sample // of changes that were made: what they took above the hardware's time
@@ -208,8 +209,10 @@ func (t *migTally) judge(w *migWorld, c *migCard, gpu int, before, busy migSet, 
 		t.impossible++
 	}
 	if refused == "" && state == "new" {
+		t.made = append(t.made, done.destroys)
 		return
 	}
+	t.made = append(t.made, -1)
 	t.left[state]++
 	if can {
 		t.failed++
@@ -273,6 +276,7 @@ func (p *partedCutter) end() {}
 type agentCutter struct {
 	*bench
 	world   *migWorld
+	card    *migCard
 	kubelet *kubelet
 	uuid    string
 	proc    *process
@@ -319,9 +323,10 @@ func (k *kubelet) offered(uuid string) (set []string, changed chan struct{}) {
 	return set, k.changed
 }
 
-// await waits until the kubelet has exactly certain numbers of slots on offer, or
-// the agent says one of the states in which it is not at work.
-func (a *agentCutter) await(ctx context.Context, counts string, or ...string) (refused string, err error) {
+// await waits until the kubelet has exactly certain numbers of slots on offer and
+// the work is done (what is to go is withdrawn before it goes), or the agent says
+// one of the states in which it is not at work.
+func (a *agentCutter) await(ctx context.Context, counts string, done func() bool, or ...string) (refused string, err error) {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	for {
@@ -331,7 +336,7 @@ func (a *agentCutter) await(ctx context.Context, counts string, or ...string) (r
 			profile, _, _ := strings.Cut(slot, "@")
 			n[profile]++
 		}
-		if countsText(n) == counts {
+		if countsText(n) == counts && done() {
 			return "", nil
 		}
 		state := a.api.nodeLabel(lab.StateLabel)
@@ -351,7 +356,7 @@ func (a *agentCutter) begin(ctx context.Context, set, busy migSet) error {
 	if err := a.start(fixed(set.counts())); err != nil {
 		return err
 	}
-	if _, err := a.await(ctx, set.without(busy).counts()); err != nil {
+	if _, err := a.await(ctx, set.without(busy).counts(), func() bool { return true }); err != nil {
 		return err
 	}
 	err := await(ctx, "the agent to say that all is applied", func() (bool, error) {
@@ -387,7 +392,10 @@ func (a *agentCutter) change(ctx context.Context, counts string, busy migSet) (r
 		n[p.profile.Name]--
 	}
 	a.api.setPartitions(fixed(counts))
-	return a.await(ctx, countsText(n), "blocked", "failed", "invalid")
+	return a.await(ctx, countsText(n), func() bool {
+		set, whole := a.world.stands(a.card, ourGPU)
+		return whole && set.counts() == counts
+	}, "blocked", "failed", "invalid")
 }
 
 func (a *agentCutter) calls() int { return total(a.world.Calls(a.proc.pid)) - a.before }
@@ -413,7 +421,7 @@ func (b *bench) migChanges(ctx context.Context) (err error) {
 		{&partedCutter{world: w, file: filepath.Join(b.work, "mig-parted.yaml"),
 			parted: peers.Parted{Program: b.kit.Bin(peers.MIGParted.Name), Root: w.root}},
 			theirGPU, &migTally{name: peers.MIGParted.Name, left: map[string]int{}}},
-		{&agentCutter{bench: b, world: w, kubelet: b.migKubelet, uuid: w.State().GPUs[ourGPU].UUID},
+		{&agentCutter{bench: b, world: w, card: card, kubelet: b.migKubelet, uuid: w.State().GPUs[ourGPU].UUID},
 			ourGPU, &migTally{name: agentName, left: map[string]int{}}},
 	}
 	b.note("%s: %d sets of instances, %d of them maximal; an operation takes the hardware %v, an instance is two", migModel, len(card.sets), len(card.maximal), b.operation)
@@ -441,6 +449,14 @@ func (b *bench) migChanges(ctx context.Context) (err error) {
 	for _, p := range parties {
 		b.migFigures(p.migTally, p.migTally == parties[1].migTally)
 	}
+	var both, theirs, ours int
+	for i, n := range parties[0].made {
+		if m := parties[1].made[i]; n >= 0 && m >= 0 {
+			both, theirs, ours = both+1, theirs+n, ours+m
+		}
+	}
+	b.note("%d changes came about with both: %d instances destroyed by %s, %d by the agent", both, theirs, peers.MIGParted.Name, ours)
+	b.figure("mig_destroys_where_both/gpu-agent-to-peer", float64(ours)/float64(max(theirs, 1)), "x", target{mostDestroys, "0.65"})
 	b.figure("mig_destroys/gpu-agent-to-peer", float64(parties[1].work.destroys)/float64(max(parties[0].work.destroys, 1)), "x",
 		target{mostDestroys, "0.65"})
 	return nil

@@ -150,7 +150,7 @@ func (b *bench) migFailures(ctx context.Context) (err error) {
 	}{
 		{&partedCutter{world: w, file: filepath.Join(b.work, "mig-parted.yaml"),
 			parted: peers.Parted{Program: b.kit.Bin(peers.MIGParted.Name), Root: w.root}}, peers.MIGParted.Name, theirGPU},
-		{&agentCutter{bench: b, world: w, kubelet: b.migKubelet, uuid: w.State().GPUs[ourGPU].UUID}, agentName, ourGPU},
+		{&agentCutter{bench: b, world: w, card: card, kubelet: b.migKubelet, uuid: w.State().GPUs[ourGPU].UUID}, agentName, ourGPU},
 	} {
 		random := rand.New(rand.NewPCG(8, 0))
 		left, met := map[string]int{}, 0
