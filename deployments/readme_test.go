@@ -3,11 +3,13 @@
 package deployments
 
 import (
+	"encoding/json"
 	"log/slog"
 	"maps"
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -17,6 +19,7 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/pkg/gpu"
 )
 
 func readme(t *testing.T) string { return string(read(t, "../README.md")) }
@@ -159,6 +162,74 @@ func TestShownStatus(t *testing.T) {
 		want = strings.ReplaceAll("\nGPU 0 "+want, "\n", "\n    ")
 		if text := string(read(t, test.file)); !strings.Contains(text, strings.TrimRight(want, " ")) {
 			t.Errorf("%s does not show\n%s", test.file, want)
+		}
+	}
+}
+
+// The plans and refusals that are shown are what the program prints: for one
+// GPU of seven small instances, of which a pod has one.
+func TestShownPlans(t *testing.T) {
+	inv, err := config.ReadInventory(read(t, "../tests/testdata/a100-80.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	inv.GPUs = inv.GPUs[:1]
+	m := &inv.GPUs[0].MIG
+	m.Enabled, m.Pending, m.Instances = true, nil, nil
+	for i := range 7 {
+		m.Instances = append(m.Instances, gpu.Instance{Profile: "1g.10gb", Placement: gpu.Placement{Start: i, Size: 1}})
+	}
+	m.Instances[5].Busy, m.Instances[5].Holder = true, "train/train-3"
+	node, err := json.Marshal(inv)
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	partitions := `version: v1
+partitions:
+  cut:
+    - devices: all
+      mode: mig
+      geometry: {3g.40gb: 1, 1g.10gb: 3}
+  halves:
+    - devices: all
+      mode: mig
+      geometry: {3g.40gb: 2}
+  mixed:
+    - devices: all
+      mode: mig
+      geometry: {3g.40gb: 2, 1g.10gb: 1}
+`
+	program := filepath.Join(dir, "gpu-agent")
+	if out, err := exec.CommandContext(t.Context(), "go", "build", "-buildvcs=false", "-o", program, "example.com/gpu-agent/cmd/gpu-agent").CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	for name, text := range map[string][]byte{"node.json": node, "partitions.yaml": []byte(partitions)} {
+		if err := os.WriteFile(filepath.Join(dir, name), text, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	// prints runs the program and returns what it prints as a document shows it.
+	prints := func(args string) string {
+		cmd := exec.CommandContext(t.Context(), program, strings.Fields(args)...)
+		cmd.Dir = dir
+		out, _ := cmd.CombinedOutput() // its exit status is part of what it says
+		return "    " + strings.ReplaceAll(strings.TrimSpace(string(out)), "\n", "\n    ") + "\n"
+	}
+	manual := string(read(t, "../docs/mig.md"))
+	for _, partition := range []string{"cut", "halves"} {
+		args := "plan --inventory node.json --config partitions.yaml --partition " + partition
+		if want := "    $ gpu-agent " + args + "\n" + prints(args); !strings.Contains(manual, want) {
+			t.Errorf("docs/mig.md does not show\n%s", want)
+		}
+	}
+	blocked, _, _ := strings.Cut(prints("plan --inventory node.json --config partitions.yaml --partition halves"), "      = ")
+	refused, _, _ := strings.Cut(prints("check partitions.yaml --inventory node.json --partition mixed"), "\n")
+	for _, text := range []string{manual, readme(t)} {
+		for _, want := range []string{blocked, refused + "\n"} {
+			if !strings.Contains(text, want) {
+				t.Errorf("README or docs/mig.md does not show\n%s", want)
+			}
 		}
 	}
 }
