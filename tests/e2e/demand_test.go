@@ -218,17 +218,9 @@ func (d *demand) meetLocked(c witness.Container, all []instance) {
 	if err != nil {
 		return // it has ended already
 	}
-	var sees []string
-	for _, dir := range []string{"/dev", "/dev/nvidia-caps"} {
-		entries, err := os.ReadDir(node.File(filepath.Join("/proc", fmt.Sprint(process.PID), "root", dir)))
-		if err != nil && !errors.Is(err, os.ErrNotExist) || !node.Lives(process) {
-			return
-		}
-		for _, e := range entries {
-			if path := filepath.Join(dir, e.Name()); strings.HasPrefix(e.Name(), "nvidia") && !e.IsDir() && !slices.Contains(lab.ControlDevices, path) {
-				sees = append(sees, path)
-			}
-		}
+	sees, ok := nvidiaNodes(process)
+	if !ok {
+		return // it ends, or is looked at again
 	}
 	met := &demandContainer{Container: c, process: process}
 	var want []string
@@ -258,7 +250,6 @@ func (d *demand) meetLocked(c witness.Container, all []instance) {
 			want = append(want, i.nodes()...)
 		}
 	}
-	slices.Sort(sees)
 	slices.Sort(want)
 	if want = slices.Compact(want); !slices.Equal(sees, want) {
 		d.breakLocked("%s sees %v, want %v of %v", met, sees, want, met.has)
@@ -267,6 +258,25 @@ func (d *demand) meetLocked(c witness.Container, all []instance) {
 	d.done["containers"]++
 	d.done["instances of containers"] += len(met.has)
 	d.sayLocked("  %s runs on %v", met, met.has)
+}
+
+// nvidiaNodes are the driver's device nodes that a process sees, but for those
+// that all containers with a GPU have. A process that ends has no root any more
+// before it is dead, so its /dev is there before and after, or it does not count.
+func nvidiaNodes(p lab.Process) (nodes []string, ok bool) {
+	for _, dir := range []string{"/dev", "/dev/nvidia-caps", "/dev"} {
+		entries, err := os.ReadDir(node.File(filepath.Join("/proc", fmt.Sprint(p.PID), "root", dir)))
+		if err != nil && (dir == "/dev" || !errors.Is(err, os.ErrNotExist)) {
+			return nil, false
+		}
+		for _, e := range entries {
+			if path := filepath.Join(dir, e.Name()); strings.HasPrefix(e.Name(), "nvidia") && !e.IsDir() && !slices.Contains(lab.ControlDevices, path) {
+				nodes = append(nodes, path)
+			}
+		}
+	}
+	slices.Sort(nodes)
+	return slices.Compact(nodes), node.Lives(p)
 }
 
 // wants is what a container asks for.
