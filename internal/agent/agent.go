@@ -187,6 +187,9 @@ type Agent struct {
 	results   []result // guarded by resultsMu; of jobs that have ended
 
 	faultsMu sync.Mutex // held while the verdicts go to the desk
+	// instances is inv as of when this process has read it: for whoever must know
+	// what an instance's number stands for.
+	instances atomic.Pointer[gpu.Inventory]
 
 	inputMu sync.Mutex
 	input   input // guarded by inputMu

@@ -13,6 +13,7 @@ import (
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
@@ -167,6 +168,7 @@ func (a *Agent) take(r reading, now time.Time) {
 	}
 	a.keepMIG(inv, r.began)
 	a.inv = inv
+	a.instances.Store(inv)
 	a.setCards()
 	for i := range inv.GPUs {
 		if d := &inv.GPUs[i]; d.Fault == "" && d.MIG.Capable && a.jobs[d.UUID] == nil {
@@ -276,21 +278,55 @@ func (a *Agent) onEvent(e gpu.Event) {
 	}
 }
 
-// applyFaults tells the desk which GPUs are unfit for work.
+// applyFaults tells the desk which GPUs are unfit for work, and which MIG instances:
+// the hardware keeps those apart, so that what hits one is no reason to take the
+// others away.
 func (a *Agent) applyFaults() {
 	// Two verdicts must not overtake each other on their way.
 	a.faultsMu.Lock()
 	defer a.faultsMu.Unlock()
 	reasons := map[gpu.UUID][]string{}
+	ofSlots := map[mig.Place][]string{}
 	for _, v := range a.health.Verdicts() {
-		// No resource offers instances: what hits one hits the GPU.
-		reasons[v.GPU] = append(reasons[v.GPU], v.Reason)
+		slots, known := a.slotsOf(v.Subject)
+		if !known {
+			reasons[v.GPU] = append(reasons[v.GPU], v.Reason)
+		}
+		for _, s := range slots {
+			at := mig.Place{GPU: v.GPU, Slot: s}
+			ofSlots[at] = append(ofSlots[at], v.Reason)
+		}
 	}
 	faults := map[gpu.UUID]string{}
 	for u, why := range reasons {
 		faults[u] = strings.Join(slices.Compact(why), "; ")
 	}
-	a.desk.SetFaults(faults)
+	slots := map[mig.Place]string{}
+	for at, why := range ofSlots {
+		slots[at] = strings.Join(slices.Compact(why), "; ")
+	}
+	a.desk.SetFaults(faults, slots)
+}
+
+// slotsOf finds the MIG devices that a fault of an instance concerns: none where
+// that has gone since. It is false for a fault of the whole GPU, and where nobody
+// knows yet what stands on it.
+func (a *Agent) slotsOf(s health.Subject) (slots []mig.Slot, known bool) {
+	inv := a.instances.Load()
+	if s.GI < 0 || inv == nil {
+		return nil, false
+	}
+	d := inv.ByUUID(s.GPU)
+	if d == nil || !d.MIG.Enabled {
+		return nil, false
+	}
+	for i := range d.MIG.Instances {
+		in := &d.MIG.Instances[i]
+		if slot, err := slotOf(in); err == nil && in.GI == s.GI && (s.CI < 0 || in.CI == s.CI) {
+			slots = append(slots, slot)
+		}
+	}
+	return slots, true
 }
 
 // followDriver passes the driver's events on. Where the driver cannot tell of

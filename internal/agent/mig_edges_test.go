@@ -273,3 +273,41 @@ func TestDriverIsLetGoAfterTheWork(t *testing.T) {
 		}
 	})
 }
+
+// What hits one instance is contained in it: the others of its GPU stay on offer.
+func TestFaultOfOneInstance(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := migMachine(2, 0, 1)
+		b := start(t, o, t.TempDir(), migPartition(sevenSmall, demand))
+		defer b.end()
+		time.Sleep(time.Second)
+		b.hold("a", small, migID(0, "1g.10gb@2"))
+		b.hold("b", small, migID(1, "1g.10gb@5"))
+		b.drop("b")
+		number := func(i int, at int) (gi, ci int) {
+			b.edit(i, func(m *gpu.MIG) {
+				for _, in := range m.Instances {
+					if in.Start == at {
+						gi, ci = in.GI, in.CI
+					}
+				}
+			})
+			return gi, ci
+		}
+		for i, at := range []int{2, 5} {
+			gi, ci := number(i, at)
+			b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(i), Xid: 94, GI: gi, CI: ci}
+		}
+		b.wantHealth(small, migID(0, "1g.10gb@2"), "unhealthy")
+		b.wantHealth(small, migID(0, "1g.10gb@1"), "healthy")
+		b.wantHealth(small, migID(1, "1g.10gb@5"), "unhealthy")
+		b.wantHealth(small, migID(1, "1g.10gb@0"), "healthy")
+		// Whoever needs its room has it destroyed, and the fault with it.
+		b.hold("c", large, migID(1, "3g.40gb@4"))
+		b.wantStanding(1, "3g.40gb@4")
+		b.drop("c")
+		b.wantHealth(small, migID(1, "1g.10gb@5"), "healthy")
+		time.Sleep(2 * testHold)
+		b.wantHealth(small, migID(0, "1g.10gb@2"), "healthy")
+	})
+}

@@ -140,7 +140,7 @@ func countPrefix(ids []string, prefix string) int {
 func (a *Agent) migStatus(d *gpu.Device, snap *Snapshot, view *desk.View, claims []desk.Claim) *obs.MIGStatus {
 	cut := snap.Cuts[d.UUID]
 	offers := cut.Offers && cut.Kind == desk.Slots
-	if !d.MIG.Enabled && d.MIG.Pending == nil && !offers {
+	if !d.MIG.Enabled && d.MIG.Pending == nil && !offers && snap.Work[d.UUID] == "" {
 		return nil
 	}
 	out := &obs.MIGStatus{Enabled: d.MIG.Enabled, Pending: d.MIG.Pending, Work: snap.Work[d.UUID]}

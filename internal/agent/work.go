@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -359,7 +360,11 @@ func (a *Agent) takeResults(now time.Time) {
 			a.inv = &inv
 			d = a.inv.ByUUID(u)
 			d.MIG = r.mig
+			a.instances.Store(a.inv)
 			a.setCards()
+			if slices.ContainsFunc(a.health.Verdicts(), func(v health.Verdict) bool { return v.GPU == u && v.GI >= 0 }) {
+				a.stale.Store(true) // what is gone is not ill any more
+			}
 			a.disown(d)
 		} else {
 			a.stale.Store(true)

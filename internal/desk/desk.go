@@ -209,8 +209,8 @@ type Desk struct {
 	mu sync.Mutex
 	// base is the view as it was published, view with the faults on top.
 	base, view *View
-	// faults is why GPUs are not fit for work.
-	faults map[gpu.UUID]string
+	// faults is what is not fit for work, and why.
+	faults faults
 	claims map[string]*claim
 	// version grows when a claim is added or ends.
 	version uint64
@@ -296,18 +296,32 @@ func (d *Desk) publish(v *View, version uint64) bool {
 
 func sameID(a, b Device) bool { return a.ID == b.ID }
 
-// SetFaults says which GPUs are not fit for work, and why: from now on all their
-// devices are Unhealthy in every view, and no others for this reason. It does
-// not wait for the loop, so that a fault reaches the kubelet while a round is
-// under way.
-func (d *Desk) SetFaults(faults map[gpu.UUID]string) {
+// SetFaults says which GPUs are not fit for work, and why, and which MIG slots on
+// the others: from now on all devices of those GPUs and those of the slots are
+// Unhealthy in every view, and no others for this reason. It does not wait for the
+// loop, so that a fault reaches the kubelet while a round is under way.
+func (d *Desk) SetFaults(gpus map[gpu.UUID]string, slots map[mig.Place]string) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if maps.Equal(d.faults, faults) {
+	if maps.Equal(d.faults.gpus, gpus) && maps.Equal(d.faults.slots, slots) {
 		return
 	}
-	d.faults = maps.Clone(faults)
+	d.faults = faults{maps.Clone(gpus), maps.Clone(slots)}
 	d.showLocked()
+}
+
+// faults is why GPUs are not fit for work, and why MIG slots are not whose GPUs are.
+type faults struct {
+	gpus  map[gpu.UUID]string
+	slots map[mig.Place]string
+}
+
+// of is why a device is not fit for work.
+func (f *faults) of(dev *Device) (why string, bad bool) {
+	if why, bad = f.gpus[dev.GPU]; !bad && len(f.slots) > 0 {
+		why, bad = f.slots[mig.Place{GPU: dev.GPU, Slot: dev.Slot}]
+	}
+	return why, bad
 }
 
 // showLocked makes the view in force from the published one, what claims have
@@ -320,9 +334,9 @@ func (d *Desk) showLocked() {
 	for i := range v.Resources {
 		r := &v.Resources[i]
 		if r.Kind == Slots {
-			r.Devices = lay(r.Devices, r.Devices, r.Name, rooms, d.faults)
+			r.Devices = lay(r.Devices, r.Devices, r.Name, rooms, &d.faults)
 		} else {
-			r.Devices = faulted(r.Devices, d.faults)
+			r.Devices = faulted(r.Devices, d.faults.gpus)
 		}
 		switch old := d.view.resource(r.Name); {
 		case old != nil && slices.Equal(old.Devices, r.Devices):

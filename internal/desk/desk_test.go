@@ -519,7 +519,7 @@ func TestFaults(t *testing.T) {
 	d, _ := newDesk()
 	d.set(units(nil))
 	_, told := d.List(memName)
-	d.SetFaults(map[gpu.UUID]string{gpuA: "Xid 79"})
+	d.SetFaults(map[gpu.UUID]string{gpuA: "Xid 79"}, nil)
 	<-told
 	check := func(when string, sick bool) {
 		t.Helper()
@@ -538,14 +538,14 @@ func TestFaults(t *testing.T) {
 	wantErr(t, err, "Xid 79")
 	_, told = d.List(memName)
 	d.set(units(nil))
-	d.SetFaults(map[gpu.UUID]string{gpuA: "Xid 79"})
+	d.SetFaults(map[gpu.UUID]string{gpuA: "Xid 79"}, nil)
 	select {
 	case <-told:
 		t.Error("told of nothing new")
 	default:
 	}
 	check("in the next view", true)
-	d.SetFaults(nil)
+	d.SetFaults(nil, nil)
 	<-told
 	check("after", false)
 	before, told := d.List(memName)

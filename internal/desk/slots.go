@@ -150,7 +150,7 @@ func (r *room) lacks(s mig.Slot) string {
 // lay lays what is taken of GPUs over the devices of a resource that are on them,
 // and the faults over that. It returns shown, the list as it was, where no device
 // differs from that.
-func lay(shown, base []Device, resource string, rooms map[gpu.UUID]*room, faults map[gpu.UUID]string) []Device {
+func lay(shown, base []Device, resource string, rooms map[gpu.UUID]*room, faults *faults) []Device {
 	out := shown
 	var r *room
 	for i := range base {
@@ -161,7 +161,7 @@ func lay(shown, base []Device, resource string, rooms map[gpu.UUID]*room, faults
 			continue
 		}
 		dev := base[i]
-		if why, bad := faults[dev.GPU]; bad {
+		if why, bad := faults.of(&dev); bad {
 			dev.Healthy, dev.Leaving, dev.Reason = false, false, why
 		} else if dev.Healthy && !r.has(resource, dev.ID) {
 			// A device that leaves is Healthy for its holder's sake alone.
@@ -198,7 +198,7 @@ func (d *Desk) movedLocked() {
 		if r.Kind != Slots || len(r.Devices) == 0 {
 			continue
 		}
-		devices := lay(r.Devices, d.base.Resources[i].Devices, r.Name, rooms, d.faults)
+		devices := lay(r.Devices, d.base.Resources[i].Devices, r.Name, rooms, &d.faults)
 		if &devices[0] == &r.Devices[0] {
 			continue
 		}

@@ -606,7 +606,7 @@ func TestFaultsOfMIGGPUs(t *testing.T) {
 	d.set(onDemand(map[gpu.UUID]*mig.Card{gpuA: card, gpuB: card}, nil))
 	allocate(t, d, on(gpuA, "3g.40gb@0")...)
 	held, other := offered(d, gpuA), offered(d, gpuB)
-	d.SetFaults(map[gpu.UUID]string{gpuA: "Xid 79"})
+	d.SetFaults(map[gpu.UUID]string{gpuA: "Xid 79"}, nil)
 	if a, b := offered(d, gpuA), offered(d, gpuB); a != "" || b != other {
 		t.Errorf("on the broken GPU on offer are %s, on the other %s", a, b)
 	}
@@ -622,7 +622,7 @@ func TestFaultsOfMIGGPUs(t *testing.T) {
 	if ended := d.Reconcile(new(world).say(clock.now())); len(ended) != 2 || told() || offered(d, gpuA) != "" {
 		t.Errorf("%d claims ended; on the broken GPU on offer are %s", len(ended), offered(d, gpuA))
 	}
-	d.SetFaults(nil)
+	d.SetFaults(nil, nil)
 	if got := offered(d, gpuA); got != other {
 		t.Errorf("after it has recovered on offer are %s, want %s (while it was held %s)", got, other, held)
 	}
@@ -1106,7 +1106,7 @@ func (w *walker) step() string {
 		if w.rng.IntN(2) == 0 {
 			w.faults[w.gpus[w.rng.IntN(len(w.gpus))]] = "Xid 79"
 		}
-		w.d.SetFaults(w.faults)
+		w.d.SetFaults(w.faults, nil)
 		return "faults"
 	}
 }
