@@ -34,7 +34,7 @@
 // it comes, is asked in the same turn, which is what a call costs whatever is
 // behind it.
 //
-//	make bench                         all figures, about eleven minutes
+//	make bench                         all figures, about half an hour
 //	go run ./tests/peers/bench -smoke  the same with tiny counts: does it all work?
 //
 // # What is refused here
