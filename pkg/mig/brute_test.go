@@ -635,7 +635,7 @@ func TestMakeIsCheapest(t *testing.T) {
 			t.Parallel()
 			f, c := build(t, family.rows), card(t, family.rows)
 			r := rand.New(rand.NewPCG(6, uint64(len(f.sets))))
-			share := float64(tell(20_000, 1<<40)) / float64(len(f.sets)*len(f.slots))
+			share := float64(tell(8_000, 1<<40)) / float64(len(f.sets)*len(f.slots))
 			for _, set := range f.sets {
 				for i := range f.slots {
 					if r.Float64() < share {

@@ -124,7 +124,7 @@
 // one for which no other must go. What is best on one GPU does not depend on the
 // others, so that for several slots at once it is enough to know what one, two,
 // three … cost on each GPU. Against spreading over the emptiest GPUs this
-// accepts 8 to 27 points more of the demand in TestPackingAcceptsMore; rewarding
+// accepts 9 to 25 points more of the demand in TestPackingAcceptsMore; rewarding
 // places in cleverer ways moved that by less than one.
 //
 // # What is not known

@@ -18,7 +18,7 @@ func TestSplitTransitions(t *testing.T) {
 			t.Parallel()
 			f, c := newSplitField(t, family.rows), card(t, family.rows)
 			r := rand.New(rand.NewPCG(8, uint64(len(f.sets))))
-			n := tell(6000, 1_000_000)
+			n := tell(3000, 200_000)
 			for range n {
 				set := f.sets[r.IntN(len(f.sets))]
 				v := f.want[r.IntN(len(f.want))]
