@@ -40,8 +40,8 @@ const (
 // stand together and beside what is taken. It packs: the choice takes least of
 // what could still be made on the GPUs (see the package comment for the
 // measure). Of such choices it takes the one with most places that stand
-// already, then the one for which fewest other idle instances go, then by rank,
-// then with as much as can be on the GPU whose UUID is first, from left to
+// already, then the one that takes the room of the fewest other idle instances,
+// then by rank, then with as much as can be on the GPU whose UUID is first, from left to
 // right. No other choice is better in that order.
 //
 // A place that is taken itself needs no further room. If it is warm too it
@@ -191,9 +191,10 @@ func (t *table) rate(n int) error {
 	for _, s := range t.taken {
 		taken |= s.mask()
 	}
+	// What cannot stand beside what is taken goes in any case.
 	idle := make([]Slot, 0, len(t.Warm))
 	for _, s := range t.Warm {
-		if s.mask()&taken == 0 {
+		if c.Fits(t.taken, s) {
 			idle = append(idle, s)
 		}
 	}
