@@ -41,8 +41,8 @@ const (
 // what could still be made on the GPUs (see the package comment for the
 // measure). Of such choices it takes the one with most places that stand
 // already, then the one that takes the room of the fewest other idle instances,
-// then by rank, then with as much as can be on the GPU whose UUID is first, from left to
-// right. No other choice is better in that order.
+// then by rank, then with as much as can be on the GPU whose UUID is first, from
+// left to right. No other choice is better in that order.
 //
 // A place that is taken itself needs no further room. If it is warm too it
 // stands for whoever wants it and is the first choice. If not, its holder is
