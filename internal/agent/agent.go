@@ -230,7 +230,7 @@ type Agent struct {
 	past      map[gpu.UUID][]pastCut
 	slices    map[gpu.UUID]slice
 	// cards is what can stand on each GPU, of profiles as they were then.
-	cards    map[gpu.UUID]Card
+	cards    map[gpu.UUID]*mig.Card
 	profiles map[gpu.UUID][]gpu.Profile
 	// mine are the MIG instances that are the agent's, and idle is since when
 	// nobody has those on demand.
@@ -335,7 +335,7 @@ func New(o Options, w Worlds) *Agent {
 		cuts:       map[gpu.UUID]Cut{},
 		past:       map[gpu.UUID][]pastCut{},
 		slices:     map[gpu.UUID]slice{},
-		cards:      map[gpu.UUID]Card{},
+		cards:      map[gpu.UUID]*mig.Card{},
 		profiles:   map[gpu.UUID][]gpu.Profile{},
 		mine:       map[gpu.UUID]map[mig.Slot]bool{},
 		idle:       map[gpu.UUID]map[mig.Slot]time.Time{},

@@ -17,7 +17,7 @@ import (
 // MIGInput is what plans of GPUs with MIG are made from, beside the rest.
 type MIGInput struct {
 	// Cards says what can stand on each GPU that is capable of MIG.
-	Cards map[gpu.UUID]Card
+	Cards map[gpu.UUID]*mig.Card
 	// Made are the instances that this agent has made, or taken over.
 	Made map[gpu.UUID]map[mig.Slot]bool
 	// Reclaim says that foreign instances may be destroyed while they are idle.
@@ -28,12 +28,6 @@ type MIGInput struct {
 	Expired map[gpu.UUID][]mig.Slot
 	// Deferred are the instances of claims that are not to be tried again yet.
 	Deferred map[want]bool
-}
-
-// Card is what can stand on a GPU, or why that cannot be said.
-type Card struct {
-	*mig.Card
-	Err error
 }
 
 // Work is what is to be done to one GPU's hardware.
@@ -108,14 +102,9 @@ const (
 // look gathers what counts for a GPU's plan. The error says why there can be none.
 func (in *PlanInput) look(d *gpu.Device) (*gpuWithMIG, error) {
 	g := &gpuWithMIG{Device: d, claimed: map[mig.Slot]string{}}
-	c, ok := in.MIG.Cards[d.UUID]
-	switch {
-	case c.Err != nil:
-		return g, c.Err
-	case !ok || c.Card == nil:
+	if g.card = in.MIG.Cards[d.UUID]; g.card == nil {
 		return g, fmt.Errorf("%s cannot do MIG", describe(d))
 	}
-	g.card = c.Card
 	stands := map[mig.Slot]bool{}
 	for i := range d.MIG.Instances {
 		slot, err := slotOf(&d.MIG.Instances[i])
@@ -261,6 +250,9 @@ func (in *PlanInput) planMIG(d *gpu.Device, w config.Want, have Cut, out *Change
 		for s := range g.claimed {
 			leaving[s] = why
 		}
+		for _, s := range g.cut(have) {
+			leaving[s] = why // also what does not stand yet
+		}
 	}
 	block := func(by []string) {
 		out.Blocked = append(out.Blocked, Blocked{GPU: u, Index: d.Index, From: g.now(have), To: targetText(w), Holders: compact(by)})
@@ -293,6 +285,9 @@ func (in *PlanInput) planMIG(d *gpu.Device, w config.Want, have Cut, out *Change
 	case !wanted.MIG && !d.MIG.Enabled && held:
 		// The mode was lost under them, as in a reboot, and nobody wants it back.
 		block(append(slices.Clone(g.holders), g.others...))
+		if offers {
+			to = slotsCut(nil)
+		}
 	default:
 		plan, err := in.change(g, wanted)
 		if err != nil {

@@ -4,6 +4,7 @@ package agent
 
 import (
 	"context"
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -309,5 +310,72 @@ func TestFaultOfOneInstance(t *testing.T) {
 		b.wantHealth(small, migID(1, "1g.10gb@5"), "healthy")
 		time.Sleep(2 * testHold)
 		b.wantHealth(small, migID(0, "1g.10gb@2"), "healthy")
+	})
+}
+
+// A profile whose name nobody has seen yet is left out; the others may be had.
+func TestUnknownProfile(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := migMachine(1, 0)
+		m := &o.inv.GPUs[0].MIG
+		m.Profiles = append(m.Profiles, gpu.Profile{Name: "quarter of a card", ID: 99, Slices: 1, Max: 1})
+		b := start(t, o, t.TempDir(), migPartition(twoLarge))
+		defer b.end()
+		time.Sleep(time.Second)
+		b.wantState("applied")
+		b.wantStanding(0, "3g.40gb@0 3g.40gb@4")
+	})
+}
+
+// Parts of a GPU instance are devices like others.
+func TestSplits(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := migMachine(1, 0)
+		b := start(t, o, t.TempDir(), migPartition("{mode: mig, geometry: {1c.3g.40gb: 3, 3g.40gb: 1}}"))
+		defer b.end()
+		time.Sleep(time.Second)
+		b.wantState("applied")
+		b.wantStanding(0, "3g.40gb@0 1c.3g.40gb@4.0 1c.3g.40gb@4.1 1c.3g.40gb@4.2")
+		const third = "example.com/mig-1c.3g.40gb"
+		b.hold("a", third, migID(0, "1c.3g.40gb@4.1"))
+		if data, err := os.ReadFile(b.files()[0]); err != nil || !strings.Contains(string(data), "gi2-ci1") {
+			t.Errorf("the claim's file has not its own compute instance: %v, %s", err, data)
+		}
+		time.Sleep(holdersEvery)
+		b.SetFile("p.yaml", []byte(migPartition(twoLarge)))
+		time.Sleep(time.Second)
+		b.wantState("blocked")
+		b.wantHealth(third, migID(0, "1c.3g.40gb@4.0"), "unhealthy")
+		b.wantHealth(third, migID(0, "1c.3g.40gb@4.1"), "leaving")
+		b.wantHealth(large, migID(0, "3g.40gb@0"), "healthy")
+		b.drop("a")
+		b.wantState("applied")
+		b.wantStanding(0, "3g.40gb@0 3g.40gb@4")
+		if slices.Contains(b.ops, "0: destroy 3g.40gb@0") {
+			t.Errorf("what both have was destroyed: %v", b.ops)
+		}
+	})
+}
+
+// A GPU on demand that is to go from the offer takes nobody new, where nothing
+// stands too.
+func TestOnDemandIsSwitchedOff(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := migMachine(2, 0, 1)
+		b := start(t, o, t.TempDir(), migPartition(demand, demand))
+		defer b.end()
+		b.hold("a", small, migID(0, "1g.10gb@1"))
+		b.hold("b", small, migID(1, "1g.10gb@1"))
+		time.Sleep(holdersEvery)
+		b.with(func() {
+			b.allocatable = map[string][]string{"nvidia.com/gpu": {string(uuid(1))}}
+		})
+		b.SetFile("p.yaml", []byte(migPartition("{mode: off}", demand)))
+		time.Sleep(othersEvery + time.Second)
+		for i := range 2 {
+			b.wantHealth(small, migID(i, "1g.10gb@1"), "leaving")
+			b.wantHealth(small, migID(i, "1g.10gb@2"), "unhealthy")
+			b.wantHealth(large, migID(i, "3g.40gb@4"), "unhealthy")
+		}
 	})
 }

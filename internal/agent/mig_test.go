@@ -101,12 +101,9 @@ func (o *outside) change(u gpu.UUID, what string, do func(d *gpu.Device) error) 
 }
 
 func (o *outside) CreateInstance(_ context.Context, u gpu.UUID, profile string, at gpu.Placement, ci int) (gpu.Instance, error) {
-	made := gpu.Instance{Profile: profile, Placement: at}
+	made := gpu.Instance{Profile: profile, Placement: at, CIStart: ci}
 	err := o.change(u, fmt.Sprintf("create %s@%d", profile, at.Start), func(d *gpu.Device) error {
-		card, err := mig.NewCard(&d.MIG)
-		if err != nil {
-			return err
-		}
+		card, _ := mig.NewCard(&d.MIG) // what it cannot name cannot be asked for
 		var standing []mig.Slot
 		for i := range d.MIG.Instances {
 			s, err := slotOf(&d.MIG.Instances[i])
@@ -125,8 +122,17 @@ func (o *outside) CreateInstance(_ context.Context, u gpu.UUID, profile string, 
 		if !card.Fits(standing, s) {
 			return gpu.ErrNoRoom
 		}
-		o.gi++
-		made.GI, made.UUID = o.gi, gpu.UUID(fmt.Sprintf("MIG-%d-%s-%d", d.Index, profile, at.Start))
+		// Splits share their GPU instance.
+		for i, other := range standing {
+			if other.GPUInstance() == s.GPUInstance() {
+				made.GI, made.CI = d.MIG.Instances[i].GI, max(made.CI, d.MIG.Instances[i].CI+1)
+			}
+		}
+		if made.GI == 0 {
+			o.gi++
+			made.GI = o.gi
+		}
+		made.UUID = gpu.UUID(fmt.Sprintf("MIG-%d-%s-%d-%d", d.Index, profile, at.Start, ci))
 		d.MIG.Instances = append(d.MIG.Instances, made)
 		return nil
 	})

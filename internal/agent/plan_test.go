@@ -222,13 +222,16 @@ func TestView(t *testing.T) {
 // is idle, and offers nothing until then.
 func TestPlanLeavesMIGMode(t *testing.T) {
 	inv := machine(4)
-	cards := map[gpu.UUID]Card{}
+	cards := map[gpu.UUID]*mig.Card{}
 	for i := range inv.GPUs {
 		d := &inv.GPUs[i]
 		d.MIG = a100()
 		d.MIG.Enabled = i > 0
 		c, err := mig.NewCard(&d.MIG)
-		cards[d.UUID] = Card{c, err}
+		if err != nil {
+			t.Fatal(err)
+		}
+		cards[d.UUID] = c
 	}
 	inv.GPUs[3].MIG.Instances = []gpu.Instance{{Profile: "1g.10gb", Placement: gpu.Placement{Start: 2, Size: 1}, Busy: true}}
 	got := Plan(PlanInput{Inventory: inv, Wanted: wants("shared", "shared", "off", "whole"), Cuts: map[gpu.UUID]Cut{}, Names: names, Unit: unit,

@@ -35,7 +35,7 @@ type viewInput struct {
 	// claims are as of the moment of publishing.
 	claims []desk.Claim
 	names  *Names
-	cards  map[gpu.UUID]Card
+	cards  map[gpu.UUID]*mig.Card
 	// failing are slots that cannot be made, with the reason.
 	failing map[gpu.UUID]map[mig.Slot]string
 	drain   bool
@@ -212,7 +212,7 @@ func (in *viewInput) slot(u gpu.UUID, id string) mig.Slot {
 	if err != nil {
 		return mig.Slot{}
 	}
-	if card := in.cards[u].Card; card != nil {
+	if card := in.cards[u]; card != nil {
 		if s, ok := card.Slot(profile, start, ci); ok {
 			return s
 		}

@@ -582,7 +582,7 @@ func (c *Changes) busyLook() time.Duration {
 
 // setCards keeps what can stand on each GPU in step with what its driver says.
 func (a *Agent) setCards() {
-	cards := map[gpu.UUID]Card{}
+	cards := map[gpu.UUID]*mig.Card{}
 	for i := range a.inv.GPUs {
 		d := &a.inv.GPUs[i]
 		if !d.MIG.Capable {
@@ -593,10 +593,10 @@ func (a *Agent) setCards() {
 			continue
 		}
 		c, err := mig.NewCard(&d.MIG)
-		if err != nil {
-			err = fmt.Errorf("%s: %w", describe(d), err)
+		if err != nil { // the profiles that are understood may be had
+			a.log.Warn("the driver has MIG profiles that this version does not understand", "gpu", d.UUID, "err", err)
 		}
-		cards[d.UUID] = Card{c, err}
+		cards[d.UUID] = c
 		a.profiles[d.UUID] = d.MIG.Profiles
 	}
 	a.cards = cards
