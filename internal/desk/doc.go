@@ -54,8 +54,8 @@
 // container. What keeps it from being made is told to whoever waited in vain
 // ([Desk.SetTrouble]).
 //
-// Faults are apart from the view: [Desk.SetFaults] marks all devices of a GPU
-// Unhealthy at once, whatever the loop is doing.
+// Faults are apart from the view: [Desk.SetFaults] marks all devices of a GPU, or
+// the MIG slot that one instance has, Unhealthy at once, whatever the loop is doing.
 //
 // The package has no clock and no file system: times are arguments, and what is
 // kept on disk is the loop's business. It does not know the kubelet's types, the
