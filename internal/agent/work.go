@@ -225,12 +225,9 @@ func (a *Agent) execute(ctx context.Context, j *job, d gpu.Device) result {
 		}
 		done = append(done, s)
 	}
-	if failed != nil && failed.Op == mig.Destroy {
-		// It may have failed half way.
-		if m, err := a.driver.MIG(ctx, d.UUID); err == nil {
-			if in := find(m.Instances, failed.Slot); in == nil || in.CI < 0 {
-				done = append(done, *failed)
-			}
+	if failed != nil {
+		if m, err := a.driver.MIG(ctx, d.UUID); err == nil && happened(&m, failed) {
+			done = append(done, *failed)
 		}
 	}
 	if r.err != nil && !errors.Is(r.err, errResetDue) && ctx.Err() == nil {
@@ -267,6 +264,24 @@ func onItsWay(at []gpu.Instance, steps []mig.Step) bool {
 		in := find(at, s.Slot)
 		return s.Op == mig.Destroy && in != nil && in.Busy
 	})
+}
+
+// happened reports whether a step that failed has had an effect all the same: it
+// failed half way, or what failed was the look at what it came to.
+func happened(m *gpu.MIG, s *mig.Step) bool {
+	in := find(m.Instances, s.Slot)
+	switch s.Op {
+	case mig.Destroy:
+		return in == nil || in.CI < 0
+	case mig.Create:
+		return in != nil && in.CI < 0
+	default:
+		on := m.Enabled
+		if m.Pending != nil {
+			on = *m.Pending
+		}
+		return on == (s.Op == mig.Enable)
+	}
 }
 
 // find returns the instance at a place, or nil.
