@@ -121,6 +121,10 @@
 // slept, not computed. mig-parted's times have the start of a process in them,
 // some 20 ms of which are the bench's own.
 //
+// mig-parted leaves the places to the driver and tries orders until one works. The
+// emulated driver takes the last place that is free; which one a real driver takes
+// is not documented, so how much is made in vain is of that rule as well.
+//
 // What the figures cannot say: the driver's own time, since the emulated one
 // answers in microseconds what hardware takes milliseconds for; and the cost of
 // a container's start, which the end-to-end tests see.
