@@ -600,7 +600,7 @@ func (a *Agent) round(ctx context.Context) error {
 		claims = a.desk.Claims()
 		changes = a.plan(claims)
 	}
-	a.settle(&changes)
+	a.settle(&changes, claims)
 	work := a.due(changes.Work, time.Now())
 	for _, w := range work {
 		for _, s := range w.Steps {
@@ -737,7 +737,7 @@ func (a *Agent) offersAny(gpus []gpu.UUID) bool {
 
 // settle makes the planned cuts the ones in force, and remembers what they
 // replace until the kubelet may forget it.
-func (a *Agent) settle(changes *Changes) {
+func (a *Agent) settle(changes *Changes, claims []desk.Claim) {
 	now := time.Now()
 	for _, u := range sortedKeys(changes.Cuts) {
 		// MIG devices come and go one by one.
@@ -754,6 +754,11 @@ func (a *Agent) settle(changes *Changes) {
 	}
 	for key, why := range changes.Trouble {
 		a.desk.SetTrouble(key, why)
+	}
+	for _, c := range claims {
+		if c.Trouble != "" && changes.Trouble[c.Key] == "" && !a.failedFor(c.Key) {
+			a.desk.SetTrouble(c.Key, "") // it is over
+		}
 	}
 	a.forget(changes)
 	a.noteIdle(changes, now)

@@ -155,7 +155,7 @@ func (a *Agent) faulty(u gpu.UUID) bool {
 // unread reports whether this process has not seen yet what stands on a GPU.
 func (a *Agent) unread(u gpu.UUID) bool {
 	d := a.inv.ByUUID(u)
-	return d != nil && !d.MIG.Capable
+	return d != nil && d.Fault == "" && !d.MIG.Capable
 }
 
 // lookForFiles finds the claims whose CDI file somebody has taken away.

@@ -349,9 +349,18 @@ func (in *PlanInput) planMIG(d *gpu.Device, w config.Want, have Cut, out *Change
 		// A claim that was granted is made good, whatever the partition has
 		// become since: its holder could not end otherwise.
 		in.grant(g, leaving, w, out)
-	} else if work == nil {
+	} else {
+		why := describe(d) + " is not in MIG mode"
+		switch {
+		case work != nil:
+			why = describe(d) + " is being worked on: " + work.String()
+		case in.Others[u] != "":
+			why = describe(d) + " is left alone: " + in.Others[u]
+		case d.Fault != "":
+			why = describe(d) + ": " + d.Fault
+		}
 		for _, wish := range g.wishes {
-			out.Trouble[wish.claim.Key] = fmt.Sprintf("%s is not in MIG mode, or cannot be worked on now", describe(d))
+			out.Trouble[wish.claim.Key] = why
 		}
 	}
 	in.finishMIG(g, have, to, leaving, out)
@@ -399,7 +408,9 @@ func (in *PlanInput) grant(g *gpuWithMIG, leaving map[mig.Slot]string, w config.
 			continue
 		}
 		out.Work = slices.DeleteFunc(out.Work, func(o Work) bool { return o.GPU == u })
-		out.Work = append(out.Work, Work{GPU: u, Steps: plan.Steps, Claim: wish.claim.Key, Slot: wish.slot, Leaving: leaving})
+		work := Work{GPU: u, Steps: plan.Steps, Claim: wish.claim.Key, Slot: wish.slot, Leaving: leaving}
+		out.Work = append(out.Work, work)
+		out.Trouble[wish.claim.Key] = "its instance is being made: " + work.String()
 		return
 	}
 	if w.Mode != config.MIG || !w.OnDemand || len(g.wishes) > 0 || slices.ContainsFunc(out.Work, func(o Work) bool { return o.GPU == u }) {

@@ -14,6 +14,7 @@ import (
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/state"
+	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -189,6 +190,9 @@ func TestUnreadableGPUKeepsItsInstances(t *testing.T) {
 		}
 		b.wantHealth(small, migID(0, "1g.10gb@3"), "unhealthy")
 		b.wantHealth(small, migID(0, "1g.10gb@2"), "unhealthy")
+		if files := b.files(); len(files) != 0 {
+			t.Errorf("a container could start on a faulty GPU: %v", files)
+		}
 		b.with(func() {
 			for i := range o.inv.GPUs {
 				o.inv.GPUs[i].MIG, o.inv.GPUs[i].Fault = was[i], ""
@@ -201,6 +205,9 @@ func TestUnreadableGPUKeepsItsInstances(t *testing.T) {
 		b.wantHealth(large, migID(1, "3g.40gb@0"), "healthy") // what stands there is still the agent's
 		if len(b.ops) != before {
 			t.Errorf("done: %v", b.ops[before:])
+		}
+		if files := b.files(); len(files) != 1 {
+			t.Errorf("files %v, want the claim's again", files)
 		}
 	})
 }
@@ -377,5 +384,40 @@ func TestOnDemandIsSwitchedOff(t *testing.T) {
 			b.wantHealth(small, migID(i, "1g.10gb@2"), "unhealthy")
 			b.wantHealth(large, migID(i, "3g.40gb@4"), "unhealthy")
 		}
+	})
+}
+
+// What a container waits for is what is so now, and not what was so before.
+func TestTroubleOfNow(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := migMachine(1, 0)
+		b := start(t, o, t.TempDir(), migPartition(demand))
+		defer b.end()
+		b.hold("a", small, migID(0, "1g.10gb@1"))
+		b.drop("a")
+		b.edit(0, func(m *gpu.MIG) { m.Instances[0].Busy = true })
+		src, id := b.source(large), migID(0, "3g.40gb@0")
+		if _, err := src.Allocate([]string{id}); err != nil {
+			t.Fatal(err)
+		}
+		b.with(func() { // the kubelet has it, whatever comes
+			b.holdings = append(b.holdings, node.Holding{Namespace: "ns", Pod: "b", Container: "c", Resource: large, IDs: []string{id}})
+			b.made[cdi.Key(large, []string{id})] = time.Now().Add(time.Nanosecond)
+		})
+		prepare := func() error {
+			ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+			defer cancel()
+			return src.Prepare(ctx, []string{id})
+		}
+		if err := prepare(); err == nil || !strings.Contains(err.Error(), "a process that no claim covers (1g.10gb@1)") {
+			t.Errorf("behind a process: %v", err)
+		}
+		b.edit(0, func(m *gpu.MIG) { m.Instances[0].Busy = false })
+		b.with(func() { o.took = 40 * time.Second })
+		if err := prepare(); err == nil || !strings.Contains(err.Error(), "create 3g.40gb@0") || strings.Contains(err.Error(), "process") {
+			t.Errorf("while it is made: %v", err)
+		}
+		time.Sleep(2 * time.Minute)
+		b.wantStanding(0, "3g.40gb@0")
 	})
 }

@@ -449,6 +449,17 @@ func (a *Agent) failed(r *result, d *gpu.Device, now time.Time) {
 	}
 }
 
+// failedFor reports whether something that a claim waits for could not be made and
+// is tried again later.
+func (a *Agent) failedFor(claim string) bool {
+	for w := range a.wishRests {
+		if w.claim == claim {
+			return true
+		}
+	}
+	return false
+}
+
 // failingSlots are those that are withdrawn, with the reason.
 func (a *Agent) failingSlots(now time.Time) map[gpu.UUID]map[mig.Slot]string {
 	out := map[gpu.UUID]map[mig.Slot]string{}
