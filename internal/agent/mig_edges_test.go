@@ -244,6 +244,7 @@ func TestFreeSlotsAreWithdrawnBeforeTheWork(t *testing.T) {
 			}
 			b.SetFile("p.yaml", []byte(migPartition(to)))
 			time.Sleep(time.Second)
+			synctest.Wait()
 			if late {
 				t.Errorf("to %s: a slot was granted while its GPU was being changed; done: %v", to, b.ops)
 			}
@@ -270,13 +271,18 @@ func TestDriverIsLetGoAfterTheWork(t *testing.T) {
 				t.Error("an instance was made while the driver is to be let go")
 			}
 		}
-		if b.with(func() {}); o.letGo {
+		letGo := func() (is bool) {
+			synctest.Wait()
+			b.with(func() { is = o.letGo })
+			return is
+		}
+		if letGo() {
 			t.Error("the driver was let go under the work")
 		}
 		time.Sleep(2 * time.Second)
 		b.wantStanding(0, "3g.40gb@0 3g.40gb@4")
 		b.wantStanding(1, "")
-		if b.with(func() {}); !o.letGo {
+		if !letGo() {
 			t.Error("the driver was not let go after the work")
 		}
 	})
