@@ -4,6 +4,7 @@ package agent
 
 import (
 	"context"
+	"errors"
 	"os"
 	"slices"
 	"strings"
@@ -425,5 +426,25 @@ func TestTroubleOfNow(t *testing.T) {
 		}
 		time.Sleep(2 * time.Minute)
 		b.wantStanding(0, "3g.40gb@0")
+	})
+}
+
+// A new agent takes nothing away before kubelet or runtime have said who holds what.
+func TestNothingGoesBeforeTheWitnesses(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o, cdiDir := migMachine(1, 0), t.TempDir()
+		b := start(t, o, cdiDir, migPartition(sevenSmall))
+		time.Sleep(time.Second)
+		b.wantStanding(0, allSmall)
+		b.end()
+		o.with(func() { o.runtimeErr = errors.New("the runtime starts") })
+		b = start(t, o, cdiDir, migPartition(twoLarge))
+		defer b.end()
+		time.Sleep(20 * time.Second)
+		b.wantStanding(0, allSmall)
+		o.with(func() { o.runtimeErr = nil })
+		time.Sleep(2 * holdersEvery)
+		b.wantStanding(0, "3g.40gb@0 3g.40gb@4")
+		b.wantState("applied")
 	})
 }

@@ -128,12 +128,22 @@ func (a *Agent) forget(changes *Changes) {
 	})
 }
 
-// due picks the work that is to be begun now.
+// takes reports whether work takes something away from the hardware.
+func (w *Work) takes() bool {
+	return slices.ContainsFunc(w.Steps, func(s mig.Step) bool { return s.Op == mig.Destroy || s.Op == mig.Disable })
+}
+
+// due picks the work that is to be begun now. Before the witnesses have been heard
+// once, nothing is taken away: what this process has read of its predecessor's may
+// be short of a holder.
 func (a *Agent) due(work []Work, now time.Time) []Work {
 	if a.letGo != "" || a.letting || !a.driverAnswers() {
 		return nil
 	}
 	return slices.DeleteFunc(slices.Clone(work), func(w Work) bool {
+		if !a.seen.heard && w.takes() {
+			return true
+		}
 		r := a.rests[w.GPU]
 		return w.Claim == "" && r != nil && r.gen == a.wantedGen && now.Before(r.until)
 	})
@@ -413,8 +423,9 @@ func (a *Agent) failed(r *result, d *gpu.Device, now time.Time) {
 		if a.rests[r.GPU] == nil {
 			a.rests[r.GPU] = &rest{}
 		}
+		again := a.rests[r.GPU].err != nil && a.rests[r.GPU].err.Error() == r.err.Error()
 		a.rests[r.GPU].fail(r.err, a.wantedGen, workPauseMax, now)
-		if a.cluster != nil {
+		if a.cluster != nil && !again {
 			a.cluster.Event(kube.Regarding{}, kube.Warning, failedReason, r.err.Error())
 		}
 		return
