@@ -666,17 +666,18 @@ func TestMIGOnDemand(t *testing.T) {
 		}
 	}
 	b.sub("calm", func(b *bench) {
-		before, err := driver.MIGOps(b.ctx)
-		b.must(err)
-		d := b.crowd(count(30, 200), crowdOptions{fails: true})
-		after, err := driver.MIGOps(b.ctx)
-		b.must(err)
-		ops := slices.DeleteFunc(after, func(o lab.MIGOp) bool { return slices.ContainsFunc(before, func(p lab.MIGOp) bool { return p == o }) })
+		b.wishes("one after the other", func() {
+			for _, profile := range []string{"3g.40gb", "2g.20gb", "1g.10gb"} {
+				pod := b.pod("alone-"+profile, lab.MIG(profile), 1)
+				b.must(pod.Running(b.ctx))
+				b.insideMIG(pod, "")
+				b.must(pod.Delete(b.ctx))
+			}
+		})
+		ops := b.wishes("all at once, each behind others on its GPU", func() { b.crowd(count(30, 200), crowdOptions{fails: true}) })
 		for _, line := range needless(ops) {
 			b.Errorf("needlessly destroyed: %s", line)
 		}
-		b.Logf("the hardware has made and destroyed %d instances for %d of containers", len(ops)/2, d.done["instances of containers"])
-		b.wishes(time.Duration(len(ops)) * operation / 2)
 	})
 	b.sub("agent-killed", func(b *bench) {
 		b.crowd(count(12, 200), crowdOptions{disturb: every(5*time.Second, 1000, agent.Crash)})
@@ -715,27 +716,37 @@ func TestMIGOnDemand(t *testing.T) {
 	})
 }
 
-// wishes logs how long containers have waited for their instances, and how long
-// the hardware worked for all of them.
-func (b *bench) wishes(hardware time.Duration) {
+// wishes logs how long containers have waited for their instances while f was
+// called, and how long the hardware worked for all of them. It returns what the
+// hardware did.
+func (b *bench) wishes(what string, f func()) []lab.MIGOp {
 	b.Helper()
-	m, err := agent.Metrics(b.ctx)
-	b.must(err)
-	var sum, n float64
-	for name, value := range m {
-		if strings.HasPrefix(name, "gpu_agent_mig_wish_duration_seconds_sum") {
-			sum += value
+	look := func() (sum, n float64, ops []lab.MIGOp) {
+		m, err := agent.Metrics(b.ctx)
+		b.must(err)
+		for name, value := range m {
+			switch {
+			case strings.HasPrefix(name, "gpu_agent_mig_wish_duration_seconds_sum"):
+				sum += value
+			case strings.HasPrefix(name, "gpu_agent_mig_wish_duration_seconds_count"):
+				n += value
+			}
 		}
-		if strings.HasPrefix(name, "gpu_agent_mig_wish_duration_seconds_count") {
-			n += value
-		}
+		ops, err = driver.MIGOps(b.ctx)
+		b.must(err)
+		return sum, n, ops
 	}
-	if n == 0 {
-		b.Error("the agent has counted no wish")
-		return
+	sum, n, before := look()
+	f()
+	sumNow, nNow, ops := look()
+	ops = slices.DeleteFunc(ops, func(o lab.MIGOp) bool { return slices.Contains(before, o) })
+	if sum, n = sumNow-sum, nNow-n; n == 0 {
+		b.Errorf("%s: the agent has counted no wish", what)
+		return ops
 	}
-	b.Logf("from the wish to the open gate: %.0f ms on average of %.0f, of which the hardware has worked %.0f ms; a wish also waits for others on its GPU",
-		1000*sum/n, n, 1000*hardware.Seconds()/n)
+	b.Logf("%s: from the wish to the open gate %.0f ms on average of %.0f, of which the hardware has worked %.0f ms",
+		what, 1000*sum/n, n, 1000*operation.Seconds()/2*float64(len(ops))/n)
+	return ops
 }
 
 func TestNeedless(t *testing.T) {
