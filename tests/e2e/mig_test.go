@@ -223,25 +223,6 @@ func (b *bench) insideMIG(pod *lab.RunningPod, container string) []instance {
 	return out
 }
 
-// slotsOf are the slots that a pod has of a resource, as the kubelet says.
-func (b *bench) slotsOf(pod *lab.RunningPod) []slot {
-	b.Helper()
-	list, err := node.Holdings(b.ctx)
-	b.must(err)
-	var out []slot
-	for _, h := range list {
-		if h.Pod != pod.Name {
-			continue
-		}
-		for _, id := range h.IDs {
-			s, err := parseSlot(id)
-			b.must(err)
-			out = append(out, s)
-		}
-	}
-	return out
-}
-
 // record begins a recording, which ends with the test.
 func (b *bench) record() *lab.Recording {
 	b.Helper()
