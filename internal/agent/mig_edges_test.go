@@ -92,7 +92,7 @@ func TestPendingModeOfAWholeGPU(t *testing.T) {
 			for range 320 {
 				time.Sleep(time.Second)
 				if got := b.health(names.Whole, id); got != "healthy" {
-					t.Errorf("held %v: the GPU is %q, state %s: %s", held, got, b.state(), b.annotations["example.com/gpu.partition.message"])
+					t.Errorf("held %v: the GPU is %q, state %s: %s", held, got, b.state(), b.message())
 					break
 				}
 			}
@@ -114,17 +114,17 @@ func TestSlowFirstReadingWithMIG(t *testing.T) {
 		defer b.end()
 		time.Sleep(3 * time.Second)
 		if got := b.state(); got == "invalid" {
-			t.Errorf("state %q: %s", got, b.annotations["example.com/gpu.partition.message"])
+			t.Errorf("state %q: %s", got, b.message())
 		}
 		close(o.hang)
 		b.with(func() { o.hang = nil })
 		time.Sleep(time.Second)
 		b.wantState("applied")
-		if e := strings.Join(b.events, "\n"); strings.Contains(e, "Invalid") {
+		if e := strings.Join(b.told(), "\n"); strings.Contains(e, "Invalid") {
 			t.Errorf("events:\n%s", e)
 		}
-		if len(b.ops) != 7 {
-			t.Errorf("done: %v", b.ops)
+		if len(b.done()) != 7 {
+			t.Errorf("done: %v", b.done())
 		}
 	})
 }
@@ -176,7 +176,7 @@ func TestUnreadableGPUKeepsItsInstances(t *testing.T) {
 		b.hold("a", small, migID(0, "1g.10gb@3"))
 		b.hold("b", small, migID(1, "1g.10gb@3"))
 		b.drop("b")
-		before := len(b.ops)
+		before := len(b.done())
 		var was [2]gpu.MIG
 		b.with(func() {
 			for i := range o.inv.GPUs {
@@ -187,7 +187,7 @@ func TestUnreadableGPUKeepsItsInstances(t *testing.T) {
 		b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(0), Xid: 79, GI: -1, CI: -1}
 		time.Sleep(time.Minute)
 		if got := b.state(); got == "invalid" {
-			t.Errorf("state %q: %s", got, b.annotations["example.com/gpu.partition.message"])
+			t.Errorf("state %q: %s", got, b.message())
 		}
 		b.wantHealth(small, migID(0, "1g.10gb@3"), "unhealthy")
 		b.wantHealth(small, migID(0, "1g.10gb@2"), "unhealthy")
@@ -204,8 +204,8 @@ func TestUnreadableGPUKeepsItsInstances(t *testing.T) {
 		b.wantHealth(small, migID(0, "1g.10gb@3"), "healthy")
 		b.wantHealth(small, migID(0, "1g.10gb@2"), "healthy")
 		b.wantHealth(large, migID(1, "3g.40gb@0"), "healthy") // what stands there is still the agent's
-		if len(b.ops) != before {
-			t.Errorf("done: %v", b.ops[before:])
+		if len(b.done()) != before {
+			t.Errorf("done: %v", b.done()[before:])
 		}
 		if files := b.files(); len(files) != 1 {
 			t.Errorf("files %v, want the claim's again", files)
@@ -247,7 +247,7 @@ func TestFreeSlotsAreWithdrawnBeforeTheWork(t *testing.T) {
 			time.Sleep(time.Second)
 			synctest.Wait()
 			if late {
-				t.Errorf("to %s: a slot was granted while its GPU was being changed; done: %v", to, b.ops)
+				t.Errorf("to %s: a slot was granted while its GPU was being changed; done: %v", to, b.done())
 			}
 			b.wantState("applied")
 		})
@@ -365,8 +365,8 @@ func TestSplits(t *testing.T) {
 		b.drop("a")
 		b.wantState("applied")
 		b.wantStanding(0, "3g.40gb@0 3g.40gb@4")
-		if slices.Contains(b.ops, "0: destroy 3g.40gb@0") {
-			t.Errorf("what both have was destroyed: %v", b.ops)
+		if slices.Contains(b.done(), "0: destroy 3g.40gb@0") {
+			t.Errorf("what both have was destroyed: %v", b.done())
 		}
 	})
 }

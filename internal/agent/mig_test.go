@@ -220,6 +220,26 @@ func migPartition(gpus ...string) string {
 	return migFile(gpus...)
 }
 
+// message is what the node's annotation says, done what has been done to the
+// hardware, and told which Events were sent.
+func (b *bench) message() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.annotations["example.com/gpu.partition.message"]
+}
+
+func (b *bench) done() []string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return slices.Clone(b.ops)
+}
+
+func (b *bench) told() []string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return slices.Clone(b.events)
+}
+
 // standing is what stands on a GPU.
 func (b *bench) standing(i int) string {
 	b.t.Helper()
@@ -246,7 +266,7 @@ func (b *bench) standing(i int) string {
 func (b *bench) wantStanding(i int, want string) {
 	b.t.Helper()
 	if got := b.standing(i); got != want {
-		b.t.Errorf("on GPU %d stand %q, want %q; state %s %q; done: %v", i, got, want, b.state(), b.annotations["example.com/gpu.partition.message"], b.ops)
+		b.t.Errorf("on GPU %d stand %q, want %q; state %s %q; done: %v", i, got, want, b.state(), b.message(), b.done())
 	}
 }
 
@@ -294,7 +314,7 @@ func (b *bench) wantState(want string) {
 	b.t.Helper()
 	synctest.Wait()
 	if got := b.state(); got != want {
-		b.t.Errorf("state %q, want %q (%q)", got, want, b.annotations["example.com/gpu.partition.message"])
+		b.t.Errorf("state %q, want %q (%q)", got, want, b.message())
 	}
 }
 
@@ -311,8 +331,8 @@ func TestGeometryEdit(t *testing.T) {
 		b.wantState("applied")
 		b.wantStanding(0, allSmall)
 		b.wantStanding(1, allSmall)
-		if want := "Normal GPUChange: GPUs 0, 1: enable MIG mode, create 1g.10gb@0, "; !strings.Contains(strings.Join(b.events, "\n"), want) {
-			t.Errorf("no Event says %q: %q", want, b.events)
+		if want := "Normal GPUChange: GPUs 0, 1: enable MIG mode, create 1g.10gb@0, "; !strings.Contains(strings.Join(b.told(), "\n"), want) {
+			t.Errorf("no Event says %q: %q", want, b.told())
 		}
 		b.hold("train-3", small, migID(1, "1g.10gb@5"))
 		if files := b.files(); len(files) != 1 {
@@ -327,7 +347,7 @@ func TestGeometryEdit(t *testing.T) {
 		b.wantStanding(0, "3g.40gb@0 3g.40gb@4")
 		b.wantStanding(1, allSmall)
 		b.wantState("blocked")
-		if m := b.annotations["example.com/gpu.partition.message"]; !strings.Contains(m, "GPU 1") || !strings.Contains(m, "ns/train-3 (1g.10gb@5)") || strings.Contains(m, "GPU 0") {
+		if m := b.message(); !strings.Contains(m, "GPU 1") || !strings.Contains(m, "ns/train-3 (1g.10gb@5)") || strings.Contains(m, "GPU 0") {
 			t.Errorf("message %q does not say who is in the way of what", m)
 		}
 		b.wantHealth(large, migID(0, "3g.40gb@4"), "healthy")
@@ -344,11 +364,11 @@ func TestGeometryEdit(t *testing.T) {
 		b.wantStanding(1, "3g.40gb@0 3g.40gb@4")
 		b.wantHealth(large, migID(1, "3g.40gb@0"), "healthy")
 		// The same again is nothing to do.
-		before := len(b.ops)
+		before := len(b.done())
 		b.SetFile("p.yaml", []byte(migPartition(twoLarge, twoLarge, "{mode: whole}")))
 		time.Sleep(time.Minute + time.Second)
-		if len(b.ops) != before {
-			t.Errorf("done for nothing: %v", b.ops[before:])
+		if len(b.done()) != before {
+			t.Errorf("done for nothing: %v", b.done()[before:])
 		}
 		b.wantHealth(small, migID(1, "1g.10gb@0"), "") // gone after its minute
 
@@ -389,8 +409,8 @@ func TestBlockedKeepsWhatBothHave(t *testing.T) {
 		b.wantHealth(small, migID(0, smalls[0]), "unhealthy")
 		b.drop("p")
 		b.wantState("applied")
-		if n := slices.IndexFunc(b.ops, func(s string) bool { return strings.Contains(s, "destroy "+big) }); n >= 0 {
-			t.Errorf("what both have was destroyed: %v", b.ops)
+		if n := slices.IndexFunc(b.done(), func(s string) bool { return strings.Contains(s, "destroy "+big) }); n >= 0 {
+			t.Errorf("what both have was destroyed: %v", b.done())
 		}
 	})
 }
@@ -422,14 +442,14 @@ func TestOnDemand(t *testing.T) {
 		b.wantHealth(large, migID(0, "3g.40gb@0"), "healthy")
 		b.wantStanding(0, "1g.10gb@1 3g.40gb@4") // warm
 		b.hold("c", small, migID(0, "1g.10gb@1"))
-		if n := len(b.ops); n != 2 {
-			t.Errorf("a warm instance was made anew: %v", b.ops)
+		if n := len(b.done()); n != 2 {
+			t.Errorf("a warm instance was made anew: %v", b.done())
 		}
 		b.drop("c")
 		b.hold("d", large, migID(0, "3g.40gb@0"))
 		b.wantStanding(0, "3g.40gb@0 3g.40gb@4")
-		if !slices.Equal(b.ops[2:], []string{"0: destroy 1g.10gb@1", "0: create 3g.40gb@0"}) {
-			t.Errorf("done: %v", b.ops)
+		if !slices.Equal(b.done()[2:], []string{"0: destroy 1g.10gb@1", "0: create 3g.40gb@0"}) {
+			t.Errorf("done: %v", b.done())
 		}
 		// A container that starts again finds its instance.
 		if err := b.source(large).Prepare(t.Context(), []string{migID(0, "3g.40gb@0")}); err != nil {
@@ -456,8 +476,8 @@ func TestOnDemandSlowCreate(t *testing.T) {
 		}
 		b.hold("a", large, id)
 		b.wantStanding(0, "3g.40gb@0")
-		if n := len(b.ops); n != 1 {
-			t.Errorf("done: %v", b.ops)
+		if n := len(b.done()); n != 1 {
+			t.Errorf("done: %v", b.done())
 		}
 	})
 }
@@ -496,15 +516,15 @@ func TestForeignInstances(t *testing.T) {
 				if reclaim {
 					b.wantState("applied")
 					b.wantStanding(0, "3g.40gb@0 3g.40gb@4")
-					if slices.Contains(b.ops, "0: destroy 3g.40gb@4") {
-						t.Errorf("what fits was destroyed: %v", b.ops)
+					if slices.Contains(b.done(), "0: destroy 3g.40gb@4") {
+						t.Errorf("what fits was destroyed: %v", b.done())
 					}
 					b.hold("a", large, migID(1, "3g.40gb@0"))
 					b.wantStanding(1, "3g.40gb@0 3g.40gb@4")
 					return
 				}
 				b.wantState("blocked")
-				if m := b.annotations["example.com/gpu.partition.message"]; !strings.Contains(m, "--foreign-instances reclaim") || !strings.Contains(m, "1g.10gb@0") {
+				if m := b.message(); !strings.Contains(m, "--foreign-instances reclaim") || !strings.Contains(m, "1g.10gb@0") {
 					t.Errorf("message %q does not say what to do", m)
 				}
 				b.wantStanding(0, "1g.10gb@0 3g.40gb@4")
@@ -516,8 +536,8 @@ func TestForeignInstances(t *testing.T) {
 				b.wantHealth(small, migID(1, "1g.10gb@0"), "healthy")
 				b.wantHealth(small, migID(1, "1g.10gb@1"), "healthy")
 				b.hold("a", small, migID(1, "1g.10gb@0"))
-				if len(b.ops) != 0 {
-					t.Errorf("done: %v", b.ops)
+				if len(b.done()) != 0 {
+					t.Errorf("done: %v", b.done())
 				}
 			})
 		})
@@ -569,13 +589,13 @@ func TestChangeFailsAtEveryStep(t *testing.T) {
 				switch got := b.standing(0); {
 				case got == allSmall && k <= 9:
 					b.wantState("failed")
-					if m := b.annotations["example.com/gpu.partition.message"]; !strings.Contains(m, "it broke") || k > 1 && !strings.Contains(m, "put back") {
+					if m := b.message(); !strings.Contains(m, "it broke") || k > 1 && !strings.Contains(m, "put back") {
 						t.Errorf("message %q does not say what failed and what was put back", m)
 					}
 				case got == "3g.40gb@0 3g.40gb@4" && k > 9:
 					b.wantState("applied")
 				default:
-					t.Errorf("on the GPU stands %q, in state %s, after %v", got, b.state(), b.ops)
+					t.Errorf("on the GPU stands %q, in state %s, after %v", got, b.state(), b.done())
 				}
 				time.Sleep(time.Minute)
 				b.wantState("applied")
@@ -633,7 +653,7 @@ func TestSlotIsWithdrawnAfterThreeFailures(t *testing.T) {
 			t.Errorf("Prepare: %v, want the reason", err)
 		}
 		b.wantHealth(large, id, "leaving")
-		if events := strings.Join(b.events, "\n"); strings.Count(events, "GPUInstanceFailed") != 1 {
+		if events := strings.Join(b.told(), "\n"); strings.Count(events, "GPUInstanceFailed") != 1 {
 			t.Errorf("events:\n%s", events)
 		}
 		// Nobody took it; the claim ends, the slot stays withdrawn.
@@ -658,7 +678,7 @@ func TestResetNeverAsksForIt(t *testing.T) {
 		b.SetFile("p.yaml", []byte(migPartition(twoLarge, "{mode: whole}")))
 		time.Sleep(time.Second)
 		b.wantState("pending")
-		if m := b.annotations["example.com/gpu.partition.message"]; !strings.Contains(m, "GPU 0") || !strings.Contains(m, "reset") {
+		if m := b.message(); !strings.Contains(m, "GPU 0") || !strings.Contains(m, "reset") {
 			t.Errorf("message %q", m)
 		}
 		b.wantHealth(names.Whole, string(uuid(1)), "healthy") // nothing else stops
@@ -681,7 +701,7 @@ func TestResetThatSomebodyIsInTheWayOf(t *testing.T) {
 		b.SetFile("p.yaml", []byte(migPartition(twoLarge)))
 		time.Sleep(time.Second)
 		b.wantState("pending")
-		if m := b.annotations["example.com/gpu.partition.message"]; !strings.Contains(m, "dcgm (PID 7)") {
+		if m := b.message(); !strings.Contains(m, "dcgm (PID 7)") {
 			t.Errorf("message %q does not name who has the GPU open", m)
 		}
 		b.with(func() { b.resetErr = nil })
