@@ -56,7 +56,9 @@ func stages(cache string, packages []string, soak bool) []stage {
 	e2e := test(".", "-count=1", long, "./tests/e2e", "-built")
 	crash := test(".", "-count=1", long, "./tests/crash")
 	caps := test(".", "-count=1", long, "./tests/memcap")
+	peers := test(".", "-count=1", limit, "./tests/peers")
 	if soak {
+		peers.args = append(peers.args, "-long")
 		e2e.args, crash.args, caps.args = append(e2e.args, "-long"), append(crash.args, "-long"), append(caps.args, "-long")
 	}
 	all := []stage{
@@ -114,7 +116,7 @@ func stages(cache string, packages []string, soak bool) []stage {
 		},
 		{
 			name: "peers", what: "rivals' programs on the emulated driver, and what their files mean", after: []string{"emulator"}, lacks: root,
-			commands: []command{test(".", "-count=1", limit, "./tests/peers/...")},
+			commands: []command{peers},
 		},
 		{
 			name: "crash", what: "the agent killed at every change of its files", after: []string{"emulator", "image"}, lacks: root,
