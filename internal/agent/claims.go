@@ -55,7 +55,8 @@ func (a *Agent) adoptFiles() {
 			var resource string
 			var ids []string
 			if resource, ids, err = cdi.ReadRecord(spec, a.opts.Domain); err == nil {
-				err = a.desk.Adopt(resource, ids)
+				written, _ := a.files.Written(key) // the zero time is no help, and no harm
+				err = a.desk.AdoptWritten(resource, ids, written)
 			}
 		}
 		if err != nil {

@@ -73,6 +73,7 @@ type storm struct {
 	// The directories.
 	pages   pages
 	specs   map[string]*specs.Spec
+	written map[string]time.Time
 	journal []state.Claim
 	doc     state.Document
 	// The driver: what it says of each GPU, which GPUs are in trouble ("gone" for one
@@ -179,7 +180,12 @@ func (s *storm) SetTimeSlice(context.Context, gpu.UUID, gpu.TimeSlice) error { r
 func (s *storm) LetGo() error                                                { return nil }
 
 func (s *storm) Write(key string, spec *specs.Spec) error {
-	s.locked(func() { s.specs[key] = spec })
+	s.locked(func() {
+		if s.specs[key] == nil {
+			s.written[key] = time.Now()
+		}
+		s.specs[key] = spec
+	})
 	return nil
 }
 func (s *storm) Remove(key string) error {
@@ -193,6 +199,12 @@ func (s *storm) Read(key string) (*specs.Spec, error) {
 }
 
 type stormFiles struct{ *storm }
+
+func (s stormFiles) Written(key string) (time.Time, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.written[key], nil
+}
 
 func (s stormFiles) List() ([]string, error) {
 	s.mu.Lock()
@@ -841,7 +853,7 @@ func TestStormWithMIG(t *testing.T) { runStorm(t, true) }
 func runStorm(t *testing.T, withMIG bool) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &storm{
-			hw: newOutside(3), mig: withMIG,
+			hw: newOutside(3), mig: withMIG, written: map[string]time.Time{},
 			t: t, rng: rand.New(rand.NewPCG(*stormSeed, 2)), gpus: 3, served: make(chan map[string]plugin.Source, 16),
 			devices: map[string]map[string]bool{}, pods: map[string]*stormPod{}, specs: map[string]*specs.Spec{},
 			figures: map[gpu.UUID]gpu.Health{}, trouble: map[gpu.UUID]string{}, foreign: map[gpu.UUID]bool{}, done: map[string]int{},

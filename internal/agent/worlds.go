@@ -68,6 +68,8 @@ type Files interface {
 	Remove(key string) error
 	List() ([]string, error)
 	Read(key string) (*specs.Spec, error)
+	// Written is when a file was last written with other content than before.
+	Written(key string) (time.Time, error)
 }
 
 // Caps is the limit pages of claims, and what else the agent lays on the host for

@@ -195,6 +195,9 @@ type claim struct {
 	// restored says that this process has not seen the Allocate, and that there may
 	// have been a later one that nobody wrote down.
 	restored bool
+	// written is when the file of an adopted claim was written, zero where that is
+	// not known: its Allocate was not later than a moment before.
+	written time.Time
 }
 
 // Desk holds the view and the claims. Use [New].
@@ -511,7 +514,7 @@ func (d *Desk) allocateLocked(resource string, ids []string, now time.Time) (str
 		known.Allocated, known.Adopted, known.Started, known.Listed = now, false, false, false
 		known.Holder, known.PodUIDs, known.Checked, known.Waits = Holder{}, nil, time.Time{}, ""
 		known.Wished, known.Trouble = time.Time{}, ""
-		known.restored = false
+		known.restored, known.written = false, time.Time{}
 		known.shut()
 		d.version++
 		return key, nil
@@ -659,6 +662,22 @@ func (d *Desk) Adopt(resource string, ids []string) error {
 		d.wake()
 	}
 	return err
+}
+
+// AdoptWritten is Adopt for a claim whose file was written at a time that is known:
+// where kubelet and runtime agree that nobody has it, it ends Grace after that, and
+// not Grace after this process has started. An agent that starts again and again
+// would else keep everything for ever.
+func (d *Desk) AdoptWritten(resource string, ids []string, written time.Time) error {
+	if err := d.Adopt(resource, ids); err != nil {
+		return err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if c := d.claims[cdi.Key(resource, ids)]; c != nil && c.Adopted {
+		c.written = written
+	}
+	return nil
 }
 
 // Restore takes over a claim that was allocated before this process started, at
@@ -869,7 +888,8 @@ func (d *Desk) Reconcile(t Testimony) (ended []Claim) {
 		// The kubelet's writers of its checkpoint can overtake each other: what it
 		// lists counts too.
 		_, named := listed[key]
-		over := len(entries[key]) == 0 && !named && (c.Started || t.Trusted && age >= Grace)
+		old := age >= Grace || c.Adopted && !c.written.IsZero() && t.Asked.Sub(c.written) >= Grace
+		over := len(entries[key]) == 0 && !named && (c.Started || t.Trusted && old)
 		if !t.Checkpoint {
 			over = t.Trusted && !overlaps && (c.Listed || age >= UnnamedTTL)
 		}

@@ -710,3 +710,45 @@ func TestNamedByTheEntryOfTheOneBefore(t *testing.T) {
 		t.Error("the new pod's claim ended 20 ms after its Allocate")
 	}
 }
+
+// An agent that starts again and again lets go of what nobody has: it goes by the
+// age of the claim's file, not by its own.
+func TestAdoptedClaimHasTheAgeOfItsFile(t *testing.T) {
+	for _, tt := range []struct {
+		name    string
+		written time.Duration // before now; 0 where it is not known
+		over    bool
+	}{
+		{"an old one", Grace + time.Second, true},
+		{"one that was given a moment ago", Grace / 2, false},
+		{"one of unknown age", 0, false},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			d, clock := newDesk()
+			written := time.Time{}
+			if tt.written > 0 {
+				written = clock.now().Add(-tt.written)
+			}
+			if err := d.AdoptWritten(memName, []string{"GPU-1::1"}, written); err != nil {
+				t.Fatal(err)
+			}
+			clock.pass(time.Second)
+			ended := d.Reconcile(Testimony{Asked: clock.now(), Checkpoint: true, Runtime: true, Trusted: true})
+			if over := len(ended) == 1; over != tt.over {
+				t.Errorf("it ended: %v, want %v", over, tt.over)
+			}
+			// Somebody has it: it stays, whatever its age.
+			if err := d.AdoptWritten(memName, []string{"GPU-1::2"}, clock.now().Add(-time.Hour)); err != nil {
+				t.Fatal(err)
+			}
+			clock.pass(time.Second)
+			ended = d.Reconcile(Testimony{Asked: clock.now(), Checkpoint: true, Runtime: true, Trusted: true,
+				Entries: []Entry{{PodUID: "u", Container: "c", Resource: memName, IDs: []string{"GPU-1::2"}}}})
+			for _, c := range ended {
+				if c.IDs[0] == "GPU-1::2" {
+					t.Error("a claim that the checkpoint names has ended")
+				}
+			}
+		})
+	}
+}

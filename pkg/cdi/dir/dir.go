@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"time"
 
 	cdilib "tags.cncf.io/container-device-interface/pkg/cdi"
 	"tags.cncf.io/container-device-interface/specs-go"
@@ -155,6 +156,28 @@ func (d *Dir) Remove(key string) error {
 		return fmt.Errorf("remove %s: %w; remove it by hand, or its claim's container could start", d.file(name), err)
 	}
 	return d.sync(root)
+}
+
+// Written is when a claim's file was last written with other content than before.
+// The error wraps gpu.ErrNotFound where there is none.
+func (d *Dir) Written(key string) (time.Time, error) {
+	name, err := d.name(key)
+	if err != nil {
+		return time.Time{}, err
+	}
+	root, err := d.open()
+	if err != nil {
+		return time.Time{}, err
+	}
+	defer root.Close()
+	info, err := root.Lstat(name)
+	if errors.Is(err, fs.ErrNotExist) {
+		err = gpu.ErrNotFound
+	}
+	if err != nil {
+		return time.Time{}, fmt.Errorf("look at %s: %w", d.file(name), err)
+	}
+	return info.ModTime(), nil
 }
 
 // Read returns what the claim's file says. The error wraps gpu.ErrNotFound
