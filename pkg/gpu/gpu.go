@@ -16,8 +16,47 @@ type Inventory struct {
 	Driver string `json:"driver,omitempty"`
 	// CUDA is the newest CUDA version the driver serves, "major.minor".
 	CUDA string `json:"cuda,omitempty"`
+	// Machine is the firmware's name of the machine (DMI's product name), for
+	// example "DGXH100".
+	Machine string `json:"machine,omitempty"`
+	// NUMA is the machine's NUMA nodes in the order of their numbers; empty where
+	// it has no such notion.
+	NUMA []NUMANode `json:"numaNodes,omitempty"`
+	// NICs is the machine's RDMA network cards, in the order of their names.
+	NICs []NIC `json:"nics,omitempty"`
 	// GPUs is in index order.
 	GPUs []Device `json:"gpus"`
+}
+
+// NUMANode is a part of the machine whose CPUs and memory are near to each other.
+type NUMANode struct {
+	ID int `json:"id"`
+	// CPUs is the kernel's list of its processors, "0-55,112-167"; empty for
+	// memory without any.
+	CPUs string `json:"cpus,omitempty"`
+}
+
+// RDMA is the kind of network that an RDMA network card speaks.
+type RDMA string
+
+// Kinds of RDMA networks.
+const (
+	InfiniBand RDMA = "infiniband"
+	RoCE       RDMA = "roce" // RDMA over Converged Ethernet
+	EFA        RDMA = "efa"  // AWS Elastic Fabric Adapter
+)
+
+// NIC is an RDMA network card, or one function of it.
+type NIC struct {
+	// Name is the kernel's, for example "mlx5_0".
+	Name string `json:"name"`
+	Kind RDMA   `json:"kind"`
+	// PCI, NUMA and Path are as in Device.
+	PCI  string   `json:"pci,omitempty"`
+	NUMA *int     `json:"numa,omitempty"`
+	Path []string `json:"path,omitempty"`
+	// Active says that at least one of its ports is up.
+	Active bool `json:"active,omitempty"`
 }
 
 // ByUUID returns the device with that UUID, or nil.
@@ -54,9 +93,19 @@ type Device struct {
 	Reserved MiB `json:"reservedMiB,omitempty"`
 	// NUMA is the node that the GPU's PCI slot belongs to; nil where the
 	// machine has no such notion or the driver does not say.
-	NUMA  *int   `json:"numa,omitempty"`
+	NUMA *int `json:"numa,omitempty"`
+	// CPUs is the kernel's list of the processors near the GPU, "0-55,112-167".
+	CPUs string `json:"cpus,omitempty"`
+	// Path is what lies between the processor and the GPU on the PCI bus: the host
+	// bridge ("pci0000:16"), then each bridge by its address ("0000:16:01.0"), the
+	// one next to the GPU last. Empty where it is not known.
+	Path []string `json:"path,omitempty"`
+	// Links are the NVLinks that work now.
 	Links []Link `json:"links,omitempty"`
-	MIG   MIG    `json:"mig"`
+	// Fabric is the NVLink fabric beyond the node that the GPU belongs to; nil
+	// where there is none.
+	Fabric *Fabric `json:"fabric,omitempty"`
+	MIG    MIG     `json:"mig"`
 	// Fault is why the driver could not describe this GPU, empty when it could.
 	// A GPU with a fault is kept in the inventory, so that its devices can be
 	// shown as unhealthy instead of vanishing.
@@ -82,6 +131,18 @@ type Link struct {
 	// Switch says that the lanes end in an NVSwitch, which joins the GPU to all
 	// others on it.
 	Switch bool `json:"switch,omitempty"`
+	// Version is the NVLink generation, 0 where the driver does not say; LaneMBps
+	// is what one lane carries in each direction, in MB/s (10^6 bytes), 0 likewise.
+	Version  int `json:"version,omitempty"`
+	LaneMBps int `json:"laneMBps,omitempty"`
+}
+
+// Fabric names a multi-node NVLink domain and the part of it whose GPUs reach
+// each other.
+type Fabric struct {
+	// Cluster is the domain's UUID, Clique the part's number in it.
+	Cluster string `json:"cluster"`
+	Clique  uint32 `json:"clique"`
 }
 
 // MIG is a GPU's Multi-Instance state and abilities.
@@ -104,6 +165,8 @@ type Profile struct {
 	Memory MiB `json:"memoryMiB,omitempty"`
 	// Slices is the number of compute slices.
 	Slices int `json:"slices,omitempty"`
+	// SMs is the number of streaming multiprocessors of an instance.
+	SMs int `json:"sms,omitempty"`
 	// Max is how many can stand on one GPU at a time.
 	Max        int         `json:"max,omitempty"`
 	Placements []Placement `json:"placements,omitempty"`
@@ -112,9 +175,10 @@ type Profile struct {
 	Engines *Engines `json:"engines,omitempty"`
 }
 
-// Engines counts media engines: decoders, encoders, JPEG units and optical-flow
-// accelerators.
+// Engines counts copy engines and media engines: decoders, encoders, JPEG units
+// and optical-flow accelerators.
 type Engines struct {
+	Copy   int `json:"copy,omitempty"`
 	Decode int `json:"decode"`
 	Encode int `json:"encode"`
 	JPEG   int `json:"jpeg"`
