@@ -83,6 +83,12 @@ type Device struct {
 	// "0x20B210DE": the form that NVIDIA's MIG manager filters devices by.
 	PCIDevice    string `json:"pciDevice,omitempty"`
 	PCISubsystem string `json:"pciSubsystem,omitempty"`
+	// PCIClass is the kind of PCI device, "0x030200" for a GPU without and
+	// "0x030000" for one with display outputs; empty where it is not known.
+	PCIClass string `json:"pciClass,omitempty"`
+	// VGPU is set for a part of a GPU that a hypervisor has given to a virtual
+	// machine, which the agent runs in.
+	VGPU *VGPU `json:"vgpu,omitempty"`
 	// Model is the driver's product name, for example "NVIDIA H100 80GB HBM3".
 	Model             string `json:"model,omitempty"`
 	ComputeCapability string `json:"computeCapability,omitempty"`
@@ -120,6 +126,13 @@ func (d *Device) Usable() MiB {
 		return 0
 	}
 	return d.Memory - d.Reserved
+}
+
+// VGPU is what a virtual GPU says of the driver on its host: version
+// ("570.133.10") and branch ("r570_00").
+type VGPU struct {
+	HostDriver string `json:"hostDriver,omitempty"`
+	HostBranch string `json:"hostBranch,omitempty"`
 }
 
 // Link is a connection from a GPU to another one, or to an NVSwitch.
