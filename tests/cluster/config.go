@@ -54,7 +54,7 @@ func nodeProcesses(spec Spec) []Process {
 			"--service-account-key-file=" + etc + "serviceaccount.key",
 			"--service-account-signing-key-file=" + etc + "serviceaccount.key",
 			"--kubelet-preferred-address-types=InternalIP", "--allow-privileged=true"},
-		{procKubelet, "--config=" + etc + "kubelet.yaml", "--kubeconfig=" + etc + "kubelet.conf",
+		{procKubelet, "--config=" + etc + "kubelet.yaml", "--config-dir=" + etc + "kubelet.d", "--kubeconfig=" + etc + "kubelet.conf",
 			"--hostname-override=" + spec.Name, "--node-ip=" + spec.nodeIP(), "--node-labels=" + spec.Labels},
 		{procController, "--kubeconfig=" + etc + "admin.conf", "--leader-elect=false", "--bind-address=127.0.0.1",
 			"--root-ca-file=" + etc + "ca.crt", "--service-account-private-key-file=" + etc + "serviceaccount.key"},
@@ -103,7 +103,12 @@ func writeConfig(n Node, l Layout, spec Spec) (adminToken string, ca []byte, err
 			return "", nil, err
 		}
 	}
-	return adminToken, ca, os.MkdirAll(n.path("etc", "kubernetes", "manifests"), 0o755)
+	for _, name := range []string{"manifests", "kubelet.d"} {
+		if err := os.MkdirAll(n.path("etc", "kubernetes", name), 0o755); err != nil {
+			return "", nil, err
+		}
+	}
+	return adminToken, ca, nil
 }
 
 func newToken() string {
@@ -234,7 +239,7 @@ state = "/run/containerd"
 [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc.options]
   BinaryName = %[5]q
   SystemdCgroup = false
-`, containerdSocket, snapshotter, pauseImage, l.path("debian", "usr", "lib", "cni"), l.bin("runc"))
+`, containerdSocket, snapshotter, pauseImage, l.path("debian", "usr", "lib", "cni"), runtimeLink)
 }
 
 func cniConfig(spec Spec) string {

@@ -36,6 +36,8 @@ usage: cluster COMMAND [FLAGS] [ARGUMENTS]      (flags come before arguments; wh
   pid     [--name N] PROCESS         print its PID in the node (0: not running) and how often it was started
   ps      [--name N]                 all processes with their states
   logs    [--name N] PROCESS         print its log
+  cpusets [--name N] keep|drop       whether containers get the CPU sets that the kubelet asks for; drop is for a kubelet
+                                     that is shown CPUs which this machine has not
   load    [--name N] FILE.tar...     import image archives into containerd
   image   --out FILE.tar --name REFERENCE ...
                                      assemble an image from files ('cluster image -h' tells how)
@@ -54,9 +56,12 @@ func (s exitStatus) Error() string { return fmt.Sprintf("exit status %d", int(s)
 
 func main() {
 	var err error
-	if os.Args[0] == execHelper {
+	switch {
+	case os.Args[0] == execHelper:
 		err = execHelperMain(os.Args[1:])
-	} else {
+	case os.Args[0] == runtimeLink:
+		err = unpinnedMain(os.Args[1:])
+	default:
 		err = run(os.Args[1:])
 	}
 	os.Exit(report(err))
@@ -98,7 +103,7 @@ func run(args []string) error {
 		"build": buildCommand, "up": upCommand, "down": downCommand, "list": listCommand,
 		"exec": execCommand, "kubectl": kubectlCommand,
 		"start": startCommand, "stop": processCommand("stop"), "kill": processCommand("kill"), "restart": processCommand("restart"),
-		"pid": pidCommand, "ps": psCommand, "logs": logsCommand,
+		"cpusets": cpusetsCommand, "pid": pidCommand, "ps": psCommand, "logs": logsCommand,
 		"load": loadCommand, "image": imageCommand, "path": pathCommand,
 	}
 	f, ok := commands[command]

@@ -181,6 +181,9 @@ func makeDirectories(root string, n Node, spec Spec) error {
 			}
 		}
 	}
+	if err := pointRuntime(root, Layout{cache: spec.Cache}.bin("runc")); err != nil {
+		return fmt.Errorf("choose the program that makes containers: %w", err)
+	}
 	return hideTunables(root)
 }
 

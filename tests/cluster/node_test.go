@@ -23,7 +23,7 @@ import (
 // TestMain lets the test program be the cluster program too, under its names,
 // so that the tests run it as anyone would: as processes.
 func TestMain(m *testing.M) {
-	if name := filepath.Base(os.Args[0]); name == "cluster" || name == execHelper {
+	if name := filepath.Base(os.Args[0]); name == "cluster" || name == execHelper || os.Args[0] == runtimeLink {
 		main()
 	}
 	var err error

@@ -165,6 +165,7 @@ func TestUsageErrors(t *testing.T) {
 		{[]string{"up", "--bind", "/no/such/place"}, "bind /no/such/place"},
 		{[]string{"down", "--name", "../x"}, "no node is called so"},
 		{[]string{"path", "moon"}, `no path "moon"`},
+		{[]string{"cpusets", "lose"}, "it is keep or drop"},
 		{[]string{"pid", "--wrong", "x"}, "flag provided but not defined"},
 	} {
 		t.Run(fmt.Sprint(test.args), func(t *testing.T) {
@@ -172,5 +173,41 @@ func TestUsageErrors(t *testing.T) {
 				t.Errorf("got %v, want an error with %q", err, test.want)
 			}
 		})
+	}
+}
+
+func TestRuncCommand(t *testing.T) {
+	for _, test := range []struct{ args, command, value string }{
+		{"--root /run/containerd/runc/k8s.io --log /create/log.json --log-format json create --bundle /b --pid-file /b/pid id", "create", "/b"},
+		{"--root /r create --bundle=/b id", "create", "/b"},
+		{"run id", "run", ""},
+		{"--root /r update --resources=- id", "update", "-"},
+		{"--root /r update --resources - id", "update", "-"},
+		{"--root /r kill id 9", "", ""},
+	} {
+		if command, value := runcCommand(strings.Fields(test.args)); command != test.command || value != test.value {
+			t.Errorf("runc %s is %q of %q, want %q of %q", test.args, command, value, test.command, test.value)
+		}
+	}
+}
+
+func TestWithoutCPUs(t *testing.T) {
+	for _, test := range []struct {
+		in, want string
+		path     []string
+	}{
+		{`{"cpu":{"shares":18446744073709551615,"cpus":"8-11","mems":"1"},"memory":{"limit":-1}}`,
+			`{"cpu":{"shares":18446744073709551615},"memory":{"limit":-1}}`, []string{"cpu"}},
+		{`{"linux":{"resources":{"cpu":{"cpus":"8"}},"x":[1]}}`, `{"linux":{"resources":{"cpu":{}},"x":[1]}}`, []string{"linux", "resources", "cpu"}},
+		{`{"linux":{"resources":{}}}`, `{"linux":{"resources":{}}}`, []string{"linux", "resources", "cpu"}},
+		{`{"linux":null}`, `{"linux":null}`, []string{"linux", "resources", "cpu"}},
+	} {
+		got, err := without([]byte(test.in), test.path...)
+		if err != nil || string(got) != test.want {
+			t.Errorf("%s without CPUs is %s (%v), want %s", test.in, got, err, test.want)
+		}
+	}
+	if _, err := without([]byte(`{"linux":7}`), "linux", "resources"); err == nil {
+		t.Error("a number was taken for an object")
 	}
 }
