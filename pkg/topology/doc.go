@@ -13,8 +13,7 @@
 //	g.Between("GPU-a", "GPU-b")   // {NVLink: 18, Switch: true, NUMA: Same}
 //	g.Between("GPU-a", "GPU-x")   // {}: nothing is known
 //
-// [Compare] orders pairs from far to near, so that whoever has to choose GPUs
-// for one container can. Choosing sets of them is not done here yet.
+// [Graph.Choose] chooses GPUs for one container by that.
 //
 // Strange input is no error, since a node must start with a card that reports
 // nonsense: a link to a GPU that is not there, or of a GPU to itself, or of less

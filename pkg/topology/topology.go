@@ -3,16 +3,19 @@
 package topology
 
 import (
-	"cmp"
+	"slices"
 
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// maxLanes is beyond what any board has (18 so far) and keeps sums of reported
-// nonsense within bounds.
-const maxLanes = 1 << 10
+// Bounds that are beyond what any board has (18 lanes of 100,000 MB/s so far)
+// and keep sums of reported nonsense within 64 bits.
+const (
+	maxLanes    = 1 << 10
+	maxLaneMBps = 1 << 20
+)
 
-// NUMA says whether two GPUs are on one NUMA node.
+// NUMA says whether two devices are on one NUMA node.
 type NUMA int
 
 // Unknown, the zero value, lies between the two: either may be true.
@@ -32,8 +35,40 @@ func (n NUMA) String() string {
 	return "unknown"
 }
 
-// Pair is how two GPUs are connected. The zero Pair says that nothing is known
-// but the PCI bus.
+// Level is what the way between two devices goes over when it takes the PCI bus,
+// from near to far. In brackets are the words of `nvidia-smi topo -m`.
+type Level int
+
+const (
+	LevelUnknown  Level = iota
+	LevelSelf           // one and the same device (X)
+	LevelSwitch         // one bridge, or the two sides of one switch (PIX)
+	LevelSwitches       // several switches below one root port (PXB)
+	LevelHost           // the host bridge that both hang on (PHB)
+	LevelNode           // two host bridges of one NUMA node (NODE)
+	LevelSystem         // two NUMA nodes (SYS)
+)
+
+// String is the level's word in the matrix.
+func (l Level) String() string {
+	switch l {
+	case LevelSelf:
+		return "X"
+	case LevelSwitch:
+		return "PIX"
+	case LevelSwitches:
+		return "PXB"
+	case LevelHost:
+		return "PHB"
+	case LevelNode:
+		return "NODE"
+	case LevelSystem:
+		return "SYS"
+	}
+	return "N/A"
+}
+
+// Pair is how two GPUs are connected. The zero Pair says that nothing is known.
 type Pair struct {
 	// NVLink is the number of lanes between the two: of direct ones, or through
 	// a switch as many as the lesser of the two has to it. 0 with Switch set
@@ -41,65 +76,80 @@ type Pair struct {
 	NVLink int
 	// Switch says that they reach each other through an NVSwitch.
 	Switch bool
-	NUMA   NUMA
+	// MBps is what the lanes carry together in each direction, in MB/s (10^6
+	// bytes); 0 where the driver does not say.
+	MBps int
+	NUMA NUMA
+	// Level is the way over the PCI bus, whether or not NVLink joins the two.
+	Level Level
 }
 
-// Compare orders pairs from far to near: more NVLink lanes are nearer, through
-// a switch or not; then any NVLink connection is nearer than none; then the same
-// NUMA node is nearer than an unknown one, and that nearer than another one.
-// Of pairs that are equal in all of that, a direct link is nearer than a switch.
-// It is 0 only for equal pairs.
-func Compare(a, b Pair) int {
-	return cmp.Or(
-		cmp.Compare(a.NVLink, b.NVLink),
-		cmp.Compare(linked(a), linked(b)),
-		cmp.Compare(nearness(a.NUMA), nearness(b.NUMA)),
-		cmp.Compare(direct(a), direct(b)),
-	)
-}
-
-func linked(p Pair) int {
-	if p.NVLink > 0 || p.Switch {
-		return 1
-	}
-	return 0
-}
-
-func direct(p Pair) int {
-	if p.Switch {
-		return 0
-	}
-	return 1
-}
-
-func nearness(n NUMA) int {
-	switch n {
-	case Same:
-		return 2
-	case Different:
-		return 0
-	}
-	return 1
-}
+// Linked says that NVLink connects the two, directly or through a switch.
+func (p Pair) Linked() bool { return p.NVLink > 0 || p.Switch }
 
 // Graph is the connections between a node's GPUs at the moment of an inventory.
-// It does not change.
+// It does not change, and may be used by several goroutines at once.
 type Graph struct {
+	inv   *gpu.Inventory // a copy: the caller's may change
 	at    map[gpu.UUID]int
 	pairs [][]Pair
+	// ends[i][j] is how many lanes to j GPU i itself reports, ends[i][i] how many
+	// to switches.
+	ends [][]lanes
 }
 
-// New reads the links and NUMA nodes of an inventory, which may be nil.
+// lanes are NVLink lanes of one direction as one end reports them.
+type lanes struct {
+	count, mbps int
+	sw          bool // to a switch, counted or not
+	noSpeed     bool // the speed of some is not known
+}
+
+func (l *lanes) add(link gpu.Link) {
+	n := min(max(link.NVLink, 0), maxLanes-l.count)
+	l.count += n
+	l.mbps += n * min(max(link.LaneMBps, 0), maxLaneMBps)
+	l.sw = l.sw || link.Switch
+	l.noSpeed = l.noSpeed || link.NVLink > 0 && link.LaneMBps <= 0
+}
+
+// speed is what the lanes carry together, 0 where that is not known of all.
+func (l *lanes) speed() int {
+	if l.noSpeed {
+		return 0
+	}
+	return l.mbps
+}
+
+// lesser is what works of a link whose ends report a and b: a lane needs both of
+// its ends. Of a speed that one end alone knows, that one is believed.
+func lesser(a, b *lanes) (count, mbps int) {
+	if b.count < a.count || b.count == a.count && b.speed() < a.speed() {
+		a, b = b, a
+	}
+	if a.count == b.count && a.speed() == 0 {
+		a = b
+	}
+	return a.count, a.speed()
+}
+
+// New reads the links, NUMA nodes and PCI paths of an inventory, which may be
+// nil.
 //
 // Where both ends of a link report it with different numbers of lanes, the
 // smaller one counts, for a lane works only if both of its ends do; where one
 // end alone reports it, that is believed. Of two GPUs with one name, or one
 // index, the first counts.
 func New(inv *gpu.Inventory) *Graph {
-	g := &Graph{at: make(map[gpu.UUID]int)}
+	g := &Graph{inv: new(gpu.Inventory), at: make(map[gpu.UUID]int)}
 	if inv == nil {
 		return g
 	}
+	*g.inv = *inv
+	g.inv.GPUs = slices.Clone(inv.GPUs)
+	g.inv.NICs = slices.Clone(inv.NICs)
+	g.inv.NUMA = slices.Clone(inv.NUMA)
+
 	n := len(inv.GPUs)
 	byIndex := make(map[int]int, n)
 	for i := range inv.GPUs {
@@ -112,17 +162,14 @@ func New(inv *gpu.Inventory) *Graph {
 		}
 	}
 
-	direct := make([][]int, n)
-	toSwitch := make([]int, n)
-	onSwitch := make([]bool, n)
+	g.ends = make([][]lanes, n)
 	for i := range inv.GPUs {
-		direct[i] = make([]int, n)
+		g.ends[i] = make([]lanes, n)
 		for _, l := range inv.GPUs[i].Links {
 			if l.Switch {
-				onSwitch[i] = true
-				toSwitch[i] = addLanes(toSwitch[i], l.NVLink)
+				g.ends[i][i].add(l)
 			} else if j, ok := byIndex[l.To]; ok && j != i {
-				direct[i][j] = addLanes(direct[i][j], l.NVLink)
+				g.ends[i][j].add(l)
 			}
 		}
 	}
@@ -131,18 +178,31 @@ func New(inv *gpu.Inventory) *Graph {
 	for i := range n {
 		g.pairs[i] = make([]Pair, n)
 		for j := range n {
-			if i == j {
-				continue
+			if i != j {
+				g.pairs[i][j] = g.pair(i, j)
 			}
-			p := Pair{NVLink: bothOrOne(direct[i][j], direct[j][i]), NUMA: numa(&inv.GPUs[i], &inv.GPUs[j])}
-			if p.NVLink == 0 && onSwitch[i] && onSwitch[j] {
-				p.Switch = true
-				p.NVLink = min(toSwitch[i], toSwitch[j])
-			}
-			g.pairs[i][j] = p
 		}
 	}
 	return g
+}
+
+func (g *Graph) pair(i, j int) Pair {
+	a, b := placeOf(&g.inv.GPUs[i]), placeOf(&g.inv.GPUs[j])
+	p := Pair{NUMA: a.numaTo(b), Level: g.level(a, b)}
+	there, back := &g.ends[i][j], &g.ends[j][i]
+	via, viaToo := &g.ends[i][i], &g.ends[j][j]
+	switch {
+	case there.count > 0 && back.count > 0:
+		p.NVLink, p.MBps = lesser(there, back)
+	case there.count > 0:
+		p.NVLink, p.MBps = there.count, there.speed()
+	case back.count > 0:
+		p.NVLink, p.MBps = back.count, back.speed()
+	case via.sw && viaToo.sw:
+		p.Switch = true
+		p.NVLink, p.MBps = lesser(via, viaToo)
+	}
+	return p
 }
 
 // Between returns how two GPUs are connected, the same whichever is named
@@ -156,24 +216,50 @@ func (g *Graph) Between(a, b gpu.UUID) Pair {
 	return g.pairs[i][j]
 }
 
-func addLanes(sum, more int) int {
-	return min(sum+min(max(more, 0), maxLanes), maxLanes)
+// place is where a device is on the machine.
+type place struct {
+	pci  string
+	path []string
+	numa *int
 }
 
-func bothOrOne(a, b int) int {
-	if a > 0 && b > 0 {
-		return min(a, b)
-	}
-	return max(a, b)
-}
+func placeOf(d *gpu.Device) place { return place{d.PCI, d.Path, d.NUMA} }
+func placeOfNIC(n *gpu.NIC) place { return place{n.PCI, n.Path, n.NUMA} }
 
-// numa takes a negative node for none, as the kernel writes it.
-func numa(a, b *gpu.Device) NUMA {
+// numaTo takes a negative node for none, as the kernel writes it.
+func (p place) numaTo(o place) NUMA {
 	switch {
-	case a.NUMA == nil || b.NUMA == nil || *a.NUMA < 0 || *b.NUMA < 0:
+	case p.numa == nil || o.numa == nil || *p.numa < 0 || *o.numa < 0:
 		return Unknown
-	case *a.NUMA == *b.NUMA:
+	case *p.numa == *o.numa:
 		return Same
 	}
 	return Different
+}
+
+// level compares the ways down to two devices. Bridges that both ways have say
+// most; without any, it is NUMA that decides.
+func (g *Graph) level(a, b place) Level {
+	shared := 0
+	for shared < min(len(a.path), len(b.path)) && a.path[shared] == b.path[shared] {
+		shared++
+	}
+	// The first of a path is the host bridge. A switch is a bridge upwards and one
+	// downwards for each of its slots: below what is shared of one, each way has
+	// at most its own slot.
+	switch below := max(len(a.path), len(b.path)) - shared; {
+	case shared > 1 && below <= 1:
+		return LevelSwitch
+	case shared > 1:
+		return LevelSwitches
+	case shared == 1:
+		return LevelHost
+	}
+	switch n := a.numaTo(b); {
+	case n == Different:
+		return LevelSystem
+	case n == Same, len(g.inv.NUMA) == 1:
+		return LevelNode
+	}
+	return LevelUnknown
 }

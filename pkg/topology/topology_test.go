@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"math"
 	"os"
-	"slices"
 	"testing"
 
 	"example.com/gpu-agent/pkg/gpu"
@@ -45,8 +44,8 @@ func TestBetween(t *testing.T) {
 		{"a link to itself", node([]gpu.Link{{To: 0, NVLink: 4}}, nil), Pair{}},
 		{"lanes below zero", node([]gpu.Link{{To: 1, NVLink: -4}}, []gpu.Link{{To: 0, NVLink: 2}}), Pair{NVLink: 2}},
 		{"more lanes than there are", node([]gpu.Link{{To: 1, NVLink: math.MaxInt}, {To: 1, NVLink: math.MaxInt}}, nil), Pair{NVLink: maxLanes}},
-		{"one NUMA node", &gpu.Inventory{GPUs: []gpu.Device{{UUID: "0", NUMA: numaNode(1)}, {Index: 1, UUID: "1", NUMA: numaNode(1)}}}, Pair{NUMA: Same}},
-		{"two NUMA nodes", &gpu.Inventory{GPUs: []gpu.Device{{UUID: "0", NUMA: numaNode(0)}, {Index: 1, UUID: "1", NUMA: numaNode(1)}}}, Pair{NUMA: Different}},
+		{"one NUMA node", &gpu.Inventory{GPUs: []gpu.Device{{UUID: "0", NUMA: numaNode(1)}, {Index: 1, UUID: "1", NUMA: numaNode(1)}}}, Pair{NUMA: Same, Level: LevelNode}},
+		{"two NUMA nodes", &gpu.Inventory{GPUs: []gpu.Device{{UUID: "0", NUMA: numaNode(0)}, {Index: 1, UUID: "1", NUMA: numaNode(1)}}}, Pair{NUMA: Different, Level: LevelSystem}},
 		{"half a NUMA node", &gpu.Inventory{GPUs: []gpu.Device{{UUID: "0", NUMA: numaNode(0)}, {Index: 1, UUID: "1"}}}, Pair{}},
 		{"NUMA as the kernel writes none", &gpu.Inventory{GPUs: []gpu.Device{{UUID: "0", NUMA: numaNode(-1)}, {Index: 1, UUID: "1", NUMA: numaNode(-1)}}}, Pair{}},
 		{"indices out of order", &gpu.Inventory{GPUs: []gpu.Device{{Index: 7, UUID: "0"}, {Index: 3, UUID: "1", Links: []gpu.Link{{To: 7, NVLink: 2}}}}}, Pair{NVLink: 2}},
@@ -82,45 +81,15 @@ func TestBetweenOnAnHGXBoard(t *testing.T) {
 	g := New(&inv)
 	for i, a := range inv.GPUs {
 		for j, b := range inv.GPUs {
-			want := Pair{NVLink: 18, Switch: true, NUMA: Same}
+			want := Pair{NVLink: 18, Switch: true, NUMA: Same, Level: LevelNode}
 			if i/4 != j/4 {
-				want.NUMA = Different
+				want.NUMA, want.Level = Different, LevelSystem
 			}
 			if i == j {
 				want = Pair{}
 			}
 			if got := g.Between(a.UUID, b.UUID); got != want {
 				t.Errorf("GPUs %d and %d: %+v, want %+v", i, j, got, want)
-			}
-		}
-	}
-}
-
-func TestCompareIsATotalOrder(t *testing.T) {
-	want := []Pair{
-		{NUMA: Different},
-		{NUMA: Unknown},
-		{NUMA: Same},
-		{Switch: true, NUMA: Different},
-		{Switch: true, NUMA: Unknown},
-		{Switch: true, NUMA: Same},
-		{NVLink: 2, Switch: true, NUMA: Different},
-		{NVLink: 2, NUMA: Different},
-		{NVLink: 2, Switch: true, NUMA: Same},
-		{NVLink: 2, NUMA: Same},
-		{NVLink: 18, Switch: true, NUMA: Different},
-		{NVLink: 18, Switch: true, NUMA: Same},
-	}
-	got := slices.Clone(want)
-	slices.Reverse(got)
-	slices.SortFunc(got, Compare)
-	if !slices.Equal(got, want) {
-		t.Errorf("from far to near: %+v, want %+v", got, want)
-	}
-	for i, a := range want {
-		for j, b := range want {
-			if c := Compare(a, b); (c < 0) != (i < j) || (c > 0) != (i > j) {
-				t.Errorf("Compare(%+v, %+v) = %d", a, b, c)
 			}
 		}
 	}
