@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command stages is what `make test` runs: every check of the project, one
-// stage after the other, from the formatting of a file to pods on a real node.
+// Command stages is what `make test` runs: every check of the project, from the
+// formatting of a file to pods on a real node.
 //
 //	stages                  all stages
 //	stages lint unit        these, and nothing that they build upon
@@ -13,9 +13,19 @@
 // package shows when it is done, a test that takes longer than a few seconds
 // when it is, a failure with all that it printed.
 //
+// Stages run in two lanes at the same time. In one are those that need the test
+// node: one after the other, since there is one node, and their tests look at
+// what is left of it on the machine. They mostly wait. The others run beside
+// them, one after the other too, as there may be no more than two processors, and
+// with a lower priority; they keep to namespaces, directories and ports of their
+// own. A stage begins when those that it builds upon have ended, in either lane.
+// What a stage prints stands together: that of the stage which began first is
+// shown as it comes, that of the others when it is their turn; a failure among
+// them is told of at once.
+//
 // A stage that fails does not end the run: what builds upon it is skipped, the
-// rest goes on. At the end stand a table with the seconds of each stage, what
-// was skipped and why (in the words of the test that skipped itself), what
+// rest goes on. At the end stand a table with the seconds of each stage and
+// of the whole, what was skipped and why (in the words of the test that skipped itself), what
 // failed, and a last line
 //
 //	812 passed, 0 failed, 3 skipped

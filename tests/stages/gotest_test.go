@@ -3,7 +3,6 @@
 package main
 
 import (
-	"context"
 	"os"
 	"path/filepath"
 	"slices"
@@ -30,10 +29,10 @@ func module(t *testing.T, files map[string]string) string {
 // runTests runs the module's tests as a stage of their own.
 func runTests(t *testing.T, dir string) (outcome, string) {
 	t.Helper()
-	var screen strings.Builder
-	r := runner{screen: &screen, logs: t.TempDir(), env: []string{"GOFLAGS=", "GOWORK=off"}}
-	o := r.stage(context.Background(), stage{name: "sample", commands: []command{test(dir, "./...")}}, nil)
-	return o, screen.String()
+	var out strings.Builder
+	r := runner{screen: &screen{w: &out}, logs: t.TempDir(), env: []string{"GOFLAGS=", "GOWORK=off"}}
+	o := r.stage(t.Context(), stage{name: "sample", commands: []command{test(dir, "./...")}}, nil)
+	return o, out.String()
 }
 
 const mixed = `package sample
@@ -79,65 +78,5 @@ func TestResults(t *testing.T) {
 	}
 	if strings.Contains(screen, "noise") || strings.Contains(screen, "=== RUN") {
 		t.Errorf("the screen has what nobody needs:\n%s", screen)
-	}
-}
-
-func TestReport(t *testing.T) {
-	var screen strings.Builder
-	r := runner{screen: &screen, logs: t.TempDir()}
-	var done []outcome
-	for _, s := range []stage{
-		{name: "good", commands: []command{run("true")}},
-		{name: "bad", commands: []command{run("true"), run("false")}},
-		{name: "quiet", commands: []command{{args: []string{"echo", "a.go"}, quiet: true}}},
-		{name: "later", after: []string{"good", "bad"}, commands: []command{run("true")}},
-		{name: "nowhere", lacks: func() string { return "no such machine" }},
-	} {
-		done = append(done, r.stage(context.Background(), s, done))
-	}
-	var out strings.Builder
-	if report(&out, done) {
-		t.Error("all is well, says the report")
-	}
-	lines := strings.Split(strings.TrimSpace(out.String()), "\n")
-	if got := lines[len(lines)-1]; got != "0 passed, 2 failed, 2 skipped" {
-		t.Errorf("last line %q", got)
-	}
-	for _, want := range []string{
-		"stage later: it builds upon the stage \"bad\": failed",
-		"stage nowhere: no such machine",
-		"bad: false: exit status 1",
-		"quiet: echo a.go lists:",
-	} {
-		if !strings.Contains(out.String(), want) {
-			t.Errorf("the report lacks %q:\n%s", want, out.String())
-		}
-	}
-}
-
-func TestInterrupted(t *testing.T) {
-	ctx, cancel := context.WithCancel(context.Background())
-	cancel()
-	var screen strings.Builder
-	r := runner{screen: &screen, logs: t.TempDir()}
-	o := r.stage(ctx, stage{name: "any", commands: []command{run("false")}}, nil)
-	if o.skipped != "interrupted" || o.err != nil {
-		t.Errorf("after an interruption a stage ran: %+v", o)
-	}
-}
-
-// Every stage is reached: what it builds upon stands before it.
-func TestOrder(t *testing.T) {
-	seen := map[string]bool{}
-	for _, s := range stages("cache", nil, false) {
-		for _, a := range s.after {
-			if !seen[a] {
-				t.Errorf("stage %q comes before %q, which it builds upon", s.name, a)
-			}
-		}
-		if seen[s.name] || s.what == "" {
-			t.Errorf("stage %q is there twice or says nothing of itself", s.name)
-		}
-		seen[s.name] = true
 	}
 }

@@ -15,6 +15,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 )
@@ -76,10 +77,21 @@ func do(ctx context.Context, soak, list bool, names []string) (bool, error) {
 	if err != nil {
 		return false, err
 	}
-	all := stages(cache, packages, soak)
+	files, err := goFiles()
+	if err != nil {
+		return false, err
+	}
+	all, err := stages(cache, packages, files, soak)
+	if err != nil {
+		return false, err
+	}
 	if list {
 		for _, s := range all {
-			fmt.Printf("%-12s %s\n", s.name, s.what)
+			lane := ""
+			if s.beside {
+				lane = "beside"
+			}
+			fmt.Printf("%-12s %-6s  %s\n", s.name, lane, s.what)
 		}
 		return true, nil
 	}
@@ -93,29 +105,62 @@ func do(ctx context.Context, soak, list bool, names []string) (bool, error) {
 			return false, fmt.Errorf("make the cache: %w", err)
 		}
 	}
-	r := runner{screen: os.Stdout, logs: filepath.Join(cache, "logs"), env: []string{"GPU_AGENT_CACHE=" + cache}}
-	var done []outcome
-	for _, s := range all {
-		if len(names) == 0 || slices.Contains(names, s.name) {
-			done = append(done, r.stage(ctx, s, done))
-		}
+	if len(names) > 0 {
+		all = slices.DeleteFunc(all, func(s stage) bool { return !slices.Contains(names, s.name) })
 	}
-	fmt.Fprintln(r.screen)
-	return report(r.screen, done), nil
+	r := runner{screen: &screen{w: os.Stdout}, logs: filepath.Join(cache, "logs"), env: []string{"GPU_AGENT_CACHE=" + cache}}
+	began := time.Now()
+	done := r.lanes(ctx, all)
+	fmt.Println()
+	return report(os.Stdout, done, time.Since(began)), nil
 }
 
 // runner runs stages.
 type runner struct {
-	screen io.Writer
+	screen *screen
 	logs   string   // a directory
 	env    []string // for every command, beside the environment
 }
 
-func (r *runner) stage(ctx context.Context, s stage, done []outcome) outcome {
+// lanes runs the stages that run beside the others in one lane and the others in
+// another, each in the order of the list, and returns what became of them in that
+// order. A stage waits for those of the list that it builds upon. They stand
+// before it, so the first stage that has not ended never waits.
+func (r *runner) lanes(ctx context.Context, list []stage) []outcome {
+	done := make([]outcome, len(list))
+	ended := make([]chan struct{}, len(list))
+	for i := range ended {
+		ended[i] = make(chan struct{})
+	}
+	var both sync.WaitGroup
+	for _, beside := range []bool{false, true} {
+		both.Go(func() {
+			for i, s := range list {
+				if s.beside != beside {
+					continue
+				}
+				var before []outcome
+				for j := range i {
+					if slices.Contains(s.after, list[j].name) {
+						<-ended[j]
+						before = append(before, done[j])
+					}
+				}
+				done[i] = r.stage(ctx, s, before)
+				close(ended[i])
+			}
+		})
+	}
+	both.Wait()
+	return done
+}
+
+// stage runs a stage, if what became of those that it builds upon allows it.
+func (r *runner) stage(ctx context.Context, s stage, before []outcome) outcome {
 	o := outcome{stage: s}
-	for i := range done {
-		if slices.Contains(s.after, done[i].stage.name) && done[i].word() != "passed" {
-			o.skipped = fmt.Sprintf("it builds upon the stage %q: %s", done[i].stage.name, done[i].word())
+	for i := range before {
+		if before[i].word() != "passed" {
+			o.skipped = fmt.Sprintf("it builds upon the stage %q: %s", before[i].stage.name, before[i].word())
 		}
 	}
 	switch {
@@ -125,9 +170,11 @@ func (r *runner) stage(ctx context.Context, s stage, done []outcome) outcome {
 	case s.lacks != nil:
 		o.skipped = s.lacks()
 	}
-	fmt.Fprintf(r.screen, "\n=== %s: %s\n", s.name, s.what)
+	out := r.screen.begin()
+	defer out.end()
+	fmt.Fprintf(out, "\n=== %s: %s\n", s.name, s.what)
 	if o.skipped != "" {
-		fmt.Fprintf(r.screen, "skipped: %s\n", o.skipped)
+		fmt.Fprintf(out, "skipped: %s\n", o.skipped)
 		return o
 	}
 	began := time.Now()
@@ -138,22 +185,24 @@ func (r *runner) stage(ctx context.Context, s stage, done []outcome) outcome {
 	}
 	defer log.Close()
 	for _, c := range s.commands {
-		if o.err = r.command(ctx, c, log, &o); o.err != nil {
-			fmt.Fprintf(r.screen, "FAILED: %v\n", o.err)
+		if o.err = r.command(ctx, c, out, log, &o); o.err != nil {
+			fmt.Fprintf(out, "FAILED: %v\n", o.err)
 			break
 		}
 	}
 	o.took = time.Since(began)
-	fmt.Fprintf(r.screen, "--- %s %s, %.1f s\n", s.name, o.word(), o.took.Seconds())
+	fmt.Fprintf(out, "--- %s %s, %.1f s\n", s.name, o.word(), o.took.Seconds())
 	if o.err != nil {
-		fmt.Fprintf(r.screen, "    all of its output: %s\n", log.Name())
+		fmt.Fprintf(out, "    all of its output: %s\n", log.Name())
+		out.failed(s.name, log.Name())
 	}
 	return o
 }
 
-func (r *runner) command(ctx context.Context, c command, log io.Writer, o *outcome) error {
+func (r *runner) command(ctx context.Context, c command, screen, log io.Writer, o *outcome) error {
+	both := io.MultiWriter(screen, log)
 	if c.call != nil {
-		return c.call()
+		return c.call(both)
 	}
 	fmt.Fprintf(log, "\n$ %s\n", strings.Join(c.args, " "))
 	cmd := exec.CommandContext(ctx, c.args[0], c.args[1:]...)
@@ -170,7 +219,10 @@ func (r *runner) command(ctx context.Context, c command, log io.Writer, o *outco
 	case c.quiet:
 		var out bytes.Buffer
 		cmd.Stdout, cmd.Stderr = io.MultiWriter(&out, log), io.MultiWriter(&out, log)
-		if err := cmd.Run(); err != nil {
+		if err := start(cmd, o.stage.beside); err != nil {
+			return fmt.Errorf("%s: %w", name, err)
+		}
+		if err := cmd.Wait(); err != nil {
 			return fmt.Errorf("%s: %w\n%s", name, err, out.Bytes())
 		}
 		if out.Len() > 0 {
@@ -178,23 +230,25 @@ func (r *runner) command(ctx context.Context, c command, log io.Writer, o *outco
 		}
 		return nil
 	case !c.test:
-		both := io.MultiWriter(r.screen, log)
 		cmd.Stdout, cmd.Stderr = both, both
-		if err := cmd.Run(); err != nil {
+		if err := start(cmd, o.stage.beside); err != nil {
+			return fmt.Errorf("%s: %w", name, err)
+		}
+		if err := cmd.Wait(); err != nil {
 			return fmt.Errorf("%s: %w", name, err)
 		}
 		return nil
 	}
 
-	cmd.Stderr = io.MultiWriter(r.screen, log)
+	cmd.Stderr = both
 	out, err := cmd.StdoutPipe()
 	if err != nil {
 		return err
 	}
-	if err := cmd.Start(); err != nil {
+	if err := start(cmd, o.stage.beside); err != nil {
 		return fmt.Errorf("%s: %w", name, err)
 	}
-	g := newGotest(r.screen)
+	g := newGotest(screen)
 	readErr := g.read(io.TeeReader(out, log))
 	err = cmd.Wait()
 	o.counts.add(g.counts)
@@ -213,10 +267,33 @@ func (r *runner) command(ctx context.Context, c command, log io.Writer, o *outco
 	return nil
 }
 
-// report prints what became of everything and reports whether nothing failed.
-func report(w io.Writer, done []outcome) bool {
+// start starts a program. One of a stage beside the others is nicer than they are:
+// their node has a kubelet with its own idea of what is late.
+func start(cmd *exec.Cmd, beside bool) error {
+	if err := cmd.Start(); err != nil || !beside {
+		return err
+	}
+	own, err := niceness()
+	if err == nil {
+		err = syscall.Setpriority(syscall.PRIO_PGRP, cmd.Process.Pid, min(own+10, 19))
+	}
+	if err != nil {
+		_ = cmd.Cancel()
+		return errors.Join(fmt.Errorf("lower the priority: %w", err), cmd.Wait())
+	}
+	return nil
+}
+
+// niceness is this process's own: -20 to 19, the nicest.
+func niceness() (int, error) {
+	p, err := syscall.Getpriority(syscall.PRIO_PROCESS, 0)
+	return 20 - p, err // as the kernel counts
+}
+
+// report prints what became of everything in the time it took, and reports whether
+// nothing failed.
+func report(w io.Writer, done []outcome, took time.Duration) bool {
 	var total counts
-	var took time.Duration
 	fmt.Fprintf(w, "%-12s %10s  %-8s %s\n", "STAGE", "SECONDS", "RESULT", "TESTS")
 	for i := range done {
 		o := &done[i]
@@ -227,7 +304,6 @@ func report(w io.Writer, done []outcome) bool {
 		line := fmt.Sprintf("%-12s %10.1f  %-8s %s", o.stage.name, o.took.Seconds(), o.word(), tests)
 		fmt.Fprintln(w, strings.TrimRight(line, " "))
 		total.add(o.counts)
-		took += o.took
 		switch {
 		case o.err != nil && o.counts.failed == 0:
 			total.failed++

@@ -5,9 +5,12 @@ package main
 import (
 	"errors"
 	"fmt"
+	"io"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"runtime"
 	"strings"
 )
@@ -18,6 +21,10 @@ type stage struct {
 	what string
 	// after names the stages whose results this one uses.
 	after []string
+	// beside: it runs beside the stages that are not, at a lower priority, and
+	// with none of its own kind. It may not need the machine to itself, nor look
+	// at what others leave on it.
+	beside bool
 	// lacks says what this machine lacks for the stage to make sense, "" if
 	// nothing; the stage is skipped with these words.
 	lacks func() string
@@ -35,8 +42,8 @@ type command struct {
 	test bool
 	// quiet: the program has nothing to say, and output is failure.
 	quiet bool
-	// call, if set, is run instead of a program.
-	call func() error
+	// call, if set, is run instead of a program; it prints to w.
+	call func(w io.Writer) error
 }
 
 func run(args ...string) command { return command{args: args} }
@@ -45,9 +52,10 @@ func test(in string, args ...string) command {
 	return command{in: in, test: true, args: append([]string{"go", "test", "-json"}, args...)}
 }
 
-// stages are all there are, in the order in which they run: what is quick to
-// find wrong comes first.
-func stages(cache string, packages []string, soak bool) []stage {
+// stages are all there are, in the order in which each lane runs its own: what is
+// quick to find wrong comes first. The lane of the node is the longer one by far,
+// and mostly waits.
+func stages(cache string, packages, files []string, soak bool) ([]stage, error) {
 	bin := func(name string) string { return filepath.Join(cache, "bin", name) }
 	staticcheck := func(in string) command { return command{in: in, args: []string{bin("staticcheck"), "./..."}} }
 	// Guards against a test that hangs, not against a slow machine.
@@ -66,9 +74,9 @@ func stages(cache string, packages []string, soak bool) []stage {
 			name: "host", what: "what this machine has", commands: []command{{call: checkHost}},
 		},
 		{
-			name: "lint", what: "gofmt, go vet, staticcheck", after: []string{"host"},
+			name: "lint", what: "gofmt, go vet, staticcheck", after: []string{"host"}, beside: true,
 			commands: []command{
-				{args: []string{"gofmt", "-l", "."}, quiet: true},
+				{args: append([]string{"gofmt", "-l", "--"}, files...), quiet: true},
 				run("go", "vet", "./..."),
 				{in: "tests/cluster", args: []string{"go", "vet", "./..."}},
 				run("go", "build", "-o", bin("staticcheck"), "honnef.co/go/tools/cmd/staticcheck"),
@@ -77,7 +85,7 @@ func stages(cache string, packages []string, soak bool) []stage {
 			},
 		},
 		{
-			name: "unit", what: "tests that need no node, with the race detector", after: []string{"host"},
+			name: "unit", what: "tests that need no node, with the race detector", after: []string{"host"}, beside: true,
 			commands: []command{test(".", append([]string{"-race", limit}, packages...)...)},
 		},
 		{
@@ -103,7 +111,7 @@ func stages(cache string, packages []string, soak bool) []stage {
 			commands: []command{test("tests/cluster", "-count=1", limit, "./...")},
 		},
 		{
-			name: "deployments", what: "the manifests, as kubectl puts them together", after: []string{"node"},
+			name: "deployments", what: "the manifests, as kubectl puts them together", after: []string{"node"}, beside: true,
 			commands: []command{test(".", "-count=1", limit, "./deployments")},
 		},
 		{
@@ -111,27 +119,31 @@ func stages(cache string, packages []string, soak bool) []stage {
 			commands: []command{e2e},
 		},
 		{
-			name: "caps", what: "memory caps: every call by every door, and kills", after: []string{"emulator"}, lacks: root,
+			name: "caps", what: "memory caps: every call by every door, and kills", after: []string{"emulator"}, beside: true, lacks: root,
 			commands: []command{caps},
 		},
 		{
-			name: "peers", what: "rivals' programs on the emulated driver, and what their files mean", after: []string{"emulator"}, lacks: root,
+			name: "peers", what: "rivals' programs on the emulated driver, and what their files mean", after: []string{"emulator"}, beside: true, lacks: root,
 			commands: []command{peers},
 		},
 		{
-			name: "crash", what: "the agent killed at every change of its files", after: []string{"emulator", "image"}, lacks: root,
+			name: "crash", what: "the agent killed at every change of its files", after: []string{"emulator", "image"}, beside: true, lacks: root,
 			commands: []command{crash},
 		},
 		{
-			name: "bench", what: "agent and peer do what the benchmark asks, with tiny counts", after: []string{"emulator", "image"}, lacks: root,
+			name: "bench", what: "agent and peer do what the benchmark asks, with tiny counts", after: []string{"emulator", "image"}, beside: true, lacks: root,
 			commands: []command{run("go", "run", "./tests/peers/bench", "-smoke")},
 		},
 		{
-			name: "hardware", what: "conformance on this machine's GPU", after: []string{"host"}, lacks: card,
+			name: "hardware", what: "conformance on this machine's GPU", after: []string{"host"}, beside: true, lacks: card,
 			commands: []command{test(".", "-count=1", limit, "./tests/hardware", "-hardware", "-run=^TestHardware$")},
 		},
 	}
 	if soak {
+		fuzz, err := fuzzing(files)
+		if err != nil {
+			return nil, err
+		}
 		all = append(all,
 			stage{name: "storm", what: "100,000 random steps of a node in memory, with MIG and without, and a million looks of the watchdog, with the race detector", after: []string{"unit"},
 				commands: []command{
@@ -142,42 +154,57 @@ func stages(cache string, packages []string, soak bool) []stage {
 				commands: []command{test(".", "-count=1", long, "./pkg/mig", "-long")}},
 			stage{name: "kills", what: "the library of caps killed after every instruction", after: []string{"unit"},
 				commands: []command{test(".", "-count=1", long, "./pkg/memcap/lib", "-long")}},
-			stage{name: "fuzz", what: "the invariants of each fuzz test, five minutes each", after: []string{"unit"}, commands: fuzzing()})
+			stage{name: "fuzz", what: "the invariants of each fuzz test, five minutes each", after: []string{"unit"}, commands: fuzz})
 	}
-	return all
+	return all, nil
 }
 
 // fuzzing runs each fuzz test; `make test` runs their seeds alone.
-func fuzzing() []command {
+func fuzzing(files []string) ([]command, error) {
 	var all []command
-	for _, f := range []struct{ pkg, name string }{
-		{"./internal/config", "FuzzParse"},
-		{"./internal/config", "FuzzReadInventory"},
-		{"./internal/health", "FuzzRestore"},
-		{"./internal/node", "FuzzCheckpoint"},
-		{"./internal/node", "FuzzOwner"},
-		{"./internal/node", "FuzzWire"},
-		{"./internal/state", "FuzzDocument"},
-		{"./internal/state", "FuzzJournal"},
-		{"./internal/state", "FuzzLine"},
-		{"./pkg/cdi", "FuzzSpecIsValidAndDeterministic"},
-		{"./pkg/memcap", "FuzzJudge"},
-		{"./pkg/mig", "FuzzParse"},
-		{"./pkg/mig", "FuzzParseID"},
-		{"./pkg/mig", "FuzzPlan"},
-		{"./pkg/plugin", "FuzzDecodePreferred"},
-		{"./pkg/timeslice", "FuzzParseID"},
-		{"./pkg/topology", "FuzzNew"},
-		{"./tests/emulator", "FuzzServe"},
-	} {
-		// Minimising a large seed would take all the time there is.
-		all = append(all, run("go", "test", "-run=^$", "-fuzz=^"+f.name+"$", "-fuzztime=5m", "-fuzzminimizetime=10x", f.pkg))
+	for _, f := range files {
+		if !strings.HasSuffix(f, "_test.go") {
+			continue
+		}
+		src, err := os.ReadFile(f)
+		if err != nil {
+			return nil, fmt.Errorf("find the fuzz tests: %w", err)
+		}
+		for _, m := range fuzzTest.FindAllSubmatch(src, -1) {
+			// Minimising a large seed would take all the time there is.
+			all = append(all, command{in: filepath.Dir(f),
+				args: []string{"go", "test", "-run=^$", "-fuzz=^" + string(m[1]) + "$", "-fuzztime=5m", "-fuzzminimizetime=10x"}})
+		}
 	}
-	return all
+	return all, nil
+}
+
+var fuzzTest = regexp.MustCompile(`(?m)^func (Fuzz\w+)\(`)
+
+// goFiles are the checkout's, in lexical order. Builds of other stages, in
+// directories with a dot, come and go while they are looked for.
+func goFiles() (files []string, err error) {
+	err = filepath.WalkDir(".", func(path string, d fs.DirEntry, err error) error {
+		switch {
+		case err != nil:
+			return err
+		case path != "." && strings.HasPrefix(d.Name(), "."):
+			if d.IsDir() {
+				return fs.SkipDir
+			}
+		case !d.IsDir() && filepath.Ext(path) == ".go":
+			files = append(files, path)
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("list the checkout's files: %w", err)
+	}
+	return files, nil
 }
 
 // apart are the packages that have a stage of their own.
-var apart = []string{"/deployments", "/tests/crash", "/tests/e2e", "/tests/memcap", "/tests/peers"}
+var apart = []string{"/deployments", "/tests/crash", "/tests/e2e", "/tests/memcap", "/tests/page", "/tests/peers"}
 
 // unitPackages are the product's packages but those.
 func unitPackages() ([]string, error) {
@@ -217,7 +244,7 @@ func card() string {
 }
 
 // checkHost says in one sentence each what nothing can be built without.
-func checkHost() error {
+func checkHost(w io.Writer) error {
 	var errs []error
 	for _, program := range []string{"go", "gcc", "make"} {
 		if _, err := exec.LookPath(program); err != nil {
@@ -230,8 +257,8 @@ func checkHost() error {
 	if err := errors.Join(errs...); err != nil {
 		return err
 	}
-	fmt.Printf("%s, %d processors, user %d\n", runtime.Version(), runtime.NumCPU(), os.Geteuid())
-	fmt.Println("nothing is installed on this machine: Go modules and Debian packages that the tests need go into the caches")
+	fmt.Fprintf(w, "%s, %d processors, user %d\n", runtime.Version(), runtime.NumCPU(), os.Geteuid())
+	fmt.Fprintln(w, "nothing is installed on this machine: Go modules and Debian packages that the tests need go into the caches")
 	return nil
 }
 

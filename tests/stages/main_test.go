@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+)
+
+// runAll runs stages as main does.
+func runAll(ctx context.Context, t *testing.T, list []stage) (done []outcome, screenText string) {
+	t.Helper()
+	var out strings.Builder
+	r := runner{screen: &screen{w: &out}, logs: t.TempDir()}
+	done = r.lanes(ctx, list)
+	return done, out.String()
+}
+
+func TestReport(t *testing.T) {
+	done, _ := runAll(t.Context(), t, []stage{
+		{name: "good", commands: []command{run("true")}},
+		{name: "bad", commands: []command{run("true"), run("false")}},
+		{name: "bad beside", beside: true, commands: []command{run("false")}},
+		{name: "quiet", beside: true, commands: []command{{args: []string{"echo", "a.go"}, quiet: true}}},
+		{name: "later", after: []string{"good", "bad"}, beside: true, commands: []command{run("true")}},
+		{name: "later too", after: []string{"bad beside"}, commands: []command{run("true")}},
+		{name: "nowhere", lacks: func() string { return "no such machine" }},
+	})
+	var out strings.Builder
+	if report(&out, done, 90*time.Second) {
+		t.Error("all is well, says the report")
+	}
+	lines := strings.Split(strings.TrimSpace(out.String()), "\n")
+	if got := lines[len(lines)-1]; got != "0 passed, 3 failed, 3 skipped" {
+		t.Errorf("last line %q", got)
+	}
+	for _, want := range []string{
+		"all                90.0\n",
+		"stage later: it builds upon the stage \"bad\": failed",
+		"stage later too: it builds upon the stage \"bad beside\": failed",
+		"stage nowhere: no such machine",
+		"bad: false: exit status 1",
+		"quiet: echo a.go lists:",
+	} {
+		if !strings.Contains(out.String(), want) {
+			t.Errorf("the report lacks %q:\n%s", want, out.String())
+		}
+	}
+}
+
+func TestInterrupted(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	done, _ := runAll(ctx, t, []stage{{name: "any", commands: []command{run("false")}}, {name: "other", beside: true, commands: []command{run("false")}}})
+	for _, o := range done {
+		if o.skipped != "interrupted" || o.err != nil {
+			t.Errorf("after an interruption a stage ran: %+v", o)
+		}
+	}
+}
+
+// Stages of two lanes run at the same time, and what each prints stands together.
+func TestLanes(t *testing.T) {
+	inside, told := make(chan struct{}), make(chan struct{})
+	says := func(w io.Writer, text string) { fmt.Fprintln(w, text) }
+	done, screenText := runAll(t.Context(), t, []stage{
+		{name: "node", commands: []command{{call: func(w io.Writer) error {
+			says(w, "node up")
+			close(inside)
+			<-told
+			says(w, "node down")
+			return nil
+		}}}},
+		{name: "first", beside: true, commands: []command{{call: func(w io.Writer) error {
+			<-inside
+			says(w, "first says")
+			return nil
+		}}}},
+		{name: "second", beside: true, commands: []command{{call: func(w io.Writer) error {
+			says(w, "second says")
+			close(told)
+			return os.ErrInvalid
+		}}}},
+		{name: "last", after: []string{"node"}, beside: true, commands: []command{{call: func(w io.Writer) error {
+			says(w, "last says")
+			return nil
+		}}}},
+	})
+	var words []string
+	for _, o := range done {
+		words = append(words, o.stage.name+" "+o.word())
+	}
+	if want := []string{"node passed", "first passed", "second failed", "last passed"}; !slices.Equal(words, want) {
+		t.Errorf("got %q, want %q", words, want)
+	}
+	// A stage that failed while another is shown is told of at once.
+	notice := strings.Index(screenText, "!!! beside this, the stage \"second\" failed")
+	if end := strings.Index(screenText, "--- node passed"); notice < 0 || end < 0 {
+		t.Fatalf("the screen lacks the notice or the end:\n%s", screenText)
+	}
+	at := -1
+	for _, want := range []string{"=== node", "node up", "node down", "--- node passed", "=== first", "first says", "--- first passed",
+		"=== second", "second says", "--- second failed", "=== last", "last says", "--- last passed"} {
+		i := strings.Index(screenText, want)
+		if i <= at {
+			t.Fatalf("%q is not where it should be:\n%s", want, screenText)
+		}
+		at = i
+	}
+}
+
+// What the one that began first prints is seen before it has ended.
+func TestScreenShowsTheFirst(t *testing.T) {
+	var out strings.Builder
+	s := &screen{w: &out}
+	a, b, c := s.begin(), s.begin(), s.begin()
+	fmt.Fprint(a, "a1,")
+	fmt.Fprint(b, "b1,")
+	fmt.Fprint(c, "c1,")
+	if out.String() != "a1," {
+		t.Errorf("seen: %q", out.String())
+	}
+	c.failed("c", "c.log")
+	b.failed("b", "b.log")
+	if !strings.HasPrefix(out.String(), "a1,\n!!! ") || strings.Count(out.String(), "\n") != 3 {
+		t.Errorf("seen: %q", out.String())
+	}
+	out.Reset()
+	c.end()
+	a.end()
+	fmt.Fprint(b, "b2,")
+	if out.String() != "b1,b2," {
+		t.Errorf("seen: %q", out.String())
+	}
+	b.failed("b", "b.log") // its own output says so
+	b.end()
+	d := s.begin()
+	fmt.Fprint(d, "d1")
+	d.end()
+	if out.String() != "b1,b2,c1,d1" {
+		t.Errorf("seen: %q", out.String())
+	}
+}
+
+// A stage beside the others is nicer than they are, with all that it starts.
+func TestNice(t *testing.T) {
+	own, err := niceness()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if own == 19 {
+		t.Skip("needs a process that is not as nice already as one can be")
+	}
+	for _, s := range []stage{{name: "plain"}, {name: "beside", beside: true}} {
+		want := own
+		if s.beside {
+			want = min(own+10, 19)
+		}
+		// The shell may begin before it is made nice.
+		const script = `while [ "$(sed 's/.*) //' /proc/self/stat | cut -d' ' -f17)" != "$1" ]; do sleep 0.01; done`
+		s.commands = []command{run("sh", "-c", script, "sh", fmt.Sprint(want))}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		done, _ := runAll(ctx, t, []stage{s})
+		cancel()
+		if done[0].err != nil {
+			t.Errorf("the stage %q does not come to have the niceness %d: %v", s.name, want, done[0].err)
+		}
+	}
+}
+
+// Every stage is reached: what it builds upon stands before it.
+func TestOrder(t *testing.T) {
+	list, err := stages("cache", nil, nil, true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	seen := map[string]bool{}
+	for _, s := range list {
+		for _, a := range s.after {
+			if !seen[a] {
+				t.Errorf("stage %q comes before %q, which it builds upon", s.name, a)
+			}
+		}
+		if seen[s.name] || s.what == "" {
+			t.Errorf("stage %q is there twice or says nothing of itself", s.name)
+		}
+		seen[s.name] = true
+	}
+}
+
+func TestFuzzing(t *testing.T) {
+	t.Chdir(t.TempDir())
+	for file, text := range map[string]string{
+		"a/x.go":       "package a\n\nfunc FuzzNot(f *testing.F) {}\n",
+		"a/x_test.go":  "package a\n\nfunc FuzzOne(f *testing.F) {}\n\nfunc FuzzTwo(f *testing.F) {}\n\n// func FuzzNone(\n",
+		".b/x_test.go": "package b\n\nfunc FuzzHidden(f *testing.F) {}\n",
+		"c/x_test.go":  "package c\n\nfunc TestFuzz(t *testing.T) {}\n",
+	} {
+		if err := os.MkdirAll(filepath.Dir(file), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(file, []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	files, err := goFiles()
+	if want := []string{"a/x.go", "a/x_test.go", "c/x_test.go"}; err != nil || !slices.Equal(files, want) {
+		t.Fatalf("found %q, %v; want %q", files, err, want)
+	}
+	commands, err := fuzzing(files)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got []string
+	for _, c := range commands {
+		got = append(got, c.args[3]+" "+c.in)
+	}
+	if want := []string{"-fuzz=^FuzzOne$ a", "-fuzz=^FuzzTwo$ a"}; !slices.Equal(got, want) {
+		t.Errorf("got %q, want %q", got, want)
+	}
+}
