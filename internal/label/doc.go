@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package label says what a node's labels are, from its inventory, its links and
+// what its GPUs shall be.
+//
+// Schedulers, quota systems and people choose nodes by labels, and whoever
+// groups nodes by them (Kueue's flavors, an autoscaler's pools) takes a node
+// whose label flips for another node. So a label here has few values, and it
+// changes when the machine or the partition changes and not on the way there:
+// what depends on the partition follows what is wanted, never the instances and
+// modes that come and go while the hardware is changed.
+//
+//	labels := label.Own("example.com", label.Node{Inventory: inv, Graph: topology.New(inv),
+//		Partition: "research", Wanted: desired.GPUs})
+//	labels["example.com/gpu.joined"] // "8": eight GPUs are connected by NVLink
+//
+// Where no GPU is known, because the driver is not loaded yet or has been let
+// go, both functions return nil: nothing can be said, and that is no reason to
+// take back what was said before.
+//
+// # The agent's own labels
+//
+// [Own] has, below the domain:
+//
+//	gpu.model             the model that most GPUs are of, blanks as "-"
+//	gpu.memory            MiB of one GPU of that model, all of it
+//	gpu.count             GPUs that the driver lists and can describe
+//	gpu.mode              whole, shared, mig or off, or mixed
+//	gpu.partition.active  the partition that is followed; gpu.partition.state, which
+//	                      the agent writes beside these, says how far it has come
+//	gpu.joined            the most GPUs that one pod can have and that NVLink connects;
+//	                      1 where there is no NVLink
+//	gpu.nvlink            the fewest NVLink lanes that work at one GPU of that set
+//	gpu.nvlink-domain     cluster and clique of the NVLink fabric beyond the node
+//	gpu.rdma              infiniband, efa, roce or none: the best network that is up,
+//	                      or where none is, that there is a card for
+//	gpu.driver-version    of the kernel driver
+//	gpu.cuda-version      the newest that the driver serves
+//
+// A label of which nothing is known is not there. A GPU of which the partition
+// says nothing has no say in gpu.mode unless it is in MIG mode.
+//
+// # NVIDIA's labels
+//
+// Much of the field selects nodes by what NVIDIA's GPU Feature Discovery writes.
+// [NVIDIA] computes the same, for nodes where it does not run: what its v0.19.0
+// writes with --mig-strategy mixed where a GPU is cut into MIG instances and
+// without one elsewhere, and with replicas as time slices of nvidia.com/gpu. It
+// differs on purpose in this:
+//
+//   - gfd.timestamp is left out. It is the time at which GPU Feature Discovery was
+//     started, which says nothing of the node and is new with every start.
+//   - What depends on MIG and replicas follows what is wanted, as said above.
+//     GPU Feature Discovery counts instances that stand at the moment.
+//   - Instances that are made on demand are not counted (no mig-<profile>.…): they
+//     come and go with pods. mig.strategy is "mixed" for their resources' sake.
+//   - Units of GPU memory have no word in GPU Feature Discovery. A GPU that is
+//     shared so counts as one that is not shared: one replica, no strategy.
+//   - On a node with several models one is told of, the most frequent. GPU Feature
+//     Discovery takes any, and another after its next start. The same is so where
+//     GPUs of one model are cut into different numbers of replicas: they count as
+//     not shared.
+//   - A value that is no legal label's (a name of more than 63 characters, or that
+//     ends in a dot) is made one: letters go from the end of a product's name,
+//     never from its suffix. GPU Feature Discovery writes it as it is, and then
+//     nobody can apply it.
+//   - A GPU that is broken is left out or described as before; GPU Feature
+//     Discovery then writes nothing at all.
+//   - A MIG profile that the driver has not described yet (some tell of profiles
+//     only with MIG mode on) lacks memory, multiprocessors and engines until then.
+//
+// The package refuses to know who writes the labels where, and who else does.
+package label
