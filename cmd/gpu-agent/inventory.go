@@ -20,7 +20,7 @@ import (
 
 // driverFlags are those of every command that opens the driver.
 type driverFlags struct {
-	library, root, hostRoot, proc string
+	library, root, hostRoot, proc, sys string
 }
 
 func (d *driverFlags) register(fs *flag.FlagSet) {
@@ -28,6 +28,7 @@ func (d *driverFlags) register(fs *flag.FlagSet) {
 	fs.StringVar(&d.root, "driver-root", "/", "`directory` where the agent sees the driver's files")
 	fs.StringVar(&d.hostRoot, "host-driver-root", "", "the same `directory` as the host sees it, for CDI files (default: --driver-root)")
 	fs.StringVar(&d.proc, "proc-root", "/proc", "the host's /proc as the agent sees it, a `directory`")
+	fs.StringVar(&d.sys, "sys-root", "/sys", "the host's /sys as the agent sees it, a `directory`: NUMA nodes, the PCI bus, network cards")
 }
 
 func (d *driverFlags) options(log *slog.Logger) nvml.Options {
@@ -35,7 +36,7 @@ func (d *driverFlags) options(log *slog.Logger) nvml.Options {
 	if host == "" {
 		host = d.root
 	}
-	return nvml.Options{Library: d.library, DriverRoot: d.root, HostDriverRoot: host, ProcRoot: d.proc, Logger: log}
+	return nvml.Options{Library: d.library, DriverRoot: d.root, HostDriverRoot: host, ProcRoot: d.proc, SysRoot: d.sys, Logger: log}
 }
 
 func newFlags(c console, name, args, what string) *flag.FlagSet {

@@ -21,6 +21,7 @@ const usage = `usage: gpu-agent COMMAND [FLAGS]
   inventory   print what the driver says of this node's GPUs (-o json for tools)
   check FILE  hold a partition file against this node, or against --inventory FILE
   plan        print which MIG instances a partition would destroy and make
+  topology    print how near GPUs, CPUs and network cards are to each other
   status      print what the agent on this node offers and who holds it
   cleanup     take away what agents have left on this node and its Node object
   version     print the version
@@ -73,6 +74,8 @@ func dispatch(ctx context.Context, c console, args []string) error {
 		return check(ctx, c, rest)
 	case "plan":
 		return plan(ctx, c, rest)
+	case "topology":
+		return showTopology(ctx, c, rest)
 	case "status":
 		return status(ctx, c, rest)
 	case "cleanup":

@@ -60,6 +60,7 @@ type runFlags struct {
 	ignoredXids               xids
 	healthHold, healthProbe   time.Duration
 	whenBusy, foreign, reset  choice
+	numaHints                 choice
 	idleTTL                   time.Duration
 	logFormat, logLevel       choice
 }
@@ -88,6 +89,8 @@ func (f *runFlags) register(fs *flag.FlagSet) {
 	fs.Var(&f.foreign, "foreign-instances", "idle MIG instances that the agent did not make and the partition does not name: keep or reclaim (destroy)")
 	f.reset = choice{"auto", []string{"auto", "never"}}
 	fs.Var(&f.reset, "reset", "a GPU whose MIG mode needs a reset to change: auto (reset that GPU, once it is idle) or never (wait for somebody to do it)")
+	f.numaHints = choice{string(agent.AlignFixed), []string{string(agent.AlignNone), string(agent.AlignFixed), string(agent.AlignAll)}}
+	fs.Var(&f.numaHints, "numa-hints", "which devices the kubelet is told the NUMA node of: none, fixed (whole GPUs and MIG devices of fixed geometries) or all (memory units, replicas and MIG on demand too, of which it may then refuse requests that would fit)")
 	fs.DurationVar(&f.idleTTL, "idle-instance-ttl", 0, "`time` after which an instance made on demand goes when nobody has it; 0 keeps it until its room is wanted")
 	f.logFormat = choice{"text", []string{"text", "json"}}
 	fs.Var(&f.logFormat, "log-format", "text or json")
@@ -212,6 +215,7 @@ func run(ctx context.Context, c console, args []string) error {
 		MemoryUnit:     gpu.MiB(f.unit),
 		KeepOffering:   f.whenBusy.value == "wait",
 		IdleTTL:        f.idleTTL,
+		Align:          agent.Alignment(f.numaHints.value),
 		ReclaimForeign: f.foreign.value == "reclaim",
 		NeverReset:     f.reset.value == "never",
 		Kit:            caps.kit,

@@ -25,6 +25,7 @@ import (
 	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/plugin"
+	"example.com/gpu-agent/pkg/topology"
 	"golang.org/x/sync/errgroup"
 )
 
@@ -35,7 +36,10 @@ const (
 	// probes of faulty GPUs and changes of the partition cut it short.
 	// blindEvery is the same where the driver tells of no events.
 	inventoryEvery = 5 * time.Minute
-	blindEvery     = 15 * time.Second
+	// linksEvery is the same where there are NVLinks: a lane that fails, or works
+	// again, is no event.
+	linksEvery = time.Minute
+	blindEvery = 15 * time.Second
 	// lookPatience is how long a round waits for a reading, and driverPatience
 	// how long a reading may take: look-ups take up to five seconds on a B200
 	// with many instances. readPauseMax bounds the pause after one that failed.
@@ -129,6 +133,9 @@ type Options struct {
 	IdleTTL time.Duration
 	// ReclaimForeign lets idle instances go that the agent did not make.
 	ReclaimForeign bool
+	// Align says of which devices the kubelet is told the NUMA node (--numa-hints);
+	// empty is AlignNone.
+	Align Alignment
 	// NeverReset leaves resets of GPUs to somebody else.
 	NeverReset bool
 	// OpenCaps lets allocations pass uncounted where the cap in the process
@@ -200,10 +207,12 @@ type Agent struct {
 	// The rest belongs to the loop's goroutine.
 
 	inv       *gpu.Inventory
-	reading   *pending  // one is under way
-	readAt    time.Time // when the last one ended
-	answered  bool      // one has succeeded
-	readErr   error     // why that failed
+	topology  *topology.Graph // of inv
+	linked    bool            // some of its GPUs have NVLinks, or had when they were read first
+	reading   *pending        // one is under way
+	readAt    time.Time       // when the last one ended
+	answered  bool            // one has succeeded
+	readErr   error           // why that failed
 	readPause time.Duration
 	letGo     string // why the driver was let go
 	letting   bool   // it is to be let go when no work is under way
@@ -786,6 +795,7 @@ func (a *Agent) settle(changes *Changes, claims []desk.Claim) {
 func (a *Agent) publish(in viewInput) *desk.View {
 	in.inv, in.past, in.names, in.cards, in.drain = a.inv, a.past, a.names, a.cards, !a.opts.KeepOffering
 	in.failing = a.failingSlots(time.Now())
+	in.topology, in.aligned, in.onDemand = a.topology, a.opts.Align, a.onDemand
 	if a.parts == nil && a.partsErr != nil {
 		in.closed = a.partsErr.Error()
 	}
@@ -793,6 +803,17 @@ func (a *Agent) publish(in viewInput) *desk.View {
 		in.claims = claims
 		return buildView(in)
 	})
+}
+
+// onDemand says whether a GPU's MIG instances are made for the pods that ask, as
+// far as is known: before the partitions have been heard it may be so.
+func (a *Agent) onDemand(u gpu.UUID) bool {
+	for _, w := range a.wanted {
+		if w.GPU == u {
+			return w.OnDemand
+		}
+	}
+	return a.wanted == nil
 }
 
 // serve starts the device plugins of resources that are on offer for the first

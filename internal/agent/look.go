@@ -15,6 +15,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
+	"example.com/gpu-agent/pkg/topology"
 )
 
 // reading is one look at the hardware.
@@ -133,6 +134,9 @@ func (a *Agent) nextReading(now time.Time) time.Time {
 		return a.readAt.Add(a.readPause)
 	}
 	next := a.readAt.Add(inventoryEvery)
+	if a.linked {
+		next = a.readAt.Add(linksEvery)
+	}
 	if a.blind.Load() {
 		next = a.readAt.Add(blindEvery)
 	}
@@ -168,6 +172,7 @@ func (a *Agent) take(r reading, now time.Time) {
 	}
 	a.keepMIG(inv, r.began)
 	a.inv = inv
+	a.setTopology()
 	a.instances.Store(inv)
 	a.setCards()
 	for i := range inv.GPUs {
@@ -185,6 +190,13 @@ func (a *Agent) take(r reading, now time.Time) {
 		seen.GPUs = append(seen.GPUs, g)
 	}
 	a.health.Reading(seen, now)
+}
+
+// setTopology draws up how the GPUs of the inventory are joined.
+func (a *Agent) setTopology() {
+	a.topology = topology.New(a.inv)
+	// All lanes may be down for a while.
+	a.linked = a.linked || slices.ContainsFunc(a.inv.GPUs, func(d gpu.Device) bool { return len(d.Links) > 0 })
 }
 
 // keepMIG keeps what is known of GPUs on which something is being done, or was when
@@ -249,16 +261,38 @@ func keepIndices(old, inv *gpu.Inventory) {
 		taken[d.Index] = true
 	}
 	next := 0
+	moved := map[int]int{} // by the driver's number, of GPUs that it lists
 	for i := range inv.GPUs {
 		d := &inv.GPUs[i]
 		if was := old.ByUUID(d.UUID); was != nil {
+			if !d.Gone {
+				moved[d.Index] = was.Index
+			}
 			d.Index = was.Index
 			continue
 		}
 		for taken[next] {
 			next++
 		}
+		moved[d.Index] = next
 		d.Index, taken[next] = next, true
+	}
+	for i := range inv.GPUs {
+		d := &inv.GPUs[i]
+		if d.Gone {
+			d.Links = nil // nothing is known of them
+		}
+		links := make([]gpu.Link, 0, len(d.Links))
+		for _, l := range d.Links {
+			to, listed := moved[l.To]
+			if !l.Switch {
+				l.To = to
+			}
+			if listed || l.Switch {
+				links = append(links, l)
+			}
+		}
+		d.Links = links
 	}
 	slices.SortStableFunc(inv.GPUs, func(a, b gpu.Device) int { return a.Index - b.Index })
 }

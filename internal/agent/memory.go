@@ -28,6 +28,7 @@ func (a *Agent) remember() {
 	same := doc.Boot == a.opts.Boot && doc.Boot != ""
 	if same && len(doc.GPUs) > 0 {
 		a.inv = &gpu.Inventory{GPUs: doc.GPUs}
+		a.setTopology()
 		for i := range a.inv.GPUs {
 			a.health.Know(a.inv.GPUs[i].UUID)
 		}

@@ -4,6 +4,7 @@ package agent
 
 import (
 	"fmt"
+	"maps"
 	"strings"
 	"testing"
 
@@ -248,5 +249,60 @@ func TestBlockedSentence(t *testing.T) {
 	b := Blocked{GPU: "GPU-1", Index: 3, From: "shared", To: "whole", Holders: []string{"train/a", "train/b"}}
 	if got, want := b.String(), "GPU 3 (GPU-1) stays shared, not yet whole, until these end: train/a, train/b"; got != want {
 		t.Errorf("%q, want %q", got, want)
+	}
+}
+
+// The NUMA nodes are told of all devices of a resource or of none.
+func TestNUMAHints(t *testing.T) {
+	slots := func(s string) Cut {
+		return Cut{Known: true, Offers: true, Kind: desk.Slots, N: 1, Slots: s}
+	}
+	const one = "example.com/mig-1g.10gb"
+	for _, tt := range []struct {
+		name     string
+		aligned  Alignment
+		cuts     [2]Cut
+		onDemand int // this GPU is
+		unknown  int // this GPU's NUMA node is
+		want     map[string]string
+	}{
+		{"none", AlignNone, [2]Cut{wholeCut, wholeCut}, -1, -1, map[string]string{names.Whole: "- -"}},
+		{"whole", AlignFixed, [2]Cut{wholeCut, wholeCut}, -1, -1, map[string]string{names.Whole: "0 1"}},
+		{"a node is not known", AlignFixed, [2]Cut{wholeCut, wholeCut}, -1, 1, map[string]string{names.Whole: "- -"}},
+		{"one of each", AlignFixed, [2]Cut{wholeCut, sharedCut}, -1, -1, map[string]string{names.Whole: "0", names.Units: "- - - -"}},
+		{"units where they are asked for", AlignAll, [2]Cut{wholeCut, sharedCut}, -1, -1, map[string]string{names.Whole: "0", names.Units: "1 1 1 1"}},
+		{"replicas", AlignFixed, [2]Cut{replicaCut(2), wholeCut}, -1, -1, map[string]string{names.Replicas: "- -", names.Whole: "1"}},
+		{"fixed MIG", AlignFixed, [2]Cut{slots("1g.10gb@0"), slots("1g.10gb@3")}, -1, -1, map[string]string{one: "0 1"}},
+		{"MIG on demand", AlignFixed, [2]Cut{slots("1g.10gb@0"), slots("1g.10gb@3")}, 1, -1, map[string]string{one: "- -"}},
+		{"MIG on demand where it is asked for", AlignAll, [2]Cut{slots("1g.10gb@0"), slots("1g.10gb@3")}, 1, -1, map[string]string{one: "0 1"}},
+		{"the fixed ones of another resource", AlignFixed, [2]Cut{slots("1g.10gb@0"), slots("2g.20gb@0")}, 1, -1,
+			map[string]string{one: "0", "example.com/mig-2g.20gb": "-"}},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			in := viewInput{inv: machine(2), names: names, aligned: tt.aligned, onDemand: func(u gpu.UUID) bool { return u == uuid(tt.onDemand) }}
+			for i := range in.inv.GPUs {
+				if n := i; n != tt.unknown {
+					in.inv.GPUs[i].NUMA = &n
+				} else {
+					in.inv.GPUs[i].NUMA = nil
+				}
+			}
+			in.changes = &Changes{Cuts: map[gpu.UUID]Cut{uuid(0): tt.cuts[0], uuid(1): tt.cuts[1]}}
+			got := map[string]string{}
+			for _, r := range buildView(in).Resources {
+				var words []string
+				for _, dev := range r.Devices {
+					word := "-"
+					if dev.NUMA.Known {
+						word = fmt.Sprint(dev.NUMA.Node)
+					}
+					words = append(words, word)
+				}
+				got[r.Name] = strings.Join(words, " ")
+			}
+			if !maps.Equal(got, tt.want) {
+				t.Errorf("NUMA nodes %v, want %v", got, tt.want)
+			}
+		})
 	}
 }

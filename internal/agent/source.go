@@ -34,6 +34,9 @@ func (s *source) List() ([]plugin.Device, <-chan struct{}) {
 	s.of, s.out = devs, make([]plugin.Device, len(devs))
 	for i := range devs {
 		s.out[i] = plugin.Device{ID: devs[i].ID, Healthy: devs[i].Healthy}
+		if n := devs[i].NUMA; n.Known {
+			s.out[i].NUMA = []int{n.Node}
+		}
 	}
 	return s.out, changed
 }

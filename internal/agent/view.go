@@ -11,6 +11,7 @@ import (
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
+	"example.com/gpu-agent/pkg/topology"
 )
 
 // Linger is how long a withdrawn device stays listed as Unhealthy before its ID
@@ -39,6 +40,12 @@ type viewInput struct {
 	// failing are slots that cannot be made, with the reason.
 	failing map[gpu.UUID]map[mig.Slot]string
 	drain   bool
+	// topology is how the GPUs of inv are joined; aligned says of which devices
+	// the kubelet is told the NUMA node, and onDemand which GPUs have their MIG
+	// instances made for pods, or may have.
+	topology *topology.Graph
+	aligned  Alignment
+	onDemand func(gpu.UUID) bool
 	// closed is why nothing may be given out at present, empty where it may.
 	closed string
 }
@@ -49,7 +56,7 @@ type viewInput struct {
 // the GPU is to change); unhealthy, if it is withdrawn; else healthy. Faults of
 // GPUs are the desk's to add.
 func buildView(in viewInput) *desk.View {
-	v := &desk.View{Rank: map[gpu.UUID]int{}, MIG: in.changes.MIG}
+	v := &desk.View{Rank: map[gpu.UUID]int{}, Topology: in.topology, MIG: in.changes.MIG}
 	lists := map[string][]desk.Device{} // by resource
 	kinds := map[string]desk.Kind{}
 	for i := range in.inv.GPUs {
@@ -64,10 +71,51 @@ func buildView(in viewInput) *desk.View {
 		}
 	}
 	for _, name := range sortedKeys(lists) {
+		align(&in, kinds[name], lists[name])
 		v.Resources = append(v.Resources, desk.Resource{Name: name, Kind: kinds[name], Devices: lists[name]})
 	}
 	v.Resources = append(v.Resources, formerly(&in)...)
 	return v
+}
+
+// Alignment says of which devices the kubelet's topology manager is told the NUMA
+// node.
+type Alignment string
+
+// Alignments. The kubelet counts the devices of a NUMA node without asking which
+// GPU they are of: told of memory units, it sends a request to a node that has
+// them on several GPUs, where none has enough, and the pod is refused. On demand
+// it counts MIG devices that cannot stand beside each other.
+const (
+	AlignNone  Alignment = "none"
+	AlignFixed Alignment = "fixed" // whole GPUs and MIG devices of a fixed geometry
+	AlignAll   Alignment = "all"
+)
+
+// align adds the NUMA nodes to the devices of a resource: to all of them or to
+// none, since where some have one the kubelet leaves the others out of its count.
+func align(in *viewInput, kind desk.Kind, devices []desk.Device) {
+	switch {
+	case in.aligned == AlignAll:
+	case in.aligned == AlignFixed && (kind == desk.Whole || kind == desk.Slots):
+	default:
+		return
+	}
+	numa := map[gpu.UUID]desk.NUMA{}
+	for i := range in.inv.GPUs {
+		if d := &in.inv.GPUs[i]; d.NUMA != nil && *d.NUMA >= 0 {
+			numa[d.UUID] = desk.NUMA{Node: *d.NUMA, Known: true}
+		}
+	}
+	for i := range devices {
+		u := devices[i].GPU
+		if !numa[u].Known || in.aligned != AlignAll && kind == desk.Slots && in.onDemand(u) {
+			return
+		}
+	}
+	for i := range devices {
+		devices[i].NUMA = numa[devices[i].GPU]
+	}
 }
 
 // formerly lists what is held under names that the node's resources have no more:

@@ -16,6 +16,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
+	"example.com/gpu-agent/pkg/topology"
 )
 
 const (
@@ -60,6 +61,9 @@ type View struct {
 	Resources []Resource
 	// Rank orders GPUs where nothing better decides (their index).
 	Rank map[gpu.UUID]int
+	// Topology is how the GPUs are joined: which of them go together, and which
+	// are best broken up. Nil joins none.
+	Topology *topology.Graph
 	// MIG has every GPU that Resources have slots of. A slot is listed Healthy
 	// where it would be if its GPU were empty: what has no room beside the claims
 	// and what else may not go is the desk's to find out.
@@ -83,6 +87,8 @@ type Device struct {
 	GPU gpu.UUID
 	// Slot is what a device of kind Slots stands for.
 	Slot mig.Slot
+	// NUMA is what the kubelet's topology manager is told of the device.
+	NUMA NUMA
 	// Healthy is what the kubelet is told.
 	Healthy bool
 	// Leaving marks a held device that the wanted partition does not keep: it
@@ -90,6 +96,12 @@ type Device struct {
 	Leaving bool
 	// Reason is why the device is unhealthy or leaving, for people.
 	Reason string
+}
+
+// NUMA is the NUMA node that a device is aligned to; the zero NUMA is none.
+type NUMA struct {
+	Node  int
+	Known bool
 }
 
 // Claim is a set of devices that the kubelet has given to a container.
@@ -352,7 +364,9 @@ func (d *Desk) showLocked() {
 }
 
 // sameWord reports whether the kubelet hears the same of two devices.
-func sameWord(a, b Device) bool { return a.ID == b.ID && a.Healthy == b.Healthy }
+func sameWord(a, b Device) bool {
+	return a.ID == b.ID && a.Healthy == b.Healthy && a.NUMA == b.NUMA
+}
 
 // faulted returns the devices with those of faulty GPUs unhealthy; the slice
 // itself where there is none.
@@ -422,44 +436,78 @@ func (d *Desk) Prefer(resource string, available, must []string, n int) ([]strin
 	if r == nil {
 		return nil, fmt.Errorf("%s is not offered by this node any more", resource)
 	}
-	prefer := preferWhole
+	var out []string
+	var err error
 	switch r.Kind {
 	case Slots:
 		return d.preferSlots(v, r, available, must, n)
 	case Units:
-		prefer = timeslice.PreferUnits
+		out, err = timeslice.PreferUnits(available, must, n, d.rank(v, r))
 	case Replicas:
-		prefer = timeslice.PreferReplicas
+		out, err = timeslice.PreferReplicas(available, must, n, d.rank(v, r))
+	default:
+		out, err = d.preferWhole(v, r, available, must, n)
 	}
-	out, err := prefer(available, must, n, v.Rank)
 	if err != nil {
 		return nil, r.withCapacity(err)
 	}
 	return out, nil
 }
 
-// preferWhole takes GPUs in rank order, so that equal requests get equal
-// answers.
-func preferWhole(available, must []string, n int, rank map[gpu.UUID]int) ([]string, error) {
-	out := slices.Clone(must)
-	rest := make([]string, 0, len(available))
-	for _, id := range available {
-		if !slices.Contains(must, id) {
-			rest = append(rest, id)
-		}
-	}
-	slices.SortFunc(rest, func(a, b string) int {
-		if c := rank[gpu.UUID(a)] - rank[gpu.UUID(b)]; c != 0 {
-			return c
-		}
-		return strings.Compare(a, b)
+// preferWhole chooses GPUs that are joined. A whole GPU's ID is its name.
+func (d *Desk) preferWhole(v *View, r *Resource, available, must []string, n int) ([]string, error) {
+	chosen, err := v.Topology.Choose(topology.Request{
+		Available: toUUIDs(available), Must: toUUIDs(must), N: n, Free: d.untouched(v, r),
 	})
-	if need := n - len(out); need > len(rest) {
-		return nil, fmt.Errorf("%d whole GPUs asked for and %d are free", n, len(rest)+len(out))
-	} else if need > 0 {
-		out = append(out, rest[:need]...)
+	if err != nil {
+		return nil, err
+	}
+	out := make([]string, len(chosen))
+	for i, u := range chosen {
+		out[i] = string(u)
 	}
 	return out, nil
+}
+
+func toUUIDs(ids []string) []gpu.UUID {
+	out := make([]gpu.UUID, len(ids))
+	for i, id := range ids {
+		out[i] = gpu.UUID(id)
+	}
+	return out
+}
+
+// untouched lists the GPUs that a resource has, that can be had and of which
+// nobody has anything, in the order of its list.
+func (d *Desk) untouched(v *View, r *Resource) []gpu.UUID {
+	taken := map[gpu.UUID]bool{}
+	d.mu.Lock()
+	for _, c := range d.claims {
+		for _, u := range c.GPUs {
+			taken[u] = true
+		}
+	}
+	d.mu.Unlock()
+	var out []gpu.UUID
+	for i := range r.Devices {
+		dev := &r.Devices[i]
+		if dev.Healthy && !dev.Leaving && !taken[dev.GPU] {
+			taken[dev.GPU] = true // once is enough
+			out = append(out, dev.GPU)
+		}
+	}
+	return out
+}
+
+// rank is the order in which shares go to GPUs where nothing better decides: first
+// those that are broken up already, then those whose loss breaks up least.
+func (d *Desk) rank(v *View, r *Resource) map[gpu.UUID]int {
+	spare := v.Topology.Spare(d.untouched(v, r))
+	out := maps.Clone(v.Rank)
+	for i, u := range spare {
+		out[u] = len(v.Rank) + i
+	}
+	return out
 }
 
 // Allocate writes down that the kubelet has given these devices to a container,

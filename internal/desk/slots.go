@@ -364,7 +364,8 @@ func (d *Desk) preferSlots(v *View, r *Resource, available, must []string, n int
 	}
 	slices.Sort(gpus)
 	gpus = slices.Compact(gpus)
-	slices.SortStableFunc(gpus, func(a, b gpu.UUID) int { return cmp.Compare(v.Rank[a], v.Rank[b]) })
+	rank := d.rank(v, r)
+	slices.SortStableFunc(gpus, func(a, b gpu.UUID) int { return cmp.Compare(rank[a], rank[b]) })
 
 	d.mu.Lock()
 	rooms := d.roomsLocked(gpus)
@@ -375,7 +376,7 @@ func (d *Desk) preferSlots(v *View, r *Resource, available, must []string, n int
 		if room.card == nil {
 			continue
 		}
-		o := mig.Offer{GPU: u, Card: room.card, Taken: room.slots, Rank: v.Rank[u]}
+		o := mig.Offer{GPU: u, Card: room.card, Taken: room.slots, Rank: rank[u]}
 		for i := range room.taken {
 			if t := &room.taken[i]; t.free {
 				o.Warm = append(o.Warm, t.slot)
