@@ -135,10 +135,11 @@ type Driver struct {
 	*rooms
 
 	profiles profiles
+	machine  *machine
 
 	// Used inside the door only:
 	last  map[gpu.UUID]gpu.Device // last good reading of each GPU ever seen
-	links map[gpu.UUID][]gpu.Link // of all GPUs, once all addresses are known
+	links map[gpu.UUID]*nvlinks   // of each GPU ever seen
 
 	// stale: a GPU is lost, and only a new initialisation can bring it back.
 	stale atomic.Bool
@@ -292,7 +293,7 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 	}
 	d := &Driver{
 		opts: opts, log: opts.Logger,
-		last: map[gpu.UUID]gpu.Device{}, links: map[gpu.UUID][]gpu.Link{}, said: map[int]string{},
+		last: map[gpu.UUID]gpu.Device{}, links: map[gpu.UUID]*nvlinks{}, machine: newMachine(), said: map[int]string{},
 		look: make(chan struct{}, 1), again: make(chan struct{}, 1),
 	}
 	d.look <- struct{}{}

@@ -302,7 +302,9 @@ func (d *Driver) initialised() error {
 		return err
 	}
 	d.stale.Store(false)
-	clear(d.links) // they name peers by index
+	for _, own := range d.links {
+		own.anew = true // cards may have been exchanged
+	}
 	return nil
 }
 

@@ -9,10 +9,7 @@ import (
 	"fmt"
 	"maps"
 	"math/bits"
-	"os"
-	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
@@ -26,10 +23,15 @@ import (
 // longer lists stays in the inventory as long as the Driver is open. An error
 // means that nothing at all could be read.
 //
-// What cannot change while a process has the driver open (model, links, NUMA
-// node, MIG profiles) is read once per GPU.
+// What cannot change while a process has the driver open (model, where NVLinks
+// lead, MIG profiles) is read once per GPU; which NVLinks work, the fabric, and
+// what the kernel says of the machine are read anew each time.
 func (d *Driver) Inventory(ctx context.Context) (gpu.Inventory, error) {
-	return call(ctx, d, "read the inventory", func() (gpu.Inventory, error) { return d.inventory(ctx) })
+	inv, err := call(ctx, d, "read the inventory", func() (gpu.Inventory, error) { return d.inventory(ctx) })
+	if err == nil {
+		d.place(ctx, &inv)
+	}
+	return inv, err
 }
 
 func (d *Driver) inventory(ctx context.Context) (gpu.Inventory, error) {
@@ -67,23 +69,21 @@ func (d *Driver) inventory(ctx context.Context) (gpu.Inventory, error) {
 		stale = true
 	}
 	d.stale.Store(stale)
-	// A link is named by its peer's address: what was found is kept only if
-	// every GPU has told its own.
-	addressed := !slices.ContainsFunc(inv.GPUs, func(dev gpu.Device) bool { return dev.PCI == "" })
 	for i := range inv.GPUs {
 		dev := &inv.GPUs[i]
 		h, ok := handles[dev.UUID]
 		if !ok {
+			// Its peers may have other indices now; what it was linked to is known.
+			if own := d.links[dev.UUID]; own != nil {
+				dev.Links = own.joined(i, inv.GPUs)
+			}
 			continue
 		}
-		links, ok := d.links[dev.UUID]
-		if !ok {
-			links = d.readLinks(h, inv.GPUs)
-			if addressed {
-				d.links[dev.UUID] = links
-			}
+		own := d.lanesOf(h, dev)
+		dev.Links, dev.Fabric = own.joined(i, inv.GPUs), nil
+		if len(own.lanes) > 0 {
+			dev.Fabric = d.fabric(h, d.last[dev.UUID].Fabric)
 		}
-		dev.Links = links
 		d.last[dev.UUID] = *dev
 		*dev = clone(*dev)
 	}
@@ -129,7 +129,7 @@ func (d *Driver) device(index int) (gpu.Device, nvml.Device, error) {
 		if major, minor, ret := h.GetCudaComputeCapability(); ret == nvml.SUCCESS {
 			dev.ComputeCapability = fmt.Sprintf("%d.%d", major, minor)
 		}
-		dev.NUMA = d.numa(h, pci)
+		dev.NUMA = nearest(h)
 	}
 	dev.MIG, err = d.mig(h, dev.UUID)
 	return dev, h, err
@@ -171,7 +171,7 @@ func (d *Driver) reconcile(inv *gpu.Inventory, read map[gpu.UUID]nvml.Device) (s
 			continue
 		}
 		gone := clone(d.last[u])
-		gone.Fault, gone.Gone = "the driver no longer lists it", true
+		gone.Fault, gone.Gone, gone.Links = "the driver no longer lists it", true, nil
 		stale = stale || d.present(gone)
 		inv.GPUs = append(inv.GPUs, gone)
 	}
@@ -181,12 +181,20 @@ func (d *Driver) reconcile(inv *gpu.Inventory, read map[gpu.UUID]nvml.Device) (s
 
 // clone copies what a caller could change through a slice or pointer.
 func clone(dev gpu.Device) gpu.Device {
-	dev.Links = slices.Clone(dev.Links)
+	dev.Links, dev.Path = slices.Clone(dev.Links), slices.Clone(dev.Path)
 	dev.MIG.Instances = slices.Clone(dev.MIG.Instances)
 	dev.MIG.Profiles = cloneProfiles(dev.MIG.Profiles)
 	if dev.NUMA != nil {
 		n := *dev.NUMA
 		dev.NUMA = &n
+	}
+	if dev.Fabric != nil {
+		f := *dev.Fabric
+		dev.Fabric = &f
+	}
+	if dev.VGPU != nil {
+		v := *dev.VGPU
+		dev.VGPU = &v
 	}
 	if dev.MIG.Pending != nil {
 		p := *dev.MIG.Pending
@@ -210,19 +218,10 @@ func text(c []int8) string {
 	return b.String()
 }
 
-// numa is the node of the GPU's slot. The kernel's word comes first: it is
-// what the kubelet and other device plugins go by. Where sysfs is silent (in a
-// guest without the topology) the driver may know the memory that is nearest.
-func (d *Driver) numa(h nvml.Device, pci nvml.PciInfo) *int {
-	file := filepath.Join(d.opts.SysRoot, "bus/pci/devices",
-		fmt.Sprintf("%04x:%02x:%02x.0", pci.Domain, pci.Bus, pci.Device), "numa_node")
-	if data, err := os.ReadFile(file); err == nil {
-		n, err := strconv.Atoi(strings.TrimSpace(string(data)))
-		if err == nil && n >= 0 {
-			return &n
-		}
-		return nil // -1: the machine has no such notion
-	}
+// nearest is the NUMA node whose memory the driver calls nearest to a GPU. It is
+// for where sysfs is silent, as in a guest without the topology; else the kernel's
+// word counts (place), which the kubelet and other device plugins go by.
+func nearest(h nvml.Device) *int {
 	const most = 1024 // the kernel's own limit, CONFIG_NODES_SHIFT
 	mask, ret := h.GetMemoryAffinity(most, nvml.AFFINITY_SCOPE_NODE)
 	if ret != nvml.SUCCESS {
@@ -239,44 +238,4 @@ func (d *Driver) numa(h nvml.Device, pci nvml.PciInfo) *int {
 		return nil
 	}
 	return &node
-}
-
-// readLinks counts the active NVLink lanes to each peer, by index, and to
-// switches.
-func (d *Driver) readLinks(h nvml.Device, gpus []gpu.Device) []gpu.Link {
-	typed := d.has("nvmlDeviceGetNvLinkRemoteDeviceType")
-	lanes, switched := map[int]int{}, 0
-	for lane := range nvml.NVLINK_MAX_LINKS {
-		state, ret := h.GetNvLinkState(lane)
-		if ret == nvml.ERROR_INVALID_ARGUMENT {
-			break // the card has fewer
-		}
-		if ret != nvml.SUCCESS || state != nvml.FEATURE_ENABLED {
-			continue
-		}
-		if typed {
-			if kind, ret := h.GetNvLinkRemoteDeviceType(lane); ret == nvml.SUCCESS && kind == nvml.NVLINK_DEVICE_TYPE_SWITCH {
-				switched++
-				continue
-			}
-		}
-		remote, ret := h.GetNvLinkRemotePciInfo(lane)
-		if ret != nvml.SUCCESS {
-			continue
-		}
-		address := busID(remote)
-		for _, peer := range gpus {
-			if peer.PCI == address {
-				lanes[peer.Index]++
-			}
-		}
-	}
-	var links []gpu.Link
-	for _, to := range slices.Sorted(maps.Keys(lanes)) {
-		links = append(links, gpu.Link{To: to, NVLink: lanes[to]})
-	}
-	if switched > 0 {
-		links = append(links, gpu.Link{Switch: true, NVLink: switched})
-	}
-	return links
 }

@@ -175,8 +175,8 @@ func profile(h nvml.Device, number int) (gpu.Profile, nvml.Return) {
 	if ret == nvml.SUCCESS {
 		return gpu.Profile{
 			Name: profileName(v3.Name[:]), ID: int(v3.Id), Memory: gpu.MiB(v3.MemorySizeMB),
-			Slices: int(v3.SliceCount), Max: int(v3.InstanceCount),
-			Engines: engines(v3.DecoderCount, v3.EncoderCount, v3.JpegCount, v3.OfaCount),
+			Slices: int(v3.SliceCount), SMs: int(v3.MultiprocessorCount), Max: int(v3.InstanceCount),
+			Engines: engines(v3.CopyEngineCount, v3.DecoderCount, v3.EncoderCount, v3.JpegCount, v3.OfaCount),
 		}, ret
 	}
 	// A driver that does not know version 3 may call it an invalid argument, as
@@ -184,13 +184,13 @@ func profile(h nvml.Device, number int) (gpu.Profile, nvml.Return) {
 	v2, ret := info.V2()
 	return gpu.Profile{
 		Name: profileName(v2.Name[:]), ID: int(v2.Id), Memory: gpu.MiB(v2.MemorySizeMB),
-		Slices: int(v2.SliceCount), Max: int(v2.InstanceCount),
-		Engines: engines(v2.DecoderCount, v2.EncoderCount, v2.JpegCount, v2.OfaCount),
+		Slices: int(v2.SliceCount), SMs: int(v2.MultiprocessorCount), Max: int(v2.InstanceCount),
+		Engines: engines(v2.CopyEngineCount, v2.DecoderCount, v2.EncoderCount, v2.JpegCount, v2.OfaCount),
 	}, ret
 }
 
-func engines(decode, encode, jpeg, ofa uint32) *gpu.Engines {
-	return &gpu.Engines{Decode: int(decode), Encode: int(encode), JPEG: int(jpeg), OFA: int(ofa)}
+func engines(copies, decode, encode, jpeg, ofa uint32) *gpu.Engines {
+	return &gpu.Engines{Copy: int(copies), Decode: int(decode), Encode: int(encode), JPEG: int(jpeg), OFA: int(ofa)}
 }
 
 // profileName drops the word that some drivers put before "1g.10gb".

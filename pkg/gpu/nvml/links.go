@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"cmp"
+	"encoding/binary"
+	"encoding/hex"
+	"fmt"
+	"slices"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// nvlinks is what is known of one GPU's NVLinks.
+type nvlinks struct {
+	// pci and mig are the GPU's address and MIG mode when its links were counted: a
+	// driver may hide links of a GPU in MIG mode.
+	pci string
+	mig bool
+	// anew asks for another count.
+	anew bool
+	// byField says that the states can be read all in one call.
+	byField bool
+	// lanes are the GPU's links in the order of their numbers, up or down.
+	lanes []lane
+}
+
+// lane is one NVLink of a GPU. Where it leads is soldered or bolted: the driver
+// tells it only while the link is up, and what it told is kept.
+type lane struct {
+	number int
+	up     bool
+	// asked says that the driver has told where the link leads since it came up.
+	asked   bool
+	known   bool   // where it leads
+	toNVSw  bool   // it leads to an NVSwitch
+	peer    string // else: to whoever has this PCI address
+	version int    // NVLink generation, 0 where not known
+	mbps    int    // in each direction, 0 where not known
+}
+
+// lanesOf reads a GPU's NVLinks: their states each time, all else when a link
+// has come up. What the driver cannot tell now stays as it was.
+func (d *Driver) lanesOf(h nvml.Device, dev *gpu.Device) *nvlinks {
+	own, ok := d.links[dev.UUID]
+	if !ok {
+		own = &nvlinks{anew: true}
+		d.links[dev.UUID] = own
+	}
+	if own.anew || own.pci != dev.PCI || own.mig != dev.MIG.Enabled {
+		d.countLanes(h, own)
+		own.pci, own.mig = dev.PCI, dev.MIG.Enabled
+	} else {
+		d.readStates(h, own)
+	}
+	d.ask(h, own)
+	return own
+}
+
+// countLanes finds out which links a GPU has, with the call that every driver
+// knows, and whether their states can be read by field from now on.
+func (d *Driver) countLanes(h nvml.Device, own *nvlinks) {
+	before := own.lanes
+	own.lanes, own.anew, own.byField = nil, false, false
+	for number := range nvml.NVLINK_MAX_LINKS {
+		state, ret := h.GetNvLinkState(number)
+		if ret == nvml.ERROR_INVALID_ARGUMENT {
+			break // the card has fewer
+		}
+		if ret == nvml.ERROR_NOT_SUPPORTED {
+			continue
+		}
+		l := lane{number: number}
+		if at := slices.IndexFunc(before, func(b lane) bool { return b.number == number }); at >= 0 {
+			l = before[at]
+			l.asked = false
+		}
+		if ret == nvml.SUCCESS {
+			l.up = state == nvml.FEATURE_ENABLED
+		} else {
+			own.anew = true
+		}
+		own.lanes = append(own.lanes, l)
+	}
+	if len(own.lanes) == 0 || own.anew {
+		return
+	}
+	// The field is a later word for the same, and is believed where it says the
+	// same. It alone tells a link that sleeps from one that is down.
+	states, ok := d.fields(h, nvml.FI_DEV_NVLINK_GET_STATE, own.lanes)
+	if own.byField = ok && !slices.Contains(states, unknown); !own.byField {
+		return
+	}
+	for i, l := range own.lanes {
+		if (states[i] == nvml.NVLINK_STATE_ACTIVE) != l.up && states[i] < nvml.NVLINK_STATE_SLEEP {
+			own.byField = false
+			return
+		}
+	}
+	own.states(states)
+}
+
+// readStates reads which links are up.
+func (d *Driver) readStates(h nvml.Device, own *nvlinks) {
+	if own.byField {
+		if states, ok := d.fields(h, nvml.FI_DEV_NVLINK_GET_STATE, own.lanes); ok {
+			own.states(states)
+		}
+		return
+	}
+	for i := range own.lanes {
+		if state, ret := h.GetNvLinkState(own.lanes[i].number); ret == nvml.SUCCESS {
+			own.lanes[i].set(state == nvml.FEATURE_ENABLED)
+		}
+	}
+}
+
+// states takes the states that field values gave. A link that sleeps wakes when
+// there is something to carry.
+func (own *nvlinks) states(states []uint64) {
+	for i, state := range states {
+		if state != unknown {
+			own.lanes[i].set(state == nvml.NVLINK_STATE_ACTIVE || state == nvml.NVLINK_STATE_SLEEP)
+		}
+	}
+}
+
+func (l *lane) set(up bool) {
+	l.asked = l.asked && up // it may come back slower
+	l.up = up
+}
+
+// ask finds out where links lead that came up.
+func (d *Driver) ask(h nvml.Device, own *nvlinks) {
+	fresh := slices.DeleteFunc(slices.Clone(own.lanes), func(l lane) bool { return !l.up || l.asked })
+	if len(fresh) == 0 {
+		return
+	}
+	typed, versioned := d.has("nvmlDeviceGetNvLinkRemoteDeviceType"), d.has("nvmlDeviceGetNvLinkVersion")
+	speeds := d.speeds(h, fresh)
+	for i, f := range fresh {
+		l := &own.lanes[slices.IndexFunc(own.lanes, func(l lane) bool { return l.number == f.number })]
+		if speeds[i] != unknown {
+			l.mbps = int(speeds[i])
+		}
+		if versioned {
+			if version, ret := h.GetNvLinkVersion(l.number); ret == nvml.SUCCESS {
+				l.version = generation(version)
+			}
+		}
+		if typed {
+			if kind, ret := h.GetNvLinkRemoteDeviceType(l.number); ret == nvml.SUCCESS && kind == nvml.NVLINK_DEVICE_TYPE_SWITCH {
+				l.toNVSw, l.known, l.asked = true, true, true
+				continue
+			}
+		}
+		if remote, ret := h.GetNvLinkRemotePciInfo(l.number); ret == nvml.SUCCESS && busID(remote) != "" {
+			l.peer, l.toNVSw, l.known, l.asked = busID(remote), false, true, true
+		}
+	}
+}
+
+// speeds is what links carry in each direction, in MB/s; before the field of each
+// link there was one for all that are up.
+func (d *Driver) speeds(h nvml.Device, lanes []lane) []uint64 {
+	speeds, ok := d.fields(h, nvml.FI_DEV_NVLINK_GET_SPEED, lanes)
+	if ok && !slices.Contains(speeds, unknown) {
+		return speeds
+	}
+	if common, ok := d.fields(h, nvml.FI_DEV_NVLINK_SPEED_MBPS_COMMON, lanes[:1]); ok {
+		for i := range speeds {
+			if speeds[i] == unknown {
+				speeds[i] = common[0]
+			}
+		}
+	}
+	return speeds
+}
+
+// unknown stands for a field value that the driver did not give.
+const unknown = ^uint64(0)
+
+// fields reads one field of each link, all in one call. Each has its own outcome;
+// ok says that the call as a whole succeeded.
+func (d *Driver) fields(h nvml.Device, id uint32, lanes []lane) (values []uint64, ok bool) {
+	values = slices.Repeat([]uint64{unknown}, len(lanes))
+	if !d.has("nvmlDeviceGetFieldValues") {
+		return values, false
+	}
+	asked := make([]nvml.FieldValue, len(lanes))
+	for i, l := range lanes {
+		asked[i] = nvml.FieldValue{FieldId: id, ScopeId: uint32(l.number)}
+	}
+	if h.GetFieldValues(asked) != nvml.SUCCESS {
+		return values, false
+	}
+	for i, a := range asked {
+		if nvml.Return(a.NvmlReturn) != nvml.SUCCESS {
+			continue
+		}
+		switch nvml.ValueType(a.ValueType) {
+		case nvml.VALUE_TYPE_UNSIGNED_INT:
+			values[i] = uint64(binary.NativeEndian.Uint32(a.Value[:]))
+		case nvml.VALUE_TYPE_UNSIGNED_LONG, nvml.VALUE_TYPE_UNSIGNED_LONG_LONG:
+			values[i] = binary.NativeEndian.Uint64(a.Value[:])
+		}
+	}
+	return values, true
+}
+
+// generation is the first number of an NVLink version. The driver gives an
+// enumeration, nvmlNvlinkVersion_t of nvml.h: an A100 says 5, which is NVLink 3.1.
+func generation(version uint32) int {
+	switch nvml.NvlinkVersion(version) {
+	case nvml.NVLINK_VERSION_1_0:
+		return 1
+	case nvml.NVLINK_VERSION_2_0, nvml.NVLINK_VERSION_2_2:
+		return 2
+	case nvml.NVLINK_VERSION_3_0, nvml.NVLINK_VERSION_3_1:
+		return 3
+	case nvml.NVLINK_VERSION_4_0:
+		return 4
+	case nvml.NVLINK_VERSION_5_0:
+		return 5
+	case nvml.NVLINK_VERSION_6_0:
+		return 6
+	}
+	return 0
+}
+
+// joined puts the links that are up in the words of an inventory: by the peers'
+// indices, switches last. A link to what is no GPU of this inventory (a
+// processor, a GPU of another guest of the machine) is left out, as is one whose
+// end was never told.
+func (own *nvlinks) joined(self int, gpus []gpu.Device) []gpu.Link {
+	type sum struct {
+		gpu.Link
+		fast, total int // lanes whose speed is known, and their speeds' sum
+	}
+	var sums []*sum
+	for _, l := range own.lanes {
+		if !l.up || !l.known {
+			continue
+		}
+		end := gpu.Link{Switch: l.toNVSw}
+		if !l.toNVSw {
+			at := slices.IndexFunc(gpus, func(g gpu.Device) bool { return !g.Gone && g.PCI == l.peer })
+			if at < 0 || at == self {
+				continue
+			}
+			end.To = gpus[at].Index
+		}
+		at := slices.IndexFunc(sums, func(s *sum) bool { return s.To == end.To && s.Switch == end.Switch })
+		if at < 0 {
+			at = len(sums)
+			sums = append(sums, &sum{Link: end})
+		}
+		s := sums[at]
+		s.NVLink++
+		// Lanes that are trained as different generations are as good as the least.
+		if s.Version == 0 || l.version > 0 && l.version < s.Version {
+			s.Version = l.version
+		}
+		if l.mbps > 0 {
+			s.fast, s.total = s.fast+1, s.total+l.mbps
+		}
+	}
+	slices.SortFunc(sums, func(a, b *sum) int {
+		if a.Switch != b.Switch {
+			if a.Switch {
+				return 1
+			}
+			return -1
+		}
+		return cmp.Compare(a.To, b.To)
+	})
+	var links []gpu.Link
+	for _, s := range sums {
+		if s.fast > 0 {
+			s.LaneMBps = s.total / s.fast
+		}
+		links = append(links, s.Link)
+	}
+	return links
+}
+
+// fabric reads which NVLink fabric beyond the node a GPU belongs to: nil unless
+// it has been taken up into one. An 8-GPU machine with switches of its own is in
+// the fabric whose UUID is zero, which is none. Where the driver cannot tell
+// now, it is as before.
+func (d *Driver) fabric(h nvml.Device, before *gpu.Fabric) *gpu.Fabric {
+	var state uint8
+	var status, clique uint32
+	var cluster [16]uint8
+	var ret nvml.Return
+	switch {
+	case d.has("nvmlDeviceGetGpuFabricInfoV"): // the first one has the number 2
+		var info nvml.GpuFabricInfo_v2
+		info, ret = h.GetGpuFabricInfoV().V2()
+		state, status, clique, cluster = info.State, info.Status, info.CliqueId, info.ClusterUuid
+	case d.has("nvmlDeviceGetGpuFabricInfo"):
+		var info nvml.GpuFabricInfo
+		info, ret = h.GetGpuFabricInfo()
+		state, status, clique, cluster = info.State, info.Status, info.CliqueId, info.ClusterUuid
+	default:
+		return nil
+	}
+	switch {
+	case ret == nvml.ERROR_NOT_SUPPORTED:
+		return nil
+	case ret != nvml.SUCCESS:
+		return before
+	case state != nvml.GPU_FABRIC_STATE_COMPLETED || nvml.Return(status) != nvml.SUCCESS || cluster == [16]uint8{}:
+		return nil
+	}
+	x := hex.EncodeToString(cluster[:])
+	return &gpu.Fabric{Cluster: fmt.Sprintf("%s-%s-%s-%s-%s", x[:8], x[8:12], x[12:16], x[16:20], x[20:]), Clique: clique}
+}

@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"io/fs"
+	"os"
+	"path"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/topology"
+)
+
+// sysWait bounds a look at sysfs. All of it is memory but the state of network
+// ports, for which the kernel asks the card's firmware.
+const sysWait = time.Second
+
+// machine is what the kernel says of the machine and of where GPUs are in it. It
+// is read beside the driver's door: it is no call of the driver, and a network
+// card that hangs must not look like a GPU that does.
+type machine struct {
+	door *door
+
+	mu sync.Mutex
+	// Guarded by mu; as last read:
+	rest gpu.Inventory           // all but the GPUs
+	gpus map[gpu.UUID]gpu.Device // where they are, and what kind of PCI device
+	// silent says that it could not be read, which is logged once.
+	silent bool
+}
+
+func newMachine() *machine {
+	return &machine{door: newDoor(), gpus: map[gpu.UUID]gpu.Device{}}
+}
+
+// place adds to an inventory what the kernel knows. What it cannot say now, or no
+// longer, as of a GPU that fell off the bus, is as it was.
+func (d *Driver) place(ctx context.Context, inv *gpu.Inventory) {
+	m := d.machine
+	// Of its own: whoever reads may go on when nobody waits any more.
+	asked := gpu.Inventory{GPUs: make([]gpu.Device, len(inv.GPUs))}
+	m.mu.Lock()
+	for i, dev := range inv.GPUs {
+		asked.GPUs[i] = clone(gpu.Device{Index: dev.Index, UUID: dev.UUID, PCI: dev.PCI, NUMA: dev.NUMA})
+		if was, ok := m.gpus[dev.UUID]; ok && was.PCI == dev.PCI {
+			asked.GPUs[i].PCIClass, asked.GPUs[i].VGPU = was.PCIClass, was.VGPU
+		}
+	}
+	m.mu.Unlock()
+	ctx, cancel := context.WithTimeout(ctx, sysWait)
+	defer cancel()
+	read, err := through(ctx, m.door, "read "+d.opts.SysRoot, func() (gpu.Inventory, error) {
+		sys := os.DirFS(d.opts.SysRoot)
+		topology.Read(sys, &asked)
+		for i := range asked.GPUs {
+			readPCI(sys, &asked.GPUs[i])
+		}
+		return asked, nil
+	}, nil)
+
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if err != nil && !m.silent {
+		d.log.Warn("the kernel does not say where GPUs and network cards are; what it said last goes on", "err", err)
+	}
+	if m.silent = err != nil; !m.silent {
+		m.rest = gpu.Inventory{Machine: read.Machine, NUMA: read.NUMA, NICs: read.NICs}
+	}
+	inv.Machine, inv.NUMA, inv.NICs = m.rest.Machine, slices.Clone(m.rest.NUMA), cloneNICs(m.rest.NICs)
+	for i := range inv.GPUs {
+		dev := &inv.GPUs[i]
+		now, known := m.gpus[dev.UUID]
+		if !m.silent && (!known || dev.Fault == "" || read.GPUs[i].CPUs != "" || read.GPUs[i].Path != nil) {
+			now, known = read.GPUs[i], true
+			if dev.UUID != "" {
+				m.gpus[dev.UUID] = now
+			}
+		}
+		if known {
+			now = clone(now)
+			dev.NUMA, dev.CPUs, dev.Path, dev.PCIClass, dev.VGPU = now.NUMA, now.CPUs, now.Path, now.PCIClass, now.VGPU
+		}
+	}
+}
+
+func cloneNICs(list []gpu.NIC) []gpu.NIC {
+	list = slices.Clone(list)
+	for i := range list {
+		n := &list[i]
+		n.Path = slices.Clone(n.Path)
+		if n.NUMA != nil {
+			node := *n.NUMA
+			n.NUMA = &node
+		}
+	}
+	return list
+}
+
+// readPCI reads what kind of PCI device a GPU is, once: asking a card for its
+// configuration is no reading of memory.
+func readPCI(sys fs.FS, dev *gpu.Device) {
+	// The kernel's addresses have domains of four digits unless they need more.
+	domain, rest, _ := strings.Cut(dev.PCI, ":")
+	n, err := strconv.ParseUint(domain, 16, 32)
+	if err != nil || dev.PCIClass != "" {
+		return
+	}
+	dir := path.Join("bus/pci/devices", fmt.Sprintf("%04x:%s", n, rest))
+	class, err := fs.ReadFile(sys, path.Join(dir, "class"))
+	if err != nil {
+		return
+	}
+	dev.PCIClass = strings.TrimSpace(string(class))
+	if config, err := fs.ReadFile(sys, path.Join(dir, "config")); err == nil {
+		dev.VGPU = vgpu(config)
+	}
+}
+
+// Offsets in a PCI device's configuration space, and the one kind of capability
+// that is the vendor's own affair (PCI Local Bus Specification 3.0, section 6 and
+// appendix H).
+const (
+	configStatus       = 0x06
+	statusCapabilities = 1 << 4
+	configCapabilities = 0x34
+	vendorSpecific     = 0x09
+)
+
+// vgpu finds in a configuration space the vendor's capability by which a virtual
+// GPU makes itself known, "VF", and in it the record 0 with version and branch of
+// the driver on the host, ten characters each. The kernel shows only the first 64
+// bytes to the unprivileged: then there is none.
+func vgpu(config []byte) *gpu.VGPU {
+	if len(config) < 256 || config[configStatus]&statusCapabilities == 0 {
+		return nil
+	}
+	config = config[:256]
+	at := int(config[configCapabilities])
+	for range len(config) / 4 { // a list that runs in circles
+		if at == 0 || at+3 > len(config) {
+			return nil
+		}
+		if config[at] != vendorSpecific {
+			at = int(config[at+1])
+			continue
+		}
+		capability := config[at:min(at+int(config[at+2]), len(config))]
+		if len(capability) < 5 || string(capability[3:5]) != "VF" {
+			return nil
+		}
+		v := new(gpu.VGPU)
+		for records := capability[5:]; len(records) >= 2; {
+			if records[0] == 0 {
+				if len(records) >= 22 {
+					v.HostDriver, v.HostBranch = upToZero(records[2:12]), upToZero(records[12:22])
+				}
+				break
+			}
+			records = records[min(max(int(records[1]), 2), len(records)):]
+		}
+		return v
+	}
+	return nil
+}
+
+func upToZero(b []byte) string {
+	b, _, _ = bytes.Cut(b, []byte{0})
+	return string(b)
+}
