@@ -308,6 +308,13 @@ type Status struct {
 		Generation                   int
 	}
 	GPUs []GPUStatus
+	// Topology is how the GPUs are connected, by indices.
+	Topology struct {
+		// Joined are the sets that NVLink connects, largest first.
+		Joined [][]int
+		// Weak says in sentences where lanes are missing.
+		Weak []string
+	}
 	// Containers is the memory of containers by GPU.
 	Containers []ContainerStatus
 	Watchdog   struct {

@@ -38,6 +38,8 @@ type GPUInfo struct {
 	MemoryMiB, ReservedMiB int
 	TimeSlice              string
 	Lost                   bool
+	// NUMA is the node that the GPU is of.
+	NUMA int
 	// MIG is nil on a GPU that cannot have it.
 	MIG *MIGInfo
 }
@@ -95,7 +97,8 @@ type DriverOptions struct {
 	// Root is "/" for a driver that is installed on the node, or the directory
 	// that a driver container would have filled.
 	Root string
-	// Model is the product's name in the emulator, Count how many there are.
+	// Model is the product's name in the emulator, Count how many there are. Both
+	// may be left to a topology of World's.
 	Model string
 	Count int
 	// World is further YAML of the emulator's world.
@@ -103,7 +106,14 @@ type DriverOptions struct {
 }
 
 func (o DriverOptions) spec(seed string) []byte {
-	return fmt.Appendf(nil, "model: %s\ncount: %d\nseed: %s\n%s", o.Model, o.Count, seed, o.World)
+	spec := fmt.Appendf(nil, "seed: %s\n", seed)
+	if o.Model != "" {
+		spec = fmt.Appendf(spec, "model: %s\n", o.Model)
+	}
+	if o.Count > 0 {
+		spec = fmt.Appendf(spec, "count: %d\n", o.Count)
+	}
+	return append(spec, o.World...)
 }
 
 // LayDriver lays a driver into the node and starts its daemon.
@@ -112,39 +122,49 @@ func (n *Node) LayDriver(ctx context.Context, o DriverOptions) (*Driver, error) 
 	if err != nil {
 		return nil, fmt.Errorf("lay the driver: %w", err)
 	}
-	libraries, err := lib.Cached(ctx)
-	if err != nil {
-		return nil, fmt.Errorf("lay the driver: %w", err)
-	}
 	name := "driver" + strings.ReplaceAll(strings.TrimSuffix(o.Root, "/"), "/", "-")
 	world := filepath.Join(dir, name+".yaml")
 	if err := os.WriteFile(world, o.spec(n.Name+name), 0o644); err != nil {
 		return nil, fmt.Errorf("lay the driver: %w", err)
 	}
-	// The cache is at the same place inside the node.
-	emulator := n.kit.Bin("gpu-emulator")
-	install := []string{emulator, "install", "--root", "/", "--prefix", o.Root, "--libraries", libraries, "--world", world}
-	if o.Root == "/" {
-		install = append(install, "--proc") // the kernel's files have no other place
-	}
-	if _, err := n.Exec(ctx, install...); err != nil {
-		return nil, fmt.Errorf("lay the driver at %s: %w", o.Root, err)
-	}
 	d := &Driver{Root: o.Root, node: n, daemon: name, world: world, socket: filepath.Join(o.Root, "run/nvidia-persistenced/socket")}
-	if err := n.Start(ctx, name, emulator, "serve", "--world", world, "--socket", d.socket); err != nil {
+	if err := d.install(ctx); err != nil {
+		return nil, err
+	}
+	// The cache is at the same place inside the node.
+	if err := n.Start(ctx, name, n.kit.Bin("gpu-emulator"), "serve", "--world", world, "--socket", d.socket); err != nil {
 		return nil, fmt.Errorf("start the driver's daemon: %w", err)
 	}
 	err = Await(ctx, 20*time.Second, "the emulated driver", func(ctx context.Context) error { return d.refresh(ctx) })
 	return d, err
 }
 
-// Swap puts other hardware in the place of what there is: as many GPUs, of
-// another model, with UUIDs of their own. Nobody may use the driver meanwhile.
+// install lays the driver's files, and those of the kernel about its machine.
+func (d *Driver) install(ctx context.Context) error {
+	libraries, err := lib.Cached(ctx)
+	if err != nil {
+		return fmt.Errorf("lay the driver: %w", err)
+	}
+	command := []string{d.node.kit.Bin("gpu-emulator"), "install", "--root", "/", "--prefix", d.Root, "--libraries", libraries, "--world", d.world}
+	if d.Root == "/" {
+		command = append(command, "--proc") // the kernel's files have no other place
+	}
+	if _, err := d.node.Exec(ctx, command...); err != nil {
+		return fmt.Errorf("lay the driver at %s: %w", d.Root, err)
+	}
+	return nil
+}
+
+// Swap puts other hardware in the place of what there is, with UUIDs of its own.
+// Nobody may use the driver meanwhile.
 func (d *Driver) Swap(ctx context.Context, o DriverOptions) error {
 	if err := d.node.Stop(ctx, d.daemon); err != nil {
 		return fmt.Errorf("swap the GPUs: %w", err)
 	}
 	if err := os.WriteFile(d.world, o.spec(d.node.Name+d.daemon+o.Model), 0o644); err != nil {
+		return fmt.Errorf("swap the GPUs: %w", err)
+	}
+	if err := d.install(ctx); err != nil {
 		return fmt.Errorf("swap the GPUs: %w", err)
 	}
 	if err := d.node.StartAgain(ctx, d.daemon); err != nil {
@@ -323,6 +343,17 @@ func (d *Driver) LoadDriver(ctx context.Context, version string) error {
 		return err
 	}
 	return d.refresh(ctx)
+}
+
+// Link makes an NVLink lane of a GPU's fail, at both of its ends, or brings it
+// back; -1 is all of that GPU's.
+func (d *Driver) Link(ctx context.Context, index, link int, up bool) error {
+	args := []string{"--gpu", strconv.Itoa(index)}
+	if link >= 0 {
+		args = append(args, "--link", strconv.Itoa(link))
+	}
+	_, err := d.control(ctx, "link", append(args, map[bool]string{true: "up", false: "down"}[up])...)
+	return err
 }
 
 // Hang keeps calls of a name, or of a pattern such as nvmlDevice*, until

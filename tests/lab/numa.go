@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lab
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	podresources "k8s.io/kubelet/pkg/apis/podresources/v1"
+
+	"example.com/gpu-agent/tests/emulator/lib"
+)
+
+const (
+	// machine is where the emulated machine's own files lie in the node while
+	// the kubelet is shown them.
+	machine = "/run/machine"
+	// settings is what the kubelet reads beside its configuration.
+	settings = "/etc/kubernetes/kubelet.d/50-lab.conf"
+)
+
+// processors are the places of a machine's CPUs and NUMA nodes, from which a
+// kubelet learns of them.
+var processors = []string{"/sys/devices/system/node", "/sys/devices/system/cpu"}
+
+// aligned are the settings of a kubelet that gives whole CPUs to those who ask for
+// them, and refuses a container whose CPUs and devices would not be of one NUMA
+// node. The first CPU is everybody's.
+const aligned = `apiVersion: kubelet.config.k8s.io/v1beta1
+kind: KubeletConfiguration
+topologyManagerPolicy: single-numa-node
+cpuManagerPolicy: static
+reservedSystemCPUs: "0"
+`
+
+// Align shows the kubelet the CPUs and NUMA nodes of a driver's machine, whose
+// world has to state them, in the place of this machine's, and starts it anew as
+// one that aligns CPUs and devices. Containers have the CPUs that there are:
+// what they were given is RunningPod.Given. Nobody may have a pod meanwhile.
+func (n *Node) Align(ctx context.Context, d *Driver) error {
+	libraries, err := lib.Cached(ctx)
+	if err != nil {
+		return fmt.Errorf("align: %w", err)
+	}
+	if _, err := n.Exec(ctx, n.kit.Bin("gpu-emulator"), "install", "--root", machine, "--libraries", libraries, "--world", d.world); err != nil {
+		return fmt.Errorf("align: lay the machine: %w", err)
+	}
+	for _, at := range processors {
+		if _, err := n.Exec(ctx, "mount", "--bind", machine+at, at); err != nil {
+			return fmt.Errorf("align: show the machine's CPUs: %w", err)
+		}
+	}
+	if _, err := n.cluster(ctx, nil, "cpusets", "drop"); err != nil {
+		return fmt.Errorf("align: %w", err)
+	}
+	return n.setKubelet(ctx, aligned)
+}
+
+// Unalign gives the kubelet its usual settings and this machine's CPUs again.
+func (n *Node) Unalign(ctx context.Context) error {
+	for _, at := range processors {
+		if _, err := n.Exec(ctx, "umount", at); err != nil {
+			return fmt.Errorf("show this machine's CPUs again: %w", err)
+		}
+	}
+	if err := n.setKubelet(ctx, ""); err != nil {
+		return err
+	}
+	if _, err := n.cluster(ctx, nil, "cpusets", "keep"); err != nil {
+		return err
+	}
+	return os.RemoveAll(n.File(machine))
+}
+
+// setKubelet starts the kubelet anew with settings beside its configuration.
+func (n *Node) setKubelet(ctx context.Context, config string) error {
+	return n.restartKubelet(ctx, func(ctx context.Context, process string) error {
+		if err := n.Stop(ctx, process); err != nil {
+			return err
+		}
+		// A kubelet refuses to start upon the state of one with another policy, or
+		// on another machine.
+		gone := []string{"/var/lib/kubelet/cpu_manager_state", "/var/lib/kubelet/memory_manager_state"}
+		if config == "" {
+			gone = append(gone, settings)
+		} else if err := os.WriteFile(n.File(settings), []byte(config), 0o600); err != nil {
+			return fmt.Errorf("set the kubelet: %w", err)
+		}
+		for _, file := range gone {
+			if err := os.Remove(n.File(file)); err != nil && !errors.Is(err, os.ErrNotExist) {
+				return fmt.Errorf("set the kubelet: %w", err)
+			}
+		}
+		return nil
+	})
+}
+
+// Given is what the kubelet has given to a container, by its own word.
+type Given struct {
+	// CPUs are those that nobody else has, by number; none where the container
+	// shares.
+	CPUs []int
+	// Devices are IDs by resource, sorted.
+	Devices map[string][]string
+	// NUMA is, by resource, the NUMA nodes that the kubelet believes the devices
+	// are of, sorted; none where nobody has told it.
+	NUMA map[string][]int
+}
+
+// Given asks the kubelet what it has given to a container.
+func (p *RunningPod) Given(ctx context.Context, container string) (Given, error) {
+	if container == "" {
+		container = "main"
+	}
+	socket := p.node.File(filepath.Join("/var/lib/kubelet", "pod-resources", "kubelet.sock"))
+	conn, err := grpc.NewClient("unix:"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithAuthority("localhost"))
+	if err != nil {
+		return Given{}, fmt.Errorf("ask what pod %s was given: %w", p.Name, err)
+	}
+	defer conn.Close()
+	answer, err := podresources.NewPodResourcesListerClient(conn).List(ctx, &podresources.ListPodResourcesRequest{})
+	if err != nil {
+		return Given{}, fmt.Errorf("ask what pod %s was given: %w", p.Name, err)
+	}
+	for _, pod := range answer.GetPodResources() {
+		if pod.GetNamespace() != PodNamespace || pod.GetName() != p.Name {
+			continue
+		}
+		for _, c := range pod.GetContainers() {
+			if c.GetName() == container {
+				return given(c), nil
+			}
+		}
+	}
+	return Given{}, fmt.Errorf("ask what pod %s was given: the kubelet does not name its container %s", p.Name, container)
+}
+
+func given(c *podresources.ContainerResources) Given {
+	g := Given{Devices: map[string][]string{}, NUMA: map[string][]int{}}
+	for _, cpu := range c.GetCpuIds() {
+		g.CPUs = append(g.CPUs, int(cpu))
+	}
+	slices.Sort(g.CPUs)
+	for _, d := range c.GetDevices() {
+		name := d.GetResourceName()
+		g.Devices[name] = append(g.Devices[name], d.GetDeviceIds()...)
+		for _, node := range d.GetTopology().GetNodes() {
+			g.NUMA[name] = append(g.NUMA[name], int(node.GetID()))
+		}
+	}
+	for name := range g.Devices {
+		slices.Sort(g.Devices[name])
+		slices.Sort(g.NUMA[name])
+		g.NUMA[name] = slices.Compact(g.NUMA[name])
+	}
+	return g
+}
