@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -110,34 +109,6 @@ func (c *Client) RemoveCondition(ctx context.Context, kind string) error {
 	return nil
 }
 
-// mayWrite refuses what the admission policy would.
-func (c *Client) mayWrite(kind string) error {
-	if name, ok := strings.CutPrefix(kind, c.options.Domain+"/"); !ok || name == "" {
-		return fmt.Errorf("condition %q is not below %s/, and not the agent's to write", kind, c.options.Domain)
-	}
-	return nil
-}
-
-// lastNode is what the server said last of the Node; where no watch has spoken
-// yet, what it says now. It is nil while there is none.
-func (c *Client) lastNode(ctx context.Context) (*Node, error) {
-	c.mu.Lock()
-	node := c.node
-	c.mu.Unlock()
-	if node != nil {
-		return node, nil
-	}
-	t := target{nodes, "", c.options.NodeName}
-	_, err := c.list(ctx, t, func(object *unstructured.Unstructured) {
-		if object != nil {
-			now := readNode(object)
-			node = &now
-		}
-	})
-	c.note(ctx, "list", t.resource.Resource, t.String(), err)
-	return node, err
-}
-
 // patchCondition sends one element of status.conditions. The API merges that
 // list by type where the patch is a strategic one; a merge patch would replace
 // the whole list, and with it what the kubelet wrote meanwhile.
@@ -146,16 +117,8 @@ func (c *Client) patchCondition(ctx context.Context, element map[string]any) err
 	if err != nil {
 		return fmt.Errorf("encode the patch: %w", err)
 	}
-	bounded, cancel := context.WithTimeout(ctx, c.timing.request)
-	defer cancel()
-	object, err := c.api.Resource(nodes).Patch(bounded, c.options.NodeName, types.StrategicMergePatchType, body,
-		metav1.PatchOptions{FieldManager: "gpu-agent"}, "status")
-	c.note(ctx, "patch", nodes.Resource+"/status", c.options.NodeName, err)
-	if err != nil {
-		return err
-	}
-	c.remember(object)
-	return nil
+	_, err = c.patchNode(ctx, types.StrategicMergePatchType, body, metav1.PatchOptions{FieldManager: manager}, "status")
+	return err
 }
 
 // condition finds one by its type among all that the Node has.

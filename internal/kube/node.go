@@ -6,20 +6,87 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"strings"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/resourceversion"
 )
 
+// manager is the agent's name among the managers of its Node's fields.
+const manager = "gpu-agent"
+
+// lastNode is what the server said last of the Node; where no watch has spoken
+// yet, what it says now. It is nil while there is none.
+func (c *Client) lastNode(ctx context.Context) (*Node, error) {
+	c.mu.Lock()
+	node := c.node
+	c.mu.Unlock()
+	if node != nil {
+		return node, nil
+	}
+	return c.listNode(ctx)
+}
+
+// listNode is what the server says of the Node now.
+func (c *Client) listNode(ctx context.Context) (node *Node, err error) {
+	t := target{nodes, "", c.options.NodeName}
+	_, err = c.list(ctx, t, func(object *unstructured.Unstructured) {
+		if object != nil {
+			now := readNode(object)
+			node = &now
+		}
+	})
+	c.note(ctx, "list", t.resource.Resource, t.String(), err)
+	return node, err
+}
+
+// patchNode makes one request and remembers the answer.
+func (c *Client) patchNode(ctx context.Context, kind types.PatchType, body []byte, o metav1.PatchOptions, subresources ...string) (*Node, error) {
+	bounded, cancel := context.WithTimeout(ctx, c.timing.request)
+	defer cancel()
+	object, err := c.api.Resource(nodes).Patch(bounded, c.options.NodeName, kind, body, o, subresources...)
+	resource := strings.Join(append([]string{nodes.Resource}, subresources...), "/")
+	trouble := err
+	if apierrors.IsConflict(err) {
+		trouble = nil // an answer, and in the nature of the request
+	}
+	c.note(ctx, "patch", resource, c.options.NodeName, trouble)
+	if err != nil {
+		return nil, err
+	}
+	node := readNode(object)
+	c.remember(&node)
+	return &node, nil
+}
+
+// remember takes the answer to a patch for what the server said last, but only
+// where a watch will correct it, and only if the watch was not faster: a wrong
+// memory would suppress a write.
+func (c *Client) remember(patched *Node) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.node == nil {
+		return
+	}
+	if order, err := resourceversion.CompareResourceVersion(patched.version, c.node.version); err == nil && order > 0 {
+		c.node = patched
+	}
+}
+
+// mayWrite refuses what the admission policy would.
+func (c *Client) mayWrite(name string) error {
+	if rest, ok := strings.CutPrefix(name, c.options.Domain+"/"); !ok || rest == "" {
+		return fmt.Errorf("%q is not below %s/, and not the agent's to write", name, c.options.Domain)
+	}
+	return nil
+}
+
 // PatchNode sets labels and annotations of the agent's Node; a nil value
 // deletes the key. Keys that already are as wanted, by what the server said
-// last, are left out, and where none remains no request is made: calling it
-// again with the same maps is free. Keys not named stay as they are.
-//
-// The server's refusal or absence is returned; the caller tries again when it
-// next has reason to.
+// last, are left out, and where none remains no request is made.
 func (c *Client) PatchNode(ctx context.Context, labels, annotations map[string]*string) error {
 	c.mu.Lock()
 	node := c.node
@@ -41,31 +108,10 @@ func (c *Client) PatchNode(ctx context.Context, labels, annotations map[string]*
 	if err != nil {
 		return fmt.Errorf("encode the patch of node %s: %w", c.options.NodeName, err)
 	}
-	bounded, cancel := context.WithTimeout(ctx, c.timing.request)
-	defer cancel()
-	object, err := c.api.Resource(nodes).Patch(bounded, c.options.NodeName, types.MergePatchType, body,
-		metav1.PatchOptions{FieldManager: "gpu-agent"})
-	c.note(ctx, "patch", nodes.Resource, c.options.NodeName, err)
-	if err != nil {
+	if _, err := c.patchNode(ctx, types.MergePatchType, body, metav1.PatchOptions{FieldManager: manager}); err != nil {
 		return fmt.Errorf("patch node %s: %w", c.options.NodeName, err)
 	}
-	c.remember(object)
 	return nil
-}
-
-// remember takes the answer to a patch for what the server said last, but only
-// where a watch will correct it, and only if the watch was not faster: a wrong
-// memory would suppress a write.
-func (c *Client) remember(object *unstructured.Unstructured) {
-	patched := readNode(object)
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.node == nil {
-		return
-	}
-	if order, err := resourceversion.CompareResourceVersion(patched.version, c.node.version); err == nil && order > 0 {
-		c.node = &patched
-	}
 }
 
 func differing(want map[string]*string, have map[string]string) map[string]*string {

@@ -37,6 +37,8 @@ type Node struct {
 	Conditions []Condition
 
 	version string
+	// labels and annotations have the managers of each key.
+	labels, annotations owners
 }
 
 // WatchConfigMap follows a ConfigMap until ctx ends, which is the only error it
@@ -75,9 +77,9 @@ func (c *Client) WatchConfigMap(ctx context.Context, namespace, name string, fn 
 // WatchNode follows the agent's Node until ctx ends, which is the only error
 // that it returns. fn is called with the first word that the server gives, and
 // then whenever a label, an annotation or a condition under the domain, or the
-// scheduling of the node differs from the last call's. Changes made through
-// PatchNode and SetCondition are such changes. A Node that is not there is not reported: a kubelet that is
-// alive makes it again.
+// scheduling of the node differs from the last call's. Changes made through Mark
+// and SetCondition are such changes. A Node that is not there is not reported: a
+// kubelet that is alive makes it again.
 func (c *Client) WatchNode(ctx context.Context, fn func(Node)) error {
 	var last Node
 	told := false
@@ -108,8 +110,10 @@ func (c *Client) WatchNode(ctx context.Context, fn func(Node)) error {
 
 func readNode(object *unstructured.Unstructured) Node {
 	unschedulable, _, _ := unstructured.NestedBool(object.Object, "spec", "unschedulable")
-	return Node{Labels: object.GetLabels(), Annotations: object.GetAnnotations(),
+	n := Node{Labels: object.GetLabels(), Annotations: object.GetAnnotations(),
 		Unschedulable: unschedulable, Conditions: readConditions(object), version: object.GetResourceVersion()}
+	n.labels, n.annotations = readOwners(object)
+	return n
 }
 
 func (c *Client) own(annotations map[string]string) map[string]string {

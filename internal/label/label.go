@@ -197,7 +197,6 @@ func number(n uint64) string {
 	return strconv.FormatUint(n, 10)
 }
 
-
 // maxValue is what the API takes of a label's value.
 const maxValue = 63
 

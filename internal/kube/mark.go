@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"strings"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// markTries is how often a request is made anew because the Node has changed
+// under it. A kubelet writes to it every few seconds at most.
+const markTries = 5
+
+// Marks are all that the agent has to say in the metadata of its Node.
+type Marks struct {
+	// Labels and Annotations are the agent's own, below Options.Domain. Whoever
+	// else writes them is overruled.
+	Labels, Annotations map[string]string
+	// Guests are labels below other domains. Each is written only while nobody
+	// else has it, and left to whoever takes it.
+	Guests map[string]string
+	// KeepLabels leaves standing the labels that the agent wrote before and does
+	// not name here: for when it cannot tell what they should be.
+	KeepLabels bool
+}
+
+// Mark makes the Node's metadata say what m says, in one request; what the agent
+// wrote before and m does not name goes, unless it is to be kept. Where by what the
+// server said last all is so, no request is made: calling it again is free.
+//
+// The server's refusal or absence, and that of the Node, is returned; the caller
+// tries again when it next has reason to.
+func (c *Client) Mark(ctx context.Context, m Marks) error {
+	if err := c.mark(ctx, m); err != nil {
+		return fmt.Errorf("mark node %s: %w", c.options.NodeName, err)
+	}
+	return nil
+}
+
+func (c *Client) mark(ctx context.Context, m Marks) error {
+	for _, own := range []map[string]string{m.Labels, m.Annotations} {
+		for key := range own {
+			if err := c.mayWrite(key); err != nil {
+				return err
+			}
+		}
+	}
+	node, err := c.lastNode(ctx)
+	for try := 1; ; try++ {
+		if err == nil && node == nil {
+			err = errors.New("the API server has no Node of this name")
+		}
+		if err != nil {
+			return err
+		}
+		node, err = c.applyMarks(ctx, node, m)
+		if err == nil || !apierrors.IsConflict(err) || try == markTries {
+			return err
+		}
+		node, err = c.listNode(ctx)
+	}
+}
+
+// applyMarks makes the request that a Node needs, if any. Whether a guest is free
+// was judged on that Node, so the server is asked to refuse where it has another
+// by now: then no label of somebody else's is ever hit by the force that the
+// agent's own need.
+func (c *Client) applyMarks(ctx context.Context, node *Node, m Marks) (*Node, error) {
+	labels, annotations := c.wanted(node, m)
+	if node.labels.has(labels, node.Labels) && node.annotations.has(annotations, node.Annotations) {
+		return node, nil
+	}
+	body, err := json.Marshal(map[string]any{"apiVersion": "v1", "kind": "Node", "metadata": map[string]any{
+		"name": c.options.NodeName, "resourceVersion": node.version, "labels": labels, "annotations": annotations}})
+	if err != nil {
+		return nil, fmt.Errorf("encode the request: %w", err)
+	}
+	force := true
+	after, err := c.patchNode(ctx, types.ApplyPatchType, body, metav1.PatchOptions{FieldManager: manager, Force: &force})
+	if err != nil {
+		return nil, err
+	}
+	// What somebody else wrote too with the same value does not go with the last
+	// word of one of them. Below the agent's domain it is the agent that decides.
+	gone := map[string]any{}
+	c.left(gone, "labels", node.labels, labels, after.Labels)
+	c.left(gone, "annotations", node.annotations, annotations, after.Annotations)
+	if len(gone) == 0 {
+		return after, nil
+	}
+	if body, err = json.Marshal(map[string]any{"metadata": gone}); err != nil {
+		return nil, fmt.Errorf("encode the request: %w", err)
+	}
+	return c.patchNode(ctx, types.MergePatchType, body, metav1.PatchOptions{FieldManager: manager})
+}
+
+// wanted is what the agent writes on a Node.
+func (c *Client) wanted(node *Node, m Marks) (labels, annotations map[string]string) {
+	labels, annotations = map[string]string{}, map[string]string{}
+	if m.KeepLabels {
+		for key, owner := range node.labels {
+			if value, there := node.Labels[key]; there && owner.agent {
+				labels[key] = value
+			}
+		}
+	}
+	for key, value := range m.Guests {
+		if node.labels.free(key, node.Labels) {
+			labels[key] = value
+		}
+	}
+	maps.Copy(labels, m.Labels)
+	maps.Copy(annotations, m.Annotations)
+	return labels, annotations
+}
+
+// left adds to a merge patch the keys below the agent's domain that were its own
+// before, that it does not want, and that are there still.
+func (c *Client) left(patch map[string]any, field string, before owners, want, after map[string]string) {
+	gone := map[string]any{}
+	for key, o := range before {
+		_, wanted := want[key]
+		_, there := after[key]
+		if o.agent && !wanted && there && c.mayWrite(key) == nil {
+			gone[key] = nil
+		}
+	}
+	if len(gone) > 0 {
+		patch[field] = gone
+	}
+}
+
+// owners says for each key of a map in a Node's metadata who manages it; a key
+// that nobody manages is not in it.
+type owners map[string]owner
+
+// owner: agent by applying it; others by any means, an older agent's included.
+type owner struct{ agent, applied, others bool }
+
+// free says whether a key is nobody's, or the agent's alone.
+func (o owners) free(key string, have map[string]string) bool {
+	_, there := have[key]
+	return !there || o[key].applied && !o[key].others
+}
+
+// has says whether exactly these are the agent's, with these values.
+func (o owners) has(want, have map[string]string) bool {
+	for key, value := range want {
+		if now, there := have[key]; !there || now != value || !o[key].applied {
+			return false
+		}
+	}
+	for key, owner := range o {
+		if _, wanted := want[key]; owner.agent && !wanted {
+			return false
+		}
+	}
+	return true
+}
+
+// readOwners finds who manages a Node's labels and annotations.
+func readOwners(object *unstructured.Unstructured) (labels, annotations owners) {
+	labels, annotations = owners{}, owners{}
+	for _, entry := range object.GetManagedFields() {
+		if entry.FieldsV1 == nil {
+			continue
+		}
+		var fields struct {
+			Metadata struct {
+				Labels      map[string]json.RawMessage `json:"f:labels"`
+				Annotations map[string]json.RawMessage `json:"f:annotations"`
+			} `json:"f:metadata"`
+		}
+		if json.Unmarshal(entry.FieldsV1.Raw, &fields) != nil {
+			continue
+		}
+		for _, each := range []struct {
+			keys map[string]json.RawMessage
+			into owners
+		}{{fields.Metadata.Labels, labels}, {fields.Metadata.Annotations, annotations}} {
+			for name := range each.keys {
+				key, ok := strings.CutPrefix(name, "f:")
+				if !ok {
+					continue
+				}
+				o := each.into[key]
+				switch {
+				case entry.Manager != manager:
+					o.others = true
+				case entry.Operation == metav1.ManagedFieldsOperationApply:
+					o.agent, o.applied = true, true
+				default:
+					o.agent = true
+				}
+				each.into[key] = o
+			}
+		}
+	}
+	return labels, annotations
+}

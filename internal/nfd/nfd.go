@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nfd
+
+import (
+	"bufio"
+	"bytes"
+	"errors"
+	"fmt"
+	"io/fs"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+)
+
+// Dir is where Node Feature Discovery looks on a node, unless it is told
+// otherwise.
+const Dir = "/etc/kubernetes/node-feature-discovery/features.d"
+
+// file is the agent's own in the directory, and temporary the name that it has
+// while it is written: files that begin with a dot are not read.
+const (
+	file      = "gpu-agent"
+	temporary = ".gpu-agent.tmp"
+)
+
+// maxSize is the largest file that Node Feature Discovery reads.
+const maxSize = 64 << 10
+
+// Features is what the agent has to say.
+type Features struct {
+	// Labels are the agent's own.
+	Labels map[string]string
+	// Guests are labels of others' domains. One is written only where no other
+	// file in the directory names it, and where the Node does not have it already
+	// by somebody else's hand.
+	Guests map[string]string
+	// Node is the labels that the Node has; nil where that is not known.
+	Node map[string]string
+	// Keep leaves standing what the file says and Labels and Guests do not name:
+	// for when nobody can tell what they should be.
+	Keep bool
+}
+
+// Write makes the agent's file in dir say what f says, whole or not at all: a
+// reader sees the old file or the new one. A file that says so already is not
+// touched. The directory must be there: without Node Feature Discovery nobody
+// would read it.
+func Write(dir string, f Features) error {
+	path := filepath.Join(dir, file)
+	old, err := os.ReadFile(path)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("read the features file: %w", err)
+	}
+	before := parse(old)
+	others, err := named(dir)
+	if err != nil {
+		return err
+	}
+	want := map[string]string{}
+	if f.Keep {
+		maps.Copy(want, before)
+	}
+	for key, value := range f.Guests {
+		_, mine := before[key]
+		_, there := f.Node[key]
+		if others[key] || there && !mine {
+			delete(want, key)
+			continue
+		}
+		want[key] = value
+	}
+	maps.Copy(want, f.Labels)
+	text, err := print(want)
+	if err != nil {
+		return err
+	}
+	if old != nil && bytes.Equal(old, text) {
+		return nil
+	}
+	if err := replace(dir, path, text); err != nil {
+		return fmt.Errorf("write the features file: %w", err)
+	}
+	return nil
+}
+
+// Remove takes the agent's file away, and what a write that was cut short has
+// left. None there is no error.
+func Remove(dir string) error {
+	for _, name := range []string{file, temporary} {
+		if err := os.Remove(filepath.Join(dir, name)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return fmt.Errorf("remove the features file: %w", err)
+		}
+	}
+	return nil
+}
+
+// print is the file's text: a line for each label, in the order of the keys.
+func print(labels map[string]string) ([]byte, error) {
+	var b bytes.Buffer
+	for _, key := range slices.Sorted(maps.Keys(labels)) {
+		value := labels[key]
+		if key == "" || strings.ContainsAny(key+value, "=\n#") {
+			return nil, fmt.Errorf("label %q with value %q cannot stand in a features file", key, value)
+		}
+		fmt.Fprintf(&b, "%s=%s\n", key, value)
+	}
+	if b.Len() > maxSize {
+		return nil, fmt.Errorf("the labels take %d bytes, and a features file has %d at most", b.Len(), maxSize)
+	}
+	return b.Bytes(), nil
+}
+
+// parse reads labels as Node Feature Discovery does.
+func parse(text []byte) map[string]string {
+	out := map[string]string{}
+	for lines := bufio.NewScanner(bytes.NewReader(text)); lines.Scan(); {
+		line := strings.TrimSpace(lines.Text())
+		if line == "" || line[0] == '#' {
+			continue
+		}
+		key, value, ok := strings.Cut(line, "=")
+		if !ok {
+			value = "true"
+		}
+		out[key] = value
+	}
+	return out
+}
+
+// named are the keys that other programs' files in the directory have.
+func named(dir string) (map[string]bool, error) {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, fmt.Errorf("look for features files (is Node Feature Discovery there?): %w", err)
+	}
+	out := map[string]bool{}
+	for _, e := range entries {
+		if e.Name() == file || e.Name()[0] == '.' || !e.Type().IsRegular() {
+			continue
+		}
+		if info, err := e.Info(); err != nil || info.Size() > maxSize {
+			continue
+		}
+		text, err := os.ReadFile(filepath.Join(dir, e.Name()))
+		if err != nil {
+			continue // it has gone, or nobody can read it
+		}
+		for key := range parse(text) {
+			out[key] = true
+		}
+	}
+	return out, nil
+}
+
+// replace writes beside the file and renames.
+func replace(dir, path string, text []byte) error {
+	beside := filepath.Join(dir, temporary)
+	f, err := os.OpenFile(beside, os.O_CREATE|os.O_WRONLY|os.O_TRUNC, 0o644)
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(text)
+	if err = errors.Join(err, f.Sync(), f.Close()); err == nil {
+		err = os.Rename(beside, path)
+	}
+	if err != nil {
+		os.Remove(beside)
+	}
+	return err
+}
