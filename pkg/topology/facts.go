@@ -3,7 +3,10 @@
 package topology
 
 import (
+	"cmp"
 	"fmt"
+	"maps"
+	"slices"
 
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -12,30 +15,205 @@ import (
 // through a switch or over each other: the largest first, then in the node's
 // order. GPUs with a fault are left out.
 func (g *Graph) Joined() [][]gpu.UUID {
-	return nil
+	var sets [][]gpu.UUID
+	for _, members := range g.joined() {
+		set := make([]gpu.UUID, len(members))
+		for i, at := range members {
+			set[i] = g.inv.GPUs[at].UUID
+		}
+		sets = append(sets, set)
+	}
+	return sets
 }
 
-// Weakness is a connection with fewer lanes than its like on this node: a link
-// is down.
+// joined is Joined by places in the inventory.
+func (g *Graph) joined() [][]int {
+	var sets [][]int
+	seen := make([]bool, len(g.pairs))
+	for i := range g.pairs {
+		if seen[i] || g.broken(i) {
+			continue
+		}
+		seen[i] = true
+		set := []int{i}
+		for k := 0; k < len(set); k++ {
+			for j := range g.pairs {
+				if !seen[j] && !g.broken(j) && g.pairs[set[k]][j].Linked() {
+					seen[j] = true
+					set = append(set, j)
+				}
+			}
+		}
+		if len(set) > 1 {
+			slices.Sort(set)
+			sets = append(sets, set)
+		}
+	}
+	slices.SortStableFunc(sets, func(a, b []int) int { return cmp.Compare(len(b), len(a)) })
+	return sets
+}
+
+func (g *Graph) broken(i int) bool {
+	d := &g.inv.GPUs[i]
+	return d.Fault != "" || d.Gone
+}
+
+// Weakness is a GPU, or a pair of them, with fewer lanes than its like on this
+// node: a link is down.
 type Weakness struct {
-	// GPU and To are its ends, with their indices; To is empty and ToIndex -1
-	// where it goes to a switch.
-	GPU, To        gpu.UUID
-	Index, ToIndex int
+	GPU   gpu.UUID
+	Index int
+	// To is the other end, with its index. It is empty where Switch is set, and
+	// where it cannot be told which of the GPU's links is down: then the lanes are
+	// all of the GPU.
+	To      gpu.UUID
+	ToIndex int
+	Switch  bool
 	// Lanes work, Of should.
 	Lanes, Of int
 }
 
 // String is the weakness as a sentence for people.
 func (w Weakness) String() string {
-	to := "the NVSwitch"
-	if w.To != "" {
-		to = fmt.Sprintf("GPU %d", w.ToIndex)
+	to := ""
+	switch {
+	case w.Switch:
+		to = " to the NVSwitch"
+	case w.To != "":
+		to = fmt.Sprintf(" to GPU %d", w.ToIndex)
 	}
-	return fmt.Sprintf("GPU %d has %d of %d NVLink lanes to %s", w.Index, w.Lanes, w.Of, to)
+	return fmt.Sprintf("GPU %d has %d of %d NVLink lanes%s", w.Index, w.Lanes, w.Of, to)
 }
 
-// Weak returns what has fewer lanes than its like, in the node's order.
+// Weak returns what has fewer lanes than its like, in the node's order. How
+// many there should be is not known of any board; it is seen by comparison with
+// the GPUs of the same model:
+//
+//   - to a switch, a GPU should have as many lanes as the one with most has, if it
+//     has no direct links,
+//   - a direct link should have at both ends what it has at either,
+//   - a GPU with direct links should have as many lanes as the one with most has,
+//     if half of them have that many. The link that is down is between two that
+//     lack some; where it has no lane left, more than half must have all of theirs.
+//     A GPU without any lane may have been built so.
+//
+// A node whose GPUs are joined in an uneven way has no like to compare with.
+// GPUs with a fault are left out, and so are those in MIG mode, which do not use
+// their links.
 func (g *Graph) Weak() []Weakness {
-	return nil
+	var out []Weakness
+	byModel := make(map[string][]int)
+	for i := range g.inv.GPUs {
+		if d := &g.inv.GPUs[i]; !g.broken(i) && !d.MIG.Enabled {
+			byModel[d.Model] = append(byModel[d.Model], i)
+		}
+	}
+	for _, model := range slices.Sorted(maps.Keys(byModel)) {
+		like := byModel[model]
+		out = append(out, g.weakToSwitch(like)...)
+		out = append(out, g.weakDirect(like)...)
+	}
+	slices.SortStableFunc(out, func(a, b Weakness) int {
+		return cmp.Or(cmp.Compare(g.at[a.GPU], g.at[b.GPU]), cmp.Compare(g.at[a.To], g.at[b.To]))
+	})
+	return out
+}
+
+func (g *Graph) weakToSwitch(like []int) (out []Weakness) {
+	most := 0
+	for _, i := range like {
+		most = max(most, g.ends[i][i].count)
+	}
+	for _, i := range like {
+		// A GPU with direct links is joined in another way.
+		if n := g.ends[i][i].count; n < most && g.directLanes(i) == 0 {
+			out = append(out, Weakness{GPU: g.inv.GPUs[i].UUID, Index: g.inv.GPUs[i].Index, Switch: true, Lanes: n, Of: most})
+		}
+	}
+	return out
+}
+
+func (g *Graph) weakDirect(like []int) (out []Weakness) {
+	pair := func(i, j, lanes, of int) {
+		out = append(out, Weakness{
+			GPU: g.inv.GPUs[i].UUID, Index: g.inv.GPUs[i].Index,
+			To: g.inv.GPUs[j].UUID, ToIndex: g.inv.GPUs[j].Index, Lanes: lanes, Of: of,
+		})
+	}
+	// What an end tells of is accounted for, and does not count as lacking.
+	total := make(map[int]int)
+	for a, i := range like {
+		total[i] += g.directLanes(i)
+		for _, j := range like[a+1:] {
+			less, more := g.ends[i][j].count, g.ends[j][i].count
+			if less, more = min(less, more), max(less, more); less > 0 && less < more {
+				pair(i, j, less, more)
+				total[i] += more - less
+				total[j] += more - less
+			}
+		}
+	}
+	most, have, linked := 0, 0, 0
+	for _, n := range total {
+		if n > 0 {
+			linked++
+		}
+		if n == most {
+			have++
+		} else if n > most {
+			most, have = n, 1
+		}
+	}
+	if 2*have < linked {
+		return out
+	}
+	var lacking []int
+	for _, i := range like {
+		if total[i] > 0 && total[i] < most {
+			lacking = append(lacking, i)
+		}
+	}
+	// far is who lacks the other end of what i lacks, if that is clear.
+	far := func(i int) int {
+		var to, none []int
+		for _, j := range lacking {
+			switch {
+			case j == i:
+			case g.pairs[i][j].NVLink > 0:
+				to = append(to, j)
+			case 2*have > linked:
+				none = append(none, j)
+			}
+		}
+		if len(to) == 0 {
+			to = none
+		}
+		if len(to) != 1 {
+			return -1
+		}
+		return to[0]
+	}
+	for _, i := range lacking {
+		switch j := far(i); {
+		case j < 0 || far(j) != i:
+			if 2*have > linked {
+				out = append(out, Weakness{GPU: g.inv.GPUs[i].UUID, Index: g.inv.GPUs[i].Index, Lanes: total[i], Of: most})
+			}
+		case i < j:
+			lanes := g.pairs[i][j].NVLink
+			pair(i, j, lanes, lanes+min(most-total[i], most-total[j]))
+		}
+	}
+	return out
+}
+
+// directLanes is how many lanes a GPU has to others without a switch.
+func (g *Graph) directLanes(i int) int {
+	n := 0
+	for j, p := range g.pairs[i] {
+		if j != i && !p.Switch {
+			n += p.NVLink
+		}
+	}
+	return n
 }

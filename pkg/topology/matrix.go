@@ -3,7 +3,11 @@
 package topology
 
 import (
+	"fmt"
 	"io"
+	"strconv"
+	"strings"
+	"unicode/utf8"
 
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -44,14 +48,169 @@ type MatrixNIC struct {
 	Active bool     `json:"active"`
 }
 
-// Matrix returns what people look at.
+// Matrix returns what people look at. It shares nothing with the graph that
+// changes.
 func (g *Graph) Matrix() Matrix {
-	return Matrix{}
+	m := Matrix{GPUs: []MatrixGPU{}, NUMA: g.inv.NUMA, Cells: [][]string{}}
+	var places []place
+	for i := range g.inv.GPUs {
+		d := &g.inv.GPUs[i]
+		m.GPUs = append(m.GPUs, MatrixGPU{Index: d.Index, UUID: d.UUID, PCI: d.PCI, NUMA: d.NUMA, CPUs: d.CPUs})
+		places = append(places, placeOf(d))
+		if g.ends[i][i].sw && !g.broken(i) {
+			m.Switched = append(m.Switched, d.Index)
+		}
+	}
+	for i := range g.inv.NICs {
+		n := &g.inv.NICs[i]
+		m.NICs = append(m.NICs, MatrixNIC{Name: n.Name, Kind: n.Kind, PCI: n.PCI, NUMA: n.NUMA, Active: n.Active})
+		places = append(places, placeOfNIC(n))
+	}
+	for i, a := range places {
+		row := make([]string, len(places))
+		for j, b := range places {
+			switch {
+			case i == j:
+				row[j] = LevelSelf.String()
+			case i < len(g.pairs) && j < len(g.pairs):
+				row[j] = g.pairs[i][j].cell()
+			default:
+				row[j] = g.level(a, b).String()
+			}
+		}
+		m.Cells = append(m.Cells, row)
+	}
+	for _, set := range g.joined() {
+		indices := make([]int, len(set))
+		for i, at := range set {
+			indices[i] = g.inv.GPUs[at].Index
+		}
+		m.Joined = append(m.Joined, indices)
+	}
+	for _, w := range g.Weak() {
+		m.Weak = append(m.Weak, w.String())
+	}
+	return m
 }
+
+// cell is a pair's word in the matrix.
+func (p Pair) cell() string {
+	switch {
+	case p.NVLink > 0:
+		return "NV" + strconv.Itoa(p.NVLink)
+	case p.Switch:
+		return "NV"
+	}
+	return p.Level.String()
+}
+
+// legend explains the words of cells.
+const legend = `
+Legend:
+
+  X    the device itself
+  SYS  over PCIe and from one NUMA node to another
+  NODE over PCIe and from one host bridge to another of the same NUMA node
+  PHB  over PCIe and the host bridge that both hang on
+  PXB  over several PCIe switches, but no host bridge
+  PIX  over one PCIe switch or bridge
+  NV#  over # NVLink lanes
+`
 
 // WriteText writes the matrix as people know it from `nvidia-smi topo -m`: GPUs
 // and network cards in rows and columns, with the CPUs and the NUMA node of each
-// GPU, a legend, and what is weak. Columns are aligned by spaces.
+// GPU, a legend, the network cards' names, what NVLink joins and what is weak.
+// Columns are aligned by spaces.
 func (m Matrix) WriteText(w io.Writer) error {
-	return nil
+	header := []string{""}
+	for _, d := range m.GPUs {
+		header = append(header, fmt.Sprintf("GPU%d", d.Index))
+	}
+	for i := range m.NICs {
+		header = append(header, fmt.Sprintf("NIC%d", i))
+	}
+	table := [][]string{append(header, "CPU Affinity", "NUMA Affinity")}
+	unknown := false
+	for i, cells := range m.Cells {
+		row := []string{header[i+1]}
+		for j, c := range cells {
+			unknown = unknown || c == LevelUnknown.String()
+			if i == j {
+				c = " " + c
+			}
+			row = append(row, c)
+		}
+		if i < len(m.GPUs) {
+			cpus := m.GPUs[i].CPUs
+			if cpus == "" {
+				cpus = "N/A"
+			}
+			row = append(row, cpus, numaText(m.GPUs[i].NUMA))
+		}
+		table = append(table, row)
+	}
+
+	var b strings.Builder
+	align(&b, table)
+	b.WriteString(legend)
+	if unknown {
+		b.WriteString("  N/A  not known\n")
+	}
+	if len(m.NICs) > 0 {
+		b.WriteString("\nNIC Legend:\n\n")
+		for i, n := range m.NICs {
+			state := ""
+			if !n.Active {
+				state = ", no port is up"
+			}
+			fmt.Fprintf(&b, "  NIC%d: %s (%s, NUMA node %s%s)\n", i, n.Name, n.Kind, numaText(n.NUMA), state)
+		}
+	}
+	if len(m.Joined) > 0 {
+		b.WriteString("\nJoined by NVLink:\n\n")
+		for _, set := range m.Joined {
+			b.WriteString("  GPUs")
+			for _, i := range set {
+				fmt.Fprintf(&b, " %d", i)
+			}
+			b.WriteString("\n")
+		}
+	}
+	if len(m.Weak) > 0 {
+		b.WriteString("\nLinks that are down:\n\n")
+		for _, s := range m.Weak {
+			fmt.Fprintf(&b, "  %s\n", s)
+		}
+	}
+	_, err := io.WriteString(w, b.String())
+	return err
+}
+
+func numaText(n *int) string {
+	if n == nil {
+		return "N/A"
+	}
+	return strconv.Itoa(*n)
+}
+
+// align writes rows with their columns two spaces apart.
+func align(b *strings.Builder, table [][]string) {
+	var widths []int
+	for _, row := range table {
+		for i, c := range row {
+			if i == len(widths) {
+				widths = append(widths, 0)
+			}
+			widths[i] = max(widths[i], utf8.RuneCountInString(c))
+		}
+	}
+	for _, row := range table {
+		gap := 0
+		for i, c := range row {
+			b.WriteString(strings.Repeat(" ", gap))
+			b.WriteString(c)
+			gap = widths[i] - utf8.RuneCountInString(c) + 2
+		}
+		b.WriteString("\n")
+	}
 }

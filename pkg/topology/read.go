@@ -3,15 +3,253 @@
 package topology
 
 import (
+	"cmp"
+	"fmt"
 	"io/fs"
+	"path"
+	"slices"
+	"strconv"
+	"strings"
 
 	"example.com/gpu-agent/pkg/gpu"
 )
 
+// amazon is the PCI vendor whose RDMA cards are Elastic Fabric Adapters, as
+// sysfs writes it.
+const amazon = "0x1d0f"
+
 // Read adds to an inventory what sysfs knows, sys being sysfs' root: the
 // machine's name, NUMA nodes and RDMA network cards, and of each GPU with a PCI
 // address its NUMA node, CPUs and PCI path. What sysfs does not say stays as it
-// is; a strange sysfs is only one that says less. Nothing else of the inventory
-// is looked at or changed.
+// is; a strange sysfs is only one that says less. Of the rest of the inventory
+// nothing is changed, and nothing looked at but the GPUs' PCI addresses.
+//
+// A virtual function of a network card that the machine has itself is left out:
+// its place is the card's.
+//
+// PCI paths are the targets of symbolic links, so sys must be an
+// [fs.ReadLinkFS] for them, as os.DirFS is. A file of sysfs may make the kernel
+// ask a device, which can take long if the device hangs.
 func Read(sys fs.FS, inv *gpu.Inventory) {
+	if name := line(sys, "class/dmi/id/product_name"); name != "" {
+		inv.Machine = name
+	}
+	if nodes := readNUMA(sys); len(nodes) > 0 {
+		inv.NUMA = nodes
+	}
+	if nics, ok := readNICs(sys); ok {
+		inv.NICs = nics
+	}
+	for i := range inv.GPUs {
+		d := &inv.GPUs[i]
+		addr, ok := sysfsAddress(d.PCI)
+		if !ok {
+			continue
+		}
+		dir := path.Join("bus/pci/devices", addr)
+		d.NUMA = readNode(sys, dir, d.NUMA)
+		if list := readCPUs(sys, path.Join(dir, "local_cpulist")); list != "" {
+			d.CPUs = list
+		} else if d.CPUs == "" && d.NUMA != nil {
+			if at := slices.IndexFunc(inv.NUMA, func(n gpu.NUMANode) bool { return n.ID == *d.NUMA }); at >= 0 {
+				d.CPUs = inv.NUMA[at].CPUs
+			}
+		}
+		if way, last := pciWay(resolve(sys, dir)); last == addr {
+			d.Path = way
+		}
+	}
+}
+
+// readNode returns the NUMA node of a device: nil where the kernel says that
+// there is none (-1), and was where it says nothing.
+func readNode(sys fs.FS, dir string, was *int) *int {
+	n, err := strconv.Atoi(line(sys, path.Join(dir, "numa_node")))
+	switch {
+	case err != nil:
+		return was
+	case n < 0:
+		return nil
+	}
+	return &n
+}
+
+// readCPUs returns a list as the kernel writes it, "0-55,112-167", or nothing.
+func readCPUs(sys fs.FS, name string) string {
+	list := line(sys, name)
+	if strings.Trim(list, "0123456789,-") != "" {
+		return ""
+	}
+	return list
+}
+
+func readNUMA(sys fs.FS) []gpu.NUMANode {
+	const dir = "devices/system/node"
+	entries, _ := fs.ReadDir(sys, dir) // what was read before an error counts
+	var nodes []gpu.NUMANode
+	for _, e := range entries {
+		number, ok := strings.CutPrefix(e.Name(), "node")
+		id, err := strconv.ParseUint(number, 10, 31)
+		if !ok || err != nil {
+			continue
+		}
+		nodes = append(nodes, gpu.NUMANode{ID: int(id), CPUs: readCPUs(sys, path.Join(dir, e.Name(), "cpulist"))})
+	}
+	slices.SortFunc(nodes, func(a, b gpu.NUMANode) int { return cmp.Compare(a.ID, b.ID) })
+	return nodes
+}
+
+// readNICs reports whether the kernel knows of RDMA network cards at all.
+func readNICs(sys fs.FS) (nics []gpu.NIC, ok bool) {
+	const dir = "class/infiniband"
+	entries, err := fs.ReadDir(sys, dir)
+	if err != nil {
+		return nil, false
+	}
+	for _, e := range entries {
+		if n, ok := readNIC(sys, dir, e.Name()); ok {
+			nics = append(nics, n)
+		}
+	}
+	slices.SortFunc(nics, func(a, b gpu.NIC) int { return byNumber(a.Name, b.Name) })
+	return nics, true
+}
+
+// readNIC reports false for what is no card of a kind in gpu.RDMA: software on
+// top of an Ethernet card, a virtual function, iWARP.
+func readNIC(sys fs.FS, dir, name string) (gpu.NIC, bool) {
+	nic := gpu.NIC{Name: name}
+	device := resolve(sys, path.Join(dir, name, "device"))
+	way, addr := pciWay(device)
+	if addr == "" {
+		return nic, false
+	}
+	if _, err := fs.Stat(sys, path.Join(device, "physfn")); err == nil {
+		return nic, false
+	}
+	nic.Path, nic.PCI = way, deviceAddress(addr)
+	nic.NUMA = readNode(sys, device, nil)
+
+	ports, _ := fs.ReadDir(sys, path.Join(dir, name, "ports")) // none is a card without any
+	for _, p := range ports {
+		port := path.Join(dir, name, "ports", p.Name())
+		switch line(sys, path.Join(port, "link_layer")) {
+		case "InfiniBand":
+			nic.Kind = gpu.InfiniBand
+		case "Ethernet":
+			nic.Kind = cmp.Or(nic.Kind, gpu.RoCE)
+		}
+		// "4: ACTIVE"; other states are on the way there, or down.
+		nic.Active = nic.Active || strings.HasPrefix(line(sys, path.Join(port, "state")), "4:")
+	}
+	if line(sys, path.Join(device, "vendor")) == amazon {
+		nic.Kind = gpu.EFA
+	} else if kind := line(sys, path.Join(dir, name, "node_type")); kind != "" && !strings.HasPrefix(kind, "1:") {
+		return nic, false // no channel adapter: "4: RNIC" is iWARP
+	}
+	return nic, nic.Kind != ""
+}
+
+// byNumber puts mlx5_2 before mlx5_10.
+func byNumber(a, b string) int {
+	stemA, stemB := strings.TrimRight(a, "0123456789"), strings.TrimRight(b, "0123456789")
+	numA, numB := strings.TrimLeft(a[len(stemA):], "0"), strings.TrimLeft(b[len(stemB):], "0")
+	return cmp.Or(cmp.Compare(stemA, stemB), cmp.Compare(len(numA), len(numB)), cmp.Compare(numA, numB), cmp.Compare(a, b))
+}
+
+// line returns a file's text without the space around it, or nothing.
+func line(sys fs.FS, name string) string {
+	data, err := fs.ReadFile(sys, name)
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(data))
+}
+
+// resolve returns where a name leads when each symbolic link in it is followed,
+// and nothing where they lead out of sys or in a circle.
+func resolve(sys fs.FS, name string) string {
+	const mostLinks = 40 // Linux' own limit
+	at, links := ".", 0
+	for rest := strings.Split(name, "/"); len(rest) > 0; {
+		part := rest[0]
+		rest = rest[1:]
+		switch part {
+		case "", ".":
+			continue
+		case "..":
+			if at == "." {
+				return ""
+			}
+			at = path.Dir(at)
+			continue
+		}
+		next := path.Join(at, part)
+		target, err := fs.ReadLink(sys, next)
+		if err != nil {
+			at = next // no link
+			continue
+		}
+		if links++; links > mostLinks || path.IsAbs(target) {
+			return ""
+		}
+		rest = append(strings.Split(target, "/"), rest...)
+	}
+	return at
+}
+
+// pciWay cuts the bridges, from the host bridge on, and the address of a device
+// out of a path below devices, which may lead over other buses first.
+func pciWay(name string) (way []string, addr string) {
+	for part := range strings.SplitSeq(name, "/") {
+		host := isHostBridge(part)
+		switch {
+		case len(way) == 0 && !host:
+			continue
+		case !host && !isAddress(part):
+			return nil, "" // not a PCI device but something on it
+		}
+		way = append(way, part)
+	}
+	if len(way) == 0 || isHostBridge(way[len(way)-1]) {
+		return nil, ""
+	}
+	return way[:len(way)-1], way[len(way)-1]
+}
+
+// isHostBridge recognises "pci0000:16".
+func isHostBridge(s string) bool {
+	number, ok := strings.CutPrefix(s, "pci")
+	domain, bus, ok2 := strings.Cut(number, ":")
+	return ok && ok2 && isHex(domain, 4, 8) && isHex(bus, 2, 2)
+}
+
+// isAddress recognises "0000:17:00.0", with a domain of four to eight digits.
+func isAddress(s string) bool {
+	domain, rest, ok := strings.Cut(s, ":")
+	bus, rest, ok2 := strings.Cut(rest, ":")
+	slot, function, ok3 := strings.Cut(rest, ".")
+	return ok && ok2 && ok3 && isHex(domain, 4, 8) && isHex(bus, 2, 2) && isHex(slot, 2, 2) && isHex(function, 1, 1)
+}
+
+func isHex(s string, least, most int) bool {
+	return len(s) >= least && len(s) <= most && strings.Trim(s, "0123456789abcdef") == ""
+}
+
+// sysfsAddress is an address as sysfs writes it, with a domain of four digits
+// and more only where four do not do.
+func sysfsAddress(s string) (string, bool) {
+	s = strings.ToLower(s)
+	if !isAddress(s) {
+		return "", false
+	}
+	domain, rest, _ := strings.Cut(s, ":")
+	n, _ := strconv.ParseUint(domain, 16, 32) // isAddress has seen to it
+	return fmt.Sprintf("%04x:%s", n, rest), true
+}
+
+// deviceAddress is an address as gpu.Device has it.
+func deviceAddress(s string) string {
+	domain, rest, _ := strings.Cut(s, ":")
+	return strings.Repeat("0", 8-len(domain)) + domain + ":" + rest
 }

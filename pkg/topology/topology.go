@@ -96,6 +96,9 @@ type Graph struct {
 	// ends[i][j] is how many lanes to j GPU i itself reports, ends[i][i] how many
 	// to switches.
 	ends [][]lanes
+	// weights is pairs as numbers, which are of lanes where a speed is not known.
+	weights [][]weight
+	byLanes bool
 }
 
 // lanes are NVLink lanes of one direction as one end reports them.
@@ -180,6 +183,16 @@ func New(inv *gpu.Inventory) *Graph {
 		for j := range n {
 			if i != j {
 				g.pairs[i][j] = g.pair(i, j)
+				g.byLanes = g.byLanes || g.pairs[i][j].Linked() && g.pairs[i][j].MBps == 0
+			}
+		}
+	}
+	g.weights = make([][]weight, n)
+	for i := range n {
+		g.weights[i] = make([]weight, n)
+		for j := range n {
+			if i != j {
+				g.weights[i][j] = g.pairs[i][j].weigh(g.byLanes)
 			}
 		}
 	}
