@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"log/slog"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+	"testing/fstest"
+
+	"golang.org/x/sys/unix"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// configured is a PCI configuration space with a vendor's capability, behind one
+// of another kind.
+func configured(capability ...byte) []byte {
+	config := make([]byte, 256)
+	config[configStatus] = statusCapabilities
+	config[configCapabilities] = 0x60
+	copy(config[0x60:], []byte{0x01, 0x80, 0x08})
+	copy(config[0x80:], append([]byte{vendorSpecific, 0, byte(3 + len(capability))}, capability...))
+	return config
+}
+
+// record0 is the record of a virtual GPU's capability that has the host's driver.
+func record0(version, branch string) []byte {
+	record := make([]byte, 22)
+	record[1] = 22
+	copy(record[2:], version)
+	copy(record[12:], branch)
+	return record
+}
+
+func TestVGPU(t *testing.T) {
+	signature := []byte("VF")
+	circle := configured(append(signature, record0("1", "2")...)...)
+	circle[0x61] = 0x60
+	at := configured(append(signature, record0("1", "2")...)...)
+	at[configCapabilities] = 0xff
+	for _, c := range []struct {
+		name   string
+		config []byte
+		want   *gpu.VGPU
+	}{
+		{"virtual", configured(append(signature, record0("570.133.20", "r570_00")...)...), &gpu.VGPU{HostDriver: "570.133.20", HostBranch: "r570_00"}},
+		{"another record first", configured(append(append(signature, 7, 4, 1, 2), record0("460.16", "r460_00")...)...), &gpu.VGPU{HostDriver: "460.16", HostBranch: "r460_00"}},
+		{"without the record", configured(append(signature, 7, 4, 1, 2)...), &gpu.VGPU{}},
+		{"a record of no length", configured(append(signature, 7, 0, 7, 0, 7)...), &gpu.VGPU{}},
+		{"half a record", configured(append(signature, record0("1", "2")[:9]...)...), &gpu.VGPU{}},
+		{"another capability of the vendor's", configured(0x00, 0x14, 0x01), nil},
+		{"none", make([]byte, 256), nil},
+		{"for the unprivileged", configured(append(signature, record0("1", "2")...)...)[:64], nil},
+		{"fallen off the bus", []byte(strings.Repeat("\xff", 256)), nil},
+		{"a list that runs in circles", circle, nil},
+		{"a list that ends outside", at, nil},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			if got := vgpu(c.config); !reflect.DeepEqual(got, c.want) {
+				t.Errorf("%+v, want %+v", got, c.want)
+			}
+		})
+	}
+}
+
+func FuzzVGPU(f *testing.F) {
+	f.Add(configured(append([]byte("VF"), record0("570.133.20", "r570_00")...)...))
+	f.Add([]byte(strings.Repeat("\xff", 300)))
+	f.Fuzz(func(t *testing.T, config []byte) {
+		if v := vgpu(config); v != nil && (len(v.HostDriver) > 10 || len(v.HostBranch) > 10) {
+			t.Errorf("%+v", v)
+		}
+	})
+}
+
+func TestReadPCI(t *testing.T) {
+	sys := fstest.MapFS{
+		"bus/pci/devices/0000:07:00.0/class":   {Data: []byte("0x030200\n")},
+		"bus/pci/devices/0000:07:00.0/config":  {Data: configured(append([]byte("VF"), record0("1", "2")...)...)},
+		"bus/pci/devices/10000:07:00.0/class":  {Data: []byte("0x030000\n")},
+		"bus/pci/devices/0000:08:00.0/nothing": {},
+	}
+	for _, c := range []struct {
+		dev, want gpu.Device
+	}{
+		{gpu.Device{PCI: "00000000:07:00.0"}, gpu.Device{PCI: "00000000:07:00.0", PCIClass: "0x030200", VGPU: &gpu.VGPU{HostDriver: "1", HostBranch: "2"}}},
+		{gpu.Device{PCI: "00010000:07:00.0"}, gpu.Device{PCI: "00010000:07:00.0", PCIClass: "0x030000"}},
+		{gpu.Device{PCI: "00000000:08:00.0"}, gpu.Device{PCI: "00000000:08:00.0"}},
+		{gpu.Device{PCI: "00000000:07:00.0", PCIClass: "known"}, gpu.Device{PCI: "00000000:07:00.0", PCIClass: "known"}},
+		{gpu.Device{PCI: "../../07:00.0"}, gpu.Device{PCI: "../../07:00.0"}},
+		{gpu.Device{}, gpu.Device{}},
+	} {
+		got := c.dev
+		readPCI(sys, &got)
+		if !reflect.DeepEqual(got, c.want) {
+			t.Errorf("%+v, want %+v", got, c.want)
+		}
+	}
+}
+
+// laySysfs lays down what the kernel says of one GPU; what is given as files is
+// below that GPU's directory, and "" removes one.
+func laySysfs(t *testing.T, root string, files map[string]string) {
+	t.Helper()
+	dir := filepath.Join(root, "bus/pci/devices/0000:07:00.0")
+	try := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	try(os.MkdirAll(dir, 0o755))
+	for name, content := range files {
+		path := filepath.Join(dir, name)
+		try(os.RemoveAll(path))
+		if content != "" {
+			try(os.WriteFile(path, []byte(content), 0o644))
+		}
+	}
+}
+
+// What the kernel said of a GPU that fell off the bus stays, and so does all while
+// sysfs hangs; a caller may do with its copy what it likes.
+func TestPlaceRemembers(t *testing.T) {
+	root := t.TempDir()
+	d := &Driver{opts: Options{SysRoot: root}, machine: newMachine(), log: slog.New(slog.NewTextHandler(t.Output(), nil))}
+	laySysfs(t, root, map[string]string{"numa_node": "1\n", "local_cpulist": "8-15\n", "class": "0x030200\n"})
+	two := 2
+	place := func(fault string) gpu.Device {
+		inv := gpu.Inventory{GPUs: []gpu.Device{{UUID: "GPU-0", PCI: "00000000:07:00.0", NUMA: &two, Fault: fault}}}
+		d.place(t.Context(), &inv)
+		got := clone(inv.GPUs[0])
+		if inv.GPUs[0].NUMA != nil && inv.GPUs[0].NUMA != &two {
+			*inv.GPUs[0].NUMA = -7
+		}
+		return got
+	}
+	expect := func(name string, got gpu.Device, numa int, cpus, class string) {
+		t.Helper()
+		if got.NUMA == nil || *got.NUMA != numa || got.CPUs != cpus || got.PCIClass != class {
+			t.Errorf("%s: NUMA node %v, CPUs %q, class %q; want %d, %q, %q", name, got.NUMA, got.CPUs, got.PCIClass, numa, cpus, class)
+		}
+	}
+	expect("at first", place(""), 1, "8-15", "0x030200")
+	laySysfs(t, root, map[string]string{"numa_node": "", "local_cpulist": "", "class": ""})
+	expect("off the bus", place("it fell off the bus"), 1, "8-15", "0x030200")
+	laySysfs(t, root, map[string]string{"numa_node": "0\n", "local_cpulist": "0-7\n"})
+	expect("back in another slot", place(""), 0, "0-7", "0x030200")
+
+	// A file whose reading hangs: a pipe that nobody writes to.
+	laySysfs(t, root, map[string]string{"numa_node": ""})
+	pipe := filepath.Join(root, "bus/pci/devices/0000:07:00.0/numa_node")
+	if err := unix.Mkfifo(pipe, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		expect("while sysfs hangs", place(""), 0, "0-7", "0x030200")
+	}
+	writer, err := os.OpenFile(pipe, os.O_WRONLY|unix.O_NONBLOCK, 0) // the reader is there: it hung
+	if err != nil {
+		t.Fatal(err)
+	}
+	laySysfs(t, root, map[string]string{"numa_node": "1\n"})
+	if err := writer.Close(); err != nil {
+		t.Fatal(err)
+	}
+	await := func() bool { got := place(""); return got.NUMA != nil && *got.NUMA == 1 }
+	for !await() {
+		if t.Context().Err() != nil {
+			t.Fatal("in vain awaited that sysfs is read again")
+		}
+	}
+}
