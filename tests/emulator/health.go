@@ -299,12 +299,76 @@ const FieldRecovery = 230
 // served; the field stands in headers from about there.
 const recoverySince = 550
 
+// FieldID names a value by its number, and what of the GPU it is of where the number
+// does not say: of link fields, the link.
+type FieldID struct{ ID, Scope uint32 }
+
+// The numbers of fields about links: of a single one from the one number on, for the
+// first and the others.
+const (
+	fieldSpeedL0     = 84
+	fieldSpeedL6     = 132
+	fieldSpeedCommon = 90
+	fieldLinkCount   = 91
+	fieldRemoteLink  = 146
+	fieldLinkSpeed   = 164
+	fieldLinkState   = 165
+	fieldLinkVersion = 166
+)
+
+// linkFieldLocked answers the fields about NVLinks.
+func (w *World) linkFieldLocked(g *gpu, id FieldID) (f Field, is bool) {
+	number := func(v uint32) (Field, bool) { return Field{Type: fieldUint, Value: uint64(v)}, true }
+	speed := func(up bool) (Field, bool) {
+		if !up {
+			return number(0)
+		}
+		return number(laneMBps[g.NVLinkVersion])
+	}
+	link := id.Scope
+	switch {
+	case id.ID == fieldLinkCount:
+		return number(uint32(g.NVLinks))
+	case id.ID == fieldSpeedCommon:
+		return speed(slices.ContainsFunc(w.linkStatesLocked(g), func(l LinkState) bool { return l.Up }))
+	case id.ID >= fieldSpeedL0 && id.ID < fieldSpeedL0+6:
+		link = id.ID - fieldSpeedL0
+	case id.ID >= fieldSpeedL6 && id.ID < fieldSpeedL6+6:
+		link = id.ID - fieldSpeedL6 + 6
+	case id.ID != fieldRemoteLink && id.ID != fieldLinkSpeed && id.ID != fieldLinkState && id.ID != fieldLinkVersion:
+		return Field{}, false
+	}
+	switch {
+	case link >= maxNVLinks:
+		return Field{Return: InvalidArgument}, true
+	case int(link) >= g.NVLinks:
+		return Field{Return: NotSupported}, true
+	}
+	l := w.linkLocked(g, int(link))
+	switch id.ID {
+	case fieldLinkState:
+		return number(bit(l.Active))
+	case fieldLinkVersion:
+		return number(nvlinkVersions[g.NVLinkVersion])
+	case fieldRemoteLink:
+		if !l.Active {
+			return Field{Return: NotSupported}, true
+		}
+		return number(uint32(l.Far))
+	}
+	return speed(l.Active)
+}
+
 // Fields reads values by number; each has its own outcome.
-func (s *Session) Fields(h Handle, ids []uint32) ([]Field, Return) {
+func (s *Session) Fields(h Handle, ids []FieldID) ([]Field, Return) {
 	return device(s, "nvmlDeviceGetFieldValues", h, func(g *gpu) ([]Field, Return) {
 		out := make([]Field, len(ids))
 		for i, id := range ids {
-			out[i] = s.p.w.fieldLocked(g, id)
+			f, is := s.p.w.linkFieldLocked(g, id)
+			if !is {
+				f = s.p.w.fieldLocked(g, id.ID)
+			}
+			out[i] = f
 		}
 		return out, Success
 	})

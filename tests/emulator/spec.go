@@ -41,10 +41,30 @@ type Spec struct {
 	// highest, so that whoever takes an index for a minor is found out) or
 	// "same".
 	Minors string `yaml:"minors"`
+	// Topology names one of Topologies, a world that stands underneath this one: what
+	// is written besides wins. Without one, GPUs are spread over the board in twos, and
+	// the second half is on a NUMA node of its own.
+	Topology string `yaml:"topology"`
+	// Machine and Vendor are what the firmware calls the machine and its maker.
+	Machine string `yaml:"machine"`
+	Vendor  string `yaml:"vendor"`
+	// NUMA is the machine's nodes, in the order of their numbers. Default: as many as
+	// the GPUs name, of 64 CPUs each.
+	NUMA []NUMASpec `yaml:"numa"`
 	// NVLink is "switch" (every link ends at an NVSwitch), "mesh" (links run
-	// between GPUs), "none", or empty: switch on two or more GPUs of a model
-	// whose boards have NVSwitches, else none.
+	// between all GPUs), "pairs" (between each two), "cube" (the hybrid cube mesh of a
+	// DGX-1), "none", or empty: switch on two or more GPUs of a model whose boards have
+	// NVSwitches, else none.
 	NVLink string `yaml:"nvlink"`
+	// Links says it link by link instead.
+	Links []LinkSpec `yaml:"links"`
+	// Switches are the NVSwitches' paths, as in GPUSpec. Present and empty: they are not
+	// on this machine's bus, as in virtual machines. Default: somewhere.
+	Switches []string `yaml:"switches"`
+	// NICs is the machine's RDMA network cards.
+	NICs []NICSpec `yaml:"nics"`
+	// Fabric is absent where no fabric manager speaks to the driver.
+	Fabric *FabricSpec `yaml:"fabric"`
 	// ContextMiB is what a CUDA context takes on a GPU; 0 is what the model has.
 	ContextMiB uint64 `yaml:"contextMiB"`
 	// MIG says how the driver deals with it.
@@ -56,11 +76,15 @@ type Spec struct {
 // GPUSpec overrides one GPU of a Spec. What is absent stays as the model and
 // the Spec have it.
 type GPUSpec struct {
-	Index       int    `yaml:"index"`
-	Model       string `yaml:"model"`
-	UUID        string `yaml:"uuid"`
-	Minor       *int   `yaml:"minor"`
-	PCI         string `yaml:"pci"`
+	Index int    `yaml:"index"`
+	Model string `yaml:"model"`
+	UUID  string `yaml:"uuid"`
+	Minor *int   `yaml:"minor"`
+	PCI   string `yaml:"pci"`
+	// Path is the way to the GPU on the PCI bus, as the kernel writes it below
+	// /sys/devices: the host bridge, other bridges, and the GPU itself, with which it
+	// takes the place of PCI.
+	Path        string `yaml:"path"`
 	NUMA        *int   `yaml:"numa"`
 	MemoryMiB   uint64 `yaml:"memoryMiB"`
 	ReservedMiB uint64 `yaml:"reservedMiB"`
@@ -228,8 +252,11 @@ func (s Spec) validate() error {
 	if !slices.Contains([]string{"reversed", "same"}, s.Minors) {
 		return fmt.Errorf("minors %q: want reversed or same", s.Minors)
 	}
-	if !slices.Contains([]string{"", "switch", "mesh", "none"}, s.NVLink) {
-		return fmt.Errorf("nvlink %q: want switch, mesh or none", s.NVLink)
+	if !slices.Contains([]string{"", "switch", "mesh", "pairs", "cube", "none"}, s.NVLink) {
+		return fmt.Errorf("nvlink %q: want switch, mesh, pairs, cube or none", s.NVLink)
+	}
+	if s.NVLink != "" && s.Links != nil {
+		return errors.New("nvlink and links: want one of them")
 	}
 	if err := s.MIG.validate(); err != nil {
 		return err

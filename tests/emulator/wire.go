@@ -237,6 +237,25 @@ func processes(kind Kind) call {
 	}}
 }
 
+// set takes a scope, of the machine's node (0) or socket.
+func set(read func(s *Session, h Handle, socket bool) ([]uint64, Return)) call {
+	return call{static: true, serve: func(s *Session, f *frame) Return {
+		words, r := read(s, f.handle, f.u32() != 0)
+		return put(words, r, func(words []uint64) {
+			f.putInt(len(words))
+			f.putU64(words...)
+		})
+	}}
+}
+
+var fabric = call{static: true, serve: func(s *Session, f *frame) Return {
+	v, r := s.Fabric(f.handle)
+	return put(v, r, func(v Fabric) {
+		f.putU32(v.State, v.Clique)
+		f.putStr(v.Cluster)
+	})
+}}
+
 func putPCI(f *frame, p PCI) {
 	f.putU32(p.Domain, p.Bus, p.Device, p.DeviceID, p.SubsystemID)
 	f.putStr(p.String())
@@ -327,16 +346,15 @@ var calls = map[string]call{
 	"nvmlDeviceGetHandleByPciBusId":    byPCI,
 	"nvmlDeviceGetHandleByPciBusId_v2": byPCI,
 
-	"nvmlDeviceGetName":        deviceStr((*Session).Name),
-	"nvmlDeviceGetUUID":        deviceStr((*Session).UUID),
-	"nvmlDeviceGetSerial":      deviceStr((*Session).Serial),
-	"nvmlDeviceGetIndex":       deviceInt((*Session).Index),
-	"nvmlDeviceGetMinorNumber": deviceInt((*Session).Minor),
-	"nvmlDeviceGetNumaNodeId":  deviceInt((*Session).NUMANode),
-	// The node is all that the library needs to draw up these sets.
-	"nvmlDeviceGetCpuAffinity":            deviceInt((*Session).NUMANode),
-	"nvmlDeviceGetCpuAffinityWithinScope": deviceInt((*Session).NUMANode),
-	"nvmlDeviceGetMemoryAffinity":         deviceInt((*Session).NUMANode),
+	"nvmlDeviceGetName":                   deviceStr((*Session).Name),
+	"nvmlDeviceGetUUID":                   deviceStr((*Session).UUID),
+	"nvmlDeviceGetSerial":                 deviceStr((*Session).Serial),
+	"nvmlDeviceGetIndex":                  deviceInt((*Session).Index),
+	"nvmlDeviceGetMinorNumber":            deviceInt((*Session).Minor),
+	"nvmlDeviceGetNumaNodeId":             deviceInt((*Session).NUMANode),
+	"nvmlDeviceGetCpuAffinity":            set((*Session).CPUAffinity),
+	"nvmlDeviceGetCpuAffinityWithinScope": set((*Session).CPUAffinity),
+	"nvmlDeviceGetMemoryAffinity":         set((*Session).MemoryAffinity),
 	"nvmlDeviceGetModuleId":               modelInt(func(g *gpu) uint32 { return uint32(g.slot + 1) }),
 	"nvmlDeviceGetBoardId":                modelInt(func(g *gpu) uint32 { return g.pci.Bus << 8 }),
 	"nvmlDeviceGetBrand":                  modelInt(func(g *gpu) uint32 { return g.Brand }),
@@ -420,9 +438,9 @@ var calls = map[string]call{
 		return Success
 	}},
 	"nvmlDeviceGetFieldValues": {serve: func(s *Session, f *frame) Return {
-		var ids []uint32
+		var ids []FieldID
 		for len(f.in) > 0 && !f.bad {
-			ids = append(ids, f.u32())
+			ids = append(ids, FieldID{f.u32(), f.u32()})
 		}
 		list, r := s.Fields(f.handle, ids)
 		return put(list, r, func(list []Field) {
@@ -450,17 +468,20 @@ var calls = map[string]call{
 		l, r := s.CommonAncestor(f.handle, Handle(f.u32()))
 		return put(bit(l == LevelSame), r, func(v uint32) { f.putU32(v) })
 	}},
-	// Peers reach each other on every board of the models here.
 	"nvmlDeviceGetP2PStatus": {static: true, serve: func(s *Session, f *frame) Return {
-		_, r := s.CommonAncestor(f.handle, Handle(f.u32()))
-		return put(uint32(0), r, func(v uint32) { f.putU32(v) })
+		other, index := f.u32(), f.u32()
+		v, r := s.P2PStatus(f.handle, Handle(other), index)
+		return put(v, r, func(v uint32) { f.putU32(v) })
 	}},
+	"nvmlDeviceGetGpuFabricInfo":    fabric,
+	"nvmlDeviceGetGpuFabricInfoV":   fabric,
+	"nvmlDeviceGetGpuFabricInfo_v4": fabric,
 	"nvmlDeviceGetNvLinkState": nvlink(func(f *frame, _ *gpu, l Link) Return {
 		f.putU32(bit(l.Active))
 		return Success
 	}),
 	"nvmlDeviceGetNvLinkVersion": nvlink(func(f *frame, g *gpu, _ Link) Return {
-		f.putU32(uint32(g.NVLinkVersion))
+		f.putU32(nvlinkVersions[g.NVLinkVersion])
 		return Success
 	}),
 	"nvmlDeviceGetNvLinkRemoteDeviceType": nvlink(func(f *frame, _ *gpu, l Link) Return {

@@ -26,11 +26,11 @@ const XidGPULost = 79
 // are what the operator of the emulator does to the hardware; what programs
 // see of it they get through a Session.
 type World struct {
-	cuda   int
-	nvlink string
-	mig    MIGSpec
-	sleep  func(d time.Duration, dead <-chan struct{})
-	boot   uint64 // names this world
+	cuda  int
+	board *board
+	mig   MIGSpec
+	sleep func(d time.Duration, dead <-chan struct{})
+	boot  uint64 // names this world
 
 	mu sync.Mutex
 	// Guarded by mu:
@@ -66,9 +66,11 @@ type gpu struct {
 	uuid  string
 	minor int
 	pci   PCI
-	numa  int
-	major int // of the compute capability
-	cc    int // minor of the compute capability
+	path  []string // the host bridge, then each bridge
+	numa  int      // -1 is none
+	wires []wire   // by link; guarded by the world's mu
+	major int      // of the compute capability
+	cc    int      // minor of the compute capability
 
 	// charged is what programs have allocated through CUDA, and peak the most
 	// that was ever used since the last ResetPeak; both in bytes.
@@ -141,6 +143,10 @@ func (t TimeSlice) String() string {
 
 // New makes the world of a Spec.
 func New(spec Spec) (*World, error) {
+	spec, err := spec.onTopology()
+	if err != nil {
+		return nil, err
+	}
 	spec = spec.withDefaults()
 	if err := spec.validate(); err != nil {
 		return nil, err
@@ -152,7 +158,6 @@ func New(spec Spec) (*World, error) {
 	w := &World{
 		driver:   spec.Driver,
 		cuda:     cuda,
-		nvlink:   spec.NVLink,
 		mig:      spec.MIG,
 		sleep:    sleep,
 		sessions: map[*process]struct{}{},
@@ -186,6 +191,12 @@ func New(spec Spec) (*World, error) {
 				return nil, fmt.Errorf("GPUs %d and %d have one PCI address, %s", other.slot, i, g.pci)
 			}
 		}
+	}
+	if err := layWires(spec, w.gpus); err != nil {
+		return nil, err
+	}
+	if w.board, err = newBoard(spec, w.gpus); err != nil {
+		return nil, err
 	}
 	return w, nil
 }
@@ -244,6 +255,17 @@ func newGPU(spec Spec, index int) (*gpu, error) {
 			return nil, fmt.Errorf("GPU %d: pci %q: want an address such as 00000000:07:00.0", index, o.PCI)
 		}
 		g.pci = p
+	}
+	if o.Path != "" {
+		bridges, device, err := splitPath(o.Path)
+		if err != nil {
+			return nil, fmt.Errorf("GPU %d: %w", index, err)
+		}
+		p, ok := parsePCI(device)
+		if !ok || o.PCI != "" && p.String() != g.pci.String() {
+			return nil, fmt.Errorf("GPU %d: path %q: it does not end at a GPU, or at another one than pci says", index, o.Path)
+		}
+		g.pci, g.path = p, bridges
 	}
 	g.pci.DeviceID, g.pci.SubsystemID = m.PCIDevice, m.PCISubsystem
 	if spec.Count > 1 && index >= spec.Count/2 {
@@ -478,6 +500,8 @@ type State struct {
 	Processes []Process  `json:"processes"`
 	Faults    []Fault    `json:"faults"`
 	Sessions  []int      `json:"sessions"` // PIDs of the programs that have the driver open
+	// Board is the machine, with the links of its GPUs.
+	Board BoardState `json:"board"`
 	// MIGOps are the last changes of modes and instances, in the order they took
 	// effect.
 	MIGOps []MIGOp `json:"migOps"`
@@ -525,7 +549,7 @@ func (w *World) State() State {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.buryLocked()
-	s := State{Driver: w.driver, Loaded: !w.unloaded, CUDA: w.cuda, Processes: w.processesLocked(), MIGOps: slices.Clone(w.ops)}
+	s := State{Driver: w.driver, Loaded: !w.unloaded, CUDA: w.cuda, Processes: w.processesLocked(), Board: w.boardStateLocked(), MIGOps: slices.Clone(w.ops)}
 	for _, g := range w.gpus {
 		s.GPUs = append(s.GPUs, GPUState{
 			Index: g.slot, Minor: g.minor, UUID: g.uuid,

@@ -56,7 +56,7 @@ func ret[T any](_ T, r emulator.Return) emulator.Return { return r }
 func TestUnitsOfMemory(t *testing.T) {
 	units := map[string]uint64{
 		"A100-SXM4-40GB": 39, "A100-SXM4-80GB": 79, "A30": 23, "H100-80GB": 79,
-		"H200-141GB": 139, "B200": 178, "RTX-PRO-6000": 94, "V100-SXM2-32GB": 31,
+		"H200-141GB": 139, "B200": 178, "RTX-PRO-6000": 94, "V100-SXM2-32GB": 31, "V100-SXM3-32GB": 31,
 	}
 	for _, model := range emulator.Models() {
 		s := open(t, newWorld(t, emulator.Spec{Model: model, Count: 1}), emulator.Opening{})
