@@ -334,6 +334,9 @@ type MIGOp struct {
 	CI      int    `json:"ci"`
 	GI      int    `json:"gi"`           // id, -1 where it is about none
 	Of      uint64 `json:"of,omitempty"` // of a destroy: the serial of what went
+	// Seconds is what the hardware was at it, by the clock: on a busy machine more
+	// than the world says that it takes.
+	Seconds float64 `json:"seconds,omitempty"`
 }
 
 // MIGOps are the changes after one of them, by its serial, that the world still
@@ -420,6 +423,7 @@ func (s *Session) operateLocked(g *gpu, seconds float64, may func() Return, do f
 	if r := may(); r != Success {
 		return r
 	}
+	began := time.Now()
 	if seconds > 0 {
 		g.mig.working = true
 		w.mu.Unlock()
@@ -431,7 +435,11 @@ func (s *Session) operateLocked(g *gpu, seconds float64, may func() Return, do f
 			return r
 		}
 	}
+	took, last := time.Since(began), w.lastOp
 	do()
+	if seconds > 0 && w.lastOp > last {
+		w.ops[len(w.ops)-1].Seconds = took.Seconds()
+	}
 	return Success
 }
 

@@ -16,6 +16,7 @@ import (
 	"strconv"
 	"sync"
 	"sync/atomic"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -43,6 +44,7 @@ type Server struct {
 
 	laying sync.Mutex    // one change of the files at a time
 	laid   atomic.Uint64 // the World.Layout that the files of MIG instances show
+	atLaid atomic.Int64  // nanoseconds that callers have waited for those files
 
 	mu      sync.Mutex
 	clients map[program]*client // guarded by mu
@@ -232,6 +234,8 @@ func (s *Server) settle() error {
 	if s.World.Layout() == s.laid.Load() {
 		return nil
 	}
+	began := time.Now()
+	defer func() { s.atLaid.Add(int64(time.Since(began))) }()
 	s.laying.Lock()
 	defer s.laying.Unlock()
 	now := s.World.Layout()
@@ -241,6 +245,10 @@ func (s *Server) settle() error {
 	s.laid.Store(now)
 	return install.FollowInstances(s.Driver, s.World)
 }
+
+// LayingTime is how long calls have waited for the files of MIG instances, all
+// together: a time that no hardware takes.
+func (s *Server) LayingTime() time.Duration { return time.Duration(s.atLaid.Load()) }
 
 // hello is what a program says of itself when it connects.
 type hello struct {
