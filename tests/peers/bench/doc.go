@@ -118,7 +118,11 @@
 //
 // The hardware takes 0.1 s for each call that makes or takes away a GPU instance or
 // a compute instance, so 0.2 s for a MIG device; with -smoke it takes 5 ms. It is
-// slept, not computed. mig-parted's times have the start of a process in them,
+// slept, not computed, and a machine with more to do than processors oversleeps: the
+// hardware's time is that by the clock, with the time that the emulated driver needs
+// to lay an instance's files. What is above it is the program's: its calls and
+// their way to the emulator, its looks before and after, the API server's news and
+// the kubelet's list. mig-parted's times have the start of a process in them,
 // some 20 ms of which are the bench's own.
 //
 // mig-parted leaves the places to the driver and tries orders until one works. The

@@ -44,12 +44,14 @@ const (
 type migWorld struct {
 	*emulator.World
 	root string
-	// operation is what the hardware takes for one call that makes or takes away a
-	// GPU instance or a compute instance: a device is two of them.
-	operation time.Duration
-	stop      func() error
+	// laying is how long calls have waited for the emulator's files, which no
+	// hardware has to lay.
+	laying func() time.Duration
+	stop   func() error
 }
 
+// startMIGWorld serves a world in which the hardware takes so long for one call that
+// makes or takes away a GPU instance or a compute instance: a device is two of them.
 func (b *bench) startMIGWorld(operation time.Duration) (*migWorld, error) {
 	seconds := operation.Seconds()
 	w, err := emulator.New(emulator.Spec{Model: migModel, Count: 2, Seed: "mig",
@@ -73,8 +75,9 @@ func (b *bench) startMIGWorld(operation time.Duration) (*migWorld, error) {
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
-	go func() { done <- (&daemon.Server{World: w, Driver: root}).Serve(ctx, l) }()
-	return &migWorld{w, root, operation, func() error { cancel(); return <-done }}, nil
+	server := &daemon.Server{World: w, Driver: root}
+	go func() { done <- server.Serve(ctx, l) }()
+	return &migWorld{w, root, server.LayingTime, func() error { cancel(); return <-done }}, nil
 }
 
 // stands is what is on a GPU: sets of places, and whether each has its compute
@@ -132,7 +135,7 @@ func (w *migWorld) workOn(gpu int, since uint64) (done work) {
 		if op.GPU != gpu {
 			continue
 		}
-		done.hardware += w.operation
+		done.hardware += time.Duration(op.Seconds * float64(time.Second))
 		switch {
 		case op.CI >= 0:
 		case op.Op == "create":
@@ -148,11 +151,28 @@ func (w *migWorld) workOn(gpu int, since uint64) (done work) {
 	return done
 }
 
-func (w *migWorld) serial() (last uint64) {
+// moment is one in the life of a world.
+type moment struct {
+	at     time.Time
+	serial uint64 // of the last thing done to it
+	laying time.Duration
+}
+
+func (w *migWorld) now() moment {
+	m := moment{laying: w.laying()}
 	if ops := w.MIGOps(0); len(ops) > 0 {
-		last = ops[len(ops)-1].Serial
+		m.serial = ops[len(ops)-1].Serial
 	}
-	return last
+	m.at = time.Now()
+	return m
+}
+
+// since is the time that has passed since a moment, and what is left of it without
+// the hardware's and the emulator's own. A busy machine oversleeps the one and
+// takes its time over the other.
+func (w *migWorld) since(m moment, gpu int) (took, above time.Duration) {
+	took = time.Since(m.at)
+	return took, took - w.workOn(gpu, m.serial).hardware - (w.laying() - m.laying)
 }
 
 // cutter changes what stands on a GPU of its own.
@@ -468,18 +488,18 @@ func (b *bench) migChange(ctx context.Context, w *migWorld, card *migCard, c cut
 		return err
 	}
 	defer c.end()
-	since, began := w.serial(), time.Now()
+	began := w.now()
 	refused, err := c.change(ctx, counts, busy)
-	took := time.Since(began)
+	took, above := w.since(began, gpu)
 	if err != nil {
 		return err
 	}
 	t.took = append(t.took, took)
 	if refused == "" {
-		t.above = append(t.above, took-w.workOn(gpu, since).hardware)
+		t.above = append(t.above, above)
 	}
 	t.calls += c.calls()
-	t.judge(w, card, gpu, before, busy, counts, refused, since)
+	t.judge(w, card, gpu, before, busy, counts, refused, began.serial)
 	return nil
 }
 
