@@ -52,6 +52,8 @@ type Caps struct {
 func Conformance(t *testing.T, opts nvml.Options, caps Caps) {
 	t.Run("Inventory", func(t *testing.T) { inventory(t, opts) })
 	t.Run("Links", func(t *testing.T) { links(t, opts) })
+	t.Run("Places", func(t *testing.T) { places(t, opts) })
+	t.Run("Matrix", func(t *testing.T) { topo(t, opts) })
 	t.Run("MIG", func(t *testing.T) { mig(t, opts) })
 	t.Run("Instances", func(t *testing.T) { instances(t, opts, caps) })
 	t.Run("Capabilities", func(t *testing.T) { capabilities(t, opts) })
@@ -178,6 +180,24 @@ func inventory(t *testing.T, opts nvml.Options) {
 		if dev.NUMA != nil {
 			*dev.NUMA = -1
 		}
+		if dev.Fabric != nil {
+			dev.Fabric.Cluster = "changed"
+		}
+		for j := range dev.Path {
+			dev.Path[j] = "changed"
+		}
+	}
+	for i := range again.NUMA {
+		again.NUMA[i].ID = -1
+	}
+	for i := range again.NICs {
+		nic := &again.NICs[i]
+		if nic.Name = "changed"; nic.NUMA != nil {
+			*nic.NUMA = -1
+		}
+		for j := range nic.Path {
+			nic.Path[j] = "changed"
+		}
 	}
 	if third := read(t, d); !reflect.DeepEqual(settled(inv), settled(third)) {
 		t.Errorf("a change of one reading shows in the next:\n%+v\n%+v", inv, third)
@@ -195,32 +215,6 @@ func settled(inv gpu.Inventory) gpu.Inventory {
 		}
 	}
 	return inv
-}
-
-func links(t *testing.T, opts nvml.Options) {
-	inv := read(t, Open(t, opts))
-	linked := false
-	for _, dev := range inv.GPUs {
-		for _, l := range dev.Links {
-			linked = true
-			if l.NVLink <= 0 {
-				t.Errorf("GPU %d has a link of %d lanes: %+v", dev.Index, l.NVLink, l)
-			}
-			if l.Switch {
-				continue
-			}
-			if l.To < 0 || l.To >= len(inv.GPUs) || l.To == dev.Index {
-				t.Errorf("GPU %d is linked to GPU %d", dev.Index, l.To)
-				continue
-			}
-			if !slices.Contains(inv.GPUs[l.To].Links, gpu.Link{To: dev.Index, NVLink: l.NVLink}) {
-				t.Errorf("GPU %d has %d lanes to GPU %d, which has %+v", dev.Index, l.NVLink, l.To, inv.GPUs[l.To].Links)
-			}
-		}
-	}
-	if !linked {
-		t.Skip("skipped: no GPU has an active NVLink")
-	}
 }
 
 func mig(t *testing.T, opts nvml.Options) {
@@ -245,10 +239,10 @@ func mig(t *testing.T, opts nvml.Options) {
 				t.Errorf("GPU %d: profile %q with ID %d is malformed or there twice", dev.Index, p.Name, p.ID)
 			}
 			names[p.Name], ids[p.ID] = true, true
-			if p.Engines == nil || min(p.Engines.Decode, p.Engines.Encode, p.Engines.JPEG, p.Engines.OFA) < 0 {
+			if p.Engines == nil || min(p.Engines.Copy, p.Engines.Decode, p.Engines.Encode, p.Engines.JPEG, p.Engines.OFA) < 0 {
 				t.Errorf("GPU %d: profile %s has engines %+v", dev.Index, p.Name, p.Engines)
 			}
-			if p.Memory == 0 || p.Memory > dev.Memory || p.Slices < 1 || p.Max < 1 {
+			if p.Memory == 0 || p.Memory > dev.Memory || p.Slices < 1 || p.SMs < 1 || p.Max < 1 {
 				t.Errorf("GPU %d of %d MiB: profile %+v", dev.Index, dev.Memory, p)
 			}
 			if len(p.Placements) == 0 && m.Enabled {
