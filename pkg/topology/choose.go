@@ -178,6 +178,9 @@ type pool struct {
 }
 
 func (g *Graph) pool(lists ...[]gpu.UUID) *pool {
+	if g == nil {
+		g = &Graph{} // which knows no GPU
+	}
 	p := &pool{uuids: slices.Concat(lists...)}
 	place := func(u gpu.UUID) int {
 		if i, ok := g.at[u]; ok {
