@@ -3,7 +3,6 @@
 package peers_test
 
 import (
-	"flag"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -19,8 +18,6 @@ import (
 	"example.com/gpu-agent/tests/emulator"
 )
 
-var long = flag.Bool("long", false, "the examples on every kind of card, not on two")
-
 // TestExamplesMeanTheSame lets mig-parted apply every example of its documentation
 // and holds what stands then against what the agent would make of the same file.
 // On each kind of card it tries those that mean something else there. What the
@@ -32,9 +29,6 @@ func TestExamplesMeanTheSame(t *testing.T) {
 		{"h200", "H200-141GB"}, {"b200", "B200"}, {"rtx-pro-6000", "RTX-PRO-6000"},
 	} {
 		recorded, model := card[0], card[1]
-		if !*long && recorded != "a100-80" && recorded != "a30" {
-			continue
-		}
 		t.Run(model, func(t *testing.T) {
 			n := start(t, emulator.Spec{Seed: recorded, Model: model, Count: 1})
 			inv := inventory(t, recorded)
@@ -61,36 +55,11 @@ func TestItemsMeanTheSame(t *testing.T) {
 	inv := inventory(t, "a100-80")
 	inv.GPUs = inv.GPUs[:4]
 	inv.GPUs[3].PCIDevice, inv.GPUs[3].MIG = "0x1DB510DE", gpu.MIG{}
-	n.compare(inv, []string{`version: v1
-mig-configs:
-  last-wins:
-  - {devices: all, mig-enabled: true, mig-devices: {1g.10gb: 7}}
-  - {devices: [1], mig-enabled: true, mig-devices: {3g.40gb: 2}}
-  - {devices: [1, 2], mig-enabled: true, mig-devices: {2g.20gb: 3}}
-  nothing-of-some:
-  - {devices: [0], mig-enabled: true, mig-devices: {4g.40gb: 1}}
-  - {devices: [], mig-enabled: true, mig-devices: {1g.10gb: 7}}
-  filters:
-  - {device-filter: "0x233010DE", devices: all, mig-enabled: true, mig-devices: {1g.10gb: 1}}
-  - {device-filter: ["0x233010DE", "0x20b210de"], devices: [1], mig-enabled: true, mig-devices: {1g.20gb: 4}}
-  - {device-filter: "", devices: [2], mig-enabled: true, mig-devices: {}}
-  parts:
-  - {devices: [0], mig-enabled: true, mig-devices: {1c.3g.40gb: 6}}
-  - {devices: [1], mig-enabled: true, mig-devices: {1c.3g.40gb: 1, 2c.3g.40gb: 1, 3g.40gb: 1}}
-  - {devices: [2], mig-enabled: true, mig-devices: {1c.2g.20gb: 6, 1g.10gb: 1}}
-  whole-parts-and-zeros:
-  - {devices: all, mig-enabled: true, mig-devices: {1c.1g.10gb+me: 1, 3c.3g.40gb: 1, 2g.20gb: 0}}
-  too-many:
-  - {devices: [0], mig-enabled: true, mig-devices: {1g.10gb: 8}}
-  too-many-parts:
-  - {devices: [0], mig-enabled: true, mig-devices: {1c.3g.40gb: 7}}
-  no-room:
-  - {devices: [0], mig-enabled: true, mig-devices: {3g.40gb: 2, 1g.10gb: 1}}
-  no-such-profile:
-  - {devices: [0], mig-enabled: true, mig-devices: {9g.999gb: 1}}
-  none:
-  - {devices: all, mig-enabled: false, mig-devices: {}}
-`}, func(string) bool { return true }, map[string]bool{}, 100)
+	items, err := os.ReadFile("../../internal/config/testdata/nvidia-items.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.compare(inv, []string{string(items)}, func(string) bool { return true }, map[string]bool{}, 100)
 }
 
 // examples are the files of mig-parted's documentation: its examples, what its

@@ -66,7 +66,6 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 	caps := test(".", "-count=1", long, "./tests/memcap")
 	peers := test(".", "-count=1", limit, "./tests/peers")
 	if soak {
-		peers.args = append(peers.args, "-long")
 		e2e.args, crash.args, caps.args = append(e2e.args, "-long"), append(crash.args, "-long"), append(caps.args, "-long")
 	}
 	all := []stage{
