@@ -14,6 +14,7 @@ import (
 
 	"example.com/gpu-agent/internal/agent"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/nfd"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/cdi"
@@ -113,7 +114,7 @@ func (cl *cleaner) clean(ctx context.Context) error {
 	}
 	sockets := filepath.Join(cl.node.kubeletDir, "device-plugins")
 	resources := append(cl.names.Fixed(), plugin.Left(sockets, func(r string) bool { return cl.names.Ours(r) && !slices.Contains(cl.names.Fixed(), r) })...)
-	errs = append(errs, err, plugin.RemoveSockets(sockets, resources))
+	errs = append(errs, err, plugin.RemoveSockets(sockets, resources), nfd.Remove(cl.node.nfdDir))
 	if cl.nodeName != "" {
 		errs = append(errs, cl.object(ctx))
 	}
@@ -175,8 +176,6 @@ func (cl *cleaner) object(ctx context.Context) error {
 		return err
 	}
 	return errors.Join(
-		client.PatchNode(ctx,
-			map[string]*string{cl.domain + "/" + agent.StateLabel: nil},
-			map[string]*string{cl.domain + "/" + agent.MessageAnnotation: nil}),
+		client.Mark(ctx, kube.Marks{}),
 		client.RemoveCondition(ctx, cl.domain+"/"+agent.HealthCondition))
 }

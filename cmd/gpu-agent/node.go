@@ -10,13 +10,14 @@ import (
 	"strconv"
 	"strings"
 
+	"example.com/gpu-agent/internal/nfd"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/cdi"
 )
 
 // nodeFlags say where things are on the node.
 type nodeFlags struct {
-	kubeletDir, cdiDir, stateDir, hostRoot, runtimeEndpoint string
+	kubeletDir, cdiDir, stateDir, hostRoot, runtimeEndpoint, nfdDir string
 }
 
 func (n *nodeFlags) register(fs *flag.FlagSet) {
@@ -24,6 +25,7 @@ func (n *nodeFlags) register(fs *flag.FlagSet) {
 	fs.StringVar(&n.cdiDir, "cdi-dir", "/var/run/cdi", "`directory` that the container runtime reads CDI files from")
 	fs.StringVar(&n.stateDir, "state-dir", "/var/lib/gpu-agent", "`directory` of the agent's own files; the same path on the host")
 	fs.StringVar(&n.hostRoot, "host-root", "/", "`directory` where the agent sees the host's files: the runtime's socket is looked for below it")
+	fs.StringVar(&n.nfdDir, "nfd-dir", nfd.Dir, "`directory` that Node Feature Discovery reads features files from")
 	fs.StringVar(&n.runtimeEndpoint, "runtime-endpoint", "", "the container runtime's `socket`, unix:///… as the kubelet names it (default: the first that is there of the usual ones)")
 }
 

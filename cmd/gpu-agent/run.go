@@ -23,6 +23,7 @@ import (
 	"example.com/gpu-agent/internal/guard"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/nfd"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/obs"
 	"example.com/gpu-agent/internal/state"
@@ -61,6 +62,7 @@ type runFlags struct {
 	healthHold, healthProbe   time.Duration
 	whenBusy, foreign, reset  choice
 	numaHints                 choice
+	nodeLabels, nvidiaLabels  choice
 	idleTTL                   time.Duration
 	logFormat, logLevel       choice
 }
@@ -89,6 +91,10 @@ func (f *runFlags) register(fs *flag.FlagSet) {
 	fs.Var(&f.foreign, "foreign-instances", "idle MIG instances that the agent did not make and the partition does not name: keep or reclaim (destroy)")
 	f.reset = choice{"auto", []string{"auto", "never"}}
 	fs.Var(&f.reset, "reset", "a GPU whose MIG mode needs a reset to change: auto (reset that GPU, once it is idle) or never (wait for somebody to do it)")
+	f.nodeLabels = choice{"api", []string{"api", "nfd", "none"}}
+	fs.Var(&f.nodeLabels, "node-labels", "how the node gets labels of what its GPUs are: api (the agent writes them), nfd (a features file for Node Feature Discovery, in --nfd-dir) or none")
+	f.nvidiaLabels = choice{"absent", []string{"absent", "never"}}
+	fs.Var(&f.nvidiaLabels, "nvidia-labels", "the nvidia.com labels that GPU Feature Discovery writes: absent (each where nobody else has written it) or never")
 	f.numaHints = choice{string(agent.AlignFixed), []string{string(agent.AlignNone), string(agent.AlignFixed), string(agent.AlignAll)}}
 	fs.Var(&f.numaHints, "numa-hints", "which devices the kubelet is told the NUMA node of: none, fixed (whole GPUs and MIG devices of fixed geometries) or all (memory units, replicas and MIG on demand too, of which it may then refuse requests that would fit)")
 	fs.DurationVar(&f.idleTTL, "idle-instance-ttl", 0, "`time` after which an instance made on demand goes when nobody has it; 0 keeps it until its room is wanted")
@@ -215,6 +221,8 @@ func run(ctx context.Context, c console, args []string) error {
 		MemoryUnit:     gpu.MiB(f.unit),
 		KeepOffering:   f.whenBusy.value == "wait",
 		IdleTTL:        f.idleTTL,
+		Label:          f.nodeLabels.value != "none",
+		Guest:          f.nvidiaLabels.value == "absent",
 		Align:          agent.Alignment(f.numaHints.value),
 		ReclaimForeign: f.foreign.value == "reclaim",
 		NeverReset:     f.reset.value == "never",
@@ -238,6 +246,9 @@ func run(ctx context.Context, c console, args []string) error {
 			return err
 		}
 		worlds.Cluster = cluster
+	}
+	if f.nodeLabels.value == "nfd" {
+		worlds.Features = features(f.node.nfdDir)
 	}
 	var loop *agent.Agent
 	plugins := plugin.NewKubelet(plugin.KubeletOptions{
@@ -291,6 +302,11 @@ func run(ctx context.Context, c console, args []string) error {
 	log.Info("ended; devices stay with their containers")
 	return nil
 }
+
+// features is Node Feature Discovery's directory.
+type features string
+
+func (dir features) Write(f nfd.Features) error { return nfd.Write(string(dir), f) }
 
 // openStore waits for the agent before this one, which may still be ending.
 func openStore(ctx context.Context, dir string, log *slog.Logger) (*state.Store, error) {

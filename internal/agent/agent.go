@@ -133,6 +133,11 @@ type Options struct {
 	IdleTTL time.Duration
 	// ReclaimForeign lets idle instances go that the agent did not make.
 	ReclaimForeign bool
+	// Label has the node's labels of what its GPUs are written (--node-labels other
+	// than none): to the features file where Worlds has one, else to the Node.
+	// Guest has those of GPU Feature Discovery among them, where nobody else has
+	// written them.
+	Label, Guest bool
 	// Align says of which devices the kubelet is told the NUMA node (--numa-hints);
 	// empty is AlignNone.
 	Align Alignment
@@ -164,6 +169,7 @@ type Agent struct {
 	plugins  Plugins
 	store    Store
 	cluster  Cluster
+	features Features
 	observer Observer
 	desk     *desk.Desk
 	health   *health.Monitor
@@ -234,7 +240,8 @@ type Agent struct {
 		is  config.Desired
 		err error
 	}
-	partition string
+	partition string // the one that is chosen
+	active    string // the one that wanted is of
 	cuts      map[gpu.UUID]Cut
 	past      map[gpu.UUID][]pastCut
 	slices    map[gpu.UUID]slice
@@ -285,14 +292,23 @@ type input struct {
 	// migManager is the configuration that NVIDIA's MIG manager is to keep on this
 	// node; "" where it has none.
 	migManager string
+	// labels are the node's; nil before it has been seen.
+	labels map[string]string
 }
 
 // Snapshot is what a round left, for status and metrics. It is immutable.
 type Snapshot struct {
 	Inventory *gpu.Inventory
-	Cuts      map[gpu.UUID]Cut
-	Wanted    []config.Want
-	Blocked   []Blocked
+	// Topology is how the GPUs of Inventory are joined; nil before the first.
+	Topology *topology.Graph
+	// Answered says that this process has read Inventory itself.
+	Answered bool
+	Cuts     map[gpu.UUID]Cut
+	// Wanted is what the partition Active means on this node: the last good one
+	// while a newer one cannot be had. Nil before there was one.
+	Wanted  []config.Want
+	Active  string
+	Blocked []Blocked
 	// Others is why GPUs are, or may be, given out by somebody else.
 	Others  map[gpu.UUID]string
 	Outcome Outcome
@@ -333,6 +349,7 @@ func New(o Options, w Worlds) *Agent {
 		plugins:    w.Plugins,
 		store:      w.Store,
 		cluster:    w.Cluster,
+		features:   w.Features,
 		observer:   w.Observer,
 		health:     health.New(o.Health),
 		log:        o.Log,
@@ -419,6 +436,7 @@ func (a *Agent) SetNode(n kube.Node) {
 		in.chosen, in.labelKnown = n.Labels[a.opts.Domain+"/"+PartitionLabel], true
 		in.letGo = letGoReason(&n, a.opts.Domain)
 		in.migManager = n.Labels[migManagerLabel]
+		in.labels = n.Labels
 	})
 	a.tell() // a node that was made anew has lost what we wrote on it
 }
@@ -455,8 +473,8 @@ func (a *Agent) Run(ctx context.Context) error {
 	})
 	g.Go(func() error { return a.followRuntime(ctx) })
 	g.Go(func() error { return a.awaitReleases(ctx) })
-	if a.cluster != nil {
-		g.Go(func() error { return a.report(ctx, a.cluster) })
+	if a.cluster != nil || a.features != nil {
+		g.Go(func() error { return a.report(ctx) })
 	}
 	g.Go(func() error {
 		pause := backOffMin
@@ -716,7 +734,7 @@ func (a *Agent) resolve() (note string, err error) {
 	if !slices.EqualFunc(a.wanted, d.GPUs, config.Want.Equal) {
 		a.wantedGen++
 	}
-	a.wanted = d.GPUs
+	a.wanted, a.active = d.GPUs, name
 	return "", in.fileErr
 }
 
@@ -894,7 +912,7 @@ func (a *Agent) finish(changes *Changes, o Outcome, err error) {
 	old := a.snapshot.Load()
 	verdicts := a.health.Verdicts()
 	hangs := a.hangs()
-	changed := o != a.outcome || a.heard != old.Heard || hangs != old.Hangs || !slices.Equal(verdicts, old.Verdicts)
+	changed := o != a.outcome || a.inv != old.Inventory || a.wantedGen != old.Generation || a.heard != old.Heard || hangs != old.Hangs || !slices.Equal(verdicts, old.Verdicts)
 	inv := a.inv
 	if inv == nil {
 		inv = &gpu.Inventory{}
@@ -910,7 +928,7 @@ func (a *Agent) finish(changes *Changes, o Outcome, err error) {
 			work[u] = *text
 		}
 	}
-	a.snapshot.Store(&Snapshot{Inventory: inv, Cuts: a.cuts, Wanted: a.wanted, Blocked: changes.Blocked,
+	a.snapshot.Store(&Snapshot{Inventory: inv, Topology: a.topology, Answered: a.answered, Cuts: a.cuts, Wanted: a.wanted, Active: a.active, Blocked: changes.Blocked,
 		Work: work, Made: made, Leaving: changes.Leaving, Failing: a.failingSlots(now), Others: a.others, Outcome: o,
 		Source: a.heardSoFar().source, Generation: a.wantedGen, At: now, Heard: a.heard, Verdicts: verdicts, Hangs: hangs, Err: err})
 	if o != a.outcome {

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"hash/fnv"
 	"log/slog"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -64,6 +65,7 @@ type outside struct {
 	// The API server.
 	patchErr    error
 	labels      map[string]string
+	marked      []map[string]string // labels, over time
 	annotations map[string]string
 	events      []string
 
@@ -227,20 +229,21 @@ func (o *outside) SetCondition(_ context.Context, c kube.Condition) error {
 	return nil
 }
 
-func (o *outside) PatchNode(_ context.Context, labels, annotations map[string]*string) error {
+// Mark is a Node that nobody else writes to.
+func (o *outside) Mark(_ context.Context, m kube.Marks) error {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if o.patchErr != nil {
 		return o.patchErr
 	}
-	for have, want := range map[*map[string]string]map[string]*string{&o.labels: labels, &o.annotations: annotations} {
-		for k, v := range want {
-			delete(*have, k)
-			if v != nil {
-				(*have)[k] = *v
-			}
-		}
+	labels := map[string]string{}
+	if m.KeepLabels {
+		maps.Copy(labels, o.labels)
 	}
+	maps.Copy(labels, m.Guests)
+	maps.Copy(labels, m.Labels)
+	o.labels, o.annotations = labels, maps.Clone(m.Annotations)
+	o.marked = append(o.marked, maps.Clone(labels))
 	return nil
 }
 
@@ -299,6 +302,7 @@ func start(t *testing.T, o *outside, cdiDir, file string) *bench {
 	b := &bench{outside: o, t: t, dir: cdiDir, log: &bytes.Buffer{}}
 	b.Agent = New(Options{
 		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: unit, Pod: ownPod, Boot: o.boot, Kit: testKit,
+		Label: true, Guest: true, Align: AlignFixed,
 		Health: health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4},
 		Log:    slog.New(slog.NewTextHandler(b.log, nil)),
 	}, Worlds{Driver: o, Files: files, Caps: o.caps, Kubelet: o, Runtime: runtime{o}, Plugins: o, Store: store, Cluster: o, Observer: o})

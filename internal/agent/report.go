@@ -4,7 +4,9 @@ package agent
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -13,6 +15,8 @@ import (
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/label"
+	"example.com/gpu-agent/internal/nfd"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -44,14 +48,15 @@ const (
 	hangsReason     = "GPUDriverHangs"
 )
 
-// report keeps the node's label, annotation and condition equal to what the loop
+// report keeps the node's labels, annotation and condition equal to what the loop
 // last found, and sends an Event for each new thing. It runs beside the loop,
 // since the API server may be slow or away; the newest snapshot is all it needs.
 // It says nothing before the loop has heard what is wanted, so that a restart of
-// the agent does not make the label flicker.
-func (a *Agent) report(ctx context.Context, c Cluster) error {
+// the agent does not make labels flicker.
+func (a *Agent) report(ctx context.Context) error {
 	var told Outcome
 	var sick []health.Verdict
+	failing := ""
 	pause := backOffMin
 	for {
 		for !a.snapshot.Load().Heard {
@@ -62,28 +67,43 @@ func (a *Agent) report(ctx context.Context, c Cluster) error {
 			}
 		}
 		snap := a.snapshot.Load()
-		if o := snap.Outcome; o != told {
-			a.tellOutcome(c, o)
-			told = o
+		own, guests, known := a.nodeLabels(snap)
+		var errs []error
+		if a.features != nil {
+			err := a.features.Write(nfd.Features{Labels: own, Guests: guests, Node: a.heardSoFar().labels, Keep: !known})
+			if says := fmt.Sprint(err); err != nil && says != failing {
+				a.log.Error("cannot leave the labels for Node Feature Discovery", "err", err)
+				failing = says
+			}
+			errs = append(errs, err)
+			own, guests, known = nil, nil, true
 		}
-		if !slices.Equal(sick, snap.Verdicts) {
-			a.tellHealth(c, snap, sick)
-			sick = snap.Verdicts
-		}
-		state := string(snap.Outcome.State)
-		annotations := map[string]*string{a.opts.Domain + "/" + MessageAnnotation: nil}
-		if m := snap.Outcome.Message; m != "" {
-			annotations[a.opts.Domain+"/"+MessageAnnotation] = &m
-		}
-		err := c.PatchNode(ctx, map[string]*string{a.opts.Domain + "/" + StateLabel: &state}, annotations)
-		if err == nil {
-			err = c.SetCondition(ctx, condition(a.opts.Domain, snap))
+		if c := a.cluster; c != nil {
+			if o := snap.Outcome; o != told {
+				a.tellOutcome(c, o)
+				told = o
+			}
+			if !slices.Equal(sick, snap.Verdicts) {
+				a.tellHealth(c, snap, sick)
+				sick = snap.Verdicts
+			}
+			marks := kube.Marks{Labels: map[string]string{a.opts.Domain + "/" + StateLabel: string(snap.Outcome.State)},
+				Annotations: map[string]string{}, Guests: guests, KeepLabels: !known}
+			maps.Copy(marks.Labels, own)
+			if m := snap.Outcome.Message; m != "" {
+				marks.Annotations[a.opts.Domain+"/"+MessageAnnotation] = m
+			}
+			err := c.Mark(ctx, marks)
+			if err == nil {
+				err = c.SetCondition(ctx, condition(a.opts.Domain, snap))
+			}
+			errs = append(errs, err)
 		}
 		var again <-chan time.Time
-		if err != nil {
+		if errors.Join(errs...) != nil {
 			again, pause = time.After(pause), min(2*pause, backOffMax)
 		} else {
-			pause = backOffMin
+			pause, failing = backOffMin, ""
 		}
 		select {
 		case <-ctx.Done():
@@ -92,6 +112,33 @@ func (a *Agent) report(ctx context.Context, c Cluster) error {
 		case <-again:
 		}
 	}
+}
+
+// nodeLabels are what the node's GPUs are, the agent's own words and those of GPU
+// Feature Discovery. known is false where that cannot be told now: before this
+// process has read the hardware, and while there is none to be read. What was
+// written before then stays.
+func (a *Agent) nodeLabels(snap *Snapshot) (own, guests map[string]string, known bool) {
+	if !a.opts.Label {
+		return nil, nil, true
+	}
+	if !snap.Answered {
+		return nil, nil, false
+	}
+	in := label.Node{Inventory: snap.Inventory, Graph: snap.Topology, Partition: snap.Active, Wanted: snap.Wanted}
+	if own = label.Own(a.opts.Domain, in); own == nil {
+		return nil, nil, false
+	}
+	if snap.Wanted == nil {
+		// No partition is in force in this process. One may have been in the process
+		// before: what followed from that still holds.
+		delete(own, a.opts.Domain+"/gpu.mode")
+		return own, nil, false
+	}
+	if a.opts.Guest {
+		guests = label.NVIDIA(in)
+	}
+	return own, guests, true
 }
 
 // tellOutcome sends the Event of a new outcome.

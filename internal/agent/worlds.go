@@ -9,6 +9,7 @@ import (
 	specs "tags.cncf.io/container-device-interface/specs-go"
 
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/nfd"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/cdi"
@@ -27,7 +28,9 @@ type Worlds struct {
 	Plugins Plugins
 	Store   Store
 	// Cluster is nil where there is no API server to speak to.
-	Cluster  Cluster
+	Cluster Cluster
+	// Features is nil where labels do not go by way of Node Feature Discovery.
+	Features Features
 	Observer Observer
 }
 
@@ -131,10 +134,18 @@ type Store interface {
 	Keep(func() []state.Claim) error
 }
 
+// Features is where labels are left for Node Feature Discovery, which writes them
+// to the Node. internal/nfd stands behind it.
+type Features interface {
+	Write(nfd.Features) error
+}
+
 // Cluster is where the outcome is written for people and schedulers.
 // internal/kube has it.
 type Cluster interface {
-	PatchNode(ctx context.Context, labels, annotations map[string]*string) error
+	// Mark makes the Node's labels and annotations say this and nothing else of the
+	// agent's.
+	Mark(context.Context, kube.Marks) error
 	SetCondition(ctx context.Context, c kube.Condition) error
 	Event(regarding kube.Regarding, kind kube.EventType, reason, message string)
 }

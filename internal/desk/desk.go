@@ -343,7 +343,7 @@ func (f *faults) of(dev *Device) (why string, bad bool) {
 // taken and the faults, and tells the streams of those resources of which the
 // kubelet hears anything else. A list that is as it was stays the same slice.
 func (d *Desk) showLocked() {
-	v := &View{Gen: d.view.Gen + 1, Rank: d.base.Rank, MIG: d.base.MIG, Resources: slices.Clone(d.base.Resources)}
+	v := &View{Gen: d.view.Gen + 1, Rank: d.base.Rank, Topology: d.base.Topology, MIG: d.base.MIG, Resources: slices.Clone(d.base.Resources)}
 	rooms := d.roomsLocked(v.slotGPUs())
 	d.moved = d.moved[:0]
 	for i := range v.Resources {

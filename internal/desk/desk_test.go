@@ -16,6 +16,7 @@ import (
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/timeslice"
+	"example.com/gpu-agent/pkg/topology"
 )
 
 const (
@@ -138,8 +139,9 @@ func TestReplicasOfOneGPU(t *testing.T) {
 
 func TestPreferWhole(t *testing.T) {
 	d, _ := newDesk()
-	d.set(&View{Rank: map[gpu.UUID]int{gpuB: 0, gpuA: 1}, Resources: []Resource{{Name: gpuName, Kind: Whole, Devices: []Device{
-		{ID: string(gpuB), GPU: gpuB, Healthy: true}, {ID: string(gpuA), GPU: gpuA, Healthy: true}}}}})
+	d.set(&View{Rank: map[gpu.UUID]int{gpuB: 0, gpuA: 1}, Topology: topology.New(&gpu.Inventory{GPUs: []gpu.Device{{UUID: gpuB}, {Index: 1, UUID: gpuA}}}),
+		Resources: []Resource{{Name: gpuName, Kind: Whole, Devices: []Device{
+			{ID: string(gpuB), GPU: gpuB, Healthy: true}, {ID: string(gpuA), GPU: gpuA, Healthy: true}}}}})
 	got, err := d.Prefer(gpuName, []string{string(gpuA), string(gpuB)}, nil, 1)
 	if err != nil || len(got) != 1 || got[0] != string(gpuB) {
 		t.Errorf("prefer 1 of 2: %v, %v; want the first by rank", got, err)
@@ -149,7 +151,7 @@ func TestPreferWhole(t *testing.T) {
 		t.Errorf("prefer with one required: %v, %v", got, err)
 	}
 	_, err = d.Prefer(gpuName, []string{string(gpuA)}, nil, 2)
-	wantErr(t, err, "2 whole GPUs asked for and 1 are free")
+	wantErr(t, err, "choose 2 GPUs: 1 are free")
 }
 
 // A leaving device is refused to anyone new, and given to the app container of

@@ -120,8 +120,10 @@ func TestSharesGoToBrokenPairs(t *testing.T) {
 	}{
 		{2, "5"}, // the fullest that has room
 		{8, "4"}, // the other half of its pair
-		{3, "0"}, // a new pair
-		{8, "1"}, // rather than the others
+		{3, "6"}, // a new pair, of the NUMA node that is broken up
+		{8, "7"}, // and the rest of it
+		{8, "0"}, // a new node
+		{4, "6"}, // the fullest that has room
 	} {
 		if got := take(t, d, memName, step.n); got != step.want {
 			t.Fatalf("request %d, for %d units: GPU %s, want %s", i, step.n, got, step.want)
