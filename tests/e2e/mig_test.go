@@ -326,11 +326,12 @@ func TestMIGLive(t *testing.T) {
 	go func() { stream <- b.keepComing(coming, one, &came, &refused) }()
 	b.Cleanup(stop)
 
+	mark := b.lastOp()
 	edited := time.Now()
 	b.partitions(after)
 	turned := b.await(r, edited, three, free.UUID, 2)
 	b.Logf("edit to the kubelet's stream: %d ms, of which the hardware had %d (seven ends and two creations)",
-		turned.Sub(edited).Milliseconds(), (9 * operation).Milliseconds())
+		turned.Sub(edited).Milliseconds(), b.spent(free, mark).Milliseconds())
 	says := b.state("blocked")
 	for _, want := range []string{holder.String(), busy.UUID} {
 		if !strings.Contains(says, want) {
@@ -354,19 +355,21 @@ func TestMIGLive(t *testing.T) {
 	b.running3g("three-new", three, free)
 	b.still(r, edited, busy, free)
 
+	mark = b.lastOp()
 	ends := time.Now()
 	b.must(holder.Delete(b.ctx))
 	turned = b.await(r, ends, three, busy.UUID, 2)
-	b.Logf("the holder's end, from its deletion, to the kubelet's stream: %d ms, of which the hardware had %d", turned.Sub(ends).Milliseconds(), (9 * operation).Milliseconds())
+	b.Logf("the holder's end, from its deletion, to the kubelet's stream: %d ms, of which the hardware had %d", turned.Sub(ends).Milliseconds(), b.spent(busy, mark).Milliseconds())
 	b.state("applied")
 	b.stands(map[int]string{free.Index: threes, busy.Index: threes})
 	b.still(r, edited, busy, free)
 
 	// An idle GPU that was whole is given MIG, by a reset of its own.
+	mark = b.lastOp()
 	switching := time.Now()
 	b.partitions(toMIG)
 	turned = b.await(r, switching, two, idle.UUID, 3)
-	b.Logf("edit of a whole GPU to the kubelet's stream, mode and reset included: %d ms, of which creations had %d", turned.Sub(switching).Milliseconds(), (4 * operation).Milliseconds())
+	b.Logf("edit of a whole GPU to the kubelet's stream, mode and reset included: %d ms, of which the hardware had %d", turned.Sub(switching).Milliseconds(), b.spent(idle, mark).Milliseconds())
 	b.state("applied")
 	b.must(driver.Read(b.ctx))
 	b.must(cut(idle.Index, map[string]int{"2g.20gb": 3, "1g.10gb": 1}))
@@ -394,6 +397,32 @@ func TestMIGLive(t *testing.T) {
 	if now, err := agent.Process(); err != nil || now != self {
 		b.Errorf("the agent was %s and is %s (%v)", self, now, err)
 	}
+}
+
+// lastOp is the serial of what was done last to the GPUs' MIG side.
+func (b *bench) lastOp() (last uint64) {
+	b.Helper()
+	ops, err := driver.MIGOps(b.ctx)
+	b.must(err)
+	for _, op := range ops {
+		last = max(last, op.Serial)
+	}
+	return last
+}
+
+// spent is what the hardware took, by the clock, for all that was done to a GPU
+// since an operation.
+func (b *bench) spent(gpu lab.GPUInfo, since uint64) time.Duration {
+	b.Helper()
+	ops, err := driver.MIGOps(b.ctx)
+	b.must(err)
+	var sum float64
+	for _, op := range ops {
+		if op.GPU == gpu.Index && op.Serial > since {
+			sum += op.Seconds
+		}
+	}
+	return time.Duration(sum * float64(time.Second))
 }
 
 // cut checks how many instances of each profile a GPU has, and no others.

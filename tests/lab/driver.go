@@ -40,8 +40,20 @@ type GPUInfo struct {
 	Lost                   bool
 	// NUMA is the node that the GPU is of.
 	NUMA int
+	// Path is where the GPU hangs on the PCI bus: the host bridge, other bridges,
+	// itself, with slashes between them.
+	Path string `json:"-"`
+	// Links are its NVLink lanes.
+	Links []Link `json:"-"`
 	// MIG is nil on a GPU that cannot have it.
 	MIG *MIGInfo
+}
+
+// Link is an NVLink lane of a GPU's.
+type Link struct {
+	// To is the GPU at the other end, -1 where that is an NVSwitch or nobody.
+	To         int
+	Switch, Up bool
 }
 
 // MIGInfo is how a GPU is cut, as the emulated hardware knows it.
@@ -80,6 +92,8 @@ type MIGOp struct {
 	Serial      uint64
 	GPU         int
 	Op, Profile string
+	// Seconds is what it took by the clock.
+	Seconds float64
 	// Start is the GPU instance's memory slot, CI the compute instance's first
 	// slice, -1 where the GPU instance itself is meant.
 	Start, CI int
@@ -155,8 +169,9 @@ func (d *Driver) install(ctx context.Context) error {
 	return nil
 }
 
-// Swap puts other hardware in the place of what there is, with UUIDs of its own.
-// Nobody may use the driver meanwhile.
+// Swap puts other hardware in the place of what there is, with UUIDs of its own,
+// and shows the node the PCI bus and, where the world describes them, the CPUs and
+// NUMA nodes of its machine. Nobody may use the driver meanwhile.
 func (d *Driver) Swap(ctx context.Context, o DriverOptions) error {
 	if err := d.node.Stop(ctx, d.daemon); err != nil {
 		return fmt.Errorf("swap the GPUs: %w", err)
@@ -215,6 +230,10 @@ type driverState struct {
 	Driver string
 	GPUs   []GPUInfo
 	MIGOps []MIGOp
+	Board  struct {
+		Paths []string
+		Links [][]Link
+	}
 }
 
 func (d *Driver) show(ctx context.Context) (driverState, error) {
@@ -226,7 +245,16 @@ func (d *Driver) show(ctx context.Context) (driverState, error) {
 	if err == nil && len(state.GPUs) == 0 {
 		err = errors.New("the emulated driver has no GPU")
 	}
-	return state, err
+	if b := state.Board; err == nil && (len(b.Paths) != len(state.GPUs) || len(b.Links) != len(state.GPUs)) {
+		err = fmt.Errorf("the emulated driver has %d GPUs, %d paths and the links of %d", len(state.GPUs), len(b.Paths), len(b.Links))
+	}
+	if err != nil {
+		return state, err
+	}
+	for i := range state.GPUs {
+		state.GPUs[i].Path, state.GPUs[i].Links = state.Board.Paths[i], state.Board.Links[i]
+	}
+	return state, nil
 }
 
 func (d *Driver) control(ctx context.Context, command string, args ...string) ([]byte, error) {

@@ -13,21 +13,10 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 	podresources "k8s.io/kubelet/pkg/apis/podresources/v1"
-
-	"example.com/gpu-agent/tests/emulator/lib"
 )
 
-const (
-	// machine is where the emulated machine's own files lie in the node while
-	// the kubelet is shown them.
-	machine = "/run/machine"
-	// settings is what the kubelet reads beside its configuration.
-	settings = "/etc/kubernetes/kubelet.d/50-lab.conf"
-)
-
-// processors are the places of a machine's CPUs and NUMA nodes, from which a
-// kubelet learns of them.
-var processors = []string{"/sys/devices/system/node", "/sys/devices/system/cpu"}
+// settings is what the kubelet reads beside its configuration.
+const settings = "/etc/kubernetes/kubelet.d/50-lab.conf"
 
 // aligned are the settings of a kubelet that gives whole CPUs to those who ask for
 // them, and refuses a container whose CPUs and devices would not be of one NUMA
@@ -39,43 +28,26 @@ cpuManagerPolicy: static
 reservedSystemCPUs: "0"
 `
 
-// Align shows the kubelet the CPUs and NUMA nodes of a driver's machine, whose
-// world has to state them, in the place of this machine's, and starts it anew as
-// one that aligns CPUs and devices. Containers have the CPUs that there are:
-// what they were given is RunningPod.Given. Nobody may have a pod meanwhile.
-func (n *Node) Align(ctx context.Context, d *Driver) error {
-	libraries, err := lib.Cached(ctx)
-	if err != nil {
-		return fmt.Errorf("align: %w", err)
-	}
-	if _, err := n.Exec(ctx, n.kit.Bin("gpu-emulator"), "install", "--root", machine, "--libraries", libraries, "--world", d.world); err != nil {
-		return fmt.Errorf("align: lay the machine: %w", err)
-	}
-	for _, at := range processors {
-		if _, err := n.Exec(ctx, "mount", "--bind", machine+at, at); err != nil {
-			return fmt.Errorf("align: show the machine's CPUs: %w", err)
-		}
-	}
+// Align starts the kubelet anew as one that aligns CPUs and devices, on the CPUs
+// and NUMA nodes of the driver's machine, where its world describes them: they are
+// laid over this machine's (see Driver.Swap), and a kubelet looks at them when it
+// starts. Containers have the CPUs that there are; what they were given is
+// RunningPod.Given.
+func (n *Node) Align(ctx context.Context) error {
 	if _, err := n.cluster(ctx, nil, "cpusets", "drop"); err != nil {
 		return fmt.Errorf("align: %w", err)
 	}
 	return n.setKubelet(ctx, aligned)
 }
 
-// Unalign gives the kubelet its usual settings and this machine's CPUs again.
+// Unalign gives the kubelet its usual settings again, and the CPUs of the machine
+// that there is by now.
 func (n *Node) Unalign(ctx context.Context) error {
-	for _, at := range processors {
-		if _, err := n.Exec(ctx, "umount", at); err != nil {
-			return fmt.Errorf("show this machine's CPUs again: %w", err)
-		}
-	}
 	if err := n.setKubelet(ctx, ""); err != nil {
 		return err
 	}
-	if _, err := n.cluster(ctx, nil, "cpusets", "keep"); err != nil {
-		return err
-	}
-	return os.RemoveAll(n.File(machine))
+	_, err := n.cluster(ctx, nil, "cpusets", "keep")
+	return err
 }
 
 // setKubelet starts the kubelet anew with settings beside its configuration.
