@@ -291,6 +291,11 @@ func newOutside(gpus int) *outside {
 // to do.
 func start(t *testing.T, o *outside, cdiDir, file string) *bench {
 	t.Helper()
+	return startWith(t, o, cdiDir, file, nil)
+}
+
+func startWith(t *testing.T, o *outside, cdiDir, file string, f Features) *bench {
+	t.Helper()
 	files, err := dir.Open(cdiDir, "example.com")
 	if err != nil {
 		t.Fatal(err)
@@ -305,7 +310,7 @@ func start(t *testing.T, o *outside, cdiDir, file string) *bench {
 		Label: true, Guest: true, Align: AlignFixed,
 		Health: health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4},
 		Log:    slog.New(slog.NewTextHandler(b.log, nil)),
-	}, Worlds{Driver: o, Files: files, Caps: o.caps, Kubelet: o, Runtime: runtime{o}, Plugins: o, Store: store, Cluster: o, Observer: o})
+	}, Worlds{Driver: o, Files: files, Caps: o.caps, Kubelet: o, Runtime: runtime{o}, Plugins: o, Store: store, Cluster: o, Features: f, Observer: o})
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
 	go func() { done <- b.Agent.Run(ctx) }()
