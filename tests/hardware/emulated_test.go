@@ -3,6 +3,7 @@
 package hardware
 
 import (
+	"cmp"
 	"bytes"
 	"context"
 	"encoding/json"
@@ -203,20 +204,23 @@ func TestEmulated(t *testing.T) {
 		{Spec: emulator.Spec{Model: "RTX-PRO-6000", Count: 1}},
 		{Spec: emulator.Spec{Model: "A30", Count: 2, NVLink: "none"}},
 		{Spec: emulator.Spec{Model: "B200", Count: 16}},
+		{Spec: emulator.Spec{Topology: "dgx-h100"}},
+		{Spec: emulator.Spec{Topology: "dgx-1"}},
+		{Spec: emulator.Spec{Topology: "nvl72"}},
 		{
 			emulator.Spec{Model: "A100-SXM4-40GB", Count: 2, GPUs: []emulator.GPUSpec{{Index: 0, MIG: true}, {Index: 1, MIG: true}}},
 			[]instance{{"2g.10gb", 0}, {"1c.3g.20gb", 4}},
 		},
 		{Spec: emulator.Spec{Model: "RTX-PRO-6000", Count: 3, GPUs: []emulator.GPUSpec{{Index: 0, MIG: true}, {Index: 2, Model: "A30", MIG: true}}}},
 	} {
-		name := fmt.Sprintf("%dx%s", c.Count, c.Model)
+		name := cmp.Or(c.Topology, fmt.Sprintf("%dx%s", c.Count, c.Model))
 		if len(c.GPUs) > 0 {
 			name += ",MIG"
 		}
 		t.Run(name, func(t *testing.T) {
 			n := emulate(t, c.Spec)
 			for _, in := range c.standing {
-				if err := n.CreateInstance(c.Count-1, in.profile, in.start, false); err != nil {
+				if err := n.CreateInstance(len(c.GPUs)-1, in.profile, in.start, false); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -295,11 +299,11 @@ func TestLinksOfTheWorld(t *testing.T) {
 		want   func(index int) []gpu.Link
 	}{
 		{"none", func(int) []gpu.Link { return nil }},
-		{"switch", func(int) []gpu.Link { return []gpu.Link{{Switch: true, NVLink: 18}} }},
+		{"switch", func(int) []gpu.Link { return []gpu.Link{{Switch: true, NVLink: 18, Version: 4, LaneMBps: 26562}} }},
 		{"mesh", func(index int) (links []gpu.Link) {
 			for to := range 4 {
 				if to != index {
-					links = append(links, gpu.Link{To: to, NVLink: 6})
+					links = append(links, gpu.Link{To: to, NVLink: 6, Version: 4, LaneMBps: 26562})
 				}
 			}
 			return links

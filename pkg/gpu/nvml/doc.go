@@ -52,8 +52,9 @@
 // library without one; a newer symbol is looked up before its use, and what it
 // would have told stays unknown without it: the memory that the driver keeps
 // for itself (R510), MIG profiles (R510) and with them all instances, in which
-// compute slice of its GPU instance a split goes (about R525). Limits per cgroup
-// are R615's (SetMemoryLimit): before it there are none.
+// compute slice of its GPU instance a split goes (about R525), the speed of each
+// NVLink (R510; before it one speed for all of a GPU's), the fabric (R525). Limits
+// per cgroup are R615's (SetMemoryLimit): before it there are none.
 //
 // # GPUs that fail
 //
@@ -77,6 +78,50 @@
 // that has changed and is quiet again it ends its wait, initialises the library
 // anew and reports gpu.EventChanged. A GPU that is gone stays in the inventory
 // with a fault, until the Driver is closed: its holders have a right to know.
+//
+// # NVLink
+//
+// Which links a GPU has is counted once: by number, up to the first that the
+// driver calls an invalid argument. Where a link leads is soldered, and told only
+// while it is up; it is asked when a link comes up and kept by PCI address, so that
+// it holds when indices change. Which links are up is read with every inventory,
+// all of a GPU's with one call for field values, as NCCL reads them on Hopper. That
+// field (NVML_FI_DEV_NVLINK_GET_STATE) is believed where it said the same as
+// nvmlDeviceGetNvLinkState when the links were counted; else, and on a driver that
+// lacks it, each link is asked. A link that sleeps is up. So a reading of a GPU with
+// NVLinks takes two calls more than of one without: states, and the fabric. What
+// cannot be read for once stays as it was: a label must not flicker for a driver
+// that is busy.
+//
+// A link that fails is no fault of the GPU: it works, and is joined less well. That
+// is said by the inventory and by nothing else here.
+//
+// Of this, hardware has confirmed little: the machines that this was developed on
+// have one GPU each, or none. What is relied on stands in go-nvml's nvml.h or was
+// reported from machines in public:
+//
+//   - nvmlDeviceGetNvLinkVersion gives an enumeration; A100 says 5, which is NVLink
+//     3.1 (open-mpi/hwloc issue 658).
+//   - A link that a card has and nothing is plugged into is down, and no error: the
+//     12 of an A100 PCIe (NVIDIA/DCGM issue 49). A number past the card's own is an
+//     invalid argument on GB200 (NVIDIA/TensorRT-LLM pull request 17060).
+//   - Speeds are in MB/s (10^6 bytes), of one link in one direction with its protocol's
+//     overhead: 25781 on V100, 25000 on A100, 26562 on H100, 53125 on GB200, as
+//     nvidia-smi nvlink -s shows them.
+//   - Not confirmed by anybody known: what the state field says while a link is
+//     retrained, whether a GPU in MIG mode shows its links (they are counted again when
+//     the mode changes), what a link says of its far end once it is down, and the
+//     fabric of a GPU that a fabric manager takes into another partition.
+//
+// tests/hardware holds all of it against nvidia-smi topo -m where there is one.
+//
+// # The machine
+//
+// What the kernel knows of NUMA nodes, processors, PCI bridges and RDMA cards is
+// read from sysfs (package topology) beside the door, and anew with each inventory.
+// It may hang where a network card's firmware does: then an inventory waits a
+// second at most, has what was known last, and later ones do not wait. Where sysfs
+// has no NUMA node for a GPU the driver may know the memory that is nearest.
 //
 // # MIG
 //
