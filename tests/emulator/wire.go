@@ -473,9 +473,8 @@ var calls = map[string]call{
 		v, r := s.P2PStatus(f.handle, Handle(other), index)
 		return put(v, r, func(v uint32) { f.putU32(v) })
 	}},
-	"nvmlDeviceGetGpuFabricInfo":    fabric,
-	"nvmlDeviceGetGpuFabricInfoV":   fabric,
-	"nvmlDeviceGetGpuFabricInfo_v4": fabric,
+	"nvmlDeviceGetGpuFabricInfo":  fabric,
+	"nvmlDeviceGetGpuFabricInfoV": fabric,
 	"nvmlDeviceGetNvLinkState": nvlink(func(f *frame, _ *gpu, l Link) Return {
 		f.putU32(bit(l.Active))
 		return Success

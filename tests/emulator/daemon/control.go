@@ -28,6 +28,7 @@ type command struct {
 	Profile string            `json:"profile,omitempty"`
 	After   uint64            `json:"after,omitempty"`
 	Start   int               `json:"start,omitempty"`
+	Link    int               `json:"link,omitempty"`
 	Force   bool              `json:"force,omitempty"`
 	Health  *emulator.Health  `json:"health,omitempty"`
 	PID     int               `json:"pid,omitempty"`
@@ -97,6 +98,8 @@ func (s *Server) obey(ctx context.Context, running *sync.WaitGroup, p peer, c co
 		err = w.Lose(c.GPU)
 	case "restore":
 		err = w.Restore(c.GPU)
+	case "link":
+		err = w.SetLink(c.GPU, c.Link, c.On)
 	case "reset":
 		err = s.change(func() error { return w.Reset(c.GPU) })
 	case "mig":
@@ -287,6 +290,11 @@ func (c *Client) Lose(gpu int) error { return c.just(command{Op: "lose", GPU: gp
 
 // Restore brings a lost GPU back.
 func (c *Client) Restore(gpu int) error { return c.just(command{Op: "restore", GPU: gpu}) }
+
+// SetLink makes an NVLink of a GPU fail or work again, see World.SetLink.
+func (c *Client) SetLink(gpu, link int, up bool) error {
+	return c.just(command{Op: "link", GPU: gpu, Link: link, On: up})
+}
 
 // Reset makes a GPU begin anew; refused while processes use it.
 func (c *Client) Reset(gpu int) error { return c.just(command{Op: "reset", GPU: gpu}) }

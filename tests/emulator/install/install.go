@@ -214,8 +214,18 @@ func node(path string, major, minor, mode uint32) error {
 // Kernel writes what the kernel module shows, as plain files, below dir/proc
 // and dir/sys. devices is the text of the machine's own /proc/devices, to
 // which the driver's lines are added.
+//
+// The files of the cards and the processors of another machine go.
 func Kernel(dir, devices string, w *emulator.World) error {
-	return kernel(dir, devices, w.State(), func(string) bool { return true })
+	st := w.State()
+	t, err := sysfs(st)
+	if err != nil {
+		return fmt.Errorf("install sysfs: %w", err)
+	}
+	if err := t.sweep(dir); err != nil {
+		return fmt.Errorf("remove the files of another machine: %w", err)
+	}
+	return kernel(dir, devices, st, func(string) bool { return true })
 }
 
 // modules is what /proc/modules says of the driver.
@@ -243,58 +253,56 @@ func kernel(dir, devices string, st emulator.State, laid func(path string) bool)
 		"sys/module/nvidia/version":                   st.Driver + "\n",
 		"sys/module/nvidia/initstate":                 "live\n",
 	}
-	links := map[string]string{}
 	var gone []string
 	if !st.Loaded {
 		// What is not the driver's own stays, without it.
 		files = map[string]string{"proc/devices": strings.Replace(devices, numbers, "", 1), "proc/modules": ""}
 		gone = []string{"proc/driver/nvidia", "proc/driver/nvidia-caps", "sys/module/nvidia", "sys/bus/pci/drivers/nvidia"}
 	}
-	for _, g := range st.GPUs {
+	t, err := sysfs(st)
+	if err != nil {
+		return fmt.Errorf("install sysfs: %w", err)
+	}
+	maps.Copy(files, t.files)
+	for i, g := range st.GPUs {
 		address := strings.ToLower(g.PCI[4:])
-		if g.Unplugged {
-			gone = append(gone, "proc/driver/nvidia/gpus/"+address, "sys/bus/pci/devices/"+address)
-			continue
-		}
-		at := "sys/bus/pci/devices/" + address + "/"
-		if st.Loaded {
-			links[at+"driver"] = "../../drivers/nvidia"
+		at := "sys/devices/" + st.Board.Paths[i]
+		switch {
+		case g.Unplugged:
+			gone = append(gone, "proc/driver/nvidia/gpus/"+address, "sys/bus/pci/devices/"+address, at)
+		case st.Loaded:
 			files["proc/driver/nvidia/gpus/"+address+"/information"] = fmt.Sprintf(
 				"Model: \t\t %s\nIRQ:   \t\t %d\nGPU UUID: \t %s\nBus Type: \t PCIe\nBus Location: \t %s\nDevice Minor: \t %d\nGPU Excluded:\t No\n",
 				g.Model, 64+g.Index, g.UUID, address, g.Minor)
-		} else {
-			gone = append(gone, at+"driver")
+		default:
+			gone = append(gone, at+"/driver")
 		}
-		config := make([]byte, 256)
-		for name, v := range map[string]string{
-			"vendor":           "0x10de\n",
-			"device":           fmt.Sprintf("%#04x\n", g.PCIDevice>>16),
-			"subsystem_vendor": "0x10de\n",
-			"subsystem_device": fmt.Sprintf("%#04x\n", g.Subsystem>>16),
-			"class":            "0x030200\n", // a display controller, 3D
-			"revision":         "0xa1\n",
-			"numa_node":        fmt.Sprintf("%d\n", g.NUMA),
-			"local_cpulist":    fmt.Sprintf("%d-%d\n", 64*g.NUMA, 64*g.NUMA+63),
-			"resource":         "0x0000000000000000 0x0000000000000000 0x0000000000000000\n",
-			"config":           string(config),
-		} {
-			files[at+name] = v
+	}
+	for _, at := range st.Board.Switches {
+		if !st.Loaded {
+			gone = append(gone, "sys/devices/"+at+"/driver")
 		}
 	}
 	maps.DeleteFunc(files, func(name, _ string) bool { return !laid("/" + name) })
 	if err := write(dir, files); err != nil {
 		return err
 	}
-	if drivers := "sys/bus/pci/drivers/nvidia"; st.Loaded && laid("/"+drivers) {
-		if err := os.MkdirAll(filepath.Join(dir, drivers), 0o755); err != nil {
-			return fmt.Errorf("install sysfs: %w", err)
+	for name := range t.drivers {
+		if drivers := "sys/bus/pci/drivers/" + name; laid("/" + drivers) {
+			if err := os.MkdirAll(filepath.Join(dir, drivers), 0o755); err != nil {
+				return fmt.Errorf("install sysfs: %w", err)
+			}
 		}
 	}
-	for at, target := range links {
+	for at, target := range t.links {
 		if !laid("/" + at) {
 			continue
 		}
-		if err := link(filepath.Join(dir, at), target); err != nil {
+		err := os.MkdirAll(filepath.Join(dir, filepath.Dir(at)), 0o755)
+		if err == nil {
+			err = link(filepath.Join(dir, at), target)
+		}
+		if err != nil {
 			return fmt.Errorf("install sysfs: %w", err)
 		}
 	}
@@ -328,14 +336,29 @@ func write(dir string, files map[string]string) error {
 	return nil
 }
 
-// mounts are the places that Mount lays files over, where they exist.
-var mounts = []string{"/proc/driver", "/proc/devices", "/proc/modules", "/sys/bus/pci", "/sys/module/nvidia"}
+// mounts are the places that Mount lays files over, where they exist; a place comes
+// before one that it is in.
+var mounts = []string{
+	"/proc/driver", "/proc/devices", "/proc/modules", "/sys/bus/pci", "/sys/module/nvidia",
+	"/sys/devices/system/cpu", "/sys/devices/system/node", "/sys/devices", "/sys/class",
+}
+
+// merged are those of them that keep what the running kernel shows there.
+var merged = []string{"/sys/devices", "/sys/class"}
+
+const mountSource = "gpu-emulator"
 
 // Mount shows what Kernel writes at /proc and /sys of the calling process's
-// mount namespace. It refuses the namespace that the machine itself runs in.
-// Everything goes with the namespace.
+// mount namespace, in the place of what an earlier call has shown. It refuses the
+// namespace that the machine itself runs in. Everything goes with the namespace.
+//
+// CPUs and NUMA nodes stay those of the machine itself, but for worlds that
+// describe theirs.
 func Mount(w *emulator.World) error {
 	if err := Guard(); err != nil {
+		return err
+	}
+	if err := unmount(); err != nil {
 		return err
 	}
 	devices, err := os.ReadFile("/proc/devices")
@@ -348,19 +371,114 @@ func Mount(w *emulator.World) error {
 		return fmt.Errorf("stage kernel files: %w", err)
 	}
 	defer os.Remove(tmp)
-	if err := unix.Mount("gpu-emulator", tmp, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV, "mode=0755"); err != nil {
+	if err := unix.Mount(mountSource, tmp, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV, "mode=0755"); err != nil {
 		return fmt.Errorf("stage kernel files: %w", err)
 	}
 	defer unix.Unmount(tmp, unix.MNT_DETACH)
 	if err := Kernel(tmp, string(devices), w); err != nil {
 		return err
 	}
-	for _, at := range mounts {
+	err = os.Rename(filepath.Join(tmp, "sys/devices/system"), filepath.Join(tmp, stagedSystem))
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("stage CPUs: %w", err)
+	}
+	for _, at := range merged {
+		if err := merge(at, filepath.Join(tmp, at)); err != nil {
+			return fmt.Errorf("stage %s: %w", at, err)
+		}
+	}
+	for _, at := range slices.Backward(mounts) {
+		from := filepath.Join(tmp, at)
+		if name, is := strings.CutPrefix(at, "/sys/devices/system/"); is {
+			from = filepath.Join(tmp, stagedSystem, name)
+		}
+		if _, err := os.Stat(from); errors.Is(err, os.ErrNotExist) {
+			continue // not in this world
+		}
 		if _, err := os.Stat(at); errors.Is(err, os.ErrNotExist) {
 			continue // neither procfs nor sysfs lets anyone make a file
 		}
-		if err := unix.Mount(filepath.Join(tmp, at), at, "", unix.MS_BIND, ""); err != nil {
+		if err := unix.Mount(from, at, "", unix.MS_BIND|unix.MS_REC, ""); err != nil {
 			return fmt.Errorf("mount over %s: %w", at, err)
+		}
+	}
+	return nil
+}
+
+// unmount takes away what an earlier Mount has laid over the mount namespace.
+func unmount() error {
+	for _, at := range mounts {
+		for {
+			ours, err := topmost(at)
+			if err != nil {
+				return fmt.Errorf("find what is mounted at %s: %w", at, err)
+			}
+			if !ours {
+				break
+			}
+			if err := unix.Unmount(at, unix.MNT_DETACH); err != nil {
+				return fmt.Errorf("unmount %s: %w", at, err)
+			}
+		}
+	}
+	return nil
+}
+
+// topmost says whether the last thing mounted at a place is of Mount's making.
+func topmost(at string) (bool, error) {
+	data, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		return false, err
+	}
+	ours := false
+	for line := range strings.Lines(string(data)) {
+		mount, what, _ := strings.Cut(line, " - ")
+		fields, of := strings.Fields(mount), strings.Fields(what)
+		if len(fields) > 4 && len(of) > 1 && fields[4] == at {
+			ours = of[1] == mountSource
+		}
+	}
+	return ours, nil
+}
+
+// stagedSystem is where Mount finds the emulated CPUs and NUMA nodes: their folder
+// is the kernel's own in what it lays over /sys/devices.
+const stagedSystem = "system"
+
+// merge binds what the kernel shows in a folder beside what is staged there.
+func merge(at, staged string) error {
+	entries, err := os.ReadDir(at)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		from, to := filepath.Join(at, e.Name()), filepath.Join(staged, e.Name())
+		if _, err := os.Lstat(to); err == nil {
+			continue // the world's own
+		}
+		switch {
+		case e.IsDir():
+			err = os.MkdirAll(to, 0o755)
+		case e.Type()&os.ModeSymlink != 0:
+			var target string
+			if target, err = os.Readlink(from); err == nil {
+				err = os.Symlink(target, to)
+			}
+			if err != nil {
+				return err
+			}
+			continue
+		default:
+			err = os.WriteFile(to, nil, 0o644)
+		}
+		if err == nil {
+			err = unix.Mount(from, to, "", unix.MS_BIND|unix.MS_REC, "")
+		}
+		if err != nil {
+			return fmt.Errorf("bind %s: %w", from, err)
 		}
 	}
 	return nil

@@ -38,6 +38,7 @@ const usage = `gpu-emulator: an emulated NVIDIA driver
                                           --proc mounts its /proc and /sys files (own mount namespace only)
   serve --socket PATH [--world FILE]      serve a world until SIGTERM
   models                                  list the GPU models that a world may name
+  topologies                              list the machines that a world may name
 
 on a running world (all take --socket PATH):
   show                                    the whole world, as JSON
@@ -52,6 +53,7 @@ on a running world (all take --socket PATH):
   health --gpu I JSON                     set figures of a GPU's health, as show prints them: '{"remapFailed": false}'
   peak [--reset] I                        the most bytes that processes had on the GPU together, since the last reset
   lose --gpu I | restore --gpu I          off the bus with Xid 79 | back again
+  link --gpu I [--link N] down|up         an NVLink of the GPU, at both of its ends, or all of them; no Xid comes with it
   reset --gpu I                           as nvidia-smi --gpu-reset: volatile counters and what is pending; refused
                                           while processes use the GPU
   mig --gpu I on|off                      MIG mode, at once and whatever the card needs for it otherwise
@@ -107,9 +109,12 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	case "models":
 		fmt.Fprintln(out, strings.Join(emulator.Models(), "\n"))
 		return nil
+	case "topologies":
+		fmt.Fprintln(out, strings.Join(emulator.Topologies(), "\n"))
+		return nil
 	case "proc":
 		return proc(ctx, args, out)
-	case "show", "calls", "peak", "xid", "health", "lose", "restore", "reset", "mig", "mig-create", "mig-destroy", "reboot",
+	case "show", "calls", "peak", "xid", "health", "lose", "restore", "link", "reset", "mig", "mig-create", "mig-destroy", "reboot",
 		"unplug", "plug", "unload", "load", "fail", "slow", "clear":
 		return control(name, args, out)
 	case "help", "-h", "--help":
@@ -313,7 +318,7 @@ func control(name string, args []string, out io.Writer) error {
 	f := flag.NewFlagSet(name, flag.ContinueOnError)
 	socket := socketFlag(f)
 	var gpu, call, hold, driver, profile string
-	var code, count, skip, every, pid, start int
+	var code, count, skip, every, pid, start, lane int
 	var reset, total, asJSON, bare, empty, force, late bool
 	switch name {
 	case "mig-create", "mig-destroy":
@@ -325,8 +330,11 @@ func control(name string, args []string, out io.Writer) error {
 		}
 	case "reboot":
 		f.BoolVar(&force, "force", false, "also if processes use the driver, which end")
-	case "xid", "health", "lose", "restore", "reset", "mig", "unplug", "plug":
+	case "xid", "health", "lose", "restore", "link", "reset", "mig", "unplug", "plug":
 		f.StringVar(&gpu, "gpu", "", "GPU")
+		if name == "link" {
+			f.IntVar(&lane, "link", -1, "number of the link; default: all")
+		}
 		if name == "xid" {
 			f.BoolVar(&bare, "bare", false, "the Xid alone, without what the fault does")
 		}
@@ -356,7 +364,7 @@ func control(name string, args []string, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	if want := map[string]int{"xid": 1, "health": 1, "peak": 1, "mig": 1}[name]; len(rest) != want {
+	if want := map[string]int{"xid": 1, "health": 1, "peak": 1, "mig": 1, "link": 1}[name]; len(rest) != want {
 		return fmt.Errorf("%s: %d arguments, want %d", name, len(rest), want)
 	}
 	c, err := daemon.Dial(*socket)
@@ -377,7 +385,7 @@ func control(name string, args []string, out io.Writer) error {
 			return err
 		}
 		index = &i
-	} else if slices.Contains([]string{"xid", "health", "lose", "restore", "reset", "mig", "mig-create", "mig-destroy", "unplug", "plug"}, name) {
+	} else if slices.Contains([]string{"xid", "health", "lose", "restore", "link", "reset", "mig", "mig-create", "mig-destroy", "unplug", "plug"}, name) {
 		return fmt.Errorf("%s: --gpu is missing", name)
 	}
 	switch name {
@@ -430,6 +438,11 @@ func control(name string, args []string, out io.Writer) error {
 		return c.Lose(*index)
 	case "restore":
 		return c.Restore(*index)
+	case "link":
+		if rest[0] != "down" && rest[0] != "up" {
+			return fmt.Errorf("link: %q: down or up?", rest[0])
+		}
+		return c.SetLink(*index, lane, rest[0] == "up")
 	case "reset":
 		return c.Reset(*index)
 	case "mig":

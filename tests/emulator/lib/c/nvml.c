@@ -320,8 +320,10 @@ nvmlReturn_t nvmlDeviceGetFieldValues(nvmlDevice_t d, int count, nvmlFieldValue_
         nvmlFieldValue_t *v = values + from;
         struct call c;
         begin(&c, __func__, device_number(d));
-        for (int i = 0; i < n; i++)
+        for (int i = 0; i < n; i++) {
             put_u32(&c, v[i].fieldId);
+            put_u32(&c, v[i].scopeId);
+        }
         nvmlReturn_t r = send_call(&c);
         if (r != NVML_SUCCESS)
             return r;
@@ -392,38 +394,35 @@ nvmlReturn_t nvmlDeviceGetPciInfoExt(nvmlDevice_t d, nvmlPciInfoExt_t *pci)
     return r;
 }
 
-/* Every NUMA node of the emulated machine has the next CPUS_PER_NODE CPUs. */
-enum { CPUS_PER_NODE = 64 };
-
-static nvmlReturn_t cpu_set(const char *name, nvmlDevice_t d, unsigned int size, unsigned long *set)
+/* A set of CPUs or NUMA nodes, near the device in the scope. */
+static nvmlReturn_t near_set(const char *name, nvmlDevice_t d, nvmlAffinityScope_t scope, unsigned int size, unsigned long *set)
 {
-    NEED(set && size);
-    unsigned int node;
-    nvmlReturn_t r = ask_u32(name, device_number(d), &node);
-    if (r == NVML_SUCCESS)
-        for (unsigned int i = 0; i < size; i++)
-            set[i] = i == node * CPUS_PER_NODE / (8 * sizeof *set) ? ~0ul : 0;
-    return r;
+    NEED(set && size && (scope == NVML_AFFINITY_SCOPE_NODE || scope == NVML_AFFINITY_SCOPE_SOCKET));
+    struct call c;
+    begin(&c, name, device_number(d));
+    put_u32(&c, scope);
+    nvmlReturn_t r = send_call(&c);
+    if (r != NVML_SUCCESS)
+        return r;
+    unsigned int words = get_u32(&c);
+    for (unsigned int i = 0; i < size; i++)
+        set[i] = i < words ? get_u64(&c) : 0;
+    return NVML_SUCCESS;
 }
 
-nvmlReturn_t nvmlDeviceGetCpuAffinity(nvmlDevice_t d, unsigned int size, unsigned long *set) { return cpu_set(__func__, d, size, set); }
+nvmlReturn_t nvmlDeviceGetCpuAffinity(nvmlDevice_t d, unsigned int size, unsigned long *set)
+{
+    return near_set(__func__, d, NVML_AFFINITY_SCOPE_NODE, size, set);
+}
 
 nvmlReturn_t nvmlDeviceGetCpuAffinityWithinScope(nvmlDevice_t d, unsigned int size, unsigned long *set, nvmlAffinityScope_t scope)
 {
-    NEED(scope == NVML_AFFINITY_SCOPE_NODE || scope == NVML_AFFINITY_SCOPE_SOCKET);
-    return cpu_set(__func__, d, size, set);
+    return near_set(__func__, d, scope, size, set);
 }
 
 nvmlReturn_t nvmlDeviceGetMemoryAffinity(nvmlDevice_t d, unsigned int size, unsigned long *set, nvmlAffinityScope_t scope)
 {
-    NEED(set && size && (scope == NVML_AFFINITY_SCOPE_NODE || scope == NVML_AFFINITY_SCOPE_SOCKET));
-    unsigned int node;
-    nvmlReturn_t r = ask_u32(__func__, device_number(d), &node);
-    if (r == NVML_SUCCESS) {
-        memset(set, 0, size * sizeof *set);
-        set[0] = 1ul << node;
-    }
-    return r;
+    return near_set(__func__, d, scope, size, set);
 }
 
 /* --- memory and processes -------------------------------------------------- */
@@ -581,8 +580,15 @@ nvmlReturn_t nvmlDeviceOnSameBoard(nvmlDevice_t a, nvmlDevice_t b, int *same)
 
 nvmlReturn_t nvmlDeviceGetP2PStatus(nvmlDevice_t a, nvmlDevice_t b, nvmlGpuP2PCapsIndex_t index, nvmlGpuP2PStatus_t *status)
 {
-    NEED(index < NVML_P2P_CAPS_INDEX_UNKNOWN);
-    return ask_u32_arg(__func__, device_number(a), device_number(b), (unsigned int *)status);
+    NEED(index < NVML_P2P_CAPS_INDEX_UNKNOWN && status);
+    struct call c;
+    begin(&c, __func__, device_number(a));
+    put_u32(&c, device_number(b));
+    put_u32(&c, index);
+    nvmlReturn_t r = send_call(&c);
+    if (r == NVML_SUCCESS)
+        *status = get_u32(&c);
+    return r;
 }
 
 nvmlReturn_t nvmlDeviceGetTopologyNearestGpus(nvmlDevice_t d, nvmlGpuTopologyLevel_t level, unsigned int *count, nvmlDevice_t *out)
@@ -632,6 +638,56 @@ static nvmlReturn_t remote_pci(const char *name, nvmlDevice_t d, unsigned int li
 
 nvmlReturn_t nvmlDeviceGetNvLinkRemotePciInfo(nvmlDevice_t d, unsigned int link, nvmlPciInfo_t *pci) { return remote_pci(__func__, d, link, pci, 0); }
 nvmlReturn_t nvmlDeviceGetNvLinkRemotePciInfo_v2(nvmlDevice_t d, unsigned int link, nvmlPciInfo_t *pci) { return remote_pci(__func__, d, link, pci, 1); }
+
+/* --- fabric ---------------------------------------------------------------- */
+
+/* fabric reads the state and clique, and the cluster's UUID as bytes. */
+static nvmlReturn_t fabric(const char *name, nvmlDevice_t d, unsigned char *state, unsigned int *clique, unsigned char *cluster)
+{
+    char text[64] = "";
+    struct call c;
+    begin(&c, name, device_number(d));
+    nvmlReturn_t r = send_call(&c);
+    if (r != NVML_SUCCESS)
+        return r;
+    *state = (unsigned char)get_u32(&c);
+    *clique = get_u32(&c);
+    get_str(&c, text, sizeof text);
+    memset(cluster, 0, NVML_GPU_FABRIC_UUID_LEN);
+    const char *p = text;
+    for (int i = 0; i < NVML_GPU_FABRIC_UUID_LEN && *p; i++, p += 2) {
+        unsigned int byte;
+        p += *p == '-';
+        if (sscanf(p, "%2x", &byte) != 1)
+            return NVML_ERROR_UNKNOWN;
+        cluster[i] = (unsigned char)byte;
+    }
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetGpuFabricInfo(nvmlDevice_t d, nvmlGpuFabricInfo_t *info)
+{
+    NEED(info);
+    nvmlReturn_t r = fabric(__func__, d, &info->state, &info->cliqueId, info->clusterUuid);
+    if (r == NVML_SUCCESS)
+        info->status = NVML_SUCCESS;
+    return r;
+}
+
+/* The two versions begin alike; a fabric that stands is healthy. */
+nvmlReturn_t nvmlDeviceGetGpuFabricInfoV(nvmlDevice_t d, nvmlGpuFabricInfoV_t *info)
+{
+    NEED(info);
+    NEED_VERSION(info->version, nvmlGpuFabricInfo_v2, nvmlGpuFabricInfo_v3);
+    nvmlReturn_t r = fabric(__func__, d, &info->state, &info->cliqueId, info->clusterUuid);
+    if (r == NVML_SUCCESS) {
+        info->status = NVML_SUCCESS;
+        info->healthMask = 0;
+        if (info->version == nvmlGpuFabricInfo_v3)
+            info->healthSummary = NVML_GPU_FABRIC_HEALTH_SUMMARY_HEALTHY;
+    }
+    return r;
+}
 
 /* --- events ---------------------------------------------------------------- */
 

@@ -27,7 +27,7 @@ enum { /* the numbers of nvmlReturn_t that the transport itself gives */
     RET_UNKNOWN = 999,
 };
 
-enum { MAX_REQUEST = 512, MAX_REPLY = 4096, MAX_LIST = 200 << 10 };
+enum { MAX_REQUEST = 1024, MAX_REPLY = 4096, MAX_LIST = 200 << 10 };
 
 struct call {
     size_t asked;         /* bytes of request */
