@@ -12,9 +12,10 @@ import (
 )
 
 const (
-	// mostSets is how many sets Choose looks at: as many as sets of 8 of 16 GPUs.
-	// A request that has more is answered by adding one GPU after the other.
-	mostSets = 12870
+	// mostSteps is how many members the search may try before it is given up for
+	// adding one GPU after the other. 16 GPUs have 12,870 sets of 8, whatever the
+	// graph, and the ways to them share all but their last step: at most 24,310.
+	mostSteps = 25000
 	// maskBits is how many GPUs fit a set of the exact search.
 	maskBits = 64
 )
@@ -62,11 +63,9 @@ func (g *Graph) Choose(r Request) ([]gpu.UUID, error) {
 	if have := len(must) + len(open); r.N > have {
 		return nil, fmt.Errorf("choose %d GPUs: %d are free: %w", r.N, have, gpu.ErrInvalid)
 	}
-	var set []int
-	if need := r.N - len(must); len(p.uuids) <= maskBits && choices(len(open), need) <= mostSets {
-		set = p.search(must, open, need)
-	} else {
-		set = p.grow(must, open, need)
+	set, ok := p.search(must, open, r.N-len(must))
+	if !ok {
+		set = p.grow(must, open, r.N-len(must))
 	}
 	slices.Sort(set)
 	out := make([]gpu.UUID, len(set))
@@ -215,13 +214,26 @@ func (g *Graph) pool(lists ...[]gpu.UUID) *pool {
 }
 
 // search looks at every set of must and need of open, in ascending order, so
-// that of equal ones the first stays.
-func (p *pool) search(must, open []int, need int) []int {
-	s := &searching{pool: p, open: open, links: make([]uint64, len(p.uuids)), sums: make([][]weight, need+1)}
+// that of equal ones the first stays. It reports false where there are too many.
+func (p *pool) search(must, open []int, need int) ([]int, bool) {
+	if len(p.uuids) > maskBits {
+		return nil, false
+	}
+	s := &searching{
+		pool: p, open: open, left: mostSteps,
+		links: make([]uint64, len(p.uuids)), twin: make([]uint64, len(open)), sums: make([][]weight, need+1),
+	}
 	for i := range p.uuids {
 		for j := range p.uuids {
 			if p.weights[i][j].link > 0 {
 				s.links[i] |= 1 << j
+			}
+		}
+	}
+	for c, o := range open {
+		for i := c - 1; i >= 0 && s.twin[c] == 0; i-- {
+			if p.twins(open[i], o) {
+				s.twin[c] = 1 << open[i]
 			}
 		}
 	}
@@ -245,12 +257,28 @@ func (p *pool) search(must, open []int, need int) []int {
 	if need > 0 {
 		s.fewest = s.fewestParts(set, need)
 		s.step(0, need, set, start)
+		if s.left < 0 {
+			return nil, false
+		}
 	}
 	out := make([]int, 0, len(must)+need)
 	for rest := s.best; rest != 0; rest &= rest - 1 {
 		out = append(out, bits.TrailingZeros64(rest))
 	}
-	return out
+	return out, true
+}
+
+// twins says that two GPUs can stand for each other in every set.
+func (p *pool) twins(a, b int) bool {
+	if p.reach[a] != p.reach[b] {
+		return false
+	}
+	for x := range p.uuids {
+		if x != a && x != b && p.weights[a][x] != p.weights[b][x] {
+			return false
+		}
+	}
+	return true
 }
 
 // searching is the state of one search. Sets are bits by place in the pool.
@@ -258,10 +286,16 @@ type searching struct {
 	*pool
 	open  []int
 	links []uint64
+	// twin is the GPU before open[c] that can stand for it, 0 for none. Of two sets
+	// that differ only in these the one with the first of them is the answer, so
+	// that nobody is tried before its twin is in.
+	twin []uint64
 	// sums[d][c] is what open[c] weighs with the set that lacks d members.
 	sums [][]weight
 	// fewest is a number of parts that no set can go below.
 	fewest int
+	// left is how many more members may be tried; below 0 the search has failed.
+	left int
 
 	found bool
 	score score
@@ -274,6 +308,12 @@ func (s *searching) step(from, need int, set uint64, sum score) {
 	sums := s.sums[need]
 	for c := from; c <= len(s.open)-need; c++ {
 		at := s.open[c]
+		if s.twin[c]&^set != 0 {
+			continue
+		}
+		if s.left--; s.left < 0 {
+			return
+		}
 		next := score{in: sum.in.plus(sums[c]), cost: sum.cost.plus(s.reach[at])}
 		if need == 1 {
 			s.judge(set|1<<at, next)
@@ -422,16 +462,6 @@ func (p *pool) growFrom(start, open []int, need int) ([]int, score) {
 		add(best)
 	}
 	return set, sum
-}
-
-// choices is the number of sets of k of n, or more than mostSets where it is.
-func choices(n, k int) int {
-	k = min(k, n-k)
-	c := 1
-	for i := 1; i <= k && c <= mostSets; i++ {
-		c = c * (n - k + i) / i
-	}
-	return c
 }
 
 func repeated(list []gpu.UUID) (gpu.UUID, bool) {

@@ -7,21 +7,11 @@ import (
 	"fmt"
 	"math"
 	"os"
+	"reflect"
 	"testing"
 
 	"example.com/gpu-agent/pkg/gpu"
 )
-
-func numaNode(n int) *int { return &n }
-
-// node is GPUs "0", "1", … with these links, without NUMA nodes.
-func node(links ...[]gpu.Link) *gpu.Inventory {
-	inv := new(gpu.Inventory)
-	for i, l := range links {
-		inv.GPUs = append(inv.GPUs, gpu.Device{Index: i, UUID: gpu.UUID(fmt.Sprint(i)), Links: l})
-	}
-	return inv
-}
 
 func TestBetween(t *testing.T) {
 	for _, tc := range []struct {
@@ -50,6 +40,14 @@ func TestBetween(t *testing.T) {
 		{"NUMA as the kernel writes none", &gpu.Inventory{GPUs: []gpu.Device{{UUID: "0", NUMA: numaNode(-1)}, {Index: 1, UUID: "1", NUMA: numaNode(-1)}}}, Pair{}},
 		{"indices out of order", &gpu.Inventory{GPUs: []gpu.Device{{Index: 7, UUID: "0"}, {Index: 3, UUID: "1", Links: []gpu.Link{{To: 7, NVLink: 2}}}}}, Pair{NVLink: 2}},
 		{"one index twice", &gpu.Inventory{GPUs: []gpu.Device{{UUID: "0"}, {UUID: "1", Links: []gpu.Link{{To: 0, NVLink: 2}}}}}, Pair{NVLink: 2}},
+		{"speeds", node([]gpu.Link{{To: 1, NVLink: 4, LaneMBps: 25000}}, []gpu.Link{{To: 0, NVLink: 4, LaneMBps: 25000}}), Pair{NVLink: 4, MBps: 100000}},
+		{"the speed that one side knows", node([]gpu.Link{{To: 1, NVLink: 4}}, []gpu.Link{{To: 0, NVLink: 4, LaneMBps: 25000}}), Pair{NVLink: 4, MBps: 100000}},
+		{"the speed of the lanes that work", node([]gpu.Link{{To: 1, NVLink: 3, LaneMBps: 25000}}, []gpu.Link{{To: 0, NVLink: 4, LaneMBps: 25000}}), Pair{NVLink: 3, MBps: 75000}},
+		{"lanes of two speeds", node([]gpu.Link{{To: 1, NVLink: 2, LaneMBps: 25000}, {To: 1, NVLink: 1, LaneMBps: 20000}}, nil), Pair{NVLink: 3, MBps: 70000}},
+		{"a lane of unknown speed", node([]gpu.Link{{To: 1, NVLink: 2, LaneMBps: 25000}, {To: 1, NVLink: 1}}, nil), Pair{NVLink: 3}},
+		{"more speed than there is", node([]gpu.Link{{To: 1, NVLink: math.MaxInt, LaneMBps: math.MaxInt}}, nil), Pair{NVLink: maxLanes, MBps: maxLanes * maxLaneMBps}},
+		{"a speed below zero", node([]gpu.Link{{To: 1, NVLink: 2, LaneMBps: -1}}, nil), Pair{NVLink: 2}},
+		{"speeds to a switch", node([]gpu.Link{{NVLink: 18, LaneMBps: 26562, Switch: true}}, []gpu.Link{{NVLink: 17, LaneMBps: 26562, Switch: true}}), Pair{NVLink: 17, MBps: 17 * 26562, Switch: true}},
 		{"nil", nil, Pair{}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -92,6 +90,67 @@ func TestBetweenOnAnHGXBoard(t *testing.T) {
 				t.Errorf("GPUs %d and %d: %+v, want %+v", i, j, got, want)
 			}
 		}
+	}
+}
+
+func TestLevels(t *testing.T) {
+	one, two := numaNode(0), numaNode(1)
+	for _, tc := range []struct {
+		name  string
+		a, b  gpu.Device
+		nodes int
+		want  Level
+	}{
+		{"nothing is known", gpu.Device{}, gpu.Device{}, 0, LevelUnknown},
+		{"the machine has one node", gpu.Device{}, gpu.Device{}, 1, LevelNode},
+		{"the machine has two nodes", gpu.Device{}, gpu.Device{}, 2, LevelUnknown},
+		{"one node", gpu.Device{NUMA: one}, gpu.Device{NUMA: one}, 2, LevelNode},
+		{"two nodes", gpu.Device{NUMA: one}, gpu.Device{NUMA: two}, 2, LevelSystem},
+		{"one of the paths", gpu.Device{Path: []string{"pci0000:00"}, NUMA: one}, gpu.Device{NUMA: one}, 2, LevelNode},
+		{"both on the host bridge's own bus", gpu.Device{Path: []string{"pci0000:00"}}, gpu.Device{Path: []string{"pci0000:00"}}, 2, LevelHost},
+		{"two root ports", gpu.Device{Path: []string{"pci0000:00", "0000:00:01.0"}}, gpu.Device{Path: []string{"pci0000:00", "0000:00:02.0"}}, 2, LevelHost},
+		{"a root port and the bus", gpu.Device{Path: []string{"pci0000:00", "0000:00:01.0"}}, gpu.Device{Path: []string{"pci0000:00"}}, 2, LevelHost},
+		{"two functions of a card", gpu.Device{Path: []string{"pci0000:00", "0000:00:01.0"}}, gpu.Device{Path: []string{"pci0000:00", "0000:00:01.0"}}, 2, LevelSwitch},
+		{
+			"two slots of a switch",
+			gpu.Device{Path: []string{"pci0000:00", "0000:00:01.0", "0000:01:00.0", "0000:02:00.0"}},
+			gpu.Device{Path: []string{"pci0000:00", "0000:00:01.0", "0000:01:00.0", "0000:02:04.0"}}, 2, LevelSwitch,
+		},
+		{
+			"switches of a switch",
+			gpu.Device{Path: []string{"pci0000:00", "0000:00:01.0", "0000:01:00.0", "0000:02:00.0", "0000:03:00.0", "0000:04:00.0"}},
+			gpu.Device{Path: []string{"pci0000:00", "0000:00:01.0", "0000:01:00.0", "0000:02:04.0"}}, 2, LevelSwitches,
+		},
+		{"two host bridges of one node", gpu.Device{Path: []string{"pci0000:00"}, NUMA: one}, gpu.Device{Path: []string{"pci0000:40"}, NUMA: one}, 2, LevelNode},
+		{"two host bridges of two nodes", gpu.Device{Path: []string{"pci0000:00"}, NUMA: one}, gpu.Device{Path: []string{"pci0000:80"}, NUMA: two}, 2, LevelSystem},
+		{"one bus address in two domains", gpu.Device{Path: []string{"pci0000:00", "0000:00:01.0"}, NUMA: one}, gpu.Device{Path: []string{"pci0001:00", "0000:00:01.0"}, NUMA: two}, 2, LevelSystem},
+		{"the path knows better than NUMA", gpu.Device{Path: []string{"pci0000:00", "0000:00:01.0"}, NUMA: one}, gpu.Device{Path: []string{"pci0000:00", "0000:00:02.0"}, NUMA: two}, 2, LevelHost},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			tc.a.UUID, tc.b.UUID, tc.b.Index = "0", "1", 1
+			inv := &gpu.Inventory{GPUs: []gpu.Device{tc.a, tc.b}}
+			for i := range tc.nodes {
+				inv.NUMA = append(inv.NUMA, gpu.NUMANode{ID: i})
+			}
+			g := New(inv)
+			if got, back := g.Between("0", "1").Level, g.Between("1", "0").Level; got != tc.want || back != tc.want {
+				t.Errorf("%v, and back %v, want %v", got, back, tc.want)
+			}
+		})
+	}
+}
+
+// A graph is what the inventory was, not what the caller makes of it later.
+func TestGraphStays(t *testing.T) {
+	inv := switched(twoSockets(4), 18)
+	g := New(inv)
+	before := g.Matrix()
+	for i := range inv.GPUs {
+		inv.GPUs[i] = gpu.Device{Index: i, UUID: "other", Fault: "fault"}
+	}
+	inv.NUMA[0].CPUs = "none"
+	if after := g.Matrix(); !reflect.DeepEqual(before, after) || len(g.Joined()) != 1 {
+		t.Errorf("was\n%+v\nand is\n%+v", before, after)
 	}
 }
 
