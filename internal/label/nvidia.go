@@ -180,9 +180,12 @@ func (l labels) profile(c card, p mig.Name) {
 func (l labels) virtual(gpus []card) {
 	l["vgpu.present"] = "false"
 	for _, c := range gpus {
-		if c.VGPU != nil {
-			l["vgpu.present"] = "true"
-			l["vgpu.host-driver-version"], l["vgpu.host-driver-branch"] = value(c.VGPU.HostDriver), value(c.VGPU.HostBranch)
+		if c.VGPU == nil {
+			continue
+		}
+		l["vgpu.present"] = "true"
+		if v := value(c.VGPU.HostDriver); v != "" {
+			l["vgpu.host-driver-version"], l["vgpu.host-driver-branch"] = v, value(c.VGPU.HostBranch)
 		}
 	}
 }

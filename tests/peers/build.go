@@ -25,6 +25,8 @@ type Peer struct {
 var (
 	DevicePlugin = Peer{"nvidia-device-plugin", "v0.19.0", "github.com/NVIDIA/k8s-device-plugin/cmd/nvidia-device-plugin"}
 	MIGParted    = Peer{"nvidia-mig-parted", "v0.13.1", "github.com/NVIDIA/mig-parted/cmd/nvidia-mig-parted"}
+
+	GPUFeatureDiscovery = Peer{"gpu-feature-discovery", "v0.19.0", "github.com/NVIDIA/k8s-device-plugin/cmd/gpu-feature-discovery"}
 )
 
 func (p Peer) module() string { return filepath.Join("tests/peers", p.Name) }

@@ -22,8 +22,13 @@
 //	what no card can have is valid, and empties the card; of another card's
 //	profile it even says that it was applied
 //
+// gpu-feature-discovery is NVIDIA's GPU Feature Discovery, v0.19.0, by whose labels
+// much of the field chooses nodes. It runs on the emulated driver of one machine
+// after another, and what it writes is held, entry by entry, against what
+// internal/label makes of the same machine.
+//
 // Each peer's go.mod is all there is of it: a tool line and the versions that its
-// own go.mod asks for. Peer.Build makes the program, and Parted runs mig-parted
+// own go.mod asks for. Peer.Build makes the program, and Parted and GFD run it
 // beside an emulated driver.
 //
 // # How they are compared

@@ -32,6 +32,7 @@ import (
 // are at their fixed places.
 func TestMain(m *testing.M) {
 	peers.BecomePeer()
+	becomeAgent()
 	const inside = "GPU_AGENT_PEERS_TEST_INSIDE"
 	if os.Geteuid() != 0 || os.Getenv(inside) != "" {
 		os.Exit(m.Run())
@@ -52,10 +53,12 @@ func TestMain(m *testing.M) {
 
 // node is a machine with an emulated driver, and mig-parted on it.
 type node struct {
-	t      *testing.T
-	world  *emulator.World
-	parted peers.Parted
-	docs   string // the folder of mig-parted's own files
+	t       *testing.T
+	world   *emulator.World
+	machine install.Machine
+	root    string // of the driver
+	parted  peers.Parted
+	docs    string // the folder of mig-parted's own files
 }
 
 type built struct{ libraries, parted, docs string }
@@ -83,9 +86,6 @@ var programs = sync.OnceValues(func() (b built, err error) {
 	return b, nil
 })
 
-// mounted says that kernel files are at their places; a later node changes them.
-var mounted bool
-
 func start(t *testing.T, spec emulator.Spec) *node {
 	t.Helper()
 	if os.Geteuid() != 0 {
@@ -104,11 +104,8 @@ func start(t *testing.T, spec emulator.Spec) *node {
 	if err := errors.Join(install.Driver(root, made.libraries, w), m.Save()); err != nil {
 		t.Fatal(err)
 	}
-	if !mounted {
-		if err := install.Mount(w); err != nil {
-			t.Fatal(err)
-		}
-		mounted = true
+	if err := install.Mount(w); err != nil {
+		t.Fatal(err)
 	}
 	if err := m.Sync(w); err != nil {
 		t.Fatal(err)
@@ -126,7 +123,7 @@ func start(t *testing.T, spec emulator.Spec) *node {
 			t.Error(err)
 		}
 	})
-	return &node{t, w, peers.Parted{Program: made.parted, Root: root}, made.docs}
+	return &node{t, w, m, root, peers.Parted{Program: made.parted, Root: root}, made.docs}
 }
 
 // run runs mig-parted on a file of its own documentation, or one of the test's.

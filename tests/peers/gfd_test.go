@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package peers_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"maps"
+	"os"
+	"os/exec"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+
+	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/label"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/gpu/nvml"
+	"example.com/gpu-agent/pkg/topology"
+	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/lab"
+	"example.com/gpu-agent/tests/peers"
+)
+
+// agentRole is set where this program was started to read an inventory as the
+// agent does: a process can open one driver library only.
+const agentRole = "GPU_AGENT_READ_INVENTORY"
+
+func becomeAgent() {
+	root := os.Getenv(agentRole)
+	if root == "" {
+		return
+	}
+	err := func() error {
+		d, err := nvml.Open(context.Background(), nvml.Options{DriverRoot: root})
+		if err != nil {
+			return err
+		}
+		defer d.Close()
+		inv, err := d.Inventory(context.Background())
+		if err != nil {
+			return err
+		}
+		return json.NewEncoder(os.Stdout).Encode(&inv)
+	}()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	os.Exit(0)
+}
+
+// inventory is what the agent reads of the machine that mig-parted and GPU Feature
+// Discovery see.
+func (n *node) inventory() *gpu.Inventory {
+	n.t.Helper()
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	cmd := exec.CommandContext(n.t.Context(), "/proc/self/exe")
+	cmd.Env = append(os.Environ(), agentRole+"="+n.root)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	var said strings.Builder
+	cmd.Stderr = &said
+	out, err := cmd.Output()
+	if err != nil {
+		n.t.Fatalf("read the inventory: %v\n%s", err, said.String())
+	}
+	inv, err := config.ReadInventory(out)
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	return inv
+}
+
+var gfdProgram = sync.OnceValues(func() (string, error) {
+	kit, err := lab.NewKit(nil)
+	if err != nil {
+		return "", err
+	}
+	return kit.Bin(peers.GPUFeatureDiscovery.Name), peers.GPUFeatureDiscovery.Build(context.Background(), kit)
+})
+
+// gfd is what GPU Feature Discovery writes for the machine.
+func (n *node) gfd(config string, args ...string) map[string]string {
+	n.t.Helper()
+	program, err := gfdProgram()
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	if config != "" {
+		args = append(args, "--config-file", n.write(config))
+	}
+	labels, err := peers.GFD{Program: program, Root: n.root}.Labels(n.t.Context(), n.t.TempDir(), args...)
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	return labels
+}
+
+// ours is what the agent makes of the same machine when it follows a partition.
+func (n *node) ours(inv *gpu.Inventory, partition string) map[string]string {
+	n.t.Helper()
+	file, err := config.Parse("partitions", []byte("version: v1\npartitions:\n  p:\n"+partition))
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	desired, err := file.Desire("p", inv)
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	return label.NVIDIA(label.Node{Inventory: inv, Graph: topology.New(inv), Partition: "p", Wanted: desired.GPUs})
+}
+
+// compare names every entry in which two sets differ.
+func compare(ours, theirs map[string]string) []string {
+	var out []string
+	keys := maps.Clone(theirs)
+	maps.Copy(keys, ours)
+	for _, key := range slices.Sorted(maps.Keys(keys)) {
+		a, we := ours[key]
+		b, they := theirs[key]
+		switch {
+		case we && !they:
+			out = append(out, fmt.Sprintf("%s: ours %q, theirs absent", key, a))
+		case they && !we:
+			out = append(out, fmt.Sprintf("%s: ours absent, theirs %q", key, b))
+		case a != b:
+			out = append(out, fmt.Sprintf("%s: ours %q, theirs %q", key, a, b))
+		}
+	}
+	return out
+}
+
+// mixed is a GPU Feature Discovery that looks at MIG instances, replicas one that
+// was told of four time slices a GPU.
+const (
+	mixed    = "--mig-strategy=mixed"
+	replicas = `
+version: v1
+sharing:
+  timeSlicing:
+    resources: [{name: nvidia.com/gpu, replicas: 4}]
+`
+)
+
+// TestLabelsOfGPUFeatureDiscovery holds the agent's labels against those of GPU
+// Feature Discovery, unmodified, on the same machine, entry by entry. What differs
+// on purpose is named here; internal/label says why.
+func TestLabelsOfGPUFeatureDiscovery(t *testing.T) {
+	inMIG := func(indices ...int) (gpus []emulator.GPUSpec) {
+		for _, i := range indices {
+			gpus = append(gpus, emulator.GPUSpec{Index: i, MIG: true})
+		}
+		return gpus
+	}
+	whole := "    - {devices: all, mode: whole}\n"
+	for _, test := range []struct {
+		name      string
+		spec      emulator.Spec
+		instances map[int]string // "1g.10gb@0 …" by index
+		partition string
+		config    string
+		args      []string
+		// meant are the prefixes of what may differ, besides the timestamp.
+		meant []string
+		// has are entries that both must have: that the comparison is of something.
+		has map[string]string
+	}{
+		{name: "A100, whole", spec: emulator.Spec{Topology: "dgx-a100"}, partition: whole,
+			has: map[string]string{"gpu.product": "NVIDIA-A100-SXM4-80GB", "gpu.count": "8", "gpu.mode": "compute", "gpu.family": "ampere", "gpu.machine": "DGXA100-920-23687-2530-000"}},
+		{name: "H100, whole", spec: emulator.Spec{Topology: "dgx-h100"}, partition: whole,
+			has: map[string]string{"gpu.family": "hopper", "gpu.memory": "81559"}},
+		{name: "V100, whole", spec: emulator.Spec{Topology: "dgx-1"}, partition: whole,
+			has: map[string]string{"gpu.family": "volta", "mig.capable": "false"}},
+		{name: "A30, whole", spec: emulator.Spec{Model: "A30", Count: 2}, partition: whole},
+		{name: "B200, whole", spec: emulator.Spec{Model: "B200", Count: 2}, partition: whole,
+			has: map[string]string{"gpu.family": "blackwell"}},
+		{name: "RTX PRO 6000, whole", spec: emulator.Spec{Model: "RTX-PRO-6000", Count: 2}, partition: whole},
+		{name: "16 GPUs", spec: emulator.Spec{Topology: "dgx-2"}, partition: whole, has: map[string]string{"gpu.count": "16"}},
+		{name: "a fabric beyond the node", spec: emulator.Spec{Topology: "nvl72"}, partition: whole},
+		{name: "a cloud's machine", spec: emulator.Spec{Topology: "p5"}, partition: whole},
+		{name: "off", spec: emulator.Spec{Model: "A30", Count: 2}, partition: "    - {devices: all, mode: off}\n"},
+		{name: "memory units", spec: emulator.Spec{Model: "A100-SXM4-40GB", Count: 2}, partition: "    - {devices: all, mode: shared}\n"},
+		{name: "replicas", spec: emulator.Spec{Model: "H100-80GB", Count: 2}, config: replicas,
+			partition: "    - {devices: all, mode: shared, replicas: 4}\n",
+			has:       map[string]string{"gpu.replicas": "4", "gpu.sharing-strategy": "time-slicing", "gpu.product": "NVIDIA-H100-80GB-HBM3-SHARED"}},
+		{name: "replicas on V100", spec: emulator.Spec{Topology: "dgx-1"}, config: replicas,
+			partition: "    - {devices: all, mode: shared, replicas: 4}\n"},
+		{name: "fixed MIG beside whole", spec: emulator.Spec{Model: "A100-SXM4-80GB", Count: 4, GPUs: inMIG(0, 1)}, args: []string{mixed},
+			instances: map[int]string{0: "3g.40gb@4 1g.10gb@0 1g.10gb@1 1g.10gb+me@2", 1: "7g.80gb@0"},
+			partition: "    - {devices: [0], mode: mig, geometry: {3g.40gb: 1, 1g.10gb: 2, 1g.10gb+me: 1}}\n    - {devices: [1], mode: mig, geometry: {7g.80gb: 1}}\n    - {devices: [2, 3], mode: whole}\n",
+			has:       map[string]string{"mig.strategy": "mixed", "mig-1g.10gb.count": "2", "mig-3g.40gb.slices.gi": "3", "gpu.count": "4", "gpu.replicas": "1"}},
+		{name: "fixed MIG on all, H100", spec: emulator.Spec{Model: "H100-80GB", Count: 2, GPUs: inMIG(0, 1)}, args: []string{mixed},
+			instances: map[int]string{0: "2g.20gb@0 2g.20gb@2 1g.20gb@4", 1: "2g.20gb@0 2g.20gb@2 1g.20gb@4"},
+			partition: "    - {devices: all, mode: mig, geometry: {2g.20gb: 2, 1g.20gb: 1}}\n",
+			has:       map[string]string{"mig-2g.20gb.count": "4", "gpu.replicas": "0"}},
+		{name: "fixed MIG on all, A30", spec: emulator.Spec{Model: "A30", Count: 2, GPUs: inMIG(0, 1)}, args: []string{mixed},
+			instances: map[int]string{0: "2g.12gb@0 1g.6gb@2", 1: "4g.24gb@0"},
+			partition: "    - {devices: [0], mode: mig, geometry: {2g.12gb: 1, 1g.6gb: 1}}\n    - {devices: [1], mode: mig, geometry: {4g.24gb: 1}}\n",
+			has:       map[string]string{"mig-2g.12gb.engines.decoder": "2"}},
+		{name: "split compute instances", spec: emulator.Spec{Model: "A100-SXM4-80GB", Count: 1, GPUs: inMIG(0)}, args: []string{mixed},
+			instances: map[int]string{0: "1c.3g.40gb@0 1c.3g.40gb@0 1c.3g.40gb@0"},
+			partition: "    - {devices: all, mode: mig, geometry: {1c.3g.40gb: 3}}\n",
+			has:       map[string]string{"mig-1c.3g.40gb.slices.ci": "1"}},
+		{name: "graphics instances", spec: emulator.Spec{Model: "RTX-PRO-6000", Count: 1, GPUs: inMIG(0)}, args: []string{mixed},
+			instances: map[int]string{0: "2g.48gb+gfx@0 2g.48gb@6"},
+			partition: "    - {devices: all, mode: mig, geometry: {2g.48gb+gfx: 1, 2g.48gb: 1}}\n",
+			// "NVIDIA RTX PRO 6000 Blackwell Server Edition" and the profile still fit.
+			has: map[string]string{"mig-2g.48gb.gfx.count": "1"}},
+		// Instances that pods have made are not the node's.
+		{name: "MIG on demand", spec: emulator.Spec{Model: "H100-80GB", Count: 1, GPUs: inMIG(0)}, args: []string{mixed},
+			instances: map[int]string{0: "1g.10gb@0 3g.40gb@4"},
+			partition: "    - {devices: all, mode: mig}\n",
+			meant:     []string{"mig-1g.10gb.", "mig-3g.40gb."},
+			has:       map[string]string{"mig.strategy": "mixed", "gpu.replicas": "0"}},
+		// On the way to a partition the agent says what is wanted.
+		{name: "before the change", spec: emulator.Spec{Model: "A100-SXM4-80GB", Count: 1}, args: []string{mixed},
+			partition: "    - {devices: all, mode: mig, geometry: {3g.40gb: 2}}\n",
+			meant:     []string{"mig-3g.40gb.", "gpu.replicas"}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			n := start(t, test.spec)
+			for _, i := range slices.Sorted(maps.Keys(test.instances)) {
+				for word := range strings.FieldsSeq(test.instances[i]) {
+					profile, at, _ := strings.Cut(word, "@")
+					if err := n.world.CreateInstance(i, profile, int(at[0]-'0'), false); err != nil {
+						t.Fatal(err)
+					}
+				}
+			}
+			n.sync()
+			inv := n.inventory()
+			ours, theirs := n.ours(inv, test.partition), n.gfd(test.config, test.args...)
+			for key, value := range test.has {
+				if key = "nvidia.com/" + key; theirs[key] != value {
+					t.Errorf("GPU Feature Discovery writes %s=%q, want %q", key, theirs[key], value)
+				}
+			}
+			if len(test.args) > 0 && theirs["nvidia.com/mig.strategy"] == "" {
+				t.Error("GPU Feature Discovery does not look at MIG")
+			}
+			if theirs["nvidia.com/gfd.timestamp"] == "" {
+				t.Error("GPU Feature Discovery writes no timestamp any more")
+			}
+			seen := map[string]bool{}
+			for _, line := range compare(ours, theirs) {
+				if strings.HasPrefix(line, "nvidia.com/gfd.timestamp: ours absent") {
+					continue
+				}
+				meant := slices.IndexFunc(test.meant, func(p string) bool { return strings.HasPrefix(line, "nvidia.com/"+p) })
+				if meant < 0 {
+					t.Error(line)
+					continue
+				}
+				seen[test.meant[meant]] = true
+			}
+			for _, p := range test.meant {
+				if !seen[p] {
+					t.Errorf("%s does not differ any more", p)
+				}
+			}
+			if t.Failed() {
+				file, _ := json.MarshalIndent(theirs, "", " ")
+				t.Logf("GPU Feature Discovery: %s", file)
+			}
+		})
+	}
+}
+
+// sync lays the driver's files anew after the world has changed by hand.
+func (n *node) sync() {
+	n.t.Helper()
+	if err := n.machine.Sync(n.world); err != nil {
+		n.t.Fatal(err)
+	}
+}
