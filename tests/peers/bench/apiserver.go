@@ -27,7 +27,7 @@ const (
 )
 
 // apiServer is what the agent meets of an API server: lists and watches of one
-// object by name, merge patches and new objects, as JSON over TLS and HTTP/2
+// object by name, patches and new objects, as JSON over TLS and HTTP/2
 // like the real one's, which is what the client's memory goes to. It sends a
 // bookmark about once a minute, as the real one does.
 type apiServer struct {
@@ -38,6 +38,7 @@ type apiServer struct {
 	objects map[string]map[string]any // guarded by mu; by resource/namespace/name
 	changed chan struct{}             // guarded by mu; closed and replaced at every change
 	watches map[string]int            // guarded by mu; open now, by resource
+	applied int                       // guarded by mu; requests
 }
 
 // startAPIServer serves a node and the ConfigMap with a partition file.
@@ -173,6 +174,10 @@ func (s *apiServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			answer(w, http.StatusBadRequest, failure(http.StatusBadRequest, "BadRequest"))
 			return
 		}
+		if strings.HasPrefix(r.Header.Get("Content-Type"), "application/apply-patch") {
+			s.apply(w, key, body, query.Get("fieldManager"), query.Get("force") == "true")
+			return
+		}
 		s.write(w, r.Method, key, body)
 	default:
 		answer(w, http.StatusNotFound, failure(http.StatusNotFound, "NotFound"))
@@ -194,6 +199,79 @@ func (s *apiServer) write(w http.ResponseWriter, method, key string, body map[st
 	metadata, _ := body["metadata"].(map[string]any)
 	name, _ := metadata["name"].(string)
 	answer(w, http.StatusCreated, s.putLocked(key+name, body))
+}
+
+// apply is a server-side apply to an object's labels and annotations, which is all
+// that is applied here: what a manager applied before and does not now goes, what
+// somebody else wrote is taken with force alone, and the object says whose is what.
+func (s *apiServer) apply(w http.ResponseWriter, key string, body map[string]any, manager string, force bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	object, ok := s.objects[key]
+	if !ok {
+		answer(w, http.StatusNotFound, failure(http.StatusNotFound, "NotFound"))
+		return
+	}
+	metadata, _ := object["metadata"].(map[string]any)
+	wanted, _ := body["metadata"].(map[string]any)
+	if at, ok := wanted["resourceVersion"]; ok && at != metadata["resourceVersion"] {
+		answer(w, http.StatusConflict, failure(http.StatusConflict, "Conflict"))
+		return
+	}
+	metadata = maps.Clone(metadata)
+	fields := map[string]any{}
+	for _, field := range []string{"labels", "annotations"} {
+		had, _ := metadata[field].(map[string]any)
+		want, _ := wanted[field].(map[string]any)
+		now := maps.Clone(had)
+		if now == nil {
+			now = map[string]any{}
+		}
+		mine := appliedBy(metadata, manager, field)
+		for name := range mine {
+			delete(now, name)
+		}
+		owned := map[string]any{}
+		for name, value := range want {
+			if old, there := now[name]; there && old != value && !force {
+				answer(w, http.StatusConflict, failure(http.StatusConflict, "Conflict"))
+				return
+			}
+			now[name] = value
+			owned["f:"+name] = map[string]any{}
+		}
+		metadata[field], fields["f:"+field] = now, owned
+	}
+	managed := []any{}
+	entries, _ := metadata["managedFields"].([]any)
+	for _, e := range entries {
+		if e.(map[string]any)["manager"] != manager {
+			managed = append(managed, e)
+		}
+	}
+	metadata["managedFields"] = append(managed, map[string]any{"manager": manager, "operation": "Apply", "apiVersion": "v1",
+		"fieldsType": "FieldsV1", "fieldsV1": map[string]any{"f:metadata": fields}})
+	object = maps.Clone(object)
+	object["metadata"] = metadata
+	s.applied++
+	answer(w, http.StatusOK, s.putLocked(key, object))
+}
+
+// appliedBy are the names in a field of an object's metadata that a manager applied.
+func appliedBy(metadata map[string]any, manager, field string) map[string]bool {
+	names := map[string]bool{}
+	entries, _ := metadata["managedFields"].([]any)
+	for _, e := range entries {
+		entry := e.(map[string]any)
+		if entry["manager"] != manager {
+			continue
+		}
+		fields, _ := entry["fieldsV1"].(map[string]any)["f:metadata"].(map[string]any)["f:"+field].(map[string]any)
+		for name := range fields {
+			names[strings.TrimPrefix(name, "f:")] = true
+		}
+	}
+	return names
 }
 
 // merge is RFC 7386, without touching object.

@@ -40,15 +40,22 @@ type counts struct {
 	started   int           // containers on MIG instances that are made for them
 	plans     int           // of MIG geometries, on paper
 	failures  int           // of driver calls, during changes
+	sizes     []int         // of sets of GPUs; nil for all
+	// peerCalls and peerTime bound how often the peer is asked for a set of GPUs, and
+	// peerPatience each of its answers.
+	peerCalls              int
+	peerTime, peerPatience time.Duration
 }
 
 var (
 	fullCounts = counts{starts: 20, window: 30 * time.Second, allocates: 1000, calls: 1000, counted: 100, restarts: 20,
 		broken: 5, rounds: 3, hold: time.Second, timings: 60, repeats: 8000, live: 100_000, watched: 100,
-		changes: 200, operation: 100 * time.Millisecond, started: 100, plans: 20_000, failures: 60}
+		changes: 200, operation: 100 * time.Millisecond, started: 100, plans: 20_000, failures: 60,
+		peerCalls: 20, peerTime: 5 * time.Second, peerPatience: time.Minute}
 	smokeCounts = counts{starts: 1, window: time.Second, allocates: 20, calls: 10, counted: 5, restarts: 2,
 		broken: 2, rounds: 2, hold: 200 * time.Millisecond, timings: 2, repeats: 500, live: 1000, watched: 8,
-		changes: 12, operation: 5 * time.Millisecond, started: 10, plans: 2000, failures: 6}
+		changes: 12, operation: 5 * time.Millisecond, started: 10, plans: 2000, failures: 6,
+		sizes: []int{1, 2, 8, 16}, peerCalls: 1, peerPatience: 2 * time.Second}
 )
 
 // manyDevices are devices on each GPU: 80, 640 and 2,560 on all.
@@ -133,6 +140,7 @@ func measure(ctx context.Context, k *lab.Kit, smoke bool, only string) (err erro
 		{"caps in the process", b.capping},
 		{"caps: the watchdog", b.watching},
 		// Last: what they lay over /proc and /sys is of other cards.
+		{"topology: choices", b.choices},
 		{"mig: plans", b.migPlans},
 		{"mig: changes", b.migChanges},
 		{"mig: calls that fail", b.migFailures},
@@ -394,14 +402,14 @@ func (b *bench) driverCalls(ctx context.Context, rs []*running, what string, n i
 		if err := b.driver.quiet(ctx, r.proc); err != nil {
 			return err
 		}
-		perPrefer, err := b.count(r, func() error {
+		perPrefer, err := b.count(b.driver, r, func() error {
 			_, err := r.prefer(ctx, r.kubelet.free(r.plugin), n)
 			return err
 		})
 		if err != nil {
 			return err
 		}
-		perAllocate, err := b.count(r, func() error {
+		perAllocate, err := b.count(b.driver, r, func() error {
 			ids, err := r.prefer(ctx, r.kubelet.free(r.plugin), n)
 			if err != nil {
 				return err
@@ -418,12 +426,12 @@ func (b *bench) driverCalls(ctx context.Context, rs []*running, what string, n i
 	return nil
 }
 
-// count is how many driver calls f makes a program make, each time. The agent
+// count is how many driver calls of d f makes a program make, each time. The agent
 // reads the driver once a minute besides, which three tries do not all meet.
-func (b *bench) count(r *running, f func() error) (float64, error) {
+func (b *bench) count(d *driver, r *running, f func() error) (float64, error) {
 	least := -1
 	for range 3 {
-		before, err := b.driver.calls(r.proc)
+		before, err := d.calls(r.proc)
 		if err != nil {
 			return 0, err
 		}
@@ -432,7 +440,7 @@ func (b *bench) count(r *running, f func() error) (float64, error) {
 				return 0, err
 			}
 		}
-		after, err := b.driver.calls(r.proc)
+		after, err := d.calls(r.proc)
 		if err != nil {
 			return 0, err
 		}

@@ -4,6 +4,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -27,12 +28,13 @@ const (
 // driver is the emulated driver: its files below root, and its daemon.
 type driver struct {
 	root string
+	gpus int
 	proc *process
 	ask  *daemon.Client
 }
 
 func startDriver(ctx context.Context, k *lab.Kit, work string) (*driver, error) {
-	d := &driver{root: filepath.Join(work, "driver")}
+	d := &driver{root: filepath.Join(work, "driver"), gpus: gpus}
 	world := filepath.Join(work, "world.yaml")
 	if err := os.WriteFile(world, fmt.Appendf(nil, "model: %s\ncount: %d\n", gpuModel, gpus), 0o644); err != nil {
 		return nil, fmt.Errorf("describe the GPUs: %w", err)
@@ -69,8 +71,8 @@ func (d *driver) uuid(index int) (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("read the emulated world: %w", err)
 	}
-	if len(st.GPUs) != gpus {
-		return "", fmt.Errorf("the emulated driver has %d GPUs, want %d", len(st.GPUs), gpus)
+	if len(st.GPUs) != d.gpus {
+		return "", fmt.Errorf("the emulated driver has %d GPUs, want %d", len(st.GPUs), d.gpus)
 	}
 	return st.GPUs[index].UUID, nil
 }
@@ -123,4 +125,40 @@ func total(list []emulator.CallCount) (n int) {
 		}
 	}
 	return n
+}
+
+// world is an emulated driver that is served from here, in the place of all that
+// were before it: what is done to it by hand, and looked at, costs the programs
+// nothing.
+type world struct {
+	*emulator.World
+	root string
+	// laying is how long calls have waited for the emulator's files, which no
+	// hardware has to lay.
+	laying func() time.Duration
+	stop   func() error
+}
+
+func (b *bench) startWorld(name string, spec emulator.Spec) (*world, error) {
+	w, err := emulator.New(spec)
+	if err != nil {
+		return nil, fmt.Errorf("make the world of %s: %w", name, err)
+	}
+	root := filepath.Join(b.work, name)
+	m := install.Machine{Driver: root, Dev: filepath.Join(root, "dev"), Kernel: "/"}
+	err = errors.Join(install.Driver(root, libraries(b.kit), w), m.Save())
+	if err == nil {
+		err = errors.Join(install.Mount(w), m.Sync(w))
+	}
+	if err != nil {
+		return nil, fmt.Errorf("install %s: %w", name, err)
+	}
+	l, err := daemon.Listen(filepath.Join(root, install.Socket))
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	server, done := &daemon.Server{World: w, Driver: root}, make(chan error, 1)
+	go func() { done <- server.Serve(ctx, l) }()
+	return &world{w, root, server.LayingTime, func() error { cancel(); return <-done }}, nil
 }

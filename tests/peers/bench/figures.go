@@ -30,14 +30,14 @@ type target struct {
 func (r *report) figure(name string, value float64, unit string, want ...target) {
 	number := fmt.Sprintf("%.3f", value)
 	switch unit {
-	case "calls", "bytes", "devices", "changes", "instances":
+	case "calls", "bytes", "devices", "changes", "instances", "lanes", "nodes", "requests":
 		number = fmt.Sprintf("%.0f", value)
 	case "MB":
 		number = fmt.Sprintf("%.1f", value)
 	}
 	line := fmt.Sprintf("%-58s %10s %-7s", name, number, unit)
 	for _, t := range want {
-		if r.timeless && !slices.Contains([]string{"calls", "changes", "instances"}, unit) {
+		if r.timeless && !slices.Contains([]string{"calls", "changes", "instances", "requests"}, unit) {
 			continue
 		}
 		r.total++

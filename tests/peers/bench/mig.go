@@ -14,8 +14,6 @@ import (
 	"time"
 
 	"example.com/gpu-agent/tests/emulator"
-	"example.com/gpu-agent/tests/emulator/daemon"
-	"example.com/gpu-agent/tests/emulator/install"
 	"example.com/gpu-agent/tests/lab"
 	"example.com/gpu-agent/tests/peers"
 )
@@ -39,45 +37,17 @@ const (
 	mostOnDemand = 50.0  // ms of a container's start, above the hardware's time
 )
 
-// migWorld is an emulated driver of two cards in MIG mode. It is served from
-// here: what is done by hand, and looked at, costs the programs nothing.
-type migWorld struct {
-	*emulator.World
-	root string
-	// laying is how long calls have waited for the emulator's files, which no
-	// hardware has to lay.
-	laying func() time.Duration
-	stop   func() error
-}
+// migWorld is an emulated driver of two cards in MIG mode.
+type migWorld struct{ *world }
 
 // startMIGWorld serves a world in which the hardware takes so long for one call that
 // makes or takes away a GPU instance or a compute instance: a device is two of them.
 func (b *bench) startMIGWorld(operation time.Duration) (*migWorld, error) {
 	seconds := operation.Seconds()
-	w, err := emulator.New(emulator.Spec{Model: migModel, Count: 2, Seed: "mig",
+	w, err := b.startWorld("mig-driver", emulator.Spec{Model: migModel, Count: 2, Seed: "mig",
 		MIG:  emulator.MIGSpec{CreateSeconds: seconds, DestroySeconds: seconds},
 		GPUs: []emulator.GPUSpec{{Index: ourGPU, MIG: true}, {Index: theirGPU, MIG: true}}})
-	if err != nil {
-		return nil, fmt.Errorf("make a world of MIG cards: %w", err)
-	}
-	root := filepath.Join(b.work, "mig-driver")
-	m := install.Machine{Driver: root, Dev: filepath.Join(root, "dev"), Kernel: "/"}
-	err = errors.Join(install.Driver(root, libraries(b.kit), w), m.Save())
-	if err == nil {
-		err = errors.Join(install.Mount(w), m.Sync(w))
-	}
-	if err != nil {
-		return nil, fmt.Errorf("install the driver of MIG cards: %w", err)
-	}
-	l, err := daemon.Listen(filepath.Join(root, install.Socket))
-	if err != nil {
-		return nil, err
-	}
-	ctx, cancel := context.WithCancel(context.Background())
-	done := make(chan error, 1)
-	server := &daemon.Server{World: w, Driver: root}
-	go func() { done <- server.Serve(ctx, l) }()
-	return &migWorld{w, root, server.LayingTime, func() error { cancel(); return <-done }}, nil
+	return &migWorld{w}, err
 }
 
 // stands is what is on a GPU: sets of places, and whether each has its compute

@@ -19,8 +19,9 @@ type subject struct {
 	name string
 	// shared and whole are its resources for shares of GPUs and for whole ones.
 	shared, whole string
-	// kubelet is whom it registers with.
+	// kubelet is whom it registers with, and gpus how many GPUs it finds.
 	kubelet *kubelet
+	gpus    int
 	// begin starts it with a number of devices on each GPU, 0 for whole GPUs.
 	begin func(perGPU int) (*process, error)
 }
@@ -73,7 +74,7 @@ func (m *machine) newFileAgent(name, http string, k *kubelet, args ...string) *s
 }
 
 func (m *machine) agent(name, http string, k *kubelet, source func(partitions string) ([]string, error)) *subject {
-	return &subject{name: name, shared: lab.Memory, whole: lab.GPU, kubelet: k, begin: func(perGPU int) (*process, error) {
+	return &subject{name: name, shared: lab.Memory, whole: lab.GPU, kubelet: k, gpus: m.driver.gpus, begin: func(perGPU int) (*process, error) {
 		partitions, unit := wholeGPUs, 1024
 		if perGPU > 0 {
 			partitions, unit = sharedGPUs, usableMiB/perGPU
@@ -106,7 +107,7 @@ func (m *machine) startAgent(name, http string, k *kubelet, unit int, args ...st
 // newPeer is NVIDIA's device plugin with the settings of its own manifest. Its
 // replicas are what it calls time slicing.
 func (m *machine) newPeer(k *kubelet) *subject {
-	return &subject{name: peerName, shared: "nvidia.com/gpu", whole: "nvidia.com/gpu", kubelet: k, begin: func(perGPU int) (*process, error) {
+	return &subject{name: peerName, shared: "nvidia.com/gpu", whole: "nvidia.com/gpu", kubelet: k, gpus: m.driver.gpus, begin: func(perGPU int) (*process, error) {
 		config := "version: v1\n"
 		if perGPU > 0 {
 			config += fmt.Sprintf("sharing:\n  timeSlicing:\n    resources:\n    - name: nvidia.com/gpu\n      replicas: %d\n", perGPU)
@@ -131,9 +132,9 @@ type running struct {
 // run starts a subject with a number of devices on each GPU, 0 for whole GPUs,
 // and waits until the kubelet has them all.
 func (s *subject) run(ctx context.Context, perGPU int) (*running, error) {
-	resource, want := s.shared, gpus*perGPU
+	resource, want := s.shared, s.gpus*perGPU
 	if perGPU == 0 {
-		resource, want = s.whole, gpus
+		resource, want = s.whole, s.gpus
 	}
 	s.kubelet.forget(s.shared, s.whole)
 	p, err := s.begin(perGPU)
@@ -151,9 +152,9 @@ func (s *subject) run(ctx context.Context, perGPU int) (*running, error) {
 	for _, d := range e.devices {
 		onGPU[gpuOf(d.ID)]++
 	}
-	if len(onGPU) != gpus {
+	if len(onGPU) != s.gpus {
 		p.kill()
-		return nil, fmt.Errorf("%s offers devices of %d GPUs, and there are %d", s.name, len(onGPU), gpus)
+		return nil, fmt.Errorf("%s offers devices of %d GPUs, and there are %d", s.name, len(onGPU), s.gpus)
 	}
 	return &running{s, p, e}, nil
 }
