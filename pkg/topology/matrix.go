@@ -108,13 +108,13 @@ func (p Pair) cell() string {
 const legend = `
 Legend:
 
-  X    the device itself
-  SYS  over PCIe and from one NUMA node to another
-  NODE over PCIe and from one host bridge to another of the same NUMA node
-  PHB  over PCIe and the host bridge that both hang on
-  PXB  over several PCIe switches, but no host bridge
-  PIX  over one PCIe switch or bridge
-  NV#  over # NVLink lanes
+  X     the device itself
+  SYS   over PCIe and from one NUMA node to another
+  NODE  over PCIe and from one host bridge to another of the same NUMA node
+  PHB   over PCIe and the host bridge that both hang on
+  PXB   over several PCIe switches, but no host bridge
+  PIX   over one PCIe switch or bridge
+  NV#   over # NVLink lanes
 `
 
 // WriteText writes the matrix as people know it from `nvidia-smi topo -m`: GPUs
@@ -122,6 +122,10 @@ Legend:
 // GPU, a legend, the network cards' names, what NVLink joins and what is weak.
 // Columns are aligned by spaces.
 func (m Matrix) WriteText(w io.Writer) error {
+	if len(m.Cells) == 0 {
+		_, err := io.WriteString(w, "No GPU and no RDMA network card.\n")
+		return err
+	}
 	header := []string{""}
 	for _, d := range m.GPUs {
 		header = append(header, fmt.Sprintf("GPU%d", d.Index))
@@ -154,7 +158,7 @@ func (m Matrix) WriteText(w io.Writer) error {
 	align(&b, table)
 	b.WriteString(legend)
 	if unknown {
-		b.WriteString("  N/A  not known\n")
+		b.WriteString("  N/A   not known\n")
 	}
 	if len(m.NICs) > 0 {
 		b.WriteString("\nNIC Legend:\n\n")
