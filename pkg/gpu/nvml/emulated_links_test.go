@@ -28,11 +28,19 @@ func links(inv gpu.Inventory) string {
 }
 
 // A link fails and returns while the driver is open, on a driver that tells all
-// states at once and on one that is asked for each.
+// states at once and on one that has no field values: there each link is asked for
+// its state, and nothing tells speeds.
 func TestLinksOfTheWorldFailAndReturn(t *testing.T) {
-	for _, driver := range []string{"580.159.03", "470.256.02"} {
-		t.Run(driver, func(t *testing.T) {
-			n := emulate(t, emulator.Spec{Topology: "hgx-h100-4", Count: 3, NVLink: "mesh", Model: "A100-SXM4-80GB", Driver: driver})
+	for _, c := range []struct {
+		name string
+		code emulator.Return
+		mbps int
+	}{{"all at once", emulator.Success, 25000}, {"one by one", emulator.NotSupported, 0}} {
+		t.Run(c.name, func(t *testing.T) {
+			n := emulate(t, emulator.Spec{Topology: "hgx-h100-4", Count: 3, NVLink: "mesh", Model: "A100-SXM4-80GB"})
+			if c.code != emulator.Success {
+				try(t, n.Inject(emulator.Fault{Call: "nvmlDeviceGetFieldValues", Code: c.code}))
+			}
 			d := open(t, n)
 			expect := func(want string) {
 				t.Helper()
@@ -42,7 +50,7 @@ func TestLinksOfTheWorldFailAndReturn(t *testing.T) {
 				}
 				for _, dev := range inv.GPUs {
 					for _, l := range dev.Links {
-						if dev.Fault != "" || l.Version != 3 || l.LaneMBps != 25000 {
+						if dev.Fault != "" || l.Version != 3 || l.LaneMBps != c.mbps {
 							t.Errorf("GPU %d: %q, %+v", dev.Index, dev.Fault, l)
 						}
 					}
