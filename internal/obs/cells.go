@@ -82,6 +82,19 @@ type cell struct {
 	slot     *SlotStatus
 }
 
+// size is the number of memory slots, as far as it is known.
+func (m *MIGStatus) size() int {
+	// More than any card has: what draws a slot each must come to an end.
+	const most = 64
+	size := m.Size
+	if size == 0 {
+		for _, s := range m.Slots {
+			size = max(size, s.Start+s.Size)
+		}
+	}
+	return min(max(size, 0), most)
+}
+
 // row divides the columns among the slots; wide is the columns of one memory
 // slot.
 func row(m *MIGStatus, size, wide int) []cell {
@@ -159,12 +172,7 @@ func divide(whole cell, parts []*SlotStatus) []cell {
 
 // cells draws the row: profile, state and holder of each.
 func (p *page) cells(m *MIGStatus) {
-	size := m.Size
-	if size == 0 {
-		for _, s := range m.Slots {
-			size = max(size, s.Start+s.Size)
-		}
-	}
+	size := m.size()
 	// Wider than this, the eye has to travel.
 	const widest = 14
 	wide := 0

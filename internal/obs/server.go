@@ -9,9 +9,11 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"mime"
 	"net"
 	"net/http"
 	neturl "net/url"
+	"strconv"
 	"strings"
 	"time"
 
@@ -19,7 +21,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 )
 
-// Options configure a Server. All fields but Addr are required.
+// Options configure a Server. Addr and Now may be left out.
 type Options struct {
 	// Addr is where to listen, ":9500" for every address. Empty means no
 	// server: Run then only waits.
@@ -32,6 +34,8 @@ type Options struct {
 	// changes nothing in the value.
 	Status  func() Status
 	Metrics *Metrics
+	// Now is the clock that the page counts ages by; nil means time.Now.
+	Now func() time.Time
 }
 
 // Server serves the pages that the package comment lists.
@@ -42,6 +46,9 @@ type Server struct {
 
 // New prepares a server.
 func New(o Options) *Server {
+	if o.Now == nil {
+		o.Now = time.Now
+	}
 	return &Server{options: o, registry: o.Metrics.registry(o.Status)}
 }
 
@@ -101,19 +108,61 @@ func (s *Server) Handler() http.Handler {
 	}))
 	mux.Handle("GET /healthz", probe(s.options.Healthy))
 	mux.Handle("GET /readyz", probe(s.options.Ready))
-	mux.HandleFunc("GET /statusz", func(w http.ResponseWriter, _ *http.Request) {
+	mux.HandleFunc("GET /statusz", func(w http.ResponseWriter, r *http.Request) {
+		header := w.Header()
+		header.Set("Vary", "Accept")
+		header.Set("Cache-Control", "no-store")
+		header.Set("X-Content-Type-Options", "nosniff")
+		if wantsHTML(r) {
+			header.Set("Content-Type", "text/html; charset=utf-8")
+			header.Set("Content-Security-Policy", policy)
+			header.Set("Referrer-Policy", "no-referrer")
+			WriteHTML(w, s.options.Status(), s.options.Now())
+			return
+		}
 		body, err := json.MarshalIndent(s.options.Status(), "", "  ")
 		if err != nil {
 			http.Error(w, err.Error(), http.StatusInternalServerError)
 			return
 		}
-		w.Header().Set("Content-Type", "application/json")
+		header.Set("Content-Type", "application/json")
 		w.Write(append(body, '\n'))
 	})
 	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) {
 		io.WriteString(w, "gpu-agent\n\n/metrics\n/healthz\n/readyz\n/statusz\n")
 	})
 	return mux
+}
+
+// wantsHTML tells whether a client is a browser, in the words of its Accept
+// header, or asks for the page by ?format=html. Who does not say gets JSON.
+func wantsHTML(r *http.Request) bool {
+	switch r.URL.Query().Get("format") {
+	case "html":
+		return true
+	case "json":
+		return false
+	}
+	var html, json float64
+	for _, field := range r.Header.Values("Accept") {
+		for part := range strings.SplitSeq(field, ",") {
+			kind, parameters, err := mime.ParseMediaType(part)
+			if err != nil {
+				continue
+			}
+			weight := 1.0
+			if q, err := strconv.ParseFloat(parameters["q"], 64); err == nil {
+				weight = q
+			}
+			switch kind {
+			case "text/html":
+				html = max(html, weight)
+			case "application/json":
+				json = max(json, weight)
+			}
+		}
+	}
+	return html > json
 }
 
 func probe(check func() error) http.Handler {

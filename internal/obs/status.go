@@ -2,7 +2,11 @@
 
 package obs
 
-import "time"
+import (
+	"time"
+
+	"example.com/gpu-agent/pkg/topology"
+)
 
 // Status is the agent's view of its node, as /statusz shows it. Its JSON form
 // is a contract with `gpu-agent status` of other versions: fields are added,
@@ -10,6 +14,8 @@ import "time"
 type Status struct {
 	Node    string `json:"node"`
 	Version string `json:"version"`
+	// Machine is the firmware's name of the machine; empty where it says none.
+	Machine string `json:"machine,omitempty"`
 	// Driver and CUDA are empty while no driver answers.
 	Driver    string    `json:"driver,omitempty"`
 	CUDA      string    `json:"cuda,omitempty"`
@@ -26,6 +32,9 @@ type Status struct {
 	// holds, sorted by index, namespace, pod and container.
 	Containers []ContainerStatus `json:"containers,omitempty"`
 	Watchdog   Watchdog          `json:"watchdog,omitzero"`
+	// Topology is how GPUs and network cards are connected; nil while no driver
+	// has answered.
+	Topology *topology.Matrix `json:"topology,omitempty"`
 }
 
 // PartitionStates is every value of Partition.State, in the order in which
@@ -52,6 +61,10 @@ type GPUStatus struct {
 	Index int    `json:"index"`
 	UUID  string `json:"uuid"`
 	Model string `json:"model,omitempty"`
+	// PCI is the bus address, and NUMA the node that it belongs to; empty and nil
+	// where they are not known.
+	PCI  string `json:"pci,omitempty"`
+	NUMA *int   `json:"numa,omitempty"`
 	// MemoryMiB is the whole card's.
 	MemoryMiB uint64 `json:"memoryMiB"`
 	// Mode is the partition's word: whole, shared, mig or off; empty where no
