@@ -346,8 +346,8 @@ func (b *board) layNICs(spec Spec, gpus []*gpu) error {
 // described.
 func switchAddress(n int) PCI { return PCI{Bus: 0x02, Device: uint32(n), DeviceID: nvswitchDevice} }
 
-// laySwitches finds the NVSwitches: as many as the model with most of them wants,
-// where any link ends at one.
+// laySwitches finds the NVSwitches: those that the Spec has, or as many as the model
+// with most of them wants, where any link ends at one.
 func (b *board) laySwitches(spec Spec, gpus []*gpu) error {
 	count := 0
 	for _, g := range gpus {
@@ -359,9 +359,6 @@ func (b *board) laySwitches(spec Spec, gpus []*gpu) error {
 	}
 	if spec.Switches != nil && len(spec.Switches) == 0 {
 		return nil
-	}
-	if len(spec.Switches) > 0 && len(spec.Switches) < count {
-		return fmt.Errorf("switches: %d, and the GPUs' links end at %d", len(spec.Switches), count)
 	}
 	if count == 0 {
 		return nil
@@ -384,10 +381,10 @@ func (b *board) laySwitches(spec Spec, gpus []*gpu) error {
 // switchPCI is an NVSwitch's address as the driver gives it: zeros for one that the
 // machine does not see.
 func (b *board) switchPCI(n int) PCI {
-	if n >= len(b.switches) {
+	if len(b.switches) == 0 {
 		return PCI{}
 	}
-	p, _ := parsePCI(path.Base(b.switches[n]))
+	p, _ := parsePCI(path.Base(b.switches[n%len(b.switches)]))
 	p.DeviceID = nvswitchDevice
 	return p
 }

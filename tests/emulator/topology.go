@@ -325,10 +325,10 @@ func (w *World) linkLocked(g *gpu, link int) Link {
 	return Link{Active: true, Remote: w.gpus[l.to].pci, Far: l.far}
 }
 
-// trainedLocked says whether a link works, as its own end sees it: one to a GPU that
-// is gone does not.
+// trainedLocked says whether a link works, as its own end sees it: one of or to a GPU
+// that is gone does not.
 func (w *World) trainedLocked(g *gpu, l wire) bool {
-	if l.down {
+	if l.down || g.unplugged || g.lost {
 		return false
 	}
 	if l.kind == wireGPU {

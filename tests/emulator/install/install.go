@@ -375,6 +375,11 @@ func Mount(w *emulator.World) error {
 		return fmt.Errorf("stage kernel files: %w", err)
 	}
 	defer unix.Unmount(tmp, unix.MNT_DETACH)
+	// Where mounts are shared, as on nodes, what is taken away here at the end would
+	// go from the places too.
+	if err := unix.Mount("", tmp, "", unix.MS_PRIVATE, ""); err != nil {
+		return fmt.Errorf("stage kernel files: %w", err)
+	}
 	if err := Kernel(tmp, string(devices), w); err != nil {
 		return err
 	}
