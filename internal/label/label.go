@@ -160,33 +160,44 @@ func clique(gpus []card) string {
 	return value(name)
 }
 
-// joined is the size of the largest set of GPUs that NVLink connects and that a
-// pod can have together, and the fewest lanes that work at one of them. MIG
-// instances have no NVLink, so GPUs that are cut into them do not count. The
-// size is at least 1; no lanes are 0.
+// joined is the size of the largest set of GPUs that NVLink connects, directly or
+// over each other, and that a pod can have together; and the fewest lanes that
+// work at one of them. A GPU with a fault is none to have, and MIG instances have
+// no NVLink. The size is at least 1; no lanes are 0.
 func joined(g *topology.Graph, gpus []card) (size, lanes int) {
 	size = 1
-	for _, set := range g.Joined() {
-		n, fewest := 0, 0
-		for _, u := range set {
-			i := slices.IndexFunc(gpus, func(c card) bool { return c.UUID == u })
-			if i < 0 || gpus[i].mig() {
-				continue
+	rest := slices.DeleteFunc(slices.Clone(gpus), func(c card) bool { return c.Fault != "" || c.mig() })
+	for len(rest) > 0 {
+		var set []card
+		set, rest = rest[:1:1], rest[1:]
+		for k := 0; k < len(set); k++ {
+			var apart []card
+			for _, c := range rest {
+				if g.Between(set[k].UUID, c.UUID).Linked() {
+					set = append(set, c)
+				} else {
+					apart = append(apart, c)
+				}
 			}
-			sum := 0
-			for _, l := range gpus[i].Links {
-				sum += max(l.NVLink, 0)
-			}
-			if n == 0 || sum < fewest {
-				fewest = sum
-			}
-			n++
+			rest = apart
 		}
-		if n > size {
-			size, lanes = n, fewest
+		if len(set) > size {
+			size, lanes = len(set), set[0].lanes()
+			for _, c := range set {
+				lanes = min(lanes, c.lanes())
+			}
 		}
 	}
 	return size, lanes
+}
+
+// lanes are the NVLink lanes of a GPU that work.
+func (c card) lanes() int {
+	sum := 0
+	for _, l := range c.Links {
+		sum += max(l.NVLink, 0)
+	}
+	return sum
 }
 
 // number prints what is not 0; nothing else is known by 0.
