@@ -134,6 +134,10 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 			commands: []command{run("go", "run", "./tests/peers/bench", "-smoke")},
 		},
 		{
+			name: "page", what: "the status page in a browser, its picture too", after: []string{"host"}, beside: true,
+			commands: []command{test(".", "-count=1", limit, "./tests/page")},
+		},
+		{
 			name: "hardware", what: "conformance on this machine's GPU", after: []string{"host"}, beside: true, lacks: card,
 			commands: []command{test(".", "-count=1", limit, "./tests/hardware", "-hardware", "-run=^TestHardware$")},
 		},
