@@ -38,13 +38,12 @@ type apiServer struct {
 	objects map[string]map[string]any // guarded by mu; by resource/namespace/name
 	changed chan struct{}             // guarded by mu; closed and replaced at every change
 	watches map[string]int            // guarded by mu; open now, by resource
-	applied int                       // guarded by mu; requests
 }
 
 // startAPIServer serves a node and the ConfigMap with a partition file.
 func startAPIServer(partitions string) *apiServer {
 	s := &apiServer{objects: map[string]map[string]any{}, changed: make(chan struct{}), watches: map[string]int{}}
-	s.put("nodes//"+nodeName, nodeObject())
+	s.putNode(nodeName)
 	s.setPartitions(partitions)
 	s.http = httptest.NewUnstartedServer(s)
 	s.http.EnableHTTP2 = true
@@ -68,7 +67,7 @@ func (s *apiServer) setPartitions(text string) {
 
 // nodeObject is a Node as a kubelet makes it. Most of it is the list of images,
 // 50 of them on a node that has been up for a while.
-func nodeObject() map[string]any {
+func nodeObject(name string) map[string]any {
 	var images []any
 	for i := range 50 {
 		images = append(images, map[string]any{
@@ -84,8 +83,8 @@ func nodeObject() map[string]any {
 	quantities := map[string]any{"cpu": "2", "memory": "24676544Ki", "pods": "110", "example.com/gpu-mem": "640"}
 	return map[string]any{
 		"apiVersion": "v1", "kind": "Node",
-		"metadata": map[string]any{"name": nodeName, "labels": map[string]any{
-			"kubernetes.io/hostname": nodeName, "kubernetes.io/arch": "amd64", "kubernetes.io/os": "linux", "example.com/gpu.node": "true"}},
+		"metadata": map[string]any{"name": name, "labels": map[string]any{
+			"kubernetes.io/hostname": name, "kubernetes.io/arch": "amd64", "kubernetes.io/os": "linux", "example.com/gpu.node": "true"}},
 		"spec":   map[string]any{"podCIDR": "10.244.0.0/24"},
 		"status": map[string]any{"capacity": quantities, "allocatable": quantities, "conditions": conditions, "images": images},
 	}
@@ -106,14 +105,29 @@ func (s *apiServer) kubeconfig(path string) error {
 	return os.WriteFile(path, text, 0o600)
 }
 
+// putNode makes a node anew, without what anybody has written on it.
+func (s *apiServer) putNode(name string) { s.put("nodes//"+name, nodeObject(name)) }
+
 // nodeLabel is a label of the node, "" where it has none.
 func (s *apiServer) nodeLabel(key string) string {
+	value, _ := s.labels(nodeName)[key].(string)
+	return value
+}
+
+// labels are a node's, for reading.
+func (s *apiServer) labels(node string) map[string]any {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	metadata, _ := s.objects["nodes//"+nodeName]["metadata"].(map[string]any)
+	metadata, _ := s.objects["nodes//"+node]["metadata"].(map[string]any)
 	labels, _ := metadata["labels"].(map[string]any)
-	value, _ := labels[key].(string)
-	return value
+	return labels
+}
+
+// writes is how often an object was made or changed.
+func (s *apiServer) writes() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.version
 }
 
 // watched says whether a ConfigMap and a Node are being watched.
@@ -253,7 +267,6 @@ func (s *apiServer) apply(w http.ResponseWriter, key string, body map[string]any
 		"fieldsType": "FieldsV1", "fieldsV1": map[string]any{"f:metadata": fields}})
 	object = maps.Clone(object)
 	object["metadata"] = metadata
-	s.applied++
 	answer(w, http.StatusOK, s.putLocked(key, object))
 }
 

@@ -141,6 +141,7 @@ func measure(ctx context.Context, k *lab.Kit, smoke bool, only string) (err erro
 		{"caps: the watchdog", b.watching},
 		// Last: what they lay over /proc and /sys is of other cards.
 		{"topology: choices", b.choices},
+		{"topology: labels and page", b.telling},
 		{"mig: plans", b.migPlans},
 		{"mig: changes", b.migChanges},
 		{"mig: calls that fail", b.migFailures},

@@ -277,7 +277,7 @@ type agentCutter struct {
 func (a *agentCutter) start(partitions string) (err error) {
 	a.kubelet.forgetAll()
 	a.api.setPartitions(partitions)
-	a.api.put("nodes//"+nodeName, nodeObject()) // without what an earlier one said
+	a.api.putNode(nodeName) // without what an earlier one said
 	kubeconfig := filepath.Join(a.work, "kubeconfig")
 	if err := a.api.kubeconfig(kubeconfig); err != nil {
 		return err

@@ -57,10 +57,15 @@ type machine struct {
 // newAgent is the agent as its manifests run it: partitions from a ConfigMap,
 // the node watched, outcomes patched and Events sent.
 func (m *machine) newAgent(k *kubelet) *subject {
-	return m.agent(agentName, ":9500", k, func(partitions string) ([]string, error) {
+	return m.newAgentOf(nodeName, agentName, ":9500", k)
+}
+
+// newAgentOf is the agent of a node, which has to be there.
+func (m *machine) newAgentOf(node, name, http string, k *kubelet, args ...string) *subject {
+	return m.agent(name, http, k, func(partitions string) ([]string, error) {
 		m.api.setPartitions(partitions)
 		kubeconfig := filepath.Join(m.work, "kubeconfig")
-		return []string{"--configmap", agentPodNamespace + "/" + agentConfig, "--node-name", nodeName, "--kubeconfig", kubeconfig},
+		return append([]string{"--configmap", agentPodNamespace + "/" + agentConfig, "--node-name", node, "--kubeconfig", kubeconfig}, args...),
 			m.api.kubeconfig(kubeconfig)
 	})
 }
