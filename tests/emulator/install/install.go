@@ -482,6 +482,11 @@ func merge(at, staged string) error {
 		if err == nil {
 			err = unix.Mount(from, to, "", unix.MS_BIND|unix.MS_REC, "")
 		}
+		if err == nil {
+			// Else what is mounted in one of the two shows in the other, and goes
+			// with it.
+			err = unix.Mount("", to, "", unix.MS_PRIVATE|unix.MS_REC, "")
+		}
 		if err != nil {
 			return fmt.Errorf("bind %s: %w", from, err)
 		}
