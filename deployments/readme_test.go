@@ -40,7 +40,7 @@ func TestReadmeNamesEveryFlag(t *testing.T) {
 	}
 }
 
-func TestReadmeNamesEveryMetric(t *testing.T) {
+func TestDocsNameEveryMetric(t *testing.T) {
 	metrics := obs.NewMetrics("test")
 	metrics.PluginRequest("r", "m", "OK", 0)
 	metrics.DriverCall("c", "ok", 0)
@@ -74,8 +74,8 @@ func TestReadmeNamesEveryMetric(t *testing.T) {
 		return slices.Compact(out)
 	}
 	have := names(`(?m)^# HELP (gpu_agent_\w+)`, answer.Body.String())
-	if got := names("`(gpu_agent_\\w+)`", readme(t)); !slices.Equal(got, have) {
-		t.Errorf("README has the metrics\n%q, the agent serves\n%q", got, have)
+	if got := names("`(gpu_agent_\\w+)`", string(read(t, "../docs/operations.md"))); !slices.Equal(got, have) {
+		t.Errorf("docs/operations.md has the metrics\n%q, the agent serves\n%q", got, have)
 	}
 }
 

@@ -214,11 +214,12 @@ type Agent struct {
 
 	inv       *gpu.Inventory
 	topology  *topology.Graph // of inv
-	linked    bool            // some of its GPUs have NVLinks, or had when they were read first
-	reading   *pending        // one is under way
-	readAt    time.Time       // when the last one ended
-	answered  bool            // one has succeeded
-	readErr   error           // why that failed
+	matrix    *topology.Matrix
+	linked    bool      // some of its GPUs have NVLinks, or had when they were read first
+	reading   *pending  // one is under way
+	readAt    time.Time // when the last one ended
+	answered  bool      // one has succeeded
+	readErr   error     // why that failed
 	readPause time.Duration
 	letGo     string // why the driver was let go
 	letting   bool   // it is to be let go when no work is under way
@@ -299,8 +300,10 @@ type input struct {
 // Snapshot is what a round left, for status and metrics. It is immutable.
 type Snapshot struct {
 	Inventory *gpu.Inventory
-	// Topology is how the GPUs of Inventory are joined; nil before the first.
+	// Topology is how the GPUs of Inventory are joined, and Matrix shows it; nil
+	// before the first.
 	Topology *topology.Graph
+	Matrix   *topology.Matrix
 	// Answered says that this process has read Inventory itself.
 	Answered bool
 	Cuts     map[gpu.UUID]Cut
@@ -928,7 +931,7 @@ func (a *Agent) finish(changes *Changes, o Outcome, err error) {
 			work[u] = *text
 		}
 	}
-	a.snapshot.Store(&Snapshot{Inventory: inv, Topology: a.topology, Answered: a.answered, Cuts: a.cuts, Wanted: a.wanted, Active: a.active, Blocked: changes.Blocked,
+	a.snapshot.Store(&Snapshot{Inventory: inv, Topology: a.topology, Matrix: a.matrix, Answered: a.answered, Cuts: a.cuts, Wanted: a.wanted, Active: a.active, Blocked: changes.Blocked,
 		Work: work, Made: made, Leaving: changes.Leaving, Failing: a.failingSlots(now), Others: a.others, Outcome: o,
 		Source: a.heardSoFar().source, Generation: a.wantedGen, At: now, Heard: a.heard, Verdicts: verdicts, Hangs: hangs, Err: err})
 	if o != a.outcome {

@@ -195,6 +195,8 @@ func (a *Agent) take(r reading, now time.Time) {
 // setTopology draws up how the GPUs of the inventory are joined.
 func (a *Agent) setTopology() {
 	a.topology = topology.New(a.inv)
+	m := a.topology.Matrix()
+	a.matrix = &m
 	// All lanes may be down for a while.
 	a.linked = a.linked || slices.ContainsFunc(a.inv.GPUs, func(d gpu.Device) bool { return len(d.Links) > 0 })
 }

@@ -22,14 +22,16 @@ import (
 func (a *Agent) Status() obs.Status {
 	snap, view, claims := a.snapshot.Load(), a.desk.View(), a.desk.Claims()
 	s := obs.Status{
-		Driver: snap.Inventory.Driver,
-		CUDA:   snap.Inventory.CUDA,
+		Driver:  snap.Inventory.Driver,
+		CUDA:    snap.Inventory.CUDA,
+		Machine: snap.Inventory.Machine,
 		Partition: obs.Partition{
 			Name: snap.Outcome.Partition, State: string(snap.Outcome.State), Message: snap.Outcome.Message,
 			Source: snap.Source, Generation: snap.Generation,
 		},
 		Claims:   len(claims),
 		Hardware: snap.Hangs,
+		Topology: snap.Matrix,
 	}
 	verdicts := map[gpu.UUID]health.Verdict{}
 	reasons := map[gpu.UUID][]string{}
@@ -46,7 +48,7 @@ func (a *Agent) Status() obs.Status {
 		cut := snap.Cuts[d.UUID]
 		g := obs.GPUStatus{
 			Index: d.Index, UUID: string(d.UUID), Model: d.Model, MemoryMiB: uint64(d.Memory),
-			Health: obs.Healthy,
+			PCI: d.PCI, NUMA: d.NUMA, Health: obs.Healthy,
 		}
 		if cut.Known {
 			g.Mode = cut.mode()
