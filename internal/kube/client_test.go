@@ -39,88 +39,6 @@ func TestNewRefuses(t *testing.T) {
 	}
 }
 
-func TestPatchNode(t *testing.T) {
-	s := newServer(t)
-	s.node("node-1", map[string]any{"keep": "1", "example.com/gpu.partition.state": "pending"}, map[string]any{"old": "x"})
-	c, _ := connect(t, s)
-	labels := map[string]*string{"example.com/gpu.partition.state": ptr("applied"), "absent": nil}
-	annotations := map[string]*string{"old": nil, "example.com/gpu.blocked": ptr("")}
-	check := func() {
-		t.Helper()
-		metadata := s.all("nodes")[0]["metadata"].(map[string]any)
-		if got := metadata["labels"].(map[string]any); !maps.Equal(got, map[string]any{"keep": "1", "example.com/gpu.partition.state": "applied"}) {
-			t.Errorf("labels %v", got)
-		}
-		if got := metadata["annotations"].(map[string]any); !maps.Equal(got, map[string]any{"example.com/gpu.blocked": ""}) {
-			t.Errorf("annotations %v", got)
-		}
-	}
-	// Before the watch has spoken, all of it is sent, each time.
-	for n := 1; n <= 2; n++ {
-		if err := c.PatchNode(t.Context(), labels, annotations); err != nil {
-			t.Fatal(err)
-		}
-		check()
-		if got := len(s.asked("patch")); got != n {
-			t.Fatalf("%d patches, want %d", got, n)
-		}
-	}
-	told := make(chan Node, 100)
-	background(t, func(ctx context.Context) error {
-		return c.WatchNode(ctx, func(n Node) { told <- n })
-	})
-	receive(t, told)
-	// Now nothing is left to write, and of two keys the one that differs is.
-	if err := c.PatchNode(t.Context(), labels, annotations); err != nil {
-		t.Fatal(err)
-	}
-	if got := len(s.asked("patch")); got != 2 {
-		t.Fatalf("%d patches, want 2", got)
-	}
-	labels["new"] = ptr("y")
-	if err := c.PatchNode(t.Context(), labels, nil); err != nil {
-		t.Fatal(err)
-	}
-	patches := s.asked("patch")
-	if got := patches[len(patches)-1]; !strings.HasSuffix(got, `{"metadata":{"labels":{"new":"y"}}}`) {
-		t.Errorf("patched with %s", got)
-	}
-	if got := receive(t, told).Labels["new"]; got != "y" {
-		t.Errorf("told of %q", got)
-	}
-	// Somebody undoes it: the watch tells, and the next patch writes it again.
-	s.node("node-1", map[string]any{"keep": "1"}, nil)
-	receive(t, told)
-	if err := c.PatchNode(t.Context(), labels, annotations); err != nil {
-		t.Fatal(err)
-	}
-	if got := s.all("nodes")[0]["metadata"].(map[string]any)["labels"].(map[string]any)["new"]; got != "y" {
-		t.Errorf("label new is %v", got)
-	}
-}
-
-func TestPatchNodeFails(t *testing.T) {
-	s := newServer(t)
-	c, j := connect(t, s)
-	labels := map[string]*string{"a": ptr("b")}
-	for range 3 {
-		err := c.PatchNode(t.Context(), labels, nil)
-		if err == nil || !strings.Contains(err.Error(), "node-1") {
-			t.Fatalf("%v, want an error that names the node", err)
-		}
-	}
-	if n := j.count("request fails"); n != 1 {
-		t.Errorf("%d lines for one outage", n)
-	}
-	s.node("node-1", nil, nil)
-	if err := c.PatchNode(t.Context(), labels, nil); err != nil {
-		t.Fatal(err)
-	}
-	if n := j.count("answers again"); n != 1 {
-		t.Errorf("%d lines for one return", n)
-	}
-}
-
 // The server refuses what is not in Rules; this is the other half: what is in
 // Rules is used.
 func TestRulesAreUsed(t *testing.T) {
@@ -135,7 +53,7 @@ func TestRulesAreUsed(t *testing.T) {
 	background(t, c.Run)
 	c.Event(Regarding{}, Normal, "Applied", "m")
 	c.Event(Regarding{}, Normal, "Applied", "m")
-	if err := c.PatchNode(t.Context(), map[string]*string{"a": ptr("b")}, nil); err != nil {
+	if err := c.Mark(t.Context(), Marks{Labels: map[string]string{"example.com/a": "b"}}); err != nil {
 		t.Fatal(err)
 	}
 	if err := c.SetCondition(t.Context(), Condition{Type: "example.com/A", Status: True, Reason: "Well"}); err != nil {

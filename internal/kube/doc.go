@@ -36,6 +36,22 @@
 // Of a node's annotations only those under the agent's own domain are handed
 // out, since other programs keep heartbeats there.
 //
+// # Marks
+//
+// All that the agent says in the metadata of its Node, labels and an annotation,
+// goes out in one request, so that nobody ever sees half of it:
+//
+//	err := client.Mark(ctx, kube.Marks{Labels: own, Annotations: message, Guests: nvidia})
+//
+// The request is a server-side apply. The server keeps account of who manages
+// which key, so what the agent wrote before and does not name now goes by itself,
+// also after a restart, and what is as it should be costs no request. Below its
+// own domain the agent overrules everybody. Guests are keys of other domains, of
+// GPU Feature Discovery's for example: the agent writes one only while nobody else
+// has it. It decides that by the Node that the server showed last, and the request
+// names that version of it; where the Node has changed meanwhile it is refused,
+// and decided anew.
+//
 // # Conditions
 //
 // A Node's conditions are a list that the kubelet, and others, write too.

@@ -24,8 +24,8 @@ import (
 )
 
 // server is a small API server on a real socket: objects with versions, lists,
-// watches, merge patches, strategic ones of a node's status, and evictions, for
-// the resources and verbs in Rules and no others. Faults are set by the tests.
+// watches, merge patches, strategic ones of a node's status, applied ones of its
+// metadata, and evictions, for the resources and verbs in Rules and no others. Faults are set by the tests.
 type server struct {
 	t    *testing.T
 	addr string
@@ -36,8 +36,11 @@ type server struct {
 	// oldest is the version that a watch can still start after.
 	oldest  int
 	objects map[string]map[string]any // by "resource/namespace/name"
-	history []change
-	changed chan struct{} // closed and replaced at every change
+	// managers of a Node's labels and annotations: by the Node's name, by
+	// "labels/key", as "name/operation".
+	managers map[string]map[string][]string
+	history  []change
+	changed  chan struct{} // closed and replaced at every change
 	// requests is everything that was asked: "watch configmaps
 	// gpu/gpu-partitions rv=7".
 	requests []string
@@ -59,7 +62,7 @@ type change struct {
 }
 
 func newServer(t *testing.T) *server {
-	s := &server{t: t, version: 1, objects: map[string]map[string]any{}, used: map[string]bool{},
+	s := &server{t: t, version: 1, objects: map[string]map[string]any{}, managers: map[string]map[string][]string{}, used: map[string]bool{},
 		changed: make(chan struct{}), cut: make(chan struct{})}
 	s.start("127.0.0.1:0")
 	t.Cleanup(s.stop)
@@ -106,6 +109,7 @@ func (s *server) cutStreams() {
 func (s *server) put(resource, namespace, name string, object map[string]any) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.updatedLocked(resource, name, object, "somebody")
 	s.putLocked(resource, namespace, name, object)
 }
 
@@ -131,6 +135,9 @@ func (s *server) putLocked(resource, namespace, name string, object map[string]a
 	metadata["name"], metadata["resourceVersion"] = name, strconv.Itoa(s.version)
 	if namespace != "" {
 		metadata["namespace"] = namespace
+	}
+	if resource == "nodes" {
+		metadata["managedFields"] = s.managedLocked(name)
 	}
 	object["metadata"], object["apiVersion"], object["kind"] = metadata, "v1", kinds[resource]
 	if kind != "DELETED" {
@@ -389,8 +396,15 @@ func (s *server) patch(w http.ResponseWriter, r *http.Request, resource, namespa
 	}
 	var patch, patched map[string]any
 	err := json.Unmarshal(body, &patch)
+	manager := r.URL.Query().Get("fieldManager")
 	switch kind := r.Header.Get("Content-Type"); {
 	case err != nil:
+	case kind == "application/apply-patch+yaml" && resource == "nodes":
+		patched = s.applyLocked(clone(object), patch, manager, r.URL.Query().Get("force") == "true")
+		if patched == nil {
+			refuse(w, 409, "Conflict")
+			return
+		}
 	case kind == "application/merge-patch+json":
 		patched = merge(clone(object), patch)
 	case kind == "application/strategic-merge-patch+json":
@@ -411,6 +425,9 @@ func (s *server) patch(w http.ResponseWriter, r *http.Request, resource, namespa
 	}
 	if delete(patched, keep); object[keep] != nil {
 		patched[keep] = object[keep]
+	}
+	if r.Header.Get("Content-Type") != "application/apply-patch+yaml" {
+		s.updatedLocked(whole, name, patched, manager)
 	}
 	answer(w, s.putLocked(whole, namespace, name, patched))
 }
@@ -563,5 +580,3 @@ func await(t *testing.T, what string, condition func() bool) {
 		time.Sleep(time.Millisecond)
 	}
 }
-
-func ptr(s string) *string { return &s }

@@ -4,7 +4,6 @@ package kube
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"strings"
 
@@ -82,46 +81,4 @@ func (c *Client) mayWrite(name string) error {
 		return fmt.Errorf("%q is not below %s/, and not the agent's to write", name, c.options.Domain)
 	}
 	return nil
-}
-
-// PatchNode sets labels and annotations of the agent's Node; a nil value
-// deletes the key. Keys that already are as wanted, by what the server said
-// last, are left out, and where none remains no request is made.
-func (c *Client) PatchNode(ctx context.Context, labels, annotations map[string]*string) error {
-	c.mu.Lock()
-	node := c.node
-	c.mu.Unlock()
-	if node != nil {
-		labels, annotations = differing(labels, node.Labels), differing(annotations, node.Annotations)
-	}
-	if len(labels) == 0 && len(annotations) == 0 {
-		return nil
-	}
-	metadata := map[string]any{}
-	if len(labels) > 0 {
-		metadata["labels"] = labels
-	}
-	if len(annotations) > 0 {
-		metadata["annotations"] = annotations
-	}
-	body, err := json.Marshal(map[string]any{"metadata": metadata})
-	if err != nil {
-		return fmt.Errorf("encode the patch of node %s: %w", c.options.NodeName, err)
-	}
-	if _, err := c.patchNode(ctx, types.MergePatchType, body, metav1.PatchOptions{FieldManager: manager}); err != nil {
-		return fmt.Errorf("patch node %s: %w", c.options.NodeName, err)
-	}
-	return nil
-}
-
-func differing(want map[string]*string, have map[string]string) map[string]*string {
-	out := map[string]*string{}
-	for key, value := range want {
-		now, ok := have[key]
-		if value == nil && !ok || value != nil && ok && now == *value {
-			continue
-		}
-		out[key] = value
-	}
-	return out
 }
