@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -29,8 +30,13 @@ import (
 func TestMain(m *testing.M) {
 	os.Exit(func() int {
 		var err error
-		if os.Getenv("INSTALL_TEST_ROLE") == "mount" {
-			err = mountAndLook()
+		if role := os.Getenv("INSTALL_TEST_ROLE"); role != "" {
+			if role == "mount-shared" { // as on nodes
+				err = unix.Mount("", "/", "", unix.MS_REC|unix.MS_SHARED, "")
+			}
+			if err == nil {
+				err = mountAndLook()
+			}
 		} else if bound, err = os.MkdirTemp("", "driver-root-"); err == nil {
 			defer os.RemoveAll(bound)
 			return m.Run()
@@ -158,6 +164,90 @@ func TestKernelFiles(t *testing.T) {
 	}
 }
 
+// The tree leads from a device to what it hangs on, and from buses and classes to it.
+func TestSysfsIsATree(t *testing.T) {
+	dir := t.TempDir()
+	w := world(t, emulator.Spec{Topology: "dgx-h100"})
+	if err := install.Kernel(dir, "Character devices:\n", w); err != nil {
+		t.Fatal(err)
+	}
+	sys := os.DirFS(filepath.Join(dir, "sys"))
+	read := func(name string) string {
+		t.Helper()
+		data, err := fs.ReadFile(sys, name)
+		if err != nil {
+			t.Error(err)
+		}
+		return strings.TrimSuffix(string(data), "\n")
+	}
+	for name, want := range map[string]string{
+		"bus/pci/devices/0000:1b:00.0/class":                "0x030200",
+		"bus/pci/devices/0000:1b:00.0/numa_node":            "0",
+		"bus/pci/devices/0000:1b:00.0/local_cpulist":        "0-55,112-167",
+		"bus/pci/devices/0000:9d:00.0/local_cpulist":        "56-111,168-223",
+		"bus/pci/devices/0000:9d:00.0/local_cpus":           "ffffffff,ffffff00,00000000,0000ffff,ffffffff,ff000000,00000000",
+		"bus/pci/devices/0000:1a:00.0/class":                "0x060400",
+		"bus/pci/devices/0000:07:00.0/class":                "0x068000",
+		"class/infiniband/mlx5_0/ports/1/link_layer":        "InfiniBand",
+		"class/infiniband/mlx5_0/ports/1/state":             "4: ACTIVE",
+		"class/infiniband/mlx5_0/device/numa_node":          "0",
+		"class/infiniband/mlx5_1/ports/1/link_layer":        "Ethernet",
+		"class/infiniband/mlx5_2/ports/1/state":             "1: DOWN",
+		"class/infiniband/mlx5_2/device/vendor":             "0x15b3",
+		"class/dmi/id/product_name":                         "DGXH100",
+		"devices/system/node/node1/cpulist":                 "56-111,168-223",
+		"devices/system/node/node0/distance":                "10 21",
+		"devices/system/cpu/cpu112/topology/core_id":        "0",
+		"devices/system/node/node1/cpu223/topology/core_id": "55",
+	} {
+		if got := read(name); got != want {
+			t.Errorf("%s: %q, want %q", name, got, want)
+		}
+	}
+	for name, want := range map[string]string{
+		"bus/pci/devices/0000:1b:00.0":        "devices/pci0000:15/0000:15:01.0/0000:16:00.0/0000:17:02.0/0000:19:00.0/0000:1a:00.0/0000:1b:00.0",
+		"bus/pci/devices/0000:1b:00.0/driver": "bus/pci/drivers/nvidia",
+		"class/infiniband/mlx5_0/device":      "devices/pci0000:15/0000:15:01.0/0000:16:00.0/0000:17:00.0/0000:18:00.0",
+	} {
+		got, err := filepath.EvalSymlinks(filepath.Join(dir, "sys", name))
+		if err != nil || got != filepath.Join(dir, "sys", want) {
+			t.Errorf("%s leads to %s, want %s (%v)", name, got, want, err)
+		}
+	}
+	all, err := fs.Glob(sys, "bus/pci/devices/*")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, at := range all {
+		if _, err := fs.Stat(sys, at+"/config"); err != nil {
+			t.Error(err)
+		}
+	}
+
+	// What is unplugged goes, with its own folder and nothing else's.
+	m := install.Machine{Dev: filepath.Join(dir, "dev"), Kernel: dir}
+	if err := errors.Join(w.Unplug(0), m.Sync(w)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := fs.Stat(sys, "devices/pci0000:15/0000:15:01.0/0000:16:00.0/0000:17:02.0/0000:19:00.0/0000:1a:00.0/0000:1b:00.0"); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("an unplugged GPU: %v", err)
+	}
+	read("class/infiniband/mlx5_0/device/class")
+
+	// Another machine's files take the place of all of these.
+	if err := install.Kernel(dir, "Character devices:\n", world(t, emulator.Spec{Count: 2})); err != nil {
+		t.Fatal(err)
+	}
+	for _, gone := range []string{"class/infiniband", "devices/system/cpu", "devices/pci0000:15", "bus/pci/devices/0000:9d:00.0"} {
+		if _, err := fs.Stat(sys, gone); !errors.Is(err, fs.ErrNotExist) {
+			t.Errorf("%s of the machine before: %v", gone, err)
+		}
+	}
+	if got := read("bus/pci/devices/0000:07:00.0/class"); got != "0x030200" {
+		t.Errorf("the next machine's GPU has class %s", got)
+	}
+}
+
 func TestMountIsRefusedOnTheMachineItself(t *testing.T) {
 	if self, err := os.Readlink("/proc/self/ns/mnt"); err != nil || self != "mnt:[4026531832]" {
 		first, err := os.Readlink("/proc/1/ns/mnt")
@@ -176,11 +266,13 @@ func TestMount(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cmd := exec.CommandContext(t.Context(), exe)
-	cmd.Env = append(os.Environ(), "INSTALL_TEST_ROLE=mount")
-	cmd.SysProcAttr = &syscall.SysProcAttr{Unshareflags: syscall.CLONE_NEWNS}
-	if out, err := cmd.CombinedOutput(); err != nil {
-		t.Fatalf("in a mount namespace: %v\n%s", err, out)
+	for _, role := range []string{"mount", "mount-shared"} {
+		cmd := exec.CommandContext(t.Context(), exe)
+		cmd.Env = append(os.Environ(), "INSTALL_TEST_ROLE="+role)
+		cmd.SysProcAttr = &syscall.SysProcAttr{Unshareflags: syscall.CLONE_NEWNS}
+		if out, err := cmd.CombinedOutput(); err != nil {
+			t.Fatalf("%s, in a mount namespace: %v\n%s", role, err, out)
+		}
 	}
 	mounts, err := os.ReadFile("/proc/self/mounts")
 	if err != nil {
@@ -232,6 +324,12 @@ func mountAndLook() error {
 	if err := here.Sync(w); err != nil {
 		return err
 	}
+	if err := mountOther(); err != nil {
+		return err
+	}
+	if err := install.Mount(w); err != nil {
+		return err
+	}
 	for name, want := range map[string]string{
 		"/proc/driver/nvidia/version":                       w.DriverVersion(),
 		"/proc/devices":                                     "195 nvidia\n",
@@ -245,6 +343,51 @@ func mountAndLook() error {
 		}
 		if !strings.Contains(string(data), want) {
 			return fmt.Errorf("%s does not say %q:\n%s", name, want, data)
+		}
+	}
+	return nil
+}
+
+// mountOther shows a machine that describes its processors, in the place of one that
+// does not, and then looks whether all else is as it was.
+func mountOther() error {
+	own, err := os.ReadFile("/sys/devices/system/cpu/online")
+	if err != nil {
+		return err
+	}
+	classes, err := os.ReadDir("/sys/class")
+	if err != nil {
+		return err
+	}
+	for _, want := range []struct {
+		spec                   emulator.Spec
+		cpus, address, machine string
+	}{
+		{emulator.Spec{Topology: "dgx-2"}, "0-95\n", "0000:34:00.0", "NVIDIA DGX-2\n"},
+		{emulator.Spec{Count: 1}, string(own), "0000:07:00.0", "GPU server\n"},
+	} {
+		w, err := emulator.New(want.spec)
+		if err != nil {
+			return err
+		}
+		if err := install.Mount(w); err != nil {
+			return err
+		}
+		for name, text := range map[string]string{
+			"/sys/devices/system/cpu/online": want.cpus, "/sys/class/dmi/id/product_name": want.machine,
+			"/sys/bus/pci/devices/" + want.address + "/vendor": "0x10de\n",
+		} {
+			if data, err := os.ReadFile(name); err != nil || string(data) != text {
+				return fmt.Errorf("%s: %q, want %q (%v)", name, data, text, err)
+			}
+		}
+		for _, c := range classes {
+			if _, err := os.ReadDir("/sys/class/" + c.Name()); err != nil && !errors.Is(err, os.ErrNotExist) {
+				return err
+			}
+		}
+		if lo, err := os.ReadFile("/sys/class/net/lo/ifindex"); err != nil || string(lo) != "1\n" {
+			return fmt.Errorf("loopback in sysfs: %q, %v", lo, err)
 		}
 	}
 	return nil

@@ -279,6 +279,41 @@ func TestHealth(t *testing.T) {
 	}
 }
 
+func TestLinksFailByCommand(t *testing.T) {
+	n := start(t, "topology: pairs")
+	up := func() (n2 int) {
+		t.Helper()
+		for _, l := range n.state().Board.Links[1] {
+			if l.Up && l.To == 0 {
+				n2++
+			}
+		}
+		return n2
+	}
+	for _, step := range []struct {
+		args []string
+		want int
+	}{
+		{nil, 4},
+		{[]string{"--gpu", "0", "--link", "2", "down"}, 3},
+		{[]string{"--gpu", n.state().GPUs[1].UUID, "down"}, 0},
+		{[]string{"--gpu", "0", "--link", "3", "up"}, 1},
+		{[]string{"--gpu", "0", "up"}, 4},
+	} {
+		if step.args != nil {
+			n.ok(append([]string{"link", "--socket", n.socket}, step.args...)...)
+		}
+		if got := up(); got != step.want {
+			t.Errorf("after link %v there are %d, want %d", step.args, got, step.want)
+		}
+	}
+	for _, args := range [][]string{{"--gpu", "0"}, {"down"}, {"--gpu", "0", "sideways"}, {"--gpu", "0", "--link", "4", "down"}} {
+		if out, err := n.run(append([]string{"link", "--socket", n.socket}, args...)...); err == nil {
+			t.Errorf("link %v: %s", args, out)
+		}
+	}
+}
+
 func TestGPUsTakeTheirFilesAlong(t *testing.T) {
 	n := start(t, "count: 2")
 	root := strings.TrimSuffix(n.dir, "/run/nvidia/driver")
