@@ -53,7 +53,7 @@ func TestMain(m *testing.M) {
 	}
 	flag.Parse()
 	os.Exit(func() int {
-		dir, err := os.MkdirTemp("", "emulated-driver-")
+		dir, err := install.Scratch()
 		if err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			return 1

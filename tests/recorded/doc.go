@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package recorded makes the inventories under tests/testdata, of nodes of every
-// kind of card that knows MIG, and holds them in step with the schema.
+// kind of card that knows MIG and of machines of every shape, and holds them in step
+// with the schema.
 //
 // An inventory there is what `gpu-agent inventory -o json` prints on such a
 // node, read through the driver edge from the emulated driver, whose tables say

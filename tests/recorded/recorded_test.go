@@ -43,15 +43,18 @@ var recordings = []struct {
 	// pending GPUs wait for a reset into MIG mode.
 	pending []int
 }{
-	{file: "a100-40.json", spec: emulator.Spec{Seed: "a100-40", Model: "A100-SXM4-40GB", Count: 8}},
-	{file: "a100-80.json", spec: emulator.Spec{Seed: "a100-80", Model: "A100-SXM4-80GB", Count: 8}},
-	{file: "a30.json", spec: emulator.Spec{Seed: "a30", Model: "A30", Count: 4}},
-	{file: "h100-80.json", spec: emulator.Spec{Seed: "h100-80", Model: "H100-80GB", Count: 8}},
-	{file: "h200.json", spec: emulator.Spec{Seed: "h200", Model: "H200-141GB", Count: 8}},
-	{file: "b200.json", spec: emulator.Spec{Seed: "b200", Model: "B200", Count: 8}},
-	{file: "rtx-pro-6000.json", spec: emulator.Spec{Seed: "rtx-pro-6000", Model: "RTX-PRO-6000", Count: 8}},
+	{file: "a100-40.json", spec: emulator.Spec{Seed: "a100-40", Topology: "dgx-a100", Model: "A100-SXM4-40GB"}},
+	{file: "a100-80.json", spec: emulator.Spec{Seed: "a100-80", Topology: "dgx-a100", Model: "A100-SXM4-80GB"}},
+	{file: "a30.json", spec: emulator.Spec{Seed: "a30", Topology: "pairs", Count: 4}},
+	{file: "h100-80.json", spec: emulator.Spec{Seed: "h100-80", Topology: "dgx-h100"}},
+	{file: "h200.json", spec: emulator.Spec{Seed: "h200", Topology: "dgx-h100", Model: "H200-141GB", Machine: "DGXH200"}},
+	{file: "b200.json", spec: emulator.Spec{Seed: "b200", Topology: "dgx-h100", Model: "B200", Machine: "DGXB200"}},
+	{file: "gb200.json", spec: emulator.Spec{Seed: "gb200", Topology: "nvl72"}},
+	{file: "rtx-pro-6000.json", spec: emulator.Spec{Seed: "rtx-pro-6000", Topology: "pcie"}},
+	{file: "v100-dgx1.json", spec: emulator.Spec{Seed: "v100-dgx1", Topology: "dgx-1"}},
+	{file: "v100-dgx2.json", spec: emulator.Spec{Seed: "v100-dgx2", Topology: "dgx-2"}},
 	{
-		file: "a100-80-mig.json", spec: emulator.Spec{Seed: "a100-80-mig", Model: "A100-SXM4-80GB", Count: 8, GPUs: inMIG(0, 1, 2, 3, 4, 5)},
+		file: "a100-80-mig.json", spec: emulator.Spec{Seed: "a100-80-mig", Topology: "dgx-a100", Model: "A100-SXM4-80GB", GPUs: inMIG(0, 1, 2, 3, 4, 5)},
 		instances: map[int]string{
 			0: "1g.10gb@0 1g.10gb@1 1g.10gb@2 1g.10gb@3 1g.10gb@4 1g.10gb@5 1g.10gb@6",
 			1: "1g.10gb@0 1g.10gb@1 1g.10gb@2 1g.10gb@3 1g.10gb@4 1g.10gb@5!train/train-3 1g.10gb@6",
@@ -62,7 +65,7 @@ var recordings = []struct {
 		pending: []int{6},
 	},
 	{
-		file: "rtx-pro-6000-mig.json", spec: emulator.Spec{Seed: "rtx-pro-6000-mig", Model: "RTX-PRO-6000", Count: 4, GPUs: inMIG(0, 1, 2)},
+		file: "rtx-pro-6000-mig.json", spec: emulator.Spec{Seed: "rtx-pro-6000-mig", Topology: "pcie", Count: 4, GPUs: inMIG(0, 1, 2)},
 		instances: map[int]string{
 			0: "1g.24gb-me@0 1g.24gb-me@3!train/small-0 1g.24gb-me@6 1g.24gb+me.all@9!media/encode-0",
 			1: "2g.48gb+gfx@0 2g.48gb@6",
@@ -84,7 +87,11 @@ const testdata = "../testdata"
 // of the same nodes today. Only the names of holders are added here, since no
 // driver knows pods.
 func TestRecorded(t *testing.T) {
-	dir := t.TempDir()
+	dir, err := install.Scratch()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
 	for _, r := range recordings {
 		t.Run(r.file, func(t *testing.T) {
 			var got bytes.Buffer
