@@ -150,11 +150,32 @@ func readNIC(sys fs.FS, dir, name string) (gpu.NIC, bool) {
 	return nic, nic.Kind != ""
 }
 
-// byNumber puts mlx5_2 before mlx5_10.
+// byNumber compares names with the numbers in them as such: mlx5_2 comes before
+// mlx5_10, and rdmap79s0 before rdmap113s0.
 func byNumber(a, b string) int {
-	stemA, stemB := strings.TrimRight(a, "0123456789"), strings.TrimRight(b, "0123456789")
-	numA, numB := strings.TrimLeft(a[len(stemA):], "0"), strings.TrimLeft(b[len(stemB):], "0")
-	return cmp.Or(cmp.Compare(stemA, stemB), cmp.Compare(len(numA), len(numB)), cmp.Compare(numA, numB), cmp.Compare(a, b))
+	const digits = "0123456789"
+	restA, restB := a, b
+	for restA != "" && restB != "" {
+		// A word, then a number; either may be empty.
+		i, j := len(restA), len(restB)
+		if at := strings.IndexAny(restA, digits); at >= 0 {
+			i = at
+		}
+		if at := strings.IndexAny(restB, digits); at >= 0 {
+			j = at
+		}
+		if c := cmp.Compare(restA[:i], restB[:j]); c != 0 {
+			return c
+		}
+		tailA, tailB := strings.TrimLeft(restA[i:], digits), strings.TrimLeft(restB[j:], digits)
+		numA := strings.TrimLeft(restA[i:len(restA)-len(tailA)], "0")
+		numB := strings.TrimLeft(restB[j:len(restB)-len(tailB)], "0")
+		if c := cmp.Or(cmp.Compare(len(numA), len(numB)), cmp.Compare(numA, numB)); c != 0 {
+			return c
+		}
+		restA, restB = tailA, tailB
+	}
+	return cmp.Or(cmp.Compare(len(restA), len(restB)), cmp.Compare(a, b))
 }
 
 // line returns a file's text without the space around it, or nothing.

@@ -173,6 +173,17 @@ func TestRead(t *testing.T) {
 	})
 }
 
+func TestByNumber(t *testing.T) {
+	want := []string{"", "a", "b", "mlx5_0", "mlx5_2", "mlx5_010", "mlx5_10", "mlx5_10f", "mlx6_0", "mlx6_bond_0", "rdmap79s0", "rdmap113s0", "rdmap113s2"}
+	for i, a := range want {
+		for j, b := range want {
+			if c := byNumber(a, b); (c < 0) != (i < j) || (c > 0) != (i > j) {
+				t.Errorf("byNumber(%q, %q) = %d", a, b, c)
+			}
+		}
+	}
+}
+
 // Whatever is missing or broken, what was known before stays.
 func TestReadStrangeSysfs(t *testing.T) {
 	given := gpu.Inventory{
