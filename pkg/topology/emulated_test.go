@@ -64,15 +64,14 @@ func places(w *emulator.World) *gpu.Inventory {
 
 // Read finds on disk what was laid there.
 func TestReadEmulatedMachines(t *testing.T) {
-	// These have all kinds of network cards, bridges and NUMA nodes.
-	for _, name := range []string{"dgx-1", "p5", "asymmetric"} {
+	for _, name := range emulator.Topologies() {
 		t.Run(name, func(t *testing.T) {
-			// A machine of few processors has few files.
-			w, err := emulator.New(emulator.Spec{Topology: name, NUMA: []emulator.NUMASpec{{CPUs: "0,2"}, {CPUs: "1,3"}}})
+			w := world(t, name)
+			dir, err := install.Scratch()
 			if err != nil {
 				t.Fatal(err)
 			}
-			dir := t.TempDir()
+			t.Cleanup(func() { os.RemoveAll(dir) })
 			if err := install.Kernel(dir, "", w); err != nil {
 				t.Fatal(err)
 			}
