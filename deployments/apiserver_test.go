@@ -15,6 +15,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
 	"os"
@@ -26,8 +27,12 @@ import (
 	"testing"
 	"time"
 
+	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/label"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+	"example.com/gpu-agent/pkg/topology"
 )
 
 // apiServer is the real one, on loopback, over an etcd of its own, with the
@@ -332,10 +337,18 @@ func TestAtTheAPIServer(t *testing.T) {
 		{"own condition", status, strategic, condition("example.com/GPUHealthy", "False"), ""},
 		{"own condition away", status, strategic, removed("example.com/GPUHealthy"), ""},
 		{"nothing", status, strategic, fields{}, ""},
+		{"a label of GPU Feature Discovery's", node, merge, meta("labels", "nvidia.com/gpu.product", "X"), ""},
+		{"one of an instance", node, merge, meta("labels", "nvidia.com/mig-1c.3g.40gb.me.all.engines.copy", "1"), ""},
+		{"one of GPU Feature Discovery's away", node, merge, meta("labels", "nvidia.com/gpu.product", nil), ""},
 
 		{"another node", "/api/v1/nodes/node-2", merge, meta("labels", "example.com/a", "b"), "the node that it runs on"},
 		{"another node's condition", "/api/v1/nodes/node-2/status", strategic, condition("example.com/GPUHealthy", "False"), "the node that it runs on"},
 		{"a label of others", node, merge, meta("labels", "team", "red"), "only labels below"},
+		{"whether NVIDIA's operator deploys its device plugin", node, merge, meta("labels", "nvidia.com/gpu.deploy.device-plugin", "false"), "only labels below"},
+		{"what NVIDIA's MIG manager does", node, merge, meta("labels", "nvidia.com/mig.config", "all-1g.10gb"), "only labels below"},
+		{"that there are GPUs", node, merge, meta("labels", "nvidia.com/gpu.present", "true"), "only labels below"},
+		{"a label that ends like one of them", node, merge, meta("labels", "not-nvidia.com/gpu.product", "X"), "only labels below"},
+		{"a label that begins like one of them", node, merge, meta("labels", "nvidia.com/gpu.product.x", "X"), "only labels below"},
 		{"a label of others, by the status", status, merge, meta("labels", "team", "red"), "only labels below"},
 		{"a label taken away, by the status", status, merge, meta("labels", "team", nil), "only labels below"},
 		{"an annotation of others", node, merge, meta("annotations", "a", "b"), "only annotations below"},
@@ -371,6 +384,7 @@ func TestAtTheAPIServer(t *testing.T) {
 	if err := s.do(t, nil, http.MethodPatch, status, strategic, condition("Ready", "Unknown"), nil); err != nil {
 		t.Errorf("somebody else's write: %v", err)
 	}
+	t.Run("labels", func(t *testing.T) { s.tryLabels(t, node) })
 }
 
 // agentClient is internal/kube, in the name of the agent on node-1.
@@ -445,6 +459,141 @@ func (s *apiServer) tryConditions(t *testing.T, node string) {
 			t.Fatalf("conditions\n%v, want the kubelet's alone\n%v", list, theirs)
 		}
 	}
+}
+
+// tryLabels lets internal/kube label the Node at the real server, in the agent's
+// name and under its policy: all in one request, and not again; what somebody else
+// has is left alone and taken up when it becomes free; it leaves nothing behind.
+func (s *apiServer) tryLabels(t *testing.T, node string) {
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	type object struct {
+		Metadata struct {
+			ResourceVersion     string
+			Labels, Annotations map[string]string
+		}
+	}
+	get := func() object {
+		t.Helper()
+		var o object
+		if err := s.do(t, nil, http.MethodGet, node, "", nil, &o); err != nil {
+			t.Fatal(err)
+		}
+		return o
+	}
+	if err := s.do(t, nil, http.MethodPatch, node, merge, fields{"metadata": fields{"annotations": nil}}, nil); err != nil {
+		t.Fatal(err)
+	}
+	before := get()
+	expect := func(what string, labels map[string]string, annotations map[string]string) {
+		t.Helper()
+		want := maps.Clone(before.Metadata.Labels)
+		maps.Copy(want, labels)
+		got := get()
+		if !maps.Equal(got.Metadata.Labels, want) {
+			t.Errorf("%s: labels\n%v, want\n%v", what, got.Metadata.Labels, want)
+		}
+		want = maps.Clone(before.Metadata.Annotations)
+		if want == nil {
+			want = map[string]string{}
+		}
+		maps.Copy(want, annotations)
+		if len(got.Metadata.Annotations)+len(want) > 0 && !maps.Equal(got.Metadata.Annotations, want) {
+			t.Errorf("%s: annotations\n%v, want\n%v", what, got.Metadata.Annotations, want)
+		}
+	}
+	client := s.agentClient(t)
+	mark := func(m kube.Marks) {
+		t.Helper()
+		if err := client.Mark(ctx, m); err != nil {
+			t.Fatal(err)
+		}
+	}
+	// someone changes labels in another manager's name.
+	someone := func(labels fields) {
+		t.Helper()
+		if err := s.do(t, nil, http.MethodPatch, node+"?fieldManager=nfd-master", merge, fields{"metadata": fields{"labels": labels}}, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+
+	// What the agent says of a node with all kinds of instances.
+	inv, err := config.ReadInventory(read(t, "../tests/testdata/a100-80-mig.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	wanted := []config.Want{{GPU: inv.GPUs[0].UUID, Mode: config.MIG, Geometry: []mig.Count{
+		{Profile: profile(t, "1g.10gb+me"), N: 1}, {Profile: profile(t, "1c.3g.40gb"), N: 3}}}}
+	n := label.Node{Inventory: inv, Graph: topology.New(inv), Partition: "research", Wanted: wanted}
+	own, guests := label.Own("example.com", n), label.NVIDIA(n)
+	if len(own) < 8 || len(guests) < 40 {
+		t.Fatalf("%d labels and %d of GPU Feature Discovery's: this test does not look where they are", len(own), len(guests))
+	}
+	all := maps.Clone(own)
+	maps.Copy(all, guests)
+	message := map[string]string{"example.com/gpu.partition.message": "m"}
+	mark(kube.Marks{Labels: own, Annotations: message, Guests: guests})
+	expect("all at once", all, message)
+	version := get().Metadata.ResourceVersion
+	mark(kube.Marks{Labels: own, Annotations: message, Guests: guests})
+	if now := get().Metadata.ResourceVersion; now != version {
+		t.Errorf("the same again wrote the Node from version %s to %s", version, now)
+	}
+
+	// Somebody overwrites a label of each kind, and takes one of each away.
+	someone(fields{"example.com/gpu.count": "99", "nvidia.com/gpu.count": "99", "example.com/gpu.mode": nil, "nvidia.com/gpu.family": nil})
+	mark(kube.Marks{Labels: own, Guests: guests})
+	all["nvidia.com/gpu.count"] = "99"
+	expect("after somebody's hand", all, nil)
+	someone(fields{"nvidia.com/gpu.count": nil})
+	mark(kube.Marks{Labels: own, Guests: guests})
+	all["nvidia.com/gpu.count"] = guests["nvidia.com/gpu.count"]
+	expect("a label that has become free", all, nil)
+
+	// Somebody applies one with the very value that it has, and one of ours.
+	theirs := fields{"apiVersion": "v1", "kind": "Node", "metadata": fields{"labels": fields{
+		"nvidia.com/gpu.family": guests["nvidia.com/gpu.family"], "example.com/gpu.count": own["example.com/gpu.count"]}}}
+	if err := s.do(t, nil, http.MethodPatch, node+"?fieldManager=gfd", "application/apply-patch+yaml", theirs, nil); err != nil {
+		t.Fatal(err)
+	}
+	mark(kube.Marks{Labels: map[string]string{"example.com/gpu.partition.state": "failed"}, KeepLabels: true})
+	all["example.com/gpu.partition.state"] = "failed"
+	expect("what cannot be told is kept", all, nil)
+	mark(kube.Marks{Labels: own, Guests: guests})
+	delete(all, "example.com/gpu.partition.state")
+	expect("together with somebody", all, nil)
+
+	// An agent's Node that is not there is not made.
+	if err := s.do(t, nil, http.MethodDelete, node, asJSON, nil, nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := client.Mark(ctx, kube.Marks{Labels: own}); err == nil {
+		t.Error("the Node was made by the agent's request")
+	}
+	if err := s.do(t, nil, http.MethodGet, node, "", nil, nil); err == nil {
+		t.Error("the Node is there")
+	}
+	if err := s.do(t, nil, http.MethodPost, "/api/v1/nodes", asJSON, fields{"apiVersion": "v1", "kind": "Node",
+		"metadata": fields{"name": "node-1", "labels": before.Metadata.Labels}}, nil); err != nil {
+		t.Fatal(err)
+	}
+	before = get()
+	someone(fields{"nvidia.com/gpu.memory": "1"})
+	mark(kube.Marks{Labels: own, Annotations: message, Guests: guests})
+	all["nvidia.com/gpu.memory"] = "1"
+	expect("on a new Node", all, message)
+	mark(kube.Marks{})
+	expect("cleaned up", map[string]string{"nvidia.com/gpu.memory": "1"}, nil)
+	someone(fields{"nvidia.com/gpu.memory": nil})
+}
+
+func profile(t *testing.T, name string) mig.Name {
+	t.Helper()
+	p, err := mig.Parse(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
 }
 
 // tryEvictions lets internal/kube evict pods at the real server: with the base

@@ -212,8 +212,9 @@ func TestEveryRightHasItsReason(t *testing.T) {
 		}
 	}
 	// The base alone has 7 volumes, 8 mounts, 4 rules and 4 privileges; the
-	// cleanup 5 volumes, 5 mounts and 2 privileges; the component evict 1 rule.
-	if found < 36 {
+	// cleanup 5 volumes, 5 mounts and 2 privileges; the component evict 1 rule, the
+	// component nfd 2 volumes and 2 mounts.
+	if found < 40 {
 		t.Errorf("only %d rights found: this test does not look where they are", found)
 	}
 }
@@ -604,8 +605,9 @@ func TestRenderedRuntimeClass(t *testing.T) {
 	}
 }
 
-// withComponent is an overlay of one's own: the base and a component.
-func withComponent(t *testing.T, component string) string {
+// withComponent is an overlay of one's own: the base, or the cleanup, and a
+// component.
+func withComponent(t *testing.T, on, component string) string {
 	t.Helper()
 	dir := t.TempDir()
 	here, err := filepath.Abs(".")
@@ -617,7 +619,7 @@ func withComponent(t *testing.T, component string) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	text := fmt.Sprintf("resources: [%s]\ncomponents: [%s]\n", filepath.Join(up, "base"), filepath.Join(up, component))
+	text := fmt.Sprintf("resources: [%s]\ncomponents: [%s]\n", filepath.Join(up, on), filepath.Join(up, component))
 	if err := os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(text), 0o600); err != nil {
 		t.Fatal(err)
 	}
@@ -626,7 +628,7 @@ func withComponent(t *testing.T, component string) string {
 
 // The component adds what it says and takes nothing away.
 func TestRenderedEvict(t *testing.T) {
-	objects := render(t, withComponent(t, "components/evict"))
+	objects := render(t, withComponent(t, "base", "components/evict"))
 	d := agentSet(t, objects)
 	c := agent(t, &d)
 	if n := c.env()["GPU_AGENT_EVICT_AFTER"]; n == "" || n == "0" {
@@ -639,6 +641,41 @@ func TestRenderedEvict(t *testing.T) {
 	for _, name := range []string{"gpu-agent", "gpu-agent-evict"} {
 		for _, kind := range []string{"ClusterRole", "ClusterRoleBinding", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"} {
 			one(t, objects, kind, name)
+		}
+	}
+}
+
+// The agent's features file is where Node Feature Discovery and the cleanup look.
+func TestRenderedNFD(t *testing.T) {
+	dir := programFlags(t)["nfd-dir"]
+	if dir == "" || commandFlags(t, "cleanup")["nfd-dir"] != dir {
+		t.Fatalf("run writes to %q, cleanup looks in %q", dir, commandFlags(t, "cleanup")["nfd-dir"])
+	}
+	sees := func(spec *podSpec, c *container) {
+		t.Helper()
+		i := slices.IndexFunc(c.VolumeMounts, func(m mount) bool { return m.MountPath == dir })
+		if i < 0 || c.VolumeMounts[i].ReadOnly {
+			t.Fatalf("%s does not see %s, or cannot write: %+v", c.Name, dir, c.VolumeMounts)
+		}
+		for _, v := range spec.Volumes {
+			if v.Name == c.VolumeMounts[i].Name && v.HostPath.Path == dir {
+				return
+			}
+		}
+		t.Errorf("%s sees something else at %s", c.Name, dir)
+	}
+	d, b := agentSet(t, render(t, withComponent(t, "base", "components/nfd"))), agentSet(t, base(t))
+	c, without := agent(t, &d), agent(t, &b)
+	if c.env()["GPU_AGENT_NODE_LABELS"] != "nfd" || len(c.Env) != len(without.Env)+1 || len(c.VolumeMounts) != len(without.VolumeMounts)+1 {
+		t.Errorf("%d variables and %d mounts, the base has %d and %d", len(c.Env), len(c.VolumeMounts), len(without.Env), len(without.VolumeMounts))
+	}
+	sees(&d.Spec.Template.Spec, c)
+	clean := as[daemonSet](t, one(t, render(t, withComponent(t, "cleanup", "components/nfd")), "DaemonSet", "gpu-agent-cleanup"))
+	spec := &clean.Spec.Template.Spec
+	for _, c := range append(spec.InitContainers, spec.Containers...) {
+		sees(spec, &c)
+		if len(c.VolumeMounts) < 6 {
+			t.Errorf("%s lost mounts: %+v", c.Name, c.VolumeMounts)
 		}
 	}
 }
@@ -737,7 +774,7 @@ func TestCleanup(t *testing.T) {
 // defaults, and neither manifest sets them.
 func TestCleanupLooksWhereTheAgentWrote(t *testing.T) {
 	run, cleanup := programFlags(t), commandFlags(t, "cleanup")
-	for _, flag := range []string{"domain", "cdi-dir", "state-dir", "kubelet-dir", "host-root", "runtime-endpoint"} {
+	for _, flag := range []string{"domain", "cdi-dir", "state-dir", "kubelet-dir", "host-root", "runtime-endpoint", "nfd-dir"} {
 		ours, ok := cleanup[flag]
 		if theirs, also := run[flag]; !ok || !also || ours != theirs {
 			t.Errorf("--%s is %q (%v) for cleanup and %q (%v) for run", flag, ours, ok, theirs, also)

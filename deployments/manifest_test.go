@@ -228,7 +228,11 @@ type kustomization struct {
 	Kind       string
 	Resources  []string
 	Components []string
-	Patches    []struct{ Path string }
+	Patches    []struct {
+		Path string
+		// Target chooses what a patch is for; none that it fits is no error.
+		Target struct{ Kind, Name string }
+	}
 }
 
 func readKustomization(t *testing.T, dir string) kustomization {
