@@ -69,7 +69,7 @@ func TestRecordedInventories(t *testing.T) {
 			}
 			out := inv.GPUs[0].MIG.Profiles
 			for i := range out {
-				out[i].Memory, out[i].Engines = 0, nil // some of which nobody has published
+				out[i].Memory, out[i].SMs, out[i].Engines = 0, 0, nil // some of which nobody has published
 			}
 			slices.SortFunc(out, func(a, b gpu.Profile) int { return strings.Compare(a.Name, b.Name) })
 			return out
