@@ -21,6 +21,7 @@ import (
 
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/gpu/nvml"
+	"example.com/gpu-agent/pkg/topology"
 	"example.com/gpu-agent/tests/emulator"
 	"example.com/gpu-agent/tests/emulator/daemon"
 	"example.com/gpu-agent/tests/emulator/install"
@@ -629,12 +630,28 @@ func TestReplacedDriverIsSaid(t *testing.T) {
 	l.hears(t, again, 1, inventory(t, d).GPUs[1].UUID)
 }
 
+// BenchmarkInventory is of eight GPUs; driver calls are counted too.
 func BenchmarkInventory(b *testing.B) {
-	n := emulate(b, emulator.Spec{Model: "H100-80GB", Count: 8})
-	d := open(b, n)
-	inventory(b, d)
-	for b.Loop() {
-		inventory(b, d)
+	for _, c := range []struct {
+		name string
+		emulator.Spec
+	}{
+		{"without a topology", emulator.Spec{Model: "H100-80GB", Count: 8}},
+		{"no NVLink", emulator.Spec{Topology: "dgx-h100", NVLink: "none"}},
+		{"NVSwitch", emulator.Spec{Topology: "dgx-h100"}},
+		{"cube mesh", emulator.Spec{Topology: "dgx-1"}},
+	} {
+		b.Run(c.name, func(b *testing.B) {
+			n := emulate(b, c.Spec)
+			d := open(b, n)
+			inventory(b, d)
+			before, rounds := n.allCalls(), 0
+			for b.Loop() {
+				inventory(b, d)
+				rounds++
+			}
+			b.ReportMetric(float64(n.allCalls()-before)/float64(rounds), "calls/op")
+		})
 	}
 }
 
@@ -645,6 +662,19 @@ func BenchmarkHealth(b *testing.B) {
 	for b.Loop() {
 		if _, err := d.Health(b.Context(), u); err != nil {
 			b.Fatal(err)
+		}
+	}
+}
+
+// BenchmarkPlace is the part of an inventory that is read from sysfs.
+func BenchmarkPlace(b *testing.B) {
+	n := emulate(b, emulator.Spec{Topology: "dgx-h100"})
+	asked := inventory(b, open(b, n))
+	for b.Loop() {
+		inv := gpu.Inventory{GPUs: slices.Clone(asked.GPUs)}
+		topology.Read(os.DirFS(n.opts.SysRoot), &inv)
+		if inv.Machine == "" {
+			b.Fatal("it says nothing")
 		}
 	}
 }
