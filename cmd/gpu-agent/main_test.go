@@ -72,6 +72,7 @@ func TestWrongUsage(t *testing.T) {
 		"--node-name":    {"run", "--configmap", "b/c"},
 		"NAMESPACE/NAME": {"run", "--configmap", "b", "--node-name", "n"},
 		"--domain":       {"run", "--config", "a", "--domain", "Example_com"},
+		"NVIDIA's own":   {"run", "--config", "a", "--domain", "nvidia.com"},
 		"unexpected":     {"run", "--config", "a", "extra"},
 		"GPU_AGENT_":     {"inventory"},
 	} {

@@ -109,6 +109,9 @@ func (f *runFlags) complete() error {
 	if err := cdi.ValidateDomain(f.domain); err != nil {
 		return fmt.Errorf("--domain: %w", err)
 	}
+	if f.domain == "nvidia.com" {
+		return errors.New("--domain: nvidia.com is the domain of NVIDIA's own labels, which mean other things; --resource-domain nvidia.com gives the resources its names")
+	}
 	if f.resourceDomain == "" {
 		f.resourceDomain = f.domain
 	}

@@ -359,11 +359,18 @@ func (b *bench) state() string {
 	return b.labels["example.com/gpu.partition.state"]
 }
 
+// message is the annotation that says why the state is what it is.
+func (b *bench) message() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.annotations["example.com/gpu.partition.message"]
+}
+
 func (b *bench) want(state, units, whole string) {
 	b.t.Helper()
 	synctest.Wait()
 	if got := b.state(); got != state {
-		b.t.Errorf("state %q, want %q (%q)", got, state, b.annotations["example.com/gpu.partition.message"])
+		b.t.Errorf("state %q, want %q (%q)", got, state, b.message())
 	}
 	if got := listed(b.View(), names.Units); got != units {
 		b.t.Errorf("units %s, want %s", got, units)
@@ -427,7 +434,7 @@ func TestEditWithAHolder(t *testing.T) {
 
 		b.SetFile("p.yaml", []byte(allWhole))
 		b.want("blocked", firstIsHeld, "1")
-		if m := b.annotations["example.com/gpu.partition.message"]; !strings.Contains(m, "GPU 0") || !strings.Contains(m, "ns/train-3") {
+		if m := b.message(); !strings.Contains(m, "GPU 0") || !strings.Contains(m, "ns/train-3") {
 			t.Errorf("message %q does not name GPU and holder", m)
 		}
 		// The other GPU went ahead; nobody new gets onto the waiting one.
@@ -464,7 +471,7 @@ func TestBadFileChangesNothing(t *testing.T) {
 		} {
 			b.SetFile("p.yaml", []byte(bad))
 			b.want("invalid", fourUnits, "")
-			m := b.annotations["example.com/gpu.partition.message"]
+			m := b.message()
 			if !strings.Contains(m, "p.yaml:") || !strings.Contains(m, "last good") {
 				t.Errorf("message %q names no line, or not what stays", m)
 			}
@@ -834,7 +841,7 @@ func TestTimeSlices(t *testing.T) {
 		b.with(func() { b.sliceErr = fmt.Errorf("no tool: %w", gpu.ErrNotSupported) })
 		b.SetFile("p.yaml", []byte(short))
 		b.want("applied", "0.0 0.1 0.2 0.3", "")
-		if m := b.annotations["example.com/gpu.partition.message"]; !strings.Contains(m, "not supported") {
+		if m := b.message(); !strings.Contains(m, "not supported") {
 			t.Errorf("message %q", m)
 		}
 		time.Sleep(10 * time.Minute)

@@ -98,7 +98,7 @@ func (a *Agent) overlay(c *desk.Claim) (cdi.Overlay, error) {
 		capped = capped || bytes != lib.None
 		limits = append(limits, lib.Limit{GPU: u, Bytes: bytes})
 	}
-	if kind, _ := kindOf(c.Resource); kind == desk.Slots {
+	if c.Slots != nil {
 		// Programs know an instance by its own UUID.
 		instances, _ := a.instancesOf(c)
 		for _, i := range instances {

@@ -44,7 +44,7 @@ func TestReplicasSurviveARestart(t *testing.T) {
 		b.SetFile("p.yaml", []byte(file))
 		synctest.Wait()
 		if got := listed(b.View(), names.Replicas); got != before || b.state() != "applied" {
-			t.Errorf("state %s (%s), replicas %s, want %s", b.state(), b.annotations["example.com/gpu.partition.message"], got, before)
+			t.Errorf("state %s (%s), replicas %s, want %s", b.state(), b.message(), got, before)
 		}
 	})
 }
@@ -377,7 +377,7 @@ func TestIndicesMove(t *testing.T) {
 		time.Sleep(2 * Linger)
 		synctest.Wait()
 		if got := listed(b.View(), names.Units); got != units {
-			t.Errorf("after a restart: state %s (%s), units %s, want %s", b.state(), b.annotations["example.com/gpu.partition.message"], got, units)
+			t.Errorf("after a restart: state %s (%s), units %s, want %s", b.state(), b.message(), got, units)
 		}
 	})
 }

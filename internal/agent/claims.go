@@ -73,7 +73,7 @@ func (a *Agent) writeClaims(claims []desk.Claim) error {
 	for i := range claims {
 		c := &claims[i]
 		shut := false
-		if kind, _ := kindOf(c.Resource); kind == desk.Slots {
+		if c.Slots != nil {
 			if slices.ContainsFunc(c.GPUs, a.unread) {
 				continue // what the process before this one wrote stands
 			}
@@ -117,7 +117,7 @@ func (a *Agent) writeClaim(c *desk.Claim) error {
 	}
 	parts, names := *a.parts, c.GPUs
 	gate := ""
-	if kind, _ := kindOf(c.Resource); kind == desk.Slots {
+	if c.Slots != nil {
 		instances, stand := a.instancesOf(c)
 		if !stand {
 			return fmt.Errorf("an instance is gone: %w", gpu.ErrNotFound)

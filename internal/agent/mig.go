@@ -272,7 +272,7 @@ func (in *PlanInput) planMIG(d *gpu.Device, w config.Want, have Cut, out *Change
 	case d.Fault != "":
 		// What cannot be read is left as it is.
 	case w.Mode == config.Off && held:
-		block(append(slices.Clone(g.holders), g.others...))
+		block(slices.Concat(g.holders, g.others))
 		all("the node's partition switches the GPU off")
 	case w.Mode == config.Off:
 		to = Cut{Known: true}
@@ -284,57 +284,12 @@ func (in *PlanInput) planMIG(d *gpu.Device, w config.Want, have Cut, out *Change
 		block(g.others)
 	case !wanted.MIG && !d.MIG.Enabled && held:
 		// The mode was lost under them, as in a reboot, and nobody wants it back.
-		block(append(slices.Clone(g.holders), g.others...))
+		block(slices.Concat(g.holders, g.others))
 		if offers {
 			to = slotsCut(nil)
 		}
 	default:
-		plan, err := in.change(g, wanted)
-		if err != nil {
-			out.Refused = append(out.Refused, fmt.Sprintf("%s cannot be %s: %v", describe(d), targetText(w), err))
-			break
-		}
-		keep := map[mig.Slot]bool{}
-		for _, s := range plan.Keep {
-			keep[s] = true
-		}
-		if !wanted.OnDemand {
-			for _, s := range g.standing {
-				if !keep[s.Slot] {
-					leaving[s.Slot] = "the node's partition does not keep it"
-				}
-			}
-			for _, s := range g.missing {
-				if !keep[s.Slot] {
-					leaving[s.Slot] = "the node's partition does not keep it"
-				}
-			}
-		}
-		var by []string
-		for _, b := range plan.Blocked {
-			by = append(by, fmt.Sprintf("%s (%s)", b.Holder, b.Slot))
-		}
-		if len(by) > 0 {
-			block(by)
-			out.Process = out.Process || slices.ContainsFunc(plan.Blocked, func(b mig.Standing) bool { return b.Reason == busyReason })
-		}
-		switch {
-		case wanted.OnDemand && d.MIG.Enabled:
-			to = slotsCut(in.onDemand(g, w))
-		case wanted.MIG, offers:
-			to = slotsCut(g.listed())
-		default:
-			to = Cut{Known: true}
-		}
-		if len(plan.Steps) > 0 {
-			out.Work = append(out.Work, Work{GPU: u, Steps: plan.Steps, Leaving: leaving})
-		}
-		if wanted.OnDemand {
-			keep = nil // what fits is given out, and stays somebody else's until it is held
-		}
-		if wanted.MIG && d.MIG.Enabled {
-			in.adopt(g, keep, out)
-		}
+		to = in.follow(g, w, wanted, have, leaving, block, out)
 	}
 	if work == nil && offers && to.Offers && have != to {
 		// Slots that do not stand are withdrawn before the work like those that do.
@@ -364,6 +319,52 @@ func (in *PlanInput) planMIG(d *gpu.Device, w config.Want, have Cut, out *Change
 		}
 	}
 	in.finishMIG(g, have, to, leaving, out)
+}
+
+// follow plans what the partition wants of a GPU that nothing else stands against,
+// and returns its cut meanwhile. What the target does not keep is added to leaving.
+func (in *PlanInput) follow(g *gpuWithMIG, w config.Want, wanted mig.Target, have Cut, leaving map[mig.Slot]string, block func([]string), out *Changes) Cut {
+	plan, err := in.change(g, wanted)
+	if err != nil {
+		out.Refused = append(out.Refused, fmt.Sprintf("%s cannot be %s: %v", describe(g.Device), targetText(w), err))
+		return have
+	}
+	keep := map[mig.Slot]bool{}
+	for _, s := range plan.Keep {
+		keep[s] = true
+	}
+	if !wanted.OnDemand {
+		for _, s := range slices.Concat(g.standing, g.missing) {
+			if !keep[s.Slot] {
+				leaving[s.Slot] = "the node's partition does not keep it"
+			}
+		}
+	}
+	var by []string
+	for _, b := range plan.Blocked {
+		by = append(by, fmt.Sprintf("%s (%s)", b.Holder, b.Slot))
+		out.Process = out.Process || b.Reason == busyReason
+	}
+	if len(by) > 0 {
+		block(by)
+	}
+	if len(plan.Steps) > 0 {
+		out.Work = append(out.Work, Work{GPU: g.UUID, Steps: plan.Steps, Leaving: leaving})
+	}
+	if wanted.OnDemand {
+		keep = nil // what fits is given out, and stays somebody else's until it is held
+	}
+	if wanted.MIG && g.MIG.Enabled {
+		in.adopt(g, keep, out)
+	}
+	switch {
+	case wanted.OnDemand && g.MIG.Enabled:
+		return slotsCut(in.onDemand(g, w))
+	case wanted.MIG, have.Offers && have.Kind == desk.Slots:
+		return slotsCut(g.listed())
+	default:
+		return Cut{Known: true}
+	}
 }
 
 // change plans a GPU's way to its target. What claims have and does not stand is

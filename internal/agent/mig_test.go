@@ -220,14 +220,7 @@ func migPartition(gpus ...string) string {
 	return migFile(gpus...)
 }
 
-// message is what the node's annotation says, done what has been done to the
-// hardware, and told which Events were sent.
-func (b *bench) message() string {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.annotations["example.com/gpu.partition.message"]
-}
-
+// done is what has been done to the hardware, and told which Events were sent.
 func (b *bench) done() []string {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -215,7 +215,7 @@ func TestWrongRuntime(t *testing.T) {
 		b.with(func() { b.runtimeErr, b.stranger = nil, true })
 		time.Sleep(time.Hour)
 		synctest.Wait()
-		if m := b.annotations["example.com/gpu.partition.message"]; len(b.Claims()) != 1 || !strings.Contains(m, "--runtime-endpoint") {
+		if m := b.message(); len(b.Claims()) != 1 || !strings.Contains(m, "--runtime-endpoint") {
 			t.Errorf("another runtime: %d claims, message %q", len(b.Claims()), m)
 		}
 		b.with(func() { b.stranger = false })
@@ -235,7 +235,7 @@ func TestOthersGPUs(t *testing.T) {
 		b := start(t, o, t.TempDir(), allShared)
 		defer b.end()
 		b.want("failed", "1.0 1.1 1.2 1.3", "")
-		if m := b.annotations["example.com/gpu.partition.message"]; !strings.Contains(m, "GPU 0") || !strings.Contains(m, "nvidia.com/gpu of another device plugin") {
+		if m := b.message(); !strings.Contains(m, "GPU 0") || !strings.Contains(m, "nvidia.com/gpu of another device plugin") {
 			t.Errorf("message %q", m)
 		}
 		b.with(func() { b.allocatable = nil })
@@ -269,7 +269,7 @@ func TestMIGManagersGPUs(t *testing.T) {
 		b.node(map[string]string{"nvidia.com/mig.config": "all-1g.10gb"}, false)
 		time.Sleep(Linger)
 		b.want("failed", "0.0 0.1 0.2 0.3", "")
-		if m := b.annotations["example.com/gpu.partition.message"]; !strings.Contains(m, "MIG manager") {
+		if m := b.message(); !strings.Contains(m, "MIG manager") {
 			t.Errorf("message %q", m)
 		}
 	})

@@ -503,7 +503,8 @@ func (d *Desk) untouched(v *View, r *Resource) []gpu.UUID {
 // those that are broken up already, then those whose loss breaks up least.
 func (d *Desk) rank(v *View, r *Resource) map[gpu.UUID]int {
 	spare := v.Topology.Spare(d.untouched(v, r))
-	out := maps.Clone(v.Rank)
+	out := make(map[gpu.UUID]int, len(v.Rank))
+	maps.Copy(out, v.Rank)
 	for i, u := range spare {
 		out[u] = len(v.Rank) + i
 	}
