@@ -95,6 +95,27 @@
 //	watchdog_cpu/processes=100/busy=10%    a tenth of the processes allocate and free ten times a second
 //	watchdog_resident/...                  the memory of both
 //
+// # Which GPUs go together
+//
+// On boards of 8 GPUs (a DGX H100, behind NVSwitches; a DGX-1, whose GPUs are joined by
+// two links, one or none) and of 16 (a DGX-2) both programs are asked for each number
+// of GPUs while all are free:
+//
+//	choice_p50, choice_p99     of the call, as the kubelet sees it; +Inf where no answer came in time
+//	choice_cpu                 of the program, for one call
+//	choice_driver_calls        likewise
+//	choice_lanes               NVLinks among the chosen, where links run from GPU to GPU
+//	choice_numa_nodes          NUMA nodes that the chosen are on, where all go through NVSwitches
+//	choice_worst_p50           of all numbers
+//
+// The peer is asked until it has had five seconds, once at least, and given up after a
+// minute. Then, on a DGX H100, an agent that labels its node runs beside one that does
+// not; the first is asked for its page many times:
+//
+//	labels_idle_cpu_30s, labels_resident   of both
+//	labels_writes_at_rest                  requests that change something, of both together
+//	page_p50, page_bytes, page_resident_after
+//
 // # How cards are cut
 //
 // mig-parted (v0.13.1) and the agent make the same changes, one after the other:

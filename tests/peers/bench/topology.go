@@ -115,6 +115,10 @@ func (c *chooser) ask(ctx context.Context, rs []*running, i, n int) error {
 	if err != nil {
 		return err
 	}
+	idle, err := r.proc.cpu()
+	if err != nil {
+		return err
+	}
 	for began := time.Now(); len(took) == 0 || len(took) < times && (ours || time.Since(began) < c.peerTime); {
 		free := r.kubelet.free(r.plugin)
 		at := time.Now()
@@ -136,6 +140,10 @@ func (c *chooser) ask(ctx context.Context, rs []*running, i, n int) error {
 		}
 		took = append(took, time.Since(at))
 	}
+	spent, err := r.proc.cpu()
+	if err != nil {
+		return err
+	}
 	after, err := d.calls(r.proc)
 	if err != nil {
 		return err
@@ -149,6 +157,8 @@ func (c *chooser) ask(ctx context.Context, rs []*running, i, n int) error {
 	c.worst[i] = max(c.worst[i], took.quantile(0.5))
 	c.figure("choice_p50"+what, took.quantile(0.5), "ms", only(ours, mostChoice, "1 ms")...)
 	c.figure("choice_p99"+what, took.quantile(0.99), "ms")
+	// Of a call, gRPC's part included, on however busy a machine.
+	c.figure("choice_cpu"+what, ms(spent-idle)/float64(len(took)), "ms", only(ours, mostChoice, "1 ms")...)
 	c.figure("choice_driver_calls"+what, calls, "calls", only(ours, 0, "0")...)
 	lanes, nodes := c.judge(set)
 	if c.meshed() {
