@@ -339,25 +339,6 @@ func (w *World) trainedLocked(g *gpu, l wire) bool {
 	})
 }
 
-// joinedLocked says whether two GPUs reach each other over NVLink.
-func (w *World) joinedLocked(a, b *gpu) bool {
-	ends := func(g, other *gpu) (direct, sw bool) {
-		for _, l := range g.wires {
-			switch {
-			case l.kind == wireNone || !w.trainedLocked(g, l):
-			case l.kind == wireSwitch:
-				sw = true
-			case l.to == other.slot:
-				direct = true
-			}
-		}
-		return direct, sw
-	}
-	there, sw := ends(a, b)
-	back, sw2 := ends(b, a)
-	return there && back || sw && sw2
-}
-
 // The numbers of nvmlGpuP2PCapsIndex_t and nvmlGpuP2PStatus_t.
 const (
 	p2pNVLink       = 2
@@ -374,7 +355,7 @@ func (s *Session) P2PStatus(a, b Handle, index uint32) (uint32, Return) {
 		if r != Success {
 			return 0, r
 		}
-		if (index == p2pNVLink || index == p2pAtomics) && !s.p.w.joinedLocked(g, other) {
+		if (index == p2pNVLink || index == p2pAtomics) && min(s.p.w.lanesLocked(g, other), s.p.w.lanesLocked(other, g)) == 0 {
 			return p2pNotSupported, Success
 		}
 		return p2pOK, Success

@@ -514,6 +514,10 @@ var calls = map[string]call{
 	"nvmlEventSetWait":    eventWait,
 	"nvmlEventSetWait_v2": eventWait,
 
+	"gpuEmulatorGetMatrix": {static: true, serve: func(s *Session, f *frame) Return {
+		v, r := s.Matrix()
+		return put(v, r, f.putStr)
+	}},
 	"gpuEmulatorGetTimeSlice": {serve: func(s *Session, f *frame) Return {
 		t, r := s.TimeSlice(f.handle)
 		return put(uint32(t), r, func(v uint32) { f.putU32(v) })

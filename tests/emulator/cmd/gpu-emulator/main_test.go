@@ -314,6 +314,37 @@ func TestLinksFailByCommand(t *testing.T) {
 	}
 }
 
+func TestTopologyMatrix(t *testing.T) {
+	n := start(t, "topology: dgx-1")
+	matrix := func() []string {
+		t.Helper()
+		out, code := n.smi("topo", "-m")
+		if code != 0 {
+			t.Fatalf("nvidia-smi topo -m ends with %d: %s", code, out)
+		}
+		return strings.Split(out, "\n")
+	}
+	for i, want := range []string{
+		"\tGPU0\tGPU1\tGPU2\tGPU3\tGPU4\tGPU5\tGPU6\tGPU7\tNIC0\tNIC1\tNIC2\tNIC3\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID",
+		"GPU0\t X \tNV1\tNV1\tNV2\tNV2\tSYS\tSYS\tSYS\tPIX\tPHB\tSYS\tSYS\t0-19,40-59\t0\t\tN/A",
+	} {
+		if got := matrix()[i]; got != want {
+			t.Errorf("line %d is\n%s, want\n%s", i, got, want)
+		}
+	}
+	n.ok("link", "--gpu", "0", "--link", "2", "down", "--socket", n.socket)
+	if got, want := matrix()[4], "GPU3\tNV1\tNV1\tNV2\t X "; !strings.HasPrefix(got, want) {
+		t.Errorf("with a link less: %s, want %s", got, want)
+	}
+	n.ok("lose", "--gpu", "0", "--socket", n.socket)
+	if out, code := n.smi("topo", "-m"); code == 0 {
+		t.Errorf("with a lost GPU: %s", out)
+	}
+	if out, code := n.smi("topo"); code == 0 {
+		t.Errorf("without a word on what: %s", out)
+	}
+}
+
 func TestGPUsTakeTheirFilesAlong(t *testing.T) {
 	n := start(t, "count: 2")
 	root := strings.TrimSuffix(n.dir, "/run/nvidia/driver")

@@ -771,6 +771,24 @@ nvmlReturn_t gpuEmulatorSetTimeSlice(nvmlDevice_t d, unsigned int slice)
     return send_call(&c);
 }
 
+/* What nvidia-smi topo -m puts together from many calls and sysfs. */
+nvmlReturn_t gpuEmulatorGetMatrix(char *text, unsigned int length)
+{
+    NEED(text);
+    unsigned char *big = malloc(MAX_LIST);
+    if (!big)
+        return NVML_ERROR_MEMORY;
+    struct call c;
+    begin(&c, __func__, NO_HANDLE);
+    c.reply = big;
+    c.room = MAX_LIST;
+    nvmlReturn_t r = send_call(&c);
+    if (r == NVML_SUCCESS)
+        r = (nvmlReturn_t)get_str(&c, text, length);
+    free(big);
+    return r;
+}
+
 /* What nvidia-smi --gpu-reset does likewise. */
 nvmlReturn_t gpuEmulatorReset(nvmlDevice_t d)
 {

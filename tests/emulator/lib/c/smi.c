@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
 /* nvidia-smi, as far as operators and agents of the field call it: the list,
- * a table, the compute policy, a reset, and MIG. Like the real one it loads
- * libnvidia-ml.so.1 by its name, so that whatever stands for that library in a
- * container answers here too, and it ends with NVML's own error number. */
+ * a table, the compute policy, the topology, a reset, and MIG. Like the real one
+ * it loads libnvidia-ml.so.1 by its name, so that whatever stands for that library
+ * in a container answers here too, and it ends with NVML's own error number. */
 #include <dlfcn.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -36,6 +36,7 @@ void must(nvmlReturn_t r, const char *what)
 nvmlReturn_t gpuEmulatorGetTimeSlice(nvmlDevice_t, unsigned int *);
 nvmlReturn_t gpuEmulatorSetTimeSlice(nvmlDevice_t, unsigned int);
 nvmlReturn_t gpuEmulatorReset(nvmlDevice_t);
+nvmlReturn_t gpuEmulatorGetMatrix(char *, unsigned int);
 
 static const char *const slices[] = {"Default", "Short", "Medium", "Long"};
 
@@ -206,6 +207,18 @@ static int compute_policy(const char *slice, int show)
     return 0;
 }
 
+static int topology(int matrix)
+{
+    static char text[64 << 10];
+    if (!matrix) {
+        fprintf(stderr, "nvidia-smi topo: give --matrix\n");
+        return NVML_ERROR_INVALID_ARGUMENT;
+    }
+    must(CALL(gpuEmulatorGetMatrix, text, (unsigned int)sizeof text), "Failed to read the topology");
+    fputs(text, stdout);
+    return 0;
+}
+
 /* reset tries all that were named, then tells of those that are in use: with 255,
  * which is none of NVML's numbers. */
 static int reset(void)
@@ -256,9 +269,11 @@ static int is(const char *word, const char *brief, const char *full) { return st
 
 int main(int argc, char **argv)
 {
-    enum { TABLE, LIST, POLICY, RESET, MODE, MIG } what = TABLE;
+    enum { TABLE, LIST, POLICY, TOPOLOGY, RESET, MODE, MIG } what = TABLE;
     if (argc > 1 && strcmp(argv[1], "compute-policy") == 0)
         what = POLICY;
+    if (argc > 1 && strcmp(argv[1], "topo") == 0)
+        what = TOPOLOGY;
     if (argc > 1 && strcmp(argv[1], "mig") == 0)
         what = MIG;
     const char *ids = NULL, *slice = NULL, *mode = NULL, *v;
@@ -271,6 +286,8 @@ int main(int argc, char **argv)
         else if (what == POLICY && (v = value(argv, &i, NULL, "--set-timeslice")))
             slice = v;
         else if (what == POLICY && is(argv[i], "-l", "--list"))
+            show = 1;
+        else if (what == TOPOLOGY && is(argv[i], "-m", "--matrix"))
             show = 1;
         else if (what == TABLE && is(argv[i], "-L", "--list-gpus"))
             what = LIST;
@@ -296,6 +313,7 @@ int main(int argc, char **argv)
     case TABLE: table(); break;
     case LIST: list(); break;
     case POLICY: r = compute_policy(slice, show); break;
+    case TOPOLOGY: r = topology(show); break;
     case RESET: r = reset(); break;
     case MODE: r = mig_mode(mode); break;
     case MIG: r = mig(argv + first, kept); break;
