@@ -96,6 +96,9 @@ type Client struct {
 	// onNode and onPods bound the Events of each: a fault that hits many pods
 	// must not take the word from the node.
 	onNode, onPods flowcontrol.RateLimiter
+	// marks bounds the requests of Mark: somebody may take away what the agent
+	// writes, again and again.
+	marks flowcontrol.RateLimiter
 
 	mu sync.Mutex // guards what follows
 	// failing has the start of each outage, by operation.
@@ -168,6 +171,7 @@ func New(o Options) (*Client, error) {
 		queue:   make(chan event, 256),
 		onNode:  flowcontrol.NewTokenBucketRateLimiter(1.0/30, 25),
 		onPods:  flowcontrol.NewTokenBucketRateLimiter(1.0/10, 120),
+		marks:   flowcontrol.NewTokenBucketRateLimiter(1.0/3, 50),
 		failing: map[string]time.Time{},
 	}, nil
 }

@@ -4,10 +4,12 @@ package kube
 
 import (
 	"context"
+	"errors"
 	"maps"
 	"net/http"
 	"strings"
 	"testing"
+	"time"
 )
 
 // entries are a field of the Node's metadata.
@@ -207,6 +209,27 @@ func TestMarkTakesOver(t *testing.T) {
 	mark(t, c, Marks{})
 	if got := len(s.asked("patch")); got != asked {
 		t.Error("nothing is left to take away, and it is asked for")
+	}
+}
+
+// Somebody takes the label away each time: that costs the server little.
+func TestMarkInAFight(t *testing.T) {
+	s := newServer(t)
+	s.node("node-1", nil, nil)
+	c, _ := connect(t, s)
+	m := Marks{Labels: map[string]string{"example.com/a": "b"}}
+	ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
+	defer cancel()
+	var err error
+	for err == nil {
+		err = c.Mark(ctx, m)
+		s.by("kubectl", map[string]string{"example.com/a": ""})
+	}
+	if !strings.Contains(err.Error(), "somebody keeps changing") && !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("%v, want that it had to wait", err)
+	}
+	if got := len(s.asked("patch")); got > 51 {
+		t.Errorf("%d requests", got)
 	}
 }
 
