@@ -27,13 +27,14 @@ func (p *sheet) node() {
 	}
 	p.put(`<div class="node {}">`, map[bool]string{true: "broad", false: "slim"}[wide.along > slim])
 	if drawn {
+		p.put("<div><figure>")
 		wide.draw("side")
 		newDrawing(p, m, true).draw("stack")
+		p.put("<figcaption class=\"fine\">Green lines are NVLinks, grey bars PCIe switches.</figcaption></figure>\n")
+		p.links(m)
+		p.put("</div>")
 	}
 	p.put("<div class=\"beside\">")
-	if drawn {
-		p.links(m)
-	}
 	p.offers()
 	p.put("</div></div></section>\n")
 }
@@ -44,7 +45,7 @@ const slim = 780
 
 // links says in words what the drawing shows.
 func (p *sheet) links(m *topology.Matrix) {
-	p.put("<h3>Links</h3><ul>")
+	p.put("<h3>Links</h3><ul class=\"links\">")
 	for _, set := range m.Joined {
 		p.put("<li>NVLink joins GPUs {}", spans(set))
 		if word, ok := p.evenly(m, set); ok && lanes(word) > 0 {
@@ -76,7 +77,7 @@ func (p *sheet) links(m *topology.Matrix) {
 			p.put("<li>RDMA over {}: {}.</li>", kindName(kind), text)
 		}
 	}
-	p.put(`<li class="fine">Green lines are NVLinks, grey bars PCIe switches.</li></ul>` + "\n")
+	p.put("</ul>\n")
 }
 
 // evenly returns the word that stands for every pair of a set, if one does.
@@ -103,7 +104,7 @@ func lanes(cell string) int {
 	return n
 }
 
-// spans writes sorted numbers as people do: "0–3, 5".
+// spans writes sorted numbers as people do: "0-3, 5".
 func spans(list []int) string {
 	var out []string
 	for i := 0; i < len(list); {
@@ -116,7 +117,7 @@ func spans(list []int) string {
 		case j == i+1:
 			text += ", " + strconv.Itoa(list[j])
 		case j > i:
-			text += "–" + strconv.Itoa(list[j])
+			text += "-" + strconv.Itoa(list[j])
 		}
 		out = append(out, text)
 		i = j + 1
@@ -173,7 +174,7 @@ func newDrawing(p *sheet, m *topology.Matrix, upright bool) *drawing {
 	d.boxes = boxes(m)
 	switch n := len(m.GPUs); {
 	case upright:
-		d.tile, d.pitch, d.tileDepth = 38, 46, 128
+		d.tile, d.pitch, d.tileDepth = 38, 46, 136
 	case n <= 4:
 		d.tile, d.pitch, d.tileDepth = 112, 122, 62
 	case n <= 8:
@@ -564,19 +565,25 @@ func (d *drawing) links() {
 	}
 	first, last := d.along, 0
 	text, most := "NVSwitch", 0
+	own := map[int]int{} // GPU → its lanes to the switch
+	for i := range d.m.GPUs {
+		for j := range d.m.GPUs {
+			if j != i && d.switched(i) && d.switched(j) {
+				own[i] = max(own[i], lanes(cellAt(d.m, i, j)))
+			}
+		}
+		most = max(most, own[i])
+	}
 	for i := range d.m.GPUs {
 		if !d.switched(i) {
 			continue
 		}
 		first, last = min(first, d.middle[i]), max(last, d.middle[i])
-		n := 0
-		for j := range d.m.GPUs {
-			if j != i && d.switched(j) {
-				n = max(n, lanes(cellAt(d.m, i, j)))
-			}
+		class := "nvlink w" + strconv.Itoa(min(1+own[i]/2, 5))
+		if own[i] < most {
+			class += " weak"
 		}
-		most = max(most, n)
-		d.line("nvlink w"+strconv.Itoa(min(1+n/2, 5)), d.middle[i], end, d.middle[i], d.bottom+d.linked+16)
+		d.line(class, d.middle[i], end, d.middle[i], d.bottom+d.linked+16)
 	}
 	if first > last {
 		return
@@ -617,7 +624,7 @@ func (d *drawing) gpu(i int) {
 	w, h := d.place(d.tile, d.tileDepth)
 	tone, state := tileState(g)
 	p.put(`<title>GPU {}: {}, {}</title><rect class="tile {}" x="{}" y="{}" width="{}" height="{}" rx="4"/>`,
-		g.Index, modeName(g), state, tone, x, y, w, h)
+		g.Index, modeName(g), cmp.Or(g.Health, "nothing known"), tone, x, y, w, h)
 	if d.upright {
 		p.put(`<text class="strong" x="{}" y="{}">GPU {}</text><text class="{}" x="{}" y="{}" text-anchor="end">{}</text>`,
 			x+8, y+17, g.Index, cmp.Or(tone, "muted"), x+w-8, y+17, clip(state, w-66))

@@ -89,6 +89,16 @@ func plain(s string) string {
 	}, oneLine(strings.ToValidUTF8(s, "\ufffd")))
 }
 
+// breaking writes a text that is broken after at rather than elsewhere.
+func (p *sheet) breaking(s, at string) {
+	for i, part := range strings.SplitAfter(s, at) {
+		if i > 0 {
+			p.put("<wbr/>")
+		}
+		p.put("{}", part)
+	}
+}
+
 // id makes an identifier that the page has once.
 func (p *sheet) id(prefix string) string {
 	p.ids[prefix]++
@@ -137,10 +147,11 @@ func (p *sheet) top() {
 	case t.State == "":
 		p.fact("Partition", "none")
 	default:
-		p.put(`<div><dt>Partition</dt><dd>{} <span class="badge {}">{}</span></dd></div>`, t.Name, stateTone(t.State), t.State)
+		p.put(`<div><dt>Partition</dt><dd>{} <span class="badge {}">{}</span>`, t.Name, stateTone(t.State), t.State)
 		if t.Source != "" {
-			p.fact("From", t.Source+", generation "+strconv.FormatUint(t.Generation, 10))
+			p.put(`<span class="small">{}, generation {}</span>`, t.Source, strconv.FormatUint(t.Generation, 10))
 		}
+		p.put("</dd></div>")
 	}
 	switch w := s.Watchdog; w.State {
 	case "":
@@ -395,19 +406,19 @@ func (p *sheet) offers() {
 		return
 	}
 	p.put(`<h3 id="offers">On offer</h3>
-<div class="scroll" role="region" aria-labelledby="offers" tabindex="0"><table class="offers"><caption>What pods can ask for.`)
+<div class="scroll" role="region" aria-labelledby="offers" tabindex="0"><table class="offers"><caption>What pods can ask for; out is what is neither held nor to be had.`)
 	if mig {
-		p.put(` MIG devices are counted by their places, of which free ones may exclude each other.`)
+		p.put(` MIG devices are counted by place: free ones may exclude each other.`)
 	}
 	p.put(`</caption>
-<thead><tr><th scope="col">Resource</th><th scope="col">GPUs</th><th scope="col" class="n">Held</th><th scope="col" class="n">Free</th><th scope="col" class="n">Not to be had</th></tr></thead><tbody>
+<thead><tr><th scope="col">Resource</th><th scope="col">GPUs</th><th scope="col" class="n">Held</th><th scope="col" class="n">Free</th><th scope="col" class="n">Out</th></tr></thead><tbody>
 `)
 	for _, name := range slices.Sorted(maps.Keys(sums)) {
 		o := sums[name]
 		slices.Sort(o.gpus)
 		p.put(`<tr><th scope="row"><code>{}</code>`, name)
 		if o.unit != "" {
-			p.put(` <span class="fine">{}</span>`, o.unit)
+			p.put(` <span class="small">{}</span>`, o.unit)
 		}
 		p.put(`</th><td>{}</td><td class="n">{}</td><td class="n">{}</td><td class="n">{}</td></tr>`+"\n", spans(o.gpus), o.used, o.free, o.out)
 	}
@@ -462,7 +473,7 @@ func (p *sheet) gpu(at int) {
 	if g.NoPod > 0 {
 		p.put(`<p class="say warn">Used by {} of no pod</p>`, count(g.NoPod, "process", "processes"))
 	}
-	if g.Resource != "" && (g.MIG == nil || g.Total > 0) {
+	if g.Resource != "" && g.Total > 1 {
 		p.use(g)
 	}
 	rows := p.rows(g)
@@ -474,9 +485,15 @@ func (p *sheet) gpu(at int) {
 	p.put("</article>\n")
 }
 
-// modeName says how a GPU is cut.
+// modeName says how a GPU is cut; of one that is not, who has it.
 func modeName(g GPUStatus) string {
 	switch {
+	case g.Mode == "whole" && g.Used > 0:
+		return "whole, held"
+	case g.Mode == "whole" && g.Free > 0:
+		return "whole, free"
+	case g.Mode == "whole" && g.Unhealthy > 0:
+		return "whole, withdrawn"
 	case g.Mode == "":
 		return "no partition"
 	case g.Mode == "mig" && g.MIG != nil && g.MIG.OnDemand:
@@ -600,7 +617,8 @@ func (p *sheet) holders(g GPUStatus, rows []tenant) {
 	}
 	p.put(`<table class="holders"><caption class="away">Who holds GPU {}</caption><thead><tr><th scope="col">Container</th><th scope="col">Holds</th><th scope="col">GPU memory</th><th scope="col" class="n">For</th></tr></thead><tbody>`+"\n", g.Index)
 	for _, t := range rows {
-		p.put(`<tr><th scope="row">{}`, t.name)
+		p.put(`<tr><th scope="row">`)
+		p.breaking(t.name, "/")
 		if t.waits != "" {
 			p.put(` <span class="small warn">waits for the end of {}</span>`, t.waits)
 		}
@@ -687,10 +705,7 @@ func (p *sheet) mig(g GPUStatus) {
 			continue
 		}
 		p.put(`<td colspan="{}" class="{}"><b>`, c.to-c.from, slotTone(c.slot.State))
-		profile := c.slot.Profile
-		for part := range strings.SplitAfterSeq(profile, ".") {
-			p.put("{}<wbr/>", part) // a narrow cell breaks after the point
-		}
+		p.breaking(c.slot.Profile, ".")
 		p.put("</b> <span>{}</span></td>", c.slot.State)
 	}
 	p.put("</tr></tbody></table>\n")
@@ -741,7 +756,8 @@ func (p *sheet) devices(g GPUStatus, rows []tenant) []tenant {
 				t.name = name
 			}
 		}
-		p.put(`<tr><th scope="row">{} <span class="small {}">{}</span></th><td>{}`, s.label(), slotTone(s.State)+"-word", s.State, cmp.Or(t.name, "–"))
+		p.put(`<tr><th scope="row">{} <span class="small {}">{}</span></th><td>`, s.label(), slotTone(s.State)+"-word", s.State)
+		p.breaking(cmp.Or(t.name, "–"), "/")
 		if t.waits != "" {
 			p.put(` <span class="small warn">waits for the end of {}</span>`, t.waits)
 		}

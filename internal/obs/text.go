@@ -149,6 +149,28 @@ func (p *page) head(s Status) {
 		p.line(p.paint(faint, p.fit(fmt.Sprintf("from %s, generation %d", t.Source, t.Generation), p.Width)))
 	}
 	p.watchdog(s.Watchdog)
+	p.joined(s)
+}
+
+// joined says which GPUs NVLink joins, and where links are down.
+func (p *page) joined(s Status) {
+	if s.Topology == nil {
+		return
+	}
+	var sets []string
+	for _, set := range s.Topology.Joined {
+		sets = append(sets, "GPUs "+spans(set))
+	}
+	if len(sets) > 0 {
+		for _, line := range words("NVLink joins "+strings.Join(sets, " and "), p.Width) {
+			p.line(line)
+		}
+	}
+	for _, w := range s.Topology.Weak {
+		for _, line := range words(w, p.Width) {
+			p.line(p.paint(yellow, line))
+		}
+	}
 }
 
 func stateColor(state string) string {

@@ -11,6 +11,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"syscall"
 
@@ -138,9 +139,13 @@ func unpack(ctx context.Context, cache, tree string, say func(format string, arg
 		if err != nil {
 			return err
 		}
+		// What is installed here is not in the simulation: of the libraries that is
+		// well, but the packages themselves are taken all the same.
 		needed := closure(out)
-		if len(needed) == 0 {
-			needed = packages // all installed here: their files are taken all the same
+		for _, p := range packages {
+			if !slices.ContainsFunc(needed, func(n string) bool { return strings.HasPrefix(n, p+"=") }) {
+				needed = append(needed, p)
+			}
 		}
 		_, err = apt(append([]string{"download"}, needed...)...)
 		return err

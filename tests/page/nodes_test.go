@@ -50,7 +50,7 @@ func (m machine) inventory() *gpu.Inventory {
 		group := i / m.perSwitch
 		host, port := fmt.Sprintf("pci0000:%02x", 0x10+16*group), fmt.Sprintf("00%02x:00:01.0", 0x10+16*group)
 		inv.GPUs = append(inv.GPUs, gpu.Device{Index: i, Minor: i, UUID: gpu.UUID(fmt.Sprintf("GPU-8a34c1f0-51f2-4f7e-9d1b-0c5f2f6e4a%02d", i)),
-			PCI: fmt.Sprintf("000000%02x:1b:00.0", 0x10+i), Model: m.model, Memory: m.memory, NUMA: &numa, CPUs: inv.NUMA[numa].CPUs,
+			PCI: fmt.Sprintf("00000000:%02x:00.0", 0x1b+12*i), Model: m.model, Memory: m.memory, NUMA: &numa, CPUs: inv.NUMA[numa].CPUs,
 			Path: []string{host, port, fmt.Sprintf("00%02x:02:%02x.0", 0x10+16*group, i%m.perSwitch)}, Links: m.links(i)})
 		if i%m.perSwitch == 0 {
 			for k := range m.nicsPerSwitch {
@@ -139,22 +139,19 @@ func rich() obs.Status {
 	s.Claims = 10
 	s.Partition.Name, s.Partition.Generation = "research", 4
 	mib := func(n uint64) *uint64 { return &n }
-	s.GPUs[0], s.Containers = status("", machine{model: "NVIDIA H100 80GB HBM3", memory: 81559, gpus: 1, perSwitch: 1, links: switched(18, 26562)}).GPUs[0], nil
-	first := s.Topology.GPUs[0]
-	s.GPUs[0].UUID, s.GPUs[0].PCI, s.GPUs[0].NUMA = string(first.UUID), first.PCI, first.NUMA
-	s.GPUs[0].Used, s.GPUs[0].Free, s.GPUs[0].Holders = 0, 1, nil
-
-	g := &s.GPUs[0]
-	g.Mode, g.Resource, g.UnitMiB, g.Total, g.Free = "shared", "example.com/gpu-mem", 1024, 79, 79
-	hold(&s, 0, "dev", "notebook-ada", "jupyter", 24, 3*time.Hour, mib(11340), 0)
-	hold(&s, 0, "dev", "notebook-grace", "jupyter", 16, 26*time.Hour, mib(15870), 12)
-	hold(&s, 0, "web", "embedder-7c6f8d5b9-x2k4p", "server", 8, 50*time.Hour, mib(6020), 0)
-
-	slice(&s.GPUs[1], obs.MIGStatus{Enabled: true, OnDemand: true, Size: 8}, map[string]string{
+	g := &s.GPUs[0] // nobody has it yet
+	g.Used, g.Free, g.Holders, s.Containers = 0, 1, nil, nil
+	slice(g, obs.MIGStatus{Enabled: true, OnDemand: true, Size: 8}, map[string]string{
 		"1g.10gb@0": "dev/notebook-linus/jupyter", "1g.10gb@1": "", "3g.40gb@4": "train/eval-12/main"})
 	s.Containers = append(s.Containers,
-		obs.ContainerStatus{Namespace: "dev", Pod: "notebook-linus", Container: "jupyter", Claim: "a", GPU: s.GPUs[1].UUID, Index: 1, UsedMiB: mib(3200), PeakMiB: 5900, Guarantee: "hardware", Processes: 1},
-		obs.ContainerStatus{Namespace: "train", Pod: "eval-12", Container: "main", Claim: "b", GPU: s.GPUs[1].UUID, Index: 1, UsedMiB: mib(31000), PeakMiB: 33100, Guarantee: "hardware", Processes: 1})
+		obs.ContainerStatus{Namespace: "dev", Pod: "notebook-linus", Container: "jupyter", Claim: "a", GPU: g.UUID, UsedMiB: mib(3200), PeakMiB: 5900, Guarantee: "hardware", Processes: 1},
+		obs.ContainerStatus{Namespace: "train", Pod: "eval-12", Container: "main", Claim: "b", GPU: g.UUID, UsedMiB: mib(31000), PeakMiB: 33100, Guarantee: "hardware", Processes: 1})
+
+	g = &s.GPUs[1]
+	g.Mode, g.Resource, g.UnitMiB, g.Total, g.Free = "shared", "example.com/gpu-mem", 1024, 79, 79
+	hold(&s, 1, "dev", "notebook-ada", "jupyter", 24, 3*time.Hour, mib(11340), 0)
+	hold(&s, 1, "dev", "notebook-grace", "jupyter", 16, 26*time.Hour, mib(15870), 12)
+	hold(&s, 1, "web", "embedder-7c6f8d5b9-x2k4p", "server", 8, 50*time.Hour, mib(6020), 0)
 
 	g = &s.GPUs[2]
 	g.Mode, g.Resource, g.Total, g.Free = "shared", "example.com/gpu.shared", 4, 4

@@ -1,0 +1,332 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package obs
+
+import (
+	"encoding/json"
+	"encoding/xml"
+	"errors"
+	"io"
+	"math"
+	"net/http"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/topology"
+)
+
+// wired is sample with a topology: two pairs by NVLink, of which one has lost
+// lanes, and two network cards.
+func wired() Status {
+	s := sample()
+	zero, one := 0, 1
+	s.Machine = "PowerEdge R750xa"
+	m := &topology.Matrix{
+		NUMA: []gpu.NUMANode{{ID: 0, CPUs: "0-31"}, {ID: 1, CPUs: "32-63"}},
+		NICs: []topology.MatrixNIC{{Name: "mlx5_0", Kind: gpu.RoCE, NUMA: &zero, Active: true}, {Name: "mlx5_1", Kind: gpu.InfiniBand, NUMA: &one}},
+		Cells: [][]string{
+			{"X", "NV12", "SYS", "SYS", "SYS", "SYS", "PIX", "SYS"},
+			{"NV12", "X", "SYS", "SYS", "SYS", "SYS", "NODE", "SYS"},
+			{"SYS", "SYS", "X", "NV8", "NODE", "NODE", "SYS", "PHB"},
+			{"SYS", "SYS", "NV8", "X", "NODE", "NODE", "SYS", "NODE"},
+			{"SYS", "SYS", "NODE", "NODE", "X", "PXB", "SYS", "NODE"},
+			{"SYS", "SYS", "NODE", "NODE", "PXB", "X", "SYS", "NODE"},
+			{"PIX", "NODE", "SYS", "SYS", "SYS", "SYS", "X", "SYS"},
+			{"SYS", "SYS", "PHB", "NODE", "NODE", "NODE", "SYS", "X"},
+		},
+		Joined: [][]int{{0, 1}, {2, 3}},
+		Weak:   []string{"GPU 2 has 8 of 12 NVLink lanes to GPU 3"},
+	}
+	for i := range s.GPUs {
+		g := &s.GPUs[i]
+		g.PCI, g.NUMA = "0000000"+string(rune('0'+i))+":81:00.0", &zero
+		if i > 1 {
+			g.NUMA = &one
+		}
+		m.GPUs = append(m.GPUs, topology.MatrixGPU{Index: g.Index, UUID: gpu.UUID(g.UUID), PCI: g.PCI, NUMA: g.NUMA, CPUs: m.NUMA[*g.NUMA].CPUs})
+	}
+	s.Topology = m
+	return s
+}
+
+func htmlOf(t *testing.T, s Status) string {
+	t.Helper()
+	var out strings.Builder
+	if err := WriteHTML(&out, s, noon); err != nil {
+		t.Fatal(err)
+	}
+	return out.String()
+}
+
+func TestPage(t *testing.T) {
+	for name, s := range map[string]Status{"status.html": wired(), "status-mig.html": cards(), "status-nothing.html": {Node: "gpu-node-1", Version: "v0.1.0"}} {
+		got := htmlOf(t, s)
+		sound(t, got)
+		golden(t, name, strings.Replace(got, style, "", 1))
+	}
+}
+
+func TestTopologyText(t *testing.T) {
+	got := text(t, wired(), TextOptions{Color: true})
+	for _, want := range []string{"\nNVLink joins GPUs 0, 1 and GPUs 2, 3\n", "\n\x1b[33mGPU 2 has 8 of 12 NVLink lanes to GPU 3\x1b[0m\n"} {
+		if !strings.Contains(got, want) {
+			t.Errorf("no %q in\n%s", want, got)
+		}
+	}
+}
+
+func TestSpans(t *testing.T) {
+	for want, list := range map[string][]int{"": nil, "7": {7}, "0, 1": {0, 1}, "0-3, 5": {0, 1, 2, 3, 5}, "0, 2, 4-6": {0, 2, 4, 5, 6}} {
+		if got := spans(list); got != want {
+			t.Errorf("%v is %q, want %q", list, got, want)
+		}
+	}
+}
+
+// allowed is all that the page is made of: elements, and their attributes.
+var allowed = map[string]string{
+	"html": "lang xmlns", "head": "", "meta": "charset name content", "title": "id", "link": "rel href", "style": "", "body": "", "header": "",
+	"nav": "aria-label", "main": "", "footer": "", "section": "class aria-labelledby", "article": "class id aria-labelledby",
+	"div": "class role aria-labelledby tabindex", "figure": "", "figcaption": "class", "h1": "", "h2": "id", "h3": "id", "p": "class", "span": "class", "b": "",
+	"strong": "", "code": "", "time": "datetime", "wbr": "", "a": "href", "ul": "class", "li": "class", "dl": "class", "dt": "class", "dd": "",
+	"table": "class", "caption": "class", "colgroup": "", "col": "span", "thead": "", "tbody": "", "tr": "", "th": "scope class colspan", "td": "class colspan",
+	"svg": "class width height viewBox preserveAspectRatio role aria-hidden aria-labelledby focusable", "desc": "id", "g": "class",
+	"rect": "class x y width height rx", "path": "class d", "text": "class x y text-anchor transform",
+}
+
+// sound reads a page as XML, which is stricter than a browser, and makes sure
+// that it has nothing but what a page is made of. It returns its text.
+func sound(t *testing.T, page string) string {
+	t.Helper()
+	in := xml.NewDecoder(strings.NewReader(page))
+	var out strings.Builder
+	for {
+		token, err := in.Token()
+		if errors.Is(err, io.EOF) {
+			return out.String()
+		} else if err != nil {
+			t.Fatalf("%v in\n%s", err, page)
+		}
+		switch token := token.(type) {
+		case xml.CharData:
+			out.Write(token)
+		case xml.Comment, xml.ProcInst:
+			t.Errorf("the page has %v", token)
+		case xml.StartElement:
+			attributes, ok := allowed[token.Name.Local]
+			if !ok {
+				t.Errorf("the page has an element %s", token.Name.Local)
+			}
+			for _, a := range token.Attr {
+				if !slices.Contains(strings.Fields(attributes), a.Name.Local) {
+					t.Errorf("%s has an attribute %s", token.Name.Local, a.Name.Local)
+				}
+				icon := token.Name.Local == "link" && strings.HasPrefix(a.Value, "data:image/svg+xml,")
+				if a.Name.Local == "href" && a.Value != "?format=json" && !strings.HasPrefix(a.Value, "#") && !icon {
+					t.Errorf("%s leads to %q", token.Name.Local, a.Value)
+				}
+			}
+		}
+	}
+}
+
+// say puts a text into every string of a Status.
+func say(s *Status, text string) {
+	var walk func(v reflect.Value)
+	walk = func(v reflect.Value) {
+		switch v.Kind() {
+		case reflect.Pointer:
+			if !v.IsNil() && v.Type() != reflect.TypeFor[*time.Time]() {
+				walk(v.Elem())
+			}
+		case reflect.Slice:
+			for i := range v.Len() {
+				walk(v.Index(i))
+			}
+		case reflect.Struct:
+			for i := range v.NumField() {
+				walk(v.Field(i))
+			}
+		case reflect.String:
+			v.SetString(text)
+		}
+	}
+	walk(reflect.ValueOf(s).Elem())
+}
+
+// No text of a Status is ever taken for markup, whatever it is.
+func FuzzPage(f *testing.F) {
+	for _, seed := range []string{
+		"", "x", "<script>alert(1)</script>", `"><img src=x onerror=alert(1)>`, "' onload='x", "]]>", "<!--", "</style>", "</title><script>", "&#x0;&amp;",
+		"\x00\x1b[31m\r\n\t", "\xff\xfe\xc3", "\ufffe\uffff", "\u202eevil\u2066", "javascript:alert(1)", "{}{}", "NV99999999999999999999", "NV-1",
+		"held", "shared", "mig", "whole", "PIX", "1c.3g.40gb", strings.Repeat("W", 3000),
+	} {
+		f.Add(seed)
+	}
+	f.Fuzz(func(t *testing.T, word string) {
+		s := wired()
+		s.GPUs = append(s.GPUs, cards().GPUs...)
+		say(&s, word)
+		// The ages and the words that choose what is shown are kept in half of them.
+		for _, g := range wired().GPUs[:3] {
+			g.Model, g.Reason, g.Blocked, g.Resource, g.Holders = word, word, word, word, s.GPUs[0].Holders
+			s.GPUs = append(s.GPUs, g)
+		}
+		for _, g := range cards().GPUs {
+			for i := range g.MIG.Slots {
+				g.MIG.Slots[i].Reason, g.MIG.Slots[i].Pod = word, word
+			}
+			g.MIG.Work = word
+			s.GPUs = append(s.GPUs, g)
+		}
+		s.Partition.State, s.Watchdog.State = "blocked", WatchdogOff
+		got := sound(t, htmlOf(t, s))
+		if !strings.Contains(got, plain(word)) && !strings.Contains(plain(word), "\u00a0") {
+			t.Errorf("the page does not say %q", word)
+		}
+	})
+}
+
+// What the hardware, a broken file or an old agent can say makes a page.
+func TestPageOfOddStatus(t *testing.T) {
+	far, minus := math.MaxInt, -1
+	odd := wired()
+	for i := range odd.GPUs {
+		g := &odd.GPUs[i]
+		g.Total, g.Used, g.Unhealthy, g.Index = -5+i, far, -far, minus
+		g.UnitMiB, g.MemoryMiB = math.MaxUint64, math.MaxUint64
+		g.NUMA = &minus
+		for j := range g.Holders {
+			g.Holders[j].Units = -far + j
+		}
+	}
+	for i := range odd.Containers {
+		c := &odd.Containers[i]
+		c.CapMiB, c.UsedMiB, c.PeakMiB = mib(0), mib(math.MaxUint64), math.MaxUint64
+	}
+	ragged := wired()
+	ragged.Topology.Cells = [][]string{nil, {"NV4"}, {"PIX", "PXB", "X", "?", "", "", "", "", "", "", ""}}
+	ragged.Topology.Joined = [][]int{{}, {99}, {5, 1}}
+	ragged.Topology.Switched = []int{0, 15, 99}
+	for i := range ragged.Topology.GPUs {
+		ragged.Topology.GPUs[i].NUMA = []*int{nil, &minus, &far}[i%3]
+	}
+	alone := wired()
+	alone.GPUs = nil
+	twins := cards()
+	for i := range twins.GPUs {
+		twins.GPUs[i].UUID, twins.GPUs[i].Index = "GPU-a", 0
+		if m := twins.GPUs[i].MIG; m != nil {
+			m.Size = far
+			for j := range m.Slots {
+				m.Slots[j].Start, m.Slots[j].CI = []int{minus, far, 3, 63}[j%4], minus
+				m.Slots[j].Size = []int{far, 0, minus, 1}[j%4]
+			}
+		}
+	}
+	nics := wired()
+	nics.Topology.GPUs = nics.Topology.GPUs[:1]
+	for name, s := range map[string]Status{"zero": {}, "odd": odd, "ragged": ragged, "alone": alone, "twins": twins, "nics": nics,
+		"empty matrix": {Topology: &topology.Matrix{}}, "no memory": {GPUs: []GPUStatus{{}, {MIG: &MIGStatus{Enabled: true}}}}} {
+		t.Run(name, func(t *testing.T) {
+			sound(t, htmlOf(t, s))
+			if len(htmlOf(t, s)) > 1<<20 {
+				t.Errorf("the page has %d bytes", len(htmlOf(t, s)))
+			}
+		})
+	}
+}
+
+// The same Status is the same page.
+func TestPageHasOneForm(t *testing.T) {
+	first := htmlOf(t, wired())
+	for range 20 {
+		if again := htmlOf(t, wired()); again != first {
+			t.Fatal("the page differs from the one before")
+		}
+	}
+}
+
+func TestWhoGetsThePage(t *testing.T) {
+	const browser = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
+	addr := serve(t, Options{Status: wired, Now: func() time.Time { return noon }})
+	for _, test := range []struct {
+		query, accept string
+		html          bool
+	}{
+		{"", "", false},
+		{"", "*/*", false}, // curl
+		{"", "application/json", false},
+		{"", browser, true},
+		{"", "TEXT/HTML", true},
+		{"", "text/html;q=0.5, application/json", false},
+		{"", "application/json;q=0.5, text/html", true},
+		{"", "text/html;q=0", false},
+		{"", "text/html;q=x", true},
+		{"", ",;/,text", false},
+		{"?format=json", browser, false},
+		{"?format=html", "application/json", true},
+		{"?format=xml", browser, true},
+	} {
+		request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://"+addr+"/statusz"+test.query, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if test.accept != "" {
+			request.Header.Set("Accept", test.accept)
+		}
+		response, err := http.DefaultClient.Do(request)
+		if err != nil {
+			t.Fatal(err)
+		}
+		body, err := io.ReadAll(response.Body)
+		response.Body.Close()
+		if err != nil || response.StatusCode != http.StatusOK {
+			t.Fatalf("%+v: %s, %v", test, response.Status, err)
+		}
+		h := response.Header
+		if h.Get("Vary") != "Accept" || h.Get("X-Content-Type-Options") != "nosniff" || h.Get("Cache-Control") != "no-store" {
+			t.Errorf("%+v: headers %v", test, h)
+		}
+		if !test.html {
+			if h.Get("Content-Type") != "application/json" || !json.Valid(body) {
+				t.Errorf("%+v: got %s: %.100s", test, h.Get("Content-Type"), body)
+			}
+			continue
+		}
+		if string(body) != htmlOf(t, wired()) || h.Get("Content-Type") != "text/html; charset=utf-8" {
+			t.Errorf("%+v: got %s: %.100s", test, h.Get("Content-Type"), body)
+		}
+		// Strict: no script, nothing from elsewhere, no style but the page's own.
+		got := h.Get("Content-Security-Policy")
+		for _, want := range []string{"default-src 'none';", "style-src 'sha256-", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"} {
+			if !strings.Contains(got, want) {
+				t.Errorf("the policy %q lacks %q", got, want)
+			}
+		}
+		if strings.Contains(got, "unsafe") || strings.Contains(got, "*") || strings.Contains(got, "script-src") {
+			t.Errorf("the policy %q is not strict", got)
+		}
+	}
+}
+
+// What /statusz says of the topology is a contract, too, and survives the way.
+func TestTopologyJSON(t *testing.T) {
+	s := wired()
+	body, err := json.MarshalIndent(s.Topology, "", "  ")
+	if err != nil {
+		t.Fatal(err)
+	}
+	golden(t, "statusz-topology.json", string(body)+"\n")
+	got, err := Fetch(t.Context(), serve(t, Options{Status: wired}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !reflect.DeepEqual(got, s) {
+		t.Errorf("got %+v", got)
+	}
+}
