@@ -111,6 +111,27 @@
 // access to the MIG devices whose two nodes it can open, and is told nothing of
 // what else is on the GPU.
 //
+// # The machine
+//
+// The GPUs stand in a machine: NUMA nodes with CPUs and memory, host bridges and
+// switches of the PCI bus, NVLinks between GPUs or to NVSwitches, RDMA network cards,
+// a name that its firmware gives, and where there is one the NVLink fabric that spans
+// several. Spec.Topology names one of those under topologies/, which are worlds
+// themselves: they stand underneath, and what a world says besides wins.
+//
+//	topology: dgx-h100
+//	numa: [{cpus: "0-7"}, {cpus: "8-15"}]  # with fewer CPUs
+//
+// Everything is read off one tree and one list of wires: a pair's level on the PCI bus
+// from the two paths in sysfs, CPU sets from the node of the GPU's slot, P2P from the
+// links that work. A link has two ends, each with a number on its card; it is down at
+// both when it fails (SetLink), and where the other end's GPU is lost or unplugged. An
+// end of its own opinion is only had by saying so (LinkSpec.Back). Nothing else changes
+// with a link: who wants the Xid that often comes with it raises it.
+//
+// A world that says nothing of its machine has one that is made up, the same for ever:
+// GPUs in twos behind a switch, in two NUMA nodes of 64 CPUs.
+//
 // # Where its truth comes from
 //
 // Legality and figures come from the tables under models/, recorded from
@@ -134,6 +155,10 @@
 // program without mig/config is told nothing of the whole GPU, and that calls
 // which take no MIG device call it an invalid argument, is nvml.h's word; nobody
 // here has seen it. Nor has anyone the ids of the newest cards.
+//
+// A link is up or down: it does not train, retry, slow down or sleep. The lanes of a GPU
+// with NVSwitches reach all others at once, whatever fails in between. Memory of GPUs
+// that the kernel sees as NUMA nodes is in sysfs alone.
 //
 // There is no clock, temperature or power reading: those calls answer
 // NotSupported, as they do on cards without the sensor.

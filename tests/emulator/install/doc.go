@@ -13,6 +13,12 @@
 // root of its own they are plain files; on the running system they can only be
 // mounted over, which Mount does for the calling process's mount namespace.
 //
+// Sysfs is a tree, as on a machine: /sys/devices has each card in the folder of the
+// bridge that it hangs on, and /sys/bus/pci/devices and /sys/class/infiniband have links
+// that lead there. Where it is mounted over the running system's, what the kernel shows
+// beside it stays to be seen. CPUs and NUMA nodes are shown only for worlds that describe
+// them; else those of the machine itself stay, on which programs have to run.
+//
 // MIG shows in three places. /proc/driver/nvidia-caps/mig-minors numbers the
 // capabilities of every instance that there could ever be, by the minors of GPUs,
 // and never changes. /proc/driver/nvidia/capabilities has a folder for each

@@ -166,7 +166,11 @@ func TestKernelFiles(t *testing.T) {
 
 // The tree leads from a device to what it hangs on, and from buses and classes to it.
 func TestSysfsIsATree(t *testing.T) {
-	dir := t.TempDir()
+	dir, err := install.Scratch()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
 	w := world(t, emulator.Spec{Topology: "dgx-h100"})
 	if err := install.Kernel(dir, "Character devices:\n", w); err != nil {
 		t.Fatal(err)

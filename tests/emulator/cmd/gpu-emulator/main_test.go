@@ -45,7 +45,11 @@ func start(t *testing.T, world string) *node {
 	if err != nil {
 		t.Fatal(err)
 	}
-	root := t.TempDir()
+	root, err := install.Scratch()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(root) })
 	file := filepath.Join(root, "world.yaml")
 	if err := os.WriteFile(file, []byte(world), 0o644); err != nil {
 		t.Fatal(err)
