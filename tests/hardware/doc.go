@@ -15,6 +15,10 @@
 // same name. What a card or machine lacks is skipped by name: a skip says what
 // is missing, never only that something is.
 //
+// What the agent makes of NVLinks, PCI paths, NUMA nodes and network cards is held
+// against the driver's own nvidia-smi topo -m, cell by cell: on a machine with
+// several GPUs that is the first proof that has not been had yet (see pkg/gpu/nvml).
+//
 // Beside it stand tests of what no sane hardware does on demand: losing a GPU,
 // failing and hanging calls, errors reported by the driver. Those run on the
 // emulator only.
