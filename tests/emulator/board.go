@@ -190,7 +190,7 @@ const (
 	maxCPUs        = 8192
 )
 
-// parseCPUs reads the kernel's form of a set, "0-3,8".
+// parseCPUs reads the kernel's form of a set, "0-3,8", in ascending order.
 func parseCPUs(list string) ([]int, error) {
 	var out []int
 	if list == "" {
@@ -203,7 +203,7 @@ func parseCPUs(list string) ([]int, error) {
 		if err == nil && isRange {
 			b, err = strconv.Atoi(last)
 		}
-		if err != nil || a < 0 || b < a || b >= maxCPUs {
+		if err != nil || a < 0 || b < a || b >= maxCPUs || len(out) > 0 && a <= out[len(out)-1] {
 			return nil, fmt.Errorf("cpus %q: want a list such as 0-55,112-167", list)
 		}
 		for n := a; n <= b; n++ {

@@ -158,6 +158,7 @@ func TestMachinesThatCannotBe(t *testing.T) {
 		"{topology: dgx-h100, count: 9}":                        "has 8 GPUs",
 		"{topology: dgx-h100, numa: [{cpus: 0-7}]}":             "node",
 		"numa: [{cpus: 0-7}, {cpus: 7-9}]":                      "CPU 7",
+		"numa: [{cpus: \"8-9,0-7\"}, {}]":                       "list such as",
 		"numa: [{cpus: 7-0}, {}]":                               "list such as",
 		"numa: [{}, {}]":                                        "has CPUs",
 		"gpus: [{index: 0, path: there}]":                       "host bridge",
@@ -233,4 +234,51 @@ func TestLinksFail(t *testing.T) {
 	if err := newWorld(t, emulator.Spec{Topology: "pcie"}).SetLink(0, -1, false); err == nil {
 		t.Error("a link failed on a machine without any")
 	}
+}
+
+// FuzzSpec holds that a world that is not refused is one: it can be shown, and every
+// GPU of it asked for all that there is of topology.
+func FuzzSpec(f *testing.F) {
+	for _, name := range emulator.Topologies() {
+		f.Add("topology: " + name)
+	}
+	f.Add("{count: 3, links: [{gpu: 0, to: 1, lanes: 2, back: 1}], numa: [{cpus: 0-3}, {}], gpus: [{index: 1, numa: -1}]}")
+	f.Add("{count: 2, gpus: [{index: 1, pci: \"0001:02:00.0\", model: A30}], nvlink: mesh, nics: [{name: a, kind: efa, path: \"pci0000:15/0000:16:00.0\"}]}")
+	f.Fuzz(func(t *testing.T, text string) {
+		spec, err := emulator.ParseSpec([]byte(text))
+		if err != nil {
+			return
+		}
+		w, err := emulator.New(spec)
+		if err != nil {
+			return
+		}
+		s := w.Open(emulator.Opening{Initialised: 1})
+		defer s.Close()
+		st := w.State()
+		if len(st.Board.Paths) != len(st.GPUs) || len(st.Board.Links) != len(st.GPUs) {
+			t.Fatalf("%d paths and %d lists of links for %d GPUs", len(st.Board.Paths), len(st.Board.Links), len(st.GPUs))
+		}
+		for i := range st.GPUs {
+			h := emulator.Handle(i)
+			for link := range 36 {
+				s.NVLink(h, link)
+			}
+			for j := range st.GPUs {
+				there, r := s.CommonAncestor(h, emulator.Handle(j))
+				back, r2 := s.CommonAncestor(emulator.Handle(j), h)
+				if r == emulator.Success && r2 == emulator.Success && there != back {
+					t.Errorf("GPU %d is at %d of GPU %d, and that at %d", i, there, j, back)
+				}
+				s.P2PStatus(h, emulator.Handle(j), 2)
+			}
+			s.CPUAffinity(h, true)
+			s.MemoryAffinity(h, true)
+			s.Fields(h, []emulator.FieldID{{ID: 90}, {ID: 164, Scope: uint32(i)}})
+			if err := w.SetLink(i, -1, false); err == nil {
+				w.SetLink(i, -1, true)
+			}
+		}
+		s.Matrix()
+	})
 }
