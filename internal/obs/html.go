@@ -229,12 +229,15 @@ func (p *sheet) complaints() []complaint {
 	if s.Hardware != "" {
 		add("bad", -1, "Hardware work waits: "+s.Hardware)
 	}
-	if t := s.Partition; t.State != "" && stateTone(t.State) != "ok" || t.Message != "" {
+	switch t := s.Partition; {
+	case t.State != "" && stateTone(t.State) != "ok":
 		text := "The partition is " + t.State
 		if t.Message != "" {
 			text += ": " + t.Message
 		}
 		add(stateTone(t.State), -1, text)
+	case t.Message != "":
+		add("warn", -1, t.Message)
 	}
 	if w := s.Watchdog; w.State == WatchdogOff {
 		add("warn", -1, "The watchdog is off: "+w.Reason)
@@ -736,7 +739,7 @@ func (p *sheet) devices(g GPUStatus, rows []tenant) []tenant {
 		}
 	}
 	if len(shown) > 0 {
-		p.put(`<table class="holders"><caption class="away">MIG devices of GPU {}</caption><thead><tr><th scope="col">Device</th><th scope="col">Container</th><th scope="col">GPU memory</th><th scope="col" class="n">For</th></tr></thead><tbody>`+"\n", g.Index)
+		p.put(`<table class="holders devices"><caption class="away">MIG devices of GPU {}</caption><thead><tr><th scope="col">Device</th><th scope="col">Container</th><th scope="col">GPU memory</th><th scope="col" class="n">For</th></tr></thead><tbody>`+"\n", g.Index)
 	}
 	for _, s := range shown {
 		var t tenant

@@ -20,13 +20,18 @@ import (
 
 // packages is what the tests need of Debian's, beside what these depend on. The
 // headless shell needs no desktop's libraries, which the browser itself does.
-var packages = []string{"chromium-headless-shell", "fonts-inter", "fonts-jetbrains-mono"}
+// Of the typefaces DejaVu's letters are the widest that are in wide use.
+var packages = []string{"chromium-headless-shell", "fonts-inter", "fonts-jetbrains-mono", "fonts-dejavu-core"}
 
 // chromium is an unpacked browser.
 type chromium struct {
+	tree    string
 	program string
 	env     []string
 }
+
+// made is the file below the tree that says what it was made from.
+const made = "packages"
 
 // install returns the browser from the cache, where it is put if it is not
 // there, or does not run: a cache can be older than the machine.
@@ -63,13 +68,17 @@ func install(ctx context.Context, say func(format string, args ...any)) (*chromi
 
 // find makes sure that the browser below tree runs.
 func find(ctx context.Context, tree string) (*chromium, error) {
-	c := &chromium{program: filepath.Join(tree, "usr/lib/chromium/chromium-headless-shell")}
-	if _, err := os.Stat(c.program); err != nil {
+	c := &chromium{tree: tree, program: filepath.Join(tree, "usr/lib/chromium/chromium-headless-shell")}
+	from, err := os.ReadFile(filepath.Join(tree, made))
+	if err != nil {
 		return nil, err
+	}
+	if string(from) != strings.Join(packages, " ") {
+		return nil, fmt.Errorf("it was made from %s", from)
 	}
 	dirs := map[string]bool{}
 	var libs []string
-	err := filepath.WalkDir(filepath.Join(tree, "usr/lib"), func(file string, d fs.DirEntry, err error) error {
+	err = filepath.WalkDir(filepath.Join(tree, "usr/lib"), func(file string, d fs.DirEntry, err error) error {
 		if dir := filepath.Dir(file); err == nil && strings.Contains(d.Name(), ".so") && !dirs[dir] && dir != filepath.Dir(c.program) {
 			dirs[dir] = true
 			libs = append(libs, dir)
@@ -79,10 +88,6 @@ func find(ctx context.Context, tree string) (*chromium, error) {
 	if err != nil {
 		return nil, err
 	}
-	fonts := filepath.Join(tree, "fonts.conf")
-	if err := os.WriteFile(fonts, []byte(fontsConf(tree)), 0o644); err != nil {
-		return nil, err
-	}
 	for _, v := range os.Environ() {
 		switch name, _, _ := strings.Cut(v, "="); name {
 		case "LD_LIBRARY_PATH", "FONTCONFIG_FILE", "DISPLAY", "WAYLAND_DISPLAY", "DBUS_SESSION_BUS_ADDRESS", "LANG", "LC_ALL", "TZ":
@@ -90,7 +95,7 @@ func find(ctx context.Context, tree string) (*chromium, error) {
 			c.env = append(c.env, v)
 		}
 	}
-	c.env = append(c.env, "LD_LIBRARY_PATH="+strings.Join(libs, ":"), "FONTCONFIG_FILE="+fonts, "LANG=C.UTF-8", "TZ=UTC")
+	c.env = append(c.env, "LD_LIBRARY_PATH="+strings.Join(libs, ":"), "LANG=C.UTF-8", "TZ=UTC")
 	cmd := exec.CommandContext(ctx, c.program, "--version")
 	cmd.Env = c.env
 	if out, err := cmd.CombinedOutput(); err != nil {
@@ -100,13 +105,13 @@ func find(ctx context.Context, tree string) (*chromium, error) {
 }
 
 // fontsConf lets the browser see the unpacked typefaces alone, so that a page
-// looks the same on every machine.
-func fontsConf(tree string) string {
+// looks the same on every machine, and one of them as the system's.
+func (c *chromium) fontsConf(system string) string {
 	alias := func(from, to string) string {
 		return fmt.Sprintf("<match target=\"pattern\"><test name=\"family\"><string>%s</string></test><edit name=\"family\" mode=\"assign\" binding=\"strong\"><string>%s</string></edit></match>\n", from, to)
 	}
-	return "<?xml version=\"1.0\"?>\n<!DOCTYPE fontconfig SYSTEM \"fonts.dtd\">\n<fontconfig>\n<dir>" + tree + "/usr/share/fonts</dir>\n<cachedir>" + tree + "/fontcache</cachedir>\n" +
-		alias("system-ui", "Inter") + alias("sans-serif", "Inter") + alias("monospace", "JetBrains Mono") + "</fontconfig>\n"
+	return "<?xml version=\"1.0\"?>\n<!DOCTYPE fontconfig SYSTEM \"fonts.dtd\">\n<fontconfig>\n<dir>" + c.tree + "/usr/share/fonts</dir>\n<cachedir>" + c.tree + "/fontcache</cachedir>\n" +
+		alias("system-ui", system) + alias("sans", system) + alias("sans-serif", system) + alias("monospace", "JetBrains Mono") + "</fontconfig>\n"
 }
 
 // unpack downloads the packages, and those that they need and this machine
@@ -150,7 +155,7 @@ func unpack(ctx context.Context, cache, tree string, say func(format string, arg
 		_, err = apt(append([]string{"download"}, needed...)...)
 		return err
 	}
-	say("downloading Chromium's headless shell and two typefaces from Debian's archive, about 90 MB")
+	say("downloading Chromium's headless shell and three typefaces from Debian's archive, about 90 MB")
 	for _, dir := range []string{"cache", "lists"} {
 		if err := os.MkdirAll(filepath.Join(cache, "apt", dir, "partial"), 0o755); err != nil {
 			return err
@@ -181,6 +186,9 @@ func unpack(ctx context.Context, cache, tree string, say func(format string, arg
 		if out, err := exec.CommandContext(ctx, "dpkg", "-x", deb, fresh).CombinedOutput(); err != nil {
 			return fmt.Errorf("dpkg -x %s: %w\n%s", filepath.Base(deb), err, out)
 		}
+	}
+	if err := os.WriteFile(filepath.Join(fresh, made), []byte(strings.Join(packages, " ")), 0o644); err != nil {
+		return err
 	}
 	if err := os.RemoveAll(tree); err != nil {
 		return err

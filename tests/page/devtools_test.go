@@ -12,6 +12,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"sync"
 	"syscall"
 	"time"
@@ -44,8 +45,13 @@ type message struct {
 	} `json:"error,omitempty"`
 }
 
-// start runs the browser with home for everything that it writes.
-func (c *chromium) start(home string) (*browser, error) {
+// start runs the browser with home for everything that it writes, and a
+// typeface as the system's.
+func (c *chromium) start(home, typeface string) (*browser, error) {
+	fonts := filepath.Join(home, "fonts.conf")
+	if err := os.WriteFile(fonts, []byte(c.fontsConf(typeface)), 0o644); err != nil {
+		return nil, err
+	}
 	commandsOut, commandsIn, err := os.Pipe()
 	if err != nil {
 		return nil, err
@@ -62,7 +68,7 @@ func (c *chromium) start(home string) (*browser, error) {
 		"--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions",
 		"--hide-scrollbars", "--force-color-profile=srgb", "--font-render-hinting=none", "--disable-lcd-text",
 		"--user-data-dir="+home, "about:blank")
-	b.cmd.Env = append(c.env[:len(c.env):len(c.env)], "HOME="+home, "XDG_CACHE_HOME="+home, "XDG_CONFIG_HOME="+home)
+	b.cmd.Env = append(c.env[:len(c.env):len(c.env)], "FONTCONFIG_FILE="+fonts, "HOME="+home, "XDG_CACHE_HOME="+home, "XDG_CONFIG_HOME="+home)
 	b.cmd.Stderr = &b.stderr
 	b.cmd.ExtraFiles = []*os.File{commandsOut, answersIn} // 3 and 4
 	// A group of its own, so that its helpers can be ended with it.

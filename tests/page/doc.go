@@ -16,7 +16,7 @@
 //
 // That it would find such things is tested on a page that has them all.
 //
-// The browser and two typefaces are Debian's packages, about 90 MB. They are
+// The browser and three typefaces are Debian's packages, about 90 MB. They are
 // unpacked below the cache at the first time, with the libraries that this
 // machine lacks; nothing is installed. Where that cannot be done the tests fail.
 //

@@ -30,14 +30,18 @@ var (
 // hangs.
 const limit = 5 * time.Minute
 
+// The typefaces that the pages are looked at in.
+const inter, wide = "Inter", "DejaVu Sans"
+
 //go:embed check.js
 var checkScript string
 
 //go:embed tab.js
 var tabScript string
 
-// chrome starts the browser for a test.
-func chrome(t *testing.T) (context.Context, *browser) {
+// chrome starts the browser for a test, with a typeface of packages as the
+// system's.
+func chrome(t *testing.T, typeface string) (context.Context, *browser) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), limit)
 	t.Cleanup(cancel)
@@ -45,7 +49,7 @@ func chrome(t *testing.T) (context.Context, *browser) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	b, err := c.start(t.TempDir())
+	b, err := c.start(t.TempDir(), typeface)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -78,7 +82,7 @@ func look(ctx context.Context, t *testing.T, b *browser, url string, v view) (*t
 }
 
 func TestPage(t *testing.T) {
-	ctx, b := chrome(t)
+	ctx, b := chrome(t, inter)
 	all := nodes()
 	for _, name := range slices.Sorted(maps.Keys(all)) {
 		url := serve(t, all[name])
@@ -101,6 +105,45 @@ func TestPage(t *testing.T) {
 					return
 				}
 				for _, p := range tour(ctx, t, tab) {
+					t.Error(p)
+				}
+			})
+		}
+	}
+}
+
+// Where the system's typeface has wide letters there is still room for them.
+func TestPageInWideLetters(t *testing.T) {
+	ctx, b := chrome(t, wide)
+	all := nodes()
+	for _, name := range []string{"busy", "rich", "sixteen"} {
+		url := serve(t, all[name])
+		for _, v := range []view{{width: 360}, {width: 1280}} {
+			t.Run(name+"-"+v.String(), func(t *testing.T) {
+				tab, problems := look(ctx, t, b, url, v)
+				var used struct{ Fonts []struct{ FamilyName string } }
+				var root struct{ Root struct{ NodeID int } }
+				var head struct{ NodeID int }
+				for _, c := range []struct {
+					method         string
+					params, result any
+				}{
+					{"DOM.enable", struct{}{}, nil}, {"CSS.enable", struct{}{}, nil}, {"DOM.getDocument", struct{}{}, &root},
+				} {
+					if err := tab.call(ctx, c.method, c.params, c.result); err != nil {
+						t.Fatal(err)
+					}
+				}
+				if err := tab.call(ctx, "DOM.querySelector", map[string]any{"nodeId": root.Root.NodeID, "selector": "h1"}, &head); err != nil {
+					t.Fatal(err)
+				}
+				if err := tab.call(ctx, "CSS.getPlatformFontsForNode", map[string]any{"nodeId": head.NodeID}, &used); err != nil {
+					t.Fatal(err)
+				}
+				if len(used.Fonts) != 1 || used.Fonts[0].FamilyName != wide {
+					t.Errorf("the page is set in %v, not in %s", used.Fonts, wide)
+				}
+				for _, p := range problems {
 					t.Error(p)
 				}
 			})
@@ -140,7 +183,7 @@ func tour(ctx context.Context, t *testing.T, tab *tab) []string {
 
 // A screen reader's view: what can be followed or looked into has a name.
 func TestNames(t *testing.T) {
-	ctx, b := chrome(t)
+	ctx, b := chrome(t, inter)
 	tab, err := b.open(ctx, serve(t, rich()), view{width: 1280})
 	if err != nil {
 		t.Fatal(err)
@@ -184,7 +227,7 @@ func TestNames(t *testing.T) {
 
 // What the checks are to find, they find.
 func TestChecksFind(t *testing.T) {
-	ctx, b := chrome(t)
+	ctx, b := chrome(t, inter)
 	const bad = `<!DOCTYPE html><html><head><meta name="viewport" content="width=device-width"></head><body>
 <h1>one</h1><h3>three</h3><main><p style="color:#bbb;background:#fff">pale</p><p style="font-size:8px">tiny</p>
 <p style="position:absolute;top:300px;left:10px;margin:0">first words</p><p style="position:absolute;top:302px;left:12px;margin:0">second words</p>

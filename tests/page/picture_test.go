@@ -35,13 +35,13 @@ func TestPicture(t *testing.T) {
 	}
 	of := fmt.Sprintf("page %x", sha256.Sum256([]byte(html.String())))
 	if *update {
-		ctx, b := chrome(t)
+		ctx, b := chrome(t, inter)
 		v := view{width: 1180, scale: 1.5}
 		tab, err := b.open(ctx, serve(t, rich()), v)
 		if err != nil {
 			t.Fatal(err)
 		}
-		shot, err := tab.picture(ctx, v, 1006)
+		shot, err := tab.picture(ctx, v, 1100)
 		if err != nil {
 			t.Fatal(err)
 		}
