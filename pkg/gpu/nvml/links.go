@@ -108,8 +108,8 @@ func (d *Driver) readStates(h nvml.Device, own *nvlinks) {
 	if own.byField {
 		if states, ok := d.fields(h, nvml.FI_DEV_NVLINK_GET_STATE, own.lanes); ok {
 			own.states(states)
+			return
 		}
-		return
 	}
 	for i := range own.lanes {
 		if state, ret := h.GetNvLinkState(own.lanes[i].number); ret == nvml.SUCCESS {

@@ -3,6 +3,7 @@
 package nvml
 
 import (
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -34,6 +35,7 @@ type linked struct {
 	counted int         // links that the driver knows at all; 0: as many as there are
 	old     bool        // it does not know the fields of each link
 	liar    bool        // its field says that all links are up
+	mute    bool        // it fails to read fields
 	fail    nvml.Return // what questions about links answer, if not success
 	calls   map[string]int
 }
@@ -92,8 +94,8 @@ func (l *linked) device() nvml.Device {
 		},
 		GetFieldValuesFunc: func(values []nvml.FieldValue) nvml.Return {
 			count("fields")
-			if l.fail != nvml.SUCCESS {
-				return l.fail
+			if l.fail != nvml.SUCCESS || l.mute {
+				return cmp.Or(l.fail, nvml.ERROR_UNKNOWN)
 			}
 			for i := range values {
 				v := &values[i]
@@ -239,7 +241,9 @@ func TestLinkFailsAndReturns(t *testing.T) {
 			}
 		}
 		step("whole", gpu.Link{To: 2, NVLink: 2, Version: 3, LaneMBps: 25000})
-		world.links[1].up = false
+		world.links[1].up, world.mute = false, true
+		step("one down, and fields are not told", gpu.Link{To: 2, NVLink: 1, Version: 3, LaneMBps: 25000})
+		world.mute = false
 		step("one down", gpu.Link{To: 2, NVLink: 1, Version: 3, LaneMBps: 25000})
 		world.fail = nvml.ERROR_UNKNOWN
 		step("nothing is told", gpu.Link{To: 2, NVLink: 1, Version: 3, LaneMBps: 25000})
