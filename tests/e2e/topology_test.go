@@ -1,0 +1,310 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"example.com/gpu-agent/tests/lab"
+)
+
+// twoNodes are the CPUs of the machines of these tests, whatever GPUs they have:
+// two NUMA nodes with 16 CPUs each, two threads a core. nodeOfCPU says of which a
+// CPU is.
+const twoNodes = `numa: [{cpus: "0-7,16-23"}, {cpus: "8-15,24-31"}]` + "\n"
+
+func nodeOfCPU(cpu int) int { return cpu % 16 / 8 }
+
+// machine is the emulated hardware of a name.
+func machine(topology string) lab.DriverOptions {
+	return lab.DriverOptions{World: "topology: " + topology + "\n" + twoNodes}
+}
+
+const allWhole = `version: v1
+partitions:
+  default:
+    - devices: all
+      mode: whole
+`
+
+// put puts a test upon other hardware, of as many GPUs, all of them whole.
+func (b *bench) put(topology string, count int) {
+	b.Helper()
+	began := time.Now()
+	b.must(node.DeletePods(b.ctx))
+	b.must(agent.Stop(b.ctx))
+	b.must(driver.Swap(b.ctx, machine(topology)))
+	if len(driver.GPUs) != count {
+		b.Fatalf("%s has %d GPUs, want %d", topology, len(driver.GPUs), count)
+	}
+	b.must(agent.Reset(b.ctx, allWhole))
+	b.offersAll(map[string]int{lab.GPU: count})
+	b.state("applied")
+	b.Logf("upon a %s: %.1f s", topology, time.Since(began).Seconds())
+}
+
+// linked says whether NVLink connects two GPUs, directly or through a switch.
+func linked(x, y lab.GPUInfo) bool {
+	switched := func(g lab.GPUInfo) bool {
+		return slices.ContainsFunc(g.Links, func(l lab.Link) bool { return l.Switch && l.Up })
+	}
+	return switched(x) && switched(y) ||
+		slices.ContainsFunc(x.Links, func(l lab.Link) bool { return l.To == y.Index && l.Up })
+}
+
+// joined says that NVLink connects every two of some GPUs.
+func joined(gpus []lab.GPUInfo) error {
+	for i, x := range gpus {
+		for _, y := range gpus[i+1:] {
+			if !linked(x, y) {
+				return fmt.Errorf("no NVLink connects the GPUs %d and %d", x.Index, y.Index)
+			}
+		}
+	}
+	return nil
+}
+
+// neighbours says that two GPUs hang on one bridge.
+func neighbours(x, y lab.GPUInfo) bool {
+	above := func(g lab.GPUInfo) string { return path.Dir(path.Dir(g.Path)) }
+	return above(x) == above(y)
+}
+
+// aligned makes a pod of some GPUs and CPUs of its own, and checks that all of
+// them are of one NUMA node, by the hardware's word and by the kubelet's, and that
+// NVLink joins the GPUs, which it returns.
+func (b *bench) aligned(name string, count, cpus int) []lab.GPUInfo {
+	b.Helper()
+	pod, gpus := b.pinned(name, count, cpus)
+	given, err := pod.Given(b.ctx, "")
+	b.must(err)
+	b.must(driver.Read(b.ctx))
+	var ids []string
+	home := gpus[0].NUMA
+	for _, g := range gpus {
+		ids = append(ids, g.UUID)
+		if g.NUMA != home {
+			b.Errorf("%s has GPU %d of NUMA node %d beside one of %d", pod, g.Index, g.NUMA, home)
+		}
+	}
+	slices.Sort(ids)
+	if !slices.Equal(ids, given.Devices[lab.GPU]) {
+		b.Errorf("%s sees %v, and the kubelet has given it %v", pod, ids, given.Devices[lab.GPU])
+	}
+	if !slices.Equal(given.NUMA[lab.GPU], []int{home}) {
+		b.Errorf("the kubelet takes the GPUs of %s for such of the NUMA nodes %v, want %d", pod, given.NUMA[lab.GPU], home)
+	}
+	if len(given.CPUs) != cpus {
+		b.Errorf("%s has the CPUs %v of its own, want %d", pod, given.CPUs, cpus)
+	}
+	for _, cpu := range given.CPUs {
+		if nodeOfCPU(cpu) != home {
+			b.Errorf("%s has CPU %d of NUMA node %d, and GPUs of %d", pod, cpu, nodeOfCPU(cpu), home)
+		}
+	}
+	if err := joined(gpus); err != nil {
+		b.Errorf("%s has GPUs %v: %v", pod, indexes(gpus), err)
+	}
+	b.Logf("%d GPUs and %d CPUs: GPUs %v and CPUs %v of NUMA node %d", count, cpus, indexes(gpus), given.CPUs, home)
+	return gpus
+}
+
+// pinned makes a pod of some GPUs and CPUs of its own and waits until it runs.
+func (b *bench) pinned(name string, count, cpus int) (*lab.RunningPod, []lab.GPUInfo) {
+	b.Helper()
+	pod := b.create(lab.Pod{Name: name, Containers: []lab.Container{{Resources: whole(count, cpus)}}})
+	b.must(pod.Running(b.ctx))
+	gpus := b.inside(pod, "")
+	if len(gpus) != count {
+		b.Fatalf("%s sees the GPUs %v, want %d", pod, indexes(gpus), count)
+	}
+	return pod, gpus
+}
+
+// whole is what a pod asks for that is given CPUs of its own: it has to say all.
+func whole(gpus, cpus int) map[string]int {
+	return map[string]int{lab.GPU: gpus, "cpu": cpus, "memory": 64 << 20}
+}
+
+// On a kubelet that gives no container CPUs and devices of two NUMA nodes, pods
+// get GPUs that are joined and CPUs beside them; odd numbers leave pairs whole; and
+// shares of memory are found on whatever node there is room.
+func TestTopology(t *testing.T) {
+	b := prepare(t)
+	began := time.Now()
+	b.must(node.DeletePods(b.ctx))
+	b.must(agent.Stop(b.ctx))
+	b.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
+		defer cancel()
+		if b.Failed() {
+			b.tell(ctx)
+		}
+		err := errors.Join(node.DeletePods(ctx), agent.Stop(ctx), driver.Swap(ctx, lab.DriverOptions{Model: model, Count: gpus}), node.Unalign(ctx))
+		if err != nil {
+			b.Errorf("clean up: %v", err)
+		}
+	})
+	b.must(driver.Swap(b.ctx, machine("dgx-h100")))
+	b.must(node.Align(b.ctx))
+	b.Logf("a kubelet with two NUMA nodes, single-numa-node: %.1f s", time.Since(began).Seconds())
+
+	b.sub("DGX H100", func(b *bench) {
+		b.put("dgx-h100", 8)
+		// A machine's eight GPUs are of two nodes: this policy has no way to give
+		// them to one container, whoever offers them.
+		pod := b.create(lab.Pod{Name: "eight", Containers: []lab.Container{{Resources: whole(8, 2)}}})
+		s, err := pod.Refused(b.ctx)
+		b.must(err)
+		if s.Reason != "TopologyAffinityError" {
+			b.Errorf("a pod of all GPUs is refused for %s: %s; want TopologyAffinityError", s.Reason, s.Message)
+		}
+		b.Logf("8 GPUs, of two NUMA nodes: %s: %s", s.Reason, s.Message)
+		b.must(pod.Delete(b.ctx))
+		b.aligned("four", 4, 8)
+		b.aligned("one", 1, 2)
+		b.aligned("two", 2, 4)
+	})
+	b.sub("memory", func(b *bench) {
+		// FIELD.md's case: 20 units are free on each GPU of a node that is full
+		// otherwise, and 79 on one of another.
+		shared := func(gpus, off string) string {
+			return head + "    - devices: " + gpus + "\n      mode: shared\n    - devices: " + off + "\n      mode: off\n"
+		}
+		b.must(agent.Reset(b.ctx, shared("[0, 1, 2, 3]", "[4, 5, 6, 7]")))
+		b.offersAll(map[string]int{lab.Memory: 4 * units})
+		b.state("applied")
+		for i := range 4 {
+			_, gpus := b.running(fmt.Sprintf("big-%d", i), lab.Memory, units-20)
+			if g := b.one(gpus); g.NUMA != 0 {
+				b.Fatalf("a pod that is to fill NUMA node 0 is on GPU %d of %d", g.Index, g.NUMA)
+			}
+		}
+		b.partitions(shared("[0, 1, 2, 3, 4]", "[5, 6, 7]"))
+		b.offersAll(map[string]int{lab.Memory: 5 * units})
+		pod, gpus := b.running("seventy", lab.Memory, 70)
+		if g := b.one(gpus); g.Index != 4 || g.NUMA != 1 {
+			b.Errorf("70 units are of GPU %d, want the only one that has them, 4", g.Index)
+		}
+		given, err := pod.Given(b.ctx, "")
+		b.must(err)
+		if nodes := given.NUMA[lab.Memory]; len(nodes) > 0 {
+			b.Errorf("the kubelet was told of the NUMA nodes %v of units of memory", nodes)
+		}
+		b.Logf("70 units beside 4 times 20 free on NUMA node 0: on GPU %d of node %d", gpus[0].Index, gpus[0].NUMA)
+	})
+	b.sub("pairs", func(b *bench) {
+		b.put("pairs", 8)
+		b.must(driver.Read(b.ctx))
+		_, one := b.pinned("one", 1, 2)
+		_, three := b.pinned("three", 3, 4)
+		taken := append(indexes(one), indexes(three)...)
+		// Whoever has one GPU of a pair has broken it, and only one of each odd
+		// request may.
+		broken := 0
+		for _, i := range taken {
+			partner := slices.IndexFunc(driver.GPUs, func(g lab.GPUInfo) bool { return linked(driver.GPUs[i], g) })
+			if partner < 0 {
+				b.Fatalf("GPU %d has no partner", i)
+			}
+			if !slices.Contains(taken, partner) {
+				broken++
+			}
+		}
+		if broken > 0 {
+			b.Errorf("1 and 3 GPUs are %v and %v, which leave %d without its partner", indexes(one), indexes(three), broken)
+		}
+		first, second := b.aligned("two", 2, 4), b.aligned("two-more", 2, 4)
+		b.Logf("1, 3, 2 and 2 GPUs of four pairs: %v %v %v %v", indexes(one), indexes(three), indexes(first), indexes(second))
+	})
+	b.sub("DGX-2", func(b *bench) {
+		b.put("dgx-2", 16)
+		var got [][]int
+		for i, n := range []int{8, 1, 3, 2, 2} {
+			gpus := b.aligned(fmt.Sprintf("p%d-%d", i, n), n, max(2, n/2))
+			got = append(got, indexes(gpus))
+			if n == 2 && !neighbours(gpus[0], gpus[1]) {
+				b.Errorf("after 1 and 3, 2 GPUs are %v, at %s and %s, want two of one PCI switch", indexes(gpus), gpus[0].Path, gpus[1].Path)
+			}
+		}
+		b.Logf("8, 1, 3, 2 and 2 of 16 GPUs: %v", got)
+	})
+}
+
+// knows waits until the agent has noticed how a GPU is connected.
+func (b *bench) knows(what string, check func(lab.Status) error) {
+	b.Helper()
+	b.must(agent.AwaitStatus(b.ctx, waitLong, what, check))
+}
+
+// A GPU whose links fail, and return: the next pods are kept from it, status and
+// label say so, and no device turns for a moment.
+func TestNVLinkFails(t *testing.T) {
+	b := prepare(t)
+	b.swap(machine("dgx-h100"))
+	b.must(agent.Reset(b.ctx, allWhole))
+	b.offersAll(map[string]int{lab.GPU: gpus})
+	b.state("applied")
+	r := b.record()
+	b.hears(r, lab.GPU)
+	began := time.Now()
+	label := func(want string) {
+		b.Helper()
+		b.must(lab.Await(b.ctx, waitLong, "the label to say that "+want+" GPUs are joined", func(ctx context.Context) error {
+			s, err := node.State(ctx)
+			if err == nil && s.Labels[joinedLabel] != want {
+				err = fmt.Errorf("it says %q", s.Labels[joinedLabel])
+			}
+			return err
+		}))
+	}
+	two := func(name string, want ...int) {
+		b.Helper()
+		if _, gpus := b.running(name, lab.GPU, 2); !slices.Equal(indexes(gpus), want) {
+			b.Errorf("a pod of 2 GPUs has %v, want %v", indexes(gpus), want)
+		}
+	}
+	label("8")
+
+	failed := time.Now()
+	b.must(driver.Link(b.ctx, 0, -1, false))
+	b.knows("that GPU 0 has lost its links", func(s lab.Status) error {
+		if j := s.Topology.Joined; len(j) == 0 || !slices.Equal(j[0], []int{1, 2, 3, 4, 5, 6, 7}) {
+			return fmt.Errorf("it joins %v", j)
+		}
+		if !slices.ContainsFunc(s.Topology.Weak, func(w string) bool { return strings.Contains(w, "GPU 0") }) {
+			return fmt.Errorf("it calls weak %q", s.Topology.Weak)
+		}
+		return nil
+	})
+	label("7")
+	b.Logf("all links of GPU 0 down: status and label after %.1f s", time.Since(failed).Seconds())
+	two("without", 1, 2) // all are free, and the first has no links
+
+	returned := time.Now()
+	b.must(driver.Link(b.ctx, 0, -1, true))
+	b.knows("that GPU 0 has its links again", func(s lab.Status) error {
+		if j := s.Topology.Joined; len(j) != 1 || len(j[0]) != gpus || len(s.Topology.Weak) > 0 {
+			return fmt.Errorf("it joins %v and calls weak %q", j, s.Topology.Weak)
+		}
+		return nil
+	})
+	label("8")
+	b.Logf("all links up again: status and label after %.1f s", time.Since(returned).Seconds())
+	two("again", 0, 3) // what is left of its NUMA node
+
+	for _, turn := range r.Turns(began) {
+		b.Errorf("a device has turned: %s", turn)
+	}
+	if broken := r.Broken(); len(broken) > 0 {
+		b.Errorf("streams to the kubelet have ended: %v", broken)
+	}
+	b.Logf("%d lists were sent; no device turned", r.Lists())
+}
