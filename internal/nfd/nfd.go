@@ -3,7 +3,6 @@
 package nfd
 
 import (
-	"bufio"
 	"bytes"
 	"errors"
 	"fmt"
@@ -73,7 +72,7 @@ func Write(dir string, f Features) error {
 		want[key] = value
 	}
 	maps.Copy(want, f.Labels)
-	text, err := print(want)
+	text, err := render(want)
 	if err != nil {
 		return err
 	}
@@ -97,12 +96,12 @@ func Remove(dir string) error {
 	return nil
 }
 
-// print is the file's text: a line for each label, in the order of the keys.
-func print(labels map[string]string) ([]byte, error) {
+// render is the file's text: a line for each label, in the order of the keys.
+func render(labels map[string]string) ([]byte, error) {
 	var b bytes.Buffer
 	for _, key := range slices.Sorted(maps.Keys(labels)) {
 		value := labels[key]
-		if key == "" || strings.ContainsAny(key+value, "=\n#") {
+		if strings.TrimSpace(key+"="+value) != key+"="+value || key == "" || strings.ContainsAny(key+value, "=#\r\n") {
 			return nil, fmt.Errorf("label %q with value %q cannot stand in a features file", key, value)
 		}
 		fmt.Fprintf(&b, "%s=%s\n", key, value)
@@ -116,8 +115,8 @@ func print(labels map[string]string) ([]byte, error) {
 // parse reads labels as Node Feature Discovery does.
 func parse(text []byte) map[string]string {
 	out := map[string]string{}
-	for lines := bufio.NewScanner(bytes.NewReader(text)); lines.Scan(); {
-		line := strings.TrimSpace(lines.Text())
+	for line := range strings.Lines(string(text)) {
+		line = strings.TrimSpace(line)
 		if line == "" || line[0] == '#' {
 			continue
 		}
@@ -138,13 +137,14 @@ func named(dir string) (map[string]bool, error) {
 	}
 	out := map[string]bool{}
 	for _, e := range entries {
-		if e.Name() == file || e.Name()[0] == '.' || !e.Type().IsRegular() {
+		if e.Name() == file || e.Name()[0] == '.' {
 			continue
 		}
-		if info, err := e.Info(); err != nil || info.Size() > maxSize {
+		path := filepath.Join(dir, e.Name())
+		if info, err := os.Stat(path); err != nil || !info.Mode().IsRegular() || info.Size() > maxSize {
 			continue
 		}
-		text, err := os.ReadFile(filepath.Join(dir, e.Name()))
+		text, err := os.ReadFile(path)
 		if err != nil {
 			continue // it has gone, or nobody can read it
 		}
