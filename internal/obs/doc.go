@@ -6,7 +6,7 @@
 //	/metrics   Prometheus text
 //	/healthz   200 while the process works as a process; else 503 and the reason
 //	/readyz    200 once the GPUs are known and on offer; else 503 and the reason
-//	/statusz   [Status] as JSON
+//	/statusz   [Status] as JSON; to a browser, as a page
 //
 // Everything about GPUs on these pages comes from one snapshot function that
 // the agent provides, so a page never disagrees with another one, and a scrape
@@ -95,6 +95,25 @@
 //
 // then a line for each device that stands or is held, and the places where more
 // could be made.
+//
+// # Page
+//
+// [WriteHTML] draws it for a browser, which /statusz knows by its Accept header
+// (?format=html and ?format=json say it outright; who says nothing gets JSON):
+// what needs a look, a drawing of the node with its NUMA nodes, GPUs, network
+// cards and NVLinks, what is on offer, a card a GPU with who holds what of it and
+// the memory of each, and the matrix of `nvidia-smi topo -m`.
+//
+// The page needs nothing but itself. It has no script, and its policy lets none
+// run, nor anything be loaded: what somebody gets into a pod's name, a model's or
+// an error stays a text. It is made by [strings.Builder] and not by html/template,
+// with which the linker can drop no method of anything (4 MB of the program); so
+// that nothing is forgotten, markup is written in one place, put, which
+// escapes every value. As a style attribute is refused by the policy too,
+// whatever has a measure is SVG, or a cell that spans columns.
+//
+// Each figure has its unit, each colour a word beside it, and each drawing a
+// table that says the same. tests/page looks at all of it in a browser.
 //
 // The package does not know where a figure comes from, nor what to do about it.
 package obs

@@ -41,7 +41,7 @@ func TestPicture(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		shot, err := tab.picture(ctx, v, 1100)
+		shot, err := tab.picture(ctx, v, 1084)
 		if err != nil {
 			t.Fatal(err)
 		}
