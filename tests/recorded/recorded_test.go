@@ -32,55 +32,6 @@ import (
 
 var update = flag.Bool("update", false, "write the recorded inventories anew")
 
-// recordings are the nodes whose inventories stand under tests/testdata.
-var recordings = []struct {
-	file string
-	spec emulator.Spec
-	// instances are made on the GPUs before the reading, by index: "1g.10gb@0".
-	// With a "-" in front it is a GPU instance without a compute instance, with a "!"
-	// a process is on it, of the pod that follows.
-	instances map[int]string
-	// pending GPUs wait for a reset into MIG mode.
-	pending []int
-}{
-	{file: "a100-40.json", spec: emulator.Spec{Seed: "a100-40", Topology: "dgx-a100", Model: "A100-SXM4-40GB"}},
-	{file: "a100-80.json", spec: emulator.Spec{Seed: "a100-80", Topology: "dgx-a100", Model: "A100-SXM4-80GB"}},
-	{file: "a30.json", spec: emulator.Spec{Seed: "a30", Topology: "pairs", Count: 4}},
-	{file: "h100-80.json", spec: emulator.Spec{Seed: "h100-80", Topology: "dgx-h100"}},
-	{file: "h200.json", spec: emulator.Spec{Seed: "h200", Topology: "dgx-h100", Model: "H200-141GB", Machine: "DGXH200"}},
-	{file: "b200.json", spec: emulator.Spec{Seed: "b200", Topology: "dgx-h100", Model: "B200", Machine: "DGXB200"}},
-	{file: "gb200.json", spec: emulator.Spec{Seed: "gb200", Topology: "nvl72"}},
-	{file: "rtx-pro-6000.json", spec: emulator.Spec{Seed: "rtx-pro-6000", Topology: "pcie"}},
-	{file: "v100-dgx1.json", spec: emulator.Spec{Seed: "v100-dgx1", Topology: "dgx-1"}},
-	{file: "v100-dgx2.json", spec: emulator.Spec{Seed: "v100-dgx2", Topology: "dgx-2"}},
-	{
-		file: "a100-80-mig.json", spec: emulator.Spec{Seed: "a100-80-mig", Topology: "dgx-a100", Model: "A100-SXM4-80GB", GPUs: inMIG(0, 1, 2, 3, 4, 5)},
-		instances: map[int]string{
-			0: "1g.10gb@0 1g.10gb@1 1g.10gb@2 1g.10gb@3 1g.10gb@4 1g.10gb@5 1g.10gb@6",
-			1: "1g.10gb@0 1g.10gb@1 1g.10gb@2 1g.10gb@3 1g.10gb@4 1g.10gb@5!train/train-3 1g.10gb@6",
-			2: "3g.40gb@0 3g.40gb@4!infer/llm-0",
-			4: "1c.3g.40gb@0 1c.3g.40gb@0!infer/small-1 1c.3g.40gb@0 2g.20gb@4 1g.10gb@6",
-			5: "1g.10gb+me@0!media/encode-7 -2g.20gb@2 1g.20gb@4",
-		},
-		pending: []int{6},
-	},
-	{
-		file: "rtx-pro-6000-mig.json", spec: emulator.Spec{Seed: "rtx-pro-6000-mig", Topology: "pcie", Count: 4, GPUs: inMIG(0, 1, 2)},
-		instances: map[int]string{
-			0: "1g.24gb-me@0 1g.24gb-me@3!train/small-0 1g.24gb-me@6 1g.24gb+me.all@9!media/encode-0",
-			1: "2g.48gb+gfx@0 2g.48gb@6",
-		},
-	},
-}
-
-func inMIG(indices ...int) []emulator.GPUSpec {
-	gpus := make([]emulator.GPUSpec, len(indices))
-	for i, x := range indices {
-		gpus[i] = emulator.GPUSpec{Index: x, MIG: true}
-	}
-	return gpus
-}
-
 const testdata = "../testdata"
 
 // TestRecorded holds the recorded inventories against what the driver edge reads
@@ -92,12 +43,12 @@ func TestRecorded(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
-	for _, r := range recordings {
-		t.Run(r.file, func(t *testing.T) {
+	for _, r := range Machines {
+		t.Run(r.File, func(t *testing.T) {
 			var got bytes.Buffer
-			w, d := emulate(t, dir, r.spec)
-			holders := furnish(t, w, r.instances)
-			for _, i := range r.pending {
+			w, d := emulate(t, dir, r.Spec)
+			holders := furnish(t, w, r.Instances)
+			for _, i := range r.Pending {
 				if err := d.SetMIGMode(t.Context(), reading(t, d).GPUs[i].UUID, true); err != nil {
 					t.Fatal(err)
 				}
@@ -117,7 +68,7 @@ func TestRecorded(t *testing.T) {
 			if _, err := config.ReadInventory(got.Bytes()); err != nil {
 				t.Error(err)
 			}
-			path := filepath.Join(testdata, r.file)
+			path := filepath.Join(testdata, r.File)
 			if *update {
 				if err := os.WriteFile(path, got.Bytes(), 0o644); err != nil { //nolint:gosec // it is part of the source
 					t.Fatal(err)
@@ -138,7 +89,7 @@ func TestRecorded(t *testing.T) {
 // seat is a compute instance.
 type seat struct{ gpu, gi, ci int }
 
-// furnish makes instances as recordings has them, and says who holds which.
+// furnish makes instances as Machines has them, and says who holds which.
 func furnish(t *testing.T, w *emulator.World, on map[int]string) map[seat]string {
 	t.Helper()
 	holders := map[seat]string{}
