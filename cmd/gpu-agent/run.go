@@ -60,6 +60,7 @@ type runFlags struct {
 	http                      string
 	ignoredXids               xids
 	healthHold, healthProbe   time.Duration
+	linksEvery                time.Duration
 	whenBusy, foreign, reset  choice
 	numaHints                 choice
 	nodeLabels, nvidiaLabels  choice
@@ -84,6 +85,7 @@ func (f *runFlags) register(fs *flag.FlagSet) {
 	fs.Var(&f.ignoredXids, "ignored-xids", "Xid `numbers` that do not speak against a GPU: errors of applications")
 	fs.DurationVar(&f.healthHold, "health-hold", health.DefaultHold, "`time` that a faulty GPU must be without complaint before it is offered again")
 	fs.DurationVar(&f.healthProbe, "health-probe", health.DefaultProbe, "`time` between looks at a faulty GPU")
+	fs.DurationVar(&f.linksEvery, "links-every", time.Minute, "`time` between looks at NVLinks, whose lanes fail and return without a word")
 	fs.StringVar(&f.http, "http", ":9500", "`address` of metrics, probes and status; empty for none")
 	f.whenBusy = choice{"drain", []string{"drain", "wait"}}
 	fs.Var(&f.whenBusy, "when-busy", "what a GPU whose change waits for holders does with its idle devices: drain (withdraw) or wait (keep on offer)")
@@ -123,6 +125,9 @@ func (f *runFlags) complete() error {
 	}
 	if f.healthHold <= 0 || f.healthProbe <= 0 {
 		return errors.New("--health-hold and --health-probe must be positive")
+	}
+	if f.linksEvery <= 0 {
+		return errors.New("--links-every must be positive")
 	}
 	if err := f.cap.complete(); err != nil {
 		return err
@@ -224,6 +229,7 @@ func run(ctx context.Context, c console, args []string) error {
 		MemoryUnit:     gpu.MiB(f.unit),
 		KeepOffering:   f.whenBusy.value == "wait",
 		IdleTTL:        f.idleTTL,
+		LinksEvery:     f.linksEvery,
 		Label:          f.nodeLabels.value != "none",
 		Guest:          f.nvidiaLabels.value == "absent",
 		Align:          agent.Alignment(f.numaHints.value),

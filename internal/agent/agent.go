@@ -36,9 +36,6 @@ const (
 	// probes of faulty GPUs and changes of the partition cut it short.
 	// blindEvery is the same where the driver tells of no events.
 	inventoryEvery = 5 * time.Minute
-	// linksEvery is the same where there are NVLinks: a lane that fails, or works
-	// again, is no event.
-	linksEvery = time.Minute
 	blindEvery = 15 * time.Second
 	// lookPatience is how long a round waits for a reading, and driverPatience
 	// how long a reading may take: look-ups take up to five seconds on a B200
@@ -138,6 +135,10 @@ type Options struct {
 	// Guest has those of GPU Feature Discovery among them, where nobody else has
 	// written them.
 	Label, Guest bool
+	// LinksEvery is how long a reading of the driver is believed where there are
+	// NVLinks: a lane that fails, or works again, is no event. Zero is as long as
+	// elsewhere.
+	LinksEvery time.Duration
 	// Align says of which devices the kubelet is told the NUMA node (--numa-hints);
 	// empty is AlignNone.
 	Align Alignment
@@ -341,6 +342,9 @@ type Snapshot struct {
 // New returns an agent that has not looked at anything yet. Where there is a
 // cluster, no partition is chosen before SetNode has been called.
 func New(o Options, w Worlds) *Agent {
+	if o.LinksEvery <= 0 {
+		o.LinksEvery = inventoryEvery
+	}
 	a := &Agent{
 		opts:       o,
 		names:      ResourceNames(o.ResourceDomain),

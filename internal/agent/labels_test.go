@@ -16,11 +16,15 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
+// testLinks is how often NVLinks are looked at.
+const testLinks = time.Minute
+
 // joinedPair is two GPUs with four NVLink lanes between them.
 func joinedPair() *outside {
 	o := newOutside(2)
 	for i := range o.inv.GPUs {
 		o.inv.GPUs[i].Model = "NVIDIA A30"
+		o.inv.GPUs[i].Lanes = 4
 		o.inv.GPUs[i].Links = []gpu.Link{{To: 1 - i, NVLink: 4}}
 	}
 	return o
@@ -106,7 +110,7 @@ func TestALinkFailsAndReturns(t *testing.T) {
 					}
 				}
 			})
-			time.Sleep(linksEvery + time.Second)
+			time.Sleep(testLinks + time.Second)
 			synctest.Wait()
 		}
 		link(3)

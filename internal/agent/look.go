@@ -135,7 +135,7 @@ func (a *Agent) nextReading(now time.Time) time.Time {
 	}
 	next := a.readAt.Add(inventoryEvery)
 	if a.linked {
-		next = a.readAt.Add(linksEvery)
+		next = a.readAt.Add(min(a.opts.LinksEvery, inventoryEvery))
 	}
 	if a.blind.Load() {
 		next = a.readAt.Add(blindEvery)
@@ -197,8 +197,7 @@ func (a *Agent) setTopology() {
 	a.topology = topology.New(a.inv)
 	m := a.topology.Matrix()
 	a.matrix = &m
-	// All lanes may be down for a while.
-	a.linked = a.linked || slices.ContainsFunc(a.inv.GPUs, func(d gpu.Device) bool { return len(d.Links) > 0 })
+	a.linked = slices.ContainsFunc(a.inv.GPUs, func(d gpu.Device) bool { return d.Lanes > 0 || len(d.Links) > 0 })
 }
 
 // keepMIG keeps what is known of GPUs on which something is being done, or was when

@@ -108,6 +108,9 @@ type Device struct {
 	Path []string `json:"path,omitempty"`
 	// Links are the NVLinks that work now.
 	Links []Link `json:"links,omitempty"`
+	// Lanes is how many NVLink lanes the card has, up or down, wired to anything or
+	// not: an A100 PCIe without a bridge has 12.
+	Lanes int `json:"lanes,omitempty"`
 	// Fabric is the NVLink fabric beyond the node that the GPU belongs to; nil
 	// where there is none.
 	Fabric *Fabric `json:"fabric,omitempty"`
