@@ -36,7 +36,7 @@ const (
 	// probes of faulty GPUs and changes of the partition cut it short.
 	// blindEvery is the same where the driver tells of no events.
 	inventoryEvery = 5 * time.Minute
-	blindEvery = 15 * time.Second
+	blindEvery     = 15 * time.Second
 	// lookPatience is how long a round waits for a reading, and driverPatience
 	// how long a reading may take: look-ups take up to five seconds on a B200
 	// with many instances. readPauseMax bounds the pause after one that failed.
