@@ -63,8 +63,7 @@ func (c *Client) mark(ctx context.Context, m Marks) error {
 		if err != nil {
 			return err
 		}
-		node, err = c.applyMarks(ctx, node, m)
-		if err == nil || !apierrors.IsConflict(err) || try == markTries {
+		if err = c.applyMarks(ctx, node, m); err == nil || !apierrors.IsConflict(err) || try == markTries {
 			return err
 		}
 		node, err = c.listNode(ctx)
@@ -75,23 +74,23 @@ func (c *Client) mark(ctx context.Context, m Marks) error {
 // was judged on that Node, so the server is asked to refuse where it has another
 // by now: then no label of somebody else's is ever hit by the force that the
 // agent's own need.
-func (c *Client) applyMarks(ctx context.Context, node *Node, m Marks) (*Node, error) {
+func (c *Client) applyMarks(ctx context.Context, node *Node, m Marks) error {
 	labels, annotations := c.wanted(node, m)
 	if node.labels.has(labels, node.Labels) && node.annotations.has(annotations, node.Annotations) {
-		return node, nil
+		return nil
 	}
 	body, err := json.Marshal(map[string]any{"apiVersion": "v1", "kind": "Node", "metadata": map[string]any{
 		"name": c.options.NodeName, "resourceVersion": node.version, "labels": labels, "annotations": annotations}})
 	if err != nil {
-		return nil, fmt.Errorf("encode the request: %w", err)
+		return fmt.Errorf("encode the request: %w", err)
 	}
 	if err := c.marks.Wait(ctx); err != nil {
-		return nil, fmt.Errorf("wait, since somebody keeps changing what is written: %w", err)
+		return fmt.Errorf("wait, since somebody keeps changing what is written: %w", err)
 	}
 	force := true
 	after, err := c.patchNode(ctx, types.ApplyPatchType, body, metav1.PatchOptions{FieldManager: manager, Force: &force})
 	if err != nil {
-		return nil, err
+		return err
 	}
 	// What somebody else wrote too with the same value does not go with the last
 	// word of one of them. Below the agent's domain it is the agent that decides.
@@ -99,12 +98,13 @@ func (c *Client) applyMarks(ctx context.Context, node *Node, m Marks) (*Node, er
 	c.left(gone, "labels", node.labels, labels, after.Labels)
 	c.left(gone, "annotations", node.annotations, annotations, after.Annotations)
 	if len(gone) == 0 {
-		return after, nil
+		return nil
 	}
 	if body, err = json.Marshal(map[string]any{"metadata": gone}); err != nil {
-		return nil, fmt.Errorf("encode the request: %w", err)
+		return fmt.Errorf("encode the request: %w", err)
 	}
-	return c.patchNode(ctx, types.MergePatchType, body, metav1.PatchOptions{FieldManager: manager})
+	_, err = c.patchNode(ctx, types.MergePatchType, body, metav1.PatchOptions{FieldManager: manager})
+	return err
 }
 
 // wanted is what the agent writes on a Node.
@@ -184,7 +184,7 @@ func readOwners(object *unstructured.Unstructured) (labels, annotations owners) 
 				Annotations map[string]json.RawMessage `json:"f:annotations"`
 			} `json:"f:metadata"`
 		}
-		if json.Unmarshal(entry.FieldsV1.Raw, &fields) != nil {
+		if json.Unmarshal(entry.FieldsV1.GetRawBytes(), &fields) != nil {
 			continue
 		}
 		for _, each := range []struct {
