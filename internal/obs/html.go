@@ -775,7 +775,7 @@ func (p *sheet) devices(g GPUStatus, rows []tenant) []tenant {
 		p.put("</tbody></table>\n")
 	}
 	if free := couldStand(g.MIG.Slots); free != "" {
-		p.put(`<p class="fine">Could be made: {}</p>`+"\n", free)
+		p.put(`<p class="fine after">Could be made: {}</p>`+"\n", free)
 	}
 	// A container with several devices of one resource is one holder and has
 	// several lines above.

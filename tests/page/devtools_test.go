@@ -187,13 +187,21 @@ type tab struct {
 
 // view is how a page is looked at.
 type view struct {
-	width int
-	dark  bool
-	scale float64 // pixels of the picture for one of the page
+	width  int
+	dark   bool
+	forced bool    // the system's few colours instead of the page's
+	scale  float64 // pixels of the picture for one of the page
 }
 
 func (v view) String() string {
-	return fmt.Sprintf("%dpx-%s", v.width, map[bool]string{true: "dark", false: "light"}[v.dark])
+	return fmt.Sprintf("%dpx-%s%s", v.width, v.scheme(), map[bool]string{true: "-forced"}[v.forced])
+}
+
+func (v view) scheme() string {
+	if v.dark {
+		return "dark"
+	}
+	return "light"
 }
 
 // open loads a page. The window is as high as it has to be to show all of it.
@@ -209,14 +217,17 @@ func (b *browser) open(ctx context.Context, url string, v view) (*tab, error) {
 		return nil, err
 	}
 	t.session = session.SessionID
-	scheme := map[bool]string{true: "dark", false: "light"}[v.dark]
+	features := []map[string]string{{"name": "prefers-color-scheme", "value": v.scheme()}}
+	if v.forced {
+		features = append(features, map[string]string{"name": "forced-colors", "value": "active"})
+	}
 	for _, c := range []struct {
 		method string
 		params any
 	}{
 		{"Page.enable", nil}, {"Runtime.enable", nil}, {"Log.enable", nil}, {"Network.enable", nil}, {"Accessibility.enable", nil},
 		{"Emulation.setFocusEmulationEnabled", map[string]any{"enabled": true}},
-		{"Emulation.setEmulatedMedia", map[string]any{"features": []any{map[string]any{"name": "prefers-color-scheme", "value": scheme}}}},
+		{"Emulation.setEmulatedMedia", map[string]any{"features": features}},
 		{"Emulation.setDeviceMetricsOverride", v.metrics(800)},
 	} {
 		if c.params == nil {

@@ -3,9 +3,10 @@
 // Package page looks at the agent's status page as people will: in a browser.
 //
 // Chromium's headless shell loads /statusz from the agent's own server, in the
-// light and the dark, in windows of 360, 768 and 1280 pixels, with each of a few
-// nodes: one with everything on it, a cube mesh, sixteen GPUs, none, one whose
-// every word is hostile. For each of them the browser is asked
+// light, the dark and the system's own colours, in windows of 320 to 1280 pixels,
+// with each of a few nodes: one with everything on it, one with all that can be
+// wrong, a cube mesh, sixteen GPUs, none, one whose every word is hostile. For
+// each of them the browser is asked
 //
 //   - whether it complains: of a request it refused, of a style it did not apply
 //   - whether the page is wider than the window
