@@ -107,6 +107,9 @@ func TestTopologiesOfTheWorld(t *testing.T) {
 				if links := linksOf(want.Model, board.Links[i]); !slices.Equal(dev.Links, links) {
 					t.Errorf("GPU %d: links %+v, want %+v", i, dev.Links, links)
 				}
+				if dev.Lanes != len(board.Links[i]) {
+					t.Errorf("GPU %d: %d lanes, want %d", i, dev.Lanes, len(board.Links[i]))
+				}
 				if !reflect.DeepEqual(dev.Fabric, fabric) {
 					t.Errorf("GPU %d: fabric %+v, want %+v", i, dev.Fabric, fabric)
 				}

@@ -22,6 +22,13 @@ func links(t *testing.T, opts nvml.Options) {
 	inv := read(t, Open(t, opts))
 	linked := false
 	for _, dev := range inv.GPUs {
+		up := 0
+		for _, l := range dev.Links {
+			up += l.NVLink
+		}
+		if up > dev.Lanes {
+			t.Errorf("GPU %d has %d lanes, of which %d are up", dev.Index, dev.Lanes, up)
+		}
 		for _, l := range dev.Links {
 			linked = true
 			if l.NVLink <= 0 || l.Version < 0 || l.LaneMBps < 0 {

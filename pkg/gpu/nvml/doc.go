@@ -120,7 +120,8 @@
 // What the kernel knows of NUMA nodes, processors, PCI bridges and RDMA cards is
 // read from sysfs (package topology) beside the door, and anew with each inventory.
 // It may hang where a network card's firmware does: then an inventory waits a
-// second at most, has what was known last, and later ones do not wait. Where sysfs
+// second, has of the cards what was known last, and later ones do not wait; the rest
+// is read without them. Where sysfs
 // has no NUMA node for a GPU the driver may know the memory that is nearest.
 //
 // # MIG

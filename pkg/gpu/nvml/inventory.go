@@ -28,10 +28,10 @@ import (
 // what the kernel says of the machine are read anew each time.
 func (d *Driver) Inventory(ctx context.Context) (gpu.Inventory, error) {
 	inv, err := call(ctx, d, "read the inventory", func() (gpu.Inventory, error) { return d.inventory(ctx) })
-	if err == nil {
-		d.place(ctx, &inv)
+	if err != nil {
+		return inv, err
 	}
-	return inv, err
+	return inv, d.place(ctx, &inv)
 }
 
 func (d *Driver) inventory(ctx context.Context) (gpu.Inventory, error) {
@@ -80,8 +80,8 @@ func (d *Driver) inventory(ctx context.Context) (gpu.Inventory, error) {
 			continue
 		}
 		own := d.lanesOf(h, dev)
-		dev.Links, dev.Fabric = own.joined(i, inv.GPUs), nil
-		if len(own.lanes) > 0 {
+		dev.Lanes, dev.Links, dev.Fabric = len(own.lanes), own.joined(i, inv.GPUs), nil
+		if dev.Lanes > 0 {
 			dev.Fabric = d.fabric(h, d.last[dev.UUID].Fabric)
 		}
 		d.last[dev.UUID] = *dev

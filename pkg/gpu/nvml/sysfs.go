@@ -27,24 +27,65 @@ const sysWait = time.Second
 // is read beside the driver's door: it is no call of the driver, and a network
 // card that hangs must not look like a GPU that does.
 type machine struct {
-	door *door
+	all, cardless *door // for readings with and without network cards
 
 	mu sync.Mutex
 	// Guarded by mu; as last read:
 	rest gpu.Inventory           // all but the GPUs
 	gpus map[gpu.UUID]gpu.Device // where they are, and what kind of PCI device
-	// silent says that it could not be read, which is logged once.
+	// silent says that network cards could not be read, which is logged once.
 	silent bool
 }
 
 func newMachine() *machine {
-	return &machine{door: newDoor(), gpus: map[gpu.UUID]gpu.Device{}}
+	return &machine{all: newDoor(), cardless: newDoor(), gpus: map[gpu.UUID]gpu.Device{}}
 }
 
 // place adds to an inventory what the kernel knows. What it cannot say now, or no
-// longer, as of a GPU that fell off the bus, is as it was.
-func (d *Driver) place(ctx context.Context, inv *gpu.Inventory) {
-	m := d.machine
+// longer, as of a GPU that fell off the bus, is as it was. The error wraps
+// gpu.ErrTimeout where ctx has ended before that is known.
+func (d *Driver) place(ctx context.Context, inv *gpu.Inventory) error {
+	m, sys := d.machine, os.DirFS(d.opts.SysRoot)
+	read, silent := m.read(ctx, m.all, sys, inv)
+	err := silent
+	if silent != nil {
+		read, err = m.read(ctx, m.cardless, withoutCards{sys}, inv)
+	}
+	if err != nil && ctx.Err() != nil {
+		return fmt.Errorf("read %s: %w: %w", d.opts.SysRoot, gpu.ErrTimeout, context.Cause(ctx))
+	}
+
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if silent != nil && !m.silent {
+		d.log.Warn("network cards do not answer the kernel; what they said last goes on", "err", silent)
+	}
+	if m.silent = silent != nil; !m.silent {
+		m.rest.NICs = read.NICs
+	}
+	if err == nil {
+		m.rest.Machine, m.rest.NUMA = read.Machine, read.NUMA
+	}
+	inv.Machine, inv.NUMA, inv.NICs = m.rest.Machine, slices.Clone(m.rest.NUMA), cloneNICs(m.rest.NICs)
+	for i := range inv.GPUs {
+		dev := &inv.GPUs[i]
+		now, known := m.gpus[dev.UUID]
+		if err == nil && (!known || dev.Fault == "" || read.GPUs[i].CPUs != "" || read.GPUs[i].Path != nil) {
+			now, known = read.GPUs[i], true
+			if dev.UUID != "" {
+				m.gpus[dev.UUID] = now
+			}
+		}
+		if known {
+			now = clone(now)
+			dev.NUMA, dev.CPUs, dev.Path, dev.PCIClass, dev.VGPU = now.NUMA, now.CPUs, now.Path, now.PCIClass, now.VGPU
+		}
+	}
+	return nil
+}
+
+// read reads sysfs through a door, of the GPUs of an inventory.
+func (m *machine) read(ctx context.Context, door *door, sys fs.FS, inv *gpu.Inventory) (gpu.Inventory, error) {
 	// Of its own: whoever reads may go on when nobody waits any more.
 	asked := gpu.Inventory{GPUs: make([]gpu.Device, len(inv.GPUs))}
 	m.mu.Lock()
@@ -57,39 +98,30 @@ func (d *Driver) place(ctx context.Context, inv *gpu.Inventory) {
 	m.mu.Unlock()
 	ctx, cancel := context.WithTimeout(ctx, sysWait)
 	defer cancel()
-	read, err := through(ctx, m.door, "read "+d.opts.SysRoot, func() (gpu.Inventory, error) {
-		sys := os.DirFS(d.opts.SysRoot)
+	return through(ctx, door, "read sysfs", func() (gpu.Inventory, error) {
 		topology.Read(sys, &asked)
 		for i := range asked.GPUs {
 			readPCI(sys, &asked.GPUs[i])
 		}
 		return asked, nil
 	}, nil)
-
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if err != nil && !m.silent {
-		d.log.Warn("the kernel does not say where GPUs and network cards are; what it said last goes on", "err", err)
-	}
-	if m.silent = err != nil; !m.silent {
-		m.rest = gpu.Inventory{Machine: read.Machine, NUMA: read.NUMA, NICs: read.NICs}
-	}
-	inv.Machine, inv.NUMA, inv.NICs = m.rest.Machine, slices.Clone(m.rest.NUMA), cloneNICs(m.rest.NICs)
-	for i := range inv.GPUs {
-		dev := &inv.GPUs[i]
-		now, known := m.gpus[dev.UUID]
-		if !m.silent && (!known || dev.Fault == "" || read.GPUs[i].CPUs != "" || read.GPUs[i].Path != nil) {
-			now, known = read.GPUs[i], true
-			if dev.UUID != "" {
-				m.gpus[dev.UUID] = now
-			}
-		}
-		if known {
-			now = clone(now)
-			dev.NUMA, dev.CPUs, dev.Path, dev.PCIClass, dev.VGPU = now.NUMA, now.CPUs, now.Path, now.PCIClass, now.VGPU
-		}
-	}
 }
+
+// withoutCards is sysfs without RDMA network cards.
+type withoutCards struct{ fs.FS }
+
+func (w withoutCards) Open(name string) (fs.File, error) {
+	if name == cards || strings.HasPrefix(name, cards+"/") {
+		return nil, &fs.PathError{Op: "open", Path: name, Err: fs.ErrNotExist}
+	}
+	return w.FS.Open(name)
+}
+
+func (w withoutCards) ReadLink(name string) (string, error)   { return fs.ReadLink(w.FS, name) }
+func (w withoutCards) Lstat(name string) (fs.FileInfo, error) { return fs.Lstat(w.FS, name) }
+
+// cards is where sysfs lists RDMA network cards.
+const cards = "class/infiniband"
 
 func cloneNICs(list []gpu.NIC) []gpu.NIC {
 	list = slices.Clone(list)

@@ -3,6 +3,9 @@
 package nvml
 
 import (
+	"context"
+	"errors"
+	"fmt"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -10,6 +13,7 @@ import (
 	"strings"
 	"testing"
 	"testing/fstest"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -123,55 +127,101 @@ func laySysfs(t *testing.T, root string, files map[string]string) {
 	}
 }
 
-// What the kernel said of a GPU that fell off the bus stays, and so does all while
-// sysfs hangs; a caller may do with its copy what it likes.
-func TestPlaceRemembers(t *testing.T) {
-	root := t.TempDir()
-	d := &Driver{opts: Options{SysRoot: root}, machine: newMachine(), log: slog.New(slog.NewTextHandler(t.Output(), nil))}
-	laySysfs(t, root, map[string]string{"numa_node": "1\n", "local_cpulist": "8-15\n", "class": "0x030200\n"})
-	two := 2
-	place := func(fault string) gpu.Device {
-		inv := gpu.Inventory{GPUs: []gpu.Device{{UUID: "GPU-0", PCI: "00000000:07:00.0", NUMA: &two, Fault: fault}}}
-		d.place(t.Context(), &inv)
-		got := clone(inv.GPUs[0])
-		if inv.GPUs[0].NUMA != nil && inv.GPUs[0].NUMA != &two {
-			*inv.GPUs[0].NUMA = -7
-		}
-		return got
+// placed is an inventory of one GPU, with what the kernel says.
+func placed(t *testing.T, d *Driver, fault string) gpu.Inventory {
+	t.Helper()
+	node := 2 // the driver's word
+	inv := gpu.Inventory{GPUs: []gpu.Device{{UUID: "GPU-0", PCI: "00000000:07:00.0", NUMA: &node, Fault: fault}}}
+	if err := d.place(t.Context(), &inv); err != nil {
+		t.Error(err)
 	}
-	expect := func(name string, got gpu.Device, numa int, cpus, class string) {
-		t.Helper()
-		if got.NUMA == nil || *got.NUMA != numa || got.CPUs != cpus || got.PCIClass != class {
-			t.Errorf("%s: NUMA node %v, CPUs %q, class %q; want %d, %q, %q", name, got.NUMA, got.CPUs, got.PCIClass, numa, cpus, class)
-		}
-	}
-	expect("at first", place(""), 1, "8-15", "0x030200")
-	laySysfs(t, root, map[string]string{"numa_node": "", "local_cpulist": "", "class": ""})
-	expect("off the bus", place("it fell off the bus"), 1, "8-15", "0x030200")
-	laySysfs(t, root, map[string]string{"numa_node": "0\n", "local_cpulist": "0-7\n"})
-	expect("back in another slot", place(""), 0, "0-7", "0x030200")
+	return inv
+}
 
-	// A file whose reading hangs: a pipe that nobody writes to.
-	laySysfs(t, root, map[string]string{"numa_node": ""})
-	pipe := filepath.Join(root, "bus/pci/devices/0000:07:00.0/numa_node")
-	if err := unix.Mkfifo(pipe, 0o644); err != nil {
-		t.Fatal(err)
+func expectPlace(t *testing.T, name string, inv gpu.Inventory, numa int, cpus, class string) {
+	t.Helper()
+	got := inv.GPUs[0]
+	if got.NUMA == nil || *got.NUMA != numa || got.CPUs != cpus || got.PCIClass != class {
+		t.Errorf("%s: NUMA node %v, CPUs %q, class %q; want %d, %q, %q", name, got.NUMA, got.CPUs, got.PCIClass, numa, cpus, class)
+		return
 	}
-	for range 2 {
-		expect("while sysfs hangs", place(""), 0, "0-7", "0x030200")
+	*got.NUMA = -7 // a caller may do with its copy what it likes
+}
+
+func sysfsDriver(t *testing.T) (*Driver, string) {
+	root := t.TempDir()
+	return &Driver{opts: Options{SysRoot: root}, machine: newMachine(), log: slog.New(slog.NewTextHandler(t.Output(), nil))}, root
+}
+
+// What the kernel said of a GPU that fell off the bus stays; of one that sysfs does
+// not know the driver's word counts.
+func TestPlaceRemembers(t *testing.T) {
+	d, root := sysfsDriver(t)
+	expectPlace(t, "without sysfs", placed(t, d, ""), 2, "", "")
+	laySysfs(t, root, map[string]string{"numa_node": "1\n", "local_cpulist": "8-15\n", "class": "0x030200\n"})
+	expectPlace(t, "with it", placed(t, d, ""), 1, "8-15", "0x030200")
+	laySysfs(t, root, map[string]string{"numa_node": "", "local_cpulist": "", "class": ""})
+	expectPlace(t, "off the bus", placed(t, d, "it fell off the bus"), 1, "8-15", "0x030200")
+	laySysfs(t, root, map[string]string{"numa_node": "0\n", "local_cpulist": "0-7\n"})
+	expectPlace(t, "back in another slot", placed(t, d, ""), 0, "0-7", "0x030200")
+	ended, end := context.WithCancel(t.Context())
+	end()
+	if err := d.place(ended, &gpu.Inventory{}); !errors.Is(err, gpu.ErrTimeout) || !errors.Is(err, context.Canceled) {
+		t.Errorf("for one who has left: %v, want ErrTimeout", err)
 	}
-	writer, err := os.OpenFile(pipe, os.O_WRONLY|unix.O_NONBLOCK, 0) // the reader is there: it hung
-	if err != nil {
-		t.Fatal(err)
-	}
-	laySysfs(t, root, map[string]string{"numa_node": "1\n"})
-	if err := writer.Close(); err != nil {
-		t.Fatal(err)
-	}
-	await := func() bool { got := place(""); return got.NUMA != nil && *got.NUMA == 1 }
-	for !await() {
-		if t.Context().Err() != nil {
-			t.Fatal("in vain awaited that sysfs is read again")
+}
+
+// A network card whose firmware hangs keeps nobody from knowing where GPUs are, from
+// the beginning or later; of the cards what was known goes on, until it answers.
+func TestPlaceBesideACardThatHangs(t *testing.T) {
+	for _, known := range []bool{false, true} {
+		d, root := sysfsDriver(t)
+		laySysfs(t, root, map[string]string{"numa_node": "1\n", "local_cpulist": "8-15\n"})
+		card, port := filepath.Join(root, "devices/pci0000:16/0000:18:00.0"), filepath.Join(root, "class/infiniband/mlx5_0/ports/1")
+		if err := errors.Join(os.MkdirAll(card, 0o755), os.MkdirAll(port, 0o755),
+			os.Symlink("../../../devices/pci0000:16/0000:18:00.0", filepath.Join(root, "class/infiniband/mlx5_0/device"))); err != nil {
+			t.Fatal(err)
+		}
+		state := filepath.Join(port, "state")
+		for name, content := range map[string]string{state: "4: ACTIVE\n", filepath.Join(port, "link_layer"): "InfiniBand\n"} {
+			if err := os.WriteFile(name, []byte(content), 0o644); err != nil {
+				t.Fatal(err)
+			}
+		}
+		cards := 0
+		if known {
+			if cards = len(placed(t, d, "").NICs); cards != 1 {
+				t.Fatalf("%d network cards, want one", cards)
+			}
+		}
+		// A file whose reading hangs: a pipe that nobody writes to.
+		if err := errors.Join(os.Remove(state), unix.Mkfifo(state, 0o644)); err != nil {
+			t.Fatal(err)
+		}
+		for i := range 2 {
+			laySysfs(t, root, map[string]string{"numa_node": fmt.Sprintf("%d\n", i)})
+			inv := placed(t, d, "")
+			expectPlace(t, "while a card hangs", inv, i, "8-15", "")
+			if len(inv.NICs) != cards {
+				t.Errorf("network cards %+v, want %d", inv.NICs, cards)
+			}
+		}
+		writer, err := os.OpenFile(state, os.O_WRONLY|unix.O_NONBLOCK, 0) // the reader is there: it hung
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := errors.Join(os.Remove(state), os.WriteFile(state, []byte("1: DOWN\n"), 0o644), writer.Close()); err != nil {
+			t.Fatal(err)
+		}
+		patience, end := context.WithTimeout(t.Context(), 2*time.Minute) // no expectation
+		defer end()
+		for {
+			if inv := placed(t, d, ""); len(inv.NICs) == 1 && !inv.NICs[0].Active {
+				break
+			}
+			if patience.Err() != nil {
+				t.Fatal("in vain awaited that the card is read again")
+			}
 		}
 	}
 }
