@@ -28,10 +28,10 @@ import (
 // what the kernel says of the machine are read anew each time.
 func (d *Driver) Inventory(ctx context.Context) (gpu.Inventory, error) {
 	inv, err := call(ctx, d, "read the inventory", func() (gpu.Inventory, error) { return d.inventory(ctx) })
-	if err != nil {
-		return inv, err
+	if err == nil {
+		err = d.place(ctx, &inv)
 	}
-	return inv, d.place(ctx, &inv)
+	return inv, err
 }
 
 func (d *Driver) inventory(ctx context.Context) (gpu.Inventory, error) {
