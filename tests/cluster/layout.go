@@ -225,12 +225,14 @@ func (s State) alive() bool { return s.Keeper.alive() && s.Init.alive() }
 
 func (n Node) state() (State, error) {
 	var s State
-	return s, readJSON(n.path("state.json"), &s)
+	err := readJSON(n.path("state.json"), &s)
+	return s, err
 }
 
 func (n Node) spec() (Spec, error) {
 	var s Spec
-	return s, readJSON(n.path("spec.json"), &s)
+	err := readJSON(n.path("spec.json"), &s)
+	return s, err
 }
 
 func readJSON(file string, v any) error {
