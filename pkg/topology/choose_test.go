@@ -47,6 +47,13 @@ func TestMachines(t *testing.T) {
 		join(mixed, i, (i+1)%4, 1)
 	}
 	join(mixed, 4, 5, 12)
+	thick := bridged(twoSockets(8), 12) // as mixed, the other way round
+	for i := 4; i < 8; i++ {
+		thick.GPUs[i].Links = nil
+	}
+	for i := range 4 {
+		join(thick, 4+i, 4+(i+1)%4, 1)
+	}
 	oneNode := node(make([][]gpu.Link, 4)...)
 
 	for _, tc := range []struct {
@@ -71,6 +78,7 @@ func TestMachines(t *testing.T) {
 		{"PCIe only, four do not fit one node", twoSockets(8), "1 1 2 4 -0 -4 -1 2", "0 | 1 | 2 3 | 4 5 6 7 | 0 1"},
 		{"asymmetric", asymmetric, "2 2 2 2", "2 3 | 4 5 | 0 1 | 6 7"},
 		{"joined before thick", mixed, "4 2 2", "0 1 2 3 | 4 5 | 6 7"},
+		{"joined before thick, which comes first", thick, "4 2 2", "4 5 6 7 | 0 1 | 2 3"},
 		{"thick before thin", mixed, "2 1 3", "4 5 | 6 | 0 1 2"},
 		{"nothing is known", oneNode, "2 1 1", "0 1 | 2 | 3"},
 		{"what is left counts beyond what is offered", bridged(twoSockets(8), 12), "1 1:1,2,4 2", "0 | 1 | 2 3"},
@@ -221,6 +229,10 @@ func TestSpareIsChoosingOne(t *testing.T) {
 func randomNode(rng *rand.Rand, n int) *gpu.Inventory {
 	inv := node(make([][]gpu.Link, n)...)
 	linked, wide, speeds, nodes, bridges := rng.IntN(4), 1+rng.IntN(4), rng.IntN(3), 1+rng.IntN(3), 1+rng.IntN(4)
+	thin := 3
+	if rng.IntN(2) == 0 {
+		thin = 3 * (1 + n) // a few links in all, so that there are parts
+	}
 	for i := range inv.GPUs {
 		d := &inv.GPUs[i]
 		if rng.IntN(8) > 0 {
@@ -242,7 +254,7 @@ func randomNode(rng *rand.Rand, n int) *gpu.Inventory {
 			d.Links = append(d.Links, l)
 		}
 		for to := range n {
-			if linked > 0 && rng.IntN(3) < linked {
+			if linked > 0 && rng.IntN(thin) < linked {
 				l := link()
 				l.To = to
 				d.Links = append(d.Links, l)
@@ -451,6 +463,9 @@ func TestChooseOfMany(t *testing.T) {
 	for _, n := range []int{17, 24, 64, 72} {
 		inv := bridged(twoSockets(n), 12)
 		g := New(inv)
+		if set, err := g.Choose(Request{Available: all(inv)}); err != nil || len(set) > 0 {
+			t.Fatalf("none of %d: %v, %v", n, set, err)
+		}
 		for _, want := range []int{1, 2, 3, n / 2, n - 1, n} {
 			set, err := g.Choose(Request{Available: all(inv), N: want})
 			if err != nil || len(set) != want {
@@ -501,6 +516,12 @@ func TestGrowIsNeverBetter(t *testing.T) {
 			t.Fatalf("%d of %d are too many to search", need, len(open))
 		}
 		exact, grown := as(set), as(p.grow(must, open[len(must):], need))
+		if start := open[:max(len(must), 1)]; n >= len(start) {
+			set, sum := p.growFrom(start, open, n-len(start))
+			if want := as(set); sum.parts != want.parts || sum.in.link != int64(want.link) || sum.in.near != int64(want.near) {
+				t.Fatalf("%v is taken for %+v and is %+v", set, sum, want)
+			}
+		}
 		if grown.compare(exact) > 0 {
 			t.Fatalf("grown %+v, exact %+v", grown, exact)
 		}

@@ -71,11 +71,19 @@ func TestWeak(t *testing.T) {
 	twoKinds := switched(twoSockets(4), 18)
 	twoKinds.GPUs[3].Model = "A100"
 	twoKinds.GPUs[3].Links[0].NVLink = 12
+	twoWays := bridged(switched(twoSockets(8), 18), 12)
+	for i := range 4 {
+		twoWays.GPUs[i].Links = twoWays.GPUs[i].Links[1:] // direct ones only
+	}
+	for i := 4; i < 8; i++ {
+		twoWays.GPUs[i].Links = twoWays.GPUs[i].Links[:1]
+	}
 	for _, tc := range []struct {
 		name string
 		inv  *gpu.Inventory
 		want []string
 	}{
+		{"some with a switch, some with direct links", twoWays, nil},
 		{"nothing", nil, nil},
 		{"PCIe only", twoSockets(4), nil},
 		{"all is well at the switch", switched(twoSockets(8), 18), nil},

@@ -8,6 +8,7 @@ import (
 	"flag"
 	"os"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 
@@ -100,6 +101,17 @@ func TestMatrix(t *testing.T) {
 	}
 	if data, _ := json.Marshal(New(nil).Matrix()); string(data) != `{"gpus":[],"cells":[]}` {
 		t.Errorf("of nothing: %s", data)
+	}
+}
+
+// Who does not answer has no links that are known.
+func TestMatrixOfFaults(t *testing.T) {
+	inv := switched(twoSockets(4), 18)
+	inv.GPUs[1].Fault = "no answer"
+	inv.GPUs[3].Fault, inv.GPUs[3].Gone = "gone", true
+	m := New(inv).Matrix()
+	if want := []int{0, 2}; !slices.Equal(m.Switched, want) || len(m.Joined) != 1 || !slices.Equal(m.Joined[0], want) || len(m.Weak) > 0 {
+		t.Errorf("%+v", m)
 	}
 }
 

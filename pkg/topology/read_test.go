@@ -103,6 +103,8 @@ func machine() fstest.MapFS {
 		ib0+"/infiniband/mlx5_10/node_type: 1: CA",
 		ib0+"/infiniband/mlx5_10/ports/1/link_layer: InfiniBand",
 		ib0+"/infiniband/mlx5_10/ports/1/state: 4: ACTIVE",
+		ib0+"/infiniband/mlx5_10/ports/2/link_layer: Ethernet",
+		ib0+"/infiniband/mlx5_10/ports/2/state: 1: DOWN",
 		"class/infiniband/mlx5_2 -> ../../devices/pci0000:40/0000:40:00.0/infiniband/mlx5_2",
 		"devices/pci0000:40/0000:40:00.0/infiniband/mlx5_2/device -> ../../../0000:40:00.0",
 		"devices/pci0000:40/0000:40:00.0/infiniband/mlx5_2/ports/1/link_layer: Ethernet",
@@ -115,7 +117,9 @@ func machine() fstest.MapFS {
 		"class/infiniband/rdmap0s6/ports/1/state: 4: ACTIVE",
 		"devices/pci0000:00/0000:00:06.0/vendor: 0x1d0f",
 		"devices/pci0000:00/0000:00:06.0/numa_node: 1",
-		// A virtual function of a card that is here, software, iWARP.
+		// A virtual function of a card that is here, software, iWARP, no card at all.
+		"class/infiniband/host/device -> ../../../devices/pci0000:40",
+		"class/infiniband/host/ports/1/link_layer: Ethernet",
 		"class/infiniband/mlx5_11/device -> ../../../devices/pci0000:40/0000:40:00.1",
 		"class/infiniband/mlx5_11/ports/1/link_layer: Ethernet",
 		"devices/pci0000:40/0000:40:00.1/physfn -> ../0000:40:00.0",
@@ -198,6 +202,7 @@ func TestReadStrangeSysfs(t *testing.T) {
 		"files for directories": sysfs("class: ", "bus: ", "devices: "),
 		"a circle":              sysfs(device + " -> ../devices/0000:19:00.0"),
 		"out of the tree":       sysfs(device + " -> ../../../../../../../../etc"),
+		"too far up":            sysfs(device+" -> ../../../../../devices/pci0000:00/0000:19:00.0", "devices/pci0000:00/0000:19:00.0/x: "),
 		"an absolute link":      sysfs(device + " -> /sys/devices/pci0000:00/0000:19:00.0"),
 		"another device":        sysfs(device+" -> ../../../devices/pci0000:00/0000:20:00.0", "devices/pci0000:00/0000:20:00.0/x: "),
 		"not on a PCI bus":      sysfs(device+" -> ../../../devices/platform/0000:19:00.0", "devices/platform/0000:19:00.0/x: "),

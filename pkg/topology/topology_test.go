@@ -121,6 +121,11 @@ func TestLevels(t *testing.T) {
 			gpu.Device{Path: []string{"pci0000:00", "0000:00:01.0", "0000:01:00.0", "0000:02:00.0", "0000:03:00.0", "0000:04:00.0"}},
 			gpu.Device{Path: []string{"pci0000:00", "0000:00:01.0", "0000:01:00.0", "0000:02:04.0"}}, 2, LevelSwitches,
 		},
+		{
+			"a switch behind one side of a switch",
+			gpu.Device{Path: []string{"pci0000:00", "0000:00:01.0", "0000:01:00.0", "0000:02:00.0", "0000:03:00.0"}},
+			gpu.Device{Path: []string{"pci0000:00", "0000:00:01.0", "0000:01:00.0", "0000:02:04.0"}}, 2, LevelSwitches,
+		},
 		{"two host bridges of one node", gpu.Device{Path: []string{"pci0000:00"}, NUMA: one}, gpu.Device{Path: []string{"pci0000:40"}, NUMA: one}, 2, LevelNode},
 		{"two host bridges of two nodes", gpu.Device{Path: []string{"pci0000:00"}, NUMA: one}, gpu.Device{Path: []string{"pci0000:80"}, NUMA: two}, 2, LevelSystem},
 		{"one bus address in two domains", gpu.Device{Path: []string{"pci0000:00", "0000:00:01.0"}, NUMA: one}, gpu.Device{Path: []string{"pci0001:00", "0000:00:01.0"}, NUMA: two}, 2, LevelSystem},
@@ -144,12 +149,13 @@ func TestLevels(t *testing.T) {
 func TestGraphStays(t *testing.T) {
 	inv := switched(twoSockets(4), 18)
 	g := New(inv)
-	before := g.Matrix()
+	said := func() string { return fmt.Sprintf("%+v", g.Matrix().GPUs[0].CPUs+g.Matrix().NUMA[0].CPUs) }
+	before, text := g.Matrix(), said()
 	for i := range inv.GPUs {
 		inv.GPUs[i] = gpu.Device{Index: i, UUID: "other", Fault: "fault"}
 	}
 	inv.NUMA[0].CPUs = "none"
-	if after := g.Matrix(); !reflect.DeepEqual(before, after) || len(g.Joined()) != 1 {
+	if after := g.Matrix(); !reflect.DeepEqual(before, after) || said() != text || len(g.Joined()) != 1 {
 		t.Errorf("was\n%+v\nand is\n%+v", before, after)
 	}
 }
