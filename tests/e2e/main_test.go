@@ -79,9 +79,10 @@ var start = sync.OnceValue(func() error {
 })
 
 // deploy deploys the agent as all tests want it: a GPU need not be without
-// complaint for a minute before it is offered again.
+// complaint for a minute before it is offered again, and NVLink lanes are not
+// looked at once a minute.
 func deploy(ctx context.Context, o lab.DeployOptions) (*lab.Agent, error) {
-	env := map[string]string{"GPU_AGENT_HEALTH_HOLD": "2s", "GPU_AGENT_HEALTH_PROBE": "500ms"}
+	env := map[string]string{"GPU_AGENT_HEALTH_HOLD": "2s", "GPU_AGENT_HEALTH_PROBE": "500ms", "GPU_AGENT_LINKS_EVERY": "2s"}
 	maps.Copy(env, o.Env)
 	o.Env = env
 	return node.Deploy(ctx, o)

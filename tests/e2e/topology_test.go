@@ -79,8 +79,8 @@ func neighbours(x, y lab.GPUInfo) bool {
 
 // aligned makes a pod of some GPUs and CPUs of its own, and checks that all of
 // them are of one NUMA node, by the hardware's word and by the kubelet's, and that
-// NVLink joins the GPUs, which it returns.
-func (b *bench) aligned(name string, count, cpus int) []lab.GPUInfo {
+// NVLink joins the GPUs, which it returns too.
+func (b *bench) aligned(name string, count, cpus int) (*lab.RunningPod, []lab.GPUInfo) {
 	b.Helper()
 	pod, gpus := b.pinned(name, count, cpus)
 	given, err := pod.Given(b.ctx, "")
@@ -113,7 +113,7 @@ func (b *bench) aligned(name string, count, cpus int) []lab.GPUInfo {
 		b.Errorf("%s has GPUs %v: %v", pod, indexes(gpus), err)
 	}
 	b.Logf("%d GPUs and %d CPUs: GPUs %v and CPUs %v of NUMA node %d", count, cpus, indexes(gpus), given.CPUs, home)
-	return gpus
+	return pod, gpus
 }
 
 // pinned makes a pod of some GPUs and CPUs of its own and waits until it runs.
@@ -170,7 +170,14 @@ func TestTopology(t *testing.T) {
 		b.must(pod.Delete(b.ctx))
 		b.aligned("four", 4, 8)
 		b.aligned("one", 1, 2)
-		b.aligned("two", 2, 4)
+		two, gpus := b.aligned("two", 2, 4)
+		// A kubelet that starts anew judges its pods again, with hints.
+		b.must(node.RestartKubelet(b.ctx))
+		b.offersAll(map[string]int{lab.GPU: 8})
+		b.must(two.RestartContainer(b.ctx, ""))
+		if now := b.inside(two, ""); !slices.Equal(indexes(now), indexes(gpus)) {
+			b.Errorf("%s had the GPUs %v, and %v when the kubelet and it have started anew", two, indexes(gpus), indexes(now))
+		}
 	})
 	b.sub("memory", func(b *bench) {
 		// FIELD.md's case: 20 units are free on each GPU of a node that is full
@@ -200,6 +207,45 @@ func TestTopology(t *testing.T) {
 		}
 		b.Logf("70 units beside 4 times 20 free on NUMA node 0: on GPU %d of node %d", gpus[0].Index, gpus[0].NUMA)
 	})
+	b.sub("instances", func(b *bench) {
+		fixed, demand := lab.MIG("3g.40gb"), lab.MIG("2g.20gb")
+		b.must(agent.Reset(b.ctx, head+"    - devices: [0, 4]\n      mode: mig\n      geometry: {3g.40gb: 1}\n"+
+			"    - devices: [7]\n      mode: mig\n      profiles: [2g.20gb]\n    - devices: [1, 2, 3, 5, 6]\n      mode: off\n"))
+		b.offersAll(map[string]int{fixed: 2, demand: 3})
+		b.state("applied")
+		for _, test := range []struct {
+			name, resource string
+			hinted         bool
+		}{{"fixed", fixed, true}, {"fixed-too", fixed, true}, {"demand", demand, false}} {
+			resources := whole(0, 4)
+			delete(resources, lab.GPU)
+			resources[test.resource] = 1
+			pod := b.create(lab.Pod{Name: test.name, Containers: []lab.Container{{Resources: resources}}})
+			b.must(pod.Running(b.ctx))
+			given, err := pod.Given(b.ctx, "")
+			b.must(err)
+			has := b.insideMIG(pod, "")
+			if len(has) != 1 || len(given.CPUs) != 4 {
+				b.Fatalf("%s has the instances %v and the CPUs %v", pod, has, given.CPUs)
+			}
+			home := has[0].gpu.NUMA
+			if !test.hinted {
+				if nodes := given.NUMA[test.resource]; len(nodes) > 0 {
+					b.Errorf("the kubelet was told of the NUMA nodes %v of instances on demand", nodes)
+				}
+				continue
+			}
+			if !slices.Equal(given.NUMA[test.resource], []int{home}) {
+				b.Errorf("the kubelet takes the instance of %s for one of the NUMA nodes %v, want %d", pod, given.NUMA[test.resource], home)
+			}
+			for _, cpu := range given.CPUs {
+				if nodeOfCPU(cpu) != home {
+					b.Errorf("%s has CPU %d of NUMA node %d, and %s of %d", pod, cpu, nodeOfCPU(cpu), has[0], home)
+				}
+			}
+			b.Logf("%s and 4 CPUs: %s and CPUs %v of NUMA node %d", test.resource, has[0], given.CPUs, home)
+		}
+	})
 	b.sub("pairs", func(b *bench) {
 		b.put("pairs", 8)
 		b.must(driver.Read(b.ctx))
@@ -221,14 +267,15 @@ func TestTopology(t *testing.T) {
 		if broken > 0 {
 			b.Errorf("1 and 3 GPUs are %v and %v, which leave %d without its partner", indexes(one), indexes(three), broken)
 		}
-		first, second := b.aligned("two", 2, 4), b.aligned("two-more", 2, 4)
+		_, first := b.aligned("two", 2, 4)
+		_, second := b.aligned("two-more", 2, 4)
 		b.Logf("1, 3, 2 and 2 GPUs of four pairs: %v %v %v %v", indexes(one), indexes(three), indexes(first), indexes(second))
 	})
 	b.sub("DGX-2", func(b *bench) {
 		b.put("dgx-2", 16)
 		var got [][]int
 		for i, n := range []int{8, 1, 3, 2, 2} {
-			gpus := b.aligned(fmt.Sprintf("p%d-%d", i, n), n, max(2, n/2))
+			_, gpus := b.aligned(fmt.Sprintf("p%d-%d", i, n), n, max(2, n/2))
 			got = append(got, indexes(gpus))
 			if n == 2 && !neighbours(gpus[0], gpus[1]) {
 				b.Errorf("after 1 and 3, 2 GPUs are %v, at %s and %s, want two of one PCI switch", indexes(gpus), gpus[0].Path, gpus[1].Path)
