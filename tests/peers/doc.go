@@ -27,9 +27,13 @@
 // after another, and what it writes is held, entry by entry, against what
 // internal/label makes of the same machine.
 //
-// Each peer's go.mod is all there is of it: a tool line and the versions that its
-// own go.mod asks for. Peer.Build makes the program, and Parted and GFD run it
-// beside an emulated driver.
+// node-feature-discovery is what decides about a features file in the Kubernetes
+// project's Node Feature Discovery, v0.18.3: it reads the agent's file for every
+// machine that is recorded, and says which labels it would set.
+//
+// Each peer's go.mod is all there is of it, but for the last: a tool line and the
+// versions that its own go.mod asks for. Peer.Build makes the program, and Parted,
+// GFD and NFD run it in a namespace of its own.
 //
 // # How they are compared
 //

@@ -9,8 +9,10 @@ import (
 	"maps"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"runtime"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -20,10 +22,12 @@ import (
 	"example.com/gpu-agent/internal/label"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/gpu/nvml"
+	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/topology"
 	"example.com/gpu-agent/tests/emulator"
 	"example.com/gpu-agent/tests/lab"
 	"example.com/gpu-agent/tests/peers"
+	"example.com/gpu-agent/tests/recorded"
 )
 
 // agentRole is set where this program was started to read an inventory as the
@@ -181,7 +185,8 @@ func TestLabelsOfGPUFeatureDiscovery(t *testing.T) {
 			has: map[string]string{"gpu.family": "blackwell"}},
 		{name: "RTX PRO 6000, whole", spec: emulator.Spec{Model: "RTX-PRO-6000", Count: 2}, partition: whole},
 		{name: "16 GPUs", spec: emulator.Spec{Topology: "dgx-2"}, partition: whole, has: map[string]string{"gpu.count": "16"}},
-		{name: "a fabric beyond the node", spec: emulator.Spec{Topology: "nvl72"}, partition: whole},
+		{name: "a fabric beyond the node", spec: emulator.Spec{Topology: "nvl72"}, partition: whole,
+			has: map[string]string{"gpu.clique": "6ba61ed5-2c6b-4b6f-9f0b-5f6d6a9b1c72.32766"}},
 		{name: "a cloud's machine", spec: emulator.Spec{Topology: "p5"}, partition: whole},
 		{name: "off", spec: emulator.Spec{Model: "A30", Count: 2}, partition: "    - {devices: all, mode: off}\n"},
 		{name: "memory units", spec: emulator.Spec{Model: "A100-SXM4-40GB", Count: 2}, partition: "    - {devices: all, mode: shared}\n"},
@@ -224,15 +229,7 @@ func TestLabelsOfGPUFeatureDiscovery(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			n := start(t, test.spec)
-			for _, i := range slices.Sorted(maps.Keys(test.instances)) {
-				for word := range strings.FieldsSeq(test.instances[i]) {
-					profile, at, _ := strings.Cut(word, "@")
-					if err := n.world.CreateInstance(i, profile, int(at[0]-'0'), false); err != nil {
-						t.Fatal(err)
-					}
-				}
-			}
-			n.sync()
+			n.make(test.instances)
 			inv := n.inventory()
 			ours, theirs := n.ours(inv, test.partition), n.gfd(test.config, test.args...)
 			for key, value := range test.has {
@@ -243,26 +240,7 @@ func TestLabelsOfGPUFeatureDiscovery(t *testing.T) {
 			if len(test.args) > 0 && theirs["nvidia.com/mig.strategy"] == "" {
 				t.Error("GPU Feature Discovery does not look at MIG")
 			}
-			if theirs["nvidia.com/gfd.timestamp"] == "" {
-				t.Error("GPU Feature Discovery writes no timestamp any more")
-			}
-			seen := map[string]bool{}
-			for _, line := range compare(ours, theirs) {
-				if strings.HasPrefix(line, "nvidia.com/gfd.timestamp: ours absent") {
-					continue
-				}
-				meant := slices.IndexFunc(test.meant, func(p string) bool { return strings.HasPrefix(line, "nvidia.com/"+p) })
-				if meant < 0 {
-					t.Error(line)
-					continue
-				}
-				seen[test.meant[meant]] = true
-			}
-			for _, p := range test.meant {
-				if !seen[p] {
-					t.Errorf("%s does not differ any more", p)
-				}
-			}
+			judgeLabels(t, ours, theirs, test.meant...)
 			if t.Failed() {
 				file, _ := json.MarshalIndent(theirs, "", " ")
 				t.Logf("GPU Feature Discovery: %s", file)
@@ -271,10 +249,124 @@ func TestLabelsOfGPUFeatureDiscovery(t *testing.T) {
 	}
 }
 
-// sync lays the driver's files anew after the world has changed by hand.
-func (n *node) sync() {
+// TestLabelsOfVirtualGPU is the same in a virtual machine that a hypervisor has given
+// parts of GPUs to: their PCI configuration says so, and of which driver.
+func TestLabelsOfVirtualGPU(t *testing.T) {
+	n := start(t, emulator.Spec{Model: "A30", Count: 2})
+	// A capability of the vendor's (9), 27 bytes of it, a virtual GPU's ("VF"), with
+	// record 0, of 22 bytes: the version and the branch of the host's driver.
+	space := make([]byte, 256)
+	space[0x06], space[0x34] = 0x10, 0x68
+	copy(space[0x68:], "\x09\x00\x1bVF\x00\x16570.133.20r570_00\x00\x00\x00")
+	for _, d := range n.inventory().GPUs {
+		file := filepath.Join("/sys/bus/pci/devices", strings.TrimPrefix(d.PCI, "0000"), "config")
+		if err := os.WriteFile(file, space, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	theirs := n.gfd("")
+	if theirs["nvidia.com/vgpu.present"] != "true" || theirs["nvidia.com/vgpu.host-driver-version"] != "570.133.20" {
+		t.Errorf("GPU Feature Discovery sees no virtual GPU: %v", theirs)
+	}
+	judgeLabels(t, n.ours(n.inventory(), "    - {devices: all, mode: whole}\n"), theirs)
+}
+
+// judgeLabels names every entry that differs, but for the timestamp and those whose
+// names begin as it is meant, which must differ.
+func judgeLabels(t *testing.T, ours, theirs map[string]string, meant ...string) {
+	t.Helper()
+	meant = append(meant, "gfd.timestamp")
+	seen := map[string]bool{}
+	for _, line := range compare(ours, theirs) {
+		i := slices.IndexFunc(meant, func(p string) bool { return strings.HasPrefix(line, "nvidia.com/"+p) })
+		if i < 0 {
+			t.Error(line)
+			continue
+		}
+		seen[meant[i]] = true
+	}
+	for _, p := range meant {
+		if !seen[p] {
+			t.Errorf("%s does not differ any more", p)
+		}
+	}
+}
+
+// make makes instances by hand, as recorded.Machine has them, but for processes.
+func (n *node) make(instances map[int]string) {
 	n.t.Helper()
+	for _, i := range slices.Sorted(maps.Keys(instances)) {
+		for word := range strings.FieldsSeq(instances[i]) {
+			word, _, _ = strings.Cut(word, "!")
+			word, empty := strings.CutPrefix(word, "-")
+			profile, at, _ := strings.Cut(word, "@")
+			start, err := strconv.Atoi(at)
+			if err == nil {
+				err = n.world.CreateInstance(i, profile, start, empty)
+			}
+			if err != nil {
+				n.t.Fatal(err)
+			}
+		}
+	}
 	if err := n.machine.Sync(n.world); err != nil {
 		n.t.Fatal(err)
 	}
+}
+
+// TestLabelsOfRecordedMachines makes labels of the inventories that are recorded,
+// and lets GPU Feature Discovery look at the very machines. What stands there is
+// taken for what is wanted.
+func TestLabelsOfRecordedMachines(t *testing.T) {
+	for _, m := range recorded.Machines {
+		t.Run(strings.TrimSuffix(m.File, ".json"), func(t *testing.T) {
+			text, err := os.ReadFile(filepath.Join("../testdata", m.File))
+			if err != nil {
+				t.Fatal(err)
+			}
+			inv, err := config.ReadInventory(text)
+			if err != nil {
+				t.Fatal(err)
+			}
+			n := start(t, m.Spec)
+			n.make(m.Instances)
+			var wanted []config.Want
+			for _, d := range inv.GPUs {
+				if d.MIG.Enabled {
+					wanted = append(wanted, config.Want{GPU: d.UUID, Mode: config.MIG, Geometry: standing(t, &d)})
+				} else {
+					wanted = append(wanted, config.Want{GPU: d.UUID, Mode: config.Whole})
+				}
+			}
+			var args []string
+			if slices.ContainsFunc(wanted, func(w config.Want) bool { return w.Mode == config.MIG }) {
+				args = append(args, mixed)
+			}
+			theirs := n.gfd("", args...)
+			if theirs["nvidia.com/gpu.count"] != strconv.Itoa(len(inv.GPUs)) {
+				t.Fatalf("GPU Feature Discovery sees %s GPUs, %d are recorded: not the same machine", theirs["nvidia.com/gpu.count"], len(inv.GPUs))
+			}
+			judgeLabels(t, label.NVIDIA(label.Node{Inventory: inv, Graph: topology.New(inv), Wanted: wanted}), theirs)
+		})
+	}
+}
+
+// standing counts a GPU's compute instances by profile.
+func standing(t *testing.T, d *gpu.Device) []mig.Count {
+	t.Helper()
+	counts := map[mig.Name]int{}
+	for _, in := range d.MIG.Instances {
+		name, err := mig.Parse(in.Profile)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if in.CI >= 0 {
+			counts[name]++
+		}
+	}
+	var out []mig.Count
+	for _, name := range slices.SortedFunc(maps.Keys(counts), mig.Compare) {
+		out = append(out, mig.Count{Profile: name, N: counts[name]})
+	}
+	return out
 }
