@@ -11,6 +11,7 @@
  * of by a bit above the number. */
 enum { INSTANCES = 1 << 12, ABOUT_INSTANCE = 1 << 16, ABOUT_COMPUTE = 1 << 17 };
 static char instances[INSTANCES], computes[INSTANCES];
+_Static_assert(sizeof(nvmlGpuInstance_t) == sizeof(void *) && sizeof(nvmlComputeInstance_t) == sizeof(void *), "a handle is no longer one pointer");
 
 static uint32_t within(const void *handle, const char *space, uint32_t about)
 {
@@ -20,8 +21,46 @@ static uint32_t within(const void *handle, const char *space, uint32_t about)
 
 static uint32_t instance_number(nvmlGpuInstance_t i) { return within(i.handle, instances, ABOUT_INSTANCE); }
 static uint32_t compute_number(nvmlComputeInstance_t i) { return within(i.handle, computes, ABOUT_COMPUTE); }
-static nvmlGpuInstance_t to_instance(uint32_t n) { return (nvmlGpuInstance_t){(void *)(instances + n % INSTANCES)}; }
-static nvmlComputeInstance_t to_compute(uint32_t n) { return (nvmlComputeInstance_t){(void *)(computes + n % INSTANCES)}; }
+
+/* Both kinds of handle are one pointer, which the calls below fill in. */
+static void put_place(void *handle, char *space, uint32_t n) { memcpy(handle, &(void *){space + n % INSTANCES}, sizeof(void *)); }
+
+static nvmlReturn_t find_place(const char *name, uint32_t about, unsigned int id, char *space, void *out)
+{
+    unsigned int n;
+    nvmlReturn_t r = ask_u32_arg(name, about, id, &n);
+    if (r == NVML_SUCCESS)
+        put_place(out, space, n);
+    return r;
+}
+
+static nvmlReturn_t create_at(const char *name, uint32_t about, unsigned int id, unsigned int start, unsigned int size, char *space, void *out)
+{
+    struct call c;
+    begin(&c, name, about);
+    put_u32(&c, id);
+    put_u32(&c, start);
+    put_u32(&c, size);
+    nvmlReturn_t r = send_call(&c);
+    if (r == NVML_SUCCESS)
+        put_place(out, space, get_u32(&c));
+    return r;
+}
+
+/* The caller's array holds as many as the profile allows, without saying so. */
+static nvmlReturn_t list_places(const char *name, uint32_t about, unsigned int id, char *space, void *out, unsigned int *count)
+{
+    struct call c;
+    begin(&c, name, about);
+    put_u32(&c, id);
+    nvmlReturn_t r = send_call(&c);
+    if (r == NVML_SUCCESS) {
+        *count = get_u32(&c);
+        for (unsigned int i = 0; i < *count; i++)
+            put_place((char *)out + i * sizeof(void *), space, get_u32(&c));
+    }
+    return r;
+}
 
 /* --- modes and devices ----------------------------------------------------- */
 
@@ -193,26 +232,14 @@ nvmlReturn_t nvmlDeviceGetGpuInstanceRemainingCapacity(nvmlDevice_t d, unsigned 
 
 nvmlReturn_t nvmlDeviceCreateGpuInstance(nvmlDevice_t d, unsigned int id, nvmlGpuInstance_t *out)
 {
-    unsigned int n;
     NEED(out);
-    nvmlReturn_t r = ask_u32_arg(__func__, device_number(d), id, &n);
-    if (r == NVML_SUCCESS)
-        *out = to_instance(n);
-    return r;
+    return find_place(__func__, device_number(d), id, instances, out);
 }
 
 nvmlReturn_t nvmlDeviceCreateGpuInstanceWithPlacement(nvmlDevice_t d, unsigned int id, const nvmlGpuInstancePlacement_t *at, nvmlGpuInstance_t *out)
 {
     NEED(at && out);
-    struct call c;
-    begin(&c, __func__, device_number(d));
-    put_u32(&c, id);
-    put_u32(&c, at->start);
-    put_u32(&c, at->size);
-    nvmlReturn_t r = send_call(&c);
-    if (r == NVML_SUCCESS)
-        *out = to_instance(get_u32(&c));
-    return r;
+    return create_at(__func__, device_number(d), id, at->start, at->size, instances, out);
 }
 
 static nvmlReturn_t destroy(const char *name, uint32_t handle)
@@ -224,30 +251,16 @@ static nvmlReturn_t destroy(const char *name, uint32_t handle)
 
 nvmlReturn_t nvmlGpuInstanceDestroy(nvmlGpuInstance_t gi) { return destroy(__func__, instance_number(gi)); }
 
-/* The caller's array holds as many as the profile allows, without saying so. */
 nvmlReturn_t nvmlDeviceGetGpuInstances(nvmlDevice_t d, unsigned int id, nvmlGpuInstance_t *out, unsigned int *count)
 {
     NEED(out && count);
-    struct call c;
-    begin(&c, __func__, device_number(d));
-    put_u32(&c, id);
-    nvmlReturn_t r = send_call(&c);
-    if (r == NVML_SUCCESS) {
-        *count = get_u32(&c);
-        for (unsigned int i = 0; i < *count; i++)
-            out[i] = to_instance(get_u32(&c));
-    }
-    return r;
+    return list_places(__func__, device_number(d), id, instances, out, count);
 }
 
 nvmlReturn_t nvmlDeviceGetGpuInstanceById(nvmlDevice_t d, unsigned int id, nvmlGpuInstance_t *out)
 {
-    unsigned int n;
     NEED(out);
-    nvmlReturn_t r = ask_u32_arg(__func__, device_number(d), id, &n);
-    if (r == NVML_SUCCESS)
-        *out = to_instance(n);
-    return r;
+    return find_place(__func__, device_number(d), id, instances, out);
 }
 
 nvmlReturn_t nvmlGpuInstanceGetInfo(nvmlGpuInstance_t gi, nvmlGpuInstanceInfo_t *info)
@@ -335,26 +348,14 @@ nvmlReturn_t nvmlGpuInstanceGetComputeInstancePossiblePlacements(nvmlGpuInstance
 
 nvmlReturn_t nvmlGpuInstanceCreateComputeInstance(nvmlGpuInstance_t gi, unsigned int id, nvmlComputeInstance_t *out)
 {
-    unsigned int n;
     NEED(out);
-    nvmlReturn_t r = ask_u32_arg(__func__, instance_number(gi), id, &n);
-    if (r == NVML_SUCCESS)
-        *out = to_compute(n);
-    return r;
+    return find_place(__func__, instance_number(gi), id, computes, out);
 }
 
 nvmlReturn_t nvmlGpuInstanceCreateComputeInstanceWithPlacement(nvmlGpuInstance_t gi, unsigned int id, const nvmlComputeInstancePlacement_t *at, nvmlComputeInstance_t *out)
 {
     NEED(at && out);
-    struct call c;
-    begin(&c, __func__, instance_number(gi));
-    put_u32(&c, id);
-    put_u32(&c, at->start);
-    put_u32(&c, at->size);
-    nvmlReturn_t r = send_call(&c);
-    if (r == NVML_SUCCESS)
-        *out = to_compute(get_u32(&c));
-    return r;
+    return create_at(__func__, instance_number(gi), id, at->start, at->size, computes, out);
 }
 
 nvmlReturn_t nvmlComputeInstanceDestroy(nvmlComputeInstance_t ci) { return destroy(__func__, compute_number(ci)); }
@@ -362,26 +363,13 @@ nvmlReturn_t nvmlComputeInstanceDestroy(nvmlComputeInstance_t ci) { return destr
 nvmlReturn_t nvmlGpuInstanceGetComputeInstances(nvmlGpuInstance_t gi, unsigned int id, nvmlComputeInstance_t *out, unsigned int *count)
 {
     NEED(out && count);
-    struct call c;
-    begin(&c, __func__, instance_number(gi));
-    put_u32(&c, id);
-    nvmlReturn_t r = send_call(&c);
-    if (r == NVML_SUCCESS) {
-        *count = get_u32(&c);
-        for (unsigned int i = 0; i < *count; i++)
-            out[i] = to_compute(get_u32(&c));
-    }
-    return r;
+    return list_places(__func__, instance_number(gi), id, computes, out, count);
 }
 
 nvmlReturn_t nvmlGpuInstanceGetComputeInstanceById(nvmlGpuInstance_t gi, unsigned int id, nvmlComputeInstance_t *out)
 {
-    unsigned int n;
     NEED(out);
-    nvmlReturn_t r = ask_u32_arg(__func__, instance_number(gi), id, &n);
-    if (r == NVML_SUCCESS)
-        *out = to_compute(n);
-    return r;
+    return find_place(__func__, instance_number(gi), id, computes, out);
 }
 
 /* The first version's struct ends before the placement. */
@@ -393,7 +381,7 @@ static nvmlReturn_t compute_info(const char *name, nvmlComputeInstance_t ci, nvm
     nvmlReturn_t r = send_call(&c);
     if (r == NVML_SUCCESS) {
         info->device = to_device(get_u32(&c));
-        info->gpuInstance = to_instance(get_u32(&c));
+        put_place(&info->gpuInstance, instances, get_u32(&c));
         info->id = get_u32(&c);
         info->profileId = get_u32(&c);
         if (v2) {
