@@ -30,13 +30,28 @@ func (p *sheet) node() {
 		p.put("<div><figure>")
 		wide.draw("side")
 		newDrawing(p, m, true).draw("stack")
-		p.put("<figcaption class=\"fine\">Green lines are NVLinks, grey bars PCIe switches.</figcaption></figure>\n")
+		if key := wide.key(); key != "" {
+			p.put("<figcaption class=\"fine\">{}</figcaption>", key)
+		}
+		p.put("</figure>\n")
 		p.links(m)
 		p.put("</div>")
 	}
 	p.put("<div class=\"beside\">")
 	p.offers()
 	p.put("</div></div></section>\n")
+}
+
+// key explains what has no name in the drawing.
+func (d *drawing) key() string {
+	var out []string
+	if len(d.arcs) > 0 || len(d.m.Switched) > 0 {
+		out = append(out, "Green lines are NVLinks.")
+	}
+	if d.rails < d.tiles {
+		out = append(out, "Grey bars are PCIe switches.")
+	}
+	return strings.Join(out, " ")
 }
 
 // slim is the width in pixels, of a drawing side by side, to which windows of 820
@@ -49,7 +64,10 @@ func (p *sheet) links(m *topology.Matrix) {
 	for _, set := range m.Joined {
 		p.put("<li>NVLink joins GPUs {}", spans(set))
 		if word, ok := p.evenly(m, set); ok && lanes(word) > 0 {
-			p.put(", {} between any two", count(lanes(word), "lane", "lanes"))
+			p.put(", {}", count(lanes(word), "lane", "lanes"))
+			if len(set) > 2 {
+				p.put(" between any two")
+			}
 		}
 		p.put(".</li>")
 	}
@@ -136,6 +154,8 @@ const (
 	boxTitle = 40 // two lines
 	railSize = 12 // a PCIe switch
 	chipSize = 22 // a network card
+
+	emptyBox = 2 // GPUs that there is room for in a NUMA node without any: its title needs it
 )
 
 // box is a NUMA node and what hangs on it.
@@ -225,7 +245,7 @@ func newDrawing(p *sheet, m *topology.Matrix, upright bool) *drawing {
 			s.to = at - (d.pitch - d.tile)
 		}
 		if len(b.switches) == 0 && !upright {
-			at += 2 * d.pitch // room for its title
+			at += emptyBox*d.pitch - (d.pitch - d.tile)
 		} else if len(b.switches) > 0 {
 			at -= d.pitch - d.tile
 		}
@@ -247,6 +267,9 @@ func (d *drawing) perRow(b box) int {
 	columns := 0
 	for _, s := range b.switches {
 		columns += max(len(s.gpus), len(s.nics))
+	}
+	if columns == 0 {
+		columns = emptyBox
 	}
 	return max(columns*d.pitch/d.chip(), 1)
 }
@@ -513,7 +536,7 @@ func (d *drawing) box(b box) {
 	}
 	n := d.perRow(b)
 	for i, nic := range b.apart {
-		d.nic(nic, x+boxPad+i%n*d.chip(), y+boxTitle+boxPad+i/n*(chipSize+6), d.chip()-8)
+		d.nic(nic, x+boxPad+i%n*d.chip(), y+boxTitle+boxPad+i/n*(chipSize+6), d.chip()-(d.pitch-d.tile))
 	}
 	for _, s := range b.switches {
 		if len(s.gpus)+len(s.nics) > 1 {

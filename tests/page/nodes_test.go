@@ -4,10 +4,14 @@ package page
 
 import (
 	"fmt"
+	"os"
+	"path/filepath"
 	"reflect"
 	"strings"
+	"testing"
 	"time"
 
+	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/obs"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/topology"
@@ -17,77 +21,29 @@ import (
 var noon = time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
 
 // nodes are what the page is looked at with.
-func nodes() map[string]obs.Status {
-	mesh := status("dgx1-3", machine{name: "NVIDIA DGX-1", model: "Tesla V100-SXM2-32GB", memory: 32768, gpus: 8, perSwitch: 2, nicsPerSwitch: 1, links: cubeMesh})
-	sixteen := status("dgx2-1", machine{name: "NVIDIA DGX-2", model: "Tesla V100-SXM3-32GB", memory: 32768, gpus: 16, perSwitch: 2, nicsPerSwitch: 1, links: switched(6, 25781)})
-	pcie := status("pcie-1", machine{name: "PowerEdge R750xa", model: "NVIDIA L40S", memory: 46068, gpus: 4, perSwitch: 1, links: func(int) []gpu.Link { return nil }})
+func nodes(t *testing.T) map[string]obs.Status {
+	t.Helper()
 	return map[string]obs.Status{
-		"rich": rich(), "mesh": mesh, "sixteen": sixteen, "pcie": pcie, "hostile": hostile(rich()), "busy": busy(),
+		"rich": rich(t), "busy": busy(t), "hostile": hostile(rich(t)),
+		"mesh": status("dgx1-3", machine(t, "v100-dgx1")), "sixteen": status("dgx2-1", machine(t, "v100-dgx2")),
+		"pcie": status("pcie-1", machine(t, "rtx-pro-6000")), "pairs": status("pairs-1", machine(t, "a30")), "rack": status("rack-7", machine(t, "gb200")),
 		"nothing": {Node: "new-node", Version: "v0.1.0", Watchdog: obs.Watchdog{State: obs.WatchdogOff, Reason: "no driver answers"},
 			Hardware: "the driver's library cannot be loaded, since 2026-03-01T11:59:00Z"},
 	}
 }
 
-// machine is a computer with two NUMA nodes.
-type machine struct {
-	name, model              string
-	memory                   gpu.MiB
-	gpus                     int
-	perSwitch, nicsPerSwitch int // GPUs and network cards on a PCIe switch
-	storage                  int // network cards beside the GPUs, on each NUMA node
-	links                    func(i int) []gpu.Link
-}
-
-func (m machine) inventory() *gpu.Inventory {
-	inv := &gpu.Inventory{Driver: "580.159.03", CUDA: "13.0", Machine: m.name,
-		NUMA: []gpu.NUMANode{{ID: 0, CPUs: "0-55,112-167"}, {ID: 1, CPUs: "56-111,168-223"}}}
-	nic := func(numa int, pci string, path ...string) {
-		inv.NICs = append(inv.NICs, gpu.NIC{Name: fmt.Sprintf("mlx5_%d", len(inv.NICs)), Kind: gpu.InfiniBand, PCI: pci,
-			NUMA: &numa, Path: path, Active: len(inv.NICs) != 3})
+// machine is one of the recorded ones.
+func machine(t *testing.T, name string) *gpu.Inventory {
+	t.Helper()
+	data, err := os.ReadFile(filepath.Join("..", "testdata", name+".json"))
+	if err != nil {
+		t.Fatal(err)
 	}
-	for i := range m.gpus {
-		numa := i * 2 / m.gpus
-		group := i / m.perSwitch
-		host, port := fmt.Sprintf("pci0000:%02x", 0x10+16*group), fmt.Sprintf("00%02x:00:01.0", 0x10+16*group)
-		inv.GPUs = append(inv.GPUs, gpu.Device{Index: i, Minor: i, UUID: gpu.UUID(fmt.Sprintf("GPU-8a34c1f0-51f2-4f7e-9d1b-0c5f2f6e4a%02d", i)),
-			PCI: fmt.Sprintf("00000000:%02x:00.0", 0x1b+12*i), Model: m.model, Memory: m.memory, NUMA: &numa, CPUs: inv.NUMA[numa].CPUs,
-			Path: []string{host, port, fmt.Sprintf("00%02x:02:%02x.0", 0x10+16*group, i%m.perSwitch)}, Links: m.links(i)})
-		if i%m.perSwitch == 0 {
-			for k := range m.nicsPerSwitch {
-				nic(numa, fmt.Sprintf("00%02x:1c:%02x.0", 0x10+i, k), host, port, fmt.Sprintf("00%02x:02:%02x.0", 0x10+16*group, 16+k))
-			}
-		}
-		if (i+1)*2%m.gpus == 0 {
-			for k := range m.storage {
-				nic(numa, fmt.Sprintf("00f%d:00:0%d.0", numa, k), fmt.Sprintf("pci0000:f%d", numa), fmt.Sprintf("0000:f%d:0%d.0", numa, k))
-			}
-		}
+	inv, err := config.ReadInventory(data)
+	if err != nil {
+		t.Fatal(err)
 	}
 	return inv
-}
-
-func switched(lanes, speed int) func(int) []gpu.Link {
-	return func(int) []gpu.Link { return []gpu.Link{{Switch: true, NVLink: lanes, Version: 4, LaneMBps: speed}} }
-}
-
-// cubeMesh is how the eight GPUs of a DGX-1 are joined: two squares with their
-// diagonals, and an edge from each corner to its like.
-func cubeMesh(i int) []gpu.Link {
-	lanes := map[[2]int]int{{0, 1}: 1, {0, 2}: 1, {0, 3}: 2, {1, 2}: 2, {1, 3}: 1, {2, 3}: 2}
-	var out []gpu.Link
-	for j := range 8 {
-		n := 0
-		switch {
-		case i/4 == j/4 && i != j:
-			n = lanes[[2]int{min(i, j) % 4, max(i, j) % 4}]
-		case i%4 == j%4 && i != j:
-			n = map[bool]int{true: 2, false: 1}[i%4 < 2]
-		}
-		if n > 0 {
-			out = append(out, gpu.Link{To: j, NVLink: n, Version: 2, LaneMBps: 25781})
-		}
-	}
-	return out
 }
 
 func ago(d time.Duration) *time.Time {
@@ -96,8 +52,7 @@ func ago(d time.Duration) *time.Time {
 }
 
 // status is a node all of whose GPUs are whole, and the first one held.
-func status(name string, m machine) obs.Status {
-	inv := m.inventory()
+func status(name string, inv *gpu.Inventory) obs.Status {
 	matrix := topology.New(inv).Matrix()
 	s := obs.Status{Node: name, Version: "v0.1.0", Machine: inv.Machine, Driver: inv.Driver, CUDA: inv.CUDA, Claims: 1,
 		Partition: obs.Partition{Name: "default", State: "applied", Source: "configmap gpu-agent/gpu-partitions", Generation: 1},
@@ -134,8 +89,11 @@ func hold(s *obs.Status, at int, namespace, pod, container string, units int, si
 }
 
 // rich is the node of the README's picture.
-func rich() obs.Status {
-	s := status("gpu-node-1", machine{name: "NVIDIA DGX H100", model: "NVIDIA H100 80GB HBM3", memory: 81559, gpus: 8, perSwitch: 1, nicsPerSwitch: 1, storage: 1, links: switched(18, 26562)})
+func rich(t *testing.T) obs.Status {
+	t.Helper()
+	inv := machine(t, "h100-80")
+	inv.NICs[2].Active = false
+	s := status("gpu-node-1", inv)
 	s.Claims = 10
 	s.Partition.Name, s.Partition.Generation = "research", 4
 	mib := func(n uint64) *uint64 { return &n }
@@ -203,12 +161,11 @@ func slice(g *obs.GPUStatus, m obs.MIGStatus, instances map[string]string) {
 }
 
 // busy has everything that can be wrong at a time.
-func busy() obs.Status {
-	links := func(i int) []gpu.Link {
-		lanes := map[bool]int{true: 11, false: 12}[i == 5]
-		return switched(lanes, 25781)(i)
-	}
-	s := status("gpu-node-2", machine{name: "DGXA100 920-23687-2530-000", model: "NVIDIA A100-SXM4-80GB", memory: 81920, gpus: 8, perSwitch: 2, nicsPerSwitch: 2, storage: 1, links: links})
+func busy(t *testing.T) obs.Status {
+	t.Helper()
+	inv := machine(t, "a100-80")
+	inv.GPUs[5].Links[0].NVLink-- // one is down
+	s := status("gpu-node-2", inv)
 	s.Partition = obs.Partition{Name: "a-partition-with-a-rather-long-name-for-the-night", State: "blocked", Source: "configmap gpu-agent/gpu-partitions", Generation: 18446744073709551615,
 		Message: "GPU 2: train/train-3 holds 40 units of gpu-mem; the GPU becomes whole when the pod has ended"}
 	s.Watchdog = obs.Watchdog{State: obs.WatchdogOff, Reason: "the agent is not in the initial PID namespace, so the driver would hide processes from it; set hostPID: true"}

@@ -83,7 +83,7 @@ func look(ctx context.Context, t *testing.T, b *browser, url string, v view) (*t
 
 func TestPage(t *testing.T) {
 	ctx, b := chrome(t, inter)
-	all := nodes()
+	all := nodes(t)
 	for _, name := range slices.Sorted(maps.Keys(all)) {
 		url := serve(t, all[name])
 		for _, v := range []view{{width: 320}, {width: 360, dark: true}, {width: 360}, {width: 768}, {width: 768, forced: true}, {width: 1280}, {width: 1280, dark: true}} {
@@ -115,7 +115,7 @@ func TestPage(t *testing.T) {
 // Where the system's typeface has wide letters there is still room for them.
 func TestPageInWideLetters(t *testing.T) {
 	ctx, b := chrome(t, wide)
-	all := nodes()
+	all := nodes(t)
 	for _, name := range []string{"busy", "rich", "sixteen"} {
 		url := serve(t, all[name])
 		for _, v := range []view{{width: 360}, {width: 1280}} {
@@ -184,7 +184,7 @@ func tour(ctx context.Context, t *testing.T, tab *tab) []string {
 // A screen reader's view: what can be followed or looked into has a name.
 func TestNames(t *testing.T) {
 	ctx, b := chrome(t, inter)
-	tab, err := b.open(ctx, serve(t, rich()), view{width: 1280})
+	tab, err := b.open(ctx, serve(t, rich(t)), view{width: 1280})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -30,14 +30,14 @@ const most = 200 << 10
 func TestPicture(t *testing.T) {
 	file := filepath.Join("..", "..", "docs", "status.png")
 	var html strings.Builder
-	if err := obs.WriteHTML(&html, rich(), noon); err != nil {
+	if err := obs.WriteHTML(&html, rich(t), noon); err != nil {
 		t.Fatal(err)
 	}
 	of := fmt.Sprintf("page %x", sha256.Sum256([]byte(html.String())))
 	if *update {
 		ctx, b := chrome(t, inter)
 		v := view{width: 1180, scale: 1.5}
-		tab, err := b.open(ctx, serve(t, rich()), v)
+		tab, err := b.open(ctx, serve(t, rich(t)), v)
 		if err != nil {
 			t.Fatal(err)
 		}
