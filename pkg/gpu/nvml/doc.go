@@ -52,9 +52,10 @@
 // library without one; a newer symbol is looked up before its use, and what it
 // would have told stays unknown without it: the memory that the driver keeps
 // for itself (R510), MIG profiles (R510) and with them all instances, in which
-// compute slice of its GPU instance a split goes (about R525), the speed of each
-// NVLink (R510; before it one speed for all of a GPU's), the fabric (R525). Limits
-// per cgroup are R615's (SetMemoryLimit): before it there are none.
+// compute slice of its GPU instance a split goes, and the NVLink fabric (about
+// R525). The states of all of a GPU's NVLinks in one call, and the speed of each, are
+// of about R515: before it there is a call for each link, and one speed for all.
+// Limits per cgroup are R615's (SetMemoryLimit): before it there are none.
 //
 // # GPUs that fail
 //

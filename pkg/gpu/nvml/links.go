@@ -34,12 +34,12 @@ type lane struct {
 	number int
 	up     bool
 	// asked says that the driver has told where the link leads since it came up.
-	asked   bool
-	known   bool   // where it leads
-	toNVSw  bool   // it leads to an NVSwitch
-	peer    string // else: to whoever has this PCI address
-	version int    // NVLink generation, 0 where not known
-	mbps    int    // in each direction, 0 where not known
+	asked    bool
+	known    bool   // where it leads
+	switched bool   // it leads to an NVSwitch
+	peer     string // else: to whoever has this PCI address
+	version  int    // NVLink generation, 0 where not known
+	mbps     int    // in each direction, 0 where not known
 }
 
 // lanesOf reads a GPU's NVLinks: their states each time, all else when a link
@@ -91,7 +91,7 @@ func (d *Driver) countLanes(h nvml.Device, own *nvlinks) {
 	// The field is a later word for the same, and is believed where it says the
 	// same. It alone tells a link that sleeps from one that is down.
 	states, ok := d.fields(h, nvml.FI_DEV_NVLINK_GET_STATE, own.lanes)
-	if own.byField = ok && !slices.Contains(states, unknown); !own.byField {
+	if own.byField = ok && !slices.Contains(states, notGiven); !own.byField {
 		return
 	}
 	for i, l := range own.lanes {
@@ -122,7 +122,7 @@ func (d *Driver) readStates(h nvml.Device, own *nvlinks) {
 // there is something to carry.
 func (own *nvlinks) states(states []uint64) {
 	for i, state := range states {
-		if state != unknown {
+		if state != notGiven {
 			own.lanes[i].set(state == nvml.NVLINK_STATE_ACTIVE || state == nvml.NVLINK_STATE_SLEEP)
 		}
 	}
@@ -143,7 +143,7 @@ func (d *Driver) ask(h nvml.Device, own *nvlinks) {
 	speeds := d.speeds(h, fresh)
 	for i, f := range fresh {
 		l := &own.lanes[slices.IndexFunc(own.lanes, func(l lane) bool { return l.number == f.number })]
-		if speeds[i] != unknown {
+		if speeds[i] != notGiven {
 			l.mbps = int(speeds[i])
 		}
 		if versioned {
@@ -153,12 +153,12 @@ func (d *Driver) ask(h nvml.Device, own *nvlinks) {
 		}
 		if typed {
 			if kind, ret := h.GetNvLinkRemoteDeviceType(l.number); ret == nvml.SUCCESS && kind == nvml.NVLINK_DEVICE_TYPE_SWITCH {
-				l.toNVSw, l.known, l.asked = true, true, true
+				l.switched, l.known, l.asked = true, true, true
 				continue
 			}
 		}
 		if remote, ret := h.GetNvLinkRemotePciInfo(l.number); ret == nvml.SUCCESS && busID(remote) != "" {
-			l.peer, l.toNVSw, l.known, l.asked = busID(remote), false, true, true
+			l.peer, l.switched, l.known, l.asked = busID(remote), false, true, true
 		}
 	}
 }
@@ -167,12 +167,12 @@ func (d *Driver) ask(h nvml.Device, own *nvlinks) {
 // link there was one for all that are up.
 func (d *Driver) speeds(h nvml.Device, lanes []lane) []uint64 {
 	speeds, ok := d.fields(h, nvml.FI_DEV_NVLINK_GET_SPEED, lanes)
-	if ok && !slices.Contains(speeds, unknown) {
+	if ok && !slices.Contains(speeds, notGiven) {
 		return speeds
 	}
 	if common, ok := d.fields(h, nvml.FI_DEV_NVLINK_SPEED_MBPS_COMMON, lanes[:1]); ok {
 		for i := range speeds {
-			if speeds[i] == unknown {
+			if speeds[i] == notGiven {
 				speeds[i] = common[0]
 			}
 		}
@@ -180,13 +180,13 @@ func (d *Driver) speeds(h nvml.Device, lanes []lane) []uint64 {
 	return speeds
 }
 
-// unknown stands for a field value that the driver did not give.
-const unknown = ^uint64(0)
+// notGiven stands for a field value that the driver did not give.
+const notGiven = ^uint64(0)
 
 // fields reads one field of each link, all in one call. Each has its own outcome;
 // ok says that the call as a whole succeeded.
 func (d *Driver) fields(h nvml.Device, id uint32, lanes []lane) (values []uint64, ok bool) {
-	values = slices.Repeat([]uint64{unknown}, len(lanes))
+	values = slices.Repeat([]uint64{notGiven}, len(lanes))
 	if !d.has("nvmlDeviceGetFieldValues") {
 		return values, false
 	}
@@ -238,15 +238,15 @@ func generation(version uint32) int {
 func (own *nvlinks) joined(self int, gpus []gpu.Device) []gpu.Link {
 	type sum struct {
 		gpu.Link
-		fast, total int // lanes whose speed is known, and their speeds' sum
+		told, total int // lanes whose speed is known, and their speeds' sum
 	}
 	var sums []*sum
 	for _, l := range own.lanes {
 		if !l.up || !l.known {
 			continue
 		}
-		end := gpu.Link{Switch: l.toNVSw}
-		if !l.toNVSw {
+		end := gpu.Link{Switch: l.switched}
+		if !l.switched {
 			at := slices.IndexFunc(gpus, func(g gpu.Device) bool { return !g.Gone && g.PCI == l.peer })
 			if at < 0 || at == self {
 				continue
@@ -265,7 +265,7 @@ func (own *nvlinks) joined(self int, gpus []gpu.Device) []gpu.Link {
 			s.Version = l.version
 		}
 		if l.mbps > 0 {
-			s.fast, s.total = s.fast+1, s.total+l.mbps
+			s.told, s.total = s.told+1, s.total+l.mbps
 		}
 	}
 	slices.SortFunc(sums, func(a, b *sum) int {
@@ -279,8 +279,8 @@ func (own *nvlinks) joined(self int, gpus []gpu.Device) []gpu.Link {
 	})
 	var links []gpu.Link
 	for _, s := range sums {
-		if s.fast > 0 {
-			s.LaneMBps = s.total / s.fast
+		if s.told > 0 {
+			s.LaneMBps = s.total / s.told
 		}
 		links = append(links, s.Link)
 	}
