@@ -357,16 +357,16 @@ func (b *board) laySwitches(spec Spec, gpus []*gpu) error {
 			}
 		}
 	}
-	if spec.Switches != nil && len(spec.Switches) == 0 {
-		return nil
-	}
 	if count == 0 {
 		return nil
 	}
-	if len(spec.Switches) > 0 {
-		for _, s := range spec.Switches {
-			if _, _, err := splitPath(s); err != nil {
+	if spec.Switches != nil {
+		for _, at := range spec.Switches {
+			if _, _, err := splitPath(at); err != nil {
 				return fmt.Errorf("switches: %w", err)
+			}
+			if _, ok := parsePCI(path.Base(at)); !ok {
+				return fmt.Errorf("switches: path %q: want the device's function 0", at)
 			}
 		}
 		b.switches = spec.Switches

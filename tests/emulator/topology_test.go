@@ -177,8 +177,10 @@ func TestMachinesThatCannotBe(t *testing.T) {
 		"nics: [{kind: efa}]":                                                                                               "one name",
 		"nics: [{name: a, kind: efa, numa: 2, path: \"pci0000:15/0000:16:00.0\"}]":                                          "nodes 0 to 1",
 		"nics: [{name: a, kind: efa, path: \"pci0000:15/0000:07:00.0\"}]":                                                   "GPU 0",
-		"fabric: {cluster: mine}":                                                                                           "UUID",
-		"fabric: {state: knitting}":                                                                                         "completed",
+		"switches: [there]":                       "host bridge",
+		"switches: [\"pci0000:01/0000:03:00.1\"]": "function 0",
+		"fabric: {cluster: mine}":                 "UUID",
+		"fabric: {state: knitting}":               "completed",
 	} {
 		spec, err := emulator.ParseSpec([]byte(text))
 		if err == nil {
