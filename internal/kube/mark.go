@@ -33,8 +33,9 @@ type Marks struct {
 	KeepLabels bool
 }
 
-// Mark makes the Node's metadata say what m says, in one request; what the agent
-// wrote before and m does not name goes, unless it is to be kept. Where by what the
+// Mark makes the Node's metadata say what m says, in one request (two where somebody
+// else has a hand in what is to go); what the agent wrote before and m does not name
+// goes, unless it is to be kept. Where by what the
 // server said last all is so, no request is made: calling it again is free. After
 // 50 requests in a row it waits 3 s before each.
 //
@@ -79,31 +80,30 @@ func (c *Client) applyMarks(ctx context.Context, node *Node, m Marks) error {
 	if node.labels.has(labels, node.Labels) && node.annotations.has(annotations, node.Annotations) {
 		return nil
 	}
+	if err := c.marks.Wait(ctx); err != nil {
+		return fmt.Errorf("wait, since somebody keeps changing what is written: %w", err)
+	}
+	// What somebody else manages too does not go when the agent lets go of it.
+	gone := map[string]any{}
+	c.shared(gone, "labels", node.labels, labels)
+	c.shared(gone, "annotations", node.annotations, annotations)
+	if len(gone) > 0 {
+		body, err := json.Marshal(map[string]any{"metadata": gone})
+		if err != nil {
+			return fmt.Errorf("encode the request: %w", err)
+		}
+		if node, err = c.patchNode(ctx, types.MergePatchType, body, metav1.PatchOptions{FieldManager: manager}); err != nil {
+			return err
+		}
+		labels, annotations = c.wanted(node, m)
+	}
 	body, err := json.Marshal(map[string]any{"apiVersion": "v1", "kind": "Node", "metadata": map[string]any{
 		"name": c.options.NodeName, "resourceVersion": node.version, "labels": labels, "annotations": annotations}})
 	if err != nil {
 		return fmt.Errorf("encode the request: %w", err)
 	}
-	if err := c.marks.Wait(ctx); err != nil {
-		return fmt.Errorf("wait, since somebody keeps changing what is written: %w", err)
-	}
 	force := true
-	after, err := c.patchNode(ctx, types.ApplyPatchType, body, metav1.PatchOptions{FieldManager: manager, Force: &force})
-	if err != nil {
-		return err
-	}
-	// What somebody else wrote too with the same value does not go with the last
-	// word of one of them. Below the agent's domain it is the agent that decides.
-	gone := map[string]any{}
-	c.left(gone, "labels", node.labels, labels, after.Labels)
-	c.left(gone, "annotations", node.annotations, annotations, after.Annotations)
-	if len(gone) == 0 {
-		return nil
-	}
-	if body, err = json.Marshal(map[string]any{"metadata": gone}); err != nil {
-		return fmt.Errorf("encode the request: %w", err)
-	}
-	_, err = c.patchNode(ctx, types.MergePatchType, body, metav1.PatchOptions{FieldManager: manager})
+	_, err = c.patchNode(ctx, types.ApplyPatchType, body, metav1.PatchOptions{FieldManager: manager, Force: &force})
 	return err
 }
 
@@ -112,7 +112,7 @@ func (c *Client) wanted(node *Node, m Marks) (labels, annotations map[string]str
 	labels, annotations = map[string]string{}, map[string]string{}
 	if m.KeepLabels {
 		for key, owner := range node.labels {
-			if value, there := node.Labels[key]; there && owner.agent {
+			if value, there := node.Labels[key]; there && owner.agent() {
 				labels[key] = value
 			}
 		}
@@ -127,14 +127,12 @@ func (c *Client) wanted(node *Node, m Marks) (labels, annotations map[string]str
 	return labels, annotations
 }
 
-// left adds to a merge patch the keys below the agent's domain that were its own
-// before, that it does not want, and that are there still.
-func (c *Client) left(patch map[string]any, field string, before owners, want, after map[string]string) {
+// shared adds to a merge patch the keys below the agent's domain that it has written
+// and does not want, and that others have written as well: there the agent decides.
+func (c *Client) shared(patch map[string]any, field string, have owners, want map[string]string) {
 	gone := map[string]any{}
-	for key, o := range before {
-		_, wanted := want[key]
-		_, there := after[key]
-		if o.agent && !wanted && there && c.mayWrite(key) == nil {
+	for key, o := range have {
+		if _, wanted := want[key]; o.agent() && (o.others || o.patched) && !wanted && c.mayWrite(key) == nil {
 			gone[key] = nil
 		}
 	}
@@ -147,8 +145,12 @@ func (c *Client) left(patch map[string]any, field string, before owners, want, a
 // that nobody manages is not in it.
 type owners map[string]owner
 
-// owner: agent by applying it; others by any means, an older agent's included.
-type owner struct{ agent, applied, others bool }
+// owner says who: the agent by applying, an older agent by patching, or others by
+// any means.
+type owner struct{ applied, patched, others bool }
+
+// agent says whether the key is the agent's, with others or alone.
+func (o owner) agent() bool { return o.applied || o.patched }
 
 // free says whether a key is nobody's, or the agent's alone.
 func (o owners) free(key string, have map[string]string) bool {
@@ -164,7 +166,7 @@ func (o owners) has(want, have map[string]string) bool {
 		}
 	}
 	for key, owner := range o {
-		if _, wanted := want[key]; owner.agent && !wanted {
+		if _, wanted := want[key]; owner.agent() && !wanted {
 			return false
 		}
 	}
@@ -201,9 +203,9 @@ func readOwners(object *unstructured.Unstructured) (labels, annotations owners) 
 				case entry.Manager != manager:
 					o.others = true
 				case entry.Operation == metav1.ManagedFieldsOperationApply:
-					o.agent, o.applied = true, true
+					o.applied = true
 				default:
-					o.agent = true
+					o.patched = true
 				}
 				each.into[key] = o
 			}
