@@ -26,7 +26,7 @@ help:
 	@echo '                and pods that ask for slices; needs root, takes about 10 minutes at first'
 	@echo 'make demo-down  end it; nothing stays but the cache'
 	@echo 'make test       all tests, those on the real node included; needs root for these'
-	@echo 'make soak       the same with the full counts, and 90 minutes of fuzzing'
+	@echo 'make soak       the same with the full counts, and two hours of fuzzing'
 	@echo 'make unit       the tests that need no node'
 	@echo 'make lint       gofmt, go vet, staticcheck'
 	@echo 'make bench      speed and memory, NVIDIA'"'"'s device plugin beside the agent'
