@@ -563,6 +563,15 @@ func (s *apiServer) tryLabels(t *testing.T, node string) {
 	delete(all, "example.com/gpu.partition.state")
 	expect("together with somebody", all, nil)
 
+	// All goes that is the agent's: also what an older agent has patched, and what
+	// somebody has written too, below the agent's domain.
+	if err := s.do(t, nil, http.MethodPatch, node+"?fieldManager=gpu-agent", merge,
+		fields{"metadata": fields{"labels": fields{"example.com/gpu.old": "1"}, "annotations": message}}, nil); err != nil {
+		t.Fatal(err)
+	}
+	mark(kube.Marks{})
+	expect("all gone", map[string]string{"nvidia.com/gpu.family": guests["nvidia.com/gpu.family"]}, nil)
+
 	// An agent's Node that is not there is not made.
 	if err := s.do(t, nil, http.MethodDelete, node, asJSON, nil, nil); err != nil {
 		t.Fatal(err)
