@@ -369,6 +369,7 @@ func TestNode(t *testing.T) {
 			t.Errorf("the pod's container was %s and is %s", container, got)
 		}
 	})
+	t.Run("a kubelet that is shown CPUs which are not there", func(t *testing.T) { absentCPUs(t, n, state) })
 	t.Run("the others come back under running pods", func(t *testing.T) {
 		status := `jsonpath={.status.containerStatuses[0].containerID} {.status.containerStatuses[0].restartCount}`
 		container := kubectl("get", "pod", "web", "-o", status)
@@ -409,6 +410,76 @@ func TestNode(t *testing.T) {
 	if out := in("down"); !strings.Contains(out, "did not run") {
 		t.Errorf("a second down said %q", out)
 	}
+}
+
+// absentCPUs gives a pod CPUs of its own that no machine has, and goes back to the
+// machine's.
+func absentCPUs(t *testing.T, n Node, state State) {
+	in := func(command string, args ...string) string {
+		t.Helper()
+		return mustCluster(t, "", append([]string{command, "--name", n.name}, args...)...)
+	}
+	inside := func(path string) string { return fmt.Sprintf("/proc/%d/root%s", state.Init.PID, path) }
+	write := func(path, text string) {
+		t.Helper()
+		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, []byte(text), 0o644)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	const first, last, places = 5000, 5007, "/run/processors"
+	for cpu := first; cpu <= last; cpu++ {
+		at := fmt.Sprintf("%s/node/node%d/cpu%d/topology/", places, (cpu-first)/4, cpu)
+		write(inside(at+"core_id"), fmt.Sprintln(cpu))
+		write(inside(at+"physical_package_id"), fmt.Sprintln((cpu-first)/4))
+	}
+	write(inside(places+"/cpu/online"), fmt.Sprintf("%d-%d\n", first, last))
+	settings := n.path("etc", "kubernetes", "kubelet.d", "50-test.conf")
+	restart := func(prepare func()) {
+		t.Helper()
+		in("stop", procKubelet)
+		prepare()
+		in("exec", "--", "rm", "-f", "/var/lib/kubelet/cpu_manager_state", "/var/lib/kubelet/memory_manager_state")
+		in("start", procKubelet)
+	}
+	defer func() { // not Cleanup: by then the test's context has ended
+		restart(func() {
+			in("exec", "--", "umount", "/sys/devices/system/cpu", "/sys/devices/system/node")
+			if err := os.Remove(settings); err != nil {
+				t.Error(err)
+			}
+		})
+		in("cpusets", "keep")
+		if link, err := os.Readlink(inside(runtimeLink)); err != nil || filepath.Base(link) != "runc" {
+			t.Errorf("containers are made by %s (%v), want runc", link, err)
+		}
+	}()
+	restart(func() {
+		for _, name := range []string{"cpu", "node"} {
+			in("exec", "--", "mount", "--bind", places+"/"+name, "/sys/devices/system/"+name)
+		}
+		write(settings, fmt.Sprintf("apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\n"+
+			"cpuManagerPolicy: static\ntopologyManagerPolicy: single-numa-node\nreservedSystemCPUs: \"%d\"\n", first))
+		in("cpusets", "drop")
+	})
+	mustCluster(t, `
+apiVersion: v1
+kind: Pod
+metadata: {name: pinned}
+spec:
+  terminationGracePeriodSeconds: 0
+  containers:
+  - name: pinned
+    image: localhost/busybox:test
+    imagePullPolicy: Never
+    command: [sleep, "3600"]
+    resources: {limits: {cpu: 4, memory: 64Mi}}
+`, "kubectl", "--name", n.name, "--", "apply", "-f", "-")
+	in("kubectl", "--", "wait", "pod/pinned", "--for=condition=Ready", "--timeout=60s")
+	kubelet, err := os.ReadFile(inside("/var/lib/kubelet/cpu_manager_state"))
+	if err != nil || !strings.Contains(string(kubelet), fmt.Sprintf(`"pinned":"%d-%d"`, first+4, last)) {
+		t.Errorf("the kubelet has given CPUs as %s (%v), want those of the second node to the pod", kubelet, err)
+	}
+	in("kubectl", "--", "delete", "pod", "pinned")
 }
 
 // ownProcess starts one, lets it end by itself, and stops it.

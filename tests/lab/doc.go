@@ -54,11 +54,20 @@
 // [Node.Record] listens at the agent's sockets beside the kubelet, and has every
 // device that turned, and when. [Node.Offer] is what the kubelet made of it.
 //
+// [Node.RecordLabels] has every change of the Node's labels, by a watch.
+//
 // # Other hardware, and a new boot
 //
-// [Driver.Swap] puts other GPUs in the place of those that there are. [Node.Reboot]
-// takes the node's power away and starts it again, while the control plane, as if
-// it were elsewhere, goes on:
+// [Driver.Swap] puts another machine in the place of what there is: GPUs, links, and
+// CPUs and NUMA nodes where its world describes them. A kubelet sees those when it
+// starts, and [Node.Align] starts it as one that gives containers CPUs and devices of
+// one NUMA node, or refuses them; [RunningPod.Given] is what it gave:
+//
+//	err = driver.Swap(ctx, lab.DriverOptions{World: "topology: dgx-h100\nnuma: [{cpus: 0-7}, {cpus: 8-15}]\n"})
+//	err = node.Align(ctx)
+//
+// [Node.Reboot] takes the node's power away and starts it again, while the control
+// plane, as if it were elsewhere, goes on:
 //
 //	err = node.Reboot(ctx, driver.Reboot)
 //
