@@ -148,11 +148,17 @@ func topo(t *testing.T, opts nvml.Options) {
 				t.Errorf("%s to %s is %q, and nvidia-smi says %q", row, column, ours.Cells[i][j], cell)
 			}
 		}
-		if g := ours.GPUs[i]; g.CPUs != their.cpus {
+		// In a virtual machine one of the two may say nothing.
+		g, numa := ours.GPUs[i], "none"
+		if g.NUMA != nil {
+			numa = strconv.Itoa(*g.NUMA)
+		}
+		t.Logf("%s is near to the processors %q, NUMA node %s; nvidia-smi says %q, %q", row, g.CPUs, numa, their.cpus, their.numa)
+		if cpusForm.MatchString(g.CPUs) && cpusForm.MatchString(their.cpus) && g.CPUs != their.cpus {
 			t.Errorf("%s is near to the processors %q, and nvidia-smi says %q", row, g.CPUs, their.cpus)
 		}
-		if g := ours.GPUs[i]; g.NUMA != nil && strconv.Itoa(*g.NUMA) != their.numa || g.NUMA == nil && isNumber(their.numa) {
-			t.Errorf("%s is near to %v, and nvidia-smi says NUMA node %q", row, g.NUMA, their.numa)
+		if isNumber(numa) && isNumber(their.numa) && numa != their.numa {
+			t.Errorf("%s is near to NUMA node %s, and nvidia-smi says %s", row, numa, their.numa)
 		}
 	}
 	t.Logf("compared %d cells", compared)
