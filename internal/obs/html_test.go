@@ -66,7 +66,11 @@ func TestPage(t *testing.T) {
 	for name, s := range map[string]Status{"status.html": wired(), "status-mig.html": cards(), "status-nothing.html": {Node: "gpu-node-1", Version: "v0.1.0"}} {
 		got := htmlOf(t, s)
 		sound(t, got)
-		golden(t, name, strings.Replace(got, style, "", 1))
+		got = strings.Replace(got, style, "", 1)
+		if strings.Contains(got, "{}") {
+			t.Errorf("%s has a place without its value", name)
+		}
+		golden(t, name, got)
 	}
 }
 
