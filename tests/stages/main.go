@@ -267,15 +267,20 @@ func (r *runner) command(ctx context.Context, c command, screen, log io.Writer, 
 	return nil
 }
 
-// start starts a program. One of a stage beside the others is nicer than they are:
-// their node has a kubelet with its own idea of what is late.
+// nicer is by how much a stage beside the others is nicer than they are: by each
+// share of a processor that it gets, they get three. Their node has a kubelet with
+// its own idea of what is late; but it may not starve, since it, too, has tests that
+// do not wait for ever.
+const nicer = 5
+
+// start starts a program.
 func start(cmd *exec.Cmd, beside bool) error {
 	if err := cmd.Start(); err != nil || !beside {
 		return err
 	}
 	own, err := niceness()
 	if err == nil {
-		err = syscall.Setpriority(syscall.PRIO_PGRP, cmd.Process.Pid, min(own+10, 19))
+		err = syscall.Setpriority(syscall.PRIO_PGRP, cmd.Process.Pid, min(own+nicer, 19))
 	}
 	if err != nil {
 		_ = cmd.Cancel()

@@ -157,7 +157,7 @@ func TestNice(t *testing.T) {
 	for _, s := range []stage{{name: "plain"}, {name: "beside", beside: true}} {
 		want := own
 		if s.beside {
-			want = min(own+10, 19)
+			want = min(own+nicer, 19)
 		}
 		// The shell may begin before it is made nice.
 		const script = `while [ "$(sed 's/.*) //' /proc/self/stat | cut -d' ' -f17)" != "$1" ]; do sleep 0.01; done`
