@@ -99,7 +99,8 @@
 //
 // On boards of 8 GPUs (a DGX H100, behind NVSwitches; a DGX-1, whose GPUs are joined by
 // two links, one or none) and of 16 (a DGX-2) both programs are asked for each number
-// of GPUs while all are free:
+// of GPUs while all are free, and the agent alone on 16 GPUs of which no two are
+// joined alike:
 //
 //	choice_p50, choice_p99     of the call, as the kubelet sees it; +Inf where no answer came in time
 //	choice_cpu                 of the program, for one call

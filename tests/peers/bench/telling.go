@@ -25,7 +25,7 @@ const (
 func (b *bench) telling(ctx context.Context) error {
 	b.api.putNode(labelsNode)
 	b.api.putNode(noLabelsNode)
-	return b.onBoard("dgx-h100", func(m *machine, _ *world) error {
+	return b.onBoard(boards[0], func(m *machine, _ *world) error {
 		return all(ctx, 0, func(rs []*running) error {
 			if err := b.labelled(ctx, rs[0]); err != nil {
 				return err

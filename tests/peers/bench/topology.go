@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"math/rand/v2"
 	"path/filepath"
 	"slices"
 	"time"
@@ -19,9 +20,41 @@ import (
 	"example.com/gpu-agent/tests/emulator/install"
 )
 
-// boards are the machines whose GPUs are asked for by size. In a cube mesh some
-// pairs of GPUs have two links, some one and some none.
-var boards = []string{"dgx-h100", "dgx-1", "dgx-2"}
+// board is a machine whose GPUs are asked for by size.
+type board struct {
+	name string
+	spec emulator.Spec
+	// alone: the peer is not asked.
+	alone bool
+}
+
+// boards are machines that there are, and one that there is not: no two of its 16
+// GPUs are alike, which is the most that the agent can have to think about.
+var boards = []board{
+	{name: "dgx-h100", spec: emulator.Spec{Topology: "dgx-h100"}},
+	{name: "dgx-1", spec: emulator.Spec{Topology: "dgx-1"}},
+	{name: "dgx-2", spec: emulator.Spec{Topology: "dgx-2"}},
+	{name: "irregular", spec: irregular(), alone: true},
+}
+
+// irregular joins GPUs at random, the same in every run, as long as both have links
+// left.
+func irregular() emulator.Spec {
+	const each = 12
+	s := emulator.Spec{Model: migModel, Count: emulator.MaxGPUs}
+	random := rand.New(rand.NewPCG(6, 0))
+	var used [emulator.MaxGPUs]int
+	for g := range s.Count {
+		for to := range g {
+			lanes := min(random.IntN(4), each-used[g], each-used[to])
+			if lanes > 0 {
+				s.Links = append(s.Links, emulator.LinkSpec{GPU: g, To: to, Lanes: lanes})
+				used[g], used[to] = used[g]+lanes, used[to]+lanes
+			}
+		}
+	}
+	return s
+}
 
 // Targets, see the issue that asks for them.
 const (
@@ -31,17 +64,17 @@ const (
 
 // choices asks both programs, on each board, for which GPUs they prefer.
 func (b *bench) choices(ctx context.Context) error {
-	for _, name := range boards {
-		if err := b.choicesOn(ctx, name); err != nil {
-			return fmt.Errorf("%s: %w", name, err)
+	for _, on := range boards {
+		if err := b.choicesOn(ctx, on); err != nil {
+			return fmt.Errorf("%s: %w", on.name, err)
 		}
 	}
 	return nil
 }
 
 // onBoard serves a board and lends the machine that has it.
-func (b *bench) onBoard(name string, f func(m *machine, w *world) error) (err error) {
-	w, err := b.startWorld("board-"+name, emulator.Spec{Topology: name})
+func (b *bench) onBoard(on board, f func(m *machine, w *world) error) (err error) {
+	w, err := b.startWorld("board-"+on.name, on.spec)
 	if err != nil {
 		return err
 	}
@@ -55,9 +88,13 @@ func (b *bench) onBoard(name string, f func(m *machine, w *world) error) (err er
 	return f(&m, w)
 }
 
-func (b *bench) choicesOn(ctx context.Context, name string) error {
-	return b.onBoard(name, func(m *machine, w *world) error {
-		c := chooser{bench: b, machine: m, world: w, board: name}
+func (b *bench) choicesOn(ctx context.Context, on board) error {
+	return b.onBoard(on, func(m *machine, w *world) error {
+		c := chooser{bench: b, machine: m, world: w, board: on.name}
+		subjects := []*subject{m.newAgent(b.agent.kubelet)}
+		if !on.alone {
+			subjects = append(subjects, m.newPeer(b.peer.kubelet))
+		}
 		return all(ctx, 0, func(rs []*running) error {
 			for _, r := range rs {
 				c.worst = append(c.worst, 0)
@@ -82,11 +119,11 @@ func (b *bench) choicesOn(ctx context.Context, name string) error {
 				}
 			}
 			for i, r := range rs {
-				b.figure(fmt.Sprintf("choice_worst_p50/%s/gpus=%d/%s", name, m.driver.gpus, r.name), c.worst[i], "ms",
+				b.figure(fmt.Sprintf("choice_worst_p50/%s/gpus=%d/%s", on.name, m.driver.gpus, r.name), c.worst[i], "ms",
 					only(r.name == agentName, mostChoice, "1 ms")...)
 			}
 			return nil
-		}, m.newAgent(b.agent.kubelet), m.newPeer(b.peer.kubelet))
+		}, subjects...)
 	})
 }
 
