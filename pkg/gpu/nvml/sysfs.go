@@ -58,7 +58,11 @@ func (d *Driver) place(ctx context.Context, inv *gpu.Inventory) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if silent != nil && !m.silent {
-		d.log.Warn("network cards do not answer the kernel; what they said last goes on", "err", silent)
+		who := "network cards do not answer the kernel"
+		if err != nil { // without them neither
+			who = "the kernel does not answer in " + d.opts.SysRoot
+		}
+		d.log.Warn(who+"; what was said last goes on", "within", sysWait)
 	}
 	if m.silent = silent != nil; !m.silent {
 		m.rest.NICs = read.NICs
