@@ -18,6 +18,9 @@ import (
 // which the style shows one: side by side where there is room, and one below the
 // other where there is not.
 func (p *sheet) node() {
+	if !p.hasNode() {
+		return
+	}
 	m := p.s.Topology
 	drawn := m != nil && len(m.GPUs) > 0
 	p.put("<section aria-labelledby=\"node\"><h2 id=\"node\">Node</h2>\n")
@@ -40,6 +43,12 @@ func (p *sheet) node() {
 	p.put("<div class=\"beside\">")
 	p.offers()
 	p.put("</div></div></section>\n")
+}
+
+// hasNode tells whether there is anything to be shown of the node as a whole.
+func (p *sheet) hasNode() bool {
+	return p.s.Topology != nil && len(p.s.Topology.GPUs) > 0 ||
+		slices.ContainsFunc(p.s.GPUs, func(g GPUStatus) bool { return g.Resource != "" || g.MIG != nil })
 }
 
 // key explains what has no name in the drawing.

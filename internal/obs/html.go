@@ -134,7 +134,10 @@ func (p *sheet) top() {
 		p.put(` as of <time datetime="{}">{}</time>`, now.Format(time.RFC3339), now.Format("2006-01-02 15:04:05")+" UTC")
 	}
 	p.put("</p><h1>{}</h1></div>\n<nav aria-label=\"On this page\">", cmp.Or(s.Node, "(no name)"))
-	p.put(`<a href="#node">Node</a> <a href="#gpus">GPUs</a>`)
+	if p.hasNode() {
+		p.put(`<a href="#node">Node</a> `)
+	}
+	p.put(`<a href="#gpus">GPUs</a>`)
 	if s.Topology != nil && len(s.Topology.GPUs) > 0 {
 		p.put(` <a href="#matrix">Matrix</a>`)
 	}
@@ -791,13 +794,14 @@ func (p *sheet) matrix() {
 		return
 	}
 	p.put(`<section aria-labelledby="matrix"><h2 id="matrix">Matrix</h2>
-<div class="scroll" role="region" aria-labelledby="matrix" tabindex="0"><table class="matrix"><caption>How each pair of GPUs and RDMA network cards is connected, as <code>nvidia-smi topo -m</code> shows it.</caption>
+<p class="fine">How each pair of GPUs and RDMA network cards is connected, as <code>nvidia-smi topo -m</code> shows it.</p>
+<div class="scroll" role="region" aria-labelledby="matrix" tabindex="0"><table class="matrix"><caption class="away">Connections between GPUs and network cards</caption>
 <thead><tr><td></td>`)
 	names := rowNames(m)
 	for i, n := range names {
 		p.put(`<th scope="col" class="{}">{}</th>`, map[bool]string{true: "nic", false: "gpu"}[i >= len(m.GPUs)], n)
 	}
-	p.put(`<th scope="col" class="l">CPUs</th><th scope="col">NUMA node</th></tr></thead><tbody>` + "\n")
+	p.put(`<th scope="col">NUMA</th><th scope="col" class="l">CPUs</th></tr></thead><tbody>` + "\n")
 	for i, n := range names {
 		p.put(`<tr><th scope="row">{}</th>`, n)
 		for j := range names {
@@ -810,7 +814,7 @@ func (p *sheet) matrix() {
 		} else {
 			numa = m.NICs[i-len(m.GPUs)].NUMA
 		}
-		p.put(`<td class="l">{}</td><td>{}</td></tr>`+"\n", cmp.Or(cpus, "–"), nodeNumber(numa))
+		p.put(`<td>{}</td><td class="l">{}</td></tr>`+"\n", nodeNumber(numa), cmp.Or(cpus, "–"))
 	}
 	p.put("</tbody></table></div>\n<dl class=\"legend\">")
 	for _, l := range legend {
@@ -838,7 +842,7 @@ func (p *sheet) matrix() {
 var legend = []struct{ tone, word, means string }{
 	{"nv", "NV#", "NVLink, # lanes"},
 	{"pix", "PIX", "one PCIe bridge between them"},
-	{"pxb", "PXB", "several PCIe bridges, below one host bridge port"},
+	{"pxb", "PXB", "several PCIe bridges, but no host bridge"},
 	{"phb", "PHB", "one PCIe host bridge, at the processor"},
 	{"node", "NODE", "several host bridges of one NUMA node"},
 	{"sys", "SYS", "the link between NUMA nodes"},
