@@ -4,7 +4,6 @@ package page
 
 import (
 	"bufio"
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -13,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -21,10 +21,10 @@ import (
 // browser is a running Chromium. It is spoken to over two pipes: messages are
 // JSON, and end with a zero byte.
 type browser struct {
-	cmd    *exec.Cmd
-	to     io.WriteCloser
-	stderr bytes.Buffer
-	ended  chan struct{} // the browser says nothing more
+	cmd   *exec.Cmd
+	to    io.WriteCloser
+	log   string        // a file with what it has to say for itself
+	ended chan struct{} // the browser says nothing more
 
 	mu      sync.Mutex // guards all below, and writing
 	next    int
@@ -52,6 +52,11 @@ func (c *chromium) start(home, typeface string) (*browser, error) {
 	if err := os.WriteFile(fonts, []byte(c.fontsConf(typeface)), 0o644); err != nil {
 		return nil, err
 	}
+	log, err := os.Create(filepath.Join(home, "stderr"))
+	if err != nil {
+		return nil, err
+	}
+	defer log.Close()
 	commandsOut, commandsIn, err := os.Pipe()
 	if err != nil {
 		return nil, err
@@ -60,7 +65,7 @@ func (c *chromium) start(home, typeface string) (*browser, error) {
 	if err != nil {
 		return nil, errors.Join(err, commandsOut.Close(), commandsIn.Close())
 	}
-	b := &browser{to: commandsIn, waiting: map[int]chan message{}, ended: make(chan struct{}), news: make(chan struct{})}
+	b := &browser{to: commandsIn, log: log.Name(), waiting: map[int]chan message{}, ended: make(chan struct{}), news: make(chan struct{})}
 	b.cmd = exec.Command(c.program,
 		"--remote-debugging-pipe",
 		// The sandbox does not work for root; the pages are our own.
@@ -69,7 +74,7 @@ func (c *chromium) start(home, typeface string) (*browser, error) {
 		"--hide-scrollbars", "--force-color-profile=srgb", "--font-render-hinting=none", "--disable-lcd-text",
 		"--user-data-dir="+home, "about:blank")
 	b.cmd.Env = append(c.env[:len(c.env):len(c.env)], "FONTCONFIG_FILE="+fonts, "HOME="+home, "XDG_CACHE_HOME="+home, "XDG_CONFIG_HOME="+home)
-	b.cmd.Stderr = &b.stderr
+	b.cmd.Stderr = log
 	b.cmd.ExtraFiles = []*os.File{commandsOut, answersIn} // 3 and 4
 	// A group of its own, so that its helpers can be ended with it.
 	b.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
@@ -151,7 +156,8 @@ func (b *browser) call(ctx context.Context, session, method string, params, resu
 		}
 		return nil
 	case <-b.ended:
-		return fmt.Errorf("%s: the browser has ended:\n%s", method, b.stderr.Bytes())
+		said, _ := os.ReadFile(b.log)
+		return fmt.Errorf("%s: the browser has ended:\n%s", method, said)
 	case <-ctx.Done():
 		return fmt.Errorf("%s: %w", method, ctx.Err())
 	}
@@ -304,7 +310,7 @@ func (t *tab) complaints(url string) []string {
 			list = append(list, e.Method+": "+string(e.Params))
 		case "Network.requestWillBeSent":
 			var r struct{ Request struct{ URL string } }
-			if err := json.Unmarshal(e.Params, &r); err != nil || r.Request.URL != url && !bytes.HasPrefix([]byte(r.Request.URL), []byte("data:")) {
+			if err := json.Unmarshal(e.Params, &r); err != nil || r.Request.URL != url && !strings.HasPrefix(r.Request.URL, "data:") {
 				list = append(list, "a request for "+r.Request.URL)
 			}
 		}
