@@ -73,7 +73,7 @@ func (c *chromium) start(home, typeface string) (*browser, error) {
 		"--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions",
 		"--hide-scrollbars", "--force-color-profile=srgb", "--font-render-hinting=none", "--disable-lcd-text",
 		"--user-data-dir="+home, "about:blank")
-	b.cmd.Env = append(c.env[:len(c.env):len(c.env)], "FONTCONFIG_FILE="+fonts, "HOME="+home, "XDG_CACHE_HOME="+home, "XDG_CONFIG_HOME="+home)
+	b.cmd.Env = append(c.env[:len(c.env):len(c.env)], "FONTCONFIG_FILE="+fonts, "HOME="+home, "TMPDIR="+home, "XDG_CACHE_HOME="+home, "XDG_CONFIG_HOME="+home)
 	b.cmd.Stderr = log
 	b.cmd.ExtraFiles = []*os.File{commandsOut, answersIn} // 3 and 4
 	// A group of its own, so that its helpers can be ended with it.
