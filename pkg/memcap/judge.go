@@ -164,17 +164,6 @@ func NewJudge(p Policy) *Judge {
 	return &Judge{policy: p.withDefaults(), gpus: map[gpu.UUID]*card{}}
 }
 
-// Forget drops all GPUs but those.
-func (j *Judge) Forget(except []gpu.UUID) {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	for u := range j.gpus {
-		if !slices.Contains(except, u) {
-			delete(j.gpus, u)
-		}
-	}
-}
-
 // Judge takes in a sample and returns the offences on that GPU that are
 // confirmed, sorted by container: again with each sample as long as they last.
 //

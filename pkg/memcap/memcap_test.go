@@ -263,12 +263,6 @@ func TestVerdict(t *testing.T) {
 			t.Errorf("%s without %d: %t", tc.v.Kind, tc.gone, got)
 		}
 	}
-
-	j.Forget([]gpu.UUID{"GPU-2"})
-	sample.At = at(1500)
-	if got := j.Judge(sample, holdings, everyone); got != nil {
-		t.Errorf("of a GPU that was forgotten: %+v", got)
-	}
 }
 
 // TestClaimsComeAndGo changes what a container holds while it offends.
