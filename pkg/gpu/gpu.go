@@ -34,6 +34,10 @@ type NUMANode struct {
 	// CPUs is the kernel's list of its processors, "0-55,112-167"; empty for
 	// memory without any.
 	CPUs string `json:"cpus,omitempty"`
+	// Distances is how far each node's memory is from here, in the order of
+	// Inventory.NUMA and by the firmware's measure: 10 is the node's own, 255 the
+	// most. Nil where that is not known.
+	Distances []int `json:"distances,omitempty"`
 }
 
 // RDMA is the kind of network that an RDMA network card speaks.

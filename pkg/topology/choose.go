@@ -102,12 +102,19 @@ func (g *Graph) Spare(free []gpu.UUID) []gpu.UUID {
 type weight struct {
 	// link is NVLink bandwidth, in MB/s or, where a speed is not known, in lanes.
 	link int64
-	// near is in units of 2^numaShift for a NUMA node, and in steps of Level below.
+	// near is in units of 2^numaShift for a NUMA node; below these, in units of
+	// 2^distanceShift for its distance, and in steps of Level.
 	near int64
 }
 
-// numaShift leaves room for the levels of all pairs of some 600 GPUs.
-const numaShift = 20
+// numaShift and distanceShift leave room for all pairs of 160 GPUs.
+const (
+	distanceShift = 16
+	numaShift     = 38
+)
+
+// maxDistance is the most that the firmware's table of NUMA nodes (SLIT) can say.
+const maxDistance = 255
 
 func (w weight) plus(o weight) weight  { return weight{w.link + o.link, w.near + o.near} }
 func (w weight) minus(o weight) weight { return weight{w.link - o.link, w.near - o.near} }
@@ -130,6 +137,10 @@ func (p Pair) weigh(byLanes bool) weight {
 		w.near = 2 << numaShift
 	case Unknown:
 		w.near = 1 << numaShift
+	case Different:
+		if p.Distance > 0 {
+			w.near = int64(maxDistance-p.Distance) << distanceShift
+		}
 	}
 	switch p.Level {
 	case LevelSwitch:

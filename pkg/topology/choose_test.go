@@ -229,6 +229,15 @@ func TestSpareIsChoosingOne(t *testing.T) {
 func randomNode(rng *rand.Rand, n int) *gpu.Inventory {
 	inv := node(make([][]gpu.Link, n)...)
 	linked, wide, speeds, nodes, bridges := rng.IntN(4), 1+rng.IntN(4), rng.IntN(3), 1+rng.IntN(3), 1+rng.IntN(4)
+	if rng.IntN(2) == 0 {
+		for id := range nodes {
+			n := gpu.NUMANode{ID: id}
+			for range nodes {
+				n.Distances = append(n.Distances, 10+rng.IntN(3)*11)
+			}
+			inv.NUMA = append(inv.NUMA, n)
+		}
+	}
 	thin := 3
 	if rng.IntN(2) == 0 {
 		thin = 3 * (1 + n) // a few links in all, so that there are parts
@@ -300,7 +309,11 @@ func newJudge(g *Graph, pool []gpu.UUID) *judge {
 				l = max(p.NVLink, 1)
 			}
 			link = append(link, l)
-			near = append(near, map[NUMA]int{Same: 2 << 20, Unknown: 1 << 20}[p.NUMA]+
+			far := 0
+			if p.NUMA == Different && p.Distance > 0 {
+				far = 255 - p.Distance
+			}
+			near = append(near, map[NUMA]int{Same: 2 << 38, Unknown: 1 << 38}[p.NUMA]+far<<16+
 				map[Level]int{LevelSwitch: 5, LevelSwitches: 4, LevelHost: 3, LevelNode: 2, LevelUnknown: 1}[p.Level])
 		}
 		j.link, j.near = append(j.link, link), append(j.near, near)

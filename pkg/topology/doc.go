@@ -46,8 +46,9 @@
 //     three are a pair and such a one.
 //  4. The nearness of all pairs inside, more is better. A pair has 2 for the same
 //     NUMA node, 1 if nodes are not known, 0 for different ones; of sets with the
-//     same sum of these, the PCI bus decides, with 5 for PIX, 4 for PXB, 3 for
-//     PHB, 2 for NODE, 1 if nothing is known, 0 for SYS.
+//     same sum of these, the firmware's distances between nodes decide, where it
+//     tells them (nodes of one socket are nearer); then the PCI bus, with 5 for
+//     PIX, 4 for PXB, 3 for PHB, 2 for NODE, 1 if nothing is known, 0 for SYS.
 //  5. The nearness of all pairs that have neither GPU in the set, more is better:
 //     a node of eight in two halves is used up half by half.
 //

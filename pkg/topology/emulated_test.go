@@ -51,7 +51,18 @@ func links(w *emulator.World) *gpu.Inventory {
 func places(w *emulator.World) *gpu.Inventory {
 	inv, st := links(w), w.State()
 	for id, n := range st.Board.NUMA {
-		inv.NUMA = append(inv.NUMA, gpu.NUMANode{ID: id, CPUs: n.CPUs})
+		node := gpu.NUMANode{ID: id, CPUs: n.CPUs}
+		for other, o := range st.Board.NUMA {
+			far := 21
+			switch {
+			case other == id:
+				far = 10
+			case *o.Socket == *n.Socket:
+				far = 12
+			}
+			node.Distances = append(node.Distances, far)
+		}
+		inv.NUMA = append(inv.NUMA, node)
 	}
 	for i := range inv.GPUs {
 		d := &inv.GPUs[i]
@@ -125,7 +136,7 @@ func TestEmulatedMachines(t *testing.T) {
 	const eight = "0 1 2 3 4 5 6 7"
 	days := map[string]struct{ steps, want, joined, weak, down string }{
 		"dgx-h100":   {"1 3 2 2", "0 | 1 2 3 | 4 5 | 6 7", eight, "", "GPU 0 has 17 of 18 NVLink lanes to the NVSwitch"},
-		"dgx-a100":   {"1 3 2 2", "0 | 1 2 3 | 4 5 | 6 7", eight, "", "GPU 0 has 11 of 12 NVLink lanes to the NVSwitch"},
+		"dgx-a100":   {"2 4 2", "0 1 | 4 5 6 7 | 2 3", eight, "", "GPU 0 has 11 of 12 NVLink lanes to the NVSwitch"},
 		"p5":         {"1 3 4", "0 | 1 2 3 | 4 5 6 7", eight, "", "GPU 0 has 17 of 18 NVLink lanes to the NVSwitch"},
 		"dgx-1":      {"1 3 2 2", "0 | 1 2 3 | 4 7 | 5 6", eight, "", "GPU 0 has 0 of 1 NVLink lanes to GPU 1"},
 		"dgx-2":      {"1 3 2 8 2", "0 | 1 2 3 | 4 5 | 8 9 10 11 12 13 14 15 | 6 7", eight + " 8 9 10 11 12 13 14 15", "", "GPU 0 has 5 of 6 NVLink lanes to the NVSwitch"},

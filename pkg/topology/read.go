@@ -96,7 +96,28 @@ func readNUMA(sys fs.FS) []gpu.NUMANode {
 		nodes = append(nodes, gpu.NUMANode{ID: int(id), CPUs: readCPUs(sys, path.Join(dir, e.Name(), "cpulist"))})
 	}
 	slices.SortFunc(nodes, func(a, b gpu.NUMANode) int { return cmp.Compare(a.ID, b.ID) })
+	for i := range nodes {
+		n := &nodes[i]
+		n.Distances = readDistances(sys, path.Join(dir, "node"+strconv.Itoa(n.ID), "distance"), len(nodes))
+	}
 	return nodes
+}
+
+// readDistances returns a node's distance to each of so many nodes, or nothing.
+func readDistances(sys fs.FS, name string, nodes int) []int {
+	words := strings.Fields(line(sys, name))
+	if len(words) != nodes {
+		return nil
+	}
+	out := make([]int, nodes)
+	for i, w := range words {
+		n, err := strconv.ParseUint(w, 10, 8)
+		if err != nil {
+			return nil
+		}
+		out[i] = int(n)
+	}
+	return out
 }
 
 // readNICs reports whether the kernel knows of RDMA network cards at all.

@@ -84,6 +84,9 @@ func machine() fstest.MapFS {
 		"class/dmi/id -> ../../devices/virtual/dmi/id",
 		"devices/virtual/dmi/id/product_name: DGXH100 ",
 		"devices/system/node/node0/cpulist: 0-55,112-167",
+		"devices/system/node/node0/distance: 10 21 32",
+		"devices/system/node/node1/distance: 21 10",
+		"devices/system/node/node10/distance: 32 far 10",
 		"devices/system/node/node10/cpulist: ",
 		"devices/system/node/node1/cpulist: 56-111,168-223",
 		"devices/system/node/possible: 0-10",
@@ -135,7 +138,7 @@ func TestRead(t *testing.T) {
 	want := gpu.Inventory{
 		Driver:  "580",
 		Machine: "DGXH100",
-		NUMA:    []gpu.NUMANode{{ID: 0, CPUs: "0-55,112-167"}, {ID: 1, CPUs: "56-111,168-223"}, {ID: 10}},
+		NUMA:    []gpu.NUMANode{{ID: 0, CPUs: "0-55,112-167", Distances: []int{10, 21, 32}}, {ID: 1, CPUs: "56-111,168-223"}, {ID: 10}},
 		NICs: []gpu.NIC{
 			{Name: "mlx5_2", Kind: gpu.RoCE, PCI: "00000000:40:00.0", Path: []string{"pci0000:40"}},
 			{

@@ -80,6 +80,9 @@ type Pair struct {
 	// bytes); 0 where the driver does not say.
 	MBps int
 	NUMA NUMA
+	// Distance is how far apart different NUMA nodes are, by gpu.NUMANode's measure
+	// and in the worse direction; 0 where it is not known, and for one node.
+	Distance int
 	// Level is the way over the PCI bus, whether or not NVLink joins the two.
 	Level Level
 }
@@ -201,7 +204,7 @@ func New(inv *gpu.Inventory) *Graph {
 
 func (g *Graph) pair(i, j int) Pair {
 	a, b := placeOf(&g.inv.GPUs[i]), placeOf(&g.inv.GPUs[j])
-	p := Pair{NUMA: a.numaTo(b), Level: g.level(a, b)}
+	p := Pair{NUMA: a.numaTo(b), Distance: max(g.distance(a, b), g.distance(b, a)), Level: g.level(a, b)}
 	there, back := &g.ends[i][j], &g.ends[j][i]
 	via, viaToo := &g.ends[i][i], &g.ends[j][j]
 	switch {
@@ -248,6 +251,21 @@ func (p place) numaTo(o place) NUMA {
 		return Same
 	}
 	return Different
+}
+
+// distance is what the firmware says of the way from one NUMA node to another.
+func (g *Graph) distance(a, b place) int {
+	if a.numaTo(b) != Different {
+		return 0
+	}
+	at := func(p place) int {
+		return slices.IndexFunc(g.inv.NUMA, func(n gpu.NUMANode) bool { return n.ID == *p.numa })
+	}
+	from, to := at(a), at(b)
+	if from < 0 || to < 0 || to >= len(g.inv.NUMA[from].Distances) {
+		return 0
+	}
+	return min(max(g.inv.NUMA[from].Distances[to], 0), maxDistance)
 }
 
 // level compares the ways down to two devices. Bridges that both ways have say

@@ -70,7 +70,7 @@ func (d *Driver) place(ctx context.Context, inv *gpu.Inventory) error {
 	if err == nil {
 		m.rest.Machine, m.rest.NUMA = read.Machine, read.NUMA
 	}
-	inv.Machine, inv.NUMA, inv.NICs = m.rest.Machine, slices.Clone(m.rest.NUMA), cloneNICs(m.rest.NICs)
+	inv.Machine, inv.NUMA, inv.NICs = m.rest.Machine, cloneNUMA(m.rest.NUMA), cloneNICs(m.rest.NICs)
 	for i := range inv.GPUs {
 		dev := &inv.GPUs[i]
 		now, known := m.gpus[dev.UUID]
@@ -126,6 +126,14 @@ func (w withoutCards) Lstat(name string) (fs.FileInfo, error) { return fs.Lstat(
 
 // cards is where sysfs lists RDMA network cards.
 const cards = "class/infiniband"
+
+func cloneNUMA(list []gpu.NUMANode) []gpu.NUMANode {
+	list = slices.Clone(list)
+	for i := range list {
+		list[i].Distances = slices.Clone(list[i].Distances)
+	}
+	return list
+}
 
 func cloneNICs(list []gpu.NIC) []gpu.NIC {
 	list = slices.Clone(list)
