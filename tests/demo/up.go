@@ -354,6 +354,7 @@ All of it is as it should be, after %.0f s. The node stays up. To look around:
   k edit configmap -n %s gpu-partitions        # cut the GPUs another way, and watch:
   k get events --watch
   k exec -n %[4]s ds/gpu-agent -- gpu-agent status
+  k exec -n %[4]s ds/gpu-agent -- gpu-agent topology
 
 make demo-down ends it.
 `, time.Since(d.began).Seconds(), d.node.KubectlCommand(), nodeName, lab.AgentNamespace)
