@@ -22,6 +22,12 @@
 // stands, by numbers that no two creations share; what the kubelet was told is a
 // recording of the streams.
 //
+// The tests of topology swap the whole machine: its PCI bus, NVLinks and NUMA nodes,
+// with more CPUs than there are. For one of them the kubelet is started anew as one
+// that aligns CPUs and devices (see lab.Node.Align); what it gave to whom is its own
+// word, and where the hardware has it is the emulated hardware's. Labels are what a
+// watch of the Node saw, which misses no state of it.
+//
 // Where memory counts, programs inside containers take it until they are refused
 // (see lab.Probe), and the driver's own figure is what they are held to.
 //

@@ -170,8 +170,10 @@ const condition = lab.Domain + "/GPUHealthy"
 // the times is the log's end.
 func TestFaults(t *testing.T) {
 	b := begin(t, faultPartitions, faultOffers())
+	// GPUs 0 and 1 are two sides of one PCI switch and stay together as long as there
+	// is another.
 	pods := map[int]*lab.RunningPod{
-		0: b.pod("memory", lab.Memory, 24),
+		2: b.pod("memory", lab.Memory, 24),
 		3: b.pod("replica", lab.Replicas, 1),
 		6: b.pod("whole", lab.GPU, 1),
 	}
@@ -200,15 +202,15 @@ func TestFaults(t *testing.T) {
 		every = append(every, i)
 	}
 	rows := []fault{
-		{name: "Xid 13, an application's", xid: 13, on: 0},
+		{name: "Xid 13, an application's", xid: 13, on: 2},
 		{name: "Xid 31, an application's", xid: 31, on: 3},
 		{name: "Xid 43, an application's", xid: 43, on: 6},
-		{name: "Xid 45, an application's", xid: 45, on: 0},
-		{name: "Xid 48, a double bit error", hits: []int{0}, do: xid(0, 48), says: "48", mend: reset(0), keeps: true},
+		{name: "Xid 45, an application's", xid: 45, on: 2},
+		{name: "Xid 48, a double bit error", hits: []int{2}, do: xid(2, 48), says: "48", mend: reset(2), keeps: true},
 		{name: "Xid 63, a row to remap", hits: []int{3}, do: xid(3, 63), says: "63"},
 		{name: "Xid 64, a remap that failed", hits: []int{6}, do: xid(6, 64), says: "64",
 			mend: func(ctx context.Context) error { return driver.SetHealth(ctx, 6, `{"remapFailed": false}`) }},
-		{name: "Xid 74, an NVLink error", hits: []int{2}, do: xid(2, 74), says: "74"},
+		{name: "Xid 74, an NVLink error", hits: []int{0}, do: xid(0, 74), says: "74"},
 		{name: "Xid 79, off the bus", hits: []int{1}, do: xid(1, 79), says: "79", mend: restore(1)},
 		{name: "Xid 94, contained", hits: []int{4}, do: xid(4, 94), says: "94"},
 		{name: "Xid 95, not contained", hits: []int{7}, do: xid(7, 95), says: "95", mend: reset(7)},
@@ -342,11 +344,11 @@ func TestFaults(t *testing.T) {
 
 	b.sub("lost before the agent's start", func(b *bench) {
 		defer repair(b)
-		f := fault{name: b.short(), hits: []int{2}}
+		f := fault{name: b.short(), hits: []int{0}}
 		b.must(agent.Stop(b.ctx))
-		b.must(driver.Lose(b.ctx, 2))
+		b.must(driver.Lose(b.ctx, 0))
 		b.must(agent.Start(b.ctx))
-		b.offers(faultOffers(2))
+		b.offers(faultOffers(0))
 		reason, err := unfit(b.ctx, f)
 		b.must(err)
 		b.told(f, pods)
@@ -354,10 +356,10 @@ func TestFaults(t *testing.T) {
 		b.must(err)
 		w := b.watch()
 		w.base = byGPU(offer)
-		w.base[driver.GPUs[2].UUID] = units
+		w.base[driver.GPUs[0].UUID] = units
 		b.turned(w, f.hits)
 		mended := time.Now()
-		b.must(driver.Restore(b.ctx, 2))
+		b.must(driver.Restore(b.ctx, 0))
 		back := b.recovered(w, f.hits)
 		row(f.name, fmt.Sprint(f.hits), "", "", ms(back.Sub(mended)), reason)
 		if err := hurt(before); err != nil {

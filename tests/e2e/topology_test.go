@@ -85,7 +85,6 @@ func (b *bench) aligned(name string, count, cpus int) (*lab.RunningPod, []lab.GP
 	pod, gpus := b.pinned(name, count, cpus)
 	given, err := pod.Given(b.ctx, "")
 	b.must(err)
-	b.must(driver.Read(b.ctx))
 	var ids []string
 	home := gpus[0].NUMA
 	for _, g := range gpus {
@@ -114,6 +113,22 @@ func (b *bench) aligned(name string, count, cpus int) (*lab.RunningPod, []lab.GP
 	}
 	b.Logf("%d GPUs and %d CPUs: GPUs %v and CPUs %v of NUMA node %d", count, cpus, indexes(gpus), given.CPUs, home)
 	return pod, gpus
+}
+
+// pairsLeft checks that nobody who has one GPU of a pair has left its partner
+// alone.
+func (b *bench) pairsLeft(taken ...[]lab.GPUInfo) {
+	b.Helper()
+	all := slices.Concat(taken...)
+	for _, g := range all {
+		partner := slices.IndexFunc(driver.GPUs, func(o lab.GPUInfo) bool { return linked(g, o) })
+		if partner < 0 {
+			b.Fatalf("GPU %d has no partner", g.Index)
+		}
+		if !slices.Contains(indexes(all), partner) {
+			b.Errorf("of the GPUs %v that are taken, %d has left its partner %d alone", indexes(all), g.Index, partner)
+		}
+	}
 }
 
 // pinned makes a pod of some GPUs and CPUs of its own and waits until it runs.
@@ -196,6 +211,19 @@ func TestTopology(t *testing.T) {
 		}
 		b.partitions(shared("[0, 1, 2, 3, 4]", "[5, 6, 7]"))
 		b.offersAll(map[string]int{lab.Memory: 5 * units})
+		// With hints for units too, a kubelet takes the first node, where 80 are free.
+		b.sub("with hints", func(b *bench) {
+			b.redeploy(lab.DeployOptions{Partitions: shared("[0, 1, 2, 3, 4]", "[5, 6, 7]"), Env: map[string]string{"GPU_AGENT_NUMA_HINTS": "all"}})
+			b.offersAll(map[string]int{lab.Memory: 5 * units})
+			b.state("applied")
+			s, err := b.pod("seventy-hinted", lab.Memory, 70).Refused(b.ctx)
+			b.must(err)
+			if s.Reason != "UnexpectedAdmissionError" || !strings.Contains(s.Message, lab.Memory) {
+				b.Errorf("with --numa-hints all, 70 units are refused for %s: %s", s.Reason, s.Message)
+			}
+			b.Logf("70 units with --numa-hints all: %s: %s", s.Reason, s.Message)
+		})
+		b.offersAll(map[string]int{lab.Memory: 5 * units})
 		pod, gpus := b.running("seventy", lab.Memory, 70)
 		if g := b.one(gpus); g.Index != 4 || g.NUMA != 1 {
 			b.Errorf("70 units are of GPU %d, want the only one that has them, 4", g.Index)
@@ -248,25 +276,9 @@ func TestTopology(t *testing.T) {
 	})
 	b.sub("pairs", func(b *bench) {
 		b.put("pairs", 8)
-		b.must(driver.Read(b.ctx))
 		_, one := b.pinned("one", 1, 2)
 		_, three := b.pinned("three", 3, 4)
-		taken := append(indexes(one), indexes(three)...)
-		// Whoever has one GPU of a pair has broken it, and only one of each odd
-		// request may.
-		broken := 0
-		for _, i := range taken {
-			partner := slices.IndexFunc(driver.GPUs, func(g lab.GPUInfo) bool { return linked(driver.GPUs[i], g) })
-			if partner < 0 {
-				b.Fatalf("GPU %d has no partner", i)
-			}
-			if !slices.Contains(taken, partner) {
-				broken++
-			}
-		}
-		if broken > 0 {
-			b.Errorf("1 and 3 GPUs are %v and %v, which leave %d without its partner", indexes(one), indexes(three), broken)
-		}
+		b.pairsLeft(one, three)
 		_, first := b.aligned("two", 2, 4)
 		_, second := b.aligned("two-more", 2, 4)
 		b.Logf("1, 3, 2 and 2 GPUs of four pairs: %v %v %v %v", indexes(one), indexes(three), indexes(first), indexes(second))
@@ -283,6 +295,27 @@ func TestTopology(t *testing.T) {
 		}
 		b.Logf("8, 1, 3, 2 and 2 of 16 GPUs: %v", got)
 	})
+}
+
+// The same on a kubelet that aligns nothing, as most do: the agent alone sees to it
+// that requests for odd numbers leave pairs.
+func TestPairs(t *testing.T) {
+	b := prepare(t)
+	b.swap(machine("pairs"))
+	b.must(agent.Reset(b.ctx, allWhole))
+	b.offersAll(map[string]int{lab.GPU: gpus})
+	b.state("applied")
+	_, one := b.running("one", lab.GPU, 1)
+	_, three := b.running("three", lab.GPU, 3)
+	b.pairsLeft(one, three)
+	_, first := b.running("two", lab.GPU, 2)
+	_, second := b.running("two-more", lab.GPU, 2)
+	for _, pair := range [][]lab.GPUInfo{first, second} {
+		if err := joined(pair); err != nil || len(pair) != 2 {
+			b.Errorf("a request for 2 GPUs gets %v, want a pair: %v", indexes(pair), err)
+		}
+	}
+	b.Logf("1, 3, 2 and 2 GPUs of four pairs: %v %v %v %v", indexes(one), indexes(three), indexes(first), indexes(second))
 }
 
 // knows waits until the agent has noticed how a GPU is connected.
