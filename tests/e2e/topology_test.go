@@ -148,9 +148,9 @@ func whole(gpus, cpus int) map[string]int {
 	return map[string]int{lab.GPU: gpus, "cpu": cpus, "memory": 64 << 20}
 }
 
-// On a kubelet that gives no container CPUs and devices of two NUMA nodes, pods
-// get GPUs that are joined and CPUs beside them; odd numbers leave pairs whole; and
-// shares of memory are found on whatever node there is room.
+// On a kubelet that gives no container CPUs and devices of two NUMA nodes where one
+// has enough, pods get GPUs that are joined and CPUs beside them; odd numbers leave
+// pairs whole; and shares of memory are found on whatever node there is room.
 func TestTopology(t *testing.T) {
 	b := prepare(t)
 	began := time.Now()
@@ -168,12 +168,25 @@ func TestTopology(t *testing.T) {
 		}
 	})
 	b.must(driver.Swap(b.ctx, machine("dgx-h100")))
-	b.must(node.Align(b.ctx))
-	b.Logf("a kubelet with two NUMA nodes, single-numa-node: %.1f s", time.Since(began).Seconds())
+	b.must(node.Align(b.ctx, lab.Restricted))
+	b.Logf("a kubelet with two NUMA nodes: %.1f s", time.Since(began).Seconds())
 
+	b.sub("restricted", func(b *bench) {
+		b.put("dgx-h100", 8)
+		// Who takes all GPUs, of both nodes, and more CPUs than one has.
+		pod, gpus := b.pinned("eight", 8, 20)
+		given, err := pod.Given(b.ctx, "")
+		b.must(err)
+		if err := joined(gpus); err != nil || !slices.Equal(given.NUMA[lab.GPU], []int{0, 1}) || len(given.CPUs) != 20 {
+			b.Errorf("%s has GPUs of the NUMA nodes %v and the CPUs %v (%v)", pod, given.NUMA[lab.GPU], given.CPUs, err)
+		}
+		b.Logf("8 GPUs and 20 CPUs by the policy restricted: GPUs %v and CPUs %v", indexes(gpus), given.CPUs)
+	})
+	b.must(node.DeletePods(b.ctx))
+	b.must(node.Align(b.ctx, lab.SingleNode))
 	b.sub("DGX H100", func(b *bench) {
 		b.put("dgx-h100", 8)
-		// A machine's eight GPUs are of two nodes: this policy has no way to give
+		// The machine's eight GPUs are of two nodes: this policy has no way to give
 		// them to one container, whoever offers them.
 		pod := b.create(lab.Pod{Name: "eight", Containers: []lab.Container{{Resources: whole(8, 2)}}})
 		s, err := pod.Refused(b.ctx)

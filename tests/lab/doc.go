@@ -60,11 +60,11 @@
 //
 // [Driver.Swap] puts another machine in the place of what there is: GPUs, links, and
 // CPUs and NUMA nodes where its world describes them. A kubelet sees those when it
-// starts, and [Node.Align] starts it as one that gives containers CPUs and devices of
-// one NUMA node, or refuses them; [RunningPod.Given] is what it gave:
+// starts, and [Node.Align] starts it as one that gives a container CPUs and devices
+// of one NUMA node, or refuses it; [RunningPod.Given] is what it gave:
 //
 //	err = driver.Swap(ctx, lab.DriverOptions{World: "topology: dgx-h100\nnuma: [{cpus: 0-7}, {cpus: 8-15}]\n"})
-//	err = node.Align(ctx)
+//	err = node.Align(ctx, lab.SingleNode)
 //
 // [Node.Reboot] takes the node's power away and starts it again, while the control
 // plane, as if it were elsewhere, goes on:

@@ -18,26 +18,30 @@ import (
 // settings is what the kubelet reads beside its configuration.
 const settings = "/etc/kubernetes/kubelet.d/50-lab.conf"
 
-// aligned are the settings of a kubelet that gives whole CPUs to those who ask for
-// them, and refuses a container whose CPUs and devices would not be of one NUMA
-// node. The first CPU is everybody's.
-const aligned = `apiVersion: kubelet.config.k8s.io/v1beta1
-kind: KubeletConfiguration
-topologyManagerPolicy: single-numa-node
-cpuManagerPolicy: static
-reservedSystemCPUs: "0"
-`
+// Policies of a kubelet's Topology Manager that refuse a container.
+const (
+	// SingleNode has all CPUs and devices of a container on one NUMA node.
+	SingleNode = "single-numa-node"
+	// Restricted has them on as few as can be, and all on the same.
+	Restricted = "restricted"
+)
 
-// Align starts the kubelet anew as one that aligns CPUs and devices, on the CPUs
-// and NUMA nodes of the driver's machine, where its world describes them: they are
-// laid over this machine's (see Driver.Swap), and a kubelet looks at them when it
-// starts. Containers have the CPUs that there are; what they were given is
+// Align starts the kubelet anew as one that gives whole CPUs to those who ask for
+// them and aligns them with devices by a policy, on the CPUs and NUMA nodes of the
+// driver's machine, where its world describes them: they are laid over this
+// machine's (see Driver.Swap), and a kubelet looks at them when it starts. CPU 0 is
+// everybody's. Containers have the CPUs that there are; what they were given is
 // RunningPod.Given.
-func (n *Node) Align(ctx context.Context) error {
+func (n *Node) Align(ctx context.Context, policy string) error {
 	if _, err := n.cluster(ctx, nil, "cpusets", "drop"); err != nil {
 		return fmt.Errorf("align: %w", err)
 	}
-	return n.setKubelet(ctx, aligned)
+	return n.setKubelet(ctx, `apiVersion: kubelet.config.k8s.io/v1beta1
+kind: KubeletConfiguration
+topologyManagerPolicy: `+policy+`
+cpuManagerPolicy: static
+reservedSystemCPUs: "0"
+`)
 }
 
 // Unalign gives the kubelet its usual settings again, and the CPUs of the machine
