@@ -488,6 +488,32 @@ func TestBadFileChangesNothing(t *testing.T) {
 	})
 }
 
+// A container that runs keeps its file, also when the agent starts anew and no
+// witness can say that the devices are its own.
+func TestFileStaysWhereNoWitnessAnswers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o, dir := newOutside(2), t.TempDir()
+		b := start(t, o, dir, allShared)
+		if _, err := b.source(names.Units).Allocate([]string{string(uuid(0)) + "::1"}); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(answerTime)
+		synctest.Wait()
+		if n := len(b.files()); n != 1 {
+			t.Fatalf("%d files, want the claim's: %v", n, b.files())
+		}
+		b.end()
+		o.with(func() { o.checkpointErr, o.runtimeErr = errors.New("away"), errors.New("away") })
+		b = start(t, o, dir, allShared)
+		defer b.end()
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		if n := len(b.files()); n != 1 || len(b.Claims()) != 1 {
+			t.Errorf("%d claims and the files %v, want one of each", len(b.Claims()), b.files())
+		}
+	})
+}
+
 // A new process takes claims over from the CDI files, before the kubelet lists
 // anything, and does not cut what is held.
 // A kubelet that has restarted does not call PreStartContainer before the plugin

@@ -88,7 +88,7 @@ func (a *Agent) writeClaims(claims []desk.Claim) error {
 		case shut, slices.ContainsFunc(c.GPUs, a.faulty), !c.Ready && c.Waits != "",
 			// Given to the next pod, and nobody can say whether the one before
 			// is dead: the file is of that one.
-			!c.Ready && !c.Adopted && c.Checked.IsZero():
+			!c.Ready && !c.Adopted && !c.Filed && c.Checked.IsZero():
 			a.desk.Shut(c.Key)
 			if !a.removed[c.Key] {
 				if err := a.files.Remove(c.Key); err != nil {
@@ -133,6 +133,13 @@ func (a *Agent) writeClaim(c *desk.Claim) error {
 	}
 	if err := cdi.Record(spec, a.opts.Domain, c.Resource, c.IDs); err != nil {
 		return err
+	}
+	// A file of the holder before has the same words, and would keep its age: a
+	// successor must see that this one is of the last Allocate.
+	if written, err := a.files.Written(c.Key); err == nil && !c.Adopted && written.Before(c.Allocated) {
+		if err := a.files.Remove(c.Key); err != nil {
+			return err
+		}
 	}
 	if err := a.files.Write(c.Key, spec); err != nil {
 		return err

@@ -122,6 +122,9 @@ type Claim struct {
 	Allocated time.Time
 	// Adopted says that this process has not seen the Allocate.
 	Adopted bool
+	// Filed says that the process before this one has written the claim's file
+	// since its last Allocate: nobody else was on its devices then.
+	Filed bool
 	// Holder is who has it, as far as anybody has said; PodUIDs is who has it by
 	// the kubelet's checkpoint: one pod, or none.
 	Holder  Holder
@@ -563,7 +566,7 @@ func (d *Desk) allocateLocked(resource string, ids []string, now time.Time) (str
 		known.Allocated, known.Adopted, known.Started, known.Listed = now, false, false, false
 		known.Holder, known.PodUIDs, known.Checked, known.Waits = Holder{}, nil, time.Time{}, ""
 		known.Wished, known.Trouble = time.Time{}, ""
-		known.restored, known.written = false, time.Time{}
+		known.restored, known.written, known.Filed = false, time.Time{}, false
 		known.shut()
 		d.version++
 		return key, nil
@@ -716,15 +719,19 @@ func (d *Desk) Adopt(resource string, ids []string) error {
 // AdoptWritten is Adopt for a claim whose file was written at a time that is known:
 // where kubelet and runtime agree that nobody has it, it ends Grace after that, and
 // not Grace after this process has started. An agent that starts again and again
-// would else keep everything for ever.
+// would else keep everything for ever. Of a claim that was restored it tells whether
+// the file is of its last Allocate.
 func (d *Desk) AdoptWritten(resource string, ids []string, written time.Time) error {
 	if err := d.Adopt(resource, ids); err != nil {
 		return err
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if c := d.claims[cdi.Key(resource, ids)]; c != nil && c.Adopted {
+	switch c := d.claims[cdi.Key(resource, ids)]; {
+	case c.Adopted:
 		c.written = written
+	case c.restored:
+		c.Filed = !written.Before(c.Allocated)
 	}
 	return nil
 }

@@ -754,3 +754,38 @@ func TestAdoptedClaimHasTheAgeOfItsFile(t *testing.T) {
 		})
 	}
 }
+
+// A file that was written since the last Allocate says that the gate was open;
+// one from before is of the holder before.
+func TestWhoseFileItIs(t *testing.T) {
+	for _, tt := range []struct {
+		name    string
+		written time.Duration // after the Allocate
+		filed   bool
+	}{
+		{"of this holder", time.Millisecond, true},
+		{"at the same moment", 0, true},
+		{"of the holder before", -time.Millisecond, false},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			d, clock := newDesk()
+			d.set(units(nil))
+			allocated := clock.now().Add(-time.Minute)
+			if err := d.Restore(memName, ids(gpuA, 1), allocated); err != nil {
+				t.Fatal(err)
+			}
+			if err := d.AdoptWritten(memName, ids(gpuA, 1), allocated.Add(tt.written)); err != nil {
+				t.Fatal(err)
+			}
+			if got := d.Claims()[0]; got.Filed != tt.filed || got.Adopted {
+				t.Errorf("the claim is %+v, want Filed %v", got, tt.filed)
+			}
+			if _, err := d.Allocate(memName, ids(gpuA, 1)); err != nil {
+				t.Fatal(err)
+			}
+			if d.Claims()[0].Filed {
+				t.Error("the file is of the next holder already")
+			}
+		})
+	}
+}
