@@ -603,12 +603,13 @@ func (n *migNode) hear(ctx context.Context, p point, since int, over func() erro
 	return nil
 }
 
-// failed reports whether the agent has said that a partition failed, since its log
-// was so long.
+// failed reports whether the agent has said that a partition failed, or what the
+// driver answered, since its log was so long: a reset that fails leaves the partition
+// pending.
 func (n *migNode) failed(since int) bool {
 	for line := range bytes.Lines(n.log()[since:]) {
-		var l struct{ Msg, State string }
-		if json.Unmarshal(line, &l) == nil && l.Msg == "partition" && l.State == "failed" {
+		var l struct{ Msg, State, Message string }
+		if json.Unmarshal(line, &l) == nil && l.Msg == "partition" && (l.State == "failed" || strings.Contains(l.Message, failure)) {
 			return true
 		}
 	}
