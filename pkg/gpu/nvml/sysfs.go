@@ -45,6 +45,9 @@ func newMachine() *machine {
 // longer, as of a GPU that fell off the bus, is as it was. The error wraps
 // gpu.ErrTimeout where ctx has ended before that is known.
 func (d *Driver) place(ctx context.Context, inv *gpu.Inventory) error {
+	if ctx.Err() != nil { // nobody waits any more
+		return fmt.Errorf("read %s: %w: %w", d.opts.SysRoot, gpu.ErrTimeout, context.Cause(ctx))
+	}
 	m, sys := d.machine, os.DirFS(d.opts.SysRoot)
 	read, silent := m.read(ctx, m.all, sys, inv)
 	err := silent
