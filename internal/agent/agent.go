@@ -216,7 +216,7 @@ type Agent struct {
 	inv       *gpu.Inventory
 	topology  *topology.Graph // of inv
 	matrix    *topology.Matrix
-	linked    bool      // some of its GPUs have NVLinks, or had when they were read first
+	linked    bool      // some of its GPUs have NVLinks, up or down
 	reading   *pending  // one is under way
 	readAt    time.Time // when the last one ended
 	answered  bool      // one has succeeded
@@ -919,7 +919,7 @@ func (a *Agent) finish(changes *Changes, o Outcome, err error) {
 	old := a.snapshot.Load()
 	verdicts := a.health.Verdicts()
 	hangs := a.hangs()
-	changed := o != a.outcome || a.inv != old.Inventory || a.wantedGen != old.Generation || a.heard != old.Heard || hangs != old.Hangs || !slices.Equal(verdicts, old.Verdicts)
+	changed := o != a.outcome || a.inv != nil && a.inv != old.Inventory || a.wantedGen != old.Generation || a.heard != old.Heard || hangs != old.Hangs || !slices.Equal(verdicts, old.Verdicts)
 	inv := a.inv
 	if inv == nil {
 		inv = &gpu.Inventory{}

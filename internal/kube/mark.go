@@ -35,9 +35,9 @@ type Marks struct {
 
 // Mark makes the Node's metadata say what m says, in one request (two where somebody
 // else has a hand in what is to go); what the agent wrote before and m does not name
-// goes, unless it is to be kept. Where by what the
-// server said last all is so, no request is made: calling it again is free. After
-// 50 requests in a row it waits 3 s before each.
+// goes, unless it is to be kept. Where by what the server said last all is so, no
+// request is made: calling it again is free. After 50 requests in a row it waits 3 s
+// before each.
 //
 // The server's refusal or absence, and that of the Node, is returned; the caller
 // tries again when it next has reason to.

@@ -42,7 +42,7 @@ func Read(sys fs.FS, inv *gpu.Inventory) {
 	}
 	for i := range inv.GPUs {
 		d := &inv.GPUs[i]
-		addr, ok := sysfsAddress(d.PCI)
+		addr, ok := SysfsAddress(d.PCI)
 		if !ok {
 			continue
 		}
@@ -278,9 +278,9 @@ func isHex(s string, least, most int) bool {
 	return len(s) >= least && len(s) <= most && strings.Trim(s, "0123456789abcdef") == ""
 }
 
-// sysfsAddress is an address as sysfs writes it, with a domain of four digits
-// and more only where four do not do.
-func sysfsAddress(s string) (string, bool) {
+// SysfsAddress is a PCI address as sysfs writes it (bus/pci/devices), with a domain
+// of four digits and more only where four do not do; false for what is no address.
+func SysfsAddress(s string) (string, bool) {
 	s = strings.ToLower(s)
 	if !isAddress(s) {
 		return "", false

@@ -268,7 +268,7 @@ func FuzzRead(f *testing.F) {
 	f.Add("0000:19:00.0", "../../../devices/pci0000:16/pci0000:17/0000:19:00.0", "-1", "", "Ethernet")
 	f.Add("ffffffff:ff:ff.f", "/", "9999999999999999999", "<b>", "")
 	f.Fuzz(func(t *testing.T, pci, target, numa, cpus, layer string) {
-		addr, ok := sysfsAddress(pci)
+		addr, ok := SysfsAddress(pci)
 		if !ok {
 			addr = "0000:00:00.0"
 		}
@@ -293,7 +293,7 @@ func FuzzRead(f *testing.F) {
 			}
 		}
 		for _, n := range inv.NICs {
-			if _, ok := sysfsAddress(n.PCI); !ok || len(n.Path) == 0 || n.Kind == "" {
+			if _, ok := SysfsAddress(n.PCI); !ok || len(n.Path) == 0 || n.Kind == "" {
 				t.Errorf("%+v", n)
 			}
 		}

@@ -432,10 +432,8 @@ func (b *board) oneOfEach(gpus []*gpu) error {
 // node is none.
 func (b *board) near(node int, socket bool) []int {
 	var out []int
-	for n, cpus := range b.cpus {
-		if node < 0 || n == node || socket && *b.numa[n].Socket == *b.numa[node].Socket {
-			out = append(out, cpus...)
-		}
+	for _, n := range b.nodes(node, socket) {
+		out = append(out, b.cpus[n]...)
 	}
 	slices.Sort(out)
 	return out

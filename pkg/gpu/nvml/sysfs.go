@@ -10,7 +10,6 @@ import (
 	"os"
 	"path"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -154,13 +153,11 @@ func cloneNICs(list []gpu.NIC) []gpu.NIC {
 // readPCI reads what kind of PCI device a GPU is, once: asking a card for its
 // configuration is no reading of memory.
 func readPCI(sys fs.FS, dev *gpu.Device) {
-	// The kernel's addresses have domains of four digits unless they need more.
-	domain, rest, _ := strings.Cut(dev.PCI, ":")
-	n, err := strconv.ParseUint(domain, 16, 32)
-	if err != nil || dev.PCIClass != "" {
+	addr, ok := topology.SysfsAddress(dev.PCI)
+	if !ok || dev.PCIClass != "" {
 		return
 	}
-	dir := path.Join("bus/pci/devices", fmt.Sprintf("%04x:%s", n, rest))
+	dir := path.Join("bus/pci/devices", addr)
 	class, err := fs.ReadFile(sys, path.Join(dir, "class"))
 	if err != nil {
 		return
