@@ -73,8 +73,11 @@
 // as long as a handle or a mapping is left. Pools, and the memory of graphs: what
 // the driver has reserved for them, which is settled after every call that may
 // have changed it; room for a pool's growth is reserved in 32 MiB, by which it
-// grows. Arrays by their descriptions. Contexts by the limit page. Imports and
-// host memory: nothing, since they are somebody else's.
+// grows. Arrays by their descriptions, those below 2 MiB with a block each: nobody
+// sees in which they lie, and one keeps a block of which all else is gone. That is
+// too much until the next reading, and what is freed of it is room only after one.
+// Contexts by the limit page. Imports and host memory: nothing, since they are
+// somebody else's.
 //
 // # An example
 //
@@ -95,6 +98,10 @@
 // Where it cannot do its work (no limit page, a spoilt usage page) allocations
 // fail, or pass uncounted where [OpenMark] is. A usage page that is cut short
 // under running processes ends them by SIGBUS, as any mapped file does.
+//
+// A process that loads a second copy of libcuda (dlmopen) counts a block that both
+// lie in twice; where the first to leave it does so near the cap, the container can
+// be one block over until the next reading.
 //
 // Known to be counted too high until a process ends: memory mapped into sparse
 // arrays, and what a context of the old cuCtxDetach had. Known to be seen only

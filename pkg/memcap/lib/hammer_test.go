@@ -98,6 +98,31 @@ func TestAgentAway(t *testing.T) {
 	}
 }
 
+// TestHalfWritten: the agent is kept from going on, or ended, in the middle of
+// writing what it has read. Nobody goes by the limit where the ceiling, old or new,
+// is lower, nor above the limit.
+func TestHalfWritten(t *testing.T) {
+	for ceiling, want := range map[string]string{"5": "4 GiB\n", "8": "7 GiB\n", "20": "8 GiB\n"} {
+		limit, usage := limitPage(t, 8<<30)
+		out, err := exec.CommandContext(t.Context(), counter(t, "half"), limit, usage, ceiling).CombinedOutput()
+		if err != nil || string(out) != want {
+			t.Errorf("ceiling of %s GiB, 1 GiB lost: %v: %s, want %s", ceiling, err, out, want)
+		}
+	}
+	page, err := mapPage(first(limitPage(t, 8<<30)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer page.unmap()
+	page.publish(reading{nonce: 9, settled: 512, correction: 1 << 30})
+	page.store(atNonce, writing)
+	if r := page.reading(); r != (reading{}) {
+		t.Errorf("half a reading says %+v", r)
+	}
+}
+
+func first(a, _ string) string { return a }
+
 // TestLayout holds the two descriptions of the pages together.
 func TestLayout(t *testing.T) {
 	out, err := exec.CommandContext(t.Context(), hammer(t), "layout").Output()

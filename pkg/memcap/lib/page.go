@@ -33,6 +33,7 @@ const (
 	unit       = 512
 	amountBits = 40
 	most       = 1 << 48 // bytes; more is nonsense
+	writing    = ^uint64(0)
 
 	atLimit   = 8
 	atContext = 16
@@ -175,7 +176,7 @@ func (p *Pages) writeLocked(dir string, every time.Duration, l Limit) (string, e
 		if was == None {
 			c.correction = 0
 		}
-		page.publish(reading{}) // nobody goes by the old ceiling with the new limit
+		page.store(atNonce, writing) // nobody goes above the new limit by the old ceiling
 		page.store(atLimit, l.Bytes)
 		c.stamp = 0
 		page.publish(c)
@@ -195,6 +196,7 @@ func makePage(path string, everyMS uint64, l Limit) error {
 	binary.LittleEndian.PutUint64(b[atLimit:], l.Bytes)
 	binary.LittleEndian.PutUint64(b[atContext:], l.Context)
 	binary.LittleEndian.PutUint64(b[atEvery:], everyMS)
+	binary.LittleEndian.PutUint64(b[atCeiling:], l.Bytes)
 	copy(b[atUUID:atUUID+uuidRoom-1], l.GPU)
 	// Beside the folder of the claim, in which each file is a GPU's.
 	f, err := os.CreateTemp(filepath.Dir(filepath.Dir(path)), ".new-")
@@ -317,6 +319,9 @@ type reading struct {
 }
 
 func (p mappedPage) reading() reading {
+	if p.load(atNonce) == writing {
+		return reading{} // by an agent that was killed there
+	}
 	r := reading{nonce: p.load(atNonce), stamp: p.load(atStamp), settled: p.load(atSettled), shown: int64(p.load(atShown)), shownAt: p.load(atShownAt), dead: p.load(atDead)}
 	if limit, ceiling := p.load(atLimit), p.load(atCeiling); limit != None && r.nonce != 0 {
 		r.correction = int64(limit - ceiling)
@@ -324,10 +329,10 @@ func (p mappedPage) reading() reading {
 	return r
 }
 
-// publish puts a reading into the page. While it is half done the page has no
-// nonce, and processes go by the limit.
+// publish puts a reading into the page. While it is half done processes see
+// that, and go by the lower of the limit and the ceiling.
 func (p mappedPage) publish(r reading) {
-	p.store(atNonce, 0)
+	p.store(atNonce, writing)
 	p.store(atCeiling, p.limitLess(r.correction))
 	p.store(atStamp, r.stamp)
 	p.store(atSettled, r.settled)

@@ -100,11 +100,15 @@ static bool hole_for(struct process *p, CUdevice device, uint64_t bytes)
     return false;
 }
 
+static bool has_hidden(const struct process *p, CUdevice device) { return count_read(&p->hidden[device]); }
+
 /* squeeze lets a small allocation be made without a reservation, if there is a
  * hole for it that no other allocation under way could take first. The lock
  * stays taken then. */
 static bool squeeze(struct process *p, struct charge *c)
 {
+    if (has_hidden(p, c->at.device))
+        return false; /* what looks like a hole may be taken */
     uint32_t *lock = &p->tight[c->at.device];
     const struct slot *s = c->a->slot;
     spin_lock(lock);
@@ -124,38 +128,7 @@ static bool squeeze(struct process *p, struct charge *c)
 
 /* --- allocating ----------------------------------------------------------- */
 
-static uint64_t reserved_for(const struct charge *c)
-{
-    return c->tight ? 0 : c->how == HOW_SMALL ? BLOCK : c->how == HOW_HIDDEN ? c->blocks * BLOCK : c->bytes;
-}
-
-/* Hidden ones of one size fill a block as often as they fit into it; each is
- * taken for its part of one. */
-static uint64_t blocks_of(const struct hidden *h) { return (h->bytes + BLOCK - 1) / BLOCK; }
-
-static enum verdict begin_hidden(struct charge *c, struct hidden *h, uint64_t bytes)
-{
-    c->bytes = round_up(BLOCK / (BLOCK / round_up(bytes, UNIT)), UNIT);
-    spin_lock(&h->lock);
-    h->bytes += c->bytes;
-    c->blocks = blocks_of(h) > h->blocks ? blocks_of(h) - h->blocks : 0;
-    if (c->blocks && !account_reserve(c->a, c->blocks * BLOCK)) {
-        h->bytes -= c->bytes;
-        spin_unlock(&h->lock);
-        return REFUSE;
-    }
-    h->blocks += c->blocks;
-    c->hidden = h; /* stays locked */
-    return COUNT;
-}
-
-static uint64_t leave_hidden(struct hidden *h, uint64_t bytes)
-{
-    h->bytes -= bytes;
-    uint64_t blocks = h->blocks > blocks_of(h) ? h->blocks - blocks_of(h) : 0;
-    h->blocks -= blocks;
-    return blocks;
-}
+static uint64_t reserved_for(const struct charge *c) { return c->tight ? 0 : c->how == HOW_SMALL ? BLOCK : c->bytes; }
 
 enum verdict charge_begin(struct process *p, struct charge *c, uint64_t bytes, enum how how)
 {
@@ -166,17 +139,19 @@ enum verdict charge_begin(struct process *p, struct charge *c, uint64_t bytes, e
 enum verdict charge_begin_at(struct process *p, struct charge *c, const struct where *at, uint64_t bytes, enum how how)
 {
     bool refuse;
-    *c = (struct charge){.at = *at, .how = how == HOW_LARGE && bytes < BLOCK ? HOW_SMALL : how};
+    *c = (struct charge){.at = *at, .how = how == HOW_LARGE && bytes < BLOCK ? HOW_SMALL : how == HOW_HIDDEN && bytes >= BLOCK ? HOW_LARGE : how};
     if (!bytes)
         return PASS; /* the driver's to refuse */
     c->a = account_of(p, at->device, &refuse);
     if (!c->a)
         return refuse ? REFUSE : PASS;
-    if (c->how == HOW_HIDDEN && bytes < BLOCK)
-        return begin_hidden(c, &p->hidden[at->device], bytes);
     c->bytes = bytes < MOST ? round_up(bytes, c->how == HOW_SMALL ? UNIT : BLOCK) : MOST;
-    if (c->how == HOW_HIDDEN)
-        c->how = HOW_LARGE;
+    if (c->how == HOW_HIDDEN) {
+        if (!account_reserve(c->a, c->bytes))
+            return REFUSE;
+        count_add(&p->hidden[at->device], 1);
+        return COUNT;
+    }
     uint64_t n = reserved_for(c);
     if (account_reserve_quickly(c->a, n))
         return COUNT;
@@ -188,15 +163,12 @@ enum verdict charge_begin_at(struct process *p, struct charge *c, const struct w
     return c->how == HOW_SMALL && squeeze(p, c) ? COUNT : REFUSE;
 }
 
-void charge_failed(struct charge *c)
+void charge_failed(struct process *p, struct charge *c)
 {
     if (reserved_for(c))
         account_cancel(c->a, reserved_for(c));
-    if (c->hidden) {
-        c->hidden->bytes -= c->bytes;
-        c->hidden->blocks -= c->blocks;
-        spin_unlock(&c->hidden->lock);
-    }
+    if (c->how == HOW_HIDDEN)
+        count_sub(&p->hidden[c->at.device], 1);
     charge_undone(c);
 }
 
@@ -231,7 +203,7 @@ bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space s
         struct block b = {.device = c->at.device, .bytes = c->bytes, .old = c->tight};
         if (!table_edit(&p->table, key / BLOCK, SPACE_BLOCK, join, &b) || !b.joined) {
             if (!c->tight)
-                charge_failed(c);
+                charge_failed(p, c);
             return false;
         }
         if (b.changed)
@@ -239,10 +211,6 @@ bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space s
         else if (!c->tight)
             account_cancel(c->a, BLOCK); /* the block is paid for */
         charge_undone(c);
-    } else if (c->how == HOW_HIDDEN) {
-        if (c->blocks)
-            account_commit(c->a, c->blocks * BLOCK);
-        spin_unlock(&c->hidden->lock);
     } else {
         if (c->how == HOW_MANAGED)
             count_add(&c->a->slot->managed, c->bytes);
@@ -266,11 +234,6 @@ static void take(struct process *p, struct taken *t)
         struct block b = {.bytes = t->e.bytes};
         table_edit(&p->table, t->e.key / BLOCK, SPACE_BLOCK, leave, &b);
         t->held = b.changed ? BLOCK : 0;
-    } else if (t->e.how == HOW_HIDDEN) {
-        struct hidden *h = &p->hidden[t->e.device];
-        spin_lock(&h->lock);
-        t->held = leave_hidden(h, t->e.bytes) * BLOCK;
-        spin_unlock(&h->lock);
     }
     if (t->held)
         account_uncommit(&p->accounts[t->e.device], t->held);
@@ -289,8 +252,15 @@ void charge_gone(struct process *p, const struct taken *t)
     struct account *a = &p->accounts[t->e.device];
     if (t->e.how == HOW_MANAGED)
         count_sub(&a->slot->managed, t->e.bytes);
+    /* The driver may have kept the block for something hidden, or had the hidden
+     * thing in a block that stays: then it has less than bound already, the
+     * ceiling may be higher for that, and this is no room gained again. */
+    if (t->e.how == HOW_HIDDEN || (t->e.how == HOW_SMALL && has_hidden(p, t->e.device)))
+        count_add(&a->usage->settled, t->held);
     if (t->held)
         account_cancel(a, t->held);
+    if (t->e.how == HOW_HIDDEN)
+        count_sub(&p->hidden[t->e.device], 1);
 }
 
 void charge_back(struct process *p, const struct taken *t)
@@ -306,18 +276,6 @@ void charge_back(struct process *p, const struct taken *t)
             account_commit(a, BLOCK);
         else if (t->held)
             account_cancel(a, BLOCK); /* somebody else has made it anew */
-    } else if (t->e.how == HOW_HIDDEN) {
-        struct hidden *h = &p->hidden[t->e.device];
-        spin_lock(&h->lock);
-        h->bytes += t->e.bytes;
-        uint64_t blocks = blocks_of(h) > h->blocks ? blocks_of(h) - h->blocks : 0, had = t->held / BLOCK;
-        h->blocks += blocks;
-        if (blocks > had)
-            account_force(a, (blocks - had) * BLOCK);
-        if (blocks < had)
-            account_cancel(a, (had - blocks) * BLOCK);
-        account_commit(a, (blocks < had ? blocks : had) * BLOCK);
-        spin_unlock(&h->lock);
     } else {
         account_commit(a, t->held);
     }

@@ -16,8 +16,10 @@
 #define BLOCK ((uint64_t)2 << 20)
 
 /* How something is charged. Asking for HOW_LARGE means HOW_SMALL for what is
- * smaller than a block. HOW_HIDDEN is a small thing without an address, so that
- * nobody can see in which block it lies: blocks are charged for their sum. */
+ * smaller than a block. HOW_HIDDEN is a small thing without an address: nobody
+ * can see in which block it lies, or which block it keeps when all else has left
+ * it, so each is charged a block. That is too much mostly, which the agent's
+ * reading makes good. */
 enum how { HOW_LARGE = 1, HOW_SMALL, HOW_MANAGED, HOW_WHOLE, HOW_HIDDEN, HOW_NOTE };
 
 static inline uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) & ~(to - 1); }
@@ -27,9 +29,7 @@ struct charge {
     struct where at;
     enum how how;
     uint64_t bytes; /* of a small one its own, else what is charged */
-    uint32_t *tight;       /* a small one without a reservation; locked likewise */
-    struct hidden *hidden; /* locked between charge_begin and the end */
-    uint64_t blocks;       /* that a hidden one has brought */
+    uint32_t *tight; /* a small one without a reservation; locked until the end */
 };
 
 /* charge_begin reserves for the current context, charge_begin_at for one that
@@ -47,7 +47,7 @@ enum verdict charge_begin_at(struct process *p, struct charge *c, const struct w
  * reserved where the driver failed. */
 bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space space);
 void charge_undone(struct charge *c);
-void charge_failed(struct charge *c);
+void charge_failed(struct process *p, struct charge *c);
 
 /* A free: charge_take finds what is charged and uncommits it; charge_gone comes
  * after the driver's success, charge_back after its failure. charge_take is

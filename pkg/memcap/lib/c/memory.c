@@ -15,7 +15,7 @@
 #define RETURN_COUNTED(c, call, done, undo)  \
     CUresult r = call;                       \
     if (r != CUDA_SUCCESS) {                 \
-        charge_failed(c);                    \
+        charge_failed(p, c);                    \
         return r;                            \
     }                                        \
     if (done)                                \
@@ -34,13 +34,15 @@ EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *at, size_t bytes)
     RETURN_COUNTED(&c, CALL(cuMemAlloc_v2, at, bytes), charge_done(p, &c, *at, SPACE_ADDRESS), CALL(cuMemFree_v2, *at))
 }
 
+/* The old calls' addresses are below 4 GiB, so what they give may lie apart from
+ * all else: small ones are counted as what has no address. */
 EXPORT CUresult cuMemAlloc(CUdeviceptr_v1 *at, size_v1 bytes)
 {
     struct process *p = ENTER();
     struct charge c;
     if (!p || !at)
         return CALL(cuMemAlloc, at, bytes);
-    OUT_OF_MEMORY_UNLESS_COUNTED(p, &c, bytes, HOW_LARGE, CALL(cuMemAlloc, at, bytes))
+    OUT_OF_MEMORY_UNLESS_COUNTED(p, &c, bytes, HOW_HIDDEN, CALL(cuMemAlloc, at, bytes))
     RETURN_COUNTED(&c, CALL(cuMemAlloc, at, bytes), charge_done(p, &c, *at, SPACE_ADDRESS), CALL(cuMemFree, *at))
 }
 
@@ -66,24 +68,26 @@ static bool predict(uint64_t width, uint64_t height, uint64_t *bytes)
 
 static bool pitched_done(struct process *p, struct charge *c, uint64_t at, uint64_t bytes)
 {
-    if (bytes < BLOCK && c->how == HOW_SMALL) {
-        c->bytes = round_up(bytes, UNIT);
+    if (bytes < BLOCK && c->how != HOW_LARGE) {
+        if (c->how == HOW_SMALL)
+            c->bytes = round_up(bytes, UNIT);
         return charge_done(p, c, at, SPACE_ADDRESS);
     }
     uint64_t right = round_up(bytes, BLOCK), had = c->how == HOW_SMALL ? BLOCK : c->bytes;
     if (c->tight)
         return false;
     if (bytes >= MOST) {
-        charge_failed(c);
+        charge_failed(p, c);
         return false;
     }
     if (right > had && !account_reserve(c->a, right - had)) {
-        charge_failed(c);
+        charge_failed(p, c);
         return false;
     }
     if (right < had)
         account_cancel(c->a, had - right);
-    c->how = HOW_LARGE;
+    if (c->how == HOW_SMALL)
+        c->how = HOW_LARGE;
     c->bytes = right;
     return charge_done(p, c, at, SPACE_ADDRESS);
 }
@@ -110,7 +114,7 @@ EXPORT CUresult cuMemAllocPitch(CUdeviceptr_v1 *at, size_v1 *pitch, size_v1 widt
         return CALL(cuMemAllocPitch, at, pitch, width, height, element);
     if (!predict(width, height, &bytes))
         bytes = MOST;
-    OUT_OF_MEMORY_UNLESS_COUNTED(p, &c, bytes, HOW_LARGE, CALL(cuMemAllocPitch, at, pitch, width, height, element))
+    OUT_OF_MEMORY_UNLESS_COUNTED(p, &c, bytes, HOW_HIDDEN, CALL(cuMemAllocPitch, at, pitch, width, height, element))
     RETURN_COUNTED(&c, CALL(cuMemAllocPitch, at, pitch, width, height, element), pitched_done(p, &c, *at, (uint64_t)*pitch * height), CALL(cuMemFree, *at))
 }
 

@@ -28,6 +28,7 @@
 /* MOST is more than any GPU has: 2^48 bytes. A greater figure is nonsense. */
 #define MOST ((uint64_t)1 << 48)
 #define UNIT ((uint64_t)512)
+#define WRITING (~(uint64_t)0)
 #define SLOTS 16384
 #define PAGE 4096
 #define USAGE_SIZE (PAGE + SLOTS * 64)
@@ -40,7 +41,7 @@ struct limit_page {
     char uuid[64];
     uint64_t gap[4];
     /* A reading of the driver by the agent, for the usage page of that nonce.
-     * One cache line. While the agent writes it, nonce is 0. */
+     * One cache line. While the agent writes it, nonce is WRITING; 0 is none. */
     uint64_t nonce;
     uint64_t ceiling; /* bytes that bound may reach: limit - correction */
     uint64_t stamp;   /* the word of bound at a quiet reading, else 0 */

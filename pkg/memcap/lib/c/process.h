@@ -27,12 +27,6 @@ struct context {
     uint64_t info;   /* number << 8 | device */
 };
 
-/* Small things without an address, of one device. */
-struct hidden {
-    uint32_t lock; /* held while the driver makes one */
-    uint64_t bytes, blocks;
-};
-
 /* A reservation of the driver's own, which it fills and empties: we know its size
  * by asking, and charge that. */
 struct reserve {
@@ -66,7 +60,7 @@ struct process {
     struct context contexts[MAX_CONTEXTS];
     uint64_t primary[MAX_DEVICES]; /* the primary context's handle; 0: none counted */
     uint32_t primary_refs[MAX_DEVICES];
-    struct hidden hidden[MAX_DEVICES];
+    uint64_t hidden[MAX_DEVICES]; /* small things without an address; see charge.h */
     uint32_t tight[MAX_DEVICES]; /* locks; see charge.h */
     struct pool pools[MAX_POOLS];
     uint32_t pools_charged; /* 1 once one was: from then on synchronising may shrink them */

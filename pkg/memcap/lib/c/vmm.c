@@ -27,7 +27,7 @@ EXPORT CUresult cuMemCreate(CUhandle *out, size_t size, const CUmemprop *prop, u
     if (v == PASS)
         return r;
     if (r != CUDA_SUCCESS) {
-        charge_failed(&c);
+        charge_failed(p, &c);
         return r;
     }
     if (charge_done(p, &c, *out, SPACE_HANDLE))
