@@ -178,6 +178,8 @@ type Agent struct {
 
 	// trigger holds at most one token: somebody wants a round.
 	trigger chan struct{}
+	// stirred has one too: the watchdog has something new to look at.
+	stirred chan struct{}
 	// soon and later say that wakeSoon and wakeLater have a round coming.
 	soon, later atomic.Bool
 	// news wakes report, and ended awaitReleases; each holds at most one token.
@@ -361,6 +363,7 @@ func New(o Options, w Worlds) *Agent {
 		health:     health.New(o.Health),
 		log:        o.Log,
 		trigger:    make(chan struct{}, 1),
+		stirred:    make(chan struct{}, 1),
 		news:       make(chan struct{}, 1),
 		ended:      make(chan struct{}, 1),
 		input:      input{labelKnown: w.Cluster == nil},
@@ -390,8 +393,14 @@ func New(o Options, w Worlds) *Agent {
 
 // wake asks for a round.
 func (a *Agent) wake() {
+	poke(a.trigger)
+	poke(a.stirred)
+}
+
+// poke leaves a token in a channel that has room for one.
+func poke(c chan<- struct{}) {
 	select {
-	case a.trigger <- struct{}{}:
+	case c <- struct{}{}:
 	default:
 	}
 }
@@ -938,6 +947,7 @@ func (a *Agent) finish(changes *Changes, o Outcome, err error) {
 	a.snapshot.Store(&Snapshot{Inventory: inv, Topology: a.topology, Matrix: a.matrix, Answered: a.answered, Cuts: a.cuts, Wanted: a.wanted, Active: a.active, Blocked: changes.Blocked,
 		Work: work, Made: made, Leaving: changes.Leaving, Failing: a.failingSlots(now), Others: a.others, Outcome: o,
 		Source: a.heardSoFar().source, Generation: a.wantedGen, At: now, Heard: a.heard, Verdicts: verdicts, Hangs: hangs, Err: err})
+	poke(a.stirred)
 	if o != a.outcome {
 		a.log.Info("partition", "name", o.Partition, "state", string(o.State), "message", o.Message)
 	}

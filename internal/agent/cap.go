@@ -78,6 +78,10 @@ func (a *Agent) Offered() []gpu.Device {
 // claim of ours may have one of theirs.
 func (a *Agent) Open(u gpu.UUID) bool { return a.snapshot.Load().Others[u] != "" }
 
+// Stirred has a value when claims, or the GPUs that are given out, may have changed
+// since the last one was taken. It is for one taker.
+func (a *Agent) Stirred() <-chan struct{} { return a.stirred }
+
 // overlay lays a claim's limit pages and says what its container gets for the
 // cap. Every claim gets it, that of a whole GPU too: a container can have two
 // claims, and which of them a runtime applies last, and so whose file stands at

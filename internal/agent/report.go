@@ -132,7 +132,6 @@ func (a *Agent) nodeLabels(snap *Snapshot) (own, guests map[string]string, known
 	if snap.Wanted == nil {
 		// No partition is in force in this process. One may have been in the process
 		// before: what followed from that still holds.
-		delete(own, a.opts.Domain+"/gpu.mode")
 		return own, nil, false
 	}
 	if a.opts.Guest {
@@ -271,9 +270,4 @@ func condition(domain string, snap *Snapshot) kube.Condition {
 }
 
 // tell wakes report.
-func (a *Agent) tell() {
-	select {
-	case a.news <- struct{}{}:
-	default:
-	}
-}
+func (a *Agent) tell() { poke(a.news) }

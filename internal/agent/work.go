@@ -24,8 +24,9 @@ const (
 	// workPauseMax bounds the pause after work that failed: it begins with
 	// backOffMin and doubles.
 	workPauseMax = 5 * time.Minute
-	// wishPauseMax is the same for an instance that a container waits for.
-	wishPauseMax = time.Minute
+	// wishPauseMax is the same for an instance that a container waits for: some
+	// tries for each of the kubelet's, which comes back after half a minute.
+	wishPauseMax = 10 * time.Second
 	// mostFailures is after how many failures in a row a slot is withdrawn, and
 	// failingFor for how long, unless something is made on its GPU meanwhile.
 	mostFailures = 3
@@ -212,7 +213,7 @@ func (a *Agent) execute(ctx context.Context, j *job, d gpu.Device) result {
 	r := result{job: j}
 	// Others may have been at the GPU since it was read, and numbers of instances
 	// come back: what the plan is of is looked at once more.
-	m, err := a.driver.MIG(ctx, d.UUID)
+	m, err := a.readMIG(ctx, d.UUID)
 	if err != nil {
 		r.err = fmt.Errorf("look at %s before the change: %w", describe(&d), err)
 		r.mig, r.read = m, err
@@ -236,14 +237,14 @@ func (a *Agent) execute(ctx context.Context, j *job, d gpu.Device) result {
 		done = append(done, s)
 	}
 	if failed != nil {
-		if m, err := a.driver.MIG(ctx, d.UUID); err == nil && happened(&m, failed) {
+		if m, err := a.readMIG(ctx, d.UUID); err == nil && happened(&m, failed) {
 			done = append(done, *failed)
 		}
 	}
 	if r.err != nil && !errors.Is(r.err, errResetDue) && ctx.Err() == nil {
 		for _, s := range slices.Backward(done) {
 			back := inverse(s)
-			m, err := a.driver.MIG(ctx, d.UUID)
+			m, err := a.readMIG(ctx, d.UUID)
 			if err == nil {
 				err = a.step(ctx, j, &d, m.Instances, back)
 			}
@@ -254,11 +255,19 @@ func (a *Agent) execute(ctx context.Context, j *job, d gpu.Device) result {
 			r.undone = append(r.undone, back)
 		}
 	}
-	for try := 0; ; try++ {
-		if r.mig, r.read = a.driver.MIG(ctx, d.UUID); r.read == nil || try == 2 || ctx.Err() != nil {
-			return r
+	r.mig, r.read = a.readMIG(ctx, d.UUID)
+	return r
+}
+
+// readMIG reads what stands on a GPU. That does nothing to the hardware and is
+// dozens of calls, so one that fails ends no work: it is read anew.
+func (a *Agent) readMIG(ctx context.Context, u gpu.UUID) (m gpu.MIG, err error) {
+	for range 3 {
+		if m, err = a.driver.MIG(ctx, u); err == nil || errors.Is(err, gpu.ErrTimeout) || ctx.Err() != nil {
+			break
 		}
 	}
+	return m, err
 }
 
 // sameInstances reports whether the same instances stand.
@@ -347,7 +356,7 @@ func (a *Agent) switchMIG(ctx context.Context, d *gpu.Device, on bool) error {
 	if err := a.driver.SetMIGMode(ctx, d.UUID, on); err != nil {
 		return err
 	}
-	m, err := a.driver.MIG(ctx, d.UUID)
+	m, err := a.readMIG(ctx, d.UUID)
 	if err != nil || m.Enabled == on {
 		return err
 	}
@@ -357,7 +366,7 @@ func (a *Agent) switchMIG(ctx context.Context, d *gpu.Device, on bool) error {
 	if err := a.driver.Reset(ctx, d.UUID); err != nil {
 		return fmt.Errorf("%w: the mode comes into force with a reset of the GPU, or a reboot: %w", errResetDue, err)
 	}
-	if m, err = a.driver.MIG(ctx, d.UUID); err == nil && m.Enabled != on {
+	if m, err = a.readMIG(ctx, d.UUID); err == nil && m.Enabled != on {
 		err = fmt.Errorf("%w: a reset was not enough", errResetDue)
 	}
 	return err

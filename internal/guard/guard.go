@@ -110,6 +110,9 @@ type House interface {
 	Caps(*desk.Claim) []lib.Limit
 	// Open says that somebody else gives a GPU out too: nobody is an intruder there.
 	Open(gpu.UUID) bool
+	// Stirred has a value when any of this may have changed since the last one was
+	// taken.
+	Stirred() <-chan struct{}
 }
 
 // Proc finds the container of a process. node.Proc is one.
@@ -271,7 +274,16 @@ func (g *Guard) Run(ctx context.Context) error {
 	ticker := time.NewTicker(g.opts.Every)
 	defer ticker.Stop()
 	for {
-		g.round(ctx, time.Now())
+		if idle := g.round(ctx, time.Now()); idle > g.opts.Every {
+			// Nobody has a cap: a node that gives out whole GPUs sleeps.
+			timer := time.NewTimer(idle)
+			select {
+			case <-ctx.Done():
+			case <-timer.C:
+			case <-g.w.House.Stirred():
+			}
+			timer.Stop()
+		}
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
@@ -316,23 +328,24 @@ func (g *Guard) holders() map[string]holder {
 	return out
 }
 
-// round looks at every GPU that is due.
-func (g *Guard) round(ctx context.Context, now time.Time) {
+// round looks at every GPU that is due, and returns for how long none will be if
+// nothing stirs; 0 where somebody has a cap.
+func (g *Guard) round(ctx context.Context, now time.Time) (idle time.Duration) {
 	gpus, holders := g.w.House.Offered(), g.holders()
+	idle = idleEvery
 	capped := map[gpu.UUID]bool{}
 	for _, h := range holders {
 		for _, l := range h.caps {
-			capped[l.GPU] = capped[l.GPU] || l.Bytes != lib.None
+			if l.Bytes != lib.None {
+				capped[l.GPU], idle = true, 0
+			}
 		}
 	}
 	worked := false
 	for i := range gpus {
 		d := &gpus[i]
-		every := idleEvery
-		if g.last[d.UUID].intruders > 0 {
-			every = suspectEvery
-		}
-		if !capped[d.UUID] && now.Sub(g.looked[d.UUID]) < every {
+		if wait := g.every(d.UUID) - now.Sub(g.looked[d.UUID]); !capped[d.UUID] && wait > 0 {
+			idle = min(idle, wait)
 			continue
 		}
 		g.looked[d.UUID] = now
@@ -346,15 +359,25 @@ func (g *Guard) round(ctx context.Context, now time.Time) {
 				break
 			}
 		}
+		idle = min(idle, g.every(d.UUID))
 	}
 	if !worked && len(g.state.Load().Containers) == len(holders) && g.state.Load().Off == "" {
-		return
+		return idle
 	}
 	offered := func(u gpu.UUID) bool {
 		return slices.ContainsFunc(gpus, func(d gpu.Device) bool { return d.UUID == u })
 	}
 	g.forget(func(p place) bool { return g.containers[p.container] == nil || !offered(p.gpu) })
 	g.publish(gpus, holders)
+	return idle
+}
+
+// every is how often a GPU is looked at that nobody has a cap on.
+func (g *Guard) every(u gpu.UUID) time.Duration {
+	if g.last[u].intruders > 0 {
+		return suspectEvery
+	}
+	return idleEvery
 }
 
 // forget drops what is known of containers on GPUs.

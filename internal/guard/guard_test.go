@@ -48,6 +48,8 @@ type world struct {
 	asked      map[gpu.UUID]int
 	sized      map[gpu.UUID]int // asked for its memory
 	lists      int
+	rounds     int           // the claims were asked for
+	stirred    chan struct{} // made where a guard is run
 	events     []string
 	ended      []string
 	evicted    []string
@@ -138,6 +140,16 @@ func (w *world) Processes(ctx context.Context, u gpu.UUID) ([]gpu.Process, error
 
 func (w *world) Offered() []gpu.Device { return []gpu.Device{{UUID: gpu0}, {UUID: gpu1, Index: 1}} }
 
+func (w *world) Stirred() <-chan struct{} { return w.stirred }
+
+// stir tells the guard that something may have changed.
+func (w *world) stir() {
+	select {
+	case w.stirred <- struct{}{}:
+	default:
+	}
+}
+
 func (w *world) Open(u gpu.UUID) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -147,6 +159,7 @@ func (w *world) Open(u gpu.UUID) bool {
 func (w *world) Claims() []desk.Claim {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	w.rounds++
 	return slices.Clone(w.claims)
 }
 
@@ -281,10 +294,12 @@ func watchIn(t *testing.T, w *world, before Worlds, o Options, f func(g *Guard, 
 		g := New(o, Worlds{Driver: w, House: w, Proc: w, Runtime: before.Runtime, Pages: before.Pages, Cluster: w, Observer: w})
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error, 1)
+		w.stirred = make(chan struct{}, 1)
 		w.mu.Lock()
 		go func() { done <- g.Run(ctx) }()
 		f(g, func(d time.Duration) {
 			w.mu.Unlock()
+			w.stir()
 			time.Sleep(d)
 			synctest.Wait()
 			w.mu.Lock()
@@ -297,6 +312,34 @@ func watchIn(t *testing.T, w *world, before Worlds, o Options, f func(g *Guard, 
 		synctest.Wait()
 		if t.Failed() {
 			t.Log(log.String())
+		}
+	})
+}
+
+// TestIdle: where nobody has a cap the guard sleeps between its looks for
+// intruders, and a cap that is given out wakes it.
+func TestIdle(t *testing.T) {
+	w := newWorld()
+	w.container("whole", []int{30}, lib.None, gpu1)
+	watch(t, w, Options{}, func(g *Guard, pass func(time.Duration)) {
+		pass(time.Minute)
+		if n := w.asked[gpu0] + w.asked[gpu1]; n < 8 || n > 16 || w.rounds > 10 {
+			t.Errorf("nobody has a cap: %d rounds in a minute, and the driver was asked %d times for the processes of two GPUs", w.rounds, n)
+		}
+		if w.lists > 8 {
+			t.Errorf("the runtime was asked %d times", w.lists)
+		}
+		w.container("new", []int{10}, 4*gib, gpu0)
+		w.uses(10, gpu0, 8*gib)
+		pass(time.Second)
+		if !slices.Equal(w.ended, []string{"new"}) {
+			t.Errorf("ended %v after a second, want new", w.ended)
+		}
+		w.claims, w.rounds = nil, 0 // and those who had one are gone
+		w.container("whole", nil, lib.None, gpu1)
+		pass(time.Minute)
+		if w.rounds > 16 { // each of the two GPUs in its own time
+			t.Errorf("nobody has a cap again: %d rounds in a minute", w.rounds)
 		}
 	})
 }
@@ -507,21 +550,6 @@ func TestMeters(t *testing.T) {
 		pass(time.Second)
 		if c := g.State().Containers; c[0].Used != gib {
 			t.Errorf("with counters that cannot be read: %+v", c[0])
-		}
-	})
-}
-
-// TestIdle: GPUs that nobody has a cap on cost next to nothing.
-func TestIdle(t *testing.T) {
-	w := newWorld()
-	w.container("whole", []int{30}, lib.None, gpu1)
-	watch(t, w, Options{}, func(_ *Guard, pass func(time.Duration)) {
-		pass(time.Minute)
-		if n := w.asked[gpu0] + w.asked[gpu1]; n < 8 || n > 16 {
-			t.Errorf("asked %d times in a minute of two GPUs without caps", n)
-		}
-		if w.lists > 8 {
-			t.Errorf("the runtime was asked %d times", w.lists)
 		}
 	})
 }

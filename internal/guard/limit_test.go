@@ -56,10 +56,12 @@ func limited(t *testing.T, w *world, f func(g *Guard, l *limiter, pass func(time
 			Worlds{Driver: w, House: w, Proc: w, Runtime: w, Pages: w, Cluster: w, Observer: w, Limiter: l})
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error, 1)
+		w.stirred = make(chan struct{}, 1)
 		w.mu.Lock()
 		go func() { done <- g.Run(ctx) }()
 		f(g, l, func(d time.Duration) {
 			w.mu.Unlock()
+			w.stir()
 			time.Sleep(d)
 			synctest.Wait()
 			w.mu.Lock()

@@ -22,7 +22,8 @@ type Node struct {
 	// none.
 	Partition string
 	// Wanted is what the GPUs shall be, in any order. A GPU without an element
-	// here is as one that the partition has nothing to say about.
+	// here is as one that the partition has nothing to say about. Nil is no
+	// partition in force: gpu.mode is left out then.
 	Wanted []config.Want
 }
 
@@ -39,12 +40,14 @@ func Own(domain string, in Node) map[string]string {
 		"gpu.model":            value(of.Model),
 		"gpu.memory":           number(uint64(of.Memory)),
 		"gpu.count":            strconv.Itoa(len(gpus)),
-		"gpu.mode":             mode(gpus),
 		"gpu.partition.active": value(in.Partition),
 		"gpu.rdma":             rdma(in.Inventory.NICs),
 		"gpu.nvlink-domain":    clique(gpus),
 		"gpu.driver-version":   value(in.Inventory.Driver),
 		"gpu.cuda-version":     value(in.Inventory.CUDA),
+	}
+	if in.Wanted != nil {
+		out["gpu.mode"] = mode(gpus)
 	}
 	if in.Graph != nil {
 		size, lanes := joined(in.Graph, gpus)

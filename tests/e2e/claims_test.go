@@ -135,9 +135,13 @@ partitions:
 			b.claimsBecome(held + 1)
 			b.must(job.Tell(b.ctx, ""))
 			b.Logf("%s: %s", name, b.watchEnd(job, p, held))
-			if s, err := job.State(b.ctx); err != nil || s.Phase != "Succeeded" {
-				b.Errorf("its pod is %s (%v), want it to be there and Succeeded", s, err)
-			}
+			// The API server may hear of the end after the agent.
+			b.must(job.InState(b.ctx, time.Minute, "to be there and to have succeeded", func(s lab.PodState) error {
+				if s.Phase != "Succeeded" {
+					return errors.New("it has not")
+				}
+				return nil
+			}))
 		}
 	})
 
