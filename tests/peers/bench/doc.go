@@ -103,6 +103,7 @@
 // joined alike:
 //
 //	choice_p50, choice_p99     of the call, as the kubelet sees it; +Inf where no answer came in time
+//	choice_empty_p99           of as many calls after them that ask for nothing: gRPC and the machine
 //	choice_cpu                 of the program, for one call
 //	choice_driver_calls        likewise
 //	choice_lanes               NVLinks among the chosen, where links run from GPU to GPU

@@ -14,6 +14,7 @@ import (
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	api "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
 	"example.com/gpu-agent/tests/emulator"
 	"example.com/gpu-agent/tests/emulator/daemon"
@@ -194,6 +195,18 @@ func (c *chooser) ask(ctx context.Context, rs []*running, i, n int) error {
 	c.worst[i] = max(c.worst[i], took.quantile(0.5))
 	c.figure("choice_p50"+what, took.quantile(0.5), "ms", only(ours, mostChoice, "1 ms")...)
 	c.figure("choice_p99"+what, took.quantile(0.99), "ms")
+	if ours {
+		// What a call takes at which nothing is thought of, at the same time.
+		var empty sample
+		for range took {
+			at := time.Now()
+			if _, err := r.plugin.client.GetDevicePluginOptions(ctx, &api.Empty{}); err != nil {
+				return r.proc.explain(fmt.Errorf("%s: ask for its options: %w", r.name, err))
+			}
+			empty = append(empty, time.Since(at))
+		}
+		c.figure("choice_empty_p99"+what, empty.quantile(0.99), "ms")
+	}
 	// Of a call, gRPC's part included, on however busy a machine.
 	c.figure("choice_cpu"+what, ms(spent-idle)/float64(len(took)), "ms", only(ours, mostChoice, "1 ms")...)
 	c.figure("choice_driver_calls"+what, calls, "calls", only(ours, 0, "0")...)
