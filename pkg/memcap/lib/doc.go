@@ -75,7 +75,9 @@
 // have changed it; room for a pool's growth is reserved in 32 MiB, by which it
 // grows. Arrays by their descriptions, those below 2 MiB with a block each: nobody
 // sees in which they lie, and one keeps a block of which all else is gone. That is
-// too much until the next reading, and what is freed of it is room only after one.
+// too much until the next reading, and what is freed of it is room only after one:
+// a program that makes and ends them all the time waits for a reading whenever it
+// has freed as many blocks as it may have.
 // Contexts by the limit page. Imports and host memory: nothing, since they are
 // somebody else's.
 //
