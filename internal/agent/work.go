@@ -213,7 +213,7 @@ func (a *Agent) execute(ctx context.Context, j *job, d gpu.Device) result {
 	r := result{job: j}
 	// Others may have been at the GPU since it was read, and numbers of instances
 	// come back: what the plan is of is looked at once more.
-	m, err := a.readMIG(ctx, d.UUID)
+	m, err := a.driver.MIG(ctx, d.UUID)
 	if err != nil {
 		r.err = fmt.Errorf("look at %s before the change: %w", describe(&d), err)
 		r.mig, r.read = m, err
@@ -237,14 +237,14 @@ func (a *Agent) execute(ctx context.Context, j *job, d gpu.Device) result {
 		done = append(done, s)
 	}
 	if failed != nil {
-		if m, err := a.readMIG(ctx, d.UUID); err == nil && happened(&m, failed) {
+		if m, err := a.driver.MIG(ctx, d.UUID); err == nil && happened(&m, failed) {
 			done = append(done, *failed)
 		}
 	}
 	if r.err != nil && !errors.Is(r.err, errResetDue) && ctx.Err() == nil {
 		for _, s := range slices.Backward(done) {
 			back := inverse(s)
-			m, err := a.readMIG(ctx, d.UUID)
+			m, err := a.driver.MIG(ctx, d.UUID)
 			if err == nil {
 				err = a.step(ctx, j, &d, m.Instances, back)
 			}
@@ -255,19 +255,8 @@ func (a *Agent) execute(ctx context.Context, j *job, d gpu.Device) result {
 			r.undone = append(r.undone, back)
 		}
 	}
-	r.mig, r.read = a.readMIG(ctx, d.UUID)
+	r.mig, r.read = a.driver.MIG(ctx, d.UUID)
 	return r
-}
-
-// readMIG reads what stands on a GPU. That does nothing to the hardware and is
-// dozens of calls, so one that fails ends no work: it is read anew.
-func (a *Agent) readMIG(ctx context.Context, u gpu.UUID) (m gpu.MIG, err error) {
-	for range 3 {
-		if m, err = a.driver.MIG(ctx, u); err == nil || errors.Is(err, gpu.ErrTimeout) || ctx.Err() != nil {
-			break
-		}
-	}
-	return m, err
 }
 
 // sameInstances reports whether the same instances stand.
@@ -356,7 +345,7 @@ func (a *Agent) switchMIG(ctx context.Context, d *gpu.Device, on bool) error {
 	if err := a.driver.SetMIGMode(ctx, d.UUID, on); err != nil {
 		return err
 	}
-	m, err := a.readMIG(ctx, d.UUID)
+	m, err := a.driver.MIG(ctx, d.UUID)
 	if err != nil || m.Enabled == on {
 		return err
 	}
@@ -366,7 +355,7 @@ func (a *Agent) switchMIG(ctx context.Context, d *gpu.Device, on bool) error {
 	if err := a.driver.Reset(ctx, d.UUID); err != nil {
 		return fmt.Errorf("%w: the mode comes into force with a reset of the GPU, or a reboot: %w", errResetDue, err)
 	}
-	if m, err = a.readMIG(ctx, d.UUID); err == nil && m.Enabled != on {
+	if m, err = a.driver.MIG(ctx, d.UUID); err == nil && m.Enabled != on {
 		err = fmt.Errorf("%w: a reset was not enough", errResetDue)
 	}
 	return err

@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -412,6 +413,29 @@ func TestEachCallOfAReadingFails(t *testing.T) {
 			}
 			if got := stand(t, d, u); got != want {
 				t.Fatalf("stands %s, want %s", got, want)
+			}
+		}
+	}
+}
+
+// One question in fifty fails, of the dozens that a reading is: no GPU is unreadable
+// for it.
+func TestReadingsGoOn(t *testing.T) {
+	n := emulate(t, inMIG("A100-SXM4-80GB", 2))
+	d := open(t, n)
+	for _, dev := range inventory(t, d).GPUs {
+		fill(t, d, dev.UUID)
+	}
+	before := n.allCalls()
+	want := inventory(t, d)
+	if took := n.allCalls() - before; took < 50 {
+		t.Fatalf("a reading of two full GPUs is %d calls: too few for the test to say anything", took)
+	}
+	try(t, n.Inject(emulator.Fault{Call: "nvmlGpuInstance*", Code: emulator.Unknown, Every: 50}))
+	for range 50 {
+		for i, dev := range inventory(t, d).GPUs {
+			if dev.Fault != "" || !reflect.DeepEqual(dev.MIG.Instances, want.GPUs[i].MIG.Instances) {
+				t.Fatalf("GPU %d: %+v, want %+v; fault %q", i, dev.MIG.Instances, want.GPUs[i].MIG.Instances, dev.Fault)
 			}
 		}
 	}

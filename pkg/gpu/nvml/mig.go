@@ -21,8 +21,8 @@ const (
 	// where they end (18 of GPU instances today, 9 of compute instances); the bound
 	// is for one that never does.
 	mostProfiles = 256
-	// mostReadings bounds how often what stands is read again because an instance
-	// went away meanwhile.
+	// mostReadings bounds how often what stands is read because an instance went
+	// away meanwhile, or a question failed.
 	mostReadings = 5
 )
 
@@ -202,8 +202,10 @@ func profileName(c []int8) string { return strings.TrimPrefix(text(c), "MIG ") }
 func (d *Driver) instances(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) (list []gpu.Instance, err error) {
 	for range mostReadings {
 		// An instance that goes away between two questions about it makes the
-		// second one wrong, and not the GPU.
-		if list, err = d.readInstances(h, u, profiles); !errors.Is(err, gpu.ErrNotFound) && !errors.Is(err, gpu.ErrInvalid) {
+		// second one wrong, and not the GPU. And of the dozens of questions one may
+		// fail as any call may: a GPU that cannot be read gives nothing out.
+		list, err = d.readInstances(h, u, profiles)
+		if !errors.Is(err, gpu.ErrNotFound) && !errors.Is(err, gpu.ErrInvalid) && !errors.Is(err, gpu.ErrDriver) {
 			break
 		}
 	}
