@@ -22,7 +22,8 @@
 //
 // What was seen goes to the judge (package memcap), which is pure: it knows what
 // is over, for how long, and what cannot be said. GPUs that nobody has a cap on
-// are looked at seldom, for intruders alone.
+// are looked at seldom, for intruders alone; where there is no cap at all the guard
+// sleeps in between, until the agent says that something has stirred.
 //
 // # What it does about it
 //
