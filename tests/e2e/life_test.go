@@ -222,13 +222,15 @@ func TestLostGPU(t *testing.T) {
 		}
 	})
 	b.offers(map[string]int{lab.Memory: (gpus - 1) * units})
-	s, err := agent.Status(b.ctx)
-	b.must(err)
-	for _, g := range s.GPUs {
-		if healthy := g.Health == "healthy"; healthy != (g.UUID != lost.UUID) || !healthy && g.Reason == "" {
-			b.Errorf("GPU %d is said to be %s (%q), and the lost one is %d", g.Index, g.Health, g.Reason, lost.Index)
+	// The kubelet hears of it a moment before the status shows it.
+	b.must(agent.AwaitStatus(b.ctx, waitLong, "the lost GPU and no other", func(s lab.Status) error {
+		for _, g := range s.GPUs {
+			if healthy := g.Health == "healthy"; healthy != (g.UUID != lost.UUID) || !healthy && g.Reason == "" {
+				return fmt.Errorf("GPU %d is said to be %s (%q), and the lost one is %d", g.Index, g.Health, g.Reason, lost.Index)
+			}
 		}
-	}
+		return nil
+	}))
 	b.lives(before, pod)
 	_, other := b.running("b", lab.Memory, 24)
 	if g := b.one(other); g.UUID == lost.UUID {

@@ -179,13 +179,12 @@ func TestDriverRootElsewhere(t *testing.T) {
 
 	// 40,960 MiB less the driver's own are 39 units.
 	b.offers(map[string]int{lab.Memory: 2 * 39})
-	s, err := agent.Status(b.ctx)
-	b.must(err)
-	for i, g := range s.GPUs {
-		if len(s.GPUs) != 2 || g.UUID != other.GPUs[i].UUID {
-			b.Fatalf("the agent has the GPUs %v, want those of the driver at %s: %v", s.GPUs, root, other.GPUs)
+	b.must(agent.AwaitStatus(b.ctx, time.Minute, "the GPUs of the driver at "+root, func(s lab.Status) error {
+		if len(s.GPUs) != 2 || s.GPUs[0].UUID != other.GPUs[0].UUID || s.GPUs[1].UUID != other.GPUs[1].UUID {
+			return fmt.Errorf("it has %v, want %v", s.GPUs, other.GPUs)
 		}
-	}
+		return nil
+	}))
 	pod := b.pod("a", lab.Memory, 24)
 	b.must(pod.Running(b.ctx))
 	g := b.one(b.insideOf(other, pod, ""))
