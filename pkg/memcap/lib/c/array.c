@@ -67,7 +67,7 @@ static uint64_t mipmap_bytes(const CUarray3 *d, unsigned int levels)
         return CUDA_ERROR_OUT_OF_MEMORY;                              \
     CUresult r = CALL(name, __VA_ARGS__);                             \
     if (v == COUNT && r != CUDA_SUCCESS)                              \
-        charge_failed(p, &c);                                            \
+        charge_failed(p, &c);                                         \
     if (v == COUNT && r == CUDA_SUCCESS &&                            \
         !charge_done(p, &c, (uintptr_t)*out, space)) {                \
         CALL(undo, *out);                                             \

@@ -139,28 +139,29 @@ enum verdict charge_begin(struct process *p, struct charge *c, uint64_t bytes, e
 enum verdict charge_begin_at(struct process *p, struct charge *c, const struct where *at, uint64_t bytes, enum how how)
 {
     bool refuse;
-    *c = (struct charge){.at = *at, .how = how == HOW_LARGE && bytes < BLOCK ? HOW_SMALL : how == HOW_HIDDEN && bytes >= BLOCK ? HOW_LARGE : how};
+    *c = (struct charge){.at = *at, .how = how};
+    if (how == HOW_LARGE && bytes < BLOCK)
+        c->how = HOW_SMALL;
+    if (how == HOW_HIDDEN && bytes >= BLOCK)
+        c->how = HOW_LARGE;
     if (!bytes)
         return PASS; /* the driver's to refuse */
     c->a = account_of(p, at->device, &refuse);
     if (!c->a)
         return refuse ? REFUSE : PASS;
     c->bytes = bytes < MOST ? round_up(bytes, c->how == HOW_SMALL ? UNIT : BLOCK) : MOST;
-    if (c->how == HOW_HIDDEN) {
-        if (!account_reserve(c->a, c->bytes))
-            return REFUSE;
-        count_add(&p->hidden[at->device], 1);
-        return COUNT;
-    }
     uint64_t n = reserved_for(c);
-    if (account_reserve_quickly(c->a, n))
-        return COUNT;
-    if (c->how == HOW_SMALL && squeeze(p, c))
-        return COUNT;
-    if (account_reserve_slowly(c->a, n))
-        return COUNT;
-    /* Another thread may have had the last block, and not filled it. */
-    return c->how == HOW_SMALL && squeeze(p, c) ? COUNT : REFUSE;
+    if (c->how == HOW_SMALL) {
+        if (account_reserve_quickly(c->a, n) || squeeze(p, c) || account_reserve_slowly(c->a, n))
+            return COUNT;
+        /* Another thread may have had the last block, and not filled it. */
+        return squeeze(p, c) ? COUNT : REFUSE;
+    }
+    if (!account_reserve(c->a, n))
+        return REFUSE;
+    if (c->how == HOW_HIDDEN)
+        count_add(&p->hidden[at->device], 1);
+    return COUNT;
 }
 
 void charge_failed(struct process *p, struct charge *c)

@@ -318,8 +318,7 @@ static uint64_t ceiling_alone(const struct account *a)
 {
     const struct limit_page *p = a->page;
     uint64_t limit = __atomic_load_n(&p->limit, __ATOMIC_RELAXED), ceiling = __atomic_load_n(&p->ceiling, __ATOMIC_ACQUIRE);
-    uint64_t nonce = __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE);
-    return (nonce == a->nonce || nonce == WRITING) && ceiling < limit ? ceiling : limit;
+    return account_told(a, __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE)) && ceiling < limit ? ceiling : limit;
 }
 
 /* contend goes on as long as what stands in the way is only under way: others'

@@ -92,6 +92,10 @@ static inline bool account_unlimited(const struct account *a) { return __atomic_
  * in them. */
 bool account_nonsense(const struct account *a);
 
+/* account_told says of the limit page's nonce whether its words are of a reading of
+ * this usage page, or on the way to be. */
+static inline bool account_told(const struct account *a, uint64_t nonce) { return nonce == a->nonce || nonce == WRITING; }
+
 /* account_ceiling is what bound may reach, in bytes, or NO_LIMIT. While the agent
  * writes, which may be long where it is kept from going on, the page's words are
  * old ones and new ones: the ceiling that they make holds, up to the limit. */
@@ -99,24 +103,23 @@ static inline uint64_t account_ceiling(const struct account *a)
 {
     const struct limit_page *p = a->page;
     uint64_t nonce = __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE);
-    if (nonce == a->nonce || nonce == WRITING) {
-        uint64_t ceiling = __atomic_load_n(&p->ceiling, __ATOMIC_ACQUIRE);
-        uint64_t lost = __atomic_load_n(&a->usage->settled, __ATOMIC_RELAXED) - __atomic_load_n(&p->settled, __ATOMIC_ACQUIRE);
-        /* The agent may have published meanwhile, all of it. It writes the ceiling
-         * first: an old one with the new settled is seen by a second look, and a
-         * new one with the old settled is too low, which does no harm. */
-        uint64_t again = __atomic_load_n(&p->ceiling, __ATOMIC_ACQUIRE);
-        if (again < ceiling)
-            ceiling = again;
-        if (lost && ceiling != NO_LIMIT)
-            ceiling = lost < ceiling ? ceiling - lost : 0;
-        uint64_t now = __atomic_load_n(&p->nonce, __ATOMIC_RELAXED);
-        if (nonce == a->nonce && now == nonce)
-            return ceiling;
-        uint64_t limit = __atomic_load_n(&p->limit, __ATOMIC_RELAXED);
-        return (now == a->nonce || now == WRITING) && ceiling < limit ? ceiling : limit;
-    }
-    return __atomic_load_n(&p->limit, __ATOMIC_RELAXED);
+    if (!account_told(a, nonce))
+        return __atomic_load_n(&p->limit, __ATOMIC_RELAXED);
+    uint64_t ceiling = __atomic_load_n(&p->ceiling, __ATOMIC_ACQUIRE);
+    uint64_t lost = __atomic_load_n(&a->usage->settled, __ATOMIC_RELAXED) - __atomic_load_n(&p->settled, __ATOMIC_ACQUIRE);
+    /* The agent may have published meanwhile, all of it. It writes the ceiling
+     * first: an old one with the new settled is seen by a second look, and a
+     * new one with the old settled is too low, which does no harm. */
+    uint64_t again = __atomic_load_n(&p->ceiling, __ATOMIC_ACQUIRE);
+    if (again < ceiling)
+        ceiling = again;
+    if (lost && ceiling != NO_LIMIT)
+        ceiling = lost < ceiling ? ceiling - lost : 0;
+    uint64_t now = __atomic_load_n(&p->nonce, __ATOMIC_RELAXED);
+    if (nonce == a->nonce && now == nonce)
+        return ceiling;
+    uint64_t limit = __atomic_load_n(&p->limit, __ATOMIC_RELAXED);
+    return account_told(a, now) && ceiling < limit ? ceiling : limit;
 }
 
 static inline uint64_t count_add(uint64_t *word, uint64_t n) { return __atomic_add_fetch(word, n, __ATOMIC_SEQ_CST); }

@@ -15,7 +15,7 @@
 #define RETURN_COUNTED(c, call, done, undo)  \
     CUresult r = call;                       \
     if (r != CUDA_SUCCESS) {                 \
-        charge_failed(p, c);                    \
+        charge_failed(p, c);                 \
         return r;                            \
     }                                        \
     if (done)                                \
