@@ -706,8 +706,16 @@ func (d *Desk) Prepare(ctx context.Context, resource string, ids []string) error
 // Adopt takes over a claim that was made before this process started. It is
 // unconfirmed until a witness names it.
 func (d *Desk) Adopt(resource string, ids []string) error {
+	return d.adopt(resource, ids, func(*claim) {})
+}
+
+// adopt is Adopt with a note on the claim, before anybody else can end it.
+func (d *Desk) adopt(resource string, ids []string, note func(*claim)) error {
 	d.mu.Lock()
 	err := d.adoptLocked(resource, ids, d.now())
+	if err == nil {
+		note(d.claims[cdi.Key(resource, ids)])
+	}
 	d.movedLocked()
 	d.mu.Unlock()
 	if err == nil {
@@ -722,18 +730,14 @@ func (d *Desk) Adopt(resource string, ids []string) error {
 // would else keep everything for ever. Of a claim that was restored it tells whether
 // the file is of its last Allocate.
 func (d *Desk) AdoptWritten(resource string, ids []string, written time.Time) error {
-	if err := d.Adopt(resource, ids); err != nil {
-		return err
-	}
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	switch c := d.claims[cdi.Key(resource, ids)]; {
-	case c.Adopted:
-		c.written = written
-	case c.restored:
-		c.Filed = !written.Before(c.Allocated)
-	}
-	return nil
+	return d.adopt(resource, ids, func(c *claim) {
+		switch {
+		case c.Adopted:
+			c.written = written
+		case c.restored:
+			c.Filed = !written.Before(c.Allocated)
+		}
+	})
 }
 
 // Restore takes over a claim that was allocated before this process started, at
