@@ -514,8 +514,6 @@ func TestFileStaysWhereNoWitnessAnswers(t *testing.T) {
 	})
 }
 
-// A new process takes claims over from the CDI files, before the kubelet lists
-// anything, and does not cut what is held.
 // A kubelet that has restarted does not call PreStartContainer before the plugin
 // has registered again.
 func TestFileStandsWithoutPrepare(t *testing.T) {
@@ -534,6 +532,8 @@ func TestFileStandsWithoutPrepare(t *testing.T) {
 	})
 }
 
+// A new process takes claims over from the CDI files, before the kubelet lists
+// anything, and does not cut what is held.
 func TestRestartTakesClaimsOver(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o, cdiDir := newOutside(2), t.TempDir()

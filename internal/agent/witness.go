@@ -380,10 +380,7 @@ func (a *Agent) followRuntime(ctx context.Context) error {
 		}
 		a.askSoon.Store(true)
 		a.wake()
-		select {
-		case a.ended <- struct{}{}:
-		default:
-		}
+		poke(a.ended)
 	})
 	if ctx.Err() == nil {
 		a.log.Warn("the container runtime tells of no events; the end of containers is seen at the next look", "err", err, "every", holdersEvery.String())

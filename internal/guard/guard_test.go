@@ -285,13 +285,13 @@ func watch(t *testing.T, w *world, o Options, f func(g *Guard, pass func(time.Du
 	watchIn(t, w, Worlds{Pages: w, Runtime: w}, o, f)
 }
 
-// watchIn does so with pages and a runtime that stand before w's own.
+// watchIn does so with pages, a runtime and a limiter that stand before w's own.
 func watchIn(t *testing.T, w *world, before Worlds, o Options, f func(g *Guard, pass func(time.Duration))) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		var log bytes.Buffer
 		o.Domain, o.Log = "example.com", slog.New(slog.NewTextHandler(&log, nil))
-		g := New(o, Worlds{Driver: w, House: w, Proc: w, Runtime: before.Runtime, Pages: before.Pages, Cluster: w, Observer: w})
+		g := New(o, Worlds{Driver: w, House: w, Proc: w, Runtime: before.Runtime, Pages: before.Pages, Cluster: w, Observer: w, Limiter: before.Limiter})
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error, 1)
 		w.stirred = make(chan struct{}, 1)
@@ -310,6 +310,9 @@ func watchIn(t *testing.T, w *world, before Worlds, o Options, f func(g *Guard, 
 			t.Errorf("Run ended with %v", err)
 		}
 		synctest.Wait()
+		if n := strings.Count(log.String(), "the driver does not hold a container"); n > 1 {
+			t.Errorf("it was logged %d times that a limit failed", n)
+		}
 		if t.Failed() {
 			t.Log(log.String())
 		}

@@ -3,16 +3,12 @@
 package guard
 
 import (
-	"bytes"
 	"context"
-	"errors"
 	"fmt"
-	"log/slog"
 	"maps"
 	"slices"
 	"strings"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"example.com/gpu-agent/internal/node"
@@ -46,38 +42,12 @@ func (l *limiter) Limit(_ context.Context, u gpu.UUID, o node.Owner, bytes uint6
 
 // limited runs a guard on a world whose driver limits containers.
 func limited(t *testing.T, w *world, f func(g *Guard, l *limiter, pass func(time.Duration))) {
-	synctest.Test(t, func(t *testing.T) {
-		var log bytes.Buffer
-		l := &limiter{w: w, err: map[gpu.UUID]error{}, held: map[string]uint64{}}
-		for _, p := range w.procs {
-			p.owner.V2, p.owner.Cgroup = true, "/"+p.owner.ID
-		}
-		g := New(Options{Domain: "example.com", Log: slog.New(slog.NewTextHandler(&log, nil))},
-			Worlds{Driver: w, House: w, Proc: w, Runtime: w, Pages: w, Cluster: w, Observer: w, Limiter: l})
-		ctx, cancel := context.WithCancel(t.Context())
-		done := make(chan error, 1)
-		w.stirred = make(chan struct{}, 1)
-		w.mu.Lock()
-		go func() { done <- g.Run(ctx) }()
-		f(g, l, func(d time.Duration) {
-			w.mu.Unlock()
-			w.stir()
-			time.Sleep(d)
-			synctest.Wait()
-			w.mu.Lock()
-		})
-		w.mu.Unlock()
-		cancel()
-		if err := <-done; !errors.Is(err, context.Canceled) {
-			t.Errorf("Run ended with %v", err)
-		}
-		if n := strings.Count(log.String(), "the driver does not hold a container"); n > 1 {
-			t.Errorf("it was logged %d times that a limit failed", n)
-		}
-		if t.Failed() {
-			t.Log(log.String())
-		}
-	})
+	t.Helper()
+	l := &limiter{w: w, err: map[gpu.UUID]error{}, held: map[string]uint64{}}
+	for _, p := range w.procs {
+		p.owner.V2, p.owner.Cgroup = true, "/"+p.owner.ID
+	}
+	watchIn(t, w, Worlds{Pages: w, Runtime: w, Limiter: l}, Options{}, func(g *Guard, pass func(time.Duration)) { f(g, l, pass) })
 }
 
 func levels(g *Guard) string {

@@ -431,8 +431,8 @@ func (b *bench) driverCalls(ctx context.Context, rs []*running, what string, n i
 // reads the driver once a minute besides, and its watchdog several times a second
 // while somebody has a cap, which not all of so many short tries meet.
 func (b *bench) count(d *driver, r *running, f func() error) (float64, error) {
-	least, tries := -1, 20
-	each := (b.counted + tries - 1) / tries
+	const tries = 20
+	least, each := -1, (b.counted+tries-1)/tries
 	for range tries {
 		before, err := d.calls(r.proc)
 		if err != nil {
