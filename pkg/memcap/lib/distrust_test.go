@@ -5,8 +5,12 @@ package lib
 import (
 	"encoding/binary"
 	"errors"
+	"io"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -219,6 +223,74 @@ func TestLocksDoNotHoldTheReaderUp(t *testing.T) {
 	_, m := aMeter(t, p, time.Second)
 	if err := m.Begin(); !errors.Is(err, gpu.ErrInvalid) {
 		t.Errorf("a page that takes minutes to read: %v", err)
+	}
+}
+
+// TestHeldUp: a process that reads pages is stopped and goes on again and again,
+// as it is where the node is busy or its own CPU limit is low. It is no fault of
+// the pages.
+func TestHeldUp(t *testing.T) {
+	const page, some = "GPU_AGENT_TEST_PAGE", 1000
+	if name := os.Getenv(page); name != "" {
+		f, err := os.Open(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer f.Close()
+		u := &Usage{fd: int(f.Fd())}
+		over := make(chan error)
+		go func() {
+			_, err := io.Copy(io.Discard, os.Stdin)
+			over <- err
+		}()
+		for n := 0; ; n++ {
+			select {
+			case err := <-over:
+				if n == 0 || err != nil {
+					t.Errorf("%d readings, %v", n, err)
+				}
+				return
+			default:
+			}
+			if c, err := u.Read(); err != nil || c.Processes != some {
+				t.Fatalf("reading %d: %d processes, %v", n, c.Processes, err)
+			}
+		}
+	}
+
+	p := newTenant(t)
+	p.set(useHigh, some)
+	for i := range some {
+		p.set(pageSize+i*slotSize+slotPID, 1)
+	}
+	l := unix.Flock_t{Type: unix.F_WRLCK, Len: some}
+	if err := unix.FcntlFlock(p.f.Fd(), unix.F_OFD_SETLK, &l); err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestHeldUp$")
+	cmd.Env = append(os.Environ(), page+"="+p.f.Name())
+	var out strings.Builder
+	cmd.Stdout, cmd.Stderr = &out, &out
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	for range 10 {
+		time.Sleep(10 * time.Millisecond)
+		if err := cmd.Process.Signal(syscall.SIGSTOP); err != nil {
+			t.Error(err)
+		}
+		time.Sleep(2 * readPatience)
+		if err := cmd.Process.Signal(syscall.SIGCONT); err != nil {
+			t.Error(err)
+		}
+	}
+	in.Close()
+	if err := cmd.Wait(); err != nil {
+		t.Errorf("%v\n%s", err, &out)
 	}
 }
 

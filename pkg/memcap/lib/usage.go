@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io/fs"
 	"path/filepath"
+	"runtime"
 	"strconv"
 	"strings"
 	"time"
@@ -124,7 +125,9 @@ type Counters struct {
 // readPatience bounds the search for the living. A container may put any number
 // of locks on the file, and for each slot that is asked for the kernel goes through
 // all of them: minutes for what any program can do. A thousand processes take
-// some milliseconds.
+// some milliseconds. It is processor time: on a busy node, or at the agent's own
+// CPU limit, a reading may be held up by more than that between two instructions,
+// which says nothing about the container.
 const readPatience = 50 * time.Millisecond
 
 // Read reads the page. The error is gpu.ErrInvalid for a page that says
@@ -147,8 +150,10 @@ func (u *Usage) Read() (Counters, error) {
 	if c.Peak >= most || c.Bound >= most {
 		return Counters{}, fmt.Errorf("read usage page: %d bytes bound, %d at most: %w", c.Bound, c.Peak, gpu.ErrInvalid)
 	}
+	runtime.LockOSThread() // whose time is asked for
+	defer runtime.UnlockOSThread()
+	began := threadTime()
 	// After the header: what is settled there is no longer committed here.
-	began := time.Now()
 	for i := range int(high) {
 		const some = pageSize / slotSize
 		if i%some == 0 {
@@ -163,19 +168,20 @@ func (u *Usage) Read() (Counters, error) {
 				return Counters{}, fmt.Errorf("read usage page: slot %d has %d bytes: %w", i, v, gpu.ErrInvalid)
 			}
 		}
-		switch {
-		case slot(slotPID) == 0 && slot(slotReserved) == 0:
-		case !u.alive(i):
-			c.Dead += slot(slotReserved)
-		default:
+		if slot(slotPID) == 0 && slot(slotReserved) == 0 {
+			continue
+		}
+		if u.alive(i) {
 			c.Processes++
 			c.Reserved += slot(slotReserved)
 			c.Committed += slot(slotCommitted)
 			c.Managed += slot(slotManaged)
 			c.Expected += slot(slotExpected)
 			c.Contexts += min(slot(slotContexts), 1<<20)
+		} else {
+			c.Dead += slot(slotReserved)
 		}
-		if time.Since(began) > readPatience {
+		if threadTime()-began > readPatience {
 			return Counters{}, fmt.Errorf("read usage page: it takes longer than %v to see who of %d lives: %w", readPatience, high, gpu.ErrInvalid)
 		}
 	}
@@ -199,6 +205,13 @@ func (u *Usage) readAt(b []byte, at int64) error {
 		}
 	}
 	return nil
+}
+
+// threadTime is the processor time that the calling thread has had.
+func threadTime() time.Duration {
+	var t unix.Timespec
+	_ = unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &t) // no argument of it can be wrong
+	return time.Duration(t.Nano())
 }
 
 // alive reports whether somebody has a slot's lock.
