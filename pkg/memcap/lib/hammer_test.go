@@ -98,6 +98,18 @@ func TestAgentAway(t *testing.T) {
 	}
 }
 
+// TestHeldUpNearTheCap: a machine that stops for a moment, or a container at its CPU
+// limit, is no reason to refuse what would have been there.
+func TestHeldUpNearTheCap(t *testing.T) {
+	for _, what := range []string{"reading", "other"} {
+		limit, usage := limitPage(t, 8<<30)
+		out, err := exec.CommandContext(t.Context(), counter(t, "held"), limit, usage, what).CombinedOutput()
+		if want := "had them\n"; err != nil || string(out) != want {
+			t.Errorf("%s: %v: %s, want %s", what, err, out, want)
+		}
+	}
+}
+
 // TestHalfWritten: the agent is kept from going on, or ended, in the middle of
 // writing what it has read. Nobody goes by the limit where the ceiling, old or new,
 // is lower, nor above the limit.

@@ -284,6 +284,34 @@ int account_open(struct account *a, const char *usage_path)
 
 /* --- near the cap --------------------------------------------------------- */
 
+/* Patience runs out by the clock, but counts little of a time in which this thread
+ * was held up between two looks: on a busy node, or where the container is at its
+ * CPU limit, so were those that are waited for. */
+struct patience {
+    uint64_t whole, left, counted; /* in microseconds */
+};
+
+enum { LOOKS = 8 }; /* at least so many */
+
+static struct patience patience(uint64_t us)
+{
+    return (struct patience){us, us, now_us()};
+}
+
+static bool runs_out(struct patience *p, uint64_t most)
+{
+    uint64_t now = now_us(), gone = now - p->counted < most ? now - p->counted : most;
+    p->counted = now;
+    p->left -= gone < p->left ? gone : p->left;
+    return !p->left;
+}
+
+/* look is to be called before each nap. */
+static bool look(struct patience *p)
+{
+    return runs_out(p, p->whole / LOOKS);
+}
+
 /* try adds n only where it fits, so that those who wait do not frighten each
  * other with what they take back. */
 static bool try_below(struct account *a, uint64_t n, uint64_t (*ceiling)(const struct account *))
@@ -325,7 +353,8 @@ static uint64_t ceiling_alone(const struct account *a)
  * reservations that may yet be taken back, and frees that are not done. */
 static bool contend(struct account *a, uint64_t n)
 {
-    uint64_t end = now_us() + CONTEND_US, dice = random_word();
+    struct patience p = patience(CONTEND_US);
+    uint64_t dice = random_word();
     for (bool first = true;; first = false) {
         reap(a);
         struct sums t = repair(a);
@@ -337,7 +366,7 @@ static bool contend(struct account *a, uint64_t n)
                 return true;
             t = sum(a);
         }
-        if (!t.sane || t.committed + n > account_ceiling(a) || now_us() >= end)
+        if (!t.sane || t.committed + n > account_ceiling(a) || look(&p))
             return false;
         dice = dice * 6364136223846793005u + 1442695040888963407u;
         nap_us(20 + (dice >> 33) % 400);
@@ -377,20 +406,20 @@ static bool ask(struct account *a, uint64_t n)
     uint64_t done = count_read(&a->page->done);
     if (unheard(a))
         return false;
-    uint64_t end = now_us() + 2000 * (every < 5000 ? every : 5000);
+    struct patience p = patience(2000 * (every < 5000 ? every : 5000));
     while (!fresh(a)) {
         /* In this order: a reading that is begun for this ask is one more than that. */
         uint64_t begun = count_read(&a->page->begun);
         count_add(&a->usage->asks, 1);
         for (; count_read(&a->page->done) < begun + 1; nap_us(1000))
-            if (now_us() >= end) {
+            if (look(&p)) {
                 if (count_read(&a->page->done) == done)
                     __atomic_store_n(&a->waited, done + 1, __ATOMIC_SEQ_CST);
                 return false;
             }
         if (contend(a, n))
             return true;
-        if (!lost_alone(a, n) || now_us() >= end)
+        if (!lost_alone(a, n) || runs_out(&p, UINT64_MAX)) /* contend has a patience of its own */
             return false;
     }
     return false;
