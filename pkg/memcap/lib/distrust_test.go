@@ -66,15 +66,22 @@ func (p tenant) has(version, bytes, expected, contexts uint64) {
 // lives has somebody hold the first slot's lock.
 func (p tenant) lives() {
 	p.t.Helper()
+	p.lock(1)
+}
+
+// lock has somebody hold the locks of the first n slots.
+func (p tenant) lock(n int64) *os.File {
+	p.t.Helper()
 	f, err := os.OpenFile(p.f.Name(), os.O_RDWR, 0)
 	if err != nil {
 		p.t.Fatal(err)
 	}
 	p.t.Cleanup(func() { f.Close() })
-	l := unix.Flock_t{Type: unix.F_WRLCK, Start: 0, Len: 1}
+	l := unix.Flock_t{Type: unix.F_WRLCK, Len: n}
 	if err := unix.FcntlFlock(f.Fd(), unix.F_OFD_SETLK, &l); err != nil {
 		p.t.Fatal(err)
 	}
+	return f
 }
 
 func (p tenant) usage() *Usage { return &Usage{fd: int(p.f.Fd())} }
@@ -263,10 +270,7 @@ func TestHeldUp(t *testing.T) {
 	for i := range some {
 		p.set(pageSize+i*slotSize+slotPID, 1)
 	}
-	l := unix.Flock_t{Type: unix.F_WRLCK, Len: some}
-	if err := unix.FcntlFlock(p.f.Fd(), unix.F_OFD_SETLK, &l); err != nil {
-		t.Fatal(err)
-	}
+	p.lock(some)
 	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestHeldUp$")
 	cmd.Env = append(os.Environ(), page+"="+p.f.Name())
 	var out strings.Builder

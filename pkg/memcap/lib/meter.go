@@ -120,6 +120,8 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 	next.stamp = 0
 	r := Reading{Counters: c}
 	known = known && driver < most && m.first.Nonce == c.Nonce
+	// That the second look was steady tells that the first one was.
+	still := m.first.Word == c.Word && c.Steady
 	// What was settled since the correction was found counts as found with it.
 	effective := next.correction + int64(m.first.Settled-next.settled)
 	switch {
@@ -129,7 +131,7 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 			// settled is not missing in one: it would lower the ceiling for ever.
 			next.settled = m.first.Settled
 		}
-	case m.first.Word == c.Word && m.first.Dead == c.Dead:
+	case still && m.first.Dead == c.Dead:
 		low, high := span(m.first, c, int64(driver))
 		next.correction = min(max(effective, low), high)
 		next.settled = m.first.Settled
@@ -144,14 +146,14 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 	case c.Contexts > m.contexts:
 		// Bound was at most its peak when the driver was asked.
 		bound := max(m.first.Bound, c.Bound, c.Peak)
-		if least := int64(driver) - int64(bound-min(bound, c.Managed)); least > effective {
+		if least := int64(driver) - int64(bound-min(bound, m.first.Managed, c.Managed)); least > effective {
 			next.correction, next.settled = least, m.first.Settled
 		}
 	}
 	// What people see is the figure itself, and what has been counted since: not
 	// with an allocation or a context under way, of which nobody knows whether the
 	// figure has it.
-	settling := m.first.Word != c.Word || max(underWay(m.first), underWay(c)) > shownSlack
+	settling := !still || max(underWay(m.first), underWay(c)) > shownSlack
 	switch {
 	case known && !settling:
 		next.shown, next.shownAt, next.dead = int64(driver+c.Managed)-int64(c.Bound), c.Settled, c.Dead

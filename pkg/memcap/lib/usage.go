@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"io/fs"
 	"path/filepath"
-	"runtime"
 	"strconv"
 	"strings"
 	"time"
@@ -102,12 +101,16 @@ func (u *Usage) Close() error {
 	return err
 }
 
-// Counters are what a usage page says: bytes, but for Nonce, Word, Contexts,
+// Counters are what a usage page says: bytes, but for Nonce, Word, Steady, Contexts,
 // Asks, Refusals and Processes. The sums are over the living processes.
 type Counters struct {
 	Nonce uint64 // of this page; another page has another
 	Bound uint64 // what the container's processes may have
 	Word  uint64 // the same with its version: equal words, nothing changed between
+	// Steady: the word was that still when all else had been read. A page is read
+	// in its own time, more of it where the reader is held up, and what comes of
+	// processes (Reserved to Contexts, Dead) may be of a later word than Bound.
+	Steady bool
 	// Committed <= what the driver gave <= Reserved, Bound being their shares and
 	// what dead processes left; see c/count.h.
 	Reserved, Committed uint64
@@ -125,10 +128,10 @@ type Counters struct {
 // readPatience bounds the search for the living. A container may put any number
 // of locks on the file, and for each slot that is asked for the kernel goes through
 // all of them: minutes for what any program can do. A thousand processes take
-// some milliseconds. It is processor time: on a busy node, or at the agent's own
-// CPU limit, a reading may be held up by more than that between two instructions,
-// which says nothing about the container.
-const readPatience = 50 * time.Millisecond
+// some milliseconds. Of one question no more than heldUp counts: on a busy node, or
+// at the agent's own CPU limit, the reader itself may be held up, which says nothing
+// about the container.
+const readPatience, heldUp = 50 * time.Millisecond, 20 * time.Millisecond
 
 // Read reads the page. The error is gpu.ErrInvalid for a page that says
 // nonsense.
@@ -150,9 +153,7 @@ func (u *Usage) Read() (Counters, error) {
 	if c.Peak >= most || c.Bound >= most {
 		return Counters{}, fmt.Errorf("read usage page: %d bytes bound, %d at most: %w", c.Bound, c.Peak, gpu.ErrInvalid)
 	}
-	runtime.LockOSThread() // whose time is asked for
-	defer runtime.UnlockOSThread()
-	began := threadTime()
+	var searched time.Duration
 	// After the header: what is settled there is no longer committed here.
 	for i := range int(high) {
 		const some = pageSize / slotSize
@@ -171,7 +172,12 @@ func (u *Usage) Read() (Counters, error) {
 		if slot(slotPID) == 0 && slot(slotReserved) == 0 {
 			continue
 		}
-		if u.alive(i) {
+		asked := time.Now()
+		alive := u.alive(i)
+		if searched += min(time.Since(asked), heldUp); searched > readPatience {
+			return Counters{}, fmt.Errorf("read usage page: it takes longer than %v to see who of %d lives: %w", readPatience, high, gpu.ErrInvalid)
+		}
+		if alive {
 			c.Processes++
 			c.Reserved += slot(slotReserved)
 			c.Committed += slot(slotCommitted)
@@ -181,10 +187,11 @@ func (u *Usage) Read() (Counters, error) {
 		} else {
 			c.Dead += slot(slotReserved)
 		}
-		if threadTime()-began > readPatience {
-			return Counters{}, fmt.Errorf("read usage page: it takes longer than %v to see who of %d lives: %w", readPatience, high, gpu.ErrInvalid)
-		}
 	}
+	if err := u.readAt(head[:8], useBound); err != nil {
+		return Counters{}, err
+	}
+	c.Steady = at(0) == word
 	if c.Reserved >= most || c.Committed >= most || c.Dead >= most {
 		return Counters{}, fmt.Errorf("read usage page: %d bytes in all slots: %w", c.Reserved, gpu.ErrInvalid)
 	}
@@ -205,13 +212,6 @@ func (u *Usage) readAt(b []byte, at int64) error {
 		}
 	}
 	return nil
-}
-
-// threadTime is the processor time that the calling thread has had.
-func threadTime() time.Duration {
-	var t unix.Timespec
-	_ = unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &t) // no argument of it can be wrong
-	return time.Duration(t.Nano())
 }
 
 // alive reports whether somebody has a slot's lock.
