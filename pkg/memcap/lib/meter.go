@@ -91,10 +91,10 @@ func (m *Meter) Begin() error {
 // have on the GPU, in bytes, or with known false where it does not say.
 //
 // Let T be what the processes have of what is counted, without managed memory,
-// which the driver's figure lacks. If the word of bound was the same before and
-// after, T was between what was bound and that less all that was under way, and
-// the true correction is the figure less T: the one in use is moved into that
-// range, and no further. If nothing was under way either, the range is one
+// which the driver's figure lacks. If the word of bound was the same from the
+// beginning of the first look to the end of the second, T was between what was
+// bound and that less all that was under way, and the true correction is the
+// figure less T: the one in use is moved into that range, and no further. If nothing was under way either, the range is one
 // number, and the page is stamped with the word: at that word nobody need ask
 // again. If the word changed, the figure belongs to no count that we know; it
 // can only show, being more than all that bound ever was, that contexts which
