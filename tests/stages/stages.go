@@ -52,6 +52,11 @@ func test(in string, args ...string) command {
 	return command{in: in, test: true, args: append([]string{"go", "test", "-json"}, args...)}
 }
 
+func stuttering(c command) command {
+	c.args = append([]string{"go", "run", "./tests/stutter"}, c.args...)
+	return c
+}
+
 // stages are all there are, in the order in which each lane runs its own: what is
 // quick to find wrong comes first. The lane of the node is the longer one by far,
 // and mostly waits.
@@ -152,6 +157,11 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 				commands: []command{
 					test(".", "-race", "-count=1", long, "./internal/agent", "-run=^TestStorm", "-storm.steps=100000"),
 					test(".", "-race", "-count=1", long, "./pkg/memcap", "-run=^TestTruth$", "-judge.rounds=1000000"),
+				}},
+			stage{name: "stutter", what: "caps, and what needs no node, while the machine stops now and then", after: []string{"unit", "emulator"}, lacks: root,
+				commands: []command{
+					stuttering(test(".", "-count=1", long, "./tests/memcap")),
+					stuttering(test(".", append([]string{"-race", "-count=1", long}, packages...)...)),
 				}},
 			stage{name: "planner", what: "every transition between MIG geometries with random pins, against brute force", after: []string{"unit"},
 				commands: []command{test(".", "-count=1", long, "./pkg/mig", "-long")}},
