@@ -206,15 +206,19 @@ func TestPlaceBesideACardThatHangs(t *testing.T) {
 				t.Errorf("network cards %+v, want %d", inv.NICs, cards)
 			}
 		}
-		writer, err := os.OpenFile(state, os.O_WRONLY|unix.O_NONBLOCK, 0) // the reader is there: it hung
+		patience, end := context.WithTimeout(t.Context(), 2*time.Minute) // no expectation
+		defer end()
+		writer, err := os.OpenFile(state, os.O_WRONLY|unix.O_NONBLOCK, 0)
+		for ; errors.Is(err, unix.ENXIO) && patience.Err() == nil; time.Sleep(time.Millisecond) {
+			// The reader is there: it hung. Where all was stopped, it begins anew.
+			writer, err = os.OpenFile(state, os.O_WRONLY|unix.O_NONBLOCK, 0)
+		}
 		if err != nil {
 			t.Fatal(err)
 		}
 		if err := errors.Join(os.Remove(state), os.WriteFile(state, []byte("1: DOWN\n"), 0o644), writer.Close()); err != nil {
 			t.Fatal(err)
 		}
-		patience, end := context.WithTimeout(t.Context(), 2*time.Minute) // no expectation
-		defer end()
 		for {
 			if inv := placed(t, d, ""); len(inv.NICs) == 1 && !inv.NICs[0].Active {
 				break

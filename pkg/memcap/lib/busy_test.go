@@ -18,12 +18,13 @@ import (
 // much happens between a look at that and a look at these.
 func TestReadingsOfABusyContainer(t *testing.T) {
 	p := newTenant(t)
-	mine := []int{100, slots / 2, slots - 1}
-	p.set(useHigh, slots)
+	const many = 2000
+	mine := []int{100, many / 2, many - 1}
+	p.set(useHigh, many)
 	for _, i := range mine {
 		p.set(pageSize+i*slotSize+slotPID, 1)
 	}
-	b, err := unix.Mmap(int(p.lock(slots).Fd()), 0, usageSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	b, err := unix.Mmap(int(p.lock(many).Fd()), 0, usageSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -73,8 +74,9 @@ func TestReadingsOfABusyContainer(t *testing.T) {
 		})
 	}
 	_, m := aMeter(t, p, time.Second)
+	const readings = 1000
 	told := 0
-	for n := range 2000 {
+	for n := range readings {
 		if err := m.Begin(); err != nil {
 			t.Fatal(err)
 		}
@@ -89,5 +91,5 @@ func TestReadingsOfABusyContainer(t *testing.T) {
 			told++
 		}
 	}
-	t.Logf("%d of 2000 readings were quiet", told)
+	t.Logf("%d of %d readings were quiet", told, readings)
 }
