@@ -43,11 +43,11 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := stutter(ctx, rand.New(rand.NewPCG(*seed, 0)), flag.Args())
 	stop()
-	var exit *exec.ExitError
-	switch {
-	case errors.As(err, &exit) && exit.ExitCode() > 0:
+	// As it is, not with something of ours beside it.
+	if exit, ok := err.(*exec.ExitError); ok && exit.ExitCode() > 0 {
 		os.Exit(exit.ExitCode())
-	case err != nil:
+	}
+	if err != nil {
 		fmt.Fprintln(os.Stderr, "stutter:", err)
 		os.Exit(1)
 	}
@@ -61,7 +61,11 @@ func stutter(ctx context.Context, rng *rand.Rand, args []string) (err error) {
 	if err != nil {
 		return fmt.Errorf("make a control group: %w", err)
 	}
-	defer func() { err = errors.Join(err, g.end()) }()
+	defer func() {
+		if left := g.end(); left != nil {
+			err = errors.Join(err, left)
+		}
+	}()
 	cmd := exec.Command(args[0], args[1:]...)
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
 	cmd.SysProcAttr = &syscall.SysProcAttr{UseCgroupFD: true, CgroupFD: int(g.dir.Fd())}
@@ -86,11 +90,11 @@ func stutter(ctx context.Context, rng *rand.Rand, args []string) (err error) {
 		case <-time.After(between(leastRun, mostRun)):
 		}
 		d := between(leastStop, mostStop)
-		if err := g.freeze(true); err != nil {
+		if err := g.freeze(); err != nil {
 			return errors.Join(err, g.kill(), <-over)
 		}
 		time.Sleep(d)
-		if err := g.freeze(false); err != nil {
+		if err := g.thaw(); err != nil {
 			return errors.Join(err, g.kill(), <-over)
 		}
 		stops, stopped = stops+1, stopped+d
@@ -146,18 +150,13 @@ func (g *group) write(name, word string) error {
 	return os.WriteFile(filepath.Join(g.dir.Name(), name), []byte(word), 0)
 }
 
-func (g *group) freeze(frozen bool) error {
-	if frozen {
-		return g.write("cgroup.freeze", "1")
-	}
-	return g.write("cgroup.freeze", "0")
-}
-
-func (g *group) kill() error { return g.write("cgroup.kill", "1") }
+func (g *group) freeze() error { return g.write("cgroup.freeze", "1") }
+func (g *group) thaw() error   { return g.write("cgroup.freeze", "0") }
+func (g *group) kill() error   { return g.write("cgroup.kill", "1") }
 
 // end ends what the program has left running.
 func (g *group) end() error {
-	err := errors.Join(g.freeze(false), g.kill())
+	err := errors.Join(g.thaw(), g.kill())
 	for limit := time.Now().Add(killPatience); ; time.Sleep(10 * time.Millisecond) {
 		switch gone := os.Remove(g.dir.Name()); {
 		case gone == nil:

@@ -4,7 +4,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"math/rand/v2"
 	"os"
 	"os/exec"
@@ -37,8 +36,7 @@ done
 echo $longest > "$0/longest"
 exit 3`
 	err := stutter(context.Background(), rand.New(rand.NewPCG(1, 0)), []string{"sh", "-c", program, dir})
-	var exit *exec.ExitError
-	if !errors.As(err, &exit) || exit.ExitCode() != 3 {
+	if exit, ok := err.(*exec.ExitError); !ok || exit.ExitCode() != 3 {
 		t.Errorf("it ended with %v, want status 3", err)
 	}
 	b, err := os.ReadFile(filepath.Join(dir, "longest"))

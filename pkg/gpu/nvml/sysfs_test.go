@@ -208,10 +208,11 @@ func TestPlaceBesideACardThatHangs(t *testing.T) {
 		}
 		patience, end := context.WithTimeout(t.Context(), 2*time.Minute) // no expectation
 		defer end()
-		writer, err := os.OpenFile(state, os.O_WRONLY|unix.O_NONBLOCK, 0)
-		for ; errors.Is(err, unix.ENXIO) && patience.Err() == nil; time.Sleep(time.Millisecond) {
-			// The reader is there: it hung. Where all was stopped, it begins anew.
-			writer, err = os.OpenFile(state, os.O_WRONLY|unix.O_NONBLOCK, 0)
+		open := func() (*os.File, error) { return os.OpenFile(state, os.O_WRONLY|unix.O_NONBLOCK, 0) }
+		writer, err := open() // the reader is there: it hung
+		for errors.Is(err, unix.ENXIO) && patience.Err() == nil {
+			time.Sleep(time.Millisecond) // where all was stopped, it begins to read anew
+			writer, err = open()
 		}
 		if err != nil {
 			t.Fatal(err)

@@ -16,10 +16,10 @@
 #define BLOCK ((uint64_t)2 << 20)
 
 /* How something is charged. Asking for HOW_LARGE means HOW_SMALL for what is
- * smaller than a block. HOW_HIDDEN is a small thing without an address, or
- * with one that says nothing: nobody can see in which block it lies, or which
- * block it keeps when all else has left it, so each is charged a block. That is too much mostly, which the agent's
- * reading makes good. */
+ * smaller than a block. HOW_HIDDEN is a small thing without an address, or with
+ * one that says nothing: nobody can see in which block it lies, or which block it
+ * keeps when all else has left it, so each is charged a block. That is too much
+ * mostly, which the agent's reading makes good. */
 enum how { HOW_LARGE = 1, HOW_SMALL, HOW_MANAGED, HOW_WHOLE, HOW_HIDDEN, HOW_NOTE };
 
 static inline uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) & ~(to - 1); }
