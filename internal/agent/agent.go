@@ -639,7 +639,9 @@ func (a *Agent) round(ctx context.Context) error {
 	if work := a.due(changes.Work, time.Now()); a.offersAny(changes.Recut) || withdraws(work) {
 		// Withdraw first, then look again: whoever claimed before the
 		// withdrawal keeps what they have.
-		a.publish(viewInput{changes: &Changes{Cuts: a.cuts, Blocked: changes.Blocked, Leaving: changes.Leaving, MIG: changes.MIG}, recutting: changes.Recut})
+		withdrawn := changes
+		withdrawn.Cuts = a.cuts // not cut anew yet
+		a.publish(viewInput{changes: &withdrawn, recutting: changes.Recut})
 		claims = a.desk.Claims()
 		changes = a.plan(claims)
 	}

@@ -346,7 +346,7 @@ func (f *faults) of(dev *Device) (why string, bad bool) {
 // taken and the faults, and tells the streams of those resources of which the
 // kubelet hears anything else. A list that is as it was stays the same slice.
 func (d *Desk) showLocked() {
-	v := &View{Gen: d.view.Gen + 1, Rank: d.base.Rank, Topology: d.base.Topology, MIG: d.base.MIG, Resources: slices.Clone(d.base.Resources)}
+	v := d.base.copyAs(d.view.Gen + 1)
 	rooms := d.roomsLocked(v.slotGPUs())
 	d.moved = d.moved[:0]
 	for i := range v.Resources {
@@ -1062,6 +1062,14 @@ func (d *Desk) overlapLocked(a, b *Claim) bool {
 		_, both := slices.BinarySearch(b.IDs, id)
 		return both
 	})
+}
+
+// copyAs returns a copy of everything in a view, of another generation, whose list
+// of resources may be changed.
+func (v *View) copyAs(gen uint64) *View {
+	out := *v
+	out.Gen, out.Resources = gen, slices.Clone(v.Resources)
+	return &out
 }
 
 func (v *View) resource(name string) *Resource {

@@ -203,7 +203,7 @@ func (d *Desk) movedLocked() {
 			continue
 		}
 		if v == nil {
-			v = &View{Gen: d.view.Gen + 1, Rank: d.view.Rank, MIG: d.view.MIG, Resources: slices.Clone(d.view.Resources)}
+			v = d.view.copyAs(d.view.Gen + 1)
 		}
 		v.Resources[i].Devices = devices
 		if !slices.EqualFunc(r.Devices, devices, sameWord) {

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
 	"example.com/gpu-agent/pkg/topology"
 )
@@ -156,5 +157,35 @@ func TestNUMAIsNews(t *testing.T) {
 	case <-changed:
 	default:
 		t.Error("other NUMA nodes are no news")
+	}
+}
+
+// A claim of a MIG slot changes the lists of a view and nothing else of it: GPUs
+// that are joined are still given out together.
+func TestTopologyIsKnownAfterAMIGClaim(t *testing.T) {
+	d, _ := newDesk()
+	card := a100.card(t)
+	v := paired(gpuName, Whole)
+	cut := onDemand(map[gpu.UUID]*mig.Card{gpuA: card}, nil)
+	v.MIG, v.Resources = cut.MIG, append(v.Resources, cut.Resources...)
+	d.set(v)
+	if _, err := d.Allocate(gpuName, []string{string(nth(0))}); err != nil {
+		t.Fatal(err)
+	}
+	key := allocate(t, d, on(gpuA, "1g.10gb@0")...)
+	before := *d.View()
+	if before.Topology != v.Topology {
+		t.Error("after a MIG claim the view knows no topology")
+	}
+	// 2-3, 4-5 and 6-7 are the free pairs.
+	if got := take(t, d, gpuName, 2); got != "2 3" {
+		t.Errorf("two GPUs after a MIG claim: %s, want the pair 2 3", got)
+	}
+	d.mu.Lock()
+	d.endLocked(key)
+	d.movedLocked()
+	d.mu.Unlock()
+	if after := d.View(); after.Gen == before.Gen || after.Topology != v.Topology {
+		t.Errorf("after the claim's end: generation %d, then %d, topology %p, want %p", before.Gen, after.Gen, after.Topology, v.Topology)
 	}
 }
