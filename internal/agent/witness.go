@@ -60,7 +60,7 @@ func (a *Agent) ask(ctx context.Context, full bool) (desk.Testimony, error) {
 		if err != nil {
 			errs = append(errs, fmt.Errorf("ask the kubelet who holds devices: %w", err))
 		} else {
-			t.Listed, t.Trusted = a.ours(&listing), a.trusted(&listing)
+			t.Listed, t.List, t.Trusted = a.ours(&listing), true, a.trusted(&listing)
 			a.listed.Store(&t.Listed)
 		}
 	}

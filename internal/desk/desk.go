@@ -172,11 +172,12 @@ type Testimony struct {
 	// ended, and Runtime says that it answered.
 	Uses    []Use
 	Runtime bool
-	// Listed is what the kubelet's PodResources service lists, and Trusted says
-	// that it knows the node's pods: after its restart it answers at first with
-	// nothing or a part.
-	Listed  []Holding
-	Trusted bool
+	// Listed is what the kubelet's PodResources service lists. List says that it was
+	// asked, as in every full look, and that it answered; Trusted says that it knows
+	// the node's pods: after the kubelet's restart it answers at first with nothing
+	// or a part.
+	Listed        []Holding
+	List, Trusted bool
 	// Pods has the names of pods by UID, as far as anybody knows.
 	Pods map[string]Holder
 }
@@ -891,7 +892,8 @@ func (d *Desk) look() ([]Claim, uint64) {
 //
 // A claim ends when two witnesses agree, both asked after its last Allocate: the
 // kubelet has no entry of exactly its devices, in its checkpoint or its list, and
-// the runtime no container with its key, created or running. One that has had no
+// the runtime no container with its key, created or running. So a look in which the
+// kubelet was not asked for its list ends nothing. A claim that has had no
 // container yet is kept for Grace: what the checkpoint says of its devices may be
 // of the pod before. (An entry of only some of its devices is another container's: the
 // checkpoint has one for each container, init containers too.) Where the
@@ -949,7 +951,7 @@ func (d *Desk) Reconcile(t Testimony) (ended []Claim) {
 		// lists counts too.
 		_, named := listed[key]
 		old := age >= Grace || c.Adopted && !c.written.IsZero() && t.Asked.Sub(c.written) >= Grace
-		over := len(entries[key]) == 0 && !named && (c.Started || t.Trusted && old)
+		over := len(entries[key]) == 0 && !named && (t.List && c.Started || t.Trusted && old)
 		if !t.Checkpoint {
 			over = t.Trusted && !overlaps && (c.Listed || age >= UnnamedTTL)
 		}

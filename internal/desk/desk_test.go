@@ -231,6 +231,8 @@ type world struct {
 	listed  []Holding
 	// What does not answer.
 	noCheckpoint, noRuntime, noList bool
+	// short says that PodResources is not asked.
+	short bool
 }
 
 func (w *world) entry(pod, container string, ids []string) *world {
@@ -251,7 +253,7 @@ func (w *world) run(pod string, ids []string, created time.Time) *world {
 // say is the world's testimony.
 func (w *world) say(asked time.Time) Testimony {
 	t := Testimony{Asked: asked, Entries: w.entries, Checkpoint: !w.noCheckpoint, Uses: w.uses, Runtime: !w.noRuntime,
-		Listed: w.listed, Trusted: !w.noList}
+		Listed: w.listed, List: !w.short, Trusted: !w.noList && !w.short}
 	if w.noCheckpoint {
 		t.Entries = nil
 	}
@@ -288,6 +290,11 @@ func TestReconcile(t *testing.T) {
 			{allocate: a01, left: 1},
 			{after: time.Second, says: running("p", a01), left: 1},
 			{after: time.Second, ended: 1},
+		},
+		"a list that knows no pods yet does not keep what had a container": {
+			{allocate: a01, left: 1},
+			{after: time.Second, says: running("p", a01), left: 1},
+			{after: time.Second, says: world{noList: true}, ended: 1},
 		},
 		"named by nobody is kept for the grace": {
 			{allocate: a01, left: 1},
@@ -394,6 +401,32 @@ func TestReconcile(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// Claims end in full looks: where PodResources was not asked, neither checkpoint and
+// runtime together nor the time that has passed end one, also where a container
+// had it.
+func TestAShortLookEndsNoClaim(t *testing.T) {
+	d, clock := newDesk()
+	d.set(units(nil))
+	if _, err := d.Allocate(memName, ids(gpuA, 0)); err != nil {
+		t.Fatal(err)
+	}
+	clock.pass(time.Second)
+	d.Reconcile(new(world).run("p", ids(gpuA, 0), clock.now()).entry("p", "c", ids(gpuA, 0)).say(clock.now()))
+	if c := d.Claims(); len(c) != 1 || !c[0].Started {
+		t.Fatalf("claims %+v", c)
+	}
+	short := world{short: true}
+	for range 3 {
+		clock.pass(time.Hour)
+		if ended := d.Reconcile(short.say(clock.now())); len(ended) != 0 {
+			t.Fatalf("a short look ended %+v", ended)
+		}
+	}
+	if ended := d.Reconcile(new(world).say(clock.now())); len(ended) != 1 {
+		t.Errorf("a full look ended %+v, want the claim", ended)
 	}
 }
 
