@@ -24,6 +24,8 @@ var (
 	nodes      = schema.GroupVersionResource{Version: "v1", Resource: "nodes"}
 	events     = schema.GroupVersionResource{Version: "v1", Resource: "events"}
 	pods       = schema.GroupVersionResource{Version: "v1", Resource: "pods"}
+
+	resourceSlices = schema.GroupVersionResource{Group: "resource.k8s.io", Version: "v1", Resource: "resourceslices"}
 )
 
 // Rule is a permission that the package needs, in the words of RBAC.
@@ -52,6 +54,8 @@ var Rules = []Rule{
 		Why: "follow the label that chooses a partition; write the outcome"},
 	{Resource: "nodes/status", Verbs: []string{"patch"}, Cluster: true,
 		Why: "say by a condition of its own whether the node's GPUs are well"},
+	{APIGroup: "resource.k8s.io", Resource: "resourceslices", Verbs: []string{"list"}, Cluster: true,
+		Why: "tell which GPU a device is that another DRA driver has prepared for a pod of this node"},
 	{Resource: "pods/eviction", Verbs: []string{"create"}, Cluster: true, Component: "evict",
 		Why: "end pods that go over their memory caps again and again, where that is on"},
 }

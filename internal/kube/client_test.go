@@ -63,6 +63,9 @@ func TestRulesAreUsed(t *testing.T) {
 	if err := c.Evict(t.Context(), PodRef{"train", "job-1", "u-1"}); err != nil {
 		t.Fatal(err)
 	}
+	if _, err := c.Devices(t.Context()); err != nil {
+		t.Fatal(err)
+	}
 	all := map[string]bool{}
 	for _, rule := range Rules {
 		if !slices.IsSorted(rule.Verbs) || rule.Why == "" {

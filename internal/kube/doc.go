@@ -4,9 +4,10 @@
 //
 // Through it the agent reads two objects, the ConfigMap that holds its
 // partitions and its own Node, and writes two: Events, and of the Node labels,
-// annotations and conditions. Where an operator allows it, it also asks for the
-// end of pods. Nothing else: [Rules] lists every verb on every resource, and the
-// manifests are tested against that list.
+// annotations and conditions. Where a pod has a device of another DRA driver, it
+// also reads the ResourceSlices of its node, and where an operator allows it, it
+// asks for the end of pods. Nothing else: [Rules] lists every verb on every
+// resource, and the manifests are tested against that list.
 //
 // # Following one object
 //
@@ -84,6 +85,13 @@
 //	if errors.Is(err, kube.ErrBudget) {
 //		// not now
 //	}
+//
+// # Devices of other DRA drivers
+//
+// The kubelet knows a prepared device by driver, pool and name only.
+// [Client.Devices] asks what the drivers say of such devices in their
+// ResourceSlices, among it UUIDs and PCI addresses. It lists once for each call and
+// remembers nothing.
 //
 // The package does not know what a partition, a GPU or a label means: of package
 // gpu it borrows an error alone.

@@ -201,7 +201,7 @@ func (s *server) asked(prefix string) []string {
 }
 
 func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	parts := strings.Split(strings.TrimPrefix(r.URL.Path, "/api/v1/"), "/")
+	parts := strings.Split(strings.TrimPrefix(strings.TrimPrefix(r.URL.Path, "/api/v1/"), "/apis/resource.k8s.io/v1/"), "/")
 	namespace := ""
 	if len(parts) > 2 && parts[0] == "namespaces" {
 		namespace, parts = parts[1], parts[2:]
@@ -235,6 +235,8 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		s.t.Errorf("request beyond Rules: %s %s", verb, resource)
 		refuse(w, 403, "Forbidden")
 	case fault != nil && fault(verb, resource, w):
+	case resource == "resourceslices":
+		s.listSlices(w, query.Get("fieldSelector"))
 	case verb == "list":
 		s.list(w, resource, namespace, name)
 	case verb == "watch":
