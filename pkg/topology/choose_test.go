@@ -548,6 +548,22 @@ func TestGrowIsNeverBetter(t *testing.T) {
 	}
 }
 
+// Speeds are compared although a GPU that is named twice has, under its second
+// entry, a link of unknown speed. Found by FuzzChoose.
+func TestSpeedsBesideARepeatedGPU(t *testing.T) {
+	link := func(to, lanes, mbps int) gpu.Link { return gpu.Link{To: to, NVLink: lanes, LaneMBps: mbps} }
+	inv := &gpu.Inventory{GPUs: []gpu.Device{
+		{Index: 0, UUID: "a", Links: []gpu.Link{link(1, 4, 10), link(2, 2, 100)}},
+		{Index: 1, UUID: "b"},
+		{Index: 2, UUID: "c"},
+		{Index: 3, UUID: "b", Links: []gpu.Link{link(2, 1, 0)}},
+	}}
+	got, err := New(inv).Choose(Request{Available: []gpu.UUID{"a", "b", "c"}, N: 2})
+	if want := []gpu.UUID{"a", "c"}; err != nil || !slices.Equal(got, want) {
+		t.Errorf("chose %v, %v; want %v: 200 MB/s over two lanes, not 40 over four", got, err, want)
+	}
+}
+
 // FuzzChoose holds that whatever a graph and a request are, the answer is a legal
 // set, the same whatever the order of the lists, and as good as any other.
 func FuzzChoose(f *testing.F) {

@@ -180,13 +180,19 @@ func New(inv *gpu.Inventory) *Graph {
 		}
 	}
 
+	// A GPU that has no name, or the name of one before it, is in no set.
+	named := func(i int) bool {
+		at, ok := g.at[inv.GPUs[i].UUID]
+		return ok && at == i
+	}
 	g.pairs = make([][]Pair, n)
 	for i := range n {
 		g.pairs[i] = make([]Pair, n)
 		for j := range n {
 			if i != j {
-				g.pairs[i][j] = g.pair(i, j)
-				g.byLanes = g.byLanes || g.pairs[i][j].Linked() && g.pairs[i][j].MBps == 0
+				p := g.pair(i, j)
+				g.pairs[i][j] = p
+				g.byLanes = g.byLanes || p.Linked() && p.MBps == 0 && named(i) && named(j)
 			}
 		}
 	}
