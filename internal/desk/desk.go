@@ -431,90 +431,6 @@ func (d *Desk) List(resource string) ([]Device, <-chan struct{}) {
 	return nil, ch
 }
 
-// Prefer chooses n of the available devices of a resource, must among them. It
-// is a pure choice on the view: nothing is claimed. An error says that no
-// choice can work, with the largest request that could.
-func (d *Desk) Prefer(resource string, available, must []string, n int) ([]string, error) {
-	v := d.View()
-	r := v.resource(resource)
-	if r == nil {
-		return nil, fmt.Errorf("%s is not offered by this node any more", resource)
-	}
-	var out []string
-	var err error
-	switch r.Kind {
-	case Slots:
-		return d.preferSlots(v, r, available, must, n)
-	case Units:
-		out, err = timeslice.PreferUnits(available, must, n, d.rank(v, r))
-	case Replicas:
-		out, err = timeslice.PreferReplicas(available, must, n, d.rank(v, r))
-	default:
-		out, err = d.preferWhole(v, r, available, must, n)
-	}
-	if err != nil {
-		return nil, r.withCapacity(err)
-	}
-	return out, nil
-}
-
-// preferWhole chooses GPUs that are joined. A whole GPU's ID is its name.
-func (d *Desk) preferWhole(v *View, r *Resource, available, must []string, n int) ([]string, error) {
-	chosen, err := v.Topology.Choose(topology.Request{
-		Available: toUUIDs(available), Must: toUUIDs(must), N: n, Free: d.untouched(v, r),
-	})
-	if err != nil {
-		return nil, err
-	}
-	out := make([]string, len(chosen))
-	for i, u := range chosen {
-		out[i] = string(u)
-	}
-	return out, nil
-}
-
-func toUUIDs(ids []string) []gpu.UUID {
-	out := make([]gpu.UUID, len(ids))
-	for i, id := range ids {
-		out[i] = gpu.UUID(id)
-	}
-	return out
-}
-
-// untouched lists the GPUs that a resource has, that can be had and of which
-// nobody has anything, in the order of its list.
-func (d *Desk) untouched(v *View, r *Resource) []gpu.UUID {
-	taken := map[gpu.UUID]bool{}
-	d.mu.Lock()
-	for _, c := range d.claims {
-		for _, u := range c.GPUs {
-			taken[u] = true
-		}
-	}
-	d.mu.Unlock()
-	var out []gpu.UUID
-	for i := range r.Devices {
-		dev := &r.Devices[i]
-		if dev.Healthy && !dev.Leaving && !taken[dev.GPU] {
-			taken[dev.GPU] = true // once is enough
-			out = append(out, dev.GPU)
-		}
-	}
-	return out
-}
-
-// rank is the order in which shares go to GPUs where nothing better decides: first
-// those that are broken up already, then those whose loss breaks up least.
-func (d *Desk) rank(v *View, r *Resource) map[gpu.UUID]int {
-	spare := v.Topology.Spare(d.untouched(v, r))
-	out := make(map[gpu.UUID]int, len(v.Rank))
-	maps.Copy(out, v.Rank)
-	for i, u := range spare {
-		out[u] = len(v.Rank) + i
-	}
-	return out
-}
-
 // Allocate writes down that the kubelet has given these devices to a container,
 // and returns the claim's key. It refuses, finally for that pod, what could
 // never work; it does not refuse an ID because another claim has it. It does not
@@ -546,9 +462,9 @@ func (d *Desk) allocateLocked(resource string, ids []string, now time.Time) (str
 		dev := &r.Devices[i]
 		switch {
 		case !dev.Healthy:
-			return "", fmt.Errorf("device %s was withdrawn: %s%s", id, dev.Reason, d.takersLocked(dev))
+			return "", errors.New(dev.refusal() + d.takersLocked(dev))
 		case dev.Leaving && !d.freshLocked(resource, id, now):
-			return "", fmt.Errorf("device %s is leaving: %s", id, dev.Reason)
+			return "", errors.New(dev.refusal())
 		}
 	}
 	gpus, err := r.gpus(ids)

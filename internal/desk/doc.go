@@ -18,6 +18,10 @@
 // another one's, a device that the present view does not offer), with the reason,
 // and that refusal is final for the pod.
 //
+// Where the kubelet lets the desk choose, Prefer leaves out what Allocate would
+// refuse, and takes what a claim covers last: the pod that had it was deleted by
+// force, and the next container on it waits until that one's has ended.
+//
 // A GPU cut by MIG on demand is offered several times over: every slot that could
 // stand on it is a device. A view lists them as if the GPU were empty, with what
 // the driver says can stand together ([MIGView]), and the desk lays over that what

@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package desk
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/timeslice"
+	"example.com/gpu-agent/pkg/topology"
+)
+
+// Prefer chooses n of the available devices of a resource, must among them. It
+// is a pure choice on the view and the claims: nothing is claimed. An error says
+// that no choice can work, with the largest request that could.
+//
+// Nothing is chosen that Allocate would refuse: what is Unhealthy or leaving, of
+// which the kubelet may not have heard. Must is not asked about; a pod's init
+// container has had it. What a claim covers is chosen only where too little else
+// is left. The kubelet offers that where a pod was deleted by force and its
+// container has not ended: the next container on it waits for that.
+func (d *Desk) Prefer(resource string, available, must []string, n int) ([]string, error) {
+	v := d.View()
+	r := v.resource(resource)
+	if r == nil {
+		return nil, fmt.Errorf("%s is not offered by this node any more", resource)
+	}
+	if r.Kind == Slots {
+		return d.preferSlots(v, r, available, must, n)
+	}
+	s := d.supply(r, available, must)
+	var out []string
+	var err error
+	switch r.Kind {
+	case Units:
+		out, err = s.units(n, d.rank(v, r))
+	case Replicas:
+		out, err = s.replicas(n, d.rank(v, r))
+	default:
+		out, err = s.whole(n, v.Topology, d.untouched(v, r))
+	}
+	if err == nil {
+		return out, nil
+	}
+	if err = r.withCapacity(err); s.refusal != "" {
+		err = fmt.Errorf("%w; %s", err, s.refusal)
+	}
+	return nil, err
+}
+
+// supply is what a request can be served from. A device is in one of its lists.
+type supply struct {
+	// must is in the answer.
+	must []string
+	// idle is what no claim covers, claimed what one does.
+	idle, claimed []string
+	// refusal is why a device that the kubelet offers is in none of them, empty
+	// where all are.
+	refusal string
+}
+
+// supply sorts out what the kubelet offers.
+func (d *Desk) supply(r *Resource, available, must []string) *supply {
+	s := &supply{must: must, idle: make([]string, 0, len(available))}
+	taken, gpus := d.covered(r.Name)
+	given := make(map[string]bool, len(must))
+	for _, id := range must {
+		given[id] = true
+	}
+	for _, id := range available {
+		if len(given) > 0 && given[id] {
+			continue // the kubelet names the musts among the available, too
+		}
+		i, ok := r.index[id]
+		if !ok {
+			continue // it has left the list
+		}
+		switch dev := &r.Devices[i]; {
+		case !dev.Healthy || dev.Leaving:
+			if why := dev.refusal(); s.refusal == "" || why < s.refusal { // the kubelet offers them in random order
+				s.refusal = why
+			}
+		case taken[id] || gpus[dev.GPU]:
+			s.claimed = append(s.claimed, id)
+		default:
+			s.idle = append(s.idle, id)
+		}
+	}
+	return s
+}
+
+// covered is what claims cover for a resource, in the sense of overlapLocked: its
+// devices that they have, and all that is on the GPUs of which claims have
+// something as another resource.
+func (d *Desk) covered(resource string) (ids map[string]bool, gpus map[gpu.UUID]bool) {
+	ids, gpus = map[string]bool{}, map[gpu.UUID]bool{}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, c := range d.claims {
+		if c.Resource == resource {
+			for _, id := range c.IDs {
+				ids[id] = true
+			}
+			continue
+		}
+		for _, u := range c.GPUs {
+			gpus[u] = true
+		}
+	}
+	return ids, gpus
+}
+
+// refusal is why Allocate refuses a device that is Unhealthy or leaving.
+func (dev *Device) refusal() string {
+	if !dev.Healthy {
+		return fmt.Sprintf("device %s was withdrawn: %s", dev.ID, dev.Reason)
+	}
+	return fmt.Sprintf("device %s is leaving: %s", dev.ID, dev.Reason)
+}
+
+// whole chooses GPUs that are joined: of the idle ones, or all of these and the
+// rest of those with claims. A whole GPU's ID is its name.
+func (s *supply) whole(n int, g *topology.Graph, free []gpu.UUID) ([]string, error) {
+	of, must := s.idle, s.must
+	if n > len(s.must)+len(s.idle) {
+		of, must = s.claimed, slices.Concat(s.must, s.idle)
+	}
+	chosen, err := g.Choose(topology.Request{Available: toUUIDs(of), Must: toUUIDs(must), N: n, Free: free})
+	if err != nil {
+		return nil, err
+	}
+	out := make([]string, len(chosen))
+	for i, u := range chosen {
+		out[i] = string(u)
+	}
+	return out, nil
+}
+
+// units chooses units of a GPU that has enough idle ones. Where none has, it is
+// the GPU with the most idle ones of those on which the request fits, then the one
+// of lowest rank: all its idle units, and the rest of those with claims.
+func (s *supply) units(n int, rank map[gpu.UUID]int) ([]string, error) {
+	out, err := timeslice.PreferUnits(s.idle, s.must, n, rank)
+	if len(s.claimed) == 0 || !errors.Is(err, gpu.ErrNoRoom) {
+		return out, err
+	}
+	all := slices.Concat(s.idle, s.claimed)
+	idle, fits := byGPU(s.idle), byGPU(all)
+	if len(s.must) > 0 { // all of one GPU
+		u := onGPU(s.must[0])
+		fits = map[gpu.UUID]int{u: fits[u] + len(s.must)}
+	}
+	maps.DeleteFunc(fits, func(_ gpu.UUID, have int) bool { return have < n })
+	if len(fits) == 0 {
+		return timeslice.PreferUnits(all, s.must, n, rank)
+	}
+	best := slices.MinFunc(slices.Collect(maps.Keys(fits)), func(a, b gpu.UUID) int {
+		return cmp.Or(cmp.Compare(idle[b], idle[a]), cmp.Compare(rank[a], rank[b]), cmp.Compare(a, b))
+	})
+	elsewhere := func(id string) bool { return onGPU(id) != best }
+	given := slices.Concat(s.must, slices.DeleteFunc(slices.Clone(s.idle), elsewhere))
+	return timeslice.PreferUnits(slices.DeleteFunc(slices.Clone(s.claimed), elsewhere), given, n, rank)
+}
+
+// replicas chooses idle replicas of different GPUs. Where too few GPUs have one,
+// it takes one of each of these, and of others replicas with claims.
+func (s *supply) replicas(n int, rank map[gpu.UUID]int) ([]string, error) {
+	out, err := timeslice.PreferReplicas(s.idle, s.must, n, rank)
+	var short *timeslice.SpreadError
+	if len(s.claimed) == 0 || !errors.As(err, &short) {
+		return out, err
+	}
+	first, err := timeslice.PreferReplicas(s.idle, s.must, short.Free, rank)
+	if err != nil {
+		return nil, err
+	}
+	return timeslice.PreferReplicas(s.claimed, first, n, rank)
+}
+
+// byGPU counts devices.
+func byGPU(ids []string) map[gpu.UUID]int {
+	out := map[gpu.UUID]int{}
+	for _, id := range ids {
+		out[onGPU(id)]++
+	}
+	return out
+}
+
+// onGPU is the GPU of a unit or replica. Whoever chooses among them has found
+// their IDs to be such.
+func onGPU(id string) gpu.UUID {
+	u, _, _ := timeslice.ParseID(id)
+	return u
+}
+
+func toUUIDs(ids []string) []gpu.UUID {
+	out := make([]gpu.UUID, len(ids))
+	for i, id := range ids {
+		out[i] = gpu.UUID(id)
+	}
+	return out
+}
+
+// untouched lists the GPUs that a resource has, that can be had and of which
+// nobody has anything, in the order of its list.
+func (d *Desk) untouched(v *View, r *Resource) []gpu.UUID {
+	taken := map[gpu.UUID]bool{}
+	d.mu.Lock()
+	for _, c := range d.claims {
+		for _, u := range c.GPUs {
+			taken[u] = true
+		}
+	}
+	d.mu.Unlock()
+	var out []gpu.UUID
+	for i := range r.Devices {
+		dev := &r.Devices[i]
+		if dev.Healthy && !dev.Leaving && !taken[dev.GPU] {
+			taken[dev.GPU] = true // once is enough
+			out = append(out, dev.GPU)
+		}
+	}
+	return out
+}
+
+// rank is the order in which shares go to GPUs where nothing better decides: first
+// those that are broken up already, then those whose loss breaks up least.
+func (d *Desk) rank(v *View, r *Resource) map[gpu.UUID]int {
+	spare := v.Topology.Spare(d.untouched(v, r))
+	out := make(map[gpu.UUID]int, len(v.Rank))
+	maps.Copy(out, v.Rank)
+	for i, u := range spare {
+		out[u] = len(v.Rank) + i
+	}
+	return out
+}
