@@ -533,6 +533,10 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 	if a.reading == nil && a.letGo == "" {
 		wait = a.nextReading(now).Sub(now)
 	}
+	if a.inv == nil {
+		// A round ends behind the driver then: what is due later on would stay due.
+		return max(wait, leastSleep)
+	}
 	if !a.othersAt.IsZero() {
 		wait = min(wait, a.othersPause()-now.Sub(a.othersAt))
 	}
@@ -597,8 +601,10 @@ func (a *Agent) round(ctx context.Context) error {
 	a.heard = in.labelKnown && (in.file != nil || in.fileErr != nil)
 	var errs []error
 	a.takeResults(time.Now())
-	if err := a.mindDriver(&in); err != nil {
+	if err := a.mindDriver(&in); errors.Is(err, gpu.ErrReloaded) {
 		return err
+	} else if err != nil {
+		errs = append(errs, err) // the containers that wait need no driver
 	}
 	switch err := a.look(ctx); {
 	case errors.Is(err, gpu.ErrReloaded):

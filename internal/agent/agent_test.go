@@ -48,6 +48,8 @@ type outside struct {
 	figures   map[gpu.UUID]gpu.Health
 	hang      chan struct{} // if set, Inventory waits for it, or for its deadline
 	letGo     bool
+	letGoErr  error
+	rounds    int
 	// The kubelet and the runtime. What is held has an entry in the checkpoint and
 	// a container that was made at the time in made.
 	pods          []node.PodName
@@ -145,8 +147,10 @@ func (o *outside) Health(_ context.Context, u gpu.UUID) (gpu.Health, error) {
 }
 
 func (o *outside) LetGo() error {
-	o.with(func() { o.letGo = true })
-	return nil
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.letGo = o.letGoErr == nil
+	return o.letGoErr
 }
 
 func (o *outside) List(context.Context) (node.Listing, error) {
@@ -262,7 +266,7 @@ func (o *outside) Set(want map[string]plugin.Source) error {
 }
 
 func (o *outside) GPUEvent(gpu.Event)         {}
-func (o *outside) Round(error, time.Duration) {}
+func (o *outside) Round(error, time.Duration) { o.with(func() { o.rounds++ }) }
 
 // bench is an agent in the middle of it.
 type bench struct {

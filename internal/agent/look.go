@@ -432,10 +432,11 @@ func (a *Agent) mindDriver(in *input) error {
 			a.log.Info("let the driver go after the work that is under way", "because", in.letGo)
 		}
 	case a.letGo == "" && in.letGo != "":
-		a.log.Info("let the driver go", "because", in.letGo)
 		if err := a.driver.LetGo(); err != nil {
+			a.letting = true // nothing is begun meanwhile
 			return fmt.Errorf("let the driver go: %w", err)
 		}
+		a.log.Info("let the driver go", "because", in.letGo)
 		a.letGo = in.letGo
 		a.readErr = fmt.Errorf("the driver was let go, since %s: %w", in.letGo, gpu.ErrNoDriver)
 		a.health.Reading(health.Reading{Err: a.readErr}, time.Now())

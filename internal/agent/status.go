@@ -246,9 +246,9 @@ func (a *Agent) Ready() error {
 	return nil
 }
 
-// stuckAfter is longer than any round can take: each thing that a round waits
-// for has a deadline.
-const stuckAfter = 5 * time.Minute
+// stuckAfter is longer than the loop sleeps, by more than any round can take: each
+// thing that a round waits for has a deadline.
+const stuckAfter = inventoryEvery + 5*time.Minute
 
 // Healthy returns nil while rounds come to an end.
 func (a *Agent) Healthy() error {
