@@ -15,8 +15,9 @@ func ParseResource(s string) (Name, error) {
 	if !ok {
 		return Name{}, fmt.Errorf("%s is not the resource of a MIG profile: it does not begin with mig-", quote(s))
 	}
-	if i := strings.Index(profile, "gb."); i >= 0 {
-		profile = profile[:i+2] + "+" + profile[i+3:]
+	// The first "gb" ends the memory figure; a word of the attribute may have more.
+	if size, attr, ok := strings.Cut(profile, "gb"); ok && strings.HasPrefix(attr, ".") {
+		profile = size + "gb+" + attr[1:]
 	}
 	n, err := Parse(profile)
 	if err == nil && n.Resource() != s {
