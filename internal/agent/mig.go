@@ -68,8 +68,8 @@ type gpuWithMIG struct {
 	card *mig.Card
 	// standing has every instance, those pinned that may not go.
 	standing []mig.Standing
-	// claimed are the slots that claims have, with their holders.
-	claimed map[mig.Slot]string
+	// claimed are the slots that claims have.
+	claimed map[mig.Slot]*desk.Claim
 	// missing are those of them that do not stand, pinned: nothing else may come
 	// there.
 	missing []mig.Standing
@@ -101,7 +101,7 @@ const (
 
 // look gathers what counts for a GPU's plan. The error says why there can be none.
 func (in *PlanInput) look(d *gpu.Device) (*gpuWithMIG, error) {
-	g := &gpuWithMIG{Device: d, claimed: map[mig.Slot]string{}}
+	g := &gpuWithMIG{Device: d, claimed: map[mig.Slot]*desk.Claim{}}
 	if g.card = in.MIG.Cards[d.UUID]; g.card == nil {
 		return g, fmt.Errorf("%s cannot do MIG", describe(d))
 	}
@@ -132,7 +132,7 @@ func (in *PlanInput) look(d *gpu.Device) (*gpuWithMIG, error) {
 			if !ok {
 				continue // of another driver's table; nothing can be made of it
 			}
-			g.claimed[slot] = c.Holder.String()
+			g.claimed[slot] = c
 			if !stands[slot] {
 				g.missing = append(g.missing, mig.Standing{Slot: slot, Pinned: true, Holder: c.Holder.String(), Reason: heldReason})
 				if !c.Wished.IsZero() {
@@ -151,7 +151,7 @@ func (in *PlanInput) look(d *gpu.Device) (*gpuWithMIG, error) {
 		holder, held := g.claimed[slot]
 		switch {
 		case held && !s.Empty:
-			s.Pinned, s.Holder, s.Reason = true, holder, heldReason
+			s.Pinned, s.Holder, s.Reason = true, holder.Holder.String(), heldReason
 		case inst.Busy:
 			s.Pinned, s.Holder, s.Reason = true, "a process that no claim covers", busyReason
 		case !in.MIG.Reclaim && !in.mine(d.UUID, s):
@@ -310,7 +310,7 @@ func (in *PlanInput) planMIG(d *gpu.Device, w config.Want, have Cut, out *Change
 		case work != nil:
 			why = describe(d) + " is being worked on: " + work.String()
 		case in.Others[u] != "":
-			why = describe(d) + " is left alone: " + in.Others[u]
+			why = describe(d) + " is left alone: somebody else gives it out" // a pod is told this: no names
 		case d.Fault != "":
 			why = describe(d) + ": " + d.Fault
 		}
@@ -403,7 +403,11 @@ func (in *PlanInput) grant(g *gpuWithMIG, leaving map[mig.Slot]string, w config.
 		case len(plan.Blocked) > 0:
 			b := plan.Blocked[0]
 			out.Process = out.Process || b.Reason == busyReason
-			out.Trouble[wish.claim.Key] = fmt.Sprintf("%s waits for the end of %s (%s)", wish.slot, b.Holder, b.Slot)
+			who := b.Holder
+			if c := g.claimed[b.Slot]; c != nil && b.Reason == heldReason {
+				who = c.Holder.Told(wish.claim.Holder.Namespace, c.Key)
+			}
+			out.Trouble[wish.claim.Key] = fmt.Sprintf("%s waits for the end of %s (%s)", wish.slot, who, b.Slot)
 		}
 		if len(plan.Steps) == 0 {
 			continue

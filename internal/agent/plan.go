@@ -98,7 +98,8 @@ func cutOf(w config.Want, d *gpu.Device, unit gpu.MiB) (c Cut, ok bool) {
 	}
 }
 
-// Blocked is a GPU whose change waits for holders.
+// Blocked is a GPU whose change waits for holders. It is told on the Node and in
+// status, which are for operators, and names pods of every namespace.
 type Blocked struct {
 	GPU   gpu.UUID
 	Index int
@@ -129,7 +130,8 @@ type Changes struct {
 	// Made are the instances that are this agent's from now on, since the
 	// partition keeps them or a claim has them.
 	Made map[gpu.UUID][]mig.Slot
-	// Trouble is why claims do not get their instances now, by key.
+	// Trouble is why claims do not get their instances now, by key. Their pods are
+	// told: no other tenant's pod is named.
 	Trouble map[string]string
 	// Notes are remarks for people, in index order.
 	Notes []string

@@ -7,6 +7,7 @@ import (
 	"maps"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 
@@ -242,6 +243,51 @@ func TestPlanLeavesMIGMode(t *testing.T) {
 	}
 	if len(got.Work) != 1 || got.Work[0].GPU != uuid(1) || got.Work[0].String() != "disable MIG mode" {
 		t.Errorf("work %+v, want that GPU 1 leaves MIG mode", got.Work)
+	}
+}
+
+// The pod that waits for an instance is told why. Whose claim is in the way is named
+// to a pod of the same namespace, and by its key to all others; and who has a GPU by
+// way of another device plugin to nobody. The node's own words have all names.
+func TestTroubleNamesNoOtherTenantsPod(t *testing.T) {
+	inv := machine(1)
+	d := &inv.GPUs[0]
+	d.MIG = a100()
+	d.MIG.Enabled = true
+	d.MIG.Instances = []gpu.Instance{{Profile: "1g.10gb", Placement: gpu.Placement{Start: 1, Size: 1}}}
+	card, err := mig.NewCard(&d.MIG)
+	if err != nil {
+		t.Fatal(err)
+	}
+	before := desk.Claim{Key: "0123456789abcdef", Resource: small, IDs: []string{migID(0, "1g.10gb@1")}, GPUs: []gpu.UUID{d.UUID},
+		Holder: desk.Holder{Namespace: "train", Pod: "job-1", Container: "c"}}
+	for _, c := range []struct{ name, namespace, other, want string }{
+		{"of the same namespace", "train", "", "3g.40gb@0 waits for the end of train/job-1 (1g.10gb@1)"},
+		{"of another namespace", "research", "", "3g.40gb@0 waits for the end of claim 0123456789abcdef (1g.10gb@1)"},
+		{"of a namespace that is not known yet", "", "", "3g.40gb@0 waits for the end of claim 0123456789abcdef (1g.10gb@1)"},
+		{"on a GPU that another plugin gives out", "train", "secret/pod-7 has it as nvidia.com/gpu of another device plugin",
+			describe(d) + " is left alone: somebody else gives it out"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			waits := desk.Claim{Key: "fedcba9876543210", Resource: large, IDs: []string{migID(0, "3g.40gb@0")}, GPUs: []gpu.UUID{d.UUID},
+				Wished: time.Unix(1e9, 0), Holder: desk.Holder{Namespace: c.namespace}}
+			in := PlanInput{Inventory: inv, Claims: []desk.Claim{before, waits}, Wanted: wants("whole"), Cuts: map[gpu.UUID]Cut{d.UUID: slotsCut(card.Slots())},
+				Others: map[gpu.UUID]string{}, Names: names, Unit: unit, MIG: MIGInput{Cards: map[gpu.UUID]*mig.Card{d.UUID: card}}}
+			if c.other != "" {
+				in.Others[d.UUID] = c.other
+			}
+			got := Plan(in)
+			if why := got.Trouble[waits.Key]; why != c.want {
+				t.Errorf("the pod is told %q, want %q", why, c.want)
+			}
+			known := c.other
+			if known == "" {
+				known = "train/job-1"
+			}
+			if text := strings.Join(got.Refused, " ") + got.text(inv); !strings.Contains(text, known) {
+				t.Errorf("the node is told %q, which does not name the holder", text)
+			}
+		})
 	}
 }
 

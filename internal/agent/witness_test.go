@@ -176,7 +176,7 @@ func TestNextHolderWaits(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), 15*time.Second)
 			err := src.Prepare(ctx, next)
 			cancel()
-			if !errors.Is(err, desk.ErrNotReady) || !strings.Contains(err.Error(), "previous holder still ending: ns/old") {
+			if !errors.Is(err, desk.ErrNotReady) || !strings.Contains(err.Error(), "previous holder still ending: claim "+cdi.Key(names.Units, ids)) {
 				t.Errorf("%s: %v", name, err)
 			}
 			if slices.ContainsFunc(b.files(), func(f string) bool { return strings.Contains(f, key) }) {

@@ -136,12 +136,14 @@ type Claim struct {
 	// nobody else is on its devices.
 	Ready bool
 	// Checked is when the witnesses were asked whether somebody else is, zero
-	// if they were not since the last Allocate; Waits names who, empty if nobody.
+	// if they were not since the last Allocate; Waits names who, empty if nobody,
+	// for operators: a pod is told by way of Holder.Told.
 	Checked time.Time
 	Waits   string
 	// Wished is when the kubelet first asked for the container to be prepared,
 	// zero if it has not since the last Allocate, or since the claim was last
-	// ready. Trouble is why that could not be done so far, by SetTrouble.
+	// ready. Trouble is why that could not be done so far, by SetTrouble: the
+	// claim's pod reads it.
 	Wished  time.Time
 	Trouble string
 }
@@ -157,6 +159,19 @@ func (h Holder) String() string {
 		return "a pod that the kubelet has not named yet"
 	}
 	return h.Namespace + "/" + h.Pod
+}
+
+// Told is what a pod of a namespace is told of who has the claim with this key. The
+// errors of Allocate, Prefer and Prepare end up in the status and the Events of the
+// pod that asked, which its tenant reads: a pod of another namespace is none of
+// theirs, so that the claim's key has to do. Empty is a namespace that is not known.
+// (The Node's annotation and Events, the log and `gpu-agent status` are for
+// operators, and name pods.)
+func (h Holder) Told(namespace, key string) string {
+	if namespace != "" && h.Namespace == namespace && h.Pod != "" {
+		return h.String()
+	}
+	return "claim " + key
 }
 
 // Testimony is what the witnesses say of who has what. Its parts concern our own
@@ -206,6 +221,8 @@ type Holding struct {
 
 type claim struct {
 	Claim
+	// told is Waits in words for the claim's own pod.
+	told string
 	// ready is closed when Ready becomes true; replaced when it becomes false.
 	ready chan struct{}
 	// restored says that this process has not seen the Allocate, and that there may
@@ -613,7 +630,7 @@ func (d *Desk) Prepare(ctx context.Context, resource string, ids []string) error
 	case c != nil && c.Ready:
 		return nil
 	case c != nil && c.Waits != "":
-		return fmt.Errorf("%w: previous holder still ending: %s", ErrNotReady, c.Waits)
+		return fmt.Errorf("%w: previous holder still ending: %s", ErrNotReady, c.told)
 	case c != nil && c.Trouble != "":
 		return fmt.Errorf("%w: %s", ErrNotReady, c.Trouble)
 	}
@@ -740,7 +757,8 @@ func (d *Desk) SetReady(of *Claim) bool {
 
 // SetTrouble says why what a claim needs could not be made so far, empty where
 // there is nothing to say any more: it is in the error of a Prepare that waited in
-// vain.
+// vain, which the kubelet writes into an Event of the pod. So it names no pod but by
+// Holder.Told.
 func (d *Desk) SetTrouble(key, why string) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -952,16 +970,25 @@ func (d *Desk) checkLocked(t Testimony) {
 		if c.Ready || !t.Asked.After(c.Allocated) && !c.Adopted {
 			continue
 		}
-		var others []string
+		var others, told []string
 		for i := range t.Uses {
 			u := &t.Uses[i]
 			if o := d.claims[u.Key]; o != nil && !c.mine(u, t.Asked) && d.overlapLocked(&c.Claim, &o.Claim) {
-				others = append(others, u.Holder.String())
+				namespace := c.Holder.Namespace
+				if slices.Contains(c.PodUIDs, u.PodUID) {
+					namespace = "" // the checkpoint is of before: so may be the name
+				}
+				others, told = append(others, u.Holder.String()), append(told, u.Told(namespace, u.Key))
 			}
 		}
-		slices.Sort(others)
-		c.Checked, c.Waits = t.Asked, strings.Join(slices.Compact(others), ", ")
+		c.Checked, c.Waits, c.told = t.Asked, list(others), list(told)
 	}
+}
+
+// list is words in order, each once.
+func list(words []string) string {
+	slices.Sort(words)
+	return strings.Join(slices.Compact(words), ", ")
 }
 
 // overlapLocked reports whether two claims have something in common: devices of

@@ -508,7 +508,7 @@ func TestPreviousHolder(t *testing.T) {
 			cancel()
 			err = d.Prepare(ctx, memName, mine)
 			if c.waits != "" {
-				wantErr(t, err, "previous holder still ending: "+c.waits)
+				wantErr(t, err, "previous holder still ending: claim "+cdi.Key(memName, c.before))
 			}
 			for _, claim := range d.Claims() {
 				if claim.Key == key && (claim.Waits != c.waits || claim.Checked.IsZero()) {
@@ -520,6 +520,69 @@ func TestPreviousHolder(t *testing.T) {
 			for _, claim := range d.Claims() {
 				if claim.Key == key && claim.Waits != "" {
 					t.Errorf("the container is gone and the claim still waits for %s", claim.Waits)
+				}
+			}
+		})
+	}
+}
+
+// A pod's Event names a pod of another namespace by its claim's key, and so it does
+// where the namespace of the pod itself is not known for sure.
+func TestPreviousHolderOfAnotherTenantIsNotNamed(t *testing.T) {
+	held, part := ids(gpuA, 0, 1), ids(gpuA, 1, 2)
+	for _, c := range []struct {
+		name, namespace string
+		devices         []string
+		// stale says that the checkpoint has not been written since the Allocate.
+		listed, stale, named bool
+	}{
+		{name: "of the same namespace, by PodResources", namespace: "train", devices: held, listed: true, named: true},
+		{name: "of the same namespace, by the checkpoint", namespace: "train", devices: part, named: true},
+		{name: "of another namespace", namespace: "research", devices: held, listed: true},
+		{name: "of another namespace, some of the devices", namespace: "research", devices: part},
+		{name: "of nobody knows which", devices: part},
+		{name: "named after the one before by a checkpoint of before", devices: held, stale: true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			d, clock := newDesk()
+			d.set(units(nil))
+			old, err := d.Allocate(memName, held)
+			if err != nil {
+				t.Fatal(err)
+			}
+			clock.pass(time.Second)
+			use := Use{Key: old, PodUID: "uid-old", Holder: Holder{"train", "job-1", "c"}, Created: clock.now()}
+			clock.pass(time.Minute)
+			if _, err := d.Allocate(memName, c.devices); err != nil {
+				t.Fatal(err)
+			}
+			clock.pass(time.Second)
+			says := Testimony{Asked: clock.now(), Checkpoint: true, Runtime: true, List: true, Trusted: true, Uses: []Use{use},
+				Entries: []Entry{{PodUID: "uid-new", Container: "c", Resource: memName, IDs: c.devices}},
+				Pods:    map[string]Holder{"uid-old": {Namespace: "train", Pod: "job-1"}}}
+			if c.stale {
+				says.Entries[0].PodUID = "uid-old"
+			}
+			if c.namespace != "" {
+				says.Pods["uid-new"] = Holder{Namespace: c.namespace, Pod: "next"}
+			}
+			if c.listed {
+				says.Listed = []Holding{{Holder: Holder{c.namespace, "next", "c"}, Resource: memName, IDs: c.devices}}
+			}
+			d.Reconcile(says)
+			ctx, cancel := context.WithCancel(context.Background())
+			cancel()
+			err = d.Prepare(ctx, memName, c.devices)
+			want := "previous holder still ending: claim " + old
+			if c.named {
+				want = "previous holder still ending: train/job-1"
+			}
+			if err == nil || !strings.HasSuffix(err.Error(), want) {
+				t.Errorf("the pod is told: %v, want ... %s", err, want)
+			}
+			for _, claim := range d.Claims() {
+				if slices.Equal(claim.IDs, c.devices) && claim.Waits != "train/job-1" {
+					t.Errorf("operators are told of %q, want the pod's name", claim.Waits)
 				}
 			}
 		})

@@ -297,7 +297,7 @@ func (d *Desk) togetherLocked(r *Resource, ids []string) error {
 }
 
 // takersLocked names, for the end of a sentence, who holds the room that a slot
-// lacks, if somebody does.
+// lacks, if somebody does. Nobody knows whose pod is asking.
 func (d *Desk) takersLocked(dev *Device) string {
 	if dev.Slot == (mig.Slot{}) {
 		return ""
@@ -307,14 +307,13 @@ func (d *Desk) takersLocked(dev *Device) string {
 		if slices.ContainsFunc(c.Slots, func(p mig.Place) bool {
 			return d.clashLocked(p, mig.Place{GPU: dev.GPU, Slot: dev.Slot})
 		}) {
-			names = append(names, c.Holder.String())
+			names = append(names, c.Holder.Told("", c.Key))
 		}
 	}
 	if names == nil {
 		return ""
 	}
-	slices.Sort(names)
-	return " (held by " + strings.Join(slices.Compact(names), ", ") + ")"
+	return " (held by " + list(names) + ")"
 }
 
 // clashLocked reports whether two places cannot both be taken: one place twice,

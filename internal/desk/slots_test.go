@@ -259,7 +259,7 @@ func TestAClaimCoversWhatHasNoRoomBesideIt(t *testing.T) {
 		t.Errorf("3g.40gb@0: %q", dev.Reason)
 	}
 	_, err := d.Allocate("example.com/mig-3g.40gb", on(gpuA, "3g.40gb@0"))
-	wantErr(t, err, "its room is taken by 2g.20gb@2 (held by a pod that the kubelet has not named yet)")
+	wantErr(t, err, "its room is taken by 2g.20gb@2 (held by claim "+key+")")
 	before := d.View()
 	if allocate(t, d, on(gpuA, "2g.20gb@2")...) != key || d.View() != before {
 		t.Error("the same slot again is another claim, or changes what is on offer")
@@ -367,7 +367,7 @@ func TestSlotOfAHolderThatIsEnding(t *testing.T) {
 		t.Fatal("a claim ended while its container runs")
 	}
 	_, err := d.Allocate("example.com/mig-4g.40gb", on(gpuA, "4g.40gb@0"))
-	wantErr(t, err, "its room is taken by 3g.40gb@0 (held by ns/old)")
+	wantErr(t, err, "its room is taken by 3g.40gb@0 (held by claim "+key+")")
 	prepare := func(ids []string) error {
 		ctx, cancel := context.WithCancel(context.Background())
 		cancel()
@@ -379,7 +379,7 @@ func TestSlotOfAHolderThatIsEnding(t *testing.T) {
 		clock.pass(time.Second)
 		w.entries = append(w.entries, Entry{PodUID: "uid-new", Container: "c", Resource: resource, IDs: ids})
 		d.Reconcile(w.say(clock.now()))
-		wantErr(t, prepare(ids), "previous holder still ending: ns/old")
+		wantErr(t, prepare(ids), "previous holder still ending: claim "+key)
 		if c := claimOf(t, d, next); c.Wished.IsZero() || c.Waits == "" {
 			t.Errorf("wished %v, waits for %q", c.Wished, c.Waits)
 		}
