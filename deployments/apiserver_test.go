@@ -540,6 +540,15 @@ func (s *apiServer) tryLabels(t *testing.T, node string) {
 		t.Errorf("the same again wrote the Node from version %s to %s", version, now)
 	}
 
+	// The server would refuse a message of megabytes, and the labels beside it.
+	const state = "example.com/gpu.partition.state"
+	own[state] = "invalid"
+	mark(kube.Marks{Labels: own, Guests: guests, Annotations: map[string]string{"example.com/gpu.partition.message": strings.Repeat("日本語 ", 800_000)}})
+	if m := get().Metadata; m.Labels[state] != "invalid" || len(m.Annotations["example.com/gpu.partition.message"]) > 4<<10 {
+		t.Errorf("with a long message: state %q, %d bytes", m.Labels[state], len(m.Annotations["example.com/gpu.partition.message"]))
+	}
+	delete(own, state)
+
 	// Somebody overwrites a label of each kind, and takes one of each away.
 	someone(fields{"example.com/gpu.count": "99", "nvidia.com/gpu.count": "99", "example.com/gpu.mode": nil, "nvidia.com/gpu.family": nil})
 	mark(kube.Marks{Labels: own, Guests: guests})

@@ -14,6 +14,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/health"
@@ -108,7 +109,7 @@ type Outcome struct {
 	Partition string
 	State     State
 	// Message says what blocks or failed, with file and line where the file is
-	// at fault. Empty when applied without a remark.
+	// at fault. Empty when applied without a remark; at most 4 KiB.
 	Message string
 }
 
@@ -175,6 +176,9 @@ type Agent struct {
 	desk     *desk.Desk
 	health   *health.Monitor
 	log      *slog.Logger
+	// ration is the log for what a program on a GPU, or a server that is away, can
+	// repeat as often as it likes.
+	ration *brief.Ration
 
 	// trigger holds at most one token: somebody wants a round.
 	trigger chan struct{}
@@ -385,6 +389,7 @@ func New(o Options, w Worlds) *Agent {
 		removed:    map[string]bool{},
 		outcome:    Outcome{State: Pending, Message: "starting"},
 	}
+	a.ration = brief.NewRation(a.log, time.Now, func(d time.Duration, f func()) { time.AfterFunc(d, f) })
 	a.seen.resent, a.seen.stale = map[string]time.Time{}, map[string]string{}
 	a.desk = desk.New(a.wake, time.Now)
 	a.snapshot.Store(&Snapshot{Inventory: &gpu.Inventory{}, Outcome: a.outcome})
@@ -506,7 +511,7 @@ func (a *Agent) Run(ctx context.Context) error {
 			a.observer.Round(err, time.Since(began))
 			wait := a.nextLook(time.Now())
 			if err != nil {
-				a.log.Error("round failed", "err", err, "again_in", pause.String())
+				a.ration.Log(slog.LevelError, "round failed", nil, "err", err, "again_in", pause.String())
 				// Not at once: what failed may be what makes wait short.
 				wait = min(max(wait, backOffMin), pause)
 				pause = min(2*pause, backOffMax)
@@ -934,6 +939,7 @@ func (a *Agent) hangs() string {
 // finish publishes what people see.
 func (a *Agent) finish(changes *Changes, o Outcome, err error) {
 	old := a.snapshot.Load()
+	o.Message = brief.Cut(o.Message, brief.Text)
 	verdicts := a.health.Verdicts()
 	hangs := a.hangs()
 	changed := o != a.outcome || a.inv != nil && a.inv != old.Inventory || a.wantedGen != old.Generation || a.heard != old.Heard || hangs != old.Hangs || !slices.Equal(verdicts, old.Verdicts)

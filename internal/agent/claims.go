@@ -5,6 +5,7 @@ package agent
 import (
 	"errors"
 	"fmt"
+	"log/slog"
 	"maps"
 	"slices"
 	"strings"
@@ -36,7 +37,7 @@ func (a *Agent) writeGrants() {
 	a.grantsMu.Unlock()
 	for _, c := range grants {
 		if err := a.store.Append(c); err != nil {
-			a.log.Warn("cannot write a claim down; the kubelet's checkpoint must do", "resource", c.Resource, "err", err)
+			a.ration.Log(slog.LevelWarn, "cannot write a claim down; the kubelet's checkpoint must do", nil, "resource", c.Resource, "err", err)
 		}
 		a.written++
 	}

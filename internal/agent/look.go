@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
 	"strings"
 	"time"
@@ -306,11 +307,27 @@ func (a *Agent) onEvent(e gpu.Event) {
 	if changed {
 		a.applyFaults()
 	}
-	a.log.Warn("GPU event", "kind", string(e.Kind), "gpu", string(e.GPU), "xid", e.Xid, "condemns", changed)
+	a.logEvent(e, changed)
 	if changed || e.Kind != gpu.EventXid {
 		a.stale.Store(true)
 		a.wake()
 	}
+}
+
+// logEvent logs what the driver reported. A program on a GPU can have it report the
+// same a thousand times a second, so it is rationed for each GPU; the metric counts
+// all. What changes the verdict on a GPU is always logged, since that cannot be
+// repeated.
+func (a *Agent) logEvent(e gpu.Event, changed bool) {
+	if changed {
+		a.log.Warn("GPU event", "kind", string(e.Kind), "gpu", string(e.GPU), "xid", e.Xid, "condemns", true)
+		return
+	}
+	level := slog.LevelWarn
+	if a.health.Ignores(e) {
+		level = slog.LevelDebug
+	}
+	a.ration.Log(level, "GPU event", []any{"kind", string(e.Kind), "gpu", string(e.GPU)}, "xid", e.Xid, "condemns", false)
 }
 
 // applyFaults tells the desk which GPUs are unfit for work, and which MIG instances:

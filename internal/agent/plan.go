@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 
+	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/pkg/gpu"
@@ -98,6 +99,10 @@ func cutOf(w config.Want, d *gpu.Device, unit gpu.MiB) (c Cut, ok bool) {
 	}
 }
 
+// mostNamed is how many holders of one GPU a sentence names; a GPU of many units may
+// have hundreds.
+const mostNamed = 10
+
 // Blocked is a GPU whose change waits for holders. It is told on the Node and in
 // status, which are for operators, and names pods of every namespace.
 type Blocked struct {
@@ -111,7 +116,7 @@ type Blocked struct {
 
 // String is a sentence for an annotation.
 func (b Blocked) String() string {
-	return fmt.Sprintf("GPU %d (%s) stays %s, not yet %s, until these end: %s", b.Index, b.GPU, b.From, b.To, strings.Join(b.Holders, ", "))
+	return fmt.Sprintf("GPU %d (%s) stays %s, not yet %s, until these end: %s", b.Index, b.GPU, b.From, b.To, brief.List(b.Holders, mostNamed))
 }
 
 // Changes is what a plan comes to.

@@ -29,9 +29,9 @@
 //
 // A mistyped key that is skipped in silence cuts a GPU in a way that nobody
 // asked for, so decoding is strict: unknown and repeated keys, wrong types,
-// `replicas: 0` and keys that the mode does not know are mistakes. All of them
-// are reported at once, in line order, as `file:line: reason`; so are files
-// that are no YAML at all. YAML aliases and merge keys work, up to a size that
+// `replicas: 0` and keys that the mode does not know are mistakes. They
+// are reported at once, in line order, as `file:line: reason`: the first 20, in less
+// than 4 KiB, and how many more there are. So are files that are no YAML at all. YAML aliases and merge keys work, up to a size that
 // no honest file reaches.
 //
 // What can be known from the file alone is checked when it is parsed. What

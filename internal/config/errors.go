@@ -3,11 +3,13 @@
 package config
 
 import (
-	"cmp"
 	"fmt"
+	"hash/maphash"
 	"slices"
 	"strconv"
 	"strings"
+
+	"example.com/gpu-agent/internal/brief"
 
 	"go.yaml.in/yaml/v3"
 )
@@ -25,8 +27,20 @@ type Error struct {
 
 func (e *Error) Error() string { return fmt.Sprintf("%s:%d: %s", e.File, e.Line, e.Msg) }
 
-// Errors is all that is wrong with a file or a partition, in line order,
-// without repetitions. It prints one mistake a line.
+// Limits of what is told of one file. A file of a megabyte has room for some 300,000
+// mistakes, and whoever mends it begins with the first.
+const (
+	maxMistakes = 20
+	// maxText leaves room below brief.Text for what others add to the reason.
+	maxText = brief.Text - 256
+	maxMsg  = 1 << 10
+	// maxNames is how many names one sentence lists.
+	maxNames = 20
+)
+
+// Errors is what is wrong with a file or a partition, in line order, without
+// repetitions: at most 20 mistakes, and where there are more, one last element that
+// counts them. It prints one mistake a line, in less than 4 KiB.
 type Errors []*Error
 
 func (e Errors) Error() string {
@@ -34,7 +48,7 @@ func (e Errors) Error() string {
 	for i, err := range e {
 		lines[i] = err.Error()
 	}
-	return strings.Join(lines, "\n")
+	return brief.Cut(strings.Join(lines, "\n"), maxText)
 }
 
 // Unwrap lets errors.As find the single mistakes.
@@ -46,20 +60,54 @@ func (e Errors) Unwrap() []error {
 	return errs
 }
 
-// mistakes collects errors of one file.
+// mistakes collects errors of one file: the first ones in line order, and how many
+// others there are.
 type mistakes struct {
 	file string
 	// lines is how many the file has, 0 where that is not known. YAML finds
 	// the value that a last line lacks on the line after it.
 	lines int
-	errs  Errors
+	errs  Errors // in line order
+	// more is how many there are beside errs, the first of them on line next.
+	more, next int
+	// seen tells what was found before by its hash: the texts would take a hundred
+	// megabytes.
+	seen map[uint64]bool
 }
 
+var seed = maphash.MakeSeed()
+
+// add notes a mistake. One behind a YAML anchor is found once for each alias; it is
+// noted once.
 func (m *mistakes) add(line int, format string, args ...any) {
 	if m.lines > 0 {
 		line = min(line, m.lines)
 	}
-	m.errs = append(m.errs, &Error{File: m.file, Line: max(line, 1), Msg: fmt.Sprintf(format, args...)})
+	e := Error{File: m.file, Line: max(line, 1), Msg: brief.Cut(fmt.Sprintf(format, args...), maxMsg)}
+	if hash := maphash.Comparable(seed, e); m.seen[hash] {
+		return
+	} else if m.seen == nil {
+		m.seen = map[uint64]bool{hash: true}
+	} else {
+		m.seen[hash] = true
+	}
+	at := len(m.errs)
+	for at > 0 && m.errs[at-1].Line > e.Line {
+		at--
+	}
+	m.errs = slices.Insert(m.errs, at, &e)
+	if len(m.errs) > maxMistakes {
+		m.dropLast()
+	}
+}
+
+func (m *mistakes) dropLast() {
+	last := len(m.errs) - 1
+	if line := m.errs[last].Line; m.more == 0 || line < m.next {
+		m.next = line
+	}
+	m.more++
+	m.errs = m.errs[:last]
 }
 
 // at is add for the line of a node.
@@ -67,20 +115,24 @@ func (m *mistakes) at(n *yaml.Node, format string, args ...any) {
 	m.add(n.Line, format, args...)
 }
 
-// err returns nil, not an empty Errors, where nothing is wrong. One mistake
-// behind a YAML anchor is found once for each alias; it is reported once.
+// err returns nil, not an empty Errors, where nothing is wrong.
 func (m *mistakes) err() error {
 	if len(m.errs) == 0 {
 		return nil
 	}
-	slices.SortStableFunc(m.errs, func(a, b *Error) int { return cmp.Compare(a.Line, b.Line) })
-	seen := make(map[Error]bool, len(m.errs))
-	m.errs = slices.DeleteFunc(m.errs, func(e *Error) bool {
-		again := seen[*e]
-		seen[*e] = true
-		return again
-	})
-	return m.errs
+	for size := func() (n int) {
+		for _, e := range m.errs {
+			n += len(e.Error()) + 1
+		}
+		return n
+	}; len(m.errs) > 1 && size() > maxText-maxMsg/4; {
+		m.dropLast()
+	}
+	out := slices.Clip(m.errs)
+	if m.more > 0 {
+		out = append(out, &Error{File: m.file, Line: m.next, Msg: fmt.Sprintf("from here on there are %d more mistakes", m.more)})
+	}
+	return out
 }
 
 // quote shows text from the file in a message: printable, on one line, and no
@@ -92,13 +144,15 @@ func quote(s string) string {
 	return strconv.Quote(s)
 }
 
-// list joins names for a sentence: "a, b or c".
+// list joins names for a sentence: "a, b or c". Of many it counts most.
 func list(names []string, conj string) string {
-	switch n := len(names); n {
-	case 0:
+	switch n := len(names); {
+	case n == 0:
 		return ""
-	case 1:
+	case n == 1:
 		return names[0]
+	case n > maxNames:
+		return brief.List(names, maxNames)
 	default:
 		return strings.Join(names[:n-1], ", ") + " " + conj + " " + names[n-1]
 	}

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"time"
 
 	"example.com/gpu-agent/internal/kube"
@@ -70,7 +71,7 @@ func (g *Guard) end(ctx context.Context, c *node.Container, v memcap.Verdict, ow
 		}
 		return same
 	}) {
-		g.log.Info("an offender has changed its processes meanwhile; it is judged anew", "container", v.Container, "pod", c.Namespace+"/"+c.Pod)
+		g.ration.Log(slog.LevelInfo, "an offender has changed its processes meanwhile; it is judged anew", []any{"container", v.Container, "pod", c.Namespace + "/" + c.Pod})
 		return
 	}
 	ectx, cancel := context.WithTimeout(ctx, endPatience)
@@ -81,7 +82,7 @@ func (g *Guard) end(ctx context.Context, c *node.Container, v memcap.Verdict, ow
 		return
 	}
 	if err != nil {
-		g.log.Error("cannot end a container", "container", v.Container, "pod", c.Namespace+"/"+c.Pod, "err", err)
+		g.ration.Log(slog.LevelError, "cannot end a container", []any{"container", v.Container, "pod", c.Namespace + "/" + c.Pod}, "err", err)
 		return
 	}
 	// A process with much memory takes seconds to end. It is told to again at
@@ -127,10 +128,11 @@ func (g *Guard) tell(c *node.Container, kind kube.EventType, reason, message str
 	}
 }
 
+// pids are the first of the processes: a container may have thousands.
 func pids(list []memcap.Process) []int {
-	out := make([]int, len(list))
-	for i, p := range list {
-		out[i] = p.PID
+	out := make([]int, min(len(list), 20))
+	for i := range out {
+		out[i] = list[i].PID
 	}
 	return out
 }

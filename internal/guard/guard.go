@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/node"
@@ -168,7 +169,8 @@ type Guard struct {
 	w      Worlds
 	judge  *memcap.Judge
 	log    *slog.Logger
-	prefix string // of annotations that name claims
+	ration *brief.Ration // the log for what a container can cause at every look
+	prefix string        // of annotations that name claims
 	state  atomic.Pointer[State]
 
 	mu sync.Mutex
@@ -251,6 +253,7 @@ func New(o Options, w Worlds) *Guard {
 		looked: map[gpu.UUID]time.Time{}, last: map[gpu.UUID]look{}, calm: map[gpu.UUID]calm{}, said: map[string]bool{},
 		unable: map[gpu.UUID]time.Time{},
 	}
+	g.ration = brief.NewRation(g.log, time.Now, func(d time.Duration, f func()) { time.AfterFunc(d, f) })
 	g.state.Store(&State{Off: "it was not started (--watch-every 0)"})
 	return g
 }

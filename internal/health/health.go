@@ -192,7 +192,7 @@ func (m *Monitor) Event(e gpu.Event, now time.Time) (changed bool) {
 	var c complaint
 	switch e.Kind {
 	case gpu.EventXid:
-		if slices.Contains(m.ignored, e.Xid) {
+		if m.Ignores(e) {
 			return false
 		}
 		mean := meaningOf(e.Xid)
@@ -223,6 +223,12 @@ func (m *Monitor) Event(e gpu.Event, now time.Time) (changed bool) {
 		}
 	}
 	return g.complain(c, now)
+}
+
+// Ignores reports whether an event is an Xid that applications cause, which changes
+// nothing.
+func (m *Monitor) Ignores(e gpu.Event) bool {
+	return e.Kind == gpu.EventXid && slices.Contains(m.ignored, e.Xid)
 }
 
 // strangerLocked makes room for a GPU that no reading has listed yet: its event

@@ -12,6 +12,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"example.com/gpu-agent/internal/brief"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/dynamic"
 	"k8s.io/client-go/rest"
@@ -94,6 +95,8 @@ type Client struct {
 	api     dynamic.Interface
 	timing  timing
 	now     func() time.Time
+	// ration is the log for what a server that is away, or a storm of Events, repeats.
+	ration *brief.Ration
 
 	serial atomic.Uint64
 	queue  chan event
@@ -160,7 +163,7 @@ func New(o Options) (*Client, error) {
 	if o.Relist <= 0 {
 		o.Relist = 10 * time.Minute
 	}
-	return &Client{
+	c := &Client{
 		options: o,
 		log:     o.Logger,
 		api:     api,
@@ -177,7 +180,9 @@ func New(o Options) (*Client, error) {
 		onPods:  flowcontrol.NewTokenBucketRateLimiter(1.0/10, 120),
 		marks:   flowcontrol.NewTokenBucketRateLimiter(1.0/3, 50),
 		failing: map[string]time.Time{},
-	}, nil
+	}
+	c.ration = brief.NewRation(c.log, func() time.Time { return c.now() }, func(d time.Duration, f func()) { time.AfterFunc(d, f) })
+	return c, nil
 }
 
 func credentials(kubeconfig string) (*rest.Config, error) {

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"slices"
 
+	"example.com/gpu-agent/internal/brief"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -62,7 +63,7 @@ func (c *Client) SetCondition(ctx context.Context, want Condition) error {
 		return fmt.Errorf("set condition %s: status %q with reason %q: want True, False or Unknown, and a reason",
 			want.Type, want.Status, want.Reason)
 	}
-	want.Reason, want.Message = cut(want.Reason, maxReason), cut(want.Message, maxMessage)
+	want.Reason, want.Message = brief.Cut(want.Reason, maxReason), brief.Cut(want.Message, maxMessage)
 	node, err := c.lastNode(ctx)
 	if err == nil && node == nil {
 		err = errors.New("the API server has no Node of this name")

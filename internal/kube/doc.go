@@ -70,7 +70,8 @@
 // node and one for its pods, bound what a sick node can write. Events are of
 // core/v1, as the kubelet's own are, and one that regards the node names it as
 // the kubelet does, with the node's name in place of its UID: by that `kubectl
-// describe node` finds it.
+// describe node` finds it. Of those that are dropped ten a minute are logged, and the
+// rest is counted.
 //
 // # Evictions
 //

@@ -6,9 +6,11 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"log/slog"
 	"strings"
 	"time"
-	"unicode/utf8"
+
+	"example.com/gpu-agent/internal/brief"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -69,30 +71,22 @@ type event struct {
 // Event queues an Event and returns at once; Run sends it. reason is one word
 // in UpperCamelCase; a message beyond 1,024 bytes is cut.
 func (c *Client) Event(regarding Regarding, kind EventType, reason, message string) {
-	e := event{regarding, kind, cut(reason, maxReason), cut(message, maxMessage), c.now(), c.serial.Add(1)}
+	e := event{regarding, kind, brief.Cut(reason, maxReason), brief.Cut(message, maxMessage), c.now(), c.serial.Add(1)}
 	select {
 	case c.queue <- e:
 	default:
-		c.dropped(e, "the queue is full")
+		c.dropped(e, "the queue is full", nil)
 	}
 }
 
-// cut shortens s to at most limit bytes, at the edge of a character.
-func cut(s string, limit int) string {
-	s = strings.ToValidUTF8(s, "\uFFFD")
-	if len(s) <= limit {
-		return s
+// dropped counts an Event that comes to nothing. Thousands may: why is one of a few
+// words, and err what the server said, if it did.
+func (c *Client) dropped(e event, why string, err error) {
+	args := []any{"reason", e.reason, "message", e.message}
+	if err != nil {
+		args = append(args, "err", err)
 	}
-	const more = "…"
-	end := limit - len(more)
-	for !utf8.RuneStart(s[end]) {
-		end--
-	}
-	return s[:end] + more
-}
-
-func (c *Client) dropped(e event, why string) {
-	c.log.Warn("Event dropped", "because", why, "reason", e.reason, "message", e.message)
+	c.ration.Log(slog.LevelWarn, "Event dropped", []any{"because", why}, args...)
 	c.eventDone(EventDropped)
 }
 
@@ -151,7 +145,7 @@ func (c *Client) send(ctx context.Context, e event, seen map[event]*written) {
 		bucket = c.onPods
 	}
 	if !bucket.TryAccept() {
-		c.dropped(e, "too many Events")
+		c.dropped(e, "too many Events", nil)
 		return
 	}
 	for retry := c.pause(); ; {
@@ -173,10 +167,10 @@ func (c *Client) send(ctx context.Context, e event, seen map[event]*written) {
 		case ctx.Err() != nil:
 			return
 		case answered(err) && !transient(err):
-			c.dropped(e, err.Error())
+			c.dropped(e, "the API server refuses it", err)
 			return
 		case c.now().Sub(e.at) > c.timing.window:
-			c.dropped(e, "the API server is away")
+			c.dropped(e, "the API server is away", err)
 			return
 		}
 		if !retry.wait(ctx) {

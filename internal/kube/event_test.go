@@ -9,7 +9,8 @@ import (
 	"sync"
 	"testing"
 	"time"
-	"unicode/utf8"
+
+	"example.com/gpu-agent/internal/brief"
 )
 
 // clock is set by the test.
@@ -234,19 +235,41 @@ func TestEventFlood(t *testing.T) {
 	}
 }
 
-func TestCut(t *testing.T) {
-	for _, s := range []string{"", "short", strings.Repeat("a", maxMessage), strings.Repeat("a", maxMessage+1),
-		strings.Repeat("ä", maxMessage), "x" + strings.Repeat("漢", maxMessage), "bad \xff byte" + strings.Repeat("\xff", maxMessage)} {
-		got := cut(s, maxMessage)
-		if len(got) > maxMessage || !utf8.ValidString(got) {
-			t.Errorf("%.20q…: %d bytes, valid %v", s, len(got), utf8.ValidString(got))
-		}
-		if len(s) <= maxMessage && utf8.ValidString(s) && got != s {
-			t.Errorf("%.20q… was changed to %.20q…", s, got)
-		}
-		if len(s) > maxMessage && utf8.ValidString(s) && len(got) < maxMessage-6 {
-			t.Errorf("%.20q… was cut to %d bytes", s, len(got))
-		}
+// TestDroppedEventsFloodTheLog: 10,000 Events of which the queue takes 256 leave ten
+// lines, and one that tells of the others.
+func TestDroppedEventsFloodTheLog(t *testing.T) {
+	s := newServer(t)
+	dropped := 0
+	c, j := connect(t, s, func(o *Options) { o.EventDone = func(EventOutcome) { dropped++ } })
+	var over func()
+	c.ration = brief.NewRation(c.log, c.now, func(_ time.Duration, f func()) { over = f })
+	const all = 10_000
+	for i := range all { // nobody runs
+		c.Event(Regarding{}, Warning, "GPUUnhealthy", fmt.Sprintf("Xid %d", i))
+	}
+	want := all - cap(c.queue)
+	if dropped != want {
+		t.Errorf("%d Events were counted as dropped, want %d", dropped, want)
+	}
+	if n := j.count("\n"); n > 10 {
+		t.Fatalf("%d lines in the log", n)
+	}
+	over()
+	if told := fmt.Sprintf(`because="the queue is full" lines=%d`, want-10); j.count(told) != 1 {
+		t.Errorf("the log does not tell that %q", told)
+	}
+}
+
+// TestRefusedEventsFloodTheLog: what the server says of each Event names it, and yet
+// they are one kind of line.
+func TestRefusedEventsFloodTheLog(t *testing.T) {
+	s := newServer(t)
+	c, j := connect(t, s)
+	for i := range 1000 {
+		c.dropped(event{}, "the API server refuses it", fmt.Errorf("events %q is forbidden", fmt.Sprint(i)))
+	}
+	if n := j.count("\n"); n != 10 || j.count("is forbidden") != 10 {
+		t.Errorf("%d lines in the log", n)
 	}
 }
 

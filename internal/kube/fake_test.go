@@ -419,6 +419,10 @@ func (s *server) patch(w http.ResponseWriter, r *http.Request, resource, namespa
 		refuse(w, 400, "BadRequest")
 		return
 	}
+	if tooLong(patched) {
+		refuse(w, 422, "Invalid")
+		return
+	}
 	// As the strategies of the API have it, a patch of the object leaves its
 	// status alone, and one of its status what is wanted.
 	keep := "status"
@@ -432,6 +436,18 @@ func (s *server) patch(w http.ResponseWriter, r *http.Request, resource, namespa
 		s.updatedLocked(whole, name, patched, manager)
 	}
 	answer(w, s.putLocked(whole, namespace, name, patched))
+}
+
+// tooLong says whether an object's annotations are more than the API takes.
+func tooLong(object map[string]any) bool {
+	metadata, _ := object["metadata"].(map[string]any)
+	annotations, _ := metadata["annotations"].(map[string]any)
+	total := 0
+	for key, value := range annotations {
+		text, _ := value.(string)
+		total += len(key) + len(text)
+	}
+	return total > 256<<10
 }
 
 // strategicMerge is a merge patch but for status.conditions: as the API's type

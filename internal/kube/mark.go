@@ -10,6 +10,7 @@ import (
 	"maps"
 	"strings"
 
+	"example.com/gpu-agent/internal/brief"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -23,7 +24,8 @@ const markTries = 5
 // Marks are all that the agent has to say in the metadata of its Node.
 type Marks struct {
 	// Labels and Annotations are the agent's own, below Options.Domain. Whoever
-	// else writes them is overruled.
+	// else writes them is overruled. An annotation beyond 4 KiB is cut: the server
+	// refuses a Node whose annotations are too long, and the labels with them.
 	Labels, Annotations map[string]string
 	// Guests are labels below other domains. Each is written only while nobody
 	// else has it, and left to whoever takes it.
@@ -123,7 +125,9 @@ func (c *Client) wanted(node *Node, m Marks) (labels, annotations map[string]str
 		}
 	}
 	maps.Copy(labels, m.Labels)
-	maps.Copy(annotations, m.Annotations)
+	for key, value := range m.Annotations {
+		annotations[key] = brief.Cut(value, brief.Text)
+	}
 	return labels, annotations
 }
 

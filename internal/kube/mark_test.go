@@ -9,7 +9,9 @@ import (
 	"strings"
 	"testing"
 	"time"
+	"unicode/utf8"
 
+	"example.com/gpu-agent/internal/brief"
 	"k8s.io/client-go/util/flowcontrol"
 )
 
@@ -114,6 +116,30 @@ func TestMark(t *testing.T) {
 	receive(t, told)
 	mark(t, c, m)
 	s.expect(t, "labels", labels)
+}
+
+// TestLongMessageKeepsTheLabelBack: a partition file with 30,000 mistakes made a message
+// that the server refused together with the label beside it, which went on saying applied.
+func TestLongMessageKeepsTheLabelBack(t *testing.T) {
+	s := newServer(t)
+	s.node("node-1", nil, nil)
+	c, _ := connect(t, s)
+	const state, message = "example.com/gpu.partition.state", "example.com/gpu.partition.message"
+	mark(t, c, Marks{Labels: map[string]string{state: "applied"}})
+	long := Marks{Labels: map[string]string{state: "invalid"},
+		Annotations: map[string]string{message: strings.Repeat("config.yaml:7: mode is whole, shared, mig or off, not „x“\n", 150_000)}}
+	mark(t, c, long)
+	s.expect(t, "labels", map[string]string{state: "invalid"})
+	got := s.entries("annotations")[message]
+	if len(got) > brief.Text || len(got) < brief.Text-4 || !utf8.ValidString(got) || !strings.HasPrefix(got, "config.yaml:7: mode") {
+		t.Errorf("the annotation has %d bytes: %.200q", len(got), got)
+	}
+	// What was cut is what was wanted: no second request.
+	before := len(s.asked("patch"))
+	mark(t, c, long)
+	if n := len(s.asked("patch")) - before; n != 0 {
+		t.Errorf("%d requests for what the Node says already", n)
+	}
 }
 
 func TestGuests(t *testing.T) {

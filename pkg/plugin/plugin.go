@@ -12,6 +12,7 @@ import (
 	"sync"
 	"time"
 
+	"example.com/gpu-agent/internal/brief"
 	"google.golang.org/grpc"
 )
 
@@ -142,7 +143,8 @@ func (p *Plugin) Run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	s := &service{resource: p.opts.Resource, source: p.opts.Source, log: p.opts.Logger, observer: p.opts.Observer, stop: ctx}
+	s := &service{resource: p.opts.Resource, source: p.opts.Source, log: p.opts.Logger, observer: p.opts.Observer, stop: ctx,
+		ration: brief.NewRation(p.opts.Logger, time.Now, func(d time.Duration, f func()) { time.AfterFunc(d, f) })}
 	p.mu.Lock()
 	p.service, p.fault = s, nil
 	p.mu.Unlock()

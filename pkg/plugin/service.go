@@ -9,6 +9,7 @@ import (
 	"path"
 	"time"
 
+	"example.com/gpu-agent/internal/brief"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -23,6 +24,8 @@ type service struct {
 	resource string
 	source   Source
 	log      *slog.Logger
+	// ration is the log for refusals: a controller may make pods as fast as they fail.
+	ration   *brief.Ration
 	observer Observer
 	// stop ends with the plugin's Run, and ends streams and waits with it.
 	stop context.Context
@@ -171,7 +174,8 @@ func leaveTime(ctx context.Context) (context.Context, context.CancelFunc) {
 }
 
 // refuse makes an error into the status that the kubelet shows in the pod's
-// events, where nothing but the resource's name says who speaks.
+// events, where nothing but the resource's name says who speaks. A text beyond 4 KiB
+// is cut.
 func (s *service) refuse(what string, code codes.Code, err error) error {
 	switch {
 	case errors.Is(err, context.Canceled):
@@ -179,8 +183,9 @@ func (s *service) refuse(what string, code codes.Code, err error) error {
 	case errors.Is(err, context.DeadlineExceeded):
 		code = codes.DeadlineExceeded
 	}
-	s.log.Warn("refuse to "+what, "resource", s.resource, "err", err)
-	return status.Error(code, s.resource+": "+err.Error())
+	text := brief.Cut(err.Error(), brief.Text)
+	s.ration.Log(slog.LevelWarn, "refuse to "+what, []any{"resource", s.resource}, "err", text)
+	return status.Error(code, s.resource+": "+text)
 }
 
 // observe surrounds every unary call.

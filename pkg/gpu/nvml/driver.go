@@ -18,6 +18,7 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/dl"
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
+	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -132,6 +133,7 @@ type Driver struct {
 	loaded  content // what was in it
 	lib     nvml.Interface
 	log     *slog.Logger
+	ration  *brief.Ration // the log for what a program on a GPU can cause without end
 	*rooms
 
 	profiles profiles
@@ -295,6 +297,7 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 		opts: opts, log: opts.Logger,
 		last: map[gpu.UUID]gpu.Device{}, links: map[gpu.UUID]*nvlinks{}, machine: newMachine(), said: map[int]string{},
 		look: make(chan struct{}, 1), again: make(chan struct{}, 1),
+		ration: brief.NewRation(opts.Logger, time.Now, func(d time.Duration, f func()) { time.AfterFunc(d, f) }),
 	}
 	d.look <- struct{}{}
 	if d.library, err = findLibrary(opts, d.log); err != nil {

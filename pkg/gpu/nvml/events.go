@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"maps"
 	"slices"
 	"sync/atomic"
@@ -618,7 +619,7 @@ func (w *watch) event(ctx context.Context, data nvml.EventData) gpu.Event {
 		return gpu.UUID(uuid), failed(what, ret)
 	}, nil)
 	if err != nil {
-		w.log.Warn("the driver reports an error and does not say of which GPU", "xid", e.Xid, "err", err)
+		w.ration.Log(slog.LevelWarn, "the driver reports an error and does not say of which GPU", nil, "xid", e.Xid, "err", err)
 	}
 	e.GPU = u
 	return e

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package brief
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+)
+
+// A kind of line is logged Lines times in a Window; the rest is counted.
+const (
+	Lines  = 10
+	Window = time.Minute
+)
+
+// Ration is a log for lines that others can cause as often as they like: a tenant's
+// program, a server that is away. Use [NewRation]. Its methods may be called from several
+// goroutines.
+type Ration struct {
+	log   *slog.Logger
+	now   func() time.Time
+	after func(time.Duration, func())
+
+	mu     sync.Mutex
+	quotas map[string]*quota // guarded by mu; by kind of line
+}
+
+// quota is what has been said, and what has not, of one kind of line in a window.
+type quota struct {
+	since      time.Time
+	said, left int
+}
+
+// NewRation returns a Ration in front of a log. now is the clock; after calls a function
+// after a time, without waiting for it, as time.AfterFunc does.
+func NewRation(log *slog.Logger, now func() time.Time, after func(time.Duration, func())) *Ration {
+	return &Ration{log: log, now: now, after: after, quotas: map[string]*quota{}}
+}
+
+// Log logs a line, or counts it where its kind has been logged often enough. The kind is
+// level, message and kind's keys and values, which stand in the line too; kind must not
+// hold what a caller can make up without end. Nothing is counted below the log's level.
+func (r *Ration) Log(level slog.Level, message string, kind []any, args ...any) {
+	ctx := context.Background()
+	if !r.log.Enabled(ctx, level) {
+		return
+	}
+	key := fmt.Sprintln(append([]any{level, message}, kind...)...)
+	tell := func(left int) {
+		if left > 0 {
+			r.log.Log(ctx, level, message+": more of these were left out",
+				append(append([]any{}, kind...), "lines", left, "within", Window.String())...)
+		}
+	}
+	now := r.now()
+	r.mu.Lock()
+	q, late := r.quotas[key], 0
+	if q == nil || now.Sub(q.since) >= Window {
+		if q != nil {
+			late, q.left = q.left, 0
+		}
+		r.dropLocked(now)
+		q = &quota{since: now}
+		r.quotas[key] = q
+	}
+	say := q.said < Lines
+	if say {
+		q.said++
+	} else {
+		q.left++
+	}
+	first := q.left == 1
+	r.mu.Unlock()
+
+	tell(late)
+	if say {
+		r.log.Log(ctx, level, message, append(append([]any{}, kind...), args...)...)
+		return
+	}
+	if first {
+		r.after(Window-now.Sub(q.since), func() {
+			r.mu.Lock()
+			left := q.left
+			q.left = 0
+			if r.quotas[key] == q {
+				delete(r.quotas, key)
+			}
+			r.mu.Unlock()
+			tell(left)
+		})
+	}
+}
+
+// dropLocked forgets the kinds of which nothing is left to tell.
+func (r *Ration) dropLocked(now time.Time) {
+	for key, q := range r.quotas {
+		if q.left == 0 && now.Sub(q.since) >= Window {
+			delete(r.quotas, key)
+		}
+	}
+}
