@@ -65,6 +65,42 @@ func TestRestartKeepsOffering(t *testing.T) {
 	})
 }
 
+// A GPU's failure takes the CDI files of its claims away. What the containers on it
+// have is known all the same, also to the next process, and where nobody else can say
+// it: their pods were deleted by force, and they hang.
+func TestHangingContainerOnAFaultyGPUIsNotForgotten(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o, cdiDir := newOutside(2), t.TempDir()
+		b := start(t, o, cdiDir, allShared)
+		ids := []string{string(uuid(0)) + "::1", string(uuid(0)) + "::2"}
+		key := cdi.Key(names.Units, ids)
+		b.hold("p", names.Units, ids...)
+		time.Sleep(2 * holdersEvery)
+		b.with(func() {
+			b.old = []node.Container{{ID: "pc", PodUID: "uid-p", Namespace: "ns", Pod: "p", Name: "c", Running: true, Created: b.made[key],
+				Annotations: map[string]string{cdi.AnnotationName("example.com", key): names.Units}}}
+			b.holdings = nil
+			b.outside.inv = machine(2)
+			b.outside.inv.GPUs[0].Fault = "GPU is lost"
+		})
+		b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(0), Xid: 79, GI: -1, CI: -1}
+		time.Sleep(2 * desk.Grace)
+		if n := len(b.files()); n != 0 || len(b.Claims()) != 1 {
+			t.Fatalf("%d files and %d claims, want the claim alone", n, len(b.Claims()))
+		}
+		b.end()
+
+		o.with(func() { o.inv = machine(2) })
+		b = start(t, o, cdiDir, allWhole)
+		defer b.end()
+		time.Sleep(2 * Linger)
+		b.want("blocked", "0.0x 0.1~ 0.2~ 0.3x", "1")
+		b.with(func() { b.old = nil })
+		time.Sleep(2 * Linger)
+		b.want("applied", "", "0 1")
+	})
+}
+
 // A CDI directory that somebody cleaned is filled again.
 func TestWipedCDIDirectory(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -43,6 +43,16 @@ func (a *Agent) writeGrants() {
 	}
 }
 
+// recordOf is what the journal says of a claim. When one that was adopted was
+// allocated is not known; zero has the next process adopt it too.
+func recordOf(c *desk.Claim) state.Claim {
+	record := state.Claim{Resource: c.Resource, IDs: c.IDs}
+	if !c.Adopted {
+		record.Allocated = c.Allocated
+	}
+	return record
+}
+
 // adoptFiles takes over the claims of a predecessor from their CDI files.
 func (a *Agent) adoptFiles() {
 	keys, err := a.files.List()
@@ -92,6 +102,16 @@ func (a *Agent) writeClaims(claims []desk.Claim) error {
 			!c.Ready && !c.Adopted && !c.Filed && c.Checked.IsZero():
 			a.desk.Shut(c.Key)
 			if !a.removed[c.Key] {
+				if c.Started || c.Adopted {
+					// The file was the record of the claim, and its container may live
+					// on while its pod is deleted by force: then nobody else knows
+					// which devices it has.
+					if err := a.store.Append(recordOf(c)); err != nil {
+						errs = append(errs, err)
+						continue
+					}
+					a.written++
+				}
 				if err := a.files.Remove(c.Key); err != nil {
 					errs = append(errs, err)
 					continue
@@ -219,16 +239,24 @@ func (a *Agent) sweep() error {
 		return ok
 	}
 	var errs []error
+	kept := false // for a container whose claim nobody knows; its end ends no claim
 	for _, key := range keys {
-		if !live(key) && !a.seen.used[key] {
+		switch {
+		case live(key):
+		case a.seen.used[key]:
+			kept = true
+		default:
 			errs = append(errs, a.files.Remove(key))
 		}
 	}
 	maps.DeleteFunc(a.gates, func(key string, _ string) bool { return !live(key) })
 	maps.DeleteFunc(a.removed, func(key string, _ bool) bool { return !live(key) })
-	errs = append(errs, a.sweepCaps(func(key string) bool { return live(key) || a.seen.used[key] }))
+	errs = append(errs, a.sweepCaps(func(key string) bool {
+		kept = kept || !live(key) && a.seen.used[key]
+		return live(key) || a.seen.used[key]
+	}))
 	err = errors.Join(errs...)
-	a.swept = err == nil
+	a.swept = err == nil && !kept
 	return err
 }
 

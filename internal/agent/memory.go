@@ -56,7 +56,12 @@ func (a *Agent) remember() {
 			case w.Until.IsZero(): // in force when it was written
 				a.cuts[w.GPU] = cut
 			default:
-				a.past[w.GPU] = append(a.past[w.GPU], pastCut{cut: cut, until: w.Until})
+				// The clock may have been put back since.
+				until := w.Until
+				if most := now.Add(Linger); until.After(most) {
+					until = most
+				}
+				a.past[w.GPU] = append(a.past[w.GPU], pastCut{cut: cut, until: until})
 			}
 		}
 	}
@@ -70,7 +75,7 @@ func (a *Agent) remember() {
 	// The journal knows when its claims were allocated, the files do not.
 	for _, c := range a.store.Claims() {
 		take := a.desk.Restore
-		if c.Allocated.After(now) { // the clock was put back
+		if c.Allocated.After(now) || c.Allocated.IsZero() { // the clock was put back, or nobody knew
 			take = func(resource string, ids []string, _ time.Time) error { return a.desk.Adopt(resource, ids) }
 		}
 		if err := take(c.Resource, c.IDs, c.Allocated); err != nil {
@@ -135,13 +140,13 @@ func (a *Agent) save() error {
 const trimEvery = 256
 
 // trimJournal drops from the journal what is written elsewhere by now: a claim
-// whose container has been made is in its CDI file and in the checkpoint.
+// whose container has been made is in its CDI file, unless that was taken away.
 func (a *Agent) trimJournal() error {
 	need := func() []state.Claim {
 		var out []state.Claim
 		for _, c := range a.desk.Claims() {
-			if !c.Adopted && !c.Started {
-				out = append(out, state.Claim{Resource: c.Resource, IDs: c.IDs, Allocated: c.Allocated})
+			if !c.Adopted && !c.Started || a.removed[c.Key] {
+				out = append(out, recordOf(&c))
 			}
 		}
 		return out
