@@ -188,13 +188,7 @@ func (s *apiServer) do(t *testing.T, as http.Header, method, path, kind string, 
 }
 
 // agentOn is the agent's service account with a token of a pod on that node.
-func agentOn(node string) http.Header {
-	return http.Header{
-		"Impersonate-User":  {"system:serviceaccount:gpu-agent:gpu-agent"},
-		"Impersonate-Group": {"system:serviceaccounts", "system:serviceaccounts:gpu-agent", "system:authenticated"},
-		"Impersonate-Extra-Authentication.kubernetes.io%2fnode-Name": {node},
-	}
-}
+func agentOn(node string) http.Header { return accountOn(name, name, node) }
 
 const (
 	asJSON    = "application/json"
@@ -333,6 +327,12 @@ func TestAtTheAPIServer(t *testing.T) {
 	}{
 		{"own label", node, merge, meta("labels", "example.com/gpu.partition.state", "applied"), ""},
 		{"own label away", node, merge, meta("labels", "example.com/gpu.partition.state", nil), ""},
+		{"what chooses the partition", node, merge, meta("labels", "example.com/gpu.partition", "default"), "only labels of its own"},
+		{"what draws an agent to the node", node, merge, meta("labels", "example.com/gpu.node", "true"), "only labels of its own"},
+		{"what has it let go of the driver", node, merge, meta("labels", "example.com/gpu.driver-release", "true"), "only labels of its own"},
+		{"a label below the domain", node, merge, meta("labels", "example.com/other", "b"), "only labels of its own"},
+		{"an annotation below the domain", node, merge, meta("annotations", "example.com/other", "b"), "only annotations of its own"},
+		{"a condition below the domain", status, strategic, condition("example.com/Other", "True"), "only conditions of its own"},
 		{"own annotation", node, merge, meta("annotations", "example.com/gpu.partition.message", "m"), ""},
 		{"own condition", status, strategic, condition("example.com/GPUHealthy", "False"), ""},
 		{"own condition away", status, strategic, removed("example.com/GPUHealthy"), ""},
@@ -343,23 +343,23 @@ func TestAtTheAPIServer(t *testing.T) {
 
 		{"another node", "/api/v1/nodes/node-2", merge, meta("labels", "example.com/a", "b"), "the node that it runs on"},
 		{"another node's condition", "/api/v1/nodes/node-2/status", strategic, condition("example.com/GPUHealthy", "False"), "the node that it runs on"},
-		{"a label of others", node, merge, meta("labels", "team", "red"), "only labels below"},
-		{"whether NVIDIA's operator deploys its device plugin", node, merge, meta("labels", "nvidia.com/gpu.deploy.device-plugin", "false"), "only labels below"},
-		{"what NVIDIA's MIG manager does", node, merge, meta("labels", "nvidia.com/mig.config", "all-1g.10gb"), "only labels below"},
-		{"that there are GPUs", node, merge, meta("labels", "nvidia.com/gpu.present", "true"), "only labels below"},
-		{"a label that ends like one of them", node, merge, meta("labels", "not-nvidia.com/gpu.product", "X"), "only labels below"},
-		{"a label that begins like one of them", node, merge, meta("labels", "nvidia.com/gpu.product.x", "X"), "only labels below"},
-		{"a label of others, by the status", status, merge, meta("labels", "team", "red"), "only labels below"},
-		{"a label taken away, by the status", status, merge, meta("labels", "team", nil), "only labels below"},
-		{"an annotation of others", node, merge, meta("annotations", "a", "b"), "only annotations below"},
-		{"an annotation of others, by the status", status, merge, meta("annotations", "a", "b"), "only annotations below"},
+		{"a label of others", node, merge, meta("labels", "team", "red"), "only labels of its own"},
+		{"whether NVIDIA's operator deploys its device plugin", node, merge, meta("labels", "nvidia.com/gpu.deploy.device-plugin", "false"), "only labels of its own"},
+		{"what NVIDIA's MIG manager does", node, merge, meta("labels", "nvidia.com/mig.config", "all-1g.10gb"), "only labels of its own"},
+		{"that there are GPUs", node, merge, meta("labels", "nvidia.com/gpu.present", "true"), "only labels of its own"},
+		{"a label that ends like one of them", node, merge, meta("labels", "not-nvidia.com/gpu.product", "X"), "only labels of its own"},
+		{"a label that begins like one of them", node, merge, meta("labels", "nvidia.com/gpu.product.x", "X"), "only labels of its own"},
+		{"a label of others, by the status", status, merge, meta("labels", "team", "red"), "only labels of its own"},
+		{"a label taken away, by the status", status, merge, meta("labels", "team", nil), "only labels of its own"},
+		{"an annotation of others", node, merge, meta("annotations", "a", "b"), "only annotations of its own"},
+		{"an annotation of others, by the status", status, merge, meta("annotations", "a", "b"), "only annotations of its own"},
 		{"a cordon", node, merge, fields{"spec": fields{"unschedulable": true}}, "only labels and annotations"},
 		{"a finalizer", node, merge, fields{"metadata": fields{"finalizers": []string{"example.com/x"}}}, "only labels and annotations"},
-		{"the kubelet's word", status, strategic, condition("Ready", "False"), "only conditions below"},
-		{"the kubelet's word away", status, strategic, removed("Ready"), "only conditions below"},
-		{"a condition of others", status, strategic, condition("other.example.com/GPUHealthy", "True"), "only conditions below"},
-		{"a condition that begins alike", status, strategic, condition("example.community/GPUHealthy", "True"), "only conditions below"},
-		{"all conditions", status, merge, fields{"status": fields{"conditions": nil}}, "only conditions below"},
+		{"the kubelet's word", status, strategic, condition("Ready", "False"), "only conditions of its own"},
+		{"the kubelet's word away", status, strategic, removed("Ready"), "only conditions of its own"},
+		{"a condition of others", status, strategic, condition("other.example.com/GPUHealthy", "True"), "only conditions of its own"},
+		{"a condition that begins alike", status, strategic, condition("example.community/GPUHealthy", "True"), "only conditions of its own"},
+		{"all conditions", status, merge, fields{"status": fields{"conditions": nil}}, "only conditions of its own"},
 		{"devices that are not there", status, merge, fields{"status": fields{"capacity": fields{"example.com/gpu": "99"}}}, "only conditions of the status"},
 		{"allocatable", status, merge, fields{"status": fields{"allocatable": fields{"cpu": "99"}}}, "only conditions of the status"},
 		{"allocatable away", status, merge, fields{"status": fields{"allocatable": nil}}, "only conditions of the status"},
@@ -575,7 +575,7 @@ func (s *apiServer) tryLabels(t *testing.T, node string) {
 	// All goes that is the agent's: also what an older agent has patched, and what
 	// somebody has written too, below the agent's domain.
 	if err := s.do(t, nil, http.MethodPatch, node+"?fieldManager=gpu-agent", merge,
-		fields{"metadata": fields{"labels": fields{"example.com/gpu.old": "1"}, "annotations": message}}, nil); err != nil {
+		fields{"metadata": fields{"labels": fields{"example.com/gpu.nvlink-domain": "1"}, "annotations": message}}, nil); err != nil {
 		t.Fatal(err)
 	}
 	mark(kube.Marks{})

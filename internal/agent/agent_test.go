@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/fnv"
+	"iter"
 	"log/slog"
 	"maps"
 	"os"
@@ -228,13 +229,30 @@ func (o *outside) Suspect(resource string) {
 	o.with(func() { o.suspected = append(o.suspected, resource) })
 }
 
+// unwritten finds a name below the domain that is not in the list, as the
+// admission policy does.
+func unwritten(names iter.Seq[string], list []string) error {
+	for name := range names {
+		if !slices.ContainsFunc(list, func(n string) bool { return name == "example.com/"+n }) {
+			return fmt.Errorf("%s is none of what Written says that the agent writes", name)
+		}
+	}
+	return nil
+}
+
 func (o *outside) SetCondition(_ context.Context, c kube.Condition) error {
+	if err := unwritten(slices.Values([]string{c.Type}), Written.Conditions); err != nil {
+		panic(err)
+	}
 	o.with(func() { o.condition = c })
 	return nil
 }
 
 // Mark is a Node that nobody else writes to.
 func (o *outside) Mark(_ context.Context, m kube.Marks) error {
+	if err := errors.Join(unwritten(maps.Keys(m.Labels), Written.Labels), unwritten(maps.Keys(m.Annotations), Written.Annotations)); err != nil {
+		panic(err)
+	}
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if o.patchErr != nil {

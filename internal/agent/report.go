@@ -31,6 +31,15 @@ const (
 	ReleaseLabel   = "gpu.driver-release"
 )
 
+// Written is all that the agent writes on its Node below the domain, by name. Of
+// other domains it writes labels of GPU Feature Discovery. An admission policy
+// (deployments/base/admission.yaml) refuses everything else; a test compares.
+var Written = struct{ Labels, Annotations, Conditions []string }{
+	Labels:      append(slices.Clone(label.Names), StateLabel),
+	Annotations: []string{MessageAnnotation},
+	Conditions:  []string{HealthCondition},
+}
+
 // reasons are the Events' reasons.
 var reasons = map[State]string{
 	Applied: "GPUPartitionApplied",

@@ -77,10 +77,12 @@
 //
 // [Client.Evict] is the verb of a drain: the server weighs disruption budgets,
 // the pod gets its grace period, its controller makes another. It names the pod
-// by its UID as well, so a pod that has taken the name since is never hit. The
-// agent cannot read pods; the UID comes from the node, and an admission policy
-// beside the right (deployments/components/evict) demands one: nobody who takes
-// over a node's agent can evict a pod whose UID that node does not know.
+// by its UID as well, so a pod that has taken the name since is never hit. The UID
+// comes from the node, since the agent cannot read pods, but it is no secret: the
+// API server's refusal of a wrong one tells the right one. What holds an agent to
+// the pods of its own node is an admission policy beside the right
+// (deployments/components/evict), which looks at the pod's spec.nodeName. It knows
+// the agent's evictions by a label on them.
 //
 //	err := client.Evict(ctx, kube.PodRef{Namespace: "train", Name: "job-1", UID: uid})
 //	if errors.Is(err, kube.ErrBudget) {

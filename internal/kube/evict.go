@@ -28,6 +28,17 @@ func (p PodRef) String() string { return p.Namespace + "/" + p.Name }
 // budget; without it, 429 says that the server is overloaded.
 const budgetCause metav1.CauseType = "DisruptionBudget"
 
+// Words of the API server's refusals by the admission policy that looks at the
+// pods of the namespace: a pod has that name and another UID, and there is no pod.
+const (
+	otherUID = "the one of this name has another UID"
+	noPods   = "no params found"
+)
+
+// evictionLabels mark the agent's evictions. The admission policy that looks at
+// each pod of the namespace looks at these alone; another policy demands them.
+var evictionLabels = map[string]any{"app.kubernetes.io/name": "gpu-agent"}
+
 // ErrBudget is wrapped by Evict's error where a disruption budget forbids the
 // eviction now. Trying again later can help.
 var ErrBudget = errors.New("a disruption budget forbids it now")
@@ -37,7 +48,8 @@ var ErrBudget = errors.New("a disruption budget forbids it now")
 // when the server has decided, at most 30 s later, and long before the pod's
 // containers are gone.
 //
-// A pod that does not exist is evicted. Where there is one of that name with
+// A pod that does not exist is evicted, and so is one in a namespace that has no
+// pods, of which the admission policy speaks. Where there is one of that name with
 // another UID, nothing is done, and the error wraps gpu.ErrNotFound; where a
 // budget says no, the error wraps ErrBudget and has the server's words.
 func (c *Client) Evict(ctx context.Context, p PodRef) error {
@@ -48,7 +60,7 @@ func (c *Client) Evict(ctx context.Context, p PodRef) error {
 	defer cancel()
 	eviction := &unstructured.Unstructured{Object: map[string]any{
 		"apiVersion": "policy/v1", "kind": "Eviction",
-		"metadata":      map[string]any{"namespace": p.Namespace, "name": p.Name},
+		"metadata":      map[string]any{"namespace": p.Namespace, "name": p.Name, "labels": evictionLabels},
 		"deleteOptions": map[string]any{"preconditions": map[string]any{"uid": p.UID}},
 	}}
 	done, err := c.api.Resource(pods).Namespace(p.Namespace).Create(bounded, eviction, metav1.CreateOptions{}, "eviction")
@@ -57,20 +69,22 @@ func (c *Client) Evict(ctx context.Context, p PodRef) error {
 		err = refused(done)
 	}
 	budget := apierrors.IsTooManyRequests(err) && apierrors.HasStatusCause(err, budgetCause)
-	if apierrors.IsNotFound(err) || apierrors.IsConflict(err) || budget {
+	gone := apierrors.IsNotFound(err) || byPolicy(err, noPods)
+	other := apierrors.IsConflict(err) || byPolicy(err, otherUID)
+	if gone || other || budget {
 		failed = nil // a word about the pod: the API server is well
 	}
 	// One name for all pods: what fails, a missing right, fails for all alike.
 	c.note(ctx, "create", pods.Resource+"/eviction", "", failed)
 	switch {
-	case err == nil, apierrors.IsNotFound(err):
+	case err == nil, gone:
 		return nil
-	case apierrors.IsConflict(err):
+	case other:
 		return fmt.Errorf("evict pod %s: %w: a pod with UID %s; the one of that name is newer, or a static one, which nobody can evict (%s)",
 			p, gpu.ErrNotFound, p.UID, err)
 	case budget:
 		return fmt.Errorf("evict pod %s: %w: %s", p, ErrBudget, words(err))
-	case apierrors.IsForbidden(err):
+	case apierrors.IsForbidden(err) && !byPolicy(err, ""):
 		return fmt.Errorf("evict pod %s: %w; the manifests' component evict grants the right", p, err)
 	}
 	return fmt.Errorf("evict pod %s: %w", p, err)

@@ -47,6 +47,46 @@ func TestEvict(t *testing.T) {
 	}
 }
 
+// What the admission policy says of a pod that is gone, or another one by now, is
+// no failure of the server's, and no missing right.
+func TestEvictRefusedByPolicy(t *testing.T) {
+	const denied = `pods "job-1" is forbidden: ValidatingAdmissionPolicy 'east-gpu-agent-evict-node' with binding 'b' denied request: `
+	for _, test := range []struct {
+		name, message string
+		want          func(error) bool
+	}{
+		{"no pod in its namespace", denied + "failed to configure binding: no params found for policy binding with `Deny` parameterNotFoundAction",
+			func(err error) bool { return err == nil }},
+		{"another pod of that name", denied + "the GPU agent evicts only the pod that it names, and " + otherUID,
+			func(err error) bool { return errors.Is(err, gpu.ErrNotFound) }},
+		{"another node's pod", denied + "the GPU agent evicts only pods of the node that it runs on",
+			func(err error) bool {
+				return err != nil && !errors.Is(err, gpu.ErrNotFound) && strings.Contains(err.Error(), "evicts only pods of the node") && !strings.Contains(err.Error(), "component evict")
+			}},
+		{"somebody else's policy", "ValidatingAdmissionPolicy 'other' with binding 'b' denied request: no params found",
+			func(err error) bool { return err != nil && !errors.Is(err, gpu.ErrNotFound) }},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			s := newServer(t)
+			s.fault = func(verb, resource string, w http.ResponseWriter) bool {
+				body := status(422, "Invalid")
+				body["message"] = test.message
+				w.Header().Set("Content-Type", "application/json")
+				w.WriteHeader(422)
+				json.NewEncoder(w).Encode(body)
+				return true
+			}
+			c, _ := connect(t, s)
+			if err := c.Evict(t.Context(), PodRef{"train", "job-1", "u-1"}); !test.want(err) {
+				t.Errorf("%v", err)
+			}
+			if asked := s.asked("create pods/eviction train/job-1 "); len(asked) != 1 || !strings.Contains(asked[0], `"app.kubernetes.io/name":"gpu-agent"`) {
+				t.Errorf("asked %q, want the label by which the policy knows it", asked)
+			}
+		})
+	}
+}
+
 // A pod that is not named in full could be another one.
 func TestEvictNeedsAName(t *testing.T) {
 	s := newServer(t)

@@ -27,6 +27,14 @@ type Node struct {
 	Wanted []config.Want
 }
 
+// Names are those of all labels that Own may return, sorted, without the domain.
+// An admission policy allows the agent these and no others, so whoever adds one
+// adds it to deployments/base/admission.yaml, too; a test compares.
+var Names = []string{
+	"gpu.count", "gpu.cuda-version", "gpu.driver-version", "gpu.joined", "gpu.memory", "gpu.mode", "gpu.model",
+	"gpu.nvlink", "gpu.nvlink-domain", "gpu.partition.active", "gpu.rdma",
+}
+
 // Own returns the agent's own labels, below a domain. It returns nil where no
 // GPU is known: then nothing can be said, which is no reason to take back what
 // was said before.

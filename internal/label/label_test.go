@@ -144,6 +144,20 @@ func TestOwn(t *testing.T) {
 	}
 }
 
+// Names has each label that there is, and no other.
+func TestNamesAreWhatOwnWrites(t *testing.T) {
+	n := node(machine(4), whole)
+	n.Inventory.NICs = []gpu.NIC{{Kind: gpu.EFA}}
+	n.Inventory.GPUs[0].Fabric = &gpu.Fabric{Cluster: "aaaa-bb", Clique: 7}
+	var got []string
+	for _, key := range slices.Sorted(maps.Keys(Own("example.com", n))) {
+		got = append(got, strings.TrimPrefix(key, "example.com/"))
+	}
+	if !slices.Equal(got, Names) {
+		t.Errorf("a node of which everything is known has the labels\n%q, want\n%q", got, Names)
+	}
+}
+
 // Of a link's failure on a machine without a switch both GPUs tell.
 func TestOwnWithoutLinksKnown(t *testing.T) {
 	n := node(machine(2), whole)
@@ -301,6 +315,9 @@ func FuzzLegal(f *testing.F) {
 			}
 			for key, v := range labels {
 				_, name, _ := strings.Cut(key, "/")
+				if strings.HasPrefix(key, "example.com/") && !slices.Contains(Names, name) {
+					t.Errorf("%s is none of Names", key)
+				}
 				if len(v) > 63 || !legalValue.MatchString(v) || !legalName.MatchString(name) {
 					t.Errorf("%q=%q is no label", key, v)
 				}
