@@ -16,7 +16,8 @@
 //	                     resource, IDs                                    its last writing
 //	[Runtime.Containers] what runs, and what      IDs; containers that    never, of its own
 //	                     the plugin noted on it   are not created yet     containers
-//	[PodResources.List]  pods by name, IDs        plain init containers   after a kubelet's start
+//	[PodResources.List]  pods by name, IDs,       plain init containers   after a kubelet's start
+//	                     devices of DRA drivers
 //
 // Nobody holds a device that neither the checkpoint nor the runtime names, if
 // both were read after the device was last handed out:

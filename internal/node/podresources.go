@@ -31,6 +31,14 @@ type Holding struct {
 	IDs []string
 }
 
+// Prepared is a device that a DRA driver has prepared for a pod: driver, pool and
+// device tell which one.
+type Prepared struct {
+	// Claim is the name of the ResourceClaim, which is in the pod's namespace.
+	Namespace, Pod, Claim string
+	Driver, Pool, Device  string
+}
+
 // Listing is the kubelet's account at one moment.
 type Listing struct {
 	// Pods is every pod in the account, with devices or without, sorted.
@@ -39,6 +47,10 @@ type Listing struct {
 	// devices of all plugins, app containers and restartable init containers;
 	// plain init containers are never in it.
 	Holdings []Holding
+	// Prepared is sorted by its fields in their order and without repetition. It
+	// has what the same containers have of DRA drivers; kubelets before 1.34 tell
+	// of none.
+	Prepared []Prepared
 }
 
 // Has tells whether the account names that pod.
@@ -54,6 +66,11 @@ func comparePods(a, b PodName) int {
 func compareHoldings(a, b Holding) int {
 	return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Pod, b.Pod),
 		cmp.Compare(a.Container, b.Container), cmp.Compare(a.Resource, b.Resource))
+}
+
+func comparePrepared(a, b Prepared) int {
+	return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Pod, b.Pod), cmp.Compare(a.Claim, b.Claim),
+		cmp.Compare(a.Driver, b.Driver), cmp.Compare(a.Pool, b.Pool), cmp.Compare(a.Device, b.Device))
 }
 
 // PodResources asks the kubelet who holds which devices. It keeps one
@@ -98,10 +115,18 @@ func listing(answer *podresources.ListPodResourcesResponse) Listing {
 				l.Holdings = append(l.Holdings,
 					Holding{pod.GetNamespace(), pod.GetName(), container.GetName(), resource, ids})
 			}
+			for _, claim := range container.GetDynamicResources() {
+				for _, device := range claim.GetClaimResources() {
+					l.Prepared = append(l.Prepared, Prepared{pod.GetNamespace(), pod.GetName(), claim.GetClaimName(),
+						device.GetDriverName(), device.GetPoolName(), device.GetDeviceName()})
+				}
+			}
 		}
 	}
 	slices.SortFunc(l.Pods, comparePods)
 	slices.SortFunc(l.Holdings, compareHoldings)
+	slices.SortFunc(l.Prepared, comparePrepared)
+	l.Prepared = slices.Compact(l.Prepared)
 	return l
 }
 

@@ -89,6 +89,16 @@ func container(name string, devices ...*podresources.ContainerDevices) *podresou
 	return &podresources.ContainerResources{Name: name, Devices: devices}
 }
 
+// claiming is a container with devices of the claim "c".
+func claiming(name string, devices ...*podresources.ClaimResource) *podresources.ContainerResources {
+	return &podresources.ContainerResources{Name: name, DynamicResources: []*podresources.DynamicResource{
+		{ClaimName: "c", ClaimNamespace: "train", ClaimResources: devices}}}
+}
+
+func prepared(driver, device, share string) *podresources.ClaimResource {
+	return &podresources.ClaimResource{DriverName: driver, PoolName: "node-1", DeviceName: device, ShareId: &share}
+}
+
 func client(t *testing.T, k *kubelet) *PodResources {
 	p := NewPodResources(k.dir)
 	t.Cleanup(func() { p.Close() })
@@ -102,6 +112,8 @@ func TestListing(t *testing.T) {
 		pod("gpu", "gpu-agent-x", container("agent")),
 		pod("train", "job-1",
 			container("side", devices("example.com/gpu", "GPU-c")),
+			claiming("first", prepared("gpu.nvidia.com", "gpu-1", ""), prepared("gpu.nvidia.com", "gpu-0", "share-1")),
+			claiming("second", prepared("gpu.nvidia.com", "gpu-0", "share-2")), // the same claim, shared
 			// One entry per NUMA node, not sorted, and one device on two nodes.
 			container("main", devices("example.com/gpu-mem", "GPU-a::1", "GPU-a::0"), devices("other.io/nic", "eth0"),
 				devices("example.com/gpu-mem", "GPU-a::7", "GPU-a::1"))),
@@ -119,6 +131,10 @@ func TestListing(t *testing.T) {
 			{"train", "job-1", "main", "other.io/nic", []string{"eth0"}},
 			{"train", "job-1", "side", "example.com/gpu", []string{"GPU-c"}},
 			{"train", "job-2", "main", "example.com/gpu-mem", []string{"GPU-a::2"}},
+		},
+		Prepared: []Prepared{
+			{"train", "job-1", "c", "gpu.nvidia.com", "node-1", "gpu-0"},
+			{"train", "job-1", "c", "gpu.nvidia.com", "node-1", "gpu-1"},
 		},
 	}
 	if !reflect.DeepEqual(got, want) {
