@@ -74,7 +74,8 @@ const (
 	namesEvery = 10 * time.Second
 	// othersEvery is how often the kubelet is asked what other device plugins
 	// offer, and othersLinger how long after it was last seen theirs a GPU is not
-	// offered. othersSoon is the same as othersEvery after a new checkpoint: one
+	// offered, and how long a new checkpoint is believed without another witness.
+	// othersSoon is the same as othersEvery after a new checkpoint: one
 	// is written with every list of any plugin, and with every Allocate.
 	// While there are others it is asked every othersPresent: nothing tells when
 	// they have gone.
@@ -234,14 +235,9 @@ type Agent struct {
 	partsErr  error
 	partsDue  bool // the driver or its GPUs are not those that parts are of
 	seen      witnesses
-	others    map[gpu.UUID]string // GPUs that somebody else offers
-	othersAt  time.Time
-	// othersSeen is when each of these was last seen to be.
-	othersSeen map[gpu.UUID]time.Time
-	// migManager is what the node's label said then.
-	migManager string
-	wanted     []config.Want
-	wantedGen  uint64
+	others    others
+	wanted    []config.Want
+	wantedGen uint64
 	// desired is the last answer of the partition file.
 	desired struct {
 		of  question
@@ -352,42 +348,41 @@ func New(o Options, w Worlds) *Agent {
 		o.LinksEvery = inventoryEvery
 	}
 	a := &Agent{
-		opts:       o,
-		names:      ResourceNames(o.ResourceDomain),
-		driver:     w.Driver,
-		files:      w.Files,
-		caps:       w.Caps,
-		kubelet:    w.Kubelet,
-		runtime:    w.Runtime,
-		plugins:    w.Plugins,
-		store:      w.Store,
-		cluster:    w.Cluster,
-		features:   w.Features,
-		observer:   w.Observer,
-		health:     health.New(o.Health),
-		log:        o.Log,
-		trigger:    make(chan struct{}, 1),
-		stirred:    make(chan struct{}, 1),
-		news:       make(chan struct{}, 1),
-		ended:      make(chan struct{}, 1),
-		input:      input{labelKnown: w.Cluster == nil},
-		othersSeen: map[gpu.UUID]time.Time{},
-		cuts:       map[gpu.UUID]Cut{},
-		past:       map[gpu.UUID][]pastCut{},
-		slices:     map[gpu.UUID]slice{},
-		cards:      map[gpu.UUID]*mig.Card{},
-		profiles:   map[gpu.UUID][]gpu.Profile{},
-		mine:       map[gpu.UUID]map[mig.Slot]bool{},
-		idle:       map[gpu.UUID]map[mig.Slot]time.Time{},
-		jobs:       map[gpu.UUID]*job{},
-		migAt:      map[gpu.UUID]time.Time{},
-		rests:      map[gpu.UUID]*rest{},
-		wishRests:  map[want]*rest{},
-		failing:    map[gpu.UUID]map[mig.Slot]*failing{},
-		gates:      map[string]string{},
-		serving:    map[string]plugin.Source{},
-		removed:    map[string]bool{},
-		outcome:    Outcome{State: Pending, Message: "starting"},
+		opts:      o,
+		names:     ResourceNames(o.ResourceDomain),
+		driver:    w.Driver,
+		files:     w.Files,
+		caps:      w.Caps,
+		kubelet:   w.Kubelet,
+		runtime:   w.Runtime,
+		plugins:   w.Plugins,
+		store:     w.Store,
+		cluster:   w.Cluster,
+		features:  w.Features,
+		observer:  w.Observer,
+		health:    health.New(o.Health),
+		log:       o.Log,
+		trigger:   make(chan struct{}, 1),
+		stirred:   make(chan struct{}, 1),
+		news:      make(chan struct{}, 1),
+		ended:     make(chan struct{}, 1),
+		input:     input{labelKnown: w.Cluster == nil},
+		cuts:      map[gpu.UUID]Cut{},
+		past:      map[gpu.UUID][]pastCut{},
+		slices:    map[gpu.UUID]slice{},
+		cards:     map[gpu.UUID]*mig.Card{},
+		profiles:  map[gpu.UUID][]gpu.Profile{},
+		mine:      map[gpu.UUID]map[mig.Slot]bool{},
+		idle:      map[gpu.UUID]map[mig.Slot]time.Time{},
+		jobs:      map[gpu.UUID]*job{},
+		migAt:     map[gpu.UUID]time.Time{},
+		rests:     map[gpu.UUID]*rest{},
+		wishRests: map[want]*rest{},
+		failing:   map[gpu.UUID]map[mig.Slot]*failing{},
+		gates:     map[string]string{},
+		serving:   map[string]plugin.Source{},
+		removed:   map[string]bool{},
+		outcome:   Outcome{State: Pending, Message: "starting"},
 	}
 	a.ration = brief.NewRation(a.log, time.Now, func(d time.Duration, f func()) { time.AfterFunc(d, f) })
 	a.seen.resent, a.seen.stale = map[string]time.Time{}, map[string]string{}
@@ -542,8 +537,8 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 		// A round ends behind the driver then: what is due later on would stay due.
 		return max(wait, leastSleep)
 	}
-	if !a.othersAt.IsZero() {
-		wait = min(wait, a.othersPause()-now.Sub(a.othersAt))
+	if !a.others.due.IsZero() {
+		wait = min(wait, a.others.due.Sub(now))
 	}
 	if a.desk.Held() {
 		wait = min(wait, holdersEvery-now.Sub(a.seen.at))
@@ -782,7 +777,7 @@ func (a *Agent) heardSoFar() input {
 }
 
 func (a *Agent) plan(claims []desk.Claim) Changes {
-	return Plan(PlanInput{Inventory: a.inv, Claims: claims, Wanted: a.wanted, Cuts: a.cuts, Others: a.others, Names: a.names,
+	return Plan(PlanInput{Inventory: a.inv, Claims: claims, Wanted: a.wanted, Cuts: a.cuts, Others: a.others.gpus, Names: a.names,
 		Unit: a.opts.MemoryUnit, MIG: a.migInput(claims, time.Now())})
 }
 
@@ -959,7 +954,7 @@ func (a *Agent) finish(changes *Changes, o Outcome, err error) {
 		}
 	}
 	a.snapshot.Store(&Snapshot{Inventory: inv, Topology: a.topology, Matrix: a.matrix, Answered: a.answered, Cuts: a.cuts, Wanted: a.wanted, Active: a.active, Blocked: changes.Blocked,
-		Work: work, Made: made, Leaving: changes.Leaving, Failing: a.failingSlots(now), Others: a.others, Outcome: o,
+		Work: work, Made: made, Leaving: changes.Leaving, Failing: a.failingSlots(now), Others: a.others.gpus, Outcome: o,
 		Source: a.heardSoFar().source, Generation: a.wantedGen, At: now, Heard: a.heard, Verdicts: verdicts, Hangs: hangs, Err: err})
 	poke(a.stirred)
 	if o != a.outcome {

@@ -65,12 +65,17 @@ type outside struct {
 	stranger      bool // the runtime does not know the agent's own pod
 	allocatable   map[string][]string
 	suspected     []string
+	sandboxes     map[string]node.PodName // by pod UID
+	prepared      []node.Prepared
 	// The API server.
 	patchErr    error
 	labels      map[string]string
 	marked      []map[string]string // labels, over time
 	annotations map[string]string
 	events      []string
+	offered     []kube.Device // by DRA drivers
+	offeredErr  error
+	offeredAsks int
 
 	condition kube.Condition
 	boot      string
@@ -165,7 +170,7 @@ func (o *outside) List(context.Context) (node.Listing, error) {
 		pods = append(pods, node.PodName{Namespace: h.Namespace, Name: h.Pod})
 	}
 	slices.SortFunc(pods, func(a, b node.PodName) int { return strings.Compare(a.Namespace+"/"+a.Name, b.Namespace+"/"+b.Name) })
-	return node.Listing{Pods: slices.Compact(pods), Holdings: slices.Clone(o.holdings)}, nil
+	return node.Listing{Pods: slices.Compact(pods), Holdings: slices.Clone(o.holdings), Prepared: slices.Clone(o.prepared)}, nil
 }
 
 func (o *outside) Allocatable(context.Context) (map[string][]string, error) {
@@ -212,7 +217,11 @@ func (o runtime) Containers(context.Context) ([]node.Container, error) {
 	return out, o.runtimeErr
 }
 
-func (o runtime) Pods(context.Context) (map[string]node.PodName, error) { return nil, nil }
+func (o runtime) Pods(context.Context) (map[string]node.PodName, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return maps.Clone(o.sandboxes), o.runtimeErr
+}
 
 func (o runtime) Events(ctx context.Context, fn func(node.ContainerEvent)) error {
 	for {
@@ -246,6 +255,13 @@ func (o *outside) SetCondition(_ context.Context, c kube.Condition) error {
 	}
 	o.with(func() { o.condition = c })
 	return nil
+}
+
+func (o *outside) Devices(_ context.Context, drivers ...string) ([]kube.Device, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.offeredAsks++
+	return slices.DeleteFunc(slices.Clone(o.offered), func(d kube.Device) bool { return !slices.Contains(drivers, d.Driver) }), o.offeredErr
 }
 
 // Mark is a Node that nobody else writes to.

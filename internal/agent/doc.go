@@ -15,7 +15,7 @@
 //
 //	results of work that has ended       what is true of its GPU now
 //	inventory := driver                  what is there; read beside the loop if it is old or news came
-//	others    := kubelet                 what other device plugins offer
+//	others    := kubelet                 what other device plugins and DRA drivers have
 //	claims    := desk ∪ witnesses        who has what; they are asked before any cut
 //	plan      := Plan(inventory, claims, wanted, cuts, others)
 //	withdraw what the plan takes away    published Unhealthy: Allocate refuses it from here
@@ -105,6 +105,17 @@
 // knows, the list is sent again. The runtime tells of a container's end at once,
 // and then the kubelet is asked every 50 ms for a while, so that devices are free
 // a moment after it has let go.
+//
+// # Others (others.go, prepared.go)
+//
+// A GPU that somebody else may give out is not offered. The kubelet knows what other
+// device plugins offer and who has some of it, and its checkpoint knows that even
+// after a restart. But nobody takes an ended pod's entry out of that file once its
+// plugin has gone, so an entry counts while the runtime knows the pod, and for half
+// a minute after the file was first seen, since the sandbox comes later; where the
+// runtime is silent, it counts. Devices of other DRA drivers are in the kubelet's
+// list by name; the drivers' ResourceSlices say which GPUs they are. Where nobody
+// can say which, it may be any, and none is offered.
 //
 // # Hardware (look.go)
 //

@@ -72,8 +72,7 @@ func (a *Agent) ask(ctx context.Context, full bool) (desk.Testimony, error) {
 	}
 	if t.Runtime && !a.knowsUs(containers) {
 		t.Runtime, containers = false, nil
-		errs = append(errs, fmt.Errorf("ask the container runtime what runs: it does not know the agent's own pod %s/%s, so it is not the kubelet's; name that one with --runtime-endpoint",
-			a.opts.Pod.Namespace, a.opts.Pod.Name))
+		errs = append(errs, fmt.Errorf("ask the container runtime what runs: %w", a.strangerError()))
 	}
 	t.Uses = a.uses(containers)
 	if err := a.readCheckpoint(&t); err != nil {
@@ -136,6 +135,12 @@ func (a *Agent) knowsUs(containers []node.Container) bool {
 	return a.opts.Pod == (node.PodName{}) || slices.ContainsFunc(containers, func(c node.Container) bool {
 		return c.Namespace == a.opts.Pod.Namespace && c.Pod == a.opts.Pod.Name
 	})
+}
+
+// strangerError says that the runtime is not the kubelet's.
+func (a *Agent) strangerError() error {
+	return fmt.Errorf("it does not know the agent's own pod %s/%s, so it is not the kubelet's; name that one with --runtime-endpoint",
+		a.opts.Pod.Namespace, a.opts.Pod.Name)
 }
 
 // uses finds the claims in the annotations that Allocate gave to containers. No

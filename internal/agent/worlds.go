@@ -108,7 +108,8 @@ type Kubelet interface {
 type Runtime interface {
 	// Containers are those that have been created and have not ended.
 	Containers(context.Context) ([]node.Container, error)
-	// Pods has the names of pods by UID, also of those without a container yet.
+	// Pods has the names of pods that have a sandbox, by UID: also of those without
+	// a container yet.
 	Pods(context.Context) (map[string]node.PodName, error)
 	// Events blocks and calls back until ctx ends; gpu.ErrNotSupported where
 	// the runtime has no events.
@@ -147,6 +148,8 @@ type Cluster interface {
 	// agent's.
 	Mark(context.Context, kube.Marks) error
 	SetCondition(ctx context.Context, c kube.Condition) error
+	// Devices is what these DRA drivers say of their devices in ResourceSlices.
+	Devices(ctx context.Context, drivers ...string) ([]kube.Device, error)
 	Event(regarding kube.Regarding, kind kube.EventType, reason, message string)
 }
 

@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// slicesPatience bounds one question for ResourceSlices: the loop waits for it.
+const slicesPatience = 2 * time.Second
+
+// otherHardware are DRA drivers whose devices are known not to be GPUs, whether
+// their ResourceSlices can be read or not. NVIDIA's for compute domains prepares
+// channels between GPUs.
+var otherHardware = []string{"compute-domain.nvidia.com", "dra.cpu", "dra.net"}
+
+// drivers is what the loop remembers of devices that other DRA drivers have prepared
+// for pods.
+type drivers struct {
+	// listed are those of the last listing that was worth its word.
+	listed []node.Prepared
+	// known is which GPU each is, "" for none. It stays while the device is
+	// prepared: ResourceSlices are gone for a while after each start of the kubelet
+	// or of the driver.
+	known map[node.Prepared]gpu.UUID
+	// unknown is why it cannot be told of the others.
+	unknown map[node.Prepared]string
+	// due is when the ResourceSlices are to be read again for their sake, and pause
+	// how long after that.
+	due   time.Time
+	pause time.Duration
+}
+
+// prepared finds the GPUs that other DRA drivers have prepared for pods. The kubelet
+// names a device by driver, pool and name; which GPU that is, its ResourceSlice says
+// (see whichGPU). Where that cannot be told, it may be any GPU, and none is offered.
+func (a *Agent) prepared(ctx context.Context, now time.Time, listed []node.Prepared, trusted bool, s *sightings) {
+	d := &a.others.drivers
+	listed = slices.DeleteFunc(slices.Clone(listed), func(p node.Prepared) bool {
+		return p.Driver == "gpus."+a.opts.Domain || slices.Contains(otherHardware, p.Driver)
+	})
+	if !trusted { // it lacks pods: those of before may still be there
+		listed = append(listed, slices.DeleteFunc(slices.Clone(d.listed), func(p node.Prepared) bool { return slices.Contains(listed, p) })...)
+	}
+	d.listed = listed
+	gone := func(p node.Prepared) bool { return !slices.Contains(listed, p) }
+	maps.DeleteFunc(d.known, func(p node.Prepared, _ gpu.UUID) bool { return gone(p) })
+	maps.DeleteFunc(d.unknown, func(p node.Prepared, _ string) bool { return gone(p) })
+	isNew := func(p node.Prepared) bool {
+		_, known := d.known[p]
+		return !known && d.unknown[p] == ""
+	}
+	switch fresh := slices.ContainsFunc(listed, isNew); {
+	case fresh:
+		d.pause = othersPresent
+		a.askDrivers(ctx, now)
+	case len(d.unknown) > 0 && !now.Before(d.due):
+		d.pause = min(2*d.pause, othersEvery)
+		a.askDrivers(ctx, now)
+	}
+	for _, p := range listed {
+		switch u, why := d.known[p], d.unknown[p]; {
+		case why != "":
+			for i := range a.inv.GPUs {
+				add(s.doubt, []gpu.UUID{a.inv.GPUs[i].UUID}, fmt.Sprintf("%s, and that may be this GPU: %s; end that pod, or give the GPU mode off", describePrepared(p), why))
+			}
+			s.again(d.due)
+		case u != "":
+			add(s.sure, []gpu.UUID{u}, describePrepared(p)+"; end that pod and keep that driver off the GPU, or give the GPU mode off")
+		}
+	}
+}
+
+func describePrepared(p node.Prepared) string {
+	return fmt.Sprintf("%s/%s has device %s of pool %s of the DRA driver %s by the claim %s", p.Namespace, p.Pod, p.Device, p.Pool, p.Driver, p.Claim)
+}
+
+// askDrivers reads the ResourceSlices for the devices of which it is not known which
+// GPUs they are.
+func (a *Agent) askDrivers(ctx context.Context, now time.Time) {
+	d := &a.others.drivers
+	d.due, d.unknown = now.Add(d.pause), map[node.Prepared]string{}
+	if d.known == nil {
+		d.known = map[node.Prepared]gpu.UUID{}
+	}
+	var ask []node.Prepared
+	names := map[string]bool{}
+	for _, p := range d.listed {
+		if _, known := d.known[p]; !known {
+			ask = append(ask, p)
+			names[p.Driver] = true
+		}
+	}
+	ctx, cancel := context.WithTimeout(ctx, slicesPatience)
+	defer cancel()
+	var offered []kube.Device
+	err := errors.New("the agent has no API server to ask (--node-name)")
+	if a.cluster != nil {
+		offered, err = a.cluster.Devices(ctx, sortedKeys(names)...)
+	}
+	for _, p := range ask {
+		if err != nil {
+			d.unknown[p] = fmt.Sprintf("the ResourceSlices of this node, which would tell, cannot be read (the agent needs leave to list resourceslices of resource.k8s.io): %v", err)
+		} else if u, why := whichGPU(a.inv, p, offered); why != "" {
+			d.unknown[p] = why
+		} else {
+			d.known[p] = u
+		}
+	}
+}
+
+// whichGPU says which of a node's GPUs a device of a DRA driver is, or is a part of,
+// by what drivers say in their ResourceSlices; "" for none. Where it cannot be told,
+// why says so, and the device may be any. It is pure. The rule:
+//
+//   - A UUID (attributes uuid and parentUUID, in any domain) or a PCI address
+//     (pciBusID and the names that drivers had for it before) of one of the GPUs
+//     settles it.
+//   - So does the UUID of an NVIDIA GPU that the node does not have, and the PCI
+//     address of something else: it is none of the GPUs.
+//   - A device that says neither is hardware of another kind, unless it or its
+//     driver speaks of GPUs, or another device of the driver is one of them.
+//   - A device that no ResourceSlice has may be any.
+func whichGPU(inv *gpu.Inventory, p node.Prepared, offered []kube.Device) (u gpu.UUID, why string) {
+	i := slices.IndexFunc(offered, func(d kube.Device) bool {
+		return d.Driver == p.Driver && d.Pool == p.Pool && d.Name == p.Device
+	})
+	if i < 0 {
+		return "", "no ResourceSlice of this node has that device; look whether that driver still runs here"
+	}
+	u, elsewhere := identity(inv, &offered[i])
+	switch {
+	case u != "" || elsewhere:
+		return u, ""
+	case speaksOfGPUs(&offered[i]) || slices.ContainsFunc(offered, func(d kube.Device) bool {
+		of, _ := identity(inv, &d)
+		return d.Driver == p.Driver && of != ""
+	}):
+		return "", "its ResourceSlice has no uuid and no resource.kubernetes.io/pciBusID that tells; see to a version of that driver that says one"
+	}
+	return "", ""
+}
+
+// identity looks for an attribute that says which piece of hardware a device is: one
+// of the GPUs, or surely something else.
+func identity(inv *gpu.Inventory, d *kube.Device) (u gpu.UUID, elsewhere bool) {
+	instance := false
+	for _, name := range sortedKeys(d.Attributes) {
+		value := d.Attributes[name]
+		switch strings.ToLower(name[strings.LastIndex(name, "/")+1:]) {
+		case "uuid", "parentuuid":
+			if ours := gpusOf(inv, value, "GPU-"+value); len(ours) > 0 {
+				u = ours[0]
+			}
+			elsewhere = elsewhere || strings.HasPrefix(value, "GPU-") && len(value) == len("GPU-01234567-89ab-cdef-0123-456789abcdef")
+			// Of an instance that was made after the last reading, or is on a GPU
+			// that could not be read.
+			instance = instance || strings.HasPrefix(value, "MIG-")
+		case "pcibusid", "pciebusid", "pciaddress", "pciaddr":
+			at, ok := pciSlot(value)
+			for i := range inv.GPUs {
+				if own, has := pciSlot(inv.GPUs[i].PCI); ok && has && own == at {
+					u = cmp.Or(u, inv.GPUs[i].UUID)
+				}
+			}
+			elsewhere = elsewhere || ok
+		}
+	}
+	return u, elsewhere && !instance && u == ""
+}
+
+// pciSlot is a PCI address without its function: what has another function in the
+// same slot, as a virtual function can, is on the same card.
+func pciSlot(address string) (slot [3]uint64, ok bool) {
+	var function uint64
+	n, err := fmt.Sscanf(address, "%x:%x:%x.%x", &slot[0], &slot[1], &slot[2], &function)
+	return slot, n == 4 && err == nil
+}
+
+// speaksOfGPUs says whether a device without an identity may be a GPU after all, by
+// the words in it. Its pool tells nothing: most are named for the node.
+func speaksOfGPUs(d *kube.Device) bool {
+	words := []string{d.Driver, d.Name}
+	for name, value := range d.Attributes {
+		words = append(words, name, value)
+	}
+	return slices.ContainsFunc(words, func(word string) bool {
+		word = strings.ToLower(word)
+		return strings.Contains(word, "gpu") || strings.Contains(word, "nvidia") || strings.Contains(word, "cuda")
+	})
+}
