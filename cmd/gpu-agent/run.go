@@ -245,10 +245,12 @@ func run(ctx context.Context, c console, args []string) error {
 	if ns, name, ok := splitName(f.pod); ok {
 		options.Pod = node.PodName{Namespace: ns, Name: name}
 	}
+	var loop *agent.Agent
 	if f.nodeName != "" {
 		cluster, err = kube.New(kube.Options{
 			Kubeconfig: f.kubeconfig, NodeName: f.nodeName, Domain: f.domain, Logger: log,
 			Failed:    metrics.APIError,
+			Refused:   func(request string, err error) { loop.SetRefused(request, err) },
 			EventDone: func(o kube.EventOutcome) { metrics.Event(string(o)) },
 		})
 		if err != nil {
@@ -259,7 +261,6 @@ func run(ctx context.Context, c console, args []string) error {
 	if f.nodeLabels.value == "nfd" {
 		worlds.Features = features(f.node.nfdDir)
 	}
-	var loop *agent.Agent
 	plugins := plugin.NewKubelet(plugin.KubeletOptions{
 		Dir: filepath.Join(f.node.kubeletDir, "device-plugins"), Logger: log, Observer: observer{metrics},
 		Looked: func() { loop.LookAtCheckpoint() },

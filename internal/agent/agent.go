@@ -230,6 +230,7 @@ type Agent struct {
 	readErr   error     // why that failed
 	readPause time.Duration
 	letGo     string // why the driver was let go
+	ready     bool   // see Ready; once it is true it stays so
 	letting   bool   // it is to be let go when no work is under way
 	parts     *cdi.Parts
 	partsErr  error
@@ -273,10 +274,11 @@ type Agent struct {
 	serving  map[string]plugin.Source
 	removed  map[string]bool // claims whose file was taken away
 	outcome  Outcome
-	heard    bool // see Snapshot.Heard
-	written  int  // claims written down since the journal was last cut
-	swept    bool // no file of an ended claim is left
-	trim     bool // a claim has ended that may be in the journal
+	heard    bool   // partitions and label have been heard of, if only that there are none
+	refusal  string // what the API server has refused for a while to show
+	written  int    // claims written down since the journal was last cut
+	swept    bool   // no file of an ended claim is left
+	trim     bool   // a claim has ended that may be in the journal
 }
 
 // input is the news from outside, by value.
@@ -298,6 +300,26 @@ type input struct {
 	migManager string
 	// labels are the node's; nil before it has been seen.
 	labels map[string]string
+	// refused is what the API server refuses to show, by request; the map is not
+	// changed but replaced.
+	refused map[string]refusal
+}
+
+// refusal is a request that the API server does not permit.
+type refusal struct {
+	err   error
+	since time.Time
+}
+
+// refusals says what the API server has refused for at least that long.
+func (in *input) refusals(now time.Time, least time.Duration) string {
+	var out []string
+	for _, request := range sortedKeys(in.refused) {
+		if r := in.refused[request]; now.Sub(r.since) >= least {
+			out = append(out, fmt.Sprintf("the API server refuses to %s: %v; give the agent's ServiceAccount the rights of deployments/base/rbac.yaml", request, r.err))
+		}
+	}
+	return strings.Join(out, "; ")
 }
 
 // Snapshot is what a round left, for status and metrics. It is immutable.
@@ -324,8 +346,11 @@ type Snapshot struct {
 	Generation uint64
 	At         time.Time
 	// Heard says that partitions and label have been heard of, if only that
-	// there are none: from then on the outcome is worth telling.
+	// there are none or that they may not be read: from then on the outcome is
+	// worth telling.
 	Heard bool
+	// Missing is what Ready waits for, empty once it need not any more.
+	Missing string
 	// Verdicts are the GPUs that are unfit for work; Hangs is what the driver does
 	// not answer.
 	Verdicts []health.Verdict
@@ -337,8 +362,6 @@ type Snapshot struct {
 	Made    map[gpu.UUID]map[mig.Slot]bool
 	Leaving map[gpu.UUID]map[mig.Slot]string
 	Failing map[gpu.UUID]map[mig.Slot]string
-	// Err is what went wrong in the round, nil if nothing did.
-	Err error
 }
 
 // New returns an agent that has not looked at anything yet. Where there is a
@@ -457,6 +480,22 @@ func (a *Agent) SetNode(n kube.Node) {
 	a.tell() // a node that was made anew has lost what we wrote on it
 }
 
+// SetRefused says that the API server refuses a request without which partitions or
+// the node cannot be followed, or with nil that it does not any more. What was in
+// force stays.
+func (a *Agent) SetRefused(request string, err error) {
+	a.setInput(func(in *input) {
+		refused := maps.Clone(in.refused)
+		if refused == nil {
+			refused = map[string]refusal{}
+		}
+		if delete(refused, request); err != nil {
+			refused[request] = refusal{err, time.Now()}
+		}
+		in.refused = refused
+	})
+}
+
 func (a *Agent) setInput(change func(*input)) {
 	a.inputMu.Lock()
 	change(&a.input)
@@ -533,6 +572,12 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 	if a.reading == nil && a.letGo == "" {
 		wait = a.nextReading(now).Sub(now)
 	}
+	in := a.heardSoFar()
+	for _, r := range in.refused {
+		if left := silentFor - now.Sub(r.since); left > 0 {
+			wait = min(wait, left)
+		}
+	}
 	if a.inv == nil {
 		// A round ends behind the driver then: what is due later on would stay due.
 		return max(wait, leastSleep)
@@ -599,6 +644,8 @@ func (a *Agent) round(ctx context.Context) error {
 	a.writeGrants()
 	in := a.heardSoFar()
 	a.heard = in.labelKnown && (in.file != nil || in.fileErr != nil)
+	// An API server that starts refuses what it permits a moment later.
+	a.refusal = in.refusals(time.Now(), silentFor)
 	var errs []error
 	a.takeResults(time.Now())
 	if err := a.mindDriver(&in); errors.Is(err, gpu.ErrReloaded) {
@@ -620,7 +667,7 @@ func (a *Agent) round(ctx context.Context) error {
 		if err != nil {
 			o.State, o.Message = Failed, err.Error()
 		}
-		a.finish(&Changes{}, o, err)
+		a.finish(&Changes{}, o)
 		return err
 	}
 	note, configErr := a.resolve()
@@ -703,7 +750,7 @@ func (a *Agent) round(ctx context.Context) error {
 	if h := a.hangs(); h != "" {
 		hwNote = strings.TrimPrefix(hwNote+"; hardware work waits: "+h, "; ")
 	}
-	a.finish(&changes, a.judge(note, hwNote, configErr, err, &changes), err)
+	a.finish(&changes, a.judge(note, hwNote, configErr, err, &changes))
 	return err
 }
 
@@ -728,7 +775,7 @@ func (a *Agent) learnParts(ctx context.Context) error {
 func (a *Agent) resolve() (note string, err error) {
 	in := a.heardSoFar()
 	if in.file == nil {
-		return "no partition file yet: nothing is offered", in.fileErr
+		return "no partition file yet: nothing changes", in.fileErr
 	}
 	if !in.labelKnown {
 		return "waiting for the node's labels", nil
@@ -918,6 +965,39 @@ func sentences(words ...string) string {
 	return strings.Join(slices.DeleteFunc(words, func(s string) bool { return s == "" }), "; ")
 }
 
+// missing is what Ready waits for.
+func (a *Agent) missing(o *Outcome) string {
+	if a.ready {
+		return ""
+	}
+	in := a.heardSoFar()
+	var out []string
+	if !a.answered {
+		why := "the first reading has not ended"
+		if a.readErr != nil {
+			why = a.readErr.Error()
+		}
+		out = append(out, "this process has not read the driver: "+why)
+	}
+	if a.parts == nil && a.partsErr != nil {
+		out = append(out, "it does not know which driver files containers need: "+a.partsErr.Error())
+	}
+	offers := slices.ContainsFunc(slices.Collect(maps.Values(a.cuts)), func(c Cut) bool { return c.Offers })
+	switch {
+	case !in.labelKnown:
+		out = append(out, "the node's labels have not been heard of")
+	case !a.heard:
+		out = append(out, "partitions have not been heard of")
+	case o.State == Invalid && !offers:
+		out = append(out, "nothing is on offer, and there is no valid partition: "+o.Message)
+	}
+	if !a.heard {
+		out = append(out, in.refusals(time.Now(), 0))
+	}
+	a.ready = len(out) == 0
+	return sentences(out...)
+}
+
 // driverAnswers says whether there is any point in asking it for more.
 func (a *Agent) driverAnswers() bool { return a.inv != nil && a.hangs() == "" }
 
@@ -932,12 +1012,19 @@ func (a *Agent) hangs() string {
 }
 
 // finish publishes what people see.
-func (a *Agent) finish(changes *Changes, o Outcome, err error) {
+func (a *Agent) finish(changes *Changes, o Outcome) {
+	if trouble := a.refusal; trouble != "" {
+		if o.State != Invalid {
+			o.State = Failed
+		}
+		o.Message = sentences(trouble, o.Message)
+	}
 	old := a.snapshot.Load()
 	o.Message = brief.Cut(o.Message, brief.Text)
+	heard, missing := a.heard || a.refusal != "", a.missing(&o)
 	verdicts := a.health.Verdicts()
 	hangs := a.hangs()
-	changed := o != a.outcome || a.inv != nil && a.inv != old.Inventory || a.wantedGen != old.Generation || a.heard != old.Heard || hangs != old.Hangs || !slices.Equal(verdicts, old.Verdicts)
+	changed := o != a.outcome || a.inv != nil && a.inv != old.Inventory || a.wantedGen != old.Generation || heard != old.Heard || hangs != old.Hangs || !slices.Equal(verdicts, old.Verdicts)
 	inv := a.inv
 	if inv == nil {
 		inv = &gpu.Inventory{}
@@ -955,7 +1042,7 @@ func (a *Agent) finish(changes *Changes, o Outcome, err error) {
 	}
 	a.snapshot.Store(&Snapshot{Inventory: inv, Topology: a.topology, Matrix: a.matrix, Answered: a.answered, Cuts: a.cuts, Wanted: a.wanted, Active: a.active, Blocked: changes.Blocked,
 		Work: work, Made: made, Leaving: changes.Leaving, Failing: a.failingSlots(now), Others: a.others.gpus, Outcome: o,
-		Source: a.heardSoFar().source, Generation: a.wantedGen, At: now, Heard: a.heard, Verdicts: verdicts, Hangs: hangs, Err: err})
+		Source: a.heardSoFar().source, Generation: a.wantedGen, At: now, Heard: heard, Missing: missing, Verdicts: verdicts, Hangs: hangs})
 	poke(a.stirred)
 	if o != a.outcome {
 		a.log.Info("partition", "name", o.Partition, "state", string(o.State), "message", o.Message)

@@ -233,15 +233,22 @@ func (a *Agent) migStatus(d *gpu.Device, snap *Snapshot, view *desk.View, claims
 	return out
 }
 
-// Ready returns nil once the GPUs are known and a partition has been settled,
-// else what is being waited for.
+// Ready returns nil once this process has read the driver, with the files of it
+// that containers need, and has heard of the partitions; else it says what is
+// missing. What a predecessor knew does not count, or a rolling update would walk
+// past nodes on which the new version does not work. A first partition that is
+// invalid is not enough where nothing is on offer.
+//
+// Once ready, the agent stays so: a driver that is lost later, and a bad edit, are
+// in the outcome and in the health of the GPUs, and no reason to hold up or to take
+// back the update of an agent that works.
 func (a *Agent) Ready() error {
 	snap := a.snapshot.Load()
 	if snap.At.IsZero() {
-		return errors.New("the first look at the GPUs is not finished")
+		return errors.New("the first round has not ended")
 	}
-	if len(snap.Inventory.GPUs) == 0 && snap.Err != nil {
-		return fmt.Errorf("no GPU is known: %w", snap.Err)
+	if snap.Missing != "" {
+		return errors.New(snap.Missing)
 	}
 	return nil
 }

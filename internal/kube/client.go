@@ -83,6 +83,11 @@ type Options struct {
 	// Failed, if set, is told of every request that failed: verb and resource
 	// are RBAC's words ("watch", "configmaps"). It must not block.
 	Failed func(verb, resource string)
+	// Refused, if set, is told when the server will not let the agent follow an
+	// object (401, 403), and with nil when it does again; request is like "list
+	// configmaps gpu-agent/gpu-partitions". Who calls hears nothing of the object
+	// meanwhile. It must not block.
+	Refused func(request string, err error)
 	// EventDone, if set, is told what became of every Event. It must not block.
 	EventDone func(EventOutcome)
 }
@@ -110,6 +115,8 @@ type Client struct {
 	mu sync.Mutex // guards what follows
 	// failing has the start of each outage, by operation.
 	failing map[string]time.Time
+	// refused has the requests of which Refused was told.
+	refused map[string]bool
 	// node is what the server said last of the agent's Node; nil before the
 	// first word and while there is none.
 	node *Node
@@ -180,6 +187,7 @@ func New(o Options) (*Client, error) {
 		onPods:  flowcontrol.NewTokenBucketRateLimiter(1.0/10, 120),
 		marks:   flowcontrol.NewTokenBucketRateLimiter(1.0/3, 50),
 		failing: map[string]time.Time{},
+		refused: map[string]bool{},
 	}
 	c.ration = brief.NewRation(c.log, func() time.Time { return c.now() }, func(d time.Duration, f func()) { time.AfterFunc(d, f) })
 	return c, nil

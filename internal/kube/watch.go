@@ -207,6 +207,23 @@ func (c *Client) follow(ctx context.Context, t target, see func(*unstructured.Un
 	}
 }
 
+// allowed tells Options.Refused where the server has changed its mind about a
+// request. An error of another kind says nothing about that.
+func (c *Client) allowed(verb string, t target, err error) {
+	refused := apierrors.IsForbidden(err) || apierrors.IsUnauthorized(err)
+	if c.options.Refused == nil || err != nil && !refused {
+		return
+	}
+	request := verb + " " + t.resource.Resource + " " + t.String()
+	c.mu.Lock()
+	news := c.refused[request] != refused
+	c.refused[request] = refused
+	c.mu.Unlock()
+	if news {
+		c.options.Refused(request, err)
+	}
+}
+
 // failure is nil for the ends of a watch that belong to its life.
 func failure(err error) error {
 	if errors.Is(err, errPeriod) || apierrors.IsResourceExpired(err) || apierrors.IsGone(err) {
@@ -220,6 +237,7 @@ func (c *Client) list(ctx context.Context, t target, see func(*unstructured.Unst
 	ctx, cancel := context.WithTimeout(ctx, c.timing.request)
 	defer cancel()
 	list, err := t.in(c.api).List(ctx, metav1.ListOptions{FieldSelector: t.selector()})
+	c.allowed("list", t, err)
 	if err != nil {
 		return "", err
 	}
@@ -250,6 +268,7 @@ func (c *Client) watch(ctx context.Context, t target, version string, until time
 	stream, err := t.in(c.api).Watch(ctx, metav1.ListOptions{
 		FieldSelector: t.selector(), ResourceVersion: version, AllowWatchBookmarks: true, TimeoutSeconds: &seconds,
 	})
+	c.allowed("watch", t, err)
 	if err != nil {
 		return version, 0, err
 	}

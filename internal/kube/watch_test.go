@@ -4,6 +4,7 @@ package kube
 
 import (
 	"context"
+	"fmt"
 	"net/http"
 	"strings"
 	"testing"
@@ -271,5 +272,47 @@ func TestWatchWantsNames(t *testing.T) {
 	c, _ := connect(t, newServer(t))
 	if err := c.WatchConfigMap(t.Context(), "", "p", func(*ConfigMap) {}); err == nil {
 		t.Error("no namespace is accepted")
+	}
+}
+
+// TestRefusalIsTold: an agent that may not read its ConfigMap wrote a line into its
+// log, and nobody else heard of it.
+func TestRefusalIsTold(t *testing.T) {
+	for _, verb := range []string{"list", "watch"} {
+		t.Run(verb, func(t *testing.T) {
+			s := newServer(t)
+			s.config("gpu", "p", "one")
+			fault := func(code int, reason string) {
+				s.set(func() {
+					s.fault = func(v, _ string, w http.ResponseWriter) bool {
+						if v == verb {
+							refuse(w, code, reason)
+						}
+						return v == verb
+					}
+				})
+			}
+			fault(403, "Forbidden")
+			refused := make(chan string, 100)
+			c, _ := connect(t, s, func(o *Options) {
+				o.Refused = func(request string, err error) {
+					refused <- fmt.Sprintf("%s: %v", request, err)
+				}
+			})
+			told := partitions(t, c)
+			says := receive(t, refused)
+			if !strings.HasPrefix(says, verb+" configmaps gpu/p: ") || strings.HasSuffix(says, "<nil>") {
+				t.Errorf("told %q", says)
+			}
+			// Another fault does not say that it is permitted, nor that it is not.
+			fault(500, "InternalError")
+			n := len(s.asked(verb))
+			await(t, "some more requests", func() bool { return len(s.asked(verb)) > n+2 })
+			s.set(func() { s.fault = nil })
+			if says := receive(t, refused); says != verb+" configmaps gpu/p: <nil>" {
+				t.Errorf("told %q, want that it is permitted now", says)
+			}
+			want(t, told, "one")
+		})
 	}
 }

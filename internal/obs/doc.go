@@ -5,7 +5,7 @@
 //
 //	/metrics   Prometheus text
 //	/healthz   200 while the process works as a process; else 503 and the reason
-//	/readyz    200 once the GPUs are known and on offer; else 503 and the reason
+//	/readyz    200 once the driver has been read and partitions heard of; else 503 and what is missing
 //	/statusz   [Status] as JSON; to a browser, as a page
 //
 // Everything about GPUs on these pages comes from one snapshot function that
