@@ -213,6 +213,7 @@ var places = map[string]string{
 	"ClusterRoleBinding":               "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings",
 	"ValidatingAdmissionPolicy":        "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies",
 	"ValidatingAdmissionPolicyBinding": "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings",
+	"NetworkPolicy":                    "/apis/networking.k8s.io/v1/namespaces/%s/networkpolicies",
 }
 
 // apply is `kubectl apply --server-side`, which refuses unknown fields; with
@@ -273,6 +274,9 @@ func TestAtTheAPIServer(t *testing.T) {
 			for _, o := range render(t, dir) {
 				s.apply(t, o, true)
 			}
+		}
+		for _, o := range resources(t, "components/network-policy") {
+			s.apply(t, o, true)
 		}
 	})
 	t.Run("what the README shows", func(t *testing.T) {

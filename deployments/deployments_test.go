@@ -648,6 +648,48 @@ func TestRenderedEvict(t *testing.T) {
 	}
 }
 
+// The policy is about the agent's pods, wherever an overlay puts them, and the port
+// by its name, and it leaves alone what the agent itself connects to.
+func TestRenderedNetworkPolicy(t *testing.T) {
+	type selector struct {
+		MatchLabels map[string]string `yaml:"matchLabels"`
+	}
+	type policy struct {
+		header `yaml:",inline"`
+		Spec   struct {
+			PodSelector selector `yaml:"podSelector"`
+			PolicyTypes []string `yaml:"policyTypes"`
+			Ingress     []struct {
+				From []struct {
+					NamespaceSelector selector `yaml:"namespaceSelector"`
+				}
+				Ports []struct{ Port, Protocol string }
+			}
+		}
+	}
+	objects := render(t, withComponent(t, "base", "components/network-policy"))
+	p, d := as[policy](t, one(t, objects, "NetworkPolicy", name)), agentSet(t, objects)
+	if b := agentSet(t, base(t)); len(objects) != len(base(t))+1 || !reflect.DeepEqual(d, b) {
+		t.Error("the component does more than add a policy")
+	}
+	if got, want := p.Spec.PodSelector.MatchLabels, d.Spec.Template.Metadata.Labels; len(got) == 0 || !maps.Equal(got, want) {
+		t.Errorf("the policy is about pods with %v, the agent's have %v", got, want)
+	}
+	if !slices.Equal(p.Spec.PolicyTypes, []string{"Ingress"}) {
+		t.Errorf("the policy is about %q, want Ingress alone", p.Spec.PolicyTypes)
+	}
+	if len(p.Spec.Ingress) != 1 || len(p.Spec.Ingress[0].From) != 1 || len(p.Spec.Ingress[0].Ports) != 1 {
+		t.Fatalf("the policy lets in %+v, want one namespace to one port", p.Spec.Ingress)
+	}
+	from, port := p.Spec.Ingress[0].From[0], p.Spec.Ingress[0].Ports[0]
+	if from.NamespaceSelector.MatchLabels["kubernetes.io/metadata.name"] != "monitoring" {
+		t.Errorf("the policy lets in %+v, want the namespace monitoring", from)
+	}
+	if got := agent(t, &d).Ports[0].Name; port.Port != got || port.Protocol != "TCP" {
+		t.Errorf("the policy lets in to %+v, the agent's port is %q", port, got)
+	}
+}
+
 // The agent's features file is where Node Feature Discovery and the cleanup look.
 func TestRenderedNFD(t *testing.T) {
 	dir := programFlags(t)["nfd-dir"]

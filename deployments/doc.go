@@ -7,6 +7,7 @@
 //	overlays/driver-container/  the driver is in a container of its own
 //	overlays/runtime-class/     no privileged pod, by NVIDIA's container runtime
 //	components/evict/           for any of these: pods that offend again and again are evicted
+//	components/network-policy/   for any of these: only monitoring connects to the agent's port
 //	components/nfd/             for any of these, and the cleanup: labels by Node Feature Discovery
 //	cleanup/                    takes the agent's traces off the nodes
 //	image/                      files of the container image that are not built

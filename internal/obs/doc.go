@@ -6,7 +6,7 @@
 //	/metrics   Prometheus text
 //	/healthz   200 while the process works as a process; else 503 and the reason
 //	/readyz    200 once the driver has been read and partitions heard of; else 503 and what is missing
-//	/statusz   [Status] as JSON; to a browser, as a page
+//	/statusz   [Status] as JSON; to a browser, as a page; from within the network namespace only
 //
 // Everything about GPUs on these pages comes from one snapshot function that
 // the agent provides, so a page never disagrees with another one, and a scrape
@@ -15,6 +15,13 @@
 //	metrics := obs.NewMetrics(version)
 //	server := obs.New(obs.Options{Addr: ":9500", Metrics: metrics, Status: agent.Status, …})
 //	err := server.Run(ctx)
+//
+// Every pod of the cluster may reach the port. So connections are bounded, in all
+// and for each address, and whoever comes when all are taken gets the place of the
+// one that has been quiet for longest, of the address that has the most: a probe
+// is answered whatever others hold. Pages are made for one reader at a time, and
+// /statusz, which has every tenant's names, is refused to connections from
+// outside: kubectl exec and kubectl port-forward end up inside.
 //
 // What happens between two scrapes (calls, rounds, errors) is counted in
 // [Metrics], whose methods the wiring passes to the rooms as plain functions.

@@ -176,6 +176,16 @@ func TestShare(t *testing.T) {
 // serve runs a Server on a loopback port until the test ends.
 func serve(t *testing.T, o Options) string {
 	t.Helper()
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return serveOn(t, listener, o)
+}
+
+// serveOn is serve on a listener of the test's.
+func serveOn(t *testing.T, listener net.Listener, o Options) string {
+	t.Helper()
 	if o.Metrics == nil {
 		o.Metrics = NewMetrics("v0.1.0")
 	}
@@ -190,10 +200,6 @@ func serve(t *testing.T, o Options) string {
 		o.Ready = ok
 	}
 	o.Logger = slog.New(slog.NewTextHandler(io.Discard, nil))
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
 	go func() { done <- New(o).Serve(ctx, listener) }()

@@ -68,8 +68,9 @@ func (s *Server) Run(ctx context.Context) error {
 
 // Serve is Run on a listener of the caller's, which it closes.
 func (s *Server) Serve(ctx context.Context, listener net.Listener) error {
-	// The port is open to the node's network: whoever holds a connection holds
-	// little and not for long.
+	// Every pod of the cluster may reach the port: whoever holds a connection
+	// holds little, and not for long.
+	listener = bound(listener, maxConnections, maxPerAddress, maxEnding)
 	server := &http.Server{
 		Handler:           s.Handler(),
 		ReadHeaderTimeout: 5 * time.Second,
@@ -77,6 +78,7 @@ func (s *Server) Serve(ctx context.Context, listener net.Listener) error {
 		WriteTimeout:      30 * time.Second,
 		IdleTimeout:       2 * time.Minute,
 		MaxHeaderBytes:    8 << 10,
+		ConnState:         asks,
 		ErrorLog:          slog.NewLogLogger(s.options.Logger.Handler(), slog.LevelDebug),
 	}
 	failed := make(chan error, 1)
@@ -96,43 +98,92 @@ func (s *Server) Serve(ctx context.Context, listener net.Listener) error {
 	return ctx.Err()
 }
 
-// Handler returns the pages.
+// Handler returns the pages. A request must come by way of an http.Server, which
+// says where it went to, or /statusz is refused.
 func (s *Server) Handler() http.Handler {
 	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", promhttp.HandlerFor(s.registry, promhttp.HandlerOpts{
+	mux.Handle("GET /metrics", inTurn(promhttp.HandlerFor(s.registry, promhttp.HandlerOpts{
 		ErrorLog:      slog.NewLogLogger(s.options.Logger.Handler(), slog.LevelWarn),
 		ErrorHandling: promhttp.ContinueOnError,
 		// A compressor costs more memory than all series of a node.
-		DisableCompression:  true,
-		MaxRequestsInFlight: 4,
-	}))
+		DisableCompression: true,
+	})))
 	mux.Handle("GET /healthz", probe(s.options.Healthy))
 	mux.Handle("GET /readyz", probe(s.options.Ready))
-	mux.HandleFunc("GET /statusz", func(w http.ResponseWriter, r *http.Request) {
-		header := w.Header()
-		header.Set("Vary", "Accept")
-		header.Set("Cache-Control", "no-store")
-		header.Set("X-Content-Type-Options", "nosniff")
-		if wantsHTML(r) {
-			header.Set("Content-Type", "text/html; charset=utf-8")
-			header.Set("Content-Security-Policy", policy)
-			header.Set("Referrer-Policy", "no-referrer")
-			WriteHTML(w, s.options.Status(), s.options.Now())
-			return
-		}
-		body, err := json.MarshalIndent(s.options.Status(), "", "  ")
-		if err != nil {
-			http.Error(w, err.Error(), http.StatusInternalServerError)
-			return
-		}
-		header.Set("Content-Type", "application/json")
-		w.Write(append(body, '\n'))
-	})
+	mux.Handle("GET /statusz", onlyFromHere(inTurn(http.HandlerFunc(s.status))))
 	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) {
 		io.WriteString(w, "gpu-agent\n\n/metrics\n/healthz\n/readyz\n/statusz\n")
 	})
 	return mux
 }
+
+// status serves the Status, as a page or as JSON.
+func (s *Server) status(w http.ResponseWriter, r *http.Request) {
+	header := w.Header()
+	header.Set("Vary", "Accept")
+	header.Set("Cache-Control", "no-store")
+	header.Set("X-Content-Type-Options", "nosniff")
+	if wantsHTML(r) {
+		header.Set("Content-Type", "text/html; charset=utf-8")
+		header.Set("Content-Security-Policy", policy)
+		header.Set("Referrer-Policy", "no-referrer")
+		WriteHTML(w, s.options.Status(), s.options.Now())
+		return
+	}
+	body, err := json.MarshalIndent(s.options.Status(), "", "  ")
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusInternalServerError)
+		return
+	}
+	header.Set("Content-Type", "application/json")
+	w.Write(append(body, '\n'))
+}
+
+// onlyFromHere keeps a page from the network. The Status tells who holds what,
+// with the names of namespaces, pods and containers, and the port is open to
+// every pod of the cluster, which has no more than an address to show.
+func onlyFromHere(page http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if !fromHere(r) {
+			http.Error(w, "this page is not for the network: look at it with `gpu-agent status` where the agent runs, by kubectl exec, "+
+				"or in a browser by way of kubectl port-forward to the agent's pod", http.StatusForbidden)
+			return
+		}
+		page.ServeHTTP(w, r)
+	})
+}
+
+// inTurn has one answer to a page made at a time, so that those who ask again and
+// again take no more than one processor. It is made in memory: a client that
+// reads slowly keeps no other one waiting.
+func inTurn(page http.Handler) http.Handler {
+	turn := make(chan struct{}, 1)
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		select {
+		case turn <- struct{}{}:
+		case <-r.Context().Done():
+			return
+		}
+		a := answer{header: w.Header(), code: http.StatusOK}
+		func() {
+			defer func() { <-turn }()
+			page.ServeHTTP(&a, r)
+		}()
+		w.WriteHeader(a.code)
+		io.WriteString(w, a.body.String())
+	})
+}
+
+// answer is an http.ResponseWriter that keeps what is written.
+type answer struct {
+	header http.Header
+	code   int
+	body   strings.Builder
+}
+
+func (a *answer) Header() http.Header         { return a.header }
+func (a *answer) WriteHeader(code int)        { a.code = code }
+func (a *answer) Write(p []byte) (int, error) { return a.body.Write(p) }
 
 // wantsHTML tells whether a client is a browser, in the words of its Accept
 // header, or asks for the page by ?format=html. Who does not say gets JSON.

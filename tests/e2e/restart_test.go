@@ -280,7 +280,7 @@ func TestEverythingRestartsWithoutAPI(t *testing.T) {
 		if p == old {
 			return errors.New("it is the old one")
 		}
-		s, err := agent.Direct(ctx)
+		s, err := agent.Status(ctx)
 		if err != nil {
 			return err
 		}
@@ -297,7 +297,7 @@ func TestEverythingRestartsWithoutAPI(t *testing.T) {
 		if err := intact(ctx); err != nil {
 			return err
 		}
-		s, err := agent.Direct(ctx)
+		s, err := agent.Status(ctx)
 		if err != nil {
 			return err
 		}
@@ -471,7 +471,7 @@ func TestOthersGoAndComeBack(t *testing.T) {
 		}))
 		before["memory/main"] = again
 		b.must(lab.Holds(b.ctx, 10*time.Second, "while the API server is frozen", func(ctx context.Context) error {
-			s, err := agent.Direct(ctx)
+			s, err := agent.Status(ctx)
 			if err == nil && s.Claims != len(pods) {
 				err = fmt.Errorf("there are %d claims, want %d", s.Claims, len(pods))
 			}

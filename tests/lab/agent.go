@@ -8,6 +8,8 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net"
+	"net/http"
 	"net/url"
 	"os"
 	"path/filepath"
@@ -416,13 +418,21 @@ func (s Status) String() string {
 	return out
 }
 
-// Status reads the agent's view.
+// Status reads the agent's view, inside its pod, as nobody else is shown it. It
+// does without the API server.
 func (a *Agent) Status(ctx context.Context) (Status, error) {
-	data, err := a.HTTP(ctx, "statusz")
+	p, err := a.Process()
 	if err != nil {
-		return Status{}, err
+		return Status{}, fmt.Errorf("read the agent's status: %w", err)
 	}
-	return decode[Status](data, "the agent's status")
+	code, body, err := a.node.Get(ctx, p, "http://127.0.0.1:9500/statusz")
+	if err != nil {
+		return Status{}, fmt.Errorf("read the agent's status: %w", err)
+	}
+	if code != http.StatusOK {
+		return Status{}, fmt.Errorf("read the agent's status: %d: %.300s", code, body)
+	}
+	return decode[Status](body, "the agent's status")
 }
 
 // AwaitStatus waits until the agent's view passes check, which says what is
@@ -440,7 +450,7 @@ func (a *Agent) AwaitStatus(ctx context.Context, limit time.Duration, what strin
 	})
 }
 
-// HTTP reads a page of the agent's.
+// HTTP reads a page of the agent's, through the API server.
 func (a *Agent) HTTP(ctx context.Context, page string) ([]byte, error) {
 	var out []byte
 	err := a.node.api.get(ctx, agentPods+"/"+url.PathEscape(a.pod+":9500")+"/proxy/"+page, &out)
@@ -560,19 +570,8 @@ func (a *Agent) Process() (Process, error) {
 	return found[0], nil
 }
 
-// Direct reads the agent's view at its pod's own address, past the API server.
-func (a *Agent) Direct(ctx context.Context) (Status, error) {
-	if a.address == "" {
-		return Status{}, errors.New("read the agent's status: its pod's address was never seen")
-	}
-	const get = `exec 3<>"/dev/tcp/$0/9500" && printf 'GET /statusz HTTP/1.0\r\n\r\n' >&3 && cat <&3`
-	out, err := a.node.Exec(ctx, "timeout", "5", "bash", "-c", get, a.address)
-	if err != nil {
-		return Status{}, fmt.Errorf("read the agent's status: %w", err)
-	}
-	_, body, _ := strings.Cut(string(out), "\r\n\r\n")
-	return decode[Status]([]byte(body), "the agent's status")
-}
+// Address is where the agent's port is for the node's network.
+func (a *Agent) Address() string { return net.JoinHostPort(a.address, "9500") }
 
 // Uninstall goes the documented way: the DaemonSet is deleted, and that of
 // deployments/cleanup applied in its place. Uninstalled says how that stands.

@@ -1,0 +1,359 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package obs
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"net/netip"
+	"runtime"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// dial connects to addr from an address of loopback's and sends a text. The
+// connection stays until the test ends.
+func dial(t *testing.T, from, addr, send string) *net.TCPConn {
+	t.Helper()
+	d := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(from)}}
+	conn, err := d.DialContext(t.Context(), "tcp", addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	// The server may have ended it already.
+	io.WriteString(conn, send)
+	return conn.(*net.TCPConn)
+}
+
+// open tells whether the server still holds its end of a connection, of which
+// nothing was read.
+func open(t *testing.T, conn *net.TCPConn) bool {
+	t.Helper()
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	held := false
+	if err := raw.Control(func(fd uintptr) {
+		n, _, err := syscall.Recvfrom(int(fd), make([]byte, 1), syscall.MSG_PEEK|syscall.MSG_DONTWAIT)
+		held = n > 0 || errors.Is(err, syscall.EAGAIN)
+	}); err != nil {
+		t.Fatal(err)
+	}
+	return held
+}
+
+// probed asks as the kubelet does, from an address, by a connection of its own.
+func probed(t *testing.T, from, addr, page string) (int, string) {
+	t.Helper()
+	d := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(from)}}
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: d.DialContext}}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+addr+page, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	response, err := client.Do(request)
+	if err != nil {
+		t.Fatalf("%s from %s: %v", page, from, err)
+	}
+	defer response.Body.Close()
+	body, err := io.ReadAll(response.Body)
+	if err != nil {
+		t.Fatalf("%s from %s: %v", page, from, err)
+	}
+	return response.StatusCode, string(body)
+}
+
+// 12,850 idle connections of one pod took 256 MiB, which is the agent's limit.
+func TestIdleConnectionsOfOneSourceAreBounded(t *testing.T) {
+	addr := serve(t, Options{})
+	var limit syscall.Rlimit
+	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &limit); err != nil {
+		t.Fatal(err)
+	}
+	// On old code both ends of each were here.
+	n := int(min(12850, limit.Cur/2-200))
+	var conns []*net.TCPConn
+	for range n {
+		conns = append(conns, dial(t, "127.0.0.1", addr, ""))
+	}
+	// Connections are accepted in turn: by this answer all of them were.
+	if code, body := probed(t, "127.0.0.2", addr, "/healthz"); code != http.StatusOK {
+		t.Errorf("a probe meanwhile: %d: %s", code, body)
+	}
+	held := 0
+	for _, c := range conns {
+		if open(t, c) {
+			held++
+		}
+	}
+	if held > maxPerAddress {
+		t.Errorf("of %d idle connections from one address the server holds %d, want at most %d", n, held, maxPerAddress)
+	}
+	// The source itself is answered, too: nobody is locked out.
+	if code, body := probed(t, "127.0.0.1", addr, "/readyz"); code != http.StatusOK {
+		t.Errorf("a probe from the same address: %d: %s", code, body)
+	}
+}
+
+// Whatever a crowd of pods does with its connections, the kubelet's probe is
+// answered: it comes last, from an address that nobody knows before.
+func TestProbesAreAnsweredWhileOthersHoldEveryConnection(t *testing.T) {
+	for _, test := range []struct {
+		what, send string
+		answered   bool // so that a connection that was ended has something to read
+	}{
+		{"idle", "", false},
+		{"half a header", "GET /metrics HTTP/1.1\r\nHost: x\r\nX-Slow: ", false},
+		{"a large header", "GET / HTTP/1.1\r\nHost: x\r\nX-Large: " + strings.Repeat("x", 64<<10), true},
+		{"not HTTP", "\x16\x03\x01\x02\x00\x01", true},
+		{"kept alive", "GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n", true},
+		{"a body to come", "GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n", true},
+		{"unread pages", strings.Repeat("GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", 100), true},
+	} {
+		t.Run(test.what, func(t *testing.T) {
+			addr := serve(t, Options{})
+			var conns []*net.TCPConn
+			for i := range 200 { // pods, with 5 connections each
+				for range 5 {
+					conns = append(conns, dial(t, fmt.Sprintf("127.1.%d.%d", i/100, i%100+1), addr, test.send))
+				}
+				if code, body := probed(t, "127.0.0.1", addr, "/healthz"); code != http.StatusOK {
+					t.Fatalf("with %d connections: %d: %s", len(conns), code, body)
+				}
+			}
+			held := 0
+			for _, c := range conns {
+				if open(t, c) {
+					held++
+				}
+			}
+			if held > maxConnections && !test.answered {
+				t.Errorf("the server holds %d connections, want at most %d", held, maxConnections)
+			}
+		})
+	}
+}
+
+// A scraper's connection, which is old but in use, does not go before idle ones.
+func TestConnectionInUseGoesLast(t *testing.T) {
+	addr := serve(t, Options{})
+	const ask = "GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+	used := dial(t, "127.0.0.1", addr, ask)
+	reader := bufio.NewReader(used)
+	for i := range 3 * maxConnections {
+		response, err := http.ReadResponse(reader, nil)
+		if err != nil {
+			t.Fatalf("after %d other connections: %v", i, err)
+		}
+		io.Copy(io.Discard, response.Body)
+		// One that comes and says nothing, from as many places as there are.
+		dial(t, fmt.Sprintf("127.2.0.%d", i%200+1), addr, "")
+		if _, err := io.WriteString(used, ask); err != nil {
+			t.Fatalf("after %d other connections: %v", i+1, err)
+		}
+	}
+}
+
+// What was ended takes memory until its server has let go of it; so a listener
+// waits where that is too much, but not for ever.
+func TestConnectionsThatEndAreBounded(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := bound(l, 2, 2, 0)
+	accepted := make(chan net.Conn)
+	go func() {
+		defer close(accepted)
+		for {
+			c, err := b.Accept()
+			if err != nil {
+				return
+			}
+			accepted <- c
+		}
+	}()
+	first := dial(t, "127.0.0.1", l.Addr().String(), "")
+	one := <-accepted
+	dial(t, "127.0.0.1", l.Addr().String(), "")
+	two := <-accepted
+	dial(t, "127.0.0.1", l.Addr().String(), "")
+	// The third ends the first, and waits for its server.
+	if _, err := first.Read(make([]byte, 1)); err == nil {
+		t.Fatal("the first connection was not ended")
+	}
+	select {
+	case <-accepted:
+		t.Fatal("there are three")
+	default:
+	}
+	one.Close()
+	one.Close() // a second time gives nothing back
+	three := <-accepted
+	two.Close()
+	three.Close()
+	b.mu.Lock()
+	if b.ended != 0 || len(b.held) != 0 || b.queue.Len() != 0 {
+		t.Errorf("with no connection: %d are ending, %v, %d in the queue", b.ended, b.held, b.queue.Len())
+	}
+	b.mu.Unlock()
+	// A listener that is closed while one waits for room lets go of it.
+	for range 3 {
+		dial(t, "127.0.0.1", l.Addr().String(), "")
+	}
+	<-accepted
+	<-accepted
+	b.Close()
+	if c, ok := <-accepted; ok {
+		t.Errorf("%v came after the end", c.RemoteAddr())
+	}
+}
+
+// elsewhere is a listener whose connections say that they come from an address
+// and went to one.
+type elsewhere struct {
+	net.Listener
+	from, to string
+}
+
+type stranger struct {
+	net.Conn
+	from, to net.Addr
+}
+
+func (s stranger) RemoteAddr() net.Addr { return s.from }
+func (s stranger) LocalAddr() net.Addr  { return s.to }
+
+func (e elsewhere) Accept() (net.Conn, error) {
+	c, err := e.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	return stranger{c, net.TCPAddrFromAddrPort(netip.MustParseAddrPort(e.from)), net.TCPAddrFromAddrPort(netip.MustParseAddrPort(e.to))}, nil
+}
+
+// Every pod of the cluster could read each tenant's namespaces, pods and memory.
+func TestStatusIsNotForTheNetwork(t *testing.T) {
+	for _, test := range []struct {
+		from, to string
+		want     int
+	}{
+		{"127.0.0.1:4000", "127.0.0.1:9500", http.StatusOK},
+		{"127.0.0.1:4000", "127.0.0.2:9500", http.StatusOK},
+		{"[::1]:4000", "[::1]:9500", http.StatusOK},
+		{"[::ffff:127.0.0.1]:4000", "[::ffff:127.0.0.1]:9500", http.StatusOK}, // a socket for both kinds of addresses
+		{"10.244.1.7:4000", "10.244.1.7:9500", http.StatusOK},                 // the agent's own pod, with --http 10.244.1.7:9500
+		{"10.244.1.1:4000", "10.244.1.7:9500", http.StatusForbidden},          // the node, or the API server's proxy
+		{"10.244.1.8:4000", "10.244.1.7:9500", http.StatusForbidden},
+		{"[fd00::8]:4000", "[fd00::7]:9500", http.StatusForbidden},
+		{"[::ffff:10.244.1.8]:4000", "[::ffff:10.244.1.7]:9500", http.StatusForbidden},
+		{"127.0.0.1:4000", "10.244.1.7:9500", http.StatusForbidden}, // a proxy beside the agent
+		{"10.244.1.8:4000", "127.0.0.1:9500", http.StatusForbidden}, // a node that routes to loopback (CVE-2020-8558)
+	} {
+		t.Run(test.from+" to "+test.to, func(t *testing.T) {
+			l, err := net.Listen("tcp", "127.0.0.1:0")
+			if err != nil {
+				t.Fatal(err)
+			}
+			addr := serveOn(t, elsewhere{l, test.from, test.to}, Options{})
+			for _, page := range []string{"/statusz", "/statusz?format=html"} {
+				code, body := get(t, addr, page)
+				if code != test.want {
+					t.Errorf("%s: %d, want %d: %.200s", page, code, test.want, body)
+				}
+				if code != http.StatusOK && (strings.Contains(body, "train") || !strings.Contains(body, "port-forward")) {
+					t.Errorf("%s: the refusal is %q, want the way and no pod's name", page, body)
+				}
+			}
+			for _, page := range []string{"/healthz", "/readyz", "/metrics"} {
+				if code, body := get(t, addr, page); code != http.StatusOK {
+					t.Errorf("%s: %d: %.200s", page, code, body)
+				}
+			}
+		})
+	}
+}
+
+// unread is the answer of a client that does not read: a write of it does not
+// return before the test ends.
+type unread struct {
+	header         http.Header
+	writing, ended chan struct{}
+}
+
+func (u *unread) Header() http.Header { return u.header }
+func (u *unread) WriteHeader(int)     {}
+
+func (u *unread) Write(p []byte) (int, error) {
+	select {
+	case u.writing <- struct{}{}:
+		<-u.ended
+	case <-u.ended:
+	}
+	return len(p), nil
+}
+
+// Those who ask for a page all at once have it made one after another, and those
+// who do not read it keep nobody waiting.
+func TestPagesAreMadeInTurn(t *testing.T) {
+	for _, page := range []string{"/statusz", "/metrics"} {
+		t.Run(page, func(t *testing.T) {
+			var now, most atomic.Int32
+			ok := func() error { return nil }
+			pages := New(Options{Logger: slog.New(slog.DiscardHandler), Metrics: NewMetrics("v"), Healthy: ok, Ready: ok, Status: func() Status {
+				for n := now.Add(1); n > most.Load(); {
+					most.Store(n)
+				}
+				defer now.Add(-1)
+				for range 100 {
+					runtime.Gosched()
+				}
+				return sample()
+			}}).Handler()
+			ctx := context.WithValue(t.Context(), http.LocalAddrContextKey, &net.TCPAddr{IP: net.IPv6loopback})
+			ask := func(w http.ResponseWriter) {
+				r := httptest.NewRequestWithContext(ctx, http.MethodGet, page, nil)
+				r.RemoteAddr = "[::1]:4000"
+				pages.ServeHTTP(w, r)
+			}
+			writing, ended := make(chan struct{}), make(chan struct{})
+			var slow, fast sync.WaitGroup
+			defer slow.Wait()
+			defer close(ended)
+			const many = maxConnections / 2
+			for range many {
+				slow.Go(func() { ask(&unread{http.Header{}, writing, ended}) })
+			}
+			for range many {
+				<-writing
+			}
+			for range many {
+				fast.Go(func() {
+					got := httptest.NewRecorder()
+					if ask(got); got.Code != http.StatusOK || !strings.Contains(got.Body.String(), "job-1") {
+						t.Errorf("%d: %.200s", got.Code, got.Body)
+					}
+				})
+			}
+			fast.Wait()
+			if got := most.Load(); got != 1 {
+				t.Errorf("%d were made at a time, want 1", got)
+			}
+		})
+	}
+}
