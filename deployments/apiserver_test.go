@@ -394,11 +394,17 @@ func TestAtTheAPIServer(t *testing.T) {
 // agentClient is internal/kube, in the name of the agent on node-1.
 func (s *apiServer) agentClient(t *testing.T) *kube.Client {
 	t.Helper()
+	return s.clientAs(t, name, name)
+}
+
+// clientAs is internal/kube with a service account's token of a pod on node-1.
+func (s *apiServer) clientAs(t *testing.T, namespace, account string) *kube.Client {
+	t.Helper()
 	kubeconfig := filepath.Join(t.TempDir(), "kubeconfig")
 	text, err := json.Marshal(fields{"apiVersion": "v1", "kind": "Config", "current-context": "c",
 		"contexts": []fields{{"name": "c", "context": fields{"cluster": "c", "user": "u"}}},
 		"clusters": []fields{{"name": "c", "cluster": fields{"server": s.url, "insecure-skip-tls-verify": true}}},
-		"users": []fields{{"name": "u", "user": fields{"token": s.token, "as": "system:serviceaccount:gpu-agent:gpu-agent",
+		"users": []fields{{"name": "u", "user": fields{"token": s.token, "as": "system:serviceaccount:" + namespace + ":" + account,
 			"as-groups":     []string{"system:authenticated"},
 			"as-user-extra": fields{"authentication.kubernetes.io/node-name": []string{"node-1"}}}}}})
 	if err == nil {

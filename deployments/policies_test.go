@@ -3,7 +3,10 @@
 package deployments
 
 import (
+	"context"
+	"errors"
 	"fmt"
+	"maps"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -11,8 +14,10 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	loop "example.com/gpu-agent/internal/agent"
+	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/label"
 )
 
@@ -220,6 +225,7 @@ func TestPoliciesHoldTheAgentUnderAnyName(t *testing.T) {
 				return nil
 			})
 			s.try(t, as, tries)
+			s.agentSays(t, test.namespace, test.account, kube.PolicyHeld)
 
 			// The next one must not be held by this one's.
 			for _, o := range objects {
@@ -230,8 +236,12 @@ func TestPoliciesHoldTheAgentUnderAnyName(t *testing.T) {
 				}
 			}
 			s.await(t, "the policies are gone", func() error {
-				return s.do(t, as, http.MethodPatch, other+"?dryRun=All", merge, state("applied"), nil)
+				return errors.Join(
+					s.do(t, as, http.MethodPatch, other+"?dryRun=All", merge, state("applied"), nil),
+					s.do(t, as, http.MethodPost, events+"?dryRun=All", asJSON, anEvent("e."+theirs, "node-2"), nil),
+					s.do(t, as, http.MethodPost, evicting(theirs)+"?dryRun=All", asJSON, eviction("train", theirs, uids[theirs]), nil))
 			})
+			s.agentSays(t, test.namespace, test.account, kube.PolicyMissing)
 		})
 	}
 }
@@ -387,6 +397,52 @@ func TestAgentSendsEventsInItsOwnName(t *testing.T) {
 	// By the newer API, which RBAC does not grant.
 	if err := s.do(t, as, http.MethodPost, "/apis/events.k8s.io/v1/namespaces/default/events", asJSON, fields{}, nil); err == nil || !strings.Contains(err.Error(), "cannot create resource") {
 		t.Errorf("by events.k8s.io: %v, want that RBAC refuses it", err)
+	}
+}
+
+// agentSays lets internal/kube try the policies in an account's name: all four are
+// as they should be, and the tries have changed nothing.
+func (s *apiServer) agentSays(t *testing.T, namespace, account string, want kube.PolicyState) {
+	t.Helper()
+	const pods = "/api/v1/namespaces/train/pods"
+	// The agent's own pod, in a namespace of its choice.
+	if err := s.do(t, nil, http.MethodGet, pods+"/agent", "", nil, nil); err != nil {
+		s.pod(t, "train", "agent", "node-1")
+	}
+	seen := func() string {
+		var out []string
+		for _, path := range []string{"/api/v1/nodes", "/api/v1/events", pods} {
+			var list any
+			if err := s.do(t, nil, http.MethodGet, path, "", nil, &list); err != nil {
+				t.Fatal(err)
+			}
+			out = append(out, fmt.Sprint(list.(fields)["items"]))
+		}
+		return strings.Join(out, "\n")
+	}
+	before := seen()
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	var said []kube.Policy
+	o := kube.PolicyOptions{Evictions: true, Pod: kube.PodRef{Namespace: "train", Name: "agent"}}
+	if err := s.clientAs(t, namespace, account).WatchPolicies(ctx, o, func(list []kube.Policy) {
+		said = list
+		cancel()
+	}); !errors.Is(err, context.Canceled) {
+		t.Errorf("ended with %v before it said anything", err)
+	}
+	var names []string
+	for _, p := range said {
+		names = append(names, p.Name)
+		if p.State != want {
+			t.Errorf("policy %s is %s: %s; want %s", p.Name, p.State, p.Reason, want)
+		}
+	}
+	if all := slices.Sorted(maps.Keys(policies(t))); !slices.Equal(names, all) {
+		t.Errorf("tried the policies %q, the manifests have %q", names, all)
+	}
+	if after := seen(); after != before {
+		t.Errorf("the dry runs changed\n%s\nto\n%s", before, after)
 	}
 }
 

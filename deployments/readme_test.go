@@ -57,6 +57,7 @@ func TestDocsNameEveryMetric(t *testing.T) {
 			return obs.Status{
 				Driver: "580", CUDA: "13.0", Partition: obs.Partition{Name: "default", State: "applied"},
 				Watchdog:   obs.Watchdog{State: obs.WatchdogRunning},
+				Policies:   []obs.PolicyStatus{{Name: "gpu-agent", State: obs.PolicyHeld}},
 				Containers: []obs.ContainerStatus{{Namespace: "n", Pod: "p", Container: "c", GPU: "GPU-1", CapMiB: new(uint64), UsedMiB: new(uint64), Guarantee: "api"}},
 				GPUs: []obs.GPUStatus{{UUID: "GPU-1", Health: obs.Healthy, Class: "lost", Mode: "shared", Resource: "example.com/gpu-mem", Total: 1, Free: 1, MemoryMiB: 1,
 					MIG: &obs.MIGStatus{Slots: []obs.SlotStatus{{Profile: "1g.10gb", State: obs.SlotWarm, UUID: "MIG-1"}}}}},

@@ -14,6 +14,7 @@ import (
 	"runtime/debug"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -280,6 +281,7 @@ func run(ctx context.Context, c console, args []string) error {
 		Domain: f.domain, Every: f.cap.every, EndIntruders: f.cap.intruders.value == "end", EvictAfter: f.cap.evictAfter,
 		Own: options.Pod, Log: log,
 	}, watch)
+	var policies atomic.Pointer[[]obs.PolicyStatus]
 	page := obs.New(obs.Options{
 		Addr: f.http, Logger: log, Metrics: metrics,
 		Healthy: loop.Healthy,
@@ -288,6 +290,9 @@ func run(ctx context.Context, c console, args []string) error {
 			s := loop.Status()
 			s.Node, s.Version = f.nodeName, version()
 			show(&s, watchdog.State())
+			if p := policies.Load(); p != nil {
+				s.Policies = *p
+			}
 			return s
 		},
 	})
@@ -300,6 +305,10 @@ func run(ctx context.Context, c console, args []string) error {
 		g.Go(func() error { return cluster.Run(ctx) })
 		g.Go(func() error {
 			return cluster.WatchNode(ctx, loop.SetNode)
+		})
+		g.Go(func() error {
+			o := kube.PolicyOptions{Evictions: f.cap.evictAfter > 0, Pod: kube.PodRef{Namespace: options.Pod.Namespace, Name: options.Pod.Name}}
+			return cluster.WatchPolicies(ctx, o, func(list []kube.Policy) { policies.Store(policyStatus(list)) })
 		})
 	}
 	if f.cap.every > 0 {
@@ -374,6 +383,15 @@ func installHook(stateDir string) (string, error) {
 		return "", fmt.Errorf("the CDI hook program is missing: %s stands beside gpu-agent in the image; without it a container would not find libcuda.so.1", src)
 	}
 	return nvml.InstallHook(src, stateDir)
+}
+
+// policyStatus is what the status says of the admission policies.
+func policyStatus(list []kube.Policy) *[]obs.PolicyStatus {
+	out := make([]obs.PolicyStatus, len(list))
+	for i, p := range list {
+		out[i] = obs.PolicyStatus{Name: p.Name, State: string(p.State), Reason: p.Reason}
+	}
+	return &out
 }
 
 // observer passes what happens on to the metrics.

@@ -125,6 +125,8 @@ type Client struct {
 // timing is apart so that tests need not wait.
 type timing struct {
 	relist time.Duration
+	// recheck is how often admission policies that are in force are tried.
+	recheck time.Duration
 	// watch is how long the server is asked to keep one watch open.
 	watch time.Duration
 	// grace is how much longer than watch an unresponsive one is kept.
@@ -175,7 +177,7 @@ func New(o Options) (*Client, error) {
 		log:     o.Logger,
 		api:     api,
 		timing: timing{
-			relist: o.Relist, watch: 5 * time.Minute, grace: 30 * time.Second,
+			relist: o.Relist, recheck: time.Hour, watch: 5 * time.Minute, grace: 30 * time.Second,
 			request: 30 * time.Second, lived: 5 * time.Second,
 			pauseMin: 200 * time.Millisecond, pauseMax: 30 * time.Second,
 			quiet: time.Minute, window: 10 * time.Minute,

@@ -96,6 +96,15 @@
 // ResourceSlices, among it UUIDs and PCI addresses. It lists once for each call and
 // remembers nothing.
 //
+// # Admission policies
+//
+// RBAC cannot say "its own node". Admission policies beside the rights do, and one
+// that is missing or matches another account lets everything through without a
+// word. So [Client.WatchPolicies] tries by server-side dry run what each must
+// refuse, at the start and now and then, and says which is not in force. A policy
+// is known by its name in the server's refusal: a refusal by somebody else proves
+// nothing.
+//
 // The package does not know what a partition, a GPU or a label means: of package
 // gpu it borrows an error alone.
 package kube

@@ -58,12 +58,7 @@ func (c *Client) Evict(ctx context.Context, p PodRef) error {
 	}
 	bounded, cancel := context.WithTimeout(ctx, c.timing.request)
 	defer cancel()
-	eviction := &unstructured.Unstructured{Object: map[string]any{
-		"apiVersion": "policy/v1", "kind": "Eviction",
-		"metadata":      map[string]any{"namespace": p.Namespace, "name": p.Name, "labels": evictionLabels},
-		"deleteOptions": map[string]any{"preconditions": map[string]any{"uid": p.UID}},
-	}}
-	done, err := c.api.Resource(pods).Namespace(p.Namespace).Create(bounded, eviction, metav1.CreateOptions{}, "eviction")
+	done, err := c.api.Resource(pods).Namespace(p.Namespace).Create(bounded, evictionOf(p, evictionLabels), metav1.CreateOptions{}, "eviction")
 	failed := err
 	if err == nil {
 		err = refused(done)
@@ -88,6 +83,21 @@ func (c *Client) Evict(ctx context.Context, p PodRef) error {
 		return fmt.Errorf("evict pod %s: %w; the manifests' component evict grants the right", p, err)
 	}
 	return fmt.Errorf("evict pod %s: %w", p, err)
+}
+
+// evictionOf asks for the end of a pod; without a UID it names none.
+func evictionOf(p PodRef, labels map[string]any) *unstructured.Unstructured {
+	options := map[string]any{}
+	if p.UID != "" {
+		options["preconditions"] = map[string]any{"uid": p.UID}
+	}
+	metadata := map[string]any{"namespace": p.Namespace, "name": p.Name}
+	if labels != nil {
+		metadata["labels"] = labels
+	}
+	return &unstructured.Unstructured{Object: map[string]any{
+		"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata, "deleteOptions": options,
+	}}
 }
 
 // refused finds a refusal in an answer that is none by its code: where a pod

@@ -47,6 +47,9 @@ type server struct {
 	used     map[string]bool // "verb resource"
 	// fault may answer a request instead of the server; verb is RBAC's.
 	fault func(verb, resource string, w http.ResponseWriter) (handled bool)
+	// dry may answer a request that is a dry run; without it, and where it does
+	// not, that changes nothing and is answered as done.
+	dry func(resource string, w http.ResponseWriter) (handled bool)
 	// mute watches get no events.
 	mute bool
 	// deaf watches do not end in the time that they were asked to.
@@ -223,12 +226,12 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	body, _ := io.ReadAll(r.Body)
 	s.mu.Lock()
-	s.requests = append(s.requests, fmt.Sprintf("%s %s %s/%s rv=%s %s", verb, resource, namespace, name, query.Get("resourceVersion"), body))
+	s.requests = append(s.requests, fmt.Sprintf("%s %s %s/%s rv=%s%s %s", verb, resource, namespace, name, query.Get("resourceVersion"), query.Get("dryRun"), body))
 	allowed := slices.ContainsFunc(Rules, func(rule Rule) bool {
 		return rule.Resource == resource && slices.Contains(rule.Verbs, verb)
 	})
 	s.used[verb+" "+resource] = true
-	fault := s.fault
+	fault, dry := s.fault, s.dry
 	s.mu.Unlock()
 	switch {
 	case !allowed:
@@ -237,6 +240,10 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case fault != nil && fault(verb, resource, w):
 	case resource == "resourceslices":
 		s.listSlices(w, query.Get("fieldSelector"))
+	case query.Get("dryRun") == "All":
+		if dry == nil || !dry(resource, w) {
+			answer(w, map[string]any{"apiVersion": "v1", "kind": kinds[parts[0]], "metadata": map[string]any{"name": name}})
+		}
 	case verb == "list":
 		s.list(w, resource, namespace, name)
 	case verb == "watch":

@@ -3,12 +3,196 @@
 package kube
 
 import (
+	"context"
 	"errors"
+	"fmt"
 	"regexp"
+	"slices"
 	"strings"
+	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 )
+
+// PolicyState says whether the API server holds the agent to an admission policy.
+type PolicyState string
+
+// The three states.
+const (
+	// PolicyHeld: a write that the policy must refuse was refused by it.
+	PolicyHeld PolicyState = "held"
+	// PolicyMissing: such a write would have been taken.
+	PolicyMissing PolicyState = "missing"
+	// PolicyUnknown: the API server did not answer, or refused for another reason.
+	PolicyUnknown PolicyState = "unknown"
+)
+
+// Policy is an admission policy of the agent's manifests.
+type Policy struct {
+	// Name is the policy's in deployments/, where no overlay has changed it.
+	Name  string
+	State PolicyState
+	// Reason says what to do, or why nothing is known; empty for PolicyHeld.
+	Reason string
+}
+
+// PolicyOptions say which policies there should be beside those of the base.
+type PolicyOptions struct {
+	// Evictions are on, so the component evict should be there.
+	Evictions bool
+	// Pod is the agent's own, by which the policy on a pod's node is tried. It
+	// needs no UID; without a name, that policy is left out.
+	Pod PodRef
+}
+
+const (
+	// tried is the name of what the dry runs would make or end. Nothing that
+	// exists is called so.
+	tried = "gpu-agent-policy-check"
+	// noUID is none of any pod's.
+	noUID = "00000000-0000-4000-8000-000000000000"
+	// doubts is how often a policy must be found missing, within about five
+	// seconds, before it is said to be: when manifests are applied, a right is in
+	// force before its policy.
+	doubts = 6
+)
+
+// attempt is a write that a policy must refuse.
+type attempt struct {
+	policy         string
+	verb, resource string
+	write          func(context.Context) error
+	// past are answers that come from behind the policy, other than success.
+	past func(error) bool
+}
+
+// WatchPolicies tries, by server-side dry run, writes that the admission policies
+// must refuse, now and about every hour, until ctx ends, whose error it returns:
+// a policy that matches another account than the agent's, and one that is not
+// there, let everything through without a word. fn is called with the first
+// result and whenever it differs from the last. A policy that is missing, and a
+// question without an answer, are tried again with growing pauses, up to
+// Options.Relist.
+//
+// A dry run changes nothing. Each is also chosen so that it would do no harm if
+// it were carried out: a label that means nothing, an Event, and evictions of a
+// pod that does not exist, or by a UID that it does not have.
+func (c *Client) WatchPolicies(ctx context.Context, o PolicyOptions, fn func([]Policy)) error {
+	attempts := c.attempts(o)
+	retry := &pause{min: c.timing.pauseMin, max: max(c.options.Relist, c.timing.pauseMax)}
+	var last []Policy
+	for missing := 0; ; {
+		now := make([]Policy, len(attempts))
+		worst := PolicyHeld
+		for i, a := range attempts {
+			now[i] = c.tryPolicy(ctx, a)
+			if s := now[i].State; s == PolicyMissing || s == PolicyUnknown && worst == PolicyHeld {
+				worst = s
+			}
+		}
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		if worst == PolicyMissing {
+			missing++
+		} else {
+			missing = 0
+		}
+		if (missing == 0 || missing >= doubts) && !slices.Equal(now, last) {
+			c.logPolicies(last, now)
+			fn(slices.Clone(now))
+			last = now
+		}
+		if worst != PolicyHeld {
+			if !retry.wait(ctx) {
+				return ctx.Err()
+			}
+			continue
+		}
+		retry.reset()
+		select {
+		case <-time.After(around(c.timing.recheck)):
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// attempts are the writes to try, by policy.
+func (c *Client) attempts(o PolicyOptions) []attempt {
+	dry := []string{metav1.DryRunAll}
+	notFound := apierrors.IsNotFound
+	evict := func(p PodRef, labels map[string]any) func(context.Context) error {
+		return func(ctx context.Context) error {
+			_, err := c.api.Resource(pods).Namespace(p.Namespace).Create(ctx, evictionOf(p, labels), metav1.CreateOptions{DryRun: dry}, "eviction")
+			return err
+		}
+	}
+	list := []attempt{
+		{"gpu-agent", "patch", nodes.Resource, func(ctx context.Context) error {
+			body := fmt.Sprintf(`{"metadata":{"labels":{%q:"dry-run"}}}`, c.options.Domain+"/"+tried)
+			_, err := c.api.Resource(nodes).Patch(ctx, c.options.NodeName, types.MergePatchType, []byte(body),
+				metav1.PatchOptions{FieldManager: manager, DryRun: dry})
+			return err
+		}, nil},
+		{"gpu-agent-events", "create", events.Resource, func(ctx context.Context) error {
+			e := c.object(event{kind: Normal, reason: "PolicyCheck", message: "a dry run", at: c.now()})
+			e.SetName(tried)
+			e.Object["reportingComponent"] = tried
+			_, err := c.api.Resource(events).Namespace(e.GetNamespace()).Create(ctx, e, metav1.CreateOptions{FieldManager: manager, DryRun: dry})
+			return err
+		}, apierrors.IsAlreadyExists},
+	}
+	if o.Evictions {
+		list = append(list, attempt{"gpu-agent-evict", "create", pods.Resource + "/eviction",
+			evict(PodRef{Namespace: metav1.NamespaceDefault, Name: tried}, nil), notFound})
+		if o.Pod.Name != "" {
+			own := o.Pod
+			own.UID = noUID
+			list = append(list, attempt{"gpu-agent-evict-node", "create", pods.Resource + "/eviction",
+				evict(own, evictionLabels), func(err error) bool { return notFound(err) || apierrors.IsConflict(err) }})
+		}
+	}
+	return list
+}
+
+// tryPolicy makes one attempt.
+func (c *Client) tryPolicy(ctx context.Context, a attempt) Policy {
+	bounded, cancel := context.WithTimeout(ctx, c.timing.request)
+	defer cancel()
+	err := a.write(bounded)
+	held, taken := byPolicy(err, ""), err == nil || a.past != nil && a.past(err)
+	switch {
+	case held:
+		c.note(ctx, a.verb, a.resource, tried, nil)
+		return Policy{Name: a.policy, State: PolicyHeld}
+	case taken:
+		c.note(ctx, a.verb, a.resource, tried, nil)
+		return Policy{Name: a.policy, State: PolicyMissing, Reason: fmt.Sprintf("the API server would take a write to %s that the admission policy %s must refuse: "+
+			"apply admission.yaml of the manifests, with its binding, and see that its pattern fits the name of the agent's service account", a.resource, a.policy)}
+	}
+	c.note(ctx, a.verb, a.resource, tried, err)
+	return Policy{Name: a.policy, State: PolicyUnknown, Reason: fmt.Sprintf("whether the admission policy %s is in force is not known: %v", a.policy, err)}
+}
+
+// logPolicies says what has changed between two results.
+func (c *Client) logPolicies(before, now []Policy) {
+	for i, p := range now {
+		was := PolicyUnknown
+		if i < len(before) {
+			was = before[i].State
+		}
+		switch {
+		case p.State == was:
+		case p.State == PolicyMissing:
+			c.log.Error("an admission policy is not in force", "policy", p.Name, "reason", p.Reason)
+		case p.State == PolicyHeld:
+			c.log.Info("an admission policy is in force", "policy", p.Name)
+		}
+	}
+}
 
 // ours finds an admission policy of the agent's manifests in the API server's
 // words, also under a prefix and with a suffix that an overlay gave it.

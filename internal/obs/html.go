@@ -245,6 +245,14 @@ func (p *sheet) complaints() []complaint {
 	if w := s.Watchdog; w.State == WatchdogOff {
 		add("warn", -1, "The watchdog is off: "+w.Reason)
 	}
+	for _, one := range s.Policies {
+		switch one.State {
+		case PolicyMissing:
+			add("bad", -1, one.Reason)
+		case PolicyUnknown:
+			add("warn", -1, one.Reason)
+		}
+	}
 	for i, g := range s.GPUs {
 		if g.Health != Healthy {
 			add("bad", i, cmp.Or(g.Reason, g.Health)+p.since(g.Since, ", since ")+needs(g.Needs))

@@ -218,7 +218,9 @@ var (
 		"Allocations that a container's cap has refused, by its own counter. This is the container's own word.",
 		"namespace", "pod", "container", "gpu")
 	watchdogUp = gauge("watchdog_up", "Whether the watchdog over memory caps is at work: 1 or 0.")
-	unclaimed  = gauge("unclaimed_processes",
+	policyHeld = gauge("policy_in_force",
+		"Whether an admission policy that keeps the agent to its own node refuses what it must: 1 or 0. None while that is not known.", "policy")
+	unclaimed = gauge("unclaimed_processes",
 		"Processes that use a GPU without a claim on it: of a container (intruder), or of no pod (no-pod). None while the watchdog is off.",
 		"gpu", "kind")
 )
@@ -234,7 +236,7 @@ type view struct {
 func (v view) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{buildInfo, driverInfo, gpuInfo, gpuMemory, gpuHealthy, gpuFault, hangs, gpuBlocked,
 		devices, claims, partition, generation, migEnabled, migPending, migSlots, deviceInfo,
-		containerCap, containerUsed, containerPeak, containerRefusals, watchdogUp, unclaimed} {
+		containerCap, containerUsed, containerPeak, containerRefusals, watchdogUp, unclaimed, policyHeld} {
 		out <- d
 	}
 }
@@ -289,6 +291,11 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 		infos(g, func(labels [9]string) { send(deviceInfo, 1, labels[:]...) })
 	}
 	send(watchdogUp, truth(s.Watchdog.State == WatchdogRunning))
+	for _, p := range s.Policies {
+		if p.State != PolicyUnknown {
+			send(policyHeld, truth(p.State == PolicyHeld), p.Name)
+		}
+	}
 	// Series are those of the containers that there are: nobody has to forget
 	// one that is gone.
 	once := map[[4]string]bool{}

@@ -64,6 +64,9 @@ func sample() Status {
 			{Index: 15, UUID: "GPU-5e0f8c1a-0000-1111-2222-333344440015", MemoryMiB: 24576, Mode: "off", Health: Healthy},
 		},
 		Watchdog: Watchdog{State: WatchdogRunning, Kills: 2, Intruders: 1},
+		Policies: []PolicyStatus{{"gpu-agent", PolicyHeld, ""},
+			{"gpu-agent-events", PolicyMissing, "the API server would take a write to events that the admission policy gpu-agent-events must refuse: apply it"},
+			{"gpu-agent-evict", PolicyUnknown, "whether the admission policy gpu-agent-evict is in force is not known: no answer"}},
 		Containers: []ContainerStatus{
 			{"", "", "", "5a1b2c3d4e5f6071", "GPU-5e0f8c1a-0000-1111-2222-333344440000", 0, mib(16 * 1024), nil, 0, "api", 0, 0},
 			{"train", "job-1", "main", "2a1b2c3d4e5f6071", "GPU-5e0f8c1a-0000-1111-2222-333344440000", 0,
@@ -353,6 +356,8 @@ func TestMetricsPage(t *testing.T) {
 		`gpu_agent_cap_breach_to_end_seconds_bucket{le="0.75"} 1`,
 		`gpu_agent_cap_breach_to_end_seconds_count 1`,
 		`gpu_agent_watchdog_up 1`,
+		`gpu_agent_policy_in_force{policy="gpu-agent"} 1`,
+		`gpu_agent_policy_in_force{policy="gpu-agent-events"} 0`,
 		`gpu_agent_unclaimed_processes{gpu="GPU-5e0f8c1a-0000-1111-2222-333344440003",kind="intruder"} 1`,
 		`gpu_agent_unclaimed_processes{gpu="GPU-5e0f8c1a-0000-1111-2222-333344440003",kind="no-pod"} 2`,
 		`gpu_agent_unclaimed_processes{gpu="GPU-5e0f8c1a-0000-1111-2222-333344440000",kind="intruder"} 0`,
@@ -365,6 +370,7 @@ func TestMetricsPage(t *testing.T) {
 		{`memory_cap_bytes{container="main",gpu="GPU-5e0f8c1a-0000-1111-2222-333344440002"`, "a whole GPU has no cap"},
 		{`memory_refusals_total{container="main",gpu="GPU-5e0f8c1a-0000-1111-2222-333344440002"`, "a whole GPU refuses nothing"},
 		{`memory_used_bytes{container="jupyter"`, "what is unknown is not zero"},
+		{`policy="gpu-agent-evict"`, "what is unknown is neither"},
 		{`memory_peak_bytes{container="jupyter"`, "it was never seen"},
 		{`pod=""`, "nobody can use a series of nobody"},
 	} {

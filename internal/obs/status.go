@@ -32,6 +32,9 @@ type Status struct {
 	// holds, sorted by index, namespace, pod and container.
 	Containers []ContainerStatus `json:"containers,omitempty"`
 	Watchdog   Watchdog          `json:"watchdog,omitzero"`
+	// Policies are the admission policies that hold the agent to its own node;
+	// empty until they were tried, and where the API server is not spoken to.
+	Policies []PolicyStatus `json:"policies,omitempty"`
 	// Topology is how GPUs and network cards are connected; nil while no driver
 	// has answered.
 	Topology *topology.Matrix `json:"topology,omitempty"`
@@ -228,6 +231,21 @@ type ContainerStatus struct {
 
 // hasPeak tells whether the container's memory was ever seen.
 func (c ContainerStatus) hasPeak() bool { return c.UsedMiB != nil || c.PeakMiB > 0 }
+
+// Values of PolicyStatus.State.
+const (
+	PolicyHeld    = "held"    // a write that the policy must refuse is refused
+	PolicyMissing = "missing" // such a write would be taken
+	PolicyUnknown = "unknown" // the API server does not say
+)
+
+// PolicyStatus is one admission policy of the agent's manifests.
+type PolicyStatus struct {
+	Name  string `json:"name"`
+	State string `json:"state"`
+	// Reason says what to do, or why nothing is known; empty where it is held.
+	Reason string `json:"reason,omitempty"`
+}
 
 // Values of Watchdog.State.
 const (

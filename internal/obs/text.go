@@ -149,6 +149,17 @@ func (p *page) head(s Status) {
 		p.line(p.paint(faint, p.fit(fmt.Sprintf("from %s, generation %d", t.Source, t.Generation), p.Width)))
 	}
 	p.watchdog(s.Watchdog)
+	for _, one := range s.Policies {
+		color := yellow
+		if one.State == PolicyMissing {
+			color = red
+		}
+		if one.State != PolicyHeld {
+			for _, line := range words(one.Reason, p.Width) {
+				p.line(p.paint(color, line))
+			}
+		}
+	}
 	p.joined(s)
 }
 

@@ -171,6 +171,12 @@ func (s *apiServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	key := resource + "/" + namespace + "/" + name
 	switch {
+	case query.Get("dryRun") != "":
+		// The agent tries so whether it is held to its admission policies. It is,
+		// or it would go on trying while it is measured.
+		refusal := failure(http.StatusUnprocessableEntity, "Invalid")
+		refusal["message"] = "ValidatingAdmissionPolicy 'gpu-agent' denied request"
+		answer(w, http.StatusUnprocessableEntity, refusal)
 	case r.Method == http.MethodGet && query.Get("watch") != "":
 		s.watch(w, r, resource, key)
 	case r.Method == http.MethodGet && query.Get("fieldSelector") != "":

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+)
+
+// policies is what a server that has admission policies does to dry runs.
+type policies struct {
+	s *server
+	// missing are the resources that no policy is in force for.
+	missing []string
+	// answer, if set, comes in place of the policies'.
+	answer func(w http.ResponseWriter)
+}
+
+func deny(w http.ResponseWriter, policy, words string) {
+	body := status(422, "Invalid")
+	body["message"] = fmt.Sprintf("nodes \"node-1\" is forbidden: ValidatingAdmissionPolicy '%s' with binding '%s' denied request: %s", policy, policy, words)
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(422)
+	json.NewEncoder(w).Encode(body)
+}
+
+func (p *policies) dry(resource string, w http.ResponseWriter) bool {
+	var missing bool
+	var answer func(http.ResponseWriter)
+	p.s.set(func() { missing, answer = slices.Contains(p.missing, resource), p.answer })
+	switch {
+	case answer != nil:
+		answer(w)
+	case !missing:
+		deny(w, "east-gpu-agent-v2", "the GPU agent does not do that")
+	case resource == "pods/eviction": // behind the policies the pod is looked for
+		refuse(w, 404, "NotFound")
+	default:
+		return false
+	}
+	return true
+}
+
+func newPolicies(t *testing.T, missing ...string) (*policies, *Client, *journal) {
+	t.Helper()
+	s := newServer(t)
+	s.node("node-1", map[string]any{"team": "blue"}, nil)
+	p := &policies{s: s, missing: missing}
+	s.dry = p.dry
+	c, j := connect(t, s, func(o *Options) { o.Relist = 5 * time.Millisecond })
+	c.timing.recheck = time.Millisecond
+	return p, c, j
+}
+
+// follows starts WatchPolicies and hands out each result in words.
+func follows(t *testing.T, c *Client, o PolicyOptions) <-chan string {
+	t.Helper()
+	told := make(chan string, 100)
+	background(t, func(ctx context.Context) error {
+		return c.WatchPolicies(ctx, o, func(list []Policy) {
+			var words []string
+			for _, p := range list {
+				if (p.State == PolicyHeld) != (p.Reason == "") {
+					t.Errorf("%+v: a reason where it is not held, and none where it is", p)
+				}
+				words = append(words, strings.TrimPrefix(p.Name, "gpu-agent")+":"+string(p.State))
+			}
+			told <- strings.Join(words, " ")
+		})
+	})
+	return told
+}
+
+func wantTold(t *testing.T, told <-chan string, want string) {
+	t.Helper()
+	if got := receive(t, told); got != want {
+		t.Fatalf("told %q, want %q", got, want)
+	}
+}
+
+// Where no policy holds the agent, it says so; a policy is found missing when it is
+// taken away later, and in force again when it has come back.
+func TestPolicyThatMatchesNobodyIsSaid(t *testing.T) {
+	p, c, j := newPolicies(t, "nodes")
+	told := follows(t, c, PolicyOptions{})
+	wantTold(t, told, ":missing -events:held")
+	if n := j.count("level=ERROR"); n != 1 || j.count("admission.yaml") == 0 {
+		t.Errorf("%d errors in the log, want one that says what to do", n)
+	}
+	p.s.set(func() { p.missing = nil })
+	wantTold(t, told, ":held -events:held")
+	p.s.set(func() { p.missing = []string{"events"} })
+	wantTold(t, told, ":held -events:missing")
+	if n := j.count("level=ERROR"); n != 2 {
+		t.Errorf("%d errors in the log, want 2", n)
+	}
+}
+
+// While manifests are applied, a right is in force for a moment before its policy.
+func TestPolicyThatComesAMomentLater(t *testing.T) {
+	p, c, j := newPolicies(t, "nodes")
+	tries := 0
+	p.s.dry = func(resource string, w http.ResponseWriter) bool {
+		if resource == "nodes" {
+			if tries++; tries == 3 {
+				p.s.set(func() { p.missing = nil })
+			}
+		}
+		return p.dry(resource, w)
+	}
+	wantTold(t, follows(t, c, PolicyOptions{}), ":held -events:held")
+	if n := j.count("level=ERROR"); n != 0 {
+		t.Errorf("%d errors in the log about a policy that is in force", n)
+	}
+}
+
+// What was tried is not done: each is a dry run, and nothing is there afterwards.
+func TestPoliciesAreTriedByDryRun(t *testing.T) {
+	p, c, _ := newPolicies(t, "nodes", "events", "pods/eviction")
+	p.s.pod("gpu", "agent-x", "u-1")
+	before := fmt.Sprint(p.s.all("nodes"), p.s.all("events"), p.s.all("pods"))
+	told := follows(t, c, PolicyOptions{Evictions: true, Pod: PodRef{Namespace: "gpu", Name: "agent-x"}})
+	wantTold(t, told, ":missing -events:missing -evict:missing -evict-node:missing")
+	if after := fmt.Sprint(p.s.all("nodes"), p.s.all("events"), p.s.all("pods")); after != before {
+		t.Errorf("the server has\n%s, had\n%s", after, before)
+	}
+	all := p.s.asked("")
+	if len(all) < 4*doubts {
+		t.Errorf("%d requests, want %d of each kind", len(all), doubts)
+	}
+	for _, r := range all {
+		if !strings.Contains(r, " rv=All ") {
+			t.Errorf("no dry run: %s", r)
+		}
+		// And if a server did not know of dry runs, no harm would come of it.
+		harmless := strings.Contains(r, `{"metadata":{"labels":{"example.com/gpu-agent-policy-check":"dry-run"}}}`) ||
+			strings.Contains(r, `"reportingComponent":"gpu-agent-policy-check"`) ||
+			strings.Contains(r, " default/gpu-agent-policy-check ") ||
+			strings.Contains(r, " gpu/agent-x ") && strings.Contains(r, `"uid":"`+noUID+`"`)
+		if !harmless {
+			t.Errorf("would do harm: %s", r)
+		}
+	}
+	p.s.set(func() { p.missing = nil })
+	wantTold(t, told, ":held -events:held -evict:held -evict-node:held")
+}
+
+// Of what the server does not say nothing is known, and it is asked again.
+func TestPolicyOfWhichNothingIsKnown(t *testing.T) {
+	for name, answer := range map[string]func(http.ResponseWriter){
+		"no right":               func(w http.ResponseWriter) { refuse(w, 403, "Forbidden") },
+		"somebody else's policy": func(w http.ResponseWriter) { deny(w, "no-strange-labels", "no") },
+		"overloaded":             func(w http.ResponseWriter) { refuse(w, 429, "TooManyRequests") },
+		"no Node":                func(w http.ResponseWriter) { refuse(w, 404, "NotFound") },
+		"cut off":                func(http.ResponseWriter) { panic(http.ErrAbortHandler) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			p, c, j := newPolicies(t)
+			p.s.set(func() { p.answer = answer })
+			told := follows(t, c, PolicyOptions{})
+			wantTold(t, told, ":unknown -events:unknown")
+			p.s.set(func() { p.answer = nil })
+			for got := ""; got != ":held -events:held"; got = receive(t, told) {
+			}
+			if n := j.count("level=ERROR"); n != 0 {
+				t.Errorf("%d errors in the log about what is not known", n)
+			}
+		})
+	}
+}
