@@ -33,10 +33,9 @@ type others struct {
 	at, due time.Time
 	// migManager is what the node's label said then.
 	migManager string
-	// stamp is that of the kubelet's checkpoint, and stampAt when that writing of
-	// it was first seen.
-	stamp   node.Stamp
-	stampAt time.Time
+	// met is when each pod of the kubelet's checkpoint, by UID, was first seen there;
+	// zero once it was seen to live.
+	met     map[string]time.Time
 	drivers drivers
 }
 
@@ -98,8 +97,9 @@ func (a *Agent) lookAround(ctx context.Context, in *input) {
 			add(s.sure, gpusOf(a.inv, h.IDs...), heldAs(h.Namespace+"/"+h.Pod, h.Resource))
 		}
 	}
-	a.inCheckpoint(ctx, now, s)
-	a.prepared(ctx, now, listing.Prepared, err == nil && a.trusted(&listing), s)
+	trusted := err == nil && a.trusted(&listing)
+	a.inCheckpoint(ctx, now, &listing, trusted, s)
+	a.prepared(ctx, now, listing.Prepared, trusted, s)
 	for _, resource := range sortedKeys(allocatable) {
 		if _, ours := a.kind(resource); !ours {
 			add(s.sure, gpusOf(a.inv, allocatable[resource]...),
@@ -146,9 +146,12 @@ func (o *others) conclude(s *sightings, now time.Time) {
 // left, it names pods that ended days ago. So an entry counts while the runtime
 // knows its pod (who is in the kubelet's list has been found already). Where the
 // runtime does not answer, every entry may be of a pod that lives, since the list
-// lacks plain init containers; and between Allocate and the pod's sandbox nobody
-// knows it yet.
-func (a *Agent) inCheckpoint(ctx context.Context, now time.Time, s *sightings) {
+// lacks plain init containers. And between Allocate and its sandbox a pod is nothing
+// but a name in the kubelet's list, of which the entry does not tell: as long as
+// there is such a name, or may be, an entry counts that was not there before. How
+// often the file is written says nothing: dead pods stay in it while the kubelet
+// does not know its pods.
+func (a *Agent) inCheckpoint(ctx context.Context, now time.Time, listing *node.Listing, trusted bool, s *sightings) {
 	o := &a.others
 	cp, ok, err := a.checkpoint()
 	if err != nil {
@@ -157,12 +160,9 @@ func (a *Agent) inCheckpoint(ctx context.Context, now time.Time, s *sightings) {
 	if !ok {
 		return
 	}
-	if cp.Stamp != o.stamp {
-		o.stamp, o.stampAt = cp.Stamp, now
-	}
-	settled := o.stampAt.Add(othersLinger)
+	met := map[string]time.Time{}
 	var pods map[string]node.PodName
-	asked := false
+	asked, preparing := false, false
 	for _, e := range cp.Entries {
 		gpus := gpusOf(a.inv, e.IDs...)
 		if _, ours := a.kind(e.Resource); ours || len(gpus) == 0 {
@@ -170,9 +170,17 @@ func (a *Agent) inCheckpoint(ctx context.Context, now time.Time, s *sightings) {
 		}
 		if !asked {
 			pods, err = a.livingPods(ctx)
-			asked = true
+			asked, preparing = true, !trusted || !allKnown(listing.Pods, pods)
+		}
+		first, known := o.met[e.PodUID]
+		if !known {
+			first = now
 		}
 		name, lives := pods[e.PodUID]
+		if lives {
+			first = time.Time{}
+		}
+		met[e.PodUID] = first
 		switch why := heldAs("pod "+e.PodUID, e.Resource); {
 		case lives && name.Name != "":
 			add(s.sure, gpus, heldAs(name.Namespace+"/"+name.Name, e.Resource))
@@ -180,11 +188,23 @@ func (a *Agent) inCheckpoint(ctx context.Context, now time.Time, s *sightings) {
 			add(s.sure, gpus, why)
 		case err != nil:
 			add(s.doubt, gpus, fmt.Sprintf("%s (whether that pod lives is not known: %v)", why, err))
-		case now.Before(settled):
+		case preparing && now.Sub(first) < othersLinger:
 			add(s.doubt, gpus, why)
-			s.again(settled)
+			s.again(first.Add(othersLinger))
+			s.again(now.Add(othersSoon)) // the sandbox may be a moment away
 		}
 	}
+	o.met = met
+}
+
+// allKnown reports whether the runtime knows every pod that the kubelet lists, by
+// name.
+func allKnown(listed []node.PodName, pods map[string]node.PodName) bool {
+	known := map[node.PodName]bool{}
+	for _, name := range pods {
+		known[name] = true
+	}
+	return !slices.ContainsFunc(listed, func(name node.PodName) bool { return !known[name] })
 }
 
 // livingPods returns the pods that have a sandbox or a container, by UID.

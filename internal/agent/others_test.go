@@ -4,6 +4,7 @@ package agent
 
 import (
 	"errors"
+	"fmt"
 	"slices"
 	"strings"
 	"testing"
@@ -61,9 +62,14 @@ func TestDeadPluginsEntryDoesNotKeepTheGPU(t *testing.T) {
 				b.with(func() { lives(o, false) }) // and the file stays as it is
 				pause(othersPresent + othersLinger)
 				b.want("applied", fourUnits, "")
-				// Neither does it come back with a restart of the agent, as after a
-				// reboot: it is believed until the others have had time to speak.
+				// Neither does it come back with a restart of the agent.
 				b.end()
+				b = start(t, o, t.TempDir(), allShared)
+				b.want("applied", fourUnits, "")
+				// After one of the node it is believed until the others have had time
+				// to speak.
+				b.end()
+				b.with(func() { o.deaf = true })
 				b = start(t, o, t.TempDir(), allShared)
 				b.want("failed", gpu1Units, "")
 				pause(othersLinger)
@@ -113,7 +119,10 @@ func TestForeignEntryIsBelievedUntilItsPodHasASandbox(t *testing.T) {
 		b.LookAtCheckpoint()
 		pause(time.Minute)
 		b.want("applied", fourUnits, "")
-		b.with(func() { o.entries = []node.Entry{theirs("uid-1", string(uuid(0)))} })
+		b.with(func() {
+			o.pods = append(o.pods, node.PodName{Namespace: "train", Name: "job-1"})
+			o.entries = []node.Entry{theirs("uid-1", string(uuid(0)))}
+		})
 		b.LookAtCheckpoint()
 		pause(2 * othersSoon)
 		b.want("failed", "0.0x 0.1x 0.2x 0.3x "+gpu1Units, "")
@@ -122,6 +131,29 @@ func TestForeignEntryIsBelievedUntilItsPodHasASandbox(t *testing.T) {
 		b.with(func() { o.sandboxes = map[string]node.PodName{"uid-1": {Namespace: "train", Name: "job-1"}} })
 		pause(time.Hour)
 		b.want("failed", gpu1Units, "")
+	})
+}
+
+// The kubelet writes its checkpoint with every list of any plugin, and the dead pods in
+// it while it does not know its pods: that brings nobody back to life. What the agent
+// offers must not come and go with its own lists.
+func TestCheckpointWrittenAgainBringsNoDeadPodBack(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(2)
+		o.entries, o.deaf = []node.Entry{theirs("uid-1", string(uuid(0)))}, true
+		b := start(t, o, t.TempDir(), allShared)
+		defer b.end()
+		b.want("failed", gpu1Units, "")
+		pause(othersLinger)
+		b.want("applied", fourUnits, "")
+		for i := range 20 {
+			b.with(func() {
+				o.init = []node.Holding{{Namespace: "ns", Pod: fmt.Sprint(i), Resource: "example.com/nic", IDs: []string{"0"}}}
+			})
+			b.LookAtCheckpoint()
+			pause(2 * othersSoon)
+			b.want("applied", fourUnits, "")
+		}
 	})
 }
 
