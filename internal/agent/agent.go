@@ -698,7 +698,7 @@ func (a *Agent) round(ctx context.Context) error {
 		claims = a.desk.Claims()
 		changes = a.plan(claims)
 	}
-	a.settle(&changes, claims)
+	a.settle(&changes)
 	work := a.due(changes.Work, time.Now())
 	for _, w := range work {
 		for _, s := range w.Steps {
@@ -709,11 +709,11 @@ func (a *Agent) round(ctx context.Context) error {
 	}
 	// What is withdrawn is written down before it is done: a successor must go on
 	// listing it.
-	if err := a.save(); err != nil {
-		errs = append(errs, err)
-	} else {
+	unsaved := a.save()
+	if errs = append(errs, unsaved); unsaved == nil {
 		a.begin(ctx, work)
 	}
+	a.correct(&changes, unsaved)
 	// Not before somebody can need them: the partitions may arrive meanwhile.
 	if a.partsDue && a.letGo == "" && a.driverAnswers() && (a.wanted != nil || len(a.cuts) > 0 || a.desk.Held()) {
 		// It takes a while to learn the parts. A fault is told before that, and
@@ -738,9 +738,10 @@ func (a *Agent) round(ctx context.Context) error {
 	if err := a.sweep(); err != nil {
 		errs = append(errs, err)
 	}
-	if err := a.writeClaims(a.desk.Claims()); err != nil {
+	if err := a.writeClaims(a.desk.Claims(), changes.Trouble); err != nil {
 		errs = append(errs, err)
 	}
+	a.tellWaiting(changes.Trouble)
 	v := a.publish(viewInput{changes: &changes})
 	if err := a.serve(v); err != nil {
 		errs = append(errs, err)
@@ -835,7 +836,7 @@ func (a *Agent) offersAny(gpus []gpu.UUID) bool {
 
 // settle makes the planned cuts the ones in force, and remembers what they
 // replace until the kubelet may forget it.
-func (a *Agent) settle(changes *Changes, claims []desk.Claim) {
+func (a *Agent) settle(changes *Changes) {
 	now := time.Now()
 	for _, u := range sortedKeys(changes.Cuts) {
 		// MIG devices come and go one by one.
@@ -848,14 +849,6 @@ func (a *Agent) settle(changes *Changes, claims []desk.Claim) {
 	for u, slots := range changes.Made {
 		for _, s := range slots {
 			a.own(u, s)
-		}
-	}
-	for key, why := range changes.Trouble {
-		a.desk.SetTrouble(key, why)
-	}
-	for _, c := range claims {
-		if c.Trouble != "" && changes.Trouble[c.Key] == "" && !a.failedFor(c.Key) {
-			a.desk.SetTrouble(c.Key, "") // it is over
 		}
 	}
 	a.forget(changes)

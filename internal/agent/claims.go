@@ -38,6 +38,7 @@ func (a *Agent) writeGrants() {
 	for _, c := range grants {
 		if err := a.store.Append(c); err != nil {
 			a.ration.Log(slog.LevelWarn, "cannot write a claim down; the kubelet's checkpoint must do", nil, "resource", c.Resource, "err", err)
+			a.trim = true // the journal is written anew, as soon as that can be done
 		}
 		a.written++
 	}
@@ -78,11 +79,19 @@ func (a *Agent) adoptFiles() {
 
 // writeClaims opens the gate of every claim that may have its container made: the
 // CDI file stands, and nobody is left on its devices. It shuts the gate of one
-// that may not, by taking the file away.
-func (a *Agent) writeClaims(claims []desk.Claim) error {
+// that may not, by taking the file away. Why a gate stays shut is added to trouble,
+// by the claim's key, where nothing is said there yet.
+func (a *Agent) writeClaims(claims []desk.Claim, trouble map[string]string) error {
 	var errs []error
 	for i := range claims {
 		c := &claims[i]
+		if why := a.shutBecause(c); why != "" && trouble[c.Key] == "" {
+			trouble[c.Key] = why
+		}
+		failed := func(err error) {
+			trouble[c.Key] = err.Error()
+			errs = append(errs, fmt.Errorf("the CDI file of claim %s (%s): %w", c.Key, c.Holder, err))
+		}
 		shut := false
 		if c.Slots != nil {
 			if slices.ContainsFunc(c.GPUs, a.unread) {
@@ -107,13 +116,13 @@ func (a *Agent) writeClaims(claims []desk.Claim) error {
 					// on while its pod is deleted by force: then nobody else knows
 					// which devices it has.
 					if err := a.store.Append(recordOf(c)); err != nil {
-						errs = append(errs, err)
+						failed(err)
 						continue
 					}
 					a.written++
 				}
 				if err := a.files.Remove(c.Key); err != nil {
-					errs = append(errs, err)
+					failed(err)
 					continue
 				}
 				a.removed[c.Key] = true
@@ -121,7 +130,7 @@ func (a *Agent) writeClaims(claims []desk.Claim) error {
 		case c.Ready, c.Checked.IsZero(), a.parts == nil:
 		default:
 			if err := a.writeClaim(c); err != nil {
-				errs = append(errs, fmt.Errorf("write the CDI file of claim %s (%s): %w", c.Key, c.Holder, err))
+				failed(err)
 				continue
 			}
 			delete(a.removed, c.Key)

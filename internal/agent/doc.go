@@ -96,6 +96,10 @@
 // and after three failures in a row its slot is withdrawn for a while, with an
 // Event. The driver is not let go under a job.
 //
+// A job is not begun while the driver is away, while the witnesses have not been
+// heard, or where the state cannot be written down. Whatever keeps a container
+// waiting, its pod reads it in the kubelet's Event (waits.go).
+//
 // # Witnesses (witness.go)
 //
 // Who has what is the word of two: the kubelet's checkpoint and the container

@@ -234,6 +234,11 @@ func (in *PlanInput) planMIG(d *gpu.Device, w config.Want, have Cut, out *Change
 		if have.Known {
 			out.Cuts[u] = have
 		}
+		for i := range in.Claims {
+			if c := &in.Claims[i]; c.Slots != nil && slices.Contains(c.GPUs, u) && d.Fault == "" && d.MIG.Capable {
+				out.Trouble[c.Key] = err.Error()
+			}
+		}
 		return
 	}
 	if !have.Known && len(g.holders) > 0 {
@@ -392,7 +397,7 @@ func (in *PlanInput) change(g *gpuWithMIG, to mig.Target) (mig.Plan, error) {
 // long enough.
 func (in *PlanInput) grant(g *gpuWithMIG, leaving map[mig.Slot]string, w config.Want, out *Changes) {
 	u := g.UUID
-	for _, wish := range g.wishes {
+	for i, wish := range g.wishes {
 		if in.MIG.Deferred[want{wish.claim.Key, u, wish.slot}] {
 			continue
 		}
@@ -416,6 +421,11 @@ func (in *PlanInput) grant(g *gpuWithMIG, leaving map[mig.Slot]string, w config.
 		work := Work{GPU: u, Steps: plan.Steps, Claim: wish.claim.Key, Slot: wish.slot, Leaving: leaving}
 		out.Work = append(out.Work, work)
 		out.Trouble[wish.claim.Key] = "its instance is being made: " + work.String()
+		for _, next := range g.wishes[i+1:] {
+			if next.claim != wish.claim {
+				out.Trouble[next.claim.Key] = fmt.Sprintf("%s comes after other work on %s: %s", next.slot, describe(g.Device), work.String())
+			}
+		}
 		return
 	}
 	if w.Mode != config.MIG || !w.OnDemand || len(g.wishes) > 0 || slices.ContainsFunc(out.Work, func(o Work) bool { return o.GPU == u }) {

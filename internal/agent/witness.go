@@ -39,8 +39,10 @@ type witnesses struct {
 	stale  map[string]string
 	// used are the claims that containers have.
 	used map[string]bool
-	// silent is since when a witness has not answered, zero while both do.
+	// silent is since when a witness has not answered, zero while both do. err is
+	// who did not when they were last asked.
 	silent time.Time
+	err    error
 }
 
 // ask asks the witnesses. In full means PodResources too, which makes the kubelet
@@ -281,6 +283,7 @@ func (a *Agent) podNames(ctx context.Context, t *desk.Testimony, containers []no
 // the runtime is no news.
 func (a *Agent) reconcile(ctx context.Context, full bool) error {
 	t, err := a.ask(ctx, full)
+	a.seen.err = err
 	for _, c := range a.desk.Reconcile(t) {
 		a.swept, a.trim = false, true
 		a.linger(&c)

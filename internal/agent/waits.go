@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"slices"
+
+	"example.com/gpu-agent/internal/desk"
+)
+
+// correct puts right what the plan says to those who wait for an instance, where the
+// work for it was not begun. unsaved is why what is to be done could not be written
+// down.
+func (a *Agent) correct(changes *Changes, unsaved error) {
+	for i := range changes.Work {
+		w := &changes.Work[i]
+		if w.Claim == "" || a.jobs[w.GPU] != nil {
+			continue
+		}
+		why := "the work is due" // in a moment, since something has come between
+		switch absent := a.driverAbsent(); {
+		case absent != "":
+			why = absent
+		case !a.seen.heard && w.takes():
+			why = "nothing is taken away before the kubelet and the container runtime have said who holds what"
+			if a.seen.err != nil {
+				why += ": " + a.seen.err.Error()
+			}
+		case unsaved != nil:
+			why = unsaved.Error()
+		}
+		changes.Trouble[w.Claim] = "its instance is not being made yet (" + w.String() + "): " + why
+	}
+}
+
+// driverAbsent says why the driver is not to be had now, empty where it is.
+func (a *Agent) driverAbsent() string {
+	switch {
+	case a.letGo != "":
+		return "the driver was let go, since " + a.letGo
+	case a.letting:
+		return "the driver is to be let go, since " + a.heardSoFar().letGo
+	case a.hangs() != "":
+		return a.hangs()
+	case a.readErr != nil:
+		return a.readErr.Error()
+	}
+	return ""
+}
+
+// shutBecause says why a claim's container may not be made yet, empty where nothing
+// stands against it, or where the plan has to say what does.
+func (a *Agent) shutBecause(c *desk.Claim) string {
+	switch {
+	case c.Ready:
+		return ""
+	case slices.ContainsFunc(c.GPUs, a.faulty):
+		u := c.GPUs[slices.IndexFunc(c.GPUs, a.faulty)]
+		if d := a.inv.ByUUID(u); d != nil {
+			return describe(d) + ": " + d.Fault
+		}
+		return "this node has no GPU " + string(u)
+	case c.Slots != nil && slices.ContainsFunc(c.GPUs, a.unread):
+		return sentences("this process has not read the driver yet", a.driverAbsent())
+	case a.parts == nil && a.partsErr != nil:
+		return a.partsErr.Error()
+	case a.parts == nil:
+		return sentences("it is not known yet which driver files containers need", a.driverAbsent())
+	case c.Checked.IsZero() && a.seen.err != nil:
+		return "nobody has said whether its devices are free: " + a.seen.err.Error()
+	}
+	return ""
+}
+
+// tellWaiting tells the desk, for the pods' sake, why claims are not ready, and
+// nothing of those of which there is nothing to say any more. What failed for a claim
+// stays until it is tried again.
+func (a *Agent) tellWaiting(trouble map[string]string) {
+	for _, c := range a.desk.Claims() {
+		if why := trouble[c.Key]; !c.Ready && why != c.Trouble && (why != "" || !a.failedFor(c.Key)) {
+			a.desk.SetTrouble(c.Key, why)
+		}
+	}
+}
