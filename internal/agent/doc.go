@@ -108,7 +108,8 @@
 // devices and when a list arrives; where it names somebody whom nobody else
 // knows, the list is sent again. The runtime tells of a container's end at once,
 // and then the kubelet is asked every 50 ms for a while, so that devices are free
-// a moment after it has let go.
+// a moment after it has let go. A runtime that has no events, or whose events the
+// kubelet would lose to us, is asked with the others every 8 s.
 //
 // # Others (others.go, prepared.go)
 //

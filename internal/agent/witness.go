@@ -391,7 +391,7 @@ func (a *Agent) followRuntime(ctx context.Context) error {
 		poke(a.ended)
 	})
 	if ctx.Err() == nil {
-		a.log.Warn("the container runtime tells of no events; the end of containers is seen at the next look", "err", err, "every", holdersEvery.String())
+		a.log.Warn("container events cannot be followed; the end of containers is seen at the next look", "err", err, "every", holdersEvery.String())
 		<-ctx.Done()
 	}
 	return ctx.Err()

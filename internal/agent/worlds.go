@@ -111,8 +111,8 @@ type Runtime interface {
 	// Pods has the names of pods that have a sandbox, by UID: also of those without
 	// a container yet.
 	Pods(context.Context) (map[string]node.PodName, error)
-	// Events blocks and calls back until ctx ends; gpu.ErrNotSupported where
-	// the runtime has no events.
+	// Events blocks and calls back until ctx ends, also where the runtime has no
+	// events.
 	Events(context.Context, func(node.ContainerEvent)) error
 }
 

@@ -4,11 +4,13 @@ package node
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"time"
 	"unicode/utf8"
 
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/mem"
 	"google.golang.org/protobuf/encoding/protowire"
 )
@@ -21,6 +23,7 @@ const (
 	methodContainers = "/runtime.v1.RuntimeService/ListContainers"
 	methodSandboxes  = "/runtime.v1.RuntimeService/ListPodSandbox"
 	methodEvents     = "/runtime.v1.RuntimeService/GetContainerEvents"
+	methodVersion    = "/runtime.v1.RuntimeService/Version"
 
 	// ContainerState
 	stateCreated = 0
@@ -30,6 +33,8 @@ const (
 
 	// Fields of ContainerEventResponse.
 	eventID, eventType, eventCreated, eventSandbox, eventStatuses = 1, 2, 3, 4, 5
+	// Fields of VersionResponse.
+	versionName, versionNumber = 2, 3
 	// Fields of ContainerMetadata, which has only the first, and of
 	// PodSandboxMetadata.
 	metadataName, metadataUID, metadataNamespace = 1, 2, 3
@@ -269,6 +274,22 @@ func decodeEvent(message []byte, prefix string) (ContainerEvent, error) {
 	c.Namespace = cmp.Or(c.Namespace, sandbox.namespace)
 	c.Pod = cmp.Or(c.Pod, sandbox.name)
 	return event, nil
+}
+
+// version asks what a runtime calls itself, and of which version it is.
+func version(ctx context.Context, conn *grpc.ClientConn) (name, number string, err error) {
+	err = conn.Invoke(ctx, methodVersion, []byte(nil), func(message []byte) error {
+		return fields(message, func(f field) (err error) {
+			switch {
+			case f.is(versionName, protowire.BytesType):
+				name, err = f.text()
+			case f.is(versionNumber, protowire.BytesType):
+				number, err = f.text()
+			}
+			return err
+		})
+	}, grpc.ForceCodecV2(wire{}))
+	return name, number, err
 }
 
 // wire is a gRPC codec whose requests are bytes and whose answers are given to a

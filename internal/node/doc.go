@@ -42,7 +42,8 @@
 // kubelet's.
 //
 // [Runtime.Events] says at once what a slow tick would find later. It is a hint
-// and not an account: act on it by looking again.
+// and not an account: act on it by looking again. It listens to no runtime that has
+// one stream of events for all, since the kubelet may be the other listener.
 //
 // # PodResources
 //

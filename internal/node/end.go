@@ -32,12 +32,10 @@ const (
 // a megabyte of the program and of memory, for one message; tests hold this
 // against it.
 const (
-	methodVersion = "/runtime.v1.RuntimeService/Version"
-	methodStop    = "/runtime.v1.RuntimeService/StopContainer"
-	methodKill    = "/containerd.services.tasks.v1.Tasks/Kill"
+	methodStop = "/runtime.v1.RuntimeService/StopContainer"
+	methodKill = "/containerd.services.tasks.v1.Tasks/Kill"
 
-	versionRuntimeName = 2 // of VersionResponse
-	stopContainerID    = 1 // of StopContainerRequest; its timeout is 0, at once, where it is left out
+	stopContainerID = 1 // of StopContainerRequest; its timeout is 0, at once, where it is left out
 
 	// Fields of KillRequest.
 	killContainerID, killSignal, killAll = 1, 3, 4
@@ -144,15 +142,9 @@ func unified(root string) (fd int, at string, err error) {
 
 // name returns what the runtime calls itself.
 func (r *Runtime) name(ctx context.Context) (name string, err error) {
-	err = r.line.ask(ctx, func(conn *grpc.ClientConn) error {
-		return conn.Invoke(ctx, methodVersion, []byte(nil), func(message []byte) error {
-			return fields(message, func(f field) (err error) {
-				if f.is(versionRuntimeName, protowire.BytesType) {
-					name, err = f.text()
-				}
-				return err
-			})
-		}, grpc.ForceCodecV2(wire{}))
+	err = r.line.ask(ctx, func(conn *grpc.ClientConn) (err error) {
+		name, _, err = version(ctx, conn)
+		return err
 	})
 	return name, err
 }

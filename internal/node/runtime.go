@@ -19,6 +19,7 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/status"
 
 	"example.com/gpu-agent/pkg/gpu"
@@ -274,24 +275,29 @@ const (
 // returns. Calls never overlap; while fn works, the stream waits.
 //
 // Events are a reason to look again and no account: containerd repeats those of
-// the last minutes to whoever asks first, containerd before 2.0 gives each event
-// to one of several listeners, and a restart loses some. Each stream therefore
-// begins with EventMissed, also those after a restart of the runtime, which Events
-// waits for.
+// the last minutes to whoever asks first, and a restart loses some. Each stream
+// therefore begins with EventMissed, also those after a restart of the runtime,
+// which Events waits for.
 //
-// Where the runtime has no events, the error answers to gpu.ErrNotSupported;
-// only another version or configuration of the runtime changes that.
+// Where the runtime has no events, or a listener would take them from the kubelet
+// (see oneListener), Events says so in the log and asks again when the runtime has
+// restarted: it may be another version by then, or configured in another way.
 func (r *Runtime) Events(ctx context.Context, fn func(ContainerEvent)) error {
 	var dead *grpc.ClientConn
-	pause, empty, away := firstPause, 0, false
+	pause, empty, away, without := firstPause, 0, false, ""
+	back := func() {
+		if away {
+			away = false
+			r.o.Logger.Info("the container runtime is back", "endpoint", r.Endpoint())
+		}
+	}
 	for {
 		began, told := time.Now(), 0
 		conn, err := r.stream(ctx, dead, func(e ContainerEvent) {
 			if e.Kind != EventMissed {
 				told++
-			} else if away {
-				away = false
-				r.o.Logger.Info("the container runtime is back", "endpoint", r.Endpoint())
+			} else {
+				back()
 			}
 			fn(e)
 		})
@@ -300,24 +306,33 @@ func (r *Runtime) Events(ctx context.Context, fn func(ContainerEvent)) error {
 		}
 		worked := told > 0 || time.Since(began) > longestPause
 		dead = nil
-		switch code := status.Code(err); {
-		case code == codes.Unimplemented, errors.Is(err, gpu.ErrInvalid):
-			return r.wrap("follow container events", err)
-		case !errors.Is(err, io.EOF):
+		code := status.Code(err)
+		if err == io.EOF && !worked {
+			if empty++; empty == emptyStreams {
+				err = &failure{is: gpu.ErrNotSupported, text: "it ends each stream at once (CRI-O does so without enable_pod_events)"}
+			}
+		} else {
 			empty = 0
+		}
+		switch {
+		case errors.Is(err, gpu.ErrInvalid):
+			return r.wrap("follow container events", err)
+		case errors.Is(err, gpu.ErrNotSupported), code == codes.Unimplemented:
+			back()
+			if err = r.wrap("follow container events", err); err.Error() != without {
+				without = err.Error()
+				r.o.Logger.Warn("no container events; the end of containers is seen when the runtime is asked the next time, and for events it is asked again when it has restarted", "error", err)
+			}
+			awaitLoss(ctx, conn)
+			empty = 0
+		case err == io.EOF:
+		default:
 			if code == codes.Unavailable || code == codes.Canceled {
 				dead = conn
 			}
 			if !away {
 				away = true
 				r.o.Logger.Warn("container events broke off; asking again until the runtime is back", "endpoint", r.Endpoint(), "error", err)
-			}
-		case worked:
-			empty = 0
-		default:
-			if empty++; empty == emptyStreams {
-				return &failure{is: gpu.ErrNotSupported, text: fmt.Sprintf(
-					"follow container events: the runtime at %s ends each stream at once (CRI-O does so without enable_pod_events)", r.Endpoint())}
 			}
 		}
 		if worked {
@@ -332,6 +347,30 @@ func (r *Runtime) Events(ctx context.Context, fn func(ContainerEvent)) error {
 	}
 }
 
+// awaitLoss waits until the connection that a runtime answered on is no more: a
+// runtime that restarts closes it. It also ends after half an hour in which nobody
+// asked anything, when gRPC gives an idle connection up.
+func awaitLoss(ctx context.Context, conn *grpc.ClientConn) {
+	for conn.GetState() == connectivity.Ready && conn.WaitForStateChange(ctx, connectivity.Ready) {
+	}
+}
+
+// oneListener reports whether a runtime gives each of its events to one of those who
+// listen: containerd before 2.0 and CRI-O before 1.28. The kubelet listens where its
+// feature EventedPLEG is on, and would miss the ends of containers for minutes. A
+// containerd that does not tell its version may be an old one.
+func oneListener(name, version string) bool {
+	var major, minor int
+	n, _ := fmt.Sscanf(strings.TrimPrefix(version, "v"), "%d.%d", &major, &minor)
+	switch name {
+	case "containerd":
+		return n == 0 || major < 2
+	case "cri-o":
+		return n == 2 && (major < 1 || major == 1 && minor < 28)
+	}
+	return false
+}
+
 // stream hands on the events of one stream and returns why it ended, io.EOF
 // where the runtime ended it.
 func (r *Runtime) stream(ctx context.Context, dead *grpc.ClientConn, fn func(ContainerEvent)) (*grpc.ClientConn, error) {
@@ -340,6 +379,15 @@ func (r *Runtime) stream(ctx context.Context, dead *grpc.ClientConn, fn func(Con
 	conn, _, err := r.line.connection(dead)
 	if err != nil {
 		return nil, err
+	}
+	// On this very connection: what answers on the next one may be another version.
+	name, number, err := version(ctx, conn)
+	if err != nil {
+		return conn, err
+	}
+	if oneListener(name, number) {
+		return conn, &failure{is: gpu.ErrNotSupported,
+			text: fmt.Sprintf("%s %s gives each event to one of its listeners, of which the kubelet may be one", name, number)}
 	}
 	events, err := conn.NewStream(ctx, &grpc.StreamDesc{ServerStreams: true}, methodEvents, grpc.ForceCodecV2(wire{}))
 	if err != nil {

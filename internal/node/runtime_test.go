@@ -7,10 +7,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"os"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -39,6 +41,8 @@ type criServer struct {
 	containers *cri.ListContainersResponse
 	pods       *cri.ListPodSandboxResponse
 	hang       bool
+	name       string
+	version    string                  // of the runtime
 	streams    func(streams int) error // how a stream begins, by number; nil: well
 	opened     int
 }
@@ -49,7 +53,7 @@ func newCRI(t testing.TB, path string) *criServer {
 		t.Fatal(err)
 	}
 	s := &criServer{t: t, path: path, events: make(chan *cri.ContainerEventResponse),
-		containers: &cri.ListContainersResponse{}, pods: &cri.ListPodSandboxResponse{}}
+		containers: &cri.ListContainersResponse{}, pods: &cri.ListPodSandboxResponse{}, name: "containerd", version: "v2.3.7"}
 	s.start()
 	t.Cleanup(func() { s.stop() })
 	return s
@@ -85,6 +89,12 @@ func (s *criServer) ListPodSandbox(context.Context, *cri.ListPodSandboxRequest) 
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.pods, nil
+}
+
+func (s *criServer) Version(context.Context, *cri.VersionRequest) (*cri.VersionResponse, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return &cri.VersionResponse{Version: "0.1.0", RuntimeName: s.name, RuntimeVersion: s.version, RuntimeApiVersion: "v1"}, nil
 }
 
 func (s *criServer) GetContainerEvents(_ *cri.GetEventsRequest, stream grpc.ServerStreamingServer[cri.ContainerEventResponse]) error {
@@ -302,7 +312,6 @@ func TestNoRuntimeBehindTheSocket(t *testing.T) {
 	for what, ask := range map[string]func() error{
 		"Containers": func() error { _, err := r.Containers(t.Context()); return err },
 		"Pods":       func() error { _, err := r.Pods(t.Context()); return err },
-		"Events":     func() error { return r.Events(t.Context(), func(ContainerEvent) {}) },
 	} {
 		if err := ask(); !errors.Is(err, gpu.ErrNotSupported) || !strings.Contains(err.Error(), path) || strings.Contains(err.Error(), gpu.ErrNotSupported.Error()) {
 			t.Errorf("%s: %v, want gpu.ErrNotSupported in words about a runtime", what, err)
@@ -538,23 +547,129 @@ func TestEventsOfARuntimeThatComesLater(t *testing.T) {
 	}
 }
 
-// CRI-O accepts the question and ends the stream at once where events are off.
-func TestNoEvents(t *testing.T) {
+// journal is a log that can be waited for.
+type journal chan string
+
+func (j journal) Write(line []byte) (int, error) {
+	j <- string(line)
+	return len(line), nil
+}
+
+// await reads on until a line has these words.
+func (j journal) await(t *testing.T, words ...string) {
+	t.Helper()
+	for timeout := time.After(limit); ; {
+		select {
+		case line := <-j:
+			if !slices.ContainsFunc(words, func(word string) bool { return !strings.Contains(line, word) }) {
+				return
+			}
+		case <-timeout:
+			t.Fatalf("never logged: %q", words)
+		}
+	}
+}
+
+// A runtime that has no events is asked again when it has restarted, since it may
+// have some then. CRI-O accepts the question and ends the stream at once where
+// events are off.
+func TestRuntimeWithoutEventsIsAskedAgainAfterItsRestart(t *testing.T) {
 	for name, begin := range map[string]func(int) error{
 		"ended":   func(int) error { return io.EOF },
 		"refused": func(int) error { return status.Error(codes.Unimplemented, "unknown method GetContainerEvents") },
 	} {
-		s := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
-		s.streams = begin
-		err := asker(t, s).Events(t.Context(), func(ContainerEvent) {})
-		if !errors.Is(err, gpu.ErrNotSupported) || !strings.Contains(err.Error(), s.path) || strings.Contains(err.Error(), gpu.ErrNotSupported.Error()) {
-			t.Errorf("%s: %v, want gpu.ErrNotSupported in words about a runtime", name, err)
-		}
+		t.Run(name, func(t *testing.T) {
+			s := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
+			s.streams = begin
+			log := make(journal, 100)
+			r := NewRuntime(RuntimeOptions{Endpoint: s.path, Logger: slog.New(slog.NewTextHandler(log, nil))})
+			t.Cleanup(func() { r.Close() })
+			events, stop := listen(t, r)
+			log.await(t, "no container events", s.path)
+			s.stop()
+			for len(events) > 0 {
+				<-events // each of the streams that ended had begun
+			}
+			s.mu.Lock()
+			s.streams = nil
+			s.mu.Unlock()
+			s.start()
+			if e := next(t, events); e.Kind != EventMissed {
+				t.Errorf("%+v, want that something was missed", e)
+			}
+			s.send(&cri.ContainerEventResponse{ContainerId: "c"})
+			if e := next(t, events); e.Container.ID != "c" {
+				t.Errorf("%+v", e)
+			}
+			if err := stop(); err != context.Canceled {
+				t.Errorf("ended with %v", err)
+			}
+		})
 	}
 	r := NewRuntime(RuntimeOptions{Endpoint: "npipe://x"})
 	defer r.Close()
 	if err := r.Events(t.Context(), func(ContainerEvent) {}); !errors.Is(err, gpu.ErrInvalid) {
 		t.Errorf("%v, want gpu.ErrInvalid", err)
+	}
+}
+
+// containerd 1.7 gives each event to one of those who listen. Where the kubelet
+// listens (EventedPLEG), a second listener takes half of its events away. After an
+// upgrade of the runtime there are events.
+func TestEventsAreNotTakenFromTheKubelet(t *testing.T) {
+	s := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
+	s.version = "v1.7.27"
+	log := make(journal, 100)
+	r := NewRuntime(RuntimeOptions{Endpoint: s.path, Logger: slog.New(slog.NewTextHandler(log, nil))})
+	t.Cleanup(func() { r.Close() })
+	events, _ := listen(t, r)
+	log.await(t, "no container events", "containerd v1.7.27")
+	for range 2 { // a restart alone changes nothing
+		s.mu.Lock()
+		opened := s.opened
+		s.mu.Unlock()
+		if opened != 0 || len(events) != 0 {
+			t.Fatalf("%d streams were opened, %d events told", opened, len(events))
+		}
+		s.stop()
+		log.await(t, "broke off")
+		s.start()
+		log.await(t, "is back")
+	}
+	s.stop()
+	s.mu.Lock()
+	s.version = "v2.1.4"
+	s.mu.Unlock()
+	s.start()
+	if e := next(t, events); e.Kind != EventMissed {
+		t.Errorf("%+v, want that something was missed", e)
+	}
+}
+
+func TestOneListener(t *testing.T) {
+	for _, test := range []struct {
+		name, version string
+		want          bool
+	}{
+		{"containerd", "v1.7.27", true},
+		{"containerd", "1.7.12-0ubuntu2~22.04.1", true},
+		{"containerd", "v1.6.38-k3s1", true},
+		{"containerd", "", true},
+		{"containerd", "unknown", true},
+		{"containerd", "v2.0.0-rc.3", false},
+		{"containerd", "v2.3.7", false},
+		{"containerd", "12", false},
+		{"cri-o", "1.27.4", true},
+		{"cri-o", "1.28.0", false},
+		{"cri-o", "1.36.1-dev", false},
+		{"cri-o", "2.0.0", false},
+		{"cri-o", "", false},
+		{"docker", "27.5.1", false},
+		{"", "", false},
+	} {
+		if got := oneListener(test.name, test.version); got != test.want {
+			t.Errorf("%s %q: %v, want %v", test.name, test.version, got, test.want)
+		}
 	}
 }
 
