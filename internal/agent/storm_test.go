@@ -84,6 +84,8 @@ type storm struct {
 	hangs   bool
 	// foreign are the GPUs that another device plugin offers.
 	foreign map[gpu.UUID]bool
+	// skew is what the runtime's clock is off: it has been put back, or forward.
+	skew time.Duration
 	// late is a partition that a new agent has not been told of yet.
 	late string
 	// done counts what has happened.
@@ -543,7 +545,7 @@ func (s *storm) startContainer(p *stormPod) {
 			}
 		}
 	}
-	c.Created = time.Now()
+	c.Created = time.Now().Add(s.skew)
 	s.containers = append(s.containers, c)
 	s.done["started"]++
 	s.note("started %s with %v", c.ID, c.Annotations)
@@ -575,7 +577,12 @@ func (s *storm) step() {
 	if s.rng.IntN(12) == 0 {
 		s.heal()
 	}
-	switch n := s.rng.IntN(106); {
+	switch n := s.rng.IntN(108); {
+	case n >= 106:
+		s.locked(func() {
+			s.skew = time.Duration(s.rng.IntN(3)-1) * time.Duration(s.rng.IntN(7200)) * time.Second
+			s.done["clocks"]++
+		})
 	case n >= 100 && n < 103: // GPUs that fail, leave and come back
 		u := uuid(s.rng.IntN(s.gpus))
 		s.locked(func() { s.trouble[u] = []string{"", "", "GPU is lost", "gone"}[s.rng.IntN(4)]; s.done["troubles"]++ })
@@ -697,6 +704,9 @@ func (s *storm) heal() {
 // restartAgent ends the agent and starts another, which hears of the partition at
 // once or some steps later.
 func (s *storm) restartAgent() {
+	// A new process knows no container: whose they are is in the checkpoint, and by
+	// their age alone nobody knows once the clock has jumped.
+	s.locked(func() { s.unreadable = s.unreadable && s.done["clocks"] == 0 })
 	s.quit()
 	if s.mig {
 		// What the driver is in the middle of comes to its end before the process does.

@@ -77,6 +77,7 @@ func (a *Agent) ask(ctx context.Context, full bool) (desk.Testimony, error) {
 		errs = append(errs, fmt.Errorf("ask the container runtime what runs: %w", a.strangerError()))
 	}
 	t.Uses = a.uses(containers)
+	// After the runtime: then it has an entry for every pod that has a container.
 	if err := a.readCheckpoint(&t); err != nil {
 		errs = append(errs, err)
 	} else if full && t.Trusted && t.Runtime {
@@ -157,7 +158,7 @@ func (a *Agent) uses(containers []node.Container) []desk.Use {
 			if !ok || !cdi.ValidKey(key) {
 				continue
 			}
-			out = append(out, desk.Use{Key: key, PodUID: c.PodUID, Created: c.Created,
+			out = append(out, desk.Use{ID: c.ID, Key: key, PodUID: c.PodUID, Created: c.Created,
 				Holder: desk.Holder{Namespace: c.Namespace, Pod: c.Pod, Container: c.Name}})
 		}
 	}

@@ -206,8 +206,11 @@ type Entry struct {
 
 // Use is a container of the runtime that has a claim.
 type Use struct {
+	// ID is the runtime's name for the container, which no other has or will have.
+	ID          string
 	Key, PodUID string
 	Holder
+	// Created is by the clock as it was then.
 	Created time.Time
 }
 
@@ -225,9 +228,16 @@ type claim struct {
 	told string
 	// ready is closed when Ready becomes true; replaced when it becomes false.
 	ready chan struct{}
-	// restored says that this process has not seen the Allocate, and that there may
-	// have been a later one that nobody wrote down.
-	restored bool
+	// epoch numbers the last Allocate, 0 where this process has not seen it: then
+	// there may also have been a later one that nobody wrote down.
+	epoch uint64
+	// opened says that the claim has been ready since, read that the kubelet's
+	// checkpoint has been read since.
+	opened, read bool
+	// former is who had it before by the checkpoint, and unread says that nobody had
+	// read it then.
+	former []string
+	unread bool
 	// written is when the file of an adopted claim was written, zero where that is
 	// not known: its Allocate was not later than a moment before.
 	written time.Time
@@ -248,13 +258,22 @@ type Desk struct {
 	// faults is what is not fit for work, and why.
 	faults faults
 	claims map[string]*claim
-	// version grows when a claim is added or ends.
-	version uint64
+	// version grows when a claim is added or ends, epoch with every Allocate.
+	version, epoch uint64
+	// met are the containers with claims that the runtime has, or had when it was
+	// last asked, by ID.
+	met map[string]met
 	// moved are the GPUs of which claims have taken slots, or given them back,
 	// that view does not show yet.
 	moved []gpu.UUID
 	// changed has a channel for every resource, closed when its list changes.
 	changed map[string]chan struct{}
+}
+
+// met is when a container was first heard of, as the epoch of that moment, and last.
+type met struct {
+	epoch uint64
+	last  time.Time
 }
 
 // New returns a desk with no view. wake is called after every change of the
@@ -266,6 +285,7 @@ func New(wake func(), now func() time.Time) *Desk {
 		base:    &View{},
 		view:    &View{},
 		claims:  map[string]*claim{},
+		met:     map[string]met{},
 		changed: map[string]chan struct{}{},
 	}
 }
@@ -493,15 +513,15 @@ func (d *Desk) allocateLocked(resource string, ids []string, now time.Time) (str
 			return "", err
 		}
 	}
+	d.epoch++
 	if known != nil {
 		// The same devices again: a new pod, whose predecessor may still be
 		// ending, or the app container after the init container. Who holds it is
 		// to be told anew.
-		known.Allocated, known.Adopted, known.Started, known.Listed = now, false, false, false
-		known.Holder, known.PodUIDs, known.Checked, known.Waits = Holder{}, nil, time.Time{}, ""
-		known.Wished, known.Trouble = time.Time{}, ""
-		known.restored, known.written, known.Filed = false, time.Time{}, false
-		known.shut()
+		again := &claim{Claim: Claim{Key: key, Resource: resource, IDs: known.IDs, GPUs: known.GPUs, Slots: known.Slots,
+			Allocated: now, Ready: known.Ready}, ready: known.ready, epoch: d.epoch, former: known.PodUIDs, unread: !known.read}
+		again.shut()
+		d.claims[key] = again
 		d.version++
 		return key, nil
 	}
@@ -511,6 +531,7 @@ func (d *Desk) allocateLocked(resource string, ids []string, now time.Time) (str
 		c.Slots = r.slots(c.IDs)
 	}
 	d.addLocked(c)
+	d.claims[key].epoch = d.epoch
 	d.movedLocked()
 	return key, nil
 }
@@ -665,10 +686,9 @@ func (d *Desk) adopt(resource string, ids []string, note func(*claim)) error {
 // the file is of its last Allocate.
 func (d *Desk) AdoptWritten(resource string, ids []string, written time.Time) error {
 	return d.adopt(resource, ids, func(c *claim) {
-		switch {
-		case c.Adopted:
+		if c.Adopted {
 			c.written = written
-		case c.restored:
+		} else {
 			c.Filed = !written.Before(c.Allocated)
 		}
 	})
@@ -683,8 +703,9 @@ func (d *Desk) Restore(resource string, ids []string, allocated time.Time) error
 		return err
 	}
 	d.movedLocked()
-	c := d.claims[cdi.Key(resource, ids)]
-	c.Allocated, c.Adopted, c.restored = allocated, false, true
+	// As old as it is now, also when the clock is put back.
+	c, now := d.claims[cdi.Key(resource, ids)], d.now()
+	c.Allocated, c.Adopted = now.Add(-now.Sub(allocated)), false
 	return nil
 }
 
@@ -749,7 +770,7 @@ func (d *Desk) SetReady(of *Claim) bool {
 		return false
 	}
 	if !c.Ready {
-		c.Ready, c.Trouble = true, ""
+		c.Ready, c.opened, c.Trouble = true, true, ""
 		close(c.ready)
 	}
 	return true
@@ -865,19 +886,22 @@ func (d *Desk) Reconcile(t Testimony) (ended []Claim) {
 	for _, u := range t.Uses {
 		uses[u.Key] = append(uses[u.Key], u)
 	}
+	if t.Runtime {
+		d.meetLocked(&t)
+	}
 	for key, c := range d.claims {
 		if !t.Asked.After(c.Allocated) && !c.Adopted {
 			continue // what was said is of before
 		}
 		if t.Checkpoint {
-			c.PodUIDs = nil
+			c.PodUIDs, c.read = nil, true
 			for _, e := range entries[key] {
 				if !slices.Contains(c.PodUIDs, e.PodUID) {
 					c.PodUIDs = append(c.PodUIDs, e.PodUID)
 				}
 			}
 		}
-		c.name(entries[key], uses[key], listed, t.Pods, t.Asked)
+		d.nameLocked(c, entries[key], uses[key], listed, &t)
 		overlaps := slices.ContainsFunc(c.IDs, func(id string) bool { return held[c.Resource][id] })
 		c.Listed = c.Listed || overlaps
 		age := t.Asked.Sub(c.Allocated)
@@ -903,13 +927,41 @@ func (d *Desk) Reconcile(t Testimony) (ended []Claim) {
 }
 
 // Seen says that the runtime has had a container with a claim, which may have
-// ended since: one that lives for a moment is in no testimony.
+// ended since: one that lives for a moment is in no testimony. The news may be late,
+// so where nothing else tells whose the container is, its age must agree.
 func (d *Desk) Seen(u Use, now time.Time) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if c := d.claims[u.Key]; c != nil && c.mine(&u, now) {
+	c := d.claims[u.Key]
+	if c != nil && d.mineLocked(c, &u, false) && (len(c.PodUIDs) > 0 || u.Created.After(c.Allocated)) {
 		c.Started, c.Holder = true, u.Holder
 	}
+	d.metLocked(u.ID, now)
+}
+
+// meetLocked takes note of the containers that the runtime lists, and forgets those
+// that it has no more.
+func (d *Desk) meetLocked(t *Testimony) {
+	listed := make(map[string]bool, len(t.Uses))
+	for i := range t.Uses {
+		listed[t.Uses[i].ID] = true
+		d.metLocked(t.Uses[i].ID, t.Asked)
+	}
+	maps.DeleteFunc(d.met, func(id string, m met) bool { return !listed[id] && m.last.Before(t.Asked) })
+}
+
+func (d *Desk) metLocked(id string, at time.Time) {
+	if id == "" {
+		return
+	}
+	m, known := d.met[id]
+	if !known {
+		m.epoch = d.epoch
+	}
+	if at.After(m.last) {
+		m.last = at
+	}
+	d.met[id] = m
 }
 
 // coverLocked returns the key of the claim that covers what the kubelet names,
@@ -922,11 +974,11 @@ func (d *Desk) coverLocked(resource string, ids []string, now time.Time) (key st
 	return cdi.Key(resource, ids), true
 }
 
-// name works out who the holder is, the surest word first.
-func (c *claim) name(entries []Entry, uses []Use, listed map[string]Holding, pods map[string]Holder, asked time.Time) {
-	for _, u := range uses {
-		if c.mine(&u, asked) {
-			c.Holder, c.Started = u.Holder, true
+// nameLocked works out who the holder is, the surest word first.
+func (d *Desk) nameLocked(c *claim, entries []Entry, uses []Use, listed map[string]Holding, t *Testimony) {
+	for i := range uses {
+		if d.mineLocked(c, &uses[i], t.Checkpoint) {
+			c.Holder, c.Started = uses[i].Holder, true
 		}
 	}
 	if h, ok := listed[c.Key]; ok {
@@ -934,32 +986,42 @@ func (c *claim) name(entries []Entry, uses []Use, listed map[string]Holding, pod
 		return
 	}
 	for _, e := range entries {
-		if p, ok := pods[e.PodUID]; ok {
+		if p, ok := t.Pods[e.PodUID]; ok {
 			c.Holder = Holder{Namespace: p.Namespace, Pod: p.Pod, Container: e.Container}
 		}
 	}
 }
 
-// mine reports whether a container with the key or the devices of a claim belongs
-// to the pod that has the claim now, not to one before it. A pod's devices are
-// allocated before any of its containers is made, so a container that is older
-// than the Allocate is another pod's; unless the checkpoint says otherwise, which
-// is certain to have been written after the Allocate when that is Grace ago, or
-// before this process started. (By the clock alone a container can be older than
-// its claim, where that was put back between.) A claim that was restored may have
-// been given to somebody else since, so a container that only shares devices with
-// it is not taken for the same pod's.
-func (c *claim) mine(u *Use, asked time.Time) bool {
-	switch {
-	case !c.Adopted && u.Created.After(c.Allocated) && !(c.restored && u.Key != c.Key):
-		return true
-	case !c.Adopted && asked.Sub(c.Allocated) < Grace:
+// mineLocked reports whether a container with the key or the devices of a claim
+// belongs to the pod that has the claim now, not to one before it. read says that the
+// checkpoint was read after the container was listed. In doubt it does not: a claim
+// that waits in vain loses a moment, and two pods on one device lose their work.
+//
+// A pod's devices are allocated before any of its containers is made. So a container
+// that was known before the Allocate is another pod's. Of any other the checkpoint
+// tells, which names every pod that has a container, but may still be of before the
+// Allocate where it names a pod that it named then. Else the gate tells, which the
+// Allocate has shut: a pod has no container with a claim that has not been open since,
+// and nobody else comes onto the devices of one that has. None of this depends on a
+// clock. The time of creation decides last, where there is no other word on a claim
+// that was allocated before this process started.
+func (d *Desk) mineLocked(c *claim, u *Use, read bool) bool {
+	same := u.Key == c.Key
+	if m, known := d.met[u.ID]; known && m.epoch < c.epoch {
 		return false
-	case len(c.PodUIDs) > 0:
-		return slices.Contains(c.PodUIDs, u.PodUID)
-	default:
-		return c.Adopted && u.Key == c.Key
 	}
+	if c.Adopted && len(c.PodUIDs) == 0 {
+		return same
+	}
+	if read || len(c.PodUIDs) > 0 {
+		if !slices.Contains(c.PodUIDs, u.PodUID) {
+			return false
+		}
+		if !c.unread && !slices.Contains(c.former, u.PodUID) {
+			return true
+		}
+	}
+	return c.opened || same && c.epoch == 0 && u.Created.After(c.Allocated)
 }
 
 // checkLocked finds out, for each claim that is not ready, whose containers are
@@ -973,7 +1035,7 @@ func (d *Desk) checkLocked(t Testimony) {
 		var others, told []string
 		for i := range t.Uses {
 			u := &t.Uses[i]
-			if o := d.claims[u.Key]; o != nil && !c.mine(u, t.Asked) && d.overlapLocked(&c.Claim, &o.Claim) {
+			if o := d.claims[u.Key]; o != nil && !d.mineLocked(c, u, t.Checkpoint) && d.overlapLocked(&c.Claim, &o.Claim) {
 				namespace := c.Holder.Namespace
 				if slices.Contains(c.PodUIDs, u.PodUID) {
 					namespace = "" // the checkpoint is of before: so may be the name

@@ -246,7 +246,7 @@ func (w *world) list(pod string, ids []string) *world {
 }
 
 func (w *world) run(pod string, ids []string, created time.Time) *world {
-	w.uses = append(w.uses, Use{Key: cdi.Key(memName, ids), PodUID: "uid-" + pod, Holder: Holder{"ns", pod, "c"}, Created: created})
+	w.uses = append(w.uses, Use{ID: "id-" + pod, Key: cdi.Key(memName, ids), PodUID: "uid-" + pod, Holder: Holder{"ns", pod, "c"}, Created: created})
 	return w
 }
 
@@ -273,9 +273,13 @@ func TestReconcile(t *testing.T) {
 	}
 	a01, a012 := ids(gpuA, 0, 1), ids(gpuA, 0, 1, 2)
 	start := time.Unix(1e9, 0)
-	running := func(pod string, ids []string) world {
+	alone := func(pod string, ids []string) world {
 		var w world
 		return *w.run(pod, ids, start.Add(time.Millisecond))
+	}
+	running := func(pod string, ids []string) world {
+		var w world
+		return *w.run(pod, ids, start.Add(time.Millisecond)).entry(pod, "c", ids)
 	}
 	entry := func(ids []string) world { var w world; return *w.entry("p", "c", ids) }
 	blind := func(w world) world { w.noCheckpoint = true; return w }
@@ -310,7 +314,7 @@ func TestReconcile(t *testing.T) {
 		},
 		"the checkpoint is not enough, nor is the runtime": {
 			{allocate: a01, left: 1},
-			{after: time.Hour, says: running("p", a01), left: 1},
+			{after: time.Hour, says: alone("p", a01), left: 1},
 			{after: time.Hour, says: entry(a01), left: 1},
 			{after: time.Hour, ended: 1},
 		},
@@ -345,7 +349,7 @@ func TestReconcile(t *testing.T) {
 		},
 		"an older container does not name the new holder": {
 			{after: time.Minute, allocate: a01, left: 1},
-			{after: time.Second, says: running("before", a01), left: 1},
+			{after: time.Second, says: alone("before", a01), left: 1},
 			{after: time.Second, left: 1},
 		},
 		"what was said before the allocation does not count": {
@@ -442,6 +446,7 @@ func TestSeenForAMoment(t *testing.T) {
 	seen := func(created time.Time) {
 		d.Seen(Use{Key: key, PodUID: "uid-p", Holder: Holder{"ns", "p", "c"}, Created: created}, clock.now())
 	}
+	ready(d, key)
 	before := clock.now().Add(-time.Second)
 	clock.pass(2 * time.Second)
 	seen(before) // the one before

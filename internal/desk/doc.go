@@ -46,7 +46,10 @@
 // but may be stale, and the container runtime, which knows what runs.
 // [Desk.Reconcile] moves claims along by what both say; a claim ends only when
 // they agree. [Testimony] is read by the loop, and all of it is about one moment:
-// what was said before a claim's last Allocate does not concern it.
+// what was said before a claim's last Allocate does not concern it. Whose a container
+// is, that of the pod that has a claim now or of one before it, is told by what was
+// known at the Allocate, then by the checkpoint, then by the gate: a clock can be put
+// back between two of them.
 //
 // A claim is ready when its container may be created: its CDI file stands, and
 // no container of another pod is still on its devices (a force-deleted pod frees
