@@ -46,6 +46,7 @@ func TestDocsNameEveryMetric(t *testing.T) {
 	metrics.DriverCall("c", "ok", 0)
 	metrics.Round(nil, 0)
 	metrics.APIError("list", "nodes")
+	metrics.RegistrationError("r")
 	metrics.Event("sent")
 	metrics.GPUEvent("GPU-1", "xid", 79)
 	metrics.MIGStep("create", "1g.10gb", 0, nil)
@@ -58,6 +59,7 @@ func TestDocsNameEveryMetric(t *testing.T) {
 				Driver: "580", CUDA: "13.0", Partition: obs.Partition{Name: "default", State: "applied"},
 				Watchdog:   obs.Watchdog{State: obs.WatchdogRunning},
 				Policies:   []obs.PolicyStatus{{Name: "gpu-agent", State: obs.PolicyHeld}},
+				Resources:  []obs.ResourceStatus{{Name: "r", Registered: true}},
 				Containers: []obs.ContainerStatus{{Namespace: "n", Pod: "p", Container: "c", GPU: "GPU-1", CapMiB: new(uint64), UsedMiB: new(uint64), Guarantee: "api"}},
 				GPUs: []obs.GPUStatus{{UUID: "GPU-1", Health: obs.Healthy, Class: "lost", Mode: "shared", Resource: "example.com/gpu-mem", Total: 1, Free: 1, MemoryMiB: 1,
 					MIG: &obs.MIGStatus{Slots: []obs.SlotStatus{{Profile: "1g.10gb", State: obs.SlotWarm, UUID: "MIG-1"}}}}},

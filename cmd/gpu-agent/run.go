@@ -264,7 +264,7 @@ func run(ctx context.Context, c console, args []string) error {
 	}
 	plugins := plugin.NewKubelet(plugin.KubeletOptions{
 		Dir: filepath.Join(f.node.kubeletDir, "device-plugins"), Logger: log, Observer: observer{metrics},
-		Looked: func() { loop.LookAtCheckpoint() },
+		Looked: func() { loop.LookAtCheckpoint() }, Changed: func() { loop.LookAtPlugins() },
 	})
 	worlds.Plugins = plugins
 	loop = agent.New(options, worlds)
@@ -403,8 +403,11 @@ func (o observer) MIGStep(op, profile string, took time.Duration, err error) {
 	o.m.MIGStep(op, profile, took, err)
 }
 func (o observer) Wish(profile string, took time.Duration) { o.m.Wish(profile, took) }
-func (o observer) Listed(string, int, int)                 {}
-func (o observer) Registered(string, error)                {}
+func (o observer) Registered(resource string, err error) {
+	if err != nil {
+		o.m.RegistrationError(resource)
+	}
+}
 func (o observer) Called(resource, method string, took time.Duration, err error) {
 	o.m.PluginRequest(resource, method, grpcstatus.Code(err).String(), took)
 }

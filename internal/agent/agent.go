@@ -274,11 +274,12 @@ type Agent struct {
 	serving  map[string]plugin.Source
 	removed  map[string]bool // claims whose file was taken away
 	outcome  Outcome
-	heard    bool   // partitions and label have been heard of, if only that there are none
-	refusal  string // what the API server has refused for a while to show
-	written  int    // claims written down since the journal was last cut
-	swept    bool   // no file of an ended claim is left
-	trim     bool   // a claim has ended that may be in the journal
+	heard    bool                 // partitions and label have been heard of, if only that there are none
+	refusal  string               // what the API server has refused for a while to show
+	unknown  map[string]time.Time // see Snapshot.Unknown; it is not changed but replaced
+	written  int                  // claims written down since the journal was last cut
+	swept    bool                 // no file of an ended claim is left
+	trim     bool                 // a claim has ended that may be in the journal
 }
 
 // input is the news from outside, by value.
@@ -349,6 +350,8 @@ type Snapshot struct {
 	// there are none or that they may not be read: from then on the outcome is
 	// worth telling.
 	Heard bool
+	// Unknown is since when the kubelet has not known resources that are offered it.
+	Unknown map[string]time.Time
 	// Missing is what Ready waits for, empty once it need not any more.
 	Missing string
 	// Verdicts are the GPUs that are unfit for work; Hangs is what the driver does
@@ -577,6 +580,9 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 		if left := silentFor - now.Sub(r.since); left > 0 {
 			wait = min(wait, left)
 		}
+	}
+	if slices.ContainsFunc(a.plugins.Status(), func(s plugin.Status) bool { return !s.Registered && !s.Since.IsZero() }) {
+		wait = min(wait, holdersEvery) // it is news when it has been so for a while
 	}
 	if a.inv == nil {
 		// A round ends behind the driver then: what is due later on would stay due.
@@ -1006,7 +1012,7 @@ func (a *Agent) hangs() string {
 
 // finish publishes what people see.
 func (a *Agent) finish(changes *Changes, o Outcome) {
-	if trouble := a.refusal; trouble != "" {
+	if trouble := sentences(a.refusal, unregistered(a.resources(a.unknown))); trouble != "" {
 		if o.State != Invalid {
 			o.State = Failed
 		}
@@ -1035,7 +1041,7 @@ func (a *Agent) finish(changes *Changes, o Outcome) {
 	}
 	a.snapshot.Store(&Snapshot{Inventory: inv, Topology: a.topology, Matrix: a.matrix, Answered: a.answered, Cuts: a.cuts, Wanted: a.wanted, Active: a.active, Blocked: changes.Blocked,
 		Work: work, Made: made, Leaving: changes.Leaving, Failing: a.failingSlots(now), Others: a.others.gpus, Outcome: o,
-		Source: a.heardSoFar().source, Generation: a.wantedGen, At: now, Heard: heard, Missing: missing, Verdicts: verdicts, Hangs: hangs})
+		Source: a.heardSoFar().source, Generation: a.wantedGen, At: now, Heard: heard, Unknown: a.unknown, Missing: missing, Verdicts: verdicts, Hangs: hangs})
 	poke(a.stirred)
 	if o != a.outcome {
 		a.log.Info("partition", "name", o.Partition, "state", string(o.State), "message", o.Message)

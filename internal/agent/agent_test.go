@@ -64,6 +64,9 @@ type outside struct {
 	runtimeErr    error
 	stranger      bool // the runtime does not know the agent's own pod
 	allocatable   map[string][]string
+	agent         *Agent // what the kubelet knows of ours is what this one offers,
+	forgetful     bool   // unless it is forgetful
+	fares         []plugin.Status
 	suspected     []string
 	sandboxes     map[string]node.PodName // by pod UID
 	prepared      []node.Prepared
@@ -176,7 +179,28 @@ func (o *outside) List(context.Context) (node.Listing, error) {
 func (o *outside) Allocatable(context.Context) (map[string][]string, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	return o.allocatable, nil
+	out := map[string][]string{}
+	maps.Copy(out, o.allocatable)
+	if o.agent == nil || o.forgetful {
+		return out, nil
+	}
+	for _, r := range o.agent.View().Resources {
+		for _, d := range r.Devices {
+			if d.Healthy {
+				out[r.Name] = append(out[r.Name], d.ID)
+			}
+		}
+	}
+	return out, nil
+}
+
+// plugins is the device plugins' side of outside.
+type plugins struct{ *outside }
+
+func (o plugins) Status() []plugin.Status {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return slices.Clone(o.fares)
 }
 
 func (o *outside) Checkpoint() (node.Checkpoint, error) {
@@ -348,7 +372,8 @@ func startWith(t *testing.T, o *outside, cdiDir, file string, f Features) *bench
 		Label: true, Guest: true, Align: AlignFixed, LinksEvery: testLinks,
 		Health: health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4},
 		Log:    slog.New(slog.NewTextHandler(b.log, nil)),
-	}, Worlds{Driver: o, Files: files, Caps: o.caps, Kubelet: o, Runtime: runtime{o}, Plugins: o, Store: store, Cluster: o, Features: f, Observer: o})
+	}, Worlds{Driver: o, Files: files, Caps: o.caps, Kubelet: o, Runtime: runtime{o}, Plugins: plugins{o}, Store: store, Cluster: o, Features: f, Observer: o})
+	o.with(func() { o.agent = b.Agent })
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
 	go func() { done <- b.Agent.Run(ctx) }()

@@ -168,7 +168,7 @@ func TestResourceDomainChanges(t *testing.T) {
 			Domain: "example.com", ResourceDomain: "nvidia.com", MemoryUnit: unit, Pod: ownPod, Boot: "this", Kit: testKit,
 			Health: health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4},
 			Log:    slog.New(slog.NewTextHandler(&log, nil)),
-		}, Worlds{Driver: o, Files: files, Caps: o.caps, Kubelet: o, Runtime: runtime{o}, Plugins: o, Store: store, Observer: o})
+		}, Worlds{Driver: o, Files: files, Caps: o.caps, Kubelet: o, Runtime: runtime{o}, Plugins: plugins{o}, Store: store, Observer: o})
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error, 1)
 		go func() { done <- a.Run(ctx) }()

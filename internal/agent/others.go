@@ -83,7 +83,7 @@ func (a *Agent) lookAround(ctx context.Context, in *input) {
 		if o.gpus == nil {
 			o.gpus = map[gpu.UUID]string{}
 		}
-		o.due = now.Add(holdersEvery)
+		o.due, a.unknown = now.Add(holdersEvery), nil
 		return
 	}
 	o.at = now
@@ -115,7 +115,9 @@ func (a *Agent) lookAround(ctx context.Context, in *input) {
 		}
 	}
 	o.conclude(s, now)
-	a.suspect(allocatable)
+	if a.suspect(allocatable, now); len(a.unknown) > 0 && now.Add(holdersEvery).Before(o.due) {
+		o.due = now.Add(holdersEvery)
+	}
 }
 
 // conclude makes what was found what counts until the next look.
@@ -287,7 +289,8 @@ func alphanumeric(b byte) bool {
 }
 
 // suspect looks whether the kubelet gives out what we offer it.
-func (a *Agent) suspect(allocatable map[string][]string) {
+func (a *Agent) suspect(allocatable map[string][]string, now time.Time) {
+	unknown := map[string]time.Time{}
 	for _, r := range a.desk.View().Resources {
 		healthy := 0
 		for i := range r.Devices {
@@ -297,6 +300,12 @@ func (a *Agent) suspect(allocatable map[string][]string) {
 		}
 		if healthy > 0 && len(allocatable[r.Name]) == 0 && a.serving[r.Name] != nil {
 			a.plugins.Suspect(r.Name)
+			since, before := a.unknown[r.Name]
+			if !before {
+				since = now
+			}
+			unknown[r.Name] = since
 		}
 	}
+	a.unknown = unknown
 }

@@ -33,6 +33,7 @@ func (a *Agent) Status() obs.Status {
 		Hardware: snap.Hangs,
 		Topology: snap.Matrix,
 	}
+	s.Resources = a.resources(snap.Unknown)
 	verdicts := map[gpu.UUID]health.Verdict{}
 	reasons := map[gpu.UUID][]string{}
 	for _, v := range snap.Verdicts { // the worst first

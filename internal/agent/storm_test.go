@@ -252,7 +252,15 @@ func (s *storm) Allocatable(context.Context) (map[string][]string, error) {
 		}
 	}
 	slices.Sort(theirs)
-	return map[string][]string{"nvidia.com/gpu": theirs}, nil
+	out := map[string][]string{"nvidia.com/gpu": theirs}
+	for resource, devices := range s.devices {
+		for _, id := range sortedKeys(devices) {
+			if devices[id] {
+				out[resource] = append(out[resource], id)
+			}
+		}
+	}
+	return out, nil
 }
 
 func (s *storm) Checkpoint() (node.Checkpoint, error) {
@@ -310,7 +318,8 @@ func (s *storm) Set(want map[string]plugin.Source) error {
 	s.served <- maps.Clone(want)
 	return nil
 }
-func (s *storm) Suspect(string) {}
+func (s *storm) Suspect(string)          {}
+func (s *storm) Status() []plugin.Status { return nil }
 
 func (s *storm) GPUEvent(gpu.Event)         {}
 func (s *storm) Round(error, time.Duration) {}

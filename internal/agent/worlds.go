@@ -122,6 +122,8 @@ type Plugins interface {
 	Set(map[string]plugin.Source) error
 	// Suspect says that the kubelet does not seem to know a resource.
 	Suspect(resource string)
+	// Status says how each fares.
+	Status() []plugin.Status
 }
 
 // Store is the agent's memory on disk. state.Store is one.

@@ -37,6 +37,8 @@
 //	gpu_healthy{gpu}                            1 or 0
 //	gpu_fault{gpu,class}                        1 while the GPU has a fault of that class
 //	driver_hangs                                1 while the driver does not answer
+//	plugin_registered{resource}                 1 or 0: the kubelet receives the list of its devices and knows them
+//	plugin_registration_errors_total{resource}  registrations that the kubelet refused, or did not answer
 //	gpu_blocked{gpu}                            1 while holders stand in the way of the wanted partition
 //	devices{gpu,resource,state}                 state is free, held or unhealthy
 //	device_info{device,resource,UUID,GPU_I_ID,GPU_I_PROFILE,mig_uuid,namespace,pod,container}   1; see below

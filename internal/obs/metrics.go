@@ -33,6 +33,7 @@ type Metrics struct {
 	breach  prometheus.Histogram
 	steps   *prometheus.HistogramVec
 	wishes  *prometheus.HistogramVec
+	refused *prometheus.CounterVec
 }
 
 // KillReasons is every reason for which the watchdog ends a container: it is
@@ -67,6 +68,8 @@ func NewMetrics(version string) *Metrics {
 			"Kubernetes Events by what became of them: sent, merged into an earlier one, or dropped.", "outcome"),
 		gpus: counter("gpu_events_total",
 			"Events that the driver reported of a GPU; xid is the error's number, 0 for other kinds.", "gpu", "kind", "xid"),
+		refused: counter("plugin_registration_errors_total",
+			"Registrations of a resource that the kubelet refused, or did not answer.", "resource"),
 		kills: counter("cap_kills_total",
 			"Containers that the watchdog has ended: over their memory cap, or an intruder on a GPU that they hold no claim on.", "reason"),
 		evicted: prometheus.NewCounter(prometheus.CounterOpts{Name: prefix + "cap_evictions_total",
@@ -96,6 +99,9 @@ func NewMetrics(version string) *Metrics {
 func (m *Metrics) PluginRequest(resource, method, code string, took time.Duration) {
 	m.plugin.WithLabelValues(resource, method, code).Observe(took.Seconds())
 }
+
+// RegistrationError counts a registration that failed.
+func (m *Metrics) RegistrationError(resource string) { m.refused.WithLabelValues(resource).Inc() }
 
 // DriverCall counts a call of the driver. code is "ok" or the failure's kind.
 func (m *Metrics) DriverCall(call, code string, took time.Duration) {
@@ -165,7 +171,7 @@ func (m *Metrics) Wish(profile string, took time.Duration) {
 // registry gathers everything that /metrics shows.
 func (m *Metrics) registry(status func() Status) *prometheus.Registry {
 	r := prometheus.NewRegistry()
-	r.MustRegister(m.plugin, m.driver, m.round, m.api, m.events, m.gpus, m.kills, m.evicted, m.breach, m.steps, m.wishes,
+	r.MustRegister(m.plugin, m.driver, m.round, m.api, m.events, m.gpus, m.kills, m.evicted, m.breach, m.steps, m.wishes, m.refused,
 		view{version: m.version, status: status},
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
 		// The collector's default is some forty series on every node of a
@@ -189,6 +195,7 @@ var (
 	gpuMemory  = gauge("gpu_memory_bytes", "Size of the GPU's memory, what the driver keeps for itself included.", "gpu")
 	gpuHealthy = gauge("gpu_healthy", "Whether the GPU is healthy: 1 or 0.", "gpu")
 	gpuFault   = gauge("gpu_fault", "A fault of the GPU by its class; 1 while there is one.", "gpu", "class")
+	registered = gauge("plugin_registered", "Whether the kubelet receives the list of the resource's devices and knows them: 1 or 0.", "resource")
 	hangs      = gauge("driver_hangs", "Whether the driver does not answer, so that hardware work waits: 1 or 0.")
 	gpuBlocked = gauge("gpu_blocked", "Whether the wanted change of the GPU waits for holders: 1 or 0.", "gpu")
 	devices    = gauge("devices", "Devices on offer to the kubelet: free, held, or unhealthy and held by nobody.", "gpu", "resource", "state")
@@ -235,7 +242,7 @@ type view struct {
 // names at the start.
 func (v view) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{buildInfo, driverInfo, gpuInfo, gpuMemory, gpuHealthy, gpuFault, hangs, gpuBlocked,
-		devices, claims, partition, generation, migEnabled, migPending, migSlots, deviceInfo,
+		devices, claims, registered, partition, generation, migEnabled, migPending, migSlots, deviceInfo,
 		containerCap, containerUsed, containerPeak, containerRefusals, watchdogUp, unclaimed, policyHeld} {
 		out <- d
 	}
@@ -256,6 +263,9 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 	}
 	send(claims, float64(s.Claims))
 	send(hangs, truth(s.Hardware != ""))
+	for _, r := range s.Resources {
+		send(registered, truth(r.Registered), r.Name)
+	}
 	send(generation, float64(s.Partition.Generation))
 	if s.Partition.State != "" {
 		for _, state := range PartitionStates {

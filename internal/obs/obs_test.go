@@ -40,6 +40,11 @@ func sample() Status {
 		Node: "gpu-node-1", Version: "v0.1.0", Driver: "580.159.03", CUDA: "13.0", Claims: 6,
 		Partition: Partition{Name: "research", State: "blocked", Source: "configmap gpu/gpu-partitions", Generation: 3,
 			Message: "GPU 2: train/train-3 holds 40 units of gpu-mem; the GPU becomes whole when the pod has ended"},
+		Resources: []ResourceStatus{
+			{"example.com/gpu", 2, false, ago(5 * time.Minute), "register with the kubelet at /k/kubelet.sock: refused"},
+			{"example.com/gpu-mem", 237, true, nil, ""},
+			{"example.com/gpu.shared", 4, false, ago(time.Second), ""},
+		},
 		GPUs: []GPUStatus{
 			{Index: 0, UUID: "GPU-5e0f8c1a-0000-1111-2222-333344440000", Model: h100, MemoryMiB: 81559, Mode: "shared",
 				Resource: "example.com/gpu-mem", UnitMiB: 1024, Total: 79, Used: 48, Free: 31, Health: Healthy,
@@ -237,6 +242,7 @@ func used() *Metrics {
 	m.Round(nil, time.Millisecond)
 	m.Round(errors.New("x"), time.Millisecond)
 	m.APIError("watch", "configmaps")
+	m.RegistrationError("example.com/gpu")
 	m.Event("sent")
 	m.GPUEvent("GPU-5e0f8c1a-0000-1111-2222-333344440001", "xid", 79)
 	m.GPUEvent("GPU-1", "xid", 79)
@@ -328,6 +334,9 @@ func TestMetricsPage(t *testing.T) {
 	}
 	for _, want := range []string{
 		`gpu_agent_claims 6`,
+		`gpu_agent_plugin_registered{resource="example.com/gpu"} 0`,
+		`gpu_agent_plugin_registered{resource="example.com/gpu-mem"} 1`,
+		`gpu_agent_plugin_registration_errors_total{resource="example.com/gpu"} 1`,
 		`gpu_agent_devices{gpu="GPU-5e0f8c1a-0000-1111-2222-333344440000",resource="example.com/gpu-mem",state="held"} 48`,
 		`gpu_agent_devices{gpu="GPU-5e0f8c1a-0000-1111-2222-333344440000",resource="example.com/gpu-mem",state="free"} 31`,
 		`gpu_agent_devices{gpu="GPU-5e0f8c1a-0000-1111-2222-333344440003",resource="example.com/gpu.shared",state="unhealthy"} 1`,

@@ -26,6 +26,8 @@ type Status struct {
 	// Hardware says what the driver does not answer, and since when; empty while
 	// it answers. Everything that needs no hardware goes on meanwhile.
 	Hardware string `json:"hardware,omitempty"`
+	// Resources is how those that the node serves fare with the kubelet, by name.
+	Resources []ResourceStatus `json:"resources,omitempty"`
 	// GPUs is in index order.
 	GPUs []GPUStatus `json:"gpus"`
 	// Containers is what each container may use and uses of each GPU that it
@@ -57,6 +59,22 @@ type Partition struct {
 	Source string `json:"source,omitempty"`
 	// Generation grows by one with each accepted change since the start.
 	Generation uint64 `json:"generation"`
+}
+
+// ResourceStatus is a resource at the kubelet.
+type ResourceStatus struct {
+	// Name is the full resource name.
+	Name string `json:"name"`
+	// Devices is how many the list has that was last made for the kubelet.
+	Devices int `json:"devices"`
+	// Registered says that the kubelet receives the lists and knows the devices;
+	// Since is since when it does not.
+	Registered bool       `json:"registered"`
+	Since      *time.Time `json:"unregisteredSince,omitempty"`
+	// Error is why it does not. It is empty for the first half minute, which a
+	// kubelet takes to start again; from then on it is in Partition.Message too,
+	// where people read it.
+	Error string `json:"error,omitempty"`
 }
 
 // GPUStatus is one GPU.

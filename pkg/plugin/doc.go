@@ -36,6 +36,11 @@
 // streams, which does no harm, but the older one is never closed; so this
 // happens at most once in 30 seconds.
 //
+// [Kubelet.Status] says how each resource fares: whether the kubelet receives its
+// newest list, since when it does not, and why. A kubelet that opens a stream and
+// ends it at once, again and again, does not receive it; [KubeletOptions] has a
+// function that is called when the answer may be another one.
+//
 // A plugin is one gRPC server for as long as it runs, with a new listener
 // whenever its socket's file is gone. The streams that are open stay open: the
 // kubelet keeps one client a resource, and the end of an old stream makes it

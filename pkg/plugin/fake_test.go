@@ -43,6 +43,8 @@ type kubelet struct {
 	hinder cell[func(context.Context, *api.RegisterRequest) error]
 	// hang is a resource whose registrations get no answer.
 	hang cell[string]
+	// receives bounds a message that it receives, in bytes, where it is not zero.
+	receives cell[int]
 	// created is when the socket's file was there.
 	created time.Time
 
@@ -175,7 +177,11 @@ func (k *kubelet) Register(ctx context.Context, r *api.RegisterRequest) (*api.Em
 	}
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
-	c, err := dialPlugin(ctx, filepath.Join(k.dir, r.Endpoint))
+	var most []grpc.CallOption
+	if n, _ := k.receives.get(); n > 0 {
+		most = append(most, grpc.MaxCallRecvMsgSize(n))
+	}
+	c, err := dialPlugin(ctx, filepath.Join(k.dir, r.Endpoint), most...)
 	if err != nil {
 		return nil, fmt.Errorf("failed to dial device plugin: %w", err)
 	}
@@ -193,9 +199,9 @@ func (k *kubelet) Register(ctx context.Context, r *api.RegisterRequest) (*api.Em
 	return &api.Empty{}, nil
 }
 
-func dialPlugin(ctx context.Context, path string) (*client, error) {
+func dialPlugin(ctx context.Context, path string, o ...grpc.CallOption) (*client, error) {
 	//lint:ignore SA1019 the kubelet dials so
-	conn, err := grpc.DialContext(ctx, path, grpc.WithAuthority("localhost"), grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithBlock(),
+	conn, err := grpc.DialContext(ctx, path, grpc.WithAuthority("localhost"), grpc.WithDefaultCallOptions(o...), grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithBlock(),
 		grpc.WithContextDialer(func(ctx context.Context, addr string) (net.Conn, error) {
 			return (&net.Dialer{}).DialContext(ctx, "unix", addr)
 		}))

@@ -40,6 +40,9 @@ type KubeletOptions struct {
 	// it: the kubelet's checkpoint lies there too. It is optional and must not
 	// block.
 	Looked func()
+	// Changed is called when Status may say something else than before. It is
+	// optional and must not block.
+	Changed func()
 	// Watch is how changes of Dir are noticed. Default: Inotify. Where it fails,
 	// Dir is looked at once a second, and Watch is tried again now and then.
 	Watch Watch
@@ -58,6 +61,8 @@ type Kubelet struct {
 	// kubelet that is still starting names nothing yet, and each registration
 	// that it did not need leaves it with one more stream.
 	suspectEvery time.Duration
+	// stood is streamStood.
+	stood time.Duration
 
 	// sock is the kubelet's socket when it was last looked for. It is set again
 	// at every look, which wakes the plugins to look for their own.
@@ -93,7 +98,10 @@ func NewKubelet(o KubeletOptions) *Kubelet {
 	if o.Watch == nil {
 		o.Watch = Inotify
 	}
-	return &Kubelet{opts: o, every: 30 * time.Second, poll: time.Second, answer: registerTimeout, suspectEvery: 30 * time.Second, served: map[string]*serving{}}
+	if o.Changed == nil {
+		o.Changed = func() {}
+	}
+	return &Kubelet{opts: o, every: 30 * time.Second, poll: time.Second, answer: registerTimeout, suspectEvery: 30 * time.Second, stood: streamStood, served: map[string]*serving{}}
 }
 
 // Set makes want the resources that are served, by name, from now on or from
@@ -127,6 +135,15 @@ func (k *Kubelet) Status() []Status {
 		all = append(all, k.served[r].plugin.Status())
 	}
 	return all
+}
+
+// streamless says why there may be no stream of lists.
+func (k *Kubelet) streamless() error {
+	path := filepath.Join(k.opts.Dir, kubeletSocket)
+	if sock, _ := k.sock.get(); sock == (sockID{}) {
+		return fmt.Errorf("there is no kubelet at %s", path)
+	}
+	return fmt.Errorf("the kubelet at %s has no stream of lists open", path)
 }
 
 // Suspect is for whoever has found that the kubelet does not know a resource

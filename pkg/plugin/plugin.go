@@ -66,8 +66,6 @@ type Observer interface {
 	// Called is told of each answered call, with the method's name in the API
 	// ("Allocate") and the time from the decoded request to the answer.
 	Called(resource, method string, took time.Duration, err error)
-	// Listed is told of each list sent to the kubelet, with its bytes.
-	Listed(resource string, devices, bytes int)
 	// Registered is told of each attempt to register.
 	Registered(resource string, err error)
 }
@@ -75,7 +73,6 @@ type Observer interface {
 type noObserver struct{}
 
 func (noObserver) Called(string, string, time.Duration, error) {}
-func (noObserver) Listed(string, int, int)                     {}
 func (noObserver) Registered(string, error)                    {}
 
 // Options are what a Plugin is made of.
@@ -98,7 +95,10 @@ type Plugin struct {
 
 	mu      sync.Mutex
 	service *service // guarded by mu; of the Run in progress or the last one
-	fault   error    // guarded by mu; why the resource is not registered, as far as known
+	fault   fault    // guarded by mu; why the resource is not registered, as far as known
+	// tried is how many streams there had been when fault came, or noStream. Guarded
+	// by mu.
+	tried int
 
 	// suspected is when somebody last found the kubelet without this resource.
 	suspected cell[time.Time]
@@ -144,9 +144,11 @@ func (p *Plugin) Run(ctx context.Context) error {
 		return err
 	}
 	s := &service{resource: p.opts.Resource, source: p.opts.Source, log: p.opts.Logger, observer: p.opts.Observer, stop: ctx,
-		ration: brief.NewRation(p.opts.Logger, time.Now, func(d time.Duration, f func()) { time.AfterFunc(d, f) })}
+		ration:  brief.NewRation(p.opts.Logger, time.Now, func(d time.Duration, f func()) { time.AfterFunc(d, f) }),
+		changed: p.opts.Kubelet.opts.Changed, stood: p.opts.Kubelet.stood}
+	s.streams.set(streams{lost: time.Now()})
 	p.mu.Lock()
-	p.service, p.fault = s, nil
+	p.service, p.fault = s, fault{}
 	p.mu.Unlock()
 
 	var background sync.WaitGroup
@@ -182,9 +184,10 @@ func (p *Plugin) Run(ctx context.Context) error {
 		suspected, suspicion := p.suspected.get()
 		var wait <-chan time.Time
 		if fresh, err := p.hold(sock, path); err != nil {
-			p.report(err)
+			p.report(err, noStream)
 			wait = time.After(socketRetry)
 		} else {
+			p.overcome()
 			if fresh != sock {
 				if sock != nil {
 					_ = sock.Close() // Its file is gone already.
@@ -204,7 +207,7 @@ func (p *Plugin) Run(ctx context.Context) error {
 				}
 				reg.tried(kubelet, streams, time.Now(), err)
 				p.opts.Observer.Registered(p.opts.Resource, err)
-				if p.report(err); err == nil {
+				if p.report(err, streams.opened); err == nil {
 					p.opts.Logger.Info("registered", "resource", p.opts.Resource, "socket", path)
 				}
 				continue
@@ -262,21 +265,38 @@ func (p *Plugin) suspect(now time.Time) {
 	}
 }
 
+// noStream stands for a fault that no stream disproves.
+const noStream = -1
+
 // report keeps why the resource is not registered, nil where it is, and logs
-// what is new.
-func (p *Plugin) report(err error) {
+// what is new. tried is how many streams there had been before.
+func (p *Plugin) report(err error, tried int) {
 	p.mu.Lock()
 	old := p.fault
-	p.fault = err
+	p.fault, p.tried = old.of(err, time.Now()), tried
 	p.mu.Unlock()
+	said := old.err != nil && err != nil && old.err.Error() == err.Error()
+	if !said && (old.err != nil || err != nil) {
+		p.opts.Kubelet.opts.Changed()
+	}
 	level := slog.LevelWarn
 	switch {
 	case err == nil:
 		return
-	case old != nil && old.Error() == err.Error():
+	case said:
 		level = slog.LevelDebug
 	}
 	p.opts.Logger.Log(context.Background(), level, "not registered with the kubelet; trying again", "resource", p.opts.Resource, "err", err)
+}
+
+// overcome forgets a fault of the socket, which stands again.
+func (p *Plugin) overcome() {
+	p.mu.Lock()
+	over := p.fault.err != nil && p.tried == noStream
+	p.mu.Unlock()
+	if over {
+		p.report(nil, 0)
+	}
 }
 
 // hold returns a socket whose file stands: the one given, or a new one.
@@ -363,30 +383,55 @@ func (r *registration) tried(kubelet sockID, before streams, t time.Time, err er
 // Status is what is known of a resource now.
 type Status struct {
 	Resource string
-	// Registered says that the kubelet holds a stream of lists open.
+	// Registered says that the kubelet receives the source's newest list: it holds a
+	// stream of lists open, and that list could be sent. After a stream that ended at
+	// once the next one counts when it has stood for a while.
 	Registered bool
+	// Since is since when that has not been so; zero where it is, and before the
+	// resource is served.
+	Since time.Time
 	// Devices and Bytes are of the list that stands.
 	Devices, Bytes int
-	// Err is why the resource is not registered, or why the source's newest list
-	// is not the one that stands; nil where all is well or still under way.
+	// Err is why it is not so; nil where it is.
 	Err error
 }
 
 // Status says how the resource fares.
 func (p *Plugin) Status() Status {
 	p.mu.Lock()
-	s, fault := p.service, p.fault
+	s, refused, tried := p.service, p.fault, p.tried
 	p.mu.Unlock()
-	st := Status{Resource: p.opts.Resource, Err: fault}
+	st := Status{Resource: p.opts.Resource}
 	if s == nil {
 		return st
 	}
-	n, _ := s.streams.get()
-	st.Registered = n.open > 0
 	if l, _ := s.list.get(); l != nil {
 		st.Devices, st.Bytes = l.devices, len(l.message)
 	}
+	now := time.Now()
+	n, _ := s.streams.get()
+	if tried != noStream && n.open > 0 && n.opened > tried {
+		refused = fault{} // the answer was lost, and the kubelet has it all the same
+	}
+	var stream fault
+	switch {
+	case n.stands(now, s.stood):
+	case n.brief:
+		stream = fault{fmt.Errorf("the kubelet ends its stream of lists as soon as it has opened it; the last list, of %d devices, has %d bytes, and the kubelet receives at most %d",
+			st.Devices, st.Bytes, maxListBytes), n.lost}
+	default:
+		stream = fault{p.opts.Kubelet.streamless(), n.lost}
+	}
 	unsent, _ := s.fault.get()
-	st.Err = errors.Join(fault, unsent)
+	for _, f := range []fault{refused, stream, unsent} {
+		if f.err != nil && (st.Since.IsZero() || f.since.Before(st.Since)) {
+			st.Since = f.since
+		}
+	}
+	if refused.err != nil && !n.brief {
+		stream.err = nil // the refusal is why there is none
+	}
+	st.Err = errors.Join(refused.err, stream.err, unsent.err)
+	st.Registered = st.Err == nil
 	return st
 }

@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -352,13 +353,100 @@ func TestRegistrationRefused(t *testing.T) {
 	dir := tempDir(t)
 	k := startKubelet(t, dir)
 	k.refuse.set(errors.New("the kubelet is not in the mood"))
-	a := startAgent(t, dir, map[string]Source{gpuMem: sourceOf(a1)})
+	var changes atomic.Int32
+	a := startAgent(t, dir, map[string]Source{gpuMem: sourceOf(a1)}, func(k *Kubelet) { k.opts.Changed = func() { changes.Add(1) } })
 	eventually(t, "the reason", func() bool {
 		st := a.Status()
 		return len(st) == 1 && st[0].Err != nil && strings.Contains(st[0].Err.Error(), "not in the mood")
 	})
+	if st := a.Status()[0]; st.Registered || st.Since.IsZero() || changes.Load() == 0 {
+		t.Errorf("Status = %+v, after %d changes", st, changes.Load())
+	}
+	before := changes.Load()
 	k.refuse.set(nil)
 	k.await(t, "first list", lastIs(gpuMem, "a"))
+	eventually(t, "all is well", func() bool { return a.Status()[0].Registered })
+	if st := a.Status()[0]; st.Err != nil || !st.Since.IsZero() || changes.Load() == before {
+		t.Errorf("Status = %+v, after %d changes", st, changes.Load()-before)
+	}
+}
+
+// TestListThatTheKubeletCannotReceive: a kubelet that cannot takes each registration
+// and ends each stream, and only the log told.
+func TestListThatTheKubeletCannotReceive(t *testing.T) {
+	leakCheck(t)
+	dir := tempDir(t)
+	k := startKubelet(t, dir)
+	k.receives.set(100)
+	src := sourceOf(a1)
+	a := startAgent(t, dir, map[string]Source{gpuMem: src}, func(k *Kubelet) { k.stood = time.Hour })
+	k.await(t, "first list", lastIs(gpuMem, "a"))
+	if st := a.Status()[0]; !st.Registered {
+		t.Errorf("Status = %+v", st)
+	}
+	// The first stream has stood for less than an hour. From its end on it is a matter
+	// of what comes next.
+	src.list.set(devices(100))
+	k.await(t, "three tries", func(s seen) bool { return s.registered[gpuMem] >= 4 })
+	eventually(t, "the reason", func() bool {
+		err := a.Status()[0].Err
+		return err != nil && strings.Contains(err.Error(), "ends its stream of lists as soon as") && strings.Contains(err.Error(), "of 100 devices")
+	})
+	since := a.Status()[0].Since
+	k.await(t, "three more", func(s seen) bool { return s.registered[gpuMem] >= 7 })
+	if st := a.Status()[0]; st.Registered || since.IsZero() || !st.Since.Equal(since) {
+		t.Errorf("Status = %+v, want it since %v", st, since)
+	}
+	a.mu.Lock()
+	s := a.served[gpuMem].plugin.service
+	a.mu.Unlock()
+	src.list.set([]Device{b1})
+	k.await(t, "what it can", lastIs(gpuMem, "b"))
+	s.streams.update(func(n streams) streams { // two hours later
+		n.since = n.since.Add(-2 * time.Hour)
+		return n
+	})
+	if st := a.Status()[0]; !st.Registered || st.Err != nil || !st.Since.IsZero() {
+		t.Errorf("Status = %+v, want all well", st)
+	}
+}
+
+// TestStreamsStand: a stream that ends does not hide how long the kubelet has had
+// none that stood.
+func TestStreamsStand(t *testing.T) {
+	t0 := time.Unix(0, 0)
+	at := func(s int) time.Time { return t0.Add(time.Duration(s) * time.Second) }
+	n := streams{lost: t0}
+	check := func(when int, stands bool, lost int) {
+		t.Helper()
+		if n.stands(at(when), streamStood) != stands || !stands && !n.lost.Equal(at(lost)) {
+			t.Errorf("after %d s: %+v, want %v, lost at %d s", when, n, stands, lost)
+		}
+	}
+	check(5, false, 0)
+	n = n.begun(at(5))
+	check(5, true, 0) // the first is believed
+	n = n.ended(at(100), streamStood)
+	check(100, false, 100)
+	n = n.begun(at(120)) // a kubelet that has restarted
+	check(120, true, 0)
+	n = n.ended(at(121), streamStood)
+	check(121, false, 121)
+	for s := 122; s < 200; s += 3 { // and can receive nothing
+		n = n.begun(at(s))
+		check(s, false, 121)
+		n = n.ended(at(s+1), streamStood)
+		check(s+1, false, 121)
+	}
+	n = n.begun(at(200))
+	check(209, false, 121)
+	check(210, true, 0)
+	n = n.begun(at(211)).ended(at(212), streamStood) // somebody else's, beside it
+	check(212, true, 0)
+	n = n.ended(at(213), streamStood)
+	check(213, false, 213)
+	n = n.begun(at(214))
+	check(214, true, 0)
 }
 
 // TestRegistrationOvertaken: a kubelet that starts removes our socket just when
@@ -557,7 +645,7 @@ func TestCalls(t *testing.T) {
 	startAgent(t, dir, map[string]Source{gpuMem: src}, func(k *Kubelet) { k.opts.Observer = seen })
 	k.await(t, "first list", lastIs(gpuMem, "a b"))
 	c := k.client(t, gpuMem)
-	await(t, "the start observed", &seen.calls, func(calls []string) bool { return len(calls) == 3 })
+	await(t, "the start observed", &seen.calls, func(calls []string) bool { return len(calls) == 2 })
 	ctx := t.Context()
 
 	src.prefer = func(available, must []string, n int) ([]string, error) {
@@ -608,10 +696,10 @@ func TestCalls(t *testing.T) {
 	_, err = c.PreStartContainer(long, &api.PreStartContainerRequest{DevicesIds: []string{"b"}})
 	wantStatus(t, err, codes.Unavailable, "example.com/gpu-mem: previous holder still ending")
 
-	calls := await(t, "all calls observed", &seen.calls, func(calls []string) bool { return len(calls) == 9 })
-	slices.Sort(calls[:3]) // They happen at once.
+	calls := await(t, "all calls observed", &seen.calls, func(calls []string) bool { return len(calls) == 8 })
+	slices.Sort(calls[:2]) // They happen at once.
 	if want := []string{
-		"GetDevicePluginOptions", "Listed 2", "Registered",
+		"GetDevicePluginOptions", "Registered",
 		"GetPreferredAllocation", "GetPreferredAllocation failed", "Allocate", "Allocate failed", "PreStartContainer", "PreStartContainer failed",
 	}; !slices.Equal(calls, want) {
 		t.Errorf("observed %q, want %q", calls, want)
@@ -663,7 +751,6 @@ func (o *observed) add(s string, err error) {
 }
 
 func (o *observed) Called(_, method string, _ time.Duration, err error) { o.add(method, err) }
-func (o *observed) Listed(_ string, devices, _ int)                     { o.add(fmt.Sprint("Listed ", devices), nil) }
 func (o *observed) Registered(_ string, err error)                      { o.add("Registered", err) }
 
 // TestPanicEndsTheProcess, loudly: a process of its own has the panic.

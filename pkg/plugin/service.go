@@ -34,7 +34,28 @@ type service struct {
 	list    cell[*list]
 	streams cell[streams]
 	// fault is why the source's newest list is not what is sent; nil if it is.
-	fault cell[error]
+	fault cell[fault]
+	// changed is called when any of these has changed.
+	changed func()
+	// stood is streamStood.
+	stood time.Duration
+}
+
+// fault is what is wrong, and since when; zero where nothing is.
+type fault struct {
+	err   error
+	since time.Time
+}
+
+// of is the fault that follows this one: what goes on has begun before.
+func (f fault) of(err error, now time.Time) fault {
+	if err == nil {
+		return fault{}
+	}
+	if f.err != nil {
+		now = f.since
+	}
+	return fault{err, now}
 }
 
 // streams counts ListAndWatch streams: by it the plugin knows whether the
@@ -42,6 +63,41 @@ type service struct {
 type streams struct {
 	open   int // now
 	opened int // ever
+	// since is when the oldest that is open was opened, lost when the last one ended
+	// that had stood; brief says that one that was opened later ended at once.
+	since, lost time.Time
+	brief       bool
+}
+
+// streamStood is how long a stream must be open after one that ended sooner to be
+// believed: a kubelet that cannot receive a list opens a stream again and again.
+const streamStood = 10 * time.Second
+
+func (n streams) begun(now time.Time) streams {
+	if n.open == 0 {
+		n.since = now
+	}
+	n.open++
+	n.opened++
+	return n
+}
+
+func (n streams) ended(now time.Time, enough time.Duration) streams {
+	stood := n.stands(now, enough)
+	if n.open--; n.open > 0 {
+		return n
+	}
+	if stood {
+		n.lost = now
+	}
+	n.brief = now.Sub(n.since) < enough
+	return n
+}
+
+// stands reports whether the kubelet receives the lists, as far as streams tell;
+// enough is streamStood.
+func (n streams) stands(now time.Time, enough time.Duration) bool {
+	return n.open > 0 && (!n.brief || now.Sub(n.since) >= enough)
 }
 
 func newServer(s *service) *grpc.Server {
@@ -84,12 +140,20 @@ func (s *service) take(devices []Device) {
 			// What was sent last stands: without a list the endpoint would go,
 			// and with it the pods that it serves.
 			s.log.Error("keep the last list: the new one cannot be sent", "resource", s.resource, "err", err)
-			s.fault.set(err)
+			s.setFault(err)
 			return
 		}
 	}
-	s.fault.set(nil)
+	s.setFault(nil)
 	s.list.set(l)
+}
+
+func (s *service) setFault(err error) {
+	if old, _ := s.fault.get(); old.err == nil && err == nil {
+		return
+	}
+	s.fault.update(func(old fault) fault { return old.of(err, time.Now()) })
+	s.changed()
 }
 
 func (s *service) GetDevicePluginOptions(context.Context, *api.Empty) (*api.DevicePluginOptions, error) {
@@ -101,8 +165,10 @@ func options() *api.DevicePluginOptions {
 }
 
 func (s *service) ListAndWatch(_ *api.Empty, stream api.DevicePlugin_ListAndWatchServer) error {
-	s.streams.update(func(n streams) streams { return streams{n.open + 1, n.opened + 1} })
-	defer s.streams.update(func(n streams) streams { return streams{n.open - 1, n.opened} })
+	s.streams.update(func(n streams) streams { return n.begun(time.Now()) })
+	s.changed()
+	defer s.changed()
+	defer s.streams.update(func(n streams) streams { return n.ended(time.Now(), s.stood) })
 	var sent *list
 	for {
 		l, changed := s.list.get()
@@ -113,7 +179,6 @@ func (s *service) ListAndWatch(_ *api.Empty, stream api.DevicePlugin_ListAndWatc
 			}
 			sent = l
 			s.log.Info("sent list", "resource", s.resource, "devices", l.devices, "bytes", len(l.message))
-			s.observer.Listed(s.resource, l.devices, len(l.message))
 		}
 		select {
 		case <-changed:

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"time"
+
+	"example.com/gpu-agent/internal/obs"
+)
+
+// LookAtPlugins is for whoever has seen that a resource may fare otherwise at the
+// kubelet than before.
+func (a *Agent) LookAtPlugins() { a.wake() }
+
+// resources says how the resources that are served fare at the kubelet. unknown is
+// since when it has not named the devices of some, whose streams of lists may be open
+// all the same. A kubelet that starts again is no trouble: an error comes after
+// silentFor.
+func (a *Agent) resources(unknown map[string]time.Time) []obs.ResourceStatus {
+	now := time.Now()
+	var out []obs.ResourceStatus
+	for _, s := range a.plugins.Status() {
+		r := obs.ResourceStatus{Name: s.Resource, Devices: s.Devices, Registered: s.Registered}
+		since, why := s.Since, ""
+		if s.Err != nil {
+			why = s.Err.Error()
+		}
+		if at, not := unknown[s.Resource]; s.Registered && not && now.Sub(at) >= silentFor {
+			r.Registered, since = false, at
+			why = "its PodResources service names none of the devices, although it has the list; where it does not in a minute, restart the kubelet"
+		}
+		if !r.Registered && !since.IsZero() {
+			if r.Since = &since; now.Sub(since) >= silentFor {
+				r.Error = why
+			}
+		}
+		out = append(out, r)
+	}
+	return out
+}
+
+// unregistered says which resources the kubelet has not had for a while, and why.
+func unregistered(resources []obs.ResourceStatus) string {
+	var out []string
+	for _, r := range resources {
+		if r.Error != "" {
+			out = append(out, r.Name+" is not registered with the kubelet: "+r.Error)
+		}
+	}
+	return sentences(out...)
+}
