@@ -82,8 +82,12 @@ type storm struct {
 	trouble map[gpu.UUID]string
 	mute    error
 	hangs   bool
-	// foreign are the GPUs that another device plugin offers.
+	// foreign are the GPUs that another device plugin offers, theirs what the
+	// checkpoint says that its pods have, and living those of them that have a
+	// container. Nobody takes an entry out when its pod ends.
 	foreign map[gpu.UUID]bool
+	theirs  []node.Entry
+	living  map[string]bool
 	// skew is what the runtime's clock is off: it has been put back, or forward.
 	skew time.Duration
 	// late is a partition that a new agent has not been told of yet.
@@ -269,7 +273,7 @@ func (s *storm) Checkpoint() (node.Checkpoint, error) {
 	if s.unreadable {
 		return node.Checkpoint{}, errors.New("the checkpoint cannot be read")
 	}
-	return node.Checkpoint{Entries: slices.Clone(s.file), Stamp: node.Stamp{MTime: s.writes, Inode: 1}}, nil
+	return node.Checkpoint{Entries: slices.Concat(s.file, s.theirs), Stamp: node.Stamp{MTime: s.writes, Inode: 1}}, nil
 }
 
 func (s *storm) Stamp() node.Stamp {
@@ -295,6 +299,9 @@ func (s stormRuntime) Containers(context.Context) ([]node.Container, error) {
 		return nil, errors.New("the runtime is away")
 	}
 	out := []node.Container{{Namespace: ownPod.Namespace, Pod: ownPod.Name}}
+	for uid := range s.living {
+		out = append(out, node.Container{ID: uid, PodUID: uid, Namespace: "others", Pod: uid, Running: true})
+	}
 	for _, c := range s.containers {
 		out = append(out, c.Container)
 	}
@@ -603,7 +610,21 @@ func (s *storm) step() {
 		})
 		s.agent.onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
 	case n == 104:
-		s.locked(func() { u := uuid(s.rng.IntN(s.gpus)); s.foreign[u] = !s.foreign[u] && s.rng.IntN(2) == 0 })
+		s.locked(func() {
+			u := uuid(s.rng.IntN(s.gpus))
+			switch {
+			case s.rng.IntN(2) == 0:
+				s.foreign[u] = !s.foreign[u] && s.rng.IntN(2) == 0
+			case len(s.living) > 0: // its entry goes stale
+				clear(s.living)
+			default:
+				uid := fmt.Sprint("theirs-", len(s.theirs))
+				s.theirs = append(s.theirs, node.Entry{PodUID: uid, Container: "c", Resource: "nvidia.com/gpu", IDs: []string{string(u)}})
+				s.living[uid] = true
+				s.writes++
+				s.done["theirs"]++
+			}
+		})
 	case n == 105:
 		s.skip = !s.skip
 	case n < 25:
@@ -706,6 +727,7 @@ func (s *storm) heal() {
 		s.mute, s.hangs = nil, false
 		clear(s.trouble)
 		clear(s.foreign)
+		clear(s.living)
 	})
 	s.agent.onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
 }
@@ -850,12 +872,17 @@ func (s *storm) calm() {
 	if left, _ := s.pages.List(); len(s.specs) != 0 || len(s.journal) != 0 || len(left) != 0 {
 		s.t.Errorf("left behind: files %v, journal %v, limit pages %v", slices.Sorted(maps.Keys(s.specs)), s.journal, left)
 	}
+	devices := 0
 	for _, r := range s.agent.View().Resources {
+		devices += len(r.Devices)
 		for _, d := range r.Devices {
 			if !d.Healthy || r.Name != names.Units {
 				s.t.Errorf("%s of %s is %v: %s", d.ID, r.Name, d.Healthy, d.Reason)
 			}
 		}
+	}
+	if devices != 4*s.gpus {
+		s.t.Errorf("%d units are on offer, want those of %d GPUs; others' entries: %v", devices, s.gpus, s.theirs)
 	}
 	s.pods, s.entries, s.file = map[string]*stormPod{}, nil, nil
 }
@@ -875,7 +902,7 @@ func runStorm(t *testing.T, withMIG bool) {
 			hw: newOutside(3), mig: withMIG, written: map[string]time.Time{},
 			t: t, rng: rand.New(rand.NewPCG(*stormSeed, 2)), gpus: 3, served: make(chan map[string]plugin.Source, 16),
 			devices: map[string]map[string]bool{}, pods: map[string]*stormPod{}, specs: map[string]*specs.Spec{},
-			figures: map[gpu.UUID]gpu.Health{}, trouble: map[gpu.UUID]string{}, foreign: map[gpu.UUID]bool{}, done: map[string]int{},
+			figures: map[gpu.UUID]gpu.Health{}, trouble: map[gpu.UUID]string{}, foreign: map[gpu.UUID]bool{}, living: map[string]bool{}, done: map[string]int{},
 		}
 		if withMIG {
 			s.hw = migMachine(3)

@@ -6,6 +6,7 @@ import (
 	"context"
 	"fmt"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -177,6 +178,54 @@ func TestCoexistence(t *testing.T) {
 
 	b.must(stop(b.ctx))
 	b.offers(map[string]int{lab.Memory: gpus * units})
+	b.state("applied")
+}
+
+// A node moves from NVIDIA's device plugin to the agent (docs/migrate-from-nvidia.md):
+// the GPUs come over a while after the plugin has gone, those that its pods have
+// when these end. The kubelet rewrites its checkpoint for neither: its entry of a
+// pod that has ended stays for five minutes, or for good.
+func TestMigration(t *testing.T) {
+	const peer, theirs = "nvidia-device-plugin", "nvidia.com/gpu"
+	b := begin(t, allShared, map[string]int{lab.Memory: gpus * units})
+	program, err := kit.BuildPeer(b.ctx)
+	b.must(err)
+	b.must(node.Start(b.ctx, peer, program, "--driver-root-ctr-path", "/", "--nvidia-driver-root", "/"))
+	stop := sync.OnceValue(func() error { return node.Stop(context.Background(), peer) })
+	b.Cleanup(func() {
+		if err := stop(); err != nil {
+			b.Error(err)
+		}
+	})
+	b.must(node.AwaitAllocatable(b.ctx, map[string]int{theirs: gpus}))
+	ended, stays := b.pod("ended", theirs, 2), b.pod("stays", theirs, 1)
+	b.must(ended.Running(b.ctx))
+	b.must(stays.Running(b.ctx))
+	b.offers(nil)
+	b.must(ended.Delete(b.ctx))
+	b.must(ended.Gone(b.ctx))
+
+	comeOver := func(after string, want int) {
+		b.Helper()
+		began := time.Now()
+		at, err := lab.Moment(b.ctx, 4*time.Minute, time.Second, "the GPUs to come over", func(ctx context.Context) error {
+			s, err := node.State(ctx)
+			if err == nil && s.Allocatable[lab.Memory] != want*units {
+				err = fmt.Errorf("the node offers %d units, want %d", s.Allocatable[lab.Memory], want*units)
+			}
+			return err
+		})
+		b.must(err)
+		b.Logf("%s, the node offers the units of %d GPUs after %.0f s", after, want, at.Sub(began).Seconds())
+	}
+	b.must(stop())
+	comeOver("after the end of NVIDIA's plugin", gpus-1)
+	if message := b.state("failed"); !strings.Contains(message, stays.String()+" has it as "+theirs) {
+		b.Errorf("the node says %q, want whose GPU the last one is", message)
+	}
+	b.must(stays.Delete(b.ctx))
+	b.must(stays.Gone(b.ctx))
+	comeOver("after the end of the pod that was left", gpus)
 	b.state("applied")
 }
 
