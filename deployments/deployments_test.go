@@ -165,10 +165,43 @@ func TestRBACIsWhatTheAgentUses(t *testing.T) {
 			}
 		}
 	}
-	spec := agentSet(t, objects).Spec.Template.Spec
-	one(t, objects, "ServiceAccount", spec.ServiceAccountName)
-	if !spec.AutomountToken {
-		t.Error("the agent has no token")
+	one(t, objects, "ServiceAccount", agentSet(t, objects).Spec.Template.Spec.ServiceAccountName)
+}
+
+// account is where a program looks for its service account's token.
+const account = "/var/run/secrets/kubernetes.io/serviceaccount"
+
+// A token that somebody carries off is of use for ten minutes, not for an hour, and
+// there is no other one in the pod.
+func TestTokenLivesForTenMinutes(t *testing.T) {
+	for what, d := range map[string]daemonSet{
+		"base":          agentSet(t, base(t)),
+		"runtime-class": agentSet(t, render(t, "overlays/runtime-class")),
+		"cleanup":       as[daemonSet](t, one(t, resources(t, "cleanup"), "DaemonSet", "gpu-agent-cleanup")),
+	} {
+		spec := &d.Spec.Template.Spec
+		if spec.AutomountToken {
+			t.Errorf("%s: the kubelet's own token, of an hour, is mounted", what)
+		}
+		volume := ""
+		for _, v := range spec.Volumes {
+			if len(v.Projected.Sources) != 2 {
+				continue
+			}
+			volume = v.Name
+			token, ca := v.Projected.Sources[0].Token, v.Projected.Sources[1].ConfigMap
+			if token.Path != "token" || token.Expiry != 600 || v.Projected.DefaultMode != 0o400 {
+				t.Errorf("%s: token %+v with mode %o", what, token, v.Projected.DefaultMode)
+			}
+			if ca.Name != "kube-root-ca.crt" || len(ca.Items) != 1 || ca.Items[0].Path != "ca.crt" {
+				t.Errorf("%s: authority %+v", what, ca)
+			}
+		}
+		for _, c := range append(spec.InitContainers, spec.Containers...) {
+			if !slices.ContainsFunc(c.VolumeMounts, func(m mount) bool { return m.Name == volume && m.MountPath == account && m.ReadOnly }) {
+				t.Errorf("%s: %s has no token at %s", what, c.Name, account)
+			}
+		}
 	}
 }
 
@@ -226,7 +259,7 @@ func TestMounts(t *testing.T) {
 	flags := programFlags(t)
 	host := map[string]string{} // volume → path
 	for _, v := range d.Spec.Template.Spec.Volumes {
-		if v.HostPath.Path == "" || v.HostPath.Type == "" {
+		if len(v.Projected.Sources) == 0 && (v.HostPath.Path == "" || v.HostPath.Type == "") {
 			t.Errorf("volume %s: path %q of type %q; without a type a missing directory is noticed late", v.Name, v.HostPath.Path, v.HostPath.Type)
 		}
 		host[v.Name] = v.HostPath.Path
@@ -589,13 +622,15 @@ func TestRenderedRuntimeClass(t *testing.T) {
 	}
 	var paths []string
 	for _, v := range spec.Volumes {
-		paths = append(paths, v.HostPath.Path)
+		if v.HostPath.Path != "" {
+			paths = append(paths, v.HostPath.Path)
+		}
 	}
 	slices.Sort(paths)
 	if want := []string{"/run", "/sys/fs/cgroup", "/var/lib/gpu-agent", "/var/lib/kubelet/device-plugins", "/var/lib/kubelet/pod-resources", "/var/run/cdi"}; !slices.Equal(paths, want) {
 		t.Errorf("host paths %q, want %q", paths, want)
 	}
-	if len(c.VolumeMounts) != len(paths) {
+	if len(c.VolumeMounts) != len(paths)+1 { // the token
 		t.Errorf("%d mounts of %d volumes", len(c.VolumeMounts), len(paths))
 	}
 	env := c.env()
@@ -719,7 +754,7 @@ func TestRenderedNFD(t *testing.T) {
 	spec := &clean.Spec.Template.Spec
 	for _, c := range append(spec.InitContainers, spec.Containers...) {
 		sees(spec, &c)
-		if len(c.VolumeMounts) < 6 {
+		if len(c.VolumeMounts) < 7 {
 			t.Errorf("%s lost mounts: %+v", c.Name, c.VolumeMounts)
 		}
 	}
@@ -762,8 +797,8 @@ func TestCleanup(t *testing.T) {
 			}
 
 			// In its name, so under its admission policies.
-			if spec.ServiceAccountName != agents.ServiceAccountName || !spec.AutomountToken {
-				t.Errorf("account %q with token %v, want %q", spec.ServiceAccountName, spec.AutomountToken, agents.ServiceAccountName)
+			if spec.ServiceAccountName != agents.ServiceAccountName {
+				t.Errorf("account %q, want %q", spec.ServiceAccountName, agents.ServiceAccountName)
 			}
 			if len(spec.InitContainers) != 1 || len(spec.Containers) != 1 {
 				t.Fatalf("%d init containers and %d containers, want one each", len(spec.InitContainers), len(spec.Containers))

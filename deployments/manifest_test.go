@@ -77,8 +77,21 @@ type podSpec struct {
 	InitContainers []container `yaml:"initContainers"`
 	Containers     []container
 	Volumes        []struct {
-		Name     string
-		HostPath struct{ Path, Type string } `yaml:"hostPath"`
+		Name      string
+		HostPath  struct{ Path, Type string } `yaml:"hostPath"`
+		Projected struct {
+			DefaultMode int `yaml:"defaultMode"`
+			Sources     []struct {
+				Token struct {
+					Path   string
+					Expiry int `yaml:"expirationSeconds"`
+				} `yaml:"serviceAccountToken"`
+				ConfigMap struct {
+					Name  string
+					Items []struct{ Key, Path string }
+				} `yaml:"configMap"`
+			}
+		}
 	}
 }
 

@@ -400,6 +400,35 @@ func TestAgentSendsEventsInItsOwnName(t *testing.T) {
 	}
 }
 
+// A token of the kind that the DaemonSet has projected names the node of the pod
+// that it is bound to. All policies rest on that.
+func TestTokenNamesItsNode(t *testing.T) {
+	s := startAPIServer(t)
+	s.install(t)
+	spec := fields{"serviceAccountName": name, "nodeName": "node-1", "automountServiceAccountToken": false, "containers": []fields{{"name": "main", "image": "none"}}}
+	var pod struct{ Metadata struct{ UID string } }
+	if err := s.do(t, nil, http.MethodPost, "/api/v1/namespaces/gpu-agent/pods", asJSON,
+		fields{"apiVersion": "v1", "kind": "Pod", "metadata": fields{"name": "agent"}, "spec": spec}, &pod); err != nil {
+		t.Fatal(err)
+	}
+	var token struct {
+		Status struct {
+			Token string
+		}
+	}
+	if err := s.do(t, nil, http.MethodPost, "/api/v1/namespaces/gpu-agent/serviceaccounts/gpu-agent/token", asJSON, fields{
+		"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": fields{"expirationSeconds": 600,
+			"boundObjectRef": fields{"apiVersion": "v1", "kind": "Pod", "name": "agent", "uid": pod.Metadata.UID}}}, &token); err != nil {
+		t.Fatal(err)
+	}
+	as := http.Header{"Authorization": {"Bearer " + token.Status.Token}}
+	state := fields{"metadata": fields{"labels": fields{"example.com/gpu.partition.state": "applied"}}}
+	s.try(t, as, []try{
+		{"its own node", http.MethodPatch, "/api/v1/nodes/node-1", merge, state, ""},
+		{"another node", http.MethodPatch, "/api/v1/nodes/node-2", merge, state, "the node that it runs on"},
+	})
+}
+
 // agentSays lets internal/kube try the policies in an account's name: all four are
 // as they should be, and the tries have changed nothing.
 func (s *apiServer) agentSays(t *testing.T, namespace, account string, want kube.PolicyState) {

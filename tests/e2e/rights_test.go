@@ -3,6 +3,8 @@
 package e2e
 
 import (
+	"context"
+	"fmt"
 	"net/http"
 	"strings"
 	"testing"
@@ -11,8 +13,9 @@ import (
 )
 
 // What the agent's service account may write, asked of the API server in its
-// name: labels and annotations of its own Node below the agent's domain, and
-// nothing else. RBAC cannot say the half of that; the admission policy does.
+// name: its own labels and annotation of its own Node, and nothing else. RBAC
+// cannot say the half of that; admission policies do, and the agent has found that
+// they are in force.
 func TestRights(t *testing.T) {
 	b := begin(t, allShared, map[string]int{lab.Memory: gpus * units})
 
@@ -25,10 +28,22 @@ func TestRights(t *testing.T) {
 		return object{"metadata": object{field: object{key: value}}}
 	}
 	b.must(node.Label(b.ctx, map[string]string{"team": "blue"}))
+	b.must(lab.Await(b.ctx, waitLong, "the agent finds its policies in force", func(ctx context.Context) error {
+		got, err := agent.Metrics(ctx)
+		if err != nil {
+			return err
+		}
+		for _, policy := range []string{"gpu-agent", "gpu-agent-events"} {
+			if got[`gpu_agent_policy_in_force{policy="`+policy+`"}`] != 1 {
+				return fmt.Errorf("policy %s is not in force", policy)
+			}
+		}
+		return nil
+	}))
 
 	for _, own := range []object{
-		meta("labels", "example.com/gpu.trial", "1"), meta("labels", "example.com/gpu.trial", nil),
-		meta("annotations", "example.com/gpu.trial", "1"), meta("annotations", "example.com/gpu.trial", nil),
+		meta("labels", "example.com/gpu.nvlink-domain", "1"), meta("labels", "example.com/gpu.nvlink-domain", nil),
+		meta("annotations", "example.com/gpu.partition.message", "1"), meta("annotations", "example.com/gpu.partition.message", nil),
 	} {
 		if err := as(nodeName, http.MethodPatch, path, own); err != nil {
 			b.Errorf("an agent could not write on its own node: %v: %v", own, err)
@@ -39,11 +54,12 @@ func TestRights(t *testing.T) {
 		body   object
 		why    string
 	}{
-		"from another node":       {"elsewhere", meta("labels", "example.com/gpu.trial", "1"), "only to the node that it runs on"},
-		"from no node":            {"", meta("labels", "example.com/gpu.trial", "1"), "only to the node that it runs on"},
-		"a label of others":       {nodeName, meta("labels", "team", "red"), "only labels below"},
-		"a label taken away":      {nodeName, meta("labels", "team", nil), "only labels below"},
-		"an annotation of others": {nodeName, meta("annotations", "team", "red"), "only annotations below"},
+		"from another node":       {"elsewhere", meta("labels", "example.com/gpu.nvlink-domain", "1"), "only to the node that it runs on"},
+		"from no node":            {"", meta("labels", "example.com/gpu.nvlink-domain", "1"), "only to the node that it runs on"},
+		"a label of others":       {nodeName, meta("labels", "team", "red"), "only labels of its own"},
+		"a label taken away":      {nodeName, meta("labels", "team", nil), "only labels of its own"},
+		"what an operator sets":   {nodeName, meta("labels", lab.PartitionLabel, "whole"), "only labels of its own"},
+		"an annotation of others": {nodeName, meta("annotations", "team", "red"), "only annotations of its own"},
 		"a taint":                 {nodeName, object{"spec": object{"taints": []object{{"key": "a", "effect": "NoSchedule"}}}}, "only labels and annotations"},
 		"unschedulable":           {nodeName, object{"spec": object{"unschedulable": true}}, "only labels and annotations"},
 	} {
