@@ -638,6 +638,12 @@ func TestRenderedRuntimeClass(t *testing.T) {
 	if env["GPU_AGENT_DRIVER_ROOT"] != "/" || env["GPU_AGENT_HOST_DRIVER_ROOT"] != "/" || env["NVIDIA_VISIBLE_DEVICES"] != "all" {
 		t.Errorf("environment %v", env)
 	}
+	if env["GPU_AGENT_INTRUDERS"] != "end" {
+		t.Error("whoever gets GPUs by NVIDIA's runtime, without a claim, is only reported")
+	}
+	if s.SELinuxOptions.Type != "spc_t" {
+		t.Errorf("SELinux type %q: a container that is not privileged is kept from the host's directories and sockets", s.SELinuxOptions.Type)
+	}
 }
 
 // withComponent is an overlay of one's own: the base, or the cleanup, and a

@@ -475,6 +475,63 @@ func (s *apiServer) agentSays(t *testing.T, namespace, account string, want kube
 	}
 }
 
+// NVIDIA's runtime gives a container what its environment asks for. A tenant does
+// not get at it by naming the class.
+func TestRuntimeClassIsForTheAgentAlone(t *testing.T) {
+	s := startAPIServer(t)
+	s.namespace(t, "train")
+	s.namespace(t, "monitoring")
+	for _, class := range []string{"nvidia-cdi", "nvidia-legacy", "kata"} {
+		s.create(t, places["RuntimeClass"], fields{"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": fields{"name": class}, "handler": class})
+	}
+	const agents = "gpu-ops" // an overlay's namespace has the label, too
+	objects := render(t, overlay(t, "namespace: "+agents, []string{"overlays/runtime-class"}, nil))
+	set := agentSet(t, objects)
+	slices.SortStableFunc(objects, func(a, b object) int {
+		return strings.Compare(fmt.Sprint(a.Kind != "Namespace"), fmt.Sprint(b.Kind != "Namespace"))
+	})
+	for _, o := range objects {
+		s.apply(t, o, false)
+	}
+	// A tenant's own account of the agent's name is nobody.
+	s.create(t, "/api/v1/namespaces/train/serviceaccounts", fields{"apiVersion": "v1", "kind": "ServiceAccount", "metadata": fields{"name": name}})
+	pod := func(class, account, visible string) fields {
+		spec := fields{"serviceAccountName": account, "automountServiceAccountToken": false, "containers": []fields{{"name": "main", "image": "none",
+			"env": []fields{{"name": "NVIDIA_VISIBLE_DEVICES", "value": visible}}}}}
+		if class != "" {
+			spec["runtimeClassName"] = class
+		}
+		return fields{"apiVersion": "v1", "kind": "Pod", "metadata": fields{"generateName": "p-"}, "spec": spec}
+	}
+	in := func(what, namespace, refused string, p fields) try {
+		return try{what, http.MethodPost, "/api/v1/namespaces/" + namespace + "/pods", asJSON, p, refused}
+	}
+	const refused = "so its RuntimeClass is not for this namespace"
+	s.await(t, "the policy is in force", func() error {
+		if err := s.do(t, nil, http.MethodPost, "/api/v1/namespaces/train/pods?dryRun=All", asJSON, pod("nvidia", "default", "all"), nil); err == nil || !strings.Contains(err.Error(), refused) {
+			return fmt.Errorf("%v, want a refusal", err)
+		}
+		return nil
+	})
+	s.try(t, nil, []try{
+		in("all GPUs", "train", refused, pod("nvidia", "default", "all")),
+		in("another pod's device", "train", refused, pod("nvidia", "default", "example.com/gpu=0123456789abcdef")),
+		in("by another name of the handler", "train", refused, pod("nvidia-cdi", "default", "all")),
+		in("in legacy mode", "train", refused, pod("nvidia-legacy", "default", "all")),
+		in("as an account of the agent's name", "train", refused, pod("nvidia", name, "all")),
+		in("without a class", "train", "", pod("", "default", "all")),
+		in("another runtime", "train", "", pod("kata", "default", "all")),
+		in("the agent", agents, "", pod(set.Spec.Template.Spec.RuntimeClassName, set.Spec.Template.Spec.ServiceAccountName, "all")),
+		in("an exporter, before its namespace is allowed", "monitoring", refused, pod("nvidia", "default", "all")),
+	})
+	if err := s.do(t, nil, http.MethodPatch, "/api/v1/namespaces/monitoring", merge, fields{"metadata": fields{"labels": fields{"example.com/gpu.runtime-class": "allowed"}}}, nil); err != nil {
+		t.Fatal(err)
+	}
+	s.await(t, "the label allows it", func() error {
+		return s.do(t, nil, http.MethodPost, "/api/v1/namespaces/monitoring/pods", asJSON, pod("nvidia", "default", "all"), nil)
+	})
+}
+
 // policy is what is read of one.
 type policy struct {
 	Spec struct {
