@@ -315,6 +315,7 @@ func TestAtTheAPIServer(t *testing.T) {
 
 	t.Run("conditions", func(t *testing.T) { s.tryConditions(t, node) })
 	t.Run("evictions", s.tryEvictions)
+	t.Run("slices", s.trySlices)
 
 	condition := func(kind, status string) fields {
 		return fields{"status": fields{"conditions": []fields{{"type": kind, "status": status}}}}
