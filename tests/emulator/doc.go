@@ -22,7 +22,8 @@
 // the faults, then has its handle checked (a lost GPU answers GPUIsLost), then
 // reads the world. A Session sees PIDs in its own PID namespace, and of the GPUs
 // those whose device nodes its process has, numbered anew: in a container, GPU 0
-// is the container's. Which GPUs there are it finds at its first Init, as the
+// is the container's. Nodes that a real driver has put into the machine's /dev do not
+// count. Which GPUs there are it finds at its first Init, as the
 // driver's library does: one that went, however shortly, stays lost to it until
 // it has shut down and initialised again, and one that came is not there before.
 //

@@ -131,6 +131,10 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 			commands: []command{peers},
 		},
 		{
+			name: "foreign", what: "the emulated driver on a machine with a real one", after: []string{"emulator"}, beside: true, lacks: root,
+			commands: []command{test(".", "-count=1", limit, "./tests/foreign", "-peers")},
+		},
+		{
 			name: "crash", what: "the agent killed at every change of its files", after: []string{"emulator", "image"}, beside: true, lacks: root,
 			commands: []command{crash},
 		},
@@ -217,7 +221,7 @@ func goFiles() (files []string, err error) {
 }
 
 // apart are the packages that have a stage of their own.
-var apart = []string{"/deployments", "/tests/crash", "/tests/e2e", "/tests/memcap", "/tests/page", "/tests/peers"}
+var apart = []string{"/deployments", "/tests/crash", "/tests/e2e", "/tests/foreign", "/tests/memcap", "/tests/page", "/tests/peers"}
 
 // unitPackages are the product's packages but those.
 func unitPackages() ([]string, error) {

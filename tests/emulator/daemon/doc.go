@@ -17,6 +17,11 @@
 // process is dead, not when a descriptor is closed, since a forked child keeps
 // descriptors open.
 //
+// Which GPUs the asker sees follows from the device nodes in its /dev, so that a
+// container has its own. The /dev that the daemon itself sees is the machine's: its
+// nodes count only where package install has laid them, as on a test node, and are
+// a real driver's otherwise.
+//
 // A Client is the operator's hand on the world: it raises an Xid, drops or
 // unplugs a GPU, unloads the driver, makes calls fail, counts them. It speaks
 // JSON over the same socket. Where package install has left word of what it laid

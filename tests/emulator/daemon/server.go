@@ -338,8 +338,9 @@ func (s *Server) attach(ctx context.Context, running *sync.WaitGroup, p peer, at
 	if v, err := newView(s.Proc, p.pid); err == nil {
 		see = v.see
 	}
+	nodes := s.nodes(p.pid)
 	c.session = s.World.Open(emulator.Opening{
-		PID: p.pid, Unprivileged: p.uid != 0, See: see, Node: s.nodes(p.pid), Capability: s.capabilities(p.pid), Initialised: refs,
+		PID: p.pid, Unprivileged: p.uid != 0, See: see, Node: nodes.gpu, Capability: nodes.capability, Initialised: refs,
 		Alive: c.lives, Cgroup: func(fd int) (emulator.Cgroup, error) { return openCgroup(s.Proc, p.pid, fd) },
 		Page: unsafe.Slice((*uint64)(unsafe.Pointer(unsafe.SliceData(c.words))), emulator.PageWords),
 	})
@@ -354,41 +355,6 @@ func (s *Server) attach(ctx context.Context, running *sync.WaitGroup, p peer, at
 	}
 	return c, nil
 }
-
-// nodes says which of a process's device nodes are there, whenever it is asked.
-// A process without the control node has no device nodes of this driver at all:
-// it runs on a machine where only the library was laid, and sees every GPU.
-func (s *Server) nodes(pid int) func(minor int) bool {
-	return func(minor int) bool {
-		return s.hasNode(pid, "nvidia"+strconv.Itoa(minor), nvidiaMajor, minor) || !s.hasNode(pid, "nvidiactl", nvidiaMajor, nvidiaControl)
-	}
-}
-
-// capabilities says what a process reaches of MIG, whenever it is asked: an
-// instance whose node it has; where it has the node that is for changing MIG, or
-// no device nodes of this driver at all, every instance. Such a process may also
-// change MIG (gi and ci are negative).
-func (s *Server) capabilities(pid int) func(gpuMinor, gi, ci int) bool {
-	has := func(minor int) bool {
-		return s.hasNode(pid, install.CapabilityNode(minor), install.MajorCapabilities, minor)
-	}
-	return func(gpuMinor, gi, ci int) bool {
-		return gi >= 0 && has(emulator.CapabilityMinor(gpuMinor, gi, ci)) || has(install.CapabilityConfig) || !s.hasNode(pid, "nvidiactl", nvidiaMajor, nvidiaControl)
-	}
-}
-
-// hasNode says whether a device node is there for a process.
-func (s *Server) hasNode(pid int, name string, major, minor int) bool {
-	var st unix.Stat_t
-	err := unix.Lstat(filepath.Join(s.Proc, strconv.Itoa(pid), "root/dev", name), &st)
-	return err == nil && st.Mode&unix.S_IFMT == unix.S_IFCHR && st.Rdev == unix.Mkdev(uint32(major), uint32(minor))
-}
-
-// The driver's device numbers, which are fixed.
-const (
-	nvidiaMajor   = 195
-	nvidiaControl = 255
-)
 
 func (c *client) makePage() error {
 	const size = emulator.PageWords * 8

@@ -212,8 +212,8 @@ func node(path string, major, minor, mode uint32) error {
 }
 
 // Kernel writes what the kernel module shows, as plain files, below dir/proc
-// and dir/sys. devices is the text of the machine's own /proc/devices, to
-// which the driver's lines are added.
+// and dir/sys. devices is the text of the machine's own /proc/devices, where the
+// driver's lines take the place of a real driver's.
 //
 // The files of the cards and the processors of another machine go.
 func Kernel(dir, devices string, w *emulator.World) error {
@@ -236,10 +236,11 @@ const modules = "nvidia_uvm 1888256 0 - Live 0x0000000000000000\n" +
 // the emulated machine.
 func kernel(dir, devices string, st emulator.State, laid func(path string) bool) error {
 	const heading = "Character devices:\n"
+	devices = withoutDriver(devices)
 	numbers := fmt.Sprintf("%d nvidia\n%d nvidia-modeset\n%d nvidiactl\n%d nvidia-uvm\n%d nvidia-caps\n",
 		majorGPU, majorGPU, majorGPU, majorUVM, MajorCapabilities)
 	files := map[string]string{
-		"proc/devices": strings.Replace(strings.Replace(devices, numbers, "", 1), heading, heading+numbers, 1),
+		"proc/devices": strings.Replace(devices, heading, heading+numbers, 1),
 		"proc/modules": modules,
 		"proc/driver/nvidia/version": fmt.Sprintf(
 			"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  %s  Release Build\n", st.Driver),
@@ -256,7 +257,7 @@ func kernel(dir, devices string, st emulator.State, laid func(path string) bool)
 	var gone []string
 	if !st.Loaded {
 		// What is not the driver's own stays, without it.
-		files = map[string]string{"proc/devices": strings.Replace(devices, numbers, "", 1), "proc/modules": ""}
+		files = map[string]string{"proc/devices": devices, "proc/modules": ""}
 		gone = []string{"proc/driver/nvidia", "proc/driver/nvidia-caps", "sys/module/nvidia", "sys/bus/pci/drivers/nvidia"}
 	}
 	t, err := sysfs(st)
@@ -318,6 +319,18 @@ func kernel(dir, devices string, st emulator.State, laid func(path string) bool)
 		return nil
 	}
 	return instances(dir, st)
+}
+
+// withoutDriver takes the lines of NVIDIA's drivers out of the text of a
+// /proc/devices: this one's, and those of a real one that the machine has.
+func withoutDriver(devices string) string {
+	var rest strings.Builder
+	for line := range strings.Lines(devices) {
+		if f := strings.Fields(line); len(f) != 2 || !strings.HasPrefix(f[1], "nvidia") {
+			rest.WriteString(line)
+		}
+	}
+	return rest.String()
 }
 
 func write(dir string, files map[string]string) error {
