@@ -88,6 +88,37 @@ partitions:
 	})
 }
 
+// The kubelet gives an init container's units to the app container again, and a
+// request lives on one GPU: an init container that asks for fewer ties the pod to a
+// GPU that was chosen for the few. One that asks for as many does not.
+func TestInitContainerTiesPodToGPU(t *testing.T) {
+	b := begin(t, `version: v1
+partitions:
+  default:
+    - devices: [0, 1]
+      mode: shared
+    - devices: [2, 3, 4, 5, 6, 7]
+      mode: off
+`, map[string]int{lab.Memory: 2 * units})
+	_, has := b.running("holder", lab.Memory, 60)
+	fuller := b.one(has)
+	pod := func(name string, init int) *lab.RunningPod {
+		return b.create(lab.Pod{Name: name, Init: []lab.Container{{Name: "init", Resources: map[string]int{lab.Memory: init}}},
+			Containers: []lab.Container{{Resources: map[string]int{lab.Memory: 24}}}})
+	}
+	s, err := pod("fewer", 4).Refused(b.ctx)
+	b.must(err)
+	if want := fmt.Sprintf("bound to %s by 4 units of its pod's, where it can have %d in all", fuller.UUID, units-60); !strings.Contains(s.Message, want) {
+		b.Errorf("a pod whose init container asks for 4 of 24 units reads %q, want %q in it", s.Message, want)
+	}
+	b.Logf("the user reads: %s", s.Message)
+	as := pod("as-many", 24)
+	b.must(as.Running(b.ctx))
+	if g := b.one(b.inside(as, "")); g.UUID == fuller.UUID {
+		b.Errorf("a pod of 24 units runs on GPU %d, which has %d left", g.Index, units-60)
+	}
+}
+
 // A replica is a share of a GPU; n of them are of n different GPUs.
 func TestReplicas(t *testing.T) {
 	b := begin(t, `version: v1
