@@ -67,6 +67,19 @@ func nodeProcesses(spec Spec) []Process {
 	return out
 }
 
+// promptStatus is what a kubelet reads beside its configuration, from promptFile,
+// where spec.PromptStatus says so. One without it has Kubernetes' defaults, as
+// users' kubelets have: it looks at its node every ten seconds, and writes what it
+// finds when that has changed, and at least every five minutes.
+const (
+	promptFile   = "kubernetes/kubelet.d/10-prompt-status.conf"
+	promptStatus = `apiVersion: kubelet.config.k8s.io/v1beta1
+kind: KubeletConfiguration
+nodeStatusUpdateFrequency: 1s
+nodeStatusReportFrequency: 1m
+`
+)
+
 // writeConfig writes every file that the node's processes read, and the
 // administrator's kubeconfig for the host except for its port.
 func writeConfig(n Node, l Layout, spec Spec) (adminToken string, ca []byte, err error) {
@@ -105,6 +118,11 @@ func writeConfig(n Node, l Layout, spec Spec) (adminToken string, ca []byte, err
 	}
 	for _, name := range []string{"manifests", "kubelet.d"} {
 		if err := os.MkdirAll(n.path("etc", "kubernetes", name), 0o755); err != nil {
+			return "", nil, err
+		}
+	}
+	if spec.PromptStatus {
+		if err := os.WriteFile(n.path("etc", promptFile), []byte(promptStatus), 0o600); err != nil {
 			return "", nil, err
 		}
 	}
@@ -203,9 +221,6 @@ clusterDNS: ["%s"]
 clusterDomain: cluster.local
 resolvConf: ""
 maxPods: %d
-# A test sees a change of allocatable resources within a second.
-nodeStatusUpdateFrequency: 1s
-nodeStatusReportFrequency: 1m
 # The disk is the host's: how full it is must not end a test's pods.
 imageGCHighThresholdPercent: 100
 evictionHard: {memory.available: 50Mi, nodefs.available: "0%%", nodefs.inodesFree: "0%%", imagefs.available: "0%%", imagefs.inodesFree: "0%%"}

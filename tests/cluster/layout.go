@@ -137,6 +137,8 @@ type Spec struct {
 	Binds   []string // directories of the host that are there inside too
 	Labels  string   // k=v,...
 	MaxPods int
+	// PromptStatus has the kubelet look at its node every second, not every ten.
+	PromptStatus bool
 	// ParentPID and ParentStart name the process with which the node ends; 0
 	// for none.
 	ParentPID   int

@@ -28,6 +28,26 @@ func TestVersions(t *testing.T) {
 	}
 }
 
+// The kubelet has Kubernetes' own settings of how often it looks at its node: what
+// is measured on another is a figure of nobody's. Another is for who asks for it.
+func TestKubeletIsPromptOnlyWhereAsked(t *testing.T) {
+	for line := range strings.Lines(kubeletConfig(Spec{Name: "n"})) {
+		if strings.HasPrefix(line, "nodeStatus") {
+			t.Errorf("every node's kubelet is told %q", strings.TrimSpace(line))
+		}
+	}
+	for _, prompt := range []bool{false, true} {
+		n := Node{name: "n", dir: t.TempDir()}
+		if _, _, err := writeConfig(n, Layout{cache: t.TempDir()}, Spec{Name: "n", PromptStatus: prompt}); err != nil {
+			t.Fatal(err)
+		}
+		b, err := os.ReadFile(n.path("etc", promptFile))
+		if prompt && !strings.Contains(string(b), "nodeStatusUpdateFrequency: 1s\n") || !prompt && err == nil {
+			t.Errorf("asked for a prompt kubelet: %v; beside its configuration it reads %q (%v)", prompt, b, err)
+		}
+	}
+}
+
 func TestStampFollowsWhatAPartIsMadeFrom(t *testing.T) {
 	dir := t.TempDir()
 	source := writeTestFile(t, filepath.Join(dir, "main.go"), "one", 0o644)

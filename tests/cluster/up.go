@@ -25,6 +25,8 @@ func upCommand(ctx context.Context, l Layout, args []string) error {
 	fs, name := nodeFlags("up", "")
 	labels := fs.String("label", "", "labels of the Node: k=v,...")
 	maxPods := fs.Int("max-pods", 110, "how many pods the Node takes")
+	prompt := fs.Bool("prompt-status", false, "have the kubelet look at its node every second, not every ten as by default: "+
+		"who waits for a change of what the node offers then waits for a second, and sees what no user does")
 	withParent := fs.Bool("with-parent", false, "end the node when the calling process ends")
 	timeout := fs.Duration("timeout", 3*time.Minute, "how long the node may take to be Ready")
 	var binds list
@@ -35,7 +37,7 @@ func upCommand(ctx context.Context, l Layout, args []string) error {
 	if !nodeName.MatchString(*name) {
 		return fmt.Errorf("name %q: a node's name has up to 32 lower-case letters, digits and hyphens", *name)
 	}
-	spec := Spec{Name: *name, Cache: l.cache, Labels: *labels, MaxPods: *maxPods}
+	spec := Spec{Name: *name, Cache: l.cache, Labels: *labels, MaxPods: *maxPods, PromptStatus: *prompt}
 	for _, b := range binds {
 		dir, err := filepath.Abs(b)
 		if err != nil {

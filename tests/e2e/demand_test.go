@@ -649,6 +649,9 @@ func TestMIGOnDemand(t *testing.T) {
 		world.World += fmt.Sprintf("  - {index: %d, mig: true}\n", index)
 	}
 	b := beginMIG(t, world, demandPartitions, slots(demandGPUs))
+	// How many pods are refused depends on how old the scheduler's picture is.
+	b.usersStatus()
+	b.offersAll(slots(demandGPUs))
 	every := func(span time.Duration, times int, do func(context.Context) error) func(context.Context) error {
 		return func(ctx context.Context) error {
 			for range times {

@@ -31,6 +31,12 @@
 // Where memory counts, programs inside containers take it until they are refused
 // (see lab.Probe), and the driver's own figure is what they are held to.
 //
+// Most tests wait for what the node offers, and its kubelet looks at the node every
+// second for them. A figure that depends on when the scheduler hears of a change, such
+// as how many pods are refused, is taken with the settings of users' kubelets, which
+// look every ten seconds (see bench.usersStatus): all of TestMIGOnDemand, the edits of
+// TestFiguresComeFromUsersKubelet, and in the long form the restarts and the reboot.
+//
 // What a container has is always looked at from its inside: its device nodes,
 // and what the loader finds under the name libcuda.so.1.
 package e2e

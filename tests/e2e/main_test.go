@@ -52,7 +52,9 @@ var start = sync.OnceValue(func() error {
 	}
 	steps = append(steps,
 		lab.Step{Name: "a node", Run: func(ctx context.Context) (err error) {
-			if node, err = kit.Up(ctx, lab.NodeOptions{Name: nodeName, WithParent: true}); err != nil {
+			// Most tests merely wait for what the node offers; see usersStatus for those
+			// whose figures depend on it.
+			if node, err = kit.Up(ctx, lab.NodeOptions{Name: nodeName, WithParent: true, PromptStatus: true}); err != nil {
 				return err
 			}
 			if found, err := cgroups(); err != nil || len(found) == 0 {

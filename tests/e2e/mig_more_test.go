@@ -45,6 +45,8 @@ func TestMIGReboot(t *testing.T) {
 		world.World += fmt.Sprintf("  - {index: %d, model: %s}\n", index, migModel)
 	}
 	b := beginMIG(t, world, partitions, offers)
+	looks := b.looks()
+	b.offersAll(offers)
 
 	replicas := map[string]struct {
 		resource string
@@ -130,10 +132,10 @@ func TestMIGReboot(t *testing.T) {
 	up := time.Now()
 	b.must(agent.Ready(b.ctx))
 	b.offersAll(offers)
-	b.Logf("the machine was away for %.1f s; all was on offer again %.1f s after the kubelet's first word", up.Sub(began).Seconds(), time.Since(up).Seconds())
+	b.Logf("the machine was away for %.1f s; all was on offer again %.1f s after the kubelet's first word; %s", up.Sub(began).Seconds(), time.Since(up).Seconds(), looks)
 	b.state("applied")
 	after := apart()
-	b.Logf("the controllers' pods were back %.1f s after the kubelet's first word", time.Since(up).Seconds())
+	b.Logf("the controllers' pods were back %.1f s after the kubelet's first word; %s", time.Since(up).Seconds(), looks)
 	for serial, name := range after {
 		if old := before[serial]; old != "" {
 			b.Errorf("%s has an instance that %s had before the reboot: nothing was rebooted", name, old)

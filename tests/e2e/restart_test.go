@@ -113,6 +113,8 @@ func (b *bench) decided(name string) {
 // at it, which is counted.
 func TestTwentyKubeletRestarts(t *testing.T) {
 	b := begin(t, mixed, mixedOffers)
+	looks := b.looks()
+	b.offers(mixedOffers)
 	memory := func(n int, then string) lab.Container {
 		return lab.Container{Resources: map[string]int{lab.Memory: n}, Then: then}
 	}
@@ -210,7 +212,7 @@ func TestTwentyKubeletRestarts(t *testing.T) {
 	for i, k := range kinds {
 		b.Logf("survived %2d of %d restarts: %s", survived[i], rounds, k.name)
 	}
-	b.Logf("until all is on offer again: %.1f s on average, the kubelet's own end and start included", took.Seconds()/float64(rounds))
+	b.Logf("until all is on offer again: %.1f s on average, the kubelet's own end and start included; %s", took.Seconds()/float64(rounds), looks)
 	// The pods are still served: a container that starts anew finds its GPU.
 	b.must(kinds[0].pod.RestartContainer(b.ctx, ""))
 	b.one(b.inside(kinds[0].pod, ""))

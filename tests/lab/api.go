@@ -13,6 +13,7 @@ import (
 	"io"
 	"maps"
 	"net/http"
+	"net/url"
 	"syscall"
 	"time"
 )
@@ -139,6 +140,27 @@ func (n *Node) As(ctx context.Context, namespace, account, onNode, method, path 
 		other.header["Impersonate-Extra-Authentication.kubernetes.io%2fnode-Name"] = []string{onNode}
 	}
 	return other.do(ctx, method, path, mergePatch, body, nil)
+}
+
+// watch follows what becomes of a list's objects since a version of it, until ctx
+// ends: one JSON object for each change. Whoever reads it closes it.
+func (a *api) watch(ctx context.Context, path, version string, query url.Values) (io.ReadCloser, error) {
+	all := url.Values{"watch": {"1"}, "resourceVersion": {version}, "timeoutSeconds": {"3600"}}
+	maps.Copy(all, query)
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, a.server+path+"?"+all.Encode(), nil)
+	if err != nil {
+		return nil, err
+	}
+	req.Header.Set("Authorization", "Bearer "+a.token)
+	resp, err := (&http.Client{Transport: a.client.Transport}).Do(req) // without the limit of other requests
+	if err != nil {
+		return nil, err
+	}
+	if resp.StatusCode != http.StatusOK {
+		resp.Body.Close()
+		return nil, fmt.Errorf("watch %s: the API server answers %s", path, resp.Status)
+	}
+	return resp.Body, nil
 }
 
 const (

@@ -56,6 +56,13 @@
 //
 // [Node.RecordLabels] has every change of the Node's labels, by a watch.
 //
+// # How often the kubelet looks
+//
+// A kubelet looks at its node every ten seconds, and the scheduler hears of what has
+// changed no sooner. A node with [NodeOptions].PromptStatus has one that looks every
+// second, for tests that merely wait for it; [Node.UsersStatus] gives it users'
+// settings for what is measured. [Node.SetKubelet] gives it any others.
+//
 // # Other hardware, and a new boot
 //
 // [Driver.Swap] puts another machine in the place of what there is: GPUs, links, and

@@ -42,6 +42,11 @@ type NodeOptions struct {
 	Name string
 	// WithParent ends the node when this process ends, however it ends.
 	WithParent bool
+	// PromptStatus has the kubelet look at its node every second. Without it the
+	// kubelet does so every ten, as users' kubelets do. It is for who waits for what
+	// the node offers and measures nothing that depends on when the scheduler
+	// hears of it; who does, calls UsersStatus first.
+	PromptStatus bool
 }
 
 // Up starts a node and returns when it is Ready.
@@ -49,6 +54,9 @@ func (k *Kit) Up(ctx context.Context, o NodeOptions) (*Node, error) {
 	args := []string{"up", "--name", o.Name}
 	if o.WithParent {
 		args = append(args, "--with-parent")
+	}
+	if o.PromptStatus {
+		args = append(args, "--prompt-status")
 	}
 	if err := k.Run(ctx, k.Bin("cluster"), args...); err != nil {
 		return nil, err

@@ -4,9 +4,7 @@ package lab
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"os"
 	"path/filepath"
 	"slices"
 
@@ -14,9 +12,6 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 	podresources "k8s.io/kubelet/pkg/apis/podresources/v1"
 )
-
-// settings is what the kubelet reads beside its configuration.
-const settings = "/etc/kubernetes/kubelet.d/50-lab.conf"
 
 // Policies of a kubelet's Topology Manager that refuse a container.
 const (
@@ -36,9 +31,7 @@ func (n *Node) Align(ctx context.Context, policy string) error {
 	if _, err := n.cluster(ctx, nil, "cpusets", "drop"); err != nil {
 		return fmt.Errorf("align: %w", err)
 	}
-	return n.setKubelet(ctx, `apiVersion: kubelet.config.k8s.io/v1beta1
-kind: KubeletConfiguration
-topologyManagerPolicy: `+policy+`
+	return n.SetKubelet(ctx, `topologyManagerPolicy: `+policy+`
 cpuManagerPolicy: static
 reservedSystemCPUs: "0"
 `)
@@ -47,34 +40,11 @@ reservedSystemCPUs: "0"
 // Unalign gives the kubelet its usual settings again, and the CPUs of the machine
 // that there is by now.
 func (n *Node) Unalign(ctx context.Context) error {
-	if err := n.setKubelet(ctx, ""); err != nil {
+	if err := n.SetKubelet(ctx, ""); err != nil {
 		return err
 	}
 	_, err := n.cluster(ctx, nil, "cpusets", "keep")
 	return err
-}
-
-// setKubelet starts the kubelet anew with settings beside its configuration.
-func (n *Node) setKubelet(ctx context.Context, config string) error {
-	return n.restartKubelet(ctx, func(ctx context.Context, process string) error {
-		if err := n.Stop(ctx, process); err != nil {
-			return err
-		}
-		// A kubelet refuses to start upon the state of one with another policy, or
-		// on another machine.
-		gone := []string{"/var/lib/kubelet/cpu_manager_state", "/var/lib/kubelet/memory_manager_state"}
-		if config == "" {
-			gone = append(gone, settings)
-		} else if err := os.WriteFile(n.File(settings), []byte(config), 0o600); err != nil {
-			return fmt.Errorf("set the kubelet: %w", err)
-		}
-		for _, file := range gone {
-			if err := os.Remove(n.File(file)); err != nil && !errors.Is(err, os.ErrNotExist) {
-				return fmt.Errorf("set the kubelet: %w", err)
-			}
-		}
-		return nil
-	})
 }
 
 // Given is what the kubelet has given to a container, by its own word.

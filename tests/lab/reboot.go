@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"hash/crc32"
 	"io/fs"
+	"net"
 	"os"
 	"path/filepath"
 	"slices"
@@ -42,6 +43,7 @@ func (n *Node) Reboot(ctx context.Context, off func(context.Context) error) erro
 		n.newBoot,
 		off,
 		func(ctx context.Context) error { return n.StartAgain(ctx, Containerd) },
+		n.runtimeAnswers,
 		func(ctx context.Context) error { return n.StartAgain(ctx, Kubelet) },
 		func(ctx context.Context) error { return n.newWord(ctx, old.Heartbeat) },
 	} {
@@ -50,6 +52,18 @@ func (n *Node) Reboot(ctx context.Context, off func(context.Context) error) erro
 		}
 	}
 	return nil
+}
+
+// runtimeAnswers waits for the container runtime's socket: a kubelet that does not
+// find it ends, and nobody here starts it again as a user's machine would.
+func (n *Node) runtimeAnswers(ctx context.Context) error {
+	return Await(ctx, time.Minute, "the container runtime", func(ctx context.Context) error {
+		conn, err := new(net.Dialer).DialContext(ctx, "unix", n.File("/run/containerd/containerd.sock"))
+		if err != nil {
+			return err
+		}
+		return conn.Close()
+	})
 }
 
 // endContainers kills every process of a pod's, and those that hold them.

@@ -10,7 +10,6 @@ import (
 	"fmt"
 	"io"
 	"maps"
-	"net/http"
 	"net/url"
 	"slices"
 	"strings"
@@ -55,25 +54,14 @@ func (n *Node) RecordLabels(ctx context.Context, domains ...string) (*LabelRecor
 	}
 	r := &LabelRecording{domains: domains, ended: make(chan struct{})}
 	r.labels = r.ours(now.Metadata.Labels)
-	query := url.Values{"watch": {"1"}, "resourceVersion": {now.Metadata.ResourceVersion},
-		"fieldSelector": {"metadata.name=" + n.Name}, "timeoutSeconds": {"3600"}}
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, n.api.server+"/api/v1/nodes?"+query.Encode(), nil)
+	events, err := n.api.watch(ctx, "/api/v1/nodes", now.Metadata.ResourceVersion, url.Values{"fieldSelector": {"metadata.name=" + n.Name}})
 	if err != nil {
 		return nil, fmt.Errorf("record labels: %w", err)
-	}
-	req.Header.Set("Authorization", "Bearer "+n.api.token)
-	resp, err := (&http.Client{Transport: n.api.client.Transport}).Do(req) // without the limit of other requests
-	if err != nil {
-		return nil, fmt.Errorf("record labels: %w", err)
-	}
-	if resp.StatusCode != http.StatusOK {
-		resp.Body.Close()
-		return nil, fmt.Errorf("record labels: the API server answers %s", resp.Status)
 	}
 	go func() {
 		defer close(r.ended)
-		defer resp.Body.Close()
-		err := r.follow(resp.Body)
+		defer events.Close()
+		err := r.follow(events)
 		if ctx.Err() != nil {
 			err = nil
 		}
