@@ -36,6 +36,7 @@
 // as how many pods are refused, is taken with the settings of users' kubelets, which
 // look every ten seconds (see bench.usersStatus): all of TestMIGOnDemand, the edits of
 // TestFiguresComeFromUsersKubelet, and in the long form the restarts and the reboot.
+// TestPodStatusStorm counts what the kubelet writes into the pods' status.
 //
 // What a container has is always looked at from its inside: its device nodes,
 // and what the loader finds under the name libcuda.so.1.
