@@ -883,7 +883,7 @@ func (a *Agent) settle(changes *Changes) {
 func (a *Agent) publish(in viewInput) *desk.View {
 	in.inv, in.past, in.names, in.cards, in.drain = a.inv, a.past, a.names, a.cards, !a.opts.KeepOffering
 	in.failing = a.failingSlots(time.Now())
-	in.topology, in.aligned, in.onDemand = a.topology, a.opts.Align, a.onDemand
+	in.topology, in.aligned, in.onDemand, in.others = a.topology, a.opts.Align, a.onDemand, a.others.gpus
 	if a.parts == nil && a.partsErr != nil {
 		in.closed = a.partsErr.Error()
 	}

@@ -157,6 +157,25 @@ func TestCheckpointWrittenAgainBringsNoDeadPodBack(t *testing.T) {
 	})
 }
 
+// A GPU that somebody else gives out as well offers nothing new, also where the
+// partition wants MIG of it and holders of memory units stand against that.
+func TestIdleUnitsOfAGPUThatOthersHaveAreWithdrawn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := migMachine(1)
+		b := start(t, o, t.TempDir(), allShared)
+		defer b.end()
+		b.hold("p", names.Units, string(uuid(0))+"::1")
+		b.SetFile("p.yaml", []byte(migPartition(demand)))
+		b.want("blocked", "0.0x 0.1~ 0.2x 0.3x", "")
+		b.with(func() {
+			o.sandboxes = map[string]node.PodName{"uid-1": {Namespace: "train", Name: "job-1"}}
+			o.entries = []node.Entry{theirs("uid-1", string(uuid(0)))}
+		})
+		pause(othersEvery)
+		b.want("failed", "0.0x 0.1~ 0.2x 0.3x", "")
+	})
+}
+
 // Other plugins name their devices in other ways.
 func TestOtherPluginsDeviceIDs(t *testing.T) {
 	inv := machine(2) // of the minors 2 and 1

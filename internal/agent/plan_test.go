@@ -195,6 +195,8 @@ func TestView(t *testing.T) {
 		{name: "held", in: viewInput{claims: two}, units: "0.0 0.1 0.2 0.3", whole: "1"},
 		{name: "about to be re-cut", in: viewInput{recutting: []gpu.UUID{uuid(0)}}, units: "0.0x 0.1x 0.2x 0.3x", whole: "1"},
 		{name: "waiting, drained", in: viewInput{claims: two, drain: true}, blocks: true, units: "0.0x 0.1~ 0.2x 0.3x", whole: "1"},
+		{name: "somebody else's too, still offering", in: viewInput{claims: two, others: map[gpu.UUID]string{uuid(0): "a plugin"}}, blocks: true,
+			units: "0.0x 0.1~ 0.2x 0.3x", whole: "1"},
 		{name: "waiting, still offering", in: viewInput{claims: two}, blocks: true, units: "0.0 0.1 0.2 0.3", whole: "1"},
 		{name: "nothing may be given out, held devices stay", in: viewInput{claims: two, closed: "no hook program"},
 			units: "0.0x 0.1 0.2x 0.3x", whole: "1x"},

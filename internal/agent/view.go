@@ -46,6 +46,8 @@ type viewInput struct {
 	topology *topology.Graph
 	aligned  Alignment
 	onDemand func(gpu.UUID) bool
+	// others are the GPUs that somebody else gives out too.
+	others map[gpu.UUID]string
 	// closed is why nothing may be given out at present, empty where it may.
 	closed string
 }
@@ -188,6 +190,9 @@ func deviceLists(in *viewInput, d *gpu.Device) []deviceList {
 	case mixed:
 		// Two kinds of devices are two promises of the same memory.
 		withdrawn = "the GPU is held as another resource"
+		leaving = withdrawn
+	case in.others[d.UUID] != "" && cut.Offers: // until its holders have ended
+		withdrawn = "somebody else gives the GPU out" // a pod is told this: no names
 		leaving = withdrawn
 	case slices.Contains(in.recutting, d.UUID):
 		withdrawn = "the GPU is being cut anew"
