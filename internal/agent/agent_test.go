@@ -332,10 +332,28 @@ type bench struct {
 	*Agent
 	t   *testing.T
 	dir string
-	log *bytes.Buffer
+	log *logBuffer
 	end func()
 	// ended waits for the end of Run with that error.
 	ended func(want error)
+}
+
+// logBuffer is a log that may be read while it is written.
+type logBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer // guarded by mu
+}
+
+func (l *logBuffer) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
+}
+
+func (l *logBuffer) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.String()
 }
 
 var ownPod = node.PodName{Namespace: "gpu-agent", Name: "gpu-agent-x"}
@@ -366,7 +384,7 @@ func startWith(t *testing.T, o *outside, cdiDir, file string, f Features) *bench
 	if err != nil {
 		t.Fatal(err)
 	}
-	b := &bench{outside: o, t: t, dir: cdiDir, log: &bytes.Buffer{}}
+	b := &bench{outside: o, t: t, dir: cdiDir, log: &logBuffer{}}
 	b.Agent = New(Options{
 		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: unit, Pod: ownPod, Boot: o.boot, Kit: testKit,
 		Label: true, Guest: true, Align: AlignFixed, LinksEvery: testLinks,

@@ -97,8 +97,8 @@ func TestRefusedPartitionsAreTold(t *testing.T) {
 		if s := b.Status().Partition; s.State != "failed" || !strings.Contains(s.Message, "gpu/p") {
 			t.Errorf("status %+v", s)
 		}
-		if n := strings.Count(strings.Join(b.events, "\n"), "GPUPartitionFailed"); n != 1 {
-			t.Errorf("%d Events: %q", n, b.events)
+		if n := b.eventsWith("GPUPartitionFailed"); n != 1 {
+			t.Errorf("%d Events", n)
 		}
 		b.SetRefused("list configmaps gpu/p", nil)
 		b.SetFile("p.yaml", []byte(allShared))

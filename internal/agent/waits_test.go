@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -18,42 +19,53 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// fullDisk is a store and a directory of CDI files where nothing can be written
-// while err is set; journal says that only the journal cannot.
+// fullDisk is a store where nothing can be written while there is an error; only the
+// journal cannot where journal says so.
 type fullDisk struct {
 	Store
-	Files
-	err     error
 	journal bool
+	err     atomic.Pointer[error]
+}
+
+func (d *fullDisk) set(err error) { d.err.Store(&err) }
+
+func (d *fullDisk) fault() error {
+	if err := d.err.Load(); err != nil {
+		return *err
+	}
+	return nil
 }
 
 func (d *fullDisk) Save(doc state.Document) error {
-	if d.err != nil && !d.journal {
-		return d.err
+	if err := d.fault(); err != nil && !d.journal {
+		return err
 	}
 	return d.Store.Save(doc)
 }
 
 func (d *fullDisk) Append(c state.Claim) error {
-	if d.err != nil {
-		return d.err
+	if err := d.fault(); err != nil {
+		return err
 	}
 	return d.Store.Append(c)
 }
 
 func (d *fullDisk) Keep(live func() []state.Claim) error {
-	if d.err != nil {
-		return d.err
+	if err := d.fault(); err != nil {
+		return err
 	}
 	return d.Store.Keep(live)
 }
 
 // fullCDI is the CDI directory of a full disk.
-type fullCDI struct{ *fullDisk }
+type fullCDI struct {
+	Files
+	disk *fullDisk
+}
 
 func (d fullCDI) Write(key string, spec *specs.Spec) error {
-	if d.err != nil {
-		return d.err
+	if err := d.disk.fault(); err != nil {
+		return err
 	}
 	return d.Files.Write(key, spec)
 }
@@ -84,10 +96,11 @@ func (b *bench) prepare(resource string, ids ...string) error {
 func TestWaitingPodsAreToldWhatIs(t *testing.T) {
 	noSpace := errors.New("write /var/lib/gpu-agent/state.json: no space left on device; check free space and permissions there")
 	unit0 := string(uuid(0)) + "::0"
-	disk := func(b *bench) *fullDisk {
-		d := &fullDisk{Store: b.Agent.store, Files: b.Agent.files}
-		b.Agent.store, b.Agent.files = d, fullCDI{d}
-		return d
+	disk := func(b *bench, journal bool) func() {
+		d := &fullDisk{Store: b.Agent.store, journal: journal}
+		b.Agent.store, b.Agent.files = d, fullCDI{b.Agent.files, d}
+		d.set(noSpace)
+		return func() { d.set(nil) }
 	}
 	for _, c := range []struct {
 		name string
@@ -102,20 +115,14 @@ func TestWaitingPodsAreToldWhatIs(t *testing.T) {
 		want, outcome string
 		node          string // in the node's message, where that is another than want
 	}{
-		{name: "state cannot be saved", mig: true, want: "state.json: no space left on device", outcome: "failed", trouble: func(b *bench) func() {
-			d := disk(b)
-			d.err = noSpace
-			return func() { d.err = nil }
+		{name: "state cannot be saved", mig: true, want: "state.json: no space left on device", outcome: "failed", before: func(b *bench) func() {
+			return disk(b, false)
 		}},
 		{name: "journal cannot be written", mig: true, want: "state.json: no space left on device", outcome: "failed", before: func(b *bench) func() {
-			d := disk(b)
-			d.err, d.journal = noSpace, true
-			return func() { d.err = nil }
+			return disk(b, true)
 		}},
 		{name: "CDI directory cannot be written", want: "no space left on device", outcome: "failed", before: func(b *bench) func() {
-			d := disk(b)
-			d.err = noSpace
-			return func() { d.err = nil }
+			return disk(b, false)
 		}},
 		{name: "driver hangs", mig: true, want: "the driver has not answered since", before: func(b *bench) func() {
 			hang := make(chan struct{})
@@ -240,7 +247,8 @@ func TestSecondWishIsToldOfTheFirst(t *testing.T) {
 		o.took = 40 * time.Second
 		b := start(t, o, t.TempDir(), migPartition(demand))
 		defer b.end()
-		d := &fullDisk{Store: b.Agent.store, Files: b.Agent.files, err: errors.New("no space")}
+		d := &fullDisk{Store: b.Agent.store}
+		d.set(errors.New("no space"))
 		b.Agent.store = d
 		b.allocate("a", small, migID(0, "1g.10gb@1"))
 		b.allocate("b", large, migID(0, "3g.40gb@4"))
