@@ -567,7 +567,7 @@ func TestSamplePartitions(t *testing.T) {
 			t.Fatalf("%s: %v", f, err)
 		}
 		for _, p := range file.Names() {
-			if _, err := file.Desire(p, inv); err != nil {
+			if _, err := file.Desire(p, inv, 1024); err != nil {
 				t.Errorf("on %s: %v", filepath.Base(f), err)
 			}
 		}

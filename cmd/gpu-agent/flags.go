@@ -54,6 +54,12 @@ func envName(flagName string) string {
 // MiB.
 type memoryFlag gpu.MiB
 
+// The flag --memory-unit, of each command that counts units.
+const (
+	defaultUnit memoryFlag = 1024
+	unitUsage              = "`size` of one gpu-mem unit; the same on all nodes of a cluster"
+)
+
 func (m *memoryFlag) String() string {
 	if *m%1024 == 0 {
 		return strconv.FormatUint(uint64(*m/1024), 10) + "GiB"

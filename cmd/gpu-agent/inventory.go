@@ -158,6 +158,8 @@ func check(ctx context.Context, c console, args []string) error {
 	d.register(fs)
 	var from, partition string
 	fs.StringVar(&from, "inventory", "", inventoryUsage)
+	unit := defaultUnit
+	fs.Var(&unit, "memory-unit", unitUsage)
 	fs.StringVar(&partition, "partition", "", "check only the partition of this `name`")
 	rest, err := parse(fs, args)
 	if err != nil {
@@ -181,7 +183,7 @@ func check(ctx context.Context, c console, args []string) error {
 	}
 	bad := 0
 	for _, name := range names {
-		want, err := file.Desire(name, inv)
+		want, err := file.Desire(name, inv, gpu.MiB(unit))
 		if err == nil {
 			err = file.Prove(want, inv)
 		}

@@ -34,6 +34,7 @@ func write(t *testing.T, name, text string) string {
 func TestCheck(t *testing.T) {
 	good := write(t, "good.yaml", "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: shared\n  fleet:\n    - devices: {model: \"NVIDIA H100*\"}\n      mode: whole\n")
 	bad := write(t, "bad.yaml", "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: shared\n  absent:\n    - devices: [99]\n      mode: whole\n")
+	many := write(t, "many.yaml", "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: shared\n      replicas: 10000\n  units:\n    - devices: all\n      mode: shared\n")
 	broken := write(t, "broken.yaml", "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: shared\n      replicas: 0\n")
 	for _, tt := range []struct {
 		args []string
@@ -47,6 +48,9 @@ func TestCheck(t *testing.T) {
 		{[]string{"check", bad, "--inventory", h100, "--partition", "default"}, true, "partition default fits", ""},
 		{[]string{"check", bad, "--inventory", h100, "--partition", "none"}, false, "", "none"},
 		{[]string{"check", broken, "--inventory", h100}, false, "", broken + ":6: "},
+		{[]string{"check", many, "--inventory", h100}, false, "partition units fits", many + `:4: partition "default" makes 80000 devices`},
+		{[]string{"check", many, "--inventory", h100, "--partition", "units", "--memory-unit", "16MiB"}, false, "", "set --memory-unit to 32 MiB or more"},
+		{[]string{"plan", "--config", many, "--inventory", h100}, false, "", "makes 80000 devices"},
 		{[]string{"check", good, "--inventory", good}, false, "", good},
 		{[]string{"check", filepath.Join(t.TempDir(), "nowhere")}, false, "", "nowhere"},
 	} {

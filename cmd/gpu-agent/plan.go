@@ -69,6 +69,8 @@ func plan(ctx context.Context, c console, args []string) error {
 	fs.StringVar(&from, "inventory", "", inventoryUsage)
 	fs.StringVar(&file, "config", "", "partition `file`")
 	fs.StringVar(&partition, "partition", partitionDefault, "`name` of the partition")
+	unit := defaultUnit
+	fs.Var(&unit, "memory-unit", unitUsage)
 	format := choice{"text", []string{"text", "json"}}
 	fs.Var(&format, "o", "output `format`: text or json")
 	rest, err := parse(fs, args)
@@ -89,7 +91,7 @@ func plan(ctx context.Context, c console, args []string) error {
 	if err != nil {
 		return err
 	}
-	want, err := f.Desire(partition, inv)
+	want, err := f.Desire(partition, inv, gpu.MiB(unit))
 	if err != nil {
 		return err
 	}

@@ -11,7 +11,6 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
-	"runtime/debug"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -37,15 +36,6 @@ import (
 
 // configKey is the ConfigMap's key with the partition file.
 const configKey = "config.yaml"
-
-// heapLimit is a soft limit: near it the garbage collector works harder. The
-// agent is to stay below 32 MiB resident, of which the heap is the smaller part.
-const heapLimit = 24 << 20
-
-// heapGrowth is how much the heap may grow, in percent, before it is collected:
-// half of Go's default. A round leaves about a megabyte of garbage for every
-// thousand devices, and memory is dearer on a node than the collector's time.
-const heapGrowth = 50
 
 // storeRetry is how often the state directory is tried while another agent has it.
 const storeRetry = 200 * time.Millisecond
@@ -78,8 +68,8 @@ func (f *runFlags) register(fs *flag.FlagSet) {
 	fs.StringVar(&f.pod, "pod", "", "this agent's own pod, `NAMESPACE/NAME`: the kubelet's list of holders is believed once it has it")
 	fs.StringVar(&f.domain, "domain", "example.com", "`domain` of labels, annotations, the CDI vendor and resources")
 	fs.StringVar(&f.resourceDomain, "resource-domain", "", "`domain` of the resources alone (default: --domain)")
-	f.unit = 1024
-	fs.Var(&f.unit, "memory-unit", "`size` of one gpu-mem unit; the same on all nodes of a cluster")
+	f.unit = defaultUnit
+	fs.Var(&f.unit, "memory-unit", unitUsage)
 	f.node.register(fs)
 	f.cap.register(fs)
 	f.ignoredXids = slices.Clone(health.DefaultIgnored)
@@ -179,12 +169,7 @@ func run(ctx context.Context, c console, args []string) error {
 	if err := f.complete(); err != nil {
 		return fmt.Errorf("gpu-agent run: %w", err)
 	}
-	if os.Getenv("GOMEMLIMIT") == "" {
-		debug.SetMemoryLimit(heapLimit)
-	}
-	if os.Getenv("GOGC") == "" {
-		debug.SetGCPercent(heapGrowth)
-	}
+	limitHeap()
 	log := f.logger(c)
 	log.Info("gpu-agent", "version", version(), "domain", f.domain, "memory_unit", f.unit.String())
 
@@ -242,11 +227,12 @@ func run(ctx context.Context, c console, args []string) error {
 		Health:         health.Options{Ignored: f.ignoredXids, Hold: f.healthHold, Probe: f.healthProbe},
 		Log:            log,
 	}
-	worlds := agent.Worlds{Driver: driver, Files: files, Caps: caps, Kubelet: witness, Runtime: runtime, Store: store, Observer: observer{metrics}}
+	var loop *agent.Agent
+	worlds := agent.Worlds{Driver: driver, Files: files, Caps: caps, Kubelet: witness, Runtime: runtime, Store: store,
+		Observer: &heap{Observer: observer{metrics}, listed: func() int { return loop.Listed() }}}
 	if ns, name, ok := splitName(f.pod); ok {
 		options.Pod = node.PodName{Namespace: ns, Name: name}
 	}
-	var loop *agent.Agent
 	if f.nodeName != "" {
 		cluster, err = kube.New(kube.Options{
 			Kubeconfig: f.kubeconfig, NodeName: f.nodeName, Domain: f.domain, Logger: log,

@@ -681,6 +681,7 @@ func (a *Agent) round(ctx context.Context) error {
 		note = "the driver was let go, since " + a.letGo
 	}
 	a.lookAround(ctx, &in)
+	a.expire(time.Now())
 	claims := a.desk.Claims()
 	changes := a.plan(claims)
 	if full := a.holdersDue(time.Now(), &changes); a.nameSoon.Swap(false) || full || unchecked(claims) {
@@ -796,7 +797,7 @@ func (a *Agent) resolve() (note string, err error) {
 	}
 	a.partition = name
 	if q := (question{in.file, name, a.inv}); q != a.desired.of {
-		d, err := in.file.Desire(name, a.inv)
+		d, err := in.file.Desire(name, a.inv, a.opts.MemoryUnit)
 		a.desired.of, a.desired.is, a.desired.err = q, d, err
 	}
 	d, err := a.desired.is, a.desired.err
@@ -831,7 +832,7 @@ func (a *Agent) heardSoFar() input {
 }
 
 func (a *Agent) plan(claims []desk.Claim) Changes {
-	return Plan(PlanInput{Inventory: a.inv, Claims: claims, Wanted: a.wanted, Cuts: a.cuts, Others: a.others.gpus, Names: a.names,
+	return Plan(PlanInput{Inventory: a.inv, Claims: claims, Wanted: a.wanted, Cuts: a.cuts, past: a.past, Others: a.others.gpus, Names: a.names,
 		Unit: a.opts.MemoryUnit, MIG: a.migInput(claims, time.Now())})
 }
 
@@ -870,6 +871,12 @@ func (a *Agent) settle(changes *Changes) {
 		}
 		a.log.Info("cut", "gpu", u, "from", old.mode(), "to", changes.Cuts[u].mode(), "devices", changes.Cuts[u].N)
 	}
+	a.cuts = changes.Cuts
+}
+
+// expire drops what has been listed as withdrawn for long enough. That is done before
+// a plan, which may need the room.
+func (a *Agent) expire(now time.Time) {
 	for u, cuts := range a.past {
 		if cuts = slices.DeleteFunc(cuts, func(p pastCut) bool { return !p.until.After(now) }); len(cuts) > 0 {
 			a.past[u] = cuts
@@ -877,7 +884,6 @@ func (a *Agent) settle(changes *Changes) {
 			delete(a.past, u)
 		}
 	}
-	a.cuts = changes.Cuts
 }
 
 func (a *Agent) publish(in viewInput) *desk.View {
@@ -939,9 +945,11 @@ func (a *Agent) judge(note, hwNote string, configErr, err error, changes *Change
 	case a.resting() != "":
 		o.State, o.Message = Failed, sentences(a.resting(), blocked(changes), a.resetsDue(), a.working())
 	case len(changes.Blocked) > 0:
-		o.State, o.Message = Waiting, sentences(blocked(changes), a.resetsDue(), a.working())
+		o.State, o.Message = Waiting, sentences(blocked(changes), strings.Join(changes.Crowded, "; "), a.resetsDue(), a.working())
 	case note != "":
 		o.State, o.Message = Pending, note
+	case len(changes.Crowded) > 0:
+		o.State, o.Message = Pending, sentences(strings.Join(changes.Crowded, "; "), a.resetsDue(), a.working())
 	case a.resetsDue() != "" || a.working() != "":
 		o.State, o.Message = Pending, sentences(a.resetsDue(), a.working())
 	default:

@@ -41,7 +41,10 @@
 // hold a change off for ever, and the change is done by itself when the last
 // holder ends. A withdrawn device stays in its list as Unhealthy for a minute,
 // over a restart too: the kubelet does not survive an ID that leaves while its
-// Allocate is under way.
+// Allocate is under way. A partition makes at most half as many devices as may be
+// listed, so that those of the next one have room beside them; where they have none
+// all the same (edits in a row, GPUs that many holders keep as they are), the GPU is
+// withdrawn and cut when others have left the lists (rows.go).
 //
 // # MIG (mig.go)
 //

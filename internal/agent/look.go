@@ -15,7 +15,6 @@ import (
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
-	"example.com/gpu-agent/pkg/timeslice"
 	"example.com/gpu-agent/pkg/topology"
 )
 
@@ -154,10 +153,6 @@ func (a *Agent) take(r reading, now time.Time) {
 	a.readAt = now
 	if r.err != nil {
 		a.health.Reading(health.Reading{Err: r.err}, now)
-	} else {
-		r.err = timeslice.CheckUnit(a.opts.MemoryUnit, r.inv.GPUs)
-	}
-	if r.err != nil {
 		a.readErr = r.err
 		a.readPause = min(max(2*a.readPause, backOffMin), readPauseMax)
 		return

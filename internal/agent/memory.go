@@ -14,6 +14,7 @@ import (
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
+	"example.com/gpu-agent/pkg/timeslice"
 )
 
 // migKind is the word of the state file for a cut of MIG devices, which are of
@@ -45,11 +46,24 @@ func (a *Agent) remember() {
 		for u, s := range doc.TimeSlices {
 			a.slices[u] = slice{is: s, unsure: true}
 		}
+		// What a process left that knew no bound, or a broken disk, is not restored
+		// beyond it: this one would die of it before it has read a corrected partition
+		// file. The kubelet has called no Allocate for what it is not told of again:
+		// nobody was there to answer.
+		listed := &rows{of: map[row]int{}}
 		for _, w := range doc.Cuts {
 			kind, ok := kindOf("/" + w.Kind)
 			cut := Cut{Known: true, Offers: true, Kind: kind, N: w.N, Unit: w.Unit, Slots: w.Slots}
 			if w.Kind == migKind {
 				cut.Kind, ok = desk.Slots, true
+			}
+			if ok && (w.N < 0 || !listed.fits(w.GPU, cut)) {
+				a.log.Warn("leave out what a GPU was cut into: these are more devices than the kubelet can be told of",
+					"gpu", w.GPU, "resource", w.Kind, "devices", w.N, "most", timeslice.MaxListed)
+				ok = false
+			}
+			if ok {
+				listed.add(w.GPU, cut)
 			}
 			switch {
 			case !ok:

@@ -245,7 +245,7 @@ func (in *PlanInput) planMIG(d *gpu.Device, w config.Want, have Cut, out *Change
 		have = slotsCut(nil) // the agent has restarted
 	}
 	if !have.Known && len(g.others) > 0 {
-		have = inferCut(in.Claims, d, Cut{}, in.Unit)
+		have = in.inferCut(d, Cut{})
 	}
 	to, leaving := have, map[mig.Slot]string{}
 	all := func(why string) {

@@ -32,7 +32,8 @@ type Cut struct {
 	Unit gpu.MiB
 	// Slots are the MIG devices of kind Slots: what stands behind "::" in their
 	// IDs, in the order of the list, with a space between. N counts them. It is
-	// one string so that cuts can be compared.
+	// one string so that cuts can be compared. Of other kinds it is empty, but for
+	// some devices that linger alone, named in the same way.
 	Slots string
 }
 
@@ -41,10 +42,10 @@ func (c Cut) ids(u gpu.UUID) []string {
 	if !c.Offers {
 		return nil
 	}
-	switch c.Kind {
-	case desk.Whole:
+	switch {
+	case c.Kind == desk.Whole:
 		return []string{string(u)}
-	case desk.Slots:
+	case c.Kind == desk.Slots || c.Slots != "":
 		out := strings.Fields(c.Slots)
 		for i := range out {
 			out[i] = string(u) + "::" + out[i]
@@ -145,6 +146,9 @@ type Changes struct {
 	// Busy says that a process which no claim covers is on a MIG instance, Process
 	// that a change or a container waits for the end of one.
 	Busy, Process bool
+	// Crowded says of GPUs, in index order, that they offer nothing until other
+	// devices have left the kubelet's lists.
+	Crowded []string
 	// Refused says of GPUs, in index order, why they cannot be what is wanted
 	// whoever holds them. They offer nothing.
 	Refused []string
@@ -167,6 +171,9 @@ type PlanInput struct {
 	Names  *Names
 	Unit   gpu.MiB
 	MIG    MIGInput
+
+	past map[gpu.UUID][]pastCut // what GPUs had before and is still listed
+	rows *rows                  // what is listed before the plan, and what it adds
 }
 
 // Plan decides which GPUs change their cut now and which must wait. It is pure.
@@ -174,13 +181,15 @@ type PlanInput struct {
 // A GPU without a known cut that claims are on (the agent has restarted) has
 // the cut that its claims speak of. A GPU with claims keeps its cut; one
 // without takes the wanted one. GPUs that wanted does not name, or that it
-// leaves as they are, keep what they have.
+// leaves as they are, keep what they have. A GPU whose new devices the kubelet's lists
+// have no room for now is withdrawn, and cut when others have left them.
 func Plan(in PlanInput) Changes {
 	out := Changes{Cuts: map[gpu.UUID]Cut{}, Leaving: map[gpu.UUID]map[mig.Slot]string{}, MIG: map[gpu.UUID]desk.MIGView{}, Made: map[gpu.UUID][]mig.Slot{}, Trouble: map[string]string{}}
 	want := map[gpu.UUID]config.Want{}
 	for _, w := range in.Wanted {
 		want[w.GPU] = w
 	}
+	in.rows = in.listed()
 	for i := range in.Inventory.GPUs {
 		d := &in.Inventory.GPUs[i]
 		have := in.Cuts[d.UUID]
@@ -191,7 +200,7 @@ func Plan(in PlanInput) Changes {
 		to, ok := cutOf(want[d.UUID], d, in.Unit)
 		holders, held := holdersOf(in.Claims, d.UUID)
 		if !have.Known && held {
-			have = inferCut(in.Claims, d, to, in.Unit)
+			have = in.inferCut(d, to)
 		}
 		if !ok || have.sameUnits(to) {
 			to = have
@@ -200,6 +209,12 @@ func Plan(in PlanInput) Changes {
 		case !to.Offers:
 		case other != "":
 			out.Refused = append(out.Refused, describe(d)+" is not offered: "+other)
+			to = Cut{Known: true}
+		}
+		if have != to && !held && !in.rows.fits(d.UUID, to) {
+			// What it has is withdrawn all the same: so it leaves the lists, and there
+			// is room in the end.
+			out.Crowded = append(out.Crowded, crowded(d, to))
 			to = Cut{Known: true}
 		}
 		switch {
@@ -212,6 +227,7 @@ func Plan(in PlanInput) Changes {
 		}
 		if to.Known {
 			out.Cuts[d.UUID] = to
+			in.rows.add(d.UUID, to)
 		}
 		if mode := want[d.UUID].Mode; !held && d.Fault == "" && in.Others[d.UUID] == "" && (mode == config.Whole || mode == config.Shared) &&
 			d.MIG.Pending != nil && *d.MIG.Pending {
@@ -232,6 +248,17 @@ func holdersOf(claims []desk.Claim, u gpu.UUID) (names []string, held bool) {
 	}
 	slices.Sort(names)
 	return slices.Compact(names), len(names) > 0
+}
+
+// inferCut is inferCut of the claims. Where the lists have no room for all devices of
+// such a cut, the GPU offers nothing, and those that are held are listed alone.
+func (in *PlanInput) inferCut(d *gpu.Device, to Cut) Cut {
+	c := inferCut(in.Claims, d, to, in.Unit)
+	if !in.rows.fits(d.UUID, c) {
+		return Cut{Known: true}
+	}
+	in.rows.add(d.UUID, c)
+	return c
 }
 
 // inferCut says how a GPU must have been cut for its claims to be there.

@@ -59,22 +59,20 @@ type viewInput struct {
 // GPUs are the desk's to add.
 func buildView(in viewInput) *desk.View {
 	v := &desk.View{Rank: map[gpu.UUID]int{}, Topology: in.topology, MIG: in.changes.MIG}
-	lists := map[string][]desk.Device{} // by resource
+	lists := map[string][][]desk.Device{} // by resource, of each GPU
 	kinds := map[string]desk.Kind{}
 	for i := range in.inv.GPUs {
 		d := &in.inv.GPUs[i]
 		v.Rank[d.UUID] = d.Index
 		for _, l := range deviceLists(&in, d) {
-			if lists[l.resource] == nil {
-				lists[l.resource] = make([]desk.Device, 0, len(l.devices)*len(in.inv.GPUs))
-				kinds[l.resource] = l.kind
-			}
-			lists[l.resource] = append(lists[l.resource], l.devices...)
+			lists[l.resource] = append(lists[l.resource], l.devices)
+			kinds[l.resource] = l.kind
 		}
 	}
 	for _, name := range sortedKeys(lists) {
-		align(&in, kinds[name], lists[name])
-		v.Resources = append(v.Resources, desk.Resource{Name: name, Kind: kinds[name], Devices: lists[name]})
+		devices := slices.Concat(lists[name]...)
+		align(&in, kinds[name], devices)
+		v.Resources = append(v.Resources, desk.Resource{Name: name, Kind: kinds[name], Devices: devices})
 	}
 	v.Resources = append(v.Resources, formerly(&in)...)
 	return v

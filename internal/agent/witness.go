@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -323,15 +324,23 @@ func (a *Agent) linger(c *desk.Claim) {
 		return
 	}
 	for _, u := range c.GPUs {
-		n := 1
+		have := a.cuts[u]
+		if have.Offers && have.Kind == kind && kind == desk.Whole {
+			continue
+		}
+		// Only what it had: its last device may be the 30,000th of its GPU.
+		var alone []string
 		for _, id := range c.IDs {
-			if on, i, err := timeslice.ParseID(id); err == nil && on == u {
-				n = max(n, i+1)
+			on, i, err := timeslice.ParseID(id)
+			if err == nil && on == u && !(have.Offers && have.Kind == kind && i < have.N) {
+				alone = append(alone, strconv.Itoa(i))
 			}
 		}
-		if have := a.cuts[u]; !have.Offers || have.Kind != kind || have.N < n {
-			a.past[u] = append(a.past[u], pastCut{cut: Cut{Known: true, Offers: true, Kind: kind, N: n}, until: time.Now().Add(Linger)})
+		if kind != desk.Whole && alone == nil {
+			continue
 		}
+		cut := Cut{Known: true, Offers: true, Kind: kind, N: max(len(alone), 1), Slots: strings.Join(alone, " ")}
+		a.past[u] = append(a.past[u], pastCut{cut: cut, until: time.Now().Add(Linger)})
 	}
 }
 

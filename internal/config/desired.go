@@ -152,9 +152,9 @@ func (f *File) Names() []string {
 }
 
 // Desire says what the GPUs of inv shall be when the named partition is chosen.
-// The answer depends on nothing else. The error is an Errors: why the partition
-// cannot be had on this node.
-func (f *File) Desire(partition string, inv *gpu.Inventory) (Desired, error) {
+// unit is the size of a unit of GPU memory on this node. The answer depends on nothing
+// else. The error is an Errors: why the partition cannot be had on this node.
+func (f *File) Desire(partition string, inv *gpu.Inventory, unit gpu.MiB) (Desired, error) {
 	m := &mistakes{file: f.name}
 	p := f.find(partition)
 	if p == nil {
@@ -169,6 +169,7 @@ func (f *File) Desire(partition string, inv *gpu.Inventory) (Desired, error) {
 	clashes := make(map[clash][]int)
 	refused := make(map[int][]int)
 	cannot := make(map[int]refusals)
+	makes := make(map[int]*made)
 	var unmatched []int
 	d := Desired{Partition: partition, GPUs: make([]Want, 0, len(inv.GPUs))}
 	for i := range inv.GPUs {
@@ -196,6 +197,7 @@ func (f *File) Desire(partition string, inv *gpu.Inventory) (Desired, error) {
 			if w.Unproven, reason = prove(&w, dev); reason != "" {
 				cannot[match] = cannot[match].add(reason, dev.Index)
 			}
+			makes[match] = makes[match].add(&w, dev, unit)
 		case !f.nvidia && dev.Fault == "":
 			unmatched = append(unmatched, dev.Index)
 		}
@@ -219,6 +221,7 @@ func (f *File) Desire(partition string, inv *gpu.Inventory) (Desired, error) {
 	for _, e := range slices.Sorted(maps.Keys(cannot)) {
 		m.add(p.entries[e].line, "%s", cannot[e])
 	}
+	checkSum(m, p, makes, unit)
 	if err := m.err(); err != nil {
 		return Desired{}, err
 	}

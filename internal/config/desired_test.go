@@ -71,7 +71,7 @@ func TestDesire(t *testing.T) {
 			[]Want{{GPU: "GPU-0", Mode: Off, Line: 4}}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			d, err := mustParse(t, tc.in).Desire("default", tc.inv)
+			d, err := mustParse(t, tc.in).Desire("default", tc.inv, 1024)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -121,7 +121,7 @@ func TestDesireRefuses(t *testing.T) {
 			"f:4: this node has no GPU with index 9: it has GPU 0"}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			d, err := mustParse(t, tc.in).Desire(tc.partition, tc.inv)
+			d, err := mustParse(t, tc.in).Desire(tc.partition, tc.inv, 1024)
 			if err == nil {
 				t.Fatalf("it is accepted: %+v", d)
 			}
@@ -148,7 +148,7 @@ func TestUnbuiltPartitionLeavesTheOthers(t *testing.T) {
 		"served-by-mps": "f:34: compute mps is not built yet in this version; timeslice works (asked for on GPUs 0-3)",
 	}
 	for _, name := range f.Names() {
-		_, err := f.Desire(name, inv)
+		_, err := f.Desire(name, inv, 1024)
 		got := ""
 		if err != nil {
 			got = err.Error()
@@ -167,7 +167,7 @@ func TestMIGIsReadInFull(t *testing.T) {
 		"    - {devices: [2], mode: mig, geometry: {}}\n"+
 		"    - {devices: [3, 4, 5, 6, 7], mode: mig}\n")
 	inv := cards(t, "a100-80")
-	d, err := f.Desire("default", inv)
+	d, err := f.Desire("default", inv, 1024)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -218,12 +218,12 @@ func TestWantEqual(t *testing.T) {
 func TestDesireSharesNothing(t *testing.T) {
 	f := mustParse(t, head+"    - {devices: all, mode: mig, geometry: {1g.10gb: 1}}\n")
 	inv := cards(t, "a100-80")
-	first, err := f.Desire("default", inv)
+	first, err := f.Desire("default", inv, 1024)
 	if err != nil {
 		t.Fatal(err)
 	}
 	first.GPUs[0].Geometry[0].N = 7
-	again, err := f.Desire("default", inv)
+	again, err := f.Desire("default", inv, 1024)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -42,6 +42,9 @@
 //     moment is left as it is when no entry matches it: a card that died must
 //     not stop the others from being configured.)
 //   - an index or a UUID that the node lacks is a mistake;
+//   - so is a partition that makes more devices of the node than the kubelet can be
+//     told of (30,000, of all GPUs and resources together); the error names the entry
+//     that makes the most;
 //   - a model pattern that matches nothing here is none, so that one file can
 //     serve a fleet. Patterns are those of [path.Match].
 //
@@ -94,6 +97,6 @@
 // # Purity
 //
 // The package reads bytes and values. It refuses to know where a file came
-// from, what time it is, how memory becomes units, which geometries a card could
+// from, what time it is, which geometries a card could
 // hold but for what its driver says, and what is running on it.
 package config

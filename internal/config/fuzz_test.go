@@ -10,6 +10,7 @@ import (
 
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
+	"example.com/gpu-agent/pkg/timeslice"
 )
 
 // FuzzParse holds of any input:
@@ -60,8 +61,8 @@ func FuzzParse(f *testing.F) {
 		}
 		for _, name := range append(names, "no such name") {
 			for _, inv := range nodes {
-				d, err := file.Desire(name, inv)
-				again, err2 := file.Desire(name, inv)
+				d, err := file.Desire(name, inv, 1024)
+				again, err2 := file.Desire(name, inv, 1024)
 				if !d.Equal(again) || (err == nil) != (err2 == nil) || err != nil && err.Error() != err2.Error() {
 					t.Fatalf("Desire is not deterministic: %+v, %v; %+v, %v", d, err, again, err2)
 				}
@@ -90,7 +91,7 @@ func checkWant(t *testing.T, data []byte, w Want) {
 	}
 	switch w.Mode {
 	case Shared:
-		if w.Replicas < 0 || w.Replicas > maxDevices || w.TimeSlice == "" || w.Compute != ComputeTimeSlice {
+		if w.Replicas < 0 || w.Replicas > timeslice.MaxDevices || w.TimeSlice == "" || w.Compute != ComputeTimeSlice {
 			t.Fatalf("%+v cannot be delivered", w)
 		}
 	case Keep, Whole, Off:

@@ -10,16 +10,13 @@ import (
 
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
+	"example.com/gpu-agent/pkg/timeslice"
 
 	"go.yaml.in/yaml/v3"
 )
 
 // Version is the only version of the schema so far, ours and NVIDIA's.
 const Version = "v1"
-
-// maxDevices is how many devices of one resource the kubelet can be told of:
-// beyond it the list outgrows the 4 MiB that its gRPC client receives.
-const maxDevices = 60_000
 
 // maxLabel is how long the value of a Kubernetes label may be.
 const maxLabel = 63
@@ -161,7 +158,7 @@ func (p *parser) entry(n *yaml.Node) (entry, bool) {
 		e.want.TimeSlice, e.want.Compute = gpu.TimeSliceDefault, ComputeTimeSlice
 	}
 	if r, ok := p.only(keys, "replicas", Shared, e.want.Mode, known); ok {
-		e.want.Replicas, _ = p.number(r, "replicas", 1, maxDevices)
+		e.want.Replicas, _ = p.number(r, "replicas", 1, timeslice.MaxDevices)
 	}
 	if t, ok := p.only(keys, "timeSlice", Shared, e.want.Mode, known); ok {
 		e.want.TimeSlice, _ = choice(&p.mistakes, t, "timeSlice", gpu.TimeSliceDefault, gpu.TimeSliceShort, gpu.TimeSliceMedium, gpu.TimeSliceLong)
@@ -288,7 +285,7 @@ func (p *parser) geometry(n *yaml.Node, what string, low int, spell func(string)
 		} else {
 			lines[prof] = pair.key.Line
 		}
-		if c, ok := p.number(pair.value, "the count of "+quote(pair.key.Value), low, maxDevices); ok && err == nil && c > 0 {
+		if c, ok := p.number(pair.value, "the count of "+quote(pair.key.Value), low, timeslice.MaxDevices); ok && err == nil && c > 0 {
 			counts = append(counts, mig.Count{Profile: prof, N: c})
 		}
 	}

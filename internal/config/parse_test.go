@@ -136,7 +136,7 @@ var broken = []struct {
 	// Sharing.
 	{"no replicas", head + "    - {devices: all, mode: shared, replicas: 0}\n", []string{"f:4: replicas is at least 1, not 0"}},
 	{"fewer than no replicas", head + "    - {devices: all, mode: shared, replicas: -1}\n", []string{"f:4: replicas is at least 1, not -1"}},
-	{"too many replicas", head + "    - {devices: all, mode: shared, replicas: 1000000}\n", []string{"f:4: replicas is at most 60000, not 1000000"}},
+	{"too many replicas", head + "    - {devices: all, mode: shared, replicas: 1000000}\n", []string{"f:4: replicas is at most 30000, not 1000000"}},
 	{"replicas as text", head + "    - {devices: all, mode: shared, replicas: '4'}\n", []string{"f:4: replicas is a whole number, not the text \"4\""}},
 	{"replicas null", head + "    - devices: all\n      mode: shared\n      replicas:\n", []string{"f:6: replicas is a whole number, not nothing"}},
 	{"a time slice of its own", head + "    - {devices: all, mode: shared, timeSlice: 2ms}\n", []string{"f:4: timeSlice is default, short, medium or long, not the text \"2ms\""}},

@@ -53,7 +53,8 @@ type Cut struct {
 	// Unit is the size of a device that is an amount of memory.
 	Unit gpu.MiB `json:"unitMiB,omitempty"`
 	// Slots are the MIG devices of kind "mig": what their IDs say behind the GPU,
-	// with a space between.
+	// with a space between. Of other kinds it is empty where the GPU had the first N
+	// devices, else it names those that it had.
 	Slots string `json:"slots,omitempty"`
 	// Until is when it leaves the list, if nobody holds any of it; zero for the
 	// one in force.

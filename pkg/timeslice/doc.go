@@ -12,6 +12,8 @@
 //
 //	GPU-5a2f…-c1::17
 //
+// A node has at most [MaxDevices] of them, since the kubelet takes no longer list.
+//
 // The kubelet knows pieces only as a set of names. It asks which ones it had
 // better take, and without an answer it takes any, in map order. So the rules
 // stand here. [PreferUnits] packs: of the GPUs that still have n units free it

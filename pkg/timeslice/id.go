@@ -22,7 +22,7 @@ func ID(uuid gpu.UUID, n int) string {
 }
 
 // ParseID is the inverse of [ID], and strict: an ID that it accepts is printed
-// again as it was. The number is below [MaxDevices], without sign or leading
+// again as it was. The number is below [MaxListed], without sign or leading
 // zeros.
 func ParseID(id string) (gpu.UUID, int, error) {
 	uuid, n, ok := split(id)
@@ -33,7 +33,7 @@ func ParseID(id string) (gpu.UUID, int, error) {
 }
 
 func idError(id string) error {
-	return fmt.Errorf("device ID %q is not of the form GPU-<uuid>::<number below %d>: %w", id, MaxDevices, gpu.ErrInvalid)
+	return fmt.Errorf("device ID %q is not of the form GPU-<uuid>::<number below %d>: %w", id, MaxListed, gpu.ErrInvalid)
 }
 
 // split cuts an ID at its last "::". It looks at the number only; whether the
@@ -45,7 +45,7 @@ func split(id string) (uuid string, n int, ok bool) {
 		i--
 		n += int(id[i]-'0') * scale
 		scale *= 10
-		if n >= MaxDevices || scale > MaxDevices*10 {
+		if n >= MaxListed || scale > MaxListed*10 {
 			return "", 0, false
 		}
 	}

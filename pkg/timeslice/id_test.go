@@ -30,7 +30,7 @@ func FuzzParseID(f *testing.F) {
 		if printed := ID(uuid, n); printed != id {
 			t.Errorf("ParseID(%q) = %q, %d, which prints as %q", id, uuid, n, printed)
 		}
-		if n < 0 || n >= MaxDevices {
+		if n < 0 || n >= MaxListed {
 			t.Errorf("ParseID(%q): number %d", id, n)
 		}
 	})

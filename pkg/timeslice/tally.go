@@ -27,7 +27,7 @@ type piece struct {
 	// gpu is an index into tally.gpus; -1 for a must that available names too,
 	// so that it is counted once.
 	gpu    int32
-	number uint16 // below MaxDevices
+	number uint16 // below MaxListed
 	must   bool
 }
 
@@ -43,8 +43,8 @@ func count(available, must []string, n int) (*tally, error) {
 	switch {
 	case n < len(must):
 		return nil, fmt.Errorf("%d devices asked for, of which %d are given: %w", n, len(must), gpu.ErrInvalid)
-	case len(available) > MaxDevices || len(must) > MaxDevices:
-		return nil, fmt.Errorf("%d devices named, more than the %d that a resource can have: %w", max(len(available), len(must)), MaxDevices, gpu.ErrInvalid)
+	case len(available) > MaxListed || len(must) > MaxListed:
+		return nil, fmt.Errorf("%d devices named, more than the %d that a resource can have: %w", max(len(available), len(must)), MaxListed, gpu.ErrInvalid)
 	}
 	t := &tally{
 		available: available,

@@ -3,8 +3,6 @@
 package timeslice
 
 import (
-	"errors"
-	"strings"
 	"testing"
 
 	"example.com/gpu-agent/pkg/gpu"
@@ -34,35 +32,27 @@ func TestUnits(t *testing.T) {
 	}
 }
 
-func TestCheckUnit(t *testing.T) {
-	eight := make([]gpu.Device, 8)
-	for i := range eight {
-		eight[i].Memory = 81559
+func TestLeastUnit(t *testing.T) {
+	var eight []*gpu.Device
+	for range 8 {
+		eight = append(eight, &gpu.Device{Memory: 81559})
 	}
 	for _, c := range []struct {
 		name string
-		unit gpu.MiB
-		gpus []gpu.Device
-		want string // part of the error; empty for none
+		gpus []*gpu.Device
+		most int
+		want gpu.MiB
 	}{
-		{"GiB", 1024, eight, ""},
-		{"256 MiB", 256, eight, ""},
-		{"one 80 GB GPU in MiB", 1, eight[:1], "use a unit of 2 MiB or more"},
-		{"eight in MiB", 1, eight, "use a unit of 16 MiB or more"},
-		{"what it proposes passes", 16, eight, ""},
-		{"just below", 8, eight, "makes 81552 devices of this node's 8 GPUs"},
-		{"exactly as many as there may be", 1, []gpu.Device{{Memory: MaxDevices}}, ""},
-		{"one more", 1, []gpu.Device{{Memory: MaxDevices + 1}}, "60001 devices"},
-		{"zero", 0, eight, "at least 1 MiB"},
-		{"no GPU", 1, nil, ""},
+		{"one 80 GB GPU", eight[:1], MaxDevices, 4},
+		{"eight", eight, MaxDevices, 32},
+		{"exactly as many", []*gpu.Device{{Memory: MaxDevices}}, MaxDevices, 1},
+		{"one more", []*gpu.Device{{Memory: MaxDevices + 1}}, MaxDevices, 2},
+		{"no room at all", eight, 0, 1 << 17},
+		{"no GPU", nil, 0, 1},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			err := CheckUnit(c.unit, c.gpus)
-			switch {
-			case c.want == "" && err != nil:
-				t.Errorf("refused: %v", err)
-			case c.want != "" && (err == nil || !strings.Contains(err.Error(), c.want) || !errors.Is(err, gpu.ErrInvalid)):
-				t.Errorf("error %v, want one with %q that is gpu.ErrInvalid", err, c.want)
+			if got := LeastUnit(c.gpus, c.most); got != c.want {
+				t.Errorf("%d MiB, want %d", got, c.want)
 			}
 		})
 	}

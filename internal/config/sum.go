@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package config
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+	"example.com/gpu-agent/pkg/timeslice"
+)
+
+// made is what one entry makes of a node: how many devices, of which GPUs, and the
+// GPUs of these that it offers in units of memory.
+type made struct {
+	devices int
+	indices []int
+	inUnits []*gpu.Device
+}
+
+// add counts one GPU; m may be nil.
+func (m *made) add(w *Want, d *gpu.Device, unit gpu.MiB) *made {
+	if m == nil {
+		m = &made{}
+	}
+	m.devices += devicesOf(w, d, unit)
+	m.indices = append(m.indices, d.Index)
+	if w.Mode == Shared && w.Replicas == 0 {
+		m.inUnits = append(m.inUnits, d)
+	}
+	return m
+}
+
+// devicesOf is how many devices the kubelet is told of for one GPU.
+func devicesOf(w *Want, d *gpu.Device, unit gpu.MiB) (n int) {
+	switch {
+	case w.Mode == Whole:
+		return 1
+	case w.Mode == Shared && w.Replicas > 0:
+		return w.Replicas
+	case w.Mode == Shared:
+		return timeslice.Units(d, unit)
+	case w.Mode == MIG && w.OnDemand:
+		for _, p := range d.MIG.Profiles {
+			name, err := mig.Parse(p.Name)
+			if err == nil && (len(w.Profiles) == 0 || slices.Contains(w.Profiles, name)) {
+				n += len(p.Placements)
+			}
+		}
+	case w.Mode == MIG:
+		for _, c := range w.Geometry {
+			n += c.N
+		}
+	}
+	return n
+}
+
+// checkSum refuses a partition that makes more devices of a node than there may be:
+// the kubelet does not take a list of so many, and the agent would need more memory
+// than it may have. The mistake is told of the entry that makes the most.
+func checkSum(m *mistakes, p *partition, by map[int]*made, unit gpu.MiB) {
+	total, most := 0, -1
+	var inUnits []*gpu.Device
+	units := 0
+	for _, e := range slices.Sorted(maps.Keys(by)) {
+		total += by[e].devices
+		if most < 0 || by[e].devices > by[most].devices {
+			most = e
+		}
+		for _, d := range by[e].inUnits {
+			units += timeslice.Units(d, unit)
+		}
+		inUnits = append(inUnits, by[e].inUnits...)
+	}
+	if total <= timeslice.MaxDevices {
+		return
+	}
+	what, advice := "", "ask for fewer replicas"
+	switch w := &p.entries[most].want; {
+	case w.Replicas > 0:
+		what = fmt.Sprintf("%d replicas each", w.Replicas)
+	case w.Mode == Shared:
+		what = fmt.Sprintf("units of %d MiB", unit)
+		if room := timeslice.MaxDevices - (total - units); room > 0 {
+			advice = fmt.Sprintf("set --memory-unit to %d MiB or more", timeslice.LeastUnit(inUnits, room))
+		}
+	default:
+		what = string(w.Mode)
+	}
+	m.add(p.entries[most].line, "partition %s makes %d devices of this node, %d of them by this entry (%s: %s), and there may be %d: %s",
+		quote(p.name), total, by[most].devices, gpus(by[most].indices), what, timeslice.MaxDevices, advice)
+}
