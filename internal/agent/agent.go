@@ -166,7 +166,7 @@ type Agent struct {
 	names    *Names
 	driver   Driver
 	files    Files
-	caps     Caps
+	caps     *limitPages
 	kubelet  Kubelet
 	runtime  Runtime
 	plugins  Plugins
@@ -378,7 +378,7 @@ func New(o Options, w Worlds) *Agent {
 		names:     ResourceNames(o.ResourceDomain),
 		driver:    w.Driver,
 		files:     w.Files,
-		caps:      w.Caps,
+		caps:      &limitPages{Caps: w.Caps},
 		kubelet:   w.Kubelet,
 		runtime:   w.Runtime,
 		plugins:   w.Plugins,
@@ -833,7 +833,7 @@ func (a *Agent) heardSoFar() input {
 
 func (a *Agent) plan(claims []desk.Claim) Changes {
 	return Plan(PlanInput{Inventory: a.inv, Claims: claims, Wanted: a.wanted, Cuts: a.cuts, past: a.past, Others: a.others.gpus, Names: a.names,
-		Unit: a.opts.MemoryUnit, MIG: a.migInput(claims, time.Now())})
+		Unit: a.opts.MemoryUnit, Paged: a.paged(claims), MIG: a.migInput(claims, time.Now())})
 }
 
 // offersAny reports whether any of these GPUs has devices to withdraw.

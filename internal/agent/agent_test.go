@@ -35,6 +35,7 @@ import (
 // directory.
 type outside struct {
 	caps *pages
+	unit gpu.MiB // --memory-unit
 	hardware
 	mu sync.Mutex // guards what follows
 	// The driver.
@@ -360,7 +361,7 @@ var ownPod = node.PodName{Namespace: "gpu-agent", Name: "gpu-agent-x"}
 
 func newOutside(gpus int) *outside {
 	return &outside{
-		inv: machine(gpus), caps: &pages{}, slices: map[gpu.UUID]gpu.TimeSlice{}, pods: []node.PodName{ownPod},
+		inv: machine(gpus), caps: &pages{}, unit: unit, slices: map[gpu.UUID]gpu.TimeSlice{}, pods: []node.PodName{ownPod},
 		labels: map[string]string{}, annotations: map[string]string{},
 		boot: "this", made: map[string]time.Time{}, figures: map[gpu.UUID]gpu.Health{},
 		sources: make(chan map[string]plugin.Source, 1), event: make(chan gpu.Event), container: make(chan node.ContainerEvent),
@@ -386,7 +387,7 @@ func startWith(t *testing.T, o *outside, cdiDir, file string, f Features) *bench
 	}
 	b := &bench{outside: o, t: t, dir: cdiDir, log: &logBuffer{}}
 	b.Agent = New(Options{
-		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: unit, Pod: ownPod, Boot: o.boot, Kit: testKit,
+		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: o.unit, Pod: ownPod, Boot: o.boot, Kit: testKit,
 		Label: true, Guest: true, Align: AlignFixed, LinksEvery: testLinks,
 		Health: health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4},
 		Log:    slog.New(slog.NewTextHandler(b.log, nil)),

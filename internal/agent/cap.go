@@ -5,6 +5,7 @@ package agent
 import (
 	"fmt"
 	"slices"
+	"sync"
 
 	"tags.cncf.io/container-device-interface/specs-go"
 
@@ -20,32 +21,113 @@ import (
 // exists.
 const usageSize = "size=32m"
 
+// limitPages are the limit pages of claims. What those of inherited claims said first
+// is kept: the watchdog asks for it at every look.
+type limitPages struct {
+	Caps
+	mu sync.Mutex
+	// said is guarded by mu, by key.
+	said map[string]map[gpu.UUID]uint64
+}
+
+// stands is what a claim's page says of a GPU.
+func (p *limitPages) stands(c *desk.Claim, u gpu.UUID) (uint64, error) {
+	if !c.Inherited {
+		return p.Limit(c.Key, u)
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if bytes, ok := p.said[c.Key][u]; ok {
+		return bytes, nil
+	}
+	bytes, err := p.Limit(c.Key, u)
+	if err != nil {
+		return 0, err
+	}
+	if p.said == nil {
+		p.said = map[string]map[gpu.UUID]uint64{}
+	}
+	if p.said[c.Key] == nil {
+		p.said[c.Key] = map[gpu.UUID]uint64{}
+	}
+	p.said[c.Key][u] = bytes
+	return bytes, nil
+}
+
+// Remove removes a claim's pages.
+func (p *limitPages) Remove(key string) error {
+	p.mu.Lock()
+	delete(p.said, key)
+	p.mu.Unlock()
+	return p.Caps.Remove(key)
+}
+
 // capOf is what a container that has a claim may have of one GPU, in bytes:
-// lib.None for a whole one. ok is false where that cannot be said: the GPU is
-// not known, or not cut in the way that the claim speaks of.
-func capOf(c *desk.Claim, u gpu.UUID, inv *gpu.Inventory, cuts map[gpu.UUID]Cut, unit gpu.MiB) (bytes uint64, ok bool) {
+// lib.None for a whole one. The page and the watchdog go by it.
+//
+// A cap is fixed when devices are given out. Of a claim from before this process,
+// and of one whose GPU is not cut any more in the way that it speaks of, the page
+// that stands tells: the size of a unit or the number of replicas may have changed
+// since, and what was written down of them may be lost. Only where there is no
+// page, so that no container can have come by one, is the cap what it would be now.
+// The error says that nobody knows.
+func (p *limitPages) capOf(c *desk.Claim, u gpu.UUID, inv *gpu.Inventory, cuts map[gpu.UUID]Cut, unit gpu.MiB) (uint64, error) {
 	kind, known := kindOf(c.Resource)
 	d := inv.ByUUID(u)
-	if !known || d == nil {
-		return 0, false
+	switch {
+	case !known || d == nil:
+		return 0, fmt.Errorf("%s on %s: %w", c.Resource, u, gpu.ErrNotFound)
+	case kind == desk.Whole || kind == desk.Slots: // the hardware holds an instance to its memory
+		return lib.None, nil
 	}
 	cut := cuts[u]
-	same := cut.Offers && cut.Kind == kind
-	switch kind {
-	case desk.Whole, desk.Slots: // the hardware holds an instance to its memory
-		return lib.None, true
-	case desk.Units:
-		// A GPU keeps the unit that it was cut with, as long as it is held.
-		if same && cut.Unit != 0 {
-			unit = cut.Unit
+	same := cut.Offers && cut.Kind == kind && (kind == desk.Replicas || cut.Unit != 0)
+	var err error
+	if c.Inherited || !same {
+		var bytes uint64
+		if bytes, err = p.stands(c, u); err == nil {
+			return bytes, nil
 		}
-		return memcap.Units(len(c.IDs), unit), true
-	default:
-		if !same {
-			return 0, false
-		}
-		return memcap.Replica(d, cut.N), true
 	}
+	switch {
+	case kind == desk.Units && same: // a GPU keeps the unit that it was cut with, as long as it is held
+		return memcap.Units(len(c.IDs), cut.Unit), nil
+	case kind == desk.Units:
+		return memcap.Units(len(c.IDs), unit), nil
+	case same:
+		return memcap.Replica(d, cut.N), nil
+	}
+	return 0, fmt.Errorf("find the cap of %s on %s, which is %s now: %w", c.Resource, u, cut.mode(), err)
+}
+
+// paged says how GPUs must be cut of which that is not known, by the pages of the
+// claims on them: of memory units, how large they are, and of replicas, how many
+// there are.
+func (a *Agent) paged(claims []desk.Claim) map[gpu.UUID]Cut {
+	out := map[gpu.UUID]Cut{}
+	for i := range claims {
+		c := &claims[i]
+		kind, known := kindOf(c.Resource)
+		if !known || !c.Inherited || kind != desk.Units && kind != desk.Replicas {
+			continue
+		}
+		for _, u := range c.GPUs {
+			d := a.inv.ByUUID(u)
+			if d == nil || a.cuts[u].Known || out[u].Known {
+				continue
+			}
+			bytes, err := a.caps.stands(c, u)
+			switch mib, n := gpu.MiB(bytes>>20), gpu.MiB(len(c.IDs)); {
+			case err != nil || mib == 0:
+			case kind == desk.Replicas:
+				// What the driver keeps for itself can have moved by some MiB.
+				out[u] = Cut{Known: true, Kind: kind, N: int((d.Usable() + mib/2) / mib)}
+			case mib%n == 0:
+				out[u] = Cut{Known: true, Kind: kind, Unit: mib / n}
+			}
+		}
+	}
+	return out
 }
 
 // Caps says what a claim's container may have of each of its GPUs, in the order
@@ -54,7 +136,7 @@ func (a *Agent) Caps(c *desk.Claim) []lib.Limit {
 	snap := a.snapshot.Load()
 	var out []lib.Limit
 	for _, u := range c.GPUs {
-		if bytes, ok := capOf(c, u, snap.Inventory, snap.Cuts, a.opts.MemoryUnit); ok {
+		if bytes, err := a.caps.capOf(c, u, snap.Inventory, snap.Cuts, a.opts.MemoryUnit); err == nil {
 			out = append(out, lib.Limit{GPU: u, Bytes: bytes})
 		}
 	}
@@ -91,13 +173,9 @@ func (a *Agent) overlay(c *desk.Claim) (cdi.Overlay, error) {
 	var limits []lib.Limit
 	capped := false
 	for _, u := range c.GPUs {
-		bytes, ok := capOf(c, u, a.inv, a.cuts, a.opts.MemoryUnit)
-		if !ok {
-			// The GPU has been cut otherwise since: what the claim was given stands.
-			var err error
-			if bytes, err = a.caps.Limit(c.Key, u); err != nil {
-				return none, fmt.Errorf("find the cap of %s on %s, which is %s now: %w", c.Resource, u, a.cuts[u].mode(), err)
-			}
+		bytes, err := a.caps.capOf(c, u, a.inv, a.cuts, a.opts.MemoryUnit)
+		if err != nil {
+			return none, err
 		}
 		capped = capped || bytes != lib.None
 		limits = append(limits, lib.Limit{GPU: u, Bytes: bytes})

@@ -5,16 +5,21 @@ package agent
 import (
 	"fmt"
 	"maps"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"tags.cncf.io/container-device-interface/specs-go"
 
+	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
@@ -167,4 +172,134 @@ partitions:
 		}
 		b.end()
 	})
+}
+
+// lose ends an agent and takes away what it has written down.
+func (b *bench) lose(names ...string) {
+	b.t.Helper()
+	b.end()
+	for _, name := range names {
+		if err := os.RemoveAll(filepath.Join(b.dir, "..", filepath.Base(b.dir)+"-state", name)); err != nil {
+			b.t.Fatal(err)
+		}
+	}
+}
+
+// A container keeps the cap that it was given where the agent's state is lost and
+// its unit, or the number of replicas, has changed: its limit page decides, for the
+// container and for the watchdog. What is left of its GPU is given out in the same
+// parts or not at all.
+func TestCapOutlivesLostState(t *testing.T) {
+	replicas := func(n int) string { return fmt.Sprint(allShared, "      replicas: ", n, "\n") }
+	for _, c := range []struct {
+		name, before, after string
+		unit                gpu.MiB
+		lost                []string
+		resource            string
+		n                   int
+		want                gpu.MiB
+		listed, later       string
+	}{
+		{"a unit of half the size", allShared, allShared, unit / 2, []string{"state.json"}, names.Units, 2, 2048, "0.0~ 0.1~ 0.2x 0.3x", "0.0 0.1 0.2 0.3 0.4 0.5 0.6 0.7"},
+		{"a unit of half the size, and all is lost", allShared, allShared, unit / 2, []string{""}, names.Units, 2, 2048, "0.0~ 0.1~ 0.2x 0.3x", "0.0 0.1 0.2 0.3 0.4 0.5 0.6 0.7"},
+		{"a unit of twice the size", allShared, allShared, 2 * unit, []string{"state.json"}, names.Units, 2, 2048, "0.0~ 0.1~ 0.2x 0.3x", "0.0 0.1"},
+		{"the same unit", allShared, allShared, unit, []string{"state.json"}, names.Units, 2, 2048, "0.0 0.1 0.2 0.3", "0.0 0.1 0.2 0.3"},
+		{"more replicas", replicas(2), replicas(4), unit, []string{"state.json"}, names.Replicas, 1, 2050, "0.0~ 0.1x", "0.0 0.1 0.2 0.3"},
+		{"fewer replicas", replicas(4), replicas(2), unit, []string{""}, names.Replicas, 1, 1025, "0.0~ 0.1x 0.2x 0.3x", "0.0 0.1"},
+		{"as many replicas", replicas(2), replicas(2), unit, []string{"state.json"}, names.Replicas, 1, 2050, "0.0 0.1", "0.0 0.1"},
+		{"nothing is lost", allShared, allShared, unit / 2, nil, names.Units, 2, 2048, "0.0~ 0.1~ 0.2x 0.3x", "0.0 0.1 0.2 0.3 0.4 0.5 0.6 0.7"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				o := newOutside(1)
+				b := start(t, o, t.TempDir(), c.before)
+				var ids []string
+				for i := range c.n {
+					ids = append(ids, fmt.Sprint(uuid(0), "::", i))
+				}
+				b.hold("p", c.resource, ids...)
+				time.Sleep(time.Minute)
+				dir := b.dir
+				if c.lost == nil {
+					b.end()
+				} else {
+					b.lose(c.lost...)
+				}
+
+				o.unit = c.unit
+				b = start(t, o, dir, c.after)
+				defer func() { b.end() }()
+				check := func(when string) {
+					t.Helper()
+					want := uint64(c.want) << 20
+					if got, err := o.caps.Limit(cdi.Key(c.resource, ids), uuid(0)); err != nil || got != want {
+						t.Errorf("%s the page says %d MiB, %v; want %d", when, got>>20, err, c.want)
+					}
+					claims := b.Claims()
+					if len(claims) != 1 {
+						t.Fatalf("%s there are %d claims", when, len(claims))
+					}
+					if got := b.Caps(&claims[0]); len(got) != 1 || got[0].Bytes != want {
+						t.Errorf("%s the watchdog goes by %+v, want %d MiB", when, got, c.want)
+					}
+					if got := listed(b.View(), c.resource); got != c.listed {
+						t.Errorf("%s %s are listed, want %s", when, got, c.listed)
+					}
+				}
+				check("at once,")
+				time.Sleep(10 * time.Minute)
+				check("later,")
+				// With its holder goes its cut, and its page.
+				b.release("p")
+				b.with(func() { b.entries = nil })
+				time.Sleep(2 * Linger)
+				synctest.Wait()
+				if got := listed(b.View(), c.resource); got != c.later {
+					t.Errorf("after its end %s are listed, want %s", got, c.later)
+				}
+				b.hold("q", c.resource, ids[:1]...)
+				claims := b.Claims()
+				want := memcap.Units(1, c.unit)
+				if c.resource == names.Replicas {
+					want = memcap.Replica(&o.inv.GPUs[0], strings.Count(c.later, " ")+1)
+				}
+				if got := b.Caps(&claims[0]); len(got) != 1 || got[0].Bytes != want {
+					t.Errorf("the next holder may have %+v, want %d", got, want)
+				}
+			})
+		})
+	}
+}
+
+// A claim whose GPU is not cut any more in the way that it speaks of has, for the
+// watchdog too, the cap that its page says.
+func TestCapOfAClaimWhoseGPUIsCutOtherwise(t *testing.T) {
+	inv := machine(1)
+	p := &limitPages{Caps: &pages{}}
+	for _, c := range []struct {
+		resource string
+		cut      Cut
+	}{
+		{names.Units, replicaCut(2)},
+		{names.Units, Cut{Known: true, Offers: true, Kind: desk.Units, N: 4}}, // of an unknown size
+		{names.Replicas, Cut{Known: true, Offers: true, Kind: desk.Units, N: 4, Unit: unit}},
+		{names.Replicas, Cut{Known: true}},
+	} {
+		for _, inherited := range []bool{false, true} {
+			claim := claimed(c.resource, "p", "0::0", "0::1")
+			claim.Inherited = inherited
+			if _, err := p.capOf(&claim, uuid(0), inv, map[gpu.UUID]Cut{uuid(0): c.cut}, unit); err == nil && c.resource == names.Replicas {
+				t.Errorf("%s on a GPU that is %s has a cap without a page", c.resource, c.cut.mode())
+			}
+			if _, err := p.Write(claim.Key, []lib.Limit{{GPU: uuid(0), Bytes: 123 << 20}}); err != nil {
+				t.Fatal(err)
+			}
+			if got, err := p.capOf(&claim, uuid(0), inv, map[gpu.UUID]Cut{uuid(0): c.cut}, unit); err != nil || got != 123<<20 {
+				t.Errorf("%s on a GPU that is %s: %d, %v; want what the page says", c.resource, c.cut.mode(), got, err)
+			}
+			if err := p.Remove(claim.Key); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
 }

@@ -169,8 +169,11 @@ type PlanInput struct {
 	// Others is why GPUs are somebody else's to give out.
 	Others map[gpu.UUID]string
 	Names  *Names
-	Unit   gpu.MiB
-	MIG    MIGInput
+	// Unit is what a memory unit is from now on. Paged is the unit, or the number of
+	// replicas, of GPUs whose cut is not known: what claims on them were given.
+	Unit  gpu.MiB
+	Paged map[gpu.UUID]Cut
+	MIG   MIGInput
 
 	past map[gpu.UUID][]pastCut // what GPUs had before and is still listed
 	rows *rows                  // what is listed before the plan, and what it adds
@@ -253,7 +256,7 @@ func holdersOf(claims []desk.Claim, u gpu.UUID) (names []string, held bool) {
 // inferCut is inferCut of the claims. Where the lists have no room for all devices of
 // such a cut, the GPU offers nothing, and those that are held are listed alone.
 func (in *PlanInput) inferCut(d *gpu.Device, to Cut) Cut {
-	c := inferCut(in.Claims, d, to, in.Unit)
+	c := inferCut(in.Claims, d, to, in.Unit, in.Paged[d.UUID])
 	if !in.rows.fits(d.UUID, c) {
 		return Cut{Known: true}
 	}
@@ -261,9 +264,13 @@ func (in *PlanInput) inferCut(d *gpu.Device, to Cut) Cut {
 	return c
 }
 
-// inferCut says how a GPU must have been cut for its claims to be there.
-func inferCut(claims []desk.Claim, d *gpu.Device, to Cut, unit gpu.MiB) Cut {
+// inferCut says how a GPU must have been cut for its claims to be there, and for
+// these to have the caps that their pages say.
+func inferCut(claims []desk.Claim, d *gpu.Device, to Cut, unit gpu.MiB, paged Cut) Cut {
 	c := Cut{Known: true}
+	if paged.Unit != 0 {
+		unit = paged.Unit
+	}
 	for i := range claims {
 		kind, ok := kindOf(claims[i].Resource)
 		if !ok || !slices.Contains(claims[i].GPUs, d.UUID) {
@@ -291,9 +298,13 @@ func inferCut(claims []desk.Claim, d *gpu.Device, to Cut, unit gpu.MiB) Cut {
 	if c.Kind == desk.Units && c.N == timeslice.Units(d, unit) {
 		c.Unit = unit // they agree with it
 	}
-	// The number of replicas cannot be read off a few of them: where the wish
-	// agrees with what is held, it was the wish before, too.
-	if c.Kind == desk.Replicas && to.Offers && to.Kind == desk.Replicas && to.N >= c.N {
+	// The number of replicas cannot be read off a few of them, but off what they may
+	// have; else, where the wish agrees with what is held, it was the wish before, too.
+	switch {
+	case c.Kind != desk.Replicas:
+	case paged.Kind == desk.Replicas:
+		c.N = max(c.N, paged.N)
+	case to.Offers && to.Kind == desk.Replicas && to.N >= c.N:
 		return to
 	}
 	return c

@@ -120,8 +120,9 @@ type Claim struct {
 	// Allocated is the time of the last Allocate with these IDs, or of the
 	// adoption where Adopted says so.
 	Allocated time.Time
-	// Adopted says that this process has not seen the Allocate.
-	Adopted bool
+	// Inherited says that this process has not seen the Allocate, Adopted that it
+	// does not know when that was either.
+	Inherited, Adopted bool
 	// Filed says that the process before this one has written the claim's file
 	// since its last Allocate: nobody else was on its devices then.
 	Filed bool
@@ -228,8 +229,7 @@ type claim struct {
 	told string
 	// ready is closed when Ready becomes true; replaced when it becomes false.
 	ready chan struct{}
-	// epoch numbers the last Allocate, 0 where this process has not seen it: then
-	// there may also have been a later one that nobody wrote down.
+	// epoch numbers the last Allocate, 0 for one that is inherited.
 	epoch uint64
 	// opened says that the claim has been ready since, read that the kubelet's
 	// checkpoint has been read since.
@@ -719,7 +719,7 @@ func (d *Desk) adoptLocked(resource string, ids []string, now time.Time) error {
 	if d.claims[key] != nil {
 		return nil
 	}
-	c := Claim{Key: key, Resource: resource, IDs: slices.Clone(ids), Allocated: now, Adopted: true}
+	c := Claim{Key: key, Resource: resource, IDs: slices.Clone(ids), Allocated: now, Inherited: true, Adopted: true}
 	slices.Sort(c.IDs)
 	for _, id := range c.IDs {
 		u, slot, err := parseDevice(id)
@@ -1021,7 +1021,7 @@ func (d *Desk) mineLocked(c *claim, u *Use, read bool) bool {
 			return true
 		}
 	}
-	return c.opened || same && c.epoch == 0 && u.Created.After(c.Allocated)
+	return c.opened || same && c.Inherited && u.Created.After(c.Allocated)
 }
 
 // checkLocked finds out, for each claim that is not ready, whose containers are
