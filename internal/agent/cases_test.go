@@ -101,6 +101,26 @@ func TestHangingContainerOnAFaultyGPUIsNotForgotten(t *testing.T) {
 	})
 }
 
+// An ID that a pod has does not leave the list, also where its GPU is gone, the agent
+// starts anew and its state file is lost: the kubelet would not survive it.
+func TestHeldIDsOfAnUnknownGPUStayListed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(2)
+		b := start(t, o, t.TempDir(), allShared)
+		b.hold("p", names.Units, string(uuid(1))+"::1", string(uuid(1))+"::2")
+		b.end()
+		o.with(func() { o.inv = machine(1) })
+		b = start(t, o, t.TempDir(), allShared)
+		defer b.end()
+		b.want("applied", "0.0 0.1 0.2 0.3 1.1x 1.2x", "")
+		time.Sleep(2 * Linger)
+		b.want("applied", "0.0 0.1 0.2 0.3 1.1x 1.2x", "")
+		o.with(func() { o.holdings = nil })
+		time.Sleep(2 * Linger)
+		b.want("applied", "0.0 0.1 0.2 0.3", "")
+	})
+}
+
 // A CDI directory that somebody cleaned is filled again.
 func TestWipedCDIDirectory(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

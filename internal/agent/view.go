@@ -69,6 +69,10 @@ func buildView(in viewInput) *desk.View {
 			kinds[l.resource] = l.kind
 		}
 	}
+	for _, l := range strays(&in) {
+		lists[l.resource] = append(lists[l.resource], l.devices)
+		kinds[l.resource] = l.kind
+	}
 	for _, name := range sortedKeys(lists) {
 		devices := slices.Concat(lists[name]...)
 		align(&in, kinds[name], devices)
@@ -116,6 +120,35 @@ func align(in *viewInput, kind desk.Kind, devices []desk.Device) {
 	for i := range devices {
 		devices[i].NUMA = numa[devices[i].GPU]
 	}
+}
+
+// strays lists what is held on GPUs of which nobody knows any more: they were gone when
+// the agent started without a memory. The kubelet does not survive that an ID which a
+// pod has leaves its list.
+func strays(in *viewInput) []deviceList {
+	var out []deviceList
+	listed := map[string]bool{} // as "resource id"
+	for i := range in.claims {
+		c := &in.claims[i]
+		kind, known := in.names.kind(c.Resource)
+		l := deviceList{resource: c.Resource, kind: kind}
+		for _, id := range c.IDs {
+			u, _, _ := strings.Cut(id, "::")
+			if !known || in.inv.ByUUID(gpu.UUID(u)) != nil || listed[c.Resource+" "+id] {
+				continue
+			}
+			listed[c.Resource+" "+id] = true
+			d := desk.Device{ID: id, GPU: gpu.UUID(u), Reason: "this node has no GPU " + u}
+			if kind == desk.Slots {
+				d.Slot = in.slot(d.GPU, id)
+			}
+			l.devices = append(l.devices, d)
+		}
+		if l.devices != nil {
+			out = append(out, l)
+		}
+	}
+	return out
 }
 
 // formerly lists what is held under names that the node's resources have no more:
