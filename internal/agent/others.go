@@ -31,8 +31,9 @@ type others struct {
 	seen map[gpu.UUID]time.Time
 	// at is when the kubelet last answered, due when it is to be asked again.
 	at, due time.Time
-	// migManager is what the node's label said then.
+	// migManager is what the node's label said then, known the GPUs that there were.
 	migManager string
+	known      map[gpu.UUID]bool
 	// met is when each pod of the kubelet's checkpoint, by UID, was first seen there;
 	// zero once it was seen to live.
 	met     map[string]time.Time
@@ -68,12 +69,16 @@ func add(to map[gpu.UUID]string, gpus []gpu.UUID, why string) {
 // what we offer.
 func (a *Agent) lookAround(ctx context.Context, in *input) {
 	now, o := time.Now(), &a.others
-	if o.gpus != nil && in.migManager == o.migManager && now.Before(o.due) &&
+	unknown := func(d gpu.Device) bool { return !o.known[d.UUID] } // it may be others' already
+	if o.gpus != nil && in.migManager == o.migManager && !slices.ContainsFunc(a.inv.GPUs, unknown) && now.Before(o.due) &&
 		!(a.askOthers.Load() && now.Sub(o.at) >= othersSoon-time.Second) {
 		return
 	}
 	a.askOthers.Store(false)
-	o.migManager = in.migManager
+	o.migManager, o.known = in.migManager, map[gpu.UUID]bool{}
+	for i := range a.inv.GPUs {
+		o.known[a.inv.GPUs[i].UUID] = true
+	}
 	cctx, cancel := context.WithTimeout(ctx, kubeletPatience)
 	defer cancel()
 	allocatable, err := a.kubelet.Allocatable(cctx)

@@ -157,6 +157,21 @@ func TestCheckpointWrittenAgainBringsNoDeadPodBack(t *testing.T) {
 	})
 }
 
+// A GPU that appears is not offered before it is known whether others have it.
+func TestGPUThatAppearsMayBeOthers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(1)
+		o.sandboxes = map[string]node.PodName{"uid-1": {Namespace: "train", Name: "job-1"}}
+		o.entries = []node.Entry{theirs("uid-1", string(uuid(1)))}
+		b := start(t, o, t.TempDir(), allShared)
+		defer b.end()
+		b.want("applied", "0.0 0.1 0.2 0.3", "")
+		b.with(func() { o.inv = machine(2) })
+		b.event <- gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1}
+		b.want("failed", "0.0 0.1 0.2 0.3", "")
+	})
+}
+
 // A GPU that somebody else gives out as well offers nothing new, also where the
 // partition wants MIG of it and holders of memory units stand against that.
 func TestIdleUnitsOfAGPUThatOthersHaveAreWithdrawn(t *testing.T) {
