@@ -147,8 +147,11 @@ func TestSocketDeletedUnderUs(t *testing.T) {
 	dir := tempDir(t)
 	k := startKubelet(t, dir)
 	src := sourceOf(a1)
-	startAgent(t, dir, map[string]Source{gpuMem: src})
+	a := startAgent(t, dir, map[string]Source{gpuMem: src})
 	k.await(t, "first list", lastIs(gpuMem, "a"))
+	// The list may come before the answer to Register. A socket that goes until
+	// then is registered again, and must be: a kubelet that starts removes it.
+	eventually(t, "the registration's answer", func() bool { return strings.Contains(a.log.String(), "msg=registered") })
 	path := filepath.Join(dir, "example.com_gpu-mem.sock")
 	if err := os.Remove(path); err != nil {
 		t.Fatal(err)
