@@ -112,7 +112,7 @@ func (b *bench) storm(gates, often string, span time.Duration) {
 		for _, w := range writes {
 			if size = w.Bytes; w.OrderOnly {
 				order++
-			} else { // a node that is taken for lost, for one
+			} else { // at the first look after a pod's start the kubelet fills in resources
 				b.Logf("pod %s was written for %v", w.Pod, w.Differs)
 			}
 		}
