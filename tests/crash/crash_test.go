@@ -80,6 +80,32 @@ func operations() []func() operation {
 			}
 		},
 		func() operation {
+			// There is room beside what the first one has, and its container hangs until
+			// all is over.
+			var hung, next *pod
+			return operation{
+				name: "the next pod beside one deleted by force that hangs", workers: 6,
+				before: func(ctx context.Context, n *node) (err error) {
+					if hung, err = n.admit(ctx, 4, "main"); err != nil {
+						return err
+					}
+					return n.run(ctx, hung)
+				},
+				do: func(ctx context.Context, n *node) (err error) {
+					n.force(hung)
+					if next, err = n.admit(ctx, 3, "main"); err != nil {
+						return err
+					}
+					return n.run(ctx, next)
+				},
+				after: func(_ context.Context, n *node) error {
+					n.stop(hung)
+					n.stop(next)
+					return nil
+				},
+			}
+		},
+		func() operation {
 			return operation{
 				name: "change of a held GPU and of a free one", workers: 2,
 				do:    changeHeld,
@@ -121,6 +147,20 @@ func operations() []func() operation {
 				before: changeHeld,
 				start:  true,
 				after:  changeBack,
+			}
+		},
+		func() operation {
+			return operation{
+				name: "start with a partition of too many devices", workers: 2,
+				before: func(_ context.Context, n *node) error {
+					n.excess = true
+					return n.edit()
+				},
+				start: true,
+				after: func(_ context.Context, n *node) error {
+					n.excess = false
+					return n.edit()
+				},
 			}
 		},
 		func() operation {
@@ -230,6 +270,7 @@ func TestKilledAtEachChange(t *testing.T) {
 							if n, err = settled(ctx, m); err != nil {
 								return
 							}
+							n.kubelet.outlive(n.gpus)
 						}
 						k := int(next.Add(1))
 						changes, killed, failed := n.try(ctx, op, k)

@@ -48,6 +48,13 @@
 // somebody asks, and the checkpoint is not written then. The runtime makes a
 // container only if a CDI file defines its devices.
 //
+// Three things are the case during all operations, or made so by one, since the agent
+// has given way to them once: in the checkpoint stands, for each GPU, an entry of a
+// pod that another device plugin gave it to and that ended long ago; a container goes
+// on after its pod was deleted by force, and the next pod is to get other devices, as
+// there are some; the partition file asks for more devices than a node may have, and
+// what was in force stays so.
+//
 // # What is asserted
 //
 // On the way, of every list that the agent sends: a device that somebody holds

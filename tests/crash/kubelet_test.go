@@ -27,6 +27,7 @@ import (
 	podresources "k8s.io/kubelet/pkg/apis/podresources/v1"
 
 	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/tests/emulator"
 )
 
 // The agent believes a kubelet's account of holders once its own pod is in it.
@@ -42,7 +43,9 @@ const linger = 30 * time.Second
 // at each list, not when devices become free; those of ended pods become free
 // when PodResources lists or somebody else is to get some, and not before; an
 // init container's devices go to the app container without a question of
-// preference; PodResources leaves out plain init containers.
+// preference; PodResources leaves out plain init containers. And where another
+// plugin has gone before the pods that it served, their entries stay in the
+// checkpoint.
 type kubelet struct {
 	api.UnimplementedRegistrationServer
 	podresources.UnimplementedPodResourcesListerServer
@@ -57,6 +60,8 @@ type kubelet struct {
 	plugins map[string]*endpoint // by resource
 	pods    map[string]*pod      // by UID; those whose devices are not free yet
 	entries []entry
+	// stale are the checkpoint's entries of pods that ended long ago; they never go.
+	stale []checkpointEntry
 	// offered is when each ID of a resource was last listed Healthy.
 	offered map[string]map[string]time.Time
 	// forgets says that an agent whose memory was damaged may forget devices
@@ -427,6 +432,36 @@ func (k *kubelet) List(context.Context, *podresources.ListPodResourcesRequest) (
 	return out, nil
 }
 
+// GetAllocatableResources is PodResources': all healthy devices.
+func (k *kubelet) GetAllocatableResources(context.Context, *podresources.AllocatableResourcesRequest) (*podresources.AllocatableResourcesResponse, error) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	out := &podresources.AllocatableResourcesResponse{}
+	for _, resource := range slices.Sorted(maps.Keys(k.plugins)) {
+		e := k.plugins[resource]
+		for _, id := range slices.Sorted(maps.Keys(e.health)) {
+			if e.health[id] && !e.gone {
+				out.Devices = append(out.Devices, &podresources.ContainerDevices{ResourceName: resource, DeviceIds: []string{id}})
+			}
+		}
+	}
+	return out, nil
+}
+
+// outlive leaves an entry for each GPU in the checkpoint, of a pod that another
+// plugin has given it to and that is no more. It names GPUs as NVIDIA's plugin, its
+// replicas and HAMi's do.
+func (k *kubelet) outlive(gpus []emulator.GPUState) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for i := range gpus {
+		id := gpus[i].UUID
+		k.stale = append(k.stale, checkpointEntry{fmt.Sprintf("00000000-0000-4000-9000-%012d", i), "main", "nvidia.com/gpu",
+			map[int64][]string{-1: {id + []string{"", "::1", "-0"}[i%3]}}, nil})
+	}
+	k.writeLocked()
+}
+
 // The checkpoint, as kubelet 1.36.3 has it in pkg/kubelet/cm/devicemanager/checkpoint.
 // Devices without NUMA nodes stand under -1. The sum is the kubelet's own
 // business: it is made from Go's description of a private type.
@@ -448,6 +483,7 @@ type (
 func (k *kubelet) writeLocked() {
 	var c checkpoint
 	c.Data.RegisteredDevices = map[string][]string{}
+	c.Data.PodDeviceEntries = slices.Clone(k.stale)
 	for resource, e := range k.plugins {
 		c.Data.RegisteredDevices[resource] = slices.Sorted(maps.Keys(e.health))
 	}

@@ -186,7 +186,10 @@ type node struct {
 	model string // of the GPUs; set where there is MIG
 	// waits are the GPUs, by index, whose change to modes waits for a holder; of
 	// those with MIG alone, the others are known by what is held.
-	waits  map[int]bool
+	waits map[int]bool
+	// excess has the partition file ask for more devices than a node may have: it is
+	// refused, and modes stay in force.
+	excess bool
 	edits  int
 	serial int // of pods
 
@@ -237,7 +240,13 @@ func (n *node) edit() error {
 	n.edits++
 	var b strings.Builder
 	fmt.Fprintf(&b, "# edit %d\nversion: v1\npartitions:\n  default:\n", n.edits)
+	if n.excess {
+		b.WriteString("    - devices: all\n      mode: shared\n      replicas: 30000\n")
+	}
 	for i := range n.modes {
+		if n.excess {
+			break
+		}
 		mode, geometry, fixed := strings.Cut(n.modes[i], " ")
 		fmt.Fprintf(&b, "    - devices: [%d]\n      mode: %s\n", i, mode)
 		if fixed {
@@ -514,7 +523,8 @@ func (h holding) lines() (out []string) {
 	return out
 }
 
-// held is what the kubelet and the runtime hold, by key.
+// held is what the kubelet and the runtime hold, by key: the containers of a pod that
+// was deleted by force have what the kubelet has forgotten.
 func (n *node) held() map[string]holding {
 	held := map[string]holding{}
 	n.kubelet.mu.Lock()
@@ -527,7 +537,7 @@ func (n *node) held() map[string]holding {
 	for _, c := range n.runtime.living(nil) {
 		for name := range c.Annotations {
 			if key, ok := strings.CutPrefix(name, domain+"/gpu-claim."); ok && held[key].pod == "" {
-				held[key] = holding{c.pod.namespace, c.pod.name, c.Annotations[name], []string{"devices that the kubelet has given away"}}
+				held[key] = holding{c.pod.namespace, c.pod.name, c.Annotations[name], c.ids}
 			}
 		}
 	}
@@ -668,6 +678,9 @@ func (n *node) offerDiffers(held map[string]holding, state string) error {
 			}
 		}
 	}
+	if n.excess {
+		wantState = "invalid"
+	}
 	if state != wantState {
 		return fmt.Errorf("the partition is %s, want %s", state, wantState)
 	}
@@ -756,6 +769,9 @@ func (n *node) run(ctx context.Context, p *pod) error {
 	}
 	return nil
 }
+
+// force deletes a pod by force, whose containers hang: its devices are free at once.
+func (n *node) force(p *pod) { n.kubelet.finish(p) }
 
 // stop ends a pod.
 func (n *node) stop(p *pod) {
