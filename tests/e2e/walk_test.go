@@ -28,8 +28,9 @@ var (
 	walkSteps = flag.Int("walk.steps", 0, "random steps of TestWalk; 0 is the form's own number")
 )
 
-// walkFiles are the partitions that the walk edits to and fro; the last cannot
-// be read, and leaves the one before in force.
+// walkFiles are the partitions that the walk edits to and fro. The last two are
+// refused, and leave the one before in force: one has more devices than fit, the
+// other cannot be read.
 var walkFiles = []string{
 	mixed,
 	faultPartitions,
@@ -48,8 +49,12 @@ partitions:
     - devices: [6, 7]
       mode: off
 `,
+	tooMany,
 	"version: v1\npartitions: [\n",
 }
+
+// walkRefused is how many of them are refused.
+const walkRefused = 2
 
 // walk is a random walk over the node. One goroutine steps; another looks, ten
 // times a second, whether the rules hold. What is chosen depends on the seed and
@@ -64,9 +69,10 @@ type walk struct {
 	next      int            // number of the next pod
 	live      []*walkPod     // made, and not deleted yet
 	faults    map[int]string // GPUs with something wrong, -1 is the driver
-	held      []heldShim
+	held      []heldContainer
 	kills     int // of the agent's since it was made anew: the kubelet waits longer after each
 	restarted time.Time
+	attack    walkAttack
 
 	mu         sync.Mutex // guards what follows
 	step       int        // only one goroutine writes it, and reads it as it likes
@@ -90,7 +96,10 @@ type walk struct {
 
 type walkPod struct {
 	*lab.RunningPod
-	job string // the name of its Job
+	job  string         // the name of its Job
+	asks map[string]int // what its main container asks for
+	// foreign has its GPU from another device plugin.
+	foreign bool
 	// judged again by a kubelet that starts anew: not all of its containers run.
 	judged bool
 	ends   map[string]bool // containers that end by themselves
@@ -117,10 +126,10 @@ type walkContainer struct {
 
 func (c *walkContainer) String() string { return c.Pod + "/" + c.Name }
 
-// heldShim is the runtime's hand on a container, stopped for some steps.
-type heldShim struct {
-	process lab.Process
-	until   int
+// heldContainer cannot end for some steps.
+type heldContainer struct {
+	until int
+	letGo func(context.Context) error
 }
 
 // say puts a line into the account of the walk.
@@ -178,7 +187,7 @@ func (w *walk) look(ctx context.Context) {
 	}
 	w.done["looks"]++
 	for _, c := range list {
-		if _, known := w.containers[c.ID]; !known && c.Running && c.Namespace == lab.PodNamespace {
+		if _, known := w.containers[c.ID]; !known && c.Running && c.Namespace == lab.PodNamespace && !w.podLocked(c.Pod).foreign {
 			w.meetLocked(c)
 		}
 	}
@@ -391,6 +400,7 @@ func (w *walk) settle() {
 	gone := w.gone
 	w.gone = nil
 	w.mu.Unlock()
+	w.nextAfterHung()
 	for _, c := range gone {
 		w.mu.Lock()
 		pod := w.podLocked(c.Pod)
@@ -496,12 +506,19 @@ func (w *walk) makePod() {
 		asks = fmt.Sprint(spec.Init[0].Resources, " and then ", asks)
 	}
 	w.say("make %s, %s, for %s, pinned: %v", name, kind, strings.ReplaceAll(asks, lab.Domain+"/", ""), spec.Pinned)
+	p.asks = spec.Containers[0].Resources
+	w.put(p, spec)
+	w.count("pods " + kind)
+}
+
+// put makes a pod one of the walk's.
+func (w *walk) put(p *walkPod, spec lab.Pod) {
 	create := node.CreatePod
 	if p.job != "" {
 		create = node.CreateJob
 	}
 	w.mu.Lock()
-	w.pods[name] = p
+	w.pods[spec.Name] = p
 	w.mu.Unlock()
 	pod, err := create(w.ctx, spec)
 	w.must(err)
@@ -509,7 +526,6 @@ func (w *walk) makePod() {
 	p.RunningPod = pod
 	w.mu.Unlock()
 	w.live = append(w.live, p)
-	w.count("pods " + kind)
 }
 
 // pick takes a pod that lives, or none.
@@ -561,7 +577,12 @@ func (w *walk) endPod(force bool) {
 		if process := w.process(p); p.deaf && hold && process.PID != 0 {
 			if shim, err := node.Shim(process); err == nil && node.Signal(w.ctx, shim, "STOP") == nil {
 				w.say("hold %s for %d steps", p.Name, steps)
-				w.held = append(w.held, heldShim{shim, w.step + steps})
+				w.held = append(w.held, heldContainer{w.step + steps, func(ctx context.Context) error {
+					if !node.Lives(shim) {
+						return nil
+					}
+					return node.Signal(ctx, shim, "CONT")
+				}})
 				w.count("held")
 			}
 		}
@@ -571,14 +592,22 @@ func (w *walk) endPod(force bool) {
 	w.count(map[bool]string{false: "deleted", true: "deleted by force"}[force && p.job == ""])
 }
 
-// process is that of the pod's container that runs, if one was seen.
-func (w *walk) process(p *walkPod) lab.Process {
+// container is the pod's that runs, nil if none was seen.
+func (w *walk) container(p *walkPod) *walkContainer {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for _, c := range w.containers {
 		if c.Pod == p.Name {
-			return c.process
+			return c
 		}
+	}
+	return nil
+}
+
+// process is that container's.
+func (w *walk) process(p *walkPod) lab.Process {
+	if c := w.container(p); c != nil {
+		return c.process
 	}
 	return lab.Process{}
 }
@@ -586,13 +615,11 @@ func (w *walk) process(p *walkPod) lab.Process {
 // letGo lets the containers go whose time has come, or all.
 func (w *walk) letGo(ctx context.Context, all bool) error {
 	var errs []error
-	w.held = slices.DeleteFunc(w.held, func(h heldShim) bool {
+	w.held = slices.DeleteFunc(w.held, func(h heldContainer) bool {
 		if !all && h.until > w.step {
 			return false
 		}
-		if node.Lives(h.process) {
-			errs = append(errs, node.Signal(ctx, h.process, "CONT"))
-		}
+		errs = append(errs, h.letGo(ctx))
 		return true
 	})
 	return errors.Join(errs...)
@@ -774,10 +801,10 @@ func (w *walk) mend(ctx context.Context, all bool) {
 }
 
 // moves are what a step may do, and how often of a hundred steps in the long
-// form. The short one does each of the first ten once, and makes pods before.
+// form. The short one does each of the first thirteen once, and makes pods before.
 func (w *walk) moves() []walkMove {
 	return []walkMove{
-		{33, func() {
+		{27, func() {
 			for range 1 + w.rng.IntN(3) {
 				w.makePod()
 			}
@@ -788,14 +815,12 @@ func (w *walk) moves() []walkMove {
 		{6, w.strike},
 		{4, func() { w.restartKubelet(false) }},
 		{3, w.restartContainerd},
-		{8, func() {
-			i := w.rng.IntN(len(walkFiles))
-			w.say("edit the partitions: file %d", i)
-			w.partitions(walkFiles[i])
-			w.count("edits")
-		}},
+		{6, w.edit},
 		{9, w.ail},
 		{6, func() { w.mend(w.ctx, false) }},
+		{4, w.hang},
+		{2, w.giveAway},
+		{2, w.askTooMuch},
 		{2, func() { w.restartKubelet(true) }},
 		{5, w.decided},
 	}
@@ -813,7 +838,7 @@ func (w *walk) deck() (deck []func()) {
 		switch {
 		case *long:
 			deck = append(deck, slices.Repeat([]func(){m.do}, m.often)...)
-		case i < 10:
+		case i < 13:
 			deck = append(deck, m.do)
 		}
 	}
@@ -884,6 +909,7 @@ func (w *walk) calm() {
 	}
 	w.must(w.ready(w.ctx))
 	w.must(agent.Ready(w.ctx))
+	w.backFromOthers()
 	if _, err := agent.AwaitState(w.ctx, "applied"); err != nil {
 		w.Fatal(err)
 	}
@@ -952,7 +978,8 @@ func (w *walk) tenants() {
 }
 
 // A random walk: pods of every kind, ended in every way, restarts of the agent,
-// the kubelet and the runtime, edits of the partitions, faults. Never do two pods
+// the kubelet and the runtime, edits of the partitions, faults, and the attacks of
+// walk_attack_test.go. Never do two pods
 // run on one unit, does a container end for no reason, the kubelet or the agent
 // die by itself, or a grant lie over two GPUs; and in a calm nothing is left. It
 // is what TestStorm of internal/agent is, on a real node.
@@ -964,7 +991,7 @@ func TestWalk(t *testing.T) {
 			seed = uint64(time.Now().UnixNano())
 		}
 	}
-	steps, limit := count(15, 600), 45*time.Minute
+	steps, limit := count(18, 600), 45*time.Minute
 	if *walkSteps > 0 {
 		steps = *walkSteps
 	}
@@ -975,6 +1002,7 @@ func TestWalk(t *testing.T) {
 		bench: b, rng: rand.New(rand.NewPCG(seed, 3)), began: time.Now(), runtime: runtime, faults: map[int]string{},
 		pods: map[string]*walkPod{}, containers: map[string]*walkContainer{}, excused: map[lab.Process]bool{},
 		claims: map[string]walkClaim{}, sick: map[string]time.Time{}, done: map[string]int{},
+		attack: walkAttack{foreign: map[string]bool{}, edited: time.Now()},
 	}
 	w.kubelet, _ = b.kubelet()
 
