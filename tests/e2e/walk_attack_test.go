@@ -63,11 +63,11 @@ func (p *foreignPlugin) Prepare(context.Context, []string) error { return nil }
 // giveAway has another device plugin give a GPU to a pod, and removes the plugin while
 // the pod lives. The pod is one of the walk's from then on and ends as any other. The
 // other plugin does not ask who has the GPU, so no rule says who else may be on it; but
-// in the calm it must be on offer again.
-func (w *walk) giveAway() {
+// in the calm it must be on offer again. What is returned is empty where none was given.
+func (w *walk) giveAway() (gpu string) {
 	g, hami := driver.GPUs[w.rng.IntN(6)], w.some(50) // mixed has the other two off
 	if slices.ContainsFunc(w.live, func(p *walkPod) bool { return p.foreign }) {
-		return
+		return ""
 	}
 	id := g.UUID
 	if hami {
@@ -107,21 +107,37 @@ func (w *walk) giveAway() {
 		return nil
 	}); err != nil {
 		w.say("  %v", err)
-		return
+		return ""
 	}
 	w.count("pods of another plugin")
+	return g.UUID
 }
 
 // backFromOthers waits in the calm until the GPUs are on offer again that another
-// plugin had given out, whether or not the kubelet's checkpoint names their pods yet.
+// plugin had given out. One is given out only now, and taken off: when its pod ends
+// nothing else happens that would make the kubelet write its checkpoint, which goes on
+// naming that pod.
 func (w *walk) backFromOthers() {
 	w.Helper()
-	if file, err := witness.ReadCheckpoint(node.File("/var/lib/kubelet")); err == nil {
-		for _, e := range file.Entries {
-			if e.Resource == foreignResource {
-				w.say("  the kubelet's checkpoint has %v of %s for pod %s, which has ended", e.IDs, e.Resource, e.PodUID)
-				w.count("stale entries in a calm")
+	w.claimsBecome(0)
+	if u := w.giveAway(); u != "" {
+		w.must(lab.Await(w.ctx, time.Minute, "GPU "+u+", which another plugin has given out, to be taken off", func(ctx context.Context) error {
+			offer, err := node.Offer(ctx)
+			if err == nil && offers(offer, u) {
+				err = errors.New("it is on offer")
 			}
+			return err
+		}))
+	}
+	w.clear(w.ctx)
+	file, err := witness.ReadCheckpoint(node.File("/var/lib/kubelet"))
+	if err != nil {
+		w.say("  %v", err) // it is being written
+	}
+	for _, e := range file.Entries {
+		if e.Resource == foreignResource {
+			w.say("  the kubelet's checkpoint has %v of %s for pod %s, which has ended", e.IDs, e.Resource, e.PodUID)
+			w.count("stale entries in a calm")
 		}
 	}
 	seen := map[string]bool{}
@@ -131,7 +147,7 @@ func (w *walk) backFromOthers() {
 			return err
 		}
 		for u := range w.attack.foreign {
-			if !slices.ContainsFunc(ownDevices(offer), func(id string) bool { return gpuOf(id) == u }) {
+			if !offers(offer, u) {
 				if !seen[u] {
 					seen[u] = true
 					w.say("  GPU %s is not on offer yet", u)
@@ -148,6 +164,11 @@ func (w *walk) backFromOthers() {
 // ownDevices are those of the agent's resources.
 func ownDevices(offer map[string][]string) []string {
 	return slices.Concat(offer[lab.GPU], offer[lab.Replicas], offer[lab.Memory])
+}
+
+// offers says whether a GPU is on offer, or a part of it.
+func offers(offer map[string][]string, uuid string) bool {
+	return slices.ContainsFunc(ownDevices(offer), func(id string) bool { return gpuOf(id) == uuid })
 }
 
 // hung is a pod that was deleted by force while its container hangs, and the pod that

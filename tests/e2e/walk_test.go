@@ -819,7 +819,7 @@ func (w *walk) moves() []walkMove {
 		{9, w.ail},
 		{6, func() { w.mend(w.ctx, false) }},
 		{4, w.hang},
-		{2, w.giveAway},
+		{2, func() { w.giveAway() }},
 		{2, w.askTooMuch},
 		{2, func() { w.restartKubelet(true) }},
 		{5, w.decided},
