@@ -410,7 +410,7 @@ func New(o Options, w Worlds) *Agent {
 		removed:   map[string]bool{},
 		outcome:   Outcome{State: Pending, Message: "starting"},
 	}
-	a.ration = brief.NewRation(a.log, time.Now, func(d time.Duration, f func()) { time.AfterFunc(d, f) })
+	a.ration = brief.NewRation(a.log, time.Now, time.AfterFunc)
 	a.seen.resent, a.seen.stale = map[string]time.Time{}, map[string]string{}
 	a.desk = desk.New(a.wake, time.Now)
 	a.snapshot.Store(&Snapshot{Inventory: &gpu.Inventory{}, Outcome: a.outcome})

@@ -8,8 +8,8 @@ import (
 	"example.com/gpu-agent/internal/obs"
 )
 
-// LookAtPlugins is for whoever has seen that a resource may fare otherwise at the
-// kubelet than before.
+// LookAtPlugins has the loop look again at whether the kubelet has the resources:
+// something has changed between a plugin and the kubelet.
 func (a *Agent) LookAtPlugins() { a.wake() }
 
 // resources says how the resources that are served fare at the kubelet. unknown is

@@ -26,7 +26,7 @@ var stormAttacks = flag.String("storm.attacks", "others,clock,hang,many,state", 
 func attacks(with string) bool { return slices.Contains(strings.Split(*stormAttacks, ","), with) }
 
 // attack is what a storm does that an attack has found to give way: GPUs of other
-// device plugins, whose entries stay in the kubelet's checkpoint for ever; a clock
+// device plugins, whose entries stay in the kubelet's checkpoint indefinitely; a clock
 // that jumps; containers that hang after their pod was deleted by force; partitions
 // with more devices than fit; a state file that is lost while the size of a memory
 // unit changes.

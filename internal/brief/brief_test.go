@@ -78,7 +78,7 @@ func (j *journal) lines() []string {
 func ration(level slog.Level) (*Ration, *journal) {
 	j := &journal{}
 	log := slog.New(slog.NewTextHandler(j, &slog.HandlerOptions{Level: level}))
-	return NewRation(log, time.Now, func(d time.Duration, f func()) { time.AfterFunc(d, f) }), j
+	return NewRation(log, time.Now, time.AfterFunc), j
 }
 
 // TestFloodOfLines: 10,000 lines come to ten and one that tells of the others, also
@@ -119,7 +119,7 @@ func TestLateTimer(t *testing.T) {
 	now := time.Unix(0, 0)
 	var timers []func()
 	r := NewRation(slog.New(slog.NewTextHandler(j, nil)), func() time.Time { return now },
-		func(_ time.Duration, f func()) { timers = append(timers, f) })
+		func(_ time.Duration, f func()) *time.Timer { timers = append(timers, f); return nil })
 	for range Lines + 5 {
 		r.Log(slog.LevelInfo, "m", nil)
 	}

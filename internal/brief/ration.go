@@ -22,7 +22,7 @@ const (
 type Ration struct {
 	log   *slog.Logger
 	now   func() time.Time
-	after func(time.Duration, func())
+	after func(time.Duration, func()) *time.Timer
 
 	mu     sync.Mutex
 	quotas map[string]*quota // guarded by mu; by kind of line
@@ -35,8 +35,8 @@ type quota struct {
 }
 
 // NewRation returns a Ration in front of a log. now is the clock; after calls a function
-// after a time, without waiting for it, as time.AfterFunc does.
-func NewRation(log *slog.Logger, now func() time.Time, after func(time.Duration, func())) *Ration {
+// after a time, without waiting for it: time.AfterFunc, or a test's own.
+func NewRation(log *slog.Logger, now func() time.Time, after func(time.Duration, func()) *time.Timer) *Ration {
 	return &Ration{log: log, now: now, after: after, quotas: map[string]*quota{}}
 }
 

@@ -28,7 +28,7 @@ type Error struct {
 func (e *Error) Error() string { return fmt.Sprintf("%s:%d: %s", e.File, e.Line, e.Msg) }
 
 // Limits of what is told of one file. A file of a megabyte has room for some 300,000
-// mistakes, and whoever mends it begins with the first.
+// mistakes, and its author mends the first ones first.
 const (
 	maxMistakes = 20
 	// maxText leaves room below brief.Text for what others add to the reason.

@@ -253,7 +253,7 @@ func New(o Options, w Worlds) *Guard {
 		looked: map[gpu.UUID]time.Time{}, last: map[gpu.UUID]look{}, calm: map[gpu.UUID]calm{}, said: map[string]bool{},
 		unable: map[gpu.UUID]time.Time{},
 	}
-	g.ration = brief.NewRation(g.log, time.Now, func(d time.Duration, f func()) { time.AfterFunc(d, f) })
+	g.ration = brief.NewRation(g.log, time.Now, time.AfterFunc)
 	g.state.Store(&State{Off: "it was not started (--watch-every 0)"})
 	return g
 }

@@ -191,7 +191,7 @@ func New(o Options) (*Client, error) {
 		failing: map[string]time.Time{},
 		refused: map[string]bool{},
 	}
-	c.ration = brief.NewRation(c.log, func() time.Time { return c.now() }, func(d time.Duration, f func()) { time.AfterFunc(d, f) })
+	c.ration = brief.NewRation(c.log, func() time.Time { return c.now() }, time.AfterFunc)
 	return c, nil
 }
 

@@ -242,7 +242,7 @@ func TestDroppedEventsFloodTheLog(t *testing.T) {
 	dropped := 0
 	c, j := connect(t, s, func(o *Options) { o.EventDone = func(EventOutcome) { dropped++ } })
 	var over func()
-	c.ration = brief.NewRation(c.log, c.now, func(_ time.Duration, f func()) { over = f })
+	c.ration = brief.NewRation(c.log, c.now, func(_ time.Duration, f func()) *time.Timer { over = f; return nil })
 	const all = 10_000
 	for i := range all { // nobody runs
 		c.Event(Regarding{}, Warning, "GPUUnhealthy", fmt.Sprintf("Xid %d", i))

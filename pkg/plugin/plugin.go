@@ -144,7 +144,7 @@ func (p *Plugin) Run(ctx context.Context) error {
 		return err
 	}
 	s := &service{resource: p.opts.Resource, source: p.opts.Source, log: p.opts.Logger, observer: p.opts.Observer, stop: ctx,
-		ration:  brief.NewRation(p.opts.Logger, time.Now, func(d time.Duration, f func()) { time.AfterFunc(d, f) }),
+		ration:  brief.NewRation(p.opts.Logger, time.Now, time.AfterFunc),
 		changed: p.opts.Kubelet.opts.Changed, stood: p.opts.Kubelet.stood}
 	s.streams.set(streams{lost: time.Now()})
 	p.mu.Lock()

@@ -22,7 +22,7 @@ func TestRefusalsFloodTheLog(t *testing.T) {
 	var log bytes.Buffer
 	var over func()
 	s := &service{resource: "example.com/gpu", ration: brief.NewRation(slog.New(slog.NewTextHandler(&log, nil)), time.Now,
-		func(_ time.Duration, f func()) { over = f })}
+		func(_ time.Duration, f func()) *time.Timer { over = f; return nil })}
 	for range 10_000 {
 		err := s.refuse("allocate", codes.FailedPrecondition, errors.New("device GPU-0 is leaving"))
 		if status.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), "example.com/gpu: device GPU-0 is leaving") {

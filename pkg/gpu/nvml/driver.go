@@ -297,7 +297,7 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 		opts: opts, log: opts.Logger,
 		last: map[gpu.UUID]gpu.Device{}, links: map[gpu.UUID]*nvlinks{}, machine: newMachine(), said: map[int]string{},
 		look: make(chan struct{}, 1), again: make(chan struct{}, 1),
-		ration: brief.NewRation(opts.Logger, time.Now, func(d time.Duration, f func()) { time.AfterFunc(d, f) }),
+		ration: brief.NewRation(opts.Logger, time.Now, time.AfterFunc),
 	}
 	d.look <- struct{}{}
 	if d.library, err = findLibrary(opts, d.log); err != nil {
