@@ -51,13 +51,15 @@ const (
 
 	uuidRoom = 64
 
-	useNonce    = 8
-	useBound    = 64
-	useAsks     = 128
-	useRefusals = 136
-	usePeak     = 144
-	useHigh     = 152
-	useSettled  = 160
+	useNonce     = 8
+	useBound     = 64
+	useAsks      = 128
+	useRefusals  = 136
+	usePeak      = 144
+	useHigh      = 152
+	useSettled   = 160
+	useUndone    = 168
+	useUncounted = 176
 
 	slotReserved  = 0
 	slotCommitted = 8

@@ -13,6 +13,10 @@ enum {
     CUDA_SUCCESS = 0,
     CUDA_ERROR_INVALID_VALUE = 1,
     CUDA_ERROR_OUT_OF_MEMORY = 2,
+    CUDA_ERROR_NOT_INITIALIZED = 3,
+    CUDA_ERROR_DEINITIALIZED = 4,
+    CUDA_ERROR_NO_DEVICE = 100,
+    CUDA_ERROR_INVALID_DEVICE = 101,
     CUDA_ERROR_NOT_FOUND = 500,
 };
 
@@ -30,7 +34,16 @@ typedef struct {
     unsigned char bytes[16];
 } CUuuid;
 
-enum { CU_MEM_LOCATION_TYPE_DEVICE = 1 };
+enum {
+    CU_MEM_LOCATION_TYPE_NONE = 0, /* or INVALID */
+    CU_MEM_LOCATION_TYPE_DEVICE = 1,
+    CU_MEM_LOCATION_TYPE_HOST = 2,
+    CU_MEM_LOCATION_TYPE_HOST_NUMA = 3,
+    CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT = 4,
+    CU_MEM_LOCATION_TYPE_INVISIBLE = 5,              /* CUDA 13.2 */
+    CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN = 6, /* CUDA 13.4 */
+};
+enum { CU_MEM_ALLOCATION_TYPE_INVALID = 0, CU_MEM_ALLOCATION_TYPE_PINNED = 1, CU_MEM_ALLOCATION_TYPE_MANAGED = 2 };
 typedef struct {
     int type, id;
 } CUlocation;
@@ -42,7 +55,6 @@ typedef struct {
     unsigned char flags[8];
 } CUmemprop;
 
-enum { CU_MEM_ALLOCATION_TYPE_MANAGED = 2 };
 typedef struct {
     int type, handle_types;
     CUlocation location;

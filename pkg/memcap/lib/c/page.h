@@ -89,8 +89,10 @@ struct usage_page {
     uint64_t peak;   /* bytes of bound */
     uint32_t high;   /* slots ever used; those above are blank */
     uint32_t gap2;
-    uint64_t settled; /* bytes taken off bound that were gone before, ever */
-    uint64_t gap3[PAGE / 8 - 21];
+    uint64_t settled;   /* bytes taken off bound that were gone before, ever */
+    uint64_t undone;    /* bytes: the most that the driver gave beyond bound and was at once given back */
+    uint64_t uncounted; /* allocations that passed under the open policy, of a type that nobody knows */
+    uint64_t gap3[PAGE / 8 - 23];
     struct slot slots[]; /* SLOTS of them */
 };
 
@@ -133,6 +135,8 @@ AT(usage_page, refusals, 136);
 AT(usage_page, peak, 144);
 AT(usage_page, high, 152);
 AT(usage_page, settled, 160);
+AT(usage_page, undone, 168);
+AT(usage_page, uncounted, 176);
 AT(usage_page, slots, PAGE);
 _Static_assert(sizeof(struct slot) == 64, "slot");
 _Static_assert(sizeof(struct usage_page) + SLOTS * sizeof(struct slot) == USAGE_SIZE, "usage page");

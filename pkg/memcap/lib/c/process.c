@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-#include "process.h"
+#include "property.h"
 
 struct driver real;
 struct real_library real_library;
@@ -78,10 +78,17 @@ static void uuid_text(char *out, const char *prefix, const CUuuid *u)
     *out = 0;
 }
 
-static bool device_uuid(CUdevice device, CUuuid *u)
+static CUresult device_uuid(CUdevice device, CUuuid *u)
 {
     /* The second version names the MIG instance where there is one. */
-    return CALL(cuDeviceGetUuid_v2, u, device) == CUDA_SUCCESS || CALL(cuDeviceGetUuid, u, device) == CUDA_SUCCESS;
+    return CALL(cuDeviceGetUuid_v2, u, device) == CUDA_SUCCESS ? CUDA_SUCCESS : CALL(cuDeviceGetUuid, u, device);
+}
+
+/* nothing_there says of a driver's answer that there is no such device, so none of
+ * its calls gives memory of it. */
+static bool nothing_there(CUresult r)
+{
+    return r == CUDA_ERROR_NOT_INITIALIZED || r == CUDA_ERROR_DEINITIALIZED || r == CUDA_ERROR_NO_DEVICE || r == CUDA_ERROR_INVALID_DEVICE;
 }
 
 /* open_account opens what can be opened and says how things stand. */
@@ -90,8 +97,9 @@ static enum standing open_account(struct account *a, CUdevice device)
     CUuuid uuid;
     char name[64], path[128];
     a->relief = relieve;
-    if (!device_uuid(device, &uuid))
-        return STANDING_CLOSED;
+    CUresult r = device_uuid(device, &uuid);
+    if (r != CUDA_SUCCESS)
+        return nothing_there(r) ? STANDING_UNKNOWN : STANDING_CLOSED;
     for (int mig = 0; mig <= 1; mig++) {
         uuid_text(name, mig ? "MIG-" : "GPU-", &uuid);
         if (!text_join(path, sizeof path, CAP_LIMITS, name) || (!a->page && account_find(a, path) != 0))
@@ -103,7 +111,7 @@ static enum standing open_account(struct account *a, CUdevice device)
     return STANDING_CLOSED;
 }
 
-static bool is_open(void)
+bool is_open(void)
 {
     int fd = sys_open(CAP_OPEN_MARK, O_PATH | O_NOFOLLOW, 0);
     if (fd < 0)
@@ -136,6 +144,22 @@ struct account *account_of(struct process *p, CUdevice device, bool *refuse)
     spin_unlock(&p->lock);
     *refuse = now == STANDING_CLOSED;
     return now == STANDING_GOOD ? a : NULL;
+}
+
+bool property_unknown(struct process *p, CUdevice device)
+{
+    struct where w;
+    bool refuse = false;
+    property_place(p, device, &w);
+    struct account *a = account_of(p, w.device, &refuse);
+    if (!a)
+        return refuse;
+    if (is_open()) {
+        count_add(&a->usage->uncounted, 1);
+        return false;
+    }
+    count_add(&a->usage->refusals, 1);
+    return true;
 }
 
 /* --- contexts ------------------------------------------------------------- */

@@ -98,6 +98,10 @@ void relieve(struct account *a);
  * allocations are to fail (closed) or to pass uncounted. */
 struct account *account_of(struct process *p, CUdevice device, bool *refuse);
 
+/* is_open says whether what cannot be counted passes (the open policy) or is
+ * refused. */
+bool is_open(void);
+
 /* where finds the device and the number of the current context. False: there
  * is none, and the driver is the one to say so. */
 struct where {

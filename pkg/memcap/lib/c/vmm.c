@@ -7,6 +7,7 @@
  * walked. */
 
 #include "charge.h"
+#include "property.h"
 
 /* The owner of a handle's entry is [refs:32 | maps:32]. */
 #define REF ((uint64_t)1 << 32)
@@ -16,10 +17,18 @@ EXPORT CUresult cuMemCreate(CUhandle *out, size_t size, const CUmemprop *prop, u
 {
     struct process *p = ENTER();
     struct charge c;
+    struct where at;
     enum verdict v = PASS;
-    if (p && out && prop && prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE) {
-        struct where at = {prop->location.id, REF};
-        v = charge_begin_at(p, &c, &at, size, HOW_WHOLE);
+    if (p && out && prop) {
+        CUdevice device;
+        enum means means = property_means(prop->type, &prop->location, &device);
+        if (means == MEANS_UNKNOWN && property_unknown(p, device))
+            v = REFUSE;
+        else if (means == MEANS_COUNTED || means == MEANS_MANAGED) {
+            property_place(p, device, &at);
+            at.context = REF;
+            v = charge_begin_at(p, &c, &at, size, means == MEANS_MANAGED ? HOW_MANAGED : HOW_WHOLE);
+        }
     }
     if (v == REFUSE)
         return CUDA_ERROR_OUT_OF_MEMORY;
@@ -74,7 +83,13 @@ static bool let_go(struct process *p, CUhandle handle, uint64_t what, struct ent
     return true;
 }
 
-static void ended(struct process *p, const struct entry *e) { account_cancel(&p->accounts[e->device], e->bytes); }
+static void ended(struct process *p, const struct entry *e)
+{
+    struct account *a = &p->accounts[e->device];
+    if (e->how == HOW_MANAGED)
+        count_sub(&a->slot->managed, e->bytes);
+    account_cancel(a, e->bytes);
+}
 
 static void not_ended(struct process *p, const struct entry *e)
 {
