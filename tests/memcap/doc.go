@@ -36,6 +36,14 @@
 // GPU memory, stands in a list with the reason; a row of the list that holds,
 // or one outside it that does not, fails the test.
 //
+// [TestScenarios] is a second table: programs of a few lines that the cap once
+// failed, each by the name of the defect. The probe has a routine for each row;
+// each is run under every behaviour of the driver that the documentation allows
+// (GPU_EMULATOR_CUDA, package emulator/lib), and once more on a card as large as
+// the cap and without one: what that card does not refuse, the cap may not refuse
+// either. A row that fails as yet says so, and has to go on failing until the
+// mark is removed.
+//
 // The other tests are one property each; their comments say which.
 //
 //	go test ./tests/memcap                short form; about three minutes on two cores

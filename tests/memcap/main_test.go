@@ -82,6 +82,21 @@ type rig struct {
 
 func newRig(t *testing.T, spec emulator.Spec) *rig {
 	t.Helper()
+	r := bareRig(t, spec)
+	var err error
+	if r.kit, err = kit(t.Context(), r.dir); err != nil {
+		t.Fatal(err)
+	}
+	if r.pages, err = lib.OpenPages(r.dir); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { r.pages.Close() })
+	return r
+}
+
+// bareRig is a machine with the probe and without a cap.
+func bareRig(t *testing.T, spec emulator.Spec) *rig {
+	t.Helper()
 	if lack := capsule.Missing(); lack != "" {
 		t.Skip(lack)
 	}
@@ -109,12 +124,20 @@ func newRig(t *testing.T, spec emulator.Spec) *rig {
 	r.state = r.m.World.State()
 	r.probe, err = probe.Cached(t.Context())
 	must(err)
-	r.kit, err = kit(t.Context(), r.dir)
-	must(err)
-	r.pages, err = lib.OpenPages(r.dir)
-	must(err)
-	t.Cleanup(func() { r.pages.Close() })
 	return r
+}
+
+// plain makes a container that has GPUs, by index, and no cap on them. Whoever
+// makes it closes it.
+func (r *rig) plain(t *testing.T, gpus ...int) *capsule.Container {
+	t.Helper()
+	edits, image := r.m.Plain(gpus...)
+	capsule.Bind(&edits, r.probe, "/probe")
+	c, err := r.m.Open(t.Context(), edits, image)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
 }
 
 func (r *rig) uuid(gpuIndex int) gpu.UUID { return gpu.UUID(r.state.GPUs[gpuIndex].UUID) }

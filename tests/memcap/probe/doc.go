@@ -19,6 +19,9 @@
 //	> fill cuMemAllocAsync 33554432 1073741824 0
 //	row call=cuMemAllocAsync unit=33554432 first=1073741824 kept=536870912 second=1073741824 left=0 … early=0 failure=
 //
+// Its scenarios are programs of a few lines, each with a name, that do what once
+// went wrong (c/scenario.h).
+//
 // What a command and its answer look like stands at the top of c/main.c. The
 // program knows nothing of caps, of the emulated driver or of containers: how
 // much it may have is told to it, and it runs on a real GPU as it is, with the

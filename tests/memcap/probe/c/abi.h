@@ -17,6 +17,8 @@ typedef uint64_t CUmemGenericAllocationHandle;
 typedef struct context *CUcontext;
 typedef struct stream *CUstream;
 typedef struct module *CUmodule;
+typedef struct function *CUfunction;
+typedef struct event *CUevent;
 typedef struct array *CUarray;
 typedef struct mipmap *CUmipmappedArray;
 typedef struct pool *CUmemoryPool;
@@ -33,6 +35,7 @@ enum {
     CUDA_ERROR_INVALID_VALUE = 1,
     CUDA_ERROR_OUT_OF_MEMORY = 2,
     CUDA_ERROR_NOT_FOUND = 500,
+    CUDA_ERROR_NOT_READY = 600,
     ABSENT = -1, /* of the probe's own: the door has no such name */
 };
 
@@ -43,7 +46,9 @@ enum {
     CU_MEM_LOCATION_TYPE_DEVICE = 1,
     CU_MEM_ALLOC_GRANULARITY_MINIMUM = 0,
     CU_MEMPOOL_ATTR_RELEASE_THRESHOLD = 4,
+    CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT = 5,
     CU_STREAM_NON_BLOCKING = 1,
+    CU_EVENT_DISABLE_TIMING = 2,
     CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1,
     CU_GET_PROC_ADDRESS_DEFAULT = 0,
     CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM = 2,
@@ -129,6 +134,15 @@ _Static_assert(sizeof(CUDA_ARRAY3D_DESCRIPTOR) == 40, "CUDA_ARRAY3D_DESCRIPTOR")
     F(cuCtxSetCurrent, "cuCtxSetCurrent", 4000, 0, (CUcontext)) \
     F(cuModuleLoadData, "cuModuleLoadData", 2000, 0, (CUmodule *, const void *image)) \
     F(cuModuleUnload, "cuModuleUnload", 2000, 0, (CUmodule)) \
+    F(cuModuleGetFunction, "cuModuleGetFunction", 2000, 0, (CUfunction *, CUmodule, const char *name)) \
+    F(cuLaunchKernel, "cuLaunchKernel", 4000, 1, \
+      (CUfunction, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, CUstream, void **parameters, void **extra)) \
+    F(cuEventCreate, "cuEventCreate", 2000, 0, (CUevent *, unsigned flags)) \
+    F(cuEventDestroy_v2, "cuEventDestroy", 4000, 0, (CUevent)) \
+    F(cuEventRecord, "cuEventRecord", 2000, 1, (CUevent, CUstream)) \
+    F(cuEventQuery, "cuEventQuery", 2000, 0, (CUevent)) \
+    F(cuEventSynchronize, "cuEventSynchronize", 2000, 0, (CUevent)) \
+    F(cuStreamWaitEvent, "cuStreamWaitEvent", 3020, 1, (CUstream, CUevent, unsigned flags)) \
     F(cuStreamCreate, "cuStreamCreate", 2000, 0, (CUstream *, unsigned flags)) \
     F(cuStreamDestroy_v2, "cuStreamDestroy", 4000, 0, (CUstream)) \
     F(cuStreamSynchronize, "cuStreamSynchronize", 7000, 1, (CUstream)) \
@@ -148,6 +162,7 @@ _Static_assert(sizeof(CUDA_ARRAY3D_DESCRIPTOR) == 40, "CUDA_ARRAY3D_DESCRIPTOR")
     F(cuMemPoolCreate, "cuMemPoolCreate", 11020, 0, (CUmemoryPool *, const CUmemPoolProps *)) \
     F(cuMemPoolDestroy, "cuMemPoolDestroy", 11020, 0, (CUmemoryPool)) \
     F(cuMemPoolSetAttribute, "cuMemPoolSetAttribute", 11020, 0, (CUmemoryPool, int attribute, void *value)) \
+    F(cuMemPoolGetAttribute, "cuMemPoolGetAttribute", 11020, 0, (CUmemoryPool, int attribute, void *value)) \
     F(cuMemPoolTrimTo, "cuMemPoolTrimTo", 11020, 0, (CUmemoryPool, size_t keep)) \
     F(cuMemGetAllocationGranularity, "cuMemGetAllocationGranularity", 10020, 0, (size_t *, const CUmemAllocationProp *, int option)) \
     F(cuMemCreate, "cuMemCreate", 10020, 0, (CUmemGenericAllocationHandle *, size_t bytes, const CUmemAllocationProp *, unsigned long long flags)) \

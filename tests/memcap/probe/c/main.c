@@ -10,6 +10,8 @@
  *     lookup NAME                    lookup name=... found=... result=... (calls it)
  *     cuda, nvml                     a line for each GPU, then end
  *     calls                          a line for each call, then end
+ *     scenario NAME ROOM             ran name=... and what scenarios.c says
+ *     scenarios                      their names
  *     churn SEED                     takes and gives at random until it is killed
  *                                    or the input ends; ended result=...
  *
@@ -248,6 +250,10 @@ int main(int argc, char **argv)
             fill(name, a, b, c);
         else if (!strcmp(verb, "take") && n >= 3)
             take(&team, name, a, n > 3 ? (int)b : 1);
+        else if (!strcmp(verb, "scenario") && n == 3)
+            scenario(name, team.door, team.device, a);
+        else if (!strcmp(verb, "scenarios"))
+            list_scenarios();
         else if (!strcmp(verb, "give") && n == 2)
             give(strtoul(name, NULL, 10));
         else if (!strcmp(verb, "info"))

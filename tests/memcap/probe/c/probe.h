@@ -9,6 +9,7 @@
  *     calls.c   the calls, each as a way to take memory and to give it back
  *     team.c    workers: threads and processes that do one command together
  *     views.c   what the library says of the memory there is
+ *     scenarios.c  what programs do that once went wrong, each by a name
  *     main.c    flags, and the commands read from standard input
  */
 #ifndef MEMCAP_PROBE_H
@@ -101,6 +102,12 @@ int work(struct team *t);
  * back, take again and give all back, and prints the row. */
 void fill(const char *call, uint64_t request, uint64_t room, uint64_t slack);
 void dismiss(void);
+
+/* scenarios.c */
+
+/* scenario lets the routine of a name run and prints how it went. */
+void scenario(const char *name, const char *door, int device, uint64_t room);
+void list_scenarios(void);
 
 /* views.c */
 void show_cuda(struct cuda *cu);

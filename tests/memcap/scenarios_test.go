@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package memcap
+
+import (
+	"cmp"
+	"fmt"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/memcap/probe"
+)
+
+// scenario is a program of a few lines that a cap once failed: it went over, was
+// refused what would have fitted, or was kept waiting. The probe has a routine of
+// the same name (probe/c/scenario.h).
+type scenario struct {
+	// name is the defect's.
+	name string
+	// room is what the cap leaves beside contexts; default 1 GiB.
+	room uint64
+	// contexts is how many contexts the program has; default 1. They are inside
+	// the cap.
+	contexts int
+	// cuda is a list of behaviours of the emulated driver, each as
+	// GPU_EMULATOR_CUDA has it; the program is run under each. Default modesOfCUDA.
+	cuda []string
+	// open: the claim is under the open policy.
+	open bool
+	// undo is by how many bytes the peak may be over the cap: for the moment of an
+	// undo, that is one request, and only where the driver leaves nothing better.
+	undo uint64
+	// generous says why a bare card of the cap's size refuses less than the cap
+	// does. Empty: it must not; a refusal is justified where the card refuses too.
+	generous string
+	// check looks at the rest and returns what is wrong. It may be nil.
+	check func(o outcome) []string
+	// todo says why the row fails as yet. It then has to fail under one of its
+	// behaviours at least, so that whoever mends it removes the mark.
+	todo string
+}
+
+// outcome is how one run of a scenario went.
+type outcome struct {
+	fields        // what the routine printed; see scenario in probe/c/scenarios.c
+	bare   fields // what it printed on a bare card of the cap's size; nil where the row is generous
+	limit  uint64 // the cap, contexts in it
+	room   uint64 // the cap without them
+	peak   uint64 // what the driver says the GPU had at most
+	used   uint64 // what the driver says it still has when the program has done its work
+}
+
+// modesOfCUDA are the behaviours of drivers under which everything has to hold.
+var modesOfCUDA = []string{"", "strict"}
+
+// scenarios is the table. Rows stand by theme, in the order of the probe's.
+var scenarios = []scenario{
+	// scenario_pools.c
+	{name: "eight-streams-take-run-and-give-back"},
+	{name: "freed-on-one-stream-wanted-on-another"},
+}
+
+// TestScenarios is the table of what has once gone wrong. The emulated driver's
+// books are the judge of whether the cap held, and a bare card of the cap's size
+// of whether a refusal was justified.
+func TestScenarios(t *testing.T) {
+	const gpus = 4 // so many programs at once
+	r := newRig(t, emulator.Spec{Model: "H200-141GB", Count: gpus})
+	free := make(chan int, gpus)
+	for i := range gpus {
+		free <- i
+	}
+	for _, s := range scenarios {
+		t.Run(s.name, func(t *testing.T) {
+			t.Parallel()
+			index := <-free
+			defer func() { free <- index }()
+			s.room, s.contexts = cmp.Or(s.room, GiB), cmp.Or(s.contexts, 1)
+			if s.cuda == nil {
+				s.cuda = modesOfCUDA
+			}
+			var wrong []string
+			for i, cuda := range s.cuda {
+				o := r.scene(t, s, fmt.Sprintf("%s-%d", s.name, i), cuda, index)
+				for _, w := range s.judge(o) {
+					wrong = append(wrong, fmt.Sprintf("%s: %s", cmp.Or(cuda, "default"), w))
+				}
+				t.Logf("%s: %s granted, %s refused, peak %d MiB of %d, longest call %s µs", cmp.Or(cuda, "default"),
+					o.fields["granted"], o.fields["refused"], o.peak/MiB, o.limit/MiB, o.fields["slowest-us"])
+			}
+			switch {
+			case s.todo != "" && len(wrong) == 0:
+				t.Errorf("holds, and is still marked: %s", s.todo)
+			case s.todo != "":
+				t.Logf("to do: %s\n%s", s.todo, strings.Join(wrong, "\n"))
+			case len(wrong) > 0:
+				t.Error(strings.Join(wrong, "\n"))
+			}
+		})
+	}
+}
+
+// scene runs a scenario once in a container with the cap, and once on a bare card
+// of its size.
+func (r *rig) scene(t *testing.T, s scenario, key, cuda string, index int) outcome {
+	t.Helper()
+	limit := uint64(s.contexts)*context300 + s.room
+	o := outcome{limit: limit, room: s.room}
+	env := []string{"GPU_EMULATOR_CUDA=" + cuda}
+	if s.generous == "" {
+		o.bare = r.bare(t, s, limit, env)
+	}
+	b := r.claim(t, key, []share{{gpu: index, bytes: limit}}, s.open, nil)
+	defer b.close(t)
+	if err := r.m.World.ResetPeak(index); err != nil {
+		t.Fatal(err)
+	}
+	k := b.tool(t, "probe", env)
+	o.fields = k.ask("ran", "scenario %s %d", s.name, s.room)
+	o.peak, o.used = r.peak(index), r.used(index)
+	k.quit()
+	return o
+}
+
+// bare runs a scenario on a machine whose only GPU is as large as the cap.
+func (r *rig) bare(t *testing.T, s scenario, limit uint64, env []string) fields {
+	t.Helper()
+	const reserved = 48
+	one := bareRig(t, emulator.Spec{Model: "H200-141GB", Count: 1,
+		GPUs: []emulator.GPUSpec{{MemoryMiB: limit/MiB + reserved, ReservedMiB: reserved}}})
+	c := one.plain(t, 0)
+	defer c.Close()
+	k, err := startTool(t, c, "probe", env)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := k.ask("ran", "scenario %s %d", s.name, s.room)
+	k.quit()
+	return f
+}
+
+// judge says what is wrong.
+func (s scenario) judge(o outcome) (wrong []string) {
+	say := func(format string, args ...any) { wrong = append(wrong, fmt.Sprintf(format, args...)) }
+	if o.fields["failure"] != "" {
+		say("failed: %s", o.fields["failure"])
+	}
+	if o.peak > o.limit+s.undo {
+		say("%d KiB over the cap: a peak of %d MiB", (o.peak-o.limit)>>10, o.peak/MiB)
+	}
+	if o.bare != nil {
+		if o.bare["failure"] != "" {
+			say("failed on a bare card: %s", o.bare["failure"])
+		}
+		if got, card := o.n("refused"), o.bare.n("refused"); got > card {
+			say("%d requests refused; a bare card of that size refuses %d", got, card)
+		}
+	}
+	if s.check != nil {
+		wrong = append(wrong, s.check(o)...)
+	}
+	return wrong
+}
+
+// The table and the probe have the same names, in the same order.
+func TestScenarioNames(t *testing.T) {
+	if _, err := exec.LookPath("gcc"); err != nil {
+		t.Skip("no gcc to build the probe with")
+	}
+	dir, err := probe.Cached(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	list := exec.Command(filepath.Join(dir, probe.Program))
+	list.Stdin = strings.NewReader("scenarios\n")
+	out, err := list.Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var ours []string
+	for _, s := range scenarios {
+		ours = append(ours, s.name)
+	}
+	if theirs := strings.Fields(string(out)); !slices.Equal(ours, theirs) {
+		t.Errorf("the table has the rows\n%q, the probe the routines\n%q", ours, theirs)
+	}
+}
