@@ -37,11 +37,13 @@ var (
 // than the oldest driver's C library lacks, or is seen from outside. A symbol
 // of our own is bound within the library, whoever else defines it. An allocation
 // goes through four of the files: optimised as one they take a sixth less time.
+// A library that was loaded stays (nodelete): one that is unloaded and loaded
+// again has forgotten what is charged, and takes another slot each time.
 var (
 	compileFlags = []string{"-std=gnu17", "-D_GNU_SOURCE", "-O3", "-flto", "-flto-partition=one", "-g0", "-fPIC", "-fvisibility=hidden", "-fno-stack-protector",
 		"-fno-asynchronous-unwind-tables", "-Wall", "-Wextra", "-Werror"}
 	linkFlags = []string{"-shared", "-nostartfiles", "-s", "-Wl,-Bsymbolic", "-Wl,-z,defs", "-Wl,-z,now", "-Wl,-z,relro",
-		"-Wl,-z,noexecstack", "-Wl,--hash-style=gnu", "-Wl,--build-id=none", "-Wl,--no-as-needed"}
+		"-Wl,-z,noexecstack", "-Wl,-z,nodelete", "-Wl,--hash-style=gnu", "-Wl,--build-id=none", "-Wl,--no-as-needed"}
 )
 
 // Build compiles the two libraries into the folder out, which is made if it is

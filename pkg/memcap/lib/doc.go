@@ -20,7 +20,8 @@
 // handler, no exit. Of the C library it calls the one function that lists loaded
 // objects, as all others would bind it to a version; its system calls are its
 // own, so that errno stays the program's. A forked child begins anew: all that
-// the library knows lies in memory that the kernel wipes in children.
+// the library knows lies in memory that the kernel wipes in children. Once loaded
+// it stays, and the real one with it, also after dlclose.
 //
 // # Two pages for a GPU
 //

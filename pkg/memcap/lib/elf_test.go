@@ -84,6 +84,17 @@ func TestExports(t *testing.T) {
 	}
 }
 
+// TestReopenedLibraryStays: dlclose does not unload a library, nor the real one
+// behind it.
+func TestReopenedLibraryStays(t *testing.T) {
+	for _, l := range libraries {
+		flags, err := open(t, l.name).DynValue(elf.DT_FLAGS_1)
+		if err != nil || len(flags) != 1 || elf.DynFlag1(flags[0])&elf.DF_1_NODELETE == 0 {
+			t.Errorf("%s has the flags %v, %v; want NODELETE among them", l.name, flags, err)
+		}
+	}
+}
+
 // TestNeedsLittle: no function of a C library newer than the oldest in use, none
 // that the library is not meant to call, and nothing that runs by itself.
 func TestNeedsLittle(t *testing.T) {
