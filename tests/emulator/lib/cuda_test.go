@@ -177,6 +177,24 @@ type step struct {
 	mib   uint64
 }
 
+// play makes the calls of steps, and compares what the world has after each.
+func play(t *testing.T, n *node, p *probe, steps []step) {
+	t.Helper()
+	for _, s := range steps {
+		switch {
+		case s.fails > 0:
+			want(t, s.calls, p.do("%s", s.calls), s.fails)
+		case s.fails < 0: // the last prints an address
+			i := strings.LastIndex(s.calls, ";")
+			p.must(s.calls[:i])
+			p.do("poke ptr 0 8 %d", p.do("%s", s.calls[i+1:]))
+		default:
+			p.must(s.calls)
+		}
+		want(t, "MiB after "+s.calls, n.world.State().GPUs[0].UsedMiB, s.mib)
+	}
+}
+
 func TestCUDAMemory(t *testing.T) {
 	const begin = "cuInit 0; cuCtxCreate_v2 &c 0 0"
 	for name, steps := range map[string][]step{
@@ -257,7 +275,7 @@ func TestCUDAMemory(t *testing.T) {
 			{"cuMemRelease g", 0, 300},
 			{"cuMemRelease g", cudaInvalid, 300},
 			{"cuMemAddressFree p 16777216", 0, 300},
-			{"poke prop 8 4 2; cuMemCreate &h 8388608 &prop 0; cuMemRelease h", 0, 300}, // on the host
+			{"poke prop 8 4 2; poke prop 4 4 0; cuMemCreate &h 8388608 &prop 0; cuMemRelease h", 0, 300}, // on the host
 		},
 		"arrays": {
 			{begin, 0, 300},
@@ -328,20 +346,7 @@ func TestCUDAMemory(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			n := start(t, emulator.Spec{Count: 1})
-			p := startProbe(t, probeWith{})
-			for _, s := range steps {
-				switch {
-				case s.fails > 0:
-					want(t, s.calls, p.do("%s", s.calls), s.fails)
-				case s.fails < 0: // the last prints an address
-					i := strings.LastIndex(s.calls, ";")
-					p.must(s.calls[:i])
-					p.do("poke ptr 0 8 %d", p.do("%s", s.calls[i+1:]))
-				default:
-					p.must(s.calls)
-				}
-				want(t, "MiB after "+s.calls, n.world.State().GPUs[0].UsedMiB, s.mib)
-			}
+			play(t, n, startProbe(t, probeWith{}), steps)
 		})
 	}
 }

@@ -78,11 +78,13 @@ typedef struct {
 } CUipcMemHandle;
 
 enum { /* CUmemLocationType, CUmemAllocationType, CUmemAllocationHandleType, … */
-    CU_MEM_LOCATION_TYPE_INVALID = 0,
+    CU_MEM_LOCATION_TYPE_NONE = 0, /* CUDA 13.0's name for what was INVALID */
     CU_MEM_LOCATION_TYPE_DEVICE = 1,
     CU_MEM_LOCATION_TYPE_HOST = 2,
     CU_MEM_LOCATION_TYPE_HOST_NUMA = 3,
     CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT = 4,
+    CU_MEM_LOCATION_TYPE_INVISIBLE = 5,              /* 13.2 */
+    CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN = 6, /* 13.4 */
     CU_MEM_ALLOCATION_TYPE_PINNED = 1,
     CU_MEM_ALLOCATION_TYPE_MANAGED = 2,
     CU_MEM_HANDLE_TYPE_NONE = 0,
@@ -97,8 +99,16 @@ enum { /* CUmemLocationType, CUmemAllocationType, CUmemAllocationHandleType, …
     CU_MEM_ATTACH_SINGLE = 4,
 };
 
+/* A union since 13.4 ("Identifier for CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN":
+ * deviceId and localityDomainId, a byte each), of the size that it always had. */
 typedef struct {
-    int type, id;
+    int type;
+    union {
+        int id;
+        struct {
+            unsigned char deviceId, localityDomainId;
+        } localized;
+    };
 } CUmemLocation;
 
 typedef struct {
@@ -135,6 +145,12 @@ enum { /* CUmemPool_attribute */
     CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH = 6,
     CU_MEMPOOL_ATTR_USED_MEM_CURRENT = 7,
     CU_MEMPOOL_ATTR_USED_MEM_HIGH = 8,
+    CU_MEMPOOL_ATTR_ALLOCATION_TYPE = 9, /* this one and the rest: 13.2 */
+    CU_MEMPOOL_ATTR_EXPORT_HANDLE_TYPES = 10,
+    CU_MEMPOOL_ATTR_LOCATION_ID = 11,
+    CU_MEMPOOL_ATTR_LOCATION_TYPE = 12,
+    CU_MEMPOOL_ATTR_MAX_POOL_SIZE = 13,
+    CU_MEMPOOL_ATTR_HW_DECOMPRESS_ENABLED = 14,
 };
 
 enum { /* CUgraphMem_attribute */
@@ -276,6 +292,8 @@ enum { /* of cuGetProcAddress */
 LAYOUT(CUuuid, 16);
 LAYOUT(CUipcMemHandle, 64);
 LAYOUT(CUmemLocation, 8);
+FIELD(CUmemLocation, id, 4);
+FIELD(CUmemLocation, localized.localityDomainId, 5);
 LAYOUT(CUmemAllocationProp, 32);
 FIELD(CUmemAllocationProp, location, 8);
 FIELD(CUmemAllocationProp, allocFlags, 24);

@@ -226,9 +226,11 @@ API CUresult cuInit(unsigned int flags)
 API CUresult cuDriverGetVersion(int *version)
 {
     MUST(version);
-    *version = cuda_version;
+    *version = driver_version();
     return CUDA_SUCCESS;
 }
+
+int driver_version(void) { return cuda_version; }
 
 static void child(void) { pthread_mutex_init(&cuda_lock, NULL); }
 
@@ -443,7 +445,7 @@ API CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
 {
     struct device *d;
     TRY(find_device(device, &d));
-    MUST(value && attribute > 0 && attribute < 150);
+    MUST(value && attribute > 0 && attribute < 160);
     switch (attribute) {
     case 1: *value = 1024; break;                  /* MAX_THREADS_PER_BLOCK */
     case 2: case 3: *value = 1024; break;          /* MAX_BLOCK_DIM_X, Y */
@@ -462,6 +464,7 @@ API CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
     case 50: *value = (int)d->domain; break;       /* PCI_DOMAIN_ID */
     case 75: *value = d->major; break;             /* COMPUTE_CAPABILITY_MAJOR */
     case 76: *value = d->minor; break;             /* COMPUTE_CAPABILITY_MINOR */
+    case 147: *value = locality_domains(d); break; /* LOCALITY_DOMAIN_COUNT */
     case 15: case 19: case 31: case 41: case 78:   /* GPU_OVERLAP, CAN_MAP_HOST_MEMORY, CONCURRENT_KERNELS, UNIFIED_ADDRESSING, … */
     case 83: case 89: case 90: case 91: case 95:   /* MANAGED_MEMORY, CONCURRENT_MANAGED_ACCESS, COMPUTE_PREEMPTION, … */
     case 102: case 103: case 115: *value = 1; break; /* virtual memory, by file descriptor, memory pools */

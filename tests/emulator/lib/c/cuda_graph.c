@@ -155,7 +155,7 @@ static struct node *add_alloc(struct graph *g, const CUDA_MEM_ALLOC_NODE_PARAMS 
     if (params)
         m->params = *params;
     else
-        m->params.poolProps = (CUmemPoolProps){.allocType = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {CU_MEM_LOCATION_TYPE_DEVICE, device}};
+        m->params.poolProps = (CUmemPoolProps){.allocType = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device}};
     m->params.bytesize = size;
     m->params.dptr = r->at;
     m->range = r;

@@ -115,6 +115,7 @@ CUresult open_shared(const char *call, uint64_t id, int *device, uint64_t *bytes
 void close_shared(uint64_t id);
 CUresult export_shared(uint64_t id, int *fd);
 uint64_t next_serial(void);
+int driver_version(void); /* of CUDA, as cuDriverGetVersion has it */
 
 /* --- cuda_context.c */
 
@@ -163,8 +164,32 @@ bool objects_begin(void);
 /* --- cuda_memory.c */
 CUresult allocate(const char *call, CUdeviceptr *out, uint64_t size);
 
+/* --- cuda_property.c */
+
+/* What an allocation type and a location mean together. */
+enum backing { BACKED_BY_CARD, BACKED_BY_HOST, BACKED_BY_MANAGED };
+struct property {
+    enum backing backing;
+    int device;             /* ordinal: of the card, or the preferred one, else 0 */
+    CUmemLocation location; /* with 0 for an id that is to be ignored */
+};
+enum purpose { FOR_CREATE, FOR_POOL };
+/* property_of is CUDA_ERROR_INVALID_VALUE for what this version does not have,
+ * or not for this purpose. */
+CUresult property_of(int type, const CUmemLocation *location, enum purpose purpose, struct property *p);
+/* property_attribute answers cuMemPoolGetAttribute about a pool's properties. */
+CUresult property_attribute(const CUmemPoolProps *props, int attribute, void *value);
+/* property_forget takes a pool that is destroyed out of the current ones; the lock is held. */
+void property_forget(const struct pool *p);
+int locality_domains(const struct device *d);
+
 /* --- cuda_pool.c */
 bool pools_begin(void);
+/* pool_new makes a pool, pool_find finds one that was not destroyed, by its
+ * handle, or NULL, both under the lock. */
+struct pool *pool_new(const CUmemPoolProps *props, const struct property *of, bool is_default);
+struct pool *pool_find(CUmemoryPool handle);
+const CUmemPoolProps *pool_props(const struct pool *p);
 /* pool_synchronize gives back what pools have beyond their thresholds. */
 CUresult pool_synchronize(const char *call, int device);
 /* pools_empty gives up all that is not used; the lock is held. */

@@ -315,7 +315,10 @@ static CUresult pointer_attribute(void *out, int attribute, CUdeviceptr at)
     CUresult result = CUDA_SUCCESS;
     lock();
     struct range *r = range_around(at);
-    bool on_host = r && r->kind == RANGE_HOST;
+    const CUmemPoolProps *pool = r && r->kind == RANGE_POOL ? pool_props(r->owner) : NULL;
+    bool managed = r && (r->kind == RANGE_MANAGED || (pool && pool->allocType == CU_MEM_ALLOCATION_TYPE_MANAGED));
+    bool on_host = r && (r->kind == RANGE_HOST || (pool && !managed && pool->location.type >= CU_MEM_LOCATION_TYPE_HOST &&
+                                                   pool->location.type <= CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT));
     if (!r) {
         result = CUDA_ERROR_INVALID_VALUE;
     } else {
@@ -323,8 +326,8 @@ static CUresult pointer_attribute(void *out, int attribute, CUdeviceptr at)
         case 1: *(CUcontext *)out = (CUcontext)r->ctx; break;              /* CONTEXT */
         case 2: *(unsigned int *)out = on_host ? 1 : 2; break;              /* MEMORY_TYPE */
         case 3: case 11: *(CUdeviceptr *)out = attribute == 3 ? at : r->at; break; /* DEVICE_POINTER, RANGE_START_ADDR */
-        case 4: *(void **)out = (void *)(uintptr_t)at; if (!on_host && r->kind != RANGE_MANAGED) result = CUDA_ERROR_INVALID_VALUE; break;
-        case 8: *(unsigned int *)out = r->kind == RANGE_MANAGED; break;     /* IS_MANAGED */
+        case 4: *(void **)out = (void *)(uintptr_t)at; if (!on_host && !managed) result = CUDA_ERROR_INVALID_VALUE; break;
+        case 8: *(unsigned int *)out = managed; break;                      /* IS_MANAGED */
         case 9: *(int *)out = r->device; break;                             /* DEVICE_ORDINAL */
         case 10: *(unsigned int *)out = r->kind == RANGE_DEVICE; break;     /* IS_LEGACY_CUDA_IPC_CAPABLE */
         case 12: *(size_t *)out = r->size; break;                           /* RANGE_SIZE */

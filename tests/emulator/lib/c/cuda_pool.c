@@ -10,7 +10,7 @@
 
 struct pool {
     int device;
-    bool is_default, doomed, on_host; /* doomed: destroyed, but for allocations that live */
+    bool is_default, doomed, on_host; /* doomed: destroyed, but for allocations that live; on_host: nothing is charged */
     int reuse[3];
     uint64_t threshold, reserved, reserved_high, used, used_high;
     CUmemPoolProps props;
@@ -20,14 +20,31 @@ _Static_assert(sizeof(struct pool) <= OBJECT_ROOM, "a pool is an object");
 bool pools_begin(void)
 {
     for (int i = 0; i < device_count; i++) {
-        struct pool *p = object_new(POOL);
-        if (!p)
+        CUmemPoolProps props = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = i}};
+        struct property of = {.backing = BACKED_BY_CARD, .device = i, .location = props.location};
+        if (!(devices[i].default_pool = devices[i].pool = pool_new(&props, &of, true)))
             return false;
-        *p = (struct pool){.device = i, .is_default = true, .reuse = {1, 1, 1}};
-        devices[i].default_pool = devices[i].pool = p;
     }
     return true;
 }
+
+struct pool *pool_new(const CUmemPoolProps *props, const struct property *of, bool is_default)
+{
+    struct pool *p = object_new(POOL);
+    if (p)
+        *p = (struct pool){.device = of->device, .is_default = is_default, .on_host = of->backing != BACKED_BY_CARD, .reuse = {1, 1, 1}, .props = *props};
+    if (p)
+        p->props.location = of->location;
+    return p;
+}
+
+struct pool *pool_find(CUmemoryPool handle)
+{
+    struct pool *p = object_get(handle, POOL);
+    return p && !p->doomed ? p : NULL;
+}
+
+const CUmemPoolProps *pool_props(const struct pool *p) { return &p->props; }
 
 static uint64_t max(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
@@ -140,9 +157,9 @@ static CUresult pool_alloc(const char *call, CUdeviceptr *out, uint64_t size, st
 static struct pool *pool_get(CUmemoryPool handle)
 {
     lock();
-    struct pool *p = object_get(handle, POOL);
+    struct pool *p = pool_find(handle);
     unlock();
-    return p && !p->doomed ? p : NULL;
+    return p;
 }
 
 API CUresult cuMemAllocAsync(CUdeviceptr *out, size_t size, CUstream s) { return pool_alloc("cuMemAllocAsync", out, size, NULL, s); }
@@ -208,24 +225,6 @@ API CUresult cuMemFreeAsync_ptsz(CUdeviceptr at, CUstream s) { return free_async
 
 /* --- pools by hand --------------------------------------------------------- */
 
-API CUresult cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *props)
-{
-    struct device *d;
-    TRY(ready());
-    MUST(out && props && props->allocType == CU_MEM_ALLOCATION_TYPE_PINNED);
-    bool on_host = props->location.type >= CU_MEM_LOCATION_TYPE_HOST && props->location.type <= CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT;
-    MUST(on_host || props->location.type == CU_MEM_LOCATION_TYPE_DEVICE);
-    if (!on_host)
-        TRY(find_device(props->location.id, &d));
-    lock();
-    struct pool *p = object_new(POOL);
-    if (p)
-        *p = (struct pool){.device = on_host ? 0 : props->location.id, .on_host = on_host, .reuse = {1, 1, 1}, .props = *props};
-    unlock();
-    *out = (CUmemoryPool)p;
-    return p ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
-}
-
 API CUresult cuMemPoolDestroy(CUmemoryPool handle)
 {
     TRY(ready());
@@ -234,8 +233,7 @@ API CUresult cuMemPoolDestroy(CUmemoryPool handle)
     lock();
     int device = p->device;
     uint64_t bytes = shrink(p, 0);
-    if (devices[device].pool == p)
-        devices[device].pool = devices[device].default_pool;
+    property_forget(p);
     if (p->used)
         p->doomed = true; /* lives as long as its allocations */
     else
@@ -270,7 +268,7 @@ API CUresult cuMemPoolGetAttribute(CUmemoryPool handle, int attribute, void *val
     case CU_MEMPOOL_ATTR_USED_MEM_CURRENT: *wide = p->used; break;
     case CU_MEMPOOL_ATTR_USED_MEM_HIGH: *wide = p->used_high; break;
     case 1: case 2: case 3: *(int *)value = p->reuse[attribute - 1]; break;
-    default: unlock(); return CUDA_ERROR_INVALID_VALUE;
+    default: unlock(); return property_attribute(&p->props, attribute, value);
     }
     unlock();
     return CUDA_SUCCESS;
@@ -311,37 +309,5 @@ API CUresult cuMemPoolGetAccess(int *flags, CUmemoryPool handle, CUmemLocation *
     struct pool *p = pool_get(handle);
     MUST(p && flags && location);
     *flags = location->id == p->device ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_NONE;
-    return CUDA_SUCCESS;
-}
-
-API CUresult cuDeviceGetDefaultMemPool(CUmemoryPool *out, CUdevice device)
-{
-    struct device *d;
-    TRY(find_device(device, &d));
-    MUST(out);
-    *out = (CUmemoryPool)d->default_pool;
-    return CUDA_SUCCESS;
-}
-
-API CUresult cuDeviceGetMemPool(CUmemoryPool *out, CUdevice device)
-{
-    struct device *d;
-    TRY(find_device(device, &d));
-    MUST(out);
-    lock();
-    *out = (CUmemoryPool)d->pool;
-    unlock();
-    return CUDA_SUCCESS;
-}
-
-API CUresult cuDeviceSetMemPool(CUdevice device, CUmemoryPool handle)
-{
-    struct device *d;
-    TRY(find_device(device, &d));
-    struct pool *p = pool_get(handle);
-    MUST(p && p->device == device);
-    lock();
-    d->pool = p;
-    unlock();
     return CUDA_SUCCESS;
 }

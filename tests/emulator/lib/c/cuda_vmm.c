@@ -29,10 +29,11 @@ struct mapping {
     struct mapping *next;
 };
 
-static bool location_ok(const CUmemLocation *l, bool *on_host)
+/* reaches_ok says whether access can be given to a location. */
+static bool reaches_ok(const CUmemLocation *l)
 {
-    *on_host = l->type >= CU_MEM_LOCATION_TYPE_HOST && l->type <= CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT;
-    return *on_host || (l->type == CU_MEM_LOCATION_TYPE_DEVICE && l->id >= 0 && l->id < device_count);
+    bool on_host = l->type >= CU_MEM_LOCATION_TYPE_HOST && l->type <= CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT;
+    return on_host || (l->type == CU_MEM_LOCATION_TYPE_DEVICE && l->id >= 0 && l->id < device_count);
 }
 
 static struct memory *memory_get(CUmemGenericAllocationHandle handle)
@@ -60,22 +61,27 @@ static CUresult settle_unlock(const char *call, struct memory *m)
 
 API CUresult cuMemGetAllocationGranularity(size_t *granularity, const CUmemAllocationProp *prop, int option)
 {
-    bool on_host;
+    struct property p;
     TRY(ready());
-    MUST(granularity && prop && location_ok(&prop->location, &on_host) && option >= 0 && option <= 1);
+    MUST(granularity && prop && option >= 0 && option <= 1);
+    TRY(property_of(prop->type, &prop->location, FOR_CREATE, &p));
     *granularity = BLOCK;
     return CUDA_SUCCESS;
 }
 
 API CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t size, const CUmemAllocationProp *prop, unsigned long long flags)
 {
-    bool on_host;
+    struct property p;
     TRY(ready());
     MUST(out && prop && !flags && size && size % BLOCK == 0 && size <= INT64_MAX);
-    MUST(prop->type == CU_MEM_ALLOCATION_TYPE_PINNED && location_ok(&prop->location, &on_host));
+    TRY(property_of(prop->type, &prop->location, FOR_CREATE, &p));
+    /* "HOST allocations are not IPC capable and requestedHandleTypes must be 0, any
+     * other value will result in CUDA_ERROR_INVALID_VALUE." */
+    MUST(p.location.type != CU_MEM_LOCATION_TYPE_HOST || !prop->requestedHandleTypes);
     if (prop->requestedHandleTypes & ~CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
         return CUDA_ERROR_NOT_SUPPORTED;
-    struct device *d = &devices[on_host ? 0 : prop->location.id];
+    bool on_host = p.backing != BACKED_BY_CARD;
+    struct device *d = &devices[p.device];
     if (!on_host)
         TRY(charge("cuMemCreate", d, (int64_t)size));
     lock();
@@ -225,11 +231,10 @@ API CUresult cuMemUnmap(CUdeviceptr at, size_t size)
 
 API CUresult cuMemSetAccess(CUdeviceptr at, size_t size, const CUmemAccessDesc *list, size_t count)
 {
-    bool on_host;
     TRY(ready());
     MUST(list && count);
     for (size_t i = 0; i < count; i++)
-        MUST(location_ok(&list[i].location, &on_host) && (list[i].flags == 0 || list[i].flags == 1 || list[i].flags == 3));
+        MUST(reaches_ok(&list[i].location) && (list[i].flags == 0 || list[i].flags == 1 || list[i].flags == 3));
     lock();
     struct range *r = reservation(at, size);
     bool ok = r && covered(r, at, size, false);
@@ -318,7 +323,7 @@ API CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *out, v
     if (m)
         *m = (struct memory){
             .device = device, .imported = true, .refs = 1, .size = size, .shared = said.id,
-            .prop = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .requestedHandleTypes = type, .location = {CU_MEM_LOCATION_TYPE_DEVICE, device}},
+            .prop = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .requestedHandleTypes = type, .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device}},
         };
     unlock();
     if (!m) {
