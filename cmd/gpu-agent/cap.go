@@ -7,7 +7,6 @@ import (
 	"errors"
 	"flag"
 	"fmt"
-	"sync"
 	"time"
 
 	"example.com/gpu-agent/internal/guard"
@@ -51,9 +50,6 @@ type caps struct {
 	dir   string
 	kit   lib.Kit
 	every time.Duration
-
-	mu       sync.Mutex
-	contexts map[gpu.UUID]uint64 // guarded by mu
 }
 
 func openCaps(dir string, every time.Duration) (*caps, error) {
@@ -65,27 +61,15 @@ func openCaps(dir string, every time.Duration) (*caps, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &caps{Pages: pages, dir: dir, kit: kit, every: every, contexts: map[gpu.UUID]uint64{}}, nil
+	return &caps{Pages: pages, dir: dir, kit: kit, every: every}, nil
 }
 
 func (c *caps) Write(key string, limits []lib.Limit) (map[gpu.UUID]string, error) {
-	c.mu.Lock()
-	for i := range limits {
-		limits[i].Context = c.contexts[limits[i].GPU]
-	}
-	c.mu.Unlock()
 	return c.Pages.Write(key, c.every, limits)
 }
 
 // Prune is for when every claim's CDI file names the present libraries.
 func (c *caps) Prune() error { return lib.Prune(c.dir, func(string) bool { return false }) }
-
-// Learn keeps the largest context seen on each GPU.
-func (c *caps) Learn(u gpu.UUID, context uint64) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.contexts[u] = max(c.contexts[u], context)
-}
 
 // meters opens the counters of containers.
 type meters struct {

@@ -134,9 +134,6 @@ type Pages interface {
 	// Meter opens those of the container that a process is in, for a claim on a
 	// GPU; gpu.ErrNotFound where the cap's library has made none.
 	Meter(key string, u gpu.UUID, pid int) (Meter, error)
-	// Learn says how much a context takes on a GPU, by a container's own
-	// figures.
-	Learn(u gpu.UUID, context uint64)
 }
 
 // Meter compares a container's own count with the driver's figure.

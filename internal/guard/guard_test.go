@@ -54,7 +54,6 @@ type world struct {
 	ended      []string
 	evicted    []string
 	kinds      []memcap.Kind
-	learnt     map[gpu.UUID]uint64
 	// reowned, if set, runs before the owner of a process is told.
 	reowned func(pid int)
 }
@@ -72,7 +71,6 @@ type meter struct {
 	begun   int
 	ended   int
 	managed uint64
-	context uint64
 	broken  bool
 	closed  bool
 	driver  uint64 // what End was told last
@@ -83,7 +81,7 @@ type meter struct {
 
 func newWorld() *world {
 	return &world{procs: map[int]*proc{}, containers: map[string]node.Container{}, caps: map[string]uint64{}, pages: map[string]*meter{},
-		asked: map[gpu.UUID]int{}, sized: map[gpu.UUID]int{}, learnt: map[gpu.UUID]uint64{}}
+		asked: map[gpu.UUID]int{}, sized: map[gpu.UUID]int{}}
 }
 
 func (w *world) with(f func()) {
@@ -234,8 +232,6 @@ func (w *world) Meter(_ string, u gpu.UUID, pid int) (Meter, error) {
 	return m, nil
 }
 
-func (w *world) Learn(u gpu.UUID, context uint64) { w.with(func() { w.learnt[u] = context }) }
-
 func (m *meter) Begin() error {
 	m.w.mu.Lock()
 	defer m.w.mu.Unlock()
@@ -251,7 +247,7 @@ func (m *meter) End(driver uint64, known bool) (lib.Reading, error) {
 	defer m.w.mu.Unlock()
 	m.ended++
 	m.driver, m.known = driver, known
-	return lib.Reading{Used: driver + m.managed, Counters: lib.Counters{Word: m.word, Refusals: 7}, Quiet: m.quiet, Context: m.context}, nil
+	return lib.Reading{Used: driver + m.managed, Counters: lib.Counters{Word: m.word, Refusals: 7}, Quiet: m.quiet}, nil
 }
 
 func (m *meter) Close() error {
@@ -526,7 +522,7 @@ func TestMeters(t *testing.T) {
 	w := newWorld()
 	w.container("a", []int{10}, 4*gib, gpu0)
 	w.container("old", []int{20}, 4*gib, gpu0)
-	m := &meter{w: w, managed: gib, context: 300 << 20}
+	m := &meter{w: w, managed: gib}
 	watch(t, w, Options{}, func(g *Guard, pass func(time.Duration)) {
 		pass(time.Second)
 		if c := g.State().Containers; len(c) != 2 || c[0].Level != memcap.API || !c[0].Known || c[0].Used != 0 {
@@ -538,9 +534,6 @@ func TestMeters(t *testing.T) {
 		pass(4 * time.Second)
 		if m.begun < 10 || m.ended != m.begun {
 			t.Errorf("%d readings begun and %d ended", m.begun, m.ended)
-		}
-		if w.learnt[gpu0] != 300<<20 {
-			t.Errorf("a context takes %d", w.learnt[gpu0])
 		}
 		c := g.State().Containers
 		if len(c) != 2 || c[0].Used != 2*gib || c[0].Refusals != 7 || c[0].Level != memcap.API {

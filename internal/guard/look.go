@@ -123,9 +123,6 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 		if t.known {
 			s.used, s.peak = r.Used, max(s.peak, r.Used)
 		}
-		if r.Context != 0 {
-			g.w.Pages.Learn(d.UUID, r.Context)
-		}
 	}
 	slices.SortFunc(holdings, func(a, b memcap.Holding) int { return strings.Compare(a.Container, b.Container) })
 	g.last[d.UUID] = l

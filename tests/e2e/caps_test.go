@@ -243,6 +243,8 @@ func TestCaps(t *testing.T) {
 	})
 
 	b.must(node.DeletePods(b.ctx))
+	b.sub("beside a neighbour's modules", besideModules)
+	b.must(node.DeletePods(b.ctx))
 	b.sub("a whole GPU and a share", wholeAndShare)
 	b.must(node.DeletePods(b.ctx))
 	b.sub("from zero", fromZero)
@@ -310,6 +312,34 @@ func viewed(cuda, nvml []lab.Answer, want map[string]uint64) error {
 		errs = append(errs, fmt.Errorf("CUDA has shown the GPUs %v, want those of %v", slices.Sorted(maps.Keys(seen)), want))
 	}
 	return errors.Join(errs...)
+}
+
+// What a tenant loads into its contexts is not expected of its neighbour's: a
+// container of 1 GiB that starts beside one with 700 MiB of modules has room for
+// its second process.
+func besideModules(b *bench) {
+	read := func(pod *lab.RunningPod, from, to int) {
+		b.Helper()
+		b.memory(pod, "main", 0, "that it was read", func(c lab.ContainerStatus) error {
+			if c.UsedMiB == nil || *c.UsedMiB < from || *c.UsedMiB > to {
+				return fmt.Errorf("want %d to %d MiB", from, to)
+			}
+			return nil
+		})
+	}
+	heavy := b.tenant("modules", 2)
+	k := b.probe(heavy, "main", nil)
+	if a := b.ask(k, "take cuModuleLoadData %d 1", 700*miB); a.Result() != lab.Success {
+		b.Fatalf("a module of 700 MiB: %s", a)
+	}
+	read(heavy, 1000, 2048)
+	b.take(k, miB, 1) // what it has now has been read once more
+	read(heavy, 1002, 2048)
+
+	light := b.tenant("light", 1)
+	b.take(b.probe(light, "main", nil), piece, 1)
+	read(light, 300, 400)
+	b.take(b.probe(light, "main", nil), piece, 1)
 }
 
 // A container that holds a whole GPU and a share of another has two claims. The

@@ -121,22 +121,6 @@ func readOnce(t *testing.T, m *Meter, driver uint64, known bool) Reading {
 	return r
 }
 
-// TestContextIsNotBelieved: what one container says of its contexts is what others
-// are charged for theirs, so no word of it can shut them out.
-func TestContextIsNotBelieved(t *testing.T) {
-	p := newTenant(t)
-	p.lives()
-	p.has(1, 6*aGiB, 6*aGiB, 1)
-	_, m := aMeter(t, p, time.Second)
-	if r := readOnce(t, m, 6*aGiB, true); !r.Quiet || r.Context > MostContext {
-		t.Errorf("a context takes %d MiB, says one container (quiet: %v)", r.Context>>20, r.Quiet)
-	}
-	p.has(2, 300<<20, 512<<20, 1)
-	if r := readOnce(t, m, 300<<20, true); r.Context != 300<<20 {
-		t.Errorf("a context takes %d MiB, want 300", r.Context>>20)
-	}
-}
-
 // TestAskOutlivesAFailure: who asked for a reading gets one, also where the driver
 // did not answer the first time.
 func TestAskOutlivesAFailure(t *testing.T) {

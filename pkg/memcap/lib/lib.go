@@ -16,12 +16,12 @@ const (
 // None is the limit of a GPU without one.
 const None = ^uint64(0)
 
-// DefaultContext is what a context is charged with before any was measured, in
-// bytes. On data-centre GPUs of 2020 to 2025 a context with a usual program's
-// modules has 250 to 550 MiB.
-const DefaultContext = 512 << 20
-
-// MostContext is the most that a context is ever charged with, in bytes. What one
-// takes is learnt from counters that a container writes itself: more would let it
-// say that nobody else on that GPU may have one.
-const MostContext = DefaultContext + DefaultContext/2
+// DefaultContext is what a context is charged with before a claim's own were
+// measured, and the most that one ever is, in bytes. On data-centre GPUs of 2020 to
+// 2025 a context with a usual program's modules has 250 to 550 MiB. LeastContext is
+// the least: who is charged with too little has more than its cap until the next
+// reading, and this much is within the watchdog's tolerance.
+const (
+	DefaultContext = 512 << 20
+	LeastContext   = 64 << 20
+)

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
+	"time"
 
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -26,6 +27,8 @@ type Meter struct {
 	first    Counters
 	lastAsks uint64
 	contexts uint64 // at the last reading that was conclusive
+	// estimated is when what is expected of a context was last raised.
+	estimated time.Time
 }
 
 // Reading is the outcome of one reading.
@@ -39,8 +42,6 @@ type Reading struct {
 	Correction int64
 	// Quiet: nothing was under way, so the correction is exact.
 	Quiet bool
-	// Context is what one context takes, by this reading; 0 is unknown.
-	Context uint64
 }
 
 // Meter starts readings of a claim's GPU. The page must have been written; the
@@ -119,6 +120,7 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 	}
 	next.stamp = 0
 	r := Reading{Counters: c}
+	var each uint64 // what a context takes, by this reading
 	known = known && driver < most && m.first.Nonce == c.Nonce
 	// That the second look was steady tells that the first one was.
 	still := m.first.Word == c.Word && c.Steady
@@ -138,7 +140,7 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 		m.contexts = c.Contexts
 		if low == high && m.first.Committed == c.Committed {
 			r.Quiet = true
-			r.Context = perContext(c, driver)
+			each = perContext(c, driver)
 			if c.Reserved == c.Bound {
 				next.stamp = c.Word
 			}
@@ -168,6 +170,7 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 	if next != was || m.page.load(atCeiling) != m.page.limitLess(next.correction) {
 		m.page.publish(next)
 	}
+	m.estimate(each, time.Now())
 	if m.asked {
 		m.page.store(atDone, m.page.load(atBegun))
 		m.lastAsks = m.first.Asks
@@ -192,15 +195,4 @@ func span(a, b Counters, driver int64) (low, high int64) {
 	low = driver - int64(upper-min(upper, a.Managed, b.Managed))
 	high = driver - int64(lower-min(lower, max(a.Managed, b.Managed)))
 	return low, high
-}
-
-// perContext returns what a context takes, from a quiet reading: rounded up to
-// 1 MiB, at most MostContext, 0 where that makes no sense.
-func perContext(c Counters, driver uint64) uint64 {
-	rest := c.Committed - min(c.Committed, c.Expected+c.Managed)
-	if c.Contexts == 0 || driver <= rest {
-		return 0
-	}
-	const mib = 1 << 20
-	return min(((driver-rest)/c.Contexts+mib-1)/mib*mib, MostContext)
 }

@@ -75,8 +75,8 @@ type Limit struct {
 	// Bytes is the cap, contexts included; None for a GPU without one, whose
 	// calls are then not counted.
 	Bytes uint64
-	// Context is what a context is charged with until the driver has been read,
-	// in bytes; 0 means DefaultContext.
+	// Context is what a context is charged with until the driver has been read, in
+	// bytes; 0 means DefaultContext. A page that stands keeps what was learnt since.
 	Context uint64
 }
 
@@ -167,8 +167,8 @@ func (p *Pages) writeLocked(dir string, every time.Duration, l Limit) (string, e
 	if uuid := page.b[atUUID : atUUID+uuidRoom]; string(uuid[:len(l.GPU)]) != string(l.GPU) || uuid[len(l.GPU)] != 0 {
 		return path, makePage(path, everyMS, l)
 	}
-	if page.load(atContext) != l.Context {
-		page.store(atContext, l.Context)
+	if context := page.load(atContext); context < LeastContext || context > DefaultContext {
+		page.store(atContext, l.Context) // by another version of the agent
 	}
 	if page.load(atEvery) != everyMS {
 		page.store(atEvery, everyMS)

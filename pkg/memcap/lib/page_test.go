@@ -88,7 +88,8 @@ func TestPageStays(t *testing.T) {
 	if page.load(atNonce) != 9 || page.load(atStamp) != 5 {
 		t.Error("writing the same again touched the reading")
 	}
-	write(2*time.Second, Limit{GPU: aGPU, Bytes: 6 * aGiB, Context: 300 << 20})
+	page.store(atContext, 300<<20) // learnt meanwhile
+	write(2*time.Second, Limit{GPU: aGPU, Bytes: 6 * aGiB})
 	if page.load(atLimit) != 6*aGiB || page.load(atContext) != 300<<20 || page.load(atEvery) != 2000 {
 		t.Error("the page does not say what was written")
 	}

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lib
+
+import "time"
+
+// estimateBack is how long an estimate takes for one MiB of its way back to
+// DefaultContext: an hour for all of it, which is longer than programs take to start
+// and short enough for an estimate that was wrong.
+const estimateBack = 8 * time.Second
+
+// estimate puts into the page what a context of this claim's is expected to take,
+// after a reading by which each has so many bytes (0: it does not tell). m.pages.mu
+// is held.
+//
+// What the driver has beyond all that was counted is contexts and what was loaded
+// into them, and nothing tells one from the other. But nobody loads a module before
+// there is a context for it: of all readings, the one with the least for each
+// context has the fewest modules in it. So the least counts, at once, and more only
+// as time passes: the estimate goes back to the default by itself, and never above.
+// It is this claim's alone: what one tenant loads, or writes into its counters,
+// changes nothing for another.
+func (m *Meter) estimate(each uint64, now time.Time) {
+	if m.estimated.IsZero() {
+		m.estimated = now
+	}
+	steps := now.Sub(m.estimated) / estimateBack
+	m.estimated = m.estimated.Add(steps * estimateBack)
+	was := m.page.load(atContext)
+	if next := expected(was, each, uint64(steps)); next != was {
+		m.page.store(atContext, next)
+	}
+}
+
+// expected is the next estimate, in bytes.
+func expected(was, each, steps uint64) uint64 {
+	next := uint64(DefaultContext)
+	if was < next && steps < next>>20 {
+		next = min(was+steps<<20, next)
+	}
+	if each != 0 {
+		next = min(next, each)
+	}
+	return max(next, LeastContext)
+}
+
+// perContext returns what the driver has for each context beyond all that was
+// counted, by a quiet reading: in whole MiB, 0 where that makes no sense.
+func perContext(c Counters, driver uint64) uint64 {
+	rest := c.Committed - min(c.Committed, c.Expected+c.Managed)
+	if c.Contexts == 0 || driver <= rest {
+		return 0
+	}
+	const mib = 1 << 20
+	return ((driver-rest)/c.Contexts + mib - 1) / mib * mib
+}
