@@ -65,10 +65,12 @@
 //
 // From driver 615 on a cgroup can be limited (SetMemoryLimits): its processes, and
 // those of cgroups below it, get no more of the GPU together, by what the kernel
-// says at that moment of who is in it. A cgroup of any hierarchy will do, v1 too;
-// what AddProcess gives counts and is not refused. NVML's memory info and
-// cuMemGetInfo in the cgroup show the card as it is: what the real ones show there
-// nobody here has seen.
+// says at that moment of who is in it. A cgroup of any hierarchy will do, v1 too,
+// as long as the kernel has no dmem controller; with it (Spec.Dmem) the cgroup has to
+// have its files, NotFound else, and a soft limit leaves its mark on all cgroups above
+// (State.DmemMin) for good. What AddProcess gives counts and is not refused. NVML's
+// memory info and cuMemGetInfo in the cgroup show the card as it is: what the real ones
+// show there nobody here has seen.
 //
 // With GPU_EMULATOR_ACCOUNTING=process in its environment, a program counts for
 // itself after cuInit and asks nobody, for measurements of what stands between

@@ -135,6 +135,7 @@ func (w *World) freshLocked(g *gpu, kept bool) {
 	}
 	g.timeSlice = TimeSliceDefault
 	g.pruneLocked(func(*limit) bool { return true })
+	g.dmemMin = nil
 }
 
 // SetHealth makes a GPU's health whatever a test needs. It refuses figures that

@@ -16,6 +16,13 @@ type Cgroup interface {
 	// Members are the processes in it and in those below it, by their PIDs in the
 	// world's namespace; there is false once it has been removed.
 	Members() (pids map[int]bool, there bool)
+	// Dmem says whether it has the files of the kernel's dmem controller, such as
+	// dmem.max. A cgroup has them where the cgroup.subtree_control of every one above
+	// it lists the controller, and no kernel does that by itself.
+	Dmem() bool
+	// Above are the names of those that it is in, nearest first, without the root,
+	// which has no files of any controller.
+	Above() []string
 	Close() error
 }
 
@@ -27,6 +34,8 @@ const firstWithLimits = 615
 
 // MemoryLimits is what the processes of a cgroup may have of a GPU together, in
 // bytes. Nobody is ever short of what Soft guarantees here: nothing is evicted.
+// Where the kernel has the dmem controller, Hard is the cgroup's dmem.max and Soft
+// its dmem.min.
 type MemoryLimits struct {
 	Soft, Hard, Used uint64
 }
@@ -41,6 +50,14 @@ type limit struct {
 // the end of the cgroup. It is given by a descriptor that the process has of the
 // cgroup's directory. A hard limit below what the cgroup has stands, and nothing
 // more is given.
+//
+// On a kernel with the dmem controller (Spec.Dmem) the driver writes them to the
+// cgroup's own dmem files: it answers NotFound where the cgroup has none, and does
+// not fall back on limits of its own. The kernel guarantees to a cgroup no more than
+// to those above it (cgroup-v2.rst on memory.min, whose rules dmem.min has: "Effective
+// min boundary is limited by memory.min values of all ancestor cgroups"), so the
+// driver raises theirs to a soft limit. Nothing lowers them again: neither a smaller
+// limit, nor its removal, nor the end of the cgroup (State.DmemMin).
 func (s *Session) SetMemoryLimits(h Handle, cgroup int, soft, hard uint64) Return {
 	group, err := s.p.openCgroup(cgroup)
 	kept := false
@@ -55,8 +72,13 @@ func (s *Session) SetMemoryLimits(h Handle, cgroup int, soft, hard uint64) Retur
 			return struct{}{}, InvalidArgument
 		case err != nil:
 			return struct{}{}, OperatingSystem
+		case s.p.w.dmem && !group.Dmem():
+			return struct{}{}, NotFound
 		}
 		g.pruneLocked(func(l *limit) bool { return l.group.Name() == group.Name() })
+		if s.p.w.dmem && soft > 0 {
+			g.guaranteeLocked(group.Above(), soft)
+		}
 		if soft != 0 || hard != NoLimit {
 			g.limits = append(g.limits, &limit{group, soft, hard})
 			kept = true
@@ -91,6 +113,16 @@ func (s *Session) MemoryLimits(h Handle, cgroup int) (MemoryLimits, Return) {
 		pids, _ := l.group.Members()
 		return MemoryLimits{l.soft, l.hard, s.p.w.usedByLocked(g, pids)}, Success
 	})
+}
+
+// guaranteeLocked raises the dmem.min of cgroups.
+func (g *gpu) guaranteeLocked(above []string, soft uint64) {
+	if g.dmemMin == nil {
+		g.dmemMin = map[string]uint64{}
+	}
+	for _, name := range above {
+		g.dmemMin[name] = max(g.dmemMin[name], soft)
+	}
 }
 
 func (p *process) openCgroup(fd int) (Cgroup, error) {

@@ -4,6 +4,7 @@ package emulator_test
 
 import (
 	"errors"
+	"maps"
 	"math"
 	"testing"
 
@@ -16,11 +17,16 @@ type group struct {
 	pids map[int]bool
 	gone bool
 	open int
+
+	files bool     // of the dmem controller
+	above []string // names
 }
 
 func (g *group) Name() string                  { return g.name }
 func (g *group) Members() (map[int]bool, bool) { return g.pids, !g.gone }
 func (g *group) Close() error                  { g.open--; return nil }
+func (g *group) Dmem() bool                    { return g.files }
+func (g *group) Above() []string               { return g.above }
 
 func TestMemoryLimits(t *testing.T) {
 	const MiB = 1 << 20
@@ -125,4 +131,65 @@ func TestMemoryLimitsGoWithTheDriver(t *testing.T) {
 	_, r := s.MemoryLimits(0, 0)
 	want(t, "after a reset", r, emulator.NotFound)
 	want(t, "cgroups that are open", g.open, 0)
+}
+
+// TestMemoryLimitsNeedDmemFiles: a kernel with the dmem controller, on which nobody
+// has switched it on for the cgroup. The driver says "not found" of a cgroup that is
+// there.
+func TestMemoryLimitsNeedDmemFiles(t *testing.T) {
+	w := newWorld(t, emulator.Spec{Driver: "615.11", Count: 1, Dmem: true})
+	g := &group{name: "container", pids: map[int]bool{10: true}}
+	s := open(t, w, emulator.Opening{PID: 10, Cgroup: func(fd int) (emulator.Cgroup, error) {
+		if fd < 0 {
+			return nil, errors.New("not there")
+		}
+		g.open++
+		return g, nil
+	}})
+	want(t, "without dmem.max", s.SetMemoryLimits(0, 0, 0, 1<<20), emulator.NotFound)
+	_, r := s.MemoryLimits(0, 0)
+	want(t, "of it", r, emulator.NotFound)
+	want(t, "of a cgroup that is not there", s.SetMemoryLimits(0, -1, 0, 1<<20), emulator.OperatingSystem)
+	want(t, "no limit, without dmem.max", s.SetMemoryLimits(0, 0, 0, emulator.NoLimit), emulator.NotFound)
+	want(t, "it has what it likes", s.Charge("cuMemAlloc_v2", 0, 2<<20), emulator.Success)
+
+	g.files = true
+	want(t, "with dmem.max", s.SetMemoryLimits(0, 0, 0, 2<<20), emulator.Success)
+	want(t, "over it", s.Charge("cuMemAlloc_v2", 0, 1), emulator.OutOfMemory)
+	want(t, "cgroups that are open", g.open, 1)
+}
+
+// TestSoftLimitsStayWithTheCgroupsAbove: what a soft limit has raised there stays,
+// and a soft limit of 0 raises nothing.
+func TestSoftLimitsStayWithTheCgroupsAbove(t *testing.T) {
+	w := newWorld(t, emulator.Spec{Driver: "615.11", Count: 2, Dmem: true})
+	groups := []*group{
+		{name: "a", files: true, above: []string{"pod", "burstable", "kubepods"}},
+		{name: "b", files: true, above: []string{"other", "burstable", "kubepods"}},
+	}
+	s := open(t, w, emulator.Opening{PID: 1, Cgroup: func(fd int) (emulator.Cgroup, error) { groups[fd].open++; return groups[fd], nil }})
+	min := func(what string, want map[string]uint64) {
+		t.Helper()
+		got := map[string]uint64{}
+		for _, m := range w.State().DmemMin {
+			if m.GPU != 0 {
+				t.Errorf("%s: on another GPU: %v", what, m)
+			}
+			got[m.Cgroup] = m.Bytes
+		}
+		if !maps.Equal(got, want) {
+			t.Errorf("%s: dmem.min %v, want %v", what, got, want)
+		}
+	}
+	want(t, "hard alone", s.SetMemoryLimits(0, 0, 0, 8<<20), emulator.Success)
+	min("hard alone", nil)
+	want(t, "soft", s.SetMemoryLimits(0, 0, 8<<20, 8<<20), emulator.Success)
+	want(t, "soft, of another", s.SetMemoryLimits(0, 1, 4<<20, 8<<20), emulator.Success)
+	raised := map[string]uint64{"pod": 8 << 20, "other": 4 << 20, "burstable": 8 << 20, "kubepods": 8 << 20}
+	min("soft", raised)
+	want(t, "lowered", s.SetMemoryLimits(0, 0, 0, 2<<20), emulator.Success)
+	want(t, "cleared", s.SetMemoryLimits(0, 1, 0, emulator.NoLimit), emulator.Success)
+	groups[0].gone = true
+	want(t, "after the end of a cgroup", s.Charge("cuMemAlloc_v2", 0, 4<<20), emulator.Success)
+	min("lowered, cleared and gone", raised)
 }

@@ -30,6 +30,10 @@ type Spec struct {
 	Driver string `yaml:"driver"`
 	// CUDA is the newest CUDA version that the driver serves. Default 13.0.
 	CUDA string `yaml:"cuda"`
+	// Dmem says that the machine's kernel has the dmem controller (6.14 and later), by
+	// which driver 615 and later limit cgroups. Default: it has not, and the driver
+	// keeps limits of its own.
+	Dmem bool `yaml:"dmem"`
 	// Seed decides the UUIDs and serials: two nodes want two seeds, and one
 	// seed always gives the same node. Default "gpu".
 	Seed string `yaml:"seed"`

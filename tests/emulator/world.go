@@ -27,6 +27,7 @@ const XidGPULost = 79
 // see of it they get through a Session.
 type World struct {
 	cuda  int
+	dmem  bool // the kernel has the dmem controller
 	board *board
 	mig   MIGSpec
 	sleep func(d time.Duration, dead <-chan struct{})
@@ -75,8 +76,10 @@ type gpu struct {
 	// charged is what programs have allocated through CUDA, and peak the most
 	// that was ever used since the last ResetPeak; both in bytes.
 	charged, peak uint64
-	// limits are of cgroups.
-	limits []*limit
+	// limits are of cgroups, and dmemMin is what those above them guarantee, by name
+	// and in bytes.
+	limits  []*limit
+	dmemMin map[string]uint64
 
 	ecc       bool
 	lost      bool
@@ -158,6 +161,7 @@ func New(spec Spec) (*World, error) {
 	w := &World{
 		driver:   spec.Driver,
 		cuda:     cuda,
+		dmem:     spec.Dmem,
 		mig:      spec.MIG,
 		sleep:    sleep,
 		sessions: map[*process]struct{}{},
@@ -502,9 +506,19 @@ type State struct {
 	Sessions  []int      `json:"sessions"` // PIDs of the programs that have the driver open
 	// Board is the machine, with the links of its GPUs.
 	Board BoardState `json:"board"`
+	// DmemMin is what cgroups guarantee to those below them, because a soft limit was
+	// set there once; by GPU and Name.
+	DmemMin []DmemMin `json:"dmemMin,omitempty"`
 	// MIGOps are the last changes of modes and instances, in the order they took
 	// effect.
 	MIGOps []MIGOp `json:"migOps"`
+}
+
+// DmemMin is the dmem.min of a cgroup for a GPU.
+type DmemMin struct {
+	GPU    int    `json:"gpu"`
+	Cgroup string `json:"cgroup"` // its Name
+	Bytes  uint64 `json:"bytes"`
 }
 
 // GPUState is one GPU in a State.
@@ -558,6 +572,11 @@ func (w *World) State() State {
 			NUMA: g.numa, TimeSlice: g.timeSlice.String(), Lost: g.lost, Unplugged: g.unplugged, ECC: g.ecc, Health: g.health,
 			MIG: w.migStateLocked(g, s.Processes),
 		})
+	}
+	for _, g := range w.gpus {
+		for _, name := range slices.Sorted(maps.Keys(g.dmemMin)) {
+			s.DmemMin = append(s.DmemMin, DmemMin{g.slot, name, g.dmemMin[name]})
+		}
 	}
 	for _, f := range w.faults {
 		s.Faults = append(s.Faults, f.Fault)

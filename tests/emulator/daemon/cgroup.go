@@ -52,6 +52,30 @@ func (c *cgroup) Name() string { return c.name }
 
 func (c *cgroup) Close() error { return c.dir.Close() }
 
+// Dmem looks at the kernel's own files: one without the controller has none anywhere.
+func (c *cgroup) Dmem() bool {
+	var is unix.Stat_t
+	return unix.Fstatat(int(c.dir.Fd()), "dmem.max", &is, 0) == nil
+}
+
+func (c *cgroup) Above() []string {
+	var names []string
+	path, err := os.Readlink("/proc/self/fd/" + strconv.Itoa(int(c.dir.Fd())))
+	var root unix.Stat_t
+	var on unix.Statfs_t
+	for dir := filepath.Dir(path); err == nil && unix.Statfs(dir, &on) == nil; dir = filepath.Dir(dir) {
+		var is unix.Stat_t
+		if on.Type != unix.CGROUP2_SUPER_MAGIC && on.Type != unix.CGROUP_SUPER_MAGIC || unix.Stat(dir, &is) != nil {
+			break
+		}
+		names, root = append(names, fmt.Sprintf("%d:%d", is.Dev, is.Ino)), is
+	}
+	if len(names) > 0 && root.Ino == 1 {
+		names = names[:len(names)-1]
+	}
+	return names
+}
+
 func (c *cgroup) Members() (map[int]bool, bool) {
 	root := "/proc/self/fd/" + strconv.Itoa(int(c.dir.Fd()))
 	if _, err := os.Lstat(root + "/cgroup.procs"); err != nil {

@@ -125,3 +125,18 @@ func TestMemoryLimitsOfAnOldDriver(t *testing.T) {
 	_, r := d.GetMemoryLimits_v1(dir)
 	want(t, "get", r, nvml.ERROR_NOT_SUPPORTED)
 }
+
+// TestMemoryLimitsNeedDmemFiles: on a kernel with the dmem controller a cgroup for
+// which nobody has switched it on is "not found", though it is there.
+func TestMemoryLimitsNeedDmemFiles(t *testing.T) {
+	n := start(t, emulator.Spec{Driver: "615.11", Count: 1, Dmem: true})
+	d := device(t, n.open(t), 0)
+	dir := cgroup(t)
+	has := func() bool { _, err := os.Stat(filepath.Join(dir, "dmem.max")); return err == nil }()
+	r := d.SetMemoryLimits_v1(dir, mib, mib)
+	want(t, "found, as it has dmem.max", r != nvml.ERROR_NOT_FOUND, has)
+	if got := n.world.State().DmemMin; len(got) != 0 {
+		t.Errorf("dmem.min %v of a cgroup below the root", got)
+	}
+	want(t, "of no cgroup", d.SetMemoryLimits_v1(dir+"/none", 0, mib), nvml.ERROR_OPERATING_SYSTEM)
+}
