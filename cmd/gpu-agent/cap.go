@@ -3,6 +3,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"flag"
@@ -117,7 +118,9 @@ func (l limiter) Limit(ctx context.Context, u gpu.UUID, o node.Owner, bytes uint
 	if err != nil {
 		return err
 	}
-	if err := l.driver.SetMemoryLimit(ctx, u, dir, bytes); err != nil || bytes == nvml.NoLimit {
+	if err := l.driver.SetMemoryLimit(ctx, u, dir, bytes); errors.Is(err, gpu.ErrNotFound) {
+		return cmp.Or(l.runtime.CheckDmem(o), err)
+	} else if err != nil || bytes == nvml.NoLimit {
 		return err
 	}
 	limit, err := l.driver.MemoryLimit(ctx, u, dir)

@@ -112,8 +112,8 @@ func TestLimiter(t *testing.T) {
 	if err := lim.Limit(ctx, u, own, 4<<30); err != nil {
 		t.Fatal(err)
 	}
-	if m, err := driver.MemoryLimit(ctx, u, hierarchy+path); err != nil || m.Bytes != 4<<30 {
-		t.Errorf("%+v, %v, want 4 GiB", m, err)
+	if m, err := driver.MemoryLimit(ctx, u, hierarchy+path); err != nil || m.Bytes != 4<<30 || m.Guaranteed != 0 {
+		t.Errorf("%+v, %v, want 4 GiB, and no guarantee: it would stay with the cgroups above", m, err)
 	}
 	if err := lim.Limit(ctx, u, own, lib.None); err != nil {
 		t.Error(err)

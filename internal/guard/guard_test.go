@@ -53,6 +53,7 @@ type world struct {
 	events     []string
 	ended      []string
 	evicted    []string
+	log        bytes.Buffer
 	kinds      []memcap.Kind
 	// reowned, if set, runs before the owner of a process is told.
 	reowned func(pid int)
@@ -83,6 +84,9 @@ func newWorld() *world {
 	return &world{procs: map[int]*proc{}, containers: map[string]node.Container{}, caps: map[string]uint64{}, pages: map[string]*meter{},
 		asked: map[gpu.UUID]int{}, sized: map[gpu.UUID]int{}}
 }
+
+// logged is how often something was logged.
+func (w *world) logged(what string) int { return strings.Count(w.log.String(), what) }
 
 func (w *world) with(f func()) {
 	w.mu.Lock()
@@ -285,8 +289,7 @@ func watch(t *testing.T, w *world, o Options, f func(g *Guard, pass func(time.Du
 func watchIn(t *testing.T, w *world, before Worlds, o Options, f func(g *Guard, pass func(time.Duration))) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		var log bytes.Buffer
-		o.Domain, o.Log = "example.com", slog.New(slog.NewTextHandler(&log, nil))
+		o.Domain, o.Log = "example.com", slog.New(slog.NewTextHandler(&w.log, nil))
 		g := New(o, Worlds{Driver: w, House: w, Proc: w, Runtime: before.Runtime, Pages: before.Pages, Cluster: w, Observer: w, Limiter: before.Limiter})
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error, 1)
@@ -306,11 +309,11 @@ func watchIn(t *testing.T, w *world, before Worlds, o Options, f func(g *Guard, 
 			t.Errorf("Run ended with %v", err)
 		}
 		synctest.Wait()
-		if n := strings.Count(log.String(), "the driver does not hold a container"); n > 1 {
+		if n := w.logged("the driver does not hold a container"); n > 1 {
 			t.Errorf("it was logged %d times that a limit failed", n)
 		}
 		if t.Failed() {
-			t.Log(log.String())
+			t.Log(w.log.String())
 		}
 	})
 }

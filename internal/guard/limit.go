@@ -21,6 +21,9 @@ const (
 	// limitEvery is how often a limit is set again that stands: a driver that was
 	// loaded anew has forgotten it.
 	limitEvery = time.Minute
+	// limitGone is how often in a row a container may be gone that is still seen on
+	// the GPU: it takes a while to end, and no longer than that.
+	limitGone = 3
 )
 
 // Limiter has the driver itself hold containers to their memory.
@@ -28,7 +31,8 @@ type Limiter interface {
 	// Limit keeps all processes of a container together within so many bytes of a
 	// GPU; lib.None undoes it. Without an error the driver has confirmed it. An
 	// error answers to gpu.ErrNotSupported where that GPU's driver or this kernel
-	// cannot, and to gpu.ErrNotFound where the container is gone.
+	// cannot, to node.ErrNoDmem where the node's cgroups are not made for it, and to
+	// gpu.ErrNotFound where the container is gone.
 	Limit(ctx context.Context, u gpu.UUID, o node.Owner, bytes uint64) error
 }
 
@@ -37,6 +41,8 @@ type limit struct {
 	asked uint64    // bytes; lib.None undoes
 	at    time.Time // zero: never asked
 	holds uint64    // bytes that the driver has confirmed; zero: none
+	gone  int       // how often in a row there was no such container
+	unfit bool      // the node's cgroups are not made for it
 }
 
 // limit has the driver hold a container to its cap from the first look that finds
@@ -50,17 +56,18 @@ func (g *Guard) limit(ctx context.Context, at place, o node.Owner, bytes uint64,
 		return
 	}
 	again := limitRetry
-	if l.holds == bytes || bytes == lib.None && l.holds == 0 {
+	if l.holds == bytes || bytes == lib.None && l.holds == 0 || l.unfit {
 		again = limitEvery
 	}
 	if l.asked == bytes && !l.at.IsZero() && now.Sub(l.at) < again {
 		return
 	}
-	l.asked, l.at, l.holds = bytes, now, 0
+	*l = limit{asked: bytes, at: now, gone: l.gone}
 	ctx, cancel := context.WithTimeout(ctx, driverPatience)
 	defer cancel()
 	switch err := g.w.Limiter.Limit(ctx, at.gpu, o, bytes); {
 	case err == nil:
+		l.gone = 0
 		if bytes != lib.None {
 			l.holds = bytes
 		}
@@ -72,8 +79,12 @@ func (g *Guard) limit(ctx context.Context, at place, o node.Owner, bytes uint64,
 			}
 		}
 		g.log.Debug("the driver cannot hold containers to their memory; the library in them and the watchdog do", "gpu", at.gpu, "err", err)
-	case errors.Is(err, gpu.ErrNotFound):
-		// The container is on its way out.
+	case errors.Is(err, node.ErrNoDmem):
+		// One line for the node: what one container lacks, all do.
+		l.unfit = true
+		g.once("dmem", "the driver cannot hold containers to their memory; the library in them and the watchdog do", "gpu", at.gpu, "err", err)
+	case errors.Is(err, gpu.ErrNotFound) && l.gone < limitGone:
+		l.gone++ // it is on its way out
 	default:
 		g.once("limit "+at.container, "the driver does not hold a container to its memory; the library in it and the watchdog do", "container", at.container, "gpu", at.gpu, "err", err)
 	}

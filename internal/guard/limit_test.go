@@ -143,6 +143,52 @@ func TestLimitUnable(t *testing.T) {
 	}
 }
 
+// TestLimitWithoutDmem: where the kernel's controller is not enabled for containers,
+// that is said once, for all of them, and they are tried again once a minute; the
+// driver holds them when it is enabled.
+func TestLimitWithoutDmem(t *testing.T) {
+	w := newWorld()
+	w.container("a", []int{10}, 4*gib, gpu0)
+	w.container("b", []int{20}, 4*gib, gpu0)
+	limited(t, w, func(g *Guard, l *limiter, pass func(time.Duration)) {
+		l.err[gpu0] = fmt.Errorf("look at it: %w", node.ErrNoDmem)
+		w.uses(10, gpu0, gib)
+		w.uses(20, gpu0, gib)
+		pass(10*time.Minute - time.Second)
+		if n := len(l.asked); n != 20 {
+			t.Errorf("two containers were tried %d times in ten minutes, want once a minute", n)
+		}
+		if n := w.logged("cannot hold containers to their memory"); n != 1 {
+			t.Errorf("it was said %d times, want once", n)
+		}
+		delete(l.err, gpu0)
+		pass(limitEvery)
+		if got := levels(g); got != "pod-a 0 driver, pod-b 0 driver" {
+			t.Errorf("after it was enabled: %s", got)
+		}
+	})
+}
+
+// TestLimitOfNobody: a container that the driver cannot find is on its way out, unless
+// it goes on using the GPU: then something is wrong, and the log says so.
+func TestLimitOfNobody(t *testing.T) {
+	w := newWorld()
+	w.container("a", []int{10}, 4*gib, gpu0)
+	limited(t, w, func(_ *Guard, l *limiter, pass func(time.Duration)) {
+		const said = "does not hold a container"
+		l.err[gpu0] = fmt.Errorf("limit it: %w", gpu.ErrNotFound)
+		w.uses(10, gpu0, gib)
+		pass(limitGone*limitRetry - time.Second)
+		if n := w.logged(said); n != 0 {
+			t.Errorf("it was said %d times of a container that may be about to end", n)
+		}
+		pass(2 * time.Minute)
+		if n := w.logged(said); n != 1 {
+			t.Errorf("it was said %d times of one that is still there, want once", n)
+		}
+	})
+}
+
 // TestLimitFails: what failed is tried again, and not at every look; a level that
 // the driver does not confirm any more is not published.
 func TestLimitFails(t *testing.T) {

@@ -18,14 +18,15 @@ const NoLimit = ^uint64(0)
 
 // SetMemoryLimit has the driver keep all processes of a cgroup together within so
 // many bytes of a GPU's memory; NoLimit undoes it, and so does the end of the
-// cgroup. It is the directory's path as this process sees it. So much is
-// guaranteed to them as well, where the driver can make others give way. Managed
-// memory does not count.
+// cgroup. It is the directory's path as this process sees it. Nothing is guaranteed
+// to them (a soft limit of 0): a guarantee would raise dmem.min of every cgroup
+// above this one too, and nothing lowers that again. Managed memory does not count.
 //
 // It takes driver R615 and root. The error wraps gpu.ErrNotSupported where
 // library, card or kernel cannot; gpu.ErrNotFound for a UUID that the driver does
-// not know and for a cgroup that it cannot open; gpu.ErrInvalid for a path that is
-// not absolute and for more than the card has.
+// not know, for a cgroup that it cannot open, and for one without the files dmem.*
+// on a kernel that has them; gpu.ErrInvalid for a path that is not absolute and for
+// more than the card has.
 func (d *Driver) SetMemoryLimit(ctx context.Context, u gpu.UUID, cgroup string, bytes uint64) error {
 	const symbol = "nvmlDeviceSetMemoryLimits_v1"
 	what := fmt.Sprintf("limit the memory of cgroup %q on %s", cgroup, u)
@@ -34,19 +35,16 @@ func (d *Driver) SetMemoryLimit(ctx context.Context, u gpu.UUID, cgroup string, 
 		if err != nil {
 			return none, err
 		}
-		soft := bytes
-		if bytes == NoLimit {
-			soft = 0 // nvml.h: both together clear it
-		}
-		return none, limitFailed(what, h.SetMemoryLimits_v1(cgroup, soft, bytes))
+		// nvml.h: 0 and NoLimit together clear it.
+		return none, limitFailed(what, h.SetMemoryLimits_v1(cgroup, 0, bytes))
 	})
 	return err
 }
 
-// MemoryLimit is what a cgroup's processes may have of a GPU together, and what
-// they have, in bytes.
+// MemoryLimit is what a cgroup's processes may have of a GPU together, what they
+// have, and what is guaranteed to them, in bytes.
 type MemoryLimit struct {
-	Bytes, Used uint64
+	Bytes, Used, Guaranteed uint64
 }
 
 // MemoryLimit reads what SetMemoryLimit has set. The error is as there, and wraps
@@ -63,7 +61,7 @@ func (d *Driver) MemoryLimit(ctx context.Context, u gpu.UUID, cgroup string) (Me
 		if err := limitFailed(what, ret); err != nil {
 			return MemoryLimit{}, err
 		}
-		return MemoryLimit{Bytes: m.HardLimit, Used: m.CurrentUsed}, nil
+		return MemoryLimit{Bytes: m.HardLimit, Used: m.CurrentUsed, Guaranteed: m.SoftLimit}, nil
 	})
 }
 

@@ -62,12 +62,12 @@ func TestMemoryLimitArguments(t *testing.T) {
 	}
 	d := &Driver{lib: lib, rooms: newRooms(), stopped: t.Context()}
 	const cgroup = "/sys/fs/cgroup/kubepods.slice/a.scope"
-	for _, c := range []struct{ bytes, soft, hard uint64 }{{1 << 30, 1 << 30, 1 << 30}, {NoLimit, 0, NoLimit}} {
+	for _, c := range []struct{ bytes, soft, hard uint64 }{{1 << 30, 0, 1 << 30}, {NoLimit, 0, NoLimit}} {
 		if err := d.SetMemoryLimit(t.Context(), "GPU-0", cgroup, c.bytes); err != nil || path != cgroup || soft != c.soft || hard != c.hard {
 			t.Errorf("%d: soft %d, hard %d of %s, %v", c.bytes, soft, hard, path, err)
 		}
 	}
-	if m, err := d.MemoryLimit(t.Context(), "GPU-0", cgroup); err != nil || m != (MemoryLimit{Bytes: 2, Used: 3}) {
+	if m, err := d.MemoryLimit(t.Context(), "GPU-0", cgroup); err != nil || m != (MemoryLimit{Bytes: 2, Used: 3, Guaranteed: 1}) {
 		t.Errorf("%+v, %v", m, err)
 	}
 	for ret, want := range map[nvml.Return]error{
