@@ -279,6 +279,9 @@ func (n *node) beginLocked(kill int) *tracee {
 		{"runtime-endpoint", "unix://" + filepath.Join(n.dir, "cri.sock")},
 		{"proc-root", n.proc},
 		{"host-root", "/"},
+		// A GPU whose health could not be read is to be back while a test waits.
+		{"health-hold", "1s"},
+		{"health-probe", "500ms"},
 	} {
 		if n.flags[f.name] {
 			args = append(args, "--"+f.name, f.value)
