@@ -169,7 +169,7 @@
 // Nothing computes: a kernel that is launched has run, a copy moves nothing, and
 // addresses of the card cannot be looked at. What it takes of the card is real,
 // see the next part. Of overhead there is one figure for a context
-// (Spec.ContextMiB) and what a module's image says of itself; local memory,
-// printf buffers and what libraries allocate for themselves are not there.
+// (Spec.ContextMiB), what limits of a context have beyond their defaults, and what a
+// module's image says of itself; what libraries allocate for themselves is not there.
 // CUDA_DEVICE_ORDER is not looked at: GPUs come in the driver's order.
 package emulator

@@ -45,17 +45,24 @@ static CUresult push(struct context *c)
     return CUDA_SUCCESS;
 }
 
+static CUresult end_life(const char *call, struct context *c);
+
 /* begin charges for a context and brings it to life. */
 static CUresult begin_life(const char *call, struct context *c)
 {
     struct device *d = &devices[c->device];
+    if (!limits_begin(c))
+        return CUDA_ERROR_OUT_OF_MEMORY;
     TRY(charge(call, d, (int64_t)d->context));
     lock();
     c->charged = d->context;
     c->serial = next_serial();
     c->alive = true;
     unlock();
-    return CUDA_SUCCESS;
+    CUresult r = modules_begin(call, c);
+    if (r != CUDA_SUCCESS)
+        end_life(call, c);
+    return r;
 }
 
 /* end_life frees all that a context has, in one piece but for what is shared. */
@@ -265,24 +272,6 @@ API CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest)
         *least = 0;
     if (greatest)
         *greatest = -5;
-    return CUDA_SUCCESS;
-}
-
-API CUresult cuCtxSetLimit(int limit, size_t value)
-{
-    struct context *c;
-    (void)value;
-    TRY(current(&c));
-    MUST(limit >= 0 && limit < 10);
-    return CUDA_SUCCESS;
-}
-
-API CUresult cuCtxGetLimit(size_t *value, int limit)
-{
-    struct context *c;
-    TRY(current(&c));
-    MUST(value && limit >= 0 && limit < 10);
-    *value = limit == 0 ? 1024 : limit == 2 ? (size_t)8 << 20 : 0; /* stack, heap */
     return CUDA_SUCCESS;
 }
 

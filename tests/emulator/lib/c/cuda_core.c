@@ -460,7 +460,7 @@ API CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
     case 16: *value = d->multiprocessors; break;   /* MULTIPROCESSOR_COUNT */
     case 33: *value = (int)d->bus; break;          /* PCI_BUS_ID */
     case 34: *value = (int)d->slot; break;         /* PCI_DEVICE_ID */
-    case 39: *value = 2048; break;                 /* MAX_THREADS_PER_MULTIPROCESSOR */
+    case 39: *value = THREADS_PER_MULTIPROCESSOR; break; /* MAX_THREADS_PER_MULTIPROCESSOR */
     case 50: *value = (int)d->domain; break;       /* PCI_DOMAIN_ID */
     case 75: *value = d->major; break;             /* COMPUTE_CAPABILITY_MAJOR */
     case 76: *value = d->minor; break;             /* COMPUTE_CAPABILITY_MINOR */

@@ -29,7 +29,7 @@
             return try_;           \
     } while (0)
 
-enum { MAX_DEVICES = 16, MAX_INSTANCES = MAX_DEVICES * 16, UNIT = 512 };
+enum { MAX_DEVICES = 16, MAX_INSTANCES = MAX_DEVICES * 16, UNIT = 512, THREADS_PER_MULTIPROCESSOR = 2048 };
 #define NO_INSTANCE 0xFFFFFFFFu
 #define BLOCK ((uint64_t)2 << 20) /* in which the hardware's memory is given out */
 
@@ -67,6 +67,7 @@ struct context {
     uint64_t serial;  /* of this life: objects of an earlier one are dead */
     uint64_t charged; /* by the context itself */
     struct range *ranges;
+    struct limits *limits; /* never NULL in a context that has lived */
 };
 
 struct device {
@@ -124,6 +125,11 @@ CUresult current(struct context **ctx);
 struct context *peek(void); /* or NULL */
 static inline bool lives(const struct context *ctx, uint64_t serial) { return ctx->alive && ctx->serial == serial; }
 
+/* --- cuda_limit.c */
+bool limits_begin(struct context *c); /* for a new life */
+/* limits_launch makes room for a kernel of that name. */
+CUresult limits_launch(struct context *c, const char *name);
+
 /* --- cuda_range.c: all under the lock, but for range_free_all */
 
 /* range_take gives addresses to a range of so many bytes; NULL if there are none. */
@@ -161,8 +167,14 @@ void object_free(void *object);
 void object_each(enum type type, bool (*visit)(void *object, void *arg), void *arg);
 bool objects_begin(void);
 
+/* --- cuda_module.c */
+/* modules_begin loads into a new context what every context has. */
+CUresult modules_begin(const char *call, struct context *c);
+
 /* --- cuda_memory.c */
+/* allocate takes ordinary memory for the current context, allocate_in for another. */
 CUresult allocate(const char *call, CUdeviceptr *out, uint64_t size);
+CUresult allocate_in(const char *call, CUdeviceptr *out, struct context *c, uint64_t size);
 
 /* --- cuda_property.c */
 

@@ -71,13 +71,18 @@ static CUresult allocate_small(const char *call, CUdeviceptr *out, struct contex
     return r;
 }
 
+CUresult allocate_in(const char *call, CUdeviceptr *out, struct context *c, uint64_t size)
+{
+    return size < BLOCK ? allocate_small(call, out, c, size) : allocate_large(call, out, c, size, false);
+}
+
 CUresult allocate(const char *call, CUdeviceptr *out, uint64_t size)
 {
     struct context *c;
     TRY(current(&c));
     MUST(out && size);
     TRY(unsafe_in_capture());
-    return size < BLOCK ? allocate_small(call, out, c, size) : allocate_large(call, out, c, size, false);
+    return allocate_in(call, out, c, size);
 }
 
 API CUresult cuMemAlloc_v2(CUdeviceptr *out, size_t size) { return allocate("cuMemAlloc_v2", out, size); }
