@@ -282,16 +282,9 @@ API CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *out, void
 
 /* --- to other processes ---------------------------------------------------- */
 
-API CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle handle, int type, unsigned long long flags)
+/* export_unlock makes a descriptor that holds memory. It takes the lock held. */
+static CUresult export_unlock(const char *call, struct memory *m, int *out)
 {
-    TRY(ready());
-    MUST(out && !flags && type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
-    lock();
-    struct memory *m = memory_get(handle);
-    if (!m || m->on_host || !(m->prop.requestedHandleTypes & type)) {
-        unlock();
-        return CUDA_ERROR_INVALID_VALUE;
-    }
     m->refs++; /* it stays while the world is asked */
     unlock();
     pthread_mutex_lock(&sharing);
@@ -301,8 +294,20 @@ API CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandl
         r = export_shared(m->shared, out);
     lock();
     m->refs--;
-    settle_unlock("cuMemExportToShareableHandle", m);
+    settle_unlock(call, m);
     return r;
+}
+
+API CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle handle, int type, unsigned long long flags)
+{
+    TRY(ready());
+    MUST(out && !flags && type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    lock();
+    struct memory *m = memory_get(handle);
+    if (m && !m->on_host && (m->prop.requestedHandleTypes & type))
+        return export_unlock("cuMemExportToShareableHandle", m, out);
+    unlock();
+    return CUDA_ERROR_INVALID_VALUE;
 }
 
 API CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *out, void *os_handle, int type)
@@ -343,30 +348,38 @@ struct ipc {
 _Static_assert(sizeof(struct ipc) <= sizeof(CUipcMemHandle), "it fits");
 static const char ipc_mark[8] = "cuIpcMem";
 
-API CUresult cuIpcGetMemHandle(CUipcMemHandle *out, CUdeviceptr at)
+/* identify has the world know an ordinary allocation, and copies its range. */
+static CUresult identify(CUdeviceptr at, struct range *was)
 {
-    struct context *c;
-    TRY(current(&c));
-    MUST(out);
     pthread_mutex_lock(&sharing);
     lock();
     struct range *r = range_around(at);
     bool is = r && r->kind == RANGE_DEVICE;
-    struct range was = is ? *r : (struct range){0};
+    *was = is ? *r : (struct range){0};
     unlock();
     /* What is part of a block goes with the block, which stays the program's. */
     CUresult result = is ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-    if (is && !was.shared) {
-        result = share(&devices[was.device], was.charged, &was.shared);
+    if (is && !was->shared) {
+        result = share(&devices[was->device], was->charged, &was->shared);
         lock();
-        r = range_at(was.at);
+        r = range_at(was->at);
         if (result == CUDA_SUCCESS && r && r->kind == RANGE_DEVICE)
-            r->shared = was.shared;
+            r->shared = was->shared;
         else if (result == CUDA_SUCCESS)
             result = CUDA_ERROR_INVALID_VALUE; /* freed at this moment */
         unlock();
     }
     pthread_mutex_unlock(&sharing);
+    return result;
+}
+
+API CUresult cuIpcGetMemHandle(CUipcMemHandle *out, CUdeviceptr at)
+{
+    struct context *c;
+    struct range was;
+    TRY(current(&c));
+    MUST(out);
+    CUresult result = identify(at, &was);
     if (result == CUDA_SUCCESS) {
         struct ipc i = {.id = was.shared, .size = was.size};
         memcpy(i.mark, ipc_mark, sizeof i.mark);
@@ -413,4 +426,29 @@ API CUresult cuIpcCloseMemHandle(CUdeviceptr at)
         return drop_unlock("cuIpcCloseMemHandle", r);
     unlock();
     return CUDA_ERROR_INVALID_VALUE;
+}
+
+/* --- descriptors of addresses ---------------------------------------------- */
+
+/* "Get a handle of the specified type to an address range […] The address range must
+ * have been obtained by a prior call to either cuMemAlloc or cuMemAddressReserve. If
+ * the address range was obtained via cuMemAddressReserve, it must also be fully mapped
+ * via cuMemMap." The only type is a DMA_BUF descriptor, which keeps the memory as any
+ * other descriptor does: the kernel's module holds it until the buffer is closed. */
+API CUresult cuMemGetHandleForAddressRange(void *out, CUdeviceptr at, size_t size, int type, unsigned long long flags)
+{
+    struct context *c;
+    struct range was;
+    TRY(current(&c));
+    MUST(out && size && type == 1 && flags <= 1 && at % 4096 == 0 && size % 4096 == 0);
+    lock();
+    struct mapping *o = mapping_at(at);
+    bool fits = o && size <= o->at + o->size - at;
+    if (o && fits && !o->memory->on_host)
+        return export_unlock("cuMemGetHandleForAddressRange", o->memory, out);
+    unlock();
+    MUST(!o);
+    TRY(identify(at, &was));
+    MUST(size <= was.at + was.size - at);
+    return export_shared(was.shared, out);
 }
