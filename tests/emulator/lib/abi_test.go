@@ -557,7 +557,7 @@ func TestMemoryIsFreedWhenItsProcessDies(t *testing.T) {
 	eventually(t, "memory free again", func() bool { return n.world.State().GPUs[0].UsedMiB == 0 })
 }
 
-func eventually(t *testing.T, what string, is func() bool) {
+func eventually(t testing.TB, what string, is func() bool) {
 	t.Helper()
 	for end := time.Now().Add(10 * time.Second); !is(); time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {

@@ -22,6 +22,33 @@
 // CUDA_VISIBLE_DEVICES names; none without nodes. A program that may change MIG, as
 // on the host, reaches all of them.
 //
+// # Streams and pools
+//
+// No work is done, but it takes its time: a kernel that is named busy_17us takes 17
+// microseconds of its stream, any other as many as a switch says, none by default.
+// Until then stream and event queries answer CUDA_ERROR_NOT_READY, what synchronises
+// sleeps, and what was freed in that stream serves a memory pool only as NVIDIA's
+// documentation allows; the rules stand beside the code, in its words. Where that is
+// silent, or drivers may differ, there is a switch for each behaviour. The environment
+// variable GPU_EMULATOR_CUDA has them, as name=value,name=value; of several of one
+// name the last holds, and what is not known ends cuInit with
+// CUDA_ERROR_INVALID_VALUE and a line on standard error.
+//
+//	version=N                        what cuDriverGetVersion tells (default: the world's)
+//	kernel-us=N                      microseconds that a kernel takes (0)
+//	piece-mib=N                      by what pools grow, an even number (32)
+//	holes=fit|remap                  a request needs one hole that is large enough, or free blocks of 2 MiB are put together
+//	large=pieces|blocks              what is larger than a piece takes whole pieces, or blocks of 2 MiB
+//	reuse=documented|eager           a pool grows before a stream is made to wait for another, or after
+//	opportunistic=documented|lazy    a free that has passed is noticed by the next request, or by synchronising alone
+//	follow=all|direct                a dependency by events reaches through streams between, or not
+//	trim=passed|observed             trimming releases what has passed, or what the host has waited for
+//	shrink=synchronize|never         synchronising releases what is beyond the threshold, or nothing
+//	query=nothing|observes           a query that finds a stream done does nothing more, or as much as synchronising
+//	used=live|pending                the memory in use is without or with what only one stream may reuse
+//	ipc-pools=kept|shrink            pools for other processes give nothing back before their end, or like others
+//	strict                           all that is hardest for who holds a program to an amount; see cuda_switch.c
+//
 // A build is named by the hash of all that goes into it, so that it costs
 // nothing when nothing has changed.
 package lib

@@ -76,7 +76,7 @@ static CUresult end_life(const char *call, struct context *c)
     c->charged = 0;
     for (struct range *r; (r = c->ranges);) {
         if (r->kind == RANGE_POOL) {
-            pool_free(call, r);
+            pool_free(call, r, NULL);
             lock();
         } else if (r->shared) {
             drop_unlock(call, r);
@@ -261,7 +261,7 @@ API CUresult cuCtxSynchronize(void)
     struct context *c;
     TRY(current(&c));
     TRY(unsafe_in_capture());
-    return pool_synchronize("cuCtxSynchronize", c->device);
+    return context_wait("cuCtxSynchronize", c);
 }
 
 API CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest)

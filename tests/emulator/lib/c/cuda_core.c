@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "cuda_internal.h"
+#include "cuda_switch.h"
 #include "transport.h"
 
 struct device devices[MAX_DEVICES];
@@ -162,6 +163,8 @@ static CUresult find_devices(void)
     c.room = sizeof reply;
     TRY(ask(&c, NULL));
     cuda_version = (int)get_u32(&c);
+    if (switches.version)
+        cuda_version = switches.version;
     memset(all, 0, sizeof all);
     for (uint32_t n = get_u32(&c); n > 0 && count < MAX_INSTANCES; n--) {
         struct device *d = &all[count];
@@ -196,6 +199,7 @@ static CUresult initialise(void)
     uint32_t *p = atomic_load(&living);
     if (p)
         return *(volatile uint32_t *)p ? CUDA_SUCCESS : CUDA_ERROR_NOT_INITIALIZED;
+    MUST(switches_read());
     TRY(translate(driver_open("cuInit")));
     CUresult r = find_devices();
     if (r != CUDA_SUCCESS) {

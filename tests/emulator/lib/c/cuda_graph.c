@@ -23,6 +23,7 @@ struct node {
     struct node *next;
     struct graph_memory *memory; /* that it allocates or frees */
     CUdeviceptr at;
+    uint64_t us;
 };
 
 struct graph {
@@ -74,6 +75,14 @@ struct node *graph_add(struct graph *g, int type)
         g->first = n;
     g->last = n;
     g->count++;
+    return n;
+}
+
+struct node *graph_add_work(struct graph *g, int type, uint64_t us)
+{
+    struct node *n = graph_add(g, type);
+    if (n)
+        n->us = us;
     return n;
 }
 
@@ -600,7 +609,7 @@ static CUresult start(const char *call, CUgraphExec e, CUstream s, bool runs)
     struct context *ctx;
     CUresult r;
     TRY(stream_check(s, &ctx));
-    if (capture_work(s, CU_GRAPH_NODE_TYPE_GRAPH, &r))
+    if (capture_work(s, CU_GRAPH_NODE_TYPE_GRAPH, 0, &r))
         return r == CUDA_SUCCESS ? CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED : r;
     return prepare(call, e, runs);
 }

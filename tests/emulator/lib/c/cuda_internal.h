@@ -37,6 +37,40 @@ static inline uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) /
 
 struct context;
 struct pool;
+struct segment;
+
+/* A clock is up to which free (its tick) something follows each of some lanes. */
+struct clock {
+    struct seen {
+        uint64_t lane, tick;
+    } *list;
+    uint32_t count, room;
+};
+
+/* A lane is what is done in order: a stream. Times are nanoseconds of the
+ * monotonic clock; 0 is always over. */
+struct lane {
+    uint64_t id;       /* never used again; 0 before its first use */
+    uint64_t blocking; /* stands for all blocking streams of the context; 0: it is not one */
+    uint64_t done_at;  /* of all that is on it */
+    struct clock seen;
+};
+
+/* A moment is the place of a free in the order of work. */
+struct moment {
+    uint64_t lane, blocking, tick, at;
+    struct context *ctx;
+    uint64_t life; /* the context's serial */
+};
+
+/* order is what a context knows about its lanes. */
+struct order {
+    uint64_t life;
+    struct lane legacy;
+    uint64_t blocking, blocking_done_at, done_at;
+    uint64_t legacy_tick; /* the last action in the legacy stream saw */
+    struct clock others;  /* followed by blocking streams */
+};
 
 /* A range is a part of the address space that is given out: an allocation, a
  * reservation, or memory that has no address of its own (an array, a module).
@@ -58,6 +92,7 @@ struct range {
     uint64_t shared;           /* the world's identity for it, 0 none */
     struct range *left, *right;
     uint32_t unit, units;
+    struct segment *segment; /* of a pool */
 };
 
 struct context {
@@ -68,6 +103,7 @@ struct context {
     uint64_t charged; /* by the context itself */
     struct range *ranges;
     struct limits *limits; /* never NULL in a context that has lived */
+    struct order order;
 };
 
 struct device {
@@ -170,6 +206,9 @@ bool objects_begin(void);
 /* --- cuda_module.c */
 /* modules_begin loads into a new context what every context has. */
 CUresult modules_begin(const char *call, struct context *c);
+/* kernel_us is how many microseconds a kernel takes: that is in its name, busy_17us,
+ * or a switch. */
+uint64_t kernel_us(CUfunction f);
 
 /* --- cuda_memory.c */
 /* allocate takes ordinary memory for the current context, allocate_in for another. */
@@ -195,6 +234,50 @@ CUresult property_attribute(const CUmemPoolProps *props, int attribute, void *va
 void property_forget(const struct pool *p);
 int locality_domains(const struct device *d);
 
+/* --- cuda_order.c: under the lock, but for the first three */
+uint64_t order_now(void);
+bool order_passed(uint64_t at);
+void order_sleep(uint64_t at);
+/* lane_of is a stream's lane; NULL if it is none. */
+struct lane *lane_of(CUstream s, struct context *c);
+/* lane_work puts work that takes so many microseconds on a lane, lane_after work
+ * that is done at a moment. */
+void lane_work(struct lane *l, struct context *c, uint64_t us);
+void lane_after(struct lane *l, struct context *c, uint64_t at);
+/* lane_moment is the place of a free that is put on a lane now. */
+struct moment lane_moment(struct lane *l, struct context *c);
+/* lane_follows says whether what is put on a lane now comes after a free. */
+bool lane_follows(const struct lane *l, const struct context *c, const struct moment *m);
+bool order_covers(const struct clock *seen, const struct moment *m);
+
+/* --- cuda_piece.c: under the lock */
+
+/* A heap is the memory of a pool, in pieces. A usable says which freed memory may
+ * be taken. */
+struct heap;
+typedef bool usable(const struct moment *m, void *arg);
+struct heap *heap_new(void);
+void heap_end(struct heap *h);
+/* heap_add adds a piece, which goes back in parts of so many bytes. */
+bool heap_add(struct heap *h, uint64_t size, uint64_t grain);
+/* heap_take is a used segment, or NULL if there is no hole that is large enough. */
+struct segment *heap_take(struct heap *h, uint64_t size, usable *may, void *arg);
+/* heap_remap is the same, of blocks from anywhere. */
+struct segment *heap_remap(struct heap *h, uint64_t size, usable *may, void *arg);
+/* segment_over is when the last use is over of what a segment was before. */
+uint64_t segment_over(const struct segment *s);
+/* heap_free gives back what was freed at a moment; NULL: nothing uses it any more. */
+void heap_free(struct heap *h, struct segment *s, const struct moment *m);
+/* heap_settle makes freed memory free. */
+void heap_settle(struct heap *h, usable *may, void *arg);
+/* heap_shrink takes free parts away, and returns their bytes, while so many stay. */
+uint64_t heap_shrink(struct heap *h, uint64_t keep);
+struct amounts {
+    uint64_t reserved, live, freed; /* bytes: of all pieces, allocated, freed but not free */
+    uint64_t oldest;                /* tick of the freed; UINT64_MAX if there are none */
+};
+struct amounts heap_amounts(const struct heap *h);
+
 /* --- cuda_pool.c */
 bool pools_begin(void);
 /* pool_new makes a pool, pool_find finds one that was not destroyed, by its
@@ -202,29 +285,43 @@ bool pools_begin(void);
 struct pool *pool_new(const CUmemPoolProps *props, const struct property *of, bool is_default);
 struct pool *pool_find(CUmemoryPool handle);
 const CUmemPoolProps *pool_props(const struct pool *p);
-/* pool_synchronize gives back what pools have beyond their thresholds. */
-CUresult pool_synchronize(const char *call, int device);
+/* pools_observe is what a synchronisation that has ended does to the pools: the
+ * frees that it covers are over, and pools give back what is beyond their
+ * thresholds on a device. */
+CUresult pools_observe(const char *call, int device, usable *covered, void *arg);
+/* pools_oldest_tick is that of the oldest free that is not over; UINT64_MAX: none. */
+uint64_t pools_oldest_tick(void);
 /* pools_empty gives up all that is not used; the lock is held. */
 uint64_t pools_empty(int device);
-/* pool_free ends an allocation. It takes the lock held and gives it up. */
-CUresult pool_free(const char *call, struct range *r);
+/* pool_free ends an allocation, at a moment or at once (NULL). It takes the lock
+ * held and gives it up. */
+CUresult pool_free(const char *call, struct range *r, const struct moment *m);
 
 /* --- cuda_stream.c */
 
 /* stream_check finds the current context, and whether a stream may be used in
  * it; the default ones always may. */
 CUresult stream_check(CUstream s, struct context **ctx);
+/* stream_work puts work on a stream that takes so many microseconds. */
+void stream_work(CUstream s, struct context *c, uint64_t us);
+/* context_wait waits for all that a context has been given to do. */
+CUresult context_wait(const char *call, struct context *c);
+/* legacy_wait waits like a copy that is no stream's. */
+void legacy_wait(CUstream s, struct context *c);
 /* The twins of calls on streams know the default stream by another handle. */
 static inline CUstream per_thread(CUstream s) { return s ? s : CU_STREAM_PER_THREAD; }
+
+/* --- cuda_capture.c */
 struct graph;
 struct node;
 /* capture_of is the graph that a stream is being captured into, or NULL. */
 CUresult capture_of(CUstream s, struct graph **into);
 /* capture_step makes a node what the capture of a stream goes on from. */
 void capture_step(CUstream s, struct node *n);
-/* capture_work makes a node of what would be done on a stream; false if the
+/* capture_work makes a node of what would be done on a stream, in so many
+ * microseconds; false if the
  * stream is not being captured. */
-bool capture_work(CUstream s, int node_type, CUresult *r);
+bool capture_work(CUstream s, int node_type, uint64_t us, CUresult *r);
 /* unsafe_in_capture is CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED where a capture
  * forbids the call. */
 CUresult unsafe_in_capture(void);
@@ -233,6 +330,7 @@ CUresult unsafe_in_capture(void);
 struct graph *graph_new(void); /* with the lock held, like the next two */
 void graph_end(struct graph *g);
 struct node *graph_add(struct graph *g, int type);
+struct node *graph_add_work(struct graph *g, int type, uint64_t us);
 CUresult graph_capture_alloc(struct graph *g, CUstream s, int device, uint64_t size, CUdeviceptr *out);
 CUresult graph_capture_free(struct graph *g, CUstream s, CUdeviceptr at);
 /* graph_memory_free takes the lock held and gives it up. */

@@ -141,7 +141,7 @@ static CUresult release(const char *call, CUdeviceptr at)
     if (r && (r->kind == RANGE_DEVICE || r->kind == RANGE_MANAGED))
         return drop_unlock(call, r);
     if (r && r->kind == RANGE_POOL)
-        return pool_free(call, r);
+        return pool_free(call, r, NULL); /* "the driver assumes that all accesses to the allocation are complete" */
     if (r && r->kind == RANGE_GRAPH)
         return graph_memory_free(r);
     unlock();
@@ -391,11 +391,27 @@ static CUresult on_stream(CUstream s, int node, CUresult checked)
     CUresult r;
     TRY(checked);
     TRY(stream_check(s, &c));
-    return capture_work(s, node, &r) ? r : CUDA_SUCCESS;
+    if (capture_work(s, node, 0, &r))
+        return r;
+    stream_work(s, c, 0);
+    return CUDA_SUCCESS;
+}
+
+/* A copy that is on no stream is done when the call returns, after what is on the
+ * default one. */
+static CUresult at_once(CUstream s, CUresult checked)
+{
+    struct context *c;
+    TRY(checked);
+    TRY(current(&c));
+    legacy_wait(s, c);
+    return CUDA_SUCCESS;
 }
 
 #define COPY(name, parameters, ...)                                                                                            \
-    API CUresult name parameters { return copy(__VA_ARGS__); }
+    API CUresult name parameters { return at_once(NULL, copy(__VA_ARGS__)); }
+#define COPY_PTDS(name, parameters, ...)                                                                                       \
+    API CUresult name parameters { return at_once(CU_STREAM_PER_THREAD, copy(__VA_ARGS__)); }
 #define COPY_ASYNC(name, parameters, ...)                                                                                      \
     API CUresult name parameters { return on_stream(s, CU_GRAPH_NODE_TYPE_MEMCPY, copy(__VA_ARGS__)); }
 #define COPY_PTSZ(name, parameters, ...)                                                                                       \
@@ -403,13 +419,13 @@ static CUresult on_stream(CUstream s, int node, CUresult checked)
 
 COPY(cuMemcpyHtoD, (CUdeviceptr_v1 to, const void *from, unsigned int n), to, 0, from, n)
 COPY(cuMemcpyHtoD_v2, (CUdeviceptr to, const void *from, size_t n), to, 0, from, n)
-COPY(cuMemcpyHtoD_v2_ptds, (CUdeviceptr to, const void *from, size_t n), to, 0, from, n)
+COPY_PTDS(cuMemcpyHtoD_v2_ptds, (CUdeviceptr to, const void *from, size_t n), to, 0, from, n)
 COPY(cuMemcpyDtoH, (void *to, CUdeviceptr_v1 from, unsigned int n), 0, from, to, n)
 COPY(cuMemcpyDtoH_v2, (void *to, CUdeviceptr from, size_t n), 0, from, to, n)
-COPY(cuMemcpyDtoH_v2_ptds, (void *to, CUdeviceptr from, size_t n), 0, from, to, n)
+COPY_PTDS(cuMemcpyDtoH_v2_ptds, (void *to, CUdeviceptr from, size_t n), 0, from, to, n)
 COPY(cuMemcpyDtoD, (CUdeviceptr_v1 to, CUdeviceptr_v1 from, unsigned int n), to, from, NULL, n)
 COPY(cuMemcpyDtoD_v2, (CUdeviceptr to, CUdeviceptr from, size_t n), to, from, NULL, n)
-COPY(cuMemcpyDtoD_v2_ptds, (CUdeviceptr to, CUdeviceptr from, size_t n), to, from, NULL, n)
+COPY_PTDS(cuMemcpyDtoD_v2_ptds, (CUdeviceptr to, CUdeviceptr from, size_t n), to, from, NULL, n)
 COPY_ASYNC(cuMemcpyHtoDAsync_v2, (CUdeviceptr to, const void *from, size_t n, CUstream s), to, 0, from, n)
 COPY_PTSZ(cuMemcpyHtoDAsync_v2_ptsz, (CUdeviceptr to, const void *from, size_t n, CUstream s), to, 0, from, n)
 COPY_ASYNC(cuMemcpyDtoHAsync_v2, (void *to, CUdeviceptr from, size_t n, CUstream s), 0, from, to, n)

@@ -1,21 +1,60 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* Memory pools, which reserve in pieces of 32 MiB and keep what they have until
- * they are trimmed, or a synchronisation finds more than their threshold. */
+/* Memory pools. A request is served, in this order,
+ *
+ *   - by memory that the stream may have at once: "memory freed in a stream can be
+ *     reused immediately in a subsequent allocation request on the same stream"
+ *     (Memory Reuse Policies); what is known to be over (cudaMemPoolReuseAllowOpportunistic:
+ *     "the stream has passed the point of execution indicated by the free"); what the
+ *     stream waits for (cudaMemPoolReuseFollowEventDependencies: "Before allocating more
+ *     physical GPU memory, the allocator examines dependency information established by
+ *     CUDA events and tries to allocate from memory freed in another stream");
+ *   - by a new piece;
+ *   - if there is none to be had, by what another stream will be done with
+ *     (cudaMemPoolReuseAllowInternalDependencies: "Failing to allocate and map more
+ *     physical memory from the OS, the driver will look for memory whose availability
+ *     depends on another stream's pending progress").
+ *
+ * "Upgrading to a newer CUDA driver may change, enhance, augment and/or reorder the
+ * enumeration of the reuse policies": the switches (cuda_switch.h) do so. */
 #include <string.h>
 
 #include "cuda_internal.h"
-
-#define PIECE ((uint64_t)32 << 20)
+#include "cuda_switch.h"
 
 struct pool {
     int device;
-    bool is_default, doomed, on_host; /* doomed: destroyed, but for allocations that live; on_host: nothing is charged */
+    bool is_default, doomed, on_host; /* doomed: destroyed, but for what is outstanding; on_host: nothing is charged */
     int reuse[3];
-    uint64_t threshold, reserved, reserved_high, used, used_high;
+    uint64_t threshold, reserved_high, used_high;
+    struct heap *heap;
+    struct pool *next;
     CUmemPoolProps props;
 };
 _Static_assert(sizeof(struct pool) <= OBJECT_ROOM, "a pool is an object");
+
+enum { FOLLOW_EVENTS, OPPORTUNISTIC, INTERNAL }; /* of reuse */
+
+static struct pool *pools; /* guarded by the lock */
+
+struct pool *pool_new(const CUmemPoolProps *props, const struct property *of, bool is_default)
+{
+    struct heap *h = heap_new();
+    struct pool *p = h ? object_new(POOL) : NULL;
+    if (!p) {
+        if (h)
+            heap_end(h);
+        return NULL;
+    }
+    *p = (struct pool){
+        .device = of->device, .is_default = is_default, .on_host = of->backing != BACKED_BY_CARD,
+        .reuse = {1, 1, 1}, /* "default enabled" */
+        .heap = h, .next = pools, .props = *props,
+    };
+    p->props.location = of->location;
+    pools = p;
+    return p;
+}
 
 bool pools_begin(void)
 {
@@ -28,16 +67,6 @@ bool pools_begin(void)
     return true;
 }
 
-struct pool *pool_new(const CUmemPoolProps *props, const struct property *of, bool is_default)
-{
-    struct pool *p = object_new(POOL);
-    if (p)
-        *p = (struct pool){.device = of->device, .is_default = is_default, .on_host = of->backing != BACKED_BY_CARD, .reuse = {1, 1, 1}, .props = *props};
-    if (p)
-        p->props.location = of->location;
-    return p;
-}
-
 struct pool *pool_find(CUmemoryPool handle)
 {
     struct pool *p = object_get(handle, POOL);
@@ -48,110 +77,225 @@ const CUmemPoolProps *pool_props(const struct pool *p) { return &p->props; }
 
 static uint64_t max(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
-/* shrink gives back what a pool has beyond what is used and what it is to keep;
- * it returns the bytes, which the world is told outside the lock. */
+/* --- what of a pool is free ------------------------------------------------ */
+
+static bool over(const struct moment *m, void *arg)
+{
+    (void)arg;
+    return order_passed(m->at) || !lives(m->ctx, m->life);
+}
+
+static bool any(const struct moment *m, void *arg)
+{
+    (void)m, (void)arg;
+    return true;
+}
+
+/* notice makes free what is over, where the driver looks for it. */
+static void notice(struct pool *p)
+{
+    if (p->reuse[OPPORTUNISTIC] && switches.opportunistic == OPPORTUNISTIC_DOCUMENTED)
+        heap_settle(p->heap, over, NULL);
+}
+
+/* keeps says that a pool gives nothing back: "IPC pools currently do not support
+ * releasing physical blocks back to the OS" (IPC Export Pool Limitations). */
+static bool keeps(const struct pool *p) { return p->props.handleTypes && switches.ipc_pools == IPC_POOLS_KEPT && !p->doomed; }
+
+/* The world is told, outside the lock, of the bytes that these return. */
 static uint64_t shrink(struct pool *p, uint64_t keep)
 {
-    uint64_t want = round_up(max(p->used, keep), PIECE), less = p->reserved > want ? p->reserved - want : 0;
-    p->reserved -= less;
-    return p->on_host ? 0 : less;
+    uint64_t bytes = keeps(p) ? 0 : heap_shrink(p->heap, keep);
+    return p->on_host ? 0 : bytes;
+}
+
+/* leave ends a pool that was destroyed when nothing is outstanding: "the resources
+ * associated with the pool will be released automatically once there are no more
+ * outstanding allocations" (cuMemPoolDestroy). */
+static uint64_t leave(struct pool *p)
+{
+    if (!p->doomed)
+        return 0;
+    heap_settle(p->heap, over, NULL);
+    struct amounts is = heap_amounts(p->heap);
+    if (is.live || is.freed)
+        return 0;
+    struct pool **at = &pools;
+    while (*at != p)
+        at = &(*at)->next;
+    *at = p->next;
+    heap_end(p->heap);
+    object_free(p);
+    return p->on_host ? 0 : is.reserved;
 }
 
 static CUresult settle(const char *call, int device, uint64_t bytes) { return charge(call, &devices[device], -(int64_t)bytes); }
 
-struct visit {
-    int device;
-    uint64_t bytes;
-};
-
-static bool above_threshold(void *object, void *arg)
-{
-    struct pool *p = object;
-    struct visit *v = arg;
-    if (p->device == v->device && p->reserved > p->threshold)
-        v->bytes += shrink(p, p->threshold);
-    return true;
-}
-
-static bool beyond_use(void *object, void *arg)
-{
-    struct pool *p = object;
-    struct visit *v = arg;
-    if (p->device == v->device)
-        v->bytes += shrink(p, 0);
-    return true;
-}
-
 uint64_t pools_empty(int device)
 {
-    struct visit v = {.device = device};
-    object_each(POOL, beyond_use, &v);
-    return v.bytes;
-}
-
-CUresult pool_synchronize(const char *call, int device)
-{
-    struct visit v = {.device = device};
-    lock();
-    object_each(POOL, above_threshold, &v);
-    unlock();
-    return settle(call, device, v.bytes);
-}
-
-/* grow makes room for so many bytes in a pool, which then are used. */
-static CUresult grow(const char *call, struct pool *p, uint64_t size)
-{
-    for (uint64_t piece = PIECE;;) {
-        lock();
-        uint64_t need = p->used + size > p->reserved ? p->used + size - p->reserved : 0;
-        if (!need) {
-            p->used += size;
-            p->used_high = max(p->used_high, p->used);
-            unlock();
-            return CUDA_SUCCESS;
-        }
-        unlock();
-        need = round_up(need, piece);
-        CUresult r = p->on_host ? CUDA_SUCCESS : charge(call, &devices[p->device], (int64_t)need);
-        if (r == CUDA_ERROR_OUT_OF_MEMORY && piece > BLOCK) {
-            piece = BLOCK; /* a card that is nearly full has no whole piece left */
+    uint64_t bytes = 0;
+    for (struct pool *p = pools, *next; p; p = next) {
+        next = p->next;
+        if (p->device != device)
             continue;
-        }
-        if (r != CUDA_SUCCESS)
-            return r;
-        lock();
-        p->reserved += need;
-        p->reserved_high = max(p->reserved_high, p->reserved);
-        unlock();
+        heap_settle(p->heap, over, NULL);
+        bytes += p->doomed ? leave(p) : shrink(p, 0);
     }
+    return bytes;
+}
+
+uint64_t pools_oldest_tick(void)
+{
+    uint64_t oldest = UINT64_MAX;
+    for (struct pool *p = pools; p; p = p->next) {
+        uint64_t its = heap_amounts(p->heap).oldest;
+        oldest = its < oldest ? its : oldest;
+    }
+    return oldest;
+}
+
+/* "Before returning, the driver will determine what frees the synchronization
+ * guaranteed to be completed. These allocations are made available for allocation
+ * regardless of specified stream or disabled allocation policies. The driver also
+ * checks cudaMemPoolAttrReleaseThreshold here and releases any excess physical
+ * memory that it can." (Synchronization API Actions) */
+CUresult pools_observe(const char *call, int device, usable *covered, void *arg)
+{
+    uint64_t bytes[MAX_DEVICES] = {0};
+    lock();
+    for (struct pool *p = pools, *next; p; p = next) {
+        int at = p->device;
+        next = p->next;
+        heap_settle(p->heap, covered, arg);
+        notice(p);
+        if (p->doomed)
+            bytes[at] += leave(p);
+        else if (at == device && switches.shrink == SHRINK_SYNCHRONIZE)
+            bytes[at] += shrink(p, p->threshold);
+    }
+    unlock();
+    CUresult result = CUDA_SUCCESS;
+    for (int i = 0; i < device_count; i++) {
+        CUresult r = settle(call, i, bytes[i]);
+        result = r == CUDA_SUCCESS ? result : r;
+    }
+    return result;
+}
+
+/* --- allocating ------------------------------------------------------------ */
+
+struct request {
+    const char *call;
+    CUdeviceptr *out;
+    uint64_t size;
+    struct pool *pool;
+    struct context *ctx;
+    CUstream stream;
+    struct lane *lane; /* while the lock is held */
+};
+
+static bool open_to(const struct moment *m, void *arg)
+{
+    struct request *q = arg;
+    return m->lane == q->lane->id || (q->pool->reuse[FOLLOW_EVENTS] && lane_follows(q->lane, q->ctx, m)) || !lives(m->ctx, m->life);
+}
+
+/* take serves a request from what the pool has. CUDA_ERROR_NOT_READY is that it
+ * has no such hole. */
+static CUresult take(struct request *q, usable *may)
+{
+    struct pool *p = q->pool;
+    uint64_t size = round_up(q->size, UNIT);
+    lock();
+    CUresult r = CUDA_ERROR_NOT_READY;
+    struct segment *s = NULL;
+    if (!(q->lane = lane_of(q->stream, q->ctx))) {
+        r = CUDA_ERROR_INVALID_HANDLE; /* destroyed meanwhile */
+    } else {
+        notice(p);
+        s = heap_take(p->heap, size, may, q);
+        if (!s && switches.holes == HOLES_REMAP)
+            s = heap_remap(p->heap, size, may, q);
+    }
+    struct range *range = s ? range_take(RANGE_POOL, p->device, q->ctx, q->size) : NULL;
+    if (range) {
+        r = CUDA_SUCCESS;
+        range->owner = p;
+        range->segment = s;
+        *q->out = range->at;
+        lane_after(q->lane, q->ctx, may == any ? segment_over(s) : 0);
+        p->used_high = max(p->used_high, heap_amounts(p->heap).live);
+    } else if (s) {
+        r = CUDA_ERROR_OUT_OF_MEMORY;
+        heap_free(p->heap, s, NULL);
+    }
+    unlock();
+    return r;
+}
+
+/* add gets a pool a piece of so many bytes that goes back in grains. */
+static CUresult add(struct request *q, uint64_t size, uint64_t grain)
+{
+    struct pool *p = q->pool;
+    if (p->props.maxSize && heap_amounts(p->heap).reserved + size > round_up(p->props.maxSize, BLOCK))
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    if (!p->on_host)
+        TRY(charge(q->call, &devices[p->device], (int64_t)size));
+    lock();
+    bool added = heap_add(p->heap, size, switches.holes == HOLES_REMAP ? BLOCK : grain);
+    p->reserved_high = max(p->reserved_high, heap_amounts(p->heap).reserved);
+    unlock();
+    if (!added && !p->on_host)
+        charge(q->call, &devices[p->device], -(int64_t)size);
+    return added ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+/* grow adds a piece for a request; a card that is nearly full has none that is
+ * larger than the request. */
+static CUresult grow(struct request *q)
+{
+    uint64_t piece = (uint64_t)switches.piece_mib << 20, least = round_up(q->size, BLOCK);
+    uint64_t want = switches.large == LARGE_BLOCKS && least > piece ? least : round_up(q->size, piece);
+    CUresult r = add(q, want, want % piece ? want : piece);
+    return r == CUDA_ERROR_OUT_OF_MEMORY && least < want ? add(q, least, least) : r;
+}
+
+static CUresult serve(struct request *q)
+{
+    bool internal = q->pool->reuse[INTERNAL];
+    CUresult r = take(q, open_to); /* another thread may have grown the pool */
+    if (r == CUDA_ERROR_NOT_READY && internal && switches.reuse == REUSE_EAGER)
+        r = take(q, any);
+    if (r != CUDA_ERROR_NOT_READY)
+        return r;
+    CUresult grown = grow(q);
+    if (grown == CUDA_SUCCESS)
+        r = take(q, open_to);
+    else if (grown == CUDA_ERROR_OUT_OF_MEMORY && internal)
+        r = take(q, any);
+    if (r == CUDA_ERROR_NOT_READY)
+        r = grown == CUDA_SUCCESS ? CUDA_ERROR_OUT_OF_MEMORY : grown;
+    return r;
 }
 
 static CUresult pool_alloc(const char *call, CUdeviceptr *out, uint64_t size, struct pool *p, CUstream s)
 {
-    struct context *c;
+    struct request q = {.call = call, .out = out, .size = size, .pool = p, .stream = s};
     struct graph *g;
-    TRY(stream_check(s, &c));
+    TRY(stream_check(s, &q.ctx));
     MUST(out && size && size <= INT64_MAX);
     TRY(capture_of(s, &g));
-    if (!p)
-        p = devices[c->device].pool;
+    if (!q.pool)
+        q.pool = devices[q.ctx->device].pool;
     if (g)
-        return graph_capture_alloc(g, s, p->device, size, out);
-    uint64_t used = round_up(size, UNIT);
+        return graph_capture_alloc(g, s, q.pool->device, size, out);
+    CUresult r = take(&q, open_to);
+    if (r != CUDA_ERROR_NOT_READY)
+        return r;
     pthread_mutex_lock(&growing);
-    CUresult grown = grow(call, p, used);
+    r = serve(&q);
     pthread_mutex_unlock(&growing);
-    TRY(grown);
-    lock();
-    struct range *r = range_take(RANGE_POOL, p->device, c, size);
-    if (r) {
-        r->owner = p;
-        *out = r->at;
-    } else {
-        p->used -= used;
-    }
-    unlock();
-    return r ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+    return r;
 }
 
 static struct pool *pool_get(CUmemoryPool handle)
@@ -183,17 +327,13 @@ API CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *out, size_t size, CUmemor
     return from_pool("cuMemAllocFromPoolAsync_ptsz", out, size, pool, per_thread(s));
 }
 
-CUresult pool_free(const char *call, struct range *r)
+CUresult pool_free(const char *call, struct range *r, const struct moment *m)
 {
     struct pool *p = r->owner;
     int device = p->device;
-    uint64_t bytes = 0;
-    p->used -= round_up(r->size, UNIT);
+    heap_free(p->heap, r->segment, m);
     range_give(r);
-    if (p->doomed && !p->used) {
-        bytes = shrink(p, 0);
-        object_free(p);
-    }
+    uint64_t bytes = leave(p);
     unlock();
     return bytes ? settle(call, device, bytes) : CUDA_SUCCESS;
 }
@@ -202,6 +342,7 @@ static CUresult free_async(const char *call, CUdeviceptr at, CUstream s)
 {
     struct context *c;
     struct graph *g;
+    struct lane *l;
     TRY(stream_check(s, &c));
     TRY(capture_of(s, &g));
     if (!at)
@@ -210,8 +351,10 @@ static CUresult free_async(const char *call, CUdeviceptr at, CUstream s)
         return graph_capture_free(g, s, at);
     lock();
     struct range *r = range_at(at);
-    if (r && r->kind == RANGE_POOL)
-        return pool_free(call, r);
+    if (r && r->kind == RANGE_POOL && (l = lane_of(s, c))) {
+        struct moment m = lane_moment(l, c);
+        return pool_free(call, r, &m);
+    }
     if (r && r->kind == RANGE_GRAPH)
         return graph_memory_free(r);
     if (r && r->kind == RANGE_DEVICE)
@@ -232,16 +375,16 @@ API CUresult cuMemPoolDestroy(CUmemoryPool handle)
     MUST(p && !p->is_default);
     lock();
     int device = p->device;
-    uint64_t bytes = shrink(p, 0);
     property_forget(p);
-    if (p->used)
-        p->doomed = true; /* lives as long as its allocations */
-    else
-        object_free(p);
+    p->doomed = true;
+    uint64_t bytes = shrink(p, 0);
+    bytes += leave(p);
     unlock();
     return settle("cuMemPoolDestroy", device, bytes);
 }
 
+/* "Allocations that have been asynchronously freed but whose completion has not been
+ * observed on the host (eg. by a synchronize) can count as outstanding." */
 API CUresult cuMemPoolTrimTo(CUmemoryPool handle, size_t keep)
 {
     TRY(ready());
@@ -249,9 +392,20 @@ API CUresult cuMemPoolTrimTo(CUmemoryPool handle, size_t keep)
     MUST(p);
     lock();
     int device = p->device;
+    if (switches.trim == TRIM_PASSED)
+        heap_settle(p->heap, over, NULL);
     uint64_t bytes = shrink(p, keep);
     unlock();
     return settle("cuMemPoolTrimTo", device, bytes);
+}
+
+/* "Querying the cudaMemPoolAttrUsedMemCurrent of a pool returns the total size of all
+ * of the memory allocated from the pool and not available for reuse" (Resource Usage
+ * Statistics): whether memory is, that only one stream can reuse, is not said. */
+static uint64_t used(const struct pool *p)
+{
+    struct amounts is = heap_amounts(p->heap);
+    return is.live + (switches.used == USED_PENDING ? is.freed : 0);
 }
 
 API CUresult cuMemPoolGetAttribute(CUmemoryPool handle, int attribute, void *value)
@@ -263,10 +417,10 @@ API CUresult cuMemPoolGetAttribute(CUmemoryPool handle, int attribute, void *val
     lock();
     switch (attribute) {
     case CU_MEMPOOL_ATTR_RELEASE_THRESHOLD: *wide = p->threshold; break;
-    case CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT: *wide = p->reserved; break;
+    case CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT: *wide = heap_amounts(p->heap).reserved; break;
     case CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH: *wide = p->reserved_high; break;
-    case CU_MEMPOOL_ATTR_USED_MEM_CURRENT: *wide = p->used; break;
-    case CU_MEMPOOL_ATTR_USED_MEM_HIGH: *wide = p->used_high; break;
+    case CU_MEMPOOL_ATTR_USED_MEM_CURRENT: *wide = used(p); break;
+    case CU_MEMPOOL_ATTR_USED_MEM_HIGH: *wide = max(p->used_high, used(p)); break;
     case 1: case 2: case 3: *(int *)value = p->reuse[attribute - 1]; break;
     default: unlock(); return property_attribute(&p->props, attribute, value);
     }
@@ -284,9 +438,9 @@ API CUresult cuMemPoolSetAttribute(CUmemoryPool handle, int attribute, void *val
     lock();
     switch (attribute) {
     case CU_MEMPOOL_ATTR_RELEASE_THRESHOLD: p->threshold = wide; break;
-    /* The marks can only be put down, to what is so now. */
-    case CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH: if (wide) r = CUDA_ERROR_INVALID_VALUE; else p->reserved_high = p->reserved; break;
-    case CU_MEMPOOL_ATTR_USED_MEM_HIGH: if (wide) r = CUDA_ERROR_INVALID_VALUE; else p->used_high = p->used; break;
+    /* "resetting the watermarks will make them take on the current value" */
+    case CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH: if (wide) r = CUDA_ERROR_INVALID_VALUE; else p->reserved_high = heap_amounts(p->heap).reserved; break;
+    case CU_MEMPOOL_ATTR_USED_MEM_HIGH: if (wide) r = CUDA_ERROR_INVALID_VALUE; else p->used_high = used(p); break;
     case 1: case 2: case 3: p->reuse[attribute - 1] = *(int *)value; break;
     default: r = CUDA_ERROR_INVALID_VALUE;
     }

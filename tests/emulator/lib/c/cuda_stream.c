@@ -1,56 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* Streams and events. Everything on them is done at once; a stream that is being
- * captured does nothing and writes down nodes of a graph. */
+/* Streams. What is on them is done at a moment (cuda_order.c), and until then what
+ * synchronises sleeps. */
 #include <stdlib.h>
 
-#include "cuda_internal.h"
+#include "cuda_stream.h"
+#include "cuda_switch.h"
 
-struct capture {
-    uint64_t id;
-    struct graph *graph;
-    void *thread;
-    struct stream *origin;
-    int mode;
-    bool invalid, adopted; /* adopted: into a graph of the program's own */
-    struct capture *next;
-};
+_Thread_local struct stream own_stream;
 
-struct stream {
-    struct context *ctx;
-    uint64_t serial, id, captured; /* captured: the capture's number */
-    unsigned int flags;
-    int priority;
-    struct node *last;
-};
-
-struct event {
-    struct context *ctx;
-    uint64_t serial, captured;
-    struct node *last;
-};
-
-static struct capture *captures; /* guarded by the lock */
-static atomic_int capturing;
-static _Thread_local struct stream own; /* the thread's default stream */
-static _Thread_local int mode;          /* how the thread meets captures */
-
-static struct capture *capture_by(uint64_t id)
-{
-    struct capture *c = captures;
-    while (c && c->id != id)
-        c = c->next;
-    return id ? c : NULL;
-}
-
-/* stream_get is a stream by its handle; the legacy default stream is NULL. */
-static CUresult stream_get(CUstream handle, struct stream **s)
+CUresult stream_get(CUstream handle, struct stream **s)
 {
     *s = NULL;
     if (!handle || handle == CU_STREAM_LEGACY)
         return CUDA_SUCCESS;
     if (handle == CU_STREAM_PER_THREAD) {
-        *s = &own;
+        *s = &own_stream;
         return CUDA_SUCCESS;
     }
     struct stream *found = object_get(handle, STREAM);
@@ -76,267 +41,6 @@ CUresult stream_check(CUstream handle, struct context **ctx)
     return r;
 }
 
-/* --- captures -------------------------------------------------------------- */
-
-static CUresult capture_locked(CUstream handle, struct stream **s, struct capture **c)
-{
-    *c = NULL;
-    TRY(stream_get(handle, s));
-    if (*s) {
-        *c = capture_by((*s)->captured);
-        return *c && (*c)->invalid ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : CUDA_SUCCESS;
-    }
-    /* The legacy stream waits for all others: none of them may be in a capture. */
-    for (struct capture *any = captures; any; any = any->next)
-        if (any->thread == &own) {
-            any->invalid = true;
-            return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
-        }
-    return CUDA_SUCCESS;
-}
-
-CUresult capture_of(CUstream handle, struct graph **into)
-{
-    struct stream *s;
-    struct capture *c;
-    *into = NULL;
-    if (!atomic_load_explicit(&capturing, memory_order_relaxed))
-        return CUDA_SUCCESS;
-    lock();
-    CUresult r = capture_locked(handle, &s, &c);
-    if (r == CUDA_SUCCESS && c)
-        *into = c->graph;
-    unlock();
-    return r;
-}
-
-void capture_step(CUstream handle, struct node *n)
-{
-    struct stream *s;
-    if (stream_get(handle, &s) == CUDA_SUCCESS && s)
-        s->last = n;
-}
-
-bool capture_work(CUstream handle, int node_type, CUresult *r)
-{
-    struct graph *g;
-    *r = capture_of(handle, &g);
-    if (*r != CUDA_SUCCESS)
-        return true;
-    if (!g)
-        return false;
-    lock();
-    struct node *n = graph_add(g, node_type);
-    if (n)
-        capture_step(handle, n);
-    else
-        *r = CUDA_ERROR_OUT_OF_MEMORY;
-    unlock();
-    return true;
-}
-
-CUresult unsafe_in_capture(void)
-{
-    if (!atomic_load_explicit(&capturing, memory_order_relaxed) || mode == CU_STREAM_CAPTURE_MODE_RELAXED)
-        return CUDA_SUCCESS;
-    CUresult r = CUDA_SUCCESS;
-    lock();
-    for (struct capture *c = captures; c; c = c->next) {
-        bool mine = c->thread == &own && c->mode != CU_STREAM_CAPTURE_MODE_RELAXED;
-        if (mine || (mode == CU_STREAM_CAPTURE_MODE_GLOBAL && c->mode == CU_STREAM_CAPTURE_MODE_GLOBAL)) {
-            c->invalid = true;
-            r = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-        }
-    }
-    unlock();
-    return r;
-}
-
-API CUresult cuThreadExchangeStreamCaptureMode(int *new)
-{
-    TRY(ready());
-    MUST(new && *new >= CU_STREAM_CAPTURE_MODE_GLOBAL && *new <= CU_STREAM_CAPTURE_MODE_RELAXED);
-    int old = mode;
-    mode = *new;
-    *new = old;
-    return CUDA_SUCCESS;
-}
-
-static CUresult begin_capture(CUstream handle, int how, struct graph *into)
-{
-    static uint64_t last_id;
-    struct context *ctx;
-    struct stream *s;
-    TRY(stream_check(handle, &ctx));
-    MUST(how >= CU_STREAM_CAPTURE_MODE_GLOBAL && how <= CU_STREAM_CAPTURE_MODE_RELAXED);
-    struct capture *c = calloc(1, sizeof *c);
-    if (!c)
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    lock();
-    CUresult r = stream_get(handle, &s);
-    if (r == CUDA_SUCCESS && !s)
-        r = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED; /* the legacy stream cannot be */
-    else if (r == CUDA_SUCCESS && capture_by(s->captured))
-        r = CUDA_ERROR_ILLEGAL_STATE;
-    else if (r == CUDA_SUCCESS && !(c->graph = into ? into : graph_new()))
-        r = CUDA_ERROR_OUT_OF_MEMORY;
-    if (r == CUDA_SUCCESS) {
-        c->adopted = into;
-        c->id = ++last_id;
-        c->thread = &own;
-        c->origin = s;
-        c->mode = how;
-        c->next = captures;
-        captures = c;
-        s->captured = c->id;
-        s->last = NULL;
-        atomic_fetch_add(&capturing, 1);
-    } else {
-        free(c);
-    }
-    unlock();
-    return r;
-}
-
-API CUresult cuStreamBeginCapture(CUstream s) { return begin_capture(s, CU_STREAM_CAPTURE_MODE_GLOBAL, NULL); }
-API CUresult cuStreamBeginCapture_ptsz(CUstream s) { return begin_capture(per_thread(s), CU_STREAM_CAPTURE_MODE_GLOBAL, NULL); }
-API CUresult cuStreamBeginCapture_v2(CUstream s, int how) { return begin_capture(s, how, NULL); }
-API CUresult cuStreamBeginCapture_v2_ptsz(CUstream s, int how) { return begin_capture(per_thread(s), how, NULL); }
-
-static CUresult begin_into(CUstream s, CUgraph graph, int how)
-{
-    TRY(ready());
-    lock();
-    struct graph *g = object_get(graph, GRAPH);
-    unlock();
-    MUST(g);
-    return begin_capture(s, how, g);
-}
-
-API CUresult cuStreamBeginCaptureToGraph(CUstream s, CUgraph g, const CUgraphNode *dependencies, const CUgraphEdgeData *data, size_t n, int how)
-{
-    MUST(!n || dependencies);
-    (void)data;
-    return begin_into(s, g, how);
-}
-
-API CUresult cuStreamBeginCaptureToGraph_ptsz(CUstream s, CUgraph g, const CUgraphNode *dependencies, const CUgraphEdgeData *data, size_t n, int how)
-{
-    MUST(!n || dependencies);
-    (void)data;
-    return begin_into(per_thread(s), g, how);
-}
-
-struct leaving {
-    uint64_t id;
-    struct stream *origin;
-};
-
-static bool leave(void *object, void *arg)
-{
-    struct stream *s = object;
-    struct leaving *l = arg;
-    if (s->captured == l->id)
-        s->captured = 0;
-    return true;
-}
-
-static CUresult end_capture(CUstream handle, CUgraph *out)
-{
-    struct context *ctx;
-    struct stream *s;
-    TRY(stream_check(handle, &ctx));
-    MUST(out);
-    *out = NULL;
-    lock();
-    CUresult r = stream_get(handle, &s);
-    struct capture *c = r == CUDA_SUCCESS && s ? capture_by(s->captured) : NULL;
-    if (!c || c->origin != s) {
-        r = r != CUDA_SUCCESS ? r : c ? CUDA_ERROR_STREAM_CAPTURE_UNMATCHED : CUDA_ERROR_ILLEGAL_STATE;
-    } else if (c->mode != CU_STREAM_CAPTURE_MODE_RELAXED && c->thread != &own) {
-        r = CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
-    } else {
-        struct leaving l = {c->id, s};
-        object_each(STREAM, leave, &l);
-        own.captured = own.captured == c->id ? 0 : own.captured;
-        struct capture **at = &captures;
-        while (*at != c)
-            at = &(*at)->next;
-        *at = c->next;
-        atomic_fetch_sub(&capturing, 1);
-        if (c->invalid) {
-            r = CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
-            if (!c->adopted)
-                graph_end(c->graph);
-        } else {
-            *out = (CUgraph)c->graph;
-        }
-        free(c);
-    }
-    unlock();
-    return r;
-}
-
-API CUresult cuStreamEndCapture(CUstream s, CUgraph *out) { return end_capture(s, out); }
-API CUresult cuStreamEndCapture_ptsz(CUstream s, CUgraph *out) { return end_capture(per_thread(s), out); }
-
-static CUresult capture_info(CUstream handle, int *status, cuuint64_t *id, CUgraph *graph, const CUgraphNode **dependencies, size_t *count)
-{
-    static _Thread_local CUgraphNode dependency;
-    struct context *ctx;
-    struct stream *s;
-    TRY(stream_check(handle, &ctx));
-    MUST(status);
-    lock();
-    CUresult r = stream_get(handle, &s);
-    struct capture *c = r == CUDA_SUCCESS && s ? capture_by(s->captured) : NULL;
-    *status = !c ? CU_STREAM_CAPTURE_STATUS_NONE : c->invalid ? CU_STREAM_CAPTURE_STATUS_INVALIDATED : CU_STREAM_CAPTURE_STATUS_ACTIVE;
-    if (*status == CU_STREAM_CAPTURE_STATUS_ACTIVE) {
-        if (id)
-            *id = c->id;
-        if (graph)
-            *graph = (CUgraph)c->graph;
-        dependency = (CUgraphNode)s->last;
-        if (dependencies)
-            *dependencies = &dependency;
-        if (count)
-            *count = s->last != NULL;
-    }
-    unlock();
-    return r;
-}
-
-API CUresult cuStreamIsCapturing(CUstream s, int *status) { return capture_info(s, status, NULL, NULL, NULL, NULL); }
-API CUresult cuStreamIsCapturing_ptsz(CUstream s, int *status) { return capture_info(per_thread(s), status, NULL, NULL, NULL, NULL); }
-API CUresult cuStreamGetCaptureInfo(CUstream s, int *status, cuuint64_t *id) { return capture_info(s, status, id, NULL, NULL, NULL); }
-API CUresult cuStreamGetCaptureInfo_ptsz(CUstream s, int *status, cuuint64_t *id) { return capture_info(per_thread(s), status, id, NULL, NULL, NULL); }
-
-API CUresult cuStreamGetCaptureInfo_v2(CUstream s, int *status, cuuint64_t *id, CUgraph *g, const CUgraphNode **deps, size_t *n)
-{
-    return capture_info(s, status, id, g, deps, n);
-}
-
-API CUresult cuStreamGetCaptureInfo_v2_ptsz(CUstream s, int *status, cuuint64_t *id, CUgraph *g, const CUgraphNode **deps, size_t *n)
-{
-    return capture_info(per_thread(s), status, id, g, deps, n);
-}
-
-API CUresult cuStreamGetCaptureInfo_v3(CUstream s, int *status, cuuint64_t *id, CUgraph *g, const CUgraphNode **deps, const CUgraphEdgeData **edges, size_t *n)
-{
-    if (edges)
-        *edges = NULL;
-    return capture_info(s, status, id, g, deps, n);
-}
-
-API CUresult cuStreamGetCaptureInfo_v3_ptsz(CUstream s, int *status, cuuint64_t *id, CUgraph *g, const CUgraphNode **deps, const CUgraphEdgeData **edges, size_t *n)
-{
-    if (edges)
-        *edges = NULL;
-    return capture_info(per_thread(s), status, id, g, deps, n);
-}
-
-/* --- streams --------------------------------------------------------------- */
-
 static CUresult stream_create(CUstream *out, unsigned int flags, int priority)
 {
     struct context *c;
@@ -360,12 +64,13 @@ static CUresult stream_destroy(CUstream handle)
     TRY(ready());
     lock();
     CUresult r = stream_get(handle, &s);
-    if (r == CUDA_SUCCESS && (!s || s == &own))
+    if (r == CUDA_SUCCESS && (!s || s == &own_stream))
         r = CUDA_ERROR_INVALID_HANDLE;
     if (r == CUDA_SUCCESS) {
         struct capture *c = capture_by(s->captured);
         if (c)
             c->invalid = true;
+        order_forget(&s->lane.seen); /* what is on it still is done when it is done */
         object_free(s);
     }
     unlock();
@@ -375,22 +80,89 @@ static CUresult stream_destroy(CUstream handle)
 API CUresult cuStreamDestroy(CUstream s) { return stream_destroy(s); }
 API CUresult cuStreamDestroy_v2(CUstream s) { return stream_destroy(s); }
 
-/* What waits for a stream, or asks whether it is done, is not for a captured one. */
-static CUresult stream_wait(const char *call, CUstream handle)
+void stream_work(CUstream s, struct context *c, uint64_t us)
 {
-    struct context *ctx;
+    if (!us && s && s != CU_STREAM_LEGACY)
+        return;
+    lock();
+    struct lane *l = lane_of(s, c);
+    if (l)
+        lane_work(l, c, us);
+    unlock();
+}
+
+/* --- waiting --------------------------------------------------------------- */
+
+static bool in_clock(const struct moment *m, void *seen) { return order_covers(seen, m); }
+
+CUresult events_wait(const char *call, int device, struct clock *seen, uint64_t at)
+{
+    order_sleep(at);
+    return pools_observe(call, device, in_clock, seen);
+}
+
+/* What waits for a stream, or asks whether it is done, is not for a captured one. */
+static CUresult stream_wait(const char *call, CUstream handle, bool sleeps)
+{
+    struct context *c;
     struct graph *g;
-    TRY(stream_check(handle, &ctx));
+    struct clock seen = {0};
+    TRY(stream_check(handle, &c));
     TRY(capture_of(handle, &g));
     if (g)
         return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-    return call ? pool_synchronize(call, ctx->device) : CUDA_SUCCESS;
+    bool observes = sleeps || switches.query == QUERY_OBSERVES;
+    lock();
+    struct lane *l = lane_of(handle, c);
+    uint64_t at = l ? lane_done(l, c) : 0;
+    if (l && observes && pools_oldest_tick() != UINT64_MAX)
+        lane_snapshot(l, c, &seen);
+    unlock();
+    CUresult r = l ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+    if (r == CUDA_SUCCESS && !sleeps && !order_passed(at))
+        r = CUDA_ERROR_NOT_READY;
+    if (r == CUDA_SUCCESS && observes)
+        r = events_wait(call, c->device, &seen, at);
+    order_forget(&seen);
+    return r;
 }
 
-API CUresult cuStreamSynchronize(CUstream s) { return stream_wait("cuStreamSynchronize", s); }
-API CUresult cuStreamSynchronize_ptsz(CUstream s) { return stream_wait("cuStreamSynchronize_ptsz", per_thread(s)); }
-API CUresult cuStreamQuery(CUstream s) { return stream_wait(NULL, s); }
-API CUresult cuStreamQuery_ptsz(CUstream s) { return stream_wait(NULL, per_thread(s)); }
+API CUresult cuStreamSynchronize(CUstream s) { return stream_wait("cuStreamSynchronize", s, true); }
+API CUresult cuStreamSynchronize_ptsz(CUstream s) { return stream_wait("cuStreamSynchronize_ptsz", per_thread(s), true); }
+API CUresult cuStreamQuery(CUstream s) { return stream_wait("cuStreamQuery", s, false); }
+API CUresult cuStreamQuery_ptsz(CUstream s) { return stream_wait("cuStreamQuery_ptsz", per_thread(s), false); }
+
+struct whole {
+    struct context *c;
+    uint64_t life, tick;
+};
+
+static bool in_context(const struct moment *m, void *arg)
+{
+    struct whole *w = arg;
+    return m->ctx == w->c && m->life == w->life && m->tick <= w->tick;
+}
+
+CUresult context_wait(const char *call, struct context *c)
+{
+    lock();
+    struct whole w = {c, c->serial, order_tick()};
+    uint64_t at = c->order.life == c->serial ? c->order.done_at : 0;
+    unlock();
+    order_sleep(at);
+    return pools_observe(call, c->device, in_context, &w);
+}
+
+void legacy_wait(CUstream s, struct context *c)
+{
+    lock();
+    struct lane *l = lane_of(s, c);
+    if (l)
+        lane_work(l, c, 0);
+    uint64_t at = l ? lane_done(l, c) : 0;
+    unlock();
+    order_sleep(at);
+}
 
 static CUresult stream_ctx(CUstream handle, CUcontext *out)
 {
@@ -418,7 +190,7 @@ static CUresult stream_value(CUstream handle, void *out, int what)
         else if (what == 1)
             *(int *)out = s ? s->priority : 0;
         else
-            *(unsigned long long *)out = !s ? 1 : s == &own ? 2 : s->id;
+            *(unsigned long long *)out = !s ? 1 : s == &own_stream ? 2 : s->id;
     }
     unlock();
     return r;
@@ -430,121 +202,3 @@ API CUresult cuStreamGetPriority(CUstream s, int *priority) { return stream_valu
 API CUresult cuStreamGetPriority_ptsz(CUstream s, int *priority) { return stream_value(per_thread(s), priority, 1); }
 API CUresult cuStreamGetId(CUstream s, unsigned long long *id) { return stream_value(s, id, 2); }
 API CUresult cuStreamGetId_ptsz(CUstream s, unsigned long long *id) { return stream_value(per_thread(s), id, 2); }
-
-/* --- events ---------------------------------------------------------------- */
-
-API CUresult cuEventCreate(CUevent *out, unsigned int flags)
-{
-    struct context *c;
-    TRY(current(&c));
-    MUST(out && flags <= 7);
-    lock();
-    struct event *e = object_new(EVENT);
-    if (e)
-        *e = (struct event){.ctx = c, .serial = c->serial};
-    unlock();
-    *out = (CUevent)e;
-    return e ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
-}
-
-static CUresult event_get(CUevent handle, struct event **e)
-{
-    *e = object_get(handle, EVENT);
-    if (!*e)
-        return CUDA_ERROR_INVALID_HANDLE;
-    return lives((*e)->ctx, (*e)->serial) ? CUDA_SUCCESS : CUDA_ERROR_CONTEXT_IS_DESTROYED;
-}
-
-static CUresult event_destroy(CUevent handle)
-{
-    struct event *e;
-    TRY(ready());
-    lock();
-    CUresult r = event_get(handle, &e);
-    if (r == CUDA_SUCCESS)
-        object_free(e);
-    unlock();
-    return r;
-}
-
-API CUresult cuEventDestroy(CUevent e) { return event_destroy(e); }
-API CUresult cuEventDestroy_v2(CUevent e) { return event_destroy(e); }
-
-static CUresult event_record(CUevent handle, CUstream on)
-{
-    struct context *ctx;
-    struct event *e;
-    struct stream *s;
-    struct capture *c = NULL;
-    TRY(stream_check(on, &ctx));
-    lock();
-    CUresult r = event_get(handle, &e);
-    if (r == CUDA_SUCCESS)
-        r = capture_locked(on, &s, &c);
-    if (r == CUDA_SUCCESS) {
-        e->captured = c ? c->id : 0;
-        e->last = c ? s->last : NULL;
-    }
-    unlock();
-    return r;
-}
-
-API CUresult cuEventRecord(CUevent e, CUstream s) { return event_record(e, s); }
-API CUresult cuEventRecord_ptsz(CUevent e, CUstream s) { return event_record(e, per_thread(s)); }
-API CUresult cuEventRecordWithFlags(CUevent e, CUstream s, unsigned int flags) { MUST(flags <= 1); return event_record(e, s); }
-API CUresult cuEventRecordWithFlags_ptsz(CUevent e, CUstream s, unsigned int flags) { MUST(flags <= 1); return event_record(e, per_thread(s)); }
-
-/* A stream that waits for an event of a capture joins the capture. */
-static CUresult wait_event(CUstream on, CUevent handle)
-{
-    struct context *ctx;
-    struct event *e;
-    struct stream *s;
-    struct capture *c, *from;
-    TRY(stream_check(on, &ctx));
-    lock();
-    CUresult r = event_get(handle, &e);
-    if (r == CUDA_SUCCESS)
-        r = capture_locked(on, &s, &c);
-    from = r == CUDA_SUCCESS ? capture_by(e->captured) : NULL;
-    if (from && !s)
-        r = CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
-    else if (from && !c) {
-        s->captured = from->id;
-        s->last = e->last;
-    } else if (from && c != from)
-        r = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-    unlock();
-    return r;
-}
-
-API CUresult cuStreamWaitEvent(CUstream s, CUevent e, unsigned int flags) { MUST(flags <= 1); return wait_event(s, e); }
-API CUresult cuStreamWaitEvent_ptsz(CUstream s, CUevent e, unsigned int flags) { MUST(flags <= 1); return wait_event(per_thread(s), e); }
-
-static CUresult event_done(const char *call, CUevent handle)
-{
-    struct event *e;
-    int device = 0;
-    TRY(ready());
-    lock();
-    CUresult r = event_get(handle, &e);
-    if (r == CUDA_SUCCESS) {
-        device = e->ctx->device;
-        if (capture_by(e->captured))
-            r = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-    }
-    unlock();
-    return r == CUDA_SUCCESS && call ? pool_synchronize(call, device) : r;
-}
-
-API CUresult cuEventSynchronize(CUevent e) { return event_done("cuEventSynchronize", e); }
-API CUresult cuEventQuery(CUevent e) { return event_done(NULL, e); }
-
-API CUresult cuEventElapsedTime(float *ms, CUevent a, CUevent b)
-{
-    MUST(ms);
-    TRY(event_done(NULL, a));
-    TRY(event_done(NULL, b));
-    *ms = 0;
-    return CUDA_SUCCESS;
-}

@@ -1,0 +1,32 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/* How the emulated driver behaves where drivers may differ, from the environment
+ * variable GPU_EMULATOR_CUDA: name=value,name=value. The package's documentation
+ * lists the names. A word's first value is the default. */
+#ifndef GPU_EMULATOR_CUDA_SWITCH_H
+#define GPU_EMULATOR_CUDA_SWITCH_H
+
+#include <stdbool.h>
+
+enum { HOLES_FIT, HOLES_REMAP };
+enum { LARGE_PIECES, LARGE_BLOCKS };
+enum { REUSE_DOCUMENTED, REUSE_EAGER };
+enum { OPPORTUNISTIC_DOCUMENTED, OPPORTUNISTIC_LAZY };
+enum { FOLLOW_ALL, FOLLOW_DIRECT };
+enum { TRIM_PASSED, TRIM_OBSERVED };
+enum { SHRINK_SYNCHRONIZE, SHRINK_NEVER };
+enum { QUERY_NOTHING, QUERY_OBSERVES };
+enum { USED_LIVE, USED_PENDING };
+enum { IPC_POOLS_KEPT, IPC_POOLS_SHRINK };
+
+struct switches {
+    int version; /* as cuDriverGetVersion tells it; 0 is the world's */
+    int kernel_us, piece_mib;
+    int holes, large, reuse, opportunistic, follow, trim, shrink, query, used, ipc_pools;
+};
+extern struct switches switches;
+
+/* switches_read says on standard error what it does not understand. */
+bool switches_read(void);
+
+#endif
