@@ -52,6 +52,7 @@ type outcome struct {
 	room   uint64 // the cap without them
 	peak   uint64 // what the driver says the GPU had at most
 	used   uint64 // what the driver says it still has when the program has done its work
+	asks   uint64 // how often the program waited for a reading, by its usage page
 }
 
 // modesOfCUDA are the behaviours of drivers under which everything has to hold.
@@ -62,6 +63,18 @@ var scenarios = []scenario{
 	// scenario_pools.c
 	{name: "eight-streams-take-run-and-give-back"},
 	{name: "freed-on-one-stream-wanted-on-another"},
+	// scenario_refusals.c
+	{name: "refused-again-and-again", generous: "it counts tries", check: answered},
+	{name: "refused-beside-one-that-fits", check: answered},
+}
+
+// answered says what is wrong where a program that is refused over and over waited
+// for more than a few readings: one tells all there is to tell.
+func answered(o outcome) []string {
+	if o.asks > 16 {
+		return []string{fmt.Sprintf("waited for %d readings; median %s µs, 99th percentile %s µs", o.asks, o.fields["median-us"], o.fields["p99-us"])}
+	}
+	return nil
 }
 
 // TestScenarios is the table of what has once gone wrong. The emulated driver's
@@ -122,6 +135,9 @@ func (r *rig) scene(t *testing.T, s scenario, key, cuda string, index int) outco
 	k := b.tool(t, "probe", env)
 	o.fields = k.ask("ran", "scenario %s %d", s.name, s.room)
 	o.peak, o.used = r.peak(index), r.used(index)
+	b.read(t, index)
+	last, _ := b.readers[index].Last()
+	o.asks = last.Asks
 	k.quit()
 	return o
 }

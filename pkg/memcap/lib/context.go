@@ -44,6 +44,26 @@ func expected(was, each, steps uint64) uint64 {
 	return max(next, LeastContext)
 }
 
+// clean returns what may be believed of a quiet reading by which each context takes
+// so many bytes: nothing where something else than the living contexts was charged by
+// guess, which is mostly too much and would make contexts look small; and of several
+// contexts the larger of two readings in a row, since a process that dies has lost its
+// memory some time before it counts as dead.
+func (m *Meter) clean(c Counters, each uint64) uint64 {
+	if c.Guesses > c.Contexts {
+		each = 0
+	}
+	was := m.each
+	m.each = each
+	if c.Contexts > 1 {
+		if was == 0 || each == 0 {
+			return 0
+		}
+		return max(each, was)
+	}
+	return each
+}
+
 // perContext returns what the driver has for each context beyond all that was
 // counted, by a quiet reading: in whole MiB, 0 where that makes no sense.
 func perContext(c Counters, driver uint64) uint64 {

@@ -27,6 +27,7 @@ type Meter struct {
 	first    Counters
 	lastAsks uint64
 	contexts uint64 // at the last reading that was conclusive
+	each     uint64 // what a context took by the latest quiet reading; 0 is unknown
 	// estimated is when what is expected of a context was last raised.
 	estimated time.Time
 }
@@ -95,11 +96,12 @@ func (m *Meter) Begin() error {
 // which the driver's figure lacks. If the word of bound was the same from the
 // beginning of the first look to the end of the second, T was between what was
 // bound and that less all that was under way, and the true correction is the
-// figure less T: the one in use is moved into that range, and no further. If nothing was under way either, the range is one
-// number, and the page is stamped with the word: at that word nobody need ask
-// again. If the word changed, the figure belongs to no count that we know; it
+// figure less T: the one in use is moved into that range, and no further. If nothing
+// was under way either, the range is one number, and exact: the page is stamped, and
+// until something happens that is not known to the byte (Guesses, Settled) nobody need
+// ask again. If the word changed, the figure belongs to no count that we know; it
 // can only show, being more than all that bound ever was, that contexts which
-// came since take more than was thought.
+// came since take more than was thought. The stamp stays with the correction.
 func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 	if !m.begun {
 		return Reading{}, errors.New("end a reading that was not begun")
@@ -118,7 +120,6 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 		next = reading{nonce: c.Nonce, settled: m.first.Settled}
 		m.contexts = 0
 	}
-	next.stamp = 0
 	r := Reading{Counters: c}
 	var each uint64 // what a context takes, by this reading
 	known = known && driver < most && m.first.Nonce == c.Nonce
@@ -136,20 +137,23 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 	case still && m.first.Dead == c.Dead:
 		low, high := span(m.first, c, int64(driver))
 		next.correction = min(max(effective, low), high)
+		if next.correction != was.correction || m.first.Settled != was.settled {
+			next.stamp = 0
+		}
 		next.settled = m.first.Settled
 		m.contexts = c.Contexts
 		if low == high && m.first.Committed == c.Committed {
 			r.Quiet = true
-			each = perContext(c, driver)
-			if c.Reserved == c.Bound {
-				next.stamp = c.Word
+			each = m.clean(c, perContext(c, driver))
+			if m.first.Guesses == c.Guesses {
+				next.stamp = c.Guesses + 1
 			}
 		}
 	case c.Contexts > m.contexts:
 		// Bound was at most its peak when the driver was asked.
 		bound := max(m.first.Bound, c.Bound, c.Peak)
 		if least := int64(driver) - int64(bound-min(bound, m.first.Managed, c.Managed)); least > effective {
-			next.correction, next.settled = least, m.first.Settled
+			next.correction, next.settled, next.stamp = least, m.first.Settled, 0
 		}
 	}
 	// What people see is the figure itself, and what has been counted since: not

@@ -60,6 +60,7 @@ const (
 	useSettled   = 160
 	useUndone    = 168
 	useUncounted = 176
+	useGuesses   = 184
 
 	slotReserved  = 0
 	slotCommitted = 8

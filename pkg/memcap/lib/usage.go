@@ -18,7 +18,7 @@ import (
 )
 
 // headSize is as much of the header as says anything.
-const headSize = useUncounted + 8
+const headSize = useGuesses + 8
 
 // tmpfsMagic is a tmpfs in statfs(2).
 const tmpfsMagic = 0x01021994
@@ -102,7 +102,7 @@ func (u *Usage) Close() error {
 }
 
 // Counters are what a usage page says: bytes, but for Nonce, Word, Steady, Contexts,
-// Asks, Refusals, Uncounted and Processes. The sums are over the living processes.
+// Asks, Refusals, Uncounted, Guesses and Processes. The sums are over the living processes.
 type Counters struct {
 	Nonce uint64 // of this page; another page has another
 	Bound uint64 // what the container's processes may have
@@ -123,6 +123,7 @@ type Counters struct {
 	Settled             uint64 // taken off Bound after it was gone already, ever
 	Undone              uint64 // the most that the driver gave beyond Bound and got back at once
 	Uncounted           uint64 // allocations that passed under the open policy, of a type that nobody knows
+	Guesses             uint64 // times that something came or went of which the driver may have more or less than Bound
 	Dead                uint64 // of Bound, at most, what dead processes have left there
 	Processes           int    // living ones that have used the GPU
 }
@@ -147,7 +148,7 @@ func (u *Usage) Read() (Counters, error) {
 	c := Counters{
 		Nonce: at(useNonce), Word: word, Bound: word & (1<<amountBits - 1) * unit,
 		Asks: at(useAsks), Refusals: at(useRefusals), Peak: at(usePeak), Settled: at(useSettled),
-		Undone: at(useUndone), Uncounted: at(useUncounted),
+		Undone: at(useUndone), Uncounted: at(useUncounted), Guesses: at(useGuesses),
 	}
 	high := binary.LittleEndian.Uint32(head[useHigh:])
 	if string(head[:8]) != usageMagic || c.Nonce == 0 || high > slots {

@@ -30,7 +30,7 @@ var sources embed.FS
 
 var (
 	flags   = []string{"-std=gnu17", "-O2", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror"}
-	objects = []string{"main.c", "doors.c", "calls.c", "team.c", "views.c", "scenarios.c", "scenario_pools.c"}
+	objects = []string{"main.c", "doors.c", "calls.c", "team.c", "views.c", "scenarios.c", "scenario_pools.c", "scenario_refusals.c"}
 )
 
 // Cached builds the programs into the project's cache, unless they are there,

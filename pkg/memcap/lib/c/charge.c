@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-#include "charge.h"
+#include "export.h"
 
 /* --- blocks --------------------------------------------------------------- */
 
@@ -180,6 +180,10 @@ void charge_undone(struct charge *c)
     c->tight = NULL;
 }
 
+/* guessed says whether a charge is a guess: an array's by its description, or a
+ * hidden thing's. */
+static bool guessed(const struct entry *e) { return e->how == HOW_HIDDEN || e->space == SPACE_ARRAY || e->space == SPACE_MIPMAP; }
+
 static void take(struct process *p, struct taken *t);
 
 static void release(struct process *p, const struct entry *e)
@@ -216,6 +220,8 @@ bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space s
         if (c->how == HOW_MANAGED)
             count_add(&c->a->slot->managed, c->bytes);
         account_commit(c->a, c->bytes);
+        if (guessed(&e))
+            account_guessed(c->a);
     }
     if (!table_put(&p->table, &e, &old)) {
         release(p, &e);
@@ -256,10 +262,17 @@ void charge_gone(struct process *p, const struct taken *t)
     /* The driver may have kept the block for something hidden, or had the hidden
      * thing in a block that stays: then it has less than bound already, the
      * ceiling may be higher for that, and this is no room gained again. */
+    if (__builtin_expect(count_read(&p->exports), 0) && t->e.space == SPACE_ADDRESS && range_was_exported(p, t->e.key)) {
+        account_commit(a, t->held);
+        account_exported(a, t->held);
+        return;
+    }
     if (t->e.how == HOW_HIDDEN || (t->e.how == HOW_SMALL && has_hidden(p, t->e.device)))
         count_add(&a->usage->settled, t->held);
     if (t->held)
         account_cancel(a, t->held);
+    if (guessed(&t->e))
+        account_guessed(a);
     if (t->e.how == HOW_HIDDEN)
         count_sub(&p->hidden[t->e.device], 1);
 }

@@ -28,6 +28,7 @@ static void context_done(struct process *p, struct charge *c, CUcontext context)
     count_add(&s->expected, c->bytes);
     count_add(&s->contexts, 1);
     account_commit(c->a, c->bytes);
+    account_guessed(c->a);
     table_put(&p->table, &e, &old); /* without memory for it: charged for good */
 }
 
@@ -54,6 +55,7 @@ static void context_gone(struct process *p, const struct entry *e)
     count_sub(&a->slot->expected, e->bytes);
     count_sub(&a->slot->contexts, 1);
     count_add(&a->usage->settled, account_excess(a, e->bytes, 1));
+    account_guessed(a);
     if (e->bytes)
         account_cancel(a, e->bytes);
 }

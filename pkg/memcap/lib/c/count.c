@@ -4,8 +4,9 @@
 
 #include <poll.h>
 
-/* A context takes the driver some 300 ms, and is under way for that time. */
-enum { DEATH_MS = 100, CONTEND_US = 500 * 1000 };
+/* What a refusal waits for at most: CONTEND_US for what is under way, beside the
+ * agent's next reading. */
+enum { DEATH_MS = 100, CONTEND_US = 200 * 1000, REAP_US = 4 * 1000 };
 
 /* --- opening -------------------------------------------------------------- */
 
@@ -349,36 +350,63 @@ static uint64_t ceiling_alone(const struct account *a)
     return account_told(a, __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE)) && ceiling < limit ? ceiling : limit;
 }
 
-/* contend goes on as long as what stands in the way is only under way: others'
- * reservations that may yet be taken back, and frees that are not done. */
-static bool contend(struct account *a, uint64_t n)
+bool account_reserve_carefully(struct account *a, uint64_t n)
 {
-    struct patience p = patience(CONTEND_US);
-    uint64_t dice = random_word();
-    for (bool first = true;; first = false) {
-        reap(a);
-        struct sums t = repair(a);
-        if (try(a, n))
-            return true;
-        if (first && a->relief) {
-            a->relief(a);
-            if (try(a, n))
-                return true;
-            t = sum(a);
-        }
-        if (!t.sane || t.committed + n > account_ceiling(a) || look(&p))
-            return false;
-        dice = dice * 6364136223846793005u + 1442695040888963407u;
-        nap_us(20 + (dice >> 33) % 400);
-    }
+    if (!try(a, n))
+        return false;
+    uint64_t ceiling = account_ceiling(a), amount = AMOUNT(count_read(&a->usage->bound));
+    if (amount < ceiling && ceiling - amount > ceiling / 8)
+        __atomic_store_n(&a->careful, 0, __ATOMIC_RELAXED);
+    return true;
 }
 
-/* fresh says whether the ceiling is the driver's own word on just what bound
- * has now, so that asking again would tell nothing new. */
+void account_exports_gone(struct account *a)
+{
+    uint64_t had = count_read(&a->exported), ceiling = account_ceiling(a), limit = __atomic_load_n(&a->page->limit, __ATOMIC_ACQUIRE);
+    if (!had || ceiling == NO_LIMIT || ceiling <= limit)
+        return;
+    uint64_t gone = (had < ceiling - limit ? had : ceiling - limit) / UNIT * UNIT;
+    if (gone && __atomic_compare_exchange_n(&a->exported, &had, had - gone, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        account_lost(a, gone);
+}
+
+/* fresh says whether the ceiling is the driver's own word: a reading was exact, and
+ * since then all that was charged or given back is known to the byte. Asking again
+ * would tell nothing new. */
 static bool fresh(const struct account *a)
 {
-    uint64_t stamp = __atomic_load_n(&a->page->stamp, __ATOMIC_ACQUIRE);
-    return stamp && __atomic_load_n(&a->page->nonce, __ATOMIC_ACQUIRE) == a->nonce && stamp == count_read(&a->usage->bound);
+    const struct limit_page *p = a->page;
+    uint64_t stamp = __atomic_load_n(&p->stamp, __ATOMIC_ACQUIRE), settled = __atomic_load_n(&p->settled, __ATOMIC_ACQUIRE);
+    return stamp && stamp == count_read(&a->usage->guesses) + 1 && settled == count_read(&a->usage->settled) &&
+           __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE) == a->nonce;
+}
+
+static struct picture picture(const struct account *a, uint64_t committed)
+{
+    return (struct picture){AMOUNT(count_read(&a->usage->bound)), committed, account_ceiling(a), count_read(&a->usage->settled), count_read(&a->usage->guesses)};
+}
+
+/* answered says whether n, or less, was refused when there was no less room. What
+ * was under way then may go on being so: only where more of bound is uncommitted now
+ * has something else begun to be given back. */
+static bool answered(struct account *a, uint64_t n, const struct picture *now)
+{
+    bool any = false;
+    spin_lock(&a->lock);
+    for (int i = 0; i < ANSWERS && !any; i++) {
+        const struct answer *r = &a->answers[i];
+        any = r->n && n >= r->n && now->amount >= r->at.amount && now->committed >= r->at.committed && now->ceiling <= r->at.ceiling &&
+              now->settled == r->at.settled && now->guesses == r->at.guesses;
+    }
+    spin_unlock(&a->lock);
+    return any;
+}
+
+static void remember(struct account *a, uint64_t n, const struct picture *at)
+{
+    spin_lock(&a->lock);
+    a->answers[a->next_answer++ % ANSWERS] = (struct answer){n, *at};
+    spin_unlock(&a->lock);
 }
 
 /* lost_alone says whether n would fit but for what was lost since the last
@@ -396,32 +424,93 @@ static bool unheard(const struct account *a)
     return !__atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE) || count_read(&a->waited) == count_read(&a->page->done) + 1;
 }
 
-/* ask asks the agent for a reading that begins after this moment, and for more
+/* A hearing asks the agent for a reading that begins after this moment, and for more
  * as long as only what was lost stands in the way; in all for twice the time
- * between two. It does nothing where nobody reads, or nobody has answered the
- * last time. */
-static bool ask(struct account *a, uint64_t n)
+ * between two. It asks nothing where nobody reads or nobody has answered the last
+ * time, nor where the answer is known. */
+struct hearing {
+    bool begun, asked, over;
+    uint64_t done, after; /* readings finished: at the beginning, and that tell nothing */
+    struct patience p;
+};
+
+enum heard { HEARD_NOTHING, HEARD_NEWS, HEARD_ALL };
+
+/* hear is to be called before each nap. HEARD_NEWS: a reading has come that n was
+ * not held against yet. HEARD_ALL: there is nothing to wait for. */
+static enum heard hear(struct account *a, struct hearing *h, uint64_t n)
 {
-    uint64_t every = __atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE);
-    uint64_t done = count_read(&a->page->done);
-    if (unheard(a))
-        return false;
-    struct patience p = patience(2000 * (every < 5000 ? every : 5000));
-    while (!fresh(a)) {
-        /* In this order: a reading that is begun for this ask is one more than that. */
-        uint64_t begun = count_read(&a->page->begun);
-        count_add(&a->usage->asks, 1);
-        for (; count_read(&a->page->done) < begun + 1; nap_us(1000))
-            if (look(&p)) {
-                if (count_read(&a->page->done) == done)
-                    __atomic_store_n(&a->waited, done + 1, __ATOMIC_SEQ_CST);
-                return false;
-            }
-        if (contend(a, n))
-            return true;
-        if (!lost_alone(a, n) || runs_out(&p, UINT64_MAX)) /* contend has a patience of its own */
-            return false;
+    if (h->over)
+        return HEARD_ALL;
+    if (h->asked && count_read(&a->page->done) >= h->after + 1) {
+        h->asked = false;
+        return HEARD_NEWS;
     }
+    if (h->asked) {
+        if (!look(&h->p))
+            return HEARD_NOTHING;
+        if (count_read(&a->page->done) == h->done)
+            __atomic_store_n(&a->waited, h->done + 1, __ATOMIC_SEQ_CST);
+        h->over = true;
+        return HEARD_ALL;
+    }
+    bool again = h->begun && lost_alone(a, n) && !runs_out(&h->p, UINT64_MAX);
+    h->over = fresh(a) || unheard(a) || (h->begun && !again);
+    if (h->over)
+        return HEARD_ALL;
+    if (!h->begun) {
+        uint64_t every = __atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE);
+        h->p = patience(2000 * (every < 5000 ? every : 5000));
+        h->done = count_read(&a->page->done);
+    }
+    /* In this order: a reading that is begun for this ask is one more than that. */
+    h->after = count_read(&a->page->begun);
+    count_add(&a->usage->asks, 1);
+    h->begun = h->asked = true;
+    return HEARD_NOTHING;
+}
+
+/* contend tries until nothing is left to wait for: neither the agent's word, nor what
+ * is only under way: others' reservations that may yet be taken back, and frees that
+ * are not done. Where all that was said before to no less, it does not wait. */
+static bool contend(struct account *a, uint64_t n, uint64_t limit)
+{
+    struct patience p = patience(CONTEND_US);
+    struct hearing h = {.over = n > limit}; /* more than all of the limit: no reading makes that fit */
+    struct picture now = picture(a, sum(a).committed);
+    uint64_t dice = random_word(), time = now_us();
+    bool known = answered(a, n, &now), waits = true;
+    for (bool first = true;; first = false) {
+        if (try(a, n))
+            return true;
+        if ((first && !known) || time - __atomic_load_n(&a->reaped, __ATOMIC_RELAXED) >= REAP_US) {
+            __atomic_store_n(&a->reaped, time, __ATOMIC_RELAXED);
+            reap(a);
+        }
+        account_exports_gone(a);
+        struct sums t = repair(a);
+        if (try(a, n))
+            return true;
+        if (first && a->relief) {
+            a->relief(a);
+            if (try(a, n))
+                return true;
+            t = sum(a);
+        }
+        now = picture(a, t.committed);
+        if (answered(a, n, &now))
+            return false;
+        waits = waits && !look(&p);
+        bool under_way = waits && t.sane && now.committed + n <= now.ceiling;
+        enum heard heard = hear(a, &h, n);
+        if (heard == HEARD_ALL && !under_way)
+            break;
+        dice = dice * 6364136223846793005u + 1442695040888963407u;
+        if (heard != HEARD_NEWS)
+            nap_us(under_way ? 20 + (dice >> 33) % 400 : 1000);
+        time = now_us();
+    }
+    remember(a, n, &now);
     return false;
 }
 
@@ -429,10 +518,8 @@ bool account_reserve_slowly(struct account *a, uint64_t n)
 {
     uint64_t limit = __atomic_load_n(&a->page->limit, __ATOMIC_ACQUIRE);
     if (n < MOST && limit && !account_nonsense(a)) {
-        if (contend(a, n))
-            return true;
-        /* More than all of the limit: no reading makes that fit. */
-        if (n <= limit && ask(a, n))
+        __atomic_store_n(&a->careful, 1, __ATOMIC_RELAXED);
+        if (contend(a, n, limit))
             return true;
         if (n <= limit && unheard(a) && try_below(a, n, ceiling_alone))
             return true;

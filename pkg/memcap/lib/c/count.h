@@ -56,6 +56,22 @@
  * first lets a reading that falls between the steps see that something is under
  * way.
  *
+ * Exported memory is held by whoever has it open, in whatever process, and nobody is
+ * told when the last of them lets go. When its owner does, it stays bound and
+ * committed as if it were held yet
+ *
+ *     let go     exported += n
+ *
+ * so that committed may be more than what the driver gave, by what is gone meanwhile:
+ * too much is bound, never too little. A reading shows what is gone, by the driver's
+ * having less than bound, which raises the ceiling. By as much as the ceiling is above
+ * the limit the owner takes it off
+ *
+ *     gone       exported -= n · lost n
+ *
+ * and that gives no room, whether it was gone or not: bound and the ceiling fall by n
+ * together, and the next reading tells what the driver has.
+ *
  * The lock of a slot is a kernel's lock on one byte of the file, of an open
  * file description that nothing but one mapping of this process holds. It ends
  * with the mapping: at exit, at any death and at exec, not by fork (the mapping
@@ -66,13 +82,31 @@
 #include "page.h"
 #include "sys.h"
 
+/* A picture is all that decides a refusal: while it stays as it is, or what it
+ * leaves becomes less, so does the answer. */
+struct picture {
+    uint64_t amount, committed; /* bound, and what of it the driver gave */
+    uint64_t ceiling, settled, guesses;
+};
+
+enum { ANSWERS = 4 };
+
 struct account {
     const struct limit_page *page;
     struct usage_page *usage;
     struct slot *slot;
     uint64_t nonce;
-    uint64_t small;  /* [blocks charged:24 | live units of 512 bytes:40]; see small_reserve */
     uint64_t waited; /* 1 + page->done as it was when nobody answered; 0: never */
+    uint32_t careful; /* the ceiling was met not long ago; see account_reserve_quickly */
+    uint32_t lock;    /* guards answers, for moments */
+    /* Requests for which all was done that can be done, and there was no room. */
+    struct answer {
+        uint64_t n; /* 0: none */
+        struct picture at;
+    } answers[ANSWERS];
+    uint32_t next_answer;
+    uint64_t reaped;   /* when the dead were looked for, in microseconds */
+    uint64_t exported; /* bytes that this process has let go of and that may live on */
     char path[160];  /* the usage page's */
     void *hold;      /* the mapping that keeps the slot's lock */
     uint64_t dead, looked; /* what dead processes have in bound, and when that was looked at */
@@ -145,10 +179,21 @@ static inline void account_cancel(struct account *a, uint64_t n)
     count_sub(&a->slot->reserved, n);
 }
 
-bool account_reserve_slowly(struct account *a, uint64_t n);
+/* account_guessed is to be called where something was charged that the driver may
+ * have more or less of, or was given back so, or came and went uncharged: from then
+ * on the ceiling is not known to be exact. */
+static inline void account_guessed(struct account *a) { count_add(&a->usage->guesses, 1); }
 
+bool account_reserve_slowly(struct account *a, uint64_t n);
+bool account_reserve_carefully(struct account *a, uint64_t n);
+
+/* account_reserve_quickly adds first and looks then, which is cheapest, and for a
+ * moment others see what may not fit. Near the ceiling it would stand in the way
+ * of theirs that does, so there it looks first. */
 static inline bool account_reserve_quickly(struct account *a, uint64_t n)
 {
+    if (__builtin_expect(__atomic_load_n(&a->careful, __ATOMIC_RELAXED), 0))
+        return account_reserve_carefully(a, n);
     uint64_t ceiling = account_ceiling(a);
     if (n > ceiling || n >= MOST)
         return false;
@@ -186,6 +231,16 @@ static inline void account_lost(struct account *a, uint64_t n)
     count_sub(&a->slot->committed, n);
     count_add(&a->usage->settled, n);
     account_cancel(a, n);
+}
+
+/* account_exported leaves n charged that was exported and let go of, until the
+ * driver is seen to have it no more. */
+void account_exports_gone(struct account *a);
+static inline void account_exported(struct account *a, uint64_t n)
+{
+    count_add(&a->exported, n);
+    account_guessed(a);
+    account_exports_gone(a);
 }
 static inline void account_uncommit(struct account *a, uint64_t n) { count_sub(&a->slot->committed, n); }
 

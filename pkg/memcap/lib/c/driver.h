@@ -173,6 +173,9 @@ LAYOUT(CUmapinfo, 96);
     X(cuMemRetainAllocationHandle, (CUhandle *, void *))                                      \
     X(cuMemMap, (CUdeviceptr, size_t, size_t, CUhandle, unsigned long long))                  \
     X(cuMemUnmap, (CUdeviceptr, size_t))                                                      \
+    X(cuMemExportToShareableHandle, (void *, CUhandle, int, unsigned long long))              \
+    X(cuMemGetHandleForAddressRange, (void *, CUdeviceptr, size_t, int, unsigned long long))  \
+    X(cuIpcGetMemHandle, (void *, CUdeviceptr))                                               \
     X(cuMemMapArrayAsync, (CUmapinfo *, unsigned int, CUstream))                              \
     X(cuMemMapArrayAsync_ptsz, (CUmapinfo *, unsigned int, CUstream))                         \
     X(cuArrayCreate, (CUarray *, const CUarray2_v1 *))                                        \

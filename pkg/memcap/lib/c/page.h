@@ -44,7 +44,7 @@ struct limit_page {
      * One cache line. While the agent writes it, nonce is WRITING; 0 is none. */
     uint64_t nonce;
     uint64_t ceiling; /* bytes that bound may reach: limit - correction */
-    uint64_t stamp;   /* the word of bound at a quiet reading, else 0 */
+    uint64_t stamp;   /* 1 + the usage page's guesses at an exact reading, else 0 */
     uint64_t begun;   /* readings begun, and finished */
     uint64_t done;
     uint64_t settled; /* the usage page's, before the reading */
@@ -92,7 +92,10 @@ struct usage_page {
     uint64_t settled;   /* bytes taken off bound that were gone before, ever */
     uint64_t undone;    /* bytes: the most that the driver gave beyond bound and was at once given back */
     uint64_t uncounted; /* allocations that passed under the open policy, of a type that nobody knows */
-    uint64_t gap3[PAGE / 8 - 23];
+    /* Times that something was charged, or is no more, of which the driver may have
+     * more or less than that: until a reading the ceiling may be too low by it. */
+    uint64_t guesses;
+    uint64_t gap3[PAGE / 8 - 24];
     struct slot slots[]; /* SLOTS of them */
 };
 
@@ -137,6 +140,7 @@ AT(usage_page, high, 152);
 AT(usage_page, settled, 160);
 AT(usage_page, undone, 168);
 AT(usage_page, uncounted, 176);
+AT(usage_page, guesses, 184);
 AT(usage_page, slots, PAGE);
 _Static_assert(sizeof(struct slot) == 64, "slot");
 _Static_assert(sizeof(struct usage_page) + SLOTS * sizeof(struct slot) == USAGE_SIZE, "usage page");

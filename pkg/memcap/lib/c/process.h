@@ -62,6 +62,7 @@ struct process {
     uint32_t primary_refs[MAX_DEVICES];
     uint64_t hidden[MAX_DEVICES]; /* small things without an address; see charge.h */
     uint32_t tight[MAX_DEVICES]; /* locks; see charge.h */
+    uint64_t exports; /* addresses that were exported: entries of SPACE_EXPORT */
     struct pool pools[MAX_POOLS];
     uint32_t pools_charged; /* 1 once one was: from then on synchronising may shrink them */
     struct graph_pool graphs[MAX_DEVICES];

@@ -6,10 +6,11 @@
  * exported it, but its mappings are written down too, so that a range can be
  * walked. */
 
-#include "charge.h"
+#include "export.h"
 #include "property.h"
 
-/* The owner of a handle's entry is [refs:32 | maps:32]. */
+/* The owner of a handle's entry is [exported:1 | refs:31 | maps:32]. */
+#define EXPORTED ((uint64_t)1 << 63)
 #define REF ((uint64_t)1 << 32)
 #define MAPPED ((uint64_t)1)
 
@@ -46,7 +47,7 @@ EXPORT CUresult cuMemCreate(CUhandle *out, size_t size, const CUmemprop *prop, u
 }
 
 struct change {
-    uint64_t add, sub;
+    uint64_t add, sub, set;
     bool ended;
     struct entry was;
 };
@@ -57,15 +58,16 @@ static void apply(struct entry *e, void *arg)
     if (!e->how)
         return;
     c->was = *e;
-    e->owner += c->add - c->sub;
-    if (!e->owner) {
+    e->owner = (e->owner + c->add - c->sub) | c->set;
+    if (!(e->owner & ~EXPORTED)) {
         c->ended = true;
         e->how = 0;
     }
 }
 
 /* hold adds to what holds a handle; let_go takes away, and if nothing is left
- * uncommits the memory and says so, with the entry as it was before. */
+ * uncommits the memory and says so, with the entry as it was before. What was
+ * exported stays committed: others may hold it. */
 static void hold(struct process *p, CUhandle handle, uint64_t what)
 {
     struct change c = {.add = what};
@@ -79,13 +81,26 @@ static bool let_go(struct process *p, CUhandle handle, uint64_t what, struct ent
     if (!c.ended)
         return false;
     *was = c.was;
-    account_uncommit(&p->accounts[was->device], was->bytes);
+    if (!(was->owner & EXPORTED))
+        account_uncommit(&p->accounts[was->device], was->bytes);
     return true;
+}
+
+void handle_exported(struct process *p, CUhandle handle)
+{
+    struct change c = {.set = EXPORTED};
+    table_edit(&p->table, handle, SPACE_HANDLE, apply, &c);
 }
 
 static void ended(struct process *p, const struct entry *e)
 {
     struct account *a = &p->accounts[e->device];
+    if (e->owner & EXPORTED) {
+        /* No reading tells of managed memory: that is charged until the process ends. */
+        if (e->how != HOW_MANAGED)
+            account_exported(a, e->bytes);
+        return;
+    }
     if (e->how == HOW_MANAGED)
         count_sub(&a->slot->managed, e->bytes);
     account_cancel(a, e->bytes);
@@ -94,8 +109,26 @@ static void ended(struct process *p, const struct entry *e)
 static void not_ended(struct process *p, const struct entry *e)
 {
     struct entry old;
-    account_commit(&p->accounts[e->device], e->bytes);
+    if (!(e->owner & EXPORTED))
+        account_commit(&p->accounts[e->device], e->bytes);
     table_put(&p->table, e, &old);
+}
+
+/* What makes a descriptor, or a name for other processes and other nodes, of memory
+ * that was made by hand. */
+EXPORT CUresult cuMemExportToShareableHandle(void *out, CUhandle handle, int type, unsigned long long flags)
+{
+    struct process *p = ENTER();
+    struct entry was;
+    if (!p)
+        return CALL(cuMemExportToShareableHandle, out, handle, type, flags);
+    hold(p, handle, REF); /* a release beside us must not be the last */
+    CUresult r = CALL(cuMemExportToShareableHandle, out, handle, type, flags);
+    if (r == CUDA_SUCCESS)
+        handle_exported(p, handle);
+    if (let_go(p, handle, REF, &was))
+        ended(p, &was);
+    return r;
 }
 
 EXPORT CUresult cuMemRelease(CUhandle handle)

@@ -7,7 +7,8 @@
  *
  * One file for each theme, with a table of its routines at its end:
  *
- *     scenario_pools.c   stream-ordered memory: streams, events, pools
+ *     scenario_pools.c      stream-ordered memory: streams, events, pools
+ *     scenario_refusals.c   what a refusal costs
  */
 #ifndef MEMCAP_SCENARIO_H
 #define MEMCAP_SCENARIO_H
@@ -41,6 +42,7 @@ struct scenario {
 
 /* The themes; each ends with an empty entry. */
 extern const struct scenario pool_scenarios[];
+extern const struct scenario refusal_scenarios[];
 
 /* ASK makes a call that may be refused for want of memory and enters it in the
  * books; what it returns is whether memory was given. Any other error is a

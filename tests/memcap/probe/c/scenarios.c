@@ -9,7 +9,7 @@
 
 #include "scenario.h"
 
-static const struct scenario *const themes[] = {pool_scenarios};
+static const struct scenario *const themes[] = {pool_scenarios, refusal_scenarios};
 
 uint64_t now_ns(void)
 {
