@@ -34,7 +34,8 @@
 // name the last holds, and what is not known ends cuInit with
 // CUDA_ERROR_INVALID_VALUE and a line on standard error.
 //
-//	version=N                        what cuDriverGetVersion tells (default: the world's)
+//	version=N                        what cuDriverGetVersion tells (default: the world's); names that came later are found neither
+//	                                 by cuGetProcAddress nor by dlsym (default: all are there)
 //	kernel-us=N                      microseconds that a kernel takes (0)
 //	piece-mib=N                      by what pools grow, an even number (32)
 //	holes=fit|remap                  a request needs one hole that is large enough, or free blocks of 2 MiB are put together
@@ -47,6 +48,10 @@
 //	query=nothing|observes           a query that finds a stream done does nothing more, or as much as synchronising
 //	used=live|pending                the memory in use is without or with what only one stream may reuse
 //	ipc-pools=kept|shrink            pools for other processes give nothing back before their end, or like others
+//	domains=N                        locality domains of a device, from version 13040 on (2)
+//	loading=environment|lazy|eager   when a module's code is loaded: as CUDA_MODULE_LOADING says, before its first kernel, or with it
+//	heap=set|launch                  cuCtxSetLimit takes the memory of heap and printf FIFO at once, or the next kernel does
+//	managed-create=refused|made      cuMemCreate does not take managed memory, or does
 //	strict                           all that is hardest for who holds a program to an amount; see cuda_switch.c
 //
 // A build is named by the hash of all that goes into it, so that it costs

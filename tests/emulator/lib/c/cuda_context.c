@@ -264,6 +264,22 @@ API CUresult cuCtxSynchronize(void)
     return context_wait("cuCtxSynchronize", c);
 }
 
+/* "Block for the specified context's tasks to complete": of 13.0, whose unsuffixed
+ * form goes on without a parameter. */
+API CUresult cuCtxSynchronize_v2(CUcontext handle)
+{
+    struct context *c;
+    TRY(ready());
+    if (!handle)
+        TRY(current(&c));
+    else if (!(c = context_get(handle)))
+        return CUDA_ERROR_INVALID_CONTEXT;
+    if (!c->alive)
+        return CUDA_ERROR_CONTEXT_IS_DESTROYED;
+    TRY(unsafe_in_capture());
+    return context_wait("cuCtxSynchronize_v2", c);
+}
+
 API CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest)
 {
     struct context *c;

@@ -163,8 +163,6 @@ static CUresult find_devices(void)
     c.room = sizeof reply;
     TRY(ask(&c, NULL));
     cuda_version = (int)get_u32(&c);
-    if (switches.version)
-        cuda_version = switches.version;
     memset(all, 0, sizeof all);
     for (uint32_t n = get_u32(&c); n > 0 && count < MAX_INSTANCES; n--) {
         struct device *d = &all[count];
@@ -234,7 +232,7 @@ API CUresult cuDriverGetVersion(int *version)
     return CUDA_SUCCESS;
 }
 
-int driver_version(void) { return cuda_version; }
+int driver_version(void) { return switches.version ? switches.version : cuda_version; }
 
 static void child(void) { pthread_mutex_init(&cuda_lock, NULL); }
 

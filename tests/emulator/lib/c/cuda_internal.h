@@ -154,6 +154,11 @@ CUresult export_shared(uint64_t id, int *fd);
 uint64_t next_serial(void);
 int driver_version(void); /* of CUDA, as cuDriverGetVersion has it */
 
+/* --- cuda_version.c */
+
+/* names_until is the version after which names came that are not there. */
+int names_until(void);
+
 /* --- cuda_context.c */
 
 /* current is the thread's context, ready to be used. */

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "cuda_internal.h"
+#include "cuda_switch.h"
 
 enum { /* CUlimit */
     STACK_SIZE, PRINTF_FIFO_SIZE, MALLOC_HEAP_SIZE, DEV_RUNTIME_SYNC_DEPTH, DEV_RUNTIME_PENDING_LAUNCH_COUNT,
@@ -17,7 +18,7 @@ enum { /* CUlimit */
 };
 
 struct limits {
-    size_t value[LIMITS];
+    size_t value[LIMITS], taken[LIMITS]; /* taken: the value that is charged */
     bool mallocs, prints; /* a kernel has run that calls the device's malloc, its printf */
 };
 
@@ -41,6 +42,7 @@ bool limits_begin(struct context *c)
     if (l) {
         *l = (struct limits){0};
         memcpy(l->value, standard, sizeof standard);
+        memcpy(l->taken, standard, sizeof standard);
         c->limits = l;
     }
     pthread_mutex_unlock(&limiting);
@@ -103,24 +105,40 @@ static CUresult permitted(const struct device *d, const struct limits *l, int li
     }
 }
 
-/* set has limiting held. "If these reservations of device memory fail,
+/* take charges for what a limit is; limiting is held. "If these reservations of device memory fail,
  * cuCtxSetLimit() will return CUDA_ERROR_OUT_OF_MEMORY, and the limit can be reset
  * to a lower value." */
-static CUresult set(const char *call, struct context *c, int limit, size_t value)
+static CUresult take(const char *call, struct context *c, int limit, size_t value)
 {
     struct device *d = &devices[c->device];
-    int64_t more = (int64_t)takes(d, limit, value) - (int64_t)takes(d, limit, c->limits->value[limit]);
+    int64_t more = (int64_t)takes(d, limit, value) - (int64_t)takes(d, limit, c->limits->taken[limit]);
     TRY(charge(call, d, more));
     lock();
     bool alive = c->alive;
     if (alive)
         c->charged += (uint64_t)more;
-    c->limits->value[limit] = value;
+    c->limits->taken[limit] = value;
     unlock();
     if (alive)
         return CUDA_SUCCESS;
     charge(call, d, -more); /* it was destroyed at this moment */
     return CUDA_ERROR_CONTEXT_IS_DESTROYED;
+}
+
+/* When the heap and the FIFO are made the documentation does not say: at once, or
+ * before the next kernel. Of the stack it does: "Setting this value will take effect
+ * immediately". */
+static bool later(int limit)
+{
+    return switches.heap == HEAP_LAUNCH && (limit == MALLOC_HEAP_SIZE || limit == PRINTF_FIFO_SIZE);
+}
+
+static CUresult set(const char *call, struct context *c, int limit, size_t value)
+{
+    if (!later(limit))
+        TRY(take(call, c, limit, value));
+    c->limits->value[limit] = value;
+    return CUDA_SUCCESS;
 }
 
 API CUresult cuCtxSetLimit(int limit, size_t value)
@@ -154,14 +172,18 @@ API CUresult cuCtxGetLimit(size_t *value, int limit)
 CUresult limits_launch(struct context *c, const char *name)
 {
     size_t stack = 0;
+    sscanf(name, "stack_%zu", &stack);
     bool mallocs = strncmp(name, "malloc_", 7) == 0, prints = strncmp(name, "printf_", 7) == 0;
-    if (!mallocs && !prints && sscanf(name, "stack_%zu", &stack) != 1)
+    if (!mallocs && !prints && !stack && switches.heap == HEAP_SET)
         return CUDA_SUCCESS;
     pthread_mutex_lock(&limiting);
     c->limits->mallocs |= mallocs;
     c->limits->prints |= prints;
     CUresult r = CUDA_SUCCESS;
-    if (stack > c->limits->value[STACK_SIZE] && (r = permitted(&devices[c->device], c->limits, STACK_SIZE, &stack)) == CUDA_SUCCESS)
+    for (int limit = PRINTF_FIFO_SIZE; limit <= MALLOC_HEAP_SIZE && r == CUDA_SUCCESS; limit++)
+        if (c->limits->taken[limit] != c->limits->value[limit])
+            r = take("cuLaunchKernel", c, limit, c->limits->value[limit]);
+    if (r == CUDA_SUCCESS && stack > c->limits->value[STACK_SIZE] && (r = permitted(&devices[c->device], c->limits, STACK_SIZE, &stack)) == CUDA_SUCCESS)
         r = set("cuLaunchKernel", c, STACK_SIZE, stack);
     pthread_mutex_unlock(&limiting);
     return r;

@@ -9,7 +9,7 @@
  * takes so many blocks of 2 MiB, 1 if it does not say, and has such a variable.
  * Its kernels have any name; busy_17us takes 17 microseconds.
  *
- * When code is loaded the environment variable CUDA_MODULE_LOADING says. EAGER: with
+ * When code is loaded a switch or the environment variable CUDA_MODULE_LOADING says. EAGER: with
  * the module. LAZY (what drivers have done since CUDA 12.2 where it says nothing):
  * "delays loading of CUDA modules and kernels from program initialization closer to
  * kernels execution" (programming guide, "Lazy Loading"); here a module's variables
@@ -24,7 +24,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -60,6 +59,8 @@ enum mode { MIXED, EAGER, LAZY };
 
 static enum mode mode(void)
 {
+    if (switches.loading != LOADING_ENVIRONMENT)
+        return switches.loading == LOADING_LAZY ? LAZY : EAGER;
     const char *how = getenv("CUDA_MODULE_LOADING");
     return !how ? MIXED : strcmp(how, "EAGER") == 0 ? EAGER : strcmp(how, "LAZY") == 0 ? LAZY : MIXED;
 }

@@ -33,7 +33,7 @@ static CUresult find(const char *name, void **out, int version, cuuint64_t flags
     *out = NULL;
     *status = CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        if (strcmp(names[i].name, name) != 0)
+        if (strcmp(names[i].name, name) != 0 || names[i].version > names_until())
             continue;
         if (names[i].version > version) {
             if (!*out)

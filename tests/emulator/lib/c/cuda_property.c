@@ -9,19 +9,20 @@
 #include <string.h>
 
 #include "cuda_internal.h"
+#include "cuda_switch.h"
 
 enum { WITH_MANAGED_POOLS = 13000, WITH_POOL_PROPERTIES = 13020, WITH_DOMAINS = 13040, NUMA_NODES = 8 };
 
 int locality_domains(const struct device *d)
 {
     (void)d;
-    return driver_version() >= WITH_DOMAINS ? 2 : 0;
+    return driver_version() >= WITH_DOMAINS ? switches.domains : 0;
 }
 
 static CUresult managed(enum purpose purpose, struct property *p)
 {
-    /* Of cuMemCreate the documentation speaks of pinned memory only. */
-    MUST(purpose == FOR_POOL && driver_version() >= WITH_MANAGED_POOLS);
+    /* Whether cuMemCreate takes this type the documentation does not say. */
+    MUST(driver_version() >= WITH_MANAGED_POOLS && (purpose == FOR_POOL || switches.managed_create == MANAGED_CREATE_MADE));
     p->backing = BACKED_BY_MANAGED;
     switch (p->location.type) {
     case CU_MEM_LOCATION_TYPE_NONE: /* "to indicate no preferred location" */

@@ -7,16 +7,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { PIECE_MIB = 32 };
+enum { PIECE_MIB = 32, DOMAINS = 2 };
 
-struct switches switches = {.piece_mib = PIECE_MIB};
+struct switches switches = {.piece_mib = PIECE_MIB, .domains = DOMAINS};
 
 /* A switch is a number from least to most, or one of some words. */
 static const struct name {
     const char *name;
     size_t at;
     long least, most;
-    const char *words[3];
+    const char *words[4]; /* and a NULL */
 } names[] = {
 #define NUMBER(name, field, least, most) {name, offsetof(struct switches, field), least, most, {0}}
 #define WORDS(name, field, ...) {name, offsetof(struct switches, field), 0, 0, {__VA_ARGS__}}
@@ -33,6 +33,10 @@ static const struct name {
     WORDS("query", query, "nothing", "observes"),
     WORDS("used", used, "live", "pending"),
     WORDS("ipc-pools", ipc_pools, "kept", "shrink"),
+    NUMBER("domains", domains, 1, 8),
+    WORDS("loading", loading, "environment", "lazy", "eager"),
+    WORDS("heap", heap, "set", "launch"),
+    WORDS("managed-create", managed_create, "refused", "made"),
 #undef NUMBER
 #undef WORDS
 };
@@ -41,7 +45,8 @@ static const struct name {
  * work is still under way when its memory is freed, a pool grows wherever it may,
  * and gives back as little as it may. */
 static const char strict[] = "kernel-us=200,holes=fit,large=pieces,reuse=documented,opportunistic=lazy,follow=direct,"
-                             "trim=observed,shrink=never,query=nothing,used=live,ipc-pools=kept";
+                             "trim=observed,shrink=never,query=nothing,used=live,ipc-pools=kept,"
+                             "loading=lazy,heap=launch,managed-create=made";
 
 static bool put(const struct name *n, const char *text)
 {
@@ -90,7 +95,7 @@ static bool put_all(const char *list)
 bool switches_read(void)
 {
     const char *list = getenv("GPU_EMULATOR_CUDA");
-    switches = (struct switches){.piece_mib = PIECE_MIB};
+    switches = (struct switches){.piece_mib = PIECE_MIB, .domains = DOMAINS};
     if (!list || !put_all(list))
         return !list;
     if (switches.piece_mib % 2 == 0)
