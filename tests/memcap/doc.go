@@ -44,16 +44,24 @@
 // either. A row that fails as yet says so, and has to go on failing until the
 // mark is removed.
 //
+// [TestPrograms] is programs as users have them (package programs): allocators in
+// the shape of PyTorch's, RMM's and JAX's, NCCL's and vLLM's processes. Each is at
+// the edge of its cap, with the agent's own watchdog on at its own pace, and beside
+// it stands the same program on a bare card as large as the cap. It must not be
+// ended, nor hang, nor be told more often that there is no memory, nor be slower
+// than nine tenths. Speed is judged in the long form alone.
+//
 // The other tests are one property each; their comments say which.
 //
-//	go test ./tests/memcap                short form; about three minutes on two cores
+//	go test ./tests/memcap                short form; about five minutes on two cores
 //	go test ./tests/memcap -v             also prints the table, seeds and figures
-//	go test ./tests/memcap -long          1,000 kills, and 1,000 ways to spoil a page
+//	go test ./tests/memcap -long          1,000 kills, 1,000 ways to spoil a page, ten minutes for each program
 //	go test ./tests/memcap -seed 7        the randomness of a run that failed
 //
 // # What it does not know
 //
-// Times: what the cap costs is measured by the benches. Raw ioctls and a
+// Times, but for the programs' as a whole: what the cap costs is measured by the
+// benches. Raw ioctls and a
 // tenant's own copy of the driver's library, but that the second one gets past
 // the cap: the watchdog's tests are about these.
 package memcap

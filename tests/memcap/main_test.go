@@ -28,7 +28,7 @@ import (
 )
 
 var (
-	long = flag.Bool("long", false, "the full counts: 1,000 kills, 1,000 spoilt pages")
+	long = flag.Bool("long", false, "the full counts: 1,000 kills, 1,000 spoilt pages, ten minutes for each program")
 	seed = flag.Uint64("seed", 0, "seed of what is random; 0 chooses one and prints it")
 )
 
@@ -179,9 +179,25 @@ type box struct {
 	done    []chan error
 }
 
-// claim makes a container with a claim. change may be nil; it sees the edits
-// before they are laid.
+// claim makes a container with a claim, and readers for it. change may be nil; it
+// sees the edits before they are laid.
 func (r *rig) claim(t *testing.T, key string, shares []share, open bool, change func(*specs.ContainerEdits, *capsule.Image)) *box {
+	t.Helper()
+	b := r.unread(t, key, shares, open, change)
+	ctx, stop := context.WithCancel(t.Context())
+	b.stop = stop
+	for _, s := range shares {
+		reader := &capsule.Reader{Machine: r.m, Container: b.Container, Pages: r.pages, Key: key, GPU: r.uuid(s.gpu), Every: every}
+		b.readers[s.gpu] = reader
+		done := make(chan error, 1)
+		b.done = append(b.done, done)
+		go func() { done <- reader.Run(ctx) }()
+	}
+	return b
+}
+
+// unread makes a container with a claim that nobody reads yet.
+func (r *rig) unread(t *testing.T, key string, shares []share, open bool, change func(*specs.ContainerEdits, *capsule.Image)) *box {
 	t.Helper()
 	var limits []lib.Limit
 	var gpus []int
@@ -207,15 +223,7 @@ func (r *rig) claim(t *testing.T, key string, shares []share, open bool, change 
 		t.Fatal(err)
 	}
 	b := &box{Container: c, r: r, key: key, readers: map[int]*capsule.Reader{}}
-	ctx, stop := context.WithCancel(t.Context())
-	b.stop = stop
-	for _, s := range shares {
-		reader := &capsule.Reader{Machine: r.m, Container: c, Pages: r.pages, Key: key, GPU: r.uuid(s.gpu), Every: every}
-		b.readers[s.gpu] = reader
-		done := make(chan error, 1)
-		b.done = append(b.done, done)
-		go func() { done <- reader.Run(ctx) }()
-	}
+	b.stop = func() {}
 	t.Cleanup(func() { b.close(t) })
 	return b
 }

@@ -123,8 +123,8 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 			commands: []command{e2e},
 		},
 		{
-			name: "caps", what: "memory caps: every call by every door, and kills", after: []string{"emulator"}, beside: true, lacks: root,
-			commands: []command{caps},
+			name: "caps", what: "memory caps: every call by every door, scenarios, programs as users have them, and kills", after: []string{"emulator"}, beside: true, lacks: root,
+			commands: []command{test(".", "-count=1", limit, "./tests/memcap/capsule", "./tests/memcap/probe", "./tests/memcap/programs"), caps},
 		},
 		{
 			name: "peers", what: "rivals' programs on the emulated driver, and what their files mean", after: []string{"emulator"}, beside: true, lacks: root,

@@ -3,19 +3,11 @@
 package probe
 
 import (
-	"bytes"
 	"context"
-	"crypto/sha256"
 	"embed"
-	"encoding/hex"
 	"errors"
-	"fmt"
 	"io/fs"
-	"os"
-	"os/exec"
 	"path/filepath"
-
-	"example.com/gpu-agent/tests/emulator/lib"
 )
 
 // The files that a build makes.
@@ -28,85 +20,25 @@ const (
 //go:embed c/*.c c/*.h
 var sources embed.FS
 
+// Sources are the files of the probe, for programs that come to the library by
+// the same doors.
+var Sources fs.FS = sources
+
 var (
-	flags   = []string{"-std=gnu17", "-O2", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror"}
+	// Flags are those of every build.
+	Flags   = []string{"-std=gnu17", "-O2", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror"}
 	objects = []string{"main.c", "doors.c", "calls.c", "team.c", "views.c", "scenarios.c", "scenario_pools.c", "scenario_refusals.c"}
 )
 
 // Cached builds the programs into the project's cache, unless they are there,
 // and returns their folder.
 func Cached(ctx context.Context) (string, error) {
-	cache, err := lib.Cache()
-	if err != nil {
-		return "", err
-	}
-	version, err := command(ctx, "", "gcc", "--version")
-	if err != nil {
-		return "", err
-	}
-	h := sha256.New()
-	fmt.Fprintf(h, "%s%q%q", version, flags, objects)
-	names, err := fs.Glob(sources, "c/*")
-	if err != nil {
-		return "", err
-	}
-	for _, name := range names {
-		data, err := sources.ReadFile(name)
-		if err != nil {
-			return "", err
-		}
-		fmt.Fprintf(h, "%s %d\n%s", name, len(data), data)
-	}
-	parent := filepath.Join(cache, "memcap")
-	dir := filepath.Join(parent, "probe-"+hex.EncodeToString(h.Sum(nil))[:16])
-	if _, err := os.Stat(dir); err == nil {
-		return dir, nil
-	}
-	if err := os.MkdirAll(parent, 0o755); err != nil {
-		return "", fmt.Errorf("make the probe's folder: %w", err)
-	}
-	tmp, err := os.MkdirTemp(parent, "build-")
-	if err != nil {
-		return "", fmt.Errorf("make the probe's folder: %w", err)
-	}
-	defer os.RemoveAll(tmp)
-	if err := os.Chmod(tmp, 0o755); err != nil {
-		return "", fmt.Errorf("make the probe's folder: %w", err)
-	}
-	if err := Build(ctx, tmp); err != nil {
-		return "", err
-	}
-	// Whoever else builds it makes the same.
-	if err := os.Rename(tmp, dir); err != nil && !errors.Is(err, fs.ErrExist) {
-		return "", fmt.Errorf("keep the probe: %w", err)
-	}
-	return dir, nil
+	return Keep(ctx, "probe", Build, Sources)
 }
 
-// Build makes the programs in dir, which exists.
-func Build(ctx context.Context, dir string) error {
-	src, err := os.MkdirTemp("", "probe-")
-	if err != nil {
-		return fmt.Errorf("build the probe: %w", err)
-	}
-	defer os.RemoveAll(src)
-	names, err := fs.Glob(sources, "c/*")
-	if err != nil {
-		return err
-	}
-	for _, name := range names {
-		data, err := sources.ReadFile(name)
-		if err == nil {
-			err = os.WriteFile(filepath.Join(src, filepath.Base(name)), data, 0o644)
-		}
-		if err != nil {
-			return fmt.Errorf("build the probe: %w", err)
-		}
-	}
-	gcc := func(args ...string) error {
-		_, err := command(ctx, src, "gcc", append(append([]string{}, flags...), args...)...)
-		return err
-	}
+// Build makes the programs in dir, which exists, from the files in src.
+func Build(ctx context.Context, src, dir string) error {
+	gcc := func(args ...string) error { return GCC(ctx, src, args...) }
 	to := func(name string) string { return filepath.Join(dir, name) }
 	const stub = "libcuda.so.1"
 	return errors.Join(
@@ -116,18 +48,6 @@ func Build(ctx context.Context, dir string) error {
 		gcc(append([]string{"-Wl,--no-as-needed", "-o", to(Linked), "linked.c", stub}, append(objects[:len(objects):len(objects)], "-ldl")...)...),
 		gcc("-shared", "-Wl,--no-as-needed", "-o", to(Plugin), "linked.c", stub),
 	)
-}
-
-func command(ctx context.Context, dir, name string, args ...string) (string, error) {
-	cmd := exec.CommandContext(ctx, name, args...)
-	cmd.Dir = dir
-	var errs bytes.Buffer
-	cmd.Stderr = &errs
-	out, err := cmd.Output()
-	if err != nil {
-		return "", fmt.Errorf("%s: %w\n%s", name, err, errs.Bytes())
-	}
-	return string(out), nil
 }
 
 // Calls are the calls that the probe can make, in its own order. A name after a

@@ -49,6 +49,9 @@ enum {
     CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT = 5,
     CU_STREAM_NON_BLOCKING = 1,
     CU_EVENT_DISABLE_TIMING = 2,
+    CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3,
+    CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1,
+    CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1,
     CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1,
     CU_GET_PROC_ADDRESS_DEFAULT = 0,
     CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM = 2,
@@ -57,6 +60,15 @@ enum {
 typedef struct {
     int type, id;
 } CUmemLocation;
+
+typedef struct {
+    CUmemLocation location;
+    int flags;
+} CUmemAccessDesc;
+
+typedef struct {
+    char reserved[64];
+} CUipcMemHandle;
 
 typedef struct {
     int type, requestedHandleTypes;
@@ -171,6 +183,12 @@ _Static_assert(sizeof(CUDA_ARRAY3D_DESCRIPTOR) == 40, "CUDA_ARRAY3D_DESCRIPTOR")
     F(cuMemAddressFree, "cuMemAddressFree", 10020, 0, (CUdeviceptr, size_t bytes)) \
     F(cuMemMap, "cuMemMap", 10020, 0, (CUdeviceptr, size_t bytes, size_t offset, CUmemGenericAllocationHandle, unsigned long long flags)) \
     F(cuMemUnmap, "cuMemUnmap", 10020, 0, (CUdeviceptr, size_t bytes)) \
+    F(cuMemSetAccess, "cuMemSetAccess", 10020, 0, (CUdeviceptr, size_t bytes, const CUmemAccessDesc *, size_t count)) \
+    F(cuMemExportToShareableHandle, "cuMemExportToShareableHandle", 10020, 0, (void *out, CUmemGenericAllocationHandle, int type, unsigned long long flags)) \
+    F(cuMemImportFromShareableHandle, "cuMemImportFromShareableHandle", 10020, 0, (CUmemGenericAllocationHandle *, void *os_handle, int type)) \
+    F(cuIpcGetMemHandle, "cuIpcGetMemHandle", 4010, 0, (CUipcMemHandle *, CUdeviceptr)) \
+    F(cuIpcOpenMemHandle_v2, "cuIpcOpenMemHandle", 11000, 0, (CUdeviceptr *, CUipcMemHandle, unsigned flags)) \
+    F(cuIpcCloseMemHandle, "cuIpcCloseMemHandle", 4010, 0, (CUdeviceptr)) \
     F(cuMemRetainAllocationHandle, "cuMemRetainAllocationHandle", 11000, 0, (CUmemGenericAllocationHandle *, void *at)) \
     F(cuArrayCreate, "cuArrayCreate", 2000, 0, (CUarray *, const CUDA_ARRAY_DESCRIPTOR_v1 *)) \
     F(cuArrayCreate_v2, "cuArrayCreate", 3020, 0, (CUarray *, const CUDA_ARRAY_DESCRIPTOR *)) \

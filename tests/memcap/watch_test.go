@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package memcap
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/guard"
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap"
+	"example.com/gpu-agent/pkg/memcap/lib"
+	"example.com/gpu-agent/tests/emulator"
+)
+
+// post is the agent's own watchdog, at its own pace, on a rig with one container.
+// It stands in for the node: what the guard asks of a driver, a kubelet, a
+// container runtime and /proc, it answers from the emulated driver's books and the
+// capsule.
+type post struct {
+	r     *rig
+	b     *box
+	claim desk.Claim
+	caps  []lib.Limit
+
+	mu    sync.Mutex
+	ended []string // how containers were ended; guarded by mu
+	log   bytes.Buffer
+}
+
+const watchDomain = "example.com"
+
+// watched is the key of a claim that the watchdog recognises as one.
+func watched() string { return cdi.Key(watchDomain+"/gpu-mem", []string{"watched"}) }
+
+// watch runs the watchdog over a container whose key is watched, until the test ends. Whom it would
+// have ended goes on, and is told of at the end.
+func (r *rig) watch(t *testing.T, b *box, shares []share) *post {
+	t.Helper()
+	p := &post{r: r, b: b, claim: desk.Claim{Key: b.key, Resource: watchDomain + "/gpu-mem", IDs: []string{"watched"},
+		Holder: desk.Holder{Namespace: "work", Pod: b.key, Container: "main"}}}
+	for _, s := range shares {
+		p.claim.GPUs = append(p.claim.GPUs, r.uuid(s.gpu))
+		p.caps = append(p.caps, lib.Limit{GPU: r.uuid(s.gpu), Bytes: s.bytes})
+	}
+	g := guard.New(guard.Options{Domain: watchDomain, Log: slog.New(slog.NewTextHandler(&p.log, nil))},
+		guard.Worlds{Driver: p, House: p, Proc: p, Runtime: p, Pages: p, Observer: p})
+	ctx, stop := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- g.Run(ctx) }()
+	b.stop = func() {
+		stop()
+		if err := <-done; !errors.Is(err, context.Canceled) {
+			t.Errorf("the watchdog ended with %v", err)
+		}
+		if t.Failed() {
+			t.Logf("the watchdog said:\n%s", p.log.String())
+		}
+	}
+	return p
+}
+
+// kills is how often the watchdog has ended the container.
+func (p *post) kills() []string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return slices.Clone(p.ended)
+}
+
+func (p *post) Processes(_ context.Context, u gpu.UUID) ([]gpu.Process, error) {
+	st := p.r.m.World.State()
+	var out []gpu.Process
+	for _, e := range st.Processes {
+		if st.GPUs[e.GPU].UUID == string(u) {
+			out = append(out, gpu.Process{PID: e.PID, Kind: gpu.Compute, Bytes: e.Bytes, Known: true, GI: -1, CI: -1})
+		}
+	}
+	return out, nil
+}
+
+func (p *post) Memory(_ context.Context, u gpu.UUID) (gpu.Memory, error) {
+	for i, g := range p.r.state.GPUs {
+		if g.UUID == string(u) {
+			used := gpu.MiB((p.r.used(i) + MiB - 1) / MiB)
+			return gpu.Memory{Total: gpu.MiB(g.MemoryMiB), Reserved: gpu.MiB(g.ReservedMiB), Used: used,
+				Free: gpu.MiB(g.MemoryMiB-g.ReservedMiB) - used}, nil
+		}
+	}
+	return gpu.Memory{}, gpu.ErrNotFound
+}
+
+func (p *post) Offered() []gpu.Device {
+	var out []gpu.Device
+	for i, u := range p.claim.GPUs {
+		out = append(out, gpu.Device{UUID: u, Index: i})
+	}
+	return out
+}
+
+func (p *post) Claims() []desk.Claim         { return []desk.Claim{p.claim} }
+func (p *post) Caps(*desk.Claim) []lib.Limit { return slices.Clone(p.caps) }
+func (p *post) Open(gpu.UUID) bool           { return false }
+func (p *post) Stirred() <-chan struct{}     { return nil }
+func (p *post) Check() error                 { return nil }
+func (p *post) owner(start uint64) node.Owner {
+	return node.Owner{ID: p.claim.Key, PodUID: "uid-" + p.claim.Key, Start: start}
+}
+func (p *post) Evicted() {}
+
+func (p *post) Container(pid int) (node.Owner, error) {
+	start, err := startTime(pid)
+	if err != nil {
+		return node.Owner{}, fmt.Errorf("process %d: %w", pid, gpu.ErrNotFound)
+	}
+	if !p.b.Has(pid) {
+		return node.Owner{Start: start}, fmt.Errorf("process %d: %w", pid, gpu.ErrNotFound)
+	}
+	return p.owner(start), nil
+}
+
+// startTime is field 22 of /proc/<pid>/stat, see proc(5).
+func startTime(pid int) (uint64, error) {
+	data, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
+	if err != nil {
+		return 0, err
+	}
+	fields := strings.Fields(string(data[bytes.LastIndexByte(data, ')')+1:]))
+	if len(fields) < 20 {
+		return 0, io.ErrUnexpectedEOF
+	}
+	return strconv.ParseUint(fields[19], 10, 64)
+}
+
+func (p *post) Containers(context.Context) ([]node.Container, error) {
+	return []node.Container{{ID: p.claim.Key, PodUID: "uid-" + p.claim.Key, Namespace: "work", Pod: p.claim.Key, Name: "main", Running: true,
+		Annotations: map[string]string{cdi.AnnotationName(watchDomain, p.claim.Key): p.claim.Resource}}}, nil
+}
+
+func (p *post) End(context.Context, node.Owner) (string, error) { return "told the test", nil }
+
+func (p *post) Ended(kind memcap.Kind, _ time.Duration) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	st := p.r.m.World.State()
+	p.ended = append(p.ended, fmt.Sprintf("%s: %+v", kind, st.Processes))
+}
+
+func (p *post) Meter(key string, u gpu.UUID, pid int) (guard.Meter, error) {
+	usage, err := lib.OpenUsage("/proc", pid, u)
+	if err != nil {
+		return nil, err
+	}
+	meter, err := p.r.pages.Meter(key, u, usage)
+	if err != nil {
+		usage.Close()
+		return nil, err
+	}
+	return counters{meter, usage}, nil
+}
+
+type counters struct {
+	*lib.Meter
+	usage *lib.Usage
+}
+
+func (c counters) Close() error { return errors.Join(c.Meter.Close(), c.usage.Close()) }
+
+// The watchdog of these tests is at work: it ends a program that goes round the cap,
+// and tells of it.
+func TestWatch(t *testing.T) {
+	r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 1})
+	shares := []share{{gpu: 0, bytes: GiB}}
+	b := r.unread(t, watched(), shares, false, nil)
+	p := r.watch(t, b, shares)
+	k := b.tool(t, "probe", []string{"LIBCUDA=" + lib.RealCUDA, socket}, "-door", "path")
+	if f := k.ask("took", "take cuMemAlloc_v2 %d", 2*GiB); f["result"] != "0" {
+		t.Fatalf("%q", k.said)
+	}
+	await(t, "the watchdog", func() bool { return len(p.kills()) > 0 }, func() any { return p.log.String() })
+	k.quit()
+}
