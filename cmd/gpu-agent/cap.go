@@ -149,7 +149,8 @@ func show(s *obs.Status, st *guard.State) {
 	}
 	for i := range s.GPUs {
 		g := &s.GPUs[i]
-		g.Intruders, g.NoPod = st.Intruders[gpu.UUID(g.UUID)], st.Strangers[gpu.UUID(g.UUID)]
+		u := gpu.UUID(g.UUID)
+		g.Intruders, g.NoPod, g.Unlisted = st.Intruders[u], st.Strangers[u], st.Unlisted[u]
 	}
 	mib := func(n uint64) uint64 { return (n + 1<<20 - 1) >> 20 }
 	for i := range st.Containers {

@@ -17,12 +17,11 @@ import (
 
 // act tells of an offence that is beyond doubt, and ends the offender beside the
 // looks that go on: a runtime may take its time.
-func (g *Guard) act(ctx context.Context, d *gpu.Device, v memcap.Verdict, owners map[int]node.Owner) {
-	c := g.containers[v.Container]
-	if c == nil {
-		return
-	}
+func (g *Guard) act(ctx context.Context, d *gpu.Device, c *node.Container, v memcap.Verdict, owners map[int]node.Owner) {
 	who := fmt.Sprintf("container %s of pod %s/%s", c.Name, c.Namespace, c.Pod)
+	if c.Name == "" {
+		who = fmt.Sprintf("a container of pod %s/%s that the container runtime does not list", c.Namespace, c.Pod)
+	}
 	where := fmt.Sprintf("GPU %d (%s)", d.Index, d.UUID)
 	reason, message := overReason, fmt.Sprintf("%s uses %s of %s, more than its cap of %s", who, amount(v.Used), where, amount(v.Cap))
 	end := true
@@ -77,7 +76,7 @@ func (g *Guard) end(ctx context.Context, c *node.Container, v memcap.Verdict, ow
 	ectx, cancel := context.WithTimeout(ctx, endPatience)
 	defer cancel()
 	how, err := g.w.Runtime.End(ectx, owner)
-	if errors.Is(err, gpu.ErrNotFound) {
+	if errors.Is(err, gpu.ErrNotFound) && c.Name != "" { // of one that the runtime does not know it says so too
 		g.log.Info("an offender has ended by itself", "container", v.Container, "pod", c.Namespace+"/"+c.Pod)
 		return
 	}

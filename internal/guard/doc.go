@@ -31,7 +31,10 @@
 // so, and it is ended, it alone. Before that everything is looked at again: the
 // driver's figures, and for each process that counted, that it is the same one
 // and still in that container. A container that uses a GPU of ours without a
-// claim on it is reported, and ended only where the operator wants that. A process
+// claim on it is reported, and ended only where the operator wants that. One that
+// the runtime does not list (a sandboxed runtime has the processes of a whole pod in
+// such) is reported as that. Its cgroup tells its pod; it is ended if it has more than
+// all containers of that pod may have together, and only where that is known. A process
 // of no pod is the machine's own business: it is counted and never touched. Who
 // offends again and again can be evicted, so that its controller puts it
 // elsewhere; that is off unless asked for.

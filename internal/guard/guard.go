@@ -5,6 +5,7 @@ package guard
 import (
 	"context"
 	"log/slog"
+	"maps"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -62,6 +63,7 @@ const (
 	overReason     = "CapExceeded"
 	intruderReason = "Intruder"
 	evictedReason  = "CapEvicted"
+	unlistedReason = "ContainerNotListed"
 )
 
 // Options configure a Guard.
@@ -187,6 +189,7 @@ type Guard struct {
 	// opening is how many counters are being opened, by goroutines of their own.
 	opening atomic.Int32
 	seen    map[place]*sight
+	strays  map[place]*stray // those that the runtime does not list
 	looked  map[gpu.UUID]time.Time
 	// last is what the last look at each GPU found.
 	last map[gpu.UUID]look
@@ -235,7 +238,9 @@ type listing struct {
 
 // look is one look at one GPU.
 type look struct {
-	intruders, strangers int
+	// How many processes are of containers without a claim, of no pod, and of
+	// containers that the runtime does not list.
+	intruders, strangers, unlisted int
 }
 
 // New returns a guard that has not looked at anything yet.
@@ -246,7 +251,7 @@ func New(o Options, w Worlds) *Guard {
 	g := &Guard{
 		opts: o, w: w, judge: memcap.NewJudge(o.Policy), log: o.Log, prefix: cdi.AnnotationName(o.Domain, ""),
 		ending: map[string]bool{}, ended: map[string]bool{},
-		containers: map[string]*node.Container{}, seen: map[place]*sight{},
+		containers: map[string]*node.Container{}, seen: map[place]*sight{}, strays: map[place]*stray{},
 		looked: map[gpu.UUID]time.Time{}, last: map[gpu.UUID]look{}, calm: map[gpu.UUID]calm{}, said: map[string]bool{},
 		unable: map[gpu.UUID]time.Time{},
 	}
@@ -368,13 +373,14 @@ func (g *Guard) round(ctx context.Context, now time.Time) (idle time.Duration) {
 		return slices.ContainsFunc(gpus, func(d gpu.Device) bool { return d.UUID == u })
 	}
 	g.forget(func(p place) bool { return g.containers[p.container] == nil || !offered(p.gpu) })
+	maps.DeleteFunc(g.strays, func(p place, _ *stray) bool { return !offered(p.gpu) })
 	g.publish(gpus, holders)
 	return idle
 }
 
 // every is how often a GPU is looked at that nobody has a cap on.
 func (g *Guard) every(u gpu.UUID) time.Duration {
-	if g.last[u].intruders > 0 {
+	if g.last[u].intruders > 0 || g.last[u].unlisted > 0 {
 		return suspectEvery
 	}
 	return idleEvery

@@ -53,6 +53,7 @@ type world struct {
 	events     []string
 	ended      []string
 	evicted    []string
+	deaf       bool // the runtime does not answer
 	log        bytes.Buffer
 	kinds      []memcap.Kind
 	// reowned, if set, runs before the owner of a process is told.
@@ -203,6 +204,9 @@ func (w *world) Containers(context.Context) ([]node.Container, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.lists++
+	if w.deaf {
+		return nil, errors.New("no answer")
+	}
 	var out []node.Container
 	for _, c := range w.containers {
 		out = append(out, c)

@@ -45,6 +45,12 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 	}
 	sample := memcap.Sample{At: time.Now(), Tick: node.Ticks(), GPU: d.UUID, Open: g.w.House.Open(d.UUID), Processes: memcap.Merge(listed)}
 	sums, owners := map[string]*sum{}, map[int]node.Owner{}
+	add := func(id, podUID string, pid int, p *memcap.Process) {
+		if sums[id] == nil {
+			sums[id] = &sum{pid: pid, podUID: podUID, known: true}
+		}
+		sums[id].add(p)
+	}
 	var l look
 	whole := true // of every process it is known whose it is
 	for i := range sample.Processes {
@@ -52,6 +58,8 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 		o, err := g.w.Proc.Container(p.PID)
 		if p.Start = o.Start; err != nil {
 			switch {
+			case o.Start != 0 && o.PodUID != "":
+				add(podOnly+o.PodUID, o.PodUID, 0, p) // of no container that could be ended
 			case o.Start != 0:
 				l.strangers++
 			case !errors.Is(err, gpu.ErrNotFound):
@@ -62,12 +70,7 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 		}
 		p.Container = o.ID
 		owners[p.PID] = o
-		s := sums[o.ID]
-		if s == nil {
-			s = &sum{pid: p.PID, known: true}
-			sums[o.ID] = s
-		}
-		s.add(p)
+		add(o.ID, o.PodUID, p.PID, p)
 	}
 	for _, s := range sums {
 		s.known = s.known && whole
@@ -75,6 +78,11 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 	g.refresh(ctx, sample.At, sums)
 
 	var holdings []memcap.Holding
+	l.unlisted, holdings = g.unlisted(d, sums, holders, sample.At)
+	unlisted := map[string]bool{}
+	for _, h := range holdings {
+		unlisted[h.Container] = true
+	}
 	for id, s := range sums {
 		c := g.containers[id]
 		if c == nil {
@@ -126,10 +134,12 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 	}
 	slices.SortFunc(holdings, func(a, b memcap.Holding) int { return strings.Compare(a.Container, b.Container) })
 	g.last[d.UUID] = l
-	knows := func(id string) bool { return g.knows(id, holders) }
+	knows := func(id string) bool { return unlisted[id] || g.knows(id, holders) }
 	verdicts := g.judge.Judge(sample, holdings, knows)
 	for _, v := range verdicts {
-		g.act(ctx, d, v, owners)
+		if c := g.offender(place{v.Container, d.UUID}, holders); c != nil {
+			g.act(ctx, d, c, v, owners)
+		}
 	}
 	delete(g.calm, d.UUID)
 	if len(verdicts) == 0 && !again && unknown == nil {
@@ -140,10 +150,11 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 
 // sum is what a container's processes have together.
 type sum struct {
-	pid   int // one of them
-	bytes uint64
-	known bool // no figure is missing
-	procs int
+	pid    int // one of them; 0 where there is no container
+	podUID string
+	bytes  uint64
+	known  bool // no figure is missing
+	procs  int
 }
 
 func (s *sum) add(p *memcap.Process) {

@@ -40,9 +40,10 @@ type State struct {
 	// Containers has the claims that somebody has, in order of GPU index, then
 	// holder.
 	Containers []Container
-	// Intruders and Strangers are how many processes of containers without a claim,
-	// and of no pod, are on each GPU now.
-	Intruders, Strangers map[gpu.UUID]int
+	// Intruders, Strangers and Unlisted are how many processes of containers without
+	// a claim, of no pod, and of containers that the runtime does not list, are on
+	// each GPU now.
+	Intruders, Strangers, Unlisted map[gpu.UUID]int
 	// Kills is how many containers were ended since the start, and Found how many
 	// intruders were found.
 	Kills, Found uint64
@@ -50,7 +51,7 @@ type State struct {
 
 // publish makes what was seen the state.
 func (g *Guard) publish(gpus []gpu.Device, holders map[string]holder) {
-	st := &State{Intruders: map[gpu.UUID]int{}, Strangers: map[gpu.UUID]int{}, Found: g.found}
+	st := &State{Intruders: map[gpu.UUID]int{}, Strangers: map[gpu.UUID]int{}, Unlisted: map[gpu.UUID]int{}, Found: g.found}
 	g.mu.Lock()
 	st.Kills = g.kills
 	g.mu.Unlock()
@@ -62,7 +63,7 @@ func (g *Guard) publish(gpus []gpu.Device, holders map[string]holder) {
 	}
 	for i := range gpus {
 		u := gpus[i].UUID
-		st.Intruders[u], st.Strangers[u] = g.last[u].intruders, g.last[u].strangers
+		st.Intruders[u], st.Strangers[u], st.Unlisted[u] = g.last[u].intruders, g.last[u].strangers, g.last[u].unlisted
 	}
 	st.Containers = containers(gpus, holders, func(d *gpu.Device, key string, h holder, l lib.Limit) Container {
 		return g.describe(d, key, h.claim, l, ids[key])
@@ -114,6 +115,11 @@ func (g *Guard) describe(d *gpu.Device, key string, claim *desk.Claim, l lib.Lim
 	for _, in := range of {
 		if in.Running || c.Holder.Container == "" {
 			c.Holder = desk.Holder{Namespace: in.Namespace, Pod: in.Pod, Container: in.Name}
+		}
+		if g.strayed(in.PodUID, d.UUID) {
+			// Some of what its pod has may be this container's.
+			c.Known = false
+			levels = append(levels, memcap.Watchdog)
 		}
 		s := g.seen[place{in.ID, d.UUID}]
 		if s == nil {

@@ -100,7 +100,8 @@ func Ticks() uint64 {
 
 // Container returns the container that a process is in. An error answers to
 // gpu.ErrNotFound where there is no such process, and where it is of no pod's
-// container; with the latter Owner.Start is set.
+// container; with the latter Owner.Start is set, and Owner.PodUID where it is in a
+// pod's cgroup all the same.
 //
 // All of the answer is of one process, which was there when this was called: it
 // is found once, and by a name that dies with it.
@@ -270,7 +271,7 @@ func ofNoPod(why string) error {
 func ownerOf(list []byte) (Owner, error) {
 	var found Owner
 	var line, last []byte
-	named := false
+	named, pod := false, ""
 	for len(list) > 0 {
 		line, list, _ = bytes.Cut(list, []byte{'\n'})
 		// hierarchy ID, controllers, path, which may have colons of its own
@@ -286,6 +287,7 @@ func ownerOf(list []byte) (Owner, error) {
 		last = path
 		o, ok := ownerByPath(path)
 		if !ok {
+			pod = cmp.Or(pod, o.PodUID)
 			continue
 		}
 		o.V2 = v2
@@ -297,6 +299,9 @@ func ownerOf(list []byte) (Owner, error) {
 		if !named || o.V2 {
 			found, named = o, true
 		}
+	}
+	if !named && pod != "" {
+		return Owner{PodUID: pod}, ofNoPod("it is in a cgroup of pod " + pod + " and in no container's")
 	}
 	if !named {
 		return Owner{}, ofNoPod("no cgroup of it is a pod's container's")
@@ -344,7 +349,7 @@ func ownerByPath(path []byte) (Owner, bool) {
 			return owner(uid, id, whole[:last])
 		}
 		if uid != "" {
-			return Owner{}, false // in the pod's cgroup and in no container
+			return Owner{PodUID: uid}, false // in the pod's cgroup and in no container
 		}
 		kubelets = segment == "kubepods" || kubelets && (segment == "burstable" || segment == "besteffort")
 		begin = end + 1
@@ -354,7 +359,7 @@ func ownerByPath(path []byte) (Owner, bool) {
 
 func owner(uid, id, path string) (Owner, bool) {
 	if id == "" {
-		return Owner{}, false
+		return Owner{PodUID: uid}, false
 	}
 	// Seen from within a cgroup namespace, others' paths climb out of it first;
 	// from where is not to be known.

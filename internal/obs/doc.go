@@ -65,7 +65,7 @@
 //	cap_breach_to_end_seconds                   histogram: from the first reading over the cap to the end
 //	watchdog_up                                 1 while the watchdog is at work
 //	policy_in_force{policy}                     1 while that admission policy refuses the agent what it must; 0 while it does not
-//	unclaimed_processes{gpu,kind}               processes on a GPU without a claim, kind intruder or no-pod
+//	unclaimed_processes{gpu,kind}               processes on a GPU without a claim, kind intruder, no-pod or unlisted
 //
 // Beside them stand the process's own (process_*) and a few of the Go
 // runtime's (go_*). The number of series is bounded by the number of GPUs,

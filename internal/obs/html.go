@@ -260,6 +260,9 @@ func (p *sheet) complaints() []complaint {
 		if g.Intruders > 0 {
 			add("bad", i, fmt.Sprintf("used by %s without a claim", count(g.Intruders, "process", "processes")))
 		}
+		if g.Unlisted > 0 {
+			add("bad", i, fmt.Sprintf("used by %s of containers that the runtime does not list", count(g.Unlisted, "process", "processes")))
+		}
 		if g.Blocked != "" {
 			add("warn", i, "a change waits: "+g.Blocked)
 		}
@@ -457,7 +460,7 @@ func (p *sheet) gpu(at int) {
 	switch {
 	case g.Health != Healthy:
 		tone = "bad"
-	case g.Blocked != "" || g.Intruders > 0 || g.NoPod > 0:
+	case g.Blocked != "" || g.Intruders > 0 || g.Unlisted > 0 || g.NoPod > 0:
 		tone = "warn"
 	}
 	p.put("<article class=\"card {}\" id=\"gpu-{}\" aria-labelledby=\"gpu-{}-name\">\n<div class=\"title\"><h3 id=\"gpu-{}-name\">GPU {}</h3> <p>{}</p>",
@@ -483,6 +486,9 @@ func (p *sheet) gpu(at int) {
 	}
 	if g.Intruders > 0 {
 		p.put(`<p class="say bad">Used by {} without a claim</p>`, count(g.Intruders, "process", "processes"))
+	}
+	if g.Unlisted > 0 {
+		p.put(`<p class="say bad">Used by {} of containers that the runtime does not list</p>`, count(g.Unlisted, "process", "processes"))
 	}
 	if g.NoPod > 0 {
 		p.put(`<p class="say warn">Used by {} of no pod</p>`, count(g.NoPod, "process", "processes"))

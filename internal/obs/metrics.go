@@ -228,7 +228,7 @@ var (
 	policyHeld = gauge("policy_in_force",
 		"Whether an admission policy that keeps the agent to its own node refuses what it must: 1 or 0. None while that is not known.", "policy")
 	unclaimed = gauge("unclaimed_processes",
-		"Processes that use a GPU without a claim on it: of a container (intruder), or of no pod (no-pod). None while the watchdog is off.",
+		"Processes that use a GPU without a claim on it: of a container (intruder), of no pod (no-pod), or of a container that the runtime does not list (unlisted). None while the watchdog is off.",
 		"gpu", "kind")
 )
 
@@ -294,6 +294,7 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 		if s.Watchdog.State == WatchdogRunning {
 			send(unclaimed, float64(g.Intruders), g.UUID, "intruder")
 			send(unclaimed, float64(g.NoPod), g.UUID, "no-pod")
+			send(unclaimed, float64(g.Unlisted), g.UUID, "unlisted")
 		}
 		if g.MIG != nil {
 			sendMIG(send, g)

@@ -61,7 +61,7 @@ func sample() Status {
 				Blocked: "train/train-3 holds 40 units of gpu-mem",
 				Holders: []Holder{{"train", "train-3", "main", "example.com/gpu-mem", 40, ago(50 * time.Hour), ""}}},
 			{Index: 3, UUID: "GPU-5e0f8c1a-0000-1111-2222-333344440003", Model: h100, MemoryMiB: 81559, Mode: "shared",
-				Resource: "example.com/gpu.shared", Total: 4, Used: 1, Free: 2, Unhealthy: 1, Health: Healthy, Intruders: 1, NoPod: 2,
+				Resource: "example.com/gpu.shared", Total: 4, Used: 1, Free: 2, Unhealthy: 1, Health: Healthy, Intruders: 1, NoPod: 2, Unlisted: 3,
 				Holders: []Holder{{"dev", "notebook", "jupyter", "example.com/gpu.shared", 1, nil, ""}}},
 			{Index: 4, UUID: "GPU-5e0f8c1a-0000-1111-2222-333344440004", Model: h100, MemoryMiB: 81559, Mode: "shared",
 				Resource: "example.com/gpu-mem", UnitMiB: 512, Total: 158, Used: 158, Health: Healthy,

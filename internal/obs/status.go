@@ -119,9 +119,12 @@ type GPUStatus struct {
 	Holders []Holder `json:"holders,omitempty"`
 	// Intruders is how many processes of containers that hold no claim on the
 	// GPU use it now, and NoPod how many of no pod at all do, as the watchdog
-	// saw it last. A GPU that is off has nobody to intrude on.
+	// saw it last. A GPU that is off has nobody to intrude on. Unlisted is how many
+	// processes are of containers that the container runtime does not list, of which
+	// nobody can say what they may have.
 	Intruders int `json:"intruders,omitempty"`
 	NoPod     int `json:"noPod,omitempty"`
+	Unlisted  int `json:"unlisted,omitempty"`
 	// MIG is nil where the GPU cannot do MIG, or has nothing to do with it now:
 	// the mode is off and stays off.
 	MIG *MIGStatus `json:"mig,omitempty"`

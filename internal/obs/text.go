@@ -233,6 +233,9 @@ func (p *page) gpu(g GPUStatus) {
 	if g.Intruders > 0 {
 		p.line(indent + p.paint(red, fmt.Sprintf("used by %s without a claim", count(g.Intruders, "process", "processes"))))
 	}
+	if g.Unlisted > 0 {
+		p.line(indent + p.paint(red, fmt.Sprintf("used by %s of unlisted containers", count(g.Unlisted, "process", "processes"))))
+	}
 	if g.NoPod > 0 {
 		p.line(indent + p.paint(yellow, fmt.Sprintf("used by %s of no pod", count(g.NoPod, "process", "processes"))))
 	}
