@@ -16,6 +16,10 @@
 //	g := guard.New(guard.Options{Every: 250 * time.Millisecond, Log: log}, worlds)
 //	err := g.Run(ctx)
 //
+// A container writes its counters itself, so it decides what it costs to read them.
+// Those that are dear share a small budget of CPU time in each look, and rest the
+// longer the more they cost; everybody else's are read at every look.
+//
 // Where the driver can hold a container to its memory by itself (R615 and later,
 // by cgroup), the first look that finds one on a GPU has it do so (Limiter); the
 // level of that container is then memcap.Driver, as long as the driver confirms it.

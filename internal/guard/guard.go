@@ -145,6 +145,9 @@ type Meter interface {
 	End(driver uint64, known bool) (lib.Reading, error)
 	// Moved says whether there is anything new since the last reading.
 	Moved(since lib.Reading) (bool, error)
+	// Cost is the CPU time that the last reading took, as far as it has come: its
+	// price is the container's to choose.
+	Cost() time.Duration
 	Close() error
 }
 
@@ -216,6 +219,8 @@ type sight struct {
 	sought  time.Time   // when the counters were last looked for
 	missing bool        // they were not there though the container had memory
 	reading lib.Reading
+	read    time.Time     // when they were read for the first time, or last if they are dear
+	cost    time.Duration // of the last reading
 	used    uint64
 	known   bool
 	peak    uint64

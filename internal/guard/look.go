@@ -18,17 +18,7 @@ import (
 
 // look looks at one GPU. It reports whether it should be done again at once.
 func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]holder) (again bool) {
-	metered := map[string]*sight{}
-	for p, s := range g.seen {
-		if p.gpu != d.UUID || s.meter == nil {
-			continue
-		}
-		if err := s.meter.Begin(); err != nil {
-			g.spoilt(p.container, s, err)
-			continue
-		}
-		metered[p.container] = s
-	}
+	metered := g.begin(d.UUID, time.Now())
 	dctx, cancel := context.WithTimeout(ctx, driverPatience)
 	// Asked first: what comes after it is seen by the list, or by the next look.
 	memory, unknown := g.w.Driver.Memory(dctx, d.UUID)
@@ -123,6 +113,7 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 			continue
 		}
 		r, err := s.meter.End(t.bytes, t.known)
+		s.cost = s.meter.Cost()
 		if err != nil {
 			g.spoilt(id, s, err)
 			continue

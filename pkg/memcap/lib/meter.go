@@ -23,6 +23,7 @@ type Meter struct {
 	usage *Usage
 
 	begun    bool
+	took     time.Duration
 	asked    bool
 	first    Counters
 	lastAsks uint64
@@ -75,6 +76,7 @@ func (m *Meter) Close() error {
 func (m *Meter) Begin() error {
 	m.begun = false
 	c, err := m.usage.Read()
+	m.took = m.usage.took
 	if err != nil {
 		return err
 	}
@@ -88,6 +90,10 @@ func (m *Meter) Begin() error {
 	}
 	return nil
 }
+
+// Cost is the CPU time that was spent on the usage page in the last reading, or so far
+// in one that has begun, whatever came of it. Who writes the page decides on it.
+func (m *Meter) Cost() time.Duration { return m.took }
 
 // End is to be called with what the driver says that the container's processes
 // have on the GPU, in bytes, or with known false where it does not say.
@@ -108,6 +114,7 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 	}
 	m.begun = false
 	c, err := m.usage.Read()
+	m.took += m.usage.took
 	if err != nil {
 		return Reading{}, err
 	}

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io/fs"
 	"path/filepath"
+	"runtime"
 	"strconv"
 	"strings"
 	"time"
@@ -31,6 +32,7 @@ type Usage struct {
 	// The watchdog reads hundreds of pages a second, and leaves no garbage.
 	head [headSize]byte
 	some [pageSize]byte // of the slots
+	took time.Duration  // CPU time of the last Read
 }
 
 // OpenUsage opens the usage page that the container of a process has for a GPU,
@@ -131,14 +133,26 @@ type Counters struct {
 // readPatience bounds the search for the living. A container may put any number
 // of locks on the file, and for each slot that is asked for the kernel goes through
 // all of them: minutes for what any program can do. A thousand processes take
-// some milliseconds. Of one question no more than heldUp counts: on a busy node, or
-// at the agent's own CPU limit, the reader itself may be held up, which says nothing
-// about the container.
-const readPatience, heldUp = 50 * time.Millisecond, 20 * time.Millisecond
+// some milliseconds. It is CPU time: on a busy node, or at the agent's own CPU limit,
+// the reader itself is held up, which says nothing about the container.
+const readPatience = 50 * time.Millisecond
+
+// threadTime is the CPU time of the calling thread, the kernel's part included.
+func threadTime() time.Duration {
+	var now unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &now); err != nil {
+		return 0
+	}
+	return time.Duration(now.Nano())
+}
 
 // Read reads the page. The error is gpu.ErrInvalid for a page that says
 // nonsense.
 func (u *Usage) Read() (Counters, error) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	began := threadTime()
+	defer func() { u.took = threadTime() - began }()
 	head := u.head[:]
 	if err := u.readAt(head, 0); err != nil {
 		return Counters{}, err
@@ -158,7 +172,6 @@ func (u *Usage) Read() (Counters, error) {
 	if c.Peak >= most || c.Bound >= most {
 		return Counters{}, fmt.Errorf("read usage page: %d bytes bound, %d at most: %w", c.Bound, c.Peak, gpu.ErrInvalid)
 	}
-	var searched time.Duration
 	// After the header: what is settled there is no longer committed here.
 	for i := range int(high) {
 		const some = pageSize / slotSize
@@ -177,9 +190,8 @@ func (u *Usage) Read() (Counters, error) {
 		if slot(slotPID) == 0 && slot(slotReserved) == 0 {
 			continue
 		}
-		asked := time.Now()
 		alive := u.alive(i)
-		if searched += min(time.Since(asked), heldUp); searched > readPatience {
+		if threadTime()-began > readPatience {
 			return Counters{}, fmt.Errorf("read usage page: it takes longer than %v to see who of %d lives: %w", readPatience, high, gpu.ErrInvalid)
 		}
 		if alive {
