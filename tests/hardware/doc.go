@@ -19,6 +19,11 @@
 // against the driver's own nvidia-smi topo -m, cell by cell: on a machine with
 // several GPUs that is the first proof that has not been had yet (see pkg/gpu/nvml).
 //
+// The emulated CUDA driver has switches where NVIDIA's documentation leaves a
+// behaviour open (tests/emulator/lib). TestSwitchesOfHardware says which of them is the
+// real driver's; it is known to tell them apart, for on the emulator it has to find
+// what each switch says.
+//
 // Beside it stand tests of what no sane hardware does on demand: losing a GPU,
 // failing and hanging calls, errors reported by the driver. Those run on the
 // emulator only.
