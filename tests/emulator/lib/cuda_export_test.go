@@ -52,3 +52,33 @@ func TestCUDAExportsHoldMemory(t *testing.T) {
 	want(t, "more than there is", a.do("cuMemGetHandleForAddressRange &out p 8388608 1 0"), cudaInvalid)
 	want(t, "not the memory of a pool", a.do("cuMemGetHandleForAddressRange &out 4096 4096 1 0"), cudaInvalid)
 }
+
+// TestCUDASparseArrays: memory that is mapped into a sparse array lives as long as
+// it is mapped there, whatever became of its handle.
+func TestCUDASparseArrays(t *testing.T) {
+	n := start(t, emulator.Spec{Count: 1})
+	p := startProbe(t, probeWith{})
+	// A description of 4096 x 4096 floats, sparse, and memory for tiles.
+	const begin = `cuInit 0; cuCtxCreate_v2 &c 0 0; poke d 0 8 4096; poke d 8 8 4096; poke d 24 4 32; poke d 28 4 1; poke d 32 4 64;
+		poke prop 0 4 1; poke prop 8 4 1; cuCtxCreate_v2 &x 0 0`
+	p.must(begin)
+	play(t, n, p, []step{
+		{"cuArray3DCreate_v2 &a &d", 0, 600},
+		{"cuMemCreate &h 67108864 &prop 0; poke i 8 8 a; poke i 56 4 1; poke i 64 8 h", 0, 664},
+		{"cuMemMapArrayAsync &i 1 0", cudaInvalid, 664}, // which was not made for it
+		{"cuMemRelease h", 0, 600},
+	})
+	p.must("poke prop 26 2 1") // CU_MEM_CREATE_USAGE_TILE_POOL
+	play(t, n, p, []step{
+		{"cuMemCreate &h 67108864 &prop 0; poke i 8 8 a; poke i 64 8 h; poke i 56 4 1; poke i 80 4 1; cuMemMapArrayAsync &i 1 0", 0, 664},
+		{"cuMemRelease h", 0, 664},
+		{"cuMemCreate &h 33554432 &prop 0; poke i 64 8 h; cuMemMapArrayAsync_ptsz &i 1 0", 0, 632}, // takes the place of the first
+		{"cuMemRelease h; poke i 24 4 1; cuMemCreate &h 33554432 &prop 0; poke i 64 8 h; cuMemMapArrayAsync &i 1 0; cuMemRelease h", 0, 664},
+		{"cuMemMapArrayAsync &i 1 0", cudaInvalid, 664}, // the handle is gone
+		{"poke i 64 8 0; poke i 56 4 2; cuMemMapArrayAsync &i 1 0", 0, 632},
+		{"cuArrayDestroy a", 0, 600},
+		{"cuMemMapArrayAsync &i 1 0", cudaInvalidHandle, 600},
+		{"cuArray3DCreate_v2 &a &d; poke i 8 8 a; poke i 56 4 1; cuMemCreate &h 33554432 &prop 0; poke i 64 8 h; cuMemMapArrayAsync &i 1 0; cuMemRelease h", 0, 632},
+		{"cuCtxDestroy_v2 x", 0, 300},
+	})
+}

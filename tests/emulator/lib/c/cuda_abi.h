@@ -280,6 +280,25 @@ enum {
     CUDA_ARRAY3D_DEFERRED_MAPPING = 0x80,
 };
 
+enum { /* CUresourcetype, CUmemOperationType */
+    CU_RESOURCE_TYPE_ARRAY = 0,
+    CU_RESOURCE_TYPE_MIPMAPPED_ARRAY = 1,
+    CU_MEM_OPERATION_TYPE_MAP = 1,
+    CU_MEM_OPERATION_TYPE_UNMAP = 2,
+    CU_MEM_CREATE_USAGE_TILE_POOL = 1,
+};
+
+typedef struct {
+    int resourceType;
+    void *resource;
+    int subresourceType;   /* a level, or the tail of a mipmap */
+    cuuint64_t subresource[4]; /* which: 32 bytes, by that */
+    int memOperationType, memHandleType;
+    CUmemGenericAllocationHandle memHandle;
+    cuuint64_t offset;
+    unsigned int deviceBitMask, flags, reserved[2];
+} CUarrayMapInfo;
+
 enum { /* of cuGetProcAddress */
     CU_GET_PROC_ADDRESS_DEFAULT = 0,
     CU_GET_PROC_ADDRESS_LEGACY_STREAM = 1,
@@ -320,6 +339,9 @@ FIELD(CUgraphNodeParams, reserved2, 248);
 LAYOUT(CUgraphEdgeData, 8);
 LAYOUT(CUlaunchConfig, 56);
 FIELD(CUlaunchConfig, hStream, 32);
+LAYOUT(CUarrayMapInfo, 96);
+FIELD(CUarrayMapInfo, subresource, 24);
+FIELD(CUarrayMapInfo, memHandle, 64);
 LAYOUT(CUDA_ARRAY_DESCRIPTOR, 24);
 LAYOUT(CUDA_ARRAY_DESCRIPTOR_v1, 16);
 LAYOUT(CUDA_ARRAY3D_DESCRIPTOR, 40);

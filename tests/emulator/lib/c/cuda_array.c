@@ -2,6 +2,9 @@
 
 /* Arrays, which have memory without an address: what their description comes
  * to, in lines of 512 bytes, unless they are sparse or mapped later by hand. */
+#include <stdlib.h>
+#include <string.h>
+
 #include "cuda_internal.h"
 
 enum { MAX_LEVELS = 16 };
@@ -127,6 +130,108 @@ API CUresult cuArray3DCreate(CUarray *out, const CUDA_ARRAY3D_DESCRIPTOR_v1 *d)
     return array_create("cuArray3DCreate", out, (CUDA_ARRAY3D_DESCRIPTOR){d->Width, d->Height, d->Depth, d->Format, d->NumChannels, d->Flags});
 }
 
+/* --- sparse arrays ----------------------------------------------------------- */
+
+/* A tile is a part of a sparse array that has memory: "Maps or unmaps subregions of
+ * sparse CUDA arrays and sparse CUDA mipmapped arrays" (cuMemMapArrayAsync). The
+ * memory lives as long as it is mapped, by whatever handle. All under the lock. */
+static struct tile {
+    void *resource;
+    const struct context *ctx;
+    int part_type;
+    cuuint64_t part[4];
+    struct memory *memory;
+    struct tile *next;
+} *tiles;
+
+/* untile_unlock takes a tile out of the list, and gives up the lock. */
+static CUresult untile_unlock(const char *call, struct tile **at)
+{
+    struct tile *t = *at;
+    *at = t->next;
+    struct memory *m = t->memory;
+    free(t);
+    return memory_unmap_unlock(call, m);
+}
+
+/* untile_all ends the tiles of an array or of a context; the lock is held. */
+static void untile_all(const char *call, const void *resource, const struct context *c)
+{
+    for (struct tile **p = &tiles; *p;)
+        if ((resource && (*p)->resource == resource) || (c && (*p)->ctx == c)) {
+            untile_unlock(call, p);
+            lock();
+            p = &tiles; /* the list may have changed */
+        } else {
+            p = &(*p)->next;
+        }
+}
+
+void arrays_end(const char *call, const struct context *c) { untile_all(call, NULL, c); }
+
+static CUresult sparse(const CUarrayMapInfo *i)
+{
+    struct array *a = i->resourceType == CU_RESOURCE_TYPE_ARRAY ? object_get(i->resource, ARRAY) : NULL;
+    struct mipmap *m = i->resourceType == CU_RESOURCE_TYPE_MIPMAPPED_ARRAY ? object_get(i->resource, MIPMAP) : NULL;
+    a = m ? m->level[0] : a;
+    if (!a)
+        return CUDA_ERROR_INVALID_HANDLE;
+    MUST(lives(a->ctx, a->serial) && (a->shape.Flags & (CUDA_ARRAY3D_SPARSE | CUDA_ARRAY3D_DEFERRED_MAPPING)) && !i->flags);
+    MUST(i->memOperationType == CU_MEM_OPERATION_TYPE_MAP || (i->memOperationType == CU_MEM_OPERATION_TYPE_UNMAP && !i->memHandle));
+    return CUDA_SUCCESS;
+}
+
+static CUresult map_one(const char *call, const struct context *c, const CUarrayMapInfo *i)
+{
+    struct tile *new = calloc(1, sizeof *new);
+    if (!new)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    lock();
+    CUresult r = sparse(i);
+    if (r == CUDA_SUCCESS && i->memOperationType == CU_MEM_OPERATION_TYPE_MAP) {
+        *new = (struct tile){.resource = i->resource, .ctx = c, .part_type = i->subresourceType, .memory = memory_map(i->memHandle, i->offset)};
+        memcpy(new->part, i->subresource, sizeof new->part);
+        r = new->memory ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    }
+    struct tile **old = &tiles; /* that has the same place */
+    while (*old && ((*old)->resource != i->resource || (*old)->part_type != i->subresourceType || memcmp((*old)->part, i->subresource, sizeof new->part) != 0))
+        old = &(*old)->next;
+    if (r == CUDA_SUCCESS && *old) {
+        untile_unlock(call, old);
+        lock();
+    }
+    if (r == CUDA_SUCCESS && new->memory) {
+        new->next = tiles;
+        tiles = new;
+        new = NULL;
+    }
+    unlock();
+    free(new);
+    return r;
+}
+
+static CUresult map_array(const char *call, const CUarrayMapInfo *list, unsigned int count, CUstream s)
+{
+    struct context *c;
+    TRY(stream_check(s, &c));
+    MUST(list && count);
+    TRY(unsafe_in_capture());
+    for (unsigned int i = 0; i < count; i++) {
+        lock();
+        CUresult r = sparse(&list[i]);
+        unlock();
+        TRY(r);
+    }
+    for (unsigned int i = 0; i < count; i++)
+        TRY(map_one(call, c, &list[i]));
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuMemMapArrayAsync(CUarrayMapInfo *list, unsigned int count, CUstream s) { return map_array("cuMemMapArrayAsync", list, count, s); }
+API CUresult cuMemMapArrayAsync_ptsz(CUarrayMapInfo *list, unsigned int count, CUstream s) { return map_array("cuMemMapArrayAsync_ptsz", list, count, per_thread(s)); }
+
+/* --- arrays ------------------------------------------------------------------ */
+
 static CUresult get(CUarray handle, struct array **a)
 {
     *a = object_get(handle, ARRAY);
@@ -192,6 +297,7 @@ API CUresult cuArrayDestroy(CUarray handle)
     }
     struct range *range = a->range;
     object_free(a);
+    untile_all("cuArrayDestroy", handle, NULL);
     if (range)
         return drop_unlock("cuArrayDestroy", range);
     unlock();
@@ -279,6 +385,7 @@ API CUresult cuMipmappedArrayDestroy(CUmipmappedArray handle)
     for (unsigned int i = 0; i < m->levels; i++)
         object_free(m->level[i]);
     object_free(m);
+    untile_all("cuMipmappedArrayDestroy", handle, NULL);
     if (range)
         return drop_unlock("cuMipmappedArrayDestroy", range);
     unlock();

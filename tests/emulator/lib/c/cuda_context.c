@@ -74,6 +74,7 @@ static CUresult end_life(const char *call, struct context *c)
     c->alive = false;
     bytes = c->charged;
     c->charged = 0;
+    arrays_end(call, c);
     for (struct range *r; (r = c->ranges);) {
         if (r->kind == RANGE_POOL) {
             pool_free(call, r, NULL);

@@ -283,6 +283,17 @@ struct amounts {
 };
 struct amounts heap_amounts(const struct heap *h);
 
+/* --- cuda_vmm.c: under the lock */
+struct memory;
+/* memory_map holds the memory of a handle as a mapping does, if it was made for
+ * tiles; NULL if it is none. memory_unmap_unlock ends that. */
+struct memory *memory_map(CUmemGenericAllocationHandle handle, uint64_t offset);
+CUresult memory_unmap_unlock(const char *call, struct memory *m);
+
+/* --- cuda_array.c */
+/* arrays_end unmaps what sparse arrays of a context have; the lock is held. */
+void arrays_end(const char *call, const struct context *c);
+
 /* --- cuda_pool.c */
 bool pools_begin(void);
 /* pool_new makes a pool, pool_find finds one that was not destroyed, by its

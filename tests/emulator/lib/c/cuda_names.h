@@ -188,6 +188,7 @@ V(cuIpcOpenMemHandle, 4010, cuIpcOpenMemHandle)
 V(cuIpcOpenMemHandle, 11000, cuIpcOpenMemHandle_v2)
 V(cuIpcCloseMemHandle, 4010, cuIpcCloseMemHandle)
 
+T(cuMemMapArrayAsync, 11010, cuMemMapArrayAsync, cuMemMapArrayAsync_ptsz)
 V(cuArrayCreate, 2000, cuArrayCreate)
 V(cuArrayCreate, 3020, cuArrayCreate_v2)
 V(cuArray3DCreate, 2000, cuArray3DCreate)

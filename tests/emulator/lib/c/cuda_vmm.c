@@ -59,6 +59,21 @@ static CUresult settle_unlock(const char *call, struct memory *m)
     return was.on_host ? CUDA_SUCCESS : charge(call, &devices[was.device], -(int64_t)was.size);
 }
 
+struct memory *memory_map(CUmemGenericAllocationHandle handle, uint64_t offset)
+{
+    struct memory *m = memory_get(handle);
+    if (!m || m->prop.allocFlags.usage != CU_MEM_CREATE_USAGE_TILE_POOL || offset >= m->size)
+        return NULL;
+    m->maps++;
+    return m;
+}
+
+CUresult memory_unmap_unlock(const char *call, struct memory *m)
+{
+    m->maps--;
+    return settle_unlock(call, m);
+}
+
 API CUresult cuMemGetAllocationGranularity(size_t *granularity, const CUmemAllocationProp *prop, int option)
 {
     struct property p;
