@@ -69,6 +69,38 @@ var scenarios = []scenario{
 	// scenario_refusals.c
 	{name: "refused-again-and-again", generous: "it counts tries", check: answered},
 	{name: "refused-beside-one-that-fits", check: answered},
+	// scenario_exports.c
+	{name: "created-exported-and-released"},
+	{name: "registered-and-released"},
+	{name: "made-in-a-locality-domain", cuda: []string{"version=13040", "strict,version=13040"}},
+	{name: "made-of-an-unknown-type", generous: "what a driver says to it is its own", check: func(o outcome) (wrong []string) {
+		for _, what := range []string{"type", "location"} {
+			if o.n(what) != 2 {
+				wrong = append(wrong, fmt.Sprintf("%s: answered %s, want out of memory", what, o.fields[what]))
+			}
+		}
+		return wrong
+	}},
+	// scenario_limits.c
+	{name: "heap-beyond-the-cap", generous: "a card that takes a heap's memory later takes the limit on trust"},
+	{name: "stacks-beyond-the-cap"},
+	{name: "heap-rises-and-falls", cuda: []string{""}},
+	// A module's size is not known before it is there.
+	{name: "heap-taken-at-the-first-kernel", cuda: []string{"heap=launch"},
+		generous: "a card lets others have a heap's memory until a kernel wants it, and then fails the kernel"},
+	{name: "modules-beyond-the-cap", undo: 64 * MiB, check: func(o outcome) []string {
+		if o.used > o.limit {
+			return []string{fmt.Sprintf("%d MiB over the cap in the end", (o.used-o.limit)/MiB)}
+		}
+		return nil
+	}},
+	{name: "small-one-without-its-hole", contexts: 2, undo: block},
+	{name: "asked-for-one-figure", check: func(o outcome) []string {
+		if total, free := o.n("total"), o.n("free"); total != o.limit || free > o.room {
+			return []string{fmt.Sprintf("told of %d MiB, %d of them free, under a cap of %d", total/MiB, free/MiB, o.limit/MiB)}
+		}
+		return nil
+	}},
 }
 
 // answered says what is wrong where a program that is refused over and over waited

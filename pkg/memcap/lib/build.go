@@ -28,8 +28,8 @@ const (
 
 // Of what the libraries are made, and which real library each needs.
 var (
-	cudaSources = []string{"address.c", "array.c", "charge.c", "context.c", "count.c", "export.c", "graph.c",
-		"memory.c", "pool.c", "process.c", "real.c", "table.c", "view.c", "vmm.c"}
+	cudaSources = []string{"address.c", "array.c", "charge.c", "context.c", "count.c", "export.c", "graph.c", "limit.c",
+		"memory.c", "module.c", "pool.c", "process.c", "real.c", "table.c", "view.c", "vmm.c"}
 	nvmlSources = []string{"nvml.c", "real.c"}
 )
 

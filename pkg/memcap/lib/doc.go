@@ -65,7 +65,10 @@
 // figure that was taken while processes allocate is in [Meter.End]. Memory that
 // turned out to be gone (a process that died, a pool that shrank) may have been
 // gone when the driver was read: until the next reading it gives no new room.
-// Near the cap, and only there, a process waits for a reading before it refuses.
+// Near the cap, and only there, a process waits for a reading before it refuses. An
+// exact reading answers for every later request too, until something is charged by
+// guess (a context, an array, a module); where none could be exact, what was refused
+// is remembered and refused at once as long as there is no more room.
 //
 // # What is charged
 //
@@ -79,8 +82,14 @@
 // too much until the next reading, and what is freed of it is room only after one:
 // a program that makes and ends them all the time waits for a reading whenever it
 // has freed as many blocks as it may have.
-// Contexts by the limit page. Imports and host memory: nothing, since they are
-// somebody else's.
+// Contexts by the limit page, and the increase of a context's limits (stack, heap, and
+// so on) before it is asked for. Modules when they are loaded, by what the card has
+// less then; what is over is unloaded again and was out of memory. What was exported
+// stays charged after its process has let go of it, until a reading shows that it is
+// gone. Imports and host memory: nothing, since they are somebody else's. What an
+// allocation's properties mean is decided in c/property.h alone; a type that it does
+// not know is refused, or passes and is reported ([Counters].Uncounted) under the open
+// policy.
 //
 // # An example
 //
@@ -107,9 +116,12 @@
 // be one block over until the next reading.
 //
 // Known to be counted too high until a process ends: memory mapped into sparse
-// arrays, and what a context of the old cuCtxDetach had. Known to be seen only
-// by the next reading: green contexts, modules, local memory, and a form of an
-// allocating call that is newer than this library. The package knows no claim,
+// arrays, exported managed memory, and what a context of the old cuCtxDetach had.
+// Known to be seen only by the next reading: green contexts, code that is loaded when
+// it is first used, stacks that a kernel makes larger than the limit, and a form of an
+// allocating call that is newer than this library. A module that is over is there for
+// the moment before it is unloaded, and where another container frees memory at that
+// moment what it takes may be seen only by the next reading. The package knows no claim,
 // no pod and no process beyond its number; it does not know what is done to
 // those who exceed a limit.
 package lib

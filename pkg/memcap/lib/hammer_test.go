@@ -74,7 +74,7 @@ func TestStorm(t *testing.T) {
 // reaping another.
 func TestStep(t *testing.T) {
 	program := hammer(t)
-	for _, what := range []string{"life", "reap"} {
+	for _, what := range []string{"life", "reap", "export"} {
 		t.Run(what, func(t *testing.T) {
 			limit, usage := limitPage(t, 16<<20)
 			out, err := exec.CommandContext(t.Context(), program, "step", limit, usage, what, tell(7, 1)).CombinedOutput()

@@ -180,9 +180,18 @@ void charge_undone(struct charge *c)
     c->tight = NULL;
 }
 
-/* guessed says whether a charge is a guess: an array's by its description, or a
- * hidden thing's. */
-static bool guessed(const struct entry *e) { return e->how == HOW_HIDDEN || e->space == SPACE_ARRAY || e->space == SPACE_MIPMAP; }
+/* guessed says whether a charge is a guess: an array's by its description, a hidden
+ * thing's, or what was measured. */
+static bool guessed(const struct entry *e) { return e->how == HOW_HIDDEN || e->how == HOW_GUESS || e->space == SPACE_LIMIT || e->space == SPACE_ARRAY || e->space == SPACE_MIPMAP; }
+
+bool charge_again(struct charge *c)
+{
+    bool tight = c->tight;
+    if (tight)
+        account_undone(c->a, BLOCK);
+    charge_undone(c);
+    return tight && account_reserve_slowly(c->a, BLOCK);
+}
 
 static void take(struct process *p, struct taken *t);
 
@@ -259,6 +268,8 @@ void charge_gone(struct process *p, const struct taken *t)
     struct account *a = &p->accounts[t->e.device];
     if (t->e.how == HOW_MANAGED)
         count_sub(&a->slot->managed, t->e.bytes);
+    if (t->e.how == HOW_MANAGED && t->e.space == SPACE_LIMIT)
+        count_sub(&p->promised, t->e.bytes);
     /* The driver may have kept the block for something hidden, or had the hidden
      * thing in a block that stays: then it has less than bound already, the
      * ceiling may be higher for that, and this is no room gained again. */
@@ -267,7 +278,7 @@ void charge_gone(struct process *p, const struct taken *t)
         account_exported(a, t->held);
         return;
     }
-    if (t->e.how == HOW_HIDDEN || (t->e.how == HOW_SMALL && has_hidden(p, t->e.device)))
+    if (t->e.how == HOW_HIDDEN || t->e.how == HOW_GUESS || (t->e.how == HOW_SMALL && has_hidden(p, t->e.device)))
         count_add(&a->usage->settled, t->held);
     if (t->held)
         account_cancel(a, t->held);
@@ -309,7 +320,9 @@ struct owner {
 static bool owned(const struct entry *e, void *arg)
 {
     const struct owner *o = arg;
-    return e->owner == o->context && (e->space == SPACE_ADDRESS || e->space == SPACE_ARRAY || e->space == SPACE_MIPMAP);
+    if (e->space == SPACE_LIMIT)
+        return e->key / LIMITS == o->context;
+    return e->owner == o->context && (e->space == SPACE_ADDRESS || e->space == SPACE_ARRAY || e->space == SPACE_MIPMAP || e->space == SPACE_MODULE);
 }
 
 static bool reserve_room(struct taken_list *l, size_t more)
@@ -361,7 +374,10 @@ void charge_gone_all(struct process *p, struct taken_list *l)
 void charge_back_all(struct process *p, struct taken_list *l, uint64_t context)
 {
     for (size_t i = 0; i < l->length; i++) {
-        l->list[i].e.owner = context;
+        if (l->list[i].e.space == SPACE_LIMIT)
+            l->list[i].e.key = context * LIMITS + l->list[i].e.key % LIMITS;
+        else
+            l->list[i].e.owner = context;
         charge_back(p, &l->list[i]);
     }
     forget(l);

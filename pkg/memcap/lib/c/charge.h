@@ -19,8 +19,14 @@
  * smaller than a block. HOW_HIDDEN is a small thing without an address, or with
  * one that says nothing: nobody can see in which block it lies, or which block it
  * keeps when all else has left it, so each is charged a block. That is too much
- * mostly, which the agent's reading makes good. */
-enum how { HOW_LARGE = 1, HOW_SMALL, HOW_MANAGED, HOW_WHOLE, HOW_HIDDEN, HOW_NOTE };
+ * mostly, which the agent's reading makes good. HOW_GUESS is what is not allocated by
+ * a size, the memory of modules and of contexts' limits: what is given back of it is
+ * room only after a reading. */
+enum how { HOW_LARGE = 1, HOW_SMALL, HOW_MANAGED, HOW_WHOLE, HOW_HIDDEN, HOW_NOTE, HOW_GUESS };
+
+/* The entry of a context's limit has as key the context's number times this, and the
+ * limit's; as owner the value that the limit had before it was first raised. */
+enum { LIMITS = 16 };
 
 static inline uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) & ~(to - 1); }
 
@@ -47,6 +53,11 @@ enum verdict charge_begin_at(struct process *p, struct charge *c, const struct w
  * reserved where the driver failed. */
 bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space space);
 void charge_undone(struct charge *c);
+
+/* charge_again comes after charge_done's false and its undoing, instead of
+ * charge_undone. True: it was a small allocation without a reservation for which the
+ * driver took another block, and now one is reserved: make the call again. */
+bool charge_again(struct charge *c);
 void charge_failed(struct process *p, struct charge *c);
 
 /* A free: charge_take finds what is charged and uncommits it; charge_gone comes

@@ -156,9 +156,15 @@ static bool reap(struct account *a)
 {
     bool any = false;
     uint64_t n = high(a);
+    int look = -1;
     for (uint64_t i = 0; i < n; i++) {
         struct slot *s = &a->usage->slots[i];
         if (s == a->slot || !count_read(&s->reserved))
+            continue;
+        if (look < 0)
+            look = sys_open(a->path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
+        /* Nearly all live: to ask is cheaper than to try. */
+        if (look >= 0 && !slot_free(look, i))
             continue;
         int fd = take_lock(a, i);
         if (fd < 0)
@@ -168,6 +174,8 @@ static bool reap(struct account *a)
         sys_close(fd);
         any = true;
     }
+    if (look >= 0)
+        sys_close(look);
     return any;
 }
 
@@ -477,14 +485,15 @@ static bool contend(struct account *a, uint64_t n, uint64_t limit)
 {
     struct patience p = patience(CONTEND_US);
     struct hearing h = {.over = n > limit}; /* more than all of the limit: no reading makes that fit */
-    struct picture now = picture(a, sum(a).committed);
-    uint64_t dice = random_word(), time = now_us();
-    bool known = answered(a, n, &now), waits = true;
+    struct picture now;
+    uint64_t dice = random_word(), reaped = 0;
+    bool waits = true;
     for (bool first = true;; first = false) {
         if (try(a, n))
             return true;
-        if ((first && !known) || time - __atomic_load_n(&a->reaped, __ATOMIC_RELAXED) >= REAP_US) {
-            __atomic_store_n(&a->reaped, time, __ATOMIC_RELAXED);
+        uint64_t time = now_us();
+        if (time - reaped >= REAP_US) {
+            reaped = time;
             reap(a);
         }
         account_exports_gone(a);
@@ -508,10 +517,18 @@ static bool contend(struct account *a, uint64_t n, uint64_t limit)
         dice = dice * 6364136223846793005u + 1442695040888963407u;
         if (heard != HEARD_NEWS)
             nap_us(under_way ? 20 + (dice >> 33) % 400 : 1000);
-        time = now_us();
     }
     remember(a, n, &now);
     return false;
+}
+
+bool account_within(struct account *a, uint64_t n)
+{
+    struct hearing h = {0};
+    for (enum heard heard; (heard = hear(a, &h, n)) != HEARD_ALL && !(heard == HEARD_NEWS && fresh(a));)
+        nap_us(1000);
+    uint64_t bound = AMOUNT(count_read(&a->usage->bound));
+    return fresh(a) ? bound <= account_ceiling(a) : bound + n <= account_ceiling(a);
 }
 
 bool account_reserve_slowly(struct account *a, uint64_t n)

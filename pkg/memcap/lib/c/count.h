@@ -105,7 +105,6 @@ struct account {
         struct picture at;
     } answers[ANSWERS];
     uint32_t next_answer;
-    uint64_t reaped;   /* when the dead were looked for, in microseconds */
     uint64_t exported; /* bytes that this process has let go of and that may live on */
     char path[160];  /* the usage page's */
     void *hold;      /* the mapping that keeps the slot's lock */
@@ -243,6 +242,21 @@ static inline void account_exported(struct account *a, uint64_t n)
     account_exports_gone(a);
 }
 static inline void account_uncommit(struct account *a, uint64_t n) { count_sub(&a->slot->committed, n); }
+
+/* account_within is for what came uncounted, n bytes of it by a hint: whether the
+ * container is within its limit with that, by a reading of now, or by the hint where
+ * no reading tells. */
+bool account_within(struct account *a, uint64_t n);
+
+/* account_undone notes that the driver had given n beyond what is bound, and has been
+ * given it back. */
+static inline void account_undone(struct account *a, uint64_t n)
+{
+    uint64_t old = __atomic_load_n(&a->usage->undone, __ATOMIC_RELAXED);
+    while (n > old)
+        if (__atomic_compare_exchange_n(&a->usage->undone, &old, n, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+            break;
+}
 
 /* account_excess is by how much contexts were charged with more than is known of
  * them by now. */

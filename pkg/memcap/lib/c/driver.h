@@ -24,7 +24,7 @@ typedef int CUdevice;
 typedef unsigned long long CUdeviceptr;
 typedef unsigned int CUdeviceptr_v1, size_v1; /* of CUDA before 3.2 */
 typedef unsigned long long CUhandle;          /* CUmemGenericAllocationHandle */
-typedef void *CUcontext, *CUstream, *CUarray, *CUmipmap, *CUmempool, *CUgraph, *CUnode, *CUexec;
+typedef void *CUcontext, *CUstream, *CUarray, *CUmipmap, *CUmempool, *CUgraph, *CUnode, *CUexec, *CUmodule, *CUlibrary;
 
 /* The streams that every context has. */
 #define CU_STREAM_LEGACY ((CUstream)1)
@@ -117,6 +117,15 @@ typedef struct {
     unsigned int devices, flags, reserved[2];
 } CUmapinfo;
 
+enum {
+    CU_LIMIT_STACK_SIZE = 0,
+    CU_LIMIT_PRINTF_FIFO_SIZE = 1,
+    CU_LIMIT_MALLOC_HEAP_SIZE = 2,
+    CU_LIMIT_DEV_RUNTIME_SYNC_DEPTH = 3,
+    CU_LIMIT_DEV_RUNTIME_PENDING_LAUNCH_COUNT = 4,
+};
+enum { CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16, CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR = 39 };
+
 enum { CU_STREAM_CAPTURE_MODE_RELAXED = 2 };
 
 enum { CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM = 2 };
@@ -196,6 +205,15 @@ LAYOUT(CUmapinfo, 96);
     X(cuGraphLaunch_ptsz, (CUexec, CUstream))                                                 \
     X(cuGraphExecDestroy, (CUexec))                                                           \
     X(cuDeviceGraphMemTrim, (CUdevice))                                                       \
+    X(cuCtxSetLimit, (int, size_t))                                                           \
+    X(cuModuleLoad, (CUmodule *, const char *))                                               \
+    X(cuModuleLoadData, (CUmodule *, const void *))                                           \
+    X(cuModuleLoadDataEx, (CUmodule *, const void *, unsigned int, int *, void **))           \
+    X(cuModuleLoadFatBinary, (CUmodule *, const void *))                                      \
+    X(cuModuleUnload, (CUmodule))                                                             \
+    X(cuLibraryLoadData, (CUlibrary *, const void *, int *, void **, unsigned int, int *, void **, unsigned int)) \
+    X(cuLibraryLoadFromFile, (CUlibrary *, const char *, int *, void **, unsigned int, int *, void **, unsigned int)) \
+    X(cuLibraryUnload, (CUlibrary))                                                           \
     X(cuStreamSynchronize, (CUstream))                                                        \
     X(cuStreamSynchronize_ptsz, (CUstream))                                                   \
     X(cuEventSynchronize, (void *))                                                           \
@@ -223,6 +241,8 @@ LAYOUT(CUmapinfo, 96);
     X(cuDeviceGetGraphMemAttribute, (CUdevice, int, void *))      \
     X(cuCtxGetCurrent, (CUcontext *))                             \
     X(cuCtxGetDevice, (CUdevice *))                               \
+    X(cuCtxGetLimit, (size_t *, int))                             \
+    X(cuDeviceGetAttribute, (int *, int, CUdevice))               \
     X(cuDeviceGetUuid, (CUuuid *, CUdevice))                      \
     X(cuDeviceGetUuid_v2, (CUuuid *, CUdevice))                   \
     X(cuDevicePrimaryCtxGetState, (CUdevice, unsigned int *, int *))

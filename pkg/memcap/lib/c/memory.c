@@ -13,15 +13,16 @@
 
 /* The driver's call, then done, which counts what it gave; undo where that fails. */
 #define RETURN_COUNTED(c, call, done, undo)  \
-    CUresult r = call;                       \
-    if (r != CUDA_SUCCESS) {                 \
-        charge_failed(p, c);                 \
-        return r;                            \
-    }                                        \
-    if (done)                                \
-        return r;                            \
-    undo;                                    \
-    charge_undone(c);                        \
+    do {                                     \
+        CUresult r = call;                   \
+        if (r != CUDA_SUCCESS) {             \
+            charge_failed(p, c);             \
+            return r;                        \
+        }                                    \
+        if (done)                            \
+            return r;                        \
+        undo;                                \
+    } while (charge_again(c));               \
     return CUDA_ERROR_OUT_OF_MEMORY;
 
 EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *at, size_t bytes)

@@ -62,6 +62,8 @@ struct process {
     uint32_t primary_refs[MAX_DEVICES];
     uint64_t hidden[MAX_DEVICES]; /* small things without an address; see charge.h */
     uint32_t tight[MAX_DEVICES]; /* locks; see charge.h */
+    uint32_t limiting; /* a lock: a context's limit is being changed */
+    uint64_t promised; /* bytes charged for limits that the driver has not taken yet */
     uint64_t exports; /* addresses that were exported: entries of SPACE_EXPORT */
     struct pool pools[MAX_POOLS];
     uint32_t pools_charged; /* 1 once one was: from then on synchronising may shrink them */
@@ -91,6 +93,8 @@ static inline struct process *enter(const void *back)
 
 /* relieve gives back what this process's pools have and do not use. */
 void relieve(struct account *a);
+/* limits_taken: see limit.c. */
+void limits_taken(struct process *p, struct account *a);
 
 /* CALL passes a call on. An older driver may not have the function. */
 #define CALL(name, ...) (real.name ? real.name(__VA_ARGS__) : CUDA_ERROR_NOT_FOUND)

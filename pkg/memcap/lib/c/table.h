@@ -13,7 +13,7 @@
 #include "sys.h"
 
 /* Addresses and the several kinds of handles may be the same number. */
-enum space { SPACE_ADDRESS = 1, SPACE_BLOCK, SPACE_CONTEXT, SPACE_ARRAY, SPACE_MIPMAP, SPACE_HANDLE, SPACE_MAP, SPACE_EXEC, SPACE_POOLED, SPACE_EXPORT };
+enum space { SPACE_ADDRESS = 1, SPACE_BLOCK, SPACE_CONTEXT, SPACE_ARRAY, SPACE_MIPMAP, SPACE_HANDLE, SPACE_MAP, SPACE_EXEC, SPACE_POOLED, SPACE_EXPORT, SPACE_LIMIT, SPACE_MODULE };
 
 struct entry {
     uint64_t key;

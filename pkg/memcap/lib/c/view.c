@@ -26,16 +26,18 @@ EXPORT CUresult cuMemGetInfo_v2(size_t *free, size_t *total)
     struct where at;
     bool refuse;
     CUresult r = CALL(cuMemGetInfo_v2, free, total);
-    if (!p || r != CUDA_SUCCESS || !free || !total || !where(p, &at))
+    if (!p || r != CUDA_SUCCESS || !where(p, &at))
         return r;
     struct account *a = account_of(p, at.device, &refuse);
-    uint64_t f = *free, t = *total;
+    uint64_t f = free ? *free : 0, t = total ? *total : 0; /* a program may ask for one of them */
     if (a)
         info(a, &f, &t);
     else if (refuse)
         f = 0;
-    *free = f;
-    *total = t;
+    if (free)
+        *free = f;
+    if (total)
+        *total = t;
     return r;
 }
 
@@ -48,17 +50,19 @@ EXPORT CUresult cuMemGetInfo(size_v1 *free, size_v1 *total)
     bool refuse;
     size_t f, t;
     CUresult r = CALL(cuMemGetInfo, free, total);
-    if (!p || r != CUDA_SUCCESS || !free || !total || !where(p, &at))
+    if (!p || r != CUDA_SUCCESS || !where(p, &at))
         return r;
     struct account *a = account_of(p, at.device, &refuse);
-    if (refuse)
+    if (refuse && free)
         *free = 0;
     if (!a || CALL(cuMemGetInfo_v2, &f, &t) != CUDA_SUCCESS)
         return r;
     uint64_t free64 = f, total64 = t;
     info(a, &free64, &total64);
-    *free = clip(free64);
-    *total = clip(total64);
+    if (free)
+        *free = clip(free64);
+    if (total)
+        *total = clip(total64);
     return r;
 }
 

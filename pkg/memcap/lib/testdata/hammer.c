@@ -4,11 +4,12 @@
  * against a driver that is one number for each process, and die at any moment.
  *
  *     hammer storm LIMIT_PAGE USAGE_PAGE PROCESSES THREADS KILLS SEED
- *     hammer step LIMIT_PAGE USAGE_PAGE WHAT STRIDE
+ *     hammer step LIMIT_PAGE USAGE_PAGE life|reap|export STRIDE
  *     hammer layout
  *
  * storm kills at random times; step kills a process after each single
- * instruction (or each STRIDEth) of an allocation and its end, or of a reaping. Both look on that bound is never below what the driver gave, and that
+ * instruction (or each STRIDEth) of an allocation and its end, of a reaping, or of
+ * letting go of exported memory. Both look on that bound is never below what the driver gave, and that
  * in the end it is just what the living have. */
 #include <errno.h>
 #include <pthread.h>
@@ -203,6 +204,15 @@ static void stepped(const char *what, struct cell *c)
         account_reserve(&a, 2 * MIB);
         account_cancel(&a, 2 * MIB);
         give(&a, c, 6 * MIB);
+        a.careful = 1;
+        take(&a, c, 4 * MIB);
+        give(&a, c, 4 * MIB);
+    } else if (!strcmp(what, "export")) { /* let go of, and gone: the ceiling says so */
+        take(&a, c, 6 * MIB);
+        take(&a, c, 2 * MIB);
+        driver_give(c, 6 * MIB);
+        account_exported(&a, 6 * MIB);
+        account_exported(&a, 2 * MIB);
     } else { /* more than fits, while a dead one has half of it */
         if (account_reserve_slowly(&a, 6 * MIB))
             account_cancel(&a, 6 * MIB);
@@ -225,6 +235,17 @@ static void dead(struct cell *c)
     c->given = 0;
 }
 
+/* shows makes the limit page say that the driver has so much less than is bound. */
+static void shows(uint64_t gone)
+{
+    static const uint64_t none;
+    uint64_t ceiling = watcher.page->limit + gone, settled = watcher.usage->settled;
+    int fd = open(limit_path, O_RDWR);
+#define PUT(field, value) pwrite(fd, &(value), 8, offsetof(struct limit_page, field)) == 8
+    must(fd >= 0 && PUT(nonce, none) && PUT(ceiling, ceiling) && PUT(settled, settled) && PUT(nonce, watcher.nonce), "write the limit page");
+    close(fd);
+}
+
 static int step(const char *what, int stride)
 {
     struct cell *c = &cells[0], *other = &cells[1], *mine = &cells[2];
@@ -233,8 +254,10 @@ static int step(const char *what, int stride)
     int steps = 0;
     for (int over = 0; !over; steps += stride) {
         int status;
-        if (strcmp(what, "life"))
+        if (!strcmp(what, "reap"))
             dead(other);
+        if (!strcmp(what, "export"))
+            shows(6 * MIB);
         c->given = 0;
         pid_t pid = fork();
         if (pid == 0)
@@ -251,6 +274,8 @@ static int step(const char *what, int stride)
             waitpid(pid, &status, 0);
         }
         c->given = 0;
+        if (!strcmp(what, "export"))
+            shows(0);
         must(AMOUNT(count_read(&watcher.usage->bound)) >= 8 * MIB, "what the living have is gone");
         uint64_t rest = account_ceiling(&watcher) - 8 * MIB;
         must(account_reserve(&watcher, rest), "not all can be had again");

@@ -44,13 +44,16 @@ enum {
     CU_AD_FORMAT_UNSIGNED_INT32 = 3,
     CU_MEM_ALLOCATION_TYPE_PINNED = 1,
     CU_MEM_LOCATION_TYPE_DEVICE = 1,
+    CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN = 6,
+    CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1,
+    CU_LIMIT_STACK_SIZE = 0,
+    CU_LIMIT_MALLOC_HEAP_SIZE = 2,
     CU_MEM_ALLOC_GRANULARITY_MINIMUM = 0,
     CU_MEMPOOL_ATTR_RELEASE_THRESHOLD = 4,
     CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT = 5,
     CU_STREAM_NON_BLOCKING = 1,
     CU_EVENT_DISABLE_TIMING = 2,
     CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3,
-    CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1,
     CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1,
     CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1,
     CU_GET_PROC_ADDRESS_DEFAULT = 0,
@@ -179,6 +182,7 @@ _Static_assert(sizeof(CUDA_ARRAY3D_DESCRIPTOR) == 40, "CUDA_ARRAY3D_DESCRIPTOR")
     F(cuMemGetAllocationGranularity, "cuMemGetAllocationGranularity", 10020, 0, (size_t *, const CUmemAllocationProp *, int option)) \
     F(cuMemCreate, "cuMemCreate", 10020, 0, (CUmemGenericAllocationHandle *, size_t bytes, const CUmemAllocationProp *, unsigned long long flags)) \
     F(cuMemRelease, "cuMemRelease", 10020, 0, (CUmemGenericAllocationHandle)) \
+    F(cuCtxSetLimit, "cuCtxSetLimit", 3010, 0, (int limit, size_t value)) \
     F(cuMemAddressReserve, "cuMemAddressReserve", 10020, 0, (CUdeviceptr *, size_t bytes, size_t alignment, CUdeviceptr at, unsigned long long flags)) \
     F(cuMemAddressFree, "cuMemAddressFree", 10020, 0, (CUdeviceptr, size_t bytes)) \
     F(cuMemMap, "cuMemMap", 10020, 0, (CUdeviceptr, size_t bytes, size_t offset, CUmemGenericAllocationHandle, unsigned long long flags)) \

@@ -9,6 +9,8 @@
  *
  *     scenario_pools.c      stream-ordered memory: streams, events, pools
  *     scenario_refusals.c   what a refusal costs
+ *     scenario_exports.c    memory by hand: properties, exports
+ *     scenario_limits.c     what takes memory beside allocations, and what is shown
  */
 #ifndef MEMCAP_SCENARIO_H
 #define MEMCAP_SCENARIO_H
@@ -43,6 +45,8 @@ struct scenario {
 /* The themes; each ends with an empty entry. */
 extern const struct scenario pool_scenarios[];
 extern const struct scenario refusal_scenarios[];
+extern const struct scenario export_scenarios[];
+extern const struct scenario limit_scenarios[];
 
 /* ASK makes a call that may be refused for want of memory and enters it in the
  * books; what it returns is whether memory was given. Any other error is a

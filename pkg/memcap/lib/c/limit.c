@@ -1,0 +1,150 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/* The limits of a context: how large a stack each thread has, how large the device's
+ * heap is, and so on. The driver keeps memory for them, so an increase is reserved
+ * before it is asked for, and given back when the limit falls or the context ends.
+ * What a limit is at first is in what a context takes.
+ *
+ * A driver may take a heap's memory only when the first kernel that needs it runs.
+ * Until then its figures lack it, as they lack managed memory, and so it is counted
+ * with that: no reading makes room of what is promised. Once the driver is seen to
+ * have so much more it is an ordinary charge. */
+
+#include "charge.h"
+
+/* each returns what one more of a limit takes, in bytes, as documented for
+ * cuCtxSetLimit: the heap and the FIFO are sizes, the stack is one for each thread
+ * that can be resident. A level of synchronisation is up to 150 MiB by the programming
+ * guide; of a pending launch no guide says it, so that is an estimate. Other limits
+ * are of caches and of memory on the multiprocessors: 0. */
+static uint64_t each(int limit, CUdevice device)
+{
+    int multiprocessors, threads;
+    switch (limit) {
+    case CU_LIMIT_STACK_SIZE:
+        if (CALL(cuDeviceGetAttribute, &multiprocessors, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device) != CUDA_SUCCESS ||
+            CALL(cuDeviceGetAttribute, &threads, CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR, device) != CUDA_SUCCESS ||
+            multiprocessors <= 0 || threads <= 0)
+            return 256 * 2048; /* more than any GPU has */
+        return (uint64_t)multiprocessors * (uint64_t)threads;
+    case CU_LIMIT_PRINTF_FIFO_SIZE:
+    case CU_LIMIT_MALLOC_HEAP_SIZE: return 1;
+    case CU_LIMIT_DEV_RUNTIME_SYNC_DEPTH: return (uint64_t)150 << 20;
+    case CU_LIMIT_DEV_RUNTIME_PENDING_LAUNCH_COUNT: return 1024;
+    default: return 0;
+    }
+}
+
+static uint64_t takes(uint64_t base, uint64_t value, uint64_t each)
+{
+    uint64_t bytes;
+    if (value <= base)
+        return 0;
+    return __builtin_mul_overflow(value - base, each, &bytes) || bytes >= MOST ? MOST : round_up(bytes, BLOCK);
+}
+
+static bool is_promised(const struct entry *e, void *arg)
+{
+    return e->space == SPACE_LIMIT && e->how == HOW_MANAGED && e->device == *(const CUdevice *)arg;
+}
+
+/* limits_taken looks whether what was promised is there. It comes before a refusal. */
+void limits_taken(struct process *p, struct account *a)
+{
+    CUdevice device = (CUdevice)(a - p->accounts);
+    struct entry e[LIMITS], old;
+    uint64_t sum = 0;
+    if (!count_read(&p->promised) || __atomic_exchange_n(&p->limiting, 1, __ATOMIC_ACQUIRE))
+        return;
+    int n = table_pick(&p->table, is_promised, &device, e, LIMITS);
+    for (int i = 0; i < n; i++)
+        sum += e[i].bytes;
+    bool taken = n && n < LIMITS && account_ceiling(a) + sum <= __atomic_load_n(&a->page->limit, __ATOMIC_ACQUIRE);
+    for (int i = 0; i < n; i++) {
+        if (taken) {
+            count_sub(&a->slot->managed, e[i].bytes);
+            count_sub(&p->promised, e[i].bytes);
+            e[i].how = HOW_GUESS;
+        }
+        table_put(&p->table, &e[i], &old);
+    }
+    spin_unlock(&p->limiting);
+    if (taken)
+        account_guessed(a);
+}
+
+static size_t unused(void)
+{
+    size_t free, total;
+    return CALL(cuMemGetInfo_v2, &free, &total) == CUDA_SUCCESS ? free : 0;
+}
+
+/* change is called with limiting held. */
+static CUresult change(struct process *p, struct account *a, const struct where *at, int limit, size_t value, uint64_t one)
+{
+    struct entry e, old;
+    size_t was, now = value;
+    uint64_t key = at->context * LIMITS + (uint64_t)limit;
+    CUresult r = CALL(cuCtxGetLimit, &was, limit);
+    if (r != CUDA_SUCCESS)
+        return CALL(cuCtxSetLimit, limit, value); /* it has no such limit */
+    if (!table_take(&p->table, key, SPACE_LIMIT, &e))
+        e = (struct entry){.key = key, .owner = was, .space = SPACE_LIMIT, .how = HOW_GUESS, .device = at->device};
+    size_t before = unused(), after = before;
+    uint64_t wants = takes(e.owner, value, one), held = wants > e.bytes ? wants - e.bytes : 0;
+    if (held && !account_reserve(a, held)) {
+        held = 0;
+        r = CUDA_ERROR_OUT_OF_MEMORY;
+    } else {
+        r = CALL(cuCtxSetLimit, limit, value);
+    }
+    uint64_t has = e.bytes;
+    if (r == CUDA_SUCCESS) {
+        /* The driver may have made more or less of it. */
+        after = unused();
+        CALL(cuCtxGetLimit, &now, limit);
+        has = takes(e.owner, now, one);
+        if (has > e.bytes + held && !account_reserve(a, has - e.bytes - held)) {
+            CALL(cuCtxSetLimit, limit, was);
+            has = e.bytes;
+            r = CUDA_ERROR_OUT_OF_MEMORY;
+        } else if (has > e.bytes + held) {
+            held = has - e.bytes;
+        }
+    }
+    uint64_t more = has > e.bytes ? has - e.bytes : 0, promised = e.how == HOW_MANAGED ? e.bytes : 0;
+    if (more)
+        e.how = after < before && before - after >= more / 2 ? HOW_GUESS : HOW_MANAGED;
+    uint64_t promises = e.how == HOW_MANAGED ? has : 0;
+    count_add(&a->slot->managed, promises - promised);
+    count_add(&p->promised, promises - promised);
+    if (more)
+        account_commit(a, more);
+    if (held > more)
+        account_cancel(a, held - more);
+    if (has < e.bytes)
+        account_lost(a, e.bytes - has); /* room when it is seen that the driver has it back */
+    if (has != e.bytes)
+        account_guessed(a);
+    e.bytes = has;
+    if (has)
+        table_put(&p->table, &e, &old); /* without memory for it: charged for good */
+    return r;
+}
+
+EXPORT CUresult cuCtxSetLimit(int limit, size_t value)
+{
+    struct process *p = ENTER();
+    struct where at;
+    bool refuse;
+    uint64_t one;
+    if (!p || !where(p, &at) || !(one = each(limit, at.device)))
+        return CALL(cuCtxSetLimit, limit, value);
+    struct account *a = account_of(p, at.device, &refuse);
+    if (!a)
+        return refuse ? CUDA_ERROR_OUT_OF_MEMORY : CALL(cuCtxSetLimit, limit, value);
+    spin_lock(&p->limiting);
+    CUresult r = change(p, a, &at, limit, value, one);
+    spin_unlock(&p->limiting);
+    return r;
+}

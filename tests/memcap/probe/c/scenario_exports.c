@@ -1,0 +1,83 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/* Memory by hand: what its properties mean, and what becomes of it when it was
+ * exported. */
+
+#include <unistd.h>
+
+#include "scenario.h"
+
+static CUmemAllocationProp property(struct scene *s, int exports)
+{
+    return (CUmemAllocationProp){.type = CU_MEM_ALLOCATION_TYPE_PINNED, .requestedHandleTypes = exports, .location = {CU_MEM_LOCATION_TYPE_DEVICE, s->seat.device}};
+}
+
+/* Each handle is exported and let go of, and its descriptor stays open: the memory is
+ * there, though the program has no handle of it. */
+static void created_exported_and_released(struct scene *s)
+{
+    CUmemAllocationProp prop = property(s, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    uint64_t bytes = s->room / 16;
+    for (int i = 0; i < 64; i++) {
+        CUmemGenericAllocationHandle handle;
+        int fd;
+        if (!ASK(s, bytes, s->cu->cuMemCreate(&handle, bytes, &prop, 0)))
+            break;
+        if (!MUST(s, s->cu->cuMemExportToShareableHandle(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0)) || !MUST(s, s->cu->cuMemRelease(handle)))
+            return;
+    }
+}
+
+/* What a library does for each buffer that it registers: export it, open it, let go of
+ * all. Nothing of it stays, whatever is charged meanwhile. */
+static void registered_and_released(struct scene *s)
+{
+    CUmemAllocationProp prop = property(s, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    uint64_t bytes = s->room / 16;
+    for (int i = 0; i < 400 && !s->failure[0]; i++) {
+        CUmemGenericAllocationHandle handle, peer;
+        int fd;
+        if (!ASK(s, bytes, s->cu->cuMemCreate(&handle, bytes, &prop, 0)))
+            continue;
+        if (!MUST(s, s->cu->cuMemExportToShareableHandle(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0)))
+            return;
+        MUST(s, s->cu->cuMemImportFromShareableHandle(&peer, (void *)(intptr_t)fd, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
+        close(fd);
+        MUST(s, s->cu->cuMemRelease(handle));
+        MUST(s, s->cu->cuMemRelease(peer));
+        given_back(s, bytes);
+    }
+}
+
+/* The locality domains of a GPU (CUDA 13.4) are parts of its memory. */
+static void made_in_a_locality_domain(struct scene *s)
+{
+    CUmemAllocationProp prop = property(s, 0);
+    uint64_t bytes = s->room / 8;
+    prop.location = (CUmemLocation){CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN, s->seat.device};
+    for (int i = 0; i < 32; i++) {
+        CUmemGenericAllocationHandle handle;
+        if (!ASK(s, bytes, s->cu->cuMemCreate(&handle, bytes, &prop, 0)))
+            break;
+    }
+}
+
+/* A type that no header has as yet. */
+static void made_of_an_unknown_type(struct scene *s)
+{
+    CUmemAllocationProp prop = property(s, 0);
+    CUmemGenericAllocationHandle handle;
+    prop.type = 77;
+    note(s, "type", (uint64_t)s->cu->cuMemCreate(&handle, s->room / 8, &prop, 0));
+    prop = property(s, 0);
+    prop.location.type = 77;
+    note(s, "location", (uint64_t)s->cu->cuMemCreate(&handle, s->room / 8, &prop, 0));
+}
+
+const struct scenario export_scenarios[] = {
+    {"created-exported-and-released", created_exported_and_released, 0},
+    {"registered-and-released", registered_and_released, 0},
+    {"made-in-a-locality-domain", made_in_a_locality_domain, 0},
+    {"made-of-an-unknown-type", made_of_an_unknown_type, 0},
+    {0},
+};

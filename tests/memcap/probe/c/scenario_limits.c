@@ -1,0 +1,137 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/* What takes memory without an allocation: a context's limits, and modules. And what
+ * programs are told that there is. */
+
+#define _GNU_SOURCE
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "scenario.h"
+
+static void heap_beyond_the_cap(struct scene *s)
+{
+    CUdeviceptr p;
+    if (!ASK(s, s->room - MiB, s->cu->cuMemAlloc_v2(&p, s->room - MiB)))
+        return;
+    if (ASK(s, 40 * GiB, s->cu->cuCtxSetLimit(CU_LIMIT_MALLOC_HEAP_SIZE, 40 * GiB)))
+        given_back(s, 40 * GiB);
+}
+
+/* 64 KiB for each thread that the GPU can have at a time are many GiB. */
+static void stacks_beyond_the_cap(struct scene *s) { ASK(s, 0, s->cu->cuCtxSetLimit(CU_LIMIT_STACK_SIZE, 64 << 10)); }
+
+/* What a heap has taken is to be had again when it has become small. */
+static void heap_rises_and_falls(struct scene *s)
+{
+    uint64_t heap = s->room / 2, rest = s->room * 3 / 4;
+    for (int i = 0; i < 20 && !s->failure[0]; i++) {
+        CUdeviceptr p;
+        if (ASK(s, heap, s->cu->cuCtxSetLimit(CU_LIMIT_MALLOC_HEAP_SIZE, heap))) {
+            if (ASK(s, rest, s->cu->cuMemAlloc_v2(&p, rest)))
+                fail_scene(s, "a heap and an allocation that do not fit together");
+            MUST(s, s->cu->cuCtxSetLimit(CU_LIMIT_MALLOC_HEAP_SIZE, 8 * MiB));
+            given_back(s, heap);
+        }
+        if (ASK(s, rest, s->cu->cuMemAlloc_v2(&p, rest))) {
+            MUST(s, s->cu->cuMemFree_v2(p));
+            given_back(s, rest);
+        }
+    }
+}
+
+/* A driver may take a heap's memory with the first kernel: until then nobody else is
+ * to have it. */
+static void heap_taken_at_the_first_kernel(struct scene *s)
+{
+    CUfunction busy = kernel(s, 100);
+    uint64_t heap = s->room / 2, rest = s->room / 16;
+    CUdeviceptr p;
+    if (!busy || !ASK(s, heap, s->cu->cuCtxSetLimit(CU_LIMIT_MALLOC_HEAP_SIZE, heap)))
+        return;
+    for (int i = 0; i < 9; i++)
+        if (!ASK(s, rest, s->cu->cuMemAlloc_v2(&p, rest)))
+            break;
+    if (launch(s, busy, NULL))
+        for (int i = 0; i < 2; i++)
+            ASK(s, rest, s->cu->cuMemAlloc_v2(&p, rest));
+}
+
+static const char image_of_64_mib[] = "// gpu-emulator: blocks 32\n.version 6.0\n.target sm_50\n.address_size 64\n";
+
+static void modules_beyond_the_cap(struct scene *s)
+{
+    enum { MOST = 64 };
+    CUmodule m[MOST];
+    int n = 0;
+    while (n < MOST && ASK(s, 64 * MiB, s->cu->cuModuleLoadData(&m[n], image_of_64_mib)))
+        n++;
+    if (!n || n == MOST)
+        return;
+    /* What one has left another has. */
+    for (int i = 0; i < 4; i++) {
+        MUST(s, s->cu->cuModuleUnload(m[n - 1]));
+        given_back(s, 64 * MiB);
+        if (!ASK(s, 64 * MiB, s->cu->cuModuleLoadData(&m[n - 1], image_of_64_mib)))
+            return;
+    }
+}
+
+/* A block of 2 MiB has a hole by the program's own allocations, in which the variable
+ * of a module lies: the driver takes another block for 8 KiB. There is room for one,
+ * once what a process that was killed has left is found. */
+static void small_one_without_its_hole(struct scene *s)
+{
+    static const char image[] = "// gpu-emulator: blocks 0 global table 2088960\n.version 6.0\n.target sm_50\n.address_size 64\n";
+    int go[2], said[2];
+    char c;
+    CUresult r;
+    if (pipe(go) || pipe(said)) {
+        fail_scene(s, "no pipes");
+        return;
+    }
+    pid_t child = fork();
+    const char *problem;
+    CUdeviceptr p;
+    CUmodule m;
+    if (child == 0) {
+        if (read(go[0], &c, 1) == 1 && !sit(&s->seat, s->cu, s->device, &r) && s->cu->cuMemAlloc_v2(&p, s->room - 8 * MiB) == CUDA_SUCCESS && write(said[1], "", 1) == 1)
+            pause();
+        _exit(1);
+    }
+    close(said[1]);
+    if ((problem = sit(&s->seat, s->cu, s->device, &r)))
+        fail_scene(s, "%s: %d", problem, r);
+    if (!problem && MUST(s, s->cu->cuMemAlloc_v2(&p, 4 << 10)) && MUST(s, s->cu->cuModuleLoadData(&m, image))) {
+        if (write(go[1], "", 1) != 1 || read(said[0], &c, 1) != 1)
+            fail_scene(s, "the other process has not what it should have");
+        while (s->cu->cuMemAlloc_v2(&p, 2 * MiB) == CUDA_SUCCESS)
+            ;
+    }
+    kill(child, SIGKILL);
+    waitpid(child, NULL, 0);
+    if (!s->failure[0])
+        ASK(s, 8 << 10, s->cu->cuMemAlloc_v2(&p, 8 << 10));
+}
+
+static void asked_for_one_figure(struct scene *s)
+{
+    size_t unused = 0, total = 0;
+    MUST(s, s->cu->cuMemGetInfo_v2(NULL, &total));
+    MUST(s, s->cu->cuMemGetInfo_v2(&unused, NULL));
+    note(s, "total", total);
+    note(s, "free", unused);
+}
+
+const struct scenario limit_scenarios[] = {
+    {"heap-beyond-the-cap", heap_beyond_the_cap, 0},
+    {"stacks-beyond-the-cap", stacks_beyond_the_cap, 0},
+    {"heap-rises-and-falls", heap_rises_and_falls, 0},
+    {"heap-taken-at-the-first-kernel", heap_taken_at_the_first_kernel, 0},
+    {"modules-beyond-the-cap", modules_beyond_the_cap, 0},
+    {"small-one-without-its-hole", small_one_without_its_hole, 1},
+    {"asked-for-one-figure", asked_for_one_figure, 0},
+    {0},
+};
