@@ -49,7 +49,11 @@ func Driver(dir, built string, w *emulator.World) error {
 		if slices.Contains(fillers, name) {
 			name = lib.Other
 		}
-		return os.ReadFile(filepath.Join(built, name))
+		data, err := os.ReadFile(filepath.Join(built, name))
+		if err == nil && name == lib.CUDA {
+			data, err = lib.OfVersion(data, w.State().CUDA)
+		}
+		return data, err
 	})
 	if err != nil {
 		return err

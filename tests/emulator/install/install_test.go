@@ -4,6 +4,7 @@ package install_test
 
 import (
 	"context"
+	"debug/elf"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -97,6 +98,29 @@ func TestLibrariesAreVersionedAndLinked(t *testing.T) {
 		got, err := filepath.EvalSymlinks(filepath.Join(libs, link))
 		if err != nil || filepath.Base(got) != want {
 			t.Errorf("%s leads to %s (%v), want %s", link, got, err, want)
+		}
+	}
+}
+
+// TestLibraryIsOfTheWorldsVersion: a driver of CUDA 12.4 lacks what came later.
+func TestLibraryIsOfTheWorldsVersion(t *testing.T) {
+	for cuda, want := range map[string]bool{"12.4": false, "13.0": true} {
+		dir := t.TempDir()
+		driver(t, world(t, emulator.Spec{CUDA: cuda}), dir)
+		f, err := elf.Open(filepath.Join(dir, "usr/lib/x86_64-linux-gnu/libcuda.so.1"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer f.Close()
+		symbols, err := f.DynamicSymbols()
+		if err != nil {
+			t.Fatal(err)
+		}
+		has := slices.ContainsFunc(symbols, func(s elf.Symbol) bool {
+			return s.Name == "cuCtxSynchronize_v2" && s.Section != elf.SHN_UNDEF
+		})
+		if has != want {
+			t.Errorf("libcuda of CUDA %s has cuCtxSynchronize_v2: %v", cuda, has)
 		}
 	}
 }

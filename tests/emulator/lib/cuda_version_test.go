@@ -5,11 +5,13 @@ package lib_test
 import (
 	"fmt"
 	"os"
+	"path/filepath"
 	"regexp"
 	"strconv"
 	"testing"
 
 	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/emulator/lib"
 )
 
 // TestCUDAVersions: a driver of an older version lacks the names that came later,
@@ -81,6 +83,42 @@ func TestCUDAVersions(t *testing.T) {
 			t.Errorf("without the switch there is no %s", symbol)
 		}
 	}
+}
+
+// TestCUDAFileOfAVersion: so has a file that was made for an older version, for
+// whoever reads or loads it.
+func TestCUDAFileOfAVersion(t *testing.T) {
+	start(t, emulator.Spec{Count: 1, CUDA: "12.4"})
+	built, err := os.ReadFile(cudaLibrary(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	old, err := lib.OfVersion(built, 12040)
+	if err != nil {
+		t.Fatal(err)
+	}
+	file := filepath.Join(root, "usr/lib/x86_64-linux-gnu/libcuda-old.so")
+	if err := os.WriteFile(file, old, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.Remove(file) })
+	has := exports(t, file)
+	p := startProbe(t, probeWith{library: file})
+	for symbol, want := range map[string]bool{"cuCtxCreate_v3": true, "cuCtxCreate_v4": false, "cuCtxSynchronize_v2": false, "cuFuncLoad": true, "cuMemGetMemPool": false} {
+		if has[symbol] != want {
+			t.Errorf("the file exports %s: %v", symbol, has[symbol])
+		}
+		fmt.Fprintf(p.in, "address %s\n", symbol)
+		if got := p.line(); (got != "0") != want {
+			t.Errorf("dlsym finds %s at %s", symbol, got)
+		}
+	}
+	want(t, "cuGetProcAddress", p.do(`cuGetProcAddress "cuMemGetMemPool" &at 13000 0`), cudaNotFound)
+	p.must(`cuGetProcAddress "cuCtxCreate" &at 13000 0`)
+	fmt.Fprintln(p.in, "address cuCtxCreate_v3")
+	want(t, "the newest cuCtxCreate", p.line(), strconv.FormatUint(p.vars["at"], 10))
+	p.must("cuInit 0; cuDriverGetVersion &version; cuCtxCreate_v2 &c 0 0; cuMemAlloc_v2 &a 4096")
+	want(t, "version", p.vars["version"], 12040)
 }
 
 // TestCUDASwitchesOfProperties: where the documentation is silent.

@@ -35,7 +35,7 @@
 // CUDA_ERROR_INVALID_VALUE and a line on standard error.
 //
 //	version=N                        what cuDriverGetVersion tells (default: the world's); names that came later are found neither
-//	                                 by cuGetProcAddress nor by dlsym (default: all are there)
+//	                                 by cuGetProcAddress nor by dlsym (default: as the file is, see OfVersion)
 //	kernel-us=N                      microseconds that a kernel takes (0)
 //	piece-mib=N                      by what pools grow, an even number (32)
 //	holes=fit|remap                  a request needs one hole that is large enough, or free blocks of 2 MiB are put together

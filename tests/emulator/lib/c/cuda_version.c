@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* Drivers of several CUDA versions in one file. The switch version=12080 makes this
- * library one of 12.8: names that came later are found neither by cuGetProcAddress
- * nor by dlsym. For the latter they are taken out of the table of symbols in memory
- * before anybody can look them up, as the library is loaded. Without the switch all
- * names are there, whatever the world's version is. */
+/* Drivers of several CUDA versions in one build. Names that came after a driver's
+ * version are found neither by cuGetProcAddress nor by dlsym. An installed driver is
+ * of its world's version: OfVersion (version.go) takes the names out of the file's
+ * table of symbols. The switch version=12080 makes the library one of 12.8: the names
+ * are taken out of the table in memory, before anybody can look them up, as the
+ * library is loaded. */
 #include <elf.h>
 #include <limits.h>
 #include <stdlib.h>
@@ -28,7 +29,10 @@ static const struct name {
 #undef T
 };
 
-int names_until(void) { return switches.version ? switches.version : INT_MAX; }
+/* file_version is the version that the file was made to be of; 0: of none. */
+static const volatile int file_version __attribute__((used)) = 0;
+
+int names_until(void) { return switches.version ? switches.version : file_version ? file_version : INT_MAX; }
 
 /* since is the version that a symbol came with, or 0. */
 static int since(const char *symbol)
