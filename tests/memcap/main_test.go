@@ -29,6 +29,7 @@ import (
 
 var (
 	long = flag.Bool("long", false, "the full counts: 1,000 kills, 1,000 spoilt pages, ten minutes for each program")
+	each = flag.Duration("each", 0, "how long each program runs under its cap, under all behaviours of the driver together; 0 is ten seconds, with -long ten minutes")
 	seed = flag.Uint64("seed", 0, "seed of what is random; 0 chooses one and prints it")
 )
 

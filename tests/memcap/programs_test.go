@@ -41,8 +41,15 @@ var honestPrograms = map[string]honest{
 const programCap = 4 * GiB
 
 // programModes are the behaviours of the emulated driver that programs are run
-// under: those of the scenarios, and what may matter to an allocator by itself.
-var programModes = []string{"", "strict", "kernel-us=200", "reuse=eager,opportunistic=lazy", "holes=remap,piece-mib=2"}
+// under. Beside those of the scenarios, each of its switches is turned once
+// (package emulator/lib), except for how long a kernel takes: the programs' own
+// take 20 µs.
+var programModes = []string{
+	"", "strict",
+	"reuse=eager,opportunistic=lazy,query=observes,shrink=never",
+	"holes=remap,piece-mib=2,large=blocks",
+	"version=12040,follow=direct,trim=observed,used=pending,ipc-pools=shrink",
+}
 
 // An honest program is never ended, never hangs, and has the memory that it would
 // have on a card as large as its cap, at least nine tenths as fast. Ten seconds
@@ -62,10 +69,7 @@ func TestPrograms(t *testing.T) {
 		t.Fatal(err)
 	}
 	random := dice(t)
-	total := 10 * time.Second
-	if *long {
-		total = 10 * time.Minute
-	}
+	total := cmp.Or(*each, time.Duration(pick(10, 600))*time.Second)
 	lanes := make(chan struct{}, 2) // so many at once
 	var mu sync.Mutex
 	fails := map[string]bool{} // by program that was run; guarded by mu
@@ -80,14 +84,14 @@ func TestPrograms(t *testing.T) {
 					h := honestPrograms[name]
 					h.gpus = cmp.Or(h.gpus, 1)
 					p := pair{dir: dir, name: name, mode: mode, honest: h}
-					wrong := p.run(t, first, total/time.Duration(len(programModes)))
+					p.run(t, first, total/time.Duration(len(programModes)))
 					mu.Lock()
-					fails[name] = fails[name] || len(wrong) > 0
+					fails[name] = fails[name] || len(p.wrong) > 0
 					mu.Unlock()
-					if len(wrong) == 0 {
+					if len(p.wrong) == 0 {
 						return
 					}
-					if text := strings.Join(wrong, "\n"); h.todo != "" {
+					if text := strings.Join(p.wrong, "\n"); h.todo != "" {
 						t.Logf("to do: %s\n%s", h.todo, text)
 					} else {
 						t.Error(text)
@@ -107,15 +111,26 @@ func TestPrograms(t *testing.T) {
 type pair struct {
 	dir, name, mode string
 	honest
+	// What it runs in; see lay.
+	capped *rig
+	with   *box
+	bare   *capsule.Container
+	post   *post
+	wrong  []string
 }
 
 // piece is how long one run is in the long form: long enough that starting and
 // ending do not count, and short enough for a median.
-const piece = 30 * time.Second
+const piece = 15 * time.Second
 
-// run says what is wrong.
-func (p *pair) run(t *testing.T, seed uint64, total time.Duration) (wrong []string) {
-	say := func(format string, args ...any) { wrong = append(wrong, fmt.Sprintf(format, args...)) }
+func (p *pair) say(format string, args ...any) {
+	p.wrong = append(p.wrong, fmt.Sprintf(format, args...))
+}
+
+// lay makes a machine with the cap and the watchdog, and one whose cards are as
+// large as the cap.
+func (p *pair) lay(t *testing.T) {
+	t.Helper()
 	const reserved = 48
 	var shares []share
 	var cards []emulator.GPUSpec
@@ -125,77 +140,78 @@ func (p *pair) run(t *testing.T, seed uint64, total time.Duration) (wrong []stri
 		cards = append(cards, emulator.GPUSpec{Index: i, MemoryMiB: programCap/MiB + reserved, ReservedMiB: reserved})
 		gpus = append(gpus, i)
 	}
-	capped := newRig(t, emulator.Spec{Model: "H200-141GB", Count: p.gpus})
-	b := capped.unread(t, watched(), shares, false, func(edits *specs.ContainerEdits, _ *capsule.Image) { capsule.Bind(edits, p.dir, "/programs") })
-	defer b.close(t)
-	post := capped.watch(t, b, shares)
+	p.capped = newRig(t, emulator.Spec{Model: "H200-141GB", Count: p.gpus})
+	p.with = p.capped.unread(t, watched(), shares, false, func(edits *specs.ContainerEdits, _ *capsule.Image) { capsule.Bind(edits, p.dir, "/programs") })
+	p.post = p.capped.watch(t, p.with, shares)
 	card := bareRig(t, emulator.Spec{Model: "H200-141GB", Count: p.gpus, GPUs: cards})
 	edits, image := card.m.Plain(gpus...)
 	capsule.Bind(&edits, p.dir, "/programs")
-	bare, err := card.m.Open(t.Context(), edits, image)
-	if err != nil {
+	var err error
+	if p.bare, err = card.m.Open(t.Context(), edits, image); err != nil {
 		t.Fatal(err)
 	}
-	defer bare.Close()
+}
 
-	runs := max(1, int(total/piece))
-	for _, i := range gpus {
-		if err := capped.m.World.ResetPeak(i); err != nil {
-			t.Fatal(err)
-		}
-	}
+// run runs the program under its cap for so long in all; p.wrong is then what is
+// wrong.
+func (p *pair) run(t *testing.T, seed uint64, total time.Duration) {
+	p.lay(t)
+	defer p.bare.Close()
+	defer p.with.close(t)
 	var ratios []float64
+	runs := max(1, int(total/piece))
 	for n := range runs {
 		s := seed + uint64(n)
-		with, err := p.once(t, b.Container, s, total/time.Duration(runs), math.MaxUint64)
+		with, err := p.once(t, p.with.Container, s, total/time.Duration(runs), math.MaxUint64)
 		if err != nil {
-			say("seed %d: %v", s, err)
-			break
-		}
-		if !*long && p.mode != "" && with.n("failed") == 0 {
-			t.Logf("seed %d: %s", s, with.figures())
-			continue
-		}
-		// As much as it has done with the cap, however long that takes.
-		without, err := p.once(t, bare, s, patience, with.n("operations"))
-		if err != nil {
-			say("seed %d, on a bare card: %v", s, err)
+			p.say("seed %d: %v", s, err)
 			break
 		}
 		t.Logf("seed %d: %s", s, with.figures())
+		if !*long && p.mode != "" && with.n("failed") == 0 {
+			continue
+		}
+		// As much as it has done with the cap, however long that takes.
+		without, err := p.once(t, p.bare, s, patience, with.n("operations"))
+		if err != nil {
+			p.say("seed %d, on a bare card: %v", s, err)
+			break
+		}
 		t.Logf("on a bare card: %s", without.figures())
-		ratios = append(ratios, with.speed("cpu-us")/without.speed("cpu-us"))
-		t.Logf("ratio %.2f by processor time, %.2f by the clock", with.speed("cpu-us")/without.speed("cpu-us"), with.speed("wall-us")/without.speed("wall-us"))
+		cpu, clock := with.speed("cpu-us")/without.speed("cpu-us"), with.speed("wall-us")/without.speed("wall-us")
+		t.Logf("ratio %.2f by processor time, %.2f by the clock", cpu, clock)
+		ratios = append(ratios, cpu)
 		// A bare card fails the program too, where what is free is in pieces that
 		// are too small. Threads and the driver's own time make both vary.
 		if got, card := with.n("failed"), without.n("failed"); got > card+card/2+2 {
-			say("seed %d: the program was told %d times that there is no memory, and %d times on a bare card", s, got, card)
+			p.say("seed %d: the program was told %d times that there is no memory, and %d times on a bare card", s, got, card)
 		}
 	}
-	for _, k := range post.kills() {
-		say("the watchdog would have ended it: %s", k)
+	p.judge(t)
+	slices.Sort(ratios)
+	if *long && len(ratios) > 0 && ratios[len(ratios)/2] < 0.9 {
+		p.say("it does %.2f of what it does on a bare card for each second of processor time (all: %.2f)", ratios[len(ratios)/2], ratios)
 	}
-	for _, i := range gpus {
-		peak := capped.peak(i)
+}
+
+// judge looks at the driver's books and at what the watchdog has done.
+func (p *pair) judge(t *testing.T) {
+	for _, k := range p.post.kills() {
+		p.say("the watchdog would have ended it: %s", k)
+	}
+	for i := range p.gpus {
+		peak := p.capped.peak(i)
 		t.Logf("GPU %d: a peak of %d MiB under %d", i, peak/MiB, programCap/MiB)
 		if peak > programCap {
-			say("GPU %d: %d MiB over the cap", i, (peak-programCap)/MiB)
+			p.say("GPU %d: %d MiB over the cap", i, (peak-programCap)/MiB)
 		}
 		if peak < programCap/100*80 {
-			say("GPU %d: a peak of %d MiB is not at the edge of the cap", i, peak/MiB)
+			p.say("GPU %d: a peak of %d MiB is not at the edge of the cap", i, peak/MiB)
 		}
-		if left := capped.used(i); left != 0 {
-			say("GPU %d: %d MiB are left of a program that has ended", i, left/MiB)
+		if left := p.capped.used(i); left != 0 {
+			p.say("GPU %d: %d MiB are left of a program that has ended", i, left/MiB)
 		}
 	}
-	slices.Sort(ratios)
-	if !*long || len(ratios) == 0 {
-		return wrong
-	}
-	if median := ratios[len(ratios)/2]; median < 0.9 {
-		say("it does %.2f of what it does on a bare card for each second of processor time (all: %.2f)", median, ratios)
-	}
-	return wrong
 }
 
 // result is what a run of a program has printed.

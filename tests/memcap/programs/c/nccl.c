@@ -8,6 +8,9 @@
  * it, and unmaps and releases it in the end. NCCL's own buffers are of 4 MiB
  * (NCCL_BUFFSIZE) and there are several; users' are of any size.
  *
+ * An operation is a collective, and a buffer made or given back: buffers are
+ * registered to be used, here for some 20 ms.
+ *
  * The rest of the memory is taken by what the job computes with, so that a buffer
  * that stays counted when it is gone is soon one too many. */
 #include <string.h>
@@ -15,7 +18,7 @@
 
 #include "programs.h"
 
-enum { BUFFERS = 8, GRAIN = 2 << 20 };
+enum { BUFFERS = 8, GRAIN = 2 << 20, COLLECTIVES = 1000 };
 
 struct buffer {
     CUdeviceptr at;
@@ -45,6 +48,15 @@ static void unmap(struct run *r, struct buffer *b)
         MUST(r, cu->cuMemRelease(b->handle));
     MUST(r, cu->cuMemAddressFree(b->at, b->size));
     r->tally->operations++;
+}
+
+/* use is what buffers are registered for. */
+static void use(struct run *r)
+{
+    for (int i = 0; i < COLLECTIVES; i++)
+        compute(r, r->seat.stream);
+    MUST(r, r->cu->cuStreamSynchronize(r->seat.stream));
+    r->tally->operations += COLLECTIVES;
 }
 
 /* offer makes some buffers, lets the peer use them, and gives them back. */
@@ -83,8 +95,7 @@ static void offer(struct run *r, int peer, int last)
             return;
         close(fds[i]);
     }
-    compute(r, r->seat.stream);
-    MUST(r, cu->cuStreamSynchronize(r->seat.stream));
+    use(r);
     int word = 0;
     if (o.kept && made && !hear(r, peer, &word, sizeof word, NULL)) /* the peer is through */
         return;
@@ -113,8 +124,7 @@ static int accept_offer(struct run *r, int peer)
         close(fd);
         r->tally->operations++;
     }
-    compute(r, r->seat.stream);
-    MUST(r, cu->cuStreamSynchronize(r->seat.stream));
+    use(r);
     for (int i = 0; i < o.count; i++)
         unmap(r, &buffers[i]);
     return o.count < 0 || tell(r, peer, &o.count, sizeof o.count, -1);

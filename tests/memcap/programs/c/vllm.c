@@ -144,7 +144,7 @@ static void vllm(struct run *r)
             break;
         }
         if (more)
-            serve(&w, 500, devices > 1 ? 1 : 2);
+            serve(&w, 5000, devices > 1 ? 1 : 2);
         more = more && !r->tally->claimed;
     }
     end_caching(c);
