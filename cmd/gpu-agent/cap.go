@@ -158,7 +158,7 @@ func show(s *obs.Status, st *guard.State) {
 		out := obs.ContainerStatus{
 			Namespace: c.Namespace, Pod: c.Pod, Container: c.Holder.Container, Claim: c.Claim,
 			GPU: string(c.GPU), Index: c.Index, PeakMiB: mib(c.Peak),
-			Guarantee: string(c.Level), Refusals: c.Refusals, Processes: c.Processes,
+			Guarantee: string(c.Level), Refusals: c.Refusals, Uncounted: c.Uncounted, UndoneMiB: mib(c.Undone), Processes: c.Processes,
 		}
 		if c.Cap != lib.None {
 			limit := mib(c.Cap)

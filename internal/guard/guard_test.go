@@ -269,7 +269,7 @@ func (m *meter) End(driver uint64, known bool) (lib.Reading, error) {
 	m.ended++
 	m.spent += m.cost
 	m.driver, m.known = driver, known
-	return lib.Reading{Used: driver + m.managed, Counters: lib.Counters{Word: m.word, Refusals: 7}, Quiet: m.quiet}, nil
+	return lib.Reading{Used: driver + m.managed, Counters: lib.Counters{Word: m.word, Refusals: 7, Uncounted: 3, Undone: 5 << 20}, Quiet: m.quiet}, nil
 }
 
 func (m *meter) Cost() time.Duration { return m.spent }
@@ -559,7 +559,7 @@ func TestMeters(t *testing.T) {
 			t.Errorf("%d readings begun and %d ended", m.begun, m.ended)
 		}
 		c := g.State().Containers
-		if len(c) != 2 || c[0].Used != 2*gib || c[0].Refusals != 7 || c[0].Level != memcap.API {
+		if len(c) != 2 || c[0].Used != 2*gib || c[0].Refusals != 7 || c[0].Uncounted != 3 || c[0].Undone != 5<<20 || c[0].Level != memcap.API {
 			t.Errorf("with counters: %+v", c)
 		}
 		if c[1].Used != gib || c[1].Level != memcap.Watchdog {

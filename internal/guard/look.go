@@ -118,6 +118,9 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 			g.spoilt(id, s, err)
 			continue
 		}
+		if r.Uncounted > s.reading.Uncounted {
+			g.once("uncounted "+id, "allocations of a kind that the cap's library does not know pass it, by its own word; the watchdog alone holds what they take", "container", id, "gpu", d.UUID)
+		}
 		s.reading = r
 		if t.known {
 			s.used, s.peak = r.Used, max(s.peak, r.Used)

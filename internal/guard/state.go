@@ -29,7 +29,12 @@ type Container struct {
 	Level      memcap.Level
 	// Refusals is how many allocations the container's own library has refused, by
 	// its own word.
-	Refusals  uint64
+	Refusals uint64
+	// Uncounted is how many allocations of a kind that the library does not know have
+	// passed it under the open policy, and Undone the most in bytes that a memory pool
+	// has taken beyond the cap and given back at once; also by the library's own word.
+	Uncounted, Undone uint64
+
 	Processes int
 }
 
@@ -127,6 +132,8 @@ func (g *Guard) describe(d *gpu.Device, key string, claim *desk.Claim, l lib.Lim
 		}
 		c.Used, c.Peak, c.Known = c.Used+s.used, max(c.Peak, s.peak), c.Known && s.known
 		c.Refusals += s.reading.Refusals
+		c.Uncounted += s.reading.Uncounted
+		c.Undone = max(c.Undone, s.reading.Undone)
 		c.Processes += s.procs
 		if in.Running || s.procs > 0 {
 			levels = append(levels, s.level(c.Cap))

@@ -60,6 +60,8 @@
 //	container_memory_used_bytes{namespace,pod,container,gpu}           what counts against that
 //	container_memory_peak_bytes{namespace,pod,container,gpu}           the most of that so far
 //	container_memory_refusals_total{namespace,pod,container,gpu}       refused allocations, by the container's word
+//	container_memory_uncounted_total{namespace,pod,container,gpu}      allocations of an unknown kind that passed, by its word
+//	container_memory_undone_bytes{namespace,pod,container,gpu}         the most beyond the cap that was given back at once, likewise
 //	cap_kills_total{reason}                     containers ended, reason over or intruder
 //	cap_evictions_total                         pods evicted for repeated offences
 //	cap_breach_to_end_seconds                   histogram: from the first reading over the cap to the end

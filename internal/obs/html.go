@@ -688,6 +688,9 @@ func (p *sheet) memory(t tenant) {
 		}
 		more = append(more, refused+" refused")
 	}
+	if c.Uncounted > 0 {
+		more = append(more, strconv.FormatUint(c.Uncounted, 10)+" not counted")
+	}
 	if c.CapMiB != nil && c.Guarantee != "" {
 		more = append(more, "cap by "+c.Guarantee)
 	}

@@ -224,6 +224,12 @@ var (
 	containerRefusals = gauge("container_memory_refusals_total",
 		"Allocations that a container's cap has refused, by its own counter. This is the container's own word.",
 		"namespace", "pod", "container", "gpu")
+	containerUncounted = gauge("container_memory_uncounted_total",
+		"Allocations of a kind that the cap's library does not know and has let pass, as the open policy says. This is the container's own word.",
+		"namespace", "pod", "container", "gpu")
+	containerUndone = gauge("container_memory_undone_bytes",
+		"The most that a memory pool of a container has taken beyond the cap and given back at once. This is the container's own word.",
+		"namespace", "pod", "container", "gpu")
 	watchdogUp = gauge("watchdog_up", "Whether the watchdog over memory caps is at work: 1 or 0.")
 	policyHeld = gauge("policy_in_force",
 		"Whether an admission policy that keeps the agent to its own node refuses what it must: 1 or 0. None while that is not known.", "policy")
@@ -243,7 +249,7 @@ type view struct {
 func (v view) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{buildInfo, driverInfo, gpuInfo, gpuMemory, gpuHealthy, gpuFault, hangs, gpuBlocked,
 		devices, claims, registered, partition, generation, migEnabled, migPending, migSlots, deviceInfo,
-		containerCap, containerUsed, containerPeak, containerRefusals, watchdogUp, unclaimed, policyHeld} {
+		containerCap, containerUsed, containerPeak, containerRefusals, containerUncounted, containerUndone, watchdogUp, unclaimed, policyHeld} {
 		out <- d
 	}
 }
@@ -319,6 +325,8 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 		if c.CapMiB != nil {
 			send(containerCap, bytes(*c.CapMiB), append(labels[:], c.Guarantee)...)
 			sendAs(prometheus.CounterValue, containerRefusals, float64(c.Refusals), labels[:]...)
+			sendAs(prometheus.CounterValue, containerUncounted, float64(c.Uncounted), labels[:]...)
+			send(containerUndone, bytes(c.UndoneMiB), labels[:]...)
 		}
 		if c.UsedMiB != nil {
 			send(containerUsed, bytes(*c.UsedMiB), labels[:]...)

@@ -248,6 +248,11 @@ type ContainerStatus struct {
 	Refusals uint64 `json:"refusals"`
 	// Processes is how many processes of the container use the GPU.
 	Processes int `json:"processes"`
+	// Uncounted is how many allocations of a kind that the cap's library does not know
+	// have passed it (--cap-policy open), and UndoneMiB the most that a memory pool has
+	// taken beyond the cap for a moment; both by the container's own word.
+	Uncounted uint64 `json:"uncounted,omitempty"`
+	UndoneMiB uint64 `json:"undoneMiB,omitempty"`
 }
 
 // hasPeak tells whether the container's memory was ever seen.
