@@ -8,11 +8,14 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"path/filepath"
+	"strings"
 	"time"
 
 	"example.com/gpu-agent/internal/guard"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/gpu/nvml"
 	"example.com/gpu-agent/pkg/memcap"
@@ -49,11 +52,15 @@ func (f *capFlags) complete() error {
 type caps struct {
 	*lib.Pages
 	dir   string
-	kit   lib.Kit
 	every time.Duration
+	// seen is where this process sees a file of the driver that the host has at a
+	// path.
+	seen func(host string) string
+	// kit serves any driver, fitted the one whose parts were learnt last.
+	kit, fitted lib.Kit
 }
 
-func openCaps(dir string, every time.Duration) (*caps, error) {
+func openCaps(dir string, every time.Duration, seen func(host string) string) (*caps, error) {
 	kit, err := lib.Install(dir)
 	if err != nil {
 		return nil, err
@@ -62,15 +69,35 @@ func openCaps(dir string, every time.Duration) (*caps, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &caps{Pages: pages, dir: dir, kit: kit, every: every}, nil
+	return &caps{Pages: pages, dir: dir, every: every, seen: seen, kit: kit, fitted: kit}, nil
 }
 
 func (c *caps) Write(key string, limits []lib.Limit) (map[gpu.UUID]string, error) {
 	return c.Pages.Write(key, c.every, limits)
 }
 
+// Fit is for the loop alone, as Prune is.
+func (c *caps) Fit(parts cdi.Parts) (lib.Kit, error) {
+	library := func(name string) string {
+		for _, m := range parts.Common.Mounts {
+			if strings.HasPrefix(filepath.Base(m.ContainerPath), name+".") {
+				return c.seen(m.HostPath)
+			}
+		}
+		return name // and its absence is what is said
+	}
+	fitted, err := lib.Fit(c.dir, library("libcuda.so"), library("libnvidia-ml.so"))
+	if err != nil {
+		fitted = c.kit
+	}
+	c.fitted = fitted
+	return fitted, err
+}
+
 // Prune is for when every claim's CDI file names the present libraries.
-func (c *caps) Prune() error { return lib.Prune(c.dir, func(string) bool { return false }) }
+func (c *caps) Prune() error {
+	return lib.Prune(c.dir, func(version string) bool { return version == c.fitted.Version() })
+}
 
 // meters opens the counters of containers.
 type meters struct {

@@ -182,7 +182,7 @@ func run(ctx context.Context, c console, args []string) error {
 		return err
 	}
 	defer store.Close()
-	caps, err := openCaps(f.node.stateDir, f.cap.every)
+	caps, err := openCaps(f.node.stateDir, f.cap.every, f.driver.seen)
 	if err != nil {
 		return err
 	}
@@ -221,7 +221,6 @@ func run(ctx context.Context, c console, args []string) error {
 		Align:          agent.Alignment(f.numaHints.value),
 		ReclaimForeign: f.foreign.value == "reclaim",
 		NeverReset:     f.reset.value == "never",
-		Kit:            caps.kit,
 		OpenCaps:       f.cap.policy.value == "open",
 		Boot:           boot,
 		Health:         health.Options{Ignored: f.ignoredXids, Hold: f.healthHold, Probe: f.healthProbe},

@@ -125,8 +125,6 @@ type Options struct {
 	// KeepOffering leaves idle devices of a GPU whose change waits for holders
 	// on offer (--when-busy wait).
 	KeepOffering bool
-	// Kit is the libraries that hold containers to their memory, by host paths.
-	Kit lib.Kit
 	// IdleTTL is how long an instance on demand stays when nobody has it; zero is
 	// until its room is wanted.
 	IdleTTL time.Duration
@@ -232,7 +230,7 @@ type Agent struct {
 	letGo     string // why the driver was let go
 	ready     bool   // see Ready; once it is true it stays so
 	letting   bool   // it is to be let go when no work is under way
-	parts     *cdi.Parts
+	parts     *parts
 	partsErr  error
 	partsDue  bool // the driver or its GPUs are not those that parts are of
 	seen      witnesses
@@ -762,16 +760,27 @@ func (a *Agent) round(ctx context.Context) error {
 	return err
 }
 
+// parts are what containers need of the driver and of each GPU, and the libraries
+// that hold them to their memory there.
+type parts struct {
+	cdi.Parts
+	kit lib.Kit
+}
+
 // learnParts asks the driver what containers need of it. On failure what was
 // learnt before stays, and the next round asks again.
 func (a *Agent) learnParts(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, driverPatience)
 	defer cancel()
-	parts, err := a.driver.Parts(ctx)
+	of, err := a.driver.Parts(ctx)
 	if a.partsErr = err; err != nil {
 		return fmt.Errorf("learn which driver files containers need: %w", err)
 	}
-	a.parts, a.partsDue = &parts, false
+	kit, err := a.caps.Fit(of)
+	a.parts, a.partsDue = &parts{of, kit}, false
+	if err != nil {
+		a.log.Warn("programs in containers will find functions that this driver does not have; they fail where they are called", "err", err)
+	}
 	for _, c := range a.desk.Claims() {
 		a.desk.Shut(c.Key) // written again below, if the files differ
 	}

@@ -194,7 +194,7 @@ func (a *Agent) overlay(c *desk.Claim) (cdi.Overlay, error) {
 	bind := func(from, to string) specs.Mount {
 		return specs.Mount{HostPath: from, ContainerPath: to, Options: []string{"ro", "nosuid", "nodev", "rbind", "rprivate"}}
 	}
-	kit := a.opts.Kit
+	kit := a.parts.kit
 	over := cdi.Overlay{
 		Stands: []cdi.Stand{
 			{Library: "libcuda.so", HostPath: kit.CUDA, Real: lib.RealCUDA},

@@ -83,6 +83,8 @@ func (p *pages) List() ([]string, error) {
 	return slices.Sorted(maps.Keys(p.limits)), nil
 }
 
+func (p *pages) Fit(cdi.Parts) (lib.Kit, error) { return testKit, nil }
+
 func (p *pages) Prune() error { return nil }
 
 // mountAt is the host path that a claim's container has at a path.

@@ -185,7 +185,7 @@ func TestResourceDomainChanges(t *testing.T) {
 		}
 		var log bytes.Buffer
 		a := New(Options{
-			Domain: "example.com", ResourceDomain: "nvidia.com", MemoryUnit: unit, Pod: ownPod, Boot: "this", Kit: testKit,
+			Domain: "example.com", ResourceDomain: "nvidia.com", MemoryUnit: unit, Pod: ownPod, Boot: "this",
 			Health: health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4},
 			Log:    slog.New(slog.NewTextHandler(&log, nil)),
 		}, Worlds{Driver: o, Files: files, Caps: o.caps, Kubelet: o, Runtime: runtime{o}, Plugins: plugins{o}, Store: store, Observer: o})

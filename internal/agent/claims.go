@@ -145,7 +145,7 @@ func (a *Agent) writeClaim(c *desk.Claim) error {
 	if err != nil {
 		return err
 	}
-	parts, names := *a.parts, c.GPUs
+	parts, names := a.parts.Parts, c.GPUs
 	gate := ""
 	if c.Slots != nil {
 		instances, stand := a.instancesOf(c)

@@ -399,7 +399,7 @@ func (s *storm) start() {
 	s.quit, s.ctx = quit, ctx
 	s.locked(func() { s.sources, s.tell = nil, nil })
 	s.agent = New(Options{
-		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: s.attack.unit, Pod: ownPod, Boot: "this", Kit: testKit,
+		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: s.attack.unit, Pod: ownPod, Boot: "this",
 		Health: health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4}, Log: s.logger,
 	}, Worlds{Driver: s, Files: stormFiles{s}, Caps: &s.pages, Kubelet: s, Runtime: stormRuntime{s}, Plugins: s, Store: s, Observer: s})
 	s.note("an agent starts; %d claims in the journal", len(s.journal))

@@ -86,7 +86,12 @@ type Caps interface {
 	Remove(key string) error
 	// List returns the claims that have pages.
 	List() ([]string, error)
-	// Prune removes the libraries of other versions of the agent.
+	// Fit returns the libraries that hold containers to their memory, by host
+	// paths, as they suit the driver whose parts these are. Where they cannot be
+	// fitted it returns those that serve any driver, and why.
+	Fit(cdi.Parts) (lib.Kit, error)
+	// Prune removes the libraries of other versions of the agent, and those fitted
+	// to another driver.
 	Prune() error
 }
 

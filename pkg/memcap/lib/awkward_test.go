@@ -6,6 +6,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"example.com/gpu-agent/pkg/gpu"
@@ -24,9 +25,16 @@ func TestReopenedManyTimesTakesOneSlot(t *testing.T) {
 	awkward(t, "reopen")
 }
 
-// awkward runs a program of testdata in front of the driver of driver.c. It gets
-// the path of the cap's library and of its usage page, and has nothing to say.
-func awkward(t *testing.T, program string) {
+// TestNamesThatTheDriverLacks: dlsym finds in a fitted library what the driver has,
+// and nothing that it does not have; cuGetProcAddress is as before.
+func TestNamesThatTheDriverLacks(t *testing.T) {
+	awkward(t, "lacks", "cuCtxSynchronize_v2", "cuCtxCreate_v4", "cuGraphInstantiateWithParams_ptsz")
+}
+
+// awkward runs a program of testdata in front of the driver of driver.c, without
+// the names that this lacks. It gets the path of the cap's library, of its usage
+// page, and those names, and has nothing to say.
+func awkward(t *testing.T, program string, lacks ...string) {
 	t.Helper()
 	if _, err := exec.LookPath("gcc"); err != nil {
 		t.Skip("gcc is not installed")
@@ -45,15 +53,31 @@ func awkward(t *testing.T, program string) {
 	if err := makePage(filepath.Join(root, "limits", string(uuid)), 0, Limit{GPU: uuid, Bytes: aGiB, Context: 1 << 20}); err != nil {
 		t.Fatal(err)
 	}
+	hidden, capped := filepath.Join(root, "hidden"), filepath.Join(out, cudaName)
+	if err := os.WriteFile(hidden, []byte("{ local: "+strings.Join(append([]string{"nothing"}, lacks...), ";")+"; };"), 0o644); err != nil {
+		t.Fatal(err)
+	}
 	for _, args := range [][]string{
-		{"-std=gnu2x", "-O2", "-shared", "-fPIC", "-Wl,-soname," + cudaName, "-Ic", "-o", filepath.Join(root, "driver", cudaName), "testdata/driver.c", "testdata/stubs.c"},
+		{"-std=gnu2x", "-O2", "-shared", "-fPIC", "-Wl,-soname," + cudaName, "-Wl,--version-script," + hidden, "-Ic", "-o", filepath.Join(root, "driver", cudaName), "testdata/driver.c", "testdata/stubs.c"},
 		{"-std=gnu17", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-Ic", "-o", filepath.Join(root, program), "testdata/" + program + ".c", "-ldl"},
 	} {
 		if _, err := gcc(t.Context(), "", args...); err != nil {
 			t.Fatal(err)
 		}
 	}
-	cmd := exec.CommandContext(t.Context(), filepath.Join(root, program), filepath.Join(out, cudaName), filepath.Join(root, "usage", string(uuid)))
+	if lacks != nil {
+		data, err := os.ReadFile(capped)
+		if err == nil {
+			data, err = Hide(data, filepath.Join(root, "driver", cudaName))
+		}
+		if err == nil {
+			err = os.WriteFile(capped, data, 0o755)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	cmd := exec.CommandContext(t.Context(), filepath.Join(root, program), append([]string{capped, filepath.Join(root, "usage", string(uuid))}, lacks...)...)
 	if got, err := cmd.CombinedOutput(); err != nil || len(got) != 0 {
 		t.Errorf("%v\n%s", err, got)
 	}

@@ -54,9 +54,11 @@ func Build(ctx context.Context, out string) error { return build(ctx, out, Root)
 // Cached builds into the project's cache ($GPU_AGENT_CACHE, else gpu-agent under
 // the user's cache directory), unless the same sources were built there before,
 // and returns the folder. It is for tests.
-func Cached(ctx context.Context) (string, error) { return cached(ctx, Root) }
+func Cached(ctx context.Context) (string, error) { return CachedBelow(ctx, Root) }
 
-func cached(ctx context.Context, root string) (string, error) {
+// CachedBelow is Cached for libraries that look for all they need, the driver's
+// among it, below root in place of [Root].
+func CachedBelow(ctx context.Context, root string) (string, error) {
 	cache := os.Getenv("GPU_AGENT_CACHE")
 	if cache == "" {
 		user, err := os.UserCacheDir()

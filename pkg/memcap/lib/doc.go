@@ -15,6 +15,10 @@
 // preloaded, and a process that loads no libcuda has none of it. A claim's CDI
 // file puts it at the driver library's path. libnvidia-ml.so.1 is the same for
 // the two functions that nvidia-smi and its kin ask for a GPU's memory.
+// What a driver does not have, dlsym does not find in ours either: programs take
+// what it finds for what the driver can do. The libraries are built with every name
+// that any driver has, and where they are installed [Fit] hides those of their
+// symbol table that this driver's lacks.
 //
 // Until the first call of such a function nothing runs; afterwards no thread, no
 // handler, no exit. Of the C library it calls the one function that lists loaded

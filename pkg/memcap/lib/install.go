@@ -34,20 +34,29 @@ type file struct {
 	data []byte
 }
 
-// content returns the libraries, and the name of their content: the first 16
-// hex digits of a SHA-256 over both.
+// Version is what the kit's folder is called, for Prune.
+func (k Kit) Version() string { return filepath.Base(filepath.Dir(k.CUDA)) }
+
+// content returns the libraries, CUDA's first, and the name of their content.
 func content() (files []file, hash string, err error) {
-	h := sha256.New()
 	for _, name := range []string{cudaName, nvmlName} {
 		data, err := built.ReadFile("built/" + name)
 		if err != nil {
 			return nil, "", fmt.Errorf("built without the cap's library; build with make: %w", gpu.ErrNotSupported)
 		}
-		fmt.Fprintf(h, "%s %d\n", name, len(data))
-		h.Write(data)
 		files = append(files, file{name, data})
 	}
-	return files, hex.EncodeToString(h.Sum(nil))[:16], nil
+	return files, hashOf(files), nil
+}
+
+// hashOf is the first 16 hex digits of a SHA-256 over the libraries.
+func hashOf(files []file) string {
+	h := sha256.New()
+	for _, f := range files {
+		fmt.Fprintf(h, "%s %d\n", f.name, len(f.data))
+		h.Write(f.data)
+	}
+	return hex.EncodeToString(h.Sum(nil))[:16]
 }
 
 // Install puts this program's version of the libraries below dir, at
@@ -144,7 +153,8 @@ func whole(home string, files []file) bool {
 }
 
 // Prune removes the versions below dir that are not this program's and for
-// which used says no: no claim's CDI file names them.
+// which used says no: no claim's CDI file names them. Of this program's, those
+// that were fitted to a driver (Fit) are others, for which used is asked.
 func Prune(dir string, used func(hash string) bool) error {
 	_, own, err := content()
 	if err != nil && !errors.Is(err, gpu.ErrNotSupported) {

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lib
+
+import (
+	"bytes"
+	"debug/elf"
+	"encoding/binary"
+	"fmt"
+	"path/filepath"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// Fit puts this program's version of the libraries below dir as they suit a
+// driver, whose own libraries are at cuda and nvml: a name that the driver lacks is
+// not found in ours. Programs ask dlsym what a driver can do, and one that finds a
+// function there calls it. The error is that of Install, wraps gpu.ErrDriver where
+// the driver's libraries cannot be read, or says what could not be written.
+func Fit(dir, cuda, nvml string) (Kit, error) {
+	files, _, err := content()
+	if err != nil {
+		return Kit{}, err
+	}
+	for i, real := range []string{cuda, nvml} {
+		if files[i].data, err = Hide(files[i].data, real); err != nil {
+			return Kit{}, fmt.Errorf("fit the cap's %s to the driver: %w", files[i].name, err)
+		}
+	}
+	kit, err := install(filepath.Join(dir, "cap"), hashOf(files), files)
+	if err != nil {
+		return Kit{}, fmt.Errorf("install the cap's library: %w", err)
+	}
+	return kit, nil
+}
+
+// Hide returns a copy of a library of ours without the names that the driver's
+// library, in the file real, does not export. The functions stay, and are what
+// they were for the others; only their entries in the symbol table say that the
+// library does not define them.
+func Hide(library []byte, real string) ([]byte, error) {
+	has, err := exported(real)
+	if err != nil {
+		return nil, fmt.Errorf("read the driver's %s: %w: %w", real, gpu.ErrDriver, err)
+	}
+	f, err := elf.NewFile(bytes.NewReader(library))
+	if err != nil {
+		return nil, err
+	}
+	table := f.SectionByType(elf.SHT_DYNSYM)
+	symbols, err := f.DynamicSymbols()
+	if err != nil {
+		return nil, err
+	}
+	used, err := relocated(f)
+	if err != nil {
+		return nil, err
+	}
+	out := bytes.Clone(library)
+	for i, s := range symbols {
+		if s.Section == elf.SHN_UNDEF || has[s.Name] {
+			continue
+		}
+		n := uint64(i + 1) // the first entry of a table is none
+		if used[n] {
+			return nil, fmt.Errorf("the library refers to its own %s by name: %w", s.Name, gpu.ErrInvalid)
+		}
+		// Of Elf64_Sym: st_shndx, st_value, st_size.
+		clear(out[table.Offset+n*elf.Sym64Size:][6:elf.Sym64Size])
+	}
+	return out, nil
+}
+
+// exported are the names that a library defines.
+func exported(file string) (map[string]bool, error) {
+	f, err := elf.Open(file)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	symbols, err := f.DynamicSymbols()
+	if err != nil {
+		return nil, err
+	}
+	has := map[string]bool{}
+	for _, s := range symbols {
+		if s.Section != elf.SHN_UNDEF && elf.ST_BIND(s.Info) != elf.STB_LOCAL {
+			has[s.Name] = true
+		}
+	}
+	return has, nil
+}
+
+// relocated are the symbols, by their place in the table, that the library has
+// the loader fill in.
+func relocated(f *elf.File) (map[uint64]bool, error) {
+	used := map[uint64]bool{}
+	for _, s := range f.Sections {
+		if s.Type != elf.SHT_RELA {
+			continue
+		}
+		data, err := s.Data()
+		if err != nil {
+			return nil, err
+		}
+		for ; len(data) >= 24; data = data[24:] { // Elf64_Rela: r_offset, r_info, r_addend
+			used[binary.LittleEndian.Uint64(data[8:])>>32] = true
+		}
+	}
+	return used, nil
+}
