@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
 /* Included by address.c: what cuGetProcAddress calls each override, and since
- * which CUDA version, as published in cudaTypedefs.h. */
+ * which CUDA version. tests/drivers holds it against what real drivers answer. */
 DOOR(cuMemAlloc, 2000, cuMemAlloc)
 DOOR(cuMemAlloc, 3020, cuMemAlloc_v2)
 DOOR(cuMemAllocPitch, 2000, cuMemAllocPitch)
@@ -52,7 +52,6 @@ DOOR(cuMipmappedArrayCreate, 5000, cuMipmappedArrayCreate)
 DOOR(cuMipmappedArrayDestroy, 5000, cuMipmappedArrayDestroy)
 DOOR(cuGraphInstantiate, 10000, cuGraphInstantiate)
 DOOR(cuGraphInstantiate, 11000, cuGraphInstantiate_v2)
-DOOR(cuGraphInstantiate, 12000, cuGraphInstantiateWithFlags)
 DOOR(cuGraphInstantiateWithFlags, 11040, cuGraphInstantiateWithFlags)
 DOOR(cuGraphInstantiateWithParams, 12000, cuGraphInstantiateWithParams)
 TWIN(cuGraphInstantiateWithParams, 12000, cuGraphInstantiateWithParams_ptsz)

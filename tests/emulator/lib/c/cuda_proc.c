@@ -40,7 +40,10 @@ static CUresult find(const char *name, void **out, int version, cuuint64_t flags
                 *status = CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT;
             continue;
         }
-        *out = flags == CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM ? names[i].twin : names[i].symbol;
+        /* Per-thread default streams came with CUDA 7.0, and so did all twins of
+         * calls that were there before: so answer real drivers. */
+        bool twins = flags == CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM && version >= 7000;
+        *out = twins ? names[i].twin : names[i].symbol;
         *status = CU_GET_PROC_ADDRESS_SUCCESS;
     }
     return CUDA_SUCCESS;
