@@ -127,6 +127,10 @@ func stages(cache string, packages, files []string, soak bool) ([]stage, error) 
 			commands: []command{test(".", "-count=1", limit, "./tests/memcap/capsule", "./tests/memcap/probe", "./tests/memcap/programs"), caps},
 		},
 		{
+			name: "drivers", what: "memory caps in front of real drivers' libraries, as Debian has them", after: []string{"host"}, beside: true,
+			commands: []command{test(".", "-count=1", limit, "./tests/drivers")},
+		},
+		{
 			name: "peers", what: "rivals' programs on the emulated driver, and what their files mean", after: []string{"emulator"}, beside: true, lacks: root,
 			commands: []command{peers},
 		},
@@ -221,7 +225,7 @@ func goFiles() (files []string, err error) {
 }
 
 // apart are the packages that have a stage of their own.
-var apart = []string{"/deployments", "/tests/crash", "/tests/e2e", "/tests/foreign", "/tests/memcap", "/tests/page", "/tests/peers"}
+var apart = []string{"/deployments", "/tests/crash", "/tests/drivers", "/tests/e2e", "/tests/foreign", "/tests/memcap", "/tests/page", "/tests/peers"}
 
 // unitPackages are the product's packages but those.
 func unitPackages() ([]string, error) {
