@@ -38,6 +38,7 @@ var switchValues = map[string][]string{
 	"query":          {"query=nothing", "query=observes"},
 	"used":           {"used=live", "used=pending"},
 	"ipc-pools":      {"ipc-pools=kept", "ipc-pools=shrink"},
+	"pool-memory":    {"pool-memory=device", "pool-memory=context"},
 	"domains":        {"version=13040,domains=1", "version=13040,domains=3"},
 	"loading":        {"loading=lazy", "loading=eager"},
 	"heap":           {"heap=set", "heap=launch"},

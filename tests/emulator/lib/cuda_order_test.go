@@ -109,6 +109,11 @@ func TestCUDAOrder(t *testing.T) {
 		"the largest size of a pool": {steps: []step{
 			{"poke props 0 4 1; poke props 8 4 1; poke props 24 8 67108864; cuMemPoolCreate &p &props; cuMemAllocFromPoolAsync &a 33554432 p s", 0, 332},
 			{"cuMemAllocFromPoolAsync &x 67108864 p s", cudaOutOfMemory, 332}, {"cuMemAllocFromPoolAsync &x 33554432 p s", 0, 364}}},
+		// "stream-ordered allocations are not context associated"
+		"the end of a context": {steps: []step{
+			{"cuCtxCreate_v2 &x 0 0; cuMemAllocAsync &a 33554432 0", 0, 632}, {"cuCtxDestroy_v2 x", 0, 332}, {"cuMemFree_v2 a; cuCtxSetCurrent c; cuCtxSynchronize", 0, 300}}},
+		"and the switch for drivers where it ends with the context": {switches: "pool-memory=context", steps: []step{
+			{"cuCtxCreate_v2 &x 0 0; cuMemAllocAsync &a 33554432 0", 0, 632}, {"cuCtxDestroy_v2 x", 0, 332}, {"cuCtxSetCurrent c; cuCtxSynchronize", 0, 300}}},
 		"holes": {steps: []step{
 			{"cuMemAllocAsync &a 8388608 s; cuMemAllocAsync &x 8388608 s; cuMemAllocAsync &y 8388608 s; cuMemAllocAsync &z 8388608 s", 0, 332},
 			{"cuMemFreeAsync a s; cuMemFreeAsync y s; cuStreamSynchronize s", 0, 332}, // no whole piece is free

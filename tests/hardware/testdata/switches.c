@@ -211,6 +211,14 @@ static void pools(const char *name)
         MUST(cuStreamSynchronize, s);
         MUST(cuMemPoolTrimTo, pool, (size_t)0);
         say(get(RESERVED) ? "kept" : "shrink");
+    } else if (strcmp(name, "pool-memory") == 0) {
+        handle other;
+        unsigned long long at;
+        MUST(cuCtxCreate_v2, &other, 0, device);
+        MUST(cuMemAllocFromPoolAsync, &at, 64 * MIB, pool, (handle)NULL);
+        MUST(cuStreamSynchronize, (handle)NULL);
+        MUST(cuCtxDestroy_v2, other);
+        say(get(USED) ? "device" : "context");
     }
 }
 

@@ -179,6 +179,7 @@ struct range *range_take(enum kind kind, int device, struct context *ctx, uint64
 struct range *range_low(enum kind kind, int device, struct context *ctx, uint64_t size);
 /* range_small takes a part of a block; NULL if no block has room. */
 struct range *range_small(int device, struct context *ctx, uint64_t size);
+bool range_fits_small(int device, uint64_t size); /* whether one has */
 bool range_add_block(int device);
 /* range_hidden is memory without an address. */
 struct range *range_hidden(int device, struct context *ctx, uint64_t size);
@@ -269,6 +270,8 @@ bool heap_add(struct heap *h, uint64_t size, uint64_t grain);
 struct segment *heap_take(struct heap *h, uint64_t size, usable *may, void *arg);
 /* heap_remap is the same, of blocks from anywhere. */
 struct segment *heap_remap(struct heap *h, uint64_t size, usable *may, void *arg);
+/* heap_fits says whether heap_take would find a hole, or heap_remap make one. */
+bool heap_fits(struct heap *h, uint64_t size, usable *may, void *arg, bool remap);
 /* segment_over is when the last use is over of what a segment was before. */
 uint64_t segment_over(const struct segment *s);
 /* heap_free gives back what was freed at a moment; NULL: nothing uses it any more. */
@@ -309,6 +312,9 @@ CUresult pools_observe(const char *call, int device, usable *covered, void *arg)
 uint64_t pools_oldest_tick(void);
 /* pools_empty gives up all that is not used; the lock is held. */
 uint64_t pools_empty(int device);
+/* pool_fits says whether a pool has room for a request on a stream, or gets it of a
+ * card that has so many bytes left. */
+CUresult pool_fits(CUmemoryPool handle, uint64_t size, CUstream s, uint64_t left, bool *fits);
 /* pool_free ends an allocation, at a moment or at once (NULL). It takes the lock
  * held and gives it up. */
 CUresult pool_free(const char *call, struct range *r, const struct moment *m);

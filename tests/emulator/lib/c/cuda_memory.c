@@ -330,7 +330,7 @@ static CUresult pointer_attribute(void *out, int attribute, CUdeviceptr at)
         result = CUDA_ERROR_INVALID_VALUE;
     } else {
         switch (attribute) {
-        case 1: *(CUcontext *)out = (CUcontext)r->ctx; break;              /* CONTEXT */
+        case 1: *(CUcontext *)out = r->kind == RANGE_POOL ? NULL : (CUcontext)r->ctx; break; /* CONTEXT */
         case 2: *(unsigned int *)out = on_host ? 1 : 2; break;              /* MEMORY_TYPE */
         case 3: case 11: *(CUdeviceptr *)out = attribute == 3 ? at : r->at; break; /* DEVICE_POINTER, RANGE_START_ADDR */
         case 4: *(void **)out = (void *)(uintptr_t)at; if (!on_host && !managed) result = CUDA_ERROR_INVALID_VALUE; break;

@@ -224,4 +224,5 @@ V(cuFuncIsLoaded, 12040, cuFuncIsLoaded)
 T(cuLaunchKernel, 4000, cuLaunchKernel, cuLaunchKernel_ptsz)
 T(cuLaunchKernelEx, 11060, cuLaunchKernelEx, cuLaunchKernelEx_ptsz)
 
+V(cuEmulatorFits, 13000, cuEmulatorFits)
 V(cuEmulatorFutureCall, 13000, cuEmulatorFutureCall)

@@ -373,17 +373,28 @@ static uint64_t blocks(struct heap *h, struct segment *s, uint64_t most)
     return is && take_away(h, s, from, is) ? is : 0;
 }
 
-struct segment *heap_remap(struct heap *h, uint64_t size, usable *may, void *arg)
+/* open_blocks is how much can be put together of whole blocks. */
+static uint64_t open_blocks(const struct heap *h, usable *may, void *arg)
 {
-    uint64_t want = round_up(size, BLOCK), sum = 0, from, at = 0;
-    for (struct segment *s = may ? h->freed : NULL; s; s = s->next)
+    uint64_t sum = 0, from;
+    for (struct segment *s = h->freed; s; s = s->next)
         sum += may(&s->moment, arg) ? whole(s, BLOCK, &from) * BLOCK : 0;
     for (int b = bin_of(BLOCK); b < BINS; b++)
         for (struct segment *s = h->bins[b]; s; s = s->next)
             sum += whole(s, BLOCK, &from) * BLOCK;
-    if (sum < want)
+    return sum;
+}
+
+bool heap_fits(struct heap *h, uint64_t size, usable *may, void *arg, bool remap)
+{
+    return find_run(h, size, may, arg) || (remap && open_blocks(h, may, arg) >= round_up(size, BLOCK));
+}
+
+struct segment *heap_remap(struct heap *h, uint64_t size, usable *may, void *arg)
+{
+    uint64_t want = round_up(size, BLOCK), got = 0, at = 0;
+    if (open_blocks(h, may, arg) < want)
         return NULL;
-    uint64_t got = 0;
     for (int b = BINS - 1; b >= bin_of(BLOCK); b--)
         for (struct segment *s = h->bins[b], *next; s && got < want; s = next) {
             next = s->next;

@@ -217,7 +217,10 @@ static CUresult take(struct request *q, usable *may)
         if (!s && switches.holes == HOLES_REMAP)
             s = heap_remap(p->heap, size, may, q);
     }
-    struct range *range = s ? range_take(RANGE_POOL, p->device, q->ctx, q->size) : NULL;
+    /* "stream-ordered allocations are not context associated" (Pointer Attributes): of a
+     * context's end that is not the device's nothing is said. */
+    struct context *its = switches.pool_memory == POOL_MEMORY_CONTEXT ? q->ctx : &devices[p->device].primary;
+    struct range *range = s ? range_take(RANGE_POOL, p->device, its, q->size) : NULL;
     if (range) {
         r = CUDA_SUCCESS;
         range->owner = p;
@@ -304,6 +307,24 @@ static struct pool *pool_get(CUmemoryPool handle)
     struct pool *p = pool_find(handle);
     unlock();
     return p;
+}
+
+CUresult pool_fits(CUmemoryPool handle, uint64_t size, CUstream s, uint64_t left, bool *fits)
+{
+    struct request q = {.stream = s};
+    TRY(stream_check(s, &q.ctx));
+    q.pool = handle ? pool_get(handle) : devices[q.ctx->device].pool;
+    MUST(q.pool);
+    bool remap = switches.holes == HOLES_REMAP, internal = q.pool->reuse[INTERNAL];
+    size = round_up(size, UNIT);
+    lock();
+    if ((q.lane = lane_of(s, q.ctx))) {
+        notice(q.pool);
+        *fits = q.pool->on_host || left >= round_up(size, BLOCK) || heap_fits(q.pool->heap, size, open_to, &q, remap) ||
+                (internal && heap_fits(q.pool->heap, size, any, &q, remap));
+    }
+    unlock();
+    return q.lane ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 
 API CUresult cuMemAllocAsync(CUdeviceptr *out, size_t size, CUstream s) { return pool_alloc("cuMemAllocAsync", out, size, NULL, s); }

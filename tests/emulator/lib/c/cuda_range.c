@@ -264,6 +264,8 @@ static struct range *find_part(struct device *d, uint32_t units)
     return NULL;
 }
 
+bool range_fits_small(int device, uint64_t size) { return find_part(&devices[device], (uint32_t)(round_up(size, UNIT) / UNIT)); }
+
 struct range *range_small(int device, struct context *ctx, uint64_t size)
 {
     uint32_t units = (uint32_t)(round_up(size, UNIT) / UNIT);

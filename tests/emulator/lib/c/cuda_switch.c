@@ -37,6 +37,7 @@ static const struct name {
     WORDS("loading", loading, "environment", "lazy", "eager"),
     WORDS("heap", heap, "set", "launch"),
     WORDS("managed-create", managed_create, "refused", "made"),
+    WORDS("pool-memory", pool_memory, "device", "context"),
 #undef NUMBER
 #undef WORDS
 };
@@ -45,7 +46,7 @@ static const struct name {
  * work is still under way when its memory is freed, a pool grows wherever it may,
  * and gives back as little as it may. */
 static const char strict[] = "kernel-us=200,holes=fit,large=pieces,reuse=documented,opportunistic=lazy,follow=direct,"
-                             "trim=observed,shrink=never,query=nothing,used=live,ipc-pools=kept,"
+                             "trim=observed,shrink=never,query=nothing,used=live,ipc-pools=kept,pool-memory=device,"
                              "loading=lazy,heap=launch,managed-create=made";
 
 static bool put(const struct name *n, const char *text)
