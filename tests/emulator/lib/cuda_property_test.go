@@ -147,3 +147,21 @@ func TestCUDAPoolsOfLocations(t *testing.T) {
 	want(t, "a managed pool for pinned memory", p.do("cuMemSetMemPool &l 1 own"), cudaInvalid)
 	want(t, "a managed pool for the device", p.do("cuDeviceSetMemPool 0 own"), cudaInvalid)
 }
+
+// TestCUDAGraphsInLocalityDomains: an allocation node's memory is the device's,
+// whichever of its domains it is in.
+func TestCUDAGraphsInLocalityDomains(t *testing.T) {
+	n := start(t, emulator.Spec{Count: 1, CUDA: "13.4"})
+	p := startProbe(t, probeWith{})
+	p.must("cuInit 0; cuCtxCreate_v2 &c 0 0; cuGraphCreate &g 0; poke n 104 8 8388608")
+	add := func(of property) int {
+		p.must(of.poke("n", 8))
+		return p.do("cuGraphAddMemAllocNode &a g 0 0 &n")
+	}
+	want(t, "in the second domain", add(property{pinned, inDomain, domain1}), 0)
+	want(t, "in a domain that is not there", add(property{pinned, inDomain, 2 * domain1}), cudaInvalid)
+	want(t, "on the host", add(property{pinned, onHost, 0}), cudaInvalid)
+	want(t, "managed", add(property{managed, onDevice, 0}), cudaInvalid)
+	p.must("cuGraphInstantiateWithFlags &e g 0; cuGraphLaunch e 0")
+	want(t, "MiB of the graph", n.world.State().GPUs[0].UsedMiB, 308)
+}

@@ -55,6 +55,17 @@
 //	managed-create=refused|made      cuMemCreate does not take managed memory, or does
 //	strict                           all that is hardest for who holds a program to an amount; see cuda_switch.c
 //
+// # What else takes memory
+//
+// What an allocation type and a location mean together is in cuda_property.c: pinned
+// memory of a device or one of its locality domains is the card's, all other counts
+// nowhere. Limits of a context take what they have beyond their defaults
+// (cuda_limit.c); a kernel named stack_4096 needs frames of so many bytes and has the
+// driver raise the limit, one named malloc_… or printf_… uses what it is named for.
+// Modules take what their image says, when CUDA_MODULE_LOADING or a switch says
+// (cuda_module.c). Memory that was exported is there until the last descriptor is
+// closed, in whatever process, and memory of a sparse array until it is unmapped.
+//
 // A build is named by the hash of all that goes into it, so that it costs
 // nothing when nothing has changed.
 package lib

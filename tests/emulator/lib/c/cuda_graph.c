@@ -190,22 +190,27 @@ static struct node *add_free(struct graph *g, CUdeviceptr at)
     return n;
 }
 
-static CUresult alloc_params(const CUDA_MEM_ALLOC_NODE_PARAMS *p)
+/* alloc_params finds the device that a node's memory is to be of. Whether a node can
+ * have memory that is no device's the documentation does not say; here it cannot. */
+static CUresult alloc_params(const CUDA_MEM_ALLOC_NODE_PARAMS *p, int *device)
 {
-    MUST(p && p->bytesize && p->bytesize <= INT64_MAX && p->poolProps.allocType == CU_MEM_ALLOCATION_TYPE_PINNED &&
-         p->poolProps.location.type == CU_MEM_LOCATION_TYPE_DEVICE && p->poolProps.location.id >= 0 &&
-         p->poolProps.location.id < device_count);
+    struct property of;
+    MUST(p && p->bytesize && p->bytesize <= INT64_MAX);
+    TRY(property_of(p->poolProps.allocType, &p->poolProps.location, FOR_POOL, &of));
+    MUST(of.backing == BACKED_BY_CARD);
+    *device = of.device;
     return CUDA_SUCCESS;
 }
 
 API CUresult cuGraphAddMemAllocNode(CUgraphNode *out, CUgraph graph, const CUgraphNode *deps, size_t count, CUDA_MEM_ALLOC_NODE_PARAMS *params)
 {
     struct graph *g;
+    int device;
     TRY(ready());
     MUST(out);
-    TRY(alloc_params(params));
+    TRY(alloc_params(params, &device));
     TRY(find(graph, deps, count, &g));
-    struct node *n = add_alloc(g, params, params->poolProps.location.id, params->bytesize);
+    struct node *n = add_alloc(g, params, device, params->bytesize);
     if (n)
         params->dptr = n->at;
     return done(n, out);
