@@ -485,6 +485,11 @@ func TestDaemonSet(t *testing.T) {
 	if !c.SecurityContext.Privileged || !c.SecurityContext.ReadOnlyRootFilesystem {
 		t.Errorf("security context %+v", c.SecurityContext)
 	}
+	for _, m := range c.VolumeMounts {
+		if both := m.MountPropagation == "Bidirectional"; both != (m.MountPath == "/var/lib/gpu-agent") {
+			t.Errorf("%s is mounted both ways: %v; what the agent mounts for counters is to be on the host, and nothing else", m.MountPath, both)
+		}
+	}
 	if strings.HasPrefix(c.TerminationMessagePath, "/dev") {
 		t.Error("the termination message would be a file in the host's /dev")
 	}
@@ -617,8 +622,13 @@ func TestRenderedRuntimeClass(t *testing.T) {
 	if s.Privileged || s.AllowPrivilegeEscalation == nil || *s.AllowPrivilegeEscalation || !slices.Equal(s.Capabilities.Drop, []string{"ALL"}) || !s.ReadOnlyRootFilesystem {
 		t.Errorf("security context %+v", s)
 	}
-	if !spec.HostPID || !slices.Equal(s.Capabilities.Add, []string{"SYS_PTRACE"}) {
-		t.Errorf("hostPID %v, capabilities %q: the watchdog and the counters of caps need the host's processes and SYS_PTRACE, and nothing needs more", spec.HostPID, s.Capabilities.Add)
+	if !spec.HostPID || len(s.Capabilities.Add) > 0 {
+		t.Errorf("hostPID %v, capabilities %q: the watchdog needs the host's processes, and nothing needs a capability", spec.HostPID, s.Capabilities.Add)
+	}
+	for _, m := range c.VolumeMounts {
+		if m.MountPropagation == "Bidirectional" {
+			t.Errorf("%s is mounted both ways, which the API server allows to privileged containers alone", m.MountPath)
+		}
 	}
 	var paths []string
 	for _, v := range spec.Volumes {

@@ -72,7 +72,7 @@ func openCaps(dir string, every time.Duration, seen func(host string) string) (*
 	return &caps{Pages: pages, dir: dir, every: every, seen: seen, kit: kit, fitted: kit}, nil
 }
 
-func (c *caps) Write(key string, limits []lib.Limit) (map[gpu.UUID]string, error) {
+func (c *caps) Write(key string, limits []lib.Limit) (map[gpu.UUID]lib.Page, error) {
 	return c.Pages.Write(key, c.every, limits)
 }
 
@@ -99,14 +99,11 @@ func (c *caps) Prune() error {
 	return lib.Prune(c.dir, func(version string) bool { return version == c.fitted.Version() })
 }
 
-// meters opens the counters of containers.
-type meters struct {
-	*caps
-	proc string
-}
+// meters opens the counters of claims.
+type meters struct{ *caps }
 
-func (m meters) Meter(key string, u gpu.UUID, pid int) (guard.Meter, error) {
-	usage, err := lib.OpenUsage(m.proc, pid, u)
+func (m meters) Meter(key string, u gpu.UUID) (guard.Meter, error) {
+	usage, err := m.OpenUsage(key, u)
 	if err != nil {
 		return nil, err
 	}

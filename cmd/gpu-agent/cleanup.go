@@ -12,6 +12,8 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"example.com/gpu-agent/internal/agent"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/nfd"
@@ -20,6 +22,7 @@ import (
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/cdi/dir"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/pkg/plugin"
 )
 
@@ -102,7 +105,14 @@ func (cl *cleaner) clean(ctx context.Context) error {
 	if err := state.Remove(cl.node.stateDir); err != nil {
 		return fmt.Errorf("clean up: %w", err)
 	}
+	// What an agent that was killed has left mounted has kept its directories. A
+	// process that may not unmount leaves empty ones, until the next boot.
 	var errs []error
+	if err := lib.Unmount(cl.node.stateDir); err == nil {
+		errs = append(errs, state.Remove(cl.node.stateDir))
+	} else if !errors.Is(err, unix.EBUSY) {
+		errs = append(errs, err)
+	}
 	files, err := dir.Open(cl.node.cdiDir, cl.domain)
 	if err == nil {
 		var keys []string

@@ -257,7 +257,7 @@ func run(ctx context.Context, c console, args []string) error {
 	defer proc.Close()
 	watch := guard.Worlds{
 		Driver: driver, House: loop, Proc: processes{proc, runtime}, Runtime: runtime,
-		Pages: meters{caps, f.driver.proc}, Observer: observer{metrics}, Limiter: limiter{driver, runtime},
+		Pages: meters{caps}, Observer: observer{metrics}, Limiter: limiter{driver, runtime},
 	}
 	if cluster != nil {
 		watch.Cluster = cluster

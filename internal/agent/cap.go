@@ -16,11 +16,6 @@ import (
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
-// usageSize is the most that the counters of a container take, on a file system
-// of its own in its memory: a megabyte for a GPU, of which only what is used
-// exists.
-const usageSize = "size=32m"
-
 // limitPages are the limit pages of claims. What those of inherited claims said first
 // is kept: the watchdog asks for it at every look.
 type limitPages struct {
@@ -164,7 +159,7 @@ func (a *Agent) Open(u gpu.UUID) bool { return a.snapshot.Load().Others[u] != ""
 // since the last one was taken. It is for one taker.
 func (a *Agent) Stirred() <-chan struct{} { return a.stirred }
 
-// overlay lays a claim's limit pages and says what its container gets for the
+// overlay lays a claim's pages and says what its container gets for the
 // cap. Every claim gets it, that of a whole GPU too: a container can have two
 // claims, and which of them a runtime applies last, and so whose file stands at
 // the driver library's path, is chance.
@@ -178,7 +173,11 @@ func (a *Agent) overlay(c *desk.Claim) (cdi.Overlay, error) {
 			return none, err
 		}
 		capped = capped || bytes != lib.None
-		limits = append(limits, lib.Limit{GPU: u, Bytes: bytes})
+		l := lib.Limit{GPU: u, Bytes: bytes}
+		if !c.Adopted {
+			l.Since = c.Allocated
+		}
+		limits = append(limits, l)
 	}
 	if c.Slots != nil {
 		// Programs know an instance by its own UUID.
@@ -200,13 +199,7 @@ func (a *Agent) overlay(c *desk.Claim) (cdi.Overlay, error) {
 			{Library: "libcuda.so", HostPath: kit.CUDA, Real: lib.RealCUDA},
 			{Library: "libnvidia-ml.so", HostPath: kit.NVML, Real: lib.RealNVML},
 		},
-		// The container's own: nothing of the host can be filled, and every
-		// container starts from zero.
-		Mounts: []specs.Mount{{HostPath: "tmpfs", ContainerPath: lib.UsageDir, Type: "tmpfs",
-			Options: []string{"nosuid", "nodev", "noexec", "mode=1777", usageSize}}},
-	}
-	for _, l := range limits {
-		over.Mounts = append(over.Mounts, bind(pages[l.GPU], lib.LimitsDir+"/"+string(l.GPU)))
+		Mounts: lib.Mounts(c.Key, pages),
 	}
 	switch {
 	case a.opts.OpenCaps:
@@ -218,7 +211,7 @@ func (a *Agent) overlay(c *desk.Claim) (cdi.Overlay, error) {
 	return over, nil
 }
 
-// sweepCaps removes the limit pages of claims that have ended.
+// sweepCaps removes the pages of claims that have ended.
 func (a *Agent) sweepCaps(live func(key string) bool) error {
 	keys, err := a.caps.List()
 	if err != nil {

@@ -43,20 +43,34 @@ type pages struct {
 	mu sync.Mutex
 	// Guarded by mu:
 	limits map[string]map[gpu.UUID]uint64
+	since  map[string]time.Time // what was written last of a claim
+	spoilt map[string]bool
 }
 
-func (p *pages) Write(key string, limits []lib.Limit) (map[gpu.UUID]string, error) {
+func (p *pages) Sound(key string) (bool, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return !p.spoilt[key], nil
+}
+
+func (p *pages) Write(key string, limits []lib.Limit) (map[gpu.UUID]lib.Page, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.limits == nil {
-		p.limits = map[string]map[gpu.UUID]uint64{}
+		p.limits, p.since, p.spoilt = map[string]map[gpu.UUID]uint64{}, map[string]time.Time{}, map[string]bool{}
 	}
-	paths := map[gpu.UUID]string{}
+	delete(p.spoilt, key)
+	paths := map[gpu.UUID]lib.Page{}
 	if p.limits[key] == nil {
 		p.limits[key] = map[gpu.UUID]uint64{}
 	}
 	for _, l := range limits {
-		p.limits[key][l.GPU], paths[l.GPU] = l.Bytes, "/limits/"+key+"/"+string(l.GPU)
+		p.limits[key][l.GPU], p.since[key] = l.Bytes, l.Since
+		page := lib.Page{Limit: "/limits/" + key + "/" + string(l.GPU)}
+		if l.Bytes != lib.None {
+			page.Usage = "/usage/" + key + "/" + string(l.GPU)
+		}
+		paths[l.GPU] = page
 	}
 	return paths, nil
 }
@@ -133,14 +147,18 @@ partitions:
 			if got, err := o.caps.Limit(key, c.gpu); err != nil || got != c.want {
 				t.Errorf("%s: a page with %d, %v, want %d", c.resource, got, err, c.want)
 			}
+			usage := "/usage/" + key + "/" + string(c.gpu)
+			if c.want == lib.None {
+				usage = "" // nothing is counted
+			}
 			for path, want := range map[string]string{
-				"/lib/libcuda.so.580.1":             testKit.CUDA,
-				"/lib/libnvidia-ml.so.580.1":        testKit.NVML,
-				lib.RealCUDA:                        "/lib/libcuda.so.580.1",
-				lib.RealNVML:                        "/lib/libnvidia-ml.so.580.1",
-				lib.UsageDir:                        "tmpfs",
-				lib.LimitsDir + "/" + string(c.gpu): "/limits/" + key + "/" + string(c.gpu),
-				lib.OpenMark:                        "",
+				"/lib/libcuda.so.580.1":      testKit.CUDA,
+				"/lib/libnvidia-ml.so.580.1": testKit.NVML,
+				lib.RealCUDA:                 "/lib/libcuda.so.580.1",
+				lib.RealNVML:                 "/lib/libnvidia-ml.so.580.1",
+				lib.LimitPath(c.gpu, key):    "/limits/" + key + "/" + string(c.gpu),
+				lib.UsagePath(c.gpu, key):    usage,
+				lib.OpenMark:                 "",
 			} {
 				if got := mountAt(t, b, key, path); got != want {
 					t.Errorf("%s: %q stands at %s, want %q", c.resource, got, path, want)
@@ -304,4 +322,59 @@ func TestCapOfAClaimWhoseGPUIsCutOtherwise(t *testing.T) {
 			}
 		}
 	}
+}
+
+// TestCountersOfAClaim: a claim's counters are its holder's. Whoever gets the same
+// devices next does not go on with them, also where what was before could not be
+// removed; a new agent lets those who hold something go on; and counters that are
+// spoilt are made anew while their container runs, for its next start.
+func TestCountersOfAClaim(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(1)
+		b := start(t, o, t.TempDir(), allShared)
+		id := string(uuid(0)) + "::0"
+		key := cdi.Key(names.Units, []string{id})
+		since := func() time.Time {
+			o.caps.mu.Lock()
+			defer o.caps.mu.Unlock()
+			return o.caps.since[key]
+		}
+		b.hold("first", names.Units, id)
+		first := since()
+		if first.IsZero() {
+			t.Error("nobody knows since when a claim is held that has just been given")
+		}
+		time.Sleep(time.Minute)
+		b.release("first")
+		b.with(func() { b.entries = nil })
+		b.hold("second", names.Units, id)
+		if now := since(); !now.After(first) {
+			t.Errorf("the next holder has counters since %v, the one before had them since %v", now, first)
+		}
+		time.Sleep(time.Minute)
+		spoilt := func() bool {
+			o.caps.mu.Lock()
+			defer o.caps.mu.Unlock()
+			return o.caps.spoilt[key]
+		}
+		o.caps.mu.Lock()
+		o.caps.spoilt[key] = true
+		o.caps.mu.Unlock()
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		if spoilt() {
+			t.Error("spoilt counters stay")
+		}
+		if err := b.prepare(names.Units, id); err != nil {
+			t.Errorf("the container's next start: %v", err)
+		}
+		second := since()
+		b.end()
+		b = start(t, o, b.dir, allShared)
+		defer func() { b.end() }()
+		time.Sleep(time.Minute)
+		if now := since(); now.After(second) {
+			t.Errorf("the next agent takes the claim for one of %v, it was given at %v", now, second)
+		}
+	})
 }

@@ -196,7 +196,8 @@ func (a *Agent) unread(u gpu.UUID) bool {
 	return d != nil && d.Fault == "" && !d.MIG.Capable
 }
 
-// lookForFiles finds the claims whose CDI file somebody has taken away.
+// lookForFiles finds the claims whose CDI file somebody has taken away, and those
+// whose counters their containers have made useless: who starts next gets new ones.
 func (a *Agent) lookForFiles() error {
 	keys, err := a.files.List()
 	if err != nil {
@@ -205,6 +206,14 @@ func (a *Agent) lookForFiles() error {
 	for _, c := range a.desk.Claims() {
 		if _, stands := slices.BinarySearch(keys, c.Key); c.Ready && !stands {
 			a.log.Warn("the CDI file of a claim is gone; it is written again", "claim", c.Key, "pod", c.Holder.String())
+			a.desk.Shut(c.Key)
+			continue
+		}
+		if !c.Ready {
+			continue
+		}
+		if sound, err := a.caps.Sound(c.Key); err == nil && !sound {
+			a.log.Warn("the counters of a claim's cap are spoilt; its container's next start gets new ones", "claim", c.Key, "pod", c.Holder.String())
 			a.desk.Shut(c.Key)
 		}
 	}

@@ -78,9 +78,11 @@ type Files interface {
 // Caps is the limit pages of claims, and what else the agent lays on the host for
 // caps. pkg/memcap/lib stands behind it.
 type Caps interface {
-	// Write lays a claim's pages, or changes what they say, and returns their
-	// host paths.
-	Write(key string, limits []lib.Limit) (map[gpu.UUID]string, error)
+	// Write lays a claim's pages, or changes what they say, and returns where they are
+	// on the host.
+	Write(key string, limits []lib.Limit) (map[gpu.UUID]lib.Page, error)
+	// Sound says whether a claim's pages are such that processes can go by them.
+	Sound(key string) (bool, error)
 	// Limit is what a claim's page says of a GPU.
 	Limit(key string, u gpu.UUID) (uint64, error)
 	Remove(key string) error

@@ -78,17 +78,7 @@ func TestIntruderOnIdleGPU(t *testing.T) {
 // stuck is a world in which some questions are not answered.
 type stuck struct {
 	*world
-	meters, lists chan struct{}
-	asked         int
-}
-
-func (s *stuck) Meter(key string, u gpu.UUID, pid int) (Meter, error) {
-	if pid == 10 {
-		var meters chan struct{}
-		s.with(func() { meters = s.meters; s.asked++ })
-		<-meters
-	}
-	return s.world.Meter(key, u, pid)
+	lists chan struct{}
 }
 
 func (s *stuck) Containers(ctx context.Context) ([]node.Container, error) {
@@ -105,42 +95,53 @@ func (s *stuck) Containers(ctx context.Context) ([]node.Container, error) {
 	return s.world.Containers(ctx)
 }
 
-// TestSlowFileSystemOfAContainer: the counters lie where the container says, and
-// what is mounted there may never answer. Nobody else is the worse for it.
-func TestSlowFileSystemOfAContainer(t *testing.T) {
+// TestCountsNothing: who has memory of which nobody counts anything has got round the
+// library, though the claim has its counters.
+func TestCountsNothing(t *testing.T) {
 	w := newWorld()
-	s := &stuck{world: w}
-	w.container("slow", []int{10}, 4*gib, gpu0)
-	w.container("bad", []int{20}, 4*gib, gpu0)
+	w.container("a", []int{10}, 4*gib, gpu0)
 	m := &meter{w: w}
-	w.pages["slow"+string(gpu0)] = m
-	watchIn(t, w, Worlds{Pages: s, Runtime: w}, Options{}, func(g *Guard, pass func(time.Duration)) {
-		s.meters = make(chan struct{})
-		w.uses(10, gpu0, gib)
-		w.uses(20, gpu0, gib)
-		pass(10 * time.Second)
-		if s.asked != 1 {
-			t.Errorf("%d wait for the file system, want one", s.asked)
-		}
-		w.uses(20, gpu0, 8*gib)
-		pass(time.Second)
-		if len(w.ended) != 1 {
-			t.Errorf("ended %v, want bad: another's file system holds the watchdog up", w.ended)
-		}
-		for _, c := range g.State().Containers {
-			if c.Pod == "pod-slow" && c.Level != memcap.Watchdog {
-				t.Errorf("its guarantee is %s", c.Level)
+	w.pages["a"+string(gpu0)] = m
+	watch(t, w, Options{}, func(g *Guard, pass func(time.Duration)) {
+		for _, c := range []struct {
+			nobody bool
+			want   memcap.Level
+		}{{false, memcap.API}, {true, memcap.Watchdog}, {false, memcap.API}} {
+			m.nobody, m.word = c.nobody, m.word+1
+			w.uses(10, gpu0, gib)
+			pass(2 * time.Second)
+			if got := g.State().Containers[0].Level; got != c.want {
+				t.Errorf("nobody counts: %v, and its guarantee is %s", c.nobody, got)
 			}
 		}
-		close(s.meters)
+	})
+}
+
+// TestTwoContainersOfAClaim: one page counts for both, so what the driver says of
+// both is held against it, and each is judged by its own.
+func TestTwoContainersOfAClaim(t *testing.T) {
+	w := newWorld()
+	w.container("a", []int{10}, 4*gib, gpu0)
+	w.container("b", []int{20}, 0)
+	b := w.containers["b"]
+	b.Annotations = w.containers["a"].Annotations
+	w.containers["b"] = b
+	m := &meter{w: w}
+	w.pages["a"+string(gpu0)] = m
+	watch(t, w, Options{}, func(g *Guard, pass func(time.Duration)) {
+		w.uses(10, gpu0, gib)
+		w.uses(20, gpu0, 2*gib)
 		pass(3 * time.Second)
-		if m.begun == 0 {
-			t.Error("counters that came late are not read")
+		if !m.known || m.driver != 3*gib {
+			t.Errorf("the counters are held against %d MiB (known: %v), the claim has 3 GiB", m.driver>>20, m.known)
+		}
+		if c := g.State().Containers; len(c) != 1 || c[0].Used != 3*gib {
+			t.Errorf("the claim is shown as %+v", c)
+		}
+		if len(w.ended) != 0 {
+			t.Errorf("ended %v, and nobody was over", w.ended)
 		}
 	})
-	if !m.closed {
-		t.Error("counters are left open at the end")
-	}
 }
 
 // TestSlowRuntime: a runtime that does not answer hides new containers and holds

@@ -41,16 +41,11 @@ const (
 	// while a process is in one that is not on it.
 	listEvery = 10 * time.Second
 	listSoon  = 500 * time.Millisecond
-	// pageEvery is how often the counters of a container that has none yet are
-	// looked for.
+	// pageEvery is how often counters that could not be opened are tried again.
 	pageEvery = time.Second
-	// listWait and pageWait are how long a look stays for an answer, which else
-	// the next one takes: a runtime may hang, and so may whatever file system a
-	// container has put where its counters should be. maxOpening bounds how many
-	// of the latter are waited for at once.
-	listWait   = 250 * time.Millisecond
-	pageWait   = 100 * time.Millisecond
-	maxOpening = 16
+	// listWait is how long a look stays for the runtime's answer, which else the
+	// next one takes.
+	listWait = 250 * time.Millisecond
 	// maxSpoilt bounds how often pageEvery is doubled for a container whose
 	// counters are nonsense again and again: to some four minutes.
 	maxSpoilt = 8
@@ -131,11 +126,10 @@ type Runtime interface {
 	End(context.Context, node.Owner) (how string, err error)
 }
 
-// Pages opens the counters of containers. lib.Pages stands behind it.
+// Pages opens the counters of claims. lib.Pages stands behind it.
 type Pages interface {
-	// Meter opens those of the container that a process is in, for a claim on a
-	// GPU; gpu.ErrNotFound where the cap's library has made none.
-	Meter(key string, u gpu.UUID, pid int) (Meter, error)
+	// Meter opens those of a claim on a GPU; gpu.ErrNotFound where nothing is counted.
+	Meter(key string, u gpu.UUID) (Meter, error)
 }
 
 // Meter compares a container's own count with the driver's figure.
@@ -189,11 +183,9 @@ type Guard struct {
 	// listing has the answer if one is waited for.
 	listed, relist time.Time
 	listing        chan listing
-	// opening is how many counters are being opened, by goroutines of their own.
-	opening atomic.Int32
-	seen    map[place]*sight
-	strays  map[place]*stray // those that the runtime does not list
-	looked  map[gpu.UUID]time.Time
+	seen           map[place]*sight
+	strays         map[place]*stray // those that the runtime does not list
+	looked         map[gpu.UUID]time.Time
 	// last is what the last look at each GPU found.
 	last map[gpu.UUID]look
 	// calm has the GPUs on which all was in order.
@@ -214,10 +206,9 @@ type place struct {
 // sight is what is known of a container on a GPU.
 type sight struct {
 	meter   Meter
-	opening chan opened // has the meter if one is waited for
-	spoilt  int         // how often they turned out to be nonsense
-	sought  time.Time   // when the counters were last looked for
-	missing bool        // they were not there though the container had memory
+	spoilt  int       // how often they turned out to be nonsense
+	sought  time.Time // when the counters were last looked for
+	missing bool      // nobody counts though the container has memory
 	reading lib.Reading
 	read    time.Time     // when they were read for the first time, or last if they are dear
 	cost    time.Duration // of the last reading
@@ -226,12 +217,6 @@ type sight struct {
 	peak    uint64
 	procs   int
 	limit   limit
-}
-
-// opened is what came of opening a container's counters.
-type opened struct {
-	meter Meter
-	err   error
 }
 
 // listing is what came of asking for the containers.
@@ -401,19 +386,12 @@ func (g *Guard) forget(gone func(place) bool) {
 	}
 }
 
-// close lets go of a container's counters, also of those that come later.
+// close lets go of a container's counters.
 func (s *sight) close() {
 	if s.meter != nil {
 		_ = s.meter.Close()
 	}
-	if late := s.opening; late != nil {
-		go func() {
-			if o := <-late; o.meter != nil {
-				_ = o.meter.Close()
-			}
-		}()
-	}
-	s.meter, s.opening = nil, nil
+	s.meter = nil
 }
 
 // once logs something the first time.

@@ -85,6 +85,14 @@ type meter struct {
 	cost    time.Duration // of each of a reading's two looks
 	spent   time.Duration
 	quiet   bool
+	nobody  bool // has counted anything
+}
+
+func (m *meter) counts() int {
+	if m.nobody {
+		return 0
+	}
+	return 1
 }
 
 func newWorld() *world {
@@ -236,14 +244,15 @@ func (w *world) End(_ context.Context, o node.Owner) (string, error) {
 	return "cgroup.kill", nil
 }
 
-func (w *world) Meter(_ string, u gpu.UUID, pid int) (Meter, error) {
+func (w *world) Meter(key string, u gpu.UUID) (Meter, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	m := w.pages[w.procs[pid].owner.ID+string(u)]
-	if m == nil {
-		return nil, gpu.ErrNotFound
+	for id := range w.containers {
+		if m := w.pages[id+string(u)]; m != nil && cdi.Key("example.com/gpu-mem", []string{id}) == key {
+			return m, nil
+		}
 	}
-	return m, nil
+	return nil, gpu.ErrNotFound
 }
 
 func (m *meter) Begin() error {
@@ -269,7 +278,7 @@ func (m *meter) End(driver uint64, known bool) (lib.Reading, error) {
 	m.ended++
 	m.spent += m.cost
 	m.driver, m.known = driver, known
-	return lib.Reading{Used: driver + m.managed, Counters: lib.Counters{Word: m.word, Refusals: 7, Uncounted: 3, Undone: 5 << 20}, Quiet: m.quiet}, nil
+	return lib.Reading{Used: driver + m.managed, Counters: lib.Counters{Word: m.word, Refusals: 7, Uncounted: 3, Undone: 5 << 20, Processes: m.counts()}, Quiet: m.quiet}, nil
 }
 
 func (m *meter) Cost() time.Duration { return m.spent }

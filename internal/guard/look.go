@@ -67,6 +67,7 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 	}
 	g.refresh(ctx, sample.At, sums)
 
+	claimed := map[string]*sum{} // what the containers of a claim have together
 	var holdings []memcap.Holding
 	l.unlisted, holdings = g.unlisted(d, sums, holders, sample.At)
 	unlisted := map[string]bool{}
@@ -81,6 +82,11 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 		key, bytes, held := g.holds(c, d.UUID, holders)
 		if held {
 			holdings = append(holdings, memcap.Holding{Container: id, GPU: d.UUID, Cap: bytes})
+			if claimed[key] == nil {
+				claimed[key] = &sum{known: whole}
+			}
+			claimed[key].bytes += s.bytes
+			claimed[key].known = claimed[key].known && s.known
 		} else if !g.isOwn(c) {
 			l.intruders += s.procs
 		}
@@ -91,7 +97,7 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 		if held {
 			g.limit(ctx, at, owners[s.pid], bytes, sample.At)
 		}
-		if held && g.open(at, key, s, sample.At) {
+		if held && g.open(at, key, sample.At) {
 			again = true
 		}
 	}
@@ -112,7 +118,11 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 			s.close() // it has ended: its claim's page is the next one's
 			continue
 		}
-		r, err := s.meter.End(t.bytes, t.known)
+		all := t // of the claim, which is what the counters are of
+		if key, _, held := g.holds(g.containers[id], d.UUID, holders); held && claimed[key] != nil {
+			all = claimed[key]
+		}
+		r, err := s.meter.End(all.bytes, all.known && t.known)
 		s.cost = s.meter.Cost()
 		if err != nil {
 			g.spoilt(id, s, err)
@@ -121,9 +131,13 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 		if r.Uncounted > s.reading.Uncounted {
 			g.once("uncounted "+id, "allocations of a kind that the cap's library does not know pass it, by its own word; the watchdog alone holds what they take", "container", id, "gpu", d.UUID)
 		}
+		// It has memory and nobody counts: it goes round the library. Who ended
+		// between the driver's answer and this one had counted in the last reading.
+		s.missing = t.bytes > 0 && r.Processes == 0 && s.reading.Processes == 0
 		s.reading = r
-		if t.known {
-			s.used, s.peak = r.Used, max(s.peak, r.Used)
+		if all.known {
+			s.used = r.Used - min(r.Used, all.bytes-t.bytes)
+			s.peak = max(s.peak, s.used)
 		}
 	}
 	slices.SortFunc(holdings, func(a, b memcap.Holding) int { return strings.Compare(a.Container, b.Container) })
@@ -163,46 +177,22 @@ func (s *sight) take(t *sum) {
 	s.peak = max(s.peak, s.used)
 }
 
-// open looks for a container's counters, if there are none open, and reports
-// whether it has found some.
-func (g *Guard) open(at place, key string, t *sum, now time.Time) bool {
+// open opens the counters of a container's claim, if they are not open, and reports
+// whether it has.
+func (g *Guard) open(at place, key string, now time.Time) bool {
 	s := g.seen[at]
-	if s.meter != nil || s.opening == nil && now.Sub(s.sought) < pageEvery<<s.spoilt {
+	if s.meter != nil || now.Sub(s.sought) < pageEvery<<s.spoilt {
 		return false
 	}
-	wait, first := time.Duration(0), s.sought.IsZero()
-	if s.opening == nil {
-		if g.opening.Load() >= maxOpening {
-			s.missing = true
-			return false
-		}
-		s.sought, wait = now, pageWait
-		s.opening = make(chan opened, 1)
-		g.opening.Add(1)
-		go func(to chan<- opened, pid int) {
-			defer g.opening.Add(-1)
-			m, err := g.w.Pages.Meter(key, at.gpu, pid)
-			to <- opened{m, err}
-		}(s.opening, t.pid)
-	}
-	o, ok := receive(s.opening, wait)
-	if ok {
-		s.opening = nil
-	}
-	switch {
-	case !ok:
-		s.missing = true
-	case o.err == nil:
-		s.meter, s.missing = o.meter, false
+	s.sought = now
+	m, err := g.w.Pages.Meter(key, at.gpu)
+	if err == nil {
+		s.meter = m
 		return true
-	case errors.Is(o.err, gpu.ErrNotFound):
-		// It has memory and no counters: it goes round the library, or had been
-		// started before there was one. In its first moments it may be about to
-		// make them.
-		s.missing = !first && t.bytes > 0
-	default:
-		s.missing = true
-		g.once("open "+at.container, "cannot open a container's counters; the watchdog alone holds it", "container", at.container, "err", o.err)
+	}
+	s.missing = true
+	if !errors.Is(err, gpu.ErrNotFound) { // else nothing is counted on this GPU
+		g.once("open "+at.container, "cannot open a container's counters; the watchdog alone holds it", "container", at.container, "err", err)
 	}
 	return false
 }

@@ -131,8 +131,9 @@ func (g *Guard) describe(d *gpu.Device, key string, claim *desk.Claim, l lib.Lim
 			continue
 		}
 		c.Used, c.Peak, c.Known = c.Used+s.used, max(c.Peak, s.peak), c.Known && s.known
-		c.Refusals += s.reading.Refusals
-		c.Uncounted += s.reading.Uncounted
+		// The claim's, whoever looked.
+		c.Refusals = max(c.Refusals, s.reading.Refusals)
+		c.Uncounted = max(c.Uncounted, s.reading.Uncounted)
 		c.Undone = max(c.Undone, s.reading.Undone)
 		c.Processes += s.procs
 		if in.Running || s.procs > 0 {

@@ -15,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/tests/emulator"
 )
 
@@ -170,7 +171,7 @@ func operations() []func() operation {
 				// for before the container starts again.
 				start: true,
 				do: func(_ context.Context, n *node) error {
-					return errors.Join(empty(n.cdi), empty(n.state))
+					return errors.Join(lib.Unmount(n.state), empty(n.cdi), empty(n.state))
 				},
 			}
 		},

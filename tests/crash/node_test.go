@@ -231,7 +231,7 @@ func (n *node) close() error {
 	if n.runtime != nil {
 		n.runtime.stop()
 	}
-	return os.RemoveAll(n.dir)
+	return errors.Join(lib.Unmount(n.state), os.RemoveAll(n.dir))
 }
 
 // edit writes the partition file anew, as n.modes has it. The file differs each

@@ -79,6 +79,8 @@ var changing = map[uint32]shape{
 	unix.SYS_LINKAT:          onName("linkat", 2, 3),
 	unix.SYS_SYMLINK:         onName("symlink", -1, 1),
 	unix.SYS_SYMLINKAT:       onName("symlinkat", 1, 2),
+	unix.SYS_MOUNT:           onName("mount", -1, 1),
+	unix.SYS_UMOUNT2:         onName("umount2", -1, 0),
 	unix.SYS_OPENAT2:         {"openat2", -1, 0, 1, 2},
 }
 

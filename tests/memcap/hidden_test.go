@@ -5,7 +5,6 @@ package memcap
 import (
 	"testing"
 
-	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/tests/emulator"
 )
 
@@ -32,7 +31,7 @@ func TestHidden(t *testing.T) {
 		}
 	}
 	take("cuMemAlloc_v2", 2*MiB) // and with it the context
-	u, err := lib.OpenUsage("/proc", b.PID, r.uuid(0))
+	u, err := r.pages.OpenUsage(b.key, r.uuid(0))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -10,7 +10,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/tests/emulator"
 )
 
@@ -99,7 +98,7 @@ func TestKill(t *testing.T) {
 	if got := f.n("count") * 32 * MiB; f["result"] != "2" || limit-context300-got >= 32*MiB || got > limit-context300 {
 		t.Errorf("%q: want all of %d MiB", k.said, (limit-context300)/MiB)
 	}
-	u, err := lib.OpenUsage("/proc", b.PID, r.uuid(0))
+	u, err := r.pages.OpenUsage(b.key, r.uuid(0))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -5,6 +5,7 @@ package memcap
 import (
 	"bufio"
 	"context"
+	"errors"
 	"flag"
 	"fmt"
 	"io"
@@ -91,7 +92,11 @@ func newRig(t *testing.T, spec emulator.Spec) *rig {
 	if r.pages, err = lib.OpenPages(r.dir); err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { r.pages.Close() })
+	t.Cleanup(func() {
+		if err := errors.Join(r.pages.Close(), lib.Unmount(r.dir)); err != nil {
+			t.Error(err)
+		}
+	})
 	return r
 }
 
@@ -214,7 +219,7 @@ func (r *rig) unread(t *testing.T, key string, shares []share, open bool, change
 		t.Fatal(err)
 	}
 	edits, image := r.m.Plain(gpus...)
-	edits = capsule.Claim{Kit: r.kit, Pages: files, Open: open}.Apply(edits)
+	edits = capsule.Claim{Kit: r.kit, Key: key, Pages: files, Open: open}.Apply(edits)
 	capsule.Bind(&edits, r.probe, "/probe")
 	if change != nil {
 		change(&edits, &image)

@@ -19,7 +19,7 @@ import (
 // allocation as CUDA refuses it and lets all else work, open lets it pass.
 func TestPolicies(t *testing.T) {
 	r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 1})
-	page := lib.LimitsDir + "/" + string(r.uuid(0))
+	page, usage := lib.LimitPath(r.uuid(0), "policy"), lib.UsagePath(r.uuid(0), "policy")
 	without := func(edits *specs.ContainerEdits, at string) {
 		edits.Mounts = slices.DeleteFunc(edits.Mounts, func(m *specs.Mount) bool { return m.ContainerPath == at })
 	}
@@ -47,24 +47,17 @@ func TestPolicies(t *testing.T) {
 			without(edits, page)
 			capsule.Bind(edits, t.TempDir(), page)
 		}},
-		{"usage that is read-only", func(_ *testing.T, edits *specs.ContainerEdits, _ *capsule.Image) {
-			for i, m := range edits.Mounts {
-				if m.ContainerPath == lib.UsageDir {
-					ro := *m
-					ro.Options = append(slices.Clone(m.Options), "ro")
-					edits.Mounts[i] = &ro
-				}
-			}
+		{"a limit page that can be written", func(_ *testing.T, edits *specs.ContainerEdits, _ *capsule.Image) {
+			m := mountOf(edits, page)
+			m.Options = slices.DeleteFunc(slices.Clone(m.Options), func(o string) bool { return o == "ro" })
 		}},
-		{"no place for usage", func(_ *testing.T, edits *specs.ContainerEdits, _ *capsule.Image) { without(edits, lib.UsageDir) }},
-		{"usage that is full", func(_ *testing.T, edits *specs.ContainerEdits, _ *capsule.Image) {
-			for i, m := range edits.Mounts {
-				if m.ContainerPath == lib.UsageDir {
-					small := *m
-					small.Options = []string{"nosuid", "nodev", "noexec", "mode=1777", "nr_inodes=1"}
-					edits.Mounts[i] = &small
-				}
-			}
+		{"a usage page that is read-only", func(_ *testing.T, edits *specs.ContainerEdits, _ *capsule.Image) {
+			m := mountOf(edits, usage)
+			m.Options = append(slices.Clone(m.Options), "ro")
+		}},
+		{"no usage page", func(_ *testing.T, edits *specs.ContainerEdits, _ *capsule.Image) { without(edits, usage) }},
+		{"another usage page", func(t *testing.T, edits *specs.ContainerEdits, _ *capsule.Image) {
+			mountOf(edits, usage).HostPath = usagePage(t)
 		}},
 	} {
 		for _, open := range []bool{false, true} {
@@ -100,29 +93,32 @@ func TestPolicies(t *testing.T) {
 // A GPU without a limit needs nothing that could be missing: nobody counts there.
 func TestWholeGPUNeedsNothing(t *testing.T) {
 	r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 1})
-	for _, c := range []struct {
-		name   string
-		change func(m *specs.Mount)
-	}{
-		{"no usage directory", func(m *specs.Mount) { m.ContainerPath = "/opt/elsewhere" }},
-		{"usage that is read-only", func(m *specs.Mount) { m.Options = append(slices.Clone(m.Options), "ro") }},
-		{"usage that is full", func(m *specs.Mount) { m.Options = []string{"mode=1777", "nr_inodes=1"} }},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			b := r.claim(t, "whole", []share{{gpu: 0, bytes: lib.None}}, false, func(edits *specs.ContainerEdits, _ *capsule.Image) {
-				c.change(mountOf(edits, lib.UsageDir))
-			})
-			defer b.close(t)
-			k := b.tool(t, "probe", nil)
-			if f := k.ask("took", "take cuMemAlloc_v2 %d 2", 16*GiB); f["result"] != "0" {
-				t.Errorf("%q", k.said)
-			}
-			if f := k.ask("info", "info"); f.n("total") != r.card(0) {
-				t.Errorf("%q, want a total of %d", k.said, r.card(0))
-			}
-			k.quit()
-		})
+	b := r.claim(t, "whole", []share{{gpu: 0, bytes: lib.None}}, false, func(edits *specs.ContainerEdits, _ *capsule.Image) {
+		if slices.ContainsFunc(edits.Mounts, func(m *specs.Mount) bool { return m.ContainerPath == lib.UsagePath(r.uuid(0), "whole") }) {
+			t.Error("counters are mounted where nobody counts")
+		}
+	})
+	k := b.tool(t, "probe", nil)
+	if f := k.ask("took", "take cuMemAlloc_v2 %d 2", 16*GiB); f["result"] != "0" {
+		t.Errorf("%q", k.said)
 	}
+	if f := k.ask("info", "info"); f.n("total") != r.card(0) {
+		t.Errorf("%q, want a total of %d", k.said, r.card(0))
+	}
+	k.quit()
+}
+
+// usagePage is a usage page that is nobody's.
+func usagePage(t *testing.T) string {
+	t.Helper()
+	file := filepath.Join(t.TempDir(), "usage")
+	if err := os.WriteFile(file, []byte("GPUUSE02\x01"), 0o666); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Truncate(file, 4096+16384*64); err != nil {
+		t.Fatal(err)
+	}
+	return file
 }
 
 func mountOf(edits *specs.ContainerEdits, at string) *specs.Mount {

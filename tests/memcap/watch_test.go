@@ -159,8 +159,8 @@ func (p *post) Ended(kind memcap.Kind, _ time.Duration) {
 	p.ended = append(p.ended, fmt.Sprintf("%s: %+v", kind, st.Processes))
 }
 
-func (p *post) Meter(key string, u gpu.UUID, pid int) (guard.Meter, error) {
-	usage, err := lib.OpenUsage("/proc", pid, u)
+func (p *post) Meter(key string, u gpu.UUID) (guard.Meter, error) {
+	usage, err := p.r.pages.OpenUsage(key, u)
 	if err != nil {
 		return nil, err
 	}

@@ -7,7 +7,10 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -45,12 +48,18 @@ func awkward(t *testing.T, program string, lacks ...string) {
 	if err := build(t.Context(), out, root); err != nil {
 		t.Fatal(err)
 	}
-	for _, dir := range []string{"driver", "limits", "usage"} {
-		if err := os.Mkdir(filepath.Join(root, dir), 0o755); err != nil {
+	claim := filepath.Join(root, "claims", string(uuid), aKey)
+	usage := filepath.Join(claim, usageName)
+	for _, dir := range []string{filepath.Join(root, "driver"), claim} {
+		if err := os.MkdirAll(dir, 0o755); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if err := makePage(filepath.Join(root, "limits", string(uuid)), 0, Limit{GPU: uuid, Bytes: aGiB, Context: 1 << 20}); err != nil {
+	nonce, err := makeUsage(usage, false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := makePage(filepath.Join(claim, limitName), 0, Limit{GPU: uuid, Bytes: aGiB, Context: 1 << 20}, nonce); err != nil {
 		t.Fatal(err)
 	}
 	hidden, capped := filepath.Join(root, "hidden"), filepath.Join(out, cudaName)
@@ -77,7 +86,14 @@ func awkward(t *testing.T, program string, lacks ...string) {
 			t.Fatal(err)
 		}
 	}
-	cmd := exec.CommandContext(t.Context(), filepath.Join(root, program), append([]string{capped, filepath.Join(root, "usage", string(uuid))}, lacks...)...)
+	// A limit page counts where it is mounted read-only.
+	cmd := exec.CommandContext(t.Context(), "/bin/sh", append([]string{"-c", `mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"`,
+		filepath.Join(claim, limitName), filepath.Join(root, program), capped, usage}, lacks...)...)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWNS}
+	if os.Geteuid() != 0 {
+		cmd.SysProcAttr.Cloneflags |= unix.CLONE_NEWUSER
+		cmd.SysProcAttr.UidMappings = []syscall.SysProcIDMap{{ContainerID: 0, HostID: os.Geteuid(), Size: 1}}
+	}
 	if got, err := cmd.CombinedOutput(); err != nil || len(got) != 0 {
 		t.Errorf("%v\n%s", err, got)
 	}

@@ -46,6 +46,7 @@ func TestNeighboursModulesAreNotCharged(t *testing.T) {
 
 	light := newTenant(t)
 	light.lives()
+	light.isOf(pages, other)
 	light.has(1, 512<<20, 512<<20, 1)
 	n, err := pages.Meter(other, aGPU, light.usage())
 	if err != nil {

@@ -39,7 +39,7 @@ func newTenant(t *testing.T) tenant {
 	if _, err := f.WriteAt([]byte(usageMagic), 0); err != nil {
 		t.Fatal(err)
 	}
-	p.set(useNonce, 7)
+	p.set(useNonce, aNonce)
 	p.set(useHigh, 1)
 	return p
 }
@@ -87,20 +87,56 @@ func (p tenant) lock(n int64) *os.File {
 func (p tenant) usage() *Usage { return &Usage{fd: int(p.f.Fd())} }
 
 const (
-	aKey = "0123456789abcdef"
-	aGPU = gpu.UUID("GPU-0")
-	aGiB = uint64(1) << 30
+	aKey   = "0123456789abcdef"
+	aGPU   = gpu.UUID("GPU-0")
+	aGiB   = uint64(1) << 30
+	aNonce = 7
 )
 
-func aMeter(t *testing.T, p tenant, every time.Duration) (*Pages, *Meter) {
+// somePages is an empty state directory. It is on a tmpfs, which is enough for usage
+// pages where no file system can be mounted.
+func somePages(t *testing.T) *Pages {
 	t.Helper()
-	pages, err := OpenPages(t.TempDir())
+	dir, err := os.MkdirTemp("/dev/shm", "gpu-agent-test-")
+	if err != nil {
+		t.Skipf("there is no tmpfs at /dev/shm: %v", err)
+	}
+	t.Cleanup(func() {
+		if err := errors.Join(Unmount(dir), os.RemoveAll(dir)); err != nil {
+			t.Error(err)
+		}
+	})
+	p, err := OpenPages(dir)
 	if err != nil {
 		t.Fatal(err)
 	}
+	return p
+}
+
+// isOf makes this page pass for a claim's.
+func (p tenant) isOf(pages *Pages, key string) {
+	p.t.Helper()
+	limit, err := mapPage(filepath.Join(pages.dir, key, string(aGPU)))
+	if err != nil {
+		p.t.Fatal(err)
+	}
+	defer limit.unmap()
+	limit.store(atUsage, aNonce)
+	usage, err := os.OpenFile(filepath.Join(pages.usage, key, string(aGPU)), os.O_RDWR, 0)
+	if err != nil {
+		p.t.Fatal(err)
+	}
+	defer usage.Close()
+	tenant{p.t, usage}.set(useNonce, aNonce)
+}
+
+func aMeter(t *testing.T, p tenant, every time.Duration) (*Pages, *Meter) {
+	t.Helper()
+	pages := somePages(t)
 	if _, err := pages.Write(aKey, every, []Limit{{GPU: aGPU, Bytes: 8 * aGiB}}); err != nil {
 		t.Fatal(err)
 	}
+	p.isOf(pages, aKey)
 	m, err := pages.Meter(aKey, aGPU, p.usage())
 	if err != nil {
 		t.Fatal(err)

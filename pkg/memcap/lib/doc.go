@@ -27,20 +27,56 @@
 // the library knows lies in memory that the kernel wipes in children. Once loaded
 // it stays, and the real one with it, also after dlclose.
 //
-// # Two pages for a GPU
+// # Two pages for a claim's GPU
 //
 // The limit page ([Pages.Write]) belongs to the agent: the limit in bytes, what
 // a context is expected to take, and the last reading of the driver. It is
-// mounted read-only, and changed in place by atomic stores. It is named for the
-// GPU's UUID, so it is the right one whatever CUDA_VISIBLE_DEVICES does to the
-// order.
+// mounted read-only, and changed in place by atomic stores.
 //
-// The usage page belongs to the container's processes: one word, bound, that all
-// of them add to and take from, and a slot for each process, which says how much
-// of it is its own. It lies on a tmpfs of the container's own: a container
-// starts from nothing, and whoever spoils the page has spoilt it for itself. The
-// agent reads it ([OpenUsage]) and believes none of it: what it decides on is
-// the driver's figure.
+// The usage page belongs to the processes that share the claim: one word, bound,
+// that all of them add to and take from, and a slot for each process, which says
+// how much of it is its own. The agent makes it, with a nonce that the limit page
+// names; another page, also a good one that somebody has mounted over it, is
+// refused. There is none for a GPU without a limit.
+//
+//	on the host       dir/cap/limits/<claim>/<GPU>                      on disk
+//	                  dir/cap/usage/<claim>/<GPU>                       on a tmpfs for each claim
+//	in a container    /usr/lib/gpu-agent/claims/<GPU>/<claim>/limit     bound, read-only
+//	                  /usr/lib/gpu-agent/claims/<GPU>/<claim>/usage     bound, to be written
+//
+// So one page serves any number of containers and pods that have the claim, and
+// all starts of a container; and a container can have several claims on a GPU,
+// whose pairs of pages lie side by side. The names follow from the GPU, which is the
+// right one whatever CUDA_VISIBLE_DEVICES does to the order, and from the claim.
+// Of several limits on a GPU the largest counts, as with the watchdog; to add them
+// up, a process would have a slot in each page, and no format would change.
+//
+// Nothing that is written to a usage page is believed. Who may write to a file may
+// make it longer: the tmpfs of a claim has room for its pages and no more. Who cuts
+// it short ends its own processes by SIGBUS; the agent reads it ([Pages.OpenUsage])
+// by pread, never by a mapping, and what it decides on is the driver's figure. What
+// is bound into a container is the file, not its directory, so no link and no pipe
+// can take its place. On the host the directory is root's alone, since the page is
+// there to be written by whatever user a container has, also in a user namespace.
+// nosuid, nodev and noexec hold on the host and in the container.
+//
+// The mounts stay when the agent ends, and containers keep the pages that they
+// have. A page goes with its claim. It is made anew when the claim is given to
+// somebody else, who is not to find what others wrote, and when processes could not
+// count on it any more: it was spoilt, a reboot has taken it, or an agent that was
+// killed had not finished it. All of a claim's pages are then made together, on
+// another tmpfs, since a container may have the old one's room yet. The nonce is
+// written last, and the CDI file after the pages, so whatever a killed agent leaves
+// is either whole or made anew, and no container starts without.
+//
+// To mount on the host takes CAP_SYS_ADMIN and a mount namespace that propagates to
+// it. Without, somebody has to have mounted a limited tmpfs on dir/cap/usage, for all
+// claims; then all room of a page is taken when it is made, so that who fills the
+// rest can keep new claims out and harm nobody else.
+//
+// The lock of a slot is the kernel's, by the file: it tells the living from the dead
+// across containers. A process's number does not, so the slot has its PID namespace's
+// beside it.
 //
 // # Counting
 //
@@ -100,7 +136,8 @@
 //	kit, err := lib.Install("/var/lib/gpu-agent")    // what the CDI file mounts
 //	pages, err := lib.OpenPages("/var/lib/gpu-agent")
 //	paths, err := pages.Write(key, 250*time.Millisecond, []lib.Limit{{GPU: uuid, Bytes: 24 << 30}})
-//	usage, err := lib.OpenUsage("/proc", pid, uuid)  // of any process of the container
+//	mounts := lib.Mounts(key, paths)                 // what the CDI file mounts besides
+//	usage, err := pages.OpenUsage(key, uuid)
 //	meter, err := pages.Meter(key, uuid, usage)
 //	err = meter.Begin()
 //	reading, err := meter.End(driversFigure, true)
@@ -109,8 +146,8 @@
 //
 // It holds accidents and honest tenants. A program that opens the real library
 // at its other path, brings a copy of its own, or speaks to the device nodes by
-// itself goes round it, and one that writes to the usage page lies to its
-// container; all of these show in the driver's figure, which is the watchdog's.
+// itself goes round it, and one that writes to the usage page lies to who
+// shares its claim; all of these show in the driver's figure, which is the watchdog's.
 // Where it cannot do its work (no limit page, a spoilt usage page) allocations
 // fail, or pass uncounted where [OpenMark] is. A usage page that is cut short
 // under running processes ends them by SIGBUS, as any mapped file does.

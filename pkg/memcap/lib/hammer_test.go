@@ -46,18 +46,14 @@ func counter(t *testing.T, name string) string {
 	return program
 }
 
-// limitPage writes a page for nobody's GPU, with a usage page beside it to be.
+// limitPage writes the pages of nobody's GPU.
 func limitPage(t *testing.T, bytes uint64) (limit, usage string) {
 	t.Helper()
-	p, err := OpenPages(t.TempDir())
+	pages, err := somePages(t).Write(aKey, 0, []Limit{{GPU: aGPU, Bytes: bytes}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	paths, err := p.Write(aKey, 0, []Limit{{GPU: aGPU, Bytes: bytes}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	return paths[aGPU], filepath.Join(t.TempDir(), string(aGPU))
+	return pages[aGPU].Limit, pages[aGPU].Usage
 }
 
 // TestStorm has processes with threads take and give as fast as they can, and
@@ -146,6 +142,7 @@ func TestLayout(t *testing.T) {
 		at   int
 	}{
 		{"limit_page.limit", atLimit}, {"limit_page.context", atContext}, {"limit_page.every_ms", atEvery}, {"limit_page.uuid", atUUID},
+		{"limit_page.usage", atUsage}, {"limit_page.since", atSince},
 		{"limit_page.nonce", atNonce}, {"limit_page.ceiling", atCeiling}, {"limit_page.stamp", atStamp}, {"limit_page.begun", atBegun},
 		{"limit_page.done", atDone}, {"limit_page.settled", atSettled}, {"limit_page.shown", atShown}, {"limit_page.shown_settled", atShownAt},
 		{"limit_page.shown_dead", atDead},
@@ -153,7 +150,7 @@ func TestLayout(t *testing.T) {
 		{"usage_page.peak", usePeak}, {"usage_page.high", useHigh}, {"usage_page.settled", useSettled}, {"usage_page.undone", useUndone},
 		{"usage_page.uncounted", useUncounted}, {"usage_page.guesses", useGuesses}, {"usage_page.slots", pageSize},
 		{"slot.reserved", slotReserved}, {"slot.committed", slotCommitted}, {"slot.managed", slotManaged}, {"slot.expected", slotExpected},
-		{"slot.contexts", slotContexts}, {"slot.pid", slotPID},
+		{"slot.contexts", slotContexts}, {"slot.pid", slotPID}, {"slot.pids", slotPIDs},
 		{"size.limit_page", pageSize}, {"size.usage_page", usageSize}, {"size.slot", slotSize},
 		{"slots", slots}, {"unit", unit}, {"amount_bits", amountBits}, {"most", most},
 	} {

@@ -2,16 +2,58 @@
 
 package lib
 
+import (
+	"maps"
+	"slices"
+
+	"tags.cncf.io/container-device-interface/specs-go"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
 // Where things are in a container that holds a claim.
 const (
 	Root      = "/usr/lib/gpu-agent"
 	RealCUDA  = Root + "/driver/libcuda.so.1"      // the driver's own library
 	RealNVML  = Root + "/driver/libnvidia-ml.so.1" // likewise
-	LimitsDir = Root + "/limits"                   // a limit page for each GPU of the claim, read-only
-	UsageDir  = Root + "/usage"                    // a tmpfs of the container's own, for the usage pages
+	ClaimsDir = Root + "/claims"                   // the pages; see PagesDir
 	OpenMark  = Root + "/open"                     // there: what cannot be counted passes
 	CompatDir = "/usr/local/cuda/compat"           // where images bring driver libraries of their own
 )
+
+// The two pages of a claim's GPU, by their names in PagesDir.
+const (
+	limitName = "limit"
+	usageName = "usage"
+)
+
+// PagesDir is where a container has the pages of one claim on one GPU. It is a
+// directory for each GPU and in that one for each claim, so a container with two
+// claims on one GPU has both pairs, and the library finds them whatever their
+// keys are.
+func PagesDir(u gpu.UUID, key string) string { return ClaimsDir + "/" + string(u) + "/" + key }
+
+// LimitPath and UsagePath are the pages in PagesDir.
+func LimitPath(u gpu.UUID, key string) string { return PagesDir(u, key) + "/" + limitName }
+func UsagePath(u gpu.UUID, key string) string { return PagesDir(u, key) + "/" + usageName }
+
+// Mounts are what puts a claim's pages into a container: limit pages that it
+// cannot write, and usage pages that it can. No device node and no program in
+// either has any effect.
+func Mounts(key string, pages map[gpu.UUID]Page) []specs.Mount {
+	var out []specs.Mount
+	for _, u := range slices.Sorted(maps.Keys(pages)) {
+		out = append(out, bind(pages[u].Limit, LimitPath(u, key), "ro"))
+		if usage := pages[u].Usage; usage != "" {
+			out = append(out, bind(usage, UsagePath(u, key), "rw"))
+		}
+	}
+	return out
+}
+
+func bind(from, to, how string) specs.Mount {
+	return specs.Mount{HostPath: from, ContainerPath: to, Options: []string{how, "nosuid", "nodev", "noexec", "rbind", "rprivate"}}
+}
 
 // None is the limit of a GPU without one.
 const None = ^uint64(0)

@@ -11,7 +11,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Meter holds what a container counts against what the driver says it has, and
+// Meter holds what a claim's processes count against what the driver says it has, and
 // puts the difference into the limit page. A reading is Begin, then the
 // driver's figure, then End; between them processes go on allocating, and what
 // may be concluded follows from what the two looks at the usage page show.
@@ -79,6 +79,9 @@ func (m *Meter) Begin() error {
 	m.took = m.usage.took
 	if err != nil {
 		return err
+	}
+	if c.Nonce != m.page.load(atUsage) {
+		return fmt.Errorf("read usage page: it is not the claim's, or not any more: %w", gpu.ErrInvalid)
 	}
 	m.first, m.begun = c, true
 	// Until a reading is finished: who asks waits for that.

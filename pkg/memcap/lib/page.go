@@ -22,8 +22,8 @@ import (
 
 // The pages, as c/page.h has them; a test holds the two together.
 const (
-	limitMagic = "GPUCAP01"
-	usageMagic = "GPUUSE01"
+	limitMagic = "GPUCAP02"
+	usageMagic = "GPUUSE02"
 
 	pageSize  = 4096
 	slotSize  = 64
@@ -39,6 +39,8 @@ const (
 	atContext = 16
 	atEvery   = 24
 	atUUID    = 32
+	atUsage   = 96
+	atSince   = 104
 	atNonce   = 128
 	atCeiling = 136
 	atStamp   = 144
@@ -68,6 +70,7 @@ const (
 	slotExpected  = 24
 	slotContexts  = 32
 	slotPID       = 40
+	slotPIDs      = 48
 )
 
 // A Limit is what one claim may have of one GPU.
@@ -79,26 +82,46 @@ type Limit struct {
 	// Context is what a context is charged with until the driver has been read, in
 	// bytes; 0 means DefaultContext. A page that stands keeps what was learnt since.
 	Context uint64
+	// Since is when the claim was given to who has it now: a usage page of who had
+	// it before is not gone on with. Zero: nobody knows, so it is.
+	Since time.Time
 }
 
-// Pages are the limit pages of a node's claims: dir/cap/limits/<key>/<UUID>.
-// They are files that containers have mounted and mapped, so a page keeps its
-// inode as long as its claim lives and every change of it is an atomic store.
+// since is Since as the page has it.
+func (l Limit) since() uint64 {
+	if l.Since.IsZero() {
+		return 0
+	}
+	return uint64(l.Since.UnixNano())
+}
+
+// A Page is where the two pages of a claim's GPU are on the host.
+type Page struct {
+	Limit string
+	Usage string // empty for a GPU without a limit
+}
+
+// Pages are the pages of a node's claims: dir/cap/limits/<key>/<UUID> and
+// dir/cap/usage/<key>/<UUID>; see claim.go for the second. Limit pages are files
+// that containers have mounted and mapped, so a page keeps its inode as long as
+// its claim lives and every change of it is an atomic store.
 // The methods may be called from several goroutines; one process alone may have
 // a directory open at a time.
 type Pages struct {
-	dir string
+	dir, usage string
 	// mu orders what is stored in pages, since a change of the limit moves the
 	// ceiling that a Meter has written.
 	mu sync.Mutex
 }
 
-// OpenPages opens the limit pages below the agent's state directory, and makes
-// their folder.
+// OpenPages opens the pages below the agent's state directory, and makes their
+// folders.
 func OpenPages(dir string) (*Pages, error) {
-	p := &Pages{dir: filepath.Join(dir, "cap", "limits")}
-	if err := os.MkdirAll(p.dir, 0o755); err != nil {
-		return nil, fmt.Errorf("make folder of limit pages: %w", err)
+	p := &Pages{dir: filepath.Join(dir, "cap", "limits"), usage: filepath.Join(dir, "cap", usageName)}
+	// Nobody but root comes by the usage pages on the host: any user of a container
+	// may write to them.
+	if err := errors.Join(os.MkdirAll(p.dir, 0o755), os.MkdirAll(p.usage, 0o700)); err != nil {
+		return nil, fmt.Errorf("make folders of claims' pages: %w", err)
 	}
 	return p, nil
 }
@@ -106,12 +129,17 @@ func OpenPages(dir string) (*Pages, error) {
 // Close lets go of the directory. Pages stay.
 func (p *Pages) Close() error { return nil }
 
-// Write makes the pages of a claim say just these limits, and returns each
-// page's path by GPU. every is how often the agent reads the driver for them;
-// 0 means that nobody does. A page that is there already keeps its inode, and
-// the correction that it holds; pages of GPUs that are not named are removed.
+// Write makes the limit pages of a claim say just these limits, sees to it that
+// each limited GPU has a usage page, and returns where they are. every is how
+// often the agent reads the driver for them; 0 means that nobody does. A limit
+// page that is there already keeps its inode, and the correction that it holds;
+// a usage page stays as long as processes can count on it and the claim is the
+// same one's, and if not, all of the claim's are made anew. Pages of GPUs that are not named are removed.
 // It may be repeated, and does nothing then.
-func (p *Pages) Write(key string, every time.Duration, limits []Limit) (map[gpu.UUID]string, error) {
+//
+// The error wraps gpu.ErrNoPermission where this process may not mount the file
+// system of the usage pages.
+func (p *Pages) Write(key string, every time.Duration, limits []Limit) (map[gpu.UUID]Page, error) {
 	if !plainName(key) {
 		return nil, fmt.Errorf("write limit pages: claim key %q: %w", key, gpu.ErrInvalid)
 	}
@@ -121,35 +149,53 @@ func (p *Pages) Write(key string, every time.Duration, limits []Limit) (map[gpu.
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return nil, fmt.Errorf("make folder of limit pages: %w", err)
 	}
-	paths := make(map[gpu.UUID]string)
+	for i := range limits {
+		if err := limits[i].check(); err != nil {
+			return nil, fmt.Errorf("write limit page of claim %s: %w", key, err)
+		}
+	}
+	nonces, err := p.usageLocked(key, limits)
+	if err != nil {
+		return nil, fmt.Errorf("make usage pages of claim %s: %w", key, err)
+	}
+	pages := make(map[gpu.UUID]Page)
 	for _, l := range limits {
-		path, err := p.writeLocked(dir, every, l)
-		if err != nil {
+		page := Page{Limit: filepath.Join(dir, string(l.GPU))}
+		if err := writeLimit(page.Limit, every, l, nonces[l.GPU]); err != nil {
 			return nil, fmt.Errorf("write limit page of %s for claim %s: %w", l.GPU, key, err)
 		}
-		paths[l.GPU] = path
+		if l.Bytes != None {
+			page.Usage = filepath.Join(p.usage, key, string(l.GPU))
+		}
+		pages[l.GPU] = page
 	}
 	old, err := os.ReadDir(dir)
 	if err != nil {
 		return nil, fmt.Errorf("list limit pages of claim %s: %w", key, err)
 	}
 	for _, e := range old {
-		if _, named := paths[gpu.UUID(e.Name())]; !named {
+		if _, named := pages[gpu.UUID(e.Name())]; !named {
 			if err := os.Remove(filepath.Join(dir, e.Name())); err != nil && !errors.Is(err, fs.ErrNotExist) {
 				return nil, fmt.Errorf("remove old limit page of claim %s: %w", key, err)
 			}
 		}
 	}
-	return paths, nil
+	return pages, nil
 }
 
-func (p *Pages) writeLocked(dir string, every time.Duration, l Limit) (string, error) {
+func (l Limit) check() error {
 	if !plainName(string(l.GPU)) || len(l.GPU) >= uuidRoom {
-		return "", fmt.Errorf("GPU %q: %w", l.GPU, gpu.ErrInvalid)
+		return fmt.Errorf("GPU %q: %w", l.GPU, gpu.ErrInvalid)
 	}
 	if l.Bytes != None && l.Bytes >= most {
-		return "", fmt.Errorf("limit of %d bytes, which no GPU has: %w", l.Bytes, gpu.ErrInvalid)
+		return fmt.Errorf("limit of %d bytes of %s, which no GPU has: %w", l.Bytes, l.GPU, gpu.ErrInvalid)
 	}
+	return nil
+}
+
+// writeLimit writes one limit page; usage is the nonce of the usage page that
+// belongs to it, 0 if it is the one of before or there is none.
+func writeLimit(path string, every time.Duration, l Limit, usage uint64) error {
 	if l.Context == 0 {
 		l.Context = DefaultContext
 	}
@@ -157,16 +203,21 @@ func (p *Pages) writeLocked(dir string, every time.Duration, l Limit) (string, e
 	if every > 0 {
 		everyMS = max(1, everyMS)
 	}
-	path := filepath.Join(dir, string(l.GPU))
 	page, err := mapPage(path)
 	if err != nil {
 		// None, or one that an agent of another time left behind: nothing that
 		// a container could go on with.
-		return path, makePage(path, everyMS, l)
+		return makePage(path, everyMS, l, usage)
 	}
 	defer page.unmap()
 	if uuid := page.b[atUUID : atUUID+uuidRoom]; string(uuid[:len(l.GPU)]) != string(l.GPU) || uuid[len(l.GPU)] != 0 {
-		return path, makePage(path, everyMS, l)
+		return makePage(path, everyMS, l, usage)
+	}
+	if usage != 0 {
+		// What was learnt of contexts was learnt from who had the old one.
+		page.store(atContext, l.Context)
+		page.store(atSince, l.since())
+		page.store(atUsage, usage)
 	}
 	if context := page.load(atContext); context < LeastContext || context > DefaultContext {
 		page.store(atContext, l.Context) // by another version of the agent
@@ -189,16 +240,18 @@ func (p *Pages) writeLocked(dir string, every time.Duration, l Limit) (string, e
 		// would go by less and less. They go by the limit.
 		page.publish(reading{})
 	}
-	return path, nil
+	return nil
 }
 
 // makePage makes a page and puts it in place whole.
-func makePage(path string, everyMS uint64, l Limit) error {
+func makePage(path string, everyMS uint64, l Limit, usage uint64) error {
 	b := make([]byte, pageSize)
 	copy(b, limitMagic)
 	binary.LittleEndian.PutUint64(b[atLimit:], l.Bytes)
 	binary.LittleEndian.PutUint64(b[atContext:], l.Context)
 	binary.LittleEndian.PutUint64(b[atEvery:], everyMS)
+	binary.LittleEndian.PutUint64(b[atUsage:], usage)
+	binary.LittleEndian.PutUint64(b[atSince:], l.since())
 	binary.LittleEndian.PutUint64(b[atCeiling:], l.Bytes)
 	copy(b[atUUID:atUUID+uuidRoom-1], l.GPU)
 	// Beside the folder of the claim, in which each file is a GPU's.
@@ -220,12 +273,17 @@ func makePage(path string, everyMS uint64, l Limit) error {
 // claim without pages is fine.
 func (p *Pages) Remove(key string) error {
 	if !plainName(key) {
-		return fmt.Errorf("remove limit pages: claim key %q: %w", key, gpu.ErrInvalid)
+		return fmt.Errorf("remove pages: claim key %q: %w", key, gpu.ErrInvalid)
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if err := os.RemoveAll(filepath.Join(p.dir, key)); err != nil {
-		return fmt.Errorf("remove limit pages of claim %s: %w", key, err)
+	// In this order: as long as one of them is left the claim is listed.
+	err := removeRoom(filepath.Join(p.usage, key))
+	if err == nil {
+		err = os.RemoveAll(filepath.Join(p.dir, key))
+	}
+	if err != nil {
+		return fmt.Errorf("remove pages of claim %s: %w", key, err)
 	}
 	return nil
 }
@@ -235,21 +293,23 @@ func (p *Pages) Remove(key string) error {
 func (p *Pages) List() ([]string, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	entries, err := os.ReadDir(p.dir)
-	if err != nil {
-		return nil, fmt.Errorf("list limit pages: %w", err)
-	}
 	var keys []string
-	for _, e := range entries {
-		switch {
-		case e.IsDir() && plainName(e.Name()):
-			keys = append(keys, e.Name())
-		case !e.IsDir() && e.Name()[0] == '.':
-			os.Remove(filepath.Join(p.dir, e.Name()))
+	for _, dir := range []string{p.dir, p.usage} {
+		entries, err := os.ReadDir(dir)
+		if err != nil {
+			return nil, fmt.Errorf("list claims' pages: %w", err)
+		}
+		for _, e := range entries {
+			switch {
+			case e.IsDir() && plainName(e.Name()):
+				keys = append(keys, e.Name())
+			case !e.IsDir() && e.Name()[0] == '.':
+				os.Remove(filepath.Join(dir, e.Name()))
+			}
 		}
 	}
 	slices.Sort(keys)
-	return keys, nil
+	return slices.Compact(keys), nil
 }
 
 // plainName reports whether s can be a file's name here: no separator, no dot

@@ -3,7 +3,6 @@
 package lib
 
 import (
-	"encoding/binary"
 	"encoding/hex"
 	"errors"
 	"fmt"
@@ -17,37 +16,49 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"example.com/gpu-agent/pkg/gpu"
 )
 
 // golden is a page of 4 GiB that nobody has read for.
 const golden = "" +
-	"4750554341503031" + "0000000001000000" + "0000002000000000" + "fa00000000000000" + // magic, limit, context, every
+	"4750554341503032" + "0000000001000000" + "0000002000000000" + "fa00000000000000" + // magic, limit, context, every
 	"4750552d30" // GPU-0
 
 func TestPageBytes(t *testing.T) {
-	p, err := OpenPages(t.TempDir())
+	pages, err := somePages(t).Write(aKey, 250*time.Millisecond, []Limit{{GPU: aGPU, Bytes: 4 << 30, Since: time.Unix(0, 0x0102)}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	paths, err := p.Write(aKey, 250*time.Millisecond, []Limit{{GPU: aGPU, Bytes: 4 << 30}})
+	page := pages[aGPU]
+	got, err := os.ReadFile(page.Limit)
 	if err != nil {
 		t.Fatal(err)
 	}
-	got, err := os.ReadFile(paths[aGPU])
+	usage, err := os.ReadFile(page.Usage)
 	if err != nil {
 		t.Fatal(err)
 	}
+	nonce := usage[useNonce : useNonce+8]
 	want, _ := hex.DecodeString(golden)
 	want = append(want, make([]byte, pageSize-len(want))...)
+	copy(want[atUsage:], nonce)
+	want[atSince], want[atSince+1] = 2, 1
 	copy(want[atCeiling:], want[atLimit:atLimit+8])
 	if !slices.Equal(got, want) {
 		t.Errorf("%x", got[:200])
 	}
-	if info, err := os.Stat(paths[aGPU]); err != nil || info.Mode() != 0o644 {
+	blank := append([]byte(usageMagic), nonce...)
+	if blank = append(blank, make([]byte, usageSize-len(blank))...); !slices.Equal(usage, blank) {
+		t.Errorf("a usage page begins as %x", usage[:200])
+	}
+	if info, err := os.Stat(page.Limit); err != nil || info.Mode() != 0o644 {
 		t.Errorf("%v %v: every user of a container is to read it", info.Mode(), err)
+	}
+	if info, err := os.Stat(page.Usage); err != nil || info.Mode() != 0o666 {
+		t.Errorf("%v %v: every user of a container is to write it", info.Mode(), err)
+	}
+	if info, err := os.Stat(filepath.Dir(page.Usage)); err != nil || info.Mode().Perm() != 0o700 {
+		t.Errorf("%v %v: nobody of the host is to come by what every user may write", info.Mode(), err)
 	}
 }
 
@@ -62,12 +73,8 @@ func inode(t *testing.T, path string) uint64 {
 
 // TestPageStays: whatever is written, a container goes on seeing its page.
 func TestPageStays(t *testing.T) {
-	dir := t.TempDir()
-	p, err := OpenPages(dir)
-	if err != nil {
-		t.Fatal(err)
-	}
-	write := func(every time.Duration, l ...Limit) map[gpu.UUID]string {
+	p := somePages(t)
+	write := func(every time.Duration, l ...Limit) map[gpu.UUID]Page {
 		t.Helper()
 		paths, err := p.Write(aKey, every, l)
 		if err != nil {
@@ -75,7 +82,7 @@ func TestPageStays(t *testing.T) {
 		}
 		return paths
 	}
-	path := write(time.Second, Limit{GPU: aGPU, Bytes: 4 * aGiB}, Limit{GPU: "GPU-1", Bytes: None})[aGPU]
+	path := write(time.Second, Limit{GPU: aGPU, Bytes: 4 * aGiB}, Limit{GPU: "GPU-1", Bytes: None})[aGPU].Limit
 	first := inode(t, path)
 	page, err := mapPage(path)
 	if err != nil {
@@ -96,7 +103,13 @@ func TestPageStays(t *testing.T) {
 	if page.load(atCeiling) != 6*aGiB-1<<20 || page.load(atNonce) != 9 || page.load(atStamp) != 0 || page.load(atSettled) != 512 {
 		t.Errorf("the ceiling is %d, of nonce %d, stamp %d", page.load(atCeiling), page.load(atNonce), page.load(atStamp))
 	}
-	write(time.Second, Limit{GPU: aGPU, Bytes: None})
+	usage := write(time.Second, Limit{GPU: aGPU, Bytes: 6 * aGiB})[aGPU].Usage
+	if got := write(time.Second, Limit{GPU: aGPU, Bytes: None})[aGPU].Usage; got != "" {
+		t.Errorf("no limit, and counters at %s", got)
+	}
+	if _, err := os.Stat(usage); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("no limit, and counters: %v", err)
+	}
 	if page.load(atCeiling) != None || page.load(atLimit) != None {
 		t.Error("no limit, and a ceiling")
 	}
@@ -121,13 +134,13 @@ func TestPageStays(t *testing.T) {
 	if _, err := p.Write("fedcba9876543210", 0, nil); err != nil {
 		t.Fatal(err)
 	}
-	if err := os.WriteFile(filepath.Join(dir, "cap", "limits", ".new-123"), nil, 0o600); err != nil {
+	if err := os.WriteFile(filepath.Join(p.dir, ".new-123"), nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
 	if keys, err := p.List(); err != nil || !slices.Equal(keys, []string{aKey, "fedcba9876543210"}) {
 		t.Errorf("%v %v", keys, err)
 	}
-	if left, _ := filepath.Glob(filepath.Join(dir, "cap", "limits", ".*")); len(left) != 0 {
+	if left, _ := filepath.Glob(filepath.Join(p.dir, ".*")); len(left) != 0 {
 		t.Errorf("%v is left", left)
 	}
 	for range 2 {
@@ -141,10 +154,7 @@ func TestPageStays(t *testing.T) {
 }
 
 func TestPageRefusals(t *testing.T) {
-	p, err := OpenPages(t.TempDir())
-	if err != nil {
-		t.Fatal(err)
-	}
+	p := somePages(t)
 	for name, write := range map[string]func() error{
 		"a key that climbs": func() error { _, err := p.Write("../x", 0, nil); return err },
 		"no key":            func() error { _, err := p.Write("", 0, nil); return err },
@@ -186,98 +196,6 @@ func TestWriteFromMany(t *testing.T) {
 	all.Wait()
 	if l, c := m.page.load(atLimit), m.page.load(atCeiling); m.page.reading().correction != int64(l-c) {
 		t.Errorf("limit %d, ceiling %d", l, c)
-	}
-}
-
-// root makes the root of a process with a usage directory, on a tmpfs.
-func root(t *testing.T) (proc, usage string) {
-	t.Helper()
-	var sfs unix.Statfs_t
-	if err := unix.Statfs("/dev/shm", &sfs); err != nil || sfs.Type != tmpfsMagic {
-		t.Skip("there is no tmpfs at /dev/shm")
-	}
-	proc, err := os.MkdirTemp("/dev/shm", "gpu-agent-test-")
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { os.RemoveAll(proc) })
-	usage = filepath.Join(proc, "1", "root", UsageDir)
-	if err := os.MkdirAll(usage, 0o755); err != nil {
-		t.Fatal(err)
-	}
-	return proc, usage
-}
-
-// TestOpenUsageRefuses: what is no usage page is not opened, nor waited for.
-func TestOpenUsageRefuses(t *testing.T) {
-	proc, usage := root(t)
-	good := func(path string) error {
-		b := make([]byte, usageSize)
-		copy(b, usageMagic)
-		binary.LittleEndian.PutUint64(b[useNonce:], 1)
-		return os.WriteFile(path, b, 0o666)
-	}
-	at := filepath.Join(usage, string(aGPU))
-	for _, c := range []struct {
-		name string
-		make func() error
-		want error
-	}{
-		{"a page", func() error { return good(at) }, nil},
-		{"nothing", func() error { return nil }, gpu.ErrNotFound},
-		{"a link to a page", func() error { return errors.Join(good(at+"x"), os.Symlink(string(aGPU)+"x", at)) }, gpu.ErrInvalid},
-		{"a link out", func() error { return os.Symlink("/proc/self/environ", at) }, gpu.ErrInvalid},
-		{"a pipe", func() error { return unix.Mkfifo(at, 0o666) }, gpu.ErrInvalid},
-		{"a directory", func() error { return os.Mkdir(at, 0o777) }, gpu.ErrInvalid},
-		{"a short one", func() error { return errors.Join(good(at), os.Truncate(at, usageSize-1)) }, gpu.ErrInvalid},
-		{"a huge one", func() error { return errors.Join(good(at), os.Truncate(at, 1<<40)) }, gpu.ErrInvalid},
-		{"an empty one", func() error { return os.WriteFile(at, nil, 0o666) }, gpu.ErrInvalid},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			os.RemoveAll(at)
-			if err := c.make(); err != nil {
-				t.Fatal(err)
-			}
-			u, err := OpenUsage(proc, 1, aGPU)
-			if !errors.Is(err, c.want) {
-				t.Fatalf("%v, want %v", err, c.want)
-			}
-			if err == nil {
-				if _, err := u.Read(); err != nil {
-					t.Error(err)
-				}
-				u.Close()
-			}
-		})
-	}
-	os.RemoveAll(at)
-	if _, err := OpenUsage(proc, 2, aGPU); !errors.Is(err, gpu.ErrNotFound) {
-		t.Errorf("a process that is gone: %v", err)
-	}
-	if _, err := OpenUsage(proc, 1, "../x"); !errors.Is(err, gpu.ErrInvalid) {
-		t.Errorf("a GPU that climbs: %v", err)
-	}
-	// A directory on the way that is a link.
-	if err := errors.Join(os.Rename(usage, usage+"2"), os.Symlink(usage+"2", usage), good(filepath.Join(usage+"2", string(aGPU)))); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := OpenUsage(proc, 1, aGPU); !errors.Is(err, gpu.ErrInvalid) {
-		t.Errorf("a directory that is a link: %v", err)
-	}
-}
-
-func TestUsageOnADisk(t *testing.T) {
-	proc := t.TempDir()
-	var sfs unix.Statfs_t
-	if err := unix.Statfs(proc, &sfs); err != nil || sfs.Type == tmpfsMagic {
-		t.Skip("temporary files are on a tmpfs here")
-	}
-	usage := filepath.Join(proc, "1", "root", UsageDir)
-	if err := errors.Join(os.MkdirAll(usage, 0o755), os.WriteFile(filepath.Join(usage, string(aGPU)), make([]byte, usageSize), 0o666)); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := OpenUsage(proc, 1, aGPU); !errors.Is(err, gpu.ErrInvalid) {
-		t.Errorf("%v", err)
 	}
 }
 
@@ -439,9 +357,9 @@ func TestCorrectionSurvives(t *testing.T) {
 	if r := readOnce(t, again, 0, false); r.Correction != 50<<20 || r.Used != aGiB+50<<20 {
 		t.Errorf("%+v", r)
 	}
-	p.set(useNonce, 8) // another container by the same claim
-	if r := readOnce(t, again, 0, false); r.Correction != 0 {
-		t.Errorf("%+v", r)
+	p.set(useNonce, 8)
+	if err := again.Begin(); !errors.Is(err, gpu.ErrInvalid) {
+		t.Errorf("a page that is not the claim's is read: %v", err)
 	}
 }
 

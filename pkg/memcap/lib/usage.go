@@ -9,8 +9,6 @@ import (
 	"io/fs"
 	"path/filepath"
 	"runtime"
-	"strconv"
-	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -21,12 +19,9 @@ import (
 // headSize is as much of the header as says anything.
 const headSize = useGuesses + 8
 
-// tmpfsMagic is a tmpfs in statfs(2).
-const tmpfsMagic = 0x01021994
-
-// Usage is a container's usage page of one GPU. It lies on a file system that
-// the container's processes write to, so it is read as data, never mapped, and
-// may say anything. It is not for concurrent use.
+// Usage is a claim's usage page of one GPU. The processes of its containers write
+// to it, so it is read as data, never mapped, and may say anything. It is not for
+// concurrent use.
 type Usage struct {
 	fd int
 	// The watchdog reads hundreds of pages a second, and leaves no garbage.
@@ -35,60 +30,40 @@ type Usage struct {
 	took time.Duration  // CPU time of the last Read
 }
 
-// OpenUsage opens the usage page that the container of a process has for a GPU,
-// through procRoot (the host's /proc as the agent sees it). No link is followed
-// and no pipe waited for. The error is gpu.ErrNotFound where there is no page
-// (no process of the container has used the GPU yet, or the process has ended),
-// and gpu.ErrInvalid where something else stands in its place.
-func OpenUsage(procRoot string, pid int, u gpu.UUID) (*Usage, error) {
-	if !plainName(string(u)) {
-		return nil, fmt.Errorf("open usage page of GPU %q: %w", u, gpu.ErrInvalid)
+// OpenUsage opens the usage page of a claim on a GPU. The error is gpu.ErrNotFound
+// where there is none, as on a GPU without a limit, and gpu.ErrInvalid where the
+// page is not one any more.
+func (p *Pages) OpenUsage(key string, u gpu.UUID) (*Usage, error) {
+	if !plainName(key) || !plainName(string(u)) {
+		return nil, fmt.Errorf("open usage page of claim %q on GPU %q: %w", key, u, gpu.ErrInvalid)
 	}
-	root, err := unix.Open(filepath.Join(procRoot, strconv.Itoa(pid), "root"), unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	fd, err := openUsage(filepath.Join(p.usage, key, string(u)))
 	if err != nil {
-		return nil, fmt.Errorf("open root of process %d: %w", pid, notFound(err))
-	}
-	defer unix.Close(root)
-	name := strings.TrimPrefix(UsageDir, "/") + "/" + string(u)
-	fd, err := unix.Openat2(root, name, &unix.OpenHow{
-		Flags:   unix.O_RDONLY | unix.O_NONBLOCK | unix.O_NOCTTY | unix.O_CLOEXEC,
-		Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS,
-	})
-	if err != nil {
-		return nil, fmt.Errorf("open usage page of %s in process %d: %w", u, pid, notFound(err))
-	}
-	if err := checkUsage(fd); err != nil {
-		unix.Close(fd)
-		return nil, fmt.Errorf("open usage page of %s in process %d: %w", u, pid, err)
+		return nil, fmt.Errorf("open usage page of claim %s on %s: %w", key, u, notFound(err))
 	}
 	return &Usage{fd: fd}, nil
 }
 
-func checkUsage(fd int) error {
+// openUsage opens a file that has a usage page's size.
+func openUsage(path string) (fd int, err error) {
+	fd, err = unix.Open(path, unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_NOCTTY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return -1, err
+	}
 	var st unix.Stat_t
-	if err := unix.Fstat(fd, &st); err != nil {
-		return err
+	if err = unix.Fstat(fd, &st); err == nil && (st.Mode&unix.S_IFMT != unix.S_IFREG || st.Size != usageSize) {
+		err = fmt.Errorf("not a file of %d bytes: %w", usageSize, gpu.ErrInvalid)
 	}
-	if st.Mode&unix.S_IFMT != unix.S_IFREG || st.Size != usageSize {
-		return fmt.Errorf("not a file of %d bytes: %w", usageSize, gpu.ErrInvalid)
+	if err != nil {
+		unix.Close(fd)
+		return -1, err
 	}
-	var sfs unix.Statfs_t
-	if err := unix.Fstatfs(fd, &sfs); err != nil {
-		return err
-	}
-	if sfs.Type != tmpfsMagic {
-		// Elsewhere a read could wait for something.
-		return fmt.Errorf("not on a tmpfs: %w", gpu.ErrInvalid)
-	}
-	return nil
+	return fd, nil
 }
 
 func notFound(err error) error {
-	switch {
-	case errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ESRCH):
+	if errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("%w: %w", gpu.ErrNotFound, err)
-	case errors.Is(err, unix.ELOOP), errors.Is(err, unix.ENOTDIR), errors.Is(err, unix.ENXIO), errors.Is(err, unix.EXDEV):
-		return fmt.Errorf("%w: %w", gpu.ErrInvalid, err)
 	}
 	return err
 }

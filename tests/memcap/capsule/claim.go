@@ -3,9 +3,7 @@
 package capsule
 
 import (
-	"maps"
 	"path/filepath"
-	"slices"
 	"strings"
 
 	"tags.cncf.io/container-device-interface/specs-go"
@@ -18,8 +16,9 @@ import (
 // Claim is what the cap adds to a container.
 type Claim struct {
 	Kit lib.Kit
-	// Pages are the limit pages' files by GPU, as lib.Pages.Write returns them.
-	Pages map[gpu.UUID]string
+	Key string
+	// Pages are its pages' files by GPU, as lib.Pages.Write returns them.
+	Pages map[gpu.UUID]lib.Page
 	// Open lets allocations pass where the cap cannot do its work.
 	Open bool
 }
@@ -40,10 +39,8 @@ func (c Claim) Apply(edits specs.ContainerEdits) specs.ContainerEdits {
 		}
 		mounts = append(mounts, m)
 	}
-	mounts = append(mounts, &specs.Mount{HostPath: "tmpfs", ContainerPath: lib.UsageDir, Type: "tmpfs",
-		Options: []string{"nosuid", "nodev", "noexec", "mode=1777", "size=32m"}})
-	for _, u := range slices.Sorted(maps.Keys(c.Pages)) {
-		mounts = append(mounts, bind(c.Pages[u], lib.LimitsDir+"/"+string(u)))
+	for _, m := range lib.Mounts(c.Key, c.Pages) {
+		mounts = append(mounts, &m)
 	}
 	if c.Open {
 		mounts = append(mounts, bind(c.Kit.Mark, lib.OpenMark))

@@ -11,7 +11,6 @@ import (
 	"os/signal"
 	"path/filepath"
 	"slices"
-	"strings"
 	"sync"
 	"syscall"
 
@@ -288,22 +287,12 @@ var mountFlags = map[string]uintptr{
 // mount lays one mount of a CDI file; the machine's own root is at old.
 func mount(old string, m *specs.Mount) error {
 	var flags uintptr
-	var data []string
 	for _, o := range m.Options {
-		if f, ok := mountFlags[o]; ok {
-			flags |= f
-		} else {
-			data = append(data, o)
+		f, ok := mountFlags[o]
+		if !ok || m.Type != "" && m.Type != "bind" {
+			return fmt.Errorf("options %q, type %q: not known here", m.Options, m.Type)
 		}
-	}
-	if m.Type == "tmpfs" {
-		if err := os.MkdirAll(m.ContainerPath, 0o755); err != nil {
-			return err
-		}
-		return unix.Mount(m.HostPath, m.ContainerPath, m.Type, flags, strings.Join(data, ","))
-	}
-	if len(data) > 0 || m.Type != "" && m.Type != "bind" {
-		return fmt.Errorf("options %q, type %q: not known here", m.Options, m.Type)
+		flags |= f
 	}
 	from := filepath.Join(old, m.HostPath)
 	st, err := os.Stat(from)

@@ -49,7 +49,7 @@ func (r *Reader) Run(ctx context.Context) error {
 	defer tick.Stop()
 	for {
 		if meter == nil {
-			u, err := lib.OpenUsage("/proc", r.Container.PID, r.GPU)
+			u, err := r.Pages.OpenUsage(r.Key, r.GPU)
 			switch {
 			case err == nil:
 				usage = u

@@ -89,12 +89,12 @@ type reading struct {
 	err  error
 }
 
-func read(ctx context.Context, stateDir, key string, u gpu.UUID, pid int) (*reading, error) {
+func read(ctx context.Context, stateDir, key string, u gpu.UUID) (*reading, error) {
 	pages, err := lib.OpenPages(stateDir)
 	if err != nil {
 		return nil, err
 	}
-	usage, err := lib.OpenUsage("/proc", pid, u)
+	usage, err := pages.OpenUsage(key, u)
 	if err != nil {
 		return nil, errors.Join(err, pages.Close())
 	}
@@ -160,7 +160,7 @@ func (b *bench) capping(ctx context.Context) error {
 		}
 		_, key, _ := strings.Cut(p.answer.CdiDevices[0].Name, "=")
 		return b.cappingIn(ctx, containers[0], containers[1], func() (*reading, error) {
-			return read(ctx, filepath.Join(b.work, r.name, "state"), key, gpu.UUID(gpuOf(p.ids[0])), containers[1].PID)
+			return read(ctx, filepath.Join(b.work, r.name, "state"), key, gpu.UUID(gpuOf(p.ids[0])))
 		})
 	}, b.agent)
 }

@@ -3,6 +3,7 @@
 #include "count.h"
 
 #include <poll.h>
+#include <sys/stat.h>
 
 /* What a refusal waits for at most: CONTEND_US for what is under way, beside the
  * agent's next reading. */
@@ -19,7 +20,7 @@ static uint64_t random_word(void)
 }
 
 /* map_file maps size bytes of a file that must be just that long. No links are
- * followed and no pipe is waited for: the directory is the tenant's. */
+ * followed and no pipe is waited for: something else may be mounted there. */
 static void *map_file(const char *path, size_t size, int flags, int prot, int *err)
 {
     int fd = sys_open(path, flags | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
@@ -37,39 +38,6 @@ static void *map_file(const char *path, size_t size, int flags, int prot, int *e
     }
     sys_close(fd);
     return at;
-}
-
-/* make_usage makes a usage page under a name of its own and then gives it its
- * right one, so that nobody ever sees half of one; whoever links second has
- * lost, and uses the other's. The mode is set apart from the umask, which is
- * the program's. */
-static int make_usage(const char *path)
-{
-    char name[192];
-    char suffix[24] = ".";
-    uint64_t nonce = random_word(), r = random_word();
-    for (int i = 0; i < 16; i++, r >>= 4)
-        suffix[1 + i] = "0123456789abcdef"[r & 15];
-    suffix[17] = 0;
-    if (!text_join(name, sizeof name, path, suffix))
-        return -36; /* ENAMETOOLONG */
-    int fd = sys_open(name, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW, 0666);
-    if (fd < 0)
-        return fd;
-    struct {
-        char magic[8];
-        uint64_t nonce;
-    } head = {USAGE_MAGIC, nonce};
-    long err = SYS2(SYS_fchmod, fd, 0666);
-    if (err >= 0)
-        err = SYS2(SYS_ftruncate, fd, USAGE_SIZE);
-    if (err >= 0)
-        err = SYS4(SYS_pwrite64, fd, &head, sizeof head, 0) == sizeof head ? 0 : -28; /* ENOSPC */
-    if (err >= 0)
-        err = SYS5(SYS_linkat, AT_FDCWD, name, AT_FDCWD, path, 0);
-    sys_close(fd);
-    SYS3(SYS_unlinkat, AT_FDCWD, name, 0);
-    return err == EXISTS ? 0 : (int)err;
 }
 
 /* take_lock takes the lock of one slot with a description of its own. It
@@ -91,9 +59,8 @@ static int take_lock(const struct account *a, uint64_t index)
 static bool ours(const struct account *a)
 {
     const struct usage_page *u = a->usage;
-    for (int i = 0; i < 8; i++)
-        if (u->magic[i] != USAGE_MAGIC[i])
-            return false;
+    if (!begins(u->magic, USAGE_MAGIC))
+        return false;
     return count_read(&u->nonce) == a->nonce && a->nonce && __atomic_load_n(&u->high, __ATOMIC_SEQ_CST) <= SLOTS;
 }
 
@@ -109,13 +76,31 @@ static uint64_t high(const struct account *a)
     return n < SLOTS ? n : SLOTS;
 }
 
+/* own_pids is the number of this process's PID namespace, 0 where nobody says. */
+static uint64_t own_pids(void)
+{
+    struct stat st;
+    return SYS4(SYS_newfstatat, AT_FDCWD, "/proc/self/ns/pid", &st, 0) == 0 ? st.st_ino : 0;
+}
+
 /* await_death waits until the process that had a slot is no more, for the
  * kernel lets go of its lock a moment before the driver has all of its memory
  * back. It is bounded, since the number may be someone else's by now, or the
- * process lives on as another program. */
-static void await_death(uint64_t pid)
+ * process lives on as another program. Of a process in another PID namespace, that
+ * of the container's last start or of another container, the number says nothing,
+ * and the moment is waited for: once for all that are reaped together. */
+static void await_death(const struct slot *s, bool *waited)
 {
-    if (!pid || pid > INT32_MAX || pid == (uint64_t)SYS1(SYS_getpid, 0))
+    uint64_t pid = count_read(&s->pid);
+    if (!pid || pid > INT32_MAX)
+        return;
+    if (count_read(&s->pids) != own_pids()) {
+        if (!*waited)
+            nap_us(DEATH_MS * 1000);
+        *waited = true;
+        return;
+    }
+    if (pid == (uint64_t)SYS1(SYS_getpid, 0))
         return;
     int fd = (int)SYS2(SYS_pidfd_open, pid, 0);
     if (fd < 0)
@@ -154,7 +139,7 @@ static void clear(struct account *a, struct slot *s)
 
 static bool reap(struct account *a)
 {
-    bool any = false;
+    bool any = false, waited = false;
     uint64_t n = high(a);
     int look = -1;
     for (uint64_t i = 0; i < n; i++) {
@@ -169,7 +154,7 @@ static bool reap(struct account *a)
         int fd = take_lock(a, i);
         if (fd < 0)
             continue;
-        await_death(count_read(&s->pid));
+        await_death(s, &waited);
         clear(a, s);
         sys_close(fd);
         any = true;
@@ -235,7 +220,8 @@ static int take_slot(struct account *a)
                     sys_close(fd);
                     continue;
                 }
-                await_death(count_read(&s->pid));
+                bool waited = false;
+                await_death(s, &waited);
                 clear(a, s);
             }
             a->hold = sys_map(PAGE, PROT_READ, MAP_SHARED, fd);
@@ -249,6 +235,7 @@ static int take_slot(struct account *a)
             while (old < i + 1)
                 if (__atomic_compare_exchange_n(&a->usage->high, &old, (uint32_t)i + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
                     break;
+            __atomic_store_n(&s->pids, own_pids(), __ATOMIC_SEQ_CST);
             __atomic_store_n(&s->pid, (uint64_t)SYS1(SYS_getpid, 0), __ATOMIC_SEQ_CST);
             a->slot = s;
             return 0;
@@ -260,11 +247,10 @@ int account_find(struct account *a, const char *limit_path)
 {
     int err;
     struct limit_page *page = map_file(limit_path, PAGE, O_RDONLY, PROT_READ, &err);
-    for (int i = 0; page && i < 8; i++)
-        if (page->magic[i] != LIMIT_MAGIC[i]) {
-            sys_unmap(page, PAGE);
-            return -22;
-        }
+    if (page && !begins(page->magic, LIMIT_MAGIC)) {
+        sys_unmap(page, PAGE);
+        return SPOILT;
+    }
     a->page = page;
     return err;
 }
@@ -275,15 +261,13 @@ int account_open(struct account *a, const char *usage_path)
     if (!text_join(a->path, sizeof a->path, usage_path, ""))
         return -36;
     a->usage = map_file(usage_path, USAGE_SIZE, O_RDWR, PROT_READ | PROT_WRITE, &err);
-    if (!a->usage && err == -2) {
-        err = make_usage(usage_path);
-        if (!err)
-            a->usage = map_file(usage_path, USAGE_SIZE, O_RDWR, PROT_READ | PROT_WRITE, &err);
-    }
     if (!a->usage)
         return err;
     a->nonce = count_read(&a->usage->nonce);
-    err = account_nonsense(a) ? -22 : take_slot(a);
+    /* A page that the limit page does not name is not the claim's: one that
+     * somebody has mounted over it, say, to begin at nothing again. */
+    bool other = a->nonce != __atomic_load_n(&a->page->usage, __ATOMIC_ACQUIRE);
+    err = other || account_nonsense(a) ? SPOILT : take_slot(a);
     if (err) {
         sys_unmap(a->usage, USAGE_SIZE);
         a->usage = NULL;

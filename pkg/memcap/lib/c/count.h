@@ -79,6 +79,7 @@
 #ifndef CAP_COUNT_H
 #define CAP_COUNT_H
 
+#include "claim.h"
 #include "page.h"
 #include "sys.h"
 
@@ -106,7 +107,7 @@ struct account {
     } answers[ANSWERS];
     uint32_t next_answer;
     uint64_t exported; /* bytes that this process has let go of and that may live on */
-    char path[160];  /* the usage page's */
+    char path[PATH_ROOM]; /* the usage page's */
     void *hold;      /* the mapping that keeps the slot's lock */
     uint64_t dead, looked; /* what dead processes have in bound, and when that was looked at */
     /* relief gives back what the process can spare, before a refusal. */

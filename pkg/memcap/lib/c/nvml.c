@@ -5,7 +5,7 @@
  * two calls, so threads and forked children need no thought: a call opens the
  * limit of the GPU by the UUID that the real library gives, and reads. */
 
-#include "page.h"
+#include "claim.h"
 #include "real.h"
 
 typedef int nvmlReturn_t;
@@ -47,20 +47,6 @@ static void find(void)
     __atomic_store_n(&real.ready, 1, __ATOMIC_RELEASE);
 }
 
-/* open_page opens a file of just that size and reads its first bytes. MISSING:
- * there is no such file, SPOILT: it is not what it should be. */
-enum { MISSING = -2, SPOILT = -1 };
-static int open_page(const char *path, size_t size, void *out, size_t n)
-{
-    int fd = sys_open(path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
-    if (fd < 0)
-        return fd == -2 ? MISSING : SPOILT;
-    if (SYS3(SYS_lseek, fd, 0, SEEK_END) == (long)size && SYS4(SYS_pread64, fd, out, n, 0) == (long)n)
-        return fd;
-    sys_close(fd);
-    return SPOILT;
-}
-
 /* left_dead returns what slots without a living owner have in bound. */
 static uint64_t left_dead(int fd, uint64_t high)
 {
@@ -74,14 +60,6 @@ static uint64_t left_dead(int fd, uint64_t high)
                 sum += slots[k].committed;
     }
     return sum;
-}
-
-static bool begins(const char *at, const char *magic)
-{
-    for (int i = 0; i < 8; i++)
-        if (at[i] != magic[i])
-            return false;
-    return true;
 }
 
 static bool is_open(void)
@@ -100,7 +78,8 @@ struct view {
 /* look returns false where the real figures are to stand. */
 static bool look(nvmlDevice_t device, struct view *v)
 {
-    char uuid[96], path[256];
+    char uuid[96];
+    struct claim claim;
     struct limit_page page;
     struct usage_page head;
     if (!real.uuid || real.uuid(device, uuid, sizeof uuid) != NVML_SUCCESS)
@@ -108,21 +87,17 @@ static bool look(nvmlDevice_t device, struct view *v)
     for (const char *p = uuid; *p; p++)
         if (*p == '/')
             return false; /* an old MIG name: no file is called that */
-    if (!text_join(path, sizeof path, CAP_LIMITS, uuid))
+    if (!claim_find(&claim, uuid))
         return false;
-    int fd = open_page(path, PAGE, &page, sizeof page);
+    int fd = open_page(claim.limit, PAGE, &page, sizeof page);
     if (fd < 0)
         return false;
     sys_close(fd);
-    if (!begins(page.magic, LIMIT_MAGIC) || page.limit >= MOST)
+    if (page.limit >= MOST)
         return false;
     *v = (struct view){.limit = page.limit};
-    if (!text_join(path, sizeof path, CAP_USAGE, uuid))
-        return false;
-    fd = open_page(path, USAGE_SIZE, &head, sizeof head);
-    if (fd == MISSING)
-        return true; /* nobody has used the GPU yet */
-    if (fd == SPOILT || !begins(head.magic, USAGE_MAGIC) || !head.nonce || head.high > SLOTS) {
+    fd = open_page(claim.usage, USAGE_SIZE, &head, sizeof head);
+    if (fd < 0 || !begins(head.magic, USAGE_MAGIC) || head.nonce != page.usage || head.high > SLOTS) {
         if (fd >= 0)
             sys_close(fd);
         v->used = v->limit; /* nobody can allocate, or it is not counted */

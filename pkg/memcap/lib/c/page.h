@@ -3,10 +3,10 @@
 /* The two pages that the cap is made of, byte for byte. The Go side, which is
  * the agent, has the same numbers in page.go; a test holds the two together.
  *
- * The limit page is written by the agent and mounted read-only. The usage page
- * lies on a tmpfs of the container's own and is written by the processes in it:
- * whatever stands there may be nonsense, and whoever wrote that has hurt
- * nobody but itself. */
+ * The agent makes both. The limit page is written by it alone and mounted
+ * read-only. The usage page is mounted to be written by the processes that share
+ * the claim: whatever stands there may be nonsense, and whoever wrote that has
+ * hurt nobody but itself. */
 #ifndef CAP_PAGE_H
 #define CAP_PAGE_H
 
@@ -17,12 +17,11 @@
 #endif
 #define CAP_REAL_CUDA CAP_ROOT "/driver/libcuda.so.1"
 #define CAP_REAL_NVML CAP_ROOT "/driver/libnvidia-ml.so.1"
-#define CAP_LIMITS CAP_ROOT "/limits/"
-#define CAP_USAGE CAP_ROOT "/usage/"
+#define CAP_CLAIMS CAP_ROOT "/claims/" /* GPU/KEY/limit and GPU/KEY/usage; see claim.h */
 #define CAP_OPEN_MARK CAP_ROOT "/open"
 
-#define LIMIT_MAGIC "GPUCAP01"
-#define USAGE_MAGIC "GPUUSE01"
+#define LIMIT_MAGIC "GPUCAP02"
+#define USAGE_MAGIC "GPUUSE02"
 
 #define NO_LIMIT (~(uint64_t)0)
 /* MOST is more than any GPU has: 2^48 bytes. A greater figure is nonsense. */
@@ -39,7 +38,9 @@ struct limit_page {
     uint64_t context;  /* bytes to expect of one context */
     uint64_t every_ms; /* how often somebody reads; 0: nobody does */
     char uuid[64];
-    uint64_t gap[4];
+    uint64_t usage; /* the nonce of the usage page that belongs to this one */
+    uint64_t since; /* of whose claim that is, for the agent: when it was given, in ns */
+    uint64_t gap[2];
     /* A reading of the driver by the agent, for the usage page of that nonce.
      * One cache line. While the agent writes it, nonce is WRITING; 0 is none. */
     uint64_t nonce;
@@ -74,8 +75,9 @@ struct slot {
     uint64_t managed;   /* of it, memory that the driver's figures lack */
     uint64_t expected;  /* of it, what contexts were charged with */
     uint64_t contexts;
-    uint64_t pid; /* as its owner calls itself */
-    uint64_t gap[2];
+    uint64_t pid;  /* as its owner calls itself */
+    uint64_t pids; /* among whom: a number of its PID namespace, 0 if unknown */
+    uint64_t gap;
 };
 
 struct usage_page {
@@ -122,6 +124,8 @@ AT(limit_page, limit, 8);
 AT(limit_page, context, 16);
 AT(limit_page, every_ms, 24);
 AT(limit_page, uuid, 32);
+AT(limit_page, usage, 96);
+AT(limit_page, since, 104);
 AT(limit_page, nonce, 128);
 AT(limit_page, ceiling, 136);
 AT(limit_page, stamp, 144);

@@ -102,18 +102,19 @@ static void last_resort(struct account *a)
 static enum standing open_account(struct account *a, CUdevice device)
 {
     CUuuid uuid;
-    char name[64], path[128];
+    struct claim claim;
+    char name[64];
     a->relief = last_resort;
     CUresult r = device_uuid(device, &uuid);
     if (r != CUDA_SUCCESS)
         return nothing_there(r) ? STANDING_UNKNOWN : STANDING_CLOSED;
     for (int mig = 0; mig <= 1; mig++) {
         uuid_text(name, mig ? "MIG-" : "GPU-", &uuid);
-        if (!text_join(path, sizeof path, CAP_LIMITS, name) || (!a->page && account_find(a, path) != 0))
+        if (!claim_find(&claim, name) || (!a->page && account_find(a, claim.limit) != 0))
             continue;
         if (account_unlimited(a))
             return STANDING_UNLIMITED;
-        return text_join(path, sizeof path, CAP_USAGE, name) && account_open(a, path) == 0 ? STANDING_GOOD : STANDING_CLOSED;
+        return account_open(a, claim.usage) == 0 ? STANDING_GOOD : STANDING_CLOSED;
     }
     return STANDING_CLOSED;
 }

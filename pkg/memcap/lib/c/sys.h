@@ -26,7 +26,7 @@
 #ifndef MADV_WIPEONFORK
 #define MADV_WIPEONFORK 18
 #endif
-enum { OFD_GETLK = 36, OFD_SETLK = 37, AGAIN = -11, EXISTS = -17 };
+enum { OFD_GETLK = 36, OFD_SETLK = 37, AGAIN = -11 };
 
 #if defined(__x86_64__)
 static inline long sys(long nr, long a, long b, long c, long d, long e, long f)
@@ -142,7 +142,14 @@ static inline bool text_equal(const char *a, const char *b)
     return *a == *b;
 }
 
-/* text_join writes a and b to out; false where they do not fit. */
+static inline bool text_before(const char *a, const char *b)
+{
+    while (*a && *a == *b)
+        a++, b++;
+    return (unsigned char)*a < (unsigned char)*b;
+}
+
+/* text_join writes a and b to out, which may be a; false where they do not fit. */
 static inline bool text_join(char *out, size_t room, const char *a, const char *b)
 {
     size_t n = 0;

@@ -1,0 +1,93 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/* Where the pages of a container's claims on a GPU are: for each claim a directory
+ * in CAP_CLAIMS/GPU, with the files limit and usage. */
+#ifndef CAP_CLAIM_H
+#define CAP_CLAIM_H
+
+#include <sys/vfs.h>
+
+#include "page.h"
+
+enum { PATH_ROOM = 256 };
+enum { SPOILT = -22 }; /* EINVAL */
+
+struct claim {
+    char limit[PATH_ROOM], usage[PATH_ROOM]; /* paths */
+    uint64_t bytes;                          /* what the limit page says */
+};
+
+/* open_page opens a file of just that size and reads its first bytes. No links are
+ * followed and no pipe is waited for. A negative number: there is none. */
+static inline int open_page(const char *path, size_t size, void *out, size_t n)
+{
+    int fd = sys_open(path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
+    if (fd < 0)
+        return fd;
+    if (SYS3(SYS_lseek, fd, 0, SEEK_END) == (long)size && SYS4(SYS_pread64, fd, out, n, 0) == (long)n)
+        return fd;
+    sys_close(fd);
+    return SPOILT;
+}
+
+static inline bool begins(const char *at, const char *magic)
+{
+    for (int i = 0; i < 8; i++)
+        if (at[i] != magic[i])
+            return false;
+    return true;
+}
+
+/* claim_read reads what a limit page says. It has to be on a mount that is
+ * read-only, as the agent's are: a file that a program of the container has laid
+ * beside them is nobody's limit. */
+static inline bool claim_read(struct claim *c)
+{
+    struct limit_page page;
+    struct statfs fs;
+    int fd = open_page(c->limit, PAGE, &page, sizeof page);
+    if (fd < 0)
+        return false;
+    bool ours = SYS2(SYS_fstatfs, fd, &fs) == 0 && fs.f_flags & 1 /* ST_RDONLY */ && begins(page.magic, LIMIT_MAGIC) &&
+                (page.limit < MOST || page.limit == NO_LIMIT);
+    sys_close(fd);
+    c->bytes = page.limit;
+    return ours;
+}
+
+/* claim_find finds a container's claim on a GPU. Of several it is the one that
+ * gives most, and of equals the first by name: every process of the container
+ * chooses the same, and the watchdog holds it to as much. */
+static inline bool claim_find(struct claim *best, const char *gpu)
+{
+    struct entry {
+        uint64_t ino, off;
+        unsigned short length;
+        unsigned char type;
+        char name[];
+    };
+    char dir[PATH_ROOM], list[2048] __attribute__((aligned(8)));
+    struct claim c;
+    bool found = false;
+    if (!text_join(dir, sizeof dir, CAP_CLAIMS, gpu) || !text_join(dir, sizeof dir, dir, "/"))
+        return false;
+    int fd = sys_open(dir, O_RDONLY | O_DIRECTORY | O_NOFOLLOW, 0);
+    if (fd < 0)
+        return false;
+    for (long n; (n = SYS3(SYS_getdents64, fd, list, sizeof list)) > 0;)
+        for (long at = 0; at < n;) {
+            const struct entry *e = (const struct entry *)(list + at);
+            at += e->length;
+            if (e->name[0] == '.' || !text_join(c.limit, sizeof c.limit, dir, e->name) || !text_join(c.usage, sizeof c.usage, c.limit, "/usage") ||
+                !text_join(c.limit, sizeof c.limit, c.limit, "/limit") || !claim_read(&c))
+                continue;
+            if (found && (c.bytes < best->bytes || (c.bytes == best->bytes && text_before(best->limit, c.limit))))
+                continue;
+            found = text_join(best->limit, sizeof best->limit, c.limit, "") && text_join(best->usage, sizeof best->usage, c.usage, "");
+            best->bytes = c.bytes;
+        }
+    sys_close(fd);
+    return found;
+}
+
+#endif

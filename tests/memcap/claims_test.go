@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package memcap
+
+import (
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"tags.cncf.io/container-device-interface/specs-go"
+
+	"example.com/gpu-agent/pkg/memcap/lib"
+	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/memcap/capsule"
+)
+
+// A program that mounts counters of its own over those of its container, or lays a
+// second claim beside its own, as it may in a user namespace, has no second cap.
+func TestOwnMountOverUsage(t *testing.T) {
+	const limit, key = 2 * GiB, "mount"
+	r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 1})
+	u := r.uuid(0)
+	dir, usage := filepath.Dir(lib.PagesDir(u, key)), lib.UsagePath(u, key)
+	for _, c := range []struct{ name, script string }{
+		{"nothing over all of it", "mount -t tmpfs none " + lib.Root + "/claims"},
+		{"nothing over the claim", "mount -t tmpfs none " + lib.PagesDir(u, key)},
+		{"a fresh page over the page", "mount --bind /own " + usage},
+		{"a claim without a limit beside the claim", "mkdir " + dir + "/x && cp " + lib.LimitPath(u, key) + " /own " + dir + "/x && mv " + dir + "/x/own " + dir + "/x/usage && " +
+			"printf '\\377\\377\\377\\377\\377\\377\\377\\377' | dd of=" + dir + "/x/limit bs=1 seek=8 conv=notrunc 2>/dev/null"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			b := r.claim(t, key, []share{{gpu: 0, bytes: limit}}, false, func(_ *specs.ContainerEdits, image *capsule.Image) {
+				page, err := os.ReadFile(usagePage(t))
+				if err != nil {
+					t.Fatal(err)
+				}
+				image.Files = map[string][]byte{"/own": page}
+			})
+			defer b.close(t)
+			if err := r.m.World.ResetPeak(0); err != nil {
+				t.Fatal(err)
+			}
+			first := b.tool(t, "probe", nil)
+			if f := first.ask("took", "take cuMemAlloc_v2 %d", 1*GiB); f["result"] != "0" {
+				t.Fatalf("%q", first.said)
+			}
+			second := b.tool(t, "../usr/bin/unshare", []string{"PATH=/usr/bin:/bin:/usr/sbin:/sbin"}, "-Um", "-r", "/bin/sh", "-c", c.script+" && exec /probe/probe")
+			if f := second.ask("took", "take cuMemAlloc_v2 %d", 1*GiB); f["result"] != "2" {
+				t.Errorf("%q: it has a second cap", second.said)
+			}
+			if peak := r.peak(0); peak > limit {
+				t.Errorf("%d MiB over the cap", (peak-limit)/MiB)
+			}
+			first.quit()
+			second.quit()
+		})
+	}
+}
+
+// Two containers of one claim, and two starts of one container, count on one page:
+// together they have the cap, and what a container's last start had is the next
+// one's at once.
+func TestOneClaimSeveralContainers(t *testing.T) {
+	const limit, key = 2 * GiB, "several"
+	r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 1})
+	a := r.claim(t, key, []share{{gpu: 0, bytes: limit}}, false, nil)
+	pages, err := r.pages.Write(key, promised, []lib.Limit{{GPU: r.uuid(0), Bytes: limit, Context: context300}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	another := func() *box {
+		t.Helper()
+		edits, image := r.m.Plain(0)
+		edits = capsule.Claim{Kit: r.kit, Key: key, Pages: pages}.Apply(edits)
+		capsule.Bind(&edits, r.probe, "/probe")
+		c, err := r.m.Open(t.Context(), edits, image)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return &box{Container: c, r: r}
+	}
+	end := func(b *box) {
+		t.Helper()
+		if err := b.Container.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+	// The reader of the first container sees that one alone.
+	a.readers[0].Blind(true)
+	k := a.tool(t, "probe", nil)
+	if f := k.ask("took", "take cuMemAlloc_v2 %d", 1*GiB); f["result"] != "0" {
+		t.Fatalf("%q", k.said)
+	}
+	const rest = (limit - 1*GiB - 2*context300) / (16 * MiB)
+	for start := range 3 {
+		b := another()
+		second := b.tool(t, "probe", nil)
+		if f := second.ask("took", "take cuMemAlloc_v2 %d 1000", 16*MiB); f["result"] != "2" || f.n("count") != rest {
+			t.Errorf("start %d: %q, want %d of 16 MiB", start, second.said, rest)
+		}
+		if f := second.ask("info", "info"); f.n("free") >= 16*MiB {
+			t.Errorf("start %d: %q: the other container's memory is shown as free", start, second.said)
+		}
+		end(b) // with all of it: the kernel ends the process
+		if start < 2 {
+			await(t, "the driver to have it back", func() bool { return r.used(0) <= 1*GiB+context300 }, func() any { return r.used(0) })
+		}
+	}
+	if peak := r.peak(0); peak > limit {
+		t.Errorf("%d MiB over the cap", (peak-limit)/MiB)
+	}
+	k.quit()
+	a.close(t)
+}
+
+// Two claims on one GPU lie side by side in a container, and every process of it
+// goes by the larger one, as the watchdog does.
+func TestTwoClaimsOnOneGPU(t *testing.T) {
+	const small, large = 1 * GiB, 3 * GiB
+	r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 1})
+	for _, keys := range [][2]string{{"first", "second"}, {"second", "first"}} {
+		other, err := r.pages.Write(keys[1], 250*time.Millisecond, []lib.Limit{{GPU: r.uuid(0), Bytes: small, Context: context300}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		b := r.claim(t, keys[0], []share{{gpu: 0, bytes: large}}, false, func(edits *specs.ContainerEdits, _ *capsule.Image) {
+			for _, m := range lib.Mounts(keys[1], other) {
+				edits.Mounts = append(edits.Mounts, &m)
+			}
+		})
+		k := b.tool(t, "probe", nil)
+		if f := k.ask("took", "take cuMemAlloc_v2 %d 1000", 16*MiB); f["result"] != "2" || f.n("count") != (large-context300)/(16*MiB) {
+			t.Errorf("%q, want all of %d MiB", k.said, (large-context300)/MiB)
+		}
+		k.quit()
+		b.close(t)
+		if err := r.pages.Remove(keys[1]); err != nil {
+			t.Error(err)
+		}
+	}
+}
