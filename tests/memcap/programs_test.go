@@ -225,8 +225,8 @@ func (r result) figures() string {
 	if n := r.n("refused"); n > 0 {
 		refusals = fmt.Sprintf("%d refusals of %d µs, at most %d", n, r.n("refusing-us")/n, r.n("slowest-us"))
 	}
-	return fmt.Sprintf("%d operations, %.0f a millisecond of processor time, %.0f by the clock; %d grants, the slowest %d µs; %s; failed %d",
-		r.n("operations"), r.speed("cpu-us")*1000, r.speed("wall-us")*1000, r.n("granted"), r.n("stalled-us"), refusals, r.n("failed"))
+	return fmt.Sprintf("%d operations, %.0f a millisecond of processor time, %.0f by the clock, after a start of %d ms; %d grants, the slowest %d µs; %s; failed %d",
+		r.n("operations"), r.speed("cpu-us")*1000, r.speed("wall-us")*1000, r.n("start-us")/1000, r.n("granted"), r.n("stalled-us"), refusals, r.n("failed"))
 }
 
 // once runs the program for a while, or until it has done so much.

@@ -3,8 +3,9 @@
 /* programs NAME SEED MILLISECONDS [OPERATIONS [DOOR]] runs one of them, for so long
  * or until it has done so much, and prints
  *
- *     ended name=… operations=… granted=… refused=… failed=… refusing-us=… slowest-us=… stalled-us=… cpu-us=… wall-us=… failure=…
+ *     ended name=… operations=… granted=… refused=… failed=… refusing-us=… slowest-us=… stalled-us=… start-us=… cpu-us=… wall-us=… failure=…
  *
+ * start-us is processor time until all processes were ready, cpu-us what came after.
  * With no arguments it prints their names. DOOR is one of the probe's; the default
  * is query2, which is how the CUDA runtime finds the driver. */
 #define _GNU_SOURCE
@@ -61,6 +62,13 @@ void fail(struct run *r, const char *format, ...)
             *p = '_';
 }
 
+static uint64_t cpu_us(int who)
+{
+    struct rusage u;
+    getrusage(who, &u);
+    return (uint64_t)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) * 1000000 + (uint64_t)(u.ru_utime.tv_usec + u.ru_stime.tv_usec);
+}
+
 int going(struct run *r) { return !r->tally->claimed && r->tally->operations < r->most && now_ns() < r->until; }
 
 static void raise_to(_Atomic uint64_t *to, uint64_t v)
@@ -109,7 +117,9 @@ int sit_down(struct run *r, int device)
         fail(r, "%s: %d", what, result);
         return 0;
     }
-    return MUST(r, r->cu->cuModuleLoadData(&module, ptx)) && MUST(r, r->cu->cuModuleGetFunction(&r->kernel, module, "busy_20us"));
+    int ready = MUST(r, r->cu->cuModuleLoadData(&module, ptx)) && MUST(r, r->cu->cuModuleGetFunction(&r->kernel, module, "busy_20us"));
+    r->tally->starting += cpu_us(RUSAGE_SELF);
+    return ready;
 }
 
 void compute(struct run *r, CUstream stream) { MUST(r, r->cu->cuLaunchKernel(r->kernel, 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL)); }
@@ -181,13 +191,6 @@ int hear(struct run *r, int socket, void *data, size_t size, int *fd)
     return 1;
 }
 
-static uint64_t cpu_us(int who)
-{
-    struct rusage u;
-    getrusage(who, &u);
-    return (uint64_t)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) * 1000000 + (uint64_t)(u.ru_utime.tv_usec + u.ru_stime.tv_usec);
-}
-
 int main(int argc, char **argv)
 {
     const struct program *p = NULL;
@@ -222,9 +225,9 @@ int main(int argc, char **argv)
         _exit(t->claimed);
     if (!problem && !p->early && !t->claimed)
         leave(&r.seat);
-    printf("ended name=%s operations=%llu granted=%llu refused=%llu failed=%llu refusing-us=%llu slowest-us=%llu stalled-us=%llu cpu-us=%llu wall-us=%llu failure=%s\n",
+    printf("ended name=%s operations=%llu granted=%llu refused=%llu failed=%llu refusing-us=%llu slowest-us=%llu stalled-us=%llu start-us=%llu cpu-us=%llu wall-us=%llu failure=%s\n",
            p->name, (unsigned long long)t->operations, (unsigned long long)t->granted, (unsigned long long)t->refused, (unsigned long long)t->failed,
            (unsigned long long)t->refusing / 1000, (unsigned long long)t->slowest / 1000, (unsigned long long)t->stalled / 1000,
-           (unsigned long long)(cpu_us(RUSAGE_SELF) + cpu_us(RUSAGE_CHILDREN)), (unsigned long long)(now_ns() - began) / 1000, t->failure);
+           (unsigned long long)t->starting, (unsigned long long)(cpu_us(RUSAGE_SELF) + cpu_us(RUSAGE_CHILDREN) - t->starting), (unsigned long long)(now_ns() - began) / 1000, t->failure);
     return t->claimed;
 }

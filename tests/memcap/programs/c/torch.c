@@ -304,7 +304,7 @@ static void expandable(struct run *r)
             if (!g->handles)
                 abort();
         }
-    train(&a, load(r, 126));
+    train(&a, load(r, 132));
     empty_expandable(c);
     for (int pool = 0; pool < 2; pool++)
         for (int lane = 0; lane < LANES; lane++) {
