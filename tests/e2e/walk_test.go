@@ -412,7 +412,10 @@ func (w *walk) settle() {
 		}
 		var state lab.PodState
 		err := pod.InState(w.ctx, 10*time.Second, "to say why it ended", func(s lab.PodState) error {
-			if state = s; s.Phase != "Failed" {
+			// A pod that the kubelet rejects when it starts anew is Failed at first. Once
+			// its containers have ended by the kubelet's signal, without an error, it is
+			// Succeeded, with the reason of before.
+			if state = s; s.Phase != "Failed" && s.Reason == "" {
 				return errors.New("it does not")
 			}
 			return nil
