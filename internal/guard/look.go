@@ -16,6 +16,17 @@ import (
 	"example.com/gpu-agent/pkg/memcap"
 )
 
+// scene is who is on a GPU, as one look finds it.
+type scene struct {
+	sample memcap.Sample
+	sums   map[string]*sum    // by container
+	owners map[int]node.Owner // by PID
+	// whole says that of every process it is known whose it is.
+	whole bool
+	// claimed is what the containers of a claim have together, by its key.
+	claimed map[string]*sum
+}
+
 // look looks at one GPU. It reports whether it should be done again at once.
 func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]holder) (again bool) {
 	metered := g.begin(d.UUID, time.Now())
@@ -33,18 +44,51 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 		}
 		return false
 	}
-	sample := memcap.Sample{At: time.Now(), Tick: node.Ticks(), GPU: d.UUID, Open: g.w.House.Open(d.UUID), Processes: memcap.Merge(listed)}
-	sums, owners := map[string]*sum{}, map[int]node.Owner{}
-	add := func(id, podUID string, pid int, p *memcap.Process) {
-		if sums[id] == nil {
-			sums[id] = &sum{pid: pid, podUID: podUID, known: true}
-		}
-		sums[id].add(p)
-	}
 	var l look
-	whole := true // of every process it is known whose it is
-	for i := range sample.Processes {
-		p := &sample.Processes[i]
+	sc := g.census(d, listed, &l)
+	g.refresh(ctx, sc.sample.At, sc.sums)
+
+	var judged []memcap.Holding // of those that are not listed
+	l.unlisted, judged = g.unlisted(d, sc.sums, holders, sc.sample.At)
+	holdings, again := g.holdings(ctx, d, sc, holders, &l)
+	for at, s := range g.seen {
+		if at.gpu == d.UUID {
+			s.take(sc.has(at.container))
+		}
+	}
+	for _, id := range slices.Sorted(maps.Keys(metered)) {
+		g.finish(d.UUID, id, metered[id], sc, holders)
+	}
+	holdings = append(holdings, judged...)
+	slices.SortFunc(holdings, func(a, b memcap.Holding) int { return strings.Compare(a.Container, b.Container) })
+	g.last[d.UUID] = l
+	verdicts := g.judge.Judge(sc.sample, holdings, func(id string) bool {
+		return g.knows(id, holders) || slices.ContainsFunc(judged, func(h memcap.Holding) bool { return h.Container == id })
+	})
+	for _, v := range verdicts {
+		if c := g.offender(place{v.Container, d.UUID}, holders); c != nil {
+			g.act(ctx, d, c, v, sc.owners)
+		}
+	}
+	delete(g.calm, d.UUID)
+	if len(verdicts) == 0 && !again && unknown == nil {
+		g.settle(d.UUID, sc.sample.At, memory.Used, sc.sample.Processes, sc.sums, holders)
+	}
+	return again
+}
+
+// census finds whose the processes are that the driver lists.
+func (g *Guard) census(d *gpu.Device, listed []gpu.Process, l *look) *scene {
+	sc := &scene{sums: map[string]*sum{}, owners: map[int]node.Owner{}, whole: true, claimed: map[string]*sum{},
+		sample: memcap.Sample{At: time.Now(), Tick: node.Ticks(), GPU: d.UUID, Open: g.w.House.Open(d.UUID), Processes: memcap.Merge(listed)}}
+	add := func(id, podUID string, pid int, p *memcap.Process) {
+		if sc.sums[id] == nil {
+			sc.sums[id] = &sum{pid: pid, podUID: podUID, known: true}
+		}
+		sc.sums[id].add(p)
+	}
+	for i := range sc.sample.Processes {
+		p := &sc.sample.Processes[i]
 		o, err := g.w.Proc.Container(p.PID)
 		if p.Start = o.Start; err != nil {
 			switch {
@@ -53,107 +97,89 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 			case o.Start != 0:
 				l.strangers++
 			case !errors.Is(err, gpu.ErrNotFound):
-				whole = false
+				sc.whole = false
 				g.once("process", "cannot tell whose a process is; what containers have is not known to the byte", "gpu", d.UUID, "err", err)
 			}
 			continue
 		}
 		p.Container = o.ID
-		owners[p.PID] = o
+		sc.owners[p.PID] = o
 		add(o.ID, o.PodUID, p.PID, p)
 	}
-	for _, s := range sums {
-		s.known = s.known && whole
+	for _, s := range sc.sums {
+		s.known = s.known && sc.whole
 	}
-	g.refresh(ctx, sample.At, sums)
+	return sc
+}
 
-	claimed := map[string]*sum{} // what the containers of a claim have together
-	var holdings []memcap.Holding
-	l.unlisted, holdings = g.unlisted(d, sums, holders, sample.At)
-	unlisted := map[string]bool{}
-	for _, h := range holdings {
-		unlisted[h.Container] = true
+// has is what a container has, by the driver's word.
+func (sc *scene) has(id string) *sum {
+	if t := sc.sums[id]; t != nil {
+		return t
 	}
-	for id, s := range sums {
+	return &sum{known: sc.whole} // no process of it is on the GPU any more
+}
+
+// holdings says what the listed containers may have of a GPU, adds up what those of a
+// claim have, and opens the counters that are not open. again is true where it has
+// found some.
+func (g *Guard) holdings(ctx context.Context, d *gpu.Device, sc *scene, holders map[string]holder, l *look) (holdings []memcap.Holding, again bool) {
+	for id, s := range sc.sums {
 		c := g.containers[id]
 		if c == nil {
 			continue
-		}
-		key, bytes, held := g.holds(c, d.UUID, holders)
-		if held {
-			holdings = append(holdings, memcap.Holding{Container: id, GPU: d.UUID, Cap: bytes})
-			if claimed[key] == nil {
-				claimed[key] = &sum{known: whole}
-			}
-			claimed[key].bytes += s.bytes
-			claimed[key].known = claimed[key].known && s.known
-		} else if !g.isOwn(c) {
-			l.intruders += s.procs
 		}
 		at := place{id, d.UUID}
 		if g.seen[at] == nil {
 			g.seen[at] = &sight{}
 		}
-		if held {
-			g.limit(ctx, at, owners[s.pid], bytes, sample.At)
-		}
-		if held && g.open(at, key, sample.At) {
-			again = true
-		}
-	}
-	has := func(id string) *sum {
-		if t := sums[id]; t != nil {
-			return t
-		}
-		return &sum{known: whole} // no process of it is on the GPU any more
-	}
-	for at, s := range g.seen {
-		if at.gpu == d.UUID {
-			s.take(has(at.container))
-		}
-	}
-	for _, id := range slices.Sorted(maps.Keys(metered)) {
-		s, t := metered[id], has(id)
-		if g.containers[id] == nil {
-			s.close() // it has ended: its claim's page is the next one's
+		key, bytes, held := g.holds(c, d.UUID, holders)
+		if !held {
+			if !g.isOwn(c) {
+				l.intruders += s.procs
+			}
 			continue
 		}
-		all := t // of the claim, which is what the counters are of
-		if key, _, held := g.holds(g.containers[id], d.UUID, holders); held && claimed[key] != nil {
-			all = claimed[key]
+		holdings = append(holdings, memcap.Holding{Container: id, GPU: d.UUID, Cap: bytes})
+		if sc.claimed[key] == nil {
+			sc.claimed[key] = &sum{known: sc.whole}
 		}
-		r, err := s.meter.End(all.bytes, all.known && t.known)
-		s.cost = s.meter.Cost()
-		if err != nil {
-			g.spoilt(id, s, err)
-			continue
-		}
-		if r.Uncounted > s.reading.Uncounted {
-			g.once("uncounted "+id, "allocations of a kind that the cap's library does not know pass it, by its own word; the watchdog alone holds what they take", "container", id, "gpu", d.UUID)
-		}
-		// It has memory and nobody counts: it goes round the library. Who ended
-		// between the driver's answer and this one had counted in the last reading.
-		s.missing = t.bytes > 0 && r.Processes == 0 && s.reading.Processes == 0
-		s.reading = r
-		if all.known {
-			s.used = r.Used - min(r.Used, all.bytes-t.bytes)
-			s.peak = max(s.peak, s.used)
-		}
+		sc.claimed[key].bytes += s.bytes
+		sc.claimed[key].known = sc.claimed[key].known && s.known
+		g.limit(ctx, at, sc.owners[s.pid], bytes, sc.sample.At)
+		again = g.open(at, key, sc.sample.At) || again
 	}
-	slices.SortFunc(holdings, func(a, b memcap.Holding) int { return strings.Compare(a.Container, b.Container) })
-	g.last[d.UUID] = l
-	knows := func(id string) bool { return unlisted[id] || g.knows(id, holders) }
-	verdicts := g.judge.Judge(sample, holdings, knows)
-	for _, v := range verdicts {
-		if c := g.offender(place{v.Container, d.UUID}, holders); c != nil {
-			g.act(ctx, d, c, v, owners)
-		}
+	return holdings, again
+}
+
+// finish ends the reading of a container's counters with what the driver has said.
+func (g *Guard) finish(u gpu.UUID, id string, s *sight, sc *scene, holders map[string]holder) {
+	if g.containers[id] == nil {
+		s.close() // it has ended: its claim's page is the next one's
+		return
 	}
-	delete(g.calm, d.UUID)
-	if len(verdicts) == 0 && !again && unknown == nil {
-		g.settle(d.UUID, sample.At, memory.Used, sample.Processes, sums, holders)
+	t := sc.has(id)
+	all := t // of the claim, which is what the counters are of
+	if key, _, held := g.holds(g.containers[id], u, holders); held && sc.claimed[key] != nil {
+		all = sc.claimed[key]
 	}
-	return again
+	r, err := s.meter.End(all.bytes, all.known && t.known)
+	s.cost = s.meter.Cost()
+	if err != nil {
+		g.spoilt(id, s, err)
+		return
+	}
+	if r.Uncounted > s.reading.Uncounted {
+		g.once("uncounted "+id, "allocations of a kind that the cap's library does not know pass it, by its own word; the watchdog alone holds what they take", "container", id, "gpu", u)
+	}
+	// It has memory and nobody counts: it goes round the library. Who ended
+	// between the driver's answer and this one had counted in the last reading.
+	s.missing = t.bytes > 0 && r.Processes == 0 && s.reading.Processes == 0
+	s.reading = r
+	if all.known {
+		s.used = r.Used - min(r.Used, all.bytes-t.bytes)
+		s.peak = max(s.peak, s.used)
+	}
 }
 
 // sum is what a container's processes have together.
@@ -236,11 +262,13 @@ func (g *Guard) refresh(ctx context.Context, now time.Time, sums map[string]*sum
 	}
 	wait := time.Duration(0)
 	if g.listing == nil {
-		missing := false
+		every := listEvery
 		for id := range sums {
-			missing = missing || g.containers[id] == nil
+			if g.containers[id] == nil {
+				every = min(every, g.relistFor(id))
+			}
 		}
-		if now.Before(g.relist) || now.Sub(g.listed) < listEvery && !missing {
+		if now.Before(g.relist) || now.Sub(g.listed) < every {
 			return
 		}
 		wait = listWait

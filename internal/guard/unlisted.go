@@ -19,6 +19,9 @@ const (
 	// unlistedGrace is for how long lists of containers must have lacked one before
 	// that is told: a container may be about to come or to go.
 	unlistedGrace = 5 * time.Second
+	// unlistedEvery is how old the list of containers may be while it lacks one, after
+	// that time.
+	unlistedEvery = 2 * time.Second
 	// podOnly begins the name of what is in a pod's cgroup and in no container's.
 	podOnly = "pod "
 )
@@ -169,4 +172,14 @@ func (g *Guard) offender(p place, holders map[string]holder) *node.Container {
 		return nil
 	}
 	return &node.Container{ID: p.container, PodUID: pod.PodUID, Namespace: pod.Namespace, Pod: pod.Pod}
+}
+
+// relistFor is how old the list of containers may be that lacks this one.
+func (g *Guard) relistFor(id string) time.Duration {
+	for p, s := range g.strays {
+		if p.container == id && g.listed.Sub(s.first) >= unlistedGrace {
+			return unlistedEvery
+		}
+	}
+	return 0
 }

@@ -55,6 +55,9 @@ func TestUnlistedContainer(t *testing.T) {
 		if len(w.ended) != 0 {
 			t.Fatalf("ended %v, which is within its cap", w.ended)
 		}
+		if w.lists > 50 {
+			t.Errorf("in that minute the runtime was asked %d times for its containers", w.lists)
+		}
 		w.uses(10, gpu0, 8*gib)
 		pass(time.Second)
 		if len(w.ended) != 1 || w.ended[0] != "sandbox" {
