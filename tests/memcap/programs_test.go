@@ -31,9 +31,12 @@ type honest struct {
 	todo string
 }
 
+// undoes is why the programs of pools fail as yet.
+const undoes = "at the edge a pool that grows all the same is undone, for which moment the peak is over the cap"
+
 var honestPrograms = map[string]honest{
-	"pytorch-async": {todo: growsFirst},
-	"rmm-async":     {todo: growsFirst},
+	"pytorch-async": {todo: undoes},
+	"rmm-async":     {todo: undoes},
 	"vllm":          {gpus: 2},
 }
 

@@ -58,14 +58,8 @@ type outcome struct {
 // modesOfCUDA are the behaviours of drivers under which everything has to hold.
 var modesOfCUDA = []string{"", "strict"}
 
-// growsFirst is why the rows of pools fail as yet.
-const growsFirst = "the library reserves what the pool seems to lack, and the driver grows before it reuses what another stream has freed"
-
 // scenarios is the table. Rows stand by theme, in the order of the probe's.
-var scenarios = []scenario{
-	// scenario_pools.c
-	{name: "eight-streams-take-run-and-give-back", todo: growsFirst},
-	{name: "freed-on-one-stream-wanted-on-another", todo: growsFirst},
+var scenarios = slices.Concat(poolScenarios, []scenario{
 	// scenario_refusals.c
 	{name: "refused-again-and-again", generous: "it counts tries", check: answered},
 	{name: "refused-beside-one-that-fits", check: answered},
@@ -101,7 +95,7 @@ var scenarios = []scenario{
 		}
 		return nil
 	}},
-}
+})
 
 // answered says what is wrong where a program that is refused over and over waited
 // for more than a few readings: one tells all there is to tell.

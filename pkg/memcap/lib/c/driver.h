@@ -18,13 +18,14 @@ enum {
     CUDA_ERROR_NO_DEVICE = 100,
     CUDA_ERROR_INVALID_DEVICE = 101,
     CUDA_ERROR_NOT_FOUND = 500,
+    CUDA_ERROR_NOT_READY = 600,
 };
 
 typedef int CUdevice;
 typedef unsigned long long CUdeviceptr;
 typedef unsigned int CUdeviceptr_v1, size_v1; /* of CUDA before 3.2 */
 typedef unsigned long long CUhandle;          /* CUmemGenericAllocationHandle */
-typedef void *CUcontext, *CUstream, *CUarray, *CUmipmap, *CUmempool, *CUgraph, *CUnode, *CUexec, *CUmodule, *CUlibrary;
+typedef void *CUcontext, *CUstream, *CUarray, *CUmipmap, *CUmempool, *CUgraph, *CUnode, *CUexec, *CUmodule, *CUlibrary, *CUevent;
 
 /* The streams that every context has. */
 #define CU_STREAM_LEGACY ((CUstream)1)
@@ -64,7 +65,8 @@ typedef struct {
     unsigned char reserved[54];
 } CUpoolprops;
 
-enum { CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT = 5, CU_MEMPOOL_ATTR_USED_MEM_CURRENT = 7 };
+enum { CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES = 1, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT = 5 };
+enum { CU_EVENT_DISABLE_TIMING = 2 };
 enum { CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT = 0, CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT = 2 };
 
 typedef struct {
@@ -177,6 +179,11 @@ LAYOUT(CUmapinfo, 96);
     X(cuMemPoolCreate, (CUmempool *, const CUpoolprops *))                                    \
     X(cuMemPoolDestroy, (CUmempool))                                                          \
     X(cuMemPoolTrimTo, (CUmempool, size_t))                                                   \
+    X(cuMemPoolImportFromShareableHandle, (CUmempool *, void *, int, unsigned long long))     \
+    X(cuDeviceSetMemPool, (CUdevice, CUmempool))                                              \
+    X(cuMemGetDefaultMemPool, (CUmempool *, CUlocation *, int))                               \
+    X(cuMemGetMemPool, (CUmempool *, CUlocation *, int))                                      \
+    X(cuMemSetMemPool, (CUlocation *, int, CUmempool))                                        \
     X(cuMemCreate, (CUhandle *, size_t, const CUmemprop *, unsigned long long))               \
     X(cuMemRelease, (CUhandle))                                                               \
     X(cuMemRetainAllocationHandle, (CUhandle *, void *))                                      \
@@ -214,9 +221,17 @@ LAYOUT(CUmapinfo, 96);
     X(cuLibraryLoadData, (CUlibrary *, const void *, int *, void **, unsigned int, int *, void **, unsigned int)) \
     X(cuLibraryLoadFromFile, (CUlibrary *, const char *, int *, void **, unsigned int, int *, void **, unsigned int)) \
     X(cuLibraryUnload, (CUlibrary))                                                           \
+    X(cuStreamBeginCapture, (CUstream))                                                       \
+    X(cuStreamBeginCapture_ptsz, (CUstream))                                                  \
+    X(cuStreamBeginCapture_v2, (CUstream, int))                                               \
+    X(cuStreamBeginCapture_v2_ptsz, (CUstream, int))                                          \
+    X(cuStreamBeginCaptureToGraph, (CUstream, CUgraph, const CUnode *, const void *, size_t, int))\
+    X(cuStreamBeginCaptureToGraph_ptsz, (CUstream, CUgraph, const CUnode *, const void *, size_t, int))\
+    X(cuStreamDestroy, (CUstream))                                                            \
+    X(cuStreamDestroy_v2, (CUstream))                                                         \
     X(cuStreamSynchronize, (CUstream))                                                        \
     X(cuStreamSynchronize_ptsz, (CUstream))                                                   \
-    X(cuEventSynchronize, (void *))                                                           \
+    X(cuEventSynchronize, (CUevent))                                                          \
     X(cuCtxSynchronize, (void))                                                               \
     X(cuCtxSynchronize_v2, (CUcontext))                                                       \
     X(cuGetProcAddress, (const char *, void **, int, uint64_t))                               \
@@ -233,6 +248,11 @@ LAYOUT(CUmapinfo, 96);
     X(cuStreamGetCtx, (CUstream, CUcontext *))                    \
     X(cuStreamIsCapturing, (CUstream, int *))                     \
     X(cuStreamIsCapturing_ptsz, (CUstream, int *))                \
+    X(cuStreamWaitEvent, (CUstream, CUevent, unsigned int))       \
+    X(cuEventCreate, (CUevent *, unsigned int))                   \
+    X(cuEventRecord, (CUevent, CUstream))                         \
+    X(cuEventQuery, (CUevent))                                    \
+    X(cuEventDestroy_v2, (CUevent))                               \
     X(cuThreadExchangeStreamCaptureMode, (int *))                 \
     X(cuGraphGetNodes, (CUgraph, CUnode *, size_t *))             \
     X(cuGraphNodeGetType, (CUnode, int *))                        \

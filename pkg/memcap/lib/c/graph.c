@@ -3,12 +3,13 @@
 /* Graphs that allocate. A graph's allocation nodes, by hand or by a stream's
  * capture, take memory when it is launched or uploaded, out of a reservation
  * that the driver keeps for the graphs of a device. What the nodes ask for is
- * summed when a graph is instantiated; before a launch we reserve what the
- * device's graph memory lacks for that, and settle afterwards.
+ * summed when a graph is instantiated; before a launch we reserve that, or near
+ * the cap what the device's graph memory lacks for it, and settle afterwards.
  *
  * A launch of a process in which no graph allocates costs one load. */
 
 #include "pool.h"
+#include "property.h"
 
 /* An executable graph that allocates has an entry for each device it does so
  * on: bytes is what its nodes ask for together, owner is 1 plus what a launch
@@ -41,8 +42,10 @@ static void sum_nodes(struct needs *n, CUgraph graph, int depth)
             sum_nodes(n, child, depth + 1);
         if (type != CU_GRAPH_NODE_TYPE_MEM_ALLOC || CALL(cuGraphMemAllocNodeGetParams, nodes[i], &a) != CUDA_SUCCESS)
             continue;
-        if (a.pool.location.type == CU_MEM_LOCATION_TYPE_DEVICE && a.pool.location.id >= 0 && a.pool.location.id < MAX_DEVICES && a.bytes < MOST) {
-            n->bytes[a.pool.location.id] += round_up(a.bytes, UNIT);
+        CUdevice device;
+        enum means means = property_means(a.pool.type, &a.pool.location, &device);
+        if ((means == MEANS_COUNTED || means == MEANS_MANAGED) && device >= 0 && device < MAX_DEVICES && a.bytes < MOST) {
+            n->bytes[device] += round_up(a.bytes, UNIT);
             n->any = true;
         }
     }
@@ -55,54 +58,119 @@ static bool figures(CUdevice device, uint64_t *reserved, uint64_t *used)
            CALL(cuDeviceGetGraphMemAttribute, device, CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT, used) == CUDA_SUCCESS;
 }
 
-/* settle_graphs returns what of it is used. */
-static uint64_t settle_graphs(struct account *a, struct graph_pool *g, CUdevice d, uint64_t held)
+/* settle_graphs returns what of it is used. What nobody who is under way will pay for
+ * is there all the same; me is whether the caller is one of those. */
+static uint64_t settle_graphs(struct account *a, struct graph_pool *g, CUdevice d, uint64_t held, bool me)
 {
     uint64_t reserved, used;
     if (!figures(d, &reserved, &used)) {
         reserved = g->r.charge + held;
         used = reserved;
     }
-    settle(a, &g->r, reserved, held);
+    uint64_t rest = settle(a, &g->r, reserved, held);
+    if (rest && g->flying <= me)
+        settle_force(a, &g->r, rest);
     return used;
 }
 
-/* A run holds the devices that it has reserved on, in order, until the end. */
+/* A run is a launch, on the devices where its graph allocates. Mostly it has reserved
+ * all that its nodes ask for. A tight one has reserved less, since the graphs' memory
+ * has room for the rest; then whoever ends beside it may have taken that room, and
+ * leaves it what it had reserved itself. There is one tight run for a device at a
+ * time. */
 struct run {
-    uint64_t devices, counted; /* bits */
+    uint64_t devices, tight, looked; /* bits; looked: used is what was used before */
     uint64_t held[MAX_DEVICES], used[MAX_DEVICES];
 };
 
 static void run_end(struct process *p, struct run *r, CUexec e, bool ran);
+
+/* No launch waits that long for another; if one does, that has not come back. */
+enum { TIGHT_US = 10 * 1000 * 1000 };
+
+static bool take_tight(struct graph_pool *g)
+{
+    uint64_t until = now_us() + TIGHT_US;
+    while (__atomic_exchange_n(&g->tight, 1, __ATOMIC_SEQ_CST)) {
+        if (now_us() > until)
+            return false;
+        nap_us(20);
+    }
+    return true;
+}
+
+static void leave_tight(struct account *a, struct graph_pool *g)
+{
+    spin_lock(&g->lock);
+    if (g->credit)
+        account_cancel(a, g->credit);
+    g->credit = 0;
+    __atomic_store_n(&g->tight, 0, __ATOMIC_SEQ_CST);
+    spin_unlock(&g->lock);
+}
+
+/* run_tight begins a tight run. It reserves what the graphs' memory lacks, without the
+ * right of being the one tight run where that may take time. seen is 1 plus what a
+ * launch of it was seen to take, or 0. */
+static bool run_tight(struct account *a, struct graph_pool *g, CUdevice d, struct run *r, uint64_t want, uint64_t seen)
+{
+    for (int tries = 0; tries < 4; tries++) {
+        uint64_t reserved = 0;
+        if (!take_tight(g))
+            break;
+        spin_lock(&g->lock);
+        r->used[d] = settle_graphs(a, g, d, 0, false);
+        reserved = g->r.charge;
+        uint64_t needs = r->used[d] + want > reserved ? round_up(r->used[d] + want - reserved, BLOCK) : 0;
+        uint64_t lacks = needs > r->held[d] ? needs - r->held[d] : 0;
+        bool fits = !lacks || account_reserve_quickly(a, lacks);
+        if (fits)
+            r->held[d] += lacks;
+        else
+            fits = seen && r->used[d] + seen - 1 <= reserved + r->held[d];
+        if (fits)
+            g->flying++;
+        spin_unlock(&g->lock);
+        if (fits) {
+            r->devices |= (uint64_t)1 << d;
+            r->tight |= (uint64_t)1 << d;
+            r->looked |= (uint64_t)1 << d;
+            return true;
+        }
+        leave_tight(a, g);
+        if (!account_reserve_slowly(a, lacks))
+            break;
+        r->held[d] += lacks;
+    }
+    if (r->held[d])
+        account_cancel(a, r->held[d]);
+    r->held[d] = 0;
+    return false;
+}
 
 static bool run_begin(struct process *p, struct run *r, const struct needs *n, const uint64_t *seen)
 {
     *r = (struct run){0};
     for (CUdevice d = 0; d < MAX_DEVICES; d++) {
         bool refuse;
-        uint64_t reserved, want = n->bytes[d];
+        uint64_t want = n->bytes[d], all = round_up(want, BLOCK);
         if (!want)
             continue;
         struct account *a = account_of(p, d, &refuse);
         if (!a && !refuse)
             continue;
         struct graph_pool *g = &p->graphs[d];
-        if (a) {
+        if (a && account_reserve_quickly(a, all)) {
             spin_lock(&g->lock);
+            g->flying++;
+            r->held[d] = all;
             r->devices |= (uint64_t)1 << d;
-            if (figures(d, &reserved, &r->used[d])) {
-                settle(a, &g->r, reserved, 0);
-                uint64_t lacks = r->used[d] + want > reserved ? round_up(r->used[d] + want - reserved, BLOCK) : 0;
-                bool enough = seen && seen[d] && r->used[d] + seen[d] - 1 <= reserved;
-                if (!lacks || account_reserve_quickly(a, lacks))
-                    r->held[d] = lacks;
-                else if (!enough && account_reserve_slowly(a, lacks))
-                    r->held[d] = lacks;
-                else if (!enough)
-                    refuse = true;
+            if (seen && !seen[d]) {
+                r->used[d] = settle_graphs(a, g, d, 0, true);
+                r->looked |= (uint64_t)1 << d;
             }
-        }
-        if (refuse) {
+            spin_unlock(&g->lock);
+        } else if (!a || !run_tight(a, g, d, r, want, seen ? seen[d] : 0)) {
             run_end(p, r, NULL, false);
             return false;
         }
@@ -122,11 +190,29 @@ static void run_end(struct process *p, struct run *r, CUexec e, bool ran)
         if (!(r->devices >> d & 1))
             continue;
         struct graph_pool *g = &p->graphs[d];
-        settle_graphs(&p->accounts[d], g, d, r->held[d]);
-        if (ran) {
+        struct account *a = &p->accounts[d];
+        bool tight = r->tight >> d & 1;
+        uint64_t held = r->held[d];
+        spin_lock(&g->lock);
+        if (tight) {
+            held += g->credit;
+            g->credit = 0;
+        } else if (__atomic_load_n(&g->tight, __ATOMIC_SEQ_CST)) {
+            uint64_t had = g->r.charge, reserved, used;
+            if (figures(d, &reserved, &used) && reserved <= had + held) {
+                uint64_t pays = reserved > had ? round_up(reserved - had, UNIT) : 0;
+                g->credit += held - pays;
+                held = pays;
+            }
+        }
+        settle_graphs(a, g, d, held, true);
+        if (ran && r->looked >> d & 1) {
             uint64_t took = 1 + (g->r.charge > r->used[d] ? g->r.charge - r->used[d] : 0);
             table_edit(&p->table, exec_key(e, d), SPACE_EXEC, learn, &took);
         }
+        g->flying--;
+        if (tight)
+            __atomic_store_n(&g->tight, 0, __ATOMIC_SEQ_CST);
         spin_unlock(&g->lock);
     }
 }
@@ -226,44 +312,44 @@ EXPORT CUresult cuGraphExecDestroy(CUexec e)
     return r;
 }
 
-static CUresult trim_locked(struct process *p, CUdevice device)
+static CUresult trim(struct process *p, CUdevice device)
 {
     struct account *a = &p->accounts[device];
     struct graph_pool *g = &p->graphs[device];
+    uint64_t reserved, used;
     if (!g->r.charge)
         return CALL(cuDeviceGraphMemTrim, device);
-    loosen(a, &g->r, settle_graphs(a, g, device, 0));
+    spin_lock(&g->lock);
+    loosen(a, &g->r, figures(device, &reserved, &used) ? used : 0);
+    g->r.trims++;
+    spin_unlock(&g->lock);
     CUresult r = CALL(cuDeviceGraphMemTrim, device);
-    settle_graphs(a, g, device, 0);
+    spin_lock(&g->lock);
+    g->r.trims--;
+    settle_graphs(a, g, device, 0, false);
     tighten(a, &g->r);
+    spin_unlock(&g->lock);
     return r;
 }
 
 EXPORT CUresult cuDeviceGraphMemTrim(CUdevice device)
 {
     struct process *p = ENTER();
-    if (!p || device < 0 || device >= MAX_DEVICES)
-        return CALL(cuDeviceGraphMemTrim, device);
-    spin_lock(&p->graphs[device].lock);
-    CUresult r = trim_locked(p, device);
-    spin_unlock(&p->graphs[device].lock);
-    return r;
+    return p && device >= 0 && device < MAX_DEVICES ? trim(p, device) : CALL(cuDeviceGraphMemTrim, device);
 }
-
-static bool try_lock(uint32_t *lock) { return !__atomic_exchange_n(lock, 1, __ATOMIC_ACQUIRE); }
 
 void graphs_settle(struct process *p, CUdevice device)
 {
-    if (!p->graphs[device].r.charge || !try_lock(&p->graphs[device].lock))
+    struct graph_pool *g = &p->graphs[device];
+    if (!g->r.charge)
         return;
-    settle_graphs(&p->accounts[device], &p->graphs[device], device, 0);
-    spin_unlock(&p->graphs[device].lock);
+    spin_lock(&g->lock);
+    settle_graphs(&p->accounts[device], g, device, 0, false);
+    spin_unlock(&g->lock);
 }
 
 void relieve_graphs(struct process *p, CUdevice device)
 {
-    if (!p->graphs[device].r.charge || !try_lock(&p->graphs[device].lock))
-        return;
-    trim_locked(p, device);
-    spin_unlock(&p->graphs[device].lock);
+    if (p->graphs[device].r.charge)
+        trim(p, device);
 }

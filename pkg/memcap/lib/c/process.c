@@ -219,11 +219,14 @@ bool context_forget(struct process *p, CUcontext context, struct where *w)
             __atomic_store_n(&p->contexts[i].handle, 0, __ATOMIC_RELEASE);
             break;
         }
+    p->contexts_ended++;
     spin_unlock(&p->lock);
     w->device = (CUdevice)(info & 0xFF);
     w->context = info >> 8;
     return info;
 }
+
+bool context_lives(const struct process *p, CUcontext handle, uint64_t number) { return look(p, (uintptr_t)handle) >> 8 == number; }
 
 bool where_stream(struct process *p, struct where *w, CUstream stream)
 {

@@ -16,7 +16,7 @@
 #include "real.h"
 #include "table.h"
 
-enum { MAX_DEVICES = 64, MAX_CONTEXTS = 128, MAX_POOLS = 256 };
+enum { MAX_DEVICES = 64, MAX_CONTEXTS = 128, MAX_POOLS = 16384 };
 
 /* A device's account, or why there is none: no limit, or something that is
  * missing or broken, under the open or the closed policy. */
@@ -33,20 +33,31 @@ struct reserve {
     uint64_t charge;
     uint64_t loose; /* of the charge, uncommitted at the moment */
     uint32_t loosers;
+    uint32_t trims; /* under way */
+    bool managed; /* memory that the driver's figures lack */
 };
 
-/* A memory pool. */
+/* A memory pool; see pool.c. */
 struct pool {
     uint64_t handle; /* 0: free, or destroyed */
     uint32_t used;   /* this place is taken */
-    uint32_t lock;   /* held while the driver allocates from it */
-    int32_t device;  /* -1: on the host */
+    uint32_t lock;   /* for moments: guards r */
+    int32_t device;  /* -1: a managed one of nowhere, that has not been used */
+    bool passed;     /* the host's, or somebody else's: not counted */
+    bool near;       /* an allocation has not had the room to let it grow */
+    uint32_t alone;  /* one is made that must not let it grow, and no other */
+    uint64_t flight; /* [allocations under way:16 | live units of 512 bytes:48] */
+    uint64_t hopeless; /* bytes: what it has free cannot serve these; see reuse.c */
+    uint64_t freer;    /* the stream of the last free, in a word */
+    struct freers *freers;
     struct reserve r;
-    uint64_t live; /* allocations */
 };
 
 struct graph_pool { /* what graphs have of a device */
-    uint32_t lock;
+    uint32_t lock;  /* for moments */
+    uint32_t tight; /* a launch is under way that has reserved less than it may take */
+    uint64_t flying;   /* launches under way */
+    uint64_t credit;   /* what others leave to that one: reserved, and not committed */
     struct reserve r;
 };
 
@@ -66,7 +77,16 @@ struct process {
     uint64_t promised; /* bytes charged for limits that the driver has not taken yet */
     uint64_t exports; /* addresses that were exported: entries of SPACE_EXPORT */
     struct pool pools[MAX_POOLS];
-    uint32_t pools_charged; /* 1 once one was: from then on synchronising may shrink them */
+    uint64_t pools_charged[MAX_POOLS / 64]; /* a bit for each with a charge */
+    uint64_t pools_words[MAX_POOLS / 4096]; /* a bit for each word of these that is not 0 */
+    uint32_t pools_probe;                   /* how far from its home one has had to be put */
+    uint32_t devices;                       /* as the driver counts them; 0: not asked yet */
+    uint64_t current[MAX_DEVICES];          /* a device's current pool: [pool_changes:32 | 1 + index:32] */
+    uint32_t pool_changes;                  /* grows whenever that may have changed */
+    uint32_t contexts_ended;
+    uint32_t captures; /* 1 once a stream was captured */
+    uint64_t piece;    /* bytes by which pools grow, where that is more than PIECE */
+    uint32_t coarse, fine; /* what growing was seen to do; see pool.c */
     struct graph_pool graphs[MAX_DEVICES];
     uint64_t graph_devices; /* a bit for each with a graph that allocates */
     struct table table;
@@ -95,6 +115,10 @@ static inline struct process *enter(const void *back)
 void relieve(struct account *a);
 /* limits_taken: see limit.c. */
 void limits_taken(struct process *p, struct account *a);
+
+/* context_lives says whether the context of a handle still is the one of that
+ * number. */
+bool context_lives(const struct process *p, CUcontext handle, uint64_t number);
 
 /* CALL passes a call on. An older driver may not have the function. */
 #define CALL(name, ...) (real.name ? real.name(__VA_ARGS__) : CUDA_ERROR_NOT_FOUND)

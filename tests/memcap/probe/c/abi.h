@@ -49,6 +49,11 @@ enum {
     CU_LIMIT_STACK_SIZE = 0,
     CU_LIMIT_MALLOC_HEAP_SIZE = 2,
     CU_MEM_ALLOC_GRANULARITY_MINIMUM = 0,
+    CU_MEM_ALLOCATION_TYPE_MANAGED = 2,
+    CU_MEM_LOCATION_TYPE_HOST = 2,
+    CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES = 1,
+    CU_MEMPOOL_ATTR_REUSE_ALLOW_OPPORTUNISTIC = 2,
+    CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES = 3,
     CU_MEMPOOL_ATTR_RELEASE_THRESHOLD = 4,
     CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT = 5,
     CU_STREAM_NON_BLOCKING = 1,
@@ -179,6 +184,7 @@ _Static_assert(sizeof(CUDA_ARRAY3D_DESCRIPTOR) == 40, "CUDA_ARRAY3D_DESCRIPTOR")
     F(cuMemPoolSetAttribute, "cuMemPoolSetAttribute", 11020, 0, (CUmemoryPool, int attribute, void *value)) \
     F(cuMemPoolGetAttribute, "cuMemPoolGetAttribute", 11020, 0, (CUmemoryPool, int attribute, void *value)) \
     F(cuMemPoolTrimTo, "cuMemPoolTrimTo", 11020, 0, (CUmemoryPool, size_t keep)) \
+    F(cuMemGetDefaultMemPool, "cuMemGetDefaultMemPool", 13000, 0, (CUmemoryPool *, CUmemLocation *, int type)) \
     F(cuMemGetAllocationGranularity, "cuMemGetAllocationGranularity", 10020, 0, (size_t *, const CUmemAllocationProp *, int option)) \
     F(cuMemCreate, "cuMemCreate", 10020, 0, (CUmemGenericAllocationHandle *, size_t bytes, const CUmemAllocationProp *, unsigned long long flags)) \
     F(cuMemRelease, "cuMemRelease", 10020, 0, (CUmemGenericAllocationHandle)) \

@@ -1,0 +1,394 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/* What streams have freed in a pool, for those who come when the pool must not
+ * grow. A driver gives memory that one stream has freed to another without growing
+ * only where it knows an order between them: where the other waits for an event
+ * that came after the free. A pool that cannot grow would make such an order by
+ * itself ("the driver may effectively perform a cudaStreamWaitEvent in the
+ * allocating stream"). But here the card has room, only the cap has not. So we do
+ * it: we record an event on a stream that has freed something, let the allocating
+ * stream wait for it, and then ask the driver. Where a pool is not to go by events
+ * (CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES) we wait for the streams
+ * ourselves: what a synchronisation has found complete is open to all.
+ *
+ * First we look for one free that is large enough, the oldest, so that streams wait
+ * for each other no more than they need to; if that does not help, the stream
+ * waits for all that have freed something. What does not help then is not tried
+ * again before something is freed (hopeless). */
+
+#include "pool.h"
+
+/* A freer is a stream that has freed something of the pool, or an event on one that
+ * is no more. */
+struct freer {
+    uint64_t key; /* the stream's handle, or its thread; see key_of. 0: the event is all there is */
+    uint64_t number; /* its context's; 0: this place is free */
+    CUcontext context;
+    CUevent event; /* or NULL */
+    uint32_t busy; /* somebody is in a call of the driver with the stream */
+    uint32_t gap;
+};
+
+struct freed {
+    uint64_t at, bytes;
+    uint32_t freer, turn;
+};
+
+enum { FREERS = 128, FREED = 128 };
+struct freers {
+    uint32_t lock; /* for moments */
+    uint32_t turn;
+    bool overflown; /* there were more streams than places */
+    struct freer list[FREERS];
+    struct freed last[FREED]; /* by the hash of the address */
+};
+
+/* The default stream of each thread has one handle for all of them. */
+static uint64_t key_of(CUstream s, bool per_thread)
+{
+    if (s == CU_STREAM_PER_THREAD || (per_thread && !s))
+        return (uintptr_t)__builtin_thread_pointer() | 2;
+    return s ? (uintptr_t)s : (uintptr_t)CU_STREAM_LEGACY;
+}
+
+static bool of_thread(uint64_t key) { return key & 2; }
+
+/* stream_of is the handle by which this thread can reach the stream of a freer. That
+ * of another thread it cannot; but the legacy default stream waits for all of them. */
+static CUstream stream_of(uint64_t key)
+{
+    if (!of_thread(key))
+        return (CUstream)(uintptr_t)key;
+    return key == key_of(NULL, true) ? CU_STREAM_PER_THREAD : CU_STREAM_LEGACY;
+}
+
+void freers_end(struct pool *pool)
+{
+    struct freers *f = pool->freers;
+    pool->freers = NULL;
+    for (int i = 0; f && i < FREERS; i++)
+        if (f->list[i].number && f->list[i].event && context_lives(the_process, f->list[i].context, f->list[i].number))
+            CALL(cuEventDestroy_v2, f->list[i].event);
+    sys_unmap(f, sizeof *f);
+}
+
+/* --- writing down --------------------------------------------------------- */
+
+static struct freers *freers_of(struct pool *pool)
+{
+    struct freers *f = __atomic_load_n(&pool->freers, __ATOMIC_ACQUIRE), *none = NULL;
+    if (f)
+        return f;
+    f = sys_map(sizeof *f, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+    if (!f)
+        return NULL;
+    SYS3(SYS_madvise, f, sizeof *f, MADV_DONTFORK);
+    if (__atomic_compare_exchange_n(&pool->freers, &none, f, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+        return f;
+    sys_unmap(f, sizeof *f);
+    return none;
+}
+
+/* place_of returns a freer's index, or -1; the lock is held. */
+static int place_of(const struct process *p, const struct freers *f, uint64_t key)
+{
+    for (int i = 0; i < FREERS; i++)
+        if (f->list[i].number && f->list[i].key == key && context_lives(p, f->list[i].context, f->list[i].number))
+            return i;
+    return -1;
+}
+
+/* free_place finds room for one more, where need be by asking whether the event of a
+ * stream that is no more is over. */
+static int free_place(const struct process *p, struct freers *f)
+{
+    for (int i = 0; i < FREERS; i++) {
+        struct freer *is = &f->list[i];
+        if (is->busy)
+            continue;
+        if (is->number && !context_lives(p, is->context, is->number))
+            is->number = 0; /* its event has gone with it */
+        if (!is->number)
+            return i;
+    }
+    for (int i = 0; i < FREERS; i++) {
+        struct freer *is = &f->list[i];
+        if (is->busy || is->key || CALL(cuEventQuery, is->event) != CUDA_SUCCESS)
+            continue;
+        CALL(cuEventDestroy_v2, is->event);
+        is->number = 0;
+        return i;
+    }
+    return -1;
+}
+
+static void write_down(struct process *p, struct pool *pool, CUdeviceptr at, uint64_t n, CUstream s, uint64_t key)
+{
+    struct freers *f = freers_of(pool);
+    struct where w;
+    CUcontext context = NULL;
+    if (!f)
+        return;
+    spin_lock(&f->lock);
+    int i = place_of(p, f, key);
+    if (i < 0) {
+        spin_unlock(&f->lock);
+        if (!where_stream(p, &w, s) || CALL(cuStreamGetCtx, stream_of(key), &context) != CUDA_SUCCESS)
+            return;
+        int mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+        CUresult r = CALL(cuThreadExchangeStreamCaptureMode, &mode);
+        spin_lock(&f->lock);
+        i = place_of(p, f, key);
+        if (i < 0 && (i = free_place(p, f)) >= 0)
+            f->list[i] = (struct freer){.key = key, .number = w.context, .context = context};
+        f->overflown |= i < 0;
+        if (r == CUDA_SUCCESS)
+            CALL(cuThreadExchangeStreamCaptureMode, &mode);
+    }
+    if (i >= 0 && __atomic_load_n(&pool->near, __ATOMIC_RELAXED))
+        f->last[at / UNIT * 0x9E3779B97F4A7C15u >> 57] = (struct freed){at, n, (uint32_t)i, ++f->turn};
+    spin_unlock(&f->lock);
+}
+_Static_assert(FREED == 1 << (64 - 57), "an address's hash is one of them");
+
+void freed_on(struct process *p, struct pool *pool, CUdeviceptr at, uint64_t n, CUstream s, bool per_thread)
+{
+    if (__atomic_load_n(&pool->hopeless, __ATOMIC_RELAXED))
+        __atomic_store_n(&pool->hopeless, 0, __ATOMIC_SEQ_CST);
+    uint64_t key = key_of(s, per_thread), word = key ^ (uint64_t)__atomic_load_n(&p->contexts_ended, __ATOMIC_RELAXED) << 56;
+    if (word == __atomic_load_n(&pool->freer, __ATOMIC_RELAXED) && !__atomic_load_n(&pool->near, __ATOMIC_RELAXED))
+        return;
+    write_down(p, pool, at, n, s, key);
+    __atomic_store_n(&pool->freer, word, __ATOMIC_RELAXED);
+}
+
+/* --- following ------------------------------------------------------------- */
+
+/* record_on records a new event on a freer's stream. */
+static CUevent record_on(const struct process *p, const struct freer *is)
+{
+    CUcontext popped;
+    CUevent e = NULL;
+    CUstream s = stream_of(is->key);
+    if (!context_lives(p, is->context, is->number) || capturing(p, s, false) || CALL(cuCtxPushCurrent_v2, is->context) != CUDA_SUCCESS)
+        return NULL;
+    if (CALL(cuEventCreate, &e, CU_EVENT_DISABLE_TIMING) == CUDA_SUCCESS && CALL(cuEventRecord, e, s) != CUDA_SUCCESS) {
+        CALL(cuEventDestroy_v2, e);
+        e = NULL;
+    }
+    CALL(cuCtxPopCurrent_v2, &popped);
+    return e;
+}
+
+/* hold_freer takes a freer out of the way of cuStreamDestroy. */
+static bool hold_freer(struct process *p, struct freers *f, int i, struct freer *is)
+{
+    spin_lock(&f->lock);
+    *is = f->list[i];
+    bool there = is->number && context_lives(p, is->context, is->number);
+    f->list[i].busy += there;
+    spin_unlock(&f->lock);
+    return there;
+}
+
+static void let_freer(struct freers *f, int i)
+{
+    spin_lock(&f->lock);
+    f->list[i].busy--;
+    spin_unlock(&f->lock);
+}
+
+static CUstream explicitly(const struct request *q)
+{
+    return q->stream ? q->stream : q->per_thread ? CU_STREAM_PER_THREAD : CU_STREAM_LEGACY;
+}
+
+/* follow has the allocating stream wait for a freer. */
+static void follow(struct process *p, struct freers *f, int i, const struct request *q)
+{
+    struct freer is;
+    if (!hold_freer(p, f, i, &is))
+        return;
+    CUevent e = is.key ? record_on(p, &is) : is.event;
+    if (e)
+        CALL(cuStreamWaitEvent, explicitly(q), e, 0);
+    if (e && is.key)
+        CALL(cuEventDestroy_v2, e); /* it goes when it is over */
+    let_freer(f, i);
+}
+
+/* complete waits until a freer's stream has come to its end of now, or for as long
+ * as a program may be kept here: the end may be for this thread to bring about. The
+ * driver is told by a synchronisation, which then has nothing to wait for. */
+enum { COMPLETE_US = 10 * 1000 * 1000 };
+
+static void complete(struct process *p, struct freers *f, int i)
+{
+    struct freer is;
+    if (!hold_freer(p, f, i, &is))
+        return;
+    CUevent e = is.key ? record_on(p, &is) : is.event;
+    if (is.key)
+        let_freer(f, i); /* the stream may go; the event is ours */
+    uint64_t until = now_us() + COMPLETE_US;
+    CUresult r = e ? CALL(cuEventQuery, e) : CUDA_ERROR_NOT_FOUND;
+    for (; r == CUDA_ERROR_NOT_READY && now_us() < until; r = CALL(cuEventQuery, e))
+        nap_us(50);
+    if (r == CUDA_SUCCESS)
+        CALL(cuEventSynchronize, e);
+    if (e && is.key)
+        CALL(cuEventDestroy_v2, e);
+    if (!is.key)
+        let_freer(f, i);
+}
+
+/* --- serving ---------------------------------------------------------------- */
+
+struct overlap {
+    uint64_t owner, at, end;
+};
+
+static bool overlaps(const struct entry *e, void *arg)
+{
+    const struct overlap *o = arg;
+    return e->space == SPACE_POOLED && e->owner == o->owner && e->key < o->end && o->at < e->key + e->bytes;
+}
+
+/* best takes the free that is to serve n bytes off the list, and returns the index of
+ * its freer; -1: there is none. The stream's own ones are the first to be taken. */
+static int best(struct process *p, struct pool *pool, struct freers *f, uint64_t n, uint64_t key, bool *own)
+{
+    for (int tries = 0; tries < 8; tries++) {
+        struct freed found = {0}, *at = NULL;
+        spin_lock(&f->lock);
+        *own = false;
+        for (int i = 0; i < FREED; i++) {
+            struct freed *is = &f->last[i];
+            bool its = is->bytes && f->list[is->freer].key == key;
+            if (is->bytes < n || (at && (its < *own || (its == *own && (int32_t)(is->turn - at->turn) > 0))))
+                continue;
+            at = is;
+            *own = its;
+        }
+        if (at) {
+            found = *at;
+            at->bytes = 0;
+        }
+        spin_unlock(&f->lock);
+        if (!at)
+            return -1;
+        struct overlap o = {(uint64_t)(pool - p->pools), found.at, found.at + found.bytes};
+        if (!table_any(&p->table, overlaps, &o))
+            return (int)found.freer;
+    }
+    return -1;
+}
+
+static bool goes_by_events(const struct pool *pool)
+{
+    int flag = 1;
+    CUresult r = CALL(cuMemPoolGetAttribute, (CUmempool)(uintptr_t)pool->handle, CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES, &flag);
+    return r != CUDA_SUCCESS || flag;
+}
+
+/* TRYING in the place of a size: somebody finds out. */
+#define TRYING (~(uint64_t)0)
+
+static CUresult serve(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n)
+{
+    struct freers *f = freers_of(pool);
+    uint64_t key = key_of(q->stream, q->per_thread);
+    bool own, events = goes_by_events(pool);
+    CUresult r = CUDA_ERROR_OUT_OF_MEMORY;
+    if (!f)
+        return r;
+    int i = best(p, pool, f, n, key, &own);
+    if (i >= 0 && (own || events)) {
+        if (!own)
+            follow(p, f, i, q);
+        r = pool_alone(p, q, pool, a, n);
+    }
+    if (r != CUDA_ERROR_OUT_OF_MEMORY)
+        return r;
+    for (i = 0; i < FREERS; i++) {
+        spin_lock(&f->lock);
+        bool other = f->list[i].number && f->list[i].key != key;
+        spin_unlock(&f->lock);
+        if (other && events)
+            follow(p, f, i, q);
+        else if (other)
+            complete(p, f, i);
+    }
+    return pool_alone(p, q, pool, a, n);
+}
+
+CUresult reuse(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n)
+{
+    uint64_t live = pool_live(pool), charge = __atomic_load_n(&pool->r.charge, __ATOMIC_ACQUIRE), hopeless = __atomic_load_n(&pool->hopeless, __ATOMIC_SEQ_CST);
+    if (live + n > charge || (hopeless && n >= hopeless) || capturing(p, q->stream, q->per_thread))
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    __atomic_store_n(&pool->hopeless, TRYING, __ATOMIC_SEQ_CST);
+    int mode = CU_STREAM_CAPTURE_MODE_RELAXED; /* a capture is not to fail for it */
+    CUresult exchanged = CALL(cuThreadExchangeStreamCaptureMode, &mode);
+    CUresult r = serve(p, q, pool, a, n);
+    if (exchanged == CUDA_SUCCESS)
+        CALL(cuThreadExchangeStreamCaptureMode, &mode);
+    uint64_t trying = TRYING;
+    if (r == CUDA_ERROR_OUT_OF_MEMORY) /* unless something was freed meanwhile */
+        __atomic_compare_exchange_n(&pool->hopeless, &trying, n, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    return r;
+}
+
+/* --- streams that end -------------------------------------------------------- */
+
+/* part keeps an event of what a stream has freed, before the stream goes. */
+static void part(struct process *p, struct pool *pool, uint64_t key)
+{
+    struct freers *f = __atomic_load_n(&pool->freers, __ATOMIC_ACQUIRE);
+    struct freer is;
+    if (!f)
+        return;
+    spin_lock(&f->lock);
+    int i = place_of(p, f, key);
+    spin_unlock(&f->lock);
+    __atomic_store_n(&pool->freer, 0, __ATOMIC_RELAXED);
+    if (i < 0 || !hold_freer(p, f, i, &is))
+        return;
+    CUevent e = record_on(p, &is);
+    for (bool others = true; others;) { /* who records an event on it */
+        spin_lock(&f->lock);
+        others = f->list[i].busy > 1;
+        if (!others) {
+            f->list[i].busy = 0;
+            f->list[i].key = 0;
+            f->list[i].event = e;
+            f->list[i].number = e ? is.number : 0;
+        }
+        spin_unlock(&f->lock);
+        if (others)
+            nap_us(20);
+    }
+}
+
+static CUresult destroy(struct process *p, CUstream s, CUresult (*call)(CUstream))
+{
+    for (uint64_t w = 0; p && w < MAX_POOLS / 64; w++)
+        for (uint64_t bits = __atomic_load_n(&p->pools_charged[w], __ATOMIC_ACQUIRE); bits; bits &= bits - 1) {
+            struct pool *pool = &p->pools[w * 64 + (uint64_t)__builtin_ctzll(bits)];
+            if (pool->handle && !of_thread((uintptr_t)s))
+                part(p, pool, (uintptr_t)s);
+        }
+    return call(s);
+}
+
+EXPORT CUresult cuStreamDestroy(CUstream s)
+{
+    struct process *p = ENTER();
+    return real.cuStreamDestroy ? destroy(p, s, real.cuStreamDestroy) : CUDA_ERROR_NOT_FOUND;
+}
+
+EXPORT CUresult cuStreamDestroy_v2(CUstream s)
+{
+    struct process *p = ENTER();
+    return real.cuStreamDestroy_v2 ? destroy(p, s, real.cuStreamDestroy_v2) : CUDA_ERROR_NOT_FOUND;
+}

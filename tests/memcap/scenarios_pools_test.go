@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package memcap
+
+import "fmt"
+
+// everyCUDA are the behaviours of pools, each by itself.
+var everyCUDA = []string{"", "strict", "holes=remap", "large=blocks", "reuse=eager", "opportunistic=lazy,kernel-us=200", "follow=direct,kernel-us=200",
+	"trim=observed,kernel-us=200", "shrink=never", "query=observes", "used=pending", "piece-mib=8", "piece-mib=64"}
+
+var cuda13 = []string{"version=13000", "version=13040,strict"}
+
+// poolPiece is by what pools grow, which they may have for the moment of an undo.
+const poolPiece = 32 * MiB
+
+const managedIsMore = "managed memory may be more than a card has"
+
+// withinRoom: the program has never had more than the room, and nearly all of it,
+// by its own books, since the driver's lack managed memory.
+func withinRoom(o outcome) []string {
+	if got := o.n("highest"); got > o.room || o.room-got >= 64*MiB {
+		return []string{fmt.Sprintf("it had %d MiB in a room of %d", got/MiB, o.room/MiB)}
+	}
+	return nil
+}
+
+// workedBeside: what fits went on beside another thread's refusals, of which one that
+// holds a lock lets through one or two.
+func workedBeside(o outcome) []string {
+	if o.n("within") < 8*5/2 || o.n("refused") != 0 {
+		return []string{fmt.Sprintf("%d times in the time of 8 refusals; %d refused", o.n("within"), o.n("refused"))}
+	}
+	return nil
+}
+
+// poolScenarios are the rows of stream-ordered memory.
+var poolScenarios = []scenario{
+	{name: "eight-streams-take-run-and-give-back"},
+	{name: "freed-on-one-stream-wanted-on-another"},
+	{name: "holes-that-are-too-small", undo: poolPiece, check: func(o outcome) []string {
+		if o.n("narrow") != o.room/(8*MiB) {
+			return []string{fmt.Sprintf("%d requests of 8 MiB in a room of %d MiB", o.n("narrow"), o.room/MiB)}
+		}
+		return nil
+	}},
+	{name: "reuse-switched-off", cuda: everyCUDA},
+	{name: "streams-destroyed-with-frees-under-way", cuda: everyCUDA},
+	{name: "allocation-beside-a-refused-one", undo: poolPiece, generous: "a card counts no refusals of another thread", check: workedBeside},
+	{name: "synchronize-beside-a-refused-one", undo: poolPiece, generous: "a card counts no refusals of another thread", check: workedBeside},
+	{name: "threads-at-the-edge", cuda: everyCUDA, undo: 2 * poolPiece, check: func(o outcome) []string {
+		if o.n("taken") < 8*250 {
+			return []string{fmt.Sprintf("%d allocations in all", o.n("taken"))}
+		}
+		return nil
+	}},
+	{name: "three-hundred-pools", check: func(o outcome) []string {
+		if o.n("refused") != 0 {
+			return []string{fmt.Sprintf("%d of 1200 calls refused", o.n("refused"))}
+		}
+		return nil
+	}},
+	{name: "managed-pool-of-the-device", cuda: cuda13, generous: managedIsMore, check: withinRoom},
+	{name: "managed-pool-of-nowhere", cuda: cuda13, generous: managedIsMore, check: withinRoom},
+	{name: "managed-pool-of-the-host", cuda: cuda13, generous: managedIsMore, check: withinRoom},
+	{name: "default-managed-pool", cuda: cuda13, generous: managedIsMore, check: withinRoom},
+	{name: "pool-of-a-locality-domain", cuda: []string{"version=13040", "version=13040,strict"}, check: withinRoom},
+}
