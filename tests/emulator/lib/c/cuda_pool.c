@@ -17,6 +17,7 @@
  *
  * "Upgrading to a newer CUDA driver may change, enhance, augment and/or reorder the
  * enumeration of the reuse policies": the switches (cuda_switch.h) do so. */
+#include <sched.h>
 #include <string.h>
 
 #include "cuda_internal.h"
@@ -102,11 +103,17 @@ static void notice(struct pool *p)
  * releasing physical blocks back to the OS" (IPC Export Pool Limitations). */
 static bool keeps(const struct pool *p) { return p->props.handleTypes && switches.ipc_pools == IPC_POOLS_KEPT && !p->doomed; }
 
-/* The world is told, outside the lock, of the bytes that these return. */
+/* The world is told, outside the lock, of the bytes that these return (settle). Until
+ * it has been, nobody may hear that they are reserved no more. */
+static _Atomic uint64_t leaving[MAX_DEVICES];
+
 static uint64_t shrink(struct pool *p, uint64_t keep)
 {
     uint64_t bytes = keeps(p) ? 0 : heap_shrink(p->heap, keep);
-    return p->on_host ? 0 : bytes;
+    if (p->on_host)
+        return 0;
+    atomic_fetch_add(&leaving[p->device], bytes);
+    return bytes;
 }
 
 /* leave ends a pool that was destroyed when nothing is outstanding: "the resources
@@ -124,12 +131,19 @@ static uint64_t leave(struct pool *p)
     while (*at != p)
         at = &(*at)->next;
     *at = p->next;
+    uint64_t bytes = p->on_host ? 0 : is.reserved;
+    atomic_fetch_add(&leaving[p->device], bytes);
     heap_end(p->heap);
     object_free(p);
-    return p->on_host ? 0 : is.reserved;
+    return bytes;
 }
 
-static CUresult settle(const char *call, int device, uint64_t bytes) { return charge(call, &devices[device], -(int64_t)bytes); }
+static CUresult settle(const char *call, int device, uint64_t bytes)
+{
+    CUresult r = charge(call, &devices[device], -(int64_t)bytes);
+    atomic_fetch_sub(&leaving[device], bytes);
+    return r;
+}
 
 uint64_t pools_empty(int device)
 {
@@ -141,6 +155,7 @@ uint64_t pools_empty(int device)
         heap_settle(p->heap, over, NULL);
         bytes += p->doomed ? leave(p) : shrink(p, 0);
     }
+    atomic_fetch_sub(&leaving[device], bytes); /* the caller tells the world with other things */
     return bytes;
 }
 
@@ -435,6 +450,8 @@ API CUresult cuMemPoolGetAttribute(CUmemoryPool handle, int attribute, void *val
     struct pool *p = pool_get(handle);
     MUST(p && value);
     cuuint64_t *wide = value;
+    while (attribute == CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT && atomic_load(&leaving[p->device]))
+        sched_yield();
     lock();
     switch (attribute) {
     case CU_MEMPOOL_ATTR_RELEASE_THRESHOLD: *wide = p->threshold; break;
