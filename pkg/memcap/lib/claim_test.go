@@ -6,8 +6,11 @@ import (
 	"errors"
 	"maps"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
+	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -204,6 +207,73 @@ func TestUsagePagesLeaveNothing(t *testing.T) {
 	}
 	if err := Unmount(t.TempDir()); err != nil {
 		t.Errorf("where nothing was ever mounted: %v", err)
+	}
+}
+
+// TestUsagePagesWithoutMounting: an agent that may not mount uses what somebody has
+// mounted for it, and takes all of a page's room when it makes it, so that whoever
+// fills the rest leaves that; elsewhere it says what is missing.
+func TestUsagePagesWithoutMounting(t *testing.T) {
+	const at = "GPU_AGENT_TEST_DIRECTORY"
+	if dir := os.Getenv(at); dir != "" {
+		p, err := OpenPages(dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		limit := Limit{GPU: aGPU, Bytes: aGiB, Since: time.Unix(1, 0)}
+		var fs unix.Statfs_t
+		if err := unix.Statfs(dir, &fs); err != nil {
+			t.Fatal(err)
+		}
+		if fs.Type != unix.TMPFS_MAGIC {
+			_, err := p.Write(aKey, 0, []Limit{limit})
+			if !errors.Is(err, gpu.ErrNoPermission) || !strings.Contains(err.Error(), p.usage+" before") {
+				t.Errorf("where nothing bounds a page: %v", err)
+			}
+			return
+		}
+		page := written(t, p, limit)[aGPU]
+		first := inode(t, page.Usage)
+		var st unix.Stat_t
+		if err := unix.Stat(page.Usage, &st); err != nil || st.Blocks*512 < usageSize {
+			t.Errorf("of %d bytes %d are there, %v", usageSize, st.Blocks*512, err)
+		}
+		if written(t, p, limit); inode(t, page.Usage) != first {
+			t.Error("the page was made anew")
+		}
+		limit.Since = time.Unix(2, 0)
+		if written(t, p, limit); inode(t, page.Usage) == first {
+			t.Error("the next holder has the page of the one before")
+		}
+		if err := p.Remove(aKey); err != nil {
+			t.Error(err)
+		}
+		if left, err := os.ReadDir(p.usage); err != nil || len(left) > 0 {
+			t.Errorf("%v is left, %v", left, err)
+		}
+		return
+	}
+	shared := somePages(t)
+	disk, err := os.MkdirTemp("/var/tmp", "gpu-agent-test-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer os.RemoveAll(disk)
+	for _, dir := range []string{filepath.Dir(filepath.Dir(shared.dir)), disk} {
+		cmd := exec.CommandContext(t.Context(), "/proc/self/exe", "-test.run=^TestUsagePagesWithoutMounting$")
+		cmd.Env = append(os.Environ(), at+"="+dir)
+		if os.Geteuid() == 0 {
+			const nobody = 65534
+			cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobody, Gid: nobody}}
+			for _, d := range []string{dir, filepath.Join(dir, "cap"), filepath.Join(dir, "cap", "limits"), filepath.Join(dir, "cap", usageName)} {
+				if err := os.Chown(d, nobody, nobody); err != nil && !errors.Is(err, os.ErrNotExist) {
+					t.Fatal(err)
+				}
+			}
+		}
+		if out, err := cmd.CombinedOutput(); err != nil {
+			t.Errorf("%v\n%s", err, out)
+		}
 	}
 }
 
