@@ -45,6 +45,7 @@ type pages struct {
 	limits map[string]map[gpu.UUID]uint64
 	since  map[string]time.Time // what was written last of a claim
 	spoilt map[string]bool
+	kit    *lib.Kit // that fits the driver; nil is testKit
 }
 
 func (p *pages) Sound(key string) (bool, error) {
@@ -97,7 +98,14 @@ func (p *pages) List() ([]string, error) {
 	return slices.Sorted(maps.Keys(p.limits)), nil
 }
 
-func (p *pages) Fit(cdi.Parts) (lib.Kit, error) { return testKit, nil }
+func (p *pages) Fit(cdi.Parts) (lib.Kit, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.kit != nil {
+		return *p.kit, nil
+	}
+	return testKit, nil
+}
 
 func (p *pages) Prune() error { return nil }
 
@@ -118,6 +126,32 @@ func mountAt(t *testing.T, b *bench, key, path string) string {
 }
 
 // TestCapsOfClaims: what containers may have, and what they get for it.
+// TestLibrariesFitTheDriver: with another driver, claims get the libraries that were
+// fitted to it.
+func TestLibrariesFitTheDriver(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(1)
+		b := start(t, o, t.TempDir(), "version: v1\npartitions:\n  default:\n    - {devices: all, mode: whole}\n")
+		defer b.end()
+		ids := []string{string(o.inv.GPUs[0].UUID)}
+		b.hold("pod", "example.com/gpu", ids...)
+		key := cdi.Key("example.com/gpu", ids)
+		if got := mountAt(t, b, key, "/lib/libcuda.so.580.1"); got != testKit.CUDA {
+			t.Fatalf("%q stands for the driver's library, want %q", got, testKit.CUDA)
+		}
+		newer := lib.Kit{CUDA: "/newer/libcuda.so.1", NVML: "/newer/libnvidia-ml.so.1"}
+		o.caps.mu.Lock()
+		o.caps.kit = &newer
+		o.caps.mu.Unlock()
+		b.with(func() { b.outside.inv = &gpu.Inventory{Driver: "590.2", GPUs: b.outside.inv.GPUs} })
+		b.event <- gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1}
+		synctest.Wait()
+		if got := mountAt(t, b, key, "/lib/libcuda.so.580.1"); got != newer.CUDA {
+			t.Errorf("%q stands for the new driver's library, want %q", got, newer.CUDA)
+		}
+	})
+}
+
 func TestCapsOfClaims(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o := newOutside(3)

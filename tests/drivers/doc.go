@@ -16,7 +16,8 @@
 // libraries would make the device nodes that they miss.
 //
 //   - TestNames: dlsym finds each function of a driver behind the cap, ours in front
-//     of the driver's, and none that the driver lacks.
+//     of the driver's, and none that the driver lacks. TestLinked: so does the loader
+//     for a program that is linked against the library.
 //   - TestAddresses: cuGetProcAddress, in both its forms, answers as the bare driver
 //     does: the same error and status, and the same function, or our override of
 //     exactly that one.

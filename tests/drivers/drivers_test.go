@@ -4,6 +4,7 @@ package drivers
 
 import (
 	"fmt"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -43,6 +44,35 @@ func (b *bench) judgeNames(t *testing.T, program string, s stand) {
 		}
 	}
 	t.Logf("%s has %d names, of which the cap has %d", s.name, len(theirs), len(exports(t, s.cap)))
+}
+
+// TestLinked: a program that is linked against the driver's library gets what dlsym
+// would find.
+func TestLinked(t *testing.T) {
+	b := open(t)
+	for _, d := range judges {
+		t.Run(d.version, func(t *testing.T) {
+			cuda, _ := b.install(t, d)
+			dir, theirs, ours := t.TempDir(), exports(t, cuda.file), exports(t, cuda.cap)
+			write(t, filepath.Join(dir, "linked.h"), "NAME("+strings.Join(theirs, ")\nNAME(")+")\n")
+			program := filepath.Join(dir, "linked")
+			build(t, "linked.c", program, "-I"+dir, "-fPIC", "-Wl,--allow-shlib-undefined", cuda.file)
+			lines := say(t, "", []string{"LD_BIND_NOW=1", "LD_LIBRARY_PATH=" + filepath.Dir(cuda.cap)}, program, cuda.real)
+			if len(lines) != len(theirs) {
+				t.Errorf("%d lines of %d names", len(lines), len(theirs))
+			}
+			for _, line := range lines {
+				symbol, whose, _ := strings.Cut(line, " ")
+				want := "real"
+				if _, is := slices.BinarySearch(ours, symbol); is {
+					want = "cap"
+				}
+				if whose != want {
+					t.Errorf("%s is linked to: %s; want %s", symbol, whose, want)
+				}
+			}
+		})
+	}
 }
 
 // TestAddresses: cuGetProcAddress makes the bare driver's choice, for every name,
