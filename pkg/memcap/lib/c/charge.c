@@ -11,31 +11,34 @@
  * charged a block for that moment. */
 struct block {
     CUdevice device;
-    uint64_t bytes;
-    bool old; /* one that is there, or none */
-    bool joined;
-    bool changed; /* made, or removed */
+    uint64_t bytes;             /* of what joins it */
+    const struct entry *leaves; /* or leaves it */
+    bool old;                   /* one that is there, or none */
+    bool changed;               /* made, or removed */
 };
 
-static void join(struct entry *e, void *arg)
+/* join is false where there is no such block and none is to be made. */
+static bool join(struct entry *e, void *arg)
 {
     struct block *b = arg;
     if (!e->how && b->old)
-        return;
-    b->joined = true;
+        return false;
     b->changed = !e->how;
     e->how = HOW_NOTE;
     e->device = b->device;
     e->owner++;
     e->bytes += b->bytes;
+    return true;
 }
+
+static void rejoin(struct entry *e, void *arg) { join(e, arg); }
 
 static void leave(struct entry *e, void *arg)
 {
     struct block *b = arg;
     if (!e->how)
         return;
-    e->bytes -= b->bytes;
+    e->bytes -= b->leaves->bytes;
     if (--e->owner == 0) {
         b->changed = true;
         e->how = 0;
@@ -215,7 +218,7 @@ bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space s
     struct entry old;
     if (c->how == HOW_SMALL) {
         struct block b = {.device = c->at.device, .bytes = c->bytes, .old = c->tight};
-        if (!table_edit(&p->table, key / BLOCK, SPACE_BLOCK, join, &b) || !b.joined) {
+        if (!table_edit_then_put(&p->table, key / BLOCK, SPACE_BLOCK, join, &b, &e, &old)) {
             if (!c->tight)
                 charge_failed(p, c);
             return false;
@@ -231,10 +234,10 @@ bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space s
         account_commit(c->a, c->bytes);
         if (guessed(&e))
             account_guessed(c->a);
-    }
-    if (!table_put(&p->table, &e, &old)) {
-        release(p, &e);
-        return false;
+        if (!table_put(&p->table, &e, &old)) {
+            release(p, &e);
+            return false;
+        }
     }
     if (old.how)
         release(p, &old); /* it was freed where we did not see it */
@@ -247,7 +250,7 @@ static void take(struct process *p, struct taken *t)
 {
     t->held = t->e.bytes;
     if (t->e.how == HOW_SMALL) {
-        struct block b = {.bytes = t->e.bytes};
+        struct block b = {.leaves = &t->e};
         table_edit(&p->table, t->e.key / BLOCK, SPACE_BLOCK, leave, &b);
         t->held = b.changed ? BLOCK : 0;
     }
@@ -257,9 +260,12 @@ static void take(struct process *p, struct taken *t)
 
 bool charge_take(struct process *p, struct taken *t, uint64_t key, enum space space)
 {
-    if (!table_take(&p->table, key, space, &t->e))
+    struct block b = {.leaves = &t->e};
+    if (!table_take_then(&p->table, key, space, &t->e, HOW_SMALL, key / BLOCK, SPACE_BLOCK, leave, &b))
         return false;
-    take(p, t);
+    t->held = t->e.how != HOW_SMALL ? t->e.bytes : b.changed ? BLOCK : 0;
+    if (t->held)
+        account_uncommit(&p->accounts[t->e.device], t->held);
     return true;
 }
 
@@ -294,7 +300,7 @@ void charge_back(struct process *p, const struct taken *t)
     struct entry old;
     if (t->e.how == HOW_SMALL) {
         struct block b = {.device = t->e.device, .bytes = t->e.bytes};
-        table_edit(&p->table, t->e.key / BLOCK, SPACE_BLOCK, join, &b);
+        table_edit(&p->table, t->e.key / BLOCK, SPACE_BLOCK, rejoin, &b);
         if (b.changed && !t->held)
             account_force(a, BLOCK); /* somebody else has left it meanwhile */
         else if (b.changed)

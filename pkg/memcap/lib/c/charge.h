@@ -13,8 +13,6 @@
 
 #include "process.h"
 
-#define BLOCK ((uint64_t)2 << 20)
-
 /* How something is charged. Asking for HOW_LARGE means HOW_SMALL for what is
  * smaller than a block. HOW_HIDDEN is a small thing without an address, or with
  * one that says nothing: nobody can see in which block it lies, or which block it

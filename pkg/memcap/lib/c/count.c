@@ -132,6 +132,7 @@ static void clear(struct account *a, struct slot *s)
     }
     __atomic_store_n(&s->managed, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->expected, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&s->exported, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->contexts, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->pid, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->reserved, 0, __ATOMIC_SEQ_CST);
@@ -166,12 +167,12 @@ static bool reap(struct account *a)
 
 struct sums {
     uint64_t reserved, committed;
-    bool sane;
+    bool sane, exported;
 };
 
 static struct sums sum(const struct account *a)
 {
-    struct sums t = {0, 0, true};
+    struct sums t = {.sane = true};
     uint64_t n = high(a);
     for (uint64_t i = 0; i < n; i++) {
         const struct slot *s = &a->usage->slots[i];
@@ -182,6 +183,7 @@ static struct sums sum(const struct account *a)
         }
         t.committed += c;
         t.reserved += r;
+        t.exported |= count_read(&s->exported) != 0;
     }
     return t;
 }
@@ -354,11 +356,11 @@ bool account_reserve_carefully(struct account *a, uint64_t n)
 
 void account_exports_gone(struct account *a)
 {
-    uint64_t had = count_read(&a->exported), ceiling = account_ceiling(a), limit = __atomic_load_n(&a->page->limit, __ATOMIC_ACQUIRE);
+    uint64_t had = count_read(&a->slot->exported), ceiling = account_ceiling(a), limit = __atomic_load_n(&a->page->limit, __ATOMIC_ACQUIRE);
     if (!had || ceiling == NO_LIMIT || ceiling <= limit)
         return;
     uint64_t gone = (had < ceiling - limit ? had : ceiling - limit) / UNIT * UNIT;
-    if (gone && __atomic_compare_exchange_n(&a->exported, &had, had - gone, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+    if (gone && __atomic_compare_exchange_n(&a->slot->exported, &had, had - gone, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
         account_lost(a, gone);
 }
 
@@ -422,6 +424,7 @@ static bool unheard(const struct account *a)
  * time, nor where the answer is known. */
 struct hearing {
     bool begun, asked, over;
+    bool exported; /* something may have gone that nobody is told of */
     uint64_t done, after; /* readings finished: at the beginning, and that tell nothing */
     struct patience p;
 };
@@ -447,7 +450,7 @@ static enum heard hear(struct account *a, struct hearing *h, uint64_t n)
         return HEARD_ALL;
     }
     bool again = h->begun && lost_alone(a, n) && !runs_out(&h->p, UINT64_MAX);
-    h->over = fresh(a) || unheard(a) || (h->begun && !again);
+    h->over = (fresh(a) && !h->exported) || unheard(a) || (h->begun && !again);
     if (h->over)
         return HEARD_ALL;
     if (!h->begun) {
@@ -495,6 +498,7 @@ static bool contend(struct account *a, uint64_t n, uint64_t limit)
             return false;
         waits = waits && !look(&p);
         bool under_way = waits && t.sane && now.committed + n <= now.ceiling;
+        h.exported = t.exported;
         enum heard heard = hear(a, &h, n);
         if (heard == HEARD_ALL && !under_way)
             break;

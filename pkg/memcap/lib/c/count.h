@@ -64,7 +64,8 @@
  *
  * so that committed may be more than what the driver gave, by what is gone meanwhile:
  * too much is bound, never too little. A reading shows what is gone, by the driver's
- * having less than bound, which raises the ceiling. By as much as the ceiling is above
+ * having less than bound, which raises the ceiling; so as long as there is any, a
+ * ceiling that was exact need not be so any more. By as much as the ceiling is above
  * the limit the owner takes it off
  *
  *     gone       exported -= n · lost n
@@ -106,7 +107,6 @@ struct account {
         struct picture at;
     } answers[ANSWERS];
     uint32_t next_answer;
-    uint64_t exported; /* bytes that this process has let go of and that may live on */
     char path[PATH_ROOM]; /* the usage page's */
     void *hold;      /* the mapping that keeps the slot's lock */
     uint64_t dead, looked; /* what dead processes have in bound, and when that was looked at */
@@ -194,8 +194,7 @@ static inline bool account_reserve_quickly(struct account *a, uint64_t n)
 {
     if (__builtin_expect(__atomic_load_n(&a->careful, __ATOMIC_RELAXED), 0))
         return account_reserve_carefully(a, n);
-    uint64_t ceiling = account_ceiling(a);
-    if (n > ceiling || n >= MOST)
+    if (n >= MOST || n > __atomic_load_n(&a->page->limit, __ATOMIC_RELAXED))
         return false;
     count_add(&a->slot->reserved, n);
     uint64_t amount = AMOUNT(bound_add(a, n));
@@ -238,7 +237,7 @@ static inline void account_lost(struct account *a, uint64_t n)
 void account_exports_gone(struct account *a);
 static inline void account_exported(struct account *a, uint64_t n)
 {
-    count_add(&a->exported, n);
+    count_add(&a->slot->exported, n);
     account_guessed(a);
     account_exports_gone(a);
 }

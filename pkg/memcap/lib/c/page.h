@@ -67,17 +67,17 @@ struct limit_page {
 #define AMOUNT(word) (((word) & (STEP - 1)) * UNIT)
 
 /* A slot is one loaded copy of this library: mostly a process, two where a
- * program has a second one by dlmopen. Bytes, multiples of 512, but for the
- * last two. */
+ * program has a second one by dlmopen. Bytes, multiples of 512, but for contexts
+ * and what is known of its process. */
 struct slot {
     uint64_t reserved;  /* at least what bound has of this slot */
     uint64_t committed; /* at most that, and at most what the driver gave */
     uint64_t managed;   /* of it, memory that the driver's figures lack */
     uint64_t expected;  /* of it, what contexts were charged with */
     uint64_t contexts;
-    uint64_t pid;  /* as its owner calls itself */
-    uint64_t pids; /* among whom: a number of its PID namespace, 0 if unknown */
-    uint64_t gap;
+    uint64_t pid;       /* as its owner calls itself */
+    uint64_t pids;      /* among whom: a number of its PID namespace, 0 if unknown */
+    uint64_t exported;  /* of committed, what was let go of and may live on elsewhere */
 };
 
 struct usage_page {

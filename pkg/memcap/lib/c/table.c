@@ -4,11 +4,22 @@
 
 enum { FIRST_BITS = 7 };
 
-static uint64_t spread(uint64_t key, enum space space)
+/* spread's first bits say which shard: an address is in its block's. */
+static inline uint64_t spread(uint64_t key, enum space space)
 {
-    /* Addresses come at steps of 512 bytes and more, handles at steps of 16. */
-    uint64_t h = (key ^ key >> 32 ^ (uint64_t)space << 56) * 0x9E3779B97F4A7C15u;
-    return h ^ h >> 29;
+    const uint64_t odd = 0x9E3779B97F4A7C15u;
+    uint64_t within = 0, h;
+    if (space == SPACE_ADDRESS) {
+        within = (key % BLOCK * odd) >> SHARD_BITS;
+        key /= BLOCK;
+    } else if (space == SPACE_BLOCK) {
+        within = odd >> SHARD_BITS;
+    } else {
+        /* Addresses come at steps of 512 bytes and more, handles at steps of 16. */
+        key ^= (uint64_t)space << 56;
+    }
+    h = (key ^ key >> 32) * odd;
+    return h ^ h >> 29 ^ within;
 }
 
 static uint64_t place(uint64_t hash, const struct shard *s) { return hash >> (64 - SHARD_BITS - s->bits) & (((uint64_t)1 << s->bits) - 1); }
@@ -32,7 +43,7 @@ static bool grow(struct shard *s)
     size_t size = sizeof(struct entry) << bits;
     struct entry *entries = sys_map(size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
     if (!entries)
-        return s->bits && s->used + 1 < (uint64_t)1 << s->bits;
+        return s->bits && s->used + 2 < (uint64_t)1 << s->bits;
     SYS3(SYS_madvise, entries, size, MADV_DONTFORK);
     struct shard old = *s;
     s->entries = entries;
@@ -65,7 +76,7 @@ static void drop(struct shard *s, struct entry *e)
     s->used--;
 }
 
-/* lock_for locks the shard of a key, with room for one more if there is memory. */
+/* lock_for locks the shard of a key, with room for two more if there is memory. */
 static struct shard *lock_for(struct table *t, uint64_t hash, bool *room)
 {
     struct shard *s = &t->shards[hash >> (64 - SHARD_BITS)];
@@ -92,7 +103,21 @@ bool table_put(struct table *t, const struct entry *e, struct entry *old)
     return ok;
 }
 
-bool table_take(struct table *t, uint64_t key, enum space space, struct entry *out)
+static void edit_locked(struct shard *s, uint64_t key, enum space space, void (*edit)(struct entry *, void *), void *arg)
+{
+    struct entry *at = find(s, spread(key, space), key, space);
+    bool was = at->how;
+    if (!was)
+        *at = (struct entry){.key = key, .space = (uint16_t)space};
+    edit(at, arg);
+    if (was && !at->how)
+        drop(s, at);
+    else if (!was && at->how)
+        s->used++;
+}
+
+bool table_take_then(struct table *t, uint64_t key, enum space space, struct entry *out, uint16_t how, uint64_t key2, enum space space2,
+                     void (*edit)(struct entry *, void *), void *arg)
 {
     uint64_t hash = spread(key, space);
     struct shard *s = &t->shards[hash >> (64 - SHARD_BITS)];
@@ -104,28 +129,51 @@ bool table_take(struct table *t, uint64_t key, enum space space, struct entry *o
             *out = *at;
             drop(s, at);
             found = true;
+            if (how && out->how == how)
+                edit_locked(s, key2, space2, edit, arg);
         }
     }
     spin_unlock(&s->lock);
     return found;
 }
 
-bool table_edit(struct table *t, uint64_t key, enum space space, void (*edit)(struct entry *, void *), void *arg)
+bool table_take(struct table *t, uint64_t key, enum space space, struct entry *out) { return table_take_then(t, key, space, out, 0, 0, 0, NULL, NULL); }
+
+bool table_edit_then_put(struct table *t, uint64_t key, enum space space, bool (*first)(struct entry *, void *), void *arg, const struct entry *e, struct entry *old)
 {
     uint64_t hash = spread(key, space);
     bool ok;
     struct shard *s = lock_for(t, hash, &ok);
+    old->how = 0;
     if (ok) {
         struct entry *at = find(s, hash, key, space);
         bool was = at->how;
         if (!was)
-            *at = (struct entry){.key = key, .space = space};
-        edit(at, arg);
+            *at = (struct entry){.key = key, .space = (uint16_t)space};
+        ok = first(at, arg);
         if (was && !at->how)
             drop(s, at);
         else if (!was && at->how)
             s->used++;
+        if (ok) {
+            at = find(s, spread(e->key, e->space), e->key, e->space);
+            if (at->how)
+                *old = *at;
+            else
+                s->used++;
+            *at = *e;
+        }
     }
+    spin_unlock(&s->lock);
+    return ok;
+}
+
+bool table_edit(struct table *t, uint64_t key, enum space space, void (*edit)(struct entry *, void *), void *arg)
+{
+    bool ok;
+    struct shard *s = lock_for(t, spread(key, space), &ok);
+    if (ok)
+        edit_locked(s, key, space, edit, arg);
     spin_unlock(&s->lock);
     return ok;
 }

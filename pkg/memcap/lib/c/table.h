@@ -12,6 +12,8 @@
 
 #include "sys.h"
 
+#define BLOCK ((uint64_t)2 << 20)
+
 /* Addresses and the several kinds of handles may be the same number. */
 enum space { SPACE_ADDRESS = 1, SPACE_BLOCK, SPACE_CONTEXT, SPACE_ARRAY, SPACE_MIPMAP, SPACE_HANDLE, SPACE_MAP, SPACE_EXEC, SPACE_POOLED, SPACE_EXPORT, SPACE_LIMIT, SPACE_MODULE };
 
@@ -49,6 +51,14 @@ bool table_take(struct table *t, uint64_t key, enum space space, struct entry *o
  * how is 0 where there is none, and setting it makes one. Setting it to 0
  * removes the entry. False: no memory for one, and edit was not called. */
 bool table_edit(struct table *t, uint64_t key, enum space space, void (*edit)(struct entry *, void *), void *arg);
+
+/* An address and its block are in the same shard, and change under one lock:
+ * table_edit_then_put edits the one, and puts the other where first returns true;
+ * else, or without memory, it returns false and puts nothing. table_take_then removes
+ * the one, and edits the other where the one is of that how. */
+bool table_edit_then_put(struct table *t, uint64_t key, enum space space, bool (*first)(struct entry *, void *), void *arg, const struct entry *e, struct entry *old);
+bool table_take_then(struct table *t, uint64_t key, enum space space, struct entry *out, uint16_t how, uint64_t key2, enum space space2,
+                     void (*edit)(struct entry *, void *), void *arg);
 
 /* table_pick removes up to room entries that pick says yes to, and returns how
  * many; fewer than room: there are no more. Nothing is called back with a lock
