@@ -220,7 +220,7 @@ static void async(struct run *r)
         MUST(r, r->cu->cuMemFreeAsync(initial, r->seat.stream));
     MUST(r, r->cu->cuStreamSynchronize(r->seat.stream));
     for (int i = 0; i < STREAMS; i++) {
-        workers[i] = (struct worker){.r = *r, .pool = pool, .most = unused / 100 * 90 / STREAMS};
+        workers[i] = (struct worker){.r = *r, .pool = pool, .most = unused / 100 * 75 / STREAMS};
         workers[i].r.dice += (uint64_t)i << 32;
         if (pthread_create(&threads[i], NULL, work_async, &workers[i]))
             abort();
