@@ -158,10 +158,23 @@ func (d deb) download(ctx context.Context, file string) error {
 		if bytes.Contains(said, []byte("Hash Sum mismatch")) {
 			return errHash
 		}
-		errs = append(errs, fmt.Errorf("%w: %s", failed, bytes.TrimSpace(said)))
+		errs = append(errs, fmt.Errorf("%w: %s", failed, why(string(said))))
 	}
 	if len(errs) == 0 {
 		return errors.New("apt has no source of packages")
 	}
 	return errors.Join(errs...)
+}
+
+// why is apt's own word for a failure, without the address that it tried.
+func why(said string) string {
+	for line := range strings.Lines(said) {
+		if reason, ok := strings.CutPrefix(line, "E: "); ok {
+			if _, after, ok := strings.Cut(reason, "  "); ok {
+				reason = after
+			}
+			return strings.TrimSpace(reason)
+		}
+	}
+	return "apt says nothing of it"
 }
