@@ -620,7 +620,7 @@ static CUresult free_async(struct process *p, CUdeviceptr at, CUstream s, bool p
     CUresult r;
     if (give_back(p, at, &e, &r, NULL, call, s)) {
         if (r == CUDA_SUCCESS)
-            freed_on(p, &p->pools[e.owner], at, e.bytes, s, per_thread);
+            freed_on(p, &p->pools[e.owner], s, per_thread);
         return r;
     }
     if (!charge_take(p, &t, at, SPACE_ADDRESS))

@@ -56,7 +56,7 @@ CUresult pool_alone(struct process *p, const struct request *q, struct pool *poo
 CUresult reuse(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n);
 
 /* freed_on writes down that a stream has freed something of a pool. */
-void freed_on(struct process *p, struct pool *pool, CUdeviceptr at, uint64_t n, CUstream s, bool per_thread);
+void freed_on(struct process *p, struct pool *pool, CUstream s, bool per_thread);
 void freers_end(struct pool *pool);
 
 /* capturing says whether what is done on a stream becomes a part of a graph. */

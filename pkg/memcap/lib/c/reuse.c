@@ -11,10 +11,10 @@
  * (CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES) we wait for the streams
  * ourselves: what a synchronisation has found complete is open to all.
  *
- * First we look for one free that is large enough, the oldest, so that streams wait
- * for each other no more than they need to; if that does not help, the stream
- * waits for all that have freed something. What does not help then is not tried
- * again before something is freed (hopeless). */
+ * A stream waits for all that have freed something since it waited for them last.
+ * Which of them the driver then takes memory of, nobody tells; so to wait for fewer
+ * would be to guess, and a wrong guess lets the pool grow. What does not help then is
+ * not tried again before something is freed (hopeless). */
 
 #include "pool.h"
 
@@ -24,23 +24,17 @@ struct freer {
     uint64_t key; /* the stream's handle, or its thread; see key_of. 0: the event is all there is */
     uint64_t number; /* its context's; 0: this place is free */
     CUcontext context;
-    CUevent event; /* or NULL */
-    uint32_t busy; /* somebody is in a call of the driver with the stream */
-    uint32_t gap;
+    CUevent event;  /* to be recorded on it, or NULL */
+    uint32_t turn;  /* of its last free; 0: it has freed nothing */
+    uint32_t busy;  /* somebody is in a call of the driver with the stream */
 };
 
-struct freed {
-    uint64_t at, bytes;
-    uint32_t freer, turn;
-};
-
-enum { FREERS = 128, FREED = 128 };
+enum { FREERS = 64 };
 struct freers {
     uint32_t lock; /* for moments */
     uint32_t turn;
-    bool overflown; /* there were more streams than places */
     struct freer list[FREERS];
-    struct freed last[FREED]; /* by the hash of the address */
+    uint32_t followed[FREERS][FREERS]; /* the turn up to which the one has waited for the other */
 };
 
 /* The default stream of each thread has one handle for all of them. */
@@ -122,62 +116,69 @@ static int free_place(const struct process *p, struct freers *f)
     return -1;
 }
 
-static void write_down(struct process *p, struct pool *pool, CUdeviceptr at, uint64_t n, CUstream s, uint64_t key)
+/* enlist returns the place of a stream among the freers, or -1 where there are more
+ * than there is room for: what those have freed they alone can have again. */
+static int enlist(struct process *p, struct freers *f, CUstream s, uint64_t key)
 {
-    struct freers *f = freers_of(pool);
     struct where w;
     CUcontext context = NULL;
-    if (!f)
-        return;
     spin_lock(&f->lock);
     int i = place_of(p, f, key);
-    if (i < 0) {
-        spin_unlock(&f->lock);
-        if (!where_stream(p, &w, s) || CALL(cuStreamGetCtx, stream_of(key), &context) != CUDA_SUCCESS)
-            return;
-        int mode = CU_STREAM_CAPTURE_MODE_RELAXED;
-        CUresult r = CALL(cuThreadExchangeStreamCaptureMode, &mode);
-        spin_lock(&f->lock);
-        i = place_of(p, f, key);
-        if (i < 0 && (i = free_place(p, f)) >= 0)
-            f->list[i] = (struct freer){.key = key, .number = w.context, .context = context};
-        f->overflown |= i < 0;
-        if (r == CUDA_SUCCESS)
-            CALL(cuThreadExchangeStreamCaptureMode, &mode);
-    }
-    if (i >= 0 && __atomic_load_n(&pool->near, __ATOMIC_RELAXED))
-        f->last[at / UNIT * 0x9E3779B97F4A7C15u >> 57] = (struct freed){at, n, (uint32_t)i, ++f->turn};
     spin_unlock(&f->lock);
+    if (i >= 0 || !where_stream(p, &w, s) || CALL(cuStreamGetCtx, stream_of(key), &context) != CUDA_SUCCESS)
+        return i;
+    int mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    CUresult r = CALL(cuThreadExchangeStreamCaptureMode, &mode);
+    spin_lock(&f->lock);
+    i = place_of(p, f, key);
+    if (i < 0 && (i = free_place(p, f)) >= 0) {
+        f->list[i] = (struct freer){.key = key, .number = w.context, .context = context};
+        for (int k = 0; k < FREERS; k++)
+            f->followed[k][i] = f->followed[i][k] = 0;
+    }
+    spin_unlock(&f->lock);
+    if (r == CUDA_SUCCESS)
+        CALL(cuThreadExchangeStreamCaptureMode, &mode);
+    return i;
 }
-_Static_assert(FREED == 1 << (64 - 57), "an address's hash is one of them");
 
-void freed_on(struct process *p, struct pool *pool, CUdeviceptr at, uint64_t n, CUstream s, bool per_thread)
+void freed_on(struct process *p, struct pool *pool, CUstream s, bool per_thread)
 {
     if (__atomic_load_n(&pool->hopeless, __ATOMIC_RELAXED))
         __atomic_store_n(&pool->hopeless, 0, __ATOMIC_SEQ_CST);
     uint64_t key = key_of(s, per_thread), word = key ^ (uint64_t)__atomic_load_n(&p->contexts_ended, __ATOMIC_RELAXED) << 56;
-    if (word == __atomic_load_n(&pool->freer, __ATOMIC_RELAXED) && !__atomic_load_n(&pool->near, __ATOMIC_RELAXED))
+    bool near = __atomic_load_n(&pool->near, __ATOMIC_RELAXED);
+    if (word == __atomic_load_n(&pool->freer, __ATOMIC_RELAXED) && !near)
         return;
-    write_down(p, pool, at, n, s, key);
+    struct freers *f = freers_of(pool);
+    int i = f ? enlist(p, f, s, key) : -1;
+    if (i >= 0) {
+        spin_lock(&f->lock);
+        f->list[i].turn = ++f->turn;
+        spin_unlock(&f->lock);
+    }
     __atomic_store_n(&pool->freer, word, __ATOMIC_RELAXED);
 }
 
 /* --- following ------------------------------------------------------------- */
 
-/* record_on records a new event on a freer's stream. */
-static CUevent record_on(const struct process *p, const struct freer *is)
+/* record_on records a freer's event on its stream; false: it cannot be. The event is
+ * made where there is none, and is the freer's from then on. */
+static bool record_on(const struct process *p, struct freer *is)
 {
     CUcontext popped;
-    CUevent e = NULL;
     CUstream s = stream_of(is->key);
-    if (!context_lives(p, is->context, is->number) || capturing(p, s, false) || CALL(cuCtxPushCurrent_v2, is->context) != CUDA_SUCCESS)
-        return NULL;
-    if (CALL(cuEventCreate, &e, CU_EVENT_DISABLE_TIMING) == CUDA_SUCCESS && CALL(cuEventRecord, e, s) != CUDA_SUCCESS) {
-        CALL(cuEventDestroy_v2, e);
-        e = NULL;
-    }
+    bool named = s != CU_STREAM_LEGACY && s != CU_STREAM_PER_THREAD; /* else it is the current context's */
+    if (!context_lives(p, is->context, is->number) || capturing(p, s, false))
+        return false;
+    if (is->event && named)
+        return CALL(cuEventRecord, is->event, s) == CUDA_SUCCESS;
+    if (CALL(cuCtxPushCurrent_v2, is->context) != CUDA_SUCCESS)
+        return false;
+    bool made = is->event || CALL(cuEventCreate, &is->event, CU_EVENT_DISABLE_TIMING) == CUDA_SUCCESS;
+    bool recorded = made && CALL(cuEventRecord, is->event, s) == CUDA_SUCCESS;
     CALL(cuCtxPopCurrent_v2, &popped);
-    return e;
+    return recorded;
 }
 
 /* hold_freer takes a freer out of the way of cuStreamDestroy. */
@@ -191,11 +192,18 @@ static bool hold_freer(struct process *p, struct freers *f, int i, struct freer 
     return there;
 }
 
-static void let_freer(struct freers *f, int i)
+static void let_freer(struct freers *f, int i, const struct freer *is)
 {
+    CUevent spare = NULL;
     spin_lock(&f->lock);
     f->list[i].busy--;
+    if (!f->list[i].event)
+        f->list[i].event = is->event;
+    else if (f->list[i].event != is->event)
+        spare = is->event; /* another thread has made one too */
     spin_unlock(&f->lock);
+    if (spare)
+        CALL(cuEventDestroy_v2, spare);
 }
 
 static CUstream explicitly(const struct request *q)
@@ -203,18 +211,17 @@ static CUstream explicitly(const struct request *q)
     return q->stream ? q->stream : q->per_thread ? CU_STREAM_PER_THREAD : CU_STREAM_LEGACY;
 }
 
-/* follow has the allocating stream wait for a freer. */
-static void follow(struct process *p, struct freers *f, int i, const struct request *q)
+/* follow has the allocating stream, in place own, wait for a freer. */
+static void follow(struct process *p, struct freers *f, int i, int own, const struct request *q)
 {
     struct freer is;
     if (!hold_freer(p, f, i, &is))
         return;
-    CUevent e = is.key ? record_on(p, &is) : is.event;
-    if (e)
-        CALL(cuStreamWaitEvent, explicitly(q), e, 0);
-    if (e && is.key)
-        CALL(cuEventDestroy_v2, e); /* it goes when it is over */
-    let_freer(f, i);
+    if (!is.key || record_on(p, &is))
+        CALL(cuStreamWaitEvent, explicitly(q), is.event, 0);
+    if (own >= 0)
+        f->followed[own][i] = is.turn;
+    let_freer(f, i, &is);
 }
 
 /* complete waits until a freer's stream has come to its end of now, or for as long
@@ -227,61 +234,26 @@ static void complete(struct process *p, struct freers *f, int i)
     struct freer is;
     if (!hold_freer(p, f, i, &is))
         return;
-    CUevent e = is.key ? record_on(p, &is) : is.event;
-    if (is.key)
-        let_freer(f, i); /* the stream may go; the event is ours */
+    bool recorded = !is.key || record_on(p, &is);
     uint64_t until = now_us() + COMPLETE_US;
-    CUresult r = e ? CALL(cuEventQuery, e) : CUDA_ERROR_NOT_FOUND;
-    for (; r == CUDA_ERROR_NOT_READY && now_us() < until; r = CALL(cuEventQuery, e))
+    CUresult r = recorded ? CALL(cuEventQuery, is.event) : CUDA_ERROR_NOT_FOUND;
+    for (; r == CUDA_ERROR_NOT_READY && now_us() < until; r = CALL(cuEventQuery, is.event))
         nap_us(50);
     if (r == CUDA_SUCCESS)
-        CALL(cuEventSynchronize, e);
-    if (e && is.key)
-        CALL(cuEventDestroy_v2, e);
-    if (!is.key)
-        let_freer(f, i);
+        CALL(cuEventSynchronize, is.event);
+    let_freer(f, i, &is);
 }
 
 /* --- serving ---------------------------------------------------------------- */
 
-struct overlap {
-    uint64_t owner, at, end;
-};
-
-static bool overlaps(const struct entry *e, void *arg)
+/* to_follow says whether a stream, in place own, has yet to wait for a freer. */
+static bool to_follow(struct freers *f, int own, int i)
 {
-    const struct overlap *o = arg;
-    return e->space == SPACE_POOLED && e->owner == o->owner && e->key < o->end && o->at < e->key + e->bytes;
-}
-
-/* best takes the free that is to serve n bytes off the list, and returns the index of
- * its freer; -1: there is none. The stream's own ones are the first to be taken. */
-static int best(struct process *p, struct pool *pool, struct freers *f, uint64_t n, uint64_t key, bool *own)
-{
-    for (int tries = 0; tries < 8; tries++) {
-        struct freed found = {0}, *at = NULL;
-        spin_lock(&f->lock);
-        *own = false;
-        for (int i = 0; i < FREED; i++) {
-            struct freed *is = &f->last[i];
-            bool its = is->bytes && f->list[is->freer].key == key;
-            if (is->bytes < n || (at && (its < *own || (its == *own && (int32_t)(is->turn - at->turn) > 0))))
-                continue;
-            at = is;
-            *own = its;
-        }
-        if (at) {
-            found = *at;
-            at->bytes = 0;
-        }
-        spin_unlock(&f->lock);
-        if (!at)
-            return -1;
-        struct overlap o = {(uint64_t)(pool - p->pools), found.at, found.at + found.bytes};
-        if (!table_any(&p->table, overlaps, &o))
-            return (int)found.freer;
-    }
-    return -1;
+    spin_lock(&f->lock);
+    const struct freer *is = &f->list[i];
+    bool to = i != own && is->number && is->turn && (own < 0 || is->turn != f->followed[own][i]);
+    spin_unlock(&f->lock);
+    return to;
 }
 
 static bool goes_by_events(const struct pool *pool)
@@ -297,26 +269,15 @@ static bool goes_by_events(const struct pool *pool)
 static CUresult serve(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n)
 {
     struct freers *f = freers_of(pool);
-    uint64_t key = key_of(q->stream, q->per_thread);
-    bool own, events = goes_by_events(pool);
-    CUresult r = CUDA_ERROR_OUT_OF_MEMORY;
-    if (!f)
-        return r;
-    int i = best(p, pool, f, n, key, &own);
-    if (i >= 0 && (own || events)) {
-        if (!own)
-            follow(p, f, i, q);
-        r = pool_alone(p, q, pool, a, n);
-    }
-    if (r != CUDA_ERROR_OUT_OF_MEMORY)
-        return r;
-    for (i = 0; i < FREERS; i++) {
-        spin_lock(&f->lock);
-        bool other = f->list[i].number && f->list[i].key != key;
-        spin_unlock(&f->lock);
-        if (other && events)
-            follow(p, f, i, q);
-        else if (other)
+    int own = f ? enlist(p, f, q->stream, key_of(q->stream, q->per_thread)) : -1, events = -1;
+    for (int i = 0; f && i < FREERS; i++) {
+        if (!to_follow(f, own, i))
+            continue;
+        if (events < 0)
+            events = goes_by_events(pool);
+        if (events)
+            follow(p, f, i, own, q);
+        else
             complete(p, f, i);
     }
     return pool_alone(p, q, pool, a, n);
@@ -329,7 +290,7 @@ CUresult reuse(struct process *p, const struct request *q, struct pool *pool, st
         return CUDA_ERROR_OUT_OF_MEMORY;
     __atomic_store_n(&pool->hopeless, TRYING, __ATOMIC_SEQ_CST);
     int mode = CU_STREAM_CAPTURE_MODE_RELAXED; /* a capture is not to fail for it */
-    CUresult exchanged = CALL(cuThreadExchangeStreamCaptureMode, &mode);
+    CUresult exchanged = __atomic_load_n(&p->captures, __ATOMIC_RELAXED) ? CALL(cuThreadExchangeStreamCaptureMode, &mode) : CUDA_ERROR_NOT_FOUND;
     CUresult r = serve(p, q, pool, a, n);
     if (exchanged == CUDA_SUCCESS)
         CALL(cuThreadExchangeStreamCaptureMode, &mode);
@@ -354,15 +315,16 @@ static void part(struct process *p, struct pool *pool, uint64_t key)
     __atomic_store_n(&pool->freer, 0, __ATOMIC_RELAXED);
     if (i < 0 || !hold_freer(p, f, i, &is))
         return;
-    CUevent e = record_on(p, &is);
+    bool recorded = record_on(p, &is);
     for (bool others = true; others;) { /* who records an event on it */
         spin_lock(&f->lock);
         others = f->list[i].busy > 1;
         if (!others) {
-            f->list[i].busy = 0;
-            f->list[i].key = 0;
-            f->list[i].event = e;
-            f->list[i].number = e ? is.number : 0;
+            struct freer *at = &f->list[i];
+            at->busy = 0;
+            at->key = 0;
+            at->event = is.event;
+            at->number = recorded ? is.number : 0;
         }
         spin_unlock(&f->lock);
         if (others)
