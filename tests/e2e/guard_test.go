@@ -310,6 +310,44 @@ func TestWatchdog(t *testing.T) {
 		b.metric(unclaimed("no-pod"), 0)
 		b.unharmed(neighbour)
 	})
+
+	b.sub("a container that the runtime does not list", func(b *bench) {
+		notListed(b, unclaimed("unlisted"))
+		b.unharmed(neighbour)
+	})
+}
+
+// notListed has a process of a pod go on in the cgroup of the pod's sandbox, as all do
+// under a sandboxed runtime, and then take more than the pod may have.
+func notListed(b *bench, metric string) {
+	const limit = 4 * giB
+	pod := b.tenant("sandboxed", limit/giB)
+	k := b.probe(pod, "main", direct.env, direct.args...)
+	b.take(k, giB, 1)
+	all, err := pod.Processes(b.ctx, "main", lab.ProbeProgram)
+	b.must(err)
+	if len(all) != 1 {
+		b.Fatalf("the probe's processes are %v", all)
+	}
+	b.must(pod.IntoSandbox(b.ctx, all[0]))
+	b.metric(metric, 1)
+	b.must(node.AwaitEvent(b.ctx, "Pod", lab.PodNamespace, pod.Name, "says that a container is not listed", func(e lab.Event) bool {
+		return e.Type == "Warning" && e.Reason == "ContainerNotListed" && strings.Contains(e.Message, "held to 4.00 GiB")
+	}))
+	if !node.Lives(all[0]) {
+		b.Fatal("within the cap, it was ended")
+	}
+	// The answer to this may be lost with its container.
+	if a, err := k.Ask("take cuMemAlloc_v2 %d 7", giB); err == nil && a.Result() != lab.Success {
+		b.Fatalf("past the library: %s", a)
+	}
+	_, _, err = node.End(b.ctx, 30*time.Second, all[0])
+	b.must(err)
+	b.must(node.AwaitEvent(b.ctx, "Pod", lab.PodNamespace, pod.Name, "says that it was over the cap", func(e lab.Event) bool {
+		return e.Reason == "CapExceeded" && strings.Contains(e.Message, "does not list") && strings.Contains(e.Message, "more than its cap of 4.00 GiB")
+	}))
+	b.metric(`gpu_agent_cap_kills_total{reason="over"}`, 1)
+	b.metric(metric, 0)
 }
 
 // mapped are the files of the cap's that a process has mapped, with their inodes,

@@ -224,6 +224,25 @@ func (p *RunningPod) Processes(ctx context.Context, container, program string) (
 	return out, nil
 }
 
+// IntoSandbox moves a process of the pod into the cgroups of the pod's sandbox, which
+// the container runtime does not list among its containers.
+func (p *RunningPod) IntoSandbox(ctx context.Context, of Process) error {
+	out, err := p.node.Exec(ctx, "ctr", "--namespace", "k8s.io", "containers", "list", "--quiet", fmt.Sprintf(
+		`labels."io.cri-containerd.kind"==sandbox,labels."io.kubernetes.pod.namespace"==%q,labels."io.kubernetes.pod.name"==%q`, PodNamespace, p.Name))
+	if err != nil {
+		return fmt.Errorf("find the sandbox of pod %s: %w", p.Name, err)
+	}
+	ids := strings.Fields(string(out))
+	if len(ids) != 1 {
+		return fmt.Errorf("find the sandbox of pod %s: the runtime has %q", p.Name, ids)
+	}
+	script := fmt.Sprintf(`set -e; n=0; for d in $(find /sys/fs/cgroup -type d -name '*%s*'); do echo %d > "$d/cgroup.procs"; n=$((n+1)); done; test $n -gt 0`, ids[0], of.PID)
+	if out, err := p.node.Exec(ctx, "sh", "-c", script); err != nil {
+		return fmt.Errorf("move %s into the sandbox of pod %s: %w: %s", of, p.Name, err, out)
+	}
+	return nil
+}
+
 // Signal sends a process of the node a signal by its name, such as STOP.
 func (n *Node) Signal(ctx context.Context, p Process, signal string) error {
 	if !n.Lives(p) {
