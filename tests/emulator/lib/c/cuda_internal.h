@@ -312,8 +312,8 @@ CUresult pools_observe(const char *call, int device, usable *covered, void *arg)
 uint64_t pools_oldest_tick(void);
 /* pools_empty gives up all that is not used; the lock is held. */
 uint64_t pools_empty(int device);
-/* pool_fits says whether a pool has room for a request on a stream, or gets it of a
- * card that has so many bytes left. */
+/* pool_fits says whether a pool has room for a request on a stream, or grows by whole
+ * pieces for it on a card that has so many bytes left. */
 CUresult pool_fits(CUmemoryPool handle, uint64_t size, CUstream s, uint64_t left, bool *fits);
 /* pool_free ends an allocation, at a moment or at once (NULL). It takes the lock
  * held and gives it up. */

@@ -268,12 +268,18 @@ static CUresult add(struct request *q, uint64_t size, uint64_t grain)
     return added ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
+/* growth is by how much a pool grows for a request. */
+static uint64_t growth(uint64_t size)
+{
+    uint64_t piece = (uint64_t)switches.piece_mib << 20, least = round_up(size, BLOCK);
+    return switches.large == LARGE_BLOCKS && least > piece ? least : round_up(size, piece);
+}
+
 /* grow adds a piece for a request; a card that is nearly full has none that is
  * larger than the request. */
 static CUresult grow(struct request *q)
 {
-    uint64_t piece = (uint64_t)switches.piece_mib << 20, least = round_up(q->size, BLOCK);
-    uint64_t want = switches.large == LARGE_BLOCKS && least > piece ? least : round_up(q->size, piece);
+    uint64_t piece = (uint64_t)switches.piece_mib << 20, least = round_up(q->size, BLOCK), want = growth(q->size);
     CUresult r = add(q, want, want % piece ? want : piece);
     return r == CUDA_ERROR_OUT_OF_MEMORY && least < want ? add(q, least, least) : r;
 }
@@ -335,7 +341,7 @@ CUresult pool_fits(CUmemoryPool handle, uint64_t size, CUstream s, uint64_t left
     lock();
     if ((q.lane = lane_of(s, q.ctx))) {
         notice(q.pool);
-        *fits = q.pool->on_host || left >= round_up(size, BLOCK) || heap_fits(q.pool->heap, size, open_to, &q, remap) ||
+        *fits = q.pool->on_host || left >= growth(size) || heap_fits(q.pool->heap, size, open_to, &q, remap) ||
                 (internal && heap_fits(q.pool->heap, size, any, &q, remap));
     }
     unlock();

@@ -47,7 +47,6 @@ enum {
     CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN = 6,
     CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1,
     CU_LIMIT_STACK_SIZE = 0,
-    CU_LIMIT_MALLOC_HEAP_SIZE = 2,
     CU_MEM_ALLOC_GRANULARITY_MINIMUM = 0,
     CU_MEM_ALLOCATION_TYPE_MANAGED = 2,
     CU_MEM_LOCATION_TYPE_HOST = 2,
@@ -57,6 +56,7 @@ enum {
     CU_MEMPOOL_ATTR_RELEASE_THRESHOLD = 4,
     CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT = 5,
     CU_STREAM_NON_BLOCKING = 1,
+    CU_LIMIT_MALLOC_HEAP_SIZE = 2,
     CU_EVENT_DISABLE_TIMING = 2,
     CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3,
     CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1,
@@ -64,6 +64,8 @@ enum {
     CU_GET_PROC_ADDRESS_DEFAULT = 0,
     CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM = 2,
 };
+
+#define CU_STREAM_PER_THREAD ((CUstream)2)
 
 typedef struct {
     int type, id;
@@ -160,6 +162,9 @@ _Static_assert(sizeof(CUDA_ARRAY3D_DESCRIPTOR) == 40, "CUDA_ARRAY3D_DESCRIPTOR")
     F(cuEventCreate, "cuEventCreate", 2000, 0, (CUevent *, unsigned flags)) \
     F(cuEventDestroy_v2, "cuEventDestroy", 4000, 0, (CUevent)) \
     F(cuEventRecord, "cuEventRecord", 2000, 1, (CUevent, CUstream)) \
+    F(cuStreamQuery, "cuStreamQuery", 2000, 1, (CUstream)) \
+    F(cuCtxSynchronize, "cuCtxSynchronize", 2000, 0, (void)) \
+    F(cuCtxSetLimit, "cuCtxSetLimit", 3010, 0, (int limit, size_t value)) \
     F(cuEventQuery, "cuEventQuery", 2000, 0, (CUevent)) \
     F(cuEventSynchronize, "cuEventSynchronize", 2000, 0, (CUevent)) \
     F(cuStreamWaitEvent, "cuStreamWaitEvent", 3020, 1, (CUstream, CUevent, unsigned flags)) \
@@ -188,7 +193,6 @@ _Static_assert(sizeof(CUDA_ARRAY3D_DESCRIPTOR) == 40, "CUDA_ARRAY3D_DESCRIPTOR")
     F(cuMemGetAllocationGranularity, "cuMemGetAllocationGranularity", 10020, 0, (size_t *, const CUmemAllocationProp *, int option)) \
     F(cuMemCreate, "cuMemCreate", 10020, 0, (CUmemGenericAllocationHandle *, size_t bytes, const CUmemAllocationProp *, unsigned long long flags)) \
     F(cuMemRelease, "cuMemRelease", 10020, 0, (CUmemGenericAllocationHandle)) \
-    F(cuCtxSetLimit, "cuCtxSetLimit", 3010, 0, (int limit, size_t value)) \
     F(cuMemAddressReserve, "cuMemAddressReserve", 10020, 0, (CUdeviceptr *, size_t bytes, size_t alignment, CUdeviceptr at, unsigned long long flags)) \
     F(cuMemAddressFree, "cuMemAddressFree", 10020, 0, (CUdeviceptr, size_t bytes)) \
     F(cuMemMap, "cuMemMap", 10020, 0, (CUdeviceptr, size_t bytes, size_t offset, CUmemGenericAllocationHandle, unsigned long long flags)) \

@@ -12,6 +12,7 @@
  *     calls                          a line for each call, then end
  *     scenario NAME ROOM             ran name=... and what scenarios.c says
  *     scenarios                      their names
+ *     walk SEED STEPS CAP JUDGE      walked steps=... granted=... refused=... (see walk.c)
  *     churn SEED                     takes and gives at random until it is killed
  *                                    or the input ends; ended result=...
  *
@@ -252,7 +253,11 @@ int main(int argc, char **argv)
             take(&team, name, a, n > 3 ? (int)b : 1);
         else if (!strcmp(verb, "scenario") && n == 3)
             scenario(name, team.door, team.device, a);
-        else if (!strcmp(verb, "scenarios"))
+        else if (!strcmp(verb, "walk") && n == 4) {
+            char judge[256] = "";
+            sscanf(line, "%*s %*s %*s %*s %255s", judge);
+            walk(team.door, team.device, strtoull(name, NULL, 10), a, b, judge);
+        } else if (!strcmp(verb, "scenarios"))
             list_scenarios();
         else if (!strcmp(verb, "give") && n == 2)
             give(strtoul(name, NULL, 10));

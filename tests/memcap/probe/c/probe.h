@@ -10,6 +10,7 @@
  *     team.c    workers: threads and processes that do one command together
  *     views.c   what the library says of the memory there is
  *     scenarios.c  what programs do that once went wrong, each by a name
+ *     walk.c    calls at random, near the edge
  *     main.c    flags, and the commands read from standard input
  */
 #ifndef MEMCAP_PROBE_H
@@ -108,6 +109,12 @@ void dismiss(void);
 /* scenario lets the routine of a name run and prints how it went. */
 void scenario(const char *name, const char *door, int device, uint64_t room);
 void list_scenarios(void);
+
+/* walk.c */
+
+/* walk makes so many calls at random and prints how it went. judge is the path of
+ * the emulated driver's library, which is asked what would have fitted. */
+void walk(const char *door, int device, uint64_t seed, uint64_t steps, uint64_t cap, const char *judge);
 
 /* views.c */
 void show_cuda(struct cuda *cu);

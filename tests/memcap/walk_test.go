@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package memcap
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"testing"
+
+	"example.com/gpu-agent/pkg/memcap/lib"
+	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/memcap/capsule"
+)
+
+// TestWalk is calls at random, 100,000 of each seed with -long, near the edge of
+// the cap: memory of every kind by every call that gives some, pools with their
+// settings, streams, events and kernels that take time, contexts and their limits,
+// by threads that take turns and sometimes go at once. The emulated driver's books
+// judge: it never had more than the cap, but for what was undone at once and is
+// reported so; and it says of each request that is refused whether a card of that
+// size would have granted it.
+//
+// The peak holds. The refusals do not yet: of a hundred some are of what would have
+// fitted, most of them in a pool that has the room but must not grow. Up to one in
+// five is let pass under a cap, and the log has the first of them; on a bare card
+// none is. Whoever mends it takes the allowance away.
+//
+// The walk on a bare card is the judge's own trial: what is refused there is
+// refused by the driver.
+func TestWalk(t *testing.T) {
+	random := dice(t)
+	modes := []string{"", "strict", anyCUDA(random), anyCUDA(random)}
+	r := newRig(t, emulator.Spec{Model: "H200-141GB", Count: len(modes)})
+	for i, cuda := range modes {
+		seed := random.Uint64N(1 << 32)
+		t.Run(fmt.Sprintf("cap/%d", i), func(t *testing.T) {
+			t.Parallel()
+			r.walk(t, i, seed, cuda)
+		})
+	}
+	t.Run("bare", func(t *testing.T) {
+		t.Parallel()
+		walkBare(t, random.Uint64N(1<<32), modes[2])
+	})
+}
+
+// anyCUDA is a way for the emulated driver to be.
+func anyCUDA(random *rand.Rand) string {
+	var list []string
+	for _, s := range []string{
+		"kernel-us=0|20|500", "piece-mib=2|32|64", "holes=fit|remap", "large=pieces|blocks", "reuse=documented|eager",
+		"opportunistic=documented|lazy", "follow=all|direct", "trim=passed|observed", "shrink=synchronize|never",
+		"query=nothing|observes", "used=live|pending", "ipc-pools=kept|shrink", "pool-memory=device|context",
+	} {
+		name, values, _ := strings.Cut(s, "=")
+		all := strings.Split(values, "|")
+		list = append(list, name+"="+all[random.IntN(len(all))])
+	}
+	return strings.Join(list, ",")
+}
+
+// walkLimit is the cap of a walk.
+const walkLimit = context300 + 1*GiB
+
+func (r *rig) walk(t *testing.T, index int, seed uint64, cuda string) {
+	b := r.claim(t, fmt.Sprintf("walk-%d", index), []share{{gpu: index, bytes: walkLimit}}, false, nil)
+	defer b.close(t)
+	if err := r.m.World.ResetPeak(index); err != nil {
+		t.Fatal(err)
+	}
+	k := b.tool(t, "probe", []string{"GPU_EMULATOR_CUDA=" + cuda})
+	f := k.walked(seed, lib.RealCUDA)
+	t.Logf("seed %d, %q: %q", seed, cuda, f)
+	usage, err := r.pages.OpenUsage(b.key, r.uuid(index))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer usage.Close()
+	counters, err := usage.Read()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if peak := r.peak(index); peak > walkLimit+counters.Undone {
+		t.Errorf("seed %d, %q: the driver had %d KiB more than the cap, of which %d KiB were undone at once",
+			seed, cuda, (peak-walkLimit)>>10, counters.Undone>>10)
+	}
+	if most := uint64(128 * MiB); counters.Undone > most {
+		t.Errorf("seed %d, %q: %d MiB undone at once, which is more than one request", seed, cuda, counters.Undone/MiB)
+	}
+	f.judge(t, seed, cuda, f.n("refused")/5)
+	k.quit()
+	if used := r.used(index); used != 0 {
+		t.Errorf("seed %d: %d bytes are left", seed, used)
+	}
+}
+
+func walkBare(t *testing.T, seed uint64, cuda string) {
+	const reserved = 48
+	r := bareRig(t, emulator.Spec{Model: "H200-141GB", Count: 1,
+		GPUs: []emulator.GPUSpec{{MemoryMiB: walkLimit/MiB + reserved, ReservedMiB: reserved}}})
+	c := r.plain(t, 0)
+	defer c.Close()
+	k, err := startTool(t, c, "probe", []string{"GPU_EMULATOR_CUDA=" + cuda})
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := k.walked(seed, capsule.Libraries+"/libcuda.so.1")
+	t.Logf("seed %d, %q: %q", seed, cuda, f)
+	f.judge(t, seed, cuda, 0)
+	k.quit()
+}
+
+// walked walks, and waits as long as there is a sign of life.
+func (k *tool) walked(seed uint64, judge string) fields {
+	k.t.Helper()
+	f := k.ask("walking", "walk %d %d %d %s", seed, pick(2_000, 100_000), uint64(walkLimit), judge)
+	for f[""] == "walking" {
+		k.said = nil
+		var err error
+		if f, err = k.line(); err != nil {
+			k.t.Fatal(err)
+		}
+	}
+	return f
+}
+
+// judge reports what was refused without need, if that was more than is allowed.
+func (f fields) judge(t *testing.T, seed uint64, cuda string, allowed uint64) {
+	t.Helper()
+	if f["failure"] != "" {
+		t.Errorf("seed %d, %q: %s", seed, cuda, f["failure"])
+	}
+	if f.n("early") > allowed {
+		t.Errorf("seed %d, %q: %s requests refused that a card of the cap's size grants, %s of them twice; the first: %s",
+			seed, cuda, f["early"], f["twice"], f["first"])
+	}
+	if f.n("granted") == 0 || f.n("refused") == 0 {
+		t.Errorf("seed %d, %q: a walk far from the edge: %q", seed, cuda, f)
+	}
+}
