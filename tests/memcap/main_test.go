@@ -234,6 +234,22 @@ func (r *rig) unread(t *testing.T, key string, shares []share, open bool, change
 	return b
 }
 
+// undone is what a pool of the container had beyond its count for the moment of an
+// undo, at most, as the usage page tells.
+func (b *box) undone(index int) uint64 {
+	b.r.t.Helper()
+	u, err := b.r.pages.OpenUsage(b.key, b.r.uuid(index))
+	if err != nil {
+		b.r.t.Fatal(err)
+	}
+	defer u.Close()
+	c, err := u.Read()
+	if err != nil {
+		b.r.t.Fatal(err)
+	}
+	return c.Undone
+}
+
 // read waits until a whole reading of a GPU has begun and ended.
 func (b *box) read(t *testing.T, index int) {
 	t.Helper()

@@ -116,8 +116,13 @@
 // 2 MiB that they lie in, which their addresses show. Memory by hand (cuMemCreate):
 // as long as a handle or a mapping is left. Pools, and the memory of graphs: what
 // the driver has reserved for them, which is settled after every call that may
-// have changed it; room for a pool's growth is reserved in 32 MiB, by which it
-// grows. Arrays by their descriptions, those below 2 MiB with a block each: nobody
+// have changed it. Before an allocation all that the pool may grow by is reserved, in
+// pieces of 32 MiB, since a driver lets a pool grow before it takes what another
+// stream has freed there. Where only the pool has room, the stream is made to wait for
+// those that have freed something (c/reuse.c); should the pool grow all the same, that
+// is undone, and the usage page says by how much ([Counters].Undone): the one case in
+// which a container has more than its limit, for a moment. The last part of a limit that is
+// smaller than a pool's piece is not to be had from a pool. Arrays by their descriptions, those below 2 MiB with a block each: nobody
 // sees in which they lie, and one keeps a block of which all else is gone. That is
 // too much until the next reading, and what is freed of it is room only after one:
 // a program that makes and ends them all the time waits for a reading whenever it

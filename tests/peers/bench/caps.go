@@ -207,6 +207,8 @@ func (b *bench) cappingIn(ctx context.Context, bare, capped *capsule.Container, 
 			return err
 		}
 		b.costs(c.name, rounds)
+		clock, _ := rounds.difference(byWall)
+		b.figure(c.name+"/clock", clock, "ns")
 	}
 	if err := b.launching(ctx, plain, again, one); err != nil {
 		return err
