@@ -453,12 +453,20 @@ static uint64_t used(const struct pool *p)
 API CUresult cuMemPoolGetAttribute(CUmemoryPool handle, int attribute, void *value)
 {
     TRY(ready());
-    struct pool *p = pool_get(handle);
-    MUST(p && value);
+    MUST(value);
     cuuint64_t *wide = value;
-    while (attribute == CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT && atomic_load(&leaving[p->device]))
-        sched_yield();
     lock();
+    struct pool *p = object_get(handle, POOL);
+    while (p && !p->doomed && attribute == CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT && atomic_load(&leaving[p->device])) {
+        unlock();
+        sched_yield();
+        lock();
+        p = object_get(handle, POOL);
+    }
+    if (!p || p->doomed) {
+        unlock();
+        return CUDA_ERROR_INVALID_VALUE;
+    }
     switch (attribute) {
     case CU_MEMPOOL_ATTR_RELEASE_THRESHOLD: *wide = p->threshold; break;
     case CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT: *wide = heap_amounts(p->heap).reserved; break;
