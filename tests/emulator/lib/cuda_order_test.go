@@ -186,6 +186,13 @@ func TestCUDATime(t *testing.T) {
 	p.must("cuLaunchKernel k 1 1 1 32 1 1 0 b 0 0; cuMemsetD8Async p 0 4096 0")
 	want(t, "the default stream after a blocking one", p.do("cuStreamQuery 0"), cudaNotReady)
 	p.must("cuStreamSynchronize 0; cuStreamQuery b")
+	// A graph takes the time of its kernels.
+	p.must("cuGraphCreate &g 0; poke n 0 8 k; cuGraphAddKernelNode_v2 &a g 0 0 &n; cuGraphInstantiateWithFlags &x g 0; cuGraphUpload x u; cuStreamQuery u")
+	p.must("cuGraphLaunch x u")
+	want(t, "a stream with a graph", p.do("cuStreamQuery u"), cudaNotReady)
+	p.must("cuStreamSynchronize u; cuStreamQuery u; cuStreamBeginCapture_v2 s 0; cuLaunchKernel k 1 1 1 32 1 1 0 s 0 0; cuStreamEndCapture s &g; cuGraphInstantiateWithFlags &x g 0")
+	p.must("cuStreamQuery s; cuGraphLaunch x s")
+	want(t, "a stream with a graph that was captured", p.do("cuStreamQuery s"), cudaNotReady)
 }
 
 func TestCUDASwitches(t *testing.T) {

@@ -34,7 +34,7 @@ struct graph {
 
 /* exec is a graph that can run: what it does to memory, in order. */
 struct exec {
-    uint64_t flags;
+    uint64_t flags, us; /* us: microseconds that its kernels take, one after the other */
     size_t count, room;
     struct step {
         struct graph_memory *memory;
@@ -229,13 +229,15 @@ API CUresult cuGraphAddMemFreeNode(CUgraphNode *out, CUgraph graph, const CUgrap
     return done(n, out);
 }
 
-static CUresult add_plain(CUgraphNode *out, CUgraph graph, const CUgraphNode *deps, size_t count, int type)
+static CUresult add_work(CUgraphNode *out, CUgraph graph, const CUgraphNode *deps, size_t count, int type, uint64_t us)
 {
     struct graph *g;
     MUST(out);
     TRY(find(graph, deps, count, &g));
-    return done(graph_add(g, type), out);
+    return done(graph_add_work(g, type, us), out);
 }
+
+static CUresult add_plain(CUgraphNode *out, CUgraph graph, const CUgraphNode *deps, size_t count, int type) { return add_work(out, graph, deps, count, type, 0); }
 
 API CUresult cuGraphAddEmptyNode(CUgraphNode *out, CUgraph graph, const CUgraphNode *deps, size_t count)
 {
@@ -245,13 +247,13 @@ API CUresult cuGraphAddEmptyNode(CUgraphNode *out, CUgraph graph, const CUgraphN
 API CUresult cuGraphAddKernelNode(CUgraphNode *out, CUgraph graph, const CUgraphNode *deps, size_t count, const CUDA_KERNEL_NODE_PARAMS *params)
 {
     MUST(params);
-    return add_plain(out, graph, deps, count, CU_GRAPH_NODE_TYPE_KERNEL);
+    return add_work(out, graph, deps, count, CU_GRAPH_NODE_TYPE_KERNEL, kernel_us(params->func));
 }
 
 API CUresult cuGraphAddKernelNode_v2(CUgraphNode *out, CUgraph graph, const CUgraphNode *deps, size_t count, const CUDA_KERNEL_NODE_PARAMS *params)
 {
     MUST(params);
-    return add_plain(out, graph, deps, count, CU_GRAPH_NODE_TYPE_KERNEL);
+    return add_work(out, graph, deps, count, CU_GRAPH_NODE_TYPE_KERNEL, kernel_us(params->func));
 }
 
 API CUresult cuGraphAddMemsetNode(CUgraphNode *out, CUgraph graph, const CUgraphNode *deps, size_t count, const CUDA_MEMSET_NODE_PARAMS *params, CUcontext ctx)
@@ -272,7 +274,7 @@ static struct graph *clone(const struct graph *g)
 {
     struct graph *c = graph_new();
     for (struct node *n = g->first; c && n; n = n->next) {
-        struct node *m = graph_add(c, n->type);
+        struct node *m = graph_add_work(c, n->type, n->us);
         bool whole = m && (!n->child || (m->child = clone(n->child)));
         if (whole && m->child)
             m->child->is_child = true;
@@ -322,7 +324,7 @@ static CUresult add_node(CUgraphNode *out, CUgraph graph, const CUgraphNode *dep
     case CU_GRAPH_NODE_TYPE_MEM_ALLOC: return cuGraphAddMemAllocNode(out, graph, deps, count, &params->alloc);
     case CU_GRAPH_NODE_TYPE_MEM_FREE: return cuGraphAddMemFreeNode(out, graph, deps, count, params->free.dptr);
     case CU_GRAPH_NODE_TYPE_GRAPH: return add_child(out, graph, deps, count, params->graph.graph, params->graph.ownership == 1);
-    case CU_GRAPH_NODE_TYPE_KERNEL:
+    case CU_GRAPH_NODE_TYPE_KERNEL: return cuGraphAddKernelNode_v2(out, graph, deps, count, &params->kernel);
     case CU_GRAPH_NODE_TYPE_MEMCPY:
     case CU_GRAPH_NODE_TYPE_MEMSET:
     case CU_GRAPH_NODE_TYPE_HOST:
@@ -442,6 +444,7 @@ CUresult graph_capture_free(struct graph *g, CUstream s, CUdeviceptr at)
 static bool plan(struct exec *e, const struct graph *g)
 {
     for (struct node *n = g->first; n; n = n->next) {
+        e->us += n->us;
         if (n->child && !plan(e, n->child))
             return false;
         if (!n->memory)
@@ -616,7 +619,13 @@ static CUresult start(const char *call, CUgraphExec e, CUstream s, bool runs)
     TRY(stream_check(s, &ctx));
     if (capture_work(s, CU_GRAPH_NODE_TYPE_GRAPH, 0, &r))
         return r == CUDA_SUCCESS ? CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED : r;
-    return prepare(call, e, runs);
+    TRY(prepare(call, e, runs));
+    lock();
+    struct exec *is = object_get(e, EXEC);
+    uint64_t us = is && runs ? is->us : 0;
+    unlock();
+    stream_work(s, ctx, us);
+    return CUDA_SUCCESS;
 }
 
 API CUresult cuGraphUpload(CUgraphExec e, CUstream s) { return start("cuGraphUpload", e, s, false); }
