@@ -55,7 +55,8 @@
 //
 //	go test ./tests/memcap                short form; about five minutes on two cores
 //	go test ./tests/memcap -v             also prints the table, seeds and figures
-//	go test ./tests/memcap -long          1,000 kills, 1,000 ways to spoil a page, ten minutes for each program
+//	go test ./tests/memcap -long          1,000 kills, 1,000 ways to spoil a page, ten minutes for each program,
+//	                                      walks of 100,000 steps
 //	go test ./tests/memcap -each 5m       five minutes for each program
 //	go test ./tests/memcap -seed 7        the randomness of a run that failed
 //
