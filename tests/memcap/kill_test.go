@@ -18,6 +18,9 @@ import (
 // died, one survivor's look brings the counter to what the driver says.
 func TestKill(t *testing.T) {
 	const crew, limit = 8, 8*context300 + 1*GiB
+	// churn is the largest request of the probe's. A process that is killed in the
+	// moment of an undo has not written yet what it undoes.
+	const churn = 64 * MiB
 	kills := pick(50, 1000)
 	r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 1})
 	random := dice(t)
@@ -52,7 +55,7 @@ func TestKill(t *testing.T) {
 			k.shut()
 			workers[at] = start()
 		}
-		if peak := r.peak(0); peak > limit+b.undone(0) {
+		if peak := r.peak(0); peak > limit+b.undone(0)+churn {
 			last, readings := b.readers[0].Last()
 			t.Fatalf("after kill %d: %d MiB over the cap; %+v; reading %d: %+v", i, (peak-limit)/MiB, r.m.World.State().Processes, readings, last)
 		}
@@ -88,7 +91,7 @@ func TestKill(t *testing.T) {
 		taken, refused = taken+f.n("taken"), refused+f.n("refused")
 	}
 	t.Logf("%d kills; the survivors' last stretch: %d requests granted, %d refused; peak %d MiB of %d", kills, taken, refused, r.peak(0)/MiB, limit/MiB)
-	if peak := r.peak(0); peak > limit+b.undone(0) {
+	if peak := r.peak(0); peak > limit+b.undone(0)+churn {
 		t.Errorf("%d MiB over the cap", (peak-limit)/MiB)
 	}
 
