@@ -245,7 +245,7 @@ func TestEveryRightHasItsReason(t *testing.T) {
 		}
 	}
 	// The base alone has 7 volumes, 8 mounts, 4 rules and 4 privileges; the
-	// cleanup 5 volumes, 5 mounts and 2 privileges; the component evict 1 rule, the
+	// cleanup 5 volumes, 5 mounts and 1 privilege; the component evict 1 rule, the
 	// component nfd 2 volumes and 2 mounts.
 	if found < 40 {
 		t.Errorf("only %d rights found: this test does not look where they are", found)
@@ -832,8 +832,13 @@ func TestCleanup(t *testing.T) {
 				t.Errorf("image %s, the agent's is %s", first.Image, agent(t, &a).Image)
 			}
 			c := first.SecurityContext
-			if spec.HostPID || c.Privileged || c.AllowPrivilegeEscalation == nil || *c.AllowPrivilegeEscalation || !c.ReadOnlyRootFilesystem || !slices.Equal(c.Capabilities.Drop, []string{"ALL"}) {
-				t.Errorf("hostPID %v, security context %+v", spec.HostPID, c)
+			if spec.HostPID || !c.Privileged || !c.ReadOnlyRootFilesystem || len(c.Capabilities.Add) > 0 {
+				t.Errorf("hostPID %v, security context %+v: it unmounts what the agent mounted, and needs nothing else", spec.HostPID, c)
+			}
+			for _, m := range first.VolumeMounts {
+				if both := m.MountPropagation == "Bidirectional"; both != (m.MountPath == "/var/lib/gpu-agent") {
+					t.Errorf("%s is mounted both ways: %v; what the agent mounted for counters is to go from the host, and nothing else", m.MountPath, both)
+				}
 			}
 
 			// It sees what the agent wrote, where the agent wrote it, and no more.

@@ -105,8 +105,9 @@ func (cl *cleaner) clean(ctx context.Context) error {
 	if err := state.Remove(cl.node.stateDir); err != nil {
 		return fmt.Errorf("clean up: %w", err)
 	}
-	// What an agent that was killed has left mounted has kept its directories. A
-	// process that may not unmount leaves empty ones, until the next boot.
+	// What an agent has left mounted, as its containers ran on, has kept its
+	// directories. A process that may not unmount leaves empty ones, until the next
+	// boot.
 	var errs []error
 	if err := lib.Unmount(cl.node.stateDir); err == nil {
 		errs = append(errs, state.Remove(cl.node.stateDir))
