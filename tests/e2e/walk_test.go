@@ -301,6 +301,14 @@ func (w *walk) meetLocked(c witness.Container) {
 	slices.Sort(has)
 	w.containers[c.ID] = met
 	w.done["containers"]++
+	if p := w.podLocked(c.Pod); len(met.keys)+len(sees) == 0 && p.RunningPod != nil && p.doomed {
+		// The kubelet frees a pod's devices when the pod is deleted by force. If that
+		// comes between PreStartContainer and the making of the container, the kubelet
+		// (1.36.3, "pod deleted from activePods, skip to reAllocate") makes it without any.
+		w.sayLocked("  %s runs with nothing: its pod has been deleted", met)
+		w.done["containers without their devices"]++
+		return
+	}
 	w.sayLocked("  %s runs with %s on %v", met, strings.Join(has, " and "), sees)
 	if len(want) == 0 || !slices.Equal(sees, want) {
 		w.breakLocked("%s sees %v, want %v", met, sees, want)
