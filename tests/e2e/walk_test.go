@@ -3,6 +3,7 @@
 package e2e
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"flag"
@@ -422,16 +423,18 @@ func (w *walk) settle() {
 		err := pod.InState(w.ctx, 10*time.Second, "to say why it ended", func(s lab.PodState) error {
 			// A pod that the kubelet rejects when it starts anew is Failed at first. Once
 			// its containers have ended by the kubelet's signal, without an error, it is
-			// Succeeded, with the reason of before.
+			// Succeeded, with the reason of before or with none: then its Events tell,
+			// which the error has.
 			if state = s; s.Phase != "Failed" && s.Reason == "" {
 				return errors.New("it does not")
 			}
 			return nil
 		})
 		w.mu.Lock()
-		if err == nil && state.Reason == "UnexpectedAdmissionError" && pod.judged && rough {
+		const rejected = "UnexpectedAdmissionError"
+		if pod.judged && rough && (state.Reason == rejected || err != nil && state.Phase == "Succeeded" && strings.Contains(err.Error(), rejected)) {
 			w.done["pods lost with the kubelet's and the agent's restart"]++
-			w.sayLocked("  %s is lost: %s", c, state.Message)
+			w.sayLocked("  %s is lost: %s", c, cmp.Or(state.Message, "rejected"))
 		} else {
 			w.breakLocked("%s, %s, was ended by nobody: %s (%v)", c, c.process, state, err)
 		}
