@@ -23,6 +23,7 @@ import (
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/status"
 
 	"go.yaml.in/yaml/v3"
 )
@@ -456,7 +457,7 @@ func TestProbes(t *testing.T) {
 	good := func() error { return nil }
 	pages := obs.New(obs.Options{
 		Logger: slog.New(slog.DiscardHandler), Healthy: good, Ready: good,
-		Status: func() obs.Status { return obs.Status{} }, Metrics: obs.NewMetrics("test"),
+		Status: func() status.Status { return status.Status{} }, Metrics: obs.NewMetrics("test"),
 	}).Handler()
 	for what, p := range map[string]probe{"/healthz": c.LivenessProbe, "/readyz": c.ReadinessProbe} {
 		if p.HTTPGet.Path != what || p.HTTPGet.Port != c.Ports[0].Name {

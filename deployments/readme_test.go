@@ -19,6 +19,7 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -54,15 +55,15 @@ func TestDocsNameEveryMetric(t *testing.T) {
 	good := func() error { return nil }
 	pages := obs.New(obs.Options{
 		Logger: slog.New(slog.DiscardHandler), Healthy: good, Ready: good, Metrics: metrics,
-		Status: func() obs.Status {
-			return obs.Status{
-				Driver: "580", CUDA: "13.0", Partition: obs.Partition{Name: "default", State: "applied"},
-				Watchdog:   obs.Watchdog{State: obs.WatchdogRunning},
-				Policies:   []obs.PolicyStatus{{Name: "gpu-agent", State: obs.PolicyHeld}},
-				Resources:  []obs.ResourceStatus{{Name: "r", Registered: true}},
-				Containers: []obs.ContainerStatus{{Namespace: "n", Pod: "p", Container: "c", GPU: "GPU-1", CapMiB: new(uint64), UsedMiB: new(uint64), Guarantee: "api"}},
-				GPUs: []obs.GPUStatus{{UUID: "GPU-1", Health: obs.Healthy, Class: "lost", Mode: "shared", Resource: "example.com/gpu-mem", Total: 1, Free: 1, MemoryMiB: 1,
-					MIG: &obs.MIGStatus{Slots: []obs.SlotStatus{{Profile: "1g.10gb", State: obs.SlotWarm, UUID: "MIG-1"}}}}},
+		Status: func() status.Status {
+			return status.Status{
+				Driver: "580", CUDA: "13.0", Partition: status.Partition{Name: "default", State: "applied"},
+				Watchdog:   status.Watchdog{State: status.WatchdogRunning},
+				Policies:   []status.Policy{{Name: "gpu-agent", State: status.PolicyHeld}},
+				Resources:  []status.Resource{{Name: "r", Registered: true}},
+				Containers: []status.Container{{Namespace: "n", Pod: "p", Container: "c", GPU: "GPU-1", CapMiB: new(uint64), UsedMiB: new(uint64), Guarantee: "api"}},
+				GPUs: []status.GPU{{UUID: "GPU-1", Health: status.Healthy, Class: "lost", Mode: "shared", Resource: "example.com/gpu-mem", Total: 1, Free: 1, MemoryMiB: 1,
+					MIG: &status.MIG{Slots: []status.Slot{{Profile: "1g.10gb", State: status.SlotWarm, UUID: "MIG-1"}}}}},
 			}
 		},
 	}).Handler()
@@ -122,28 +123,28 @@ func TestShownStatus(t *testing.T) {
 	const u = "GPU-7d1e2f3a-0000-1111-2222-333344440000"
 	now := time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
 	ago := func(d time.Duration) *time.Time { at := now.Add(-d); return &at }
-	slot := func(profile string, start, size int, state, uuid, pod string) obs.SlotStatus {
-		s := obs.SlotStatus{Profile: profile, Start: start, Size: size, State: state, UUID: uuid, Resource: "example.com/mig-" + profile}
+	slot := func(profile string, start, size int, state, uuid, pod string) status.Slot {
+		s := status.Slot{Profile: profile, Start: start, Size: size, State: state, UUID: uuid, Resource: "example.com/mig-" + profile}
 		if pod != "" {
 			s.Namespace, s.Pod, s.Container = "work", pod, "main"
 		}
 		return s
 	}
-	status := obs.Status{GPUs: []obs.GPUStatus{{
-		UUID: u, Model: "NVIDIA A100-SXM4-80GB", MemoryMiB: 81920, Mode: "mig", Health: obs.Healthy,
-		Holders: []obs.Holder{
+	s := status.Status{GPUs: []status.GPU{{
+		UUID: u, Model: "NVIDIA A100-SXM4-80GB", MemoryMiB: 81920, Mode: "mig", Health: status.Healthy,
+		Holders: []status.Holder{
 			{Namespace: "work", Pod: "web-1", Container: "main", Resource: "example.com/mig-1g.10gb", Units: 1, Since: ago(3 * time.Hour)},
 			{Namespace: "work", Pod: "train-x2k4p", Container: "main", Resource: "example.com/mig-3g.40gb", Units: 1, Since: ago(time.Second)},
 		},
-		MIG: &obs.MIGStatus{Enabled: true, OnDemand: true, Size: 8, Slots: []obs.SlotStatus{
-			slot("1g.10gb", 0, 1, obs.SlotHeld, "MIG-1", "web-1"),
-			slot("1g.10gb", 1, 1, obs.SlotWarm, "MIG-2", ""),
-			slot("1g.10gb", 2, 1, obs.SlotFree, "", ""),
-			slot("1g.10gb", 3, 1, obs.SlotFree, "", ""),
-			slot("1g.20gb", 2, 2, obs.SlotFree, "", ""),
-			slot("2g.20gb", 2, 2, obs.SlotFree, "", ""),
-			slot("3g.40gb", 0, 4, obs.SlotCovered, "", ""),
-			slot("3g.40gb", 4, 4, obs.SlotMaking, "", "train-x2k4p"),
+		MIG: &status.MIG{Enabled: true, OnDemand: true, Size: 8, Slots: []status.Slot{
+			slot("1g.10gb", 0, 1, status.SlotHeld, "MIG-1", "web-1"),
+			slot("1g.10gb", 1, 1, status.SlotWarm, "MIG-2", ""),
+			slot("1g.10gb", 2, 1, status.SlotFree, "", ""),
+			slot("1g.10gb", 3, 1, status.SlotFree, "", ""),
+			slot("1g.20gb", 2, 2, status.SlotFree, "", ""),
+			slot("2g.20gb", 2, 2, status.SlotFree, "", ""),
+			slot("3g.40gb", 0, 4, status.SlotCovered, "", ""),
+			slot("3g.40gb", 4, 4, status.SlotMaking, "", "train-x2k4p"),
 		}},
 	}}}
 	for _, test := range []struct {
@@ -153,9 +154,9 @@ func TestShownStatus(t *testing.T) {
 		{"../README.md", "", 80},
 		{"../docs/mig.md", "create 3g.40gb@4 since 2026-03-01T11:59:59Z", 100},
 	} {
-		status.GPUs[0].MIG.Work = test.work
+		s.GPUs[0].MIG.Work = test.work
 		var out strings.Builder
-		if err := obs.WriteText(&out, status, obs.TextOptions{Width: test.width, Now: now}); err != nil {
+		if err := status.WriteText(&out, s, status.TextOptions{Width: test.width, Now: now}); err != nil {
 			t.Fatal(err)
 		}
 		_, want, ok := strings.Cut(out.String(), "\nGPU 0 ")

@@ -14,7 +14,7 @@ import (
 
 	"example.com/gpu-agent/internal/guard"
 	"example.com/gpu-agent/internal/node"
-	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/gpu/nvml"
@@ -166,10 +166,10 @@ func (o observer) Ended(kind memcap.Kind, after time.Duration) { o.m.CapKill(str
 func (o observer) Evicted()                                    { o.m.CapEviction() }
 
 // show puts what the watchdog saw into the status.
-func show(s *obs.Status, st *guard.State) {
-	s.Watchdog = obs.Watchdog{State: obs.WatchdogRunning, Reason: st.Off, Kills: st.Kills, Intruders: st.Found}
+func show(s *status.Status, st *guard.State) {
+	s.Watchdog = status.Watchdog{State: status.WatchdogRunning, Reason: st.Off, Kills: st.Kills, Intruders: st.Found}
 	if st.Off != "" {
-		s.Watchdog.State = obs.WatchdogOff
+		s.Watchdog.State = status.WatchdogOff
 	}
 	for i := range s.GPUs {
 		g := &s.GPUs[i]
@@ -179,7 +179,7 @@ func show(s *obs.Status, st *guard.State) {
 	mib := func(n uint64) uint64 { return (n + 1<<20 - 1) >> 20 }
 	for i := range st.Containers {
 		c := &st.Containers[i]
-		out := obs.ContainerStatus{
+		out := status.Container{
 			Namespace: c.Namespace, Pod: c.Pod, Container: c.Holder.Container, Claim: c.Claim,
 			GPU: string(c.GPU), Index: c.Index, PeakMiB: mib(c.Peak),
 			Guarantee: string(c.Level), Refusals: c.Refusals, Uncounted: c.Uncounted, UndoneMiB: mib(c.Undone), Processes: c.Processes,

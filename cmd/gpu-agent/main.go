@@ -77,7 +77,7 @@ func dispatch(ctx context.Context, c console, args []string) error {
 	case "topology":
 		return showTopology(ctx, c, rest)
 	case "status":
-		return status(ctx, c, rest)
+		return showStatus(ctx, c, rest)
 	case "cleanup":
 		return cleanup(ctx, c, rest)
 	case "version":

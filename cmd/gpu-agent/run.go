@@ -27,6 +27,7 @@ import (
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/obs"
 	"example.com/gpu-agent/internal/state"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/cdi/dir"
 	"example.com/gpu-agent/pkg/gpu"
@@ -266,12 +267,12 @@ func run(ctx context.Context, c console, args []string) error {
 		Domain: f.domain, Every: f.cap.every, EndIntruders: f.cap.intruders.value == "end", EvictAfter: f.cap.evictAfter,
 		Own: options.Pod, Log: log,
 	}, watch)
-	var policies atomic.Pointer[[]obs.PolicyStatus]
+	var policies atomic.Pointer[[]status.Policy]
 	page := obs.New(obs.Options{
 		Addr: f.http, Logger: log, Metrics: metrics,
 		Healthy: loop.Healthy,
 		Ready:   loop.Ready,
-		Status: func() obs.Status {
+		Status: func() status.Status {
 			s := loop.Status()
 			s.Node, s.Version = f.nodeName, version()
 			show(&s, watchdog.State())
@@ -371,10 +372,10 @@ func installHook(stateDir string) (string, error) {
 }
 
 // policyStatus is what the status says of the admission policies.
-func policyStatus(list []kube.Policy) *[]obs.PolicyStatus {
-	out := make([]obs.PolicyStatus, len(list))
+func policyStatus(list []kube.Policy) *[]status.Policy {
+	out := make([]status.Policy, len(list))
 	for i, p := range list {
-		out[i] = obs.PolicyStatus{Name: p.Name, State: string(p.State), Reason: p.Reason}
+		out[i] = status.Policy{Name: p.Name, State: string(p.State), Reason: p.Reason}
 	}
 	return &out
 }

@@ -13,10 +13,11 @@ import (
 	"golang.org/x/sys/unix"
 
 	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/status"
 )
 
-// status is `gpu-agent status`: it asks the agent that runs on this node.
-func status(ctx context.Context, c console, args []string) error {
+// showStatus is `gpu-agent status`: it asks the agent that runs on this node.
+func showStatus(ctx context.Context, c console, args []string) error {
 	fs := newFlags(c, "status", "", "Prints what the agent on this node offers and who holds it.")
 	addr := fs.String("http", ":9500", "`address` that the agent serves on")
 	format := choice{"text", []string{"text", "json"}}
@@ -37,12 +38,12 @@ func status(ctx context.Context, c console, args []string) error {
 	if format.value == "json" {
 		return printJSON(c.out, s)
 	}
-	return obs.WriteText(c.out, s, textOptions(c))
+	return status.WriteText(c.out, s, textOptions(c))
 }
 
 // textOptions suits the drawing to where it goes.
-func textOptions(c console) obs.TextOptions {
-	o := obs.TextOptions{Now: time.Now()}
+func textOptions(c console) status.TextOptions {
+	o := status.TextOptions{Now: time.Now()}
 	o.Width, _ = strconv.Atoi(os.Getenv("COLUMNS"))
 	locale := os.Getenv("LC_ALL") + os.Getenv("LC_CTYPE") + os.Getenv("LANG")
 	o.ASCII = locale != "" && !strings.Contains(strings.ToUpper(strings.ReplaceAll(locale, "-", "")), "UTF8")

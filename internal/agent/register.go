@@ -5,7 +5,7 @@ package agent
 import (
 	"time"
 
-	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/status"
 )
 
 // LookAtPlugins has the loop look again at whether the kubelet has the resources:
@@ -16,11 +16,11 @@ func (a *Agent) LookAtPlugins() { a.wake() }
 // since when it has not named the devices of some, whose streams of lists may be open
 // all the same. A kubelet that starts again is no trouble: an error comes after
 // silentFor.
-func (a *Agent) resources(unknown map[string]time.Time) []obs.ResourceStatus {
+func (a *Agent) resources(unknown map[string]time.Time) []status.Resource {
 	now := time.Now()
-	var out []obs.ResourceStatus
+	var out []status.Resource
 	for _, s := range a.plugins.Status() {
-		r := obs.ResourceStatus{Name: s.Resource, Devices: s.Devices, Registered: s.Registered}
+		r := status.Resource{Name: s.Resource, Devices: s.Devices, Registered: s.Registered}
 		since, why := s.Since, ""
 		if s.Err != nil {
 			why = s.Err.Error()
@@ -40,7 +40,7 @@ func (a *Agent) resources(unknown map[string]time.Time) []obs.ResourceStatus {
 }
 
 // unregistered says which resources the kubelet has not had for a while, and why.
-func unregistered(resources []obs.ResourceStatus) string {
+func unregistered(resources []status.Resource) string {
 	var out []string
 	for _, r := range resources {
 		if r.Error != "" {

@@ -9,7 +9,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/plugin"
 )
 
@@ -91,7 +91,7 @@ func TestRegistrationTroubleIsTold(t *testing.T) {
 		b.with(func() { b.forgetful = false })
 		time.Sleep(holdersEvery)
 		b.wantRegistered("applied", true, "")
-		if s := b.Status().Resources; len(s) != 1 || s[0] != (obs.ResourceStatus{Name: names.Units, Devices: 8, Registered: true}) {
+		if s := b.Status().Resources; len(s) != 1 || s[0] != (status.Resource{Name: names.Units, Devices: 8, Registered: true}) {
 			t.Errorf("status %+v", s)
 		}
 	})

@@ -12,20 +12,20 @@ import (
 
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/health"
-	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
 
 // Status is what people and metrics are shown: the last round's inventory and
 // outcome, and the desk's view and claims as they are now.
-func (a *Agent) Status() obs.Status {
+func (a *Agent) Status() status.Status {
 	snap, view, claims := a.snapshot.Load(), a.desk.View(), a.desk.Claims()
-	s := obs.Status{
+	s := status.Status{
 		Driver:  snap.Inventory.Driver,
 		CUDA:    snap.Inventory.CUDA,
 		Machine: snap.Inventory.Machine,
-		Partition: obs.Partition{
+		Partition: status.Partition{
 			Name: snap.Outcome.Partition, State: string(snap.Outcome.State), Message: snap.Outcome.Message,
 			Source: snap.Source, Generation: snap.Generation,
 		},
@@ -47,9 +47,9 @@ func (a *Agent) Status() obs.Status {
 		d := &snap.Inventory.GPUs[i]
 		index[d.UUID] = i
 		cut := snap.Cuts[d.UUID]
-		g := obs.GPUStatus{
+		g := status.GPU{
 			Index: d.Index, UUID: string(d.UUID), Model: d.Model, MemoryMiB: uint64(d.Memory),
-			PCI: d.PCI, NUMA: d.NUMA, Health: obs.Healthy,
+			PCI: d.PCI, NUMA: d.NUMA, Health: status.Healthy,
 		}
 		if cut.Known {
 			g.Mode = cut.mode()
@@ -93,7 +93,7 @@ func (a *Agent) Status() obs.Status {
 				default:
 					n = 1 // one whole GPU or one replica of each
 				}
-				s.GPUs[at].Holders = append(s.GPUs[at].Holders, obs.Holder{
+				s.GPUs[at].Holders = append(s.GPUs[at].Holders, status.Holder{
 					Namespace: c.Holder.Namespace, Pod: c.Holder.Pod, Container: c.Holder.Container,
 					Resource: c.Resource, Units: n, Since: &since, Waits: c.Waits,
 				})
@@ -101,7 +101,7 @@ func (a *Agent) Status() obs.Status {
 		}
 	}
 	for i := range s.GPUs {
-		slices.SortFunc(s.GPUs[i].Holders, func(a, b obs.Holder) int {
+		slices.SortFunc(s.GPUs[i].Holders, func(a, b status.Holder) int {
 			return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Pod, b.Pod),
 				cmp.Compare(a.Container, b.Container), cmp.Compare(a.Resource, b.Resource), a.Since.Compare(*b.Since))
 		})
@@ -140,13 +140,13 @@ func countPrefix(ids []string, prefix string) int {
 
 // migStatus shows a GPU's MIG devices: those that stand and those on offer. It is
 // nil where there are none.
-func (a *Agent) migStatus(d *gpu.Device, snap *Snapshot, view *desk.View, claims []desk.Claim) *obs.MIGStatus {
+func (a *Agent) migStatus(d *gpu.Device, snap *Snapshot, view *desk.View, claims []desk.Claim) *status.MIG {
 	cut := snap.Cuts[d.UUID]
 	offers := cut.Offers && cut.Kind == desk.Slots
 	if !d.MIG.Enabled && d.MIG.Pending == nil && !offers && snap.Work[d.UUID] == "" {
 		return nil
 	}
-	out := &obs.MIGStatus{Enabled: d.MIG.Enabled, Pending: d.MIG.Pending, Work: snap.Work[d.UUID]}
+	out := &status.MIG{Enabled: d.MIG.Enabled, Pending: d.MIG.Pending, Work: snap.Work[d.UUID]}
 	for _, w := range snap.Wanted {
 		if w.GPU == d.UUID {
 			out.OnDemand = w.OnDemand
@@ -163,10 +163,10 @@ func (a *Agent) migStatus(d *gpu.Device, snap *Snapshot, view *desk.View, claims
 			holders[id] = &claims[i]
 		}
 	}
-	slots := map[string]*obs.SlotStatus{}
-	get := func(id string, s mig.Slot) *obs.SlotStatus {
+	slots := map[string]*status.Slot{}
+	get := func(id string, s mig.Slot) *status.Slot {
 		if slots[id] == nil {
-			slots[id] = &obs.SlotStatus{Device: id, Profile: s.Profile.String(), Start: s.Start, Size: s.Size, CI: s.CI}
+			slots[id] = &status.Slot{Device: id, Profile: s.Profile.String(), Start: s.Start, Size: s.Size, CI: s.CI}
 		}
 		return slots[id]
 	}
@@ -178,9 +178,9 @@ func (a *Agent) migStatus(d *gpu.Device, snap *Snapshot, view *desk.View, claims
 		}
 		id := mig.ID(d.UUID, slot)
 		s := get(id, slot)
-		s.UUID, s.GI, s.CIID, s.State = string(in.UUID), in.GI, in.CI, obs.SlotWarm
+		s.UUID, s.GI, s.CIID, s.State = string(in.UUID), in.GI, in.CI, status.SlotWarm
 		if !snap.Made[d.UUID][slot] {
-			s.State = obs.SlotForeign
+			s.State = status.SlotForeign
 		}
 	}
 	for i := range view.Resources {
@@ -199,27 +199,27 @@ func (a *Agent) migStatus(d *gpu.Device, snap *Snapshot, view *desk.View, claims
 			stands := s.UUID != ""
 			switch {
 			case held:
-				s.State = obs.SlotHeld
+				s.State = status.SlotHeld
 				if !stands {
-					s.State = obs.SlotMaking
+					s.State = status.SlotMaking
 				}
 				s.Namespace, s.Pod, s.Container = c.Holder.Namespace, c.Holder.Pod, c.Holder.Container
 				if s.Reason == "" {
 					s.Reason = c.Trouble
 				}
 			case snap.Failing[d.UUID][dev.Slot] != "":
-				s.State = obs.SlotFailed
+				s.State = status.SlotFailed
 			case dev.Healthy && s.State == "":
-				s.State = obs.SlotFree
+				s.State = status.SlotFree
 			case dev.Healthy:
-				s.State = obs.SlotWarm
+				s.State = status.SlotWarm
 			case snap.Leaving[d.UUID][dev.Slot] != "" || !offers:
-				s.State = obs.SlotLeaving
-			case stands && s.State == obs.SlotForeign:
+				s.State = status.SlotLeaving
+			case stands && s.State == status.SlotForeign:
 			case stands: // its room is promised to somebody
-				s.State = obs.SlotCovered
+				s.State = status.SlotCovered
 			case strings.Contains(" "+cut.Slots+" ", " "+dev.Slot.String()+" "):
-				s.State = obs.SlotCovered
+				s.State = status.SlotCovered
 			default: // lingers in the list
 				delete(slots, dev.ID)
 			}
@@ -228,7 +228,7 @@ func (a *Agent) migStatus(d *gpu.Device, snap *Snapshot, view *desk.View, claims
 	for _, s := range slots {
 		out.Slots = append(out.Slots, *s)
 	}
-	slices.SortFunc(out.Slots, func(a, b obs.SlotStatus) int {
+	slices.SortFunc(out.Slots, func(a, b status.Slot) int {
 		return cmp.Or(cmp.Compare(a.Start, b.Start), cmp.Compare(a.Size, b.Size), cmp.Compare(a.Profile, b.Profile), cmp.Compare(a.CI, b.CI))
 	})
 	return out

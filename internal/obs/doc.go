@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package obs shows what the agent does to people and to their monitoring: one
-// HTTP server with four pages, and the text of `gpu-agent status`.
+// HTTP server with four pages.
 //
 //	/metrics   Prometheus text
 //	/healthz   200 while the process works as a process; else 503 and the reason
 //	/readyz    200 once the driver has been read and partitions heard of; else 503 and what is missing
-//	/statusz   [Status] as JSON; to a browser, as a page; from within the network namespace only
+//	/statusz   [status.Status] as JSON; to a browser, as a page; from within the network namespace only
 //
 // Everything about GPUs on these pages comes from one snapshot function that
 // the agent provides, so a page never disagrees with another one, and a scrape
@@ -92,40 +92,9 @@
 // share a GPU, or compute instances of one GPU instance, each join the whole's
 // figure. max takes away the copies that dcgm-exporter makes of a series.
 //
-// # Text
-//
-// [WriteText] draws the Status for a terminal of 80 columns or more: a block a
-// GPU, with a bar of what is held and a line for each holder; then a table of
-// the containers' memory. A GPU that MIG cuts has its memory slots as a row of
-// cells instead of the bar,
-//
-//	┌0─────────┬1─────────┬2─────────┬3─────────┬4──────────────────────────────────────────┐
-//	│1g.10gb   │1g.10gb   │·         │·         │3g.40gb                                    │
-//	│held      │warm      │·         │·         │making                                     │
-//	│notebook-1│          │·         │·         │train-8                                    │
-//	└──────────┴──────────┴──────────┴──────────┴───────────────────────────────────────────┘
-//
-// then a line for each device that stands or is held, and the places where more
-// could be made.
-//
-// # Page
-//
-// [WriteHTML] draws it for a browser, which /statusz knows by its Accept header
-// (?format=html and ?format=json say it outright; who says nothing gets JSON):
-// what needs a look, a drawing of the node with its NUMA nodes, GPUs, network
-// cards and NVLinks, what is on offer, a card a GPU with who holds what of it and
-// the memory of each, and the matrix of `nvidia-smi topo -m`.
-//
-// The page needs nothing but itself. It has no script, and its policy lets none
-// run, nor anything be loaded: what somebody gets into a pod's name, a model's or
-// an error stays a text. It is made by [strings.Builder] and not by html/template,
-// with which the linker can drop no method of anything (4 MB of the program); so
-// that nothing is forgotten, markup is written in one place, put, which
-// escapes every value. As a style attribute is refused by the policy too,
-// whatever has a measure is SVG, or a cell that spans columns.
-//
-// Each figure has its unit, each colour a word beside it, and each drawing a
-// table that says the same. tests/page looks at all of it in a browser.
+// /statusz knows a browser by its Accept header; ?format=html and ?format=json say
+// outright what is wanted, and without either it answers JSON. [Fetch] is the other
+// end of it, for `gpu-agent status`.
 //
 // The package does not know where a figure comes from, nor what to do about it.
 package obs

@@ -20,6 +20,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"example.com/gpu-agent/internal/status"
 )
 
 // dial connects to addr from an address of loopback's and sends a text. The
@@ -315,7 +317,7 @@ func TestPagesAreMadeInTurn(t *testing.T) {
 		t.Run(page, func(t *testing.T) {
 			var now, most atomic.Int32
 			ok := func() error { return nil }
-			pages := New(Options{Logger: slog.New(slog.DiscardHandler), Metrics: NewMetrics("v"), Healthy: ok, Ready: ok, Status: func() Status {
+			pages := New(Options{Logger: slog.New(slog.DiscardHandler), Metrics: NewMetrics("v"), Healthy: ok, Ready: ok, Status: func() status.Status {
 				for n := now.Add(1); n > most.Load(); {
 					most.Store(n)
 				}

@@ -13,6 +13,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -169,10 +170,10 @@ func (m *Metrics) Wish(profile string, took time.Duration) {
 }
 
 // registry gathers everything that /metrics shows.
-func (m *Metrics) registry(status func() Status) *prometheus.Registry {
+func (m *Metrics) registry(read func() status.Status) *prometheus.Registry {
 	r := prometheus.NewRegistry()
 	r.MustRegister(m.plugin, m.driver, m.round, m.api, m.events, m.gpus, m.kills, m.evicted, m.breach, m.steps, m.wishes, m.refused,
-		view{version: m.version, status: status},
+		view{version: m.version, status: read},
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
 		// The collector's default is some forty series on every node of a
 		// cluster; these are the ones that people draw.
@@ -205,7 +206,7 @@ var (
 
 	migEnabled = gauge("mig_enabled", "Whether MIG is in force on a GPU that is cut by it, or is to be: 1 or 0.", "gpu")
 	migPending = gauge("mig_pending", "Whether a change of the GPU's MIG mode waits for a reset: 1 or 0.", "gpu")
-	migSlots   = gauge("mig_slots", "MIG devices of a GPU, by profile, that are "+strings.Join(SlotStates, ", ")+". Those that overlap exclude each other.",
+	migSlots   = gauge("mig_slots", "MIG devices of a GPU, by profile, that are "+strings.Join(status.SlotStates, ", ")+". Those that overlap exclude each other.",
 		"gpu", "profile", "state")
 	// The names are dcgm-exporter's, so that a query can join by them.
 	deviceInfo = gauge("device_info",
@@ -241,7 +242,7 @@ var (
 // view turns a Status into metrics.
 type view struct {
 	version string
-	status  func() Status
+	status  func() status.Status
 }
 
 // Describe sends what Collect can send, so that the registry finds a clash of
@@ -274,7 +275,7 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 	}
 	send(generation, float64(s.Partition.Generation))
 	if s.Partition.State != "" {
-		for _, state := range PartitionStates {
+		for _, state := range status.PartitionStates {
 			send(partition, truth(state == s.Partition.State), s.Partition.Name, state)
 		}
 	}
@@ -287,7 +288,7 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 		seen[g.UUID] = true
 		send(gpuInfo, 1, g.UUID, strconv.Itoa(g.Index), g.Model, g.Mode)
 		send(gpuMemory, bytes(g.MemoryMiB), g.UUID)
-		send(gpuHealthy, truth(g.Health == Healthy), g.UUID)
+		send(gpuHealthy, truth(g.Health == status.Healthy), g.UUID)
 		if g.Class != "" {
 			send(gpuFault, 1, g.UUID, g.Class)
 		}
@@ -297,7 +298,7 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 			send(devices, float64(g.Used), g.UUID, g.Resource, "held")
 			send(devices, float64(g.Unhealthy), g.UUID, g.Resource, "unhealthy")
 		}
-		if s.Watchdog.State == WatchdogRunning {
+		if s.Watchdog.State == status.WatchdogRunning {
 			send(unclaimed, float64(g.Intruders), g.UUID, "intruder")
 			send(unclaimed, float64(g.NoPod), g.UUID, "no-pod")
 			send(unclaimed, float64(g.Unlisted), g.UUID, "unlisted")
@@ -307,10 +308,10 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 		}
 		infos(g, func(labels [9]string) { send(deviceInfo, 1, labels[:]...) })
 	}
-	send(watchdogUp, truth(s.Watchdog.State == WatchdogRunning))
+	send(watchdogUp, truth(s.Watchdog.State == status.WatchdogRunning))
 	for _, p := range s.Policies {
-		if p.State != PolicyUnknown {
-			send(policyHeld, truth(p.State == PolicyHeld), p.Name)
+		if p.State != status.PolicyUnknown {
+			send(policyHeld, truth(p.State == status.PolicyHeld), p.Name)
 		}
 	}
 	// Series are those of the containers that there are: nobody has to forget
@@ -331,7 +332,7 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 		if c.UsedMiB != nil {
 			send(containerUsed, bytes(*c.UsedMiB), labels[:]...)
 		}
-		if c.hasPeak() {
+		if c.HasPeak() {
 			send(containerPeak, bytes(c.PeakMiB), labels[:]...)
 		}
 	}
@@ -339,7 +340,7 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 
 // sendMIG sends what a GPU's slots add up to, for each profile and resource in
 // all states: an alert needs a zero to look at.
-func sendMIG(send func(d *prometheus.Desc, value float64, labels ...string), g GPUStatus) {
+func sendMIG(send func(d *prometheus.Desc, value float64, labels ...string), g status.GPU) {
 	m := g.MIG
 	send(migEnabled, truth(m.Enabled), g.UUID)
 	send(migPending, truth(m.Pending != nil && *m.Pending != m.Enabled), g.UUID)
@@ -350,16 +351,16 @@ func sendMIG(send func(d *prometheus.Desc, value float64, labels ...string), g G
 		add(slots, s.Profile, s.State)
 		switch {
 		case s.Resource == "" || s.Resource == g.Resource: // the latter is counted by itself
-		case s.held():
+		case s.Held():
 			add(offered, s.Resource, "held")
-		case s.State == SlotFree || s.State == SlotWarm:
+		case s.State == status.SlotFree || s.State == status.SlotWarm:
 			add(offered, s.Resource, "free")
 		default:
 			add(offered, s.Resource, "unhealthy")
 		}
 	}
 	for profile, n := range slots {
-		for _, state := range SlotStates {
+		for _, state := range status.SlotStates {
 			send(migSlots, float64(n[state]), g.UUID, profile, state)
 		}
 	}
@@ -382,7 +383,7 @@ func add(counts map[string]map[string]int, name, state string) {
 // GPU and each container that holds devices of it, one for each MIG instance
 // that stands. A MIG device without its instance is left out: it would join the
 // figures of the whole GPU.
-func infos(g GPUStatus, send func([9]string)) {
+func infos(g status.GPU, send func([9]string)) {
 	once := map[[9]string]bool{}
 	note := func(labels ...string) {
 		if l := [9]string(valid(labels)); !once[l] {
@@ -393,11 +394,11 @@ func infos(g GPUStatus, send func([9]string)) {
 	if g.MIG != nil {
 		for i := range g.MIG.Slots {
 			if s := &g.MIG.Slots[i]; s.UUID != "" {
-				note(s.Device, s.Resource, g.UUID, strconv.Itoa(s.GI), s.gpuInstance(), s.UUID, s.Namespace, s.Pod, s.Container)
+				note(s.Device, s.Resource, g.UUID, strconv.Itoa(s.GI), s.GPUInstance(), s.UUID, s.Namespace, s.Pod, s.Container)
 			}
 		}
 	}
-	for _, h := range g.others() {
+	for _, h := range g.Others() {
 		if h.Pod != "" && !strings.Contains(h.Resource, "/mig-") {
 			note(g.UUID, h.Resource, g.UUID, "", "", "", h.Namespace, h.Pod, h.Container)
 		}

@@ -19,6 +19,8 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"example.com/gpu-agent/internal/status"
 )
 
 // Options configure a Server. Addr and Now may be left out.
@@ -32,7 +34,7 @@ type Options struct {
 	Healthy, Ready func() error
 	// Status returns the current view, under the same terms. The caller of it
 	// changes nothing in the value.
-	Status  func() Status
+	Status  func() status.Status
 	Metrics *Metrics
 	// Now is the clock that the page counts ages by; nil means time.Now.
 	Now func() time.Time
@@ -125,9 +127,9 @@ func (s *Server) status(w http.ResponseWriter, r *http.Request) {
 	header.Set("X-Content-Type-Options", "nosniff")
 	if wantsHTML(r) {
 		header.Set("Content-Type", "text/html; charset=utf-8")
-		header.Set("Content-Security-Policy", policy)
+		header.Set("Content-Security-Policy", status.PagePolicy)
 		header.Set("Referrer-Policy", "no-referrer")
-		WriteHTML(w, s.options.Status(), s.options.Now())
+		status.WriteHTML(w, s.options.Status(), s.options.Now())
 		return
 	}
 	body, err := json.MarshalIndent(s.options.Status(), "", "  ")
@@ -234,8 +236,8 @@ const maxStatus = 16 << 20
 
 // Fetch reads the Status of the agent that serves on addr, which has the form
 // of Options.Addr: without a host it is this machine.
-func Fetch(ctx context.Context, addr string) (Status, error) {
-	var s Status
+func Fetch(ctx context.Context, addr string) (status.Status, error) {
+	var s status.Status
 	if strings.HasPrefix(addr, ":") {
 		addr = "localhost" + addr
 	}

@@ -22,7 +22,7 @@ import (
 	"go.yaml.in/yaml/v3"
 
 	"example.com/gpu-agent/internal/health"
-	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/tests/emulator"
 	"example.com/gpu-agent/tests/lab"
 )
@@ -635,7 +635,7 @@ func (n *node) log() []byte {
 }
 
 // complaint is what the agent says of a call that failed.
-func complaint(st *obs.Status) string {
+func complaint(st *status.Status) string {
 	if st.Partition.State == "failed" {
 		return st.Partition.Message
 	}
@@ -658,7 +658,7 @@ func complaint(st *obs.Status) string {
 // health. Such a reading is due now and then, also while a change is made. It
 // withdraws the GPU for a while, with all that is held of it, as any error of a
 // GPU does (see package health).
-func unread(g obs.GPUStatus) bool {
+func unread(g status.GPU) bool {
 	return g.Class == string(health.ClassUnreadable) && strings.Contains(g.Reason, failure)
 }
 

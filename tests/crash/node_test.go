@@ -24,6 +24,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/tests/emulator"
@@ -382,10 +383,10 @@ func (n *node) address() (string, error) {
 	return "", errors.New("the agent serves no status yet")
 }
 
-func (n *node) status(ctx context.Context) (obs.Status, error) {
+func (n *node) status(ctx context.Context) (status.Status, error) {
 	addr, err := n.address()
 	if err != nil {
-		return obs.Status{}, err
+		return status.Status{}, err
 	}
 	return obs.Fetch(ctx, addr)
 }

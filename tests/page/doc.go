@@ -28,5 +28,5 @@
 // The picture for the README says of which page it is, so that a page that
 // has changed without it is noticed.
 //
-// The package does not know what the page should say: internal/obs tests that.
+// The package does not know what the page should say: internal/status tests that.
 package page

@@ -12,7 +12,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/config"
-	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/topology"
 )
@@ -21,13 +21,13 @@ import (
 var noon = time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
 
 // nodes are what the page is looked at with.
-func nodes(t *testing.T) map[string]obs.Status {
+func nodes(t *testing.T) map[string]status.Status {
 	t.Helper()
-	return map[string]obs.Status{
+	return map[string]status.Status{
 		"rich": rich(t), "busy": busy(t), "hostile": hostile(rich(t)),
-		"mesh": status("dgx1-3", machine(t, "v100-dgx1")), "sixteen": status("dgx2-1", machine(t, "v100-dgx2")),
-		"pcie": status("pcie-1", machine(t, "rtx-pro-6000")), "pairs": status("pairs-1", machine(t, "a30")), "rack": status("rack-7", machine(t, "gb200")),
-		"nothing": {Node: "new-node", Version: "v0.1.0", Watchdog: obs.Watchdog{State: obs.WatchdogOff, Reason: "no driver answers"},
+		"mesh": wholes("dgx1-3", machine(t, "v100-dgx1")), "sixteen": wholes("dgx2-1", machine(t, "v100-dgx2")),
+		"pcie": wholes("pcie-1", machine(t, "rtx-pro-6000")), "pairs": wholes("pairs-1", machine(t, "a30")), "rack": wholes("rack-7", machine(t, "gb200")),
+		"nothing": {Node: "new-node", Version: "v0.1.0", Watchdog: status.Watchdog{State: status.WatchdogOff, Reason: "no driver answers"},
 			Hardware: "the driver's library cannot be loaded, since 2026-03-01T11:59:00Z"},
 	}
 }
@@ -51,28 +51,28 @@ func ago(d time.Duration) *time.Time {
 	return &at
 }
 
-// status is a node all of whose GPUs are whole, and the first one held.
-func status(name string, inv *gpu.Inventory) obs.Status {
+// wholes is a node all of whose GPUs are whole, and the first one held.
+func wholes(name string, inv *gpu.Inventory) status.Status {
 	matrix := topology.New(inv).Matrix()
-	s := obs.Status{Node: name, Version: "v0.1.0", Machine: inv.Machine, Driver: inv.Driver, CUDA: inv.CUDA, Claims: 1,
-		Partition: obs.Partition{Name: "default", State: "applied", Source: "configmap gpu-agent/gpu-partitions", Generation: 1},
-		Watchdog:  obs.Watchdog{State: obs.WatchdogRunning}, Topology: &matrix}
+	s := status.Status{Node: name, Version: "v0.1.0", Machine: inv.Machine, Driver: inv.Driver, CUDA: inv.CUDA, Claims: 1,
+		Partition: status.Partition{Name: "default", State: "applied", Source: "configmap gpu-agent/gpu-partitions", Generation: 1},
+		Watchdog:  status.Watchdog{State: status.WatchdogRunning}, Topology: &matrix}
 	for i := range inv.GPUs {
 		d := &inv.GPUs[i]
-		s.GPUs = append(s.GPUs, obs.GPUStatus{Index: d.Index, UUID: string(d.UUID), Model: d.Model, MemoryMiB: uint64(d.Memory), PCI: d.PCI, NUMA: d.NUMA,
-			Mode: "whole", Resource: "example.com/gpu", Total: 1, Free: 1, Health: obs.Healthy})
+		s.GPUs = append(s.GPUs, status.GPU{Index: d.Index, UUID: string(d.UUID), Model: d.Model, MemoryMiB: uint64(d.Memory), PCI: d.PCI, NUMA: d.NUMA,
+			Mode: "whole", Resource: "example.com/gpu", Total: 1, Free: 1, Health: status.Healthy})
 	}
 	hold(&s, 0, "dev", "notebook", "jupyter", 1, 3*time.Hour, nil, 0)
 	return s
 }
 
 // hold gives units of a GPU to a container, and says what it uses of its memory.
-func hold(s *obs.Status, at int, namespace, pod, container string, units int, since time.Duration, used *uint64, refusals uint64) {
+func hold(s *status.Status, at int, namespace, pod, container string, units int, since time.Duration, used *uint64, refusals uint64) {
 	g := &s.GPUs[at]
 	g.Used += units
 	g.Free -= units
-	g.Holders = append(g.Holders, obs.Holder{Namespace: namespace, Pod: pod, Container: container, Resource: g.Resource, Units: units, Since: ago(since)})
-	c := obs.ContainerStatus{Namespace: namespace, Pod: pod, Container: container, Claim: fmt.Sprintf("%016x", len(s.Containers)), GPU: g.UUID, Index: g.Index,
+	g.Holders = append(g.Holders, status.Holder{Namespace: namespace, Pod: pod, Container: container, Resource: g.Resource, Units: units, Since: ago(since)})
+	c := status.Container{Namespace: namespace, Pod: pod, Container: container, Claim: fmt.Sprintf("%016x", len(s.Containers)), GPU: g.UUID, Index: g.Index,
 		UsedMiB: used, Guarantee: "hardware", Refusals: refusals, Processes: 1}
 	if used != nil {
 		c.PeakMiB = min(*used*5/4, g.MemoryMiB)
@@ -89,21 +89,21 @@ func hold(s *obs.Status, at int, namespace, pod, container string, units int, si
 }
 
 // rich is the node of the README's picture.
-func rich(t *testing.T) obs.Status {
+func rich(t *testing.T) status.Status {
 	t.Helper()
 	inv := machine(t, "h100-80")
 	inv.NICs[2].Active = false
-	s := status("gpu-node-1", inv)
+	s := wholes("gpu-node-1", inv)
 	s.Claims = 10
 	s.Partition.Name, s.Partition.Generation = "research", 4
 	mib := func(n uint64) *uint64 { return &n }
 	g := &s.GPUs[0] // nobody has it yet
 	g.Used, g.Free, g.Holders, s.Containers = 0, 1, nil, nil
-	slice(g, obs.MIGStatus{Enabled: true, OnDemand: true, Size: 8}, map[string]string{
+	slice(g, status.MIG{Enabled: true, OnDemand: true, Size: 8}, map[string]string{
 		"1g.10gb@0": "dev/notebook-linus/jupyter", "1g.10gb@1": "", "3g.40gb@4": "train/eval-12/main"})
 	s.Containers = append(s.Containers,
-		obs.ContainerStatus{Namespace: "dev", Pod: "notebook-linus", Container: "jupyter", Claim: "a", GPU: g.UUID, UsedMiB: mib(3200), PeakMiB: 5900, Guarantee: "hardware", Processes: 1},
-		obs.ContainerStatus{Namespace: "train", Pod: "eval-12", Container: "main", Claim: "b", GPU: g.UUID, UsedMiB: mib(31000), PeakMiB: 33100, Guarantee: "hardware", Processes: 1})
+		status.Container{Namespace: "dev", Pod: "notebook-linus", Container: "jupyter", Claim: "a", GPU: g.UUID, UsedMiB: mib(3200), PeakMiB: 5900, Guarantee: "hardware", Processes: 1},
+		status.Container{Namespace: "train", Pod: "eval-12", Container: "main", Claim: "b", GPU: g.UUID, UsedMiB: mib(31000), PeakMiB: 33100, Guarantee: "hardware", Processes: 1})
 
 	g = &s.GPUs[1]
 	g.Mode, g.Resource, g.UnitMiB, g.Total, g.Free = "shared", "example.com/gpu-mem", 1024, 79, 79
@@ -126,7 +126,7 @@ func rich(t *testing.T) obs.Status {
 }
 
 // slice cuts a GPU by MIG; instances is who has which, nobody if empty.
-func slice(g *obs.GPUStatus, m obs.MIGStatus, instances map[string]string) {
+func slice(g *status.GPU, m status.MIG, instances map[string]string) {
 	g.Mode, g.Resource, g.Total, g.Free = "mig", "", 0, 0
 	g.MIG = &m
 	for _, p := range []struct {
@@ -136,14 +136,14 @@ func slice(g *obs.GPUStatus, m obs.MIGStatus, instances map[string]string) {
 	}{{"1g.10gb", 1, []int{0, 1, 2, 3, 4, 5, 6}}, {"1g.20gb", 2, []int{0, 2, 4, 6}}, {"2g.20gb", 2, []int{0, 2, 4}}, {"3g.40gb", 4, []int{0, 4}}, {"7g.80gb", 8, []int{0}}} {
 		for _, start := range p.starts {
 			at := fmt.Sprintf("%s@%d", p.profile, start)
-			slot := obs.SlotStatus{Device: g.UUID + "::" + at, Resource: "example.com/mig-" + p.profile, Profile: p.profile, Start: start, Size: p.size, State: obs.SlotFree}
+			slot := status.Slot{Device: g.UUID + "::" + at, Resource: "example.com/mig-" + p.profile, Profile: p.profile, Start: start, Size: p.size, State: status.SlotFree}
 			if holder, ok := instances[at]; ok {
-				slot.State, slot.UUID, slot.GI = obs.SlotWarm, "MIG-"+at, len(m.Slots)+1
+				slot.State, slot.UUID, slot.GI = status.SlotWarm, "MIG-"+at, len(m.Slots)+1
 				if holder != "" {
-					slot.State = obs.SlotHeld
+					slot.State = status.SlotHeld
 					part := strings.Split(holder, "/")
 					slot.Namespace, slot.Pod, slot.Container = part[0], part[1], part[2]
-					g.Holders = append(g.Holders, obs.Holder{Namespace: part[0], Pod: part[1], Container: part[2], Resource: slot.Resource, Units: 1, Since: ago(2 * time.Hour)})
+					g.Holders = append(g.Holders, status.Holder{Namespace: part[0], Pod: part[1], Container: part[2], Resource: slot.Resource, Units: 1, Since: ago(2 * time.Hour)})
 				}
 			} else {
 				for other, holder := range instances {
@@ -151,7 +151,7 @@ func slice(g *obs.GPUStatus, m obs.MIGStatus, instances map[string]string) {
 					fmt.Sscanf(other[strings.Index(other, "@"):], "@%d", &first)
 					size = map[string]int{"1": 1, "2": 2, "3": 4}[other[:1]]
 					if holder != "" && start < first+size && first < start+p.size {
-						slot.State, slot.Reason = obs.SlotCovered, "its room is taken"
+						slot.State, slot.Reason = status.SlotCovered, "its room is taken"
 					}
 				}
 			}
@@ -161,30 +161,30 @@ func slice(g *obs.GPUStatus, m obs.MIGStatus, instances map[string]string) {
 }
 
 // busy has everything that can be wrong at a time.
-func busy(t *testing.T) obs.Status {
+func busy(t *testing.T) status.Status {
 	t.Helper()
 	inv := machine(t, "a100-80")
 	inv.GPUs[5].Links[0].NVLink-- // one is down
-	s := status("gpu-node-2", inv)
-	s.Partition = obs.Partition{Name: "a-partition-with-a-rather-long-name-for-the-night", State: "blocked", Source: "configmap gpu-agent/gpu-partitions", Generation: 18446744073709551615,
+	s := wholes("gpu-node-2", inv)
+	s.Partition = status.Partition{Name: "a-partition-with-a-rather-long-name-for-the-night", State: "blocked", Source: "configmap gpu-agent/gpu-partitions", Generation: 18446744073709551615,
 		Message: "GPU 2: train/train-3 holds 40 units of gpu-mem; the GPU becomes whole when the pod has ended"}
-	s.Watchdog = obs.Watchdog{State: obs.WatchdogOff, Reason: "the agent is not in the initial PID namespace, so the driver would hide processes from it; set hostPID: true"}
+	s.Watchdog = status.Watchdog{State: status.WatchdogOff, Reason: "the agent is not in the initial PID namespace, so the driver would hide processes from it; set hostPID: true"}
 	s.Hardware = "create 3g.40gb@4 on GPU 1 has not come back, since 2026-03-01T11:58:12Z"
 	on := true
 	mib := func(n uint64) *uint64 { return &n }
-	slice(&s.GPUs[1], obs.MIGStatus{Enabled: true, Size: 8, Work: "create 3g.40gb@4 since 2026-03-01T11:58:12Z"}, map[string]string{
+	slice(&s.GPUs[1], status.MIG{Enabled: true, Size: 8, Work: "create 3g.40gb@4 since 2026-03-01T11:58:12Z"}, map[string]string{
 		"1g.10gb@0": "dev/a/main", "1g.10gb@1": "dev/b-with-a-long-name-from-a-controller-7c6f8d5b9-x2k4p/main", "1g.10gb@2": "", "1g.10gb@3": "dev/d/main", "1g.10gb@4": "", "1g.10gb@5": "dev/f/main", "1g.10gb@6": "dev/g/main"})
 	for i := range s.GPUs[1].MIG.Slots {
 		switch slot := &s.GPUs[1].MIG.Slots[i]; slot.Start {
 		case 2:
-			slot.State = obs.SlotLeaving
+			slot.State = status.SlotLeaving
 		case 3:
-			slot.State, slot.UUID = obs.SlotMaking, ""
+			slot.State, slot.UUID = status.SlotMaking, ""
 		case 4:
-			slot.State, slot.Reason = obs.SlotForeign, "made by somebody else, and busy"
+			slot.State, slot.Reason = status.SlotForeign, "made by somebody else, and busy"
 		case 5:
 			if slot.Size == 1 {
-				slot.State, slot.UUID, slot.Reason = obs.SlotFailed, "", "3 attempts failed, the last one with: insufficient resources"
+				slot.State, slot.UUID, slot.Reason = status.SlotFailed, "", "3 attempts failed, the last one with: insufficient resources"
 			}
 		}
 	}
@@ -205,12 +205,12 @@ func busy(t *testing.T) obs.Status {
 	g.Health, g.Reason, g.Since, g.Needs = "unhealthy", "Xid 79: GPU has fallen off the bus; Xid 48: double bit ECC error", ago(49*time.Hour), "reset"
 	g.Free, g.Unhealthy = 0, 1
 	g = &s.GPUs[7]
-	g.MIG = &obs.MIGStatus{Pending: &on, Work: "enable MIG mode since 2026-03-01T11:59:59Z"}
+	g.MIG = &status.MIG{Pending: &on, Work: "enable MIG mode since 2026-03-01T11:59:59Z"}
 	return s
 }
 
 // hostile is a Status whose every free text is markup, nonsense, and long.
-func hostile(s obs.Status) obs.Status {
+func hostile(s status.Status) status.Status {
 	const evil = `"><script>alert(1)</script><img src=x onerror=alert(2)>'&amp;&#0;` + "\x00\x1b[31m\u202e\xff"
 	words := map[string]bool{"Mode": true, "State": true, "Health": true, "Profile": true, "Kind": true, "UUID": true, "GPU": true}
 	var walk func(v reflect.Value)

@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/status"
 )
 
 var (
@@ -58,10 +59,10 @@ func chrome(t *testing.T, typeface string) (context.Context, *browser) {
 }
 
 // serve shows the Status as the agent does, and returns the page's address.
-func serve(t *testing.T, s obs.Status) string {
+func serve(t *testing.T, s status.Status) string {
 	t.Helper()
 	server := httptest.NewServer(obs.New(obs.Options{Logger: slog.New(slog.DiscardHandler), Metrics: obs.NewMetrics("v0.1.0"),
-		Status: func() obs.Status { return s }, Now: func() time.Time { return noon }, Healthy: func() error { return nil }, Ready: func() error { return nil }}).Handler())
+		Status: func() status.Status { return s }, Now: func() time.Time { return noon }, Healthy: func() error { return nil }, Ready: func() error { return nil }}).Handler())
 	t.Cleanup(server.Close)
 	return server.URL + "/statusz"
 }

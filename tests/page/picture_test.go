@@ -19,7 +19,7 @@ import (
 	"strings"
 	"testing"
 
-	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/status"
 )
 
 // most is how large the README's picture may be, in bytes.
@@ -30,7 +30,7 @@ const most = 200 << 10
 func TestPicture(t *testing.T) {
 	file := filepath.Join("..", "..", "docs", "status.png")
 	var html strings.Builder
-	if err := obs.WriteHTML(&html, rich(t), noon); err != nil {
+	if err := status.WriteHTML(&html, rich(t), noon); err != nil {
 		t.Fatal(err)
 	}
 	of := fmt.Sprintf("page %x", sha256.Sum256([]byte(html.String())))

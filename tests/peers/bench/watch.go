@@ -15,7 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"example.com/gpu-agent/internal/obs"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/tests/memcap/capsule"
 )
 
@@ -145,7 +145,7 @@ func (b *bench) allSeen(ctx context.Context, url string) error {
 			return false, err
 		}
 		defer resp.Body.Close()
-		var st obs.Status
+		var st status.Status
 		if err := json.NewDecoder(resp.Body).Decode(&st); err != nil {
 			return false, err
 		}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package obs
+package status
 
 import (
 	"fmt"
@@ -194,7 +194,7 @@ func stateColor(state string) string {
 	return yellow
 }
 
-func (p *page) gpu(g GPUStatus) {
+func (p *page) gpu(g GPU) {
 	p.line("")
 	title := fmt.Sprintf("GPU %-2d ", g.Index)
 	facts := []string{g.Model, amount(g.MemoryMiB), g.Mode}
@@ -289,7 +289,7 @@ func (p *page) containers(s Status) {
 			}
 		}
 		peak := &c.PeakMiB
-		if !c.hasPeak() {
+		if !c.HasPeak() {
 			peak = nil
 		}
 		rows = append(rows, []string{name, strconv.Itoa(c.Index), limit, gib(c.UsedMiB), gib(peak), refused, c.Guarantee})
@@ -325,7 +325,7 @@ func (p *page) containers(s Status) {
 }
 
 // over tells whether a container is known to use more than its cap.
-func (c ContainerStatus) over() bool {
+func (c Container) over() bool {
 	return c.CapMiB != nil && c.UsedMiB != nil && *c.UsedMiB > *c.CapMiB
 }
 
@@ -350,7 +350,7 @@ func count(n int, one, many string) string {
 }
 
 // use draws the bar and says in figures what it shows.
-func (p *page) use(g GPUStatus) {
+func (p *page) use(g GPU) {
 	const cells = 24
 	used := share(g.Used, g.Total, cells)
 	bad := min(share(g.Unhealthy, g.Total, cells), cells-used)
@@ -378,8 +378,8 @@ func share(part, whole, cells int) int {
 	return min(max((part*cells+whole/2)/whole, 1), cells-1)
 }
 
-func (p *page) holders(g GPUStatus) {
-	g.Holders = g.others()
+func (p *page) holders(g GPU) {
+	g.Holders = g.Others()
 	if len(g.Holders) == 0 {
 		return
 	}
@@ -426,7 +426,7 @@ func (p *page) holders(g GPUStatus) {
 }
 
 // unitName is what measure counts, for n of it.
-func unitName(g GPUStatus, n int) string {
+func unitName(g GPU, n int) string {
 	switch {
 	case g.UnitMiB > 0:
 		return " GiB"
@@ -442,7 +442,7 @@ func unitName(g GPUStatus, n int) string {
 
 // measure writes n devices of a GPU: as GiB where a device is an amount of
 // memory, with as many digits as the unit needs.
-func measure(g GPUStatus, n int) string {
+func measure(g GPU, n int) string {
 	if g.UnitMiB == 0 {
 		return strconv.Itoa(n)
 	}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package obs
+package status
 
 import (
 	"time"
@@ -27,16 +27,16 @@ type Status struct {
 	// it answers. Everything that needs no hardware goes on meanwhile.
 	Hardware string `json:"hardware,omitempty"`
 	// Resources is how those that the node serves fare with the kubelet, by name.
-	Resources []ResourceStatus `json:"resources,omitempty"`
+	Resources []Resource `json:"resources,omitempty"`
 	// GPUs is in index order.
-	GPUs []GPUStatus `json:"gpus"`
+	GPUs []GPU `json:"gpus"`
 	// Containers is what each container may use and uses of each GPU that it
 	// holds, sorted by index, namespace, pod and container.
-	Containers []ContainerStatus `json:"containers,omitempty"`
-	Watchdog   Watchdog          `json:"watchdog,omitzero"`
+	Containers []Container `json:"containers,omitempty"`
+	Watchdog   Watchdog    `json:"watchdog,omitzero"`
 	// Policies are the admission policies that hold the agent to its own node;
 	// empty until they were tried, and where the API server is not spoken to.
-	Policies []PolicyStatus `json:"policies,omitempty"`
+	Policies []Policy `json:"policies,omitempty"`
 	// Topology is how GPUs and network cards are connected; nil while no driver
 	// has answered.
 	Topology *topology.Matrix `json:"topology,omitempty"`
@@ -61,8 +61,8 @@ type Partition struct {
 	Generation uint64 `json:"generation"`
 }
 
-// ResourceStatus is a resource at the kubelet.
-type ResourceStatus struct {
+// Resource is a resource at the kubelet.
+type Resource struct {
 	// Name is the full resource name.
 	Name string `json:"name"`
 	// Devices is how many the list has that was last made for the kubelet.
@@ -77,8 +77,8 @@ type ResourceStatus struct {
 	Error string `json:"error,omitempty"`
 }
 
-// GPUStatus is one GPU.
-type GPUStatus struct {
+// GPU is one GPU.
+type GPU struct {
 	Index int    `json:"index"`
 	UUID  string `json:"uuid"`
 	Model string `json:"model,omitempty"`
@@ -127,12 +127,12 @@ type GPUStatus struct {
 	Unlisted  int `json:"unlisted,omitempty"`
 	// MIG is nil where the GPU cannot do MIG, or has nothing to do with it now:
 	// the mode is off and stays off.
-	MIG *MIGStatus `json:"mig,omitempty"`
+	MIG *MIG `json:"mig,omitempty"`
 }
 
-// MIGStatus is a GPU cut by MIG. What it offers is in Slots, of several
-// resources: GPUStatus.Resource is empty for it, and so are the counts.
-type MIGStatus struct {
+// MIG is a GPU cut by MIG. What it offers is in Slots, of several
+// resources: GPU.Resource is empty for it, and so are the counts.
+type MIG struct {
 	// Enabled is the mode in force, Pending the mode after the next reset; nil
 	// where that is the same.
 	Enabled bool  `json:"enabled"`
@@ -148,11 +148,11 @@ type MIGStatus struct {
 	Work string `json:"work,omitempty"`
 	// Slots is what stands, is offered or is wanted, in the order of place, then
 	// size, then profile, then compute slice.
-	Slots []SlotStatus `json:"slots,omitempty"`
+	Slots []Slot `json:"slots,omitempty"`
 }
 
-// SlotStatus is a MIG device that stands, or could.
-type SlotStatus struct {
+// Slot is a MIG device that stands, or could.
+type Slot struct {
 	// Device is its ID with the kubelet ("GPU-…::3g.40gb@4"). Resource is the
 	// full name of what it is offered as; empty where it is not on offer.
 	Device   string `json:"device"`
@@ -181,7 +181,7 @@ type SlotStatus struct {
 	Reason string `json:"reason,omitempty"`
 }
 
-// Values of SlotStatus.State.
+// Values of Slot.State.
 const (
 	SlotHeld    = "held"    // a claim has it, and its instance stands
 	SlotWarm    = "warm"    // the instance stands, nobody holds it, it can be had
@@ -193,11 +193,11 @@ const (
 	SlotFailed  = "failed"  // it could not be made, time and again, and is withdrawn
 )
 
-// SlotStates is every value of SlotStatus.State, in the order in which metrics
+// SlotStates is every value of Slot.State, in the order in which metrics
 // list them.
 var SlotStates = []string{SlotHeld, SlotWarm, SlotMaking, SlotFree, SlotCovered, SlotLeaving, SlotForeign, SlotFailed}
 
-// Healthy is the value of GPUStatus.Health that is not a complaint.
+// Healthy is the value of GPU.Health that is not a complaint.
 const Healthy = "healthy"
 
 // Holder is a container that holds devices of a GPU.
@@ -217,9 +217,9 @@ type Holder struct {
 	Waits string `json:"waits,omitempty"`
 }
 
-// ContainerStatus is a container's memory on one GPU: one that holds two GPUs
+// Container is a container's memory on one GPU: one that holds two GPUs
 // is listed twice.
-type ContainerStatus struct {
+type Container struct {
 	// Namespace, Pod and Container are empty for a claim that the kubelet has
 	// not named yet.
 	Namespace string `json:"namespace,omitempty"`
@@ -227,7 +227,7 @@ type ContainerStatus struct {
 	Container string `json:"container,omitempty"`
 	// Claim is the claim's key.
 	Claim string `json:"claim"`
-	// GPU is the UUID, Index what GPUStatus has for it.
+	// GPU is the UUID, Index what GPU has for it.
 	GPU   string `json:"gpu"`
 	Index int    `json:"index"`
 	// CapMiB is nil where the container has no cap: it has the whole GPU, or MIG
@@ -255,18 +255,18 @@ type ContainerStatus struct {
 	UndoneMiB uint64 `json:"undoneMiB,omitempty"`
 }
 
-// hasPeak tells whether the container's memory was ever seen.
-func (c ContainerStatus) hasPeak() bool { return c.UsedMiB != nil || c.PeakMiB > 0 }
+// HasPeak tells whether the container's memory was ever seen.
+func (c Container) HasPeak() bool { return c.UsedMiB != nil || c.PeakMiB > 0 }
 
-// Values of PolicyStatus.State.
+// Values of Policy.State.
 const (
 	PolicyHeld    = "held"    // a write that the policy must refuse is refused
 	PolicyMissing = "missing" // such a write would be taken
 	PolicyUnknown = "unknown" // the API server does not say
 )
 
-// PolicyStatus is one admission policy of the agent's manifests.
-type PolicyStatus struct {
+// Policy is one admission policy of the agent's manifests.
+type Policy struct {
 	Name  string `json:"name"`
 	State string `json:"state"`
 	// Reason says what to do, or why nothing is known; empty where it is held.

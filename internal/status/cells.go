@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package obs
+package status
 
 import (
 	"cmp"
@@ -16,7 +16,7 @@ import (
 // mig draws a GPU's memory slots as a row of cells, each as wide as its share of
 // the memory; then a line for each device that stands or is held; then what
 // could be made in the room that is left.
-func (p *page) mig(g GPUStatus) {
+func (p *page) mig(g GPU) {
 	m := g.MIG
 	if m.Pending != nil && *m.Pending != m.Enabled {
 		word := "off"
@@ -42,7 +42,7 @@ func (p *page) wrapped(color, text string) {
 }
 
 // label is what people call a slot: "3g.40gb@4", "1c.3g.40gb@4.1".
-func (s *SlotStatus) label() string {
+func (s *Slot) label() string {
 	at := s.Profile + "@" + strconv.Itoa(s.Start)
 	if s.split() {
 		at += "." + strconv.Itoa(s.CI)
@@ -51,13 +51,13 @@ func (s *SlotStatus) label() string {
 }
 
 // split tells whether the device is a part of its GPU instance.
-func (s *SlotStatus) split() bool {
+func (s *Slot) split() bool {
 	n, err := mig.Parse(s.Profile)
 	return err == nil && n.Compute > 0
 }
 
 // gpuInstance is the profile of the GPU instance that the device is in.
-func (s *SlotStatus) gpuInstance() string {
+func (s *Slot) GPUInstance() string {
 	n, err := mig.Parse(s.Profile)
 	if err != nil {
 		return s.Profile
@@ -66,7 +66,7 @@ func (s *SlotStatus) gpuInstance() string {
 }
 
 // there tells whether the device takes room now: it stands, or somebody has it.
-func (s *SlotStatus) there() bool {
+func (s *Slot) there() bool {
 	return s.UUID != "" || s.State != SlotFree && s.State != SlotCovered && s.State != SlotFailed
 }
 
@@ -79,11 +79,11 @@ var drawnFirst = []string{SlotHeld, SlotMaking, SlotLeaving, SlotForeign, SlotWa
 type cell struct {
 	from, to int
 	start    int // the memory slot; -1 inside a GPU instance
-	slot     *SlotStatus
+	slot     *Slot
 }
 
 // size is the number of memory slots, as far as it is known.
-func (m *MIGStatus) size() int {
+func (m *MIG) size() int {
 	// More than any card has: what draws a slot each must come to an end.
 	const most = 64
 	size := m.Size
@@ -97,14 +97,14 @@ func (m *MIGStatus) size() int {
 
 // row divides the columns among the slots; wide is the columns of one memory
 // slot.
-func row(m *MIGStatus, size, wide int) []cell {
-	var there []*SlotStatus
+func row(m *MIG, size, wide int) []cell {
+	var there []*Slot
 	for i := range m.Slots {
 		if s := &m.Slots[i]; s.there() && s.Start >= 0 && s.Start < size && s.Size > 0 && s.Size <= size-s.Start {
 			there = append(there, s)
 		}
 	}
-	slices.SortStableFunc(there, func(a, b *SlotStatus) int {
+	slices.SortStableFunc(there, func(a, b *Slot) int {
 		return cmp.Compare(slices.Index(drawnFirst, a.State), slices.Index(drawnFirst, b.State))
 	})
 	type place struct {
@@ -112,9 +112,9 @@ func row(m *MIGStatus, size, wide int) []cell {
 		profile     string
 	}
 	owner := make([]place, size) // memory slot → GPU instance
-	parts := map[place][]*SlotStatus{}
+	parts := map[place][]*Slot{}
 	for _, s := range there {
-		at := place{s.Start, s.Size, s.gpuInstance()}
+		at := place{s.Start, s.Size, s.GPUInstance()}
 		free := true
 		for _, o := range owner[s.Start : s.Start+s.Size] {
 			free = free && (o == place{} || o == at)
@@ -142,13 +142,13 @@ func row(m *MIGStatus, size, wide int) []cell {
 }
 
 // divide gives each compute instance its part of the GPU instance's cell.
-func divide(whole cell, parts []*SlotStatus) []cell {
+func divide(whole cell, parts []*Slot) []cell {
 	n, _ := mig.Parse(parts[0].Profile)
 	if n.Compute == 0 || whole.to-whole.from < 2*n.Slices {
 		whole.slot = parts[0]
 		return []cell{whole}
 	}
-	slots := make([]*SlotStatus, n.Slices) // by compute slice
+	slots := make([]*Slot, n.Slices) // by compute slice
 	for _, s := range parts {
 		if c, _ := mig.Parse(s.Profile); s.CI >= 0 && s.CI < n.Slices && slots[s.CI] == nil {
 			for i := s.CI; i < min(s.CI+max(c.Compute, 1), n.Slices); i++ {
@@ -171,7 +171,7 @@ func divide(whole cell, parts []*SlotStatus) []cell {
 }
 
 // cells draws the row: profile, state and holder of each.
-func (p *page) cells(m *MIGStatus) {
+func (p *page) cells(m *MIG) {
 	size := m.size()
 	// Wider than this, the eye has to travel.
 	const widest = 14
@@ -203,7 +203,7 @@ func (p *page) cells(m *MIGStatus) {
 		}
 		p.line(indent + line.String() + last)
 	}
-	content := func(text func(s *SlotStatus) (string, string)) {
+	content := func(text func(s *Slot) (string, string)) {
 		var line strings.Builder
 		for _, c := range row {
 			words, color := nothing, faint
@@ -216,9 +216,9 @@ func (p *page) cells(m *MIGStatus) {
 		p.line(indent + line.String() + bar)
 	}
 	border(corners[0], corners[1], corners[2], true)
-	content(func(s *SlotStatus) (string, string) { return s.Profile, bold })
-	content(func(s *SlotStatus) (string, string) { return s.State, slotColor(s.State) })
-	content(func(s *SlotStatus) (string, string) { return s.Pod, "" })
+	content(func(s *Slot) (string, string) { return s.Profile, bold })
+	content(func(s *Slot) (string, string) { return s.State, slotColor(s.State) })
+	content(func(s *Slot) (string, string) { return s.Pod, "" })
 	border(corners[3], corners[4], corners[5], false)
 }
 
@@ -235,7 +235,7 @@ func slotColor(state string) string {
 }
 
 // slots lists what stands, is held, or has something to be said about it.
-func (p *page) slots(g GPUStatus) {
+func (p *page) slots(g GPU) {
 	type line struct{ label, state, who, age, waits, reason string }
 	var lines []line
 	var widths [4]int
@@ -245,7 +245,7 @@ func (p *page) slots(g GPUStatus) {
 			continue
 		}
 		l := line{label: s.label(), state: s.State, reason: s.Reason}
-		if s.held() {
+		if s.Held() {
 			l.who = "(not yet named by the kubelet)"
 			if s.Pod != "" {
 				l.who = s.Namespace + "/" + s.Pod + "/" + s.Container
@@ -295,13 +295,13 @@ func (p *page) slots(g GPUStatus) {
 }
 
 // held tells whether somebody has the device, named or not.
-func (s *SlotStatus) held() bool {
+func (s *Slot) Held() bool {
 	return s.Pod != "" || s.State == SlotHeld || s.State == SlotMaking
 }
 
 // holder finds the holder of a slot among the GPU's, where its age is; nil
 // where there is none.
-func (g *GPUStatus) holder(s *SlotStatus) *Holder {
+func (g *GPU) holder(s *Slot) *Holder {
 	for i := range g.Holders {
 		h := &g.Holders[i]
 		if h.Namespace == s.Namespace && h.Pod == s.Pod && h.Container == s.Container && h.Resource == s.Resource {
@@ -312,14 +312,14 @@ func (g *GPUStatus) holder(s *SlotStatus) *Holder {
 }
 
 // others are the holders that no slot has: those of before the GPU was cut.
-func (g *GPUStatus) others() []Holder {
+func (g *GPU) Others() []Holder {
 	if g.MIG == nil {
 		return g.Holders
 	}
 	type name struct{ namespace, pod, container, resource string }
 	slots := map[name]bool{}
 	for i := range g.MIG.Slots {
-		if s := &g.MIG.Slots[i]; s.held() {
+		if s := &g.MIG.Slots[i]; s.Held() {
 			slots[name{s.Namespace, s.Pod, s.Container, s.Resource}] = true
 		}
 	}
@@ -330,7 +330,7 @@ func (g *GPUStatus) others() []Holder {
 
 // couldStand names the free slots, profile by profile: "1g.10gb@0,1,2 3g.40gb@0".
 // Each could be made; two that overlap exclude each other.
-func couldStand(list []SlotStatus) string {
+func couldStand(list []Slot) string {
 	var profiles []string
 	starts := map[string][]string{}
 	for i := range list {

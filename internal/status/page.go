@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package obs
+package status
 
 import (
 	"cmp"
@@ -22,10 +22,10 @@ import (
 //go:embed page.css
 var style string
 
-// policy is the page's Content-Security-Policy: its own style and its icon, and
+// PagePolicy is the page's Content-Security-Policy: its own style and its icon, and
 // nothing else from anywhere. A style attribute would be refused, so there is
 // none: what has a measure is drawn in SVG.
-var policy = func() string {
+var PagePolicy = func() string {
 	sum := sha256.Sum256([]byte(style))
 	return "default-src 'none'; style-src 'sha256-" + base64.StdEncoding.EncodeToString(sum[:]) +
 		"'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -60,7 +60,7 @@ func (p *sheet) put(markup string, values ...any) {
 	for _, v := range values {
 		before, after, ok := strings.Cut(markup, "{}")
 		if !ok {
-			panic("obs: more values than places in " + markup)
+			panic("status: more values than places in " + markup)
 		}
 		p.out.WriteString(before)
 		switch v := v.(type) {
@@ -69,7 +69,7 @@ func (p *sheet) put(markup string, values ...any) {
 		case string:
 			p.out.WriteString(html.EscapeString(plain(v)))
 		default:
-			panic(fmt.Sprintf("obs: %T is no text", v))
+			panic(fmt.Sprintf("status: %T is no text", v))
 		}
 		markup = after
 	}
@@ -378,7 +378,7 @@ type offer struct {
 func (p *sheet) offers() {
 	sums := map[string]*offer{}
 	mig := false
-	of := func(resource string, g GPUStatus) *offer {
+	of := func(resource string, g GPU) *offer {
 		o := sums[resource]
 		if o == nil {
 			o = &offer{}
@@ -410,7 +410,7 @@ func (p *sheet) offers() {
 			}
 			mig = true
 			switch o := of(slot.Resource, g); {
-			case slot.held():
+			case slot.Held():
 				o.used++
 			case slot.State == SlotWarm || slot.State == SlotFree:
 				o.free++
@@ -506,7 +506,7 @@ func (p *sheet) gpu(at int) {
 }
 
 // modeName says how a GPU is cut; of one that is not, who has it.
-func modeName(g GPUStatus) string {
+func modeName(g GPU) string {
 	switch {
 	case g.Mode == "whole" && g.Used > 0:
 		return "whole, held"
@@ -529,7 +529,7 @@ func modeName(g GPUStatus) string {
 }
 
 // use draws who holds how much of a GPU, and says it in figures.
-func (p *sheet) use(g GPUStatus) {
+func (p *sheet) use(g GPU) {
 	p.put(`<div class="use">`)
 	p.bar("bar", g)
 	p.put(`<p><strong>{}</strong> of {} held`, measure(g, g.Used), measure(g, g.Total)+unitName(g, g.Total))
@@ -545,7 +545,7 @@ func (p *sheet) use(g GPUStatus) {
 // bar draws a GPU's devices: a piece for each holder, what is withdrawn, and the
 // rest. Words beside it say the same, so that to a screen reader it is not
 // there.
-func (p *sheet) bar(class string, g GPUStatus) {
+func (p *sheet) bar(class string, g GPU) {
 	const wide = 1000
 	p.put(`<svg class="{}" viewBox="0 0 {} 10" preserveAspectRatio="none" aria-hidden="true" focusable="false"><rect class="free" width="{}" height="10"/>`, class, wide, wide)
 	p.segments(g, 0, 0, wide, 10)
@@ -553,7 +553,7 @@ func (p *sheet) bar(class string, g GPUStatus) {
 }
 
 // segments are the pieces of a bar: rectangles from x on, of width and height.
-func (p *sheet) segments(g GPUStatus, x, y, width, height int) {
+func (p *sheet) segments(g GPU, x, y, width, height int) {
 	at := 0
 	piece := func(class string, units int) {
 		from, to := share(at, g.Total, width), share(min(at+units, g.Total), g.Total, width)
@@ -590,14 +590,14 @@ type tenant struct {
 	holds  string
 	age    string
 	waits  string
-	memory *ContainerStatus // nil where nobody has looked
+	memory *Container // nil where nobody has looked
 	holder *Holder
 	most   *uint64 // MiB that it can have where it has no cap; nil where that is not known
 }
 
 // rows joins the holders of a GPU with what the watchdog knows of their memory.
-func (p *sheet) rows(g GPUStatus) []tenant {
-	var memory []*ContainerStatus
+func (p *sheet) rows(g GPU) []tenant {
+	var memory []*Container
 	for i := range p.s.Containers {
 		if c := &p.s.Containers[i]; c.GPU == g.UUID {
 			memory = append(memory, c)
@@ -616,7 +616,7 @@ func (p *sheet) rows(g GPUStatus) []tenant {
 			// From before the GPU's mode changed, or MIG devices.
 			t.holds = strconv.Itoa(h.Units) + " " + h.Resource[strings.LastIndexByte(h.Resource, '/')+1:]
 		}
-		if at := slices.IndexFunc(memory, func(c *ContainerStatus) bool {
+		if at := slices.IndexFunc(memory, func(c *Container) bool {
 			return c.Namespace == h.Namespace && c.Pod == h.Pod && c.Container == h.Container
 		}); at >= 0 {
 			t.memory = memory[at]
@@ -631,7 +631,7 @@ func (p *sheet) rows(g GPUStatus) []tenant {
 }
 
 // holders is the table of who is on a GPU.
-func (p *sheet) holders(g GPUStatus, rows []tenant) {
+func (p *sheet) holders(g GPU, rows []tenant) {
 	if len(rows) == 0 {
 		return
 	}
@@ -678,7 +678,7 @@ func (p *sheet) memory(t tenant) {
 		p.put(` <svg class="gauge" viewBox="0 0 1000 10" preserveAspectRatio="none" aria-hidden="true" focusable="false"><rect class="free" width="1000" height="10"/><rect class="{}" width="{}" height="10"/></svg>`,
 			tone, share(int(min(*c.UsedMiB, 1<<40)), int(min(*most, 1<<40)), 1000))
 	}
-	if c.hasPeak() && c.PeakMiB > 0 {
+	if c.HasPeak() && c.PeakMiB > 0 {
 		more = append(more, "peak "+gib(&c.PeakMiB)+" GiB")
 	}
 	if c.Refusals > 0 {
@@ -705,7 +705,7 @@ const cellColumns = 12
 
 // mig draws a GPU's memory slots, as a table whose cells are as wide as their
 // share of the memory.
-func (p *sheet) mig(g GPUStatus) {
+func (p *sheet) mig(g GPU) {
 	m := g.MIG
 	if m.Pending != nil && *m.Pending != m.Enabled {
 		p.put(`<p class="say warn">MIG goes {} when the GPU is reset</p>`, onOff(*m.Pending))
@@ -751,8 +751,8 @@ func slotTone(state string) string {
 // devices is the table of the MIG devices that stand, are held, or have
 // something to be said about them, and what could be made. It returns the
 // tenants that have none of them.
-func (p *sheet) devices(g GPUStatus, rows []tenant) []tenant {
-	var shown []*SlotStatus
+func (p *sheet) devices(g GPU, rows []tenant) []tenant {
+	var shown []*Slot
 	for i := range g.MIG.Slots {
 		if s := &g.MIG.Slots[i]; s.there() || s.State == SlotFailed {
 			shown = append(shown, s)
@@ -763,7 +763,7 @@ func (p *sheet) devices(g GPUStatus, rows []tenant) []tenant {
 	}
 	for _, s := range shown {
 		var t tenant
-		if s.held() {
+		if s.Held() {
 			t.name = who(s.Namespace, s.Pod, s.Container)
 			h := g.holder(s)
 			at := slices.IndexFunc(rows, func(r tenant) bool { return r.holder != nil && r.holder == h })
@@ -800,7 +800,7 @@ func (p *sheet) devices(g GPUStatus, rows []tenant) []tenant {
 	// A container with several devices of one resource is one holder and has
 	// several lines above.
 	return slices.DeleteFunc(rows, func(r tenant) bool {
-		return r.holder != nil && slices.ContainsFunc(shown, func(s *SlotStatus) bool { return s.held() && g.holder(s) == r.holder })
+		return r.holder != nil && slices.ContainsFunc(shown, func(s *Slot) bool { return s.Held() && g.holder(s) == r.holder })
 	})
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package obs
+package status
 
 import (
 	"cmp"
@@ -48,7 +48,7 @@ func (p *sheet) node() {
 // hasNode tells whether there is anything to be shown of the node as a whole.
 func (p *sheet) hasNode() bool {
 	return p.s.Topology != nil && len(p.s.Topology.GPUs) > 0 ||
-		slices.ContainsFunc(p.s.GPUs, func(g GPUStatus) bool { return g.Resource != "" || g.MIG != nil })
+		slices.ContainsFunc(p.s.GPUs, func(g GPU) bool { return g.Resource != "" || g.MIG != nil })
 }
 
 // key explains what has no name in the drawing.
@@ -644,7 +644,7 @@ func laneWord(n int) string {
 // gpu draws a GPU, which leads to all about it.
 func (d *drawing) gpu(i int) {
 	p := d.p
-	g := GPUStatus{Index: d.m.GPUs[i].Index, UUID: string(d.m.GPUs[i].UUID)}
+	g := GPU{Index: d.m.GPUs[i].Index, UUID: string(d.m.GPUs[i].UUID)}
 	at, known := p.byUUID[g.UUID]
 	if known {
 		g = p.s.GPUs[at]
@@ -680,7 +680,7 @@ func (d *drawing) gpu(i int) {
 }
 
 // tileState is a GPU in a word, and whether that is a complaint.
-func tileState(g GPUStatus) (tone, state string) {
+func tileState(g GPU) (tone, state string) {
 	switch {
 	case g.Health != "" && g.Health != Healthy:
 		return "bad", "fault"
@@ -689,7 +689,7 @@ func tileState(g GPUStatus) (tone, state string) {
 	case g.MIG != nil && g.MIG.Enabled:
 		held := 0
 		for i := range g.MIG.Slots {
-			if s := &g.MIG.Slots[i]; s.held() {
+			if s := &g.MIG.Slots[i]; s.Held() {
 				held++
 			}
 		}
@@ -709,7 +709,7 @@ func tileState(g GPUStatus) (tone, state string) {
 }
 
 // cells draws the MIG devices that stand, in so much room.
-func (p *sheet) cells(m *MIGStatus, x, y, width, height int) {
+func (p *sheet) cells(m *MIG, x, y, width, height int) {
 	size := m.size()
 	if size == 0 {
 		return

@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package status
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+	"unicode/utf8"
+)
+
+// slot makes a Slot of "profile@start" or "profile@start.compute".
+func slot(uuid, at string, size int, state string, change func(*Slot)) Slot {
+	profile, place, _ := strings.Cut(at, "@")
+	start, compute, _ := strings.Cut(place, ".")
+	s := Slot{Device: uuid + "::" + at, Profile: profile, Size: size, State: state,
+		Resource: "example.com/mig-" + strings.ReplaceAll(profile, "+", ".")}
+	s.Start, _ = strconv.Atoi(start)
+	s.CI, _ = strconv.Atoi(compute)
+	if change != nil {
+		change(&s)
+	}
+	return s
+}
+
+func stands(gi int) func(*Slot) {
+	return func(s *Slot) { s.GI, s.UUID = gi, fmt.Sprintf("MIG-00000000-0000-0000-0000-%012d", gi) }
+}
+
+func held(gi int, namespace, pod, container string) func(*Slot) {
+	return func(s *Slot) {
+		if gi >= 0 {
+			stands(gi)(s)
+		}
+		s.Namespace, s.Pod, s.Container = namespace, pod, container
+	}
+}
+
+// cards has one MIG GPU of each kind that a reader meets.
+func cards() Status {
+	uuid := func(n int) string { return fmt.Sprintf("GPU-7d1e2f3a-0000-1111-2222-3333444400%02d", n) }
+	off, on := false, true
+	because := func(reason string) func(*Slot) { return func(s *Slot) { s.Reason = reason } }
+	s := Status{
+		Node: "gpu-node-2", Version: "v0.1.0", Driver: "580.159.03", CUDA: "13.0", Claims: 6,
+		Partition: Partition{Name: "cut", State: "blocked", Source: "configmap gpu/gpu-partitions", Generation: 2,
+			Message: "GPU 1: train/train-3 holds 1g.10gb@5"},
+		Watchdog: Watchdog{State: WatchdogRunning},
+		Containers: []Container{
+			{"dev", "notebook-1", "jupyter", "1a1b2c3d4e5f6071", uuid(0), 0, nil, mib(3000), 4000, "hardware", 0, 1, 0, 0},
+			{"dev", "old", "main", "2a1b2c3d4e5f6071", uuid(0), 0, nil, nil, 0, "hardware", 0, 0, 0, 0},
+		},
+	}
+	// On demand: two pods, one whose instance is being made, a warm instance, and
+	// the room that is left.
+	u := uuid(0)
+	s.GPUs = append(s.GPUs, GPU{Index: 0, UUID: u, Model: "NVIDIA A100-SXM4-80GB", MemoryMiB: 81920, Mode: "mig", Health: Healthy,
+		Holders: []Holder{
+			{"dev", "notebook-1", "jupyter", "example.com/mig-1g.10gb", 1, ago(3 * time.Hour), ""},
+			{"train", "train-8-with-a-long-name-from-a-controller-7c6f8d5b9-x2k4p", "main", "example.com/mig-3g.40gb", 1, ago(time.Second), "train/train-7"},
+			{"", "", "", "example.com/mig-2g.20gb", 1, ago(0), ""},
+			{"dev", "old", "main", "example.com/gpu", 1, ago(72 * time.Hour), ""},
+		},
+		MIG: &MIG{Enabled: true, OnDemand: true, Size: 8, Work: "create 3g.40gb@4 since 2026-03-01T11:59:59Z", Slots: []Slot{
+			slot(u, "1g.10gb@0", 1, SlotHeld, held(13, "dev", "notebook-1", "jupyter")),
+			slot(u, "1g.10gb+me@0", 1, SlotCovered, nil),
+			slot(u, "7g.80gb@0", 8, SlotCovered, nil),
+			slot(u, "1g.10gb@1", 1, SlotWarm, stands(9)),
+			slot(u, "1g.10gb+me@1", 1, SlotFree, nil),
+			slot(u, "1g.10gb@2", 1, SlotCovered, nil),
+			slot(u, "2g.20gb@2", 2, SlotMaking, nil),
+			slot(u, "3g.40gb@4", 4, SlotMaking, held(-1, "train", "train-8-with-a-long-name-from-a-controller-7c6f8d5b9-x2k4p", "main")),
+			slot(u, "1g.10gb@4", 1, SlotCovered, nil),
+		}}})
+	// Fixed, changing from 7 of 1g.10gb to 2 of 3g.40gb, which a pod holds up.
+	u = uuid(1)
+	busy := GPU{Index: 1, UUID: u, Model: "NVIDIA A100-SXM4-80GB", MemoryMiB: 81920, Mode: "mig", Health: Healthy,
+		Blocked: "train/train-3 holds 1g.10gb@5",
+		Holders: []Holder{{"train", "train-3", "main", "example.com/mig-1g.10gb", 1, ago(50 * time.Hour), ""}},
+		MIG:     &MIG{Enabled: true, Size: 8}}
+	for i := range 7 {
+		now := stands(7 + i)
+		if i == 5 {
+			now = held(12, "train", "train-3", "main")
+		}
+		busy.MIG.Slots = append(busy.MIG.Slots, slot(u, fmt.Sprintf("1g.10gb@%d", i), 1, SlotLeaving, now))
+	}
+	s.GPUs = append(s.GPUs, busy)
+	// Splits, a foreign instance, one that cannot be made, and one that could.
+	u = uuid(2)
+	s.GPUs = append(s.GPUs, GPU{Index: 2, UUID: u, Model: "NVIDIA H100 80GB HBM3", MemoryMiB: 81559, Mode: "mig", Health: Healthy,
+		MIG: &MIG{Enabled: true, OnDemand: true, Size: 8, Slots: []Slot{
+			slot(u, "1c.3g.40gb@0.0", 4, SlotWarm, stands(1)),
+			slot(u, "2c.3g.40gb@0.1", 4, SlotHeld, func(s *Slot) { held(1, "web", "web-1", "app")(s); s.CIID, s.UUID = 1, "MIG-two" }),
+			slot(u, "1g.10gb@4", 1, SlotForeign, func(s *Slot) { stands(11)(s); s.Resource, s.Reason = "", "made by somebody else, and busy" }),
+			slot(u, "1g.10gb@5", 1, SlotFailed, because("3 attempts failed, the last one with: insufficient resources")),
+			slot(u, "1g.10gb@6", 1, SlotFree, nil),
+			slot(u, "1g.20gb@6", 2, SlotFree, nil),
+			slot(u, "1g.10gb+me@6", 1, SlotFree, nil),
+		}}})
+	// Twelve slots; and a GPU whose mode waits for a reset.
+	u = uuid(3)
+	s.GPUs = append(s.GPUs, GPU{Index: 3, UUID: u, Model: "NVIDIA RTX PRO 6000 Blackwell Server Edition", MemoryMiB: 97887, Mode: "mig", Health: Healthy,
+		MIG: &MIG{Enabled: true, Size: 12, Slots: []Slot{
+			slot(u, "1g.24gb@0", 3, SlotWarm, stands(3)),
+			slot(u, "1g.24gb+me.all@3", 3, SlotHeld, held(4, "cam", "cam-1", "decode")),
+			slot(u, "2g.48gb@6", 6, SlotWarm, stands(1)),
+		}}},
+		GPU{Index: 4, UUID: uuid(4), Model: "NVIDIA A30", MemoryMiB: 24576, Mode: "mig", Health: Healthy,
+			MIG: &MIG{Pending: &on, Work: "enable MIG mode since 2026-03-01T11:59:59Z"}},
+		GPU{Index: 5, UUID: uuid(5), Model: "NVIDIA A30", MemoryMiB: 24576, Mode: "whole", Health: Healthy, Resource: "example.com/gpu", Total: 1, Unhealthy: 1,
+			MIG: &MIG{Enabled: true, Pending: &off}})
+	return s
+}
+
+func TestMIGText(t *testing.T) {
+	golden(t, "status-mig-100.txt", text(t, cards(), TextOptions{Width: 100, Now: noon}))
+	golden(t, "status-mig-ascii.txt", text(t, cards(), TextOptions{ASCII: true}))
+	golden(t, "status-mig-color.txt", text(t, cards(), TextOptions{Width: 133, Color: true, Now: noon}))
+}
+
+// straight checks that a row of cells is a table: every line of it is as wide as
+// the others, and a border stands where the lines around it have theirs.
+func straight(t *testing.T, page string) {
+	t.Helper()
+	var top []rune
+	for _, l := range strings.Split(page, "\n") {
+		line := []rune(strings.TrimRight(l, " "))
+		switch {
+		case len(line) <= len(indent):
+		case line[len(indent)] == '┌':
+			top = line
+		case line[len(indent)] == '│' || line[len(indent)] == '└':
+			if len(line) != len(top) {
+				t.Errorf("%d columns below %d:\n%s\n%s", len(line), len(top), string(top), string(line))
+				continue
+			}
+			for i, r := range top {
+				if edge := strings.ContainsRune("┌┬┐", r); edge != strings.ContainsRune("│└┴┘", line[i]) {
+					t.Errorf("column %d is %q below %q:\n%s\n%s", i, line[i], r, string(top), string(line))
+				}
+			}
+		}
+	}
+}
+
+// Whatever a driver, or an agent of another version, says of its slots: the text
+// fits, the row is straight.
+func TestOddSlots(t *testing.T) {
+	draw := rand.New(rand.NewPCG(5, 5))
+	pick := func(list ...string) string { return list[draw.IntN(len(list))] }
+	number := func() int {
+		if draw.IntN(40) == 0 {
+			return []int{-1, math.MaxInt, math.MinInt, 100, math.MaxInt - 3}[draw.IntN(5)]
+		}
+		return draw.IntN(9)
+	}
+	for range 2000 {
+		m := &MIG{Enabled: true, OnDemand: draw.IntN(2) == 0, Size: []int{0, 4, 8, 12, 24, 1 << 40}[draw.IntN(6)], Work: pick("", "reset \x1b[2J")}
+		for range draw.IntN(12) {
+			m.Slots = append(m.Slots, Slot{
+				Device: pick("d", "e\xff", "e\xfe"), Resource: pick("", "example.com/mig-1g.10gb", "example.com/gpu"),
+				Profile: pick("1g.10gb", "3g.40gb", "1c.3g.40gb", "2c.3g.40gb", "1c.99g.1gb", "", "\xff", "\xfe", "a\nb"),
+				Start:   number(), Size: number(), CI: number(), State: pick(append(SlotStates, "", "new\x1bword of later")...),
+				UUID: pick("", "MIG-1", "MIG-2"), GI: number(), Pod: pick("", "pod", strings.Repeat("long", 30)), Reason: pick("", "why\nnot"),
+			})
+		}
+		s := Status{GPUs: []GPU{{UUID: "GPU-1", Health: Healthy, Resource: pick("", "example.com/gpu"), MIG: m,
+			Holders: []Holder{{Pod: "pod", Resource: "example.com/gpu"}, {Pod: "pod", Resource: "example.com/gpu"}, {Resource: "example.com/mig-1g.10gb"}}}}}
+		for _, width := range []int{60, 80, 100} {
+			page := text(t, s, TextOptions{Width: width, Now: noon})
+			straight(t, page)
+			for _, line := range strings.Split(page, "\n") {
+				if utf8.RuneCountInString(line) > width || strings.ContainsAny(line, "\x1b\t") {
+					t.Errorf("width %d: %q", width, line)
+				}
+			}
+		}
+	}
+	straight(t, text(t, cards(), TextOptions{Width: 100}))
+}
+
+// While one device is to be where another one still stands, the row shows the
+// one that is to be, and the list both.
+func TestRowOfAChange(t *testing.T) {
+	m := &MIG{Enabled: true, Size: 8, Slots: []Slot{
+		slot("GPU-1", "1g.10gb@0", 1, SlotWarm, stands(1)),
+		slot("GPU-1", "1g.10gb@1", 1, SlotLeaving, stands(2)),
+		slot("GPU-1", "3g.40gb@0", 4, SlotMaking, nil),
+		slot("GPU-1", "1g.10gb@4", 1, SlotFree, nil),
+	}}
+	page := text(t, Status{GPUs: []GPU{{UUID: "GPU-1", Mode: "mig", Health: Healthy, MIG: m}}}, TextOptions{Width: 100})
+	_, page, _ = strings.Cut(page, "┌")
+	drawn, list, _ := strings.Cut(page, "┘")
+	for what, want := range map[string]bool{"3g.40gb": true, "1g.10gb": false, "·": true} {
+		if strings.Contains(drawn, what) != want {
+			t.Errorf("the row has %s: %v, want %v:\n%s", what, !want, want, page)
+		}
+	}
+	for _, what := range []string{"3g.40gb@0  making", "1g.10gb@0  warm", "1g.10gb@1  leaving", "could be made: 1g.10gb@4"} {
+		if !strings.Contains(list, what) {
+			t.Errorf("the list lacks %q:\n%s", what, list)
+		}
+	}
+}
