@@ -31,6 +31,10 @@ const (
 // cutters is how many nodes cuts are made on at once.
 const cutters = 3
 
+// telling is how often a node says how far it has come: with -long there are
+// thousands of lengths.
+const telling = 30 * time.Second
+
 // lengths are those that a file of so many bytes is cut to.
 func lengths(size int) (out []int) {
 	switch {
@@ -100,11 +104,19 @@ func cutSome(ctx context.Context, t *testing.T, m *machine, w int) (done map[str
 			return nil, err
 		}
 	}
-	done, failures, at := map[string]int{}, 0, 0
+	all := 0
+	for _, name := range files {
+		all += len(lengths(len(whole[name])))
+	}
+	done, failures, at, told := map[string]int{}, 0, 0, time.Now()
 	for _, name := range files {
 		for _, size := range lengths(len(whole[name])) {
 			if at++; at%cutters != w {
 				continue
+			}
+			if time.Since(told) >= telling {
+				told = time.Now()
+				t.Logf("%d of %d lengths, now of %s", at, all, name)
 			}
 			if err := n.restartWith(ctx, whole, name, size); err != nil {
 				t.Errorf("%s cut to %d of %d bytes: %v\n%s", name, size, len(whole[name]), err, n.said())
