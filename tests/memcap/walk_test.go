@@ -3,6 +3,7 @@
 package memcap
 
 import (
+	"flag"
 	"fmt"
 	"math/rand/v2"
 	"strings"
@@ -14,12 +15,13 @@ import (
 )
 
 // TestWalk is calls at random, 100,000 of each seed with -long, near the edge of
-// the cap: memory of every kind by every call that gives some, pools with their
-// settings, streams, events and kernels that take time, contexts and their limits,
-// by threads that take turns and sometimes go at once. The emulated driver's books
-// judge: it never had more than the cap, but for what was undone at once and is
-// reported so; and it says of each request that is refused whether a card of that
-// size would have granted it.
+// the cap: memory of every kind by every call that gives some, of the card, of its
+// locality domains and managed, pools with their settings, exports, streams, events
+// and kernels that take time, contexts and their limits, by threads of two processes
+// that take turns and sometimes go at once, and have each other's exports open. The
+// emulated driver's books judge: it never had more than the cap, but for what was
+// undone at once and is reported so; and it says of each request that is refused
+// whether a card of that size would have granted it.
 //
 // The peak holds. The refusals do not yet: in one walk of four some are of what would
 // have fitted, at worst one in four, and the log has the first of them. Half of them
@@ -30,7 +32,15 @@ import (
 // refused by the driver.
 func TestWalk(t *testing.T) {
 	random := dice(t)
-	modes := []string{"", "strict", anyCUDA(random), anyCUDA(random)}
+	// Not heap=launch: what another process has promised, and has had taken since, is
+	// charged twice until that process is refused something.
+	modes := []string{"", "strict,heap=set", anyCUDA(random), anyCUDA(random)}
+	if *again != "" {
+		r := newRig(t, emulator.Spec{Model: "H200-141GB", Count: 1})
+		number, cuda, _ := strings.Cut(*again, " ")
+		r.walk(t, 0, atoi(number), cuda)
+		return
+	}
 	r := newRig(t, emulator.Spec{Model: "H200-141GB", Count: len(modes)})
 	for i, cuda := range modes {
 		seed := random.Uint64N(1 << 32)
@@ -45,6 +55,10 @@ func TestWalk(t *testing.T) {
 	})
 }
 
+// again is a walk that failed, to be walked alone: its seed, and after a space how the
+// emulated driver was.
+var again = flag.String("walk", "", "only the walk of this seed, a space, and the driver's behaviour, as a failed TestWalk prints them")
+
 // anyCUDA is a way for the emulated driver to be.
 func anyCUDA(random *rand.Rand) string {
 	var list []string
@@ -52,6 +66,7 @@ func anyCUDA(random *rand.Rand) string {
 		"kernel-us=0|20|500", "piece-mib=2|32|64", "holes=fit|remap", "large=pieces|blocks", "reuse=documented|eager",
 		"opportunistic=documented|lazy", "follow=all|direct", "trim=passed|observed", "shrink=synchronize|never",
 		"query=nothing|observes", "used=live|pending", "ipc-pools=kept|shrink", "pool-memory=device|context",
+		"version=13000|13040", "loading=environment|lazy|eager", "managed-create=refused|made",
 	} {
 		name, values, _ := strings.Cut(s, "=")
 		all := strings.Split(values, "|")
@@ -60,8 +75,8 @@ func anyCUDA(random *rand.Rand) string {
 	return strings.Join(list, ",")
 }
 
-// walkLimit is the cap of a walk.
-const walkLimit = context300 + 1*GiB
+// walkLimit is the cap of a walk, of two processes.
+const walkLimit = 2*context300 + 1*GiB
 
 func (r *rig) walk(t *testing.T, index int, seed uint64, cuda string) {
 	b := r.claim(t, fmt.Sprintf("walk-%d", index), []share{{gpu: index, bytes: walkLimit}}, false, nil)
@@ -81,8 +96,9 @@ func (r *rig) walk(t *testing.T, index int, seed uint64, cuda string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if peak := r.peak(index); peak > walkLimit+counters.Undone {
-		t.Errorf("seed %d, %q: the driver had %d KiB more than the cap, of which %d KiB were undone at once",
+	// Both processes may undo one at the same time.
+	if peak := r.peak(index); peak > walkLimit+2*counters.Undone {
+		t.Errorf("seed %d, %q: the driver had %d KiB more than the cap, of which at most %d KiB were undone at once by each process",
 			seed, cuda, (peak-walkLimit)>>10, counters.Undone>>10)
 	}
 	if most := uint64(128 * MiB); counters.Undone > most {
@@ -135,7 +151,7 @@ func (f fields) judge(t *testing.T, seed uint64, cuda string, allowed uint64) {
 		t.Errorf("seed %d, %q: of %s refused requests a card of the cap's size grants %s, %s of them twice; the first: %s",
 			seed, cuda, f["refused"], f["early"], f["twice"], f["first"])
 	}
-	if f.n("granted") == 0 || f.n("refused") == 0 {
+	if f.n("granted") == 0 || f.n("refused") == 0 || f.n("passed") == 0 {
 		t.Errorf("seed %d, %q: a walk far from the edge: %q", seed, cuda, f)
 	}
 }

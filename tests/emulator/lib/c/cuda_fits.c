@@ -9,7 +9,8 @@ enum { FITS_LINEAR, FITS_POOL, FITS_BLOCKS };
  * so many bytes: of linear memory (kind 0), from a pool or the current one (1), or of
  * whole blocks of 2 MiB (2). Whatever is on the card counts, whoever has it. A pool
  * that has to grow needs whole pieces here: a card that is full to the last of them
- * gives it less, but one that only seems to be so cannot. */
+ * gives it less, but one that only seems to be so cannot. Managed memory is asked about as
+ * if it were the card's. */
 CUresult emulator_fits(int kind, CUmemoryPool pool, size_t size, CUstream s, size_t card, int *fits) __asm__("cuEmulatorFits");
 API CUresult emulator_fits(int kind, CUmemoryPool pool, size_t size, CUstream s, size_t card, int *fits)
 {

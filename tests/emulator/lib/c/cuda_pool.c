@@ -341,7 +341,8 @@ CUresult pool_fits(CUmemoryPool handle, uint64_t size, CUstream s, uint64_t left
     lock();
     if ((q.lane = lane_of(s, q.ctx))) {
         notice(q.pool);
-        *fits = q.pool->on_host || left >= growth(size) || heap_fits(q.pool->heap, size, open_to, &q, remap) ||
+        bool of_host = q.pool->on_host && q.pool->props.allocType != CU_MEM_ALLOCATION_TYPE_MANAGED;
+        *fits = of_host || left >= growth(size) || heap_fits(q.pool->heap, size, open_to, &q, remap) ||
                 (internal && heap_fits(q.pool->heap, size, any, &q, remap));
     }
     unlock();

@@ -1,87 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* A walk makes calls at random, of all that take and give memory and of all that
- * order them, near the edge of what there is. Some threads take turns at it, each
- * with a context and a default stream of its own, and now and then all of them go
- * at once.
- *
- * The judge is the emulated driver, which says before each request whether a card
- * of the cap's size would grant it (cuEmulatorFits): one that is refused all the
- * same was refused early, and if the next try of the same is too, it was refused
- * twice. What is refused while others are at work is tried again when they rest,
- * and judged then. */
+/* A walk's turns and steps, and the judge. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
-#include <pthread.h>
+#include <errno.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
 
-#include "scenario.h"
+#include "walk.h"
 
-enum { THREADS = 4, CONTEXTS = 3, STREAMS = 8, EVENTS = 6, POOLS = 4, THINGS = 400, KERNELS = 3, SHIFT = 48, ERRAND = 24 };
-enum kind { LINEAR, POOLED, BLOCKS }; /* as the judge knows them */
-static const unsigned busy_us[KERNELS] = {1, 100, 1500};
+struct walk w;
 
-/* A thing is memory that is held: by a call of calls.c, or of a pool. */
-struct thing {
-    const struct call *call; /* NULL: of a pool */
-    struct item item;
-    uint64_t bytes;
-    int ctx;
-    int used, managed;
-};
-
-struct request {
-    const struct call *call; /* NULL: of a pool */
-    CUmemoryPool pool;       /* NULL: the current one */
-    CUstream stream;
-    uint64_t bytes;
-};
-
-struct thread {
-    pthread_t id;
-    int number, ctx;
-    uint64_t seed;
-    struct request refused[ERRAND]; /* while all were at it */
-    int refusals;
-};
-
-static struct walk {
-    struct cuda *cu;
-    CUdevice device;
-    CUresult (*fits)(int kind, CUmemoryPool pool, size_t bytes, CUstream s, size_t card, int *fits);
-    CUresult (*info)(size_t *, size_t *); /* the driver's own */
-    uint64_t cap, room, seed, live, managed, target;
-    struct {
-        CUcontext ctx;
-        CUfunction busy[KERNELS];
-    } contexts[CONTEXTS]; /* the first is the primary one */
-    struct {
-        CUstream stream;
-        int ctx;
-    } streams[STREAMS];
-    struct {
-        CUevent event;
-        int ctx;
-    } events[EVENTS];
-    CUmemoryPool pools[POOLS];
-    struct thing things[THINGS];
-    struct thread threads[THREADS];
-
-    uint64_t steps, granted, refused, early, twice, errands;
-    char first[256], failure[256];
-
-    /* Whose turn it is, THREADS is everybody's, and the how manieth. */
-    pthread_mutex_t lock;
-    pthread_cond_t turned;
-    int turn, at_work, over;
-    uint64_t turns;
-    uint64_t share; /* steps of this turn */
-} w;
-
-static uint64_t dice(uint64_t *state, uint64_t n)
+uint64_t dice(uint64_t *state, uint64_t n)
 {
     *state += 0x9e3779b97f4a7c15;
     uint64_t z = *state;
@@ -90,7 +29,7 @@ static uint64_t dice(uint64_t *state, uint64_t n)
     return (z ^ (z >> 31)) % n;
 }
 
-static void say(char to[256], const char *format, ...)
+void say(char to[256], const char *format, ...)
 {
     va_list args;
     if (to[0])
@@ -103,357 +42,120 @@ static void say(char to[256], const char *format, ...)
             *p = '_';
 }
 
-/* right says whether a call did what it had to. */
-static int right(const char *call, CUresult r)
+int right(const char *call, CUresult r)
 {
     if (r != CUDA_SUCCESS)
-        say(w.failure, "step %llu: %s: %d", (unsigned long long)w.steps, call, r);
+        say(w.book->failure, "step %llu: %s: %d", (unsigned long long)w.common->steps, call, r);
     return r == CUDA_SUCCESS;
 }
-#define RIGHT(call) right(#call, w.cu->call)
 
-/* --- asking for memory ------------------------------------------------------ */
-
-static uint64_t size_of(uint64_t *seed)
+static int failed(void)
 {
-    switch (dice(seed, 10)) {
-    case 0: case 1: case 2: return 1 + dice(seed, 64 << 10);
-    case 3: case 4: return (64 << 10) + dice(seed, 2 * MiB);
-    case 5: return 2 * MiB * (8 + dice(seed, 40));
-    default: return 2 * MiB + dice(seed, 14 * MiB);
+    for (int i = 0; i < PROCESSES; i++)
+        if (w.common->books[i].failure[0])
+            return 1;
+    return 0;
+}
+
+/* --- the judge -------------------------------------------------------------- */
+
+static uint64_t live(void)
+{
+    uint64_t sum = 0;
+    for (int i = 0; i < PROCESSES; i++)
+        sum += w.common->books[i].live;
+    return sum;
+}
+
+/* managed is what both processes have of managed memory: pools what they keep. */
+static uint64_t managed(void)
+{
+    uint64_t sum = 0;
+    w.book->pooled = 0;
+    for (int i = 0; i < POOLS; i++) {
+        uint64_t has = 0;
+        if (w.pools[i].managed && RIGHT(cuMemPoolGetAttribute(w.pools[i].pool, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, &has)))
+            w.book->pooled += has;
     }
+    for (int i = 0; i < PROCESSES; i++)
+        sum += w.common->books[i].managed + w.common->books[i].pooled;
+    return sum;
 }
 
-static CUresult ask(const struct request *q, struct thread *t, struct item *i)
-{
-    struct seat seat = {.cu = w.cu, .device = w.device, .context = w.contexts[t->ctx].ctx, .stream = q->stream};
-    if (q->call)
-        return q->call->take(&seat, i, q->bytes);
-    return q->pool ? w.cu->cuMemAllocFromPoolAsync(&i->a, q->bytes, q->pool, q->stream) : w.cu->cuMemAllocAsync(&i->a, q->bytes, q->stream);
-}
-
-static const char *name_of(const struct request *q) { return q->call ? q->call->name : q->pool ? "cuMemAllocFromPoolAsync" : "cuMemAllocAsync"; }
-
-static uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
-
-static int is(const struct request *q, const char *name) { return q->call && !strcmp(q->call->name, name); }
-
-/* fits asks the judge. What is managed is the cap's, but not on the card. */
-static int fits(const struct request *q)
+int fits(const struct request *q)
 {
     int kind = !q->call ? POOLED : is(q, "cuMemAlloc_v2") ? LINEAR : BLOCKS, yes = 0;
-    uint64_t bytes = q->call ? unit_of(q->call, q->bytes) : q->bytes;
+    uint64_t bytes = q->call ? unit_of(q->call, q->bytes) : q->bytes, more = managed();
     if (is(q, "cuCtxCreate_v2"))
         bytes = 308 * MiB; /* and more than any context takes */
     if (is(q, "cuMemHostAlloc"))
         return 1;
-    CUresult r = w.fits(kind, q->pool, bytes, q->stream, w.cap > w.managed ? w.cap - w.managed : 0, &yes);
+    CUresult r = w.fits(kind, q->pool, bytes, q->stream, w.cap > more ? w.cap - more : 0, &yes);
     if (r != CUDA_SUCCESS)
-        say(w.failure, "step %llu: cuEmulatorFits of %s: %d", (unsigned long long)w.steps, name_of(q), r);
+        say(w.book->failure, "step %llu: cuEmulatorFits of %s: %d", (unsigned long long)w.common->steps, name_of(q), r);
     return yes;
 }
 
-static struct thing *room_for_one(void)
+void refused(const struct request *q, int fit)
 {
-    for (int i = 0; i < THINGS; i++)
-        if (!w.things[i].used)
-            return &w.things[i];
-    return NULL;
-}
-
-/* context_of is whose a stream is. */
-static int context_of(const struct thread *t, CUstream s)
-{
-    for (int i = 0; i < STREAMS; i++)
-        if (w.streams[i].stream == s)
-            return w.streams[i].ctx;
-    return t->ctx;
-}
-
-static void keep(struct thing *to, const struct request *q, struct item i, int ctx)
-{
-    *to = (struct thing){.call = q->call, .item = i, .bytes = q->bytes, .ctx = ctx, .used = 1, .managed = is(q, "cuMemAllocManaged")};
-    w.live += to->bytes;
-    w.managed += to->managed ? to->bytes : 0;
+    size_t unused = 0, total = 0, beneath = 0, card = 0;
+    w.book->refused++;
+    if (!fit)
+        return;
+    w.book->early++;
+    if (w.book->first[0])
+        return;
+    w.cu->cuMemGetInfo_v2(&unused, &total);
+    w.info(&beneath, &card);
+    say(w.book->first, "step %llu: %s of %llu KiB refused, with %zu KiB left by its word; the driver has given %zu KiB of %zu, managed are %llu",
+        (unsigned long long)w.common->steps, name_of(q), (unsigned long long)q->bytes >> 10, unused >> 10, (card - beneath) >> 10,
+        (size_t)w.cap >> 10, (unsigned long long)managed() >> 10);
 }
 
 /* judged makes a request alone, and again if it was refused early. */
 static int judged(struct thread *t, const struct request *q)
 {
     struct thing *to = room_for_one();
-    for (int tries = 0; to && !w.failure[0]; tries++) {
+    for (int tries = 0; to && !failed(); tries++) {
         struct item i = {0};
         int fit = fits(q);
         CUresult r = ask(q, t, &i);
         if (r == CUDA_SUCCESS) {
-            keep(to, q, i, q->call ? t->ctx : context_of(t, q->stream));
-            w.granted++;
+            keep(to, t, q, i);
+            w.book->granted++;
             return 1;
         }
         if (r != CUDA_ERROR_OUT_OF_MEMORY) {
             right(name_of(q), r);
             return 0;
         }
-        w.refused++;
-        if (!fit)
-            return 0;
-        size_t unused = 0, total = 0, beneath = 0, card = 0;
-        w.cu->cuMemGetInfo_v2(&unused, &total);
-        w.info(&beneath, &card);
-        say(w.first, "step %llu: %s of %llu KiB refused, with %zu KiB left by its word; the driver has given %zu KiB of %zu, managed are %llu",
-            (unsigned long long)w.steps, name_of(q), (unsigned long long)q->bytes >> 10, unused >> 10, (card - beneath) >> 10,
-            (size_t)w.cap >> 10, (unsigned long long)w.managed >> 10);
-        if (tries) {
-            w.twice++;
+        if (tries && fit) {
+            w.book->refused++;
+            w.book->twice++;
             return 0;
         }
-        w.early++;
+        refused(q, fit);
+        if (!fit)
+            return 0;
     }
     return 0;
 }
 
-/* --- giving back ------------------------------------------------------------ */
-
-static CUstream any_stream(struct thread *t)
-{
-    uint64_t i = dice(&t->seed, STREAMS + 3);
-    return i < STREAMS ? w.streams[i].stream : i == STREAMS ? CU_STREAM_PER_THREAD : NULL;
-}
-
-static void forget(struct thing *o)
-{
-    w.live -= o->bytes;
-    w.managed -= o->managed ? o->bytes : 0;
-    o->used = 0;
-}
-
-static void give(struct thread *t, struct thing *o)
-{
-    struct seat seat = {.cu = w.cu, .device = w.device, .context = w.contexts[t->ctx].ctx, .stream = any_stream(t)};
-    if (o->call)
-        right(o->call->name, o->call->give(&seat, &o->item));
-    else if (dice(&t->seed, 8))
-        RIGHT(cuMemFreeAsync(o->item.a, seat.stream));
-    else
-        RIGHT(cuMemFree_v2(o->item.a));
-    forget(o);
-}
-
-static void give_any(struct thread *t, int count)
-{
-    for (int tries = 0; count && tries < 4 * THINGS; tries++) {
-        struct thing *o = &w.things[dice(&t->seed, THINGS)];
-        if (o->used) {
-            give(t, o);
-            count--;
-        }
-    }
-}
-
-/* --- what orders it --------------------------------------------------------- */
-
-static void sit_in(struct thread *t, int ctx)
-{
-    t->ctx = ctx;
-    RIGHT(cuCtxSetCurrent(w.contexts[ctx].ctx));
-}
-
-static void furnish(int ctx)
-{
-    char image[128];
-    CUmodule m;
-    snprintf(image, sizeof image, "// gpu-emulator: blocks 0\n.version 6.0\n");
-    if (!RIGHT(cuModuleLoadData(&m, image)))
-        return;
-    for (int k = 0; k < KERNELS; k++) {
-        char name[32];
-        snprintf(name, sizeof name, "busy_%uus", busy_us[k]);
-        RIGHT(cuModuleGetFunction(&w.contexts[ctx].busy[k], m, name));
-    }
-}
-
-static void new_stream(struct thread *t, int i)
-{
-    w.streams[i].ctx = t->ctx;
-    RIGHT(cuStreamCreate(&w.streams[i].stream, (unsigned)dice(&t->seed, 2)));
-}
-
-static void new_event(struct thread *t, int i)
-{
-    w.events[i].ctx = t->ctx;
-    RIGHT(cuEventCreate(&w.events[i].event, 0));
-}
-
-/* A second context comes, if there is room for it, or goes, with all that it has. */
-static void change_context(struct thread *t, int n)
-{
-    static const struct call made = {.name = "cuCtxCreate_v2"};
-    struct request q = {.call = &made};
-    if (!w.contexts[n].ctx) {
-        sit_in(t, 0);
-        int fit = fits(&q);
-        CUresult r = w.cu->cuCtxCreate_v2(&w.contexts[n].ctx, 0, w.device);
-        if (r == CUDA_ERROR_OUT_OF_MEMORY) {
-            w.refused++;
-            w.early += (uint64_t)fit;
-            if (fit)
-                say(w.first, "step %llu: a context was refused", (unsigned long long)w.steps);
-            w.contexts[n].ctx = NULL;
-        } else if (right("cuCtxCreate_v2", r)) {
-            t->ctx = n;
-            furnish(n);
-        }
-        return;
-    }
-    for (int i = 0; i < THREADS; i++)
-        if (w.threads[i].ctx == n && &w.threads[i] != t)
-            return; /* somebody sits in it */
-    sit_in(t, 0);
-    for (int i = 0; i < THINGS; i++) /* what pools gave may go with it or not */
-        if (w.things[i].used && w.things[i].ctx == n && !w.things[i].call)
-            give(t, &w.things[i]);
-    RIGHT(cuCtxDestroy_v2(w.contexts[n].ctx));
-    w.contexts[n].ctx = NULL;
-    for (int i = 0; i < THINGS; i++) {
-        struct thing *o = &w.things[i];
-        /* Physical memory and that of graphs is no context's. */
-        if (o->used && o->ctx == n && !strstr("cuMemCreate cuMemCreate/mapped cuMemCreate/retained cuGraphAddMemAllocNode cuMemAllocAsync/captured", o->call->name))
-            forget(o);
-    }
-    for (int i = 0; i < STREAMS; i++)
-        if (w.streams[i].ctx == n)
-            new_stream(t, i);
-    for (int i = 0; i < EVENTS; i++)
-        if (w.events[i].ctx == n)
-            new_event(t, i);
-}
-
-static void change_pool(struct thread *t)
-{
-    CUmemoryPool *p = &w.pools[dice(&t->seed, POOLS)];
-    uint64_t keep = dice(&t->seed, 2) ? dice(&t->seed, 256 * MiB) : UINT64_MAX;
-    int on = (int)dice(&t->seed, 2);
-    if (!*p) {
-        CUmemPoolProps props = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {CU_MEM_LOCATION_TYPE_DEVICE, w.device}};
-        if (dice(&t->seed, 4) == 0)
-            props.handleTypes = 1;
-        RIGHT(cuMemPoolCreate(p, &props));
-        return;
-    }
-    switch (dice(&t->seed, 6)) {
-    case 0: RIGHT(cuMemPoolDestroy(*p)); *p = NULL; break;
-    case 1: RIGHT(cuMemPoolTrimTo(*p, keep == UINT64_MAX ? 0 : keep)); break;
-    case 2: case 3: RIGHT(cuMemPoolSetAttribute(*p, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &keep)); break;
-    default: RIGHT(cuMemPoolSetAttribute(*p, 1 + (int)dice(&t->seed, 3), &on)); break;
-    }
-}
-
-static CUfunction kernel_for(struct thread *t, CUstream s)
-{
-    return w.contexts[context_of(t, s)].busy[dice(&t->seed, KERNELS)];
-}
-
-static int fine(const char *call, CUresult r) { return r == CUDA_ERROR_NOT_READY || right(call, r); }
-
-/* order does one thing that takes no memory. */
-static void order(struct thread *t)
-{
-    CUstream s = any_stream(t);
-    CUevent e = w.events[dice(&t->seed, EVENTS)].event;
-    size_t unused, total;
-    switch (dice(&t->seed, 16)) {
-    case 0: case 1: case 2: case 3: case 4: RIGHT(cuLaunchKernel(kernel_for(t, s), 1, 1, 1, 32, 1, 1, 0, s, NULL, NULL)); break;
-    case 5: case 6: RIGHT(cuEventRecord(e, s)); break;
-    case 7: case 8: RIGHT(cuStreamWaitEvent(s, e, 0)); break;
-    case 9: RIGHT(cuStreamSynchronize(s)); break;
-    case 10: RIGHT(cuEventSynchronize(e)); break;
-    case 11: fine("cuStreamQuery", w.cu->cuStreamQuery(s)); break;
-    case 12: fine("cuEventQuery", w.cu->cuEventQuery(e)); break;
-    case 13:
-        if (RIGHT(cuMemGetInfo_v2(&unused, &total)) && unused > w.cap)
-            say(w.failure, "step %llu: cuMemGetInfo has %zu free of a cap of %llu", (unsigned long long)w.steps, unused, (unsigned long long)w.cap);
-        break;
-    case 14: if (!dice(&t->seed, 4)) RIGHT(cuDeviceGraphMemTrim(w.device)); break;
-    default: if (!dice(&t->seed, 4)) RIGHT(cuCtxSynchronize()); break;
-    }
-}
-
-/* change does one thing that is rare. */
-static void change(struct thread *t)
-{
-    int i;
-    switch (dice(&t->seed, 8)) {
-    case 0: change_context(t, 1 + (int)dice(&t->seed, CONTEXTS - 1)); break;
-    case 1:
-        i = (int)dice(&t->seed, STREAMS);
-        RIGHT(cuStreamDestroy_v2(w.streams[i].stream));
-        new_stream(t, i);
-        break;
-    case 2:
-        i = (int)dice(&t->seed, EVENTS);
-        RIGHT(cuEventDestroy_v2(w.events[i].event));
-        new_event(t, i);
-        break;
-    case 3:
-        i = (int)dice(&t->seed, CONTEXTS);
-        if (w.contexts[i].ctx)
-            sit_in(t, i);
-        break;
-    case 4: { /* the heap of a context */
-        static const struct call limit = {.name = "cuCtxSetLimit"};
-        struct request q = {.call = &limit, .bytes = (1 + dice(&t->seed, 8)) * 8 * MiB};
-        int fit = fits(&q);
-        CUresult r = w.cu->cuCtxSetLimit(CU_LIMIT_MALLOC_HEAP_SIZE, q.bytes);
-        if (r == CUDA_ERROR_OUT_OF_MEMORY && fit) {
-            w.early++;
-            say(w.first, "step %llu: a heap of %llu refused", (unsigned long long)w.steps, (unsigned long long)q.bytes);
-        } else if (r != CUDA_ERROR_OUT_OF_MEMORY && r != CUDA_ERROR_INVALID_VALUE) { /* invalid: a kernel has run there */
-            right("cuCtxSetLimit", r);
-            /* Some drivers take it when the next kernel comes; the judge knows it then. */
-            RIGHT(cuLaunchKernel(w.contexts[t->ctx].busy[0], 1, 1, 1, 32, 1, 1, 0, NULL, NULL, NULL));
-        }
-        break;
-    }
-    default: change_pool(t); break;
-    }
-}
-
 /* --- steps ------------------------------------------------------------------ */
-
-static struct request wish(struct thread *t)
-{
-    static const char *const others[] = {
-        "cuMemAllocPitch_v2", "cuMemAllocManaged", "cuMemCreate", "cuMemCreate/mapped", "cuMemCreate/retained", "cuArrayCreate_v2",
-        "cuArray3DCreate_v2", "cuMipmappedArrayCreate", "cuGraphAddMemAllocNode", "cuMemAllocAsync/captured", "cuModuleLoadData", "cuMemHostAlloc",
-    };
-    struct request q = {.stream = any_stream(t), .bytes = size_of(&t->seed)};
-    uint64_t i = dice(&t->seed, 10);
-    if (i < 3) {
-        q.call = find_call("cuMemAlloc_v2");
-    } else if (i < 7) {
-        q.pool = dice(&t->seed, 3) ? NULL : w.pools[dice(&t->seed, POOLS)];
-    } else {
-        q.call = find_call(others[dice(&t->seed, sizeof others / sizeof *others)]);
-        q.bytes = round_up(q.bytes, 2 * MiB); /* of arrays and the like, whole rows and planes */
-        if (!q.stream || q.stream == CU_STREAM_PER_THREAD)
-            q.stream = w.streams[0].stream; /* the default stream cannot be captured */
-    }
-    return q;
-}
 
 static void step(struct thread *t)
 {
     uint64_t i = dice(&t->seed, 100);
-    w.steps++;
-    if (w.steps % 200 == 0)
-        w.target = w.room * (50 + dice(&w.seed, 70)) / 100;
+    w.common->steps++;
+    if (w.common->steps % 200 == 0)
+        w.common->target = w.room * (50 + dice(&w.seed, 70)) / 100;
     if (i < 30) {
         order(t);
     } else if (i < 32) {
         change(t);
-    } else if (w.live < w.target ? i < 84 : i < 45) {
+    } else if (live() < w.common->target ? i < 84 : i < 45) {
         struct request q = wish(t);
-        if (judged(t, &q) || w.failure[0])
+        if (judged(t, &q) || failed())
             return;
         /* What programs do that were refused. */
         if (dice(&t->seed, 2))
@@ -472,7 +174,7 @@ static void rush(struct thread *t)
         struct item i;
     } mine[12] = {0};
     struct item none = {0};
-    for (uint64_t n = 0; n < w.share; n++) {
+    for (uint64_t n = 0; n < w.common->share; n++) {
         uint64_t at = dice(&t->seed, sizeof mine / sizeof *mine);
         struct request q = {.stream = w.streams[dice(&t->seed, STREAMS)].stream, .bytes = size_of(&t->seed)};
         if (mine[at].q.bytes) {
@@ -499,66 +201,129 @@ static void rush(struct thread *t)
             right("to free after a rush", CUDA_ERROR_INVALID_VALUE);
 }
 
-/* errands tries again what was refused in the rush, whoever asked for it. */
+/* errands tries again what was refused in the rush, whichever thread asked for it. */
 static void errands(struct thread *t)
 {
     for (struct thread *who = w.threads; who < w.threads + THREADS; who++) {
-        for (int i = 0; i < who->refusals && !w.failure[0]; i++) {
-            w.errands++;
+        for (int i = 0; i < who->refusals && !failed(); i++) {
+            w.book->errands++;
             judged(t, &who->refused[i]);
         }
         who->refusals = 0;
     }
 }
 
-static void turn_to(int whom, uint64_t share)
+/* --- turns ------------------------------------------------------------------ */
+
+/* turned waits for news of the turns; it answers 0 if the other process is dead. */
+static int turned(void)
 {
-    pthread_mutex_lock(&w.lock);
-    w.turn = whom;
-    w.turns++;
-    w.share = share;
-    w.at_work = whom == THREADS ? THREADS : 1;
-    pthread_cond_broadcast(&w.turned);
-    while (w.at_work)
-        pthread_cond_wait(&w.turned, &w.lock);
-    pthread_mutex_unlock(&w.lock);
+    struct timespec until;
+    int status;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec++;
+    pthread_cond_timedwait(&w.common->turned, &w.common->lock, &until);
+    if (w.child <= 0 || waitpid(w.child, &status, WNOHANG) != w.child)
+        return 1;
+    say(w.book->failure, "the other process has ended with %#x", status);
+    w.child = 0;
+    return 0;
+}
+
+/* turn_to answers 0 if the turn will never end. */
+static int turn_to(int whom, uint64_t share)
+{
+    struct common *c = w.common;
+    int alive = 1;
+    pthread_mutex_lock(&c->lock);
+    c->turn = whom;
+    c->turns++;
+    c->share = share;
+    c->at_work = whom == EVERYBODY ? EVERYBODY : 1;
+    pthread_cond_broadcast(&c->turned);
+    while (c->at_work && alive)
+        alive = turned();
+    pthread_mutex_unlock(&c->lock);
+    return alive;
 }
 
 static void *walk_thread(void *arg)
 {
+    struct common *c = w.common;
     struct thread *t = arg;
     uint64_t had = 0; /* turns */
     sit_in(t, 0);
-    pthread_mutex_lock(&w.lock);
+    pthread_mutex_lock(&c->lock);
     for (;;) {
-        while (!w.over && (had == w.turns || (w.turn != t->number && w.turn != THREADS)))
-            pthread_cond_wait(&w.turned, &w.lock);
-        if (w.over)
+        while (!c->over && (had == c->turns || (c->turn != t->number && c->turn != EVERYBODY)))
+            pthread_cond_wait(&c->turned, &c->lock);
+        if (c->over)
             break;
-        int all = w.turn == THREADS;
-        had = w.turns;
-        pthread_mutex_unlock(&w.lock);
+        int all = c->turn == EVERYBODY;
+        had = c->turns;
+        pthread_mutex_unlock(&c->lock);
         if (all)
             rush(t);
         else
             errands(t);
-        for (uint64_t n = 0; !all && n < w.share && !w.failure[0]; n++)
+        for (uint64_t n = 0; !all && n < c->share && !failed(); n++)
             step(t);
-        pthread_mutex_lock(&w.lock);
-        w.at_work--;
-        pthread_cond_broadcast(&w.turned);
+        if (!all)
+            managed(); /* for the other process's judge */
+        pthread_mutex_lock(&c->lock);
+        c->at_work--;
+        pthread_cond_broadcast(&c->turned);
     }
-    pthread_mutex_unlock(&w.lock);
+    pthread_mutex_unlock(&c->lock);
     return NULL;
 }
 
-static const char *begin_walk(const char *door, int device, uint64_t seed, uint64_t cap, const char *judge)
+/* --- processes -------------------------------------------------------------- */
+
+/* two makes the other process, before anything of CUDA is called. */
+static const char *two(void)
+{
+    int ends[2];
+    pthread_mutexattr_t m;
+    pthread_condattr_t c;
+    w.common = mmap(NULL, sizeof *w.common, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (w.common == MAP_FAILED)
+        return "mmap";
+    w.book = &w.common->books[0];
+    pthread_mutexattr_init(&m);
+    pthread_mutexattr_setpshared(&m, PTHREAD_PROCESS_SHARED);
+    pthread_condattr_init(&c);
+    pthread_condattr_setpshared(&c, PTHREAD_PROCESS_SHARED);
+    pthread_mutex_init(&w.common->lock, &m);
+    pthread_cond_init(&w.common->turned, &c);
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends))
+        return "socketpair";
+    w.child = fork();
+    if (w.child < 0)
+        return "fork";
+    w.process = w.child ? 0 : 1;
+    w.post = ends[w.process];
+    close(ends[1 - w.process]);
+    w.book = &w.common->books[w.process];
+    if (w.process)
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+    return NULL;
+}
+
+static int has_property(int type, CUmemLocation location)
+{
+    CUmemAllocationProp prop = {.type = type, .location = location};
+    size_t grain;
+    return w.cu->cuMemGetAllocationGranularity(&grain, &prop, CU_MEM_ALLOC_GRANULARITY_MINIMUM) == CUDA_SUCCESS;
+}
+
+static const char *sit_down(const char *door, int device, const char *judge)
 {
     static struct cuda cu;
     static struct seat seat;
     CUresult r;
     const char *problem = open_door(door, &cu);
-    w = (struct walk){.cu = &cu, .cap = cap, .seed = seed};
+    w.cu = &cu;
     if (problem || (problem = sit(&seat, &cu, device, &r)))
         return problem;
     void *library = dlopen(judge, RTLD_NOW | RTLD_NOLOAD);
@@ -568,49 +333,101 @@ static const char *begin_walk(const char *door, int device, uint64_t seed, uint6
         return "cuEmulatorFits";
     w.device = seat.device;
     w.contexts[0].ctx = seat.context;
-    w.room = cap > 300 * MiB ? cap - 300 * MiB : cap;
-    w.target = w.room;
+    w.domains = has_property(CU_MEM_ALLOCATION_TYPE_PINNED, (CUmemLocation){CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN, w.device | 1 << 8});
+    w.managed = has_property(CU_MEM_ALLOCATION_TYPE_MANAGED, (CUmemLocation){CU_MEM_LOCATION_TYPE_DEVICE, w.device});
     furnish(0);
-    struct thread *first = &w.threads[0];
-    first->seed = seed;
+    for (int i = 0; i < THREADS; i++) {
+        w.threads[i].number = w.process * THREADS + i;
+        w.threads[i].seed = w.seed * 31 + (uint64_t)w.threads[i].number;
+    }
     for (int i = 0; i < STREAMS; i++)
-        new_stream(first, i);
+        new_stream(&w.threads[0], i);
     for (int i = 0; i < EVENTS; i++)
-        new_event(first, i);
-    pthread_mutex_init(&w.lock, NULL);
-    pthread_cond_init(&w.turned, NULL);
-    return w.failure[0] ? w.failure : NULL;
+        new_event(&w.threads[0], i);
+    return w.book->failure[0] ? w.book->failure : NULL;
+}
+
+/* begun starts this process's threads, and waits for those of the other. */
+static int begun(const char *door, int device, const char *judge)
+{
+    struct common *c = w.common;
+    const char *problem = sit_down(door, device, judge);
+    if (problem)
+        say(w.book->failure, "%s", problem);
+    for (int i = 0; !problem && i < THREADS; i++)
+        if (pthread_create(&w.threads[i].id, NULL, walk_thread, &w.threads[i]))
+            abort();
+    pthread_mutex_lock(&c->lock);
+    w.book->ready = 1;
+    pthread_cond_broadcast(&c->turned);
+    while (!w.process && !c->books[1].ready && turned())
+        ;
+    pthread_mutex_unlock(&c->lock);
+    return !problem;
+}
+
+static void join(int started)
+{
+    for (int i = 0; started && i < THREADS; i++)
+        pthread_join(w.threads[i].id, NULL);
+}
+
+static void lead(uint64_t steps)
+{
+    struct common *c = w.common;
+    int alive = 1;
+    for (uint64_t turns = 0; c->steps < steps && !failed() && alive; turns++) {
+        if (turns % 8 == 7) {
+            alive = turn_to(EVERYBODY, SHIFT);
+            c->steps += EVERYBODY * SHIFT;
+        } else {
+            alive = turn_to((int)dice(&w.seed, EVERYBODY), SHIFT);
+        }
+        if (turns % 8 == 0)
+            printf("walking steps=%llu\n", (unsigned long long)c->steps); /* a sign of life */
+    }
+    pthread_mutex_lock(&c->lock);
+    c->over = 1;
+    pthread_cond_broadcast(&c->turned);
+    pthread_mutex_unlock(&c->lock);
+}
+
+static void report(void)
+{
+    struct book sum = {0};
+    for (int i = 0; i < PROCESSES; i++) {
+        const struct book *b = &w.common->books[i];
+        sum.granted += b->granted;
+        sum.refused += b->refused;
+        sum.early += b->early;
+        sum.twice += b->twice;
+        sum.errands += b->errands;
+        sum.passed += b->passed;
+        say(sum.first, "%s", b->first);
+        say(sum.failure, "%s", b->failure);
+    }
+    printf("walked steps=%llu granted=%llu refused=%llu early=%llu twice=%llu errands=%llu passed=%llu first=%s failure=%s\n",
+           (unsigned long long)w.common->steps, (unsigned long long)sum.granted, (unsigned long long)sum.refused, (unsigned long long)sum.early,
+           (unsigned long long)sum.twice, (unsigned long long)sum.errands, (unsigned long long)sum.passed, sum.first, sum.failure);
 }
 
 void walk(const char *door, int device, uint64_t seed, uint64_t steps, uint64_t cap, const char *judge)
 {
-    const char *problem = begin_walk(door, device, seed, cap, judge);
+    uint64_t contexts = PROCESSES * 300 * MiB;
+    w = (struct walk){.cap = cap, .seed = seed, .room = cap > contexts ? cap - contexts : cap};
+    const char *problem = two();
     if (problem) {
         printf("walked steps=0 failure=%s\n", problem);
         return;
     }
-    for (int i = 0; i < THREADS; i++) {
-        w.threads[i].number = i;
-        w.threads[i].seed = seed * 31 + (uint64_t)i;
-        pthread_create(&w.threads[i].id, NULL, walk_thread, &w.threads[i]);
-    }
-    for (uint64_t turns = 0; w.steps < steps && !w.failure[0]; turns++) {
-        if (turns % 8 == 7) {
-            turn_to(THREADS, SHIFT);
-            w.steps += THREADS * SHIFT;
-        } else {
-            turn_to((int)dice(&w.seed, THREADS), SHIFT);
-        }
-        if (turns % 8 == 0)
-            printf("walking steps=%llu\n", (unsigned long long)w.steps); /* a sign of life */
-    }
-    pthread_mutex_lock(&w.lock);
-    w.over = 1;
-    pthread_cond_broadcast(&w.turned);
-    pthread_mutex_unlock(&w.lock);
-    for (int i = 0; i < THREADS; i++)
-        pthread_join(w.threads[i].id, NULL);
-    printf("walked steps=%llu granted=%llu refused=%llu early=%llu twice=%llu errands=%llu first=%s failure=%s\n", (unsigned long long)w.steps,
-           (unsigned long long)w.granted, (unsigned long long)w.refused, (unsigned long long)w.early, (unsigned long long)w.twice,
-           (unsigned long long)w.errands, w.first, w.failure);
+    w.common->target = w.room;
+    int started = begun(door, device, judge), status;
+    if (!w.process)
+        lead(steps);
+    join(started);
+    if (w.process)
+        _exit(0); /* what it has goes with it */
+    if (w.child > 0 && waitpid(w.child, &status, 0) == w.child && status)
+        say(w.book->failure, "the other process has ended with %#x", status);
+    report();
 }
