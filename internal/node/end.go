@@ -10,12 +10,13 @@ import (
 	"path"
 	"time"
 
+	tasks "github.com/containerd/containerd/api/services/tasks/v1"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
-	"google.golang.org/protobuf/encoding/protowire"
+	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -27,24 +28,12 @@ const (
 	EndedByCRI        = "cri"
 )
 
-// The part of the CRI and of containerd's services/tasks/v1/tasks.proto that
-// ending a container needs. The generated package of the latter would cost half
-// a megabyte of the program and of memory, for one message; tests hold this
-// against it.
 const (
-	methodStop = "/runtime.v1.RuntimeService/StopContainer"
-	methodKill = "/containerd.services.tasks.v1.Tasks/Kill"
-
-	stopContainerID = 1 // of StopContainerRequest; its timeout is 0, at once, where it is left out
-
-	// Fields of KillRequest.
-	killContainerID, killSignal, killAll = 1, 3, 4
-
+	containerdName = "containerd"
 	// containerdNamespace is where containerd's CRI keeps the kubelet's
 	// containers, and namespaceHeader how a request says so.
 	containerdNamespace = "k8s.io"
 	namespaceHeader     = "containerd-namespace"
-	containerdName      = "containerd"
 )
 
 // End ends all processes of a container at once, and of no other: by cgroup.kill
@@ -70,18 +59,23 @@ func (r *Runtime) End(ctx context.Context, o Owner) (how string, err error) {
 			reasons = append(reasons, err)
 		}
 	}
-	name, err := r.name(ctx)
+	version, err := ask(ctx, r, func(c cri.RuntimeServiceClient) (*cri.VersionResponse, error) {
+		return c.Version(ctx, &cri.VersionRequest{})
+	})
 	if err != nil {
 		return "", fmt.Errorf("end container %s: %w", o.ID, errors.Join(append(reasons, r.wrap("ask for the runtime's name", err))...))
 	}
-	if name == containerdName {
+	if version.GetRuntimeName() == containerdName {
 		if err := r.kill(ctx, o.ID); err == nil {
 			return EndedByContainerd, nil
 		} else if reasons = append(reasons, fmt.Errorf("kill its task at %s: %w", r.Endpoint(), err)); gone(err) {
 			return "", r.gone(o.ID)
 		}
 	}
-	if err := r.stop(ctx, o.ID); err == nil {
+	// The timeout that is left out is none: at once.
+	if _, err := ask(ctx, r, func(c cri.RuntimeServiceClient) (*cri.StopContainerResponse, error) {
+		return c.StopContainer(ctx, &cri.StopContainerRequest{ContainerId: o.ID})
+	}); err == nil {
 		return EndedByCRI, nil
 	} else if reasons = append(reasons, r.wrap("stop it", err)); gone(err) {
 		return "", r.gone(o.ID)
@@ -140,37 +134,13 @@ func unified(root string) (fd int, at string, err error) {
 	return -1, "", first
 }
 
-// name returns what the runtime calls itself.
-func (r *Runtime) name(ctx context.Context) (name string, err error) {
-	err = r.line.ask(ctx, func(conn *grpc.ClientConn) (err error) {
-		name, _, err = version(ctx, conn)
-		return err
-	})
-	return name, err
-}
-
 // kill signals all processes of a container by containerd's tasks service, on the
 // socket of its CRI.
 func (r *Runtime) kill(ctx context.Context, id string) error {
-	request := protowire.AppendTag(nil, killContainerID, protowire.BytesType)
-	request = protowire.AppendString(request, id)
-	request = protowire.AppendTag(request, killSignal, protowire.VarintType)
-	request = protowire.AppendVarint(request, uint64(unix.SIGKILL))
-	request = protowire.AppendTag(request, killAll, protowire.VarintType)
-	request = protowire.AppendVarint(request, 1)
-	return r.tell(metadata.AppendToOutgoingContext(ctx, namespaceHeader, containerdNamespace), methodKill, request)
-}
-
-// stop stops a container with no time to end by itself.
-func (r *Runtime) stop(ctx context.Context, id string) error {
-	request := protowire.AppendTag(nil, stopContainerID, protowire.BytesType)
-	return r.tell(ctx, methodStop, protowire.AppendString(request, id))
-}
-
-// tell makes a request whose answer says nothing.
-func (r *Runtime) tell(ctx context.Context, method string, request []byte) error {
+	ctx = metadata.AppendToOutgoingContext(ctx, namespaceHeader, containerdNamespace)
 	return r.line.ask(ctx, func(conn *grpc.ClientConn) error {
-		return conn.Invoke(ctx, method, request, func([]byte) error { return nil }, grpc.ForceCodecV2(wire{}))
+		_, err := tasks.NewTasksClient(conn).Kill(ctx, &tasks.KillRequest{ContainerID: id, Signal: uint32(unix.SIGKILL), All: true})
+		return err
 	})
 }
 

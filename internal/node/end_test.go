@@ -16,12 +16,13 @@ import (
 	"syscall"
 	"testing"
 
+	tasks "github.com/containerd/containerd/api/services/tasks/v1"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
-	"google.golang.org/protobuf/encoding/protowire"
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/emptypb"
 	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
 
@@ -33,9 +34,9 @@ type endServer struct {
 	cri.UnimplementedRuntimeServiceServer
 	name        string
 	asked       []string
-	kills       [][]byte // requests to the tasks service, as they came
-	killed      error    // its answer
-	stopped     error    // the CRI's
+	killRequest *tasks.KillRequest
+	killed      error // the tasks service's answer
+	stopped     error // the CRI's
 	hasNoTasks  bool
 	namespace   []string
 	stopRequest *cri.StopContainerRequest
@@ -51,17 +52,17 @@ func (s *endServer) StopContainer(_ context.Context, r *cri.StopContainerRequest
 	return &cri.StopContainerResponse{}, s.stopped
 }
 
-// kill is the tasks service's Kill. An empty message keeps the fields that it
-// does not know.
-func (s *endServer) kill(_ any, ctx context.Context, decode func(any) error, _ grpc.UnaryServerInterceptor) (any, error) {
-	request := &emptypb.Empty{}
-	if err := decode(request); err != nil {
-		return nil, err
-	}
+// tasksServer is the tasks service of an endServer that has one.
+type tasksServer struct {
+	tasks.UnimplementedTasksServer
+	*endServer
+}
+
+func (s tasksServer) Kill(ctx context.Context, r *tasks.KillRequest) (*emptypb.Empty, error) {
 	incoming, _ := metadata.FromIncomingContext(ctx)
 	s.asked = append(s.asked, "kill")
 	s.namespace = incoming.Get("containerd-namespace")
-	s.kills = append(s.kills, slices.Clone(request.ProtoReflect().GetUnknown()))
+	s.killRequest = r
 	return &emptypb.Empty{}, s.killed
 }
 
@@ -75,8 +76,7 @@ func (s *endServer) serve(t testing.TB) *Runtime {
 	server := grpc.NewServer()
 	cri.RegisterRuntimeServiceServer(server, s)
 	if !s.hasNoTasks {
-		server.RegisterService(&grpc.ServiceDesc{ServiceName: "containerd.services.tasks.v1.Tasks", HandlerType: (*any)(nil),
-			Methods: []grpc.MethodDesc{{MethodName: "Kill", Handler: s.kill}}}, s)
+		tasks.RegisterTasksServer(server, tasksServer{endServer: s})
 	}
 	go server.Serve(listener)
 	t.Cleanup(server.Stop)
@@ -131,10 +131,8 @@ func TestEndByRuntime(t *testing.T) {
 				if !slices.Equal(s.namespace, []string{"k8s.io"}) {
 					t.Errorf("asked in namespace %q", s.namespace)
 				}
-				want := protowire.AppendString(protowire.AppendTag(nil, 1, protowire.BytesType), offender)
-				want = append(want, 3<<3, 9, 4<<3, 1) // signal: SIGKILL, all: true
-				if string(s.kills[0]) != string(want) {
-					t.Errorf("asked for % x, want % x", s.kills[0], want)
+				if want := (&tasks.KillRequest{ContainerID: offender, Signal: 9, All: true}); !proto.Equal(s.killRequest, want) {
+					t.Errorf("asked for %v, want %v", s.killRequest, want)
 				}
 			}
 		})

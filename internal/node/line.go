@@ -18,8 +18,8 @@ import (
 type line struct {
 	// socket names the path to dial; it is asked anew for each connection.
 	socket func() (string, error)
-	// largest is the largest message accepted, in bytes.
-	largest int
+	// answers bounds what is accepted as an answer.
+	answers []grpc.CallOption
 
 	mu   sync.Mutex // guards conn
 	conn *grpc.ClientConn
@@ -66,7 +66,7 @@ func (l *line) connection(dead *grpc.ClientConn) (conn *grpc.ClientConn, fresh b
 		grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithNoProxy(),
 		grpc.WithDisableServiceConfig(),
-		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(l.largest)))
+		grpc.WithDefaultCallOptions(l.answers...))
 	if err != nil {
 		return nil, false, fmt.Errorf("prepare a connection: %w", err)
 	}

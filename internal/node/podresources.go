@@ -86,7 +86,7 @@ type PodResources struct {
 func NewPodResources(kubeletDir string) *PodResources {
 	socket := filepath.Join(kubeletDir, "pod-resources", "kubelet.sock")
 	return &PodResources{socket: socket,
-		line: line{socket: func() (string, error) { return socket, nil }, largest: maxListing}}
+		line: line{socket: func() (string, error) { return socket, nil }, answers: []grpc.CallOption{grpc.MaxCallRecvMsgSize(maxListing)}}}
 }
 
 // Close gives the connection back. A later question opens another.

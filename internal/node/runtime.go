@@ -21,6 +21,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/status"
+	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -97,7 +98,7 @@ func NewRuntime(o RuntimeOptions) *Runtime {
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
 	r := &Runtime{o: o}
-	r.line.socket, r.line.largest = r.socket, maxAnswer
+	r.line.socket, r.line.answers = r.socket, []grpc.CallOption{grpc.MaxCallRecvMsgSize(maxAnswer), grpc.ForceCodecV2(newBounded())}
 	return r
 }
 
@@ -169,30 +170,30 @@ func candidates(root string, places []string) []string {
 // Errors answer to gpu.ErrNotFound where no socket is found and to
 // gpu.ErrNotSupported where what listens there does not speak the CRI.
 func (r *Runtime) Containers(ctx context.Context) ([]Container, error) {
-	answer, err := r.ask(ctx, methodContainers, nil, containerLayout)
+	answer, err := ask(ctx, r, func(c cri.RuntimeServiceClient) (*cri.ListContainersResponse, error) {
+		return c.ListContainers(ctx, &cri.ListContainersRequest{})
+	})
 	if err != nil {
 		return nil, r.wrap("list containers", err)
 	}
-	list := make([]Container, 0, len(answer))
-	for _, o := range answer {
-		if o.state == stateExited {
+	list := make([]Container, 0, len(answer.GetContainers()))
+	for _, c := range answer.GetContainers() {
+		if c.GetState() == cri.ContainerState_CONTAINER_EXITED {
 			continue
 		}
-		c := o.container()
-		c.Running = o.state != stateCreated
-		list = append(list, c)
+		kept := r.container(c)
+		kept.Running = c.GetState() != cri.ContainerState_CONTAINER_CREATED
+		list = append(list, kept)
 	}
 	slices.SortStableFunc(list, func(a, b Container) int { return cmp.Compare(a.ID, b.ID) })
 	return list, nil
 }
 
-// ask asks for a list.
-func (r *Runtime) ask(ctx context.Context, method string, request []byte, at layout) (answer []object, err error) {
-	err = r.line.ask(ctx, func(conn *grpc.ClientConn) error {
-		return conn.Invoke(ctx, method, request, func(message []byte) (err error) {
-			answer, err = objects(message, at, r.o.AnnotationPrefix)
-			return err
-		}, grpc.ForceCodecV2(wire{}))
+// ask asks the runtime's CRI one question.
+func ask[A any](ctx context.Context, r *Runtime, question func(cri.RuntimeServiceClient) (A, error)) (answer A, err error) {
+	err = r.line.ask(ctx, func(conn *grpc.ClientConn) (err error) {
+		answer, err = question(cri.NewRuntimeServiceClient(conn))
+		return err
 	})
 	return answer, err
 }
@@ -201,15 +202,18 @@ func (r *Runtime) ask(ctx context.Context, method string, request []byte, at lay
 // container exists yet, for one while an image is pulled. Errors are those of
 // Containers.
 func (r *Runtime) Pods(ctx context.Context) (map[string]PodName, error) {
-	answer, err := r.ask(ctx, methodSandboxes, readySandboxes, sandboxLayout)
+	ready := &cri.PodSandboxFilter{State: &cri.PodSandboxStateValue{State: cri.PodSandboxState_SANDBOX_READY}}
+	answer, err := ask(ctx, r, func(c cri.RuntimeServiceClient) (*cri.ListPodSandboxResponse, error) {
+		return c.ListPodSandbox(ctx, &cri.ListPodSandboxRequest{Filter: ready})
+	})
 	if err != nil {
 		return nil, r.wrap("list pod sandboxes", err)
 	}
-	pods := make(map[string]PodName, len(answer))
-	for _, o := range answer {
-		c := o.container()
-		if uid := cmp.Or(o.uid, c.PodUID); uid != "" && o.state == sandboxReady {
-			pods[uid] = PodName{Namespace: cmp.Or(o.namespace, c.Namespace), Name: cmp.Or(o.name, c.Pod)}
+	pods := make(map[string]PodName, len(answer.GetItems()))
+	for _, s := range answer.GetItems() {
+		m, l := s.GetMetadata(), s.GetLabels()
+		if uid := cmp.Or(m.GetUid(), l[labelPodUID]); uid != "" && s.GetState() == cri.PodSandboxState_SANDBOX_READY {
+			pods[uid] = PodName{Namespace: cmp.Or(m.GetNamespace(), l[labelPodNamespace]), Name: cmp.Or(m.GetName(), l[labelPodName])}
 		}
 	}
 	return pods, nil
@@ -381,36 +385,26 @@ func (r *Runtime) stream(ctx context.Context, dead *grpc.ClientConn, fn func(Con
 		return nil, err
 	}
 	// On this very connection: what answers on the next one may be another version.
-	name, number, err := version(ctx, conn)
+	client := cri.NewRuntimeServiceClient(conn)
+	v, err := client.Version(ctx, &cri.VersionRequest{})
 	if err != nil {
 		return conn, err
 	}
-	if oneListener(name, number) {
+	if name, number := v.GetRuntimeName(), v.GetRuntimeVersion(); oneListener(name, number) {
 		return conn, &failure{is: gpu.ErrNotSupported,
 			text: fmt.Sprintf("%s %s gives each event to one of its listeners, of which the kubelet may be one", name, number)}
 	}
-	events, err := conn.NewStream(ctx, &grpc.StreamDesc{ServerStreams: true}, methodEvents, grpc.ForceCodecV2(wire{}))
+	events, err := client.GetContainerEvents(ctx, &cri.GetEventsRequest{})
 	if err != nil {
-		return conn, err
-	}
-	// An error of sending is io.EOF; receiving tells what it was.
-	if err := events.SendMsg([]byte(nil)); err != nil && err != io.EOF {
-		return conn, err
-	}
-	if err := events.CloseSend(); err != nil {
 		return conn, err
 	}
 	fn(ContainerEvent{Kind: EventMissed})
 	for {
-		var event ContainerEvent
-		err := events.RecvMsg(func(message []byte) (err error) {
-			event, err = decodeEvent(message, r.o.AnnotationPrefix)
-			return err
-		})
+		e, err := events.Recv()
 		if err != nil {
 			return conn, err
 		}
-		if event.Kind != EventMissed {
+		if event := r.event(e); event.Kind != EventMissed {
 			fn(event)
 		}
 	}

@@ -225,7 +225,7 @@ func TestLargeAnswer(t *testing.T) {
 	}
 	s.mu.Lock()
 	s.containers = &cri.ListContainersResponse{}
-	for range maxObjects + 1 { // of two bytes each
+	for range maxFields + 1 { // of two bytes each
 		s.containers.Containers = append(s.containers.Containers, &cri.Container{})
 	}
 	s.mu.Unlock()

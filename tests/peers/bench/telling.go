@@ -66,7 +66,7 @@ func (b *bench) residents(rs []*running, what string) error {
 		if err != nil {
 			return err
 		}
-		b.figure(what+r.name, mb(m.resident), "MB", only(r.name == labelsName, mostResident, "32 MB")...)
+		b.figure(what+r.name, mb(m.resident), "MB", only(r.name == labelsName, mostResident, "40 MB")...)
 	}
 	return nil
 }
