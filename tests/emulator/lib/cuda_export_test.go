@@ -53,6 +53,19 @@ func TestCUDAExportsHoldMemory(t *testing.T) {
 	want(t, "not the memory of a pool", a.do("cuMemGetHandleForAddressRange &out 4096 4096 1 0"), cudaInvalid)
 }
 
+// TestCUDASmallMemoryHasItsOwnIPCHandle: what is allocated where something was that had
+// an IPC handle is not that.
+func TestCUDASmallMemoryHasItsOwnIPCHandle(t *testing.T) {
+	start(t, emulator.Spec{Count: 1})
+	a, b := startProbe(t, probeWith{}), startProbe(t, probeWith{})
+	a.must("cuInit 0; cuCtxCreate_v2 &c 0 0; cuMemAlloc_v2 &k 4096; cuMemAlloc_v2 &p 4096; cuIpcGetMemHandle &ipc p; cuMemFree_v2 p")
+	a.must("cuMemAlloc_v2 &q 4096; cuIpcGetMemHandle &ipc q")
+	want(t, "the same place", a.vars["q"], a.vars["p"])
+	b.must("cuInit 0; cuCtxCreate_v2 &c 0 0")
+	copyBytes(t, a, b, "ipc", 64)
+	b.must("cuIpcOpenMemHandle_v2 &p 1 @ipc; cuIpcCloseMemHandle p")
+}
+
 // TestCUDASparseArrays: memory that is mapped into a sparse array lives as long as
 // it is mapped there, whatever became of its handle.
 func TestCUDASparseArrays(t *testing.T) {

@@ -291,6 +291,7 @@ struct range *range_small(int device, struct context *ctx, uint64_t size)
     r->kind = RANGE_DEVICE;
     r->at = b->range.at + (uint64_t)r->unit * UNIT;
     r->size = size;
+    r->shared = 0; /* that was the identity of who had it before */
     r->ctx = ctx;
     r->next = ctx->ranges;
     if (r->next)
