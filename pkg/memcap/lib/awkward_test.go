@@ -28,6 +28,12 @@ func TestReopenedManyTimesTakesOneSlot(t *testing.T) {
 	awkward(t, "reopen")
 }
 
+// TestUnmapsNeedNoMemory: to register and release a buffer makes no mapping of the
+// library's own, which would cost more than all the rest.
+func TestUnmapsNeedNoMemory(t *testing.T) {
+	awkward(t, "unmap")
+}
+
 // TestNamesThatTheDriverLacks: dlsym finds in a fitted library what the driver has,
 // and nothing that it does not have; cuGetProcAddress is as before.
 func TestNamesThatTheDriverLacks(t *testing.T) {

@@ -13,6 +13,7 @@ import (
 	"syscall"
 	"testing"
 	"time"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -173,6 +174,49 @@ func TestAskOutlivesAFailure(t *testing.T) {
 	readOnce(t, m, aGiB, true)
 	if now := m.page.load(atDone); now <= before || now != m.page.load(atBegun) {
 		t.Errorf("%d readings done, before %d, begun %d", now, before, m.page.load(atBegun))
+	}
+}
+
+// TestAReadingWakes: whoever waits for a reading, with the page mounted read-only, is
+// woken when it is done.
+func TestAReadingWakes(t *testing.T) {
+	p := newTenant(t)
+	p.lives()
+	pages, m := aMeter(t, p, time.Second)
+	f, err := os.Open(filepath.Join(pages.dir, aKey, string(aGPU)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	b, err := unix.Mmap(int(f.Fd()), 0, pageSize, unix.PROT_READ, unix.MAP_SHARED)
+	if err != nil {
+		t.Fatal(err)
+	}
+	page := mappedPage{b}
+	defer page.unmap()
+	woken := make(chan unix.Errno, 1)
+	go func() {
+		const futexWait = 0
+		for {
+			long := unix.Timespec{Sec: 10}
+			_, _, no := unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(page.word(atDone))), futexWait, uintptr(uint32(page.load(atDone))), uintptr(unsafe.Pointer(&long)), 0, 0)
+			if no != unix.EAGAIN && no != unix.EINTR { // it was done before the wait began, or the run time's signal came
+				woken <- no
+				return
+			}
+		}
+	}()
+	for asks := uint64(1); ; asks++ {
+		p.set(useAsks, asks)
+		readOnce(t, m, 0, true)
+		select {
+		case no := <-woken:
+			if no != 0 {
+				t.Errorf("not woken: %v", no)
+			}
+			return
+		case <-time.After(time.Millisecond):
+		}
 	}
 }
 

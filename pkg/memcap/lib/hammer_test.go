@@ -106,6 +106,19 @@ func TestHeldUpNearTheCap(t *testing.T) {
 	}
 }
 
+// TestWaitingForAReadingIsCheap: a process that waits for half a second wakes up a
+// few dozen times, not each millisecond.
+func TestWaitingForAReadingIsCheap(t *testing.T) {
+	limit, usage := limitPage(t, 8<<30)
+	out, err := exec.CommandContext(t.Context(), counter(t, "naps"), limit, usage).CombinedOutput()
+	if err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	if woke, err := strconv.Atoi(strings.TrimSpace(string(out))); err != nil || woke > 100 {
+		t.Errorf("woke up %s times (%v), want some 40", strings.TrimSpace(string(out)), err)
+	}
+}
+
 // TestHalfWritten: the agent is kept from going on, or ended, in the middle of
 // writing what it has read. Nobody goes by the limit where the ceiling, old or new,
 // is lower, nor above the limit.

@@ -187,6 +187,7 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 	m.estimate(each, time.Now())
 	if m.asked {
 		m.page.store(atDone, m.page.load(atBegun))
+		m.page.wake(atDone)
 		m.lastAsks = m.first.Asks
 	}
 	return r, nil

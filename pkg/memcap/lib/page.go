@@ -360,6 +360,14 @@ func (p mappedPage) unmap() error { return unix.Munmap(p.b) }
 func (p mappedPage) word(at int) *uint64    { return (*uint64)(unsafe.Pointer(&p.b[at])) }
 func (p mappedPage) load(at int) uint64     { return atomic.LoadUint64(p.word(at)) }
 func (p mappedPage) store(at int, v uint64) { atomic.StoreUint64(p.word(at), v) }
+
+// wake wakes those who wait for a word to change. There are as many as a container
+// likes: who is left out wakes up by itself a few milliseconds later.
+func (p mappedPage) wake(at int) {
+	const futexWake, wakeMost = 1, 64
+	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(p.word(at))), futexWake, wakeMost, 0, 0, 0)
+}
+
 func (p mappedPage) limitLess(c int64) uint64 {
 	limit := p.load(atLimit)
 	switch {

@@ -6,8 +6,10 @@
 #include <sys/stat.h>
 
 /* What a refusal waits for at most: CONTEND_US for what is under way, beside the
- * agent's next reading. */
-enum { DEATH_MS = 100, CONTEND_US = 200 * 1000, REAP_US = 4 * 1000 };
+ * agent's next reading. Meanwhile it looks for dead processes, after REAP_US and
+ * then each time after twice as long: to ask for the others' locks is the dearest
+ * part of a look. */
+enum { DEATH_MS = 100, CONTEND_US = 200 * 1000, REAP_US = 4 * 1000, LONGEST_REAP_US = 64 * 1000 };
 
 /* --- opening -------------------------------------------------------------- */
 
@@ -427,6 +429,7 @@ struct hearing {
     bool exported; /* something may have gone that nobody is told of */
     uint64_t done, after; /* readings finished: at the beginning, and that tell nothing */
     struct patience p;
+    uint64_t nap; /* in microseconds */
 };
 
 enum heard { HEARD_NOTHING, HEARD_NEWS, HEARD_ALL };
@@ -465,6 +468,33 @@ static enum heard hear(struct account *a, struct hearing *h, uint64_t n)
     return HEARD_NOTHING;
 }
 
+/* await_reading naps until a reading is finished, of which the agent tells by a futex
+ * on its own page. It may be that it tells nobody (another one's kernel, as in a
+ * sandbox), and others may free memory meanwhile, which nobody tells of: so it is no
+ * long nap, but one that is longer each time, since each costs the processor more than
+ * a hundred allocations. */
+enum { NAP_US = 1000, LONGEST_NAP_US = 16000 };
+
+static void await_reading(const struct account *a, struct hearing *h)
+{
+    const uint32_t *word = (const uint32_t *)&a->page->done; /* the low half */
+    uint32_t done = __atomic_load_n(word, __ATOMIC_ACQUIRE);
+    uint64_t most = h->p.whole / (4 * LOOKS);
+    h->nap = h->nap ? h->nap * 2 : NAP_US;
+    if (h->nap > most)
+        h->nap = most;
+    if (h->nap > LONGEST_NAP_US)
+        h->nap = LONGEST_NAP_US;
+    if (h->nap < NAP_US)
+        h->nap = NAP_US;
+    if (h->asked && count_read(&a->page->done) >= h->after + 1)
+        return;
+    struct timespec t = {0, (long)h->nap * 1000};
+    long r = SYS4(SYS_futex, word, 0 /* FUTEX_WAIT */, done, &t);
+    if (r != 0 && r != AGAIN && r != -4 /* EINTR */ && r != -110 /* ETIMEDOUT */)
+        nap_us(h->nap);
+}
+
 /* contend tries until nothing is left to wait for: neither the agent's word, nor what
  * is only under way: others' reservations that may yet be taken back, and frees that
  * are not done. Where all that was said before to no less, it does not wait. */
@@ -473,14 +503,16 @@ static bool contend(struct account *a, uint64_t n, uint64_t limit)
     struct patience p = patience(CONTEND_US);
     struct hearing h = {.over = n > limit}; /* more than all of the limit: no reading makes that fit */
     struct picture now;
-    uint64_t dice = random_word(), reaped = 0;
-    bool waits = true;
+    uint64_t dice = random_word(), reaped = 0, every = REAP_US / 2;
+    bool waits = true, looked_again = false;
     for (bool first = true;; first = false) {
         if (try(a, n))
             return true;
         uint64_t time = now_us();
-        if (time - reaped >= REAP_US) {
+        if (time - reaped >= every) {
             reaped = time;
+            if (every < LONGEST_REAP_US)
+                every *= 2;
             reap(a);
         }
         account_exports_gone(a);
@@ -500,11 +532,20 @@ static bool contend(struct account *a, uint64_t n, uint64_t limit)
         bool under_way = waits && t.sane && now.committed + n <= now.ceiling;
         h.exported = t.exported;
         enum heard heard = hear(a, &h, n);
-        if (heard == HEARD_ALL && !under_way)
-            break;
+        if (heard == HEARD_ALL && !under_way) {
+            if (looked_again || now_us() - reaped < REAP_US)
+                break;
+            looked_again = true; /* for those who have died since */
+            every = 0;
+            continue;
+        }
         dice = dice * 6364136223846793005u + 1442695040888963407u;
-        if (heard != HEARD_NEWS)
-            nap_us(under_way ? 20 + (dice >> 33) % 400 : 1000);
+        if (heard == HEARD_NEWS)
+            continue;
+        if (under_way)
+            nap_us(20 + (dice >> 33) % 400);
+        else
+            await_reading(a, &h);
     }
     remember(a, n, &now);
     return false;
@@ -514,7 +555,7 @@ bool account_within(struct account *a, uint64_t n)
 {
     struct hearing h = {0};
     for (enum heard heard; (heard = hear(a, &h, n)) != HEARD_ALL && !(heard == HEARD_NEWS && fresh(a));)
-        nap_us(1000);
+        await_reading(a, &h);
     uint64_t bound = AMOUNT(count_read(&a->usage->bound));
     return fresh(a) ? bound <= account_ceiling(a) : bound + n <= account_ceiling(a);
 }

@@ -47,7 +47,7 @@ struct limit_page {
     uint64_t ceiling; /* bytes that bound may reach: limit - correction */
     uint64_t stamp;   /* 1 + the usage page's guesses at an exact reading, else 0 */
     uint64_t begun;   /* readings begun, and finished */
-    uint64_t done;
+    uint64_t done;    /* its low half is a futex, on which processes wait for a reading */
     uint64_t settled; /* the usage page's, before the reading */
     /* For those who only look: what counted at the reading, less what was bound
      * then, and the usage page's settled then. The ceiling errs to refuse where

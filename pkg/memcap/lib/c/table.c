@@ -2,7 +2,7 @@
 
 #include "table.h"
 
-enum { FIRST_BITS = 7 };
+enum { FIRST_BITS = 5 };
 
 /* spread's first bits say which shard: an address is in its block's. */
 static inline uint64_t spread(uint64_t key, enum space space)
@@ -35,16 +35,39 @@ static struct entry *find(struct shard *s, uint64_t hash, uint64_t key, enum spa
     }
 }
 
+static struct entry *map_entries(size_t size)
+{
+    struct entry *entries = sys_map(size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+    if (entries)
+        SYS3(SYS_madvise, entries, size, MADV_DONTFORK);
+    return entries;
+}
+
+/* first_room returns the room that a shard begins with. It is a part of one mapping
+ * for all shards: most programs never fill it, and to map memory takes a hundred times
+ * as long as anything else here. */
+static struct entry *first_room(struct table *t, const struct shard *s)
+{
+    size_t size = sizeof(struct entry) * SHARDS << FIRST_BITS;
+    struct entry *all = __atomic_load_n(&t->first, __ATOMIC_ACQUIRE), *none = NULL;
+    if (!all) {
+        all = map_entries(size);
+        if (all && !__atomic_compare_exchange_n(&t->first, &none, all, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+            sys_unmap(all, size); /* another thread was quicker */
+            all = none;
+        }
+    }
+    return all ? all + ((size_t)(s - t->shards) << FIRST_BITS) : NULL;
+}
+
 /* grow doubles a shard's room. Above three quarters it is slow, not wrong, so
  * without memory it goes on until the last place is to be taken. */
-static bool grow(struct shard *s)
+static bool grow(struct table *t, struct shard *s)
 {
     uint32_t bits = s->bits ? s->bits + 1 : FIRST_BITS;
-    size_t size = sizeof(struct entry) << bits;
-    struct entry *entries = sys_map(size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+    struct entry *entries = s->bits ? map_entries(sizeof(struct entry) << bits) : first_room(t, s);
     if (!entries)
         return s->bits && s->used + 2 < (uint64_t)1 << s->bits;
-    SYS3(SYS_madvise, entries, size, MADV_DONTFORK);
     struct shard old = *s;
     s->entries = entries;
     s->bits = bits;
@@ -55,7 +78,8 @@ static bool grow(struct shard *s)
         if (e->how)
             *find(s, spread(e->key, e->space), e->key, e->space) = *e;
     }
-    sys_unmap(old.entries, sizeof(struct entry) << old.bits);
+    if (old.bits > FIRST_BITS)
+        sys_unmap(old.entries, sizeof(struct entry) << old.bits);
     return true;
 }
 
@@ -81,7 +105,7 @@ static struct shard *lock_for(struct table *t, uint64_t hash, bool *room)
 {
     struct shard *s = &t->shards[hash >> (64 - SHARD_BITS)];
     spin_lock(&s->lock);
-    *room = (s->bits && s->used < ((uint64_t)3 << s->bits) / 4) || grow(s);
+    *room = (s->bits && s->used < ((uint64_t)3 << s->bits) / 4) || grow(t, s);
     return s;
 }
 
@@ -176,6 +200,24 @@ bool table_edit(struct table *t, uint64_t key, enum space space, void (*edit)(st
         edit_locked(s, key, space, edit, arg);
     spin_unlock(&s->lock);
     return ok;
+}
+
+bool table_change(struct table *t, uint64_t key, enum space space, void (*edit)(struct entry *, void *), void *arg)
+{
+    uint64_t hash = spread(key, space);
+    struct shard *s = &t->shards[hash >> (64 - SHARD_BITS)];
+    bool found = false;
+    spin_lock(&s->lock);
+    if (s->bits) {
+        struct entry *at = find(s, hash, key, space);
+        found = at->how;
+        if (found)
+            edit(at, arg);
+        if (found && !at->how)
+            drop(s, at);
+    }
+    spin_unlock(&s->lock);
+    return found;
 }
 
 int table_pick(struct table *t, bool (*pick)(const struct entry *, void *), void *arg, struct entry *out, int room)

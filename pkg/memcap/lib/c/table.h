@@ -38,6 +38,7 @@ enum { SHARD_BITS = 6, SHARDS = 1 << SHARD_BITS };
 
 struct table {
     struct shard shards[SHARDS];
+    struct entry *first; /* room for all of them to begin with; NULL: none yet */
 };
 
 /* table_put adds an entry, or takes the place of the one with its key, which
@@ -51,6 +52,9 @@ bool table_take(struct table *t, uint64_t key, enum space space, struct entry *o
  * how is 0 where there is none, and setting it makes one. Setting it to 0
  * removes the entry. False: no memory for one, and edit was not called. */
 bool table_edit(struct table *t, uint64_t key, enum space space, void (*edit)(struct entry *, void *), void *arg);
+
+/* table_change is table_edit for an entry that is there; false: there is none. */
+bool table_change(struct table *t, uint64_t key, enum space space, void (*edit)(struct entry *, void *), void *arg);
 
 /* An address and its block are in the same shard, and change under one lock:
  * table_edit_then_put edits the one, and puts the other where first returns true;

@@ -55,8 +55,6 @@ struct change {
 static void apply(struct entry *e, void *arg)
 {
     struct change *c = arg;
-    if (!e->how)
-        return;
     c->was = *e;
     e->owner = (e->owner + c->add - c->sub) | c->set;
     if (!(e->owner & ~EXPORTED)) {
@@ -71,13 +69,13 @@ static void apply(struct entry *e, void *arg)
 static void hold(struct process *p, CUhandle handle, uint64_t what)
 {
     struct change c = {.add = what};
-    table_edit(&p->table, handle, SPACE_HANDLE, apply, &c);
+    table_change(&p->table, handle, SPACE_HANDLE, apply, &c);
 }
 
 static bool let_go(struct process *p, CUhandle handle, uint64_t what, struct entry *was)
 {
     struct change c = {.sub = what};
-    table_edit(&p->table, handle, SPACE_HANDLE, apply, &c);
+    table_change(&p->table, handle, SPACE_HANDLE, apply, &c);
     if (!c.ended)
         return false;
     *was = c.was;
@@ -89,7 +87,7 @@ static bool let_go(struct process *p, CUhandle handle, uint64_t what, struct ent
 void handle_exported(struct process *p, CUhandle handle)
 {
     struct change c = {.set = EXPORTED};
-    table_edit(&p->table, handle, SPACE_HANDLE, apply, &c);
+    table_change(&p->table, handle, SPACE_HANDLE, apply, &c);
 }
 
 static void ended(struct process *p, const struct entry *e)
@@ -176,46 +174,64 @@ EXPORT CUresult cuMemMap(CUdeviceptr at, size_t size, size_t offset, CUhandle ha
 
 /* An unmap takes whole mappings, one or several. Those in its range are let go
  * of one by one; the list has each mapping, and behind the one that was a
- * handle's last hold the handle. */
+ * handle's last hold the handle. Mostly there are few: a list of more has memory of
+ * its own, which costs more than all the rest of the call. */
 
-static bool push(struct taken_list *l, const struct entry *e)
+enum { FEW = 8 };
+
+struct unmapped {
+    struct entry *list;
+    size_t length, room;
+    struct entry few[FEW];
+};
+
+static void forget(struct unmapped *u)
 {
-    if (l->length == l->room) {
-        size_t room = l->room ? 2 * l->room : 64;
-        struct taken *list = sys_map(room * sizeof *list, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+    if (u->list != u->few)
+        sys_unmap(u->list, u->room * sizeof *u->list);
+}
+
+static bool push(struct unmapped *u, const struct entry *e)
+{
+    if (u->length == u->room) {
+        size_t room = u->room * 16;
+        struct entry *list = sys_map(room * sizeof *list, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
         if (!list)
             return false;
-        for (size_t i = 0; i < l->length; i++)
-            list[i] = l->list[i];
-        sys_unmap(l->list, l->room * sizeof *list);
-        l->list = list;
-        l->room = room;
+        for (size_t i = 0; i < u->length; i++)
+            list[i] = u->list[i];
+        forget(u);
+        u->list = list;
+        u->room = room;
     }
-    l->list[l->length++].e = *e;
+    u->list[u->length++] = *e;
     return true;
 }
 
 EXPORT CUresult cuMemUnmap(CUdeviceptr at, size_t size)
 {
     struct process *p = ENTER();
-    struct taken_list l = {0};
+    struct unmapped u;
     struct entry e, was;
     if (!p)
         return CALL(cuMemUnmap, at, size);
+    u.list = u.few;
+    u.length = 0;
+    u.room = FEW;
     uint64_t step = size % BLOCK ? 65536 : BLOCK;
     for (uint64_t i = at; i - at < size; i += step) {
         while (i - at < size && table_take(&p->table, i, SPACE_MAP, &e)) {
-            bool kept = push(&l, &e);
+            bool kept = push(&u, &e);
             if (kept && let_go(p, e.owner, MAPPED, &was))
-                if (!push(&l, &was))
+                if (!push(&u, &was))
                     not_ended(p, &was); /* no memory to remember it: charged for good */
             i += e.bytes;
         }
     }
     CUresult r = CALL(cuMemUnmap, at, size);
-    for (size_t i = 0; i < l.length; i++) {
-        const struct entry *t = &l.list[i].e;
-        bool last = i + 1 < l.length && l.list[i + 1].e.space == SPACE_HANDLE;
+    for (size_t i = 0; i < u.length; i++) {
+        const struct entry *t = &u.list[i];
+        bool last = i + 1 < u.length && u.list[i + 1].space == SPACE_HANDLE;
         if (t->space == SPACE_HANDLE)
             r == CUDA_SUCCESS ? ended(p, t) : not_ended(p, t);
         else if (r != CUDA_SUCCESS) {
@@ -225,7 +241,7 @@ EXPORT CUresult cuMemUnmap(CUdeviceptr at, size_t size)
                 hold(p, t->owner, MAPPED);
         }
     }
-    sys_unmap(l.list, l.room * sizeof *l.list);
+    forget(&u);
     return r;
 }
 

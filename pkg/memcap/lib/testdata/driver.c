@@ -84,6 +84,19 @@ EXPORT CUresult cuMemAlloc(CUdeviceptr_v1 *at, size_v1 bytes)
 /* The same, so that the compiler makes a jump of it. */
 EXPORT CUresult cuMemFree(CUdeviceptr_v1 at) { return cuMemFree_v2((CUdeviceptr)at << 12); }
 
+/* Memory by hand, of which there is one handle only. */
+EXPORT CUresult cuMemCreate(CUhandle *out, size_t size, const CUmemprop *prop, unsigned long long flags)
+{
+    *out = 0x3000;
+    return size && prop->type && !flags ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+EXPORT CUresult cuMemRelease(CUhandle handle) { return handle == 0x3000 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+EXPORT CUresult cuMemMap(CUdeviceptr at, size_t size, size_t offset, CUhandle handle, unsigned long long flags)
+{
+    return at && size && !offset && handle == 0x3000 && !flags ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+EXPORT CUresult cuMemUnmap(CUdeviceptr at, size_t size) { return at && size ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+
 static CUresult anything(void) { return 801; }
 
 EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **out, int version, uint64_t flags, int *status)
