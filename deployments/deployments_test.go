@@ -25,7 +25,7 @@ import (
 	"example.com/gpu-agent/internal/obs"
 	"example.com/gpu-agent/internal/status"
 
-	"go.yaml.in/yaml/v3"
+	"go.yaml.in/yaml/v4"
 )
 
 const name = "gpu-agent" // of everything but the ConfigMap

@@ -11,7 +11,7 @@ import (
 
 	"example.com/gpu-agent/internal/brief"
 
-	"go.yaml.in/yaml/v3"
+	"go.yaml.in/yaml/v4"
 )
 
 // Error is one mistake in a partition file.

@@ -8,7 +8,7 @@ import (
 
 	"example.com/gpu-agent/pkg/mig"
 
-	"go.yaml.in/yaml/v3"
+	"go.yaml.in/yaml/v4"
 )
 
 // item reads one item of a config of NVIDIA's MIG manager: which GPUs, MIG on

@@ -12,7 +12,7 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
 
-	"go.yaml.in/yaml/v3"
+	"go.yaml.in/yaml/v4"
 )
 
 // Version is the only version of the schema so far, ours and NVIDIA's.

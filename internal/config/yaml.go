@@ -7,13 +7,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"regexp"
-	"sort"
 	"strconv"
 	"strings"
 	"unicode/utf8"
 
-	"go.yaml.in/yaml/v3"
+	"go.yaml.in/yaml/v4"
 )
 
 // Limits. A ConfigMap holds 1 MiB; honest files use aliases a few times.
@@ -33,11 +31,17 @@ func document(m *mistakes, data []byte) *yaml.Node {
 		m.add(line, "%s", bad)
 		return nil
 	}
-	m.lines = len(splitLines(data))
-	docs, err := decode(bytes.NewReader(data), 2)
+	lines := bytes.Split(bytes.TrimSuffix(data, []byte("\n")), []byte("\n"))
+	m.lines = len(lines)
+	docs, err := decode(data, 2)
 	if err != nil {
-		line, reason := explain(data, err)
-		m.add(line, "%s", reason)
+		line, reason := explain(err)
+		line = min(line, len(lines))
+		if bytes.HasPrefix(bytes.TrimLeft(lines[line-1], " "), []byte("\t")) {
+			m.add(line, "a tab cannot indent YAML: use spaces")
+		} else {
+			m.add(line, "the file is not YAML: %s", reason)
+		}
 		return nil
 	}
 	if len(docs) == 0 || docs[0].Content[0].ShortTag() == "!!null" {
@@ -58,24 +62,23 @@ func document(m *mistakes, data []byte) *yaml.Node {
 
 // decode reads up to limit documents. The YAML library reports its own bugs by
 // panicking, which must not end a node's agent.
-func decode(r io.Reader, limit int) (docs []*yaml.Node, err error) {
+func decode(data []byte, limit int) (docs []*yaml.Node, err error) {
 	defer func() {
 		if p := recover(); p != nil {
-			err = fmt.Errorf("yaml: cannot be read: %v", p)
+			err = fmt.Errorf("cannot be read: %v", p)
 		}
 	}()
-	dec := yaml.NewDecoder(r)
-	for len(docs) < limit {
-		var n yaml.Node
-		switch err := dec.Decode(&n); {
-		case errors.Is(err, io.EOF):
-			return docs, nil
-		case err != nil:
-			return docs, err
+	loader, err := yaml.NewLoader(bytes.NewReader(data))
+	for err == nil && len(docs) < limit {
+		n := new(yaml.Node)
+		if err = loader.Load(n); err == nil {
+			docs = append(docs, n)
 		}
-		docs = append(docs, &n)
 	}
-	return docs, nil
+	if errors.Is(err, io.EOF) {
+		err = nil
+	}
+	return docs, err
 }
 
 // badText finds bytes that no YAML file has. The library's own message for
@@ -102,80 +105,23 @@ func badText(data []byte) (line int, reason string) {
 	return 0, ""
 }
 
-var yamlLine = regexp.MustCompile(`^line \d+: `)
-
-// explain turns a failure of the YAML library into a line and a reason. The
-// library names the line where the surrounding construct begins, or the one
-// before. A person wants the line that has to be changed: the first one with
-// which the text can no longer be read, and it fails for the same reason when
-// the file is cut after it.
-func explain(data []byte, err error) (line int, reason string) {
-	reason = withoutLine(err)
-	lines := splitLines(data)
-	fails := func(n int) bool {
-		_, err := decode(&lineReader{lines: lines[:n]}, 2)
-		if err == nil {
-			return false
+// explain returns the line to change and the reason of a failure of the YAML
+// library. Where something that was opened does not end, a person wants the line
+// where it begins, and else the one with which the text can no longer be read.
+func explain(err error) (line int, reason string) {
+	line, reason = 1, err.Error()
+	if e, ok := errors.AsType[*yaml.LoadError](err); ok {
+		line, reason = e.Mark.Line, e.Message
+		switch e.ContextMsg {
+		case "while parsing a flow sequence", "while parsing a flow mapping", "while scanning a quoted scalar", "while scanning a simple key":
+			line = e.ContextMark.Line
 		}
-		return withoutLine(err) == reason
 	}
-	// The parser asks for a line when it needs it, so the mistake is in what it
-	// was given, mostly near its end. Where it is not (a quote left open far
-	// up) halving finds it, unless a text of several lines happens to be cut.
-	r := &lineReader{lines: lines}
-	_, _ = decode(r, 2)
-	line = r.next
-	near := min(100, 1+(4<<20)/len(data)) // each step reads the file again
-	for low := line - near; line > 1 && line > low && fails(line-1); line-- {
+	reason = strings.Join(strings.Fields(reason), " ")
+	if r := []rune(reason); len(r) > 120 { // it quotes the file
+		reason = string(r[:120]) + "…"
 	}
-	if line > 1 && fails(line-1) {
-		line = 1 + sort.Search(line-1, func(n int) bool { return fails(n + 1) })
-	}
-	line = min(max(line, 1), len(lines))
-	if strings.HasPrefix(strings.TrimLeft(string(lines[line-1]), " "), "\t") {
-		return line, "a tab cannot indent YAML: use spaces"
-	}
-	return line, "the file is not YAML: " + reason
-}
-
-// splitLines counts as an editor does: a newline at the end begins no further
-// line, and an empty file has one.
-func splitLines(data []byte) [][]byte {
-	lines := bytes.SplitAfter(data, []byte("\n"))
-	if last := len(lines) - 1; last > 0 && len(lines[last]) == 0 {
-		lines = lines[:last]
-	}
-	return lines
-}
-
-// withoutLine takes the library's idea of the line off its message.
-func withoutLine(err error) string {
-	s := strings.TrimPrefix(err.Error(), "yaml: ")
-	s = strings.Join(strings.Fields(yamlLine.ReplaceAllString(s, "")), " ")
-	if r := []rune(s); len(r) > 120 { // it quotes the file
-		s = string(r[:120]) + "…"
-	}
-	return s
-}
-
-// lineReader hands out one line a call and knows how many were asked for.
-type lineReader struct {
-	lines [][]byte
-	next  int
-	rest  []byte
-}
-
-func (r *lineReader) Read(p []byte) (int, error) {
-	if len(r.rest) == 0 {
-		if r.next == len(r.lines) {
-			return 0, io.EOF
-		}
-		r.rest = r.lines[r.next]
-		r.next++
-	}
-	n := copy(p, r.rest)
-	r.rest = r.rest[n:]
-	return n, nil
+	return max(line, 1), reason
 }
 
 // expander replaces aliases and merge keys in place, so that the schema never
@@ -219,39 +165,33 @@ func (x *expander) expand(n *yaml.Node, aliased bool) bool {
 // merge replaces `<<: mapping` by those of its pairs that the mapping itself
 // does not have.
 func (x *expander) merge(n *yaml.Node) bool {
-	var own, merged []*yaml.Node
+	var own, merges []*yaml.Node
 	has := make(map[string]bool)
 	for i := 0; i < len(n.Content); i += 2 {
-		if n.Content[i].ShortTag() != "!!merge" {
-			own = append(own, n.Content[i], n.Content[i+1])
-			has[n.Content[i].Value] = true
+		if pair := n.Content[i : i+2]; pair[0].ShortTag() == "!!merge" {
+			merges = append(merges, pair...)
+		} else {
+			own, has[pair[0].Value] = append(own, pair...), true
 		}
 	}
-	if len(own) == len(n.Content) {
-		return true
-	}
-	for i := 0; i < len(n.Content); i += 2 {
-		if n.Content[i].ShortTag() != "!!merge" {
-			continue
-		}
-		sources := []*yaml.Node{n.Content[i+1]}
+	for i := 0; i < len(merges); i += 2 {
+		sources := merges[i+1 : i+2]
 		if sources[0].Kind == yaml.SequenceNode {
 			sources = sources[0].Content
 		}
 		for _, s := range sources {
 			if s.Kind != yaml.MappingNode {
-				x.at(n.Content[i], "the merge key << takes a mapping or a list of mappings")
+				x.at(merges[i], "the merge key << takes a mapping or a list of mappings")
 				return false
 			}
 			for j := 0; j < len(s.Content); j += 2 {
-				if k := s.Content[j]; !has[k.Value] {
-					merged = append(merged, k, s.Content[j+1])
-					has[k.Value] = true
+				if pair := s.Content[j : j+2]; !has[pair[0].Value] {
+					own, has[pair[0].Value] = append(own, pair...), true
 				}
 			}
 		}
 	}
-	n.Content = append(own, merged...)
+	n.Content = own
 	return true
 }
 

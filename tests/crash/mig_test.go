@@ -19,7 +19,7 @@ import (
 	"testing"
 	"time"
 
-	"go.yaml.in/yaml/v3"
+	"go.yaml.in/yaml/v4"
 
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/status"

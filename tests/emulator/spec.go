@@ -17,7 +17,7 @@ import (
 	"strconv"
 	"strings"
 
-	"go.yaml.in/yaml/v3"
+	"go.yaml.in/yaml/v4"
 )
 
 // MaxGPUs is the most GPUs a world holds, as many as the largest machines of

@@ -11,7 +11,7 @@ import (
 	"strings"
 	"testing"
 
-	"go.yaml.in/yaml/v3"
+	"go.yaml.in/yaml/v4"
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/pkg/gpu"

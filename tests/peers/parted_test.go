@@ -17,7 +17,7 @@ import (
 	"syscall"
 	"testing"
 
-	"go.yaml.in/yaml/v3"
+	"go.yaml.in/yaml/v4"
 	"golang.org/x/sys/unix"
 
 	"example.com/gpu-agent/tests/emulator"
