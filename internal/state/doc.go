@@ -5,23 +5,25 @@
 //
 // Nearly all that the agent needs it reads anew when it starts: GPUs from the
 // driver, holders from the kubelet's checkpoint and from the container runtime.
-// Three things nobody else remembers. A claim that Allocate has just granted is
-// in no checkpoint yet. A GPU that was condemned looks well again to whoever
-// asks it only now. A cut that was withdrawn has to stay listed for a while,
-// although no partition file names it any more. Those lie here:
+// Three things nobody else remembers. When a claim was granted stands in no
+// checkpoint, and one whose container has not been made has no CDI file yet. A GPU
+// that was condemned looks well again to whoever asks it only now. A cut that was
+// withdrawn has to stay listed for a while, although no partition file names it any
+// more. Those lie here:
 //
 //	state.json       the Document: boot, GPUs last seen, faults, withdrawn cuts,
 //	                 time slices; one JSON value with its version
 //	state.json.bad   a state.json that could not be read, for whoever wonders
-//	claims.journal   one line a claim, added by every Allocate
+//	claims.journal   one line a claim, added in the round after its Allocate
 //	.state.json.tmp, .claims.journal.tmp    while one of the two is replaced
 //	hooks/           programs that containers' CDI files name; pkg/gpu/nvml
 //	                 installs them, and only Remove looks at them here
 //
 // # The journal
 //
-// Append is called inside the kubelet's Allocate, so it is one write(2) and
-// nothing else. A line says its version and carries a checksum:
+// Allocate does not write. The agent's loop appends what was granted since its last
+// round, milliseconds later, and a claim whose CDI file it is about to remove.
+// Append is one write(2). A line says its version and carries a checksum:
 //
 //	v1 5d0f3c1e {"resource":"example.com/gpu-mem","ids":["GPU-…::0"],"allocated":"…"}
 //
@@ -30,22 +32,28 @@
 // no claim costs its neighbour. However short the file is cut, reading it gives
 // the claims whose lines are whole: no error, and no claim that was not there.
 // The journal only grows until Keep replaces it by the claims that live. It may
-// say too much (claims that have ended since) but never too little; whoever reads
-// it asks the kubelet and the runtime anyway.
+// say too much (claims that have ended since), and too little for the moment
+// between an Allocate and the next round; whoever reads it asks the kubelet and the
+// runtime anyway.
 //
 // # Why nothing is flushed
 //
 // Nothing here is written with fsync. When the agent dies, however hard, what it
 // wrote is the kernel's and stays. When the machine dies, so does every
 // container, and the kubelet rejects the pods that held devices: the claims that
-// might be lost have nobody left. A flush in Allocate would cost each pod a
-// disk's latency to guard against nothing.
+// might be lost have nobody left. A flush would cost every round that has a new
+// claim a disk's latency, to guard against nothing.
 //
 // What each crash leaves:
 //
-//   - in Append: a whole line, a torn one, or none. The kubelet has had no
-//     answer in either case, so a claim too many ends by itself, and one too few
-//     was never granted.
+//   - between an Allocate and its Append, or in Append: no line, a torn one or a
+//     whole one. The kubelet has its answer, or had none. With its answer it has
+//     the claim in its checkpoint a moment later, and asks for the claim again
+//     before the container starts: a successor takes it over from either, and
+//     lacks no more than the time of the Allocate. Without one, the kubelet asks
+//     for an Allocate again, or the claim is nobody's and ends by itself.
+//   - between an Append and the removal of the CDI file that it stands for: both say
+//     the same.
 //   - in Save or Keep before the rename: the old file, and a temporary one that
 //     the next Open removes. After it: the new file.
 //   - between Save and Keep: two files of different moments. Nothing in one

@@ -193,8 +193,7 @@ func (s *Store) Save(d Document) error {
 	return s.replace(documentFile)
 }
 
-// Append adds a claim. It is one write, with no flush, and waits for no more
-// than the last step of a Keep in progress. After an error the claim may or may
+// Append adds a claim. It is one write, with no flush. After an error the claim may or may
 // not be in the journal, and no other one is harmed.
 func (s *Store) Append(c Claim) error {
 	line, err := encodeLine(c)

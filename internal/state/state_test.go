@@ -570,7 +570,7 @@ func TestAtOnce(t *testing.T) {
 	}
 }
 
-// FuzzLine: a line is JSON as package json reads it, with the claim in it.
+// FuzzLine: a line is one line, and the claim comes back from it as it was.
 func FuzzLine(f *testing.F) {
 	f.Add("example.com/gpu", "GPU-a::1", "b\"\\<\u2028\x00\x7f", int64(0))
 	f.Fuzz(func(t *testing.T, resource, one, two string, at int64) {
@@ -645,7 +645,7 @@ func FuzzDocument(f *testing.F) {
 	})
 }
 
-// BenchmarkAppend is of a claim of 80 units; Allocate waits for it.
+// BenchmarkAppend is of a claim of 80 units; the agent's loop waits for it.
 func BenchmarkAppend(b *testing.B) {
 	s, _ := open(b, b.TempDir())
 	c := Claim{Resource: "example.com/gpu-mem", Allocated: noon}
