@@ -49,6 +49,7 @@
 //	used=live|pending                the memory in use is without or with what only one stream may reuse
 //	ipc-pools=kept|shrink            pools for other processes give nothing back before their end, or like others
 //	pool-memory=device|context       what pools gave lives as long as the device is used, or as the context of the stream
+//	graphs=distinct|ordered          graphs that may run at the same time have memory of their own as long as there is some, or the later one waits
 //	domains=N                        locality domains of a device, from version 13040 on (2)
 //	loading=environment|lazy|eager   when a module's code is loaded: as CUDA_MODULE_LOADING says, before its first kernel, or with it
 //	heap=set|launch                  cuCtxSetLimit takes the memory of heap and printf FIFO at once, or the next kernel does

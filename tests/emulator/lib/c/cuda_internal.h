@@ -120,7 +120,6 @@ struct device {
     _Atomic uint64_t used;
     /* Guarded by the lock: */
     struct pool *default_pool, *pool;
-    uint64_t graph_used, graph_used_high, graph_reserved, graph_reserved_high;
     uint64_t bins_map[2];
     struct range *bins[96];
 };
@@ -348,15 +347,20 @@ bool capture_work(CUstream s, int node_type, uint64_t us, CUresult *r);
  * forbids the call. */
 CUresult unsafe_in_capture(void);
 
-/* --- cuda_graph.c */
+/* --- cuda_graph.c, cuda_graph_run.c */
 struct graph *graph_new(void); /* with the lock held, like the next two */
 void graph_end(struct graph *g);
 struct node *graph_add(struct graph *g, int type);
 struct node *graph_add_work(struct graph *g, int type, uint64_t us);
 CUresult graph_capture_alloc(struct graph *g, CUstream s, int device, uint64_t size, CUdeviceptr *out);
 CUresult graph_capture_free(struct graph *g, CUstream s, CUdeviceptr at);
-/* graph_memory_free takes the lock held and gives it up. */
-CUresult graph_memory_free(struct range *r);
-uint64_t graph_empty(int device); /* like pools_empty */
+/* graph_memory_free ends an allocation, at a moment or at once (NULL). It takes the lock
+ * held and gives it up. */
+CUresult graph_memory_free(struct range *r, const struct moment *m);
+uint64_t graph_empty(int device);    /* like pools_empty */
+uint64_t graphs_oldest_tick(void);   /* like pools_oldest_tick */
+/* graph_fits says whether a launch has memory enough, or can get it on a card that has so
+ * many bytes left. */
+CUresult graph_fits(CUgraphExec handle, CUstream s, uint64_t left, bool *fits);
 
 #endif

@@ -143,7 +143,7 @@ static CUresult release(const char *call, CUdeviceptr at)
     if (r && r->kind == RANGE_POOL)
         return pool_free(call, r, NULL); /* "the driver assumes that all accesses to the allocation are complete" */
     if (r && r->kind == RANGE_GRAPH)
-        return graph_memory_free(r);
+        return graph_memory_free(r, NULL); /* "immediately upon the freeing call to cudaFree()" */
     unlock();
     return CUDA_ERROR_INVALID_VALUE;
 }

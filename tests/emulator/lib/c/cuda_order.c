@@ -47,7 +47,8 @@ void order_sleep(uint64_t at)
 /* prune forgets what no free that is still pending can be asked about. */
 static void prune(struct clock *c)
 {
-    uint64_t oldest = pools_oldest_tick();
+    uint64_t oldest = pools_oldest_tick(), graphs = graphs_oldest_tick();
+    oldest = graphs < oldest ? graphs : oldest;
     uint32_t kept = 0;
     for (uint32_t i = 0; i < c->count; i++)
         if (c->list[i].tick >= oldest)

@@ -398,8 +398,10 @@ static CUresult free_async(const char *call, CUdeviceptr at, CUstream s)
         struct moment m = lane_moment(l, c);
         return pool_free(call, r, &m);
     }
-    if (r && r->kind == RANGE_GRAPH)
-        return graph_memory_free(r);
+    if (r && r->kind == RANGE_GRAPH && (l = lane_of(s, c))) {
+        struct moment m = lane_moment(l, c);
+        return graph_memory_free(r, &m);
+    }
     if (r && r->kind == RANGE_DEVICE)
         return drop_unlock(call, r);
     unlock();

@@ -38,6 +38,7 @@ static const struct name {
     WORDS("heap", heap, "set", "launch"),
     WORDS("managed-create", managed_create, "refused", "made"),
     WORDS("pool-memory", pool_memory, "device", "context"),
+    WORDS("graphs", graphs, "distinct", "ordered"),
 #undef NUMBER
 #undef WORDS
 };
@@ -46,7 +47,7 @@ static const struct name {
  * work is still under way when its memory is freed, a pool grows wherever it may,
  * and gives back as little as it may. */
 static const char strict[] = "kernel-us=200,holes=fit,large=pieces,reuse=documented,opportunistic=lazy,follow=direct,"
-                             "trim=observed,shrink=never,query=nothing,used=live,ipc-pools=kept,pool-memory=device,"
+                             "trim=observed,shrink=never,query=nothing,used=live,ipc-pools=kept,pool-memory=device,graphs=distinct,"
                              "loading=lazy,heap=launch,managed-create=made";
 
 static bool put(const struct name *n, const char *text)

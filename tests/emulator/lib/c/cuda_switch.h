@@ -21,13 +21,14 @@ enum { IPC_POOLS_KEPT, IPC_POOLS_SHRINK };
 enum { POOL_MEMORY_DEVICE, POOL_MEMORY_CONTEXT };
 enum { LOADING_ENVIRONMENT, LOADING_LAZY, LOADING_EAGER };
 enum { HEAP_SET, HEAP_LAUNCH };
+enum { GRAPHS_DISTINCT, GRAPHS_ORDERED };
 enum { MANAGED_CREATE_REFUSED, MANAGED_CREATE_MADE };
 
 struct switches {
     int version; /* as cuDriverGetVersion tells it; 0 is the world's */
     int kernel_us, piece_mib, domains;
     int loading, heap, managed_create;
-    int holes, large, reuse, opportunistic, follow, trim, shrink, query, used, ipc_pools, pool_memory;
+    int holes, large, reuse, opportunistic, follow, trim, shrink, query, used, ipc_pools, pool_memory, graphs;
 };
 extern struct switches switches;
 

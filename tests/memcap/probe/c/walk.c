@@ -90,6 +90,8 @@ int fits(const struct request *q)
         bytes = 308 * MiB; /* and more than any context takes */
     if (is(q, "cuMemHostAlloc"))
         return 1;
+    if (is(q, "cuGraphLaunch"))
+        kind = GRAPH;
     CUresult r = w.fits(kind, q->pool, bytes, q->stream, w.cap > more ? w.cap - more : 0, &yes);
     if (r != CUDA_SUCCESS)
         say(w.book->failure, "step %llu: cuEmulatorFits of %s: %d", (unsigned long long)w.common->steps, name_of(q), r);

@@ -25,9 +25,9 @@
 enum {
     PROCESSES = 2, THREADS = 3, /* of each process */
     EVERYBODY = PROCESSES * THREADS,
-    CONTEXTS = 3, STREAMS = 8, EVENTS = 6, POOLS = 5, THINGS = 400, KERNELS = 3, LETTERS = 6, SHIFT = 48, ERRAND = 24,
+    CONTEXTS = 3, STREAMS = 8, EVENTS = 6, POOLS = 5, THINGS = 400, KERNELS = 3, GRAPHS = 4, LETTERS = 6, SHIFT = 48, ERRAND = 24,
 };
-enum kind { LINEAR, POOLED, BLOCKS }; /* as the judge knows them */
+enum kind { LINEAR, POOLED, BLOCKS, GRAPH }; /* as the judge knows them */
 
 /* A thing is memory that is held: by a call, or of a pool. */
 struct thing {
@@ -42,7 +42,7 @@ struct thing {
 
 struct request {
     const struct call *call; /* NULL: of a pool */
-    CUmemoryPool pool;       /* NULL: the current one */
+    CUmemoryPool pool;       /* NULL: the current one; of a launch: the graph */
     CUstream stream;
     uint64_t bytes;
 };
@@ -110,6 +110,10 @@ struct walk {
         int ctx;
     } events[EVENTS];
     struct pool_of pools[POOLS];
+    struct {
+        CUgraphExec exec;
+        uint64_t bytes;
+    } graphs[GRAPHS]; /* of the primary context, that have memory while they run */
     struct thing things[THINGS];
     struct thread threads[THREADS];
     struct common *common;

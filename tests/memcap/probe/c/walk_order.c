@@ -143,6 +143,64 @@ static void change_pool(struct thread *t)
     }
 }
 
+/* --- graphs that stay ------------------------------------------------------- */
+
+/* own_stream is one of the primary context, or NULL. */
+static CUstream own_stream(struct thread *t)
+{
+    uint64_t first = dice(&t->seed, STREAMS);
+    for (uint64_t i = 0; i < STREAMS; i++)
+        if (!w.streams[(first + i) % STREAMS].ctx)
+            return w.streams[(first + i) % STREAMS].stream;
+    return NULL;
+}
+
+/* make_graph captures what has memory while a kernel runs, and then other memory while
+ * another does. */
+static void make_graph(struct thread *t, int n)
+{
+    CUstream s = own_stream(t);
+    CUgraph graph;
+    uint64_t bytes = 2 * MiB + dice(&t->seed, 60 * MiB);
+    if (w.graphs[n].exec) {
+        RIGHT(cuGraphExecDestroy(w.graphs[n].exec));
+        w.graphs[n].exec = NULL;
+        return;
+    }
+    if (!s || !RIGHT(cuStreamBeginCapture_v2(s, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)))
+        return;
+    for (int i = 0; i < 2; i++) {
+        CUdeviceptr at = 0;
+        if (RIGHT(cuMemAllocAsync(&at, bytes / (1 + (uint64_t)i), s))) {
+            RIGHT(cuLaunchKernel(kernel_for(t, s), 1, 1, 1, 32, 1, 1, 0, s, NULL, NULL));
+            RIGHT(cuMemFreeAsync(at, s));
+        }
+    }
+    if (RIGHT(cuStreamEndCapture(s, &graph)) && RIGHT(cuGraphInstantiateWithFlags(&w.graphs[n].exec, graph, 0))) {
+        w.graphs[n].bytes = bytes;
+        RIGHT(cuGraphDestroy(graph));
+    }
+}
+
+static void launch_graph(struct thread *t, int n)
+{
+    static const struct call launched = {.name = "cuGraphLaunch"};
+    struct request q = {.call = &launched, .pool = (CUmemoryPool)w.graphs[n].exec, .stream = own_stream(t), .bytes = w.graphs[n].bytes};
+    for (int tries = 0; q.pool && q.stream && tries < 2; tries++) {
+        int fit = fits(&q);
+        CUresult r = w.cu->cuGraphLaunch(w.graphs[n].exec, q.stream);
+        if (r != CUDA_ERROR_OUT_OF_MEMORY) {
+            right("cuGraphLaunch", r);
+            w.book->granted += r == CUDA_SUCCESS;
+            return;
+        }
+        refused(&q, fit);
+        if (!fit)
+            return;
+        w.book->twice += (uint64_t)tries;
+    }
+}
+
 CUfunction kernel_for(struct thread *t, CUstream s)
 {
     return w.contexts[context_of(t, s)].busy[dice(&t->seed, KERNELS)];
@@ -155,7 +213,7 @@ void order(struct thread *t)
     CUstream s = any_stream(t);
     CUevent e = w.events[dice(&t->seed, EVENTS)].event;
     size_t unused, total;
-    switch (dice(&t->seed, 19)) {
+    switch (dice(&t->seed, 21)) {
     case 0: case 1: case 2: case 3: case 4: RIGHT(cuLaunchKernel(kernel_for(t, s), 1, 1, 1, 32, 1, 1, 0, s, NULL, NULL)); break;
     case 5: case 6: RIGHT(cuEventRecord(e, s)); break;
     case 7: case 8: RIGHT(cuStreamWaitEvent(s, e, 0)); break;
@@ -170,6 +228,7 @@ void order(struct thread *t)
     case 14: if (!dice(&t->seed, 4)) RIGHT(cuDeviceGraphMemTrim(w.device)); break;
     case 15: if (!dice(&t->seed, 4)) RIGHT(cuCtxSynchronize()); break;
     case 16: collect(t); break;
+    case 17: case 18: launch_graph(t, (int)dice(&t->seed, GRAPHS)); break;
     default: pass_on(t); break;
     }
 }
@@ -177,7 +236,8 @@ void order(struct thread *t)
 void change(struct thread *t)
 {
     int i;
-    switch (dice(&t->seed, 8)) {
+    switch (dice(&t->seed, 10)) {
+    case 5: case 6: make_graph(t, (int)dice(&t->seed, GRAPHS)); break;
     case 0: change_context(t, 1 + (int)dice(&t->seed, CONTEXTS - 1)); break;
     case 1:
         i = (int)dice(&t->seed, STREAMS);
