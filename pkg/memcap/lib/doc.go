@@ -107,8 +107,11 @@
 // gone when the driver was read: until the next reading it gives no new room.
 // Near the cap, and only there, a process waits for a reading before it refuses. An
 // exact reading answers for every later request too, until something is charged by
-// guess (a context, an array, a module); where none could be exact, what was refused
-// is remembered and refused at once as long as there is no more room.
+// guess (a context, an array, a module). One that fell among allocations leaves several
+// corrections possible: the ceiling goes by the largest of them that may be needed, the
+// roof beside it by the smallest. What fits below the roof is asked for again, for twice
+// the time between two readings; then what was refused is remembered, and refused at
+// once as long as there is no more room.
 //
 // # What is charged
 //

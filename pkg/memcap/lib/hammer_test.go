@@ -3,9 +3,11 @@
 package lib
 
 import (
+	"bufio"
 	"bytes"
 	"flag"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -13,6 +15,7 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 )
 
 // long runs the full counts.
@@ -119,6 +122,100 @@ func TestWaitingForAReadingIsCheap(t *testing.T) {
 	}
 }
 
+// TestReadingThatCannotTell: while a process asks for room at the cap, another has
+// lost memory and more is under way there. The first reading cannot tell whether the
+// last one that was exact had what was lost, and errs to refuse: that is no answer, and
+// the process asks for another, which is exact.
+func TestReadingThatCannotTell(t *testing.T) {
+	program := counter(t, "doubt")
+	pages := somePages(t)
+	made, err := pages.Write(aKey, 10*time.Second, []Limit{{GPU: aGPU, Bytes: 8 * aGiB}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	usage, err := pages.OpenUsage(aKey, aGPU)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer usage.Close()
+	m, err := pages.Meter(aKey, aGPU, usage)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	cmd := exec.CommandContext(t.Context(), program, made[aGPU].Limit, made[aGPU].Usage)
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer in.Close()
+	pipe, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	said := make(chan string, 8)
+	go func() {
+		defer close(said)
+		for lines := bufio.NewScanner(pipe); lines.Scan(); {
+			said <- lines.Text()
+		}
+	}()
+	next := func(want string) {
+		t.Helper()
+		if got := <-said; got != want {
+			t.Fatalf("it says %q, want %q", got, want)
+		}
+	}
+	tell := func(line string) {
+		t.Helper()
+		if _, err := io.WriteString(in, line+"\n"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	// asked waits until the process at the cap wants a reading, or has its answer.
+	asked := func(times uint64) string {
+		t.Helper()
+		for {
+			select {
+			case answer := <-said:
+				return answer
+			case <-time.After(time.Millisecond):
+			}
+			if c, err := usage.Read(); err != nil {
+				t.Fatal(err)
+			} else if c.Asks == times {
+				return ""
+			}
+		}
+	}
+	next("has 5 GiB")
+	readOnce(t, m, 5*aGiB, true)
+	tell("lose one, and have one under way")
+	next("asks for 2.5 GiB")
+	if answer := asked(1); answer != "" {
+		t.Fatalf("it %s before anything was read", answer)
+	}
+	if r := readOnce(t, m, 4*aGiB, true); r.Quiet || r.Correction != int64(aGiB) {
+		t.Fatalf("%+v: want a reading that cannot tell", r)
+	}
+	if answer := asked(2); answer != "" {
+		t.Fatalf("it %s by a reading that could not tell", answer)
+	}
+	tell("have it")
+	next("has 5 GiB")
+	if r := readOnce(t, m, 5*aGiB, true); !r.Quiet || r.Correction != 0 {
+		t.Errorf("%+v: want an exact reading", r)
+	}
+	next("had them")
+	in.Close()
+	if err := cmd.Wait(); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestHalfWritten: the agent is kept from going on, or ended, in the middle of
 // writing what it has read. Nobody goes by the limit where the ceiling, old or new,
 // is lower, nor above the limit.
@@ -158,7 +255,7 @@ func TestLayout(t *testing.T) {
 		{"limit_page.usage", atUsage}, {"limit_page.since", atSince},
 		{"limit_page.nonce", atNonce}, {"limit_page.ceiling", atCeiling}, {"limit_page.stamp", atStamp}, {"limit_page.begun", atBegun},
 		{"limit_page.done", atDone}, {"limit_page.settled", atSettled}, {"limit_page.shown", atShown}, {"limit_page.shown_settled", atShownAt},
-		{"limit_page.shown_dead", atDead},
+		{"limit_page.shown_dead", atDead}, {"limit_page.roof", atRoof}, {"limit_page.roof_stamp", atRoofOf},
 		{"usage_page.nonce", useNonce}, {"usage_page.bound", useBound}, {"usage_page.asks", useAsks}, {"usage_page.refusals", useRefusals},
 		{"usage_page.peak", usePeak}, {"usage_page.high", useHigh}, {"usage_page.settled", useSettled}, {"usage_page.undone", useUndone},
 		{"usage_page.uncounted", useUncounted}, {"usage_page.guesses", useGuesses}, {"usage_page.slots", pageSize},

@@ -111,6 +111,10 @@ func (m *Meter) Cost() time.Duration { return m.took }
 // ask again. If the word changed, the figure belongs to no count that we know; it
 // can only show, being more than all that bound ever was, that contexts which
 // came since take more than was thought. The stamp stays with the correction.
+//
+// The correction in use is the safe one of those that are possible: what was lost may
+// be in it though the driver had it still. So the page says besides how small it may
+// be, and whom that would leave room asks for another reading before it refuses.
 func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 	if !m.begun {
 		return Reading{}, errors.New("end a reading that was not begun")
@@ -151,6 +155,7 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 			next.stamp = 0
 		}
 		next.settled = m.first.Settled
+		next.least, next.leastOf = roof(was, m.first, c, int64(driver), high)
 		m.contexts = c.Contexts
 		if low == high && m.first.Committed == c.Committed {
 			r.Quiet = true
@@ -200,6 +205,21 @@ const shownSlack = 32 << 20
 
 // underWay is what is reserved and not, or not yet, the driver's.
 func underWay(c Counters) uint64 { return max(c.Reserved, c.Committed) - c.Committed }
+
+// roof returns how small the correction may be, and 1 + the guesses that this holds
+// for. What may be had without being bound, for a moment, is reserved.
+func roof(was reading, a, b Counters, driver, high int64) (least int64, of uint64) {
+	if a.Guesses != b.Guesses {
+		return 0, 0
+	}
+	most := max(a.Reserved+a.Dead, b.Reserved+b.Dead)
+	least = driver - int64(most-min(most, a.Managed, b.Managed))
+	// What is lost makes the true correction larger, if anything.
+	if was.nonce == b.Nonce && was.leastOf == b.Guesses+1 && was.least <= high {
+		least = max(least, was.least)
+	}
+	return least, b.Guesses + 1
+}
 
 // span returns the least and the greatest correction that a driver's figure
 // between two looks with the same word allows.

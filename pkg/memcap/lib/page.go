@@ -50,6 +50,8 @@ const (
 	atShown   = 176
 	atShownAt = 184
 	atDead    = 192
+	atRoof    = 200
+	atRoofOf  = 208
 
 	uuidRoom = 64
 
@@ -228,7 +230,7 @@ func writeLimit(path string, every time.Duration, l Limit, usage uint64) error {
 	if was := page.load(atLimit); was != l.Bytes {
 		c := page.reading()
 		if was == None {
-			c.correction = 0
+			c.correction, c.leastOf = 0, 0
 		}
 		page.store(atNonce, writing) // nobody goes above the new limit by the old ceiling
 		page.store(atLimit, l.Bytes)
@@ -387,15 +389,22 @@ type reading struct {
 	// settled and of what was bound so much was dead processes'.
 	shown         int64
 	shownAt, dead uint64
+	// least is how small the correction may be, as long as the guesses are one less
+	// than leastOf; 0 is never.
+	least   int64
+	leastOf uint64
 }
 
 func (p mappedPage) reading() reading {
 	if p.load(atNonce) == writing {
 		return reading{} // by an agent that was killed there
 	}
-	r := reading{nonce: p.load(atNonce), stamp: p.load(atStamp), settled: p.load(atSettled), shown: int64(p.load(atShown)), shownAt: p.load(atShownAt), dead: p.load(atDead)}
-	if limit, ceiling := p.load(atLimit), p.load(atCeiling); limit != None && r.nonce != 0 {
-		r.correction = int64(limit - ceiling)
+	r := reading{
+		nonce: p.load(atNonce), stamp: p.load(atStamp), settled: p.load(atSettled),
+		shown: int64(p.load(atShown)), shownAt: p.load(atShownAt), dead: p.load(atDead), leastOf: p.load(atRoofOf),
+	}
+	if limit := p.load(atLimit); limit != None && r.nonce != 0 {
+		r.correction, r.least = int64(limit-p.load(atCeiling)), int64(limit-p.load(atRoof))
 	}
 	return r
 }
@@ -410,5 +419,7 @@ func (p mappedPage) publish(r reading) {
 	p.store(atShown, uint64(r.shown))
 	p.store(atShownAt, r.shownAt)
 	p.store(atDead, r.dead)
+	p.store(atRoof, p.limitLess(r.least))
+	p.store(atRoofOf, r.leastOf)
 	p.store(atNonce, r.nonce)
 }

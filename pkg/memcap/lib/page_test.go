@@ -341,6 +341,61 @@ func TestIntervalRule(t *testing.T) {
 	}
 }
 
+// TestRoof: what the page says that cannot fit for sure, beside a ceiling that errs to
+// refuse.
+func TestRoof(t *testing.T) {
+	type look struct{ version, bound, reserved, committed, settled, guesses uint64 } // MiB
+	for name, test := range map[string]struct {
+		first         uint64 // exact, of 100
+		before, after look
+		driver        uint64
+		ceiling, roof int64 // MiB below the limit; none is no roof
+	}{
+		"nothing under way":            {100, look{2, 100, 100, 100, 0, 0}, look{2, 100, 100, 100, 0, 0}, 110, 10, 10},
+		"under way":                    {100, look{2, 140, 140, 100, 0, 0}, look{2, 140, 140, 100, 0, 0}, 100, 0, 0},
+		"lost, and under way":          {100, look{2, 100, 100, 60, 40, 0}, look{2, 100, 100, 60, 40, 0}, 60, 40, 0},
+		"more than was known":          {100, look{2, 140, 140, 100, 0, 0}, look{2, 140, 140, 100, 0, 0}, 170, 30, 30},
+		"less than was known":          {150, look{2, 140, 140, 100, 0, 0}, look{2, 140, 140, 100, 0, 0}, 80, 20, -60},
+		"one without a reservation":    {100, look{2, 100, 132, 100, 0, 0}, look{2, 100, 132, 100, 0, 0}, 132, 32, 0},
+		"a context came meanwhile":     {100, look{2, 100, 100, 100, 0, 0}, look{2, 100, 100, 100, 0, 1}, 100, 0, none},
+		"a context came, and was read": {100, look{2, 140, 140, 100, 0, 1}, look{2, 140, 140, 100, 0, 1}, 150, 10, 10},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := newTenant(t)
+			p.lives()
+			_, m := aMeter(t, p, time.Second)
+			say := func(s look) {
+				p.set(useBound, s.version<<amountBits|s.bound<<20/unit)
+				p.set(pageSize+slotReserved, s.reserved<<20)
+				p.set(pageSize+slotCommitted, s.committed<<20)
+				p.set(pageSize+slotPID, 1)
+				p.set(useSettled, s.settled<<20)
+				p.set(useGuesses, s.guesses)
+			}
+			say(look{1, 100, 100, 100, 0, 0})
+			readOnce(t, m, test.first<<20, true)
+			say(test.before)
+			if err := m.Begin(); err != nil {
+				t.Fatal(err)
+			}
+			say(test.after)
+			if _, err := m.End(test.driver<<20, true); err != nil {
+				t.Fatal(err)
+			}
+			below := func(at int) int64 { return int64(8*aGiB-m.page.load(at)) >> 20 }
+			roof := below(atRoof)
+			if m.page.load(atRoofOf) != test.after.guesses+1 {
+				roof = none
+			}
+			if got := below(atCeiling); got != test.ceiling || roof != test.roof {
+				t.Errorf("the ceiling is %d MiB below the limit and the roof %d, want %d and %d", got, roof, test.ceiling, test.roof)
+			}
+		})
+	}
+}
+
+const none = int64(-1) << 40
+
 // TestCorrectionSurvives: a new agent goes on from what the old one knew.
 func TestCorrectionSurvives(t *testing.T) {
 	p := newTenant(t)

@@ -405,13 +405,15 @@ static void remember(struct account *a, uint64_t n, const struct picture *at)
     spin_unlock(&a->lock);
 }
 
-/* lost_alone says whether n would fit but for what was lost since the last
- * reading that told something: where many are at work, the next one may not. */
-static bool lost_alone(const struct account *a, uint64_t n)
+/* beyond says whether n does not fit for sure, by whatever of all that the readings
+ * leave open. A reading that fell among others' allocations may leave the ceiling too
+ * low, and is no answer then. */
+static bool beyond(const struct account *a, uint64_t n)
 {
-    uint64_t lost = count_read(&a->usage->settled) - __atomic_load_n(&a->page->settled, __ATOMIC_ACQUIRE);
-    uint64_t b = count_read(&a->usage->bound);
-    return lost && AMOUNT(b) + n <= account_ceiling(a) + lost;
+    const struct limit_page *p = a->page;
+    uint64_t stamp = __atomic_load_n(&p->roof_stamp, __ATOMIC_ACQUIRE), roof = __atomic_load_n(&p->roof, __ATOMIC_ACQUIRE);
+    return stamp && stamp == count_read(&a->usage->guesses) + 1 && AMOUNT(count_read(&a->usage->bound)) + n > roof &&
+           __atomic_load_n(&p->roof_stamp, __ATOMIC_ACQUIRE) == stamp && __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE) == a->nonce;
 }
 
 /* unheard says that nobody reads, or that nobody has since the last asking. */
@@ -421,7 +423,7 @@ static bool unheard(const struct account *a)
 }
 
 /* A hearing asks the agent for a reading that begins after this moment, and for more
- * as long as only what was lost stands in the way; in all for twice the time
+ * as long as those cannot tell whether there is room; in all for twice the time
  * between two. It asks nothing where nobody reads or nobody has answered the last
  * time, nor where the answer is known. */
 struct hearing {
@@ -452,8 +454,8 @@ static enum heard hear(struct account *a, struct hearing *h, uint64_t n)
         h->over = true;
         return HEARD_ALL;
     }
-    bool again = h->begun && lost_alone(a, n) && !runs_out(&h->p, UINT64_MAX);
-    h->over = (fresh(a) && !h->exported) || unheard(a) || (h->begun && !again);
+    bool known = (fresh(a) || beyond(a, n)) && (h->begun || !h->exported);
+    h->over = known || unheard(a) || (h->begun && runs_out(&h->p, UINT64_MAX));
     if (h->over)
         return HEARD_ALL;
     if (!h->begun) {

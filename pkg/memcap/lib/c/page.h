@@ -56,6 +56,11 @@ struct limit_page {
     int64_t shown;
     uint64_t shown_settled;
     uint64_t shown_dead; /* of what was bound then, dead processes' */
+    /* What bound cannot reach for sure: the ceiling errs to refuse, and may be too low
+     * where a reading fell among allocations; the roof is not, as long as nothing was
+     * charged or given back by guess. */
+    uint64_t roof;
+    uint64_t roof_stamp; /* 1 + the usage page's guesses at that reading, 0: none */
 };
 
 /* bound = [version:24 | units of 512 bytes:40]: what the container's processes
@@ -135,6 +140,8 @@ AT(limit_page, settled, 168);
 AT(limit_page, shown, 176);
 AT(limit_page, shown_settled, 184);
 AT(limit_page, shown_dead, 192);
+AT(limit_page, roof, 200);
+AT(limit_page, roof_stamp, 208);
 AT(usage_page, nonce, 8);
 AT(usage_page, bound, 64);
 AT(usage_page, asks, 128);
