@@ -579,6 +579,16 @@ func TestCUDAManyClients(t *testing.T) {
 	}
 }
 
+// A pool grows for one thread while others take what they find free in it and let it
+// give that back: on a card with room nobody is refused for it.
+func TestPieceTakenByAnotherThread(t *testing.T) {
+	start(t, emulator.Spec{Count: 1})
+	p := startProbe(t, probeWith{})
+	p.must("cuInit 0; cuCtxCreate_v2 &c 0 0")
+	fmt.Fprintln(p.in, "pooled 8 2000 33554432")
+	want(t, "threads that were refused", p.line(), "0")
+}
+
 // Processes that are killed in the middle of calls leave nothing.
 func TestCUDAKilled(t *testing.T) {
 	n := start(t, emulator.Spec{Count: 1})

@@ -292,14 +292,14 @@ static CUresult serve(struct request *q)
         r = take(q, any);
     if (r != CUDA_ERROR_NOT_READY)
         return r;
-    CUresult grown = grow(q);
-    if (grown == CUDA_SUCCESS)
-        r = take(q, open_to);
-    else if (grown == CUDA_ERROR_OUT_OF_MEMORY && internal)
+    CUresult grown;
+    do /* a thread that finds the new piece free may take it, or have the pool give it back */
+        if ((grown = grow(q)) == CUDA_SUCCESS)
+            r = take(q, open_to);
+    while (grown == CUDA_SUCCESS && r == CUDA_ERROR_NOT_READY);
+    if (grown == CUDA_ERROR_OUT_OF_MEMORY && internal)
         r = take(q, any);
-    if (r == CUDA_ERROR_NOT_READY)
-        r = grown == CUDA_SUCCESS ? CUDA_ERROR_OUT_OF_MEMORY : grown;
-    return r;
+    return r == CUDA_ERROR_NOT_READY ? grown : r;
 }
 
 static CUresult pool_alloc(const char *call, CUdeviceptr *out, uint64_t size, struct pool *p, CUstream s)

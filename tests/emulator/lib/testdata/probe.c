@@ -13,6 +13,7 @@
  *     peek p 8 4
  *     fork CALL...          in a child
  *     threads N R SIZE      N threads allocate and free R times, small and large
+ *     pooled N R SIZE       N threads do so by the device's pool, each on its own stream
  *     take PID FD           another process's descriptor
  *     exec FILE...          becomes another program
  *     close FD
@@ -115,7 +116,22 @@ static void *work(void *arg)
     return (void *)bad;
 }
 
-static void threads(int n)
+/* pooled has memory of the device's pool and gives it back, on a stream of its own;
+ * each synchronisation lets the pool give back all that nobody has. */
+static void *pooled(void *arg)
+{
+    (void)arg;
+    int (*stream)(CUstream *, unsigned int) = dlsym(library, "cuStreamCreate"), (*take)(CUdeviceptr *, size_t, CUstream) = dlsym(library, "cuMemAllocAsync");
+    int (*give)(CUdeviceptr, CUstream) = dlsym(library, "cuMemFreeAsync"), (*synchronize)(CUstream) = dlsym(library, "cuStreamSynchronize");
+    CUstream s = NULL;
+    CUdeviceptr at = 0;
+    long bad = set(shared_context) + stream(&s, 1);
+    for (long i = 0; i < rounds && !bad; i++)
+        bad = take(&at, (size_t)size, s) || give(at, s) || synchronize(s);
+    return (void *)bad;
+}
+
+static void threads(int n, void *(*work)(void *))
 {
     pthread_t t[64];
     long bad = 0;
@@ -140,10 +156,10 @@ static void obey(char **words, int count)
         long v = 0;
         memcpy(&v, variable(words[1])->bytes + value(words[2]), (size_t)value(words[3]));
         printf("%ld\n", v);
-    } else if (strcmp(words[0], "threads") == 0 && count == 4) {
+    } else if ((strcmp(words[0], "threads") == 0 || strcmp(words[0], "pooled") == 0) && count == 4) {
         rounds = value(words[2]);
         size = value(words[3]);
-        threads((int)value(words[1]));
+        threads((int)value(words[1]), words[0][0] == 'p' ? pooled : work);
     } else if (strcmp(words[0], "burn") == 0 && count == 3) {
         long n = value(words[1]), i;
         CUdeviceptr p;
