@@ -57,6 +57,7 @@ var rooms = []room{
 	{"internal/nfd", 2, "the features file that Node Feature Discovery reads"},
 	{"internal/obs", 2, "metrics, probes and the status over HTTP"},
 	{"internal/state", 2, "the agent's own files, which outlive a process"},
+	{"internal/atomicfile", 2, "files that are put in their place whole"},
 	{"pkg/mig", 1, "profiles, placements, geometries"},
 	{"pkg/timeslice", 1, "sharing a GPU"},
 	{"pkg/memcap", 1, "caps and verdicts"},
@@ -74,6 +75,10 @@ var rooms = []room{
 	{"deployments", outside, "manifests and their tests"},
 	{"tests/...", outside, "the emulated driver, the test node, tests on it"},
 }
+
+// tools are rooms of floor 2 that their siblings may import: they know the kernel
+// alone, which every room of that floor does.
+var tools = []string{"internal/atomicfile"}
 
 // doors are outside worlds that one room alone knows, by the prefix of their
 // import path.
@@ -291,7 +296,7 @@ func (h *inspector) imports(p, dir string, r room, target string) {
 		h.add(p, "imports %s: the product holds no fake and knows no test", own)
 	case to.floor > r.floor:
 		h.add(p, "imports %s, from floor %d to floor %d: imports go downward only, so that a room can be understood without the ones above it", own, r.floor, to.floor)
-	case to.floor == r.floor && r.floor > 1 && to.path != r.path:
+	case to.floor == r.floor && r.floor > 1 && to.path != r.path && !slices.Contains(tools, to.path):
 		h.add(p, "imports its sibling %s: a room of floor %d knows one outside world; where two must meet, the floor above passes plain values between them", own, r.floor)
 	}
 }
@@ -368,6 +373,9 @@ func TestRulesBite(t *testing.T) {
 		{"upward", "internal/desk/x.go", source(module+"/internal/agent", ""), "imports go downward only"},
 		{"upward by a name that looks below", "pkg/cdi/x.go", source(module+"/pkg/cdi/dir", ""), "imports go downward only"},
 		{"a sibling", "pkg/plugin/x.go", source(module+"/internal/kube", ""), "its sibling internal/kube"},
+		{"a tool", "internal/state/x.go", source(module+"/internal/atomicfile", ""), ""},
+		{"a tool that uses what it serves", "internal/atomicfile/x.go", source(module+"/internal/state", ""), "its sibling internal/state"},
+		{"a tool of a floor with no outside world", "internal/desk/x.go", source(module+"/internal/atomicfile", ""), "imports go downward only"},
 		{"go-nvml", "internal/agent/x.go", source("github.com/NVIDIA/go-nvml/pkg/nvml", ""), "which pkg/gpu/nvml alone may"},
 		{"nvcdi", "pkg/cdi/dir/x.go", source("github.com/NVIDIA/nvidia-container-toolkit/pkg/nvcdi", ""), "which pkg/gpu/nvml alone may"},
 		{"the device-plugin API", "internal/agent/x.go", source("k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1", ""), "which pkg/plugin alone may"},

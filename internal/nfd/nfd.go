@@ -12,6 +12,8 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+
+	"example.com/gpu-agent/internal/atomicfile"
 )
 
 // Dir is where Node Feature Discovery looks on a node, unless it is told
@@ -79,7 +81,7 @@ func Write(dir string, f Features) error {
 	if old != nil && bytes.Equal(old, text) {
 		return nil
 	}
-	if err := replace(dir, path, text); err != nil {
+	if err := replace(dir, text); err != nil {
 		return fmt.Errorf("write the features file: %w", err)
 	}
 	return nil
@@ -155,19 +157,14 @@ func named(dir string) (map[string]bool, error) {
 	return out, nil
 }
 
-// replace writes beside the file and renames.
-func replace(dir, path string, text []byte) error {
-	beside := filepath.Join(dir, temporary)
-	f, err := os.OpenFile(beside, os.O_CREATE|os.O_WRONLY|os.O_TRUNC, 0o644)
+func replace(dir string, text []byte) error {
+	root, err := os.OpenRoot(dir)
 	if err != nil {
 		return err
 	}
-	_, err = f.Write(text)
-	if err = errors.Join(err, f.Sync(), f.Close()); err == nil {
-		err = os.Rename(beside, path)
-	}
-	if err != nil {
-		os.Remove(beside)
-	}
-	return err
+	defer root.Close()
+	return atomicfile.Write(root, file, temporary, 0o644, atomicfile.Flushed, func(f *os.File) error {
+		_, err := f.Write(text)
+		return err
+	})
 }

@@ -17,6 +17,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"example.com/gpu-agent/internal/atomicfile"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -185,12 +186,7 @@ func (s *Store) Save(d Document) error {
 			return nil
 		}
 	}
-	f, err := s.create(documentFile, data)
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	return s.replace(documentFile)
+	return s.put(documentFile, string(data), func() error { return nil })
 }
 
 // Append adds a claim. It is one write, with no flush. After an error the claim may or may
@@ -241,42 +237,27 @@ func (s *Store) Keep(live func() []Claim) error {
 	want = slices.Compact(want)
 
 	s.mu.Lock()
-	old, stands := slices.Sorted(slices.Values(s.lines[:before])), s.standsLocked()
-	s.mu.Unlock()
-	if stands && slices.Equal(old, want) {
-		return nil
-	}
-	f, err := s.create(journalFile, []byte(strings.Join(want, "")))
-	if err != nil {
-		return err
-	}
-	if err := s.swap(f, want, before); err != nil {
-		_ = f.Close()
-		_ = s.root.Remove(temporary(journalFile))
-		return err
-	}
-	return nil
-}
-
-// swap puts the new journal, which holds want so far, in the old one's place.
-// Only this much of Keep holds Append off.
-func (s *Store) swap(f *os.File, want []string, before int) error {
-	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.journal == nil {
 		return fmt.Errorf("replace %s: %w", s.path(journalFile), fs.ErrClosed)
 	}
 	since := s.lines[before:]
-	if len(since) > 0 {
-		if _, err := f.WriteString(strings.Join(since, "")); err != nil {
-			return s.hint("write", temporary(journalFile), err)
-		}
+	if s.standsLocked() && slices.Equal(slices.Sorted(slices.Values(s.lines[:before])), want) {
+		return nil
 	}
-	if err := s.replace(journalFile); err != nil {
+	want = append(want, since...)
+	var journal *os.File
+	if err := s.put(journalFile, strings.Join(want, ""), func() (err error) {
+		journal, err = s.root.OpenFile(temporary(journalFile), os.O_WRONLY|os.O_APPEND, 0)
+		return err
+	}); err != nil {
+		if journal != nil {
+			_ = journal.Close()
+		}
 		return err
 	}
 	_ = s.journal.Close() // Its file is gone; nothing was left to be written.
-	s.journal, s.lines, s.open = f, append(want, since...), false
+	s.journal, s.lines, s.open = journal, want, false
 	return nil
 }
 
@@ -313,30 +294,19 @@ func (s *Store) Close() error {
 	return errors.Join(errs...)
 }
 
-// create makes the temporary file of name, open for appending.
-func (s *Store) create(name string, data []byte) (*os.File, error) {
+// put puts a file in place. whole is called before, when all of it is written under
+// its temporary name.
+func (s *Store) put(name, text string, whole func() error) error {
 	temp := temporary(name)
 	if _, err := s.lstat(temp); err != nil {
-		return nil, err
+		return err
 	}
-	if err := s.root.Remove(temp); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return nil, s.hint("remove", temp, err)
-	}
-	f, err := s.root.OpenFile(temp, os.O_WRONLY|os.O_APPEND|os.O_CREATE|os.O_EXCL, fileMode)
-	if err != nil {
-		return nil, s.hint("make", temp, err)
-	}
-	if _, err := f.Write(data); err != nil {
-		_ = f.Close()
-		_ = s.root.Remove(temp)
-		return nil, s.hint("write", temp, err)
-	}
-	return f, nil
-}
-
-func (s *Store) replace(name string) error {
-	if err := s.root.Rename(temporary(name), name); err != nil {
-		_ = s.root.Remove(temporary(name))
+	if err := atomicfile.Write(s.root, name, temp, fileMode, atomicfile.Unflushed, func(f *os.File) error {
+		if _, err := f.WriteString(text); err != nil {
+			return err
+		}
+		return whole()
+	}); err != nil {
 		return s.hint("replace", name, err)
 	}
 	return nil

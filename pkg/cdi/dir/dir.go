@@ -19,6 +19,7 @@ import (
 	cdilib "tags.cncf.io/container-device-interface/pkg/cdi"
 	"tags.cncf.io/container-device-interface/specs-go"
 
+	"example.com/gpu-agent/internal/atomicfile"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -97,41 +98,19 @@ func (d *Dir) Write(key string, spec *specs.Spec) error {
 	if stands(root, name, data) {
 		return nil
 	}
-	temp := d.temporary(key)
-	if err := d.writeTemporary(root, temp, data); err != nil {
-		_ = root.Remove(temp)
+	temp := temporary(name)
+	if err := atomicfile.Write(root, name, temp, mode, atomicfile.Flushed, func(f *os.File) error {
+		if _, err := f.Write(data); err != nil {
+			return err
+		}
+		if _, err := cdilib.ReadSpec(filepath.Join(d.path, temp), 0); err != nil {
+			return fmt.Errorf("a runtime would refuse it: %w: %w", gpu.ErrInvalid, err)
+		}
+		return nil
+	}); errors.Is(err, gpu.ErrInvalid) {
 		return fmt.Errorf("write %s: %w", d.file(name), err)
-	}
-	if err := root.Rename(temp, name); err != nil {
-		_ = root.Remove(temp)
-		return fmt.Errorf("put %s in place: %w; move what lies there out of the way", d.file(name), err)
-	}
-	return d.sync(root)
-}
-
-// writeTemporary leaves a whole, readable, flushed file that the CDI library
-// has accepted.
-func (d *Dir) writeTemporary(root *os.Root, name string, data []byte) error {
-	f, err := root.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, mode)
-	if err != nil {
-		return d.full(err)
-	}
-	defer f.Close()
-	if _, err := f.Write(data); err != nil {
-		return d.full(err)
-	}
-	// The umask may have taken bits away.
-	if err := f.Chmod(mode); err != nil {
-		return err
-	}
-	if err := f.Sync(); err != nil {
-		return d.full(err)
-	}
-	if err := f.Close(); err != nil {
-		return d.full(err)
-	}
-	if _, err := cdilib.ReadSpec(filepath.Join(d.path, name), 0); err != nil {
-		return fmt.Errorf("a runtime would refuse it: %w: %w", gpu.ErrInvalid, err)
+	} else if err != nil {
+		return fmt.Errorf("write %s: %w; check free space, permissions, and what lies there", d.file(name), err)
 	}
 	return nil
 }
@@ -155,7 +134,10 @@ func (d *Dir) Remove(key string) error {
 		}
 		return fmt.Errorf("remove %s: %w; remove it by hand, or its claim's container could start", d.file(name), err)
 	}
-	return d.sync(root)
+	if err := atomicfile.FlushDir(root); err != nil {
+		return fmt.Errorf("remove %s: %w", d.file(name), err)
+	}
+	return nil
 }
 
 // Written is when a claim's file was last written with other content than before.
@@ -268,19 +250,6 @@ func (d *Dir) names(root *os.Root) ([]string, error) {
 	return names, nil
 }
 
-// sync flushes the directory, so that the names in it survive a power cut too.
-func (d *Dir) sync(root *os.Root) error {
-	f, err := root.Open(".")
-	if err != nil {
-		return fmt.Errorf("flush CDI directory %s: %w", d.path, err)
-	}
-	defer f.Close()
-	if err := f.Sync(); err != nil {
-		return fmt.Errorf("flush CDI directory %s: %w", d.path, err)
-	}
-	return nil
-}
-
 func (d *Dir) name(key string) (string, error) {
 	if !cdi.ValidKey(key) {
 		return "", fmt.Errorf("claim key %q in CDI directory %s: want what cdi.Key gives: %w", key, d.path, gpu.ErrInvalid)
@@ -291,9 +260,7 @@ func (d *Dir) name(key string) (string, error) {
 func (d *Dir) file(name string) string { return filepath.Join(d.path, name) }
 
 // Temporary names are .<file>.<random>.tmp.
-func (d *Dir) temporary(key string) string {
-	return "." + cdi.FileName(d.domain, key) + "." + rand.Text() + temporarySuffix
-}
+func temporary(file string) string { return "." + file + "." + rand.Text() + temporarySuffix }
 
 const temporarySuffix = ".tmp"
 
@@ -309,11 +276,6 @@ func (d *Dir) ownTemporary(name string) bool {
 	}
 	_, ok = cdi.ParseFileName(d.domain, inner[:dot])
 	return ok
-}
-
-// full says what to do where the file system has no room.
-func (d *Dir) full(err error) error {
-	return fmt.Errorf("%w; check free space and permissions of %s", err, d.path)
 }
 
 // stands reports whether the file is regular, readable by all and says data.

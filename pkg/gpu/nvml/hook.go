@@ -14,6 +14,7 @@ import (
 	"os"
 	"path/filepath"
 
+	"example.com/gpu-agent/internal/atomicfile"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -55,22 +56,10 @@ func InstallHook(src, stateDir string) (path string, err error) {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return "", fmt.Errorf("install the hook program: %w; the state directory must be writable", err)
 	}
-	temp := filepath.Join(dir, "."+hookProgram+"."+rand.Text()+".tmp")
-	defer func() {
-		if err != nil {
-			_ = os.Remove(temp)
-		}
-	}()
-	if err := copyProgram(src, temp); err != nil {
+	if err := copyProgram(src, dir, sum); err != nil {
 		return "", fmt.Errorf("install the hook program %s: %w; check free space and permissions of %s", path, err, stateDir)
 	}
-	if copied, err := contentSum(temp); err != nil || !bytes.Equal(copied, sum) {
-		return "", fmt.Errorf("install the hook program %s: the copy differs from %s, which changed meanwhile; try again (%v)", path, src, err)
-	}
-	if err := os.Rename(temp, path); err != nil {
-		return "", fmt.Errorf("install the hook program: %w", err)
-	}
-	return path, flush(dir)
+	return path, nil
 }
 
 // removeHalves removes what an agent left that was killed in InstallHook. Each
@@ -98,38 +87,26 @@ func contentSum(path string) ([]byte, error) {
 	return h.Sum(nil), nil
 }
 
-// copyProgram writes a flushed, executable copy.
-func copyProgram(src, dst string) error {
+// copyProgram puts the program src in its place in dir, if sum is still its sum.
+func copyProgram(src, dir string, sum []byte) error {
 	in, err := os.Open(src)
 	if err != nil {
 		return err
 	}
 	defer in.Close()
-	out, err := os.OpenFile(dst, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o700)
+	root, err := os.OpenRoot(dir)
 	if err != nil {
 		return err
 	}
-	defer out.Close()
-	if _, err := io.Copy(out, in); err != nil {
-		return err
-	}
-	if err := out.Chmod(0o755); err != nil {
-		return err
-	}
-	if err := out.Sync(); err != nil {
-		return err
-	}
-	return out.Close()
-}
-
-func flush(dir string) error {
-	f, err := os.Open(dir)
-	if err != nil {
-		return fmt.Errorf("flush %s: %w", dir, err)
-	}
-	defer f.Close()
-	if err := f.Sync(); err != nil {
-		return fmt.Errorf("flush %s: %w", dir, err)
-	}
-	return nil
+	defer root.Close()
+	temp := "." + hookProgram + "." + rand.Text() + ".tmp"
+	return atomicfile.Write(root, hookProgram, temp, 0o755, atomicfile.Flushed, func(f *os.File) error {
+		if _, err := io.Copy(f, in); err != nil {
+			return err
+		}
+		if copied, err := contentSum(filepath.Join(dir, temp)); err != nil || !bytes.Equal(copied, sum) {
+			return fmt.Errorf("the copy differs from %s, which changed meanwhile; try again (%v)", src, err)
+		}
+		return nil
+	})
 }

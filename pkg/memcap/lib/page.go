@@ -17,6 +17,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"example.com/gpu-agent/internal/atomicfile"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -256,19 +257,19 @@ func makePage(path string, everyMS uint64, l Limit, usage uint64) error {
 	binary.LittleEndian.PutUint64(b[atSince:], l.since())
 	binary.LittleEndian.PutUint64(b[atCeiling:], l.Bytes)
 	copy(b[atUUID:atUUID+uuidRoom-1], l.GPU)
-	// Beside the folder of the claim, in which each file is a GPU's.
-	f, err := os.CreateTemp(filepath.Dir(filepath.Dir(path)), ".new-")
+	// Written beside the folder of the claim, in which each file is a GPU's.
+	folder, name := filepath.Split(path)
+	key := filepath.Base(folder)
+	root, err := os.OpenRoot(filepath.Dir(filepath.Clean(folder)))
 	if err != nil {
 		return err
 	}
-	defer os.Remove(f.Name())
-	_, err = f.Write(b)
+	defer root.Close()
 	// Whatever user a container has reads it.
-	err = errors.Join(err, f.Chmod(0o644), f.Close())
-	if err != nil {
+	return atomicfile.Write(root, filepath.Join(key, name), ".new-"+key, 0o644, atomicfile.Unflushed, func(f *os.File) error {
+		_, err := f.Write(b)
 		return err
-	}
-	return os.Rename(f.Name(), path)
+	})
 }
 
 // Remove ends a claim's pages. A container that has them mounted keeps them; a
