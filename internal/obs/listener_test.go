@@ -151,11 +151,30 @@ func TestProbesAreAnsweredWhileOthersHoldEveryConnection(t *testing.T) {
 	}
 }
 
+// askedListener says when it is asked for the next connection: then the server has
+// the ones before it.
+type askedListener struct {
+	net.Listener
+	asked chan<- struct{}
+}
+
+func (l askedListener) Accept() (net.Conn, error) {
+	l.asked <- struct{}{}
+	return l.Listener.Accept()
+}
+
 // A scraper's connection, which is old but in use, does not go before idle ones.
 func TestConnectionInUseGoesLast(t *testing.T) {
-	addr := serve(t, Options{})
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	asked := make(chan struct{}, 4*maxConnections)
+	addr := serveOn(t, askedListener{listener, asked}, Options{})
+	<-asked
 	const ask = "GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
 	used := dial(t, "127.0.0.1", addr, ask)
+	<-asked
 	reader := bufio.NewReader(used)
 	for i := range 3 * maxConnections {
 		response, err := http.ReadResponse(reader, nil)
@@ -165,6 +184,8 @@ func TestConnectionInUseGoesLast(t *testing.T) {
 		io.Copy(io.Discard, response.Body)
 		// One that comes and says nothing, from as many places as there are.
 		dial(t, fmt.Sprintf("127.2.0.%d", i%200+1), addr, "")
+		// Otherwise a server that gets no processor would find all of them at once.
+		<-asked
 		if _, err := io.WriteString(used, ask); err != nil {
 			t.Fatalf("after %d other connections: %v", i+1, err)
 		}
