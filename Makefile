@@ -72,8 +72,7 @@ build:
 	@# The libraries that hold containers to their memory; the agent carries them.
 	$(GO) run ./pkg/memcap/lib/build
 	@# cgo: the driver's library is loaded at run time, by glibc. Without
-	@# grpcnotrace, gRPC's debug pages bring html/template, with which the linker
-	@# can drop no method of anything: 4 MB of the program, all of it resident.
+	@# grpcnotrace, gRPC's debug pages come along, which nobody serves.
 	CGO_ENABLED=1 $(GO) build -trimpath -tags netgo,osusergo,grpcnotrace -ldflags '-s -w -X main.release=$(VERSION)' -o $(BIN)/gpu-agent ./cmd/gpu-agent
 	@# Static: the container runtime runs it on the host, whatever libc that has.
 	CGO_ENABLED=1 $(GO) build -trimpath -tags netgo,osusergo -ldflags '-s -w -linkmode external -extldflags "-static $(QUIET_LD)"' \

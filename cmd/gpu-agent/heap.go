@@ -12,7 +12,7 @@ import (
 
 const (
 	// heapLimit is a soft limit: near it the garbage collector works harder. The
-	// agent is to stay below 32 MiB resident, of which the heap is the smaller part.
+	// agent is to stay below 40 MB resident, of which the heap is the smaller part.
 	heapLimit = 24 << 20
 	// heapPerDevice is what each device in the kubelet's lists adds to it: half a
 	// kilobyte is live, as much again is made in a round, and there is to be room

@@ -255,14 +255,17 @@ func (v view) Describe(out chan<- *prometheus.Desc) {
 	}
 }
 
+// sender sends a metric with its labels.
+type sender func(d *prometheus.Desc, value float64, labels ...string)
+
 // Collect sends the metrics of one snapshot.
 func (v view) Collect(out chan<- prometheus.Metric) {
-	sendAs := func(kind prometheus.ValueType, d *prometheus.Desc, value float64, labels ...string) {
-		out <- prometheus.MustNewConstMetric(d, kind, value, valid(labels)...)
+	as := func(kind prometheus.ValueType) sender {
+		return func(d *prometheus.Desc, value float64, labels ...string) {
+			out <- prometheus.MustNewConstMetric(d, kind, value, valid(labels)...)
+		}
 	}
-	send := func(d *prometheus.Desc, value float64, labels ...string) {
-		sendAs(prometheus.GaugeValue, d, value, labels...)
-	}
+	send := as(prometheus.GaugeValue)
 	s := v.status()
 	send(buildInfo, 1, v.version, runtime.Version())
 	if s.Driver != "" {
@@ -279,45 +282,67 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 			send(partition, truth(state == s.Partition.State), s.Partition.Name, state)
 		}
 	}
-	// Two GPUs of one UUID would make the whole scrape fail.
-	seen := map[string]bool{}
-	for _, g := range s.GPUs {
-		if seen[g.UUID] {
-			continue
-		}
-		seen[g.UUID] = true
-		send(gpuInfo, 1, g.UUID, strconv.Itoa(g.Index), g.Model, g.Mode)
-		send(gpuMemory, bytes(g.MemoryMiB), g.UUID)
-		send(gpuHealthy, truth(g.Health == status.Healthy), g.UUID)
-		if g.Class != "" {
-			send(gpuFault, 1, g.UUID, g.Class)
-		}
-		send(gpuBlocked, truth(g.Blocked != ""), g.UUID)
-		if g.Resource != "" {
-			send(devices, float64(g.Free), g.UUID, g.Resource, "free")
-			send(devices, float64(g.Used), g.UUID, g.Resource, "held")
-			send(devices, float64(g.Unhealthy), g.UUID, g.Resource, "unhealthy")
-		}
-		if s.Watchdog.State == status.WatchdogRunning {
-			send(unclaimed, float64(g.Intruders), g.UUID, "intruder")
-			send(unclaimed, float64(g.NoPod), g.UUID, "no-pod")
-			send(unclaimed, float64(g.Unlisted), g.UUID, "unlisted")
-		}
-		if g.MIG != nil {
-			sendMIG(send, g)
-		}
-		infos(g, func(labels [9]string) { send(deviceInfo, 1, labels[:]...) })
-	}
-	send(watchdogUp, truth(s.Watchdog.State == status.WatchdogRunning))
+	watched := s.Watchdog.State == status.WatchdogRunning
+	send(watchdogUp, truth(watched))
 	for _, p := range s.Policies {
 		if p.State != status.PolicyUnknown {
 			send(policyHeld, truth(p.State == status.PolicyHeld), p.Name)
 		}
 	}
-	// Series are those of the containers that there are: nobody has to forget
-	// one that is gone.
+	// Two GPUs of one UUID would make the whole scrape fail.
+	seen := map[string]bool{}
+	for i := range s.GPUs {
+		if g := &s.GPUs[i]; !seen[g.UUID] {
+			seen[g.UUID] = true
+			sendGPU(send, g, watched)
+		}
+	}
+	sendContainers(send, as(prometheus.CounterValue), s.Containers)
+}
+
+func sendGPU(send sender, g *status.GPU, watched bool) {
+	send(gpuInfo, 1, g.UUID, strconv.Itoa(g.Index), g.Model, g.Mode)
+	send(gpuMemory, bytes(g.MemoryMiB), g.UUID)
+	send(gpuHealthy, truth(g.Health == status.Healthy), g.UUID)
+	if g.Class != "" {
+		send(gpuFault, 1, g.UUID, g.Class)
+	}
+	send(gpuBlocked, truth(g.Blocked != ""), g.UUID)
+	for _, o := range g.Offers() {
+		send(devices, float64(o.Free), g.UUID, o.Resource, "free")
+		send(devices, float64(o.Held), g.UUID, o.Resource, "held")
+		send(devices, float64(o.Unhealthy), g.UUID, o.Resource, "unhealthy")
+	}
+	if watched {
+		send(unclaimed, float64(g.Intruders), g.UUID, "intruder")
+		send(unclaimed, float64(g.NoPod), g.UUID, "no-pod")
+		send(unclaimed, float64(g.Unlisted), g.UUID, "unlisted")
+	}
+	if m := g.MIG; m != nil {
+		send(migEnabled, truth(m.Enabled), g.UUID)
+		send(migPending, truth(m.Pending != nil && *m.Pending != m.Enabled), g.UUID)
+		slots := map[string]map[string]int{} // by profile and state
+		for _, s := range m.Slots {
+			profile := strings.ToValidUTF8(s.Profile, "\uFFFD")
+			if slots[profile] == nil {
+				slots[profile] = map[string]int{}
+			}
+			slots[profile][s.State]++
+		}
+		for profile, n := range slots {
+			for _, state := range status.SlotStates { // an alert needs a zero to look at
+				send(migSlots, float64(n[state]), g.UUID, profile, state)
+			}
+		}
+	}
+	sendDevices(send, g)
+}
+
+// sendContainers sends the series of the containers that there are: nobody has to
+// forget one that is gone.
+func sendContainers(send, count sender, containers []status.Container) {
 	once := map[[4]string]bool{}
-	for _, c := range s.Containers {
+	for _, c := range containers {
 		labels := [4]string(valid([]string{c.Namespace, c.Pod, c.Container, c.GPU}))
 		if c.Pod == "" || once[labels] {
 			continue // not named yet; or the same twice, as above
@@ -325,8 +350,8 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 		once[labels] = true
 		if c.CapMiB != nil {
 			send(containerCap, bytes(*c.CapMiB), append(labels[:], c.Guarantee)...)
-			sendAs(prometheus.CounterValue, containerRefusals, float64(c.Refusals), labels[:]...)
-			sendAs(prometheus.CounterValue, containerUncounted, float64(c.Uncounted), labels[:]...)
+			count(containerRefusals, float64(c.Refusals), labels[:]...)
+			count(containerUncounted, float64(c.Uncounted), labels[:]...)
 			send(containerUndone, bytes(c.UndoneMiB), labels[:]...)
 		}
 		if c.UsedMiB != nil {
@@ -338,57 +363,15 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 	}
 }
 
-// sendMIG sends what a GPU's slots add up to, for each profile and resource in
-// all states: an alert needs a zero to look at.
-func sendMIG(send func(d *prometheus.Desc, value float64, labels ...string), g status.GPU) {
-	m := g.MIG
-	send(migEnabled, truth(m.Enabled), g.UUID)
-	send(migPending, truth(m.Pending != nil && *m.Pending != m.Enabled), g.UUID)
-	slots := map[string]map[string]int{}   // by profile and state
-	offered := map[string]map[string]int{} // by resource and state of devices
-	for i := range m.Slots {
-		s := &m.Slots[i]
-		add(slots, s.Profile, s.State)
-		switch {
-		case s.Resource == "" || s.Resource == g.Resource: // the latter is counted by itself
-		case s.Held():
-			add(offered, s.Resource, "held")
-		case s.State == status.SlotFree || s.State == status.SlotWarm:
-			add(offered, s.Resource, "free")
-		default:
-			add(offered, s.Resource, "unhealthy")
-		}
-	}
-	for profile, n := range slots {
-		for _, state := range status.SlotStates {
-			send(migSlots, float64(n[state]), g.UUID, profile, state)
-		}
-	}
-	for resource, n := range offered {
-		for _, state := range []string{"free", "held", "unhealthy"} {
-			send(devices, float64(n[state]), g.UUID, resource, state)
-		}
-	}
-}
-
-func add(counts map[string]map[string]int, name, state string) {
-	name = strings.ToValidUTF8(name, "\uFFFD")
-	if counts[name] == nil {
-		counts[name] = map[string]int{}
-	}
-	counts[name][state]++
-}
-
-// infos calls send with the labels of device_info, once for each set: one for a
-// GPU and each container that holds devices of it, one for each MIG instance
-// that stands. A MIG device without its instance is left out: it would join the
-// figures of the whole GPU.
-func infos(g status.GPU, send func([9]string)) {
+// sendDevices sends device_info: one for a GPU and each container that holds
+// devices of it, one for each MIG instance that stands. A MIG device without its
+// instance is left out: it would join the figures of the whole GPU.
+func sendDevices(send sender, g *status.GPU) {
 	once := map[[9]string]bool{}
 	note := func(labels ...string) {
 		if l := [9]string(valid(labels)); !once[l] {
 			once[l] = true
-			send(l)
+			send(deviceInfo, 1, l[:]...)
 		}
 	}
 	if g.MIG != nil {

@@ -129,7 +129,9 @@ func (s *Server) status(w http.ResponseWriter, r *http.Request) {
 		header.Set("Content-Type", "text/html; charset=utf-8")
 		header.Set("Content-Security-Policy", status.PagePolicy)
 		header.Set("Referrer-Policy", "no-referrer")
-		status.WriteHTML(w, s.options.Status(), s.options.Now())
+		if err := status.WriteHTML(w, s.options.Status(), s.options.Now()); err != nil {
+			http.Error(w, err.Error(), http.StatusInternalServerError)
+		}
 		return
 	}
 	body, err := json.MarshalIndent(s.options.Status(), "", "  ")

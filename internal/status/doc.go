@@ -1,20 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package status is what people and programs are told of a node, as values, and
-// the two forms in which people see it: a text and a page.
+// Package status is what people and programs are told about a node, as values, and
+// the two forms in which people read it: a text and a web page.
 //
-// A [Status] is one snapshot. The agent fills it in, /statusz shows it as JSON,
-// and the metrics are counted from it, so none of them disagrees with another one:
+// # Values
+//
+// A [Status] is one snapshot: the node's partition, its GPUs with their holders and
+// MIG devices, the memory of each container, and how GPUs are connected. The agent
+// fills it in, /statusz serves it as JSON, and the metrics are counted from it, so
+// no two of them disagree:
 //
 //	s := agent.Status()
 //	err := status.WriteText(os.Stdout, s, status.TextOptions{Width: 100, Now: now})
 //
+// The JSON is a contract with other versions of `gpu-agent status` and with other
+// programs: fields are added, never renamed. Whoever reads it may meet the Status
+// of an agent that is older, newer or broken, so nothing here trusts a number in it:
+// sizes are bounded, indexes are checked, and what is unknown is shown as a dash.
+//
 // # Text
 //
-// [WriteText] draws the Status for a terminal of 80 columns or more: a block a
-// GPU, with a bar of what is held and a line for each holder; then a table of
-// the containers' memory. A GPU that MIG cuts has its memory slots as a row of
-// cells instead of the bar,
+// [WriteText] writes the Status for a terminal of 60 columns or more: one block for
+// each GPU, with a bar of what is held and a line for each holder; then a table of
+// the containers' memory. A GPU in MIG mode has a row of cells instead of the bar,
+// each as wide as its share of the memory slices,
 //
 //	┌0─────────┬1─────────┬2─────────┬3─────────┬4──────────────────────────────────────────┐
 //	│1g.10gb   │1g.10gb   │·         │·         │3g.40gb                                    │
@@ -22,26 +31,34 @@
 //	│notebook-1│          │·         │·         │train-8                                    │
 //	└──────────┴──────────┴──────────┴──────────┴───────────────────────────────────────────┘
 //
-// then a line for each device that stands or is held, and the places where more
-// could be made.
+// then a line for each device that exists or is held, and the placements where more
+// could be created.
 //
 // # Page
 //
-// [WriteHTML] draws it for a browser: what needs a look, a drawing of the node with its NUMA nodes, GPUs, network
-// cards and NVLinks, what is on offer, a card a GPU with who holds what of it and
-// the memory of each, and the matrix of `nvidia-smi topo -m`.
+// [WriteHTML] writes it as a web page: what needs attention; a drawing of the node
+// with its NUMA nodes, GPUs, network cards and NVLinks; what is on offer; a card for
+// each GPU with its holders and their memory; and the matrix of `nvidia-smi topo -m`.
+// Each figure has its unit, each colour a word beside it, and each drawing a table
+// that says the same.
 //
-// The page needs nothing but itself. It has no script, and its policy lets none
-// run, nor anything be loaded: what somebody gets into a pod's name, a model's or
-// an error stays a text. It is made by [strings.Builder] and not by html/template,
-// with which the linker can drop no method of anything (4 MB of the program); so
-// that nothing is forgotten, markup is written in one place, put, which
-// escapes every value. As a style attribute is refused by the policy too,
-// whatever has a measure is SVG, or a cell that spans columns.
+// Go computes what is shown: values that page.html, an [html/template], can print
+// without deciding anything. The drawing is computed as rectangles, paths and labels
+// (drawing.go). Because the policy ([PagePolicy]) refuses style attributes, whatever
+// has a size is SVG, or a table cell that spans columns.
 //
-// Each figure has its unit, each colour a word beside it, and each drawing a
-// table that says the same. tests/page looks at all of it in a browser.
+// Pod names, models and errors are texts from outside. The template escapes each of
+// them for where it stands, and sanitize replaces what no text should have. Besides,
+// the page has no script, and its policy lets none run and nothing be loaded. The
+// page is XML as well as HTML, so that a test can read it with a strict parser, and
+// tests/page looks at it in a browser.
 //
-// The package has no clock and no network, and does not know where a figure comes
-// from. What time it is is an argument.
+// html/template makes the program 4 MB larger, because with it the linker cannot
+// drop methods that nobody calls. In return all markup is in one file that reads like
+// the page.
+//
+// # Limits
+//
+// The package has no clock, no network and no state. It does not know where a figure
+// comes from, nor what to do about it.
 package status

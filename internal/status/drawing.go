@@ -9,148 +9,9 @@ import (
 	"strconv"
 	"strings"
 
+	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/topology"
 )
-
-// node shows what the machine is: a drawing, and beside it its links and what
-// there is on offer. The drawing has its NUMA nodes, on each the GPUs and network cards
-// with the PCIe switches they share, and the NVLinks. There are two drawings of
-// which the style shows one: side by side where there is room, and one below the
-// other where there is not.
-func (p *sheet) node() {
-	if !p.hasNode() {
-		return
-	}
-	m := p.s.Topology
-	drawn := m != nil && len(m.GPUs) > 0
-	p.put("<section aria-labelledby=\"node\"><h2 id=\"node\">Node</h2>\n")
-	wide := &drawing{}
-	if drawn {
-		wide = newDrawing(p, m, false)
-	}
-	p.put(`<div class="node {}">`, map[bool]string{true: "broad", false: "slim"}[wide.along > slim])
-	if drawn {
-		p.put("<div><figure>")
-		wide.draw("side")
-		newDrawing(p, m, true).draw("stack")
-		if key := wide.key(); key != "" {
-			p.put("<figcaption class=\"fine\">{}</figcaption>", key)
-		}
-		p.put("</figure>\n")
-		p.links(m)
-		p.put("</div>")
-	}
-	p.put("<div class=\"beside\">")
-	p.offers()
-	p.put("</div></div></section>\n")
-}
-
-// hasNode tells whether there is anything to be shown of the node as a whole.
-func (p *sheet) hasNode() bool {
-	return p.s.Topology != nil && len(p.s.Topology.GPUs) > 0 ||
-		slices.ContainsFunc(p.s.GPUs, func(g GPU) bool { return g.Resource != "" || g.MIG != nil })
-}
-
-// key explains what has no name in the drawing.
-func (d *drawing) key() string {
-	var out []string
-	if len(d.arcs) > 0 || len(d.m.Switched) > 0 {
-		out = append(out, "Green lines are NVLinks.")
-	}
-	if d.rails < d.tiles {
-		out = append(out, "Grey bars are PCIe switches.")
-	}
-	return strings.Join(out, " ")
-}
-
-// slim is the width in pixels, of a drawing side by side, to which windows of 820
-// pixels have room for it; the style knows that.
-const slim = 780
-
-// links says in words what the drawing shows.
-func (p *sheet) links(m *topology.Matrix) {
-	p.put("<h3>Links</h3><ul class=\"links\">")
-	for _, set := range m.Joined {
-		p.put("<li>NVLink joins GPUs {}", spans(set))
-		if word, ok := p.evenly(m, set); ok && lanes(word) > 0 {
-			p.put(", {}", count(lanes(word), "lane", "lanes"))
-			if len(set) > 2 {
-				p.put(" between any two")
-			}
-		}
-		p.put(".</li>")
-	}
-	if len(m.Joined) == 0 && len(m.GPUs) > 1 {
-		p.put("<li>No NVLink joins GPUs: they reach each other over PCIe.</li>")
-	}
-	for _, w := range m.Weak {
-		p.put(`<li class="warn">{}.</li>`, w)
-	}
-	for _, kind := range []string{"infiniband", "roce", "efa"} {
-		up, all := 0, 0
-		for _, n := range m.NICs {
-			if string(n.Kind) == kind {
-				all++
-				if n.Active {
-					up++
-				}
-			}
-		}
-		if all > 0 {
-			text := count(all, "network card", "network cards")
-			if up < all {
-				text += fmt.Sprintf(", %d with a port up", up)
-			}
-			p.put("<li>RDMA over {}: {}.</li>", kindName(kind), text)
-		}
-	}
-	p.put("</ul>\n")
-}
-
-// evenly returns the word that stands for every pair of a set, if one does.
-func (p *sheet) evenly(m *topology.Matrix, set []int) (string, bool) {
-	word := ""
-	for i, a := range m.GPUs {
-		for j, b := range m.GPUs {
-			if i == j || !slices.Contains(set, a.Index) || !slices.Contains(set, b.Index) {
-				continue
-			}
-			if c := cellAt(m, i, j); word == "" {
-				word = c
-			} else if word != c {
-				return "", false
-			}
-		}
-	}
-	return word, word != ""
-}
-
-// lanes is the number in "NV18"; 0 where there is none.
-func lanes(cell string) int {
-	n, _ := strconv.Atoi(strings.TrimPrefix(cell, "NV"))
-	return n
-}
-
-// spans writes sorted numbers as people do: "0-3, 5".
-func spans(list []int) string {
-	var out []string
-	for i := 0; i < len(list); {
-		j := i
-		for j+1 < len(list) && list[j+1] == list[j]+1 {
-			j++
-		}
-		text := strconv.Itoa(list[i])
-		switch {
-		case j == i+1:
-			text += ", " + strconv.Itoa(list[j])
-		case j > i:
-			text += "-" + strconv.Itoa(list[j])
-		}
-		out = append(out, text)
-		i = j + 1
-	}
-	return strings.Join(out, ", ")
-}
 
 // Measures of a drawing, in its own units, which are pixels where it is shown at
 // full size. Along is the direction in which GPUs follow each other: from left
@@ -182,10 +43,21 @@ type pciSwitch struct {
 	from, to   int   // along
 }
 
-// drawing is one of a node, laid out.
+// shared tells whether there is anything to connect.
+func (s pciSwitch) shared() bool { return len(s.gpus)+len(s.nics) > 1 }
+
+// drawing is one of a node, laid out: its NUMA nodes, on each the GPUs and network
+// cards with the PCIe switches they share, and the NVLinks. The page has two, of
+// which the style shows one: side by side where there is room, and one below the
+// other where there is not.
 type drawing struct {
-	p       *sheet
+	Class         string
+	Width, Height int
+	Words         string // for those who do not see it
+	Groups        []group
+
 	m       *topology.Matrix
+	cards   map[string]*card // by UUID
 	upright bool
 	boxes   []box
 	middle  map[int]int // GPU by place in the matrix → its middle, along
@@ -195,14 +67,145 @@ type drawing struct {
 	// Where things are across: network cards, switches, GPUs, the end of the
 	// boxes, the links.
 	chips, rails, tiles, tileDepth, bottom, linked int
-	along, across                                  int // size of it all
+	long                                           int // all of it, along
 }
 
-func newDrawing(p *sheet, m *topology.Matrix, upright bool) *drawing {
-	d := &drawing{p: p, m: m, upright: upright, middle: map[int]int{}}
-	d.boxes = boxes(m)
-	switch n := len(m.GPUs); {
-	case upright:
+// group is a part of a drawing, painted in the order of its fields.
+type group struct {
+	Class, Href, Title string
+	Rects              []rect
+	Paths              []path
+	Labels             []label
+}
+
+type rect struct {
+	Class      string
+	X, Y, W, H int
+}
+
+type path struct{ Class, D, Title string }
+
+type label struct {
+	Class       string
+	X, Y        int
+	Text, Title string
+	Turned      bool // reads from top to bottom
+}
+
+// Key explains what has no name in the drawings.
+func (p *sheet) Key() string {
+	d := p.Drawings[0]
+	var out []string
+	if len(d.arcs) > 0 || len(d.m.Switched) > 0 {
+		out = append(out, "Green lines are NVLinks.")
+	}
+	if d.rails < d.tiles {
+		out = append(out, "Grey bars are PCIe switches.")
+	}
+	return strings.Join(out, " ")
+}
+
+// slim is the width in pixels, of a drawing side by side, to which windows of 820
+// pixels have room for it; the style knows that.
+const slim = 780
+
+// Links says in words what the drawings show.
+func (p *sheet) Links() []note {
+	m := p.Topology
+	var out []note
+	add := func(tone, format string, args ...any) {
+		out = append(out, note{Tone: tone, Text: fmt.Sprintf(format, args...)})
+	}
+	for _, set := range m.Joined {
+		text := ""
+		if n := evenly(m, set); n > 0 {
+			text = ", " + count(n, "lane", "lanes")
+			if len(set) > 2 {
+				text += " between any two"
+			}
+		}
+		add("", "NVLink joins GPUs %s%s", spans(set), text)
+	}
+	if len(m.Joined) == 0 && len(m.GPUs) > 1 {
+		add("", "No NVLink joins GPUs: they reach each other over PCIe")
+	}
+	for _, w := range m.Weak {
+		add("warn", "%s", w)
+	}
+	for _, kind := range []gpu.RDMA{gpu.InfiniBand, gpu.RoCE, gpu.EFA} {
+		up, all := 0, 0
+		for _, n := range m.NICs {
+			if n.Kind == kind {
+				all++
+				if n.Active {
+					up++
+				}
+			}
+		}
+		text := ""
+		if up < all {
+			text = fmt.Sprintf(", %d with a port up", up)
+		}
+		if all > 0 {
+			add("", "RDMA over %s: %s%s", rdmaNames[kind], count(all, "network card", "network cards"), text)
+		}
+	}
+	return out
+}
+
+// evenly is how many lanes there are between any two of a set; 0 where they differ.
+func evenly(m *topology.Matrix, set []int) int {
+	word := ""
+	for i, a := range m.GPUs {
+		for j, b := range m.GPUs {
+			if i == j || !slices.Contains(set, a.Index) || !slices.Contains(set, b.Index) {
+				continue
+			}
+			c := cellAt(m, i, j)
+			if word != "" && word != c {
+				return 0
+			}
+			word = c
+		}
+	}
+	return lanes(word)
+}
+
+// lanes is the number in "NV18"; 0 where there is none.
+func lanes(cell string) int {
+	n, _ := strconv.Atoi(strings.TrimPrefix(cell, "NV"))
+	return n
+}
+
+func newDrawing(m *topology.Matrix, cards map[string]*card, upright bool) *drawing {
+	d := &drawing{Class: "side", m: m, cards: cards, upright: upright, middle: map[int]int{}, boxes: boxes(m)}
+	if upright {
+		d.Class = "stack"
+	}
+	d.measure()
+	d.spread()
+	d.findArcs()
+	d.Width, d.Height = d.place(d.long, d.bottom+d.linkRoom())
+	d.Words = d.inWords()
+	for _, b := range d.boxes {
+		d.box(b)
+	}
+	d.links()
+	// What can be followed comes last and in order.
+	for _, b := range d.boxes {
+		for _, s := range b.switches {
+			for _, g := range s.gpus {
+				d.gpu(g)
+			}
+		}
+	}
+	return d
+}
+
+// measure places everything across, and sizes a GPU along.
+func (d *drawing) measure() {
+	switch n := len(d.m.GPUs); {
+	case d.upright:
 		d.tile, d.pitch, d.tileDepth = 38, 46, 136
 	case n <= 4:
 		d.tile, d.pitch, d.tileDepth = 112, 122, 62
@@ -211,49 +214,52 @@ func newDrawing(p *sheet, m *topology.Matrix, upright bool) *drawing {
 	default:
 		d.tile, d.pitch, d.tileDepth = 64, 69, 62
 	}
-	nics, switches := false, false
+	nics, switches, rows := false, false, 0
 	for _, b := range d.boxes {
+		rows = max(rows, d.rowsOf(b))
 		for _, s := range b.switches {
 			nics = nics || len(s.nics) > 0
-			switches = switches || len(s.nics)+len(s.gpus) > 1
+			switches = switches || s.shared()
 		}
 	}
 	d.chips = edge + boxPad
-	if !upright {
-		rows := 0
-		for _, b := range d.boxes {
-			rows = max(rows, d.rowsOf(b))
-		}
+	if !d.upright {
 		d.chips += boxTitle + rows*(chipSize+6)
 	}
 	d.rails = d.chips
-	if nics {
-		d.rails += map[bool]int{true: 74, false: chipSize + 8}[upright]
+	switch {
+	case nics && d.upright:
+		d.rails += 74
+	case nics:
+		d.rails += chipSize + 8
 	}
 	d.tiles = d.rails
 	if switches {
 		d.tiles += railSize + 8
 	}
 	d.bottom = d.tiles + d.tileDepth + boxPad
+}
+
+// spread places everything along.
+func (d *drawing) spread() {
 	at := edge
 	for i := range d.boxes {
 		b := &d.boxes[i]
 		b.from = at
 		at += boxPad
-		if upright {
+		if d.upright {
 			at += boxTitle + d.rowsOf(*b)*(chipSize+6)
 		}
 		for j := range b.switches {
 			s := &b.switches[j]
 			s.from = at
-			n := max(len(s.gpus), len(s.nics))
 			for k, g := range s.gpus {
 				d.middle[g] = at + k*d.pitch + d.tile/2
 			}
-			at += n * d.pitch
+			at += max(len(s.gpus), len(s.nics)) * d.pitch
 			s.to = at - (d.pitch - d.tile)
 		}
-		if len(b.switches) == 0 && !upright {
+		if len(b.switches) == 0 && !d.upright {
 			at += emptyBox*d.pitch - (d.pitch - d.tile)
 		} else if len(b.switches) > 0 {
 			at -= d.pitch - d.tile
@@ -262,10 +268,7 @@ func newDrawing(p *sheet, m *topology.Matrix, upright bool) *drawing {
 		b.to = at
 		at += boxGap
 	}
-	d.along = at - boxGap + edge
-	d.findArcs()
-	d.across = d.bottom + d.linkRoom()
-	return d
+	d.long = at - boxGap + edge
 }
 
 // perRow is how many network cards that are near no GPU stand beside each other.
@@ -293,45 +296,24 @@ func (d *drawing) chip() int { return max(d.pitch, 69) }
 
 // boxes puts the parts of a node in their NUMA nodes.
 func boxes(m *topology.Matrix) []box {
-	n := len(m.GPUs) + len(m.NICs)
-	where := func(i int) int {
-		at := (*int)(nil)
-		if i < len(m.GPUs) {
-			at = m.GPUs[i].NUMA
-		} else {
-			at = m.NICs[i-len(m.GPUs)].NUMA
+	var numa []int // of each part; -1 where that is not known
+	note := func(n *int) {
+		if n == nil || *n < 0 {
+			n = new(int)
+			*n = -1
 		}
-		if at == nil || *at < 0 {
-			return -1
-		}
-		return *at
+		numa = append(numa, *n)
 	}
-	// What is on one PCIe switch has one number.
-	group := make([]int, n)
-	for i := range group {
-		group[i] = i
+	for _, g := range m.GPUs {
+		note(g.NUMA)
 	}
-	for i := range n {
-		for j := range i {
-			if c := cellAt(m, i, j); (c == "PIX" || c == "PXB" || onSwitch(m, i, j)) && where(i) == where(j) && group[i] != group[j] {
-				from, to := group[i], group[j]
-				for k := range group {
-					if group[k] == from {
-						group[k] = to
-					}
-				}
-			}
-		}
+	for _, n := range m.NICs {
+		note(n.NUMA)
 	}
-	var numbers []int
-	for i := range n {
-		if !slices.Contains(numbers, where(i)) {
-			numbers = append(numbers, where(i))
-		}
-	}
-	slices.SortFunc(numbers, func(a, b int) int { // what is on no known node last
-		return cmp.Compare(uint(a), uint(b))
-	})
+	numbers := slices.Clone(numa)
+	slices.SortFunc(numbers, func(a, b int) int { return cmp.Compare(uint(a), uint(b)) }) // -1 last
+	numbers = slices.Compact(numbers)
+	group := groups(m, numa)
 	var out []box
 	for _, number := range numbers {
 		b := box{title: "NUMA node " + strconv.Itoa(number)}
@@ -347,26 +329,19 @@ func boxes(m *topology.Matrix) []box {
 			}
 		}
 		at := map[int]int{} // group → place in b.switches
-		for i := range m.GPUs {
-			if where(i) != number {
-				continue
-			}
+		for i := range numa {
 			k, ok := at[group[i]]
-			if !ok {
-				k = len(b.switches)
-				at[group[i]] = k
-				b.switches = append(b.switches, pciSwitch{})
-			}
-			b.switches[k].gpus = append(b.switches[k].gpus, i)
-		}
-		for i := len(m.GPUs); i < n; i++ {
-			if where(i) != number {
-				continue
-			}
-			if k, ok := at[group[i]]; ok {
+			switch {
+			case numa[i] != number:
+			case i >= len(m.GPUs) && ok:
 				b.switches[k].nics = append(b.switches[k].nics, i)
-			} else {
+			case i >= len(m.GPUs):
 				b.apart = append(b.apart, i)
+			case ok:
+				b.switches[k].gpus = append(b.switches[k].gpus, i)
+			default:
+				at[group[i]] = len(b.switches)
+				b.switches = append(b.switches, pciSwitch{gpus: []int{i}})
 			}
 		}
 		out = append(out, b)
@@ -374,15 +349,40 @@ func boxes(m *topology.Matrix) []box {
 	return out
 }
 
+// groups gives parts that are on one PCIe switch of a NUMA node one number.
+func groups(m *topology.Matrix, numa []int) []int {
+	group := make([]int, len(numa))
+	for i := range group {
+		group[i] = i
+		for j := range i {
+			if numa[i] != numa[j] || !near(m, i, j) && !onSwitch(m, i, j) {
+				continue
+			}
+			from := group[i]
+			for k := range i + 1 {
+				if group[k] == from {
+					group[k] = group[j]
+				}
+			}
+		}
+	}
+	return group
+}
+
+// near tells whether two parts reach each other without the processor.
+func near(m *topology.Matrix, i, j int) bool {
+	c := cellAt(m, i, j)
+	return c == "PIX" || c == "PXB"
+}
+
 // onSwitch tells whether two GPUs whose cell speaks of NVLink are near to each
 // other on the PCI bus all the same: a network card says so that is near both.
 func onSwitch(m *topology.Matrix, i, j int) bool {
-	near := func(c string) bool { return c == "PIX" || c == "PXB" }
-	if i >= len(m.GPUs) || j >= len(m.GPUs) || cellTone(cellAt(m, i, j)) != "nv" {
+	if i >= len(m.GPUs) || j >= len(m.GPUs) || means(cellAt(m, i, j)) != legend[0] {
 		return false
 	}
 	for k := len(m.GPUs); k < len(m.GPUs)+len(m.NICs); k++ {
-		if near(cellAt(m, i, k)) && near(cellAt(m, j, k)) {
+		if near(m, i, k) && near(m, j, k) {
 			return true
 		}
 	}
@@ -398,7 +398,7 @@ func (d *drawing) findArcs() {
 	ends := map[int][]int{} // GPU → the other ends
 	for i := range d.m.GPUs {
 		for j := range d.m.GPUs {
-			if i != j && cellTone(cellAt(d.m, i, j)) == "nv" && (!d.switched(i) || !d.switched(j)) {
+			if i != j && means(cellAt(d.m, i, j)) == legend[0] && (!d.switched(i) || !d.switched(j)) {
 				ends[i] = append(ends[i], j)
 			}
 		}
@@ -437,7 +437,7 @@ func (d *drawing) switched(i int) bool { return slices.Contains(d.m.Switched, d.
 func (d *drawing) depth(a arc) int {
 	most := map[bool]int{true: 64, false: 104}[d.upright]
 	steps := max(a.from, a.to) - min(a.from, a.to)
-	return 14 + (most-14)*steps/max(d.along, 1)
+	return 14 + (most-14)*steps/max(d.long, 1)
 }
 
 // linkRoom is how much room the links take, across.
@@ -461,37 +461,16 @@ func (d *drawing) place(along, across int) (x, y int) {
 	return along, across
 }
 
-func (d *drawing) rect(class string, along, across, long, deep int) {
+func (d *drawing) rect(class string, along, across, long, deep int) rect {
 	x, y := d.place(along, across)
 	w, h := d.place(long, deep)
-	d.p.put(`<rect class="{}" x="{}" y="{}" width="{}" height="{}" rx="4"/>`, class, x, y, w, h)
+	return rect{class, x, y, w, h}
 }
 
-func (d *drawing) line(class string, along, across, along2, across2 int) {
+func (d *drawing) line(class string, along, across, along2, across2 int) path {
 	x, y := d.place(along, across)
 	x2, y2 := d.place(along2, across2)
-	d.p.put(`<path class="{}" d="M{} {}L{} {}"/>`, class, x, y, x2, y2)
-}
-
-func (d *drawing) draw(class string) {
-	p := d.p
-	w, h := d.place(d.along, d.across)
-	title, desc := p.id("drawing"), p.id("drawing")
-	p.put(`<svg class="drawing {}" width="{}" height="{}" viewBox="0 0 {} {}" role="group" aria-labelledby="{} {}" focusable="false"><title id="{}">The node's GPUs and how they are connected</title><desc id="{}">{}</desc>`+"\n",
-		class, w, h, w, h, title, desc, title, desc, d.inWords())
-	for _, b := range d.boxes {
-		d.box(b)
-	}
-	d.links()
-	// What can be followed comes last and in order.
-	for _, b := range d.boxes {
-		for _, s := range b.switches {
-			for _, g := range s.gpus {
-				d.gpu(g)
-			}
-		}
-	}
-	p.put("</svg>\n")
+	return path{Class: class, D: fmt.Sprintf("M%d %dL%d %d", x, y, x2, y2)}
 }
 
 // inWords describes the drawing to those who do not see it.
@@ -526,7 +505,7 @@ func (d *drawing) inWords() string {
 func clip(s string, room int) string {
 	const perMille = 600 // of the height, for a letter of a wide typeface
 	fits := max(room*1000/(12*perMille), 1)
-	r := []rune(plain(s))
+	r := []rune(s)
 	if len(r) <= fits {
 		return s
 	}
@@ -534,104 +513,109 @@ func clip(s string, room int) string {
 }
 
 func (d *drawing) box(b box) {
-	p := d.p
-	long := b.to - b.from
-	d.rect("box", b.from, edge, long, d.bottom-edge)
-	x, y := d.place(b.from, edge)
-	room, _ := d.place(long-2*boxPad, d.bottom-2*boxPad)
-	p.put(`<text class="strong" x="{}" y="{}">{}</text>`, x+boxPad, y+20, clip(b.title, room))
+	frame := d.rect("box", b.from, edge, b.to-b.from, d.bottom-edge)
+	g := group{Rects: []rect{frame}}
+	room, _ := d.place(b.to-b.from, d.bottom)
+	room -= 2 * boxPad
+	g.Labels = append(g.Labels, label{Class: "strong", X: frame.X + boxPad, Y: frame.Y + 20, Text: clip(b.title, room)})
 	if b.cpus != "" {
-		p.put(`<text class="muted" x="{}" y="{}">{}<title>{}</title></text>`, x+boxPad, y+37, clip(b.cpus, room), b.cpus)
+		g.Labels = append(g.Labels, label{Class: "muted", X: frame.X + boxPad, Y: frame.Y + 37, Text: clip(b.cpus, room), Title: b.cpus})
 	}
+	var nics []group
 	n := d.perRow(b)
 	for i, nic := range b.apart {
-		d.nic(nic, x+boxPad+i%n*d.chip(), y+boxTitle+boxPad+i/n*(chipSize+6), d.chip()-(d.pitch-d.tile))
+		nics = append(nics, d.nic(nic, frame.X+boxPad+i%n*d.chip(), frame.Y+boxTitle+boxPad+i/n*(chipSize+6), d.chip()-(d.pitch-d.tile)))
 	}
 	for _, s := range b.switches {
-		if len(s.gpus)+len(s.nics) > 1 {
-			d.rect("rail", s.from, d.rails, s.to-s.from, railSize)
-		}
-		for _, g := range s.gpus {
-			if len(s.gpus)+len(s.nics) > 1 {
-				d.line("wire", d.middle[g], d.rails+railSize, d.middle[g], d.tiles)
+		if s.shared() {
+			g.Rects = append(g.Rects, d.rect("rail", s.from, d.rails, s.to-s.from, railSize))
+			for _, i := range s.gpus {
+				g.Paths = append(g.Paths, d.line("wire", d.middle[i], d.rails+railSize, d.middle[i], d.tiles))
 			}
 		}
 		for k, nic := range s.nics {
 			middle := s.from + k*d.pitch + d.tile/2
 			if d.upright {
-				d.line("wire", middle, d.chips+66, middle, d.rails)
-				d.nic(nic, d.chips, middle-chipSize/2, 66)
+				g.Paths = append(g.Paths, d.line("wire", middle, d.chips+66, middle, d.rails))
+				nics = append(nics, d.nic(nic, d.chips, middle-chipSize/2, 66))
 			} else {
-				d.line("wire", middle, d.chips+chipSize, middle, d.rails)
-				d.nic(nic, s.from+k*d.pitch, d.chips, d.tile)
+				g.Paths = append(g.Paths, d.line("wire", middle, d.chips+chipSize, middle, d.rails))
+				nics = append(nics, d.nic(nic, s.from+k*d.pitch, d.chips, d.tile))
 			}
 		}
 	}
-	p.put("\n")
+	d.Groups = append(append(d.Groups, g), nics...)
 }
 
 // nic draws a network card at x, y.
-func (d *drawing) nic(i, x, y, width int) {
+func (d *drawing) nic(i, x, y, width int) group {
 	n := d.m.NICs[i-len(d.m.GPUs)]
-	state := ""
+	class := "nic"
 	if !n.Active {
-		state = ", no port up"
+		class += " down"
 	}
-	d.p.put(`<g class="nic{}"><title>{}: {}{}</title><rect x="{}" y="{}" width="{}" height="{}" rx="3"/><text x="{}" y="{}" text-anchor="middle">{}</text></g>`,
-		map[bool]string{true: "", false: " down"}[n.Active], n.Name, kindName(string(n.Kind)), state, x, y, width, chipSize, x+width/2, y+15, clip(n.Name, width-4))
+	return group{Class: class, Title: n.Name + ": " + kindName(n), Rects: []rect{{"", x, y, width, chipSize}},
+		Labels: []label{{Class: "middle", X: x + width/2, Y: y + 15, Text: clip(n.Name, width-4)}}}
 }
+
+// nvlink is how thick so many lanes are drawn.
+func nvlink(lanes int) string { return "nvlink w" + strconv.Itoa(min(1+lanes/2, 5)) }
 
 // links draws the lanes between GPUs, and the switch.
 func (d *drawing) links() {
-	p := d.p
+	var g group
 	end := d.tiles + d.tileDepth
 	for _, a := range d.arcs {
-		from, to := a.from, a.to
 		deep := end + boxPad + d.depth(a)*4/3
-		x, y := d.place(from, end)
-		x1, y1 := d.place(from, deep)
-		x2, y2 := d.place(to, deep)
-		x3, y3 := d.place(to, end)
-		p.put(`<path class="nvlink w{}" d="M{} {}C{} {} {} {} {} {}"><title>GPU {} to GPU {}: {}</title></path>`,
-			min(1+a.lanes/2, 5), x, y, x1, y1, x2, y2, x3, y3, d.m.GPUs[a.a].Index, d.m.GPUs[a.b].Index, laneWord(a.lanes))
+		x, y := d.place(a.from, end)
+		x1, y1 := d.place(a.from, deep)
+		x2, y2 := d.place(a.to, deep)
+		x3, y3 := d.place(a.to, end)
+		g.Paths = append(g.Paths, path{nvlink(a.lanes), fmt.Sprintf("M%d %dC%d %d %d %d %d %d", x, y, x1, y1, x2, y2, x3, y3),
+			fmt.Sprintf("GPU %d to GPU %d: %s", d.m.GPUs[a.a].Index, d.m.GPUs[a.b].Index, laneWord(a.lanes))})
 	}
-	first, last := d.along, 0
-	text, most := "NVSwitch", 0
-	own := map[int]int{} // GPU → its lanes to the switch
-	for i := range d.m.GPUs {
-		for j := range d.m.GPUs {
-			if j != i && d.switched(i) && d.switched(j) {
-				own[i] = max(own[i], lanes(cellAt(d.m, i, j)))
-			}
-		}
-		most = max(most, own[i])
-	}
+	var middles []int
+	own, most := map[int]int{}, 0 // GPU → its lanes to the switch
 	for i := range d.m.GPUs {
 		if !d.switched(i) {
 			continue
 		}
-		first, last = min(first, d.middle[i]), max(last, d.middle[i])
-		class := "nvlink w" + strconv.Itoa(min(1+own[i]/2, 5))
-		if own[i] < most {
-			class += " weak"
+		for j := range d.m.GPUs {
+			if j != i && d.switched(j) {
+				own[i] = max(own[i], lanes(cellAt(d.m, i, j)))
+			}
 		}
-		d.line(class, d.middle[i], end, d.middle[i], d.bottom+d.linked+16)
+		most = max(most, own[i])
+		middles = append(middles, d.middle[i])
 	}
-	if first > last {
+	across := d.bottom + d.linked + 16 // where the switch is
+	for i := range d.m.GPUs {
+		if d.switched(i) {
+			class := nvlink(own[i])
+			if own[i] < most {
+				class += " weak"
+			}
+			g.Paths = append(g.Paths, d.line(class, d.middle[i], end, d.middle[i], across))
+		}
+	}
+	d.Groups = append(d.Groups, g)
+	if len(middles) == 0 {
 		return
 	}
-	long := max(last-first+d.tile, 80)
-	d.rect("nvswitch", first-d.tile/2, d.bottom+d.linked+16-edge, long, 26-edge)
+	first := slices.Min(middles) - d.tile/2
+	long := max(slices.Max(middles)+d.tile/2-first, 80)
+	text := "NVSwitch"
 	if most > 0 && long > 240 {
 		text += ", " + laneWord(most) + " to each GPU"
 	}
-	x, y := d.place(first-d.tile/2+long/2, d.bottom+d.linked+16+12)
+	x, y := d.place(first+long/2, across+12)
 	if d.upright {
-		p.put(`<text class="strong on" text-anchor="middle" transform="translate({} {}) rotate(90)">{}</text>`, x-4, y, text)
+		x -= 4
 	} else {
-		p.put(`<text class="strong on" text-anchor="middle" x="{}" y="{}">{}</text>`, x, y+4, text)
+		y += 4
 	}
-	p.put("\n")
+	d.Groups = append(d.Groups, group{Rects: []rect{d.rect("nvswitch", first, across-edge, long, 26-edge)},
+		Labels: []label{{Class: "strong middle", X: x, Y: y, Text: text, Turned: d.upright}}})
 }
 
 func laneWord(n int) string {
@@ -643,44 +627,34 @@ func laneWord(n int) string {
 
 // gpu draws a GPU, which leads to all about it.
 func (d *drawing) gpu(i int) {
-	p := d.p
-	g := GPU{Index: d.m.GPUs[i].Index, UUID: string(d.m.GPUs[i].UUID)}
-	at, known := p.byUUID[g.UUID]
-	if known {
-		g = p.s.GPUs[at]
-		p.put(`<a href="#gpu-{}">`, at)
-	} else {
-		p.put("<g>")
+	at := d.m.GPUs[i]
+	g := &GPU{Index: at.Index, UUID: string(at.UUID)}
+	var out group
+	if c := d.cards[g.UUID]; c != nil {
+		g, out.Href = c.GPU, "#gpu-"+strconv.Itoa(c.At)
 	}
-	x, y := d.place(d.middle[i]-d.tile/2, d.tiles)
-	w, h := d.place(d.tile, d.tileDepth)
 	tone, state := tileState(g)
-	p.put(`<title>GPU {}: {}, {}</title><rect class="tile {}" x="{}" y="{}" width="{}" height="{}" rx="4"/>`,
-		g.Index, modeName(g), cmp.Or(g.Health, "nothing known"), tone, x, y, w, h)
+	tile := d.rect(strings.TrimSpace("tile "+tone), d.middle[i]-d.tile/2, d.tiles, d.tile, d.tileDepth)
+	out.Title = fmt.Sprintf("GPU %d: %s, %s", g.Index, modeName(g), cmp.Or(g.Health, "nothing known"))
+	word := label{Class: cmp.Or(tone, "muted"), X: tile.X + 6, Y: tile.Y + 36, Text: clip(state, tile.W-8)}
+	name := label{Class: "strong", X: tile.X + 6, Y: tile.Y + 18, Text: "GPU " + strconv.Itoa(g.Index)}
 	if d.upright {
-		p.put(`<text class="strong" x="{}" y="{}">GPU {}</text><text class="{}" x="{}" y="{}" text-anchor="end">{}</text>`,
-			x+8, y+17, g.Index, cmp.Or(tone, "muted"), x+w-8, y+17, clip(state, w-66))
+		name.X, name.Y = tile.X+8, tile.Y+17
+		word = label{Class: word.Class + " end", X: tile.X + tile.W - 8, Y: name.Y, Text: clip(state, tile.W-66)}
+	}
+	out.Labels = []label{name, word}
+	bar := rect{"free", tile.X + 6, tile.Y + tile.H - 14, tile.W - 12, 7}
+	out.Rects = []rect{tile, bar}
+	if g.MIG != nil && g.MIG.Enabled {
+		out.Rects = append(out.Rects, g.MIG.cells(bar.X, bar.Y, bar.W, bar.H)...)
 	} else {
-		p.put(`<text class="strong" x="{}" y="{}">GPU {}</text><text class="{}" x="{}" y="{}">{}</text>`,
-			x+6, y+18, g.Index, cmp.Or(tone, "muted"), x+6, y+36, clip(state, w-8))
+		out.Rects = append(out.Rects, g.segments(bar.X, bar.Y, bar.W, bar.H)...)
 	}
-	bar := w - 12
-	p.put(`<rect class="free" x="{}" y="{}" width="{}" height="7"/>`, x+6, y+h-14, bar)
-	switch {
-	case g.MIG != nil && g.MIG.Enabled:
-		p.cells(g.MIG, x+6, y+h-14, bar, 7)
-	default:
-		p.segments(g, x+6, y+h-14, bar, 7)
-	}
-	if known {
-		p.put("</a>\n")
-	} else {
-		p.put("</g>\n")
-	}
+	d.Groups = append(d.Groups, out)
 }
 
 // tileState is a GPU in a word, and whether that is a complaint.
-func tileState(g GPU) (tone, state string) {
+func tileState(g *GPU) (tone, state string) {
 	switch {
 	case g.Health != "" && g.Health != Healthy:
 		return "bad", "fault"
@@ -708,18 +682,17 @@ func tileState(g GPU) (tone, state string) {
 	return "", cmp.Or(g.Mode, "–")
 }
 
-// cells draws the MIG devices that stand, in so much room.
-func (p *sheet) cells(m *MIG, x, y, width, height int) {
+// cells are the MIG devices that stand, in so much room.
+func (m *MIG) cells(x, y, width, height int) []rect {
 	size := m.size()
-	if size == 0 {
-		return
-	}
+	var out []rect
 	for _, c := range row(m, size, cellColumns) {
-		if c.slot == nil {
+		if c.Slot == nil {
 			continue
 		}
 		from, to := c.from*width/(size*cellColumns), c.to*width/(size*cellColumns)
-		class := map[string]string{SlotHeld: "held", SlotWarm: "idle", SlotFailed: "gone"}[c.slot.State]
-		p.put(`<rect class="{}" x="{}" y="{}" width="{}" height="{}"/>`, cmp.Or(class, "busy"), x+from, y, max(to-from-1, 1), height)
+		class := map[string]string{SlotHeld: "held", SlotWarm: "idle", SlotFailed: "gone"}[c.Slot.State]
+		out = append(out, rect{cmp.Or(class, "busy"), x + from, y, max(to-from-1, 1), height})
 	}
+	return out
 }

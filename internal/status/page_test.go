@@ -65,9 +65,6 @@ func TestPage(t *testing.T) {
 		got := htmlOf(t, s)
 		sound(t, got)
 		got = strings.Replace(got, style, "", 1)
-		if strings.Contains(got, "{}") {
-			t.Errorf("%s has a place without its value", name)
-		}
 		golden(t, name, got)
 	}
 }
@@ -97,13 +94,16 @@ var allowed = map[string]string{
 	"strong": "", "code": "", "time": "datetime", "wbr": "", "a": "href", "ul": "class", "li": "class", "dl": "class", "dt": "class", "dd": "",
 	"table": "class", "caption": "class", "colgroup": "", "col": "span", "thead": "", "tbody": "", "tr": "", "th": "scope class colspan", "td": "class colspan",
 	"svg": "class width height viewBox preserveAspectRatio role aria-hidden aria-labelledby focusable", "desc": "id", "g": "class",
-	"rect": "class x y width height rx", "path": "class d", "text": "class x y text-anchor transform",
+	"rect": "class x y width height", "path": "class d", "text": "class x y transform",
 }
 
 // sound reads a page as XML, which is stricter than a browser, and makes sure
 // that it has nothing but what a page is made of. It returns its text.
 func sound(t *testing.T, page string) string {
 	t.Helper()
+	if strings.Contains(page, "ZgotmplZ") {
+		t.Error("html/template has refused a value where it stands")
+	}
 	in := xml.NewDecoder(strings.NewReader(page))
 	var out strings.Builder
 	for {
@@ -187,7 +187,7 @@ func FuzzPage(f *testing.F) {
 		}
 		s.Partition.State, s.Watchdog.State = "blocked", WatchdogOff
 		got := sound(t, htmlOf(t, s))
-		if !strings.Contains(got, plain(word)) && !strings.Contains(plain(word), "\u00a0") {
+		if !strings.Contains(got, sanitize(word)) && !strings.Contains(sanitize(word), "\u00a0") {
 			t.Errorf("the page does not say %q", word)
 		}
 	})

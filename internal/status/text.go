@@ -3,8 +3,10 @@
 package status
 
 import (
+	"cmp"
 	"fmt"
 	"io"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -32,10 +34,10 @@ func WriteText(w io.Writer, s Status, o TextOptions) error {
 		o.Width = 80
 	}
 	o.Width = max(o.Width, 60)
-	p := &page{TextOptions: o}
+	p := &printer{TextOptions: o}
 	p.head(s)
-	for _, g := range s.GPUs {
-		p.gpu(g)
+	for i := range s.GPUs {
+		p.gpu(&s.GPUs[i])
 	}
 	if len(s.GPUs) == 0 {
 		p.line("no GPU")
@@ -54,17 +56,17 @@ const (
 	indent = "       "
 )
 
-type page struct {
+type printer struct {
 	TextOptions
 	out strings.Builder
 }
 
-func (p *page) line(s string) {
+func (p *printer) line(s string) {
 	p.out.WriteString(strings.TrimRight(s, " "))
 	p.out.WriteByte('\n')
 }
 
-func (p *page) paint(code, s string) string {
+func (p *printer) paint(code, s string) string {
 	if !p.Color || s == "" || code == "" {
 		return s
 	}
@@ -73,7 +75,7 @@ func (p *page) paint(code, s string) string {
 
 // fit shortens s to the given columns. One character is one column: names of
 // Kubernetes objects are ASCII.
-func (p *page) fit(s string, columns int) string {
+func (p *printer) fit(s string, columns int) string {
 	s = oneLine(s)
 	if utf8.RuneCountInString(s) <= columns {
 		return s
@@ -93,6 +95,35 @@ func oneLine(s string) string {
 		}
 		return r
 	}, s)
+}
+
+// wrapped writes a text in as many lines as it takes, each after indent.
+func (p *printer) wrapped(indent, color, s string) {
+	for _, line := range words(s, p.Width-len(indent)) {
+		p.line(indent + p.paint(color, line))
+	}
+}
+
+// pad makes a text as wide as a column; a negative width moves it to the right.
+func (p *printer) pad(color, s string, width int) string {
+	s = p.fit(s, max(width, -width))
+	space := strings.Repeat(" ", max(width, -width)-utf8.RuneCountInString(s))
+	if width < 0 {
+		return space + p.paint(color, s)
+	}
+	return p.paint(color, s) + space
+}
+
+// widths is how wide the columns of a table are.
+func widths(rows [][]string) []int {
+	var out []int
+	for _, row := range rows {
+		out = append(out, make([]int, len(row)-len(out))...)
+		for i, cell := range row {
+			out[i] = max(out[i], utf8.RuneCountInString(cell))
+		}
+	}
+	return out
 }
 
 // words breaks s at spaces into lines of the given columns, and is how reasons
@@ -117,16 +148,16 @@ func words(s string, columns int) []string {
 	return lines
 }
 
-func (p *page) head(s Status) {
-	facts := []string{"gpu-agent " + s.Version}
+func (p *printer) head(s Status) {
+	facts := "gpu-agent " + s.Version
 	if s.Driver != "" {
-		facts = append(facts, "driver "+s.Driver)
+		facts += ", driver " + s.Driver
 	}
 	if s.CUDA != "" {
-		facts = append(facts, "CUDA "+s.CUDA)
+		facts += ", CUDA " + s.CUDA
 	}
 	p.line(p.paint(bold, p.fit(s.Node, p.Width)))
-	p.line(p.fit(strings.Join(facts, ", "), p.Width))
+	p.line(p.fit(facts, p.Width))
 	t := s.Partition
 	if t.State == "" {
 		p.line("no partition")
@@ -137,13 +168,9 @@ func (p *page) head(s Status) {
 		}
 		p.line(text + p.paint(stateColor(t.State), t.State))
 	}
-	for _, line := range words(t.Message, p.Width-2) {
-		p.line("  " + p.paint(stateColor(t.State), line))
-	}
+	p.wrapped("  ", stateColor(t.State), t.Message)
 	if s.Hardware != "" {
-		for _, line := range words("hardware work waits: "+s.Hardware, p.Width) {
-			p.line(p.paint(red, line))
-		}
+		p.wrapped("", red, "hardware work waits: "+s.Hardware)
 	}
 	if t.Source != "" {
 		p.line(p.paint(faint, p.fit(fmt.Sprintf("from %s, generation %d", t.Source, t.Generation), p.Width)))
@@ -155,16 +182,14 @@ func (p *page) head(s Status) {
 			color = red
 		}
 		if one.State != PolicyHeld {
-			for _, line := range words(one.Reason, p.Width) {
-				p.line(p.paint(color, line))
-			}
+			p.wrapped("", color, one.Reason)
 		}
 	}
 	p.joined(s)
 }
 
 // joined says which GPUs NVLink joins, and where links are down.
-func (p *page) joined(s Status) {
+func (p *printer) joined(s Status) {
 	if s.Topology == nil {
 		return
 	}
@@ -173,14 +198,10 @@ func (p *page) joined(s Status) {
 		sets = append(sets, "GPUs "+spans(set))
 	}
 	if len(sets) > 0 {
-		for _, line := range words("NVLink joins "+strings.Join(sets, " and "), p.Width) {
-			p.line(line)
-		}
+		p.wrapped("", "", "NVLink joins "+strings.Join(sets, " and "))
 	}
 	for _, w := range s.Topology.Weak {
-		for _, line := range words(w, p.Width) {
-			p.line(p.paint(yellow, line))
-		}
+		p.wrapped("", yellow, w)
 	}
 }
 
@@ -194,23 +215,20 @@ func stateColor(state string) string {
 	return yellow
 }
 
-func (p *page) gpu(g GPU) {
+func (p *printer) gpu(g *GPU) {
 	p.line("")
 	title := fmt.Sprintf("GPU %-2d ", g.Index)
-	facts := []string{g.Model, amount(g.MemoryMiB), g.Mode}
-	if g.Mode == "" {
-		facts[2] = "no partition"
-	}
+	mode := cmp.Or(g.Mode, "no partition")
 	if g.MIG != nil && g.MIG.OnDemand {
-		facts[2] += " on demand"
+		mode += " on demand"
 	}
 	health, color := g.Health, green
 	if g.Health != Healthy {
 		color = red
 	}
-	text := strings.Join(compact(facts), "  ")
-	p.line(p.paint(bold, title) + p.fit(text, p.Width-len(title)-2-len(health)) + "  " + p.paint(color, health))
-	p.line(indent + p.paint(faint, p.fit(strings.Join(compact([]string{g.UUID, g.Resource}), "  "), p.Width-len(indent))))
+	facts := join("  ", g.Model, amount(g.MemoryMiB), mode)
+	p.line(p.paint(bold, title) + p.fit(facts, p.Width-len(title)-2-len(health)) + "  " + p.paint(color, health))
+	p.line(indent + p.paint(faint, p.fit(join("  ", g.UUID, g.Resource), p.Width-len(indent))))
 	if g.Resource != "" && (g.MIG == nil || g.Total > 0) {
 		p.use(g)
 	}
@@ -218,47 +236,46 @@ func (p *page) gpu(g GPU) {
 		p.mig(g)
 	}
 	reason := g.Reason
-	if g.Since != nil && !p.Now.IsZero() {
-		reason += " (" + age(p.Now.Sub(*g.Since)) + ")"
+	if at := since(g.Since, p.Now); at != "" {
+		reason += " (" + at + ")"
 	}
-	for _, line := range words(reason, p.Width-len(indent)) {
-		p.line(indent + p.paint(red, line))
-	}
+	p.wrapped(indent, red, reason)
 	if g.Blocked != "" {
-		for _, line := range words("blocked: "+g.Blocked, p.Width-len(indent)) {
-			p.line(indent + p.paint(yellow, line))
-		}
+		p.wrapped(indent, yellow, "blocked: "+g.Blocked)
 	}
 	p.holders(g)
-	if g.Intruders > 0 {
-		p.line(indent + p.paint(red, fmt.Sprintf("used by %s without a claim", count(g.Intruders, "process", "processes"))))
-	}
-	if g.Unlisted > 0 {
-		p.line(indent + p.paint(red, fmt.Sprintf("used by %s of unlisted containers", count(g.Unlisted, "process", "processes"))))
-	}
-	if g.NoPod > 0 {
-		p.line(indent + p.paint(yellow, fmt.Sprintf("used by %s of no pod", count(g.NoPod, "process", "processes"))))
+	for _, one := range []struct {
+		color string
+		n     int
+		whose string
+	}{{red, g.Intruders, "without a claim"}, {red, g.Unlisted, "of unlisted containers"}, {yellow, g.NoPod, "of no pod"}} {
+		if one.n > 0 {
+			p.line(indent + p.paint(one.color, "used by "+count(one.n, "process", "processes")+" "+one.whose))
+		}
 	}
 }
 
 // watchdog says what is not as it should be: nothing while it is at work and
 // has had nothing to do.
-func (p *page) watchdog(w Watchdog) {
-	text := ""
-	switch {
-	case w.State == WatchdogOff:
-		text = "watchdog off: " + w.Reason
-	case w.Kills > 0 || w.Intruders > 0:
-		text = fmt.Sprintf("watchdog: %s ended, %s found", count(int(w.Kills), "container", "containers"), count(int(w.Intruders), "intruder", "intruders"))
+func (p *printer) watchdog(w Watchdog) {
+	if w.State == WatchdogOff {
+		p.wrapped("", yellow, "watchdog off: "+w.Reason)
+	} else if text := ended(w); text != "" {
+		p.wrapped("", yellow, "watchdog: "+text)
 	}
-	for _, line := range words(text, p.Width) {
-		p.line(p.paint(yellow, line))
+}
+
+// ended is what the watchdog has done; empty where that is nothing.
+func ended(w Watchdog) string {
+	if w.Kills == 0 && w.Intruders == 0 {
+		return ""
 	}
+	return count(w.Kills, "container", "containers") + " ended, " + count(w.Intruders, "intruder", "intruders") + " found"
 }
 
 // containers draws a table: what each may use, uses, and has used, in GiB. What
 // is not known is a dash.
-func (p *page) containers(s Status) {
+func (p *printer) containers(s Status) {
 	list := s.Containers
 	if len(list) == 0 {
 		return
@@ -274,47 +291,34 @@ func (p *page) containers(s Status) {
 	}
 	rows := [][]string{{"memory in GiB", "GPU", "cap", "used", "peak", "refused", "held by"}}
 	for _, c := range list {
-		name := "(not yet named by the kubelet)"
-		if c.Pod != "" {
-			name = c.Namespace + "/" + c.Pod + "/" + c.Container
-		}
 		limit, refused := "whole", "-"
 		if instances[[4]string{c.GPU, c.Namespace, c.Pod, c.Container}] {
 			limit = "MIG"
 		}
 		if c.CapMiB != nil {
-			limit, refused = gib(c.CapMiB), strconv.FormatUint(min(c.Refusals, 1e6), 10)
-			if c.Refusals > 1e6 {
-				refused += "+"
-			}
+			limit, refused = gib(c.CapMiB), c.refused()
 		}
 		peak := &c.PeakMiB
 		if !c.HasPeak() {
 			peak = nil
 		}
-		rows = append(rows, []string{name, strconv.Itoa(c.Index), limit, gib(c.UsedMiB), gib(peak), refused, c.Guarantee})
+		rows = append(rows, []string{who(c.Namespace, c.Pod, c.Container), strconv.Itoa(c.Index), limit, gib(c.UsedMiB), gib(peak), refused, c.Guarantee})
 	}
-	widths := make([]int, len(rows[0]))
-	rest := 0
-	for column := range widths {
-		for _, row := range rows {
-			widths[column] = max(widths[column], utf8.RuneCountInString(row[column]))
-		}
-		if column > 0 {
-			rest += 2 + widths[column]
-		}
+	widths := widths(rows)
+	room := p.Width
+	for _, w := range widths[1:] {
+		room -= 2 + w
 	}
-	widths[0] = max(min(widths[0], p.Width-rest), 8)
+	widths[0] = max(min(widths[0], room), 8)
 	p.line("")
 	for i, row := range rows {
-		name := p.fit(row[0], widths[0])
-		line := name + strings.Repeat(" ", widths[0]-utf8.RuneCountInString(name))
+		line := p.pad("", row[0], widths[0])
 		for column, cell := range row[1:6] {
-			line += "  " + strings.Repeat(" ", widths[column+1]-utf8.RuneCountInString(cell))
-			if over := i > 0 && column == 2 && list[i-1].over(); over {
-				cell = p.paint(red, cell)
+			color := ""
+			if i > 0 && column == 2 && list[i-1].over() {
+				color = red
 			}
-			line += cell
+			line += "  " + p.pad(color, cell, -widths[column+1])
 		}
 		line += "  " + row[6]
 		if i == 0 {
@@ -327,6 +331,22 @@ func (p *page) containers(s Status) {
 // over tells whether a container is known to use more than its cap.
 func (c Container) over() bool {
 	return c.CapMiB != nil && c.UsedMiB != nil && *c.UsedMiB > *c.CapMiB
+}
+
+// refused is the number of refusals, as far as anybody would believe it.
+func (c Container) refused() string {
+	if c.Refusals > 1e6 {
+		return "1000000+"
+	}
+	return strconv.FormatUint(c.Refusals, 10)
+}
+
+// who names a container.
+func who(namespace, pod, container string) string {
+	if pod == "" {
+		return "(not yet named by the kubelet)"
+	}
+	return namespace + "/" + pod + "/" + container
 }
 
 // gib writes MiB as GiB. Counters are a container's word and may be any number:
@@ -342,15 +362,15 @@ func gib(mib *uint64) string {
 	return strconv.FormatFloat(float64(*mib)/1024, 'f', 1, 64)
 }
 
-func count(n int, one, many string) string {
+func count[N int | uint64](n N, one, many string) string {
 	if n == 1 {
 		return "1 " + one
 	}
-	return strconv.Itoa(n) + " " + many
+	return fmt.Sprint(n, " ", many)
 }
 
 // use draws the bar and says in figures what it shows.
-func (p *page) use(g GPU) {
+func (p *printer) use(g *GPU) {
 	const cells = 24
 	used := share(g.Used, g.Total, cells)
 	bad := min(share(g.Unhealthy, g.Total, cells), cells-used)
@@ -378,55 +398,47 @@ func share(part, whole, cells int) int {
 	return min(max((part*cells+whole/2)/whole, 1), cells-1)
 }
 
-func (p *page) holders(g GPU) {
-	g.Holders = g.Others()
-	if len(g.Holders) == 0 {
+func (p *printer) holders(g *GPU) {
+	list := g.Others()
+	if len(list) == 0 {
 		return
 	}
-	names := make([]string, len(g.Holders))
-	units := make([]string, len(g.Holders))
-	nameWidth, unitWidth, ageWidth := 0, 0, 0
-	ages := make([]string, len(g.Holders))
-	for i, h := range g.Holders {
-		names[i] = "(not yet named by the kubelet)"
-		if h.Pod != "" {
-			names[i] = h.Namespace + "/" + h.Pod + "/" + h.Container
-		}
-		units[i] = measure(g, h.Units) + unitName(g, h.Units)
-		if h.Resource != g.Resource {
-			// From before the GPU's mode changed: its units are not this mode's.
-			units[i] = strconv.Itoa(h.Units) + " " + h.Resource[strings.LastIndexByte(h.Resource, '/')+1:]
-		}
-		if h.Since != nil && !p.Now.IsZero() {
-			ages[i] = age(p.Now.Sub(*h.Since))
-		}
-		nameWidth = max(nameWidth, utf8.RuneCountInString(names[i]))
-		unitWidth = max(unitWidth, utf8.RuneCountInString(units[i]))
-		ageWidth = max(ageWidth, len(ages[i]))
+	rows := make([][]string, len(list))
+	for i := range list {
+		h := &list[i]
+		rows[i] = []string{who(h.Namespace, h.Pod, h.Container), h.units(g), since(h.Since, p.Now)}
 	}
-	room := p.Width - len(indent) - 2 - unitWidth
-	if ageWidth > 0 {
-		room -= 2 + ageWidth
+	widths := widths(rows)
+	room := p.Width - len(indent)
+	for _, w := range widths[1:] {
+		if w > 0 {
+			room -= 2 + w
+		}
 	}
-	nameWidth = min(nameWidth, room)
-	for i := range g.Holders {
-		name := p.fit(names[i], nameWidth)
-		line := indent + name + strings.Repeat(" ", nameWidth-utf8.RuneCountInString(name)) +
-			"  " + strings.Repeat(" ", unitWidth-utf8.RuneCountInString(units[i])) + units[i]
-		if ages[i] != "" {
-			line += "  " + strings.Repeat(" ", ageWidth-len(ages[i])) + p.paint(faint, ages[i])
+	widths[0] = min(widths[0], room)
+	for i, row := range rows {
+		line := indent + p.pad("", row[0], widths[0]) + "  " + p.pad("", row[1], -widths[1])
+		if row[2] != "" {
+			line += "  " + p.pad(faint, row[2], -widths[2])
 		}
 		p.line(line)
-		if w := g.Holders[i].Waits; w != "" {
-			for _, more := range words("waits for the end of "+w, p.Width-len(indent)-2) {
-				p.line(indent + "  " + p.paint(yellow, more))
-			}
+		if w := list[i].Waits; w != "" {
+			p.wrapped(indent+"  ", yellow, "waits for the end of "+w)
 		}
 	}
 }
 
+// units is what a holder has of a GPU.
+func (h *Holder) units(g *GPU) string {
+	if h.Resource != g.Resource {
+		// From before the GPU's mode changed, or MIG devices: its units are not this mode's.
+		return strconv.Itoa(h.Units) + " " + h.Resource[strings.LastIndexByte(h.Resource, '/')+1:]
+	}
+	return measure(g, h.Units) + unitName(g, h.Units)
+}
+
 // unitName is what measure counts, for n of it.
-func unitName(g GPU, n int) string {
+func unitName(g *GPU, n int) string {
 	switch {
 	case g.UnitMiB > 0:
 		return " GiB"
@@ -442,7 +454,7 @@ func unitName(g GPU, n int) string {
 
 // measure writes n devices of a GPU: as GiB where a device is an amount of
 // memory, with as many digits as the unit needs.
-func measure(g GPU, n int) string {
+func measure(g *GPU, n int) string {
 	if g.UnitMiB == 0 {
 		return strconv.Itoa(n)
 	}
@@ -473,12 +485,36 @@ func age(d time.Duration) string {
 	return fmt.Sprintf("%dd", int(d.Hours()/24))
 }
 
-func compact(in []string) []string {
-	var out []string
-	for _, s := range in {
-		if s != "" {
-			out = append(out, s)
-		}
+// since is the age of what began at a time; empty where one of the two is not known.
+func since(at *time.Time, now time.Time) string {
+	if at == nil || now.IsZero() {
+		return ""
 	}
-	return out
+	return age(now.Sub(*at))
+}
+
+// join leaves out what is empty.
+func join(sep string, list ...string) string {
+	return strings.Join(slices.DeleteFunc(list, func(s string) bool { return s == "" }), sep)
+}
+
+// spans writes sorted numbers as people do: "0-3, 5".
+func spans(list []int) string {
+	var out []string
+	for i := 0; i < len(list); {
+		j := i
+		for j+1 < len(list) && list[j+1] == list[j]+1 {
+			j++
+		}
+		text := strconv.Itoa(list[i])
+		switch {
+		case j == i+1:
+			text += ", " + strconv.Itoa(list[j])
+		case j > i:
+			text += "-" + strconv.Itoa(list[j])
+		}
+		out = append(out, text)
+		i = j + 1
+	}
+	return strings.Join(out, ", ")
 }

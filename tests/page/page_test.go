@@ -224,7 +224,7 @@ func TestNames(t *testing.T) {
 			t.Errorf("there are %d of %s, want %d at least", count[role], role, least)
 		}
 	}
-	for _, want := range []string{"heading gpu-node-1", "heading Needs a look", "article GPU 3", "table Memory slots of GPU 0"} {
+	for _, want := range []string{"heading gpu-node-1", "heading Needs attention", "article GPU 3", "table Memory slices of GPU 0"} {
 		if !names[want] {
 			t.Errorf("there is no %s among %v", want, slices.Sorted(maps.Keys(names)))
 		}
