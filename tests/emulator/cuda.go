@@ -224,11 +224,13 @@ var cudaCalls = map[string]call{
 		id, r := s.Share(f.name, f.handle, f.u64())
 		return put(id, r, func(v uint64) { f.putU64(v) })
 	}},
-	"cuIpcOpenMemHandle":             openShared,
-	"cuIpcOpenMemHandle_v2":          openShared,
-	"cuMemImportFromShareableHandle": openShared,
-	"cuEmulatorUnshare":              {serve: func(s *Session, f *frame) Return { return s.CloseShared(f.name, f.u64()) }},
-	"cuMemExportToShareableHandle":   {serve: unsupported}, // the daemon has to make the descriptor
+	"cuIpcOpenMemHandle":                 openShared,
+	"cuIpcOpenMemHandle_v2":              openShared,
+	"cuMemImportFromShareableHandle":     openShared,
+	"cuMemPoolImportFromShareableHandle": openShared, // of no bytes: it stands for a pool
+	"cuMemPoolImportPointer":             openShared,
+	"cuEmulatorUnshare":                  {serve: func(s *Session, f *frame) Return { return s.CloseShared(f.name, f.u64()) }},
+	"cuMemExportToShareableHandle":       {serve: unsupported}, // the daemon has to make the descriptor
 }
 
 // serveCUDADevices lists the GPUs that the process can open, and instead of one in

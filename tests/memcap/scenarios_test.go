@@ -31,6 +31,8 @@ type scenario struct {
 	cuda []string
 	// open: the claim is under the open policy.
 	open bool
+	// unread: nobody reads the driver meanwhile, so that the count alone has to hold.
+	unread bool
 	// undo is by how many bytes the peak may be over the cap: for the moment of an
 	// undo, that is one request, and only where the driver leaves nothing better.
 	undo uint64
@@ -66,6 +68,8 @@ var scenarios = slices.Concat(poolScenarios, []scenario{
 	// scenario_exports.c
 	{name: "created-exported-and-released"},
 	{name: "registered-and-released"},
+	{name: "pool-exported-and-destroyed", unread: true,
+		todo: "the charge of a pool that was exported ends with it, and not when a reading shows the memory gone"},
 	{name: "made-in-a-locality-domain", cuda: []string{"version=13040", "strict,version=13040"}},
 	{name: "made-of-an-unknown-type", generous: "what a driver says to it is its own", check: func(o outcome) (wrong []string) {
 		for _, what := range []string{"type", "location"} {
@@ -156,7 +160,11 @@ func (r *rig) scene(t *testing.T, s scenario, key, cuda string, index int) outco
 	if s.generous == "" {
 		o.bare = r.bare(t, s, limit, env)
 	}
-	b := r.claim(t, key, []share{{gpu: index, bytes: limit}}, s.open, nil)
+	begin := r.claim
+	if s.unread {
+		begin = r.unread
+	}
+	b := begin(t, key, []share{{gpu: index, bytes: limit}}, s.open, nil)
 	defer b.close(t)
 	if err := r.m.World.ResetPeak(index); err != nil {
 		t.Fatal(err)
@@ -164,9 +172,11 @@ func (r *rig) scene(t *testing.T, s scenario, key, cuda string, index int) outco
 	k := b.tool(t, "probe", env)
 	o.fields = k.ask("ran", "scenario %s %d", s.name, s.room)
 	o.peak, o.used = r.peak(index), r.used(index)
-	b.read(t, index)
-	last, _ := b.readers[index].Last()
-	o.asks = last.Asks
+	if !s.unread {
+		b.read(t, index)
+		last, _ := b.readers[index].Last()
+		o.asks = last.Asks
+	}
 	k.quit()
 	return o
 }

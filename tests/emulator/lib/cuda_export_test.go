@@ -66,6 +66,55 @@ func TestCUDASmallMemoryHasItsOwnIPCHandle(t *testing.T) {
 	b.must("cuIpcOpenMemHandle_v2 &p 1 @ipc; cuIpcCloseMemHandle p")
 }
 
+// TestCUDAPoolsOfOtherProcesses: a pool is opened by its descriptor and its allocations
+// by what was exported of them, which hold the memory that they are part of; an imported
+// pool gives no memory of its own.
+func TestCUDAPoolsOfOtherProcesses(t *testing.T) {
+	n := start(t, emulator.Spec{Count: 1})
+	used := func() uint64 { return n.world.State().GPUs[0].UsedMiB }
+	a, b := startProbe(t, probeWith{}), startProbe(t, probeWith{})
+	for _, p := range []*probe{a, b} {
+		p.must("cuInit 0; cuCtxCreate_v2 &c 0 0; poke props 0 4 1; poke props 8 4 1; poke keep 0 8 0")
+	}
+	a.must("cuMemPoolCreate &plain &props; poke props 4 4 1; cuMemPoolCreate &pool &props; cuMemAllocFromPoolAsync &p 33554432 pool 0")
+	want(t, "to export a pool that is not for it", a.do("cuMemPoolExportToShareableHandle &out plain 1 0"), cudaInvalid)
+	want(t, "to export of a pool that nobody can have", a.do("cuMemPoolExportPointer &data p"), cudaInvalid)
+	a.must("cuMemPoolExportToShareableHandle &out pool 1 0; cuMemPoolExportPointer &data p; cuMemAllocAsync &q 4096 0")
+	want(t, "to export of another pool", a.do("cuMemPoolExportPointer &data q"), cudaInvalid)
+	a.must("cuMemFreeAsync q 0; cuCtxSynchronize")
+	want(t, "MiB of both", used(), 632)
+
+	b.must(fmt.Sprintf("take %d %d; cuMemPoolImportFromShareableHandle &pool fd 1 0", a.pid, int32(a.vars["out"])))
+	want(t, "memory by the descriptor of a pool", b.do("cuMemImportFromShareableHandle &h fd 1"), cudaInvalid)
+	b.must("close fd")
+	want(t, "to allocate from an imported pool", b.do("cuMemAllocFromPoolAsync &p 4096 pool 0"), cudaInvalid)
+	want(t, "to make it the current one", b.do("cuDeviceSetMemPool 0 pool"), cudaInvalid)
+	copyBytes(t, a, b, "data", 64)
+	b.must("cuMemPoolImportPointer &p pool &data; cuMemPoolImportPointer &q pool &data; cuMemPoolGetAttribute pool 7 &used")
+	// "resource usage stat attribute queries only reflect the allocations imported into the process"
+	want(t, "bytes used of an imported pool", b.vars["used"], uint64(2*33554432))
+	want(t, "MiB with two imports", used(), 632)
+	b.must("cuMemFreeAsync q 0")
+
+	// Freed and destroyed by its owner, it is there as long as anybody has it open.
+	a.must("cuMemFreeAsync p 0; cuStreamSynchronize 0; cuMemPoolDestroy pool; close out")
+	want(t, "MiB of an import", used(), 632)
+	b.must("cuMemPoolDestroy pool")
+	want(t, "of a destroyed pool", b.do("cuMemPoolImportPointer &q pool &data"), cudaInvalid)
+	b.must("cuMemFree_v2 p")
+	want(t, "MiB without it", used(), 600)
+
+	// The same with an exporter that dies.
+	a.must("cuMemPoolCreate &pool &props; cuMemAllocFromPoolAsync &p 33554432 pool 0; cuMemPoolExportToShareableHandle &out pool 1 0; cuMemPoolExportPointer &data p")
+	b.must(fmt.Sprintf("take %d %d; cuMemPoolImportFromShareableHandle &pool fd 1 0", a.pid, int32(a.vars["out"])))
+	copyBytes(t, a, b, "data", 64)
+	b.must("cuMemPoolImportPointer &p pool &data")
+	a.kill()
+	eventually(t, "the exporter is dead", func() bool { return used() == 332 })
+	b.must("cuMemFree_v2 p; cuMemPoolDestroy pool")
+	want(t, "MiB", used(), 300)
+}
+
 // TestCUDASparseArrays: memory that is mapped into a sparse array lives as long as
 // it is mapped there, whatever became of its handle.
 func TestCUDASparseArrays(t *testing.T) {

@@ -65,7 +65,9 @@
 // driver raise the limit, one named malloc_… or printf_… uses what it is named for.
 // Modules take what their image says, when CUDA_MODULE_LOADING or a switch says
 // (cuda_module.c). Memory that was exported is there until the last descriptor is
-// closed, in whatever process, and memory of a sparse array until it is unmapped.
+// closed, in whatever process, and memory of a sparse array until it is unmapped. A pool
+// that is for other processes can be opened by them, and its allocations, each of which
+// then holds the piece that it is part of (cuda_pool_ipc.c).
 //
 // A build is named by the hash of all that goes into it, so that it costs
 // nothing when nothing has changed.

@@ -89,6 +89,7 @@ static CUresult end_life(const char *call, struct context *c)
     if (c->primary) /* what pools keep goes with it */
         bytes += pools_empty(c->device) + graph_empty(c->device);
     unlock();
+    pools_let_go();
     return charge(call, d, -(int64_t)bytes);
 }
 

@@ -273,6 +273,11 @@ struct segment *heap_remap(struct heap *h, uint64_t size, usable *may, void *arg
 bool heap_fits(struct heap *h, uint64_t size, usable *may, void *arg, bool remap);
 /* segment_over is when the last use is over of what a segment was before. */
 uint64_t segment_over(const struct segment *s);
+/* segment_shared is the world's number for the memory that a segment is part of, which
+ * has so many bytes; 0: it has none. segment_share gives it one: from then on that memory
+ * stays as long as the pool. */
+uint64_t segment_shared(const struct segment *s, uint64_t *size);
+void segment_share(struct heap *h, struct segment *s, uint64_t id);
 /* heap_free gives back what was freed at a moment; NULL: nothing uses it any more. */
 void heap_free(struct heap *h, struct segment *s, const struct moment *m);
 /* heap_settle makes freed memory free. */
@@ -281,6 +286,7 @@ void heap_settle(struct heap *h, usable *may, void *arg);
 uint64_t heap_shrink(struct heap *h, uint64_t keep);
 struct amounts {
     uint64_t reserved, live, freed; /* bytes: of all pieces, allocated, freed but not free */
+    uint64_t shared;                /* of pieces of which something was exported */
     uint64_t oldest;                /* tick of the freed; UINT64_MAX if there are none */
 };
 struct amounts heap_amounts(const struct heap *h);
@@ -303,6 +309,7 @@ bool pools_begin(void);
 struct pool *pool_new(const CUmemPoolProps *props, const struct property *of, bool is_default);
 struct pool *pool_find(CUmemoryPool handle);
 const CUmemPoolProps *pool_props(const struct pool *p);
+bool pool_imported(const struct pool *p);
 /* pools_observe is what a synchronisation that has ended does to the pools: the
  * frees that it covers are over, and pools give back what is beyond their
  * thresholds on a device. */
@@ -317,6 +324,14 @@ CUresult pool_fits(CUmemoryPool handle, uint64_t size, CUstream s, uint64_t left
 /* pool_free ends an allocation, at a moment or at once (NULL). It takes the lock
  * held and gives it up. */
 CUresult pool_free(const char *call, struct range *r, const struct moment *m);
+
+/* --- cuda_pool_ipc.c */
+/* let_go_later is for what is shared and not held any more, if it is anything; the lock is
+ * held. pools_let_go tells the world of it; the lock is free. */
+void let_go_later(uint64_t shared);
+void pools_let_go(void);
+/* pool_close ends an imported allocation. It takes the lock held and gives it up. */
+CUresult pool_close(const char *call, struct range *r);
 
 /* --- cuda_stream.c */
 

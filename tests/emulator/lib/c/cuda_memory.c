@@ -142,6 +142,8 @@ static CUresult release(const char *call, CUdeviceptr at)
         return drop_unlock(call, r);
     if (r && r->kind == RANGE_POOL)
         return pool_free(call, r, NULL); /* "the driver assumes that all accesses to the allocation are complete" */
+    if (r && r->kind == RANGE_IMPORTED && r->owner)
+        return pool_close(call, r);
     if (r && r->kind == RANGE_GRAPH)
         return graph_memory_free(r, NULL); /* "immediately upon the freeing call to cudaFree()" */
     unlock();

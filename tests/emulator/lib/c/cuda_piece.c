@@ -18,7 +18,7 @@
 #include "cuda_internal.h"
 
 struct piece {
-    uint64_t size, grain;
+    uint64_t size, grain, shared; /* shared: the world's number for it, once something of it was exported */
     uint32_t segments; /* that are left of it */
 };
 
@@ -57,8 +57,10 @@ static struct segment *segment_new(void)
 /* segment_end ends one that is in no list. */
 static void segment_end(struct segment *s)
 {
-    if (!--s->piece->segments)
+    if (!--s->piece->segments) {
+        let_go_later(s->piece->shared);
         free(s->piece);
+    }
     s->next = spare;
     spare = s;
 }
@@ -343,9 +345,23 @@ static bool take_away(struct heap *h, struct segment *s, uint64_t from, uint64_t
  * an offset. */
 static uint64_t whole(const struct segment *s, uint64_t grain, uint64_t *from)
 {
+    if (s->piece->shared) /* as a whole, with its pool */
+        return 0;
     *from = round_up(s->offset, grain);
     uint64_t to = (s->offset + s->size) / grain * grain;
     return to > *from ? (to - *from) / grain : 0;
+}
+
+uint64_t segment_shared(const struct segment *s, uint64_t *size)
+{
+    *size = s->piece->size;
+    return s->piece->shared;
+}
+
+void segment_share(struct heap *h, struct segment *s, uint64_t id)
+{
+    s->piece->shared = id;
+    h->amounts.shared += s->piece->size;
 }
 
 uint64_t heap_shrink(struct heap *h, uint64_t keep)

@@ -20,19 +20,8 @@
 #include <sched.h>
 #include <string.h>
 
-#include "cuda_internal.h"
+#include "cuda_pool.h"
 #include "cuda_switch.h"
-
-struct pool {
-    int device;
-    bool is_default, doomed, on_host; /* doomed: destroyed, but for what is outstanding; on_host: nothing is charged */
-    int reuse[3];
-    uint64_t threshold, reserved_high, used_high;
-    struct heap *heap;
-    struct pool *next;
-    CUmemPoolProps props;
-};
-_Static_assert(sizeof(struct pool) <= OBJECT_ROOM, "a pool is an object");
 
 enum { FOLLOW_EVENTS, OPPORTUNISTIC, INTERNAL }; /* of reuse */
 
@@ -103,7 +92,7 @@ static void notice(struct pool *p)
  * releasing physical blocks back to the OS" (IPC Export Pool Limitations). */
 static bool keeps(const struct pool *p) { return p->props.handleTypes && switches.ipc_pools == IPC_POOLS_KEPT && !p->doomed; }
 
-/* The world is told, outside the lock, of the bytes that these return (settle). Until
+/* The world is told, outside the lock, of the bytes that these return (pool_settle). Until
  * it has been, nobody may hear that they are reserved no more. */
 static _Atomic uint64_t leaving[MAX_DEVICES];
 
@@ -116,30 +105,32 @@ static uint64_t shrink(struct pool *p, uint64_t keep)
     return bytes;
 }
 
-/* leave ends a pool that was destroyed when nothing is outstanding: "the resources
+/* pool_leave ends a pool that was destroyed when nothing is outstanding: "the resources
  * associated with the pool will be released automatically once there are no more
  * outstanding allocations" (cuMemPoolDestroy). */
-static uint64_t leave(struct pool *p)
+uint64_t pool_leave(struct pool *p)
 {
     if (!p->doomed)
         return 0;
     heap_settle(p->heap, over, NULL);
     struct amounts is = heap_amounts(p->heap);
-    if (is.live || is.freed)
+    if (is.live || is.freed || p->imports)
         return 0;
     struct pool **at = &pools;
     while (*at != p)
         at = &(*at)->next;
     *at = p->next;
-    uint64_t bytes = p->on_host ? 0 : is.reserved;
+    uint64_t bytes = p->on_host ? 0 : is.reserved - is.shared;
     atomic_fetch_add(&leaving[p->device], bytes);
     heap_end(p->heap);
+    let_go_later(p->shared);
     object_free(p);
     return bytes;
 }
 
-static CUresult settle(const char *call, int device, uint64_t bytes)
+CUresult pool_settle(const char *call, int device, uint64_t bytes)
 {
+    pools_let_go();
     CUresult r = charge(call, &devices[device], -(int64_t)bytes);
     atomic_fetch_sub(&leaving[device], bytes);
     return r;
@@ -153,7 +144,7 @@ uint64_t pools_empty(int device)
         if (p->device != device)
             continue;
         heap_settle(p->heap, over, NULL);
-        bytes += p->doomed ? leave(p) : shrink(p, 0);
+        bytes += p->doomed ? pool_leave(p) : shrink(p, 0);
     }
     atomic_fetch_sub(&leaving[device], bytes); /* the caller tells the world with other things */
     return bytes;
@@ -184,14 +175,14 @@ CUresult pools_observe(const char *call, int device, usable *covered, void *arg)
         heap_settle(p->heap, covered, arg);
         notice(p);
         if (p->doomed)
-            bytes[at] += leave(p);
+            bytes[at] += pool_leave(p);
         else if (at == device && switches.shrink == SHRINK_SYNCHRONIZE)
             bytes[at] += shrink(p, p->threshold);
     }
     unlock();
     CUresult result = CUDA_SUCCESS;
     for (int i = 0; i < device_count; i++) {
-        CUresult r = settle(call, i, bytes[i]);
+        CUresult r = pool_settle(call, i, bytes[i]);
         result = r == CUDA_SUCCESS ? result : r;
     }
     return result;
@@ -356,7 +347,7 @@ static CUresult from_pool(const char *call, CUdeviceptr *out, size_t size, CUmem
 {
     TRY(ready());
     struct pool *p = pool_get(handle);
-    MUST(p);
+    MUST(p && !p->imported); /* "Allocating from an import pool is not allowed" */
     return pool_alloc(call, out, size, p, s);
 }
 
@@ -376,9 +367,10 @@ CUresult pool_free(const char *call, struct range *r, const struct moment *m)
     int device = p->device;
     heap_free(p->heap, r->segment, m);
     range_give(r);
-    uint64_t bytes = leave(p);
+    uint64_t bytes = pool_leave(p);
     unlock();
-    return bytes ? settle(call, device, bytes) : CUDA_SUCCESS;
+    pools_let_go();
+    return bytes ? pool_settle(call, device, bytes) : CUDA_SUCCESS;
 }
 
 static CUresult free_async(const char *call, CUdeviceptr at, CUstream s)
@@ -402,6 +394,8 @@ static CUresult free_async(const char *call, CUdeviceptr at, CUstream s)
         struct moment m = lane_moment(l, c);
         return graph_memory_free(r, &m);
     }
+    if (r && r->kind == RANGE_IMPORTED && r->owner)
+        return pool_close(call, r);
     if (r && r->kind == RANGE_DEVICE)
         return drop_unlock(call, r);
     unlock();
@@ -423,9 +417,9 @@ API CUresult cuMemPoolDestroy(CUmemoryPool handle)
     property_forget(p);
     p->doomed = true;
     uint64_t bytes = shrink(p, 0);
-    bytes += leave(p);
+    bytes += pool_leave(p);
     unlock();
-    return settle("cuMemPoolDestroy", device, bytes);
+    return pool_settle("cuMemPoolDestroy", device, bytes);
 }
 
 /* "Allocations that have been asynchronously freed but whose completion has not been
@@ -441,7 +435,7 @@ API CUresult cuMemPoolTrimTo(CUmemoryPool handle, size_t keep)
         heap_settle(p->heap, over, NULL);
     uint64_t bytes = shrink(p, keep);
     unlock();
-    return settle("cuMemPoolTrimTo", device, bytes);
+    return pool_settle("cuMemPoolTrimTo", device, bytes);
 }
 
 /* "Querying the cudaMemPoolAttrUsedMemCurrent of a pool returns the total size of all
@@ -450,7 +444,7 @@ API CUresult cuMemPoolTrimTo(CUmemoryPool handle, size_t keep)
 static uint64_t used(const struct pool *p)
 {
     struct amounts is = heap_amounts(p->heap);
-    return is.live + (switches.used == USED_PENDING ? is.freed : 0);
+    return p->opened + is.live + (switches.used == USED_PENDING ? is.freed : 0);
 }
 
 API CUresult cuMemPoolGetAttribute(CUmemoryPool handle, int attribute, void *value)
@@ -472,7 +466,7 @@ API CUresult cuMemPoolGetAttribute(CUmemoryPool handle, int attribute, void *val
     }
     switch (attribute) {
     case CU_MEMPOOL_ATTR_RELEASE_THRESHOLD: *wide = p->threshold; break;
-    case CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT: *wide = heap_amounts(p->heap).reserved; break;
+    case CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT: *wide = p->imported ? p->opened : heap_amounts(p->heap).reserved; break;
     case CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH: *wide = p->reserved_high; break;
     case CU_MEMPOOL_ATTR_USED_MEM_CURRENT: *wide = used(p); break;
     case CU_MEMPOOL_ATTR_USED_MEM_HIGH: *wide = max(p->used_high, used(p)); break;

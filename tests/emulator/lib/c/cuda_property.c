@@ -175,7 +175,7 @@ static CUresult pool_set(int type, const CUmemLocation *location, CUmemoryPool h
     lock();
     struct pool *p = pool_find(handle);
     const CUmemPoolProps *has = p ? pool_props(p) : NULL;
-    bool ok = p && has->allocType == type && has->location.type == of.location.type && has->location.id == of.location.id;
+    bool ok = p && !pool_imported(p) && has->allocType == type && has->location.type == of.location.type && has->location.id == of.location.id;
     struct place *at = ok && !is_device(type, &of.location) ? place_of(type, &of) : NULL;
     if (ok && is_device(type, &of.location))
         devices[of.device].pool = p;

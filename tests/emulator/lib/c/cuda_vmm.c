@@ -338,6 +338,10 @@ API CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *out, v
     if (recv(fd, &said, sizeof said, MSG_PEEK | MSG_DONTWAIT) != sizeof said || memcmp(said.mark, "cuShared", 8) != 0)
         return CUDA_ERROR_INVALID_VALUE;
     TRY(open_shared("cuMemImportFromShareableHandle", said.id, &device, &size));
+    if (!size) { /* a pool's */
+        close_shared(said.id);
+        return CUDA_ERROR_INVALID_VALUE;
+    }
     lock();
     struct memory *m = object_new(MEMORY);
     if (m)

@@ -78,7 +78,7 @@ typedef struct {
 
 typedef struct {
     char reserved[64];
-} CUipcMemHandle;
+} CUipcMemHandle, CUmemPoolPtrExportData;
 
 typedef struct {
     int type, requestedHandleTypes;
@@ -189,6 +189,10 @@ _Static_assert(sizeof(CUDA_ARRAY3D_DESCRIPTOR) == 40, "CUDA_ARRAY3D_DESCRIPTOR")
     F(cuMemPoolSetAttribute, "cuMemPoolSetAttribute", 11020, 0, (CUmemoryPool, int attribute, void *value)) \
     F(cuMemPoolGetAttribute, "cuMemPoolGetAttribute", 11020, 0, (CUmemoryPool, int attribute, void *value)) \
     F(cuMemPoolTrimTo, "cuMemPoolTrimTo", 11020, 0, (CUmemoryPool, size_t keep)) \
+    F(cuMemPoolExportToShareableHandle, "cuMemPoolExportToShareableHandle", 11020, 0, (void *out, CUmemoryPool, int type, unsigned long long flags)) \
+    F(cuMemPoolImportFromShareableHandle, "cuMemPoolImportFromShareableHandle", 11020, 0, (CUmemoryPool *, void *os_handle, int type, unsigned long long flags)) \
+    F(cuMemPoolExportPointer, "cuMemPoolExportPointer", 11020, 0, (CUmemPoolPtrExportData *, CUdeviceptr)) \
+    F(cuMemPoolImportPointer, "cuMemPoolImportPointer", 11020, 0, (CUdeviceptr *, CUmemoryPool, CUmemPoolPtrExportData *)) \
     F(cuMemGetDefaultMemPool, "cuMemGetDefaultMemPool", 13000, 0, (CUmemoryPool *, CUmemLocation *, int type)) \
     F(cuMemGetAllocationGranularity, "cuMemGetAllocationGranularity", 10020, 0, (size_t *, const CUmemAllocationProp *, int option)) \
     F(cuMemCreate, "cuMemCreate", 10020, 0, (CUmemGenericAllocationHandle *, size_t bytes, const CUmemAllocationProp *, unsigned long long flags)) \

@@ -49,6 +49,36 @@ static void registered_and_released(struct scene *s)
     }
 }
 
+/* An allocation of a pool is opened by others, and freed and its pool destroyed all the
+ * same: the memory is there as long as it is open. */
+static void pool_exported_and_destroyed(struct scene *s)
+{
+    CUmemPoolProps props = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED, .handleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+                            .location = {CU_MEM_LOCATION_TYPE_DEVICE, s->seat.device}};
+    uint64_t bytes = s->room / 8;
+    for (int i = 0; i < 32 && !s->failure[0]; i++) {
+        CUmemoryPool pool, theirs;
+        CUmemPoolPtrExportData data;
+        CUdeviceptr at, open;
+        int fd;
+        if (!MUST(s, s->cu->cuMemPoolCreate(&pool, &props)))
+            return;
+        if (!ASK(s, bytes, s->cu->cuMemAllocFromPoolAsync(&at, bytes, pool, s->seat.stream))) {
+            MUST(s, s->cu->cuMemPoolDestroy(pool));
+            continue;
+        }
+        if (!MUST(s, s->cu->cuMemPoolExportToShareableHandle(&fd, pool, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0)))
+            return;
+        MUST(s, s->cu->cuMemPoolImportFromShareableHandle(&theirs, (void *)(intptr_t)fd, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
+        close(fd);
+        MUST(s, s->cu->cuMemPoolExportPointer(&data, at));
+        MUST(s, s->cu->cuMemPoolImportPointer(&open, theirs, &data));
+        MUST(s, s->cu->cuMemFreeAsync(at, s->seat.stream));
+        MUST(s, s->cu->cuStreamSynchronize(s->seat.stream));
+        MUST(s, s->cu->cuMemPoolDestroy(pool));
+    }
+}
+
 /* The locality domains of a GPU (CUDA 13.4) are parts of its memory. */
 static void made_in_a_locality_domain(struct scene *s)
 {
@@ -77,6 +107,7 @@ static void made_of_an_unknown_type(struct scene *s)
 const struct scenario export_scenarios[] = {
     {"created-exported-and-released", created_exported_and_released, 0},
     {"registered-and-released", registered_and_released, 0},
+    {"pool-exported-and-destroyed", pool_exported_and_destroyed, 0},
     {"made-in-a-locality-domain", made_in_a_locality_domain, 0},
     {"made-of-an-unknown-type", made_of_an_unknown_type, 0},
     {0},
