@@ -41,6 +41,10 @@
 //     figures of a container are the least it has, and may convict it alone.
 //   - A tolerance covers what nobody can foresee to the byte.
 //   - A cap that changed begins a new doubt.
+//   - Containers that share a claim have its cap together, and their sum is judged.
+//     One of them is named: the one with the most memory, as the kernel's OOM killer
+//     does in a cgroup, and of equals the one that came last. What the others have is
+//     judged anew when it is gone.
 //   - Only containers of which everything is known are judged. Processes of no
 //     pod never are.
 //   - An intruder, a container on a GPU of which it holds nothing, is one only

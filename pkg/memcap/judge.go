@@ -83,6 +83,10 @@ type Holding struct {
 	Container string
 	GPU       gpu.UUID
 	Cap       uint64 // bytes; None: all of it
+	// Claim names what the cap is of: containers with the same one have it together,
+	// and a container has no other holding on that GPU then. Empty: it is the
+	// container's own.
+	Claim string
 }
 
 // Kind says what is wrong.
@@ -90,7 +94,8 @@ type Kind string
 
 // Kinds of verdicts.
 const (
-	// Over: a container has more than its cap and the tolerance.
+	// Over: a container, or all those that share its claim together, have more than
+	// the cap and the tolerance.
 	Over Kind = "over"
 	// Intruder: a container is on a GPU of which it holds nothing.
 	Intruder Kind = "intruder"
@@ -102,8 +107,9 @@ type Verdict struct {
 	Container string
 	GPU       gpu.UUID
 	// Cap and Limit, which is the cap and the tolerance, are in bytes, and 0
-	// for an intruder. Used is what is known, in bytes, so at least that.
-	Cap, Limit, Used uint64
+	// for an intruder. Used is what is known, in bytes, so at least that: of all that
+	// share the claim, of which the container itself has Own.
+	Cap, Limit, Used, Own uint64
 	// First is when the offence was first seen, and Told how often a verdict
 	// on it was given before: 0 makes it news, more that it was not ended yet.
 	First time.Time
@@ -133,7 +139,8 @@ func (v Verdict) Stands(same func(Process) bool) bool {
 }
 
 // Judge turns samples into verdicts. It remembers doubts, no more than one for
-// each container in the last sample of a GPU. It is safe for several goroutines.
+// each party in the last sample of a GPU: a container, or those that share a claim.
+// It is safe for several goroutines.
 type Judge struct {
 	policy Policy
 
@@ -147,13 +154,14 @@ type card struct {
 	// listed has the PIDs of the last sample, each with the tick of the sample
 	// with which its row of samples without a gap began.
 	listed map[int]uint64
-	doubts map[string]*doubt // by container
+	doubts map[party]*doubt
 }
 
 // doubt is an offence that waits for its confirmation, or for its end.
 type doubt struct {
 	kind            Kind
 	cap             uint64
+	named           string // the container of the verdicts that were given
 	first           time.Time
 	counted, seen   time.Time // of the last sample that counted, and that showed it
 	confirmed, told int
@@ -175,29 +183,32 @@ func (j *Judge) Judge(s Sample, holdings []Holding, known func(container string)
 	defer j.mu.Unlock()
 	c := j.gpus[s.GPU]
 	if c == nil || s.At.Before(c.at) {
-		c = &card{doubts: map[string]*doubt{}}
+		c = &card{doubts: map[party]*doubt{}}
 		j.gpus[s.GPU] = c
 	}
 	c.at = s.At
 
-	parties := c.parties(s)
-	doubts := make(map[string]*doubt, len(parties))
+	uses := c.uses(s, claims(s.GPU, holdings), known)
+	doubts := make(map[party]*doubt, len(uses))
 	var verdicts []Verdict
-	for i := range parties {
-		p := &parties[i]
-		d := c.doubts[p.container]
-		if d != nil && s.At.Sub(d.seen) > j.policy.Memory {
-			d = nil
+	for i := range uses {
+		u := &uses[i]
+		d := c.doubts[u.party]
+		if d != nil && (s.At.Sub(d.seen) > j.policy.Memory || d.named != "" && !u.has(d.named)) {
+			d = nil // the one that it named is gone: what the others have is judged anew
 		}
-		if known(p.container) {
-			d = j.doubt(d, s, p, holdings)
+		if known(u.container()) {
+			d = j.doubt(d, s, u, holdings)
 		}
 		if d == nil {
 			continue
 		}
-		doubts[p.container] = d
+		doubts[u.party] = d
 		if d.seen.Equal(s.At) && d.confirmed >= j.policy.Confirm && (d.kind == Over || s.At.Sub(d.first) >= j.policy.Grace) {
-			v := Verdict{Kind: d.kind, Container: p.container, GPU: s.GPU, Used: p.used, First: d.first, Told: d.told, Processes: p.evidence}
+			if d.named == "" {
+				d.named = u.most()
+			}
+			v := Verdict{Kind: d.kind, Container: d.named, GPU: s.GPU, Used: u.used, Own: u.of(d.named), First: d.first, Told: d.told, Processes: u.evidence}
 			if d.kind == Over {
 				v.Cap, v.Limit = d.cap, j.policy.Limit(d.cap)
 			}
@@ -206,15 +217,26 @@ func (j *Judge) Judge(s Sample, holdings []Holding, known func(container string)
 		}
 	}
 	c.doubts = doubts
+	slices.SortFunc(verdicts, func(a, b Verdict) int { return cmp.Compare(a.Container, b.Container) })
 	return verdicts
 }
 
-// doubt returns what to think of a container from this sample on, nil for
-// nothing.
-func (j *Judge) doubt(d *doubt, s Sample, p *party, holdings []Holding) *doubt {
+// claims are the claims of the containers that share one, by container.
+func claims(u gpu.UUID, holdings []Holding) map[string]string {
+	out := map[string]string{}
+	for _, h := range holdings {
+		if h.GPU == u && h.Claim != "" {
+			out[h.Container] = h.Claim
+		}
+	}
+	return out
+}
+
+// doubt returns what to think of a party from this sample on, nil for nothing.
+func (j *Judge) doubt(d *doubt, s Sample, u *use, holdings []Holding) *doubt {
 	limit, holds := uint64(0), false
 	for _, h := range holdings {
-		if h.GPU == s.GPU && h.Container == p.container {
+		if h.GPU == s.GPU && h.Container == u.container() {
 			limit, holds = plus(limit, h.Cap), true
 		}
 	}
@@ -226,9 +248,9 @@ func (j *Judge) doubt(d *doubt, s Sample, p *party, holdings []Holding) *doubt {
 		d = nil // of another offence than this one could be
 	}
 	switch {
-	case holds && p.used > j.policy.Limit(limit):
-	case !holds && !s.Open && len(p.evidence) > 0:
-	case p.unclear && (holds || !s.Open):
+	case holds && u.used > j.policy.Limit(limit):
+	case !holds && !s.Open && len(u.evidence) > 0:
+	case u.unclear && (holds || !s.Open):
 		return d
 	default:
 		return nil
@@ -244,17 +266,48 @@ func (j *Judge) doubt(d *doubt, s Sample, p *party, holdings []Holding) *doubt {
 	return d
 }
 
-// party is a container in a sample.
-type party struct {
-	container string
-	used      uint64 // a lower bound if unclear
-	unclear   bool
-	evidence  []Process
+// party is who answers for what is used: a container, or all of a claim.
+type party struct{ claim, container string }
+
+// use is what a party has in a sample.
+type use struct {
+	party
+	used     uint64 // a lower bound if unclear
+	unclear  bool
+	seen     []string  // its containers, sorted
+	evidence []Process // sorted
 }
 
-// parties returns the containers of a sample, sorted, and notes which PIDs are
-// listed.
-func (c *card) parties(s Sample) []party {
+// container is one of the party's: what holds for that holds for all.
+func (u *use) container() string { return u.seen[0] }
+
+func (u *use) has(container string) bool { return slices.Contains(u.seen, container) }
+
+// of returns what is known that a container has.
+func (u *use) of(container string) (bytes uint64) {
+	for _, p := range u.evidence {
+		if p.Container == container && p.Known {
+			bytes = plus(bytes, p.Bytes)
+		}
+	}
+	return bytes
+}
+
+// most is the container with the most memory, as the kernel chooses where a cgroup is
+// out of it; of those with as much the one whose latest process is the youngest.
+func (u *use) most() string {
+	youngest := map[string]uint64{}
+	for _, p := range u.evidence {
+		youngest[p.Container] = max(youngest[p.Container], p.Start)
+	}
+	return slices.MaxFunc(u.seen, func(a, b string) int {
+		return cmp.Or(cmp.Compare(u.of(a), u.of(b)), cmp.Compare(youngest[a], youngest[b]), cmp.Compare(a, b))
+	})
+}
+
+// uses returns who has how much in a sample, sorted, and notes which PIDs are listed.
+// A container of which not everything is known answers for itself alone.
+func (c *card) uses(s Sample, claims map[string]string, known func(string) bool) []use {
 	listed := make(map[int]uint64, len(s.Processes))
 	sorted := make([]Process, 0, len(s.Processes))
 	for _, p := range s.Processes {
@@ -271,26 +324,37 @@ func (c *card) parties(s Sample) []party {
 	slices.SortStableFunc(sorted, func(a, b Process) int {
 		return cmp.Or(cmp.Compare(a.Container, b.Container), comparePlaces(a, b))
 	})
-	var parties []party
+	at := map[party]int{}
+	var uses []use
 	for _, p := range sorted {
-		if len(parties) == 0 || parties[len(parties)-1].container != p.Container {
-			parties = append(parties, party{container: p.Container})
+		who := party{container: p.Container}
+		if claim := claims[p.Container]; claim != "" && known(p.Container) {
+			who = party{claim: claim}
 		}
-		last := &parties[len(parties)-1]
+		i, ok := at[who]
+		if !ok {
+			i = len(uses)
+			at[who] = i
+			uses = append(uses, use{party: who})
+		}
+		u := &uses[i]
+		if !u.has(p.Container) {
+			u.seen = append(u.seen, p.Container)
+		}
 		// A PID that was listed before this process began was listed for
 		// another, whose memory it may still be.
 		if since := listed[p.PID]; p.Start == 0 || since > 0 && p.Start > since {
-			last.unclear = true
+			u.unclear = true
 			continue
 		}
-		last.evidence = append(last.evidence, p)
+		u.evidence = append(u.evidence, p)
 		if p.Known {
-			last.used = plus(last.used, p.Bytes)
+			u.used = plus(u.used, p.Bytes)
 		} else {
-			last.unclear = true
+			u.unclear = true
 		}
 	}
-	return parties
+	return uses
 }
 
 // Offences remembers for an hour who was ended for an offence. The zero value

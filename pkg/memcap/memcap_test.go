@@ -4,6 +4,7 @@ package memcap
 
 import (
 	"encoding/binary"
+	"fmt"
 	"math"
 	"reflect"
 	"slices"
@@ -154,7 +155,7 @@ func TestJudge(t *testing.T) {
 		processes []Process
 		want      []string // kind container
 	}
-	four := []Holding{{"a", g, 4 * gib}, {"a", "GPU-2", 1}, {"b", g, 4 * gib}}
+	four := []Holding{{"a", g, 4 * gib, ""}, {"a", "GPU-2", 1, ""}, {"b", g, 4 * gib, ""}}
 	over := []Process{has(1, "a", 5*gib)}
 	under := []Process{has(1, "a", 4*gib)}
 	is := func(words ...string) []string { return words }
@@ -187,9 +188,9 @@ func TestJudge(t *testing.T) {
 			{0, over, nil}, {4000, []Process{unknown(1, "a")}, nil}, {8000, over, nil}, {8250, over, is("over a")}}},
 		{"samples that are missing", four, everyone, false, []step{
 			{0, over, nil}, {4000, over, is("over a")}, {9001, over, nil}, {9251, over, is("over a")}}},
-		{"two claims add up", []Holding{{"a", g, 2 * gib}, {"a", g, 3 * gib}}, everyone, false, []step{
+		{"two claims add up", []Holding{{"a", g, 2 * gib, ""}, {"a", g, 3 * gib, ""}}, everyone, false, []step{
 			{0, over, nil}, {250, over, nil}}},
-		{"all of the GPU beside a share", []Holding{{"a", g, 2 * gib}, {"a", g, None}}, everyone, false, []step{
+		{"all of the GPU beside a share", []Holding{{"a", g, 2 * gib, ""}, {"a", g, None, ""}}, everyone, false, []step{
 			{0, over, nil}, {250, over, nil}}},
 		{"a container that is not known well", four, func(c string) bool { return c != "a" }, false, []step{
 			{0, over, nil}, {250, over, nil}, {9000, over, nil}}},
@@ -201,7 +202,7 @@ func TestJudge(t *testing.T) {
 			{0, []Process{has(1, "x", gib)}, nil}, {2500, []Process{has(1, "x", gib)}, nil}, {5000, []Process{has(1, "x", gib)}, nil}, {7500, []Process{has(1, "x", gib)}, nil}}},
 		{"of no pod", four, everyone, false, []step{
 			{0, []Process{has(1, "", 50*gib)}, nil}, {2500, []Process{has(1, "", 50*gib)}, nil}, {5000, []Process{has(1, "", 50*gib)}, nil}}},
-		{"sorted", append(slices.Clone(four), Holding{"c", g, gib}), everyone, false, []step{
+		{"sorted", append(slices.Clone(four), Holding{"c", g, gib, ""}), everyone, false, []step{
 			{0, []Process{has(1, "c", 9*gib), has(2, "b", 9*gib), has(3, "a", 9*gib)}, nil},
 			{250, []Process{has(3, "a", 9*gib), has(2, "b", 9*gib), has(1, "c", 9*gib)}, is("over a", "over b", "over c")}}},
 		{"no process behind the PID", four, everyone, false, []step{
@@ -225,11 +226,55 @@ func TestJudge(t *testing.T) {
 	}
 }
 
+// TestContainersOfOneClaimTogether: a claim's cap is for all of its containers
+// together. The one with the most is ended, and what the others have then is judged
+// anew.
+func TestContainersOfOneClaimTogether(t *testing.T) {
+	const g = gpu.UUID("GPU-1")
+	type step struct {
+		ms        int
+		processes []Process
+		want      string // container used own told
+	}
+	shared := []Holding{{"a", g, 4 * gib, "k"}, {"b", g, 4 * gib, "k"}, {"c", g, 4 * gib, "k"}, {"z", g, 4 * gib, "other"}}
+	both := []Process{has(1, "a", 2*gib), has(2, "b", 3*gib), has(3, "z", 4*gib)}
+	for name, tc := range map[string]struct {
+		known func(string) bool
+		steps []step
+	}{
+		"each within the cap, and not together": {everyone, []step{{0, both, ""}, {250, both, "b 5 3 0"}, {500, both, "b 5 3 1"}}},
+		"the one that is named stays named": {everyone, []step{{0, both, ""}, {250, both, "b 5 3 0"},
+			{500, []Process{has(1, "a", 3*gib), has(2, "b", 2*gib)}, "b 5 2 1"}}},
+		"the others are judged anew": {everyone, []step{
+			{0, append(slices.Clone(both), has(4, "c", 2*gib)), ""}, {250, append(slices.Clone(both), has(4, "c", 2*gib)), "b 7 3 0"},
+			{500, []Process{has(1, "a", 3*gib), has(4, "c", 2*gib)}, ""}, {750, []Process{has(1, "a", 3*gib), has(4, "c", 2*gib)}, "a 5 3 0"}}},
+		"as much as another: the youngest": {everyone, []step{
+			{0, []Process{has(7, "a", 3*gib), has(2, "b", 3*gib)}, ""}, {250, []Process{has(7, "a", 3*gib), has(2, "b", 3*gib)}, "a 6 3 0"}}},
+		"one that is not known well counts for nobody": {func(c string) bool { return c != "b" }, []step{{0, both, ""}, {250, both, ""}, {500, both, ""}}},
+		"one that has no figure": {everyone, []step{
+			{0, []Process{has(1, "a", 5*gib), unknown(2, "b")}, ""}, {250, []Process{has(1, "a", 5*gib), unknown(2, "b")}, "a 5 5 0"}}},
+		"one after the other": {everyone, []step{{0, []Process{has(1, "a", 4*gib)}, ""}, {250, []Process{has(2, "b", 4*gib)}, ""}, {500, []Process{has(2, "b", 4*gib)}, ""}}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			j := NewJudge(Policy{})
+			for _, s := range tc.steps {
+				got := ""
+				for _, v := range j.Judge(Sample{At: at(s.ms), Tick: 100, GPU: g, Processes: s.processes}, shared, tc.known) {
+					got += fmt.Sprint(v.Container, " ", v.Used/gib, " ", v.Own/gib, " ", v.Told)
+				}
+				if got != s.want {
+					t.Errorf("at %d ms: %q, want %q", s.ms, got, s.want)
+				}
+			}
+		})
+	}
+}
+
 // TestVerdict looks at what a verdict says.
 func TestVerdict(t *testing.T) {
 	const g = gpu.UUID("GPU-1")
 	j := NewJudge(Policy{Grace: time.Second})
-	holdings := []Holding{{"a", g, 4 * gib}}
+	holdings := []Holding{{"a", g, 4 * gib, ""}}
 	sample := Sample{Tick: 100, GPU: g, Processes: []Process{has(4, "a", 3*gib), has(2, "a", 2*gib), unknown(3, "a"), has(9, "x", gib), has(5, "", gib)}}
 	var got []Verdict
 	for ms := 0; ms <= 1250; ms += 250 {
@@ -237,9 +282,9 @@ func TestVerdict(t *testing.T) {
 		got = j.Judge(sample, holdings, everyone)
 	}
 	want := []Verdict{
-		{Kind: Over, Container: "a", GPU: g, Cap: 4 * gib, Limit: 4*gib + 256*mib, Used: 5 * gib, First: at(0), Told: 4,
+		{Kind: Over, Container: "a", GPU: g, Cap: 4 * gib, Limit: 4*gib + 256*mib, Used: 5 * gib, Own: 5 * gib, First: at(0), Told: 4,
 			Processes: []Process{has(2, "a", 2*gib), unknown(3, "a"), has(4, "a", 3*gib)}},
-		{Kind: Intruder, Container: "x", GPU: g, Used: gib, First: at(0), Told: 1, Processes: []Process{has(9, "x", gib)}},
+		{Kind: Intruder, Container: "x", GPU: g, Used: gib, Own: gib, First: at(0), Told: 1, Processes: []Process{has(9, "x", gib)}},
 	}
 	if !reflect.DeepEqual(got, want) {
 		t.Errorf("got  %+v\nwant %+v", got, want)
@@ -276,9 +321,9 @@ func TestClaimsComeAndGo(t *testing.T) {
 		want     int
 	}{
 		{0, nil, 0}, {2500, nil, 0}, // its claim is late
-		{4900, []Holding{{"a", g, 8 * gib}}, 0}, {5100, nil, 0}, {9000, nil, 0}, {10099, nil, 0},
-		{10200, []Holding{{"a", g, 4 * gib}}, 0}, {10400, []Holding{{"a", g, 3 * gib}}, 0}, // another cap, another doubt
-		{10600, []Holding{{"a", g, 3 * gib}}, 1},
+		{4900, []Holding{{"a", g, 8 * gib, ""}}, 0}, {5100, nil, 0}, {9000, nil, 0}, {10099, nil, 0},
+		{10200, []Holding{{"a", g, 4 * gib, ""}}, 0}, {10400, []Holding{{"a", g, 3 * gib, ""}}, 0}, // another cap, another doubt
+		{10600, []Holding{{"a", g, 3 * gib, ""}}, 1},
 	} {
 		got := j.Judge(Sample{At: at(s.ms), Tick: 100, GPU: g, Processes: over}, s.holdings, everyone)
 		if len(got) != s.want {
@@ -291,7 +336,7 @@ func TestClaimsComeAndGo(t *testing.T) {
 // number the kernel has given to another.
 func TestReusedPID(t *testing.T) {
 	const g = gpu.UUID("GPU-1")
-	holdings := []Holding{{"big", g, 40 * gib}, {"small", g, 4 * gib}}
+	holdings := []Holding{{"big", g, 40 * gib, ""}, {"small", g, 4 * gib, ""}}
 	j := NewJudge(Policy{})
 	for i, s := range []struct {
 		tick, start uint64
@@ -358,7 +403,7 @@ func FuzzJudge(f *testing.F) {
 	f.Add([]byte{0, 1, 1, 1, 200, 0, 100, 1, 1, 200, 0, 100, 1, 1, 200})
 	f.Add([]byte("a sample, another sample, and the third sample of the three"))
 	policy := Policy{Grace: time.Second}
-	holdings := []Holding{{"a", "g", 10 * gib}, {"b", "g", 100 * gib}, {"b", "g", gib}, {"c", "g", None}, {"d", "h", gib}}
+	holdings := []Holding{{"a", "g", 10 * gib, ""}, {"b", "g", 100 * gib, ""}, {"b", "g", gib, ""}, {"c", "g", None, ""}, {"d", "h", gib, ""}}
 	names := []string{"", "a", "b", "c", "d", "e"}
 	unsure := func(c string) bool { return c != "e" }
 	f.Fuzz(func(t *testing.T, data []byte) {
@@ -417,7 +462,7 @@ func BenchmarkJudge(b *testing.B) {
 		name := string(rune('a' + i%25))
 		s.Processes = append(s.Processes, has(i+1, name, gib))
 		if i < 25 {
-			holdings = append(holdings, Holding{name, "g", 8 * gib})
+			holdings = append(holdings, Holding{name, "g", 8 * gib, ""})
 		}
 	}
 	b.ReportAllocs()

@@ -38,11 +38,23 @@ type container struct {
 	id     string
 	caps   [2]uint64 // by GPU; 0: no claim
 	split  bool      // the claim is two
+	claim  string    // what it shares with others, empty if nothing
 	born   int       // ms
 	listed int       // ms from which its claims are known
 	known  int       // ms from which the runtime is known to have listed it
 	ended  int       // ms, 0: runs
 	forgot int       // ms from which its claims are gone again
+}
+
+// together is what a container has with all those that share its claim.
+func (c *container) together(has map[*container]uint64) uint64 {
+	sum := has[c]
+	for o, bytes := range has {
+		if o != c && c.claim != "" && o.claim == c.claim {
+			sum += bytes
+		}
+	}
+	return sum
 }
 
 type process struct {
@@ -88,7 +100,7 @@ func (w *world) kill(p *process) {
 // step lets something happen.
 func (w *world) step() {
 	switch what := w.r.IntN(20); {
-	case what < 2 && len(w.containers) < 6: // a container starts
+	case what < 2 && len(w.containers) < 8: // a container starts
 		w.names++
 		c := &container{id: fmt.Sprintf("c%04d", w.names), born: w.ms, split: w.r.IntN(3) == 0}
 		for g := range c.caps {
@@ -100,6 +112,14 @@ func (w *world) step() {
 			}
 		}
 		c.listed, c.known = w.ms+w.r.IntN(latestNews), w.ms+w.r.IntN(latestNews)
+		if w.r.IntN(2) == 0 { // it shares a claim with another one
+			c.claim, c.split = c.id, false
+			for _, o := range w.containers {
+				if o.claim != "" && o.ended == 0 {
+					c.claim, c.caps = o.claim, o.caps
+				}
+			}
+		}
 		w.containers = append(w.containers, c)
 	case what < 3 && len(w.containers) > 0: // one ends, with all of its processes
 		c := w.containers[w.r.IntN(len(w.containers))]
@@ -244,13 +264,20 @@ func TestTruth(t *testing.T) {
 	// without one in between that does not; lately has what was true at each
 	// sample of a doubt's length.
 	overSince, hereSince := map[key]time.Time{}, map[key]time.Time{}
+	// claimSince and judgedBefore are the same for claims that are shared, and whom of
+	// those the last verdict named: it begins anew when that one is gone.
+	type shared struct {
+		claim string
+		g     int
+	}
+	claimSince, judgedBefore := map[shared]time.Time{}, map[shared]string{}
 	type moment struct {
 		at time.Time
 		truth
 	}
 	var lately [2][]moment
 	last := [2]time.Time{}
-	found, verdicts, reused := map[Kind]int{}, 0, 0
+	found, verdicts, reused, jointly := map[Kind]int{}, 0, 0, 0
 	for round := range *judgeRounds {
 		for range w.r.IntN(4) {
 			w.ms += w.r.IntN(120)
@@ -276,6 +303,11 @@ func TestTruth(t *testing.T) {
 					delete(hereSince, k)
 				}
 			}
+			for k := range claimSince {
+				if k.g == g {
+					delete(claimSince, k)
+				}
+			}
 		}
 		last[g] = s.At
 		for pid, p := range w.rows[g] {
@@ -296,10 +328,10 @@ func TestTruth(t *testing.T) {
 				if limit == 0 || w.ms < c.listed || c.ended > 0 && w.ms >= c.forgot {
 					continue
 				}
-				h := Holding{c.id, gpu.UUID(fmt.Sprintf("GPU-%d", g)), limit}
+				h := Holding{c.id, gpu.UUID(fmt.Sprintf("GPU-%d", g)), limit, c.claim}
 				if c.split && limit != None {
 					h.Cap = limit - gib
-					holdings = append(holdings, Holding{c.id, h.GPU, gib})
+					holdings = append(holdings, Holding{c.id, h.GPU, gib, ""})
 				}
 				if !c.split || known(c.id) { // half a truth, as long as it is not known well
 					holdings = append(holdings, h)
@@ -309,34 +341,49 @@ func TestTruth(t *testing.T) {
 		w.r.Shuffle(len(holdings), func(i, j int) { holdings[i], holdings[j] = holdings[j], holdings[i] })
 		got := j.Judge(s, holdings, known)
 		lately[g] = slices.DeleteFunc(append(lately[g], moment{s.At, tr}), func(m moment) bool { return s.At.Sub(m.at) > 2*time.Minute })
-		convicted := map[string]bool{}
+		convicted, named := map[string]bool{}, map[string]string{}
 		for _, v := range got {
 			verdicts++
 			if v.Told == 0 {
 				found[v.Kind]++
+				if v.Kind == Over && v.Own <= policy.Limit(v.Cap) {
+					jointly++
+				}
 			}
 			convicted[v.Container] = true
 			c := byID[v.Container]
+			if c != nil && c.claim != "" && v.Kind == Over {
+				if named[c.claim] != "" {
+					t.Fatalf("seed %d, round %d: %s and %s of one claim at once", *judgeSeed, round, named[c.claim], c.id)
+				}
+				named[c.claim] = c.id
+			}
 			i := slices.IndexFunc(lately[g], func(m moment) bool { return m.at.Equal(v.First) })
 			switch {
 			case c == nil || s.At.Sub(v.First) < policy.Spacing:
 				t.Fatalf("seed %d, round %d: %+v, of nobody or too soon", *judgeSeed, round, v)
 			case i < 0 && s.At.Sub(v.First) <= 2*time.Minute:
 				t.Fatalf("seed %d, round %d: %+v was first seen when nobody looked", *judgeSeed, round, v)
-			case v.Kind == Over && (c.caps[g] == 0 || v.Cap != c.caps[g] || tr.used[c] <= policy.Limit(c.caps[g]) || v.Used > tr.used[c]):
-				t.Fatalf("seed %d, round %d: %+v, which truly has %d", *judgeSeed, round, v, tr.used[c])
-			case v.Kind == Over && i >= 0 && lately[g][i].used[c] <= policy.Limit(c.caps[g]):
-				t.Fatalf("seed %d, round %d: %+v, which then truly had %d", *judgeSeed, round, v, lately[g][i].used[c])
+			case v.Kind == Over && (c.caps[g] == 0 || v.Cap != c.caps[g] || c.together(tr.used) <= policy.Limit(c.caps[g]) || v.Used > c.together(tr.used) || v.Own > tr.used[c]):
+				t.Fatalf("seed %d, round %d: %+v, which truly has %d", *judgeSeed, round, v, c.together(tr.used))
+			case v.Kind == Over && i >= 0 && c.together(lately[g][i].used) <= policy.Limit(c.caps[g]):
+				t.Fatalf("seed %d, round %d: %+v, which then truly had %d", *judgeSeed, round, v, c.together(lately[g][i].used))
 			case v.Kind == Intruder && (c.caps[g] != 0 || !tr.here[c] || i >= 0 && !lately[g][i].here[c] || s.At.Sub(v.First) < policy.Grace):
 				t.Fatalf("seed %d, round %d: %+v, which has a claim or is not there", *judgeSeed, round, v)
 			}
 		}
 
 		// Whatever two samples show beyond doubt must be found.
+		plain, limits := map[shared]uint64{}, map[shared]uint64{}
 		for _, c := range w.containers {
 			k := key{c, g}
 			shown := known(c.id) && (c.ended == 0 || w.ms < c.forgot)
-			if shown && c.caps[g] != 0 && w.ms >= c.listed && tr.plain[c] > policy.Limit(c.caps[g]) {
+			if c.claim != "" {
+				its := shared{c.claim, g}
+				if limits[its] = c.caps[g]; shown && w.ms >= c.listed {
+					plain[its] += tr.plain[c]
+				}
+			} else if shown && c.caps[g] != 0 && w.ms >= c.listed && tr.plain[c] > policy.Limit(c.caps[g]) {
 				if _, ok := overSince[k]; !ok {
 					overSince[k] = s.At
 				} else if s.At.Sub(overSince[k]) >= policy.Spacing && !convicted[c.id] {
@@ -355,6 +402,19 @@ func TestTruth(t *testing.T) {
 				delete(hereSince, k)
 			}
 		}
+		for its, limit := range limits {
+			if who := judgedBefore[its]; who != "" && !slices.ContainsFunc(s.Processes, func(p Process) bool { return p.Container == who }) {
+				delete(claimSince, its)
+			}
+			judgedBefore[its] = named[its.claim]
+			if limit == 0 || plain[its] <= policy.Limit(limit) {
+				delete(claimSince, its)
+			} else if _, ok := claimSince[its]; !ok {
+				claimSince[its] = s.At
+			} else if s.At.Sub(claimSince[its]) >= policy.Spacing && named[its.claim] == "" {
+				t.Fatalf("seed %d, round %d: those of claim %s on GPU %d have at least %d of %d since %v and go free", *judgeSeed, round, its.claim, g, plain[its], limit, s.At.Sub(claimSince[its]))
+			}
+		}
 		// Now and then an offender is ended, as its watchdog would do.
 		for _, v := range got {
 			if c := byID[v.Container]; v.Told > 3 && c.ended == 0 {
@@ -367,8 +427,8 @@ func TestTruth(t *testing.T) {
 			}
 		}
 	}
-	t.Logf("%d rounds: %d verdicts on %d offences, %d looks at a reused PID", *judgeRounds, verdicts, found[Over]+found[Intruder], reused)
-	if *judgeRounds >= 10_000 && (found[Over] < 50 || found[Intruder] < 5 || reused < 50) {
-		t.Errorf("too little happened: %v, %d reused", found, reused)
+	t.Logf("%d rounds: %d verdicts on %d offences, %d of them of several containers together, %d looks at a reused PID", *judgeRounds, verdicts, found[Over]+found[Intruder], jointly, reused)
+	if *judgeRounds >= 10_000 && (found[Over] < 50 || found[Intruder] < 5 || reused < 50 || jointly < 1) {
+		t.Errorf("too little happened: %v, %d together, %d reused", found, jointly, reused)
 	}
 }
