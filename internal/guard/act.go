@@ -24,6 +24,9 @@ func (g *Guard) act(ctx context.Context, d *gpu.Device, c *node.Container, v mem
 	}
 	where := fmt.Sprintf("GPU %d (%s)", d.Index, d.UUID)
 	reason, message := overReason, fmt.Sprintf("%s uses %s of %s, more than its cap of %s", who, amount(v.Used), where, amount(v.Cap))
+	if v.Own < v.Used && v.Kind == memcap.Over {
+		message = fmt.Sprintf("%s uses %s of %s, and together with the others that share its claim %s, more than their cap of %s", who, amount(v.Own), where, amount(v.Used), amount(v.Cap))
+	}
 	end := true
 	if v.Kind == memcap.Intruder {
 		reason, message = intruderReason, fmt.Sprintf("%s uses %s of %s without a claim on it", who, amount(v.Used), where)
@@ -62,14 +65,15 @@ func (g *Guard) act(ctx context.Context, d *gpu.Device, c *node.Container, v mem
 // end ends a container for what it did, if it is still the one that did it.
 func (g *Guard) end(ctx context.Context, c *node.Container, v memcap.Verdict, owners map[int]node.Owner) {
 	var owner node.Owner
-	if !v.Stands(func(p memcap.Process) bool {
+	stands := v.Stands(func(p memcap.Process) bool {
 		now, err := g.w.Proc.Container(p.PID)
-		same := err == nil && now.ID == v.Container && now.Start == p.Start && now == owners[p.PID]
-		if same {
+		same := err == nil && now.ID == p.Container && now.Start == p.Start && now == owners[p.PID]
+		if same && now.ID == v.Container {
 			owner = now
 		}
 		return same
-	}) {
+	})
+	if !stands || owner.ID == "" {
 		g.ration.Log(slog.LevelInfo, "an offender has changed its processes meanwhile; it is judged anew", []any{"container", v.Container, "pod", c.Namespace + "/" + c.Pod})
 		return
 	}

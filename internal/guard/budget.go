@@ -24,43 +24,43 @@ const (
 	dearRest   = 25
 )
 
-// begin begins the readings of a look, by container. Counters that are dear, and those
+// begin begins the readings of a look, by claim. Counters that are dear, and those
 // that were never read, have a budget for all of them together; who has waited
 // longest is first.
-func (g *Guard) begin(u gpu.UUID, now time.Time) map[string]*sight {
-	begun := map[string]*sight{}
-	var dearOnes []place
-	for p, s := range g.seen {
+func (g *Guard) begin(u gpu.UUID, now time.Time) map[string]*tally {
+	begun := map[string]*tally{}
+	var dearOnes []page
+	for p, t := range g.tallies {
 		switch {
-		case p.gpu != u || s.meter == nil:
-		case !s.read.IsZero() && s.cost < dear:
-			g.beginOne(p, s, begun)
-		case now.Sub(s.read) >= dearRest*s.cost:
+		case p.gpu != u || t.meter == nil:
+		case !t.read.IsZero() && t.cost < dear:
+			g.beginOne(p, t, begun)
+		case now.Sub(t.read) >= dearRest*t.cost:
 			dearOnes = append(dearOnes, p)
 		}
 	}
-	slices.SortFunc(dearOnes, func(a, b place) int {
-		return cmp.Or(g.seen[a].read.Compare(g.seen[b].read), strings.Compare(a.container, b.container))
+	slices.SortFunc(dearOnes, func(a, b page) int {
+		return cmp.Or(g.tallies[a].read.Compare(g.tallies[b].read), strings.Compare(a.claim, b.claim))
 	})
 	var spent time.Duration
 	for _, p := range dearOnes {
 		if spent >= dearBudget {
 			break
 		}
-		s := g.seen[p]
-		s.read = now
-		g.beginOne(p, s, begun)
-		spent += 2 * s.cost // it is read again when the driver has answered
+		t := g.tallies[p]
+		t.read = now
+		g.beginOne(p, t, begun)
+		spent += 2 * t.cost // it is read again when the driver has answered
 	}
 	return begun
 }
 
-func (g *Guard) beginOne(p place, s *sight, begun map[string]*sight) {
-	err := s.meter.Begin()
-	s.cost = s.meter.Cost()
+func (g *Guard) beginOne(p page, t *tally, begun map[string]*tally) {
+	err := t.meter.Begin()
+	t.cost = t.meter.Cost()
 	if err != nil {
-		g.spoilt(p.container, s, err)
+		g.spoilt(p, t, err)
 		return
 	}
-	begun[p.container] = s
+	begun[p.claim] = t
 }

@@ -7,7 +7,6 @@ import (
 	"time"
 
 	"example.com/gpu-agent/pkg/gpu"
-	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
@@ -38,11 +37,11 @@ func (g *Guard) still(ctx context.Context, u gpu.UUID, holders map[string]holder
 			return false
 		}
 	}
-	for p, s := range g.seen {
-		if p.gpu != u || s.meter == nil {
+	for p, t := range g.tallies {
+		if p.gpu != u || t.meter == nil {
 			continue
 		}
-		if moved, err := s.meter.Moved(s.reading); err != nil || moved {
+		if moved, err := t.meter.Moved(t.reading); err != nil || moved {
 			return false
 		}
 	}
@@ -53,15 +52,15 @@ func (g *Guard) still(ctx context.Context, u gpu.UUID, holders map[string]holder
 }
 
 // settle notes whether all was in order at a look: how much of the GPU was used,
-// who they are, and what each container has.
-func (g *Guard) settle(u gpu.UUID, at time.Time, used gpu.MiB, processes []memcap.Process, sums map[string]*sum, holders map[string]holder) {
-	for i := range processes {
-		if processes[i].Start == 0 {
+// who they are, and what each claim's containers have.
+func (g *Guard) settle(u gpu.UUID, used gpu.MiB, sc *scene, holders map[string]holder) {
+	for i := range sc.sample.Processes {
+		if sc.sample.Processes[i].Start == 0 {
 			return // it went while it was looked at
 		}
 	}
 	caps := map[string]uint64{}
-	for id, s := range sums {
+	for id := range sc.sums {
 		c := g.containers[id]
 		if c == nil {
 			return
@@ -74,15 +73,17 @@ func (g *Guard) settle(u gpu.UUID, at time.Time, used gpu.MiB, processes []memca
 			return
 		}
 		caps[key] = bytes
+	}
+	for key, bytes := range caps {
 		if bytes == lib.None {
 			continue
 		}
-		seen := g.seen[place{id, u}]
-		if !s.known || s.bytes > bytes || seen == nil || seen.meter == nil || !seen.reading.Quiet || seen.reading.Used > bytes {
+		all, t := sc.of(key), g.tallies[page{key, u}]
+		if !all.known || all.bytes > bytes || t == nil || t.meter == nil || !t.reading.Quiet || t.reading.Used > bytes {
 			return
 		}
 	}
-	g.calm[u] = calm{at: at, used: used, caps: caps}
+	g.calm[u] = calm{at: sc.sample.At, used: used, caps: caps}
 }
 
 // on is what a claim's container may have of a GPU.

@@ -16,6 +16,12 @@
 //	g := guard.New(guard.Options{Every: 250 * time.Millisecond, Log: log}, worlds)
 //	err := g.Run(ctx)
 //
+// Counters and limit page are a claim's: its containers share them, at the same time
+// or one after another. So they have one reader for a claim and GPU (tally), whoever
+// of the containers is there, and are held against what the driver says of all of
+// them together; that is not known while a process of their pod is in a container
+// that the runtime does not list yet.
+//
 // A container writes its counters itself, so it decides what it costs to read them.
 // Those that are dear share a small budget of CPU time in each look, and rest the
 // longer the more they cost; everybody else's are read at every look.
@@ -32,7 +38,8 @@
 // # What it does about it
 //
 // A container over its cap has got round the library, or has none: an Event says
-// so, and it is ended, it alone. Before that everything is looked at again: the
+// so, and it is ended, it alone: of several that have a claim's cap together the one
+// with the most memory. Before that everything is looked at again: the
 // driver's figures, and for each process that counted, that it is the same one
 // and still in that container. A container that uses a GPU of ours without a
 // claim on it is reported, and ended only where the operator wants that. One that

@@ -178,14 +178,11 @@ type Guard struct {
 
 	// The rest belongs to Run's goroutine.
 
-	containers map[string]*node.Container // by ID
-	// listed is when those were asked for, relist when they may be again, and
-	// listing has the answer if one is waited for.
-	listed, relist time.Time
-	listing        chan listing
-	seen           map[place]*sight
-	strays         map[place]*stray // those that the runtime does not list
-	looked         map[gpu.UUID]time.Time
+	roster
+	seen    map[place]*sight
+	tallies map[page]*tally
+	strays  map[place]*stray // those that the runtime does not list
+	looked  map[gpu.UUID]time.Time
 	// last is what the last look at each GPU found.
 	last map[gpu.UUID]look
 	// calm has the GPUs on which all was in order.
@@ -205,18 +202,18 @@ type place struct {
 
 // sight is what is known of a container on a GPU.
 type sight struct {
-	meter   Meter
-	spoilt  int       // how often they turned out to be nonsense
-	sought  time.Time // when the counters were last looked for
-	missing bool      // nobody counts though the container has memory
-	reading lib.Reading
-	read    time.Time     // when they were read for the first time, or last if they are dear
-	cost    time.Duration // of the last reading
-	used    uint64
-	known   bool
-	peak    uint64
-	procs   int
-	limit   limit
+	procs int
+	limit limit
+}
+
+// roster is the runtime's list of containers.
+type roster struct {
+	containers map[string]*node.Container   // by ID
+	of         map[string][]*node.Container // by the key of a claim that they were given
+	// listed is when those were asked for, relist when they may be again, and
+	// listing has the answer if one is waited for.
+	listed, relist time.Time
+	listing        chan listing
 }
 
 // listing is what came of asking for the containers.
@@ -241,7 +238,7 @@ func New(o Options, w Worlds) *Guard {
 	g := &Guard{
 		opts: o, w: w, judge: memcap.NewJudge(o.Policy), log: o.Log, prefix: cdi.AnnotationName(o.Domain, ""),
 		ending: map[string]bool{}, ended: map[string]bool{},
-		containers: map[string]*node.Container{}, seen: map[place]*sight{}, strays: map[place]*stray{},
+		seen: map[place]*sight{}, tallies: map[page]*tally{}, strays: map[place]*stray{},
 		looked: map[gpu.UUID]time.Time{}, last: map[gpu.UUID]look{}, calm: map[gpu.UUID]calm{}, said: map[string]bool{},
 		unable: map[gpu.UUID]time.Time{},
 	}
@@ -262,7 +259,7 @@ func (g *Guard) State() *State {
 
 // Run looks until ctx ends, and returns its error.
 func (g *Guard) Run(ctx context.Context) error {
-	defer g.forget(func(place) bool { return true })
+	defer g.forget(func(gpu.UUID) bool { return false })
 	if err := g.start(ctx); err != nil {
 		return err
 	}
@@ -362,8 +359,7 @@ func (g *Guard) round(ctx context.Context, now time.Time) (idle time.Duration) {
 	offered := func(u gpu.UUID) bool {
 		return slices.ContainsFunc(gpus, func(d gpu.Device) bool { return d.UUID == u })
 	}
-	g.forget(func(p place) bool { return g.containers[p.container] == nil || !offered(p.gpu) })
-	maps.DeleteFunc(g.strays, func(p place, _ *stray) bool { return !offered(p.gpu) })
+	g.forget(offered)
 	g.publish(gpus, holders)
 	return idle
 }
@@ -376,22 +372,17 @@ func (g *Guard) every(u gpu.UUID) time.Duration {
 	return idleEvery
 }
 
-// forget drops what is known of containers on GPUs.
-func (g *Guard) forget(gone func(place) bool) {
-	for p, s := range g.seen {
-		if gone(p) {
-			s.close()
-			delete(g.seen, p)
+// forget drops what is known of containers and claims that are no more, or on GPUs
+// that are not given out.
+func (g *Guard) forget(offered func(gpu.UUID) bool) {
+	maps.DeleteFunc(g.seen, func(p place, _ *sight) bool { return g.containers[p.container] == nil || !offered(p.gpu) })
+	maps.DeleteFunc(g.strays, func(p place, _ *stray) bool { return !offered(p.gpu) })
+	for p, t := range g.tallies {
+		if len(g.of[p.claim]) == 0 || !offered(p.gpu) {
+			t.close()
+			delete(g.tallies, p)
 		}
 	}
-}
-
-// close lets go of a container's counters.
-func (s *sight) close() {
-	if s.meter != nil {
-		_ = s.meter.Close()
-	}
-	s.meter = nil
 }
 
 // once logs something the first time.

@@ -90,12 +90,12 @@ func (g *Guard) limit(ctx context.Context, at place, o node.Owner, bytes uint64,
 	}
 }
 
-// level is how strongly a container is held to a cap.
-func (s *sight) level(bytes uint64) memcap.Level {
+// level is how strongly a container is held to its claim's cap.
+func (s *sight) level(t *tally, bytes uint64) memcap.Level {
 	switch {
 	case s.limit.holds != 0 && s.limit.holds == bytes:
 		return memcap.Driver
-	case s.missing:
+	case t != nil && t.missing:
 		return memcap.Watchdog
 	}
 	return memcap.API

@@ -36,8 +36,8 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 	listed, err := g.w.Driver.Processes(dctx, d.UUID)
 	cancel()
 	if err != nil {
-		for p, s := range g.seen {
-			s.known = s.known && p.gpu != d.UUID
+		for p, t := range g.tallies {
+			t.known = t.known && p.gpu != d.UUID
 		}
 		if !errors.Is(err, gpu.ErrTimeout) && !errors.Is(err, gpu.ErrNoDriver) && !errors.Is(err, gpu.ErrLost) {
 			g.once("driver "+string(d.UUID), "cannot list the processes on a GPU; nobody there is judged", "gpu", d.UUID, "err", err)
@@ -53,11 +53,19 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 	holdings, again := g.holdings(ctx, d, sc, holders, &l)
 	for at, s := range g.seen {
 		if at.gpu == d.UUID {
-			s.take(sc.has(at.container))
+			s.procs = 0
+			if t := sc.sums[at.container]; t != nil {
+				s.procs = t.procs
+			}
 		}
 	}
-	for _, id := range slices.Sorted(maps.Keys(metered)) {
-		g.finish(d.UUID, id, metered[id], sc, holders)
+	for at, t := range g.tallies {
+		if at.gpu == d.UUID {
+			t.take(sc.of(at.claim))
+		}
+	}
+	for _, key := range slices.Sorted(maps.Keys(metered)) {
+		g.finish(page{key, d.UUID}, metered[key], sc)
 	}
 	holdings = append(holdings, judged...)
 	slices.SortFunc(holdings, func(a, b memcap.Holding) int { return strings.Compare(a.Container, b.Container) })
@@ -72,7 +80,7 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 	}
 	delete(g.calm, d.UUID)
 	if len(verdicts) == 0 && !again && unknown == nil {
-		g.settle(d.UUID, sc.sample.At, memory.Used, sc.sample.Processes, sc.sums, holders)
+		g.settle(d.UUID, memory.Used, sc, holders)
 	}
 	return again
 }
@@ -112,12 +120,21 @@ func (g *Guard) census(d *gpu.Device, listed []gpu.Process, l *look) *scene {
 	return sc
 }
 
-// has is what a container has, by the driver's word.
-func (sc *scene) has(id string) *sum {
-	if t := sc.sums[id]; t != nil {
+// add adds what a container has to what those of a claim have.
+func (sc *scene) add(key string, s *sum) {
+	if sc.claimed[key] == nil {
+		sc.claimed[key] = &sum{known: sc.whole}
+	}
+	sc.claimed[key].bytes += s.bytes
+	sc.claimed[key].known = sc.claimed[key].known && s.known
+}
+
+// of is what the containers of a claim have together, by the driver's word.
+func (sc *scene) of(key string) *sum {
+	if t := sc.claimed[key]; t != nil {
 		return t
 	}
-	return &sum{known: sc.whole} // no process of it is on the GPU any more
+	return &sum{known: sc.whole} // no process of theirs is on the GPU any more
 }
 
 // holdings says what the listed containers may have of a GPU, adds up what those of a
@@ -135,51 +152,20 @@ func (g *Guard) holdings(ctx context.Context, d *gpu.Device, sc *scene, holders 
 		}
 		key, bytes, held := g.holds(c, d.UUID, holders)
 		if !held {
+			for _, key := range g.keys(c) {
+				sc.add(key, s) // of a claim that is not known any more, or not yet
+			}
 			if !g.isOwn(c) {
 				l.intruders += s.procs
 			}
 			continue
 		}
-		holdings = append(holdings, memcap.Holding{Container: id, GPU: d.UUID, Cap: bytes})
-		if sc.claimed[key] == nil {
-			sc.claimed[key] = &sum{known: sc.whole}
-		}
-		sc.claimed[key].bytes += s.bytes
-		sc.claimed[key].known = sc.claimed[key].known && s.known
+		sc.add(key, s)
+		holdings = append(holdings, memcap.Holding{Container: id, GPU: d.UUID, Cap: bytes, Claim: key})
 		g.limit(ctx, at, sc.owners[s.pid], bytes, sc.sample.At)
-		again = g.open(at, key, sc.sample.At) || again
+		again = g.open(page{key, d.UUID}, sc.sample.At) || again
 	}
 	return holdings, again
-}
-
-// finish ends the reading of a container's counters with what the driver has said.
-func (g *Guard) finish(u gpu.UUID, id string, s *sight, sc *scene, holders map[string]holder) {
-	if g.containers[id] == nil {
-		s.close() // it has ended: its claim's page is the next one's
-		return
-	}
-	t := sc.has(id)
-	all := t // of the claim, which is what the counters are of
-	if key, _, held := g.holds(g.containers[id], u, holders); held && sc.claimed[key] != nil {
-		all = sc.claimed[key]
-	}
-	r, err := s.meter.End(all.bytes, all.known && t.known)
-	s.cost = s.meter.Cost()
-	if err != nil {
-		g.spoilt(id, s, err)
-		return
-	}
-	if r.Uncounted > s.reading.Uncounted {
-		g.once("uncounted "+id, "allocations of a kind that the cap's library does not know pass it, by its own word; the watchdog alone holds what they take", "container", id, "gpu", u)
-	}
-	// It has memory and nobody counts: it goes round the library. Who ended
-	// between the driver's answer and this one had counted in the last reading.
-	s.missing = t.bytes > 0 && r.Processes == 0 && s.reading.Processes == 0
-	s.reading = r
-	if all.known {
-		s.used = r.Used - min(r.Used, all.bytes-t.bytes)
-		s.peak = max(s.peak, s.used)
-	}
 }
 
 // sum is what a container's processes have together.
@@ -195,44 +181,6 @@ func (s *sum) add(p *memcap.Process) {
 	s.procs++
 	s.bytes += p.Bytes
 	s.known = s.known && p.Known
-}
-
-// take notes what the driver says of a container.
-func (s *sight) take(t *sum) {
-	s.used, s.known, s.procs = t.bytes, t.known, t.procs
-	s.peak = max(s.peak, s.used)
-}
-
-// open opens the counters of a container's claim, if they are not open, and reports
-// whether it has.
-func (g *Guard) open(at place, key string, now time.Time) bool {
-	s := g.seen[at]
-	if s.meter != nil || now.Sub(s.sought) < pageEvery<<s.spoilt {
-		return false
-	}
-	s.sought = now
-	m, err := g.w.Pages.Meter(key, at.gpu)
-	if err == nil {
-		s.meter = m
-		return true
-	}
-	s.missing = true
-	if !errors.Is(err, gpu.ErrNotFound) { // else nothing is counted on this GPU
-		g.once("open "+at.container, "cannot open a container's counters; the watchdog alone holds it", "container", at.container, "err", err)
-	}
-	return false
-}
-
-// spoilt lets go of counters that make no sense. Others may come in their place,
-// and are waited for longer each time: to find out what they are costs all others
-// some milliseconds.
-func (g *Guard) spoilt(container string, s *sight, err error) {
-	s.close()
-	if time.Since(s.sought) > pageEvery<<(maxSpoilt+1) {
-		s.spoilt = 0
-	}
-	s.sought, s.missing, s.spoilt = time.Now(), true, min(s.spoilt+1, maxSpoilt)
-	g.once("meter "+container, "cannot read a container's counters; the watchdog alone holds it", "container", container, "err", err)
 }
 
 // receive waits for what a channel has, and no longer than that.
@@ -289,9 +237,13 @@ func (g *Guard) refresh(ctx context.Context, now time.Time, sums map[string]*sum
 		return
 	}
 	g.listed = got.asked
-	g.containers = make(map[string]*node.Container, len(got.list))
+	g.containers, g.of = make(map[string]*node.Container, len(got.list)), map[string][]*node.Container{}
 	for i := range got.list {
-		g.containers[got.list[i].ID] = &got.list[i]
+		c := &got.list[i]
+		g.containers[c.ID] = c
+		for _, key := range g.keys(c) {
+			g.of[key] = append(g.of[key], c)
+		}
 	}
 	g.mu.Lock()
 	maps.DeleteFunc(g.ended, func(id string, _ bool) bool { return g.containers[id] == nil })

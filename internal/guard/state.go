@@ -8,7 +8,6 @@ import (
 	"strings"
 
 	"example.com/gpu-agent/internal/desk"
-	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/memcap/lib"
@@ -60,18 +59,12 @@ func (g *Guard) publish(gpus []gpu.Device, holders map[string]holder) {
 	g.mu.Lock()
 	st.Kills = g.kills
 	g.mu.Unlock()
-	ids := map[string][]*node.Container{} // by claim
-	for _, c := range g.containers {
-		for _, key := range g.keys(c) {
-			ids[key] = append(ids[key], c)
-		}
-	}
 	for i := range gpus {
 		u := gpus[i].UUID
 		st.Intruders[u], st.Strangers[u], st.Unlisted[u] = g.last[u].intruders, g.last[u].strangers, g.last[u].unlisted
 	}
 	st.Containers = containers(gpus, holders, func(d *gpu.Device, key string, h holder, l lib.Limit) Container {
-		return g.describe(d, key, h.claim, l, ids[key])
+		return g.describe(d, key, h.claim, l)
 	})
 	g.state.Store(st)
 }
@@ -114,10 +107,15 @@ func granted(d *gpu.Device, key string, claim *desk.Claim, l lib.Limit) Containe
 }
 
 // describe is a claim on a GPU as people see it.
-func (g *Guard) describe(d *gpu.Device, key string, claim *desk.Claim, l lib.Limit, of []*node.Container) Container {
+func (g *Guard) describe(d *gpu.Device, key string, claim *desk.Claim, l lib.Limit) Container {
 	c := granted(d, key, claim, l)
+	t := g.tallies[page{key, d.UUID}]
+	if t != nil {
+		c.Used, c.Peak, c.Known = t.used, t.peak, t.known
+		c.Refusals, c.Uncounted, c.Undone = t.reading.Refusals, t.reading.Uncounted, t.reading.Undone
+	}
 	var levels []memcap.Level // of those that have been seen on it
-	for _, in := range of {
+	for _, in := range g.of[key] {
 		if in.Running || c.Holder.Container == "" {
 			c.Holder = desk.Holder{Namespace: in.Namespace, Pod: in.Pod, Container: in.Name}
 		}
@@ -130,14 +128,9 @@ func (g *Guard) describe(d *gpu.Device, key string, claim *desk.Claim, l lib.Lim
 		if s == nil {
 			continue
 		}
-		c.Used, c.Peak, c.Known = c.Used+s.used, max(c.Peak, s.peak), c.Known && s.known
-		// The claim's, whoever looked.
-		c.Refusals = max(c.Refusals, s.reading.Refusals)
-		c.Uncounted = max(c.Uncounted, s.reading.Uncounted)
-		c.Undone = max(c.Undone, s.reading.Undone)
 		c.Processes += s.procs
 		if in.Running || s.procs > 0 {
-			levels = append(levels, s.level(c.Cap))
+			levels = append(levels, s.level(t, c.Cap))
 		}
 	}
 	if len(levels) > 0 && c.Cap != lib.None {

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"errors"
+	"time"
+
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap/lib"
+)
+
+// page is a claim on a GPU: what has a limit page and counters of its own.
+type page struct {
+	claim string
+	gpu   gpu.UUID
+}
+
+// tally is what is known of a claim on a GPU. The counters are the claim's: its
+// containers share them, one after another or at the same time. So they have one
+// reader, whoever of these is there.
+type tally struct {
+	meter   Meter
+	sound   bool      // they have made sense since they were opened
+	spoilt  int       // how often they turned out to be nonsense
+	sought  time.Time // when they were last looked for
+	missing bool      // nobody counts though there is memory
+	reading lib.Reading
+	read    time.Time     // when they were read for the first time, or last if they are dear
+	cost    time.Duration // of the last reading
+	used    uint64
+	known   bool
+	peak    uint64
+}
+
+// close lets go of the counters.
+func (t *tally) close() {
+	if t.meter != nil {
+		_ = t.meter.Close()
+	}
+	t.meter, t.sound = nil, false
+}
+
+// take notes what the driver says of the containers of a claim.
+func (t *tally) take(s *sum) {
+	t.used, t.known = s.bytes, s.known
+	t.peak = max(t.peak, t.used)
+}
+
+// open opens a claim's counters, if they are not open, and reports whether it has.
+func (g *Guard) open(at page, now time.Time) bool {
+	t := g.tallies[at]
+	if t == nil {
+		t = &tally{}
+		g.tallies[at] = t
+	}
+	if t.meter != nil || now.Sub(t.sought) < pageEvery<<t.spoilt {
+		return false
+	}
+	t.sought = now
+	m, err := g.w.Pages.Meter(at.claim, at.gpu)
+	if err == nil {
+		t.meter = m
+		return true
+	}
+	t.missing = true
+	if !errors.Is(err, gpu.ErrNotFound) { // else nothing is counted on this GPU
+		g.once("open "+at.claim, "cannot open a claim's counters; the watchdog alone holds its containers", "claim", at.claim, "gpu", at.gpu, "err", err)
+	}
+	return false
+}
+
+// finish ends the reading of a claim's counters with what the driver has said.
+//
+// While a process of its pod is in a container that is not listed, nobody knows what
+// the claim's containers have: that one may be the next of them. Then the reading is
+// left open, as if the driver had not answered. A figure that lacks what it has would
+// give the others that much room once more.
+func (g *Guard) finish(at page, t *tally, sc *scene) {
+	if len(g.of[at.claim]) == 0 {
+		t.close() // they have ended: the page is the next one's
+		return
+	}
+	for id, s := range sc.sums {
+		if g.containers[id] != nil {
+			continue
+		}
+		for _, c := range g.of[at.claim] {
+			if c.PodUID == s.podUID {
+				return
+			}
+		}
+	}
+	all := sc.of(at.claim)
+	r, err := t.meter.End(all.bytes, all.known)
+	t.cost = t.meter.Cost()
+	if err != nil {
+		g.spoilt(at, t, err)
+		return
+	}
+	if r.Uncounted > t.reading.Uncounted {
+		g.once("uncounted "+at.claim, "allocations of a kind that the cap's library does not know pass it, by its own word; the watchdog alone holds what they take", "claim", at.claim, "gpu", at.gpu)
+	}
+	// There is memory and nobody counts: somebody goes round the library. Who ended
+	// between the driver's answer and this one had counted in the last reading.
+	t.missing = all.bytes > 0 && r.Processes == 0 && t.reading.Processes == 0
+	t.reading, t.sound = r, true
+	if all.known {
+		t.used = r.Used
+		t.peak = max(t.peak, t.used)
+	}
+}
+
+// spoilt lets go of counters that make no sense. Others may have come in their place:
+// the claim may have been given to somebody else. Where these make no sense either,
+// the next ones are waited for longer each time: to find out what they are costs all
+// others some milliseconds.
+func (g *Guard) spoilt(at page, t *tally, err error) {
+	sound := t.sound
+	if t.close(); sound {
+		t.missing = true
+		return
+	}
+	if time.Since(t.sought) > pageEvery<<(maxSpoilt+1) {
+		t.spoilt = 0
+	}
+	t.sought, t.missing, t.spoilt = time.Now(), true, min(t.spoilt+1, maxSpoilt)
+	g.once("meter "+at.claim, "cannot read a claim's counters; the watchdog alone holds its containers", "claim", at.claim, "gpu", at.gpu, "err", err)
+}

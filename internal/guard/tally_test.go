@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// another is a container that has the claim of one that is there, in the same pod.
+func (w *world) another(id, of string, pids ...int) {
+	c := w.containers[of]
+	c.ID, c.Name, c.Running, c.Annotations = id, id, true, maps.Clone(c.Annotations)
+	w.containers[id] = c
+	for _, pid := range pids {
+		w.procs[pid] = &proc{owner: node.Owner{ID: id, PodUID: c.PodUID, Start: uint64(pid)}, on: map[gpu.UUID]uint64{}}
+	}
+}
+
+// ends has a container end, which the runtime goes on to list.
+func (w *world) ends(id string) {
+	c := w.containers[id]
+	c.Running = false
+	w.containers[id] = c
+	maps.DeleteFunc(w.procs, func(_ int, p *proc) bool { return p.owner.ID == id })
+}
+
+// TestOneReaderOfAClaimsCounters: an init container that has ended is listed yet while
+// its successor runs. They have the same counters, which are read once in a look: who
+// waits for a reading is not told of one that was begun before.
+func TestOneReaderOfAClaimsCounters(t *testing.T) {
+	w := newWorld()
+	w.container("init", []int{10}, 4*gib, gpu0)
+	m := &meter{w: w}
+	w.pages["init"+string(gpu0)] = m
+	watch(t, w, Options{}, func(g *Guard, pass func(time.Duration)) {
+		w.uses(10, gpu0, gib)
+		pass(time.Second)
+		w.ends("init")
+		w.another("main", "init", 20)
+		w.uses(20, gpu0, 2*gib)
+		pass(2 * time.Second)
+		asked, begun := w.asked[gpu0], m.begun
+		pass(4 * time.Second)
+		if looks, readings := w.asked[gpu0]-asked, m.begun-begun; readings != looks || looks == 0 {
+			t.Errorf("%d readings of one page in %d looks", readings, looks)
+		}
+		if m.driver != 2*gib || !m.known {
+			t.Errorf("the counters are held against %d MiB, the successor has 2 GiB", m.driver>>20)
+		}
+		if c := g.State().Containers; len(c) != 1 || c[0].Used != 2*gib || c[0].Processes != 1 || c[0].Holder.Container != "main" {
+			t.Errorf("the claim is shown as %+v", c)
+		}
+	})
+}
+
+// TestSuccessorNotListedYet: the runtime lists an init container that has ended, and
+// not yet its successor, which uses the GPU. What the claim has is not known then, so
+// its counters are held against nothing: against the 0 bytes of the one that is listed
+// the ceiling would rise by all that the successor has.
+func TestSuccessorNotListedYet(t *testing.T) {
+	w := newWorld()
+	w.container("init", []int{10}, 4*gib, gpu0)
+	m := &meter{w: w}
+	w.pages["init"+string(gpu0)] = m
+	watch(t, w, Options{}, func(_ *Guard, pass func(time.Duration)) {
+		w.uses(10, gpu0, gib)
+		pass(time.Second)
+		w.ends("init")
+		w.another("main", "init", 20)
+		w.uses(20, gpu0, 2*gib)
+		late := w.containers["main"]
+		delete(w.containers, "main")
+		before := m.ended
+		pass(3 * time.Second)
+		if m.ended != before {
+			t.Errorf("%d readings, the last one with %d MiB (known: %v): its successor has 2 GiB", m.ended-before, m.driver>>20, m.known)
+		}
+		w.containers["main"] = late
+		pass(time.Second)
+		if m.ended == before || m.driver != 2*gib || !m.known {
+			t.Errorf("%d readings when it is listed, with %d MiB", m.ended-before, m.driver>>20)
+		}
+	})
+}
+
+// TestClaimGivenAgain: the counters are made anew where a claim is given to somebody
+// else, while a container of who had it is still listed. The new ones are read as soon
+// as the old ones turn out not to be the claim's any more.
+func TestClaimGivenAgain(t *testing.T) {
+	w := newWorld()
+	w.container("old", []int{10}, 4*gib, gpu0)
+	was, is := &meter{w: w}, &meter{w: w}
+	w.pages["old"+string(gpu0)] = was
+	watch(t, w, Options{}, func(g *Guard, pass func(time.Duration)) {
+		w.uses(10, gpu0, gib)
+		pass(3 * time.Second)
+		w.ends("old")
+		w.another("new", "old", 20)
+		c := w.containers["new"]
+		c.PodUID, c.Pod = "uid-new", "pod-new"
+		w.containers["new"] = c
+		w.procs[20].owner.PodUID = c.PodUID
+		was.broken = true
+		w.pages["old"+string(gpu0)] = is
+		w.uses(20, gpu0, 2*gib)
+		pass(600 * time.Millisecond)
+		if !was.closed || is.ended == 0 || is.driver != 2*gib {
+			t.Errorf("the old counters are closed: %v; %d readings of the new ones, with %d MiB", was.closed, is.ended, is.driver>>20)
+		}
+		if n := w.logged("cannot read a claim's counters"); n != 0 {
+			t.Errorf("it was logged %d times that counters make no sense", n)
+		}
+	})
+}
+
+// TestTwoContainersOfAClaimOver: together they have more than the claim's cap, and none
+// of them alone. The one with the most is ended, and that is enough.
+func TestTwoContainersOfAClaimOver(t *testing.T) {
+	w := newWorld()
+	w.container("a", []int{10}, 4*gib, gpu0)
+	w.another("b", "a", 20)
+	w.pages["a"+string(gpu0)] = &meter{w: w, quiet: true}
+	watch(t, w, Options{}, func(g *Guard, pass func(time.Duration)) {
+		w.uses(10, gpu0, gib)
+		w.uses(20, gpu0, 3*gib)
+		pass(10 * time.Second)
+		if len(w.ended) != 0 {
+			t.Fatalf("ended %v, and they were within the cap", w.ended)
+		}
+		w.uses(10, gpu0, 2*gib)
+		pass(3 * time.Second)
+		if !slices.Equal(w.ended, []string{"b"}) {
+			t.Errorf("ended %v, want the one that has 3 of 5 GiB", w.ended)
+		}
+		want := "work/pod-a uid-a CapExceeded: container b of pod work/pod-a uses 3.00 GiB of GPU 0 (GPU-0), and together with the others that share its claim 5.00 GiB, more than their cap of 4.00 GiB; it is ended"
+		if !slices.Equal(w.events, []string{want}) {
+			t.Errorf("Events\n%s\nwant\n%s", strings.Join(w.events, "\n"), want)
+		}
+		if g.State().Kills != 1 {
+			t.Errorf("%d kills", g.State().Kills)
+		}
+	})
+}
+
+// TestPredecessorThatTakesItsTime: what a container that is ending has yet and what its
+// successor has is more than their cap together. When somebody is to be ended for that
+// the first one is gone, and so is the offence.
+func TestPredecessorThatTakesItsTime(t *testing.T) {
+	w := newWorld()
+	w.container("init", []int{10}, 4*gib, gpu0)
+	w.another("main", "init", 20)
+	watch(t, w, Options{}, func(_ *Guard, pass func(time.Duration)) {
+		asked := 0
+		w.reowned = func(pid int) {
+			if pid != 10 {
+				return
+			}
+			if asked++; asked > w.asked[gpu0] { // once in each look, and then by who ends somebody
+				delete(w.procs, 10)
+			}
+		}
+		w.uses(10, gpu0, 3*gib)
+		w.uses(20, gpu0, 4*gib)
+		pass(5 * time.Second)
+		if len(w.ended) != 0 || w.procs[10] != nil {
+			t.Errorf("ended %v; the first one is there: %v", w.ended, w.procs[10] != nil)
+		}
+	})
+}
