@@ -10,26 +10,24 @@ import (
 	"sync"
 )
 
-// How many connections the server has at most. An idle one takes some 20 KiB; one
-// whose client does not read takes its answer, and the largest, /metrics of 16
-// GPUs with 1,264 containers, has 1 MiB.
+// Limits on connections. An idle one takes some 20 KiB. One whose client does not read
+// takes its answer; the largest, /metrics of 16 GPUs with 1,264 containers, has 1 MiB.
 const (
 	maxConnections = 64 // in all
 	maxPerAddress  = 16 // of these, from one address
-	// Beside them, those that were ended and that net/http has not closed yet,
-	// which takes it half a second where a request was too large for it. With
-	// fewer such, clients that send nothing else could keep all others waiting.
+	// In addition, those that were ended and that net/http has not closed yet, which
+	// takes it half a second after a request that was too large. With a lower limit,
+	// clients that send only such requests could keep all others waiting.
 	maxEnding = 1024
 )
 
-// boundedListener hands out a bounded number of connections, in all and for each
-// address that they come from. It turns nobody away: whoever comes takes the place
-// of the connection that has gone longest without a request, among those of the
-// address that has the most.
+// boundedListener accepts a bounded number of connections, in all and for each remote
+// address. It turns nobody away: a new connection replaces the one that has gone
+// longest without a request, among those of the address that has the most.
 //
-// So the kubelet's probe, which connects, asks and is gone within a millisecond,
-// is answered while others hold every place. To keep places free for it is no
-// way: which address the kubelet calls from is up to the network plugin.
+// So the kubelet's probe, which connects, asks and is gone within a millisecond, is
+// answered while others hold every place. Places cannot be reserved for it, because the
+// network plugin determines the address from which the kubelet calls.
 type boundedListener struct {
 	net.Listener
 	total, perAddress, ending int // the bounds
@@ -37,8 +35,8 @@ type boundedListener struct {
 	mu     sync.Mutex
 	freed  *sync.Cond         // signalled when a connection that was ended, or the listener, is closed
 	queue  *list.List         // of *boundedConn: the next to go first
-	held   map[netip.Addr]int // how many are in queue from each address
-	ended  int                // connections that were taken from queue and are not closed yet
+	held   map[netip.Addr]int // number in queue, by address
+	ended  int                // number taken from queue and not closed yet
 	closed bool
 }
 
@@ -47,7 +45,7 @@ type boundedConn struct {
 	net.Conn
 	listener *boundedListener
 	from     netip.Addr
-	place    *list.Element // nil once the connection was ended or closed
+	place    *list.Element // nil once the connection has been ended or closed
 	closed   bool
 }
 
@@ -58,7 +56,7 @@ func bound(l net.Listener, total, perAddress, ending int) *boundedListener {
 	return b
 }
 
-// Accept waits for the next connection, and while too many are ending.
+// Accept waits for the next connection, and as long as too many are ending.
 func (b *boundedListener) Accept() (net.Conn, error) {
 	conn, err := b.Listener.Accept()
 	if err != nil {
@@ -82,7 +80,7 @@ func (b *boundedListener) Accept() (net.Conn, error) {
 	return c, nil
 }
 
-// makeRoomLocked ends a connection for one that comes from an address.
+// makeRoomLocked ends a connection in favour of a new one from an address.
 func (b *boundedListener) makeRoomLocked(from netip.Addr) {
 	var victim *boundedConn
 	for e := b.queue.Front(); e != nil; e = e.Next() {
@@ -97,10 +95,10 @@ func (b *boundedListener) makeRoomLocked(from netip.Addr) {
 	b.leaveLocked(victim)
 	b.ended++
 	if tcp, ok := victim.Conn.(*net.TCPConn); ok {
-		// The kernel keeps nothing of it either: its peer may never answer.
+		// The kernel must not keep anything of it either: its peer may never answer.
 		tcp.SetLinger(0)
 	}
-	// The server finds out, and closes it as any other.
+	// The server notices, and closes it like any other.
 	victim.Conn.Close()
 }
 
@@ -112,7 +110,7 @@ func (b *boundedListener) leaveLocked(c *boundedConn) {
 	}
 }
 
-// Close ends the listener; connections live on.
+// Close closes the listener; connections stay.
 func (b *boundedListener) Close() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -121,7 +119,7 @@ func (b *boundedListener) Close() error {
 	return b.Listener.Close()
 }
 
-// Close gives the place back.
+// Close closes the connection and frees its place.
 func (c *boundedConn) Close() error {
 	b := c.listener
 	b.mu.Lock()
@@ -138,7 +136,8 @@ func (c *boundedConn) Close() error {
 	return c.Conn.Close()
 }
 
-// asks is an http.Server's ConnState: who asks for something is the last to go.
+// asks is an http.Server's ConnState: a connection with a request becomes the last to
+// be replaced.
 func asks(conn net.Conn, state http.ConnState) {
 	c, ok := conn.(*boundedConn)
 	if !ok || state != http.StateActive {
@@ -158,9 +157,9 @@ func address(a net.Addr) netip.Addr {
 	return netip.Addr{}
 }
 
-// fromHere tells whether a request comes from the server's own network namespace:
-// over loopback, or from the very address that it went to, which the kernel drops
-// where it comes from outside.
+// fromHere reports whether a request comes from the server's own network namespace: over
+// loopback, or from the same address that it was sent to. The kernel drops such packets
+// if they come from outside.
 func fromHere(r *http.Request) bool {
 	own, ok := r.Context().Value(http.LocalAddrContextKey).(net.Addr)
 	if !ok {

@@ -37,11 +37,11 @@ type Metrics struct {
 	refused *prometheus.CounterVec
 }
 
-// KillReasons is every reason for which the watchdog ends a container: it is
-// over its cap, or on a GPU that it holds no claim on.
+// KillReasons is every reason for which the watchdog ends a container: it uses more
+// than its cap, or a GPU without a claim on it.
 var KillReasons = []string{"over", "intruder"}
 
-// NewMetrics returns counters at zero. version is the agent's own.
+// NewMetrics returns metrics in which all counters are 0. version is the agent's.
 func NewMetrics(version string) *Metrics {
 	histogram := func(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
 		return prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: prefix + name, Help: help, Buckets: buckets}, labels)
@@ -51,12 +51,12 @@ func NewMetrics(version string) *Metrics {
 	}
 	m := &Metrics{
 		version: version,
-		// A healthy call takes well under a millisecond; PreStartContainer may
-		// wait for the 30 s that the kubelet grants.
+		// A call takes less than a millisecond as a rule; PreStartContainer may wait
+		// for up to 30 s, the kubelet's limit.
 		plugin: histogram("plugin_request_duration_seconds",
 			"Time to answer a call of the kubelet's device-plugin API.",
 			[]float64{.00005, .0001, .00025, .0005, .001, .0025, .01, .1, 1, 10, 30}, "resource", "method", "code"),
-		// Making a MIG instance takes up to a second, and five on a busy node.
+		// Creating a MIG instance takes up to 1 s, and 5 s on a busy node.
 		driver: histogram("driver_request_duration_seconds",
 			"Time that a call of the GPU driver took.",
 			[]float64{.0001, .001, .01, .1, 1, 10}, "call", "code"),
@@ -75,33 +75,33 @@ func NewMetrics(version string) *Metrics {
 			"Containers that the watchdog has ended: over their memory cap, or an intruder on a GPU that they hold no claim on.", "reason"),
 		evicted: prometheus.NewCounter(prometheus.CounterOpts{Name: prefix + "cap_evictions_total",
 			Help: "Pods that were evicted for going over their memory cap again and again."}),
-		// The watchdog looks four times a second and wants to see it twice.
+		// The watchdog looks four times a second, and acts on the second breach.
 		breach: prometheus.NewHistogram(prometheus.HistogramOpts{Name: prefix + "cap_breach_to_end_seconds",
 			Help:    "Time from the reading that first showed a container over its cap to the end of its processes.",
 			Buckets: []float64{.1, .25, .5, .75, 1, 2, 5, 10, 30}}),
-		// An instance takes 0.1 s to 1 s, five on a busy node, a reset ten and
-		// more; a driver that is slow for a minute is worth seeing.
+		// An instance takes 0.1 to 1 s, or 5 s on a busy node, and a reset 10 s or
+		// more. The last bucket shows a driver that hangs.
 		steps: histogram("mig_step_duration_seconds",
 			"Time that a step of a change to a GPU's MIG instances took, by its outcome.",
 			[]float64{.05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60}, "op", "profile", "outcome"),
-		// The kubelet asks again after 30 s, and the work goes on meanwhile.
+		// The kubelet asks again after 30 s; the work goes on meanwhile.
 		wishes: histogram("mig_wish_duration_seconds",
 			"Time from a container's wish for a MIG instance until the container could start.",
 			[]float64{.01, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60}, "profile"),
 	}
 	for _, reason := range KillReasons {
-		m.kills.WithLabelValues(reason) // a rate needs a zero to start from
+		m.kills.WithLabelValues(reason) // rate() needs a 0 to start from
 	}
 	return m
 }
 
-// PluginRequest counts a kubelet's call. resource is the full resource name,
+// PluginRequest counts a call of the kubelet. resource is the full resource name,
 // method the RPC's ("Allocate"), code gRPC's ("OK").
 func (m *Metrics) PluginRequest(resource, method, code string, took time.Duration) {
 	m.plugin.WithLabelValues(resource, method, code).Observe(took.Seconds())
 }
 
-// RegistrationError counts a registration that failed.
+// RegistrationError counts a registration at the kubelet that failed.
 func (m *Metrics) RegistrationError(resource string) { m.refused.WithLabelValues(resource).Inc() }
 
 // DriverCall counts a call of the driver. code is "ok" or the failure's kind.
@@ -123,14 +123,14 @@ func (m *Metrics) GPUEvent(gpu, kind string, xid uint64) {
 	m.gpus.WithLabelValues(gpu, kind, strconv.FormatUint(xid, 10)).Inc()
 }
 
-// APIError counts a failed request to the API server, in RBAC's words.
+// APIError counts a failed request to the API server, by RBAC's verb and resource.
 func (m *Metrics) APIError(verb, resource string) { m.api.WithLabelValues(verb, resource).Inc() }
 
 // Event counts an Event by its outcome: "sent", "merged" or "dropped".
 func (m *Metrics) Event(outcome string) { m.events.WithLabelValues(outcome).Inc() }
 
-// CapKill counts a container that the watchdog has ended; reason is one of
-// KillReasons, took the time from the first reading that showed the offence to
+// CapKill counts a container that the watchdog has ended. reason is one of
+// KillReasons, and took the time from the first reading that showed the offence to
 // the end of the container's processes.
 func (m *Metrics) CapKill(reason string, took time.Duration) {
 	m.kills.WithLabelValues(reason).Inc()
@@ -144,13 +144,13 @@ func (m *Metrics) CapEviction() { m.evicted.Inc() }
 
 // MIGStep counts a step of a change to a GPU's MIG instances. op is one of
 // "destroy", "create", "enable", "disable", "reset" and "undo"; profile is empty
-// for those that concern the whole GPU.
+// if the step concerns the whole GPU.
 func (m *Metrics) MIGStep(op, profile string, took time.Duration, err error) {
 	m.steps.WithLabelValues(op, profile, outcome(err)).Observe(took.Seconds())
 }
 
-// outcome is what an operator would tell apart: a step that ran into somebody's
-// process or into the room of others is not a step that broke.
+// outcome distinguishes what an operator would: a step that met a process or had no
+// room has not failed like one that the driver refused.
 func outcome(err error) string {
 	switch {
 	case err == nil:
@@ -163,20 +163,20 @@ func outcome(err error) string {
 	return "error"
 }
 
-// Wish counts a wish for a MIG instance that was granted; took is the time from
-// the wish until the container could start.
+// Wish counts a container's request for a MIG instance; took is the time from the
+// request until the container could start.
 func (m *Metrics) Wish(profile string, took time.Duration) {
 	m.wishes.WithLabelValues(profile).Observe(took.Seconds())
 }
 
-// registry gathers everything that /metrics shows.
+// registry returns all that /metrics shows.
 func (m *Metrics) registry(read func() status.Status) *prometheus.Registry {
 	r := prometheus.NewRegistry()
 	r.MustRegister(m.plugin, m.driver, m.round, m.api, m.events, m.gpus, m.kills, m.evicted, m.breach, m.steps, m.wishes, m.refused,
 		view{version: m.version, status: read},
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
-		// The collector's default is some forty series on every node of a
-		// cluster; these are the ones that people draw.
+		// By default this collector has some forty series for every node. These are
+		// the ones that people look at.
 		collectors.NewGoCollector(
 			collectors.WithGoCollectorMemStatsMetricsDisabled(),
 			collectors.WithGoCollectorRuntimeMetrics(
@@ -208,7 +208,7 @@ var (
 	migPending = gauge("mig_pending", "Whether a change of the GPU's MIG mode waits for a reset: 1 or 0.", "gpu")
 	migSlots   = gauge("mig_slots", "MIG devices of a GPU, by profile, that are "+strings.Join(status.SlotStates, ", ")+". Those that overlap exclude each other.",
 		"gpu", "profile", "state")
-	// The names are dcgm-exporter's, so that a query can join by them.
+	// dcgm-exporter has the same label names, so that a query can join by them.
 	deviceInfo = gauge("device_info",
 		"A device that a container holds, or a MIG instance that stands; always 1. UUID, GPU_I_ID and GPU_I_PROFILE are as dcgm-exporter writes them.",
 		"device", "resource", "UUID", "GPU_I_ID", "GPU_I_PROFILE", "mig_uuid", "namespace", "pod", "container")
@@ -239,14 +239,14 @@ var (
 		"gpu", "kind")
 )
 
-// view turns a Status into metrics.
+// view collects the metrics that are computed from a Status.
 type view struct {
 	version string
 	status  func() status.Status
 }
 
-// Describe sends what Collect can send, so that the registry finds a clash of
-// names at the start.
+// Describe sends all that Collect can send, so that a clash of names is found at the
+// start.
 func (v view) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{buildInfo, driverInfo, gpuInfo, gpuMemory, gpuHealthy, gpuFault, hangs, gpuBlocked,
 		devices, claims, registered, partition, generation, migEnabled, migPending, migSlots, deviceInfo,
@@ -258,7 +258,7 @@ func (v view) Describe(out chan<- *prometheus.Desc) {
 // sender sends a metric with its labels.
 type sender func(d *prometheus.Desc, value float64, labels ...string)
 
-// Collect sends the metrics of one snapshot.
+// Collect sends the metrics of one Status.
 func (v view) Collect(out chan<- prometheus.Metric) {
 	as := func(kind prometheus.ValueType) sender {
 		return func(d *prometheus.Desc, value float64, labels ...string) {
@@ -289,7 +289,7 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 			send(policyHeld, truth(p.State == status.PolicyHeld), p.Name)
 		}
 	}
-	// Two GPUs of one UUID would make the whole scrape fail.
+	// Two GPUs with the same UUID would make the whole scrape fail.
 	seen := map[string]bool{}
 	for i := range s.GPUs {
 		if g := &s.GPUs[i]; !seen[g.UUID] {
@@ -330,7 +330,7 @@ func sendGPU(send sender, g *status.GPU, watched bool) {
 			slots[profile][s.State]++
 		}
 		for profile, n := range slots {
-			for _, state := range status.SlotStates { // an alert needs a zero to look at
+			for _, state := range status.SlotStates { // alerts need the zeros too
 				send(migSlots, float64(n[state]), g.UUID, profile, state)
 			}
 		}
@@ -338,14 +338,14 @@ func sendGPU(send sender, g *status.GPU, watched bool) {
 	sendDevices(send, g)
 }
 
-// sendContainers sends the series of the containers that there are: nobody has to
-// forget one that is gone.
+// sendContainers sends the series of the containers that exist now: none has to be
+// deleted when a container ends.
 func sendContainers(send, count sender, containers []status.Container) {
 	once := map[[4]string]bool{}
 	for _, c := range containers {
 		labels := [4]string(valid([]string{c.Namespace, c.Pod, c.Container, c.GPU}))
 		if c.Pod == "" || once[labels] {
-			continue // not named yet; or the same twice, as above
+			continue // not named yet, or a duplicate
 		}
 		once[labels] = true
 		if c.CapMiB != nil {
@@ -363,9 +363,9 @@ func sendContainers(send, count sender, containers []status.Container) {
 	}
 }
 
-// sendDevices sends device_info: one for a GPU and each container that holds
-// devices of it, one for each MIG instance that stands. A MIG device without its
-// instance is left out: it would join the figures of the whole GPU.
+// sendDevices sends device_info: one for each GPU and container that holds devices of
+// it, and one for each MIG instance. A MIG device without an instance is left out,
+// because it would join the figures of the whole GPU.
 func sendDevices(send sender, g *status.GPU) {
 	once := map[[9]string]bool{}
 	note := func(labels ...string) {
@@ -397,7 +397,7 @@ func truth(b bool) float64 {
 	return 0
 }
 
-// valid makes label values that Prometheus accepts.
+// valid replaces invalid UTF-8, for which Prometheus refuses a label.
 func valid(labels []string) []string {
 	for i, l := range labels {
 		labels[i] = strings.ToValidUTF8(l, "\uFFFD")

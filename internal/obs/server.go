@@ -25,18 +25,18 @@ import (
 
 // Options configure a Server. Addr and Now may be left out.
 type Options struct {
-	// Addr is where to listen, ":9500" for every address. Empty means no
-	// server: Run then only waits.
+	// Addr is the address to listen on; ":9500" is every address. If it is empty
+	// there is no server, and Run only waits.
 	Addr   string
 	Logger *slog.Logger
-	// Healthy and Ready return nil or the reason why not. They must return at
-	// once and may be called from several goroutines.
+	// Healthy and Ready return nil, or the reason why not. They must return at once
+	// and may be called from several goroutines.
 	Healthy, Ready func() error
-	// Status returns the current view, under the same terms. The caller of it
-	// changes nothing in the value.
+	// Status returns the current status, under the same terms. The server does not
+	// change the value.
 	Status  func() status.Status
 	Metrics *Metrics
-	// Now is the clock that the page counts ages by; nil means time.Now.
+	// Now is the clock for the ages on the page; nil means time.Now.
 	Now func() time.Time
 }
 
@@ -54,8 +54,8 @@ func New(o Options) *Server {
 	return &Server{options: o, registry: o.Metrics.registry(o.Status)}
 }
 
-// Run listens and serves until ctx ends, whose error it then returns. It fails
-// where the address cannot be had.
+// Run listens and serves until ctx ends, and returns the error of ctx. It fails if it
+// cannot listen on the address.
 func (s *Server) Run(ctx context.Context) error {
 	if s.options.Addr == "" {
 		<-ctx.Done()
@@ -68,10 +68,10 @@ func (s *Server) Run(ctx context.Context) error {
 	return s.Serve(ctx, listener)
 }
 
-// Serve is Run on a listener of the caller's, which it closes.
+// Serve is Run with the caller's listener, which it closes.
 func (s *Server) Serve(ctx context.Context, listener net.Listener) error {
-	// Every pod of the cluster may reach the port: whoever holds a connection
-	// holds little, and not for long.
+	// Every pod of the cluster can reach the port: a connection must cost little, and
+	// not for long.
 	listener = bound(listener, maxConnections, maxPerAddress, maxEnding)
 	server := &http.Server{
 		Handler:           s.Handler(),
@@ -100,14 +100,14 @@ func (s *Server) Serve(ctx context.Context, listener net.Listener) error {
 	return ctx.Err()
 }
 
-// Handler returns the pages. A request must come by way of an http.Server, which
-// says where it went to, or /statusz is refused.
+// Handler returns the pages. /statusz needs the local address that an http.Server
+// puts into a request's context, and refuses requests without it.
 func (s *Server) Handler() http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", inTurn(promhttp.HandlerFor(s.registry, promhttp.HandlerOpts{
 		ErrorLog:      slog.NewLogLogger(s.options.Logger.Handler(), slog.LevelWarn),
 		ErrorHandling: promhttp.ContinueOnError,
-		// A compressor costs more memory than all series of a node.
+		// A compressor takes more memory than all series of a node.
 		DisableCompression: true,
 	})))
 	mux.Handle("GET /healthz", probe(s.options.Healthy))
@@ -143,23 +143,23 @@ func (s *Server) status(w http.ResponseWriter, r *http.Request) {
 	w.Write(append(body, '\n'))
 }
 
-// onlyFromHere keeps a page from the network. The Status tells who holds what,
-// with the names of namespaces, pods and containers, and the port is open to
-// every pod of the cluster, which has no more than an address to show.
+// onlyFromHere refuses a page to the network. The Status has the names of namespaces,
+// pods and containers; the port is open to every pod of the cluster, and a pod has
+// nothing but its address to identify it.
 func onlyFromHere(page http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if !fromHere(r) {
-			http.Error(w, "this page is not for the network: look at it with `gpu-agent status` where the agent runs, by kubectl exec, "+
-				"or in a browser by way of kubectl port-forward to the agent's pod", http.StatusForbidden)
+			http.Error(w, "this page is not served to the network: run `gpu-agent status` in the agent's pod, by kubectl exec, "+
+				"or open the page in a browser through kubectl port-forward to that pod", http.StatusForbidden)
 			return
 		}
 		page.ServeHTTP(w, r)
 	})
 }
 
-// inTurn has one answer to a page made at a time, so that those who ask again and
-// again take no more than one processor. It is made in memory: a client that
-// reads slowly keeps no other one waiting.
+// inTurn makes one answer of a page at a time, so that clients that ask again and again
+// take one processor at most. The answer is made in memory, so that a client that reads
+// slowly keeps no other one waiting.
 func inTurn(page http.Handler) http.Handler {
 	turn := make(chan struct{}, 1)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -178,7 +178,7 @@ func inTurn(page http.Handler) http.Handler {
 	})
 }
 
-// answer is an http.ResponseWriter that keeps what is written.
+// answer is an http.ResponseWriter that keeps what is written to it.
 type answer struct {
 	header http.Header
 	code   int
@@ -189,8 +189,8 @@ func (a *answer) Header() http.Header         { return a.header }
 func (a *answer) WriteHeader(code int)        { a.code = code }
 func (a *answer) Write(p []byte) (int, error) { return a.body.Write(p) }
 
-// wantsHTML tells whether a client is a browser, in the words of its Accept
-// header, or asks for the page by ?format=html. Who does not say gets JSON.
+// wantsHTML reports whether a client asks for the page: by ?format=html, or as browsers
+// do by the Accept header. Without an Accept header: JSON.
 func wantsHTML(r *http.Request) bool {
 	switch r.URL.Query().Get("format") {
 	case "html":
@@ -233,11 +233,12 @@ func probe(check func() error) http.Handler {
 	})
 }
 
-// maxStatus bounds the answer that Fetch reads, in bytes.
+// maxStatus is the longest answer that Fetch reads, in bytes.
 const maxStatus = 16 << 20
 
-// Fetch reads the Status of the agent that serves on addr, which has the form
-// of Options.Addr: without a host it is this machine.
+// Fetch reads the Status of the agent that serves on addr, which has the form of
+// Options.Addr; without a host it is this machine. Errors name the address and what to
+// check.
 func Fetch(ctx context.Context, addr string) (status.Status, error) {
 	var s status.Status
 	if strings.HasPrefix(addr, ":") {
@@ -248,7 +249,7 @@ func Fetch(ctx context.Context, addr string) (status.Status, error) {
 	if err != nil {
 		return s, fmt.Errorf("read the agent's status: %w", err)
 	}
-	// A proxy in the environment is not meant for this.
+	// Without the environment's proxy, which is not meant for this.
 	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
 	response, err := client.Do(request)
 	if err != nil {
@@ -268,8 +269,7 @@ func Fetch(ctx context.Context, addr string) (status.Status, error) {
 	return s, nil
 }
 
-// unwrapURL takes off the wrapper of net/http that repeats method and address
-// in quotes.
+// unwrapURL removes net/http's wrapper, which quotes method and address.
 func unwrapURL(err error) error {
 	var wrapped *neturl.Error
 	if errors.As(err, &wrapped) {

@@ -8,9 +8,8 @@ import (
 	"unicode/utf8"
 )
 
-// mig draws a GPU's memory slots as a row of cells, each as wide as its share of
-// the memory; then a line for each device that stands or is held; then what
-// could be made in the room that is left.
+// mig writes a GPU's memory slices as a row of cells, then a line for each device that
+// exists or is held, then the placements that are free.
 func (p *printer) mig(g *GPU) {
 	m := g.MIG
 	p.wrapped(indent, yellow, m.switches())
@@ -24,17 +23,17 @@ func (p *printer) mig(g *GPU) {
 	}
 }
 
-// cells draws the row: profile, state and holder of each.
+// cells draws the row, with the profile, state and holder of each device.
 func (p *printer) cells(m *MIG) {
 	size := m.size()
-	// Wider than this, the eye has to travel.
+	// Columns for one memory slice, at most. Wider rows are hard to read.
 	const widest = 14
 	wide := 0
 	if size > 0 {
 		wide = min((p.Width-len(indent)-1)/size, widest)
 	}
 	if wide < 3 || len(m.Slots) == 0 {
-		return // no room to draw, or nothing to
+		return // too narrow, or nothing to draw
 	}
 	corners, bar, dash, nothing := [6]string{"┌", "┬", "┐", "└", "┴", "┘"}, "│", "─", "·"
 	if p.ASCII {
@@ -87,7 +86,7 @@ func slotColor(state string) string {
 	return yellow
 }
 
-// slots lists what stands, is held, or has something to be said about it.
+// slots writes a line for each device that exists, is held, or could not be created.
 func (p *printer) slots(g *GPU) {
 	shown := g.MIG.shown()
 	rows, reasons := make([][]string, len(shown)), make([]string, len(shown))
@@ -110,7 +109,7 @@ func (p *printer) slots(g *GPU) {
 	}
 	widths := widths(rows)
 	widths[0], widths[1] = min(widths[0], 20), min(widths[1], 8)
-	// A word of why stands in the line of what nobody holds, where it fits.
+	// If nobody holds the device, a short reason goes into the holder's column.
 	room := p.Width - len(indent) - widths[0] - widths[1] - widths[3] - 6
 	for i, row := range rows {
 		if n := utf8.RuneCountInString(reasons[i]); row[2] == "" && n <= room {

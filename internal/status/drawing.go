@@ -13,64 +13,46 @@ import (
 	"example.com/gpu-agent/pkg/topology"
 )
 
-// Measures of a drawing, in its own units, which are pixels where it is shown at
-// full size. Along is the direction in which GPUs follow each other: from left
-// to right, or upright from top to bottom; across is from the processors to the
-// links.
+// Sizes in a drawing, in pixels at full size. "Along" is the direction in which the
+// GPUs follow each other: left to right, or top to bottom in an upright drawing.
+// "Across" is the other one, from the processors to the links.
 const (
-	edge     = 1  // for the outer lines
+	edge     = 1  // so that outer lines are not cut off
 	boxPad   = 10 // between a NUMA node's frame and what is in it
 	boxGap   = 12 // between NUMA nodes
 	boxTitle = 40 // two lines
 	railSize = 12 // a PCIe switch
 	chipSize = 22 // a network card
 
-	emptyBox = 2 // GPUs that there is room for in a NUMA node without any: its title needs it
+	emptyBox = 2 // a NUMA node without GPUs is as wide as two of them, for its title
 )
 
-// box is a NUMA node and what hangs on it.
-type box struct {
-	title, cpus string
-	switches    []pciSwitch
-	apart       []int // network cards that are near no GPU, by place in the matrix
-	from, to    int   // along
-}
-
-// pciSwitch is GPUs and network cards that reach each other without the
-// processor.
-type pciSwitch struct {
-	gpus, nics []int // by place in the matrix
-	from, to   int   // along
-}
-
-// shared tells whether there is anything to connect.
-func (s pciSwitch) shared() bool { return len(s.gpus)+len(s.nics) > 1 }
-
-// drawing is one of a node, laid out: its NUMA nodes, on each the GPUs and network
-// cards with the PCIe switches they share, and the NVLinks. The page has two, of
-// which the style shows one: side by side where there is room, and one below the
-// other where there is not.
+// drawing is the picture of a node: its NUMA nodes, the GPUs and network cards on each
+// with the PCIe switches that they share, and the NVLinks. The page has two drawings,
+// and the style sheet shows one of them: GPUs side by side in a wide window, one below
+// the other in a narrow one.
 type drawing struct {
 	Class         string
 	Width, Height int
-	Words         string // for those who do not see it
+	Words         string // the same, for screen readers
 	Groups        []group
 
 	m       *topology.Matrix
 	cards   map[string]*card // by UUID
 	upright bool
 	boxes   []box
-	middle  map[int]int // GPU by place in the matrix → its middle, along
+	middle  map[int]int // GPU, by index in the matrix → its middle, along
 	arcs    []arc
-	// tile is a GPU's size along, and pitch from one to the next one.
+	// tile is the size of a GPU along, and pitch the distance from one to the next.
 	tile, pitch int
-	// Where things are across: network cards, switches, GPUs, the end of the
-	// boxes, the links.
+	// Positions across: network cards, switches, GPUs, the end of the NUMA nodes'
+	// boxes; tileDepth and linked are sizes, of a GPU and of the links.
 	chips, rails, tiles, tileDepth, bottom, linked int
-	long                                           int // all of it, along
+	long                                           int // size along
 }
 
-// group is a part of a drawing, painted in the order of its fields.
+// group is a part of a drawing. It is painted in the order of the fields; with an
+// Href it is a link.
 type group struct {
 	Class, Href, Title string
 	Rects              []rect
@@ -89,10 +71,10 @@ type label struct {
 	Class       string
 	X, Y        int
 	Text, Title string
-	Turned      bool // reads from top to bottom
+	Turned      bool // written from top to bottom
 }
 
-// Key explains what has no name in the drawings.
+// Key explains what has no label in the drawings.
 func (p *sheet) Key() string {
 	d := p.Drawings[0]
 	var out []string
@@ -105,11 +87,11 @@ func (p *sheet) Key() string {
 	return strings.Join(out, " ")
 }
 
-// slim is the width in pixels, of a drawing side by side, to which windows of 820
-// pixels have room for it; the style knows that.
+// slim is the greatest width of a drawing, in pixels, that fits into a window of 820
+// pixels. The style sheet relies on it.
 const slim = 780
 
-// Links says in words what the drawings show.
+// Links says in words how GPUs and network cards are connected.
 func (p *sheet) Links() []note {
 	m := p.Topology
 	var out []note
@@ -153,7 +135,8 @@ func (p *sheet) Links() []note {
 	return out
 }
 
-// evenly is how many lanes there are between any two of a set; 0 where they differ.
+// evenly returns the number of NVLink lanes between any two GPUs of a set; 0 if they
+// differ.
 func evenly(m *topology.Matrix, set []int) int {
 	word := ""
 	for i, a := range m.GPUs {
@@ -171,7 +154,7 @@ func evenly(m *topology.Matrix, set []int) int {
 	return lanes(word)
 }
 
-// lanes is the number in "NV18"; 0 where there is none.
+// lanes returns the number in "NV18"; 0 if there is none.
 func lanes(cell string) int {
 	n, _ := strconv.Atoi(strings.TrimPrefix(cell, "NV"))
 	return n
@@ -191,7 +174,7 @@ func newDrawing(m *topology.Matrix, cards map[string]*card, upright bool) *drawi
 		d.box(b)
 	}
 	d.links()
-	// What can be followed comes last and in order.
+	// Links come last and in order, which is the order of the Tab key.
 	for _, b := range d.boxes {
 		for _, s := range b.switches {
 			for _, g := range s.gpus {
@@ -202,7 +185,7 @@ func newDrawing(m *topology.Matrix, cards map[string]*card, upright bool) *drawi
 	return d
 }
 
-// measure places everything across, and sizes a GPU along.
+// measure sets all positions across, and the size of a GPU.
 func (d *drawing) measure() {
 	switch n := len(d.m.GPUs); {
 	case d.upright:
@@ -240,7 +223,7 @@ func (d *drawing) measure() {
 	d.bottom = d.tiles + d.tileDepth + boxPad
 }
 
-// spread places everything along.
+// spread sets all positions along.
 func (d *drawing) spread() {
 	at := edge
 	for i := range d.boxes {
@@ -271,7 +254,7 @@ func (d *drawing) spread() {
 	d.long = at - boxGap + edge
 }
 
-// perRow is how many network cards that are near no GPU stand beside each other.
+// perRow is how many of a box's network cards that are near no GPU fit into one row.
 func (d *drawing) perRow(b box) int {
 	if d.upright {
 		return max((d.bottom-2*boxPad)/d.chip(), 1)
@@ -291,109 +274,15 @@ func (d *drawing) rowsOf(b box) int {
 	return (len(b.apart) + n - 1) / n
 }
 
-// chip is what a network card takes along, in the row of those apart.
+// chip is the width of a network card that is near no GPU, with the gap after it.
 func (d *drawing) chip() int { return max(d.pitch, 69) }
 
-// boxes puts the parts of a node in their NUMA nodes.
-func boxes(m *topology.Matrix) []box {
-	var numa []int // of each part; -1 where that is not known
-	note := func(n *int) {
-		if n == nil || *n < 0 {
-			n = new(int)
-			*n = -1
-		}
-		numa = append(numa, *n)
-	}
-	for _, g := range m.GPUs {
-		note(g.NUMA)
-	}
-	for _, n := range m.NICs {
-		note(n.NUMA)
-	}
-	numbers := slices.Clone(numa)
-	slices.SortFunc(numbers, func(a, b int) int { return cmp.Compare(uint(a), uint(b)) }) // -1 last
-	numbers = slices.Compact(numbers)
-	group := groups(m, numa)
-	var out []box
-	for _, number := range numbers {
-		b := box{title: "NUMA node " + strconv.Itoa(number)}
-		if number < 0 {
-			b.title = "no NUMA node"
-			if len(numbers) == 1 {
-				b.title = "one processor domain"
-			}
-		}
-		for _, node := range m.NUMA {
-			if node.ID == number && node.CPUs != "" {
-				b.cpus = "CPUs " + node.CPUs
-			}
-		}
-		at := map[int]int{} // group → place in b.switches
-		for i := range numa {
-			k, ok := at[group[i]]
-			switch {
-			case numa[i] != number:
-			case i >= len(m.GPUs) && ok:
-				b.switches[k].nics = append(b.switches[k].nics, i)
-			case i >= len(m.GPUs):
-				b.apart = append(b.apart, i)
-			case ok:
-				b.switches[k].gpus = append(b.switches[k].gpus, i)
-			default:
-				at[group[i]] = len(b.switches)
-				b.switches = append(b.switches, pciSwitch{gpus: []int{i}})
-			}
-		}
-		out = append(out, b)
-	}
-	return out
-}
-
-// groups gives parts that are on one PCIe switch of a NUMA node one number.
-func groups(m *topology.Matrix, numa []int) []int {
-	group := make([]int, len(numa))
-	for i := range group {
-		group[i] = i
-		for j := range i {
-			if numa[i] != numa[j] || !near(m, i, j) && !onSwitch(m, i, j) {
-				continue
-			}
-			from := group[i]
-			for k := range i + 1 {
-				if group[k] == from {
-					group[k] = group[j]
-				}
-			}
-		}
-	}
-	return group
-}
-
-// near tells whether two parts reach each other without the processor.
-func near(m *topology.Matrix, i, j int) bool {
-	c := cellAt(m, i, j)
-	return c == "PIX" || c == "PXB"
-}
-
-// onSwitch tells whether two GPUs whose cell speaks of NVLink are near to each
-// other on the PCI bus all the same: a network card says so that is near both.
-func onSwitch(m *topology.Matrix, i, j int) bool {
-	if i >= len(m.GPUs) || j >= len(m.GPUs) || means(cellAt(m, i, j)) != legend[0] {
-		return false
-	}
-	for k := len(m.GPUs); k < len(m.GPUs)+len(m.NICs); k++ {
-		if near(m, i, k) && near(m, j, k) {
-			return true
-		}
-	}
-	return false
-}
-
-// arc is a direct link, between places in the matrix, and where it ends, along.
+// arc is a direct NVLink from a to b (indexes in the matrix), and the positions of its
+// ends, along.
 type arc struct{ a, b, lanes, from, to int }
 
-// findArcs lists the NVLinks that do not go through a switch. Those of one GPU
-// end beside each other, in the order of their other ends.
+// findArcs finds the NVLinks that do not go through a switch. Those of one GPU end
+// beside each other, in the order of their other ends.
 func (d *drawing) findArcs() {
 	ends := map[int][]int{} // GPU → the other ends
 	for i := range d.m.GPUs {
@@ -407,8 +296,8 @@ func (d *drawing) findArcs() {
 	end := func(i, other int) int {
 		n := len(ends[i])
 		gap := min(10, (d.tile-8)/max(n-1, 1))
-		// The nearest of those to one side goes to the outer place, so that
-		// no two of them cross here.
+		// On each side the link to the nearest GPU ends outermost, so that no two
+		// of them cross here.
 		list := ends[i]
 		left := slices.IndexFunc(list, func(j int) bool { return d.middle[j] > d.middle[i] })
 		if left < 0 {
@@ -433,14 +322,14 @@ func (d *drawing) findArcs() {
 
 func (d *drawing) switched(i int) bool { return slices.Contains(d.m.Switched, d.m.GPUs[i].Index) }
 
-// depth is how far an arc goes away from the GPUs.
+// depth is how far an arc reaches across.
 func (d *drawing) depth(a arc) int {
 	most := map[bool]int{true: 64, false: 104}[d.upright]
 	steps := max(a.from, a.to) - min(a.from, a.to)
 	return 14 + (most-14)*steps/max(d.long, 1)
 }
 
-// linkRoom is how much room the links take, across.
+// linkRoom is the size of all links, across.
 func (d *drawing) linkRoom() int {
 	room := edge
 	for _, a := range d.arcs {
@@ -473,7 +362,7 @@ func (d *drawing) line(class string, along, across, along2, across2 int) path {
 	return path{Class: class, D: fmt.Sprintf("M%d %dL%d %d", x, y, x2, y2)}
 }
 
-// inWords describes the drawing to those who do not see it.
+// inWords describes the drawing for screen readers.
 func (d *drawing) inWords() string {
 	var out []string
 	for _, b := range d.boxes {
@@ -501,9 +390,9 @@ func (d *drawing) inWords() string {
 	return strings.Join(out, " ") + " The table Matrix has every pair."
 }
 
-// clip shortens a text to what fits into so many pixels at 12 pixels' height.
+// clip shortens a text of 12 pixels' height to a width in pixels.
 func clip(s string, room int) string {
-	const perMille = 600 // of the height, for a letter of a wide typeface
+	const perMille = 600 // width of a letter in a wide typeface, of its height
 	fits := max(room*1000/(12*perMille), 1)
 	r := []rune(s)
 	if len(r) <= fits {
@@ -558,10 +447,10 @@ func (d *drawing) nic(i, x, y, width int) group {
 		Labels: []label{{Class: "middle", X: x + width/2, Y: y + 15, Text: clip(n.Name, width-4)}}}
 }
 
-// nvlink is how thick so many lanes are drawn.
+// nvlink is the style of a line that stands for a number of lanes.
 func nvlink(lanes int) string { return "nvlink w" + strconv.Itoa(min(1+lanes/2, 5)) }
 
-// links draws the lanes between GPUs, and the switch.
+// links draws the NVLinks between GPUs, and the NVSwitch.
 func (d *drawing) links() {
 	var g group
 	end := d.tiles + d.tileDepth
@@ -575,7 +464,7 @@ func (d *drawing) links() {
 			fmt.Sprintf("GPU %d to GPU %d: %s", d.m.GPUs[a.a].Index, d.m.GPUs[a.b].Index, laneWord(a.lanes))})
 	}
 	var middles []int
-	own, most := map[int]int{}, 0 // GPU → its lanes to the switch
+	own, most := map[int]int{}, 0 // GPU → its lanes to the NVSwitch
 	for i := range d.m.GPUs {
 		if !d.switched(i) {
 			continue
@@ -625,7 +514,7 @@ func laneWord(n int) string {
 	return count(n, "NVLink lane", "NVLink lanes")
 }
 
-// gpu draws a GPU, which leads to all about it.
+// gpu draws a GPU, with a link to its card.
 func (d *drawing) gpu(i int) {
 	at := d.m.GPUs[i]
 	g := &GPU{Index: at.Index, UUID: string(at.UUID)}
@@ -653,7 +542,7 @@ func (d *drawing) gpu(i int) {
 	d.Groups = append(d.Groups, out)
 }
 
-// tileState is a GPU in a word, and whether that is a complaint.
+// tileState is the word for a GPU in the drawing, and its tone.
 func tileState(g *GPU) (tone, state string) {
 	switch {
 	case g.Health != "" && g.Health != Healthy:
@@ -682,7 +571,7 @@ func tileState(g *GPU) (tone, state string) {
 	return "", cmp.Or(g.Mode, "–")
 }
 
-// cells are the MIG devices that stand, in so much room.
+// cells draws the MIG devices into a rectangle.
 func (m *MIG) cells(x, y, width, height int) []rect {
 	size := m.size()
 	var out []rect

@@ -28,16 +28,15 @@ var (
 	markup string
 )
 
-// PagePolicy is the page's Content-Security-Policy: its own style and its icon, and
-// nothing else from anywhere. A style attribute would be refused, so there is
-// none: what has a measure is drawn in SVG.
+// PagePolicy is the page's Content-Security-Policy. It allows the page's own style
+// sheet and icon, and nothing else: no script, no style attribute, nothing loaded.
 var PagePolicy = func() string {
 	sum := sha256.Sum256([]byte(style))
 	return "default-src 'none'; style-src 'sha256-" + base64.StdEncoding.EncodeToString(sum[:]) +
 		"'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 }()
 
-// pageTemplate is parsed when the first reader asks: most agents never have one.
+// pageTemplate is parsed for the first reader: most agents never have one.
 var pageTemplate = sync.OnceValue(func() *template.Template {
 	return template.Must(template.New("page").Funcs(template.FuncMap{
 		"style":       func() template.CSS { return template.CSS(style) },
@@ -58,10 +57,10 @@ var pageTemplate = sync.OnceValue(func() *template.Template {
 	}).Parse(markup))
 })
 
-// WriteHTML draws the Status as one page that needs nothing else: no script, no
-// font, no picture from elsewhere. now is what ages are counted to. The page is
-// XML too, with every text from outside as text: programs can read it, and a
-// test that nothing in a Status is taken for markup.
+// WriteHTML writes the Status as a web page that is complete in itself. Ages are
+// counted to now; if it is zero they are left out. The page is XML as well as HTML,
+// and no text in the Status is taken for markup. After an error of the template
+// nothing has been written to w.
 func WriteHTML(w io.Writer, s Status, now time.Time) error {
 	var out strings.Builder
 	if err := pageTemplate().Execute(&out, newSheet(s, now)); err != nil {
@@ -71,8 +70,8 @@ func WriteHTML(w io.Writer, s Status, now time.Time) error {
 	return err
 }
 
-// sanitize replaces control, invalid and bidirectional characters, and those that
-// XML forbids. Lines stay.
+// sanitize replaces control, invalid and bidirectional characters, and those that XML
+// forbids. Line breaks stay.
 func sanitize(s string) string {
 	return strings.Map(func(r rune) rune {
 		switch {
@@ -85,41 +84,41 @@ func sanitize(s string) string {
 	}, strings.ToValidUTF8(s, "\ufffd"))
 }
 
-// sheet is what the template draws: a Status, and what follows from it.
+// sheet is what the template prints: a Status, and what is computed from it.
 type sheet struct {
 	Status
 	Now    time.Time
 	Cards  []*card
 	Notes  []note // the worst first
 	Offers []*nodeOffer
-	HasMIG bool // among the Offers
+	HasMIG bool // Offers has MIG devices
 	Matrix []matrixRow
 
 	Drawings []*drawing
-	Broad    bool // the first drawing needs a wide window
+	Broad    bool // the first drawing does not fit into a window of 820 pixels
 }
 
-// card is a GPU on the page.
+// card is a GPU's part of the page.
 type card struct {
 	*GPU
-	At      int    // its place in Status.GPUs, which names its part of the page
+	At      int    // index in Status.GPUs; the element's ID has it
 	Tone    string // "ok", "warn" or "bad"
 	Facts   string
 	Notes   []note
-	Devices []tenant // the MIG devices that stand or are held, or have something to be said about them
-	Tenants []tenant // who holds anything else of the GPU
+	Devices []tenant // MIG devices that exist, are held, or could not be created
+	Tenants []tenant // the other holders
 }
 
 // note is something that people should look at.
 type note struct {
 	Tone string // "bad" or "warn"
 	Text string
-	Card *card // nil where it is the node's
+	Card *card // nil if it concerns the whole node
 }
 
 func newSheet(s Status, now time.Time) *sheet {
 	p := &sheet{Status: s, Now: now.UTC()}
-	cards := map[string]*card{} // by UUID, the first of a name
+	cards := map[string]*card{} // by UUID; the first, if a UUID occurs twice
 	for i := range s.GPUs {
 		c := p.newCard(i)
 		if cards[c.UUID] == nil {
@@ -149,7 +148,7 @@ func (p *sheet) newCard(at int) *card {
 		c.Tone = "warn"
 	}
 	facts := []string{}
-	if slices.ContainsFunc(p.GPUs, func(o GPU) bool { return o.kind() != g.kind() }) { // else it is said once, at the top
+	if slices.ContainsFunc(p.GPUs, func(o GPU) bool { return o.kind() != g.kind() }) { // otherwise the page says it once, at the top
 		facts = append(facts, g.Model, amount(g.MemoryMiB))
 	}
 	if n := nodeNumber(g.NUMA); n != "" {
@@ -163,7 +162,7 @@ func (p *sheet) newCard(at int) *card {
 	return c
 }
 
-// kind is what GPUs of one kind have in common.
+// kind is the same for all GPUs of a kind.
 func (g *GPU) kind() string { return join(", ", g.Model, amount(g.MemoryMiB)) }
 
 // Kinds counts the kinds of GPUs: "8 × NVIDIA H100 80GB HBM3, 79.6 GiB".
@@ -182,7 +181,7 @@ func (p *sheet) Kinds() string {
 	return cmp.Or(strings.Join(kinds, "; "), "none")
 }
 
-// allNotes is everything that is not as it should be.
+// allNotes returns all that needs attention on the node.
 func (p *sheet) allNotes(cards map[string]*card) []note {
 	var all []note
 	add := func(tone, text string, c *card) { all = append(all, note{tone, text, c}) }
@@ -228,7 +227,7 @@ func (p *sheet) allNotes(cards map[string]*card) []note {
 	return all
 }
 
-// notes is what is not as it should be with one GPU.
+// notes returns what needs attention about one GPU.
 func (c *card) notes(now time.Time) []note {
 	var all []note
 	add := func(tone string, words ...string) { all = append(all, note{tone, strings.Join(words, ""), c}) }
@@ -261,12 +260,12 @@ func (c *card) notes(now time.Time) []note {
 	return all
 }
 
-// stateTone is how grave a partition's state is.
+// stateTone is how serious a partition's state is.
 func stateTone(state string) string {
 	return map[string]string{green: "ok", red: "bad", yellow: "warn"}[stateColor(state)]
 }
 
-// Color is the icon's.
+// Color is the colour of the page's icon.
 func (p *sheet) Color() string {
 	switch {
 	case len(p.Notes) == 0:
@@ -277,11 +276,11 @@ func (p *sheet) Color() string {
 	return "b97a00"
 }
 
-// nodeOffer is what the GPUs of a node have of one resource.
+// nodeOffer is what all GPUs of the node offer of one resource.
 type nodeOffer struct {
 	Offer
-	GPUs []int  // indices
-	Unit string // what one device is, where the name does not say that
+	GPUs []int  // indices, sorted
+	Unit string // the size of one device, if it is an amount of memory
 }
 
 // offers adds up what the GPUs offer, by resource.
@@ -313,7 +312,7 @@ func (p *sheet) offers() []*nodeOffer {
 	return slices.SortedFunc(maps.Values(sums), func(a, b *nodeOffer) int { return strings.Compare(a.Resource, b.Resource) })
 }
 
-// modeName says how a GPU is cut; of one that is not, who has it.
+// modeName says how a GPU is laid out, and of a whole GPU whether it is held.
 func modeName(g *GPU) string {
 	switch {
 	case g.Mode == "whole" && g.Used > 0:
@@ -336,18 +335,18 @@ func modeName(g *GPU) string {
 	return g.Mode
 }
 
-// Bar is the GPU's devices as a bar. Words beside it say the same, so that to a
-// screen reader it is not there.
+// Bar is a bar of the GPU's devices. It is hidden from screen readers: the words
+// beside it say the same.
 func (c *card) Bar() []rect { return c.segments(0, 0, 1000, 10) }
 
-// segments are the pieces of a bar: one for each holder, and what is withdrawn.
+// segments returns the pieces of a bar: one for each holder, and what is withdrawn.
 func (g *GPU) segments(x, y, width, height int) []rect {
 	var out []rect
 	at := 0
 	piece := func(class string, units int) {
 		from, to := share(at, g.Total, width), share(min(at+units, g.Total), g.Total, width)
 		if to > from {
-			// A line of the ground between two holders.
+			// A thin gap between two holders.
 			gap := 0
 			if from > 0 {
 				gap = max(width/250, 1)
@@ -378,14 +377,14 @@ func (g *GPU) segments(x, y, width, height int) []rect {
 type tenant struct {
 	Name, Holds, Age, Waits string
 	Slot                    *Slot   // in the table of MIG devices
-	Memory                  *memory // nil where nobody has looked
+	Memory                  *memory // nil if the watchdog has not seen the container
 
-	holder    *Holder    // nil where only the watchdog knows the container
-	container *Container // nil where the watchdog does not
+	holder    *Holder    // nil if only the watchdog knows the container
+	container *Container // nil if the watchdog does not know it
 }
 
-// tenants joins the holders of a GPU with what the watchdog knows of their memory:
-// the table of MIG devices, and that of everything else.
+// tenants joins the holders of a GPU with what the watchdog knows about their memory.
+// It returns the lines of two tables: MIG devices, and everything else.
 func (p *sheet) tenants(g *GPU) (devices, others []tenant) {
 	var containers []*Container
 	for i := range p.Containers {
@@ -393,7 +392,7 @@ func (p *sheet) tenants(g *GPU) (devices, others []tenant) {
 			containers = append(containers, c)
 		}
 	}
-	var most *uint64 // what a container without a cap can have; nil where that is not known
+	var most *uint64 // MiB that a container without a cap can use; nil if unknown
 	if g.MIG == nil && g.MemoryMiB > 0 {
 		most = &g.MemoryMiB
 	}
@@ -416,8 +415,8 @@ func (p *sheet) tenants(g *GPU) (devices, others []tenant) {
 		if s.Held() {
 			d.Name = who(s.Namespace, s.Pod, s.Container)
 			h := g.holder(s)
-			// A container with several devices of one resource is one holder and
-			// has several lines, of which the first says the rest.
+			// A container with several devices of one resource is one holder with
+			// several lines. Only the first of them has its age and memory.
 			if at := slices.IndexFunc(others, func(t tenant) bool {
 				c := t.container
 				return t.holder == h && h != nil || t.holder == nil && c.Namespace == s.Namespace && c.Pod == s.Pod && c.Container == s.Container
@@ -434,15 +433,16 @@ func (p *sheet) tenants(g *GPU) (devices, others []tenant) {
 	return devices, others
 }
 
-// memory is what a container uses of what it may use.
+// memory is a container's use of GPU memory, in words and as a gauge.
 type memory struct {
 	Text  string
-	Tone  string // "held" or "over"; empty without a gauge
-	Width int    // of the gauge's 1000
+	Tone  string // "held" or "over"; empty if there is no gauge
+	Width int    // of the gauge, in thousandths
 	More  string
 }
 
-// memory has most for a container without a cap; nil where that is not known.
+// memory describes the container's memory. most is how many MiB it can use if it has
+// no cap; nil if that is unknown.
 func (c *Container) memory(most *uint64) *memory {
 	m := &memory{Text: "use not known"}
 	if c.CapMiB != nil {
@@ -479,11 +479,11 @@ func (c *Container) memory(most *uint64) *memory {
 	return m
 }
 
-// cellColumns divide a memory slot: every split of a GPU instance into up to
-// seven compute instances comes near enough.
+// cellColumns is the number of table columns for one memory slice. Twelve of them are
+// enough to divide any GPU instance into its compute instances.
 const cellColumns = 12
 
-// Row is the GPU's memory slots, as cells as wide as their share of the memory.
+// Row is the GPU's memory slices as cells, each as wide as its share of the memory.
 func (c *card) Row() []cell {
 	if c.MIG == nil || len(c.MIG.Slots) == 0 {
 		return nil
@@ -491,11 +491,11 @@ func (c *card) Row() []cell {
 	return row(c.MIG, c.Numbers(), cellColumns)
 }
 
-// Numbers is how many memory slots the Row has, and Columns how many columns.
+// Numbers is the number of memory slices in the Row, and Columns that of its columns.
 func (c *card) Numbers() int { return c.MIG.size() }
 func (c *card) Columns() int { return c.Numbers() * cellColumns }
 
-// CouldStand names the free slots.
+// CouldStand lists the placements where a MIG device could be created.
 func (c *card) CouldStand() string { return couldStand(c.MIG) }
 
 func slotTone(state string) string {
@@ -512,7 +512,7 @@ func slotTone(state string) string {
 	return "warn"
 }
 
-// matrixRow is how near one GPU or network card is to each.
+// matrixRow says how one GPU or network card is connected to each of them.
 type matrixRow struct {
 	Name, NUMA, CPUs string
 	Cells            []string
@@ -534,10 +534,10 @@ func matrix(m *topology.Matrix) []matrixRow {
 	return rows
 }
 
-// nearness explains a word of the matrix.
+// nearness is the explanation of a word in the matrix.
 type nearness struct{ Tone, Word, Means string }
 
-// legend is all of them, near to far.
+// legend explains all words, from near to far.
 var legend = []nearness{
 	{"nv", "NV#", "NVLink, # lanes"},
 	{"pix", "PIX", "one PCIe bridge between them"},
@@ -557,7 +557,7 @@ func means(cell string) nearness {
 	return nearness{Tone: "self"}
 }
 
-// Legend explains the words that the Matrix has.
+// Legend explains the words that occur in the Matrix.
 func (p *sheet) Legend() []nearness {
 	return slices.DeleteFunc(slices.Clone(legend), func(n nearness) bool {
 		return !slices.ContainsFunc(p.Matrix, func(row matrixRow) bool {
@@ -573,7 +573,7 @@ func cellAt(m *topology.Matrix, i, j int) string {
 	return ""
 }
 
-// nodeNumber is empty where it is not known.
+// nodeNumber writes the number of a NUMA node; it is empty if that is unknown.
 func nodeNumber(n *int) string {
 	if n == nil || *n < 0 {
 		return ""
@@ -581,7 +581,7 @@ func nodeNumber(n *int) string {
 	return strconv.Itoa(*n)
 }
 
-// kindName says what a network card is.
+// kindName says what kind a network card is, and whether it is down.
 func kindName(n topology.MatrixNIC) string {
 	kind := cmp.Or(rdmaNames[n.Kind], string(n.Kind), "RDMA")
 	if !n.Active {

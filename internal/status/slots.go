@@ -12,7 +12,7 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// label is what people call a slot: "3g.40gb@4", "1c.3g.40gb@4.1".
+// label is the short name of a MIG device: "3g.40gb@4", "1c.3g.40gb@4.1".
 func (s *Slot) label() string {
 	at := s.Profile + "@" + strconv.Itoa(s.Start)
 	if s.split() {
@@ -21,13 +21,13 @@ func (s *Slot) label() string {
 	return at
 }
 
-// split tells whether the device is a part of its GPU instance.
+// split reports whether the device is only a part of its GPU instance.
 func (s *Slot) split() bool {
 	n, err := mig.Parse(s.Profile)
 	return err == nil && n.Compute > 0
 }
 
-// gpuInstance is the profile of the GPU instance that the device is in.
+// GPUInstance returns the profile of the GPU instance that the device belongs to.
 func (s *Slot) GPUInstance() string {
 	n, err := mig.Parse(s.Profile)
 	if err != nil {
@@ -36,8 +36,7 @@ func (s *Slot) GPUInstance() string {
 	return n.GPUInstance().String()
 }
 
-// shown are the devices that stand, are held, or have something to be said about
-// them.
+// shown returns the devices that exist, are held, or could not be created.
 func (m *MIG) shown() []*Slot {
 	var out []*Slot
 	if m != nil {
@@ -50,7 +49,8 @@ func (m *MIG) shown() []*Slot {
 	return out
 }
 
-// switches says that the mode changes with the next reset; empty where it does not.
+// switches says in words that the MIG mode changes at the next reset; it is empty
+// if the mode stays. m may be nil.
 func (m *MIG) switches() string {
 	switch {
 	case m == nil || m.Pending == nil || *m.Pending == m.Enabled:
@@ -61,29 +61,30 @@ func (m *MIG) switches() string {
 	return "MIG goes off when the GPU is reset"
 }
 
-// there tells whether the device takes room now: it stands, or somebody has it.
+// there reports whether the device takes up memory slices now: it exists, or somebody
+// holds it.
 func (s *Slot) there() bool {
 	return s.UUID != "" || s.State != SlotFree && s.State != SlotCovered && s.State != SlotFailed
 }
 
-// drawnFirst is who gets the cells where two claim the same memory: while a
-// change is under way, a device that is to be stands beside one that goes.
+// drawnFirst is the order of precedence between devices that cover the same memory
+// slices: during a change, a device that is being created overlaps one that is leaving.
 var drawnFirst = []string{SlotHeld, SlotMaking, SlotLeaving, SlotForeign, SlotWarm, SlotFailed, SlotCovered, SlotFree}
 
-// cell is a piece of the row: columns from and to, of which the first one is
-// the border.
+// cell is one piece of the row. It covers the columns from up to to; the first of
+// them is its border.
 type cell struct {
 	from, to int
-	start    int // the memory slot; -1 inside a GPU instance
-	Slot     *Slot
+	start    int   // the first memory slice; -1 inside a GPU instance
+	Slot     *Slot // nil if the memory slice is empty
 }
 
-// Columns is how wide it is.
+// Columns is the cell's width.
 func (c cell) Columns() int { return c.to - c.from }
 
-// size is the number of memory slots, as far as it is known.
+// size is the number of memory slices; 0 if it is not known.
 func (m *MIG) size() int {
-	// More than any card has: what draws a slot each must come to an end.
+	// More than any GPU has. It bounds what a wrong Status can make us draw.
 	const most = 64
 	size := m.Size
 	if size == 0 {
@@ -94,8 +95,8 @@ func (m *MIG) size() int {
 	return min(max(size, 0), most)
 }
 
-// row divides the columns among the slots; wide is the columns of one memory
-// slot.
+// row divides the columns among the devices; wide is the number of columns of one
+// memory slice.
 func row(m *MIG, size, wide int) []cell {
 	var there []*Slot
 	for i := range m.Slots {
@@ -110,7 +111,7 @@ func row(m *MIG, size, wide int) []cell {
 		start, size int
 		profile     string
 	}
-	owner := make([]place, size) // memory slot → GPU instance
+	owner := make([]place, size) // memory slice → GPU instance
 	parts := map[place][]*Slot{}
 	for _, s := range there {
 		at := place{s.Start, s.Size, s.GPUInstance()}
@@ -140,7 +141,7 @@ func row(m *MIG, size, wide int) []cell {
 	return cells
 }
 
-// divide gives each compute instance its part of the GPU instance's cell.
+// divide splits a GPU instance's cell among its compute instances.
 func divide(whole cell, parts []*Slot) []cell {
 	n, _ := mig.Parse(parts[0].Profile)
 	if n.Compute == 0 || whole.to-whole.from < 2*n.Slices {
@@ -169,13 +170,13 @@ func divide(whole cell, parts []*Slot) []cell {
 	return cells
 }
 
-// held tells whether somebody has the device, named or not.
+// Held reports whether somebody holds the device, even if the kubelet has not said who.
 func (s *Slot) Held() bool {
 	return s.Pod != "" || s.State == SlotHeld || s.State == SlotMaking
 }
 
-// holder finds the holder of a slot among the GPU's, where its age is; nil
-// where there is none.
+// holder returns the entry in g.Holders for a MIG device, which has its age; nil if
+// there is none.
 func (g *GPU) holder(s *Slot) *Holder {
 	for i := range g.Holders {
 		h := &g.Holders[i]
@@ -186,7 +187,8 @@ func (g *GPU) holder(s *Slot) *Holder {
 	return nil
 }
 
-// others are the holders that no slot has: those of before the GPU was cut.
+// Others returns the holders that have no MIG device: those from before the GPU was
+// put into MIG mode.
 func (g *GPU) Others() []Holder {
 	if g.MIG == nil {
 		return g.Holders
@@ -203,8 +205,8 @@ func (g *GPU) Others() []Holder {
 	})
 }
 
-// couldStand names the free slots, profile by profile: "1g.10gb@0,1,2 3g.40gb@0".
-// Each could be made; two that overlap exclude each other.
+// couldStand lists the free placements by profile: "1g.10gb@0,1,2 3g.40gb@0". Each of
+// them could be created now; those that overlap exclude each other. m may be nil.
 func couldStand(m *MIG) string {
 	if m == nil {
 		return ""
@@ -241,8 +243,8 @@ type Offer struct {
 	Held, Free, Unhealthy int
 }
 
-// Offers counts the GPU's devices by resource. MIG devices are counted by place:
-// free ones may exclude each other. Names are valid UTF-8, and each is there once.
+// Offers counts the GPU's devices by resource. MIG devices are counted by placement:
+// free ones may exclude each other. Names are valid UTF-8, and none occurs twice.
 func (g *GPU) Offers() []Offer {
 	var out []Offer
 	of := func(resource string) *Offer {
@@ -262,7 +264,7 @@ func (g *GPU) Offers() []Offer {
 	}
 	for i := range g.MIG.Slots {
 		switch s := &g.MIG.Slots[i]; {
-		case s.Resource == "" || s.Resource == g.Resource: // the latter's are counted already
+		case s.Resource == "" || s.Resource == g.Resource: // the GPU's own resource is counted above
 		case s.Held():
 			of(s.Resource).Held++
 		case s.State == SlotFree || s.State == SlotWarm:

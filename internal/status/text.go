@@ -13,22 +13,20 @@ import (
 	"unicode/utf8"
 )
 
-// TextOptions choose how WriteText draws.
+// TextOptions say how WriteText writes.
 type TextOptions struct {
-	// Width is the terminal's, in columns; less than 60 counts as 60, and zero
-	// as 80.
+	// Width is the terminal's width in columns. Less than 60 counts as 60, and 0 as 80.
 	Width int
-	// Color uses the terminal's colours. They repeat what the words say.
+	// Color turns on the terminal's colours. They only repeat what the words say.
 	Color bool
 	// ASCII draws bars from '#' and '.'.
 	ASCII bool
-	// Now, if set, is what the age of a holder is counted to; else ages are
-	// left out.
+	// Now is the time to which ages are counted. If it is zero, ages are left out.
 	Now time.Time
 }
 
-// WriteText draws the Status for people: first the node, then a block a GPU,
-// then the memory of each container.
+// WriteText writes the Status for people: first the node, then a block for each GPU,
+// then the memory of each container. The only errors are those of w.
 func WriteText(w io.Writer, s Status, o TextOptions) error {
 	if o.Width == 0 {
 		o.Width = 80
@@ -73,8 +71,8 @@ func (p *printer) paint(code, s string) string {
 	return "\x1b[" + code + "m" + s + "\x1b[0m"
 }
 
-// fit shortens s to the given columns. One character is one column: names of
-// Kubernetes objects are ASCII.
+// fit shortens s to a number of columns. It takes one character for one column: the
+// names of Kubernetes objects are ASCII.
 func (p *printer) fit(s string, columns int) string {
 	s = oneLine(s)
 	if utf8.RuneCountInString(s) <= columns {
@@ -87,7 +85,7 @@ func (p *printer) fit(s string, columns int) string {
 	return string([]rune(s)[:max(columns-1, 0)]) + more
 }
 
-// oneLine makes sure that no text from outside moves the cursor.
+// oneLine replaces control characters, so that no text from outside moves the cursor.
 func oneLine(s string) string {
 	return strings.Map(func(r rune) rune {
 		if r < ' ' || r >= 0x7f && r < 0xa0 {
@@ -97,14 +95,14 @@ func oneLine(s string) string {
 	}, s)
 }
 
-// wrapped writes a text in as many lines as it takes, each after indent.
+// wrapped writes s in as many lines as it takes, with indent before each.
 func (p *printer) wrapped(indent, color, s string) {
 	for _, line := range words(s, p.Width-len(indent)) {
 		p.line(indent + p.paint(color, line))
 	}
 }
 
-// pad makes a text as wide as a column; a negative width moves it to the right.
+// pad makes s as wide as a column; with a negative width it is aligned to the right.
 func (p *printer) pad(color, s string, width int) string {
 	s = p.fit(s, max(width, -width))
 	space := strings.Repeat(" ", max(width, -width)-utf8.RuneCountInString(s))
@@ -114,7 +112,7 @@ func (p *printer) pad(color, s string, width int) string {
 	return p.paint(color, s) + space
 }
 
-// widths is how wide the columns of a table are.
+// widths returns the widths of a table's columns.
 func widths(rows [][]string) []int {
 	var out []int
 	for _, row := range rows {
@@ -126,8 +124,8 @@ func widths(rows [][]string) []int {
 	return out
 }
 
-// words breaks s at spaces into lines of the given columns, and is how reasons
-// are shown: they are for reading, so they are never cut.
+// words breaks s at spaces into lines of a number of columns. Reasons are written this
+// way: they are never cut short.
 func words(s string, columns int) []string {
 	var lines []string
 	line := ""
@@ -188,7 +186,7 @@ func (p *printer) head(s Status) {
 	p.joined(s)
 }
 
-// joined says which GPUs NVLink joins, and where links are down.
+// joined names the GPUs that NVLink joins, and the links that are down.
 func (p *printer) joined(s Status) {
 	if s.Topology == nil {
 		return
@@ -255,8 +253,7 @@ func (p *printer) gpu(g *GPU) {
 	}
 }
 
-// watchdog says what is not as it should be: nothing while it is at work and
-// has had nothing to do.
+// watchdog writes nothing while the watchdog runs and has had nothing to do.
 func (p *printer) watchdog(w Watchdog) {
 	if w.State == WatchdogOff {
 		p.wrapped("", yellow, "watchdog off: "+w.Reason)
@@ -265,7 +262,7 @@ func (p *printer) watchdog(w Watchdog) {
 	}
 }
 
-// ended is what the watchdog has done; empty where that is nothing.
+// ended says what the watchdog has done; it is empty if that is nothing.
 func ended(w Watchdog) string {
 	if w.Kills == 0 && w.Intruders == 0 {
 		return ""
@@ -273,8 +270,8 @@ func ended(w Watchdog) string {
 	return count(w.Kills, "container", "containers") + " ended, " + count(w.Intruders, "intruder", "intruders") + " found"
 }
 
-// containers draws a table: what each may use, uses, and has used, in GiB. What
-// is not known is a dash.
+// containers writes a table of each container's cap, use and peak, in GiB. A dash
+// stands for what is not known.
 func (p *printer) containers(s Status) {
 	list := s.Containers
 	if len(list) == 0 {
@@ -328,12 +325,13 @@ func (p *printer) containers(s Status) {
 	}
 }
 
-// over tells whether a container is known to use more than its cap.
+// over reports whether a container is known to use more than its cap.
 func (c Container) over() bool {
 	return c.CapMiB != nil && c.UsedMiB != nil && *c.UsedMiB > *c.CapMiB
 }
 
-// refused is the number of refusals, as far as anybody would believe it.
+// refused writes the number of refusals. It is the container's own word, so there is
+// no point in more digits than a million has.
 func (c Container) refused() string {
 	if c.Refusals > 1e6 {
 		return "1000000+"
@@ -341,7 +339,7 @@ func (c Container) refused() string {
 	return strconv.FormatUint(c.Refusals, 10)
 }
 
-// who names a container.
+// who writes a container's full name.
 func who(namespace, pod, container string) string {
 	if pod == "" {
 		return "(not yet named by the kubelet)"
@@ -349,8 +347,8 @@ func who(namespace, pod, container string) string {
 	return namespace + "/" + pod + "/" + container
 }
 
-// gib writes MiB as GiB. Counters are a container's word and may be any number:
-// one that no GPU has is not written out.
+// gib writes MiB as GiB. A container can put any number into its counters; one that
+// no GPU has is cut off.
 func gib(mib *uint64) string {
 	const most = 9999 * 1024
 	switch {
@@ -369,7 +367,7 @@ func count[N int | uint64](n N, one, many string) string {
 	return fmt.Sprint(n, " ", many)
 }
 
-// use draws the bar and says in figures what it shows.
+// use writes a bar of what is held, and the figures beside it.
 func (p *printer) use(g *GPU) {
 	const cells = 24
 	used := share(g.Used, g.Total, cells)
@@ -386,8 +384,8 @@ func (p *printer) use(g *GPU) {
 	p.line(indent + bar + "  " + p.fit(strings.Join(figures, ", "), p.Width-len(indent)-cells-2))
 }
 
-// share is part/whole in cells. What is not nothing shows, and what is not all
-// leaves room: a bar that looks full is full.
+// share is part/whole in cells. Anything above nothing gets a cell and anything below
+// all leaves one free, so that only a full bar looks full.
 func share(part, whole, cells int) int {
 	if part <= 0 || whole <= 0 {
 		return 0
@@ -428,16 +426,16 @@ func (p *printer) holders(g *GPU) {
 	}
 }
 
-// units is what a holder has of a GPU.
+// units says how much of a GPU a holder has.
 func (h *Holder) units(g *GPU) string {
 	if h.Resource != g.Resource {
-		// From before the GPU's mode changed, or MIG devices: its units are not this mode's.
+		// MIG devices, or something from before the GPU's layout changed.
 		return strconv.Itoa(h.Units) + " " + h.Resource[strings.LastIndexByte(h.Resource, '/')+1:]
 	}
 	return measure(g, h.Units) + unitName(g, h.Units)
 }
 
-// unitName is what measure counts, for n of it.
+// unitName is the unit of what measure writes, for n devices.
 func unitName(g *GPU, n int) string {
 	switch {
 	case g.UnitMiB > 0:
@@ -452,8 +450,8 @@ func unitName(g *GPU, n int) string {
 	return ""
 }
 
-// measure writes n devices of a GPU: as GiB where a device is an amount of
-// memory, with as many digits as the unit needs.
+// measure writes a number of a GPU's devices: as GiB if they are units of memory, with
+// as many digits as the unit needs.
 func measure(g *GPU, n int) string {
 	if g.UnitMiB == 0 {
 		return strconv.Itoa(n)
@@ -472,7 +470,7 @@ func amount(mib uint64) string {
 	return strconv.FormatFloat(float64(mib)/1024, 'f', 1, 64) + " GiB"
 }
 
-// age is a duration to one unit, as kubectl writes it.
+// age writes a duration in one unit, as kubectl does.
 func age(d time.Duration) string {
 	switch {
 	case d < time.Minute:
@@ -485,7 +483,7 @@ func age(d time.Duration) string {
 	return fmt.Sprintf("%dd", int(d.Hours()/24))
 }
 
-// since is the age of what began at a time; empty where one of the two is not known.
+// since is the age of what began at a time; it is empty if either time is unknown.
 func since(at *time.Time, now time.Time) string {
 	if at == nil || now.IsZero() {
 		return ""
@@ -493,12 +491,12 @@ func since(at *time.Time, now time.Time) string {
 	return age(now.Sub(*at))
 }
 
-// join leaves out what is empty.
+// join is strings.Join without the empty strings.
 func join(sep string, list ...string) string {
 	return strings.Join(slices.DeleteFunc(list, func(s string) bool { return s == "" }), sep)
 }
 
-// spans writes sorted numbers as people do: "0-3, 5".
+// spans writes sorted numbers as ranges: "0-3, 5".
 func spans(list []int) string {
 	var out []string
 	for i := 0; i < len(list); {
