@@ -226,10 +226,10 @@ type Agent struct {
 	readAt    time.Time // when the last one ended
 	answered  bool      // one has succeeded
 	readErr   error     // why that failed
-	readPause time.Duration
-	letGo     string // why the driver was let go
-	ready     bool   // see Ready; once it is true it stays so
-	letting   bool   // it is to be let go when no work is under way
+	readRest  rest      // how long it is not tried again
+	letGo     string    // why the driver was let go
+	ready     bool      // see Ready; once it is true it stays so
+	letting   bool      // it is to be let go when no work is under way
 	parts     *parts
 	partsErr  error
 	partsDue  bool // the driver or its GPUs are not those that parts are of
@@ -533,7 +533,7 @@ func (a *Agent) Run(ctx context.Context) error {
 		g.Go(func() error { return a.report(ctx) })
 	}
 	g.Go(func() error {
-		pause := backOffMin
+		pause := backOff(backOffMax)
 		for {
 			began := time.Now()
 			err := a.round(ctx)
@@ -546,12 +546,12 @@ func (a *Agent) Run(ctx context.Context) error {
 			a.observer.Round(err, time.Since(began))
 			wait := a.nextLook(time.Now())
 			if err != nil {
-				a.ration.Log(slog.LevelError, "round failed", nil, "err", err, "again_in", pause.String())
+				most := pause.Step()
+				a.ration.Log(slog.LevelError, "round failed", nil, "err", err, "again_in", most.String())
 				// Not at once: what failed may be what makes wait short.
-				wait = min(max(wait, backOffMin), pause)
-				pause = min(2*pause, backOffMax)
+				wait = min(max(wait, backOffMin), most)
 			} else {
-				pause = backOffMin
+				pause = backOff(backOffMax)
 			}
 			timer := time.NewTimer(wait)
 			select {

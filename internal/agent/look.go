@@ -131,7 +131,7 @@ func (a *Agent) nextReading(now time.Time) time.Time {
 		return now
 	}
 	if a.readErr != nil {
-		return a.readAt.Add(a.readPause)
+		return a.readRest.until
 	}
 	next := a.readAt.Add(inventoryEvery)
 	if a.linked {
@@ -154,10 +154,10 @@ func (a *Agent) take(r reading, now time.Time) {
 	if r.err != nil {
 		a.health.Reading(health.Reading{Err: r.err}, now)
 		a.readErr = r.err
-		a.readPause = min(max(2*a.readPause, backOffMin), readPauseMax)
+		a.readRest.fail(r.err, 0, readPauseMax, now)
 		return
 	}
-	a.readErr, a.readPause, a.answered = nil, 0, true
+	a.readErr, a.readRest, a.answered = nil, rest{}, true
 	inv := a.withMissing(r.inv)
 	if a.inv == nil || a.inv.Driver != inv.Driver || !sameGPUs(a.inv, inv) {
 		a.partsDue = true
@@ -379,7 +379,7 @@ func (a *Agent) slotsOf(s health.Subject) (slots []mig.Slot, known bool) {
 // followDriver passes the driver's events on. Where the driver cannot tell of
 // events, the slow tick must do.
 func (a *Agent) followDriver(ctx context.Context) error {
-	pause := backOffMin
+	pause := backOff(readPauseMax)
 	for {
 		err := a.driver.Events(ctx, a.onEvent)
 		if ctx.Err() != nil {
@@ -392,15 +392,15 @@ func (a *Agent) followDriver(ctx context.Context) error {
 			<-ctx.Done()
 			return ctx.Err()
 		}
+		again := pause.Step()
 		if err != nil && !errors.Is(err, gpu.ErrNoDriver) { // the next reading says that
-			a.log.Warn("lost the driver's events", "err", err, "again_in", pause.String())
+			a.log.Warn("lost the driver's events", "err", err, "again_in", again.String())
 		}
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
-		case <-time.After(pause):
+		case <-time.After(again):
 		}
-		pause = min(2*pause, readPauseMax)
 	}
 }
 

@@ -8,9 +8,12 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math"
 	"slices"
 	"strings"
 	"time"
+
+	"k8s.io/apimachinery/pkg/util/wait"
 
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/node"
@@ -39,7 +42,7 @@ type drivers struct {
 	// due is when the ResourceSlices are to be read again for their sake, and pause
 	// how long after that.
 	due   time.Time
-	pause time.Duration
+	pause wait.Backoff
 }
 
 // prepared finds the GPUs that other DRA drivers have prepared for pods. The kubelet
@@ -63,10 +66,9 @@ func (a *Agent) prepared(ctx context.Context, now time.Time, listed []node.Prepa
 	}
 	switch fresh := slices.ContainsFunc(listed, isNew); {
 	case fresh:
-		d.pause = othersPresent
+		d.pause = wait.Backoff{Duration: othersPresent, Factor: 2, Cap: othersEvery, Steps: math.MaxInt}
 		a.askDrivers(ctx, now)
 	case len(d.unknown) > 0 && !now.Before(d.due):
-		d.pause = min(2*d.pause, othersEvery)
 		a.askDrivers(ctx, now)
 	}
 	for _, p := range listed {
@@ -90,7 +92,7 @@ func describePrepared(p node.Prepared) string {
 // GPUs they are.
 func (a *Agent) askDrivers(ctx context.Context, now time.Time) {
 	d := &a.others.drivers
-	d.due, d.unknown = now.Add(d.pause), map[node.Prepared]string{}
+	d.due, d.unknown = now.Add(d.pause.Step()), map[node.Prepared]string{}
 	if d.known == nil {
 		d.known = map[node.Prepared]gpu.UUID{}
 	}

@@ -66,7 +66,7 @@ func (a *Agent) report(ctx context.Context) error {
 	var told Outcome
 	var sick []health.Verdict
 	failing := ""
-	pause := backOffMin
+	pause := backOff(backOffMax)
 	for {
 		for !a.snapshot.Load().Heard {
 			select {
@@ -110,9 +110,9 @@ func (a *Agent) report(ctx context.Context) error {
 		}
 		var again <-chan time.Time
 		if errors.Join(errs...) != nil {
-			again, pause = time.After(pause), min(2*pause, backOffMax)
+			again = time.After(pause.Step())
 		} else {
-			pause, failing = backOffMin, ""
+			pause, failing = backOff(backOffMax), ""
 		}
 		select {
 		case <-ctx.Done():

@@ -8,10 +8,13 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
+
+	"k8s.io/apimachinery/pkg/util/wait"
 
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/node"
@@ -416,7 +419,8 @@ func (a *Agent) awaitReleases(ctx context.Context) error {
 			return ctx.Err()
 		case <-a.ended:
 		}
-		pause := releaseLook
+		looks := wait.Backoff{Duration: releaseLook, Factor: 1.125, Cap: releaseLookMost, Steps: math.MaxInt}
+		pause := looks
 		for until := time.Now().Add(releaseWatch); time.Now().Before(until); {
 			cctx, cancel := context.WithTimeout(ctx, kubeletPatience)
 			l, err := a.kubelet.List(cctx)
@@ -435,10 +439,10 @@ func (a *Agent) awaitReleases(ctx context.Context) error {
 			case <-ctx.Done():
 				return ctx.Err()
 			case <-a.ended:
-				until, pause = time.Now().Add(releaseWatch), releaseLook
-			case <-time.After(pause):
+				until, pause = time.Now().Add(releaseWatch), looks
+			case <-time.After(pause.Step()):
 			}
-			if pause = min(pause+pause/8, releaseLookMost); until.IsZero() {
+			if until.IsZero() {
 				break
 			}
 		}

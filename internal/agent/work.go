@@ -7,11 +7,14 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math"
 	"slices"
 	"strconv"
 	"strings"
 	"sync/atomic"
 	"time"
+
+	"k8s.io/apimachinery/pkg/util/wait"
 
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/health"
@@ -84,15 +87,22 @@ func (w *Work) want() want { return want{w.Claim, w.GPU, w.Slot} }
 // rest is a pause after work that failed.
 type rest struct {
 	until time.Time
-	pause time.Duration
+	pause wait.Backoff
 	// gen is the partition that it was for: another one is tried at once.
 	gen uint64
 	err error
 }
 
 func (r *rest) fail(err error, gen uint64, most time.Duration, now time.Time) {
-	r.pause = min(max(2*r.pause, backOffMin), most)
-	r.until, r.gen, r.err = now.Add(r.pause), gen, err
+	if r.err == nil {
+		r.pause = backOff(most)
+	}
+	r.until, r.gen, r.err = now.Add(r.pause.Step()), gen, err
+}
+
+// backOff begins with backOffMin and doubles up to most.
+func backOff(most time.Duration) wait.Backoff {
+	return wait.Backoff{Duration: backOffMin, Factor: 2, Cap: most, Steps: math.MaxInt}
 }
 
 // failing is a slot that could not be made.

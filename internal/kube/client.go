@@ -7,13 +7,16 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"math/rand/v2"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
+
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/dynamic"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
@@ -250,25 +253,15 @@ func (c *Client) note(ctx context.Context, verb, resource, name string, err erro
 	c.log.Warn("API server request fails; trying on", "operation", operation, "err", err)
 }
 
-// pause is a back-off: each wait is drawn from the upper half of a bound that
-// doubles up to max.
-type pause struct {
-	min, max, bound time.Duration
+// backOff draws each pause from the upper half of a bound that doubles up to most.
+func (c *Client) backOff(most time.Duration) wait.Backoff {
+	return wait.Backoff{Duration: c.timing.pauseMin / 2, Factor: 2, Jitter: 1, Cap: most / 2, Steps: math.MaxInt}
 }
 
-func (c *Client) pause() *pause {
-	return &pause{min: c.timing.pauseMin, max: c.timing.pauseMax}
-}
-
-func (p *pause) reset() { p.bound = 0 }
-
-// wait returns false when ctx ended first.
-func (p *pause) wait(ctx context.Context) bool {
-	p.bound = min(max(2*p.bound, p.min), p.max)
-	timer := time.NewTimer(p.bound/2 + rand.N(p.bound/2+1))
-	defer timer.Stop()
+// sleep returns false when ctx ended first.
+func sleep(ctx context.Context, d time.Duration) bool {
 	select {
-	case <-timer.C:
+	case <-time.After(d):
 		return true
 	case <-ctx.Done():
 		return false

@@ -148,7 +148,7 @@ func (c *Client) send(ctx context.Context, e event, seen map[event]*written) {
 		c.dropped(e, "too many Events", nil)
 		return
 	}
-	for retry := c.pause(); ; {
+	for retry := c.backOff(c.timing.pauseMax); ; {
 		err := c.write(ctx, e, known)
 		if known != nil && apierrors.IsNotFound(err) {
 			// The API server forgets Events, after an hour by default.
@@ -173,7 +173,7 @@ func (c *Client) send(ctx context.Context, e event, seen map[event]*written) {
 			c.dropped(e, "the API server is away", err)
 			return
 		}
-		if !retry.wait(ctx) {
+		if !sleep(ctx, retry.Step()) {
 			return
 		}
 	}

@@ -81,7 +81,8 @@ type attempt struct {
 // pod that does not exist, or by a UID that it does not have.
 func (c *Client) WatchPolicies(ctx context.Context, o PolicyOptions, fn func([]Policy)) error {
 	attempts := c.attempts(o)
-	retry := &pause{min: c.timing.pauseMin, max: max(c.options.Relist, c.timing.pauseMax)}
+	most := max(c.options.Relist, c.timing.pauseMax)
+	retry := c.backOff(most)
 	var last []Policy
 	for missing := 0; ; {
 		now := make([]Policy, len(attempts))
@@ -106,12 +107,12 @@ func (c *Client) WatchPolicies(ctx context.Context, o PolicyOptions, fn func([]P
 			last = now
 		}
 		if worst != PolicyHeld {
-			if !retry.wait(ctx) {
+			if !sleep(ctx, retry.Step()) {
 				return ctx.Err()
 			}
 			continue
 		}
-		retry.reset()
+		retry = c.backOff(most)
 		select {
 		case <-time.After(around(c.timing.recheck)):
 		case <-ctx.Done():

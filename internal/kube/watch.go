@@ -179,7 +179,7 @@ var (
 // follow calls see with the object after every list and every event, and with
 // nil when it is not there.
 func (c *Client) follow(ctx context.Context, t target, see func(*unstructured.Unstructured)) error {
-	retry := c.pause()
+	retry := c.backOff(c.timing.pauseMax)
 	for {
 		version, err := c.list(ctx, t, see)
 		c.note(ctx, "list", t.resource.Resource, t.String(), err)
@@ -193,15 +193,15 @@ func (c *Client) follow(ctx context.Context, t target, see func(*unstructured.Un
 				c.note(ctx, "watch", t.resource.Resource, t.String(), err)
 			case stood:
 				c.note(ctx, "watch", t.resource.Resource, t.String(), nil)
-				retry.reset()
+				retry = c.backOff(c.timing.pauseMax)
 			case err == nil:
 				err = errShort
 			}
-			if err == nil && !retry.wait(ctx) {
+			if err == nil && !sleep(ctx, retry.Step()) {
 				return ctx.Err()
 			}
 		}
-		if !retry.wait(ctx) {
+		if !sleep(ctx, retry.Step()) {
 			return ctx.Err()
 		}
 	}

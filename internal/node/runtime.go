@@ -10,6 +10,7 @@ import (
 	"io"
 	"io/fs"
 	"log/slog"
+	"math"
 	"os"
 	"path/filepath"
 	"slices"
@@ -21,6 +22,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/status"
+	"k8s.io/apimachinery/pkg/util/wait"
 	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"example.com/gpu-agent/pkg/gpu"
@@ -288,7 +290,8 @@ const (
 // restarted: it may be another version by then, or configured in another way.
 func (r *Runtime) Events(ctx context.Context, fn func(ContainerEvent)) error {
 	var dead *grpc.ClientConn
-	pause, empty, away, without := firstPause, 0, false, ""
+	pauses := wait.Backoff{Duration: firstPause, Factor: 2, Cap: longestPause, Steps: math.MaxInt}
+	pause, empty, away, without := pauses, 0, false, ""
 	back := func() {
 		if away {
 			away = false
@@ -340,14 +343,13 @@ func (r *Runtime) Events(ctx context.Context, fn func(ContainerEvent)) error {
 			}
 		}
 		if worked {
-			pause = firstPause
+			pause = pauses
 		}
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
-		case <-time.After(pause):
+		case <-time.After(pause.Step()):
 		}
-		pause = min(2*pause, longestPause)
 	}
 }
 

@@ -7,13 +7,16 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"path/filepath"
 	"slices"
 	"sync"
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
+
 	"google.golang.org/grpc"
+	"k8s.io/apimachinery/pkg/util/wait"
 )
 
 // Device is one device of a resource as the kubelet sees it.
@@ -331,11 +334,13 @@ func stop(server *grpc.Server) {
 // registration decides when to register. It is pure: what is true now comes in
 // as arguments.
 type registration struct {
-	with    sockID // the kubelet that was last tried
-	at      time.Time
-	opened  int // streams ever opened, before that
-	failed  bool
+	with   sockID // the kubelet that was last tried
+	at     time.Time
+	opened int // streams ever opened, before that
+	failed bool
+	// backoff is the pause after that, and next what grows it.
 	backoff time.Duration
+	next    wait.Backoff
 	// suspectEvery is how old a registration must be for a suspicion to count.
 	suspectEvery time.Duration
 }
@@ -369,14 +374,12 @@ func (r *registration) due(kubelet sockID, now streams, suspected, t time.Time) 
 
 // tried notes an attempt; before is the streams as they were before it.
 func (r *registration) tried(kubelet sockID, before streams, t time.Time, err error) {
-	switch {
-	case kubelet != r.with, t.Sub(r.at) > 2*lastBackoff:
-		r.backoff = firstBackoff // The last one is another story.
-	default:
+	if kubelet != r.with || t.Sub(r.at) > 2*lastBackoff { // The last one is another story.
 		// By a quarter: when the kubelet listens at last, we are late by a
 		// quarter of the time that it took, at most.
-		r.backoff = min(r.backoff+r.backoff/4, lastBackoff)
+		r.next = wait.Backoff{Duration: firstBackoff, Factor: 1.25, Cap: lastBackoff, Steps: math.MaxInt}
 	}
+	r.backoff = r.next.Step()
 	r.with, r.at, r.opened, r.failed = kubelet, t, before.opened, err != nil
 }
 
