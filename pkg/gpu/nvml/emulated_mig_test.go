@@ -901,6 +901,7 @@ func TestResetThatLosesTheDriver(t *testing.T) {
 	for _, f := range []emulator.Fault{
 		{Call: "nvmlInit_v2", Code: emulator.DriverNotLoaded, Skip: 1, Count: 3}, // the first is the tool's
 		{Call: "nvmlShutdown", Code: emulator.OperatingSystem, Count: 1},
+		{Call: "nvmlShutdown", Code: emulator.Unknown, Count: 1},
 	} {
 		try(t, n.Inject(f))
 		err := d.Reset(wait(t), gpus[0].UUID)

@@ -726,6 +726,26 @@ func TestUnload(t *testing.T) {
 	ok(t, api.Shutdown(), "Shutdown")
 }
 
+// A program that is told that it could not let go of the driver has it open, also
+// where it is told so in the words of a connection that ended.
+func TestShutdownThatFailsLeavesTheDriverOpen(t *testing.T) {
+	n := start(t, emulator.Spec{Count: 1})
+	api := nvml.New(nvml.WithLibraryPath(n.library))
+	ok(t, api.Init(), "Init")
+	for _, code := range []emulator.Return{emulator.Unknown, emulator.OperatingSystem} {
+		if err := n.world.Inject(emulator.Fault{Call: "nvmlShutdown", Code: code, Count: 1}); err != nil {
+			t.Fatal(err)
+		}
+		want(t, "Shutdown", api.Shutdown(), nvml.Return(code))
+		ok(t, second(device(t, api, 0).GetName()), "name")
+	}
+	ok(t, api.Shutdown(), "Shutdown")
+	want(t, "Shutdown of what is closed", api.Shutdown(), nvml.ERROR_UNINITIALIZED)
+	if err := n.world.Unload(); err != nil {
+		t.Errorf("the driver counts it as open: %v", err)
+	}
+}
+
 func second[T any](_ T, r nvml.Return) nvml.Return { return r }
 
 func TestFaults(t *testing.T) {

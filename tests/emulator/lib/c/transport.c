@@ -489,8 +489,9 @@ int driver_close(const char *name)
     struct call c;
     begin(&c, name, NO_HANDLE);
     int r = exchange(&c, 0);
-    /* Without its daemon a program can still let go. */
-    if (r != RET_SUCCESS && r != RET_UNKNOWN && r != RET_UNINITIALIZED)
+    /* Without its daemon a program can still let go. A daemon that answers an error
+     * counts the program as before. */
+    if (r != RET_SUCCESS && r != RET_UNINITIALIZED && c.got > 0)
         return r;
     pthread_mutex_lock(&lock);
     if (refs > 0)
