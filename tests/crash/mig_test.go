@@ -766,9 +766,6 @@ func (c *migChange) points(counts [2]map[string]int, rng *rand.Rand) (out [2][]p
 			changing, any, files = sample(changing, sampledChanging), sample(any, sampledAny), sample(files, sampledFiles)
 		}
 		out[way] = slices.Concat(changing, files, any)
-		if os.Getenv("ONLY") != "" {
-			out[way] = []point{{os.Getenv("ONLY"), 1, fails, way == 1}, {os.Getenv("ONLY"), 2, fails, way == 1}, {os.Getenv("ONLY"), 3, fails, way == 1}}
-		}
 	}
 	return out
 }
