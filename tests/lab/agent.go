@@ -748,13 +748,19 @@ func (a *Agent) CDIFiles(context.Context) ([]string, error) {
 // AwaitState waits for the node's label that says how its partition stands,
 // and returns the annotation beside it.
 func (a *Agent) AwaitState(ctx context.Context, state string) (message string, err error) {
-	err = Await(ctx, time.Minute, "the node's partition to be "+state, func(ctx context.Context) error {
+	return a.AwaitWord(ctx, state, "")
+}
+
+// AwaitWord is AwaitState where the partition may be in that state already, for
+// another reason: it waits until the annotation contains a word of this one.
+func (a *Agent) AwaitWord(ctx context.Context, state, word string) (message string, err error) {
+	err = Await(ctx, time.Minute, strings.TrimSpace("the node's partition to be "+state+" "+word), func(ctx context.Context) error {
 		s, err := a.node.State(ctx)
 		if err != nil {
 			return err
 		}
 		message = s.Annotations[MessageAnnotation]
-		if got := s.Labels[StateLabel]; got != state {
+		if got := s.Labels[StateLabel]; got != state || !strings.Contains(message, word) {
 			return fmt.Errorf("it is %s (%s)", strconv.Quote(got), message)
 		}
 		return nil
