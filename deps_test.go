@@ -67,7 +67,7 @@ var rooms = []room{
 	{"internal/desk", 1, "the view and the claims"},
 	{"internal/status", 1, "what people and programs are told: values, text and page"},
 	{"internal/label", 1, "the node's labels, from inventory, links and partition"},
-	{"internal/health", 1, "which GPUs are fit for work, from events and readings"},
+	{"internal/health", 1, "which GPUs are healthy, from events and readings"},
 	{"pkg/gpu", 0, "the words for hardware"},
 	{"internal/brief", 0, "bounds on what is said: texts, lists of names, lines in the log"},
 	{"pkg/memcap/lib/build", outside, "compiles the libraries that the agent carries"},

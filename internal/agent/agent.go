@@ -352,7 +352,7 @@ type Snapshot struct {
 	Unknown map[string]time.Time
 	// Missing is what Ready waits for, empty once it need not any more.
 	Missing string
-	// Verdicts are the GPUs that are unfit for work; Hangs is what the driver does
+	// Verdicts are the unhealthy GPUs; Hangs is what the driver does
 	// not answer.
 	Verdicts []health.Verdict
 	Hangs    string

@@ -325,7 +325,7 @@ func (a *Agent) logEvent(e gpu.Event, changed bool) {
 	a.ration.Log(level, "GPU event", []any{"kind", string(e.Kind), "gpu", string(e.GPU)}, "xid", e.Xid, "condemns", false)
 }
 
-// applyFaults tells the desk which GPUs are unfit for work, and which MIG instances:
+// applyFaults tells the desk which GPUs are unhealthy, and which MIG instances:
 // the hardware keeps those apart, so that what hits one is no reason to take the
 // others away.
 func (a *Agent) applyFaults() {

@@ -173,7 +173,7 @@ func (a *Agent) tellHealth(c Cluster, snap *Snapshot, before []health.Verdict) {
 	}
 	news := slices.DeleteFunc(slices.Clone(snap.Verdicts), func(v health.Verdict) bool { return has(before, v) })
 	for _, g := range together(snap.Inventory, news) {
-		message := g.names + " unfit for work: " + g.reason
+		message := g.names + " unhealthy: " + g.reason
 		c.Event(kube.Regarding{}, kube.Warning, unhealthyReason, message)
 		var told []kube.Regarding
 		for _, u := range g.gpus {
@@ -187,7 +187,7 @@ func (a *Agent) tellHealth(c Cluster, snap *Snapshot, before []health.Verdict) {
 	}
 	over := slices.DeleteFunc(slices.Clone(before), func(v health.Verdict) bool { return has(snap.Verdicts, v) })
 	for _, g := range together(snap.Inventory, over) {
-		c.Event(kube.Regarding{}, kube.Normal, recoveredReason, g.names+" fit for work again; it was: "+g.reason)
+		c.Event(kube.Regarding{}, kube.Normal, recoveredReason, g.names+" healthy again; it was: "+g.reason)
 	}
 }
 
@@ -260,10 +260,10 @@ func name(inv *gpu.Inventory, u gpu.UUID) string {
 // condition puts the GPUs' health into the node's condition.
 func condition(domain string, snap *Snapshot) kube.Condition {
 	c := kube.Condition{Type: domain + "/" + HealthCondition, Status: kube.True, Reason: healthyReason,
-		Message: fmt.Sprintf("%d GPUs are fit for work", len(snap.Inventory.GPUs))}
+		Message: fmt.Sprintf("%d GPUs are healthy", len(snap.Inventory.GPUs))}
 	var parts []string
 	for _, g := range together(snap.Inventory, snap.Verdicts) {
-		parts = append(parts, g.names+" unfit for work: "+g.reason)
+		parts = append(parts, g.names+" unhealthy: "+g.reason)
 	}
 	if snap.Hangs != "" {
 		c.Status, c.Reason = kube.Unknown, hangsReason

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package health judges which GPUs are fit for work, from what the driver reports
+// Package health judges which GPUs are healthy, from what the driver reports
 // by itself (Xids) and from what it says when asked (readings).
 //
 // It is pure: times are arguments, and the caller does all reading. Somebody
