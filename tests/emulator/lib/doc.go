@@ -51,12 +51,16 @@
 //	pool-memory=device|context       what pools gave lives as long as the device is used, or as the context of the stream
 //	graphs=distinct|ordered          graphs that may run at the same time have memory of their own as long as there is some, or the later one waits
 //	domains=N                        locality domains of a device, from version 13040 on (2)
+//	green-mib=N                      what a green context takes by itself (2)
 //	loading=environment|lazy|eager   when a module's code is loaded: as CUDA_MODULE_LOADING says, before its first kernel, or with it
 //	heap=set|launch                  cuCtxSetLimit takes the memory of heap and printf FIFO at once, or the next kernel does
 //	managed-create=refused|made      cuMemCreate does not take managed memory, or does
 //	strict                           all that is hardest for who holds a program to an amount; see cuda_switch.c
 //
 // # What else takes memory
+//
+// A green context takes a little by itself, and its allocations are the primary one's,
+// which it retains (cuda_green.c).
 //
 // What an allocation type and a location mean together is in cuda_property.c: pinned
 // memory of a device or one of its locality domains is the card's, all other counts

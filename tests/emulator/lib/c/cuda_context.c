@@ -5,6 +5,8 @@
 
 #include "cuda_internal.h"
 
+_Static_assert(sizeof(struct context) <= OBJECT_ROOM, "a context is an object");
+
 enum { DEPTH = 64, API_VERSION = 3020, FLAGS = 0xFF };
 
 static _Thread_local struct {
@@ -23,10 +25,12 @@ CUresult current(struct context **ctx)
     *ctx = peek();
     if (!*ctx)
         return CUDA_ERROR_INVALID_CONTEXT;
+    if ((*ctx)->green_of && (*ctx)->alive)
+        *ctx = (*ctx)->green_of;
     return (*ctx)->alive ? CUDA_SUCCESS : CUDA_ERROR_CONTEXT_IS_DESTROYED;
 }
 
-static struct context *context_get(CUcontext handle)
+struct context *context_get(CUcontext handle)
 {
     for (int i = 0; i < device_count; i++)
         if ((struct context *)handle == &devices[i].primary)
@@ -34,7 +38,7 @@ static struct context *context_get(CUcontext handle)
     lock();
     struct context *c = object_get(handle, CONTEXT);
     unlock();
-    return c;
+    return c && (!c->green_of || c->converted) ? c : NULL;
 }
 
 static CUresult push(struct context *c)
@@ -134,7 +138,7 @@ static CUresult destroy(const char *call, CUcontext handle)
 {
     TRY(ready());
     struct context *c = context_get(handle);
-    if (!c || c->primary)
+    if (!c || c->primary || c->green_of)
         return CUDA_ERROR_INVALID_CONTEXT;
     if (!c->alive)
         return CUDA_ERROR_CONTEXT_IS_DESTROYED;
@@ -250,10 +254,12 @@ API CUresult cuCtxGetId(CUcontext handle, unsigned long long *id)
     struct context *c = (struct context *)handle;
     TRY(ready());
     MUST(id);
-    if (!handle)
+    if (!handle) {
         TRY(current(&c));
-    else if (!context_get(handle))
+        c = peek();
+    } else if (!context_get(handle)) {
         return CUDA_ERROR_INVALID_CONTEXT;
+    }
     *id = c->serial;
     return CUDA_SUCCESS;
 }
@@ -279,7 +285,7 @@ API CUresult cuCtxSynchronize_v2(CUcontext handle)
     if (!c->alive)
         return CUDA_ERROR_CONTEXT_IS_DESTROYED;
     TRY(unsafe_in_capture());
-    return context_wait("cuCtxSynchronize_v2", c);
+    return context_wait("cuCtxSynchronize_v2", c->green_of ? c->green_of : c);
 }
 
 API CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest)

@@ -104,6 +104,9 @@ struct context {
     struct range *ranges;
     struct limits *limits; /* never NULL in a context that has lived */
     struct order order;
+    struct context *green_of; /* of a green context: the primary one, whose memory it uses */
+    unsigned int multiprocessors;
+    bool converted; /* it is known as a context */
 };
 
 struct device {
@@ -162,7 +165,8 @@ int names_until(void);
 
 /* current is the thread's context, ready to be used. */
 CUresult current(struct context **ctx);
-struct context *peek(void); /* or NULL */
+struct context *peek(void); /* or NULL; it may be a green one, which current never is */
+struct context *context_get(CUcontext handle);
 static inline bool lives(const struct context *ctx, uint64_t serial) { return ctx->alive && ctx->serial == serial; }
 
 /* --- cuda_limit.c */
@@ -195,7 +199,7 @@ CUresult drop_unlock(const char *call, struct range *r);
 
 /* --- cuda_object.c */
 
-enum type { CONTEXT = 1, STREAM, EVENT, MODULE, FUNCTION, LIBRARY, ARRAY, MIPMAP, POOL, MEMORY, GRAPH, NODE, EXEC };
+enum type { CONTEXT = 1, STREAM, EVENT, MODULE, FUNCTION, LIBRARY, ARRAY, MIPMAP, POOL, MEMORY, GRAPH, NODE, EXEC, DESC };
 
 /* object_new gives room for an object of up to OBJECT_ROOM bytes, all zero;
  * object_get finds it by its handle, or NULL for whatever is none: freed

@@ -49,7 +49,7 @@ static CUresult stream_create(CUstream *out, unsigned int flags, int priority)
     lock();
     struct stream *s = object_new(STREAM);
     if (s)
-        *s = (struct stream){.ctx = c, .serial = c->serial, .id = next_serial() + 2, .flags = flags, .priority = priority};
+        *s = (struct stream){.ctx = c, .serial = c->serial, .id = next_serial() + 2, .flags = flags, .priority = priority, .green = peek()->green_of ? peek() : NULL};
     unlock();
     *out = (CUstream)s;
     return s ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
@@ -169,8 +169,13 @@ static CUresult stream_ctx(CUstream handle, CUcontext *out)
     struct context *ctx;
     TRY(stream_check(handle, &ctx));
     MUST(out);
-    *out = (CUcontext)ctx;
-    return CUDA_SUCCESS;
+    lock();
+    struct stream *s;
+    CUresult r = stream_get(handle, &s);
+    if (r == CUDA_SUCCESS)
+        *out = (CUcontext)(s && s->green && s->green->converted ? s->green : ctx);
+    unlock();
+    return r;
 }
 
 API CUresult cuStreamGetCtx(CUstream s, CUcontext *out) { return stream_ctx(s, out); }

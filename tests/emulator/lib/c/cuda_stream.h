@@ -23,6 +23,7 @@ struct stream {
     int priority;
     struct node *last;
     struct lane lane;
+    struct context *green; /* it is of, or NULL */
 };
 _Static_assert(sizeof(struct stream) <= OBJECT_ROOM, "a stream is an object");
 

@@ -7,9 +7,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { PIECE_MIB = 32, DOMAINS = 2 };
+enum { PIECE_MIB = 32, DOMAINS = 2, GREEN_MIB = 2 };
 
-struct switches switches = {.piece_mib = PIECE_MIB, .domains = DOMAINS};
+struct switches switches = {.piece_mib = PIECE_MIB, .domains = DOMAINS, .green_mib = GREEN_MIB};
 
 /* A switch is a number from least to most, or one of some words. */
 static const struct name {
@@ -34,6 +34,7 @@ static const struct name {
     WORDS("used", used, "live", "pending"),
     WORDS("ipc-pools", ipc_pools, "kept", "shrink"),
     NUMBER("domains", domains, 1, 8),
+    NUMBER("green-mib", green_mib, 0, 65536),
     WORDS("loading", loading, "environment", "lazy", "eager"),
     WORDS("heap", heap, "set", "launch"),
     WORDS("managed-create", managed_create, "refused", "made"),
@@ -97,7 +98,7 @@ static bool put_all(const char *list)
 bool switches_read(void)
 {
     const char *list = getenv("GPU_EMULATOR_CUDA");
-    switches = (struct switches){.piece_mib = PIECE_MIB, .domains = DOMAINS};
+    switches = (struct switches){.piece_mib = PIECE_MIB, .domains = DOMAINS, .green_mib = GREEN_MIB};
     if (!list || !put_all(list))
         return !list;
     if (switches.piece_mib % 2 == 0)

@@ -26,7 +26,7 @@ enum { MANAGED_CREATE_REFUSED, MANAGED_CREATE_MADE };
 
 struct switches {
     int version; /* as cuDriverGetVersion tells it; 0 is the world's */
-    int kernel_us, piece_mib, domains;
+    int kernel_us, piece_mib, domains, green_mib;
     int loading, heap, managed_create;
     int holes, large, reuse, opportunistic, follow, trim, shrink, query, used, ipc_pools, pool_memory, graphs;
 };
