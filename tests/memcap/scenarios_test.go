@@ -93,6 +93,7 @@ var scenarios = slices.Concat(poolScenarios, []scenario{
 		return nil
 	}},
 	{name: "small-one-without-its-hole", contexts: 2, undo: block},
+	{name: "green-context-without-room", unread: true},
 	{name: "asked-for-one-figure", check: func(o outcome) []string {
 		if total, free := o.n("total"), o.n("free"); total != o.limit || free > o.room {
 			return []string{fmt.Sprintf("told of %d MiB, %d of them free, under a cap of %d", total/MiB, free/MiB, o.limit/MiB)}

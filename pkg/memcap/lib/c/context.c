@@ -163,12 +163,10 @@ static CUresult retain(struct process *p, CUcontext *out, CUdevice device)
     return r;
 }
 
-EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice device)
+/* retain_primary counts the context where this is the first retain. */
+static CUresult retain_primary(struct process *p, CUcontext *out, CUdevice device)
 {
-    struct process *p = ENTER();
     struct charge c;
-    if (!p || !out || !known_device(device))
-        return CALL(cuDevicePrimaryCtxRetain, out, device);
     if (__atomic_load_n(&p->primary[device], __ATOMIC_ACQUIRE))
         return retain(p, out, device);
     enum verdict v = context_begin(p, &c, device);
@@ -183,6 +181,12 @@ EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice device)
     else
         context_cancel(&c); /* it failed, or another thread was first */
     return r;
+}
+
+EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice device)
+{
+    struct process *p = ENTER();
+    return p && out && known_device(device) ? retain_primary(p, out, device) : CALL(cuDevicePrimaryCtxRetain, out, device);
 }
 
 static bool is_active(CUdevice device)
@@ -209,6 +213,22 @@ static CUresult end_primary(struct process *p, CUdevice device, uint64_t handle,
     return r;
 }
 
+/* primary_gone is for a primary context that has ended, though we did not see it coming. */
+static void primary_gone(struct process *p, CUdevice device)
+{
+    uint64_t handle = __atomic_exchange_n(&p->primary[device], 0, __ATOMIC_ACQ_REL);
+    struct ending x;
+    if (!handle)
+        return;
+    ending_begin(p, &x, (CUcontext)(uintptr_t)handle);
+    if (x.charged)
+        count_add(&p->accounts[device].usage->settled, x.e.bytes);
+    for (size_t i = 0; i < x.l.length; i++)
+        count_add(&p->accounts[device].usage->settled, x.l.list[i].held);
+    ending_end(p, &x, NULL, true);
+    pools_settle(p, device);
+}
+
 static CUresult release(struct process *p, CUdevice device, CUresult (*call)(CUdevice))
 {
     uint64_t handle = known_device(device) ? __atomic_load_n(&p->primary[device], __ATOMIC_ACQUIRE) : 0;
@@ -223,18 +243,7 @@ static CUresult release(struct process *p, CUdevice device, CUresult (*call)(CUd
         __atomic_sub_fetch(&p->primary_refs[device], 1, __ATOMIC_ACQ_REL);
     if (r != CUDA_SUCCESS || is_active(device))
         return r;
-    /* It was, though we did not see it coming. */
-    handle = __atomic_exchange_n(&p->primary[device], 0, __ATOMIC_ACQ_REL);
-    struct ending x;
-    if (handle) {
-        ending_begin(p, &x, (CUcontext)(uintptr_t)handle);
-        if (x.charged)
-            count_add(&p->accounts[device].usage->settled, x.e.bytes);
-        for (size_t i = 0; i < x.l.length; i++)
-            count_add(&p->accounts[device].usage->settled, x.l.list[i].held);
-        ending_end(p, &x, NULL, true);
-        pools_settle(p, device);
-    }
+    primary_gone(p, device);
     return r;
 }
 
@@ -266,4 +275,32 @@ EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice device)
 {
     struct process *p = ENTER();
     return p && real.cuDevicePrimaryCtxReset_v2 ? reset(p, device, real.cuDevicePrimaryCtxReset_v2) : CALL(cuDevicePrimaryCtxReset_v2, device);
+}
+
+/* A green context retains the primary one, whose memory it uses, and releases it when it
+ * is destroyed; what it takes by itself is small, and in the next reading. Here it is
+ * retained first, so that it is counted, and released again when the green context has
+ * it. */
+EXPORT CUresult cuGreenCtxCreate(void **out, void *desc, CUdevice device, unsigned int flags)
+{
+    struct process *p = ENTER();
+    CUcontext primary;
+    if (!p || !known_device(device) || !real.cuGreenCtxCreate || !real.cuDevicePrimaryCtxRelease_v2)
+        return CALL(cuGreenCtxCreate, out, desc, device, flags);
+    CUresult r = retain_primary(p, &primary, device);
+    if (r != CUDA_SUCCESS)
+        return r;
+    r = real.cuGreenCtxCreate(out, desc, device, flags);
+    release(p, device, real.cuDevicePrimaryCtxRelease_v2);
+    return r;
+}
+
+EXPORT CUresult cuGreenCtxDestroy(void *green)
+{
+    struct process *p = ENTER();
+    CUresult r = CALL(cuGreenCtxDestroy, green);
+    for (CUdevice d = 0; p && r == CUDA_SUCCESS && d < MAX_DEVICES; d++)
+        if (__atomic_load_n(&p->primary[d], __ATOMIC_ACQUIRE) && !is_active(d))
+            primary_gone(p, d);
+    return r;
 }

@@ -170,6 +170,8 @@ LAYOUT(CUmapinfo, 96);
     X(cuDevicePrimaryCtxRelease_v2, (CUdevice))                                               \
     X(cuDevicePrimaryCtxReset, (CUdevice))                                                    \
     X(cuDevicePrimaryCtxReset_v2, (CUdevice))                                                 \
+    X(cuGreenCtxCreate, (void **, void *, CUdevice, unsigned int))                            \
+    X(cuGreenCtxDestroy, (void *))                                                            \
     X(cuMemAllocAsync, (CUdeviceptr *, size_t, CUstream))                                     \
     X(cuMemAllocAsync_ptsz, (CUdeviceptr *, size_t, CUstream))                                \
     X(cuMemAllocFromPoolAsync, (CUdeviceptr *, size_t, CUmempool, CUstream))                  \

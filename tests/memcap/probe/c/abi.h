@@ -30,6 +30,11 @@ typedef struct {
     unsigned char bytes[16];
 } CUuuid;
 
+typedef struct { /* as large as of any version */
+    int type;
+    unsigned char rest[148];
+} CUdevResource;
+
 enum {
     CUDA_SUCCESS = 0,
     CUDA_ERROR_INVALID_VALUE = 1,
@@ -56,6 +61,8 @@ enum {
     CU_MEMPOOL_ATTR_RELEASE_THRESHOLD = 4,
     CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT = 5,
     CU_STREAM_NON_BLOCKING = 1,
+    CU_DEV_RESOURCE_TYPE_SM = 1,
+    CU_GREEN_CTX_DEFAULT_STREAM = 1,
     CU_LIMIT_MALLOC_HEAP_SIZE = 2,
     CU_EVENT_DISABLE_TIMING = 2,
     CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3,
@@ -154,6 +161,10 @@ _Static_assert(sizeof(CUDA_ARRAY3D_DESCRIPTOR) == 40, "CUDA_ARRAY3D_DESCRIPTOR")
     F(cuCtxCreate_v2, "cuCtxCreate", 3020, 0, (CUcontext *, unsigned flags, CUdevice)) \
     F(cuCtxDestroy_v2, "cuCtxDestroy", 4000, 0, (CUcontext)) \
     F(cuCtxSetCurrent, "cuCtxSetCurrent", 4000, 0, (CUcontext)) \
+    F(cuDeviceGetDevResource, "cuDeviceGetDevResource", 12040, 0, (CUdevice, CUdevResource *, int type)) \
+    F(cuDevResourceGenerateDesc, "cuDevResourceGenerateDesc", 12040, 0, (void **, CUdevResource *, unsigned count)) \
+    F(cuGreenCtxCreate, "cuGreenCtxCreate", 12040, 0, (void **, void *desc, CUdevice, unsigned flags)) \
+    F(cuGreenCtxDestroy, "cuGreenCtxDestroy", 12040, 0, (void *)) \
     F(cuModuleLoadData, "cuModuleLoadData", 2000, 0, (CUmodule *, const void *image)) \
     F(cuModuleUnload, "cuModuleUnload", 2000, 0, (CUmodule)) \
     F(cuModuleGetFunction, "cuModuleGetFunction", 2000, 0, (CUfunction *, CUmodule, const char *name)) \

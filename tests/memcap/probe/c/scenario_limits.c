@@ -125,6 +125,37 @@ static void asked_for_one_figure(struct scene *s)
     note(s, "free", unused);
 }
 
+/* A green context retains the primary one, which is as large as any, and lets go of it
+ * when it is destroyed. */
+static void green_context_without_room(struct scene *s)
+{
+    struct cuda *cu = s->cu;
+    CUdevice device;
+    CUcontext context;
+    CUdevResource all;
+    CUdeviceptr p[16];
+    void *desc, *green;
+    uint64_t bytes = s->room / 8;
+    int n = 0;
+    if (!MUST(s, cu->cuInit(0)) || !MUST(s, cu->cuDeviceGet(&device, s->device)) || !ASK(s, 0, cu->cuCtxCreate_v2(&context, 0, device)))
+        return;
+    while (n < 16 && ASK(s, bytes, cu->cuMemAlloc_v2(&p[n], bytes)))
+        n++;
+    MUST(s, cu->cuDeviceGetDevResource(device, &all, CU_DEV_RESOURCE_TYPE_SM));
+    MUST(s, cu->cuDevResourceGenerateDesc(&desc, &all, 1));
+    if (ASK(s, 0, cu->cuGreenCtxCreate(&green, desc, device, CU_GREEN_CTX_DEFAULT_STREAM)))
+        fail_scene(s, "a green context without room for the primary one");
+    for (int round = 0; round < 3; round++) {
+        for (int i = 0; i < 4 && n > 0; i++)
+            MUST(s, cu->cuMemFree_v2(p[--n]));
+        if (!MUST(s, cu->cuGreenCtxCreate(&green, desc, device, CU_GREEN_CTX_DEFAULT_STREAM)))
+            return;
+        MUST(s, cu->cuGreenCtxDestroy(green));
+        for (int i = 0; i < 4; i++, n++)
+            MUST(s, cu->cuMemAlloc_v2(&p[n], bytes));
+    }
+}
+
 const struct scenario limit_scenarios[] = {
     {"heap-beyond-the-cap", heap_beyond_the_cap, 0},
     {"stacks-beyond-the-cap", stacks_beyond_the_cap, 0},
@@ -132,6 +163,7 @@ const struct scenario limit_scenarios[] = {
     {"heap-taken-at-the-first-kernel", heap_taken_at_the_first_kernel, 0},
     {"modules-beyond-the-cap", modules_beyond_the_cap, 0},
     {"small-one-without-its-hole", small_one_without_its_hole, 1},
+    {"green-context-without-room", green_context_without_room, 1},
     {"asked-for-one-figure", asked_for_one_figure, 0},
     {0},
 };
