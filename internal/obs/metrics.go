@@ -12,6 +12,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promauto"
 
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
@@ -23,18 +24,12 @@ const prefix = "gpu_agent_"
 // from several goroutines and never block.
 type Metrics struct {
 	version string
-	plugin  *prometheus.HistogramVec
-	driver  *prometheus.HistogramVec
-	round   *prometheus.HistogramVec
-	api     *prometheus.CounterVec
-	events  *prometheus.CounterVec
-	gpus    *prometheus.CounterVec
-	kills   *prometheus.CounterVec
-	evicted prometheus.Counter
-	breach  prometheus.Histogram
-	steps   *prometheus.HistogramVec
-	wishes  *prometheus.HistogramVec
-	refused *prometheus.CounterVec
+	own     *prometheus.Registry // of the fields below
+
+	plugin, driver, round, steps, wishes *prometheus.HistogramVec
+	api, events, gpus, kills, refused    *prometheus.CounterVec
+	evicted                              prometheus.Counter
+	breach                               prometheus.Histogram
 }
 
 // KillReasons is every reason for which the watchdog ends a container: it uses more
@@ -43,14 +38,17 @@ var KillReasons = []string{"over", "intruder"}
 
 // NewMetrics returns metrics in which all counters are 0. version is the agent's.
 func NewMetrics(version string) *Metrics {
+	own := prometheus.NewRegistry()
+	auto := promauto.With(own)
 	histogram := func(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
-		return prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: prefix + name, Help: help, Buckets: buckets}, labels)
+		return auto.NewHistogramVec(prometheus.HistogramOpts{Name: prefix + name, Help: help, Buckets: buckets}, labels)
 	}
 	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
-		return prometheus.NewCounterVec(prometheus.CounterOpts{Name: prefix + name, Help: help}, labels)
+		return auto.NewCounterVec(prometheus.CounterOpts{Name: prefix + name, Help: help}, labels)
 	}
 	m := &Metrics{
 		version: version,
+		own:     own,
 		// A call takes less than a millisecond as a rule; PreStartContainer may wait
 		// for up to 30 s, the kubelet's limit.
 		plugin: histogram("plugin_request_duration_seconds",
@@ -73,10 +71,10 @@ func NewMetrics(version string) *Metrics {
 			"Registrations of a resource that the kubelet refused, or did not answer.", "resource"),
 		kills: counter("cap_kills_total",
 			"Containers that the watchdog has ended: over their memory cap, or an intruder on a GPU that they hold no claim on.", "reason"),
-		evicted: prometheus.NewCounter(prometheus.CounterOpts{Name: prefix + "cap_evictions_total",
+		evicted: auto.NewCounter(prometheus.CounterOpts{Name: prefix + "cap_evictions_total",
 			Help: "Pods that were evicted for going over their memory cap again and again."}),
 		// The watchdog looks four times a second, and acts on the second breach.
-		breach: prometheus.NewHistogram(prometheus.HistogramOpts{Name: prefix + "cap_breach_to_end_seconds",
+		breach: auto.NewHistogram(prometheus.HistogramOpts{Name: prefix + "cap_breach_to_end_seconds",
 			Help:    "Time from the reading that first showed a container over its cap to the end of its processes.",
 			Buckets: []float64{.1, .25, .5, .75, 1, 2, 5, 10, 30}}),
 		// An instance takes 0.1 to 1 s, or 5 s on a busy node, and a reset 10 s or
@@ -172,8 +170,7 @@ func (m *Metrics) Wish(profile string, took time.Duration) {
 // registry returns all that /metrics shows.
 func (m *Metrics) registry(read func() status.Status) *prometheus.Registry {
 	r := prometheus.NewRegistry()
-	r.MustRegister(m.plugin, m.driver, m.round, m.api, m.events, m.gpus, m.kills, m.evicted, m.breach, m.steps, m.wishes, m.refused,
-		view{version: m.version, status: read},
+	r.MustRegister(m.own, view{version: m.version, status: read},
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
 		// By default this collector has some forty series for every node. These are
 		// the ones that people look at.
@@ -185,8 +182,13 @@ func (m *Metrics) registry(read func() status.Status) *prometheus.Registry {
 	return r
 }
 
+// described is all that Collect can send.
+var described []*prometheus.Desc
+
 func gauge(name, help string, labels ...string) *prometheus.Desc {
-	return prometheus.NewDesc(prefix+name, help, labels, nil)
+	d := prometheus.NewDesc(prefix+name, help, labels, nil)
+	described = append(described, d)
+	return d
 }
 
 var (
@@ -248,9 +250,7 @@ type view struct {
 // Describe sends all that Collect can send, so that a clash of names is found at the
 // start.
 func (v view) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{buildInfo, driverInfo, gpuInfo, gpuMemory, gpuHealthy, gpuFault, hangs, gpuBlocked,
-		devices, claims, registered, partition, generation, migEnabled, migPending, migSlots, deviceInfo,
-		containerCap, containerUsed, containerPeak, containerRefusals, containerUncounted, containerUndone, watchdogUp, unclaimed, policyHeld} {
+	for _, d := range described {
 		out <- d
 	}
 }
