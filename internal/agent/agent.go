@@ -1060,6 +1060,7 @@ func (a *Agent) finish(changes *Changes, o Outcome) {
 		Work: work, Made: made, Leaving: changes.Leaving, Failing: a.failingSlots(now), Others: a.others.gpus, Outcome: o,
 		Source: a.heardSoFar().source, Generation: a.wantedGen, At: now, Heard: heard, Unknown: a.unknown, Missing: missing, Verdicts: verdicts, Hangs: hangs})
 	poke(a.stirred)
+	a.logHealth(old.Verdicts, verdicts)
 	if o != a.outcome {
 		a.log.Info("partition", "name", o.Partition, "state", string(o.State), "message", o.Message)
 	}

@@ -698,6 +698,28 @@ func TestLostGPU(t *testing.T) {
 	})
 }
 
+// A fault that is over before anybody asks for the status is in the log.
+func TestShortFaultIsLogged(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(2), t.TempDir(), allShared)
+		defer b.end()
+		b.with(func() { b.outside.inv.GPUs[1].Fault = "Unknown Error" })
+		b.event <- gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1} // read it
+		synctest.Wait()
+		b.with(func() { b.outside.inv = machine(2) })
+		time.Sleep(inventoryEvery + testHold)
+		b.want("applied", fourUnits, "")
+		for _, line := range []string{
+			`msg="GPU is unfit for work" gpu=` + string(uuid(1)) + ` gi=-1 ci=-1 class=unreadable reason="unreadable: Unknown Error`,
+			`msg="GPU fault is over" gpu=` + string(uuid(1)) + ` gi=-1 ci=-1 class=unreadable`,
+		} {
+			if log := b.log.String(); strings.Count(log, line) != 1 {
+				t.Errorf("the log has not one %s:\n%s", line, log)
+			}
+		}
+	})
+}
+
 // A GPU that leaves is kept for its holder, and then on as what is missing, until
 // it is back or the machine boots anew.
 func TestGPULeaves(t *testing.T) {

@@ -168,10 +168,7 @@ func (a *Agent) tellOutcome(c Cluster, o Outcome) {
 // tellHealth sends Events of what has changed in the GPUs' health: to the node,
 // and of what is new to those whose pods are on it.
 func (a *Agent) tellHealth(c Cluster, snap *Snapshot, before []health.Verdict) {
-	has := func(list []health.Verdict, v health.Verdict) bool {
-		return slices.ContainsFunc(list, func(o health.Verdict) bool { return o.Subject == v.Subject && o.Class == v.Class })
-	}
-	news := slices.DeleteFunc(slices.Clone(snap.Verdicts), func(v health.Verdict) bool { return has(before, v) })
+	news, over := healthNews(before, snap.Verdicts)
 	for _, g := range together(snap.Inventory, news) {
 		message := g.names + " unhealthy: " + g.reason
 		c.Event(kube.Regarding{}, kube.Warning, unhealthyReason, message)
@@ -185,9 +182,30 @@ func (a *Agent) tellHealth(c Cluster, snap *Snapshot, before []health.Verdict) {
 			}
 		}
 	}
-	over := slices.DeleteFunc(slices.Clone(before), func(v health.Verdict) bool { return has(snap.Verdicts, v) })
 	for _, g := range together(snap.Inventory, over) {
 		c.Event(kube.Regarding{}, kube.Normal, recoveredReason, g.names+" healthy again; it was: "+g.reason)
+	}
+}
+
+// healthNews are the verdicts that were not there before, and those that are over.
+func healthNews(before, now []health.Verdict) (news, over []health.Verdict) {
+	less := func(list, of []health.Verdict) []health.Verdict {
+		return slices.DeleteFunc(slices.Clone(list), func(v health.Verdict) bool {
+			return slices.ContainsFunc(of, func(o health.Verdict) bool { return o.Subject == v.Subject && o.Class == v.Class })
+		})
+	}
+	return less(now, before), less(before, now)
+}
+
+// logHealth logs what has changed in the GPUs' health, which may be over before
+// anybody asks for the status.
+func (a *Agent) logHealth(before, now []health.Verdict) {
+	news, over := healthNews(before, now)
+	for _, v := range news {
+		a.log.Warn("GPU is unfit for work", "gpu", string(v.GPU), "gi", v.GI, "ci", v.CI, "class", string(v.Class), "reason", v.Reason)
+	}
+	for _, v := range over {
+		a.log.Info("GPU fault is over", "gpu", string(v.GPU), "gi", v.GI, "ci", v.CI, "class", string(v.Class))
 	}
 }
 
