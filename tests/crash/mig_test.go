@@ -350,8 +350,6 @@ type migNode struct {
 	// old is what each GPU was before the change, of what stood on it.
 	old [gpus]string
 	was [gpus][]instance
-	// unread is the GPU whose health could not be read in this pass, or empty.
-	unread string
 }
 
 // startMIG is a new node as it is before the change.
@@ -413,7 +411,6 @@ func (n *migNode) pass(ctx context.Context, p point, faults ...emulator.Fault) (
 	if p.back {
 		to = 0
 	}
-	n.unread = ""
 	if n.guest != nil {
 		n.stop(n.guest)
 		if err := n.settle(ctx); err != nil {
@@ -434,7 +431,7 @@ func (n *migNode) pass(ctx context.Context, p point, faults ...emulator.Fault) (
 		kill = p.k
 	}
 	n.armed = n.arm(kill)
-	since := len(n.log())
+	since := len(n.logSince(0))
 	n.modes, n.waits = n.change.modes[to], n.change.waits[to]
 	var guest sync.WaitGroup
 	var came error
@@ -498,9 +495,10 @@ func (n *migNode) pass(ctx context.Context, p point, faults ...emulator.Fault) (
 	if err == nil {
 		err = n.spared()
 	}
-	wrong := slices.DeleteFunc(n.complaints(), func(w string) bool {
-		return n.unread != "" && strings.HasPrefix(w, n.unread+"::") && strings.Contains(w, "is listed Unhealthy while")
-	})
+	wrong := n.complaints()
+	if p.hit == fails {
+		wrong = excuse(wrong, n.logSince(since))
+	}
 	if len(wrong) > 0 {
 		err = errors.Join(err, fmt.Errorf("on the way: %s", strings.Join(wrong, "; ")))
 	}
@@ -559,9 +557,6 @@ func (n *migNode) hear(ctx context.Context, p point, since int, over func() erro
 			return err
 		}
 		if said = complaint(&st); said != "" {
-			if i := slices.IndexFunc(st.GPUs, unread); i >= 0 {
-				n.unread = st.GPUs[i].UUID
-			}
 			return nil
 		}
 		if polls++; polls%20 > 0 {
@@ -617,7 +612,7 @@ func (n *migNode) hear(ctx context.Context, p point, since int, over func() erro
 // driver answered, since its log was so long: a reset that fails leaves the partition
 // pending.
 func (n *migNode) failed(since int) bool {
-	for line := range bytes.Lines(n.log()[since:]) {
+	for line := range bytes.Lines(n.logSince(since)) {
 		var l struct{ Msg, State, Message string }
 		if json.Unmarshal(line, &l) == nil && l.Msg == "partition" && (l.State == "failed" || strings.Contains(l.Message, failure)) {
 			return true
@@ -626,12 +621,12 @@ func (n *migNode) failed(since int) bool {
 	return false
 }
 
-// log is what the newest process has said.
-func (n *node) log() []byte {
+// logSince is what the newest process has said since its log was so long.
+func (n *node) logSince(since int) []byte {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	data, _ := os.ReadFile(n.logFile(n.starts))
-	return data
+	return data[min(since, len(data)):] // it is another one's where that ended by itself
 }
 
 // complaint is what the agent says of a call that failed.
@@ -640,7 +635,7 @@ func complaint(st *status.Status) string {
 		return st.Partition.Message
 	}
 	for i := range st.GPUs {
-		if unread(st.GPUs[i]) {
+		if unread(st.GPUs[i].Class, st.GPUs[i].Reason) {
 			return st.GPUs[i].Reason
 		}
 		if m := st.GPUs[i].MIG; m != nil {
@@ -654,12 +649,51 @@ func complaint(st *status.Status) string {
 	return ""
 }
 
-// unread reports whether the call that failed was one of those that read a GPU's
-// health. Such a reading is due now and then, also while a change is made. It
+// unread reports whether the call that failed was one of those that read a GPU and
+// its health. Such a reading is due now and then, also while a change is made. It
 // withdraws the GPU for a while, with all that is held of it, as any error of a
 // GPU does (see package health).
-func unread(g status.GPU) bool {
-	return g.Class == string(health.ClassUnreadable) && strings.Contains(g.Reason, failure)
+func unread(class, reason string) bool {
+	return class == string(health.ClassUnreadable) && strings.Contains(reason, failure)
+}
+
+// excuse leaves out of wrong that what is held of a GPU was withdrawn where the log
+// says that the call that failed was a reading of that GPU. The status says so too,
+// but not for longer than the GPU is withdrawn, which a busy machine misses.
+func excuse(wrong []string, log []byte) []string {
+	for line := range bytes.Lines(log) {
+		var l struct{ Msg, GPU, Class, Reason string }
+		if json.Unmarshal(line, &l) == nil && l.Msg == "GPU is unfit for work" && unread(l.Class, l.Reason) {
+			wrong = slices.DeleteFunc(wrong, func(w string) bool {
+				return strings.HasPrefix(w, l.GPU+"::") && strings.Contains(w, "is listed Unhealthy while")
+			})
+		}
+	}
+	return wrong
+}
+
+// TestOnlyAnUnreadGPUIsExcused: the status said of a GPU that it could not be read
+// for a second, which a busy machine missed, and what followed counted as wrong.
+func TestOnlyAnUnreadGPUIsExcused(t *testing.T) {
+	const of = " of example.com/mig-7g.80gb is listed Unhealthy while pod-2 holds it"
+	wrong := []string{"GPU-1::7g.80gb@0" + of, "GPU-2::7g.80gb@0" + of, "the list of example.com/gpu-mem lacks GPU-1::1, which pod-2 holds"}
+	line := func(msg, class, reason string) string {
+		return fmt.Sprintf(`{"level":"WARN","msg":%q,"gpu":"GPU-1","gi":-1,"ci":-1,"class":%q,"reason":%q}`+"\n", msg, class, reason)
+	}
+	for _, test := range []struct {
+		log  string
+		want []string
+	}{
+		{line("GPU is unfit for work", "unreadable", "unreadable: Unknown Error"), wrong[1:]},
+		{line("GPU is unfit for work", "unreadable", "unreadable: Timeout"), wrong},
+		{line("GPU is unfit for work", "lost", "lost: Unknown Error"), wrong},
+		{line("work failed", "unreadable", "Unknown Error"), wrong},
+		{"", wrong},
+	} {
+		if got := excuse(slices.Clone(wrong), []byte(test.log)); !slices.Equal(got, test.want) {
+			t.Errorf("after the log %q %q is wrong, want %q", test.log, got, test.want)
+		}
+	}
 }
 
 // left judges what a failed change has left of a GPU.
