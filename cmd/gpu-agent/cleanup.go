@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"example.com/gpu-agent/internal/agent"
+	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/nfd"
 	"example.com/gpu-agent/internal/node"
@@ -33,7 +34,7 @@ const cleanEvery = 5 * time.Second
 type cleaner struct {
 	node                                         nodeFlags
 	kubeconfig, nodeName, domain, resourceDomain string
-	names                                        *agent.Names
+	names                                        *desk.Names
 	log                                          *slog.Logger
 }
 
@@ -64,7 +65,7 @@ func cleanup(ctx context.Context, c console, args []string) error {
 			return fmt.Errorf("gpu-agent cleanup: %s: %w", flag, err)
 		}
 	}
-	cl.names = agent.ResourceNames(cl.resourceDomain)
+	cl.names = desk.ResourceNames(cl.resourceDomain)
 	cl.log = slog.New(slog.NewTextHandler(c.err, nil))
 	said := ""
 	for {

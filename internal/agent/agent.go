@@ -19,6 +19,7 @@ import (
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/cdi"
@@ -161,10 +162,10 @@ type Options struct {
 // Agent is the loop and what it remembers. Use [New].
 type Agent struct {
 	opts     Options
-	names    *Names
+	names    *desk.Names
 	driver   Driver
 	files    Files
-	caps     *limitPages
+	caps     Caps
 	kubelet  Kubelet
 	runtime  Runtime
 	plugins  Plugins
@@ -373,10 +374,10 @@ func New(o Options, w Worlds) *Agent {
 	}
 	a := &Agent{
 		opts:      o,
-		names:     ResourceNames(o.ResourceDomain),
+		names:     desk.ResourceNames(o.ResourceDomain),
 		driver:    w.Driver,
 		files:     w.Files,
-		caps:      &limitPages{Caps: w.Caps},
+		caps:      w.Caps,
 		kubelet:   w.Kubelet,
 		runtime:   w.Runtime,
 		plugins:   w.Plugins,
@@ -680,7 +681,7 @@ func (a *Agent) round(ctx context.Context) error {
 	}
 	a.lookAround(ctx, &in)
 	a.expire(time.Now())
-	claims := a.desk.Claims()
+	claims := a.claims()
 	changes := a.plan(claims)
 	if full := a.holdersDue(time.Now(), &changes); a.nameSoon.Swap(false) || full || unchecked(claims) {
 		if err := a.reconcile(ctx, full); err != nil {
@@ -691,7 +692,7 @@ func (a *Agent) round(ctx context.Context) error {
 				errs = append(errs, err)
 			}
 		}
-		claims = a.desk.Claims()
+		claims = a.claims()
 		changes = a.plan(claims)
 	}
 	if work := a.due(changes.Work, time.Now()); a.offersAny(changes.Recut) || withdraws(work) {
@@ -700,7 +701,7 @@ func (a *Agent) round(ctx context.Context) error {
 		withdrawn := changes
 		withdrawn.Cuts = a.cuts // not cut anew yet
 		a.publish(viewInput{changes: &withdrawn, recutting: changes.Recut})
-		claims = a.desk.Claims()
+		claims = a.claims()
 		changes = a.plan(claims)
 	}
 	a.settle(&changes)
@@ -743,7 +744,7 @@ func (a *Agent) round(ctx context.Context) error {
 	if err := a.sweep(); err != nil {
 		errs = append(errs, err)
 	}
-	if err := a.writeClaims(a.desk.Claims(), changes.Trouble); err != nil {
+	if err := a.writeClaims(a.claims(), changes.Trouble); err != nil {
 		errs = append(errs, err)
 	}
 	a.tellWaiting(changes.Trouble)
@@ -842,7 +843,7 @@ func (a *Agent) heardSoFar() input {
 
 func (a *Agent) plan(claims []desk.Claim) Changes {
 	return Plan(PlanInput{Inventory: a.inv, Claims: claims, Wanted: a.wanted, Cuts: a.cuts, past: a.past, Others: a.others.gpus, Names: a.names,
-		Unit: a.opts.MemoryUnit, Paged: a.paged(claims), MIG: a.migInput(claims, time.Now())})
+		Unit: a.opts.MemoryUnit, MIG: a.migInput(claims, time.Now())})
 }
 
 // offersAny reports whether any of these GPUs has devices to withdraw.
@@ -857,9 +858,9 @@ func (a *Agent) settle(changes *Changes) {
 	for _, u := range sortedKeys(changes.Cuts) {
 		// MIG devices come and go one by one.
 		old, to := a.cuts[u], changes.Cuts[u]
-		if old.Offers && to.Offers && old.Kind == desk.Slots && to.Kind == desk.Slots && old != to {
+		if old.Offers && to.Offers && old.Kind == ledger.Placement && to.Kind == ledger.Placement && !old.Equal(to) {
 			a.past[u] = append(a.past[u], pastCut{cut: old, until: now.Add(Linger)})
-			a.log.Info("cut", "gpu", u, "from", old.Slots, "to", to.Slots)
+			a.log.Info("cut", "gpu", u, "from", slotNames(old.Slots), "to", slotNames(to.Slots))
 		}
 	}
 	for u, slots := range changes.Made {

@@ -54,9 +54,11 @@ type outside struct {
 	rounds    int
 	// The kubelet and the runtime. What is held has an entry in the checkpoint and
 	// a container that was made at the time in made.
-	pods          []node.PodName
-	holdings      []node.Holding
-	made          map[string]time.Time
+	pods     []node.PodName
+	holdings []node.Holding
+	made     map[string]time.Time
+	// granted are the annotations that Allocate gave to containers.
+	granted       map[string]string
 	init          []node.Holding // only in the checkpoint: init containers that have ended
 	entries       []node.Entry   // in the checkpoint until a list is sent again
 	old           []node.Container
@@ -236,8 +238,9 @@ func (o runtime) Containers(context.Context) ([]node.Container, error) {
 	}
 	for _, h := range o.holdings {
 		key := cdi.Key(h.Resource, h.IDs)
+		name := cdi.AnnotationName("example.com", key)
 		out = append(out, node.Container{ID: h.Pod + h.Container, PodUID: "uid-" + h.Pod, Namespace: h.Namespace, Pod: h.Pod, Name: h.Container,
-			Running: true, Created: o.made[key], Annotations: map[string]string{cdi.AnnotationName("example.com", key): h.Resource}})
+			Running: true, Created: o.made[key], Annotations: map[string]string{name: o.granted[name]}})
 	}
 	return out, o.runtimeErr
 }
@@ -363,7 +366,7 @@ func newOutside(gpus int) *outside {
 	return &outside{
 		inv: machine(gpus), caps: &pages{}, unit: unit, slices: map[gpu.UUID]gpu.TimeSlice{}, pods: []node.PodName{ownPod},
 		labels: map[string]string{}, annotations: map[string]string{},
-		boot: "this", made: map[string]time.Time{}, figures: map[gpu.UUID]gpu.Health{},
+		boot: "this", made: map[string]time.Time{}, granted: map[string]string{}, figures: map[gpu.UUID]gpu.Health{},
 		sources: make(chan map[string]plugin.Source, 1), event: make(chan gpu.Event), container: make(chan node.ContainerEvent),
 	}
 }
@@ -471,13 +474,14 @@ func (b *bench) hold(pod, resource string, ids ...string) {
 		b.t.Fatal(err)
 	}
 	key := cdi.Key(resource, ids)
-	if want := "example.com/gpu=" + key; len(grant.CDI) != 1 || grant.CDI[0] != want || grant.Annotations["example.com/gpu-claim."+key] != resource {
+	if want := "example.com/gpu=" + key; len(grant.CDI) != 1 || grant.CDI[0] != want || !strings.Contains(grant.Annotations["example.com/gpu-claim."+key], resource) {
 		b.t.Errorf("grant %+v, want %s and its annotation", grant, want)
 	}
 	if err := src.Prepare(b.t.Context(), ids); err != nil {
 		b.t.Fatal(err)
 	}
 	b.with(func() {
+		maps.Copy(b.outside.granted, grant.Annotations)
 		b.made[key] = time.Now().Add(time.Nanosecond)
 		b.holdings = append(b.holdings, node.Holding{Namespace: "ns", Pod: pod, Container: "c", Resource: resource, IDs: ids})
 	})

@@ -5,134 +5,80 @@ package agent
 import (
 	"fmt"
 	"slices"
-	"sync"
 
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
-// limitPages are the limit pages of claims. What those of inherited claims said first
-// is kept: the watchdog asks for it at every look.
-type limitPages struct {
-	Caps
-	mu sync.Mutex
-	// said is guarded by mu, by key.
-	said map[string]map[gpu.UUID]uint64
-}
-
-// stands is what a claim's page says of a GPU.
-func (p *limitPages) stands(c *desk.Claim, u gpu.UUID) (uint64, error) {
-	if !c.Inherited {
-		return p.Limit(c.Key, u)
-	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if bytes, ok := p.said[c.Key][u]; ok {
-		return bytes, nil
-	}
-	bytes, err := p.Limit(c.Key, u)
-	if err != nil {
-		return 0, err
-	}
-	if p.said == nil {
-		p.said = map[string]map[gpu.UUID]uint64{}
-	}
-	if p.said[c.Key] == nil {
-		p.said[c.Key] = map[gpu.UUID]uint64{}
-	}
-	p.said[c.Key][u] = bytes
-	return bytes, nil
-}
-
-// Remove removes a claim's pages.
-func (p *limitPages) Remove(key string) error {
-	p.mu.Lock()
-	delete(p.said, key)
-	p.mu.Unlock()
-	return p.Caps.Remove(key)
-}
-
-// capOf is what a container that has a claim may have of one GPU, in bytes:
-// lib.None for a whole one. The page and the watchdog go by it.
-//
-// A cap is fixed when devices are given out. Of a claim from before this process,
-// and of one whose GPU is not cut any more in the way that it speaks of, the page
-// that stands tells: the size of a unit or the number of replicas may have changed
-// since, and what was written down of them may be lost. Only where there is no
-// page, so that no container can have come by one, is the cap what it would be now.
-// The error says that nobody knows.
-func (p *limitPages) capOf(c *desk.Claim, u gpu.UUID, inv *gpu.Inventory, cuts map[gpu.UUID]Cut, unit gpu.MiB) (uint64, error) {
-	kind, known := kindOf(c.Resource)
-	d := inv.ByUUID(u)
-	switch {
-	case !known || d == nil:
-		return 0, fmt.Errorf("%s on %s: %w", c.Resource, u, gpu.ErrNotFound)
-	case kind == desk.Whole || kind == desk.Slots: // the hardware holds an instance to its memory
-		return lib.None, nil
-	}
-	cut := cuts[u]
-	same := cut.Offers && cut.Kind == kind && (kind == desk.Replicas || cut.Unit != 0)
-	var err error
-	if c.Inherited || !same {
-		var bytes uint64
-		if bytes, err = p.stands(c, u); err == nil {
-			return bytes, nil
-		}
-	}
-	switch {
-	case kind == desk.Units && same: // a GPU keeps the unit that it was cut with, as long as it is held
-		return memcap.Units(len(c.IDs), cut.Unit), nil
-	case kind == desk.Units:
-		return memcap.Units(len(c.IDs), unit), nil
-	case same:
-		return memcap.Replica(d, cut.N), nil
-	}
-	return 0, fmt.Errorf("find the cap of %s on %s, which is %s now: %w", c.Resource, u, cut.mode(), err)
-}
-
-// paged says how GPUs must be cut of which that is not known, by the pages of the
-// claims on them: of memory units, how large they are, and of replicas, how many
-// there are.
-func (a *Agent) paged(claims []desk.Claim) map[gpu.UUID]Cut {
-	out := map[gpu.UUID]Cut{}
+// claims are those of the desk, with the caps that were given to their holders as far
+// as anybody knows. Where every record of that is lost the limit page that stands
+// tells: the size of a unit or the number of replicas may have changed since.
+func (a *Agent) claims() []desk.Claim {
+	claims := a.desk.Claims()
 	for i := range claims {
 		c := &claims[i]
-		kind, known := kindOf(c.Resource)
-		if !known || !c.Inherited || kind != desk.Units && kind != desk.Replicas {
+		if !slices.ContainsFunc(c.Grants, func(g ledger.Grant) bool { return !g.Cap.Known }) {
 			continue
 		}
-		for _, u := range c.GPUs {
-			d := a.inv.ByUUID(u)
-			if d == nil || a.cuts[u].Known || out[u].Known {
+		grants := slices.Clone(c.Grants)
+		for j := range grants {
+			g := &grants[j]
+			d := a.inv.ByUUID(g.GPU)
+			if g.Cap.Known || d == nil {
 				continue
 			}
-			bytes, err := a.caps.stands(c, u)
-			switch mib, n := gpu.MiB(bytes>>20), gpu.MiB(len(c.IDs)); {
-			case err != nil || mib == 0:
-			case kind == desk.Replicas:
-				// What the driver keeps for itself can have moved by some MiB.
-				out[u] = Cut{Known: true, Kind: kind, N: int((d.Usable() + mib/2) / mib)}
-			case mib%n == 0:
-				out[u] = Cut{Known: true, Kind: kind, Unit: mib / n}
+			if bytes, err := a.caps.Limit(c.Key, g.GPU); err == nil {
+				*g = g.Fix(bytes, d.Usable())
 			}
 		}
+		a.desk.Learn(c.Key, grants)
+		c.Grants = grants
 	}
-	return out
+	return claims
+}
+
+// settleCaps decides the caps of a claim of which there is neither a record nor a
+// page, so that no container can have come by one: they are what they would be now.
+// The error names the GPU of which that cannot be said.
+func (a *Agent) settleCaps(c *desk.Claim) error {
+	grants := slices.Clone(c.Grants)
+	for i := range grants {
+		g := &grants[i]
+		d := a.inv.ByUUID(g.GPU)
+		if g.Cap.Known || d == nil {
+			continue
+		}
+		cut := a.cuts[g.GPU]
+		switch same := cut.Offers && cut.Kind == g.Kind; {
+		case g.Kind == ledger.Units && same && cut.Unit != 0: // a GPU keeps the unit that it was cut with, as long as it is held
+			*g = g.Fix(memcap.Units(g.Units.Len(), cut.Unit), d.Usable())
+		case g.Kind == ledger.Units:
+			*g = g.Fix(memcap.Units(g.Units.Len(), a.opts.MemoryUnit), d.Usable())
+		case same:
+			*g = g.Fix(memcap.Replica(d, cut.N), d.Usable())
+		default:
+			_, err := a.caps.Limit(c.Key, g.GPU)
+			return fmt.Errorf("find the cap of %s on %s, which is %s now: %w", c.Resource, g.GPU, cut.mode(), err)
+		}
+	}
+	a.desk.Learn(c.Key, grants)
+	c.Grants = grants
+	return nil
 }
 
 // Caps says what a claim's container may have of each of its GPUs, in the order
 // of the claim's GPUs. GPUs of which that cannot be said are left out.
 func (a *Agent) Caps(c *desk.Claim) []lib.Limit {
-	snap := a.snapshot.Load()
 	var out []lib.Limit
-	for _, u := range c.GPUs {
-		if bytes, err := a.caps.capOf(c, u, snap.Inventory, snap.Cuts, a.opts.MemoryUnit); err == nil {
-			out = append(out, lib.Limit{GPU: u, Bytes: bytes})
+	for _, u := range c.GPUs() {
+		if limit := c.Cap(u); limit.Known {
+			out = append(out, lib.Limit{GPU: u, Bytes: limit.Bytes})
 		}
 	}
 	return out
@@ -167,19 +113,22 @@ func (a *Agent) overlay(c *desk.Claim) (cdi.Overlay, error) {
 	var none cdi.Overlay
 	var limits []lib.Limit
 	capped := false
-	for _, u := range c.GPUs {
-		bytes, err := a.caps.capOf(c, u, a.inv, a.cuts, a.opts.MemoryUnit)
-		if err != nil {
-			return none, err
+	if err := a.settleCaps(c); err != nil {
+		return none, err
+	}
+	for _, u := range c.GPUs() {
+		limit := c.Cap(u)
+		if !limit.Known {
+			return none, fmt.Errorf("find the cap of %s on %s: %w", c.Resource, u, gpu.ErrNotFound)
 		}
-		capped = capped || bytes != lib.None
-		l := lib.Limit{GPU: u, Bytes: bytes}
+		capped = capped || limit.Bytes != lib.None
+		l := lib.Limit{GPU: u, Bytes: limit.Bytes}
 		if !c.Adopted {
 			l.Since = c.Allocated
 		}
 		limits = append(limits, l)
 	}
-	if c.Slots != nil {
+	if c.Kind() == ledger.Placement {
 		// Programs know an instance by its own UUID.
 		instances, _ := a.instancesOf(c)
 		for _, i := range instances {

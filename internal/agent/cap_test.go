@@ -3,7 +3,9 @@
 package agent
 
 import (
+	"errors"
 	"fmt"
+	"log/slog"
 	"maps"
 	"os"
 	"path/filepath"
@@ -16,7 +18,7 @@ import (
 
 	"tags.cncf.io/container-device-interface/specs-go"
 
-	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
@@ -325,35 +327,76 @@ func TestCapOutlivesLostState(t *testing.T) {
 	}
 }
 
-// A claim whose GPU is not cut any more in the way that it speaks of has, for the
-// watchdog too, the cap that its page says.
+// TestRecordOutlivesAllFiles: where the agent's state, its CDI files and its pages are
+// all lost, the annotation of a container that runs still tells what it was granted.
+func TestRecordOutlivesAllFiles(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(1)
+		b := start(t, o, t.TempDir(), allShared)
+		ids := []string{fmt.Sprint(uuid(0), "::0"), fmt.Sprint(uuid(0), "::1")}
+		b.hold("p", names.Units, ids...)
+		time.Sleep(time.Minute)
+		b.lose("")
+		key := cdi.Key(names.Units, ids)
+		if err := errors.Join(b.Agent.files.Remove(key), o.caps.Remove(key)); err != nil {
+			t.Fatal(err)
+		}
+		o.unit = unit / 2
+		b = start(t, o, b.dir, allShared)
+		defer func() { b.end() }()
+		time.Sleep(time.Minute)
+		claims := b.Claims()
+		if len(claims) != 1 {
+			t.Fatalf("%d claims", len(claims))
+		}
+		if got, want := claims[0].Cap(uuid(0)), ledger.CapOf(2048<<20); got != want {
+			t.Errorf("its container may have %+v, want %+v", got, want)
+		}
+		if got, err := o.caps.Limit(key, uuid(0)); err != nil || got != 2048<<20 {
+			t.Errorf("the page says %d MiB, %v; want 2048", got>>20, err)
+		}
+		if got, want := listed(b.View(), names.Units), "0.0~ 0.1~ 0.2x 0.3x"; got != want {
+			t.Errorf("%s are listed, want %s", got, want)
+		}
+	})
+}
+
+// A claim whose GPU is not cut any more in the way that it speaks of, and of which no
+// record is left, has the cap that its page says, for the watchdog too.
 func TestCapOfAClaimWhoseGPUIsCutOtherwise(t *testing.T) {
-	inv := machine(1)
-	p := &limitPages{Caps: &pages{}}
 	for _, c := range []struct {
 		resource string
 		cut      Cut
 	}{
 		{names.Units, replicaCut(2)},
-		{names.Units, Cut{Known: true, Offers: true, Kind: desk.Units, N: 4}}, // of an unknown size
-		{names.Replicas, Cut{Known: true, Offers: true, Kind: desk.Units, N: 4, Unit: unit}},
+		{names.Units, Cut{Known: true, Offers: true, Kind: ledger.Units, N: 4}}, // of an unknown size
+		{names.Replicas, Cut{Known: true, Offers: true, Kind: ledger.Units, N: 4, Unit: unit}},
 		{names.Replicas, Cut{Known: true}},
 	} {
-		for _, inherited := range []bool{false, true} {
-			claim := claimed(c.resource, "p", "0::0", "0::1")
-			claim.Inherited = inherited
-			if _, err := p.capOf(&claim, uuid(0), inv, map[gpu.UUID]Cut{uuid(0): c.cut}, unit); err == nil && c.resource == names.Replicas {
-				t.Errorf("%s on a GPU that is %s has a cap without a page", c.resource, c.cut.mode())
-			}
-			if _, err := p.Write(claim.Key, []lib.Limit{{GPU: uuid(0), Bytes: 123 << 20}}); err != nil {
-				t.Fatal(err)
-			}
-			if got, err := p.capOf(&claim, uuid(0), inv, map[gpu.UUID]Cut{uuid(0): c.cut}, unit); err != nil || got != 123<<20 {
-				t.Errorf("%s on a GPU that is %s: %d, %v; want what the page says", c.resource, c.cut.mode(), got, err)
-			}
-			if err := p.Remove(claim.Key); err != nil {
-				t.Fatal(err)
-			}
+		a := New(Options{ResourceDomain: "example.com", MemoryUnit: unit, Log: slog.New(slog.DiscardHandler)}, Worlds{Caps: &pages{}})
+		a.inv, a.cuts[uuid(0)] = machine(1), c.cut
+		lost := claimed(c.resource, "p", "0::0")
+		if err := a.desk.Adopt(lost.Record()); err != nil {
+			t.Fatal(err)
+		}
+		claim := a.claims()[0]
+		if got := a.Caps(&claim); len(got) != 0 {
+			t.Errorf("%s on a GPU that is %s has the cap %+v without a page", c.resource, c.cut.mode(), got)
+		}
+		if err := a.settleCaps(&claim); (err == nil) != (c.resource == names.Units) {
+			t.Errorf("%s on a GPU that is %s: %v", c.resource, c.cut.mode(), err)
+		}
+		b := New(Options{ResourceDomain: "example.com", MemoryUnit: unit, Log: slog.New(slog.DiscardHandler)}, Worlds{Caps: a.caps})
+		b.inv, b.cuts[uuid(0)] = machine(1), c.cut
+		if err := b.desk.Adopt(lost.Record()); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := b.caps.Write(lost.Key, []lib.Limit{{GPU: uuid(0), Bytes: 123 << 20}}); err != nil {
+			t.Fatal(err)
+		}
+		claim = b.claims()[0]
+		if got := b.Caps(&claim); len(got) != 1 || got[0].Bytes != 123<<20 {
+			t.Errorf("%s on a GPU that is %s: %+v; want what the page says", c.resource, c.cut.mode(), got)
 		}
 	}
 }

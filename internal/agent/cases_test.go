@@ -282,7 +282,7 @@ func TestClockPutBack(t *testing.T) {
 			t.Fatal(err)
 		}
 		ids := []string{string(uuid(0)) + "::1"}
-		if err := store.Append(state.Claim{Resource: names.Units, IDs: ids, Allocated: time.Now().Add(24 * time.Hour)}); err != nil {
+		if err := store.Append(state.Claim{Key: cdi.Key(names.Units, ids), Resource: names.Units, Grants: grantsOf(names.Units, ids...), Allocated: time.Now().Add(24 * time.Hour)}); err != nil {
 			t.Fatal(err)
 		}
 		store.Close()

@@ -3,6 +3,7 @@
 package agent
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -13,18 +14,18 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
-	"example.com/gpu-agent/pkg/mig"
 	"tags.cncf.io/container-device-interface/specs-go"
 )
 
 // granted has a round come for a new claim, which writes it down: the kubelet
 // waits for its answer, and has the claim in its own checkpoint a moment later.
-func (a *Agent) granted(resource string, ids []string) {
+func (a *Agent) granted(c *desk.Claim) {
 	a.grantsMu.Lock()
-	a.grants = append(a.grants, state.Claim{Resource: resource, IDs: slices.Sorted(slices.Values(ids)), Allocated: time.Now()})
+	a.grants = append(a.grants, recordOf(c))
 	a.grantsMu.Unlock()
 	a.wakeSoon()
 }
@@ -47,7 +48,7 @@ func (a *Agent) writeGrants() {
 // recordOf is what the journal says of a claim. When one that was adopted was
 // allocated is not known; zero has the next process adopt it too.
 func recordOf(c *desk.Claim) state.Claim {
-	record := state.Claim{Resource: c.Resource, IDs: c.IDs}
+	record := state.Claim{Key: c.Key, Resource: c.Resource, Grants: c.Grants}
 	if !c.Adopted {
 		record.Allocated = c.Allocated
 	}
@@ -64,17 +65,33 @@ func (a *Agent) adoptFiles() {
 	for _, key := range keys {
 		spec, err := a.files.Read(key)
 		if err == nil {
-			var resource string
-			var ids []string
-			if resource, ids, err = cdi.ReadRecord(spec, a.opts.Domain); err == nil {
+			var r desk.Record
+			if r, err = readRecord(spec, a.opts.Domain); err == nil {
 				written, _ := a.files.Written(key) // the zero time is no help, and no harm
-				err = a.desk.AdoptWritten(resource, ids, written)
+				err = a.desk.AdoptWritten(r, written)
 			}
 		}
 		if err != nil {
 			a.log.Warn("cannot take a claim over from its CDI file; it is made again when its container starts again", "key", key, "err", err)
 		}
 	}
+}
+
+// readRecord returns the record of the claim that a CDI file is of. The error wraps
+// gpu.ErrInvalid where the file has none, or one of other devices.
+func readRecord(spec *specs.Spec, domain string) (desk.Record, error) {
+	var r desk.Record
+	key, text, err := cdi.ReadRecord(spec, domain)
+	if err != nil {
+		return r, err
+	}
+	if err := json.Unmarshal([]byte(text), &r); err != nil {
+		return r, fmt.Errorf("read the record of claim %s: %w", key, err)
+	}
+	if got := cdi.Key(r.Resource, r.IDs()); got != key {
+		return r, fmt.Errorf("the CDI spec's device %s is not claim %s of its annotation: %w", key, got, gpu.ErrInvalid)
+	}
+	return r, nil
 }
 
 // writeClaims opens the gate of every claim that may have its container made: the
@@ -93,8 +110,8 @@ func (a *Agent) writeClaims(claims []desk.Claim, trouble map[string]string) erro
 			errs = append(errs, fmt.Errorf("the CDI file of claim %s (%s): %w", c.Key, c.Holder, err))
 		}
 		shut := false
-		if c.Slots != nil {
-			if slices.ContainsFunc(c.GPUs, a.unread) {
+		if c.Kind() == ledger.Placement {
+			if slices.ContainsFunc(c.GPUs(), a.unread) {
 				continue // what the process before this one wrote stands
 			}
 			instances, stand := a.instancesOf(c)
@@ -105,7 +122,7 @@ func (a *Agent) writeClaims(claims []desk.Claim, trouble map[string]string) erro
 			}
 		}
 		switch {
-		case shut, slices.ContainsFunc(c.GPUs, a.faulty), !c.Ready && c.Waits != "",
+		case shut, slices.ContainsFunc(c.GPUs(), a.faulty), !c.Ready && c.Waits != "",
 			// Given to the next pod, and nobody can say whether the one before
 			// is dead: the file is of that one.
 			!c.Ready && !c.Adopted && !c.Filed && c.Checked.IsZero():
@@ -145,9 +162,9 @@ func (a *Agent) writeClaim(c *desk.Claim) error {
 	if err != nil {
 		return err
 	}
-	parts, names := a.parts.Parts, c.GPUs
+	parts, names := a.parts.Parts, c.GPUs()
 	gate := ""
-	if c.Slots != nil {
+	if c.Kind() == ledger.Placement {
 		instances, stand := a.instancesOf(c)
 		if !stand {
 			return fmt.Errorf("an instance is gone: %w", gpu.ErrNotFound)
@@ -161,7 +178,11 @@ func (a *Agent) writeClaim(c *desk.Claim) error {
 	if err != nil {
 		return err
 	}
-	if err := cdi.Record(spec, a.opts.Domain, c.Resource, c.IDs); err != nil {
+	record, err := json.Marshal(c.Record())
+	if err != nil {
+		return err
+	}
+	if err := cdi.Record(spec, a.opts.Domain, string(record)); err != nil {
 		return err
 	}
 	// A file of the holder before has the same words, and would keep its age: a
@@ -176,8 +197,8 @@ func (a *Agent) writeClaim(c *desk.Claim) error {
 	}
 	if gate != "" {
 		a.gates[c.Key] = gate
-		if _, profile, _, _, err := mig.ParseID(c.IDs[0]); err == nil && !c.Wished.IsZero() {
-			a.observer.Wish(profile.String(), time.Since(c.Wished))
+		if !c.Wished.IsZero() {
+			a.observer.Wish(c.Grants[0].Slot.Profile.String(), time.Since(c.Wished))
 		}
 	}
 	return nil

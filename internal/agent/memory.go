@@ -6,20 +6,16 @@ import (
 	"encoding/json"
 	"maps"
 	"slices"
-	"strings"
 	"time"
 
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/health"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
 )
-
-// migKind is the word of the state file for a cut of MIG devices, which are of
-// several resources.
-const migKind = "mig"
 
 // remember takes over what the process before this one left: its claims, what it
 // was still withdrawing, which GPUs it knew and which of them were faulty. All of
@@ -52,10 +48,11 @@ func (a *Agent) remember() {
 		// nobody was there to answer.
 		listed := &rows{of: map[row]int{}}
 		for _, w := range doc.Cuts {
-			kind, ok := kindOf("/" + w.Kind)
-			cut := Cut{Known: true, Offers: true, Kind: kind, N: w.N, Unit: w.Unit, Slots: w.Slots}
-			if w.Kind == migKind {
-				cut.Kind, ok = desk.Slots, true
+			cut := Cut{Known: true, Offers: true, Kind: w.Kind, N: w.N, Unit: w.Unit, Alone: w.Alone}
+			ok := slices.Contains([]ledger.Kind{ledger.Whole, ledger.Units, ledger.Replica, ledger.Placement}, w.Kind)
+			for _, at := range w.Slots {
+				s, err := slotFrom(&at)
+				cut.Slots, ok = append(cut.Slots, s), ok && err == nil
 			}
 			if ok && (w.N < 0 || !listed.fits(w.GPU, cut)) {
 				a.log.Warn("leave out what a GPU was cut into: these are more devices than the kubelet can be told of",
@@ -81,8 +78,8 @@ func (a *Agent) remember() {
 	}
 	if same {
 		for _, m := range doc.Made {
-			if name, err := mig.Parse(m.Profile); err == nil {
-				a.own(m.GPU, mig.Slot{Profile: name, Start: m.Start, Size: m.Size, CI: m.CIStart})
+			if s, err := slotFrom(&m.Slot); err == nil {
+				a.own(m.GPU, s)
 			}
 		}
 	}
@@ -90,9 +87,9 @@ func (a *Agent) remember() {
 	for _, c := range a.store.Claims() {
 		take := a.desk.Restore
 		if c.Allocated.After(now) || c.Allocated.IsZero() { // the clock was put back, or nobody knew
-			take = func(resource string, ids []string, _ time.Time) error { return a.desk.Adopt(resource, ids) }
+			take = func(r desk.Record, _ time.Time) error { return a.desk.Adopt(r) }
 		}
-		if err := take(c.Resource, c.IDs, c.Allocated); err != nil {
+		if err := take(desk.Record{Resource: c.Resource, Grants: c.Grants}, c.Allocated); err != nil {
 			a.log.Warn("cannot take a claim over from the journal", "resource", c.Resource, "err", err)
 		}
 	}
@@ -115,27 +112,26 @@ func (a *Agent) save() error {
 		}
 		doc.Faults = data
 	}
-	short := func(k desk.Kind) string {
-		if k == desk.Slots {
-			return migKind
+	write := func(u gpu.UUID, c Cut, until time.Time) {
+		out := state.Cut{GPU: u, Kind: c.Kind, N: c.N, Unit: c.Unit, Alone: c.Alone, Until: until}
+		for _, s := range c.Slots {
+			out.Slots = append(out.Slots, slotText(s))
 		}
-		_, s, _ := strings.Cut(a.names.of(k, mig.Name{}), "/")
-		return s
+		doc.Cuts = append(doc.Cuts, out)
 	}
 	for _, u := range sortedKeys(a.cuts) {
 		if c := a.cuts[u]; c.Offers {
-			doc.Cuts = append(doc.Cuts, state.Cut{GPU: u, Kind: short(c.Kind), N: c.N, Unit: c.Unit, Slots: c.Slots})
+			write(u, c, time.Time{})
 		}
 	}
 	for _, u := range sortedKeys(a.past) {
 		for _, p := range a.past[u] {
-			doc.Cuts = append(doc.Cuts, state.Cut{GPU: u, Kind: short(p.cut.Kind), N: p.cut.N, Unit: p.cut.Unit, Slots: p.cut.Slots, Until: p.until})
+			write(u, p.cut, p.until)
 		}
 	}
 	for _, u := range sortedKeys(a.mine) {
 		for _, m := range slices.SortedFunc(maps.Keys(a.mine[u]), mig.CompareSlots) {
-			doc.Made = append(doc.Made, state.Made{GPU: u, Profile: m.Profile.String(),
-				Placement: gpu.Placement{Start: m.Start, Size: m.Size}, CIStart: m.CI})
+			doc.Made = append(doc.Made, state.Made{GPU: u, Slot: slotText(m)})
 		}
 	}
 	for u, s := range a.slices {
@@ -147,6 +143,16 @@ func (a *Agent) save() error {
 		return err
 	}
 	return a.trimJournal()
+}
+
+// slotText is a place as the state file has it, slotFrom the place that it means.
+func slotText(s mig.Slot) state.Slot {
+	return state.Slot{Profile: s.Profile.String(), Placement: gpu.Placement{Start: s.Start, Size: s.Size}, CIStart: s.CI}
+}
+
+func slotFrom(s *state.Slot) (mig.Slot, error) {
+	name, err := mig.Parse(s.Profile)
+	return mig.Slot{Profile: name, Start: s.Start, Size: s.Size, CI: s.CIStart}, err
 }
 
 // trimEvery is how many claims are written down before the journal is cut to

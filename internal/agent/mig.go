@@ -10,6 +10,7 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
@@ -57,8 +58,7 @@ func (in *PlanInput) concernsMIG(d *gpu.Device, w config.Want) bool {
 	return w.Mode == config.MIG || d.MIG.Enabled ||
 		in.MIG.Working[d.UUID] != nil ||
 		slices.ContainsFunc(in.Claims, func(c desk.Claim) bool {
-			kind, ok := kindOf(c.Resource)
-			return ok && kind == desk.Slots && slices.Contains(c.GPUs, d.UUID)
+			return c.Kind() == ledger.Placement && c.On(d.UUID)
 		})
 }
 
@@ -115,20 +115,20 @@ func (in *PlanInput) look(d *gpu.Device) (*gpuWithMIG, error) {
 	}
 	for i := range in.Claims {
 		c := &in.Claims[i]
-		if !slices.Contains(c.GPUs, d.UUID) {
+		if !c.On(d.UUID) {
 			continue
 		}
-		if kind, ok := kindOf(c.Resource); !ok || kind != desk.Slots {
+		if c.Kind() != ledger.Placement {
 			g.others = append(g.others, c.Holder.String())
 			continue
 		}
-		for _, id := range c.IDs {
-			u, profile, start, ci, err := mig.ParseID(id)
-			if err != nil || u != d.UUID {
+		for j := range c.Grants {
+			has := &c.Grants[j]
+			if has.GPU != d.UUID {
 				continue
 			}
 			g.holders = append(g.holders, c.Holder.String())
-			slot, ok := g.card.Slot(profile, start, ci)
+			slot, ok := g.card.Slot(has.Slot.Profile, has.Slot.Start, has.Slot.CI)
 			if !ok {
 				continue // of another driver's table; nothing can be made of it
 			}
@@ -188,11 +188,16 @@ func slotOf(in *gpu.Instance) (mig.Slot, error) {
 func slotsCut(slots []mig.Slot) Cut {
 	sorted := slices.Clone(slots)
 	slices.SortFunc(sorted, mig.CompareSlots)
-	words := make([]string, len(sorted))
-	for i, s := range sorted {
+	return Cut{Known: true, Offers: true, Kind: ledger.Placement, N: len(sorted), Slots: sorted}
+}
+
+// slotNames names MIG devices, for the log.
+func slotNames(slots []mig.Slot) string {
+	words := make([]string, len(slots))
+	for i, s := range slots {
 		words[i] = s.String()
 	}
-	return Cut{Known: true, Offers: true, Kind: desk.Slots, N: len(words), Slots: strings.Join(words, " ")}
+	return strings.Join(words, " ")
 }
 
 // target is what a wish means for the hardware; ok is false where it means nothing.
@@ -235,7 +240,7 @@ func (in *PlanInput) planMIG(d *gpu.Device, w config.Want, have Cut, out *Change
 			out.Cuts[u] = have
 		}
 		for i := range in.Claims {
-			if c := &in.Claims[i]; c.Slots != nil && slices.Contains(c.GPUs, u) && d.Fault == "" && d.MIG.Capable {
+			if c := &in.Claims[i]; c.Kind() == ledger.Placement && c.On(u) && d.Fault == "" && d.MIG.Capable {
 				out.Trouble[c.Key] = err.Error()
 			}
 		}
@@ -262,7 +267,7 @@ func (in *PlanInput) planMIG(d *gpu.Device, w config.Want, have Cut, out *Change
 	block := func(by []string) {
 		out.Blocked = append(out.Blocked, Blocked{GPU: u, Index: d.Index, From: g.now(have), To: targetText(w), Holders: compact(by)})
 	}
-	offers := have.Offers && have.Kind == desk.Slots
+	offers := have.Offers && have.Kind == ledger.Placement
 	wanted, ok := target(w)
 	work := in.MIG.Working[u]
 	switch {
@@ -296,11 +301,10 @@ func (in *PlanInput) planMIG(d *gpu.Device, w config.Want, have Cut, out *Change
 	default:
 		to = in.follow(g, w, wanted, have, leaving, block, out)
 	}
-	if work == nil && offers && to.Offers && have != to {
+	if work == nil && offers && to.Offers && !have.Equal(to) {
 		// Slots that do not stand are withdrawn before the work like those that do.
-		kept := strings.Fields(to.Slots)
 		for _, s := range g.cut(have) {
-			if leaving[s] == "" && !slices.Contains(kept, s.String()) {
+			if leaving[s] == "" && !slices.Contains(to.Slots, s) {
 				leaving[s] = "the node's partition does not keep it"
 			}
 		}
@@ -365,7 +369,7 @@ func (in *PlanInput) follow(g *gpuWithMIG, w config.Want, wanted mig.Target, hav
 	switch {
 	case wanted.OnDemand && g.MIG.Enabled:
 		return slotsCut(in.onDemand(g, w))
-	case wanted.MIG, have.Offers && have.Kind == desk.Slots:
+	case wanted.MIG, have.Offers && have.Kind == ledger.Placement:
 		return slotsCut(g.listed())
 	default:
 		return Cut{Known: true}
@@ -462,11 +466,9 @@ func (in *PlanInput) onDemand(g *gpuWithMIG, w config.Want) []mig.Slot {
 
 // cut are the slots that a cut has, as far as the GPU can have them.
 func (g *gpuWithMIG) cut(c Cut) (out []mig.Slot) {
-	for _, id := range c.ids(g.UUID) {
-		if _, profile, start, ci, err := mig.ParseID(id); err == nil {
-			if s, ok := g.card.Slot(profile, start, ci); ok {
-				out = append(out, s)
-			}
+	for _, s := range c.Slots {
+		if s, ok := g.card.Slot(s.Profile, s.Start, s.CI); ok {
+			out = append(out, s)
 		}
 	}
 	return out
@@ -501,8 +503,8 @@ func (in *PlanInput) finishMIG(g *gpuWithMIG, have, to Cut, leaving map[mig.Slot
 	if to.Known {
 		out.Cuts[u] = to
 	}
-	if slots := to.Offers && to.Kind == desk.Slots; !slots || !(have.Offers && have.Kind == desk.Slots) {
-		if have != to && (have.Offers || to.Offers || have.Known != to.Known) {
+	if slots := to.Offers && to.Kind == ledger.Placement; !slots || !(have.Offers && have.Kind == ledger.Placement) {
+		if !have.Equal(to) && (have.Offers || to.Offers || have.Known != to.Known) {
 			out.Recut = append(out.Recut, u)
 		}
 		if !slots {
@@ -512,16 +514,12 @@ func (in *PlanInput) finishMIG(g *gpuWithMIG, have, to Cut, leaving map[mig.Slot
 	if len(leaving) > 0 {
 		out.Leaving[u] = leaving
 	}
-	offered := map[string]bool{}
-	for s := range strings.FieldsSeq(to.Slots) {
-		offered[s] = true
-	}
 	v := desk.MIGView{Card: g.card}
 	for _, s := range g.standing {
 		_, held := g.claimed[s.Slot]
 		switch {
 		case held && !s.Empty:
-		case s.Reason == foreignReason && !s.Empty && offered[s.Slot.String()] && leaving[s.Slot] == "":
+		case s.Reason == foreignReason && !s.Empty && slices.Contains(to.Slots, s.Slot) && leaving[s.Slot] == "":
 			v.Kept = append(v.Kept, s.Slot)
 		case s.Pinned:
 			v.Occupied = append(v.Occupied, s.Slot)

@@ -3,38 +3,45 @@
 package agent
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
-	"strings"
 
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
 // Cut is how a GPU is divided: which resource its devices belong to and how
-// many there are. Cuts are comparable, and two equal ones have the same
-// devices.
+// many there are. Two that are Equal have the same devices.
 type Cut struct {
 	// Known is false for a GPU of which nothing is known: it offers nothing,
 	// and anything may be made of it.
 	Known bool
 	// Offers is false for a GPU in mode off.
 	Offers bool
-	Kind   desk.Kind
+	Kind   ledger.Kind
 	// N is the number of devices: 1, the memory units, or the replicas.
 	N int
 	// Unit is the size of a memory unit, 0 for other kinds and where it is not
 	// known.
 	Unit gpu.MiB
-	// Slots are the MIG devices of kind Slots: what stands behind "::" in their
-	// IDs, in the order of the list, with a space between. N counts them. It is
-	// one string so that cuts can be compared. Of other kinds it is empty, but for
-	// some devices that linger alone, named in the same way.
-	Slots string
+	// Slots are the MIG devices of kind Placement, in the order of the list; N counts
+	// them.
+	Slots []mig.Slot
+	// Alone are the numbers of the only devices of kind Units or Replica, where they
+	// linger without the others; empty where the first N are meant.
+	Alone ledger.UnitSet
+}
+
+// Equal reports whether both have the same devices.
+func (c Cut) Equal(o Cut) bool {
+	return c.Known == o.Known && c.Offers == o.Offers && c.Kind == o.Kind && c.N == o.N && c.Unit == o.Unit &&
+		slices.Equal(c.Slots, o.Slots) && slices.Equal(c.Alone, o.Alone)
 }
 
 // ids returns the device IDs of a GPU that is cut so.
@@ -43,12 +50,18 @@ func (c Cut) ids(u gpu.UUID) []string {
 		return nil
 	}
 	switch {
-	case c.Kind == desk.Whole:
+	case c.Kind == ledger.Whole:
 		return []string{string(u)}
-	case c.Kind == desk.Slots || c.Slots != "":
-		out := strings.Fields(c.Slots)
-		for i := range out {
-			out[i] = string(u) + "::" + out[i]
+	case c.Kind == ledger.Placement:
+		out := make([]string, len(c.Slots))
+		for i, s := range c.Slots {
+			out[i] = mig.ID(u, s)
+		}
+		return out
+	case len(c.Alone) > 0:
+		out := make([]string, 0, c.N)
+		for n := range c.Alone.All() {
+			out = append(out, timeslice.ID(u, n))
 		}
 		return out
 	}
@@ -63,7 +76,7 @@ func (c Cut) ids(u gpu.UUID) []string {
 // what the driver keeps for itself, which can move by some MiB from one reading
 // to the next: a GPU keeps the number that it was first cut with.
 func (c Cut) sameUnits(o Cut) bool {
-	return c.Offers && o.Offers && c.Kind == desk.Units && o.Kind == desk.Units && c.N > 0 && c.Unit == o.Unit
+	return c.Offers && o.Offers && c.Kind == ledger.Units && o.Kind == ledger.Units && c.N > 0 && c.Unit == o.Unit
 }
 
 // mode is the word that people use for the cut.
@@ -73,9 +86,9 @@ func (c Cut) mode() string {
 		return "unset"
 	case !c.Offers:
 		return string(config.Off)
-	case c.Kind == desk.Whole:
+	case c.Kind == ledger.Whole:
 		return string(config.Whole)
-	case c.Kind == desk.Slots:
+	case c.Kind == ledger.Placement:
 		return string(config.MIG)
 	default:
 		return string(config.Shared)
@@ -87,14 +100,14 @@ func (c Cut) mode() string {
 func cutOf(w config.Want, d *gpu.Device, unit gpu.MiB) (c Cut, ok bool) {
 	switch w.Mode {
 	case config.Whole:
-		return Cut{Known: true, Offers: true, Kind: desk.Whole, N: 1}, true
+		return Cut{Known: true, Offers: true, Kind: ledger.Whole, N: 1}, true
 	case config.Off:
 		return Cut{Known: true}, true
 	case config.Shared:
 		if w.Replicas > 0 {
-			return Cut{Known: true, Offers: true, Kind: desk.Replicas, N: w.Replicas}, true
+			return Cut{Known: true, Offers: true, Kind: ledger.Replica, N: w.Replicas}, true
 		}
-		return Cut{Known: true, Offers: true, Kind: desk.Units, N: timeslice.Units(d, unit), Unit: unit}, true
+		return Cut{Known: true, Offers: true, Kind: ledger.Units, N: timeslice.Units(d, unit), Unit: unit}, true
 	default:
 		return Cut{}, false
 	}
@@ -168,12 +181,10 @@ type PlanInput struct {
 	Cuts map[gpu.UUID]Cut
 	// Others is why GPUs are somebody else's to give out.
 	Others map[gpu.UUID]string
-	Names  *Names
-	// Unit is what a memory unit is from now on. Paged is the unit, or the number of
-	// replicas, of GPUs whose cut is not known: what claims on them were given.
-	Unit  gpu.MiB
-	Paged map[gpu.UUID]Cut
-	MIG   MIGInput
+	Names  *desk.Names
+	// Unit is what a memory unit is from now on.
+	Unit gpu.MiB
+	MIG  MIGInput
 
 	past map[gpu.UUID][]pastCut // what GPUs had before and is still listed
 	rows *rows                  // what is listed before the plan, and what it adds
@@ -214,14 +225,14 @@ func Plan(in PlanInput) Changes {
 			out.Refused = append(out.Refused, describe(d)+" is not offered: "+other)
 			to = Cut{Known: true}
 		}
-		if have != to && !held && !in.rows.fits(d.UUID, to) {
+		if !have.Equal(to) && !held && !in.rows.fits(d.UUID, to) {
 			// What it has is withdrawn all the same: so it leaves the lists, and there
 			// is room in the end.
 			out.Crowded = append(out.Crowded, crowded(d, to))
 			to = Cut{Known: true}
 		}
 		switch {
-		case have == to:
+		case have.Equal(to):
 		case held:
 			out.Blocked = append(out.Blocked, Blocked{GPU: d.UUID, Index: d.Index, From: have.mode(), To: to.mode(), Holders: holders})
 			to = have
@@ -245,7 +256,7 @@ func Plan(in PlanInput) Changes {
 // holdersOf names who has a claim on a GPU, and whether anyone has.
 func holdersOf(claims []desk.Claim, u gpu.UUID) (names []string, held bool) {
 	for i := range claims {
-		if slices.Contains(claims[i].GPUs, u) {
+		if claims[i].On(u) {
 			names = append(names, claims[i].Holder.String())
 		}
 	}
@@ -256,7 +267,7 @@ func holdersOf(claims []desk.Claim, u gpu.UUID) (names []string, held bool) {
 // inferCut is inferCut of the claims. Where the lists have no room for all devices of
 // such a cut, the GPU offers nothing, and those that are held are listed alone.
 func (in *PlanInput) inferCut(d *gpu.Device, to Cut) Cut {
-	c := inferCut(in.Claims, d, to, in.Unit, in.Paged[d.UUID])
+	c := inferCut(in.Claims, d, to, in.Unit)
 	if !in.rows.fits(d.UUID, c) {
 		return Cut{Known: true}
 	}
@@ -264,108 +275,41 @@ func (in *PlanInput) inferCut(d *gpu.Device, to Cut) Cut {
 	return c
 }
 
-// inferCut says how a GPU must have been cut for its claims to be there, and for
-// these to have the caps that their pages say.
-func inferCut(claims []desk.Claim, d *gpu.Device, to Cut, unit gpu.MiB, paged Cut) Cut {
+// inferCut says how a GPU must have been cut for its claims to be there, with the caps
+// that their holders were given.
+func inferCut(claims []desk.Claim, d *gpu.Device, to Cut, unit gpu.MiB) Cut {
 	c := Cut{Known: true}
-	if paged.Unit != 0 {
-		unit = paged.Unit
-	}
+	of := 0
 	for i := range claims {
-		kind, ok := kindOf(claims[i].Resource)
-		if !ok || !slices.Contains(claims[i].GPUs, d.UUID) {
-			continue
-		}
-		if c.Offers && kind != c.Kind {
-			continue // two kinds at once: the first claim's stands, the other's devices are listed as leaving
-		}
-		c.Offers, c.Kind = true, kind
-		switch kind {
-		case desk.Whole:
-			c.N = 1
-		case desk.Units:
-			c.N = max(c.N, timeslice.Units(d, unit))
-		}
-		if kind == desk.Whole {
-			continue
-		}
-		for _, id := range claims[i].IDs {
-			if u, n, err := timeslice.ParseID(id); err == nil && u == d.UUID {
-				c.N = max(c.N, n+1)
+		for j := range claims[i].Grants {
+			g := &claims[i].Grants[j]
+			if g.GPU != d.UUID || c.Offers && g.Kind != c.Kind {
+				continue // two kinds at once: the first claim's stands, the other's devices are listed as leaving
+			}
+			c.Offers, c.Kind = true, g.Kind
+			switch g.Kind {
+			case ledger.Whole:
+				c.N = 1
+			case ledger.Units:
+				c.N, c.Unit = max(c.N, g.Units.Most()+1), max(c.Unit, g.Unit)
+			case ledger.Replica:
+				c.N, of = max(c.N, g.Replica+1), max(of, g.Of)
 			}
 		}
 	}
-	if c.Kind == desk.Units && c.N == timeslice.Units(d, unit) {
-		c.Unit = unit // they agree with it
-	}
+	switch {
+	case c.Kind == ledger.Units:
+		size := cmp.Or(c.Unit, unit)
+		all := timeslice.Units(d, size)
+		if all >= c.N {
+			c.N, c.Unit = all, size // they agree with it
+		}
 	// The number of replicas cannot be read off a few of them, but off what they may
 	// have; else, where the wish agrees with what is held, it was the wish before, too.
-	switch {
-	case c.Kind != desk.Replicas:
-	case paged.Kind == desk.Replicas:
-		c.N = max(c.N, paged.N)
-	case to.Offers && to.Kind == desk.Replicas && to.N >= c.N:
+	case c.Kind == ledger.Replica && of > 0:
+		c.N = max(c.N, of)
+	case c.Kind == ledger.Replica && to.Offers && to.Kind == ledger.Replica && to.N >= c.N:
 		return to
 	}
 	return c
-}
-
-// Names are the resource names that this node offers.
-type Names struct {
-	Whole, Units, Replicas string
-	// instances is what stands before the name of a MIG profile's resource.
-	instances string
-}
-
-// ResourceNames returns the names below a resource domain.
-func ResourceNames(domain string) *Names {
-	return &Names{Whole: domain + "/gpu", Units: domain + "/gpu-mem", Replicas: domain + "/gpu.shared", instances: domain + "/"}
-}
-
-// Fixed is every name that does not depend on what GPUs there are: Ours tells
-// those of MIG profiles too.
-func (n *Names) Fixed() []string { return []string{n.Whole, n.Units, n.Replicas} }
-
-// Ours reports whether a resource is one that this node offers or could offer.
-func (n *Names) Ours(resource string) bool {
-	_, ok := n.kind(resource)
-	return ok
-}
-
-// of is the name of the resource that a device is of.
-func (n *Names) of(k desk.Kind, p mig.Name) string {
-	switch k {
-	case desk.Units:
-		return n.Units
-	case desk.Replicas:
-		return n.Replicas
-	case desk.Slots:
-		return n.instances + p.Resource()
-	default:
-		return n.Whole
-	}
-}
-
-// kindOf is the kind that a resource's short name stands for, whatever its domain.
-func kindOf(resource string) (desk.Kind, bool) {
-	_, short, _ := strings.Cut(resource, "/")
-	return ResourceNames("").kind("/" + short)
-}
-
-// kind is that of a resource that this node offers.
-func (n *Names) kind(resource string) (desk.Kind, bool) {
-	switch resource {
-	case n.Whole:
-		return desk.Whole, true
-	case n.Units:
-		return desk.Units, true
-	case n.Replicas:
-		return desk.Replicas, true
-	}
-	if short, ok := strings.CutPrefix(resource, n.instances); ok {
-		if _, err := mig.ParseResource(short); err == nil {
-			return desk.Slots, true
-		}
-	}
-	return 0, false
 }

@@ -13,6 +13,7 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -21,7 +22,7 @@ import (
 
 const unit = gpu.MiB(1024)
 
-var names = ResourceNames("example.com")
+var names = desk.ResourceNames("example.com")
 
 func uuid(i int) gpu.UUID { return gpu.UUID(fmt.Sprintf("GPU-%08d-0000-0000-0000-000000000000", i)) }
 
@@ -47,12 +48,18 @@ func claimed(resource, pod string, ids ...string) desk.Claim {
 			fmt.Sscan(id, &i)
 			c.IDs = append(c.IDs, string(uuid(i)))
 		}
-		if len(c.GPUs) == 0 || c.GPUs[len(c.GPUs)-1] != uuid(i) {
-			c.GPUs = append(c.GPUs, uuid(i))
-		}
 	}
-	c.Key = cdi.Key(resource, c.IDs)
+	c.Key, c.Grants = cdi.Key(resource, c.IDs), grantsOf(resource, c.IDs...)
 	return c
+}
+
+// grantsOf is what devices stand for, as far as their IDs say.
+func grantsOf(resource string, ids ...string) []ledger.Grant {
+	r, err := desk.RecordOf(resource, ids)
+	if err != nil {
+		panic(err)
+	}
+	return r.Grants
 }
 
 func wants(modes ...string) []config.Want {
@@ -74,7 +81,7 @@ func (c *Changes) text(inv *gpu.Inventory) string {
 	for _, d := range inv.GPUs {
 		cut := c.Cuts[d.UUID]
 		fmt.Fprintf(&b, "%s", cut.mode())
-		if cut.Kind != desk.Whole {
+		if cut.Offers && cut.Kind != ledger.Whole {
 			fmt.Fprintf(&b, "%d", cut.N)
 		}
 		for _, u := range c.Recut {
@@ -93,11 +100,11 @@ func (c *Changes) text(inv *gpu.Inventory) string {
 }
 
 var (
-	wholeCut  = Cut{Known: true, Offers: true, Kind: desk.Whole, N: 1}
-	sharedCut = Cut{Known: true, Offers: true, Kind: desk.Units, N: 4, Unit: unit}
+	wholeCut  = Cut{Known: true, Offers: true, Kind: ledger.Whole, N: 1}
+	sharedCut = Cut{Known: true, Offers: true, Kind: ledger.Units, N: 4, Unit: unit}
 )
 
-func replicaCut(n int) Cut { return Cut{Known: true, Offers: true, Kind: desk.Replicas, N: n} }
+func replicaCut(n int) Cut { return Cut{Known: true, Offers: true, Kind: ledger.Replica, N: n} }
 
 func TestPlan(t *testing.T) {
 	for _, tt := range []struct {
@@ -113,7 +120,7 @@ func TestPlan(t *testing.T) {
 			wants: wants("whole", "shared", "off", "shared/3"), plan: "whole; shared4; off; shared3"},
 		{name: "what the file does not speak of stays", cuts: []Cut{wholeCut, sharedCut, sharedCut, sharedCut},
 			wants: wants("", "whole"), plan: "whole; whole!; shared4; shared4"},
-		{name: "a reading with other reserved memory is no new cut", cuts: []Cut{{Known: true, Offers: true, Kind: desk.Units, N: 5, Unit: unit}},
+		{name: "a reading with other reserved memory is no new cut", cuts: []Cut{{Known: true, Offers: true, Kind: ledger.Units, N: 5, Unit: unit}},
 			wants: wants("shared"), plan: "shared5; unset; unset; unset"},
 		{name: "idle ones go ahead, a held one waits", cuts: []Cut{sharedCut, sharedCut, sharedCut, sharedCut},
 			claims: []desk.Claim{claimed(names.Units, "b", "1::0", "1::1"), claimed(names.Units, "a", "1::2"), claimed(names.Units, "", "2::1")},
@@ -261,7 +268,7 @@ func TestTroubleNamesNoOtherTenantsPod(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	before := desk.Claim{Key: "0123456789abcdef", Resource: small, IDs: []string{migID(0, "1g.10gb@1")}, GPUs: []gpu.UUID{d.UUID},
+	before := desk.Claim{Key: "0123456789abcdef", Resource: small, IDs: []string{migID(0, "1g.10gb@1")}, Grants: grantsOf(small, migID(0, "1g.10gb@1")),
 		Holder: desk.Holder{Namespace: "train", Pod: "job-1", Container: "c"}}
 	for _, c := range []struct{ name, namespace, other, want string }{
 		{"of the same namespace", "train", "", "3g.40gb@0 waits for the end of train/job-1 (1g.10gb@1)"},
@@ -271,7 +278,7 @@ func TestTroubleNamesNoOtherTenantsPod(t *testing.T) {
 			describe(d) + " is left alone: somebody else gives it out"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			waits := desk.Claim{Key: "fedcba9876543210", Resource: large, IDs: []string{migID(0, "3g.40gb@0")}, GPUs: []gpu.UUID{d.UUID},
+			waits := desk.Claim{Key: "fedcba9876543210", Resource: large, IDs: []string{migID(0, "3g.40gb@0")}, Grants: grantsOf(large, migID(0, "3g.40gb@0")),
 				Wished: time.Unix(1e9, 0), Holder: desk.Holder{Namespace: c.namespace}}
 			in := PlanInput{Inventory: inv, Claims: []desk.Claim{before, waits}, Wanted: wants("whole"), Cuts: map[gpu.UUID]Cut{d.UUID: slotsCut(card.Slots())},
 				Others: map[gpu.UUID]string{}, Names: names, Unit: unit, MIG: MIGInput{Cards: map[gpu.UUID]*mig.Card{d.UUID: card}}}
@@ -303,7 +310,11 @@ func TestBlockedSentence(t *testing.T) {
 // The NUMA nodes are told of all devices of a resource or of none.
 func TestNUMAHints(t *testing.T) {
 	slots := func(s string) Cut {
-		return Cut{Known: true, Offers: true, Kind: desk.Slots, N: 1, Slots: s}
+		_, p, start, ci, err := mig.ParseID(migID(0, s))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return slotsCut([]mig.Slot{{Profile: p, Start: start, CI: ci}})
 	}
 	const one = "example.com/mig-1g.10gb"
 	for _, tt := range []struct {

@@ -261,7 +261,7 @@ func podsOn(claims []desk.Claim, u gpu.UUID) []kube.Regarding {
 		if len(c.PodUIDs) > 0 {
 			pod.UID = c.PodUIDs[0]
 		}
-		if pod.Pod != "" && slices.Contains(c.GPUs, u) && !slices.Contains(out, pod) {
+		if pod.Pod != "" && c.On(u) && !slices.Contains(out, pod) {
 			out = append(out, pod)
 		}
 	}

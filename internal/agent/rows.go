@@ -5,7 +5,7 @@ package agent
 import (
 	"fmt"
 
-	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/timeslice"
 )
@@ -25,15 +25,15 @@ type rows struct {
 
 type row struct {
 	gpu  gpu.UUID
-	kind desk.Kind
+	kind ledger.Kind
 }
 
 // more is how many devices a cut adds.
 func (r *rows) more(u gpu.UUID, c Cut) int {
-	if !c.Offers || c.Kind == desk.Whole || c.Kind == desk.Slots {
+	if !c.Offers || c.Kind == ledger.Whole || c.Kind == ledger.Placement {
 		return 0
 	}
-	if c.Slots != "" { // some of a GPU's devices, not its first ones
+	if len(c.Alone) > 0 { // some of a GPU's devices, not its first ones
 		return c.N
 	}
 	return max(0, c.N-r.of[row{u, c.Kind}])
@@ -47,7 +47,7 @@ func (r *rows) fits(u gpu.UUID, c Cut) bool {
 
 func (r *rows) add(u gpu.UUID, c Cut) {
 	n := r.more(u, c)
-	if c.Slots == "" {
+	if len(c.Alone) == 0 {
 		r.of[row{u, c.Kind}] += n
 	}
 	r.sum += n
@@ -73,11 +73,10 @@ func (in *PlanInput) listed() *rows {
 	}
 	for i := range in.Claims {
 		c := &in.Claims[i]
-		kind, ok := kindOf(c.Resource)
-		for _, u := range c.GPUs {
+		for j := range c.Grants {
 			// What no cut has is listed for its holder's sake.
-			if ok && kind != desk.Slots && r.of[row{u, kind}] == 0 {
-				r.sum += (len(c.IDs) + len(c.GPUs) - 1) / len(c.GPUs)
+			if g := &c.Grants[j]; g.Kind != ledger.Placement && r.of[row{g.GPU, g.Kind}] == 0 {
+				r.sum += max(1, g.Units.Len())
 			}
 		}
 	}

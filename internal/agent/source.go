@@ -4,6 +4,7 @@ package agent
 
 import (
 	"context"
+	"encoding/json"
 
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/pkg/cdi"
@@ -18,7 +19,7 @@ type source struct {
 	resource string
 	// granted is called after every grant, before the kubelet has its answer: it
 	// must not take long.
-	granted func(resource string, ids []string)
+	granted func(*desk.Claim)
 
 	// The plugin has one goroutine that lists. It knows a list that it has sent
 	// before by the slice.
@@ -46,16 +47,20 @@ func (s *source) Prefer(available, must []string, n int) ([]string, error) {
 }
 
 func (s *source) Allocate(ids []string) (plugin.Grant, error) {
-	key, err := s.desk.Allocate(s.resource, ids)
+	c, err := s.desk.Allocate(s.resource, ids)
 	if err != nil {
 		return plugin.Grant{}, err
 	}
-	s.granted(s.resource, ids)
+	record, err := json.Marshal(c.Record())
+	if err != nil {
+		return plugin.Grant{}, err
+	}
+	s.granted(&c)
 	return plugin.Grant{
-		CDI: []string{cdi.DeviceName(s.domain, key)},
+		CDI: []string{cdi.DeviceName(s.domain, c.Key)},
 		// The key is in the name: of two values under one name the kubelet
 		// would keep one.
-		Annotations: map[string]string{cdi.AnnotationName(s.domain, key): s.resource},
+		Annotations: map[string]string{cdi.AnnotationName(s.domain, c.Key): string(record)},
 	}, nil
 }
 

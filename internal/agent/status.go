@@ -12,6 +12,7 @@ import (
 
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/health"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -54,9 +55,9 @@ func (a *Agent) Status() status.Status {
 		if cut.Known {
 			g.Mode = cut.mode()
 		}
-		if cut.Offers && cut.Kind != desk.Slots {
-			g.Resource = a.names.of(cut.Kind, mig.Name{})
-			if cut.Kind == desk.Units {
+		if cut.Offers && cut.Kind != ledger.Placement {
+			g.Resource = a.names.Of(cut.Kind, mig.Name{})
+			if cut.Kind == ledger.Units {
 				g.UnitMiB = uint64(a.opts.MemoryUnit)
 			}
 		}
@@ -83,15 +84,13 @@ func (a *Agent) Status() status.Status {
 			held[c.Resource][id] = true
 		}
 		since := c.Allocated
-		for _, u := range c.GPUs {
+		for _, u := range c.GPUs() {
 			if at, ok := index[u]; ok {
-				n := len(c.IDs)
-				switch kind, _ := kindOf(c.Resource); kind {
-				case desk.Units:
-				case desk.Slots:
-					n = countPrefix(c.IDs, string(u)+"::")
-				default:
-					n = 1 // one whole GPU or one replica of each
+				n := 0
+				for j := range c.Grants {
+					if g := &c.Grants[j]; g.GPU == u {
+						n += max(1, g.Units.Len())
+					}
 				}
 				s.GPUs[at].Holders = append(s.GPUs[at].Holders, status.Holder{
 					Namespace: c.Holder.Namespace, Pod: c.Holder.Pod, Container: c.Holder.Container,
@@ -110,7 +109,7 @@ func (a *Agent) Status() status.Status {
 		for j := range r.Devices {
 			dev := &r.Devices[j]
 			at, ok := index[dev.GPU]
-			if !ok || s.GPUs[at].Resource != r.Name && r.Kind != desk.Slots {
+			if !ok || s.GPUs[at].Resource != r.Name && r.Kind != ledger.Placement {
 				continue
 			}
 			g := &s.GPUs[at]
@@ -128,21 +127,11 @@ func (a *Agent) Status() status.Status {
 	return s
 }
 
-func countPrefix(ids []string, prefix string) int {
-	n := 0
-	for _, id := range ids {
-		if strings.HasPrefix(id, prefix) {
-			n++
-		}
-	}
-	return n
-}
-
 // migStatus shows a GPU's MIG devices: those that stand and those on offer. It is
 // nil where there are none.
 func (a *Agent) migStatus(d *gpu.Device, snap *Snapshot, view *desk.View, claims []desk.Claim) *status.MIG {
 	cut := snap.Cuts[d.UUID]
-	offers := cut.Offers && cut.Kind == desk.Slots
+	offers := cut.Offers && cut.Kind == ledger.Placement
 	if !d.MIG.Enabled && d.MIG.Pending == nil && !offers && snap.Work[d.UUID] == "" {
 		return nil
 	}
@@ -185,7 +174,7 @@ func (a *Agent) migStatus(d *gpu.Device, snap *Snapshot, view *desk.View, claims
 	}
 	for i := range view.Resources {
 		r := &view.Resources[i]
-		if r.Kind != desk.Slots {
+		if r.Kind != ledger.Placement {
 			continue
 		}
 		for j := range r.Devices {
@@ -218,7 +207,7 @@ func (a *Agent) migStatus(d *gpu.Device, snap *Snapshot, view *desk.View, claims
 			case stands && s.State == status.SlotForeign:
 			case stands: // its room is promised to somebody
 				s.State = status.SlotCovered
-			case strings.Contains(" "+cut.Slots+" ", " "+dev.Slot.String()+" "):
+			case slices.Contains(cut.Slots, dev.Slot):
 				s.State = status.SlotCovered
 			default: // lingers in the list
 				delete(slots, dev.ID)

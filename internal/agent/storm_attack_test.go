@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/cdi"
@@ -236,28 +237,29 @@ func (s *storm) damage() {
 // cut into as many replicas as the kubelet may be told of.
 func (s *storm) crowdLocked() {
 	held := map[gpu.UUID]bool{}
-	note := func(ids []string) {
-		for _, id := range ids {
-			u, _, _ := strings.Cut(id, "::")
-			held[gpu.UUID(u)] = true
+	note := func(grants []ledger.Grant) {
+		for _, u := range ledger.GPUs(grants) {
+			held[u] = true
 		}
 	}
 	for _, e := range slices.Concat(s.entries, s.file) {
-		note(e.IDs)
+		if r, err := desk.RecordOf(e.Resource, e.IDs); err == nil {
+			note(r.Grants)
+		}
 	}
 	for _, c := range s.journal {
-		note(c.IDs)
+		note(c.Grants)
 	}
 	for _, spec := range s.specs {
-		if _, ids, err := cdi.ReadRecord(spec, "example.com"); err == nil {
-			note(ids)
+		if r, err := readRecord(spec, "example.com"); err == nil {
+			note(r.Grants)
 		}
 	}
 	cuts := slices.DeleteFunc(slices.Clone(s.doc.Cuts), func(c state.Cut) bool { return !held[c.GPU] })
 	free := 0
 	for i := range s.gpus {
 		if u := uuid(i); !held[u] {
-			cuts = append(cuts, state.Cut{GPU: u, Kind: "gpu.shared", N: timeslice.MaxListed})
+			cuts = append(cuts, state.Cut{GPU: u, Kind: ledger.Replica, N: timeslice.MaxListed})
 			free++
 		}
 	}
@@ -369,7 +371,7 @@ func (s *storm) checkChoice(knew offer, resource string, free, must, chosen []st
 	}
 	need, enough := len(chosen)-len(must), false
 	switch knew.view.Resources[at].Kind {
-	case desk.Units:
+	case ledger.Units:
 		for u, n := range good {
 			enough = enough || n >= need && (len(must) == 0 || taken[u])
 		}

@@ -77,6 +77,8 @@ type storm struct {
 	specs   map[string]*specs.Spec
 	written map[string]time.Time
 	journal []state.Claim
+	// granted are the annotations that Allocate gave to containers.
+	granted map[string]string
 	doc     state.Document
 	// The driver: what it says of each GPU, which GPUs are in trouble ("gone" for one
 	// that it does not list), why it says nothing, and whether it hangs.
@@ -511,7 +513,9 @@ func (s *storm) admit(p *stormPod) {
 			}
 			ids = slices.Clone(ids)
 			slices.Sort(ids)
-			if _, err := source.Allocate(ids); err != nil {
+			grant, err := source.Allocate(ids)
+			s.locked(func() { maps.Copy(s.granted, grant.Annotations) })
+			if err != nil {
 				fail()
 				return
 			}
@@ -596,7 +600,8 @@ func (s *storm) startContainer(p *stormPod) {
 			s.t.Errorf("claim %s is ready and its file does not stand", key)
 			return
 		}
-		c.Annotations[cdi.AnnotationName("example.com", key)] = resource
+		name := cdi.AnnotationName("example.com", key)
+		c.Annotations[name] = s.granted[name]
 		for _, n := range s.specs[key].Devices[0].ContainerEdits.DeviceNodes {
 			if strings.Contains(n.Path, "-ci") {
 				c.caps = append(c.caps, n.Path)
@@ -958,7 +963,7 @@ func runStorm(t *testing.T, withMIG bool) {
 		s := &storm{
 			hw: newOutside(3), mig: withMIG, written: map[string]time.Time{},
 			t: t, rng: rand.New(rand.NewPCG(*stormSeed, 2)), gpus: 3, served: make(chan map[string]plugin.Source, 16),
-			devices: map[string]map[string]bool{}, pods: map[string]*stormPod{}, specs: map[string]*specs.Spec{},
+			devices: map[string]map[string]bool{}, pods: map[string]*stormPod{}, granted: map[string]string{}, specs: map[string]*specs.Spec{},
 			figures: map[gpu.UUID]gpu.Health{}, trouble: map[gpu.UUID]string{}, foreign: map[gpu.UUID]bool{}, done: map[string]int{},
 			attack: attack{unit: unit, went: map[string]bool{}},
 		}

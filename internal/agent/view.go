@@ -5,11 +5,12 @@ package agent
 import (
 	"fmt"
 	"slices"
-	"strings"
 	"time"
 
 	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/topology"
 )
@@ -35,7 +36,7 @@ type viewInput struct {
 	past      map[gpu.UUID][]pastCut
 	// claims are as of the moment of publishing.
 	claims []desk.Claim
-	names  *Names
+	names  *desk.Names
 	cards  map[gpu.UUID]*mig.Card
 	// failing are slots that cannot be made, with the reason.
 	failing map[gpu.UUID]map[mig.Slot]string
@@ -58,12 +59,18 @@ type viewInput struct {
 // the GPU is to change); unhealthy, if it is withdrawn; else healthy. Faults of
 // GPUs are the desk's to add.
 func buildView(in viewInput) *desk.View {
-	v := &desk.View{Rank: map[gpu.UUID]int{}, Topology: in.topology, MIG: in.changes.MIG}
+	v := &desk.View{Rank: map[gpu.UUID]int{}, Topology: in.topology, MIG: in.changes.MIG, Shares: map[gpu.UUID]desk.Share{}}
 	lists := map[string][][]desk.Device{} // by resource, of each GPU
-	kinds := map[string]desk.Kind{}
+	kinds := map[string]ledger.Kind{}
 	for i := range in.inv.GPUs {
 		d := &in.inv.GPUs[i]
 		v.Rank[d.UUID] = d.Index
+		switch cut := in.changes.Cuts[d.UUID]; cut.Kind {
+		case ledger.Units:
+			v.Shares[d.UUID] = desk.Share{Unit: cut.Unit}
+		case ledger.Replica:
+			v.Shares[d.UUID] = desk.Share{Replicas: cut.N, Replica: memcap.Replica(d, cut.N)}
+		}
 		for _, l := range deviceLists(&in, d) {
 			lists[l.resource] = append(lists[l.resource], l.devices)
 			kinds[l.resource] = l.kind
@@ -98,10 +105,10 @@ const (
 
 // align adds the NUMA nodes to the devices of a resource: to all of them or to
 // none, since where some have one the kubelet leaves the others out of its count.
-func align(in *viewInput, kind desk.Kind, devices []desk.Device) {
+func align(in *viewInput, kind ledger.Kind, devices []desk.Device) {
 	switch {
 	case in.aligned == AlignAll:
-	case in.aligned == AlignFixed && (kind == desk.Whole || kind == desk.Slots):
+	case in.aligned == AlignFixed && (kind == ledger.Whole || kind == ledger.Placement):
 	default:
 		return
 	}
@@ -113,7 +120,7 @@ func align(in *viewInput, kind desk.Kind, devices []desk.Device) {
 	}
 	for i := range devices {
 		u := devices[i].GPU
-		if !numa[u].Known || in.aligned != AlignAll && kind == desk.Slots && in.onDemand(u) {
+		if !numa[u].Known || in.aligned != AlignAll && kind == ledger.Placement && in.onDemand(u) {
 			return
 		}
 	}
@@ -130,19 +137,19 @@ func strays(in *viewInput) []deviceList {
 	listed := map[string]bool{} // as "resource id"
 	for i := range in.claims {
 		c := &in.claims[i]
-		kind, known := in.names.kind(c.Resource)
+		kind, known := in.names.Kind(c.Resource)
 		l := deviceList{resource: c.Resource, kind: kind}
-		for _, id := range c.IDs {
-			u, _, _ := strings.Cut(id, "::")
-			if !known || in.inv.ByUUID(gpu.UUID(u)) != nil || listed[c.Resource+" "+id] {
+		for j := range c.Grants {
+			g := &c.Grants[j]
+			if !known || in.inv.ByUUID(g.GPU) != nil {
 				continue
 			}
-			listed[c.Resource+" "+id] = true
-			d := desk.Device{ID: id, GPU: gpu.UUID(u), Reason: "this node has no GPU " + u}
-			if kind == desk.Slots {
-				d.Slot = in.slot(d.GPU, id)
+			for _, id := range desk.PieceIDs(g.GPU, &g.Piece) {
+				if !listed[c.Resource+" "+id] {
+					listed[c.Resource+" "+id] = true
+					l.devices = append(l.devices, desk.Device{ID: id, GPU: g.GPU, Slot: g.Slot, Reason: "this node has no GPU " + string(g.GPU)})
+				}
 			}
-			l.devices = append(l.devices, d)
 		}
 		if l.devices != nil {
 			out = append(out, l)
@@ -157,22 +164,22 @@ func formerly(in *viewInput) []desk.Resource {
 	var out []desk.Resource
 	for i := range in.claims {
 		c := &in.claims[i]
-		kind, known := kindOf(c.Resource)
-		if _, present := in.names.kind(c.Resource); present || !known {
+		if in.names.Ours(c.Resource) {
 			continue
 		}
 		at := slices.IndexFunc(out, func(r desk.Resource) bool { return r.Name == c.Resource })
 		if at < 0 {
 			at = len(out)
-			out = append(out, desk.Resource{Name: c.Resource, Kind: kind})
+			out = append(out, desk.Resource{Name: c.Resource, Kind: c.Kind()})
 		}
-		for _, id := range c.IDs {
-			if slices.ContainsFunc(out[at].Devices, func(d desk.Device) bool { return d.ID == id }) {
-				continue
+		for j := range c.Grants {
+			g := &c.Grants[j]
+			for _, id := range desk.PieceIDs(g.GPU, &g.Piece) {
+				if !slices.ContainsFunc(out[at].Devices, func(d desk.Device) bool { return d.ID == id }) {
+					out[at].Devices = append(out[at].Devices, desk.Device{ID: id, GPU: g.GPU, Healthy: true, Leaving: true,
+						Reason: "the node's resources have other names now"})
+				}
 			}
-			u, _, _ := strings.Cut(id, "::")
-			out[at].Devices = append(out[at].Devices, desk.Device{ID: id, GPU: gpu.UUID(u), Healthy: true, Leaving: true,
-				Reason: "the node's resources have other names now"})
 		}
 	}
 	return out
@@ -181,7 +188,7 @@ func formerly(in *viewInput) []desk.Resource {
 // deviceList is what one GPU has of one resource.
 type deviceList struct {
 	resource string
-	kind     desk.Kind
+	kind     ledger.Kind
 	devices  []desk.Device
 }
 
@@ -189,26 +196,31 @@ type deviceList struct {
 func deviceLists(in *viewInput, d *gpu.Device) []deviceList {
 	// A unit and a replica can have the same ID, so a device is known by both.
 	type name struct {
-		kind desk.Kind
+		kind ledger.Kind
 		id   string
 	}
 	var held []name
 	isHeld := map[name]bool{}
+	slots := map[string]mig.Slot{} // of MIG devices, by ID
 	other := false
 	for i := range in.claims {
 		c := &in.claims[i]
-		if !slices.Contains(c.GPUs, d.UUID) {
+		if !c.On(d.UUID) {
 			continue
 		}
-		kind, ok := in.names.kind(c.Resource)
-		if !ok {
+		if !in.names.Ours(c.Resource) {
 			other = true // held under another name
 			continue
 		}
-		for _, id := range c.IDs {
-			if strings.HasPrefix(id, string(d.UUID)) {
-				held = append(held, name{kind, id})
-				isHeld[name{kind, id}] = true
+		for j := range c.Grants {
+			g := &c.Grants[j]
+			if g.GPU != d.UUID {
+				continue
+			}
+			for _, id := range desk.PieceIDs(g.GPU, &g.Piece) {
+				n := name{g.Kind, id}
+				held, isHeld[n] = append(held, n), true
+				slots[id] = g.Slot
 			}
 		}
 	}
@@ -228,7 +240,7 @@ func deviceLists(in *viewInput, d *gpu.Device) []deviceList {
 	case slices.Contains(in.recutting, d.UUID):
 		withdrawn = "the GPU is being cut anew"
 		leaving = withdrawn
-	case cut.Kind == desk.Slots: // each for itself, see below
+	case cut.Kind == ledger.Placement: // each for itself, see below
 	case blocked && in.drain:
 		withdrawn = "the GPU's partition changes when its holders end"
 		leaving = withdrawn
@@ -242,7 +254,7 @@ func deviceLists(in *viewInput, d *gpu.Device) []deviceList {
 	listed := make(map[name]bool, cut.N+len(held))
 	var out []deviceList
 	list := func(n name, p mig.Name, size int) *deviceList {
-		resource := in.names.of(n.kind, p)
+		resource := in.names.Of(n.kind, p)
 		at := slices.IndexFunc(out, func(l deviceList) bool { return l.resource == resource })
 		if at < 0 {
 			at = len(out)
@@ -256,8 +268,8 @@ func deviceLists(in *viewInput, d *gpu.Device) []deviceList {
 		}
 		listed[n] = true
 		dev := desk.Device{ID: n.id, GPU: d.UUID, Healthy: true}
-		if n.kind == desk.Slots {
-			dev.Slot = in.slot(d.UUID, n.id)
+		if n.kind == ledger.Placement {
+			dev.Slot = in.sized(d.UUID, slots[n.id])
 			if why := parting[dev.Slot]; why != "" && withdrawn == "" {
 				withdrawn, leaving = why, why
 			}
@@ -274,12 +286,19 @@ func deviceLists(in *viewInput, d *gpu.Device) []deviceList {
 		l := list(n, dev.Slot.Profile, cut.N)
 		l.devices = append(l.devices, dev)
 	}
-	for _, id := range cut.ids(d.UUID) {
+	ids := func(c Cut) []string {
+		ids := c.ids(d.UUID)
+		for i, s := range c.Slots {
+			slots[ids[i]] = s
+		}
+		return ids
+	}
+	for _, id := range ids(cut) {
 		add(name{cut.Kind, id}, withdrawn, leaving)
 	}
 	const gone = "the node's partition does not have it any more"
 	for _, p := range in.past[d.UUID] {
-		for _, id := range p.cut.ids(d.UUID) {
+		for _, id := range ids(p.cut) {
 			add(name{p.cut.Kind, id}, gone, gone)
 		}
 	}
@@ -289,19 +308,16 @@ func deviceLists(in *viewInput, d *gpu.Device) []deviceList {
 	return out
 }
 
-// slot is what a MIG device's ID stands for. Where the GPU's driver does not know
-// it (any more) its size is not known.
-func (in *viewInput) slot(u gpu.UUID, id string) mig.Slot {
-	_, profile, start, ci, err := mig.ParseID(id)
-	if err != nil {
-		return mig.Slot{}
-	}
+// sized is a MIG device's place with its size. Where the GPU's driver does not know
+// it (any more) that is not known.
+func (in *viewInput) sized(u gpu.UUID, s mig.Slot) mig.Slot {
 	if card := in.cards[u]; card != nil {
-		if s, ok := card.Slot(profile, start, ci); ok {
-			return s
+		if known, ok := card.Slot(s.Profile, s.Start, s.CI); ok {
+			return known
 		}
 	}
-	return mig.Slot{Profile: profile, Start: start, CI: ci}
+	s.Size = 0
+	return s
 }
 
 // describe is a GPU's name for people: "GPU 3 (GPU-…)".

@@ -6,6 +6,7 @@ import (
 	"slices"
 
 	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/ledger"
 )
 
 // correct puts right what the plan says to those who wait for an instance, where the
@@ -54,13 +55,13 @@ func (a *Agent) shutBecause(c *desk.Claim) string {
 	switch {
 	case c.Ready:
 		return ""
-	case slices.ContainsFunc(c.GPUs, a.faulty):
-		u := c.GPUs[slices.IndexFunc(c.GPUs, a.faulty)]
+	case slices.ContainsFunc(c.GPUs(), a.faulty):
+		u := c.GPUs()[slices.IndexFunc(c.GPUs(), a.faulty)]
 		if d := a.inv.ByUUID(u); d != nil {
 			return describe(d) + ": " + d.Fault
 		}
 		return "this node has no GPU " + string(u)
-	case c.Slots != nil && slices.ContainsFunc(c.GPUs, a.unread):
+	case c.Kind() == ledger.Placement && slices.ContainsFunc(c.GPUs(), a.unread):
 		return sentences("this process has not read the driver yet", a.driverAbsent())
 	case a.parts == nil && a.partsErr != nil:
 		return a.partsErr.Error()

@@ -5,23 +5,23 @@ package agent
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
 	"math"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
 	"k8s.io/apimachinery/pkg/util/wait"
 
 	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
-	"example.com/gpu-agent/pkg/timeslice"
 )
 
 // witnesses is what the loop remembers of them from one asking to the next.
@@ -104,14 +104,16 @@ func (a *Agent) ask(ctx context.Context, full bool) (desk.Testimony, error) {
 
 // kind is that of a resource of ours: one that this node offers, or one that a
 // claim is of, since the names can have changed (--resource-domain).
-func (a *Agent) kind(resource string) (desk.Kind, bool) {
-	if kind, ok := a.names.kind(resource); ok {
+func (a *Agent) kind(resource string) (ledger.Kind, bool) {
+	if kind, ok := a.names.Kind(resource); ok {
 		return kind, true
 	}
-	if slices.ContainsFunc(a.desk.Claims(), func(c desk.Claim) bool { return c.Resource == resource }) {
-		return kindOf(resource)
+	for _, c := range a.desk.Claims() {
+		if c.Resource == resource {
+			return c.Kind(), true
+		}
 	}
-	return 0, false
+	return "", false
 }
 
 // ours keeps the holdings of our own resources.
@@ -162,7 +164,11 @@ func (a *Agent) uses(containers []node.Container) []desk.Use {
 			if !ok || !cdi.ValidKey(key) {
 				continue
 			}
-			out = append(out, desk.Use{ID: c.ID, Key: key, PodUID: c.PodUID, Created: c.Created,
+			var r desk.Record
+			if err := json.Unmarshal([]byte(c.Annotations[name]), &r); err != nil || cdi.Key(r.Resource, r.IDs()) != key {
+				r.Grants = nil
+			}
+			out = append(out, desk.Use{ID: c.ID, Key: key, PodUID: c.PodUID, Created: c.Created, Grants: r.Grants,
 				Holder: desk.Holder{Namespace: c.Namespace, Pod: c.Pod, Container: c.Name}})
 		}
 	}
@@ -316,50 +322,43 @@ func (a *Agent) reconcile(ctx context.Context, full bool) error {
 }
 
 // linger keeps what an ended claim had in the list for a while, where the GPU's
-// cut does not have it.
+// cut does not have it. What processes were on a MIG instance is to be read anew: it
+// may be wanted for something else.
 func (a *Agent) linger(c *desk.Claim) {
-	kind, ok := a.names.kind(c.Resource)
-	if !ok {
+	if !a.names.Ours(c.Resource) {
 		return
 	}
-	if kind == desk.Slots {
-		a.lingerSlots(c)
-		return
+	if c.Kind() == ledger.Placement {
+		a.stale.Store(true)
 	}
-	for _, u := range c.GPUs {
-		have := a.cuts[u]
-		if have.Offers && have.Kind == kind && kind == desk.Whole {
-			continue
-		}
-		// Only what it had: its last device may be the 30,000th of its GPU.
-		var alone []string
-		for _, id := range c.IDs {
-			on, i, err := timeslice.ParseID(id)
-			if err == nil && on == u && !(have.Offers && have.Kind == kind && i < have.N) {
-				alone = append(alone, strconv.Itoa(i))
+	for i := range c.Grants {
+		g := &c.Grants[i]
+		have := a.cuts[g.GPU]
+		same := have.Offers && have.Kind == g.Kind
+		cut := Cut{Known: true, Offers: true, Kind: g.Kind, N: 1}
+		switch g.Kind {
+		case ledger.Whole:
+			if same {
+				continue
+			}
+		case ledger.Placement:
+			if cut = slotsCut([]mig.Slot{g.Slot}); same && slices.Contains(have.Slots, g.Slot) {
+				continue
+			}
+		default:
+			// Only what it had: its last device may be the 30,000th of its GPU.
+			numbers := ledger.SetOf([]int{g.Replica})
+			if g.Kind == ledger.Units {
+				numbers = g.Units
+			}
+			if same {
+				numbers = numbers.From(have.N)
+			}
+			if cut.Alone, cut.N = numbers, numbers.Len(); cut.N == 0 {
+				continue
 			}
 		}
-		if kind != desk.Whole && alone == nil {
-			continue
-		}
-		cut := Cut{Known: true, Offers: true, Kind: kind, N: max(len(alone), 1), Slots: strings.Join(alone, " ")}
-		a.past[u] = append(a.past[u], pastCut{cut: cut, until: time.Now().Add(Linger)})
-	}
-}
-
-// lingerSlots is linger for MIG devices. What processes were on an instance is to
-// be read anew: it may be wanted for something else.
-func (a *Agent) lingerSlots(c *desk.Claim) {
-	a.stale.Store(true)
-	for _, id := range c.IDs {
-		u, profile, start, ci, err := mig.ParseID(id)
-		if err != nil {
-			continue
-		}
-		slot := mig.Slot{Profile: profile, Start: start, CI: ci}
-		if have := a.cuts[u]; !have.Offers || have.Kind != desk.Slots || !slices.Contains(strings.Fields(have.Slots), slot.String()) {
-			a.past[u] = append(a.past[u], pastCut{cut: slotsCut([]mig.Slot{slot}), until: time.Now().Add(Linger)})
-		}
+		a.past[g.GPU] = append(a.past[g.GPU], pastCut{cut: cut, until: time.Now().Add(Linger)})
 	}
 }
 

@@ -656,20 +656,20 @@ func sameProfiles(a, b []gpu.Profile) bool {
 // instancesOf finds the instances of a claim of MIG devices. ok is false where one
 // of them does not stand, or is about to go: the claim's container cannot start.
 func (a *Agent) instancesOf(c *desk.Claim) (out []instance, ok bool) {
-	for _, id := range c.IDs {
-		u, profile, start, ci, err := mig.ParseID(id)
-		d := a.inv.ByUUID(u)
-		if err != nil || d == nil || !d.MIG.Enabled {
+	for j := range c.Grants {
+		g := &c.Grants[j]
+		d := a.inv.ByUUID(g.GPU)
+		if d == nil || !d.MIG.Enabled {
 			return nil, false
 		}
 		i := slices.IndexFunc(d.MIG.Instances, func(in gpu.Instance) bool {
-			return in.Profile == profile.String() && in.Start == start && in.CIStart == ci && in.CI >= 0
+			return in.Profile == g.Slot.Profile.String() && in.Start == g.Slot.Start && in.CIStart == g.Slot.CI && in.CI >= 0
 		})
 		if i < 0 {
 			return nil, false
 		}
 		in := &d.MIG.Instances[i]
-		if slot, err := slotOf(in); err != nil || a.jobs[u].destroys(slot) {
+		if slot, err := slotOf(in); err != nil || a.jobs[g.GPU].destroys(slot) {
 			return nil, false
 		}
 		out = append(out, instance{d, in})

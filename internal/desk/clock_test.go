@@ -315,7 +315,7 @@ func TestClockPutBackBeforeARestart(t *testing.T) {
 	d, clock := newDesk()
 	d.set(units(nil))
 	held := ids(gpuA, 0, 1)
-	if err := d.Restore(memName, held, clock.now().Add(-time.Second)); err != nil {
+	if err := d.Restore(recordOf(t, memName, held), clock.now().Add(-time.Second)); err != nil {
 		t.Fatal(err)
 	}
 	clock.pass(time.Second)
@@ -331,7 +331,7 @@ func TestClockPutBackBeforeARestart(t *testing.T) {
 func TestRestoredClaimHasAnAgeThatNoClockChanges(t *testing.T) {
 	d := New(func() {}, time.Now)
 	written := time.Now().Add(-time.Minute).Round(0) // as it is read from a file
-	if err := d.Restore(memName, ids(gpuA, 0), written); err != nil {
+	if err := d.Restore(recordOf(t, memName, ids(gpuA, 0)), written); err != nil {
 		t.Fatal(err)
 	}
 	at := d.Claims()[0].Allocated

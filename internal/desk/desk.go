@@ -12,8 +12,10 @@ import (
 	"sync"
 	"time"
 
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
 	"example.com/gpu-agent/pkg/topology"
@@ -33,24 +35,6 @@ const (
 // asks again.
 var ErrNotReady = errors.New("the claim is not ready")
 
-// Kind is what one device of a resource stands for, and so which sets of them
-// make sense together.
-type Kind int
-
-// Kinds of devices.
-const (
-	// Whole: a GPU for one container alone.
-	Whole Kind = iota
-	// Units: a unit of GPU memory; a request's units lie on one GPU.
-	Units
-	// Replicas: one of n equal shares of a GPU; a request's replicas lie on
-	// different GPUs.
-	Replicas
-	// Slots: a MIG instance that stands or could; a request's slots can stand
-	// beside each other, on one GPU or several.
-	Slots
-)
-
 // View is what is on offer at one moment. It is immutable once published.
 type View struct {
 	// Gen grows by one with every published view.
@@ -64,17 +48,31 @@ type View struct {
 	// Topology is how the GPUs are joined: which of them go together, and which
 	// are best broken up. Nil joins none.
 	Topology *topology.Graph
+	// Shares is how GPUs are divided that several containers have at once.
+	Shares map[gpu.UUID]Share
 	// MIG has every GPU that Resources have slots of. A slot is listed Healthy
 	// where it would be if its GPU were empty: what has no room beside the claims
 	// and what else may not go is the desk's to find out.
 	MIG map[gpu.UUID]MIGView
 }
 
+// Share is how a GPU is divided that several containers have at once.
+type Share struct {
+	// Unit is the size of a memory unit; 0 where the GPU has none, or that is not known.
+	Unit gpu.MiB
+	// Replicas is how many there are, and Replica what one may have, in bytes.
+	Replicas int
+	Replica  uint64
+}
+
 // Resource is one extended resource and its devices.
 type Resource struct {
 	// Name is the full resource name, for example "example.com/gpu-mem".
 	Name string
-	Kind Kind
+	// Kind is what one device stands for, and so which sets of them make sense
+	// together: units lie on one GPU, replicas on different ones, and placements can
+	// stand beside each other, on one GPU or several.
+	Kind ledger.Kind
 	// Devices is in the order in which the kubelet is told of them.
 	Devices []Device
 
@@ -85,7 +83,7 @@ type Resource struct {
 type Device struct {
 	ID  string
 	GPU gpu.UUID
-	// Slot is what a device of kind Slots stands for.
+	// Slot is what a device of kind Placement stands for.
 	Slot mig.Slot
 	// NUMA is what the kubelet's topology manager is told of the device.
 	NUMA NUMA
@@ -111,12 +109,9 @@ type Claim struct {
 	Resource string
 	// IDs is sorted.
 	IDs []string
-	// GPUs has each GPU once, in the order of IDs.
-	GPUs []gpu.UUID
-	// Slots are those that IDs name, one each, in their order; nil for devices of
-	// other kinds. A Size of 0 says that the desk does not know yet what can stand
-	// on the GPU, or that this cannot.
-	Slots []mig.Place
+	// Grants is what the devices stand for. Units of one GPU are one grant; else there
+	// is one for each ID, in their order.
+	Grants []ledger.Grant
 	// Allocated is the time of the last Allocate with these IDs, or of the
 	// adoption where Adopted says so.
 	Allocated time.Time
@@ -148,6 +143,35 @@ type Claim struct {
 	Wished  time.Time
 	Trouble string
 }
+
+// Kind is what the claim's devices stand for.
+func (c *Claim) Kind() ledger.Kind { return c.Grants[0].Kind }
+
+// GPUs returns the GPUs that the claim has something of, each once, in the order of
+// its IDs.
+func (c *Claim) GPUs() []gpu.UUID { return ledger.GPUs(c.Grants) }
+
+// On reports whether the claim has something of a GPU.
+func (c *Claim) On(u gpu.UUID) bool {
+	return slices.ContainsFunc(c.Grants, func(g ledger.Grant) bool { return g.GPU == u })
+}
+
+// Cap is what the claim's holder may have of a GPU's memory.
+func (c *Claim) Cap(u gpu.UUID) (cap ledger.Cap) {
+	for i := range c.Grants {
+		switch g := &c.Grants[i]; {
+		case g.GPU != u:
+		case !g.Cap.Known:
+			return ledger.Cap{}
+		default: // of several replicas of one GPU, which the kubelet gives though nobody asked it to, all count
+			cap = ledger.CapOf(cap.Bytes + min(g.Cap.Bytes, memcap.None-cap.Bytes))
+		}
+	}
+	return cap
+}
+
+// Record is what is written down of the claim.
+func (c *Claim) Record() Record { return Record{c.Resource, c.Grants} }
 
 // Holder is a container.
 type Holder struct {
@@ -210,6 +234,9 @@ type Use struct {
 	// ID is the runtime's name for the container, which no other has or will have.
 	ID          string
 	Key, PodUID string
+	// Grants are those of the annotation that Allocate gave to the container; nil where
+	// they cannot be read.
+	Grants []ledger.Grant
 	Holder
 	// Created is by the clock as it was then.
 	Created time.Time
@@ -389,7 +416,7 @@ func (d *Desk) showLocked() {
 	d.moved = d.moved[:0]
 	for i := range v.Resources {
 		r := &v.Resources[i]
-		if r.Kind == Slots {
+		if r.Kind == ledger.Placement {
 			r.Devices = lay(r.Devices, r.Devices, r.Name, rooms, &d.faults)
 		} else {
 			r.Devices = faulted(r.Devices, d.faults.gpus)
@@ -469,48 +496,48 @@ func (d *Desk) List(resource string) ([]Device, <-chan struct{}) {
 }
 
 // Allocate writes down that the kubelet has given these devices to a container,
-// and returns the claim's key. It refuses, finally for that pod, what could
+// and returns the claim. It refuses, finally for that pod, what could
 // never work; it does not refuse an ID because another claim has it. It does not
 // wake the loop, which would run beside the caller's answer to the kubelet and
 // hold it up: Prepare does when the container is to start, and a caller that
 // cannot be sure of a Prepare wakes the loop when its answer is out.
-func (d *Desk) Allocate(resource string, ids []string) (key string, err error) {
+func (d *Desk) Allocate(resource string, ids []string) (Claim, error) {
 	now := d.now()
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.allocateLocked(resource, ids, now)
 }
 
-func (d *Desk) allocateLocked(resource string, ids []string, now time.Time) (string, error) {
+func (d *Desk) allocateLocked(resource string, ids []string, now time.Time) (Claim, error) {
+	var none Claim
 	if len(ids) == 0 {
-		return "", errors.New("no device was named")
+		return none, errors.New("no device was named")
 	}
 	r := d.view.resource(resource)
 	if r == nil {
-		return "", fmt.Errorf("%s is not offered by this node any more", resource)
+		return none, fmt.Errorf("%s is not offered by this node any more", resource)
 	}
 	key := cdi.Key(resource, ids)
 	known := d.claims[key]
 	for _, id := range ids {
 		i, ok := r.index[id]
 		if !ok {
-			return "", fmt.Errorf("device %s is not on offer; the node's partition has changed", id)
+			return none, fmt.Errorf("device %s is not on offer; the node's partition has changed", id)
 		}
 		dev := &r.Devices[i]
 		switch {
 		case !dev.Healthy:
-			return "", errors.New(dev.refusal() + d.takersLocked(dev))
+			return none, errors.New(dev.refusal() + d.takersLocked(dev))
 		case dev.Leaving && !d.freshLocked(resource, id, now):
-			return "", errors.New(dev.refusal())
+			return none, errors.New(dev.refusal())
 		}
 	}
-	gpus, err := r.gpus(ids)
-	if err != nil {
-		return "", r.withCapacity(err)
+	if err := r.together(ids); err != nil {
+		return none, r.withCapacity(err)
 	}
-	if r.Kind == Slots && len(ids) > 1 {
+	if r.Kind == ledger.Placement && len(ids) > 1 {
 		if err := d.togetherLocked(r, ids); err != nil {
-			return "", err
+			return none, err
 		}
 	}
 	d.epoch++
@@ -518,27 +545,70 @@ func (d *Desk) allocateLocked(resource string, ids []string, now time.Time) (str
 		// The same devices again: a new pod, whose predecessor may still be
 		// ending, or the app container after the init container. Who holds it is
 		// to be told anew.
-		again := &claim{Claim: Claim{Key: key, Resource: resource, IDs: known.IDs, GPUs: known.GPUs, Slots: known.Slots,
+		again := &claim{Claim: Claim{Key: key, Resource: resource, IDs: known.IDs, Grants: known.Grants,
 			Allocated: now, Ready: known.Ready}, ready: known.ready, epoch: d.epoch, former: known.PodUIDs, unread: !known.read}
+		if grants, err := d.grantLocked(r, known.IDs); err == nil && grants[0].Cap.Known {
+			again.Grants = grants
+		}
 		again.shut()
 		d.claims[key] = again
 		d.version++
-		return key, nil
+		return again.Claim, nil
 	}
-	c := Claim{Key: key, Resource: resource, IDs: slices.Clone(ids), GPUs: gpus, Allocated: now}
-	slices.Sort(c.IDs)
-	if r.Kind == Slots {
-		c.Slots = r.slots(c.IDs)
+	c := Claim{Key: key, Resource: resource, IDs: slices.Sorted(slices.Values(ids)), Allocated: now}
+	var err error
+	if c.Grants, err = d.grantLocked(r, c.IDs); err != nil {
+		return none, err
 	}
 	d.addLocked(c)
 	d.claims[key].epoch = d.epoch
 	d.movedLocked()
-	return key, nil
+	return c, nil
+}
+
+// grantLocked makes the grants that devices of a resource stand for now.
+func (d *Desk) grantLocked(r *Resource, ids []string) ([]ledger.Grant, error) {
+	grants, err := parse(r.Kind, ids)
+	if err != nil {
+		return nil, err
+	}
+	for i := range grants {
+		g := &grants[i]
+		share := d.base.Shares[g.GPU]
+		switch g.Kind {
+		case ledger.Units:
+			if g.Unit = share.Unit; g.Unit == 0 {
+				g.Unit = d.unitLocked(g.GPU)
+			}
+			if g.Unit != 0 {
+				g.Cap = ledger.CapOf(memcap.Units(g.Units.Len(), g.Unit))
+			}
+		case ledger.Replica:
+			if share.Replicas != 0 {
+				g.Of, g.Cap = share.Replicas, ledger.CapOf(share.Replica)
+			}
+		case ledger.Placement:
+			g.Slot = r.Devices[r.index[ids[i]]].Slot
+		}
+	}
+	return grants, nil
+}
+
+// unitLocked is the size of the units that claims have of a GPU, 0 where none tells.
+func (d *Desk) unitLocked(u gpu.UUID) gpu.MiB {
+	for _, c := range d.claims {
+		for i := range c.Grants {
+			if g := &c.Grants[i]; g.GPU == u && g.Unit != 0 {
+				return g.Unit
+			}
+		}
+	}
+	return 0
 }
 
 func (d *Desk) endLocked(key string) {
-	if c := d.claims[key]; c.Slots != nil {
-		d.moved = append(d.moved, c.GPUs...)
+	if c := d.claims[key]; c.Kind() == ledger.Placement {
+		d.moved = append(d.moved, c.GPUs()...)
 	}
 	delete(d.claims, key)
 	d.version++
@@ -547,34 +617,20 @@ func (d *Desk) endLocked(key string) {
 func (d *Desk) addLocked(c Claim) {
 	d.version++
 	d.claims[c.Key] = &claim{Claim: c, ready: make(chan struct{})}
-	if c.Slots != nil {
-		d.moved = append(d.moved, c.GPUs...)
+	if c.Kind() == ledger.Placement {
+		d.moved = append(d.moved, c.GPUs()...)
 	}
 }
 
-// gpus checks that the devices make sense together and returns their GPUs.
-func (r *Resource) gpus(ids []string) ([]gpu.UUID, error) {
+// together checks that the devices make sense together.
+func (r *Resource) together(ids []string) (err error) {
 	switch r.Kind {
-	case Units:
-		u, err := timeslice.OneGPU(ids)
-		return []gpu.UUID{u}, err
-	case Replicas:
-		return timeslice.DistinctGPUs(ids)
-	case Slots:
-		var out []gpu.UUID
-		for _, id := range ids {
-			if u := r.Devices[r.index[id]].GPU; !slices.Contains(out, u) {
-				out = append(out, u)
-			}
-		}
-		return out, nil
-	default:
-		out := make([]gpu.UUID, len(ids))
-		for i, id := range ids {
-			out[i] = gpu.UUID(id)
-		}
-		return out, nil
+	case ledger.Units:
+		_, err = timeslice.OneGPU(ids)
+	case ledger.Replica:
+		_, err = timeslice.DistinctGPUs(ids)
 	}
+	return err
 }
 
 // withCapacity tells a refusal what the resource could give at best, so that
@@ -621,7 +677,7 @@ func (d *Desk) Prepare(ctx context.Context, resource string, ids []string) error
 	key := cdi.Key(resource, ids)
 	c := d.claims[key]
 	if c == nil {
-		if err := d.adoptLocked(resource, ids, d.now()); err != nil {
+		if err := d.coverLocked(resource, ids, d.now()); err != nil {
 			d.mu.Unlock()
 			return fmt.Errorf("%w: %w", ErrNotReady, err)
 		}
@@ -660,16 +716,16 @@ func (d *Desk) Prepare(ctx context.Context, resource string, ids []string) error
 
 // Adopt takes over a claim that was made before this process started. It is
 // unconfirmed until a witness names it.
-func (d *Desk) Adopt(resource string, ids []string) error {
-	return d.adopt(resource, ids, func(*claim) {})
+func (d *Desk) Adopt(r Record) error {
+	return d.adopt(r, func(*claim) {})
 }
 
 // adopt is Adopt with a note on the claim, before anybody else can end it.
-func (d *Desk) adopt(resource string, ids []string, note func(*claim)) error {
+func (d *Desk) adopt(r Record, note func(*claim)) error {
 	d.mu.Lock()
-	err := d.adoptLocked(resource, ids, d.now())
+	key, err := d.adoptLocked(r, d.now())
 	if err == nil {
-		note(d.claims[cdi.Key(resource, ids)])
+		note(d.claims[key])
 	}
 	d.movedLocked()
 	d.mu.Unlock()
@@ -684,8 +740,8 @@ func (d *Desk) adopt(resource string, ids []string, note func(*claim)) error {
 // not Grace after this process has started. An agent that starts again and again
 // would else keep everything for ever. Of a claim that was restored it tells whether
 // the file is of its last Allocate.
-func (d *Desk) AdoptWritten(resource string, ids []string, written time.Time) error {
-	return d.adopt(resource, ids, func(c *claim) {
+func (d *Desk) AdoptWritten(r Record, written time.Time) error {
+	return d.adopt(r, func(c *claim) {
 		if c.Adopted {
 			c.written = written
 		} else {
@@ -696,67 +752,63 @@ func (d *Desk) AdoptWritten(resource string, ids []string, written time.Time) er
 
 // Restore takes over a claim that was allocated before this process started, at
 // a time that is known: it is judged as if this process had seen it.
-func (d *Desk) Restore(resource string, ids []string, allocated time.Time) error {
+func (d *Desk) Restore(r Record, allocated time.Time) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if err := d.adoptLocked(resource, ids, allocated); err != nil {
+	key, err := d.adoptLocked(r, allocated)
+	if err != nil {
 		return err
 	}
 	d.movedLocked()
 	// As old as it is now, also when the clock is put back.
-	c, now := d.claims[cdi.Key(resource, ids)], d.now()
+	c, now := d.claims[key], d.now()
 	c.Allocated, c.Adopted = now.Add(-now.Sub(allocated)), false
 	return nil
 }
 
-// adoptLocked makes a claim from IDs alone: the view may not have them, since
-// the partition can have changed while the agent was away.
-func (d *Desk) adoptLocked(resource string, ids []string, now time.Time) error {
+// adoptLocked makes a claim from its record alone: the view may not have its
+// devices, since the partition can have changed while the agent was away. Of a claim
+// that is there already the record adds what nobody has known.
+func (d *Desk) adoptLocked(r Record, now time.Time) (key string, err error) {
+	ids := r.IDs()
 	if len(ids) == 0 {
-		return errors.New("no device was named")
+		return "", fmt.Errorf("no device was named: %w", gpu.ErrInvalid)
 	}
-	key := cdi.Key(resource, ids)
-	if d.claims[key] != nil {
-		return nil
+	key = cdi.Key(r.Resource, ids)
+	if c := d.claims[key]; c != nil {
+		c.learn(r.Grants)
+		return key, nil
 	}
-	c := Claim{Key: key, Resource: resource, IDs: slices.Clone(ids), Allocated: now, Inherited: true, Adopted: true}
-	slices.Sort(c.IDs)
-	for _, id := range c.IDs {
-		u, slot, err := parseDevice(id)
-		if err != nil {
-			return err
-		}
-		if !slices.Contains(c.GPUs, u) {
-			c.GPUs = append(c.GPUs, u)
-		}
-		if slot != (mig.Slot{}) {
-			c.Slots = append(c.Slots, mig.Place{GPU: u, Slot: slot})
+	for i := range r.Grants {
+		if r.Grants[i].Kind != r.Grants[0].Kind {
+			return "", fmt.Errorf("MIG slots and other devices in one claim of %s: %w", r.Resource, gpu.ErrInvalid)
 		}
 	}
-	if c.Slots != nil && len(c.Slots) < len(c.IDs) {
-		return fmt.Errorf("MIG slots and other devices in one claim of %s: %w", resource, gpu.ErrInvalid)
-	}
-	c.Slots = sized(c.Slots, d.base.MIG)
-	d.addLocked(c)
-	return nil
+	d.addLocked(Claim{Key: key, Resource: r.Resource, IDs: ids, Grants: sized(r.Grants, d.base.MIG), Allocated: now, Inherited: true, Adopted: true})
+	return key, nil
 }
 
-// parseDevice returns the GPU that a device ID names, which is the whole ID or
-// what stands before "::", and the MIG slot if it names one, without its size.
-func parseDevice(id string) (gpu.UUID, mig.Slot, error) {
-	u, rest, shared := strings.Cut(id, "::")
-	if strings.Contains(rest, "@") {
-		u, profile, start, ci, err := mig.ParseID(id)
-		return u, mig.Slot{Profile: profile, Start: start, CI: ci}, err
+// learn takes over what a record of the same devices knows of caps.
+func (c *claim) learn(grants []ledger.Grant) {
+	if len(grants) != len(c.Grants) {
+		return
 	}
-	if shared {
-		u, _, err := timeslice.ParseID(id)
-		return u, mig.Slot{}, err
+	for i := range grants {
+		if g := &grants[i]; g.GPU == c.Grants[i].GPU && g.Kind == c.Grants[i].Kind && g.Cap.Known && !c.Grants[i].Cap.Known {
+			c.Grants = slices.Clone(c.Grants) // others may read it
+			c.Grants[i].Unit, c.Grants[i].Of, c.Grants[i].Cap = g.Unit, g.Of, g.Cap
+		}
 	}
-	if !strings.HasPrefix(u, "GPU-") {
-		return "", mig.Slot{}, fmt.Errorf("device ID %q does not start with GPU-", id)
+}
+
+// Learn says what the holder of a claim was given, where that was not known.
+func (d *Desk) Learn(key string, grants []ledger.Grant) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if c := d.claims[key]; c != nil {
+		c.learn(grants)
+		d.version++
 	}
-	return gpu.UUID(u), mig.Slot{}, nil
 }
 
 // SetReady says that the container of a claim may be created, as of a view of
@@ -863,18 +915,18 @@ func (d *Desk) Reconcile(t Testimony) (ended []Claim) {
 	defer d.mu.Unlock()
 	entries := map[string][]Entry{}
 	for _, e := range t.Entries {
-		if key, ok := d.coverLocked(e.Resource, e.IDs, t.Asked); ok {
+		if d.coverLocked(e.Resource, e.IDs, t.Asked) == nil {
+			key := cdi.Key(e.Resource, e.IDs)
 			entries[key] = append(entries[key], e)
 		}
 	}
 	listed := map[string]Holding{}
 	held := map[string]map[string]bool{}
 	for _, h := range t.Listed {
-		key, ok := d.coverLocked(h.Resource, h.IDs, t.Asked)
-		if !ok {
+		if d.coverLocked(h.Resource, h.IDs, t.Asked) != nil {
 			continue
 		}
-		listed[key] = h
+		listed[cdi.Key(h.Resource, h.IDs)] = h
 		if held[h.Resource] == nil {
 			held[h.Resource] = map[string]bool{}
 		}
@@ -885,6 +937,9 @@ func (d *Desk) Reconcile(t Testimony) (ended []Claim) {
 	uses := map[string][]Use{}
 	for _, u := range t.Uses {
 		uses[u.Key] = append(uses[u.Key], u)
+		if c := d.claims[u.Key]; c != nil {
+			c.learn(u.Grants)
+		}
 	}
 	if t.Runtime {
 		d.meetLocked(&t)
@@ -964,14 +1019,18 @@ func (d *Desk) metLocked(id string, at time.Time) {
 	d.met[id] = m
 }
 
-// coverLocked returns the key of the claim that covers what the kubelet names,
-// taken over if it is new. It is false for an ID that is not of our making; then
-// the resource's name is ours by accident and the holding is not.
-func (d *Desk) coverLocked(resource string, ids []string, now time.Time) (key string, ok bool) {
-	if d.adoptLocked(resource, ids, now) != nil {
-		return "", false
+// coverLocked takes over what the kubelet names, if no claim covers it yet. The error
+// says that IDs are not of our making; then the resource's name is ours by accident and
+// the holding is not.
+func (d *Desk) coverLocked(resource string, ids []string, now time.Time) error {
+	if d.claims[cdi.Key(resource, ids)] != nil {
+		return nil
 	}
-	return cdi.Key(resource, ids), true
+	r, err := RecordOf(resource, ids)
+	if err == nil {
+		_, err = d.adoptLocked(r, now)
+	}
+	return err
 }
 
 // nameLocked works out who the holder is, the surest word first.
@@ -1057,13 +1116,13 @@ func list(words []string) string {
 // one resource, slots of which one has no room beside the other, or a GPU that is
 // cut in two ways.
 func (d *Desk) overlapLocked(a, b *Claim) bool {
-	if a.Slots != nil && b.Slots != nil {
-		return slices.ContainsFunc(a.Slots, func(p mig.Place) bool {
-			return slices.ContainsFunc(b.Slots, func(q mig.Place) bool { return d.clashLocked(p, q) })
+	if a.Kind() == ledger.Placement && b.Kind() == ledger.Placement {
+		return slices.ContainsFunc(a.Grants, func(p ledger.Grant) bool {
+			return slices.ContainsFunc(b.Grants, func(q ledger.Grant) bool { return d.clashLocked(placeOf(&p), placeOf(&q)) })
 		})
 	}
 	if a.Resource != b.Resource {
-		return slices.ContainsFunc(a.GPUs, func(u gpu.UUID) bool { return slices.Contains(b.GPUs, u) })
+		return slices.ContainsFunc(a.Grants, func(g ledger.Grant) bool { return b.On(g.GPU) })
 	}
 	return slices.ContainsFunc(a.IDs, func(id string) bool {
 		_, both := slices.BinarySearch(b.IDs, id)

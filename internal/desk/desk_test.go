@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -52,7 +53,7 @@ func newDesk() (*Desk, *clock) {
 
 // units is a view of two GPUs in memory units; change may alter each device.
 func units(change func(*Device)) *View {
-	v := &View{Rank: map[gpu.UUID]int{gpuA: 0, gpuB: 1}, Resources: []Resource{{Name: memName, Kind: Units}}}
+	v := &View{Rank: map[gpu.UUID]int{gpuA: 0, gpuB: 1}, Resources: []Resource{{Name: memName, Kind: ledger.Units}}}
 	for _, u := range []gpu.UUID{gpuA, gpuB} {
 		for n := range perGPU {
 			dev := Device{ID: timeslice.ID(u, n), GPU: u, Healthy: true}
@@ -67,6 +68,19 @@ func units(change func(*Device)) *View {
 
 // set publishes a view whatever the claims are.
 func (d *Desk) set(v *View) { d.Publish(func([]Claim) *View { return v }) }
+
+// recordOf is what a record of devices says that nothing is known of but their IDs.
+func recordOf(t testing.TB, resource string, ids []string) Record {
+	t.Helper()
+	r, err := RecordOf(resource, ids)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return r
+}
+
+// keyOf is the key of what Allocate returns.
+func keyOf(c Claim, err error) (string, error) { return c.Key, err }
 
 func ids(u gpu.UUID, ns ...int) []string {
 	out := make([]string, len(ns))
@@ -105,7 +119,7 @@ func TestAllocateRefusesOnlyWhatCannotWork(t *testing.T) {
 	_, err = d.Allocate(memName, nil)
 	wantErr(t, err, "no device")
 
-	key, err := d.Allocate(memName, ids(gpuA, 1, 0))
+	key, err := keyOf(d.Allocate(memName, ids(gpuA, 1, 0)))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -127,7 +141,7 @@ func TestAllocateRefusesOnlyWhatCannotWork(t *testing.T) {
 func TestReplicasOfOneGPU(t *testing.T) {
 	d, _ := newDesk()
 	v := units(nil)
-	v.Resources[0].Name, v.Resources[0].Kind = repName, Replicas
+	v.Resources[0].Name, v.Resources[0].Kind = repName, ledger.Replica
 	d.set(v)
 	if _, err := d.Allocate(repName, ids(gpuA, 0, 1)); err == nil {
 		t.Error("two replicas of one GPU were granted")
@@ -140,7 +154,7 @@ func TestReplicasOfOneGPU(t *testing.T) {
 func TestPreferWhole(t *testing.T) {
 	d, _ := newDesk()
 	d.set(&View{Rank: map[gpu.UUID]int{gpuB: 0, gpuA: 1}, Topology: topology.New(&gpu.Inventory{GPUs: []gpu.Device{{UUID: gpuB}, {Index: 1, UUID: gpuA}}}),
-		Resources: []Resource{{Name: gpuName, Kind: Whole, Devices: []Device{
+		Resources: []Resource{{Name: gpuName, Kind: ledger.Whole, Devices: []Device{
 			{ID: string(gpuB), GPU: gpuB, Healthy: true}, {ID: string(gpuA), GPU: gpuA, Healthy: true}}}}})
 	got, err := d.Prefer(gpuName, []string{string(gpuA), string(gpuB)}, nil, 1)
 	if err != nil || len(got) != 1 || got[0] != string(gpuB) {
@@ -180,7 +194,7 @@ func TestLeaving(t *testing.T) {
 func TestPrepareWaitsForTheFile(t *testing.T) {
 	d, _ := newDesk()
 	d.set(units(nil))
-	key, err := d.Allocate(memName, ids(gpuA, 3, 4))
+	key, err := keyOf(d.Allocate(memName, ids(gpuA, 3, 4)))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -439,7 +453,7 @@ func TestAShortLookEndsNoClaim(t *testing.T) {
 func TestSeenForAMoment(t *testing.T) {
 	d, clock := newDesk()
 	d.set(units(nil))
-	key, err := d.Allocate(memName, ids(gpuA, 0))
+	key, err := keyOf(d.Allocate(memName, ids(gpuA, 0)))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -490,7 +504,7 @@ func TestPreviousHolder(t *testing.T) {
 				t.Fatal(err)
 			}
 			clock.pass(time.Minute)
-			key, err := d.Allocate(memName, mine)
+			key, err := keyOf(d.Allocate(memName, mine))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -498,7 +512,7 @@ func TestPreviousHolder(t *testing.T) {
 			if c.adopted {
 				d, _ = newDesk()
 				for _, had := range [][]string{c.before, mine} {
-					if err := d.Adopt(memName, had); err != nil {
+					if err := d.Adopt(recordOf(t, memName, had)); err != nil {
 						t.Fatal(err)
 					}
 				}
@@ -551,7 +565,7 @@ func TestPreviousHolderOfAnotherTenantIsNotNamed(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			d, clock := newDesk()
 			d.set(units(nil))
-			old, err := d.Allocate(memName, held)
+			old, err := keyOf(d.Allocate(memName, held))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -598,7 +612,7 @@ func TestPreviousHolderOfAnotherTenantIsNotNamed(t *testing.T) {
 func TestAllocateAgainShutsTheGate(t *testing.T) {
 	d, clock := newDesk()
 	d.set(units(nil))
-	key, err := d.Allocate(memName, ids(gpuA, 0))
+	key, err := keyOf(d.Allocate(memName, ids(gpuA, 0)))
 	if err != nil || !ready(d, key) {
 		t.Fatal(err)
 	}
@@ -679,7 +693,7 @@ func TestPublishTellsOnlyWhoseListChanged(t *testing.T) {
 	default:
 	}
 	// A resource that is offered no more stays, without devices.
-	d.set(&View{Resources: []Resource{{Name: gpuName, Kind: Whole}}})
+	d.set(&View{Resources: []Resource{{Name: gpuName, Kind: ledger.Whole}}})
 	<-ch
 	if devs, _ := d.List(memName); len(devs) != 0 {
 		t.Errorf("%d devices of a resource that is gone", len(devs))
@@ -756,7 +770,7 @@ func ExampleDesk() {
 	d := New(func() {}, time.Now)
 	d.set(units(nil))
 	offer, _ := d.Prefer(memName, append(ids(gpuA, 0, 1, 2), ids(gpuB, 0, 1)...), nil, 2)
-	key, err := d.Allocate(memName, offer)
+	key, err := keyOf(d.Allocate(memName, offer))
 	fmt.Println(offer, err)
 	fmt.Println(cdi.DeviceName("example.com", key))
 	// Output:
@@ -776,7 +790,7 @@ func same(a, b *View) bool {
 func TestNamedByTheCheckpointAlone(t *testing.T) {
 	d, c := newDesk()
 	d.set(units(nil))
-	key, err := d.Allocate(memName, ids(gpuA, 1))
+	key, err := keyOf(d.Allocate(memName, ids(gpuA, 1)))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -832,7 +846,7 @@ func TestAdoptedClaimHasTheAgeOfItsFile(t *testing.T) {
 			if tt.written > 0 {
 				written = clock.now().Add(-tt.written)
 			}
-			if err := d.AdoptWritten(memName, []string{"GPU-1::1"}, written); err != nil {
+			if err := d.AdoptWritten(recordOf(t, memName, []string{"GPU-1::1"}), written); err != nil {
 				t.Fatal(err)
 			}
 			clock.pass(time.Second)
@@ -841,7 +855,7 @@ func TestAdoptedClaimHasTheAgeOfItsFile(t *testing.T) {
 				t.Errorf("it ended: %v, want %v", over, tt.over)
 			}
 			// Somebody has it: it stays, whatever its age.
-			if err := d.AdoptWritten(memName, []string{"GPU-1::2"}, clock.now().Add(-time.Hour)); err != nil {
+			if err := d.AdoptWritten(recordOf(t, memName, []string{"GPU-1::2"}), clock.now().Add(-time.Hour)); err != nil {
 				t.Fatal(err)
 			}
 			clock.pass(time.Second)
@@ -872,10 +886,10 @@ func TestWhoseFileItIs(t *testing.T) {
 			d, clock := newDesk()
 			d.set(units(nil))
 			allocated := clock.now().Add(-time.Minute)
-			if err := d.Restore(memName, ids(gpuA, 1), allocated); err != nil {
+			if err := d.Restore(recordOf(t, memName, ids(gpuA, 1)), allocated); err != nil {
 				t.Fatal(err)
 			}
-			if err := d.AdoptWritten(memName, ids(gpuA, 1), allocated.Add(tt.written)); err != nil {
+			if err := d.AdoptWritten(recordOf(t, memName, ids(gpuA, 1)), allocated.Add(tt.written)); err != nil {
 				t.Fatal(err)
 			}
 			if got := d.Claims()[0]; got.Filed != tt.filed || got.Adopted {

@@ -9,6 +9,7 @@ import (
 	"maps"
 	"slices"
 
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/timeslice"
 	"example.com/gpu-agent/pkg/topology"
@@ -29,16 +30,16 @@ func (d *Desk) Prefer(resource string, available, must []string, n int) ([]strin
 	if r == nil {
 		return nil, fmt.Errorf("%s is not offered by this node any more", resource)
 	}
-	if r.Kind == Slots {
+	if r.Kind == ledger.Placement {
 		return d.preferSlots(v, r, available, must, n)
 	}
 	s := d.supply(r, available, must)
 	var out []string
 	var err error
 	switch r.Kind {
-	case Units:
+	case ledger.Units:
 		out, err = s.units(n, d.rank(v, r))
-	case Replicas:
+	case ledger.Replica:
 		out, err = s.replicas(n, d.rank(v, r))
 	default:
 		out, err = s.whole(n, v.Topology, d.untouched(v, r))
@@ -107,7 +108,7 @@ func (d *Desk) covered(resource string) (ids map[string]bool, gpus map[gpu.UUID]
 			}
 			continue
 		}
-		for _, u := range c.GPUs {
+		for _, u := range c.GPUs() {
 			gpus[u] = true
 		}
 	}
@@ -211,7 +212,7 @@ func (d *Desk) untouched(v *View, r *Resource) []gpu.UUID {
 	taken := map[gpu.UUID]bool{}
 	d.mu.Lock()
 	for _, c := range d.claims {
-		for _, u := range c.GPUs {
+		for _, u := range c.GPUs() {
 			taken[u] = true
 		}
 	}

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -87,20 +88,20 @@ func (n *node) hang(ids ...string) {
 // A pod that was deleted by force leaves its GPU to a container that hangs. The
 // next pods get the other seven, and start; only the eighth waits.
 func TestPreferAvoidsTheGPUOfAHangingContainer(t *testing.T) {
-	for _, kind := range []Kind{Whole, Units, Replicas} {
+	for _, kind := range []ledger.Kind{ledger.Whole, ledger.Units, ledger.Replica} {
 		name, all := gpuName, []string{string(nth(0))}
-		if kind != Whole {
+		if kind != ledger.Whole {
 			all = ids(nth(0), 0, 1, 2, 3, 4, 5, 6, 7)
-			name = map[Kind]string{Units: memName, Replicas: repName}[kind]
+			name = map[ledger.Kind]string{ledger.Units: memName, ledger.Replica: repName}[kind]
 		}
 		t.Run(name, func(t *testing.T) {
 			n := newNode(t, paired(name, kind))
 			count := 1
 			switch kind {
-			case Units:
+			case ledger.Units:
 				n.hang(all...)
 				count = perGPU
-			case Replicas:
+			case ledger.Replica:
 				for _, id := range all {
 					n.hang(id)
 				}
@@ -108,7 +109,7 @@ func TestPreferAvoidsTheGPUOfAHangingContainer(t *testing.T) {
 				n.hang(all...)
 			}
 			pods := 7
-			if kind == Replicas {
+			if kind == ledger.Replica {
 				pods *= perGPU
 			}
 			for i := range pods {
@@ -140,9 +141,9 @@ func TestPreferTakesNoMoreClaimedDevicesThanItNeeds(t *testing.T) {
 		init, want []string
 		n          int
 	}{
-		{name: "whole GPUs", view: paired(gpuName, Whole), hang: [][]string{whole(0), whole(1), whole(4)}, n: 7,
+		{name: "whole GPUs", view: paired(gpuName, ledger.Whole), hang: [][]string{whole(0), whole(1), whole(4)}, n: 7,
 			want: whole(0, 1, 2, 3, 5, 6, 7)},
-		{name: "whole GPUs that an init container had", view: paired(gpuName, Whole), hang: [][]string{whole(0), whole(3)}, init: whole(2), n: 2,
+		{name: "whole GPUs that an init container had", view: paired(gpuName, ledger.Whole), hang: [][]string{whole(0), whole(3)}, init: whole(2), n: 2,
 			want: whole(1, 2)},
 		{name: "units of a GPU that has enough", view: units(nil), hang: [][]string{ids(gpuA, 0, 1, 2)}, n: 5, want: ids(gpuA, 3, 4, 5, 6, 7)},
 		{name: "units of another GPU", view: units(nil), hang: [][]string{ids(gpuA, 0, 1, 2)}, n: 6, want: ids(gpuB, 0, 1, 2, 3, 4, 5)},
@@ -152,8 +153,8 @@ func TestPreferTakesNoMoreClaimedDevicesThanItNeeds(t *testing.T) {
 			want: ids(gpuA, 0, 1, 4, 5)},
 		{name: "more units than are idle beside an init container's", view: units(nil), hang: [][]string{ids(gpuA, 2, 3)}, init: ids(gpuA, 0, 1), n: 7,
 			want: ids(gpuA, 0, 1, 2, 4, 5, 6, 7)},
-		{name: "replicas", view: paired(repName, Replicas), hang: [][]string{ids(nth(0), 0)}, n: 1, want: ids(nth(0), 1)},
-		{name: "a replica of every GPU", view: paired(repName, Replicas), hang: [][]string{ids(nth(5), 0), ids(nth(5), 1), ids(nth(5), 2), ids(nth(5), 3),
+		{name: "replicas", view: paired(repName, ledger.Replica), hang: [][]string{ids(nth(0), 0)}, n: 1, want: ids(nth(0), 1)},
+		{name: "a replica of every GPU", view: paired(repName, ledger.Replica), hang: [][]string{ids(nth(5), 0), ids(nth(5), 1), ids(nth(5), 2), ids(nth(5), 3),
 			ids(nth(5), 4), ids(nth(5), 5), ids(nth(5), 6), ids(nth(5), 7)}, n: 8, want: append(append(append(append(append(append(append(ids(nth(0), 0),
 			ids(nth(1), 0)...), ids(nth(2), 0)...), ids(nth(3), 0)...), ids(nth(4), 0)...), ids(nth(5), 0)...), ids(nth(6), 0)...), ids(nth(7), 0)...)},
 	} {
@@ -179,8 +180,8 @@ func TestPreferTakesNoMoreClaimedDevicesThanItNeeds(t *testing.T) {
 // A leaving device that the kubelet offers, since the pod that had it was deleted
 // by force, refuses no pod while another device is there.
 func TestPreferNeverChoosesALeavingDevice(t *testing.T) {
-	for _, kind := range []Kind{Whole, Units, Replicas} {
-		name := map[Kind]string{Whole: gpuName, Units: memName, Replicas: repName}[kind]
+	for _, kind := range []ledger.Kind{ledger.Whole, ledger.Units, ledger.Replica} {
+		name := map[ledger.Kind]string{ledger.Whole: gpuName, ledger.Units: memName, ledger.Replica: repName}[kind]
 		t.Run(name, func(t *testing.T) {
 			v := paired(name, kind)
 			leaving := func(dev *Device) bool { return dev.GPU == nth(0) }
@@ -217,12 +218,12 @@ func TestPreferWalk(t *testing.T) {
 	rng := rand.New(rand.NewPCG(7, 7))
 	chosen := 0
 	for round := range 3000 {
-		kind := []Kind{Whole, Units, Replicas}[rng.IntN(3)]
-		name := map[Kind]string{Whole: gpuName, Units: memName, Replicas: repName}[kind]
+		kind := []ledger.Kind{ledger.Whole, ledger.Units, ledger.Replica}[rng.IntN(3)]
+		name := map[ledger.Kind]string{ledger.Whole: gpuName, ledger.Units: memName, ledger.Replica: repName}[kind]
 		d, clock := newDesk()
 		v := paired(name, kind)
 		r := &v.Resources[0]
-		if kind != Whole { // so that there is little to choose from
+		if kind != ledger.Whole { // so that there is little to choose from
 			r.Devices = slices.DeleteFunc(r.Devices, func(Device) bool { return rng.IntN(2) == 0 })
 		}
 		d.set(v)
@@ -284,10 +285,10 @@ func TestPreferWalk(t *testing.T) {
 
 // leastClaimed is how many claimed devices a request needs at least, -1 where it
 // cannot be served.
-func leastClaimed(kind Kind, n int, idle, all map[gpu.UUID]int) int {
+func leastClaimed(kind ledger.Kind, n int, idle, all map[gpu.UUID]int) int {
 	least := -1
 	switch kind {
-	case Units:
+	case ledger.Units:
 		for u := range all {
 			if need := max(0, n-idle[u]); all[u] >= n && (least < 0 || need < least) {
 				least = need

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
@@ -63,16 +64,20 @@ func (d *Desk) roomsLocked(gpus []gpu.UUID) map[gpu.UUID]*room {
 		rooms[u] = r
 	}
 	for _, c := range d.claims {
-		for i, p := range c.Slots {
-			r := rooms[p.GPU]
+		if c.Kind() != ledger.Placement {
+			continue
+		}
+		for i := range c.Grants {
+			g := &c.Grants[i]
+			r := rooms[g.GPU]
 			if r == nil {
 				continue
 			}
 			r.held = append(r.held, device{c.Resource, c.IDs[i]})
 			// One of unknown size cannot stand: its GPU has no such profile, or
 			// nobody knows yet what it has.
-			if p.Slot.Size > 0 {
-				r.take(p.Slot, false)
+			if g.Slot.Size > 0 {
+				r.take(g.Slot, false)
 			}
 		}
 	}
@@ -195,7 +200,7 @@ func (d *Desk) movedLocked() {
 	var v *View
 	for i := range d.view.Resources {
 		r := &d.view.Resources[i]
-		if r.Kind != Slots || len(r.Devices) == 0 {
+		if r.Kind != ledger.Placement || len(r.Devices) == 0 {
 			continue
 		}
 		devices := lay(r.Devices, d.base.Resources[i].Devices, r.Name, rooms, &d.faults)
@@ -218,7 +223,7 @@ func (d *Desk) movedLocked() {
 // slotGPUs are the GPUs that a view lists slots of, each once.
 func (v *View) slotGPUs() (out []gpu.UUID) {
 	for i := range v.Resources {
-		if r := &v.Resources[i]; r.Kind == Slots {
+		if r := &v.Resources[i]; r.Kind == ledger.Placement {
 			for j := range r.Devices {
 				if u := r.Devices[j].GPU; !slices.Contains(out, u) {
 					out = append(out, u)
@@ -229,43 +234,37 @@ func (v *View) slotGPUs() (out []gpu.UUID) {
 	return out
 }
 
-// sizeLocked completes the slots of claims that were known by their IDs alone.
+// sizeLocked completes the placements of claims that were known by their IDs alone.
 func (d *Desk) sizeLocked() {
 	for _, c := range d.claims {
-		c.Slots = sized(c.Slots, d.base.MIG)
+		c.Grants = sized(c.Grants, d.base.MIG)
 	}
 }
 
-// sized returns places with the sizes that cards know: the slice itself where
-// there is nothing to add, since others may read it.
-func sized(places []mig.Place, by map[gpu.UUID]MIGView) []mig.Place {
-	out, copied := places, false
-	for i, p := range places {
-		card := by[p.GPU].Card
-		if p.Slot.Size > 0 || card == nil {
+// sized returns grants with the sizes of placements that cards know: the slice itself
+// where there is nothing to add, since others may read it.
+func sized(grants []ledger.Grant, by map[gpu.UUID]MIGView) []ledger.Grant {
+	out, copied := grants, false
+	for i := range grants {
+		g := &grants[i]
+		card := by[g.GPU].Card
+		if g.Kind != ledger.Placement || g.Slot.Size > 0 || card == nil {
 			continue
 		}
-		s, ok := card.Slot(p.Slot.Profile, p.Slot.Start, p.Slot.CI)
+		s, ok := card.Slot(g.Slot.Profile, g.Slot.Start, g.Slot.CI)
 		if !ok {
 			continue
 		}
 		if !copied {
-			out, copied = slices.Clone(places), true
+			out, copied = slices.Clone(grants), true
 		}
 		out[i].Slot = s
 	}
 	return out
 }
 
-// slots returns what the devices stand for.
-func (r *Resource) slots(ids []string) []mig.Place {
-	out := make([]mig.Place, len(ids))
-	for i, id := range ids {
-		dev := &r.Devices[r.index[id]]
-		out[i] = mig.Place{GPU: dev.GPU, Slot: dev.Slot}
-	}
-	return out
-}
+// placeOf is where a placement is.
+func placeOf(g *ledger.Grant) mig.Place { return mig.Place{GPU: g.GPU, Slot: g.Slot} }
 
 // togetherLocked checks that slots of one request, each of which could be had,
 // can be had together.
@@ -304,8 +303,8 @@ func (d *Desk) takersLocked(dev *Device) string {
 	}
 	var names []string
 	for _, c := range d.claims {
-		if slices.ContainsFunc(c.Slots, func(p mig.Place) bool {
-			return d.clashLocked(p, mig.Place{GPU: dev.GPU, Slot: dev.Slot})
+		if slices.ContainsFunc(c.Grants, func(g ledger.Grant) bool {
+			return g.Kind == ledger.Placement && d.clashLocked(placeOf(&g), mig.Place{GPU: dev.GPU, Slot: dev.Slot})
 		}) {
 			names = append(names, c.Holder.Told("", c.Key))
 		}

@@ -15,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -147,7 +148,7 @@ func onDemand(cards map[gpu.UUID]*mig.Card, change func(*Device)) *View {
 			}
 			name := "example.com/" + s.Profile.Resource()
 			if byName[name] == nil {
-				byName[name] = &Resource{Name: name, Kind: Slots}
+				byName[name] = &Resource{Name: name, Kind: ledger.Placement}
 			}
 			byName[name].Devices = append(byName[name].Devices, dev)
 		}
@@ -206,7 +207,7 @@ func told(d *Desk, resource string) func() bool {
 
 func allocate(t *testing.T, d *Desk, ids ...string) string {
 	t.Helper()
-	key, err := d.Allocate(resourceOf(ids[0]), ids)
+	key, err := keyOf(d.Allocate(resourceOf(ids[0]), ids))
 	if err != nil {
 		t.Fatalf("allocate %v: %v", ids, err)
 	}
@@ -299,7 +300,7 @@ func TestSlotsOfOneRequest(t *testing.T) {
 				allocate(t, d, c.before...)
 			}
 			claims := len(d.Claims())
-			key, err := d.Allocate(resourceOf(c.request[0]), c.request)
+			key, err := keyOf(d.Allocate(resourceOf(c.request[0]), c.request))
 			if c.err != "" {
 				wantErr(t, err, c.err)
 				if len(d.Claims()) != claims {
@@ -311,12 +312,12 @@ func TestSlotsOfOneRequest(t *testing.T) {
 				t.Fatal(err)
 			}
 			claim := claimOf(t, d, key)
-			if len(claim.Slots) != len(c.request) {
-				t.Fatalf("slots %v of %v", claim.Slots, c.request)
+			if len(claim.Grants) != len(c.request) {
+				t.Fatalf("grants %v of %v", claim.Grants, c.request)
 			}
 			for i, id := range claim.IDs {
-				if p := claim.Slots[i]; mig.ID(p.GPU, p.Slot) != id || p.Slot.Size == 0 || !slices.Contains(claim.GPUs, p.GPU) {
-					t.Errorf("slot %d of %v is %v on %v", i, claim.IDs, p, claim.GPUs)
+				if p := claim.Grants[i]; mig.ID(p.GPU, p.Slot) != id || p.Slot.Size == 0 || !claim.On(p.GPU) {
+					t.Errorf("slot %d of %v is %v on %v", i, claim.IDs, p, claim.GPUs())
 				}
 			}
 			for _, id := range c.request {
@@ -431,7 +432,7 @@ func TestAdoptedSlotsWaitForThoseInTheirPlace(t *testing.T) {
 				return memName
 			}
 			for _, ids := range [][]string{c.before, c.now} {
-				if err := d.Adopt(resource(ids), ids); err != nil {
+				if err := d.Adopt(recordOf(t, resource(ids), ids)); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -457,10 +458,10 @@ func TestAdoptedSlotsWaitForThoseInTheirPlace(t *testing.T) {
 func TestSlotsAdoptedBeforeTheFirstView(t *testing.T) {
 	d, clock := newDesk()
 	const resource = "example.com/mig-2g.20gb"
-	if err := d.Adopt(resource, on(gpuA, "2g.20gb@4")); err != nil {
+	if err := d.Adopt(recordOf(t, resource, on(gpuA, "2g.20gb@4"))); err != nil {
 		t.Fatal(err)
 	}
-	if err := d.Restore(resource, on(gpuA, "2g.20gb@0"), clock.now().Add(-time.Minute)); err != nil {
+	if err := d.Restore(recordOf(t, resource, on(gpuA, "2g.20gb@0")), clock.now().Add(-time.Minute)); err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
@@ -470,8 +471,8 @@ func TestSlotsAdoptedBeforeTheFirstView(t *testing.T) {
 	}
 	early := d.Claims()
 	for _, c := range early {
-		if len(c.Slots) != 1 || c.Slots[0].GPU != gpuA || c.Slots[0].Slot.Profile.String() != "2g.20gb" || c.Slots[0].Slot.Size != 0 {
-			t.Errorf("claim of %v: slots %v", c.IDs, c.Slots)
+		if len(c.Grants) != 1 || c.Grants[0].GPU != gpuA || c.Grants[0].Slot.Profile.String() != "2g.20gb" || c.Grants[0].Slot.Size != 0 {
+			t.Errorf("claim of %v: slots %v", c.IDs, c.Grants)
 		}
 	}
 	d.set(onDemand(map[gpu.UUID]*mig.Card{gpuA: a100.card(t)}, nil))
@@ -479,28 +480,28 @@ func TestSlotsAdoptedBeforeTheFirstView(t *testing.T) {
 		t.Errorf("on offer: %s, want %s", got, want)
 	}
 	for i, c := range d.Claims() {
-		if c.Slots[0].Slot.Size != 2 {
-			t.Errorf("claim of %v: slots %v", c.IDs, c.Slots)
+		if c.Grants[0].Slot.Size != 2 {
+			t.Errorf("claim of %v: slots %v", c.IDs, c.Grants)
 		}
-		if early[i].Slots[0].Slot.Size != 0 {
+		if early[i].Grants[0].Slot.Size != 0 {
 			t.Error("what was handed out before has changed")
 		}
 	}
 	// With a view there, at once.
 	told := told(d, "example.com/mig-1g.10gb")
-	if err := d.Adopt("example.com/mig-1g.20gb", on(gpuA, "1g.20gb@6")); err != nil {
+	if err := d.Adopt(recordOf(t, "example.com/mig-1g.20gb", on(gpuA, "1g.20gb@6"))); err != nil {
 		t.Fatal(err)
 	}
 	if got, want := offered(d, gpuA), "2g.20gb@0 2g.20gb@2 2g.20gb@4 1g.20gb@6"; got != want || !told() {
 		t.Errorf("on offer: %s, want %s", got, want)
 	}
 	for _, bad := range [][]string{on(gpuA, "2g.20gb@x"), on(gpuA, "2g@0"), {string(gpuA) + "::0", string(gpuA) + "::1g.10gb@6"}} {
-		if err := d.Adopt(resource, bad); err == nil {
-			t.Errorf("%v was adopted", bad)
+		if r, err := RecordOf(resource, bad); err == nil {
+			t.Errorf("%v are %+v", bad, r)
 		}
 	}
 	// One that the GPU cannot have takes no room from those it can.
-	if err := d.Adopt("example.com/mig-9g.99gb", on(gpuA, "9g.99gb@0")); err != nil {
+	if err := d.Adopt(recordOf(t, "example.com/mig-9g.99gb", on(gpuA, "9g.99gb@0"))); err != nil {
 		t.Fatal(err)
 	}
 	if got, want := offered(d, gpuA), "2g.20gb@0 2g.20gb@2 2g.20gb@4 1g.20gb@6"; got != want {
@@ -538,7 +539,7 @@ func TestWhatStandsAndMayNotGo(t *testing.T) {
 	}
 	// Under another name it cannot be had twice.
 	v := view()
-	v.Resources = append(v.Resources, Resource{Name: "other.example/mig-3g.40gb", Kind: Slots, Devices: []Device{
+	v.Resources = append(v.Resources, Resource{Name: "other.example/mig-3g.40gb", Kind: ledger.Placement, Devices: []Device{
 		{ID: on(gpuA, "3g.40gb@4")[0], GPU: gpuA, Slot: slot(t, card, "3g.40gb@4"), Healthy: true}}})
 	d.set(v)
 	_, err = d.Allocate("other.example/mig-3g.40gb", on(gpuA, "3g.40gb@4"))
@@ -614,7 +615,7 @@ func TestFaultsOfMIGGPUs(t *testing.T) {
 		t.Errorf("a covered slot of a broken GPU: %q", dev.Reason)
 	}
 	// Claims come and go meanwhile.
-	if err := d.Adopt("example.com/mig-1g.10gb", on(gpuA, "1g.10gb@6")); err != nil {
+	if err := d.Adopt(recordOf(t, "example.com/mig-1g.10gb", on(gpuA, "1g.10gb@6"))); err != nil {
 		t.Fatal(err)
 	}
 	clock.pass(Grace)
@@ -981,7 +982,7 @@ func (w *walker) anyClaim() (key string, c *walked) {
 
 func (w *walker) allocate(ids []string) {
 	want := w.grantable(ids)
-	key, err := w.d.Allocate(resourceOf(ids[0]), ids)
+	key, err := keyOf(w.d.Allocate(resourceOf(ids[0]), ids))
 	if (err == nil) != (want == "") {
 		w.t.Fatalf("allocate %v: %v; it should be %q", ids, err, cmp.Or(want, "granted"))
 	}
@@ -1116,9 +1117,9 @@ func (w *walker) check(step string) {
 	live := map[string]bool{}
 	for _, c := range w.d.Claims() {
 		live[c.Key] = true
-		for _, p := range c.Slots {
+		for _, p := range c.Grants {
 			if p.Slot.Size == 0 {
-				w.t.Fatalf("%s: claim of %v has slots %v", step, c.IDs, c.Slots)
+				w.t.Fatalf("%s: claim of %v has slots %v", step, c.IDs, c.Grants)
 			}
 		}
 	}
@@ -1208,7 +1209,7 @@ func BenchmarkAllocate(b *testing.B) {
 			}
 			b.ReportAllocs()
 			for b.Loop() {
-				key, err := d.Allocate(resource, take)
+				key, err := keyOf(d.Allocate(resource, take))
 				if err != nil {
 					b.Fatal(err)
 				}
@@ -1219,7 +1220,7 @@ func BenchmarkAllocate(b *testing.B) {
 			}
 		})
 	}
-	mem := &View{Resources: []Resource{{Name: memName, Kind: Units}}}
+	mem := &View{Resources: []Resource{{Name: memName, Kind: ledger.Units}}}
 	cards := map[gpu.UUID]*mig.Card{}
 	var before [][]string
 	for i := range 8 {

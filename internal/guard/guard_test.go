@@ -17,6 +17,7 @@ import (
 
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
@@ -115,7 +116,7 @@ func (w *world) container(id string, pids []int, limit uint64, gpus ...gpu.UUID)
 	if len(gpus) > 0 {
 		key := cdi.Key("example.com/gpu-mem", []string{id})
 		c.Annotations[cdi.AnnotationName("example.com", key)] = "example.com/gpu-mem"
-		w.claims = append(w.claims, desk.Claim{Key: key, Resource: "example.com/gpu-mem", IDs: []string{id}, GPUs: gpus,
+		w.claims = append(w.claims, desk.Claim{Key: key, Resource: "example.com/gpu-mem", IDs: []string{id}, Grants: grantsOn(gpus),
 			Holder: desk.Holder{Namespace: "work", Pod: "pod-" + id}})
 		slices.SortFunc(w.claims, func(a, b desk.Claim) int { return strings.Compare(a.Key, b.Key) })
 		w.caps[key] = limit
@@ -124,6 +125,14 @@ func (w *world) container(id string, pids []int, limit uint64, gpus ...gpu.UUID)
 	for _, pid := range pids {
 		w.procs[pid] = &proc{owner: node.Owner{ID: id, PodUID: c.PodUID, Start: uint64(pid)}, on: map[gpu.UUID]uint64{}}
 	}
+}
+
+// grantsOn has something of each of these GPUs.
+func grantsOn(gpus []gpu.UUID) (out []ledger.Grant) {
+	for _, u := range gpus {
+		out = append(out, ledger.Grant{GPU: u, Piece: ledger.Piece{Kind: ledger.Units, Units: ledger.SetOf([]int{0})}})
+	}
+	return out
 }
 
 func (w *world) uses(pid int, u gpu.UUID, bytes uint64) {
@@ -184,7 +193,7 @@ func (w *world) Caps(c *desk.Claim) []lib.Limit {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	var out []lib.Limit
-	for _, u := range c.GPUs {
+	for _, u := range c.GPUs() {
 		out = append(out, lib.Limit{GPU: u, Bytes: w.caps[c.Key]})
 	}
 	return out

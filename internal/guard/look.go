@@ -259,7 +259,7 @@ func (g *Guard) knows(id string, holders map[string]holder) bool {
 	}
 	for _, key := range g.keys(c) {
 		h, ok := holders[key]
-		if !ok || len(h.caps) != len(h.claim.GPUs) {
+		if !ok || len(h.caps) != len(h.claim.GPUs()) {
 			return false
 		}
 	}

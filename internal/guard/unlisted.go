@@ -131,7 +131,7 @@ func (g *Guard) podHas(uid string, u gpu.UUID, holders map[string]holder) (pod *
 		has, on := h.on(u)
 		who := h.claim.Holder
 		switch {
-		case len(h.caps) != len(h.claim.GPUs):
+		case len(h.caps) != len(h.claim.GPUs()):
 			sure = sure && !keys[key]
 		case !on:
 		case keys[key] || who.Namespace == pod.Namespace && who.Pod == pod.Pod:

@@ -25,7 +25,7 @@
 // round, milliseconds later, and a claim whose CDI file it is about to remove.
 // Append is one write(2). A line says its version and carries a checksum:
 //
-//	v1 5d0f3c1e {"resource":"example.com/gpu-mem","ids":["GPU-…::0"],"allocated":"…"}
+//	v1 5d0f3c1e {"key":"9c1f…","resource":"example.com/gpu-mem","grants":[{…}],"allocated":"…"}
 //
 // A write that was cut off, by a kill or a full disk, leaves a line that is not
 // whole. It is dropped, and the next line starts on a line of its own, so that
@@ -41,7 +41,7 @@
 // Nothing here is written with fsync. When the agent dies, however hard, what it
 // wrote is the kernel's and stays. When the machine dies, so does every
 // container, and the kubelet rejects the pods that held devices: the claims that
-// might be lost have nobody left. A flush would cost every round that has a new
+// might be lost have no holder left. A flush would cost every round that has a new
 // claim a disk's latency, to guard against nothing.
 //
 // What each crash leaves:
@@ -49,8 +49,9 @@
 //   - between an Allocate and its Append, or in Append: no line, a torn one or a
 //     whole one. The kubelet has its answer, or had none. With its answer it has
 //     the claim in its checkpoint a moment later, and asks for the claim again
-//     before the container starts: a successor takes it over from either, and
-//     lacks no more than the time of the Allocate. Without one, the kubelet asks
+//     before the container starts: a successor takes it over from either, with
+//     the record that its annotation has, and lacks no more than the time of the
+//     Allocate. Without one, the kubelet asks
 //     for an Allocate again, or the claim is nobody's and ends by itself.
 //   - between an Append and the removal of the CDI file that it stands for: both say
 //     the same.
@@ -76,7 +77,7 @@
 //
 //	s, err := state.Open("/var/lib/gpu-agent", log)
 //	for _, c := range s.Claims() { … }                 // what may still be held
-//	err = s.Append(state.Claim{Resource: r, IDs: ids, Allocated: now})
+//	err = s.Append(state.Claim{Key: key, Resource: r, Grants: grants, Allocated: now})
 //	err = s.Keep(desk.Claims)                          // now and then
 //
 // The package does not know what its contents mean: which claim has ended,

@@ -9,6 +9,7 @@ import (
 	"slices"
 	"time"
 
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -36,8 +37,13 @@ type Document struct {
 // Made is a MIG instance by its place, which is all that tells it from others: its
 // UUID and numbers may come back when another one is made there.
 type Made struct {
-	GPU     gpu.UUID `json:"gpu"`
-	Profile string   `json:"profile"`
+	GPU gpu.UUID `json:"gpu"`
+	Slot
+}
+
+// Slot is where a MIG device is.
+type Slot struct {
+	Profile string `json:"profile"`
 	gpu.Placement
 	CIStart int `json:"ciStart,omitempty"`
 }
@@ -46,16 +52,15 @@ type Made struct {
 // whose devices are still listed.
 type Cut struct {
 	GPU gpu.UUID `json:"gpu"`
-	// Kind is the resource's short name, "gpu-mem"; N is how many devices of it
-	// the GPU had.
-	Kind string `json:"kind"`
-	N    int    `json:"n"`
+	// Kind is what its devices stand for; N is how many the GPU had.
+	Kind ledger.Kind `json:"kind"`
+	N    int         `json:"n"`
 	// Unit is the size of a device that is an amount of memory.
 	Unit gpu.MiB `json:"unitMiB,omitempty"`
-	// Slots are the MIG devices of kind "mig": what their IDs say behind the GPU,
-	// with a space between. Of other kinds it is empty where the GPU had the first N
-	// devices, else it names those that it had.
-	Slots string `json:"slots,omitempty"`
+	// Slots are its MIG devices.
+	Slots []Slot `json:"slots,omitempty"`
+	// Alone are the numbers of the units or replicas that it had; empty for the first N.
+	Alone ledger.UnitSet `json:"alone,omitempty"`
 	// Until is when it leaves the list, if nobody holds any of it; zero for the
 	// one in force.
 	Until time.Time `json:"until"`

@@ -10,21 +10,28 @@ import (
 	"hash/crc32"
 	"slices"
 	"strconv"
-	"strings"
 	"time"
 	"unicode/utf8"
 
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Claim is devices that Allocate has granted to a container.
+// Claim is what Allocate has granted to a container.
 type Claim struct {
+	// Key names the claim: two records with one key are of the same devices.
+	Key string `json:"key"`
 	// Resource is the full name, "example.com/gpu-mem".
 	Resource string `json:"resource"`
-	// IDs is sorted, each once.
-	IDs []string `json:"ids"`
-	// Allocated is when the last Allocate of these IDs was answered.
+	// Grants are in the order in which they were made.
+	Grants []ledger.Grant `json:"grants"`
+	// Allocated is when the last Allocate of the devices was answered.
 	Allocated time.Time `json:"allocated"`
+}
+
+// valid reports whether a claim says what it must.
+func (c *Claim) valid() bool {
+	return c.Key != "" && c.Resource != "" && len(c.Grants) > 0 && utf8.ValidString(c.Key) && utf8.ValidString(c.Resource)
 }
 
 // A line is "v<version> <checksum> <payload>\n". The checksum, 8 hexadecimal
@@ -42,9 +49,8 @@ func checksum(version, payload []byte) uint32 {
 
 // encodeLine refuses a claim that would not come back as it is.
 func encodeLine(c Claim) ([]byte, error) {
-	invalid := func(s string) bool { return s == "" || !utf8.ValidString(s) }
-	if invalid(c.Resource) || len(c.IDs) == 0 || slices.ContainsFunc(c.IDs, invalid) {
-		return nil, fmt.Errorf("claim of %q in %q: want a resource and IDs of valid UTF-8: %w", c.Resource, c.IDs, gpu.ErrInvalid)
+	if !c.valid() {
+		return nil, fmt.Errorf("claim %q of %q: want a key, a resource and grants, of valid UTF-8: %w", c.Key, c.Resource, gpu.ErrInvalid)
 	}
 	c.Allocated = c.Allocated.UTC()
 	payload, err := json.Marshal(c)
@@ -83,7 +89,7 @@ func decodeJournal(data []byte) journal {
 		switch {
 		case ok && version > Version:
 			j.newer = max(j.newer, version)
-		case ok && version == Version && json.Unmarshal(payload, &c) == nil && c.Resource != "" && len(c.IDs) > 0:
+		case ok && version == Version && json.Unmarshal(payload, &c) == nil && c.valid():
 			j.lines = append(j.lines, string(raw)+"\n")
 			j.claims = append(j.claims, c)
 		default:
@@ -108,14 +114,13 @@ func lastOfEach(claims []Claim) []Claim {
 	seen := map[string]bool{}
 	var last []Claim
 	for _, c := range slices.Backward(claims) {
-		of := c.Resource + "\x00" + strings.Join(c.IDs, "\x00")
-		if !seen[of] {
-			seen[of] = true
+		if !seen[c.Key] {
+			seen[c.Key] = true
 			last = append(last, c)
 		}
 	}
 	slices.SortFunc(last, func(a, b Claim) int {
-		return cmp.Or(a.Allocated.Compare(b.Allocated), cmp.Compare(a.Resource, b.Resource), slices.Compare(a.IDs, b.IDs))
+		return cmp.Or(a.Allocated.Compare(b.Allocated), cmp.Compare(a.Key, b.Key))
 	})
 	return last
 }

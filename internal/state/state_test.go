@@ -22,6 +22,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/gpu/nvml"
 )
@@ -29,14 +30,16 @@ import (
 var noon = time.Date(2026, 11, 21, 12, 0, 0, 123456789, time.UTC)
 
 func claim(n int) Claim {
-	return Claim{Resource: "example.com/gpu-mem", IDs: []string{fmt.Sprintf("GPU-a::%d", n), fmt.Sprintf("GPU-a::%d", n+1)}, Allocated: noon.Add(time.Duration(n) * time.Second)}
+	units := ledger.SetOf([]int{n, n + 1, n + 7})
+	return Claim{Key: fmt.Sprint("key-", n), Resource: "example.com/gpu-mem", Allocated: noon.Add(time.Duration(n) * time.Second),
+		Grants: []ledger.Grant{{GPU: "GPU-a", Piece: ledger.Piece{Kind: ledger.Units, Units: units, Unit: 1024}, Cap: ledger.CapOf(3 << 30)}}}
 }
 
 var full = Document{
 	Boot:       "b1",
 	GPUs:       []gpu.Device{{Index: 1, UUID: "GPU-a", Memory: 81920, MIG: gpu.MIG{Capable: true, Profiles: []gpu.Profile{{Name: "1g.10gb"}}, Instances: []gpu.Instance{{Profile: "1g.10gb", GI: 3}}}}},
 	Faults:     json.RawMessage(`[{"gpu":"GPU-a","xid":79}]`),
-	Cuts:       []Cut{{GPU: "GPU-a", Kind: "gpu-mem", N: 79, Until: noon}},
+	Cuts:       []Cut{{GPU: "GPU-a", Kind: ledger.Units, N: 79, Until: noon}},
 	TimeSlices: map[gpu.UUID]gpu.TimeSlice{"GPU-b": gpu.TimeSliceLong, "GPU-a": gpu.TimeSliceShort},
 }
 
@@ -448,9 +451,9 @@ func TestRefused(t *testing.T) {
 		}
 	}
 	s, _ := open(t, t.TempDir())
-	for _, c := range []Claim{{}, {Resource: "r"}, {Resource: "r", IDs: []string{"\xff"}}, {Resource: "\xff", IDs: []string{"a"}}} {
+	for _, c := range []Claim{{}, {Key: "k", Resource: "r"}, {Key: "\xff", Resource: "r", Grants: claim(1).Grants}, {Key: "k", Resource: "\xff", Grants: claim(1).Grants}} {
 		if err := s.Append(c); !errors.Is(err, gpu.ErrInvalid) {
-			t.Errorf("Append %q: %v", c, err)
+			t.Errorf("Append %+v: %v", c, err)
 		}
 	}
 }
@@ -572,9 +575,10 @@ func TestAtOnce(t *testing.T) {
 
 // FuzzLine: a line is one line, and the claim comes back from it as it was.
 func FuzzLine(f *testing.F) {
-	f.Add("example.com/gpu", "GPU-a::1", "b\"\\<\u2028\x00\x7f", int64(0))
-	f.Fuzz(func(t *testing.T, resource, one, two string, at int64) {
-		c := Claim{Resource: resource, IDs: []string{one, two}, Allocated: time.Unix(at, at&0xffff).UTC()}
+	f.Add("0123456789abcdef", "b\"\\<\u2028\x00\x7f", 3, int64(0))
+	f.Fuzz(func(t *testing.T, key, resource string, number int, at int64) {
+		c := Claim{Key: key, Resource: resource, Allocated: time.Unix(at, at&0xffff).UTC(), Grants: []ledger.Grant{
+			{GPU: "GPU-a", Piece: ledger.Piece{Kind: ledger.Replica, Replica: max(0, number), Of: max(0, -number)}, Cap: ledger.CapOf(uint64(at))}}}
 		line, err := encodeLine(c)
 		if err != nil {
 			return
@@ -610,7 +614,7 @@ func FuzzJournal(f *testing.F) {
 			if err != nil {
 				continue // Not a time or a text that we would have written.
 			}
-			if again := decodeJournal(l); len(again.claims) != 1 || !again.claims[0].Allocated.Equal(c.Allocated) || again.claims[0].Resource != c.Resource || !slices.Equal(again.claims[0].IDs, c.IDs) {
+			if again := decodeJournal(l); len(again.claims) != 1 || !again.claims[0].Allocated.Equal(c.Allocated) || again.claims[0].Resource != c.Resource || !reflect.DeepEqual(again.claims[0].Grants, c.Grants) {
 				t.Fatalf("%v came back as %v", c, again.claims)
 			}
 		}
@@ -645,14 +649,10 @@ func FuzzDocument(f *testing.F) {
 	})
 }
 
-// BenchmarkAppend is of a claim of 80 units; the agent's loop waits for it.
+// BenchmarkAppend is of a claim of memory units; the agent's loop waits for it.
 func BenchmarkAppend(b *testing.B) {
 	s, _ := open(b, b.TempDir())
-	c := Claim{Resource: "example.com/gpu-mem", Allocated: noon}
-	for i := range 80 {
-		c.IDs = append(c.IDs, fmt.Sprintf("GPU-5a2f0c11-9a3e-4f57-8d57-2f7d5b1c9e01::%d", i))
-	}
-	slices.Sort(c.IDs)
+	c := claim(1)
 	b.ReportAllocs()
 	var took []time.Duration
 	for b.Loop() {

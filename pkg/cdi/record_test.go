@@ -4,7 +4,6 @@ package cdi
 
 import (
 	"errors"
-	"slices"
 	"testing"
 
 	"tags.cncf.io/container-device-interface/specs-go"
@@ -23,17 +22,17 @@ func TestRecord(t *testing.T) {
 	if _, _, err := ReadRecord(spec, "example.com"); !errors.Is(err, gpu.ErrInvalid) {
 		t.Errorf("a spec without a record: %v, want gpu.ErrInvalid", err)
 	}
-	if err := Record(spec, "example.com", resource, ids); err != nil {
+	if err := Record(spec, "example.com", "what was granted"); err != nil {
 		t.Fatal(err)
 	}
 	if spec.Version != "0.6.0" {
 		t.Errorf("version %s, want 0.6.0, the first with annotations", spec.Version)
 	}
-	r, got, err := ReadRecord(spec, "example.com")
-	if err != nil || r != resource || !slices.Equal(got, ids) {
-		t.Errorf("read back %q %q, %v", r, got, err)
+	key, got, err := ReadRecord(spec, "example.com")
+	if err != nil || key != Key(resource, ids) || got != "what was granted" {
+		t.Errorf("read back %q %q, %v", key, got, err)
 	}
-	spec.Annotations[idsAnnotation("example.com")] = "GPU-1::8"
+	spec.Devices[0].Name = Key(resource, ids[:1])
 	if _, _, err := ReadRecord(spec, "example.com"); !errors.Is(err, gpu.ErrInvalid) {
 		t.Errorf("a record of other devices: %v, want gpu.ErrInvalid", err)
 	}

@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/guard"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/cdi"
@@ -54,7 +55,7 @@ func (r *rig) watch(t *testing.T, b *box, shares []share) *post {
 	p := &post{r: r, b: b, claim: desk.Claim{Key: b.key, Resource: watchDomain + "/gpu-mem", IDs: []string{"watched"},
 		Holder: desk.Holder{Namespace: "work", Pod: b.key, Container: "main"}}}
 	for _, s := range shares {
-		p.claim.GPUs = append(p.claim.GPUs, r.uuid(s.gpu))
+		p.claim.Grants = append(p.claim.Grants, ledger.Grant{GPU: r.uuid(s.gpu), Piece: ledger.Piece{Kind: ledger.Units}, Cap: ledger.CapOf(s.bytes)})
 		p.caps = append(p.caps, lib.Limit{GPU: r.uuid(s.gpu), Bytes: s.bytes})
 	}
 	g := guard.New(guard.Options{Domain: watchDomain, Log: slog.New(slog.NewTextHandler(&p.log, nil))},
@@ -105,7 +106,7 @@ func (p *post) Memory(_ context.Context, u gpu.UUID) (gpu.Memory, error) {
 
 func (p *post) Offered() []gpu.Device {
 	var out []gpu.Device
-	for i, u := range p.claim.GPUs {
+	for i, u := range p.claim.GPUs() {
 		out = append(out, gpu.Device{UUID: u, Index: i})
 	}
 	return out

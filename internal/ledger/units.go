@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ledger
+
+import (
+	"fmt"
+	"iter"
+	"strconv"
+	"strings"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// UnitSet is a set of numbers of memory units, as ranges: ascending, apart from each
+// other, none empty. Its text is "0-23,40".
+type UnitSet []UnitRange
+
+// UnitRange is the numbers from First to Last, both included.
+type UnitRange struct{ First, Last int }
+
+// SetOf returns the set of numbers that are in ascending order, each once.
+func SetOf(ascending []int) UnitSet {
+	var s UnitSet
+	for _, n := range ascending {
+		if i := len(s) - 1; i >= 0 && s[i].Last == n-1 {
+			s[i].Last = n
+		} else {
+			s = append(s, UnitRange{n, n})
+		}
+	}
+	return s
+}
+
+// Len is how many numbers are in the set.
+func (s UnitSet) Len() (n int) {
+	for _, r := range s {
+		n += r.Last - r.First + 1
+	}
+	return n
+}
+
+// Most is the largest number of the set, -1 where it is empty.
+func (s UnitSet) Most() int {
+	if len(s) == 0 {
+		return -1
+	}
+	return s[len(s)-1].Last
+}
+
+// From returns the numbers of the set that are n or more.
+func (s UnitSet) From(n int) UnitSet {
+	var out UnitSet
+	for _, r := range s {
+		if r.Last >= n {
+			out = append(out, UnitRange{max(r.First, n), r.Last})
+		}
+	}
+	return out
+}
+
+// All yields the numbers in ascending order.
+func (s UnitSet) All() iter.Seq[int] {
+	return func(yield func(int) bool) {
+		for _, r := range s {
+			for n := r.First; n <= r.Last; n++ {
+				if !yield(n) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// Overlaps reports whether both sets have a number.
+func (s UnitSet) Overlaps(o UnitSet) bool {
+	for i, j := 0, 0; i < len(s) && j < len(o); {
+		switch {
+		case s[i].Last < o[j].First:
+			i++
+		case o[j].Last < s[i].First:
+			j++
+		default:
+			return true
+		}
+	}
+	return false
+}
+
+// MarshalText writes the set as "0-23,40".
+func (s UnitSet) MarshalText() ([]byte, error) {
+	var b []byte
+	for i, r := range s {
+		if i > 0 {
+			b = append(b, ',')
+		}
+		b = strconv.AppendInt(b, int64(r.First), 10)
+		if r.Last > r.First {
+			b = append(b, '-')
+			b = strconv.AppendInt(b, int64(r.Last), 10)
+		}
+	}
+	return b, nil
+}
+
+// mostUnit is far above what any list has, and small enough for every sum of sets.
+const mostUnit = 1 << 24
+
+// UnmarshalText reads what MarshalText writes. The error wraps gpu.ErrInvalid.
+func (s *UnitSet) UnmarshalText(text []byte) error {
+	var out UnitSet
+	for part := range strings.SplitSeq(string(text), ",") {
+		first, last, isRange := strings.Cut(part, "-")
+		r := UnitRange{}
+		var err error
+		if r.First, err = strconv.Atoi(first); err == nil {
+			if r.Last = r.First; isRange {
+				r.Last, err = strconv.Atoi(last)
+			}
+		}
+		if err != nil || r.First < 0 || r.Last < r.First || r.Last > mostUnit || len(out) > 0 && r.First <= out[len(out)-1].Last {
+			return fmt.Errorf("%q are not numbers of memory units in ascending order: %w", text, gpu.ErrInvalid)
+		}
+		out = append(out, r)
+	}
+	*s = out
+	return nil
+}
