@@ -23,6 +23,7 @@ import (
 	"testing"
 	"time"
 
+	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/obs"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
@@ -541,7 +542,11 @@ func (n *node) held() map[string]holding {
 	for _, c := range n.runtime.living(nil) {
 		for name := range c.Annotations {
 			if key, ok := strings.CutPrefix(name, domain+"/gpu-claim."); ok && held[key].pod == "" {
-				held[key] = holding{c.pod.namespace, c.pod.name, c.Annotations[name], c.ids}
+				var r desk.Record
+				if err := json.Unmarshal([]byte(c.Annotations[name]), &r); err != nil {
+					r.Resource = err.Error() // which no status has
+				}
+				held[key] = holding{c.pod.namespace, c.pod.name, r.Resource, c.ids}
 			}
 		}
 	}

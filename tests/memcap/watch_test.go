@@ -18,8 +18,8 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/desk"
-	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/guard"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
