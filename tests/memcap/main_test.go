@@ -250,6 +250,12 @@ func (b *box) undone(index int) uint64 {
 	return c.Undone
 }
 
+// last is the latest reading of a GPU.
+func (b *box) last(index int) lib.Reading {
+	last, _ := b.readers[index].Last()
+	return last
+}
+
 // read waits until a whole reading of a GPU has begun and ended.
 func (b *box) read(t *testing.T, index int) {
 	t.Helper()
