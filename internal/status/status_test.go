@@ -161,6 +161,20 @@ func TestTextColor(t *testing.T) {
 	}
 }
 
+// No text of a Status reaches the terminal as a control sequence, and none makes a
+// line of its own.
+func TestTextControlsNoTerminal(t *testing.T) {
+	s := wired()
+	s.GPUs = append(s.GPUs, cards().GPUs...)
+	say(&s, "one\x1b[2J\rtwo\u009b1A\nthree")
+	got := text(t, s, TextOptions{Now: noon})
+	for _, line := range strings.Split(got, "\n") {
+		if strings.ContainsAny(line, "\x1b\r\u009b") || strings.HasPrefix(line, "three") {
+			t.Errorf("a text controls the terminal: %q", line)
+		}
+	}
+}
+
 func TestShare(t *testing.T) {
 	for _, test := range []struct{ part, whole, want int }{
 		{0, 79, 0}, {1, 79, 1}, {79, 79, 24}, {78, 79, 23}, {40, 80, 12}, {5, 0, 0}, {9, 8, 24},

@@ -64,7 +64,9 @@ func (p *printer) line(s string) {
 	p.out.WriteByte('\n')
 }
 
+// paint writes s in a colour, on one line.
 func (p *printer) paint(code, s string) string {
+	s = oneLine(s)
 	if !p.Color || s == "" || code == "" {
 		return s
 	}
@@ -160,11 +162,8 @@ func (p *printer) head(s Status) {
 	if t.State == "" {
 		p.line("no partition")
 	} else {
-		text := fmt.Sprintf("partition %s: ", t.Name)
-		if t.Name == "" {
-			text = "partition: "
-		}
-		p.line(text + p.paint(stateColor(t.State), t.State))
+		name := join(" ", "partition", t.Name) + ": "
+		p.line(p.fit(name, p.Width-utf8.RuneCountInString(t.State)) + p.paint(stateColor(t.State), t.State))
 	}
 	p.wrapped("  ", stateColor(t.State), t.Message)
 	if s.Hardware != "" {
@@ -317,7 +316,7 @@ func (p *printer) containers(s Status) {
 			}
 			line += "  " + p.pad(color, cell, -widths[column+1])
 		}
-		line += "  " + row[6]
+		line += "  " + p.fit(row[6], widths[6])
 		if i == 0 {
 			line = p.paint(faint, line)
 		}
