@@ -222,6 +222,20 @@ static void pools(const char *name)
     }
 }
 
+/* graph has 64 MiB while a kernel runs. */
+static handle graph(handle kernel)
+{
+    handle g, e;
+    unsigned long long at;
+    MUST(cuStreamBeginCapture_v2, u, 2);
+    MUST(cuMemAllocAsync, &at, 64 * MIB, u);
+    run(kernel, u);
+    MUST(cuMemFreeAsync, at, u);
+    MUST(cuStreamEndCapture, u, &g);
+    MUST(cuGraphInstantiateWithFlags, &e, g, 0ULL);
+    return e;
+}
+
 static void others(const char *name)
 {
     char text[32];
@@ -246,6 +260,24 @@ static void others(const char *name)
         run(shorter, s);
         MUST(cuStreamSynchronize, s);
         say(before - unused() > 512 * MIB ? "launch" : "unknown: a heap of 1 GiB is not there after a kernel that does not use it");
+    } else if (strcmp(name, "graphs") == 0) {
+        handle first = graph(longer), second = graph(shorter);
+        uint64_t reserved = 0;
+        MUST(cuGraphLaunch, first, s);
+        MUST(cuGraphLaunch, second, t);
+        MUST(cuDeviceGetGraphMemAttribute, device, 2, &reserved);
+        busy();
+        say(reserved >= 128 * MIB ? "distinct" : "ordered");
+    } else if (strcmp(name, "green-mib") == 0) {
+        uint64_t resource[32] = {0}; /* more than a CUdevResource */
+        handle primary, desc, green;
+        MUST(cuDevicePrimaryCtxRetain, &primary, device); /* which a green context would retain */
+        MUST(cuDeviceGetDevResource, device, resource, 1);
+        MUST(cuDevResourceGenerateDesc, &desc, resource, 1);
+        size_t before = unused();
+        MUST(cuGreenCtxCreate, &green, desc, device, 1);
+        snprintf(text, sizeof text, "%zu", (before - unused()) / MIB);
+        say(text);
     } else if (strcmp(name, "managed-create") == 0) {
         struct props managed = {.type = 2, .location = 1, .id = device};
         unsigned long long made;
