@@ -16,7 +16,7 @@ import (
 )
 
 // What pkg/gpu/nvml installs: hooks/<16 digits>/nvidia-cdi-hook, and while it
-// does, .nvidia-cdi-hook.<random>.tmp beside it.
+// does, .nvidia-cdi-hook.<random>.tmp beside it; and what it remembers of that.
 const hooksDir = "hooks"
 
 // capDir is where pkg/memcap/lib installs libraries, in directories named by
@@ -26,6 +26,7 @@ const capDir = "cap"
 var (
 	hookDir  = regexp.MustCompile(`^[0-9a-f]{16}$`)
 	hookFile = regexp.MustCompile(`^(nvidia-cdi-hook|\.nvidia-cdi-hook\.[A-Z2-7]+\.tmp)$`)
+	hookNote = regexp.MustCompile(`^(installed|\.installed\.tmp)$`)
 )
 
 // Remove takes away what the agent, of whatever version, has made in dir: its
@@ -58,6 +59,9 @@ func Remove(dir string) error {
 	}
 	for _, d := range r.list(hooksDir) {
 		path := filepath.Join(hooksDir, d.Name())
+		if hookNote.MatchString(d.Name()) {
+			r.plain(path)
+		}
 		if !d.IsDir() || !hookDir.MatchString(d.Name()) {
 			continue
 		}

@@ -14,6 +14,8 @@ import (
 	"os"
 	"path/filepath"
 
+	"golang.org/x/sys/unix"
+
 	"example.com/gpu-agent/internal/atomicfile"
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -33,33 +35,102 @@ const hookProgram = "nvidia-cdi-hook"
 // in place, because a claim's file may name them as long as it stands.
 //
 // Installing again what stands whole changes nothing, and what stands broken
-// is replaced; half a copy of an agent that was killed meanwhile is removed. src must be executable by the host, so statically linked or
-// linked against what any host has.
+// is replaced; half a copy of an agent that was killed meanwhile is removed. Both
+// programs are read only where one of them is not the file that it was the last
+// time, as a file beside the directories says. src must be executable by the host,
+// so statically linked or linked against what any host has.
 func InstallHook(src, stateDir string) (path string, err error) {
 	if !filepath.IsAbs(stateDir) {
 		return "", fmt.Errorf("install %s: state directory %q: want an absolute path: %w", src, stateDir, gpu.ErrInvalid)
 	}
-	sum, err := contentSum(src)
+	marks, err := fileMarks(src)
 	if err != nil {
 		return "", fmt.Errorf("install the hook program: %w", err)
 	}
 	if err := removeHalves(stateDir); err != nil {
 		return "", fmt.Errorf("remove half a copy of the hook program: %w; remove it by hand", err)
 	}
-	dir := filepath.Join(stateDir, "hooks", hex.EncodeToString(sum[:8]))
+	hooks := filepath.Join(stateDir, "hooks")
+	if path := installedBefore(hooks, marks); path != "" {
+		return path, nil
+	}
+	sum, err := contentSum(src)
+	if err != nil {
+		return "", fmt.Errorf("install the hook program: %w", err)
+	}
+	version := hex.EncodeToString(sum[:8])
+	dir := filepath.Join(hooks, version)
 	path = filepath.Join(dir, hookProgram)
-	if info, err := os.Lstat(path); err == nil && info.Mode() == 0o755 {
-		if there, err := contentSum(path); err == nil && bytes.Equal(there, sum) {
-			return path, nil
+	if !isProgram(path, sum) {
+		if err := os.MkdirAll(dir, 0o755); err != nil {
+			return "", fmt.Errorf("install the hook program: %w; the state directory must be writable", err)
+		}
+		if err := copyProgram(src, dir, sum); err != nil {
+			return "", fmt.Errorf("install the hook program %s: %w; check free space and permissions of %s", path, err, stateDir)
 		}
 	}
-	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return "", fmt.Errorf("install the hook program: %w; the state directory must be writable", err)
-	}
-	if err := copyProgram(src, dir, sum); err != nil {
-		return "", fmt.Errorf("install the hook program %s: %w; check free space and permissions of %s", path, err, stateDir)
-	}
+	remember(hooks, version, marks)
 	return path, nil
+}
+
+// isProgram reports whether a program with that sum stands whole.
+func isProgram(path string, sum []byte) bool {
+	info, err := os.Lstat(path)
+	if err != nil || info.Mode() != 0o755 {
+		return false
+	}
+	there, err := contentSum(path)
+	return err == nil && bytes.Equal(there, sum)
+}
+
+// installedFile says which file was installed last, as which version, and what
+// stands there since: the marks of both files.
+const installedFile = "installed"
+
+// fileMarks tell a file from any other and from itself after a change: nobody but
+// the kernel sets the time of the last change of a file's inode.
+func fileMarks(path string) (string, error) {
+	var st unix.Stat_t
+	if err := unix.Stat(path, &st); err != nil {
+		return "", &fs.PathError{Op: "stat", Path: path, Err: err}
+	}
+	return fmt.Sprintf("%x:%x:%o:%d:%d.%d:%d.%d", st.Dev, st.Ino, st.Mode, st.Size, st.Mtim.Sec, st.Mtim.Nsec, st.Ctim.Sec, st.Ctim.Nsec), nil
+}
+
+// installedBefore returns where the program with these marks stands since it was
+// installed, and nothing where anything has changed.
+func installedBefore(hooks, marks string) (path string) {
+	said, err := os.ReadFile(filepath.Join(hooks, installedFile))
+	if err != nil {
+		return ""
+	}
+	var version, from, to string
+	if n, _ := fmt.Sscanf(string(said), "v1 %s %s %s\n", &version, &from, &to); n != 3 || from != marks {
+		return ""
+	}
+	path = filepath.Join(hooks, filepath.Base(version), hookProgram)
+	if there, err := fileMarks(path); err != nil || there != to {
+		return ""
+	}
+	return path
+}
+
+// remember is for installedBefore of the next process, which does without if it
+// fails.
+func remember(hooks, version, marks string) {
+	there, err := fileMarks(filepath.Join(hooks, version, hookProgram))
+	if err != nil {
+		return
+	}
+	root, err := os.OpenRoot(hooks)
+	if err != nil {
+		return
+	}
+	defer root.Close()
+	_ = atomicfile.Write(root, installedFile, "."+installedFile+".tmp", 0o600, atomicfile.Unflushed, func(f *os.File) error {
+		_, err := fmt.Fprintf(f, "v1 %s %s %s\n", version, marks, there)
+		return err
+	})
 }
 
 // removeHalves removes what an agent left that was killed in InstallHook. Each

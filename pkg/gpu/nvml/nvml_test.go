@@ -252,6 +252,31 @@ func TestInstallHook(t *testing.T) {
 		t.Error("what stood whole was written again")
 	}
 
+	// Damage that leaves the program's size, and notes that say anything.
+	if err := os.WriteFile(first, []byte("0ne"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	install()
+	notes := filepath.Join(state, "hooks", "installed")
+	said, err := os.ReadFile(notes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, now := range []string{"", "v1", "v2 x y z\n", strings.Replace(string(said), filepath.Base(filepath.Dir(first)), "../../x", 1), strings.Replace(string(said), " ", "  ", -1)} {
+		if err := os.WriteFile(notes, []byte(now), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		install()
+	}
+	write("0ne", 0o755) // another program of the same size, in the same file
+	if other := install(); other == first {
+		t.Error("another program went to the same path")
+	}
+	write("one", 0o755)
+	if again := install(); again != first {
+		t.Errorf("the same content went to %s and %s", first, again)
+	}
+
 	for _, whole := range []bool{true, false} {
 		if err := os.WriteFile(filepath.Join(filepath.Dir(first), ".nvidia-cdi-hook.HALF.tmp"), []byte("o"), 0o700); err != nil {
 			t.Fatal(err)
