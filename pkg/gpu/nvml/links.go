@@ -141,16 +141,18 @@ func (d *Driver) ask(h nvml.Device, own *nvlinks) {
 	}
 	typed, versioned := d.has("nvmlDeviceGetNvLinkRemoteDeviceType"), d.has("nvmlDeviceGetNvLinkVersion")
 	speeds := d.speeds(h, fresh)
+	version := 0 // of all: a GPU's links are of one generation
 	for i, f := range fresh {
 		l := &own.lanes[slices.IndexFunc(own.lanes, func(l lane) bool { return l.number == f.number })]
 		if speeds[i] != notGiven {
 			l.mbps = int(speeds[i])
 		}
-		if versioned {
-			if version, ret := h.GetNvLinkVersion(l.number); ret == nvml.SUCCESS {
-				l.version = generation(version)
+		if versioned && version == 0 {
+			if v, ret := h.GetNvLinkVersion(l.number); ret == nvml.SUCCESS {
+				version = generation(v)
 			}
 		}
+		l.version = cmp.Or(version, l.version)
 		if typed {
 			if kind, ret := h.GetNvLinkRemoteDeviceType(l.number); ret == nvml.SUCCESS && kind == nvml.NVLINK_DEVICE_TYPE_SWITCH {
 				l.switched, l.known, l.asked = true, true, true

@@ -145,8 +145,9 @@ func (d *Driver) readProfiles(h nvml.Device, u gpu.UUID) ([]gpu.Profile, error) 
 		return nil, nil
 	}
 	var list []gpu.Profile
+	newest := false // the driver has told of a profile in the newest form
 	for number := range mostProfiles {
-		p, ret := profile(h, number)
+		p, ret := profile(h, number, &newest)
 		if ret == nvml.ERROR_INVALID_ARGUMENT {
 			break
 		}
@@ -169,10 +170,10 @@ func (d *Driver) readProfiles(h nvml.Device, u gpu.UUID) ([]gpu.Profile, error) 
 }
 
 // profile reads one profile, in the newest form that the driver has.
-func profile(h nvml.Device, number int) (gpu.Profile, nvml.Return) {
+func profile(h nvml.Device, number int, newest *bool) (gpu.Profile, nvml.Return) {
 	info := h.GetGpuInstanceProfileInfoV(number)
 	v3, ret := info.V3()
-	if ret == nvml.SUCCESS {
+	if *newest = *newest || ret == nvml.SUCCESS; *newest {
 		return gpu.Profile{
 			Name: profileName(v3.Name[:]), ID: int(v3.Id), Memory: gpu.MiB(v3.MemorySizeMB),
 			Slices: int(v3.SliceCount), SMs: int(v3.MultiprocessorCount), Max: int(v3.InstanceCount),
