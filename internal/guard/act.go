@@ -15,6 +15,28 @@ import (
 	"example.com/gpu-agent/pkg/memcap"
 )
 
+// lasts looks twice more before anybody is told of a container that is over its cap. A
+// memory pool may be that for some milliseconds, by one request, before the library
+// undoes it; a program at the edge of its cap does so again and again, and two looks
+// may both fall into such a moment. What a container says of itself counts for nothing
+// here: it writes that word itself.
+func (g *Guard) lasts(ctx context.Context, u gpu.UUID, v memcap.Verdict) bool {
+	for range 2 {
+		select {
+		case <-ctx.Done():
+			return false
+		case <-time.After(moment):
+		}
+		dctx, cancel := context.WithTimeout(ctx, driverPatience)
+		listed, err := g.w.Driver.Processes(dctx, u)
+		cancel()
+		if err != nil || !v.Lasts(memcap.Merge(listed)) {
+			return false
+		}
+	}
+	return true
+}
+
 // act tells of an offence that is beyond doubt, and ends the offender beside the
 // looks that go on: a runtime may take its time.
 func (g *Guard) act(ctx context.Context, d *gpu.Device, c *node.Container, v memcap.Verdict, owners map[int]node.Owner) {

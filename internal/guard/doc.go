@@ -40,7 +40,8 @@
 // A container over its cap has got round the library, or has none: an Event says
 // so, and it is ended, it alone: of several that have a claim's cap together the one
 // with the most memory. Before that everything is looked at again: the
-// driver's figures, and for each process that counted, that it is the same one
+// driver's figures, twice within some milliseconds, since a memory pool may be over
+// for a moment before the library undoes it; and for each process that counted, that it is the same one
 // and still in that container. A container that uses a GPU of ours without a
 // claim on it is reported, and ended only where the operator wants that. One that
 // the runtime does not list (a sandboxed runtime has the processes of a whole pod in

@@ -49,6 +49,8 @@ const (
 	// maxSpoilt bounds how often pageEvery is doubled for a container whose
 	// counters are nonsense again and again: to some four minutes.
 	maxSpoilt = 8
+	// moment is longer than what a library takes back at once is there.
+	moment = 20 * time.Millisecond
 	// checkEvery is how often it is tried again whether the guard may start.
 	checkEvery = 10 * time.Second
 )

@@ -63,6 +63,8 @@ type world struct {
 	kinds    []memcap.Kind
 	// reowned, if set, runs before the owner of a process is told.
 	reowned func(pid int)
+	// listing, if set, runs before the processes on a GPU are.
+	listing func()
 }
 
 type proc struct {
@@ -87,6 +89,7 @@ type meter struct {
 	spent   time.Duration
 	quiet   bool
 	nobody  bool // has counted anything
+	undone  uint64
 }
 
 func (m *meter) counts() int {
@@ -142,6 +145,9 @@ func (w *world) uses(pid int, u gpu.UUID, bytes uint64) {
 func (w *world) Processes(ctx context.Context, u gpu.UUID) ([]gpu.Process, error) {
 	w.mu.Lock()
 	w.asked[u]++
+	if w.listing != nil {
+		w.listing()
+	}
 	hang, err := w.hang, w.driverErr
 	var out []gpu.Process
 	for pid, p := range w.procs {
@@ -287,7 +293,7 @@ func (m *meter) End(driver uint64, known bool) (lib.Reading, error) {
 	m.ended++
 	m.spent += m.cost
 	m.driver, m.known = driver, known
-	return lib.Reading{Used: driver + m.managed, Counters: lib.Counters{Word: m.word, Refusals: 7, Uncounted: 3, Undone: 5 << 20, Processes: m.counts()}, Quiet: m.quiet}, nil
+	return lib.Reading{Used: driver + m.managed, Counters: lib.Counters{Word: m.word, Refusals: 7, Uncounted: 3, Undone: max(m.undone, 5<<20), Processes: m.counts()}, Quiet: m.quiet}, nil
 }
 
 func (m *meter) Cost() time.Duration { return m.spent }

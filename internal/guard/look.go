@@ -74,6 +74,10 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 		return g.knows(id, holders) || slices.ContainsFunc(judged, func(h memcap.Holding) bool { return h.Container == id })
 	})
 	for _, v := range verdicts {
+		if v.Kind == memcap.Over && v.Told == 0 && !g.lasts(ctx, d.UUID, v) {
+			g.judge.Excuse(v)
+			continue
+		}
 		if c := g.offender(place{v.Container, d.UUID}, holders); c != nil {
 			g.act(ctx, d, c, v, sc.owners)
 		}

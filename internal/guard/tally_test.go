@@ -157,20 +157,51 @@ func TestPredecessorThatTakesItsTime(t *testing.T) {
 	w.container("init", []int{10}, 4*gib, gpu0)
 	w.another("main", "init", 20)
 	watch(t, w, Options{}, func(_ *Guard, pass func(time.Duration)) {
-		asked := 0
+		last := 0
 		w.reowned = func(pid int) {
 			if pid != 10 {
 				return
 			}
-			if asked++; asked > w.asked[gpu0] { // once in each look, and then by who ends somebody
+			if last != 0 && w.asked[gpu0]-last != 1 { // once after each look's question, and then by who ends somebody
 				delete(w.procs, 10)
 			}
+			last = w.asked[gpu0]
 		}
 		w.uses(10, gpu0, 3*gib)
 		w.uses(20, gpu0, 4*gib)
 		pass(5 * time.Second)
 		if len(w.ended) != 0 || w.procs[10] != nil {
 			t.Errorf("ended %v; the first one is there: %v", w.ended, w.procs[10] != nil)
+		}
+	})
+}
+
+// TestMomentsBeyondTheCapEndNobody: a memory pool takes more than the cap for moments
+// and gives it back at once, and each look falls into such a moment. What the counters
+// say of that neither excuses anybody nor condemns: who stays over is ended as ever.
+func TestMomentsBeyondTheCapEndNobody(t *testing.T) {
+	w := newWorld()
+	w.container("a", []int{10}, 4*gib, gpu0)
+	w.pages["a"+string(gpu0)] = &meter{w: w, undone: 40 * gib}
+	watch(t, w, Options{}, func(g *Guard, pass func(time.Duration)) {
+		stays, last := false, time.Time{}
+		w.listing = func() { // a look comes a while after the last question, and not at once
+			if w.procs[10] == nil {
+				return
+			}
+			if w.uses(10, gpu0, 4*gib); stays || time.Since(last) > 100*time.Millisecond {
+				w.uses(10, gpu0, 8*gib)
+			}
+			last = time.Now()
+		}
+		pass(time.Minute)
+		if len(w.ended) != 0 || len(w.events) != 0 || g.State().Kills != 0 {
+			t.Errorf("ended %v, Events %q", w.ended, w.events)
+		}
+		stays = true
+		pass(time.Second)
+		if !slices.Equal(w.ended, []string{"a"}) || len(w.events) != 1 {
+			t.Errorf("ended %v, Events %q, when it stays over", w.ended, w.events)
 		}
 	})
 }

@@ -4,6 +4,7 @@ package memcap
 
 import (
 	"cmp"
+	"maps"
 	"slices"
 	"sync"
 	"time"
@@ -138,6 +139,19 @@ func (v Verdict) Stands(same func(Process) bool) bool {
 	return alive > 0
 }
 
+// Lasts tells whether the processes that were over are so by a later list of the
+// driver's, too, as Merge returned it.
+func (v Verdict) Lasts(now []Process) bool {
+	var used uint64
+	for _, p := range now {
+		same := func(q Process) bool { return comparePlaces(p, q) == 0 }
+		if p.Known && slices.ContainsFunc(v.Processes, same) {
+			used = plus(used, p.Bytes)
+		}
+	}
+	return used > v.Limit
+}
+
 // Judge turns samples into verdicts. It remembers doubts, no more than one for
 // each party in the last sample of a GPU: a container, or those that share a claim.
 // It is safe for several goroutines.
@@ -219,6 +233,16 @@ func (j *Judge) Judge(s Sample, holdings []Holding, known func(container string)
 	c.doubts = doubts
 	slices.SortFunc(verdicts, func(a, b Verdict) int { return cmp.Compare(a.Container, b.Container) })
 	return verdicts
+}
+
+// Excuse ends the doubt that a verdict came of: the offence was no more when it was
+// looked at again.
+func (j *Judge) Excuse(v Verdict) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if c := j.gpus[v.GPU]; c != nil {
+		maps.DeleteFunc(c.doubts, func(_ party, d *doubt) bool { return d.named == v.Container })
+	}
 }
 
 // claims are the claims of the containers that share one, by container.
