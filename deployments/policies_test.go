@@ -261,14 +261,16 @@ func TestAgentEvictsOnlyPodsOfItsNode(t *testing.T) {
 	}
 	on1, on2 := agentOn("node-1"), agentOn("node-2")
 	mine, theirs, waits := s.pod(t, "train", "mine", "node-1"), s.pod(t, "train", "theirs", "node-2"), s.pod(t, "train", "waits", "")
-	const ownNode, otherUID = "pods of the node that it runs on", "has another UID"
+	// Where both policies refuse, the server says the words of either: it has them in
+	// an order that it draws anew whenever one of them changes.
+	const ownNode, byUID, otherUID, either = "pods of the node that it runs on", "names by its UID", "has another UID", "the GPU agent evicts only"
 	s.await(t, "right and policies are in force", func() error {
-		// Without these the server would say that the pod is not there, or that its
-		// UID is another one.
-		for uid, want := range map[string]string{"": "names by its UID", theirs: ownNode} {
-			err := s.do(t, on1, http.MethodPost, "/api/v1/namespaces/train/pods/theirs/eviction?dryRun=All", asJSON, eviction("train", "theirs", uid), nil)
-			if err == nil || !strings.Contains(err.Error(), want) {
-				return fmt.Errorf("%v, want a refusal that says %q", err, want)
+		// Each is asked for what it alone refuses. Without them the server would say that
+		// the pod is not there, or that it may be evicted.
+		for _, try := range []struct{ pod, uid, says string }{{"none", "", byUID}, {"theirs", theirs, ownNode}} {
+			err := s.do(t, on1, http.MethodPost, "/api/v1/namespaces/train/pods/"+try.pod+"/eviction?dryRun=All", asJSON, eviction("train", try.pod, try.uid), nil)
+			if err == nil || !strings.Contains(err.Error(), try.says) {
+				return fmt.Errorf("%v, want a refusal that says %q", err, try.says)
 			}
 		}
 		return nil
@@ -281,7 +283,8 @@ func TestAgentEvictsOnlyPodsOfItsNode(t *testing.T) {
 	}{
 		{"another node's, by its UID", on1, "theirs", theirs, ownNode},
 		{"another node's, by a wrong UID", on1, "theirs", wrong, ownNode},
-		{"another node's, without a UID", on1, "theirs", "", "names by its UID"},
+		{"another node's, without a UID", on1, "theirs", "", either},
+		{"its own, without a UID", on1, "mine", "", either},
 		{"another node's, by the UID of one of its own", on1, "theirs", mine, ownNode},
 		{"one that has no node yet", on1, "waits", waits, ownNode},
 		{"its own, by a wrong UID", on1, "mine", wrong, otherUID},
