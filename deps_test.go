@@ -65,6 +65,7 @@ var rooms = []room{
 	{"pkg/cdi", 1, "a claim's CDI spec as a value"},
 	{"internal/config", 1, "partition files"},
 	{"internal/ledger", 1, "what is granted: pieces of GPUs and their caps"},
+	{"internal/plan", 1, "layouts, steps, and who is in the way"},
 	{"internal/desk", 1, "the view and the claims"},
 	{"internal/status", 1, "what people and programs are told: values, text and page"},
 	{"internal/label", 1, "the node's labels, from inventory, links and partition"},

@@ -21,6 +21,7 @@ import (
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
@@ -246,8 +247,8 @@ type Agent struct {
 	}
 	partition string // the one that is chosen
 	active    string // the one that wanted is of
-	cuts      map[gpu.UUID]Cut
-	past      map[gpu.UUID][]pastCut
+	layouts   map[gpu.UUID]plan.Layout
+	past      map[gpu.UUID][]plan.Past
 	slices    map[gpu.UUID]slice
 	// cards is what can stand on each GPU, of profiles as they were then.
 	cards    map[gpu.UUID]*mig.Card
@@ -263,7 +264,7 @@ type Agent struct {
 	// rests are pauses after work that failed, by GPU and by wish; failing are
 	// the slots that could not be made.
 	rests     map[gpu.UUID]*rest
-	wishRests map[want]*rest
+	wishRests map[plan.Want]*rest
 	failing   map[gpu.UUID]map[mig.Slot]*failing
 	// gates is what the CDI files of claims of MIG devices were made of.
 	gates map[string]string
@@ -331,12 +332,12 @@ type Snapshot struct {
 	Matrix   *topology.Matrix
 	// Answered says that this process has read Inventory itself.
 	Answered bool
-	Cuts     map[gpu.UUID]Cut
+	Layouts  map[gpu.UUID]plan.Layout
 	// Wanted is what the partition Active means on this node: the last good one
 	// while a newer one cannot be had. Nil before there was one.
 	Wanted  []config.Want
 	Active  string
-	Blocked []Blocked
+	Blocked []plan.Blocked
 	// Others is why GPUs are, or may be, given out by somebody else.
 	Others  map[gpu.UUID]string
 	Outcome Outcome
@@ -392,8 +393,8 @@ func New(o Options, w Worlds) *Agent {
 		news:      make(chan struct{}, 1),
 		ended:     make(chan struct{}, 1),
 		input:     input{labelKnown: w.Cluster == nil},
-		cuts:      map[gpu.UUID]Cut{},
-		past:      map[gpu.UUID][]pastCut{},
+		layouts:   map[gpu.UUID]plan.Layout{},
+		past:      map[gpu.UUID][]plan.Past{},
 		slices:    map[gpu.UUID]slice{},
 		cards:     map[gpu.UUID]*mig.Card{},
 		profiles:  map[gpu.UUID][]gpu.Profile{},
@@ -402,7 +403,7 @@ func New(o Options, w Worlds) *Agent {
 		jobs:      map[gpu.UUID]*job{},
 		migAt:     map[gpu.UUID]time.Time{},
 		rests:     map[gpu.UUID]*rest{},
-		wishRests: map[want]*rest{},
+		wishRests: map[plan.Want]*rest{},
 		failing:   map[gpu.UUID]map[mig.Slot]*failing{},
 		gates:     map[string]string{},
 		serving:   map[string]plugin.Source{},
@@ -610,7 +611,7 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 	}
 	for _, cuts := range a.past {
 		for _, p := range cuts {
-			wait = min(wait, p.until.Sub(now))
+			wait = min(wait, p.Until.Sub(now))
 		}
 	}
 	return max(wait, leastSleep)
@@ -629,7 +630,7 @@ func unchecked(claims []desk.Claim) bool {
 
 // holdersDue says whether the witnesses are to be asked in full: always before a
 // GPU is cut anew, when one of our containers has ended, and now and then.
-func (a *Agent) holdersDue(now time.Time, changes *Changes) bool {
+func (a *Agent) holdersDue(now time.Time, changes *plan.Changes) bool {
 	switch since := now.Sub(a.seen.at); {
 	case a.askSoon.Swap(false), len(changes.Recut) > 0, withdraws(a.due(changes.Work, now)), a.seen.at.IsZero():
 		return true
@@ -672,7 +673,7 @@ func (a *Agent) round(ctx context.Context) error {
 		if err != nil {
 			o.State, o.Message = Failed, err.Error()
 		}
-		a.finish(&Changes{}, o)
+		a.finish(&plan.Changes{}, o)
 		return err
 	}
 	note, configErr := a.resolve()
@@ -699,7 +700,7 @@ func (a *Agent) round(ctx context.Context) error {
 		// Withdraw first, then look again: whoever claimed before the
 		// withdrawal keeps what they have.
 		withdrawn := changes
-		withdrawn.Cuts = a.cuts // not cut anew yet
+		withdrawn.Layouts = a.layouts // not cut anew yet
 		a.publish(viewInput{changes: &withdrawn, recutting: changes.Recut})
 		claims = a.claims()
 		changes = a.plan(claims)
@@ -721,7 +722,7 @@ func (a *Agent) round(ctx context.Context) error {
 	}
 	a.correct(&changes, unsaved)
 	// Not before somebody can need them: the partitions may arrive meanwhile.
-	if a.partsDue && a.letGo == "" && a.driverAnswers() && (a.wanted != nil || len(a.cuts) > 0 || a.desk.Held()) {
+	if a.partsDue && a.letGo == "" && a.driverAnswers() && (a.wanted != nil || len(a.layouts) > 0 || a.desk.Held()) {
 		// It takes a while to learn the parts. A fault is told before that, and
 		// so is what a new process offers: a container that comes meanwhile
 		// waits for its claim's file.
@@ -841,26 +842,26 @@ func (a *Agent) heardSoFar() input {
 	return a.input
 }
 
-func (a *Agent) plan(claims []desk.Claim) Changes {
-	return Plan(PlanInput{Inventory: a.inv, Claims: claims, Wanted: a.wanted, Cuts: a.cuts, past: a.past, Others: a.others.gpus, Names: a.names,
+func (a *Agent) plan(claims []desk.Claim) plan.Changes {
+	return plan.Make(plan.Input{Inventory: a.inv, Claims: claims, Wanted: a.wanted, Layouts: a.layouts, Past: a.past, Others: a.others.gpus,
 		Unit: a.opts.MemoryUnit, MIG: a.migInput(claims, time.Now())})
 }
 
 // offersAny reports whether any of these GPUs has devices to withdraw.
 func (a *Agent) offersAny(gpus []gpu.UUID) bool {
-	return slices.ContainsFunc(gpus, func(u gpu.UUID) bool { return a.cuts[u].Offers })
+	return slices.ContainsFunc(gpus, func(u gpu.UUID) bool { return a.layouts[u].Offers })
 }
 
 // settle makes the planned cuts the ones in force, and remembers what they
 // replace until the kubelet may forget it.
-func (a *Agent) settle(changes *Changes) {
+func (a *Agent) settle(changes *plan.Changes) {
 	now := time.Now()
-	for _, u := range sortedKeys(changes.Cuts) {
+	for _, u := range sortedKeys(changes.Layouts) {
 		// MIG devices come and go one by one.
-		old, to := a.cuts[u], changes.Cuts[u]
+		old, to := a.layouts[u], changes.Layouts[u]
 		if old.Offers && to.Offers && old.Kind == ledger.Placement && to.Kind == ledger.Placement && !old.Equal(to) {
-			a.past[u] = append(a.past[u], pastCut{cut: old, until: now.Add(Linger)})
-			a.log.Info("cut", "gpu", u, "from", slotNames(old.Slots), "to", slotNames(to.Slots))
+			a.past[u] = append(a.past[u], plan.Past{Layout: old, Until: now.Add(plan.Linger)})
+			a.log.Info("cut", "gpu", u, "from", plan.Names(old.Slots), "to", plan.Names(to.Slots))
 		}
 	}
 	for u, slots := range changes.Made {
@@ -870,25 +871,25 @@ func (a *Agent) settle(changes *Changes) {
 	}
 	a.forget(changes)
 	a.noteIdle(changes, now)
-	a.busyLook = changes.busyLook()
+	a.busyLook = busyLookOf(changes)
 	if a.busyLook > 0 && now.Sub(a.readAt) >= a.busyLook {
 		a.stale.Store(true)
 	}
 	for _, u := range changes.Recut {
-		old := a.cuts[u]
+		old := a.layouts[u]
 		if old.Offers {
-			a.past[u] = append(a.past[u], pastCut{cut: old, until: now.Add(Linger)})
+			a.past[u] = append(a.past[u], plan.Past{Layout: old, Until: now.Add(plan.Linger)})
 		}
-		a.log.Info("cut", "gpu", u, "from", old.mode(), "to", changes.Cuts[u].mode(), "devices", changes.Cuts[u].N)
+		a.log.Info("cut", "gpu", u, "from", old.Mode(), "to", changes.Layouts[u].Mode(), "devices", changes.Layouts[u].N)
 	}
-	a.cuts = changes.Cuts
+	a.layouts = changes.Layouts
 }
 
 // expire drops what has been listed as withdrawn for long enough. That is done before
 // a plan, which may need the room.
 func (a *Agent) expire(now time.Time) {
 	for u, cuts := range a.past {
-		if cuts = slices.DeleteFunc(cuts, func(p pastCut) bool { return !p.until.After(now) }); len(cuts) > 0 {
+		if cuts = slices.DeleteFunc(cuts, func(p plan.Past) bool { return !p.Until.After(now) }); len(cuts) > 0 {
 			a.past[u] = cuts
 		} else {
 			delete(a.past, u)
@@ -940,7 +941,7 @@ func (a *Agent) serve(v *desk.View) error {
 }
 
 // judge puts the round into one word and a sentence.
-func (a *Agent) judge(note, hwNote string, configErr, err error, changes *Changes) Outcome {
+func (a *Agent) judge(note, hwNote string, configErr, err error, changes *plan.Changes) Outcome {
 	o := Outcome{Partition: a.partition, State: Applied, Message: hwNote}
 	switch {
 	case configErr != nil:
@@ -969,7 +970,7 @@ func (a *Agent) judge(note, hwNote string, configErr, err error, changes *Change
 }
 
 // blocked says which GPUs wait for whom.
-func blocked(changes *Changes) string {
+func blocked(changes *plan.Changes) string {
 	words := make([]string, len(changes.Blocked))
 	for i, b := range changes.Blocked {
 		words[i] = b.String()
@@ -999,7 +1000,7 @@ func (a *Agent) missing(o *Outcome) string {
 	if a.parts == nil && a.partsErr != nil {
 		out = append(out, "it does not know which driver files containers need: "+a.partsErr.Error())
 	}
-	offers := slices.ContainsFunc(slices.Collect(maps.Values(a.cuts)), func(c Cut) bool { return c.Offers })
+	offers := slices.ContainsFunc(slices.Collect(maps.Values(a.layouts)), func(c plan.Layout) bool { return c.Offers })
 	switch {
 	case !in.labelKnown:
 		out = append(out, "the node's labels have not been heard of")
@@ -1029,7 +1030,7 @@ func (a *Agent) hangs() string {
 }
 
 // finish publishes what people see.
-func (a *Agent) finish(changes *Changes, o Outcome) {
+func (a *Agent) finish(changes *plan.Changes, o Outcome) {
 	if trouble := sentences(a.refusal, unregistered(a.resources(a.unknown))); trouble != "" {
 		if o.State != Invalid {
 			o.State = Failed
@@ -1057,7 +1058,7 @@ func (a *Agent) finish(changes *Changes, o Outcome) {
 			work[u] = *text
 		}
 	}
-	a.snapshot.Store(&Snapshot{Inventory: inv, Topology: a.topology, Matrix: a.matrix, Answered: a.answered, Cuts: a.cuts, Wanted: a.wanted, Active: a.active, Blocked: changes.Blocked,
+	a.snapshot.Store(&Snapshot{Inventory: inv, Topology: a.topology, Matrix: a.matrix, Answered: a.answered, Layouts: a.layouts, Wanted: a.wanted, Active: a.active, Blocked: changes.Blocked,
 		Work: work, Made: made, Leaving: changes.Leaving, Failing: a.failingSlots(now), Others: a.others.gpus, Outcome: o,
 		Source: a.heardSoFar().source, Generation: a.wantedGen, At: now, Heard: heard, Unknown: a.unknown, Missing: missing, Verdicts: verdicts, Hangs: hangs})
 	poke(a.stirred)

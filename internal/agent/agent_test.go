@@ -24,6 +24,7 @@ import (
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/cdi/dir"
@@ -535,7 +536,7 @@ func TestEditWithAHolder(t *testing.T) {
 			t.Errorf("the ended claim left %v", b.files())
 		}
 		// GPU 0's units leave the list a minute after they were withdrawn.
-		time.Sleep(Linger)
+		time.Sleep(plan.Linger)
 		b.want("applied", "", "0 1")
 		if events := strings.Join(b.events, "\n"); strings.Count(events, "GPUPartitionBlocked") != 1 || strings.Count(events, "GPUPartitionApplied") != 2 {
 			t.Errorf("events:\n%s", events)

@@ -54,7 +54,7 @@ func (a *Agent) settleCaps(c *desk.Claim) error {
 		if g.Cap.Known || d == nil {
 			continue
 		}
-		cut := a.cuts[g.GPU]
+		cut := a.layouts[g.GPU]
 		switch same := cut.Offers && cut.Kind == g.Kind; {
 		case g.Kind == ledger.Units && same && cut.Unit != 0: // a GPU keeps the unit that it was cut with, as long as it is held
 			*g = g.Fix(memcap.Units(g.Units.Len(), cut.Unit), d.Usable())
@@ -64,7 +64,7 @@ func (a *Agent) settleCaps(c *desk.Claim) error {
 			*g = g.Fix(memcap.Replica(d, cut.N), d.Usable())
 		default:
 			_, err := a.caps.Limit(c.Key, g.GPU)
-			return fmt.Errorf("find the cap of %s on %s, which is %s now: %w", c.Resource, g.GPU, cut.mode(), err)
+			return fmt.Errorf("find the cap of %s on %s, which is %s now: %w", c.Resource, g.GPU, cut.Mode(), err)
 		}
 	}
 	a.desk.Learn(c.Key, grants)
@@ -90,7 +90,7 @@ func (a *Agent) Offered() []gpu.Device {
 	snap := a.snapshot.Load()
 	var out []gpu.Device
 	for _, d := range snap.Inventory.GPUs {
-		if snap.Cuts[d.UUID].Offers && !d.Gone {
+		if snap.Layouts[d.UUID].Offers && !d.Gone {
 			out = append(out, d)
 		}
 	}

@@ -19,6 +19,7 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
@@ -308,7 +309,7 @@ func TestCapOutlivesLostState(t *testing.T) {
 				// With its holder goes its cut, and its page.
 				b.release("p")
 				b.with(func() { b.entries = nil })
-				time.Sleep(2 * Linger)
+				time.Sleep(2 * plan.Linger)
 				synctest.Wait()
 				if got := listed(b.View(), c.resource); got != c.later {
 					t.Errorf("after its end %s are listed, want %s", got, c.later)
@@ -366,28 +367,28 @@ func TestRecordOutlivesAllFiles(t *testing.T) {
 func TestCapOfAClaimWhoseGPUIsCutOtherwise(t *testing.T) {
 	for _, c := range []struct {
 		resource string
-		cut      Cut
+		cut      plan.Layout
 	}{
 		{names.Units, replicaCut(2)},
-		{names.Units, Cut{Known: true, Offers: true, Kind: ledger.Units, N: 4}}, // of an unknown size
-		{names.Replicas, Cut{Known: true, Offers: true, Kind: ledger.Units, N: 4, Unit: unit}},
-		{names.Replicas, Cut{Known: true}},
+		{names.Units, plan.Layout{Known: true, Offers: true, Kind: ledger.Units, N: 4}}, // of an unknown size
+		{names.Replicas, plan.Layout{Known: true, Offers: true, Kind: ledger.Units, N: 4, Unit: unit}},
+		{names.Replicas, plan.Layout{Known: true}},
 	} {
 		a := New(Options{ResourceDomain: "example.com", MemoryUnit: unit, Log: slog.New(slog.DiscardHandler)}, Worlds{Caps: &pages{}})
-		a.inv, a.cuts[uuid(0)] = machine(1), c.cut
+		a.inv, a.layouts[uuid(0)] = machine(1), c.cut
 		lost := claimed(c.resource, "p", "0::0")
 		if err := a.desk.Adopt(lost.Record()); err != nil {
 			t.Fatal(err)
 		}
 		claim := a.claims()[0]
 		if got := a.Caps(&claim); len(got) != 0 {
-			t.Errorf("%s on a GPU that is %s has the cap %+v without a page", c.resource, c.cut.mode(), got)
+			t.Errorf("%s on a GPU that is %s has the cap %+v without a page", c.resource, c.cut.Mode(), got)
 		}
 		if err := a.settleCaps(&claim); (err == nil) != (c.resource == names.Units) {
-			t.Errorf("%s on a GPU that is %s: %v", c.resource, c.cut.mode(), err)
+			t.Errorf("%s on a GPU that is %s: %v", c.resource, c.cut.Mode(), err)
 		}
 		b := New(Options{ResourceDomain: "example.com", MemoryUnit: unit, Log: slog.New(slog.DiscardHandler)}, Worlds{Caps: a.caps})
-		b.inv, b.cuts[uuid(0)] = machine(1), c.cut
+		b.inv, b.layouts[uuid(0)] = machine(1), c.cut
 		if err := b.desk.Adopt(lost.Record()); err != nil {
 			t.Fatal(err)
 		}
@@ -396,7 +397,7 @@ func TestCapOfAClaimWhoseGPUIsCutOtherwise(t *testing.T) {
 		}
 		claim = b.claims()[0]
 		if got := b.Caps(&claim); len(got) != 1 || got[0].Bytes != 123<<20 {
-			t.Errorf("%s on a GPU that is %s: %+v; want what the page says", c.resource, c.cut.mode(), got)
+			t.Errorf("%s on a GPU that is %s: %+v; want what the page says", c.resource, c.cut.Mode(), got)
 		}
 	}
 }

@@ -19,6 +19,7 @@ import (
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/cdi/dir"
@@ -93,10 +94,10 @@ func TestHangingContainerOnAFaultyGPUIsNotForgotten(t *testing.T) {
 		o.with(func() { o.inv = machine(2) })
 		b = start(t, o, cdiDir, allWhole)
 		defer b.end()
-		time.Sleep(2 * Linger)
+		time.Sleep(2 * plan.Linger)
 		b.want("blocked", "0.0x 0.1~ 0.2~ 0.3x", "1")
 		b.with(func() { b.old = nil })
-		time.Sleep(2 * Linger)
+		time.Sleep(2 * plan.Linger)
 		b.want("applied", "", "0 1")
 	})
 }
@@ -113,10 +114,10 @@ func TestHeldIDsOfAnUnknownGPUStayListed(t *testing.T) {
 		b = start(t, o, t.TempDir(), allShared)
 		defer b.end()
 		b.want("applied", "0.0 0.1 0.2 0.3 1.1x 1.2x", "")
-		time.Sleep(2 * Linger)
+		time.Sleep(2 * plan.Linger)
 		b.want("applied", "0.0 0.1 0.2 0.3 1.1x 1.2x", "")
 		o.with(func() { o.holdings = nil })
-		time.Sleep(2 * Linger)
+		time.Sleep(2 * plan.Linger)
 		b.want("applied", "0.0 0.1 0.2 0.3", "")
 	})
 }
@@ -400,7 +401,7 @@ func TestStatusBesideChanges(t *testing.T) {
 // A new process that has not heard of any partition blocks nothing and withdraws
 // nothing.
 func TestNoWishBlocksNothing(t *testing.T) {
-	c := Plan(PlanInput{Inventory: machine(1), Claims: []desk.Claim{claimed(names.Units, "p", "0::1")}, Cuts: map[gpu.UUID]Cut{}, Names: names, Unit: unit})
+	c := plan.Make(plan.Input{Inventory: machine(1), Claims: []desk.Claim{claimed(names.Units, "p", "0::1")}, Layouts: map[gpu.UUID]plan.Layout{}, Unit: unit})
 	if len(c.Blocked) != 0 {
 		t.Errorf("blocked without a wish: %v", c.Blocked)
 	}
@@ -430,7 +431,7 @@ func TestIndicesMove(t *testing.T) {
 		b.end()
 		b = start(t, o, cdiDir, file)
 		defer b.end()
-		time.Sleep(2 * Linger)
+		time.Sleep(2 * plan.Linger)
 		synctest.Wait()
 		if got := listed(b.View(), names.Units); got != units {
 			t.Errorf("after a restart: state %s (%s), units %s, want %s", b.state(), b.message(), got, units)

@@ -17,7 +17,7 @@
 //	inventory := driver                  what is there; read beside the loop if it is old or news came
 //	others    := kubelet                 what other device plugins and DRA drivers have
 //	claims    := desk ∪ witnesses        who has what; they are asked before any cut
-//	plan      := Plan(inventory, claims, wanted, cuts, others)
+//	plan      := plan.Make(inventory, claims, wanted, layouts, others)
 //	withdraw what the plan takes away    published Unhealthy: Allocate refuses it from here
 //	plan again                           a claim that got in first keeps what it has
 //	save                                 what a successor must go on listing, and what is to be made
@@ -29,60 +29,22 @@
 //	publish                              the new view
 //	report                               label, annotation, condition, Events, status
 //
-// What decides is pure and lives in plan.go, mig.go and view.go: [Plan] from values
-// to values, and the view built from its result. They are deterministic; the world
-// is in the other files.
+// What decides is pure: package plan, from values to values, and view.go, which builds
+// the view from its result. Both are deterministic; the world is in the other files.
 //
-// # Cuts
+// # Layouts
 //
-// A GPU's [Cut] is how it is divided now; it changes only while no claim is on
-// the GPU. What the wanted partition no longer keeps is withdrawn at once (or
-// left on offer, with --when-busy wait), so that a stream of new pods cannot
-// hold a change off for ever, and the change is done by itself when the last
-// holder ends. A withdrawn device stays in its list as Unhealthy for a minute,
-// over a restart too: the kubelet does not survive an ID that leaves while its
-// Allocate is under way. A partition makes at most half as many devices as may be
-// listed, so that those of the next one have room beside them; where they have none
-// all the same (edits in a row, GPUs that many holders keep as they are), the GPU is
-// withdrawn and cut when others have left the lists (rows.go).
+// What a GPU offers is its [plan.Layout]; package plan decides when it changes. A
+// withdrawn device stays in its list as Unhealthy for [plan.Linger], over a restart
+// too: the kubelet does not survive an ID that leaves while its Allocate is under way.
 //
-// # MIG (mig.go)
-//
-// A GPU in MIG mode is not cut at one stroke: its devices come and go one by one,
-// each beside others that are in use. Its Cut lists the slots on offer. With a
-// fixed geometry those are the instances that stand and are wanted; on demand they
-// are all slots of the profiles that the partition allows, whether anything stands
-// there or not, and the desk withdraws those that have no room beside what is
-// taken. Every round asks pkg/mig the same question anew: from what stands, with
-// that pinned which a claim or a process has, to what is wanted. So an edit in the
-// middle of a change, a restart and a call that failed need nothing of their own.
-//
-//	geometry 7×1g.10gb → 2×3g.40gb, a pod on 1g.10gb@5:
-//	  Blocked: ns/train-3 (1g.10gb@5)    no step is taken on this GPU
-//	  Leaving: all that the target lacks Unhealthy, or leaving where it is held
-//	  …the pod ends: destroy seven, create two, then the new devices are listed
-//
-//	on demand, a pod claims 3g.40gb@0 while 1g.10gb@1 stands idle:
-//	  Allocate                           1g@0…3, 2g@0, 4g@0 … turn Unhealthy at once
-//	  Prepare: the wish                  Work: destroy 1g.10gb@1, create 3g.40gb@0
-//	  the instance stands                CDI file with its two capability nodes, gate open
-//	  the pod ends                       the instance stays, for the next pod or until its room
-//	                                     is wanted (or --idle-instance-ttl is over)
-//
-// A claim that was granted is made good, whatever the partition has become since:
-// its pod could not end otherwise. So wishes come before what the partition wants,
-// on a GPU of any geometry; only a GPU that is not in MIG mode and is not to be is
-// blocked by such a claim instead, and the state names it.
-//
-// Whose an instance is, is remembered by its place: those that this agent made,
-// those that a claim has, and those that a geometry keeps are its own. All others
-// are foreign. They are offered where they fit and stay, unless --foreign-instances
-// is reclaim. What is to be made is written down as its own before it is made, and
-// an instance that is gone is forgotten: what comes to its place by another hand is
-// that hand's.
-//
-// A process on an instance that no claim covers pins it like a holder. Nothing
-// tells when it ends, so GPUs are read every 2 s while somebody waits for that.
+// A MIG instance that a claim waits for is made when its container is to start: the
+// wish comes before what the partition wants. Whose an instance is, is remembered by
+// its place: those that this agent made, those that a claim has, and those that a
+// geometry keeps are its own. All others are foreign. They are offered where they fit
+// and stay, unless --foreign-instances is reclaim. What is to be made is written down
+// as its own before it is made, and an instance that is gone is forgotten: what comes
+// to its place by another hand is that hand's.
 //
 // # Work on the hardware (work.go)
 //

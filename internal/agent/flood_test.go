@@ -3,6 +3,7 @@
 package agent
 
 import (
+	"example.com/gpu-agent/internal/plan"
 	"fmt"
 	"strings"
 	"testing"
@@ -88,7 +89,7 @@ func TestHundredsOfHolders(t *testing.T) {
 	for i := range 200 {
 		holders = append(holders, fmt.Sprintf("train/job-%03d", i))
 	}
-	text := Blocked{GPU: "GPU-0", From: "shared", To: "whole", Holders: holders}.String()
+	text := plan.Blocked{GPU: "GPU-0", From: "shared", To: "whole", Holders: holders}.String()
 	if !strings.Contains(text, "train/job-000") || !strings.HasSuffix(text, "and 190 more") {
 		t.Errorf("got %q", text)
 	}

@@ -369,7 +369,7 @@ func (a *Agent) slotsOf(s health.Subject) (slots []mig.Slot, known bool) {
 	}
 	for i := range d.MIG.Instances {
 		in := &d.MIG.Instances[i]
-		if slot, err := slotOf(in); err == nil && in.GI == s.GI && (s.CI < 0 || in.CI == s.CI) {
+		if slot, err := mig.SlotOf(in); err == nil && in.GI == s.GI && (s.CI < 0 || in.CI == s.CI) {
 			slots = append(slots, slot)
 		}
 	}

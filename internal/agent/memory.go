@@ -11,6 +11,7 @@ import (
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -46,33 +47,33 @@ func (a *Agent) remember() {
 		// beyond it: this one would die of it before it has read a corrected partition
 		// file. The kubelet has called no Allocate for what it is not told of again:
 		// nobody was there to answer.
-		listed := &rows{of: map[row]int{}}
-		for _, w := range doc.Cuts {
-			cut := Cut{Known: true, Offers: true, Kind: w.Kind, N: w.N, Unit: w.Unit, Alone: w.Alone}
+		listed := plan.NewRows()
+		for _, w := range doc.Layouts {
+			cut := plan.Layout{Known: true, Offers: true, Kind: w.Kind, N: w.N, Unit: w.Unit, Alone: w.Alone}
 			ok := slices.Contains([]ledger.Kind{ledger.Whole, ledger.Units, ledger.Replica, ledger.Placement}, w.Kind)
 			for _, at := range w.Slots {
 				s, err := slotFrom(&at)
 				cut.Slots, ok = append(cut.Slots, s), ok && err == nil
 			}
-			if ok && (w.N < 0 || !listed.fits(w.GPU, cut)) {
+			if ok && (w.N < 0 || !listed.Fits(w.GPU, cut)) {
 				a.log.Warn("leave out what a GPU was cut into: these are more devices than the kubelet can be told of",
 					"gpu", w.GPU, "resource", w.Kind, "devices", w.N, "most", timeslice.MaxListed)
 				ok = false
 			}
 			if ok {
-				listed.add(w.GPU, cut)
+				listed.Add(w.GPU, cut)
 			}
 			switch {
 			case !ok:
 			case w.Until.IsZero(): // in force when it was written
-				a.cuts[w.GPU] = cut
+				a.layouts[w.GPU] = cut
 			default:
 				// The clock may have been put back since.
 				until := w.Until
-				if most := now.Add(Linger); until.After(most) {
+				if most := now.Add(plan.Linger); until.After(most) {
 					until = most
 				}
-				a.past[w.GPU] = append(a.past[w.GPU], pastCut{cut: cut, until: until})
+				a.past[w.GPU] = append(a.past[w.GPU], plan.Past{Layout: cut, Until: until})
 			}
 		}
 	}
@@ -112,21 +113,21 @@ func (a *Agent) save() error {
 		}
 		doc.Faults = data
 	}
-	write := func(u gpu.UUID, c Cut, until time.Time) {
-		out := state.Cut{GPU: u, Kind: c.Kind, N: c.N, Unit: c.Unit, Alone: c.Alone, Until: until}
+	write := func(u gpu.UUID, c plan.Layout, until time.Time) {
+		out := state.Layout{GPU: u, Kind: c.Kind, N: c.N, Unit: c.Unit, Alone: c.Alone, Until: until}
 		for _, s := range c.Slots {
 			out.Slots = append(out.Slots, slotText(s))
 		}
-		doc.Cuts = append(doc.Cuts, out)
+		doc.Layouts = append(doc.Layouts, out)
 	}
-	for _, u := range sortedKeys(a.cuts) {
-		if c := a.cuts[u]; c.Offers {
+	for _, u := range sortedKeys(a.layouts) {
+		if c := a.layouts[u]; c.Offers {
 			write(u, c, time.Time{})
 		}
 	}
 	for _, u := range sortedKeys(a.past) {
 		for _, p := range a.past[u] {
-			write(u, p.cut, p.until)
+			write(u, p.Layout, p.Until)
 		}
 	}
 	for _, u := range sortedKeys(a.mine) {

@@ -106,13 +106,13 @@ func (o *outside) CreateInstance(_ context.Context, u gpu.UUID, profile string, 
 		card, _ := mig.NewCard(&d.MIG) // what it cannot name cannot be asked for
 		var standing []mig.Slot
 		for i := range d.MIG.Instances {
-			s, err := slotOf(&d.MIG.Instances[i])
+			s, err := mig.SlotOf(&d.MIG.Instances[i])
 			if err != nil {
 				return err
 			}
 			standing = append(standing, s)
 		}
-		s, err := slotOf(&made)
+		s, err := mig.SlotOf(&made)
 		if err != nil {
 			return err
 		}
@@ -241,7 +241,7 @@ func (b *bench) standing(i int) string {
 	defer b.mu.Unlock()
 	var slots []mig.Slot
 	for j := range b.outside.inv.GPUs[i].MIG.Instances {
-		s, err := slotOf(&b.outside.inv.GPUs[i].MIG.Instances[j])
+		s, err := mig.SlotOf(&b.outside.inv.GPUs[i].MIG.Instances[j])
 		if err != nil {
 			b.t.Fatal(err)
 		}

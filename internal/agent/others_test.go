@@ -13,6 +13,7 @@ import (
 
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -350,7 +351,7 @@ func TestGPUOfAnotherDRADriverIsNotOffered(t *testing.T) {
 		} {
 			b.with(test.set)
 			pause(othersEvery + othersPresent)
-			pause(Linger)
+			pause(plan.Linger)
 			b.want("failed", "", "")
 			m := b.message()
 			for _, part := range []string{"GPU 0", "GPU 1", "train/job-3", "a-0", "rack-7", "accelerators.example.org", "claim e", test.want} {

@@ -14,6 +14,7 @@ import (
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -76,11 +77,11 @@ func wants(modes ...string) []config.Want {
 }
 
 // text is a plan in a form that a table can hold.
-func (c *Changes) text(inv *gpu.Inventory) string {
+func planText(c *plan.Changes, inv *gpu.Inventory) string {
 	var b strings.Builder
 	for _, d := range inv.GPUs {
-		cut := c.Cuts[d.UUID]
-		fmt.Fprintf(&b, "%s", cut.mode())
+		cut := c.Layouts[d.UUID]
+		fmt.Fprintf(&b, "%s", cut.Mode())
 		if cut.Offers && cut.Kind != ledger.Whole {
 			fmt.Fprintf(&b, "%d", cut.N)
 		}
@@ -100,33 +101,35 @@ func (c *Changes) text(inv *gpu.Inventory) string {
 }
 
 var (
-	wholeCut  = Cut{Known: true, Offers: true, Kind: ledger.Whole, N: 1}
-	sharedCut = Cut{Known: true, Offers: true, Kind: ledger.Units, N: 4, Unit: unit}
+	wholeCut  = plan.Layout{Known: true, Offers: true, Kind: ledger.Whole, N: 1}
+	sharedCut = plan.Layout{Known: true, Offers: true, Kind: ledger.Units, N: 4, Unit: unit}
 )
 
-func replicaCut(n int) Cut { return Cut{Known: true, Offers: true, Kind: ledger.Replica, N: n} }
+func replicaCut(n int) plan.Layout {
+	return plan.Layout{Known: true, Offers: true, Kind: ledger.Replica, N: n}
+}
 
 func TestPlan(t *testing.T) {
 	for _, tt := range []struct {
 		name   string
-		cuts   []Cut
+		cuts   []plan.Layout
 		claims []desk.Claim
 		wants  []config.Want
 		plan   string
 	}{
 		{name: "a fresh node", wants: wants("whole", "shared", "off", "shared/3"), plan: "whole!; shared4!; off!; shared3!"},
 		{name: "nothing is wanted of a fresh node", plan: "unset; unset; unset; unset"},
-		{name: "nothing to do", cuts: []Cut{wholeCut, sharedCut, {Known: true}, replicaCut(3)},
+		{name: "nothing to do", cuts: []plan.Layout{wholeCut, sharedCut, {Known: true}, replicaCut(3)},
 			wants: wants("whole", "shared", "off", "shared/3"), plan: "whole; shared4; off; shared3"},
-		{name: "what the file does not speak of stays", cuts: []Cut{wholeCut, sharedCut, sharedCut, sharedCut},
+		{name: "what the file does not speak of stays", cuts: []plan.Layout{wholeCut, sharedCut, sharedCut, sharedCut},
 			wants: wants("", "whole"), plan: "whole; whole!; shared4; shared4"},
-		{name: "a reading with other reserved memory is no new cut", cuts: []Cut{{Known: true, Offers: true, Kind: ledger.Units, N: 5, Unit: unit}},
+		{name: "a reading with other reserved memory is no new cut", cuts: []plan.Layout{{Known: true, Offers: true, Kind: ledger.Units, N: 5, Unit: unit}},
 			wants: wants("shared"), plan: "shared5; unset; unset; unset"},
-		{name: "idle ones go ahead, a held one waits", cuts: []Cut{sharedCut, sharedCut, sharedCut, sharedCut},
+		{name: "idle ones go ahead, a held one waits", cuts: []plan.Layout{sharedCut, sharedCut, sharedCut, sharedCut},
 			claims: []desk.Claim{claimed(names.Units, "b", "1::0", "1::1"), claimed(names.Units, "a", "1::2"), claimed(names.Units, "", "2::1")},
 			wants:  wants("whole", "whole", "off", "shared"),
 			plan:   "whole!; shared4 waits(shared→whole: ns/a,ns/b); shared4 waits(shared→off: a pod that the kubelet has not named yet); shared4"},
-		{name: "a claim on two GPUs holds both", cuts: []Cut{replicaCut(2), replicaCut(2), replicaCut(2), replicaCut(2)},
+		{name: "a claim on two GPUs holds both", cuts: []plan.Layout{replicaCut(2), replicaCut(2), replicaCut(2), replicaCut(2)},
 			claims: []desk.Claim{claimed(names.Replicas, "a", "0::1", "2::0")},
 			wants:  wants("shared/4", "shared/4", "shared/4", "shared/2"),
 			plan:   "shared2 waits(shared→shared: ns/a); shared4!; shared2 waits(shared→shared: ns/a); shared2"},
@@ -141,17 +144,17 @@ func TestPlan(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			inv := machine(4)
-			cuts := map[gpu.UUID]Cut{}
+			cuts := map[gpu.UUID]plan.Layout{}
 			for i, c := range tt.cuts {
 				cuts[uuid(i)] = c
 			}
-			got := Plan(PlanInput{Inventory: inv, Claims: tt.claims, Wanted: tt.wants, Cuts: cuts, Names: names, Unit: unit})
-			if diff := cmp.Diff(tt.plan, got.text(inv)); diff != "" {
+			got := plan.Make(plan.Input{Inventory: inv, Claims: tt.claims, Wanted: tt.wants, Layouts: cuts, Unit: unit})
+			if diff := cmp.Diff(tt.plan, planText(&got, inv)); diff != "" {
 				t.Errorf("plan (-want +got):\n%s", diff)
 			}
 			// What is planned and done leaves nothing to do.
-			again := Plan(PlanInput{Inventory: inv, Claims: tt.claims, Wanted: tt.wants, Cuts: got.Cuts, Names: names, Unit: unit})
-			if len(again.Recut) > 0 || !cmp.Equal(again.Cuts, got.Cuts) {
+			again := plan.Make(plan.Input{Inventory: inv, Claims: tt.claims, Wanted: tt.wants, Layouts: got.Layouts, Unit: unit})
+			if len(again.Recut) > 0 || !cmp.Equal(again.Layouts, got.Layouts) {
 				t.Errorf("a second plan re-cuts %v", again.Recut)
 			}
 		})
@@ -207,7 +210,7 @@ func TestView(t *testing.T) {
 		{name: "waiting, still offering", in: viewInput{claims: two}, blocks: true, units: "0.0 0.1 0.2 0.3", whole: "1"},
 		{name: "nothing may be given out, held devices stay", in: viewInput{claims: two, closed: "no hook program"},
 			units: "0.0x 0.1 0.2x 0.3x", whole: "1x"},
-		{name: "what was offered before lingers", in: viewInput{past: map[gpu.UUID][]pastCut{uuid(1): {{cut: replicaCut(2)}, {cut: sharedCut}, {cut: sharedCut}}}},
+		{name: "what was offered before lingers", in: viewInput{past: map[gpu.UUID][]plan.Past{uuid(1): {{Layout: replicaCut(2)}, {Layout: sharedCut}, {Layout: sharedCut}}}},
 			units: "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x", whole: "1", shares: "1.0x 1.1x"},
 		{name: "a held ID that no cut has stays for its holder", in: viewInput{claims: []desk.Claim{claimed(names.Units, "a", "1::7")}},
 			units: "0.0 0.1 0.2 0.3 1.7~", whole: "1x"},
@@ -215,9 +218,9 @@ func TestView(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			in := tt.in
 			in.inv, in.names = machine(2), names
-			in.changes = &Changes{Cuts: map[gpu.UUID]Cut{uuid(0): sharedCut, uuid(1): wholeCut}}
+			in.changes = &plan.Changes{Layouts: map[gpu.UUID]plan.Layout{uuid(0): sharedCut, uuid(1): wholeCut}}
 			if tt.blocks {
-				in.changes.Blocked = []Blocked{{GPU: uuid(0)}}
+				in.changes.Blocked = []plan.Blocked{{GPU: uuid(0)}}
 			}
 			v := buildView(in)
 			for resource, want := range map[string]string{names.Units: tt.units, names.Whole: tt.whole, names.Replicas: tt.shares} {
@@ -245,9 +248,9 @@ func TestPlanLeavesMIGMode(t *testing.T) {
 		cards[d.UUID] = c
 	}
 	inv.GPUs[3].MIG.Instances = []gpu.Instance{{Profile: "1g.10gb", Placement: gpu.Placement{Start: 2, Size: 1}, Busy: true}}
-	got := Plan(PlanInput{Inventory: inv, Wanted: wants("shared", "shared", "off", "whole"), Cuts: map[gpu.UUID]Cut{}, Names: names, Unit: unit,
-		MIG: MIGInput{Cards: cards}})
-	if text, want := got.text(inv), "shared4!; off!; off!; off! waits(1x1g.10gb→whole: a process that no claim covers (1g.10gb@2))"; text != want {
+	got := plan.Make(plan.Input{Inventory: inv, Wanted: wants("shared", "shared", "off", "whole"), Layouts: map[gpu.UUID]plan.Layout{}, Unit: unit,
+		MIG: plan.MIGInput{Cards: cards}})
+	if text, want := planText(&got, inv), "shared4!; off!; off!; off! waits(1x1g.10gb→whole: a process that no claim covers (1g.10gb@2))"; text != want {
 		t.Errorf("plan %s, want %s", text, want)
 	}
 	if len(got.Work) != 1 || got.Work[0].GPU != uuid(1) || got.Work[0].String() != "disable MIG mode" {
@@ -275,17 +278,17 @@ func TestTroubleNamesNoOtherTenantsPod(t *testing.T) {
 		{"of another namespace", "research", "", "3g.40gb@0 waits for the end of claim 0123456789abcdef (1g.10gb@1)"},
 		{"of a namespace that is not known yet", "", "", "3g.40gb@0 waits for the end of claim 0123456789abcdef (1g.10gb@1)"},
 		{"on a GPU that another plugin gives out", "train", "secret/pod-7 has it as nvidia.com/gpu of another device plugin",
-			describe(d) + " is left alone: somebody else gives it out"},
+			d.Name() + " is left alone: somebody else gives it out"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			waits := desk.Claim{Key: "fedcba9876543210", Resource: large, IDs: []string{migID(0, "3g.40gb@0")}, Grants: grantsOf(large, migID(0, "3g.40gb@0")),
 				Wished: time.Unix(1e9, 0), Holder: desk.Holder{Namespace: c.namespace}}
-			in := PlanInput{Inventory: inv, Claims: []desk.Claim{before, waits}, Wanted: wants("whole"), Cuts: map[gpu.UUID]Cut{d.UUID: slotsCut(card.Slots())},
-				Others: map[gpu.UUID]string{}, Names: names, Unit: unit, MIG: MIGInput{Cards: map[gpu.UUID]*mig.Card{d.UUID: card}}}
+			in := plan.Input{Inventory: inv, Claims: []desk.Claim{before, waits}, Wanted: wants("whole"), Layouts: map[gpu.UUID]plan.Layout{d.UUID: plan.Placements(card.Slots())},
+				Others: map[gpu.UUID]string{}, Unit: unit, MIG: plan.MIGInput{Cards: map[gpu.UUID]*mig.Card{d.UUID: card}}}
 			if c.other != "" {
 				in.Others[d.UUID] = c.other
 			}
-			got := Plan(in)
+			got := plan.Make(in)
 			if why := got.Trouble[waits.Key]; why != c.want {
 				t.Errorf("the pod is told %q, want %q", why, c.want)
 			}
@@ -293,7 +296,7 @@ func TestTroubleNamesNoOtherTenantsPod(t *testing.T) {
 			if known == "" {
 				known = "train/job-1"
 			}
-			if text := strings.Join(got.Refused, " ") + got.text(inv); !strings.Contains(text, known) {
+			if text := strings.Join(got.Refused, " ") + planText(&got, inv); !strings.Contains(text, known) {
 				t.Errorf("the node is told %q, which does not name the holder", text)
 			}
 		})
@@ -301,7 +304,7 @@ func TestTroubleNamesNoOtherTenantsPod(t *testing.T) {
 }
 
 func TestBlockedSentence(t *testing.T) {
-	b := Blocked{GPU: "GPU-1", Index: 3, From: "shared", To: "whole", Holders: []string{"train/a", "train/b"}}
+	b := plan.Blocked{GPU: "GPU-1", Index: 3, From: "shared", To: "whole", Holders: []string{"train/a", "train/b"}}
 	if got, want := b.String(), "GPU 3 (GPU-1) stays shared, not yet whole, until these end: train/a, train/b"; got != want {
 		t.Errorf("%q, want %q", got, want)
 	}
@@ -309,32 +312,32 @@ func TestBlockedSentence(t *testing.T) {
 
 // The NUMA nodes are told of all devices of a resource or of none.
 func TestNUMAHints(t *testing.T) {
-	slots := func(s string) Cut {
+	slots := func(s string) plan.Layout {
 		_, p, start, ci, err := mig.ParseID(migID(0, s))
 		if err != nil {
 			t.Fatal(err)
 		}
-		return slotsCut([]mig.Slot{{Profile: p, Start: start, CI: ci}})
+		return plan.Placements([]mig.Slot{{Profile: p, Start: start, CI: ci}})
 	}
 	const one = "example.com/mig-1g.10gb"
 	for _, tt := range []struct {
 		name     string
 		aligned  Alignment
-		cuts     [2]Cut
+		cuts     [2]plan.Layout
 		onDemand int // this GPU is
 		unknown  int // this GPU's NUMA node is
 		want     map[string]string
 	}{
-		{"none", AlignNone, [2]Cut{wholeCut, wholeCut}, -1, -1, map[string]string{names.Whole: "- -"}},
-		{"whole", AlignFixed, [2]Cut{wholeCut, wholeCut}, -1, -1, map[string]string{names.Whole: "0 1"}},
-		{"a node is not known", AlignFixed, [2]Cut{wholeCut, wholeCut}, -1, 1, map[string]string{names.Whole: "- -"}},
-		{"one of each", AlignFixed, [2]Cut{wholeCut, sharedCut}, -1, -1, map[string]string{names.Whole: "0", names.Units: "- - - -"}},
-		{"units where they are asked for", AlignAll, [2]Cut{wholeCut, sharedCut}, -1, -1, map[string]string{names.Whole: "0", names.Units: "1 1 1 1"}},
-		{"replicas", AlignFixed, [2]Cut{replicaCut(2), wholeCut}, -1, -1, map[string]string{names.Replicas: "- -", names.Whole: "1"}},
-		{"fixed MIG", AlignFixed, [2]Cut{slots("1g.10gb@0"), slots("1g.10gb@3")}, -1, -1, map[string]string{one: "0 1"}},
-		{"MIG on demand", AlignFixed, [2]Cut{slots("1g.10gb@0"), slots("1g.10gb@3")}, 1, -1, map[string]string{one: "- -"}},
-		{"MIG on demand where it is asked for", AlignAll, [2]Cut{slots("1g.10gb@0"), slots("1g.10gb@3")}, 1, -1, map[string]string{one: "0 1"}},
-		{"the fixed ones of another resource", AlignFixed, [2]Cut{slots("1g.10gb@0"), slots("2g.20gb@0")}, 1, -1,
+		{"none", AlignNone, [2]plan.Layout{wholeCut, wholeCut}, -1, -1, map[string]string{names.Whole: "- -"}},
+		{"whole", AlignFixed, [2]plan.Layout{wholeCut, wholeCut}, -1, -1, map[string]string{names.Whole: "0 1"}},
+		{"a node is not known", AlignFixed, [2]plan.Layout{wholeCut, wholeCut}, -1, 1, map[string]string{names.Whole: "- -"}},
+		{"one of each", AlignFixed, [2]plan.Layout{wholeCut, sharedCut}, -1, -1, map[string]string{names.Whole: "0", names.Units: "- - - -"}},
+		{"units where they are asked for", AlignAll, [2]plan.Layout{wholeCut, sharedCut}, -1, -1, map[string]string{names.Whole: "0", names.Units: "1 1 1 1"}},
+		{"replicas", AlignFixed, [2]plan.Layout{replicaCut(2), wholeCut}, -1, -1, map[string]string{names.Replicas: "- -", names.Whole: "1"}},
+		{"fixed MIG", AlignFixed, [2]plan.Layout{slots("1g.10gb@0"), slots("1g.10gb@3")}, -1, -1, map[string]string{one: "0 1"}},
+		{"MIG on demand", AlignFixed, [2]plan.Layout{slots("1g.10gb@0"), slots("1g.10gb@3")}, 1, -1, map[string]string{one: "- -"}},
+		{"MIG on demand where it is asked for", AlignAll, [2]plan.Layout{slots("1g.10gb@0"), slots("1g.10gb@3")}, 1, -1, map[string]string{one: "0 1"}},
+		{"the fixed ones of another resource", AlignFixed, [2]plan.Layout{slots("1g.10gb@0"), slots("2g.20gb@0")}, 1, -1,
 			map[string]string{one: "0", "example.com/mig-2g.20gb": "-"}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
@@ -346,7 +349,7 @@ func TestNUMAHints(t *testing.T) {
 					in.inv.GPUs[i].NUMA = nil
 				}
 			}
-			in.changes = &Changes{Cuts: map[gpu.UUID]Cut{uuid(0): tt.cuts[0], uuid(1): tt.cuts[1]}}
+			in.changes = &plan.Changes{Layouts: map[gpu.UUID]plan.Layout{uuid(0): tt.cuts[0], uuid(1): tt.cuts[1]}}
 			got := map[string]string{}
 			for _, r := range buildView(in).Resources {
 				var words []string

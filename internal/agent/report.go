@@ -270,7 +270,7 @@ func podsOn(claims []desk.Claim, u gpu.UUID) []kube.Regarding {
 
 func name(inv *gpu.Inventory, u gpu.UUID) string {
 	if d := inv.ByUUID(u); d != nil {
-		return describe(d)
+		return d.Name()
 	}
 	return string(u)
 }

@@ -13,6 +13,7 @@ import (
 
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -45,7 +46,7 @@ func (l *lists) look() map[string]int {
 	}
 	for key, last := range l.healthy {
 		if !listed[key] {
-			if now.Sub(last) < Linger {
+			if now.Sub(last) < plan.Linger {
 				l.t.Fatalf("%s left the list %s after it was Healthy", key, now.Sub(last))
 			}
 			delete(l.healthy, key)
@@ -157,8 +158,8 @@ func TestSuccessorRestoresTooMuch(t *testing.T) {
 		}
 		doc := state.Document{Boot: o.boot, GPUs: machine(8).GPUs}
 		for i := range 8 {
-			doc.Cuts = append(doc.Cuts, state.Cut{GPU: uuid(i), Kind: ledger.Replica, N: timeslice.MaxListed},
-				state.Cut{GPU: uuid(i), Kind: ledger.Units, N: timeslice.MaxListed, Until: time.Now().Add(Linger)})
+			doc.Layouts = append(doc.Layouts, state.Layout{GPU: uuid(i), Kind: ledger.Replica, N: timeslice.MaxListed},
+				state.Layout{GPU: uuid(i), Kind: ledger.Units, N: timeslice.MaxListed, Until: time.Now().Add(plan.Linger)})
 			// And a holder of the last device of each GPU.
 			id := timeslice.ID(uuid(i), timeslice.MaxListed-1)
 			if err := store.Append(state.Claim{Key: cdi.Key(names.Replicas, []string{id}), Resource: names.Replicas, Grants: grantsOf(names.Replicas, id), Allocated: time.Now()}); err != nil {
@@ -213,11 +214,11 @@ func (b *bench) device(resource, id string) *desk.Device {
 func TestEndedClaimLingersAlone(t *testing.T) {
 	a := New(Options{ResourceDomain: "example.com", Log: slog.New(slog.DiscardHandler)}, Worlds{})
 	a.inv = machine(1)
-	a.cuts[uuid(0)] = Cut{Known: true, Offers: true, Kind: ledger.Units, N: 4, Unit: 1024}
+	a.layouts[uuid(0)] = plan.Layout{Known: true, Offers: true, Kind: ledger.Units, N: 4, Unit: 1024}
 	ids := []string{timeslice.ID(uuid(0), 2), timeslice.ID(uuid(0), 29_999)}
 	a.linger(&desk.Claim{Resource: a.names.Units, IDs: ids, Grants: grantsOf(a.names.Units, ids...)})
 	got := a.past[uuid(0)]
-	if len(got) != 1 || fmt.Sprint(got[0].cut.ids(uuid(0))) != fmt.Sprint(ids[1:]) {
+	if len(got) != 1 || fmt.Sprint(layoutIDs(got[0].Layout, uuid(0))) != fmt.Sprint(ids[1:]) {
 		t.Errorf("%+v lingers", got)
 	}
 }

@@ -32,7 +32,7 @@ func (a *Agent) setTimeSlices(ctx context.Context) (note string, err error) {
 			continue
 		}
 		want := w.TimeSlice
-		if want == gpu.TimeSliceDefault || a.cuts[w.GPU].mode() != string(config.Shared) {
+		if want == gpu.TimeSliceDefault || a.layouts[w.GPU].Mode() != string(config.Shared) {
 			want = ""
 		}
 		have, asked := a.slices[w.GPU]
@@ -49,11 +49,11 @@ func (a *Agent) setTimeSlices(ctx context.Context) (note string, err error) {
 			cancel()
 			have = slice{is: want}
 			if errors.Is(err, gpu.ErrNotSupported) {
-				have.note = fmt.Sprintf("timeSlice %s is not supported on %s: %v", want, describe(d), err)
+				have.note = fmt.Sprintf("timeSlice %s is not supported on %s: %v", want, d.Name(), err)
 			} else if errors.Is(err, gpu.ErrTimeout) {
-				return strings.Join(notes, "; "), errors.Join(append(errs, fmt.Errorf("set time slice %s on %s: %w", want, describe(d), err))...)
+				return strings.Join(notes, "; "), errors.Join(append(errs, fmt.Errorf("set time slice %s on %s: %w", want, d.Name(), err))...)
 			} else if err != nil {
-				errs = append(errs, fmt.Errorf("set time slice %s on %s: %w", want, describe(d), err))
+				errs = append(errs, fmt.Errorf("set time slice %s on %s: %w", want, d.Name(), err))
 				continue
 			}
 			a.slices[w.GPU] = have

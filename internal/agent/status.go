@@ -47,13 +47,13 @@ func (a *Agent) Status() status.Status {
 	for i := range snap.Inventory.GPUs {
 		d := &snap.Inventory.GPUs[i]
 		index[d.UUID] = i
-		cut := snap.Cuts[d.UUID]
+		cut := snap.Layouts[d.UUID]
 		g := status.GPU{
 			Index: d.Index, UUID: string(d.UUID), Model: d.Model, MemoryMiB: uint64(d.Memory),
 			PCI: d.PCI, NUMA: d.NUMA, Health: status.Healthy,
 		}
 		if cut.Known {
-			g.Mode = cut.mode()
+			g.Mode = cut.Mode()
 		}
 		if cut.Offers && cut.Kind != ledger.Placement {
 			g.Resource = a.names.Of(cut.Kind, mig.Name{})
@@ -130,7 +130,7 @@ func (a *Agent) Status() status.Status {
 // migStatus shows a GPU's MIG devices: those that stand and those on offer. It is
 // nil where there are none.
 func (a *Agent) migStatus(d *gpu.Device, snap *Snapshot, view *desk.View, claims []desk.Claim) *status.MIG {
-	cut := snap.Cuts[d.UUID]
+	cut := snap.Layouts[d.UUID]
 	offers := cut.Offers && cut.Kind == ledger.Placement
 	if !d.MIG.Enabled && d.MIG.Pending == nil && !offers && snap.Work[d.UUID] == "" {
 		return nil
@@ -161,7 +161,7 @@ func (a *Agent) migStatus(d *gpu.Device, snap *Snapshot, view *desk.View, claims
 	}
 	for i := range d.MIG.Instances {
 		in := &d.MIG.Instances[i]
-		slot, err := slotOf(in)
+		slot, err := mig.SlotOf(in)
 		if err != nil {
 			continue
 		}

@@ -211,9 +211,9 @@ func (s *storm) damage() {
 		for key := range s.written {
 			s.written[key] = s.written[key].Add(by)
 		}
-		s.doc.Cuts = slices.Clone(s.doc.Cuts)
-		for i := range s.doc.Cuts {
-			if c := &s.doc.Cuts[i]; !c.Until.IsZero() {
+		s.doc.Layouts = slices.Clone(s.doc.Layouts)
+		for i := range s.doc.Layouts {
+			if c := &s.doc.Layouts[i]; !c.Until.IsZero() {
 				c.Until = c.Until.Add(by)
 			}
 		}
@@ -255,18 +255,18 @@ func (s *storm) crowdLocked() {
 			note(r.Grants)
 		}
 	}
-	cuts := slices.DeleteFunc(slices.Clone(s.doc.Cuts), func(c state.Cut) bool { return !held[c.GPU] })
+	cuts := slices.DeleteFunc(slices.Clone(s.doc.Layouts), func(c state.Layout) bool { return !held[c.GPU] })
 	free := 0
 	for i := range s.gpus {
 		if u := uuid(i); !held[u] {
-			cuts = append(cuts, state.Cut{GPU: u, Kind: ledger.Replica, N: timeslice.MaxListed})
+			cuts = append(cuts, state.Layout{GPU: u, Kind: ledger.Replica, N: timeslice.MaxListed})
 			free++
 		}
 	}
 	if free < 2 {
 		return // they would fit
 	}
-	s.doc.Cuts, s.attack.crowded = cuts, true
+	s.doc.Layouts, s.attack.crowded = cuts, true
 	s.done["crowds"]++
 	s.note("the state file has %d GPUs of %d replicas", free, timeslice.MaxListed)
 }

@@ -3,37 +3,26 @@
 package agent
 
 import (
-	"fmt"
 	"slices"
-	"time"
 
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/mig"
+	"example.com/gpu-agent/pkg/timeslice"
 	"example.com/gpu-agent/pkg/topology"
 )
-
-// Linger is how long a withdrawn device stays listed as Unhealthy before its ID
-// leaves. The kubelet (1.36.3) ends with a nil dereference when an ID leaves
-// the list while its Allocate is on the wire.
-const Linger = 60 * time.Second
-
-// pastCut is a cut that a GPU no longer has, whose devices are still listed.
-type pastCut struct {
-	cut   Cut
-	until time.Time
-}
 
 // viewInput is everything a view is made from.
 type viewInput struct {
 	inv     *gpu.Inventory
-	changes *Changes
+	changes *plan.Changes
 	// recutting are the GPUs that are about to change: all that they offer is
 	// withdrawn.
 	recutting []gpu.UUID
-	past      map[gpu.UUID][]pastCut
+	past      map[gpu.UUID][]plan.Past
 	// claims are as of the moment of publishing.
 	claims []desk.Claim
 	names  *desk.Names
@@ -65,7 +54,7 @@ func buildView(in viewInput) *desk.View {
 	for i := range in.inv.GPUs {
 		d := &in.inv.GPUs[i]
 		v.Rank[d.UUID] = d.Index
-		switch cut := in.changes.Cuts[d.UUID]; cut.Kind {
+		switch cut := in.changes.Layouts[d.UUID]; cut.Kind {
 		case ledger.Units:
 			v.Shares[d.UUID] = desk.Share{Unit: cut.Unit}
 		case ledger.Replica:
@@ -225,10 +214,10 @@ func deviceLists(in *viewInput, d *gpu.Device) []deviceList {
 		}
 	}
 
-	cut := in.changes.Cuts[d.UUID]
+	cut := in.changes.Layouts[d.UUID]
 	mixed := cut.Offers && (other || slices.ContainsFunc(held, func(n name) bool { return n.kind != cut.Kind }))
 	withdrawn, leaving := in.closed, ""
-	blocked := in.changes.blocks(d.UUID)
+	blocked := in.changes.Blocks(d.UUID)
 	switch {
 	case mixed:
 		// Two kinds of devices are two promises of the same memory.
@@ -286,8 +275,8 @@ func deviceLists(in *viewInput, d *gpu.Device) []deviceList {
 		l := list(n, dev.Slot.Profile, cut.N)
 		l.devices = append(l.devices, dev)
 	}
-	ids := func(c Cut) []string {
-		ids := c.ids(d.UUID)
+	ids := func(c plan.Layout) []string {
+		ids := layoutIDs(c, d.UUID)
 		for i, s := range c.Slots {
 			slots[ids[i]] = s
 		}
@@ -298,8 +287,8 @@ func deviceLists(in *viewInput, d *gpu.Device) []deviceList {
 	}
 	const gone = "the node's partition does not have it any more"
 	for _, p := range in.past[d.UUID] {
-		for _, id := range ids(p.cut) {
-			add(name{p.cut.Kind, id}, gone, gone)
+		for _, id := range ids(p.Layout) {
+			add(name{p.Layout.Kind, id}, gone, gone)
 		}
 	}
 	for _, n := range held {
@@ -320,5 +309,38 @@ func (in *viewInput) sized(u gpu.UUID, s mig.Slot) mig.Slot {
 	return s
 }
 
-// describe is a GPU's name for people: "GPU 3 (GPU-…)".
-func describe(d *gpu.Device) string { return fmt.Sprintf("GPU %d (%s)", d.Index, d.UUID) }
+// layoutIDs are the device IDs of a GPU with a layout.
+func layoutIDs(c plan.Layout, u gpu.UUID) []string {
+	if !c.Offers {
+		return nil
+	}
+	switch {
+	case c.Kind == ledger.Whole:
+		return []string{string(u)}
+	case c.Kind == ledger.Placement:
+		out := make([]string, len(c.Slots))
+		for i, s := range c.Slots {
+			out[i] = mig.ID(u, s)
+		}
+		return out
+	case len(c.Alone) > 0:
+		out := make([]string, 0, c.N)
+		for n := range c.Alone.All() {
+			out = append(out, timeslice.ID(u, n))
+		}
+		return out
+	}
+	out := make([]string, c.N)
+	for i := range out {
+		out[i] = timeslice.ID(u, i)
+	}
+	return out
+}
+
+// Listed is how many devices the kubelet's lists name now.
+func (a *Agent) Listed() (n int) {
+	for _, r := range a.desk.View().Resources {
+		n += len(r.Devices)
+	}
+	return n
+}

@@ -7,12 +7,13 @@ import (
 
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/plan"
 )
 
 // correct puts right what the plan says to those who wait for an instance, where the
 // work for it was not begun. unsaved is why what is to be done could not be written
 // down.
-func (a *Agent) correct(changes *Changes, unsaved error) {
+func (a *Agent) correct(changes *plan.Changes, unsaved error) {
 	for i := range changes.Work {
 		w := &changes.Work[i]
 		if w.Claim == "" || a.jobs[w.GPU] != nil {
@@ -22,7 +23,7 @@ func (a *Agent) correct(changes *Changes, unsaved error) {
 		switch absent := a.driverAbsent(); {
 		case absent != "":
 			why = absent
-		case !a.seen.heard && w.takes():
+		case !a.seen.heard && w.Takes():
 			why = "nothing is taken away before the kubelet and the container runtime have said who holds what"
 			if a.seen.err != nil {
 				why += ": " + a.seen.err.Error()
@@ -58,7 +59,7 @@ func (a *Agent) shutBecause(c *desk.Claim) string {
 	case slices.ContainsFunc(c.GPUs(), a.faulty):
 		u := c.GPUs()[slices.IndexFunc(c.GPUs(), a.faulty)]
 		if d := a.inv.ByUUID(u); d != nil {
-			return describe(d) + ": " + d.Fault
+			return d.Name() + ": " + d.Fault
 		}
 		return "this node has no GPU " + string(u)
 	case c.Kind() == ledger.Placement && slices.ContainsFunc(c.GPUs(), a.unread):

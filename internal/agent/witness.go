@@ -19,6 +19,7 @@ import (
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -333,16 +334,16 @@ func (a *Agent) linger(c *desk.Claim) {
 	}
 	for i := range c.Grants {
 		g := &c.Grants[i]
-		have := a.cuts[g.GPU]
+		have := a.layouts[g.GPU]
 		same := have.Offers && have.Kind == g.Kind
-		cut := Cut{Known: true, Offers: true, Kind: g.Kind, N: 1}
+		cut := plan.Layout{Known: true, Offers: true, Kind: g.Kind, N: 1}
 		switch g.Kind {
 		case ledger.Whole:
 			if same {
 				continue
 			}
 		case ledger.Placement:
-			if cut = slotsCut([]mig.Slot{g.Slot}); same && slices.Contains(have.Slots, g.Slot) {
+			if cut = plan.Placements([]mig.Slot{g.Slot}); same && slices.Contains(have.Slots, g.Slot) {
 				continue
 			}
 		default:
@@ -358,7 +359,7 @@ func (a *Agent) linger(c *desk.Claim) {
 				continue
 			}
 		}
-		a.past[g.GPU] = append(a.past[g.GPU], pastCut{cut: cut, until: time.Now().Add(Linger)})
+		a.past[g.GPU] = append(a.past[g.GPU], plan.Past{Layout: cut, Until: time.Now().Add(plan.Linger)})
 	}
 }
 

@@ -13,6 +13,7 @@ import (
 
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/cdi"
 )
 
@@ -264,7 +265,7 @@ func TestMIGManagersGPUs(t *testing.T) {
 		b.node(map[string]string{"nvidia.com/mig.config": "all-disabled"}, false)
 		b.want("applied", fourUnits, "")
 		b.node(map[string]string{"nvidia.com/mig.config": "all-1g.10gb"}, false)
-		time.Sleep(Linger)
+		time.Sleep(plan.Linger)
 		b.want("failed", "0.0 0.1 0.2 0.3", "")
 		if m := b.message(); !strings.Contains(m, "MIG manager") {
 			t.Errorf("message %q", m)

@@ -19,6 +19,7 @@ import (
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
@@ -58,7 +59,7 @@ var errPlanAgain = errors.New("the GPU has changed since the plan")
 
 // job is work under way.
 type job struct {
-	Work
+	plan.Work
 	// now is the step under way, for status.
 	now atomic.Pointer[string]
 }
@@ -80,9 +81,6 @@ type result struct {
 	undone []mig.Step
 	stuck  error
 }
-
-// want is what a job for a claim makes.
-func (w *Work) want() want { return want{w.Claim, w.GPU, w.Slot} }
 
 // rest is a pause after work that failed.
 type rest struct {
@@ -125,7 +123,7 @@ func (a *Agent) own(u gpu.UUID, s mig.Slot) {
 func (a *Agent) disown(d *gpu.Device) {
 	maps.DeleteFunc(a.mine[d.UUID], func(s mig.Slot, _ bool) bool {
 		return !slices.ContainsFunc(d.MIG.Instances, func(in gpu.Instance) bool {
-			at, err := slotOf(&in)
+			at, err := mig.SlotOf(&in)
 			// An empty GPU instance is what is left of a device that was in it.
 			return err == nil && (at == s || in.CI < 0 && at.GPUInstance() == s.GPUInstance())
 		})
@@ -133,26 +131,21 @@ func (a *Agent) disown(d *gpu.Device) {
 }
 
 // forget drops the pauses of GPUs that have become what they shall be.
-func (a *Agent) forget(changes *Changes) {
+func (a *Agent) forget(changes *plan.Changes) {
 	maps.DeleteFunc(a.rests, func(u gpu.UUID, _ *rest) bool {
-		return a.jobs[u] == nil && !slices.ContainsFunc(changes.Work, func(w Work) bool { return w.GPU == u })
+		return a.jobs[u] == nil && !slices.ContainsFunc(changes.Work, func(w plan.Work) bool { return w.GPU == u })
 	})
-}
-
-// takes reports whether work takes something away from the hardware.
-func (w *Work) takes() bool {
-	return slices.ContainsFunc(w.Steps, func(s mig.Step) bool { return s.Op == mig.Destroy || s.Op == mig.Disable })
 }
 
 // due picks the work that is to be begun now. Before the witnesses have been heard
 // once, nothing is taken away: what this process has read of its predecessor's may
 // be short of a holder.
-func (a *Agent) due(work []Work, now time.Time) []Work {
+func (a *Agent) due(work []plan.Work, now time.Time) []plan.Work {
 	if a.letGo != "" || a.letting || !a.driverAnswers() {
 		return nil
 	}
-	return slices.DeleteFunc(slices.Clone(work), func(w Work) bool {
-		if !a.seen.heard && w.takes() {
+	return slices.DeleteFunc(slices.Clone(work), func(w plan.Work) bool {
+		if !a.seen.heard && w.Takes() {
 			return true
 		}
 		r := a.rests[w.GPU]
@@ -162,14 +155,14 @@ func (a *Agent) due(work []Work, now time.Time) []Work {
 
 // withdraws reports whether work takes something away that is on offer: then that
 // is withdrawn first, and everybody is asked again.
-func withdraws(work []Work) bool {
-	return slices.ContainsFunc(work, func(w Work) bool { return w.Claim == "" })
+func withdraws(work []plan.Work) bool {
+	return slices.ContainsFunc(work, func(w plan.Work) bool { return w.Claim == "" })
 }
 
 // begin has work done beside the loop, on each GPU for itself. What is to be made is
 // the agent's before it is made, and written down: a successor must not take it for
 // somebody else's.
-func (a *Agent) begin(ctx context.Context, work []Work) {
+func (a *Agent) begin(ctx context.Context, work []plan.Work) {
 	if plan := a.planText(work); plan != "" && a.cluster != nil {
 		a.cluster.Event(kube.Regarding{}, kube.Normal, changeReason, plan)
 	}
@@ -190,7 +183,7 @@ func (a *Agent) begin(ctx context.Context, work []Work) {
 
 // planText is what is to be done for the partition, in words. Events are few: GPUs
 // of which the same is to be said share a sentence.
-func (a *Agent) planText(work []Work) string {
+func (a *Agent) planText(work []plan.Work) string {
 	var gpus map[string][]string
 	var texts []string
 	for _, w := range work {
@@ -225,7 +218,7 @@ func (a *Agent) execute(ctx context.Context, j *job, d gpu.Device) result {
 	// come back: what the plan is of is looked at once more.
 	m, err := a.driver.MIG(ctx, d.UUID)
 	if err != nil {
-		r.err = fmt.Errorf("look at %s before the change: %w", describe(&d), err)
+		r.err = fmt.Errorf("look at %s before the change: %w", d.Name(), err)
 		r.mig, r.read = m, err
 		return r
 	}
@@ -305,7 +298,7 @@ func happened(m *gpu.MIG, s *mig.Step) bool {
 // find returns the instance at a place, or nil.
 func find(at []gpu.Instance, s mig.Slot) *gpu.Instance {
 	for i := range at {
-		if slot, err := slotOf(&at[i]); err == nil && slot == s {
+		if slot, err := mig.SlotOf(&at[i]); err == nil && slot == s {
 			return &at[i]
 		}
 	}
@@ -406,7 +399,7 @@ func (a *Agent) takeResults(now time.Time) {
 			a.log.Info("work done", "gpu", u, "claim", r.Claim, "steps", r.String())
 			delete(a.rests, u)
 			delete(a.failing, u)
-			delete(a.wishRests, r.want())
+			delete(a.wishRests, r.Want())
 			continue
 		}
 		if errors.Is(r.err, errPlanAgain) {
@@ -420,7 +413,7 @@ func (a *Agent) takeResults(now time.Time) {
 // failed notes that a job did not come to its end.
 func (a *Agent) failed(r *result, d *gpu.Device, now time.Time) {
 	if len(r.undone) > 0 {
-		back := Work{Steps: r.undone}
+		back := plan.Work{Steps: r.undone}
 		r.err = fmt.Errorf("%w; put back: %s", r.err, back.String())
 	}
 	if r.stuck != nil {
@@ -438,10 +431,10 @@ func (a *Agent) failed(r *result, d *gpu.Device, now time.Time) {
 		}
 		return
 	}
-	if a.wishRests[r.want()] == nil {
-		a.wishRests[r.want()] = &rest{}
+	if a.wishRests[r.Want()] == nil {
+		a.wishRests[r.Want()] = &rest{}
 	}
-	a.wishRests[r.want()].fail(r.err, 0, wishPauseMax, now)
+	a.wishRests[r.Want()].fail(r.err, 0, wishPauseMax, now)
 	a.desk.SetTrouble(r.Claim, r.err.Error())
 	if a.failing[r.GPU] == nil {
 		a.failing[r.GPU] = map[mig.Slot]*failing{}
@@ -456,7 +449,7 @@ func (a *Agent) failed(r *result, d *gpu.Device, now time.Time) {
 	if f.n != mostFailures || a.cluster == nil {
 		return
 	}
-	message := fmt.Sprintf("%s: %s could not be made %d times and is withdrawn for %s: %v", describe(d), r.Slot, f.n, failingFor, r.err)
+	message := fmt.Sprintf("%s: %s could not be made %d times and is withdrawn for %s: %v", d.Name(), r.Slot, f.n, failingFor, r.err)
 	a.cluster.Event(kube.Regarding{}, kube.Warning, slotReason, message)
 	for _, c := range a.desk.Claims() {
 		if pod := (kube.Regarding{Namespace: c.Holder.Namespace, Pod: c.Holder.Pod}); c.Key == r.Claim && pod.Pod != "" {
@@ -472,7 +465,7 @@ func (a *Agent) failed(r *result, d *gpu.Device, now time.Time) {
 // is tried again later.
 func (a *Agent) failedFor(claim string) bool {
 	for w := range a.wishRests {
-		if w.claim == claim {
+		if w.Claim == claim {
 			return true
 		}
 	}
@@ -498,14 +491,14 @@ func (a *Agent) failingSlots(now time.Time) map[gpu.UUID]map[mig.Slot]string {
 }
 
 // migInput is what the plan must know.
-func (a *Agent) migInput(claims []desk.Claim, now time.Time) MIGInput {
-	in := MIGInput{Cards: a.cards, Made: a.mine, Reclaim: a.opts.ReclaimForeign, Working: map[gpu.UUID]*Work{}, Expired: map[gpu.UUID][]mig.Slot{},
-		Deferred: map[want]bool{}}
+func (a *Agent) migInput(claims []desk.Claim, now time.Time) plan.MIGInput {
+	in := plan.MIGInput{Cards: a.cards, Made: a.mine, Reclaim: a.opts.ReclaimForeign, Working: map[gpu.UUID]*plan.Work{}, Expired: map[gpu.UUID][]mig.Slot{},
+		Deferred: map[plan.Want]bool{}}
 	for u, j := range a.jobs {
 		in.Working[u] = &j.Work
 	}
 	for w, r := range a.wishRests {
-		if !slices.ContainsFunc(claims, func(c desk.Claim) bool { return c.Key == w.claim }) {
+		if !slices.ContainsFunc(claims, func(c desk.Claim) bool { return c.Key == w.Claim }) {
 			delete(a.wishRests, w)
 		} else if now.Before(r.until) {
 			in.Deferred[w] = true
@@ -524,7 +517,7 @@ func (a *Agent) migInput(claims []desk.Claim, now time.Time) MIGInput {
 }
 
 // noteIdle remembers since when instances have been idle.
-func (a *Agent) noteIdle(changes *Changes, now time.Time) {
+func (a *Agent) noteIdle(changes *plan.Changes, now time.Time) {
 	idle := map[gpu.UUID]map[mig.Slot]time.Time{}
 	for u, v := range changes.MIG {
 		for _, s := range v.Warm {
@@ -606,15 +599,15 @@ func (a *Agent) working() string {
 	for i := range a.inv.GPUs {
 		d := &a.inv.GPUs[i]
 		if j := a.jobs[d.UUID]; j != nil && j.Claim == "" {
-			out = append(out, describe(d)+": "+j.String())
+			out = append(out, d.Name()+": "+j.String())
 		}
 	}
 	return strings.Join(out, "; ")
 }
 
-// busyLook is how often GPUs are to be read for the sake of processes that no
-// claim covers, 0 where there are none.
-func (c *Changes) busyLook() time.Duration {
+// busyLookOf is how often GPUs are to be read for the sake of processes that no claim
+// covers, 0 where there are none.
+func busyLookOf(c *plan.Changes) time.Duration {
 	switch {
 	case c.Process:
 		return busySoon
@@ -669,7 +662,7 @@ func (a *Agent) instancesOf(c *desk.Claim) (out []instance, ok bool) {
 			return nil, false
 		}
 		in := &d.MIG.Instances[i]
-		if slot, err := slotOf(in); err != nil || a.jobs[g.GPU].destroys(slot) {
+		if slot, err := mig.SlotOf(in); err != nil || a.jobs[g.GPU].destroys(slot) {
 			return nil, false
 		}
 		out = append(out, instance{d, in})

@@ -25,8 +25,8 @@ type Document struct {
 	GPUs []gpu.Device `json:"gpus,omitempty"`
 	// Faults is the health monitor's memory, in its own words.
 	Faults json.RawMessage `json:"faults,omitempty"`
-	// Cuts are what is listed to the kubelet.
-	Cuts []Cut `json:"cuts,omitempty"`
+	// Layouts are what is listed to the kubelet.
+	Layouts []Layout `json:"layouts,omitempty"`
 	// TimeSlices is what the agent last set, by GPU.
 	TimeSlices map[gpu.UUID]gpu.TimeSlice `json:"timeSlices,omitempty"`
 	// Made are the MIG instances that the agent has made or taken over, and those
@@ -48,9 +48,9 @@ type Slot struct {
 	CIStart int `json:"ciStart,omitempty"`
 }
 
-// Cut is how a GPU is divided: the way in force, or one that is not any more and
+// Layout is how a GPU is divided: the way in force, or one that is not any more and
 // whose devices are still listed.
-type Cut struct {
+type Layout struct {
 	GPU gpu.UUID `json:"gpu"`
 	// Kind is what its devices stand for; N is how many the GPU had.
 	Kind ledger.Kind `json:"kind"`

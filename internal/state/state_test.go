@@ -39,7 +39,7 @@ var full = Document{
 	Boot:       "b1",
 	GPUs:       []gpu.Device{{Index: 1, UUID: "GPU-a", Memory: 81920, MIG: gpu.MIG{Capable: true, Profiles: []gpu.Profile{{Name: "1g.10gb"}}, Instances: []gpu.Instance{{Profile: "1g.10gb", GI: 3}}}}},
 	Faults:     json.RawMessage(`[{"gpu":"GPU-a","xid":79}]`),
-	Cuts:       []Cut{{GPU: "GPU-a", Kind: ledger.Units, N: 79, Until: noon}},
+	Layouts:    []Layout{{GPU: "GPU-a", Kind: ledger.Units, N: 79, Until: noon}},
 	TimeSlices: map[gpu.UUID]gpu.TimeSlice{"GPU-b": gpu.TimeSliceLong, "GPU-a": gpu.TimeSliceShort},
 }
 

@@ -2,6 +2,8 @@
 
 package gpu
 
+import "fmt"
+
 // UUID is the driver's name for a GPU ("GPU-…") or a MIG instance ("MIG-…").
 // It is the only name that survives a reboot and a change of slot; an index
 // does not.
@@ -126,6 +128,9 @@ type Device struct {
 	// Gone says that the driver does not list the GPU any more; Fault is set too.
 	Gone bool `json:"gone,omitempty"`
 }
+
+// Name is the GPU's name for people: "GPU 3 (GPU-…)".
+func (d *Device) Name() string { return fmt.Sprintf("GPU %d (%s)", d.Index, d.UUID) }
 
 // Usable is the memory that processes can have, in MiB.
 func (d *Device) Usable() MiB {

@@ -26,6 +26,13 @@ type Slot struct {
 	CI int
 }
 
+// SlotOf is the place that an instance has. The error wraps gpu.ErrInvalid where its
+// profile's name cannot be read.
+func SlotOf(in *gpu.Instance) (Slot, error) {
+	name, err := Parse(in.Profile)
+	return Slot{Profile: name, Start: in.Start, Size: in.Size, CI: in.CIStart}, err
+}
+
 // String is "3g.40gb@4", of a split "1c.3g.40gb@4.1".
 func (s Slot) String() string {
 	var b [64]byte

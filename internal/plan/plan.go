@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package plan
 
 import (
 	"cmp"
 	"fmt"
 	"slices"
+	"time"
 
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/config"
@@ -16,9 +17,14 @@ import (
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
-// Cut is how a GPU is divided: which resource its devices belong to and how
+// Linger is how long a withdrawn device stays listed as Unhealthy before its ID
+// leaves. The kubelet (1.36.3) ends with a nil dereference when an ID leaves
+// the list while its Allocate is on the wire.
+const Linger = 60 * time.Second
+
+// Layout is how a GPU is divided: which resource its devices belong to and how
 // many there are. Two that are Equal have the same devices.
-type Cut struct {
+type Layout struct {
 	// Known is false for a GPU of which nothing is known: it offers nothing,
 	// and anything may be made of it.
 	Known bool
@@ -39,48 +45,20 @@ type Cut struct {
 }
 
 // Equal reports whether both have the same devices.
-func (c Cut) Equal(o Cut) bool {
+func (c Layout) Equal(o Layout) bool {
 	return c.Known == o.Known && c.Offers == o.Offers && c.Kind == o.Kind && c.N == o.N && c.Unit == o.Unit &&
 		slices.Equal(c.Slots, o.Slots) && slices.Equal(c.Alone, o.Alone)
 }
 
-// ids returns the device IDs of a GPU that is cut so.
-func (c Cut) ids(u gpu.UUID) []string {
-	if !c.Offers {
-		return nil
-	}
-	switch {
-	case c.Kind == ledger.Whole:
-		return []string{string(u)}
-	case c.Kind == ledger.Placement:
-		out := make([]string, len(c.Slots))
-		for i, s := range c.Slots {
-			out[i] = mig.ID(u, s)
-		}
-		return out
-	case len(c.Alone) > 0:
-		out := make([]string, 0, c.N)
-		for n := range c.Alone.All() {
-			out = append(out, timeslice.ID(u, n))
-		}
-		return out
-	}
-	out := make([]string, c.N)
-	for i := range out {
-		out[i] = timeslice.ID(u, i)
-	}
-	return out
-}
-
 // sameUnits reports whether both offer memory units. Their number follows from
 // what the driver keeps for itself, which can move by some MiB from one reading
-// to the next: a GPU keeps the number that it was first cut with.
-func (c Cut) sameUnits(o Cut) bool {
+// to the next: a GPU keeps the number that it was first given.
+func (c Layout) sameUnits(o Layout) bool {
 	return c.Offers && o.Offers && c.Kind == ledger.Units && o.Kind == ledger.Units && c.N > 0 && c.Unit == o.Unit
 }
 
-// mode is the word that people use for the cut.
-func (c Cut) mode() string {
+// Mode is the word that people use for the layout.
+func (c Layout) Mode() string {
 	switch {
 	case !c.Known:
 		return "unset"
@@ -95,21 +73,21 @@ func (c Cut) mode() string {
 	}
 }
 
-// cutOf is the cut that a wish means on a GPU that has nothing to do with MIG. ok
+// layoutOf is the layout that a wish means on a GPU that has nothing to do with MIG. ok
 // is false where the wish is to leave the GPU as it is.
-func cutOf(w config.Want, d *gpu.Device, unit gpu.MiB) (c Cut, ok bool) {
+func layoutOf(w config.Want, d *gpu.Device, unit gpu.MiB) (c Layout, ok bool) {
 	switch w.Mode {
 	case config.Whole:
-		return Cut{Known: true, Offers: true, Kind: ledger.Whole, N: 1}, true
+		return Layout{Known: true, Offers: true, Kind: ledger.Whole, N: 1}, true
 	case config.Off:
-		return Cut{Known: true}, true
+		return Layout{Known: true}, true
 	case config.Shared:
 		if w.Replicas > 0 {
-			return Cut{Known: true, Offers: true, Kind: ledger.Replica, N: w.Replicas}, true
+			return Layout{Known: true, Offers: true, Kind: ledger.Replica, N: w.Replicas}, true
 		}
-		return Cut{Known: true, Offers: true, Kind: ledger.Units, N: timeslice.Units(d, unit), Unit: unit}, true
+		return Layout{Known: true, Offers: true, Kind: ledger.Units, N: timeslice.Units(d, unit), Unit: unit}, true
 	default:
-		return Cut{}, false
+		return Layout{}, false
 	}
 }
 
@@ -135,9 +113,9 @@ func (b Blocked) String() string {
 
 // Changes is what a plan comes to.
 type Changes struct {
-	// Cuts has every GPU of the inventory whose cut is known after the plan.
-	Cuts map[gpu.UUID]Cut
-	// Recut names the GPUs whose cut changes now, in index order.
+	// Layouts has every GPU of the inventory whose layout is known after the plan.
+	Layouts map[gpu.UUID]Layout
+	// Recut names the GPUs whose layout changes now, in index order.
 	Recut []gpu.UUID
 	// Work is what is to be done to the hardware now, in index order.
 	Work []Work
@@ -167,38 +145,46 @@ type Changes struct {
 	Refused []string
 }
 
-// blocks reports whether a GPU's change waits.
-func (c *Changes) blocks(u gpu.UUID) bool {
+// Blocks reports whether a GPU's change waits.
+func (c *Changes) Blocks(u gpu.UUID) bool {
 	return slices.ContainsFunc(c.Blocked, func(b Blocked) bool { return b.GPU == u })
 }
 
-// PlanInput is everything that a plan is made from.
-type PlanInput struct {
+// Past is a layout that a GPU no longer has, whose devices are still listed.
+type Past struct {
+	Layout
+	// Until is when they leave the list, if no claim has them.
+	Until time.Time
+}
+
+// Input is everything that a plan is made from.
+type Input struct {
 	Inventory *gpu.Inventory
 	Claims    []desk.Claim
 	Wanted    []config.Want
 	// Cuts is how the GPUs are divided now.
-	Cuts map[gpu.UUID]Cut
+	Layouts map[gpu.UUID]Layout
 	// Others is why GPUs are somebody else's to give out.
 	Others map[gpu.UUID]string
-	Names  *desk.Names
 	// Unit is what a memory unit is from now on.
 	Unit gpu.MiB
 	MIG  MIGInput
 
-	past map[gpu.UUID][]pastCut // what GPUs had before and is still listed
-	rows *rows                  // what is listed before the plan, and what it adds
+	// Past is what GPUs had before and is still listed.
+	Past map[gpu.UUID][]Past
+
+	rows *Rows // what is listed before the plan, and what it adds
 }
 
-// Plan decides which GPUs change their cut now and which must wait. It is pure.
+// Make decides which GPUs change their layout now and which must wait. It is pure.
 //
-// A GPU without a known cut that claims are on (the agent has restarted) has
-// the cut that its claims speak of. A GPU with claims keeps its cut; one
+// A GPU without a known layout that claims are on (the agent has restarted) has
+// the layout that its claims speak of. A GPU with claims keeps its layout; one
 // without takes the wanted one. GPUs that wanted does not name, or that it
 // leaves as they are, keep what they have. A GPU whose new devices the kubelet's lists
-// have no room for now is withdrawn, and cut when others have left them.
-func Plan(in PlanInput) Changes {
-	out := Changes{Cuts: map[gpu.UUID]Cut{}, Leaving: map[gpu.UUID]map[mig.Slot]string{}, MIG: map[gpu.UUID]desk.MIGView{}, Made: map[gpu.UUID][]mig.Slot{}, Trouble: map[string]string{}}
+// have no room for now is withdrawn, and laid out when others have left them.
+func Make(in Input) Changes {
+	out := Changes{Layouts: map[gpu.UUID]Layout{}, Leaving: map[gpu.UUID]map[mig.Slot]string{}, MIG: map[gpu.UUID]desk.MIGView{}, Made: map[gpu.UUID][]mig.Slot{}, Trouble: map[string]string{}}
 	want := map[gpu.UUID]config.Want{}
 	for _, w := range in.Wanted {
 		want[w.GPU] = w
@@ -206,15 +192,15 @@ func Plan(in PlanInput) Changes {
 	in.rows = in.listed()
 	for i := range in.Inventory.GPUs {
 		d := &in.Inventory.GPUs[i]
-		have := in.Cuts[d.UUID]
+		have := in.Layouts[d.UUID]
 		if in.concernsMIG(d, want[d.UUID]) {
 			in.planMIG(d, want[d.UUID], have, &out)
 			continue
 		}
-		to, ok := cutOf(want[d.UUID], d, in.Unit)
+		to, ok := layoutOf(want[d.UUID], d, in.Unit)
 		holders, held := holdersOf(in.Claims, d.UUID)
 		if !have.Known && held {
-			have = in.inferCut(d, to)
+			have = in.inferLayout(d, to)
 		}
 		if !ok || have.sameUnits(to) {
 			to = have
@@ -222,26 +208,26 @@ func Plan(in PlanInput) Changes {
 		switch other := in.Others[d.UUID]; {
 		case !to.Offers:
 		case other != "":
-			out.Refused = append(out.Refused, describe(d)+" is not offered: "+other)
-			to = Cut{Known: true}
+			out.Refused = append(out.Refused, d.Name()+" is not offered: "+other)
+			to = Layout{Known: true}
 		}
-		if !have.Equal(to) && !held && !in.rows.fits(d.UUID, to) {
+		if !have.Equal(to) && !held && !in.rows.Fits(d.UUID, to) {
 			// What it has is withdrawn all the same: so it leaves the lists, and there
 			// is room in the end.
 			out.Crowded = append(out.Crowded, crowded(d, to))
-			to = Cut{Known: true}
+			to = Layout{Known: true}
 		}
 		switch {
 		case have.Equal(to):
 		case held:
-			out.Blocked = append(out.Blocked, Blocked{GPU: d.UUID, Index: d.Index, From: have.mode(), To: to.mode(), Holders: holders})
+			out.Blocked = append(out.Blocked, Blocked{GPU: d.UUID, Index: d.Index, From: have.Mode(), To: to.Mode(), Holders: holders})
 			to = have
 		default:
 			out.Recut = append(out.Recut, d.UUID)
 		}
 		if to.Known {
-			out.Cuts[d.UUID] = to
-			in.rows.add(d.UUID, to)
+			out.Layouts[d.UUID] = to
+			in.rows.Add(d.UUID, to)
 		}
 		if mode := want[d.UUID].Mode; !held && d.Fault == "" && in.Others[d.UUID] == "" && (mode == config.Whole || mode == config.Shared) &&
 			d.MIG.Pending != nil && *d.MIG.Pending {
@@ -264,21 +250,21 @@ func holdersOf(claims []desk.Claim, u gpu.UUID) (names []string, held bool) {
 	return slices.Compact(names), len(names) > 0
 }
 
-// inferCut is inferCut of the claims. Where the lists have no room for all devices of
-// such a cut, the GPU offers nothing, and those that are held are listed alone.
-func (in *PlanInput) inferCut(d *gpu.Device, to Cut) Cut {
-	c := inferCut(in.Claims, d, to, in.Unit)
-	if !in.rows.fits(d.UUID, c) {
-		return Cut{Known: true}
+// inferLayout is inferLayout of the claims. Where the lists have no room for all devices of
+// such a layout, the GPU offers nothing, and those that are held are listed alone.
+func (in *Input) inferLayout(d *gpu.Device, to Layout) Layout {
+	c := inferLayout(in.Claims, d, to, in.Unit)
+	if !in.rows.Fits(d.UUID, c) {
+		return Layout{Known: true}
 	}
-	in.rows.add(d.UUID, c)
+	in.rows.Add(d.UUID, c)
 	return c
 }
 
-// inferCut says how a GPU must have been cut for its claims to be there, with the caps
+// inferLayout says how a GPU must be laid out for its claims to be there, with the caps
 // that their holders were given.
-func inferCut(claims []desk.Claim, d *gpu.Device, to Cut, unit gpu.MiB) Cut {
-	c := Cut{Known: true}
+func inferLayout(claims []desk.Claim, d *gpu.Device, to Layout, unit gpu.MiB) Layout {
+	c := Layout{Known: true}
 	of := 0
 	for i := range claims {
 		for j := range claims[i].Grants {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package plan
 
 import (
 	"cmp"
@@ -28,7 +28,7 @@ type MIGInput struct {
 	// Expired are instances on demand that have been idle for long enough.
 	Expired map[gpu.UUID][]mig.Slot
 	// Deferred are the instances of claims that are not to be tried again yet.
-	Deferred map[want]bool
+	Deferred map[Want]bool
 }
 
 // Work is what is to be done to one GPU's hardware.
@@ -52,9 +52,17 @@ func (w *Work) String() string {
 	return strings.Join(words, ", ")
 }
 
+// Want is what work for a claim makes.
+func (w *Work) Want() Want { return Want{w.Claim, w.GPU, w.Slot} }
+
+// Takes reports whether work takes something away from the hardware.
+func (w *Work) Takes() bool {
+	return slices.ContainsFunc(w.Steps, func(s mig.Step) bool { return s.Op == mig.Destroy || s.Op == mig.Disable })
+}
+
 // concernsMIG reports whether a GPU is in MIG mode, or on its way there or back. A
 // mode that is pending and that nobody here wants is neither.
-func (in *PlanInput) concernsMIG(d *gpu.Device, w config.Want) bool {
+func (in *Input) concernsMIG(d *gpu.Device, w config.Want) bool {
 	return w.Mode == config.MIG || d.MIG.Enabled ||
 		in.MIG.Working[d.UUID] != nil ||
 		slices.ContainsFunc(in.Claims, func(c desk.Claim) bool {
@@ -80,11 +88,11 @@ type gpuWithMIG struct {
 	holders, others []string
 }
 
-// want is an instance that a claim, named by its key, waits for.
-type want struct {
-	claim string
-	gpu   gpu.UUID
-	slot  mig.Slot
+// Want is an instance that a claim, named by its key, waits for.
+type Want struct {
+	Claim string
+	GPU   gpu.UUID
+	Slot  mig.Slot
 }
 
 type wish struct {
@@ -100,16 +108,16 @@ const (
 )
 
 // look gathers what counts for a GPU's plan. The error says why there can be none.
-func (in *PlanInput) look(d *gpu.Device) (*gpuWithMIG, error) {
+func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
 	g := &gpuWithMIG{Device: d, claimed: map[mig.Slot]*desk.Claim{}}
 	if g.card = in.MIG.Cards[d.UUID]; g.card == nil {
-		return g, fmt.Errorf("%s cannot do MIG", describe(d))
+		return g, fmt.Errorf("%s cannot do MIG", d.Name())
 	}
 	stands := map[mig.Slot]bool{}
 	for i := range d.MIG.Instances {
-		slot, err := slotOf(&d.MIG.Instances[i])
+		slot, err := mig.SlotOf(&d.MIG.Instances[i])
 		if err != nil {
-			return g, fmt.Errorf("%s has an instance that this version does not understand: %w", describe(d), err)
+			return g, fmt.Errorf("%s has an instance that this version does not understand: %w", d.Name(), err)
 		}
 		stands[slot] = d.MIG.Instances[i].CI >= 0
 	}
@@ -146,7 +154,7 @@ func (in *PlanInput) look(d *gpu.Device) (*gpuWithMIG, error) {
 	})
 	for i := range d.MIG.Instances {
 		inst := &d.MIG.Instances[i]
-		slot, _ := slotOf(inst)
+		slot, _ := mig.SlotOf(inst)
 		s := mig.Standing{Slot: slot, Empty: inst.CI < 0}
 		holder, held := g.claimed[slot]
 		switch {
@@ -164,7 +172,7 @@ func (in *PlanInput) look(d *gpu.Device) (*gpuWithMIG, error) {
 
 // mine reports whether an instance is the agent's. A GPU instance that stands empty
 // is what is left of a compute instance that was being made in it, or destroyed.
-func (in *PlanInput) mine(u gpu.UUID, s mig.Standing) bool {
+func (in *Input) mine(u gpu.UUID, s mig.Standing) bool {
 	if in.MIG.Made[u][s.Slot] {
 		return true
 	}
@@ -178,21 +186,15 @@ func (in *PlanInput) mine(u gpu.UUID, s mig.Standing) bool {
 	return false
 }
 
-// slotOf is the place that an instance has.
-func slotOf(in *gpu.Instance) (mig.Slot, error) {
-	name, err := mig.Parse(in.Profile)
-	return mig.Slot{Profile: name, Start: in.Start, Size: in.Size, CI: in.CIStart}, err
-}
-
-// slotsCut offers slots, in an order that does not depend on theirs.
-func slotsCut(slots []mig.Slot) Cut {
+// Placements offers slots, in an order that does not depend on theirs.
+func Placements(slots []mig.Slot) Layout {
 	sorted := slices.Clone(slots)
 	slices.SortFunc(sorted, mig.CompareSlots)
-	return Cut{Known: true, Offers: true, Kind: ledger.Placement, N: len(sorted), Slots: sorted}
+	return Layout{Known: true, Offers: true, Kind: ledger.Placement, N: len(sorted), Slots: sorted}
 }
 
-// slotNames names MIG devices, for the log.
-func slotNames(slots []mig.Slot) string {
+// Names names MIG devices, for the log.
+func Names(slots []mig.Slot) string {
 	words := make([]string, len(slots))
 	for i, s := range slots {
 		words[i] = s.String()
@@ -227,115 +229,138 @@ func targetText(w config.Want) string {
 }
 
 // planMIG decides for a GPU that is in MIG mode, or on its way there or back.
-func (in *PlanInput) planMIG(d *gpu.Device, w config.Want, have Cut, out *Changes) {
-	u := d.UUID
+func (in *Input) planMIG(d *gpu.Device, w config.Want, have Layout, out *Changes) {
 	g, err := in.look(d)
-	held := len(g.holders)+len(g.others) > 0
 	if err != nil {
-		// A GPU that cannot be read is said to be faulty elsewhere.
-		if d.Fault == "" && (w.Mode == config.MIG || d.MIG.Enabled && w.Mode != config.Off && w.Mode != config.Keep) {
-			out.Refused = append(out.Refused, err.Error())
-		}
-		if have.Known {
-			out.Cuts[u] = have
-		}
-		for i := range in.Claims {
-			if c := &in.Claims[i]; c.Kind() == ledger.Placement && c.On(u) && d.Fault == "" && d.MIG.Capable {
-				out.Trouble[c.Key] = err.Error()
-			}
-		}
+		in.unplanned(d, w, have, err, out)
 		return
 	}
 	if !have.Known && len(g.holders) > 0 {
-		have = slotsCut(nil) // the agent has restarted
+		have = Placements(nil) // the agent has restarted
 	}
 	if !have.Known && len(g.others) > 0 {
-		have = in.inferCut(d, Cut{})
+		have = in.inferLayout(d, Layout{})
 	}
-	to, leaving := have, map[mig.Slot]string{}
-	all := func(why string) {
-		for _, s := range g.standing {
-			leaving[s.Slot] = why
-		}
-		for s := range g.claimed {
-			leaving[s] = why
-		}
-		for _, s := range g.cut(have) {
-			leaving[s] = why // also what does not stand yet
-		}
-	}
-	block := func(by []string) {
-		out.Blocked = append(out.Blocked, Blocked{GPU: u, Index: d.Index, From: g.now(have), To: targetText(w), Holders: compact(by)})
-	}
-	offers := have.Offers && have.Kind == ledger.Placement
-	wanted, ok := target(w)
-	work := in.MIG.Working[u]
-	switch {
-	case work != nil:
-		leaving = work.Leaving
-	case in.Others[u] != "" && w.Mode != config.Off:
-		out.Refused = append(out.Refused, describe(d)+" is not offered: "+in.Others[u])
-		if to = (Cut{Known: true}); held {
-			to = have
-			all("somebody else gives the GPU out")
-		}
-	case d.Fault != "":
-		// What cannot be read is left as it is.
-	case w.Mode == config.Off && held:
-		block(slices.Concat(g.holders, g.others))
-		all("the node's partition switches the GPU off")
-	case w.Mode == config.Off:
-		to = Cut{Known: true}
-	case !ok: // to be left as it is
-		if offers && d.MIG.Enabled {
-			to = slotsCut(g.listed())
-		}
-	case wanted.MIG && len(g.others) > 0:
-		block(g.others)
-	case !wanted.MIG && !d.MIG.Enabled && held:
-		// The mode was lost under them, as in a reboot, and nobody wants it back.
-		block(slices.Concat(g.holders, g.others))
-		if offers {
-			to = slotsCut(nil)
-		}
-	default:
-		to = in.follow(g, w, wanted, have, leaving, block, out)
-	}
-	if work == nil && offers && to.Offers && !have.Equal(to) {
-		// Slots that do not stand are withdrawn before the work like those that do.
-		for _, s := range g.cut(have) {
+	to, leaving := in.next(g, w, have, out)
+	work := in.MIG.Working[d.UUID]
+	if work == nil && have.Offers && have.Kind == ledger.Placement && to.Offers && !have.Equal(to) {
+		// What does not stand is withdrawn before the work like what does.
+		for _, s := range g.of(have) {
 			if leaving[s] == "" && !slices.Contains(to.Slots, s) {
 				leaving[s] = "the node's partition does not keep it"
 			}
 		}
 	}
-	if work == nil && d.MIG.Enabled && d.Fault == "" && in.Others[u] == "" {
+	if work == nil && d.MIG.Enabled && d.Fault == "" && in.Others[d.UUID] == "" {
 		// A claim that was granted is made good, whatever the partition has
 		// become since: its holder could not end otherwise.
 		in.grant(g, leaving, w, out)
 	} else {
-		why := describe(d) + " is not in MIG mode"
-		switch {
-		case work != nil:
-			why = describe(d) + " is being worked on: " + work.String()
-		case in.Others[u] != "":
-			why = describe(d) + " is left alone: somebody else gives it out" // a pod is told this: no names
-		case d.Fault != "":
-			why = describe(d) + ": " + d.Fault
-		}
-		for _, wish := range g.wishes {
-			out.Trouble[wish.claim.Key] = why
-		}
+		in.postpone(g, out)
 	}
 	in.finishMIG(g, have, to, leaving, out)
 }
 
+// unplanned leaves a GPU as it is for which there can be no plan, and says why. A GPU
+// that cannot be read is said to be faulty elsewhere.
+func (in *Input) unplanned(d *gpu.Device, w config.Want, have Layout, err error, out *Changes) {
+	if d.Fault == "" && (w.Mode == config.MIG || d.MIG.Enabled && w.Mode != config.Off && w.Mode != config.Keep) {
+		out.Refused = append(out.Refused, err.Error())
+	}
+	if have.Known {
+		out.Layouts[d.UUID] = have
+	}
+	for i := range in.Claims {
+		if c := &in.Claims[i]; c.Kind() == ledger.Placement && c.On(d.UUID) && d.Fault == "" && d.MIG.Capable {
+			out.Trouble[c.Key] = err.Error()
+		}
+	}
+}
+
+// next is the layout that a GPU gets now, and the devices that are withdrawn or leave
+// with their holder, with the reason.
+func (in *Input) next(g *gpuWithMIG, w config.Want, have Layout, out *Changes) (to Layout, leaving map[mig.Slot]string) {
+	held := len(g.holders)+len(g.others) > 0
+	offers := have.Offers && have.Kind == ledger.Placement
+	wanted, ok := target(w)
+	block := func(by []string) {
+		out.Blocked = append(out.Blocked, Blocked{GPU: g.UUID, Index: g.Index, From: g.now(have), To: targetText(w), Holders: compact(by)})
+	}
+	leaving = map[mig.Slot]string{}
+	switch work := in.MIG.Working[g.UUID]; {
+	case work != nil:
+		return have, work.Leaving
+	case in.Others[g.UUID] != "" && w.Mode != config.Off:
+		out.Refused = append(out.Refused, g.Name()+" is not offered: "+in.Others[g.UUID])
+		if !held {
+			return Layout{Known: true}, leaving
+		}
+		return have, g.all(have, "somebody else gives the GPU out")
+	case g.Fault != "":
+		return have, leaving // what cannot be read is left as it is
+	case w.Mode == config.Off && held:
+		block(slices.Concat(g.holders, g.others))
+		return have, g.all(have, "the node's partition switches the GPU off")
+	case w.Mode == config.Off:
+		return Layout{Known: true}, leaving
+	case !ok: // to be left as it is
+		if offers && g.MIG.Enabled {
+			return Placements(g.listed()), leaving
+		}
+		return have, leaving
+	case wanted.MIG && len(g.others) > 0:
+		block(g.others)
+		return have, leaving
+	case !wanted.MIG && !g.MIG.Enabled && held:
+		// The mode was lost under them, as in a reboot, and nobody wants it back.
+		block(slices.Concat(g.holders, g.others))
+		if offers {
+			return Placements(nil), leaving
+		}
+		return have, leaving
+	}
+	return in.follow(g, w, wanted, have, leaving, block, out), leaving
+}
+
+// all is one reason for everything that a GPU has, that claims have of it and that its
+// layout offers, whether it stands or not.
+func (g *gpuWithMIG) all(have Layout, why string) map[mig.Slot]string {
+	leaving := map[mig.Slot]string{}
+	for _, s := range g.standing {
+		leaving[s.Slot] = why
+	}
+	for s := range g.claimed {
+		leaving[s] = why
+	}
+	for _, s := range g.of(have) {
+		leaving[s] = why
+	}
+	return leaving
+}
+
+// postpone tells the claims that wait for an instance why none is made on their GPU
+// now. A pod is told this: no other tenant's is named.
+func (in *Input) postpone(g *gpuWithMIG, out *Changes) {
+	why := g.Name() + " is not in MIG mode"
+	switch work := in.MIG.Working[g.UUID]; {
+	case work != nil:
+		why = g.Name() + " is being worked on: " + work.String()
+	case in.Others[g.UUID] != "":
+		why = g.Name() + " is left alone: somebody else gives it out"
+	case g.Fault != "":
+		why = g.Name() + ": " + g.Fault
+	}
+	for _, wish := range g.wishes {
+		out.Trouble[wish.claim.Key] = why
+	}
+}
+
 // follow plans what the partition wants of a GPU that nothing else stands against,
-// and returns its cut meanwhile. What the target does not keep is added to leaving.
-func (in *PlanInput) follow(g *gpuWithMIG, w config.Want, wanted mig.Target, have Cut, leaving map[mig.Slot]string, block func([]string), out *Changes) Cut {
+// and returns its layout meanwhile. What the target does not keep is added to leaving.
+func (in *Input) follow(g *gpuWithMIG, w config.Want, wanted mig.Target, have Layout, leaving map[mig.Slot]string, block func([]string), out *Changes) Layout {
 	plan, err := in.change(g, wanted)
 	if err != nil {
-		out.Refused = append(out.Refused, fmt.Sprintf("%s cannot be %s: %v", describe(g.Device), targetText(w), err))
+		out.Refused = append(out.Refused, fmt.Sprintf("%s cannot be %s: %v", g.Name(), targetText(w), err))
 		return have
 	}
 	keep := map[mig.Slot]bool{}
@@ -368,17 +393,17 @@ func (in *PlanInput) follow(g *gpuWithMIG, w config.Want, wanted mig.Target, hav
 	}
 	switch {
 	case wanted.OnDemand && g.MIG.Enabled:
-		return slotsCut(in.onDemand(g, w))
+		return Placements(in.onDemand(g, w))
 	case wanted.MIG, have.Offers && have.Kind == ledger.Placement:
-		return slotsCut(g.listed())
+		return Placements(g.listed())
 	default:
-		return Cut{Known: true}
+		return Layout{Known: true}
 	}
 }
 
 // change plans a GPU's way to its target. What claims have and does not stand is
 // put back where it was, if the target has room for it there.
-func (in *PlanInput) change(g *gpuWithMIG, to mig.Target) (mig.Plan, error) {
+func (in *Input) change(g *gpuWithMIG, to mig.Target) (mig.Plan, error) {
 	switch {
 	case len(g.missing) == 0 || to.OnDemand:
 		return mig.Change(&g.MIG, g.card, g.standing, to)
@@ -399,10 +424,10 @@ func (in *PlanInput) change(g *gpuWithMIG, to mig.Target) (mig.Plan, error) {
 // grant plans the instance of the first claim that waits for one, in front of what
 // else is to be done to the GPU; where nobody waits, it ends what has been idle for
 // long enough.
-func (in *PlanInput) grant(g *gpuWithMIG, leaving map[mig.Slot]string, w config.Want, out *Changes) {
+func (in *Input) grant(g *gpuWithMIG, leaving map[mig.Slot]string, w config.Want, out *Changes) {
 	u := g.UUID
 	for i, wish := range g.wishes {
-		if in.MIG.Deferred[want{wish.claim.Key, u, wish.slot}] {
+		if in.MIG.Deferred[Want{wish.claim.Key, u, wish.slot}] {
 			continue
 		}
 		plan, err := g.card.Make(g.standing, wish.slot)
@@ -427,7 +452,7 @@ func (in *PlanInput) grant(g *gpuWithMIG, leaving map[mig.Slot]string, w config.
 		out.Trouble[wish.claim.Key] = "its instance is being made: " + work.String()
 		for _, next := range g.wishes[i+1:] {
 			if next.claim != wish.claim {
-				out.Trouble[next.claim.Key] = fmt.Sprintf("%s comes after other work on %s: %s", next.slot, describe(g.Device), work.String())
+				out.Trouble[next.claim.Key] = fmt.Sprintf("%s comes after other work on %s: %s", next.slot, g.Name(), work.String())
 			}
 		}
 		return
@@ -447,7 +472,7 @@ func (in *PlanInput) grant(g *gpuWithMIG, leaving map[mig.Slot]string, w config.
 }
 
 // adopt makes those instances the agent's that a claim has or a geometry keeps.
-func (in *PlanInput) adopt(g *gpuWithMIG, keep map[mig.Slot]bool, out *Changes) {
+func (in *Input) adopt(g *gpuWithMIG, keep map[mig.Slot]bool, out *Changes) {
 	for _, s := range g.standing {
 		if _, held := g.claimed[s.Slot]; (held || keep[s.Slot] && s.Reason != busyReason) && !in.MIG.Made[g.UUID][s.Slot] {
 			out.Made[g.UUID] = append(out.Made[g.UUID], s.Slot)
@@ -456,7 +481,7 @@ func (in *PlanInput) adopt(g *gpuWithMIG, keep map[mig.Slot]bool, out *Changes) 
 }
 
 // onDemand lists the slots of every profile that the partition allows.
-func (in *PlanInput) onDemand(g *gpuWithMIG, w config.Want) []mig.Slot {
+func (in *Input) onDemand(g *gpuWithMIG, w config.Want) []mig.Slot {
 	slots := g.card.Slots()
 	if len(w.Profiles) > 0 {
 		slots = slices.DeleteFunc(slices.Clone(slots), func(s mig.Slot) bool { return !slices.Contains(w.Profiles, s.Profile) })
@@ -464,8 +489,8 @@ func (in *PlanInput) onDemand(g *gpuWithMIG, w config.Want) []mig.Slot {
 	return slots
 }
 
-// cut are the slots that a cut has, as far as the GPU can have them.
-func (g *gpuWithMIG) cut(c Cut) (out []mig.Slot) {
+// of are the placements of a layout, as far as the GPU can have them.
+func (g *gpuWithMIG) of(c Layout) (out []mig.Slot) {
 	for _, s := range c.Slots {
 		if s, ok := g.card.Slot(s.Profile, s.Start, s.CI); ok {
 			out = append(out, s)
@@ -486,10 +511,10 @@ func (g *gpuWithMIG) listed() []mig.Slot {
 }
 
 // now is what a GPU is, in words.
-func (g *gpuWithMIG) now(have Cut) string {
+func (g *gpuWithMIG) now(have Layout) string {
 	switch {
 	case !g.MIG.Enabled:
-		return have.mode()
+		return have.Mode()
 	case len(g.standing) == 0:
 		return "MIG without instances"
 	default:
@@ -498,10 +523,10 @@ func (g *gpuWithMIG) now(have Cut) string {
 }
 
 // finishMIG says what is offered of a GPU, and what the desk must know of it.
-func (in *PlanInput) finishMIG(g *gpuWithMIG, have, to Cut, leaving map[mig.Slot]string, out *Changes) {
+func (in *Input) finishMIG(g *gpuWithMIG, have, to Layout, leaving map[mig.Slot]string, out *Changes) {
 	u := g.UUID
 	if to.Known {
-		out.Cuts[u] = to
+		out.Layouts[u] = to
 	}
 	if slots := to.Offers && to.Kind == ledger.Placement; !slots || !(have.Offers && have.Kind == ledger.Placement) {
 		if !have.Equal(to) && (have.Offers || to.Offers || have.Known != to.Known) {
@@ -525,7 +550,7 @@ func (in *PlanInput) finishMIG(g *gpuWithMIG, have, to Cut, leaving map[mig.Slot
 			v.Occupied = append(v.Occupied, s.Slot)
 			out.Busy = out.Busy || s.Reason == busyReason
 			if s.Reason == foreignReason {
-				out.Notes = append(out.Notes, fmt.Sprintf("%s has a %s that this agent did not make: it stays, unless --foreign-instances is reclaim", describe(g.Device), s.Slot))
+				out.Notes = append(out.Notes, fmt.Sprintf("%s has a %s that this agent did not make: it stays, unless --foreign-instances is reclaim", g.Name(), s.Slot))
 			}
 		case !s.Empty:
 			v.Warm = append(v.Warm, s.Slot)
