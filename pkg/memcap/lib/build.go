@@ -40,7 +40,7 @@ var (
 // A library that was loaded stays (nodelete): one that is unloaded and loaded
 // again has forgotten what is charged, and takes another slot each time.
 var (
-	compileFlags = []string{"-std=gnu17", "-D_GNU_SOURCE", "-O3", "-flto", "-flto-partition=one", "-g0", "-fPIC", "-fvisibility=hidden", "-fno-stack-protector",
+	compileFlags = []string{"-std=gnu17", "-D_GNU_SOURCE", "-O2", "-flto", "-flto-partition=one", "-g0", "-fPIC", "-fvisibility=hidden", "-fno-stack-protector",
 		"-fno-asynchronous-unwind-tables", "-Wall", "-Wextra", "-Werror"}
 	linkFlags = []string{"-shared", "-nostartfiles", "-s", "-Wl,-Bsymbolic", "-Wl,-z,defs", "-Wl,-z,now", "-Wl,-z,relro",
 		"-Wl,-z,noexecstack", "-Wl,-z,nodelete", "-Wl,--hash-style=gnu", "-Wl,--build-id=none", "-Wl,--no-as-needed"}

@@ -73,7 +73,7 @@ func TestStorm(t *testing.T) {
 // reaping another.
 func TestStep(t *testing.T) {
 	program := hammer(t)
-	for _, what := range []string{"life", "reap", "export"} {
+	for _, what := range []string{"life", "others", "reap", "mixed", "export"} {
 		t.Run(what, func(t *testing.T) {
 			limit, usage := limitPage(t, 16<<20)
 			out, err := exec.CommandContext(t.Context(), program, "step", limit, usage, what, tell(7, 1)).CombinedOutput()
@@ -260,7 +260,7 @@ func TestLayout(t *testing.T) {
 		{"usage_page.peak", usePeak}, {"usage_page.high", useHigh}, {"usage_page.settled", useSettled}, {"usage_page.undone", useUndone},
 		{"usage_page.uncounted", useUncounted}, {"usage_page.guesses", useGuesses}, {"usage_page.slots", pageSize},
 		{"slot.reserved", slotReserved}, {"slot.committed", slotCommitted}, {"slot.managed", slotManaged}, {"slot.expected", slotExpected},
-		{"slot.contexts", slotContexts}, {"slot.pid", slotPID}, {"slot.pids", slotPIDs},
+		{"slot.contexts", slotContexts}, {"slot.pid", slotPID}, {"slot.pids", slotPIDs}, {"slot.others_reserved", slotOthersReserved}, {"slot.others_committed", slotOthersCommitted},
 		{"size.limit_page", pageSize}, {"size.usage_page", usageSize}, {"size.slot", slotSize},
 		{"slots", slots}, {"unit", unit}, {"amount_bits", amountBits}, {"most", most},
 	} {

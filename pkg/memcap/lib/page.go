@@ -24,10 +24,10 @@ import (
 // The pages, as c/page.h has them; a test holds the two together.
 const (
 	limitMagic = "GPUCAP02"
-	usageMagic = "GPUUSE02"
+	usageMagic = "GPUUSE03"
 
 	pageSize  = 4096
-	slotSize  = 64
+	slotSize  = 128
 	slots     = 16384
 	usageSize = pageSize + slots*slotSize
 
@@ -74,6 +74,9 @@ const (
 	slotContexts  = 32
 	slotPID       = 40
 	slotPIDs      = 48
+	// What all threads but the first have added to the first two.
+	slotOthersReserved  = 64
+	slotOthersCommitted = 72
 )
 
 // A Limit is what one claim may have of one GPU.

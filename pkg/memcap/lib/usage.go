@@ -151,18 +151,14 @@ func (u *Usage) Read() (Counters, error) {
 	for i := range int(high) {
 		const some = pageSize / slotSize
 		if i%some == 0 {
-			if err := u.readAt(u.some[:min(some, int(high)-i)*slotSize], pageSize+int64(i)*slotSize); err != nil {
+			if err := u.readSome(i, min(some, int(high)-i)); err != nil {
 				return Counters{}, err
 			}
 		}
 		s := u.some[i%some*slotSize:][:slotSize]
 		slot := func(i int) uint64 { return binary.LittleEndian.Uint64(s[i:]) }
-		for _, at := range []int{slotReserved, slotCommitted, slotManaged, slotExpected} {
-			if v := slot(at); v >= most || v%unit != 0 {
-				return Counters{}, fmt.Errorf("read usage page: slot %d has %d bytes: %w", i, v, gpu.ErrInvalid)
-			}
-		}
-		if slot(slotPID) == 0 && slot(slotReserved) == 0 {
+		reserved, committed := slotSums(s)
+		if slot(slotPID) == 0 && reserved == 0 {
 			continue
 		}
 		alive := u.alive(i)
@@ -171,13 +167,13 @@ func (u *Usage) Read() (Counters, error) {
 		}
 		if alive {
 			c.Processes++
-			c.Reserved += slot(slotReserved)
-			c.Committed += slot(slotCommitted)
+			c.Reserved += reserved
+			c.Committed += committed
 			c.Managed += slot(slotManaged)
 			c.Expected += slot(slotExpected)
 			c.Contexts += min(slot(slotContexts), 1<<20)
 		} else {
-			c.Dead += slot(slotReserved)
+			c.Dead += reserved
 		}
 	}
 	if err := u.readAt(head[:8], useBound); err != nil {
@@ -188,6 +184,43 @@ func (u *Usage) Read() (Counters, error) {
 		return Counters{}, fmt.Errorf("read usage page: %d bytes in all slots: %w", c.Reserved, gpu.ErrInvalid)
 	}
 	return c, nil
+}
+
+// slotSums are the sums of a slot's two pairs of words.
+func slotSums(s []byte) (reserved, committed uint64) {
+	at := func(i int) uint64 { return binary.LittleEndian.Uint64(s[i:]) }
+	return at(slotReserved) + at(slotOthersReserved), at(slotCommitted) + at(slotOthersCommitted)
+}
+
+// readSome reads n slots from one on, into u.some. Between the two words of a sum
+// one thread may have added what another one takes, and the sum be below zero: then
+// they are read again.
+func (u *Usage) readSome(from, n int) error {
+	const tries = 10
+	var err error
+	for range tries {
+		if err := u.readAt(u.some[:n*slotSize], pageSize+int64(from)*slotSize); err != nil {
+			return err
+		}
+		if err = u.check(from, n); err == nil {
+			return nil
+		}
+	}
+	return err
+}
+
+// check says whether what was read of slots can be.
+func (u *Usage) check(from, n int) error {
+	for i := range n {
+		s := u.some[i*slotSize:][:slotSize]
+		reserved, committed := slotSums(s)
+		for _, v := range []uint64{reserved, committed, binary.LittleEndian.Uint64(s[slotManaged:]), binary.LittleEndian.Uint64(s[slotExpected:])} {
+			if v >= most || v%unit != 0 {
+				return fmt.Errorf("read usage page: slot %d has %d bytes: %w", from+i, v, gpu.ErrInvalid)
+			}
+		}
+	}
+	return nil
 }
 
 func (u *Usage) readAt(b []byte, at int64) error {

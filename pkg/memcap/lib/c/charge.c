@@ -108,7 +108,7 @@ static bool has_hidden(const struct process *p, CUdevice device) { return count_
 /* squeeze lets a small allocation be made without a reservation, if there is a
  * hole for it that no other allocation under way could take first. The lock
  * stays taken then. */
-static bool squeeze(struct process *p, struct charge *c)
+COLD static bool squeeze(struct process *p, struct charge *c)
 {
     if (has_hidden(p, c->at.device))
         return false; /* what looks like a hole may be taken */
@@ -116,8 +116,8 @@ static bool squeeze(struct process *p, struct charge *c)
     const struct slot *s = c->a->slot;
     spin_lock(lock);
     for (int i = 0; i < 100; i++) {
-        uint64_t committed = count_read(&s->committed);
-        if (count_read(&s->reserved) == committed) {
+        uint64_t committed = slot_committed(s);
+        if (slot_reserved(s) == committed) {
             if (!hole_for(p, c->at.device, c->bytes))
                 break;
             c->tight = lock;
@@ -167,7 +167,7 @@ enum verdict charge_begin_at(struct process *p, struct charge *c, const struct w
     return COUNT;
 }
 
-void charge_failed(struct process *p, struct charge *c)
+COLD void charge_failed(struct process *p, struct charge *c)
 {
     if (reserved_for(c))
         account_cancel(c->a, reserved_for(c));
@@ -187,7 +187,7 @@ void charge_undone(struct charge *c)
  * thing's, or what was measured. */
 static bool guessed(const struct entry *e) { return e->how == HOW_HIDDEN || e->how == HOW_GUESS || e->space == SPACE_LIMIT || e->space == SPACE_ARRAY || e->space == SPACE_MIPMAP; }
 
-bool charge_again(struct charge *c)
+COLD bool charge_again(struct charge *c)
 {
     bool tight = c->tight;
     if (tight)
@@ -294,7 +294,7 @@ void charge_gone(struct process *p, const struct taken *t)
         count_sub(&p->hidden[t->e.device], 1);
 }
 
-void charge_back(struct process *p, const struct taken *t)
+COLD void charge_back(struct process *p, const struct taken *t)
 {
     struct account *a = &p->accounts[t->e.device];
     struct entry old;

@@ -122,10 +122,18 @@ uint64_t account_excess(const struct account *a, uint64_t expected, uint64_t con
     return expected - contexts * each;
 }
 
-/* clear reaps a slot whose lock the caller has. */
+/* clear reaps a slot whose lock the caller has. Should the caller die between the two
+ * words of committed, the next one finds the rest: no more than the slot's share, as
+ * long as the word that is below zero goes last. */
 static void clear(struct account *a, struct slot *s)
 {
-    uint64_t c = __atomic_exchange_n(&s->committed, 0, __ATOMIC_SEQ_CST);
+    uint64_t *one = &s->committed, *two = &s->others_committed;
+    if (count_read(one) >= MOST) {
+        one = two;
+        two = &s->committed;
+    }
+    uint64_t c = __atomic_exchange_n(one, 0, __ATOMIC_SEQ_CST);
+    c += __atomic_exchange_n(two, 0, __ATOMIC_SEQ_CST);
     if (c && c < MOST) {
         /* All of it: a process that dies gives its descriptors back before the
          * lock, so a reading may have found it living and without memory. */
@@ -137,6 +145,7 @@ static void clear(struct account *a, struct slot *s)
     __atomic_store_n(&s->exported, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->contexts, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->pid, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&s->others_reserved, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->reserved, 0, __ATOMIC_SEQ_CST);
 }
 
@@ -147,7 +156,7 @@ static bool reap(struct account *a)
     int look = -1;
     for (uint64_t i = 0; i < n; i++) {
         struct slot *s = &a->usage->slots[i];
-        if (s == a->slot || !count_read(&s->reserved))
+        if (s == a->slot || !slot_reserved(s))
             continue;
         if (look < 0)
             look = sys_open(a->path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
@@ -178,7 +187,7 @@ static struct sums sum(const struct account *a)
     uint64_t n = high(a);
     for (uint64_t i = 0; i < n; i++) {
         const struct slot *s = &a->usage->slots[i];
-        uint64_t c = count_read(&s->committed), r = count_read(&s->reserved);
+        uint64_t c = slot_committed(s), r = slot_reserved(s);
         if (c >= MOST || r >= MOST || (c | r) % UNIT) {
             t.sane = false;
             continue;
@@ -211,7 +220,7 @@ static int take_slot(struct account *a)
     for (int clean = 1; clean >= 0; clean--)
         for (uint64_t i = 0; i < SLOTS; i++) {
             struct slot *s = &a->usage->slots[i];
-            if (clean && i < high(a) && count_read(&s->reserved))
+            if (clean && i < high(a) && slot_reserved(s))
                 continue;
             int fd = take_lock(a, i);
             if (fd == AGAIN)
@@ -219,7 +228,7 @@ static int take_slot(struct account *a)
             if (fd < 0)
                 return fd;
             /* Above, it was free of charge or not; now nobody changes it. */
-            if (count_read(&s->reserved) || count_read(&s->committed)) {
+            if (slot_reserved(s) || slot_committed(s)) {
                 if (clean) {
                     sys_close(fd);
                     continue;
@@ -242,6 +251,7 @@ static int take_slot(struct account *a)
             __atomic_store_n(&s->pids, own_pids(), __ATOMIC_SEQ_CST);
             __atomic_store_n(&s->pid, (uint64_t)SYS1(SYS_getpid, 0), __ATOMIC_SEQ_CST);
             a->slot = s;
+            a->first = __builtin_thread_pointer();
             return 0;
         }
     return -28;
@@ -316,7 +326,7 @@ static bool try_below(struct account *a, uint64_t n, uint64_t (*ceiling)(const s
     uint64_t b = count_read(&a->usage->bound);
     if (n >= MOST || AMOUNT(b) + n > ceiling(a))
         return false;
-    count_add(&a->slot->reserved, n);
+    reserved_add(a, n);
     b = count_read(&a->usage->bound);
     /* The ceiling after the word: what was lost before it has lowered it. */
     while (AMOUNT(b) + n <= ceiling(a)) {
@@ -326,7 +336,7 @@ static bool try_below(struct account *a, uint64_t n, uint64_t (*ceiling)(const s
             return true;
         }
     }
-    count_sub(&a->slot->reserved, n);
+    reserved_sub(a, n);
     return false;
 }
 
@@ -584,7 +594,7 @@ static uint64_t left_dead(struct account *a)
     int fd = -1;
     for (uint64_t i = 0; i < n; i++) {
         const struct slot *s = &a->usage->slots[i];
-        uint64_t c = count_read(&s->committed);
+        uint64_t c = slot_committed(s);
         if (s == a->slot || !c || c >= MOST)
             continue;
         if (fd < 0) {

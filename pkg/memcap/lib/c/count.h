@@ -97,6 +97,7 @@ struct account {
     const struct limit_page *page;
     struct usage_page *usage;
     struct slot *slot;
+    const void *first; /* the thread that has the slot's first words for itself */
     uint64_t nonce;
     uint64_t waited; /* 1 + page->done as it was when nobody answered; 0: never */
     uint32_t careful; /* the ceiling was met not long ago; see account_reserve_quickly */
@@ -160,6 +161,32 @@ static inline uint64_t count_add(uint64_t *word, uint64_t n) { return __atomic_a
 static inline void count_sub(uint64_t *word, uint64_t n) { __atomic_sub_fetch(word, n, __ATOMIC_SEQ_CST); }
 static inline uint64_t count_read(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_SEQ_CST); }
 
+/* slot_add adds to a slot's reserved or committed, a pair of words. A locked
+ * instruction takes as long as thirty others, and there would be four in each
+ * allocation and its end. The thread that took the slot, in most programs the one
+ * that allocates, changes the first word by an unlocked one. All are seen in their
+ * order by others: an x86 keeps that of stores, and what changes bound is locked.
+ * What has no such order, or does not tell threads apart, has locked ones only.
+ * A thread that comes when that one has ended may have its address, and is the
+ * first then. */
+static inline void slot_add(const struct account *a, uint64_t *first, uint64_t *others, uint64_t n)
+{
+#if defined(__x86_64__)
+    if (__builtin_expect(__builtin_thread_pointer() == a->first, 1)) {
+        __asm__ volatile("addq %1, %0" : "+m"(*first) : "er"(n) : "memory", "cc");
+        return;
+    }
+    count_add(others, n);
+#else
+    (void)a, (void)others;
+    count_add(first, n);
+#endif
+}
+static inline void reserved_add(struct account *a, uint64_t n) { slot_add(a, &a->slot->reserved, &a->slot->others_reserved, n); }
+static inline void reserved_sub(struct account *a, uint64_t n) { reserved_add(a, 0 - n); }
+static inline void committed_add(struct account *a, uint64_t n) { slot_add(a, &a->slot->committed, &a->slot->others_committed, n); }
+static inline void committed_sub(struct account *a, uint64_t n) { committed_add(a, 0 - n); }
+
 /* The steps. Amounts are bytes, multiples of 512, below MOST. */
 
 static inline uint64_t bound_add(struct account *a, uint64_t n) { return count_add(&a->usage->bound, STEP + n / UNIT); }
@@ -176,7 +203,7 @@ static inline void account_peak(struct account *a, uint64_t amount)
 static inline void account_cancel(struct account *a, uint64_t n)
 {
     bound_sub(a, n);
-    count_sub(&a->slot->reserved, n);
+    reserved_sub(a, n);
 }
 
 /* account_guessed is to be called where something was charged that the driver may
@@ -184,8 +211,8 @@ static inline void account_cancel(struct account *a, uint64_t n)
  * on the ceiling is not known to be exact. */
 static inline void account_guessed(struct account *a) { count_add(&a->usage->guesses, 1); }
 
-bool account_reserve_slowly(struct account *a, uint64_t n);
-bool account_reserve_carefully(struct account *a, uint64_t n);
+COLD bool account_reserve_slowly(struct account *a, uint64_t n);
+COLD bool account_reserve_carefully(struct account *a, uint64_t n);
 
 /* account_reserve_quickly adds first and looks then, which is cheapest, and for a
  * moment others see what may not fit. Near the ceiling it would stand in the way
@@ -196,7 +223,7 @@ static inline bool account_reserve_quickly(struct account *a, uint64_t n)
         return account_reserve_carefully(a, n);
     if (n >= MOST || n > __atomic_load_n(&a->page->limit, __ATOMIC_RELAXED))
         return false;
-    count_add(&a->slot->reserved, n);
+    reserved_add(a, n);
     uint64_t amount = AMOUNT(bound_add(a, n));
     /* The ceiling of now: what was lost meanwhile has left bound and lowered it. */
     if (amount > account_ceiling(a)) {
@@ -217,31 +244,31 @@ static inline bool account_reserve(struct account *a, uint64_t n)
 /* account_force counts what is there already, whatever the ceiling. */
 static inline void account_force(struct account *a, uint64_t n)
 {
-    count_add(&a->slot->reserved, n);
+    reserved_add(a, n);
     account_peak(a, AMOUNT(bound_add(a, n)));
-    count_add(&a->slot->committed, n);
+    committed_add(a, n);
 }
 
-static inline void account_commit(struct account *a, uint64_t n) { count_add(&a->slot->committed, n); }
+static inline void account_commit(struct account *a, uint64_t n) { committed_add(a, n); }
 
 /* account_lost takes off what is gone already. */
 static inline void account_lost(struct account *a, uint64_t n)
 {
-    count_sub(&a->slot->committed, n);
+    committed_sub(a, n);
     count_add(&a->usage->settled, n);
     account_cancel(a, n);
 }
 
 /* account_exported leaves n charged that was exported and let go of, until the
  * driver is seen to have it no more. */
-void account_exports_gone(struct account *a);
+COLD void account_exports_gone(struct account *a);
 static inline void account_exported(struct account *a, uint64_t n)
 {
     count_add(&a->slot->exported, n);
     account_guessed(a);
     account_exports_gone(a);
 }
-static inline void account_uncommit(struct account *a, uint64_t n) { count_sub(&a->slot->committed, n); }
+static inline void account_uncommit(struct account *a, uint64_t n) { committed_sub(a, n); }
 
 /* account_within is for what came uncounted, n bytes of it by a hint: whether the
  * container is within its limit with that, by a reading of now, or by the hint where

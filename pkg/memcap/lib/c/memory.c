@@ -25,7 +25,7 @@
     } while (charge_again(c));               \
     return CUDA_ERROR_OUT_OF_MEMORY;
 
-EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *at, size_t bytes)
+HOT EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *at, size_t bytes)
 {
     struct process *p = ENTER();
     struct charge c;
@@ -119,7 +119,7 @@ EXPORT CUresult cuMemAllocPitch(CUdeviceptr_v1 *at, size_v1 *pitch, size_v1 widt
     RETURN_COUNTED(&c, CALL(cuMemAllocPitch, at, pitch, width, height, element), pitched_done(p, &c, *at, (uint64_t)*pitch * height), CALL(cuMemFree, *at))
 }
 
-EXPORT CUresult cuMemFree_v2(CUdeviceptr at)
+HOT EXPORT CUresult cuMemFree_v2(CUdeviceptr at)
 {
     struct process *p = ENTER();
     struct taken t;

@@ -55,9 +55,11 @@ static uint64_t left_dead(int fd, uint64_t high)
     for (uint64_t i = 0; i < high; i += 16) {
         if (SYS4(SYS_pread64, fd, slots, sizeof slots, PAGE + i * sizeof *slots) != sizeof slots)
             break;
-        for (uint64_t k = 0; k < 16 && i + k < high; k++)
-            if (slots[k].committed && slots[k].committed < MOST && slot_free(fd, i + k))
-                sum += slots[k].committed;
+        for (uint64_t k = 0; k < 16 && i + k < high; k++) {
+            uint64_t c = slot_committed(&slots[k]);
+            if (c && c < MOST && slot_free(fd, i + k))
+                sum += c;
+        }
     }
     return sum;
 }

@@ -21,7 +21,7 @@
 #define CAP_OPEN_MARK CAP_ROOT "/open"
 
 #define LIMIT_MAGIC "GPUCAP02"
-#define USAGE_MAGIC "GPUUSE02"
+#define USAGE_MAGIC "GPUUSE03"
 
 #define NO_LIMIT (~(uint64_t)0)
 /* MOST is more than any GPU has: 2^48 bytes. A greater figure is nonsense. */
@@ -30,7 +30,7 @@
 #define WRITING (~(uint64_t)0)
 #define SLOTS 16384
 #define PAGE 4096
-#define USAGE_SIZE (PAGE + SLOTS * 64)
+#define USAGE_SIZE (PAGE + SLOTS * 128)
 
 struct limit_page {
     char magic[8];
@@ -73,7 +73,12 @@ struct limit_page {
 
 /* A slot is one loaded copy of this library: mostly a process, two where a
  * program has a second one by dlmopen. Bytes, multiples of 512, but for contexts
- * and what is known of its process. */
+ * and what is known of its process.
+ *
+ * Reserved and committed are sums of two words each. One is changed by one thread
+ * alone, the first of the process, which needs no locked instruction for that; the
+ * other, in a cache line of its own, by all others. What one thread has added the
+ * other may take, so a word by itself may be below zero; see slot_add. */
 struct slot {
     uint64_t reserved;  /* at least what bound has of this slot */
     uint64_t committed; /* at most that, and at most what the driver gave */
@@ -83,6 +88,9 @@ struct slot {
     uint64_t pid;       /* as its owner calls itself */
     uint64_t pids;      /* among whom: a number of its PID namespace, 0 if unknown */
     uint64_t exported;  /* of committed, what was let go of and may live on elsewhere */
+    uint64_t others_reserved;
+    uint64_t others_committed;
+    uint64_t gap[6];
 };
 
 struct usage_page {
@@ -113,6 +121,22 @@ static inline bool slot_free(int fd, uint64_t index)
     struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = (off_t)index, .l_len = 1};
     return SYS3(SYS_fcntl, fd, OFD_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
 }
+
+/* slot_sum is the sum of such a pair of words. What is not stable between two looks
+ * at the first may be neither what it was before nor after. */
+static inline uint64_t slot_sum(const uint64_t *first, const uint64_t *others)
+{
+    uint64_t a = __atomic_load_n(first, __ATOMIC_SEQ_CST), b, again;
+    for (int tries = 0; tries < 100; tries++, a = again) {
+        b = __atomic_load_n(others, __ATOMIC_SEQ_CST);
+        again = __atomic_load_n(first, __ATOMIC_SEQ_CST);
+        if (a == again)
+            break;
+    }
+    return a + b;
+}
+static inline uint64_t slot_reserved(const struct slot *s) { return slot_sum(&s->reserved, &s->others_reserved); }
+static inline uint64_t slot_committed(const struct slot *s) { return slot_sum(&s->committed, &s->others_committed); }
 
 /* shown_used is what views say is used, in bytes, by a reading of the same nonce:
  * who has died since was in its figure; who was dead was not, and is in what was
@@ -153,7 +177,8 @@ AT(usage_page, undone, 168);
 AT(usage_page, uncounted, 176);
 AT(usage_page, guesses, 184);
 AT(usage_page, slots, PAGE);
-_Static_assert(sizeof(struct slot) == 64, "slot");
+AT(slot, others_reserved, 64);
+_Static_assert(sizeof(struct slot) == 128, "slot");
 _Static_assert(sizeof(struct usage_page) + SLOTS * sizeof(struct slot) == USAGE_SIZE, "usage page");
 #undef AT
 

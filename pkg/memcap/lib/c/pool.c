@@ -430,11 +430,11 @@ CUresult pool_alone(struct process *p, const struct request *q, struct pool *poo
             return r;
     count_add(&pool->flight, FLIGHT + n / UNIT);
     if (only_one(pool)) {
-        count_add(&a->slot->reserved, most); /* more than we have of bound: something is under way */
+        reserved_add(a, most); /* more than we have of bound: something is under way */
         r = pass(q);
         if (!grown(p, pool, a, n, 0, &over))
             r = undone(p, q, pool, a, over, r);
-        count_sub(&a->slot->reserved, most);
+        reserved_sub(a, most);
     }
     leave_pool(p, pool, r == CUDA_SUCCESS && remember(p, pool, *q->out, n) ? 0 : n);
     __atomic_store_n(&pool->alone, 0, __ATOMIC_SEQ_CST);
@@ -442,7 +442,7 @@ CUresult pool_alone(struct process *p, const struct request *q, struct pool *poo
 }
 
 /* near allocates where there is no room for all that the pool may grow by. */
-static CUresult near(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, uint64_t held)
+COLD static CUresult near(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, uint64_t held)
 {
     uint64_t exact = round_up(n, BLOCK);
     uint32_t bit = n > PIECE ? 2 : 1, seen = __atomic_load_n(&p->coarse, __ATOMIC_RELAXED), fine = __atomic_load_n(&p->fine, __ATOMIC_RELAXED);
@@ -534,28 +534,28 @@ static CUresult allocate(struct process *p, struct request *q)
     return r;
 }
 
-EXPORT CUresult cuMemAllocAsync(CUdeviceptr *out, size_t bytes, CUstream s)
+HOT EXPORT CUresult cuMemAllocAsync(CUdeviceptr *out, size_t bytes, CUstream s)
 {
     struct process *p = ENTER();
     struct request q = {.out = out, .bytes = bytes, .stream = s, .plain = real.cuMemAllocAsync};
     return allocate(p, &q);
 }
 
-EXPORT CUresult cuMemAllocAsync_ptsz(CUdeviceptr *out, size_t bytes, CUstream s)
+HOT EXPORT CUresult cuMemAllocAsync_ptsz(CUdeviceptr *out, size_t bytes, CUstream s)
 {
     struct process *p = ENTER();
     struct request q = {.out = out, .bytes = bytes, .stream = s, .per_thread = true, .plain = real.cuMemAllocAsync_ptsz};
     return allocate(p, &q);
 }
 
-EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr *out, size_t bytes, CUmempool pool, CUstream s)
+HOT EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr *out, size_t bytes, CUmempool pool, CUstream s)
 {
     struct process *p = ENTER();
     struct request q = {.out = out, .bytes = bytes, .pool = pool, .stream = s, .from = real.cuMemAllocFromPoolAsync};
     return allocate(p, &q);
 }
 
-EXPORT CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *out, size_t bytes, CUmempool pool, CUstream s)
+HOT EXPORT CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *out, size_t bytes, CUmempool pool, CUstream s)
 {
     struct process *p = ENTER();
     struct request q = {.out = out, .bytes = bytes, .pool = pool, .stream = s, .per_thread = true, .from = real.cuMemAllocFromPoolAsync_ptsz};
@@ -628,13 +628,13 @@ static CUresult free_async(struct process *p, CUdeviceptr at, CUstream s, bool p
     return charge_end(p, &t, call(at, s));
 }
 
-EXPORT CUresult cuMemFreeAsync(CUdeviceptr at, CUstream s)
+HOT EXPORT CUresult cuMemFreeAsync(CUdeviceptr at, CUstream s)
 {
     struct process *p = ENTER();
     return p && real.cuMemFreeAsync ? free_async(p, at, s, false, real.cuMemFreeAsync) : CALL(cuMemFreeAsync, at, s);
 }
 
-EXPORT CUresult cuMemFreeAsync_ptsz(CUdeviceptr at, CUstream s)
+HOT EXPORT CUresult cuMemFreeAsync_ptsz(CUdeviceptr at, CUstream s)
 {
     struct process *p = ENTER();
     return p && real.cuMemFreeAsync_ptsz ? free_async(p, at, s, true, real.cuMemFreeAsync_ptsz) : CALL(cuMemFreeAsync_ptsz, at, s);

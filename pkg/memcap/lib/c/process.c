@@ -99,7 +99,7 @@ static void last_resort(struct account *a)
 }
 
 /* open_account opens what can be opened and says how things stand. */
-static enum standing open_account(struct account *a, CUdevice device)
+COLD static enum standing open_account(struct account *a, CUdevice device)
 {
     CUuuid uuid;
     struct claim claim;
@@ -189,7 +189,7 @@ static uint64_t look(const struct process *p, uint64_t handle)
     return 0;
 }
 
-uint64_t context_number(struct process *p, CUcontext context, CUdevice device)
+COLD uint64_t context_number(struct process *p, CUcontext context, CUdevice device)
 {
     uint64_t handle = (uintptr_t)context;
     spin_lock(&p->lock);

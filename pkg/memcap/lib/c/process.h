@@ -97,7 +97,7 @@ extern struct real_library real_library;
 
 /* enter is called first by every override, with the address that it returns
  * to. NULL: the call is none of ours to count, pass it on. */
-struct process *enter_slowly(const void *back);
+COLD struct process *enter_slowly(const void *back);
 extern struct process *the_process;
 extern uint32_t the_driver; /* 1 once it has been looked up */
 extern bool cannot_wipe;

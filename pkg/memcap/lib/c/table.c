@@ -60,9 +60,9 @@ static struct entry *first_room(struct table *t, const struct shard *s)
     return all ? all + ((size_t)(s - t->shards) << FIRST_BITS) : NULL;
 }
 
-/* grow doubles a shard's room. Above three quarters it is slow, not wrong, so
+/* grow doubles a shard's room. Above a half it is slow, not wrong, so
  * without memory it goes on until the last place is to be taken. */
-static bool grow(struct table *t, struct shard *s)
+COLD static bool grow(struct table *t, struct shard *s)
 {
     uint32_t bits = s->bits ? s->bits + 1 : FIRST_BITS;
     struct entry *entries = s->bits ? map_entries(sizeof(struct entry) << bits) : first_room(t, s);
@@ -105,7 +105,7 @@ static struct shard *lock_for(struct table *t, uint64_t hash, bool *room)
 {
     struct shard *s = &t->shards[hash >> (64 - SHARD_BITS)];
     spin_lock(&s->lock);
-    *room = (s->bits && s->used < ((uint64_t)3 << s->bits) / 4) || grow(t, s);
+    *room = (s->bits && s->used < ((uint64_t)1 << s->bits) / 2) || grow(t, s);
     return s;
 }
 

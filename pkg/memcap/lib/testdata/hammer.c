@@ -4,12 +4,13 @@
  * against a driver that is one number for each process, and die at any moment.
  *
  *     hammer storm LIMIT_PAGE USAGE_PAGE PROCESSES THREADS KILLS SEED
- *     hammer step LIMIT_PAGE USAGE_PAGE life|reap|export STRIDE
+ *     hammer step LIMIT_PAGE USAGE_PAGE life|others|reap|mixed|export STRIDE
  *     hammer layout
  *
  * storm kills at random times; step kills a process after each single
- * instruction (or each STRIDEth) of an allocation and its end, of a reaping, or of
- * letting go of exported memory. Both look on that bound is never below what the driver gave, and that
+ * instruction (or each STRIDEth) of an allocation and its end, on the first thread or
+ * on another, of a reaping, or of letting go of exported memory. The dead one that is
+ * reaped has freed on one thread what another had taken. Both look on that bound is never below what the driver gave, and that
  * in the end it is just what the living have. */
 #include <errno.h>
 #include <pthread.h>
@@ -83,26 +84,32 @@ static const char *limit_path, *usage_path;
 static struct account worker_account;
 static struct cell *worker_cell;
 
+enum { HELD = 16 };
+static uint64_t held[HELD]; /* by all threads of a worker: any of them frees it */
+
 static void *work(void *arg)
 {
-    uint64_t dice = (uint64_t)(uintptr_t)arg, held[8] = {0};
+    uint64_t dice = (uint64_t)(uintptr_t)arg;
     while (!count_read(stop)) {
         dice = dice * 6364136223846793005u + 1442695040888963407u;
-        uint64_t *h = &held[dice >> 60 & 7];
-        if (*h) {
-            give(&worker_account, worker_cell, *h);
-            *h = 0;
-        } else {
-            uint64_t n = (1 + (dice >> 40 & 15)) * 2 * MIB;
-            if (dice >> 50 & 1)
-                *h = take(&worker_account, worker_cell, n) ? n : 0;
-            else if (account_reserve_quickly(&worker_account, n))
-                account_cancel(&worker_account, n); /* the driver refused */
+        uint64_t *h = &held[(dice >> 60) % HELD], none = 0, n = __atomic_exchange_n(h, 0, __ATOMIC_SEQ_CST);
+        if (n) {
+            give(&worker_account, worker_cell, n);
+            continue;
+        }
+        n = (1 + (dice >> 40 & 15)) * 2 * MIB;
+        if (dice >> 50 & 1) {
+            if (take(&worker_account, worker_cell, n) && !__atomic_compare_exchange_n(h, &none, n, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+                give(&worker_account, worker_cell, n);
+        } else if (account_reserve_quickly(&worker_account, n)) {
+            account_cancel(&worker_account, n); /* the driver refused */
         }
     }
-    for (int i = 0; i < 8; i++)
-        if (held[i])
-            give(&worker_account, worker_cell, held[i]);
+    for (int i = 0; i < HELD; i++) {
+        uint64_t n = __atomic_exchange_n(&held[i], 0, __ATOMIC_SEQ_CST);
+        if (n)
+            give(&worker_account, worker_cell, n);
+    }
     return NULL;
 }
 
@@ -123,6 +130,7 @@ static void worker(int cell, int threads, uint64_t seed)
     pthread_t t[64];
     for (int i = 0; i < threads; i++)
         pthread_create(&t[i], NULL, work, (void *)(uintptr_t)(seed * 77 + (uint64_t)i));
+    work((void *)(uintptr_t)seed); /* the first thread, too */
     for (int i = 0; i < threads; i++)
         pthread_join(t[i], NULL);
     _exit(count_read(&worker_cell->given) ? 3 : 0);
@@ -199,7 +207,9 @@ static void stepped(const char *what, struct cell *c)
     must(account_find(&a, limit_path) == 0 && account_open(&a, usage_path) == 0, "open");
     ptrace(PTRACE_TRACEME, 0, 0, 0);
     raise(SIGSTOP);
-    if (!strcmp(what, "life")) {
+    if (!strcmp(what, "others"))
+        a.first = NULL;
+    if (!strcmp(what, "life") || !strcmp(what, "others")) {
         take(&a, c, 6 * MIB);
         account_reserve(&a, 2 * MIB);
         account_cancel(&a, 2 * MIB);
@@ -220,14 +230,23 @@ static void stepped(const char *what, struct cell *c)
     _exit(0);
 }
 
-/* dead leaves a slot behind in the middle of things. */
-static void dead(struct cell *c)
+/* dead leaves a slot behind in the middle of things. Of the two words of what it has
+ * one is below zero if mixed, and which one goes by the step. */
+static void dead(struct cell *c, bool mixed, int step)
 {
     pid_t pid = fork();
     if (pid == 0) {
         struct account a = {0};
         must(account_find(&a, limit_path) == 0 && account_open(&a, usage_path) == 0, "open");
-        take(&a, c, 4 * MIB);
+        const void *first = a.first;
+        must(take(&a, c, 2 * MIB) && take(&a, c, 2 * MIB), "take");
+        if (mixed) {
+            a.first = step / 2 % 2 ? NULL : first;
+            must(take(&a, c, 4 * MIB), "take");
+            a.first = step / 2 % 2 ? first : NULL;
+            give(&a, c, 4 * MIB);
+            give(&a, c, 2 * MIB);
+        }
         account_reserve(&a, 2 * MIB);
         kill(getpid(), SIGKILL);
     }
@@ -254,8 +273,8 @@ static int step(const char *what, int stride)
     int steps = 0;
     for (int over = 0; !over; steps += stride) {
         int status;
-        if (!strcmp(what, "reap"))
-            dead(other);
+        if (!strcmp(what, "reap") || !strcmp(what, "mixed"))
+            dead(other, !strcmp(what, "mixed"), steps);
         if (!strcmp(what, "export"))
             shows(6 * MIB);
         c->given = 0;
@@ -297,7 +316,7 @@ static int layout(void)
     SAY(limit_page, shown), SAY(limit_page, shown_settled), SAY(limit_page, shown_dead), SAY(limit_page, roof), SAY(limit_page, roof_stamp);
     SAY(usage_page, nonce), SAY(usage_page, bound), SAY(usage_page, asks), SAY(usage_page, refusals), SAY(usage_page, peak);
     SAY(usage_page, high), SAY(usage_page, settled), SAY(usage_page, undone), SAY(usage_page, uncounted), SAY(usage_page, guesses), SAY(usage_page, slots);
-    SAY(slot, reserved), SAY(slot, committed), SAY(slot, managed), SAY(slot, expected), SAY(slot, contexts), SAY(slot, pid), SAY(slot, pids);
+    SAY(slot, reserved), SAY(slot, committed), SAY(slot, managed), SAY(slot, expected), SAY(slot, contexts), SAY(slot, pid), SAY(slot, pids), SAY(slot, others_reserved), SAY(slot, others_committed);
     printf("size.limit_page %d\nsize.usage_page %d\nsize.slot %zu\n", PAGE, USAGE_SIZE, sizeof(struct slot));
     printf("slots %d\nunit %llu\namount_bits %d\nmost %llu\n", SLOTS, (unsigned long long)UNIT, AMOUNT_BITS, (unsigned long long)MOST);
     printf("magic %s %s\n", LIMIT_MAGIC, USAGE_MAGIC);
