@@ -22,6 +22,11 @@ func TestAwkwardDriver(t *testing.T) {
 	awkward(t, "awkward")
 }
 
+// TestContextsForGraphics: contexts of OpenGL and VDPAU are counted.
+func TestContextsForGraphics(t *testing.T) {
+	awkward(t, "graphics")
+}
+
 // TestReopenedManyTimesTakesOneSlot: a program that opens and closes the library
 // all the time, with an allocation in between, is one process in the count.
 func TestReopenedManyTimesTakesOneSlot(t *testing.T) {

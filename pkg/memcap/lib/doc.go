@@ -166,8 +166,8 @@
 //
 // Known to be counted too high until a process ends: memory mapped into sparse
 // arrays, exported managed memory, and what a context of the old cuCtxDetach had.
-// Known to be seen only by the next reading: contexts of OpenGL and VDPAU, what a green
-// context takes beside the primary one, streams and events, code that is loaded when it is first used, stacks that a
+// Known to be seen only by the next reading: what a green context takes beside the
+// primary one, streams and events, code that is loaded when it is first used, stacks that a
 // kernel makes larger than the limit, and a form of an allocating call that is newer
 // than this library. The list of all functions that are not counted, each with the
 // reason, is tests/drivers/classes.txt; a function of a driver that is neither counted

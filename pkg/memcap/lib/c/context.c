@@ -94,6 +94,19 @@ EXPORT CUresult cuCtxCreate_v4(CUcontext *out, void *params, unsigned int flags,
     CREATE(cuCtxCreate_v4, out, params, flags, device)
 }
 
+/* Contexts for programs that draw with OpenGL or show video with VDPAU. They end as all
+ * others do. */
+EXPORT CUresult cuGLCtxCreate(CUcontext *out, unsigned int flags, CUdevice device) { CREATE(cuGLCtxCreate, out, flags, device) }
+EXPORT CUresult cuGLCtxCreate_v2(CUcontext *out, unsigned int flags, CUdevice device) { CREATE(cuGLCtxCreate_v2, out, flags, device) }
+EXPORT CUresult cuVDPAUCtxCreate(CUcontext *out, unsigned int flags, CUdevice device, uint32_t vdpau, void *find)
+{
+    CREATE(cuVDPAUCtxCreate, out, flags, device, vdpau, find)
+}
+EXPORT CUresult cuVDPAUCtxCreate_v2(CUcontext *out, unsigned int flags, CUdevice device, uint32_t vdpau, void *find)
+{
+    CREATE(cuVDPAUCtxCreate_v2, out, flags, device, vdpau, find)
+}
+
 /* What ends with a context is taken before the call that may end it, and then is
  * gone or comes back. */
 struct ending {

@@ -163,6 +163,10 @@ LAYOUT(CUmapinfo, 96);
     X(cuCtxCreate_v2, (CUcontext *, unsigned int, CUdevice))                                  \
     X(cuCtxCreate_v3, (CUcontext *, void *, int, unsigned int, CUdevice))                     \
     X(cuCtxCreate_v4, (CUcontext *, void *, unsigned int, CUdevice))                          \
+    X(cuGLCtxCreate, (CUcontext *, unsigned int, CUdevice))                                   \
+    X(cuGLCtxCreate_v2, (CUcontext *, unsigned int, CUdevice))                                \
+    X(cuVDPAUCtxCreate, (CUcontext *, unsigned int, CUdevice, uint32_t, void *))              \
+    X(cuVDPAUCtxCreate_v2, (CUcontext *, unsigned int, CUdevice, uint32_t, void *))           \
     X(cuCtxDestroy, (CUcontext))                                                              \
     X(cuCtxDestroy_v2, (CUcontext))                                                           \
     X(cuDevicePrimaryCtxRetain, (CUcontext *, CUdevice))                                      \

@@ -35,6 +35,11 @@ EXPORT CUresult cuCtxCreate_v2(CUcontext *context, unsigned int flags, CUdevice 
 {
     return flags || device ? CUDA_ERROR_INVALID_VALUE : cuCtxGetCurrent(context);
 }
+EXPORT CUresult cuGLCtxCreate_v2(CUcontext *context, unsigned int flags, CUdevice device) { return cuCtxCreate_v2(context, flags, device); }
+EXPORT CUresult cuVDPAUCtxCreate_v2(CUcontext *context, unsigned int flags, CUdevice device, uint32_t vdpau, void *find)
+{
+    return vdpau == 7 && find ? cuCtxCreate_v2(context, flags, device) : CUDA_ERROR_INVALID_VALUE;
+}
 /* It is not destroyed at the first attempt. */
 EXPORT CUresult cuCtxDestroy_v2(CUcontext context)
 {
