@@ -44,8 +44,7 @@ var tabScript string
 // system's.
 func chrome(t *testing.T, typeface string) (context.Context, *browser) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), limit)
-	t.Cleanup(cancel)
+	ctx := guarded(t)
 	c, err := install(ctx, func(format string, args ...any) { fmt.Printf(format+"\n", args...) })
 	if err != nil {
 		t.Fatal(err)
@@ -56,6 +55,15 @@ func chrome(t *testing.T, typeface string) (context.Context, *browser) {
 	}
 	t.Cleanup(b.stop)
 	return ctx, b
+}
+
+// guarded is a context for one page: on a busy machine all of them together take
+// longer than any one should.
+func guarded(t *testing.T) context.Context {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), limit)
+	t.Cleanup(cancel)
+	return ctx
 }
 
 // serve shows the Status as the agent does, and returns the page's address.
@@ -83,7 +91,7 @@ func look(ctx context.Context, t *testing.T, b *browser, url string, v view) (*t
 }
 
 func TestPage(t *testing.T) {
-	ctx, b := chrome(t, inter)
+	_, b := chrome(t, inter)
 	all := nodes(t)
 	for _, name := range slices.Sorted(maps.Keys(all)) {
 		url := serve(t, all[name])
@@ -94,6 +102,7 @@ func TestPage(t *testing.T) {
 		}
 		for _, v := range views {
 			t.Run(name+"-"+v.String(), func(t *testing.T) {
+				ctx := guarded(t)
 				tab, problems := look(ctx, t, b, url, v)
 				for _, p := range problems {
 					t.Error(p)
@@ -120,12 +129,13 @@ func TestPage(t *testing.T) {
 
 // Where the system's typeface has wide letters there is still room for them.
 func TestPageInWideLetters(t *testing.T) {
-	ctx, b := chrome(t, wide)
+	_, b := chrome(t, wide)
 	all := nodes(t)
 	for _, name := range []string{"busy", "rich", "sixteen"} {
 		url := serve(t, all[name])
 		for _, v := range []view{{width: 360}, {width: 1280}} {
 			t.Run(name+"-"+v.String(), func(t *testing.T) {
+				ctx := guarded(t)
 				tab, problems := look(ctx, t, b, url, v)
 				var used struct{ Fonts []struct{ FamilyName string } }
 				var root struct{ Root struct{ NodeID int } }
