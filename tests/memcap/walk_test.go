@@ -130,7 +130,7 @@ func walkBare(t *testing.T, seed uint64, cuda string) {
 // walked walks, and waits as long as there is a sign of life.
 func (k *tool) walked(seed uint64, judge string) fields {
 	k.t.Helper()
-	f := k.ask("walking", "walk %d %d %d %s", seed, pick(2_000, 100_000), uint64(walkLimit), judge)
+	f := k.ask("walking", "walk %d %d %d %s", seed, pick(6_000, 100_000), uint64(walkLimit), judge)
 	for f[""] == "walking" {
 		k.said = nil
 		var err error

@@ -63,11 +63,14 @@ struct book {
     int ready;
 };
 
-/* A letter offers ordinary memory to the other process. While it is open the owner may
- * not free it: "undefined behavior", says cuIpcOpenMemHandle. */
+/* A letter offers ordinary memory, or memory of a pool, to the other process. While it is
+ * open the owner may not free it: "undefined behavior", says cuIpcOpenMemHandle, and "must
+ * be freed from all importing processes before", cuMemPoolImportPointer. */
 struct letter {
     int from, offered, open; /* from: 1 plus the process */
+    uint64_t pool;           /* the pool's number; 0: it is of none */
     CUipcMemHandle handle;
+    CUmemPoolPtrExportData data;
 };
 
 /* What both processes have. */
@@ -85,7 +88,8 @@ struct common {
 
 struct pool_of {
     CUmemoryPool pool;
-    int managed;
+    int managed, shared;
+    uint64_t number; /* never used again; 0: it was not sent to the other process */
 };
 
 struct walk {
@@ -109,7 +113,7 @@ struct walk {
         CUevent event;
         int ctx;
     } events[EVENTS];
-    struct pool_of pools[POOLS];
+    struct pool_of pools[POOLS], theirs[POOLS]; /* theirs: opened here */
     struct {
         CUgraphExec exec;
         uint64_t bytes;
@@ -156,6 +160,8 @@ int survives(const struct thing *o);
 /* pass_on does something to what was, or could be, exported; collect opens what the other
  * process has sent. */
 void pass_on(struct thread *t);
+/* pool_in_use says whether the other process may have something of a pool open. */
+int pool_in_use(const struct pool_of *p);
 void collect(struct thread *t);
 
 /* --- walk_order.c */

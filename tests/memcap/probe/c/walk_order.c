@@ -105,11 +105,14 @@ static void make_pool(struct thread *t, struct pool_of *p)
     else if (i == 3)
         props.allocType = CU_MEM_ALLOCATION_TYPE_MANAGED;
     p->managed = props.allocType == CU_MEM_ALLOCATION_TYPE_MANAGED;
+    p->shared = props.handleTypes != 0;
     RIGHT(cuMemPoolCreate(&p->pool, &props));
 }
 
 static void end_pool(struct thread *t, struct pool_of *p)
 {
+    if (pool_in_use(p))
+        return;
     /* Nobody could tell what a pool has of managed memory when it is destroyed. */
     for (int i = 0; p->managed && i < THINGS; i++)
         if (w.things[i].used && !w.things[i].call && w.things[i].pool == p->pool && RIGHT(cuMemFree_v2(w.things[i].item.a)))

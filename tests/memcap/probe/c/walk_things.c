@@ -81,11 +81,19 @@ static CUresult give_opened(struct seat *s, struct item *i)
     return r;
 }
 
+static CUresult give_pointer(struct seat *s, struct item *i)
+{
+    CUresult r = dice(&w.seed, 2) ? s->cu->cuMemFree_v2(i->a) : s->cu->cuMemFreeAsync(i->a, s->stream);
+    w.common->letters[i->b].open = 0;
+    return r;
+}
+
 static const struct call domain_call = {"cuMemCreate/domain", take_domain, give_handle, grains, {-1}};
 static const struct call by_hand_call = {"cuMemCreate/managed", take_by_hand, give_handle, grains, {-1}};
 static const struct call exported_call = {"cuMemCreate/exported", take_exported, give_exported, grains, {-1}};
 /* What the other process has taken. */
 static const struct call imported_call = {"cuMemImportFromShareableHandle", NULL, give_exported, grains, {-1}};
+static const struct call pointer_call = {"cuMemPoolImportPointer", NULL, give_pointer, grains, {-1}};
 static const struct call opened_call = {"cuIpcOpenMemHandle", NULL, give_opened, grains, {-1}};
 
 /* --- asking ----------------------------------------------------------------- */
@@ -169,7 +177,7 @@ int survives(const struct thing *o)
 {
     static const char *const lasting[] = {
         "cuMemCreate", "cuMemCreate/mapped", "cuMemCreate/retained", "cuMemCreate/domain", "cuMemCreate/managed", "cuMemCreate/exported",
-        "cuMemImportFromShareableHandle", "cuGraphAddMemAllocNode", "cuMemAllocAsync/captured",
+        "cuMemImportFromShareableHandle", "cuMemPoolImportPointer", "cuGraphAddMemAllocNode", "cuMemAllocAsync/captured",
     };
     for (size_t i = 0; o->call && i < sizeof lasting / sizeof *lasting; i++)
         if (!strcmp(o->call->name, lasting[i]))
@@ -223,33 +231,35 @@ union control {
     char room[CMSG_SPACE(sizeof(int))];
 };
 
-static void post(const struct thing *o)
+/* post sends a descriptor, and the number of the pool that it stands for, or 0 for memory.
+ * It answers 0 where there is no room on the way. */
+static int post(int fd, uint64_t pool)
 {
-    char mark = 0;
-    struct iovec part = {&mark, 1};
+    struct iovec part = {&pool, sizeof pool};
     union control c = {0};
     struct msghdr m = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &c, .msg_controllen = sizeof c};
     struct cmsghdr *h = CMSG_FIRSTHDR(&m);
-    int fd = (int)o->item.c - 1;
     h->cmsg_level = SOL_SOCKET;
     h->cmsg_type = SCM_RIGHTS;
     h->cmsg_len = CMSG_LEN(sizeof fd);
     memcpy(CMSG_DATA(h), &fd, sizeof fd);
-    if (sendmsg(w.post, &m, MSG_DONTWAIT | MSG_NOSIGNAL) == 1)
+    if (sendmsg(w.post, &m, MSG_DONTWAIT | MSG_NOSIGNAL) == sizeof pool) {
         w.book->passed++;
-    else if (errno != EAGAIN && errno != EWOULDBLOCK && errno != ETOOMANYREFS)
+        return 1;
+    }
+    if (errno != EAGAIN && errno != EWOULDBLOCK && errno != ETOOMANYREFS)
         say(w.book->failure, "to send a descriptor: %s", strerror(errno));
+    return 0;
 }
 
-/* received is the descriptor of the next parcel, or -1. */
-static int received(void)
+/* received is the descriptor of the next parcel, or -1, and the number of a pool, or 0. */
+static int received(uint64_t *pool)
 {
     int fd = -1;
-    char mark;
-    struct iovec part = {&mark, 1};
+    struct iovec part = {pool, sizeof *pool};
     union control c = {0};
     struct msghdr m = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &c, .msg_controllen = sizeof c};
-    if (recvmsg(w.post, &m, MSG_DONTWAIT | MSG_CMSG_CLOEXEC) == 1 && CMSG_FIRSTHDR(&m))
+    if (recvmsg(w.post, &m, MSG_DONTWAIT | MSG_CMSG_CLOEXEC) == sizeof *pool && CMSG_FIRSTHDR(&m))
         memcpy(&fd, CMSG_DATA(CMSG_FIRSTHDR(&m)), sizeof fd);
     return fd;
 }
@@ -265,30 +275,85 @@ static struct thing *any_of(struct thread *t, const struct call *c, const struct
     return NULL;
 }
 
-/* offer writes a letter about ordinary memory of the primary context, which stays. */
-static void offer(struct thread *t)
+/* --- letters ---------------------------------------------------------------- */
+
+static struct letter *free_letter(void)
 {
+    for (int i = 0; i < LETTERS; i++)
+        if (!w.common->letters[i].from)
+            return &w.common->letters[i];
+    return NULL;
+}
+
+static void offer(struct letter *l, struct thing *o)
+{
+    l->from = 1 + w.process;
+    l->offered = 1;
+    o->letter = 1 + (int)(l - w.common->letters);
+}
+
+/* offer_plain writes a letter about ordinary memory of the primary context, which stays. */
+static void offer_plain(struct thread *t)
+{
+    struct letter *l = free_letter();
     struct thing *o = any_of(t, find_call("cuMemAlloc_v2"), NULL);
-    if (!o || o->ctx || o->letter || t->ctx)
+    if (l && o && !o->ctx && !o->letter && !t->ctx && RIGHT(cuIpcGetMemHandle(&l->handle, o->item.a)))
+        offer(l, o);
+}
+
+/* offer_pooled writes one about memory of a pool, which it sends first. */
+static void offer_pooled(struct thread *t)
+{
+    static uint64_t numbers;
+    struct letter *l = free_letter();
+    struct pool_of *p = &w.pools[dice(&t->seed, POOLS)];
+    int fd;
+    if (!l || !p->pool || !p->shared)
         return;
-    for (int i = 0; i < LETTERS; i++) {
-        struct letter *l = &w.common->letters[i];
-        if (l->from)
+    if (!p->number) {
+        if (!RIGHT(cuMemPoolExportToShareableHandle(&fd, p->pool, DESCRIPTOR, 0)))
+            return;
+        if (post(fd, numbers + 1))
+            p->number = ++numbers;
+        close(fd);
+    }
+    uint64_t first = dice(&t->seed, THINGS);
+    for (uint64_t i = 0; p->number && i < THINGS; i++) {
+        struct thing *o = &w.things[(first + i) % THINGS];
+        if (!o->used || o->call || o->ctx || o->pool != p->pool || o->letter)
             continue;
-        if (RIGHT(cuIpcGetMemHandle(&l->handle, o->item.a))) {
-            l->from = 1 + w.process;
-            l->offered = 1;
-            o->letter = 1 + i;
-        }
+        l->pool = p->number;
+        if (RIGHT(cuMemPoolExportPointer(&l->data, o->item.a)))
+            offer(l, o);
         return;
     }
 }
 
+int pool_in_use(const struct pool_of *p)
+{
+    for (int i = 0; i < THINGS; i++)
+        if (w.things[i].used && w.things[i].letter && p->number && w.common->letters[w.things[i].letter - 1].pool == p->number)
+            return 1;
+    return 0;
+}
+
+/* open_pool keeps a pool of the other process, in the place of another. */
+static void open_pool(struct thread *t, int fd, uint64_t number)
+{
+    struct pool_of *p = &w.theirs[dice(&t->seed, POOLS)];
+    if (p->pool)
+        RIGHT(cuMemPoolDestroy(p->pool));
+    *p = (struct pool_of){.number = number};
+    RIGHT(cuMemPoolImportFromShareableHandle(&p->pool, (void *)(intptr_t)fd, DESCRIPTOR, 0));
+    close(fd);
+}
+
 void pass_on(struct thread *t)
 {
-    if (dice(&t->seed, 4) == 0) {
-        offer(t);
-        return;
+    switch (dice(&t->seed, 6)) {
+    case 0: offer_plain(t); return;
+    case 1: offer_pooled(t); return;
+    default: break;
     }
     struct seat seat = {.cu = w.cu};
     struct thing *o = any_of(t, &exported_call, &imported_call);
@@ -299,7 +364,7 @@ void pass_on(struct thread *t)
     switch (dice(&t->seed, 5)) {
     case 0: case 1:
         if (o->item.c)
-            post(o);
+            post((int)o->item.c - 1, 0);
         break;
     case 2: /* a handle more */
         if (!*one && o->item.c)
@@ -322,32 +387,43 @@ void pass_on(struct thread *t)
 static void open_letter(struct thread *t)
 {
     struct thing *to = room_for_one();
-    struct request q = {.call = &opened_call};
+    struct request plain = {.call = &opened_call}, pooled = {.call = &pointer_call};
     struct item i = {0};
-    for (int n = 0; n < LETTERS && to && !t->ctx; n++) {
+    for (int n = 0; n < LETTERS && to; n++) {
         struct letter *l = &w.common->letters[n];
+        struct pool_of *p = NULL;
         if (!l->offered || l->from == 1 + w.process)
             continue;
-        if (RIGHT(cuIpcOpenMemHandle_v2(&i.a, l->handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS))) {
-            i.b = (uint64_t)n;
-            l->open = 1;
-            l->offered = 0;
-            keep(to, t, &q, i);
-            w.book->passed++;
-        }
+        for (int k = 0; l->pool && k < POOLS; k++)
+            if (w.theirs[k].number == l->pool)
+                p = &w.theirs[k];
+        if (l->pool ? !p : t->ctx != 0)
+            continue; /* the pool has not come, or has gone */
+        if (!(p ? RIGHT(cuMemPoolImportPointer(&i.a, p->pool, &l->data)) : RIGHT(cuIpcOpenMemHandle_v2(&i.a, l->handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS))))
+            return;
+        i.b = (uint64_t)n;
+        l->open = 1;
+        l->offered = 0;
+        keep(to, t, p ? &pooled : &plain, i);
+        w.book->passed++;
         return;
     }
 }
 
 void collect(struct thread *t)
 {
-    struct thing *to = room_for_one();
+    uint64_t pool = 0;
     struct item i = {0};
     if (dice(&t->seed, 2))
         open_letter(t);
-    int fd = to && !to->used ? received() : -1;
+    struct thing *to = room_for_one();
+    int fd = to ? received(&pool) : -1;
     if (fd < 0)
         return;
+    if (pool) {
+        open_pool(t, fd, pool);
+        return;
+    }
     struct request q = {.call = &imported_call};
     if (!RIGHT(cuMemImportFromShareableHandle(&i.a, (void *)(intptr_t)fd, DESCRIPTOR)) || dice(&t->seed, 2))
         close(fd);
