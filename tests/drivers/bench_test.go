@@ -20,6 +20,7 @@ import (
 
 	"example.com/gpu-agent/pkg/memcap/lib"
 	emulib "example.com/gpu-agent/tests/emulator/lib"
+	"example.com/gpu-agent/tests/memcap/capsule"
 )
 
 //go:embed c
@@ -54,7 +55,7 @@ var theBench = sync.OnceValues(func() (*bench, error) {
 	if err := syscall.Flock(lock, syscall.LOCK_EX); err != nil {
 		return nil, fmt.Errorf("lock %s.lock: %w", root, err)
 	}
-	caps, err := lib.CachedBelow(context.Background(), root)
+	caps, err := capsule.Library(context.Background(), root)
 	return &bench{root, caps}, err
 })
 

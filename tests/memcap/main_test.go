@@ -435,7 +435,7 @@ func (k *tool) quit() {
 
 // kit installs the cap's library as it is built from this checkout.
 func kit(ctx context.Context, dir string) (lib.Kit, error) {
-	built, err := lib.Cached(ctx)
+	built, err := capsule.Library(ctx, lib.Root)
 	if err != nil {
 		return lib.Kit{}, err
 	}

@@ -51,35 +51,12 @@ var (
 // neither a CUDA toolkit nor a driver.
 func Build(ctx context.Context, out string) error { return build(ctx, out, Root) }
 
-// Cached builds into the project's cache ($GPU_AGENT_CACHE, else gpu-agent under
-// the user's cache directory), unless the same sources were built there before,
-// and returns the folder. It is for tests.
-func Cached(ctx context.Context) (string, error) { return CachedBelow(ctx, Root) }
+// BuildBelow is Build of libraries that look for all they need, the driver's among it,
+// below root in place of [Root]. It is for tests, as is Stamp.
+func BuildBelow(ctx context.Context, out, root string) error { return build(ctx, out, root) }
 
-// CachedBelow is Cached for libraries that look for all they need, the driver's
-// among it, below root in place of [Root].
-func CachedBelow(ctx context.Context, root string) (string, error) {
-	cache := os.Getenv("GPU_AGENT_CACHE")
-	if cache == "" {
-		user, err := os.UserCacheDir()
-		if err != nil {
-			return "", fmt.Errorf("find cache: %w", err)
-		}
-		cache = filepath.Join(user, "gpu-agent")
-	}
-	sum, err := stamp(ctx, root)
-	if err != nil {
-		return "", err
-	}
-	dir := filepath.Join(cache, "memcap", sum)
-	if _, err := os.Stat(dir); err == nil {
-		return dir, nil
-	}
-	return dir, build(ctx, dir, root)
-}
-
-// stamp names all that a build depends on.
-func stamp(ctx context.Context, root string) (string, error) {
+// Stamp names all that a build depends on.
+func Stamp(ctx context.Context, root string) (string, error) {
 	h := sha256.New()
 	names, err := fs.Glob(sources, "c/*")
 	if err != nil {

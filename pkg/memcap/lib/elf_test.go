@@ -11,6 +11,8 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+
+	emulib "example.com/gpu-agent/tests/emulator/lib"
 )
 
 // overrides is the list of the functions that stand in front of the driver's, in
@@ -40,7 +42,11 @@ func open(t *testing.T, name string) *elf.File {
 	if _, err := exec.LookPath("gcc"); err != nil {
 		t.Skip("gcc is not installed")
 	}
-	dir, err := Cached(t.Context())
+	sum, err := Stamp(t.Context(), Root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir, err := emulib.Once(t.Context(), "memcap", "cap-"+sum, Build)
 	if err != nil {
 		t.Fatal(err)
 	}

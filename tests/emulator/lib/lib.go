@@ -14,13 +14,10 @@ import (
 	"io/fs"
 	"maps"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
-
-	"golang.org/x/sys/unix"
 )
 
 // The files that a build makes.
@@ -30,8 +27,6 @@ const (
 	Other = "libnvidia-other.so" // stands for libraries that need only be there
 	SMI   = "nvidia-smi"
 )
-
-const stampFile = "stamp"
 
 //go:embed c/*.c c/*.h
 var sources embed.FS
@@ -44,7 +39,7 @@ const (
 // Header finds NVIDIA's nvml.h in the go-nvml module that the Go module at or
 // above the working directory asks for.
 func Header(ctx context.Context) (string, error) {
-	out, err := run(ctx, "", "go", "list", "-m", "-f", "{{.Dir}}", "github.com/NVIDIA/go-nvml")
+	out, err := Run(ctx, "", "go", "list", "-m", "-f", "{{.Dir}}", "github.com/NVIDIA/go-nvml")
 	if err != nil {
 		return "", fmt.Errorf("find go-nvml for its nvml.h: %w", err)
 	}
@@ -55,69 +50,31 @@ func Header(ctx context.Context) (string, error) {
 	return filepath.Join(dir, "pkg/nvml/nvml.h"), nil
 }
 
-// Cache is the project's cache: $GPU_AGENT_CACHE, else gpu-agent under the
-// user's cache directory.
-func Cache() (string, error) {
-	if cache := os.Getenv("GPU_AGENT_CACHE"); cache != "" {
-		return cache, nil
-	}
-	user, err := os.UserCacheDir()
-	if err != nil {
-		return "", fmt.Errorf("find the cache: %w; set GPU_AGENT_CACHE", err)
-	}
-	return filepath.Join(user, "gpu-agent"), nil
-}
-
-// CacheDir is where Cached builds: a folder of the project's cache named for all
-// that the build depends on.
-func CacheDir(ctx context.Context, header string) (string, error) {
-	cache, err := Cache()
-	if err != nil {
-		return "", err
-	}
-	sum, err := stamp(ctx, header)
-	if err != nil {
-		return "", err
-	}
-	return filepath.Join(cache, "emulator", sum[:16]), nil
-}
-
-// Cached builds into the project's cache and returns the folder.
+// Cached builds into the project's cache, unless the same was built there before, and
+// returns the folder.
 func Cached(ctx context.Context) (string, error) {
 	header, err := Header(ctx)
 	if err != nil {
 		return "", err
 	}
-	dir, err := CacheDir(ctx, header)
+	return CachedWith(ctx, header)
+}
+
+// CachedWith is Cached with another nvml.h than that of Header.
+func CachedWith(ctx context.Context, header string) (string, error) {
+	sum, err := stamp(ctx, header)
 	if err != nil {
 		return "", err
 	}
-	return dir, Build(ctx, dir, header)
+	return Once(ctx, "emulator", "lib-"+sum[:16], func(ctx context.Context, dir string) error { return Build(ctx, dir, header) })
 }
 
-// Build makes the libraries and the program in dir, unless they stand there
-// already, made from the same sources. Several processes may build into one
-// dir at once. header is the path of nvml.h; see Header.
+// Build makes the libraries and the program in dir, which is made if it is not there.
+// header is the path of nvml.h; see Header.
 func Build(ctx context.Context, dir, header string) error {
-	sum, err := stamp(ctx, header)
-	if err != nil {
-		return err
-	}
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return fmt.Errorf("make output folder: %w", err)
 	}
-	lock, err := os.OpenFile(filepath.Join(dir, "lock"), os.O_CREATE|os.O_RDWR, 0o644)
-	if err != nil {
-		return fmt.Errorf("lock output folder: %w", err)
-	}
-	defer lock.Close()
-	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
-		return fmt.Errorf("lock output folder: %w", err)
-	}
-	if old, err := os.ReadFile(filepath.Join(dir, stampFile)); err == nil && string(old) == sum {
-		return nil
-	}
-
 	tmp, err := os.MkdirTemp(dir, "build-")
 	if err != nil {
 		return fmt.Errorf("make build folder: %w", err)
@@ -130,9 +87,6 @@ func Build(ctx context.Context, dir, header string) error {
 		if err := os.Rename(filepath.Join(tmp, f), filepath.Join(dir, f)); err != nil {
 			return fmt.Errorf("keep %s: %w", f, err)
 		}
-	}
-	if err := os.WriteFile(filepath.Join(dir, stampFile), []byte(sum), 0o644); err != nil {
-		return fmt.Errorf("stamp build: %w", err)
 	}
 	return nil
 }
@@ -156,7 +110,7 @@ func stamp(ctx context.Context, header string) (string, error) {
 		return "", fmt.Errorf("read nvml.h: %w", err)
 	}
 	h.Write(data)
-	gcc, err := run(ctx, "", "gcc", "-v")
+	gcc, err := Run(ctx, "", "gcc", "-v")
 	if err != nil {
 		return "", fmt.Errorf("ask gcc for its version: %w", err)
 	}
@@ -181,7 +135,7 @@ func compile(ctx context.Context, dir, header string) error {
 		}
 	}
 	gcc := func(args ...string) error {
-		_, err := run(ctx, dir, "gcc", append(append([]string{"-I", filepath.Dir(header)}, flags...), args...)...)
+		_, err := Run(ctx, dir, "gcc", append(append([]string{"-I", filepath.Dir(header)}, flags...), args...)...)
 		return err
 	}
 	if err := gcc("-c", "nvml.c", "nvml_mig.c", "transport.c"); err != nil {
@@ -280,16 +234,4 @@ func definedNames(object string) (map[string]bool, error) {
 		}
 	}
 	return defined, nil
-}
-
-func run(ctx context.Context, dir, name string, args ...string) (string, error) {
-	cmd := exec.CommandContext(ctx, name, args...)
-	cmd.Dir = dir
-	var errs bytes.Buffer
-	cmd.Stderr = &errs
-	out, err := cmd.Output()
-	if err != nil {
-		return "", fmt.Errorf("%s: %w\n%s", name, err, errs.Bytes())
-	}
-	return string(out), nil
 }

@@ -3,6 +3,7 @@
 package capsule
 
 import (
+	"context"
 	"path/filepath"
 	"strings"
 
@@ -12,6 +13,16 @@ import (
 	"example.com/gpu-agent/pkg/memcap/lib"
 	emulib "example.com/gpu-agent/tests/emulator/lib"
 )
+
+// Library is the folder of the cap's libraries as they are built from this checkout,
+// which look for all they need below root; see lib.Root.
+func Library(ctx context.Context, root string) (string, error) {
+	sum, err := lib.Stamp(ctx, root)
+	if err != nil {
+		return "", err
+	}
+	return emulib.Once(ctx, "memcap", "cap-"+sum, func(ctx context.Context, dir string) error { return lib.BuildBelow(ctx, dir, root) })
+}
 
 // Claim is what the cap adds to a container.
 type Claim struct {

@@ -3,15 +3,12 @@
 package probe
 
 import (
-	"bytes"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
-	"errors"
 	"fmt"
 	"io/fs"
 	"os"
-	"os/exec"
 	"path"
 	"path/filepath"
 
@@ -22,11 +19,7 @@ import (
 // returns their folder. Each of sources has its files in a folder c; all of them
 // lie in src when build is called, which makes the programs in dir.
 func Keep(ctx context.Context, name string, build func(ctx context.Context, src, dir string) error, sources ...fs.FS) (string, error) {
-	cache, err := lib.Cache()
-	if err != nil {
-		return "", err
-	}
-	version, err := command(ctx, "", "gcc", "--version")
+	version, err := lib.Run(ctx, "", "gcc", "--version")
 	if err != nil {
 		return "", err
 	}
@@ -53,46 +46,11 @@ func Keep(ctx context.Context, name string, build func(ctx context.Context, src,
 			fmt.Fprintf(h, "%s %d\n%s", file, len(data), data)
 		}
 	}
-	parent := filepath.Join(cache, "memcap")
-	dir := filepath.Join(parent, name+"-"+hex.EncodeToString(h.Sum(nil))[:16])
-	if _, err := os.Stat(dir); err == nil {
-		return dir, nil
-	}
-	if err := os.MkdirAll(parent, 0o755); err != nil {
-		return "", fmt.Errorf("make the folder of %s: %w", name, err)
-	}
-	tmp, err := os.MkdirTemp(parent, "build-")
-	if err != nil {
-		return "", fmt.Errorf("make the folder of %s: %w", name, err)
-	}
-	defer os.RemoveAll(tmp)
-	if err := os.Chmod(tmp, 0o755); err != nil {
-		return "", fmt.Errorf("make the folder of %s: %w", name, err)
-	}
-	if err := build(ctx, src, tmp); err != nil {
-		return "", err
-	}
-	// Whoever else builds it makes the same.
-	if err := os.Rename(tmp, dir); err != nil && !errors.Is(err, fs.ErrExist) {
-		return "", fmt.Errorf("keep %s: %w", name, err)
-	}
-	return dir, nil
+	return lib.Once(ctx, "memcap", name+"-"+hex.EncodeToString(h.Sum(nil))[:16], func(ctx context.Context, dir string) error { return build(ctx, src, dir) })
 }
 
 // GCC compiles with Flags, in a folder.
 func GCC(ctx context.Context, dir string, args ...string) error {
-	_, err := command(ctx, dir, "gcc", append(append([]string{}, Flags...), args...)...)
+	_, err := lib.Run(ctx, dir, "gcc", append(append([]string{}, Flags...), args...)...)
 	return err
-}
-
-func command(ctx context.Context, dir, name string, args ...string) (string, error) {
-	cmd := exec.CommandContext(ctx, name, args...)
-	cmd.Dir = dir
-	var errs bytes.Buffer
-	cmd.Stderr = &errs
-	out, err := cmd.Output()
-	if err != nil {
-		return "", fmt.Errorf("%s: %w\n%s", name, err, errs.Bytes())
-	}
-	return string(out), nil
 }

@@ -6,16 +6,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"path/filepath"
 
+	emulib "example.com/gpu-agent/tests/emulator/lib"
 	"example.com/gpu-agent/tests/lab"
 	"example.com/gpu-agent/tests/peers"
 )
 
 var peerName, peerVersion = peers.DevicePlugin.Name, peers.DevicePlugin.Version
-
-// libraries is where the emulated driver's libraries are built.
-func libraries(k *lab.Kit) string { return filepath.Join(k.Cache, "emulator", "driver") }
 
 // build makes everything that is run, into the cache. The agent is made as it
 // is shipped.
@@ -26,7 +23,7 @@ func build(ctx context.Context, k *lab.Kit) error {
 	if err := k.Run(ctx, "env", "CGO_ENABLED=0", "go", "build", "-buildvcs=false", "-o", k.Bin("gpu-emulator"), "./tests/emulator/cmd/gpu-emulator"); err != nil {
 		return fmt.Errorf("build the emulated driver: %w", err)
 	}
-	if err := k.Run(ctx, k.Bin("gpu-emulator"), "build", "--out", libraries(k)); err != nil {
+	if _, err := emulib.Cached(ctx); err != nil {
 		return fmt.Errorf("build the emulated driver's libraries: %w", err)
 	}
 	if err := k.Run(ctx, "gcc", "-std=gnu17", "-O2", "-Wall", "-Wextra", "-Werror", "-o", k.Bin(timingName), "tests/peers/bench/c/timing.c", "-ldl"); err != nil {

@@ -16,6 +16,7 @@ import (
 	"example.com/gpu-agent/tests/emulator"
 	"example.com/gpu-agent/tests/emulator/daemon"
 	"example.com/gpu-agent/tests/emulator/install"
+	emulib "example.com/gpu-agent/tests/emulator/lib"
 	"example.com/gpu-agent/tests/lab"
 )
 
@@ -39,13 +40,16 @@ func startDriver(ctx context.Context, k *lab.Kit, work string) (*driver, error) 
 	if err := os.WriteFile(world, fmt.Appendf(nil, "model: %s\ncount: %d\n", gpuModel, gpus), 0o644); err != nil {
 		return nil, fmt.Errorf("describe the GPUs: %w", err)
 	}
+	libraries, err := emulib.Cached(ctx)
+	if err != nil {
+		return nil, err
+	}
 	lay := exec.CommandContext(ctx, k.Bin("gpu-emulator"), "install", "--root", "/", "--prefix", d.root,
-		"--libraries", libraries(k), "--world", world, "--proc")
+		"--libraries", libraries, "--world", world, "--proc")
 	if out, err := lay.CombinedOutput(); err != nil {
 		return nil, fmt.Errorf("install the emulated driver: %w\n%s", err, out)
 	}
 	socket := filepath.Join(d.root, install.Socket)
-	var err error
 	if d.proc, err = start(work, "gpu-emulator", k.Bin("gpu-emulator"), "serve", "--world", world, "--socket", socket); err != nil {
 		return nil, err
 	}
@@ -146,7 +150,10 @@ func (b *bench) startWorld(name string, spec emulator.Spec) (*world, error) {
 	}
 	root := filepath.Join(b.work, name)
 	m := install.Machine{Driver: root, Dev: filepath.Join(root, "dev"), Kernel: "/"}
-	err = errors.Join(install.Driver(root, libraries(b.kit), w), m.Save())
+	libraries, err := emulib.Cached(context.Background())
+	if err == nil {
+		err = errors.Join(install.Driver(root, libraries, w), m.Save())
+	}
 	if err == nil {
 		err = errors.Join(install.Mount(w), m.Sync(w))
 	}

@@ -161,11 +161,11 @@ func build(ctx context.Context, args []string, out io.Writer) error {
 		}
 	}
 	if *dir == "" {
-		if *dir, err = lib.CacheDir(ctx, *header); err != nil {
-			return err
-		}
+		*dir, err = lib.CachedWith(ctx, *header)
+	} else {
+		err = lib.Build(ctx, *dir, *header)
 	}
-	if err := lib.Build(ctx, *dir, *header); err != nil {
+	if err != nil {
 		return err
 	}
 	_, err = fmt.Fprintln(out, *dir)
