@@ -10,7 +10,6 @@ import (
 	"fmt"
 	"maps"
 	"math/rand/v2"
-	"net"
 	"os"
 	"path/filepath"
 	"slices"
@@ -28,6 +27,7 @@ import (
 
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/fakes"
 )
 
 // The agent believes a kubelet's account of holders once its own pod is in it.
@@ -110,24 +110,11 @@ func startKubelet(dir string) (*kubelet, error) {
 	podresources.RegisterPodResourcesListerServer(lister, k)
 	k.servers = []*grpc.Server{plugins, lister}
 	for i, path := range []string{"device-plugins/kubelet.sock", "pod-resources/kubelet.sock"} {
-		if err := listen(k.servers[i], filepath.Join(dir, path), &k.ended); err != nil {
+		if err := fakes.Listen(k.servers[i], filepath.Join(dir, path), &k.ended); err != nil {
 			return nil, fmt.Errorf("start a kubelet: %w", err)
 		}
 	}
 	return k, nil
-}
-
-// listen serves on a unix socket until the server is stopped.
-func listen(s *grpc.Server, path string, ended *sync.WaitGroup) error {
-	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-		return err
-	}
-	l, err := net.Listen("unix", path)
-	if err != nil {
-		return err
-	}
-	ended.Go(func() { _ = s.Serve(l) })
-	return nil
 }
 
 func (k *kubelet) stop() {

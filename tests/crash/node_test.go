@@ -231,7 +231,7 @@ func (n *node) close() error {
 		n.kubelet.stop()
 	}
 	if n.runtime != nil {
-		n.runtime.stop()
+		n.runtime.Stop()
 	}
 	return errors.Join(lib.Unmount(n.state), os.RemoveAll(n.dir))
 }

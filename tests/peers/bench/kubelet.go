@@ -21,9 +21,10 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/protobuf/proto"
-	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
 	api "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 	podresources "k8s.io/kubelet/pkg/apis/podresources/v1"
+
+	"example.com/gpu-agent/tests/fakes"
 )
 
 // agentPod is the pod that the agent is told it runs in. The agent believes a
@@ -44,16 +45,15 @@ type kubelet struct {
 
 	dir     string
 	servers []*grpc.Server // of the kubelet; the runtime's is not among them
-	runtime *grpc.Server
+	runtime *fakes.Runtime
 
 	mu      sync.Mutex
 	changed chan struct{}        // guarded by mu; closed and replaced at every change
 	plugins map[string]*endpoint // guarded by mu; by resource
 	pods    map[string]*pod      // guarded by mu; by name, which is its UID too
 	serial  int                  // guarded by mu; of pods
-	// listeners hear of containers that end.
-	listeners map[chan *cri.ContainerEventResponse]bool // guarded by mu
-	broken    error                                     // guarded by mu; why there is no checkpoint
+	broken  error                // guarded by mu; why there is no checkpoint
+	ended   sync.WaitGroup       // servers
 }
 
 // endpoint is a plugin that has registered.
@@ -79,18 +79,15 @@ type pod struct {
 	resource string
 	ids      []string
 	answer   *api.ContainerAllocateResponse
-	// created is when the runtime made its container, zero before.
-	created time.Time
 }
 
 // startKubelet serves in dir, as the real one does in /var/lib/kubelet, and the
 // runtime at its endpoint.
 func startKubelet(dir string) (*kubelet, error) {
-	k := &kubelet{dir: dir, changed: make(chan struct{}), plugins: map[string]*endpoint{}, pods: map[string]*pod{},
-		listeners: map[chan *cri.ContainerEventResponse]bool{}, runtime: grpc.NewServer()}
-	cri.RegisterRuntimeServiceServer(k.runtime, &containers{kubelet: k})
-	if err := listen(k.runtime, k.socket()); err != nil {
-		return nil, fmt.Errorf("start a container runtime: %w", err)
+	k := &kubelet{dir: dir, changed: make(chan struct{}), plugins: map[string]*endpoint{}, pods: map[string]*pod{}}
+	var err error
+	if k.runtime, err = fakes.StartRuntime(k.socket(), fakes.Pod{UID: agentPodName, Namespace: agentPodNamespace, Name: agentPodName}); err != nil {
+		return nil, err
 	}
 	if _, err := k.begin(); err != nil {
 		k.runtime.Stop()
@@ -106,27 +103,14 @@ func (k *kubelet) begin() (time.Time, error) {
 	k.servers = []*grpc.Server{plugins, lister}
 	api.RegisterRegistrationServer(plugins, k)
 	podresources.RegisterPodResourcesListerServer(lister, k)
-	if err := listen(lister, filepath.Join(k.dir, "pod-resources", "kubelet.sock")); err != nil {
+	if err := fakes.Listen(lister, filepath.Join(k.dir, "pod-resources", "kubelet.sock"), &k.ended); err != nil {
 		return time.Time{}, fmt.Errorf("start a kubelet: %w", err)
 	}
 	bound := time.Now()
-	if err := listen(plugins, filepath.Join(k.dir, "device-plugins", "kubelet.sock")); err != nil {
+	if err := fakes.Listen(plugins, filepath.Join(k.dir, "device-plugins", "kubelet.sock"), &k.ended); err != nil {
 		return time.Time{}, fmt.Errorf("start a kubelet: %w", err)
 	}
 	return bound, nil
-}
-
-// listen serves on a unix socket until the server is stopped.
-func listen(s *grpc.Server, path string) error {
-	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-		return err
-	}
-	l, err := net.Listen("unix", path)
-	if err != nil {
-		return err
-	}
-	go func() { _ = s.Serve(l) }() // until stop
-	return nil
 }
 
 // end closes the kubelet's sockets and its streams to plugins.
@@ -248,7 +232,12 @@ func (k *kubelet) forget(resources ...string) {
 			delete(k.plugins, resource)
 		}
 	}
-	maps.DeleteFunc(k.pods, func(_ string, p *pod) bool { return slices.Contains(resources, p.resource) })
+	for name, p := range k.pods {
+		if slices.Contains(resources, p.resource) {
+			delete(k.pods, name)
+			k.runtime.Remove(name)
+		}
+	}
 	k.checkpointLocked()
 }
 
@@ -361,8 +350,7 @@ func (k *kubelet) makeRoom(random *rand.Rand, resource string, most int) {
 		i := random.IntN(len(names))
 		names[0], names[i] = names[i], names[0]
 		held -= len(k.pods[names[0]].ids)
-		k.endedLocked(k.pods[names[0]])
-		delete(k.pods, names[0])
+		k.endLocked(k.pods[names[0]])
 		names = names[1:]
 	}
 }
@@ -374,6 +362,7 @@ func (k *kubelet) admit(resource string, ids []string, answer *api.ContainerAllo
 	k.serial++
 	p := &pod{name: fmt.Sprintf("pod-%d", k.serial), resource: resource, ids: ids, answer: answer}
 	k.pods[p.name] = p
+	k.runtime.Run(p.inRuntime())
 	k.checkpointLocked()
 	return p
 }

@@ -124,8 +124,7 @@ func (k *kubelet) endPods(random *rand.Rand, most int) {
 	slices.Sort(names)
 	random.Shuffle(len(names), func(i, j int) { names[i], names[j] = names[j], names[i] })
 	for len(names) > most {
-		k.endedLocked(k.pods[names[0]])
-		delete(k.pods, names[0])
+		k.endLocked(k.pods[names[0]])
 		names = names[1:]
 	}
 }

@@ -115,7 +115,7 @@ func (b *bench) inhabit(ctx context.Context, r *running) (user *timer, close fun
 	// The kernel's word for its cgroup, in this mount namespace alone, which goes
 	// with the process.
 	cgroup := filepath.Join(b.work, "cgroup-"+p.name)
-	err = os.WriteFile(cgroup, fmt.Appendf(nil, "0::/kubepods/burstable/pod%s/%s\n", p.metadata().Uid, p.containerID()), 0o444)
+	err = os.WriteFile(cgroup, fmt.Appendf(nil, "0::/kubepods/burstable/pod%s/%s\n", p.name, p.containerID()), 0o444)
 	if err == nil {
 		err = unix.Mount(cgroup, "/proc/"+strconv.Itoa(pid)+"/cgroup", "", unix.MS_BIND, "")
 	}
