@@ -44,6 +44,11 @@
 // either. A row that fails as yet says so, and has to go on failing until the
 // mark is removed.
 //
+// [TestWalk] is calls at random by threads of two processes under one cap, which
+// export to each other: 6,000 steps, 100,000 in the long form, each judged by the
+// emulated driver, which is asked before each request whether a card of the cap's size
+// would grant it. How far the refusals hold stands at the test.
+//
 // [TestPrograms] is programs as users have them (package programs): allocators in
 // the shape of PyTorch's, RMM's and JAX's, NCCL's and vLLM's processes. Each is at
 // the edge of its cap, with the agent's own watchdog on at its own pace, and beside
