@@ -559,6 +559,32 @@ func TestPlugOfAnotherGPU(t *testing.T) {
 	l.hears(t, n, 0, inv.GPUs[0].UUID)
 }
 
+// A GPU that is added is found also where letting go of the driver failed, then or
+// at a reset before: the library then counts one initialisation more, and looks for
+// GPUs at the first one only.
+func TestPlugAfterAFailedShutdown(t *testing.T) {
+	for _, before := range []bool{true, false} {
+		t.Run(fmt.Sprintf("before=%v", before), func(t *testing.T) {
+			n := emulate(t, emulator.Spec{Model: "A100-SXM4-80GB", Count: 2, GPUs: []emulator.GPUSpec{{Index: 0, Unplugged: true}}})
+			d := open(t, n)
+			only := inventory(t, d).GPUs[0].UUID
+			l := listen(t, n, d)
+			try(t, n.Inject(emulator.Fault{Call: "nvmlShutdown", Code: emulator.OperatingSystem, Count: 1}))
+			if before {
+				if err := d.Reset(wait(t), only); err == nil || len(n.Faults()) > 0 {
+					t.Fatalf("a reset succeeds (%v) where the driver cannot be let go of; faults %+v", err, n.Faults())
+				}
+			}
+			try(t, n.hand.Plug(0))
+			l.until(t, "the change", changed)
+			if inv := inventory(t, d); len(n.Faults()) > 0 || len(inv.GPUs) != 2 || inv.GPUs[0].Fault != "" || inv.GPUs[1].Fault != "" {
+				t.Errorf("the inventory is %+v; faults %+v", inv, n.Faults())
+			}
+			l.hears(t, n, 0, inventory(t, d).GPUs[0].UUID)
+		})
+	}
+}
+
 // After Close nothing stands in the way of unloading the kernel module, whatever
 // went on before.
 func TestCloseLetsGo(t *testing.T) {

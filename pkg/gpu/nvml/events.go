@@ -268,33 +268,43 @@ func (d *Driver) tryRenew(ctx context.Context) (renewed bool, err error) {
 			cancel()
 		}
 	}).Stop()
-	const what = "initialise the driver anew"
+	const what, asBefore = "initialise the driver anew", "cannot initialise the driver anew; watching the GPUs as they were known"
 	if !d.outside.trySeize() { // there are handles that would end
-		d.log.Warn("cannot initialise the driver anew; watching the GPUs as they were known", "why", d.outsiders())
+		d.log.Warn(asBefore, "why", d.outsiders())
 		return false, nil
 	}
-	err = d.alone(ctx, what, d.outside.yield, func() error {
+	var held error
+	err = d.alone(ctx, what, d.outside.yield, func() (err error) {
 		inside.Store(true)
 		if d.stopped.Err() != nil {
 			return fmt.Errorf("%s: %w", what, errClosed)
 		}
-		return d.renew()
+		held, err = d.renew()
+		return err
 	})
 	if !inside.Load() && errors.Is(err, gpu.ErrTimeout) {
-		d.log.Warn("cannot initialise the driver anew; watching the GPUs as they were known", "err", err)
+		d.log.Warn(asBefore, "err", err)
 		return false, nil
 	}
-	return err == nil, err
+	if err != nil { // what is inside may go on, and held is its own
+		return false, err
+	}
+	if held != nil {
+		d.log.Warn(asBefore, "err", held)
+	}
+	return held == nil, nil
 }
 
 // renew initialises the driver anew. It never says by itself that a GPU came
-// back, or that there is another one. Nothing may be registered.
-func (d *Driver) renew() error {
-	// A driver that is gone cannot be shut down; what counts is the rest.
-	if err := failed("shut the driver down", d.lib.Shutdown()); err != nil {
-		d.log.Debug("initialising the driver anew without a shutdown", "err", err)
+// back, or that there is another one. Nothing may be registered. held is why the
+// driver could not be let go of before: then it is initialised once more, which
+// finds nothing new.
+func (d *Driver) renew() (held, err error) {
+	held = d.shutdown("shut the driver down")
+	if errors.Is(held, gpu.ErrNoDriver) {
+		held = nil // what is gone has let go of itself
 	}
-	return d.initialised()
+	return held, d.initialised()
 }
 
 // initialised takes up the driver after it was let go of.
