@@ -302,11 +302,11 @@ COLD void charge_back(struct process *p, const struct taken *t)
         struct block b = {.device = t->e.device, .bytes = t->e.bytes};
         table_edit(&p->table, t->e.key / BLOCK, SPACE_BLOCK, rejoin, &b);
         if (b.changed && !t->held)
-            account_force(a, BLOCK); /* somebody else has left it meanwhile */
+            account_force(a, BLOCK); /* another thread has left it meanwhile */
         else if (b.changed)
             account_commit(a, BLOCK);
         else if (t->held)
-            account_cancel(a, BLOCK); /* somebody else has made it anew */
+            account_cancel(a, BLOCK); /* another thread has made it anew */
     } else {
         account_commit(a, t->held);
     }

@@ -15,7 +15,7 @@
 
 /* How something is charged. Asking for HOW_LARGE means HOW_SMALL for what is
  * smaller than a block. HOW_HIDDEN is a small thing without an address, or with
- * one that says nothing: nobody can see in which block it lies, or which block it
+ * one that says nothing: it cannot be seen in which block it lies, or which block it
  * keeps when all else has left it, so each is charged a block. That is too much
  * mostly, which the agent's reading makes good. HOW_GUESS is what is not allocated by
  * a size, the memory of modules and of contexts' limits: what is given back of it is

@@ -78,7 +78,7 @@ static uint64_t high(const struct account *a)
     return n < SLOTS ? n : SLOTS;
 }
 
-/* own_pids is the number of this process's PID namespace, 0 where nobody says. */
+/* own_pids is the number of this process's PID namespace, 0 where /proc does not tell. */
 static uint64_t own_pids(void)
 {
     struct stat st;
@@ -227,7 +227,7 @@ static int take_slot(struct account *a)
                 continue;
             if (fd < 0)
                 return fd;
-            /* Above, it was free of charge or not; now nobody changes it. */
+            /* Above, it was free of charge or not; with the lock it stays so. */
             if (slot_reserved(s) || slot_committed(s)) {
                 if (clean) {
                     sys_close(fd);
@@ -278,8 +278,8 @@ int account_open(struct account *a, const char *usage_path)
     if (!a->usage)
         return err;
     a->nonce = count_read(&a->usage->nonce);
-    /* A page that the limit page does not name is not the claim's: one that
-     * somebody has mounted over it, say, to begin at nothing again. */
+    /* A page that the limit page does not name is not the claim's. It may have been
+     * mounted over that, to begin at nothing again. */
     bool other = a->nonce != __atomic_load_n(&a->page->usage, __ATOMIC_ACQUIRE);
     err = other || account_nonsense(a) ? SPOILT : take_slot(a);
     if (err) {
@@ -344,8 +344,8 @@ static uint64_t ceiling_now(const struct account *a) { return account_ceiling(a)
 
 static bool try(struct account *a, uint64_t n) { return try_below(a, n, ceiling_now); }
 
-/* ceiling_alone is the ceiling while nobody reads: nobody then makes good what was
- * lost, and a container whose processes come and go would end with nothing. So
+/* ceiling_alone is the ceiling while the agent does not read. No reading makes good
+ * then what was lost, and a container whose processes come and go would end with nothing. So
  * what was lost is room again; but no more than the limit, since a ceiling above
  * it came of memory that bound had and the driver had not, which may be just
  * what was lost. */
@@ -426,7 +426,7 @@ static bool beyond(const struct account *a, uint64_t n)
            __atomic_load_n(&p->roof_stamp, __ATOMIC_ACQUIRE) == stamp && __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE) == a->nonce;
 }
 
-/* unheard says that nobody reads, or that nobody has since the last asking. */
+/* unheard says that the agent does not read, or has not since the last asking. */
 static bool unheard(const struct account *a)
 {
     return !__atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE) || count_read(&a->waited) == count_read(&a->page->done) + 1;
@@ -434,11 +434,11 @@ static bool unheard(const struct account *a)
 
 /* A hearing asks the agent for a reading that begins after this moment, and for more
  * as long as those cannot tell whether there is room; in all for twice the time
- * between two. It asks nothing where nobody reads or nobody has answered the last
+ * between two. It asks nothing where the agent does not read or has not answered the last
  * time, nor where the answer is known. */
 struct hearing {
     bool begun, asked, over;
-    bool exported; /* something may have gone that nobody is told of */
+    bool exported; /* something may have gone that no call tells of */
     uint64_t done, after; /* readings finished: at the beginning, and that tell nothing */
     struct patience p;
     uint64_t nap; /* in microseconds */
@@ -480,11 +480,11 @@ static enum heard hear(struct account *a, struct hearing *h, uint64_t n)
     return HEARD_NOTHING;
 }
 
-/* await_reading naps until a reading is finished, of which the agent tells by a futex
- * on its own page. It may be that it tells nobody (another one's kernel, as in a
- * sandbox), and others may free memory meanwhile, which nobody tells of: so it is no
- * long nap, but one that is longer each time, since each costs the processor more than
- * a hundred allocations. */
+/* await_reading naps until a reading is finished; the agent then wakes those who wait on
+ * that word of the limit page. That does not reach a process with a kernel of its own,
+ * as in a sandbox, and nothing wakes this one when another process frees memory. So a
+ * nap is short, and longer each time, since each costs the processor more than a
+ * hundred allocations. */
 enum { NAP_US = 1000, LONGEST_NAP_US = 16000 };
 
 static void await_reading(const struct account *a, struct hearing *h)
@@ -631,7 +631,7 @@ uint64_t account_used(struct account *a)
         read = __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE) == a->nonce;
         used = shown_used(shown, settled, known, AMOUNT(count_read(&a->usage->bound)), count_read(&a->usage->settled), dead);
     }
-    if (!read) /* nobody has told what the driver has */
+    if (!read) /* there is no reading of this page */
         used = (int64_t)(AMOUNT(count_read(&a->usage->bound)) - dead);
     if (used < 0)
         return 0;

@@ -4,8 +4,8 @@
  * here knows CUDA: a small driver of the tests' own goes through the same code.
  *
  * The promise: at every instant the memory that the driver has given to the
- * container's processes is at most the amount in `bound`, whoever dies between
- * whichever two instructions; and bound reaches past the ceiling only for
+ * container's processes is at most the amount in `bound`, also when a process is
+ * killed between any two instructions; and bound reaches past the ceiling only for
  * moments, by a reservation that is then taken back without a call of the
  * driver. The promise may be kept with too large a bound, for a time; never
  * with too small a one.
@@ -23,13 +23,13 @@
  *     it failed  committed += n
  *
  * Death after any of these steps leaves the inequality as it is, with the
- * middle term 0. Whoever then takes the slot's lock knows that nobody else
+ * middle term 0. The process that takes the slot's lock next is the only one that
  * changes the slot, and
  *
  *     reaps      c = committed, committed := 0 · settled += c · bound -= c · reserved := 0
  *
  * c is at most the share, so bound keeps what the living have. It may keep a
- * remainder that belongs to nobody: what the dead one had reserved and not
+ * remainder that is no slot's share: what the dead one had reserved and not
  * committed, or c itself where the reaper dies after its first step. So
  *
  *     repairs    b = bound · R = sum of reserved · if amount(b) > R: CAS bound from b to R
@@ -38,8 +38,13 @@
  * that was not there before (the version). If the CAS succeeds no share changed
  * since b was read, so every reserved was read at a time when it was at least
  * the share that its slot has now: R is at least the sum of the shares. In the
- * same way a bound below the sum of committed is nobody's mistake but that of
- * someone who wrote to the page by hand, and is raised to R.
+ * same way bound is below the sum of committed only if a process has written to the
+ * page by hand; it is raised to R then.
+ *
+ * Reserved and committed are sums of two words each (slot_add), which are read one
+ * after the other. A sum of reserved would be too small if it lacked what one thread
+ * has added, and had what another has taken off since. Bound changed between these two
+ * steps, and so between the two reads, and the CAS fails.
  *
  * The agent corrects: it holds bound against the driver's own figure, for the
  * living, and moves the ceiling by the difference. That stays right as long as
@@ -56,8 +61,8 @@
  * first lets a reading that falls between the steps see that something is under
  * way.
  *
- * Exported memory is held by whoever has it open, in whatever process, and nobody is
- * told when the last of them lets go. When its owner does, it stays bound and
+ * Exported memory lives as long as any process has it open, and no call tells us when
+ * the last of them lets go. When its owner does, it stays bound and
  * committed as if it were held yet
  *
  *     let go     exported += n
@@ -99,7 +104,7 @@ struct account {
     struct slot *slot;
     const void *first; /* the thread that has the slot's first words for itself */
     uint64_t nonce;
-    uint64_t waited; /* 1 + page->done as it was when nobody answered; 0: never */
+    uint64_t waited; /* 1 + page->done as it was when no reading came; 0: never */
     uint32_t careful; /* the ceiling was met not long ago; see account_reserve_quickly */
     uint32_t lock;    /* guards answers, for moments */
     /* Requests for which all was done that can be done, and there was no room. */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* Modules. What a module takes, its code and its variables, nobody knows before it is
+/* Modules. What a module takes, its code and its variables, cannot be known before it is
  * loaded. So it is loaded, and what the card has less of free memory then is charged.
  * On a card that others use too that is no more than a hint: where by it the container
  * would be over its cap, the agent's reading decides, and what is over is unloaded

@@ -8,8 +8,8 @@ struct process *the_process;
 uint32_t the_driver;
 bool cannot_wipe;
 
-/* Where the kernel has no memory for us, so that even then nobody is let
- * through uncounted. */
+/* Where the kernel has no memory for us, so that even then nothing
+ * passes uncounted. */
 static struct process spare;
 
 /* find_driver may be run by several threads at once: each writes the same. */

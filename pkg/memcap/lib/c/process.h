@@ -43,7 +43,7 @@ struct pool {
     uint32_t used;   /* this place is taken */
     uint32_t lock;   /* for moments: guards r */
     int32_t device;  /* -1: a managed one of nowhere, that has not been used */
-    bool passed;     /* the host's, or somebody else's: not counted */
+    bool passed;     /* the host's, or another process's: not counted */
     bool near;       /* an allocation has not had the room to let it grow */
     uint32_t alone;  /* one is made that must not let it grow, and no other */
     uint64_t flight; /* [allocations under way:16 | live units of 512 bytes:48] */

@@ -2,8 +2,8 @@
 
 /* Memory by hand. What cuMemCreate makes lives until nothing holds it: neither
  * its handles, of which cuMemRetainAllocationHandle makes more, nor a mapping.
- * It is the process's, not a context's. What was imported is charged to whoever
- * exported it, but its mappings are written down too, so that a range can be
+ * It is the process's, not a context's. What was imported is charged to the process
+ * that exported it, but its mappings are written down too, so that a range can be
  * walked. */
 
 #include "export.h"
