@@ -124,7 +124,8 @@
 // stream has freed there. Where only the pool has room, the stream is made to wait for
 // those that have freed something (c/reuse.c); should the pool grow all the same, that
 // is undone, and the usage page says by how much ([Counters].Undone): the one case in
-// which a container has more than its limit, for a moment. The last part of a limit that is
+// which a container has more than its limit, for a moment. Of all processes that share
+// the page one makes such an attempt at a time (c/attempt.h), so that is one request. The last part of a limit that is
 // smaller than a pool's piece is not to be had from a pool. Arrays by their descriptions, those below 2 MiB with a block each: nobody
 // sees in which they lie, and one keeps a block of which all else is gone. That is
 // too much until the next reading, and what is freed of it is room only after one:

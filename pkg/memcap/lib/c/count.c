@@ -114,6 +114,12 @@ static void await_death(const struct slot *s, bool *waited)
     sys_close(fd);
 }
 
+void account_await_death(const struct slot *s)
+{
+    bool waited = false;
+    await_death(s, &waited);
+}
+
 uint64_t account_excess(const struct account *a, uint64_t expected, uint64_t contexts)
 {
     uint64_t each = __atomic_load_n(&a->page->context, __ATOMIC_RELAXED);

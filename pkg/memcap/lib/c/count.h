@@ -116,6 +116,7 @@ struct account {
     char path[PATH_ROOM]; /* the usage page's */
     void *hold;      /* the mapping that keeps the slot's lock */
     uint64_t dead, looked; /* what dead processes have in bound, and when that was looked at */
+    uint64_t stuck; /* the page's attempt, where it was waited for in vain */
     /* relief gives back what the process can spare, before a refusal. */
     void (*relief)(struct account *);
 };
@@ -289,6 +290,10 @@ static inline void account_undone(struct account *a, uint64_t n)
         if (__atomic_compare_exchange_n(&a->usage->undone, &old, n, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
             break;
 }
+
+/* account_await_death waits, for a bounded time, until the driver has the memory back
+ * of the process that had a slot and whose lock is free. */
+void account_await_death(const struct slot *s);
 
 /* account_excess is by how much contexts were charged with more than is known of
  * them by now. */

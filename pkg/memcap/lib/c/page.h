@@ -110,7 +110,8 @@ struct usage_page {
     /* Times that something was charged, or is no more, of which the driver may have
      * more or less than that: until a reading the ceiling may be too low by it. */
     uint64_t guesses;
-    uint64_t gap3[PAGE / 8 - 24];
+    uint64_t attempt; /* whose turn it is to allocate without a reservation; see attempt.h */
+    uint64_t gap3[PAGE / 8 - 25];
     struct slot slots[]; /* SLOTS of them */
 };
 
@@ -176,6 +177,7 @@ AT(usage_page, settled, 160);
 AT(usage_page, undone, 168);
 AT(usage_page, uncounted, 176);
 AT(usage_page, guesses, 184);
+AT(usage_page, attempt, 192);
 AT(usage_page, slots, PAGE);
 AT(slot, others_reserved, 64);
 _Static_assert(sizeof(struct slot) == 128, "slot");

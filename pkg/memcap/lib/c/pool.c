@@ -16,8 +16,9 @@
  * Where the limit has no room for the pool to grow, but the pool has room, see
  * reuse.c: what streams have freed there is made such that the driver can take it
  * without growing, and then one allocation is made without a reservation, at a time
- * when no other is under way (pool_alone). Should the pool grow all the same that
- * is undone, and written to the usage page (undone).
+ * when no other is under way (pool_alone), and none without a reservation in any other
+ * process that shares the page (attempt.h). Should the pool grow all the same that is
+ * undone, and written to the usage page (undone).
  *
  * A pool shrinks by itself when a stream is synchronised; that is found at the
  * next call that has to do with it, and before a refusal. */
@@ -425,9 +426,13 @@ CUresult pool_alone(struct process *p, const struct request *q, struct pool *poo
 {
     uint64_t over, most = growth_of(p, n);
     CUresult r = CUDA_ERROR_OUT_OF_MEMORY;
+    if (!attempt_begin(a))
+        return r;
     for (uint32_t none = 0; !__atomic_compare_exchange_n(&pool->alone, &none, 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); none = 0)
-        if (!wait_while(&pool->alone))
+        if (!wait_while(&pool->alone)) {
+            attempt_end(a);
             return r;
+        }
     count_add(&pool->flight, FLIGHT + n / UNIT);
     if (only_one(pool)) {
         reserved_add(a, most); /* more than we have of bound: something is under way */
@@ -438,6 +443,7 @@ CUresult pool_alone(struct process *p, const struct request *q, struct pool *poo
     }
     leave_pool(p, pool, r == CUDA_SUCCESS && remember(p, pool, *q->out, n) ? 0 : n);
     __atomic_store_n(&pool->alone, 0, __ATOMIC_SEQ_CST);
+    attempt_end(a);
     return r;
 }
 

@@ -3,6 +3,7 @@
 #ifndef CAP_POOL_H
 #define CAP_POOL_H
 
+#include "attempt.h"
 #include "charge.h"
 
 /* settle brings the charge of a reservation of the driver's own to what is

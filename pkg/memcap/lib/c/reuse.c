@@ -33,6 +33,7 @@ enum { FREERS = 64 };
 struct freers {
     uint32_t lock; /* for moments */
     uint32_t turn;
+    int high; /* places ever used; those above are free */
     struct freer list[FREERS];
     uint32_t followed[FREERS][FREERS]; /* the turn up to which the one has waited for the other */
 };
@@ -83,12 +84,18 @@ static struct freers *freers_of(struct pool *pool)
     return none;
 }
 
-/* place_of returns a freer's index, or -1; the lock is held. */
-static int place_of(const struct process *p, const struct freers *f, uint64_t key)
+/* A default stream's handle is that of one in each context. */
+static bool of_context(uint64_t key) { return of_thread(key) || key == (uintptr_t)CU_STREAM_LEGACY; }
+
+/* place_of returns a freer's index, or -1; the lock is held. number is its context's,
+ * or 0 where the key is enough. */
+static int place_of(const struct process *p, const struct freers *f, uint64_t key, uint64_t number)
 {
-    for (int i = 0; i < FREERS; i++)
-        if (f->list[i].number && f->list[i].key == key && context_lives(p, f->list[i].context, f->list[i].number))
+    for (int i = 0; i < f->high; i++) {
+        const struct freer *is = &f->list[i];
+        if (is->number && is->key == key && (!number || is->number == number) && context_lives(p, is->context, is->number))
             return i;
+    }
     return -1;
 }
 
@@ -120,21 +127,25 @@ static int free_place(const struct process *p, struct freers *f)
  * than there is room for: what those have freed they alone can have again. */
 static int enlist(struct process *p, struct freers *f, CUstream s, uint64_t key)
 {
-    struct where w;
+    struct where w = {.context = 0};
     CUcontext context = NULL;
+    if (of_context(key) && !where(p, &w))
+        return -1;
     spin_lock(&f->lock);
-    int i = place_of(p, f, key);
+    int i = place_of(p, f, key, w.context);
     spin_unlock(&f->lock);
     if (i >= 0 || !where_stream(p, &w, s) || CALL(cuStreamGetCtx, stream_of(key), &context) != CUDA_SUCCESS)
         return i;
     int mode = CU_STREAM_CAPTURE_MODE_RELAXED;
     CUresult r = CALL(cuThreadExchangeStreamCaptureMode, &mode);
     spin_lock(&f->lock);
-    i = place_of(p, f, key);
+    i = place_of(p, f, key, of_context(key) ? w.context : 0);
     if (i < 0 && (i = free_place(p, f)) >= 0) {
         f->list[i] = (struct freer){.key = key, .number = w.context, .context = context};
         for (int k = 0; k < FREERS; k++)
             f->followed[k][i] = f->followed[i][k] = 0;
+        if (i >= f->high)
+            f->high = i + 1;
     }
     spin_unlock(&f->lock);
     if (r == CUDA_SUCCESS)
@@ -148,7 +159,7 @@ void freed_on(struct process *p, struct pool *pool, CUstream s, bool per_thread)
         __atomic_store_n(&pool->hopeless, 0, __ATOMIC_SEQ_CST);
     uint64_t key = key_of(s, per_thread), word = key ^ (uint64_t)__atomic_load_n(&p->contexts_ended, __ATOMIC_RELAXED) << 56;
     bool near = __atomic_load_n(&pool->near, __ATOMIC_RELAXED);
-    if (word == __atomic_load_n(&pool->freer, __ATOMIC_RELAXED) && !near)
+    if (word == __atomic_load_n(&pool->freer, __ATOMIC_RELAXED) && !near && !(of_context(key) && __atomic_load_n(&p->contexts_made, __ATOMIC_RELAXED) > 1))
         return;
     struct freers *f = freers_of(pool);
     int i = f ? enlist(p, f, s, key) : -1;
@@ -246,15 +257,21 @@ static void complete(struct process *p, struct freers *f, int i)
 
 /* --- serving ---------------------------------------------------------------- */
 
-/* to_follow says whether a stream, in place own, has yet to wait for a freer. */
-static bool to_follow(struct freers *f, int own, int i)
+/* to_follow returns a bit for each freer that a stream, in place own, has yet to wait
+ * for. */
+static uint64_t to_follow(struct freers *f, int own)
 {
+    uint64_t bits = 0;
     spin_lock(&f->lock);
-    const struct freer *is = &f->list[i];
-    bool to = i != own && is->number && is->turn && (own < 0 || is->turn != f->followed[own][i]);
+    for (int i = 0; i < f->high; i++) {
+        const struct freer *is = &f->list[i];
+        if (i != own && is->number && is->turn && (own < 0 || is->turn != f->followed[own][i]))
+            bits |= (uint64_t)1 << i;
+    }
     spin_unlock(&f->lock);
-    return to;
+    return bits;
 }
+_Static_assert(FREERS <= 64, "a bit for each");
 
 static bool goes_by_events(const struct pool *pool)
 {
@@ -269,17 +286,14 @@ static bool goes_by_events(const struct pool *pool)
 static CUresult serve(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n)
 {
     struct freers *f = freers_of(pool);
-    int own = f ? enlist(p, f, q->stream, key_of(q->stream, q->per_thread)) : -1, events = -1;
-    for (int i = 0; f && i < FREERS; i++) {
-        if (!to_follow(f, own, i))
-            continue;
-        if (events < 0)
-            events = goes_by_events(pool);
+    int own = f ? enlist(p, f, q->stream, key_of(q->stream, q->per_thread)) : -1;
+    uint64_t others = f ? to_follow(f, own) : 0;
+    bool events = others && goes_by_events(pool);
+    for (; others; others &= others - 1)
         if (events)
-            follow(p, f, i, own, q);
+            follow(p, f, __builtin_ctzll(others), own, q);
         else
-            complete(p, f, i);
-    }
+            complete(p, f, __builtin_ctzll(others));
     return pool_alone(p, q, pool, a, n);
 }
 
@@ -310,7 +324,7 @@ static void part(struct process *p, struct pool *pool, uint64_t key)
     if (!f)
         return;
     spin_lock(&f->lock);
-    int i = place_of(p, f, key);
+    int i = place_of(p, f, key, 0);
     spin_unlock(&f->lock);
     __atomic_store_n(&pool->freer, 0, __ATOMIC_RELAXED);
     if (i < 0 || !hold_freer(p, f, i, &is))
