@@ -137,8 +137,9 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 	r := Reading{Counters: c}
 	var each uint64 // what a context takes, by this reading
 	known = known && driver < most && m.first.Nonce == c.Nonce
-	// That the second look was steady tells that the first one was.
-	still := m.first.Word == c.Word && c.Steady
+	// That the second look was steady tells that the first one was. What an attempt
+	// takes beyond bound is there for a moment, and would lower the ceiling by it.
+	still := m.first.Word == c.Word && c.Steady && m.first.Attempt == c.Attempt && uint32(c.Attempt) == 0
 	// What was settled since the correction was found counts as found with it.
 	effective := next.correction + int64(m.first.Settled-next.settled)
 	switch {

@@ -66,6 +66,7 @@ const (
 	useUndone    = 168
 	useUncounted = 176
 	useGuesses   = 184
+	useAttempt   = 192
 
 	slotReserved  = 0
 	slotCommitted = 8

@@ -396,6 +396,46 @@ func TestRoof(t *testing.T) {
 
 const none = int64(-1) << 40
 
+// TestReadingInTheMomentOfAnUndo: a pool has taken 32 MiB without a reservation when
+// the driver is asked, and gives them back. Bound is the same before and after, and
+// all of it is committed; the reading is not exact all the same.
+func TestReadingInTheMomentOfAnUndo(t *testing.T) {
+	const turn = 1 << 32
+	for name, test := range map[string]struct {
+		before, after uint64
+		exact         bool
+	}{
+		"none was":                      {3 * turn, 3 * turn, true},
+		"between the looks":             {3 * turn, 4 * turn, false},
+		"from before to after":          {3*turn + 1, 3*turn + 1, false},
+		"begins":                        {3 * turn, 4*turn + 1, false},
+		"of a process that is dead":     {3*turn + 9, 3*turn + 9, true},
+		"of a slot that there is not":   {3*turn + slots + 1, 3*turn + slots + 1, true},
+		"nonsense in all of the word":   {1<<64 - 1, 1<<64 - 1, true},
+		"ended, by one that died in it": {3*turn + 1, 3 * turn, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := newTenant(t)
+			p.lives()
+			_, m := aMeter(t, p, time.Second)
+			p.has(1, 100<<20, 0, 0)
+			readOnce(t, m, 100<<20, true)
+			p.set(useAttempt, test.before)
+			if err := m.Begin(); err != nil {
+				t.Fatal(err)
+			}
+			p.set(useAttempt, test.after)
+			r, err := m.End(132<<20, true)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if correction := r.Correction >> 20; r.Quiet != test.exact || (correction == 32) != test.exact {
+				t.Errorf("exact: %v, with a correction of %d MiB", r.Quiet, correction)
+			}
+		})
+	}
+}
+
 // TestCorrectionSurvives: a new agent goes on from what the old one knew.
 func TestCorrectionSurvives(t *testing.T) {
 	p := newTenant(t)

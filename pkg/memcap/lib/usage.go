@@ -17,7 +17,7 @@ import (
 )
 
 // headSize is as much of the header as says anything.
-const headSize = useGuesses + 8
+const headSize = useAttempt + 8
 
 // Usage is a claim's usage page of one GPU. The processes of its containers write
 // to it, so it is read as data, never mapped, and may say anything. It is not for
@@ -79,7 +79,7 @@ func (u *Usage) Close() error {
 }
 
 // Counters are what a usage page says: bytes, but for Nonce, Word, Steady, Contexts,
-// Asks, Refusals, Uncounted, Guesses and Processes. The sums are over the living processes.
+// Asks, Refusals, Uncounted, Guesses, Attempt and Processes. The sums are over the living processes.
 type Counters struct {
 	Nonce uint64 // of this page; another page has another
 	Bound uint64 // what the container's processes may have
@@ -101,6 +101,7 @@ type Counters struct {
 	Undone              uint64 // the most that the driver gave beyond Bound and got back at once
 	Uncounted           uint64 // allocations that passed under the open policy, of a type that nobody knows
 	Guesses             uint64 // times that something came or went of which the driver may have more or less than Bound
+	Attempt             uint64 // allocations without a reservation, so far, and in the lower half whose is under way
 	Dead                uint64 // of Bound, at most, what dead processes have left there
 	Processes           int    // living ones that have used the GPU
 }
@@ -137,9 +138,12 @@ func (u *Usage) Read() (Counters, error) {
 	c := Counters{
 		Nonce: at(useNonce), Word: word, Bound: word & (1<<amountBits - 1) * unit,
 		Asks: at(useAsks), Refusals: at(useRefusals), Peak: at(usePeak), Settled: at(useSettled),
-		Undone: at(useUndone), Uncounted: at(useUncounted), Guesses: at(useGuesses),
+		Undone: at(useUndone), Uncounted: at(useUncounted), Guesses: at(useGuesses), Attempt: at(useAttempt),
 	}
 	high := binary.LittleEndian.Uint32(head[useHigh:])
+	if slot := uint32(c.Attempt); slot > slots || slot != 0 && !u.alive(int(slot)-1) {
+		c.Attempt -= uint64(slot) // of one that is dead, or of nobody
+	}
 	if string(head[:8]) != usageMagic || c.Nonce == 0 || high > slots {
 		return Counters{}, fmt.Errorf("read usage page: its header is nonsense: %w", gpu.ErrInvalid)
 	}
