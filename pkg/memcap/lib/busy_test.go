@@ -28,7 +28,7 @@ func TestReadingsOfABusyContainer(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	page := mappedPage{b}
+	page := mappedPage{b: b}
 	var driver atomic.Int64
 	var workers sync.WaitGroup
 	stop := make(chan struct{})

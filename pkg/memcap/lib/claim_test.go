@@ -159,6 +159,50 @@ func TestUsagePageStays(t *testing.T) {
 	}
 }
 
+// TestMeterOfAClaimGivenAgain: a claim that has ended and is given out again has new
+// pages. Who reads those of before, which are still there for whoever has them open,
+// must learn of it, or the new ones are never read.
+func TestMeterOfAClaimGivenAgain(t *testing.T) {
+	p := somePages(t)
+	meter := func() *Meter {
+		t.Helper()
+		u, err := p.OpenUsage(aKey, aGPU)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { u.Close() })
+		m, err := p.Meter(aKey, aGPU, u)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { m.Close() })
+		return m
+	}
+	limits := []Limit{{GPU: aGPU, Bytes: aGiB}}
+	if _, err := p.Write(aKey, time.Second, limits); err != nil {
+		t.Fatal(err)
+	}
+	before := meter()
+	if err := before.Begin(); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.Remove(aKey); err != nil {
+		t.Fatal(err)
+	}
+	if err := before.Begin(); !errors.Is(err, gpu.ErrInvalid) {
+		t.Errorf("the pages of a claim that has ended are read: %v", err)
+	}
+	if _, err := p.Write(aKey, time.Second, limits); err != nil {
+		t.Fatal(err)
+	}
+	if err := before.Begin(); !errors.Is(err, gpu.ErrInvalid) {
+		t.Errorf("the pages of the claim before are read: %v", err)
+	}
+	if err := meter().Begin(); err != nil {
+		t.Error(err)
+	}
+}
+
 func device(t *testing.T, path string) uint64 {
 	t.Helper()
 	var st unix.Stat_t

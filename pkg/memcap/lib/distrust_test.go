@@ -192,7 +192,7 @@ func TestAReadingWakes(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	page := mappedPage{b}
+	page := mappedPage{b: b}
 	defer page.unmap()
 	woken := make(chan unix.Errno, 1)
 	go func() {

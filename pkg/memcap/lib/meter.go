@@ -80,7 +80,7 @@ func (m *Meter) Begin() error {
 	if err != nil {
 		return err
 	}
-	if c.Nonce != m.page.load(atUsage) {
+	if c.Nonce != m.page.load(atUsage) || !m.page.stands() {
 		return fmt.Errorf("read usage page: it is not the claim's, or not any more: %w", gpu.ErrInvalid)
 	}
 	m.first, m.begun = c, true

@@ -336,7 +336,13 @@ func plainName(s string) bool {
 }
 
 // A mappedPage is a limit page in memory.
-type mappedPage struct{ b []byte }
+type mappedPage struct {
+	b    []byte
+	path string
+	// dev and ino tell the file from another in its place: as long as it is mapped
+	// no other file of the device has its number.
+	dev, ino uint64
+}
 
 func mapPage(path string) (mappedPage, error) {
 	fd, err := unix.Open(path, unix.O_RDWR|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0)
@@ -359,10 +365,17 @@ func mapPage(path string) (mappedPage, error) {
 		unix.Munmap(b)
 		return mappedPage{}, fmt.Errorf("limit page %s begins with %q: %w", path, b[:8], gpu.ErrInvalid)
 	}
-	return mappedPage{b}, nil
+	return mappedPage{b: b, path: path, dev: uint64(st.Dev), ino: st.Ino}, nil
 }
 
 func (p mappedPage) unmap() error { return unix.Munmap(p.b) }
+
+// stands reports whether the page is still the one in its place. A claim that has
+// ended and is given out again has new pages.
+func (p mappedPage) stands() bool {
+	var st unix.Stat_t
+	return unix.Lstat(p.path, &st) == nil && uint64(st.Dev) == p.dev && st.Ino == p.ino
+}
 
 func (p mappedPage) word(at int) *uint64    { return (*uint64)(unsafe.Pointer(&p.b[at])) }
 func (p mappedPage) load(at int) uint64     { return atomic.LoadUint64(p.word(at)) }
