@@ -8,6 +8,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -36,6 +37,8 @@ type scenario struct {
 	// undo is by how many bytes the peak may be over the cap: for the moment of an
 	// undo, that is one request, and only where the driver leaves nothing better.
 	undo uint64
+	// pieces is the same in pieces, by which the driver's pools grow.
+	pieces uint64
 	// generous says why a bare card of the cap's size refuses less than the cap
 	// does. Empty: it must not; a refusal is justified where the card refuses too.
 	generous string
@@ -48,6 +51,7 @@ type scenario struct {
 
 // outcome is how one run of a scenario went.
 type outcome struct {
+	piece  uint64 // by what pools grow
 	fields        // what the routine printed; see scenario in probe/c/scenarios.c
 	bare   fields // what it printed on a bare card of the cap's size; nil where the row is generous
 	limit  uint64 // the cap, contexts in it
@@ -156,7 +160,14 @@ func TestScenarios(t *testing.T) {
 func (r *rig) scene(t *testing.T, s scenario, key, cuda string, index int) outcome {
 	t.Helper()
 	limit := uint64(s.contexts)*context300 + s.room
-	o := outcome{limit: limit, room: s.room}
+	o := outcome{limit: limit, room: s.room, piece: poolPiece}
+	if _, mib, ok := strings.Cut(cuda, "piece-mib="); ok {
+		n, err := strconv.ParseUint(mib, 10, 64)
+		if err != nil {
+			t.Fatal(err)
+		}
+		o.piece = max(poolPiece, n*MiB) // a request can be larger than a small piece
+	}
 	env := []string{"GPU_EMULATOR_CUDA=" + cuda}
 	if s.generous == "" {
 		o.bare = r.bare(t, s, limit, env)
@@ -205,7 +216,7 @@ func (s scenario) judge(o outcome) (wrong []string) {
 	if o.fields["failure"] != "" {
 		say("failed: %s", o.fields["failure"])
 	}
-	if o.peak > o.limit+s.undo {
+	if o.peak > o.limit+s.undo+s.pieces*o.piece {
 		say("%d KiB over the cap: a peak of %d MiB", (o.peak-o.limit)>>10, o.peak/MiB)
 	}
 	if o.bare != nil {
