@@ -323,11 +323,13 @@ func notListed(b *bench, metric string) {
 	const limit = 4 * giB
 	pod := b.tenant("sandboxed", limit/giB)
 	k := b.probe(pod, "main", direct.env, direct.args...)
-	all, err := pod.Processes(b.ctx, "main", lab.ProbeProgram)
-	b.must(err)
-	if len(all) != 1 {
-		b.Fatalf("the probe's processes are %v", all)
-	}
+	var all []lab.Process
+	b.must(lab.Await(b.ctx, time.Minute, "the probe's process", func(ctx context.Context) (err error) {
+		if all, err = pod.Processes(ctx, "main", lab.ProbeProgram); err == nil && len(all) != 1 {
+			err = fmt.Errorf("there are %v", all)
+		}
+		return err
+	}))
 	// Before it uses the GPU: whose a process is that was seen there is remembered.
 	b.must(pod.IntoSandbox(b.ctx, all[0]))
 	b.take(k, giB, 1)
@@ -342,7 +344,7 @@ func notListed(b *bench, metric string) {
 	if a, err := k.Ask("take cuMemAlloc_v2 %d 7", giB); err == nil && a.Result() != lab.Success {
 		b.Fatalf("past the library: %s", a)
 	}
-	_, _, err = node.End(b.ctx, 30*time.Second, all[0])
+	_, _, err := node.End(b.ctx, 30*time.Second, all[0])
 	b.must(err)
 	b.must(node.AwaitEvent(b.ctx, "Pod", lab.PodNamespace, pod.Name, "says that it was over the cap", func(e lab.Event) bool {
 		return e.Reason == "CapExceeded" && strings.Contains(e.Message, "does not list") && strings.Contains(e.Message, "more than its cap of 4.00 GiB")
