@@ -80,18 +80,11 @@ func (a *Agent) adoptFiles() {
 // readRecord returns the record of the claim that a CDI file is of. The error wraps
 // gpu.ErrInvalid where the file has none, or one of other devices.
 func readRecord(spec *specs.Spec, domain string) (desk.Record, error) {
-	var r desk.Record
 	key, text, err := cdi.ReadRecord(spec, domain)
 	if err != nil {
-		return r, err
+		return desk.Record{}, err
 	}
-	if err := json.Unmarshal([]byte(text), &r); err != nil {
-		return r, fmt.Errorf("read the record of claim %s: %w", key, err)
-	}
-	if got := cdi.Key(r.Resource, r.IDs()); got != key {
-		return r, fmt.Errorf("the CDI spec's device %s is not claim %s of its annotation: %w", key, got, gpu.ErrInvalid)
-	}
-	return r, nil
+	return desk.ReadRecord(key, text)
 }
 
 // writeClaims opens the gate of every claim that may have its container made: the

@@ -5,7 +5,6 @@ package agent
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
@@ -165,11 +164,7 @@ func (a *Agent) uses(containers []node.Container) []desk.Use {
 			if !ok || !cdi.ValidKey(key) {
 				continue
 			}
-			var r desk.Record
-			if err := json.Unmarshal([]byte(c.Annotations[name]), &r); err != nil || cdi.Key(r.Resource, r.IDs()) != key {
-				r.Grants = nil
-			}
-			out = append(out, desk.Use{ID: c.ID, Key: key, PodUID: c.PodUID, Created: c.Created, Grants: r.Grants,
+			out = append(out, desk.Use{ID: c.ID, Key: key, PodUID: c.PodUID, Created: c.Created, Record: c.Annotations[name],
 				Holder: desk.Holder{Namespace: c.Namespace, Pod: c.Pod, Container: c.Name}})
 		}
 	}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package atomicfile puts a file in its place whole: whoever reads it sees the
+// Package atomicfile puts a file in its place whole: a reader sees the
 // file of before or the new one, also if this process is killed meanwhile.
 //
 // The content is written to a temporary file beside the place, which is then

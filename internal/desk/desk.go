@@ -234,9 +234,8 @@ type Use struct {
 	// ID is the runtime's name for the container, which no other has or will have.
 	ID          string
 	Key, PodUID string
-	// Grants are those of the annotation that Allocate gave to the container; nil where
-	// they cannot be read.
-	Grants []ledger.Grant
+	// Record is the annotation that Allocate gave to the container.
+	Record string
 	Holder
 	// Created is by the clock as it was then.
 	Created time.Time
@@ -768,7 +767,7 @@ func (d *Desk) Restore(r Record, allocated time.Time) error {
 
 // adoptLocked makes a claim from its record alone: the view may not have its
 // devices, since the partition can have changed while the agent was away. Of a claim
-// that is there already the record adds what nobody has known.
+// that is there already the record adds what was not known.
 func (d *Desk) adoptLocked(r Record, now time.Time) (key string, err error) {
 	ids := r.IDs()
 	if len(ids) == 0 {
@@ -806,8 +805,7 @@ func (d *Desk) Learn(key string, grants []ledger.Grant) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if c := d.claims[key]; c != nil {
-		c.learn(grants)
-		d.version++
+		c.learn(grants) // no view depends on it
 	}
 }
 
@@ -937,8 +935,10 @@ func (d *Desk) Reconcile(t Testimony) (ended []Claim) {
 	uses := map[string][]Use{}
 	for _, u := range t.Uses {
 		uses[u.Key] = append(uses[u.Key], u)
-		if c := d.claims[u.Key]; c != nil {
-			c.learn(u.Grants)
+		if c := d.claims[u.Key]; c != nil && slices.ContainsFunc(c.Grants, func(g ledger.Grant) bool { return !g.Cap.Known }) {
+			if r, err := ReadRecord(u.Key, u.Record); err == nil {
+				c.learn(r.Grants)
+			}
 		}
 	}
 	if t.Runtime {

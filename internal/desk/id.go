@@ -3,11 +3,13 @@
 package desk
 
 import (
+	"encoding/json"
 	"fmt"
 	"slices"
 	"strings"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -94,6 +96,19 @@ func RecordOf(resource string, ids []string) (Record, error) {
 	}
 	grants, err := parse(kind, sorted)
 	return Record{resource, grants}, err
+}
+
+// ReadRecord returns the record that was written down of the claim with this key. The
+// error wraps gpu.ErrInvalid where the text is none, or one of other devices.
+func ReadRecord(key, text string) (Record, error) {
+	var r Record
+	if err := json.Unmarshal([]byte(text), &r); err != nil {
+		return Record{}, fmt.Errorf("read the record of claim %s: %w: %w", key, gpu.ErrInvalid, err)
+	}
+	if got := cdi.Key(r.Resource, r.IDs()); got != key {
+		return Record{}, fmt.Errorf("the record of claim %s is of claim %s: %w", key, got, gpu.ErrInvalid)
+	}
+	return r, nil
 }
 
 // parse returns what IDs stand for, as far as they say: units of one GPU together,

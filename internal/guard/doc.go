@@ -17,7 +17,7 @@
 //	err := g.Run(ctx)
 //
 // Counters and limit page are a claim's: its containers share them, at the same time
-// or one after another. So they have one reader for a claim and GPU (tally), whoever
+// or one after another. So they have one reader for a claim and GPU (tally), whichever
 // of the containers is there, and are held against what the driver says of all of
 // them together; that is not known while a process of their pod is in a container
 // that the runtime does not list yet.

@@ -18,7 +18,7 @@ type page struct {
 
 // tally is what is known of a claim on a GPU. The counters are the claim's: its
 // containers share them, one after another or at the same time. So they have one
-// reader, whoever of these is there.
+// reader, whichever of them is there.
 type tally struct {
 	meter   Meter
 	sound   bool      // they have made sense since they were opened

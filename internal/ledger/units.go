@@ -71,21 +71,6 @@ func (s UnitSet) All() iter.Seq[int] {
 	}
 }
 
-// Overlaps reports whether both sets have a number.
-func (s UnitSet) Overlaps(o UnitSet) bool {
-	for i, j := 0, 0; i < len(s) && j < len(o); {
-		switch {
-		case s[i].Last < o[j].First:
-			i++
-		case o[j].Last < s[i].First:
-			j++
-		default:
-			return true
-		}
-	}
-	return false
-}
-
 // MarshalText writes the set as "0-23,40".
 func (s UnitSet) MarshalText() ([]byte, error) {
 	var b []byte

@@ -11,12 +11,12 @@ import (
 )
 
 // Rows counts the devices that the kubelet's lists name at one moment, of all
-// resources: those of cuts in force, and those of cuts that are past and still listed.
+// resources: those of layouts in force, and those of past layouts that are still listed.
 // A partition makes at most half of [timeslice.MaxListed]; but edits that follow each
-// other within a minute, GPUs that keep their cuts for their holders, and what a
+// other within a minute, GPUs that keep their layouts for their holders, and what a
 // process left that knew no bound add up to more.
 //
-// Two cuts of one GPU that are of one kind share their first devices. Whole GPUs and
+// Two layouts of one GPU that are of one kind share their first devices. Whole GPUs and
 // MIG devices are not counted: the hardware bounds them to some hundred.
 type Rows struct {
 	of  map[row]int

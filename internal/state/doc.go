@@ -7,13 +7,13 @@
 // driver, holders from the kubelet's checkpoint and from the container runtime.
 // Three things nobody else remembers. When a claim was granted stands in no
 // checkpoint, and one whose container has not been made has no CDI file yet. A GPU
-// that was condemned looks well again to whoever asks it only now. A cut that was
+// that was condemned looks well again to a process that asks it only now. A cut that was
 // withdrawn has to stay listed for a while, although no partition file names it any
 // more. Those lie here:
 //
 //	state.json       the Document: boot, GPUs last seen, faults, withdrawn cuts,
 //	                 time slices; one JSON value with its version
-//	state.json.bad   a state.json that could not be read, for whoever wonders
+//	state.json.bad   a state.json that could not be read, kept for a look
 //	claims.journal   one line a claim, added in the round after its Allocate
 //	.state.json.tmp, .claims.journal.tmp    while one of the two is replaced
 //	hooks/           programs that containers' CDI files name; pkg/gpu/nvml
@@ -33,7 +33,7 @@
 // the claims whose lines are whole: no error, and no claim that was not there.
 // The journal only grows until Keep replaces it by the claims that live. It may
 // say too much (claims that have ended since), and too little for the moment
-// between an Allocate and the next round; whoever reads it asks the kubelet and the
+// between an Allocate and the next round; its reader asks the kubelet and the
 // runtime anyway.
 //
 // # Why nothing is flushed

@@ -205,7 +205,7 @@ type Holder struct {
 	Units int `json:"units"`
 	// Since is when the devices were handed out; nil if that is unknown.
 	Since *time.Time `json:"since,omitempty"`
-	// Waits names whoever still uses the devices, for whose end the container's start
+	// Waits names the pods that still use the devices, for whose end the container's start
 	// waits; empty if nobody does.
 	Waits string `json:"waits,omitempty"`
 }
