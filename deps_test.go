@@ -48,6 +48,7 @@ var rooms = []room{
 	{"cmd/gpu-agent", 4, "flags, options, wiring; decides nothing"},
 	{"internal/agent", 3, "the loop"},
 	{"internal/guard", 3, "the watchdog over containers' GPU memory"},
+	{"internal/cleanup", 3, "takes away what agents have left on a node"},
 	{"pkg/gpu/nvml", 2, "the driver"},
 	{"pkg/plugin", 2, "the kubelet's device-plugin API"},
 	{"pkg/cdi/dir", 2, "a directory of CDI files"},

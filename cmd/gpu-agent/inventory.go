@@ -10,7 +10,6 @@ import (
 	"io"
 	"log/slog"
 	"os"
-	"path/filepath"
 	"text/tabwriter"
 	"time"
 
@@ -38,19 +37,6 @@ func (d *driverFlags) options(log *slog.Logger) nvml.Options {
 		host = d.root
 	}
 	return nvml.Options{Library: d.library, DriverRoot: d.root, HostDriverRoot: host, ProcRoot: d.proc, SysRoot: d.sys, Logger: log}
-}
-
-// seen is where this process sees a file of the driver that the host has at a
-// path.
-func (d *driverFlags) seen(host string) string {
-	if d.hostRoot == "" {
-		return host
-	}
-	below, err := filepath.Rel(d.hostRoot, host)
-	if err != nil || !filepath.IsLocal(below) {
-		return host
-	}
-	return filepath.Join(d.root, below)
 }
 
 func newFlags(c console, name, args, what string) *flag.FlagSet {

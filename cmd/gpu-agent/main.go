@@ -79,7 +79,7 @@ func dispatch(ctx context.Context, c console, args []string) error {
 	case "status":
 		return showStatus(ctx, c, rest)
 	case "cleanup":
-		return cleanup(ctx, c, rest)
+		return cleanUp(ctx, c, rest)
 	case "version":
 		fmt.Fprintln(c.out, version())
 		return nil

@@ -37,15 +37,6 @@ func (n *nodeFlags) runtime(domain string, log *slog.Logger) *node.Runtime {
 	})
 }
 
-// kubelet is the kubelet's word, from its service and its file.
-type kubelet struct {
-	*node.PodResources
-	dir string
-}
-
-func (k kubelet) Checkpoint() (node.Checkpoint, error) { return node.ReadCheckpoint(k.dir) }
-func (k kubelet) Stamp() node.Stamp                    { return node.CheckpointStamp(k.dir) }
-
 // xids is a list of error numbers, written "13,31,43".
 type xids []uint64
 

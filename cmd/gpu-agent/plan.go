@@ -12,6 +12,7 @@ import (
 	"strings"
 
 	"example.com/gpu-agent/internal/config"
+	planner "example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
@@ -116,34 +117,16 @@ func planAll(c console, inv *gpu.Inventory, want config.Desired) ([]gpuPlan, err
 	for i := range inv.GPUs {
 		g := gpuPlan{Device: &inv.GPUs[i], want: want.GPUs[i]}
 		var err error
-		if g.Plan, err = planOne(c, g.Device, g.want); err != nil {
+		var odd error
+		if g.Plan, odd, err = planner.Bare(g.Device, g.want); err != nil {
 			return nil, fmt.Errorf("plan GPU %d (%s): %w", g.Index, g.UUID, err)
 		}
-		slices.SortFunc(g.Result, mig.CompareSlots)
+		if odd != nil {
+			fmt.Fprintf(c.err, "GPU %d (%s): %v\n", g.Index, g.UUID, odd)
+		}
 		plans[i] = g
 	}
 	return plans, nil
-}
-
-// planOne plans one GPU. A GPU that is to stay as it is, or that nothing can be
-// done to, has no steps.
-func planOne(c console, d *gpu.Device, w config.Want) (mig.Plan, error) {
-	standing := mig.Stand(&d.MIG)
-	to := mig.Target{MIG: w.Mode == config.MIG, OnDemand: w.OnDemand, Geometry: w.Geometry}
-	if w.Mode == config.Keep || w.Mode == config.Off || d.Fault != "" || !to.MIG && !d.MIG.Capable {
-		var now mig.Plan
-		for _, s := range standing {
-			if !s.Empty {
-				now.Result = append(now.Result, s.Slot)
-			}
-		}
-		return now, nil
-	}
-	card, odd := mig.NewCard(&d.MIG)
-	if odd != nil {
-		fmt.Fprintf(c.err, "GPU %d (%s): %v\n", d.Index, d.UUID, odd)
-	}
-	return mig.Change(&d.MIG, card, standing, to)
 }
 
 func planAsJSON(plans []gpuPlan) planJSON {

@@ -7,9 +7,7 @@ import (
 	"errors"
 	"flag"
 	"fmt"
-	"io/fs"
 	"log/slog"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -17,7 +15,6 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
-	grpcstatus "google.golang.org/grpc/status"
 
 	"example.com/gpu-agent/internal/agent"
 	"example.com/gpu-agent/internal/guard"
@@ -32,14 +29,12 @@ import (
 	"example.com/gpu-agent/pkg/cdi/dir"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/gpu/nvml"
+	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/pkg/plugin"
 )
 
 // configKey is the ConfigMap's key with the partition file.
 const configKey = "config.yaml"
-
-// storeRetry is how often the state directory is tried while another agent has it.
-const storeRetry = 200 * time.Millisecond
 
 type runFlags struct {
 	driver                    driverFlags
@@ -170,7 +165,7 @@ func run(ctx context.Context, c console, args []string) error {
 	if err := f.complete(); err != nil {
 		return fmt.Errorf("gpu-agent run: %w", err)
 	}
-	limitHeap()
+	agent.LimitHeap()
 	log := f.logger(c)
 	log.Info("gpu-agent", "version", version(), "domain", f.domain, "memory_unit", f.unit.String())
 
@@ -178,12 +173,12 @@ func run(ctx context.Context, c console, args []string) error {
 	if err != nil {
 		return err
 	}
-	store, err := openStore(ctx, f.node.stateDir, log)
+	store, err := state.Wait(ctx, f.node.stateDir, log)
 	if err != nil {
 		return err
 	}
 	defer store.Close()
-	caps, err := openCaps(f.node.stateDir, f.cap.every, f.driver.seen)
+	caps, err := lib.OpenFiles(f.node.stateDir, f.cap.every, f.driver.options(log).Seen)
 	if err != nil {
 		return err
 	}
@@ -192,18 +187,20 @@ func run(ctx context.Context, c console, args []string) error {
 	if err != nil {
 		log.Warn("cannot tell one boot of the machine from the next; faults are not remembered", "err", err)
 	}
-	witness := kubelet{node.NewPodResources(f.node.kubeletDir), f.node.kubeletDir}
-	defer witness.Close()
+	kubelet := node.NewPodResources(f.node.kubeletDir)
+	defer kubelet.Close()
 	runtime := f.node.runtime(f.domain, log)
 	defer runtime.Close()
 	metrics := obs.NewMetrics(version())
-	driver := newLateDriver(func(ctx context.Context) (*nvml.Driver, error) {
+	driver := nvml.NewLate(func(ctx context.Context) (*nvml.Driver, error) {
 		o := f.driver.options(log)
-		hook, err := installHook(f.node.stateDir)
+		program, err := nvml.FindHook()
 		if err != nil {
 			return nil, err
 		}
-		o.Hook = hook
+		if o.Hook, err = nvml.InstallHook(program, f.node.stateDir); err != nil {
+			return nil, err
+		}
 		// A GPU that is lost comes back to a driver that is initialised anew.
 		o.Rearm = max(f.healthProbe, time.Second)
 		return nvml.Open(ctx, o)
@@ -228,8 +225,8 @@ func run(ctx context.Context, c console, args []string) error {
 		Log:            log,
 	}
 	var loop *agent.Agent
-	worlds := agent.Worlds{Driver: driver, Files: files, Caps: caps, Kubelet: witness, Runtime: runtime, Store: store,
-		Observer: &heap{Observer: observer{metrics}, listed: func() int { return loop.Listed() }}}
+	worlds := agent.Worlds{Driver: driver, Files: files, Caps: caps, Kubelet: kubelet, Runtime: runtime, Store: store,
+		Observer: &agent.HeapLimit{Observer: metrics, Listed: func() int { return loop.Listed() }}}
 	if ns, name, ok := splitName(f.pod); ok {
 		options.Pod = node.PodName{Namespace: ns, Name: name}
 	}
@@ -249,7 +246,7 @@ func run(ctx context.Context, c console, args []string) error {
 		worlds.Features = features(f.node.nfdDir)
 	}
 	plugins := plugin.NewKubelet(plugin.KubeletOptions{
-		Dir: filepath.Join(f.node.kubeletDir, "device-plugins"), Logger: log, Observer: observer{metrics},
+		Dir: filepath.Join(f.node.kubeletDir, "device-plugins"), Logger: log, Observer: metrics,
 		Looked: func() { loop.LookAtCheckpoint() }, Changed: func() { loop.LookAtPlugins() },
 	})
 	worlds.Plugins = plugins
@@ -257,8 +254,8 @@ func run(ctx context.Context, c console, args []string) error {
 	proc := node.NewProc(f.driver.proc)
 	defer proc.Close()
 	watch := guard.Worlds{
-		Driver: driver, House: loop, Proc: processes{proc, runtime}, Runtime: runtime,
-		Pages: meters{caps}, Observer: observer{metrics}, Limiter: limiter{driver, runtime},
+		Driver: driver, House: loop, Proc: guard.Processes{Proc: proc, Runtime: runtime}, Runtime: runtime,
+		Pages: guard.Counters{Pages: caps.Pages}, Observer: metrics, Limiter: guard.ByCgroup{Driver: driver, Runtime: runtime},
 	}
 	if cluster != nil {
 		watch.Cluster = cluster
@@ -275,7 +272,7 @@ func run(ctx context.Context, c console, args []string) error {
 		Status: func() status.Status {
 			s := loop.Status()
 			s.Node, s.Version = f.nodeName, version()
-			show(&s, watchdog.State())
+			watchdog.State().Show(&s)
 			if p := policies.Load(); p != nil {
 				s.Policies = *p
 			}
@@ -313,24 +310,6 @@ type features string
 
 func (dir features) Write(f nfd.Features) error { return nfd.Write(string(dir), f) }
 
-// openStore waits for the agent before this one, which may still be ending.
-func openStore(ctx context.Context, dir string, log *slog.Logger) (*state.Store, error) {
-	for said := false; ; said = true {
-		store, err := state.Open(dir, log)
-		if !errors.Is(err, gpu.ErrInUse) {
-			return store, err
-		}
-		if !said {
-			log.Warn("waiting for the agent before this one to end", "err", err)
-		}
-		select {
-		case <-ctx.Done():
-			return nil, err
-		case <-time.After(storeRetry):
-		}
-	}
-}
-
 // followPartitions hands the partition file to the loop whenever it changes.
 func followPartitions(ctx context.Context, f *runFlags, cluster *kube.Client, loop *agent.Agent) error {
 	if f.config != "" {
@@ -343,32 +322,13 @@ func followPartitions(ctx context.Context, f *runFlags, cluster *kube.Client, lo
 		})
 	}
 	ns, name, _ := splitName(f.configMap)
-	return cluster.WatchConfigMap(ctx, ns, name, func(cm *kube.ConfigMap) {
-		switch text, ok := "", false; {
-		case cm == nil:
-			loop.SetFileMissing(fmt.Errorf("there is no ConfigMap %s: create it with the key %s", f.configMap, configKey))
-		default:
-			if text, ok = cm.Data[configKey]; !ok {
-				loop.SetFileMissing(fmt.Errorf("ConfigMap %s has no key %s", f.configMap, configKey))
-				return
-			}
-			loop.SetFile("configmap "+f.configMap+" "+configKey, []byte(text))
+	return cluster.WatchKey(ctx, ns, name, configKey, func(data []byte, err error) {
+		if err != nil {
+			loop.SetFileMissing(err)
+			return
 		}
+		loop.SetFile("configmap "+f.configMap+" "+configKey, data)
 	})
-}
-
-// installHook puts the CDI hook program, which stands beside the agent's own,
-// where the host's container runtime can run it.
-func installHook(stateDir string) (string, error) {
-	self, err := os.Executable()
-	if err != nil {
-		return "", fmt.Errorf("find the CDI hook program: %w", err)
-	}
-	src := filepath.Join(filepath.Dir(self), "nvidia-cdi-hook")
-	if _, err := os.Stat(src); errors.Is(err, fs.ErrNotExist) {
-		return "", fmt.Errorf("the CDI hook program is missing: %s stands beside gpu-agent in the image; without it a container would not find libcuda.so.1", src)
-	}
-	return nvml.InstallHook(src, stateDir)
 }
 
 // policyStatus is what the status says of the admission policies.
@@ -378,22 +338,4 @@ func policyStatus(list []kube.Policy) *[]status.Policy {
 		out[i] = status.Policy{Name: p.Name, State: string(p.State), Reason: p.Reason}
 	}
 	return &out
-}
-
-// observer passes what happens on to the metrics.
-type observer struct{ m *obs.Metrics }
-
-func (o observer) GPUEvent(e gpu.Event)                { o.m.GPUEvent(string(e.GPU), string(e.Kind), e.Xid) }
-func (o observer) Round(err error, took time.Duration) { o.m.Round(err, took) }
-func (o observer) MIGStep(op, profile string, took time.Duration, err error) {
-	o.m.MIGStep(op, profile, took, err)
-}
-func (o observer) Wish(profile string, took time.Duration) { o.m.Wish(profile, took) }
-func (o observer) Registered(resource string, err error) {
-	if err != nil {
-		o.m.RegistrationError(resource)
-	}
-}
-func (o observer) Called(resource, method string, took time.Duration, err error) {
-	o.m.PluginRequest(resource, method, grpcstatus.Code(err).String(), took)
 }

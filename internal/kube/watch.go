@@ -74,6 +74,20 @@ func (c *Client) WatchConfigMap(ctx context.Context, namespace, name string, fn 
 	})
 }
 
+// WatchKey follows one key of a ConfigMap, as WatchConfigMap does. fn gets its text,
+// or an error that says what is missing.
+func (c *Client) WatchKey(ctx context.Context, namespace, name, key string, fn func(data []byte, err error)) error {
+	return c.WatchConfigMap(ctx, namespace, name, func(cm *ConfigMap) {
+		if cm == nil {
+			fn(nil, fmt.Errorf("there is no ConfigMap %s/%s: create it with the key %s", namespace, name, key))
+		} else if text, ok := cm.Data[key]; !ok {
+			fn(nil, fmt.Errorf("ConfigMap %s/%s has no key %s", namespace, name, key))
+		} else {
+			fn([]byte(text), nil)
+		}
+	})
+}
+
 // WatchNode follows the agent's Node until ctx ends, which is the only error
 // that it returns. fn is called with the first word that the server gives, and
 // then whenever a label, an annotation or a condition under the domain, or the

@@ -76,6 +76,7 @@ func comparePrepared(a, b Prepared) int {
 // PodResources asks the kubelet who holds which devices. It keeps one
 // connection. Its methods may be called from several goroutines.
 type PodResources struct {
+	dir    string // the kubelet's
 	socket string
 	line   line
 }
@@ -85,12 +86,18 @@ type PodResources struct {
 // question.
 func NewPodResources(kubeletDir string) *PodResources {
 	socket := filepath.Join(kubeletDir, "pod-resources", "kubelet.sock")
-	return &PodResources{socket: socket,
+	return &PodResources{dir: kubeletDir, socket: socket,
 		line: line{socket: func() (string, error) { return socket, nil }, answers: []grpc.CallOption{grpc.MaxCallRecvMsgSize(maxListing)}}}
 }
 
 // Close gives the connection back. A later question opens another.
 func (p *PodResources) Close() error { return p.line.close() }
+
+// Checkpoint is ReadCheckpoint of this kubelet.
+func (p *PodResources) Checkpoint() (Checkpoint, error) { return ReadCheckpoint(p.dir) }
+
+// Stamp is CheckpointStamp of this kubelet.
+func (p *PodResources) Stamp() Stamp { return CheckpointStamp(p.dir) }
 
 // List returns the kubelet's account of pods and their devices. It does not
 // wait for a kubelet that is away.

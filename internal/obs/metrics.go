@@ -13,9 +13,11 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promauto"
+	grpcstatus "google.golang.org/grpc/status"
 
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap"
 )
 
 const prefix = "gpu_agent_"
@@ -34,7 +36,7 @@ type Metrics struct {
 
 // KillReasons is every reason for which the watchdog ends a container: it uses more
 // than its cap, or a GPU without a claim on it.
-var KillReasons = []string{"over", "intruder"}
+var KillReasons = []memcap.Kind{memcap.Over, memcap.Intruder}
 
 // NewMetrics returns metrics in which all counters are 0. version is the agent's.
 func NewMetrics(version string) *Metrics {
@@ -88,19 +90,23 @@ func NewMetrics(version string) *Metrics {
 			[]float64{.01, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60}, "profile"),
 	}
 	for _, reason := range KillReasons {
-		m.kills.WithLabelValues(reason) // rate() needs a 0 to start from
+		m.kills.WithLabelValues(string(reason)) // rate() needs a 0 to start from
 	}
 	return m
 }
 
-// PluginRequest counts a call of the kubelet. resource is the full resource name,
-// method the RPC's ("Allocate"), code gRPC's ("OK").
-func (m *Metrics) PluginRequest(resource, method, code string, took time.Duration) {
-	m.plugin.WithLabelValues(resource, method, code).Observe(took.Seconds())
+// Called counts a call of the kubelet. resource is the full resource name,
+// method the RPC's ("Allocate"); the code is the one that gRPC makes of err ("OK").
+func (m *Metrics) Called(resource, method string, took time.Duration, err error) {
+	m.plugin.WithLabelValues(resource, method, grpcstatus.Code(err).String()).Observe(took.Seconds())
 }
 
-// RegistrationError counts a registration at the kubelet that failed.
-func (m *Metrics) RegistrationError(resource string) { m.refused.WithLabelValues(resource).Inc() }
+// Registered counts a registration at the kubelet if it failed.
+func (m *Metrics) Registered(resource string, err error) {
+	if err != nil {
+		m.refused.WithLabelValues(resource).Inc()
+	}
+}
 
 // DriverCall counts a call of the driver. code is "ok" or the failure's kind.
 func (m *Metrics) DriverCall(call, code string, took time.Duration) {
@@ -117,8 +123,8 @@ func (m *Metrics) Round(err error, took time.Duration) {
 }
 
 // GPUEvent counts an event of the driver.
-func (m *Metrics) GPUEvent(gpu, kind string, xid uint64) {
-	m.gpus.WithLabelValues(gpu, kind, strconv.FormatUint(xid, 10)).Inc()
+func (m *Metrics) GPUEvent(e gpu.Event) {
+	m.gpus.WithLabelValues(string(e.GPU), string(e.Kind), strconv.FormatUint(e.Xid, 10)).Inc()
 }
 
 // APIError counts a failed request to the API server, by RBAC's verb and resource.
@@ -127,18 +133,18 @@ func (m *Metrics) APIError(verb, resource string) { m.api.WithLabelValues(verb, 
 // Event counts an Event by its outcome: "sent", "merged" or "dropped".
 func (m *Metrics) Event(outcome string) { m.events.WithLabelValues(outcome).Inc() }
 
-// CapKill counts a container that the watchdog has ended. reason is one of
-// KillReasons, and took the time from the first reading that showed the offence to
+// Ended counts a container that the watchdog has ended. Its kind is one of
+// KillReasons; took is the time from the first reading that showed the offence to
 // the end of the container's processes.
-func (m *Metrics) CapKill(reason string, took time.Duration) {
-	m.kills.WithLabelValues(reason).Inc()
-	if reason == KillReasons[0] {
+func (m *Metrics) Ended(kind memcap.Kind, took time.Duration) {
+	m.kills.WithLabelValues(string(kind)).Inc()
+	if kind == memcap.Over {
 		m.breach.Observe(took.Seconds())
 	}
 }
 
-// CapEviction counts a pod that was evicted for its offences.
-func (m *Metrics) CapEviction() { m.evicted.Inc() }
+// Evicted counts a pod that was evicted for its offences.
+func (m *Metrics) Evicted() { m.evicted.Inc() }
 
 // MIGStep counts a step of a change to a GPU's MIG instances. op is one of
 // "destroy", "create", "enable", "disable", "reset" and "undo"; profile is empty

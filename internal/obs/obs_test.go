@@ -21,6 +21,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
 
 	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap"
 )
 
 var noon = time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
@@ -102,19 +104,20 @@ func get(t *testing.T, addr, page string) (int, string) {
 
 func used() *Metrics {
 	m := NewMetrics("v0.1.0")
-	m.PluginRequest("example.com/gpu-mem", "Allocate", "OK", 40*time.Microsecond)
-	m.PluginRequest("example.com/gpu-mem", "Allocate", "OK", 2*time.Second)
+	m.Called("example.com/gpu-mem", "Allocate", 40*time.Microsecond, nil)
+	m.Called("example.com/gpu-mem", "Allocate", 2*time.Second, nil)
 	m.DriverCall("DeviceGetMemoryInfo", "ok", time.Millisecond)
 	m.Round(nil, time.Millisecond)
 	m.Round(errors.New("x"), time.Millisecond)
 	m.APIError("watch", "configmaps")
-	m.RegistrationError("example.com/gpu")
+	m.Registered("example.com/gpu", errors.New("x"))
+	m.Registered("example.com/gpu", nil)
 	m.Event("sent")
-	m.GPUEvent("GPU-5e0f8c1a-0000-1111-2222-333344440001", "xid", 79)
-	m.GPUEvent("GPU-1", "xid", 79)
-	m.CapKill("over", 700*time.Millisecond)
-	m.CapKill("intruder", 9*time.Second)
-	m.CapEviction()
+	m.GPUEvent(gpu.Event{GPU: "GPU-5e0f8c1a-0000-1111-2222-333344440001", Kind: "xid", Xid: 79})
+	m.GPUEvent(gpu.Event{GPU: "GPU-1", Kind: "xid", Xid: 79})
+	m.Ended(memcap.Over, 700*time.Millisecond)
+	m.Ended(memcap.Intruder, 9*time.Second)
+	m.Evicted()
 	m.MIGStep("create", "1g.10gb", time.Second, nil)
 	m.Wish("1g.10gb", time.Second)
 	return m
@@ -288,7 +291,7 @@ func TestMetricsOfOddStatus(t *testing.T) {
 		}
 		// A rate needs a zero to start from.
 		for _, reason := range KillReasons {
-			if !strings.Contains(body, `gpu_agent_cap_kills_total{reason="`+reason+`"} 0`) {
+			if !strings.Contains(body, `gpu_agent_cap_kills_total{reason="`+string(reason)+`"} 0`) {
 				t.Errorf("no line for kills for %s before the first", reason)
 			}
 		}

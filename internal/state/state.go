@@ -4,6 +4,7 @@ package state
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -14,6 +15,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -54,6 +56,28 @@ type Store struct {
 	journal *os.File // guarded by mu; nil after Close
 	lines   []string // guarded by mu; the whole lines of journal, in its order
 	open    bool     // guarded by mu; journal does not end in a newline
+}
+
+// retry is how often Wait tries the directory.
+const retry = 200 * time.Millisecond
+
+// Wait is Open that waits, until ctx ends, for another process that has the
+// directory: the agent before this one may still be ending.
+func Wait(ctx context.Context, dir string, log *slog.Logger) (*Store, error) {
+	for said := false; ; said = true {
+		store, err := Open(dir, log)
+		if !errors.Is(err, gpu.ErrInUse) {
+			return store, err
+		}
+		if !said {
+			log.Warn("waiting for the agent before this one to end", "err", err)
+		}
+		select {
+		case <-ctx.Done():
+			return nil, err
+		case <-time.After(retry):
+		}
+	}
 }
 
 // Open makes the directory if it is missing, locks it, removes what a killed

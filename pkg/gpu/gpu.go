@@ -236,6 +236,12 @@ type Memory struct {
 	Total, Reserved, Used, Free MiB
 }
 
+// MemoryLimit is what the driver lets a cgroup's processes have of a GPU together,
+// what they have, and what is guaranteed to them, in bytes.
+type MemoryLimit struct {
+	Bytes, Used, Guaranteed uint64
+}
+
 // ProcessKind says which of the driver's lists a process was found in.
 type ProcessKind string
 

@@ -65,7 +65,7 @@ func memoryLimit(t *testing.T, opts nvml.Options) {
 			continue
 		}
 		tried++
-		if m, err := d.MemoryLimit(wait(t), u, dir); err != nil || m != (nvml.MemoryLimit{Bytes: half}) {
+		if m, err := d.MemoryLimit(wait(t), u, dir); err != nil || m != (gpu.MemoryLimit{Bytes: half}) {
 			t.Errorf("GPU %d: %+v, %v, want a limit of %d bytes and nothing used", dev.Index, m, err, half)
 		}
 		if err := d.SetMemoryLimit(wait(t), u, dir, half/2); err != nil {

@@ -74,6 +74,19 @@ type Options struct {
 	Logger *slog.Logger
 }
 
+// Seen returns where this process sees a file of the driver that the host has at a
+// path.
+func (o Options) Seen(host string) string {
+	if o.HostDriverRoot == "" {
+		return host
+	}
+	below, err := filepath.Rel(o.HostDriverRoot, host)
+	if err != nil || !filepath.IsLocal(below) {
+		return host
+	}
+	return filepath.Join(o.DriverRoot, below)
+}
+
 // withDefaults fills in what is empty.
 func (o Options) withDefaults() (Options, error) {
 	if o.DriverRoot == "" {

@@ -24,6 +24,19 @@ import (
 // hooks' arguments, so it does not change with its content.
 const hookProgram = "nvidia-cdi-hook"
 
+// FindHook returns the hook program, which the image has beside this one.
+func FindHook() (string, error) {
+	self, err := os.Executable()
+	if err != nil {
+		return "", fmt.Errorf("find the CDI hook program: %w", err)
+	}
+	path := filepath.Join(filepath.Dir(self), hookProgram)
+	if _, err := os.Stat(path); errors.Is(err, fs.ErrNotExist) {
+		return "", fmt.Errorf("the CDI hook program is missing: %s stands beside gpu-agent in the image; without it a container would not find libcuda.so.1", path)
+	}
+	return path, nil
+}
+
 // InstallHook copies the hook program src to
 //
 //	<stateDir>/hooks/<16 digits of its content's SHA-256>/nvidia-cdi-hook

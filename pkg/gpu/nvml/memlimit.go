@@ -41,27 +41,21 @@ func (d *Driver) SetMemoryLimit(ctx context.Context, u gpu.UUID, cgroup string, 
 	return err
 }
 
-// MemoryLimit is what a cgroup's processes may have of a GPU together, what they
-// have, and what is guaranteed to them, in bytes.
-type MemoryLimit struct {
-	Bytes, Used, Guaranteed uint64
-}
-
 // MemoryLimit reads what SetMemoryLimit has set. The error is as there, and wraps
 // gpu.ErrNotFound where there is no limit.
-func (d *Driver) MemoryLimit(ctx context.Context, u gpu.UUID, cgroup string) (MemoryLimit, error) {
+func (d *Driver) MemoryLimit(ctx context.Context, u gpu.UUID, cgroup string) (gpu.MemoryLimit, error) {
 	const symbol = "nvmlDeviceGetMemoryLimits_v1"
 	what := fmt.Sprintf("read the memory limit of cgroup %q on %s", cgroup, u)
-	return call(ctx, d, what, func() (MemoryLimit, error) {
+	return call(ctx, d, what, func() (gpu.MemoryLimit, error) {
 		h, err := d.limited(what, symbol, u, cgroup)
 		if err != nil {
-			return MemoryLimit{}, err
+			return gpu.MemoryLimit{}, err
 		}
 		m, ret := h.GetMemoryLimits_v1(cgroup)
 		if err := limitFailed(what, ret); err != nil {
-			return MemoryLimit{}, err
+			return gpu.MemoryLimit{}, err
 		}
-		return MemoryLimit{Bytes: m.HardLimit, Used: m.CurrentUsed, Guaranteed: m.SoftLimit}, nil
+		return gpu.MemoryLimit{Bytes: m.HardLimit, Used: m.CurrentUsed, Guaranteed: m.SoftLimit}, nil
 	})
 }
 

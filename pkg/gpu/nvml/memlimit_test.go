@@ -67,7 +67,7 @@ func TestMemoryLimitArguments(t *testing.T) {
 			t.Errorf("%d: soft %d, hard %d of %s, %v", c.bytes, soft, hard, path, err)
 		}
 	}
-	if m, err := d.MemoryLimit(t.Context(), "GPU-0", cgroup); err != nil || m != (MemoryLimit{Bytes: 2, Used: 3, Guaranteed: 1}) {
+	if m, err := d.MemoryLimit(t.Context(), "GPU-0", cgroup); err != nil || m != (gpu.MemoryLimit{Bytes: 2, Used: 3, Guaranteed: 1}) {
 		t.Errorf("%+v, %v", m, err)
 	}
 	for ret, want := range map[nvml.Return]error{

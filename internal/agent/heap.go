@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package agent
 
 import (
 	"os"
 	"runtime/debug"
 	"time"
-
-	"example.com/gpu-agent/internal/agent"
 )
 
 const (
@@ -25,8 +23,9 @@ const (
 	heapGrowth = 50
 )
 
-// limitHeap sets the collector up, but for what the environment says of it.
-func limitHeap() {
+// LimitHeap sets the collector up for this program, but for what the environment says
+// of it.
+func LimitHeap() {
 	if os.Getenv("GOMEMLIMIT") == "" {
 		debug.SetMemoryLimit(heapLimit)
 	}
@@ -35,17 +34,18 @@ func limitHeap() {
 	}
 }
 
-// heap lets the limit follow the lists that the kubelet is sent: it looks after each
-// round, on its way to another Observer.
-type heap struct {
-	agent.Observer
-	listed func() int // how many devices the lists name
+// HeapLimit is an Observer that passes on what it is told, and lets LimitHeap's limit
+// follow the length of the lists that the kubelet is sent.
+type HeapLimit struct {
+	Observer
+	Listed func() int // how many devices the lists name
 	last   int
 }
 
-func (h *heap) Round(err error, took time.Duration) {
+// Round is called after every round.
+func (h *HeapLimit) Round(err error, took time.Duration) {
 	h.Observer.Round(err, took)
-	n := h.listed()
+	n := h.Listed()
 	if n == h.last || os.Getenv("GOMEMLIMIT") != "" {
 		return // to set it stops the world for a moment
 	}

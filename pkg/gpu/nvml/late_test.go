@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package nvml
 
 import (
 	"context"
@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"example.com/gpu-agent/pkg/gpu"
-	"example.com/gpu-agent/pkg/gpu/nvml"
 )
 
 // A driver that hangs while it is opened keeps nobody beyond his own deadline:
@@ -16,7 +15,7 @@ import (
 func TestOpenHangs(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	opening := make(chan struct{}, 1)
-	l := newLateDriver(func(ctx context.Context) (*nvml.Driver, error) {
+	l := NewLate(func(ctx context.Context) (*Driver, error) {
 		opening <- struct{}{}
 		<-ctx.Done() // as through the door: no longer than its context
 		return nil, gpu.ErrTimeout
@@ -37,4 +36,18 @@ func TestOpenHangs(t *testing.T) {
 	}
 	cancel()
 	<-done
+}
+
+func TestWhereTheDriverIsSeen(t *testing.T) {
+	for _, c := range []struct{ root, hostRoot, host, want string }{
+		{"/", "", "/usr/lib/libcuda.so.1", "/usr/lib/libcuda.so.1"},
+		{"/host", "/", "/usr/lib/libcuda.so.1", "/host/usr/lib/libcuda.so.1"},
+		{"/driver", "/run/nvidia/driver", "/run/nvidia/driver/usr/lib/libcuda.so.1", "/driver/usr/lib/libcuda.so.1"},
+		{"/driver", "/run/nvidia/driver", "/usr/lib/libcuda.so.1", "/usr/lib/libcuda.so.1"},
+	} {
+		o := Options{DriverRoot: c.root, HostDriverRoot: c.hostRoot}
+		if got := o.Seen(c.host); got != c.want {
+			t.Errorf("%s, below %s for the agent and %s for the host: %s, want %s", c.host, c.root, c.hostRoot, got, c.want)
+		}
+	}
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package guard
 
 import (
 	"context"
@@ -93,7 +93,7 @@ func TestLimiter(t *testing.T) {
 	})
 
 	var calls []string
-	driver := newLateDriver(
+	driver := nvml.NewLate(
 		func(ctx context.Context) (*nvml.Driver, error) {
 			return nvml.Open(ctx, nvml.Options{DriverRoot: root})
 		},
@@ -105,7 +105,7 @@ func TestLimiter(t *testing.T) {
 	}()
 	runtime := node.NewRuntime(node.RuntimeOptions{Cgroups: hierarchy})
 	defer runtime.Close()
-	lim := limiter{driver, runtime}
+	lim := ByCgroup{driver, runtime}
 	u := gpu.UUID(w.State().GPUs[0].UUID)
 	own := node.Owner{ID: id, Cgroup: path, V2: true}
 

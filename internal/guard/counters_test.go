@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package guard
 
 import (
 	"os"
@@ -30,7 +30,7 @@ func TestMetersLeaveNothing(t *testing.T) {
 	if _, err := pages.Write(key, time.Second, []lib.Limit{{GPU: u, Bytes: 1 << 30}}); err != nil {
 		t.Fatal(err)
 	}
-	m := meters{&caps{Pages: pages}}
+	m := Counters{pages}
 	open := func() int {
 		links, err := os.ReadDir("/proc/self/fd")
 		if err != nil {

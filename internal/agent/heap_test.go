@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package agent
 
 import (
 	"runtime/debug"
@@ -17,7 +17,7 @@ func TestHeapLimitFollowsTheLists(t *testing.T) {
 	before := debug.SetMemoryLimit(-1)
 	defer debug.SetMemoryLimit(before)
 	devices := 0
-	h := &heap{Observer: observer{obs.NewMetrics("")}, listed: func() int { return devices }}
+	h := &HeapLimit{Observer: obs.NewMetrics(""), Listed: func() int { return devices }}
 	for _, devices = range []int{640, 10_000, 0, timeslice.MaxListed} {
 		h.Round(nil, 0)
 		if got, want := debug.SetMemoryLimit(-1), int64(heapLimit+devices*heapPerDevice); got != want {

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cleanup
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/nfd"
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/state"
+	"example.com/gpu-agent/pkg/cdi/dir"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap/lib"
+	"example.com/gpu-agent/pkg/plugin"
+)
+
+// retry is how often Wait tries again.
+const retry = 5 * time.Second
+
+// Node is where agents have left their traces, and whom to ask who holds devices.
+type Node struct {
+	// KubeletDir is the kubelet's directory, CDIDir the one of the runtime's CDI
+	// files, StateDir the agent's own, NFDDir that of the features files.
+	KubeletDir, CDIDir, StateDir, NFDDir string
+	// Domain is that of the CDI files, and ResourceDomain that of the resources.
+	Domain, ResourceDomain string
+	// Runtime is the container runtime, which the caller closes.
+	Runtime *node.Runtime
+	// Object takes away what the agent wrote on its Node object. Nil where there is
+	// no API server to speak to.
+	Object func(context.Context) error
+}
+
+// Wait calls Run again and again until it succeeds or ctx ends, and then returns its
+// last error. said is called with each error that differs from the one before.
+func (n *Node) Wait(ctx context.Context, said func(error)) error {
+	last := ""
+	for {
+		err := n.Run(ctx)
+		if err == nil {
+			return nil
+		}
+		if err.Error() != last {
+			last = err.Error()
+			said(err)
+		}
+		select {
+		case <-ctx.Done():
+			return err
+		case <-time.After(retry):
+		}
+	}
+}
+
+// Run takes everything away, or says what stands in the way. It may be repeated.
+func (n *Node) Run(ctx context.Context) error {
+	names := desk.ResourceNames(n.ResourceDomain)
+	holders, err := n.holders(ctx, names)
+	if err != nil {
+		return fmt.Errorf("clean up: %w", err)
+	}
+	if len(holders) > 0 {
+		return fmt.Errorf("clean up: these pods still hold devices: %s; delete them first", strings.Join(holders, ", "))
+	}
+	// First, since it is refused while an agent runs.
+	if err := state.Remove(n.StateDir); err != nil {
+		return fmt.Errorf("clean up: %w", err)
+	}
+	// What an agent has left mounted, as its containers ran on, has kept its
+	// directories. A process that may not unmount leaves empty ones, until the next
+	// boot.
+	var errs []error
+	if err := lib.Unmount(n.StateDir); err == nil {
+		errs = append(errs, state.Remove(n.StateDir))
+	} else if !errors.Is(err, unix.EBUSY) {
+		errs = append(errs, err)
+	}
+	files, err := dir.Open(n.CDIDir, n.Domain)
+	if err == nil {
+		var keys []string
+		if keys, err = files.List(); err == nil {
+			for _, key := range keys {
+				errs = append(errs, files.Remove(key))
+			}
+		}
+	}
+	sockets := filepath.Join(n.KubeletDir, "device-plugins")
+	resources := append(names.Fixed(), plugin.Left(sockets, func(r string) bool { return names.Ours(r) && !slices.Contains(names.Fixed(), r) })...)
+	errs = append(errs, err, plugin.RemoveSockets(sockets, resources), nfd.Remove(n.NFDDir))
+	if n.Object != nil {
+		errs = append(errs, n.Object(ctx))
+	}
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("clean up: %w", err)
+	}
+	return nil
+}
+
+// holders names the pods that have devices, by the kubelet and by the runtime.
+func (n *Node) holders(ctx context.Context, names *desk.Names) ([]string, error) {
+	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+	defer cancel()
+	kubelet := node.NewPodResources(n.KubeletDir)
+	defer kubelet.Close()
+	l, err := kubelet.List(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var out []string
+	for _, h := range l.Holdings {
+		if names.Ours(h.Resource) {
+			out = append(out, fmt.Sprintf("%s/%s (%s)", h.Namespace, h.Pod, h.Resource))
+		}
+	}
+	containers, err := n.Runtime.Containers(ctx)
+	if err != nil {
+		return nil, err
+	}
+	for _, c := range containers {
+		for _, resource := range c.Annotations {
+			out = append(out, fmt.Sprintf("%s/%s (%s)", c.Namespace, c.Pod, resource))
+		}
+	}
+	// A pod whose init container has not been made yet is in neither.
+	pods, err := n.Runtime.Pods(ctx)
+	if err != nil {
+		return nil, err
+	}
+	checkpoint, err := kubelet.Checkpoint()
+	if err != nil && !errors.Is(err, gpu.ErrNotFound) {
+		return nil, err
+	}
+	for _, e := range checkpoint.Entries {
+		if p, alive := pods[e.PodUID]; alive && names.Ours(e.Resource) {
+			out = append(out, fmt.Sprintf("%s/%s (%s)", p.Namespace, p.Name, e.Resource))
+		}
+	}
+	slices.Sort(out)
+	return slices.Compact(out), nil
+}

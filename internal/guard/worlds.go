@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap/lib"
+)
+
+// Counters are the Pages of package lib.
+type Counters struct{ *lib.Pages }
+
+// Meter opens the limit page and the usage page of a claim.
+func (c Counters) Meter(key string, u gpu.UUID) (Meter, error) {
+	usage, err := c.OpenUsage(key, u)
+	if err != nil {
+		return nil, err
+	}
+	m, err := c.Pages.Meter(key, u, usage)
+	if err != nil {
+		_ = usage.Close()
+		return nil, err
+	}
+	return counters{m, usage}, nil
+}
+
+// counters are a meter with the usage page that it reads, which they close.
+type counters struct {
+	*lib.Meter
+	usage *lib.Usage
+}
+
+func (c counters) Close() error { return errors.Join(c.Meter.Close(), c.usage.Close()) }
+
+// Processes are the Proc of package node.
+type Processes struct {
+	*node.Proc
+	Runtime *node.Runtime
+}
+
+// Check says why processes of the node cannot be seen from here.
+func (p Processes) Check() error { return p.SeesNode(p.Runtime) }
+
+// ByCgroup is the Limiter that tells the driver a container's cgroup.
+type ByCgroup struct {
+	// Driver is pkg/gpu/nvml's.
+	Driver interface {
+		SetMemoryLimit(ctx context.Context, u gpu.UUID, cgroup string, bytes uint64) error
+		MemoryLimit(ctx context.Context, u gpu.UUID, cgroup string) (gpu.MemoryLimit, error)
+	}
+	Runtime *node.Runtime
+}
+
+// Limit sets the limit and reads it back.
+func (l ByCgroup) Limit(ctx context.Context, u gpu.UUID, o node.Owner, bytes uint64) error {
+	dir, err := l.Runtime.CgroupDir(o)
+	if err != nil {
+		return err
+	}
+	if err := l.Driver.SetMemoryLimit(ctx, u, dir, bytes); errors.Is(err, gpu.ErrNotFound) {
+		return cmp.Or(l.Runtime.CheckDmem(o), err)
+	} else if err != nil || bytes == lib.None {
+		return err
+	}
+	limit, err := l.Driver.MemoryLimit(ctx, u, dir)
+	if err == nil && limit.Bytes > bytes { // the driver may have rounded down, but not up
+		err = fmt.Errorf("limit the memory of cgroup %q on %s: %w: it says %d bytes after it was told %d", dir, u, gpu.ErrDriver, limit.Bytes, bytes)
+	}
+	return err
+}
+
+// Show puts what the guard saw into the node's status.
+func (st *State) Show(s *status.Status) {
+	s.Watchdog = status.Watchdog{State: status.WatchdogRunning, Reason: st.Off, Kills: st.Kills, Intruders: st.Found}
+	if st.Off != "" {
+		s.Watchdog.State = status.WatchdogOff
+	}
+	for i := range s.GPUs {
+		g := &s.GPUs[i]
+		u := gpu.UUID(g.UUID)
+		g.Intruders, g.NoPod, g.Unlisted = st.Intruders[u], st.Strangers[u], st.Unlisted[u]
+	}
+	mib := func(n uint64) uint64 { return (n + 1<<20 - 1) >> 20 }
+	for i := range st.Containers {
+		c := &st.Containers[i]
+		out := status.Container{
+			Namespace: c.Namespace, Pod: c.Pod, Container: c.Holder.Container, Claim: c.Claim,
+			GPU: string(c.GPU), Index: c.Index, PeakMiB: mib(c.Peak),
+			Guarantee: string(c.Level), Refusals: c.Refusals, Uncounted: c.Uncounted, UndoneMiB: mib(c.Undone), Processes: c.Processes,
+		}
+		if c.Cap != lib.None {
+			limit := mib(c.Cap)
+			out.CapMiB = &limit
+		}
+		if used := mib(c.Used); c.Known {
+			out.UsedMiB = &used
+		}
+		s.Containers = append(s.Containers, out)
+	}
+}

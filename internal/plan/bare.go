@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package plan
+
+import (
+	"slices"
+
+	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+)
+
+// Bare plans the MIG instances of one GPU from its inventory and a partition alone,
+// without claims: whatever is busy stands in the way, whoever made it. A GPU that is
+// to stay as it is, or to which nothing can be done, has no steps. The result is in
+// the order of mig.CompareSlots. odd says what the driver tells of the GPU's profiles
+// that does not fit together; the plan does without them.
+func Bare(d *gpu.Device, w config.Want) (p mig.Plan, odd, err error) {
+	standing := mig.Stand(&d.MIG)
+	to := mig.Target{MIG: w.Mode == config.MIG, OnDemand: w.OnDemand, Geometry: w.Geometry}
+	if w.Mode == config.Keep || w.Mode == config.Off || d.Fault != "" || !to.MIG && !d.MIG.Capable {
+		for _, s := range standing {
+			if !s.Empty {
+				p.Result = append(p.Result, s.Slot)
+			}
+		}
+	} else {
+		var card *mig.Card
+		card, odd = mig.NewCard(&d.MIG)
+		p, err = mig.Change(&d.MIG, card, standing, to)
+	}
+	slices.SortFunc(p.Result, mig.CompareSlots)
+	return p, odd, err
+}

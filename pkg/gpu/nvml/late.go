@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"tags.cncf.io/container-device-interface/specs-go"
+
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// Late opens the driver at the first call, and tries again at the next call where
+// that failed: a node may start its driver after the agent. LetGo closes it for
+// somebody who wants to unload the driver. Nobody has to close it at the end of the
+// process, which does not wait for a driver that takes its time.
+type Late struct {
+	open func(context.Context) (*Driver, error)
+	// called is told of each call, for metrics.
+	called func(call, code string, took time.Duration)
+
+	// turn has a token while nobody works with what follows. It is no mutex: an
+	// open that hangs must not hold up those who can wait no longer.
+	turn   chan struct{}
+	driver *Driver // nil until it opened
+	letGo  bool
+}
+
+// NewLate returns a driver that open opens when it is needed. called is told of
+// each call: its name, "ok" or the kind of the failure in a word, and how long it took.
+func NewLate(open func(context.Context) (*Driver, error), called func(call, code string, took time.Duration)) *Late {
+	l := &Late{open: open, called: called, turn: make(chan struct{}, 1)}
+	l.turn <- struct{}{}
+	return l
+}
+
+var errLetGo = fmt.Errorf("the driver was let go: %w", gpu.ErrNoDriver)
+
+const (
+	// openPatience bounds an open, and letGoPatience the wait for one under way.
+	openPatience  = 10 * time.Second
+	letGoPatience = 2 * time.Second
+)
+
+func (l *Late) get(ctx context.Context) (*Driver, error) {
+	ctx, cancel := context.WithTimeout(ctx, openPatience)
+	defer cancel()
+	select {
+	case <-l.turn:
+	case <-ctx.Done():
+		return nil, fmt.Errorf("open the driver: %w: another open has not returned", gpu.ErrTimeout)
+	}
+	defer func() { l.turn <- struct{}{} }()
+	if l.letGo {
+		return nil, errLetGo
+	}
+	if l.driver == nil {
+		d, err := l.open(ctx)
+		if err != nil {
+			return nil, err
+		}
+		l.driver = d
+	}
+	return l.driver, nil
+}
+
+// LetGo gives up every handle of the driver, for good. It may be repeated until
+// there is no error.
+func (l *Late) LetGo() error {
+	select {
+	case <-l.turn:
+	case <-time.After(letGoPatience):
+		return fmt.Errorf("let the driver go: %w: an open has not returned", gpu.ErrTimeout)
+	}
+	defer func() { l.turn <- struct{}{} }()
+	l.letGo = true
+	if l.driver == nil {
+		return nil
+	}
+	return l.driver.Close()
+}
+
+// timed runs f on the open driver and tells how it went.
+func timed[T any](ctx context.Context, l *Late, call string, f func(*Driver) (T, error)) (T, error) {
+	began := time.Now()
+	var out T
+	d, err := l.get(ctx)
+	if err == nil {
+		out, err = f(d)
+	}
+	l.called(call, code(err), time.Since(began))
+	return out, err
+}
+
+// code is an error's kind in one word.
+func code(err error) string {
+	if err == nil {
+		return "ok"
+	}
+	for _, kind := range []struct {
+		is   error
+		word string
+	}{
+		{gpu.ErrTimeout, "timeout"}, {gpu.ErrReloaded, "reloaded"}, {gpu.ErrNoDriver, "no_driver"}, {gpu.ErrLost, "lost"},
+		{gpu.ErrInUse, "in_use"}, {gpu.ErrNoRoom, "no_room"}, {gpu.ErrNotSupported, "not_supported"}, {gpu.ErrNoPermission, "no_permission"}, {gpu.ErrNotFound, "not_found"},
+	} {
+		if errors.Is(err, kind.is) {
+			return kind.word
+		}
+	}
+	return "error"
+}
+
+func (l *Late) Inventory(ctx context.Context) (gpu.Inventory, error) {
+	return timed(ctx, l, "inventory", func(d *Driver) (gpu.Inventory, error) { return d.Inventory(ctx) })
+}
+
+func (l *Late) Health(ctx context.Context, u gpu.UUID) (gpu.Health, error) {
+	return timed(ctx, l, "health", func(d *Driver) (gpu.Health, error) { return d.Health(ctx, u) })
+}
+
+func (l *Late) Parts(ctx context.Context) (cdi.Parts, error) {
+	return timed(ctx, l, "parts", func(d *Driver) (cdi.Parts, error) { return d.Parts(ctx) })
+}
+
+func (l *Late) SetTimeSlice(ctx context.Context, u gpu.UUID, s gpu.TimeSlice) error {
+	_, err := timed(ctx, l, "set_time_slice", func(d *Driver) (struct{}, error) { return struct{}{}, d.SetTimeSlice(ctx, u, s) })
+	return err
+}
+
+func (l *Late) MIG(ctx context.Context, u gpu.UUID) (gpu.MIG, error) {
+	return timed(ctx, l, "mig", func(d *Driver) (gpu.MIG, error) { return d.MIG(ctx, u) })
+}
+
+func (l *Late) CreateInstance(ctx context.Context, u gpu.UUID, profile string, at gpu.Placement, ci int) (gpu.Instance, error) {
+	return timed(ctx, l, "create_instance", func(d *Driver) (gpu.Instance, error) { return d.CreateInstance(ctx, u, profile, at, ci) })
+}
+
+func (l *Late) DestroyInstance(ctx context.Context, u gpu.UUID, in gpu.Instance) error {
+	_, err := timed(ctx, l, "destroy_instance", func(d *Driver) (struct{}, error) { return struct{}{}, d.DestroyInstance(ctx, u, in) })
+	return err
+}
+
+func (l *Late) SetMIGMode(ctx context.Context, u gpu.UUID, on bool) error {
+	_, err := timed(ctx, l, "set_mig_mode", func(d *Driver) (struct{}, error) { return struct{}{}, d.SetMIGMode(ctx, u, on) })
+	return err
+}
+
+func (l *Late) Reset(ctx context.Context, u gpu.UUID) error {
+	_, err := timed(ctx, l, "reset", func(d *Driver) (struct{}, error) { return struct{}{}, d.Reset(ctx, u) })
+	return err
+}
+
+// Capabilities asks the kernel, not the driver's library: it is not counted.
+func (l *Late) Capabilities(minor, gi, ci int) ([]*specs.DeviceNode, error) {
+	d, err := l.get(context.Background()) // bounded by openPatience
+	if err != nil {
+		return nil, err
+	}
+	return d.Capabilities(minor, gi, ci)
+}
+
+func (l *Late) SetMemoryLimit(ctx context.Context, u gpu.UUID, cgroup string, bytes uint64) error {
+	_, err := timed(ctx, l, "set_memory_limit", func(d *Driver) (struct{}, error) {
+		return struct{}{}, d.SetMemoryLimit(ctx, u, cgroup, bytes)
+	})
+	return err
+}
+
+func (l *Late) MemoryLimit(ctx context.Context, u gpu.UUID, cgroup string) (gpu.MemoryLimit, error) {
+	return timed(ctx, l, "memory_limit", func(d *Driver) (gpu.MemoryLimit, error) { return d.MemoryLimit(ctx, u, cgroup) })
+}
+
+func (l *Late) Processes(ctx context.Context, u gpu.UUID) ([]gpu.Process, error) {
+	return timed(ctx, l, "processes", func(d *Driver) ([]gpu.Process, error) { return d.Processes(ctx, u) })
+}
+
+func (l *Late) Memory(ctx context.Context, u gpu.UUID) (gpu.Memory, error) {
+	return timed(ctx, l, "memory", func(d *Driver) (gpu.Memory, error) { return d.Memory(ctx, u) })
+}
+
+// Events is not timed: waiting is its business.
+func (l *Late) Events(ctx context.Context, fn func(gpu.Event)) error {
+	d, err := l.get(ctx)
+	if err != nil {
+		return err
+	}
+	return d.Events(ctx, fn)
+}
