@@ -95,27 +95,6 @@ const (
 	backOffMin, backOffMax = time.Second, 30 * time.Second
 )
 
-// State is the outcome of a partition on the node.
-type State string
-
-// States, as the node's label has them.
-const (
-	Applied State = "applied"
-	Pending State = "pending"
-	Waiting State = "blocked"
-	Failed  State = "failed"
-	Invalid State = "invalid"
-)
-
-// Outcome is what the loop reports of the partition in force.
-type Outcome struct {
-	Partition string
-	State     State
-	// Message says what blocks or failed, with file and line where the file is
-	// at fault. Empty when applied without a remark; at most 4 KiB.
-	Message string
-}
-
 // Options configure an Agent.
 type Options struct {
 	// Domain names labels, annotations and the CDI vendor.
@@ -172,9 +151,9 @@ type Agent struct {
 	plugins  Plugins
 	store    Store
 	cluster  Cluster
-	features Features
 	observer Observer
 	desk     *desk.Desk
+	reporter *reporter
 	health   *health.Monitor
 	log      *slog.Logger
 	// ration is the log for what a program on a GPU, or a server that is away, can
@@ -187,8 +166,8 @@ type Agent struct {
 	stirred chan struct{}
 	// soon and later say that wakeSoon and wakeLater have a round coming.
 	soon, later atomic.Bool
-	// news wakes report, and ended awaitReleases; each holds at most one token.
-	news, ended chan struct{}
+	// ended wakes awaitReleases; it holds at most one token.
+	ended chan struct{}
 	// stale says that the driver is to be read anew in the next round, askSoon
 	// that the witnesses are to be asked, askOthers that the kubelet is to be asked
 	// what other plugins offer.
@@ -215,9 +194,6 @@ type Agent struct {
 	inputMu sync.Mutex
 	input   input // guarded by inputMu
 
-	// snapshot is what Status shows: what the last round left.
-	snapshot atomic.Pointer[Snapshot]
-
 	// The rest belongs to the loop's goroutine.
 
 	inv       *gpu.Inventory
@@ -230,7 +206,6 @@ type Agent struct {
 	readErr   error     // why that failed
 	readRest  rest      // how long it is not tried again
 	letGo     string    // why the driver was let go
-	ready     bool      // see Ready; once it is true it stays so
 	letting   bool      // it is to be let go when no work is under way
 	parts     *parts
 	partsErr  error
@@ -272,10 +247,7 @@ type Agent struct {
 	// covers, 0 where there are none.
 	busyLook time.Duration
 	serving  map[string]plugin.Source
-	removed  map[string]bool // claims whose file was taken away
-	outcome  Outcome
-	heard    bool                 // partitions and label have been heard of, if only that there are none
-	refusal  string               // what the API server has refused for a while to show
+	removed  map[string]bool      // claims whose file was taken away
 	unknown  map[string]time.Time // see Snapshot.Unknown; it is not changed but replaced
 	written  int                  // claims written down since the journal was last cut
 	swept    bool                 // no file of an ended claim is left
@@ -299,12 +271,14 @@ type input struct {
 	// migManager is the configuration that NVIDIA's MIG manager is to keep on this
 	// node; "" where it has none.
 	migManager string
-	// labels are the node's; nil before it has been seen.
-	labels map[string]string
 	// refused is what the API server refuses to show, by request; the map is not
 	// changed but replaced.
 	refused map[string]refusal
 }
+
+// heard says that partitions and label have been heard of, if only that there are
+// none.
+func (in *input) heard() bool { return in.labelKnown && (in.file != nil || in.fileErr != nil) }
 
 // refusal is a request that the API server does not permit.
 type refusal struct {
@@ -321,50 +295,6 @@ func (in *input) refusals(now time.Time, least time.Duration) string {
 		}
 	}
 	return strings.Join(out, "; ")
-}
-
-// Snapshot is what a round left, for status and metrics. It is immutable.
-type Snapshot struct {
-	Inventory *gpu.Inventory
-	// Topology is how the GPUs of Inventory are joined, and Matrix shows it; nil
-	// before the first.
-	Topology *topology.Graph
-	Matrix   *topology.Matrix
-	// Answered says that this process has read Inventory itself.
-	Answered bool
-	Layouts  map[gpu.UUID]plan.Layout
-	// Wanted is what the partition Active means on this node: the last good one
-	// while a newer one cannot be had. Nil before there was one.
-	Wanted  []config.Want
-	Active  string
-	Blocked []plan.Blocked
-	// Others is why GPUs are, or may be, given out by somebody else.
-	Others  map[gpu.UUID]string
-	Outcome Outcome
-	// Source is where the partition file came from; Generation counts the
-	// changes of what is wanted since the start.
-	Source     string
-	Generation uint64
-	At         time.Time
-	// Heard says that partitions and label have been heard of, if only that
-	// there are none or that they may not be read: from then on the outcome is
-	// worth telling.
-	Heard bool
-	// Unknown is since when the kubelet has not known resources that are offered it.
-	Unknown map[string]time.Time
-	// Missing is what Ready waits for, empty once it need not any more.
-	Missing string
-	// Verdicts are the unhealthy GPUs; Hangs is what the driver does
-	// not answer.
-	Verdicts []health.Verdict
-	Hangs    string
-	// Work is what is being done to GPUs' hardware, Made the MIG instances that are
-	// the agent's; Leaving and Failing are the MIG devices that go with their
-	// holders and those that could not be made, with the reason.
-	Work    map[gpu.UUID]string
-	Made    map[gpu.UUID]map[mig.Slot]bool
-	Leaving map[gpu.UUID]map[mig.Slot]string
-	Failing map[gpu.UUID]map[mig.Slot]string
 }
 
 // New returns an agent that has not looked at anything yet. Where there is a
@@ -384,13 +314,11 @@ func New(o Options, w Worlds) *Agent {
 		plugins:   w.Plugins,
 		store:     w.Store,
 		cluster:   w.Cluster,
-		features:  w.Features,
 		observer:  w.Observer,
 		health:    health.New(o.Health),
 		log:       o.Log,
 		trigger:   make(chan struct{}, 1),
 		stirred:   make(chan struct{}, 1),
-		news:      make(chan struct{}, 1),
 		ended:     make(chan struct{}, 1),
 		input:     input{labelKnown: w.Cluster == nil},
 		layouts:   map[gpu.UUID]plan.Layout{},
@@ -408,12 +336,11 @@ func New(o Options, w Worlds) *Agent {
 		gates:     map[string]string{},
 		serving:   map[string]plugin.Source{},
 		removed:   map[string]bool{},
-		outcome:   Outcome{State: Pending, Message: "starting"},
 	}
 	a.ration = brief.NewRation(a.log, time.Now, time.AfterFunc)
 	a.seen.resent, a.seen.stale = map[string]time.Time{}, map[string]string{}
 	a.desk = desk.New(a.wake, time.Now)
-	a.snapshot.Store(&Snapshot{Inventory: &gpu.Inventory{}, Outcome: a.outcome})
+	a.reporter = newReporter(&a.opts, a.names, a.desk, &w)
 	return a
 }
 
@@ -478,9 +405,8 @@ func (a *Agent) SetNode(n kube.Node) {
 		in.chosen, in.labelKnown = n.Labels[a.opts.Domain+"/"+PartitionLabel], true
 		in.letGo = letGoReason(&n, a.opts.Domain)
 		in.migManager = n.Labels[migManagerLabel]
-		in.labels = n.Labels
 	})
-	a.tell() // a node that was made anew has lost what we wrote on it
+	a.reporter.setNode(n.Labels)
 }
 
 // SetRefused says that the API server refuses a request without which partitions or
@@ -531,8 +457,8 @@ func (a *Agent) Run(ctx context.Context) error {
 	})
 	g.Go(func() error { return a.followRuntime(ctx) })
 	g.Go(func() error { return a.awaitReleases(ctx) })
-	if a.cluster != nil || a.features != nil {
-		g.Go(func() error { return a.report(ctx) })
+	if r := a.reporter; r.cluster != nil || r.features != nil {
+		g.Go(func() error { return r.run(ctx) })
 	}
 	g.Go(func() error {
 		pause := backOff(backOffMax)
@@ -594,7 +520,7 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 	if a.desk.Held() {
 		wait = min(wait, holdersEvery-now.Sub(a.seen.at))
 	}
-	if len(a.snapshot.Load().Blocked) > 0 {
+	if len(a.reporter.snapshot.Load().Blocked) > 0 {
 		wait = min(wait, holdersSoon-now.Sub(a.seen.at))
 	}
 	if a.someoneWaits() {
@@ -649,9 +575,6 @@ func (a *Agent) holdersDue(now time.Time, changes *plan.Changes) bool {
 func (a *Agent) round(ctx context.Context) error {
 	a.writeGrants()
 	in := a.heardSoFar()
-	a.heard = in.labelKnown && (in.file != nil || in.fileErr != nil)
-	// An API server that starts refuses what it permits a moment later.
-	a.refusal = in.refusals(time.Now(), silentFor)
 	var errs []error
 	a.takeResults(time.Now())
 	if err := a.mindDriver(&in); errors.Is(err, gpu.ErrReloaded) {
@@ -668,12 +591,8 @@ func (a *Agent) round(ctx context.Context) error {
 		errs = append(errs, err)
 	}
 	if a.inv == nil {
-		o := Outcome{Partition: a.partition, State: Pending, Message: "the driver was let go, since " + a.letGo}
 		err := errors.Join(errs...)
-		if err != nil {
-			o.State, o.Message = Failed, err.Error()
-		}
-		a.finish(&plan.Changes{}, o)
+		a.finish(&findings{in: &in, changes: &plan.Changes{}, note: "the driver was let go, since " + a.letGo, err: err})
 		return err
 	}
 	note, configErr := a.resolve()
@@ -758,7 +677,8 @@ func (a *Agent) round(ctx context.Context) error {
 	if h := a.hangs(); h != "" {
 		hwNote = strings.TrimPrefix(hwNote+"; hardware work waits: "+h, "; ")
 	}
-	a.finish(&changes, a.judge(note, hwNote, configErr, err, &changes))
+	a.finish(&findings{in: &in, changes: &changes, note: note, hwNote: hwNote, configErr: configErr, err: err,
+		resting: a.resting(), resetsDue: a.resetsDue(), working: a.working()})
 	return err
 }
 
@@ -940,82 +860,6 @@ func (a *Agent) serve(v *desk.View) error {
 	return nil
 }
 
-// judge puts the round into one word and a sentence.
-func (a *Agent) judge(note, hwNote string, configErr, err error, changes *plan.Changes) Outcome {
-	o := Outcome{Partition: a.partition, State: Applied, Message: hwNote}
-	switch {
-	case configErr != nil:
-		o.State, o.Message = Invalid, configErr.Error()
-		if a.wanted != nil {
-			o.Message += "; the last good partition stays in force"
-		}
-	case err != nil:
-		o.State, o.Message = Failed, err.Error()
-	case len(changes.Refused) > 0:
-		o.State, o.Message = Failed, strings.Join(changes.Refused, "; ")
-	case a.resting() != "":
-		o.State, o.Message = Failed, sentences(a.resting(), blocked(changes), a.resetsDue(), a.working())
-	case len(changes.Blocked) > 0:
-		o.State, o.Message = Waiting, sentences(blocked(changes), strings.Join(changes.Crowded, "; "), a.resetsDue(), a.working())
-	case note != "":
-		o.State, o.Message = Pending, note
-	case len(changes.Crowded) > 0:
-		o.State, o.Message = Pending, sentences(strings.Join(changes.Crowded, "; "), a.resetsDue(), a.working())
-	case a.resetsDue() != "" || a.working() != "":
-		o.State, o.Message = Pending, sentences(a.resetsDue(), a.working())
-	default:
-		o.Message = sentences(append([]string{hwNote}, changes.Notes...)...)
-	}
-	return o
-}
-
-// blocked says which GPUs wait for whom.
-func blocked(changes *plan.Changes) string {
-	words := make([]string, len(changes.Blocked))
-	for i, b := range changes.Blocked {
-		words[i] = b.String()
-	}
-	return strings.Join(words, "; ")
-}
-
-// sentences joins what there is to say.
-func sentences(words ...string) string {
-	return strings.Join(slices.DeleteFunc(words, func(s string) bool { return s == "" }), "; ")
-}
-
-// missing is what Ready waits for.
-func (a *Agent) missing(o *Outcome) string {
-	if a.ready {
-		return ""
-	}
-	in := a.heardSoFar()
-	var out []string
-	if !a.answered {
-		why := "the first reading has not ended"
-		if a.readErr != nil {
-			why = a.readErr.Error()
-		}
-		out = append(out, "this process has not read the driver: "+why)
-	}
-	if a.parts == nil && a.partsErr != nil {
-		out = append(out, "it does not know which driver files containers need: "+a.partsErr.Error())
-	}
-	offers := slices.ContainsFunc(slices.Collect(maps.Values(a.layouts)), func(c plan.Layout) bool { return c.Offers })
-	switch {
-	case !in.labelKnown:
-		out = append(out, "the node's labels have not been heard of")
-	case !a.heard:
-		out = append(out, "partitions have not been heard of")
-	case o.State == Invalid && !offers:
-		out = append(out, "nothing is on offer, and there is no valid partition: "+o.Message)
-	}
-	if !a.heard {
-		out = append(out, in.refusals(time.Now(), 0))
-	}
-	a.ready = len(out) == 0
-	return sentences(out...)
-}
-
 // driverAnswers says whether there is any point in asking it for more.
 func (a *Agent) driverAnswers() bool { return a.inv != nil && a.hangs() == "" }
 
@@ -1029,45 +873,33 @@ func (a *Agent) hangs() string {
 	return "the driver has not answered since " + since.UTC().Format(time.RFC3339)
 }
 
-// finish publishes what people see.
-func (a *Agent) finish(changes *plan.Changes, o Outcome) {
-	if trouble := sentences(a.refusal, unregistered(a.resources(a.unknown))); trouble != "" {
-		if o.State != Invalid {
-			o.State = Failed
-		}
-		o.Message = sentences(trouble, o.Message)
+// finish hands what the round left to the reporter.
+func (a *Agent) finish(f *findings) {
+	s := &Snapshot{Inventory: a.inv, Topology: a.topology, Matrix: a.matrix, Answered: a.answered, Layouts: a.layouts, Wanted: a.wanted, Active: a.active,
+		Work: map[gpu.UUID]string{}, Made: map[gpu.UUID]map[mig.Slot]bool{}, Failing: a.failingSlots(time.Now()), Others: a.others.gpus,
+		Outcome: Outcome{Partition: a.partition}, Generation: a.wantedGen, Unknown: a.unknown, Verdicts: a.health.Verdicts(), Hangs: a.hangs()}
+	if a.inv == nil {
+		s.Inventory = a.reporter.snapshot.Load().Inventory // an empty one
 	}
-	old := a.snapshot.Load()
-	o.Message = brief.Cut(o.Message, brief.Text)
-	heard, missing := a.heard || a.refusal != "", a.missing(&o)
-	verdicts := a.health.Verdicts()
-	hangs := a.hangs()
-	changed := o != a.outcome || a.inv != nil && a.inv != old.Inventory || a.wantedGen != old.Generation || heard != old.Heard || hangs != old.Hangs || !slices.Equal(verdicts, old.Verdicts)
-	inv := a.inv
-	if inv == nil {
-		inv = &gpu.Inventory{}
-	}
-	now := time.Now()
-	made, work := map[gpu.UUID]map[mig.Slot]bool{}, map[gpu.UUID]string{}
 	for u, slots := range a.mine {
-		made[u] = maps.Clone(slots)
+		s.Made[u] = maps.Clone(slots)
 	}
 	for u, j := range a.jobs {
-		work[u] = j.String() // until its first step begins
+		s.Work[u] = j.String() // until its first step begins
 		if text := j.now.Load(); text != nil {
-			work[u] = *text
+			s.Work[u] = *text
 		}
 	}
-	a.snapshot.Store(&Snapshot{Inventory: inv, Topology: a.topology, Matrix: a.matrix, Answered: a.answered, Layouts: a.layouts, Wanted: a.wanted, Active: a.active, Blocked: changes.Blocked,
-		Work: work, Made: made, Leaving: changes.Leaving, Failing: a.failingSlots(now), Others: a.others.gpus, Outcome: o,
-		Source: a.heardSoFar().source, Generation: a.wantedGen, At: now, Heard: heard, Unknown: a.unknown, Missing: missing, Verdicts: verdicts, Hangs: hangs})
+	if !a.answered {
+		why := "the first reading has not ended"
+		if a.readErr != nil {
+			why = a.readErr.Error()
+		}
+		f.missing = append(f.missing, "this process has not read the driver: "+why)
+	}
+	if a.parts == nil && a.partsErr != nil {
+		f.missing = append(f.missing, "it does not know which driver files containers need: "+a.partsErr.Error())
+	}
+	a.reporter.finish(s, f)
 	poke(a.stirred)
-	a.logHealth(old.Verdicts, verdicts)
-	if o != a.outcome {
-		a.log.Info("partition", "name", o.Partition, "state", string(o.State), "message", o.Message)
-	}
-	a.outcome = o
-	if changed {
-		a.tell()
-	}
 }

@@ -87,7 +87,7 @@ func (a *Agent) Caps(c *desk.Claim) []lib.Limit {
 // Offered returns the GPUs that the agent gives out, in index order: who uses one
 // of them without a claim is an intruder.
 func (a *Agent) Offered() []gpu.Device {
-	snap := a.snapshot.Load()
+	snap := a.reporter.snapshot.Load()
 	var out []gpu.Device
 	for _, d := range snap.Inventory.GPUs {
 		if snap.Layouts[d.UUID].Offers && !d.Gone {
@@ -99,7 +99,7 @@ func (a *Agent) Offered() []gpu.Device {
 
 // Open reports whether somebody else, too, gives a GPU out: who uses it without a
 // claim of ours may have one of theirs.
-func (a *Agent) Open(u gpu.UUID) bool { return a.snapshot.Load().Others[u] != "" }
+func (a *Agent) Open(u gpu.UUID) bool { return a.reporter.snapshot.Load().Others[u] != "" }
 
 // Stirred has a value when claims, or the GPUs that are given out, may have changed
 // since the last one was taken. It is for one taker.

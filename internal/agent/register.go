@@ -16,10 +16,10 @@ func (a *Agent) LookAtPlugins() { a.wake() }
 // since when it has not named the devices of some, whose streams of lists may be open
 // all the same. A kubelet that starts again is no trouble: an error comes after
 // silentFor.
-func (a *Agent) resources(unknown map[string]time.Time) []status.Resource {
+func (r *reporter) resources(unknown map[string]time.Time) []status.Resource {
 	now := time.Now()
 	var out []status.Resource
-	for _, s := range a.plugins.Status() {
+	for _, s := range r.plugins.Status() {
 		r := status.Resource{Name: s.Resource, Devices: s.Devices, Registered: s.Registered}
 		since, why := s.Since, ""
 		if s.Err != nil {

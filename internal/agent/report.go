@@ -6,19 +6,91 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"maps"
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"time"
 
+	"example.com/gpu-agent/internal/brief"
+	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/label"
 	"example.com/gpu-agent/internal/nfd"
+	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+	"example.com/gpu-agent/pkg/topology"
 )
+
+// State is the outcome of a partition on the node.
+type State string
+
+// States, as the node's label has them.
+const (
+	Applied State = "applied"
+	Pending State = "pending"
+	Blocked State = "blocked"
+	Failed  State = "failed"
+	Invalid State = "invalid"
+)
+
+// Outcome is what the loop reports of the partition in force.
+type Outcome struct {
+	Partition string
+	State     State
+	// Message says what blocks or failed, with file and line where the file is
+	// at fault. Empty when applied without a remark; at most 4 KiB.
+	Message string
+}
+
+// Snapshot is what a round left, for status and metrics. It is immutable.
+type Snapshot struct {
+	Inventory *gpu.Inventory
+	// Topology is how the GPUs of Inventory are joined, and Matrix shows it; nil
+	// before the first.
+	Topology *topology.Graph
+	Matrix   *topology.Matrix
+	// Answered says that this process has read Inventory itself.
+	Answered bool
+	Layouts  map[gpu.UUID]plan.Layout
+	// Wanted is what the partition Active means on this node: the last good one
+	// while a newer one cannot be had. Nil before there was one.
+	Wanted  []config.Want
+	Active  string
+	Blocked []plan.Blocked
+	// Others is why GPUs are, or may be, given out by somebody else.
+	Others  map[gpu.UUID]string
+	Outcome Outcome
+	// Source is where the partition file came from; Generation counts the
+	// changes of what is wanted since the start.
+	Source     string
+	Generation uint64
+	At         time.Time
+	// Heard says that partitions and label have been heard of, if only that
+	// there are none or that they may not be read: from then on the outcome is
+	// worth telling.
+	Heard bool
+	// Unknown is since when the kubelet has not known resources that are offered it.
+	Unknown map[string]time.Time
+	// Missing is what Ready waits for, empty once it need not any more.
+	Missing string
+	// Verdicts are the unhealthy GPUs; Hangs is what the driver does
+	// not answer.
+	Verdicts []health.Verdict
+	Hangs    string
+	// Work is what is being done to GPUs' hardware, Made the MIG instances that are
+	// the agent's; Leaving and Failing are the MIG devices that go with their
+	// holders and those that could not be made, with the reason.
+	Work    map[gpu.UUID]string
+	Made    map[gpu.UUID]map[mig.Slot]bool
+	Leaving map[gpu.UUID]map[mig.Slot]string
+	Failing map[gpu.UUID]map[mig.Slot]string
+}
 
 // Keys of the node's labels, annotation and condition, below the domain.
 const (
@@ -44,7 +116,7 @@ var Written = struct{ Labels, Annotations, Conditions []string }{
 var reasons = map[State]string{
 	Applied: "GPUPartitionApplied",
 	Pending: "GPUPartitionPending",
-	Waiting: "GPUPartitionBlocked",
+	Blocked: "GPUPartitionBlocked",
 	Failed:  "GPUPartitionFailed",
 	Invalid: "GPUPartitionInvalid",
 }
@@ -57,54 +129,192 @@ const (
 	hangsReason     = "GPUDriverHangs"
 )
 
-// report keeps the node's labels, annotation and condition equal to what the loop
+// reporter tells people and programs what rounds leave: in the status, on the Node, in
+// Events and in the log. Nothing that the loop decides follows from it.
+type reporter struct {
+	opts     *Options
+	names    *desk.Names
+	desk     *desk.Desk
+	plugins  Plugins
+	cluster  Cluster
+	features Features
+	log      *slog.Logger
+	// snapshot is what the last round left.
+	snapshot atomic.Pointer[Snapshot]
+	// labels are the Node's, as far as they are known.
+	labels atomic.Pointer[map[string]string]
+	// news wakes run; it holds at most one token.
+	news chan struct{}
+}
+
+func newReporter(o *Options, names *desk.Names, d *desk.Desk, w *Worlds) *reporter {
+	r := &reporter{opts: o, names: names, desk: d, plugins: w.Plugins, cluster: w.Cluster, features: w.Features, log: o.Log, news: make(chan struct{}, 1)}
+	r.snapshot.Store(&Snapshot{Inventory: &gpu.Inventory{}, Outcome: Outcome{State: Pending, Message: "starting"}})
+	r.labels.Store(new(map[string]string))
+	return r
+}
+
+// setNode takes in the Node's labels. One that was made anew has lost what was written
+// on it.
+func (r *reporter) setNode(labels map[string]string) {
+	r.labels.Store(&labels)
+	poke(r.news)
+}
+
+// findings are what a round came to, beside its snapshot.
+type findings struct {
+	in      *input // as the round began
+	changes *plan.Changes
+	// note says why the partition changes nothing, and hwNote what the hardware has
+	// not; they are remarks.
+	note, hwNote string
+	// configErr is why the newest word of the partitions is not in force, err what
+	// failed, and missing what else the agent is not ready for.
+	configErr, err error
+	missing        []string
+	// resting is what failed on the hardware and is tried again; resetsDue and working
+	// say what the partition waits for.
+	resting, resetsDue, working string
+}
+
+// finish makes s what people see.
+func (r *reporter) finish(s *Snapshot, f *findings) {
+	now, old := time.Now(), r.snapshot.Load()
+	s.At, s.Source, s.Blocked, s.Leaving = now, f.in.source, f.changes.Blocked, f.changes.Leaving
+	o := &s.Outcome
+	f.judge(o, s.Wanted != nil)
+	// An API server that starts refuses what it permits a moment later.
+	refusal := f.in.refusals(now, silentFor)
+	if trouble := sentences(refusal, unregistered(r.resources(s.Unknown))); trouble != "" {
+		if o.State != Invalid {
+			o.State = Failed
+		}
+		o.Message = sentences(trouble, o.Message)
+	}
+	o.Message = brief.Cut(o.Message, brief.Text)
+	if old.At.IsZero() || old.Missing != "" { // once ready, it stays so
+		s.Missing = f.unready(s, now)
+	}
+	s.Heard = f.in.heard() || refusal != ""
+	changed := s.Outcome != old.Outcome || s.Inventory != old.Inventory || s.Generation != old.Generation || s.Heard != old.Heard || s.Hangs != old.Hangs ||
+		!slices.Equal(s.Verdicts, old.Verdicts)
+	r.snapshot.Store(s)
+	r.logHealth(old.Verdicts, s.Verdicts)
+	if *o != old.Outcome {
+		r.log.Info("partition", "name", o.Partition, "state", string(o.State), "message", o.Message)
+	}
+	if changed {
+		poke(r.news)
+	}
+}
+
+// judge puts the round into one word and a sentence. inForce says that there is a good
+// partition.
+func (f *findings) judge(o *Outcome, inForce bool) {
+	crowded := strings.Join(f.changes.Crowded, "; ")
+	switch {
+	case f.configErr != nil:
+		o.State, o.Message = Invalid, f.configErr.Error()
+		if inForce {
+			o.Message += "; the last good partition stays in force"
+		}
+	case f.err != nil:
+		o.State, o.Message = Failed, f.err.Error()
+	case len(f.changes.Refused) > 0:
+		o.State, o.Message = Failed, strings.Join(f.changes.Refused, "; ")
+	case f.resting != "":
+		o.State, o.Message = Failed, sentences(f.resting, blocked(f.changes), f.resetsDue, f.working)
+	case len(f.changes.Blocked) > 0:
+		o.State, o.Message = Blocked, sentences(blocked(f.changes), crowded, f.resetsDue, f.working)
+	case f.note != "":
+		o.State, o.Message = Pending, f.note
+	case crowded != "" || f.resetsDue != "" || f.working != "":
+		o.State, o.Message = Pending, sentences(crowded, f.resetsDue, f.working)
+	default:
+		o.State, o.Message = Applied, sentences(append([]string{f.hwNote}, f.changes.Notes...)...)
+	}
+}
+
+// blocked says which GPUs wait for whom.
+func blocked(changes *plan.Changes) string {
+	words := make([]string, len(changes.Blocked))
+	for i, b := range changes.Blocked {
+		words[i] = b.String()
+	}
+	return strings.Join(words, "; ")
+}
+
+// sentences joins what there is to say.
+func sentences(words ...string) string {
+	return strings.Join(slices.DeleteFunc(words, func(s string) bool { return s == "" }), "; ")
+}
+
+// unready is what Ready waits for.
+func (f *findings) unready(s *Snapshot, now time.Time) string {
+	out := slices.Clone(f.missing)
+	offers := slices.ContainsFunc(slices.Collect(maps.Values(s.Layouts)), func(l plan.Layout) bool { return l.Offers })
+	switch {
+	case !f.in.labelKnown:
+		out = append(out, "the node's labels have not been heard of")
+	case !f.in.heard():
+		out = append(out, "partitions have not been heard of")
+	case s.Outcome.State == Invalid && !offers:
+		out = append(out, "nothing is on offer, and there is no valid partition: "+s.Outcome.Message)
+	}
+	if !f.in.heard() {
+		out = append(out, f.in.refusals(now, 0))
+	}
+	return sentences(out...)
+}
+
+// run keeps the node's labels, annotation and condition equal to what the loop
 // last found, and sends an Event for each new thing. It runs beside the loop,
 // since the API server may be slow or away; the newest snapshot is all it needs.
 // It says nothing before the loop has heard what is wanted, so that a restart of
 // the agent does not make labels flicker.
-func (a *Agent) report(ctx context.Context) error {
+func (r *reporter) run(ctx context.Context) error {
 	var told Outcome
 	var sick []health.Verdict
 	failing := ""
 	pause := backOff(backOffMax)
 	for {
-		for !a.snapshot.Load().Heard {
+		for !r.snapshot.Load().Heard {
 			select {
 			case <-ctx.Done():
 				return ctx.Err()
-			case <-a.news:
+			case <-r.news:
 			}
 		}
-		snap := a.snapshot.Load()
-		own, guests, known := a.nodeLabels(snap)
+		snap := r.snapshot.Load()
+		own, guests, known := r.nodeLabels(snap)
 		var errs []error
-		if a.features != nil {
-			err := a.features.Write(nfd.Features{Labels: own, Guests: guests, Node: a.heardSoFar().labels, Keep: !known})
+		if r.features != nil {
+			err := r.features.Write(nfd.Features{Labels: own, Guests: guests, Node: *r.labels.Load(), Keep: !known})
 			if says := fmt.Sprint(err); err != nil && says != failing {
-				a.log.Error("cannot leave the labels for Node Feature Discovery", "err", err)
+				r.log.Error("cannot leave the labels for Node Feature Discovery", "err", err)
 				failing = says
 			}
 			errs = append(errs, err)
 			own, guests, known = nil, nil, true
 		}
-		if c := a.cluster; c != nil {
+		if c := r.cluster; c != nil {
 			if o := snap.Outcome; o != told {
-				a.tellOutcome(c, o)
+				r.tellOutcome(c, o)
 				told = o
 			}
 			if !slices.Equal(sick, snap.Verdicts) {
-				a.tellHealth(c, snap, sick)
+				r.tellHealth(c, snap, sick)
 				sick = snap.Verdicts
 			}
-			marks := kube.Marks{Labels: map[string]string{a.opts.Domain + "/" + StateLabel: string(snap.Outcome.State)},
+			marks := kube.Marks{Labels: map[string]string{r.opts.Domain + "/" + StateLabel: string(snap.Outcome.State)},
 				Annotations: map[string]string{}, Guests: guests, KeepLabels: !known}
 			maps.Copy(marks.Labels, own)
 			if m := snap.Outcome.Message; m != "" {
-				marks.Annotations[a.opts.Domain+"/"+MessageAnnotation] = m
+				marks.Annotations[r.opts.Domain+"/"+MessageAnnotation] = m
 			}
 			err := c.Mark(ctx, marks)
 			if err == nil {
-				err = c.SetCondition(ctx, condition(a.opts.Domain, snap))
+				err = c.SetCondition(ctx, condition(r.opts.Domain, snap))
 			}
 			errs = append(errs, err)
 		}
@@ -117,7 +327,7 @@ func (a *Agent) report(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
-		case <-a.news:
+		case <-r.news:
 		case <-again:
 		}
 	}
@@ -127,15 +337,15 @@ func (a *Agent) report(ctx context.Context) error {
 // Feature Discovery. known is false where that cannot be told now: before this
 // process has read the hardware, and while there is none to be read. What was
 // written before then stays.
-func (a *Agent) nodeLabels(snap *Snapshot) (own, guests map[string]string, known bool) {
-	if !a.opts.Label {
+func (r *reporter) nodeLabels(snap *Snapshot) (own, guests map[string]string, known bool) {
+	if !r.opts.Label {
 		return nil, nil, true
 	}
 	if !snap.Answered {
 		return nil, nil, false
 	}
 	in := label.Node{Inventory: snap.Inventory, Graph: snap.Topology, Partition: snap.Active, Wanted: snap.Wanted}
-	if own = label.Own(a.opts.Domain, in); own == nil {
+	if own = label.Own(r.opts.Domain, in); own == nil {
 		return nil, nil, false
 	}
 	if snap.Wanted == nil {
@@ -143,14 +353,14 @@ func (a *Agent) nodeLabels(snap *Snapshot) (own, guests map[string]string, known
 		// before: what followed from that still holds.
 		return own, nil, false
 	}
-	if a.opts.Guest {
+	if r.opts.Guest {
 		guests = label.NVIDIA(in)
 	}
 	return own, guests, true
 }
 
 // tellOutcome sends the Event of a new outcome.
-func (a *Agent) tellOutcome(c Cluster, o Outcome) {
+func (r *reporter) tellOutcome(c Cluster, o Outcome) {
 	kind := kube.Normal
 	if o.State == Failed || o.State == Invalid || o.State == Applied && o.Message != "" {
 		kind = kube.Warning
@@ -167,14 +377,14 @@ func (a *Agent) tellOutcome(c Cluster, o Outcome) {
 
 // tellHealth sends Events of what has changed in the GPUs' health: to the node,
 // and of what is new to those whose pods are on it.
-func (a *Agent) tellHealth(c Cluster, snap *Snapshot, before []health.Verdict) {
+func (r *reporter) tellHealth(c Cluster, snap *Snapshot, before []health.Verdict) {
 	news, over := healthNews(before, snap.Verdicts)
 	for _, g := range together(snap.Inventory, news) {
 		message := g.names + " unhealthy: " + g.reason
 		c.Event(kube.Regarding{}, kube.Warning, unhealthyReason, message)
 		var told []kube.Regarding
 		for _, u := range g.gpus {
-			for _, pod := range podsOn(a.desk.Claims(), u) {
+			for _, pod := range podsOn(r.desk.Claims(), u) {
 				if !slices.Contains(told, pod) {
 					told = append(told, pod)
 					c.Event(pod, kube.Warning, unhealthyReason, message)
@@ -199,13 +409,13 @@ func healthNews(before, now []health.Verdict) (news, over []health.Verdict) {
 
 // logHealth logs what has changed in the GPUs' health, which may be over before
 // anybody asks for the status.
-func (a *Agent) logHealth(before, now []health.Verdict) {
+func (r *reporter) logHealth(before, now []health.Verdict) {
 	news, over := healthNews(before, now)
 	for _, v := range news {
-		a.log.Warn("GPU is unfit for work", "gpu", string(v.GPU), "gi", v.GI, "ci", v.CI, "class", string(v.Class), "reason", v.Reason)
+		r.log.Warn("GPU is unfit for work", "gpu", string(v.GPU), "gi", v.GI, "ci", v.CI, "class", string(v.Class), "reason", v.Reason)
 	}
 	for _, v := range over {
-		a.log.Info("GPU fault is over", "gpu", string(v.GPU), "gi", v.GI, "ci", v.CI, "class", string(v.Class))
+		r.log.Info("GPU fault is over", "gpu", string(v.GPU), "gi", v.GI, "ci", v.CI, "class", string(v.Class))
 	}
 }
 
@@ -295,6 +505,3 @@ func condition(domain string, snap *Snapshot) kube.Condition {
 	}
 	return c
 }
-
-// tell wakes report.
-func (a *Agent) tell() { poke(a.news) }

@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/desk"
-	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
@@ -20,102 +19,124 @@ import (
 
 // Status is what people and metrics are shown: the last round's inventory and
 // outcome, and the desk's view and claims as they are now.
-func (a *Agent) Status() status.Status {
-	snap, view, claims := a.snapshot.Load(), a.desk.View(), a.desk.Claims()
-	s := status.Status{
-		Driver:  snap.Inventory.Driver,
-		CUDA:    snap.Inventory.CUDA,
-		Machine: snap.Inventory.Machine,
-		Partition: status.Partition{
-			Name: snap.Outcome.Partition, State: string(snap.Outcome.State), Message: snap.Outcome.Message,
-			Source: snap.Source, Generation: snap.Generation,
-		},
-		Claims:   len(claims),
-		Hardware: snap.Hangs,
-		Topology: snap.Matrix,
-	}
-	s.Resources = a.resources(snap.Unknown)
-	verdicts := map[gpu.UUID]health.Verdict{}
-	reasons := map[gpu.UUID][]string{}
-	for _, v := range snap.Verdicts { // the worst first
-		if _, ok := verdicts[v.GPU]; !ok {
-			verdicts[v.GPU] = v
-		}
-		reasons[v.GPU] = append(reasons[v.GPU], v.Reason)
-	}
-	index := map[gpu.UUID]int{}
-	for i := range snap.Inventory.GPUs {
-		d := &snap.Inventory.GPUs[i]
-		index[d.UUID] = i
-		cut := snap.Layouts[d.UUID]
-		g := status.GPU{
-			Index: d.Index, UUID: string(d.UUID), Model: d.Model, MemoryMiB: uint64(d.Memory),
-			PCI: d.PCI, NUMA: d.NUMA, Health: status.Healthy,
-		}
-		if cut.Known {
-			g.Mode = cut.Mode()
-		}
-		if cut.Offers && cut.Kind != ledger.Placement {
-			g.Resource = a.names.Of(cut.Kind, mig.Name{})
-			if cut.Kind == ledger.Units {
-				g.UnitMiB = uint64(a.opts.MemoryUnit)
-			}
-		}
-		if v, sick := verdicts[d.UUID]; sick {
-			since := v.Since
-			g.Health, g.Reason, g.Class, g.Since, g.Needs = "unhealthy", strings.Join(reasons[d.UUID], "; "), string(v.Class), &since, v.Needs
-		}
-		for _, b := range snap.Blocked {
-			if b.GPU == d.UUID {
-				g.Blocked = b.String()
-			}
-		}
-		g.MIG = a.migStatus(d, snap, view, claims)
-		s.GPUs = append(s.GPUs, g)
-	}
+func (a *Agent) Status() status.Status { return a.reporter.status() }
 
-	held := map[string]map[string]bool{} // resource → IDs
-	for i := range claims {
-		c := &claims[i]
-		if held[c.Resource] == nil {
-			held[c.Resource] = map[string]bool{}
+// scene is all that a Status is made from.
+type scene struct {
+	*Snapshot
+	view   *desk.View
+	claims []desk.Claim
+	// held has the IDs that claims have, by resource, and holders the claims by ID.
+	held    map[string]map[string]bool
+	holders map[string]*desk.Claim
+}
+
+func (r *reporter) status() status.Status {
+	at := scene{r.snapshot.Load(), r.desk.View(), r.desk.Claims(), map[string]map[string]bool{}, map[string]*desk.Claim{}}
+	for i := range at.claims {
+		c := &at.claims[i]
+		if at.held[c.Resource] == nil {
+			at.held[c.Resource] = map[string]bool{}
 		}
 		for _, id := range c.IDs {
-			held[c.Resource][id] = true
+			at.held[c.Resource][id], at.holders[id] = true, c
 		}
-		since := c.Allocated
-		for _, u := range c.GPUs() {
-			if at, ok := index[u]; ok {
-				n := 0
-				for j := range c.Grants {
-					if g := &c.Grants[j]; g.GPU == u {
-						n += max(1, g.Units.Len())
-					}
-				}
-				s.GPUs[at].Holders = append(s.GPUs[at].Holders, status.Holder{
-					Namespace: c.Holder.Namespace, Pod: c.Holder.Pod, Container: c.Holder.Container,
-					Resource: c.Resource, Units: n, Since: &since, Waits: c.Waits,
-				})
+	}
+	s := status.Status{
+		Driver:  at.Inventory.Driver,
+		CUDA:    at.Inventory.CUDA,
+		Machine: at.Inventory.Machine,
+		Partition: status.Partition{
+			Name: at.Outcome.Partition, State: string(at.Outcome.State), Message: at.Outcome.Message,
+			Source: at.Source, Generation: at.Generation,
+		},
+		Claims:    len(at.claims),
+		Hardware:  at.Hangs,
+		Topology:  at.Matrix,
+		Resources: r.resources(at.Unknown),
+	}
+	for i := range at.Inventory.GPUs {
+		s.GPUs = append(s.GPUs, r.gpu(&at.Inventory.GPUs[i], &at))
+	}
+	at.count(s.GPUs)
+	return s
+}
+
+// gpu shows a GPU.
+func (r *reporter) gpu(d *gpu.Device, at *scene) status.GPU {
+	g := status.GPU{
+		Index: d.Index, UUID: string(d.UUID), Model: d.Model, MemoryMiB: uint64(d.Memory),
+		PCI: d.PCI, NUMA: d.NUMA, Health: status.Healthy,
+	}
+	layout := at.Layouts[d.UUID]
+	if layout.Known {
+		g.Mode = layout.Mode()
+	}
+	if layout.Offers && layout.Kind != ledger.Placement {
+		g.Resource = r.names.Of(layout.Kind, mig.Name{})
+		if layout.Kind == ledger.Units {
+			g.UnitMiB = uint64(r.opts.MemoryUnit)
+		}
+	}
+	var reasons []string
+	for _, v := range at.Verdicts { // the worst first
+		if v.GPU != d.UUID {
+			continue
+		}
+		if reasons = append(reasons, v.Reason); len(reasons) == 1 {
+			g.Health, g.Class, g.Since, g.Needs = "unhealthy", string(v.Class), &v.Since, v.Needs
+		}
+	}
+	g.Reason = strings.Join(reasons, "; ")
+	for _, b := range at.Blocked {
+		if b.GPU == d.UUID {
+			g.Blocked = b.String()
+		}
+	}
+	g.MIG, g.Holders = at.mig(d), at.holdersOf(d.UUID)
+	return g
+}
+
+// holdersOf shows who has something of a GPU.
+func (at *scene) holdersOf(u gpu.UUID) (out []status.Holder) {
+	for i := range at.claims {
+		c := &at.claims[i]
+		n := 0
+		for j := range c.Grants {
+			if g := &c.Grants[j]; g.GPU == u {
+				n += max(1, g.Units.Len())
 			}
 		}
+		if n > 0 {
+			out = append(out, status.Holder{
+				Namespace: c.Holder.Namespace, Pod: c.Holder.Pod, Container: c.Holder.Container,
+				Resource: c.Resource, Units: n, Since: &c.Allocated, Waits: c.Waits,
+			})
+		}
 	}
-	for i := range s.GPUs {
-		slices.SortFunc(s.GPUs[i].Holders, func(a, b status.Holder) int {
-			return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Pod, b.Pod),
-				cmp.Compare(a.Container, b.Container), cmp.Compare(a.Resource, b.Resource), a.Since.Compare(*b.Since))
-		})
+	slices.SortFunc(out, func(a, b status.Holder) int {
+		return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Pod, b.Pod),
+			cmp.Compare(a.Container, b.Container), cmp.Compare(a.Resource, b.Resource), a.Since.Compare(*b.Since))
+	})
+	return out
+}
+
+// count counts the devices that GPUs have on offer, of their resource and of MIG.
+func (at *scene) count(gpus []status.GPU) {
+	index := map[gpu.UUID]*status.GPU{}
+	for i := range gpus {
+		index[gpu.UUID(gpus[i].UUID)] = &gpus[i]
 	}
-	for _, r := range view.Resources {
+	for _, r := range at.view.Resources {
 		for j := range r.Devices {
 			dev := &r.Devices[j]
-			at, ok := index[dev.GPU]
-			if !ok || s.GPUs[at].Resource != r.Name && r.Kind != ledger.Placement {
+			g := index[dev.GPU]
+			if g == nil || g.Resource != r.Name && r.Kind != ledger.Placement {
 				continue
 			}
-			g := &s.GPUs[at]
 			g.Total++
 			switch {
-			case held[r.Name][dev.ID]:
+			case at.held[r.Name][dev.ID]:
 				g.Used++
 			case dev.Healthy:
 				g.Free++
@@ -124,19 +145,18 @@ func (a *Agent) Status() status.Status {
 			}
 		}
 	}
-	return s
 }
 
-// migStatus shows a GPU's MIG devices: those that stand and those on offer. It is
-// nil where there are none.
-func (a *Agent) migStatus(d *gpu.Device, snap *Snapshot, view *desk.View, claims []desk.Claim) *status.MIG {
-	cut := snap.Layouts[d.UUID]
-	offers := cut.Offers && cut.Kind == ledger.Placement
-	if !d.MIG.Enabled && d.MIG.Pending == nil && !offers && snap.Work[d.UUID] == "" {
+// mig shows a GPU's MIG devices: those that stand and those on offer. It is nil where
+// there are none.
+func (at *scene) mig(d *gpu.Device) *status.MIG {
+	layout := at.Layouts[d.UUID]
+	offers := layout.Offers && layout.Kind == ledger.Placement
+	if !d.MIG.Enabled && d.MIG.Pending == nil && !offers && at.Work[d.UUID] == "" {
 		return nil
 	}
-	out := &status.MIG{Enabled: d.MIG.Enabled, Pending: d.MIG.Pending, Work: snap.Work[d.UUID]}
-	for _, w := range snap.Wanted {
+	out := &status.MIG{Enabled: d.MIG.Enabled, Pending: d.MIG.Pending, Work: at.Work[d.UUID]}
+	for _, w := range at.Wanted {
 		if w.GPU == d.UUID {
 			out.OnDemand = w.OnDemand
 		}
@@ -146,71 +166,26 @@ func (a *Agent) migStatus(d *gpu.Device, snap *Snapshot, view *desk.View, claims
 			out.Size = max(out.Size, at.Start+at.Size)
 		}
 	}
-	holders := map[string]*desk.Claim{}
-	for i := range claims {
-		for _, id := range claims[i].IDs {
-			holders[id] = &claims[i]
-		}
-	}
-	slots := map[string]*status.Slot{}
-	get := func(id string, s mig.Slot) *status.Slot {
-		if slots[id] == nil {
-			slots[id] = &status.Slot{Device: id, Profile: s.Profile.String(), Start: s.Start, Size: s.Size, CI: s.CI}
-		}
-		return slots[id]
-	}
-	for i := range d.MIG.Instances {
-		in := &d.MIG.Instances[i]
-		slot, err := mig.SlotOf(in)
-		if err != nil {
-			continue
-		}
-		id := mig.ID(d.UUID, slot)
-		s := get(id, slot)
-		s.UUID, s.GI, s.CIID, s.State = string(in.UUID), in.GI, in.CI, status.SlotWarm
-		if !snap.Made[d.UUID][slot] {
-			s.State = status.SlotForeign
-		}
-	}
-	for i := range view.Resources {
-		r := &view.Resources[i]
-		if r.Kind != ledger.Placement {
-			continue
-		}
+	slots := at.standing(d)
+	for i := range at.view.Resources {
+		r := &at.view.Resources[i]
 		for j := range r.Devices {
 			dev := &r.Devices[j]
-			if dev.GPU != d.UUID || dev.Slot.Size == 0 {
+			if r.Kind != ledger.Placement || dev.GPU != d.UUID || dev.Slot.Size == 0 {
 				continue
 			}
-			s := get(dev.ID, dev.Slot)
+			s := slots[dev.ID]
+			if s == nil {
+				s = newSlot(dev.ID, dev.Slot)
+			}
+			if s.State = at.slotState(dev, s); s.State == "" {
+				continue // lingers in the list
+			}
+			slots[dev.ID] = s
 			s.Resource, s.Reason = r.Name, dev.Reason
-			c, held := holders[dev.ID]
-			stands := s.UUID != ""
-			switch {
-			case held:
-				s.State = status.SlotHeld
-				if !stands {
-					s.State = status.SlotMaking
-				}
+			if c := at.holders[dev.ID]; c != nil {
 				s.Namespace, s.Pod, s.Container = c.Holder.Namespace, c.Holder.Pod, c.Holder.Container
-				if s.Reason == "" {
-					s.Reason = c.Trouble
-				}
-			case snap.Failing[d.UUID][dev.Slot] != "":
-				s.State = status.SlotFailed
-			case dev.Healthy && s.State == "":
-				s.State = status.SlotFree
-			case dev.Healthy:
-				s.State = status.SlotWarm
-			case snap.Leaving[d.UUID][dev.Slot] != "" || !offers:
-				s.State = status.SlotLeaving
-			case stands && s.State == status.SlotForeign:
-			case stands: // its room is promised to somebody
-				s.State = status.SlotCovered
-			case slices.Contains(cut.Slots, dev.Slot):
-				s.State = status.SlotCovered
-			default: // lingers in the list
-				delete(slots, dev.ID)
+				s.Reason = cmp.Or(s.Reason, c.Trouble)
 			}
 		}
 	}
@@ -223,6 +198,55 @@ func (a *Agent) migStatus(d *gpu.Device, snap *Snapshot, view *desk.View, claims
 	return out
 }
 
+func newSlot(id string, s mig.Slot) *status.Slot {
+	return &status.Slot{Device: id, Profile: s.Profile.String(), Start: s.Start, Size: s.Size, CI: s.CI}
+}
+
+// standing shows a GPU's MIG instances, by device ID.
+func (at *scene) standing(d *gpu.Device) map[string]*status.Slot {
+	out := map[string]*status.Slot{}
+	for i := range d.MIG.Instances {
+		in := &d.MIG.Instances[i]
+		slot, err := mig.SlotOf(in)
+		if err != nil {
+			continue
+		}
+		id := mig.ID(d.UUID, slot)
+		s := newSlot(id, slot)
+		s.UUID, s.GI, s.CIID, s.State = string(in.UUID), in.GI, in.CI, status.SlotWarm
+		if !at.Made[d.UUID][slot] {
+			s.State = status.SlotForeign
+		}
+		out[id] = s
+	}
+	return out
+}
+
+// slotState is the state of a listed MIG device, of which s shows the instance, if it
+// stands; empty where the device merely lingers in the list.
+func (at *scene) slotState(dev *desk.Device, s *status.Slot) string {
+	layout, stands := at.Layouts[dev.GPU], s.UUID != ""
+	switch {
+	case at.holders[dev.ID] != nil && stands:
+		return status.SlotHeld
+	case at.holders[dev.ID] != nil:
+		return status.SlotMaking
+	case at.Failing[dev.GPU][dev.Slot] != "":
+		return status.SlotFailed
+	case dev.Healthy && s.State == "":
+		return status.SlotFree
+	case dev.Healthy:
+		return status.SlotWarm
+	case at.Leaving[dev.GPU][dev.Slot] != "", !layout.Offers, layout.Kind != ledger.Placement:
+		return status.SlotLeaving
+	case s.State == status.SlotForeign:
+		return status.SlotForeign
+	case stands, slices.Contains(layout.Slots, dev.Slot): // its room is promised to somebody
+		return status.SlotCovered
+	}
+	return ""
+}
+
 // Ready returns nil once this process has read the driver, with the files of it
 // that containers need, and has heard of the partitions; else it says what is
 // missing. What a predecessor knew does not count, or a rolling update would walk
@@ -233,7 +257,7 @@ func (a *Agent) migStatus(d *gpu.Device, snap *Snapshot, view *desk.View, claims
 // in the outcome and in the health of the GPUs, and no reason to hold up or to take
 // back the update of an agent that works.
 func (a *Agent) Ready() error {
-	snap := a.snapshot.Load()
+	snap := a.reporter.snapshot.Load()
 	if snap.At.IsZero() {
 		return errors.New("the first round has not ended")
 	}
@@ -249,7 +273,7 @@ const stuckAfter = inventoryEvery + 5*time.Minute
 
 // Healthy returns nil while rounds come to an end.
 func (a *Agent) Healthy() error {
-	if at := a.snapshot.Load().At; !at.IsZero() && time.Since(at) > stuckAfter {
+	if at := a.reporter.snapshot.Load().At; !at.IsZero() && time.Since(at) > stuckAfter {
 		return fmt.Errorf("the loop has not finished a round since %s", at.Format(time.RFC3339))
 	}
 	return nil

@@ -286,12 +286,12 @@ func (s *storm) offerTooMany() {
 	if !s.agent.answered || s.mute != nil || s.hangs || len(s.agent.jobs) > 0 {
 		return
 	}
-	before, wanted := s.healthy(), s.agent.snapshot.Load().Generation
+	before, wanted := s.healthy(), s.agent.reporter.snapshot.Load().Generation
 	s.agent.SetFile("p.yaml", []byte(tooMany))
 	s.round(nil)
 	synctest.Wait()
 	after := s.healthy()
-	snap := s.agent.snapshot.Load()
+	snap := s.agent.reporter.snapshot.Load()
 	if snap.Outcome.State != Invalid || snap.Generation != wanted {
 		s.t.Errorf("30000 replicas on each of %d GPUs are %s (%q), and the wishes went from %d to %d; want them refused", s.gpus,
 			snap.Outcome.State, snap.Outcome.Message, wanted, snap.Generation)
