@@ -155,6 +155,7 @@ type Agent struct {
 	desk     *desk.Desk
 	reporter *reporter
 	health   *health.Monitor
+	executor *executor
 	log      *slog.Logger
 	// ration is the log for what a program on a GPU, or a server that is away, can
 	// repeat as often as it likes.
@@ -182,9 +183,6 @@ type Agent struct {
 
 	grantsMu sync.Mutex
 	grants   []state.Claim // guarded by grantsMu; not yet written down
-
-	resultsMu sync.Mutex
-	results   []result // guarded by resultsMu; of jobs that have ended
 
 	faultsMu sync.Mutex // held while the verdicts go to the desk
 	// instances is inv as of when this process has read it: for whoever must know
@@ -228,30 +226,14 @@ type Agent struct {
 	// cards is what can stand on each GPU, of profiles as they were then.
 	cards    map[gpu.UUID]*mig.Card
 	profiles map[gpu.UUID][]gpu.Profile
-	// mine are the MIG instances that are the agent's, and idle is since when
-	// nobody has those on demand.
-	mine map[gpu.UUID]map[mig.Slot]bool
-	idle map[gpu.UUID]map[mig.Slot]time.Time
-	// jobs are under way; migAt is when the last one of a GPU ended: what was read
-	// of it before is out of date.
-	jobs  map[gpu.UUID]*job
-	migAt map[gpu.UUID]time.Time
-	// rests are pauses after work that failed, by GPU and by wish; failing are
-	// the slots that could not be made.
-	rests     map[gpu.UUID]*rest
-	wishRests map[plan.Want]*rest
-	failing   map[gpu.UUID]map[mig.Slot]*failing
 	// gates is what the CDI files of claims of MIG devices were made of.
-	gates map[string]string
-	// busyLook is how often GPUs are read for the sake of processes that no claim
-	// covers, 0 where there are none.
-	busyLook time.Duration
-	serving  map[string]plugin.Source
-	removed  map[string]bool      // claims whose file was taken away
-	unknown  map[string]time.Time // see Snapshot.Unknown; it is not changed but replaced
-	written  int                  // claims written down since the journal was last cut
-	swept    bool                 // no file of an ended claim is left
-	trim     bool                 // a claim has ended that may be in the journal
+	gates   map[string]string
+	serving map[string]plugin.Source
+	removed map[string]bool      // claims whose file was taken away
+	unknown map[string]time.Time // see Snapshot.Unknown; it is not changed but replaced
+	written int                  // claims written down since the journal was last cut
+	swept   bool                 // no file of an ended claim is left
+	trim    bool                 // a claim has ended that may be in the journal
 }
 
 // input is the news from outside, by value.
@@ -304,42 +286,36 @@ func New(o Options, w Worlds) *Agent {
 		o.LinksEvery = inventoryEvery
 	}
 	a := &Agent{
-		opts:      o,
-		names:     desk.ResourceNames(o.ResourceDomain),
-		driver:    w.Driver,
-		files:     w.Files,
-		caps:      w.Caps,
-		kubelet:   w.Kubelet,
-		runtime:   w.Runtime,
-		plugins:   w.Plugins,
-		store:     w.Store,
-		cluster:   w.Cluster,
-		observer:  w.Observer,
-		health:    health.New(o.Health),
-		log:       o.Log,
-		trigger:   make(chan struct{}, 1),
-		stirred:   make(chan struct{}, 1),
-		ended:     make(chan struct{}, 1),
-		input:     input{labelKnown: w.Cluster == nil},
-		layouts:   map[gpu.UUID]plan.Layout{},
-		past:      map[gpu.UUID][]plan.Past{},
-		slices:    map[gpu.UUID]slice{},
-		cards:     map[gpu.UUID]*mig.Card{},
-		profiles:  map[gpu.UUID][]gpu.Profile{},
-		mine:      map[gpu.UUID]map[mig.Slot]bool{},
-		idle:      map[gpu.UUID]map[mig.Slot]time.Time{},
-		jobs:      map[gpu.UUID]*job{},
-		migAt:     map[gpu.UUID]time.Time{},
-		rests:     map[gpu.UUID]*rest{},
-		wishRests: map[plan.Want]*rest{},
-		failing:   map[gpu.UUID]map[mig.Slot]*failing{},
-		gates:     map[string]string{},
-		serving:   map[string]plugin.Source{},
-		removed:   map[string]bool{},
+		opts:     o,
+		names:    desk.ResourceNames(o.ResourceDomain),
+		driver:   w.Driver,
+		files:    w.Files,
+		caps:     w.Caps,
+		kubelet:  w.Kubelet,
+		runtime:  w.Runtime,
+		plugins:  w.Plugins,
+		store:    w.Store,
+		cluster:  w.Cluster,
+		observer: w.Observer,
+		health:   health.New(o.Health),
+		log:      o.Log,
+		trigger:  make(chan struct{}, 1),
+		stirred:  make(chan struct{}, 1),
+		ended:    make(chan struct{}, 1),
+		input:    input{labelKnown: w.Cluster == nil},
+		layouts:  map[gpu.UUID]plan.Layout{},
+		past:     map[gpu.UUID][]plan.Past{},
+		slices:   map[gpu.UUID]slice{},
+		cards:    map[gpu.UUID]*mig.Card{},
+		profiles: map[gpu.UUID][]gpu.Profile{},
+		gates:    map[string]string{},
+		serving:  map[string]plugin.Source{},
+		removed:  map[string]bool{},
 	}
 	a.ration = brief.NewRation(a.log, time.Now, time.AfterFunc)
 	a.seen.resent, a.seen.stale = map[string]time.Time{}, map[string]string{}
 	a.desk = desk.New(a.wake, time.Now)
+	a.executor = newExecutor(&o, &w, a.desk, a.wake)
 	a.reporter = newReporter(&a.opts, a.names, a.desk, &w)
 	return a
 }
@@ -526,7 +502,7 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 	if a.someoneWaits() {
 		wait = min(wait, waitEvery)
 	}
-	if at, ok := a.nextWork(now); ok {
+	if at, ok := a.executor.nextWork(now); ok {
 		wait = min(wait, at)
 	}
 	if !a.seen.silent.IsZero() {
@@ -569,6 +545,14 @@ func (a *Agent) holdersDue(now time.Time, changes *plan.Changes) bool {
 	default:
 		return a.desk.Held() && since >= holdersEvery
 	}
+}
+
+// due picks the work that is to be begun now.
+func (a *Agent) due(work []plan.Work, now time.Time) []plan.Work {
+	if a.letGo != "" || a.letting || !a.driverAnswers() {
+		return nil
+	}
+	return a.executor.due(work, a.wantedGen, a.seen.heard, now)
 }
 
 // round is one look at everything and what follows from it.
@@ -626,18 +610,12 @@ func (a *Agent) round(ctx context.Context) error {
 	}
 	a.settle(&changes)
 	work := a.due(changes.Work, time.Now())
-	for _, w := range work {
-		for _, s := range w.Steps {
-			if s.Op == mig.Create {
-				a.own(w.GPU, s.Slot)
-			}
-		}
-	}
+	a.executor.ownMade(work)
 	// What is withdrawn is written down before it is done: a successor must go on
 	// listing it.
 	unsaved := a.save()
 	if errs = append(errs, unsaved); unsaved == nil {
-		a.begin(ctx, work)
+		a.executor.begin(ctx, a.inv, work)
 	}
 	a.correct(&changes, unsaved)
 	// Not before somebody can need them: the partitions may arrive meanwhile.
@@ -677,8 +655,9 @@ func (a *Agent) round(ctx context.Context) error {
 	if h := a.hangs(); h != "" {
 		hwNote = strings.TrimPrefix(hwNote+"; hardware work waits: "+h, "; ")
 	}
-	a.finish(&findings{in: &in, changes: &changes, note: note, hwNote: hwNote, configErr: configErr, err: err,
-		resting: a.resting(), resetsDue: a.resetsDue(), working: a.working()})
+	f := &findings{in: &in, changes: &changes, note: note, hwNote: hwNote, configErr: configErr, err: err}
+	f.resting, f.resetsDue, f.working = a.executor.says(a.inv, a.wantedGen)
+	a.finish(f)
 	return err
 }
 
@@ -763,8 +742,10 @@ func (a *Agent) heardSoFar() input {
 }
 
 func (a *Agent) plan(claims []desk.Claim) plan.Changes {
+	mig := a.executor.input(claims, time.Now())
+	mig.Cards, mig.Reclaim = a.cards, a.opts.ReclaimForeign
 	return plan.Make(plan.Input{Inventory: a.inv, Claims: claims, Wanted: a.wanted, Layouts: a.layouts, Past: a.past, Others: a.others.gpus,
-		Unit: a.opts.MemoryUnit, MIG: a.migInput(claims, time.Now())})
+		Unit: a.opts.MemoryUnit, MIG: mig})
 }
 
 // offersAny reports whether any of these GPUs has devices to withdraw.
@@ -781,18 +762,11 @@ func (a *Agent) settle(changes *plan.Changes) {
 		old, to := a.layouts[u], changes.Layouts[u]
 		if old.Offers && to.Offers && old.Kind == ledger.Placement && to.Kind == ledger.Placement && !old.Equal(to) {
 			a.past[u] = append(a.past[u], plan.Past{Layout: old, Until: now.Add(plan.Linger)})
-			a.log.Info("cut", "gpu", u, "from", plan.Names(old.Slots), "to", plan.Names(to.Slots))
+			a.log.Info("layout", "gpu", u, "from", plan.Names(old.Slots), "to", plan.Names(to.Slots))
 		}
 	}
-	for u, slots := range changes.Made {
-		for _, s := range slots {
-			a.own(u, s)
-		}
-	}
-	a.forget(changes)
-	a.noteIdle(changes, now)
-	a.busyLook = busyLookOf(changes)
-	if a.busyLook > 0 && now.Sub(a.readAt) >= a.busyLook {
+	a.executor.planned(changes, now)
+	if every := a.executor.busyLook; every > 0 && now.Sub(a.readAt) >= every {
 		a.stale.Store(true)
 	}
 	for _, u := range changes.Recut {
@@ -800,7 +774,7 @@ func (a *Agent) settle(changes *plan.Changes) {
 		if old.Offers {
 			a.past[u] = append(a.past[u], plan.Past{Layout: old, Until: now.Add(plan.Linger)})
 		}
-		a.log.Info("cut", "gpu", u, "from", old.Mode(), "to", changes.Layouts[u].Mode(), "devices", changes.Layouts[u].N)
+		a.log.Info("layout", "gpu", u, "from", old.Mode(), "to", changes.Layouts[u].Mode(), "devices", changes.Layouts[u].N)
 	}
 	a.layouts = changes.Layouts
 }
@@ -819,7 +793,7 @@ func (a *Agent) expire(now time.Time) {
 
 func (a *Agent) publish(in viewInput) *desk.View {
 	in.inv, in.past, in.names, in.cards, in.drain = a.inv, a.past, a.names, a.cards, !a.opts.KeepOffering
-	in.failing = a.failingSlots(time.Now())
+	in.failing = a.executor.failingSlots(time.Now())
 	in.topology, in.aligned, in.onDemand, in.others = a.topology, a.opts.Align, a.onDemand, a.others.gpus
 	if a.parts == nil && a.partsErr != nil {
 		in.closed = a.partsErr.Error()
@@ -876,19 +850,10 @@ func (a *Agent) hangs() string {
 // finish hands what the round left to the reporter.
 func (a *Agent) finish(f *findings) {
 	s := &Snapshot{Inventory: a.inv, Topology: a.topology, Matrix: a.matrix, Answered: a.answered, Layouts: a.layouts, Wanted: a.wanted, Active: a.active,
-		Work: map[gpu.UUID]string{}, Made: map[gpu.UUID]map[mig.Slot]bool{}, Failing: a.failingSlots(time.Now()), Others: a.others.gpus,
+		Work: a.executor.now(), Made: a.executor.made(), Failing: a.executor.failingSlots(time.Now()), Others: a.others.gpus,
 		Outcome: Outcome{Partition: a.partition}, Generation: a.wantedGen, Unknown: a.unknown, Verdicts: a.health.Verdicts(), Hangs: a.hangs()}
 	if a.inv == nil {
 		s.Inventory = a.reporter.snapshot.Load().Inventory // an empty one
-	}
-	for u, slots := range a.mine {
-		s.Made[u] = maps.Clone(slots)
-	}
-	for u, j := range a.jobs {
-		s.Work[u] = j.String() // until its first step begins
-		if text := j.now.Load(); text != nil {
-			s.Work[u] = *text
-		}
 	}
 	if !a.answered {
 		why := "the first reading has not ended"

@@ -172,8 +172,8 @@ func (a *Agent) take(r reading, now time.Time) {
 	a.instances.Store(inv)
 	a.setCards()
 	for i := range inv.GPUs {
-		if d := &inv.GPUs[i]; d.Fault == "" && d.MIG.Capable && a.jobs[d.UUID] == nil {
-			a.disown(d)
+		if d := &inv.GPUs[i]; d.Fault == "" && d.MIG.Capable && a.executor.jobs[d.UUID] == nil {
+			a.executor.disown(d)
 		}
 	}
 	// As merged: a GPU that the driver cannot name has its name here.
@@ -186,6 +186,37 @@ func (a *Agent) take(r reading, now time.Time) {
 		seen.GPUs = append(seen.GPUs, g)
 	}
 	a.health.Reading(seen, now)
+}
+
+// takeResults takes in what jobs came to: what is true of their GPUs now, and what
+// follows from failures.
+func (a *Agent) takeResults(now time.Time) {
+	results := a.executor.ended(now)
+	for i := range results {
+		r := &results[i]
+		if a.inv.ByUUID(r.GPU) == nil {
+			continue
+		}
+		if r.read != nil {
+			a.stale.Store(true)
+		} else {
+			a.setMIG(r.GPU, r.mig)
+		}
+		a.executor.learn(r, a.inv.ByUUID(r.GPU), a.wantedGen, now)
+	}
+}
+
+// setMIG takes in the MIG side of one GPU, as it is now.
+func (a *Agent) setMIG(u gpu.UUID, m gpu.MIG) {
+	inv := *a.inv
+	inv.GPUs = slices.Clone(inv.GPUs)
+	inv.ByUUID(u).MIG = m
+	a.inv = &inv
+	a.instances.Store(a.inv)
+	a.setCards()
+	if slices.ContainsFunc(a.health.Verdicts(), func(v health.Verdict) bool { return v.GPU == u && v.GI >= 0 }) {
+		a.stale.Store(true) // re-read, so that health drops what it says of a removed instance
+	}
 }
 
 // setTopology draws up how the GPUs of the inventory are joined.
@@ -204,7 +235,7 @@ func (a *Agent) keepMIG(inv *gpu.Inventory, began time.Time) {
 	}
 	for i := range inv.GPUs {
 		d := &inv.GPUs[i]
-		if old := a.inv.ByUUID(d.UUID); old != nil && (a.jobs[d.UUID] != nil || a.migAt[d.UUID].After(began)) {
+		if old := a.inv.ByUUID(d.UUID); old != nil && a.executor.unsettled(d.UUID, began) {
 			d.MIG = old.MIG
 		}
 	}
@@ -437,7 +468,7 @@ func letGoReason(n *kube.Node, domain string) string {
 // begun: a GPU must not be left in the middle of a change.
 func (a *Agent) mindDriver(in *input) error {
 	was := a.letting
-	a.letting = a.letGo == "" && in.letGo != "" && len(a.jobs) > 0
+	a.letting = a.letGo == "" && in.letGo != "" && len(a.executor.jobs) > 0
 	switch {
 	case a.letting:
 		if !was {
@@ -457,4 +488,32 @@ func (a *Agent) mindDriver(in *input) error {
 		return fmt.Errorf("the driver may be used again: %w", gpu.ErrReloaded)
 	}
 	return nil
+}
+
+// setCards keeps what can stand on each GPU in step with what its driver says.
+func (a *Agent) setCards() {
+	cards := map[gpu.UUID]*mig.Card{}
+	for i := range a.inv.GPUs {
+		d := &a.inv.GPUs[i]
+		if !d.MIG.Capable {
+			continue
+		}
+		if old, ok := a.cards[d.UUID]; ok && sameProfiles(a.profiles[d.UUID], d.MIG.Profiles) {
+			cards[d.UUID] = old
+			continue
+		}
+		c, err := mig.NewCard(&d.MIG)
+		if err != nil { // the profiles that are understood may be had
+			a.log.Warn("the driver has MIG profiles that this version does not understand", "gpu", d.UUID, "err", err)
+		}
+		cards[d.UUID] = c
+		a.profiles[d.UUID] = d.MIG.Profiles
+	}
+	a.cards = cards
+}
+
+func sameProfiles(a, b []gpu.Profile) bool {
+	return slices.EqualFunc(a, b, func(x, y gpu.Profile) bool {
+		return x.Name == y.Name && x.ID == y.ID && x.Max == y.Max && x.Slices == y.Slices && slices.Equal(x.Placements, y.Placements)
+	})
 }

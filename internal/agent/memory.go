@@ -80,7 +80,7 @@ func (a *Agent) remember() {
 	if same {
 		for _, m := range doc.Made {
 			if s, err := slotFrom(&m.Slot); err == nil {
-				a.own(m.GPU, s)
+				a.executor.own(m.GPU, s)
 			}
 		}
 	}
@@ -130,8 +130,8 @@ func (a *Agent) save() error {
 			write(u, p.Layout, p.Until)
 		}
 	}
-	for _, u := range sortedKeys(a.mine) {
-		for _, m := range slices.SortedFunc(maps.Keys(a.mine[u]), mig.CompareSlots) {
+	for _, u := range sortedKeys(a.executor.mine) {
+		for _, m := range slices.SortedFunc(maps.Keys(a.executor.mine[u]), mig.CompareSlots) {
 			doc.Made = append(doc.Made, state.Made{GPU: u, Slot: slotText(m)})
 		}
 	}

@@ -480,7 +480,7 @@ func TestIdleInstanceTTL(t *testing.T) {
 		o := migMachine(1, 0)
 		b := start(t, o, t.TempDir(), migPartition(demand))
 		defer b.end()
-		b.Agent.opts.IdleTTL = time.Minute
+		b.Agent.executor.idleTTL = time.Minute
 		b.hold("a", small, migID(0, "1g.10gb@0"))
 		time.Sleep(5 * time.Minute)
 		b.wantStanding(0, "1g.10gb@0")
@@ -667,7 +667,7 @@ func TestResetNeverAsksForIt(t *testing.T) {
 		o.ampere = true
 		b := start(t, o, t.TempDir(), "")
 		defer b.end()
-		b.Agent.opts.NeverReset = true
+		b.Agent.executor.neverReset = true
 		b.SetFile("p.yaml", []byte(migPartition(twoLarge, "{mode: whole}")))
 		time.Sleep(time.Second)
 		b.wantState("pending")

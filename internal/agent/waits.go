@@ -16,7 +16,7 @@ import (
 func (a *Agent) correct(changes *plan.Changes, unsaved error) {
 	for i := range changes.Work {
 		w := &changes.Work[i]
-		if w.Claim == "" || a.jobs[w.GPU] != nil {
+		if w.Claim == "" || a.executor.jobs[w.GPU] != nil {
 			continue
 		}
 		why := "the work is due" // in a moment, since something has come between
@@ -79,7 +79,7 @@ func (a *Agent) shutBecause(c *desk.Claim) string {
 // stays until it is tried again.
 func (a *Agent) tellWaiting(trouble map[string]string) {
 	for _, c := range a.desk.Claims() {
-		if why := trouble[c.Key]; !c.Ready && why != c.Trouble && (why != "" || !a.failedFor(c.Key)) {
+		if why := trouble[c.Key]; !c.Ready && why != c.Trouble && (why != "" || !a.executor.failedFor(c.Key)) {
 			a.desk.SetTrouble(c.Key, why)
 		}
 	}

@@ -6,18 +6,19 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"maps"
 	"math"
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
 	"k8s.io/apimachinery/pkg/util/wait"
 
 	"example.com/gpu-agent/internal/desk"
-	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
@@ -75,11 +76,28 @@ type result struct {
 	// mig is what is true of the GPU now, if read is nil.
 	mig  gpu.MIG
 	read error
-	// err is the step that failed; undone is what was put back then, and stuck why
+	// err is why the step failed; undone is what was put back then, and stuck why
 	// that was not all.
 	err    error
+	failed mig.Step
 	undone []mig.Step
 	stuck  error
+}
+
+// failure tells one failure from another, so that the same is said once: the step, the
+// kind of error, and whether the GPU could be put back.
+type failure struct {
+	step  mig.Step
+	kind  error
+	stuck bool
+}
+
+func (r *result) failure() failure {
+	f := failure{r.failed, gpu.ErrorKind(r.err), r.stuck != nil}
+	if errors.Is(r.err, errResetDue) {
+		f.kind = errResetDue
+	}
+	return f
 }
 
 // rest is a pause after work that failed.
@@ -89,6 +107,7 @@ type rest struct {
 	// gen is the partition that it was for: another one is tried at once.
 	gen uint64
 	err error
+	of  failure // tells err from the one before
 }
 
 func (r *rest) fail(err error, gen uint64, most time.Duration, now time.Time) {
@@ -110,18 +129,84 @@ type failing struct {
 	why   string
 }
 
-// own notes that an instance is the agent's.
-func (a *Agent) own(u gpu.UUID, s mig.Slot) {
-	if a.mine[u] == nil {
-		a.mine[u] = map[mig.Slot]bool{}
+// waiters are the claims whose containers wait for work on the hardware. The desk
+// has them.
+type waiters interface {
+	Claims() []desk.Claim
+	SetTrouble(key, why string)
+}
+
+// executor does on the hardware what was planned, on each GPU one job at a time, and
+// remembers what came of it. A job has a goroutine of its own, which calls execute
+// and what that calls; everything else is for the loop's goroutine. Use newExecutor.
+type executor struct {
+	driver   Driver
+	observer Observer
+	waiters  waiters
+	log      *slog.Logger
+	// event sends an Event, and wake has a round come when a job has ended.
+	event func(kube.Regarding, kube.EventType, string, string)
+	wake  func()
+	// neverReset and idleTTL are the Options of these names.
+	neverReset bool
+	idleTTL    time.Duration
+
+	mu      sync.Mutex
+	results []result // guarded by mu; of jobs that have ended
+
+	// The rest belongs to the loop's goroutine.
+
+	// jobs are under way; endedAt is when the last one of a GPU ended: what was read
+	// of it before is out of date.
+	jobs    map[gpu.UUID]*job
+	endedAt map[gpu.UUID]time.Time
+	// rests are pauses after work that failed, for a claim's wish or, where that names
+	// no claim, for the partition; failing are the slots that could not be made.
+	rests   map[plan.Want]*rest
+	failing map[mig.Place]*failing
+	// mine are the MIG instances that are the agent's, and idle is since when
+	// nobody has those on demand.
+	mine map[gpu.UUID]map[mig.Slot]bool
+	idle map[mig.Place]time.Time
+	// busyLook is how often GPUs are read for the sake of processes that no claim
+	// covers, 0 where there are none.
+	busyLook time.Duration
+}
+
+func newExecutor(o *Options, w *Worlds, claims waiters, wake func()) *executor {
+	e := &executor{
+		driver: w.Driver, observer: w.Observer, waiters: claims, log: o.Log, wake: wake, neverReset: o.NeverReset, idleTTL: o.IdleTTL,
+		event:   func(kube.Regarding, kube.EventType, string, string) {},
+		jobs:    map[gpu.UUID]*job{},
+		endedAt: map[gpu.UUID]time.Time{},
+		rests:   map[plan.Want]*rest{},
+		failing: map[mig.Place]*failing{},
+		mine:    map[gpu.UUID]map[mig.Slot]bool{},
 	}
-	a.mine[u][s] = true
+	if w.Cluster != nil {
+		e.event = w.Cluster.Event
+	}
+	return e
+}
+
+// unsettled reports whether something is being done to a GPU, or was after began: who
+// read it then may have seen it in the middle of that.
+func (e *executor) unsettled(u gpu.UUID, began time.Time) bool {
+	return e.jobs[u] != nil || e.endedAt[u].After(began)
+}
+
+// own notes that an instance is the agent's.
+func (e *executor) own(u gpu.UUID, s mig.Slot) {
+	if e.mine[u] == nil {
+		e.mine[u] = map[mig.Slot]bool{}
+	}
+	e.mine[u][s] = true
 }
 
 // disown forgets the instances of a GPU that do not stand any more: what comes to
 // their places by another hand is somebody else's.
-func (a *Agent) disown(d *gpu.Device) {
-	maps.DeleteFunc(a.mine[d.UUID], func(s mig.Slot, _ bool) bool {
+func (e *executor) disown(d *gpu.Device) {
+	maps.DeleteFunc(e.mine[d.UUID], func(s mig.Slot, _ bool) bool {
 		return !slices.ContainsFunc(d.MIG.Instances, func(in gpu.Instance) bool {
 			at, err := mig.SlotOf(&in)
 			// An empty GPU instance is what is left of a device that was in it.
@@ -130,26 +215,16 @@ func (a *Agent) disown(d *gpu.Device) {
 	})
 }
 
-// forget drops the pauses of GPUs that have become what they shall be.
-func (a *Agent) forget(changes *plan.Changes) {
-	maps.DeleteFunc(a.rests, func(u gpu.UUID, _ *rest) bool {
-		return a.jobs[u] == nil && !slices.ContainsFunc(changes.Work, func(w plan.Work) bool { return w.GPU == u })
-	})
-}
-
-// due picks the work that is to be begun now. Before the witnesses have been heard
-// once, nothing is taken away: what this process has read of its predecessor's may
-// be short of a holder.
-func (a *Agent) due(work []plan.Work, now time.Time) []plan.Work {
-	if a.letGo != "" || a.letting || !a.driverAnswers() {
-		return nil
-	}
+// due picks the work that is to be begun now; gen counts the partitions. Before the
+// witnesses have been heard once, nothing is taken away: what this process has read
+// of its predecessor's may be short of a holder.
+func (e *executor) due(work []plan.Work, gen uint64, heard bool, now time.Time) []plan.Work {
 	return slices.DeleteFunc(slices.Clone(work), func(w plan.Work) bool {
-		if !a.seen.heard && w.Takes() {
+		if !heard && w.Takes() {
 			return true
 		}
-		r := a.rests[w.GPU]
-		return w.Claim == "" && r != nil && r.gen == a.wantedGen && now.Before(r.until)
+		r := e.rests[plan.Want{GPU: w.GPU}]
+		return w.Claim == "" && r != nil && r.gen == gen && now.Before(r.until)
 	})
 }
 
@@ -159,35 +234,45 @@ func withdraws(work []plan.Work) bool {
 	return slices.ContainsFunc(work, func(w plan.Work) bool { return w.Claim == "" })
 }
 
-// begin has work done beside the loop, on each GPU for itself. What is to be made is
-// the agent's before it is made, and written down: a successor must not take it for
-// somebody else's.
-func (a *Agent) begin(ctx context.Context, work []plan.Work) {
-	if plan := a.planText(work); plan != "" && a.cluster != nil {
-		a.cluster.Event(kube.Regarding{}, kube.Normal, changeReason, plan)
+// ownMade makes what is to be made the agent's own. That is done and written down
+// before it is made: a successor must not take it for somebody else's.
+func (e *executor) ownMade(work []plan.Work) {
+	for _, w := range work {
+		for _, s := range w.Steps {
+			if s.Op == mig.Create {
+				e.own(w.GPU, s.Slot)
+			}
+		}
+	}
+}
+
+// begin has work done beside the loop, on each GPU for itself.
+func (e *executor) begin(ctx context.Context, inv *gpu.Inventory, work []plan.Work) {
+	if plan := workText(inv, work); plan != "" {
+		e.event(kube.Regarding{}, kube.Normal, changeReason, plan)
 	}
 	for _, w := range work {
-		d := a.inv.ByUUID(w.GPU)
+		d := inv.ByUUID(w.GPU)
 		j := &job{Work: w}
-		a.jobs[w.GPU] = j
-		a.log.Info("work begins", "gpu", w.GPU, "claim", w.Claim, "steps", w.String())
+		e.jobs[w.GPU] = j
+		e.log.Info("work begins", "gpu", w.GPU, "claim", w.Claim, "steps", w.String())
 		go func() {
-			r := a.execute(ctx, j, *d)
-			a.resultsMu.Lock()
-			a.results = append(a.results, r)
-			a.resultsMu.Unlock()
-			a.wake()
+			r := e.execute(ctx, j, *d)
+			e.mu.Lock()
+			e.results = append(e.results, r)
+			e.mu.Unlock()
+			e.wake()
 		}()
 	}
 }
 
-// planText is what is to be done for the partition, in words. Events are few: GPUs
+// workText is what is to be done for the partition, in words. Events are few: GPUs
 // of which the same is to be said share a sentence.
-func (a *Agent) planText(work []plan.Work) string {
+func workText(inv *gpu.Inventory, work []plan.Work) string {
 	var gpus map[string][]string
 	var texts []string
 	for _, w := range work {
-		d := a.inv.ByUUID(w.GPU)
+		d := inv.ByUUID(w.GPU)
 		if w.Claim != "" || d == nil {
 			continue
 		}
@@ -212,11 +297,11 @@ func (a *Agent) planText(work []plan.Work) string {
 
 // execute does a job's steps in order. Where one fails, what was done is undone: the
 // GPU is as it was, or as near to that as the driver lets it be.
-func (a *Agent) execute(ctx context.Context, j *job, d gpu.Device) result {
+func (e *executor) execute(ctx context.Context, j *job, d gpu.Device) result {
 	r := result{job: j}
 	// Others may have been at the GPU since it was read, and numbers of instances
 	// come back: what the plan is of is looked at once more.
-	m, err := a.driver.MIG(ctx, d.UUID)
+	m, err := e.driver.MIG(ctx, d.UUID)
 	if err != nil {
 		r.err = fmt.Errorf("look at %s before the change: %w", d.Name(), err)
 		r.mig, r.read = m, err
@@ -228,28 +313,27 @@ func (a *Agent) execute(ctx context.Context, j *job, d gpu.Device) result {
 		return r
 	}
 	var done []mig.Step
-	var failed *mig.Step
 	for _, s := range j.Steps {
 		if r.err = ctx.Err(); r.err != nil {
 			return r // the process ends: its successor looks at what there is
 		}
-		if r.err = a.step(ctx, j, &d, at, s); r.err != nil {
-			failed = &s
+		if r.err = e.step(ctx, j, &d, at, s); r.err != nil {
+			r.failed = s
 			break
 		}
 		done = append(done, s)
 	}
-	if failed != nil {
-		if m, err := a.driver.MIG(ctx, d.UUID); err == nil && happened(&m, failed) {
-			done = append(done, *failed)
+	if r.err != nil {
+		if m, err := e.driver.MIG(ctx, d.UUID); err == nil && happened(&m, &r.failed) {
+			done = append(done, r.failed)
 		}
 	}
 	if r.err != nil && !errors.Is(r.err, errResetDue) && ctx.Err() == nil {
 		for _, s := range slices.Backward(done) {
 			back := inverse(s)
-			m, err := a.driver.MIG(ctx, d.UUID)
+			m, err := e.driver.MIG(ctx, d.UUID)
 			if err == nil {
-				err = a.step(ctx, j, &d, m.Instances, back)
+				err = e.step(ctx, j, &d, m.Instances, back)
 			}
 			if err != nil {
 				r.stuck = errors.Join(r.stuck, err)
@@ -258,7 +342,7 @@ func (a *Agent) execute(ctx context.Context, j *job, d gpu.Device) result {
 			r.undone = append(r.undone, back)
 		}
 	}
-	r.mig, r.read = a.driver.MIG(ctx, d.UUID)
+	r.mig, r.read = e.driver.MIG(ctx, d.UUID)
 	return r
 }
 
@@ -272,7 +356,7 @@ func sameInstances(a, b []gpu.Instance) bool {
 // onItsWay reports whether a process has come onto an instance that is to go.
 func onItsWay(at []gpu.Instance, steps []mig.Step) bool {
 	return slices.ContainsFunc(steps, func(s mig.Step) bool {
-		in := find(at, s.Slot)
+		in := mig.Find(at, s.Slot)
 		return s.Op == mig.Destroy && in != nil && in.Busy
 	})
 }
@@ -280,7 +364,7 @@ func onItsWay(at []gpu.Instance, steps []mig.Step) bool {
 // happened reports whether a step that failed has had an effect all the same: it
 // failed half way, or what failed was the look at what it came to.
 func happened(m *gpu.MIG, s *mig.Step) bool {
-	in := find(m.Instances, s.Slot)
+	in := mig.Find(m.Instances, s.Slot)
 	switch s.Op {
 	case mig.Destroy:
 		return in == nil || in.CI < 0
@@ -295,47 +379,37 @@ func happened(m *gpu.MIG, s *mig.Step) bool {
 	}
 }
 
-// find returns the instance at a place, or nil.
-func find(at []gpu.Instance, s mig.Slot) *gpu.Instance {
-	for i := range at {
-		if slot, err := mig.SlotOf(&at[i]); err == nil && slot == s {
-			return &at[i]
-		}
-	}
-	return nil
-}
-
 func inverse(s mig.Step) mig.Step {
 	s.Op = map[mig.Op]mig.Op{mig.Create: mig.Destroy, mig.Destroy: mig.Create, mig.Enable: mig.Disable, mig.Disable: mig.Enable}[s.Op]
 	return s
 }
 
 // step does one thing to a GPU on which at stands.
-func (a *Agent) step(ctx context.Context, j *job, d *gpu.Device, at []gpu.Instance, s mig.Step) error {
+func (e *executor) step(ctx context.Context, j *job, d *gpu.Device, at []gpu.Instance, s mig.Step) error {
 	began := time.Now()
 	text := fmt.Sprintf("%s since %s", s.String(), began.UTC().Format(time.RFC3339))
 	j.now.Store(&text)
 	var err error
 	switch s.Op {
 	case mig.Destroy:
-		in := find(at, s.Slot)
+		in := mig.Find(at, s.Slot)
 		if in == nil {
 			return nil // gone already
 		}
-		err = a.driver.DestroyInstance(ctx, d.UUID, *in)
+		err = e.driver.DestroyInstance(ctx, d.UUID, *in)
 		if errors.Is(err, gpu.ErrNotFound) {
 			err = nil
 		}
 	case mig.Create:
-		_, err = a.driver.CreateInstance(ctx, d.UUID, s.Slot.Profile.String(), gpu.Placement{Start: s.Slot.Start, Size: s.Slot.Size}, s.Slot.CI)
+		_, err = e.driver.CreateInstance(ctx, d.UUID, s.Slot.Profile.String(), gpu.Placement{Start: s.Slot.Start, Size: s.Slot.Size}, s.Slot.CI)
 	default:
-		err = a.switchMIG(ctx, d, s.Op == mig.Enable)
+		err = e.switchMIG(ctx, d, s.Op == mig.Enable)
 	}
 	profile := ""
 	if s.Slot != (mig.Slot{}) {
 		profile = s.Slot.Profile.String()
 	}
-	a.observer.MIGStep(string(s.Op), profile, time.Since(began), err)
+	e.observer.MIGStep(string(s.Op), profile, time.Since(began), err)
 	if err != nil {
 		return fmt.Errorf("GPU %d: %w", d.Index, err)
 	}
@@ -344,74 +418,60 @@ func (a *Agent) step(ctx context.Context, j *job, d *gpu.Device, at []gpu.Instan
 
 // switchMIG brings a GPU into MIG mode or out of it, with a reset of that GPU alone
 // where one is due.
-func (a *Agent) switchMIG(ctx context.Context, d *gpu.Device, on bool) error {
-	if err := a.driver.SetMIGMode(ctx, d.UUID, on); err != nil {
+func (e *executor) switchMIG(ctx context.Context, d *gpu.Device, on bool) error {
+	if err := e.driver.SetMIGMode(ctx, d.UUID, on); err != nil {
 		return err
 	}
-	m, err := a.driver.MIG(ctx, d.UUID)
+	m, err := e.driver.MIG(ctx, d.UUID)
 	if err != nil || m.Enabled == on {
 		return err
 	}
-	if a.opts.NeverReset {
+	if e.neverReset {
 		return fmt.Errorf("%w: the mode comes into force with a reset of the GPU (nvidia-smi --gpu-reset -i %d) or a reboot; --reset is never", errResetDue, d.Index)
 	}
-	if err := a.driver.Reset(ctx, d.UUID); err != nil {
+	if err := e.driver.Reset(ctx, d.UUID); err != nil {
 		return fmt.Errorf("%w: the mode comes into force with a reset of the GPU, or a reboot: %w", errResetDue, err)
 	}
-	if m, err = a.driver.MIG(ctx, d.UUID); err == nil && m.Enabled != on {
+	if m, err = e.driver.MIG(ctx, d.UUID); err == nil && m.Enabled != on {
 		err = fmt.Errorf("%w: a reset was not enough", errResetDue)
 	}
 	return err
 }
 
-// takeResults takes in what jobs came to: what is true of their GPUs now, and when
-// what failed is tried again.
-func (a *Agent) takeResults(now time.Time) {
-	a.resultsMu.Lock()
-	results := a.results
-	a.results = nil
-	a.resultsMu.Unlock()
+// ended takes the results of the jobs that have ended.
+func (e *executor) ended(now time.Time) []result {
+	e.mu.Lock()
+	results := e.results
+	e.results = nil
+	e.mu.Unlock()
 	for i := range results {
-		r := &results[i]
-		u := r.GPU
-		delete(a.jobs, u)
-		a.migAt[u] = now
-		d := a.inv.ByUUID(u)
-		if d == nil {
-			continue
-		}
-		if r.read == nil {
-			inv := *a.inv
-			inv.GPUs = slices.Clone(inv.GPUs)
-			a.inv = &inv
-			d = a.inv.ByUUID(u)
-			d.MIG = r.mig
-			a.instances.Store(a.inv)
-			a.setCards()
-			if slices.ContainsFunc(a.health.Verdicts(), func(v health.Verdict) bool { return v.GPU == u && v.GI >= 0 }) {
-				a.stale.Store(true) // what is gone is not ill any more
-			}
-			a.disown(d)
-		} else {
-			a.stale.Store(true)
-		}
-		if r.err == nil {
-			a.log.Info("work done", "gpu", u, "claim", r.Claim, "steps", r.String())
-			delete(a.rests, u)
-			delete(a.failing, u)
-			delete(a.wishRests, r.Want())
-			continue
-		}
-		if errors.Is(r.err, errPlanAgain) {
-			a.log.Info("work is planned again", "gpu", u, "claim", r.Claim, "steps", r.String())
-			continue
-		}
-		a.failed(r, d, now)
+		delete(e.jobs, results[i].GPU)
+		e.endedAt[results[i].GPU] = now
+	}
+	return results
+}
+
+// learn takes in what a job came to: when what failed is tried again. d is the GPU as
+// it is now, and gen counts the partitions.
+func (e *executor) learn(r *result, d *gpu.Device, gen uint64, now time.Time) {
+	if r.read == nil {
+		e.disown(d)
+	}
+	switch {
+	case r.err == nil:
+		e.log.Info("work done", "gpu", r.GPU, "claim", r.Claim, "steps", r.String())
+		delete(e.rests, plan.Want{GPU: r.GPU})
+		delete(e.rests, r.Want())
+		maps.DeleteFunc(e.failing, func(at mig.Place, _ *failing) bool { return at.GPU == r.GPU })
+	case errors.Is(r.err, errPlanAgain):
+		e.log.Info("work is planned again", "gpu", r.GPU, "claim", r.Claim, "steps", r.String())
+	default:
+		e.failed(r, d, gen, now)
 	}
 }
 
 // failed notes that a job did not come to its end.
-func (a *Agent) failed(r *result, d *gpu.Device, now time.Time) {
+func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
 	if len(r.undone) > 0 {
 		back := plan.Work{Steps: r.undone}
 		r.err = fmt.Errorf("%w; put back: %s", r.err, back.String())
@@ -419,190 +479,177 @@ func (a *Agent) failed(r *result, d *gpu.Device, now time.Time) {
 	if r.stuck != nil {
 		r.err = fmt.Errorf("%w; not put back: %w", r.err, r.stuck)
 	}
-	a.log.Warn("work failed", "gpu", r.GPU, "claim", r.Claim, "steps", r.String(), "err", r.err)
+	e.log.Warn("work failed", "gpu", r.GPU, "claim", r.Claim, "steps", r.String(), "err", r.err)
 	if r.Claim == "" {
-		if a.rests[r.GPU] == nil {
-			a.rests[r.GPU] = &rest{}
+		rest, what := orNew(e.rests, plan.Want{GPU: r.GPU}), r.failure()
+		if rest.err == nil || rest.of != what {
+			e.event(kube.Regarding{}, kube.Warning, failedReason, r.err.Error())
 		}
-		again := a.rests[r.GPU].err != nil && a.rests[r.GPU].err.Error() == r.err.Error()
-		a.rests[r.GPU].fail(r.err, a.wantedGen, workPauseMax, now)
-		if a.cluster != nil && !again {
-			a.cluster.Event(kube.Regarding{}, kube.Warning, failedReason, r.err.Error())
-		}
+		rest.of = what
+		rest.fail(r.err, gen, workPauseMax, now)
 		return
 	}
-	if a.wishRests[r.Want()] == nil {
-		a.wishRests[r.Want()] = &rest{}
-	}
-	a.wishRests[r.Want()].fail(r.err, 0, wishPauseMax, now)
-	a.desk.SetTrouble(r.Claim, r.err.Error())
-	if a.failing[r.GPU] == nil {
-		a.failing[r.GPU] = map[mig.Slot]*failing{}
-	}
-	f := a.failing[r.GPU][r.Slot]
-	if f == nil {
-		f = &failing{}
-		a.failing[r.GPU][r.Slot] = f
-	}
+	orNew(e.rests, r.Want()).fail(r.err, 0, wishPauseMax, now)
+	e.waiters.SetTrouble(r.Claim, r.err.Error())
+	f := orNew(e.failing, mig.Place{GPU: r.GPU, Slot: r.Slot})
 	f.n++
 	f.until, f.why = now.Add(failingFor), r.err.Error()
-	if f.n != mostFailures || a.cluster == nil {
+	if f.n != mostFailures {
 		return
 	}
 	message := fmt.Sprintf("%s: %s could not be made %d times and is withdrawn for %s: %v", d.Name(), r.Slot, f.n, failingFor, r.err)
-	a.cluster.Event(kube.Regarding{}, kube.Warning, slotReason, message)
-	for _, c := range a.desk.Claims() {
+	e.event(kube.Regarding{}, kube.Warning, slotReason, message)
+	for _, c := range e.waiters.Claims() {
 		if pod := (kube.Regarding{Namespace: c.Holder.Namespace, Pod: c.Holder.Pod}); c.Key == r.Claim && pod.Pod != "" {
 			if len(c.PodUIDs) > 0 {
 				pod.UID = c.PodUIDs[0]
 			}
-			a.cluster.Event(pod, kube.Warning, slotReason, message)
+			e.event(pod, kube.Warning, slotReason, message)
 		}
 	}
+}
+
+// orNew returns what a map has for a key, and puts a zero value there first where it
+// has nothing.
+func orNew[K comparable, V any](m map[K]*V, key K) *V {
+	if m[key] == nil {
+		m[key] = new(V)
+	}
+	return m[key]
 }
 
 // failedFor reports whether something that a claim waits for could not be made and
 // is tried again later.
-func (a *Agent) failedFor(claim string) bool {
-	for w := range a.wishRests {
-		if w.Claim == claim {
-			return true
-		}
-	}
-	return false
+func (e *executor) failedFor(claim string) bool {
+	return slices.ContainsFunc(slices.Collect(maps.Keys(e.rests)), func(w plan.Want) bool { return w.Claim == claim })
 }
 
 // failingSlots are those that are withdrawn, with the reason.
-func (a *Agent) failingSlots(now time.Time) map[gpu.UUID]map[mig.Slot]string {
+func (e *executor) failingSlots(now time.Time) map[gpu.UUID]map[mig.Slot]string {
+	maps.DeleteFunc(e.failing, func(_ mig.Place, f *failing) bool { return !now.Before(f.until) })
 	out := map[gpu.UUID]map[mig.Slot]string{}
-	for u, slots := range a.failing {
-		maps.DeleteFunc(slots, func(_ mig.Slot, f *failing) bool { return !now.Before(f.until) })
-		for s, f := range slots {
-			if f.n < mostFailures {
-				continue
-			}
-			if out[u] == nil {
-				out[u] = map[mig.Slot]string{}
-			}
-			out[u][s] = "it could not be made: " + f.why
+	for at, f := range e.failing {
+		if f.n < mostFailures {
+			continue
 		}
+		if out[at.GPU] == nil {
+			out[at.GPU] = map[mig.Slot]string{}
+		}
+		out[at.GPU][at.Slot] = "it could not be made: " + f.why
 	}
 	return out
 }
 
-// migInput is what the plan must know.
-func (a *Agent) migInput(claims []desk.Claim, now time.Time) plan.MIGInput {
-	in := plan.MIGInput{Cards: a.cards, Made: a.mine, Reclaim: a.opts.ReclaimForeign, Working: map[gpu.UUID]*plan.Work{}, Expired: map[gpu.UUID][]mig.Slot{},
+// input is what the plan must know of the work.
+func (e *executor) input(claims []desk.Claim, now time.Time) plan.MIGInput {
+	in := plan.MIGInput{Made: e.mine, Working: map[gpu.UUID]*plan.Work{}, Expired: map[gpu.UUID][]mig.Slot{},
 		Deferred: map[plan.Want]bool{}}
-	for u, j := range a.jobs {
+	for u, j := range e.jobs {
 		in.Working[u] = &j.Work
 	}
-	for w, r := range a.wishRests {
-		if !slices.ContainsFunc(claims, func(c desk.Claim) bool { return c.Key == w.Claim }) {
-			delete(a.wishRests, w)
-		} else if now.Before(r.until) {
+	for w, r := range e.rests {
+		switch {
+		case w.Claim == "":
+		case !slices.ContainsFunc(claims, func(c desk.Claim) bool { return c.Key == w.Claim }):
+			delete(e.rests, w)
+		case now.Before(r.until):
 			in.Deferred[w] = true
 		}
 	}
-	if a.opts.IdleTTL > 0 {
-		for u, slots := range a.idle {
-			for s, since := range slots {
-				if now.Sub(since) >= a.opts.IdleTTL {
-					in.Expired[u] = append(in.Expired[u], s)
-				}
-			}
+	for at, since := range e.idle {
+		if e.idleTTL > 0 && now.Sub(since) >= e.idleTTL {
+			in.Expired[at.GPU] = append(in.Expired[at.GPU], at.Slot)
 		}
 	}
 	return in
 }
 
-// noteIdle remembers since when instances have been idle.
-func (a *Agent) noteIdle(changes *plan.Changes, now time.Time) {
-	idle := map[gpu.UUID]map[mig.Slot]time.Time{}
-	for u, v := range changes.MIG {
-		for _, s := range v.Warm {
-			since, known := a.idle[u][s]
-			if !known {
-				since = now
-			}
-			if idle[u] == nil {
-				idle[u] = map[mig.Slot]time.Time{}
-			}
-			idle[u][s] = since
+// planned takes in a plan: whose instances are, since when they have been idle, which
+// pauses are over since their GPU is what it shall be, and how often GPUs are to be read.
+func (e *executor) planned(changes *plan.Changes, now time.Time) {
+	for u, slots := range changes.Made {
+		for _, s := range slots {
+			e.own(u, s)
 		}
 	}
-	a.idle = idle
+	maps.DeleteFunc(e.rests, func(of plan.Want, _ *rest) bool {
+		return of.Claim == "" && e.jobs[of.GPU] == nil && !slices.ContainsFunc(changes.Work, func(w plan.Work) bool { return w.GPU == of.GPU })
+	})
+	idle := map[mig.Place]time.Time{}
+	for u, v := range changes.MIG {
+		for _, s := range v.Warm {
+			at := mig.Place{GPU: u, Slot: s}
+			if idle[at] = now; !e.idle[at].IsZero() {
+				idle[at] = e.idle[at]
+			}
+		}
+	}
+	e.idle, e.busyLook = idle, busyLookOf(changes)
 }
 
 // nextWork is when work that rests, a slot that is withdrawn or an instance that
 // is idle wants a round.
-func (a *Agent) nextWork(now time.Time) (wait time.Duration, ok bool) {
+func (e *executor) nextWork(now time.Time) (wait time.Duration, ok bool) {
 	wait = inventoryEvery
-	soon := func(at time.Time) {
-		if !at.IsZero() {
-			wait, ok = min(wait, max(at.Sub(now), leastSleep)), true
-		}
-	}
-	for _, r := range a.rests {
+	soon := func(at time.Time) { wait, ok = min(wait, max(at.Sub(now), leastSleep)), true }
+	for _, r := range e.rests {
 		if now.Before(r.until) {
 			soon(r.until)
 		}
 	}
-	for _, r := range a.wishRests {
-		if now.Before(r.until) {
-			soon(r.until)
+	for _, f := range e.failing {
+		soon(f.until)
+	}
+	for _, since := range e.idle {
+		if at := since.Add(e.idleTTL); now.Before(at) { // never where it is zero
+			soon(at)
 		}
 	}
-	for _, slots := range a.failing {
-		for _, f := range slots {
-			soon(f.until)
-		}
-	}
-	if a.opts.IdleTTL > 0 {
-		for _, slots := range a.idle {
-			for _, since := range slots {
-				if at := since.Add(a.opts.IdleTTL); now.Before(at) {
-					soon(at)
-				}
-			}
-		}
-	}
-	if a.busyLook > 0 {
-		soon(now.Add(a.busyLook))
+	if e.busyLook > 0 {
+		soon(now.Add(e.busyLook))
 	}
 	return wait, ok
 }
 
-// resting says what failed on the hardware and is tried again later.
-func (a *Agent) resting() string {
-	return a.restsWhere(func(err error) bool { return !errors.Is(err, errResetDue) })
-}
-
-// resetsDue says which GPUs wait for a reset or a reboot.
-func (a *Agent) resetsDue() string {
-	return a.restsWhere(func(err error) bool { return errors.Is(err, errResetDue) })
-}
-
-func (a *Agent) restsWhere(is func(error) bool) string {
-	var out []string
-	for i := range a.inv.GPUs {
-		if r := a.rests[a.inv.GPUs[i].UUID]; r != nil && r.gen == a.wantedGen && is(r.err) {
-			out = append(out, r.err.Error())
+// says puts into words what failed for the partition and is tried again later, which
+// GPUs wait for a reset or a reboot, and what is being done.
+func (e *executor) says(inv *gpu.Inventory, gen uint64) (resting, resets, working string) {
+	var rests, due, doing []string
+	for i := range inv.GPUs {
+		d := &inv.GPUs[i]
+		switch r := e.rests[plan.Want{GPU: d.UUID}]; {
+		case r == nil || r.gen != gen:
+		case errors.Is(r.err, errResetDue):
+			due = append(due, r.err.Error())
+		default:
+			rests = append(rests, r.err.Error())
+		}
+		if j := e.jobs[d.UUID]; j != nil && j.Claim == "" {
+			doing = append(doing, d.Name()+": "+j.String())
 		}
 	}
-	return strings.Join(out, "; ")
+	return sentences(rests...), sentences(due...), sentences(doing...)
 }
 
-// working says what is being done for the partition.
-func (a *Agent) working() string {
-	var out []string
-	for i := range a.inv.GPUs {
-		d := &a.inv.GPUs[i]
-		if j := a.jobs[d.UUID]; j != nil && j.Claim == "" {
-			out = append(out, d.Name()+": "+j.String())
+// now says what is being done to GPUs.
+func (e *executor) now() map[gpu.UUID]string {
+	out := map[gpu.UUID]string{}
+	for u, j := range e.jobs {
+		out[u] = j.String() // until its first step begins
+		if text := j.now.Load(); text != nil {
+			out[u] = *text
 		}
 	}
-	return strings.Join(out, "; ")
+	return out
+}
+
+// made are the instances that are the agent's.
+func (e *executor) made() map[gpu.UUID]map[mig.Slot]bool {
+	out := map[gpu.UUID]map[mig.Slot]bool{}
+	for u, slots := range e.mine {
+		out[u] = maps.Clone(slots)
+	}
+	return out
 }
 
 // busyLookOf is how often GPUs are to be read for the sake of processes that no claim
@@ -616,72 +663,4 @@ func busyLookOf(c *plan.Changes) time.Duration {
 	default:
 		return 0
 	}
-}
-
-// setCards keeps what can stand on each GPU in step with what its driver says.
-func (a *Agent) setCards() {
-	cards := map[gpu.UUID]*mig.Card{}
-	for i := range a.inv.GPUs {
-		d := &a.inv.GPUs[i]
-		if !d.MIG.Capable {
-			continue
-		}
-		if old, ok := a.cards[d.UUID]; ok && sameProfiles(a.profiles[d.UUID], d.MIG.Profiles) {
-			cards[d.UUID] = old
-			continue
-		}
-		c, err := mig.NewCard(&d.MIG)
-		if err != nil { // the profiles that are understood may be had
-			a.log.Warn("the driver has MIG profiles that this version does not understand", "gpu", d.UUID, "err", err)
-		}
-		cards[d.UUID] = c
-		a.profiles[d.UUID] = d.MIG.Profiles
-	}
-	a.cards = cards
-}
-
-func sameProfiles(a, b []gpu.Profile) bool {
-	return slices.EqualFunc(a, b, func(x, y gpu.Profile) bool {
-		return x.Name == y.Name && x.ID == y.ID && x.Max == y.Max && x.Slices == y.Slices && slices.Equal(x.Placements, y.Placements)
-	})
-}
-
-// instancesOf finds the instances of a claim of MIG devices. ok is false where one
-// of them does not stand, or is about to go: the claim's container cannot start.
-func (a *Agent) instancesOf(c *desk.Claim) (out []instance, ok bool) {
-	for j := range c.Grants {
-		g := &c.Grants[j]
-		d := a.inv.ByUUID(g.GPU)
-		if d == nil || !d.MIG.Enabled {
-			return nil, false
-		}
-		i := slices.IndexFunc(d.MIG.Instances, func(in gpu.Instance) bool {
-			return in.Profile == g.Slot.Profile.String() && in.Start == g.Slot.Start && in.CIStart == g.Slot.CI && in.CI >= 0
-		})
-		if i < 0 {
-			return nil, false
-		}
-		in := &d.MIG.Instances[i]
-		if slot, err := mig.SlotOf(in); err != nil || a.jobs[g.GPU].destroys(slot) {
-			return nil, false
-		}
-		out = append(out, instance{d, in})
-	}
-	return out, true
-}
-
-// instance is a MIG instance and the GPU that it is on.
-type instance struct {
-	gpu *gpu.Device
-	in  *gpu.Instance
-}
-
-// gateOf names what a claim's CDI file depends on, so that it can be told when that
-// has become something else.
-func gateOf(instances []instance) string {
-	var b strings.Builder
-	for _, i := range instances {
-		fmt.Fprintf(&b, "%s %d %d %s\n", i.gpu.UUID, i.in.GI, i.in.CI, i.in.UUID)
-	}
-	return b.String()
 }

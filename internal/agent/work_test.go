@@ -3,8 +3,14 @@
 package agent
 
 import (
+	"errors"
+	"fmt"
+	"log/slog"
 	"testing"
+	"time"
 
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
@@ -40,6 +46,38 @@ func TestHappened(t *testing.T) {
 		}
 		if got := happened(&c.now, &step); got != c.want {
 			t.Errorf("%s: %v", c.name, got)
+		}
+	}
+}
+
+// What failed is told once for as long as it fails of the same: the words of an error
+// have process IDs and times in them, which change from one try to the next.
+func TestTheSameFailureInOtherWordsIsToldOnce(t *testing.T) {
+	e := newExecutor(&Options{Log: slog.New(slog.DiscardHandler)}, &Worlds{}, nil, nil)
+	var told []string
+	e.event = func(_ kube.Regarding, _ kube.EventType, _, message string) { told = append(told, message) }
+	d := gpu.Device{UUID: "GPU-a"}
+	first := mig.Step{Op: mig.Destroy, Slot: mig.Slot{Profile: mig.Name{Slices: 3, GB: 40}, Start: 4, Size: 4}}
+	second := mig.Step{Op: mig.Disable}
+	inUse := func(pid int) error { return fmt.Errorf("it is open in dcgm (PID %d): %w", pid, gpu.ErrInUse) }
+	for i, c := range []struct {
+		step       mig.Step
+		err, stuck error
+		news       bool
+	}{
+		{step: first, err: inUse(7), news: true},
+		{step: first, err: inUse(8)},
+		{step: second, err: inUse(8), news: true},
+		{step: second, err: fmt.Errorf("destroy it: %w", gpu.ErrTimeout), news: true},
+		{step: second, err: fmt.Errorf("destroy it: %w", gpu.ErrTimeout), stuck: inUse(9), news: true},
+		{step: second, err: fmt.Errorf("%w: %w", errResetDue, gpu.ErrTimeout), stuck: inUse(9), news: true},
+		{step: second, err: errors.New("of another kind"), stuck: inUse(9), news: true},
+		{step: second, err: errors.New("of another kind, at 12:31"), stuck: inUse(10)},
+	} {
+		told = nil
+		e.learn(&result{job: &job{Work: plan.Work{GPU: d.UUID, Steps: []mig.Step{c.step}}}, failed: c.step, err: c.err, stuck: c.stuck}, &d, 1, time.Now())
+		if news := len(told) > 0; news != c.news {
+			t.Errorf("failure %d: told %q", i, told)
 		}
 	}
 }

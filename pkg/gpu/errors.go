@@ -33,3 +33,14 @@ var (
 	// ErrDriver: any other failure that the driver reported.
 	ErrDriver = errors.New("driver error")
 )
+
+// ErrorKind returns the error of this package that err wraps, nil where it wraps none:
+// a value to compare errors by, whose texts name GPUs, processes and times.
+func ErrorKind(err error) error {
+	for _, kind := range []error{ErrNoDriver, ErrNotFound, ErrNotSupported, ErrNoPermission, ErrInUse, ErrNoRoom, ErrInvalid, ErrLost, ErrTimeout, ErrReloaded, ErrDriver} {
+		if errors.Is(err, kind) {
+			return kind
+		}
+	}
+	return nil
+}

@@ -33,6 +33,19 @@ func SlotOf(in *gpu.Instance) (Slot, error) {
 	return Slot{Profile: name, Start: in.Start, Size: in.Size, CI: in.CIStart}, err
 }
 
+// Find returns the instance at a place, or nil: also a GPU instance without a compute
+// instance, whose CI is negative. The size is not compared: it follows from the
+// profile and the start, and who has the place from a device ID does not know it.
+func Find(at []gpu.Instance, s Slot) *gpu.Instance {
+	for i := range at {
+		in, err := SlotOf(&at[i])
+		if in.Size = s.Size; err == nil && in == s {
+			return &at[i]
+		}
+	}
+	return nil
+}
+
 // String is "3g.40gb@4", of a split "1c.3g.40gb@4.1".
 func (s Slot) String() string {
 	var b [64]byte

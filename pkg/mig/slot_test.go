@@ -77,3 +77,31 @@ func FuzzParseID(f *testing.F) {
 		}
 	})
 }
+
+// A claim that was taken over from its device ID does not know how large its place is.
+func TestFindGoesByProfileAndStart(t *testing.T) {
+	at := []gpu.Instance{
+		{Profile: "of no known form"},
+		{Profile: "3g.40gb", Placement: gpu.Placement{Start: 4, Size: 4}, GI: 1},
+		{Profile: "1c.3g.40gb", Placement: gpu.Placement{Start: 0, Size: 4}, CIStart: 1, GI: 2},
+	}
+	large, split := Name{Slices: 3, GB: 40}, Name{Compute: 1, Slices: 3, GB: 40}
+	for _, c := range []struct {
+		slot Slot
+		gi   int
+	}{
+		{Slot{Profile: large, Start: 4, Size: 4}, 1},
+		{Slot{Profile: large, Start: 4}, 1},
+		{Slot{Profile: split, CI: 1}, 2},
+		{Slot{Profile: split, Size: 4}, 0},
+		{Slot{Profile: large}, 0},
+	} {
+		got := 0
+		if in := Find(at, c.slot); in != nil {
+			got = in.GI
+		}
+		if got != c.gi {
+			t.Errorf("%s of size %d: GPU instance %d, want %d", c.slot, c.slot.Size, got, c.gi)
+		}
+	}
+}

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"fmt"
+	"strings"
+
+	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+)
+
+// instancesOf finds the instances of a claim of MIG devices. ok is false where one
+// of them does not stand, or is about to go: the claim's container cannot start.
+func (a *Agent) instancesOf(c *desk.Claim) (out []instance, ok bool) {
+	for j := range c.Grants {
+		g := &c.Grants[j]
+		d := a.inv.ByUUID(g.GPU)
+		if d == nil || !d.MIG.Enabled {
+			return nil, false
+		}
+		in := mig.Find(d.MIG.Instances, g.Slot)
+		if in == nil || in.CI < 0 {
+			return nil, false
+		}
+		if slot, err := mig.SlotOf(in); err != nil || a.executor.jobs[g.GPU].destroys(slot) {
+			return nil, false
+		}
+		out = append(out, instance{d, in})
+	}
+	return out, true
+}
+
+// instance is a MIG instance and the GPU that it is on.
+type instance struct {
+	gpu *gpu.Device
+	in  *gpu.Instance
+}
+
+// gateOf names what a claim's CDI file depends on, so that it can be told when that
+// has become something else.
+func gateOf(instances []instance) string {
+	var b strings.Builder
+	for _, i := range instances {
+		fmt.Fprintf(&b, "%s %d %d %s\n", i.gpu.UUID, i.in.GI, i.in.CI, i.in.UUID)
+	}
+	return b.String()
+}
