@@ -275,7 +275,7 @@ func (f *findings) unready(s *Snapshot, now time.Time) string {
 func (r *reporter) run(ctx context.Context) error {
 	var told Outcome
 	var sick []health.Verdict
-	failing := ""
+	failing := false
 	pause := backOff(backOffMax)
 	for {
 		for !r.snapshot.Load().Heard {
@@ -290,10 +290,10 @@ func (r *reporter) run(ctx context.Context) error {
 		var errs []error
 		if r.features != nil {
 			err := r.features.Write(nfd.Features{Labels: own, Guests: guests, Node: *r.labels.Load(), Keep: !known})
-			if says := fmt.Sprint(err); err != nil && says != failing {
+			if err != nil && !failing {
 				r.log.Error("cannot leave the labels for Node Feature Discovery", "err", err)
-				failing = says
 			}
+			failing = err != nil
 			errs = append(errs, err)
 			own, guests, known = nil, nil, true
 		}
@@ -322,7 +322,7 @@ func (r *reporter) run(ctx context.Context) error {
 		if errors.Join(errs...) != nil {
 			again = time.After(pause.Step())
 		} else {
-			pause, failing = backOff(backOffMax), ""
+			pause = backOff(backOffMax)
 		}
 		select {
 		case <-ctx.Done():

@@ -291,7 +291,7 @@ const (
 func (r *Runtime) Events(ctx context.Context, fn func(ContainerEvent)) error {
 	var dead *grpc.ClientConn
 	pauses := wait.Backoff{Duration: firstPause, Factor: 2, Cap: longestPause, Steps: math.MaxInt}
-	pause, empty, away, without := pauses, 0, false, ""
+	pause, empty, away, without := pauses, 0, false, false
 	back := func() {
 		if away {
 			away = false
@@ -326,8 +326,8 @@ func (r *Runtime) Events(ctx context.Context, fn func(ContainerEvent)) error {
 			return r.wrap("follow container events", err)
 		case errors.Is(err, gpu.ErrNotSupported), code == codes.Unimplemented:
 			back()
-			if err = r.wrap("follow container events", err); err.Error() != without {
-				without = err.Error()
+			if err = r.wrap("follow container events", err); !without {
+				without = true
 				r.o.Logger.Warn("no container events; the end of containers is seen when the runtime is asked the next time, and for events it is asked again when it has restarted", "error", err)
 			}
 			awaitLoss(ctx, conn)
@@ -343,7 +343,7 @@ func (r *Runtime) Events(ctx context.Context, fn func(ContainerEvent)) error {
 			}
 		}
 		if worked {
-			pause = pauses
+			pause, without = pauses, false
 		}
 		select {
 		case <-ctx.Done():

@@ -218,7 +218,7 @@ func (k *Kubelet) serve(ctx context.Context, want map[string]Source) {
 
 // watch looks at the directory whenever something may have happened in it.
 func (k *Kubelet) watch(ctx context.Context) {
-	said := ""
+	said := false
 	for ctx.Err() == nil {
 		of, done := context.WithCancel(ctx)
 		dir := k.identify(k.opts.Dir)
@@ -226,12 +226,12 @@ func (k *Kubelet) watch(ctx context.Context) {
 		interval := k.every
 		if err != nil {
 			interval = k.poll
-			if err.Error() != said {
-				said = err.Error()
+			if !said {
+				said = true
 				k.opts.Logger.Warn("watch the kubelet's directory; look at it every second instead", "dir", k.opts.Dir, "err", err)
 			}
 		} else {
-			said = ""
+			said = false
 		}
 		k.lookOn(of, told, interval, dir)
 		done()

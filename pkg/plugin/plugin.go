@@ -11,11 +11,13 @@ import (
 	"path/filepath"
 	"slices"
 	"sync"
+	"syscall"
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/status"
 	"k8s.io/apimachinery/pkg/util/wait"
 )
 
@@ -276,9 +278,9 @@ const noStream = -1
 func (p *Plugin) report(err error, tried int) {
 	p.mu.Lock()
 	old := p.fault
+	said := old.err != nil && err != nil && (tried == noStream) == (p.tried == noStream) && sameFailure(old.err, err)
 	p.fault, p.tried = old.of(err, time.Now()), tried
 	p.mu.Unlock()
-	said := old.err != nil && err != nil && old.err.Error() == err.Error()
 	if !said && (old.err != nil || err != nil) {
 		p.opts.Kubelet.opts.Changed()
 	}
@@ -290,6 +292,13 @@ func (p *Plugin) report(err error, tried int) {
 		level = slog.LevelDebug
 	}
 	p.opts.Logger.Log(context.Background(), level, "not registered with the kubelet; trying again", "resource", p.opts.Resource, "err", err)
+}
+
+// sameFailure reports whether two errors are of one kind: the kubelet's answer has the
+// same code, and the system's the same number.
+func sameFailure(a, b error) bool {
+	var x, y syscall.Errno
+	return status.Code(a) == status.Code(b) && errors.As(a, &x) == errors.As(b, &y) && x == y
 }
 
 // overcome forgets a fault of the socket, which stands again.

@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strings"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -371,6 +372,34 @@ func TestRegistrationRefused(t *testing.T) {
 	eventually(t, "all is well", func() bool { return a.Status()[0].Registered })
 	if st := a.Status()[0]; st.Err != nil || !st.Since.IsZero() || changes.Load() == before {
 		t.Errorf("Status = %+v, after %d changes", st, changes.Load()-before)
+	}
+}
+
+// TestRegistrationRefusedInOtherWords: errors were compared by their text, so that one
+// which differs each time (it names a port, or a time) was news each time.
+func TestRegistrationRefusedInOtherWords(t *testing.T) {
+	log, lines := logger(t)
+	changes := 0
+	p := New(Options{Kubelet: &Kubelet{opts: KubeletOptions{Changed: func() { changes++ }}}, Resource: gpuMem, Logger: log})
+	for i, step := range []struct {
+		err     error
+		changes int
+	}{
+		{fmt.Errorf("register: %w", status.Error(codes.Unknown, "no, at 12:00:01")), 1},
+		{fmt.Errorf("register: %w", status.Error(codes.Unknown, "no, at 12:00:02")), 1},
+		{fmt.Errorf("register: %w", status.Error(codes.Unavailable, "away")), 2},
+		{fmt.Errorf("listen: %w", syscall.ENOSPC), 3},
+		{fmt.Errorf("listen again: %w", syscall.ENOSPC), 3},
+		{fmt.Errorf("listen again: %w", syscall.EACCES), 4},
+		{nil, 5},
+		{nil, 5},
+	} {
+		if p.report(step.err, 1); changes != step.changes {
+			t.Errorf("step %d (%v): %d changes, want %d", i, step.err, changes, step.changes)
+		}
+	}
+	if n := strings.Count(lines.String(), "level=WARN"); n != 4 {
+		t.Errorf("%d warnings, want 4:\n%s", n, lines)
 	}
 }
 
