@@ -254,7 +254,7 @@ func run(ctx context.Context, c console, args []string) error {
 	proc := node.NewProc(f.driver.proc)
 	defer proc.Close()
 	watch := guard.Worlds{
-		Driver: driver, House: loop, Proc: guard.Processes{Proc: proc, Runtime: runtime}, Runtime: runtime,
+		Driver: driver, Allocations: loop, Proc: guard.Processes{Proc: proc, Runtime: runtime}, Runtime: runtime,
 		Pages: guard.Counters{Pages: caps.Pages}, Observer: metrics, Limiter: guard.ByCgroup{Driver: driver, Runtime: runtime},
 	}
 	if cluster != nil {

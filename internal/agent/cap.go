@@ -72,18 +72,6 @@ func (a *Agent) settleCaps(c *desk.Claim) error {
 	return nil
 }
 
-// Caps says what a claim's container may have of each of its GPUs, in the order
-// of the claim's GPUs. GPUs of which that cannot be said are left out.
-func (a *Agent) Caps(c *desk.Claim) []lib.Limit {
-	var out []lib.Limit
-	for _, u := range c.GPUs() {
-		if limit := c.Cap(u); limit.Known {
-			out = append(out, lib.Limit{GPU: u, Bytes: limit.Bytes})
-		}
-	}
-	return out
-}
-
 // Offered returns the GPUs that the agent gives out, in index order: who uses one
 // of them without a claim is an intruder.
 func (a *Agent) Offered() []gpu.Device {
@@ -101,9 +89,9 @@ func (a *Agent) Offered() []gpu.Device {
 // claim of ours may have one of theirs.
 func (a *Agent) Open(u gpu.UUID) bool { return a.reporter.snapshot.Load().Others[u] != "" }
 
-// Stirred has a value when claims, or the GPUs that are given out, may have changed
+// Changed has a value when claims, or the GPUs that are given out, may have changed
 // since the last one was taken. It is for one taker.
-func (a *Agent) Stirred() <-chan struct{} { return a.stirred }
+func (a *Agent) Changed() <-chan struct{} { return a.stirred }
 
 // overlay lays a claim's pages and says what its container gets for the
 // cap. Every claim gets it, that of a whole GPU too: a container can have two

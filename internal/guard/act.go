@@ -7,6 +7,9 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"example.com/gpu-agent/internal/kube"
@@ -15,12 +18,41 @@ import (
 	"example.com/gpu-agent/pkg/memcap"
 )
 
+// hand is what is done about offences: it tells of them, ends containers and evicts
+// pods. It works beside the looks that go on.
+type hand struct {
+	driver       Driver
+	proc         Proc
+	runtime      Runtime
+	cluster      Cluster // nil where there is none
+	observer     Observer
+	voice        *voice
+	endIntruders bool
+	evictAfter   int
+
+	// found is how many intruders were found, kills how many containers were ended.
+	found, kills atomic.Uint64
+
+	mu sync.Mutex
+	// Guarded by mu:
+	ending   map[string]bool // containers that are being ended
+	ended    map[string]bool // those that were, as long as they are listed
+	offences memcap.Offences
+}
+
+// forget drops what was noted of containers that are not listed any more.
+func (h *hand) forget(listed map[string]*node.Container) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	maps.DeleteFunc(h.ended, func(id string, _ bool) bool { return listed[id] == nil })
+}
+
 // lasts looks twice more before anybody is told of a container that is over its cap. A
 // memory pool may be that for some milliseconds, by one request, before the library
 // undoes it; a program at the edge of its cap does so again and again, and two looks
 // may both fall into such a moment. What a container says of itself counts for nothing
 // here: it writes that word itself.
-func (g *Guard) lasts(ctx context.Context, u gpu.UUID, v memcap.Verdict) bool {
+func (h *hand) lasts(ctx context.Context, u gpu.UUID, v memcap.Verdict) bool {
 	for range 2 {
 		select {
 		case <-ctx.Done():
@@ -28,7 +60,7 @@ func (g *Guard) lasts(ctx context.Context, u gpu.UUID, v memcap.Verdict) bool {
 		case <-time.After(moment):
 		}
 		dctx, cancel := context.WithTimeout(ctx, driverPatience)
-		listed, err := g.w.Driver.Processes(dctx, u)
+		listed, err := h.driver.Processes(dctx, u)
 		cancel()
 		if err != nil || !v.Lasts(memcap.Merge(listed)) {
 			return false
@@ -39,7 +71,7 @@ func (g *Guard) lasts(ctx context.Context, u gpu.UUID, v memcap.Verdict) bool {
 
 // act tells of an offence that is beyond doubt, and ends the offender beside the
 // looks that go on: a runtime may take its time.
-func (g *Guard) act(ctx context.Context, d *gpu.Device, c *node.Container, v memcap.Verdict, owners map[int]node.Owner) {
+func (h *hand) act(ctx context.Context, d *gpu.Device, c *node.Container, v memcap.Verdict, owners map[int]node.Owner) {
 	who := fmt.Sprintf("container %s of pod %s/%s", c.Name, c.Namespace, c.Pod)
 	if c.Name == "" {
 		who = fmt.Sprintf("a container of pod %s/%s that the container runtime does not list", c.Namespace, c.Pod)
@@ -52,43 +84,43 @@ func (g *Guard) act(ctx context.Context, d *gpu.Device, c *node.Container, v mem
 	end := true
 	if v.Kind == memcap.Intruder {
 		reason, message = intruderReason, fmt.Sprintf("%s uses %s of %s without a claim on it", who, amount(v.Used), where)
-		end = g.opts.EndIntruders
+		end = h.endIntruders
 		if v.Told == 0 {
-			g.found++
+			h.found.Add(1)
 		}
 	}
 	if end {
 		message += "; it is ended"
 	}
 	if v.Told == 0 {
-		g.log.Warn("a container offends", "what", message, "reason", reason, "container", v.Container, "processes", pids(v.Processes), "since", time.Since(v.First).Round(time.Millisecond).String())
-		g.tell(c, kube.Warning, reason, message)
+		h.voice.log.Warn("a container offends", "what", message, "reason", reason, "container", v.Container, "processes", pids(v.Processes), "since", time.Since(v.First).Round(time.Millisecond).String())
+		h.tell(c, kube.Warning, reason, message)
 	}
 	if !end {
 		return
 	}
-	g.mu.Lock()
-	busy := g.ending[v.Container]
-	g.ending[v.Container] = true
-	g.mu.Unlock()
+	h.mu.Lock()
+	busy := h.ending[v.Container]
+	h.ending[v.Container] = true
+	h.mu.Unlock()
 	if busy {
 		return
 	}
 	go func() {
 		defer func() {
-			g.mu.Lock()
-			delete(g.ending, v.Container)
-			g.mu.Unlock()
+			h.mu.Lock()
+			delete(h.ending, v.Container)
+			h.mu.Unlock()
 		}()
-		g.end(ctx, c, v, owners)
+		h.end(ctx, c, v, owners)
 	}()
 }
 
 // end ends a container for what it did, if it is still the one that did it.
-func (g *Guard) end(ctx context.Context, c *node.Container, v memcap.Verdict, owners map[int]node.Owner) {
+func (h *hand) end(ctx context.Context, c *node.Container, v memcap.Verdict, owners map[int]node.Owner) {
 	var owner node.Owner
 	stands := v.Stands(func(p memcap.Process) bool {
-		now, err := g.w.Proc.Container(p.PID)
+		now, err := h.proc.Container(p.PID)
 		same := err == nil && now.ID == p.Container && now.Start == p.Start && now == owners[p.PID]
 		if same && now.ID == v.Container {
 			owner = now
@@ -96,60 +128,60 @@ func (g *Guard) end(ctx context.Context, c *node.Container, v memcap.Verdict, ow
 		return same
 	})
 	if !stands || owner.ID == "" {
-		g.ration.Log(slog.LevelInfo, "an offender has changed its processes meanwhile; it is judged anew", []any{"container", v.Container, "pod", c.Namespace + "/" + c.Pod})
+		h.voice.ration.Log(slog.LevelInfo, "an offender has changed its processes meanwhile; it is judged anew", []any{"container", v.Container, "pod", c.Namespace + "/" + c.Pod})
 		return
 	}
 	ectx, cancel := context.WithTimeout(ctx, endPatience)
 	defer cancel()
-	how, err := g.w.Runtime.End(ectx, owner)
+	how, err := h.runtime.End(ectx, owner)
 	if errors.Is(err, gpu.ErrNotFound) && c.Name != "" { // of one that the runtime does not know it says so too
-		g.log.Info("an offender has ended by itself", "container", v.Container, "pod", c.Namespace+"/"+c.Pod)
+		h.voice.log.Info("an offender has ended by itself", "container", v.Container, "pod", c.Namespace+"/"+c.Pod)
 		return
 	}
 	if err != nil {
-		g.ration.Log(slog.LevelError, "cannot end a container", []any{"container", v.Container, "pod", c.Namespace + "/" + c.Pod}, "err", err)
+		h.voice.ration.Log(slog.LevelError, "cannot end a container", []any{"container", v.Container, "pod", c.Namespace + "/" + c.Pod}, "err", err)
 		return
 	}
 	// A process with much memory takes seconds to end. It is told to again at
 	// every look, and has been ended once: a container does not come back.
-	g.mu.Lock()
-	again := g.ended[v.Container]
-	g.ended[v.Container] = true
-	g.mu.Unlock()
+	h.mu.Lock()
+	again := h.ended[v.Container]
+	h.ended[v.Container] = true
+	h.mu.Unlock()
 	if again {
 		return
 	}
 	after := time.Since(v.First)
-	g.w.Observer.Ended(v.Kind, after)
-	g.log.Warn("ended a container", "container", v.Container, "pod", c.Namespace+"/"+c.Pod, "name", c.Name, "for", string(v.Kind), "how", how, "after", after.Round(time.Millisecond).String())
-	g.mu.Lock()
-	g.kills++
-	offences := g.offences.Add(c.PodUID, time.Now())
-	g.mu.Unlock()
-	if g.opts.EvictAfter > 0 && offences >= g.opts.EvictAfter && g.w.Cluster != nil {
-		g.evict(ctx, c, offences)
+	h.observer.Ended(v.Kind, after)
+	h.voice.log.Warn("ended a container", "container", v.Container, "pod", c.Namespace+"/"+c.Pod, "name", c.Name, "for", string(v.Kind), "how", how, "after", after.Round(time.Millisecond).String())
+	h.kills.Add(1)
+	h.mu.Lock()
+	offences := h.offences.Add(c.PodUID, time.Now())
+	h.mu.Unlock()
+	if h.evictAfter > 0 && offences >= h.evictAfter && h.cluster != nil {
+		h.evict(ctx, c, offences)
 	}
 }
 
 // evict has the API server end a pod that offends again and again.
-func (g *Guard) evict(ctx context.Context, c *node.Container, offences int) {
+func (h *hand) evict(ctx context.Context, c *node.Container, offences int) {
 	ctx, cancel := context.WithTimeout(ctx, kubePatience)
 	defer cancel()
 	pod := kube.PodRef{Namespace: c.Namespace, Name: c.Pod, UID: c.PodUID}
-	if err := g.w.Cluster.Evict(ctx, pod); err != nil {
-		g.log.Error("cannot evict a pod that offends again and again", "pod", pod.String(), "offences", offences, "err", err)
+	if err := h.cluster.Evict(ctx, pod); err != nil {
+		h.voice.log.Error("cannot evict a pod that offends again and again", "pod", pod.String(), "offences", offences, "err", err)
 		return
 	}
-	g.w.Observer.Evicted()
+	h.observer.Evicted()
 	message := fmt.Sprintf("evicted after %d offences within an hour: use beyond its GPU memory cap, or of a GPU without a claim", offences)
-	g.log.Warn("evicted a pod", "pod", pod.String(), "offences", offences)
-	g.tell(c, kube.Warning, evictedReason, message)
+	h.voice.log.Warn("evicted a pod", "pod", pod.String(), "offences", offences)
+	h.tell(c, kube.Warning, evictedReason, message)
 }
 
 // tell sends an Event of a container's pod.
-func (g *Guard) tell(c *node.Container, kind kube.EventType, reason, message string) {
-	if g.w.Cluster != nil {
-		g.w.Cluster.Event(kube.Regarding{Namespace: c.Namespace, Pod: c.Pod, UID: c.PodUID}, kind, reason, message)
+func (h *hand) tell(c *node.Container, kind kube.EventType, reason, message string) {
+	if h.cluster != nil {
+		h.cluster.Event(kube.Regarding{Namespace: c.Namespace, Pod: c.Pod, UID: c.PodUID}, kind, reason, message)
 	}
 }
 

@@ -27,39 +27,39 @@ const (
 // begin begins the readings of a look, by claim. Counters that are dear, and those
 // that were never read, have a budget for all of them together; who has waited
 // longest is first.
-func (g *Guard) begin(u gpu.UUID, now time.Time) map[string]*tally {
+func (ts *tallies) begin(u gpu.UUID, now time.Time) map[string]*tally {
 	begun := map[string]*tally{}
 	var dearOnes []page
-	for p, t := range g.tallies {
+	for p, t := range ts.by {
 		switch {
 		case p.gpu != u || t.meter == nil:
 		case !t.read.IsZero() && t.cost < dear:
-			g.beginOne(p, t, begun)
+			ts.beginOne(p, t, begun)
 		case now.Sub(t.read) >= dearRest*t.cost:
 			dearOnes = append(dearOnes, p)
 		}
 	}
 	slices.SortFunc(dearOnes, func(a, b page) int {
-		return cmp.Or(g.tallies[a].read.Compare(g.tallies[b].read), strings.Compare(a.claim, b.claim))
+		return cmp.Or(ts.by[a].read.Compare(ts.by[b].read), strings.Compare(a.claim, b.claim))
 	})
 	var spent time.Duration
 	for _, p := range dearOnes {
 		if spent >= dearBudget {
 			break
 		}
-		t := g.tallies[p]
+		t := ts.by[p]
 		t.read = now
-		g.beginOne(p, t, begun)
+		ts.beginOne(p, t, begun)
 		spent += 2 * t.cost // it is read again when the driver has answered
 	}
 	return begun
 }
 
-func (g *Guard) beginOne(p page, t *tally, begun map[string]*tally) {
+func (ts *tallies) beginOne(p page, t *tally, begun map[string]*tally) {
 	err := t.meter.Begin()
 	t.cost = t.meter.Cost()
 	if err != nil {
-		g.spoilt(p, t, err)
+		ts.spoilt(p, t, err)
 		return
 	}
 	begun[p.claim] = t

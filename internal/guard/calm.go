@@ -27,17 +27,17 @@ type calm struct {
 }
 
 // still asks whether a GPU is as it was when all was in order.
-func (g *Guard) still(ctx context.Context, u gpu.UUID, holders map[string]holder, now time.Time) bool {
+func (g *Guard) still(ctx context.Context, u gpu.UUID, held allocations, now time.Time) bool {
 	c, ok := g.calm[u]
 	if !ok || now.Sub(c.at) >= calmFor {
 		return false
 	}
 	for key, bytes := range c.caps {
-		if has, ok := holders[key].on(u); !ok || has != bytes {
+		if has, ok := held.on(key, u); !ok || has != bytes {
 			return false
 		}
 	}
-	for p, t := range g.tallies {
+	for p, t := range g.tallies.by {
 		if p.gpu != u || t.meter == nil {
 			continue
 		}
@@ -53,7 +53,7 @@ func (g *Guard) still(ctx context.Context, u gpu.UUID, holders map[string]holder
 
 // settle notes whether all was in order at a look: how much of the GPU was used,
 // who they are, and what each claim's containers have.
-func (g *Guard) settle(u gpu.UUID, used gpu.MiB, sc *scene, holders map[string]holder) {
+func (g *Guard) settle(u gpu.UUID, used gpu.MiB, sc *scene, held allocations) {
 	for i := range sc.sample.Processes {
 		if sc.sample.Processes[i].Start == 0 {
 			return // it went while it was looked at
@@ -68,8 +68,8 @@ func (g *Guard) settle(u gpu.UUID, used gpu.MiB, sc *scene, holders map[string]h
 		if g.isOwn(c) {
 			continue
 		}
-		key, bytes, held := g.holds(c, u, holders)
-		if !held {
+		key, bytes, found := g.holds(c, u, held)
+		if !found {
 			return
 		}
 		caps[key] = bytes
@@ -78,20 +78,10 @@ func (g *Guard) settle(u gpu.UUID, used gpu.MiB, sc *scene, holders map[string]h
 		if bytes == lib.None {
 			continue
 		}
-		all, t := sc.of(key), g.tallies[page{key, u}]
+		all, t := sc.of(key), g.tallies.by[page{key, u}]
 		if !all.known || all.bytes > bytes || t == nil || t.meter == nil || !t.reading.Quiet || t.reading.Used > bytes {
 			return
 		}
 	}
 	g.calm[u] = calm{at: sc.sample.At, used: used, caps: caps}
-}
-
-// on is what a claim's container may have of a GPU.
-func (h holder) on(u gpu.UUID) (bytes uint64, ok bool) {
-	for _, l := range h.caps {
-		if l.GPU == u {
-			return l.Bytes, true
-		}
-	}
-	return 0, false
 }

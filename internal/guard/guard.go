@@ -7,7 +7,6 @@ import (
 	"log/slog"
 	"maps"
 	"slices"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -83,11 +82,11 @@ type Options struct {
 
 // Worlds is what the guard speaks to.
 type Worlds struct {
-	Driver  Driver
-	House   House
-	Proc    Proc
-	Runtime Runtime
-	Pages   Pages
+	Driver      Driver
+	Allocations Allocations
+	Proc        Proc
+	Runtime     Runtime
+	Pages       Pages
 	// Cluster is nil where there is no API server to speak to.
 	Cluster  Cluster
 	Observer Observer
@@ -101,18 +100,17 @@ type Driver interface {
 	Memory(context.Context, gpu.UUID) (gpu.Memory, error)
 }
 
-// House knows what the node gives out. agent.Agent is one.
-type House interface {
+// Allocations says what the node gives out, and to whom. agent.Agent is one.
+type Allocations interface {
 	// Offered is the GPUs that are given out, in index order.
 	Offered() []gpu.Device
+	// Claims is who has what; their grants say how much memory.
 	Claims() []desk.Claim
-	// Caps is what a claim's container may have of its GPUs.
-	Caps(*desk.Claim) []lib.Limit
 	// Open says that somebody else gives a GPU out too: nobody is an intruder there.
 	Open(gpu.UUID) bool
-	// Stirred has a value when any of this may have changed since the last one was
+	// Changed has a value when any of this may have changed since the last one was
 	// taken.
-	Stirred() <-chan struct{}
+	Changed() <-chan struct{}
 }
 
 // Proc finds the container of a process. node.Proc is one.
@@ -163,37 +161,43 @@ type Observer interface {
 
 // Guard is the watchdog. Use [New].
 type Guard struct {
-	opts   Options
-	w      Worlds
-	judge  *memcap.Judge
-	log    *slog.Logger
-	ration *brief.Ration // the log for what a container can cause at every look
-	prefix string        // of annotations that name claims
-	state  atomic.Pointer[State]
-
-	mu sync.Mutex
-	// Guarded by mu:
-	ending   map[string]bool // containers that are being ended
-	ended    map[string]bool // those that were, as long as they are listed
-	offences memcap.Offences
-	kills    uint64
+	opts  Options
+	w     Worlds
+	judge *memcap.Judge
+	voice *voice
+	hand  *hand
+	state atomic.Pointer[State]
 
 	// The rest belongs to Run's goroutine.
 
 	roster
+	tallies tallies
 	seen    map[place]*sight
-	tallies map[page]*tally
-	strays  map[place]*stray // those that the runtime does not list
 	looked  map[gpu.UUID]time.Time
 	// last is what the last look at each GPU found.
 	last map[gpu.UUID]look
 	// calm has the GPUs on which all was in order.
 	calm map[gpu.UUID]calm
-	said map[string]bool // what was logged once
 	// unable is since when it is known that the driver cannot limit anybody on a GPU.
 	unable map[gpu.UUID]time.Time
-	// found is how many intruders were found.
-	found uint64
+}
+
+// voice is the guard's log, to which a container must not be able to write without end.
+type voice struct {
+	log    *slog.Logger
+	ration *brief.Ration   // for what a container can cause at every look
+	said   map[string]bool // what once has logged
+}
+
+// once logs something the first time. It is for Run's goroutine.
+func (v *voice) once(key, message string, args ...any) {
+	if !v.said[key] {
+		if len(v.said) > 1000 {
+			clear(v.said) // of containers long gone
+		}
+		v.said[key] = true
+		v.log.Warn(message, args...)
+	}
 }
 
 // place is a container on a GPU.
@@ -208,23 +212,6 @@ type sight struct {
 	limit limit
 }
 
-// roster is the runtime's list of containers.
-type roster struct {
-	containers map[string]*node.Container   // by ID
-	of         map[string][]*node.Container // by the key of a claim that they were given
-	// listed is when those were asked for, relist when they may be again, and
-	// listing has the answer if one is waited for.
-	listed, relist time.Time
-	listing        chan listing
-}
-
-// listing is what came of asking for the containers.
-type listing struct {
-	asked time.Time
-	list  []node.Container
-	err   error
-}
-
 // look is one look at one GPU.
 type look struct {
 	// How many processes are of containers without a claim, of no pod, and of
@@ -237,14 +224,16 @@ func New(o Options, w Worlds) *Guard {
 	if o.Every <= 0 {
 		o.Every = DefaultEvery
 	}
+	v := &voice{log: o.Log, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc), said: map[string]bool{}}
 	g := &Guard{
-		opts: o, w: w, judge: memcap.NewJudge(o.Policy), log: o.Log, prefix: cdi.AnnotationName(o.Domain, ""),
-		ending: map[string]bool{}, ended: map[string]bool{},
-		seen: map[place]*sight{}, tallies: map[page]*tally{}, strays: map[place]*stray{},
-		looked: map[gpu.UUID]time.Time{}, last: map[gpu.UUID]look{}, calm: map[gpu.UUID]calm{}, said: map[string]bool{},
+		opts: o, w: w, judge: memcap.NewJudge(o.Policy), voice: v,
+		hand: &hand{driver: w.Driver, proc: w.Proc, runtime: w.Runtime, cluster: w.Cluster, observer: w.Observer, voice: v,
+			endIntruders: o.EndIntruders, evictAfter: o.EvictAfter, ending: map[string]bool{}, ended: map[string]bool{}},
+		roster:  roster{runtime: w.Runtime, own: o.Own, prefix: cdi.AnnotationName(o.Domain, ""), strays: map[place]*stray{}},
+		tallies: tallies{pages: w.Pages, voice: v, by: map[page]*tally{}},
+		seen:    map[place]*sight{}, looked: map[gpu.UUID]time.Time{}, last: map[gpu.UUID]look{}, calm: map[gpu.UUID]calm{},
 		unable: map[gpu.UUID]time.Time{},
 	}
-	g.ration = brief.NewRation(g.log, time.Now, time.AfterFunc)
 	g.state.Store(&State{Off: "it was not started (--watch-every 0)"})
 	return g
 }
@@ -274,7 +263,7 @@ func (g *Guard) Run(ctx context.Context) error {
 			select {
 			case <-ctx.Done():
 			case <-timer.C:
-			case <-g.w.House.Stirred():
+			case <-g.w.Allocations.Changed():
 			}
 			timer.Stop()
 		}
@@ -291,11 +280,11 @@ func (g *Guard) start(ctx context.Context) error {
 	for {
 		err := g.w.Proc.Check()
 		if err == nil {
-			g.log.Info("watchdog runs", "every", g.opts.Every.String())
+			g.voice.log.Info("watchdog runs", "every", g.opts.Every.String())
 			return nil
 		}
 		if off := err.Error(); g.state.Load().Off != off {
-			g.log.Error("the watchdog does not start; caps rest on the library in the container alone", "err", err)
+			g.voice.log.Error("the watchdog does not start; caps rest on the library in the container alone", "err", err)
 			g.state.Store(&State{Off: off})
 		}
 		select {
@@ -306,18 +295,12 @@ func (g *Guard) start(ctx context.Context) error {
 	}
 }
 
-// holder is a claim, what it allows, and whom it is of.
-type holder struct {
-	claim *desk.Claim
-	caps  []lib.Limit
-}
-
-// holders are those who have a claim, by its key.
-func (g *Guard) holders() map[string]holder {
-	claims := g.w.House.Claims()
-	out := make(map[string]holder, len(claims))
+// held are the allocations of this moment.
+func (g *Guard) held() allocations {
+	claims := g.w.Allocations.Claims()
+	out := make(allocations, len(claims))
 	for i := range claims {
-		out[claims[i].Key] = holder{claim: &claims[i], caps: g.w.House.Caps(&claims[i])}
+		out[claims[i].Key] = &claims[i]
 	}
 	return out
 }
@@ -325,13 +308,14 @@ func (g *Guard) holders() map[string]holder {
 // round looks at every GPU that is due, and returns for how long none will be if
 // nothing stirs; 0 where somebody has a cap.
 func (g *Guard) round(ctx context.Context, now time.Time) (idle time.Duration) {
-	gpus, holders := g.w.House.Offered(), g.holders()
+	gpus, held := g.w.Allocations.Offered(), g.held()
 	idle = idleEvery
 	capped := map[gpu.UUID]bool{}
-	for _, h := range holders {
-		for _, l := range h.caps {
-			if l.Bytes != lib.None {
-				capped[l.GPU], idle = true, 0
+	for key, c := range held {
+		for i := range c.Grants {
+			u := c.Grants[i].GPU
+			if bytes, ok := held.on(key, u); ok && bytes != lib.None {
+				capped[u], idle = true, 0
 			}
 		}
 	}
@@ -343,26 +327,26 @@ func (g *Guard) round(ctx context.Context, now time.Time) (idle time.Duration) {
 			continue
 		}
 		g.looked[d.UUID] = now
-		if g.still(ctx, d.UUID, holders, now) {
+		if g.still(ctx, d.UUID, held, now) {
 			continue
 		}
 		worked = true
 		// Counters that are found in one look are read in the next: at once.
 		for range 2 {
-			if again := g.look(ctx, d, holders); !again || ctx.Err() != nil {
+			if again := g.look(ctx, d, held); !again || ctx.Err() != nil {
 				break
 			}
 		}
 		idle = min(idle, g.every(d.UUID))
 	}
-	if !worked && len(g.state.Load().Containers) == len(holders) && g.state.Load().Off == "" {
+	if !worked && len(g.state.Load().Containers) == len(held) && g.state.Load().Off == "" {
 		return idle
 	}
 	offered := func(u gpu.UUID) bool {
 		return slices.ContainsFunc(gpus, func(d gpu.Device) bool { return d.UUID == u })
 	}
 	g.forget(offered)
-	g.publish(gpus, holders)
+	g.publish(gpus, held)
 	return idle
 }
 
@@ -379,21 +363,10 @@ func (g *Guard) every(u gpu.UUID) time.Duration {
 func (g *Guard) forget(offered func(gpu.UUID) bool) {
 	maps.DeleteFunc(g.seen, func(p place, _ *sight) bool { return g.containers[p.container] == nil || !offered(p.gpu) })
 	maps.DeleteFunc(g.strays, func(p place, _ *stray) bool { return !offered(p.gpu) })
-	for p, t := range g.tallies {
+	for p, t := range g.tallies.by {
 		if len(g.of[p.claim]) == 0 || !offered(p.gpu) {
 			t.close()
-			delete(g.tallies, p)
+			delete(g.tallies.by, p)
 		}
-	}
-}
-
-// once logs something the first time.
-func (g *Guard) once(key, message string, args ...any) {
-	if !g.said[key] {
-		if len(g.said) > 1000 {
-			clear(g.said) // of containers long gone
-		}
-		g.said[key] = true
-		g.log.Warn(message, args...)
 	}
 }

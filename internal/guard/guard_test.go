@@ -38,7 +38,6 @@ type world struct {
 	procs      map[int]*proc
 	containers map[string]node.Container
 	claims     []desk.Claim
-	caps       map[string]uint64 // by claim
 	open       map[gpu.UUID]bool
 	pages      map[string]*meter // by container and GPU
 	driverErr  error
@@ -50,7 +49,7 @@ type world struct {
 	sized      map[gpu.UUID]int // asked for its memory
 	lists      int
 	rounds     int           // the claims were asked for
-	stirred    chan struct{} // made where a guard is run
+	changed    chan struct{} // made where a guard is run
 	events     []string
 	ended      []string
 	evicted    []string
@@ -100,7 +99,7 @@ func (m *meter) counts() int {
 }
 
 func newWorld() *world {
-	return &world{procs: map[int]*proc{}, containers: map[string]node.Container{}, caps: map[string]uint64{}, pages: map[string]*meter{},
+	return &world{procs: map[int]*proc{}, containers: map[string]node.Container{}, pages: map[string]*meter{},
 		asked: map[gpu.UUID]int{}, sized: map[gpu.UUID]int{}}
 }
 
@@ -119,10 +118,9 @@ func (w *world) container(id string, pids []int, limit uint64, gpus ...gpu.UUID)
 	if len(gpus) > 0 {
 		key := cdi.Key("example.com/gpu-mem", []string{id})
 		c.Annotations[cdi.AnnotationName("example.com", key)] = "example.com/gpu-mem"
-		w.claims = append(w.claims, desk.Claim{Key: key, Resource: "example.com/gpu-mem", IDs: []string{id}, Grants: grantsOn(gpus),
+		w.claims = append(w.claims, desk.Claim{Key: key, Resource: "example.com/gpu-mem", IDs: []string{id}, Grants: grantsOn(gpus, limit),
 			Holder: desk.Holder{Namespace: "work", Pod: "pod-" + id}})
 		slices.SortFunc(w.claims, func(a, b desk.Claim) int { return strings.Compare(a.Key, b.Key) })
-		w.caps[key] = limit
 	}
 	w.containers[id] = c
 	for _, pid := range pids {
@@ -130,10 +128,10 @@ func (w *world) container(id string, pids []int, limit uint64, gpus ...gpu.UUID)
 	}
 }
 
-// grantsOn has something of each of these GPUs.
-func grantsOn(gpus []gpu.UUID) (out []ledger.Grant) {
+// grantsOn has something of each of these GPUs, with this cap.
+func grantsOn(gpus []gpu.UUID, limit uint64) (out []ledger.Grant) {
 	for _, u := range gpus {
-		out = append(out, ledger.Grant{GPU: u, Piece: ledger.Piece{Kind: ledger.Units, Units: ledger.SetOf([]int{0})}})
+		out = append(out, ledger.Grant{GPU: u, Piece: ledger.Piece{Kind: ledger.Units, Units: ledger.SetOf([]int{0})}, Cap: ledger.CapOf(limit)})
 	}
 	return out
 }
@@ -172,12 +170,12 @@ func (w *world) Processes(ctx context.Context, u gpu.UUID) ([]gpu.Process, error
 
 func (w *world) Offered() []gpu.Device { return []gpu.Device{{UUID: gpu0}, {UUID: gpu1, Index: 1}} }
 
-func (w *world) Stirred() <-chan struct{} { return w.stirred }
+func (w *world) Changed() <-chan struct{} { return w.changed }
 
 // stir tells the guard that something may have changed.
 func (w *world) stir() {
 	select {
-	case w.stirred <- struct{}{}:
+	case w.changed <- struct{}{}:
 	default:
 	}
 }
@@ -195,14 +193,14 @@ func (w *world) Claims() []desk.Claim {
 	return slices.Clone(w.claims)
 }
 
-func (w *world) Caps(c *desk.Claim) []lib.Limit {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	var out []lib.Limit
-	for _, u := range c.GPUs() {
-		out = append(out, lib.Limit{GPU: u, Bytes: w.caps[c.Key]})
+// recap gives those another cap who have so much.
+func (w *world) recap(from, to uint64) {
+	for i := range w.claims {
+		c := &w.claims[i]
+		if gpus := c.GPUs(); c.Cap(gpus[0]).Bytes == from {
+			c.Grants = grantsOn(gpus, to)
+		}
 	}
-	return out
 }
 
 func (w *world) Container(pid int) (node.Owner, error) {
@@ -334,10 +332,10 @@ func watchIn(t *testing.T, w *world, before Worlds, o Options, f func(g *Guard, 
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		o.Domain, o.Log = "example.com", slog.New(slog.NewTextHandler(&w.log, nil))
-		g := New(o, Worlds{Driver: w, House: w, Proc: w, Runtime: before.Runtime, Pages: before.Pages, Cluster: w, Observer: w, Limiter: before.Limiter})
+		g := New(o, Worlds{Driver: w, Allocations: w, Proc: w, Runtime: before.Runtime, Pages: before.Pages, Cluster: w, Observer: w, Limiter: before.Limiter})
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error, 1)
-		w.stirred = make(chan struct{}, 1)
+		w.changed = make(chan struct{}, 1)
 		w.mu.Lock()
 		go func() { done <- g.Run(ctx) }()
 		f(g, func(d time.Duration) {
@@ -617,6 +615,28 @@ func TestOutsideTheNodesNamespace(t *testing.T) {
 		pass(20 * time.Second)
 		if g.State().Off != "" || len(w.ended) != 1 {
 			t.Errorf("when it can see: %+v, ended %v", g.State(), w.ended)
+		}
+	})
+}
+
+// TestUnknownCapIsNotJudged: the caps are those of the grants. Of whom no record says
+// how much he may have, nobody can say that he has too much or no claim.
+func TestUnknownCapIsNotJudged(t *testing.T) {
+	w := newWorld()
+	w.container("a", []int{10}, gib, gpu0)
+	w.container("b", []int{20}, gib, gpu1)
+	w.claims[0].Grants[0].Cap = ledger.Cap{}
+	unknown := w.claims[0].Grants[0].GPU
+	w.uses(10, gpu0, 3*gib)
+	w.uses(20, gpu1, 3*gib)
+	watch(t, w, Options{EndIntruders: true}, func(_ *Guard, pass func(time.Duration)) {
+		pass(30 * time.Second)
+		want := "a"
+		if unknown == gpu0 {
+			want = "b"
+		}
+		if !slices.Equal(w.ended, []string{want}) {
+			t.Errorf("ended %q, want %q alone; the cap on %s is not known", w.ended, want, unknown)
 		}
 	})
 }

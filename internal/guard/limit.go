@@ -78,15 +78,15 @@ func (g *Guard) limit(ctx context.Context, at place, o node.Owner, bytes uint64,
 				s.limit = limit{}
 			}
 		}
-		g.log.Debug("the driver cannot hold containers to their memory; the library in them and the watchdog do", "gpu", at.gpu, "err", err)
+		g.voice.log.Debug("the driver cannot hold containers to their memory; the library in them and the watchdog do", "gpu", at.gpu, "err", err)
 	case errors.Is(err, node.ErrNoDmem):
 		// One line for the node: what one container lacks, all do.
 		l.unfit = true
-		g.once("dmem", "the driver cannot hold containers to their memory; the library in them and the watchdog do", "gpu", at.gpu, "err", err)
+		g.voice.once("dmem", "the driver cannot hold containers to their memory; the library in them and the watchdog do", "gpu", at.gpu, "err", err)
 	case errors.Is(err, gpu.ErrNotFound) && l.gone < limitGone:
 		l.gone++ // it is on its way out
 	default:
-		g.once("limit "+at.container, "the driver does not hold a container to its memory; the library in it and the watchdog do", "container", at.container, "gpu", at.gpu, "err", err)
+		g.voice.once("limit "+at.container, "the driver does not hold a container to its memory; the library in it and the watchdog do", "container", at.container, "gpu", at.gpu, "err", err)
 	}
 }
 

@@ -85,20 +85,12 @@ func TestLimit(t *testing.T) {
 			t.Error(got)
 		}
 
-		for key, bytes := range w.caps {
-			if bytes == 8*gib {
-				w.caps[key] = 6 * gib
-			}
-		}
+		w.recap(8*gib, 6*gib)
 		pass(time.Second)
 		if len(l.asked) != 3 || l.held["GPU-0/b"] != 6*gib {
 			t.Errorf("another cap: asked %q, held %v", l.asked, l.held)
 		}
-		for key, bytes := range w.caps {
-			if bytes == 6*gib {
-				w.caps[key] = lib.None
-			}
-		}
+		w.recap(6*gib, lib.None)
 		pass(time.Second)
 		if _, held := l.held["GPU-0/b"]; held || len(l.asked) != 4 {
 			t.Errorf("no cap: asked %q, held %v", l.asked, l.held)

@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/node"
-	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 )
@@ -28,29 +27,31 @@ type scene struct {
 }
 
 // look looks at one GPU. It reports whether it should be done again at once.
-func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]holder) (again bool) {
-	metered := g.begin(d.UUID, time.Now())
+func (g *Guard) look(ctx context.Context, d *gpu.Device, held allocations) (again bool) {
+	metered := g.tallies.begin(d.UUID, time.Now())
 	dctx, cancel := context.WithTimeout(ctx, driverPatience)
 	// Asked first: what comes after it is seen by the list, or by the next look.
 	memory, unknown := g.w.Driver.Memory(dctx, d.UUID)
 	listed, err := g.w.Driver.Processes(dctx, d.UUID)
 	cancel()
 	if err != nil {
-		for p, t := range g.tallies {
+		for p, t := range g.tallies.by {
 			t.known = t.known && p.gpu != d.UUID
 		}
 		if !errors.Is(err, gpu.ErrTimeout) && !errors.Is(err, gpu.ErrNoDriver) && !errors.Is(err, gpu.ErrLost) {
-			g.once("driver "+string(d.UUID), "cannot list the processes on a GPU; nobody there is judged", "gpu", d.UUID, "err", err)
+			g.voice.once("driver "+string(d.UUID), "cannot list the processes on a GPU; nobody there is judged", "gpu", d.UUID, "err", err)
 		}
 		return false
 	}
 	var l look
 	sc := g.census(d, listed, &l)
-	g.refresh(ctx, sc.sample.At, sc.sums)
+	if len(sc.sums)+len(g.seen) > 0 && g.refresh(ctx, sc.sample.At, sc.sums) { // else there is nobody to know anything of
+		g.hand.forget(g.containers)
+	}
 
 	var judged []memcap.Holding // of those that are not listed
-	l.unlisted, judged = g.unlisted(d, sc.sums, holders, sc.sample.At)
-	holdings, again := g.holdings(ctx, d, sc, holders, &l)
+	l.unlisted, judged = g.unlisted(d, sc.sums, held, sc.sample.At)
+	holdings, again := g.holdings(ctx, d, sc, held, &l)
 	for at, s := range g.seen {
 		if at.gpu == d.UUID {
 			s.procs = 0
@@ -59,32 +60,32 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 			}
 		}
 	}
-	for at, t := range g.tallies {
+	for at, t := range g.tallies.by {
 		if at.gpu == d.UUID {
 			t.take(sc.of(at.claim))
 		}
 	}
 	for _, key := range slices.Sorted(maps.Keys(metered)) {
-		g.finish(page{key, d.UUID}, metered[key], sc)
+		g.tallies.finish(page{key, d.UUID}, metered[key], sc, &g.roster)
 	}
 	holdings = append(holdings, judged...)
 	slices.SortFunc(holdings, func(a, b memcap.Holding) int { return strings.Compare(a.Container, b.Container) })
 	g.last[d.UUID] = l
 	verdicts := g.judge.Judge(sc.sample, holdings, func(id string) bool {
-		return g.knows(id, holders) || slices.ContainsFunc(judged, func(h memcap.Holding) bool { return h.Container == id })
+		return g.knows(id, held) || slices.ContainsFunc(judged, func(h memcap.Holding) bool { return h.Container == id })
 	})
 	for _, v := range verdicts {
-		if v.Kind == memcap.Over && v.Told == 0 && !g.lasts(ctx, d.UUID, v) {
+		if v.Kind == memcap.Over && v.Told == 0 && !g.hand.lasts(ctx, d.UUID, v) {
 			g.judge.Excuse(v)
 			continue
 		}
-		if c := g.offender(place{v.Container, d.UUID}, holders); c != nil {
-			g.act(ctx, d, c, v, sc.owners)
+		if c := g.offender(place{v.Container, d.UUID}, held); c != nil {
+			g.hand.act(ctx, d, c, v, sc.owners)
 		}
 	}
 	delete(g.calm, d.UUID)
 	if len(verdicts) == 0 && !again && unknown == nil {
-		g.settle(d.UUID, memory.Used, sc, holders)
+		g.settle(d.UUID, memory.Used, sc, held)
 	}
 	return again
 }
@@ -92,7 +93,7 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, holders map[string]hold
 // census finds whose the processes are that the driver lists.
 func (g *Guard) census(d *gpu.Device, listed []gpu.Process, l *look) *scene {
 	sc := &scene{sums: map[string]*sum{}, owners: map[int]node.Owner{}, whole: true, claimed: map[string]*sum{},
-		sample: memcap.Sample{At: time.Now(), Tick: node.Ticks(), GPU: d.UUID, Open: g.w.House.Open(d.UUID), Processes: memcap.Merge(listed)}}
+		sample: memcap.Sample{At: time.Now(), Tick: node.Ticks(), GPU: d.UUID, Open: g.w.Allocations.Open(d.UUID), Processes: memcap.Merge(listed)}}
 	add := func(id, podUID string, pid int, p *memcap.Process) {
 		if sc.sums[id] == nil {
 			sc.sums[id] = &sum{pid: pid, podUID: podUID, known: true}
@@ -110,7 +111,7 @@ func (g *Guard) census(d *gpu.Device, listed []gpu.Process, l *look) *scene {
 				l.strangers++
 			case !errors.Is(err, gpu.ErrNotFound):
 				sc.whole = false
-				g.once("process", "cannot tell whose a process is; what containers have is not known to the byte", "gpu", d.UUID, "err", err)
+				g.voice.once("process", "cannot tell whose a process is; what containers have is not known to the byte", "gpu", d.UUID, "err", err)
 			}
 			continue
 		}
@@ -144,7 +145,7 @@ func (sc *scene) of(key string) *sum {
 // holdings says what the listed containers may have of a GPU, adds up what those of a
 // claim have, and opens the counters that are not open. again is true where it has
 // found some.
-func (g *Guard) holdings(ctx context.Context, d *gpu.Device, sc *scene, holders map[string]holder, l *look) (holdings []memcap.Holding, again bool) {
+func (g *Guard) holdings(ctx context.Context, d *gpu.Device, sc *scene, held allocations, l *look) (holdings []memcap.Holding, again bool) {
 	for id, s := range sc.sums {
 		c := g.containers[id]
 		if c == nil {
@@ -154,8 +155,8 @@ func (g *Guard) holdings(ctx context.Context, d *gpu.Device, sc *scene, holders 
 		if g.seen[at] == nil {
 			g.seen[at] = &sight{}
 		}
-		key, bytes, held := g.holds(c, d.UUID, holders)
-		if !held {
+		key, bytes, found := g.holds(c, d.UUID, held)
+		if !found {
 			for _, key := range g.keys(c) {
 				sc.add(key, s) // of a claim that is not known any more, or not yet
 			}
@@ -167,7 +168,7 @@ func (g *Guard) holdings(ctx context.Context, d *gpu.Device, sc *scene, holders 
 		sc.add(key, s)
 		holdings = append(holdings, memcap.Holding{Container: id, GPU: d.UUID, Cap: bytes, Claim: key})
 		g.limit(ctx, at, sc.owners[s.pid], bytes, sc.sample.At)
-		again = g.open(page{key, d.UUID}, sc.sample.At) || again
+		again = g.tallies.open(page{key, d.UUID}, sc.sample.At) || again
 	}
 	return holdings, again
 }
@@ -185,113 +186,4 @@ func (s *sum) add(p *memcap.Process) {
 	s.procs++
 	s.bytes += p.Bytes
 	s.known = s.known && p.Known
-}
-
-// receive waits for what a channel has, and no longer than that.
-func receive[T any](from <-chan T, wait time.Duration) (v T, ok bool) {
-	if wait > 0 {
-		timer := time.NewTimer(wait)
-		defer timer.Stop()
-		select {
-		case v = <-from:
-			return v, true
-		case <-timer.C:
-		}
-	}
-	select {
-	case v = <-from:
-		return v, true
-	default:
-		return v, false
-	}
-}
-
-// refresh has the list of containers again where it is old, or lacks one that was
-// seen.
-func (g *Guard) refresh(ctx context.Context, now time.Time, sums map[string]*sum) {
-	if len(sums) == 0 && len(g.seen) == 0 {
-		return // there is nobody to know anything of
-	}
-	wait := time.Duration(0)
-	if g.listing == nil {
-		every := listEvery
-		for id := range sums {
-			if g.containers[id] == nil {
-				every = min(every, g.relistFor(id))
-			}
-		}
-		if now.Before(g.relist) || now.Sub(g.listed) < every {
-			return
-		}
-		wait = listWait
-		g.listing = make(chan listing, 1)
-		go func(to chan<- listing) {
-			ctx, cancel := context.WithTimeout(ctx, runtimePatience)
-			defer cancel()
-			list, err := g.w.Runtime.Containers(ctx)
-			to <- listing{now, list, err}
-		}(g.listing)
-	}
-	got, ok := receive(g.listing, wait)
-	if !ok {
-		return
-	}
-	g.listing, g.relist = nil, now.Add(listSoon)
-	if got.err != nil {
-		return
-	}
-	g.listed = got.asked
-	g.containers, g.of = make(map[string]*node.Container, len(got.list)), map[string][]*node.Container{}
-	for i := range got.list {
-		c := &got.list[i]
-		g.containers[c.ID] = c
-		for _, key := range g.keys(c) {
-			g.of[key] = append(g.of[key], c)
-		}
-	}
-	g.mu.Lock()
-	maps.DeleteFunc(g.ended, func(id string, _ bool) bool { return g.containers[id] == nil })
-	g.mu.Unlock()
-}
-
-// knows says whether all that a container holds is known: it is listed, and so is
-// each of its claims, among those that its caps were taken from.
-func (g *Guard) knows(id string, holders map[string]holder) bool {
-	c := g.containers[id]
-	if c == nil || g.isOwn(c) {
-		return false
-	}
-	for _, key := range g.keys(c) {
-		h, ok := holders[key]
-		if !ok || len(h.caps) != len(h.claim.GPUs()) {
-			return false
-		}
-	}
-	return true
-}
-
-func (g *Guard) isOwn(c *node.Container) bool {
-	return g.opts.Own != (node.PodName{}) && c.Namespace == g.opts.Own.Namespace && c.Pod == g.opts.Own.Name
-}
-
-// keys are the claims that a container was given, in order.
-func (g *Guard) keys(c *node.Container) []string {
-	var out []string
-	for name := range c.Annotations {
-		if key, ok := strings.CutPrefix(name, g.prefix); ok && cdi.ValidKey(key) {
-			out = append(out, key)
-		}
-	}
-	slices.Sort(out)
-	return out
-}
-
-// holds says what a container may have of a GPU, and by which claim.
-func (g *Guard) holds(c *node.Container, u gpu.UUID, holders map[string]holder) (key string, bytes uint64, held bool) {
-	for _, k := range g.keys(c) {
-		if has, ok := holders[k].on(u); ok && (!held || has > bytes) {
-			key, bytes, held = k, has, true
-		}
-	}
-	return key, bytes, held
 }

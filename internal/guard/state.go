@@ -54,40 +54,40 @@ type State struct {
 }
 
 // publish makes what was seen the state.
-func (g *Guard) publish(gpus []gpu.Device, holders map[string]holder) {
-	st := &State{Intruders: map[gpu.UUID]int{}, Strangers: map[gpu.UUID]int{}, Unlisted: map[gpu.UUID]int{}, Found: g.found}
-	g.mu.Lock()
-	st.Kills = g.kills
-	g.mu.Unlock()
+func (g *Guard) publish(gpus []gpu.Device, held allocations) {
+	st := &State{Intruders: map[gpu.UUID]int{}, Strangers: map[gpu.UUID]int{}, Unlisted: map[gpu.UUID]int{}, Found: g.hand.found.Load(), Kills: g.hand.kills.Load()}
 	for i := range gpus {
 		u := gpus[i].UUID
 		st.Intruders[u], st.Strangers[u], st.Unlisted[u] = g.last[u].intruders, g.last[u].strangers, g.last[u].unlisted
 	}
-	st.Containers = containers(gpus, holders, func(d *gpu.Device, key string, h holder, l lib.Limit) Container {
-		return g.describe(d, key, h.claim, l)
-	})
+	st.Containers = containers(gpus, held, g.describe)
 	g.state.Store(st)
 }
 
 // unseen is the state of a guard that does not run.
 func (g *Guard) unseen(off string) *State {
-	return &State{Off: off, Containers: containers(g.w.House.Offered(), g.holders(), func(d *gpu.Device, key string, h holder, l lib.Limit) Container {
-		c := granted(d, key, h.claim, l)
+	return &State{Off: off, Containers: containers(g.w.Allocations.Offered(), g.held(), func(c Container) Container {
 		c.Known = false
 		return c
 	})}
 }
 
-// containers lists who may have something of the GPUs, as one describes them.
-func containers(gpus []gpu.Device, holders map[string]holder, describe func(*gpu.Device, string, holder, lib.Limit) Container) []Container {
+// containers lists who may have something of the GPUs: what they were granted, with
+// what seen adds to it.
+func containers(gpus []gpu.Device, held allocations, seen func(granted Container) Container) []Container {
 	var out []Container
 	for i := range gpus {
-		for key, h := range holders {
-			for _, l := range h.caps {
-				if l.GPU == gpus[i].UUID {
-					out = append(out, describe(&gpus[i], key, h, l))
-				}
+		d := &gpus[i]
+		for key, claim := range held {
+			bytes, ok := held.on(key, d.UUID)
+			if !ok {
+				continue
 			}
+			c := Container{Holder: claim.Holder, Claim: key, GPU: d.UUID, Index: d.Index, Cap: bytes, Known: true, Level: memcap.API}
+			if bytes == lib.None {
+				c.Level = memcap.Hardware
+			}
+			out = append(out, seen(c))
 		}
 	}
 	slices.SortFunc(out, func(a, b Container) int {
@@ -97,34 +97,24 @@ func containers(gpus []gpu.Device, holders map[string]holder, describe func(*gpu
 	return out
 }
 
-// granted is a claim on a GPU of which nobody has used anything.
-func granted(d *gpu.Device, key string, claim *desk.Claim, l lib.Limit) Container {
-	c := Container{Holder: claim.Holder, Claim: key, GPU: d.UUID, Index: d.Index, Cap: l.Bytes, Known: true, Level: memcap.API}
-	if l.Bytes == lib.None {
-		c.Level = memcap.Hardware
-	}
-	return c
-}
-
-// describe is a claim on a GPU as people see it.
-func (g *Guard) describe(d *gpu.Device, key string, claim *desk.Claim, l lib.Limit) Container {
-	c := granted(d, key, claim, l)
-	t := g.tallies[page{key, d.UUID}]
+// describe adds to what a claim's containers were granted on a GPU what is known of them.
+func (g *Guard) describe(c Container) Container {
+	t := g.tallies.by[page{c.Claim, c.GPU}]
 	if t != nil {
 		c.Used, c.Peak, c.Known = t.used, t.peak, t.known
 		c.Refusals, c.Uncounted, c.Undone = t.reading.Refusals, t.reading.Uncounted, t.reading.Undone
 	}
 	var levels []memcap.Level // of those that have been seen on it
-	for _, in := range g.of[key] {
+	for _, in := range g.of[c.Claim] {
 		if in.Running || c.Holder.Container == "" {
 			c.Holder = desk.Holder{Namespace: in.Namespace, Pod: in.Pod, Container: in.Name}
 		}
-		if g.strayed(in.PodUID, d.UUID) {
+		if g.strayed(in.PodUID, c.GPU) {
 			// Some of what its pod has may be this container's.
 			c.Known = false
 			levels = append(levels, memcap.Watchdog)
 		}
-		s := g.seen[place{in.ID, d.UUID}]
+		s := g.seen[place{in.ID, c.GPU}]
 		if s == nil {
 			continue
 		}

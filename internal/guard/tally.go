@@ -33,6 +33,13 @@ type tally struct {
 	peak    uint64
 }
 
+// tallies are those of all claims.
+type tallies struct {
+	pages Pages
+	voice *voice
+	by    map[page]*tally
+}
+
 // close lets go of the counters.
 func (t *tally) close() {
 	if t.meter != nil {
@@ -48,24 +55,24 @@ func (t *tally) take(s *sum) {
 }
 
 // open opens a claim's counters, if they are not open, and reports whether it has.
-func (g *Guard) open(at page, now time.Time) bool {
-	t := g.tallies[at]
+func (ts *tallies) open(at page, now time.Time) bool {
+	t := ts.by[at]
 	if t == nil {
 		t = &tally{}
-		g.tallies[at] = t
+		ts.by[at] = t
 	}
 	if t.meter != nil || now.Sub(t.sought) < pageEvery<<t.spoilt {
 		return false
 	}
 	t.sought = now
-	m, err := g.w.Pages.Meter(at.claim, at.gpu)
+	m, err := ts.pages.Meter(at.claim, at.gpu)
 	if err == nil {
 		t.meter = m
 		return true
 	}
 	t.missing = true
 	if !errors.Is(err, gpu.ErrNotFound) { // else nothing is counted on this GPU
-		g.once("open "+at.claim, "cannot open a claim's counters; the watchdog alone holds its containers", "claim", at.claim, "gpu", at.gpu, "err", err)
+		ts.voice.once("open "+at.claim, "cannot open a claim's counters; the watchdog alone holds its containers", "claim", at.claim, "gpu", at.gpu, "err", err)
 	}
 	return false
 }
@@ -76,37 +83,37 @@ func (g *Guard) open(at page, now time.Time) bool {
 // the claim's containers have: that one may be the next of them. Then the reading is
 // left open, as if the driver had not answered. A figure that lacks what it has would
 // give the others that much room once more.
-func (g *Guard) finish(at page, t *tally, sc *scene) {
-	if len(g.of[at.claim]) == 0 {
+func (ts *tallies) finish(at page, t *tally, sc *scene, r *roster) {
+	if len(r.of[at.claim]) == 0 {
 		t.close() // they have ended: the page is the next one's
 		return
 	}
 	for id, s := range sc.sums {
-		if g.containers[id] != nil {
+		if r.containers[id] != nil {
 			continue
 		}
-		for _, c := range g.of[at.claim] {
+		for _, c := range r.of[at.claim] {
 			if c.PodUID == s.podUID {
 				return
 			}
 		}
 	}
 	all := sc.of(at.claim)
-	r, err := t.meter.End(all.bytes, all.known)
+	reading, err := t.meter.End(all.bytes, all.known)
 	t.cost = t.meter.Cost()
 	if err != nil {
-		g.spoilt(at, t, err)
+		ts.spoilt(at, t, err)
 		return
 	}
-	if r.Uncounted > t.reading.Uncounted {
-		g.once("uncounted "+at.claim, "allocations of a kind that the cap's library does not know pass it, by its own word; the watchdog alone holds what they take", "claim", at.claim, "gpu", at.gpu)
+	if reading.Uncounted > t.reading.Uncounted {
+		ts.voice.once("uncounted "+at.claim, "allocations of a kind that the cap's library does not know pass it, by its own word; the watchdog alone holds what they take", "claim", at.claim, "gpu", at.gpu)
 	}
 	// There is memory and nobody counts: somebody goes round the library. Who ended
 	// between the driver's answer and this one had counted in the last reading.
-	t.missing = all.bytes > 0 && r.Processes == 0 && t.reading.Processes == 0
-	t.reading, t.sound = r, true
+	t.missing = all.bytes > 0 && reading.Processes == 0 && t.reading.Processes == 0
+	t.reading, t.sound = reading, true
 	if all.known {
-		t.used = r.Used
+		t.used = reading.Used
 		t.peak = max(t.peak, t.used)
 	}
 }
@@ -115,7 +122,7 @@ func (g *Guard) finish(at page, t *tally, sc *scene) {
 // the claim may have been given to somebody else. Where these make no sense either,
 // the next ones are waited for longer each time: to find out what they are costs all
 // others some milliseconds.
-func (g *Guard) spoilt(at page, t *tally, err error) {
+func (ts *tallies) spoilt(at page, t *tally, err error) {
 	sound := t.sound
 	if t.close(); sound {
 		t.missing = true
@@ -125,5 +132,5 @@ func (g *Guard) spoilt(at page, t *tally, err error) {
 		t.spoilt = 0
 	}
 	t.sought, t.missing, t.spoilt = time.Now(), true, min(t.spoilt+1, maxSpoilt)
-	g.once("meter "+at.claim, "cannot read a claim's counters; the watchdog alone holds its containers", "claim", at.claim, "gpu", at.gpu, "err", err)
+	ts.voice.once("meter "+at.claim, "cannot read a claim's counters; the watchdog alone holds its containers", "claim", at.claim, "gpu", at.gpu, "err", err)
 }

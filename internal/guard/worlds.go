@@ -28,16 +28,16 @@ func (c Counters) Meter(key string, u gpu.UUID) (Meter, error) {
 		_ = usage.Close()
 		return nil, err
 	}
-	return counters{m, usage}, nil
+	return pageMeter{m, usage}, nil
 }
 
-// counters are a meter with the usage page that it reads, which they close.
-type counters struct {
+// pageMeter is a meter with the usage page that it reads, which it closes.
+type pageMeter struct {
 	*lib.Meter
 	usage *lib.Usage
 }
 
-func (c counters) Close() error { return errors.Join(c.Meter.Close(), c.usage.Close()) }
+func (m pageMeter) Close() error { return errors.Join(m.Meter.Close(), m.usage.Close()) }
 
 // Processes are the Proc of package node.
 type Processes struct {
