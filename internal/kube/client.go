@@ -10,7 +10,6 @@ import (
 	"math"
 	"math/rand/v2"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
@@ -98,6 +97,13 @@ type Options struct {
 // Client speaks to one API server for one node. Its methods may be called from
 // several goroutines.
 type Client struct {
+	*apiServer
+	*ourNode
+	*eventQueue
+}
+
+// apiServer is the API server as every part of a Client asks it.
+type apiServer struct {
 	options Options
 	log     *slog.Logger
 	api     dynamic.Interface
@@ -106,23 +112,11 @@ type Client struct {
 	// ration is the log for what a server that is away, or a storm of Events, repeats.
 	ration *brief.Ration
 
-	serial atomic.Uint64
-	queue  chan event
-	// onNode and onPods bound the Events of each: a fault that hits many pods
-	// must not take the word from the node.
-	onNode, onPods flowcontrol.RateLimiter
-	// marks bounds the requests of Mark: somebody may take away what the agent
-	// writes, again and again.
-	marks flowcontrol.RateLimiter
-
 	mu sync.Mutex // guards what follows
 	// failing has the start of each outage, by operation.
 	failing map[string]time.Time
 	// refused has the requests of which Refused was told.
 	refused map[string]bool
-	// node is what the server said last of the agent's Node; nil before the
-	// first word and while there is none.
-	node *Node
 }
 
 // timing is apart so that tests need not wait.
@@ -175,7 +169,7 @@ func New(o Options) (*Client, error) {
 	if o.Relist <= 0 {
 		o.Relist = 10 * time.Minute
 	}
-	c := &Client{
+	up := &apiServer{
 		options: o,
 		log:     o.Logger,
 		api:     api,
@@ -185,17 +179,22 @@ func New(o Options) (*Client, error) {
 			pauseMin: 200 * time.Millisecond, pauseMax: 30 * time.Second,
 			quiet: time.Minute, window: 10 * time.Minute,
 		},
-		now: time.Now,
-		// One fault may regard every pod of a node, 110 by default.
-		queue:   make(chan event, 256),
-		onNode:  flowcontrol.NewTokenBucketRateLimiter(1.0/30, 25),
-		onPods:  flowcontrol.NewTokenBucketRateLimiter(1.0/10, 120),
-		marks:   flowcontrol.NewTokenBucketRateLimiter(1.0/3, 50),
+		now:     time.Now,
 		failing: map[string]time.Time{},
 		refused: map[string]bool{},
 	}
-	c.ration = brief.NewRation(c.log, func() time.Time { return c.now() }, time.AfterFunc)
-	return c, nil
+	up.ration = brief.NewRation(up.log, func() time.Time { return up.now() }, time.AfterFunc)
+	return &Client{
+		apiServer: up,
+		ourNode:   &ourNode{apiServer: up, marks: flowcontrol.NewTokenBucketRateLimiter(1.0/3, 50)},
+		eventQueue: &eventQueue{
+			apiServer: up,
+			// One fault may regard every pod of a node, 110 by default.
+			queue:  make(chan event, 256),
+			onNode: flowcontrol.NewTokenBucketRateLimiter(1.0/30, 25),
+			onPods: flowcontrol.NewTokenBucketRateLimiter(1.0/10, 120),
+		},
+	}, nil
 }
 
 func credentials(kubeconfig string) (*rest.Config, error) {
@@ -222,40 +221,40 @@ const unreachable = "reach the API server"
 
 // note keeps account of outages: one line when an operation begins to fail, one
 // when it works again, none between.
-func (c *Client) note(ctx context.Context, verb, resource, name string, err error) {
+func (s *apiServer) note(ctx context.Context, verb, resource, name string, err error) {
 	if ctx.Err() != nil && err != nil {
 		return // stopped by ourselves
 	}
 	operation := verb + " " + resource + " " + name
 	if err == nil {
-		c.mu.Lock()
-		defer c.mu.Unlock()
+		s.mu.Lock()
+		defer s.mu.Unlock()
 		for _, op := range []string{unreachable, operation} {
-			if since, ok := c.failing[op]; ok {
-				delete(c.failing, op)
-				c.log.Info("API server answers again", "operation", op, "after", c.now().Sub(since).Round(time.Millisecond))
+			if since, ok := s.failing[op]; ok {
+				delete(s.failing, op)
+				s.log.Info("API server answers again", "operation", op, "after", s.now().Sub(since).Round(time.Millisecond))
 			}
 		}
 		return
 	}
-	if c.options.Failed != nil {
-		c.options.Failed(verb, resource)
+	if s.options.Failed != nil {
+		s.options.Failed(verb, resource)
 	}
 	if !answered(err) {
 		operation = unreachable
 	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if _, ok := c.failing[operation]; ok {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if _, ok := s.failing[operation]; ok {
 		return
 	}
-	c.failing[operation] = c.now()
-	c.log.Warn("API server request fails; trying on", "operation", operation, "err", err)
+	s.failing[operation] = s.now()
+	s.log.Warn("API server request fails; trying on", "operation", operation, "err", err)
 }
 
 // backOff draws each pause from the upper half of a bound that doubles up to most.
-func (c *Client) backOff(most time.Duration) wait.Backoff {
-	return wait.Backoff{Duration: c.timing.pauseMin / 2, Factor: 2, Jitter: 1, Cap: most / 2, Steps: math.MaxInt}
+func (s *apiServer) backOff(most time.Duration) wait.Backoff {
+	return wait.Backoff{Duration: s.timing.pauseMin / 2, Factor: 2, Jitter: 1, Cap: most / 2, Steps: math.MaxInt}
 }
 
 // sleep returns false when ctx ended first.

@@ -55,8 +55,8 @@ func (c Condition) says(d Condition) bool {
 //
 // The server's refusal or absence, and that of the Node, is returned; the
 // caller tries again when it next has reason to.
-func (c *Client) SetCondition(ctx context.Context, want Condition) error {
-	if err := c.mayWrite(want.Type); err != nil {
+func (n *ourNode) SetCondition(ctx context.Context, want Condition) error {
+	if err := n.mayWrite(want.Type); err != nil {
 		return err
 	}
 	if want.Status != True && want.Status != False && want.Status != Unknown || want.Reason == "" {
@@ -64,14 +64,14 @@ func (c *Client) SetCondition(ctx context.Context, want Condition) error {
 			want.Type, want.Status, want.Reason)
 	}
 	want.Reason, want.Message = brief.Cut(want.Reason, maxReason), brief.Cut(want.Message, maxMessage)
-	node, err := c.lastNode(ctx)
+	node, err := n.lastNode(ctx)
 	if err == nil && node == nil {
 		err = errors.New("the API server has no Node of this name")
 	}
 	if err != nil {
-		return fmt.Errorf("set condition %s of node %s: %w", want.Type, c.options.NodeName, err)
+		return fmt.Errorf("set condition %s of node %s: %w", want.Type, n.options.NodeName, err)
 	}
-	now := stamp(c.now())
+	now := stamp(n.now())
 	want.since = now
 	if have, ok := node.condition(want.Type); ok {
 		if have.says(want) {
@@ -81,12 +81,12 @@ func (c *Client) SetCondition(ctx context.Context, want Condition) error {
 			want.since = have.since
 		}
 	}
-	err = c.patchCondition(ctx, map[string]any{
+	err = n.patchCondition(ctx, map[string]any{
 		"type": want.Type, "status": string(want.Status), "reason": want.Reason, "message": want.Message,
 		"lastTransitionTime": want.since, "lastHeartbeatTime": now,
 	})
 	if err != nil {
-		return fmt.Errorf("set condition %s of node %s: %w", want.Type, c.options.NodeName, err)
+		return fmt.Errorf("set condition %s of node %s: %w", want.Type, n.options.NodeName, err)
 	}
 	return nil
 }
@@ -94,18 +94,18 @@ func (c *Client) SetCondition(ctx context.Context, want Condition) error {
 // RemoveCondition takes a condition of the agent's away from its Node. One
 // that is not there, by what the server said last, costs no request, and a
 // Node that is gone is no error.
-func (c *Client) RemoveCondition(ctx context.Context, kind string) error {
-	if err := c.mayWrite(kind); err != nil {
+func (n *ourNode) RemoveCondition(ctx context.Context, kind string) error {
+	if err := n.mayWrite(kind); err != nil {
 		return err
 	}
-	node, err := c.lastNode(ctx)
+	node, err := n.lastNode(ctx)
 	if err == nil && node != nil {
 		if _, ok := node.condition(kind); ok {
-			err = c.patchCondition(ctx, map[string]any{"type": kind, "$patch": "delete"})
+			err = n.patchCondition(ctx, map[string]any{"type": kind, "$patch": "delete"})
 		}
 	}
 	if err != nil && !apierrors.IsNotFound(err) {
-		return fmt.Errorf("remove condition %s of node %s: %w", kind, c.options.NodeName, err)
+		return fmt.Errorf("remove condition %s of node %s: %w", kind, n.options.NodeName, err)
 	}
 	return nil
 }
@@ -113,12 +113,12 @@ func (c *Client) RemoveCondition(ctx context.Context, kind string) error {
 // patchCondition sends one element of status.conditions. The API merges that
 // list by type where the patch is a strategic one; a merge patch would replace
 // the whole list, and with it what the kubelet wrote meanwhile.
-func (c *Client) patchCondition(ctx context.Context, element map[string]any) error {
+func (n *ourNode) patchCondition(ctx context.Context, element map[string]any) error {
 	body, err := json.Marshal(map[string]any{"status": map[string]any{"conditions": []any{element}}})
 	if err != nil {
 		return fmt.Errorf("encode the patch: %w", err)
 	}
-	_, err = c.patchNode(ctx, types.StrategicMergePatchType, body, metav1.PatchOptions{FieldManager: manager}, "status")
+	_, err = n.patchNode(ctx, types.StrategicMergePatchType, body, metav1.PatchOptions{FieldManager: manager}, "status")
 	return err
 }
 

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
@@ -16,6 +17,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/util/flowcontrol"
 )
 
 // EventType is what kubectl shows in an Event's first column but one.
@@ -68,31 +70,41 @@ type event struct {
 	serial uint64
 }
 
+// eventQueue has the Events that are still to be sent.
+type eventQueue struct {
+	*apiServer
+	serial atomic.Uint64
+	queue  chan event
+	// onNode and onPods bound the Events of each: a fault that hits many pods
+	// must not take the word from the node.
+	onNode, onPods flowcontrol.RateLimiter
+}
+
 // Event queues an Event and returns at once; Run sends it. reason is one word
 // in UpperCamelCase; a message beyond 1,024 bytes is cut.
-func (c *Client) Event(regarding Regarding, kind EventType, reason, message string) {
-	e := event{regarding, kind, brief.Cut(reason, maxReason), brief.Cut(message, maxMessage), c.now(), c.serial.Add(1)}
+func (q *eventQueue) Event(regarding Regarding, kind EventType, reason, message string) {
+	e := event{regarding, kind, brief.Cut(reason, maxReason), brief.Cut(message, maxMessage), q.now(), q.serial.Add(1)}
 	select {
-	case c.queue <- e:
+	case q.queue <- e:
 	default:
-		c.dropped(e, "the queue is full", nil)
+		q.dropped(e, "the queue is full", nil)
 	}
 }
 
 // dropped counts an Event that comes to nothing. Thousands may: why is one of a few
 // words, and err what the server said, if it did.
-func (c *Client) dropped(e event, why string, err error) {
+func (q *eventQueue) dropped(e event, why string, err error) {
 	args := []any{"reason", e.reason, "message", e.message}
 	if err != nil {
 		args = append(args, "err", err)
 	}
-	c.ration.Log(slog.LevelWarn, "Event dropped", []any{"because", why}, args...)
-	c.eventDone(EventDropped)
+	q.ration.Log(slog.LevelWarn, "Event dropped", []any{"because", why}, args...)
+	q.eventDone(EventDropped)
 }
 
-func (c *Client) eventDone(o EventOutcome) {
-	if c.options.EventDone != nil {
-		c.options.EventDone(o)
+func (q *eventQueue) eventDone(o EventOutcome) {
+	if q.options.EventDone != nil {
+		q.options.EventDone(o)
 	}
 }
 
@@ -112,44 +124,44 @@ func (e event) identity() event {
 
 // Run sends queued Events until ctx ends, whose error it returns. What is in
 // the queue then is lost.
-func (c *Client) Run(ctx context.Context) error {
+func (q *eventQueue) Run(ctx context.Context) error {
 	seen := map[event]*written{}
 	for {
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
-		case e := <-c.queue:
+		case e := <-q.queue:
 			for key, w := range seen {
-				if c.now().Sub(w.at) > c.timing.window {
+				if q.now().Sub(w.at) > q.timing.window {
 					delete(seen, key)
 				}
 			}
-			c.send(ctx, e, seen)
+			q.send(ctx, e, seen)
 		}
 	}
 }
 
 // send writes one Event, waiting for a server that is away until the Event is
 // older than the window. Meanwhile others wait in the queue.
-func (c *Client) send(ctx context.Context, e event, seen map[event]*written) {
+func (q *eventQueue) send(ctx context.Context, e event, seen map[event]*written) {
 	known := seen[e.identity()]
 	if known != nil {
 		known.count++
-		if e.at.Sub(known.at) < c.timing.quiet {
-			c.eventDone(EventMerged)
+		if e.at.Sub(known.at) < q.timing.quiet {
+			q.eventDone(EventMerged)
 			return
 		}
 	}
-	bucket := c.onNode
+	bucket := q.onNode
 	if e.regarding.Pod != "" {
-		bucket = c.onPods
+		bucket = q.onPods
 	}
 	if !bucket.TryAccept() {
-		c.dropped(e, "too many Events", nil)
+		q.dropped(e, "too many Events", nil)
 		return
 	}
-	for retry := c.backOff(c.timing.pauseMax); ; {
-		err := c.write(ctx, e, known)
+	for retry := q.backOff(q.timing.pauseMax); ; {
+		err := q.write(ctx, e, known)
 		if known != nil && apierrors.IsNotFound(err) {
 			// The API server forgets Events, after an hour by default.
 			known = nil
@@ -157,9 +169,9 @@ func (c *Client) send(ctx context.Context, e event, seen map[event]*written) {
 		}
 		switch {
 		case err == nil:
-			c.eventDone(EventSent)
+			q.eventDone(EventSent)
 			if known == nil {
-				known = &written{namespace: e.namespace(), name: c.eventName(e), count: 1}
+				known = &written{namespace: e.namespace(), name: q.eventName(e), count: 1}
 				seen[e.identity()] = known
 			}
 			known.at = e.at
@@ -167,10 +179,10 @@ func (c *Client) send(ctx context.Context, e event, seen map[event]*written) {
 		case ctx.Err() != nil:
 			return
 		case answered(err) && !transient(err):
-			c.dropped(e, "the API server refuses it", err)
+			q.dropped(e, "the API server refuses it", err)
 			return
-		case c.now().Sub(e.at) > c.timing.window:
-			c.dropped(e, "the API server is away", err)
+		case q.now().Sub(e.at) > q.timing.window:
+			q.dropped(e, "the API server is away", err)
 			return
 		}
 		if !sleep(ctx, retry.Step()) {
@@ -184,29 +196,29 @@ func transient(err error) bool {
 		apierrors.IsServiceUnavailable(err) || apierrors.IsTooManyRequests(err)
 }
 
-func (c *Client) write(ctx context.Context, e event, known *written) error {
-	bounded, cancel := context.WithTimeout(ctx, c.timing.request)
+func (q *eventQueue) write(ctx context.Context, e event, known *written) error {
+	bounded, cancel := context.WithTimeout(ctx, q.timing.request)
 	defer cancel()
 	if known == nil {
-		api := c.api.Resource(events).Namespace(e.namespace())
-		_, err := api.Create(bounded, c.object(e), metav1.CreateOptions{FieldManager: "gpu-agent"})
+		api := q.api.Resource(events).Namespace(e.namespace())
+		_, err := api.Create(bounded, q.object(e), metav1.CreateOptions{FieldManager: "gpu-agent"})
 		if apierrors.IsAlreadyExists(err) {
 			err = nil // an answer that got lost on the way
 		}
-		c.note(ctx, "create", events.Resource, e.namespace(), err)
+		q.note(ctx, "create", events.Resource, e.namespace(), err)
 		return err
 	}
 	body, err := json.Marshal(map[string]any{"count": known.count, "lastTimestamp": stamp(e.at)})
 	if err != nil {
 		return fmt.Errorf("encode the patch of event %s: %w", known.name, err)
 	}
-	_, err = c.api.Resource(events).Namespace(known.namespace).
+	_, err = q.api.Resource(events).Namespace(known.namespace).
 		Patch(bounded, known.name, types.MergePatchType, body, metav1.PatchOptions{FieldManager: "gpu-agent"})
 	if apierrors.IsNotFound(err) {
-		c.note(ctx, "patch", events.Resource, known.namespace, nil)
+		q.note(ctx, "patch", events.Resource, known.namespace, nil)
 		return err
 	}
-	c.note(ctx, "patch", events.Resource, known.namespace, err)
+	q.note(ctx, "patch", events.Resource, known.namespace, err)
 	return err
 }
 
@@ -221,10 +233,10 @@ func (e event) namespace() string {
 
 // eventName differs for all Events of one agent and for those of its
 // predecessors.
-func (c *Client) eventName(e event) string {
+func (q *eventQueue) eventName(e event) string {
 	name := e.regarding.Pod
 	if name == "" {
-		name = c.options.NodeName
+		name = q.options.NodeName
 	}
 	// A name may have 253 bytes, and up to 34 follow.
 	return fmt.Sprintf("%s.%x.%x", strings.TrimRight(name[:min(len(name), 219)], ".-"), e.at.UnixNano(), e.serial)
@@ -232,7 +244,7 @@ func (c *Client) eventName(e event) string {
 
 func stamp(t time.Time) string { return t.UTC().Format(time.RFC3339) }
 
-func (c *Client) object(e event) *unstructured.Unstructured {
+func (q *eventQueue) object(e event) *unstructured.Unstructured {
 	involved := map[string]any{"apiVersion": "v1", "kind": "Pod",
 		"namespace": e.namespace(), "name": e.regarding.Pod}
 	if e.regarding.UID != "" {
@@ -240,19 +252,19 @@ func (c *Client) object(e event) *unstructured.Unstructured {
 	}
 	if e.regarding.Pod == "" {
 		involved = map[string]any{"apiVersion": "v1", "kind": "Node",
-			"name": c.options.NodeName, "uid": c.options.NodeName}
+			"name": q.options.NodeName, "uid": q.options.NodeName}
 	}
-	reporter := c.options.Domain + "/gpu-agent"
+	reporter := q.options.Domain + "/gpu-agent"
 	return &unstructured.Unstructured{Object: map[string]any{
 		"apiVersion": "v1", "kind": "Event",
-		"metadata":           map[string]any{"namespace": e.namespace(), "name": c.eventName(e)},
+		"metadata":           map[string]any{"namespace": e.namespace(), "name": q.eventName(e)},
 		"involvedObject":     involved,
 		"type":               string(e.kind),
 		"reason":             e.reason,
 		"message":            e.message,
-		"source":             map[string]any{"component": "gpu-agent", "host": c.options.NodeName},
+		"source":             map[string]any{"component": "gpu-agent", "host": q.options.NodeName},
 		"reportingComponent": reporter,
-		"reportingInstance":  c.options.NodeName,
+		"reportingInstance":  q.options.NodeName,
 		"firstTimestamp":     stamp(e.at),
 		"lastTimestamp":      stamp(e.at),
 		"count":              int64(1),

@@ -43,22 +43,22 @@ type Marks struct {
 //
 // The server's refusal or absence, and that of the Node, is returned; the caller
 // tries again when it next has reason to.
-func (c *Client) Mark(ctx context.Context, m Marks) error {
-	if err := c.mark(ctx, m); err != nil {
-		return fmt.Errorf("mark node %s: %w", c.options.NodeName, err)
+func (n *ourNode) Mark(ctx context.Context, m Marks) error {
+	if err := n.mark(ctx, m); err != nil {
+		return fmt.Errorf("mark node %s: %w", n.options.NodeName, err)
 	}
 	return nil
 }
 
-func (c *Client) mark(ctx context.Context, m Marks) error {
+func (n *ourNode) mark(ctx context.Context, m Marks) error {
 	for _, own := range []map[string]string{m.Labels, m.Annotations} {
 		for key := range own {
-			if err := c.mayWrite(key); err != nil {
+			if err := n.mayWrite(key); err != nil {
 				return err
 			}
 		}
 	}
-	node, err := c.lastNode(ctx)
+	node, err := n.lastNode(ctx)
 	for try := 1; ; try++ {
 		if err == nil && node == nil {
 			err = errors.New("the API server has no Node of this name")
@@ -66,10 +66,10 @@ func (c *Client) mark(ctx context.Context, m Marks) error {
 		if err != nil {
 			return err
 		}
-		if err = c.applyMarks(ctx, node, m); err == nil || !apierrors.IsConflict(err) || try == markTries {
+		if err = n.applyMarks(ctx, node, m); err == nil || !apierrors.IsConflict(err) || try == markTries {
 			return err
 		}
-		node, err = c.listNode(ctx)
+		node, err = n.listNode(ctx)
 	}
 }
 
@@ -77,40 +77,40 @@ func (c *Client) mark(ctx context.Context, m Marks) error {
 // was judged on that Node, so the server is asked to refuse where it has another
 // by now: then no label of somebody else's is ever hit by the force that the
 // agent's own need.
-func (c *Client) applyMarks(ctx context.Context, node *Node, m Marks) error {
-	labels, annotations := c.wanted(node, m)
+func (n *ourNode) applyMarks(ctx context.Context, node *Node, m Marks) error {
+	labels, annotations := n.wanted(node, m)
 	if node.labels.has(labels, node.Labels) && node.annotations.has(annotations, node.Annotations) {
 		return nil
 	}
-	if err := c.marks.Wait(ctx); err != nil {
+	if err := n.marks.Wait(ctx); err != nil {
 		return fmt.Errorf("wait, since somebody keeps changing what is written: %w", err)
 	}
 	// What somebody else manages too does not go when the agent lets go of it.
 	gone := map[string]any{}
-	c.shared(gone, "labels", node.labels, labels)
-	c.shared(gone, "annotations", node.annotations, annotations)
+	n.shared(gone, "labels", node.labels, labels)
+	n.shared(gone, "annotations", node.annotations, annotations)
 	if len(gone) > 0 {
 		body, err := json.Marshal(map[string]any{"metadata": gone})
 		if err != nil {
 			return fmt.Errorf("encode the request: %w", err)
 		}
-		if node, err = c.patchNode(ctx, types.MergePatchType, body, metav1.PatchOptions{FieldManager: manager}); err != nil {
+		if node, err = n.patchNode(ctx, types.MergePatchType, body, metav1.PatchOptions{FieldManager: manager}); err != nil {
 			return err
 		}
-		labels, annotations = c.wanted(node, m)
+		labels, annotations = n.wanted(node, m)
 	}
 	body, err := json.Marshal(map[string]any{"apiVersion": "v1", "kind": "Node", "metadata": map[string]any{
-		"name": c.options.NodeName, "resourceVersion": node.version, "labels": labels, "annotations": annotations}})
+		"name": n.options.NodeName, "resourceVersion": node.version, "labels": labels, "annotations": annotations}})
 	if err != nil {
 		return fmt.Errorf("encode the request: %w", err)
 	}
 	force := true
-	_, err = c.patchNode(ctx, types.ApplyPatchType, body, metav1.PatchOptions{FieldManager: manager, Force: &force})
+	_, err = n.patchNode(ctx, types.ApplyPatchType, body, metav1.PatchOptions{FieldManager: manager, Force: &force})
 	return err
 }
 
 // wanted is what the agent writes on a Node.
-func (c *Client) wanted(node *Node, m Marks) (labels, annotations map[string]string) {
+func (n *ourNode) wanted(node *Node, m Marks) (labels, annotations map[string]string) {
 	labels, annotations = map[string]string{}, map[string]string{}
 	if m.KeepLabels {
 		for key, owner := range node.labels {
@@ -133,10 +133,10 @@ func (c *Client) wanted(node *Node, m Marks) (labels, annotations map[string]str
 
 // shared adds to a merge patch the keys below the agent's domain that it has written
 // and does not want, and that others have written as well: there the agent decides.
-func (c *Client) shared(patch map[string]any, field string, have owners, want map[string]string) {
+func (n *ourNode) shared(patch map[string]any, field string, have owners, want map[string]string) {
 	gone := map[string]any{}
 	for key, o := range have {
-		if _, wanted := want[key]; o.agent() && (o.others || o.patched) && !wanted && c.mayWrite(key) == nil {
+		if _, wanted := want[key]; o.agent() && (o.others || o.patched) && !wanted && n.mayWrite(key) == nil {
 			gone[key] = nil
 		}
 	}

@@ -6,79 +6,95 @@ import (
 	"context"
 	"fmt"
 	"strings"
+	"sync"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/resourceversion"
+	"k8s.io/client-go/util/flowcontrol"
 )
 
 // manager is the agent's name among the managers of its Node's fields.
 const manager = "gpu-agent"
 
+// ourNode is the Node that the agent runs on: what the server said of it last, and
+// what the agent writes there.
+type ourNode struct {
+	*apiServer
+	// marks bounds the requests of Mark: somebody may take away what the agent
+	// writes, again and again.
+	marks flowcontrol.RateLimiter
+
+	mu sync.Mutex
+	// last is what the server said last of the Node; nil before the first word and
+	// while there is none. Guarded by mu.
+	last *Node
+}
+
 // lastNode is what the server said last of the Node; where no watch has spoken
 // yet, what it says now. It is nil while there is none.
-func (c *Client) lastNode(ctx context.Context) (*Node, error) {
-	c.mu.Lock()
-	node := c.node
-	c.mu.Unlock()
+func (n *ourNode) lastNode(ctx context.Context) (*Node, error) {
+	n.mu.Lock()
+	node := n.last
+	n.mu.Unlock()
 	if node != nil {
 		return node, nil
 	}
-	return c.listNode(ctx)
+	return n.listNode(ctx)
 }
 
 // listNode is what the server says of the Node now.
-func (c *Client) listNode(ctx context.Context) (node *Node, err error) {
-	t := target{nodes, "", c.options.NodeName}
-	_, err = c.list(ctx, t, func(object *unstructured.Unstructured) {
+func (n *ourNode) listNode(ctx context.Context) (node *Node, err error) {
+	t := target{nodes, "", n.options.NodeName}
+	_, err = n.list(ctx, t, func(object *unstructured.Unstructured) {
 		if object != nil {
 			now := readNode(object)
 			node = &now
 		}
 	})
-	c.note(ctx, "list", t.resource.Resource, t.String(), err)
+	n.note(ctx, "list", t.resource.Resource, t.String(), err)
 	return node, err
 }
 
 // patchNode makes one request and remembers the answer.
-func (c *Client) patchNode(ctx context.Context, kind types.PatchType, body []byte, o metav1.PatchOptions, subresources ...string) (*Node, error) {
-	bounded, cancel := context.WithTimeout(ctx, c.timing.request)
+func (n *ourNode) patchNode(ctx context.Context, kind types.PatchType, body []byte, o metav1.PatchOptions, subresources ...string) (*Node, error) {
+	bounded, cancel := context.WithTimeout(ctx, n.timing.request)
 	defer cancel()
-	object, err := c.api.Resource(nodes).Patch(bounded, c.options.NodeName, kind, body, o, subresources...)
+	object, err := n.api.Resource(nodes).Patch(bounded, n.options.NodeName, kind, body, o, subresources...)
 	resource := strings.Join(append([]string{nodes.Resource}, subresources...), "/")
 	trouble := err
 	if apierrors.IsConflict(err) {
 		trouble = nil // an answer, and in the nature of the request
 	}
-	c.note(ctx, "patch", resource, c.options.NodeName, trouble)
+	n.note(ctx, "patch", resource, n.options.NodeName, trouble)
 	if err != nil {
 		return nil, err
 	}
 	node := readNode(object)
-	c.remember(&node)
+	n.remember(&node)
 	return &node, nil
 }
 
 // remember takes the answer to a patch for what the server said last, but only
 // where a watch will correct it, and only if the watch was not faster: a wrong
 // memory would suppress a write.
-func (c *Client) remember(patched *Node) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.node == nil {
+func (n *ourNode) remember(patched *Node) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.last == nil {
 		return
 	}
-	if order, err := resourceversion.CompareResourceVersion(patched.version, c.node.version); err == nil && order > 0 {
-		c.node = patched
+	if order, err := resourceversion.CompareResourceVersion(patched.version, n.last.version); err == nil && order > 0 {
+		n.last = patched
 	}
 }
 
 // mayWrite refuses what the admission policy would.
-func (c *Client) mayWrite(name string) error {
-	if rest, ok := strings.CutPrefix(name, c.options.Domain+"/"); !ok || rest == "" {
-		return fmt.Errorf("%q is not below %s/, and not the agent's to write", name, c.options.Domain)
+func (s *apiServer) mayWrite(name string) error {
+	if rest, ok := strings.CutPrefix(name, s.options.Domain+"/"); !ok || rest == "" {
+		return fmt.Errorf("%q is not below %s/, and not the agent's to write", name, s.options.Domain)
 	}
 	return nil
 }

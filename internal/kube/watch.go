@@ -94,20 +94,20 @@ func (c *Client) WatchKey(ctx context.Context, namespace, name, key string, fn f
 // scheduling of the node differs from the last call's. Changes made through Mark
 // and SetCondition are such changes. A Node that is not there is not reported: a
 // kubelet that is alive makes it again.
-func (c *Client) WatchNode(ctx context.Context, fn func(Node)) error {
+func (n *ourNode) WatchNode(ctx context.Context, fn func(Node)) error {
 	var last Node
 	told := false
-	name := c.options.NodeName
-	return c.follow(ctx, target{nodes, "", name}, func(object *unstructured.Unstructured) {
+	name := n.options.NodeName
+	return n.follow(ctx, target{nodes, "", name}, func(object *unstructured.Unstructured) {
 		if object == nil {
-			c.setNode(nil)
-			c.log.Warn("the API server has no Node of this name; what was seen last stays in force", "node", name)
+			n.setNode(nil)
+			n.log.Warn("the API server has no Node of this name; what was seen last stays in force", "node", name)
 			return
 		}
 		whole := readNode(object)
-		c.setNode(&whole)
+		n.setNode(&whole)
 		now := whole
-		now.Annotations, now.Conditions = c.own(whole.Annotations), c.ownConditions(whole.Conditions)
+		now.Annotations, now.Conditions = n.own(whole.Annotations), n.ownConditions(whole.Conditions)
 		if told && now.Unschedulable == last.Unschedulable && maps.Equal(now.Labels, last.Labels) &&
 			maps.Equal(now.Annotations, last.Annotations) && slices.EqualFunc(now.Conditions, last.Conditions, Condition.says) {
 			return
@@ -130,20 +130,20 @@ func readNode(object *unstructured.Unstructured) Node {
 	return n
 }
 
-func (c *Client) own(annotations map[string]string) map[string]string {
+func (n *ourNode) own(annotations map[string]string) map[string]string {
 	own := map[string]string{}
 	for key, value := range annotations {
-		if strings.HasPrefix(key, c.options.Domain+"/") {
+		if strings.HasPrefix(key, n.options.Domain+"/") {
 			own[key] = value
 		}
 	}
 	return own
 }
 
-func (c *Client) ownConditions(conditions []Condition) []Condition {
+func (n *ourNode) ownConditions(conditions []Condition) []Condition {
 	var own []Condition
 	for _, condition := range conditions {
-		if c.mayWrite(condition.Type) == nil {
+		if n.mayWrite(condition.Type) == nil {
 			own = append(own, condition)
 		}
 	}
@@ -151,10 +151,10 @@ func (c *Client) ownConditions(conditions []Condition) []Condition {
 	return own
 }
 
-func (c *Client) setNode(n *Node) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.node = n
+func (n *ourNode) setNode(node *Node) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.last = node
 }
 
 // target names one object.
@@ -192,22 +192,22 @@ var (
 
 // follow calls see with the object after every list and every event, and with
 // nil when it is not there.
-func (c *Client) follow(ctx context.Context, t target, see func(*unstructured.Unstructured)) error {
-	retry := c.backOff(c.timing.pauseMax)
+func (s *apiServer) follow(ctx context.Context, t target, see func(*unstructured.Unstructured)) error {
+	retry := s.backOff(s.timing.pauseMax)
 	for {
-		version, err := c.list(ctx, t, see)
-		c.note(ctx, "list", t.resource.Resource, t.String(), err)
-		until := c.now().Add(around(c.timing.relist))
+		version, err := s.list(ctx, t, see)
+		s.note(ctx, "list", t.resource.Resource, t.String(), err)
+		until := s.now().Add(around(s.timing.relist))
 		for err == nil {
-			began, events := c.now(), 0
-			version, events, err = c.watch(ctx, t, version, until, see)
-			stood := events > 0 || c.now().Sub(began) >= c.timing.lived
+			began, events := s.now(), 0
+			version, events, err = s.watch(ctx, t, version, until, see)
+			stood := events > 0 || s.now().Sub(began) >= s.timing.lived
 			switch {
 			case failure(err) != nil:
-				c.note(ctx, "watch", t.resource.Resource, t.String(), err)
+				s.note(ctx, "watch", t.resource.Resource, t.String(), err)
 			case stood:
-				c.note(ctx, "watch", t.resource.Resource, t.String(), nil)
-				retry = c.backOff(c.timing.pauseMax)
+				s.note(ctx, "watch", t.resource.Resource, t.String(), nil)
+				retry = s.backOff(s.timing.pauseMax)
 			case err == nil:
 				err = errShort
 			}
@@ -223,18 +223,18 @@ func (c *Client) follow(ctx context.Context, t target, see func(*unstructured.Un
 
 // allowed tells Options.Refused where the server has changed its mind about a
 // request. An error of another kind says nothing about that.
-func (c *Client) allowed(verb string, t target, err error) {
+func (s *apiServer) allowed(verb string, t target, err error) {
 	refused := apierrors.IsForbidden(err) || apierrors.IsUnauthorized(err)
-	if c.options.Refused == nil || err != nil && !refused {
+	if s.options.Refused == nil || err != nil && !refused {
 		return
 	}
 	request := verb + " " + t.resource.Resource + " " + t.String()
-	c.mu.Lock()
-	news := c.refused[request] != refused
-	c.refused[request] = refused
-	c.mu.Unlock()
+	s.mu.Lock()
+	news := s.refused[request] != refused
+	s.refused[request] = refused
+	s.mu.Unlock()
 	if news {
-		c.options.Refused(request, err)
+		s.options.Refused(request, err)
 	}
 }
 
@@ -247,11 +247,11 @@ func failure(err error) error {
 }
 
 // list reads the object and returns the version to watch from.
-func (c *Client) list(ctx context.Context, t target, see func(*unstructured.Unstructured)) (string, error) {
-	ctx, cancel := context.WithTimeout(ctx, c.timing.request)
+func (s *apiServer) list(ctx context.Context, t target, see func(*unstructured.Unstructured)) (string, error) {
+	ctx, cancel := context.WithTimeout(ctx, s.timing.request)
 	defer cancel()
-	list, err := t.in(c.api).List(ctx, metav1.ListOptions{FieldSelector: t.selector()})
-	c.allowed("list", t, err)
+	list, err := t.in(s.api).List(ctx, metav1.ListOptions{FieldSelector: t.selector()})
+	s.allowed("list", t, err)
 	if err != nil {
 		return "", err
 	}
@@ -269,20 +269,20 @@ func (c *Client) list(ctx context.Context, t target, see func(*unstructured.Unst
 // and the number of events that came. A nil error means that the stream ended
 // without a complaint, as a server does after the time it was asked for, and
 // as a cut connection looks.
-func (c *Client) watch(ctx context.Context, t target, version string, until time.Time, see func(*unstructured.Unstructured)) (string, int, error) {
-	left := until.Sub(c.now())
+func (s *apiServer) watch(ctx context.Context, t target, version string, until time.Time, see func(*unstructured.Unstructured)) (string, int, error) {
+	left := until.Sub(s.now())
 	if left <= 0 {
 		return version, 0, errPeriod
 	}
-	span := min(left, c.timing.watch)
+	span := min(left, s.timing.watch)
 	// The server ends the watch; the context is for one that does not.
-	ctx, cancel := context.WithTimeout(ctx, span+c.timing.grace)
+	ctx, cancel := context.WithTimeout(ctx, span+s.timing.grace)
 	defer cancel()
 	seconds := int64(span/time.Second) + 1
-	stream, err := t.in(c.api).Watch(ctx, metav1.ListOptions{
+	stream, err := t.in(s.api).Watch(ctx, metav1.ListOptions{
 		FieldSelector: t.selector(), ResourceVersion: version, AllowWatchBookmarks: true, TimeoutSeconds: &seconds,
 	})
-	c.allowed("watch", t, err)
+	s.allowed("watch", t, err)
 	if err != nil {
 		return version, 0, err
 	}
