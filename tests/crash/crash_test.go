@@ -124,7 +124,7 @@ func operations() []func() operation {
 					if err := n.run(ctx, p); err != nil {
 						return err
 					}
-					gpu := holding{ids: n.kubelet.entryOf(p, "main").ids}.gpu()
+					gpu := holding{ids: n.allocation(p, "main").IDs}.gpu()
 					for i, g := range n.gpus {
 						if g.UUID == gpu {
 							n.modes[i] = "whole"
@@ -271,7 +271,9 @@ func TestKilledAtEachChange(t *testing.T) {
 							if n, err = settled(ctx, m); err != nil {
 								return
 							}
-							n.kubelet.outlive(n.gpus)
+							if err = n.kubelet.Outlive(outlived(n.gpus)...); err != nil {
+								return
+							}
 						}
 						k := int(next.Add(1))
 						changes, killed, failed := n.try(ctx, op, k)

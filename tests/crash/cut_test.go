@@ -147,9 +147,7 @@ func cutNode(ctx context.Context, m *machine) (*node, error) {
 		return nil, errors.Join(err, n.close())
 	}
 	// An agent that has lost its memory cannot know what was on offer once.
-	n.kubelet.mu.Lock()
-	n.kubelet.forgets = true
-	n.kubelet.mu.Unlock()
+	n.kubelet.Forgive()
 	return n, nil
 }
 

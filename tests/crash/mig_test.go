@@ -24,6 +24,7 @@ import (
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/fakes"
 	"example.com/gpu-agent/tests/lab"
 )
 
@@ -311,7 +312,7 @@ func (n *node) instancesDiffer() error {
 			stands[i.id] = i
 		}
 	}
-	for _, c := range n.runtime.living(nil) {
+	for _, c := range n.runtime.living(fakes.Pod{}) {
 		want := map[string]bool{}
 		for _, id := range c.ids {
 			if !strings.Contains(id, "@") {
@@ -384,7 +385,7 @@ func startMIG(ctx context.Context, dir string, change *migChange, looks *atomic.
 		for _, g := range n.world.State().GPUs {
 			all, _ := standing(g)
 			for _, i := range all {
-				if slices.Contains(h.ids, i.id) && (n.guest == nil || h.pod != n.guest.name) {
+				if slices.Contains(h.ids, i.id) && (n.guest == nil || h.pod != n.guest.Name) {
 					n.serials[i.id] = i.serial
 				}
 			}

@@ -32,6 +32,7 @@ import (
 	"example.com/gpu-agent/tests/emulator/daemon"
 	"example.com/gpu-agent/tests/emulator/install"
 	driverlib "example.com/gpu-agent/tests/emulator/lib"
+	"example.com/gpu-agent/tests/fakes"
 	"example.com/gpu-agent/tests/lab"
 )
 
@@ -180,7 +181,7 @@ func shortDir(t *testing.T) string {
 type node struct {
 	*machine
 	dir, cdi, state string
-	kubelet         *kubelet
+	kubelet         *fakes.Kubelet
 	runtime         *criRuntime
 	// modes is what the partition file makes of each GPU: its mode and, after a
 	// space, its geometry.
@@ -212,7 +213,7 @@ func startNode(m *machine, modes ...string) (*node, error) {
 	n := &node{machine: m, dir: dir, cdi: filepath.Join(dir, "cdi"), state: filepath.Join(dir, "state"), modes: modes}
 	err = errors.Join(os.Mkdir(n.cdi, 0o755), os.Mkdir(n.state, 0o755), n.edit())
 	if err == nil {
-		n.kubelet, err = startKubelet(filepath.Join(n.dir, "kubelet"))
+		n.kubelet, err = fakes.StartKubelet(fakes.KubeletOptions{Dir: filepath.Join(n.dir, "kubelet"), Agent: agentPod, Judge: true})
 	}
 	if err == nil {
 		n.runtime, err = startRuntime(filepath.Join(n.dir, "cri.sock"), n.cdi)
@@ -228,7 +229,7 @@ func startNode(m *machine, modes ...string) (*node, error) {
 func (n *node) close() error {
 	n.end()
 	if n.kubelet != nil {
-		n.kubelet.stop()
+		n.kubelet.Stop()
 	}
 	if n.runtime != nil {
 		n.runtime.Stop()
@@ -275,8 +276,8 @@ func (n *node) beginLocked(kill int) *tracee {
 	n.starts++
 	n.serves = ""
 	args := []string{n.agent, "run", "--driver-root", n.root, "--config", filepath.Join(n.dir, "partitions.yaml"),
-		"--kubelet-dir", n.kubelet.dir, "--cdi-dir", n.cdi, "--state-dir", n.state, "--memory-unit", unit,
-		"--pod", agentNamespace + "/" + agentPod, "--http", "127.0.0.1:0", "--log-format", "json"}
+		"--kubelet-dir", filepath.Join(n.dir, "kubelet"), "--cdi-dir", n.cdi, "--state-dir", n.state, "--memory-unit", unit,
+		"--pod", agentPod.Namespace + "/" + agentPod.Name, "--http", "127.0.0.1:0", "--log-format", "json"}
 	for _, f := range []struct{ name, value string }{
 		{"runtime-endpoint", "unix://" + filepath.Join(n.dir, "cri.sock")},
 		{"proc-root", n.proc},
@@ -532,21 +533,17 @@ func (h holding) lines() (out []string) {
 // was deleted by force have what the kubelet has forgotten.
 func (n *node) held() map[string]holding {
 	held := map[string]holding{}
-	n.kubelet.mu.Lock()
-	for i := range n.kubelet.entries {
-		if e := &n.kubelet.entries[i]; !e.pod.ended {
-			held[e.key()] = holding{e.pod.namespace, e.pod.name, e.resource, e.ids}
-		}
+	for _, a := range n.kubelet.Allocations() {
+		held[cdi.Key(a.Resource, a.IDs)] = holding{a.Pod.Namespace, a.Pod.Name, a.Resource, a.IDs}
 	}
-	n.kubelet.mu.Unlock()
-	for _, c := range n.runtime.living(nil) {
+	for _, c := range n.runtime.living(fakes.Pod{}) {
 		for name := range c.Annotations {
 			if key, ok := strings.CutPrefix(name, domain+"/gpu-claim."); ok && held[key].pod == "" {
 				var r desk.Record
 				if err := json.Unmarshal([]byte(c.Annotations[name]), &r); err != nil {
 					r.Resource = err.Error() // which no status has
 				}
-				held[key] = holding{c.pod.namespace, c.pod.name, r.Resource, c.ids}
+				held[key] = holding{c.pod.Namespace, c.pod.Name, r.Resource, c.ids}
 			}
 		}
 	}
@@ -574,7 +571,7 @@ func (n *node) filesDiffer(held map[string]holding) error {
 	if err := n.instancesDiffer(); err != nil {
 		return err
 	}
-	for _, c := range n.runtime.living(nil) {
+	for _, c := range n.runtime.living(fakes.Pod{}) {
 		data, err := os.ReadFile(filepath.Join(n.cdi, c.file))
 		if err != nil {
 			return fmt.Errorf("container %s runs: %w", c.Id, err)
@@ -693,27 +690,25 @@ func (n *node) offerDiffers(held map[string]holding, state string) error {
 	if state != wantState {
 		return fmt.Errorf("the partition is %s, want %s", state, wantState)
 	}
-	n.kubelet.mu.Lock()
-	defer n.kubelet.mu.Unlock()
-	resources := maps.Clone(n.kubelet.plugins)
+	endpoints, _ := n.kubelet.Endpoints()
 	for resource := range healthy {
-		resources[resource] = n.kubelet.plugins[resource]
+		endpoints[resource] = endpoints[resource] // also one without a plugin
 	}
-	for _, resource := range slices.Sorted(maps.Keys(resources)) {
-		e := resources[resource]
-		if e == nil || e.gone || !e.listed {
+	for _, resource := range slices.Sorted(maps.Keys(endpoints)) {
+		e := endpoints[resource]
+		if !e.Serves() {
 			if len(healthy[resource]) > 0 {
 				return fmt.Errorf("no plugin serves %s", resource)
 			}
 			continue
 		}
 		for _, id := range slices.Sorted(maps.Keys(healthy[resource])) {
-			if ok, listed := e.health[id]; !ok {
-				return fmt.Errorf("%s of %s is to be on offer or held, and is not Healthy (listed: %v)", id, resource, listed)
+			if !slices.Contains(e.Healthy(), id) {
+				return fmt.Errorf("%s of %s is to be on offer or held, and is not Healthy (listed: %v)", id, resource, slices.Contains(e.Unhealthy(), id))
 			}
 		}
-		for _, id := range slices.Sorted(maps.Keys(e.health)) {
-			if e.health[id] && !healthy[resource][id] {
+		for _, id := range e.Healthy() {
+			if !healthy[resource][id] {
 				return fmt.Errorf("%s of %s is withdrawn, and listed Healthy", id, resource)
 			}
 		}
@@ -725,7 +720,7 @@ func (n *node) offerDiffers(held map[string]holding, state string) error {
 func (n *node) complaints() []string {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	wrong := append(n.wrong, n.kubelet.complaints()...)
+	wrong := append(n.wrong, n.kubelet.Complaints()...)
 	n.wrong = nil
 	return wrong
 }
@@ -733,8 +728,8 @@ func (n *node) complaints() []string {
 // pod makes one that has not been admitted.
 func (n *node) pod(resource string, count int, containers ...string) *pod {
 	n.serial++
-	return &pod{uid: fmt.Sprintf("00000000-0000-4000-8000-%012d", n.serial), namespace: "default",
-		name: fmt.Sprintf("pod-%d", n.serial), containers: containers, resource: resource, n: count}
+	return &pod{fakes.Pod{UID: fmt.Sprintf("00000000-0000-4000-8000-%012d", n.serial), Namespace: "default", Name: fmt.Sprintf("pod-%d", n.serial)},
+		containers, resource, count}
 }
 
 // admit brings a pod with shared memory onto the node. Where the agent ends
@@ -747,7 +742,7 @@ func (n *node) admit(ctx context.Context, count int, containers ...string) (*pod
 func (n *node) admitWith(ctx context.Context, resource string, count int, containers ...string) (*pod, error) {
 	for {
 		p := n.pod(resource, count, containers...)
-		err := n.kubelet.admit(ctx, p)
+		err := n.bind(ctx, p)
 		if err == nil {
 			return p, nil
 		}
@@ -761,15 +756,15 @@ func (n *node) admitWith(ctx context.Context, resource string, count int, contai
 // and returns when the last one runs.
 func (n *node) run(ctx context.Context, p *pod) error {
 	for i, name := range p.containers {
-		e := n.kubelet.entryOf(p, name)
-		for n.kubelet.prepare(ctx, e) != nil {
+		a := n.allocation(p, name)
+		for n.prepare(ctx, a) != nil {
 			if ctx.Err() != nil {
-				return fmt.Errorf("start container %s of %s: %w", name, p.name, ctx.Err())
+				return fmt.Errorf("start container %s of %s: %w", name, p.Name, ctx.Err())
 			}
 		}
-		id, err := n.runtime.create(e)
+		id, err := n.runtime.create(a)
 		if err != nil {
-			return fmt.Errorf("PreStartContainer was answered for %s of %s, and then: %w", name, p.name, err)
+			return fmt.Errorf("PreStartContainer was answered for %s of %s, and then: %w", name, p.Name, err)
 		}
 		n.runtime.start(id)
 		if i < len(p.containers)-1 {
@@ -780,13 +775,13 @@ func (n *node) run(ctx context.Context, p *pod) error {
 }
 
 // force deletes a pod by force, whose containers hang: its devices are free at once.
-func (n *node) force(p *pod) { n.kubelet.finish(p) }
+func (n *node) force(p *pod) { n.kubelet.Finish(p.UID) }
 
 // stop ends a pod.
 func (n *node) stop(p *pod) {
-	for _, c := range n.runtime.living(p) {
+	for _, c := range n.runtime.living(p.Pod) {
 		n.runtime.exit(c.Id)
 	}
-	n.kubelet.finish(p)
-	n.runtime.remove(p)
+	n.kubelet.Finish(p.UID)
+	n.runtime.remove(p.Pod)
 }

@@ -31,14 +31,14 @@ type criRuntime struct {
 // container is one, with the CDI file that its devices came from.
 type container struct {
 	*cri.Container // its state is the runtime's
-	pod            *pod
+	pod            fakes.Pod
 	ids            []string // of its devices
 	file           string
 	contents       string
 }
 
 func startRuntime(socket, cdiDir string) (*criRuntime, error) {
-	r, err := fakes.StartRuntime(socket, fakes.Pod{UID: "agent", Namespace: agentNamespace, Name: agentPod})
+	r, err := fakes.StartRuntime(socket, agentPod)
 	if err != nil {
 		return nil, err
 	}
@@ -47,7 +47,7 @@ func startRuntime(socket, cdiDir string) (*criRuntime, error) {
 
 // create makes a container with what Allocate gave for it, or says why a runtime
 // would not.
-func (r *criRuntime) create(e *entry) (id string, err error) {
+func (r *criRuntime) create(a fakes.Allocation) (id string, err error) {
 	cache, err := cdilib.NewCache(cdilib.WithSpecDirs(r.cdiDir), cdilib.WithAutoRefresh(false))
 	if err != nil {
 		return "", err
@@ -55,12 +55,12 @@ func (r *criRuntime) create(e *entry) (id string, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.serial++
-	c := &container{pod: e.pod, ids: e.ids, Container: &cri.Container{
-		Id:       fmt.Sprintf("%s-%s-%d", e.pod.name, e.container, r.serial),
-		Metadata: &cri.ContainerMetadata{Name: e.container}, State: cri.ContainerState_CONTAINER_CREATED,
-		Annotations: maps.Clone(e.answer.Annotations),
+	c := &container{pod: a.Pod, ids: a.IDs, Container: &cri.Container{
+		Id:       fmt.Sprintf("%s-%s-%d", a.Pod.Name, a.Container, r.serial),
+		Metadata: &cri.ContainerMetadata{Name: a.Container}, State: cri.ContainerState_CONTAINER_CREATED,
+		Annotations: maps.Clone(a.Answer.Annotations),
 	}}
-	for _, d := range e.answer.CdiDevices {
+	for _, d := range a.Answer.CdiDevices {
 		device := cache.GetDevice(d.Name)
 		if device == nil {
 			return "", fmt.Errorf("CreateContainerError: unresolvable CDI device %s", d.Name)
@@ -73,7 +73,7 @@ func (r *criRuntime) create(e *entry) (id string, err error) {
 		c.contents = string(data)
 	}
 	r.containers[c.Id] = c
-	r.Put(fakes.Pod{UID: e.pod.uid, Namespace: e.pod.namespace, Name: e.pod.name}, c.Container, cri.ContainerEventType_CONTAINER_CREATED_EVENT)
+	r.Put(a.Pod, c.Container, cri.ContainerEventType_CONTAINER_CREATED_EVENT)
 	return c.Id, nil
 }
 
@@ -86,20 +86,20 @@ func (r *criRuntime) exit(id string) {
 }
 
 // remove forgets a pod's containers.
-func (r *criRuntime) remove(p *pod) {
+func (r *criRuntime) remove(p fakes.Pod) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	maps.DeleteFunc(r.containers, func(_ string, c *container) bool { return c.pod == p })
-	r.Remove(p.uid, cri.ContainerEventType_CONTAINER_DELETED_EVENT)
+	r.Remove(p.UID, cri.ContainerEventType_CONTAINER_DELETED_EVENT)
 }
 
 // living returns the pod's containers that are created or running; those of all
-// pods with devices for nil.
-func (r *criRuntime) living(p *pod) (out []container) {
+// pods with devices for none.
+func (r *criRuntime) living(p fakes.Pod) (out []container) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for _, id := range slices.Sorted(maps.Keys(r.containers)) {
-		if c := r.containers[id]; (p == nil && c.file != "" || c.pod == p) && r.State(id) != cri.ContainerState_CONTAINER_EXITED {
+		if c := r.containers[id]; (p == fakes.Pod{} && c.file != "" || c.pod == p) && r.State(id) != cri.ContainerState_CONTAINER_EXITED {
 			out = append(out, *c)
 		}
 	}
