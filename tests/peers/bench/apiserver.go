@@ -58,9 +58,9 @@ func (s *apiServer) stop() {
 }
 
 func (s *apiServer) setPartitions(text string) {
-	s.put("configmaps/"+agentPodNamespace+"/"+agentConfig, map[string]any{
+	s.put("configmaps/"+agentPod.Namespace+"/"+agentConfig, map[string]any{
 		"apiVersion": "v1", "kind": "ConfigMap",
-		"metadata": map[string]any{"name": agentConfig, "namespace": agentPodNamespace},
+		"metadata": map[string]any{"name": agentConfig, "namespace": agentPod.Namespace},
 		"data":     map[string]any{configKey: text},
 	})
 }

@@ -183,14 +183,14 @@ func all(ctx context.Context, perGPU int, f func([]*running) error, subjects ...
 func (b *bench) behaviour(ctx context.Context) error {
 	return all(ctx, usual, func(rs []*running) error {
 		r := rs[0]
-		o, err := r.plugin.client.GetDevicePluginOptions(ctx, &api.Empty{})
+		o, err := r.plugin.Client.GetDevicePluginOptions(ctx, &api.Empty{})
 		if err != nil {
 			return fmt.Errorf("ask for options: %w", err)
 		}
 		if !o.PreStartRequired || !o.GetPreferredAllocationAvailable {
 			return fmt.Errorf("options %v: want both", o)
 		}
-		free := r.kubelet.free(r.plugin)
+		free := r.kubelet.Available(r.plugin.Resource)
 		ids, err := r.prefer(ctx, free, 24)
 		if err != nil {
 			return err
@@ -207,10 +207,10 @@ func (b *bench) behaviour(ctx context.Context) error {
 		if err != nil || len(files) != 1 {
 			return fmt.Errorf("one claim is prepared and there are %d CDI files", len(files))
 		}
-		if _, err := r.plugin.client.GetPreferredAllocation(ctx, preferredRequest(free, usual+1)); err == nil || !strings.Contains(err.Error(), "80") {
+		if _, err := r.plugin.Client.GetPreferredAllocation(ctx, preferredRequest(free, usual+1)); err == nil || !strings.Contains(err.Error(), "80") {
 			return fmt.Errorf("more units than a GPU has were asked for; want a refusal with the largest block, 80; got %v", err)
 		}
-		if _, err := r.plugin.client.Allocate(ctx, allocateRequest(free[:usual+1])); err == nil {
+		if _, err := r.plugin.Client.Allocate(ctx, allocateRequest(free[:usual+1])); err == nil {
 			return errors.New("units of several GPUs were granted")
 		}
 		if err := await(ctx, "the outcome on the node", func() (bool, error) {
@@ -240,8 +240,8 @@ func (b *bench) starting(ctx context.Context) error {
 				if i == 0 {
 					return nil // the first puts files into caches
 				}
-				registered[s.name] = append(registered[s.name], rs[0].plugin.registered.Sub(rs[0].proc.began))
-				listed[s.name] = append(listed[s.name], rs[0].plugin.listed.Sub(rs[0].proc.began))
+				registered[s.name] = append(registered[s.name], rs[0].plugin.Registered.Sub(rs[0].proc.began))
+				listed[s.name] = append(listed[s.name], rs[0].plugin.Listed.Sub(rs[0].proc.began))
 				return nil
 			}, s); err != nil {
 				return err
@@ -260,7 +260,7 @@ func (b *bench) starting(ctx context.Context) error {
 func (b *bench) resting(ctx context.Context) error {
 	return all(ctx, usual, func(rs []*running) error {
 		for _, r := range rs {
-			b.figure("list_bytes/devices=640/"+r.name, float64(r.plugin.bytes), "bytes")
+			b.figure("list_bytes/devices=640/"+r.name, float64(r.plugin.Bytes), "bytes")
 		}
 		// What a start leaves to be done is not rest.
 		if err := sleep(ctx, min(b.window, 3*time.Second)); err != nil {
@@ -371,7 +371,7 @@ const pause = 25 * time.Millisecond
 func (b *bench) turn(ctx context.Context, rs []*running, into map[string]sample) (ids []string, err error) {
 	n := 6 + b.random.IntN(5)
 	for _, r := range rs {
-		if ids, err = r.prefer(ctx, r.kubelet.free(r.plugin), n); err != nil {
+		if ids, err = r.prefer(ctx, r.kubelet.Available(r.plugin.Resource), n); err != nil {
 			return nil, err
 		}
 		began := time.Now()
@@ -382,14 +382,17 @@ func (b *bench) turn(ctx context.Context, rs []*running, into map[string]sample)
 		if into != nil {
 			into[r.name] = append(into[r.name], time.Since(began))
 		}
-		p := r.kubelet.admit(r.plugin.resource, ids, answer)
+		p, err := r.kubelet.admit(r.plugin.Resource, ids, answer)
+		if err != nil {
+			return nil, err
+		}
 		if err := r.prepare(ctx, ids); err != nil {
 			return nil, err
 		}
 		r.kubelet.create(p)
 	}
 	for _, r := range rs {
-		r.kubelet.makeRoom(b.random, r.plugin.resource, len(r.plugin.devices)/2)
+		r.kubelet.makeRoom(b.random, r.plugin.Resource, len(r.plugin.Devices)/2)
 	}
 	if into == nil {
 		return ids, nil
@@ -404,14 +407,14 @@ func (b *bench) driverCalls(ctx context.Context, rs []*running, what string, n i
 			return err
 		}
 		perPrefer, err := b.count(b.driver, r, func() error {
-			_, err := r.prefer(ctx, r.kubelet.free(r.plugin), n)
+			_, err := r.prefer(ctx, r.kubelet.Available(r.plugin.Resource), n)
 			return err
 		})
 		if err != nil {
 			return err
 		}
 		perAllocate, err := b.count(b.driver, r, func() error {
-			ids, err := r.prefer(ctx, r.kubelet.free(r.plugin), n)
+			ids, err := r.prefer(ctx, r.kubelet.Available(r.plugin.Resource), n)
 			if err != nil {
 				return err
 			}
@@ -485,9 +488,9 @@ func (b *bench) callingAt(ctx context.Context, agent, peer, nothing *running) er
 			if r == nothing {
 				from = agent // its question, to nobody
 			}
-			req := preferredRequest(from.kubelet.free(from.plugin), n)
+			req := preferredRequest(from.kubelet.Available(from.plugin.Resource), n)
 			began := time.Now()
-			resp, err := r.plugin.client.GetPreferredAllocation(ctx, req)
+			resp, err := r.plugin.Client.GetPreferredAllocation(ctx, req)
 			took := time.Since(began)
 			if err != nil {
 				return r.proc.explain(fmt.Errorf("%s: prefer %d devices: %w", r.name, n, err))
@@ -511,12 +514,12 @@ func (b *bench) callingAt(ctx context.Context, agent, peer, nothing *running) er
 		}
 		req := allocateRequest(ids)
 		began := time.Now()
-		if _, err := nothing.plugin.client.Allocate(ctx, req); err != nil {
+		if _, err := nothing.plugin.Client.Allocate(ctx, req); err != nil {
 			return nothing.proc.explain(fmt.Errorf("ask the handler that does nothing: %w", err))
 		}
 		allocate[emptyName] = append(allocate[emptyName], time.Since(began))
 	}
-	what := fmt.Sprintf("/devices=%d/", len(agent.plugin.devices))
+	what := fmt.Sprintf("/devices=%d/", len(agent.plugin.Devices))
 	for _, r := range []*running{agent, peer, nothing} {
 		var forPrefer, forAllocate []target
 		if r == agent {
@@ -529,7 +532,7 @@ func (b *bench) callingAt(ctx context.Context, agent, peer, nothing *running) er
 		b.figure("allocate_p50"+what+r.name, allocate[r.name].quantile(0.5), "ms", forAllocate...)
 		b.figure("allocate_p99"+what+r.name, allocate[r.name].quantile(0.99), "ms")
 		if r != nothing {
-			b.figure("list_bytes"+what+r.name, float64(r.plugin.bytes), "bytes")
+			b.figure("list_bytes"+what+r.name, float64(r.plugin.Bytes), "bytes")
 		}
 	}
 	return nil

@@ -32,19 +32,22 @@ const field = "[field] HAMi-core v2.9.0, for comparison and not measured here: a
 	"with 100,000 live; a process starts 300 ms later, one after the other"
 
 // holding is a container of a pod that holds a claim.
-func (b *bench) holding(ctx context.Context, r *running, units int) (*pod, specs.ContainerEdits, error) {
+func (b *bench) holding(ctx context.Context, r *running, units int) (pod, specs.ContainerEdits, error) {
 	var none specs.ContainerEdits
-	ids, err := r.prefer(ctx, r.kubelet.free(r.plugin), units)
+	ids, err := r.prefer(ctx, r.kubelet.Available(r.plugin.Resource), units)
 	if err != nil {
-		return nil, none, err
+		return pod{}, none, err
 	}
 	answer, err := r.allocate(ctx, ids)
 	if err != nil {
-		return nil, none, err
+		return pod{}, none, err
 	}
-	p := r.kubelet.admit(r.plugin.resource, ids, answer)
+	p, err := r.kubelet.admit(r.plugin.Resource, ids, answer)
+	if err != nil {
+		return p, none, err
+	}
 	if err := r.prepare(ctx, ids); err != nil {
-		return nil, none, err
+		return pod{}, none, err
 	}
 	r.kubelet.create(p)
 	edits, err := b.edits(r, answer.CdiDevices[0].Name)
@@ -158,9 +161,9 @@ func (b *bench) capping(ctx context.Context) error {
 			defer c.Close()
 			containers = append(containers, c)
 		}
-		_, key, _ := strings.Cut(p.answer.CdiDevices[0].Name, "=")
+		_, key, _ := strings.Cut(p.Answer.CdiDevices[0].Name, "=")
 		return b.cappingIn(ctx, containers[0], containers[1], func() (*reading, error) {
-			return read(ctx, filepath.Join(b.work, r.name, "state"), key, gpu.UUID(gpuOf(p.ids[0])))
+			return read(ctx, filepath.Join(b.work, r.name, "state"), key, gpu.UUID(gpuOf(p.IDs[0])))
 		})
 	}, b.agent)
 }

@@ -24,7 +24,7 @@
 // with them.
 //
 // Inside are the emulated driver's daemon, a kubelet's side of the device
-// plugin API and of PodResources (kubelet.go; it registers plugins, dials them
+// plugin API and of PodResources (tests/fakes; it registers plugins, dials them
 // with the kubelet's own options, opens their lists, asks for preferences with
 // the free IDs in random order, and writes a checkpoint), a container runtime's
 // side of the CRI (runtime.go; the agent ends no claim, and lets no container

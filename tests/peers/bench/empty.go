@@ -13,6 +13,8 @@ import (
 
 	"google.golang.org/grpc"
 	api "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+
+	"example.com/gpu-agent/tests/fakes"
 )
 
 // emptyArg makes this program the handler that does nothing.
@@ -57,13 +59,13 @@ func (m *machine) startEmpty(ctx context.Context) (*running, error) {
 	r := &running{subject: &subject{name: emptyName}, proc: p}
 	var conn *grpc.ClientConn
 	err = await(ctx, "the handler that does nothing", func() (_ bool, err error) {
-		conn, err = dialPlugin(ctx, socket)
+		conn, err = fakes.Dial(ctx, socket)
 		return err == nil, err
 	})
 	if err != nil {
 		p.kill()
 		return nil, p.explain(err)
 	}
-	r.plugin = endpoint{client: api.NewDevicePluginClient(conn), conn: conn}
+	r.plugin = fakes.Endpoint{Client: api.NewDevicePluginClient(conn), Conn: conn}
 	return r, nil
 }

@@ -9,6 +9,8 @@ import (
 	"math"
 	"slices"
 	"time"
+
+	"example.com/gpu-agent/tests/fakes"
 )
 
 // returning measures how soon a kubelet that has begun anew has a list.
@@ -25,7 +27,7 @@ func (b *bench) returning(ctx context.Context) error {
 				if err != nil {
 					return err
 				}
-				if n := len(healthy(r.plugin.devices)); n != gpus*usual {
+				if n := len(r.plugin.Healthy()); n != gpus*usual {
 					return fmt.Errorf("%s: a kubelet that restarted is told of %d healthy devices, want %d", r.name, n, gpus*usual)
 				}
 				listed[r.name] = append(listed[r.name], took)
@@ -46,11 +48,11 @@ func (r *running) comeBack(ctx context.Context) (time.Duration, error) {
 	if err != nil {
 		return 0, err
 	}
-	r.plugin, err = r.kubelet.await(ctx, r.plugin.resource, "a list after the kubelet's restart", func(endpoint) bool { return true })
+	r.plugin, err = r.kubelet.await(ctx, r.plugin.Resource, "a list after the kubelet's restart", func(fakes.Endpoint) bool { return true })
 	if err != nil {
 		return 0, r.proc.explain(err)
 	}
-	return r.plugin.listed.Sub(bound), nil
+	return r.plugin.Listed.Sub(bound), nil
 }
 
 // fault is something that happens to a GPU, and what mends it.
@@ -125,11 +127,11 @@ func (b *bench) breaking(ctx context.Context, kind fault, perGPU int, r *running
 			}
 			took = append(took, since...)
 		}
-		e, err := r.kubelet.settled(ctx, r.plugin.resource)
+		e, err := r.kubelet.settled(ctx, r.plugin.Resource)
 		if err != nil {
 			return r.proc.explain(err)
 		}
-		on, off := split(unhealthy(e.devices))
+		on, off := split(e.Unhealthy())
 		turned, others = min(turned, on), max(others, off)
 		if want := len(broken) * all; ours && (on != want || off > 0) {
 			return r.proc.explain(fmt.Errorf("%d GPUs broke: %d of their %d devices turned unhealthy, and %d of others", len(broken), on, want, off))
@@ -178,7 +180,7 @@ func (r *running) breakOne(ctx context.Context, kind fault, index int, uuid stri
 	on := func(ids []string) bool {
 		return slices.ContainsFunc(ids, func(id string) bool { return gpuOf(id) == uuid })
 	}
-	before, err := r.kubelet.await(ctx, r.plugin.resource, "a list", func(endpoint) bool { return true })
+	before, err := r.kubelet.await(ctx, r.plugin.Resource, "a list", func(fakes.Endpoint) bool { return true })
 	if err != nil {
 		return nil, r.proc.explain(err)
 	}
@@ -186,14 +188,14 @@ func (r *running) breakOne(ctx context.Context, kind fault, index int, uuid stri
 	if err := kind.happen(index); err != nil {
 		return nil, fmt.Errorf("GPU %d: %w", index, err)
 	}
-	if !on(healthy(before.devices)) {
+	if !on(before.Healthy()) {
 		return nil, nil
 	}
-	e, err := r.kubelet.await(ctx, r.plugin.resource, "an unhealthy device of "+uuid, func(e endpoint) bool { return on(unhealthy(e.devices)) })
+	e, err := r.kubelet.await(ctx, r.plugin.Resource, "an unhealthy device of "+uuid, func(e fakes.Endpoint) bool { return on(e.Unhealthy()) })
 	if err != nil {
 		return nil, r.proc.explain(fmt.Errorf("GPU %d: %w", index, err))
 	}
-	return sample{e.at.Sub(began)}, nil
+	return sample{e.At.Sub(began)}, nil
 }
 
 // afterRestart is what a kubelet that begins anew has on offer: nothing of a
@@ -210,12 +212,12 @@ func (r *running) afterRestart(ctx context.Context) ([]string, error) {
 	}()
 	_, err := r.comeBack(ctx)
 	if err == nil {
-		r.plugin, err = r.kubelet.settled(ctx, r.plugin.resource)
+		r.plugin, err = r.kubelet.settled(ctx, r.plugin.Resource)
 	}
 	if context.Cause(ctx) == errEnded {
 		return nil, nil
 	}
-	return healthy(r.plugin.devices), r.proc.explain(err)
+	return r.plugin.Healthy(), r.proc.explain(err)
 }
 
 var errEnded = errors.New("the program has ended")
@@ -234,11 +236,11 @@ func (b *bench) mend(ctx context.Context, kind fault, perGPU int, r *running) (f
 	}
 	waited, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
-	e, err := r.kubelet.await(waited, r.plugin.resource, "all devices to be healthy", func(e endpoint) bool {
-		return len(healthy(e.devices)) == len(r.plugin.devices)
+	e, err := r.kubelet.await(waited, r.plugin.Resource, "all devices to be healthy", func(e fakes.Endpoint) bool {
+		return len(e.Healthy()) == len(r.plugin.Devices)
 	})
 	if err == nil {
-		return ms(e.at.Sub(began)), nil
+		return ms(e.At.Sub(began)), nil
 	}
 	if r.subject != b.peer {
 		return 0, r.proc.explain(err)

@@ -275,7 +275,9 @@ type agentCutter struct {
 
 // start runs the agent on the MIG world with partitions.
 func (a *agentCutter) start(partitions string) (err error) {
-	a.kubelet.forgetAll()
+	if err := a.kubelet.forget(); err != nil {
+		return err
+	}
 	a.api.setPartitions(partitions)
 	a.api.putNode(nodeName) // without what an earlier one said
 	kubeconfig := filepath.Join(a.work, "kubeconfig")
@@ -284,7 +286,7 @@ func (a *agentCutter) start(partitions string) (err error) {
 	}
 	m := a.machine
 	m.driver = &driver{root: a.world.root}
-	a.proc, err = m.startAgent(migAgentName, ":9504", a.kubelet, 1024, "--configmap", agentPodNamespace+"/"+agentConfig, "--node-name", nodeName,
+	a.proc, err = m.startAgent(migAgentName, ":9504", a.kubelet, 1024, "--configmap", agentPod.Namespace+"/"+agentConfig, "--node-name", nodeName,
 		"--kubeconfig", kubeconfig, "--foreign-instances", "reclaim")
 	return err
 }
@@ -299,18 +301,17 @@ func fixed(counts string) string {
 
 // offered are the healthy slots of our GPU, by profile and place, over all
 // resources.
-func (k *kubelet) offered(uuid string) (set []string, changed chan struct{}) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	for _, e := range k.plugins {
-		for _, id := range healthy(e.devices) {
+func (k *kubelet) offered(uuid string) (set []string, changed <-chan struct{}) {
+	all, changed := k.Endpoints()
+	for _, e := range all {
+		for _, id := range e.Healthy() {
 			if slot, ok := strings.CutPrefix(id, uuid+"::"); ok {
 				set = append(set, slot)
 			}
 		}
 	}
 	slices.Sort(set)
-	return set, k.changed
+	return set, changed
 }
 
 // await waits until the kubelet has exactly certain numbers of slots on offer and

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -14,6 +15,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/fakes"
 	"example.com/gpu-agent/tests/peers"
 )
 
@@ -56,13 +58,13 @@ func (b *bench) migStarts(ctx context.Context) (err error) {
 	var hardware time.Duration
 	for range b.started {
 		k.endPods(random, 5)
-		var e endpoint
+		var e fakes.Endpoint
 		var free []string
 		if err := await(ctx, "a free slot", func() (bool, error) {
 			all := k.endpoints()
 			random.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
 			for _, e = range all {
-				if free = k.free(e); len(free) > 0 {
+				if free = k.Available(e.Resource); len(free) > 0 {
 					return true, nil
 				}
 			}
@@ -81,7 +83,10 @@ func (b *bench) migStarts(ctx context.Context) (err error) {
 		if err != nil {
 			return err
 		}
-		p := k.admit(e.resource, ids, answer)
+		p, err := k.admit(e.Resource, ids, answer)
+		if err != nil {
+			return err
+		}
 		if err := r.prepare(ctx, ids); err != nil {
 			return err
 		}
@@ -101,31 +106,23 @@ func (b *bench) migStarts(ctx context.Context) (err error) {
 }
 
 // endpoints are the plugins that serve something, by resource.
-func (k *kubelet) endpoints() (all []endpoint) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	for _, e := range k.plugins {
-		if e.lists > 0 && e.gone == nil {
-			all = append(all, *e)
+func (k *kubelet) endpoints() (all []fakes.Endpoint) {
+	known, _ := k.Endpoints()
+	for _, resource := range slices.Sorted(maps.Keys(known)) {
+		if e := known[resource]; e.Serves() {
+			all = append(all, e)
 		}
 	}
-	slices.SortFunc(all, func(a, b endpoint) int { return strings.Compare(a.resource, b.resource) })
 	return all
 }
 
 // endPods ends pods until at most so many are left.
 func (k *kubelet) endPods(random *rand.Rand, most int) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	var names []string
-	for name := range k.pods {
-		names = append(names, name)
-	}
-	slices.Sort(names)
-	random.Shuffle(len(names), func(i, j int) { names[i], names[j] = names[j], names[i] })
-	for len(names) > most {
-		k.endLocked(k.pods[names[0]])
-		names = names[1:]
+	pods := k.pods()
+	random.Shuffle(len(pods), func(i, j int) { pods[i], pods[j] = pods[j], pods[i] })
+	for len(pods) > most {
+		k.end(pods[0])
+		pods = pods[1:]
 	}
 }
 

@@ -11,6 +11,7 @@ import (
 
 	api "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
+	"example.com/gpu-agent/tests/fakes"
 	"example.com/gpu-agent/tests/lab"
 )
 
@@ -65,7 +66,7 @@ func (m *machine) newAgentOf(node, name, http string, k *kubelet, args ...string
 	return m.agent(name, http, k, func(partitions string) ([]string, error) {
 		m.api.setPartitions(partitions)
 		kubeconfig := filepath.Join(m.work, "kubeconfig")
-		return append([]string{"--configmap", agentPodNamespace + "/" + agentConfig, "--node-name", node, "--kubeconfig", kubeconfig}, args...),
+		return append([]string{"--configmap", agentPod.Namespace + "/" + agentConfig, "--node-name", node, "--kubeconfig", kubeconfig}, args...),
 			m.api.kubeconfig(kubeconfig)
 	})
 }
@@ -104,7 +105,7 @@ func (m *machine) startAgent(name, http string, k *kubelet, unit int, args ...st
 		}
 	}
 	return start(m.work, name, m.kit.Bin("gpu-agent"), append([]string{"run",
-		"--driver-root", m.driver.root, "--kubelet-dir", k.dir, "--pod", agentPodNamespace + "/" + agentPodName,
+		"--driver-root", m.driver.root, "--kubelet-dir", k.dir, "--pod", agentPod.Namespace + "/" + agentPod.Name,
 		"--runtime-endpoint", k.socket(), "--memory-unit", fmt.Sprintf("%dMiB", unit),
 		"--state-dir", filepath.Join(dir, "state"), "--cdi-dir", filepath.Join(dir, "cdi"), "--http", http}, args...)...)
 }
@@ -131,7 +132,7 @@ type running struct {
 	*subject
 	proc *process
 	// plugin is as it was when all its devices had come.
-	plugin endpoint
+	plugin fakes.Endpoint
 }
 
 // run starts a subject with a number of devices on each GPU, 0 for whole GPUs,
@@ -141,20 +142,22 @@ func (s *subject) run(ctx context.Context, perGPU int) (*running, error) {
 	if perGPU == 0 {
 		resource, want = s.whole, s.gpus
 	}
-	s.kubelet.forget(s.shared, s.whole)
+	if err := s.kubelet.forget(s.shared, s.whole); err != nil {
+		return nil, err
+	}
 	p, err := s.begin(perGPU)
 	if err != nil {
 		return nil, err
 	}
-	e, err := s.kubelet.await(ctx, resource, fmt.Sprintf("%d healthy devices", want), func(e endpoint) bool {
-		return len(healthy(e.devices)) == want
+	e, err := s.kubelet.await(ctx, resource, fmt.Sprintf("%d healthy devices", want), func(e fakes.Endpoint) bool {
+		return len(e.Healthy()) == want
 	})
 	if err != nil {
 		p.kill()
 		return nil, p.explain(err)
 	}
 	onGPU := map[string]int{}
-	for _, d := range e.devices {
+	for _, d := range e.Devices {
 		onGPU[gpuOf(d.ID)]++
 	}
 	if len(onGPU) != s.gpus {
@@ -166,10 +169,10 @@ func (s *subject) run(ctx context.Context, perGPU int) (*running, error) {
 
 // prefer asks for n of the free devices, where the plugin has an opinion.
 func (r *running) prefer(ctx context.Context, free []string, n int) ([]string, error) {
-	if !r.plugin.options.GetGetPreferredAllocationAvailable() {
+	if !r.plugin.Options.GetGetPreferredAllocationAvailable() {
 		return free[:n], nil
 	}
-	resp, err := r.plugin.client.GetPreferredAllocation(ctx, preferredRequest(free, n))
+	resp, err := r.plugin.Client.GetPreferredAllocation(ctx, preferredRequest(free, n))
 	if err != nil {
 		return nil, r.proc.explain(fmt.Errorf("%s: prefer %d of %d devices: %w", r.name, n, len(free), err))
 	}
@@ -180,7 +183,7 @@ func (r *running) prefer(ctx context.Context, free []string, n int) ([]string, e
 }
 
 func (r *running) allocate(ctx context.Context, ids []string) (*api.ContainerAllocateResponse, error) {
-	resp, err := r.plugin.client.Allocate(ctx, allocateRequest(ids))
+	resp, err := r.plugin.Client.Allocate(ctx, allocateRequest(ids))
 	if err != nil {
 		return nil, r.proc.explain(fmt.Errorf("%s: allocate %d devices: %w", r.name, len(ids), err))
 	}
@@ -192,10 +195,10 @@ func (r *running) allocate(ctx context.Context, ids []string) (*api.ContainerAll
 
 // prepare is the call before a container starts, to plugins that want it.
 func (r *running) prepare(ctx context.Context, ids []string) error {
-	if !r.plugin.options.GetPreStartRequired() {
+	if !r.plugin.Options.GetPreStartRequired() {
 		return nil
 	}
-	if _, err := r.plugin.client.PreStartContainer(ctx, &api.PreStartContainerRequest{DevicesIds: ids}); err != nil {
+	if _, err := r.plugin.Client.PreStartContainer(ctx, &api.PreStartContainerRequest{DevicesIds: ids}); err != nil {
 		return r.proc.explain(fmt.Errorf("%s: prepare a container: %w", r.name, err))
 	}
 	return nil

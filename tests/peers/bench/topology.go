@@ -158,7 +158,7 @@ func (c *chooser) ask(ctx context.Context, rs []*running, i, n int) error {
 		return err
 	}
 	for began := time.Now(); len(took) == 0 || len(took) < times && (ours || time.Since(began) < c.peerTime); {
-		free := r.kubelet.free(r.plugin)
+		free := r.kubelet.Available(r.plugin.Resource)
 		at := time.Now()
 		cctx, cancel := context.WithTimeout(ctx, c.peerPatience)
 		set, err = r.prefer(cctx, free, n)
@@ -188,7 +188,7 @@ func (c *chooser) ask(ctx context.Context, rs []*running, i, n int) error {
 	}
 	calls := float64(after-before) / float64(len(took))
 	if ours && calls > 0 { // it reads the driver once a minute
-		if calls, err = c.count(d, r, func() error { _, err := r.prefer(ctx, r.kubelet.free(r.plugin), n); return err }); err != nil {
+		if calls, err = c.count(d, r, func() error { _, err := r.prefer(ctx, r.kubelet.Available(r.plugin.Resource), n); return err }); err != nil {
 			return err
 		}
 	}
@@ -200,7 +200,7 @@ func (c *chooser) ask(ctx context.Context, rs []*running, i, n int) error {
 		var empty sample
 		for range took {
 			at := time.Now()
-			if _, err := r.plugin.client.GetDevicePluginOptions(ctx, &api.Empty{}); err != nil {
+			if _, err := r.plugin.Client.GetDevicePluginOptions(ctx, &api.Empty{}); err != nil {
 				return r.proc.explain(fmt.Errorf("%s: ask for its options: %w", r.name, err))
 			}
 			empty = append(empty, time.Since(at))

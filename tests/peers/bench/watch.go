@@ -114,8 +114,8 @@ func (b *bench) inhabit(ctx context.Context, r *running) (user *timer, close fun
 	}
 	// The kernel's word for its cgroup, in this mount namespace alone, which goes
 	// with the process.
-	cgroup := filepath.Join(b.work, "cgroup-"+p.name)
-	err = os.WriteFile(cgroup, fmt.Appendf(nil, "0::/kubepods/burstable/pod%s/%s\n", p.name, p.containerID()), 0o444)
+	cgroup := filepath.Join(b.work, "cgroup-"+p.Pod.Name)
+	err = os.WriteFile(cgroup, fmt.Appendf(nil, "0::/kubepods/burstable/pod%s/%s\n", p.Pod.Name, containerID(p)), 0o444)
 	if err == nil {
 		err = unix.Mount(cgroup, "/proc/"+strconv.Itoa(pid)+"/cgroup", "", unix.MS_BIND, "")
 	}
