@@ -23,12 +23,8 @@ import (
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/state"
-	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
-	"example.com/gpu-agent/pkg/memcap/lib"
-	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/plugin"
-	"example.com/gpu-agent/pkg/topology"
 	"golang.org/x/sync/errgroup"
 )
 
@@ -155,6 +151,7 @@ type Agent struct {
 	desk     *desk.Desk
 	reporter *reporter
 	health   *health.Monitor
+	reader   *reader
 	executor *executor
 	log      *slog.Logger
 	// ration is the log for what a program on a GPU, or a server that is away, can
@@ -169,12 +166,9 @@ type Agent struct {
 	soon, later atomic.Bool
 	// ended wakes awaitReleases; it holds at most one token.
 	ended chan struct{}
-	// stale says that the driver is to be read anew in the next round, askSoon
-	// that the witnesses are to be asked, askOthers that the kubelet is to be asked
-	// what other plugins offer.
-	// nameSoon says that a container of ours has started, blind that the driver
-	// tells of no events.
-	stale, askSoon, askOthers, nameSoon, blind atomic.Bool
+	// askSoon says that the witnesses are to be asked, askOthers that the kubelet is to
+	// be asked what other plugins offer, nameSoon that a container of ours has started.
+	askSoon, askOthers, nameSoon atomic.Bool
 	// listed is what PodResources said last.
 	listed atomic.Pointer[[]desk.Holding]
 	ends   endings
@@ -184,30 +178,11 @@ type Agent struct {
 	grantsMu sync.Mutex
 	grants   []state.Claim // guarded by grantsMu; not yet written down
 
-	faultsMu sync.Mutex // held while the verdicts go to the desk
-	// instances is inv as of when this process has read it: for whoever must know
-	// what an instance's number stands for.
-	instances atomic.Pointer[gpu.Inventory]
-
 	inputMu sync.Mutex
 	input   input // guarded by inputMu
 
 	// The rest belongs to the loop's goroutine.
 
-	inv       *gpu.Inventory
-	topology  *topology.Graph // of inv
-	matrix    *topology.Matrix
-	linked    bool      // some of its GPUs have NVLinks, up or down
-	reading   *pending  // one is under way
-	readAt    time.Time // when the last one ended
-	answered  bool      // one has succeeded
-	readErr   error     // why that failed
-	readRest  rest      // how long it is not tried again
-	letGo     string    // why the driver was let go
-	letting   bool      // it is to be let go when no work is under way
-	parts     *parts
-	partsErr  error
-	partsDue  bool // the driver or its GPUs are not those that parts are of
 	seen      witnesses
 	others    others
 	wanted    []config.Want
@@ -223,9 +198,6 @@ type Agent struct {
 	layouts   map[gpu.UUID]plan.Layout
 	past      map[gpu.UUID][]plan.Past
 	slices    map[gpu.UUID]slice
-	// cards is what can stand on each GPU, of profiles as they were then.
-	cards    map[gpu.UUID]*mig.Card
-	profiles map[gpu.UUID][]gpu.Profile
 	// gates is what the CDI files of claims of MIG devices were made of.
 	gates   map[string]string
 	serving map[string]plugin.Source
@@ -282,9 +254,6 @@ func (in *input) refusals(now time.Time, least time.Duration) string {
 // New returns an agent that has not looked at anything yet. Where there is a
 // cluster, no partition is chosen before SetNode has been called.
 func New(o Options, w Worlds) *Agent {
-	if o.LinksEvery <= 0 {
-		o.LinksEvery = inventoryEvery
-	}
 	a := &Agent{
 		opts:     o,
 		names:    desk.ResourceNames(o.ResourceDomain),
@@ -306,8 +275,6 @@ func New(o Options, w Worlds) *Agent {
 		layouts:  map[gpu.UUID]plan.Layout{},
 		past:     map[gpu.UUID][]plan.Past{},
 		slices:   map[gpu.UUID]slice{},
-		cards:    map[gpu.UUID]*mig.Card{},
-		profiles: map[gpu.UUID][]gpu.Profile{},
 		gates:    map[string]string{},
 		serving:  map[string]plugin.Source{},
 		removed:  map[string]bool{},
@@ -315,6 +282,7 @@ func New(o Options, w Worlds) *Agent {
 	a.ration = brief.NewRation(a.log, time.Now, time.AfterFunc)
 	a.seen.resent, a.seen.stale = map[string]time.Time{}, map[string]string{}
 	a.desk = desk.New(a.wake, time.Now)
+	a.reader = newReader(&o, &w, a.health, a.desk, a.ration, a.wake)
 	a.executor = newExecutor(&o, &w, a.desk, a.wake)
 	a.reporter = newReporter(&a.opts, a.names, a.desk, &w)
 	return a
@@ -423,7 +391,7 @@ func (a *Agent) Run(ctx context.Context) error {
 		// Not waited for at the end: a wait inside the driver cannot be cut
 		// short, and the process may end without it.
 		ended := make(chan error, 1)
-		go func() { ended <- a.followDriver(ctx) }()
+		go func() { ended <- a.reader.faults.follow(ctx) }()
 		select {
 		case err := <-ended:
 			return err
@@ -474,8 +442,8 @@ func (a *Agent) Run(ctx context.Context) error {
 // nextLook says how long the loop may sleep if nobody wakes it.
 func (a *Agent) nextLook(now time.Time) time.Duration {
 	wait := inventoryEvery
-	if a.reading == nil && a.letGo == "" {
-		wait = a.nextReading(now).Sub(now)
+	if a.reader.reading == nil && a.reader.letGo == "" {
+		wait = a.reader.nextReading(now).Sub(now)
 	}
 	in := a.heardSoFar()
 	for _, r := range in.refused {
@@ -486,7 +454,7 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 	if slices.ContainsFunc(a.plugins.Status(), func(s plugin.Status) bool { return !s.Registered && !s.Since.IsZero() }) {
 		wait = min(wait, holdersEvery) // it is news when it has been so for a while
 	}
-	if a.inv == nil {
+	if a.reader.inv == nil {
 		// A round ends behind the driver then: what is due later on would stay due.
 		return max(wait, leastSleep)
 	}
@@ -547,9 +515,36 @@ func (a *Agent) holdersDue(now time.Time, changes *plan.Changes) bool {
 	}
 }
 
+// look takes in the hardware as it is.
+func (a *Agent) look(ctx context.Context) error {
+	news, err := a.reader.look(ctx, a.executor.unsettled)
+	if news {
+		a.executor.seen(a.reader.inv)
+	}
+	return err
+}
+
+// takeResults takes in what jobs came to: what is true of their GPUs now, and what
+// follows from failures.
+func (a *Agent) takeResults(now time.Time) {
+	results := a.executor.ended(now)
+	for i := range results {
+		r := &results[i]
+		if a.reader.inv.ByUUID(r.GPU) == nil {
+			continue
+		}
+		if r.read != nil {
+			a.reader.stale.Store(true)
+		} else {
+			a.reader.setMIG(r.GPU, r.mig)
+		}
+		a.executor.learn(r, a.reader.inv.ByUUID(r.GPU), a.wantedGen, now)
+	}
+}
+
 // due picks the work that is to be begun now.
 func (a *Agent) due(work []plan.Work, now time.Time) []plan.Work {
-	if a.letGo != "" || a.letting || !a.driverAnswers() {
+	if a.reader.letting != "" || !a.reader.usable() {
 		return nil
 	}
 	return a.executor.due(work, a.wantedGen, a.seen.heard, now)
@@ -561,7 +556,7 @@ func (a *Agent) round(ctx context.Context) error {
 	in := a.heardSoFar()
 	var errs []error
 	a.takeResults(time.Now())
-	if err := a.mindDriver(&in); errors.Is(err, gpu.ErrReloaded) {
+	if err := a.reader.mind(in.letGo, len(a.executor.jobs) > 0); errors.Is(err, gpu.ErrReloaded) {
 		return err
 	} else if err != nil {
 		errs = append(errs, err) // the containers that wait need no driver
@@ -569,19 +564,19 @@ func (a *Agent) round(ctx context.Context) error {
 	switch err := a.look(ctx); {
 	case errors.Is(err, gpu.ErrReloaded):
 		return err
-	case errors.Is(err, gpu.ErrTimeout) && a.inv != nil:
+	case errors.Is(err, gpu.ErrTimeout) && a.reader.inv != nil:
 		// Everything else goes on; see hangs.
-	case err != nil && a.letGo == "":
+	case err != nil && a.reader.letGo == "":
 		errs = append(errs, err)
 	}
-	if a.inv == nil {
+	if a.reader.inv == nil {
 		err := errors.Join(errs...)
-		a.finish(&findings{in: &in, changes: &plan.Changes{}, note: "the driver was let go, since " + a.letGo, err: err})
+		a.finish(&findings{in: &in, changes: &plan.Changes{}, note: "the driver was let go, since " + a.reader.letGo, err: err})
 		return err
 	}
 	note, configErr := a.resolve()
-	if a.letGo != "" {
-		note = "the driver was let go, since " + a.letGo
+	if a.reader.letGo != "" {
+		note = "the driver was let go, since " + a.reader.letGo
 	}
 	a.lookAround(ctx, &in)
 	a.expire(time.Now())
@@ -615,23 +610,23 @@ func (a *Agent) round(ctx context.Context) error {
 	// listing it.
 	unsaved := a.save()
 	if errs = append(errs, unsaved); unsaved == nil {
-		a.executor.begin(ctx, a.inv, work)
+		a.executor.begin(ctx, a.reader.inv, work)
 	}
 	a.correct(&changes, unsaved)
 	// Not before somebody can need them: the partitions may arrive meanwhile.
-	if a.partsDue && a.letGo == "" && a.driverAnswers() && (a.wanted != nil || len(a.layouts) > 0 || a.desk.Held()) {
+	if a.reader.partsDue() && a.reader.usable() && (a.wanted != nil || len(a.layouts) > 0 || a.desk.Held()) {
 		// It takes a while to learn the parts. A fault is told before that, and
 		// so is what a new process offers: a container that comes meanwhile
 		// waits for its claim's file.
 		if err := a.serve(a.publish(viewInput{changes: &changes})); err != nil {
 			errs = append(errs, err)
 		}
-		if err := a.learnParts(ctx); err != nil && !(errors.Is(err, gpu.ErrTimeout) && a.parts != nil) {
+		if err := a.learnParts(ctx); err != nil && !(errors.Is(err, gpu.ErrTimeout) && a.reader.parts != nil) {
 			errs = append(errs, err)
 		}
 	}
 	hwNote := ""
-	if a.letGo == "" && a.driverAnswers() {
+	if a.reader.usable() {
 		var err error
 		if hwNote, err = a.setTimeSlices(ctx); err != nil {
 			errs = append(errs, err)
@@ -652,35 +647,19 @@ func (a *Agent) round(ctx context.Context) error {
 	}
 
 	err := errors.Join(errs...)
-	if h := a.hangs(); h != "" {
+	if h := a.reader.hangs(); h != "" {
 		hwNote = strings.TrimPrefix(hwNote+"; hardware work waits: "+h, "; ")
 	}
 	f := &findings{in: &in, changes: &changes, note: note, hwNote: hwNote, configErr: configErr, err: err}
-	f.resting, f.resetsDue, f.working = a.executor.says(a.inv, a.wantedGen)
+	f.resting, f.resetsDue, f.working = a.executor.says(a.reader.inv, a.wantedGen)
 	a.finish(f)
 	return err
 }
 
-// parts are what containers need of the driver and of each GPU, and the libraries
-// that hold them to their memory there.
-type parts struct {
-	cdi.Parts
-	kit lib.Kit
-}
-
-// learnParts asks the driver what containers need of it. On failure what was
-// learnt before stays, and the next round asks again.
+// learnParts learns what containers need of the driver.
 func (a *Agent) learnParts(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, driverPatience)
-	defer cancel()
-	of, err := a.driver.Parts(ctx)
-	if a.partsErr = err; err != nil {
-		return fmt.Errorf("learn which driver files containers need: %w", err)
-	}
-	kit, err := a.caps.Fit(of)
-	a.parts, a.partsDue = &parts{of, kit}, false
-	if err != nil {
-		a.log.Warn("programs in containers will find functions that this driver does not have; they fail where they are called", "err", err)
+	if err := a.reader.learnParts(ctx, a.caps); err != nil {
+		return err
 	}
 	for _, c := range a.desk.Claims() {
 		a.desk.Shut(c.Key) // written again below, if the files differ
@@ -706,15 +685,15 @@ func (a *Agent) resolve() (note string, err error) {
 		name = "default"
 	}
 	a.partition = name
-	if q := (question{in.file, name, a.inv}); q != a.desired.of {
-		d, err := in.file.Desire(name, a.inv, a.opts.MemoryUnit)
+	if q := (question{in.file, name, a.reader.inv}); q != a.desired.of {
+		d, err := in.file.Desire(name, a.reader.inv, a.opts.MemoryUnit)
 		a.desired.of, a.desired.is, a.desired.err = q, d, err
 	}
 	d, err := a.desired.is, a.desired.err
 	switch {
 	case err != nil && in.fileErr != nil:
 		return "", in.fileErr // what is wrong with an older file is no news
-	case err != nil && !a.answered:
+	case err != nil && !a.reader.answered:
 		// What the process before this one wrote down says nothing of MIG.
 		return "waiting for the driver's first answer", nil
 	case err != nil:
@@ -743,8 +722,8 @@ func (a *Agent) heardSoFar() input {
 
 func (a *Agent) plan(claims []desk.Claim) plan.Changes {
 	mig := a.executor.input(claims, time.Now())
-	mig.Cards, mig.Reclaim = a.cards, a.opts.ReclaimForeign
-	return plan.Make(plan.Input{Inventory: a.inv, Claims: claims, Wanted: a.wanted, Layouts: a.layouts, Past: a.past, Others: a.others.gpus,
+	mig.Cards, mig.Reclaim = a.reader.cards, a.opts.ReclaimForeign
+	return plan.Make(plan.Input{Inventory: a.reader.inv, Claims: claims, Wanted: a.wanted, Layouts: a.layouts, Past: a.past, Others: a.others.gpus,
 		Unit: a.opts.MemoryUnit, MIG: mig})
 }
 
@@ -766,8 +745,8 @@ func (a *Agent) settle(changes *plan.Changes) {
 		}
 	}
 	a.executor.planned(changes, now)
-	if every := a.executor.busyLook; every > 0 && now.Sub(a.readAt) >= every {
-		a.stale.Store(true)
+	if every := a.executor.busyLook; every > 0 && now.Sub(a.reader.readAt) >= every {
+		a.reader.stale.Store(true)
 	}
 	for _, u := range changes.Recut {
 		old := a.layouts[u]
@@ -792,11 +771,11 @@ func (a *Agent) expire(now time.Time) {
 }
 
 func (a *Agent) publish(in viewInput) *desk.View {
-	in.inv, in.past, in.names, in.cards, in.drain = a.inv, a.past, a.names, a.cards, !a.opts.KeepOffering
+	in.inv, in.past, in.names, in.cards, in.drain = a.reader.inv, a.past, a.names, a.reader.cards, !a.opts.KeepOffering
 	in.failing = a.executor.failingSlots(time.Now())
-	in.topology, in.aligned, in.onDemand, in.others = a.topology, a.opts.Align, a.onDemand, a.others.gpus
-	if a.parts == nil && a.partsErr != nil {
-		in.closed = a.partsErr.Error()
+	in.topology, in.aligned, in.onDemand, in.others = a.reader.topology, a.opts.Align, a.onDemand, a.others.gpus
+	if a.reader.parts == nil && a.reader.partsErr != nil {
+		in.closed = a.reader.partsErr.Error()
 	}
 	return a.desk.Publish(func(claims []desk.Claim) *desk.View {
 		in.claims = claims
@@ -834,36 +813,23 @@ func (a *Agent) serve(v *desk.View) error {
 	return nil
 }
 
-// driverAnswers says whether there is any point in asking it for more.
-func (a *Agent) driverAnswers() bool { return a.inv != nil && a.hangs() == "" }
-
-// hangs says since when the driver has not answered, empty while it does. The
-// words stay the same for as long as it does not.
-func (a *Agent) hangs() string {
-	what, since := a.health.Waiting()
-	if what == "" {
-		return ""
-	}
-	return "the driver has not answered since " + since.UTC().Format(time.RFC3339)
-}
-
 // finish hands what the round left to the reporter.
 func (a *Agent) finish(f *findings) {
-	s := &Snapshot{Inventory: a.inv, Topology: a.topology, Matrix: a.matrix, Answered: a.answered, Layouts: a.layouts, Wanted: a.wanted, Active: a.active,
+	s := &Snapshot{Inventory: a.reader.inv, Topology: a.reader.topology, Matrix: a.reader.matrix, Answered: a.reader.answered, Layouts: a.layouts, Wanted: a.wanted, Active: a.active,
 		Work: a.executor.now(), Made: a.executor.made(), Failing: a.executor.failingSlots(time.Now()), Others: a.others.gpus,
-		Outcome: Outcome{Partition: a.partition}, Generation: a.wantedGen, Unknown: a.unknown, Verdicts: a.health.Verdicts(), Hangs: a.hangs()}
-	if a.inv == nil {
+		Outcome: Outcome{Partition: a.partition}, Generation: a.wantedGen, Unknown: a.unknown, Verdicts: a.health.Verdicts(), Hangs: a.reader.hangs()}
+	if a.reader.inv == nil {
 		s.Inventory = a.reporter.snapshot.Load().Inventory // an empty one
 	}
-	if !a.answered {
+	if !a.reader.answered {
 		why := "the first reading has not ended"
-		if a.readErr != nil {
-			why = a.readErr.Error()
+		if a.reader.readErr != nil {
+			why = a.reader.readErr.Error()
 		}
 		f.missing = append(f.missing, "this process has not read the driver: "+why)
 	}
-	if a.parts == nil && a.partsErr != nil {
-		f.missing = append(f.missing, "it does not know which driver files containers need: "+a.partsErr.Error())
+	if a.reader.parts == nil && a.reader.partsErr != nil {
+		f.missing = append(f.missing, "it does not know which driver files containers need: "+a.reader.partsErr.Error())
 	}
 	a.reporter.finish(s, f)
 	poke(a.stirred)

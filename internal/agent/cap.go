@@ -29,7 +29,7 @@ func (a *Agent) claims() []desk.Claim {
 		grants := slices.Clone(c.Grants)
 		for j := range grants {
 			g := &grants[j]
-			d := a.inv.ByUUID(g.GPU)
+			d := a.reader.inv.ByUUID(g.GPU)
 			if g.Cap.Known || d == nil {
 				continue
 			}
@@ -50,7 +50,7 @@ func (a *Agent) settleCaps(c *desk.Claim) error {
 	grants := slices.Clone(c.Grants)
 	for i := range grants {
 		g := &grants[i]
-		d := a.inv.ByUUID(g.GPU)
+		d := a.reader.inv.ByUUID(g.GPU)
 		if g.Cap.Known || d == nil {
 			continue
 		}
@@ -130,7 +130,7 @@ func (a *Agent) overlay(c *desk.Claim) (cdi.Overlay, error) {
 	bind := func(from, to string) specs.Mount {
 		return specs.Mount{HostPath: from, ContainerPath: to, Options: []string{"ro", "nosuid", "nodev", "rbind", "rprivate"}}
 	}
-	kit := a.parts.kit
+	kit := a.reader.parts.kit
 	over := cdi.Overlay{
 		Stands: []cdi.Stand{
 			{Library: "libcuda.so", HostPath: kit.CUDA, Real: lib.RealCUDA},

@@ -137,7 +137,7 @@ func (a *Agent) writeClaims(claims []desk.Claim, trouble map[string]string) erro
 				}
 				a.removed[c.Key] = true
 			}
-		case c.Ready, c.Checked.IsZero(), a.parts == nil:
+		case c.Ready, c.Checked.IsZero(), a.reader.parts == nil:
 		default:
 			if err := a.writeClaim(c); err != nil {
 				failed(err)
@@ -155,7 +155,7 @@ func (a *Agent) writeClaim(c *desk.Claim) error {
 	if err != nil {
 		return err
 	}
-	parts, names := a.parts.Parts, c.GPUs()
+	parts, names := a.reader.parts.Parts, c.GPUs()
 	gate := ""
 	if c.Kind() == ledger.Placement {
 		instances, stand := a.instancesOf(c)
@@ -200,13 +200,13 @@ func (a *Agent) writeClaim(c *desk.Claim) error {
 // faulty reports whether the driver cannot say what a container would need of a
 // GPU.
 func (a *Agent) faulty(u gpu.UUID) bool {
-	d := a.inv.ByUUID(u)
+	d := a.reader.inv.ByUUID(u)
 	return d == nil || d.Fault != ""
 }
 
 // unread reports whether this process has not seen yet what stands on a GPU.
 func (a *Agent) unread(u gpu.UUID) bool {
-	d := a.inv.ByUUID(u)
+	d := a.reader.inv.ByUUID(u)
 	return d != nil && d.Fault == "" && !d.MIG.Capable
 }
 
@@ -237,10 +237,10 @@ func (a *Agent) lookForFiles() error {
 // instanceParts is what containers need of MIG instances: the node of the GPU, and
 // those of the capabilities without which the driver shows them nothing of it.
 func (a *Agent) instanceParts(instances []instance) (cdi.Parts, []gpu.UUID, error) {
-	parts := cdi.Parts{Common: a.parts.Common, Devices: map[gpu.UUID]specs.ContainerEdits{}}
+	parts := cdi.Parts{Common: a.reader.parts.Common, Devices: map[gpu.UUID]specs.ContainerEdits{}}
 	var names []gpu.UUID
 	for _, i := range instances {
-		edits, ok := a.parts.Devices[i.gpu.UUID]
+		edits, ok := a.reader.parts.Devices[i.gpu.UUID]
 		if !ok {
 			return parts, nil, fmt.Errorf("the driver's parts have no %s: %w", i.gpu.UUID, gpu.ErrNotFound)
 		}

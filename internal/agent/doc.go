@@ -87,7 +87,7 @@
 // list by name; the drivers' ResourceSlices say which GPUs they are. Where nobody
 // can say which, it may be any, and none is offered.
 //
-// # Hardware (look.go)
+// # Hardware (look.go, faults.go)
 //
 // A reading runs beside the loop, which waits a second for it and then goes on
 // with what it knows. Events do not wait for anybody: what they say against a GPU

@@ -16,7 +16,7 @@ import (
 func (a *Agent) instancesOf(c *desk.Claim) (out []instance, ok bool) {
 	for j := range c.Grants {
 		g := &c.Grants[j]
-		d := a.inv.ByUUID(g.GPU)
+		d := a.reader.inv.ByUUID(g.GPU)
 		if d == nil || !d.MIG.Enabled {
 			return nil, false
 		}

@@ -163,7 +163,7 @@ func TestLinksOfRenumberedGPUs(t *testing.T) {
 	for i := range before.GPUs {
 		before.GPUs[i].Links = []gpu.Link{{To: i ^ 1, NVLink: 4}, {Switch: true, NVLink: 2}}
 	}
-	a := &Agent{inv: before}
+	a := &reader{inv: before}
 	now := machine(4)
 	now.GPUs = slices.Delete(now.GPUs, 0, 1) // and 1, 2, 3 are 0, 1, 2 now
 	for i := range now.GPUs {

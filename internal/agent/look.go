@@ -9,14 +9,78 @@ import (
 	"log/slog"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
+	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/topology"
 )
+
+// reader reads the hardware, beside the loop where that takes long, and knows it as it
+// was last seen. stale may be set by anybody; everything else is for the loop's
+// goroutine. Use newReader.
+type reader struct {
+	driver Driver
+	health *health.Monitor
+	faults *faults
+	log    *slog.Logger
+	// wake has a round come, when a reading has ended that none waits for.
+	wake func()
+	// linksEvery is Options.LinksEvery.
+	linksEvery time.Duration
+	// stale says that the driver is to be read anew in the next round.
+	stale atomic.Bool
+
+	// The rest belongs to the loop's goroutine.
+
+	inv      *gpu.Inventory   // nil before anything is known
+	topology *topology.Graph  // of inv
+	matrix   *topology.Matrix // of topology
+	linked   bool             // some GPUs of inv have NVLinks, up or down
+	// epoch counts the drivers and the sets of GPUs that were seen: each may have
+	// forgotten what was set before, and needs other files in containers.
+	epoch    uint64
+	reading  *pending  // one is under way
+	readAt   time.Time // when the last one ended
+	answered bool      // one has succeeded
+	readErr  error     // why that failed
+	readRest rest      // how long it is not tried again
+	letGo    string    // why the driver was let go
+	letting  string    // why it is to be let go when no work is under way
+	// parts were learnt in the epoch partsOf; partsErr is why that failed.
+	parts    *parts
+	partsOf  uint64
+	partsErr error
+	// cards is what can stand on each GPU, of profiles as they were then.
+	cards    map[gpu.UUID]*mig.Card
+	profiles map[gpu.UUID][]gpu.Profile
+}
+
+func newReader(o *Options, w *Worlds, monitor *health.Monitor, lists withdrawer, ration *brief.Ration, wake func()) *reader {
+	r := &reader{driver: w.Driver, health: monitor, log: o.Log, wake: wake, linksEvery: o.LinksEvery,
+		epoch: 1, partsOf: 1, cards: map[gpu.UUID]*mig.Card{}, profiles: map[gpu.UUID][]gpu.Profile{}}
+	if r.linksEvery <= 0 {
+		r.linksEvery = inventoryEvery
+	}
+	r.faults = &faults{driver: w.Driver, monitor: monitor, observer: w.Observer, log: o.Log, ration: ration, lists: lists, wake: wake,
+		look: func() { r.stale.Store(true); wake() }}
+	return r
+}
+
+// restore takes over the GPUs that the process before this one knew.
+func (r *reader) restore(gpus []gpu.Device) {
+	r.inv = &gpu.Inventory{GPUs: gpus}
+	r.setTopology()
+	for i := range gpus {
+		r.health.Know(gpus[i].UUID)
+	}
+}
 
 // reading is one look at the hardware.
 type reading struct {
@@ -28,29 +92,29 @@ type reading struct {
 
 // read asks the driver for everything. It runs beside the loop, for as long as
 // the driver takes.
-func (a *Agent) read(ctx context.Context) reading {
+func (r *reader) read(ctx context.Context) reading {
 	began := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, driverPatience)
 	defer cancel()
-	inv, err := a.driver.Inventory(ctx)
+	inv, err := r.driver.Inventory(ctx)
 	if err != nil {
 		return reading{err: fmt.Errorf("read the inventory: %w", err)}
 	}
-	r := reading{began: began, inv: inv}
+	got := reading{began: began, inv: inv}
 	for i := range inv.GPUs {
 		g := health.GPUReading{Device: inv.GPUs[i]}
 		if g.Device.Fault == "" && g.Device.UUID != "" {
 			var h gpu.Health
-			if h, g.Err = a.driver.Health(ctx, g.Device.UUID); g.Err == nil {
+			if h, g.Err = r.driver.Health(ctx, g.Device.UUID); g.Err == nil {
 				g.Health = &h
 			}
 			if errors.Is(g.Err, gpu.ErrTimeout) {
 				return reading{err: g.Err}
 			}
 		}
-		r.health = append(r.health, g)
+		got.health = append(got.health, g)
 	}
-	return r
+	return got
 }
 
 // pending is a reading under way. Its result is handed to the round that waits for
@@ -64,181 +128,149 @@ type pending struct {
 
 // look takes in the hardware as it is. Where a reading is due it begins one and
 // waits for it, but not for long and not twice: while the driver hangs, the
-// loop goes on with what it knows. The error is that of the last reading.
-func (a *Agent) look(ctx context.Context) error {
-	if a.letGo != "" {
-		return a.readErr
+// loop goes on with what it knows. It reports whether there is news of the hardware,
+// and the error of the last reading.
+//
+// unsettled tells of which GPUs a reading that began then is not to be believed.
+func (r *reader) look(ctx context.Context, unsettled func(u gpu.UUID, began time.Time) bool) (news bool, err error) {
+	if r.letGo != "" {
+		return false, r.readErr
 	}
-	if a.reading == nil {
-		if !a.readDue(time.Now()) {
-			return a.readErr
+	if r.reading == nil {
+		if !r.readDue(time.Now()) {
+			return false, r.readErr
 		}
-		a.stale.Store(false)
+		r.stale.Store(false)
 		p := &pending{now: make(chan reading), box: make(chan reading, 1), late: make(chan struct{})}
-		a.reading = p
+		r.reading = p
 		go func() {
-			r := a.read(ctx)
+			got := r.read(ctx)
 			select {
-			case p.now <- r:
+			case p.now <- got:
 			case <-p.late:
-				p.box <- r
-				a.wake()
+				p.box <- got
+				r.wake()
 			}
 		}()
 	}
-	p := a.reading
+	p := r.reading
 	if p.waited {
 		select {
-		case r := <-p.box:
-			a.reading = nil
-			a.take(r, time.Now())
+		case got := <-p.box:
+			return r.take(got, unsettled, time.Now()), r.lookErr()
 		default:
+			return false, r.lookErr()
 		}
-		return a.lookErr()
 	}
 	timer := time.NewTimer(lookPatience)
 	defer timer.Stop()
 	select {
-	case r := <-p.now:
-		a.reading = nil
-		a.take(r, time.Now())
-		return a.readErr
+	case got := <-p.now:
+		return r.take(got, unsettled, time.Now()), r.lookErr()
 	case <-timer.C:
 	case <-ctx.Done():
 	}
 	p.waited = true
 	close(p.late)
-	return a.lookErr()
+	return false, r.lookErr()
 }
 
 // lookErr is why the hardware is not known as it is now: what the last reading
 // failed of, or that the first one takes its time.
-func (a *Agent) lookErr() error {
-	if a.inv == nil && a.readErr == nil {
+func (r *reader) lookErr() error {
+	if r.inv == nil && r.readErr == nil {
 		return fmt.Errorf("read the inventory: %w", gpu.ErrTimeout)
 	}
-	return a.readErr
+	return r.readErr
 }
 
 // readDue says whether the hardware is to be read anew.
-func (a *Agent) readDue(now time.Time) bool {
-	return a.stale.Load() || !now.Before(a.nextReading(now))
+func (r *reader) readDue(now time.Time) bool {
+	return r.stale.Load() || !now.Before(r.nextReading(now))
 }
 
 // nextReading is when the hardware is to be read if nothing happens.
-func (a *Agent) nextReading(now time.Time) time.Time {
-	if a.readAt.IsZero() {
+func (r *reader) nextReading(now time.Time) time.Time {
+	if r.readAt.IsZero() {
 		return now
 	}
-	if a.readErr != nil {
-		return a.readRest.until
+	if r.readErr != nil {
+		return r.readRest.until
 	}
-	next := a.readAt.Add(inventoryEvery)
-	if a.linked {
-		next = a.readAt.Add(min(a.opts.LinksEvery, inventoryEvery))
+	next := r.readAt.Add(inventoryEvery)
+	if r.linked {
+		next = r.readAt.Add(min(r.linksEvery, inventoryEvery))
 	}
-	if a.blind.Load() {
-		next = a.readAt.Add(blindEvery)
+	if r.faults.blind.Load() {
+		next = r.readAt.Add(blindEvery)
 	}
-	if probe := a.health.Due(now); !probe.IsZero() && probe.Before(next) {
+	if probe := r.health.Due(now); !probe.IsZero() && probe.Before(next) {
 		next = probe
 	}
 	return next
 }
 
-// take makes a reading the present one. A failed one changes what is known of the
-// GPUs' health, and nothing else.
-func (a *Agent) take(r reading, now time.Time) {
-	defer a.applyFaults()
-	a.readAt = now
-	if r.err != nil {
-		a.health.Reading(health.Reading{Err: r.err}, now)
-		a.readErr = r.err
-		a.readRest.fail(r.err, 0, readPauseMax, now)
-		return
+// take makes a reading the present one, and reports whether it has succeeded. A failed
+// one changes what is known of the GPUs' health, and nothing else.
+func (r *reader) take(got reading, unsettled func(gpu.UUID, time.Time) bool, now time.Time) bool {
+	r.reading = nil
+	defer r.faults.apply()
+	r.readAt = now
+	if got.err != nil {
+		r.health.Reading(health.Reading{Err: got.err}, now)
+		r.readErr = got.err
+		r.readRest.fail(got.err, 0, readPauseMax, now)
+		return false
 	}
-	a.readErr, a.readRest, a.answered = nil, rest{}, true
-	inv := a.withMissing(r.inv)
-	if a.inv == nil || a.inv.Driver != inv.Driver || !sameGPUs(a.inv, inv) {
-		a.partsDue = true
-		for u, s := range a.slices { // a driver that was loaded again has lost them
-			s.unsure = true
-			a.slices[u] = s
-		}
+	r.readErr, r.readRest, r.answered = nil, rest{}, true
+	inv := r.withMissing(got.inv)
+	if r.inv == nil || r.inv.Driver != inv.Driver || !sameGPUs(r.inv, inv) {
+		r.epoch++
 	}
-	a.keepMIG(inv, r.began)
-	a.inv = inv
-	a.setTopology()
-	a.instances.Store(inv)
-	a.setCards()
 	for i := range inv.GPUs {
-		if d := &inv.GPUs[i]; d.Fault == "" && d.MIG.Capable && a.executor.jobs[d.UUID] == nil {
-			a.executor.disown(d)
+		// What was seen in the middle of a change is not believed.
+		if d := &inv.GPUs[i]; r.inv != nil && unsettled(d.UUID, got.began) {
+			if old := r.inv.ByUUID(d.UUID); old != nil {
+				d.MIG = old.MIG
+			}
 		}
 	}
+	r.inv = inv
+	r.setTopology()
+	r.faults.instances.Store(inv)
+	r.setCards()
 	// As merged: a GPU that the driver cannot name has its name here.
 	seen := health.Reading{}
 	for i := range inv.GPUs {
 		g := health.GPUReading{Device: inv.GPUs[i]}
-		if j := slices.IndexFunc(r.health, func(o health.GPUReading) bool { return o.Device.UUID == g.Device.UUID }); j >= 0 {
-			g.Health, g.Err = r.health[j].Health, r.health[j].Err
+		if j := slices.IndexFunc(got.health, func(o health.GPUReading) bool { return o.Device.UUID == g.Device.UUID }); j >= 0 {
+			g.Health, g.Err = got.health[j].Health, got.health[j].Err
 		}
 		seen.GPUs = append(seen.GPUs, g)
 	}
-	a.health.Reading(seen, now)
-}
-
-// takeResults takes in what jobs came to: what is true of their GPUs now, and what
-// follows from failures.
-func (a *Agent) takeResults(now time.Time) {
-	results := a.executor.ended(now)
-	for i := range results {
-		r := &results[i]
-		if a.inv.ByUUID(r.GPU) == nil {
-			continue
-		}
-		if r.read != nil {
-			a.stale.Store(true)
-		} else {
-			a.setMIG(r.GPU, r.mig)
-		}
-		a.executor.learn(r, a.inv.ByUUID(r.GPU), a.wantedGen, now)
-	}
+	r.health.Reading(seen, now)
+	return true
 }
 
 // setMIG takes in the MIG side of one GPU, as it is now.
-func (a *Agent) setMIG(u gpu.UUID, m gpu.MIG) {
-	inv := *a.inv
+func (r *reader) setMIG(u gpu.UUID, m gpu.MIG) {
+	inv := *r.inv
 	inv.GPUs = slices.Clone(inv.GPUs)
 	inv.ByUUID(u).MIG = m
-	a.inv = &inv
-	a.instances.Store(a.inv)
-	a.setCards()
-	if slices.ContainsFunc(a.health.Verdicts(), func(v health.Verdict) bool { return v.GPU == u && v.GI >= 0 }) {
-		a.stale.Store(true) // re-read, so that health drops what it says of a removed instance
+	r.inv = &inv
+	r.faults.instances.Store(r.inv)
+	r.setCards()
+	if slices.ContainsFunc(r.health.Verdicts(), func(v health.Verdict) bool { return v.GPU == u && v.GI >= 0 }) {
+		r.stale.Store(true) // re-read, so that health drops what it says of a removed instance
 	}
 }
 
 // setTopology draws up how the GPUs of the inventory are joined.
-func (a *Agent) setTopology() {
-	a.topology = topology.New(a.inv)
-	m := a.topology.Matrix()
-	a.matrix = &m
-	a.linked = slices.ContainsFunc(a.inv.GPUs, func(d gpu.Device) bool { return d.Lanes > 0 || len(d.Links) > 0 })
-}
-
-// keepMIG keeps what is known of GPUs on which something is being done, or was when
-// the reading began: it saw them in the middle of that.
-func (a *Agent) keepMIG(inv *gpu.Inventory, began time.Time) {
-	if a.inv == nil {
-		return
-	}
-	for i := range inv.GPUs {
-		d := &inv.GPUs[i]
-		if old := a.inv.ByUUID(d.UUID); old != nil && a.executor.unsettled(d.UUID, began) {
-			d.MIG = old.MIG
-		}
-	}
+func (r *reader) setTopology() {
+	r.topology = topology.New(r.inv)
+	m := r.topology.Matrix()
+	r.matrix = &m
+	r.linked = slices.ContainsFunc(r.inv.GPUs, func(d gpu.Device) bool { return d.Lanes > 0 || len(d.Links) > 0 })
 }
 
 // sameGPUs reports whether two readings have the same GPUs, each as well
@@ -257,10 +289,10 @@ func sameGPUs(a, b *gpu.Inventory) bool {
 // from one that fell off the bus. As long as one is missing, the others keep the
 // indices that they had, by which partitions may name them: the driver has
 // numbered those that are left anew.
-func (a *Agent) withMissing(inv gpu.Inventory) *gpu.Inventory {
+func (r *reader) withMissing(inv gpu.Inventory) *gpu.Inventory {
 	const gone = "the driver does not list this GPU any more"
-	if a.inv != nil {
-		for _, d := range a.inv.GPUs {
+	if r.inv != nil {
+		for _, d := range r.inv.GPUs {
 			if inv.ByUUID(d.UUID) != nil {
 				continue
 			}
@@ -275,8 +307,8 @@ func (a *Agent) withMissing(inv gpu.Inventory) *gpu.Inventory {
 	}
 	// Never seen working, so never offered: nothing can be said of it.
 	inv.GPUs = slices.DeleteFunc(inv.GPUs, func(d gpu.Device) bool { return d.UUID == "" })
-	if a.inv != nil && slices.ContainsFunc(inv.GPUs, func(d gpu.Device) bool { return d.Gone }) {
-		keepIndices(a.inv, &inv)
+	if r.inv != nil && slices.ContainsFunc(inv.GPUs, func(d gpu.Device) bool { return d.Gone }) {
+		keepIndices(r.inv, &inv)
 	}
 	return &inv
 }
@@ -325,116 +357,6 @@ func keepIndices(old, inv *gpu.Inventory) {
 	slices.SortStableFunc(inv.GPUs, func(a, b gpu.Device) int { return a.Index - b.Index })
 }
 
-// onEvent is called by the driver for each event, beside the loop. What it means
-// for the kubelet's lists is in them before the loop wakes.
-func (a *Agent) onEvent(e gpu.Event) {
-	a.observer.GPUEvent(e)
-	changed := a.health.Event(e, time.Now())
-	if changed {
-		a.applyFaults()
-	}
-	a.logEvent(e, changed)
-	if changed || e.Kind != gpu.EventXid {
-		a.stale.Store(true)
-		a.wake()
-	}
-}
-
-// logEvent logs what the driver reported. A program on a GPU can have it report the
-// same a thousand times a second, so it is rationed for each GPU; the metric counts
-// all. What changes the verdict on a GPU is always logged, since that cannot be
-// repeated.
-func (a *Agent) logEvent(e gpu.Event, changed bool) {
-	if changed {
-		a.log.Warn("GPU event", "kind", string(e.Kind), "gpu", string(e.GPU), "xid", e.Xid, "condemns", true)
-		return
-	}
-	level := slog.LevelWarn
-	if a.health.Ignores(e) {
-		level = slog.LevelDebug
-	}
-	a.ration.Log(level, "GPU event", []any{"kind", string(e.Kind), "gpu", string(e.GPU)}, "xid", e.Xid, "condemns", false)
-}
-
-// applyFaults tells the desk which GPUs are unhealthy, and which MIG instances:
-// the hardware keeps those apart, so that what hits one is no reason to take the
-// others away.
-func (a *Agent) applyFaults() {
-	// Two verdicts must not overtake each other on their way.
-	a.faultsMu.Lock()
-	defer a.faultsMu.Unlock()
-	reasons := map[gpu.UUID][]string{}
-	ofSlots := map[mig.Place][]string{}
-	for _, v := range a.health.Verdicts() {
-		slots, known := a.slotsOf(v.Subject)
-		if !known {
-			reasons[v.GPU] = append(reasons[v.GPU], v.Reason)
-		}
-		for _, s := range slots {
-			at := mig.Place{GPU: v.GPU, Slot: s}
-			ofSlots[at] = append(ofSlots[at], v.Reason)
-		}
-	}
-	faults := map[gpu.UUID]string{}
-	for u, why := range reasons {
-		faults[u] = strings.Join(slices.Compact(why), "; ")
-	}
-	slots := map[mig.Place]string{}
-	for at, why := range ofSlots {
-		slots[at] = strings.Join(slices.Compact(why), "; ")
-	}
-	a.desk.SetFaults(faults, slots)
-}
-
-// slotsOf finds the MIG devices that a fault of an instance concerns: none where
-// that has gone since. It is false for a fault of the whole GPU, and where nobody
-// knows yet what stands on it.
-func (a *Agent) slotsOf(s health.Subject) (slots []mig.Slot, known bool) {
-	inv := a.instances.Load()
-	if s.GI < 0 || inv == nil {
-		return nil, false
-	}
-	d := inv.ByUUID(s.GPU)
-	if d == nil || !d.MIG.Enabled {
-		return nil, false
-	}
-	for i := range d.MIG.Instances {
-		in := &d.MIG.Instances[i]
-		if slot, err := mig.SlotOf(in); err == nil && in.GI == s.GI && (s.CI < 0 || in.CI == s.CI) {
-			slots = append(slots, slot)
-		}
-	}
-	return slots, true
-}
-
-// followDriver passes the driver's events on. Where the driver cannot tell of
-// events, the slow tick must do.
-func (a *Agent) followDriver(ctx context.Context) error {
-	pause := backOff(readPauseMax)
-	for {
-		err := a.driver.Events(ctx, a.onEvent)
-		if ctx.Err() != nil {
-			return ctx.Err()
-		}
-		if errors.Is(err, gpu.ErrNotSupported) {
-			a.log.Warn("the driver tells of no events; faults are seen at the next reading", "err", err, "every", blindEvery.String())
-			a.blind.Store(true)
-			a.wake()
-			<-ctx.Done()
-			return ctx.Err()
-		}
-		again := pause.Step()
-		if err != nil && !errors.Is(err, gpu.ErrNoDriver) { // the next reading says that
-			a.log.Warn("lost the driver's events", "err", err, "again_in", again.String())
-		}
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-time.After(again):
-		}
-	}
-}
-
 // Labels and values by which NVIDIA's GPU operator says that a node's driver is
 // about to be unloaded: its upgrade controller in the first, its driver manager,
 // which pauses whatever has the driver open, in labels with the second prefix.
@@ -462,54 +384,109 @@ func letGoReason(n *kube.Node, domain string) string {
 	return ""
 }
 
-// mindDriver lets the driver go while the node says so. To take it back needs a
-// new process: the old driver's library cannot be unloaded. The error wraps
-// gpu.ErrReloaded then. Work that is under way comes to its end before, and none is
-// begun: a GPU must not be left in the middle of a change.
-func (a *Agent) mindDriver(in *input) error {
-	was := a.letting
-	a.letting = a.letGo == "" && in.letGo != "" && len(a.executor.jobs) > 0
+// mind lets the driver go while the node says so: why is the reason, empty where it may
+// be used. To take it back needs a new process: the old driver's library cannot be
+// unloaded. The error wraps gpu.ErrReloaded then. Work that is under way comes to its
+// end before, and none is begun: a GPU must not be left in the middle of a change.
+func (r *reader) mind(why string, working bool) error {
+	was := r.letting
+	r.letting = ""
 	switch {
-	case a.letting:
-		if !was {
-			a.log.Info("let the driver go after the work that is under way", "because", in.letGo)
+	case r.letGo == "" && why != "" && working:
+		if r.letting = why; was == "" {
+			r.log.Info("let the driver go after the work that is under way", "because", why)
 		}
-	case a.letGo == "" && in.letGo != "":
-		if err := a.driver.LetGo(); err != nil {
-			a.letting = true // nothing is begun meanwhile
+	case r.letGo == "" && why != "":
+		if err := r.driver.LetGo(); err != nil {
+			r.letting = why // nothing is begun meanwhile
 			return fmt.Errorf("let the driver go: %w", err)
 		}
-		a.log.Info("let the driver go", "because", in.letGo)
-		a.letGo = in.letGo
-		a.readErr = fmt.Errorf("the driver was let go, since %s: %w", in.letGo, gpu.ErrNoDriver)
-		a.health.Reading(health.Reading{Err: a.readErr}, time.Now())
-		a.applyFaults()
-	case a.letGo != "" && in.letGo == "":
+		r.log.Info("let the driver go", "because", why)
+		r.letGo = why
+		r.readErr = fmt.Errorf("the driver was let go, since %s: %w", why, gpu.ErrNoDriver)
+		r.health.Reading(health.Reading{Err: r.readErr}, time.Now())
+		r.faults.apply()
+	case r.letGo != "" && why == "":
 		return fmt.Errorf("the driver may be used again: %w", gpu.ErrReloaded)
 	}
 	return nil
 }
 
+// usable says whether there is any point in asking the driver for more.
+func (r *reader) usable() bool { return r.inv != nil && r.letGo == "" && r.hangs() == "" }
+
+// hangs says since when the driver has not answered, empty while it does. The
+// words stay the same for as long as it does not.
+func (r *reader) hangs() string {
+	what, since := r.health.Waiting()
+	if what == "" {
+		return ""
+	}
+	return "the driver has not answered since " + since.UTC().Format(time.RFC3339)
+}
+
+// absent says why the driver is not to be had now, empty where it is.
+func (r *reader) absent() string {
+	switch {
+	case r.letGo != "":
+		return "the driver was let go, since " + r.letGo
+	case r.letting != "":
+		return "the driver is to be let go, since " + r.letting
+	case r.hangs() != "":
+		return r.hangs()
+	case r.readErr != nil:
+		return r.readErr.Error()
+	}
+	return ""
+}
+
+// parts are what containers need of the driver and of each GPU, and the libraries
+// that hold them to their memory there.
+type parts struct {
+	cdi.Parts
+	kit lib.Kit
+}
+
+// partsDue reports whether what containers need of the driver is to be learnt anew.
+func (r *reader) partsDue() bool { return r.partsOf != r.epoch }
+
+// learnParts asks the driver what containers need of it. On failure what was
+// learnt before stays, and the next round asks again.
+func (r *reader) learnParts(ctx context.Context, caps Caps) error {
+	ctx, cancel := context.WithTimeout(ctx, driverPatience)
+	defer cancel()
+	of, err := r.driver.Parts(ctx)
+	if r.partsErr = err; err != nil {
+		return fmt.Errorf("learn which driver files containers need: %w", err)
+	}
+	kit, err := caps.Fit(of)
+	r.parts, r.partsOf = &parts{of, kit}, r.epoch
+	if err != nil {
+		r.log.Warn("programs in containers will find functions that this driver does not have; they fail where they are called", "err", err)
+	}
+	return nil
+}
+
 // setCards keeps what can stand on each GPU in step with what its driver says.
-func (a *Agent) setCards() {
+func (r *reader) setCards() {
 	cards := map[gpu.UUID]*mig.Card{}
-	for i := range a.inv.GPUs {
-		d := &a.inv.GPUs[i]
+	for i := range r.inv.GPUs {
+		d := &r.inv.GPUs[i]
 		if !d.MIG.Capable {
 			continue
 		}
-		if old, ok := a.cards[d.UUID]; ok && sameProfiles(a.profiles[d.UUID], d.MIG.Profiles) {
+		if old, ok := r.cards[d.UUID]; ok && sameProfiles(r.profiles[d.UUID], d.MIG.Profiles) {
 			cards[d.UUID] = old
 			continue
 		}
 		c, err := mig.NewCard(&d.MIG)
 		if err != nil { // the profiles that are understood may be had
-			a.log.Warn("the driver has MIG profiles that this version does not understand", "gpu", d.UUID, "err", err)
+			r.log.Warn("the driver has MIG profiles that this version does not understand", "gpu", d.UUID, "err", err)
 		}
 		cards[d.UUID] = c
-		a.profiles[d.UUID] = d.MIG.Profiles
+		r.profiles[d.UUID] = d.MIG.Profiles
 	}
-	a.cards = cards
+	r.cards = cards
 }
 
 func sameProfiles(a, b []gpu.Profile) bool {

@@ -25,11 +25,7 @@ func (a *Agent) remember() {
 	doc, now := a.store.Document(), time.Now()
 	same := doc.Boot == a.opts.Boot && doc.Boot != ""
 	if same && len(doc.GPUs) > 0 {
-		a.inv = &gpu.Inventory{GPUs: doc.GPUs}
-		a.setTopology()
-		for i := range a.inv.GPUs {
-			a.health.Know(a.inv.GPUs[i].UUID)
-		}
+		a.reader.restore(doc.GPUs)
 	}
 	var faults []health.Record
 	if len(doc.Faults) > 0 {
@@ -38,10 +34,10 @@ func (a *Agent) remember() {
 		}
 	}
 	a.health.Restore(faults, same)
-	a.applyFaults()
+	a.reader.faults.apply()
 	if same {
 		for u, s := range doc.TimeSlices {
-			a.slices[u] = slice{is: s, unsure: true}
+			a.slices[u] = slice{is: s}
 		}
 		// What a process left that knew no bound, or a broken disk, is not restored
 		// beyond it: this one would die of it before it has read a corrected partition
@@ -101,8 +97,8 @@ func (a *Agent) remember() {
 // changed.
 func (a *Agent) save() error {
 	doc := state.Document{Boot: a.opts.Boot, TimeSlices: map[gpu.UUID]gpu.TimeSlice{}}
-	for i := range a.inv.GPUs {
-		d := a.inv.GPUs[i]
+	for i := range a.reader.inv.GPUs {
+		d := a.reader.inv.GPUs[i]
 		d.Fault, d.Links, d.MIG = "", nil, gpu.MIG{}
 		doc.GPUs = append(doc.GPUs, d)
 	}

@@ -70,14 +70,14 @@ func add(to map[gpu.UUID]string, gpus []gpu.UUID, why string) {
 func (a *Agent) lookAround(ctx context.Context, in *input) {
 	now, o := time.Now(), &a.others
 	unknown := func(d gpu.Device) bool { return !o.known[d.UUID] } // it may be others' already
-	if o.gpus != nil && in.migManager == o.migManager && !slices.ContainsFunc(a.inv.GPUs, unknown) && now.Before(o.due) &&
+	if o.gpus != nil && in.migManager == o.migManager && !slices.ContainsFunc(a.reader.inv.GPUs, unknown) && now.Before(o.due) &&
 		!(a.askOthers.Load() && now.Sub(o.at) >= othersSoon-time.Second) {
 		return
 	}
 	a.askOthers.Store(false)
 	o.migManager, o.known = in.migManager, map[gpu.UUID]bool{}
-	for i := range a.inv.GPUs {
-		o.known[a.inv.GPUs[i].UUID] = true
+	for i := range a.reader.inv.GPUs {
+		o.known[a.reader.inv.GPUs[i].UUID] = true
 	}
 	cctx, cancel := context.WithTimeout(ctx, kubeletPatience)
 	defer cancel()
@@ -99,7 +99,7 @@ func (a *Agent) lookAround(ctx context.Context, in *input) {
 	listing, err := a.kubelet.List(cctx)
 	for _, h := range listing.Holdings {
 		if _, ours := a.kind(h.Resource); !ours {
-			add(s.sure, gpusOf(a.inv, h.IDs...), heldAs(h.Namespace+"/"+h.Pod, h.Resource))
+			add(s.sure, gpusOf(a.reader.inv, h.IDs...), heldAs(h.Namespace+"/"+h.Pod, h.Resource))
 		}
 	}
 	trusted := err == nil && a.trusted(&listing)
@@ -107,13 +107,13 @@ func (a *Agent) lookAround(ctx context.Context, in *input) {
 	a.prepared(ctx, now, listing.Prepared, trusted, s)
 	for _, resource := range sortedKeys(allocatable) {
 		if _, ours := a.kind(resource); !ours {
-			add(s.sure, gpusOf(a.inv, allocatable[resource]...),
+			add(s.sure, gpusOf(a.reader.inv, allocatable[resource]...),
 				fmt.Sprintf("the kubelet lists it as %s of another device plugin; end that one, or give the GPU mode off", resource))
 		}
 	}
 	if in.migManager != "" && in.migManager != migManagerIdle {
-		for i := range a.inv.GPUs {
-			if d := &a.inv.GPUs[i]; d.MIG.Capable {
+		for i := range a.reader.inv.GPUs {
+			if d := &a.reader.inv.GPUs[i]; d.MIG.Capable {
 				add(s.sure, []gpu.UUID{d.UUID}, fmt.Sprintf("NVIDIA's MIG manager cuts it (the node's label %s is %s); remove that label, or give the GPU mode off",
 					migManagerLabel, in.migManager))
 			}
@@ -171,7 +171,7 @@ func (a *Agent) inCheckpoint(ctx context.Context, now time.Time, listing *node.L
 	var pods map[string]node.PodName
 	asked, preparing := false, false
 	for _, e := range cp.Entries {
-		gpus := gpusOf(a.inv, e.IDs...)
+		gpus := gpusOf(a.reader.inv, e.IDs...)
 		if _, ours := a.kind(e.Resource); ours || len(gpus) == 0 {
 			continue
 		}

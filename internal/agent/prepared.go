@@ -74,8 +74,8 @@ func (a *Agent) prepared(ctx context.Context, now time.Time, listed []node.Prepa
 	for _, p := range listed {
 		switch u, why := d.known[p], d.unknown[p]; {
 		case why != "":
-			for i := range a.inv.GPUs {
-				add(s.doubt, []gpu.UUID{a.inv.GPUs[i].UUID}, fmt.Sprintf("%s, and that may be this GPU: %s; end that pod, or give the GPU mode off", describePrepared(p), why))
+			for i := range a.reader.inv.GPUs {
+				add(s.doubt, []gpu.UUID{a.reader.inv.GPUs[i].UUID}, fmt.Sprintf("%s, and that may be this GPU: %s; end that pod, or give the GPU mode off", describePrepared(p), why))
 			}
 			s.again(d.due)
 		case u != "":
@@ -114,7 +114,7 @@ func (a *Agent) askDrivers(ctx context.Context, now time.Time) {
 	for _, p := range ask {
 		if err != nil {
 			d.unknown[p] = fmt.Sprintf("the ResourceSlices of this node, which would tell, cannot be read (the agent needs leave to list resourceslices of resource.k8s.io): %v", err)
-		} else if u, why := whichGPU(a.inv, p, offered); why != "" {
+		} else if u, why := whichGPU(a.reader.inv, p, offered); why != "" {
 			d.unknown[p] = why
 		} else {
 			d.known[p] = u

@@ -213,7 +213,7 @@ func (b *bench) device(resource, id string) *desk.Device {
 // minute, and nothing else with it.
 func TestEndedClaimLingersAlone(t *testing.T) {
 	a := New(Options{ResourceDomain: "example.com", Log: slog.New(slog.DiscardHandler)}, Worlds{})
-	a.inv = machine(1)
+	a.reader.inv = machine(1)
 	a.layouts[uuid(0)] = plan.Layout{Known: true, Offers: true, Kind: ledger.Units, N: 4, Unit: 1024}
 	ids := []string{timeslice.ID(uuid(0), 2), timeslice.ID(uuid(0), 29_999)}
 	a.linger(&desk.Claim{Resource: a.names.Units, IDs: ids, Grants: grantsOf(a.names.Units, ids...)})

@@ -17,8 +17,8 @@ import (
 type slice struct {
 	is   gpu.TimeSlice
 	note string
-	// unsure says that the driver may have forgotten it.
-	unsure bool
+	// epoch is the reader's, then: the driver of another one may have forgotten it.
+	epoch uint64
 }
 
 // setTimeSlices makes the driver's time slices what the partition says. A GPU
@@ -27,7 +27,7 @@ func (a *Agent) setTimeSlices(ctx context.Context) (note string, err error) {
 	var notes []string
 	var errs []error
 	for _, w := range a.wanted {
-		d := a.inv.ByUUID(w.GPU)
+		d := a.reader.inv.ByUUID(w.GPU)
 		if d == nil || d.Fault != "" {
 			continue
 		}
@@ -43,11 +43,11 @@ func (a *Agent) setTimeSlices(ctx context.Context) (note string, err error) {
 			}
 			want = gpu.TimeSliceDefault // what we set is ours to put back
 		}
-		if !asked || have.is != want || have.unsure {
+		if !asked || have.is != want || have.epoch != a.reader.epoch {
 			cctx, cancel := context.WithTimeout(ctx, driverPatience)
 			err := a.driver.SetTimeSlice(cctx, w.GPU, want)
 			cancel()
-			have = slice{is: want}
+			have = slice{is: want, epoch: a.reader.epoch}
 			if errors.Is(err, gpu.ErrNotSupported) {
 				have.note = fmt.Sprintf("timeSlice %s is not supported on %s: %v", want, d.Name(), err)
 			} else if errors.Is(err, gpu.ErrTimeout) {

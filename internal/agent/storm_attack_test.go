@@ -283,7 +283,7 @@ func (s *storm) offerTooMany() {
 	}
 	s.round(nil)
 	synctest.Wait()
-	if !s.agent.answered || s.mute != nil || s.hangs || len(s.agent.executor.jobs) > 0 {
+	if !s.agent.reader.answered || s.mute != nil || s.hangs || len(s.agent.executor.jobs) > 0 {
 		return
 	}
 	before, wanted := s.healthy(), s.agent.reporter.snapshot.Load().Generation

@@ -648,13 +648,13 @@ func (s *storm) step() {
 	case n >= 100 && n < 103: // GPUs that fail, leave and come back
 		u := uuid(s.rng.IntN(s.gpus))
 		s.locked(func() { s.trouble[u] = []string{"", "", "GPU is lost", "gone"}[s.rng.IntN(4)]; s.done["troubles"]++ })
-		s.agent.onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
+		s.agent.reader.faults.onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
 	case n == 103:
 		s.locked(func() {
 			s.mute = []error{nil, fmt.Errorf("init: %w", gpu.ErrNoDriver)}[s.rng.IntN(2)]
 			s.hangs = s.mute == nil && !s.hangs
 		})
-		s.agent.onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
+		s.agent.reader.faults.onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
 	case n == 104:
 		s.locked(func() { u := uuid(s.rng.IntN(s.gpus)); s.foreign[u] = !s.foreign[u] && s.rng.IntN(2) == 0 })
 	case n == 105:
@@ -757,7 +757,7 @@ func (s *storm) step() {
 		s.restartAgent()
 	case n < 93:
 		u := uuid(s.rng.IntN(s.gpus))
-		s.agent.onEvent(gpu.Event{Kind: gpu.EventXid, GPU: u, Xid: []uint64{13, 48, 94, 79}[s.rng.IntN(4)], GI: -1, CI: -1})
+		s.agent.reader.faults.onEvent(gpu.Event{Kind: gpu.EventXid, GPU: u, Xid: []uint64{13, 48, 94, 79}[s.rng.IntN(4)], GI: -1, CI: -1})
 		s.locked(func() { s.done["faults"]++ })
 	case n < 95:
 		s.locked(func() { s.down = !s.down })
@@ -793,7 +793,7 @@ func (s *storm) heal() {
 		clear(s.trouble)
 		clear(s.foreign)
 	})
-	s.agent.onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
+	s.agent.reader.faults.onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
 }
 
 // restartAgent ends the agent and starts another, which hears of the partition at
@@ -853,11 +853,11 @@ func (s *storm) check(when string) {
 			}
 		}
 		for resource, ids := range c.ids {
-			sick := s.agent.inv == nil || slices.ContainsFunc(ids, func(id string) bool { return s.agent.faulty(gpu.UUID(strings.Split(id, "::")[0])) }) || s.down
+			sick := s.agent.reader.inv == nil || slices.ContainsFunc(ids, func(id string) bool { return s.agent.faulty(gpu.UUID(strings.Split(id, "::")[0])) }) || s.down
 			// A file that went with its GPU's failure is made again by who has read the
 			// driver.
 			key := cdi.Key(resource, ids)
-			went := s.attack.went[key] && !s.agent.answered
+			went := s.attack.went[key] && !s.agent.reader.answered
 			s.attack.went[key] = s.specs[key] == nil && (sick || went)
 			if s.specs[key] == nil && c.pod.active && !sick && !went {
 				s.t.Errorf("%s: %s runs and the file of its claim on %v is gone", when, c.ID, ids)

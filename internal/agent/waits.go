@@ -20,7 +20,7 @@ func (a *Agent) correct(changes *plan.Changes, unsaved error) {
 			continue
 		}
 		why := "the work is due" // in a moment, since something has come between
-		switch absent := a.driverAbsent(); {
+		switch absent := a.reader.absent(); {
 		case absent != "":
 			why = absent
 		case !a.seen.heard && w.Takes():
@@ -35,21 +35,6 @@ func (a *Agent) correct(changes *plan.Changes, unsaved error) {
 	}
 }
 
-// driverAbsent says why the driver is not to be had now, empty where it is.
-func (a *Agent) driverAbsent() string {
-	switch {
-	case a.letGo != "":
-		return "the driver was let go, since " + a.letGo
-	case a.letting:
-		return "the driver is to be let go, since " + a.heardSoFar().letGo
-	case a.hangs() != "":
-		return a.hangs()
-	case a.readErr != nil:
-		return a.readErr.Error()
-	}
-	return ""
-}
-
 // shutBecause says why a claim's container may not be made yet, empty where nothing
 // stands against it, or where the plan has to say what does.
 func (a *Agent) shutBecause(c *desk.Claim) string {
@@ -58,16 +43,16 @@ func (a *Agent) shutBecause(c *desk.Claim) string {
 		return ""
 	case slices.ContainsFunc(c.GPUs(), a.faulty):
 		u := c.GPUs()[slices.IndexFunc(c.GPUs(), a.faulty)]
-		if d := a.inv.ByUUID(u); d != nil {
+		if d := a.reader.inv.ByUUID(u); d != nil {
 			return d.Name() + ": " + d.Fault
 		}
 		return "this node has no GPU " + string(u)
 	case c.Kind() == ledger.Placement && slices.ContainsFunc(c.GPUs(), a.unread):
-		return sentences("this process has not read the driver yet", a.driverAbsent())
-	case a.parts == nil && a.partsErr != nil:
-		return a.partsErr.Error()
-	case a.parts == nil:
-		return sentences("it is not known yet which driver files containers need", a.driverAbsent())
+		return sentences("this process has not read the driver yet", a.reader.absent())
+	case a.reader.parts == nil && a.reader.partsErr != nil:
+		return a.reader.partsErr.Error()
+	case a.reader.parts == nil:
+		return sentences("it is not known yet which driver files containers need", a.reader.absent())
 	case c.Checked.IsZero() && a.seen.err != nil:
 		return "nobody has said whether its devices are free: " + a.seen.err.Error()
 	}

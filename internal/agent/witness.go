@@ -325,7 +325,7 @@ func (a *Agent) linger(c *desk.Claim) {
 		return
 	}
 	if c.Kind() == ledger.Placement {
-		a.stale.Store(true)
+		a.reader.stale.Store(true)
 	}
 	for i := range c.Grants {
 		g := &c.Grants[i]

@@ -189,6 +189,15 @@ func newExecutor(o *Options, w *Worlds, claims waiters, wake func()) *executor {
 	return e
 }
 
+// seen takes in a reading: an instance that does not stand any more is nobody's.
+func (e *executor) seen(inv *gpu.Inventory) {
+	for i := range inv.GPUs {
+		if d := &inv.GPUs[i]; d.Fault == "" && d.MIG.Capable && e.jobs[d.UUID] == nil {
+			e.disown(d)
+		}
+	}
+}
+
 // unsettled reports whether something is being done to a GPU, or was after began: who
 // read it then may have seen it in the middle of that.
 func (e *executor) unsettled(u gpu.UUID, began time.Time) bool {
