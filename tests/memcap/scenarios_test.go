@@ -64,8 +64,16 @@ type outcome struct {
 // modesOfCUDA are the behaviours of drivers under which everything has to hold.
 var modesOfCUDA = []string{"", "strict"}
 
+// graphsOfCUDA are those of graphs' memory.
+var graphsOfCUDA = []string{"", "strict", "graphs=ordered", "used=pending"}
+
 // scenarios is the table. Rows stand by theme, in the order of the probe's.
 var scenarios = slices.Concat(poolScenarios, []scenario{
+	// scenario_graphs.c
+	{name: "graph-that-has-its-own-again", cuda: graphsOfCUDA},
+	{name: "graphs-on-two-streams", cuda: graphsOfCUDA},
+	// What a launch takes is found out by having the driver take it.
+	{name: "graph-refused-again-and-again", cuda: graphsOfCUDA, undo: 128 * MiB, check: answered},
 	// scenario_refusals.c
 	{name: "refused-again-and-again", generous: "it counts tries", check: answered},
 	{name: "refused-beside-one-that-fits", check: answered},

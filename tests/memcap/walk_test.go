@@ -133,6 +133,9 @@ func (k *tool) walked(seed uint64, judge string) fields {
 	k.t.Helper()
 	f := k.ask("walking", "walk %d %d %d %s", seed, pick(6_000, 100_000), uint64(walkLimit), judge)
 	for f[""] == "walking" {
+		if f["early"] != "" {
+			k.t.Log(f["early"])
+		}
 		k.said = nil
 		var err error
 		if f, err = k.line(); err != nil {

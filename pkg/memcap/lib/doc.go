@@ -126,7 +126,9 @@
 // is undone, and the usage page says by how much ([Counters].Undone): the one case in
 // which a container has more than its limit, for a moment. Of all processes that share
 // the page one makes such an attempt at a time (c/attempt.h), so that is one request. The last part of a limit that is
-// smaller than a pool's piece is not to be had from a pool. Arrays by their descriptions, those below 2 MiB with a block each: nobody
+// smaller than a pool's piece is not to be had from a pool. A graph that is launched near
+// the cap waits, for a bounded time, until others that run leave it room; where the sum of
+// its nodes is not to be had it is uploaded first, as such an attempt (c/graph.c). Arrays by their descriptions, those below 2 MiB with a block each: nobody
 // sees in which they lie, and one keeps a block of which all else is gone. That is
 // too much until the next reading, and what is freed of it is room only after one:
 // a program that makes and ends them all the time waits for a reading whenever it

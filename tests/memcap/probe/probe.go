@@ -27,7 +27,7 @@ var Sources fs.FS = sources
 var (
 	// Flags are those of every build.
 	Flags   = []string{"-std=gnu17", "-O2", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror"}
-	objects = []string{"main.c", "doors.c", "calls.c", "team.c", "views.c", "scenarios.c", "scenario_pools.c", "scenario_refusals.c", "scenario_exports.c", "scenario_limits.c", "walk.c", "walk_things.c", "walk_order.c"}
+	objects = []string{"main.c", "doors.c", "calls.c", "team.c", "views.c", "scenarios.c", "scenario_pools.c", "scenario_graphs.c", "scenario_refusals.c", "scenario_exports.c", "scenario_limits.c", "walk.c", "walk_things.c", "walk_order.c"}
 )
 
 // Cached builds the programs into the project's cache, unless they are there,

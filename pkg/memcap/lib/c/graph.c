@@ -6,19 +6,27 @@
  * summed when a graph is instantiated; before a launch we reserve that, or near
  * the cap what the device's graph memory lacks for it, and settle afterwards.
  *
+ * That sum is the most that a launch can take. It takes less where one node has what
+ * another has freed, and nobody tells how much. So where the sum is not to be had the
+ * graph is uploaded first, which takes what it needs and runs nothing: what is over is
+ * given back again, and the launch was out of memory (try_upload). A driver without
+ * room for two graphs side by side runs one after the other; here it has that room, only
+ * the cap has not, and so the launch waits for those that run (await_runs).
+ *
  * A launch of a process in which no graph allocates costs one load. */
 
 #include "pool.h"
 #include "property.h"
 
 /* An executable graph that allocates has an entry for each device it does so
- * on: bytes is what its nodes ask for together, owner is 1 plus what a launch
- * was seen to take, which is less where one node uses what another has freed. */
+ * on: bytes is what its nodes ask for together, owner what it takes at least, and one
+ * more (TRIED) if that was found out by an upload. */
+enum { TRIED = 1 };
 static uint64_t exec_key(CUexec e, CUdevice device) { return (uintptr_t)e * MAX_DEVICES + (uint64_t)device; }
 
 struct needs {
-    uint64_t bytes[MAX_DEVICES];
-    bool any;
+    uint64_t bytes[MAX_DEVICES], largest[MAX_DEVICES]; /* of all nodes, and of one */
+    bool any, frees;
 };
 
 static void sum_nodes(struct needs *n, CUgraph graph, int depth)
@@ -40,12 +48,16 @@ static void sum_nodes(struct needs *n, CUgraph graph, int depth)
             continue;
         if (type == CU_GRAPH_NODE_TYPE_GRAPH && CALL(cuGraphChildGraphNodeGetGraph, nodes[i], &child) == CUDA_SUCCESS)
             sum_nodes(n, child, depth + 1);
+        n->frees |= type == CU_GRAPH_NODE_TYPE_MEM_FREE;
         if (type != CU_GRAPH_NODE_TYPE_MEM_ALLOC || CALL(cuGraphMemAllocNodeGetParams, nodes[i], &a) != CUDA_SUCCESS)
             continue;
         CUdevice device;
         enum means means = property_means(a.pool.type, &a.pool.location, &device);
         if ((means == MEANS_COUNTED || means == MEANS_MANAGED) && device >= 0 && device < MAX_DEVICES && a.bytes < MOST) {
-            n->bytes[device] += round_up(a.bytes, UNIT);
+            uint64_t bytes = round_up(a.bytes, UNIT);
+            n->bytes[device] += bytes;
+            if (bytes > n->largest[device])
+                n->largest[device] = bytes;
             n->any = true;
         }
     }
@@ -77,13 +89,14 @@ static uint64_t settle_graphs(struct account *a, struct graph_pool *g, CUdevice 
  * all that its nodes ask for. A tight one has reserved less, since the graphs' memory
  * has room for the rest; then whoever ends beside it may have taken that room, and
  * leaves it what it had reserved itself. There is one tight run for a device at a
- * time. */
+ * time, and the memory is not trimmed beside it. */
 struct run {
-    uint64_t devices, tight, looked; /* bits; looked: used is what was used before */
-    uint64_t held[MAX_DEVICES], used[MAX_DEVICES];
+    CUexec exec;
+    CUstream stream;
+    CUresult (*upload)(CUexec, CUstream);
+    uint64_t devices, tight; /* bits */
+    uint64_t held[MAX_DEVICES];
 };
-
-static void run_end(struct process *p, struct run *r, CUexec e, bool ran);
 
 /* No launch waits that long for another; if one does, that has not come back. */
 enum { TIGHT_US = 10 * 1000 * 1000 };
@@ -109,38 +122,145 @@ static void leave_tight(struct account *a, struct graph_pool *g)
     spin_unlock(&g->lock);
 }
 
-/* run_tight begins a tight run. It reserves what the graphs' memory lacks, without the
- * right of being the one tight run where that may take time. seen is 1 plus what a
- * launch of it was seen to take, or 0. */
-static bool run_tight(struct account *a, struct graph_pool *g, CUdevice d, struct run *r, uint64_t want, uint64_t seen)
+static void learn(struct entry *e, void *arg)
 {
-    for (int tries = 0; tries < 4; tries++) {
-        uint64_t reserved = 0;
-        if (!take_tight(g))
-            break;
-        spin_lock(&g->lock);
-        r->used[d] = settle_graphs(a, g, d, 0, false);
-        reserved = g->r.charge;
-        uint64_t needs = r->used[d] + want > reserved ? round_up(r->used[d] + want - reserved, BLOCK) : 0;
-        uint64_t lacks = needs > r->held[d] ? needs - r->held[d] : 0;
-        bool fits = !lacks || account_reserve_quickly(a, lacks);
-        if (fits)
-            r->held[d] += lacks;
-        else
-            fits = seen && r->used[d] + seen - 1 <= reserved + r->held[d];
-        if (fits)
-            g->flying++;
-        spin_unlock(&g->lock);
-        if (fits) {
-            r->devices |= (uint64_t)1 << d;
-            r->tight |= (uint64_t)1 << d;
-            r->looked |= (uint64_t)1 << d;
+    if (e->how)
+        e->owner = *(const uint64_t *)arg;
+}
+
+/* empty has the driver give back what graphs do not use; the caller is the one tight run,
+ * or nobody is. */
+static CUresult empty(struct account *a, struct graph_pool *g, CUdevice device)
+{
+    uint64_t reserved, used;
+    spin_lock(&g->lock);
+    loosen(a, &g->r, figures(device, &reserved, &used) ? used : 0);
+    g->r.trims++;
+    spin_unlock(&g->lock);
+    CUresult r = CALL(cuDeviceGraphMemTrim, device);
+    spin_lock(&g->lock);
+    g->r.trims--;
+    settle_graphs(a, g, device, 0, false);
+    tighten(a, &g->r);
+    spin_unlock(&g->lock);
+    return r;
+}
+
+/* try_upload has the driver take what a graph needs, of which less than all that its nodes
+ * ask for is reserved. False: there is no room for it, and it was given back. least, what
+ * the graph takes at least, is then known: what others use at this moment it may have
+ * shared. Any error is for the launch to meet. */
+static bool try_upload(struct account *a, struct graph_pool *g, CUdevice d, struct run *r, uint64_t want, uint64_t used, uint64_t *least)
+{
+    uint64_t reserved, now;
+    if (!r->upload || !attempt_begin(a))
+        return false;
+    reserved_add(a, want); /* more than we have of bound: something is under way */
+    r->upload(r->exec, r->stream);
+    spin_lock(&g->lock);
+    uint64_t had = g->r.charge, rest = figures(d, &reserved, &now) ? settle(a, &g->r, reserved, r->held[d]) : 0;
+    r->held[d] = 0;
+    bool fits = !rest || account_reserve_quickly(a, rest);
+    if (rest && fits)
+        settle(a, &g->r, reserved, rest);
+    if (rest + g->r.charge > had && reserved > used && reserved - used > *least)
+        *least = reserved - used;
+    spin_unlock(&g->lock);
+    if (!fits) {
+        account_undone(a, rest);
+        empty(a, g, d);
+    }
+    reserved_sub(a, want);
+    attempt_end(a);
+    return fits;
+}
+
+/* await_runs waits until graphs use less of a device than they did, for as long as a
+ * launch may be kept for that. Where it did so in vain, and none was launched since, it
+ * does not wait again. */
+enum { RUNS_US = 200 * 1000, LONGEST_NAP_US = 5000 };
+
+static bool await_runs(struct graph_pool *g, CUdevice d, uint64_t used, uint64_t *until)
+{
+    uint64_t reserved, now, stands = count_read(&g->launched) + 1;
+    if (!used || (__atomic_load_n(&g->in_vain, __ATOMIC_RELAXED) == stands && __atomic_load_n(&g->in_vain_used, __ATOMIC_RELAXED) == used))
+        return false;
+    if (!*until)
+        *until = now_us() + RUNS_US;
+    for (uint64_t nap = 50; figures(d, &reserved, &now); nap = nap < LONGEST_NAP_US ? 2 * nap : nap) {
+        if (now < used)
             return true;
-        }
-        leave_tight(a, g);
-        if (!account_reserve_slowly(a, lacks))
+        if (now_us() > *until)
             break;
-        r->held[d] += lacks;
+        nap_us(nap);
+    }
+    __atomic_store_n(&g->in_vain_used, used, __ATOMIC_RELAXED);
+    __atomic_store_n(&g->in_vain, stands, __ATOMIC_RELAXED);
+    return false;
+}
+
+/* A tight run: want is what its nodes ask for, least what it takes at least; tried: to
+ * try is all that is left, or was done before. */
+struct tight {
+    uint64_t want, least, used, lacks;
+    bool tried;
+};
+
+/* begin_tight begins a tight run if there is room for it now. */
+static bool begin_tight(struct process *p, struct account *a, CUdevice d, struct run *r, struct tight *t)
+{
+    struct graph_pool *g = &p->graphs[d];
+    if (!take_tight(g))
+        return false;
+    spin_lock(&g->lock);
+    t->used = settle_graphs(a, g, d, 0, false);
+    uint64_t has = g->r.charge + r->held[d];
+    uint64_t all = t->used + t->want > has ? round_up(t->used + t->want - has, BLOCK) : 0;
+    uint64_t some = t->used + t->least > has ? round_up(t->used + t->least - has, BLOCK) : 0;
+    bool fits = !all || account_reserve_quickly(a, all), tries = !fits && t->tried && (!some || account_reserve_quickly(a, some));
+    r->held[d] += fits ? all : tries ? some : 0;
+    t->lacks = t->tried ? some : all;
+    g->flying++;
+    spin_unlock(&g->lock);
+    if (tries) {
+        fits = try_upload(a, g, d, r, t->want, t->used, &t->least);
+        uint64_t least = t->least | TRIED;
+        table_edit(&p->table, exec_key(r->exec, d), SPACE_EXEC, learn, &least);
+    }
+    if (fits) {
+        r->devices |= (uint64_t)1 << d;
+        r->tight |= (uint64_t)1 << d;
+        return true;
+    }
+    spin_lock(&g->lock);
+    g->flying--;
+    spin_unlock(&g->lock);
+    leave_tight(a, g);
+    return false;
+}
+
+/* run_tight begins a tight run. It waits for room, or others' runs, without the right
+ * of being the one tight run. */
+static bool run_tight(struct process *p, struct account *a, CUdevice d, struct run *r, uint64_t want, uint64_t least)
+{
+    struct tight t = {.want = want, .least = least & ~(uint64_t)TRIED, .tried = least & TRIED};
+    uint64_t until = 0;
+    bool relieved = false;
+    for (int tries = 0; tries < 100; tries++) {
+        if (begin_tight(p, a, d, r, &t))
+            return true;
+        if (!relieved) {
+            relieved = true;
+            relieve(a);
+        } else if (await_runs(&p->graphs[d], d, t.used, &until)) {
+            continue;
+        } else if (t.lacks && account_reserve_slowly(a, t.lacks)) {
+            r->held[d] += t.lacks;
+        } else if (t.tried) {
+            break;
+        } else {
+            t.tried = true; /* all that can be done was done */
+        }
     }
     if (r->held[d])
         account_cancel(a, r->held[d]);
@@ -148,43 +268,7 @@ static bool run_tight(struct account *a, struct graph_pool *g, CUdevice d, struc
     return false;
 }
 
-static bool run_begin(struct process *p, struct run *r, const struct needs *n, const uint64_t *seen)
-{
-    *r = (struct run){0};
-    for (CUdevice d = 0; d < MAX_DEVICES; d++) {
-        bool refuse;
-        uint64_t want = n->bytes[d], all = round_up(want, BLOCK);
-        if (!want)
-            continue;
-        struct account *a = account_of(p, d, &refuse);
-        if (!a && !refuse)
-            continue;
-        struct graph_pool *g = &p->graphs[d];
-        if (a && account_reserve_quickly(a, all)) {
-            spin_lock(&g->lock);
-            g->flying++;
-            r->held[d] = all;
-            r->devices |= (uint64_t)1 << d;
-            if (seen && !seen[d]) {
-                r->used[d] = settle_graphs(a, g, d, 0, true);
-                r->looked |= (uint64_t)1 << d;
-            }
-            spin_unlock(&g->lock);
-        } else if (!a || !run_tight(a, g, d, r, want, seen ? seen[d] : 0)) {
-            run_end(p, r, NULL, false);
-            return false;
-        }
-    }
-    return true;
-}
-
-static void learn(struct entry *e, void *arg)
-{
-    if (e->how)
-        e->owner = *(const uint64_t *)arg;
-}
-
-static void run_end(struct process *p, struct run *r, CUexec e, bool ran)
+static void run_end(struct process *p, struct run *r, bool ran)
 {
     for (CUdevice d = 0; d < MAX_DEVICES; d++) {
         if (!(r->devices >> d & 1))
@@ -206,70 +290,47 @@ static void run_end(struct process *p, struct run *r, CUexec e, bool ran)
             }
         }
         settle_graphs(a, g, d, held, true);
-        if (ran && r->looked >> d & 1) {
-            uint64_t took = 1 + (g->r.charge > r->used[d] ? g->r.charge - r->used[d] : 0);
-            table_edit(&p->table, exec_key(e, d), SPACE_EXEC, learn, &took);
-        }
         g->flying--;
         if (tight)
             __atomic_store_n(&g->tight, 0, __ATOMIC_SEQ_CST);
         spin_unlock(&g->lock);
+        if (ran)
+            count_add(&g->launched, 1);
     }
 }
 
-static void write_down(struct process *p, CUexec e, const struct needs *n)
+static bool run_begin(struct process *p, struct run *r, const struct needs *n, const uint64_t *least)
 {
-    for (CUdevice d = 0; n->any && d < MAX_DEVICES; d++) {
-        struct entry entry = {.key = exec_key(e, d), .bytes = n->bytes[d], .space = SPACE_EXEC, .how = HOW_NOTE, .device = d}, old;
-        if (n->bytes[d] && table_put(&p->table, &entry, &old))
-            __atomic_or_fetch(&p->graph_devices, (uint64_t)1 << d, __ATOMIC_ACQ_REL);
+    for (CUdevice d = 0; d < MAX_DEVICES; d++) {
+        bool refuse;
+        uint64_t want = n->bytes[d], all = round_up(want, BLOCK);
+        if (!want)
+            continue;
+        struct account *a = account_of(p, d, &refuse);
+        if (!a && !refuse)
+            continue;
+        struct graph_pool *g = &p->graphs[d];
+        if (a && account_reserve_quickly(a, all)) {
+            spin_lock(&g->lock);
+            g->flying++;
+            r->held[d] = all;
+            r->devices |= (uint64_t)1 << d;
+            spin_unlock(&g->lock);
+        } else if (!a || !run_tight(p, a, d, r, want, least[d])) {
+            run_end(p, r, false);
+            return false;
+        }
     }
-}
-
-#define INSTANTIATE(name, uploads, ...)                  \
-    struct process *p = ENTER();                         \
-    struct needs n = {.any = false};                     \
-    struct run run;                                      \
-    if (!p || !out)                                      \
-        return CALL(name, __VA_ARGS__);                  \
-    sum_nodes(&n, graph, 0);                             \
-    bool up = n.any && (uploads);                        \
-    if (up && !run_begin(p, &run, &n, NULL))             \
-        return CUDA_ERROR_OUT_OF_MEMORY;                 \
-    CUresult r = CALL(name, __VA_ARGS__);                \
-    if (r == CUDA_SUCCESS)                               \
-        write_down(p, *out, &n);                         \
-    if (up)                                              \
-        run_end(p, &run, *out, false);                   \
-    return r;
-
-EXPORT CUresult cuGraphInstantiate(CUexec *out, CUgraph graph, CUnode *bad, char *log, size_t room)
-{
-    INSTANTIATE(cuGraphInstantiate, false, out, graph, bad, log, room)
-}
-EXPORT CUresult cuGraphInstantiate_v2(CUexec *out, CUgraph graph, CUnode *bad, char *log, size_t room)
-{
-    INSTANTIATE(cuGraphInstantiate_v2, false, out, graph, bad, log, room)
-}
-EXPORT CUresult cuGraphInstantiateWithFlags(CUexec *out, CUgraph graph, unsigned long long flags)
-{
-    INSTANTIATE(cuGraphInstantiateWithFlags, flags & CU_GRAPH_INSTANTIATE_FLAG_UPLOAD, out, graph, flags)
-}
-EXPORT CUresult cuGraphInstantiateWithParams(CUexec *out, CUgraph graph, CUinstantiate *params)
-{
-    INSTANTIATE(cuGraphInstantiateWithParams, params && (params->flags & CU_GRAPH_INSTANTIATE_FLAG_UPLOAD), out, graph, params)
-}
-EXPORT CUresult cuGraphInstantiateWithParams_ptsz(CUexec *out, CUgraph graph, CUinstantiate *params)
-{
-    INSTANTIATE(cuGraphInstantiateWithParams_ptsz, params && (params->flags & CU_GRAPH_INSTANTIATE_FLAG_UPLOAD), out, graph, params)
+    return true;
 }
 
 static void copy(struct entry *e, void *arg) { *(struct entry *)arg = *e; }
 
-static CUresult run(struct process *p, CUexec e, CUstream s, CUresult (*call)(CUexec, CUstream))
+/* run makes a launch or an upload. */
+static CUresult run(struct process *p, CUexec e, CUstream s, CUresult (*call)(CUexec, CUstream), CUresult (*upload)(CUexec, CUstream))
 {
     struct needs n = {.any = false};
-    uint64_t seen[MAX_DEVICES] = {0};
+    uint64_t least[MAX_DEVICES] = {0};
     uint64_t devices = __atomic_load_n(&p->graph_devices, __ATOMIC_ACQUIRE);
     for (; devices; devices &= devices - 1) {
         CUdevice d = __builtin_ctzll(devices);
@@ -277,33 +338,31 @@ static CUresult run(struct process *p, CUexec e, CUstream s, CUresult (*call)(CU
         if (table_edit(&p->table, exec_key(e, d), SPACE_EXEC, copy, &entry) && entry.how) {
             n.bytes[d] = entry.bytes;
             n.any = true;
-            seen[d] = entry.owner;
+            least[d] = entry.owner;
         }
     }
-    if (!n.any)
+    if (!n.any || capturing(p, s, upload == real.cuGraphUpload_ptsz))
         return call(e, s);
-    struct run r;
-    if (!run_begin(p, &r, &n, seen))
+    struct run r = {.exec = e, .stream = s, .upload = upload};
+    if (!run_begin(p, &r, &n, least))
         return CUDA_ERROR_OUT_OF_MEMORY;
     CUresult result = call(e, s);
-    run_end(p, &r, e, result == CUDA_SUCCESS);
+    run_end(p, &r, result == CUDA_SUCCESS);
     return result;
 }
 
-#define RUN(name, e, s)                                                 \
-    struct process *p = ENTER();                                        \
-    if (!p || !__atomic_load_n(&p->graph_devices, __ATOMIC_RELAXED) || !real.name) \
-        return CALL(name, e, s);                                        \
-    return run(p, e, s, real.name);
-
-EXPORT CUresult cuGraphLaunch(CUexec e, CUstream s) { RUN(cuGraphLaunch, e, s) }
-EXPORT CUresult cuGraphLaunch_ptsz(CUexec e, CUstream s) { RUN(cuGraphLaunch_ptsz, e, s) }
-EXPORT CUresult cuGraphUpload(CUexec e, CUstream s) { RUN(cuGraphUpload, e, s) }
-EXPORT CUresult cuGraphUpload_ptsz(CUexec e, CUstream s) { RUN(cuGraphUpload_ptsz, e, s) }
-
-EXPORT CUresult cuGraphExecDestroy(CUexec e)
+static void write_down(struct process *p, CUexec e, const struct needs *n)
 {
-    struct process *p = ENTER();
+    for (CUdevice d = 0; n->any && d < MAX_DEVICES; d++) {
+        uint64_t least = n->frees ? n->largest[d] : n->bytes[d];
+        struct entry entry = {.key = exec_key(e, d), .bytes = n->bytes[d], .owner = least, .space = SPACE_EXEC, .how = HOW_NOTE, .device = d}, old;
+        if (n->bytes[d] && table_put(&p->table, &entry, &old))
+            __atomic_or_fetch(&p->graph_devices, (uint64_t)1 << d, __ATOMIC_ACQ_REL);
+    }
+}
+
+static CUresult destroy(struct process *p, CUexec e)
+{
     struct entry out;
     CUresult r = CALL(cuGraphExecDestroy, e);
     uint64_t devices = p && r == CUDA_SUCCESS ? __atomic_load_n(&p->graph_devices, __ATOMIC_ACQUIRE) : 0;
@@ -312,23 +371,92 @@ EXPORT CUresult cuGraphExecDestroy(CUexec e)
     return r;
 }
 
+EXPORT CUresult cuGraphExecDestroy(CUexec e) { return destroy(ENTER(), e); }
+
+/* instantiated writes down what a graph may take, and uploads it if it was to be: the
+ * driver was not told to, since what it would take then is not known before. */
+static CUresult instantiated(struct process *p, CUexec *out, CUgraph graph, bool upload, CUstream s, CUresult (*uploader)(CUexec, CUstream))
+{
+    struct needs n = {.any = false};
+    sum_nodes(&n, graph, 0);
+    write_down(p, *out, &n);
+    CUresult r = !upload ? CUDA_SUCCESS : uploader ? run(p, *out, s, uploader, uploader) : CUDA_ERROR_NOT_FOUND;
+    if (r != CUDA_SUCCESS)
+        destroy(p, *out);
+    return r;
+}
+
+#define INSTANTIATE(name, ...)                  \
+    struct process *p = ENTER();                \
+    CUresult r = CALL(name, __VA_ARGS__);       \
+    return p && out && r == CUDA_SUCCESS ? instantiated(p, out, graph, false, NULL, NULL) : r;
+
+EXPORT CUresult cuGraphInstantiate(CUexec *out, CUgraph graph, CUnode *bad, char *log, size_t room)
+{
+    INSTANTIATE(cuGraphInstantiate, out, graph, bad, log, room)
+}
+EXPORT CUresult cuGraphInstantiate_v2(CUexec *out, CUgraph graph, CUnode *bad, char *log, size_t room)
+{
+    INSTANTIATE(cuGraphInstantiate_v2, out, graph, bad, log, room)
+}
+
+EXPORT CUresult cuGraphInstantiateWithFlags(CUexec *out, CUgraph graph, unsigned long long flags)
+{
+    struct process *p = ENTER();
+    bool upload = p && out && flags & CU_GRAPH_INSTANTIATE_FLAG_UPLOAD;
+    CUresult r = CALL(cuGraphInstantiateWithFlags, out, graph, upload ? flags & ~(unsigned long long)CU_GRAPH_INSTANTIATE_FLAG_UPLOAD : flags);
+    return p && out && r == CUDA_SUCCESS ? instantiated(p, out, graph, upload, NULL, real.cuGraphUpload) : r;
+}
+
+enum { CU_GRAPH_INSTANTIATE_ERROR = 1 };
+
+static CUresult with_params(struct process *p, CUexec *out, CUgraph graph, CUinstantiate *params, CUresult (*call)(CUexec *, CUgraph, CUinstantiate *), CUresult (*uploader)(CUexec, CUstream))
+{
+    if (!call || !p || !out || !params)
+        return call ? call(out, graph, params) : CUDA_ERROR_NOT_FOUND;
+    uint64_t upload = params->flags & CU_GRAPH_INSTANTIATE_FLAG_UPLOAD;
+    params->flags &= ~upload;
+    CUresult r = call(out, graph, params);
+    params->flags |= upload;
+    if (r != CUDA_SUCCESS)
+        return r;
+    r = instantiated(p, out, graph, upload, params->upload, uploader);
+    if (r != CUDA_SUCCESS)
+        params->result = CU_GRAPH_INSTANTIATE_ERROR;
+    return r;
+}
+
+EXPORT CUresult cuGraphInstantiateWithParams(CUexec *out, CUgraph graph, CUinstantiate *params)
+{
+    return with_params(ENTER(), out, graph, params, real.cuGraphInstantiateWithParams, real.cuGraphUpload);
+}
+EXPORT CUresult cuGraphInstantiateWithParams_ptsz(CUexec *out, CUgraph graph, CUinstantiate *params)
+{
+    return with_params(ENTER(), out, graph, params, real.cuGraphInstantiateWithParams_ptsz, real.cuGraphUpload_ptsz);
+}
+
+#define RUN(name, upload, e, s)                                         \
+    struct process *p = ENTER();                                        \
+    if (!p || !__atomic_load_n(&p->graph_devices, __ATOMIC_RELAXED) || !real.name) \
+        return CALL(name, e, s);                                        \
+    return run(p, e, s, real.name, real.upload);
+
+EXPORT CUresult cuGraphLaunch(CUexec e, CUstream s) { RUN(cuGraphLaunch, cuGraphUpload, e, s) }
+EXPORT CUresult cuGraphLaunch_ptsz(CUexec e, CUstream s) { RUN(cuGraphLaunch_ptsz, cuGraphUpload_ptsz, e, s) }
+EXPORT CUresult cuGraphUpload(CUexec e, CUstream s) { RUN(cuGraphUpload, cuGraphUpload, e, s) }
+EXPORT CUresult cuGraphUpload_ptsz(CUexec e, CUstream s) { RUN(cuGraphUpload_ptsz, cuGraphUpload_ptsz, e, s) }
+
+/* trim empties a device's graph memory, when no tight run counts on what is there. */
 static CUresult trim(struct process *p, CUdevice device)
 {
     struct account *a = &p->accounts[device];
     struct graph_pool *g = &p->graphs[device];
-    uint64_t reserved, used;
     if (!g->r.charge)
         return CALL(cuDeviceGraphMemTrim, device);
-    spin_lock(&g->lock);
-    loosen(a, &g->r, figures(device, &reserved, &used) ? used : 0);
-    g->r.trims++;
-    spin_unlock(&g->lock);
-    CUresult r = CALL(cuDeviceGraphMemTrim, device);
-    spin_lock(&g->lock);
-    g->r.trims--;
-    settle_graphs(a, g, device, 0, false);
-    tighten(a, &g->r);
-    spin_unlock(&g->lock);
+    bool mine = take_tight(g);
+    CUresult r = empty(a, g, device);
+    if (mine)
+        leave_tight(a, g);
     return r;
 }
 

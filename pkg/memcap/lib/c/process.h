@@ -58,6 +58,8 @@ struct graph_pool { /* what graphs have of a device */
     uint32_t tight; /* a launch is under way that has reserved less than it may take */
     uint64_t flying;   /* launches under way */
     uint64_t credit;   /* what others leave to that one: reserved, and not committed */
+    uint64_t launched; /* so many, ever */
+    uint64_t in_vain, in_vain_used; /* 1 + that, when a launch waited in vain for others; they used so much */
     struct reserve r;
 };
 

@@ -8,6 +8,7 @@
  * One file for each theme, with a table of its routines at its end:
  *
  *     scenario_pools.c      stream-ordered memory: streams, events, pools
+ *     scenario_graphs.c     the memory of graphs
  *     scenario_refusals.c   what a refusal costs
  *     scenario_exports.c    memory by hand: properties, exports
  *     scenario_limits.c     what takes memory beside allocations, and what is shown
@@ -44,6 +45,7 @@ struct scenario {
 
 /* The themes; each ends with an empty entry. */
 extern const struct scenario pool_scenarios[];
+extern const struct scenario graph_scenarios[];
 extern const struct scenario refusal_scenarios[];
 extern const struct scenario export_scenarios[];
 extern const struct scenario limit_scenarios[];

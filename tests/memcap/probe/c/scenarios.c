@@ -9,7 +9,7 @@
 
 #include "scenario.h"
 
-static const struct scenario *const themes[] = {pool_scenarios, refusal_scenarios, export_scenarios, limit_scenarios};
+static const struct scenario *const themes[] = {pool_scenarios, graph_scenarios, refusal_scenarios, export_scenarios, limit_scenarios};
 
 uint64_t now_ns(void)
 {

@@ -104,14 +104,15 @@ void refused(const struct request *q, int fit)
     w.book->refused++;
     if (!fit)
         return;
-    w.book->early++;
-    if (w.book->first[0])
-        return;
     w.cu->cuMemGetInfo_v2(&unused, &total);
     w.info(&beneath, &card);
-    say(w.book->first, "step %llu: %s of %llu KiB refused, with %zu KiB left by its word; the driver has given %zu KiB of %zu, managed are %llu",
+    char what[256] = "";
+    say(what, "step %llu: %s of %llu KiB refused, with %zu KiB left by its word; the driver has given %zu KiB of %zu, managed are %llu",
         (unsigned long long)w.common->steps, name_of(q), (unsigned long long)q->bytes >> 10, unused >> 10, (card - beneath) >> 10,
         (size_t)w.cap >> 10, (unsigned long long)managed() >> 10);
+    if (w.book->early++ < TOLD)
+        dprintf(STDOUT_FILENO, "walking early=%s\n", what);
+    say(w.book->first, "%s", what);
 }
 
 /* judged makes a request alone, and again if it was refused early. */

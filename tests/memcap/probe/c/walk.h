@@ -26,6 +26,7 @@ enum {
     PROCESSES = 2, THREADS = 3, /* of each process */
     EVERYBODY = PROCESSES * THREADS,
     CONTEXTS = 3, STREAMS = 8, EVENTS = 6, POOLS = 5, THINGS = 400, KERNELS = 3, GRAPHS = 4, LETTERS = 6, SHIFT = 48, ERRAND = 24,
+    TOLD = 40, /* refusals of what would fit, of each process, that are told one by one */
 };
 enum kind { LINEAR, POOLED, BLOCKS, GRAPH }; /* as the judge knows them */
 
