@@ -36,7 +36,6 @@ type post struct {
 	r     *rig
 	b     *box
 	claim desk.Claim
-	caps  []lib.Limit
 
 	mu    sync.Mutex
 	ended []string // how containers were ended; guarded by mu
@@ -56,10 +55,9 @@ func (r *rig) watch(t *testing.T, b *box, shares []share) *post {
 		Holder: desk.Holder{Namespace: "work", Pod: b.key, Container: "main"}}}
 	for _, s := range shares {
 		p.claim.Grants = append(p.claim.Grants, ledger.Grant{GPU: r.uuid(s.gpu), Piece: ledger.Piece{Kind: ledger.Units}, Cap: ledger.CapOf(s.bytes)})
-		p.caps = append(p.caps, lib.Limit{GPU: r.uuid(s.gpu), Bytes: s.bytes})
 	}
 	g := guard.New(guard.Options{Domain: watchDomain, Log: slog.New(slog.NewTextHandler(&p.log, nil))},
-		guard.Worlds{Driver: p, House: p, Proc: p, Runtime: p, Pages: p, Observer: p})
+		guard.Worlds{Driver: p, Allocations: p, Proc: p, Runtime: p, Pages: p, Observer: p})
 	ctx, stop := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() { done <- g.Run(ctx) }()
@@ -112,11 +110,10 @@ func (p *post) Offered() []gpu.Device {
 	return out
 }
 
-func (p *post) Claims() []desk.Claim         { return []desk.Claim{p.claim} }
-func (p *post) Caps(*desk.Claim) []lib.Limit { return slices.Clone(p.caps) }
-func (p *post) Open(gpu.UUID) bool           { return false }
-func (p *post) Stirred() <-chan struct{}     { return nil }
-func (p *post) Check() error                 { return nil }
+func (p *post) Claims() []desk.Claim     { return []desk.Claim{p.claim} }
+func (p *post) Open(gpu.UUID) bool       { return false }
+func (p *post) Changed() <-chan struct{} { return nil }
+func (p *post) Check() error             { return nil }
 func (p *post) owner(start uint64) node.Owner {
 	return node.Owner{ID: p.claim.Key, PodUID: "uid-" + p.claim.Key, Start: start}
 }
