@@ -320,10 +320,6 @@ func (c *Card) yield(standing []Standing, s Slot, goes []bool) {
 			t.add(c, i, -1)
 		}
 	}
-	type cost struct {
-		holders, instances, destroys int
-		room                         int64
-	}
 	var best cost
 	var chosen []bool
 	for set := range 1 << len(gis) {
@@ -343,33 +339,43 @@ func (c *Card) yield(standing []Standing, s Slot, goes []bool) {
 		if !rest.allows(c, kind) {
 			continue
 		}
-		now := cost{room: -c.worth(taken)}
-		for i, o := range standing {
-			switch {
-			case !out[i]:
-			case !o.Pinned:
-				now.destroys++
-			default:
-				now.instances++
-				if o.Holder == "" || !slices.ContainsFunc(standing[:i], func(e Standing) bool {
-					return e.Holder == o.Holder && e.Pinned
-				}) {
-					now.holders++
-				}
-			}
-		}
-		if chosen == nil || cmp.Or(
-			cmp.Compare(now.holders, best.holders),
-			cmp.Compare(now.instances, best.instances),
-			cmp.Compare(now.destroys, best.destroys),
-			cmp.Compare(now.room, best.room),
-		) < 0 {
+		if now := costOf(standing, out, -c.worth(taken)); chosen == nil || now.compare(best) < 0 {
 			best, chosen = now, out
 		}
 	}
 	if chosen != nil {
 		copy(goes, chosen)
 	}
+}
+
+// cost is what it takes that some instances go: first the holders that must end, then
+// pinned instances, then others, then what could still be made on the GPU (negative).
+type cost struct {
+	holders, instances, destroys int
+	room                         int64
+}
+
+func (a cost) compare(b cost) int {
+	return cmp.Or(cmp.Compare(a.holders, b.holders), cmp.Compare(a.instances, b.instances),
+		cmp.Compare(a.destroys, b.destroys), cmp.Compare(a.room, b.room))
+}
+
+// costOf adds up what it costs that those go which are marked.
+func costOf(standing []Standing, goes []bool, room int64) cost {
+	sum := cost{room: room}
+	for i, o := range standing {
+		switch {
+		case !goes[i]:
+		case !o.Pinned:
+			sum.destroys++
+		default:
+			sum.instances++
+			if o.Holder == "" || !slices.ContainsFunc(standing[:i], func(e Standing) bool { return e.Holder == o.Holder && e.Pinned }) {
+				sum.holders++
+			}
+		}
+	}
+	return sum
 }
 
 // mark lets all go that is in the GPU instance of standing[k].

@@ -56,102 +56,46 @@ func Prefer(offers []Offer, available, must []Place, n int) ([]Place, error) {
 	if n < len(must) {
 		return nil, fmt.Errorf("choose %d slots: %d must be among them: %w", n, len(must), gpu.ErrInvalid)
 	}
-	tables := make([]table, len(offers))
-	for i := range offers {
-		o := &offers[i]
-		if o.Card == nil {
-			return nil, fmt.Errorf("choose slots: nothing is known of %s: %w", o.GPU, gpu.ErrInvalid)
-		}
-		tables[i] = table{Offer: o, taken: slices.Clone(o.Taken), fit: make([]Slot, 0, 8)}
-	}
-	slices.SortFunc(tables, func(a, b table) int {
-		return cmp.Or(cmp.Compare(a.Rank, b.Rank), cmp.Compare(a.GPU, b.GPU))
-	})
-	find := func(p Place) (*table, error) {
-		for i := range tables {
-			if tables[i].GPU == p.GPU {
-				return &tables[i], nil
-			}
-		}
-		return nil, fmt.Errorf("choose slots: %s is on a GPU that is not on offer: %w", ID(p.GPU, p.Slot), gpu.ErrInvalid)
-	}
-	out := make([]Place, 0, n)
-	for _, p := range must {
-		t, err := find(p)
-		if err != nil {
-			return nil, err
-		}
-		if slices.Contains(out, p) {
-			return nil, fmt.Errorf("choose slots: %s must be there twice: %w", ID(p.GPU, p.Slot), gpu.ErrInvalid)
-		}
-		if !slices.Contains(t.taken, p.Slot) {
-			if !t.Card.Fits(t.taken, p.Slot) {
-				return nil, fmt.Errorf("choose slots: %s must be among them and cannot stand beside what is taken: %w", ID(p.GPU, p.Slot), gpu.ErrNoRoom)
-			}
-			t.taken = append(t.taken, p.Slot)
-		}
-		out = append(out, p)
-	}
-	var free, last []Place
-	for _, p := range available {
-		t, err := find(p)
-		switch {
-		case err != nil:
-			return nil, err
-		case p.Slot.Profile != available[0].Slot.Profile:
-			return nil, fmt.Errorf("choose slots: %s and %s are different profiles: %w",
-				ID(available[0].GPU, available[0].Slot), ID(p.GPU, p.Slot), gpu.ErrInvalid)
-		case slices.Contains(must, p):
-		case slices.Contains(t.taken, p.Slot):
-			if slices.Contains(t.Warm, p.Slot) {
-				free = append(free, p)
-			} else {
-				last = append(last, p)
-			}
-		case t.Card.Fits(t.taken, p.Slot) && !slices.Contains(t.fit, p.Slot):
-			t.fit = append(t.fit, p.Slot)
-		}
-	}
-	need := n - len(out)
-	for i := range tables {
-		for _, s := range tables[i].inside() {
-			free = append(free, Place{tables[i].GPU, s})
-		}
-	}
-	rank := func(u gpu.UUID) int { return slices.IndexFunc(tables, func(t table) bool { return t.GPU == u }) }
-	warm := func(p Place) int {
-		if slices.Contains(tables[rank(p.GPU)].Warm, p.Slot) {
-			return 0
-		}
-		return 1
-	}
-	order := func(a, b Place) int {
-		return cmp.Or(cmp.Compare(rank(a.GPU), rank(b.GPU)), CompareSlots(a.Slot, b.Slot))
-	}
-	slices.SortFunc(free, func(a, b Place) int { return cmp.Or(cmp.Compare(warm(a), warm(b)), order(a, b)) })
-	slices.SortFunc(last, order)
-	free, last = slices.Compact(free), slices.Compact(last)
-	take := min(need, len(free))
-	out, need = append(out, free[:take]...), need-take
-
-	defer func() {
-		for i := range tables {
-			if p := tables[i].planner; p != nil {
-				tables[i].Card.release(p)
-			}
-		}
-	}()
-	chosen, err := spread(tables, need)
+	ts, err := newTables(offers)
 	if err != nil {
 		return nil, err
 	}
-	out, need = append(out, chosen...), need-len(chosen)
+	out := make([]Place, 0, n)
+	for _, p := range must {
+		if slices.Contains(out, p) {
+			return nil, fmt.Errorf("choose slots: %s must be there twice: %w", ID(p.GPU, p.Slot), gpu.ErrInvalid)
+		}
+		if err := ts.admit(p); err != nil {
+			return nil, err
+		}
+		out = append(out, p)
+	}
+	free, last, err := ts.sort(available, must)
+	if err != nil {
+		return nil, err
+	}
+	take := min(n-len(out), len(free))
+	out = append(out, free[:take]...)
 
+	defer func() {
+		for i := range ts {
+			if p := ts[i].planner; p != nil {
+				ts[i].Card.release(p)
+			}
+		}
+	}()
+	chosen, err := spread(ts, n-len(out))
+	if err != nil {
+		return nil, err
+	}
+	out = append(out, chosen...)
+
+	need := n - len(out)
 	if need > len(last) {
 		return nil, fmt.Errorf("choose %d slots: only %d of those available can stand together: %w", n, len(out)+len(last), gpu.ErrNoRoom)
 	}
 	out = append(out, last[:need]...)
-	slices.SortFunc(out, order)
+	slices.SortFunc(out, ts.order)
 	return out, nil
 }
 
@@ -166,6 +110,93 @@ type table struct {
 	planner *planner // of the search that best was found by; nil before
 	splits  int      // the dim of GPU instances where the profile is split, or -1
 	gis     []int
+}
+
+// tables are those of all offers, by rank.
+type tables []table
+
+func newTables(offers []Offer) (tables, error) {
+	ts := make(tables, len(offers))
+	for i := range offers {
+		o := &offers[i]
+		if o.Card == nil {
+			return nil, fmt.Errorf("choose slots: nothing is known of %s: %w", o.GPU, gpu.ErrInvalid)
+		}
+		ts[i] = table{Offer: o, taken: slices.Clone(o.Taken), fit: make([]Slot, 0, 8)}
+	}
+	slices.SortFunc(ts, func(a, b table) int {
+		return cmp.Or(cmp.Compare(a.Rank, b.Rank), cmp.Compare(a.GPU, b.GPU))
+	})
+	return ts, nil
+}
+
+func (ts tables) rank(u gpu.UUID) int {
+	return slices.IndexFunc(ts, func(t table) bool { return t.GPU == u })
+}
+
+// order compares places as the tables are ordered, and on a GPU from left to right.
+func (ts tables) order(a, b Place) int {
+	return cmp.Or(cmp.Compare(ts.rank(a.GPU), ts.rank(b.GPU)), CompareSlots(a.Slot, b.Slot))
+}
+
+func (ts tables) find(p Place) (*table, error) {
+	i := ts.rank(p.GPU)
+	if i < 0 {
+		return nil, fmt.Errorf("choose slots: %s is on a GPU that is not on offer: %w", ID(p.GPU, p.Slot), gpu.ErrInvalid)
+	}
+	return &ts[i], nil
+}
+
+// admit takes a place that must be among those chosen.
+func (ts tables) admit(p Place) error {
+	t, err := ts.find(p)
+	if err != nil || slices.Contains(t.taken, p.Slot) {
+		return err
+	}
+	if !t.Card.Fits(t.taken, p.Slot) {
+		return fmt.Errorf("choose slots: %s must be among them and cannot stand beside what is taken: %w", ID(p.GPU, p.Slot), gpu.ErrNoRoom)
+	}
+	t.taken = append(t.taken, p.Slot)
+	return nil
+}
+
+// sort tells the available places apart: free ones need no further room and come
+// first, last ones are those whose holders are about to end, and all others that fit
+// are noted in the tables.
+func (ts tables) sort(available, must []Place) (free, last []Place, err error) {
+	for _, p := range available {
+		t, err := ts.find(p)
+		switch {
+		case err != nil:
+			return nil, nil, err
+		case p.Slot.Profile != available[0].Slot.Profile:
+			return nil, nil, fmt.Errorf("choose slots: %s and %s are different profiles: %w",
+				ID(available[0].GPU, available[0].Slot), ID(p.GPU, p.Slot), gpu.ErrInvalid)
+		case slices.Contains(must, p):
+		case slices.Contains(t.taken, p.Slot):
+			if slices.Contains(t.Warm, p.Slot) {
+				free = append(free, p)
+			} else {
+				last = append(last, p)
+			}
+		case t.Card.Fits(t.taken, p.Slot) && !slices.Contains(t.fit, p.Slot):
+			t.fit = append(t.fit, p.Slot)
+		}
+	}
+	for i := range ts {
+		for _, s := range ts[i].inside() {
+			free = append(free, Place{ts[i].GPU, s})
+		}
+	}
+	cold := func(p Place) int {
+		if slices.Contains(ts[ts.rank(p.GPU)].Warm, p.Slot) {
+			return 0
+		}
+		return 1
+	}
+	slices.SortFunc(free, func(a, b Place) int { return cmp.Or(cmp.Compare(cold(a), cold(b)), ts.order(a, b)) })
+	slices.SortFunc(last, ts.order)
+	return slices.Compact(free), slices.Compact(last), nil
 }
 
 // inside takes those splits out of fit that lie in GPU instances which are
@@ -187,16 +218,38 @@ func (t *table) inside() (out []Slot) {
 // rate fills in best for up to n places.
 func (t *table) rate(n int) error {
 	c := t.Card
-	var taken uint64
-	for _, s := range t.taken {
-		taken |= s.mask()
-	}
 	// What cannot stand beside what is taken goes in any case.
 	idle := make([]Slot, 0, len(t.Warm))
 	for _, s := range t.Warm {
 		if c.Fits(t.taken, s) {
 			idle = append(idle, s)
 		}
+	}
+	t.planner = c.planner(nil, nil)
+	s := &t.planner.search
+	s.reset(c.memory, t.gaps(idle), c.memory+1)
+	t.parts(s, min(n, len(t.fit)), func(devices []Slot) (v int64) {
+		for _, d := range devices {
+			if slices.Contains(idle, d) {
+				v += exactUnit
+			}
+		}
+		return v
+	})
+	if err := s.prepare(); err != nil {
+		return err
+	}
+	t.solve(s)
+	return nil
+}
+
+// gaps is what each run of memory slices that stays free is worth: gaps[a*w+b] the one
+// from a up to, not including, b.
+func (t *table) gaps(idle []Slot) []int64 {
+	c := t.Card
+	var taken uint64
+	for _, s := range t.taken {
+		taken |= s.mask()
 	}
 	w := c.memory + 1
 	gaps := make([]int64, w*w)
@@ -212,62 +265,59 @@ func (t *table) rate(n int) error {
 			gaps[a*w+b] = sum
 		}
 	}
-	t.splits = -1
-	t.planner = c.planner(nil, nil)
-	s := &t.planner.search
-	s.reset(c.memory, gaps, w)
-	most := min(n, len(t.fit))
+	return gaps
+}
+
+// parts gives the search what it may choose of, most places at most: single places,
+// and of splits so many in a GPU instance.
+func (t *table) parts(s *search, most int, worth func([]Slot) int64) {
 	s.dims = append(s.dims, dim{n: most})
-	worth := func(devices []Slot) (v int64) {
-		for _, d := range devices {
-			if slices.Contains(idle, d) {
-				v += exactUnit
-			}
-		}
-		return v
-	}
-	if len(t.fit) > 0 && t.fit[0].Profile.Compute != 0 {
-		t.splits = 1
-		var gis []Slot
-		for _, d := range t.fit {
-			if !slices.ContainsFunc(gis, d.sameGI) {
-				gis = append(gis, d)
-			}
-		}
-		s.dims = append(s.dims, dim{n: min(most, len(gis))})
-		for _, gi := range gis {
-			var in []Slot
-			for _, d := range t.fit {
-				if d.sameGI(gi) {
-					in = append(in, d)
-				}
-			}
-			// Those that stand come first: any number of them is a beginning of the list.
-			slices.SortStableFunc(in, func(a, b Slot) int { return cmp.Compare(worth([]Slot{b}), worth([]Slot{a})) })
-			for k := min(most, len(in)); k > 0; k-- {
-				s.parts = append(s.parts, part{start: gi.Start, end: gi.Start + gi.Size, uses: []use{{0, k}, {1, 1}}, value: worth(in[:k]), devices: in[:k]})
-			}
-		}
-	} else {
+	t.splits = -1
+	if len(t.fit) == 0 || t.fit[0].Profile.Compute == 0 {
 		uses := []use{{0, 1}}
 		for i, d := range t.fit {
 			s.parts = append(s.parts, part{start: d.Start, end: d.Start + d.Size, uses: uses, value: worth(t.fit[i : i+1]), devices: t.fit[i : i+1]})
 		}
+		return
 	}
-	if err := s.prepare(); err != nil {
-		return err
+	t.splits = 1
+	var gis []Slot
+	for _, d := range t.fit {
+		if !slices.ContainsFunc(gis, d.sameGI) {
+			gis = append(gis, d)
+		}
 	}
+	s.dims = append(s.dims, dim{n: min(most, len(gis))})
+	for _, gi := range gis {
+		var in []Slot
+		for _, d := range t.fit {
+			if d.sameGI(gi) {
+				in = append(in, d)
+			}
+		}
+		// Those that stand come first: any number of them is a beginning of the list.
+		slices.SortStableFunc(in, func(a, b Slot) int { return cmp.Compare(worth([]Slot{b}), worth([]Slot{a})) })
+		for k := min(most, len(in)); k > 0; k-- {
+			s.parts = append(s.parts, part{start: gi.Start, end: gi.Start + gi.Size, uses: []use{{0, k}, {1, 1}}, value: worth(in[:k]), devices: in[:k]})
+		}
+	}
+}
+
+// solve finds what each number of places is worth at best, as far as the card allows
+// so many instances of the profile.
+func (t *table) solve(s *search) {
+	c := t.Card
 	t.best = []int64{s.gap(0, c.memory)}
 	t.gis = []int{0}
 	base := c.tally(t.taken)
-	for k := 1; k <= most; k++ {
+	for k := 1; k <= s.dims[0].n; k++ {
 		v, gis := int64(none), 0
 		s.dims[0].left = k
 		if t.splits < 0 {
 			now := base
 			now.add(c, c.index(t.fit[0].Profile), k-1)
 			if !now.allows(c, c.index(t.fit[0].Profile)) {
-				break
+				return
 			}
 			v = s.solve()
 		} else {
@@ -281,11 +331,10 @@ func (t *table) rate(n int) error {
 			}
 		}
 		if v == none {
-			break
+			return
 		}
 		t.best, t.gis = append(t.best, v), append(t.gis, gis)
 	}
-	return nil
 }
 
 // choice is the best way to have some number of places on the GPUs from some

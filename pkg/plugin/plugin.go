@@ -148,27 +148,12 @@ func (p *Plugin) Run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	s := &service{resource: p.opts.Resource, source: p.opts.Source, log: p.opts.Logger, observer: p.opts.Observer, stop: ctx,
-		ration:  brief.NewRation(p.opts.Logger, time.Now, time.AfterFunc),
-		changed: p.opts.Kubelet.opts.Changed, stood: p.opts.Kubelet.stood}
-	s.streams.set(streams{lost: time.Now()})
-	p.mu.Lock()
-	p.service, p.fault = s, fault{}
-	p.mu.Unlock()
-
+	s := p.newService(ctx)
 	var background sync.WaitGroup
 	defer background.Wait()
 	background.Go(s.follow)
-	for first := (*list)(nil); first == nil; {
-		var changed <-chan struct{}
-		if first, changed = s.list.get(); first != nil {
-			break
-		}
-		select {
-		case <-changed:
-		case <-ctx.Done():
-			return nil
-		}
+	if !s.listed(ctx) {
+		return nil
 	}
 
 	server := newServer(s)
@@ -227,6 +212,33 @@ func (p *Plugin) Run(ctx context.Context) error {
 		case <-streamed:
 		case <-suspicion:
 		case <-wait:
+		}
+	}
+}
+
+// newService returns the service of a run that ends with ctx.
+func (p *Plugin) newService(ctx context.Context) *service {
+	s := &service{resource: p.opts.Resource, source: p.opts.Source, log: p.opts.Logger, observer: p.opts.Observer, stop: ctx,
+		ration:  brief.NewRation(p.opts.Logger, time.Now, time.AfterFunc),
+		changed: p.opts.Kubelet.opts.Changed, stood: p.opts.Kubelet.stood}
+	s.streams.set(streams{lost: time.Now()})
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.service, p.fault = s, fault{}
+	return s
+}
+
+// listed waits for the source's first list, and reports false where ctx ended first.
+func (s *service) listed(ctx context.Context) bool {
+	for {
+		first, changed := s.list.get()
+		if first != nil {
+			return true
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return false
 		}
 	}
 }
