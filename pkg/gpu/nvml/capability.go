@@ -23,6 +23,9 @@ import (
 // has one in its container may use the instance.
 const capabilityMode = 0o444
 
+// capabilities finds and makes the device nodes that open MIG instances.
+type capabilities struct{ *session }
+
 // Capabilities are the nodes that a container needs, beside the GPU's, to use a
 // compute instance: the GPU instance's access and the compute instance's, on the
 // GPU with a minor number, by host path and without numbers as in Parts. Which
@@ -34,29 +37,29 @@ const capabilityMode = 0o444
 // It makes no call of the driver. Errors: gpu.ErrNotFound where the driver has no
 // such instance on its list; gpu.ErrNotSupported where it has no list, or the
 // kernel no nvidia-caps; gpu.ErrNoPermission where a node cannot be made.
-func (d *Driver) Capabilities(minor, gi, ci int) ([]*specs.DeviceNode, error) {
+func (c *capabilities) Capabilities(minor, gi, ci int) ([]*specs.DeviceNode, error) {
 	what := fmt.Sprintf("find the capability nodes of GPU instance %d, compute instance %d of nvidia%d", gi, ci, minor)
 	wanted := []string{
 		fmt.Sprintf("gpu%d/gi%d/access", minor, gi),
 		fmt.Sprintf("gpu%d/gi%d/ci%d/access", minor, gi, ci),
 	}
-	numbers, err := d.capabilityMinors(wanted)
+	numbers, err := c.capabilityMinors(wanted)
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", what, err)
 	}
 	var edits specs.ContainerEdits
 	for _, number := range numbers {
 		name := fmt.Sprintf("nvidia-cap%d", number)
-		if err := d.capabilityNode(name, number); err != nil {
+		if err := c.capabilityNode(name, number); err != nil {
 			return nil, fmt.Errorf("%s: %w", what, err)
 		}
 		mode := os.FileMode(capabilityMode)
 		edits.DeviceNodes = append(edits.DeviceNodes, &specs.DeviceNode{
-			Path: "/dev/nvidia-caps/" + name, HostPath: filepath.Join(d.opts.capsDir(), name),
+			Path: "/dev/nvidia-caps/" + name, HostPath: filepath.Join(c.opts.capsDir(), name),
 			FileMode: &mode, Permissions: "rwm",
 		})
 	}
-	return d.seenByHost(edits).DeviceNodes, nil
+	return c.seenByHost(edits).DeviceNodes, nil
 }
 
 // capsDir is where nodes of capabilities are.
@@ -64,8 +67,8 @@ func (o Options) capsDir() string { return filepath.Join(o.devDir(), "nvidia-cap
 
 // capabilityMinors looks capabilities up in the driver's list, of which each line
 // is a name and a number.
-func (d *Driver) capabilityMinors(wanted []string) ([]int, error) {
-	file := filepath.Join(d.opts.ProcRoot, "driver/nvidia-caps/mig-minors")
+func (c *capabilities) capabilityMinors(wanted []string) ([]int, error) {
+	file := filepath.Join(c.opts.ProcRoot, "driver/nvidia-caps/mig-minors")
 	list, err := os.ReadFile(file)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("%w: %w; is this the host's procfs, and the driver loaded? (--proc-root)", gpu.ErrNotSupported, err)
@@ -99,26 +102,26 @@ func lineNumber(list []byte, prefix string) (int, error) {
 }
 
 // capabilityNode makes sure that a node stands, with the right numbers.
-func (d *Driver) capabilityNode(name string, minor int) error {
-	major, err := d.capabilityMajor()
+func (c *capabilities) capabilityNode(name string, minor int) error {
+	major, err := c.capabilityMajor()
 	if err != nil {
 		return err
 	}
-	path := filepath.Join(d.opts.capsDir(), name)
+	path := filepath.Join(c.opts.capsDir(), name)
 	device := unix.Mkdev(major, uint32(minor))
 	if right, err := isDevice(path, device); right || err != nil {
 		return err
 	}
 	if err := makeNode(path, device); err != nil {
 		return fmt.Errorf("make %s (character device %d:%d): %w: %w; give the agent CAP_MKNOD and %s to write in, or have nvidia-modprobe make it",
-			path, major, minor, gpu.ErrNoPermission, err, d.opts.capsDir())
+			path, major, minor, gpu.ErrNoPermission, err, c.opts.capsDir())
 	}
 	return nil
 }
 
 // capabilityMajor reads the number that the kernel gave to nvidia-caps.
-func (d *Driver) capabilityMajor() (uint32, error) {
-	file := filepath.Join(d.opts.ProcRoot, "devices")
+func (c *capabilities) capabilityMajor() (uint32, error) {
+	file := filepath.Join(c.opts.ProcRoot, "devices")
 	f, err := os.Open(file)
 	if err != nil {
 		return 0, fmt.Errorf("%w: %w", gpu.ErrNotSupported, err)

@@ -23,7 +23,7 @@ const (
 func capable(t *testing.T) *Driver {
 	t.Helper()
 	root := t.TempDir()
-	d := &Driver{opts: Options{DriverRoot: root, HostDriverRoot: "/", DevRoot: root, ProcRoot: filepath.Join(root, "proc")}}
+	d := newDriver(&session{opts: Options{DriverRoot: root, HostDriverRoot: "/", DevRoot: root, ProcRoot: filepath.Join(root, "proc")}})
 	write(t, filepath.Join(d.opts.ProcRoot, "devices"), kernelDevices)
 	write(t, filepath.Join(d.opts.ProcRoot, "driver/nvidia-caps/mig-minors"), migMinors)
 	if err := os.Mkdir(d.opts.devDir(), 0o755); err != nil {

@@ -141,20 +141,18 @@ func (o Options) withDefaults() (Options, error) {
 // goroutines at once; they go through one door (see the package's essay), and
 // each waits no longer than its context.
 type Driver struct {
-	opts    Options
-	library string  // the file in use
-	loaded  content // what was in it
-	lib     nvml.Interface
-	log     *slog.Logger
-	ration  *brief.Ration // the log for what a program on a GPU can cause without end
-	*rooms
-
-	profiles profiles
-	machine  *machine
+	*session
+	*readings
+	*migSide
+	*memoryLimits
+	*capabilities
+	*partsReader
+	*presence
+	links   *linkReader
+	machine *machine
 
 	// Used inside the door only:
-	last  map[gpu.UUID]gpu.Device // last good reading of each GPU ever seen
-	links map[gpu.UUID]*nvlinks   // of each GPU ever seen
+	last map[gpu.UUID]gpu.Device // last good reading of each GPU ever seen
 
 	// stale: a GPU is lost, and only a new initialisation can bring it back.
 	stale atomic.Bool
@@ -175,9 +173,35 @@ type Driver struct {
 	// Guarded by watching:
 	seen string // the hardware as it was when the driver was last initialised
 	gone bool   // Close has let go of the driver
+}
+
+// session is the driver's library as this process has it open. Every part of a
+// Driver makes its calls through it.
+type session struct {
+	opts    Options
+	library string  // the file in use
+	loaded  content // what was in it
+	lib     nvml.Interface
+	log     *slog.Logger
+	ration  *brief.Ration // the log for what a program on a GPU can cause without end
+	*gates
 
 	stopped context.Context // ends at Close
 	stop    context.CancelFunc
+}
+
+// newDriver puts the parts of a Driver around a session.
+func newDriver(s *session) *Driver {
+	now := &readings{s}
+	d := &Driver{
+		session: s, readings: now, migSide: &migSide{session: s, readings: now}, memoryLimits: &memoryLimits{s},
+		capabilities: &capabilities{s}, partsReader: &partsReader{s}, presence: &presence{s},
+		links: &linkReader{session: s, known: map[gpu.UUID]*nvlinks{}}, machine: newMachine(),
+		last: map[gpu.UUID]gpu.Device{}, said: map[int]string{},
+		look: make(chan struct{}, 1), again: make(chan struct{}, 1),
+	}
+	d.look <- struct{}{}
+	return d
 }
 
 // required is what every driver since R470 exports and this package calls,
@@ -230,12 +254,12 @@ var required = []string{
 	"nvmlEventSetFree",
 }
 
-// outsiders says what keeps the library from being initialised anew, or let go of.
-func (r *rooms) outsiders() string {
-	r.mu.Lock()
-	defer r.mu.Unlock()
+// inFlight says what keeps the library from being initialised anew, or let go of.
+func (g *gates) inFlight() string {
+	g.mu.Lock()
+	defer g.mu.Unlock()
 	var calls []string
-	for _, own := range r.cards {
+	for _, own := range g.cards {
 		if call := own.underWay(); call != "" {
 			calls = append(calls, call)
 		}
@@ -256,14 +280,14 @@ var process struct {
 	// Guarded by the mutex:
 	library string  // the library that symbols are bound to
 	loaded  content // what was in it
-	*rooms          // of all Drivers, one after the other
+	*gates          // of all Drivers, one after the other
 	driver  *Driver // that is open, or was last
 	open    bool
 }
 
-// rooms are where a process's calls of the driver's library run. What hangs
+// gates are where a process's calls of the driver's library run. What hangs
 // there since an earlier Driver is in the way of the next one too.
-type rooms struct {
+type gates struct {
 	door  *door // for all that has no other place
 	waits *door // of event sets
 	// outside is held by whoever calls the library in neither of these doors, and
@@ -278,19 +302,19 @@ type rooms struct {
 	cards map[gpu.UUID]*door // for work on the MIG side of each GPU
 }
 
-func newRooms() *rooms {
-	return &rooms{door: newDoor(), waits: newDoor(), outside: newShare(), sets: newShare(), cards: map[gpu.UUID]*door{}}
+func newGates() *gates {
+	return &gates{door: newDoor(), waits: newDoor(), outside: newShare(), sets: newShare(), cards: map[gpu.UUID]*door{}}
 }
 
 // card is the door for work on one GPU's MIG side.
-func (r *rooms) card(u gpu.UUID) *door {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	own, ok := r.cards[u]
+func (g *gates) card(u gpu.UUID) *door {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	own, ok := g.cards[u]
 	if !ok {
 		own = newDoor()
 		own.patient = true
-		r.cards[u] = own
+		g.cards[u] = own
 	}
 	return own
 }
@@ -306,13 +330,7 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 	}
-	d := &Driver{
-		opts: opts, log: opts.Logger,
-		last: map[gpu.UUID]gpu.Device{}, links: map[gpu.UUID]*nvlinks{}, machine: newMachine(), said: map[int]string{},
-		look: make(chan struct{}, 1), again: make(chan struct{}, 1),
-		ration: brief.NewRation(opts.Logger, time.Now, time.AfterFunc),
-	}
-	d.look <- struct{}{}
+	d := newDriver(&session{opts: opts, log: opts.Logger, ration: brief.NewRation(opts.Logger, time.Now, time.AfterFunc)})
 	if d.library, err = findLibrary(opts, d.log); err != nil {
 		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 	}
@@ -323,10 +341,10 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 	if process.open {
 		return nil, fmt.Errorf("open NVIDIA driver: this process has it open already; close that first: %w", gpu.ErrInvalid)
 	}
-	if process.rooms == nil {
-		process.rooms = newRooms()
+	if process.gates == nil {
+		process.gates = newGates()
 	}
-	d.rooms = process.rooms
+	d.gates = process.gates
 	named := !filepath.IsAbs(d.library) // where it is shows when it is loaded
 	if !named {
 		if err := d.identifyLocked(); err != nil {
@@ -354,16 +372,16 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 
 // identifyLocked reads which library d.library is, and refuses one that this
 // process is not bound to. It needs process's mutex held.
-func (d *Driver) identifyLocked() error {
-	if !filepath.IsAbs(d.library) {
-		d.log.Warn("cannot tell where the driver's library is; that it is replaced would go unnoticed", "library", d.library)
-	} else if same, err := process.loaded.is(d.library); err == nil && same {
-		d.loaded = process.loaded
-	} else if d.loaded, err = identify(d.library); err != nil {
+func (s *session) identifyLocked() error {
+	if !filepath.IsAbs(s.library) {
+		s.log.Warn("cannot tell where the driver's library is; that it is replaced would go unnoticed", "library", s.library)
+	} else if same, err := process.loaded.is(s.library); err == nil && same {
+		s.loaded = process.loaded
+	} else if s.loaded, err = identify(s.library); err != nil {
 		return fmt.Errorf("read the driver's library: %w: %w", gpu.ErrNoDriver, err)
 	}
-	if process.library != "" && process.loaded.sum != d.loaded.sum {
-		return fmt.Errorf("%s is not what this process had open as %s; start another process: %w", d.library, process.library, gpu.ErrReloaded)
+	if process.library != "" && process.loaded.sum != s.loaded.sum {
+		return fmt.Errorf("%s is not what this process had open as %s; start another process: %w", s.library, process.library, gpu.ErrReloaded)
 	}
 	return nil
 }
@@ -387,8 +405,8 @@ func check(library string) (string, error) {
 	return library, nil
 }
 
-func (d *Driver) initialise() (nvml.Interface, error) {
-	lib := nvml.New(nvml.WithLibraryPath(d.library))
+func (s *session) initialise() (nvml.Interface, error) {
+	lib := nvml.New(nvml.WithLibraryPath(s.library))
 	return lib, failed("initialise the driver", lib.Init())
 }
 
@@ -412,7 +430,7 @@ func (d *Driver) Close() error {
 	defer cancel()
 	err := d.outside.seize(ctx)
 	if err != nil { // there are handles that would end
-		err = fmt.Errorf("shut the driver down: %w: %s", err, d.outsiders())
+		err = fmt.Errorf("shut the driver down: %w: %s", err, d.inFlight())
 	} else {
 		const what = "shut the driver down"
 		err = d.alone(ctx, what, d.outside.yield, func() error { return d.shutdown(what) })
@@ -429,10 +447,10 @@ func (d *Driver) Close() error {
 
 // alone runs f in both doors. The caller holds what release gives back: after f,
 // which may end when nobody waits for it any more, or when f will not run.
-func (d *Driver) alone(ctx context.Context, what string, release func(), f func() error) error {
+func (s *session) alone(ctx context.Context, what string, release func(), f func() error) error {
 	var began atomic.Int32 // 1: f has, 2: it never will
-	_, err := through(ctx, d.waits, what, func() (struct{}, error) {
-		return through(ctx, d.door, what, func() (none struct{}, _ error) {
+	_, err := through(ctx, s.waits, what, func() (struct{}, error) {
+		return through(ctx, s.door, what, func() (none struct{}, _ error) {
 			if !began.CompareAndSwap(0, 1) {
 				return none, fmt.Errorf("%s: %w", what, gpu.ErrTimeout)
 			}
@@ -449,9 +467,9 @@ func (d *Driver) alone(ctx context.Context, what string, release func(), f func(
 // shutdown lets go of the driver as often as this process has initialised it,
 // by the driver's own count: an initialisation may have followed a shutdown that
 // failed.
-func (d *Driver) shutdown(what string) error {
+func (s *session) shutdown(what string) error {
 	for range mostShutdowns {
-		ret := d.lib.Shutdown()
+		ret := s.lib.Shutdown()
 		if ret == nvml.ERROR_UNINITIALIZED {
 			return nil
 		}
@@ -465,16 +483,16 @@ func (d *Driver) shutdown(what string) error {
 // errClosed is what a closed Driver answers.
 var errClosed = fmt.Errorf("the driver has been closed: %w", gpu.ErrNoDriver)
 
-// call runs f inside d's door.
-func call[T any](ctx context.Context, d *Driver, what string, f func() (T, error)) (T, error) {
-	value, err := through(ctx, d.door, what, open(d, what, f), nil)
-	return value, d.explained(err)
+// call runs f inside the general door.
+func call[T any](ctx context.Context, s *session, what string, f func() (T, error)) (T, error) {
+	value, err := through(ctx, s.door, what, open(s, what, f), nil)
+	return value, s.explained(err)
 }
 
-// open is f as long as d has not been closed.
-func open[T any](d *Driver, what string, f func() (T, error)) func() (T, error) {
+// open is f as long as the session has not been closed.
+func open[T any](s *session, what string, f func() (T, error)) func() (T, error) {
 	return func() (T, error) {
-		if d.stopped.Err() != nil {
+		if s.stopped.Err() != nil {
 			var none T
 			return none, fmt.Errorf("%s: %w", what, errClosed)
 		}
@@ -484,40 +502,43 @@ func open[T any](d *Driver, what string, f func() (T, error)) func() (T, error) 
 
 // has reports whether the library exports a symbol. It must be asked before
 // any call that R470 lacks: go-nvml ends the process at a missing one.
-func (d *Driver) has(symbol string) bool {
-	return d.lib.Extensions().LookupSymbol(symbol) == nil
+func (s *session) has(symbol string) bool {
+	return s.lib.Extensions().LookupSymbol(symbol) == nil
 }
 
 // Library is the file that the driver's library was loaded from; a name
 // without a slash is one that the dynamic linker found, and nobody knows where.
-func (d *Driver) Library() string { return d.library }
+func (s *session) Library() string { return s.library }
 
 // handle finds a GPU. A name that the driver calls malformed is one it does
 // not know.
-func (d *Driver) handle(u gpu.UUID) (nvml.Device, error) {
-	h, ret := d.lib.DeviceGetHandleByUUID(string(u))
+func (s *session) handle(u gpu.UUID) (nvml.Device, error) {
+	h, ret := s.lib.DeviceGetHandleByUUID(string(u))
 	return h, failed("find "+string(u), sought(ret))
 }
+
+// readings reads what changes all the time: memory, processes, health.
+type readings struct{ *session }
 
 // Memory reads a GPU's memory now. Amounts are rounded down to whole MiB, but
 // the reserved one up, so that total less reserved never promises too much.
 // On a driver before R510 reserved is 0 and counts as used.
 // Errors: gpu.ErrNotFound for a UUID that the driver does not know.
-func (d *Driver) Memory(ctx context.Context, u gpu.UUID) (gpu.Memory, error) {
-	return call(ctx, d, "read the memory of "+string(u), func() (gpu.Memory, error) {
-		h, err := d.handle(u)
+func (r *readings) Memory(ctx context.Context, u gpu.UUID) (gpu.Memory, error) {
+	return call(ctx, r.session, "read the memory of "+string(u), func() (gpu.Memory, error) {
+		h, err := r.handle(u)
 		if err != nil {
 			return gpu.Memory{}, err
 		}
-		return d.memory(h, u)
+		return r.memory(h, u)
 	})
 }
 
 const mebibyte = 1 << 20
 
-func (d *Driver) memory(h nvml.Device, u gpu.UUID) (gpu.Memory, error) {
+func (r *readings) memory(h nvml.Device, u gpu.UUID) (gpu.Memory, error) {
 	what := "read the memory of " + string(u)
-	if d.has("nvmlDeviceGetMemoryInfo_v2") {
+	if r.has("nvmlDeviceGetMemoryInfo_v2") {
 		m, ret := h.GetMemoryInfo_v2()
 		if ret == nvml.SUCCESS {
 			return gpu.Memory{
@@ -545,17 +566,17 @@ func (d *Driver) memory(h nvml.Device, u gpu.UUID) (gpu.Memory, error) {
 // contexts of two kinds is there twice. On a GPU in MIG mode the processes of
 // all its instances are listed.
 // Errors: gpu.ErrNotFound for a UUID that the driver does not know.
-func (d *Driver) Processes(ctx context.Context, u gpu.UUID) ([]gpu.Process, error) {
-	return call(ctx, d, "list the processes on "+string(u), func() ([]gpu.Process, error) {
-		h, err := d.handle(u)
+func (r *readings) Processes(ctx context.Context, u gpu.UUID) ([]gpu.Process, error) {
+	return call(ctx, r.session, "list the processes on "+string(u), func() ([]gpu.Process, error) {
+		h, err := r.handle(u)
 		if err != nil {
 			return nil, err
 		}
-		return d.processes(h, u)
+		return r.processes(h, u)
 	})
 }
 
-func (d *Driver) processes(h nvml.Device, u gpu.UUID) ([]gpu.Process, error) {
+func (r *readings) processes(h nvml.Device, u gpu.UUID) ([]gpu.Process, error) {
 	var all []gpu.Process
 	for _, list := range []struct {
 		kind gpu.ProcessKind
@@ -565,7 +586,7 @@ func (d *Driver) processes(h nvml.Device, u gpu.UUID) ([]gpu.Process, error) {
 		{gpu.Graphics, h.GetGraphicsRunningProcesses},
 		{gpu.MPS, h.GetMPSComputeRunningProcesses},
 	} {
-		if list.kind == gpu.MPS && !d.has("nvmlDeviceGetMPSComputeRunningProcesses") {
+		if list.kind == gpu.MPS && !r.has("nvmlDeviceGetMPSComputeRunningProcesses") {
 			continue
 		}
 		infos, ret := list.read()

@@ -232,7 +232,7 @@ func (w *watch) arm(ctx context.Context) (renewed bool, err error) {
 		}
 		d.sets.part()
 		var a armed
-		a, err = through(ctx, d.waits, what, open(d, what, func() (armed, error) {
+		a, err = through(ctx, d.waits, what, open(d.session, what, func() (armed, error) {
 			if !d.sets.tryJoin() {
 				return armed{}, errNotAlone
 			}
@@ -270,7 +270,7 @@ func (d *Driver) tryRenew(ctx context.Context) (renewed bool, err error) {
 	}).Stop()
 	const what, asBefore = "initialise the driver anew", "cannot initialise the driver anew; watching the GPUs as they were known"
 	if !d.outside.trySeize() { // there are handles that would end
-		d.log.Warn(asBefore, "why", d.outsiders())
+		d.log.Warn(asBefore, "why", d.inFlight())
 		return false, nil
 	}
 	var held error
@@ -313,7 +313,7 @@ func (d *Driver) initialised() error {
 		return err
 	}
 	d.stale.Store(false)
-	for _, own := range d.links {
+	for _, own := range d.links.known {
 		own.anew = true // cards may have been exchanged
 	}
 	return nil

@@ -28,9 +28,12 @@ const settleWait = 200 * time.Millisecond
 func (o Options) devDir() string  { return filepath.Join(o.DevRoot, "dev") }
 func (o Options) procDir() string { return filepath.Join(o.ProcRoot, "driver/nvidia/gpus") }
 
+// presence tells from the kernel, not from the driver's library, which GPUs are there.
+type presence struct{ *session }
+
 // hardware is what GPUs the kernel shows, in a form that can be compared.
-func (d *Driver) hardware() string {
-	return strings.Join(append(gpuNodes(d.opts.devDir()), names(d.opts.procDir())...), " ")
+func (p *presence) hardware() string {
+	return strings.Join(append(gpuNodes(p.opts.devDir()), names(p.opts.procDir())...), " ")
 }
 
 // names lists a directory; one that cannot be read is empty.
@@ -57,30 +60,30 @@ func isGPUNode(name string) bool {
 
 // present says whether the kernel still shows a GPU that the driver's library
 // does not list.
-func (d *Driver) present(dev gpu.Device) bool {
-	if listed := names(d.opts.procDir()); len(listed) > 0 {
+func (p *presence) present(dev gpu.Device) bool {
+	if listed := names(p.opts.procDir()); len(listed) > 0 {
 		// The kernel's addresses have domains of four digits, the library's of eight.
 		return slices.ContainsFunc(listed, func(name string) bool { return strings.HasSuffix(dev.PCI, strings.ToLower(name)) })
 	}
-	_, err := os.Lstat(filepath.Join(d.opts.devDir(), fmt.Sprintf("nvidia%d", dev.Minor)))
+	_, err := os.Lstat(filepath.Join(p.opts.devDir(), fmt.Sprintf("nvidia%d", dev.Minor)))
 	return err == nil
 }
 
 // follow sends what GPUs the kernel shows each time that this has become
 // another than it was, last being what it was; nobody need take it at once, and
 // only the latest is kept. The channel is closed after ctx ends.
-func (d *Driver) follow(ctx context.Context, last string) <-chan string {
+func (p *presence) follow(ctx context.Context, last string) <-chan string {
 	changes := make(chan string, 1)
 	go func() {
 		defer close(changes)
-		nodes := watchNodes(d.opts.devDir())
+		nodes := watchNodes(p.opts.devDir())
 		defer func() { nodes.close() }()
-		look := time.NewTicker(d.opts.Look)
+		look := time.NewTicker(p.opts.Look)
 		defer look.Stop()
 		// A change between the last look and the watch's beginning.
 		settled := time.NewTimer(0)
 		defer settled.Stop()
-		listed := d.glance(nodes)
+		listed := p.glance(nodes)
 		for {
 			select {
 			case <-ctx.Done():
@@ -93,16 +96,16 @@ func (d *Driver) follow(ctx context.Context, last string) <-chan string {
 				settled.Reset(settleWait)
 			case <-look.C:
 				if nodes.file == nil {
-					if nodes = watchNodes(d.opts.devDir()); nodes.file != nil {
+					if nodes = watchNodes(p.opts.devDir()); nodes.file != nil {
 						settled.Reset(settleWait) // what changed before the watch
 					}
 				}
-				if now := d.glance(nodes); now != listed {
+				if now := p.glance(nodes); now != listed {
 					listed = now
 					settled.Reset(settleWait)
 				}
 			case <-settled.C:
-				now := d.hardware()
+				now := p.hardware()
 				if now == last {
 					break
 				}
@@ -120,11 +123,11 @@ func (d *Driver) follow(ctx context.Context, last string) <-chan string {
 
 // glance is what of the hardware must be looked at, since nothing tells when it
 // changes.
-func (d *Driver) glance(nodes nodeWatch) string {
+func (p *presence) glance(nodes nodeWatch) string {
 	if nodes.file == nil {
-		return d.hardware()
+		return p.hardware()
 	}
-	return strings.Join(names(d.opts.procDir()), " ")
+	return strings.Join(names(p.opts.procDir()), " ")
 }
 
 // nodeWatch watches a directory of device nodes for GPUs' nodes.

@@ -20,17 +20,17 @@ import (
 //
 // Errors: gpu.ErrLost for a GPU that fell off the bus or takes no call before
 // it is reset, gpu.ErrNotFound for a UUID that the driver does not know.
-func (d *Driver) Health(ctx context.Context, u gpu.UUID) (gpu.Health, error) {
-	return call(ctx, d, "read the health of "+string(u), func() (gpu.Health, error) {
-		h, err := d.handle(u)
+func (r *readings) Health(ctx context.Context, u gpu.UUID) (gpu.Health, error) {
+	return call(ctx, r.session, "read the health of "+string(u), func() (gpu.Health, error) {
+		h, err := r.handle(u)
 		if err != nil {
 			return gpu.Health{}, err
 		}
-		return d.health(h, u)
+		return r.health(h, u)
 	})
 }
 
-func (d *Driver) health(h nvml.Device, u gpu.UUID) (gpu.Health, error) {
+func (r *readings) health(h nvml.Device, u gpu.UUID) (gpu.Health, error) {
 	var health gpu.Health
 	for _, figure := range []struct {
 		symbol, what string
@@ -60,7 +60,7 @@ func (d *Driver) health(h nvml.Device, u gpu.UUID) (gpu.Health, error) {
 			return ret
 		}},
 	} {
-		if !d.has(figure.symbol) {
+		if !r.has(figure.symbol) {
 			continue
 		}
 		err := failed(fmt.Sprintf("read the %s of %s", figure.what, u), figure.read())

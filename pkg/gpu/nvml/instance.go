@@ -54,17 +54,17 @@ func split(profile string) (whole string, compute int) {
 // on a driver that cannot; gpu.ErrNoPermission without root; gpu.ErrNotFound for a
 // UUID that the driver does not know. Whatever the error, what it made is gone
 // again, unless the error says otherwise.
-func (d *Driver) CreateInstance(ctx context.Context, u gpu.UUID, profile string, at gpu.Placement, ci int) (gpu.Instance, error) {
+func (m *migSide) CreateInstance(ctx context.Context, u gpu.UUID, profile string, at gpu.Placement, ci int) (gpu.Instance, error) {
 	what := fmt.Sprintf("create %s on %s", place(profile, at.Start, ci), u)
-	return work(ctx, d, u, what, func() (gpu.Instance, error) { return d.createInstance(what, u, profile, at, ci) })
+	return work(ctx, m.session, u, what, func() (gpu.Instance, error) { return m.createInstance(what, u, profile, at, ci) })
 }
 
-func (d *Driver) createInstance(what string, u gpu.UUID, profile string, at gpu.Placement, ci int) (in gpu.Instance, err error) {
-	h, err := d.handle(u)
+func (m *migSide) createInstance(what string, u gpu.UUID, profile string, at gpu.Placement, ci int) (in gpu.Instance, err error) {
+	h, err := m.handle(u)
 	if err != nil {
 		return in, fmt.Errorf("%s: %w", what, err)
 	}
-	p, slots, err := d.profileOf(h, u, profile)
+	p, slots, err := m.profileOf(h, u, profile)
 	if err != nil {
 		return in, fmt.Errorf("%s: %w", what, err)
 	}
@@ -81,20 +81,20 @@ func (d *Driver) createInstance(what string, u gpu.UUID, profile string, at gpu.
 		}
 		s.profile = p
 	} else {
-		own, listed := d.standingOf(h, u, p)
+		own, listed := m.standingOf(h, u, p)
 		i := slices.IndexFunc(own, func(s standing) bool { return s.at == at })
 		if listed != nil || i < 0 {
 			return in, advised(refused, p)
 		}
 		s = own[i]
-		if in, err = d.inPlace(h, u, s, slots, ci); err != nil || in.GI == s.id {
+		if in, err = m.inPlace(h, u, s, slots, ci); err != nil || in.GI == s.id {
 			if err != nil {
 				err = fmt.Errorf("%s: %w", what, err)
 			}
 			return in, err
 		}
 	}
-	return d.createCompute(what, u, s, slots, ci)
+	return m.createCompute(what, u, s, slots, ci)
 }
 
 // undone takes back, after an error, what was made before it.
@@ -123,8 +123,8 @@ func advised(err error, p gpu.Profile) error {
 
 // profileOf finds a profile by the name of it or of a split, and how many compute
 // slices that has.
-func (d *Driver) profileOf(h nvml.Device, u gpu.UUID, name string) (p gpu.Profile, slots int, err error) {
-	list, err := d.knownProfiles(h, u)
+func (m *migSide) profileOf(h nvml.Device, u gpu.UUID, name string) (p gpu.Profile, slots int, err error) {
+	list, err := m.knownProfiles(h, u)
 	if err != nil {
 		return p, 0, err
 	}
@@ -145,11 +145,11 @@ func (d *Driver) profileOf(h nvml.Device, u gpu.UUID, name string) (p gpu.Profil
 
 // computeProfiles are the kinds of compute instances that a GPU instance can
 // hold, in the driver's order.
-func (d *Driver) computeProfiles(u gpu.UUID, s standing) ([]computeProfile, error) {
+func (m *migSide) computeProfiles(u gpu.UUID, s standing) ([]computeProfile, error) {
 	key := computeKey{u, s.profile.ID}
-	d.profiles.mu.Lock()
-	known := d.profiles.compute[key]
-	d.profiles.mu.Unlock()
+	m.profiles.mu.Lock()
+	known := m.profiles.compute[key]
+	m.profiles.mu.Unlock()
 	if known != nil {
 		return known, nil
 	}
@@ -173,12 +173,12 @@ func (d *Driver) computeProfiles(u gpu.UUID, s standing) ([]computeProfile, erro
 	if len(list) == 0 {
 		return nil, nil
 	}
-	d.profiles.mu.Lock()
-	defer d.profiles.mu.Unlock()
-	if d.profiles.compute == nil {
-		d.profiles.compute = map[computeKey][]computeProfile{}
+	m.profiles.mu.Lock()
+	defer m.profiles.mu.Unlock()
+	if m.profiles.compute == nil {
+		m.profiles.compute = map[computeKey][]computeProfile{}
 	}
-	d.profiles.compute[key] = list
+	m.profiles.compute[key] = list
 	return list, nil
 }
 
@@ -189,8 +189,8 @@ type compute struct {
 }
 
 // computes lists the compute instances in a GPU instance.
-func (d *Driver) computes(u gpu.UUID, s standing) ([]compute, error) {
-	list, err := d.computeProfiles(u, s)
+func (m *migSide) computes(u gpu.UUID, s standing) ([]compute, error) {
+	list, err := m.computeProfiles(u, s)
 	if err != nil {
 		return nil, err
 	}
@@ -214,9 +214,9 @@ func (d *Driver) computes(u gpu.UUID, s standing) ([]compute, error) {
 
 // inPlace is the compute instance of so many slices from slice ci on, if that
 // stands already; its GI is -1 if not.
-func (d *Driver) inPlace(h nvml.Device, u gpu.UUID, s standing, slots, ci int) (gpu.Instance, error) {
+func (m *migSide) inPlace(h nvml.Device, u gpu.UUID, s standing, slots, ci int) (gpu.Instance, error) {
 	none := gpu.Instance{GI: -1, CI: -1}
-	found, err := d.computes(u, s)
+	found, err := m.computes(u, s)
 	if err != nil {
 		return none, err
 	}
@@ -224,7 +224,7 @@ func (d *Driver) inPlace(h nvml.Device, u gpu.UUID, s standing, slots, ci int) (
 	if i < 0 {
 		return none, nil
 	}
-	all, err := d.readInstances(h, u, []gpu.Profile{s.profile})
+	all, err := m.readInstances(h, u, []gpu.Profile{s.profile})
 	if err != nil {
 		return none, err
 	}
@@ -237,13 +237,13 @@ func (d *Driver) inPlace(h nvml.Device, u gpu.UUID, s standing, slots, ci int) (
 }
 
 // createCompute makes the compute instance in a GPU instance.
-func (d *Driver) createCompute(what string, u gpu.UUID, s standing, slots, ci int) (in gpu.Instance, err error) {
+func (m *migSide) createCompute(what string, u gpu.UUID, s standing, slots, ci int) (in gpu.Instance, err error) {
 	none := in
 	in = gpu.Instance{Profile: s.profile.Name, Placement: s.at, GI: s.id}
 	if slots != s.profile.Slices {
 		in.Profile = fmt.Sprintf("%dc.%s", slots, s.profile.Name)
 	}
-	kinds, err := d.computeProfiles(u, s)
+	kinds, err := m.computeProfiles(u, s)
 	if err != nil {
 		return none, fmt.Errorf("%s: %w", what, err)
 	}
@@ -258,7 +258,7 @@ func (d *Driver) createCompute(what string, u gpu.UUID, s standing, slots, ci in
 	if i < 0 {
 		return none, fmt.Errorf("%s: a %s instance has no compute instance of %d slices: %w", what, s.profile.Name, slots, gpu.ErrInvalid)
 	}
-	made, err := d.placeCompute(what, s, kinds[i], ci)
+	made, err := m.placeCompute(what, s, kinds[i], ci)
 	if err != nil {
 		if errors.Is(err, gpu.ErrNoRoom) {
 			err = fmt.Errorf("%w; GPU instance %d has other compute instances there: destroy those", err, s.id)
@@ -285,9 +285,9 @@ func (d *Driver) createCompute(what string, u gpu.UUID, s standing, slots, ci in
 
 // placeCompute makes a compute instance from slice ci on, where the driver can be
 // told that. All of a GPU instance has one place only.
-func (d *Driver) placeCompute(what string, s standing, p computeProfile, ci int) (nvml.ComputeInstance, error) {
+func (m *migSide) placeCompute(what string, s standing, p computeProfile, ci int) (nvml.ComputeInstance, error) {
 	kind := &nvml.ComputeInstanceProfileInfo{Id: uint32(p.id)}
-	if p.slices == s.profile.Slices || !d.has("nvmlGpuInstanceCreateComputeInstanceWithPlacement") || !d.has("nvmlGpuInstanceGetComputeInstancePossiblePlacements") {
+	if p.slices == s.profile.Slices || !m.has("nvmlGpuInstanceCreateComputeInstanceWithPlacement") || !m.has("nvmlGpuInstanceGetComputeInstancePossiblePlacements") {
 		made, ret := s.gi.CreateComputeInstance(kind)
 		return made, failed(what, ret)
 	}
@@ -314,18 +314,18 @@ func (d *Driver) placeCompute(what string, s standing, p computeProfile, ci int)
 // Errors: gpu.ErrInUse where a process uses it, or (CI -1) it holds compute
 // instances; gpu.ErrNotFound where nothing of it stands, or another instance has
 // its numbers now, which is left alone.
-func (d *Driver) DestroyInstance(ctx context.Context, u gpu.UUID, in gpu.Instance) error {
+func (m *migSide) DestroyInstance(ctx context.Context, u gpu.UUID, in gpu.Instance) error {
 	what := fmt.Sprintf("destroy %s on %s", place(in.Profile, in.Start, in.CIStart), u)
-	_, err := work(ctx, d, u, what, func() (struct{}, error) { return struct{}{}, d.destroyInstance(what, u, in) })
+	_, err := work(ctx, m.session, u, what, func() (struct{}, error) { return struct{}{}, m.destroyInstance(what, u, in) })
 	return err
 }
 
-func (d *Driver) destroyInstance(what string, u gpu.UUID, in gpu.Instance) error {
-	h, err := d.handle(u)
+func (m *migSide) destroyInstance(what string, u gpu.UUID, in gpu.Instance) error {
+	h, err := m.handle(u)
 	if err != nil {
 		return fmt.Errorf("%s: %w", what, err)
 	}
-	p, slots, err := d.profileOf(h, u, in.Profile)
+	p, slots, err := m.profileOf(h, u, in.Profile)
 	if err != nil {
 		return fmt.Errorf("%s: %w", what, err)
 	}
@@ -343,13 +343,13 @@ func (d *Driver) destroyInstance(what string, u gpu.UUID, in gpu.Instance) error
 	s.profile = p
 	var others, gone bool
 	if in.CI >= 0 {
-		others, gone, err = d.destroyCompute(what, u, s, slots, in)
+		others, gone, err = m.destroyCompute(what, u, s, slots, in)
 	}
 	if err == nil && !others {
 		err = pinned(failed(what, gi.Destroy()))
 	}
 	if err != nil && gone {
-		if _, left := d.createCompute("make its compute instance again", u, s, slots, in.CIStart); left != nil {
+		if _, left := m.createCompute("make its compute instance again", u, s, slots, in.CIStart); left != nil {
 			return fmt.Errorf("%w; GPU instance %d is left empty: %w", err, in.GI, left)
 		}
 	}
@@ -368,7 +368,7 @@ func sought(ret nvml.Return) nvml.Return {
 // destroyCompute destroys a compute instance, and reports whether its GPU
 // instance holds others still, and, also with an error, whether it did: it may
 // have been gone.
-func (d *Driver) destroyCompute(what string, u gpu.UUID, s standing, slots int, in gpu.Instance) (others, destroyed bool, err error) {
+func (m *migSide) destroyCompute(what string, u gpu.UUID, s standing, slots int, in gpu.Instance) (others, destroyed bool, err error) {
 	ci, ret := s.gi.GetComputeInstanceById(in.CI)
 	if ret = sought(ret); ret != nvml.ERROR_NOT_FOUND {
 		if err := failed(fmt.Sprintf("%s: find compute instance %d", what, in.CI), ret); err != nil {
@@ -391,7 +391,7 @@ func (d *Driver) destroyCompute(what string, u gpu.UUID, s standing, slots int, 
 	if slots == s.profile.Slices {
 		return false, destroyed, nil
 	}
-	list, err := d.computes(u, s)
+	list, err := m.computes(u, s)
 	if err != nil {
 		return false, destroyed, fmt.Errorf("%s: %w", what, err)
 	}
@@ -425,7 +425,7 @@ func (d *Driver) SetMIGMode(ctx context.Context, u gpu.UUID, on bool) error {
 	}
 	what := fmt.Sprintf("switch MIG %s on %s", word, u)
 	d.hurry()
-	_, err := work(ctx, d, u, what, func() (none struct{}, _ error) {
+	_, err := work(ctx, d.session, u, what, func() (none struct{}, _ error) {
 		h, err := d.handle(u)
 		if err != nil {
 			return none, fmt.Errorf("%s: %w", what, err)

@@ -27,7 +27,7 @@ import (
 // lead, MIG profiles) is read once per GPU; which NVLinks work, the fabric, and
 // what the kernel says of the machine are read anew each time.
 func (d *Driver) Inventory(ctx context.Context) (gpu.Inventory, error) {
-	inv, err := call(ctx, d, "read the inventory", func() (gpu.Inventory, error) { return d.inventory(ctx) })
+	inv, err := call(ctx, d.session, "read the inventory", func() (gpu.Inventory, error) { return d.inventory(ctx) })
 	if err == nil {
 		err = d.place(ctx, &inv)
 	}
@@ -74,15 +74,15 @@ func (d *Driver) inventory(ctx context.Context) (gpu.Inventory, error) {
 		h, ok := handles[dev.UUID]
 		if !ok {
 			// Its peers may have other indices now; what it was linked to is known.
-			if own := d.links[dev.UUID]; own != nil {
+			if own := d.links.known[dev.UUID]; own != nil {
 				dev.Links = own.joined(i, inv.GPUs)
 			}
 			continue
 		}
-		own := d.lanesOf(h, dev)
+		own := d.links.lanesOf(h, dev)
 		dev.Lanes, dev.Links, dev.Fabric = len(own.lanes), own.joined(i, inv.GPUs), nil
 		if dev.Lanes > 0 {
-			dev.Fabric = d.fabric(h, d.last[dev.UUID].Fabric)
+			dev.Fabric = d.links.fabric(h, d.last[dev.UUID].Fabric)
 		}
 		d.last[dev.UUID] = *dev
 		*dev = clone(*dev)

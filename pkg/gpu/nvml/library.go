@@ -101,23 +101,23 @@ func (c content) is(path string) (bool, error) {
 // then is it asked. A library that is replaced under a driver that still runs
 // does no harm: a new process could not speak to that one. And a library that is
 // gone is not a replaced one.
-func (d *Driver) explained(err error) error {
-	if d.stopped.Err() != nil || d.loaded.info == nil || !errors.Is(err, gpu.ErrNoDriver) {
+func (s *session) explained(err error) error {
+	if s.stopped.Err() != nil || s.loaded.info == nil || !errors.Is(err, gpu.ErrNoDriver) {
 		return err
 	}
-	path, lost := findLibrary(d.opts, d.log)
+	path, lost := findLibrary(s.opts, s.log)
 	if lost != nil {
 		return err
 	}
 	if !filepath.IsAbs(path) {
-		path = d.library // where the dynamic linker found it
+		path = s.library // where the dynamic linker found it
 	}
 	if !filepath.IsAbs(path) {
 		return err
 	}
-	if same, unread := d.loaded.is(path); same || unread != nil {
+	if same, unread := s.loaded.is(path); same || unread != nil {
 		return err
 	}
 	return fmt.Errorf("%w: %s is not the library of %s that runs here; start another process: %w",
-		gpu.ErrReloaded, path, d.loaded.info.ModTime().Format(time.DateTime), err)
+		gpu.ErrReloaded, path, s.loaded.info.ModTime().Format(time.DateTime), err)
 }

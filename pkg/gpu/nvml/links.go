@@ -42,27 +42,33 @@ type lane struct {
 	mbps     int    // in each direction, 0 where not known
 }
 
+// linkReader reads GPUs' NVLinks. It is used inside the door only.
+type linkReader struct {
+	*session
+	known map[gpu.UUID]*nvlinks // of each GPU ever seen
+}
+
 // lanesOf reads a GPU's NVLinks: their states each time, all else when a link
 // has come up. What the driver cannot tell now stays as it was.
-func (d *Driver) lanesOf(h nvml.Device, dev *gpu.Device) *nvlinks {
-	own, ok := d.links[dev.UUID]
+func (r *linkReader) lanesOf(h nvml.Device, dev *gpu.Device) *nvlinks {
+	own, ok := r.known[dev.UUID]
 	if !ok {
 		own = &nvlinks{anew: true}
-		d.links[dev.UUID] = own
+		r.known[dev.UUID] = own
 	}
 	if own.anew || own.pci != dev.PCI || own.mig != dev.MIG.Enabled {
-		d.countLanes(h, own)
+		r.countLanes(h, own)
 		own.pci, own.mig = dev.PCI, dev.MIG.Enabled
 	} else {
-		d.readStates(h, own)
+		r.readStates(h, own)
 	}
-	d.ask(h, own)
+	r.ask(h, own)
 	return own
 }
 
 // countLanes finds out which links a GPU has, with the call that every driver
 // knows, and whether their states can be read by field from now on.
-func (d *Driver) countLanes(h nvml.Device, own *nvlinks) {
+func (r *linkReader) countLanes(h nvml.Device, own *nvlinks) {
 	before := own.lanes
 	own.lanes, own.anew, own.byField = nil, false, false
 	for number := range nvml.NVLINK_MAX_LINKS {
@@ -90,7 +96,7 @@ func (d *Driver) countLanes(h nvml.Device, own *nvlinks) {
 	}
 	// The field is a later word for the same, and is believed where it says the
 	// same. It alone tells a link that sleeps from one that is down.
-	states, ok := d.fields(h, nvml.FI_DEV_NVLINK_GET_STATE, own.lanes)
+	states, ok := r.fields(h, nvml.FI_DEV_NVLINK_GET_STATE, own.lanes)
 	if own.byField = ok && !slices.Contains(states, notGiven); !own.byField {
 		return
 	}
@@ -104,9 +110,9 @@ func (d *Driver) countLanes(h nvml.Device, own *nvlinks) {
 }
 
 // readStates reads which links are up.
-func (d *Driver) readStates(h nvml.Device, own *nvlinks) {
+func (r *linkReader) readStates(h nvml.Device, own *nvlinks) {
 	if own.byField {
-		if states, ok := d.fields(h, nvml.FI_DEV_NVLINK_GET_STATE, own.lanes); ok {
+		if states, ok := r.fields(h, nvml.FI_DEV_NVLINK_GET_STATE, own.lanes); ok {
 			own.states(states)
 			return
 		}
@@ -134,13 +140,13 @@ func (l *lane) set(up bool) {
 }
 
 // ask finds out where links lead that came up.
-func (d *Driver) ask(h nvml.Device, own *nvlinks) {
+func (r *linkReader) ask(h nvml.Device, own *nvlinks) {
 	fresh := slices.DeleteFunc(slices.Clone(own.lanes), func(l lane) bool { return !l.up || l.asked })
 	if len(fresh) == 0 {
 		return
 	}
-	typed, versioned := d.has("nvmlDeviceGetNvLinkRemoteDeviceType"), d.has("nvmlDeviceGetNvLinkVersion")
-	speeds := d.speeds(h, fresh)
+	typed, versioned := r.has("nvmlDeviceGetNvLinkRemoteDeviceType"), r.has("nvmlDeviceGetNvLinkVersion")
+	speeds := r.speeds(h, fresh)
 	version := 0 // of all: a GPU's links are of one generation
 	for i, f := range fresh {
 		l := &own.lanes[slices.IndexFunc(own.lanes, func(l lane) bool { return l.number == f.number })]
@@ -167,12 +173,12 @@ func (d *Driver) ask(h nvml.Device, own *nvlinks) {
 
 // speeds is what links carry in each direction, in MB/s; before the field of each
 // link there was one for all that are up.
-func (d *Driver) speeds(h nvml.Device, lanes []lane) []uint64 {
-	speeds, ok := d.fields(h, nvml.FI_DEV_NVLINK_GET_SPEED, lanes)
+func (r *linkReader) speeds(h nvml.Device, lanes []lane) []uint64 {
+	speeds, ok := r.fields(h, nvml.FI_DEV_NVLINK_GET_SPEED, lanes)
 	if ok && !slices.Contains(speeds, notGiven) {
 		return speeds
 	}
-	if common, ok := d.fields(h, nvml.FI_DEV_NVLINK_SPEED_MBPS_COMMON, lanes[:1]); ok {
+	if common, ok := r.fields(h, nvml.FI_DEV_NVLINK_SPEED_MBPS_COMMON, lanes[:1]); ok {
 		for i := range speeds {
 			if speeds[i] == notGiven {
 				speeds[i] = common[0]
@@ -187,9 +193,9 @@ const notGiven = ^uint64(0)
 
 // fields reads one field of each link, all in one call. Each has its own outcome;
 // ok says that the call as a whole succeeded.
-func (d *Driver) fields(h nvml.Device, id uint32, lanes []lane) (values []uint64, ok bool) {
+func (r *linkReader) fields(h nvml.Device, id uint32, lanes []lane) (values []uint64, ok bool) {
 	values = slices.Repeat([]uint64{notGiven}, len(lanes))
-	if !d.has("nvmlDeviceGetFieldValues") {
+	if !r.has("nvmlDeviceGetFieldValues") {
 		return values, false
 	}
 	asked := make([]nvml.FieldValue, len(lanes))
@@ -293,17 +299,17 @@ func (own *nvlinks) joined(self int, gpus []gpu.Device) []gpu.Link {
 // it has been taken up into one. An 8-GPU machine with switches of its own is in
 // the fabric whose UUID is zero, which is none. Where the driver cannot tell
 // now, it is as before.
-func (d *Driver) fabric(h nvml.Device, before *gpu.Fabric) *gpu.Fabric {
+func (r *linkReader) fabric(h nvml.Device, before *gpu.Fabric) *gpu.Fabric {
 	var state uint8
 	var status, clique uint32
 	var cluster [16]uint8
 	var ret nvml.Return
 	switch {
-	case d.has("nvmlDeviceGetGpuFabricInfoV"): // the first one has the number 2
+	case r.has("nvmlDeviceGetGpuFabricInfoV"): // the first one has the number 2
 		var info nvml.GpuFabricInfo_v2
 		info, ret = h.GetGpuFabricInfoV().V2()
 		state, status, clique, cluster = info.State, info.Status, info.CliqueId, info.ClusterUuid
-	case d.has("nvmlDeviceGetGpuFabricInfo"):
+	case r.has("nvmlDeviceGetGpuFabricInfo"):
 		var info nvml.GpuFabricInfo
 		info, ret = h.GetGpuFabricInfo()
 		state, status, clique, cluster = info.State, info.Status, info.CliqueId, info.ClusterUuid

@@ -125,10 +125,10 @@ func (l *linked) device() nvml.Device {
 }
 
 func linkedDriver(t *testing.T, missing ...string) *Driver {
-	return &Driver{
-		lib:   &mock.Interface{ExtensionsFunc: func() nvml.ExtendedInterface { return without(missing) }},
-		links: map[gpu.UUID]*nvlinks{}, log: slog.New(slog.DiscardHandler),
-	}
+	return newDriver(&session{
+		lib: &mock.Interface{ExtensionsFunc: func() nvml.ExtendedInterface { return without(missing) }},
+		log: slog.New(slog.DiscardHandler),
+	})
 }
 
 // three GPUs, of which the first one's links are read.
@@ -209,11 +209,11 @@ func TestReadLinks(t *testing.T) {
 			world := c.driver
 			world.t, world.calls = t, map[string]int{}
 			d, h, gpus := linkedDriver(t, c.missing...), world.device(), three()
-			if got := d.lanesOf(h, &gpus[0]).joined(0, gpus); !slices.Equal(got, c.want) {
+			if got := d.links.lanesOf(h, &gpus[0]).joined(0, gpus); !slices.Equal(got, c.want) {
 				t.Errorf("links %+v, want %+v", got, c.want)
 			}
 			clear(world.calls)
-			if got := d.lanesOf(h, &gpus[0]).joined(0, gpus); !slices.Equal(got, c.want) {
+			if got := d.links.lanesOf(h, &gpus[0]).joined(0, gpus); !slices.Equal(got, c.want) {
 				t.Errorf("then links %+v, want %+v", got, c.want)
 			}
 			if fmt.Sprint(world.calls) != fmt.Sprint(c.again) {
@@ -236,7 +236,7 @@ func TestLinkFailsAndReturns(t *testing.T) {
 					want[i].LaneMBps = 25781
 				}
 			}
-			if got := d.lanesOf(h, &gpus[0]).joined(0, gpus); !slices.Equal(got, want) {
+			if got := d.links.lanesOf(h, &gpus[0]).joined(0, gpus); !slices.Equal(got, want) {
 				t.Errorf("%s (fields %v): %+v, want %+v", name, !old, got, want)
 			}
 		}
@@ -279,7 +279,7 @@ func TestLinksAreCountedAgain(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			if got := d.lanesOf(h, &gpus[0]).joined(0, gpus); len(got) != want {
+			if got := d.links.lanesOf(h, &gpus[0]).joined(0, gpus); len(got) != want {
 				t.Errorf("%s: links %+v, want %d", c.name, got, want)
 			}
 			world.links = []far{{up: true, sw: true}}
@@ -305,14 +305,14 @@ func TestFabric(t *testing.T) {
 	} {
 		h := &mock.Device{GetGpuFabricInfoFunc: func() (nvml.GpuFabricInfo, nvml.Return) { return c.info, c.ret }}
 		got := "none"
-		if f := linkedDriver(t, "nvmlDeviceGetGpuFabricInfoV").fabric(h, before); f != nil {
+		if f := linkedDriver(t, "nvmlDeviceGetGpuFabricInfoV").links.fabric(h, before); f != nil {
 			got = fmt.Sprintf("%s.%d", f.Cluster, f.Clique)
 		}
 		if got != c.want {
 			t.Errorf("%s: %s, want %s", c.name, got, c.want)
 		}
 	}
-	if f := linkedDriver(t, "nvmlDeviceGetGpuFabricInfoV", "nvmlDeviceGetGpuFabricInfo").fabric(&mock.Device{}, before); f != nil {
+	if f := linkedDriver(t, "nvmlDeviceGetGpuFabricInfoV", "nvmlDeviceGetGpuFabricInfo").links.fabric(&mock.Device{}, before); f != nil {
 		t.Errorf("a driver without the call: %+v", f)
 	}
 }

@@ -16,6 +16,9 @@ import (
 // NoLimit is the limit of a cgroup that may have all of a GPU.
 const NoLimit = ^uint64(0)
 
+// memoryLimits are the driver's own limits, by cgroup.
+type memoryLimits struct{ *session }
+
 // SetMemoryLimit has the driver keep all processes of a cgroup together within so
 // many bytes of a GPU's memory; NoLimit undoes it, and so does the end of the
 // cgroup. It is the directory's path as this process sees it. Nothing is guaranteed
@@ -27,11 +30,11 @@ const NoLimit = ^uint64(0)
 // not know, for a cgroup that it cannot open, and for one without the files dmem.*
 // on a kernel that has them; gpu.ErrInvalid for a path that is not absolute and for
 // more than the card has.
-func (d *Driver) SetMemoryLimit(ctx context.Context, u gpu.UUID, cgroup string, bytes uint64) error {
+func (l *memoryLimits) SetMemoryLimit(ctx context.Context, u gpu.UUID, cgroup string, bytes uint64) error {
 	const symbol = "nvmlDeviceSetMemoryLimits_v1"
 	what := fmt.Sprintf("limit the memory of cgroup %q on %s", cgroup, u)
-	_, err := call(ctx, d, what, func() (none struct{}, _ error) {
-		h, err := d.limited(what, symbol, u, cgroup)
+	_, err := call(ctx, l.session, what, func() (none struct{}, _ error) {
+		h, err := l.limited(what, symbol, u, cgroup)
 		if err != nil {
 			return none, err
 		}
@@ -43,11 +46,11 @@ func (d *Driver) SetMemoryLimit(ctx context.Context, u gpu.UUID, cgroup string, 
 
 // MemoryLimit reads what SetMemoryLimit has set. The error is as there, and wraps
 // gpu.ErrNotFound where there is no limit.
-func (d *Driver) MemoryLimit(ctx context.Context, u gpu.UUID, cgroup string) (gpu.MemoryLimit, error) {
+func (l *memoryLimits) MemoryLimit(ctx context.Context, u gpu.UUID, cgroup string) (gpu.MemoryLimit, error) {
 	const symbol = "nvmlDeviceGetMemoryLimits_v1"
 	what := fmt.Sprintf("read the memory limit of cgroup %q on %s", cgroup, u)
-	return call(ctx, d, what, func() (gpu.MemoryLimit, error) {
-		h, err := d.limited(what, symbol, u, cgroup)
+	return call(ctx, l.session, what, func() (gpu.MemoryLimit, error) {
+		h, err := l.limited(what, symbol, u, cgroup)
 		if err != nil {
 			return gpu.MemoryLimit{}, err
 		}
@@ -60,14 +63,14 @@ func (d *Driver) MemoryLimit(ctx context.Context, u gpu.UUID, cgroup string) (gp
 }
 
 // limited finds the GPU of a call about limits.
-func (d *Driver) limited(what, symbol string, u gpu.UUID, cgroup string) (nvml.Device, error) {
+func (l *memoryLimits) limited(what, symbol string, u gpu.UUID, cgroup string) (nvml.Device, error) {
 	if !filepath.IsAbs(cgroup) || strings.ContainsRune(cgroup, 0) {
 		return nil, fmt.Errorf("%s: want an absolute path: %w", what, gpu.ErrInvalid)
 	}
-	if !d.has(symbol) {
-		return nil, fmt.Errorf("%s: %s has no %s; driver R615 is the first: %w", what, d.library, symbol, gpu.ErrNotSupported)
+	if !l.has(symbol) {
+		return nil, fmt.Errorf("%s: %s has no %s; driver R615 is the first: %w", what, l.library, symbol, gpu.ErrNotSupported)
 	}
-	return d.handle(u)
+	return l.handle(u)
 }
 
 // limitFailed knows what the operating system's refusal means here: the path does

@@ -26,32 +26,39 @@ const (
 	mostReadings = 5
 )
 
+// migSide reads and changes the MIG side of GPUs.
+type migSide struct {
+	*session
+	readings *readings
+	profiles profiles
+}
+
 // MIG reads one GPU's MIG side as it is now; without capability it is the zero
 // value. It waits for work on that GPU's instances that is under way, and for no
 // other call.
 //
 // Errors: gpu.ErrNotFound for a UUID that the driver does not know.
-func (d *Driver) MIG(ctx context.Context, u gpu.UUID) (gpu.MIG, error) {
-	return work(ctx, d, u, "read the MIG side of "+string(u), func() (gpu.MIG, error) {
-		h, err := d.handle(u)
+func (m *migSide) MIG(ctx context.Context, u gpu.UUID) (gpu.MIG, error) {
+	return work(ctx, m.session, u, "read the MIG side of "+string(u), func() (gpu.MIG, error) {
+		h, err := m.handle(u)
 		if err != nil {
 			return gpu.MIG{}, err
 		}
-		return d.mig(h, u)
+		return m.mig(h, u)
 	})
 }
 
 // work runs f behind one GPU's own door.
-func work[T any](ctx context.Context, d *Driver, u gpu.UUID, what string, f func() (T, error)) (T, error) {
-	value, err := through(ctx, d.card(u), what, func() (T, error) {
+func work[T any](ctx context.Context, s *session, u gpu.UUID, what string, f func() (T, error)) (T, error) {
+	value, err := through(ctx, s.card(u), what, func() (T, error) {
 		var none T
-		if err := d.outside.join(ctx); err != nil {
+		if err := s.outside.join(ctx); err != nil {
 			return none, fmt.Errorf("%s: %w: the driver is being initialised anew", what, err)
 		}
-		defer d.outside.part()
-		return open(d, what, f)()
+		defer s.outside.part()
+		return open(s, what, f)()
 	}, nil)
-	return value, d.explained(err)
+	return value, s.explained(err)
 }
 
 // profiles is what a process has learnt of the profiles of its GPUs: they do not
@@ -76,7 +83,7 @@ type computeProfile struct {
 }
 
 // mig reads a GPU's MIG side.
-func (d *Driver) mig(h nvml.Device, u gpu.UUID) (gpu.MIG, error) {
+func (side *migSide) mig(h nvml.Device, u gpu.UUID) (gpu.MIG, error) {
 	current, pending, ret := h.GetMigMode()
 	if ret == nvml.ERROR_NOT_SUPPORTED {
 		return gpu.MIG{}, nil
@@ -90,31 +97,31 @@ func (d *Driver) mig(h nvml.Device, u gpu.UUID) (gpu.MIG, error) {
 		m.Pending = &p
 	}
 	var err error
-	if m.Profiles, err = d.knownProfiles(h, u); err != nil || !m.Enabled {
+	if m.Profiles, err = side.knownProfiles(h, u); err != nil || !m.Enabled {
 		return m, err
 	}
-	m.Instances, err = d.instances(h, u, m.Profiles)
+	m.Instances, err = side.instances(h, u, m.Profiles)
 	return m, err
 }
 
 // knownProfiles is a GPU's profiles, for the caller to keep.
-func (d *Driver) knownProfiles(h nvml.Device, u gpu.UUID) ([]gpu.Profile, error) {
-	d.profiles.mu.Lock()
-	known := d.profiles.whole[u]
-	d.profiles.mu.Unlock()
+func (m *migSide) knownProfiles(h nvml.Device, u gpu.UUID) ([]gpu.Profile, error) {
+	m.profiles.mu.Lock()
+	known := m.profiles.whole[u]
+	m.profiles.mu.Unlock()
 	if known != nil {
 		return cloneProfiles(known), nil
 	}
-	list, err := d.readProfiles(h, u)
+	list, err := m.readProfiles(h, u)
 	if err != nil || !complete(list) {
 		return list, err
 	}
-	d.profiles.mu.Lock()
-	defer d.profiles.mu.Unlock()
-	if d.profiles.whole == nil {
-		d.profiles.whole = map[gpu.UUID][]gpu.Profile{}
+	m.profiles.mu.Lock()
+	defer m.profiles.mu.Unlock()
+	if m.profiles.whole == nil {
+		m.profiles.whole = map[gpu.UUID][]gpu.Profile{}
 	}
-	d.profiles.whole[u] = cloneProfiles(list)
+	m.profiles.whole[u] = cloneProfiles(list)
 	return list, nil
 }
 
@@ -140,8 +147,8 @@ func complete(profiles []gpu.Profile) bool {
 // readProfiles walks the driver's profile numbers until it says that there are no
 // more. Names are the driver's own: names computed from sizes are wrong on
 // some boards. Before R510 the driver tells no names and there are none here.
-func (d *Driver) readProfiles(h nvml.Device, u gpu.UUID) ([]gpu.Profile, error) {
-	if !d.has("nvmlDeviceGetGpuInstanceProfileInfoV") {
+func (m *migSide) readProfiles(h nvml.Device, u gpu.UUID) ([]gpu.Profile, error) {
+	if !m.has("nvmlDeviceGetGpuInstanceProfileInfoV") {
 		return nil, nil
 	}
 	var list []gpu.Profile
@@ -200,12 +207,12 @@ func profileName(c []int8) string { return strings.TrimPrefix(text(c), "MIG ") }
 // instances lists what stands on a GPU in MIG mode, by placement: one entry
 // for each compute instance, and one with CI -1 and no UUID for a GPU instance
 // that has none. What comes or goes meanwhile is in it or not.
-func (d *Driver) instances(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) (list []gpu.Instance, err error) {
+func (m *migSide) instances(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) (list []gpu.Instance, err error) {
 	for range mostReadings {
 		// An instance that goes away between two questions about it makes the
 		// second one wrong, and not the GPU. And of the dozens of questions one may
 		// fail as any call may: a GPU that cannot be read gives nothing out.
-		list, err = d.readInstances(h, u, profiles)
+		list, err = m.readInstances(h, u, profiles)
 		if !errors.Is(err, gpu.ErrNotFound) && !errors.Is(err, gpu.ErrInvalid) && !errors.Is(err, gpu.ErrDriver) {
 			break
 		}
@@ -213,16 +220,16 @@ func (d *Driver) instances(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) (l
 	return list, err
 }
 
-func (d *Driver) readInstances(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) ([]gpu.Instance, error) {
-	standing, err := d.standing(h, u, profiles)
+func (m *migSide) readInstances(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) ([]gpu.Instance, error) {
+	standing, err := m.standing(h, u, profiles)
 	if err != nil || len(standing) == 0 {
 		return nil, err
 	}
-	devices, err := d.devices(h, u, standing)
+	devices, err := m.devices(h, u, standing)
 	if err != nil {
 		return nil, err
 	}
-	processes, err := d.processes(h, u)
+	processes, err := m.readings.processes(h, u)
 	if err != nil {
 		return nil, err
 	}
@@ -259,7 +266,7 @@ type standing struct {
 // standing lists the GPU instances on a GPU. The driver lists those of one
 // profile at a time; profiles that have no room beside what was found need not
 // be asked for.
-func (d *Driver) standing(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) ([]standing, error) {
+func (m *migSide) standing(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) ([]standing, error) {
 	var found []standing
 	for _, p := range profiles {
 		if len(p.Placements) > 0 && !slices.ContainsFunc(p.Placements, func(at gpu.Placement) bool {
@@ -267,7 +274,7 @@ func (d *Driver) standing(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) ([]
 		}) {
 			continue
 		}
-		own, err := d.standingOf(h, u, p)
+		own, err := m.standingOf(h, u, p)
 		if err != nil {
 			return nil, err
 		}
@@ -279,7 +286,7 @@ func (d *Driver) standing(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) ([]
 func overlap(a, b gpu.Placement) bool { return a.Start < b.Start+b.Size && b.Start < a.Start+a.Size }
 
 // standingOf lists the GPU instances of one profile.
-func (d *Driver) standingOf(h nvml.Device, u gpu.UUID, p gpu.Profile) ([]standing, error) {
+func (m *migSide) standingOf(h nvml.Device, u gpu.UUID, p gpu.Profile) ([]standing, error) {
 	list, ret := h.GetGpuInstances(&nvml.GpuInstanceProfileInfo{Id: uint32(p.ID), InstanceCount: uint32(p.Max)})
 	if err := failed(fmt.Sprintf("list the %s instances of %s", p.Name, u), ret); err != nil {
 		return nil, err
@@ -310,7 +317,7 @@ func describe(gi nvml.GpuInstance, what string) (standing, error) {
 
 // devices lists the compute instances that stand in GPU instances, without
 // whether they are busy: those are what the driver calls MIG devices.
-func (d *Driver) devices(h nvml.Device, u gpu.UUID, in []standing) ([]gpu.Instance, error) {
+func (m *migSide) devices(h nvml.Device, u gpu.UUID, in []standing) ([]gpu.Instance, error) {
 	most, ret := h.GetMaxMigDeviceCount()
 	if err := failed("count the MIG devices of "+string(u), ret); err != nil {
 		return nil, err
@@ -337,7 +344,7 @@ func (d *Driver) devices(h nvml.Device, u gpu.UUID, in []standing) ([]gpu.Instan
 		if at < 0 {
 			continue // it came after its place was looked at
 		}
-		found, slots, err := d.migDevice(dev, what, in[at])
+		found, slots, err := m.migDevice(dev, what, in[at])
 		if err != nil {
 			return nil, err
 		}
@@ -349,7 +356,7 @@ func (d *Driver) devices(h nvml.Device, u gpu.UUID, in []standing) ([]gpu.Instan
 
 // migDevice reads a MIG device in a GPU instance, and how many compute slices it
 // has.
-func (d *Driver) migDevice(dev nvml.Device, what string, s standing) (in gpu.Instance, slots int, err error) {
+func (m *migSide) migDevice(dev nvml.Device, what string, s standing) (in gpu.Instance, slots int, err error) {
 	in = gpu.Instance{Profile: s.profile.Name, Placement: s.at, GI: s.id}
 	var ret nvml.Return
 	if in.CI, ret = dev.GetComputeInstanceId(); ret != nvml.SUCCESS {

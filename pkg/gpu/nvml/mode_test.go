@@ -28,7 +28,7 @@ func mocked(t *testing.T, card nvml.Device, missing ...string) *Driver {
 			return card, nvml.SUCCESS
 		},
 	}
-	d := &Driver{lib: lib, library: "libnvidia-ml.so.1", rooms: newRooms(), stopped: t.Context(), log: slog.New(slog.DiscardHandler), again: make(chan struct{}, 1)}
+	d := newDriver(&session{lib: lib, library: "libnvidia-ml.so.1", gates: newGates(), stopped: t.Context(), log: slog.New(slog.DiscardHandler)})
 	three := gpu.Profile{Name: "3g.40gb", ID: 9, Slices: 3, Max: 2, Placements: []gpu.Placement{{Start: 0, Size: 4}, {Start: 4, Size: 4}}}
 	d.profiles.whole = map[gpu.UUID][]gpu.Profile{"GPU-0": {three}}
 	return d
@@ -171,7 +171,7 @@ func TestWorkIsOnePerGPU(t *testing.T) {
 	ctx, leave := context.WithCancel(t.Context())
 	left := make(chan error, 1)
 	go func() {
-		_, err := work(ctx, d, "GPU-0", "create 3g.40gb@4 on GPU-0", func() (int, error) {
+		_, err := work(ctx, d.session, "GPU-0", "create 3g.40gb@4 on GPU-0", func() (int, error) {
 			close(in)
 			<-out
 			return 1, nil
@@ -181,14 +181,14 @@ func TestWorkIsOnePerGPU(t *testing.T) {
 	<-in
 	next := make(chan error, 1)
 	go func() {
-		_, err := work(t.Context(), d, "GPU-0", "read GPU-0", answer(2))
+		_, err := work(t.Context(), d.session, "GPU-0", "read GPU-0", answer(2))
 		next <- err
 	}()
 	// Another GPU and readings go on.
-	if n, err := work(t.Context(), d, "GPU-1", "read GPU-1", answer(3)); n != 3 || err != nil {
+	if n, err := work(t.Context(), d.session, "GPU-1", "read GPU-1", answer(3)); n != 3 || err != nil {
 		t.Errorf("another GPU: %d, %v", n, err)
 	}
-	if n, err := call(t.Context(), d, "read the inventory", answer(4)); n != 4 || err != nil {
+	if n, err := call(t.Context(), d.session, "read the inventory", answer(4)); n != 4 || err != nil {
 		t.Errorf("a reading: %d, %v", n, err)
 	}
 	leave()
@@ -199,7 +199,7 @@ func TestWorkIsOnePerGPU(t *testing.T) {
 	// alone meanwhile.
 	short, cancel := context.WithTimeout(t.Context(), hungAfter+hungAfter/2)
 	defer cancel()
-	if _, err := work(short, d, "GPU-0", "read GPU-0", answer(5)); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "create 3g.40gb@4 on GPU-0") {
+	if _, err := work(short, d.session, "GPU-0", "read GPU-0", answer(5)); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "create 3g.40gb@4 on GPU-0") {
 		t.Errorf("refused, before its own time was over: %v", err)
 	}
 	if d.outside.trySeize() {
@@ -216,7 +216,7 @@ func TestWorkIsOnePerGPU(t *testing.T) {
 
 // Who has to wait for a wait for events has to do so once.
 func TestHurry(t *testing.T) {
-	d := &Driver{opts: Options{EventWait: time.Hour}}
+	d := newDriver(&session{opts: Options{EventWait: time.Hour}})
 	if got := d.eventWait(); got != time.Hour {
 		t.Errorf("waits %s for events", got)
 	}

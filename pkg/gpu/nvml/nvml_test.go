@@ -112,7 +112,7 @@ func TestSeenByHost(t *testing.T) {
 		},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			got := (&Driver{opts: c.opts}).seenByHost(seen(c.dev))
+			got := (&session{opts: c.opts}).seenByHost(seen(c.dev))
 			if !reflect.DeepEqual(got.DeviceNodes, []*specs.DeviceNode{c.node}) {
 				t.Errorf("node %+v, want %+v", *got.DeviceNodes[0], *c.node)
 			}
@@ -140,7 +140,7 @@ func standIn(t *testing.T, script string) *Driver {
 	}
 	stopped, stop := context.WithCancel(context.Background())
 	t.Cleanup(stop)
-	return &Driver{opts: Options{DriverRoot: root}, library: filepath.Join(root, "usr/lib64/libnvidia-ml.so.1"), stopped: stopped, stop: stop, rooms: newRooms()}
+	return newDriver(&session{opts: Options{DriverRoot: root}, library: filepath.Join(root, "usr/lib64/libnvidia-ml.so.1"), stopped: stopped, stop: stop, gates: newGates()})
 }
 
 func TestSetTimeSliceRunsTheDriversTool(t *testing.T) {

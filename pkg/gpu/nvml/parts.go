@@ -25,6 +25,9 @@ var leftOut = []string{"apply-cuda-memory-limits", string(nvcdi.EnableCudaCompat
 // needed are the device nodes without which no CUDA program starts.
 var needed = []string{"/dev/nvidiactl", "/dev/nvidia-uvm"}
 
+// partsReader has NVIDIA's generator say what containers need.
+type partsReader struct{ *session }
+
 // Parts lists what containers need of the driver and of each GPU, by host
 // paths. It reads the file system below DriverRoot and DevRoot; call it again
 // when the driver may have changed.
@@ -33,14 +36,14 @@ var needed = []string{"/dev/nvidiactl", "/dev/nvidia-uvm"}
 // and left out. The error wraps gpu.ErrInvalid where Options.Hook is empty and
 // gpu.ErrNoDriver where CUDA's library or a control node is missing: with such
 // parts a container would start and find no GPU.
-func (d *Driver) Parts(ctx context.Context) (cdi.Parts, error) {
-	if !filepath.IsAbs(d.opts.Hook) {
-		return cdi.Parts{}, fmt.Errorf("list the driver's parts: hook program %q: want the host's absolute path of nvidia-cdi-hook: %w", d.opts.Hook, gpu.ErrInvalid)
+func (r *partsReader) Parts(ctx context.Context) (cdi.Parts, error) {
+	if !filepath.IsAbs(r.opts.Hook) {
+		return cdi.Parts{}, fmt.Errorf("list the driver's parts: hook program %q: want the host's absolute path of nvidia-cdi-hook: %w", r.opts.Hook, gpu.ErrInvalid)
 	}
-	return call(ctx, d, "list the driver's parts", func() (cdi.Parts, error) { return d.parts(ctx) })
+	return call(ctx, r.session, "list the driver's parts", func() (cdi.Parts, error) { return r.parts(ctx) })
 }
 
-func (d *Driver) parts(ctx context.Context) (cdi.Parts, error) {
+func (r *partsReader) parts(ctx context.Context) (cdi.Parts, error) {
 	var none cdi.Parts
 	names, err := nvcdi.NewDeviceNamer(nvcdi.DeviceNameStrategyUUID)
 	if err != nil {
@@ -48,30 +51,30 @@ func (d *Driver) parts(ctx context.Context) (cdi.Parts, error) {
 	}
 	generator, err := nvcdi.New(
 		nvcdi.WithMode(nvcdi.ModeNvml),
-		nvcdi.WithNvmlLib(d.lib),
-		nvcdi.WithLogger(logger{d.log}),
+		nvcdi.WithNvmlLib(r.lib),
+		nvcdi.WithLogger(logger{r.log}),
 		nvcdi.WithDeviceNamers(names),
-		nvcdi.WithDriverRoot(d.opts.DriverRoot),
-		nvcdi.WithDevRoot(d.opts.DevRoot),
-		nvcdi.WithNVIDIACDIHookPath(d.opts.Hook),
+		nvcdi.WithDriverRoot(r.opts.DriverRoot),
+		nvcdi.WithDevRoot(r.opts.DevRoot),
+		nvcdi.WithNVIDIACDIHookPath(r.opts.Hook),
 		nvcdi.WithDisabledHooks(leftOut...),
 		// It would load another of the driver's libraries into the process,
 		// beside the one door.
 		nvcdi.WithFeatureFlags(nvcdi.FeatureDisableNvsandboxUtils),
 	)
 	if err != nil {
-		return none, fmt.Errorf("look at the driver below %s: %w: %v", d.opts.DriverRoot, gpu.ErrDriver, err)
+		return none, fmt.Errorf("look at the driver below %s: %w: %v", r.opts.DriverRoot, gpu.ErrDriver, err)
 	}
 	// NVIDIA's errors may wrap the driver's codes, which stay here: hence %v.
 	common, err := generator.GetCommonEdits()
 	if err != nil {
-		return none, fmt.Errorf("find the driver's files below %s: %w: %v", d.opts.DriverRoot, gpu.ErrNoDriver, err)
+		return none, fmt.Errorf("find the driver's files below %s: %w: %v", r.opts.DriverRoot, gpu.ErrNoDriver, err)
 	}
-	parts := cdi.Parts{Common: d.seenByHost(*common.ContainerEdits), Devices: map[gpu.UUID]specs.ContainerEdits{}}
-	if err := d.usable(parts.Common); err != nil {
+	parts := cdi.Parts{Common: r.seenByHost(*common.ContainerEdits), Devices: map[gpu.UUID]specs.ContainerEdits{}}
+	if err := r.usable(parts.Common); err != nil {
 		return none, err
 	}
-	count, ret := d.lib.DeviceGetCount()
+	count, ret := r.lib.DeviceGetCount()
 	if err := failed("count the GPUs", ret); err != nil {
 		return none, err
 	}
@@ -79,9 +82,9 @@ func (d *Driver) parts(ctx context.Context) (cdi.Parts, error) {
 		if err := ctx.Err(); err != nil {
 			return none, fmt.Errorf("find the device nodes of GPU %d: %w: %w", i, gpu.ErrTimeout, err)
 		}
-		u, edits, err := d.deviceParts(generator, i)
+		u, edits, err := r.deviceParts(generator, i)
 		if err != nil {
-			d.log.Warn("a GPU cannot be given to containers", "index", i, "gpu", u, "err", err)
+			r.log.Warn("a GPU cannot be given to containers", "index", i, "gpu", u, "err", err)
 			continue
 		}
 		parts.Devices[u] = edits
@@ -90,8 +93,8 @@ func (d *Driver) parts(ctx context.Context) (cdi.Parts, error) {
 }
 
 // deviceParts finds the nodes of the GPU at an index.
-func (d *Driver) deviceParts(generator nvcdi.Interface, index int) (u gpu.UUID, none specs.ContainerEdits, err error) {
-	h, ret := d.lib.DeviceGetHandleByIndex(index)
+func (r *partsReader) deviceParts(generator nvcdi.Interface, index int) (u gpu.UUID, none specs.ContainerEdits, err error) {
+	h, ret := r.lib.DeviceGetHandleByIndex(index)
 	if err := failed(fmt.Sprintf("find GPU %d", index), ret); err != nil {
 		return "", none, err
 	}
@@ -110,24 +113,24 @@ func (d *Driver) deviceParts(generator nvcdi.Interface, index int) (u gpu.UUID, 
 	if err != nil || len(devices) != 1 {
 		return u, none, fmt.Errorf("find the device nodes of %s: %w: %d devices, %v", u, gpu.ErrDriver, len(devices), err)
 	}
-	edits := d.seenByHost(devices[0].ContainerEdits)
+	edits := r.seenByHost(devices[0].ContainerEdits)
 	node := fmt.Sprintf("/dev/nvidia%d", minor)
 	if !hasNode(edits, node) {
-		return u, none, fmt.Errorf("%s has no device node %s below %s: %w; nvidia-modprobe -c %d makes it", u, node, d.opts.DevRoot, gpu.ErrNoDriver, minor)
+		return u, none, fmt.Errorf("%s has no device node %s below %s: %w; nvidia-modprobe -c %d makes it", u, node, r.opts.DevRoot, gpu.ErrNoDriver, minor)
 	}
 	return u, edits, nil
 }
 
 // usable refuses a driver that containers could not use.
-func (d *Driver) usable(common specs.ContainerEdits) error {
+func (r *partsReader) usable(common specs.ContainerEdits) error {
 	if !slices.ContainsFunc(common.Mounts, func(m *specs.Mount) bool {
 		return strings.HasPrefix(filepath.Base(m.ContainerPath), "libcuda.so.")
 	}) {
-		return fmt.Errorf("no libcuda.so.<version> of this driver below %s: %w; install the driver's compute libraries, or name the right --driver-root", d.opts.DriverRoot, gpu.ErrNoDriver)
+		return fmt.Errorf("no libcuda.so.<version> of this driver below %s: %w; install the driver's compute libraries, or name the right --driver-root", r.opts.DriverRoot, gpu.ErrNoDriver)
 	}
 	for _, node := range needed {
 		if !hasNode(common, node) {
-			return fmt.Errorf("no device node %s below %s: %w; nvidia-modprobe -c 0 -u makes it", node, d.opts.DevRoot, gpu.ErrNoDriver)
+			return fmt.Errorf("no device node %s below %s: %w; nvidia-modprobe -c 0 -u makes it", node, r.opts.DevRoot, gpu.ErrNoDriver)
 		}
 	}
 	return nil
@@ -139,20 +142,20 @@ func hasNode(edits specs.ContainerEdits, path string) bool {
 
 // seenByHost turns what the agent sees into what the host does, and leaves the
 // numbers of device nodes to the runtime.
-func (d *Driver) seenByHost(edits specs.ContainerEdits) specs.ContainerEdits {
+func (s *session) seenByHost(edits specs.ContainerEdits) specs.ContainerEdits {
 	hostDev := "/"
-	if d.opts.DevRoot == d.opts.DriverRoot {
-		hostDev = d.opts.HostDriverRoot
+	if s.opts.DevRoot == s.opts.DriverRoot {
+		hostDev = s.opts.HostDriverRoot
 	}
 	for _, m := range edits.Mounts {
-		m.HostPath = rebase(m.HostPath, d.opts.DriverRoot, d.opts.HostDriverRoot)
+		m.HostPath = rebase(m.HostPath, s.opts.DriverRoot, s.opts.HostDriverRoot)
 	}
 	for _, n := range edits.DeviceNodes {
 		path := n.HostPath
 		if path == "" {
 			path = n.Path
 		}
-		if n.HostPath = rebase(path, d.opts.DevRoot, hostDev); n.HostPath == n.Path {
+		if n.HostPath = rebase(path, s.opts.DevRoot, hostDev); n.HostPath == n.Path {
 			n.HostPath = "" // the same, and an older CDI version can say it
 		}
 		n.Type, n.Major, n.Minor = "", 0, 0
@@ -162,7 +165,7 @@ func (d *Driver) seenByHost(edits specs.ContainerEdits) specs.ContainerEdits {
 		// nodes in links that the hook makes inside the container.
 		for i, arg := range h.Args {
 			if target, link, ok := strings.Cut(arg, "::"); ok {
-				h.Args[i] = rebase(target, d.opts.DevRoot, "/") + "::" + rebase(link, d.opts.DevRoot, "/")
+				h.Args[i] = rebase(target, s.opts.DevRoot, "/") + "::" + rebase(link, s.opts.DevRoot, "/")
 			}
 		}
 	}

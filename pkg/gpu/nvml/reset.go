@@ -58,7 +58,7 @@ func (d *Driver) Reset(ctx context.Context, u gpu.UUID) error {
 	soon, cancel := context.WithTimeout(ctx, othersWait)
 	defer cancel()
 	if err := d.outside.seize(soon); err != nil {
-		return fmt.Errorf("%s: %w: %s", what, err, d.outsiders())
+		return fmt.Errorf("%s: %w: %s", what, err, d.inFlight())
 	}
 	if err := d.sets.seize(ctx); err != nil {
 		d.outside.yield()

@@ -150,7 +150,7 @@ func expectPlace(t *testing.T, name string, inv gpu.Inventory, numa int, cpus, c
 
 func sysfsDriver(t *testing.T) (*Driver, string) {
 	root := t.TempDir()
-	return &Driver{opts: Options{SysRoot: root}, machine: newMachine(), log: slog.New(slog.NewTextHandler(t.Output(), nil))}, root
+	return newDriver(&session{opts: Options{SysRoot: root}, log: slog.New(slog.NewTextHandler(t.Output(), nil))}), root
 }
 
 // What the kernel said of a GPU that fell off the bus stays; of one that sysfs does

@@ -55,15 +55,15 @@ func (d *Driver) SetTimeSlice(ctx context.Context, u gpu.UUID, slice gpu.TimeSli
 
 // smi runs the driver's nvidia-smi. An error carries the program's words, and the
 // sentinel that meaning finds for its exit status and them.
-func (d *Driver) smi(ctx context.Context, what string, meaning func(status int, said string) error, args ...string) error {
-	tool, err := d.tool("nvidia-smi")
+func (s *session) smi(ctx context.Context, what string, meaning func(status int, said string) error, args ...string) error {
+	tool, err := s.tool("nvidia-smi")
 	if err != nil {
 		return fmt.Errorf("%s: %w", what, err)
 	}
 	cmd := exec.CommandContext(ctx, tool, args...)
 	cmd.WaitDelay = toolGrace
-	if filepath.IsAbs(d.library) {
-		cmd.Env = append(os.Environ(), "LD_LIBRARY_PATH="+filepath.Dir(d.library))
+	if filepath.IsAbs(s.library) {
+		cmd.Env = append(os.Environ(), "LD_LIBRARY_PATH="+filepath.Dir(s.library))
 	}
 	output, err := cmd.CombinedOutput()
 	if err == nil {
@@ -99,12 +99,12 @@ func toolMeaning(status int, _ string) error {
 }
 
 // tool finds one of the driver's programs.
-func (d *Driver) tool(name string) (string, error) {
+func (s *session) tool(name string) (string, error) {
 	for _, dir := range toolDirs {
-		path := filepath.Join(d.opts.DriverRoot, dir, name)
+		path := filepath.Join(s.opts.DriverRoot, dir, name)
 		if info, err := os.Stat(path); err == nil && info.Mode().IsRegular() && info.Mode()&0o111 != 0 {
 			return path, nil
 		}
 	}
-	return "", fmt.Errorf("find %s below %s: %w", name, d.opts.DriverRoot, gpu.ErrNotSupported)
+	return "", fmt.Errorf("find %s below %s: %w", name, s.opts.DriverRoot, gpu.ErrNotSupported)
 }
