@@ -7,7 +7,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -18,20 +17,18 @@ import (
 
 	tasks "github.com/containerd/containerd/api/services/tasks/v1"
 	"golang.org/x/sys/unix"
-	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
-	"google.golang.org/protobuf/types/known/emptypb"
 	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/tests/fakes"
 )
 
-// endServer serves what End asks of a runtime, and keeps what it was asked.
+// endServer is a runtime with one container, and what it was asked to end that.
 type endServer struct {
-	cri.UnimplementedRuntimeServiceServer
 	name        string
 	asked       []string
 	killRequest *tasks.KillRequest
@@ -42,46 +39,31 @@ type endServer struct {
 	stopRequest *cri.StopContainerRequest
 }
 
-func (s *endServer) Version(context.Context, *cri.VersionRequest) (*cri.VersionResponse, error) {
-	return &cri.VersionResponse{Version: "0.1.0", RuntimeName: s.name, RuntimeVersion: "v2.0.0", RuntimeApiVersion: "v1"}, nil
-}
-
-func (s *endServer) StopContainer(_ context.Context, r *cri.StopContainerRequest) (*cri.StopContainerResponse, error) {
-	s.asked = append(s.asked, "stop")
-	s.stopRequest = r
-	return &cri.StopContainerResponse{}, s.stopped
-}
-
-// tasksServer is the tasks service of an endServer that has one.
-type tasksServer struct {
-	tasks.UnimplementedTasksServer
-	*endServer
-}
-
-func (s tasksServer) Kill(ctx context.Context, r *tasks.KillRequest) (*emptypb.Empty, error) {
-	incoming, _ := metadata.FromIncomingContext(ctx)
-	s.asked = append(s.asked, "kill")
-	s.namespace = incoming.Get("containerd-namespace")
-	s.killRequest = r
-	return &emptypb.Empty{}, s.killed
-}
-
 func (s *endServer) serve(t testing.TB) *Runtime {
 	t.Helper()
-	path := filepath.Join(t.TempDir(), "runtime.sock")
-	listener, err := net.Listen("unix", path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	server := grpc.NewServer()
-	cri.RegisterRuntimeServiceServer(server, s)
-	if !s.hasNoTasks {
-		tasks.RegisterTasksServer(server, tasksServer{endServer: s})
-	}
-	go server.Serve(listener)
-	t.Cleanup(server.Stop)
-	r := NewRuntime(RuntimeOptions{Endpoint: path})
-	t.Cleanup(func() { r.Close() })
+	fake := newCRI(t, filepath.Join(t.TempDir(), "runtime.sock"))
+	fake.Put(fakes.Pod{UID: "u", Namespace: "train", Name: "job"}, &cri.Container{Id: offender, State: cri.ContainerState_CONTAINER_RUNNING})
+	fake.called(s.name, "v2.0.0")
+	fake.Answer("StopContainer", func(_ context.Context, r any) (any, error) {
+		s.asked, s.stopRequest = append(s.asked, "stop"), r.(*cri.StopContainerRequest)
+		return nil, s.stopped
+	})
+	fake.Answer("Kill", func(ctx context.Context, r any) (any, error) {
+		if s.hasNoTasks {
+			return nil, status.Error(codes.Unimplemented, "unknown service containerd.services.tasks.v1.Tasks")
+		}
+		incoming, _ := metadata.FromIncomingContext(ctx)
+		s.asked, s.killRequest, s.namespace = append(s.asked, "kill"), r.(*tasks.KillRequest), incoming.Get("containerd-namespace")
+		return nil, s.killed
+	})
+	r := NewRuntime(RuntimeOptions{Endpoint: fake.path})
+	t.Cleanup(func() {
+		if got := fake.State(offender); (got == cri.ContainerState_CONTAINER_EXITED) != (slices.Contains(s.asked, "kill") && s.killed == nil ||
+			slices.Contains(s.asked, "stop") && s.stopped == nil) {
+			t.Errorf("asked to %q, the container is %s", s.asked, got)
+		}
+		r.Close()
+	})
 	return r
 }
 

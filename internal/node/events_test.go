@@ -56,10 +56,12 @@ func next(t *testing.T, events <-chan ContainerEvent) ContainerEvent {
 
 func (s *criServer) send(e *cri.ContainerEventResponse) {
 	s.t.Helper()
-	select {
-	case s.events <- e:
-	case <-time.After(limit):
-		s.t.Fatal("nobody follows the events")
+	for late := time.After(limit); s.Tell(e) == 0; {
+		select {
+		case <-time.After(time.Millisecond):
+		case <-late:
+			s.t.Fatal("nobody follows the events")
+		}
 	}
 }
 
@@ -122,7 +124,7 @@ func TestEventsOverRestarts(t *testing.T) {
 		if e := next(t, events); e.Container.ID != "c" {
 			t.Errorf("restart %d: %+v", i, e)
 		}
-		s.stop()
+		s.Stop()
 		s.start()
 		if i == 1 {
 			must(t, r.Close()) // of somebody who is done with his own questions
@@ -180,19 +182,17 @@ func TestRuntimeWithoutEventsIsAskedAgainAfterItsRestart(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
-			s.streams = begin
+			s.streams(begin)
 			log := make(journal, 100)
 			r := NewRuntime(RuntimeOptions{Endpoint: s.path, Logger: slog.New(slog.NewTextHandler(log, nil))})
 			t.Cleanup(func() { r.Close() })
 			events, stop := listen(t, r)
 			log.await(t, "no container events", s.path)
-			s.stop()
+			s.Stop()
 			for len(events) > 0 {
 				<-events // each of the streams that ended had begun
 			}
-			s.mu.Lock()
-			s.streams = nil
-			s.mu.Unlock()
+			s.Answer("GetContainerEvents", nil)
 			s.start()
 			if e := next(t, events); e.Kind != EventMissed {
 				t.Errorf("%+v, want that something was missed", e)
@@ -218,28 +218,24 @@ func TestRuntimeWithoutEventsIsAskedAgainAfterItsRestart(t *testing.T) {
 // upgrade of the runtime there are events.
 func TestEventsAreNotTakenFromTheKubelet(t *testing.T) {
 	s := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
-	s.version = "v1.7.27"
+	s.called("containerd", "v1.7.27")
+	opened := s.streams(func(int) error { return nil })
 	log := make(journal, 100)
 	r := NewRuntime(RuntimeOptions{Endpoint: s.path, Logger: slog.New(slog.NewTextHandler(log, nil))})
 	t.Cleanup(func() { r.Close() })
 	events, _ := listen(t, r)
 	log.await(t, "no container events", "containerd v1.7.27")
 	for range 2 { // a restart alone changes nothing
-		s.mu.Lock()
-		opened := s.opened
-		s.mu.Unlock()
-		if opened != 0 || len(events) != 0 {
-			t.Fatalf("%d streams were opened, %d events told", opened, len(events))
+		if opened.Load() != 0 || len(events) != 0 {
+			t.Fatalf("%d streams were opened, %d events told", opened.Load(), len(events))
 		}
-		s.stop()
+		s.Stop()
 		log.await(t, "broke off")
 		s.start()
 		log.await(t, "is back")
 	}
-	s.stop()
-	s.mu.Lock()
-	s.version = "v2.1.4"
-	s.mu.Unlock()
+	s.Stop()
+	s.called("containerd", "v2.1.4")
 	s.start()
 	if e := next(t, events); e.Kind != EventMissed {
 		t.Errorf("%+v, want that something was missed", e)
@@ -276,7 +272,7 @@ func TestOneListener(t *testing.T) {
 // A stream that ends now and then is no runtime without events.
 func TestEventsEndedNowAndThen(t *testing.T) {
 	s := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
-	s.streams = func(stream int) error {
+	s.streams(func(stream int) error {
 		switch {
 		case stream%emptyStreams == 0 && stream < 6:
 			return status.Error(codes.Unavailable, "server is not initialized yet")
@@ -284,7 +280,7 @@ func TestEventsEndedNowAndThen(t *testing.T) {
 			return io.EOF
 		}
 		return nil
-	}
+	})
 	events, stop := listen(t, asker(t, s))
 	s.send(&cri.ContainerEventResponse{ContainerId: "c"})
 	for next(t, events).Container.ID != "c" {

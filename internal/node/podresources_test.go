@@ -6,75 +6,47 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
-	"os"
-	"path/filepath"
 	"reflect"
 	"strings"
 	"sync"
 	"testing"
 	"time"
 
-	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	grpcstatus "google.golang.org/grpc/status"
 	podresources "k8s.io/kubelet/pkg/apis/podresources/v1"
+
+	"example.com/gpu-agent/tests/fakes"
 )
 
-// kubelet serves PodResources on a real socket.
+// kubelet is one whose PodResources say what a test wants.
 type kubelet struct {
-	podresources.UnimplementedPodResourcesListerServer
+	*fakes.Kubelet
 	t   *testing.T
 	dir string
-
-	server *grpc.Server
-
-	mu          sync.Mutex // guards what follows
-	list        *podresources.ListPodResourcesResponse
-	allocatable *podresources.AllocatableResourcesResponse
-	hang        bool
 }
 
 func newKubelet(t *testing.T) *kubelet {
 	k := &kubelet{t: t, dir: t.TempDir()}
-	if err := os.MkdirAll(filepath.Join(k.dir, "pod-resources"), 0o755); err != nil {
+	var err error
+	if k.Kubelet, err = fakes.StartKubelet(fakes.KubeletOptions{Dir: k.dir}); err != nil {
 		t.Fatal(err)
 	}
-	k.start()
-	t.Cleanup(func() { k.stop() })
+	t.Cleanup(k.Stop)
 	return k
 }
 
 func (k *kubelet) start() {
 	k.t.Helper()
-	path := filepath.Join(k.dir, "pod-resources", "kubelet.sock")
-	os.Remove(path) // as the kubelet does, whose predecessor may have been killed
-	listener, err := net.Listen("unix", path)
-	if err != nil {
+	if err := k.Start(); err != nil {
 		k.t.Fatal(err)
 	}
-	k.server = grpc.NewServer(grpc.MaxSendMsgSize(1 << 30))
-	podresources.RegisterPodResourcesListerServer(k.server, k)
-	go k.server.Serve(listener)
 }
 
-func (k *kubelet) stop() { k.server.Stop() }
-
-func (k *kubelet) List(ctx context.Context, _ *podresources.ListPodResourcesRequest) (*podresources.ListPodResourcesResponse, error) {
-	k.mu.Lock()
-	list, hang := k.list, k.hang
-	k.mu.Unlock()
-	if hang {
-		<-ctx.Done()
-		return nil, ctx.Err()
-	}
-	return list, nil
-}
-
-func (k *kubelet) GetAllocatableResources(context.Context, *podresources.AllocatableResourcesRequest) (*podresources.AllocatableResourcesResponse, error) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	return k.allocatable, nil
+func (k *kubelet) lists(pods ...*podresources.PodResources) {
+	k.Answer("List", func(context.Context, any) (any, error) {
+		return &podresources.ListPodResourcesResponse{PodResources: pods}, nil
+	})
 }
 
 func devices(resource string, ids ...string) *podresources.ContainerDevices {
@@ -107,7 +79,7 @@ func client(t *testing.T, k *kubelet) *PodResources {
 
 func TestListing(t *testing.T) {
 	k := newKubelet(t)
-	k.list = &podresources.ListPodResourcesResponse{PodResources: []*podresources.PodResources{
+	k.lists(
 		pod("train", "job-2", container("main", devices("example.com/gpu-mem", "GPU-a::2"))),
 		pod("gpu", "gpu-agent-x", container("agent")),
 		pod("train", "job-1",
@@ -117,8 +89,7 @@ func TestListing(t *testing.T) {
 			// One entry per NUMA node, not sorted, and one device on two nodes.
 			container("main", devices("example.com/gpu-mem", "GPU-a::1", "GPU-a::0"), devices("other.io/nic", "eth0"),
 				devices("example.com/gpu-mem", "GPU-a::7", "GPU-a::1"))),
-		pod("gpu", "idle"),
-	}}
+		pod("gpu", "idle"))
 	p := client(t, k)
 	got, err := p.List(t.Context())
 	if err != nil {
@@ -147,10 +118,12 @@ func TestListing(t *testing.T) {
 
 func TestAllocatable(t *testing.T) {
 	k := newKubelet(t)
-	k.allocatable = &podresources.AllocatableResourcesResponse{Devices: []*podresources.ContainerDevices{
-		devices("example.com/gpu", "GPU-b"), devices("example.com/gpu-mem", "GPU-a::1"),
-		devices("example.com/gpu", "GPU-a"), devices("example.com/gpu-mem", "GPU-a::0"),
-	}}
+	k.Answer("GetAllocatableResources", func(context.Context, any) (any, error) {
+		return &podresources.AllocatableResourcesResponse{Devices: []*podresources.ContainerDevices{
+			devices("example.com/gpu", "GPU-b"), devices("example.com/gpu-mem", "GPU-a::1"),
+			devices("example.com/gpu", "GPU-a"), devices("example.com/gpu-mem", "GPU-a::0"),
+		}}, nil
+	})
 	got, err := client(t, k).Allocatable(t.Context())
 	if err != nil {
 		t.Fatal(err)
@@ -165,15 +138,15 @@ func TestAllocatable(t *testing.T) {
 func TestLargeListing(t *testing.T) {
 	const pods, each = 200, 600
 	k := newKubelet(t)
-	k.list = &podresources.ListPodResourcesResponse{}
+	var all []*podresources.PodResources
 	for i := range pods {
 		ids := make([]string, each)
 		for j := range ids {
 			ids[j] = fmt.Sprintf("GPU-5e0f8c1a-0000-1111-2222-%012d::%d", i, j)
 		}
-		k.list.PodResources = append(k.list.PodResources,
-			pod("train", fmt.Sprintf("job-%03d", i), container("main", devices("example.com/gpu-mem", ids...))))
+		all = append(all, pod("train", fmt.Sprintf("job-%03d", i), container("main", devices("example.com/gpu-mem", ids...))))
 	}
+	k.lists(all...)
 	got, err := client(t, k).List(t.Context())
 	if err != nil {
 		t.Fatal(err)
@@ -199,7 +172,7 @@ func TestLargeListing(t *testing.T) {
 // away fails at once.
 func TestKubeletRestart(t *testing.T) {
 	k := newKubelet(t)
-	k.list = &podresources.ListPodResourcesResponse{PodResources: []*podresources.PodResources{pod("a", "b")}}
+	k.lists(pod("a", "b"))
 	p := client(t, k)
 	ask := func() error {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
@@ -214,7 +187,7 @@ func TestKubeletRestart(t *testing.T) {
 		t.Fatal(err)
 	}
 	for range 5 {
-		k.stop()
+		k.Stop()
 		for range 3 {
 			err := ask()
 			if grpcstatus.Code(err) != codes.Unavailable {
@@ -229,7 +202,7 @@ func TestKubeletRestart(t *testing.T) {
 			t.Fatalf("first question after the restart: %v", err)
 		}
 		// And with no question while it was away.
-		k.stop()
+		k.Stop()
 		k.start()
 		if err := ask(); err != nil {
 			t.Fatalf("first question after an unseen restart: %v", err)
@@ -245,12 +218,12 @@ func TestKubeletRestart(t *testing.T) {
 
 func TestKubeletRestartUnderManyQuestions(t *testing.T) {
 	k := newKubelet(t)
-	k.list = &podresources.ListPodResourcesResponse{PodResources: []*podresources.PodResources{pod("a", "b")}}
+	k.lists(pod("a", "b"))
 	p := client(t, k)
 	if _, err := p.List(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	k.stop()
+	k.Stop()
 	k.start()
 	var wait sync.WaitGroup
 	for range 20 {
@@ -273,7 +246,10 @@ func TestKubeletNeverThere(t *testing.T) {
 
 func TestKubeletHangs(t *testing.T) {
 	k := newKubelet(t)
-	k.hang = true
+	k.Answer("List", func(ctx context.Context, _ any) (any, error) {
+		<-ctx.Done()
+		return nil, ctx.Err()
+	})
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
 	if _, err := client(t, k).List(ctx); grpcstatus.Code(errors.Unwrap(err)) != codes.DeadlineExceeded {

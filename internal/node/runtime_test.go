@@ -13,6 +13,7 @@ import (
 	"reflect"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -22,102 +23,51 @@ import (
 	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/tests/fakes"
 )
 
 const prefix = "example.com/gpu-claim."
 
-// criServer serves the CRI on a real socket.
+// criServer is a runtime that says what a test wants.
 type criServer struct {
-	cri.UnimplementedRuntimeServiceServer
-	t      testing.TB
-	path   string
-	server *grpc.Server
-
-	events chan *cri.ContainerEventResponse // what its streams send
-
-	mu         sync.Mutex // guards what follows
-	containers *cri.ListContainersResponse
-	pods       *cri.ListPodSandboxResponse
-	hang       bool
-	name       string
-	version    string                  // of the runtime
-	streams    func(streams int) error // how a stream begins, by number; nil: well
-	opened     int
+	*fakes.Runtime
+	t    testing.TB
+	path string
 }
 
 func newCRI(t testing.TB, path string) *criServer {
 	t.Helper()
-	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+	r, err := fakes.StartRuntime(path, fakes.Pod{})
+	if err != nil {
 		t.Fatal(err)
 	}
-	s := &criServer{t: t, path: path, events: make(chan *cri.ContainerEventResponse),
-		containers: &cri.ListContainersResponse{}, pods: &cri.ListPodSandboxResponse{}, name: "containerd", version: "v2.3.7"}
-	s.start()
-	t.Cleanup(func() { s.stop() })
-	return s
+	t.Cleanup(r.Stop)
+	return &criServer{r, t, path}
 }
 
 func (s *criServer) start() {
 	s.t.Helper()
-	os.Remove(s.path)
-	listener, err := net.Listen("unix", s.path)
-	if err != nil {
+	if err := s.Start(); err != nil {
 		s.t.Fatal(err)
 	}
-	s.server = grpc.NewServer(grpc.MaxSendMsgSize(1 << 30))
-	cri.RegisterRuntimeServiceServer(s.server, s)
-	go s.server.Serve(listener)
 }
 
-func (s *criServer) stop() { s.server.Stop() }
-
-// ListContainers leaves the filter to its client, as a broken runtime might.
-func (s *criServer) ListContainers(ctx context.Context, _ *cri.ListContainersRequest) (*cri.ListContainersResponse, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.hang {
-		s.mu.Unlock()
-		<-ctx.Done()
-		s.mu.Lock()
-	}
-	return s.containers, ctx.Err()
+// lists leaves the filter to the client, as a broken runtime might.
+func (s *criServer) lists(l *cri.ListContainersResponse) {
+	s.Answer("ListContainers", func(context.Context, any) (any, error) { return l, nil })
 }
 
-func (s *criServer) ListPodSandbox(context.Context, *cri.ListPodSandboxRequest) (*cri.ListPodSandboxResponse, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.pods, nil
+func (s *criServer) called(name, version string) {
+	s.Answer("Version", func(context.Context, any) (any, error) {
+		return &cri.VersionResponse{Version: "0.1.0", RuntimeName: name, RuntimeVersion: version, RuntimeApiVersion: "v1"}, nil
+	})
 }
 
-func (s *criServer) Version(context.Context, *cri.VersionRequest) (*cri.VersionResponse, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return &cri.VersionResponse{Version: "0.1.0", RuntimeName: s.name, RuntimeVersion: s.version, RuntimeApiVersion: "v1"}, nil
-}
-
-func (s *criServer) GetContainerEvents(_ *cri.GetEventsRequest, stream grpc.ServerStreamingServer[cri.ContainerEventResponse]) error {
-	s.mu.Lock()
-	begin := s.streams
-	s.opened++
-	opened := s.opened
-	s.mu.Unlock()
-	if begin != nil {
-		if err := begin(opened); err == io.EOF {
-			return nil
-		} else if err != nil {
-			return err
-		}
-	}
-	for {
-		select {
-		case <-stream.Context().Done():
-			return stream.Context().Err()
-		case e := <-s.events:
-			if err := stream.Send(e); err != nil {
-				return err
-			}
-		}
-	}
+// streams says how each stream of events begins, by number, and counts them.
+func (s *criServer) streams(begin func(stream int) error) *atomic.Int32 {
+	opened := new(atomic.Int32)
+	s.Answer("GetContainerEvents", func(context.Context, any) (any, error) { return nil, begin(int(opened.Add(1))) })
+	return opened
 }
 
 func asker(t testing.TB, s *criServer) *Runtime {
@@ -132,7 +82,7 @@ func labels(uid, namespace, pod, container string) map[string]string {
 
 func TestContainers(t *testing.T) {
 	s := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
-	s.containers = &cri.ListContainersResponse{Containers: []*cri.Container{
+	s.lists(&cri.ListContainersResponse{Containers: []*cri.Container{
 		{Id: "d", State: cri.ContainerState_CONTAINER_EXITED, Labels: labels("u", "n", "p", "ended"), Annotations: map[string]string{prefix + "01": "r"}},
 		{Id: "c", State: cri.ContainerState_CONTAINER_UNKNOWN, Labels: labels("u3", "n", "p3", "unknown")},
 		{Id: "b", State: cri.ContainerState_CONTAINER_CREATED, Metadata: &cri.ContainerMetadata{Name: "main", Attempt: 3}, CreatedAt: 1700000000000000001,
@@ -141,7 +91,7 @@ func TestContainers(t *testing.T) {
 		{Id: "a", State: cri.ContainerState_CONTAINER_RUNNING, Labels: labels("u1", "n", "p1", "main"), Annotations: map[string]string{"other": "z"}},
 		{Id: "e", State: 77, CreatedAt: -5},
 		{Metadata: &cri.ContainerMetadata{Name: "by hand"}},
-	}}
+	}})
 	want := []Container{
 		{Name: "by hand"},
 		{ID: "a", PodUID: "u1", Namespace: "n", Pod: "p1", Name: "main", Running: true},
@@ -166,7 +116,7 @@ func TestContainers(t *testing.T) {
 		t.Errorf("%+v, %v, want no annotation without a prefix", got, err)
 	}
 
-	s.containers = &cri.ListContainersResponse{}
+	s.lists(&cri.ListContainersResponse{})
 	if got, err := r.Containers(t.Context()); err != nil || len(got) != 0 {
 		t.Errorf("%+v, %v, want none", got, err)
 	}
@@ -174,13 +124,14 @@ func TestContainers(t *testing.T) {
 
 func TestPods(t *testing.T) {
 	s := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
-	s.pods = &cri.ListPodSandboxResponse{Items: []*cri.PodSandbox{
+	pods := &cri.ListPodSandboxResponse{Items: []*cri.PodSandbox{
 		{Id: "1", Metadata: &cri.PodSandboxMetadata{Uid: "u1", Namespace: "train", Name: "job-1", Attempt: 2}},
 		{Id: "2", Metadata: &cri.PodSandboxMetadata{Uid: "u2", Namespace: "train", Name: "over"}, State: cri.PodSandboxState_SANDBOX_NOTREADY},
 		{Id: "3", Labels: labels("u3", "kube-system", "etcd", "")},
 		{Id: "4"},
 		{Id: "5", Metadata: &cri.PodSandboxMetadata{Name: "no-uid"}},
 	}}
+	s.Answer("ListPodSandbox", func(context.Context, any) (any, error) { return pods, nil })
 	got, err := asker(t, s).Pods(t.Context())
 	want := map[string]PodName{"u1": {"train", "job-1"}, "u3": {"kube-system", "etcd"}}
 	if err != nil || !reflect.DeepEqual(got, want) {
@@ -212,29 +163,24 @@ func many(n, size int) *cri.ListContainersResponse {
 func TestLargeAnswer(t *testing.T) {
 	s := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
 	r := asker(t, s)
-	s.containers = many(500, 20_000) // beyond gRPC's default of 4 MiB
+	s.lists(many(500, 20_000)) // beyond gRPC's default of 4 MiB
 	got, err := r.Containers(t.Context())
 	if err != nil || len(got) != 500 || len(got[499].Annotations) != 1 {
 		t.Errorf("%d containers, %v", len(got), err)
 	}
-	s.mu.Lock()
-	s.containers = many(500, 40_000)
-	s.mu.Unlock()
+	s.lists(many(500, 40_000))
 	if got, err := r.Containers(t.Context()); status.Code(err) != codes.ResourceExhausted || got != nil {
 		t.Errorf("%d containers, %v, want a refusal", len(got), err)
 	}
-	s.mu.Lock()
-	s.containers = &cri.ListContainersResponse{}
+	tiny := &cri.ListContainersResponse{}
 	for range maxFields + 1 { // of two bytes each
-		s.containers.Containers = append(s.containers.Containers, &cri.Container{})
+		tiny.Containers = append(tiny.Containers, &cri.Container{})
 	}
-	s.mu.Unlock()
+	s.lists(tiny)
 	if got, err := r.Containers(t.Context()); err == nil || !strings.Contains(err.Error(), "more than") || got != nil {
 		t.Errorf("%d containers, %v, want a refusal", len(got), err)
 	}
-	s.mu.Lock()
-	s.containers = many(1, 1)
-	s.mu.Unlock()
+	s.lists(many(1, 1))
 	if got, err := r.Containers(t.Context()); err != nil || len(got) != 1 {
 		t.Errorf("after a refusal: %v, %v", got, err)
 	}
@@ -245,7 +191,7 @@ func TestLargeAnswer(t *testing.T) {
 func TestRuntimeRestart(t *testing.T) {
 	root := t.TempDir()
 	s := newCRI(t, filepath.Join(root, "run/k3s/containerd/containerd.sock"))
-	s.containers = many(1, 1)
+	s.lists(many(1, 1))
 	r := NewRuntime(RuntimeOptions{Root: root})
 	defer r.Close()
 	ask := func() error {
@@ -262,7 +208,7 @@ func TestRuntimeRestart(t *testing.T) {
 	}
 	newCRI(t, filepath.Join(root, "run/containerd/containerd.sock")) // Docker's, with no container
 	for range 5 {
-		s.stop() // and its socket is gone
+		s.Stop() // and its socket is gone
 		for range 3 {
 			if err := ask(); status.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), s.path) {
 				t.Fatalf("%v, want an error of an absent runtime that names it", err)
@@ -272,7 +218,7 @@ func TestRuntimeRestart(t *testing.T) {
 		if err := ask(); err != nil {
 			t.Fatalf("first question after the restart: %v", err)
 		}
-		s.stop()
+		s.Stop()
 		s.start()
 		if err := ask(); err != nil {
 			t.Fatalf("first question after an unseen restart: %v", err)
@@ -289,7 +235,10 @@ func TestRuntimeRestart(t *testing.T) {
 
 func TestRuntimeHangs(t *testing.T) {
 	s := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
-	s.hang = true
+	s.Answer("ListContainers", func(ctx context.Context, _ any) (any, error) {
+		<-ctx.Done()
+		return nil, ctx.Err()
+	})
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
 	if _, err := asker(t, s).Containers(ctx); status.Code(err) != codes.DeadlineExceeded {
@@ -423,11 +372,11 @@ func TestEndpointLater(t *testing.T) {
 // Questions go on beside events while the runtime restarts.
 func TestRuntimeUnderManyQuestions(t *testing.T) {
 	s := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
-	s.containers = many(3, 1)
+	s.lists(many(3, 1))
 	r := asker(t, s)
 	events, _ := listen(t, r)
 	next(t, events)
-	s.stop()
+	s.Stop()
 	s.start()
 	var wait sync.WaitGroup
 	for range 20 {
@@ -445,7 +394,7 @@ func TestRuntimeUnderManyQuestions(t *testing.T) {
 // Both ends run in this process: the client's share is about half.
 func BenchmarkContainers(b *testing.B) {
 	s := newCRI(b, filepath.Join(b.TempDir(), "cri.sock"))
-	s.containers = many(100, 2)
+	s.lists(many(100, 2))
 	r := asker(b, s)
 	b.ReportAllocs()
 	for b.Loop() {

@@ -17,6 +17,7 @@ import (
 
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/timeslice"
+	"example.com/gpu-agent/tests/fakes"
 )
 
 // empty is a device plugin that does nothing, on gRPC as it comes: what a call
@@ -34,7 +35,7 @@ func (empty) Allocate(context.Context, *api.AllocateRequest) (*api.AllocateRespo
 }
 
 func benchClients(b *testing.B, src Source) map[string]api.DevicePluginClient {
-	dir := tempDir(b)
+	dir := pluginDir(b)
 	k := startKubelet(b, dir)
 	startAgent(b, dir, map[string]Source{gpuMem: src})
 
@@ -47,12 +48,12 @@ func benchClients(b *testing.B, src Source) map[string]api.DevicePluginClient {
 	api.RegisterDevicePluginServer(server, empty{})
 	go func() { _ = server.Serve(l) }()
 	b.Cleanup(server.Stop)
-	c, err := dialPlugin(b.Context(), path)
+	c, err := fakes.Dial(b.Context(), path)
 	if err != nil {
 		b.Fatal(err)
 	}
-	b.Cleanup(func() { _ = c.conn.Close() })
-	return map[string]api.DevicePluginClient{"ours": k.client(b, gpuMem), "empty": c}
+	b.Cleanup(func() { _ = c.Close() })
+	return map[string]api.DevicePluginClient{"ours": k.client(b, gpuMem), "empty": api.NewDevicePluginClient(c)}
 }
 
 // BenchmarkGetPreferredAllocation asks for 24 units of 8 GPUs as the kubelet
@@ -123,18 +124,20 @@ func BenchmarkAllocate(b *testing.B) {
 func BenchmarkKubeletRestart(b *testing.B) {
 	for _, deaf := range []time.Duration{0, time.Millisecond, 5 * time.Millisecond} {
 		b.Run("deaf="+deaf.String(), func(b *testing.B) {
-			dir := tempDir(b)
+			dir := pluginDir(b)
 			startAgent(b, dir, map[string]Source{gpuMem: sourceOf(devices(640)...), "example.com/gpu": sourceOf(a1)})
 			var took []time.Duration
 			for b.Loop() {
 				for range 20 {
-					k := startKubelet(b, dir, func(k *kubelet) {
-						k.hang.set("example.com/gpu")
-						time.Sleep(deaf)
+					k := startKubelet(b, dir, func(o *fakes.KubeletOptions) {
+						o.Deaf = func(k *fakes.Kubelet) {
+							hang("example.com/gpu")(k)
+							time.Sleep(deaf)
+						}
 					})
-					s := k.await(b, "first list", func(s seen) bool { return len(s.last[gpuMem]) == 640 })
-					took = append(took, s.first[gpuMem].Sub(k.created))
-					k.stop()
+					s := k.await(b, "first list", func(s seen) bool { return len(s[gpuMem].Devices) == 640 })
+					took = append(took, s[gpuMem].Listed.Sub(k.Bound()))
+					k.Stop()
 				}
 			}
 			slices.Sort(took)

@@ -7,8 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
-	"net"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -18,197 +16,61 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/credentials/insecure"
 	api "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+
+	"example.com/gpu-agent/tests/fakes"
 )
 
 // giveUp is how long a test waits for something that must come.
 const giveUp = 30 * time.Second
 
-// kubelet behaves as kubelet 1.36.3's device manager does where plugins can
-// tell: it removes all sockets of its directory when it starts, dials an
-// endpoint back before it answers its registration, keeps one client a
-// resource, and disconnects that one, whichever it is, when any stream of the
-// resource ends.
-type kubelet struct {
-	api.UnsafeRegistrationServer
-	dir    string
-	server *grpc.Server
-	socket *net.UnixListener
-	// refuse makes registrations fail.
-	refuse cell[error]
-	// hinder runs once, inside the next registration, whose answer is its error.
-	hinder cell[func(context.Context, *api.RegisterRequest) error]
-	// hang is a resource whose registrations get no answer.
-	hang cell[string]
-	// receives bounds a message that it receives, in bytes, where it is not zero.
-	receives cell[int]
-	// created is when the socket's file was there.
-	created time.Time
+// kubelet is one over the directory of a test.
+type kubelet struct{ *fakes.Kubelet }
 
-	mu      sync.Mutex
-	clients map[string]*client // guarded by mu
-	all     []*client          // guarded by mu; a client that was replaced stays open, as the kubelet's does
-	running sync.WaitGroup
-	seen    cell[seen]
+// seen is what a kubelet knows, by resource.
+type seen map[string]fakes.Endpoint
+
+func (s seen) connected(resource string) bool {
+	return s[resource].Registrations > 0 && s[resource].Gone == nil
 }
 
-// seen is what has happened so far, by resource.
-type seen struct {
-	registered map[string]int
-	lists      map[string]int
-	last       map[string][]*api.Device
-	first      map[string]time.Time // when the first list came
-	connected  map[string]bool
-}
-
-type client struct {
-	conn *grpc.ClientConn
-	api.DevicePluginClient
-}
-
-// startKubelet starts one. Its socket refuses connections while deaf runs.
-func startKubelet(t testing.TB, dir string, deaf ...func(*kubelet)) *kubelet {
+// startKubelet starts one whose plugins are in dir.
+func startKubelet(t testing.TB, dir string, with ...func(*fakes.KubeletOptions)) *kubelet {
 	t.Helper()
-	k := &kubelet{dir: dir, clients: map[string]*client{}}
-	if err := os.MkdirAll(dir, 0o750); err != nil {
-		t.Fatal(err)
+	o := fakes.KubeletOptions{Dir: filepath.Dir(dir)}
+	for _, f := range with {
+		f(&o)
 	}
-	names, err := os.ReadDir(dir)
+	k, err := fakes.StartKubelet(o)
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, e := range names {
-		if e.Type()&os.ModeSocket != 0 {
-			if err := os.Remove(filepath.Join(dir, e.Name())); err != nil && !errors.Is(err, os.ErrNotExist) {
-				t.Fatal(err)
+	t.Cleanup(k.Stop)
+	return &kubelet{k}
+}
+
+// refuse makes registrations fail, or with nil succeed again.
+func (k *kubelet) refuse(err error) {
+	k.Answer("Register", func(context.Context, any) (any, error) { return nil, err })
+}
+
+// hang leaves registrations of a resource without an answer.
+func hang(resource string) func(*fakes.Kubelet) {
+	return func(k *fakes.Kubelet) {
+		k.Answer("Register", func(ctx context.Context, r any) (any, error) {
+			if r.(*api.RegisterRequest).ResourceName != resource {
+				return nil, nil
 			}
-		}
+			<-ctx.Done()
+			return nil, ctx.Err()
+		})
 	}
-	if err := k.listen(deaf...); err != nil {
-		t.Fatal(err)
-	}
-	k.server = grpc.NewServer()
-	api.RegisterRegistrationServer(k.server, k)
-	k.running.Go(func() { _ = k.server.Serve(k.socket) })
-	t.Cleanup(k.stop)
-	return k
 }
 
-// listen does in two steps what net.Listen does in two steps too close to each
-// other for a test.
-func (k *kubelet) listen(deaf ...func(*kubelet)) error {
-	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		return err
-	}
-	f := os.NewFile(uintptr(fd), kubeletSocket)
-	defer f.Close()
-	if err := unix.Bind(fd, &unix.SockaddrUnix{Name: filepath.Join(k.dir, kubeletSocket)}); err != nil {
-		return err
-	}
-	k.created = time.Now()
-	for _, f := range deaf {
-		f(k)
-	}
-	if err := unix.Listen(fd, 128); err != nil {
-		return err
-	}
-	l, err := net.FileListener(f)
-	if err != nil {
-		return err
-	}
-	k.socket = l.(*net.UnixListener)
-	k.socket.SetUnlinkOnClose(true)
-	return nil
-}
-
-// stop ends the kubelet with all its connections.
-func (k *kubelet) stop() {
-	k.server.Stop()
-	k.mu.Lock()
-	for _, c := range k.all {
-		_ = c.conn.Close()
-	}
-	k.mu.Unlock()
-	k.running.Wait()
-}
-
-// kill ends the kubelet as kill -9 does: its socket's file stays.
-func (k *kubelet) kill() {
-	k.socket.SetUnlinkOnClose(false)
-	k.stop()
-}
-
-func (k *kubelet) note(f func(*seen)) {
-	k.seen.update(func(s seen) seen {
-		n := seen{copied(s.registered), copied(s.lists), copied(s.last), copied(s.first), copied(s.connected)}
-		f(&n)
-		return n
-	})
-}
-
-func copied[V any](m map[string]V) map[string]V {
-	n := map[string]V{}
-	maps.Copy(n, m)
-	return n
-}
-
-func (k *kubelet) Register(ctx context.Context, r *api.RegisterRequest) (*api.Empty, error) {
-	if err, _ := k.refuse.get(); err != nil {
-		return nil, err
-	}
-	if hang, _ := k.hang.get(); hang == r.ResourceName {
-		<-ctx.Done()
-		return nil, ctx.Err()
-	}
-	var hinder func(context.Context, *api.RegisterRequest) error
-	k.hinder.update(func(f func(context.Context, *api.RegisterRequest) error) func(context.Context, *api.RegisterRequest) error {
-		hinder = f
-		return nil
-	})
-	if hinder != nil {
-		return nil, hinder(ctx, r)
-	}
-	if r.Version != api.Version {
-		return nil, fmt.Errorf("version %q", r.Version)
-	}
-	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
-	defer cancel()
-	var most []grpc.CallOption
-	if n, _ := k.receives.get(); n > 0 {
-		most = append(most, grpc.MaxCallRecvMsgSize(n))
-	}
-	c, err := dialPlugin(ctx, filepath.Join(k.dir, r.Endpoint), most...)
-	if err != nil {
-		return nil, fmt.Errorf("failed to dial device plugin: %w", err)
-	}
-	opts, err := c.GetDevicePluginOptions(ctx, &api.Empty{})
-	if err != nil || !opts.PreStartRequired || !opts.GetPreferredAllocationAvailable {
-		_ = c.conn.Close()
-		return nil, fmt.Errorf("failed to get device plugin options: %v %w", opts, err)
-	}
-	k.mu.Lock()
-	k.clients[r.ResourceName] = c
-	k.all = append(k.all, c)
-	k.mu.Unlock()
-	k.note(func(s *seen) { s.registered[r.ResourceName]++; s.connected[r.ResourceName] = true })
-	k.running.Go(func() { k.run(r.ResourceName, c) })
-	return &api.Empty{}, nil
-}
-
-func dialPlugin(ctx context.Context, path string, o ...grpc.CallOption) (*client, error) {
-	//lint:ignore SA1019 the kubelet dials so
-	conn, err := grpc.DialContext(ctx, path, grpc.WithAuthority("localhost"), grpc.WithDefaultCallOptions(o...), grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithBlock(),
-		grpc.WithContextDialer(func(ctx context.Context, addr string) (net.Conn, error) {
-			return (&net.Dialer{}).DialContext(ctx, "unix", addr)
-		}))
-	if err != nil {
-		return nil, err
-	}
-	return &client{conn, api.NewDevicePluginClient(conn)}, nil
+// seen is what it knows now.
+func (k *kubelet) seen() seen {
+	all, _ := k.Endpoints()
+	return all
 }
 
 // stream is a ListAndWatch stream of somebody who is not the kubelet.
@@ -220,12 +82,12 @@ func openStream(t testing.TB, path string) *stream {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), giveUp)
 	t.Cleanup(cancel)
-	c, err := dialPlugin(ctx, path)
+	c, err := fakes.Dial(ctx, path)
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = c.conn.Close() })
-	s, err := c.ListAndWatch(ctx, &api.Empty{})
+	t.Cleanup(func() { _ = c.Close() })
+	s, err := api.NewDevicePluginClient(c).ListAndWatch(ctx, &api.Empty{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -249,42 +111,25 @@ func (s *stream) next(t testing.TB, want string) {
 	}
 }
 
-func (k *kubelet) run(resource string, c *client) {
-	stream, err := c.ListAndWatch(context.Background(), &api.Empty{})
-	for err == nil {
-		var resp *api.ListAndWatchResponse
-		if resp, err = stream.Recv(); err == nil {
-			now := time.Now()
-			k.note(func(s *seen) {
-				if s.lists[resource]++; s.lists[resource] == 1 {
-					s.first[resource] = now
-				}
-				s.last[resource] = resp.Devices
-			})
-		}
-	}
-	k.mu.Lock()
-	now := k.clients[resource]
-	delete(k.clients, resource)
-	k.mu.Unlock()
-	if now != nil {
-		_ = now.conn.Close()
-		k.note(func(s *seen) { s.connected[resource] = false })
-	}
-}
-
 // client is that of a resource, to call it as the kubelet does.
-func (k *kubelet) client(t testing.TB, resource string) *client {
+func (k *kubelet) client(t testing.TB, resource string) api.DevicePluginClient {
 	t.Helper()
-	k.await(t, resource+" connected", func(s seen) bool { return s.connected[resource] })
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	return k.clients[resource]
+	return k.await(t, resource+" connected", func(s seen) bool { return s.connected(resource) })[resource].Client
 }
 
-func (k *kubelet) await(t testing.TB, what string, is func(seen) bool) seen {
+func (k *kubelet) await(t testing.TB, what string, is func(seen) bool) (now seen) {
 	t.Helper()
-	return await(t, what, &k.seen, is)
+	ctx, cancel := context.WithTimeout(context.Background(), giveUp)
+	defer cancel()
+	if err := k.Await(ctx, func(all map[string]fakes.Endpoint) error {
+		if now = all; !is(now) {
+			return errors.New(what)
+		}
+		return nil
+	}); err != nil {
+		t.Fatalf("still waiting for: %s; last seen: %+v", what, now)
+	}
+	return now
 }
 
 // await waits until a cell's value is as wanted.
@@ -363,6 +208,16 @@ func shape(ds []*api.Device) string {
 	return b.String()
 }
 
+// pluginDir is a directory for plugins below one for a kubelet.
+func pluginDir(t testing.TB) string {
+	t.Helper()
+	dir := filepath.Join(tempDir(t), "device-plugins")
+	if err := os.Mkdir(dir, 0o750); err != nil {
+		t.Fatal(err)
+	}
+	return dir
+}
+
 // tempDir is a directory whose path is short enough for sockets.
 func tempDir(t testing.TB) string {
 	t.Helper()
@@ -437,7 +292,7 @@ func (a *agent) stop() {
 	<-a.done
 }
 
-// sockets is the names of the sockets in a directory, the kubelet's left out.
+// sockets is the names of the files in a directory, the kubelet's left out.
 func sockets(t testing.TB, dir string) []string {
 	t.Helper()
 	var names []string
@@ -446,7 +301,7 @@ func sockets(t testing.TB, dir string) []string {
 		t.Fatal(err)
 	}
 	for _, e := range entries {
-		if e.Name() != kubeletSocket {
+		if e.Name() != kubeletSocket && strings.TrimPrefix(e.Name(), ".") != "kubelet_internal_checkpoint" {
 			names = append(names, e.Name())
 		}
 	}

@@ -20,6 +20,8 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	api "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+
+	"example.com/gpu-agent/tests/fakes"
 )
 
 const gpuMem = "example.com/gpu-mem"
@@ -31,12 +33,12 @@ var (
 )
 
 func lastIs(resource, want string) func(seen) bool {
-	return func(s seen) bool { return s.lists[resource] > 0 && shape(s.last[resource]) == want }
+	return func(s seen) bool { return s[resource].Lists > 0 && shape(s[resource].Devices) == want }
 }
 
 func TestListsReachTheKubelet(t *testing.T) {
 	leakCheck(t)
-	dir := tempDir(t)
+	dir := pluginDir(t)
 	k := startKubelet(t, dir)
 	src := sourceOf(a1, b1)
 	a := startAgent(t, dir, map[string]Source{gpuMem: src})
@@ -51,12 +53,12 @@ func TestListsReachTheKubelet(t *testing.T) {
 
 	// The same slice again is a list again: it makes the kubelet write its
 	// checkpoint.
-	before, _ := k.seen.get()
+	before := k.seen()
 	src.list.update(func(ds []Device) []Device { return ds })
-	k.await(t, "same list again", func(s seen) bool { return s.lists[gpuMem] == before.lists[gpuMem]+1 })
+	k.await(t, "same list again", func(s seen) bool { return s[gpuMem].Lists == before[gpuMem].Lists+1 })
 
-	if s, _ := k.seen.get(); s.registered[gpuMem] != 1 {
-		t.Errorf("registered %d times, want once", s.registered[gpuMem])
+	if e := k.seen()[gpuMem]; e.Registrations != 1 || !e.Options.GetPreStartRequired() || !e.Options.GetGetPreferredAllocationAvailable() {
+		t.Errorf("registered %d times with options %v, want once, with both", e.Registrations, e.Options)
 	}
 	st := a.Status()
 	if len(st) != 1 || st[0] != (Status{Resource: gpuMem, Registered: true, Devices: 1, Bytes: st[0].Bytes}) || st[0].Bytes == 0 {
@@ -71,24 +73,24 @@ func TestListsReachTheKubelet(t *testing.T) {
 // not shown to the kubelet as one without devices.
 func TestNothingBeforeTheFirstList(t *testing.T) {
 	leakCheck(t)
-	dir := tempDir(t)
+	dir := pluginDir(t)
 	k := startKubelet(t, dir)
 	src, other := &source{}, sourceOf(b1)
 	startAgent(t, dir, map[string]Source{gpuMem: src, "example.com/gpu": other})
 	k.await(t, "the other resource", lastIs("example.com/gpu", "b"))
-	if s, _ := k.seen.get(); s.registered[gpuMem] != 0 {
+	if s := k.seen(); s[gpuMem].Registrations != 0 {
 		t.Error("registered before the source knew its devices")
 	}
 	src.list.set([]Device{a1})
 	s := k.await(t, "first list", lastIs(gpuMem, "a"))
-	if s.lists[gpuMem] != 1 {
-		t.Errorf("%d lists, want one", s.lists[gpuMem])
+	if s[gpuMem].Lists != 1 {
+		t.Errorf("%d lists, want one", s[gpuMem].Lists)
 	}
 }
 
 func TestKubeletRestarts(t *testing.T) {
 	leakCheck(t)
-	dir := tempDir(t)
+	dir := pluginDir(t)
 	a, b := sourceOf(a1), sourceOf(b1)
 	startAgent(t, dir, map[string]Source{gpuMem: a, "example.com/gpu": b})
 	for i := range 20 {
@@ -102,9 +104,9 @@ func TestKubeletRestarts(t *testing.T) {
 		a.list.set([]Device{a1})
 		k.await(t, "a change back", lastIs(gpuMem, "a"))
 		if i%2 == 0 {
-			k.stop()
+			k.Stop()
 		} else {
-			k.kill()
+			k.Kill()
 		}
 	}
 }
@@ -124,7 +126,7 @@ func TestKubeletComesLater(t *testing.T) {
 
 func TestDeadSocketsAreNoObstacle(t *testing.T) {
 	leakCheck(t)
-	dir := tempDir(t)
+	dir := pluginDir(t)
 	// What a predecessor and a kubelet leave when they are killed.
 	for _, name := range []string{"example.com_gpu-mem.sock", kubeletSocket, "." + hash(gpuMem)} {
 		l, err := net.ListenUnix("unix", &net.UnixAddr{Name: filepath.Join(dir, name), Net: "unix"})
@@ -145,7 +147,7 @@ func TestDeadSocketsAreNoObstacle(t *testing.T) {
 
 func TestSocketDeletedUnderUs(t *testing.T) {
 	leakCheck(t)
-	dir := tempDir(t)
+	dir := pluginDir(t)
 	k := startKubelet(t, dir)
 	src := sourceOf(a1)
 	a := startAgent(t, dir, map[string]Source{gpuMem: src})
@@ -162,8 +164,8 @@ func TestSocketDeletedUnderUs(t *testing.T) {
 	// would be cut off when the first one ends.
 	src.list.set([]Device{b1})
 	k.await(t, "a change", lastIs(gpuMem, "b"))
-	if s, _ := k.seen.get(); s.registered[gpuMem] != 1 {
-		t.Errorf("registered %d times, want once", s.registered[gpuMem])
+	if s := k.seen(); s[gpuMem].Registrations != 1 {
+		t.Errorf("registered %d times, want once", s[gpuMem].Registrations)
 	}
 }
 
@@ -171,12 +173,12 @@ func TestSocketDeletedUnderUs(t *testing.T) {
 // and nothing in the directory shows it.
 func TestStreamLost(t *testing.T) {
 	leakCheck(t)
-	dir := tempDir(t)
+	dir := pluginDir(t)
 	k := startKubelet(t, dir)
 	startAgent(t, dir, map[string]Source{gpuMem: sourceOf(a1)})
 	for n := 1; n <= 5; n++ {
-		k.await(t, "a list", func(s seen) bool { return s.lists[gpuMem] == n && s.connected[gpuMem] })
-		_ = k.client(t, gpuMem).conn.Close()
+		k.await(t, "a list", func(s seen) bool { return s[gpuMem].Lists == n && s.connected(gpuMem) })
+		_ = k.seen()[gpuMem].Conn.Close()
 	}
 }
 
@@ -184,15 +186,15 @@ func TestStreamLost(t *testing.T) {
 // make a lost registration look well. The kubelet's own word settles it.
 func TestStrangersStream(t *testing.T) {
 	leakCheck(t)
-	dir := tempDir(t)
+	dir := pluginDir(t)
 	k := startKubelet(t, dir)
 	src := sourceOf(a1)
 	a := startAgent(t, dir, map[string]Source{gpuMem: src}, func(k *Kubelet) { k.suspectEvery = 0 })
 	k.await(t, "first list", lastIs(gpuMem, "a"))
 	stranger := openStream(t, filepath.Join(dir, "example.com_gpu-mem.sock"))
 	stranger.next(t, "a")
-	_ = k.client(t, gpuMem).conn.Close()
-	k.await(t, "the kubelet's stream lost", func(s seen) bool { return !s.connected[gpuMem] })
+	_ = k.seen()[gpuMem].Conn.Close()
+	k.await(t, "the kubelet's stream lost", func(s seen) bool { return !s.connected(gpuMem) })
 	eventually(t, "the stranger's stream alone", func() bool {
 		p := a.served[gpuMem].plugin
 		n, _ := p.service.streams.get()
@@ -205,17 +207,17 @@ func TestStrangersStream(t *testing.T) {
 	a.Suspect(gpuMem)
 	src.list.set([]Device{a1, b0})
 	stranger.next(t, "a !b")
-	if s, _ := k.seen.get(); s.registered[gpuMem] != 1 {
-		t.Errorf("registered %d times though nothing was healthy, or nobody suspected anything", s.registered[gpuMem])
+	if s := k.seen(); s[gpuMem].Registrations != 1 {
+		t.Errorf("registered %d times though nothing was healthy, or nobody suspected anything", s[gpuMem].Registrations)
 	}
 	a.Suspect("example.com/unknown")
-	k.refuse.set(errors.New("not now"))
+	k.refuse(errors.New("not now"))
 	a.Suspect(gpuMem)
 	eventually(t, "the refusal", func() bool { err := a.Status()[0].Err; return err != nil && strings.Contains(err.Error(), "not now") })
-	k.refuse.set(nil)
+	k.refuse(nil)
 	k.await(t, "a list again", lastIs(gpuMem, "a !b"))
-	if s, _ := k.seen.get(); s.registered[gpuMem] != 2 {
-		t.Errorf("registered %d times, want twice", s.registered[gpuMem])
+	if s := k.seen(); s[gpuMem].Registrations != 2 {
+		t.Errorf("registered %d times, want twice", s[gpuMem].Registrations)
 	}
 	src.list.set([]Device{b1})
 	k.await(t, "a change", lastIs(gpuMem, "b"))
@@ -226,21 +228,23 @@ func TestStrangersStream(t *testing.T) {
 // registration, nor for a kubelet that refuses connections at first.
 func TestListWhileAnotherResourceHangs(t *testing.T) {
 	leakCheck(t)
-	dir := tempDir(t)
+	dir := pluginDir(t)
 	a := startAgent(t, dir, map[string]Source{gpuMem: sourceOf(a1), "example.com/gpu": sourceOf(b1)})
-	k := startKubelet(t, dir, func(k *kubelet) {
-		k.hang.set("example.com/gpu")
-		eventually(t, "a refusal", func() bool {
-			for _, st := range a.Status() {
-				if st.Resource == gpuMem && st.Err != nil && strings.Contains(st.Err.Error(), "connection refused") {
-					return true
+	k := startKubelet(t, dir, func(o *fakes.KubeletOptions) {
+		o.Deaf = func(k *fakes.Kubelet) {
+			hang("example.com/gpu")(k)
+			eventually(t, "a refusal", func() bool {
+				for _, st := range a.Status() {
+					if st.Resource == gpuMem && st.Err != nil && strings.Contains(st.Err.Error(), "connection refused") {
+						return true
+					}
 				}
-			}
-			return false
-		})
+				return false
+			})
+		}
 	})
 	k.await(t, "the other list", lastIs(gpuMem, "a"))
-	if s, _ := k.seen.get(); s.lists["example.com/gpu"] != 0 {
+	if s := k.seen(); s["example.com/gpu"].Lists != 0 {
 		t.Error("the registration did not hang")
 	}
 }
@@ -249,7 +253,7 @@ func TestListWhileAnotherResourceHangs(t *testing.T) {
 // with the device in it.
 func TestWithdrawalDuringAllocate(t *testing.T) {
 	leakCheck(t)
-	dir := tempDir(t)
+	dir := pluginDir(t)
 	k := startKubelet(t, dir)
 	src := sourceOf(a1, b1)
 	called, release := make(chan struct{}), make(chan struct{})
@@ -285,7 +289,7 @@ func TestWithdrawalDuringAllocate(t *testing.T) {
 // One that reads slowly skips some; one that keeps up gets all.
 func TestNewestListWins(t *testing.T) {
 	leakCheck(t)
-	dir := tempDir(t)
+	dir := pluginDir(t)
 	k := startKubelet(t, dir)
 	// A list is of one generation; 200 of them fill a stream that nobody reads.
 	const last, many = 200, 300
@@ -299,7 +303,7 @@ func TestNewestListWins(t *testing.T) {
 	src := &source{}
 	src.list.set(list(0))
 	startAgent(t, dir, map[string]Source{gpuMem: src})
-	k.await(t, "first list", func(s seen) bool { return s.lists[gpuMem] == 1 })
+	k.await(t, "first list", func(s seen) bool { return s[gpuMem].Lists == 1 })
 	path := filepath.Join(dir, "example.com_gpu-mem.sock")
 	quick, slow := openStream(t, path), openStream(t, path)
 	generation := func(ds []*api.Device) int {
@@ -338,25 +342,25 @@ func TestNewestListWins(t *testing.T) {
 		t.Logf("%d of %d lists", lists, last+1)
 	}
 	k.await(t, "the last list", func(s seen) bool {
-		return len(s.last[gpuMem]) == many && s.last[gpuMem][0].ID == fmt.Sprintf("%04d-0000", last)
+		return len(s[gpuMem].Devices) == many && s[gpuMem].Devices[0].ID == fmt.Sprintf("%04d-0000", last)
 	})
 
 	// The same slice again, on each open stream.
-	before, _ := k.seen.get()
+	before := k.seen()
 	src.list.update(func(ds []Device) []Device { return ds })
 	for _, s := range []*stream{quick, slow} {
 		if g := generation(s.recv(t)); g != last {
 			t.Errorf("sent again: list %d, want %d", g, last)
 		}
 	}
-	k.await(t, "the same list again", func(s seen) bool { return s.lists[gpuMem] == before.lists[gpuMem]+1 })
+	k.await(t, "the same list again", func(s seen) bool { return s[gpuMem].Lists == before[gpuMem].Lists+1 })
 }
 
 func TestRegistrationRefused(t *testing.T) {
 	leakCheck(t)
-	dir := tempDir(t)
+	dir := pluginDir(t)
 	k := startKubelet(t, dir)
-	k.refuse.set(errors.New("the kubelet is not in the mood"))
+	k.refuse(errors.New("the kubelet is not in the mood"))
 	var changes atomic.Int32
 	a := startAgent(t, dir, map[string]Source{gpuMem: sourceOf(a1)}, func(k *Kubelet) { k.opts.Changed = func() { changes.Add(1) } })
 	eventually(t, "the reason", func() bool {
@@ -367,7 +371,7 @@ func TestRegistrationRefused(t *testing.T) {
 		t.Errorf("Status = %+v, after %d changes", st, changes.Load())
 	}
 	before := changes.Load()
-	k.refuse.set(nil)
+	k.refuse(nil)
 	k.await(t, "first list", lastIs(gpuMem, "a"))
 	eventually(t, "all is well", func() bool { return a.Status()[0].Registered })
 	if st := a.Status()[0]; st.Err != nil || !st.Since.IsZero() || changes.Load() == before {
@@ -407,9 +411,8 @@ func TestRegistrationRefusedInOtherWords(t *testing.T) {
 // and ends each stream, and only the log told.
 func TestListThatTheKubeletCannotReceive(t *testing.T) {
 	leakCheck(t)
-	dir := tempDir(t)
-	k := startKubelet(t, dir)
-	k.receives.set(100)
+	dir := pluginDir(t)
+	k := startKubelet(t, dir, func(o *fakes.KubeletOptions) { o.MaxList = 100 })
 	src := sourceOf(a1)
 	a := startAgent(t, dir, map[string]Source{gpuMem: src}, func(k *Kubelet) { k.stood = time.Hour })
 	k.await(t, "first list", lastIs(gpuMem, "a"))
@@ -419,13 +422,13 @@ func TestListThatTheKubeletCannotReceive(t *testing.T) {
 	// The first stream has stood for less than an hour. From its end on it is a matter
 	// of what comes next.
 	src.list.set(devices(100))
-	k.await(t, "three tries", func(s seen) bool { return s.registered[gpuMem] >= 4 })
+	k.await(t, "three tries", func(s seen) bool { return s[gpuMem].Registrations >= 4 })
 	eventually(t, "the reason", func() bool {
 		err := a.Status()[0].Err
 		return err != nil && strings.Contains(err.Error(), "ends its stream of lists as soon as") && strings.Contains(err.Error(), "of 100 devices")
 	})
 	since := a.Status()[0].Since
-	k.await(t, "three more", func(s seen) bool { return s.registered[gpuMem] >= 7 })
+	k.await(t, "three more", func(s seen) bool { return s[gpuMem].Registrations >= 7 })
 	if st := a.Status()[0]; st.Registered || since.IsZero() || !st.Since.Equal(since) {
 		t.Errorf("Status = %+v, want it since %v", st, since)
 	}
@@ -486,14 +489,18 @@ func TestStreamsStand(t *testing.T) {
 // that.
 func TestRegistrationOvertaken(t *testing.T) {
 	leakCheck(t)
-	dir := tempDir(t)
+	dir := pluginDir(t)
 	k := startKubelet(t, dir)
-	k.hinder.set(func(ctx context.Context, r *api.RegisterRequest) error {
-		if err := os.Remove(filepath.Join(dir, r.Endpoint)); err != nil {
+	var once atomic.Bool
+	k.Answer("Register", func(ctx context.Context, r any) (any, error) {
+		if once.Swap(true) {
+			return nil, nil
+		}
+		if err := os.Remove(filepath.Join(dir, r.(*api.RegisterRequest).Endpoint)); err != nil {
 			t.Error(err)
 		}
 		<-ctx.Done()
-		return ctx.Err()
+		return nil, ctx.Err()
 	})
 	// No time limit helps out: only what has become of the socket can.
 	startAgent(t, dir, map[string]Source{gpuMem: sourceOf(a1)}, func(k *Kubelet) { k.answer = time.Hour })
@@ -502,7 +509,7 @@ func TestRegistrationOvertaken(t *testing.T) {
 
 func TestInotifyExhausted(t *testing.T) {
 	leakCheck(t)
-	dir := tempDir(t)
+	dir := pluginDir(t)
 	var tries cell[int]
 	a := startAgent(t, dir, map[string]Source{gpuMem: sourceOf(a1)}, func(k *Kubelet) {
 		k.poll, k.every = time.Millisecond, 50*time.Millisecond
@@ -514,7 +521,7 @@ func TestInotifyExhausted(t *testing.T) {
 	for range 3 {
 		k := startKubelet(t, dir)
 		k.await(t, "first list", lastIs(gpuMem, "a"))
-		k.stop()
+		k.Stop()
 	}
 	await(t, "another try to watch", &tries, func(n int) bool { return n > 1 })
 	if n := strings.Count(a.log.String(), "too many open files"); n != 1 {
@@ -525,7 +532,7 @@ func TestInotifyExhausted(t *testing.T) {
 // TestEventsLost: a watch that tells nothing costs time, not the registration.
 func TestEventsLost(t *testing.T) {
 	leakCheck(t)
-	dir := tempDir(t)
+	dir := pluginDir(t)
 	startAgent(t, dir, map[string]Source{gpuMem: sourceOf(a1)}, func(k *Kubelet) {
 		k.every = time.Millisecond
 		k.opts.Watch = func(ctx context.Context, dir string) (<-chan struct{}, error) { return make(chan struct{}), nil }
@@ -533,7 +540,7 @@ func TestEventsLost(t *testing.T) {
 	for range 3 {
 		k := startKubelet(t, dir)
 		k.await(t, "first list", lastIs(gpuMem, "a"))
-		k.stop()
+		k.Stop()
 	}
 }
 
@@ -544,7 +551,7 @@ func TestDirectoryReplaced(t *testing.T) {
 	startAgent(t, dir, map[string]Source{gpuMem: sourceOf(a1)}, func(k *Kubelet) { k.poll = time.Millisecond })
 	for i := range 3 {
 		k.await(t, "first list", lastIs(gpuMem, "a"))
-		k.stop()
+		k.Stop()
 		if err := os.Rename(dir, fmt.Sprintf("%s-%d", dir, i)); err != nil {
 			t.Fatal(err)
 		}
@@ -555,7 +562,7 @@ func TestDirectoryReplaced(t *testing.T) {
 
 func TestEndLeavesNothing(t *testing.T) {
 	leakCheck(t)
-	dir := tempDir(t)
+	dir := pluginDir(t)
 	k := startKubelet(t, dir)
 	waiting := make(chan struct{})
 	src := sourceOf(a1)
@@ -589,7 +596,7 @@ func TestEndLeavesNothing(t *testing.T) {
 // again.
 func TestSet(t *testing.T) {
 	leakCheck(t)
-	dir := tempDir(t)
+	dir := pluginDir(t)
 	k := startKubelet(t, dir)
 	gpu, memory := sourceOf(a1), sourceOf(b1)
 	a := startAgent(t, dir, nil)
@@ -601,21 +608,21 @@ func TestSet(t *testing.T) {
 	}
 	for range 5 {
 		set(map[string]Source{gpuMem: memory})
-		k.await(t, "gpu-mem alone", func(s seen) bool { return s.connected[gpuMem] && !s.connected["example.com/gpu"] })
+		k.await(t, "gpu-mem alone", func(s seen) bool { return s.connected(gpuMem) && !s.connected("example.com/gpu") })
 		set(map[string]Source{gpuMem: memory, "example.com/gpu": gpu})
-		k.await(t, "both", func(s seen) bool { return s.connected[gpuMem] && s.connected["example.com/gpu"] })
+		k.await(t, "both", func(s seen) bool { return s.connected(gpuMem) && s.connected("example.com/gpu") })
 		set(map[string]Source{"example.com/gpu": gpu})
-		k.await(t, "gpu alone", func(s seen) bool { return !s.connected[gpuMem] && s.connected["example.com/gpu"] })
+		k.await(t, "gpu alone", func(s seen) bool { return !s.connected(gpuMem) && s.connected("example.com/gpu") })
 		eventually(t, "its socket alone", func() bool { return slices.Equal(sockets(t, dir), []string{"example.com_gpu.sock"}) })
 		set(nil)
-		k.await(t, "none", func(s seen) bool { return !s.connected[gpuMem] && !s.connected["example.com/gpu"] })
+		k.await(t, "none", func(s seen) bool { return !s.connected(gpuMem) && !s.connected("example.com/gpu") })
 		eventually(t, "no socket", func() bool { return len(sockets(t, dir)) == 0 })
 	}
 	set(map[string]Source{gpuMem: memory})
 	if err := a.Set(map[string]Source{"gpu": gpu}); err == nil {
 		t.Error("a resource without domain was accepted")
 	}
-	k.await(t, "what was set before", func(s seen) bool { return s.connected[gpuMem] })
+	k.await(t, "what was set before", func(s seen) bool { return s.connected(gpuMem) })
 }
 
 // TestSuccessor: a rolling update may start the next agent before this one has
@@ -624,7 +631,7 @@ func TestSet(t *testing.T) {
 // does not cut off the newer one for good.
 func TestSuccessor(t *testing.T) {
 	leakCheck(t)
-	dir := tempDir(t)
+	dir := pluginDir(t)
 	k := startKubelet(t, dir)
 	older := startAgent(t, dir, map[string]Source{gpuMem: sourceOf(a1)})
 	k.await(t, "the older one", lastIs(gpuMem, "a"))
@@ -639,7 +646,9 @@ func TestSuccessor(t *testing.T) {
 		t.Fatal(err)
 	}
 	older.stop()
-	k.await(t, "the newer one again", func(s seen) bool { return s.registered[gpuMem] == 3 && s.connected[gpuMem] && lastIs(gpuMem, "b")(s) })
+	k.await(t, "the newer one again", func(s seen) bool {
+		return s[gpuMem].Registrations == 3 && s.connected(gpuMem) && lastIs(gpuMem, "b")(s)
+	})
 	now, err := os.Stat(filepath.Join(dir, "example.com_gpu-mem.sock"))
 	if err != nil || !os.SameFile(file, now) {
 		t.Errorf("the newer one's socket was replaced: %v", err)
@@ -648,7 +657,7 @@ func TestSuccessor(t *testing.T) {
 
 func TestOversizeListIsNotSent(t *testing.T) {
 	leakCheck(t)
-	dir := tempDir(t)
+	dir := pluginDir(t)
 	k := startKubelet(t, dir)
 	src := sourceOf(a1)
 	a := startAgent(t, dir, map[string]Source{gpuMem: src})
@@ -659,9 +668,9 @@ func TestOversizeListIsNotSent(t *testing.T) {
 		return err != nil && strings.Contains(err.Error(), "a list of 100000 devices takes")
 	})
 	src.list.set(devices(60_000))
-	k.await(t, "as many as may be", func(s seen) bool { return len(s.last[gpuMem]) == 60_000 })
-	if s, _ := k.seen.get(); s.registered[gpuMem] != 1 || s.lists[gpuMem] != 2 {
-		t.Errorf("registered %d times with %d lists, want once with 2", s.registered[gpuMem], s.lists[gpuMem])
+	k.await(t, "as many as may be", func(s seen) bool { return len(s[gpuMem].Devices) == 60_000 })
+	if s := k.seen(); s[gpuMem].Registrations != 1 || s[gpuMem].Lists != 2 {
+		t.Errorf("registered %d times with %d lists, want once with 2", s[gpuMem].Registrations, s[gpuMem].Lists)
 	}
 	if err := a.Status()[0].Err; err != nil {
 		t.Errorf("the reason stands: %v", err)
@@ -670,7 +679,7 @@ func TestOversizeListIsNotSent(t *testing.T) {
 
 func TestCalls(t *testing.T) {
 	leakCheck(t)
-	dir := tempDir(t)
+	dir := pluginDir(t)
 	k := startKubelet(t, dir)
 	src := sourceOf(a1, b1)
 	seen := &observed{}
@@ -742,7 +751,7 @@ func TestCalls(t *testing.T) {
 // arrive before.
 func TestWhyItWaited(t *testing.T) {
 	leakCheck(t)
-	dir := tempDir(t)
+	dir := pluginDir(t)
 	k := startKubelet(t, dir)
 	src := sourceOf(a1)
 	src.prepare = func(ctx context.Context, _ []string) error {
@@ -788,7 +797,7 @@ func (o *observed) Registered(_ string, err error)                      { o.add(
 // TestPanicEndsTheProcess, loudly: a process of its own has the panic.
 func TestPanicEndsTheProcess(t *testing.T) {
 	if os.Getenv("PLUGIN_TEST_PANIC") != "" {
-		dir := tempDir(t)
+		dir := pluginDir(t)
 		k := startKubelet(t, dir)
 		src := sourceOf(a1)
 		src.allocate = func([]string) (Grant, error) { panic("a bug") }

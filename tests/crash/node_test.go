@@ -692,7 +692,9 @@ func (n *node) offerDiffers(held map[string]holding, state string) error {
 	}
 	endpoints, _ := n.kubelet.Endpoints()
 	for resource := range healthy {
-		endpoints[resource] = endpoints[resource] // also one without a plugin
+		if _, ok := endpoints[resource]; !ok {
+			endpoints[resource] = fakes.Endpoint{} // no plugin's
+		}
 	}
 	for _, resource := range slices.Sorted(maps.Keys(endpoints)) {
 		e := endpoints[resource]

@@ -4,6 +4,7 @@ package fakes
 
 import (
 	"context"
+	"io"
 	"path"
 	"sync"
 
@@ -22,7 +23,7 @@ type answers struct {
 
 // Answer lets f answer calls of a name, such as "List", until another is set; nil
 // leaves them to the fake again. A stream's request is nil, and its answer counts
-// for nothing: an error ends it.
+// for nothing: an error ends it, io.EOF without one.
 func (a *answers) Answer(call string, f Answer) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -51,7 +52,9 @@ func (a *answers) options(more ...grpc.UnaryServerInterceptor) []grpc.ServerOpti
 		return own(ctx, request)
 	}
 	stream := func(server any, s grpc.ServerStream, info *grpc.StreamServerInfo, own grpc.StreamHandler) error {
-		if _, err := a.of(info.FullMethod)(s.Context(), nil); err != nil {
+		if _, err := a.of(info.FullMethod)(s.Context(), nil); err == io.EOF {
+			return nil
+		} else if err != nil {
 			return err
 		}
 		return own(server, s)

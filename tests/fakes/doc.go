@@ -23,7 +23,7 @@
 //   - PodResources has an entry for each device, leaves out plain init containers, and
 //     answers 100 calls a second, 10 at once.
 //
-// [Runtime] is a container runtime's side of the CRI. As containerd does, it forgets
+// [Runtime] is a containerd, as far as the agent asks one. As that does, it forgets
 // events that nobody listens to, and gives each to everybody who does:
 //
 //	agent := fakes.Pod{UID: "agent", Namespace: "gpu-agent", Name: "gpu-agent-x"}

@@ -4,7 +4,9 @@ package fakes
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"io/fs"
 	"maps"
 	"net"
 	"os"
@@ -13,19 +15,25 @@ import (
 	"sync"
 	"time"
 
+	tasks "github.com/containerd/containerd/api/services/tasks/v1"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/emptypb"
 	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
 // Pod names a pod, whose UID is its sandbox's ID too.
 type Pod struct{ UID, Namespace, Name string }
 
-// Runtime serves the CRI as far as the agent asks. Its methods may be called from
-// several goroutines.
+// Runtime is a containerd 2.3.7, as far as the agent asks: the CRI and the tasks
+// service. Its methods may be called from several goroutines.
 type Runtime struct {
 	cri.UnimplementedRuntimeServiceServer
-	server *grpc.Server
+	answers
+	socket string
+	server *grpc.Server // while it runs; Start and Stop are not called at one time
 	ended  sync.WaitGroup
 
 	mu         sync.Mutex
@@ -35,29 +43,31 @@ type Runtime struct {
 }
 
 // StartRuntime serves at a socket, with the agent's own container in it: what lacks
-// that is not the runtime of the agent's node.
+// that is not the runtime of the agent's node. Without a name there is none.
 func StartRuntime(socket string, agent Pod) (*Runtime, error) {
-	r := &Runtime{server: grpc.NewServer(), pods: map[string]Pod{}, containers: map[string]*cri.Container{},
-		listeners: map[chan *cri.ContainerEventResponse]bool{}}
-	r.Put(agent, &cri.Container{Id: "agent", Metadata: &cri.ContainerMetadata{Name: "gpu-agent"}, State: cri.ContainerState_CONTAINER_RUNNING})
-	cri.RegisterRuntimeServiceServer(r.server, r)
-	if err := Listen(r.server, socket, &r.ended); err != nil {
-		return nil, fmt.Errorf("start a container runtime: %w", err)
+	r := &Runtime{socket: socket, pods: map[string]Pod{}, containers: map[string]*cri.Container{}, listeners: map[chan *cri.ContainerEventResponse]bool{}}
+	if agent.Name != "" {
+		r.Put(agent, &cri.Container{Id: "agent", Metadata: &cri.ContainerMetadata{Name: "gpu-agent"}, State: cri.ContainerState_CONTAINER_RUNNING})
 	}
-	return r, nil
+	return r, r.Start()
 }
 
-// Listen serves on a unix socket, whose directory it makes, until the server is
-// stopped; ended is done then.
-func Listen(s *grpc.Server, path string, ended *sync.WaitGroup) error {
-	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-		return err
+// Start starts one that was stopped: its containers have stayed.
+func (r *Runtime) Start() error {
+	if err := os.MkdirAll(filepath.Dir(r.socket), 0o755); err != nil {
+		return fmt.Errorf("start a container runtime: %w", err)
 	}
-	l, err := net.Listen("unix", path)
+	if err := os.Remove(r.socket); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("start a container runtime: %w", err)
+	}
+	l, err := net.Listen("unix", r.socket)
 	if err != nil {
-		return err
+		return fmt.Errorf("start a container runtime: %w", err)
 	}
-	ended.Go(func() { _ = s.Serve(l) })
+	r.server = grpc.NewServer(r.options()...)
+	cri.RegisterRuntimeServiceServer(r.server, r)
+	tasks.RegisterTasksServer(r.server, taskService{r: r})
+	r.ended.Go(func() { _ = r.server.Serve(l) })
 	return nil
 }
 
@@ -135,26 +145,38 @@ func (p Pod) metadata() *cri.PodSandboxMetadata {
 	return &cri.PodSandboxMetadata{Name: p.Name, Uid: p.UID, Namespace: p.Namespace}
 }
 
+// Tell tells all who listen of an event as it is, and says how many these are.
+func (r *Runtime) Tell(e *cri.ContainerEventResponse) int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.sendLocked(e)
+	return len(r.listeners)
+}
+
+func (r *Runtime) sendLocked(e *cri.ContainerEventResponse) {
+	for ch := range r.listeners {
+		select {
+		case ch <- e:
+		default: // as containerd: who does not listen misses it
+		}
+	}
+}
+
 func (r *Runtime) tellLocked(c *cri.Container, events ...cri.ContainerEventType) {
 	p := r.pods[c.PodSandboxId]
 	for _, e := range events {
-		for ch := range r.listeners {
-			select {
-			case ch <- &cri.ContainerEventResponse{
-				ContainerId: c.Id, ContainerEventType: e, CreatedAt: time.Now().UnixNano(),
-				PodSandboxStatus: &cri.PodSandboxStatus{Id: p.UID, Metadata: p.metadata(), Labels: p.labels("")},
-				ContainersStatuses: []*cri.ContainerStatus{{Id: c.Id, Metadata: c.Metadata, State: c.State, CreatedAt: c.CreatedAt,
-					Labels: c.Labels, Annotations: c.Annotations}},
-			}:
-			default: // as containerd: who does not listen misses it
-			}
-		}
+		r.sendLocked(&cri.ContainerEventResponse{
+			ContainerId: c.Id, ContainerEventType: e, CreatedAt: time.Now().UnixNano(),
+			PodSandboxStatus: &cri.PodSandboxStatus{Id: p.UID, Metadata: p.metadata(), Labels: p.labels("")},
+			ContainersStatuses: []*cri.ContainerStatus{{Id: c.Id, Metadata: c.Metadata, State: c.State, CreatedAt: c.CreatedAt,
+				Labels: c.Labels, Annotations: c.Annotations}},
+		})
 	}
 }
 
 // Version is CRI's.
 func (r *Runtime) Version(context.Context, *cri.VersionRequest) (*cri.VersionResponse, error) {
-	return &cri.VersionResponse{Version: "0.1.0", RuntimeName: "fake", RuntimeVersion: "v1", RuntimeApiVersion: "v1"}, nil
+	return &cri.VersionResponse{Version: "0.1.0", RuntimeName: "containerd", RuntimeVersion: "v2.3.7", RuntimeApiVersion: "v1"}, nil
 }
 
 // ListContainers is CRI's.
@@ -196,6 +218,33 @@ func (r *Runtime) ListPodSandbox(_ context.Context, in *cri.ListPodSandboxReques
 		out.Items = append(out.Items, &cri.PodSandbox{Id: uid, Metadata: p.metadata(), Labels: p.labels(""), State: cri.PodSandboxState_SANDBOX_READY})
 	}
 	return out, nil
+}
+
+// StopContainer is CRI's. The container ends at once.
+func (r *Runtime) StopContainer(_ context.Context, in *cri.StopContainerRequest) (*cri.StopContainerResponse, error) {
+	return &cri.StopContainerResponse{}, r.kill(in.ContainerId)
+}
+
+// taskService is containerd's.
+type taskService struct {
+	tasks.UnimplementedTasksServer
+	r *Runtime
+}
+
+// Kill ends a container, by any signal.
+func (t taskService) Kill(_ context.Context, in *tasks.KillRequest) (*emptypb.Empty, error) {
+	return &emptypb.Empty{}, t.r.kill(in.ContainerID)
+}
+
+func (r *Runtime) kill(id string) error {
+	r.mu.Lock()
+	c := r.containers[id]
+	r.mu.Unlock()
+	if c == nil {
+		return status.Errorf(codes.NotFound, "no such container: %s", id)
+	}
+	r.Set(id, cri.ContainerState_CONTAINER_EXITED, cri.ContainerEventType_CONTAINER_STOPPED_EVENT)
+	return nil
 }
 
 // GetContainerEvents is CRI's.

@@ -4,10 +4,8 @@ package peers_test
 
 import (
 	"context"
-	"net"
-	"os"
+	"errors"
 	"os/exec"
-	"path/filepath"
 	"runtime"
 	"slices"
 	"strconv"
@@ -18,11 +16,10 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/credentials/insecure"
 	api "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
 	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/fakes"
 	"example.com/gpu-agent/tests/lab"
 	"example.com/gpu-agent/tests/peers"
 )
@@ -35,22 +32,8 @@ var pluginProgram = sync.OnceValues(func() (string, error) {
 	return kit.Bin(peers.DevicePlugin.Name), peers.DevicePlugin.Build(context.Background(), kit)
 })
 
-// registry is the kubelet's side of a plugin's registration.
-type registry struct {
-	api.UnimplementedRegistrationServer
-	came chan *api.RegisterRequest
-}
-
-func (r *registry) Register(_ context.Context, req *api.RegisterRequest) (*api.Empty, error) {
-	select {
-	case r.came <- req:
-	default: // one is enough
-	}
-	return &api.Empty{}, nil
-}
-
-// pluginDir is compiled into the plugin.
-const pluginDir = "/var/lib/kubelet/device-plugins"
+// kubeletDir is compiled into the plugin.
+const kubeletDir = "/var/lib/kubelet"
 
 // devicePlugin is NVIDIA's device plugin while it runs.
 type devicePlugin struct {
@@ -72,17 +55,11 @@ func (n *node) plugin() *devicePlugin {
 		n.t.Fatalf("make room for a kubelet: %v", err)
 	}
 	n.t.Cleanup(func() { unix.Unmount(lib, unix.MNT_DETACH) })
-	if err := os.MkdirAll(pluginDir, 0o755); err != nil {
-		n.t.Fatal(err)
-	}
-	l, err := net.Listen("unix", filepath.Join(pluginDir, "kubelet.sock"))
+	kubelet, err := fakes.StartKubelet(fakes.KubeletOptions{Dir: kubeletDir})
 	if err != nil {
 		n.t.Fatal(err)
 	}
-	kubelet, server := &registry{came: make(chan *api.RegisterRequest, 1)}, grpc.NewServer()
-	api.RegisterRegistrationServer(server, kubelet)
-	go server.Serve(l) // until stopped
-	n.t.Cleanup(server.Stop)
+	n.t.Cleanup(kubelet.Stop)
 
 	config := n.write("version: v1\n")
 	cmd := exec.Command(program, "--config-file", config, "--driver-root-ctr-path", n.root, "--nvidia-driver-root", n.root)
@@ -111,29 +88,23 @@ func (n *node) plugin() *devicePlugin {
 		}
 	})
 
-	var req *api.RegisterRequest
-	select {
-	case req = <-kubelet.came:
-	case <-ended:
-		n.t.Fatal("the plugin has ended")
-	case <-time.After(2 * time.Minute):
-		n.t.Fatal("the plugin does not register")
+	ctx, cancel := context.WithTimeoutCause(n.t.Context(), 2*time.Minute, errors.New("the plugin has not registered in 2 minutes"))
+	defer cancel()
+	ctx, gone := context.WithCancelCause(ctx)
+	go func() {
+		<-ended
+		gone(errors.New("the plugin has ended"))
+	}()
+	var e fakes.Endpoint
+	if err := kubelet.Await(ctx, func(all map[string]fakes.Endpoint) error {
+		if e = all["nvidia.com/gpu"]; !e.Serves() {
+			return errors.New("no list of nvidia.com/gpu")
+		}
+		return nil
+	}); err != nil {
+		n.t.Fatal(err, context.Cause(ctx))
 	}
-	conn, err := grpc.NewClient("unix://"+filepath.Join(pluginDir, req.Endpoint), grpc.WithTransportCredentials(insecure.NewCredentials()))
-	if err != nil {
-		n.t.Fatal(err)
-	}
-	n.t.Cleanup(func() { conn.Close() })
-	client := api.NewDevicePluginClient(conn)
-	stream, err := client.ListAndWatch(n.t.Context(), &api.Empty{})
-	if err != nil {
-		n.t.Fatal(err)
-	}
-	list, err := stream.Recv()
-	if err != nil {
-		n.t.Fatal(err)
-	}
-	return &devicePlugin{client, list.Devices, ended, said}
+	return &devicePlugin{e.Client, e.Devices, ended, said}
 }
 
 // NVIDIA's device plugin and GPU Feature Discovery run on every machine that the
