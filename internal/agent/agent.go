@@ -152,6 +152,9 @@ type Agent struct {
 	reporter *reporter
 	health   *health.Monitor
 	reader   *reader
+	others   *coexistence
+	slices   *timeSlices
+	served   *served
 	executor *executor
 	log      *slog.Logger
 	// ration is the log for what a program on a GPU, or a server that is away, can
@@ -162,18 +165,16 @@ type Agent struct {
 	trigger chan struct{}
 	// stirred has one too: the watchdog has something new to look at.
 	stirred chan struct{}
-	// soon and later say that wakeSoon and wakeLater have a round coming.
-	soon, later atomic.Bool
+	// soon says that wakeSoon has a round coming.
+	soon atomic.Bool
 	// ended wakes awaitReleases; it holds at most one token.
 	ended chan struct{}
-	// askSoon says that the witnesses are to be asked, askOthers that the kubelet is to
-	// be asked what other plugins offer, nameSoon that a container of ours has started.
-	askSoon, askOthers, nameSoon atomic.Bool
+	// askSoon says that the witnesses are to be asked, nameSoon that a container of ours
+	// has started.
+	askSoon, nameSoon atomic.Bool
 	// listed is what PodResources said last.
 	listed atomic.Pointer[[]desk.Holding]
 	ends   endings
-	// stamp is the kubelet's checkpoint that LookAtCheckpoint saw last.
-	stamp atomic.Pointer[node.Stamp]
 
 	grantsMu sync.Mutex
 	grants   []state.Claim // guarded by grantsMu; not yet written down
@@ -184,7 +185,6 @@ type Agent struct {
 	// The rest belongs to the loop's goroutine.
 
 	seen      witnesses
-	others    others
 	wanted    []config.Want
 	wantedGen uint64
 	// desired is the last answer of the partition file.
@@ -197,15 +197,12 @@ type Agent struct {
 	active    string // the one that wanted is of
 	layouts   map[gpu.UUID]plan.Layout
 	past      map[gpu.UUID][]plan.Past
-	slices    map[gpu.UUID]slice
 	// gates is what the CDI files of claims of MIG devices were made of.
 	gates   map[string]string
-	serving map[string]plugin.Source
-	removed map[string]bool      // claims whose file was taken away
-	unknown map[string]time.Time // see Snapshot.Unknown; it is not changed but replaced
-	written int                  // claims written down since the journal was last cut
-	swept   bool                 // no file of an ended claim is left
-	trim    bool                 // a claim has ended that may be in the journal
+	removed map[string]bool // claims whose file was taken away
+	written int             // claims written down since the journal was last cut
+	swept   bool            // no file of an ended claim is left
+	trim    bool            // a claim has ended that may be in the journal
 }
 
 // input is the news from outside, by value.
@@ -274,15 +271,18 @@ func New(o Options, w Worlds) *Agent {
 		input:    input{labelKnown: w.Cluster == nil},
 		layouts:  map[gpu.UUID]plan.Layout{},
 		past:     map[gpu.UUID][]plan.Past{},
-		slices:   map[gpu.UUID]slice{},
 		gates:    map[string]string{},
-		serving:  map[string]plugin.Source{},
 		removed:  map[string]bool{},
 	}
 	a.ration = brief.NewRation(a.log, time.Now, time.AfterFunc)
 	a.seen.resent, a.seen.stale = map[string]time.Time{}, map[string]string{}
 	a.desk = desk.New(a.wake, time.Now)
 	a.reader = newReader(&o, &w, a.health, a.desk, a.ration, a.wake)
+	a.others = newCoexistence(&o, &w, a, a.wake)
+	a.slices = newTimeSlices(&o, &w)
+	a.served = &served{plugins: w.Plugins, of: map[string]plugin.Source{}, source: func(resource string) plugin.Source {
+		return &source{desk: a.desk, domain: o.Domain, resource: resource, granted: a.granted}
+	}}
 	a.executor = newExecutor(&o, &w, a.desk, a.wake)
 	a.reporter = newReporter(&a.opts, a.names, a.desk, &w)
 	return a
@@ -299,16 +299,6 @@ func poke(c chan<- struct{}) {
 	select {
 	case c <- struct{}{}:
 	default:
-	}
-}
-
-// wakeLater asks for a round when the next look at what others offer is due.
-func (a *Agent) wakeLater() {
-	if a.later.CompareAndSwap(false, true) {
-		time.AfterFunc(othersSoon, func() {
-			a.later.Store(false)
-			a.wake()
-		})
 	}
 }
 
@@ -515,6 +505,19 @@ func (a *Agent) holdersDue(now time.Time, changes *plan.Changes) bool {
 	}
 }
 
+// lookAround looks for GPUs that somebody else gives out, and whether the kubelet knows
+// what we offer.
+func (a *Agent) lookAround(ctx context.Context, migManager string) {
+	allocatable, asked := a.others.look(ctx, a.reader.inv, migManager)
+	if !asked {
+		return
+	}
+	now := time.Now()
+	if a.served.suspect(a.desk.View(), allocatable, now); len(a.served.unknown) > 0 {
+		a.others.soon(now.Add(holdersEvery))
+	}
+}
+
 // look takes in the hardware as it is.
 func (a *Agent) look(ctx context.Context) error {
 	news, err := a.reader.look(ctx, a.executor.unsettled)
@@ -578,7 +581,7 @@ func (a *Agent) round(ctx context.Context) error {
 	if a.reader.letGo != "" {
 		note = "the driver was let go, since " + a.reader.letGo
 	}
-	a.lookAround(ctx, &in)
+	a.lookAround(ctx, in.migManager)
 	a.expire(time.Now())
 	claims := a.claims()
 	changes := a.plan(claims)
@@ -618,7 +621,7 @@ func (a *Agent) round(ctx context.Context) error {
 		// It takes a while to learn the parts. A fault is told before that, and
 		// so is what a new process offers: a container that comes meanwhile
 		// waits for its claim's file.
-		if err := a.serve(a.publish(viewInput{changes: &changes})); err != nil {
+		if err := a.served.set(a.publish(viewInput{changes: &changes})); err != nil {
 			errs = append(errs, err)
 		}
 		if err := a.learnParts(ctx); err != nil && !(errors.Is(err, gpu.ErrTimeout) && a.reader.parts != nil) {
@@ -628,7 +631,7 @@ func (a *Agent) round(ctx context.Context) error {
 	hwNote := ""
 	if a.reader.usable() {
 		var err error
-		if hwNote, err = a.setTimeSlices(ctx); err != nil {
+		if hwNote, err = a.slices.set(ctx, a.reader.inv, a.reader.epoch, a.wanted, a.layouts); err != nil {
 			errs = append(errs, err)
 		}
 	}
@@ -642,7 +645,7 @@ func (a *Agent) round(ctx context.Context) error {
 	}
 	a.tellWaiting(changes.Trouble)
 	v := a.publish(viewInput{changes: &changes})
-	if err := a.serve(v); err != nil {
+	if err := a.served.set(v); err != nil {
 		errs = append(errs, err)
 	}
 
@@ -794,30 +797,11 @@ func (a *Agent) onDemand(u gpu.UUID) bool {
 	return a.wanted == nil
 }
 
-// serve starts the device plugins of resources that are on offer for the first
-// time. None is ever stopped: see desk.View.
-func (a *Agent) serve(v *desk.View) error {
-	if len(v.Resources) == len(a.serving) {
-		return nil
-	}
-	serving := maps.Clone(a.serving)
-	for _, r := range v.Resources {
-		if serving[r.Name] == nil {
-			serving[r.Name] = &source{desk: a.desk, domain: a.opts.Domain, resource: r.Name, granted: a.granted}
-		}
-	}
-	if err := a.plugins.Set(serving); err != nil {
-		return err
-	}
-	a.serving = serving
-	return nil
-}
-
 // finish hands what the round left to the reporter.
 func (a *Agent) finish(f *findings) {
 	s := &Snapshot{Inventory: a.reader.inv, Topology: a.reader.topology, Matrix: a.reader.matrix, Answered: a.reader.answered, Layouts: a.layouts, Wanted: a.wanted, Active: a.active,
 		Work: a.executor.now(), Made: a.executor.made(), Failing: a.executor.failingSlots(time.Now()), Others: a.others.gpus,
-		Outcome: Outcome{Partition: a.partition}, Generation: a.wantedGen, Unknown: a.unknown, Verdicts: a.health.Verdicts(), Hangs: a.reader.hangs()}
+		Outcome: Outcome{Partition: a.partition}, Generation: a.wantedGen, Unknown: a.served.unknown, Verdicts: a.health.Verdicts(), Hangs: a.reader.hangs()}
 	if a.reader.inv == nil {
 		s.Inventory = a.reporter.snapshot.Load().Inventory // an empty one
 	}

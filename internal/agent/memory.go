@@ -37,7 +37,7 @@ func (a *Agent) remember() {
 	a.reader.faults.apply()
 	if same {
 		for u, s := range doc.TimeSlices {
-			a.slices[u] = slice{is: s}
+			a.slices.of[u] = slice{is: s}
 		}
 		// What a process left that knew no bound, or a broken disk, is not restored
 		// beyond it: this one would die of it before it has read a corrected partition
@@ -131,7 +131,7 @@ func (a *Agent) save() error {
 			doc.Made = append(doc.Made, state.Made{GPU: u, Slot: slotText(m)})
 		}
 	}
-	for u, s := range a.slices {
+	for u, s := range a.slices.of {
 		if s.note == "" {
 			doc.TimeSlices[u] = s.is
 		}

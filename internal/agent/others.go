@@ -6,9 +6,11 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"log/slog"
 	"maps"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"example.com/gpu-agent/internal/node"
@@ -22,8 +24,28 @@ const (
 	migManagerIdle  = "all-disabled"
 )
 
-// others is what the loop remembers of who else gives GPUs out, or cuts them.
-type others struct {
+// coexistence finds the GPUs that somebody else gives out or lays out: other device
+// plugins, other DRA drivers, NVIDIA's MIG manager. Two agents on one GPU would each
+// promise all of it. Use newCoexistence. lookAtCheckpoint may be called by anybody, all
+// else by the loop's goroutine.
+type coexistence struct {
+	kubelet Kubelet
+	runtime Runtime
+	cluster Cluster // nil where there is none
+	witness witness
+	// own is our own DRA driver's name.
+	own string
+	log *slog.Logger
+	// wake has a round come.
+	wake func()
+
+	// asked says that the kubelet is to be asked before due, and later that a round
+	// comes for that; stamp is the checkpoint that lookAtCheckpoint saw last.
+	asked, later atomic.Bool
+	stamp        atomic.Pointer[node.Stamp]
+
+	// The rest belongs to the loop's goroutine.
+
 	// gpus is why each of these GPUs is not the agent's to offer; nil before the
 	// first look.
 	gpus map[gpu.UUID]string
@@ -40,9 +62,47 @@ type others struct {
 	drivers drivers
 }
 
+// witness is what is known of the kubelet and the runtime, and of which resources are
+// ours.
+type witness interface {
+	owns(resource string) bool
+	trusted(*node.Listing) bool
+	// checkpoint is the kubelet's, or with an error the last that could be read; it is
+	// false where there is none.
+	checkpoint() (*node.Checkpoint, bool, error)
+	knowsUs([]node.Container) bool
+	strangerError() error
+}
+
+func newCoexistence(o *Options, w *Worlds, of witness, wake func()) *coexistence {
+	return &coexistence{kubelet: w.Kubelet, runtime: w.Runtime, cluster: w.Cluster, witness: of, own: "gpus." + o.Domain, log: o.Log, wake: wake}
+}
+
+// lookAtCheckpoint has the kubelet asked again, in a while and for all who ask until
+// then, where it has written its checkpoint: it does so with every list of any plugin,
+// and another plugin's may have our GPUs in it.
+func (c *coexistence) lookAtCheckpoint() {
+	now := c.kubelet.Stamp()
+	if old := c.stamp.Swap(&now); old != nil && *old == now {
+		return
+	}
+	if c.asked.Store(true); c.later.CompareAndSwap(false, true) {
+		time.AfterFunc(othersSoon, func() {
+			c.later.Store(false)
+			c.wake()
+		})
+	}
+}
+
 // sightings is what one look has found: why GPUs are somebody else's. A GPU that is
 // in doubt is not offered either, but as soon as the doubt is over it is.
 type sightings struct {
+	inv *gpu.Inventory
+	now time.Time
+	// listing is the kubelet's; one that is not trusted may lack pods.
+	listing node.Listing
+	trusted bool
+
 	sure, doubt map[gpu.UUID]string
 	// due is when to look again.
 	due time.Time
@@ -64,74 +124,77 @@ func add(to map[gpu.UUID]string, gpus []gpu.UUID, why string) {
 	}
 }
 
-// lookAround finds the GPUs that somebody else gives out or cuts: two agents on one
-// GPU would each promise all of it. It also finds out whether the kubelet knows
-// what we offer.
-func (a *Agent) lookAround(ctx context.Context, in *input) {
-	now, o := time.Now(), &a.others
-	unknown := func(d gpu.Device) bool { return !o.known[d.UUID] } // it may be others' already
-	if o.gpus != nil && in.migManager == o.migManager && !slices.ContainsFunc(a.reader.inv.GPUs, unknown) && now.Before(o.due) &&
-		!(a.askOthers.Load() && now.Sub(o.at) >= othersSoon-time.Second) {
-		return
+// look looks for others' GPUs where that is due, and returns the devices of all
+// resources that the kubelet would give out. asked is whether it was asked; it was away
+// where there are none.
+func (c *coexistence) look(ctx context.Context, inv *gpu.Inventory, migManager string) (allocatable map[string][]string, asked bool) {
+	now := time.Now()
+	unknown := func(d gpu.Device) bool { return !c.known[d.UUID] } // it may be others' already
+	if c.gpus != nil && migManager == c.migManager && !slices.ContainsFunc(inv.GPUs, unknown) && now.Before(c.due) &&
+		!(c.asked.Load() && now.Sub(c.at) >= othersSoon-time.Second) {
+		return nil, false
 	}
-	a.askOthers.Store(false)
-	o.migManager, o.known = in.migManager, map[gpu.UUID]bool{}
-	for i := range a.reader.inv.GPUs {
-		o.known[a.reader.inv.GPUs[i].UUID] = true
+	c.asked.Store(false)
+	c.migManager, c.known = migManager, map[gpu.UUID]bool{}
+	for i := range inv.GPUs {
+		c.known[inv.GPUs[i].UUID] = true
 	}
 	cctx, cancel := context.WithTimeout(ctx, kubeletPatience)
 	defer cancel()
-	allocatable, err := a.kubelet.Allocatable(cctx)
+	allocatable, err := c.kubelet.Allocatable(cctx)
 	if err != nil {
 		// A kubelet that is away gives nothing out; what it said last stands.
-		a.log.Debug("cannot ask the kubelet what other device plugins offer", "err", err)
-		if o.gpus == nil {
-			o.gpus = map[gpu.UUID]string{}
+		c.log.Debug("cannot ask the kubelet what other device plugins offer", "err", err)
+		if c.gpus == nil {
+			c.gpus = map[gpu.UUID]string{}
 		}
-		o.due, a.unknown = now.Add(holdersEvery), nil
-		return
+		c.due = now.Add(holdersEvery)
+		return nil, true
 	}
-	o.at = now
-	s := &sightings{sure: map[gpu.UUID]string{}, doubt: map[gpu.UUID]string{}, due: now.Add(othersEvery)}
+	c.at = now
+	s := &sightings{inv: inv, now: now, sure: map[gpu.UUID]string{}, doubt: map[gpu.UUID]string{}, due: now.Add(othersEvery)}
 	// Allocatable is short of devices that their plugin calls unhealthy, or whose
 	// plugin is starting again; who has one is in the list, and after a restart of
 	// the kubelet in its checkpoint alone.
-	listing, err := a.kubelet.List(cctx)
-	for _, h := range listing.Holdings {
-		if _, ours := a.kind(h.Resource); !ours {
-			add(s.sure, gpusOf(a.reader.inv, h.IDs...), heldAs(h.Namespace+"/"+h.Pod, h.Resource))
+	s.listing, err = c.kubelet.List(cctx)
+	for _, h := range s.listing.Holdings {
+		if !c.witness.owns(h.Resource) {
+			add(s.sure, gpusOf(inv, h.IDs...), heldAs(h.Namespace+"/"+h.Pod, h.Resource))
 		}
 	}
-	trusted := err == nil && a.trusted(&listing)
-	a.inCheckpoint(ctx, now, &listing, trusted, s)
-	a.prepared(ctx, now, listing.Prepared, trusted, s)
+	s.trusted = err == nil && c.witness.trusted(&s.listing)
+	c.inCheckpoint(ctx, s)
+	c.prepared(ctx, s)
 	for _, resource := range sortedKeys(allocatable) {
-		if _, ours := a.kind(resource); !ours {
-			add(s.sure, gpusOf(a.reader.inv, allocatable[resource]...),
+		if !c.witness.owns(resource) {
+			add(s.sure, gpusOf(inv, allocatable[resource]...),
 				fmt.Sprintf("the kubelet lists it as %s of another device plugin; end that one, or give the GPU mode off", resource))
 		}
 	}
-	if in.migManager != "" && in.migManager != migManagerIdle {
-		for i := range a.reader.inv.GPUs {
-			if d := &a.reader.inv.GPUs[i]; d.MIG.Capable {
-				add(s.sure, []gpu.UUID{d.UUID}, fmt.Sprintf("NVIDIA's MIG manager cuts it (the node's label %s is %s); remove that label, or give the GPU mode off",
-					migManagerLabel, in.migManager))
-			}
+	for i := range inv.GPUs {
+		if d := &inv.GPUs[i]; d.MIG.Capable && migManager != "" && migManager != migManagerIdle {
+			add(s.sure, []gpu.UUID{d.UUID}, fmt.Sprintf("NVIDIA's MIG manager partitions it (the node's label %s is %s); remove that label, or give the GPU mode off",
+				migManagerLabel, migManager))
 		}
 	}
-	o.conclude(s, now)
-	if a.suspect(allocatable, now); len(a.unknown) > 0 && now.Add(holdersEvery).Before(o.due) {
-		o.due = now.Add(holdersEvery)
+	c.conclude(s)
+	return allocatable, true
+}
+
+// soon has the kubelet asked again at that time, if that is not due before.
+func (c *coexistence) soon(at time.Time) {
+	if at.Before(c.due) {
+		c.due = at
 	}
 }
 
 // conclude makes what was found what counts until the next look.
-func (o *others) conclude(s *sightings, now time.Time) {
+func (c *coexistence) conclude(s *sightings) {
 	gpus, seen := maps.Clone(s.doubt), map[gpu.UUID]time.Time{}
-	for u, why := range o.gpus {
+	for u, why := range c.gpus {
 		// A plugin that starts again lists nothing for a moment, and so does a
 		// kubelet.
-		if at := o.seen[u]; now.Sub(at) < othersLinger {
+		if at := c.seen[u]; s.now.Sub(at) < othersLinger {
 			gpus[u], seen[u] = why, at
 			if s.sure[u] == "" {
 				s.again(at.Add(othersLinger))
@@ -139,12 +202,12 @@ func (o *others) conclude(s *sightings, now time.Time) {
 		}
 	}
 	for u, why := range s.sure {
-		gpus[u], seen[u] = why, now
+		gpus[u], seen[u] = why, s.now
 	}
 	if len(gpus) > 0 {
-		s.again(now.Add(othersPresent)) // nothing tells when they have gone
+		s.again(s.now.Add(othersPresent)) // nothing tells when they have gone
 	}
-	o.gpus, o.seen, o.due = gpus, seen, s.due
+	c.gpus, c.seen, c.due = gpus, seen, s.due
 }
 
 // inCheckpoint finds the GPUs that pods have by the kubelet's checkpoint. The kubelet
@@ -158,12 +221,8 @@ func (o *others) conclude(s *sightings, now time.Time) {
 // there is such a name, or may be, an entry counts that was not there before. How
 // often the file is written says nothing: dead pods stay in it while the kubelet
 // does not know its pods.
-func (a *Agent) inCheckpoint(ctx context.Context, now time.Time, listing *node.Listing, trusted bool, s *sightings) {
-	o := &a.others
-	cp, ok, err := a.checkpoint()
-	if err != nil {
-		cp, ok = &a.seen.checkpoint, true // the last one that could be read
-	}
+func (c *coexistence) inCheckpoint(ctx context.Context, s *sightings) {
+	cp, ok, err := c.witness.checkpoint()
 	if !ok {
 		return
 	}
@@ -171,17 +230,17 @@ func (a *Agent) inCheckpoint(ctx context.Context, now time.Time, listing *node.L
 	var pods map[string]node.PodName
 	asked, preparing := false, false
 	for _, e := range cp.Entries {
-		gpus := gpusOf(a.reader.inv, e.IDs...)
-		if _, ours := a.kind(e.Resource); ours || len(gpus) == 0 {
+		gpus := gpusOf(s.inv, e.IDs...)
+		if c.witness.owns(e.Resource) || len(gpus) == 0 {
 			continue
 		}
 		if !asked {
-			pods, err = a.livingPods(ctx)
-			asked, preparing = true, !trusted || !allKnown(listing.Pods, pods)
+			pods, err = c.livingPods(ctx)
+			asked, preparing = true, !s.trusted || !allKnown(s.listing.Pods, pods)
 		}
-		first, known := o.met[e.PodUID]
+		first, known := c.met[e.PodUID]
 		if !known {
-			first = now
+			first = s.now
 		}
 		name, lives := pods[e.PodUID]
 		if lives {
@@ -195,13 +254,13 @@ func (a *Agent) inCheckpoint(ctx context.Context, now time.Time, listing *node.L
 			add(s.sure, gpus, why)
 		case err != nil:
 			add(s.doubt, gpus, fmt.Sprintf("%s (whether that pod lives is not known: %v)", why, err))
-		case preparing && now.Sub(first) < othersLinger:
+		case preparing && s.now.Sub(first) < othersLinger:
 			add(s.doubt, gpus, why)
 			s.again(first.Add(othersLinger))
-			s.again(now.Add(othersSoon)) // the sandbox may be a moment away
+			s.again(s.now.Add(othersSoon)) // the sandbox may be a moment away
 		}
 	}
-	o.met = met
+	c.met = met
 }
 
 // allKnown reports whether the runtime knows every pod that the kubelet lists, by
@@ -215,25 +274,25 @@ func allKnown(listed []node.PodName, pods map[string]node.PodName) bool {
 }
 
 // livingPods returns the pods that have a sandbox or a container, by UID.
-func (a *Agent) livingPods(ctx context.Context) (map[string]node.PodName, error) {
+func (c *coexistence) livingPods(ctx context.Context) (map[string]node.PodName, error) {
 	ctx, cancel := context.WithTimeout(ctx, runtimePatience)
 	defer cancel()
-	containers, err := a.runtime.Containers(ctx)
+	containers, err := c.runtime.Containers(ctx)
 	if err != nil {
 		return nil, err
 	}
-	if !a.knowsUs(containers) {
-		return nil, a.strangerError()
+	if !c.witness.knowsUs(containers) {
+		return nil, c.witness.strangerError()
 	}
-	pods, err := a.runtime.Pods(ctx)
+	pods, err := c.runtime.Pods(ctx)
 	if err != nil {
 		return nil, err
 	}
 	living := map[string]node.PodName{}
 	maps.Copy(living, pods)
-	for _, c := range containers {
-		if _, ok := living[c.PodUID]; !ok {
-			living[c.PodUID] = node.PodName{Namespace: c.Namespace, Name: c.Pod}
+	for _, o := range containers {
+		if _, ok := living[o.PodUID]; !ok {
+			living[o.PodUID] = node.PodName{Namespace: o.Namespace, Name: o.Pod}
 		}
 	}
 	return living, nil
@@ -291,26 +350,4 @@ func gpusOf(inv *gpu.Inventory, ids ...string) []gpu.UUID {
 
 func alphanumeric(b byte) bool {
 	return '0' <= b && b <= '9' || 'a' <= b && b <= 'z' || 'A' <= b && b <= 'Z' || b >= 0x80
-}
-
-// suspect looks whether the kubelet gives out what we offer it.
-func (a *Agent) suspect(allocatable map[string][]string, now time.Time) {
-	unknown := map[string]time.Time{}
-	for _, r := range a.desk.View().Resources {
-		healthy := 0
-		for i := range r.Devices {
-			if r.Devices[i].Healthy {
-				healthy++
-			}
-		}
-		if healthy > 0 && len(allocatable[r.Name]) == 0 && a.serving[r.Name] != nil {
-			a.plugins.Suspect(r.Name)
-			since, before := a.unknown[r.Name]
-			if !before {
-				since = now
-			}
-			unknown[r.Name] = since
-		}
-	}
-	a.unknown = unknown
 }

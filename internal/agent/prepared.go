@@ -48,12 +48,12 @@ type drivers struct {
 // prepared finds the GPUs that other DRA drivers have prepared for pods. The kubelet
 // names a device by driver, pool and name; which GPU that is, its ResourceSlice says
 // (see whichGPU). Where that cannot be told, it may be any GPU, and none is offered.
-func (a *Agent) prepared(ctx context.Context, now time.Time, listed []node.Prepared, trusted bool, s *sightings) {
-	d := &a.others.drivers
-	listed = slices.DeleteFunc(slices.Clone(listed), func(p node.Prepared) bool {
-		return p.Driver == "gpus."+a.opts.Domain || slices.Contains(otherHardware, p.Driver)
+func (c *coexistence) prepared(ctx context.Context, s *sightings) {
+	d := &c.drivers
+	listed := slices.DeleteFunc(slices.Clone(s.listing.Prepared), func(p node.Prepared) bool {
+		return p.Driver == c.own || slices.Contains(otherHardware, p.Driver)
 	})
-	if !trusted { // it lacks pods: those of before may still be there
+	if !s.trusted { // it lacks pods: those of before may still be there
 		listed = append(listed, slices.DeleteFunc(slices.Clone(d.listed), func(p node.Prepared) bool { return slices.Contains(listed, p) })...)
 	}
 	d.listed = listed
@@ -67,15 +67,15 @@ func (a *Agent) prepared(ctx context.Context, now time.Time, listed []node.Prepa
 	switch fresh := slices.ContainsFunc(listed, isNew); {
 	case fresh:
 		d.pause = wait.Backoff{Duration: othersPresent, Factor: 2, Cap: othersEvery, Steps: math.MaxInt}
-		a.askDrivers(ctx, now)
-	case len(d.unknown) > 0 && !now.Before(d.due):
-		a.askDrivers(ctx, now)
+		c.askDrivers(ctx, s)
+	case len(d.unknown) > 0 && !s.now.Before(d.due):
+		c.askDrivers(ctx, s)
 	}
 	for _, p := range listed {
 		switch u, why := d.known[p], d.unknown[p]; {
 		case why != "":
-			for i := range a.reader.inv.GPUs {
-				add(s.doubt, []gpu.UUID{a.reader.inv.GPUs[i].UUID}, fmt.Sprintf("%s, and that may be this GPU: %s; end that pod, or give the GPU mode off", describePrepared(p), why))
+			for i := range s.inv.GPUs {
+				add(s.doubt, []gpu.UUID{s.inv.GPUs[i].UUID}, fmt.Sprintf("%s, and that may be this GPU: %s; end that pod, or give the GPU mode off", describePrepared(p), why))
 			}
 			s.again(d.due)
 		case u != "":
@@ -90,9 +90,9 @@ func describePrepared(p node.Prepared) string {
 
 // askDrivers reads the ResourceSlices for the devices of which it is not known which
 // GPUs they are.
-func (a *Agent) askDrivers(ctx context.Context, now time.Time) {
-	d := &a.others.drivers
-	d.due, d.unknown = now.Add(d.pause.Step()), map[node.Prepared]string{}
+func (c *coexistence) askDrivers(ctx context.Context, s *sightings) {
+	d := &c.drivers
+	d.due, d.unknown = s.now.Add(d.pause.Step()), map[node.Prepared]string{}
 	if d.known == nil {
 		d.known = map[node.Prepared]gpu.UUID{}
 	}
@@ -108,13 +108,13 @@ func (a *Agent) askDrivers(ctx context.Context, now time.Time) {
 	defer cancel()
 	var offered []kube.Device
 	err := errors.New("the agent has no API server to ask (--node-name)")
-	if a.cluster != nil {
-		offered, err = a.cluster.Devices(ctx, sortedKeys(names)...)
+	if c.cluster != nil {
+		offered, err = c.cluster.Devices(ctx, sortedKeys(names)...)
 	}
 	for _, p := range ask {
 		if err != nil {
 			d.unknown[p] = fmt.Sprintf("the ResourceSlices of this node, which would tell, cannot be read (the agent needs leave to list resourceslices of resource.k8s.io): %v", err)
-		} else if u, why := whichGPU(a.reader.inv, p, offered); why != "" {
+		} else if u, why := whichGPU(s.inv, p, offered); why != "" {
 			d.unknown[p] = why
 		} else {
 			d.known[p] = u

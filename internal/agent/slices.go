@@ -6,9 +6,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"strings"
 
 	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -21,33 +23,45 @@ type slice struct {
 	epoch uint64
 }
 
-// setTimeSlices makes the driver's time slices what the partition says. A GPU
-// that never had one set is left alone where none is asked for.
-func (a *Agent) setTimeSlices(ctx context.Context) (note string, err error) {
+// timeSlices is what was asked of the driver, by GPU. It belongs to the loop's
+// goroutine. Use newTimeSlices.
+type timeSlices struct {
+	driver Driver
+	log    *slog.Logger
+	of     map[gpu.UUID]slice
+}
+
+func newTimeSlices(o *Options, w *Worlds) *timeSlices {
+	return &timeSlices{w.Driver, o.Log, map[gpu.UUID]slice{}}
+}
+
+// set makes the driver's time slices what the partition says. A GPU that never had one
+// set is left alone where none is asked for.
+func (t *timeSlices) set(ctx context.Context, inv *gpu.Inventory, epoch uint64, wanted []config.Want, layouts map[gpu.UUID]plan.Layout) (note string, err error) {
 	var notes []string
 	var errs []error
-	for _, w := range a.wanted {
-		d := a.reader.inv.ByUUID(w.GPU)
+	for _, w := range wanted {
+		d := inv.ByUUID(w.GPU)
 		if d == nil || d.Fault != "" {
 			continue
 		}
 		want := w.TimeSlice
-		if want == gpu.TimeSliceDefault || a.layouts[w.GPU].Mode() != string(config.Shared) {
+		if want == gpu.TimeSliceDefault || layouts[w.GPU].Mode() != string(config.Shared) {
 			want = ""
 		}
-		have, asked := a.slices[w.GPU]
+		have, asked := t.of[w.GPU]
 		if want == "" {
 			if !asked || have.note != "" {
-				delete(a.slices, w.GPU)
+				delete(t.of, w.GPU)
 				continue
 			}
 			want = gpu.TimeSliceDefault // what we set is ours to put back
 		}
-		if !asked || have.is != want || have.epoch != a.reader.epoch {
+		if !asked || have.is != want || have.epoch != epoch {
 			cctx, cancel := context.WithTimeout(ctx, driverPatience)
-			err := a.driver.SetTimeSlice(cctx, w.GPU, want)
+			err := t.driver.SetTimeSlice(cctx, w.GPU, want)
 			cancel()
-			have = slice{is: want, epoch: a.reader.epoch}
+			have = slice{is: want, epoch: epoch}
 			if errors.Is(err, gpu.ErrNotSupported) {
 				have.note = fmt.Sprintf("timeSlice %s is not supported on %s: %v", want, d.Name(), err)
 			} else if errors.Is(err, gpu.ErrTimeout) {
@@ -56,8 +70,8 @@ func (a *Agent) setTimeSlices(ctx context.Context) (note string, err error) {
 				errs = append(errs, fmt.Errorf("set time slice %s on %s: %w", want, d.Name(), err))
 				continue
 			}
-			a.slices[w.GPU] = have
-			a.log.Info("time slice", "gpu", w.GPU, "slice", string(want), "note", have.note)
+			t.of[w.GPU] = have
+			t.log.Info("time slice", "gpu", w.GPU, "slice", string(want), "note", have.note)
 		}
 		if have.note != "" {
 			notes = append(notes, have.note)

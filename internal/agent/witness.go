@@ -102,25 +102,18 @@ func (a *Agent) ask(ctx context.Context, full bool) (desk.Testimony, error) {
 	return t, errors.Join(errs...)
 }
 
-// kind is that of a resource of ours: one that this node offers, or one that a
+// owns reports whether a resource is ours: one that this node offers, or one that a
 // claim is of, since the names can have changed (--resource-domain).
-func (a *Agent) kind(resource string) (ledger.Kind, bool) {
-	if kind, ok := a.names.Kind(resource); ok {
-		return kind, true
-	}
-	for _, c := range a.desk.Claims() {
-		if c.Resource == resource {
-			return c.Kind(), true
-		}
-	}
-	return "", false
+func (a *Agent) owns(resource string) bool {
+	_, ok := a.names.Kind(resource)
+	return ok || slices.ContainsFunc(a.desk.Claims(), func(c desk.Claim) bool { return c.Resource == resource })
 }
 
 // ours keeps the holdings of our own resources.
 func (a *Agent) ours(l *node.Listing) []desk.Holding {
 	var out []desk.Holding
 	for _, h := range l.Holdings {
-		if _, ok := a.kind(h.Resource); ok {
+		if a.owns(h.Resource) {
 			out = append(out, desk.Holding{
 				Holder:   desk.Holder{Namespace: h.Namespace, Pod: h.Pod, Container: h.Container},
 				Resource: h.Resource, IDs: h.IDs,
@@ -171,8 +164,8 @@ func (a *Agent) uses(containers []node.Container) []desk.Use {
 	return out
 }
 
-// checkpoint returns the kubelet's, parsed once for each writing. It is empty, and
-// ok false, where no kubelet has written one.
+// checkpoint returns the kubelet's, parsed once for each writing, and with an error the
+// last that could be read. It is empty, and ok false, where no kubelet has written one.
 func (a *Agent) checkpoint() (cp *node.Checkpoint, ok bool, err error) {
 	if stamp := a.kubelet.Stamp(); stamp == (node.Stamp{}) || stamp != a.seen.checkpoint.Stamp {
 		cp, err := a.kubelet.Checkpoint()
@@ -181,7 +174,7 @@ func (a *Agent) checkpoint() (cp *node.Checkpoint, ok bool, err error) {
 			return &a.seen.checkpoint, false, nil // a kubelet that never gave anything out
 		}
 		if err != nil {
-			return nil, false, fmt.Errorf("read the kubelet's checkpoint: %w", err)
+			return &a.seen.checkpoint, true, fmt.Errorf("read the kubelet's checkpoint: %w", err)
 		}
 		a.seen.checkpoint = cp
 	}
@@ -197,7 +190,7 @@ func (a *Agent) readCheckpoint(t *desk.Testimony) error {
 	}
 	t.Checkpoint = true
 	for _, e := range cp.Entries {
-		if _, ok := a.kind(e.Resource); ok {
+		if a.owns(e.Resource) {
 			t.Entries = append(t.Entries, desk.Entry(e))
 		}
 	}
@@ -359,15 +352,8 @@ func (a *Agent) linger(c *desk.Claim) {
 }
 
 // LookAtCheckpoint is for whoever has seen something change in the kubelet's
-// directory. The kubelet writes its checkpoint with every list of any plugin, and
-// another plugin's may have our GPUs in it.
-func (a *Agent) LookAtCheckpoint() {
-	now := a.kubelet.Stamp()
-	if old := a.stamp.Swap(&now); old == nil || *old != now {
-		a.askOthers.Store(true)
-		a.wakeLater()
-	}
-}
+// directory.
+func (a *Agent) LookAtCheckpoint() { a.others.lookAtCheckpoint() }
 
 // followRuntime hears of containers that start and end, and at their end watches for the kubelet
 // to let go of their devices. Where the runtime cannot tell, the tick must do.
