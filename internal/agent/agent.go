@@ -16,7 +16,7 @@ import (
 
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/config"
-	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
@@ -138,7 +138,7 @@ type Options struct {
 // Agent is the loop and what it remembers. Use [New].
 type Agent struct {
 	opts     Options
-	names    *desk.Names
+	names    *deviceplugin.Names
 	driver   Driver
 	files    Files
 	caps     Caps
@@ -148,7 +148,8 @@ type Agent struct {
 	store    Store
 	cluster  Cluster
 	observer Observer
-	desk     *desk.Desk
+	ledger   *ledger.Ledger
+	front    *deviceplugin.FrontEnd
 	reporter *reporter
 	health   *health.Monitor
 	reader   *reader
@@ -173,7 +174,7 @@ type Agent struct {
 	// has started.
 	askSoon, nameSoon atomic.Bool
 	// listed is what PodResources said last.
-	listed atomic.Pointer[[]desk.Holding]
+	listed atomic.Pointer[[]deviceplugin.Holding]
 	ends   endings
 
 	grantsMu sync.Mutex
@@ -253,7 +254,7 @@ func (in *input) refusals(now time.Time, least time.Duration) string {
 func New(o Options, w Worlds) *Agent {
 	a := &Agent{
 		opts:     o,
-		names:    desk.ResourceNames(o.ResourceDomain),
+		names:    deviceplugin.ResourceNames(o.ResourceDomain),
 		driver:   w.Driver,
 		files:    w.Files,
 		caps:     w.Caps,
@@ -276,15 +277,16 @@ func New(o Options, w Worlds) *Agent {
 	}
 	a.ration = brief.NewRation(a.log, time.Now, time.AfterFunc)
 	a.seen.resent, a.seen.stale = map[string]time.Time{}, map[string]string{}
-	a.desk = desk.New(a.wake, time.Now)
-	a.reader = newReader(&o, &w, a.health, a.desk, a.ration, a.wake)
+	a.ledger = ledger.New(a.wake, time.Now)
+	a.front = deviceplugin.New(a.ledger, a.wake, time.Now)
+	a.reader = newReader(&o, &w, a.health, a.front, a.ration, a.wake)
 	a.others = newCoexistence(&o, &w, a, a.wake)
 	a.slices = newTimeSlices(&o, &w)
 	a.served = &served{plugins: w.Plugins, of: map[string]plugin.Source{}, source: func(resource string) plugin.Source {
-		return &source{desk: a.desk, domain: o.Domain, resource: resource, granted: a.granted}
+		return &deviceplugin.Source{Front: a.front, Domain: o.Domain, Resource: resource, Granted: a.granted}
 	}}
-	a.executor = newExecutor(&o, &w, a.desk, a.wake)
-	a.reporter = newReporter(&a.opts, a.names, a.desk, &w)
+	a.executor = newExecutor(&o, &w, a.ledger, a.wake)
+	a.reporter = newReporter(&a.opts, a.names, a.ledger, a.front, &w)
 	return a
 }
 
@@ -308,7 +310,7 @@ func (a *Agent) wakeSoon() {
 	if a.soon.CompareAndSwap(false, true) {
 		time.AfterFunc(answerTime, func() {
 			a.soon.Store(false)
-			if a.desk.Waiting() {
+			if a.ledger.Unopened() {
 				a.wake()
 			}
 		})
@@ -367,10 +369,10 @@ func (a *Agent) setInput(change func(*input)) {
 }
 
 // Claims returns the claims as they are now, in key order.
-func (a *Agent) Claims() []desk.Claim { return a.desk.Claims() }
+func (a *Agent) Claims() []ledger.Allocation { return a.ledger.Allocations() }
 
 // View returns what the kubelet is told of now.
-func (a *Agent) View() *desk.View { return a.desk.View() }
+func (a *Agent) View() *deviceplugin.Offer { return a.front.Offer() }
 
 // Run is the loop. It returns the error of ctx when that ends, and one that wraps
 // gpu.ErrReloaded where only a new process can go on.
@@ -451,7 +453,7 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 	if !a.others.due.IsZero() {
 		wait = min(wait, a.others.due.Sub(now))
 	}
-	if a.desk.Held() {
+	if a.ledger.Held() {
 		wait = min(wait, holdersEvery-now.Sub(a.seen.at))
 	}
 	if len(a.reporter.snapshot.Load().Blocked) > 0 {
@@ -479,13 +481,13 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 
 // someoneWaits reports whether a claim waits for the holder before it.
 func (a *Agent) someoneWaits() bool {
-	return slices.ContainsFunc(a.desk.Claims(), func(c desk.Claim) bool { return c.Waits != "" })
+	return slices.ContainsFunc(a.ledger.Allocations(), func(c ledger.Allocation) bool { return c.After != "" })
 }
 
 // unchecked reports whether there is a claim of which nobody has looked whether
 // its devices are free, or that they were not.
-func unchecked(claims []desk.Claim) bool {
-	return slices.ContainsFunc(claims, func(c desk.Claim) bool { return !c.Ready && (c.Checked.IsZero() || c.Waits != "") })
+func unchecked(claims []ledger.Allocation) bool {
+	return slices.ContainsFunc(claims, func(c ledger.Allocation) bool { return !c.IsOpen() && (c.Phase == ledger.Reserved || c.After != "") })
 }
 
 // holdersDue says whether the witnesses are to be asked in full: always before a
@@ -501,7 +503,7 @@ func (a *Agent) holdersDue(now time.Time, changes *plan.Changes) bool {
 	case len(changes.Blocked) > 0:
 		return since >= holdersSoon
 	default:
-		return a.desk.Held() && since >= holdersEvery
+		return a.ledger.Held() && since >= holdersEvery
 	}
 }
 
@@ -513,7 +515,7 @@ func (a *Agent) lookAround(ctx context.Context, migManager string) {
 		return
 	}
 	now := time.Now()
-	if a.served.suspect(a.desk.View(), allocatable, now); len(a.served.unknown) > 0 {
+	if a.served.suspect(a.front.Offer(), allocatable, now); len(a.served.unknown) > 0 {
 		a.others.soon(now.Add(holdersEvery))
 	}
 }
@@ -617,7 +619,7 @@ func (a *Agent) round(ctx context.Context) error {
 	}
 	a.correct(&changes, unsaved)
 	// Not before somebody can need them: the partitions may arrive meanwhile.
-	if a.reader.partsDue() && a.reader.usable() && (a.wanted != nil || len(a.layouts) > 0 || a.desk.Held()) {
+	if a.reader.partsDue() && a.reader.usable() && (a.wanted != nil || len(a.layouts) > 0 || a.ledger.Held()) {
 		// It takes a while to learn the parts. A fault is told before that, and
 		// so is what a new process offers: a container that comes meanwhile
 		// waits for its claim's file.
@@ -664,8 +666,8 @@ func (a *Agent) learnParts(ctx context.Context) error {
 	if err := a.reader.learnParts(ctx, a.caps); err != nil {
 		return err
 	}
-	for _, c := range a.desk.Claims() {
-		a.desk.Shut(c.Key) // written again below, if the files differ
+	for _, c := range a.ledger.Allocations() {
+		a.ledger.Shut(c.ID) // written again below, if the files differ
 	}
 	return nil
 }
@@ -723,7 +725,7 @@ func (a *Agent) heardSoFar() input {
 	return a.input
 }
 
-func (a *Agent) plan(claims []desk.Claim) plan.Changes {
+func (a *Agent) plan(claims []ledger.Allocation) plan.Changes {
 	mig := a.executor.input(claims, time.Now())
 	mig.Cards, mig.Reclaim = a.reader.cards, a.opts.ReclaimForeign
 	return plan.Make(plan.Input{Inventory: a.reader.inv, Claims: claims, Wanted: a.wanted, Layouts: a.layouts, Past: a.past, Others: a.others.gpus,
@@ -773,14 +775,14 @@ func (a *Agent) expire(now time.Time) {
 	}
 }
 
-func (a *Agent) publish(in viewInput) *desk.View {
+func (a *Agent) publish(in viewInput) *deviceplugin.Offer {
 	in.inv, in.past, in.names, in.cards, in.drain = a.reader.inv, a.past, a.names, a.reader.cards, !a.opts.KeepOffering
 	in.failing = a.executor.failingSlots(time.Now())
 	in.topology, in.aligned, in.onDemand, in.others = a.reader.topology, a.opts.Align, a.onDemand, a.others.gpus
 	if a.reader.parts == nil && a.reader.partsErr != nil {
 		in.closed = a.reader.partsErr.Error()
 	}
-	return a.desk.Publish(func(claims []desk.Claim) *desk.View {
+	return a.front.Publish(func(claims []ledger.Allocation) *deviceplugin.Offer {
 		in.claims = claims
 		return buildView(in)
 	})

@@ -20,9 +20,10 @@ import (
 	"testing/synctest"
 	"time"
 
-	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/state"
@@ -636,7 +637,7 @@ func TestRestartTakesClaimsOver(t *testing.T) {
 		// Partitions may not be had, the API server being away: a container of
 		// before starts again all the same.
 		b = start(t, o, cdiDir, "")
-		if err := b.desk.Prepare(t.Context(), names.Units, ids); err != nil {
+		if err := b.front.Prepare(t.Context(), names.Units, ids); err != nil {
 			t.Errorf("without partitions the container cannot start again: %v", err)
 		}
 		b.end()
@@ -646,7 +647,7 @@ func TestRestartTakesClaimsOver(t *testing.T) {
 		defer b.end()
 		// What the one before offered is listed a while longer.
 		b.want("blocked", "0.0x 0.1~ 0.2~ 0.3x 1.0x 1.1x 1.2x 1.3x", "1")
-		time.Sleep(2 * desk.UnnamedTTL) // nothing is judged by a list that lacks the agent's own pod
+		time.Sleep(2 * deviceplugin.UnnamedTTL) // nothing is judged by a list that lacks the agent's own pod
 		b.want("blocked", "0.0x 0.1~ 0.2~ 0.3x", "1")
 		after, err := os.ReadFile(b.files()[0])
 		if err != nil || !bytes.Equal(before, after) {
@@ -904,8 +905,8 @@ func TestNothingButContainersWaitsForParts(t *testing.T) {
 		}
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
-		if err := b.source(names.Units).Prepare(ctx, ids); !errors.Is(err, desk.ErrNotReady) {
-			t.Errorf("a container without parts: %v, want desk.ErrNotReady", err)
+		if err := b.source(names.Units).Prepare(ctx, ids); !errors.Is(err, ledger.ErrNotOpen) {
+			t.Errorf("a container without parts: %v, want ledger.ErrNotOpen", err)
 		}
 		close(gate)
 		if err := b.source(names.Units).Prepare(t.Context(), ids); err != nil {

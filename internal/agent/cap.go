@@ -8,7 +8,6 @@ import (
 
 	"tags.cncf.io/container-device-interface/specs-go"
 
-	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
@@ -16,11 +15,11 @@ import (
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
-// claims are those of the desk, with the caps that were given to their holders as far
+// claims are the allocations, with the caps that were given to their holders as far
 // as anybody knows. Where every record of that is lost the limit page that stands
 // tells: the size of a unit or the number of replicas may have changed since.
-func (a *Agent) claims() []desk.Claim {
-	claims := a.desk.Claims()
+func (a *Agent) claims() []ledger.Allocation {
+	claims := a.ledger.Allocations()
 	for i := range claims {
 		c := &claims[i]
 		if !slices.ContainsFunc(c.Grants, func(g ledger.Grant) bool { return !g.Cap.Known }) {
@@ -33,11 +32,11 @@ func (a *Agent) claims() []desk.Claim {
 			if g.Cap.Known || d == nil {
 				continue
 			}
-			if bytes, err := a.caps.Limit(c.Key, g.GPU); err == nil {
+			if bytes, err := a.caps.Limit(c.ID, g.GPU); err == nil {
 				*g = g.Fix(bytes, d.Usable())
 			}
 		}
-		a.desk.Learn(c.Key, grants)
+		a.ledger.Learn(c.ID, grants)
 		c.Grants = grants
 	}
 	return claims
@@ -46,7 +45,7 @@ func (a *Agent) claims() []desk.Claim {
 // settleCaps decides the caps of a claim of which there is neither a record nor a
 // page, so that no container can have come by one: they are what they would be now.
 // The error names the GPU of which that cannot be said.
-func (a *Agent) settleCaps(c *desk.Claim) error {
+func (a *Agent) settleCaps(c *ledger.Allocation) error {
 	grants := slices.Clone(c.Grants)
 	for i := range grants {
 		g := &grants[i]
@@ -63,11 +62,11 @@ func (a *Agent) settleCaps(c *desk.Claim) error {
 		case same:
 			*g = g.Fix(memcap.Replica(d, cut.N), d.Usable())
 		default:
-			_, err := a.caps.Limit(c.Key, g.GPU)
+			_, err := a.caps.Limit(c.ID, g.GPU)
 			return fmt.Errorf("find the cap of %s on %s, which is %s now: %w", c.Resource, g.GPU, cut.Mode(), err)
 		}
 	}
-	a.desk.Learn(c.Key, grants)
+	a.ledger.Learn(c.ID, grants)
 	c.Grants = grants
 	return nil
 }
@@ -97,7 +96,7 @@ func (a *Agent) Changed() <-chan struct{} { return a.stirred }
 // cap. Every claim gets it, that of a whole GPU too: a container can have two
 // claims, and which of them a runtime applies last, and so whose file stands at
 // the driver library's path, is chance.
-func (a *Agent) overlay(c *desk.Claim) (cdi.Overlay, error) {
+func (a *Agent) overlay(c *ledger.Allocation) (cdi.Overlay, error) {
 	var none cdi.Overlay
 	var limits []lib.Limit
 	capped := false
@@ -112,7 +111,7 @@ func (a *Agent) overlay(c *desk.Claim) (cdi.Overlay, error) {
 		capped = capped || limit.Bytes != lib.None
 		l := lib.Limit{GPU: u, Bytes: limit.Bytes}
 		if !c.Adopted {
-			l.Since = c.Allocated
+			l.Since = c.Taken
 		}
 		limits = append(limits, l)
 	}
@@ -123,7 +122,7 @@ func (a *Agent) overlay(c *desk.Claim) (cdi.Overlay, error) {
 			limits = append(limits, lib.Limit{GPU: i.in.UUID, Bytes: lib.None})
 		}
 	}
-	pages, err := a.caps.Write(c.Key, limits)
+	pages, err := a.caps.Write(c.ID, limits)
 	if err != nil {
 		return none, err
 	}
@@ -136,7 +135,7 @@ func (a *Agent) overlay(c *desk.Claim) (cdi.Overlay, error) {
 			{Library: "libcuda.so", HostPath: kit.CUDA, Real: lib.RealCUDA},
 			{Library: "libnvidia-ml.so", HostPath: kit.NVML, Real: lib.RealNVML},
 		},
-		Mounts: lib.Mounts(c.Key, pages),
+		Mounts: lib.Mounts(c.ID, pages),
 	}
 	switch {
 	case a.opts.OpenCaps:
@@ -162,7 +161,7 @@ func (a *Agent) sweepCaps(live func(key string) bool) error {
 		}
 	}
 	// Libraries of earlier versions go when no claim's file names them.
-	if slices.ContainsFunc(a.desk.Claims(), func(c desk.Claim) bool { return !c.Ready }) {
+	if slices.ContainsFunc(a.ledger.Allocations(), func(c ledger.Allocation) bool { return !c.IsOpen() }) {
 		return nil
 	}
 	return a.caps.Prune()

@@ -18,7 +18,6 @@ import (
 
 	"tags.cncf.io/container-device-interface/specs-go"
 
-	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/cdi"
@@ -130,7 +129,7 @@ func mountAt(t *testing.T, b *bench, key, path string) string {
 }
 
 // capsOf is what a claim's grants say of its GPUs' memory, as far as that is known.
-func capsOf(c *desk.Claim) (out []lib.Limit) {
+func capsOf(c *ledger.Allocation) (out []lib.Limit) {
 	for _, u := range c.GPUs() {
 		if limit := c.Cap(u); limit.Known {
 			out = append(out, lib.Limit{GPU: u, Bytes: limit.Bytes})
@@ -388,7 +387,7 @@ func TestCapOfAClaimWhoseGPUIsCutOtherwise(t *testing.T) {
 		a := New(Options{ResourceDomain: "example.com", MemoryUnit: unit, Log: slog.New(slog.DiscardHandler)}, Worlds{Caps: &pages{}})
 		a.reader.inv, a.layouts[uuid(0)] = machine(1), c.cut
 		lost := claimed(c.resource, "p", "0::0")
-		if err := a.desk.Adopt(lost.Record()); err != nil {
+		if err := a.takeOver(lost.ID, lost.Record(), time.Time{}, time.Time{}); err != nil {
 			t.Fatal(err)
 		}
 		claim := a.claims()[0]
@@ -400,10 +399,10 @@ func TestCapOfAClaimWhoseGPUIsCutOtherwise(t *testing.T) {
 		}
 		b := New(Options{ResourceDomain: "example.com", MemoryUnit: unit, Log: slog.New(slog.DiscardHandler)}, Worlds{Caps: a.caps})
 		b.reader.inv, b.layouts[uuid(0)] = machine(1), c.cut
-		if err := b.desk.Adopt(lost.Record()); err != nil {
+		if err := b.takeOver(lost.ID, lost.Record(), time.Time{}, time.Time{}); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := b.caps.Write(lost.Key, []lib.Limit{{GPU: uuid(0), Bytes: 123 << 20}}); err != nil {
+		if _, err := b.caps.Write(lost.ID, []lib.Limit{{GPU: uuid(0), Bytes: 123 << 20}}); err != nil {
 			t.Fatal(err)
 		}
 		claim = b.claims()[0]

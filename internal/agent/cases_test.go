@@ -16,8 +16,9 @@ import (
 	"testing/synctest"
 	"time"
 
-	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/health"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/state"
@@ -85,7 +86,7 @@ func TestHangingContainerOnAFaultyGPUIsNotForgotten(t *testing.T) {
 			b.outside.inv.GPUs[0].Fault = "GPU is lost"
 		})
 		b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(0), Xid: 79, GI: -1, CI: -1}
-		time.Sleep(2 * desk.Grace)
+		time.Sleep(2 * deviceplugin.Grace)
 		if n := len(b.files()); n != 0 || len(b.Claims()) != 1 {
 			t.Fatalf("%d files and %d claims, want the claim alone", n, len(b.Claims()))
 		}
@@ -283,7 +284,7 @@ func TestClockPutBack(t *testing.T) {
 			t.Fatal(err)
 		}
 		ids := []string{string(uuid(0)) + "::1"}
-		if err := store.Append(state.Claim{Key: cdi.Key(names.Units, ids), Resource: names.Units, Grants: grantsOf(names.Units, ids...), Allocated: time.Now().Add(24 * time.Hour)}); err != nil {
+		if err := store.Append(state.Claim{Key: cdi.Key(names.Units, ids), Record: recordFor(names.Units, ids...), Allocated: time.Now().Add(24 * time.Hour)}); err != nil {
 			t.Fatal(err)
 		}
 		store.Close()
@@ -366,7 +367,7 @@ func TestClockPutBackBetween(t *testing.T) {
 		b = start(t, o, cdiDir, allShared)
 		defer b.end()
 		time.Sleep(time.Minute)
-		if c := b.Claims(); len(c) != 1 || c[0].Waits != "" || len(b.files()) != 1 {
+		if c := b.Claims(); len(c) != 1 || c[0].After != "" || len(b.files()) != 1 {
 			t.Errorf("claims %+v, files %v", c, b.files())
 		}
 	})
@@ -401,7 +402,7 @@ func TestStatusBesideChanges(t *testing.T) {
 // A new process that has not heard of any partition blocks nothing and withdraws
 // nothing.
 func TestNoWishBlocksNothing(t *testing.T) {
-	c := plan.Make(plan.Input{Inventory: machine(1), Claims: []desk.Claim{claimed(names.Units, "p", "0::1")}, Layouts: map[gpu.UUID]plan.Layout{}, Unit: unit})
+	c := plan.Make(plan.Input{Inventory: machine(1), Claims: []ledger.Allocation{claimed(names.Units, "p", "0::1")}, Layouts: map[gpu.UUID]plan.Layout{}, Unit: unit})
 	if len(c.Blocked) != 0 {
 		t.Errorf("blocked without a wish: %v", c.Blocked)
 	}

@@ -13,7 +13,7 @@ import (
 	"sync"
 	"time"
 
-	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/cdi"
@@ -23,7 +23,7 @@ import (
 
 // granted has a round come for a new claim, which writes it down: the kubelet
 // waits for its answer, and has the claim in its own checkpoint a moment later.
-func (a *Agent) granted(c *desk.Claim) {
+func (a *Agent) granted(c *ledger.Allocation) {
 	a.grantsMu.Lock()
 	a.grants = append(a.grants, recordOf(c))
 	a.grantsMu.Unlock()
@@ -47,10 +47,10 @@ func (a *Agent) writeGrants() {
 
 // recordOf is what the journal says of a claim. When one that was adopted was
 // allocated is not known; zero has the next process adopt it too.
-func recordOf(c *desk.Claim) state.Claim {
-	record := state.Claim{Key: c.Key, Resource: c.Resource, Grants: c.Grants}
+func recordOf(c *ledger.Allocation) state.Claim {
+	record := state.Claim{Key: c.ID, Record: c.Record()}
 	if !c.Adopted {
-		record.Allocated = c.Allocated
+		record.Allocated = c.Taken
 	}
 	return record
 }
@@ -65,10 +65,13 @@ func (a *Agent) adoptFiles() {
 	for _, key := range keys {
 		spec, err := a.files.Read(key)
 		if err == nil {
-			var r desk.Record
-			if r, err = readRecord(spec, a.opts.Domain); err == nil {
+			var text string
+			if _, text, err = cdi.ReadRecord(spec, a.opts.Domain); err == nil {
 				written, _ := a.files.Written(key) // the zero time is no help, and no harm
-				err = a.desk.AdoptWritten(r, written)
+				var r ledger.Record
+				if r, err = ledger.ReadRecord(text); err == nil {
+					err = a.takeOver(key, r, time.Time{}, written)
+				}
 			}
 		}
 		if err != nil {
@@ -77,30 +80,30 @@ func (a *Agent) adoptFiles() {
 	}
 }
 
-// readRecord returns the record of the claim that a CDI file is of. The error wraps
-// gpu.ErrInvalid where the file has none, or one of other devices.
-func readRecord(spec *specs.Spec, domain string) (desk.Record, error) {
-	key, text, err := cdi.ReadRecord(spec, domain)
-	if err != nil {
-		return desk.Record{}, err
+// takeOver has an allocation of the process before this one in the ledger again, by
+// way of the front-end that it is of, where that has to know more of it than the ledger.
+func (a *Agent) takeOver(id string, r ledger.Record, taken, file time.Time) error {
+	if r.Owner == ledger.DevicePlugin {
+		return a.front.Found(id, r, taken, file)
 	}
-	return desk.ReadRecord(key, text)
+	_, err := a.ledger.Found(id, r, taken)
+	return err
 }
 
 // writeClaims opens the gate of every claim that may have its container made: the
 // CDI file stands, and nobody is left on its devices. It shuts the gate of one
 // that may not, by taking the file away. Why a gate stays shut is added to trouble,
 // by the claim's key, where nothing is said there yet.
-func (a *Agent) writeClaims(claims []desk.Claim, trouble map[string]string) error {
+func (a *Agent) writeClaims(claims []ledger.Allocation, trouble map[string]string) error {
 	var errs []error
 	for i := range claims {
 		c := &claims[i]
-		if why := a.shutBecause(c); why != "" && trouble[c.Key] == "" {
-			trouble[c.Key] = why
+		if why := a.shutBecause(c); why != "" && trouble[c.ID] == "" {
+			trouble[c.ID] = why
 		}
 		failed := func(err error) {
-			trouble[c.Key] = err.Error()
-			errs = append(errs, fmt.Errorf("the CDI file of claim %s (%s): %w", c.Key, c.Holder, err))
+			trouble[c.ID] = err.Error()
+			errs = append(errs, fmt.Errorf("the CDI file of claim %s (%s): %w", c.ID, c.Holder, err))
 		}
 		shut := false
 		if c.Kind() == ledger.Placement {
@@ -109,19 +112,19 @@ func (a *Agent) writeClaims(claims []desk.Claim, trouble map[string]string) erro
 			}
 			instances, stand := a.instancesOf(c)
 			shut = !stand
-			if gate := gateOf(instances); stand && c.Ready && a.gates[c.Key] != gate {
-				a.desk.Shut(c.Key) // other instances at the same places
-				c.Ready = false
+			if gate := gateOf(instances); stand && c.IsOpen() && a.gates[c.ID] != gate {
+				a.ledger.Shut(c.ID) // other instances at the same places
+				c.Phase = ledger.Taken
 			}
 		}
 		switch {
-		case shut, slices.ContainsFunc(c.GPUs(), a.faulty), !c.Ready && c.Waits != "",
+		case shut, slices.ContainsFunc(c.GPUs(), a.faulty), c.Phase == ledger.Waiting,
 			// Given to the next pod, and nobody can say whether the one before
 			// is dead: the file is of that one.
-			!c.Ready && !c.Adopted && !c.Filed && c.Checked.IsZero():
-			a.desk.Shut(c.Key)
-			if !a.removed[c.Key] {
-				if c.Started || c.Adopted {
+			c.Phase == ledger.Reserved && c.Fresh:
+			a.ledger.Shut(c.ID)
+			if !a.removed[c.ID] {
+				if c.Adopted || a.front.Started(c.ID) {
 					// The file was the record of the claim, and its container may live
 					// on while its pod is deleted by force: then nobody else knows
 					// which devices it has.
@@ -131,26 +134,26 @@ func (a *Agent) writeClaims(claims []desk.Claim, trouble map[string]string) erro
 					}
 					a.written++
 				}
-				if err := a.files.Remove(c.Key); err != nil {
+				if err := a.files.Remove(c.ID); err != nil {
 					failed(err)
 					continue
 				}
-				a.removed[c.Key] = true
+				a.removed[c.ID] = true
 			}
-		case c.Ready, c.Checked.IsZero(), a.reader.parts == nil:
+		case c.IsOpen(), c.Phase == ledger.Reserved, a.reader.parts == nil:
 		default:
 			if err := a.writeClaim(c); err != nil {
 				failed(err)
 				continue
 			}
-			delete(a.removed, c.Key)
-			a.desk.SetReady(c)
+			delete(a.removed, c.ID)
+			a.ledger.SetOpen(c.ID, c.Epoch)
 		}
 	}
 	return errors.Join(errs...)
 }
 
-func (a *Agent) writeClaim(c *desk.Claim) error {
+func (a *Agent) writeClaim(c *ledger.Allocation) error {
 	over, err := a.overlay(c)
 	if err != nil {
 		return err
@@ -167,7 +170,7 @@ func (a *Agent) writeClaim(c *desk.Claim) error {
 		}
 		gate = gateOf(instances)
 	}
-	spec, err := cdi.Spec(a.opts.Domain, c.Key, parts, names, over)
+	spec, err := cdi.Spec(a.opts.Domain, c.ID, parts, names, over)
 	if err != nil {
 		return err
 	}
@@ -180,18 +183,18 @@ func (a *Agent) writeClaim(c *desk.Claim) error {
 	}
 	// A file of the holder before has the same words, and would keep its age: a
 	// successor must see that this one is of the last Allocate.
-	if written, err := a.files.Written(c.Key); err == nil && !c.Adopted && written.Before(c.Allocated) {
-		if err := a.files.Remove(c.Key); err != nil {
+	if written, err := a.files.Written(c.ID); err == nil && !c.Adopted && written.Before(c.Taken) {
+		if err := a.files.Remove(c.ID); err != nil {
 			return err
 		}
 	}
-	if err := a.files.Write(c.Key, spec); err != nil {
+	if err := a.files.Write(c.ID, spec); err != nil {
 		return err
 	}
 	if gate != "" {
-		a.gates[c.Key] = gate
-		if !c.Wished.IsZero() {
-			a.observer.Wish(c.Grants[0].Slot.Profile.String(), time.Since(c.Wished))
+		a.gates[c.ID] = gate
+		if !c.Asked.IsZero() {
+			a.observer.Wish(c.Grants[0].Slot.Profile.String(), time.Since(c.Asked))
 		}
 	}
 	return nil
@@ -217,18 +220,18 @@ func (a *Agent) lookForFiles() error {
 	if err != nil {
 		return err
 	}
-	for _, c := range a.desk.Claims() {
-		if _, stands := slices.BinarySearch(keys, c.Key); c.Ready && !stands {
-			a.log.Warn("the CDI file of a claim is gone; it is written again", "claim", c.Key, "pod", c.Holder.String())
-			a.desk.Shut(c.Key)
+	for _, c := range a.ledger.Allocations() {
+		if _, stands := slices.BinarySearch(keys, c.ID); c.IsOpen() && !stands {
+			a.log.Warn("the CDI file of a claim is gone; it is written again", "claim", c.ID, "pod", c.Holder.String())
+			a.ledger.Shut(c.ID)
 			continue
 		}
-		if !c.Ready {
+		if !c.IsOpen() {
 			continue
 		}
-		if sound, err := a.caps.Sound(c.Key); err == nil && !sound {
-			a.log.Warn("the counters of a claim's cap are spoilt; its container's next start gets new ones", "claim", c.Key, "pod", c.Holder.String())
-			a.desk.Shut(c.Key)
+		if sound, err := a.caps.Sound(c.ID); err == nil && !sound {
+			a.log.Warn("the counters of a claim's cap are spoilt; its container's next start gets new ones", "claim", c.ID, "pod", c.Holder.String())
+			a.ledger.Shut(c.ID)
 		}
 	}
 	return nil
@@ -265,9 +268,9 @@ func (a *Agent) sweep() error {
 	if err != nil {
 		return err
 	}
-	claims := a.desk.Claims()
+	claims := a.ledger.Allocations()
 	live := func(key string) bool {
-		_, ok := slices.BinarySearchFunc(claims, key, func(c desk.Claim, k string) int { return strings.Compare(c.Key, k) })
+		_, ok := slices.BinarySearchFunc(claims, key, func(c ledger.Allocation, k string) int { return strings.Compare(c.ID, k) })
 		return ok
 	}
 	var errs []error
@@ -321,10 +324,10 @@ func (e *endings) release(at time.Time) {
 }
 
 // anyOf reports whether a claim whose container ended a moment ago is listed.
-func (e *endings) anyOf(listed []desk.Holding, now time.Time) bool {
+func (e *endings) anyOf(listed []deviceplugin.Holding, now time.Time) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	return slices.ContainsFunc(listed, func(h desk.Holding) bool {
+	return slices.ContainsFunc(listed, func(h deviceplugin.Holding) bool {
 		at, ok := e.ended[cdi.Key(h.Resource, h.IDs)]
 		return ok && now.Sub(at) < releaseWatch
 	})

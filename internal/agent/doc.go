@@ -16,7 +16,7 @@
 //	results of work that has ended       what is true of its GPU now
 //	inventory := driver                  what is there; read beside the loop if it is old or news came
 //	others    := kubelet                 what other device plugins and DRA drivers have
-//	claims    := desk ∪ witnesses        who has what; they are asked before any cut
+//	claims    := ledger ∪ witnesses      who has what; they are asked before any cut
 //	plan      := plan.Make(inventory, claims, wanted, layouts, others)
 //	withdraw what the plan takes away    published Unhealthy: Allocate refuses it from here
 //	plan again                           a claim that got in first keeps what it has

@@ -19,7 +19,7 @@ import (
 )
 
 // withdrawer takes off the kubelet's lists what is on GPUs and MIG instances that are
-// unfit for work, with the reason, and puts back what is not any more. The desk is one.
+// unfit for work, with the reason, and puts back what is not any more. The front-end is one.
 type withdrawer interface {
 	SetFaults(gpus map[gpu.UUID]string, slots map[mig.Place]string)
 }
@@ -74,7 +74,7 @@ func (f *faults) logEvent(e gpu.Event, changed bool) {
 	f.ration.Log(level, "GPU event", []any{"kind", string(e.Kind), "gpu", string(e.GPU)}, "xid", e.Xid, "condemns", false)
 }
 
-// apply tells the desk which GPUs are unhealthy, and which MIG instances:
+// apply tells the front-end which GPUs are unhealthy, and which MIG instances:
 // the hardware keeps those apart, so that what hits one is no reason to take the
 // others away.
 func (f *faults) apply() {

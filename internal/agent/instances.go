@@ -6,14 +6,14 @@ import (
 	"fmt"
 	"strings"
 
-	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
 
 // instancesOf finds the instances of a claim of MIG devices. ok is false where one
 // of them does not stand, or is about to go: the claim's container cannot start.
-func (a *Agent) instancesOf(c *desk.Claim) (out []instance, ok bool) {
+func (a *Agent) instancesOf(c *ledger.Allocation) (out []instance, ok bool) {
 	for j := range c.Grants {
 		g := &c.Grants[j]
 		d := a.reader.inv.ByUUID(g.GPU)

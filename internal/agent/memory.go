@@ -8,7 +8,6 @@ import (
 	"slices"
 	"time"
 
-	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
@@ -82,11 +81,10 @@ func (a *Agent) remember() {
 	}
 	// The journal knows when its claims were allocated, the files do not.
 	for _, c := range a.store.Claims() {
-		take := a.desk.Restore
-		if c.Allocated.After(now) || c.Allocated.IsZero() { // the clock was put back, or nobody knew
-			take = func(r desk.Record, _ time.Time) error { return a.desk.Adopt(r) }
+		if c.Allocated.After(now) { // the clock was put back
+			c.Allocated = time.Time{}
 		}
-		if err := take(desk.Record{Resource: c.Resource, Grants: c.Grants}, c.Allocated); err != nil {
+		if err := a.takeOver(c.Key, c.Record, c.Allocated, time.Time{}); err != nil {
 			a.log.Warn("cannot take a claim over from the journal", "resource", c.Resource, "err", err)
 		}
 	}
@@ -161,8 +159,8 @@ const trimEvery = 256
 func (a *Agent) trimJournal() error {
 	need := func() []state.Claim {
 		var out []state.Claim
-		for _, c := range a.desk.Claims() {
-			if !c.Adopted && !c.Started || a.removed[c.Key] {
+		for _, c := range a.ledger.Allocations() {
+			if !c.Adopted && !a.front.Started(c.ID) || a.removed[c.ID] {
 				out = append(out, recordOf(&c))
 			}
 		}

@@ -12,7 +12,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/cdi"
@@ -141,7 +141,7 @@ func TestHolderOfAnInstanceOnAWholeGPU(t *testing.T) {
 		time.Sleep(time.Second)
 		b.wantState("blocked")
 		o.with(func() { o.entries = nil })
-		time.Sleep(desk.Grace + 2*holdersEvery)
+		time.Sleep(deviceplugin.Grace + 2*holdersEvery)
 		b.wantState("applied")
 		b.wantHealth(names.Whole, string(uuid(0)), "healthy")
 	})

@@ -13,7 +13,8 @@ import (
 	"testing/synctest"
 	"time"
 
-	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/deviceplugin"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -271,7 +272,7 @@ const small, large = "example.com/mig-1g.10gb", "example.com/mig-3g.40gb"
 func (b *bench) health(resource, id string) string {
 	b.t.Helper()
 	synctest.Wait()
-	devs, _ := b.desk.List(resource)
+	devs, _ := b.front.List(resource)
 	for _, d := range devs {
 		if d.ID == id {
 			switch {
@@ -464,7 +465,7 @@ func TestOnDemandSlowCreate(t *testing.T) {
 		}
 		ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
 		defer cancel()
-		if err := src.Prepare(ctx, []string{id}); !errors.Is(err, desk.ErrNotReady) {
+		if err := src.Prepare(ctx, []string{id}); !errors.Is(err, ledger.ErrNotOpen) {
 			t.Errorf("the bell that was cut short: %v", err)
 		}
 		b.hold("a", large, id)
@@ -756,7 +757,7 @@ func TestReboot(t *testing.T) {
 		b.wantStanding(1, "")
 		b.wantState("applied")
 		o.with(func() { o.entries = nil })
-		time.Sleep(desk.Grace + 2*holdersEvery)
+		time.Sleep(deviceplugin.Grace + 2*holdersEvery)
 		synctest.Wait()
 		if c := b.Claims(); len(c) != 0 {
 			t.Errorf("claims are left of the boot before: %+v", c)

@@ -12,7 +12,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"example.com/gpu-agent/internal/config"
-	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/cdi"
@@ -23,7 +23,7 @@ import (
 
 const unit = gpu.MiB(1024)
 
-var names = desk.ResourceNames("example.com")
+var names = deviceplugin.ResourceNames("example.com")
 
 func uuid(i int) gpu.UUID { return gpu.UUID(fmt.Sprintf("GPU-%08d-0000-0000-0000-000000000000", i)) }
 
@@ -37,26 +37,31 @@ func machine(n int) *gpu.Inventory {
 }
 
 // claimed makes a claim; ids are "GPU" or "GPU::unit" by index.
-func claimed(resource, pod string, ids ...string) desk.Claim {
-	c := desk.Claim{Resource: resource, Holder: desk.Holder{Namespace: "ns", Pod: pod, Container: "c"}}
-	for _, id := range ids {
+func claimed(resource, pod string, short ...string) ledger.Allocation {
+	var ids []string
+	for _, id := range short {
 		var i, n int
 		if at, unit, shared := strings.Cut(id, "::"); shared {
 			fmt.Sscan(at, &i)
 			fmt.Sscan(unit, &n)
-			c.IDs = append(c.IDs, timeslice.ID(uuid(i), n))
+			ids = append(ids, timeslice.ID(uuid(i), n))
 		} else {
 			fmt.Sscan(id, &i)
-			c.IDs = append(c.IDs, string(uuid(i)))
+			ids = append(ids, string(uuid(i)))
 		}
 	}
-	c.Key, c.Grants = cdi.Key(resource, c.IDs), grantsOf(resource, c.IDs...)
-	return c
+	return ledger.Allocation{ID: cdi.Key(resource, ids), Owner: ledger.DevicePlugin, Resource: resource, Grants: grantsOf(resource, ids...),
+		Holder: ledger.Holder{Namespace: "ns", Pod: pod, Container: "c"}}
+}
+
+// recordFor is the record of devices, as far as their IDs say.
+func recordFor(resource string, ids ...string) ledger.Record {
+	return ledger.Record{Owner: ledger.DevicePlugin, Resource: resource, Grants: grantsOf(resource, ids...)}
 }
 
 // grantsOf is what devices stand for, as far as their IDs say.
 func grantsOf(resource string, ids ...string) []ledger.Grant {
-	r, err := desk.RecordOf(resource, ids)
+	r, err := deviceplugin.RecordOf(resource, ids)
 	if err != nil {
 		panic(err)
 	}
@@ -113,7 +118,7 @@ func TestPlan(t *testing.T) {
 	for _, tt := range []struct {
 		name   string
 		cuts   []plan.Layout
-		claims []desk.Claim
+		claims []ledger.Allocation
 		wants  []config.Want
 		plan   string
 	}{
@@ -126,19 +131,19 @@ func TestPlan(t *testing.T) {
 		{name: "a reading with other reserved memory is no new cut", cuts: []plan.Layout{{Known: true, Offers: true, Kind: ledger.Units, N: 5, Unit: unit}},
 			wants: wants("shared"), plan: "shared5; unset; unset; unset"},
 		{name: "idle ones go ahead, a held one waits", cuts: []plan.Layout{sharedCut, sharedCut, sharedCut, sharedCut},
-			claims: []desk.Claim{claimed(names.Units, "b", "1::0", "1::1"), claimed(names.Units, "a", "1::2"), claimed(names.Units, "", "2::1")},
+			claims: []ledger.Allocation{claimed(names.Units, "b", "1::0", "1::1"), claimed(names.Units, "a", "1::2"), claimed(names.Units, "", "2::1")},
 			wants:  wants("whole", "whole", "off", "shared"),
 			plan:   "whole!; shared4 waits(shared→whole: ns/a,ns/b); shared4 waits(shared→off: a pod that the kubelet has not named yet); shared4"},
 		{name: "a claim on two GPUs holds both", cuts: []plan.Layout{replicaCut(2), replicaCut(2), replicaCut(2), replicaCut(2)},
-			claims: []desk.Claim{claimed(names.Replicas, "a", "0::1", "2::0")},
+			claims: []ledger.Allocation{claimed(names.Replicas, "a", "0::1", "2::0")},
 			wants:  wants("shared/4", "shared/4", "shared/4", "shared/2"),
 			plan:   "shared2 waits(shared→shared: ns/a); shared4!; shared2 waits(shared→shared: ns/a); shared2"},
 		{name: "after a restart the cut is read off the claims",
-			claims: []desk.Claim{claimed(names.Units, "a", "0::1"), claimed(names.Whole, "b", "1"), claimed(names.Replicas, "c", "2::2"), claimed(names.Replicas, "d", "3::2")},
+			claims: []ledger.Allocation{claimed(names.Units, "a", "0::1"), claimed(names.Whole, "b", "1"), claimed(names.Replicas, "c", "2::2"), claimed(names.Replicas, "d", "3::2")},
 			wants:  wants("shared", "shared", "shared/2", "shared/5"),
 			plan:   "shared4; whole waits(whole→shared: ns/b); shared3 waits(shared→shared: ns/c); shared5"},
 		{name: "after a restart with another unit, no held ID is lost",
-			claims: []desk.Claim{claimed(names.Units, "a", "0::9")},
+			claims: []ledger.Allocation{claimed(names.Units, "a", "0::9")},
 			wants:  wants("shared", "shared", "shared", "shared"),
 			plan:   "shared10 waits(shared→shared: ns/a); shared4!; shared4!; shared4!"},
 	} {
@@ -162,7 +167,7 @@ func TestPlan(t *testing.T) {
 }
 
 // listed is a resource's list, a word a device.
-func listed(v *desk.View, resource string) string {
+func listed(v *deviceplugin.Offer, resource string) string {
 	var out []string
 	for _, r := range v.Resources {
 		if r.Name != resource {
@@ -192,7 +197,7 @@ func listed(v *desk.View, resource string) string {
 }
 
 func TestView(t *testing.T) {
-	two := []desk.Claim{claimed(names.Units, "a", "0::1")}
+	two := []ledger.Allocation{claimed(names.Units, "a", "0::1")}
 	for _, tt := range []struct {
 		name   string
 		in     viewInput
@@ -212,7 +217,7 @@ func TestView(t *testing.T) {
 			units: "0.0x 0.1 0.2x 0.3x", whole: "1x"},
 		{name: "what was offered before lingers", in: viewInput{past: map[gpu.UUID][]plan.Past{uuid(1): {{Layout: replicaCut(2)}, {Layout: sharedCut}, {Layout: sharedCut}}}},
 			units: "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x", whole: "1", shares: "1.0x 1.1x"},
-		{name: "a held ID that no cut has stays for its holder", in: viewInput{claims: []desk.Claim{claimed(names.Units, "a", "1::7")}},
+		{name: "a held ID that no cut has stays for its holder", in: viewInput{claims: []ledger.Allocation{claimed(names.Units, "a", "1::7")}},
 			units: "0.0 0.1 0.2 0.3 1.7~", whole: "1x"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
@@ -271,8 +276,8 @@ func TestTroubleNamesNoOtherTenantsPod(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	before := desk.Claim{Key: "0123456789abcdef", Resource: small, IDs: []string{migID(0, "1g.10gb@1")}, Grants: grantsOf(small, migID(0, "1g.10gb@1")),
-		Holder: desk.Holder{Namespace: "train", Pod: "job-1", Container: "c"}}
+	before := ledger.Allocation{ID: "0123456789abcdef", Resource: small, Grants: grantsOf(small, migID(0, "1g.10gb@1")),
+		Holder: ledger.Holder{Namespace: "train", Pod: "job-1", Container: "c"}}
 	for _, c := range []struct{ name, namespace, other, want string }{
 		{"of the same namespace", "train", "", "3g.40gb@0 waits for the end of train/job-1 (1g.10gb@1)"},
 		{"of another namespace", "research", "", "3g.40gb@0 waits for the end of claim 0123456789abcdef (1g.10gb@1)"},
@@ -281,15 +286,15 @@ func TestTroubleNamesNoOtherTenantsPod(t *testing.T) {
 			d.Name() + " is left alone: somebody else gives it out"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			waits := desk.Claim{Key: "fedcba9876543210", Resource: large, IDs: []string{migID(0, "3g.40gb@0")}, Grants: grantsOf(large, migID(0, "3g.40gb@0")),
-				Wished: time.Unix(1e9, 0), Holder: desk.Holder{Namespace: c.namespace}}
-			in := plan.Input{Inventory: inv, Claims: []desk.Claim{before, waits}, Wanted: wants("whole"), Layouts: map[gpu.UUID]plan.Layout{d.UUID: plan.Placements(card.Slots())},
+			waits := ledger.Allocation{ID: "fedcba9876543210", Resource: large, Grants: grantsOf(large, migID(0, "3g.40gb@0")),
+				Asked: time.Unix(1e9, 0), Holder: ledger.Holder{Namespace: c.namespace}}
+			in := plan.Input{Inventory: inv, Claims: []ledger.Allocation{before, waits}, Wanted: wants("whole"), Layouts: map[gpu.UUID]plan.Layout{d.UUID: plan.Placements(card.Slots())},
 				Others: map[gpu.UUID]string{}, Unit: unit, MIG: plan.MIGInput{Cards: map[gpu.UUID]*mig.Card{d.UUID: card}}}
 			if c.other != "" {
 				in.Others[d.UUID] = c.other
 			}
 			got := plan.Make(in)
-			if why := got.Trouble[waits.Key]; why != c.want {
+			if why := got.Trouble[waits.ID]; why != c.want {
 				t.Errorf("the pod is told %q, want %q", why, c.want)
 			}
 			known := c.other

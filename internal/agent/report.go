@@ -16,10 +16,11 @@ import (
 
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/config"
-	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/label"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/nfd"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
@@ -133,8 +134,9 @@ const (
 // Events and in the log. Nothing that the loop decides follows from it.
 type reporter struct {
 	opts     *Options
-	names    *desk.Names
-	desk     *desk.Desk
+	names    *deviceplugin.Names
+	ledger   *ledger.Ledger
+	front    *deviceplugin.FrontEnd
 	plugins  Plugins
 	cluster  Cluster
 	features Features
@@ -147,8 +149,8 @@ type reporter struct {
 	news chan struct{}
 }
 
-func newReporter(o *Options, names *desk.Names, d *desk.Desk, w *Worlds) *reporter {
-	r := &reporter{opts: o, names: names, desk: d, plugins: w.Plugins, cluster: w.Cluster, features: w.Features, log: o.Log, news: make(chan struct{}, 1)}
+func newReporter(o *Options, names *deviceplugin.Names, l *ledger.Ledger, f *deviceplugin.FrontEnd, w *Worlds) *reporter {
+	r := &reporter{opts: o, names: names, ledger: l, front: f, plugins: w.Plugins, cluster: w.Cluster, features: w.Features, log: o.Log, news: make(chan struct{}, 1)}
 	r.snapshot.Store(&Snapshot{Inventory: &gpu.Inventory{}, Outcome: Outcome{State: Pending, Message: "starting"}})
 	r.labels.Store(new(map[string]string))
 	return r
@@ -384,7 +386,7 @@ func (r *reporter) tellHealth(c Cluster, snap *Snapshot, before []health.Verdict
 		c.Event(kube.Regarding{}, kube.Warning, unhealthyReason, message)
 		var told []kube.Regarding
 		for _, u := range g.gpus {
-			for _, pod := range podsOn(r.desk.Claims(), u) {
+			for _, pod := range podsOn(r.ledger.Allocations(), u) {
 				if !slices.Contains(told, pod) {
 					told = append(told, pod)
 					c.Event(pod, kube.Warning, unhealthyReason, message)
@@ -463,14 +465,11 @@ func together(inv *gpu.Inventory, verdicts []health.Verdict) []group {
 }
 
 // podsOn lists the pods that have something of a GPU, each once.
-func podsOn(claims []desk.Claim, u gpu.UUID) []kube.Regarding {
+func podsOn(claims []ledger.Allocation, u gpu.UUID) []kube.Regarding {
 	var out []kube.Regarding
 	for i := range claims {
 		c := &claims[i]
-		pod := kube.Regarding{Namespace: c.Holder.Namespace, Pod: c.Holder.Pod}
-		if len(c.PodUIDs) > 0 {
-			pod.UID = c.PodUIDs[0]
-		}
+		pod := kube.Regarding{Namespace: c.Holder.Namespace, Pod: c.Holder.Pod, UID: c.Holder.PodUID}
 		if pod.Pod != "" && c.On(u) && !slices.Contains(out, pod) {
 			out = append(out, pod)
 		}

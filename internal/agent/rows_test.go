@@ -11,7 +11,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/state"
@@ -31,7 +31,7 @@ type lists struct {
 func (l *lists) look() map[string]int {
 	l.t.Helper()
 	now, sum, count, listed := time.Now(), 0, map[string]int{}, map[string]bool{}
-	for _, r := range l.desk.View().Resources {
+	for _, r := range l.front.Offer().Resources {
 		sum += len(r.Devices)
 		for i := range r.Devices {
 			key := r.Name + " " + r.Devices[i].ID
@@ -162,7 +162,7 @@ func TestSuccessorRestoresTooMuch(t *testing.T) {
 				state.Layout{GPU: uuid(i), Kind: ledger.Units, N: timeslice.MaxListed, Until: time.Now().Add(plan.Linger)})
 			// And a holder of the last device of each GPU.
 			id := timeslice.ID(uuid(i), timeslice.MaxListed-1)
-			if err := store.Append(state.Claim{Key: cdi.Key(names.Replicas, []string{id}), Resource: names.Replicas, Grants: grantsOf(names.Replicas, id), Allocated: time.Now()}); err != nil {
+			if err := store.Append(state.Claim{Key: cdi.Key(names.Replicas, []string{id}), Record: recordFor(names.Replicas, id), Allocated: time.Now()}); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -198,8 +198,8 @@ func TestSuccessorRestoresTooMuch(t *testing.T) {
 }
 
 // device is what the kubelet is told of one.
-func (b *bench) device(resource, id string) *desk.Device {
-	for _, r := range b.desk.View().Resources {
+func (b *bench) device(resource, id string) *deviceplugin.Device {
+	for _, r := range b.front.Offer().Resources {
 		for i := range r.Devices {
 			if r.Name == resource && r.Devices[i].ID == id {
 				return &r.Devices[i]
@@ -216,7 +216,7 @@ func TestEndedClaimLingersAlone(t *testing.T) {
 	a.reader.inv = machine(1)
 	a.layouts[uuid(0)] = plan.Layout{Known: true, Offers: true, Kind: ledger.Units, N: 4, Unit: 1024}
 	ids := []string{timeslice.ID(uuid(0), 2), timeslice.ID(uuid(0), 29_999)}
-	a.linger(&desk.Claim{Resource: a.names.Units, IDs: ids, Grants: grantsOf(a.names.Units, ids...)})
+	a.linger(&ledger.Allocation{Resource: a.names.Units, Grants: grantsOf(a.names.Units, ids...)})
 	got := a.past[uuid(0)]
 	if len(got) != 1 || fmt.Sprint(layoutIDs(got[0].Layout, uuid(0))) != fmt.Sprint(ids[1:]) {
 		t.Errorf("%+v lingers", got)

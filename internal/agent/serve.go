@@ -7,7 +7,7 @@ import (
 	"slices"
 	"time"
 
-	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/pkg/plugin"
 )
 
@@ -24,8 +24,8 @@ type served struct {
 }
 
 // set starts the device plugins of resources that are on offer for the first
-// time. None is ever stopped: see desk.View.
-func (s *served) set(v *desk.View) error {
+// time. None is ever stopped: see deviceplugin.Offer.
+func (s *served) set(v *deviceplugin.Offer) error {
 	if len(v.Resources) == len(s.of) {
 		return nil
 	}
@@ -44,10 +44,10 @@ func (s *served) set(v *desk.View) error {
 
 // suspect looks whether the kubelet gives out what we offer it: allocatable is what it
 // would, nil where it did not answer.
-func (s *served) suspect(v *desk.View, allocatable map[string][]string, now time.Time) {
+func (s *served) suspect(v *deviceplugin.Offer, allocatable map[string][]string, now time.Time) {
 	unknown := map[string]time.Time{}
 	for _, r := range v.Resources {
-		healthy := slices.ContainsFunc(r.Devices, func(d desk.Device) bool { return d.Healthy })
+		healthy := slices.ContainsFunc(r.Devices, func(d deviceplugin.Device) bool { return d.Healthy })
 		if allocatable == nil || !healthy || len(allocatable[r.Name]) > 0 || s.of[r.Name] == nil {
 			continue
 		}

@@ -10,7 +10,7 @@ import (
 	"strings"
 	"time"
 
-	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
@@ -18,27 +18,27 @@ import (
 )
 
 // Status is what people and metrics are shown: the last round's inventory and
-// outcome, and the desk's view and claims as they are now.
+// outcome, and the offer and the allocations as they are now.
 func (a *Agent) Status() status.Status { return a.reporter.status() }
 
 // scene is all that a Status is made from.
 type scene struct {
 	*Snapshot
-	view   *desk.View
-	claims []desk.Claim
+	view   *deviceplugin.Offer
+	claims []ledger.Allocation
 	// held has the IDs that claims have, by resource, and holders the claims by ID.
 	held    map[string]map[string]bool
-	holders map[string]*desk.Claim
+	holders map[string]*ledger.Allocation
 }
 
 func (r *reporter) status() status.Status {
-	at := scene{r.snapshot.Load(), r.desk.View(), r.desk.Claims(), map[string]map[string]bool{}, map[string]*desk.Claim{}}
+	at := scene{r.snapshot.Load(), r.front.Offer(), r.ledger.Allocations(), map[string]map[string]bool{}, map[string]*ledger.Allocation{}}
 	for i := range at.claims {
 		c := &at.claims[i]
 		if at.held[c.Resource] == nil {
 			at.held[c.Resource] = map[string]bool{}
 		}
-		for _, id := range c.IDs {
+		for _, id := range deviceplugin.IDs(c.Grants) {
 			at.held[c.Resource][id], at.holders[id] = true, c
 		}
 	}
@@ -110,7 +110,7 @@ func (at *scene) holdersOf(u gpu.UUID) (out []status.Holder) {
 		if n > 0 {
 			out = append(out, status.Holder{
 				Namespace: c.Holder.Namespace, Pod: c.Holder.Pod, Container: c.Holder.Container,
-				Resource: c.Resource, Units: n, Since: &c.Allocated, Waits: c.Waits,
+				Resource: c.Resource, Units: n, Since: &c.Taken, Waits: c.After,
 			})
 		}
 	}
@@ -185,7 +185,7 @@ func (at *scene) mig(d *gpu.Device) *status.MIG {
 			s.Resource, s.Reason = r.Name, dev.Reason
 			if c := at.holders[dev.ID]; c != nil {
 				s.Namespace, s.Pod, s.Container = c.Holder.Namespace, c.Holder.Pod, c.Holder.Container
-				s.Reason = cmp.Or(s.Reason, c.Trouble)
+				s.Reason = cmp.Or(s.Reason, c.Cause)
 			}
 		}
 	}
@@ -224,7 +224,7 @@ func (at *scene) standing(d *gpu.Device) map[string]*status.Slot {
 
 // slotState is the state of a listed MIG device, of which s shows the instance, if it
 // stands; empty where the device merely lingers in the list.
-func (at *scene) slotState(dev *desk.Device, s *status.Slot) string {
+func (at *scene) slotState(dev *deviceplugin.Device, s *status.Slot) string {
 	layout, stands := at.Layouts[dev.GPU], s.UUID != ""
 	switch {
 	case at.holders[dev.ID] != nil && stands:

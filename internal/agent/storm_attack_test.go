@@ -11,7 +11,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/state"
@@ -243,7 +243,7 @@ func (s *storm) crowdLocked() {
 		}
 	}
 	for _, e := range slices.Concat(s.entries, s.file) {
-		if r, err := desk.RecordOf(e.Resource, e.IDs); err == nil {
+		if r, err := deviceplugin.RecordOf(e.Resource, e.IDs); err == nil {
 			note(r.Grants)
 		}
 	}
@@ -251,7 +251,11 @@ func (s *storm) crowdLocked() {
 		note(c.Grants)
 	}
 	for _, spec := range s.specs {
-		if r, err := readRecord(spec, "example.com"); err == nil {
+		if _, text, err := cdi.ReadRecord(spec, "example.com"); err == nil {
+			r, err := ledger.ReadRecord(text)
+			if err != nil {
+				continue
+			}
 			note(r.Grants)
 		}
 	}
@@ -319,8 +323,8 @@ func (s *storm) healthy() (out []string) {
 
 // offer is what the agent knows when it is asked which devices it prefers.
 type offer struct {
-	view   *desk.View
-	claims []desk.Claim
+	view   *deviceplugin.Offer
+	claims []ledger.Allocation
 }
 
 func (s *storm) offer() offer { return offer{s.agent.View(), s.agent.Claims()} }
@@ -330,10 +334,10 @@ func (s *storm) offer() offer { return offer{s.agent.View(), s.agent.Claims()} }
 // changed beside the choice is no fault of it.
 func (s *storm) checkChoice(knew offer, resource string, free, must, chosen []string) {
 	now := s.offer()
-	if now.view != knew.view || !slices.EqualFunc(now.claims, knew.claims, func(a, b desk.Claim) bool { return a.Key == b.Key }) {
+	if now.view != knew.view || !slices.EqualFunc(now.claims, knew.claims, func(a, b ledger.Allocation) bool { return a.ID == b.ID }) {
 		return
 	}
-	at := slices.IndexFunc(knew.view.Resources, func(r desk.Resource) bool { return r.Name == resource })
+	at := slices.IndexFunc(knew.view.Resources, func(r deviceplugin.Resource) bool { return r.Name == resource })
 	if at < 0 {
 		return
 	}
@@ -344,9 +348,9 @@ func (s *storm) checkChoice(knew offer, resource string, free, must, chosen []st
 		}
 	}
 	for _, c := range knew.claims {
-		for _, id := range c.IDs {
+		for _, id := range deviceplugin.IDs(c.Grants) {
 			if c.Resource == resource {
-				why[id] = "covered by claim " + c.Key
+				why[id] = "covered by claim " + c.ID
 			}
 		}
 	}
@@ -434,7 +438,7 @@ func (s *storm) checkAttack(when string) {
 	}
 	claimed := map[string]bool{}
 	for _, c := range s.agent.Claims() {
-		for _, id := range c.IDs {
+		for _, id := range deviceplugin.IDs(c.Grants) {
 			claimed[c.Resource+" "+id] = true
 		}
 	}

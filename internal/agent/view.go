@@ -5,7 +5,7 @@ package agent
 import (
 	"slices"
 
-	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
@@ -24,8 +24,8 @@ type viewInput struct {
 	recutting []gpu.UUID
 	past      map[gpu.UUID][]plan.Past
 	// claims are as of the moment of publishing.
-	claims []desk.Claim
-	names  *desk.Names
+	claims []ledger.Allocation
+	names  *deviceplugin.Names
 	cards  map[gpu.UUID]*mig.Card
 	// failing are slots that cannot be made, with the reason.
 	failing map[gpu.UUID]map[mig.Slot]string
@@ -46,19 +46,19 @@ type viewInput struct {
 //
 // In order of precedence, a device is: healthy, if a claim has it (leaving, where
 // the GPU is to change); unhealthy, if it is withdrawn; else healthy. Faults of
-// GPUs are the desk's to add.
-func buildView(in viewInput) *desk.View {
-	v := &desk.View{Rank: map[gpu.UUID]int{}, Topology: in.topology, MIG: in.changes.MIG, Shares: map[gpu.UUID]desk.Share{}}
-	lists := map[string][][]desk.Device{} // by resource, of each GPU
+// GPUs are the front-end's to add.
+func buildView(in viewInput) *deviceplugin.Offer {
+	v := &deviceplugin.Offer{Rank: map[gpu.UUID]int{}, Topology: in.topology, MIG: in.changes.MIG, Shares: map[gpu.UUID]deviceplugin.Share{}}
+	lists := map[string][][]deviceplugin.Device{} // by resource, of each GPU
 	kinds := map[string]ledger.Kind{}
 	for i := range in.inv.GPUs {
 		d := &in.inv.GPUs[i]
 		v.Rank[d.UUID] = d.Index
 		switch cut := in.changes.Layouts[d.UUID]; cut.Kind {
 		case ledger.Units:
-			v.Shares[d.UUID] = desk.Share{Unit: cut.Unit}
+			v.Shares[d.UUID] = deviceplugin.Share{Unit: cut.Unit}
 		case ledger.Replica:
-			v.Shares[d.UUID] = desk.Share{Replicas: cut.N, Replica: memcap.Replica(d, cut.N)}
+			v.Shares[d.UUID] = deviceplugin.Share{Replicas: cut.N, Replica: memcap.Replica(d, cut.N)}
 		}
 		for _, l := range deviceLists(&in, d) {
 			lists[l.resource] = append(lists[l.resource], l.devices)
@@ -72,7 +72,7 @@ func buildView(in viewInput) *desk.View {
 	for _, name := range sortedKeys(lists) {
 		devices := slices.Concat(lists[name]...)
 		align(&in, kinds[name], devices)
-		v.Resources = append(v.Resources, desk.Resource{Name: name, Kind: kinds[name], Devices: devices})
+		v.Resources = append(v.Resources, deviceplugin.Resource{Name: name, Kind: kinds[name], Devices: devices})
 	}
 	v.Resources = append(v.Resources, formerly(&in)...)
 	return v
@@ -94,17 +94,17 @@ const (
 
 // align adds the NUMA nodes to the devices of a resource: to all of them or to
 // none, since where some have one the kubelet leaves the others out of its count.
-func align(in *viewInput, kind ledger.Kind, devices []desk.Device) {
+func align(in *viewInput, kind ledger.Kind, devices []deviceplugin.Device) {
 	switch {
 	case in.aligned == AlignAll:
 	case in.aligned == AlignFixed && (kind == ledger.Whole || kind == ledger.Placement):
 	default:
 		return
 	}
-	numa := map[gpu.UUID]desk.NUMA{}
+	numa := map[gpu.UUID]deviceplugin.NUMA{}
 	for i := range in.inv.GPUs {
 		if d := &in.inv.GPUs[i]; d.NUMA != nil && *d.NUMA >= 0 {
-			numa[d.UUID] = desk.NUMA{Node: *d.NUMA, Known: true}
+			numa[d.UUID] = deviceplugin.NUMA{Node: *d.NUMA, Known: true}
 		}
 	}
 	for i := range devices {
@@ -133,10 +133,10 @@ func strays(in *viewInput) []deviceList {
 			if !known || in.inv.ByUUID(g.GPU) != nil {
 				continue
 			}
-			for _, id := range desk.PieceIDs(g.GPU, &g.Piece) {
+			for _, id := range deviceplugin.PieceIDs(g.GPU, &g.Piece) {
 				if !listed[c.Resource+" "+id] {
 					listed[c.Resource+" "+id] = true
-					l.devices = append(l.devices, desk.Device{ID: id, GPU: g.GPU, Slot: g.Slot, Reason: "this node has no GPU " + string(g.GPU)})
+					l.devices = append(l.devices, deviceplugin.Device{ID: id, GPU: g.GPU, Slot: g.Slot, Reason: "this node has no GPU " + string(g.GPU)})
 				}
 			}
 		}
@@ -149,23 +149,23 @@ func strays(in *viewInput) []deviceList {
 
 // formerly lists what is held under names that the node's resources have no more:
 // their sockets are served for as long as that.
-func formerly(in *viewInput) []desk.Resource {
-	var out []desk.Resource
+func formerly(in *viewInput) []deviceplugin.Resource {
+	var out []deviceplugin.Resource
 	for i := range in.claims {
 		c := &in.claims[i]
 		if in.names.Ours(c.Resource) {
 			continue
 		}
-		at := slices.IndexFunc(out, func(r desk.Resource) bool { return r.Name == c.Resource })
+		at := slices.IndexFunc(out, func(r deviceplugin.Resource) bool { return r.Name == c.Resource })
 		if at < 0 {
 			at = len(out)
-			out = append(out, desk.Resource{Name: c.Resource, Kind: c.Kind()})
+			out = append(out, deviceplugin.Resource{Name: c.Resource, Kind: c.Kind()})
 		}
 		for j := range c.Grants {
 			g := &c.Grants[j]
-			for _, id := range desk.PieceIDs(g.GPU, &g.Piece) {
-				if !slices.ContainsFunc(out[at].Devices, func(d desk.Device) bool { return d.ID == id }) {
-					out[at].Devices = append(out[at].Devices, desk.Device{ID: id, GPU: g.GPU, Healthy: true, Leaving: true,
+			for _, id := range deviceplugin.PieceIDs(g.GPU, &g.Piece) {
+				if !slices.ContainsFunc(out[at].Devices, func(d deviceplugin.Device) bool { return d.ID == id }) {
+					out[at].Devices = append(out[at].Devices, deviceplugin.Device{ID: id, GPU: g.GPU, Healthy: true, Leaving: true,
 						Reason: "the node's resources have other names now"})
 				}
 			}
@@ -178,7 +178,7 @@ func formerly(in *viewInput) []desk.Resource {
 type deviceList struct {
 	resource string
 	kind     ledger.Kind
-	devices  []desk.Device
+	devices  []deviceplugin.Device
 }
 
 // deviceLists lists what one GPU has, had, and has given away.
@@ -206,7 +206,7 @@ func deviceLists(in *viewInput, d *gpu.Device) []deviceList {
 			if g.GPU != d.UUID {
 				continue
 			}
-			for _, id := range desk.PieceIDs(g.GPU, &g.Piece) {
+			for _, id := range deviceplugin.PieceIDs(g.GPU, &g.Piece) {
 				n := name{g.Kind, id}
 				held, isHeld[n] = append(held, n), true
 				slots[id] = g.Slot
@@ -247,7 +247,7 @@ func deviceLists(in *viewInput, d *gpu.Device) []deviceList {
 		at := slices.IndexFunc(out, func(l deviceList) bool { return l.resource == resource })
 		if at < 0 {
 			at = len(out)
-			out = append(out, deviceList{resource, n.kind, make([]desk.Device, 0, size)})
+			out = append(out, deviceList{resource, n.kind, make([]deviceplugin.Device, 0, size)})
 		}
 		return &out[at]
 	}
@@ -256,7 +256,7 @@ func deviceLists(in *viewInput, d *gpu.Device) []deviceList {
 			return
 		}
 		listed[n] = true
-		dev := desk.Device{ID: n.id, GPU: d.UUID, Healthy: true}
+		dev := deviceplugin.Device{ID: n.id, GPU: d.UUID, Healthy: true}
 		if n.kind == ledger.Placement {
 			dev.Slot = in.sized(d.UUID, slots[n.id])
 			if why := parting[dev.Slot]; why != "" && withdrawn == "" {
@@ -339,7 +339,7 @@ func layoutIDs(c plan.Layout, u gpu.UUID) []string {
 
 // Listed is how many devices the kubelet's lists name now.
 func (a *Agent) Listed() (n int) {
-	for _, r := range a.desk.View().Resources {
+	for _, r := range a.front.Offer().Resources {
 		n += len(r.Devices)
 	}
 	return n

@@ -5,7 +5,6 @@ package agent
 import (
 	"slices"
 
-	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
 )
@@ -37,9 +36,9 @@ func (a *Agent) correct(changes *plan.Changes, unsaved error) {
 
 // shutBecause says why a claim's container may not be made yet, empty where nothing
 // stands against it, or where the plan has to say what does.
-func (a *Agent) shutBecause(c *desk.Claim) string {
+func (a *Agent) shutBecause(c *ledger.Allocation) string {
 	switch {
-	case c.Ready:
+	case c.IsOpen():
 		return ""
 	case slices.ContainsFunc(c.GPUs(), a.faulty):
 		u := c.GPUs()[slices.IndexFunc(c.GPUs(), a.faulty)]
@@ -53,19 +52,19 @@ func (a *Agent) shutBecause(c *desk.Claim) string {
 		return a.reader.partsErr.Error()
 	case a.reader.parts == nil:
 		return sentences("it is not known yet which driver files containers need", a.reader.absent())
-	case c.Checked.IsZero() && a.seen.err != nil:
+	case c.Phase == ledger.Reserved && a.seen.err != nil:
 		return "nobody has said whether its devices are free: " + a.seen.err.Error()
 	}
 	return ""
 }
 
-// tellWaiting tells the desk, for the pods' sake, why claims are not ready, and
+// tellWaiting tells the ledger, for the pods' sake, why claims are not ready, and
 // nothing of those of which there is nothing to say any more. What failed for a claim
 // stays until it is tried again.
 func (a *Agent) tellWaiting(trouble map[string]string) {
-	for _, c := range a.desk.Claims() {
-		if why := trouble[c.Key]; !c.Ready && why != c.Trouble && (why != "" || !a.executor.failedFor(c.Key)) {
-			a.desk.SetTrouble(c.Key, why)
+	for _, c := range a.ledger.Allocations() {
+		if why := trouble[c.ID]; !c.IsOpen() && why != c.Cause && (why != "" || !a.executor.failedFor(c.ID)) {
+			a.ledger.SetCause(c.ID, why)
 		}
 	}
 }

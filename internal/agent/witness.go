@@ -15,7 +15,7 @@ import (
 
 	"k8s.io/apimachinery/pkg/util/wait"
 
-	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/plan"
@@ -35,7 +35,7 @@ type witnesses struct {
 	checkpoint node.Checkpoint
 	// names of pods by UID, of those in the last checkpoint; asked is when the
 	// runtime was last asked for them.
-	names map[string]desk.Holder
+	names map[string]ledger.Holder
 	asked time.Time
 	// resent is when each resource's list was last sent again to have the
 	// checkpoint written, and stale the keys that it was for.
@@ -53,8 +53,8 @@ type witnesses struct {
 // let go of what ended pods have, and a checkpoint that is written again where
 // it looks stale; else the checkpoint and the runtime are asked as they are. The
 // error says who did not answer; the testimony is good for the rest.
-func (a *Agent) ask(ctx context.Context, full bool) (desk.Testimony, error) {
-	t := desk.Testimony{Asked: time.Now()}
+func (a *Agent) ask(ctx context.Context, full bool) (deviceplugin.Observation, error) {
+	t := deviceplugin.Observation{Asked: time.Now()}
 	var errs []error
 	var listing node.Listing
 	if full {
@@ -106,16 +106,16 @@ func (a *Agent) ask(ctx context.Context, full bool) (desk.Testimony, error) {
 // claim is of, since the names can have changed (--resource-domain).
 func (a *Agent) owns(resource string) bool {
 	_, ok := a.names.Kind(resource)
-	return ok || slices.ContainsFunc(a.desk.Claims(), func(c desk.Claim) bool { return c.Resource == resource })
+	return ok || slices.ContainsFunc(a.ledger.Allocations(), func(c ledger.Allocation) bool { return c.Resource == resource })
 }
 
 // ours keeps the holdings of our own resources.
-func (a *Agent) ours(l *node.Listing) []desk.Holding {
-	var out []desk.Holding
+func (a *Agent) ours(l *node.Listing) []deviceplugin.Holding {
+	var out []deviceplugin.Holding
 	for _, h := range l.Holdings {
 		if a.owns(h.Resource) {
-			out = append(out, desk.Holding{
-				Holder:   desk.Holder{Namespace: h.Namespace, Pod: h.Pod, Container: h.Container},
+			out = append(out, deviceplugin.Holding{
+				Holder:   ledger.Holder{Namespace: h.Namespace, Pod: h.Pod, Container: h.Container},
 				Resource: h.Resource, IDs: h.IDs,
 			})
 		}
@@ -147,9 +147,9 @@ func (a *Agent) strangerError() error {
 
 // uses finds the claims in the annotations that Allocate gave to containers. No
 // tenant can write those: a pod's own are on its sandbox.
-func (a *Agent) uses(containers []node.Container) []desk.Use {
+func (a *Agent) uses(containers []node.Container) []deviceplugin.Use {
 	prefix := cdi.AnnotationName(a.opts.Domain, "")
-	var out []desk.Use
+	var out []deviceplugin.Use
 	for i := range containers {
 		c := &containers[i]
 		for _, name := range sortedKeys(c.Annotations) {
@@ -157,8 +157,8 @@ func (a *Agent) uses(containers []node.Container) []desk.Use {
 			if !ok || !cdi.ValidKey(key) {
 				continue
 			}
-			out = append(out, desk.Use{ID: c.ID, Key: key, PodUID: c.PodUID, Created: c.Created, Record: c.Annotations[name],
-				Holder: desk.Holder{Namespace: c.Namespace, Pod: c.Pod, Container: c.Name}})
+			out = append(out, deviceplugin.Use{ID: c.ID, Key: key, Created: c.Created, Record: c.Annotations[name],
+				Holder: ledger.Holder{Namespace: c.Namespace, Pod: c.Pod, Container: c.Name, PodUID: c.PodUID}})
 		}
 	}
 	return out
@@ -182,7 +182,7 @@ func (a *Agent) checkpoint() (cp *node.Checkpoint, ok bool, err error) {
 }
 
 // readCheckpoint puts the kubelet's checkpoint into a testimony.
-func (a *Agent) readCheckpoint(t *desk.Testimony) error {
+func (a *Agent) readCheckpoint(t *deviceplugin.Observation) error {
 	t.Checkpoint, t.Entries = false, nil
 	cp, ok, err := a.checkpoint()
 	if err != nil || !ok {
@@ -191,7 +191,7 @@ func (a *Agent) readCheckpoint(t *desk.Testimony) error {
 	t.Checkpoint = true
 	for _, e := range cp.Entries {
 		if a.owns(e.Resource) {
-			t.Entries = append(t.Entries, desk.Entry(e))
+			t.Entries = append(t.Entries, deviceplugin.Entry(e))
 		}
 	}
 	return nil
@@ -201,7 +201,7 @@ func (a *Agent) readCheckpoint(t *desk.Testimony) error {
 // holders that neither PodResources nor the runtime knows: it is written when a
 // container is given devices and when a list arrives, not when a pod ends. It
 // reports whether there is a newer one.
-func (a *Agent) renewCheckpoint(ctx context.Context, t *desk.Testimony, containers []node.Container) bool {
+func (a *Agent) renewCheckpoint(ctx context.Context, t *deviceplugin.Observation, containers []node.Container) bool {
 	known := map[string]bool{}
 	for i := range t.Uses {
 		known[t.Uses[i].Key] = true
@@ -231,7 +231,7 @@ func (a *Agent) renewCheckpoint(ctx context.Context, t *desk.Testimony, containe
 			continue // it was asked for, and this is what came
 		}
 		a.seen.stale[resource], a.seen.resent[resource] = keys, t.Asked
-		a.desk.Resend(resource)
+		a.front.Resend(resource)
 		asked = true
 	}
 	for waited := time.Duration(0); asked && waited < renewPatience && ctx.Err() == nil; waited += renewLook {
@@ -244,10 +244,10 @@ func (a *Agent) renewCheckpoint(ctx context.Context, t *desk.Testimony, containe
 }
 
 // podNames finds the names of the pods that the checkpoint knows by UID.
-func (a *Agent) podNames(ctx context.Context, t *desk.Testimony, containers []node.Container, full bool) map[string]desk.Holder {
-	names := map[string]desk.Holder{}
+func (a *Agent) podNames(ctx context.Context, t *deviceplugin.Observation, containers []node.Container, full bool) map[string]ledger.Holder {
+	names := map[string]ledger.Holder{}
 	for i := range containers {
-		names[containers[i].PodUID] = desk.Holder{Namespace: containers[i].Namespace, Pod: containers[i].Pod}
+		names[containers[i].PodUID] = ledger.Holder{Namespace: containers[i].Namespace, Pod: containers[i].Pod}
 	}
 	missing := false
 	for i := range t.Entries {
@@ -266,13 +266,13 @@ func (a *Agent) podNames(ctx context.Context, t *desk.Testimony, containers []no
 		if pods, err := a.runtime.Pods(ctx); err == nil {
 			for uid, p := range pods {
 				if _, ok := names[uid]; !ok {
-					names[uid] = desk.Holder{Namespace: p.Namespace, Pod: p.Name}
+					names[uid] = ledger.Holder{Namespace: p.Namespace, Pod: p.Name}
 				}
 			}
 		}
 	}
-	maps.DeleteFunc(names, func(uid string, _ desk.Holder) bool {
-		return !slices.ContainsFunc(t.Entries, func(e desk.Entry) bool { return e.PodUID == uid })
+	maps.DeleteFunc(names, func(uid string, _ ledger.Holder) bool {
+		return !slices.ContainsFunc(t.Entries, func(e deviceplugin.Entry) bool { return e.PodUID == uid })
 	})
 	a.seen.names = names
 	return names
@@ -284,17 +284,17 @@ func (a *Agent) podNames(ctx context.Context, t *desk.Testimony, containers []no
 func (a *Agent) reconcile(ctx context.Context, full bool) error {
 	t, err := a.ask(ctx, full)
 	a.seen.err = err
-	for _, c := range a.desk.Reconcile(t) {
+	for _, c := range a.front.Reconcile(t) {
 		a.swept, a.trim = false, true
 		a.linger(&c)
-		container, release := a.ends.since(c.Key, time.Now())
-		a.log.Info("claim ended", "claim", c.Key, "resource", c.Resource, "devices", len(c.IDs), "pod", c.Holder.String(),
+		container, release := a.ends.since(c.ID, time.Now())
+		a.log.Info("claim ended", "claim", c.ID, "resource", c.Resource, "devices", len(deviceplugin.IDs(c.Grants)), "pod", c.Holder.String(),
 			"after_container", container, "after_release", release)
 	}
 	switch {
 	case err == nil && !full && !a.seen.silent.IsZero():
 		// Not everybody has been asked: who was silent may be so still.
-	case err == nil || !a.desk.Held(): // nobody to judge
+	case err == nil || !a.ledger.Held(): // nobody to judge
 		if !a.seen.silent.IsZero() {
 			a.log.Info("the witnesses answer again", "after", t.Asked.Sub(a.seen.silent).Round(time.Millisecond).String())
 		}
@@ -313,7 +313,7 @@ func (a *Agent) reconcile(ctx context.Context, full bool) error {
 // linger keeps what an ended claim had in the list for a while, where the GPU's
 // cut does not have it. What processes were on a MIG instance is to be read anew: it
 // may be wanted for something else.
-func (a *Agent) linger(c *desk.Claim) {
+func (a *Agent) linger(c *ledger.Allocation) {
 	if !a.names.Ours(c.Resource) {
 		return
 	}
@@ -368,11 +368,11 @@ func (a *Agent) followRuntime(ctx context.Context) error {
 		for _, u := range a.uses([]node.Container{e.Container}) {
 			switch e.Kind {
 			case node.EventStarted: // who has the claim can be said now
-				a.desk.Seen(u, time.Now())
+				a.front.Seen(u, time.Now())
 				a.nameSoon.Store(true)
 				a.wake()
 			case node.EventStopped:
-				a.desk.Seen(u, time.Now())
+				a.front.Seen(u, time.Now())
 				a.ends.add(u.Key, time.Now())
 				ours = true
 			}
@@ -430,8 +430,8 @@ func (a *Agent) awaitReleases(ctx context.Context) error {
 	}
 }
 
-func sameHoldings(a, b []desk.Holding) bool {
-	return slices.EqualFunc(a, b, func(x, y desk.Holding) bool {
+func sameHoldings(a, b []deviceplugin.Holding) bool {
+	return slices.EqualFunc(a, b, func(x, y deviceplugin.Holding) bool {
 		return x.Holder == y.Holder && x.Resource == y.Resource && slices.Equal(x.IDs, y.IDs)
 	})
 }

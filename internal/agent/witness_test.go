@@ -11,7 +11,8 @@ import (
 	"testing/synctest"
 	"time"
 
-	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/deviceplugin"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/cdi"
@@ -122,7 +123,7 @@ func TestStartedContainerIsNamed(t *testing.T) {
 		b.container <- node.ContainerEvent{Kind: node.EventStarted, Container: node.Container{Name: "c",
 			Annotations: map[string]string{cdi.AnnotationName("example.com", cdi.Key(names.Units, ids)): names.Units}}}
 		synctest.Wait()
-		if c := b.Claims(); len(c) != 1 || c[0].Holder.Pod != "p" || !c[0].Started {
+		if c := b.Claims(); len(c) != 1 || c[0].Holder.Pod != "p" || !b.front.Started(c[0].ID) {
 			t.Errorf("claims %+v", c)
 		}
 	})
@@ -177,7 +178,7 @@ func TestNextHolderWaits(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), 15*time.Second)
 			err := src.Prepare(ctx, next)
 			cancel()
-			if !errors.Is(err, desk.ErrNotReady) || !strings.Contains(err.Error(), "previous holder still ending: claim "+cdi.Key(names.Units, ids)) {
+			if !errors.Is(err, ledger.ErrNotOpen) || !strings.Contains(err.Error(), "previous holder still ending: claim "+cdi.Key(names.Units, ids)) {
 				t.Errorf("%s: %v", name, err)
 			}
 			if slices.ContainsFunc(b.files(), func(f string) bool { return strings.Contains(f, key) }) {
@@ -191,7 +192,7 @@ func TestNextHolderWaits(t *testing.T) {
 			if err := <-done; err != nil || time.Since(began) > waitEvery {
 				t.Errorf("%s: %v, %s after the old container's end", name, err, time.Since(began))
 			}
-			time.Sleep(2 * desk.Grace)
+			time.Sleep(2 * deviceplugin.Grace)
 			synctest.Wait()
 		}
 	})

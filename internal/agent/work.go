@@ -18,8 +18,8 @@ import (
 
 	"k8s.io/apimachinery/pkg/util/wait"
 
-	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -129,20 +129,13 @@ type failing struct {
 	why   string
 }
 
-// waiters are the claims whose containers wait for work on the hardware. The desk
-// has them.
-type waiters interface {
-	Claims() []desk.Claim
-	SetTrouble(key, why string)
-}
-
 // executor does on the hardware what was planned, on each GPU one job at a time, and
 // remembers what came of it. A job has a goroutine of its own, which calls execute
 // and what that calls; everything else is for the loop's goroutine. Use newExecutor.
 type executor struct {
 	driver   Driver
 	observer Observer
-	waiters  waiters
+	ledger   *ledger.Ledger
 	log      *slog.Logger
 	// event sends an Event, and wake has a round come when a job has ended.
 	event func(kube.Regarding, kube.EventType, string, string)
@@ -173,9 +166,9 @@ type executor struct {
 	busyLook time.Duration
 }
 
-func newExecutor(o *Options, w *Worlds, claims waiters, wake func()) *executor {
+func newExecutor(o *Options, w *Worlds, l *ledger.Ledger, wake func()) *executor {
 	e := &executor{
-		driver: w.Driver, observer: w.Observer, waiters: claims, log: o.Log, wake: wake, neverReset: o.NeverReset, idleTTL: o.IdleTTL,
+		driver: w.Driver, observer: w.Observer, ledger: l, log: o.Log, wake: wake, neverReset: o.NeverReset, idleTTL: o.IdleTTL,
 		event:   func(kube.Regarding, kube.EventType, string, string) {},
 		jobs:    map[gpu.UUID]*job{},
 		endedAt: map[gpu.UUID]time.Time{},
@@ -499,7 +492,7 @@ func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
 		return
 	}
 	orNew(e.rests, r.Want()).fail(r.err, 0, wishPauseMax, now)
-	e.waiters.SetTrouble(r.Claim, r.err.Error())
+	e.ledger.SetCause(r.Claim, r.err.Error())
 	f := orNew(e.failing, mig.Place{GPU: r.GPU, Slot: r.Slot})
 	f.n++
 	f.until, f.why = now.Add(failingFor), r.err.Error()
@@ -508,11 +501,8 @@ func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
 	}
 	message := fmt.Sprintf("%s: %s could not be made %d times and is withdrawn for %s: %v", d.Name(), r.Slot, f.n, failingFor, r.err)
 	e.event(kube.Regarding{}, kube.Warning, slotReason, message)
-	for _, c := range e.waiters.Claims() {
-		if pod := (kube.Regarding{Namespace: c.Holder.Namespace, Pod: c.Holder.Pod}); c.Key == r.Claim && pod.Pod != "" {
-			if len(c.PodUIDs) > 0 {
-				pod.UID = c.PodUIDs[0]
-			}
+	for _, c := range e.ledger.Allocations() {
+		if pod := (kube.Regarding{Namespace: c.Holder.Namespace, Pod: c.Holder.Pod, UID: c.Holder.PodUID}); c.ID == r.Claim && pod.Pod != "" {
 			e.event(pod, kube.Warning, slotReason, message)
 		}
 	}
@@ -550,7 +540,7 @@ func (e *executor) failingSlots(now time.Time) map[gpu.UUID]map[mig.Slot]string 
 }
 
 // input is what the plan must know of the work.
-func (e *executor) input(claims []desk.Claim, now time.Time) plan.MIGInput {
+func (e *executor) input(claims []ledger.Allocation, now time.Time) plan.MIGInput {
 	in := plan.MIGInput{Made: e.mine, Working: map[gpu.UUID]*plan.Work{}, Expired: map[gpu.UUID][]mig.Slot{},
 		Deferred: map[plan.Want]bool{}}
 	for u, j := range e.jobs {
@@ -559,7 +549,7 @@ func (e *executor) input(claims []desk.Claim, now time.Time) plan.MIGInput {
 	for w, r := range e.rests {
 		switch {
 		case w.Claim == "":
-		case !slices.ContainsFunc(claims, func(c desk.Claim) bool { return c.Key == w.Claim }):
+		case !slices.ContainsFunc(claims, func(c ledger.Allocation) bool { return c.ID == w.Claim }):
 			delete(e.rests, w)
 		case now.Before(r.until):
 			in.Deferred[w] = true

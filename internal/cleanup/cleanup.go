@@ -13,7 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/nfd"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/state"
@@ -63,7 +63,7 @@ func (n *Node) Wait(ctx context.Context, said func(error)) error {
 
 // Run takes everything away, or says what stands in the way. It may be repeated.
 func (n *Node) Run(ctx context.Context) error {
-	names := desk.ResourceNames(n.ResourceDomain)
+	names := deviceplugin.ResourceNames(n.ResourceDomain)
 	holders, err := n.holders(ctx, names)
 	if err != nil {
 		return fmt.Errorf("clean up: %w", err)
@@ -106,7 +106,7 @@ func (n *Node) Run(ctx context.Context) error {
 }
 
 // holders names the pods that have devices, by the kubelet and by the runtime.
-func (n *Node) holders(ctx context.Context, names *desk.Names) ([]string, error) {
+func (n *Node) holders(ctx context.Context, names *deviceplugin.Names) ([]string, error) {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
 	kubelet := node.NewPodResources(n.KubeletDir)

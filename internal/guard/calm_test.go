@@ -8,7 +8,7 @@ import (
 	"testing"
 	"time"
 
-	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
@@ -78,7 +78,7 @@ func TestNotCalm(t *testing.T) {
 		"something is under way": func(w *world, m *meter) { m.quiet = false },
 		"no figure":              func(w *world, m *meter) { w.procs[10].blind = true },
 		"no claim": func(w *world, m *meter) {
-			w.claims = slices.DeleteFunc(w.claims, func(c desk.Claim) bool { return c.IDs[0] == "a" })
+			w.claims = slices.DeleteFunc(w.claims, func(c ledger.Allocation) bool { return c.Holder.Pod == "pod-a" })
 		},
 		"managed beyond the cap": func(w *world, m *meter) { m.managed = 3 * gib },
 	} {

@@ -11,8 +11,8 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
-	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
@@ -105,7 +105,7 @@ type Allocations interface {
 	// Offered is the GPUs that are given out, in index order.
 	Offered() []gpu.Device
 	// Claims is who has what; their grants say how much memory.
-	Claims() []desk.Claim
+	Claims() []ledger.Allocation
 	// Open says that somebody else gives a GPU out too: nobody is an intruder there.
 	Open(gpu.UUID) bool
 	// Changed has a value when any of this may have changed since the last one was
@@ -300,7 +300,7 @@ func (g *Guard) held() allocations {
 	claims := g.w.Allocations.Claims()
 	out := make(allocations, len(claims))
 	for i := range claims {
-		out[claims[i].Key] = &claims[i]
+		out[claims[i].ID] = &claims[i]
 	}
 	return out
 }

@@ -15,7 +15,6 @@ import (
 	"testing/synctest"
 	"time"
 
-	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
@@ -37,7 +36,7 @@ type world struct {
 	// Guarded by mu:
 	procs      map[int]*proc
 	containers map[string]node.Container
-	claims     []desk.Claim
+	claims     []ledger.Allocation
 	open       map[gpu.UUID]bool
 	pages      map[string]*meter // by container and GPU
 	driverErr  error
@@ -118,9 +117,9 @@ func (w *world) container(id string, pids []int, limit uint64, gpus ...gpu.UUID)
 	if len(gpus) > 0 {
 		key := cdi.Key("example.com/gpu-mem", []string{id})
 		c.Annotations[cdi.AnnotationName("example.com", key)] = "example.com/gpu-mem"
-		w.claims = append(w.claims, desk.Claim{Key: key, Resource: "example.com/gpu-mem", IDs: []string{id}, Grants: grantsOn(gpus, limit),
-			Holder: desk.Holder{Namespace: "work", Pod: "pod-" + id}})
-		slices.SortFunc(w.claims, func(a, b desk.Claim) int { return strings.Compare(a.Key, b.Key) })
+		w.claims = append(w.claims, ledger.Allocation{ID: key, Resource: "example.com/gpu-mem", Grants: grantsOn(gpus, limit),
+			Holder: ledger.Holder{Namespace: "work", Pod: "pod-" + id}})
+		slices.SortFunc(w.claims, func(a, b ledger.Allocation) int { return strings.Compare(a.ID, b.ID) })
 	}
 	w.containers[id] = c
 	for _, pid := range pids {
@@ -186,7 +185,7 @@ func (w *world) Open(u gpu.UUID) bool {
 	return w.open[u]
 }
 
-func (w *world) Claims() []desk.Claim {
+func (w *world) Claims() []ledger.Allocation {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.rounds++

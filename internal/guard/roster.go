@@ -8,7 +8,6 @@ import (
 	"strings"
 	"time"
 
-	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/cdi"
@@ -18,7 +17,7 @@ import (
 
 // allocations are the claims that somebody has, by their keys. Their grants say what
 // their containers may have.
-type allocations map[string]*desk.Claim
+type allocations map[string]*ledger.Allocation
 
 // on is what the containers of an allocation may have of a GPU; ok is false where it
 // has nothing there, and where no record says how much.
@@ -32,7 +31,7 @@ func (a allocations) on(key string, u gpu.UUID) (bytes uint64, ok bool) {
 }
 
 // capsKnown reports whether a record says of each grant how much its holder may have.
-func capsKnown(c *desk.Claim) bool {
+func capsKnown(c *ledger.Allocation) bool {
 	return !slices.ContainsFunc(c.Grants, func(g ledger.Grant) bool { return !g.Cap.Known })
 }
 

@@ -7,7 +7,7 @@ import (
 	"slices"
 	"strings"
 
-	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/memcap/lib"
@@ -15,7 +15,7 @@ import (
 
 // Container is what one container has of one GPU.
 type Container struct {
-	desk.Holder
+	ledger.Holder
 	Claim string
 	GPU   gpu.UUID
 	Index int
@@ -107,7 +107,7 @@ func (g *Guard) describe(c Container) Container {
 	var levels []memcap.Level // of those that have been seen on it
 	for _, in := range g.of[c.Claim] {
 		if in.Running || c.Holder.Container == "" {
-			c.Holder = desk.Holder{Namespace: in.Namespace, Pod: in.Pod, Container: in.Name}
+			c.Holder = ledger.Holder{Namespace: in.Namespace, Pod: in.Pod, Container: in.Name}
 		}
 		if g.strayed(in.PodUID, c.GPU) {
 			// Some of what its pod has may be this container's.

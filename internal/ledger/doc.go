@@ -1,8 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package ledger has the words for what is given out: a [Grant] is one piece of one
-// GPU that somebody has, with the cap on its memory. Several grants that were given
-// together are one allocation.
+// Package ledger has what is given out on a node: the [Allocation]s, in one [Ledger].
+//
+// An allocation is what somebody was given together: its [Grant]s, each one piece of one
+// GPU with the cap on its memory; how far it is ([Phase]); and who holds it. A front-end
+// makes it (Take), gives it to the next holder (Renew) and ends it (Release); the loop
+// makes what it needs and opens it (SetOpen); whoever starts its container waits for
+// that (Prepare):
+//
+//	                Looked: nobody         Prepare          SetOpen
+//	Take ► reserved ───────────► taken ───────────► making ────────► open
+//	          │  ▲                 ▲ │                 │               │
+//	   Looked:│  │Renew, from      │ │ Looked:         │        Shut:  │
+//	 somebody ▼  │anywhere         │ ▼ somebody        │      to taken ▼
+//	        waiting ───────────────┘ waiting ◄─────────┘
+//
+// [Transitions] has all of them; from each phase Release ends it.
+//
+// # Grants
 //
 // A grant says everything about itself. It is made once, by the front-end that was
 // asked for it, and recorded wherever the allocation is: in the journal, in the
@@ -20,5 +35,20 @@
 // what the IDs do not say: the size of a unit and the number of replicas, which are
 // then zero, and the cap, which the limit page of the allocation tells.
 //
-// The package does not know device IDs, resource names, the kubelet or the driver.
+// # Room
+//
+// What is taken is the union of what grants cover, not their sum: a pod's init container
+// and its app container may be given the same pieces, in part or whole. A [Request] that
+// permits that may overlap with others, and its allocation opens when they are off its
+// pieces. A GPU is one front-end's at a time. On a GPU with MIG the ledger also knows
+// what stands and what can stand together ([MIG]), so that it can tell which placements
+// there is [Room] for.
+//
+// # What it does not know
+//
+// Device IDs, who sees what on offer, the kubelet, the driver and the clock: times are
+// arguments. A front-end that checks an offer before it takes from it does both under a
+// mutex of its own, which it locks before the ledger's; whoever withdraws something
+// publishes that there first and looks at the allocations afterwards. So either the Take
+// came first, and is seen, or the withdrawal did, and the front-end refuses.
 package ledger

@@ -58,6 +58,21 @@ func (s UnitSet) From(n int) UnitSet {
 	return out
 }
 
+// Meets reports whether two sets have a number in common.
+func (s UnitSet) Meets(t UnitSet) bool {
+	for i, j := 0, 0; i < len(s) && j < len(t); {
+		switch {
+		case s[i].Last < t[j].First:
+			i++
+		case t[j].Last < s[i].First:
+			j++
+		default:
+			return true
+		}
+	}
+	return false
+}
+
 // All yields the numbers in ascending order.
 func (s UnitSet) All() iter.Seq[int] {
 	return func(yield func(int) bool) {

@@ -31,7 +31,7 @@
 // each beside others that are in use. Its Layout lists the placements on offer. With a
 // fixed geometry those are the instances that stand and are wanted; on demand they are
 // all placements of the profiles that the partition allows, whether anything stands
-// there or not, and the desk withdraws those that have no room beside what is taken.
+// there or not, and the front-end withdraws those that have no room beside what is taken.
 // Every plan asks pkg/mig the same question: from what stands, with that pinned which
 // a claim or a process has, to what is wanted.
 //

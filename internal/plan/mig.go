@@ -9,7 +9,6 @@ import (
 	"strings"
 
 	"example.com/gpu-agent/internal/config"
-	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -65,7 +64,7 @@ func (w *Work) Takes() bool {
 func (in *Input) concernsMIG(d *gpu.Device, w config.Want) bool {
 	return w.Mode == config.MIG || d.MIG.Enabled ||
 		in.MIG.Working[d.UUID] != nil ||
-		slices.ContainsFunc(in.Claims, func(c desk.Claim) bool {
+		slices.ContainsFunc(in.Claims, func(c ledger.Allocation) bool {
 			return c.Kind() == ledger.Placement && c.On(d.UUID)
 		})
 }
@@ -77,7 +76,7 @@ type gpuWithMIG struct {
 	// standing has every instance, those pinned that may not go.
 	standing []mig.Standing
 	// claimed are the slots that claims have.
-	claimed map[mig.Slot]*desk.Claim
+	claimed map[mig.Slot]*ledger.Allocation
 	// missing are those of them that do not stand, pinned: nothing else may come
 	// there.
 	missing []mig.Standing
@@ -96,7 +95,7 @@ type Want struct {
 }
 
 type wish struct {
-	claim *desk.Claim
+	claim *ledger.Allocation
 	slot  mig.Slot
 }
 
@@ -109,7 +108,7 @@ const (
 
 // look gathers what counts for a GPU's plan. The error says why there can be none.
 func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
-	g := &gpuWithMIG{Device: d, claimed: map[mig.Slot]*desk.Claim{}}
+	g := &gpuWithMIG{Device: d, claimed: map[mig.Slot]*ledger.Allocation{}}
 	if g.card = in.MIG.Cards[d.UUID]; g.card == nil {
 		return g, fmt.Errorf("%s cannot do MIG", d.Name())
 	}
@@ -143,14 +142,14 @@ func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
 			g.claimed[slot] = c
 			if !stands[slot] {
 				g.missing = append(g.missing, mig.Standing{Slot: slot, Pinned: true, Holder: c.Holder.String(), Reason: heldReason})
-				if !c.Wished.IsZero() {
+				if !c.Asked.IsZero() {
 					g.wishes = append(g.wishes, wish{c, slot})
 				}
 			}
 		}
 	}
 	slices.SortFunc(g.wishes, func(a, b wish) int {
-		return cmp.Or(a.claim.Wished.Compare(b.claim.Wished), cmp.Compare(a.claim.Key, b.claim.Key), mig.CompareSlots(a.slot, b.slot))
+		return cmp.Or(a.claim.Asked.Compare(b.claim.Asked), cmp.Compare(a.claim.ID, b.claim.ID), mig.CompareSlots(a.slot, b.slot))
 	})
 	for i := range d.MIG.Instances {
 		inst := &d.MIG.Instances[i]
@@ -272,7 +271,7 @@ func (in *Input) unplanned(d *gpu.Device, w config.Want, have Layout, err error,
 	}
 	for i := range in.Claims {
 		if c := &in.Claims[i]; c.Kind() == ledger.Placement && c.On(d.UUID) && d.Fault == "" && d.MIG.Capable {
-			out.Trouble[c.Key] = err.Error()
+			out.Trouble[c.ID] = err.Error()
 		}
 	}
 }
@@ -351,7 +350,7 @@ func (in *Input) postpone(g *gpuWithMIG, out *Changes) {
 		why = g.Name() + ": " + g.Fault
 	}
 	for _, wish := range g.wishes {
-		out.Trouble[wish.claim.Key] = why
+		out.Trouble[wish.claim.ID] = why
 	}
 }
 
@@ -427,32 +426,32 @@ func (in *Input) change(g *gpuWithMIG, to mig.Target) (mig.Plan, error) {
 func (in *Input) grant(g *gpuWithMIG, leaving map[mig.Slot]string, w config.Want, out *Changes) {
 	u := g.UUID
 	for i, wish := range g.wishes {
-		if in.MIG.Deferred[Want{wish.claim.Key, u, wish.slot}] {
+		if in.MIG.Deferred[Want{wish.claim.ID, u, wish.slot}] {
 			continue
 		}
 		plan, err := g.card.Make(g.standing, wish.slot)
 		switch {
 		case err != nil:
-			out.Trouble[wish.claim.Key] = err.Error()
+			out.Trouble[wish.claim.ID] = err.Error()
 		case len(plan.Blocked) > 0:
 			b := plan.Blocked[0]
 			out.Process = out.Process || b.Reason == busyReason
 			who := b.Holder
 			if c := g.claimed[b.Slot]; c != nil && b.Reason == heldReason {
-				who = c.Holder.Told(wish.claim.Holder.Namespace, c.Key)
+				who = c.Holder.Told(wish.claim.Holder.Namespace, c.ID)
 			}
-			out.Trouble[wish.claim.Key] = fmt.Sprintf("%s waits for the end of %s (%s)", wish.slot, who, b.Slot)
+			out.Trouble[wish.claim.ID] = fmt.Sprintf("%s waits for the end of %s (%s)", wish.slot, who, b.Slot)
 		}
 		if len(plan.Steps) == 0 {
 			continue
 		}
 		out.Work = slices.DeleteFunc(out.Work, func(o Work) bool { return o.GPU == u })
-		work := Work{GPU: u, Steps: plan.Steps, Claim: wish.claim.Key, Slot: wish.slot, Leaving: leaving}
+		work := Work{GPU: u, Steps: plan.Steps, Claim: wish.claim.ID, Slot: wish.slot, Leaving: leaving}
 		out.Work = append(out.Work, work)
-		out.Trouble[wish.claim.Key] = "its instance is being made: " + work.String()
+		out.Trouble[wish.claim.ID] = "its instance is being made: " + work.String()
 		for _, next := range g.wishes[i+1:] {
 			if next.claim != wish.claim {
-				out.Trouble[next.claim.Key] = fmt.Sprintf("%s comes after other work on %s: %s", next.slot, g.Name(), work.String())
+				out.Trouble[next.claim.ID] = fmt.Sprintf("%s comes after other work on %s: %s", next.slot, g.Name(), work.String())
 			}
 		}
 		return
@@ -522,7 +521,7 @@ func (g *gpuWithMIG) now(have Layout) string {
 	}
 }
 
-// finishMIG says what is offered of a GPU, and what the desk must know of it.
+// finishMIG says what is offered of a GPU, and what the ledger must know of it.
 func (in *Input) finishMIG(g *gpuWithMIG, have, to Layout, leaving map[mig.Slot]string, out *Changes) {
 	u := g.UUID
 	if to.Known {
@@ -539,7 +538,7 @@ func (in *Input) finishMIG(g *gpuWithMIG, have, to Layout, leaving map[mig.Slot]
 	if len(leaving) > 0 {
 		out.Leaving[u] = leaving
 	}
-	v := desk.MIGView{Card: g.card}
+	v := ledger.MIG{Card: g.card}
 	for _, s := range g.standing {
 		_, held := g.claimed[s.Slot]
 		switch {

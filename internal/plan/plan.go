@@ -10,7 +10,6 @@ import (
 
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/config"
-	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -122,8 +121,8 @@ type Changes struct {
 	// Leaving has the MIG devices that the target does not keep, with the reason:
 	// they are withdrawn, or leave with their holder.
 	Leaving map[gpu.UUID]map[mig.Slot]string
-	// MIG is what the desk must know of GPUs that offer MIG devices.
-	MIG map[gpu.UUID]desk.MIGView
+	// MIG is what the ledger must know of GPUs that offer MIG devices.
+	MIG map[gpu.UUID]ledger.MIG
 	// Made are the instances that are this agent's from now on, since the
 	// partition keeps them or a claim has them.
 	Made map[gpu.UUID][]mig.Slot
@@ -160,7 +159,7 @@ type Past struct {
 // Input is everything that a plan is made from.
 type Input struct {
 	Inventory *gpu.Inventory
-	Claims    []desk.Claim
+	Claims    []ledger.Allocation
 	Wanted    []config.Want
 	// Cuts is how the GPUs are divided now.
 	Layouts map[gpu.UUID]Layout
@@ -184,7 +183,7 @@ type Input struct {
 // leaves as they are, keep what they have. A GPU whose new devices the kubelet's lists
 // have no room for now is withdrawn, and laid out when others have left them.
 func Make(in Input) Changes {
-	out := Changes{Layouts: map[gpu.UUID]Layout{}, Leaving: map[gpu.UUID]map[mig.Slot]string{}, MIG: map[gpu.UUID]desk.MIGView{}, Made: map[gpu.UUID][]mig.Slot{}, Trouble: map[string]string{}}
+	out := Changes{Layouts: map[gpu.UUID]Layout{}, Leaving: map[gpu.UUID]map[mig.Slot]string{}, MIG: map[gpu.UUID]ledger.MIG{}, Made: map[gpu.UUID][]mig.Slot{}, Trouble: map[string]string{}}
 	want := map[gpu.UUID]config.Want{}
 	for _, w := range in.Wanted {
 		want[w.GPU] = w
@@ -240,7 +239,7 @@ func Make(in Input) Changes {
 }
 
 // holdersOf names who has a claim on a GPU, and whether anyone has.
-func holdersOf(claims []desk.Claim, u gpu.UUID) (names []string, held bool) {
+func holdersOf(claims []ledger.Allocation, u gpu.UUID) (names []string, held bool) {
 	for i := range claims {
 		if claims[i].On(u) {
 			names = append(names, claims[i].Holder.String())
@@ -263,7 +262,7 @@ func (in *Input) inferLayout(d *gpu.Device, to Layout) Layout {
 
 // inferLayout says how a GPU must be laid out for its claims to be there, with the caps
 // that their holders were given.
-func inferLayout(claims []desk.Claim, d *gpu.Device, to Layout, unit gpu.MiB) Layout {
+func inferLayout(claims []ledger.Allocation, d *gpu.Device, to Layout, unit gpu.MiB) Layout {
 	c := Layout{Known: true}
 	of := 0
 	for i := range claims {

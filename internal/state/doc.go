@@ -78,7 +78,7 @@
 //	s, err := state.Open("/var/lib/gpu-agent", log)
 //	for _, c := range s.Claims() { … }                 // what may still be held
 //	err = s.Append(state.Claim{Key: key, Resource: r, Grants: grants, Allocated: now})
-//	err = s.Keep(desk.Claims)                          // now and then
+//	err = s.Keep(deviceplugin.Claims)                          // now and then
 //
 // The package does not know what its contents mean: which claim has ended,
 // whether a fault still counts after a reboot, when a withdrawn cut may go.

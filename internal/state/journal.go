@@ -21,10 +21,7 @@ import (
 type Claim struct {
 	// Key names the claim: two records with one key are of the same devices.
 	Key string `json:"key"`
-	// Resource is the full name, "example.com/gpu-mem".
-	Resource string `json:"resource"`
-	// Grants are in the order in which they were made.
-	Grants []ledger.Grant `json:"grants"`
+	ledger.Record
 	// Allocated is when the last Allocate of the devices was answered.
 	Allocated time.Time `json:"allocated"`
 }

@@ -31,8 +31,9 @@ var noon = time.Date(2026, 11, 21, 12, 0, 0, 123456789, time.UTC)
 
 func claim(n int) Claim {
 	units := ledger.SetOf([]int{n, n + 1, n + 7})
-	return Claim{Key: fmt.Sprint("key-", n), Resource: "example.com/gpu-mem", Allocated: noon.Add(time.Duration(n) * time.Second),
-		Grants: []ledger.Grant{{GPU: "GPU-a", Piece: ledger.Piece{Kind: ledger.Units, Units: units, Unit: 1024}, Cap: ledger.CapOf(3 << 30)}}}
+	return Claim{Key: fmt.Sprint("key-", n), Allocated: noon.Add(time.Duration(n) * time.Second),
+		Record: ledger.Record{Owner: ledger.DevicePlugin, Resource: "example.com/gpu-mem",
+			Grants: []ledger.Grant{{GPU: "GPU-a", Piece: ledger.Piece{Kind: ledger.Units, Units: units, Unit: 1024}, Cap: ledger.CapOf(3 << 30)}}}}
 }
 
 var full = Document{
@@ -451,7 +452,8 @@ func TestRefused(t *testing.T) {
 		}
 	}
 	s, _ := open(t, t.TempDir())
-	for _, c := range []Claim{{}, {Key: "k", Resource: "r"}, {Key: "\xff", Resource: "r", Grants: claim(1).Grants}, {Key: "k", Resource: "\xff", Grants: claim(1).Grants}} {
+	for _, c := range []Claim{{}, {Key: "k", Record: ledger.Record{Resource: "r"}}, {Key: "\xff", Record: ledger.Record{Resource: "r", Grants: claim(1).Grants}},
+		{Key: "k", Record: ledger.Record{Resource: "\xff", Grants: claim(1).Grants}}} {
 		if err := s.Append(c); !errors.Is(err, gpu.ErrInvalid) {
 			t.Errorf("Append %+v: %v", c, err)
 		}
@@ -577,8 +579,8 @@ func TestAtOnce(t *testing.T) {
 func FuzzLine(f *testing.F) {
 	f.Add("0123456789abcdef", "b\"\\<\u2028\x00\x7f", 3, int64(0))
 	f.Fuzz(func(t *testing.T, key, resource string, number int, at int64) {
-		c := Claim{Key: key, Resource: resource, Allocated: time.Unix(at, at&0xffff).UTC(), Grants: []ledger.Grant{
-			{GPU: "GPU-a", Piece: ledger.Piece{Kind: ledger.Replica, Replica: max(0, number), Of: max(0, -number)}, Cap: ledger.CapOf(uint64(at))}}}
+		c := Claim{Key: key, Allocated: time.Unix(at, at&0xffff).UTC(), Record: ledger.Record{Resource: resource, Grants: []ledger.Grant{
+			{GPU: "GPU-a", Piece: ledger.Piece{Kind: ledger.Replica, Replica: max(0, number), Of: max(0, -number)}, Cap: ledger.CapOf(uint64(at))}}}}
 		line, err := encodeLine(c)
 		if err != nil {
 			return

@@ -23,7 +23,7 @@ import (
 	"testing"
 	"time"
 
-	"example.com/gpu-agent/internal/desk"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/obs"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
@@ -539,7 +539,7 @@ func (n *node) held() map[string]holding {
 	for _, c := range n.runtime.living(fakes.Pod{}) {
 		for name := range c.Annotations {
 			if key, ok := strings.CutPrefix(name, domain+"/gpu-claim."); ok && held[key].pod == "" {
-				var r desk.Record
+				var r ledger.Record
 				if err := json.Unmarshal([]byte(c.Annotations[name]), &r); err != nil {
 					r.Resource = err.Error() // which no status has
 				}

@@ -17,7 +17,6 @@ import (
 	"testing"
 	"time"
 
-	"example.com/gpu-agent/internal/desk"
 	"example.com/gpu-agent/internal/guard"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
@@ -35,7 +34,7 @@ import (
 type post struct {
 	r     *rig
 	b     *box
-	claim desk.Claim
+	claim ledger.Allocation
 
 	mu    sync.Mutex
 	ended []string // how containers were ended; guarded by mu
@@ -51,8 +50,8 @@ func watched() string { return cdi.Key(watchDomain+"/gpu-mem", []string{"watched
 // have ended goes on, and is told of at the end.
 func (r *rig) watch(t *testing.T, b *box, shares []share) *post {
 	t.Helper()
-	p := &post{r: r, b: b, claim: desk.Claim{Key: b.key, Resource: watchDomain + "/gpu-mem", IDs: []string{"watched"},
-		Holder: desk.Holder{Namespace: "work", Pod: b.key, Container: "main"}}}
+	p := &post{r: r, b: b, claim: ledger.Allocation{ID: b.key, Resource: watchDomain + "/gpu-mem",
+		Holder: ledger.Holder{Namespace: "work", Pod: b.key, Container: "main"}}}
 	for _, s := range shares {
 		p.claim.Grants = append(p.claim.Grants, ledger.Grant{GPU: r.uuid(s.gpu), Piece: ledger.Piece{Kind: ledger.Units}, Cap: ledger.CapOf(s.bytes)})
 	}
@@ -110,12 +109,12 @@ func (p *post) Offered() []gpu.Device {
 	return out
 }
 
-func (p *post) Claims() []desk.Claim     { return []desk.Claim{p.claim} }
-func (p *post) Open(gpu.UUID) bool       { return false }
-func (p *post) Changed() <-chan struct{} { return nil }
-func (p *post) Check() error             { return nil }
+func (p *post) Claims() []ledger.Allocation { return []ledger.Allocation{p.claim} }
+func (p *post) Open(gpu.UUID) bool          { return false }
+func (p *post) Changed() <-chan struct{}    { return nil }
+func (p *post) Check() error                { return nil }
 func (p *post) owner(start uint64) node.Owner {
-	return node.Owner{ID: p.claim.Key, PodUID: "uid-" + p.claim.Key, Start: start}
+	return node.Owner{ID: p.claim.ID, PodUID: "uid-" + p.claim.ID, Start: start}
 }
 func (p *post) Evicted() {}
 
@@ -144,8 +143,8 @@ func startTime(pid int) (uint64, error) {
 }
 
 func (p *post) Containers(context.Context) ([]node.Container, error) {
-	return []node.Container{{ID: p.claim.Key, PodUID: "uid-" + p.claim.Key, Namespace: "work", Pod: p.claim.Key, Name: "main", Running: true,
-		Annotations: map[string]string{cdi.AnnotationName(watchDomain, p.claim.Key): p.claim.Resource}}}, nil
+	return []node.Container{{ID: p.claim.ID, PodUID: "uid-" + p.claim.ID, Namespace: "work", Pod: p.claim.ID, Name: "main", Running: true,
+		Annotations: map[string]string{cdi.AnnotationName(watchDomain, p.claim.ID): p.claim.Resource}}}, nil
 }
 
 func (p *post) End(context.Context, node.Owner) (string, error) { return "told the test", nil }

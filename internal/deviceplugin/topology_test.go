@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package desk
+package deviceplugin
 
 import (
 	"fmt"
@@ -19,9 +19,9 @@ func nth(i int) gpu.UUID { return gpu.UUID(fmt.Sprintf("GPU-%08d-0000-0000-0000-
 
 // paired is eight GPUs of which each two neighbours are joined, four
 // on each NUMA node; what they offer is of one kind.
-func paired(name string, kind ledger.Kind) *View {
+func paired(name string, kind ledger.Kind) *Offer {
 	inv := &gpu.Inventory{}
-	v := &View{Rank: map[gpu.UUID]int{}, Resources: []Resource{{Name: name, Kind: kind}}}
+	v := &Offer{Rank: map[gpu.UUID]int{}, Resources: []Resource{{Name: name, Kind: kind}}}
 	for i := range 8 {
 		u, numa := nth(i), i/4
 		inv.GPUs = append(inv.GPUs, gpu.Device{Index: i, UUID: u, NUMA: &numa, Links: []gpu.Link{{To: i ^ 1, NVLink: 4}}})
@@ -40,7 +40,7 @@ func paired(name string, kind ledger.Kind) *View {
 
 // take does what a kubelet does: it lets choose among what is healthy and nobody
 // has, less what it may not use, and allocates that.
-func take(t *testing.T, d *Desk, resource string, n int, except ...int) string {
+func take(t *testing.T, d *desk, resource string, n int, except ...int) string {
 	t.Helper()
 	held := map[string]bool{}
 	for _, c := range d.Claims() {
@@ -174,7 +174,7 @@ func TestTopologyIsKnownAfterAMIGClaim(t *testing.T) {
 		t.Fatal(err)
 	}
 	key := allocate(t, d, on(gpuA, "1g.10gb@0")...)
-	before := *d.View()
+	before := *d.Offer()
 	if before.Topology != v.Topology {
 		t.Error("after a MIG claim the view knows no topology")
 	}
@@ -186,7 +186,7 @@ func TestTopologyIsKnownAfterAMIGClaim(t *testing.T) {
 	d.endLocked(key)
 	d.movedLocked()
 	d.mu.Unlock()
-	if after := d.View(); after.Gen == before.Gen || after.Topology != v.Topology {
+	if after := d.Offer(); after.Gen == before.Gen || after.Topology != v.Topology {
 		t.Errorf("after the claim's end: generation %d, then %d, topology %p, want %p", before.Gen, after.Gen, after.Topology, v.Topology)
 	}
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package desk
+package deviceplugin
 
 import (
 	"fmt"
@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/cdi"
 )
 
@@ -27,12 +28,12 @@ func TestClockPutBackBetweenAllocates(t *testing.T) {
 				t.Run(fmt.Sprintf("%d in common, known %s, a checkpoint %s", 4-len(slices.Compact(slices.Sorted(slices.Values(slices.Concat(held, devices))))), known, checkpoint), func(t *testing.T) {
 					d, clock := newDesk()
 					d.set(units(nil))
-					look := func(says *world) Claim {
+					look := func(says *world) claim {
 						clock.pass(time.Second)
 						d.Reconcile(says.say(clock.now()))
-						i := slices.IndexFunc(d.Claims(), func(c Claim) bool { return c.Key == cdi.Key(memName, devices) })
+						i := slices.IndexFunc(d.Claims(), func(c claim) bool { return c.ID == cdi.Key(memName, devices) })
 						if i < 0 {
-							return Claim{}
+							return claim{}
 						}
 						return d.Claims()[i]
 					}
@@ -70,15 +71,15 @@ func TestClockPutBackBetweenAllocates(t *testing.T) {
 						old.noCheckpoint = true
 					}
 					for range 2 {
-						if c := look(old); c.Waits != "ns/old" || c.Holder.Pod == "old" && checkpoint != "of before" {
-							t.Fatalf("the next pod's claim waits for %q and is held by %s, want that it waits for ns/old", c.Waits, c.Holder)
+						if c := look(old); c.After != "ns/old" || c.Holder.Pod == "old" && checkpoint != "of before" {
+							t.Fatalf("the next pod's claim waits for %q and is held by %s, want that it waits for ns/old", c.After, c.Holder)
 						}
 					}
 					// Its container has ended.
 					now := new(world).entry("next", "c", devices)
 					now.noCheckpoint = old.noCheckpoint
-					if c := look(now); c.Waits != "" || c.Checked.IsZero() {
-						t.Fatalf("the next pod waits for %q, which has ended", c.Waits)
+					if c := look(now); c.After != "" || c.Phase == ledger.Reserved {
+						t.Fatalf("the next pod waits for %q, which has ended", c.After)
 					}
 					ready(d, cdi.Key(memName, devices))
 					now.run("next", devices, clock.now().Add(-time.Hour))
@@ -86,8 +87,8 @@ func TestClockPutBackBetweenAllocates(t *testing.T) {
 						t.Errorf("with the next pod's container: %+v", c)
 					}
 					d.Shut(cdi.Key(memName, devices)) // its GPU was ill for a moment
-					if c := look(now); c.Waits != "" {
-						t.Errorf("the next pod waits for %s, which is itself", c.Waits)
+					if c := look(now); c.After != "" {
+						t.Errorf("the next pod waits for %s, which is itself", c.After)
 					}
 				})
 			}
@@ -100,7 +101,7 @@ func TestClockPutBackBetweenAllocates(t *testing.T) {
 type jumper struct {
 	t     *testing.T
 	rng   *rand.Rand
-	d     *Desk
+	d     *desk
 	clock *clock
 	// skew is what the clock by which containers are dated is off.
 	skew time.Duration
@@ -191,12 +192,12 @@ func (j *jumper) start(p *jumped) {
 	}
 	ids := p.claims[p.at]
 	key := cdi.Key(memName, ids)
-	if i := slices.IndexFunc(j.d.Claims(), func(c Claim) bool { return c.Key == key && c.Ready }); i < 0 {
+	if i := slices.IndexFunc(j.d.Claims(), func(c claim) bool { return c.ID == key && c.IsOpen() }); i < 0 {
 		j.done["waited"]++
 		return
 	}
 	j.next++
-	u := Use{ID: fmt.Sprint("id-", j.next), Key: key, PodUID: p.uid, Holder: Holder{"ns", p.uid, "c"}, Created: j.clock.now().Add(j.skew)}
+	u := Use{ID: fmt.Sprint("id-", j.next), Key: key, Holder: holder("ns", p.uid, "c", p.uid), Created: j.clock.now().Add(j.skew)}
 	for _, o := range j.hang {
 		if j.onto(o.Key, ids) {
 			j.t.Fatalf("%s of %s starts on %v beside %s of %s, which hangs", u.ID, u.PodUID, ids, o.ID, o.PodUID)
@@ -208,8 +209,8 @@ func (j *jumper) start(p *jumped) {
 
 // onto reports whether a claim has some of these devices.
 func (j *jumper) onto(key string, ids []string) bool {
-	return slices.ContainsFunc(j.d.Claims(), func(c Claim) bool {
-		return c.Key == key && slices.ContainsFunc(c.IDs, func(id string) bool { return slices.Contains(ids, id) })
+	return slices.ContainsFunc(j.d.Claims(), func(c claim) bool {
+		return c.ID == key && slices.ContainsFunc(c.IDs, func(id string) bool { return slices.Contains(ids, id) })
 	})
 }
 
@@ -217,19 +218,19 @@ func (j *jumper) onto(key string, ids []string) bool {
 func (j *jumper) look() {
 	j.clock.pass(time.Millisecond)
 	fresh := slices.EqualFunc(j.file, j.entries(), func(a, b Entry) bool { return a.PodUID == b.PodUID && slices.Equal(a.IDs, b.IDs) })
-	says := Testimony{Asked: j.clock.now(), Entries: j.file, Checkpoint: !j.unreadable, Uses: j.uses(), Runtime: true}
+	says := Observation{Asked: j.clock.now(), Entries: j.file, Checkpoint: !j.unreadable, Uses: j.uses(), Runtime: true}
 	if j.unreadable {
 		says.Entries = nil
 	}
 	if says.List = j.rng.IntN(2) == 0; says.List && !j.deaf {
 		says.Trusted = true
 		for _, p := range j.pods {
-			says.Listed = append(says.Listed, Holding{Holder: Holder{"ns", p.uid, "c"}, Resource: memName, IDs: p.claims[len(p.claims)-1]})
+			says.Listed = append(says.Listed, Holding{Holder: holder("ns", p.uid, "c", ""), Resource: memName, IDs: p.claims[len(p.claims)-1]})
 		}
 	}
 	j.d.Reconcile(says)
 	for _, c := range j.d.Claims() {
-		if !c.Ready && !c.Checked.IsZero() && c.Waits == "" {
+		if !c.IsOpen() && c.Phase != ledger.Reserved && c.After == "" {
 			j.d.SetReady(&c)
 		}
 	}
@@ -238,7 +239,7 @@ func (j *jumper) look() {
 		ids := p.claims[p.at]
 		alone := !slices.ContainsFunc(j.hang, func(o Use) bool { return j.onto(o.Key, ids) })
 		key := cdi.Key(memName, ids)
-		open := slices.ContainsFunc(j.d.Claims(), func(c Claim) bool { return c.Key == key && c.Ready })
+		open := slices.ContainsFunc(j.d.Claims(), func(c claim) bool { return c.ID == key && c.IsOpen() })
 		if alone && !open && fresh && !j.unreadable {
 			j.t.Fatalf("%s is alone on %v, and its gate is shut: %+v", p.uid, ids, j.d.Claims())
 		}
@@ -315,26 +316,26 @@ func TestClockPutBackBeforeARestart(t *testing.T) {
 	d, clock := newDesk()
 	d.set(units(nil))
 	held := ids(gpuA, 0, 1)
-	if err := d.Restore(recordOf(t, memName, held), clock.now().Add(-time.Second)); err != nil {
+	if err := d.restore(recordOf(t, memName, held), clock.now().Add(-time.Second), time.Time{}); err != nil {
 		t.Fatal(err)
 	}
 	clock.pass(time.Second)
 	says := new(world).entry("next", "c", held).run("old", held, clock.now().Add(time.Hour))
 	d.Reconcile(says.say(clock.now()))
-	if c := d.Claims()[0]; c.Waits != "ns/old" || c.Started {
-		t.Errorf("the next pod's claim waits for %q, started %v; want that it waits for ns/old", c.Waits, c.Started)
+	if c := d.Claims()[0]; c.After != "ns/old" || c.Started {
+		t.Errorf("the next pod's claim waits for %q, started %v; want that it waits for ns/old", c.After, c.Started)
 	}
 }
 
 // What was written down has the age that it has when it is read, also when the clock
 // is put back after that: otherwise nobody would look at it for as long.
 func TestRestoredClaimHasAnAgeThatNoClockChanges(t *testing.T) {
-	d := New(func() {}, time.Now)
+	d := deskOf(time.Now)
 	written := time.Now().Add(-time.Minute).Round(0) // as it is read from a file
-	if err := d.Restore(recordOf(t, memName, ids(gpuA, 0)), written); err != nil {
+	if err := d.restore(recordOf(t, memName, ids(gpuA, 0)), written, time.Time{}); err != nil {
 		t.Fatal(err)
 	}
-	at := d.Claims()[0].Allocated
+	at := d.Claims()[0].Taken
 	if !at.Round(0).Equal(written) {
 		t.Errorf("allocated at %s, want %s", at, written)
 	}

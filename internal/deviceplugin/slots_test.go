@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package desk
+package deviceplugin
 
 import (
 	"cmp"
@@ -136,11 +136,11 @@ func resourceOf(id string) string {
 }
 
 // onDemand is a view of GPUs on which every slot is on offer.
-func onDemand(cards map[gpu.UUID]*mig.Card, change func(*Device)) *View {
-	v := &View{Rank: map[gpu.UUID]int{}, MIG: map[gpu.UUID]MIGView{}}
+func onDemand(cards map[gpu.UUID]*mig.Card, change func(*Device)) *Offer {
+	v := &Offer{Rank: map[gpu.UUID]int{}, MIG: map[gpu.UUID]ledger.MIG{}}
 	byName := map[string]*Resource{}
 	for i, u := range slices.Sorted(maps.Keys(cards)) {
-		v.Rank[u], v.MIG[u] = i, MIGView{Card: cards[u]}
+		v.Rank[u], v.MIG[u] = i, ledger.MIG{Card: cards[u]}
 		for _, s := range cards[u].Slots() {
 			dev := Device{ID: mig.ID(u, s), GPU: u, Slot: s, Healthy: true}
 			if change != nil {
@@ -160,9 +160,9 @@ func onDemand(cards map[gpu.UUID]*mig.Card, change func(*Device)) *View {
 }
 
 // offered are the slots of a GPU that are Healthy, by start.
-func offered(d *Desk, u gpu.UUID) string {
+func offered(d *desk, u gpu.UUID) string {
 	var out []mig.Slot
-	v := d.View()
+	v := d.Offer()
 	for i := range v.Resources {
 		for _, dev := range v.Resources[i].Devices {
 			if dev.GPU == u && dev.Healthy && dev.Slot.Size > 0 {
@@ -178,9 +178,9 @@ func offered(d *Desk, u gpu.UUID) string {
 	return strings.Join(words, " ")
 }
 
-func device1(t *testing.T, d *Desk, id string) Device {
+func device1(t *testing.T, d *desk, id string) Device {
 	t.Helper()
-	v := d.View()
+	v := d.Offer()
 	for i := range v.Resources {
 		for _, dev := range v.Resources[i].Devices {
 			if dev.ID == id {
@@ -193,7 +193,7 @@ func device1(t *testing.T, d *Desk, id string) Device {
 }
 
 // told reports, once, whether a stream would have been told since the call.
-func told(d *Desk, resource string) func() bool {
+func told(d *desk, resource string) func() bool {
 	_, ch := d.List(resource)
 	return func() bool {
 		select {
@@ -205,7 +205,7 @@ func told(d *Desk, resource string) func() bool {
 	}
 }
 
-func allocate(t *testing.T, d *Desk, ids ...string) string {
+func allocate(t *testing.T, d *desk, ids ...string) string {
 	t.Helper()
 	key, err := keyOf(d.Allocate(resourceOf(ids[0]), ids))
 	if err != nil {
@@ -214,15 +214,15 @@ func allocate(t *testing.T, d *Desk, ids ...string) string {
 	return key
 }
 
-func claimOf(t *testing.T, d *Desk, key string) Claim {
+func claimOf(t *testing.T, d *desk, key string) claim {
 	t.Helper()
 	for _, c := range d.Claims() {
-		if c.Key == key {
+		if c.ID == key {
 			return c
 		}
 	}
 	t.Fatalf("there is no claim %s", key)
-	return Claim{}
+	return claim{}
 }
 
 // A claim covers in the same moment what has no room beside it; at its end that is
@@ -236,7 +236,7 @@ func TestAClaimCoversWhatHasNoRoomBesideIt(t *testing.T) {
 	all, other := offered(d, gpuA), offered(d, gpuB)
 
 	of := map[string]func() bool{}
-	for _, r := range d.View().Resources {
+	for _, r := range d.Offer().Resources {
 		of[r.Name] = told(d, r.Name)
 	}
 	key := allocate(t, d, on(gpuA, "2g.20gb@2")...)
@@ -261,8 +261,8 @@ func TestAClaimCoversWhatHasNoRoomBesideIt(t *testing.T) {
 	}
 	_, err := d.Allocate("example.com/mig-3g.40gb", on(gpuA, "3g.40gb@0"))
 	wantErr(t, err, "its room is taken by 2g.20gb@2 (held by claim "+key+")")
-	before := d.View()
-	if allocate(t, d, on(gpuA, "2g.20gb@2")...) != key || d.View() != before {
+	before := d.Offer()
+	if allocate(t, d, on(gpuA, "2g.20gb@2")...) != key || d.Offer() != before {
 		t.Error("the same slot again is another claim, or changes what is on offer")
 	}
 
@@ -341,7 +341,7 @@ func TestInitContainersSlots(t *testing.T) {
 	}
 	clock.pass(Grace)
 	w := &world{entries: []Entry{{PodUID: "p", Container: "c", Resource: "example.com/mig-1g.20gb", IDs: on(gpuA, "1g.20gb@0", "1g.20gb@2")}}}
-	if ended := d.Reconcile(w.say(clock.now())); len(ended) != 1 || ended[0].Key == app {
+	if ended := d.Reconcile(w.say(clock.now())); len(ended) != 1 || ended[0].ID == app {
 		t.Fatalf("ended: %+v", ended)
 	}
 	if dev := device1(t, d, on(gpuA, "2g.20gb@0")[0]); dev.Healthy {
@@ -360,7 +360,7 @@ func TestSlotOfAHolderThatIsEnding(t *testing.T) {
 	start := clock.now()
 	key := allocate(t, d, old...)
 	use := func(pod string, ids []string, at time.Time) Use {
-		return Use{Key: cdi.Key(resource, ids), PodUID: "uid-" + pod, Holder: Holder{"ns", pod, "c"}, Created: at}
+		return Use{Key: cdi.Key(resource, ids), Holder: holder("ns", pod, "c", "uid-"+pod), Created: at}
 	}
 	clock.pass(time.Minute)
 	w := &world{uses: []Use{use("old", old, start.Add(time.Second))}}
@@ -381,22 +381,22 @@ func TestSlotOfAHolderThatIsEnding(t *testing.T) {
 		w.entries = append(w.entries, Entry{PodUID: "uid-new", Container: "c", Resource: resource, IDs: ids})
 		d.Reconcile(w.say(clock.now()))
 		wantErr(t, prepare(ids), "previous holder still ending: claim "+key)
-		if c := claimOf(t, d, next); c.Wished.IsZero() || c.Waits == "" {
-			t.Errorf("wished %v, waits for %q", c.Wished, c.Waits)
+		if c := claimOf(t, d, next); c.Asked.IsZero() || c.After == "" {
+			t.Errorf("wished %v, waits for %q", c.Asked, c.After)
 		}
 	}
 	// One that stands beside it does not wait.
 	beside := allocate(t, d, on(gpuA, "3g.40gb@4")...)
 	clock.pass(time.Second)
 	d.Reconcile(w.say(clock.now()))
-	if c := claimOf(t, d, beside); c.Waits != "" || c.Checked.IsZero() {
-		t.Errorf("a slot beside it waits for %q", c.Waits)
+	if c := claimOf(t, d, beside); c.After != "" || c.Phase == ledger.Reserved {
+		t.Errorf("a slot beside it waits for %q", c.After)
 	}
 	w.uses = nil
 	clock.pass(time.Second)
 	d.Reconcile(w.say(clock.now()))
-	if c := claimOf(t, d, key); c.Waits != "" {
-		t.Errorf("its container is gone and the next still waits for %s", c.Waits)
+	if c := claimOf(t, d, key); c.After != "" {
+		t.Errorf("its container is gone and the next still waits for %s", c.After)
 	}
 	if err := prepare(old); err == nil || strings.Contains(err.Error(), "previous holder") {
 		t.Errorf("prepare: %v", err)
@@ -432,7 +432,7 @@ func TestAdoptedSlotsWaitForThoseInTheirPlace(t *testing.T) {
 				return memName
 			}
 			for _, ids := range [][]string{c.before, c.now} {
-				if err := d.Adopt(recordOf(t, resource(ids), ids)); err != nil {
+				if err := d.restore(recordOf(t, resource(ids), ids), time.Time{}, time.Time{}); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -442,12 +442,12 @@ func TestAdoptedSlotsWaitForThoseInTheirPlace(t *testing.T) {
 			clock.pass(time.Second)
 			d.Reconcile((&world{
 				entries: []Entry{{PodUID: "uid-p", Container: "c", Resource: resource(c.now), IDs: c.now}},
-				uses: []Use{{Key: cdi.Key(resource(c.before), c.before), PodUID: "uid-before", Holder: Holder{"ns", "before", "c"},
+				uses: []Use{{Key: cdi.Key(resource(c.before), c.before), Holder: holder("ns", "before", "c", "uid-before"),
 					Created: clock.now().Add(-time.Hour)}},
 			}).say(clock.now()))
 			claim := claimOf(t, d, cdi.Key(resource(c.now), c.now))
-			if got := claim.Waits == "ns/before"; got != c.waits {
-				t.Errorf("waits for %q", claim.Waits)
+			if got := claim.After == "ns/before"; got != c.waits {
+				t.Errorf("waits for %q", claim.After)
 			}
 		})
 	}
@@ -458,15 +458,15 @@ func TestAdoptedSlotsWaitForThoseInTheirPlace(t *testing.T) {
 func TestSlotsAdoptedBeforeTheFirstView(t *testing.T) {
 	d, clock := newDesk()
 	const resource = "example.com/mig-2g.20gb"
-	if err := d.Adopt(recordOf(t, resource, on(gpuA, "2g.20gb@4"))); err != nil {
+	if err := d.restore(recordOf(t, resource, on(gpuA, "2g.20gb@4")), time.Time{}, time.Time{}); err != nil {
 		t.Fatal(err)
 	}
-	if err := d.Restore(recordOf(t, resource, on(gpuA, "2g.20gb@0")), clock.now().Add(-time.Minute)); err != nil {
+	if err := d.restore(recordOf(t, resource, on(gpuA, "2g.20gb@0")), clock.now().Add(-time.Minute), time.Time{}); err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
-	if err := d.Prepare(ctx, resource, on(gpuA, "2g.20gb@2")); !errors.Is(err, ErrNotReady) {
+	if err := d.Prepare(ctx, resource, on(gpuA, "2g.20gb@2")); !errors.Is(err, ledger.ErrNotOpen) {
 		t.Fatal(err)
 	}
 	early := d.Claims()
@@ -489,7 +489,7 @@ func TestSlotsAdoptedBeforeTheFirstView(t *testing.T) {
 	}
 	// With a view there, at once.
 	told := told(d, "example.com/mig-1g.10gb")
-	if err := d.Adopt(recordOf(t, "example.com/mig-1g.20gb", on(gpuA, "1g.20gb@6"))); err != nil {
+	if err := d.restore(recordOf(t, "example.com/mig-1g.20gb", on(gpuA, "1g.20gb@6")), time.Time{}, time.Time{}); err != nil {
 		t.Fatal(err)
 	}
 	if got, want := offered(d, gpuA), "2g.20gb@0 2g.20gb@2 2g.20gb@4 1g.20gb@6"; got != want || !told() {
@@ -501,7 +501,7 @@ func TestSlotsAdoptedBeforeTheFirstView(t *testing.T) {
 		}
 	}
 	// One that the GPU cannot have takes no room from those it can.
-	if err := d.Adopt(recordOf(t, "example.com/mig-9g.99gb", on(gpuA, "9g.99gb@0"))); err != nil {
+	if err := d.restore(recordOf(t, "example.com/mig-9g.99gb", on(gpuA, "9g.99gb@0")), time.Time{}, time.Time{}); err != nil {
 		t.Fatal(err)
 	}
 	if got, want := offered(d, gpuA), "2g.20gb@0 2g.20gb@2 2g.20gb@4 1g.20gb@6"; got != want {
@@ -513,9 +513,9 @@ func TestSlotsAdoptedBeforeTheFirstView(t *testing.T) {
 func TestWhatStandsAndMayNotGo(t *testing.T) {
 	d, clock := newDesk()
 	card := a100.card(t)
-	view := func() *View {
+	view := func() *Offer {
 		v := onDemand(map[gpu.UUID]*mig.Card{gpuA: card}, nil)
-		v.MIG[gpuA] = MIGView{Card: card, Occupied: slotsOf(t, card, "2g.20gb@0"), Kept: slotsOf(t, card, "3g.40gb@4"),
+		v.MIG[gpuA] = ledger.MIG{Card: card, Occupied: slotsOf(t, card, "2g.20gb@0"), Kept: slotsOf(t, card, "3g.40gb@4"),
 			Warm: slotsOf(t, card, "1g.10gb@2")}
 		return v
 	}
@@ -551,7 +551,7 @@ func TestWhatStandsAndMayNotGo(t *testing.T) {
 	}
 	// A foreign one that came where a claim's was to be made.
 	v = view()
-	v.MIG[gpuA] = MIGView{Card: card, Kept: slotsOf(t, card, "1g.10gb@4")}
+	v.MIG[gpuA] = ledger.MIG{Card: card, Kept: slotsOf(t, card, "1g.10gb@4")}
 	d.set(v)
 	_, err = d.Allocate("example.com/mig-1g.10gb", on(gpuA, "1g.10gb@4"))
 	wantErr(t, err, "its room is taken by 3g.40gb@4")
@@ -615,7 +615,7 @@ func TestFaultsOfMIGGPUs(t *testing.T) {
 		t.Errorf("a covered slot of a broken GPU: %q", dev.Reason)
 	}
 	// Claims come and go meanwhile.
-	if err := d.Adopt(recordOf(t, "example.com/mig-1g.10gb", on(gpuA, "1g.10gb@6"))); err != nil {
+	if err := d.restore(recordOf(t, "example.com/mig-1g.10gb", on(gpuA, "1g.10gb@6")), time.Time{}, time.Time{}); err != nil {
 		t.Fatal(err)
 	}
 	clock.pass(Grace)
@@ -635,7 +635,7 @@ func TestSlotTakenWhileAViewIsBuilt(t *testing.T) {
 	cards := map[gpu.UUID]*mig.Card{gpuA: a100.card(t)}
 	d.set(onDemand(cards, nil))
 	n := 0
-	d.Publish(func([]Claim) *View {
+	d.Publish(func([]ledger.Allocation) *Offer {
 		if n++; n <= publishTries+1 {
 			allocate(t, d, on(gpuA, fmt.Sprintf("1g.10gb@%d", n-1))...)
 		}
@@ -687,7 +687,7 @@ func TestWishAndTrouble(t *testing.T) {
 	d.set(onDemand(map[gpu.UUID]*mig.Card{gpuA: a100.card(t)}, nil))
 	slot := on(gpuA, "1g.10gb@3")
 	key := allocate(t, d, slot...)
-	if c := claimOf(t, d, key); !c.Wished.IsZero() {
+	if c := claimOf(t, d, key); !c.Asked.IsZero() {
 		t.Error("wished before anybody has asked")
 	}
 	prepare := func() error {
@@ -698,30 +698,30 @@ func TestWishAndTrouble(t *testing.T) {
 	wantErr(t, prepare(), "is not written yet")
 	first := clock.now()
 	clock.pass(time.Second)
-	d.SetTrouble(key, "create 1g.10gb@3: driver error (attempt 2 of 3)")
+	d.SetCause(key, "create 1g.10gb@3: driver error (attempt 2 of 3)")
 	wantErr(t, prepare(), "attempt 2 of 3")
-	if c := claimOf(t, d, key); !c.Wished.Equal(first) {
-		t.Errorf("wished at %s, want the first time, %s", c.Wished, first)
+	if c := claimOf(t, d, key); !c.Asked.Equal(first) {
+		t.Errorf("wished at %s, want the first time, %s", c.Asked, first)
 	}
 	if !ready(d, key) || prepare() != nil {
 		t.Error("not ready")
 	}
-	if c := claimOf(t, d, key); c.Trouble != "" || !c.Wished.Equal(first) {
-		t.Errorf("ready, and trouble is %q, the wish of %s", c.Trouble, c.Wished)
+	if c := claimOf(t, d, key); c.Cause != "" || !c.Asked.Equal(first) {
+		t.Errorf("ready, and trouble is %q, the wish of %s", c.Cause, c.Asked)
 	}
 	// Shut, it is nobody's wish until somebody asks again.
 	d.Shut(key)
-	if c := claimOf(t, d, key); !c.Wished.IsZero() {
+	if c := claimOf(t, d, key); !c.Asked.IsZero() {
 		t.Error("still wished after its gate was shut")
 	}
 	_ = prepare()
-	d.SetTrouble(key, "x")
+	d.SetCause(key, "x")
 	clock.pass(time.Second)
 	allocate(t, d, slot...)
-	if c := claimOf(t, d, key); !c.Wished.IsZero() || c.Trouble != "" {
-		t.Errorf("allocated anew, it is wished since %s and has trouble %q", c.Wished, c.Trouble)
+	if c := claimOf(t, d, key); !c.Asked.IsZero() || c.Cause != "" {
+		t.Errorf("allocated anew, it is wished since %s and has trouble %q", c.Asked, c.Cause)
 	}
-	d.SetTrouble("0123456789abcdef", "of nobody")
+	d.SetCause("0123456789abcdef", "of nobody")
 }
 
 func TestPreferSlots(t *testing.T) {
@@ -729,7 +729,7 @@ func TestPreferSlots(t *testing.T) {
 	for _, c := range []struct {
 		name   string
 		before []string
-		view   func(*View)
+		view   func(*Offer)
 		// available are all that are listed Healthy and not held, unless said.
 		available, must []string
 		resource        string
@@ -738,12 +738,12 @@ func TestPreferSlots(t *testing.T) {
 		err             bool
 	}{
 		{name: "what stands idle, where it loses no more than another", resource: "example.com/mig-3g.40gb", n: 1,
-			view: func(v *View) {
-				v.MIG[gpuB] = MIGView{Card: card, Warm: slotsOf(t, card, "3g.40gb@4")}
-				v.MIG[gpuA] = MIGView{Card: card, Occupied: slotsOf(t, card, "7g.80gb@0")}
+			view: func(v *Offer) {
+				v.MIG[gpuB] = ledger.MIG{Card: card, Warm: slotsOf(t, card, "3g.40gb@4")}
+				v.MIG[gpuA] = ledger.MIG{Card: card, Occupied: slotsOf(t, card, "7g.80gb@0")}
 			}, want: on(gpuB, "3g.40gb@4")},
 		{name: "what is kept and may be given out", resource: "example.com/mig-1g.10gb", n: 1,
-			view: func(v *View) { v.MIG[gpuB] = MIGView{Card: card, Kept: slotsOf(t, card, "1g.10gb@1")} }, want: on(gpuB, "1g.10gb@1")},
+			view: func(v *Offer) { v.MIG[gpuB] = ledger.MIG{Card: card, Kept: slotsOf(t, card, "1g.10gb@1")} }, want: on(gpuB, "1g.10gb@1")},
 		{name: "must", resource: "example.com/mig-3g.40gb", n: 1, before: on(gpuA, "3g.40gb@0"), must: on(gpuA, "3g.40gb@0"),
 			want: on(gpuA, "3g.40gb@0")},
 		{name: "must and one that fits beside it", resource: "example.com/mig-1g.10gb.me", n: 2, before: on(gpuA, "1g.10gb+me@0"),
@@ -756,9 +756,9 @@ func TestPreferSlots(t *testing.T) {
 		{name: "none that was taken since the kubelet heard", resource: "example.com/mig-7g.80gb", n: 1, before: on(gpuA, "1g.10gb@0"),
 			available: append(on(gpuA, "7g.80gb@0"), on(gpuB, "7g.80gb@0")...), want: on(gpuB, "7g.80gb@0")},
 		{name: "none of a broken GPU", resource: "example.com/mig-7g.80gb", n: 1, available: append(on(gpuA, "7g.80gb@0"), on(gpuB, "7g.80gb@0")...),
-			view: func(v *View) { breakGPU(v, gpuA) }, want: on(gpuB, "7g.80gb@0")},
+			view: func(v *Offer) { breakGPU(v, gpuA) }, want: on(gpuB, "7g.80gb@0")},
 		{name: "none that leaves", resource: "example.com/mig-3g.40gb", n: 1, available: on(gpuA, "3g.40gb@4"), err: true,
-			view: func(v *View) {
+			view: func(v *Offer) {
 				for i := range v.Resources {
 					for j := range v.Resources[i].Devices {
 						v.Resources[i].Devices[j].Leaving = true
@@ -807,7 +807,7 @@ func TestPreferSlots(t *testing.T) {
 	}
 }
 
-func breakGPU(v *View, u gpu.UUID) {
+func breakGPU(v *Offer, u gpu.UUID) {
 	for i := range v.Resources {
 		for j := range v.Resources[i].Devices {
 			if dev := &v.Resources[i].Devices[j]; dev.GPU == u {
@@ -847,7 +847,7 @@ func TestSlotsThatTogetherAreTooMany(t *testing.T) {
 type walker struct {
 	t     *testing.T
 	rng   *rand.Rand
-	d     *Desk
+	d     *desk
 	clock *clock
 	gpus  []gpu.UUID
 	kinds map[gpu.UUID]family
@@ -1023,7 +1023,7 @@ func (w *walker) publish() {
 	}
 	v := onDemand(w.cards, nil)
 	for _, u := range w.gpus {
-		v.MIG[u] = MIGView{Card: w.cards[u], Occupied: w.occupied[u], Kept: w.kept[u]}
+		v.MIG[u] = ledger.MIG{Card: w.cards[u], Occupied: w.occupied[u], Kept: w.kept[u]}
 	}
 	for i := range v.Resources {
 		for j := range v.Resources[i].Devices {
@@ -1116,7 +1116,7 @@ func (w *walker) step() string {
 func (w *walker) check(step string) {
 	live := map[string]bool{}
 	for _, c := range w.d.Claims() {
-		live[c.Key] = true
+		live[c.ID] = true
 		for _, p := range c.Grants {
 			if p.Slot.Size == 0 {
 				w.t.Fatalf("%s: claim of %v has slots %v", step, c.IDs, c.Grants)
@@ -1136,7 +1136,7 @@ func (w *walker) check(step string) {
 			w.t.Fatalf("%s: %v are taken of %s at once", step, taken, u)
 		}
 	}
-	v := w.d.View()
+	v := w.d.Offer()
 	for i := range v.Resources {
 		r := &v.Resources[i]
 		for _, dev := range r.Devices {
@@ -1198,7 +1198,7 @@ func TestSlotsWalk(t *testing.T) {
 // BenchmarkAllocate is of 24 of 640 memory units, and of one of the 25 slots of
 // each of 8 GPUs, half of which is taken.
 func BenchmarkAllocate(b *testing.B) {
-	run := func(name string, v *View, resource string, before [][]string, take []string) {
+	run := func(name string, v *Offer, resource string, before [][]string, take []string) {
 		b.Run(name, func(b *testing.B) {
 			d, _ := newDesk()
 			d.set(v)
@@ -1220,7 +1220,7 @@ func BenchmarkAllocate(b *testing.B) {
 			}
 		})
 	}
-	mem := &View{Resources: []Resource{{Name: memName, Kind: ledger.Units}}}
+	mem := &Offer{Resources: []Resource{{Name: memName, Kind: ledger.Units}}}
 	cards := map[gpu.UUID]*mig.Card{}
 	var before [][]string
 	for i := range 8 {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package desk
+package deviceplugin
 
 import (
 	"context"
@@ -46,14 +46,61 @@ func (c *clock) pass(d time.Duration) {
 	c.t = c.t.Add(d)
 }
 
-func newDesk() (*Desk, *clock) {
+// desk is a front-end and its ledger, as one.
+type desk struct {
+	*FrontEnd
+	*ledger.Ledger
+}
+
+// claim is an allocation with what the front-end has seen of it.
+type claim struct {
+	ledger.Allocation
+	IDs     []string
+	Started bool
+}
+
+func (d *desk) Claims() (out []claim) {
+	for _, a := range d.Allocations() {
+		out = append(out, claim{a, IDs(a.Grants), d.Started(a.ID)})
+	}
+	return out
+}
+
+func (d *desk) Prepare(ctx context.Context, resource string, ids []string) error {
+	return d.FrontEnd.Prepare(ctx, resource, ids)
+}
+
+// SetReady opens an allocation, as after a look that found nobody on its devices.
+func (d *desk) SetReady(c *claim) bool {
+	if c.Phase == ledger.Reserved {
+		d.Looked(c.ID, c.Epoch, "", "")
+	}
+	return d.SetOpen(c.ID, c.Epoch)
+}
+
+// restore takes an allocation over as of a time, zero for one that is not known; file is
+// when its CDI file was written.
+func (d *desk) restore(r ledger.Record, taken, file time.Time) error {
+	return d.FrontEnd.Found(cdi.Key(r.Resource, IDs(r.Grants)), r, taken, file)
+}
+
+func newDesk() (*desk, *clock) {
 	c := &clock{t: time.Unix(1e9, 0)}
-	return New(func() {}, c.now), c
+	return deskOf(c.now), c
+}
+
+func deskOf(now func() time.Time) *desk {
+	l := ledger.New(func() {}, now)
+	return &desk{New(l, func() {}, now), l}
+}
+
+func holder(namespace, pod, container, uid string) ledger.Holder {
+	return ledger.Holder{Namespace: namespace, Pod: pod, Container: container, PodUID: uid}
 }
 
 // units is a view of two GPUs in memory units; change may alter each device.
-func units(change func(*Device)) *View {
-	v := &View{Rank: map[gpu.UUID]int{gpuA: 0, gpuB: 1}, Resources: []Resource{{Name: memName, Kind: ledger.Units}}}
+func units(change func(*Device)) *Offer {
+	v := &Offer{Rank: map[gpu.UUID]int{gpuA: 0, gpuB: 1}, Resources: []Resource{{Name: memName, Kind: ledger.Units}}}
 	for _, u := range []gpu.UUID{gpuA, gpuB} {
 		for n := range perGPU {
 			dev := Device{ID: timeslice.ID(u, n), GPU: u, Healthy: true}
@@ -67,10 +114,10 @@ func units(change func(*Device)) *View {
 }
 
 // set publishes a view whatever the claims are.
-func (d *Desk) set(v *View) { d.Publish(func([]Claim) *View { return v }) }
+func (d *desk) set(v *Offer) { d.Publish(func([]ledger.Allocation) *Offer { return v }) }
 
 // recordOf is what a record of devices says that nothing is known of but their IDs.
-func recordOf(t testing.TB, resource string, ids []string) Record {
+func recordOf(t testing.TB, resource string, ids []string) ledger.Record {
 	t.Helper()
 	r, err := RecordOf(resource, ids)
 	if err != nil {
@@ -80,7 +127,7 @@ func recordOf(t testing.TB, resource string, ids []string) Record {
 }
 
 // keyOf is the key of what Allocate returns.
-func keyOf(c Claim, err error) (string, error) { return c.Key, err }
+func keyOf(c ledger.Allocation, err error) (string, error) { return c.ID, err }
 
 func ids(u gpu.UUID, ns ...int) []string {
 	out := make([]string, len(ns))
@@ -153,7 +200,7 @@ func TestReplicasOfOneGPU(t *testing.T) {
 
 func TestPreferWhole(t *testing.T) {
 	d, _ := newDesk()
-	d.set(&View{Rank: map[gpu.UUID]int{gpuB: 0, gpuA: 1}, Topology: topology.New(&gpu.Inventory{GPUs: []gpu.Device{{UUID: gpuB}, {Index: 1, UUID: gpuA}}}),
+	d.set(&Offer{Rank: map[gpu.UUID]int{gpuB: 0, gpuA: 1}, Topology: topology.New(&gpu.Inventory{GPUs: []gpu.Device{{UUID: gpuB}, {Index: 1, UUID: gpuA}}}),
 		Resources: []Resource{{Name: gpuName, Kind: ledger.Whole, Devices: []Device{
 			{ID: string(gpuB), GPU: gpuB, Healthy: true}, {ID: string(gpuA), GPU: gpuA, Healthy: true}}}}})
 	got, err := d.Prefer(gpuName, []string{string(gpuA), string(gpuB)}, nil, 1)
@@ -200,8 +247,8 @@ func TestPrepareWaitsForTheFile(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
-	if err := d.Prepare(ctx, memName, ids(gpuA, 4, 3)); !errors.Is(err, ErrNotReady) {
-		t.Errorf("before the file stands: %v, want ErrNotReady", err)
+	if err := d.Prepare(ctx, memName, ids(gpuA, 4, 3)); !errors.Is(err, ledger.ErrNotOpen) {
+		t.Errorf("before the file stands: %v, want ledger.ErrNotOpen", err)
 	}
 	got := make(chan error)
 	go func() { got <- d.Prepare(context.Background(), memName, ids(gpuA, 4, 3)) }()
@@ -209,29 +256,29 @@ func TestPrepareWaitsForTheFile(t *testing.T) {
 	if err := <-got; err != nil {
 		t.Errorf("after it stands: %v", err)
 	}
-	if d.Waiting() {
+	if d.Unopened() {
 		t.Error("a claim waits for its file though all stand")
 	}
 	d.Shut(key)
-	if !d.Waiting() {
+	if !d.Unopened() {
 		t.Error("no claim waits for its file though one was withdrawn")
 	}
-	if err := d.Prepare(ctx, memName, ids(gpuA, 4, 3)); !errors.Is(err, ErrNotReady) {
-		t.Errorf("after it was withdrawn: %v, want ErrNotReady", err)
+	if err := d.Prepare(ctx, memName, ids(gpuA, 4, 3)); !errors.Is(err, ledger.ErrNotOpen) {
+		t.Errorf("after it was withdrawn: %v, want ledger.ErrNotOpen", err)
 	}
 	// A claim of before this process is taken over, an impossible one is not.
-	if err := d.Prepare(ctx, memName, ids(gpuB, 1)); !errors.Is(err, ErrNotReady) || len(d.Claims()) != 2 {
+	if err := d.Prepare(ctx, memName, ids(gpuB, 1)); !errors.Is(err, ledger.ErrNotOpen) || len(d.Claims()) != 2 {
 		t.Errorf("unknown claim: %v, %d claims", err, len(d.Claims()))
 	}
-	if err := d.Prepare(ctx, memName, []string{"../x"}); !errors.Is(err, ErrNotReady) || len(d.Claims()) != 2 {
+	if err := d.Prepare(ctx, memName, []string{"../x"}); !errors.Is(err, ledger.ErrNotOpen) || len(d.Claims()) != 2 {
 		t.Errorf("a foreign ID: %v, %d claims", err, len(d.Claims()))
 	}
 }
 
 // ready opens a claim's gate as it stands now.
-func ready(d *Desk, key string) bool {
+func ready(d *desk, key string) bool {
 	for _, c := range d.Claims() {
-		if c.Key == key {
+		if c.ID == key {
 			return d.SetReady(&c)
 		}
 	}
@@ -255,18 +302,18 @@ func (w *world) entry(pod, container string, ids []string) *world {
 }
 
 func (w *world) list(pod string, ids []string) *world {
-	w.listed = append(w.listed, Holding{Holder: Holder{"ns", pod, "c"}, Resource: memName, IDs: ids})
+	w.listed = append(w.listed, Holding{Holder: holder("ns", pod, "c", ""), Resource: memName, IDs: ids})
 	return w
 }
 
 func (w *world) run(pod string, ids []string, created time.Time) *world {
-	w.uses = append(w.uses, Use{ID: "id-" + pod, Key: cdi.Key(memName, ids), PodUID: "uid-" + pod, Holder: Holder{"ns", pod, "c"}, Created: created})
+	w.uses = append(w.uses, Use{ID: "id-" + pod, Key: cdi.Key(memName, ids), Holder: holder("ns", pod, "c", "uid-"+pod), Created: created})
 	return w
 }
 
 // say is the world's testimony.
-func (w *world) say(asked time.Time) Testimony {
-	t := Testimony{Asked: asked, Entries: w.entries, Checkpoint: !w.noCheckpoint, Uses: w.uses, Runtime: !w.noRuntime,
+func (w *world) say(asked time.Time) Observation {
+	t := Observation{Asked: asked, Entries: w.entries, Checkpoint: !w.noCheckpoint, Uses: w.uses, Runtime: !w.noRuntime,
 		Listed: w.listed, List: !w.short, Trusted: !w.noList && !w.short}
 	if w.noCheckpoint {
 		t.Entries = nil
@@ -412,7 +459,8 @@ func TestReconcile(t *testing.T) {
 				}
 				for _, h := range s.says.listed {
 					for _, c := range d.Claims() {
-						if c.Key == cdi.Key(h.Resource, h.IDs) && c.Holder != h.Holder {
+						c.Holder.PodUID = "" // PodResources has none
+						if c.ID == cdi.Key(h.Resource, h.IDs) && c.Holder != h.Holder {
 							t.Errorf("step %d: holder %v, want %v", i, c.Holder, h.Holder)
 						}
 					}
@@ -458,7 +506,7 @@ func TestSeenForAMoment(t *testing.T) {
 		t.Fatal(err)
 	}
 	seen := func(created time.Time) {
-		d.Seen(Use{Key: key, PodUID: "uid-p", Holder: Holder{"ns", "p", "c"}, Created: created}, clock.now())
+		d.Seen(Use{Key: key, Holder: holder("ns", "p", "c", "uid-p"), Created: created}, clock.now())
 	}
 	ready(d, key)
 	before := clock.now().Add(-time.Second)
@@ -512,7 +560,7 @@ func TestPreviousHolder(t *testing.T) {
 			if c.adopted {
 				d, _ = newDesk()
 				for _, had := range [][]string{c.before, mine} {
-					if err := d.Adopt(recordOf(t, memName, had)); err != nil {
+					if err := d.restore(recordOf(t, memName, had), time.Time{}, time.Time{}); err != nil {
 						t.Fatal(err)
 					}
 				}
@@ -530,15 +578,15 @@ func TestPreviousHolder(t *testing.T) {
 				wantErr(t, err, "previous holder still ending: claim "+cdi.Key(memName, c.before))
 			}
 			for _, claim := range d.Claims() {
-				if claim.Key == key && (claim.Waits != c.waits || claim.Checked.IsZero()) {
-					t.Errorf("waits for %q, checked at %s; want %q", claim.Waits, claim.Checked, c.waits)
+				if claim.ID == key && (claim.After != c.waits || claim.Phase == ledger.Reserved) {
+					t.Errorf("waits for %q, checked at %s; want %q", claim.After, claim.Phase, c.waits)
 				}
 			}
 			clock.pass(time.Second)
 			d.Reconcile(new(world).entry("p", "c", mine).say(clock.now()))
 			for _, claim := range d.Claims() {
-				if claim.Key == key && claim.Waits != "" {
-					t.Errorf("the container is gone and the claim still waits for %s", claim.Waits)
+				if claim.ID == key && claim.After != "" {
+					t.Errorf("the container is gone and the claim still waits for %s", claim.After)
 				}
 			}
 		})
@@ -570,23 +618,23 @@ func TestPreviousHolderOfAnotherTenantIsNotNamed(t *testing.T) {
 				t.Fatal(err)
 			}
 			clock.pass(time.Second)
-			use := Use{Key: old, PodUID: "uid-old", Holder: Holder{"train", "job-1", "c"}, Created: clock.now()}
+			use := Use{Key: old, Holder: holder("train", "job-1", "c", "uid-old"), Created: clock.now()}
 			clock.pass(time.Minute)
 			if _, err := d.Allocate(memName, c.devices); err != nil {
 				t.Fatal(err)
 			}
 			clock.pass(time.Second)
-			says := Testimony{Asked: clock.now(), Checkpoint: true, Runtime: true, List: true, Trusted: true, Uses: []Use{use},
+			says := Observation{Asked: clock.now(), Checkpoint: true, Runtime: true, List: true, Trusted: true, Uses: []Use{use},
 				Entries: []Entry{{PodUID: "uid-new", Container: "c", Resource: memName, IDs: c.devices}},
-				Pods:    map[string]Holder{"uid-old": {Namespace: "train", Pod: "job-1"}}}
+				Pods:    map[string]ledger.Holder{"uid-old": {Namespace: "train", Pod: "job-1"}}}
 			if c.stale {
 				says.Entries[0].PodUID = "uid-old"
 			}
 			if c.namespace != "" {
-				says.Pods["uid-new"] = Holder{Namespace: c.namespace, Pod: "next"}
+				says.Pods["uid-new"] = ledger.Holder{Namespace: c.namespace, Pod: "next"}
 			}
 			if c.listed {
-				says.Listed = []Holding{{Holder: Holder{c.namespace, "next", "c"}, Resource: memName, IDs: c.devices}}
+				says.Listed = []Holding{{Holder: holder(c.namespace, "next", "c", ""), Resource: memName, IDs: c.devices}}
 			}
 			d.Reconcile(says)
 			ctx, cancel := context.WithCancel(context.Background())
@@ -600,8 +648,8 @@ func TestPreviousHolderOfAnotherTenantIsNotNamed(t *testing.T) {
 				t.Errorf("the pod is told: %v, want ... %s", err, want)
 			}
 			for _, claim := range d.Claims() {
-				if slices.Equal(claim.IDs, c.devices) && claim.Waits != "train/job-1" {
-					t.Errorf("operators are told of %q, want the pod's name", claim.Waits)
+				if slices.Equal(claim.IDs, c.devices) && claim.After != "train/job-1" {
+					t.Errorf("operators are told of %q, want the pod's name", claim.After)
 				}
 			}
 		})
@@ -621,13 +669,13 @@ func TestAllocateAgainShutsTheGate(t *testing.T) {
 	if _, err := d.Allocate(memName, ids(gpuA, 0)); err != nil {
 		t.Fatal(err)
 	}
-	if !d.Waiting() {
+	if !d.Unopened() {
 		t.Error("ready without a look")
 	}
-	if d.SetReady(&old) || !d.Waiting() {
+	if d.SetReady(&old) || !d.Unopened() {
 		t.Error("a look of before the Allocate made it ready")
 	}
-	if !ready(d, key) || d.Waiting() {
+	if !ready(d, key) || d.Unopened() {
 		t.Error("a look of now did not make it ready")
 	}
 }
@@ -693,12 +741,12 @@ func TestPublishTellsOnlyWhoseListChanged(t *testing.T) {
 	default:
 	}
 	// A resource that is offered no more stays, without devices.
-	d.set(&View{Resources: []Resource{{Name: gpuName, Kind: ledger.Whole}}})
+	d.set(&Offer{Resources: []Resource{{Name: gpuName, Kind: ledger.Whole}}})
 	<-ch
 	if devs, _ := d.List(memName); len(devs) != 0 {
 		t.Errorf("%d devices of a resource that is gone", len(devs))
 	}
-	if v := d.View(); len(v.Resources) != 2 || v.Gen != 3 {
+	if v := d.Offer(); len(v.Resources) != 2 || v.Gen != 3 {
 		t.Errorf("view %+v, want both resources in generation 3", v)
 	}
 }
@@ -741,7 +789,7 @@ func TestPublishBuildsAgain(t *testing.T) {
 	d, _ := newDesk()
 	d.set(units(nil))
 	builds := 0
-	v := d.Publish(func(claims []Claim) *View {
+	v := d.Publish(func(claims []ledger.Allocation) *Offer {
 		if builds++; builds < publishTries {
 			if _, err := d.Allocate(memName, ids(gpuA, builds)); err != nil {
 				t.Fatal(err)
@@ -749,25 +797,25 @@ func TestPublishBuildsAgain(t *testing.T) {
 		}
 		return units(func(dev *Device) { dev.Healthy = len(claims) == builds-1 })
 	})
-	if builds != publishTries || !v.Resources[0].Devices[0].Healthy || !same(d.View(), v) {
+	if builds != publishTries || !v.Resources[0].Devices[0].Healthy || !same(d.Offer(), v) {
 		t.Errorf("after %d builds the view in force is not of the claims as they are", builds)
 	}
 	// Claims that never stop coming do not keep a view from being published.
 	builds = 0
-	v = d.Publish(func([]Claim) *View {
+	v = d.Publish(func([]ledger.Allocation) *Offer {
 		builds++
 		if _, err := d.Allocate(memName, ids(gpuB, builds)); err != nil {
 			t.Fatal(err)
 		}
 		return units(nil)
 	})
-	if !same(d.View(), v) {
+	if !same(d.Offer(), v) {
 		t.Error("nothing was published")
 	}
 }
 
-func ExampleDesk() {
-	d := New(func() {}, time.Now)
+func ExampleFrontEnd() {
+	d := deskOf(time.Now)
 	d.set(units(nil))
 	offer, _ := d.Prefer(memName, append(ids(gpuA, 0, 1, 2), ids(gpuB, 0, 1)...), nil, 2)
 	key, err := keyOf(d.Allocate(memName, offer))
@@ -779,7 +827,7 @@ func ExampleDesk() {
 }
 
 // same reports whether two views offer the same.
-func same(a, b *View) bool {
+func same(a, b *Offer) bool {
 	return slices.EqualFunc(a.Resources, b.Resources, func(x, y Resource) bool {
 		return x.Name == y.Name && slices.Equal(x.Devices, y.Devices)
 	})
@@ -795,10 +843,10 @@ func TestNamedByTheCheckpointAlone(t *testing.T) {
 		t.Fatal(err)
 	}
 	c.pass(time.Second)
-	d.Reconcile(Testimony{Asked: c.now(), Checkpoint: true, Runtime: true, Trusted: true,
+	d.Reconcile(Observation{Asked: c.now(), Checkpoint: true, Runtime: true, Trusted: true,
 		Entries: []Entry{{PodUID: "u", Container: "init", Resource: memName, IDs: ids(gpuA, 1)}}})
 	c.pass(time.Second)
-	if ended := d.Reconcile(Testimony{Asked: c.now(), Runtime: true, Trusted: true}); len(ended) != 0 {
+	if ended := d.Reconcile(Observation{Asked: c.now(), Runtime: true, Trusted: true}); len(ended) != 0 {
 		t.Errorf("claim %s ended 2 s after its Allocate: the checkpoint could not be read once", key)
 	}
 }
@@ -811,7 +859,7 @@ func TestNamedByTheEntryOfTheOneBefore(t *testing.T) {
 		t.Fatal(err)
 	}
 	c.pass(time.Second)
-	old := Testimony{Asked: c.now(), Checkpoint: true, Runtime: true, Trusted: true,
+	old := Observation{Asked: c.now(), Checkpoint: true, Runtime: true, Trusted: true,
 		Entries: []Entry{{PodUID: "old", Container: "c", Resource: memName, IDs: ids(gpuA, 1)}}}
 	d.Reconcile(old)
 	c.pass(time.Second)
@@ -823,7 +871,7 @@ func TestNamedByTheEntryOfTheOneBefore(t *testing.T) {
 	d.Reconcile(old)
 	c.pass(10 * time.Millisecond)
 	// Another resource's list makes it write, before it has taken our answer in.
-	if ended := d.Reconcile(Testimony{Asked: c.now(), Checkpoint: true, Runtime: true, Trusted: true}); len(ended) != 0 {
+	if ended := d.Reconcile(Observation{Asked: c.now(), Checkpoint: true, Runtime: true, Trusted: true}); len(ended) != 0 {
 		t.Error("the new pod's claim ended 20 ms after its Allocate")
 	}
 }
@@ -846,23 +894,23 @@ func TestAdoptedClaimHasTheAgeOfItsFile(t *testing.T) {
 			if tt.written > 0 {
 				written = clock.now().Add(-tt.written)
 			}
-			if err := d.AdoptWritten(recordOf(t, memName, []string{"GPU-1::1"}), written); err != nil {
+			if err := d.restore(recordOf(t, memName, []string{"GPU-1::1"}), time.Time{}, written); err != nil {
 				t.Fatal(err)
 			}
 			clock.pass(time.Second)
-			ended := d.Reconcile(Testimony{Asked: clock.now(), Checkpoint: true, Runtime: true, Trusted: true})
+			ended := d.Reconcile(Observation{Asked: clock.now(), Checkpoint: true, Runtime: true, Trusted: true})
 			if over := len(ended) == 1; over != tt.over {
 				t.Errorf("it ended: %v, want %v", over, tt.over)
 			}
 			// Somebody has it: it stays, whatever its age.
-			if err := d.AdoptWritten(recordOf(t, memName, []string{"GPU-1::2"}), clock.now().Add(-time.Hour)); err != nil {
+			if err := d.restore(recordOf(t, memName, []string{"GPU-1::2"}), time.Time{}, clock.now().Add(-time.Hour)); err != nil {
 				t.Fatal(err)
 			}
 			clock.pass(time.Second)
-			ended = d.Reconcile(Testimony{Asked: clock.now(), Checkpoint: true, Runtime: true, Trusted: true,
+			ended = d.Reconcile(Observation{Asked: clock.now(), Checkpoint: true, Runtime: true, Trusted: true,
 				Entries: []Entry{{PodUID: "u", Container: "c", Resource: memName, IDs: []string{"GPU-1::2"}}}})
 			for _, c := range ended {
-				if c.IDs[0] == "GPU-1::2" {
+				if IDs(c.Grants)[0] == "GPU-1::2" {
 					t.Error("a claim that the checkpoint names has ended")
 				}
 			}
@@ -886,19 +934,19 @@ func TestWhoseFileItIs(t *testing.T) {
 			d, clock := newDesk()
 			d.set(units(nil))
 			allocated := clock.now().Add(-time.Minute)
-			if err := d.Restore(recordOf(t, memName, ids(gpuA, 1)), allocated); err != nil {
+			if err := d.restore(recordOf(t, memName, ids(gpuA, 1)), allocated, time.Time{}); err != nil {
 				t.Fatal(err)
 			}
-			if err := d.AdoptWritten(recordOf(t, memName, ids(gpuA, 1)), allocated.Add(tt.written)); err != nil {
+			if err := d.restore(recordOf(t, memName, ids(gpuA, 1)), time.Time{}, allocated.Add(tt.written)); err != nil {
 				t.Fatal(err)
 			}
-			if got := d.Claims()[0]; got.Filed != tt.filed || got.Adopted {
-				t.Errorf("the claim is %+v, want Filed %v", got, tt.filed)
+			if got := d.Claims()[0]; got.Fresh == tt.filed || got.Adopted {
+				t.Errorf("the claim is %+v, want that its file is its own: %v", got, tt.filed)
 			}
 			if _, err := d.Allocate(memName, ids(gpuA, 1)); err != nil {
 				t.Fatal(err)
 			}
-			if d.Claims()[0].Filed {
+			if !d.Claims()[0].Fresh {
 				t.Error("the file is of the next holder already")
 			}
 		})

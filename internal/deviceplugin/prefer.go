@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package desk
+package deviceplugin
 
 import (
 	"cmp"
@@ -16,33 +16,33 @@ import (
 )
 
 // Prefer chooses n of the available devices of a resource, must among them. It
-// is a pure choice on the view and the claims: nothing is claimed. An error says
+// is a pure choice on the offer and the allocations: nothing is taken. An error says
 // that no choice can work, with the largest request that could.
 //
 // Nothing is chosen that Allocate would refuse: what is Unhealthy or leaving, of
 // which the kubelet may not have heard. Must is not asked about; a pod's init
-// container has had it. What a claim covers is chosen only where too little else
+// container has had it. What an allocation covers is chosen only where too little else
 // is left. The kubelet offers that where a pod was deleted by force and its
 // container has not ended: the next container on it waits for that.
-func (d *Desk) Prefer(resource string, available, must []string, n int) ([]string, error) {
-	v := d.View()
+func (f *FrontEnd) Prefer(resource string, available, must []string, n int) ([]string, error) {
+	v := f.Offer()
 	r := v.resource(resource)
 	if r == nil {
 		return nil, fmt.Errorf("%s is not offered by this node any more", resource)
 	}
 	if r.Kind == ledger.Placement {
-		return d.preferSlots(v, r, available, must, n)
+		return f.preferSlots(v, r, available, must, n)
 	}
-	s := d.supply(r, available, must)
+	s := f.supply(r, available, must)
 	var out []string
 	var err error
 	switch r.Kind {
 	case ledger.Units:
-		out, err = s.units(n, d.rank(v, r))
+		out, err = s.units(n, f.rank(v, r))
 	case ledger.Replica:
-		out, err = s.replicas(n, d.rank(v, r))
+		out, err = s.replicas(n, f.rank(v, r))
 	default:
-		out, err = s.whole(n, v.Topology, d.untouched(v, r))
+		out, err = s.whole(n, v.Topology, f.untouched(v, r))
 	}
 	if err == nil {
 		return out, nil
@@ -57,7 +57,7 @@ func (d *Desk) Prefer(resource string, available, must []string, n int) ([]strin
 type supply struct {
 	// must is in the answer.
 	must []string
-	// idle is what no claim covers, claimed what one does.
+	// idle is what no allocation covers, claimed what one does.
 	idle, claimed []string
 	// refusal is why a device that the kubelet offers is in none of them, empty
 	// where all are.
@@ -65,9 +65,9 @@ type supply struct {
 }
 
 // supply sorts out what the kubelet offers.
-func (d *Desk) supply(r *Resource, available, must []string) *supply {
+func (f *FrontEnd) supply(r *Resource, available, must []string) *supply {
 	s := &supply{must: must, idle: make([]string, 0, len(available))}
-	taken, gpus := d.covered(r.Name)
+	taken, gpus := f.covered(r.Name)
 	given := make(map[string]bool, len(must))
 	for _, id := range must {
 		given[id] = true
@@ -94,21 +94,22 @@ func (d *Desk) supply(r *Resource, available, must []string) *supply {
 	return s
 }
 
-// covered is what claims cover for a resource, in the sense of overlapLocked: its
-// devices that they have, and all that is on the GPUs of which claims have
-// something as another resource.
-func (d *Desk) covered(resource string) (ids map[string]bool, gpus map[gpu.UUID]bool) {
+// covered is what allocations cover for a resource: its devices that they have, and all
+// that is on the GPUs of which allocations have something as another resource.
+func (f *FrontEnd) covered(resource string) (ids map[string]bool, gpus map[gpu.UUID]bool) {
 	ids, gpus = map[string]bool{}, map[gpu.UUID]bool{}
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	for _, c := range d.claims {
-		if c.Resource == resource {
-			for _, id := range c.IDs {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	held := f.ledger.Allocations()
+	for i := range held {
+		a := &held[i]
+		if e := f.seen[a.ID]; e != nil && e.resource == resource {
+			for _, id := range e.ids {
 				ids[id] = true
 			}
 			continue
 		}
-		for _, u := range c.GPUs() {
+		for _, u := range a.GPUs() {
 			gpus[u] = true
 		}
 	}
@@ -124,7 +125,7 @@ func (dev *Device) refusal() string {
 }
 
 // whole chooses GPUs that are joined: of the idle ones, or all of these and the
-// rest of those with claims. A whole GPU's ID is its name.
+// rest of those with allocations. A whole GPU's ID is its name.
 func (s *supply) whole(n int, g *topology.Graph, free []gpu.UUID) ([]string, error) {
 	of, must := s.idle, s.must
 	if n > len(s.must)+len(s.idle) {
@@ -143,7 +144,7 @@ func (s *supply) whole(n int, g *topology.Graph, free []gpu.UUID) ([]string, err
 
 // units chooses units of a GPU that has enough idle ones. Where none has, it is
 // the GPU with the most idle ones of those on which the request fits, then the one
-// of lowest rank: all its idle units, and the rest of those with claims.
+// of lowest rank: all its idle units, and the rest of those with allocations.
 func (s *supply) units(n int, rank map[gpu.UUID]int) ([]string, error) {
 	out, err := timeslice.PreferUnits(s.idle, s.must, n, rank)
 	if len(s.claimed) == 0 || !errors.Is(err, gpu.ErrNoRoom) {
@@ -168,7 +169,7 @@ func (s *supply) units(n int, rank map[gpu.UUID]int) ([]string, error) {
 }
 
 // replicas chooses idle replicas of different GPUs. Where too few GPUs have one,
-// it takes one of each of these, and of others replicas with claims.
+// it takes one of each of these, and of others replicas with allocations.
 func (s *supply) replicas(n int, rank map[gpu.UUID]int) ([]string, error) {
 	out, err := timeslice.PreferReplicas(s.idle, s.must, n, rank)
 	var short *timeslice.SpreadError
@@ -208,15 +209,14 @@ func toUUIDs(ids []string) []gpu.UUID {
 
 // untouched lists the GPUs that a resource has, that can be had and of which
 // nobody has anything, in the order of its list.
-func (d *Desk) untouched(v *View, r *Resource) []gpu.UUID {
+func (f *FrontEnd) untouched(v *Offer, r *Resource) []gpu.UUID {
 	taken := map[gpu.UUID]bool{}
-	d.mu.Lock()
-	for _, c := range d.claims {
-		for _, u := range c.GPUs() {
+	held := f.ledger.Allocations()
+	for i := range held {
+		for _, u := range held[i].GPUs() {
 			taken[u] = true
 		}
 	}
-	d.mu.Unlock()
 	var out []gpu.UUID
 	for i := range r.Devices {
 		dev := &r.Devices[i]
@@ -230,8 +230,8 @@ func (d *Desk) untouched(v *View, r *Resource) []gpu.UUID {
 
 // rank is the order in which shares go to GPUs where nothing better decides: first
 // those that are broken up already, then those whose loss breaks up least.
-func (d *Desk) rank(v *View, r *Resource) map[gpu.UUID]int {
-	spare := v.Topology.Spare(d.untouched(v, r))
+func (f *FrontEnd) rank(v *Offer, r *Resource) map[gpu.UUID]int {
+	spare := v.Topology.Spare(f.untouched(v, r))
 	out := make(map[gpu.UUID]int, len(v.Rank))
 	maps.Copy(out, v.Rank)
 	for i, u := range spare {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package desk
+package deviceplugin
 
 import (
 	"fmt"
@@ -19,7 +19,7 @@ import (
 // and its container hangs.
 type node struct {
 	t        *testing.T
-	d        *Desk
+	d        *desk
 	clock    *clock
 	resource string
 	held     map[string]bool
@@ -27,7 +27,7 @@ type node struct {
 	pods     int
 }
 
-func newNode(t *testing.T, v *View) *node {
+func newNode(t *testing.T, v *Offer) *node {
 	d, clock := newDesk()
 	d.set(v)
 	return &node{t: t, d: d, clock: clock, resource: v.Resources[0].Name, held: map[string]bool{}}
@@ -64,11 +64,11 @@ func (n *node) pod(count int, init ...string) (ids []string, waits string) {
 	n.says.entries = append(n.says.entries, Entry{PodUID: "uid-" + name, Container: "c", Resource: n.resource, IDs: ids})
 	n.d.Reconcile(n.says.say(n.clock.now()))
 	for _, c := range n.d.Claims() {
-		if c.Key == cdi.Key(n.resource, ids) {
-			waits = c.Waits
+		if c.ID == cdi.Key(n.resource, ids) {
+			waits = c.After
 		}
 	}
-	n.says.uses = append(n.says.uses, Use{Key: cdi.Key(n.resource, ids), PodUID: "uid-" + name, Holder: Holder{"ns", name, "c"}, Created: n.clock.now()})
+	n.says.uses = append(n.says.uses, Use{Key: cdi.Key(n.resource, ids), Holder: holder("ns", name, "c", "uid-"+name), Created: n.clock.now()})
 	n.clock.pass(time.Second)
 	return ids, waits
 }
@@ -80,7 +80,7 @@ func (n *node) hang(ids ...string) {
 		n.t.Fatal(err)
 	}
 	n.clock.pass(time.Second)
-	n.says.uses = append(n.says.uses, Use{Key: cdi.Key(n.resource, ids), PodUID: "uid-old", Holder: Holder{"ns", "old", "c"}, Created: n.clock.now()})
+	n.says.uses = append(n.says.uses, Use{Key: cdi.Key(n.resource, ids), Holder: holder("ns", "old", "c", "uid-old"), Created: n.clock.now()})
 	n.d.Reconcile(n.says.say(n.clock.now()))
 	n.clock.pass(time.Second)
 }
@@ -136,7 +136,7 @@ func TestPreferTakesNoMoreClaimedDevicesThanItNeeds(t *testing.T) {
 	}
 	for _, c := range []struct {
 		name       string
-		view       *View
+		view       *Offer
 		hang       [][]string
 		init, want []string
 		n          int

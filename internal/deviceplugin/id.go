@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package desk
+package deviceplugin
 
 import (
-	"encoding/json"
 	"fmt"
 	"slices"
 	"strings"
 
 	"example.com/gpu-agent/internal/ledger"
-	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -77,38 +75,18 @@ func KindOf(resource string) (ledger.Kind, bool) {
 	return ResourceNames("").Kind("/" + short)
 }
 
-// Record is what is written down of a claim, and the value of the annotation that
-// Allocate returns.
-type Record struct {
-	Resource string         `json:"resource"`
-	Grants   []ledger.Grant `json:"grants"`
-}
-
 // RecordOf returns the record of devices of which nothing is known but their IDs:
 // how much memory their holder may have is not. An error wraps gpu.ErrInvalid: the
 // IDs are not of our making.
-func RecordOf(resource string, ids []string) (Record, error) {
+func RecordOf(resource string, ids []string) (ledger.Record, error) {
 	sorted := slices.Clone(ids)
 	slices.Sort(sorted)
 	kind, ok := KindOf(resource)
 	if !ok {
-		return Record{}, fmt.Errorf("%s is not a resource of GPUs: %w", resource, gpu.ErrInvalid)
+		return ledger.Record{}, fmt.Errorf("%s is not a resource of GPUs: %w", resource, gpu.ErrInvalid)
 	}
 	grants, err := parse(kind, sorted)
-	return Record{resource, grants}, err
-}
-
-// ReadRecord returns the record that was written down of the claim with this key. The
-// error wraps gpu.ErrInvalid where the text is none, or one of other devices.
-func ReadRecord(key, text string) (Record, error) {
-	var r Record
-	if err := json.Unmarshal([]byte(text), &r); err != nil {
-		return Record{}, fmt.Errorf("read the record of claim %s: %w: %w", key, gpu.ErrInvalid, err)
-	}
-	if got := cdi.Key(r.Resource, r.IDs()); got != key {
-		return Record{}, fmt.Errorf("the record of claim %s is of claim %s: %w", key, got, gpu.ErrInvalid)
-	}
-	return r, nil
+	return ledger.Record{Owner: ledger.DevicePlugin, Resource: resource, Grants: grants}, err
 }
 
 // parse returns what IDs stand for, as far as they say: units of one GPU together,
@@ -156,10 +134,10 @@ func parse(kind ledger.Kind, ids []string) ([]ledger.Grant, error) {
 }
 
 // IDs are the devices that grants came from, sorted.
-func (r *Record) IDs() []string {
+func IDs(grants []ledger.Grant) []string {
 	var out []string
-	for i := range r.Grants {
-		out = append(out, PieceIDs(r.Grants[i].GPU, &r.Grants[i].Piece)...)
+	for i := range grants {
+		out = append(out, PieceIDs(grants[i].GPU, &grants[i].Piece)...)
 	}
 	slices.Sort(out)
 	return out

@@ -1,0 +1,374 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package deviceplugin
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap"
+	"example.com/gpu-agent/pkg/timeslice"
+)
+
+const (
+	// Grace is how long after its last Allocate a claim that no witness has
+	// named is kept: the kubelet writes its checkpoint after our answer, and
+	// admits the rest of the pod before a container is made.
+	Grace = 30 * time.Second
+	// UnnamedTTL is Grace where the kubelet's checkpoint cannot be read: the
+	// service that stands in for it does not list plain init containers.
+	UnnamedTTL = 10 * time.Minute
+)
+
+// FrontEnd is the kubelet's side of the ledger: what it is told is on offer, and what
+// was seen of the allocations that it has made. Use [New].
+type FrontEnd struct {
+	ledger *ledger.Ledger
+	// wake is as the ledger's.
+	wake func()
+	// now is the clock, an argument so that tests have their own.
+	now func() time.Time
+
+	// mu guards everything below. The ledger's is locked after it.
+	mu sync.Mutex
+	// base is the offer as it was published, offer with the faults and what is taken
+	// on top.
+	base, offer *Offer
+	// faults is what is not fit for work, and why.
+	faults faults
+	// seen is what was seen of the allocations of this front-end, by ID.
+	seen map[string]*evidence
+	// met are the containers with allocations that the runtime has, or had when it was
+	// last asked, by ID.
+	met map[string]met
+	// moved are the GPUs of which allocations have taken slots, or given them back,
+	// that offer does not show yet.
+	moved []gpu.UUID
+	// changed has a channel for every resource, closed when its list changes.
+	changed map[string]chan struct{}
+}
+
+// evidence is what was seen of an allocation, since its last Allocate where nothing
+// else is said. It decides who its holder is, and when it has ended.
+type evidence struct {
+	resource string
+	// ids are the allocation's devices, sorted.
+	ids []string
+	// podUIDs is who has it by the kubelet's checkpoint: one pod, or none; read says
+	// that this has been read.
+	podUIDs []string
+	read    bool
+	// former is who had it before the last Allocate by the checkpoint, and unread says
+	// that nobody had read it then.
+	former []string
+	unread bool
+	// started says that the runtime has made a container of it, listed that
+	// PodResources has named one of its devices.
+	started, listed bool
+	// written is when the file of an adopted one was written, zero where that is not
+	// known: its Allocate was not later than a moment before.
+	written time.Time
+}
+
+// met is when a container was first heard of, as the ledger's epoch of that moment, and
+// last.
+type met struct {
+	epoch uint64
+	last  time.Time
+}
+
+// New returns a front-end with an empty offer. wake is called after every change of the
+// claims but Allocate's and must not block; now is the clock.
+func New(l *ledger.Ledger, wake func(), now func() time.Time) *FrontEnd {
+	return &FrontEnd{
+		ledger:  l,
+		wake:    wake,
+		now:     now,
+		base:    &Offer{},
+		offer:   &Offer{},
+		seen:    map[string]*evidence{},
+		met:     map[string]met{},
+		changed: map[string]chan struct{}{},
+	}
+}
+
+// Allocate writes down that the kubelet has given these devices to a container,
+// and returns the allocation. It refuses, finally for that pod, what could
+// never work; it does not refuse an ID because another allocation has it. It does not
+// wake the loop, which would run beside the caller's answer to the kubelet and
+// hold it up: Prepare does when the container is to start, and a caller that
+// cannot be sure of a Prepare wakes the loop when its answer is out.
+func (f *FrontEnd) Allocate(resource string, ids []string) (ledger.Allocation, error) {
+	now := f.now()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	var none ledger.Allocation
+	r, err := f.offeredLocked(resource, ids, now)
+	if err != nil {
+		return none, err
+	}
+	q := ledger.Request{ID: cdi.Key(resource, ids), Owner: ledger.DevicePlugin, Resource: resource, Overlap: true}
+	if old := f.seen[q.ID]; old != nil {
+		// The same devices again: a new pod, whose predecessor may still be
+		// ending, or the app container after the init container. Who holds it is
+		// to be told anew.
+		known, _ := f.ledger.Get(q.ID)
+		if q.Grants, err = f.grantLocked(r, old.ids); err != nil || !q.Grants[0].Cap.Known {
+			q.Grants = known.Grants
+		}
+		a, err := f.ledger.Renew(q)
+		if err != nil {
+			return none, err
+		}
+		f.seen[q.ID] = &evidence{resource: resource, ids: old.ids, former: old.podUIDs, unread: !old.read}
+		return a, nil
+	}
+	e := &evidence{resource: resource, ids: slices.Sorted(slices.Values(ids))}
+	if q.Grants, err = f.grantLocked(r, e.ids); err != nil {
+		return none, err
+	}
+	a, err := f.ledger.Take(q)
+	if err != nil {
+		return none, err
+	}
+	f.addLocked(&a, e)
+	f.movedLocked()
+	return a, nil
+}
+
+// offeredLocked returns a resource of which these devices can be had together, as far
+// as the kubelet may decide that.
+func (f *FrontEnd) offeredLocked(resource string, ids []string, now time.Time) (*Resource, error) {
+	if len(ids) == 0 {
+		return nil, errors.New("no device was named")
+	}
+	r := f.offer.resource(resource)
+	if r == nil {
+		return nil, fmt.Errorf("%s is not offered by this node any more", resource)
+	}
+	for _, id := range ids {
+		i, ok := r.index[id]
+		if !ok {
+			return nil, fmt.Errorf("device %s is not on offer; the node's partition has changed", id)
+		}
+		dev := &r.Devices[i]
+		switch {
+		case !dev.Healthy:
+			return nil, errors.New(dev.refusal() + f.takers(dev))
+		case dev.Leaving && !f.freshLocked(resource, id, now):
+			return nil, errors.New(dev.refusal())
+		}
+	}
+	if err := r.together(ids); err != nil {
+		return nil, r.withCapacity(err)
+	}
+	if r.Kind == ledger.Placement && len(ids) > 1 {
+		if err := f.fitTogether(r, ids); err != nil {
+			return nil, err
+		}
+	}
+	return r, nil
+}
+
+// grantLocked makes the grants that devices of a resource stand for now.
+func (f *FrontEnd) grantLocked(r *Resource, ids []string) ([]ledger.Grant, error) {
+	grants, err := parse(r.Kind, ids)
+	if err != nil {
+		return nil, err
+	}
+	for i := range grants {
+		g := &grants[i]
+		share := f.base.Shares[g.GPU]
+		switch g.Kind {
+		case ledger.Units:
+			if g.Unit = share.Unit; g.Unit == 0 {
+				g.Unit = f.unit(g.GPU)
+			}
+			if g.Unit != 0 {
+				g.Cap = ledger.CapOf(memcap.Units(g.Units.Len(), g.Unit))
+			}
+		case ledger.Replica:
+			if share.Replicas != 0 {
+				g.Of, g.Cap = share.Replicas, ledger.CapOf(share.Replica)
+			}
+		case ledger.Placement:
+			g.Slot = r.Devices[r.index[ids[i]]].Slot
+		}
+	}
+	return grants, nil
+}
+
+// unit is the size of the units that allocations have of a GPU, 0 where none tells.
+func (f *FrontEnd) unit(u gpu.UUID) gpu.MiB {
+	held := f.ledger.Allocations()
+	for i := range held {
+		for _, g := range held[i].Grants {
+			if g.GPU == u && g.Unit != 0 {
+				return g.Unit
+			}
+		}
+	}
+	return 0
+}
+
+func (f *FrontEnd) addLocked(a *ledger.Allocation, e *evidence) {
+	f.seen[a.ID] = e
+	if a.Kind() == ledger.Placement {
+		f.moved = append(f.moved, a.GPUs()...)
+	}
+}
+
+func (f *FrontEnd) endLocked(id string) ledger.Allocation {
+	a, _ := f.ledger.Release(ledger.DevicePlugin, id)
+	if a.Kind() == ledger.Placement {
+		f.moved = append(f.moved, a.GPUs()...)
+	}
+	delete(f.seen, id)
+	return a
+}
+
+// together checks that the devices make sense together.
+func (r *Resource) together(ids []string) (err error) {
+	switch r.Kind {
+	case ledger.Units:
+		_, err = timeslice.OneGPU(ids)
+	case ledger.Replica:
+		_, err = timeslice.DistinctGPUs(ids)
+	}
+	return err
+}
+
+// withCapacity tells a refusal what the resource could give at best, so that
+// nobody is told to wait for room that cannot come.
+func (r *Resource) withCapacity(err error) error {
+	most, gpus := 0, map[gpu.UUID]int{}
+	for i := range r.Devices {
+		u := r.Devices[i].GPU
+		gpus[u]++
+		most = max(most, gpus[u])
+	}
+	var fit *timeslice.FitError
+	var spread *timeslice.SpreadError
+	switch {
+	case errors.As(err, &fit):
+		fit.Capacity = most
+	case errors.As(err, &spread):
+		spread.Capacity = len(gpus)
+	}
+	return err
+}
+
+// freshLocked reports whether an allocation of the last Grace covers the device of
+// which no container has been made yet: then the kubelet is giving an init
+// container's device to the app container of the pod that it is admitting.
+func (f *FrontEnd) freshLocked(resource, id string, now time.Time) bool {
+	for key, e := range f.seen {
+		if e.resource != resource || e.started {
+			continue
+		}
+		if _, ok := slices.BinarySearch(e.ids, id); !ok {
+			continue
+		}
+		if a, _ := f.ledger.Get(key); !a.Adopted && now.Sub(a.Taken) < Grace {
+			return true
+		}
+	}
+	return false
+}
+
+// Prepare waits until the container that holds these devices may be created.
+// It may be called any number of times, in any order of ids, and for an allocation
+// that this process has never seen: after the agent's restart the kubelet still
+// holds it, so it is taken over. The error wraps ledger.ErrNotOpen when ctx ends
+// first; the work goes on.
+func (f *FrontEnd) Prepare(ctx context.Context, resource string, ids []string) error {
+	key := cdi.Key(resource, ids)
+	f.mu.Lock()
+	err := f.coverLocked(resource, ids)
+	f.movedLocked()
+	f.mu.Unlock()
+	if err != nil {
+		return fmt.Errorf("%w: %w", ledger.ErrNotOpen, err)
+	}
+	return f.ledger.Prepare(ctx, key)
+}
+
+// Found takes over an allocation that was made before this process started, from its
+// record. taken is when it was taken, if that is known: then it is judged as if this
+// process had seen it. Otherwise it is unconfirmed until kubelet or runtime name it.
+//
+// file is when its CDI file was written, zero where there is none or that is not known:
+// where kubelet and runtime agree that nobody has it, it ends Grace after that, and not
+// Grace after this process has started. Otherwise an agent that starts again and again
+// would keep everything for ever. Of an allocation that the journal knew it tells
+// whether the file is of its last Allocate.
+//
+// The error wraps gpu.ErrInvalid where the record is not one of devices with this ID.
+func (f *FrontEnd) Found(id string, r ledger.Record, taken, file time.Time) error {
+	if key := cdi.Key(r.Resource, IDs(r.Grants)); key != id {
+		return fmt.Errorf("the record of claim %s is of claim %s: %w", id, key, gpu.ErrInvalid)
+	}
+	f.mu.Lock()
+	key, err := f.foundLocked(r, taken)
+	if err == nil && !file.IsZero() {
+		switch a, _ := f.ledger.Get(key); {
+		case a.Adopted:
+			f.seen[key].written = file
+		case !file.Before(a.Taken):
+			f.ledger.Filed(key)
+		}
+	}
+	f.movedLocked()
+	f.mu.Unlock()
+	if err == nil {
+		f.wake()
+	}
+	return err
+}
+
+// foundLocked takes an allocation over from its record alone: the offer may not have
+// its devices, since the partition can have changed while the agent was away. To one
+// that is there already the record adds what was not known.
+func (f *FrontEnd) foundLocked(r ledger.Record, taken time.Time) (key string, err error) {
+	ids := IDs(r.Grants)
+	if len(ids) == 0 {
+		return "", fmt.Errorf("no device was named: %w", gpu.ErrInvalid)
+	}
+	key = cdi.Key(r.Resource, ids)
+	added, err := f.ledger.Found(key, r, taken)
+	if err == nil && added {
+		a, _ := f.ledger.Get(key)
+		f.addLocked(&a, &evidence{resource: r.Resource, ids: ids})
+	}
+	return key, err
+}
+
+// coverLocked takes over what the kubelet names, if no allocation covers it yet. The
+// error says that IDs are not of our making; then the resource's name is ours by
+// accident and the holding is not.
+func (f *FrontEnd) coverLocked(resource string, ids []string) error {
+	if f.seen[cdi.Key(resource, ids)] != nil {
+		return nil
+	}
+	r, err := RecordOf(resource, ids)
+	if err == nil {
+		_, err = f.foundLocked(r, time.Time{})
+	}
+	return err
+}
+
+// Started reports whether the runtime has made a container of an allocation since its
+// last Allocate.
+func (f *FrontEnd) Started(id string) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	e := f.seen[id]
+	return e != nil && e.started
+}

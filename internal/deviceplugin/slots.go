@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package deviceplugin
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+)
+
+// lay lays what is taken of GPUs over the devices of a resource that are on them,
+// and the faults over that. It returns shown, the list as it was, where no device
+// differs from that.
+func lay(shown, base []Device, resource string, rooms map[gpu.UUID]*ledger.Room, faults *faults) []Device {
+	out := shown
+	var r *ledger.Room
+	for i := range base {
+		if i == 0 || base[i].GPU != base[i-1].GPU { // lists go by GPU
+			r = rooms[base[i].GPU]
+		}
+		if r == nil {
+			continue
+		}
+		dev := base[i]
+		if why, bad := faults.of(&dev); bad {
+			dev.Healthy, dev.Leaving, dev.Reason = false, false, why
+		} else if dev.Healthy && !r.Has(resource, dev.Slot) {
+			// A device that leaves is Healthy for its holder's sake alone.
+			why := dev.Reason
+			if !dev.Leaving {
+				why = r.Lacks(dev.Slot)
+			}
+			if dev.Leaving || why != "" {
+				dev.Healthy, dev.Leaving, dev.Reason = false, false, why
+			}
+		}
+		if dev == out[i] {
+			continue
+		}
+		if &out[0] == &shown[0] {
+			out = slices.Clone(shown)
+		}
+		out[i] = dev
+	}
+	return out
+}
+
+// movedLocked shows what allocations have taken of MIG GPUs, or given back, since it
+// was called last.
+func (f *FrontEnd) movedLocked() {
+	if len(f.moved) == 0 {
+		return
+	}
+	rooms := f.ledger.Rooms(f.moved)
+	f.moved = f.moved[:0]
+	var o *Offer
+	for i := range f.offer.Resources {
+		r := &f.offer.Resources[i]
+		if r.Kind != ledger.Placement || len(r.Devices) == 0 {
+			continue
+		}
+		devices := lay(r.Devices, f.base.Resources[i].Devices, r.Name, rooms, &f.faults)
+		if &devices[0] == &r.Devices[0] {
+			continue
+		}
+		if o == nil {
+			o = f.offer.copyAs(f.offer.Gen + 1)
+		}
+		o.Resources[i].Devices = devices
+		if !slices.EqualFunc(r.Devices, devices, sameWord) {
+			f.tellLocked(r.Name)
+		}
+	}
+	if o != nil {
+		f.offer = o
+	}
+}
+
+// slotGPUs are the GPUs that an offer lists slots of, each once.
+func (o *Offer) slotGPUs() (out []gpu.UUID) {
+	for i := range o.Resources {
+		if r := &o.Resources[i]; r.Kind == ledger.Placement {
+			for j := range r.Devices {
+				if u := r.Devices[j].GPU; !slices.Contains(out, u) {
+					out = append(out, u)
+				}
+			}
+		}
+	}
+	return out
+}
+
+// fitTogether checks that slots of one request, each of which could be had,
+// can be had together.
+func (f *FrontEnd) fitTogether(r *Resource, ids []string) error {
+	var gpus []gpu.UUID
+	for _, id := range ids {
+		gpus = append(gpus, r.Devices[r.index[id]].GPU)
+	}
+	rooms := f.ledger.Rooms(gpus)
+	standing := map[gpu.UUID][]mig.Slot{}
+	for _, id := range ids {
+		dev := &r.Devices[r.index[id]]
+		room := rooms[dev.GPU]
+		if room.Has(r.Name, dev.Slot) {
+			continue // taken has it
+		}
+		if standing[dev.GPU] == nil {
+			standing[dev.GPU] = slices.Clone(room.Slots)
+		}
+		if _, counted := room.Beside(dev.Slot); counted {
+			continue
+		}
+		if !room.Card.Fits(standing[dev.GPU], dev.Slot) {
+			return fmt.Errorf("device %s cannot stand beside the others of this request on %s: %w", id, dev.GPU, gpu.ErrNoRoom)
+		}
+		standing[dev.GPU] = append(standing[dev.GPU], dev.Slot)
+	}
+	return nil
+}
+
+// takers names, for the end of a sentence, who holds the room that a slot lacks, if
+// somebody does. Nobody knows whose pod is asking.
+func (f *FrontEnd) takers(dev *Device) string {
+	if dev.Slot == (mig.Slot{}) {
+		return ""
+	}
+	wanted := []ledger.Grant{{GPU: dev.GPU, Piece: ledger.Piece{Kind: ledger.Placement, Slot: dev.Slot}}}
+	held := f.ledger.Allocations()
+	var names []string
+	for i := range held {
+		if a := &held[i]; a.Kind() == ledger.Placement && f.ledger.Overlap(a.Grants, wanted) {
+			names = append(names, a.Holder.Told("", a.ID))
+		}
+	}
+	if names == nil {
+		return ""
+	}
+	return " (held by " + list(names) + ")"
+}
+
+// preferSlots chooses on the cards' word: what leaves the most that could still
+// be made, over all GPUs, beside what allocations have taken by now.
+func (f *FrontEnd) preferSlots(v *Offer, r *Resource, available, must []string, n int) ([]string, error) {
+	ids := map[mig.Place]string{}
+	place := func(id string) (mig.Place, bool) {
+		i, ok := r.index[id]
+		if !ok {
+			return mig.Place{}, false
+		}
+		dev := &r.Devices[i]
+		p := mig.Place{GPU: dev.GPU, Slot: dev.Slot}
+		ids[p] = id
+		return p, dev.Healthy && !dev.Leaving
+	}
+	var gpus []gpu.UUID
+	var free, given []mig.Place
+	for _, id := range must {
+		p, _ := place(id)
+		if ids[p] == "" {
+			return nil, fmt.Errorf("device %s is not on offer; the node's partition has changed", id)
+		}
+		given = append(given, p)
+		gpus = append(gpus, p.GPU)
+	}
+	for _, id := range available {
+		// Allocate would refuse the others, of which the kubelet has not heard yet.
+		if p, ok := place(id); ok {
+			free = append(free, p)
+			gpus = append(gpus, p.GPU)
+		}
+	}
+	slices.Sort(gpus)
+	gpus = slices.Compact(gpus)
+	rank := f.rank(v, r)
+	slices.SortStableFunc(gpus, func(a, b gpu.UUID) int { return cmp.Compare(rank[a], rank[b]) })
+
+	rooms := f.ledger.Rooms(gpus)
+	offers := make([]mig.Offer, 0, len(gpus))
+	for _, u := range gpus {
+		room := rooms[u]
+		if room.Card == nil {
+			continue
+		}
+		o := mig.Offer{GPU: u, Card: room.Card, Taken: room.Slots, Warm: room.Free(), Rank: rank[u]}
+		for _, s := range v.MIG[u].Warm {
+			if !slices.Contains(room.Slots, s) {
+				o.Warm = append(o.Warm, s)
+			}
+		}
+		offers = append(offers, o)
+	}
+	chosen, err := mig.Prefer(offers, free, given, n)
+	if err != nil {
+		return nil, err
+	}
+	out := make([]string, len(chosen))
+	for i, p := range chosen {
+		out[i] = ids[p]
+	}
+	return out, nil
+}

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ledger
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap"
+)
+
+// FrontEnd names the protocol through which an allocation was asked for. The words
+// stand in records.
+type FrontEnd string
+
+// DevicePlugin is the kubelet's device-plugin API: internal/deviceplugin.
+const DevicePlugin FrontEnd = "device-plugin"
+
+// Errors of a ledger.
+var (
+	// ErrNotOpen says that an allocation's container may not be created yet; whoever
+	// wants to may ask again.
+	ErrNotOpen = errors.New("the allocation is not ready")
+	// ErrTaken says that a piece is somebody else's.
+	ErrTaken = errors.New("somebody else has it")
+)
+
+// Allocation is what was given together, and how far it is.
+type Allocation struct {
+	// ID names its CDI device, pages and records; its front-end chooses it.
+	ID string
+	// Owner may renew and release it.
+	Owner FrontEnd
+	// Resource is what it was asked for as, in its front-end's words.
+	Resource string
+	// Epoch grows with every Take and Renew of the ledger: what is said of an older one
+	// is not heard.
+	Epoch uint64
+	// Grants are its pieces. They are not changed but replaced.
+	Grants []Grant
+	Phase  Phase
+	// Cause is why it is not open, by SetCause, empty where that is not known: its own
+	// pod reads it.
+	Cause string
+	// After is who has to end before it can open, empty if nobody, for operators: a pod
+	// is told by way of Holder.Told.
+	After string
+	// Taken is when it was taken or last renewed, or of one that is Adopted when the
+	// ledger came to know it.
+	Taken time.Time
+	// Adopted says that it is older than this process, and nobody knows since when.
+	Adopted bool
+	// Fresh says that a CDI file that stands for it may be of the holder before.
+	Fresh bool
+	// Opened says that it has been open since Taken.
+	Opened bool
+	// Asked is when its container was first to start; zero where it has not been since
+	// Taken, or since the allocation was last open.
+	Asked time.Time
+	// Holder is who has it, as far as anybody has said.
+	Holder Holder
+}
+
+// Holder is a container.
+type Holder struct {
+	Namespace, Pod, Container string
+	// PodUID is empty where it is not known.
+	PodUID string
+}
+
+// String is "namespace/pod", or says that nobody has named one.
+func (h Holder) String() string {
+	if h.Pod == "" {
+		return "a pod that the kubelet has not named yet"
+	}
+	return h.Namespace + "/" + h.Pod
+}
+
+// Told is what a pod of a namespace is told of who has the allocation with this ID. The
+// errors of a front-end end up in the status and the Events of the pod that asked,
+// which its tenant reads: a pod of another namespace is none of theirs, so that the ID
+// has to do. Empty is a namespace that is not known. (The Node's annotation and Events,
+// the log and `gpu-agent status` are for operators, and name pods.)
+func (h Holder) Told(namespace, id string) string {
+	if namespace != "" && h.Namespace == namespace && h.Pod != "" {
+		return h.String()
+	}
+	return "claim " + id
+}
+
+// Kind is what its pieces are.
+func (a *Allocation) Kind() Kind { return a.Grants[0].Kind }
+
+// IsOpen reports whether its container may be created.
+func (a *Allocation) IsOpen() bool { return a.Phase == Open }
+
+// GPUs returns the GPUs that it has something of, each once, in the order of its
+// grants.
+func (a *Allocation) GPUs() []gpu.UUID { return GPUs(a.Grants) }
+
+// On reports whether it has something of a GPU.
+func (a *Allocation) On(u gpu.UUID) bool {
+	return slices.ContainsFunc(a.Grants, func(g Grant) bool { return g.GPU == u })
+}
+
+// Cap is what its holder may have of a GPU's memory.
+func (a *Allocation) Cap(u gpu.UUID) (cap Cap) {
+	for i := range a.Grants {
+		switch g := &a.Grants[i]; {
+		case g.GPU != u:
+		case !g.Cap.Known:
+			return Cap{}
+		default: // of several replicas of one GPU, which the kubelet gives though nobody asked it to, all count
+			cap = CapOf(cap.Bytes + min(g.Cap.Bytes, memcap.None-cap.Bytes))
+		}
+	}
+	return cap
+}
+
+// Record is what is written down of it.
+func (a *Allocation) Record() Record {
+	return Record{Owner: a.Owner, Resource: a.Resource, Grants: a.Grants}
+}
+
+// Record is what is written down of an allocation, wherever that is: its grants and
+// whose they are. Beside it stands the ID.
+type Record struct {
+	Owner    FrontEnd `json:"frontEnd"`
+	Resource string   `json:"resource"`
+	Grants   []Grant  `json:"grants"`
+}
+
+// ReadRecord reads a record. The error wraps gpu.ErrInvalid.
+func ReadRecord(text string) (Record, error) {
+	var r Record
+	err := json.Unmarshal([]byte(text), &r)
+	if err == nil {
+		err = r.check()
+	}
+	if err != nil {
+		return Record{}, fmt.Errorf("read the record of an allocation: %w: %w", gpu.ErrInvalid, err)
+	}
+	return r, nil
+}
+
+// check says what no allocation can be like.
+func (r *Record) check() error {
+	if len(r.Grants) == 0 {
+		return errors.New("nothing was granted")
+	}
+	for i := range r.Grants {
+		if r.Grants[i].Kind != r.Grants[0].Kind {
+			return fmt.Errorf("pieces of two kinds, %s and %s, in one allocation", r.Grants[0].Kind, r.Grants[i].Kind)
+		}
+	}
+	return nil
+}

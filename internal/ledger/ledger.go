@@ -1,0 +1,387 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ledger
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// Ledger has the allocations of a node. Use [New]. A front-end that has a mutex of
+// its own locks that first.
+type Ledger struct {
+	// wake is called, without the mutex, after something changed that the loop should
+	// look at. It must not block.
+	wake func()
+	// now is the clock, an argument because this floor has none.
+	now func() time.Time
+
+	// mu guards everything below.
+	mu          sync.Mutex
+	allocations map[string]*allocation
+	// rooms is what can stand on the GPUs with MIG.
+	rooms map[gpu.UUID]MIG
+	// version grows when an allocation is added or ends, epoch with every Take and
+	// Renew.
+	version, epoch uint64
+	// seen are the transitions that there have been.
+	seen map[Transition]bool
+}
+
+// allocation is one that the ledger has.
+type allocation struct {
+	Allocation
+	// open is closed when Phase becomes Open, and replaced when it is that no more.
+	open chan struct{}
+	// told is After in words for the allocation's own pod.
+	told string
+}
+
+// New returns a ledger with no allocation. wake is called after every change but a
+// Take's or Renew's and must not block; now is the clock.
+func New(wake func(), now func() time.Time) *Ledger {
+	return &Ledger{wake: wake, now: now, allocations: map[string]*allocation{}, seen: map[Transition]bool{}}
+}
+
+// Request is what a front-end asks for.
+type Request struct {
+	ID       string
+	Owner    FrontEnd
+	Resource string
+	Grants   []Grant
+	// Overlap says that others may be on the same pieces: the front-end knows that they
+	// are ending, or that they are of the same pod. The allocation opens when they are
+	// gone.
+	Overlap bool
+}
+
+// Take makes an allocation that is Reserved. A GPU is one front-end's at a time: the
+// error wraps ErrTaken where another one has something of it, and where somebody is on
+// the pieces and the request does not permit that. It does not wake the loop, which
+// would run beside the caller's answer and hold it up.
+func (l *Ledger) Take(r Request) (Allocation, error) {
+	now := l.now()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.allocations[r.ID] != nil {
+		return Allocation{}, fmt.Errorf("allocation %s is there already: %w", r.ID, ErrTaken)
+	}
+	if err := l.freeLocked(&r); err != nil {
+		return Allocation{}, err
+	}
+	a := l.addLocked(Allocation{ID: r.ID, Owner: r.Owner, Resource: r.Resource, Grants: r.Grants, Taken: now, Fresh: true})
+	l.epoch++
+	a.Epoch = l.epoch
+	return a.Allocation, nil
+}
+
+// Renew gives an allocation of a front-end to the next holder, under the same ID, with
+// the pieces as they are now: a new pod, whose predecessor may still be ending, or the
+// next container of the same pod. It is Reserved again. The error wraps ErrTaken, as
+// Take's does, or gpu.ErrNotFound.
+func (l *Ledger) Renew(r Request) (Allocation, error) {
+	now := l.now()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	a := l.allocations[r.ID]
+	if a == nil || a.Owner != r.Owner {
+		return Allocation{}, fmt.Errorf("renew allocation %s of %s: %w", r.ID, r.Owner, gpu.ErrNotFound)
+	}
+	if err := l.freeLocked(&r); err != nil {
+		return Allocation{}, err
+	}
+	l.moveLocked(a, Reserved)
+	l.epoch++
+	l.version++
+	a.Allocation = Allocation{ID: r.ID, Owner: r.Owner, Resource: r.Resource, Epoch: l.epoch, Grants: r.Grants, Phase: Reserved, Taken: now, Fresh: true}
+	a.told = ""
+	return a.Allocation, nil
+}
+
+// freeLocked says why a request cannot be met beside the other allocations.
+func (l *Ledger) freeLocked(r *Request) error {
+	for _, o := range l.allocations {
+		switch {
+		case o.ID == r.ID:
+		case o.Owner != r.Owner && slices.ContainsFunc(r.Grants, func(g Grant) bool { return o.On(g.GPU) }):
+			return fmt.Errorf("a GPU is given out through %s now (claim %s): %w", o.Owner, o.ID, ErrTaken)
+		case !r.Overlap && l.overlapLocked(r.Grants, o.Grants):
+			return fmt.Errorf("claim %s has a piece of it: %w", o.ID, ErrTaken)
+		}
+	}
+	return nil
+}
+
+// Found takes over an allocation that is older than this process, from its record; taken
+// is when it was taken, zero where nobody knows. One that the ledger has already learns
+// what it did not know. added is false then. The error wraps gpu.ErrInvalid where the
+// record is none, and ErrTaken where the ID is another front-end's.
+func (l *Ledger) Found(id string, r Record, taken time.Time) (added bool, err error) {
+	now := l.now()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if err := r.check(); err != nil {
+		return false, fmt.Errorf("take over allocation %s: %w: %w", id, gpu.ErrInvalid, err)
+	}
+	if a := l.allocations[id]; a != nil {
+		if a.Owner != r.Owner {
+			return false, fmt.Errorf("take over allocation %s: it is of %s: %w", id, a.Owner, ErrTaken)
+		}
+		a.learn(r.Grants)
+		return false, nil
+	}
+	a := Allocation{ID: id, Owner: r.Owner, Resource: r.Resource, Grants: sized(r.Grants, l.rooms), Taken: now, Adopted: true}
+	if !taken.IsZero() {
+		// As old as it is now, also when the clock is put back.
+		a.Taken, a.Adopted, a.Fresh = now.Add(-now.Sub(taken)), false, true
+	}
+	l.addLocked(a)
+	return true, nil
+}
+
+func (l *Ledger) addLocked(a Allocation) *allocation {
+	a.Phase = Reserved
+	l.version++
+	l.allocations[a.ID] = &allocation{Allocation: a, open: make(chan struct{})}
+	return l.allocations[a.ID]
+}
+
+// moveLocked brings an allocation into another phase.
+func (l *Ledger) moveLocked(a *allocation, to Phase) {
+	if a.Phase == to {
+		return
+	}
+	l.seen[Transition{a.Phase, to}] = true
+	switch {
+	case to == Open:
+		a.Opened, a.Fresh, a.Cause = true, false, ""
+		close(a.open)
+	case a.Phase == Open:
+		a.open, a.Asked = make(chan struct{}), time.Time{}
+	}
+	a.Phase = to
+}
+
+// Looked says what a look at an allocation's pieces came to: who else is on them, and
+// that in words for its own pod; both are empty where nobody is. It is not heard where
+// the allocation was renewed since epoch, or is open.
+func (l *Ledger) Looked(id string, epoch uint64, others, told string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	a := l.allocations[id]
+	if a == nil || a.Epoch != epoch || a.Phase == Open {
+		return
+	}
+	a.After, a.told = others, told
+	switch {
+	case others != "":
+		l.moveLocked(a, Waiting)
+	case a.Asked.IsZero():
+		l.moveLocked(a, Taken)
+	default:
+		l.moveLocked(a, Making)
+	}
+}
+
+// Prepare waits until the container of an allocation may be created. It may be called
+// any number of times. The error wraps ErrNotOpen when ctx ends first, or where there
+// is no such allocation; the work goes on.
+func (l *Ledger) Prepare(ctx context.Context, id string) error {
+	l.mu.Lock()
+	a := l.allocations[id]
+	if a == nil {
+		l.mu.Unlock()
+		return fmt.Errorf("%w: there is no claim %s", ErrNotOpen, id)
+	}
+	if a.Phase == Open {
+		l.mu.Unlock()
+		return nil
+	}
+	if a.Asked.IsZero() {
+		a.Asked = l.now()
+	}
+	if a.Phase == Taken {
+		l.moveLocked(a, Making)
+	}
+	open := a.open
+	l.mu.Unlock()
+	l.wake()
+	select {
+	case <-open:
+		return nil
+	case <-ctx.Done():
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	// By ID: it may have ended and come again.
+	switch a = l.allocations[id]; {
+	case a != nil && a.Phase == Open:
+		return nil
+	case a != nil && a.Phase == Waiting:
+		return fmt.Errorf("%w: previous holder still ending: %s", ErrNotOpen, a.told)
+	case a != nil && a.Cause != "":
+		return fmt.Errorf("%w: %s", ErrNotOpen, a.Cause)
+	}
+	return fmt.Errorf("%w: the CDI file of claim %s is not written yet; see the agent's log and `gpu-agent status`", ErrNotOpen, id)
+}
+
+// SetOpen says that the container of an allocation may be created, as of an epoch: one
+// that was renewed meanwhile is not open, and stays so. It reports whether it is open
+// now.
+func (l *Ledger) SetOpen(id string, epoch uint64) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	a := l.allocations[id]
+	if a == nil || a.Epoch != epoch || a.Phase != Taken && a.Phase != Making && a.Phase != Open {
+		return false
+	}
+	l.moveLocked(a, Open)
+	return true
+}
+
+// Shut says that the container of an allocation may not be created any more.
+func (l *Ledger) Shut(id string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if a := l.allocations[id]; a != nil && a.Phase == Open {
+		l.moveLocked(a, Taken)
+	}
+}
+
+// SetCause says why what an allocation needs could not be made so far, empty where
+// there is nothing to say any more: it is in the error of a Prepare that waited in
+// vain, which ends up in an Event of the pod. So it names no pod but by Holder.Told.
+func (l *Ledger) SetCause(id, why string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if a := l.allocations[id]; a != nil {
+		a.Cause = why
+	}
+}
+
+// SetHolder says who has an allocation.
+func (l *Ledger) SetHolder(id string, h Holder) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if a := l.allocations[id]; a != nil {
+		a.Holder = h
+	}
+}
+
+// Filed says that the CDI file that stands for an allocation is its own, not one of the
+// holder before.
+func (l *Ledger) Filed(id string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if a := l.allocations[id]; a != nil {
+		a.Fresh = false
+	}
+}
+
+// Learn says what the holder of an allocation was given, where that was not known. No
+// offer depends on it.
+func (l *Ledger) Learn(id string, grants []Grant) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if a := l.allocations[id]; a != nil {
+		a.learn(grants)
+	}
+}
+
+// learn takes over what a record of the same pieces knows of caps.
+func (a *allocation) learn(grants []Grant) {
+	if len(grants) != len(a.Grants) {
+		return
+	}
+	for i := range grants {
+		if g := &grants[i]; g.GPU == a.Grants[i].GPU && g.Kind == a.Grants[i].Kind && g.Cap.Known && !a.Grants[i].Cap.Known {
+			a.Grants = slices.Clone(a.Grants) // others may read it
+			a.Grants[i].Unit, a.Grants[i].Of, a.Grants[i].Cap = g.Unit, g.Of, g.Cap
+		}
+	}
+}
+
+// Release ends an allocation, if it is that front-end's. It returns what it was.
+func (l *Ledger) Release(owner FrontEnd, id string) (Allocation, bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	a := l.allocations[id]
+	if a == nil || a.Owner != owner {
+		return Allocation{}, false
+	}
+	l.moveLocked(a, Released)
+	delete(l.allocations, id)
+	l.version++
+	return a.Allocation, true
+}
+
+// Get returns one allocation.
+func (l *Ledger) Get(id string) (Allocation, bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	a := l.allocations[id]
+	if a == nil {
+		return Allocation{}, false
+	}
+	return a.Allocation, true
+}
+
+// Allocations returns all of them in the order of their IDs.
+func (l *Ledger) Allocations() []Allocation {
+	out, _ := l.Look()
+	return out
+}
+
+// Look returns the allocations and their version, which grows when one is added,
+// renewed or released.
+func (l *Ledger) Look() ([]Allocation, uint64) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	out := make([]Allocation, 0, len(l.allocations))
+	for _, a := range l.allocations {
+		out = append(out, a.Allocation)
+	}
+	slices.SortFunc(out, func(a, b Allocation) int { return strings.Compare(a.ID, b.ID) })
+	return out, l.version
+}
+
+// State returns the version of the allocations and the epoch of the last one that was
+// taken or renewed.
+func (l *Ledger) State() (version, epoch uint64) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.version, l.epoch
+}
+
+// Held reports whether there is any allocation.
+func (l *Ledger) Held() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return len(l.allocations) > 0
+}
+
+// Unopened reports whether some allocation is not open.
+func (l *Ledger) Unopened() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, a := range l.allocations {
+		if a.Phase != Open {
+			return true
+		}
+	}
+	return false
+}
+
+// Passed are the transitions that there have been, for the tests of the table.
+func (l *Ledger) Passed() []Transition {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return slices.Collect(maps.Keys(l.seen))
+}

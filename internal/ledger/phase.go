@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ledger
+
+// Phase is how far an allocation is on its way to a container that may start.
+type Phase string
+
+// Phases, in their order.
+const (
+	// Reserved: it was given, and nobody has looked whether the holder before is
+	// still on its pieces.
+	Reserved Phase = "reserved"
+	// Waiting: somebody still is.
+	Waiting Phase = "waiting"
+	// Taken: nobody else is on its pieces.
+	Taken Phase = "taken"
+	// Making: its container is to start, and what it needs is being made: a MIG
+	// instance, the limit page, the CDI file.
+	Making Phase = "making"
+	// Open: its container may be created; the CDI file stands.
+	Open Phase = "open"
+	// Released: its front-end has said that it has ended, and the ledger has it no more.
+	Released Phase = "released"
+)
+
+// Transition is one step of an allocation from a phase to another.
+type Transition struct{ From, To Phase }
+
+// Transitions are all that there are, each with what brings it about. An allocation
+// begins as Reserved.
+var Transitions = []struct {
+	Transition
+	By string
+}{
+	{Transition{Reserved, Waiting}, "a look finds its pieces in use"},
+	{Transition{Reserved, Taken}, "a look finds its pieces free, and its container is not to start yet"},
+	{Transition{Reserved, Making}, "a look finds its pieces free, and its container is to start"},
+	{Transition{Waiting, Taken}, "the holder before has ended, and its container is not to start yet"},
+	{Transition{Waiting, Making}, "the holder before has ended, and its container is to start"},
+	{Transition{Taken, Waiting}, "a look finds its pieces in use"},
+	{Transition{Taken, Making}, "its container is to start"},
+	{Transition{Making, Waiting}, "a look finds its pieces in use"},
+	{Transition{Taken, Open}, "what its container needs stands"},
+	{Transition{Making, Open}, "what its container needs stands"},
+	{Transition{Open, Taken}, "what its container needs stands no more"},
+	{Transition{Waiting, Reserved}, "it is renewed"},
+	{Transition{Taken, Reserved}, "it is renewed"},
+	{Transition{Making, Reserved}, "it is renewed"},
+	{Transition{Open, Reserved}, "it is renewed"},
+	{Transition{Reserved, Released}, "its front-end releases it"},
+	{Transition{Waiting, Released}, "its front-end releases it"},
+	{Transition{Taken, Released}, "its front-end releases it"},
+	{Transition{Making, Released}, "its front-end releases it"},
+	{Transition{Open, Released}, "its front-end releases it"},
+}

@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ledger
+
+import (
+	"slices"
+	"strings"
+
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+)
+
+// MIG is what stands and can stand on a GPU whose pieces are placements, beside the
+// allocations.
+type MIG struct {
+	// Card judges which slots can stand together.
+	Card *mig.Card
+	// Occupied are slots that stand, that no allocation has and that may neither go
+	// nor be given out: used by somebody unknown, or under change.
+	Occupied []mig.Slot
+	// Kept are slots that stand and may not go, but may be given out: instances
+	// that somebody else has made.
+	Kept []mig.Slot
+	// Warm are slots that stand idle and may go; they take nobody's room.
+	Warm []mig.Slot
+}
+
+// SetMIG says what stands and can stand on the GPUs whose pieces are placements.
+// Placements of allocations that were known without their size learn it.
+func (l *Ledger) SetMIG(gpus map[gpu.UUID]MIG) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.rooms = gpus
+	for _, a := range l.allocations {
+		a.Grants = sized(a.Grants, gpus)
+	}
+}
+
+// sized returns grants with the sizes of placements that cards know: the slice itself
+// where there is nothing to add, since others may read it.
+func sized(grants []Grant, by map[gpu.UUID]MIG) []Grant {
+	out, copied := grants, false
+	for i := range grants {
+		g := &grants[i]
+		card := by[g.GPU].Card
+		if g.Kind != Placement || g.Slot.Size > 0 || card == nil {
+			continue
+		}
+		s, ok := card.Slot(g.Slot.Profile, g.Slot.Start, g.Slot.CI)
+		if !ok {
+			continue
+		}
+		if !copied {
+			out, copied = slices.Clone(grants), true
+		}
+		out[i].Slot = s
+	}
+	return out
+}
+
+// Room is what is taken of a GPU with MIG at one moment.
+type Room struct {
+	// Card is nil where it is not known what can stand on the GPU.
+	Card *mig.Card
+	// Slots are those that may not go, each once, in place order.
+	Slots []mig.Slot
+
+	taken []taken // the same with the rest
+	held  []held
+}
+
+// held is a slot that an allocation has, and the resource that it was asked for as.
+type held struct {
+	resource string
+	slot     mig.Slot
+}
+
+// taken is a slot that may not go.
+type taken struct {
+	slot mig.Slot
+	// free says that it stands, that no allocation has it and that one may.
+	free   bool
+	reason string // for whoever lacks the room; made when it is asked for
+}
+
+// Rooms finds out what is taken of each of these GPUs.
+func (l *Ledger) Rooms(gpus []gpu.UUID) map[gpu.UUID]*Room {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	rooms := make(map[gpu.UUID]*Room, len(gpus))
+	for _, u := range gpus {
+		m := l.rooms[u]
+		r := &Room{Card: m.Card}
+		for _, s := range m.Occupied {
+			r.take(s, false)
+		}
+		for _, s := range m.Kept {
+			r.take(s, true)
+		}
+		rooms[u] = r
+	}
+	for _, a := range l.allocations {
+		for i := range a.Grants {
+			g := &a.Grants[i]
+			r := rooms[g.GPU]
+			if g.Kind != Placement || r == nil {
+				continue
+			}
+			r.held = append(r.held, held{a.Resource, g.Slot})
+			// One of unknown size cannot stand: its GPU has no such profile, or
+			// nobody knows yet what it has.
+			if g.Slot.Size > 0 {
+				r.take(g.Slot, false)
+			}
+		}
+	}
+	for _, r := range rooms {
+		slices.SortFunc(r.taken, func(a, b taken) int { return mig.CompareSlots(a.slot, b.slot) })
+		r.Slots = make([]mig.Slot, len(r.taken))
+		for i := range r.taken {
+			r.Slots[i] = r.taken[i].slot
+		}
+	}
+	return rooms
+}
+
+func (r *Room) take(s mig.Slot, free bool) {
+	for i := range r.taken {
+		if t := &r.taken[i]; t.slot == s {
+			t.free = t.free && free
+			return
+		}
+	}
+	r.taken = append(r.taken, taken{slot: s, free: free})
+}
+
+// samePlace reports whether two slots are one, whether or not their size is known.
+func samePlace(a, b mig.Slot) bool {
+	return a.Profile == b.Profile && a.Start == b.Start && a.CI == b.CI
+}
+
+// Has reports whether an allocation has a slot, under that name of a resource.
+func (r *Room) Has(resource string, s mig.Slot) bool {
+	return slices.ContainsFunc(r.held, func(h held) bool { return h.resource == resource && samePlace(h.slot, s) })
+}
+
+// Free are the slots that stand, that may not go and that may be given out.
+func (r *Room) Free() (out []mig.Slot) {
+	for i := range r.taken {
+		if r.taken[i].free {
+			out = append(out, r.taken[i].slot)
+		}
+	}
+	return out
+}
+
+// Beside is what a slot has to stand beside: all that is taken, but for itself
+// where it stands and may be given out. counted says that it is.
+func (r *Room) Beside(s mig.Slot) (others []mig.Slot, counted bool) {
+	for i := range r.taken {
+		if t := &r.taken[i]; t.slot == s && t.free {
+			return slices.Concat(r.Slots[:i], r.Slots[i+1:]), true
+		}
+	}
+	return r.Slots, false
+}
+
+// Lacks is why a slot that no allocation has cannot be given out, empty where it can.
+func (r *Room) Lacks(s mig.Slot) string {
+	if r.Card == nil {
+		return "what can stand on its GPU is not known"
+	}
+	others, _ := r.Beside(s)
+	if r.Card.Fits(others, s) {
+		return ""
+	}
+	for i := range r.taken {
+		t := &r.taken[i]
+		if t.slot == s && t.free || r.Card.Fits(r.Slots[i:i+1], s) {
+			continue
+		}
+		if t.reason == "" {
+			t.reason = "its room is taken by " + t.slot.String()
+		}
+		return t.reason
+	}
+	if len(others) == 0 {
+		return "its GPU has no such slot"
+	}
+	// Each alone would leave it room.
+	var names []string
+	for _, t := range others {
+		names = append(names, t.String())
+	}
+	return "its room is taken by " + strings.Join(names, ", ")
+}
+
+// Overlap reports whether two sets of grants have something in common: a piece of the
+// same GPU, or pieces of it of two kinds, or placements of which one has no room beside
+// the other.
+func (l *Ledger) Overlap(a, b []Grant) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.overlapLocked(a, b)
+}
+
+func (l *Ledger) overlapLocked(a, b []Grant) bool {
+	return slices.ContainsFunc(a, func(x Grant) bool {
+		return slices.ContainsFunc(b, func(y Grant) bool { return x.GPU == y.GPU && l.clashLocked(&x, &y) })
+	})
+}
+
+// clashLocked reports whether two pieces of one GPU cannot both be had.
+func (l *Ledger) clashLocked(a, b *Grant) bool {
+	switch {
+	case a.Kind != b.Kind:
+		return true // two promises of the same memory
+	case a.Kind == Units:
+		return a.Unit != 0 && b.Unit != 0 && a.Unit != b.Unit || a.Units.Meets(b.Units)
+	case a.Kind == Replica:
+		return a.Of != 0 && b.Of != 0 && a.Of != b.Of || a.Replica == b.Replica
+	case a.Kind == Placement:
+		card := l.rooms[a.GPU].Card
+		return samePlace(a.Slot, b.Slot) ||
+			// As far as it is known what can stand on the GPU.
+			card != nil && a.Slot.Size > 0 && b.Slot.Size > 0 && !card.Fits([]mig.Slot{a.Slot}, b.Slot)
+	}
+	return true
+}
