@@ -4,6 +4,7 @@ package deployments
 
 import (
 	"encoding/json"
+	"errors"
 	"log/slog"
 	"maps"
 	"net/http"
@@ -43,13 +44,13 @@ func TestReadmeNamesEveryFlag(t *testing.T) {
 
 func TestDocsNameEveryMetric(t *testing.T) {
 	metrics := obs.NewMetrics("test")
-	metrics.PluginRequest("r", "m", "OK", 0)
+	metrics.Called("r", "m", 0, nil)
 	metrics.DriverCall("c", "ok", 0)
 	metrics.Round(nil, 0)
 	metrics.APIError("list", "nodes")
-	metrics.RegistrationError("r")
+	metrics.Registered("r", errors.New("x"))
 	metrics.Event("sent")
-	metrics.GPUEvent("GPU-1", "xid", 79)
+	metrics.GPUEvent(gpu.Event{GPU: "GPU-1", Kind: gpu.EventXid, Xid: 79})
 	metrics.MIGStep("create", "1g.10gb", 0, nil)
 	metrics.Wish("1g.10gb", 0)
 	good := func() error { return nil }
@@ -191,7 +192,7 @@ func TestShownPlans(t *testing.T) {
 	dir := t.TempDir()
 	partitions := `version: v1
 partitions:
-  cut:
+  three:
     - devices: all
       mode: mig
       geometry: {3g.40gb: 1, 1g.10gb: 3}
@@ -221,7 +222,7 @@ partitions:
 		return "    " + strings.ReplaceAll(strings.TrimSpace(string(out)), "\n", "\n    ") + "\n"
 	}
 	manual := string(read(t, "../docs/mig.md"))
-	for _, partition := range []string{"cut", "halves"} {
+	for _, partition := range []string{"three", "halves"} {
 		args := "plan --inventory node.json --config partitions.yaml --partition " + partition
 		if want := "    $ gpu-agent " + args + "\n" + prints(args); !strings.Contains(manual, want) {
 			t.Errorf("docs/mig.md does not show\n%s", want)

@@ -125,7 +125,7 @@ func checkMIG(bad func(string, ...any), m *gpu.MIG, device json.RawMessage) {
 
 func checkPlacement(bad func(string, ...any), where string, p gpu.Placement, has map[string]bool) {
 	if has["start"] && p.Start < 0 || has["size"] && p.Size < 1 {
-		bad("%sno run of memory slots starts at %d and has the size %d", where, p.Start, p.Size)
+		bad("%sno run of memory slices starts at %d and has the size %d", where, p.Start, p.Size)
 	}
 }
 

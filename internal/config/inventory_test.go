@@ -138,7 +138,7 @@ func TestReadInventoryRefuses(t *testing.T) {
 		{"half an instance", `{"gpus": [{"index": 0, "uuid": "GPU-0", "memoryMiB": 1, "mig": {"enabled": true, "instances": [{"start": -1}]}}]}`, []string{
 			"read inventory: gpus[0]: mig.instances[0]: profile is missing",
 			"read inventory: gpus[0]: mig.instances[0]: size is missing",
-			"read inventory: gpus[0]: mig.instances[0]: no run of memory slots starts at -1 and has the size 0"}},
+			"read inventory: gpus[0]: mig.instances[0]: no run of memory slices starts at -1 and has the size 0"}},
 		{"instances with MIG off", `{"gpus": [{"index": 0, "uuid": "GPU-0", "memoryMiB": 1, "mig": {"instances": [{"profile": "1g.10gb", "start": 0, "size": 1}]}}]}`, []string{
 			"read inventory: gpus[0]: mig has instances and is not enabled"}},
 		{"half a profile", `{"gpus": [{"index": 0, "uuid": "GPU-0", "memoryMiB": 1, "mig": {"profiles": [{"placements": [{"start": 0}]}]}}]}`, []string{

@@ -179,7 +179,7 @@ func fill(taken []int, slices int, sizes []int) bool {
 	return false
 }
 
-// place puts GPU instances side by side; taken is a set of memory slots.
+// place puts GPU instances side by side; taken is a set of memory slices.
 func place(taken int, instances []gpu.Profile) bool {
 	if len(instances) == 0 {
 		return true
@@ -231,10 +231,10 @@ func TestProve(t *testing.T) {
 		{"no such profile, on demand", "profiles: [1g.10gb, 1g.5gb]", on("a100-80"), "f:4: GPU 0: there is no profile 1g.5gb: " + have},
 		{"a part of what is not there", "geometry: {1c.3g.20gb: 1}", on("a100-80"), "f:4: GPU 0: there is no profile 1c.3g.20gb: " + have},
 		{"too many", "geometry: {1g.10gb: 8}", on("a100-80", "a100-80"), "f:4: GPUs 0 and 1: 8x1g.10gb: at most 7 of 1g.10gb can stand on this GPU"},
-		{"too much memory", "geometry: {3g.40gb: 2, 1g.10gb: 1}", on("h100-80"), "f:4: GPU 0: 1x1g.10gb 2x3g.40gb: they need 9 memory slots and this GPU has 8"},
+		{"too much memory", "geometry: {3g.40gb: 2, 1g.10gb: 1}", on("h100-80"), "f:4: GPU 0: 1x1g.10gb 2x3g.40gb: they need 9 memory slices and this GPU has 8"},
 		{"each its own reason, one message", "geometry: {1g.10gb: 5}", on("a100-40", "a100-80", "no MIG", "a100-40"),
 			"f:4: GPUs 0 and 3: 5x1g.10gb: at most 4 of 1g.10gb can stand on this GPU; GPU 2: this model has no MIG: whole, shared and off work"},
-		{"room, and no place for it", "geometry: {2g.20gb: 3, 1g.20gb: 1, 1g.10gb: 1}", on("a100-80"), "f:4: GPU 0: 1x1g.10gb 1x1g.20gb 3x2g.20gb: they need 9 memory slots and this GPU has 8"},
+		{"room, and no place for it", "geometry: {2g.20gb: 3, 1g.20gb: 1, 1g.10gb: 1}", on("a100-80"), "f:4: GPU 0: 1x1g.10gb 1x1g.20gb 3x2g.20gb: they need 9 memory slices and this GPU has 8"},
 		{"placements are not told", "geometry: {1g.10gb: 7}", on("no placements"),
 			"f:4: GPU 0: placements are told only while MIG is on, so nobody knows yet whether this fits: turn MIG on, or take an inventory of such a GPU in MIG mode"},
 		{"placements are not told, and it is too many anyway", "geometry: {1g.10gb: 8}", on("no placements"), "f:4: GPU 0: 8x1g.10gb: at most 7 of 1g.10gb can stand on this GPU"},

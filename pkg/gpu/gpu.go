@@ -210,7 +210,7 @@ type Engines struct {
 	OFA    int `json:"ofa"`
 }
 
-// Placement is a run of memory slots on a GPU.
+// Placement is a run of memory slices on a GPU.
 type Placement struct {
 	Start int `json:"start"`
 	Size  int `json:"size"`

@@ -16,7 +16,7 @@ import (
 // Bounds of what a card's table may say. Drivers of 2026 stay within 12 memory
 // slots, 18 profiles and 8 compute slices.
 const (
-	maxMemory   = 64 // a set of memory slots is a word
+	maxMemory   = 64 // a set of memory slices is a word
 	maxProfiles = 32
 	maxSlices   = 64 // a set of compute slices is a word
 )
@@ -26,9 +26,9 @@ const (
 type Card struct {
 	profiles []profile // in the order of Compare
 	slots    []Slot
-	memory   int // memory slots
+	memory   int // memory slices
 	known    bool
-	// room[a*(memory+1)+b] is what the free run of memory slots a…b-1 is worth:
+	// room[a*(memory+1)+b] is what the free run of memory slices a…b-1 is worth:
 	// the sum of the sizes of all that could be placed in it.
 	room []int64
 	// media is how many instances with media extensions may stand.
@@ -137,7 +137,7 @@ func newProfile(from *gpu.Profile) (p profile, reason string) {
 	p.none = attr == "-me"
 	for _, at := range from.Placements {
 		if at.Start < 0 || at.Size < 1 || at.Start >= maxMemory || at.Size > maxMemory-at.Start {
-			return p, fmt.Sprintf("%d memory slots from %d on is no placement", at.Size, at.Start)
+			return p, fmt.Sprintf("%d memory slices from %d on is no placement", at.Size, at.Start)
 		}
 		s := Slot{Profile: p.name, Start: at.Start, Size: at.Size}
 		if slices.ContainsFunc(p.slots, func(o Slot) bool { return o.Start == s.Start }) {
@@ -172,7 +172,7 @@ func (c *Card) measure() {
 	}
 }
 
-// worth is the worth of all runs of free memory slots.
+// worth is the worth of all runs of free memory slices.
 func (c *Card) worth(taken uint64) (sum int64) {
 	for a := 0; a < c.memory; {
 		if n := bits.TrailingZeros64(^(taken >> a)); n > 0 {

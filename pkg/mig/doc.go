@@ -75,7 +75,7 @@
 // The search uses that all of this is a sum over the card's memory. A target is
 // a row of GPU instances with free runs between them; an instance adds what it
 // saves (it stands already: one destroy, one create), a free run adds its room.
-// What is best from memory slot e on depends on e and on the counts still to be
+// What is best from memory slice e on depends on e and on the counts still to be
 // placed, and on nothing to the left. So
 //
 //	best(e, counts) = max over the next instance p that counts allow,
@@ -85,7 +85,7 @@
 // with each state solved once. The saved and the room are one number, weighted
 // so that the first rule that differs decides. Since the target's counts are
 // given, the rules on counts and engines are settled before the search begins.
-// Eight memory slots and seven profiles have 2,319 legal sets; a search looks at
+// Eight memory slices and seven profiles have 2,319 legal sets; a search looks at
 // a few hundred states and takes microseconds.
 //
 // A GPU instance that is split is a part of the row too, once for every way to

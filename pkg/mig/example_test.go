@@ -65,7 +65,7 @@ func ExampleCard_Plan() {
 	// 2x3g.40gb
 	//   blocked: train/train-3 holds 1g.10gb@4
 	// 2x3g.40gb 1x2g.20gb
-	//   no: 1x2g.20gb 2x3g.40gb: they need 10 memory slots and this GPU has 8: insufficient resources
+	//   no: 1x2g.20gb 2x3g.40gb: they need 10 memory slices and this GPU has 8: insufficient resources
 }
 
 // A container wants a 1g.10gb, on demand. One GPU is empty, on the other a

@@ -53,18 +53,18 @@ type part struct {
 
 // search finds the best set of parts that lie side by side and have, together,
 // exactly what the dims say. It goes over the card's memory from left to right:
-// what is best from a memory slot on depends only on that slot and on what is
+// what is best from a memory slice on depends only on that slot and on what is
 // still to be placed, so each such state is solved once. All that a target is
 // judged by is a sum over its parts and over the free runs between them.
 type search struct {
-	end   int // memory slots
+	end   int // memory slices
 	dims  []dim
 	parts []part
 	// head and tail are the first and the last part at each start, next the one
 	// after a part at the same start; 0 is none, as parts count from 1 there.
 	head, tail [maxMemory]int16
 	must       uint64 // memory that has to be in a part
-	// gaps[a*(width)+b] is what the free run of memory slots a…b-1 is worth;
+	// gaps[a*(width)+b] is what the free run of memory slices a…b-1 is worth;
 	// what lies behind its last slot is worth nothing.
 	gaps  []int64
 	width int

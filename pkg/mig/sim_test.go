@@ -43,7 +43,7 @@ func TestPackingAcceptsMore(t *testing.T) {
 	}
 }
 
-// leastUsed spreads: the GPU with most free memory slots, then from left to
+// leastUsed spreads: the GPU with most free memory slices, then from left to
 // right.
 func leastUsed(offers []Offer, places []Place) (Place, bool) {
 	used := func(u gpu.UUID) (n int) {

@@ -20,7 +20,7 @@ import (
 // are then the GPU instance's, and CI tells where in it.
 type Slot struct {
 	Profile Name
-	// Start and Size are memory slots of the GPU, the driver's unit of place.
+	// Start and Size are memory slices of the GPU, the driver's unit of place.
 	Start, Size int
 	// CI is the first compute slice within the GPU instance; 0 unless split.
 	CI int

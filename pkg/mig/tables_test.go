@@ -21,7 +21,7 @@ type row struct {
 	engines *gpu.Engines
 }
 
-// seven is the table of the cards with eight memory slots (A100, H100, H200,
+// seven is the table of the cards with eight memory slices (A100, H100, H200,
 // B200), with an A100-80GB's names.
 var seven = []row{
 	{"1g.10gb", 1, 7, 1, []int{0, 1, 2, 3, 4, 5, 6}, nil},

@@ -301,7 +301,7 @@ func (c *Card) explain(want []Count) string {
 		return reason
 	}
 	if c.known && memory > c.memory {
-		return fmt.Sprintf("they need %d memory slots and this GPU has %d", memory, c.memory)
+		return fmt.Sprintf("they need %d memory slices and this GPU has %d", memory, c.memory)
 	}
 	return ""
 }

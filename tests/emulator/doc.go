@@ -78,7 +78,7 @@
 //
 // # MIG
 //
-// A GPU in MIG mode holds GPU instances, each at a place in memory slots, and in
+// A GPU in MIG mode holds GPU instances, each at a place in memory slices, and in
 // them compute instances, each at a place in compute slices. A compute instance
 // is a MIG device, with a handle and a UUID, and processes are on those alone. An
 // instance of the table (MIGProfile) can be made where no other overlaps it,

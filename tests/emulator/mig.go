@@ -53,7 +53,7 @@ type gpuInstance struct {
 	id       int
 	serial   uint64
 	profile  *MIGProfile
-	start    uint32             // memory slot
+	start    uint32             // memory slice
 	computes []*computeInstance // by id
 }
 
@@ -470,7 +470,7 @@ type MIGState struct {
 type GPUInstanceState struct {
 	ID      int    `json:"gi"`
 	Profile string `json:"profile"`
-	Start   int    `json:"start"` // in memory slots, like Size
+	Start   int    `json:"start"` // in memory slices, like Size
 	Size    int    `json:"size"`
 	Minor   int    `json:"minor"`  // of the node that gives access to it
 	Serial  uint64 `json:"serial"` // no other creation ever has it
@@ -557,7 +557,7 @@ func (w *World) SetMIG(index int, on bool) error {
 }
 
 // CreateInstance is the operator's hand likewise: an instance of a profile, which
-// may be a split such as 1c.3g.40gb, at a memory slot, with the first compute
+// may be a split such as 1c.3g.40gb, at a memory slice, with the first compute
 // slice that is free; empty leaves out the compute instance.
 func (w *World) CreateInstance(index int, profile string, start int, empty bool) error {
 	w.mu.Lock()

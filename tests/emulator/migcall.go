@@ -7,7 +7,7 @@ import (
 	"slices"
 )
 
-// Placement is a run of slots: memory slots of a GPU for a GPU instance, compute
+// Placement is a run of slots: memory slices of a GPU for a GPU instance, compute
 // slices of a GPU instance for a compute instance.
 type Placement struct {
 	Start, Size uint32

@@ -122,7 +122,7 @@ type Model struct {
 // MIGTable is what a model's driver says about MIG. A model without one is not
 // MIG capable.
 type MIGTable struct {
-	// Slots is the number of memory slots that placements count in.
+	// Slots is the number of memory slices that placements count in.
 	Slots int `yaml:"slots"`
 	// Devices is the most MIG devices that a GPU can carry.
 	Devices int `yaml:"devices"`
@@ -142,7 +142,7 @@ type MIGProfile struct {
 	Slices    uint32 `yaml:"slices"`
 	SMs       uint32 `yaml:"sms"`
 	MemoryMiB uint64 `yaml:"memoryMiB"`
-	// Starts are the memory slots an instance may begin at, Size how many it
+	// Starts are the memory slices an instance may begin at, Size how many it
 	// takes.
 	Starts []uint32 `yaml:"starts"`
 	Size   uint32   `yaml:"size"`

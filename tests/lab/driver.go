@@ -67,7 +67,7 @@ type MIGInfo struct {
 type GPUInstance struct {
 	ID      int `json:"gi"`
 	Profile string
-	// Start and Size are in memory slots.
+	// Start and Size are in memory slices.
 	Start, Size int
 	// Minor is of the node of its capability.
 	Minor int
@@ -94,7 +94,7 @@ type MIGOp struct {
 	Op, Profile string
 	// Seconds is what it took by the clock.
 	Seconds float64
-	// Start is the GPU instance's memory slot, CI the compute instance's first
+	// Start is the GPU instance's memory slice, CI the compute instance's first
 	// slice, -1 where the GPU instance itself is meant.
 	Start, CI int
 }

@@ -114,7 +114,7 @@ func advised(err error, p gpu.Profile) error {
 	case errors.Is(err, gpu.ErrNoRoom):
 		return fmt.Errorf("%w; destroy what stands there, or has the card's last room for a %s", err, p.Name)
 	case errors.Is(err, gpu.ErrInvalid) && len(p.Placements) > 0:
-		return fmt.Errorf("%w; its placements (start and size in memory slots) are %v", err, p.Placements)
+		return fmt.Errorf("%w; its placements (start and size in memory slices) are %v", err, p.Placements)
 	case errors.Is(err, gpu.ErrNotSupported):
 		return fmt.Errorf("%w; is MIG mode on?", err)
 	}

@@ -309,7 +309,7 @@ func (c *Client) CreateInstance(gpu int, profile string, start int, empty bool) 
 	return c.just(command{Op: "create", GPU: gpu, Profile: profile, Start: start, Bare: empty})
 }
 
-// DestroyInstance takes away the GPU instance at a memory slot, with all in it.
+// DestroyInstance takes away the GPU instance at a memory slice, with all in it.
 func (c *Client) DestroyInstance(gpu, start int) error {
 	return c.just(command{Op: "destroy", GPU: gpu, Start: start})
 }

@@ -16,7 +16,7 @@ import (
 )
 
 // migNode has two cards: GPU 0, whose minor is 1, in MIG mode with instances at
-// some memory slots, and GPU 1 whole.
+// some memory slices, and GPU 1 whole.
 func migNode(t *testing.T, instances map[int]string) (*node, map[int]emulator.GPUInstanceState) {
 	t.Helper()
 	n := start(t, emulator.Spec{Model: "A100-SXM4-80GB", Count: 2})

@@ -13,7 +13,7 @@ import (
 // What can stand on a card, by enumeration from the table that was recorded from
 // its driver. Nothing of the agent's planner is asked: it is what is judged.
 
-// migPlace is a GPU instance at a memory slot.
+// migPlace is a GPU instance at a memory slice.
 type migPlace struct {
 	profile     *emulator.MIGProfile
 	start, size uint32

@@ -58,9 +58,9 @@ on a running world (all take --socket PATH):
                                           while processes use the GPU
   mig --gpu I on|off                      MIG mode, at once and whatever the card needs for it otherwise
   mig-create --gpu I --profile P --start N [--empty]
-                                          an instance at a memory slot, a split (1c.3g.40gb) too; --empty is a GPU
+                                          an instance at a memory slice, a split (1c.3g.40gb) too; --empty is a GPU
                                           instance without a compute instance
-  mig-destroy --gpu I --start N           the GPU instance at a memory slot, with all in it; refused while processes use it
+  mig-destroy --gpu I --start N           the GPU instance at a memory slice, with all in it; refused while processes use it
   reboot [--force]                        no instance stands, MIG modes are what the cards keep; refused while any
                                           process uses the driver
   unplug --gpu I | plug --gpu I           out of the machine, with its device node and its entries in /proc and
@@ -323,7 +323,7 @@ func control(name string, args []string, out io.Writer) error {
 	switch name {
 	case "mig-create", "mig-destroy":
 		f.StringVar(&gpu, "gpu", "", "GPU")
-		f.IntVar(&start, "start", -1, "first memory slot")
+		f.IntVar(&start, "start", -1, "first memory slice")
 		if name == "mig-create" {
 			f.StringVar(&profile, "profile", "", "profile")
 			f.BoolVar(&empty, "empty", false, "without a compute instance")
