@@ -18,7 +18,6 @@ import (
 
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/health"
-	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/state"
@@ -397,15 +396,6 @@ func TestStatusBesideChanges(t *testing.T) {
 		}
 		<-done
 	})
-}
-
-// A new process that has not heard of any partition blocks nothing and withdraws
-// nothing.
-func TestNoWishBlocksNothing(t *testing.T) {
-	c := plan.Make(plan.Input{Inventory: machine(1), Claims: []ledger.Allocation{claimed(names.Units, "p", "0::1")}, Layouts: map[gpu.UUID]plan.Layout{}, Unit: unit})
-	if len(c.Blocked) != 0 {
-		t.Errorf("blocked without a wish: %v", c.Blocked)
-	}
 }
 
 // A GPU that falls off the bus moves no other: the driver numbers those that are

@@ -1,0 +1,310 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package plan
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+	"example.com/gpu-agent/pkg/timeslice"
+)
+
+const unit = gpu.MiB(1024)
+
+func uuid(i int) gpu.UUID { return gpu.UUID(fmt.Sprintf("GPU-%08d-0000-0000-0000-000000000000", i)) }
+
+// machine has n GPUs of four memory units each.
+func machine(n int) *gpu.Inventory {
+	inv := &gpu.Inventory{Driver: "580.1"}
+	for i := range n {
+		inv.GPUs = append(inv.GPUs, gpu.Device{Index: i, Minor: n - i, UUID: uuid(i), Memory: 4500, Reserved: 400})
+	}
+	return inv
+}
+
+// a100 is not in MIG mode.
+func a100() gpu.MIG {
+	at := func(size int, starts ...int) (out []gpu.Placement) {
+		for _, s := range starts {
+			out = append(out, gpu.Placement{Start: s, Size: size})
+		}
+		return out
+	}
+	return gpu.MIG{Capable: true, Profiles: []gpu.Profile{
+		{Name: "1g.10gb", ID: 19, Slices: 1, Max: 7, Placements: at(1, 0, 1, 2, 3, 4, 5, 6)},
+		{Name: "3g.40gb", ID: 9, Slices: 3, Max: 2, Placements: at(4, 0, 4)},
+		{Name: "7g.80gb", ID: 0, Slices: 7, Max: 1, Placements: at(8, 0)},
+	}}
+}
+
+func claimed(pod string, grants ...ledger.Grant) ledger.Allocation {
+	return ledger.Allocation{ID: pod, Grants: grants, Holder: ledger.Holder{Namespace: "ns", Pod: pod, Container: "c"}}
+}
+
+// units are memory units of one GPU.
+func units(on int, n ...int) ledger.Grant {
+	return ledger.Grant{GPU: uuid(on), Piece: ledger.Piece{Kind: ledger.Units, Units: ledger.SetOf(n)}}
+}
+
+func replica(on, n int) ledger.Grant {
+	return ledger.Grant{GPU: uuid(on), Piece: ledger.Piece{Kind: ledger.Replica, Replica: n}}
+}
+
+func whole(on int) ledger.Grant {
+	return ledger.Grant{GPU: uuid(on), Piece: ledger.Piece{Kind: ledger.Whole}}
+}
+
+// placement is what there is of GPU 0, whose size nobody has said.
+func placement(t *testing.T, profile string, start int) []ledger.Grant {
+	t.Helper()
+	name, err := mig.Parse(profile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return []ledger.Grant{{GPU: uuid(0), Piece: ledger.Piece{Kind: ledger.Placement, Slot: mig.Slot{Profile: name, Start: start}}}}
+}
+
+func wants(modes ...string) []config.Want {
+	var out []config.Want
+	for i, m := range modes {
+		w := config.Want{GPU: uuid(i), Mode: config.Mode(m)}
+		if n, ok := strings.CutPrefix(m, "shared/"); ok {
+			w.Mode = config.Shared
+			fmt.Sscan(n, &w.Replicas)
+		}
+		out = append(out, w)
+	}
+	return out
+}
+
+// planText is a plan in a form that a table can hold.
+func planText(c *Changes, inv *gpu.Inventory) string {
+	var b strings.Builder
+	for _, d := range inv.GPUs {
+		cut := c.Layouts[d.UUID]
+		fmt.Fprintf(&b, "%s", cut.Mode())
+		if cut.Offers && cut.Kind != ledger.Whole {
+			fmt.Fprintf(&b, "%d", cut.N)
+		}
+		for _, u := range c.Recut {
+			if u == d.UUID {
+				b.WriteString("!")
+			}
+		}
+		for _, bl := range c.Blocked {
+			if bl.GPU == d.UUID {
+				fmt.Fprintf(&b, " waits(%s→%s: %s)", bl.From, bl.To, strings.Join(bl.Holders, ","))
+			}
+		}
+		b.WriteString("; ")
+	}
+	return strings.TrimSuffix(b.String(), "; ")
+}
+
+var (
+	wholeCut  = Layout{Known: true, Offers: true, Kind: ledger.Whole, N: 1}
+	sharedCut = Layout{Known: true, Offers: true, Kind: ledger.Units, N: 4, Unit: unit}
+)
+
+func replicaCut(n int) Layout {
+	return Layout{Known: true, Offers: true, Kind: ledger.Replica, N: n}
+}
+
+func TestPlan(t *testing.T) {
+	for _, tt := range []struct {
+		name   string
+		cuts   []Layout
+		claims []ledger.Allocation
+		wants  []config.Want
+		plan   string
+	}{
+		{name: "a fresh node", wants: wants("whole", "shared", "off", "shared/3"), plan: "whole!; shared4!; off!; shared3!"},
+		{name: "nothing is wanted of a fresh node", plan: "unset; unset; unset; unset"},
+		{name: "nothing to do", cuts: []Layout{wholeCut, sharedCut, {Known: true}, replicaCut(3)},
+			wants: wants("whole", "shared", "off", "shared/3"), plan: "whole; shared4; off; shared3"},
+		{name: "what the file does not speak of stays", cuts: []Layout{wholeCut, sharedCut, sharedCut, sharedCut},
+			wants: wants("", "whole"), plan: "whole; whole!; shared4; shared4"},
+		{name: "a reading with other reserved memory is no new cut", cuts: []Layout{{Known: true, Offers: true, Kind: ledger.Units, N: 5, Unit: unit}},
+			wants: wants("shared"), plan: "shared5; unset; unset; unset"},
+		{name: "idle ones go ahead, a held one waits", cuts: []Layout{sharedCut, sharedCut, sharedCut, sharedCut},
+			claims: []ledger.Allocation{claimed("b", units(1, 0, 1)), claimed("a", units(1, 2)), claimed("", units(2, 1))},
+			wants:  wants("whole", "whole", "off", "shared"),
+			plan:   "whole!; shared4 waits(shared→whole: ns/a,ns/b); shared4 waits(shared→off: a pod that the kubelet has not named yet); shared4"},
+		{name: "a claim on two GPUs holds both", cuts: []Layout{replicaCut(2), replicaCut(2), replicaCut(2), replicaCut(2)},
+			claims: []ledger.Allocation{claimed("a", replica(0, 1), replica(2, 0))},
+			wants:  wants("shared/4", "shared/4", "shared/4", "shared/2"),
+			plan:   "shared2 waits(shared→shared: ns/a); shared4!; shared2 waits(shared→shared: ns/a); shared2"},
+		{name: "after a restart the cut is read off the claims",
+			claims: []ledger.Allocation{claimed("a", units(0, 1)), claimed("b", whole(1)), claimed("c", replica(2, 2)), claimed("d", replica(3, 2))},
+			wants:  wants("shared", "shared", "shared/2", "shared/5"),
+			plan:   "shared4; whole waits(whole→shared: ns/b); shared3 waits(shared→shared: ns/c); shared5"},
+		{name: "after a restart with another unit, no held ID is lost",
+			claims: []ledger.Allocation{claimed("a", units(0, 9))},
+			wants:  wants("shared", "shared", "shared", "shared"),
+			plan:   "shared10 waits(shared→shared: ns/a); shared4!; shared4!; shared4!"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			inv := machine(4)
+			cuts := map[gpu.UUID]Layout{}
+			for i, c := range tt.cuts {
+				cuts[uuid(i)] = c
+			}
+			got := Make(Input{Inventory: inv, Claims: tt.claims, Wanted: tt.wants, Layouts: cuts, Unit: unit})
+			if diff := cmp.Diff(tt.plan, planText(&got, inv)); diff != "" {
+				t.Errorf("plan (-want +got):\n%s", diff)
+			}
+			// What is planned and done leaves nothing to do.
+			again := Make(Input{Inventory: inv, Claims: tt.claims, Wanted: tt.wants, Layouts: got.Layouts, Unit: unit})
+			if len(again.Recut) > 0 || !cmp.Equal(again.Layouts, got.Layouts) {
+				t.Errorf("a second plan re-cuts %v", again.Recut)
+			}
+		})
+	}
+}
+
+// A GPU in MIG mode that shall be whole or shared leaves that mode first, where it
+// is idle, and offers nothing until then.
+func TestPlanLeavesMIGMode(t *testing.T) {
+	inv := machine(4)
+	cards := map[gpu.UUID]*mig.Card{}
+	for i := range inv.GPUs {
+		d := &inv.GPUs[i]
+		d.MIG = a100()
+		d.MIG.Enabled = i > 0
+		c, err := mig.NewCard(&d.MIG)
+		if err != nil {
+			t.Fatal(err)
+		}
+		cards[d.UUID] = c
+	}
+	inv.GPUs[3].MIG.Instances = []gpu.Instance{{Profile: "1g.10gb", Placement: gpu.Placement{Start: 2, Size: 1}, Busy: true}}
+	got := Make(Input{Inventory: inv, Wanted: wants("shared", "shared", "off", "whole"), Layouts: map[gpu.UUID]Layout{}, Unit: unit,
+		MIG: MIGInput{Cards: cards}})
+	if text, want := planText(&got, inv), "shared4!; off!; off!; off! waits(1x1g.10gb→whole: a process that no claim covers (1g.10gb@2))"; text != want {
+		t.Errorf("plan %s, want %s", text, want)
+	}
+	if len(got.Work) != 1 || got.Work[0].GPU != uuid(1) || got.Work[0].String() != "disable MIG mode" {
+		t.Errorf("work %+v, want that GPU 1 leaves MIG mode", got.Work)
+	}
+}
+
+// The pod that waits for an instance is told why. Whose claim is in the way is named
+// to a pod of the same namespace, and by its key to all others; and who has a GPU by
+// way of another device plugin to nobody. The node's own words have all names.
+func TestTroubleNamesNoOtherTenantsPod(t *testing.T) {
+	inv := machine(1)
+	d := &inv.GPUs[0]
+	d.MIG = a100()
+	d.MIG.Enabled = true
+	d.MIG.Instances = []gpu.Instance{{Profile: "1g.10gb", Placement: gpu.Placement{Start: 1, Size: 1}}}
+	card, err := mig.NewCard(&d.MIG)
+	if err != nil {
+		t.Fatal(err)
+	}
+	before := ledger.Allocation{ID: "0123456789abcdef", Grants: placement(t, "1g.10gb", 1),
+		Holder: ledger.Holder{Namespace: "train", Pod: "job-1", Container: "c"}}
+	for _, c := range []struct{ name, namespace, other, want string }{
+		{"of the same namespace", "train", "", "3g.40gb@0 waits for the end of train/job-1 (1g.10gb@1)"},
+		{"of another namespace", "research", "", "3g.40gb@0 waits for the end of claim 0123456789abcdef (1g.10gb@1)"},
+		{"of a namespace that is not known yet", "", "", "3g.40gb@0 waits for the end of claim 0123456789abcdef (1g.10gb@1)"},
+		{"on a GPU that another plugin gives out", "train", "secret/pod-7 has it as nvidia.com/gpu of another device plugin",
+			d.Name() + " is left alone: somebody else gives it out"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			waits := ledger.Allocation{ID: "fedcba9876543210", Grants: placement(t, "3g.40gb", 0),
+				Asked: time.Unix(1e9, 0), Holder: ledger.Holder{Namespace: c.namespace}}
+			in := Input{Inventory: inv, Claims: []ledger.Allocation{before, waits}, Wanted: wants("whole"), Layouts: map[gpu.UUID]Layout{d.UUID: Placements(card.Slots())},
+				Others: map[gpu.UUID]string{}, Unit: unit, MIG: MIGInput{Cards: map[gpu.UUID]*mig.Card{d.UUID: card}}}
+			if c.other != "" {
+				in.Others[d.UUID] = c.other
+			}
+			got := Make(in)
+			if why := got.Trouble[waits.ID]; why != c.want {
+				t.Errorf("the pod is told %q, want %q", why, c.want)
+			}
+			known := c.other
+			if known == "" {
+				known = "train/job-1"
+			}
+			if text := strings.Join(got.Refused, " ") + planText(&got, inv); !strings.Contains(text, known) {
+				t.Errorf("the node is told %q, which does not name the holder", text)
+			}
+		})
+	}
+}
+
+func TestBlockedSentence(t *testing.T) {
+	b := Blocked{GPU: "GPU-1", Index: 3, From: "shared", To: "whole", Holders: []string{"train/a", "train/b"}}
+	if got, want := b.String(), "GPU 3 (GPU-1) stays shared, not yet whole, until these end: train/a, train/b"; got != want {
+		t.Errorf("%q, want %q", got, want)
+	}
+}
+
+// A new process that has not heard of any partition blocks nothing and withdraws
+// nothing.
+func TestNoWishBlocksNothing(t *testing.T) {
+	c := Make(Input{Inventory: machine(1), Claims: []ledger.Allocation{claimed("p", units(0, 1))}, Layouts: map[gpu.UUID]Layout{}, Unit: unit})
+	if len(c.Blocked) != 0 {
+		t.Errorf("blocked without a wish: %v", c.Blocked)
+	}
+}
+
+// TestRows: lists have room for so many devices, whatever the layouts are that make
+// them.
+func TestRows(t *testing.T) {
+	const most = timeslice.MaxListed
+	few := Layout{Known: true, Offers: true, Kind: ledger.Units, N: 1, Alone: ledger.SetOf([]int{7})}
+	for _, tt := range []struct {
+		name string
+		have []Layout // of GPU 0
+		to   Layout
+		of   int // to is of this GPU
+		fits bool
+	}{
+		{"all there may be", nil, replicaCut(most), 0, true},
+		{"one more", nil, replicaCut(most + 1), 0, false},
+		{"the same devices again", []Layout{replicaCut(most)}, replicaCut(most), 0, true},
+		{"fewer of them", []Layout{replicaCut(most)}, replicaCut(4), 0, true},
+		{"as many of another GPU", []Layout{replicaCut(most)}, replicaCut(1), 1, false},
+		{"units beside replicas", []Layout{replicaCut(most - 4)}, sharedCut, 0, true},
+		{"one unit too many", []Layout{replicaCut(most - 3)}, sharedCut, 0, false},
+		{"beside one that stands alone", []Layout{few}, replicaCut(most), 0, false},
+		{"its first devices are others than one that stands alone", []Layout{few, sharedCut}, replicaCut(most - 5), 0, true},
+		{"and count beside it", []Layout{few, sharedCut}, replicaCut(most - 4), 0, false},
+		{"a whole GPU", []Layout{replicaCut(most)}, wholeCut, 1, true},
+		{"nothing", []Layout{replicaCut(most)}, Layout{Known: true}, 1, true},
+	} {
+		r := NewRows()
+		for _, l := range tt.have {
+			r.Add(uuid(0), l)
+		}
+		if got := r.Fits(uuid(tt.of), tt.to); got != tt.fits {
+			t.Errorf("%s: fits %v", tt.name, got)
+		}
+	}
+}
+
+// TestCrowdedGPUIsWithdrawn: a layout that the lists have no room for beside what still
+// stands in them waits until it has left, and its GPU offers nothing meanwhile.
+func TestCrowdedGPUIsWithdrawn(t *testing.T) {
+	inv := machine(2)
+	in := Input{Inventory: inv, Wanted: wants("whole", "shared/20000"), Unit: unit,
+		Layouts: map[gpu.UUID]Layout{uuid(0): replicaCut(30_000), uuid(1): wholeCut},
+		Past:    map[gpu.UUID][]Past{uuid(0): {{Layout: Layout{Known: true, Offers: true, Kind: ledger.Units, N: timeslice.MaxListed - 49_999}}}}}
+	got := Make(in)
+	if text := planText(&got, inv); text != "whole!; off!" || len(got.Crowded) != 1 || !strings.Contains(got.Crowded[0], "cut into 20000 devices") {
+		t.Errorf("%s, crowded %q", text, got.Crowded)
+	}
+	in.Past = nil
+	if got := Make(in); planText(&got, inv) != "whole!; shared20000!" || len(got.Crowded) != 0 {
+		t.Errorf("with room for it: %s, crowded %q", planText(&got, inv), got.Crowded)
+	}
+}
