@@ -98,6 +98,12 @@ var scenarios = slices.Concat(poolScenarios, []scenario{
 	// A module's size is not known before it is there.
 	{name: "heap-taken-at-the-first-kernel", cuda: []string{"heap=launch"},
 		generous: "a card lets others have a heap's memory until a kernel wants it, and then fails the kernel"},
+	{name: "heap-taken-by-another-process", contexts: 2, cuda: []string{"heap=launch", "strict", ""}, check: func(o outcome) []string {
+		if got, card := o.n("taken"), o.bare.n("taken"); got < card {
+			return []string{fmt.Sprintf("the other process was granted %d MiB; a bare card of that size grants %d", got/MiB, card/MiB)}
+		}
+		return nil
+	}},
 	{name: "modules-beyond-the-cap", undo: 64 * MiB, check: func(o outcome) []string {
 		if o.used > o.limit {
 			return []string{fmt.Sprintf("%d MiB over the cap in the end", (o.used-o.limit)/MiB)}

@@ -65,9 +65,10 @@ func (m *Meter) clean(c Counters, each uint64) uint64 {
 }
 
 // perContext returns what the driver has for each context beyond all that was
-// counted, by a quiet reading: in whole MiB, 0 where that makes no sense.
-func perContext(c Counters, driver uint64) uint64 {
-	rest := c.Committed - min(c.Committed, c.Expected+c.Managed)
+// counted, by a quiet reading that lacks so much of promises: in whole MiB, 0 where that
+// makes no sense.
+func perContext(c Counters, driver, promised uint64) uint64 {
+	rest := c.Committed - min(c.Committed, c.Expected+c.Managed+promised)
 	if c.Contexts == 0 || driver <= rest {
 		return 0
 	}

@@ -134,7 +134,9 @@
 // a program that makes and ends them all the time waits for a reading whenever it
 // has freed as many blocks as it may have.
 // Contexts by the limit page, and the increase of a context's limits (stack, heap, and
-// so on) before it is asked for. Modules when they are loaded, by what the card has
+// so on) before it is asked for. A driver may take that with the first kernel only; the
+// meter tells by the figure whether it has (promise.go), and cuCtxSetLimit waits for a
+// reading then. Modules when they are loaded, by what the card has
 // less then; what is over is unloaded again and was out of memory. What was exported
 // stays charged after its process has let go of it, until a reading shows that it is
 // gone. Imports and host memory: nothing, since they are somebody else's. What an

@@ -28,6 +28,7 @@ type Meter struct {
 	first    Counters
 	lastAsks uint64
 	contexts uint64 // at the last reading that was conclusive
+	taken    taken  // of promises
 	each     uint64 // what a context took by the latest quiet reading; 0 is unknown
 	// estimated is when what is expected of a context was last raised.
 	estimated time.Time
@@ -102,7 +103,7 @@ func (m *Meter) Cost() time.Duration { return m.took }
 // have on the GPU, in bytes, or with known false where it does not say.
 //
 // Let T be what the processes have of what is counted, without managed memory,
-// which the driver's figure lacks. If the word of bound was the same from the
+// which the driver's figure lacks, and promises, which it may lack. If the word of bound was the same from the
 // beginning of the first look to the end of the second, T was between what was
 // bound and that less all that was under way, and the true correction is the
 // figure less T: the one in use is moved into that range, and no further. If nothing
@@ -133,6 +134,7 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 	if was.nonce != c.Nonce {
 		next = reading{nonce: c.Nonce, settled: m.first.Settled}
 		m.contexts = 0
+		m.taken = nil
 	}
 	r := Reading{Counters: c}
 	var each uint64 // what a context takes, by this reading
@@ -150,7 +152,7 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 			next.settled = m.first.Settled
 		}
 	case still && m.first.Dead == c.Dead:
-		low, high := span(m.first, c, int64(driver))
+		low, high, quiet := m.span(c, int64(driver), effective)
 		next.correction = min(max(effective, low), high)
 		if next.correction != was.correction || m.first.Settled != was.settled {
 			next.stamp = 0
@@ -158,9 +160,10 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 		next.settled = m.first.Settled
 		next.least, next.leastOf = roof(was, m.first, c, int64(driver), high)
 		m.contexts = c.Contexts
-		if low == high && m.first.Committed == c.Committed {
+		if quiet {
 			r.Quiet = true
-			each = m.clean(c, perContext(c, driver))
+			next.least = max(next.least, low)
+			each = m.clean(c, perContext(c, driver, m.taken.open(c)))
 			if m.first.Guesses == c.Guesses {
 				next.stamp = c.Guesses + 1
 			}
@@ -172,20 +175,19 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 			next.correction, next.settled, next.stamp = least, m.first.Settled, 0
 		}
 	}
-	// What people see is the figure itself, and what has been counted since: not
-	// with an allocation or a context under way, of which nobody knows whether the
-	// figure has it.
-	settling := !still || max(underWay(m.first), underWay(c)) > shownSlack
-	switch {
-	case known && !settling:
-		next.shown, next.shownAt, next.dead = int64(driver+c.Managed)-int64(c.Bound), c.Settled, c.Dead
-	case was.nonce != c.Nonce || !known:
-		next.shown, next.shownAt, next.dead = next.correction, next.settled, 0
-	}
 	r.Correction = next.correction
 	r.Used = uint64(max(0, int64(c.Bound)+next.correction))
 	if known {
-		r.Used = driver + c.Managed
+		r.Used = driver + c.Managed + m.taken.open(c)
+	}
+	// What people see is the figure itself, and what has been counted since: not
+	// with an allocation or a context under way, of which nobody knows whether the
+	// figure has it.
+	switch {
+	case known && still && max(underWay(m.first), underWay(c)) <= shownSlack:
+		next.shown, next.shownAt, next.dead = int64(r.Used)-int64(c.Bound), c.Settled, c.Dead
+	case was.nonce != c.Nonce || !known:
+		next.shown, next.shownAt, next.dead = next.correction, next.settled, 0
 	}
 	if next != was || m.page.load(atCeiling) != m.page.limitLess(next.correction) {
 		m.page.publish(next)
@@ -220,6 +222,18 @@ func roof(was reading, a, b Counters, driver, high int64) (least int64, of uint6
 		least = max(least, was.least)
 	}
 	return least, b.Guesses + 1
+}
+
+// span returns the least and the greatest correction that a figure between the two looks
+// allows, promises included, and whether nothing was under way, so that they are one.
+func (m *Meter) span(c Counters, driver, effective int64) (low, high int64, quiet bool) {
+	low, high = span(m.first, c, driver)
+	if low == high && m.first.Committed == c.Committed && m.first.promises == c.promises {
+		m.taken = m.taken.next(c, low+int64(m.taken.open(c))-effective)
+		low += int64(m.taken.open(c))
+		return low, low, true
+	}
+	return low, high + int64(max(m.taken.open(m.first), m.taken.open(c))), false
 }
 
 // span returns the least and the greatest correction that a driver's figure

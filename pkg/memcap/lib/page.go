@@ -75,9 +75,11 @@ const (
 	slotContexts  = 32
 	slotPID       = 40
 	slotPIDs      = 48
+	slotExported  = 56
 	// What all threads but the first have added to the first two.
 	slotOthersReserved  = 64
 	slotOthersCommitted = 72
+	slotPromised        = 80
 )
 
 // A Limit is what one claim may have of one GPU.

@@ -211,6 +211,7 @@ func TestNonsense(t *testing.T) {
 		"odd bytes": func(p tenant) { p.set(pageSize+slotCommitted, 513) },
 		"managed":   func(p tenant) { p.set(pageSize+slotManaged, most) },
 		"expected":  func(p tenant) { p.set(pageSize+slotExpected, most) },
+		"promised":  func(p tenant) { p.set(pageSize+slotPromised, most) },
 		"shorter":   func(p tenant) { p.t.Helper(); p.f.Truncate(pageSize) },
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -92,6 +92,8 @@ type Counters struct {
 	// what dead processes left; see c/count.h.
 	Reserved, Committed uint64
 	Managed             uint64 // of Bound, what the driver's figures lack
+	promises            [promisers]promise
+	Exported            uint64 // of Committed, what was let go of and may live on elsewhere
 	Expected            uint64 // of Bound, what contexts were charged with
 	Contexts            uint64
 	Asks                uint64 // times that a process near the cap asked for a reading
@@ -174,7 +176,9 @@ func (u *Usage) Read() (Counters, error) {
 			c.Reserved += reserved
 			c.Committed += committed
 			c.Managed += slot(slotManaged)
+			c.promise(i, slot(slotPID), slot(slotPromised))
 			c.Expected += slot(slotExpected)
+			c.Exported += min(slot(slotExported), committed)
 			c.Contexts += min(slot(slotContexts), 1<<20)
 		} else {
 			c.Dead += reserved
@@ -218,7 +222,8 @@ func (u *Usage) check(from, n int) error {
 	for i := range n {
 		s := u.some[i*slotSize:][:slotSize]
 		reserved, committed := slotSums(s)
-		for _, v := range []uint64{reserved, committed, binary.LittleEndian.Uint64(s[slotManaged:]), binary.LittleEndian.Uint64(s[slotExpected:])} {
+		for _, v := range []uint64{reserved, committed, binary.LittleEndian.Uint64(s[slotManaged:]),
+			binary.LittleEndian.Uint64(s[slotExpected:]), binary.LittleEndian.Uint64(s[slotPromised:])} {
 			if v >= most || v%unit != 0 {
 				return fmt.Errorf("read usage page: slot %d has %d bytes: %w", from+i, v, gpu.ErrInvalid)
 			}

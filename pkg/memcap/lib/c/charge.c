@@ -274,8 +274,8 @@ void charge_gone(struct process *p, const struct taken *t)
     struct account *a = &p->accounts[t->e.device];
     if (t->e.how == HOW_MANAGED)
         count_sub(&a->slot->managed, t->e.bytes);
-    if (t->e.how == HOW_MANAGED && t->e.space == SPACE_LIMIT)
-        count_sub(&p->promised, t->e.bytes);
+    if (t->e.how == HOW_PROMISED)
+        count_sub(&a->slot->promised, t->e.bytes);
     /* The driver may have kept the block for something hidden, or had the hidden
      * thing in a block that stays: then it has less than bound already, the
      * ceiling may be higher for that, and this is no room gained again. */

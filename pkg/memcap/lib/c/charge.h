@@ -19,8 +19,9 @@
  * keeps when all else has left it, so each is charged a block. That is too much
  * mostly, which the agent's reading makes good. HOW_GUESS is what is not allocated by
  * a size, the memory of modules and of contexts' limits: what is given back of it is
- * room only after a reading. */
-enum how { HOW_LARGE = 1, HOW_SMALL, HOW_MANAGED, HOW_WHOLE, HOW_HIDDEN, HOW_NOTE, HOW_GUESS };
+ * room only after a reading. HOW_PROMISED is a limit of which the driver may not have
+ * taken the memory yet; see limit.c. */
+enum how { HOW_LARGE = 1, HOW_SMALL, HOW_MANAGED, HOW_WHOLE, HOW_HIDDEN, HOW_NOTE, HOW_GUESS, HOW_PROMISED };
 
 /* The entry of a context's limit has as key the context's number times this, and the
  * limit's; as owner the value that the limit had before it was first raised. */

@@ -147,6 +147,7 @@ static void clear(struct account *a, struct slot *s)
         bound_sub(a, c);
     }
     __atomic_store_n(&s->managed, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&s->promised, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->expected, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->exported, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->contexts, 0, __ATOMIC_SEQ_CST);

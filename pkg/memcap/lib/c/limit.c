@@ -5,10 +5,12 @@
  * before it is asked for, and given back when the limit falls or the context ends.
  * What a limit is at first is in what a context takes.
  *
- * A driver may take a heap's memory only when the first kernel that needs it runs.
- * Until then its figures lack it, as they lack managed memory, and so it is counted
- * with that: no reading makes room of what is promised. Once the driver is seen to
- * have so much more it is an ordinary charge. */
+ * A driver may take a heap's memory only when the first kernel that needs it runs, which
+ * no call tells us. Until then its figures lack it, and nobody else is to have it; then
+ * they have it, and it is not to be counted twice. So it is a promise, in a word of its
+ * own, and the agent finds out which of the two it is, by a sudden rise of the driver's
+ * figure by just that. What it was before has to be known for that: a reading is waited
+ * for as soon as a promise is made. */
 
 #include "charge.h"
 
@@ -43,44 +45,15 @@ static uint64_t takes(uint64_t base, uint64_t value, uint64_t each)
     return __builtin_mul_overflow(value - base, each, &bytes) || bytes >= MOST ? MOST : round_up(bytes, BLOCK);
 }
 
-static bool is_promised(const struct entry *e, void *arg)
-{
-    return e->space == SPACE_LIMIT && e->how == HOW_MANAGED && e->device == *(const CUdevice *)arg;
-}
-
-/* limits_taken looks whether what was promised is there. It comes before a refusal. */
-void limits_taken(struct process *p, struct account *a)
-{
-    CUdevice device = (CUdevice)(a - p->accounts);
-    struct entry e[LIMITS], old;
-    uint64_t sum = 0;
-    if (!count_read(&p->promised) || __atomic_exchange_n(&p->limiting, 1, __ATOMIC_ACQUIRE))
-        return;
-    int n = table_pick(&p->table, is_promised, &device, e, LIMITS);
-    for (int i = 0; i < n; i++)
-        sum += e[i].bytes;
-    bool taken = n && n < LIMITS && account_ceiling(a) + sum <= __atomic_load_n(&a->page->limit, __ATOMIC_ACQUIRE);
-    for (int i = 0; i < n; i++) {
-        if (taken) {
-            count_sub(&a->slot->managed, e[i].bytes);
-            count_sub(&p->promised, e[i].bytes);
-            e[i].how = HOW_GUESS;
-        }
-        table_put(&p->table, &e[i], &old);
-    }
-    spin_unlock(&p->limiting);
-    if (taken)
-        account_guessed(a);
-}
-
 static size_t unused(void)
 {
     size_t free, total;
     return CALL(cuMemGetInfo_v2, &free, &total) == CUDA_SUCCESS ? free : 0;
 }
 
-/* change is called with limiting held. */
-static CUresult change(struct process *p, struct account *a, const struct where *at, int limit, size_t value, uint64_t one)
+/* change is called with limiting held; *promised says whether the driver is to take
+ * something yet. */
+static CUresult change(struct process *p, struct account *a, const struct where *at, int limit, size_t value, uint64_t one, bool *promised)
 {
     struct entry e, old;
     size_t was, now = value;
@@ -112,12 +85,11 @@ static CUresult change(struct process *p, struct account *a, const struct where 
             held = has - e.bytes;
         }
     }
-    uint64_t more = has > e.bytes ? has - e.bytes : 0, promised = e.how == HOW_MANAGED ? e.bytes : 0;
+    uint64_t more = has > e.bytes ? has - e.bytes : 0, had = e.how == HOW_PROMISED ? e.bytes : 0;
     if (more)
-        e.how = after < before && before - after >= more / 2 ? HOW_GUESS : HOW_MANAGED;
-    uint64_t promises = e.how == HOW_MANAGED ? has : 0;
-    count_add(&a->slot->managed, promises - promised);
-    count_add(&p->promised, promises - promised);
+        e.how = after < before && before - after >= more / 2 ? HOW_GUESS : HOW_PROMISED;
+    *promised = more && e.how == HOW_PROMISED;
+    count_add(&a->slot->promised, (e.how == HOW_PROMISED ? has : 0) - had);
     if (more)
         account_commit(a, more);
     if (held > more)
@@ -136,7 +108,7 @@ EXPORT CUresult cuCtxSetLimit(int limit, size_t value)
 {
     struct process *p = ENTER();
     struct where at;
-    bool refuse;
+    bool refuse, promised = false;
     uint64_t one;
     if (!p || !where(p, &at) || !(one = each(limit, at.device)))
         return CALL(cuCtxSetLimit, limit, value);
@@ -144,7 +116,9 @@ EXPORT CUresult cuCtxSetLimit(int limit, size_t value)
     if (!a)
         return refuse ? CUDA_ERROR_OUT_OF_MEMORY : CALL(cuCtxSetLimit, limit, value);
     spin_lock(&p->limiting);
-    CUresult r = change(p, a, &at, limit, value, one);
+    CUresult r = change(p, a, &at, limit, value, one, &promised);
     spin_unlock(&p->limiting);
+    if (promised)
+        account_within(a, 0);
     return r;
 }

@@ -90,7 +90,8 @@ struct slot {
     uint64_t exported;  /* of committed, what was let go of and may live on elsewhere */
     uint64_t others_reserved;
     uint64_t others_committed;
-    uint64_t gap[6];
+    uint64_t promised; /* of it, what the driver takes later than it was asked to, or has by now */
+    uint64_t gap[5];
 };
 
 struct usage_page {
@@ -180,6 +181,7 @@ AT(usage_page, guesses, 184);
 AT(usage_page, attempt, 192);
 AT(usage_page, slots, PAGE);
 AT(slot, others_reserved, 64);
+AT(slot, promised, 80);
 _Static_assert(sizeof(struct slot) == 128, "slot");
 _Static_assert(sizeof(struct usage_page) + SLOTS * sizeof(struct slot) == USAGE_SIZE, "usage page");
 #undef AT

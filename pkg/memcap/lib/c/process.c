@@ -91,20 +91,13 @@ static bool nothing_there(CUresult r)
     return r == CUDA_ERROR_NOT_INITIALIZED || r == CUDA_ERROR_DEINITIALIZED || r == CUDA_ERROR_NO_DEVICE || r == CUDA_ERROR_INVALID_DEVICE;
 }
 
-/* last_resort does what can be done before a refusal. */
-static void last_resort(struct account *a)
-{
-    relieve(a);
-    limits_taken(the_process, a);
-}
-
 /* open_account opens what can be opened and says how things stand. */
 COLD static enum standing open_account(struct account *a, CUdevice device)
 {
     CUuuid uuid;
     struct claim claim;
     char name[64];
-    a->relief = last_resort;
+    a->relief = relieve;
     CUresult r = device_uuid(device, &uuid);
     if (r != CUDA_SUCCESS)
         return nothing_there(r) ? STANDING_UNKNOWN : STANDING_CLOSED;

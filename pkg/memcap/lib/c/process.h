@@ -76,7 +76,6 @@ struct process {
     uint64_t hidden[MAX_DEVICES]; /* small things without an address; see charge.h */
     uint32_t tight[MAX_DEVICES]; /* locks; see charge.h */
     uint32_t limiting; /* a lock: a context's limit is being changed */
-    uint64_t promised; /* bytes charged for limits that the driver has not taken yet */
     uint64_t exports; /* addresses that were exported: entries of SPACE_EXPORT */
     struct pool pools[MAX_POOLS];
     uint64_t pools_charged[MAX_POOLS / 64]; /* a bit for each with a charge */
@@ -115,8 +114,6 @@ static inline struct process *enter(const void *back)
 
 /* relieve gives back what this process's pools have and do not use. */
 void relieve(struct account *a);
-/* limits_taken: see limit.c. */
-void limits_taken(struct process *p, struct account *a);
 
 /* context_lives says whether the context of a handle still is the one of that
  * number. */

@@ -59,6 +59,43 @@ static void heap_taken_at_the_first_kernel(struct scene *s)
             ASK(s, rest, s->cu->cuMemAlloc_v2(&p, rest));
 }
 
+/* What one process's heap has taken with its kernel, another is not to be refused for: the
+ * one rests from then on. */
+static void heap_taken_by_another_process(struct scene *s)
+{
+    int go[2], said[2];
+    char c;
+    CUresult r;
+    CUdeviceptr p;
+    uint64_t heap = s->room / 4, taken = 0;
+    if (pipe(go) || pipe(said)) {
+        fail_scene(s, "no pipes");
+        return;
+    }
+    pid_t child = fork();
+    if (child == 0) {
+        close(go[1]); /* it ends when the other end is closed */
+        const char *problem = sit(&s->seat, s->cu, s->device, &r);
+        CUfunction busy = problem ? NULL : kernel(s, 100);
+        if (busy && s->cu->cuCtxSetLimit(CU_LIMIT_MALLOC_HEAP_SIZE, heap) == CUDA_SUCCESS && launch(s, busy, NULL) && write(said[1], "", 1) == 1 && read(go[0], &c, 1) >= 0)
+            _exit(0);
+        _exit(1);
+    }
+    close(said[1]);
+    close(go[0]);
+    const char *problem = sit(&s->seat, s->cu, s->device, &r);
+    if (problem)
+        fail_scene(s, "%s: %d", problem, r);
+    else if (read(said[0], &c, 1) != 1)
+        fail_scene(s, "the other process has not what it should have");
+    for (int i = 0; i < 3 && !s->failure[0]; i++)
+        while (ASK(s, 2 * MiB, s->cu->cuMemAlloc_v2(&p, 2 * MiB)))
+            taken += 2 * MiB;
+    note(s, "taken", taken);
+    close(go[1]);
+    waitpid(child, NULL, 0);
+}
+
 static const char image_of_64_mib[] = "// gpu-emulator: blocks 32\n.version 6.0\n.target sm_50\n.address_size 64\n";
 
 static void modules_beyond_the_cap(struct scene *s)
@@ -161,6 +198,7 @@ const struct scenario limit_scenarios[] = {
     {"stacks-beyond-the-cap", stacks_beyond_the_cap, 0},
     {"heap-rises-and-falls", heap_rises_and_falls, 0},
     {"heap-taken-at-the-first-kernel", heap_taken_at_the_first_kernel, 0},
+    {"heap-taken-by-another-process", heap_taken_by_another_process, 1},
     {"modules-beyond-the-cap", modules_beyond_the_cap, 0},
     {"small-one-without-its-hole", small_one_without_its_hole, 1},
     {"green-context-without-room", green_context_without_room, 1},
