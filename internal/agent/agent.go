@@ -5,9 +5,7 @@ package agent
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
-	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -15,10 +13,8 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
-	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/health"
-	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/plan"
@@ -137,27 +133,27 @@ type Options struct {
 
 // Agent is the loop and what it remembers. Use [New].
 type Agent struct {
-	opts     Options
-	names    *deviceplugin.Names
-	driver   Driver
-	files    Files
-	caps     Caps
-	kubelet  Kubelet
-	runtime  Runtime
-	plugins  Plugins
-	store    Store
-	cluster  Cluster
-	observer Observer
-	ledger   *ledger.Ledger
-	front    *deviceplugin.FrontEnd
-	reporter *reporter
-	health   *health.Monitor
-	reader   *reader
-	others   *coexistence
-	slices   *timeSlices
-	served   *served
-	executor *executor
-	log      *slog.Logger
+	opts       Options
+	names      *deviceplugin.Names
+	driver     Driver
+	files      Files
+	caps       Caps
+	kubelet    Kubelet
+	runtime    Runtime
+	store      Store
+	observer   Observer
+	ledger     *ledger.Ledger
+	front      *deviceplugin.FrontEnd
+	reporter   *reporter
+	health     *health.Monitor
+	reader     *reader
+	others     *coexistence
+	slices     *timeSlices
+	served     *served
+	partitions *partitions
+	layouts    *layouts
+	executor   *executor
+	log        *slog.Logger
 	// ration is the log for what a program on a GPU, or a server that is away, can
 	// repeat as often as it likes.
 	ration *brief.Ration
@@ -180,73 +176,15 @@ type Agent struct {
 	grantsMu sync.Mutex
 	grants   []state.Claim // guarded by grantsMu; not yet written down
 
-	inputMu sync.Mutex
-	input   input // guarded by inputMu
-
 	// The rest belongs to the loop's goroutine.
 
-	seen      witnesses
-	wanted    []config.Want
-	wantedGen uint64
-	// desired is the last answer of the partition file.
-	desired struct {
-		of  question
-		is  config.Desired
-		err error
-	}
-	partition string // the one that is chosen
-	active    string // the one that wanted is of
-	layouts   map[gpu.UUID]plan.Layout
-	past      map[gpu.UUID][]plan.Past
+	seen witnesses
 	// gates is what the CDI files of claims of MIG devices were made of.
 	gates   map[string]string
 	removed map[string]bool // claims whose file was taken away
 	written int             // claims written down since the journal was last cut
 	swept   bool            // no file of an ended claim is left
 	trim    bool            // a claim has ended that may be in the journal
-}
-
-// input is the news from outside, by value.
-type input struct {
-	// source is the newest file's name, whether it parsed or not.
-	source string
-	// file is the newest partition file that parsed; nil before the first.
-	file *config.File
-	// fileErr is why the newest one did not.
-	fileErr error
-	// chosen is the node label's value; "" where there is none.
-	chosen string
-	// labelKnown is false until the node has been seen, where there is one.
-	labelKnown bool
-	// letGo is why the driver is to be let go; "" where it is not.
-	letGo string
-	// migManager is the configuration that NVIDIA's MIG manager is to keep on this
-	// node; "" where it has none.
-	migManager string
-	// refused is what the API server refuses to show, by request; the map is not
-	// changed but replaced.
-	refused map[string]refusal
-}
-
-// heard says that partitions and label have been heard of, if only that there are
-// none.
-func (in *input) heard() bool { return in.labelKnown && (in.file != nil || in.fileErr != nil) }
-
-// refusal is a request that the API server does not permit.
-type refusal struct {
-	err   error
-	since time.Time
-}
-
-// refusals says what the API server has refused for at least that long.
-func (in *input) refusals(now time.Time, least time.Duration) string {
-	var out []string
-	for _, request := range sortedKeys(in.refused) {
-		if r := in.refused[request]; now.Sub(r.since) >= least {
-			out = append(out, fmt.Sprintf("the API server refuses to %s: %v; give the agent's ServiceAccount the rights of deployments/base/rbac.yaml", request, r.err))
-		}
-	}
-	return strings.Join(out, "; ")
 }
 
 // New returns an agent that has not looked at anything yet. Where there is a
@@ -260,23 +198,20 @@ func New(o Options, w Worlds) *Agent {
 		caps:     w.Caps,
 		kubelet:  w.Kubelet,
 		runtime:  w.Runtime,
-		plugins:  w.Plugins,
 		store:    w.Store,
-		cluster:  w.Cluster,
 		observer: w.Observer,
 		health:   health.New(o.Health),
 		log:      o.Log,
 		trigger:  make(chan struct{}, 1),
 		stirred:  make(chan struct{}, 1),
 		ended:    make(chan struct{}, 1),
-		input:    input{labelKnown: w.Cluster == nil},
-		layouts:  map[gpu.UUID]plan.Layout{},
-		past:     map[gpu.UUID][]plan.Past{},
+		layouts:  &layouts{now: map[gpu.UUID]plan.Layout{}, past: map[gpu.UUID][]plan.Past{}, log: o.Log},
 		gates:    map[string]string{},
 		removed:  map[string]bool{},
 	}
 	a.ration = brief.NewRation(a.log, time.Now, time.AfterFunc)
 	a.seen.resent, a.seen.stale = map[string]time.Time{}, map[string]string{}
+	a.partitions = &partitions{unit: o.MemoryUnit, wake: a.wake, input: input{labelKnown: w.Cluster == nil}}
 	a.ledger = ledger.New(a.wake, time.Now)
 	a.front = deviceplugin.New(a.ledger, a.wake, time.Now)
 	a.reader = newReader(&o, &w, a.health, a.front, a.ration, a.wake)
@@ -315,57 +250,6 @@ func (a *Agent) wakeSoon() {
 			}
 		})
 	}
-}
-
-// SetFile hands in the partition file as it now is. A file that does not parse
-// changes nothing but the outcome: the last good one stays in force.
-func (a *Agent) SetFile(name string, data []byte) {
-	f, err := config.Parse(name, data)
-	a.setInput(func(in *input) {
-		in.source, in.fileErr = name, err
-		if err == nil {
-			in.file = f
-		}
-	})
-}
-
-// SetFileMissing says that there is no partition file, and why. What was in
-// force stays.
-func (a *Agent) SetFileMissing(err error) {
-	a.setInput(func(in *input) { in.fileErr = err })
-}
-
-// SetNode says what the Node object says.
-func (a *Agent) SetNode(n kube.Node) {
-	a.setInput(func(in *input) {
-		in.chosen, in.labelKnown = n.Labels[a.opts.Domain+"/"+PartitionLabel], true
-		in.letGo = letGoReason(&n, a.opts.Domain)
-		in.migManager = n.Labels[migManagerLabel]
-	})
-	a.reporter.setNode(n.Labels)
-}
-
-// SetRefused says that the API server refuses a request without which partitions or
-// the node cannot be followed, or with nil that it does not any more. What was in
-// force stays.
-func (a *Agent) SetRefused(request string, err error) {
-	a.setInput(func(in *input) {
-		refused := maps.Clone(in.refused)
-		if refused == nil {
-			refused = map[string]refusal{}
-		}
-		if delete(refused, request); err != nil {
-			refused[request] = refusal{err, time.Now()}
-		}
-		in.refused = refused
-	})
-}
-
-func (a *Agent) setInput(change func(*input)) {
-	a.inputMu.Lock()
-	change(&a.input)
-	a.inputMu.Unlock()
-	a.wake()
 }
 
 // Claims returns the claims as they are now, in key order.
@@ -437,13 +321,13 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 	if a.reader.reading == nil && a.reader.letGo == "" {
 		wait = a.reader.nextReading(now).Sub(now)
 	}
-	in := a.heardSoFar()
+	in := a.partitions.heard()
 	for _, r := range in.refused {
 		if left := silentFor - now.Sub(r.since); left > 0 {
 			wait = min(wait, left)
 		}
 	}
-	if slices.ContainsFunc(a.plugins.Status(), func(s plugin.Status) bool { return !s.Registered && !s.Since.IsZero() }) {
+	if slices.ContainsFunc(a.served.plugins.Status(), func(s plugin.Status) bool { return !s.Registered && !s.Since.IsZero() }) {
 		wait = min(wait, holdersEvery) // it is news when it has been so for a while
 	}
 	if a.reader.inv == nil {
@@ -471,8 +355,8 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 	if !a.seen.heard && !a.seen.at.IsZero() {
 		wait = min(wait, holdersEvery-now.Sub(a.seen.at))
 	}
-	for _, cuts := range a.past {
-		for _, p := range cuts {
+	for _, past := range a.layouts.past {
+		for _, p := range past {
 			wait = min(wait, p.Until.Sub(now))
 		}
 	}
@@ -491,7 +375,7 @@ func unchecked(claims []ledger.Allocation) bool {
 }
 
 // holdersDue says whether the witnesses are to be asked in full: always before a
-// GPU is cut anew, when one of our containers has ended, and now and then.
+// GPU is laid out anew, when one of our containers has ended, and now and then.
 func (a *Agent) holdersDue(now time.Time, changes *plan.Changes) bool {
 	switch since := now.Sub(a.seen.at); {
 	case a.askSoon.Swap(false), len(changes.Recut) > 0, withdraws(a.due(changes.Work, now)), a.seen.at.IsZero():
@@ -543,7 +427,7 @@ func (a *Agent) takeResults(now time.Time) {
 		} else {
 			a.reader.setMIG(r.GPU, r.mig)
 		}
-		a.executor.learn(r, a.reader.inv.ByUUID(r.GPU), a.wantedGen, now)
+		a.executor.learn(r, a.reader.inv.ByUUID(r.GPU), a.partitions.gen, now)
 	}
 }
 
@@ -552,13 +436,13 @@ func (a *Agent) due(work []plan.Work, now time.Time) []plan.Work {
 	if a.reader.letting != "" || !a.reader.usable() {
 		return nil
 	}
-	return a.executor.due(work, a.wantedGen, a.seen.heard, now)
+	return a.executor.due(work, a.partitions.gen, a.seen.heard, now)
 }
 
 // round is one look at everything and what follows from it.
 func (a *Agent) round(ctx context.Context) error {
 	a.writeGrants()
-	in := a.heardSoFar()
+	in := a.partitions.heard()
 	var errs []error
 	a.takeResults(time.Now())
 	if err := a.reader.mind(in.letGo, len(a.executor.jobs) > 0); errors.Is(err, gpu.ErrReloaded) {
@@ -579,12 +463,12 @@ func (a *Agent) round(ctx context.Context) error {
 		a.finish(&findings{in: &in, changes: &plan.Changes{}, note: "the driver was let go, since " + a.reader.letGo, err: err})
 		return err
 	}
-	note, configErr := a.resolve()
+	note, configErr := a.partitions.resolve(&in, a.reader.inv, a.reader.answered)
 	if a.reader.letGo != "" {
 		note = "the driver was let go, since " + a.reader.letGo
 	}
 	a.lookAround(ctx, in.migManager)
-	a.expire(time.Now())
+	a.layouts.expire(time.Now())
 	claims := a.claims()
 	changes := a.plan(claims)
 	if full := a.holdersDue(time.Now(), &changes); a.nameSoon.Swap(false) || full || unchecked(claims) {
@@ -599,11 +483,11 @@ func (a *Agent) round(ctx context.Context) error {
 		claims = a.claims()
 		changes = a.plan(claims)
 	}
-	if work := a.due(changes.Work, time.Now()); a.offersAny(changes.Recut) || withdraws(work) {
+	if work := a.due(changes.Work, time.Now()); a.layouts.offerAny(changes.Recut) || withdraws(work) {
 		// Withdraw first, then look again: whoever claimed before the
 		// withdrawal keeps what they have.
 		withdrawn := changes
-		withdrawn.Layouts = a.layouts // not cut anew yet
+		withdrawn.Layouts = a.layouts.now // not laid out anew yet
 		a.publish(viewInput{changes: &withdrawn, recutting: changes.Recut})
 		claims = a.claims()
 		changes = a.plan(claims)
@@ -619,7 +503,7 @@ func (a *Agent) round(ctx context.Context) error {
 	}
 	a.correct(&changes, unsaved)
 	// Not before somebody can need them: the partitions may arrive meanwhile.
-	if a.reader.partsDue() && a.reader.usable() && (a.wanted != nil || len(a.layouts) > 0 || a.ledger.Held()) {
+	if a.reader.partsDue() && a.reader.usable() && (a.partitions.wanted != nil || len(a.layouts.now) > 0 || a.ledger.Held()) {
 		// It takes a while to learn the parts. A fault is told before that, and
 		// so is what a new process offers: a container that comes meanwhile
 		// waits for its claim's file.
@@ -633,7 +517,7 @@ func (a *Agent) round(ctx context.Context) error {
 	hwNote := ""
 	if a.reader.usable() {
 		var err error
-		if hwNote, err = a.slices.set(ctx, a.reader.inv, a.reader.epoch, a.wanted, a.layouts); err != nil {
+		if hwNote, err = a.slices.set(ctx, a.reader.inv, a.reader.epoch, a.partitions.wanted, a.layouts.now); err != nil {
 			errs = append(errs, err)
 		}
 	}
@@ -656,7 +540,7 @@ func (a *Agent) round(ctx context.Context) error {
 		hwNote = strings.TrimPrefix(hwNote+"; hardware work waits: "+h, "; ")
 	}
 	f := &findings{in: &in, changes: &changes, note: note, hwNote: hwNote, configErr: configErr, err: err}
-	f.resting, f.resetsDue, f.working = a.executor.says(a.reader.inv, a.wantedGen)
+	f.resting, f.resetsDue, f.working = a.executor.says(a.reader.inv, a.partitions.gen)
 	a.finish(f)
 	return err
 }
@@ -672,113 +556,27 @@ func (a *Agent) learnParts(ctx context.Context) error {
 	return nil
 }
 
-// resolve works out what is wanted. note is a remark for the outcome; err says
-// why the newest word is not in force.
-func (a *Agent) resolve() (note string, err error) {
-	in := a.heardSoFar()
-	if in.file == nil {
-		return "no partition file yet: nothing changes", in.fileErr
-	}
-	if !in.labelKnown {
-		return "waiting for the node's labels", nil
-	}
-	name := in.chosen
-	if name == "" {
-		if !slices.Contains(in.file.Names(), "default") {
-			return "the node has no partition label and the file no partition \"default\": nothing changes", in.fileErr
-		}
-		name = "default"
-	}
-	a.partition = name
-	if q := (question{in.file, name, a.reader.inv}); q != a.desired.of {
-		d, err := in.file.Desire(name, a.reader.inv, a.opts.MemoryUnit)
-		a.desired.of, a.desired.is, a.desired.err = q, d, err
-	}
-	d, err := a.desired.is, a.desired.err
-	switch {
-	case err != nil && in.fileErr != nil:
-		return "", in.fileErr // what is wrong with an older file is no news
-	case err != nil && !a.reader.answered:
-		// What the process before this one wrote down says nothing of MIG.
-		return "waiting for the driver's first answer", nil
-	case err != nil:
-		return "", err
-	}
-	if !slices.EqualFunc(a.wanted, d.GPUs, config.Want.Equal) {
-		a.wantedGen++
-	}
-	a.wanted, a.active = d.GPUs, name
-	return "", in.fileErr
-}
-
-// question is what a partition means on what there is; neither a file nor an
-// inventory changes. To answer it takes a while where geometries are proven.
-type question struct {
-	file *config.File
-	name string
-	inv  *gpu.Inventory
-}
-
-func (a *Agent) heardSoFar() input {
-	a.inputMu.Lock()
-	defer a.inputMu.Unlock()
-	return a.input
-}
-
 func (a *Agent) plan(claims []ledger.Allocation) plan.Changes {
 	mig := a.executor.input(claims, time.Now())
 	mig.Cards, mig.Reclaim = a.reader.cards, a.opts.ReclaimForeign
-	return plan.Make(plan.Input{Inventory: a.reader.inv, Claims: claims, Wanted: a.wanted, Layouts: a.layouts, Past: a.past, Others: a.others.gpus,
+	return plan.Make(plan.Input{Inventory: a.reader.inv, Claims: claims, Wanted: a.partitions.wanted, Layouts: a.layouts.now, Past: a.layouts.past, Others: a.others.gpus,
 		Unit: a.opts.MemoryUnit, MIG: mig})
 }
 
-// offersAny reports whether any of these GPUs has devices to withdraw.
-func (a *Agent) offersAny(gpus []gpu.UUID) bool {
-	return slices.ContainsFunc(gpus, func(u gpu.UUID) bool { return a.layouts[u].Offers })
-}
-
-// settle makes the planned cuts the ones in force, and remembers what they
-// replace until the kubelet may forget it.
+// settle makes a plan the one in force.
 func (a *Agent) settle(changes *plan.Changes) {
 	now := time.Now()
-	for _, u := range sortedKeys(changes.Layouts) {
-		// MIG devices come and go one by one.
-		old, to := a.layouts[u], changes.Layouts[u]
-		if old.Offers && to.Offers && old.Kind == ledger.Placement && to.Kind == ledger.Placement && !old.Equal(to) {
-			a.past[u] = append(a.past[u], plan.Past{Layout: old, Until: now.Add(plan.Linger)})
-			a.log.Info("layout", "gpu", u, "from", plan.Names(old.Slots), "to", plan.Names(to.Slots))
-		}
-	}
+	a.layouts.settle(changes)
 	a.executor.planned(changes, now)
 	if every := a.executor.busyLook; every > 0 && now.Sub(a.reader.readAt) >= every {
 		a.reader.stale.Store(true)
 	}
-	for _, u := range changes.Recut {
-		old := a.layouts[u]
-		if old.Offers {
-			a.past[u] = append(a.past[u], plan.Past{Layout: old, Until: now.Add(plan.Linger)})
-		}
-		a.log.Info("layout", "gpu", u, "from", old.Mode(), "to", changes.Layouts[u].Mode(), "devices", changes.Layouts[u].N)
-	}
-	a.layouts = changes.Layouts
-}
-
-// expire drops what has been listed as withdrawn for long enough. That is done before
-// a plan, which may need the room.
-func (a *Agent) expire(now time.Time) {
-	for u, cuts := range a.past {
-		if cuts = slices.DeleteFunc(cuts, func(p plan.Past) bool { return !p.Until.After(now) }); len(cuts) > 0 {
-			a.past[u] = cuts
-		} else {
-			delete(a.past, u)
-		}
-	}
 }
 
 func (a *Agent) publish(in viewInput) *deviceplugin.Offer {
-	in.inv, in.past, in.names, in.cards, in.drain = a.reader.inv, a.past, a.names, a.reader.cards, !a.opts.KeepOffering
+	in.inv, in.past, in.names, in.cards, in.drain = a.reader.inv, a.layouts.past, a.names, a.reader.cards, !a.opts.KeepOffering
 	in.failing = a.executor.failingSlots(time.Now())
-	in.topology, in.aligned, in.onDemand, in.others = a.reader.topology, a.opts.Align, a.onDemand, a.others.gpus
+	in.topology, in.aligned, in.onDemand, in.others = a.reader.topology, a.opts.Align, a.partitions.onDemand, a.others.gpus
 	if a.reader.parts == nil && a.reader.partsErr != nil {
 		in.closed = a.reader.partsErr.Error()
 	}
@@ -788,22 +586,11 @@ func (a *Agent) publish(in viewInput) *deviceplugin.Offer {
 	})
 }
 
-// onDemand says whether a GPU's MIG instances are made for the pods that ask, as
-// far as is known: before the partitions have been heard it may be so.
-func (a *Agent) onDemand(u gpu.UUID) bool {
-	for _, w := range a.wanted {
-		if w.GPU == u {
-			return w.OnDemand
-		}
-	}
-	return a.wanted == nil
-}
-
 // finish hands what the round left to the reporter.
 func (a *Agent) finish(f *findings) {
-	s := &Snapshot{Inventory: a.reader.inv, Topology: a.reader.topology, Matrix: a.reader.matrix, Answered: a.reader.answered, Layouts: a.layouts, Wanted: a.wanted, Active: a.active,
+	s := &Snapshot{Inventory: a.reader.inv, Topology: a.reader.topology, Matrix: a.reader.matrix, Answered: a.reader.answered, Layouts: a.layouts.now, Wanted: a.partitions.wanted, Active: a.partitions.active,
 		Work: a.executor.now(), Made: a.executor.made(), Failing: a.executor.failingSlots(time.Now()), Others: a.others.gpus,
-		Outcome: Outcome{Partition: a.partition}, Generation: a.wantedGen, Unknown: a.served.unknown, Verdicts: a.health.Verdicts(), Hangs: a.reader.hangs()}
+		Outcome: Outcome{Partition: a.partitions.chosen}, Generation: a.partitions.gen, Unknown: a.served.unknown, Verdicts: a.health.Verdicts(), Hangs: a.reader.hangs()}
 	if a.reader.inv == nil {
 		s.Inventory = a.reporter.snapshot.Load().Inventory // an empty one
 	}

@@ -53,7 +53,7 @@ func (a *Agent) settleCaps(c *ledger.Allocation) error {
 		if g.Cap.Known || d == nil {
 			continue
 		}
-		cut := a.layouts[g.GPU]
+		cut := a.layouts.now[g.GPU]
 		switch same := cut.Offers && cut.Kind == g.Kind; {
 		case g.Kind == ledger.Units && same && cut.Unit != 0: // a GPU keeps the unit that it was cut with, as long as it is held
 			*g = g.Fix(memcap.Units(g.Units.Len(), cut.Unit), d.Usable())

@@ -385,7 +385,7 @@ func TestCapOfAClaimWhoseGPUIsCutOtherwise(t *testing.T) {
 		{names.Replicas, plan.Layout{Known: true}},
 	} {
 		a := New(Options{ResourceDomain: "example.com", MemoryUnit: unit, Log: slog.New(slog.DiscardHandler)}, Worlds{Caps: &pages{}})
-		a.reader.inv, a.layouts[uuid(0)] = machine(1), c.cut
+		a.reader.inv, a.layouts.now[uuid(0)] = machine(1), c.cut
 		lost := claimed(c.resource, "p", "0::0")
 		if err := a.takeOver(lost.ID, lost.Record(), time.Time{}, time.Time{}); err != nil {
 			t.Fatal(err)
@@ -398,7 +398,7 @@ func TestCapOfAClaimWhoseGPUIsCutOtherwise(t *testing.T) {
 			t.Errorf("%s on a GPU that is %s: %v", c.resource, c.cut.Mode(), err)
 		}
 		b := New(Options{ResourceDomain: "example.com", MemoryUnit: unit, Log: slog.New(slog.DiscardHandler)}, Worlds{Caps: a.caps})
-		b.reader.inv, b.layouts[uuid(0)] = machine(1), c.cut
+		b.reader.inv, b.layouts.now[uuid(0)] = machine(1), c.cut
 		if err := b.takeOver(lost.ID, lost.Record(), time.Time{}, time.Time{}); err != nil {
 			t.Fatal(err)
 		}

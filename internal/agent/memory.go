@@ -61,14 +61,14 @@ func (a *Agent) remember() {
 			switch {
 			case !ok:
 			case w.Until.IsZero(): // in force when it was written
-				a.layouts[w.GPU] = cut
+				a.layouts.now[w.GPU] = cut
 			default:
 				// The clock may have been put back since.
 				until := w.Until
 				if most := now.Add(plan.Linger); until.After(most) {
 					until = most
 				}
-				a.past[w.GPU] = append(a.past[w.GPU], plan.Past{Layout: cut, Until: until})
+				a.layouts.past[w.GPU] = append(a.layouts.past[w.GPU], plan.Past{Layout: cut, Until: until})
 			}
 		}
 	}
@@ -114,13 +114,13 @@ func (a *Agent) save() error {
 		}
 		doc.Layouts = append(doc.Layouts, out)
 	}
-	for _, u := range sortedKeys(a.layouts) {
-		if c := a.layouts[u]; c.Offers {
+	for _, u := range sortedKeys(a.layouts.now) {
+		if c := a.layouts.now[u]; c.Offers {
 			write(u, c, time.Time{})
 		}
 	}
-	for _, u := range sortedKeys(a.past) {
-		for _, p := range a.past[u] {
+	for _, u := range sortedKeys(a.layouts.past) {
+		for _, p := range a.layouts.past[u] {
 			write(u, p.Layout, p.Until)
 		}
 	}

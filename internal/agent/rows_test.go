@@ -214,10 +214,10 @@ func (b *bench) device(resource, id string) *deviceplugin.Device {
 func TestEndedClaimLingersAlone(t *testing.T) {
 	a := New(Options{ResourceDomain: "example.com", Log: slog.New(slog.DiscardHandler)}, Worlds{})
 	a.reader.inv = machine(1)
-	a.layouts[uuid(0)] = plan.Layout{Known: true, Offers: true, Kind: ledger.Units, N: 4, Unit: 1024}
+	a.layouts.now[uuid(0)] = plan.Layout{Known: true, Offers: true, Kind: ledger.Units, N: 4, Unit: 1024}
 	ids := []string{timeslice.ID(uuid(0), 2), timeslice.ID(uuid(0), 29_999)}
-	a.linger(&ledger.Allocation{Resource: a.names.Units, Grants: grantsOf(a.names.Units, ids...)})
-	got := a.past[uuid(0)]
+	a.layouts.linger(&ledger.Allocation{Resource: a.names.Units, Grants: grantsOf(a.names.Units, ids...)})
+	got := a.layouts.past[uuid(0)]
 	if len(got) != 1 || fmt.Sprint(layoutIDs(got[0].Layout, uuid(0))) != fmt.Sprint(ids[1:]) {
 		t.Errorf("%+v lingers", got)
 	}

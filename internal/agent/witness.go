@@ -18,10 +18,8 @@ import (
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
-	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
-	"example.com/gpu-agent/pkg/mig"
 )
 
 // witnesses is what the loop remembers of them from one asking to the next.
@@ -286,7 +284,12 @@ func (a *Agent) reconcile(ctx context.Context, full bool) error {
 	a.seen.err = err
 	for _, c := range a.front.Reconcile(t) {
 		a.swept, a.trim = false, true
-		a.linger(&c)
+		if a.names.Ours(c.Resource) {
+			a.layouts.linger(&c)
+			if c.Kind() == ledger.Placement { // look what is on the instance: it may be wanted for something else
+				a.reader.stale.Store(true)
+			}
+		}
 		container, release := a.ends.since(c.ID, time.Now())
 		a.log.Info("claim ended", "claim", c.ID, "resource", c.Resource, "devices", len(deviceplugin.IDs(c.Grants)), "pod", c.Holder.String(),
 			"after_container", container, "after_release", release)
@@ -308,47 +311,6 @@ func (a *Agent) reconcile(ctx context.Context, full bool) error {
 		return nil
 	}
 	return fmt.Errorf("%w (claims stay as they are)", err)
-}
-
-// linger keeps what an ended claim had in the list for a while, where the GPU's
-// cut does not have it. What processes were on a MIG instance is to be read anew: it
-// may be wanted for something else.
-func (a *Agent) linger(c *ledger.Allocation) {
-	if !a.names.Ours(c.Resource) {
-		return
-	}
-	if c.Kind() == ledger.Placement {
-		a.reader.stale.Store(true)
-	}
-	for i := range c.Grants {
-		g := &c.Grants[i]
-		have := a.layouts[g.GPU]
-		same := have.Offers && have.Kind == g.Kind
-		cut := plan.Layout{Known: true, Offers: true, Kind: g.Kind, N: 1}
-		switch g.Kind {
-		case ledger.Whole:
-			if same {
-				continue
-			}
-		case ledger.Placement:
-			if cut = plan.Placements([]mig.Slot{g.Slot}); same && slices.Contains(have.Slots, g.Slot) {
-				continue
-			}
-		default:
-			// Only what it had: its last device may be the 30,000th of its GPU.
-			numbers := ledger.SetOf([]int{g.Replica})
-			if g.Kind == ledger.Units {
-				numbers = g.Units
-			}
-			if same {
-				numbers = numbers.From(have.N)
-			}
-			if cut.Alone, cut.N = numbers, numbers.Len(); cut.N == 0 {
-				continue
-			}
-		}
-		a.past[g.GPU] = append(a.past[g.GPU], plan.Past{Layout: cut, Until: time.Now().Add(plan.Linger)})
-	}
 }
 
 // LookAtCheckpoint is for whoever has seen something change in the kubelet's

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"log/slog"
+	"slices"
+	"time"
+
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+)
+
+// layouts is what the GPUs are laid out as, and what of former layouts is still listed,
+// as withdrawn. It belongs to the loop's goroutine.
+type layouts struct {
+	now  map[gpu.UUID]plan.Layout // replaced by settle, not changed
+	past map[gpu.UUID][]plan.Past
+	log  *slog.Logger
+}
+
+// offerAny reports whether any of these GPUs has devices to withdraw.
+func (l *layouts) offerAny(gpus []gpu.UUID) bool {
+	return slices.ContainsFunc(gpus, func(u gpu.UUID) bool { return l.now[u].Offers })
+}
+
+// keep keeps what a GPU does not offer any more in the list, until the kubelet may
+// forget it.
+func (l *layouts) keep(u gpu.UUID, old plan.Layout) {
+	l.past[u] = append(l.past[u], plan.Past{Layout: old, Until: time.Now().Add(plan.Linger)})
+}
+
+// settle makes the planned layouts the ones in force, and keeps what they replace.
+func (l *layouts) settle(changes *plan.Changes) {
+	for _, u := range sortedKeys(changes.Layouts) {
+		// MIG devices come and go one by one.
+		old, to := l.now[u], changes.Layouts[u]
+		if old.Offers && to.Offers && old.Kind == ledger.Placement && to.Kind == ledger.Placement && !old.Equal(to) {
+			l.keep(u, old)
+			l.log.Info("layout", "gpu", u, "from", plan.Names(old.Slots), "to", plan.Names(to.Slots))
+		}
+	}
+	for _, u := range changes.Recut {
+		old := l.now[u]
+		if old.Offers {
+			l.keep(u, old)
+		}
+		l.log.Info("layout", "gpu", u, "from", old.Mode(), "to", changes.Layouts[u].Mode(), "devices", changes.Layouts[u].N)
+	}
+	l.now = changes.Layouts
+}
+
+// expire drops what has been listed as withdrawn for long enough. That is done before
+// a plan, which may need the room.
+func (l *layouts) expire(now time.Time) {
+	for u, past := range l.past {
+		if l.past[u] = slices.DeleteFunc(past, func(p plan.Past) bool { return !p.Until.After(now) }); len(l.past[u]) == 0 {
+			delete(l.past, u)
+		}
+	}
+}
+
+// linger keeps what an ended claim had in the list for a while, where its GPU's layout
+// does not have it.
+func (l *layouts) linger(c *ledger.Allocation) {
+	for i := range c.Grants {
+		g := &c.Grants[i]
+		have := l.now[g.GPU]
+		same := have.Offers && have.Kind == g.Kind
+		had := plan.Layout{Known: true, Offers: true, Kind: g.Kind, N: 1}
+		switch g.Kind {
+		case ledger.Whole:
+			if same {
+				continue
+			}
+		case ledger.Placement:
+			if had = plan.Placements([]mig.Slot{g.Slot}); same && slices.Contains(have.Slots, g.Slot) {
+				continue
+			}
+		default:
+			// Only what it had: its last device may be the 30,000th of its GPU.
+			numbers := ledger.SetOf([]int{g.Replica})
+			if g.Kind == ledger.Units {
+				numbers = g.Units
+			}
+			if same {
+				numbers = numbers.From(have.N)
+			}
+			if had.Alone, had.N = numbers, numbers.Len(); had.N == 0 {
+				continue
+			}
+		}
+		l.keep(g.GPU, had)
+	}
+}

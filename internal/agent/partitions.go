@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// partitions is what was heard of the partition file and of the node, and what that
+// means for the GPUs. hear and heard are for anybody, all else for the loop's goroutine.
+type partitions struct {
+	unit gpu.MiB
+	// wake has a round come.
+	wake func()
+
+	mu    sync.Mutex
+	input input // guarded by mu
+
+	// The rest belongs to the loop's goroutine.
+
+	// wanted is what the partition active means: the last good one. gen counts the
+	// changes of it.
+	wanted []config.Want
+	gen    uint64
+	active string
+	chosen string // the one that is to be in force
+	// desired is the last answer of the partition file.
+	desired struct {
+		of  question
+		is  config.Desired
+		err error
+	}
+}
+
+// input is the news from outside, by value.
+type input struct {
+	// source is the newest file's name, whether it parsed or not.
+	source string
+	// file is the newest partition file that parsed; nil before the first.
+	file *config.File
+	// fileErr is why the newest one did not.
+	fileErr error
+	// chosen is the node label's value; "" where there is none.
+	chosen string
+	// labelKnown is false until the node has been seen, where there is one.
+	labelKnown bool
+	// letGo is why the driver is to be let go; "" where it is not.
+	letGo string
+	// migManager is the configuration that NVIDIA's MIG manager is to keep on this
+	// node; "" where it has none.
+	migManager string
+	// refused is what the API server refuses to show, by request; the map is not
+	// changed but replaced.
+	refused map[string]refusal
+}
+
+// heard says that partitions and label have been heard of, if only that there are
+// none.
+func (in *input) heard() bool { return in.labelKnown && (in.file != nil || in.fileErr != nil) }
+
+// refusal is a request that the API server does not permit.
+type refusal struct {
+	err   error
+	since time.Time
+}
+
+// refusals says what the API server has refused for at least that long.
+func (in *input) refusals(now time.Time, least time.Duration) string {
+	var out []string
+	for _, request := range sortedKeys(in.refused) {
+		if r := in.refused[request]; now.Sub(r.since) >= least {
+			out = append(out, fmt.Sprintf("the API server refuses to %s: %v; give the agent's ServiceAccount the rights of deployments/base/rbac.yaml", request, r.err))
+		}
+	}
+	return strings.Join(out, "; ")
+}
+
+// hear takes in news.
+func (p *partitions) hear(change func(*input)) {
+	p.mu.Lock()
+	change(&p.input)
+	p.mu.Unlock()
+	p.wake()
+}
+
+// heard returns what has been heard so far.
+func (p *partitions) heard() input {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.input
+}
+
+// SetFile hands in the partition file as it now is. A file that does not parse
+// changes nothing but the outcome: the last good one stays in force.
+func (a *Agent) SetFile(name string, data []byte) {
+	f, err := config.Parse(name, data)
+	a.partitions.hear(func(in *input) {
+		in.source, in.fileErr = name, err
+		if err == nil {
+			in.file = f
+		}
+	})
+}
+
+// SetFileMissing says that there is no partition file, and why. What was in
+// force stays.
+func (a *Agent) SetFileMissing(err error) {
+	a.partitions.hear(func(in *input) { in.fileErr = err })
+}
+
+// SetNode says what the Node object says.
+func (a *Agent) SetNode(n kube.Node) {
+	a.partitions.hear(func(in *input) {
+		in.chosen, in.labelKnown = n.Labels[a.opts.Domain+"/"+PartitionLabel], true
+		in.letGo = letGoReason(&n, a.opts.Domain)
+		in.migManager = n.Labels[migManagerLabel]
+	})
+	a.reporter.setNode(n.Labels)
+}
+
+// SetRefused says that the API server refuses a request without which partitions or
+// the node cannot be followed, or with nil that it does not any more. What was in
+// force stays.
+func (a *Agent) SetRefused(request string, err error) {
+	a.partitions.hear(func(in *input) {
+		refused := maps.Clone(in.refused)
+		if refused == nil {
+			refused = map[string]refusal{}
+		}
+		if delete(refused, request); err != nil {
+			refused[request] = refusal{err, time.Now()}
+		}
+		in.refused = refused
+	})
+}
+
+// resolve works out what is wanted of an inventory, which this process has read itself
+// if answered says so. note is a remark for the outcome; err says why the newest word is
+// not in force.
+func (p *partitions) resolve(in *input, inv *gpu.Inventory, answered bool) (note string, err error) {
+	if in.file == nil {
+		return "no partition file yet: nothing changes", in.fileErr
+	}
+	if !in.labelKnown {
+		return "waiting for the node's labels", nil
+	}
+	name := in.chosen
+	if name == "" {
+		if !slices.Contains(in.file.Names(), "default") {
+			return "the node has no partition label and the file no partition \"default\": nothing changes", in.fileErr
+		}
+		name = "default"
+	}
+	p.chosen = name
+	if q := (question{in.file, name, inv}); q != p.desired.of {
+		d, err := in.file.Desire(name, inv, p.unit)
+		p.desired.of, p.desired.is, p.desired.err = q, d, err
+	}
+	d, err := p.desired.is, p.desired.err
+	switch {
+	case err != nil && in.fileErr != nil:
+		return "", in.fileErr // what is wrong with an older file is no news
+	case err != nil && !answered:
+		// What the process before this one wrote down says nothing of MIG.
+		return "waiting for the driver's first answer", nil
+	case err != nil:
+		return "", err
+	}
+	if !slices.EqualFunc(p.wanted, d.GPUs, config.Want.Equal) {
+		p.gen++
+	}
+	p.wanted, p.active = d.GPUs, name
+	return "", in.fileErr
+}
+
+// question is what a partition means on what there is; neither a file nor an
+// inventory changes. To answer it takes a while where geometries are proven.
+type question struct {
+	file *config.File
+	name string
+	inv  *gpu.Inventory
+}
+
+// onDemand says whether a GPU's MIG instances are made for the pods that ask, as
+// far as is known: before the partitions have been heard it may be so.
+func (p *partitions) onDemand(u gpu.UUID) bool {
+	for _, w := range p.wanted {
+		if w.GPU == u {
+			return w.OnDemand
+		}
+	}
+	return p.wanted == nil
+}
