@@ -45,6 +45,7 @@ func TestReadmeNamesEveryFlag(t *testing.T) {
 func TestDocsNameEveryMetric(t *testing.T) {
 	metrics := obs.NewMetrics("test")
 	metrics.Called("r", "m", 0, nil)
+	metrics.Refused("r", errors.New("x"))
 	metrics.DriverCall("c", "ok", 0)
 	metrics.Round(nil, 0)
 	metrics.APIError("list", "nodes")

@@ -7,7 +7,6 @@ import (
 	"errors"
 	"log/slog"
 	"slices"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -459,13 +458,16 @@ func (a *Agent) round(ctx context.Context) error {
 		errs = append(errs, err)
 	}
 	if a.reader.inv == nil {
-		err := errors.Join(errs...)
-		a.finish(&findings{in: &in, changes: &plan.Changes{}, note: "the driver was let go, since " + a.reader.letGo, err: err})
-		return err
+		f := &findings{in: &in, changes: &plan.Changes{}, err: errors.Join(errs...)}
+		if f.err == nil {
+			f.note = a.reader.absent()
+		}
+		a.finish(f)
+		return f.err
 	}
 	note, configErr := a.partitions.resolve(&in, a.reader.inv, a.reader.answered)
 	if a.reader.letGo != "" {
-		note = "the driver was let go, since " + a.reader.letGo
+		note = a.reader.absent()
 	}
 	a.lookAround(ctx, in.migManager)
 	a.layouts.expire(time.Now())
@@ -536,11 +538,8 @@ func (a *Agent) round(ctx context.Context) error {
 	}
 
 	err := errors.Join(errs...)
-	if h := a.reader.hangs(); h != "" {
-		hwNote = strings.TrimPrefix(hwNote+"; hardware work waits: "+h, "; ")
-	}
 	f := &findings{in: &in, changes: &changes, note: note, hwNote: hwNote, configErr: configErr, err: err}
-	f.resting, f.resetsDue, f.working = a.executor.says(a.reader.inv, a.partitions.gen)
+	f.resting, f.resetsDue, f.working = a.executor.conditions(a.reader.inv, a.partitions.gen)
 	a.finish(f)
 	return err
 }

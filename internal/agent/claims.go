@@ -16,6 +16,7 @@ import (
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/state"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"tags.cncf.io/container-device-interface/specs-go"
@@ -94,15 +95,15 @@ func (a *Agent) takeOver(id string, r ledger.Record, taken, file time.Time) erro
 // CDI file stands, and nobody is left on its devices. It shuts the gate of one
 // that may not, by taking the file away. Why a gate stays shut is added to trouble,
 // by the claim's key, where nothing is said there yet.
-func (a *Agent) writeClaims(claims []ledger.Allocation, trouble map[string]string) error {
+func (a *Agent) writeClaims(claims []ledger.Allocation, trouble map[string]status.Cause) error {
 	var errs []error
 	for i := range claims {
 		c := &claims[i]
-		if why := a.shutBecause(c); why != "" && trouble[c.ID] == "" {
+		if why := a.shutBecause(c); why != (status.Cause{}) && trouble[c.ID] == (status.Cause{}) {
 			trouble[c.ID] = why
 		}
 		failed := func(err error) {
-			trouble[c.ID] = err.Error()
+			trouble[c.ID] = status.CauseOf(err, status.FilesFailed)
 			errs = append(errs, fmt.Errorf("the CDI file of claim %s (%s): %w", c.ID, c.Holder, err))
 		}
 		shut := false
@@ -150,7 +151,7 @@ func (a *Agent) writeClaims(claims []ledger.Allocation, trouble map[string]strin
 			a.ledger.SetOpen(c.ID, c.Epoch)
 		}
 	}
-	return errors.Join(errs...)
+	return status.Because(status.FilesFailed, errors.Join(errs...))
 }
 
 func (a *Agent) writeClaim(c *ledger.Allocation) error {
@@ -218,7 +219,7 @@ func (a *Agent) unread(u gpu.UUID) bool {
 func (a *Agent) lookForFiles() error {
 	keys, err := a.files.List()
 	if err != nil {
-		return err
+		return status.Because(status.FilesFailed, err)
 	}
 	for _, c := range a.ledger.Allocations() {
 		if _, stands := slices.BinarySearch(keys, c.ID); c.IsOpen() && !stands {
@@ -266,7 +267,7 @@ func (a *Agent) sweep() error {
 	}
 	keys, err := a.files.List()
 	if err != nil {
-		return err
+		return status.Because(status.FilesFailed, err)
 	}
 	claims := a.ledger.Allocations()
 	live := func(key string) bool {
@@ -292,7 +293,7 @@ func (a *Agent) sweep() error {
 	}))
 	err = errors.Join(errs...)
 	a.swept = err == nil && !kept
-	return err
+	return status.Because(status.FilesFailed, err)
 }
 
 // endings is when containers with claims ended, by claim, and when the kubelet

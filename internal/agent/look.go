@@ -15,6 +15,7 @@ import (
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap/lib"
@@ -98,7 +99,7 @@ func (r *reader) read(ctx context.Context) reading {
 	defer cancel()
 	inv, err := r.driver.Inventory(ctx)
 	if err != nil {
-		return reading{err: fmt.Errorf("read the inventory: %w", err)}
+		return reading{err: status.Because(status.DriverFailed, fmt.Errorf("read the inventory: %w", err))}
 	}
 	got := reading{began: began, inv: inv}
 	for i := range inv.GPUs {
@@ -109,7 +110,7 @@ func (r *reader) read(ctx context.Context) reading {
 				g.Health = &h
 			}
 			if errors.Is(g.Err, gpu.ErrTimeout) {
-				return reading{err: g.Err}
+				return reading{err: status.Because(status.DriverFailed, g.Err)}
 			}
 		}
 		got.health = append(got.health, g)
@@ -399,7 +400,7 @@ func (r *reader) mind(why string, working bool) error {
 	case r.letGo == "" && why != "":
 		if err := r.driver.LetGo(); err != nil {
 			r.letting = why // nothing is begun meanwhile
-			return fmt.Errorf("let the driver go: %w", err)
+			return status.Because(status.DriverFailed, fmt.Errorf("let the driver go: %w", err))
 		}
 		r.log.Info("let the driver go", "because", why)
 		r.letGo = why
@@ -425,19 +426,19 @@ func (r *reader) hangs() string {
 	return "the driver has not answered since " + since.UTC().Format(time.RFC3339)
 }
 
-// absent says why the driver is not to be had now, empty where it is.
-func (r *reader) absent() string {
+// absent says why the driver is not to be had now, zero where it is.
+func (r *reader) absent() (none status.Cause) {
 	switch {
 	case r.letGo != "":
-		return "the driver was let go, since " + r.letGo
+		return status.Why(status.DriverLetGo, "the driver was let go, since %s", r.letGo)
 	case r.letting != "":
-		return "the driver is to be let go, since " + r.letting
+		return status.Why(status.DriverLetGo, "the driver is to be let go, since %s", r.letting)
 	case r.hangs() != "":
-		return r.hangs()
+		return status.Why(status.GPUDriverHangs, "%s", r.hangs())
 	case r.readErr != nil:
-		return r.readErr.Error()
+		return status.CauseOf(r.readErr, status.DriverFailed)
 	}
-	return ""
+	return none
 }
 
 // parts are what containers need of the driver and of each GPU, and the libraries
@@ -457,7 +458,7 @@ func (r *reader) learnParts(ctx context.Context, caps Caps) error {
 	defer cancel()
 	of, err := r.driver.Parts(ctx)
 	if r.partsErr = err; err != nil {
-		return fmt.Errorf("learn which driver files containers need: %w", err)
+		return status.Because(status.DriverFilesUnknown, fmt.Errorf("learn which driver files containers need: %w", err))
 	}
 	kit, err := caps.Fit(of)
 	r.parts, r.partsOf = &parts{of, kit}, r.epoch

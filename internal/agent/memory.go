@@ -12,6 +12,7 @@ import (
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/state"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -135,9 +136,9 @@ func (a *Agent) save() error {
 		}
 	}
 	if err := a.store.Save(doc); err != nil {
-		return err
+		return status.Because(status.FilesFailed, err)
 	}
-	return a.trimJournal()
+	return status.Because(status.FilesFailed, a.trimJournal())
 }
 
 // slotText is a place as the state file has it, slotFrom the place that it means.

@@ -3,15 +3,14 @@
 package agent
 
 import (
-	"fmt"
 	"maps"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -74,14 +73,14 @@ type refusal struct {
 }
 
 // refusals says what the API server has refused for at least that long.
-func (in *input) refusals(now time.Time, least time.Duration) string {
-	var out []string
+func (in *input) refusals(now time.Time, least time.Duration) (out []status.Condition) {
 	for _, request := range sortedKeys(in.refused) {
 		if r := in.refused[request]; now.Sub(r.since) >= least {
-			out = append(out, fmt.Sprintf("the API server refuses to %s: %v; give the agent's ServiceAccount the rights of deployments/base/rbac.yaml", request, r.err))
+			why := status.Why(status.APIForbidden, "the API server refuses to %s: %v; give the agent's ServiceAccount the rights of deployments/base/rbac.yaml", request, r.err)
+			out = append(out, status.Condition{Type: status.Failed, Cause: why, Since: r.since})
 		}
 	}
-	return strings.Join(out, "; ")
+	return out
 }
 
 // hear takes in news.
@@ -114,7 +113,7 @@ func (a *Agent) SetFile(name string, data []byte) {
 // SetFileMissing says that there is no partition file, and why. What was in
 // force stays.
 func (a *Agent) SetFileMissing(err error) {
-	a.partitions.hear(func(in *input) { in.fileErr = err })
+	a.partitions.hear(func(in *input) { in.fileErr = status.Because(status.PartitionsMissing, err) })
 }
 
 // SetNode says what the Node object says.
@@ -146,17 +145,17 @@ func (a *Agent) SetRefused(request string, err error) {
 // resolve works out what is wanted of an inventory, which this process has read itself
 // if answered says so. note is a remark for the outcome; err says why the newest word is
 // not in force.
-func (p *partitions) resolve(in *input, inv *gpu.Inventory, answered bool) (note string, err error) {
+func (p *partitions) resolve(in *input, inv *gpu.Inventory, answered bool) (note status.Cause, err error) {
 	if in.file == nil {
-		return "no partition file yet: nothing changes", in.fileErr
+		return status.Why(status.PartitionsMissing, "no partition file yet: nothing changes"), in.fileErr
 	}
 	if !in.labelKnown {
-		return "waiting for the node's labels", nil
+		return status.Why(status.NodeUnknown, "waiting for the node's labels"), nil
 	}
 	name := in.chosen
 	if name == "" {
 		if !slices.Contains(in.file.Names(), "default") {
-			return "the node has no partition label and the file no partition \"default\": nothing changes", in.fileErr
+			return status.Why(status.PartitionUnset, "the node has no partition label and the file no partition \"default\": nothing changes"), in.fileErr
 		}
 		name = "default"
 	}
@@ -168,18 +167,18 @@ func (p *partitions) resolve(in *input, inv *gpu.Inventory, answered bool) (note
 	d, err := p.desired.is, p.desired.err
 	switch {
 	case err != nil && in.fileErr != nil:
-		return "", in.fileErr // what is wrong with an older file is no news
+		return note, in.fileErr // what is wrong with an older file is no news
 	case err != nil && !answered:
 		// What the process before this one wrote down says nothing of MIG.
-		return "waiting for the driver's first answer", nil
+		return status.Why(status.DriverUnread, "waiting for the driver's first answer"), nil
 	case err != nil:
-		return "", err
+		return note, status.Because(status.PartitionUnfit, err)
 	}
 	if !slices.EqualFunc(p.wanted, d.GPUs, config.Want.Equal) {
 		p.gen++
 	}
 	p.wanted, p.active = d.GPUs, name
-	return "", in.fileErr
+	return note, in.fileErr
 }
 
 // question is what a partition means on what there is; neither a file nor an

@@ -40,12 +40,12 @@ func (r *reporter) resources(unknown map[string]time.Time) []status.Resource {
 }
 
 // unregistered says which resources the kubelet has not had for a while, and why.
-func unregistered(resources []status.Resource) string {
-	var out []string
+func unregistered(resources []status.Resource) (out []status.Condition) {
 	for _, r := range resources {
 		if r.Error != "" {
-			out = append(out, r.Name+" is not registered with the kubelet: "+r.Error)
+			out = append(out, status.Condition{Type: status.Failed, Cause: status.Why(status.NotRegistered, "%s is not registered with the kubelet: %s", r.Name, r.Error),
+				Subject: r.Name, Since: *r.Since})
 		}
 	}
-	return sentences(out...)
+	return out
 }

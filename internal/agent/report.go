@@ -3,6 +3,7 @@
 package agent
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -23,6 +24,7 @@ import (
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/nfd"
 	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/topology"
@@ -44,6 +46,9 @@ const (
 type Outcome struct {
 	Partition string
 	State     State
+	// Reason is the code of the gravest condition that it follows from, empty when
+	// applied without a remark.
+	Reason status.Reason
 	// Message says what blocks or failed, with file and line where the file is
 	// at fault. Empty when applied without a remark; at most 4 KiB.
 	Message string
@@ -67,6 +72,8 @@ type Snapshot struct {
 	// Others is why GPUs are, or may be, given out by somebody else.
 	Others  map[gpu.UUID]string
 	Outcome Outcome
+	// Conditions are the facts that the outcome follows from, and others.
+	Conditions []status.Condition
 	// Source is where the partition file came from; Generation counts the
 	// changes of what is wanted since the start.
 	Source     string
@@ -89,13 +96,14 @@ type Snapshot struct {
 	// holders and those that could not be made, with the reason.
 	Work    map[gpu.UUID]string
 	Made    map[gpu.UUID]map[mig.Slot]bool
-	Leaving map[gpu.UUID]map[mig.Slot]string
+	Leaving map[gpu.UUID]map[mig.Slot]status.Cause
 	Failing map[gpu.UUID]map[mig.Slot]string
 }
 
 // Keys of the node's labels, annotation and condition, below the domain.
 const (
 	StateLabel        = "gpu.partition.state"
+	ReasonAnnotation  = "gpu.partition.reason"
 	MessageAnnotation = "gpu.partition.message"
 	HealthCondition   = "GPUHealthy"
 	// PartitionLabel is set by operators and chooses the partition. ReleaseLabel
@@ -109,26 +117,21 @@ const (
 // (deployments/base/admission.yaml) refuses everything else; a test compares.
 var Written = struct{ Labels, Annotations, Conditions []string }{
 	Labels:      append(slices.Clone(label.Names), StateLabel),
-	Annotations: []string{MessageAnnotation},
+	Annotations: []string{ReasonAnnotation, MessageAnnotation},
 	Conditions:  []string{HealthCondition},
 }
 
 // reasons are the Events' reasons.
-var reasons = map[State]string{
-	Applied: "GPUPartitionApplied",
-	Pending: "GPUPartitionPending",
-	Blocked: "GPUPartitionBlocked",
-	Failed:  "GPUPartitionFailed",
-	Invalid: "GPUPartitionInvalid",
+var reasons = map[State]status.Reason{
+	Applied: status.GPUPartitionApplied,
+	Pending: status.GPUPartitionPending,
+	Blocked: status.GPUPartitionBlocked,
+	Failed:  status.GPUPartitionFailed,
+	Invalid: status.GPUPartitionInvalid,
 }
 
-// Reasons of Events and of the condition that speak of health.
-const (
-	unhealthyReason = "GPUUnhealthy"
-	recoveredReason = "GPURecovered"
-	healthyReason   = "GPUsHealthy"
-	hangsReason     = "GPUDriverHangs"
-)
+// states are what conditions make of a partition; those of other types leave it Applied.
+var states = map[status.Type]State{status.Invalid: Invalid, status.Failed: Failed, status.Refused: Failed, status.Blocked: Blocked, status.Pending: Pending}
 
 // reporter tells people and programs what rounds leave: in the status, on the Node, in
 // Events and in the log. Nothing that the loop decides follows from it.
@@ -151,7 +154,7 @@ type reporter struct {
 
 func newReporter(o *Options, names *deviceplugin.Names, l *ledger.Ledger, f *deviceplugin.FrontEnd, w *Worlds) *reporter {
 	r := &reporter{opts: o, names: names, ledger: l, front: f, plugins: w.Plugins, cluster: w.Cluster, features: w.Features, log: o.Log, news: make(chan struct{}, 1)}
-	r.snapshot.Store(&Snapshot{Inventory: &gpu.Inventory{}, Outcome: Outcome{State: Pending, Message: "starting"}})
+	r.snapshot.Store(&Snapshot{Inventory: &gpu.Inventory{}, Outcome: Outcome{State: Pending, Reason: status.Starting, Message: "starting"}})
 	r.labels.Store(new(map[string]string))
 	return r
 }
@@ -169,81 +172,142 @@ type findings struct {
 	changes *plan.Changes
 	// note says why the partition changes nothing, and hwNote what the hardware has
 	// not; they are remarks.
-	note, hwNote string
+	note   status.Cause
+	hwNote string
 	// configErr is why the newest word of the partitions is not in force, err what
 	// failed, and missing what else the agent is not ready for.
 	configErr, err error
 	missing        []string
 	// resting is what failed on the hardware and is tried again; resetsDue and working
 	// say what the partition waits for.
-	resting, resetsDue, working string
+	resting, resetsDue, working []status.Condition
 }
 
 // finish makes s what people see.
 func (r *reporter) finish(s *Snapshot, f *findings) {
 	now, old := time.Now(), r.snapshot.Load()
 	s.At, s.Source, s.Blocked, s.Leaving = now, f.in.source, f.changes.Blocked, f.changes.Leaving
-	o := &s.Outcome
-	f.judge(o, s.Wanted != nil)
 	// An API server that starts refuses what it permits a moment later.
-	refusal := f.in.refusals(now, silentFor)
-	if trouble := sentences(refusal, unregistered(r.resources(s.Unknown))); trouble != "" {
-		if o.State != Invalid {
-			o.State = Failed
-		}
-		o.Message = sentences(trouble, o.Message)
-	}
-	o.Message = brief.Cut(o.Message, brief.Text)
+	refusals := f.in.refusals(now, silentFor)
+	f.judge(s, slices.Concat(refusals, unregistered(r.resources(s.Unknown))))
+	s.Conditions = append(s.Conditions, r.more(s)...)
+	status.SortConditions(s.Conditions, old.Conditions, now)
+	o := &s.Outcome
 	if old.At.IsZero() || old.Missing != "" { // once ready, it stays so
 		s.Missing = f.unready(s, now)
 	}
-	s.Heard = f.in.heard() || refusal != ""
+	s.Heard = f.in.heard() || len(refusals) > 0
 	changed := s.Outcome != old.Outcome || s.Inventory != old.Inventory || s.Generation != old.Generation || s.Heard != old.Heard || s.Hangs != old.Hangs ||
 		!slices.Equal(s.Verdicts, old.Verdicts)
 	r.snapshot.Store(s)
 	r.logHealth(old.Verdicts, s.Verdicts)
 	if *o != old.Outcome {
-		r.log.Info("partition", "name", o.Partition, "state", string(o.State), "message", o.Message)
+		r.log.Info("partition", "name", o.Partition, "state", string(o.State), "reason", string(o.Reason), "message", o.Message)
 	}
 	if changed {
 		poke(r.news)
 	}
 }
 
-// judge puts the round into one word and a sentence. inForce says that there is a good
-// partition.
-func (f *findings) judge(o *Outcome, inForce bool) {
-	crowded := strings.Join(f.changes.Crowded, "; ")
-	switch {
-	case f.configErr != nil:
-		o.State, o.Message = Invalid, f.configErr.Error()
-		if inForce {
-			o.Message += "; the last good partition stays in force"
+// judge puts into one word and a sentence what the partition comes to, and notes all
+// conditions that count for it. trouble is told in any case; of the rest, what must be
+// seen to first.
+func (f *findings) judge(s *Snapshot, trouble []status.Condition) {
+	is := func(kind status.Type, why status.Cause) []status.Condition {
+		if why.Message == "" {
+			return nil
 		}
-	case f.err != nil:
-		o.State, o.Message = Failed, f.err.Error()
-	case len(f.changes.Refused) > 0:
-		o.State, o.Message = Failed, strings.Join(f.changes.Refused, "; ")
-	case f.resting != "":
-		o.State, o.Message = Failed, sentences(f.resting, blocked(f.changes), f.resetsDue, f.working)
-	case len(f.changes.Blocked) > 0:
-		o.State, o.Message = Blocked, sentences(blocked(f.changes), crowded, f.resetsDue, f.working)
-	case f.note != "":
-		o.State, o.Message = Pending, f.note
-	case crowded != "" || f.resetsDue != "" || f.working != "":
-		o.State, o.Message = Pending, sentences(crowded, f.resetsDue, f.working)
-	default:
-		o.State, o.Message = Applied, sentences(append([]string{f.hwNote}, f.changes.Notes...)...)
+		return []status.Condition{{Type: kind, Cause: why}}
+	}
+	planned := func(kind status.Type) []status.Condition {
+		return slices.DeleteFunc(slices.Clone(f.changes.Conditions), func(c status.Condition) bool { return c.Type != kind })
+	}
+	var invalid, failed, blocked []status.Condition
+	if f.configErr != nil {
+		why := status.CauseOf(f.configErr, status.PartitionsInvalid)
+		if s.Wanted != nil {
+			why.Message += "; the last good partition stays in force"
+		}
+		invalid = is(status.Invalid, why)
+	}
+	for _, err := range apart(f.err) {
+		failed = append(failed, is(status.Failed, status.CauseOf(err, status.RoundFailed))...)
+	}
+	for _, b := range f.changes.Blocked {
+		blocked = append(blocked, b.Condition())
+	}
+	note, busy := is(status.Pending, f.note), slices.Concat(f.resting, blocked)
+	waits := slices.Concat(planned(status.Pending), f.resetsDue, f.working)
+	notes := slices.Concat(is(status.Noted, status.Cause{Reason: status.TimeSliceUnsupported, Message: f.hwNote}), planned(status.Noted))
+	if s.Hangs != "" {
+		notes = append(is(status.Unhealthy, status.Why(status.GPUDriverHangs, "hardware work waits: %s", s.Hangs)), notes...)
+	}
+	stuck := busy
+	if len(busy) > 0 {
+		stuck = slices.Concat(busy, waits)
+	}
+	told := notes
+	for _, some := range [][]status.Condition{invalid, failed, planned(status.Refused), stuck, note, waits} {
+		if len(some) > 0 {
+			told = some
+			break
+		}
+	}
+	told = slices.Concat(trouble, told)
+	s.Conditions = slices.Concat(trouble, invalid, failed, planned(status.Refused), busy, note, waits, notes)
+	o := &s.Outcome
+	o.State, o.Message = Applied, brief.Cut(messages(told), brief.Text)
+	if len(told) > 0 {
+		gravest := slices.MinFunc(told, status.Condition.Compare)
+		o.State, o.Reason = cmp.Or(states[gravest.Type], Applied), gravest.Reason
 	}
 }
 
-// blocked says which GPUs wait for whom.
-func blocked(changes *plan.Changes) string {
-	words := make([]string, len(changes.Blocked))
-	for i, b := range changes.Blocked {
-		words[i] = b.String()
+// more are the conditions that do not count for the partition: which GPUs are unhealthy,
+// which containers wait for what, and which MIG devices are withdrawn or leave.
+func (r *reporter) more(s *Snapshot) (out []status.Condition) {
+	for _, v := range s.Verdicts {
+		out = append(out, status.Condition{Type: status.Unhealthy, Cause: status.Cause{Reason: status.GPUUnhealthy, Message: v.Reason}, Subject: string(v.GPU), Since: v.Since})
 	}
-	return strings.Join(words, "; ")
+	for _, c := range r.ledger.Allocations() {
+		why := c.Cause
+		if c.After != "" {
+			why = status.Why(status.HeldByPods, "it waits for the end of %s", c.After)
+		}
+		if !c.IsOpen() && why.Message != "" {
+			out = append(out, status.Condition{Type: status.Waiting, Cause: why, Subject: c.ID})
+		}
+	}
+	for u, slots := range s.Leaving {
+		for slot, why := range slots {
+			out = append(out, status.Condition{Type: status.Leaving, Cause: why, Subject: mig.ID(u, slot)})
+		}
+	}
+	for u, slots := range s.Failing {
+		for slot, why := range slots {
+			out = append(out, status.Condition{Type: status.Leaving, Cause: status.Cause{Reason: status.GPUInstanceFailed, Message: why}, Subject: mig.ID(u, slot)})
+		}
+	}
+	return out
+}
+
+// apart are the errors that were joined.
+func apart(err error) []error {
+	if all, ok := err.(interface{ Unwrap() []error }); ok {
+		return all.Unwrap()
+	} else if err != nil {
+		return []error{err}
+	}
+	return nil
+}
+
+// messages joins what conditions say.
+func messages(of []status.Condition) string {
+	words := make([]string, len(of))
+	for i := range of {
+		words[i] = of[i].Message
+	}
+	return sentences(words...)
 }
 
 // sentences joins what there is to say.
@@ -264,7 +328,7 @@ func (f *findings) unready(s *Snapshot, now time.Time) string {
 		out = append(out, "nothing is on offer, and there is no valid partition: "+s.Outcome.Message)
 	}
 	if !f.in.heard() {
-		out = append(out, f.in.refusals(now, 0))
+		out = append(out, messages(f.in.refusals(now, 0)))
 	}
 	return sentences(out...)
 }
@@ -311,8 +375,9 @@ func (r *reporter) run(ctx context.Context) error {
 			marks := kube.Marks{Labels: map[string]string{r.opts.Domain + "/" + StateLabel: string(snap.Outcome.State)},
 				Annotations: map[string]string{}, Guests: guests, KeepLabels: !known}
 			maps.Copy(marks.Labels, own)
-			if m := snap.Outcome.Message; m != "" {
-				marks.Annotations[r.opts.Domain+"/"+MessageAnnotation] = m
+			if o := snap.Outcome; o.Reason != "" {
+				marks.Annotations[r.opts.Domain+"/"+ReasonAnnotation] = string(o.Reason)
+				marks.Annotations[r.opts.Domain+"/"+MessageAnnotation] = o.Message
 			}
 			err := c.Mark(ctx, marks)
 			if err == nil {
@@ -369,12 +434,12 @@ func (r *reporter) tellOutcome(c Cluster, o Outcome) {
 	}
 	message := o.Message
 	if o.Partition != "" {
-		message = "partition " + o.Partition + " is " + string(o.State) + ": " + o.Message
+		message = fmt.Sprintf("partition %s is %s (%s): %s", o.Partition, o.State, o.Reason, o.Message)
 		if o.Message == "" {
 			message = "partition " + o.Partition + " is applied"
 		}
 	}
-	c.Event(kube.Regarding{}, kind, reasons[o.State], message)
+	c.Event(kube.Regarding{}, kind, string(reasons[o.State]), message)
 }
 
 // tellHealth sends Events of what has changed in the GPUs' health: to the node,
@@ -383,19 +448,19 @@ func (r *reporter) tellHealth(c Cluster, snap *Snapshot, before []health.Verdict
 	news, over := healthNews(before, snap.Verdicts)
 	for _, g := range together(snap.Inventory, news) {
 		message := g.names + " unhealthy: " + g.reason
-		c.Event(kube.Regarding{}, kube.Warning, unhealthyReason, message)
+		c.Event(kube.Regarding{}, kube.Warning, string(status.GPUUnhealthy), message)
 		var told []kube.Regarding
 		for _, u := range g.gpus {
 			for _, pod := range podsOn(r.ledger.Allocations(), u) {
 				if !slices.Contains(told, pod) {
 					told = append(told, pod)
-					c.Event(pod, kube.Warning, unhealthyReason, message)
+					c.Event(pod, kube.Warning, string(status.GPUUnhealthy), message)
 				}
 			}
 		}
 	}
 	for _, g := range together(snap.Inventory, over) {
-		c.Event(kube.Regarding{}, kube.Normal, recoveredReason, g.names+" healthy again; it was: "+g.reason)
+		c.Event(kube.Regarding{}, kube.Normal, string(status.GPURecovered), g.names+" healthy again; it was: "+g.reason)
 	}
 }
 
@@ -486,18 +551,18 @@ func name(inv *gpu.Inventory, u gpu.UUID) string {
 
 // condition puts the GPUs' health into the node's condition.
 func condition(domain string, snap *Snapshot) kube.Condition {
-	c := kube.Condition{Type: domain + "/" + HealthCondition, Status: kube.True, Reason: healthyReason,
+	c := kube.Condition{Type: domain + "/" + HealthCondition, Status: kube.True, Reason: string(status.GPUsHealthy),
 		Message: fmt.Sprintf("%d GPUs are healthy", len(snap.Inventory.GPUs))}
 	var parts []string
 	for _, g := range together(snap.Inventory, snap.Verdicts) {
 		parts = append(parts, g.names+" unhealthy: "+g.reason)
 	}
 	if snap.Hangs != "" {
-		c.Status, c.Reason = kube.Unknown, hangsReason
+		c.Status, c.Reason = kube.Unknown, string(status.GPUDriverHangs)
 		parts = append(parts, "hardware work waits: "+snap.Hangs)
 	}
 	if len(snap.Verdicts) > 0 {
-		c.Status, c.Reason = kube.False, unhealthyReason
+		c.Status, c.Reason = kube.False, string(status.GPUUnhealthy)
 	}
 	if len(parts) > 0 {
 		c.Message = strings.Join(parts, "; ")

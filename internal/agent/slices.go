@@ -11,6 +11,7 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -65,7 +66,7 @@ func (t *timeSlices) set(ctx context.Context, inv *gpu.Inventory, epoch uint64, 
 			if errors.Is(err, gpu.ErrNotSupported) {
 				have.note = fmt.Sprintf("timeSlice %s is not supported on %s: %v", want, d.Name(), err)
 			} else if errors.Is(err, gpu.ErrTimeout) {
-				return strings.Join(notes, "; "), errors.Join(append(errs, fmt.Errorf("set time slice %s on %s: %w", want, d.Name(), err))...)
+				return strings.Join(notes, "; "), status.Because(status.DriverFailed, errors.Join(append(errs, fmt.Errorf("set time slice %s on %s: %w", want, d.Name(), err))...))
 			} else if err != nil {
 				errs = append(errs, fmt.Errorf("set time slice %s on %s: %w", want, d.Name(), err))
 				continue
@@ -77,5 +78,5 @@ func (t *timeSlices) set(ctx context.Context, inv *gpu.Inventory, epoch uint64, 
 			notes = append(notes, have.note)
 		}
 	}
-	return strings.Join(notes, "; "), errors.Join(errs...)
+	return strings.Join(notes, "; "), status.Because(status.DriverFailed, errors.Join(errs...))
 }

@@ -47,13 +47,14 @@ func (r *reporter) status() status.Status {
 		CUDA:    at.Inventory.CUDA,
 		Machine: at.Inventory.Machine,
 		Partition: status.Partition{
-			Name: at.Outcome.Partition, State: string(at.Outcome.State), Message: at.Outcome.Message,
+			Name: at.Outcome.Partition, State: string(at.Outcome.State), Reason: at.Outcome.Reason, Message: at.Outcome.Message,
 			Source: at.Source, Generation: at.Generation,
 		},
-		Claims:    len(at.claims),
-		Hardware:  at.Hangs,
-		Topology:  at.Matrix,
-		Resources: r.resources(at.Unknown),
+		Claims:     len(at.claims),
+		Hardware:   at.Hangs,
+		Conditions: at.Conditions,
+		Topology:   at.Matrix,
+		Resources:  r.resources(at.Unknown),
 	}
 	for i := range at.Inventory.GPUs {
 		s.GPUs = append(s.GPUs, r.gpu(&at.Inventory.GPUs[i], &at))
@@ -185,7 +186,7 @@ func (at *scene) mig(d *gpu.Device) *status.MIG {
 			s.Resource, s.Reason = r.Name, dev.Reason
 			if c := at.holders[dev.ID]; c != nil {
 				s.Namespace, s.Pod, s.Container = c.Holder.Namespace, c.Holder.Pod, c.Holder.Container
-				s.Reason = cmp.Or(s.Reason, c.Cause)
+				s.Reason = cmp.Or(s.Reason, c.Cause.Message)
 			}
 		}
 	}
@@ -237,7 +238,7 @@ func (at *scene) slotState(dev *deviceplugin.Device, s *status.Slot) string {
 		return status.SlotFree
 	case dev.Healthy:
 		return status.SlotWarm
-	case at.Leaving[dev.GPU][dev.Slot] != "", !layout.Offers, layout.Kind != ledger.Placement:
+	case at.Leaving[dev.GPU][dev.Slot] != (status.Cause{}), !layout.Offers, layout.Kind != ledger.Placement:
 		return status.SlotLeaving
 	case s.State == status.SlotForeign:
 		return status.SlotForeign

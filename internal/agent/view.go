@@ -259,7 +259,7 @@ func deviceLists(in *viewInput, d *gpu.Device) []deviceList {
 		dev := deviceplugin.Device{ID: n.id, GPU: d.UUID, Healthy: true}
 		if n.kind == ledger.Placement {
 			dev.Slot = in.sized(d.UUID, slots[n.id])
-			if why := parting[dev.Slot]; why != "" && withdrawn == "" {
+			if why := parting[dev.Slot].Message; why != "" && withdrawn == "" {
 				withdrawn, leaving = why, why
 			}
 			if why := in.failing[d.UUID][dev.Slot]; why != "" && withdrawn == "" {

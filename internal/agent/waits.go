@@ -7,6 +7,7 @@ import (
 
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/internal/status"
 )
 
 // correct puts right what the plan says to those who wait for an instance, where the
@@ -18,52 +19,60 @@ func (a *Agent) correct(changes *plan.Changes, unsaved error) {
 		if w.Claim == "" || a.executor.jobs[w.GPU] != nil {
 			continue
 		}
-		why := "the work is due" // in a moment, since something has come between
+		why := status.Why(status.GPUChange, "the work is due") // in a moment, since something has come between
 		switch absent := a.reader.absent(); {
-		case absent != "":
+		case absent != (status.Cause{}):
 			why = absent
 		case !a.seen.heard && w.Takes():
-			why = "nothing is taken away before the kubelet and the container runtime have said who holds what"
+			why = status.Why(status.HoldersUnknown, "nothing is taken away before the kubelet and the container runtime have said who holds what")
 			if a.seen.err != nil {
-				why += ": " + a.seen.err.Error()
+				why.Message += ": " + a.seen.err.Error()
 			}
 		case unsaved != nil:
-			why = unsaved.Error()
+			why = status.CauseOf(unsaved, status.FilesFailed)
 		}
-		changes.Trouble[w.Claim] = "its instance is not being made yet (" + w.String() + "): " + why
+		why.Message = "its instance is not being made yet (" + w.String() + "): " + why.Message
+		changes.Trouble[w.Claim] = why
 	}
 }
 
-// shutBecause says why a claim's container may not be made yet, empty where nothing
+// shutBecause says why a claim's container may not be made yet, zero where nothing
 // stands against it, or where the plan has to say what does.
-func (a *Agent) shutBecause(c *ledger.Allocation) string {
+func (a *Agent) shutBecause(c *ledger.Allocation) (none status.Cause) {
+	unknown := func(what string) status.Cause {
+		why := a.reader.absent()
+		if why.Reason == "" {
+			why.Reason = status.DriverUnread
+		}
+		why.Message = sentences(what, why.Message)
+		return why
+	}
 	switch {
 	case c.IsOpen():
-		return ""
 	case slices.ContainsFunc(c.GPUs(), a.faulty):
 		u := c.GPUs()[slices.IndexFunc(c.GPUs(), a.faulty)]
 		if d := a.reader.inv.ByUUID(u); d != nil {
-			return d.Name() + ": " + d.Fault
+			return status.Why(status.GPUUnhealthy, "%s: %s", d.Name(), d.Fault)
 		}
-		return "this node has no GPU " + string(u)
+		return status.Why(status.GPUMissing, "this node has no GPU %s", u)
 	case c.Kind() == ledger.Placement && slices.ContainsFunc(c.GPUs(), a.unread):
-		return sentences("this process has not read the driver yet", a.reader.absent())
+		return unknown("this process has not read the driver yet")
 	case a.reader.parts == nil && a.reader.partsErr != nil:
-		return a.reader.partsErr.Error()
+		return status.CauseOf(a.reader.partsErr, status.DriverFilesUnknown)
 	case a.reader.parts == nil:
-		return sentences("it is not known yet which driver files containers need", a.reader.absent())
+		return unknown("it is not known yet which driver files containers need")
 	case c.Phase == ledger.Reserved && a.seen.err != nil:
-		return "nobody has said whether its devices are free: " + a.seen.err.Error()
+		return status.Why(status.HoldersUnknown, "nobody has said whether its devices are free: %v", a.seen.err)
 	}
-	return ""
+	return none
 }
 
 // tellWaiting tells the ledger, for the pods' sake, why claims are not ready, and
 // nothing of those of which there is nothing to say any more. What failed for a claim
 // stays until it is tried again.
-func (a *Agent) tellWaiting(trouble map[string]string) {
+func (a *Agent) tellWaiting(trouble map[string]status.Cause) {
 	for _, c := range a.ledger.Allocations() {
-		if why := trouble[c.ID]; !c.IsOpen() && why != c.Cause && (why != "" || !a.executor.failedFor(c.ID)) {
+		if why := trouble[c.ID]; !c.IsOpen() && why != c.Cause && (why != (status.Cause{}) || !a.executor.failedFor(c.ID)) {
 			a.ledger.SetCause(c.ID, why)
 		}
 	}

@@ -18,6 +18,7 @@ import (
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -310,7 +311,7 @@ func (a *Agent) reconcile(ctx context.Context, full bool) error {
 	if err == nil || t.Asked.Sub(a.seen.silent) < silentFor {
 		return nil
 	}
-	return fmt.Errorf("%w (claims stay as they are)", err)
+	return status.Because(status.HoldersUnknown, fmt.Errorf("%w (claims stay as they are)", err))
 }
 
 // LookAtCheckpoint is for whoever has seen something change in the kubelet's

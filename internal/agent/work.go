@@ -21,6 +21,7 @@ import (
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
@@ -41,13 +42,6 @@ const (
 	// merely keep instances from being given out: nothing tells when they end.
 	busySoon = 2 * time.Second
 	busyLook = 15 * time.Second
-)
-
-// Reasons of Events that speak of work on the hardware.
-const (
-	changeReason = "GPUChange"
-	failedReason = "GPUChangeFailed"
-	slotReason   = "GPUInstanceFailed"
 )
 
 // errResetDue says that a GPU's mode is set and comes into force with a reset or a
@@ -251,7 +245,7 @@ func (e *executor) ownMade(work []plan.Work) {
 // begin has work done beside the loop, on each GPU for itself.
 func (e *executor) begin(ctx context.Context, inv *gpu.Inventory, work []plan.Work) {
 	if plan := workText(inv, work); plan != "" {
-		e.event(kube.Regarding{}, kube.Normal, changeReason, plan)
+		e.event(kube.Regarding{}, kube.Normal, string(status.GPUChange), plan)
 	}
 	for _, w := range work {
 		d := inv.ByUUID(w.GPU)
@@ -485,14 +479,14 @@ func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
 	if r.Claim == "" {
 		rest, what := orNew(e.rests, plan.Want{GPU: r.GPU}), r.failure()
 		if rest.err == nil || rest.of != what {
-			e.event(kube.Regarding{}, kube.Warning, failedReason, r.err.Error())
+			e.event(kube.Regarding{}, kube.Warning, string(status.GPUChangeFailed), r.err.Error())
 		}
 		rest.of = what
 		rest.fail(r.err, gen, workPauseMax, now)
 		return
 	}
 	orNew(e.rests, r.Want()).fail(r.err, 0, wishPauseMax, now)
-	e.ledger.SetCause(r.Claim, r.err.Error())
+	e.ledger.SetCause(r.Claim, status.CauseOf(r.err, status.GPUInstanceFailed))
 	f := orNew(e.failing, mig.Place{GPU: r.GPU, Slot: r.Slot})
 	f.n++
 	f.until, f.why = now.Add(failingFor), r.err.Error()
@@ -500,10 +494,10 @@ func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
 		return
 	}
 	message := fmt.Sprintf("%s: %s could not be made %d times and is withdrawn for %s: %v", d.Name(), r.Slot, f.n, failingFor, r.err)
-	e.event(kube.Regarding{}, kube.Warning, slotReason, message)
+	e.event(kube.Regarding{}, kube.Warning, string(status.GPUInstanceFailed), message)
 	for _, c := range e.ledger.Allocations() {
 		if pod := (kube.Regarding{Namespace: c.Holder.Namespace, Pod: c.Holder.Pod, UID: c.Holder.PodUID}); c.ID == r.Claim && pod.Pod != "" {
-			e.event(pod, kube.Warning, slotReason, message)
+			e.event(pod, kube.Warning, string(status.GPUInstanceFailed), message)
 		}
 	}
 }
@@ -610,24 +604,23 @@ func (e *executor) nextWork(now time.Time) (wait time.Duration, ok bool) {
 	return wait, ok
 }
 
-// says puts into words what failed for the partition and is tried again later, which
-// GPUs wait for a reset or a reboot, and what is being done.
-func (e *executor) says(inv *gpu.Inventory, gen uint64) (resting, resets, working string) {
-	var rests, due, doing []string
+// conditions say what failed for the partition and is tried again later, which GPUs
+// wait for a reset or a reboot, and what is being done.
+func (e *executor) conditions(inv *gpu.Inventory, gen uint64) (rests, due, doing []status.Condition) {
 	for i := range inv.GPUs {
 		d := &inv.GPUs[i]
 		switch r := e.rests[plan.Want{GPU: d.UUID}]; {
 		case r == nil || r.gen != gen:
 		case errors.Is(r.err, errResetDue):
-			due = append(due, r.err.Error())
+			due = append(due, status.Condition{Type: status.Pending, Cause: status.CauseOf(r.err, status.ResetDue), Subject: string(d.UUID)})
 		default:
-			rests = append(rests, r.err.Error())
+			rests = append(rests, status.Condition{Type: status.Failed, Cause: status.CauseOf(r.err, status.GPUChangeFailed), Subject: string(d.UUID)})
 		}
 		if j := e.jobs[d.UUID]; j != nil && j.Claim == "" {
-			doing = append(doing, d.Name()+": "+j.String())
+			doing = append(doing, status.Condition{Type: status.Pending, Cause: status.Why(status.GPUChange, "%s: %s", d.Name(), j), Subject: string(d.UUID)})
 		}
 	}
-	return sentences(rests...), sentences(due...), sentences(doing...)
+	return rests, due, doing
 }
 
 // now says what is being done to GPUs.

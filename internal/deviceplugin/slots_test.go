@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -698,7 +699,7 @@ func TestWishAndTrouble(t *testing.T) {
 	wantErr(t, prepare(), "is not written yet")
 	first := clock.now()
 	clock.pass(time.Second)
-	d.SetCause(key, "create 1g.10gb@3: driver error (attempt 2 of 3)")
+	d.SetCause(key, status.Why(status.GPUInstanceFailed, "create 1g.10gb@3: driver error (attempt 2 of 3)"))
 	wantErr(t, prepare(), "attempt 2 of 3")
 	if c := claimOf(t, d, key); !c.Asked.Equal(first) {
 		t.Errorf("wished at %s, want the first time, %s", c.Asked, first)
@@ -706,7 +707,7 @@ func TestWishAndTrouble(t *testing.T) {
 	if !ready(d, key) || prepare() != nil {
 		t.Error("not ready")
 	}
-	if c := claimOf(t, d, key); c.Cause != "" || !c.Asked.Equal(first) {
+	if c := claimOf(t, d, key); c.Cause != (status.Cause{}) || !c.Asked.Equal(first) {
 		t.Errorf("ready, and trouble is %q, the wish of %s", c.Cause, c.Asked)
 	}
 	// Shut, it is nobody's wish until somebody asks again.
@@ -715,13 +716,13 @@ func TestWishAndTrouble(t *testing.T) {
 		t.Error("still wished after its gate was shut")
 	}
 	_ = prepare()
-	d.SetCause(key, "x")
+	d.SetCause(key, status.Why(status.NoRoom, "x"))
 	clock.pass(time.Second)
 	allocate(t, d, slot...)
-	if c := claimOf(t, d, key); !c.Asked.IsZero() || c.Cause != "" {
+	if c := claimOf(t, d, key); !c.Asked.IsZero() || c.Cause != (status.Cause{}) {
 		t.Errorf("allocated anew, it is wished since %s and has trouble %q", c.Asked, c.Cause)
 	}
-	d.SetCause("0123456789abcdef", "of nobody")
+	d.SetCause("0123456789abcdef", status.Why(status.NoRoom, "of nobody"))
 }
 
 func TestPreferSlots(t *testing.T) {

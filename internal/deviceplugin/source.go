@@ -46,14 +46,15 @@ func (s *Source) List() ([]plugin.Device, <-chan struct{}) {
 
 // Prefer is plugin.Source's.
 func (s *Source) Prefer(available, must []string, n int) ([]string, error) {
-	return s.Front.Prefer(s.Resource, available, must, n)
+	ids, err := s.Front.Prefer(s.Resource, available, must, n)
+	return ids, withReason(err)
 }
 
 // Allocate is plugin.Source's.
 func (s *Source) Allocate(ids []string) (plugin.Grant, error) {
 	a, err := s.Front.Allocate(s.Resource, ids)
 	if err != nil {
-		return plugin.Grant{}, err
+		return plugin.Grant{}, withReason(err)
 	}
 	record, err := json.Marshal(a.Record())
 	if err != nil {
@@ -70,5 +71,5 @@ func (s *Source) Allocate(ids []string) (plugin.Grant, error) {
 
 // Prepare is plugin.Source's.
 func (s *Source) Prepare(ctx context.Context, ids []string) error {
-	return s.Front.Prepare(ctx, s.Resource, ids)
+	return withReason(s.Front.Prepare(ctx, s.Resource, ids))
 }

@@ -14,6 +14,7 @@ import (
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
@@ -56,10 +57,10 @@ const (
 
 // Reasons of Events.
 const (
-	overReason     = "CapExceeded"
-	intruderReason = "Intruder"
-	evictedReason  = "CapEvicted"
-	unlistedReason = "ContainerNotListed"
+	overReason     = string(status.CapExceeded)
+	intruderReason = string(status.Intruder)
+	evictedReason  = string(status.CapEvicted)
+	unlistedReason = string(status.ContainerNotListed)
 )
 
 // Options configure a Guard.

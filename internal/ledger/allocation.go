@@ -9,6 +9,7 @@ import (
 	"slices"
 	"time"
 
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 )
@@ -45,7 +46,7 @@ type Allocation struct {
 	Phase  Phase
 	// Cause is why it is not open, by SetCause, empty where that is not known: its own
 	// pod reads it.
-	Cause string
+	Cause status.Cause
 	// After is who has to end before it can open, empty if nobody, for operators: a pod
 	// is told by way of Holder.Told.
 	After string

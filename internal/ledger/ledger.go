@@ -11,6 +11,7 @@ import (
 	"sync"
 	"time"
 
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -161,7 +162,7 @@ func (l *Ledger) moveLocked(a *allocation, to Phase) {
 	l.seen[Transition{a.Phase, to}] = true
 	switch {
 	case to == Open:
-		a.Opened, a.Fresh, a.Cause = true, false, ""
+		a.Opened, a.Fresh, a.Cause = true, false, status.Cause{}
 		close(a.open)
 	case a.Phase == Open:
 		a.open, a.Asked = make(chan struct{}), time.Time{}
@@ -226,8 +227,8 @@ func (l *Ledger) Prepare(ctx context.Context, id string) error {
 		return nil
 	case a != nil && a.Phase == Waiting:
 		return fmt.Errorf("%w: previous holder still ending: %s", ErrNotOpen, a.told)
-	case a != nil && a.Cause != "":
-		return fmt.Errorf("%w: %s", ErrNotOpen, a.Cause)
+	case a != nil && a.Cause != (status.Cause{}):
+		return fmt.Errorf("%w: %w", ErrNotOpen, a.Cause)
 	}
 	return fmt.Errorf("%w: the CDI file of claim %s is not written yet; see the agent's log and `gpu-agent status`", ErrNotOpen, id)
 }
@@ -258,7 +259,7 @@ func (l *Ledger) Shut(id string) {
 // SetCause says why what an allocation needs could not be made so far, empty where
 // there is nothing to say any more: it is in the error of a Prepare that waited in
 // vain, which ends up in an Event of the pod. So it names no pod but by Holder.Told.
-func (l *Ledger) SetCause(id, why string) {
+func (l *Ledger) SetCause(id string, why status.Cause) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if a := l.allocations[id]; a != nil {

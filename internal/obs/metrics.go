@@ -29,7 +29,8 @@ type Metrics struct {
 	own     *prometheus.Registry // of the fields below
 
 	plugin, driver, round, steps, wishes *prometheus.HistogramVec
-	api, events, gpus, kills, refused    *prometheus.CounterVec
+	api, events, gpus, kills             *prometheus.CounterVec
+	unregistered, refusals               *prometheus.CounterVec
 	evicted                              prometheus.Counter
 	breach                               prometheus.Histogram
 }
@@ -69,7 +70,9 @@ func NewMetrics(version string) *Metrics {
 			"Kubernetes Events by what became of them: sent, merged into an earlier one, or dropped.", "outcome"),
 		gpus: counter("gpu_events_total",
 			"Events that the driver reported of a GPU; xid is the error's number, 0 for other kinds.", "gpu", "kind", "xid"),
-		refused: counter("plugin_registration_errors_total",
+		refusals: counter("plugin_refusals_total",
+			"Requests of the kubelet that were refused, by reason. A container that could not start yet is asked for again (NotReady).", "resource", "reason"),
+		unregistered: counter("plugin_registration_errors_total",
 			"Registrations of a resource that the kubelet refused, or did not answer.", "resource"),
 		kills: counter("cap_kills_total",
 			"Containers that the watchdog has ended: over their memory cap, or an intruder on a GPU that they hold no claim on.", "reason"),
@@ -104,8 +107,13 @@ func (m *Metrics) Called(resource, method string, took time.Duration, err error)
 // Registered counts a registration at the kubelet if it failed.
 func (m *Metrics) Registered(resource string, err error) {
 	if err != nil {
-		m.refused.WithLabelValues(resource).Inc()
+		m.unregistered.WithLabelValues(resource).Inc()
 	}
+}
+
+// Refused counts a request of the kubelet that was refused, by the reason of err.
+func (m *Metrics) Refused(resource string, err error) {
+	m.refusals.WithLabelValues(resource, string(status.CauseOf(err, status.NotOffered).Reason)).Inc()
 }
 
 // DriverCall counts a call of the driver. code is "ok" or the failure's kind.

@@ -112,6 +112,7 @@ func used() *Metrics {
 	m.APIError("watch", "configmaps")
 	m.Registered("example.com/gpu", errors.New("x"))
 	m.Registered("example.com/gpu", nil)
+	m.Refused("example.com/gpu-mem", status.Why(status.NotOneGPU, "24 units asked for"))
 	m.Event("sent")
 	m.GPUEvent(gpu.Event{GPU: "GPU-5e0f8c1a-0000-1111-2222-333344440001", Kind: "xid", Xid: 79})
 	m.GPUEvent(gpu.Event{GPU: "GPU-1", Kind: "xid", Xid: 79})
@@ -206,6 +207,7 @@ func TestMetricsPage(t *testing.T) {
 		`gpu_agent_plugin_registered{resource="example.com/gpu"} 0`,
 		`gpu_agent_plugin_registered{resource="example.com/gpu-mem"} 1`,
 		`gpu_agent_plugin_registration_errors_total{resource="example.com/gpu"} 1`,
+		`gpu_agent_plugin_refusals_total{reason="NotOneGPU",resource="example.com/gpu-mem"} 1`,
 		`gpu_agent_devices{gpu="GPU-5e0f8c1a-0000-1111-2222-333344440000",resource="example.com/gpu-mem",state="held"} 48`,
 		`gpu_agent_devices{gpu="GPU-5e0f8c1a-0000-1111-2222-333344440000",resource="example.com/gpu-mem",state="free"} 31`,
 		`gpu_agent_devices{gpu="GPU-5e0f8c1a-0000-1111-2222-333344440003",resource="example.com/gpu.shared",state="unhealthy"} 1`,

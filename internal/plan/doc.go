@@ -55,5 +55,5 @@
 //
 // The package has no clock and does not know the driver, the kubelet's lists or device
 // IDs. Why a claim has to wait is told to its pod ([Changes].Trouble), so no other
-// tenant's pod is named there; Blocked and Refused are for operators.
+// tenant's pod is named there; Blocked and Conditions are for operators.
 package plan

@@ -10,6 +10,7 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
@@ -39,7 +40,7 @@ type Work struct {
 	Claim string
 	Slot  mig.Slot
 	// Leaving are the devices that stay withdrawn meanwhile.
-	Leaving map[mig.Slot]string
+	Leaving map[mig.Slot]status.Cause
 }
 
 // String is the work in words: "destroy 1g.10gb@0, create 3g.40gb@0".
@@ -101,22 +102,25 @@ type wish struct {
 
 // Reasons why an instance may not go.
 const (
-	heldReason    = "held"
-	busyReason    = "busy"
-	foreignReason = "foreign"
+	heldReason    = string(status.HeldByPods)
+	busyReason    = string(status.BusyProcess)
+	foreignReason = string(status.ForeignInstance)
 )
+
+// notKept is why a device leaves that the target does not have.
+var notKept = status.Cause{Reason: status.NotInPartition, Message: "the node's partition does not keep it"}
 
 // look gathers what counts for a GPU's plan. The error says why there can be none.
 func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
 	g := &gpuWithMIG{Device: d, claimed: map[mig.Slot]*ledger.Allocation{}}
 	if g.card = in.MIG.Cards[d.UUID]; g.card == nil {
-		return g, fmt.Errorf("%s cannot do MIG", d.Name())
+		return g, status.Why(status.MIGUnsupported, "%s cannot do MIG", d.Name())
 	}
 	stands := map[mig.Slot]bool{}
 	for i := range d.MIG.Instances {
 		slot, err := mig.SlotOf(&d.MIG.Instances[i])
 		if err != nil {
-			return g, fmt.Errorf("%s has an instance that this version does not understand: %w", d.Name(), err)
+			return g, status.Why(status.InstanceUnknown, "%s has an instance that this version does not understand: %v", d.Name(), err)
 		}
 		stands[slot] = d.MIG.Instances[i].CI >= 0
 	}
@@ -245,8 +249,8 @@ func (in *Input) planMIG(d *gpu.Device, w config.Want, have Layout, out *Changes
 	if work == nil && have.Offers && have.Kind == ledger.Placement && to.Offers && !have.Equal(to) {
 		// What does not stand is withdrawn before the work like what does.
 		for _, s := range g.of(have) {
-			if leaving[s] == "" && !slices.Contains(to.Slots, s) {
-				leaving[s] = "the node's partition does not keep it"
+			if _, goes := leaving[s]; !goes && !slices.Contains(to.Slots, s) {
+				leaving[s] = notKept
 			}
 		}
 	}
@@ -264,42 +268,42 @@ func (in *Input) planMIG(d *gpu.Device, w config.Want, have Layout, out *Changes
 // that cannot be read is said to be faulty elsewhere.
 func (in *Input) unplanned(d *gpu.Device, w config.Want, have Layout, err error, out *Changes) {
 	if d.Fault == "" && (w.Mode == config.MIG || d.MIG.Enabled && w.Mode != config.Off && w.Mode != config.Keep) {
-		out.Refused = append(out.Refused, err.Error())
+		out.say(status.Refused, d.UUID, status.CauseOf(err, status.MIGUnsupported))
 	}
 	if have.Known {
 		out.Layouts[d.UUID] = have
 	}
 	for i := range in.Claims {
 		if c := &in.Claims[i]; c.Kind() == ledger.Placement && c.On(d.UUID) && d.Fault == "" && d.MIG.Capable {
-			out.Trouble[c.ID] = err.Error()
+			out.Trouble[c.ID] = status.CauseOf(err, status.MIGUnsupported)
 		}
 	}
 }
 
 // next is the layout that a GPU gets now, and the devices that are withdrawn or leave
 // with their holder, with the reason.
-func (in *Input) next(g *gpuWithMIG, w config.Want, have Layout, out *Changes) (to Layout, leaving map[mig.Slot]string) {
+func (in *Input) next(g *gpuWithMIG, w config.Want, have Layout, out *Changes) (to Layout, leaving map[mig.Slot]status.Cause) {
 	held := len(g.holders)+len(g.others) > 0
 	offers := have.Offers && have.Kind == ledger.Placement
 	wanted, ok := target(w)
-	block := func(by []string) {
-		out.Blocked = append(out.Blocked, Blocked{GPU: g.UUID, Index: g.Index, From: g.now(have), To: targetText(w), Holders: compact(by)})
+	block := func(reason status.Reason, by []string) {
+		out.Blocked = append(out.Blocked, Blocked{GPU: g.UUID, Index: g.Index, From: g.now(have), To: targetText(w), Reason: reason, Holders: compact(by)})
 	}
-	leaving = map[mig.Slot]string{}
+	leaving = map[mig.Slot]status.Cause{}
 	switch work := in.MIG.Working[g.UUID]; {
 	case work != nil:
 		return have, work.Leaving
 	case in.Others[g.UUID] != "" && w.Mode != config.Off:
-		out.Refused = append(out.Refused, g.Name()+" is not offered: "+in.Others[g.UUID])
+		out.say(status.Refused, g.UUID, notOffered(g.Device, in.Others[g.UUID]))
 		if !held {
 			return Layout{Known: true}, leaving
 		}
-		return have, g.all(have, "somebody else gives the GPU out")
+		return have, g.all(have, status.Why(status.OtherOwner, "somebody else gives the GPU out"))
 	case g.Fault != "":
 		return have, leaving // what cannot be read is left as it is
 	case w.Mode == config.Off && held:
-		block(slices.Concat(g.holders, g.others))
-		return have, g.all(have, "the node's partition switches the GPU off")
+		block(status.HeldByPods, slices.Concat(g.holders, g.others))
+		return have, g.all(have, status.Why(status.NotInPartition, "the node's partition switches the GPU off"))
 	case w.Mode == config.Off:
 		return Layout{Known: true}, leaving
 	case !ok: // to be left as it is
@@ -308,11 +312,11 @@ func (in *Input) next(g *gpuWithMIG, w config.Want, have Layout, out *Changes) (
 		}
 		return have, leaving
 	case wanted.MIG && len(g.others) > 0:
-		block(g.others)
+		block(status.HeldByPods, g.others)
 		return have, leaving
 	case !wanted.MIG && !g.MIG.Enabled && held:
 		// The mode was lost under them, as in a reboot, and nobody wants it back.
-		block(slices.Concat(g.holders, g.others))
+		block(status.HeldByPods, slices.Concat(g.holders, g.others))
 		if offers {
 			return Placements(nil), leaving
 		}
@@ -323,8 +327,8 @@ func (in *Input) next(g *gpuWithMIG, w config.Want, have Layout, out *Changes) (
 
 // all is one reason for everything that a GPU has, that claims have of it and that its
 // layout offers, whether it stands or not.
-func (g *gpuWithMIG) all(have Layout, why string) map[mig.Slot]string {
-	leaving := map[mig.Slot]string{}
+func (g *gpuWithMIG) all(have Layout, why status.Cause) map[mig.Slot]status.Cause {
+	leaving := map[mig.Slot]status.Cause{}
 	for _, s := range g.standing {
 		leaving[s.Slot] = why
 	}
@@ -340,14 +344,14 @@ func (g *gpuWithMIG) all(have Layout, why string) map[mig.Slot]string {
 // postpone tells the claims that wait for an instance why none is made on their GPU
 // now. A pod is told this: no other tenant's is named.
 func (in *Input) postpone(g *gpuWithMIG, out *Changes) {
-	why := g.Name() + " is not in MIG mode"
+	why := status.Why(status.MIGOff, "%s is not in MIG mode", g.Name())
 	switch work := in.MIG.Working[g.UUID]; {
 	case work != nil:
-		why = g.Name() + " is being worked on: " + work.String()
+		why = status.Why(status.GPUChange, "%s is being worked on: %s", g.Name(), work)
 	case in.Others[g.UUID] != "":
-		why = g.Name() + " is left alone: somebody else gives it out"
+		why = status.Why(status.OtherOwner, "%s is left alone: somebody else gives it out", g.Name())
 	case g.Fault != "":
-		why = g.Name() + ": " + g.Fault
+		why = status.Why(status.GPUUnhealthy, "%s: %s", g.Name(), g.Fault)
 	}
 	for _, wish := range g.wishes {
 		out.Trouble[wish.claim.ID] = why
@@ -356,10 +360,10 @@ func (in *Input) postpone(g *gpuWithMIG, out *Changes) {
 
 // follow plans what the partition wants of a GPU that nothing else stands against,
 // and returns its layout meanwhile. What the target does not keep is added to leaving.
-func (in *Input) follow(g *gpuWithMIG, w config.Want, wanted mig.Target, have Layout, leaving map[mig.Slot]string, block func([]string), out *Changes) Layout {
+func (in *Input) follow(g *gpuWithMIG, w config.Want, wanted mig.Target, have Layout, leaving map[mig.Slot]status.Cause, block func(status.Reason, []string), out *Changes) Layout {
 	plan, err := in.change(g, wanted)
 	if err != nil {
-		out.Refused = append(out.Refused, fmt.Sprintf("%s cannot be %s: %v", g.Name(), targetText(w), err))
+		out.say(status.Refused, g.UUID, status.Why(status.NoRoom, "%s cannot be %s: %v", g.Name(), targetText(w), err))
 		return have
 	}
 	keep := map[mig.Slot]bool{}
@@ -369,7 +373,7 @@ func (in *Input) follow(g *gpuWithMIG, w config.Want, wanted mig.Target, have La
 	if !wanted.OnDemand {
 		for _, s := range slices.Concat(g.standing, g.missing) {
 			if !keep[s.Slot] {
-				leaving[s.Slot] = "the node's partition does not keep it"
+				leaving[s.Slot] = notKept
 			}
 		}
 	}
@@ -379,7 +383,7 @@ func (in *Input) follow(g *gpuWithMIG, w config.Want, wanted mig.Target, have La
 		out.Process = out.Process || b.Reason == busyReason
 	}
 	if len(by) > 0 {
-		block(by)
+		block(status.Reason(plan.Blocked[0].Reason), by)
 	}
 	if len(plan.Steps) > 0 {
 		out.Work = append(out.Work, Work{GPU: g.UUID, Steps: plan.Steps, Leaving: leaving})
@@ -423,7 +427,7 @@ func (in *Input) change(g *gpuWithMIG, to mig.Target) (mig.Plan, error) {
 // grant plans the instance of the first claim that waits for one, in front of what
 // else is to be done to the GPU; where nobody waits, it ends what has been idle for
 // long enough.
-func (in *Input) grant(g *gpuWithMIG, leaving map[mig.Slot]string, w config.Want, out *Changes) {
+func (in *Input) grant(g *gpuWithMIG, leaving map[mig.Slot]status.Cause, w config.Want, out *Changes) {
 	u := g.UUID
 	for i, wish := range g.wishes {
 		if in.MIG.Deferred[Want{wish.claim.ID, u, wish.slot}] {
@@ -432,7 +436,7 @@ func (in *Input) grant(g *gpuWithMIG, leaving map[mig.Slot]string, w config.Want
 		plan, err := g.card.Make(g.standing, wish.slot)
 		switch {
 		case err != nil:
-			out.Trouble[wish.claim.ID] = err.Error()
+			out.Trouble[wish.claim.ID] = status.CauseOf(err, status.NoRoom)
 		case len(plan.Blocked) > 0:
 			b := plan.Blocked[0]
 			out.Process = out.Process || b.Reason == busyReason
@@ -440,7 +444,7 @@ func (in *Input) grant(g *gpuWithMIG, leaving map[mig.Slot]string, w config.Want
 			if c := g.claimed[b.Slot]; c != nil && b.Reason == heldReason {
 				who = c.Holder.Told(wish.claim.Holder.Namespace, c.ID)
 			}
-			out.Trouble[wish.claim.ID] = fmt.Sprintf("%s waits for the end of %s (%s)", wish.slot, who, b.Slot)
+			out.Trouble[wish.claim.ID] = status.Why(status.Reason(b.Reason), "%s waits for the end of %s (%s)", wish.slot, who, b.Slot)
 		}
 		if len(plan.Steps) == 0 {
 			continue
@@ -448,10 +452,10 @@ func (in *Input) grant(g *gpuWithMIG, leaving map[mig.Slot]string, w config.Want
 		out.Work = slices.DeleteFunc(out.Work, func(o Work) bool { return o.GPU == u })
 		work := Work{GPU: u, Steps: plan.Steps, Claim: wish.claim.ID, Slot: wish.slot, Leaving: leaving}
 		out.Work = append(out.Work, work)
-		out.Trouble[wish.claim.ID] = "its instance is being made: " + work.String()
+		out.Trouble[wish.claim.ID] = status.Why(status.GPUChange, "its instance is being made: %s", &work)
 		for _, next := range g.wishes[i+1:] {
 			if next.claim != wish.claim {
-				out.Trouble[next.claim.ID] = fmt.Sprintf("%s comes after other work on %s: %s", next.slot, g.Name(), work.String())
+				out.Trouble[next.claim.ID] = status.Why(status.GPUChange, "%s comes after other work on %s: %s", next.slot, g.Name(), &work)
 			}
 		}
 		return
@@ -522,7 +526,7 @@ func (g *gpuWithMIG) now(have Layout) string {
 }
 
 // finishMIG says what is offered of a GPU, and what the ledger must know of it.
-func (in *Input) finishMIG(g *gpuWithMIG, have, to Layout, leaving map[mig.Slot]string, out *Changes) {
+func (in *Input) finishMIG(g *gpuWithMIG, have, to Layout, leaving map[mig.Slot]status.Cause, out *Changes) {
 	u := g.UUID
 	if to.Known {
 		out.Layouts[u] = to
@@ -541,15 +545,16 @@ func (in *Input) finishMIG(g *gpuWithMIG, have, to Layout, leaving map[mig.Slot]
 	v := ledger.MIG{Card: g.card}
 	for _, s := range g.standing {
 		_, held := g.claimed[s.Slot]
+		_, goes := leaving[s.Slot]
 		switch {
 		case held && !s.Empty:
-		case s.Reason == foreignReason && !s.Empty && slices.Contains(to.Slots, s.Slot) && leaving[s.Slot] == "":
+		case s.Reason == foreignReason && !s.Empty && slices.Contains(to.Slots, s.Slot) && !goes:
 			v.Kept = append(v.Kept, s.Slot)
 		case s.Pinned:
 			v.Occupied = append(v.Occupied, s.Slot)
 			out.Busy = out.Busy || s.Reason == busyReason
 			if s.Reason == foreignReason {
-				out.Notes = append(out.Notes, fmt.Sprintf("%s has a %s that this agent did not make: it stays, unless --foreign-instances is reclaim", g.Name(), s.Slot))
+				out.say(status.Noted, u, status.Why(status.ForeignInstance, "%s has a %s that this agent did not make: it stays, unless --foreign-instances is reclaim", g.Name(), s.Slot))
 			}
 		case !s.Empty:
 			v.Warm = append(v.Warm, s.Slot)

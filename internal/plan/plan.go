@@ -11,6 +11,7 @@ import (
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -101,6 +102,8 @@ type Blocked struct {
 	Index int
 	// From and To are modes, for people.
 	From, To string
+	// Reason says what kind of holder is in the way.
+	Reason status.Reason
 	// Holders is sorted, each once.
 	Holders []string
 }
@@ -108,6 +111,11 @@ type Blocked struct {
 // String is a sentence for an annotation.
 func (b Blocked) String() string {
 	return fmt.Sprintf("GPU %d (%s) stays %s, not yet %s, until these end: %s", b.Index, b.GPU, b.From, b.To, brief.List(b.Holders, mostNamed))
+}
+
+// Condition is the same as a fact about the GPU.
+func (b Blocked) Condition() status.Condition {
+	return status.Condition{Type: status.Blocked, Cause: status.Cause{Reason: b.Reason, Message: b.String()}, Subject: string(b.GPU)}
 }
 
 // Changes is what a plan comes to.
@@ -120,7 +128,7 @@ type Changes struct {
 	Work []Work
 	// Leaving has the MIG devices that the target does not keep, with the reason:
 	// they are withdrawn, or leave with their holder.
-	Leaving map[gpu.UUID]map[mig.Slot]string
+	Leaving map[gpu.UUID]map[mig.Slot]status.Cause
 	// MIG is what the ledger must know of GPUs that offer MIG devices.
 	MIG map[gpu.UUID]ledger.MIG
 	// Made are the instances that are this agent's from now on, since the
@@ -128,20 +136,20 @@ type Changes struct {
 	Made map[gpu.UUID][]mig.Slot
 	// Trouble is why claims do not get their instances now, by key. Their pods are
 	// told: no other tenant's pod is named.
-	Trouble map[string]string
-	// Notes are remarks for people, in index order.
-	Notes []string
+	Trouble map[string]status.Cause
+	// Conditions are facts about GPUs, in index order: Refused of one that cannot be
+	// what is wanted whoever holds it, and that offers nothing; Pending of one that
+	// offers nothing until other devices have left the kubelet's lists; and Noted.
+	Conditions []status.Condition
 	// Blocked is in index order.
 	Blocked []Blocked
 	// Busy says that a process which no claim covers is on a MIG instance, Process
 	// that a change or a container waits for the end of one.
 	Busy, Process bool
-	// Crowded says of GPUs, in index order, that they offer nothing until other
-	// devices have left the kubelet's lists.
-	Crowded []string
-	// Refused says of GPUs, in index order, why they cannot be what is wanted
-	// whoever holds them. They offer nothing.
-	Refused []string
+}
+
+func (c *Changes) say(kind status.Type, of gpu.UUID, why status.Cause) {
+	c.Conditions = append(c.Conditions, status.Condition{Type: kind, Cause: why, Subject: string(of)})
 }
 
 // Blocks reports whether a GPU's change waits.
@@ -183,7 +191,7 @@ type Input struct {
 // leaves as they are, keep what they have. A GPU whose new devices the kubelet's lists
 // have no room for now is withdrawn, and laid out when others have left them.
 func Make(in Input) Changes {
-	out := Changes{Layouts: map[gpu.UUID]Layout{}, Leaving: map[gpu.UUID]map[mig.Slot]string{}, MIG: map[gpu.UUID]ledger.MIG{}, Made: map[gpu.UUID][]mig.Slot{}, Trouble: map[string]string{}}
+	out := Changes{Layouts: map[gpu.UUID]Layout{}, Leaving: map[gpu.UUID]map[mig.Slot]status.Cause{}, MIG: map[gpu.UUID]ledger.MIG{}, Made: map[gpu.UUID][]mig.Slot{}, Trouble: map[string]status.Cause{}}
 	want := map[gpu.UUID]config.Want{}
 	for _, w := range in.Wanted {
 		want[w.GPU] = w
@@ -207,19 +215,19 @@ func Make(in Input) Changes {
 		switch other := in.Others[d.UUID]; {
 		case !to.Offers:
 		case other != "":
-			out.Refused = append(out.Refused, d.Name()+" is not offered: "+other)
+			out.say(status.Refused, d.UUID, notOffered(d, other))
 			to = Layout{Known: true}
 		}
 		if !have.Equal(to) && !held && !in.rows.Fits(d.UUID, to) {
 			// What it has is withdrawn all the same: so it leaves the lists, and there
 			// is room in the end.
-			out.Crowded = append(out.Crowded, crowded(d, to))
+			out.say(status.Pending, d.UUID, crowded(d, to))
 			to = Layout{Known: true}
 		}
 		switch {
 		case have.Equal(to):
 		case held:
-			out.Blocked = append(out.Blocked, Blocked{GPU: d.UUID, Index: d.Index, From: have.Mode(), To: to.Mode(), Holders: holders})
+			out.Blocked = append(out.Blocked, Blocked{GPU: d.UUID, Index: d.Index, From: have.Mode(), To: to.Mode(), Reason: status.HeldByPods, Holders: holders})
 			to = have
 		default:
 			out.Recut = append(out.Recut, d.UUID)
@@ -236,6 +244,10 @@ func Make(in Input) Changes {
 		}
 	}
 	return out
+}
+
+func notOffered(d *gpu.Device, why string) status.Cause {
+	return status.Why(status.OtherOwner, "%s is not offered: %s", d.Name(), why)
 }
 
 // holdersOf names who has a claim on a GPU, and whether anyone has.

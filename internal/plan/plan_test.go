@@ -12,6 +12,7 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -227,14 +228,14 @@ func TestTroubleNamesNoOtherTenantsPod(t *testing.T) {
 				in.Others[d.UUID] = c.other
 			}
 			got := Make(in)
-			if why := got.Trouble[waits.ID]; why != c.want {
+			if why := got.Trouble[waits.ID].Message; why != c.want {
 				t.Errorf("the pod is told %q, want %q", why, c.want)
 			}
 			known := c.other
 			if known == "" {
 				known = "train/job-1"
 			}
-			if text := strings.Join(got.Refused, " ") + planText(&got, inv); !strings.Contains(text, known) {
+			if text := fmt.Sprint(got.Conditions) + planText(&got, inv); !strings.Contains(text, known) {
 				t.Errorf("the node is told %q, which does not name the holder", text)
 			}
 		})
@@ -300,11 +301,12 @@ func TestCrowdedGPUIsWithdrawn(t *testing.T) {
 		Layouts: map[gpu.UUID]Layout{uuid(0): replicaCut(30_000), uuid(1): wholeCut},
 		Past:    map[gpu.UUID][]Past{uuid(0): {{Layout: Layout{Known: true, Offers: true, Kind: ledger.Units, N: timeslice.MaxListed - 49_999}}}}}
 	got := Make(in)
-	if text := planText(&got, inv); text != "whole!; off!" || len(got.Crowded) != 1 || !strings.Contains(got.Crowded[0], "cut into 20000 devices") {
-		t.Errorf("%s, crowded %q", text, got.Crowded)
+	if text := planText(&got, inv); text != "whole!; off!" || len(got.Conditions) != 1 || got.Conditions[0].Reason != status.ListsFull ||
+		!strings.Contains(got.Conditions[0].Message, "cut into 20000 devices") {
+		t.Errorf("%s, conditions %+v", text, got.Conditions)
 	}
 	in.Past = nil
-	if got := Make(in); planText(&got, inv) != "whole!; shared20000!" || len(got.Crowded) != 0 {
-		t.Errorf("with room for it: %s, crowded %q", planText(&got, inv), got.Crowded)
+	if got := Make(in); planText(&got, inv) != "whole!; shared20000!" || len(got.Conditions) != 0 {
+		t.Errorf("with room for it: %s, conditions %+v", planText(&got, inv), got.Conditions)
 	}
 }

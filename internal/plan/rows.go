@@ -3,9 +3,8 @@
 package plan
 
 import (
-	"fmt"
-
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/timeslice"
 )
@@ -80,7 +79,7 @@ func (in *Input) listed() *Rows {
 }
 
 // crowded is a remark for people on a GPU that waits for room in the lists.
-func crowded(d *gpu.Device, to Layout) string {
-	return fmt.Sprintf("%s is withdrawn and waits to be cut into %d devices: with those that are still listed the kubelet would be told of more than %d; "+
+func crowded(d *gpu.Device, to Layout) status.Cause {
+	return status.Why(status.ListsFull, "%s is withdrawn and waits to be cut into %d devices: with those that are still listed the kubelet would be told of more than %d; "+
 		"withdrawn ones leave its list after %s, or with their holder", d.Name(), to.N, timeslice.MaxListed, Linger)
 }

@@ -18,6 +18,19 @@
 // of an agent that is older, newer or broken, so nothing here trusts a number in it:
 // sizes are bounded, indexes are checked, and what is unknown is shown as a dash.
 //
+// # Conditions
+//
+// Whatever is refused, blocked, failed, waited for or leaving is a [Condition]: a type,
+// a stable reason, a subject, a time and a message. What is found elsewhere begins as a
+// [Cause], which is a reason with its message and can be an error too:
+//
+//	return status.Why(status.MIGUnsupported, "%s cannot do MIG", d.Name())
+//	errs = append(errs, status.Because(status.HoldersUnknown, err))
+//
+// Whoever knows the subject makes the condition; [SortConditions] keeps the time at
+// which it was first seen. Reasons are constants in reason.go, and docs/operations.md
+// says of each what to do.
+//
 // # Text
 //
 // [WriteText] writes the Status for a terminal of 60 columns or more: one block for

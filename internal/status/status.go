@@ -25,6 +25,8 @@ type Status struct {
 	// Hardware says which call the driver does not answer, and since when; empty
 	// while it answers. Everything that needs no hardware goes on meanwhile.
 	Hardware string `json:"hardware,omitempty"`
+	// Conditions are the facts that the rest follows from, the gravest first.
+	Conditions []Condition `json:"conditions,omitempty"`
 	// Resources are those that the node serves to the kubelet, by name.
 	Resources []Resource `json:"resources,omitempty"`
 	// GPUs is sorted by index.
@@ -50,6 +52,9 @@ type Partition struct {
 	Name string `json:"name"`
 	// State is one of PartitionStates; empty if there is no partition.
 	State string `json:"state"`
+	// Reason is the code of the gravest condition that State follows from; empty if
+	// State is "applied" and there is no remark.
+	Reason Reason `json:"reason,omitempty"`
 	// Message says why State is not "applied".
 	Message string `json:"message,omitempty"`
 	// Source is where the partitions came from: the path of a file, or

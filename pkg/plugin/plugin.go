@@ -71,6 +71,8 @@ type Observer interface {
 	// Called is told of each answered call, with the method's name in the API
 	// ("Allocate") and the time from the decoded request to the answer.
 	Called(resource, method string, took time.Duration, err error)
+	// Refused is told of each error of the source that the kubelet was answered.
+	Refused(resource string, err error)
 	// Registered is told of each attempt to register.
 	Registered(resource string, err error)
 }
@@ -78,6 +80,7 @@ type Observer interface {
 type noObserver struct{}
 
 func (noObserver) Called(string, string, time.Duration, error) {}
+func (noObserver) Refused(string, error)                       {}
 func (noObserver) Registered(string, error)                    {}
 
 // Options are what a Plugin is made of.

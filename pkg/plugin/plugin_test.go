@@ -738,6 +738,9 @@ func TestCalls(t *testing.T) {
 	wantStatus(t, err, codes.Unavailable, "example.com/gpu-mem: previous holder still ending")
 
 	calls := await(t, "all calls observed", &seen.calls, func(calls []string) bool { return len(calls) == 8 })
+	if refused, _ := seen.refused.get(); !slices.Equal(refused, []string{"asked for 7 of [] with []", "b has left", "previous holder still ending"}) {
+		t.Errorf("refusals observed: %q", refused)
+	}
 	slices.Sort(calls[:2]) // They happen at once.
 	if want := []string{
 		"GetDevicePluginOptions", "Registered",
@@ -782,7 +785,7 @@ func wantStatus(t *testing.T, err error, code codes.Code, text string) {
 	}
 }
 
-type observed struct{ calls cell[[]string] }
+type observed struct{ calls, refused cell[[]string] }
 
 func (o *observed) add(s string, err error) {
 	if err != nil {
@@ -792,7 +795,10 @@ func (o *observed) add(s string, err error) {
 }
 
 func (o *observed) Called(_, method string, _ time.Duration, err error) { o.add(method, err) }
-func (o *observed) Registered(_ string, err error)                      { o.add("Registered", err) }
+func (o *observed) Refused(_ string, err error) {
+	o.refused.update(func(old []string) []string { return append(slices.Clip(old), err.Error()) })
+}
+func (o *observed) Registered(_ string, err error) { o.add("Registered", err) }
 
 // TestPanicEndsTheProcess, loudly: a process of its own has the panic.
 func TestPanicEndsTheProcess(t *testing.T) {

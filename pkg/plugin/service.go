@@ -248,6 +248,7 @@ func (s *service) refuse(what string, code codes.Code, err error) error {
 	case errors.Is(err, context.DeadlineExceeded):
 		code = codes.DeadlineExceeded
 	}
+	s.observer.Refused(s.resource, err)
 	text := brief.Cut(err.Error(), brief.Text)
 	s.ration.Log(slog.LevelWarn, "refuse to "+what, []any{"resource", s.resource}, "err", text)
 	return status.Error(code, s.resource+": "+text)

@@ -21,7 +21,7 @@ import (
 func TestRefusalsFloodTheLog(t *testing.T) {
 	var log bytes.Buffer
 	var over func()
-	s := &service{resource: "example.com/gpu", ration: brief.NewRation(slog.New(slog.NewTextHandler(&log, nil)), time.Now,
+	s := &service{observer: noObserver{}, resource: "example.com/gpu", ration: brief.NewRation(slog.New(slog.NewTextHandler(&log, nil)), time.Now,
 		func(_ time.Duration, f func()) *time.Timer { over = f; return nil })}
 	for range 10_000 {
 		err := s.refuse("allocate", codes.FailedPrecondition, errors.New("device GPU-0 is leaving"))

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package deviceplugin
+
+import (
+	"errors"
+
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/timeslice"
+)
+
+// withReason gives what the kubelet is answered a reason, if it has none; nil stays nil.
+func withReason(err error) error {
+	if err == nil {
+		return nil
+	}
+	why := status.NotOffered
+	var fit *timeslice.FitError
+	var spread *timeslice.SpreadError
+	switch {
+	case errors.Is(err, ledger.ErrNotOpen):
+		why = status.NotReady
+	case errors.As(err, &fit):
+		why = status.NotOneGPU
+	case errors.As(err, &spread):
+		why = status.TooFewGPUs
+	case errors.Is(err, gpu.ErrNoRoom):
+		why = status.NoRoom
+	case errors.Is(err, gpu.ErrInvalid):
+		why = status.BadRequest
+	}
+	return status.Because(status.CauseOf(err, why).Reason, err)
+}

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package status
+
+// Reason is a stable code for programs: of a condition, an Event, or a refusal. The
+// table in docs/operations.md says what each means and what to do; a test compares.
+type Reason string
+
+// Reasons of what the node's partition comes to.
+const (
+	PartitionsMissing Reason = "PartitionsMissing"
+	PartitionsInvalid Reason = "PartitionsInvalid"
+	PartitionUnfit    Reason = "PartitionUnfit"
+	PartitionUnset    Reason = "PartitionUnset"
+	NodeUnknown       Reason = "NodeUnknown"
+	Starting          Reason = "Starting"
+	APIForbidden      Reason = "APIForbidden"
+	NotRegistered     Reason = "NotRegistered"
+	RoundFailed       Reason = "RoundFailed"
+	FilesFailed       Reason = "FilesFailed"
+	HoldersUnknown    Reason = "HoldersUnknown"
+	ListsFull         Reason = "ListsFull"
+	NotInPartition    Reason = "NotInPartition"
+)
+
+// Reasons that speak of GPUs and their driver.
+const (
+	DriverFailed         Reason = "DriverFailed"
+	DriverLetGo          Reason = "DriverLetGo"
+	DriverUnread         Reason = "DriverUnread"
+	DriverFilesUnknown   Reason = "DriverFilesUnknown"
+	GPUMissing           Reason = "GPUMissing"
+	OtherOwner           Reason = "OtherOwner"
+	MIGUnsupported       Reason = "MIGUnsupported"
+	MIGOff               Reason = "MIGOff"
+	InstanceUnknown      Reason = "InstanceUnknown"
+	ForeignInstance      Reason = "ForeignInstance"
+	TimeSliceUnsupported Reason = "TimeSliceUnsupported"
+	ResetDue             Reason = "ResetDue"
+)
+
+// Reasons that speak of who holds what.
+const (
+	HeldByPods  Reason = "HeldByPods"
+	BusyProcess Reason = "BusyProcess"
+	NoRoom      Reason = "NoRoom"
+)
+
+// Reasons of refusals of the kubelet's requests.
+const (
+	BadRequest Reason = "BadRequest"
+	NotOffered Reason = "NotOffered"
+	NotOneGPU  Reason = "NotOneGPU"
+	TooFewGPUs Reason = "TooFewGPUs"
+	NotReady   Reason = "NotReady"
+)
+
+// Reasons of Events, and of the node's condition. Some are those of conditions, too.
+const (
+	GPUPartitionApplied Reason = "GPUPartitionApplied"
+	GPUPartitionPending Reason = "GPUPartitionPending"
+	GPUPartitionBlocked Reason = "GPUPartitionBlocked"
+	GPUPartitionFailed  Reason = "GPUPartitionFailed"
+	GPUPartitionInvalid Reason = "GPUPartitionInvalid"
+	GPUChange           Reason = "GPUChange"
+	GPUChangeFailed     Reason = "GPUChangeFailed"
+	GPUInstanceFailed   Reason = "GPUInstanceFailed"
+	GPUUnhealthy        Reason = "GPUUnhealthy"
+	GPURecovered        Reason = "GPURecovered"
+	GPUsHealthy         Reason = "GPUsHealthy"
+	GPUDriverHangs      Reason = "GPUDriverHangs"
+	CapExceeded         Reason = "CapExceeded"
+	CapEvicted          Reason = "CapEvicted"
+	Intruder            Reason = "Intruder"
+	ContainerNotListed  Reason = "ContainerNotListed"
+)
