@@ -23,7 +23,7 @@ ARCHIVE := $(CACHE)/images/gpu-agent.tar
 .PHONY: help
 help:
 	@echo 'make demo       a real one-node Kubernetes with 8 emulated GPUs, the agent on it,'
-	@echo '                and pods that ask for slices; needs root, takes about 10 minutes at first'
+	@echo '                and pods that ask for shares; needs root, takes about 10 minutes at first'
 	@echo 'make demo-down  end it; nothing stays but the cache'
 	@echo 'make test       all tests, those on the real node included; needs root for these'
 	@echo 'make soak       the same with the full counts, and two hours of fuzzing'

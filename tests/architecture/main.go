@@ -1,0 +1,327 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"bytes"
+	"cmp"
+	"errors"
+	"fmt"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"html"
+	"io/fs"
+	"maps"
+	"os"
+	"path"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+const (
+	module  = "example.com/gpu-agent/"
+	picture = "docs/architecture.svg"
+	table   = "deps_test.go"
+)
+
+func main() {
+	if err := write(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+}
+
+func write() error {
+	svg, err := render(".")
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(picture, svg, 0o644) //nolint:gosec // a file of the repository
+}
+
+// room is a row of deps_test.go's table.
+type room struct {
+	path  string
+	floor int
+	what  string
+}
+
+// pack is a package of the product.
+type pack struct {
+	room
+	imports map[string]bool // of the product, by path
+	row     int             // 0 is the lowest of all
+	x, w    float64         // its left edge and its width
+}
+
+// render draws the program whose source is below root.
+func render(root string) ([]byte, error) {
+	rooms, err := readRooms(filepath.Join(root, table))
+	if err != nil {
+		return nil, err
+	}
+	packs, err := readPackages(root, rooms)
+	if err != nil {
+		return nil, err
+	}
+	reduce(packs)
+	rows := arrange(packs)
+	return draw(packs, rows), nil
+}
+
+// readRooms reads the table of rooms. Those that are not part of the product have a
+// name in place of a floor, and are left out.
+func readRooms(file string) ([]room, error) {
+	f, err := parser.ParseFile(token.NewFileSet(), file, nil, 0)
+	if err != nil {
+		return nil, err
+	}
+	var rooms []room
+	ast.Inspect(f, func(n ast.Node) bool {
+		spec, ok := n.(*ast.ValueSpec)
+		if !ok || spec.Names[0].Name != "rooms" {
+			return true
+		}
+		for _, e := range spec.Values[0].(*ast.CompositeLit).Elts {
+			fields := e.(*ast.CompositeLit).Elts
+			floor, ok := fields[1].(*ast.BasicLit)
+			if !ok {
+				continue
+			}
+			n, _ := strconv.Atoi(floor.Value)
+			rooms = append(rooms, room{text(fields[0]), n, text(fields[2])})
+		}
+		return false
+	})
+	if len(rooms) == 0 {
+		return nil, fmt.Errorf("%s has no table of rooms", file)
+	}
+	return rooms, nil
+}
+
+func text(e ast.Expr) string {
+	s, _ := strconv.Unquote(e.(*ast.BasicLit).Value)
+	return s
+}
+
+// readPackages reads which packages there are and whom each imports.
+func readPackages(root string, rooms []room) (map[string]*pack, error) {
+	packs := map[string]*pack{}
+	for _, top := range []string{"cmd", "internal", "pkg"} {
+		err := filepath.WalkDir(filepath.Join(root, top), func(p string, d fs.DirEntry, err error) error {
+			if err != nil || d.IsDir() || path.Ext(p) != ".go" || strings.HasSuffix(p, "_test.go") {
+				return err
+			}
+			rel, err := filepath.Rel(root, p)
+			if err != nil {
+				return err
+			}
+			dir := filepath.ToSlash(filepath.Dir(rel))
+			r, ok := roomOf(rooms, dir)
+			if !ok {
+				return nil // TestHouse says so
+			}
+			if packs[dir] == nil {
+				r.path = dir
+				packs[dir] = &pack{room: r, imports: map[string]bool{}}
+			}
+			f, err := parser.ParseFile(token.NewFileSet(), p, nil, parser.ImportsOnly)
+			if err != nil {
+				return err
+			}
+			for _, spec := range f.Imports {
+				if target, ok := strings.CutPrefix(text(spec.Path), module); ok {
+					packs[dir].imports[target] = true
+				}
+			}
+			return nil
+		})
+		if err != nil {
+			return nil, err
+		}
+	}
+	if packs["cmd/gpu-agent"] == nil {
+		return nil, errors.New("there is no cmd/gpu-agent here: run it in the repository's root")
+	}
+	for _, p := range packs {
+		maps.DeleteFunc(p.imports, func(target string, _ bool) bool { return packs[target] == nil })
+	}
+	return packs, nil
+}
+
+func roomOf(rooms []room, dir string) (room, bool) {
+	for _, r := range rooms {
+		if r.path == dir {
+			return r, true
+		}
+	}
+	for _, r := range rooms {
+		if above, ok := strings.CutSuffix(r.path, "/..."); ok && strings.HasPrefix(dir, above+"/") && dir != "pkg/memcap/lib/build" {
+			return r, true
+		}
+	}
+	return room{}, false
+}
+
+// reduce leaves out the imports that follow from others.
+func reduce(packs map[string]*pack) {
+	below := map[string]map[string]bool{} // what a package brings along
+	var all func(p string) map[string]bool
+	all = func(p string) map[string]bool {
+		if below[p] == nil {
+			below[p] = map[string]bool{}
+			for target := range packs[p].imports {
+				below[p][target] = true
+				maps.Copy(below[p], all(target))
+			}
+		}
+		return below[p]
+	}
+	for p := range packs {
+		all(p)
+	}
+	for _, p := range packs {
+		direct := slices.Collect(maps.Keys(p.imports))
+		maps.DeleteFunc(p.imports, func(target string, _ bool) bool {
+			return slices.ContainsFunc(direct, func(via string) bool { return via != target && below[via][target] })
+		})
+	}
+}
+
+// Measures of the picture, in pixels.
+const (
+	width, margin    = 1280, 60
+	rowHeight        = 84
+	boxHeight        = 30
+	perLetter, inner = 7.6, 18
+	sweeps           = 8
+)
+
+// arrange gives each package a row and a place in it, and returns the rows from the
+// lowest up.
+func arrange(packs map[string]*pack) [][]*pack {
+	depth := map[string]int{} // within its floor
+	var deep func(p string) int
+	deep = func(p string) int {
+		if d, ok := depth[p]; ok {
+			return d
+		}
+		d := 0
+		for target := range packs[p].imports {
+			if packs[target].floor == packs[p].floor {
+				d = max(d, deep(target)+1)
+			}
+		}
+		depth[p] = d
+		return d
+	}
+	byRow := map[[2]int][]*pack{}
+	for _, name := range slices.Sorted(maps.Keys(packs)) {
+		p := packs[name]
+		p.w = float64(len(label(name)))*perLetter + inner
+		at := [2]int{p.floor, deep(name)}
+		byRow[at] = append(byRow[at], p)
+	}
+	var rows [][]*pack
+	for _, at := range slices.SortedFunc(maps.Keys(byRow), func(a, b [2]int) int { return cmp.Or(cmp.Compare(a[0], b[0]), cmp.Compare(a[1], b[1])) }) {
+		for _, p := range byRow[at] {
+			p.row = len(rows)
+		}
+		rows = append(rows, byRow[at])
+	}
+	for _, row := range rows {
+		place(row)
+	}
+	neighbours := map[*pack][]*pack{}
+	for _, name := range slices.Sorted(maps.Keys(packs)) {
+		for _, target := range slices.Sorted(maps.Keys(packs[name].imports)) {
+			neighbours[packs[name]] = append(neighbours[packs[name]], packs[target])
+			neighbours[packs[target]] = append(neighbours[packs[target]], packs[name])
+		}
+	}
+	for range sweeps {
+		for _, row := range rows {
+			middle := map[*pack]float64{}
+			for _, p := range row {
+				middle[p] = p.x + p.w/2
+				if n := neighbours[p]; len(n) > 0 {
+					middle[p] = 0
+					for _, o := range n {
+						middle[p] += (o.x + o.w/2) / float64(len(n))
+					}
+				}
+			}
+			slices.SortStableFunc(row, func(a, b *pack) int {
+				return cmp.Or(cmp.Compare(middle[a], middle[b]), strings.Compare(a.path, b.path))
+			})
+			place(row)
+		}
+	}
+	return rows
+}
+
+// place spreads a row over the width.
+func place(row []*pack) {
+	free := float64(width - 2*margin)
+	for _, p := range row {
+		free -= p.w
+	}
+	gap := free / float64(len(row)+1)
+	x := margin + gap
+	for _, p := range row {
+		p.x = x
+		x += p.w + gap
+	}
+}
+
+func label(path string) string { return strings.TrimPrefix(path, "internal/") }
+
+// draw writes the picture. The rows are the lowest first.
+func draw(packs map[string]*pack, rows [][]*pack) []byte {
+	var b bytes.Buffer
+	height := len(rows)*rowHeight + 40
+	y := func(row int) int { return height - 20 - (row+1)*rowHeight + (rowHeight-boxHeight)/2 }
+	fmt.Fprintf(&b, `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %d %d" font-family="system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif" font-size="14" fill="#1f2933" role="img" aria-labelledby="t d">
+  <!-- SPDX-License-Identifier: Apache-2.0 -->
+  <!-- Written by go run ./tests/architecture -->
+  <title id="t">The packages of gpu-agent by floor</title>
+  <desc id="d">Each box is a package, each arrow an import. Imports go downward only, from floor 5, the command, to floor 0, the words. Names without pkg or cmd before them are below internal.</desc>
+  <rect width="%[1]d" height="%[2]d" rx="8" fill="#fff"/>
+`, width, height)
+	for low := 0; low < len(rows); {
+		high, floor := low, rows[low][0].floor
+		for high+1 < len(rows) && rows[high+1][0].floor == floor {
+			high++
+		}
+		shade := [2]string{"#f4f7fa", "#e9eff5"}[floor%2]
+		top, span := y(high)-(rowHeight-boxHeight)/2, (high-low+1)*rowHeight
+		fmt.Fprintf(&b, "  <rect x=\"10\" y=\"%d\" width=\"%d\" height=\"%d\" rx=\"6\" fill=\"%s\"/>\n  <text x=\"24\" y=\"%d\" font-size=\"20\" font-weight=\"600\" fill=\"#52606d\">%d</text>\n",
+			top+2, width-20, span-4, shade, top+span/2+7, floor)
+		low = high + 1
+	}
+	names := slices.Sorted(maps.Keys(packs))
+	for _, name := range names {
+		p := packs[name]
+		targets := slices.SortedFunc(maps.Keys(p.imports), func(a, b string) int {
+			return cmp.Or(cmp.Compare(packs[a].x+packs[a].w/2, packs[b].x+packs[b].w/2), strings.Compare(a, b))
+		})
+		for i, target := range targets {
+			t := packs[target]
+			x1, y1 := p.x+p.w*float64(i+1)/float64(len(targets)+1), float64(y(p.row)+boxHeight)
+			x2, y2 := t.x+t.w/2, float64(y(t.row))
+			bend := (y2 - y1) / 2
+			fmt.Fprintf(&b, "  <path d=\"M%.0f %.0fC%.0f %.0f %.0f %.0f %.0f %.0fl-3 -6m3 6l3 -6\" fill=\"none\" stroke=\"%s\" stroke-width=\"1.2\"/>\n",
+				x1, y1, x1, y1+bend, x2, y2-bend, x2, y2, []string{"#486581", "#7b8794", "#2f8f46", "#8a6d1f", "#9b2c6f", "#2b6cb0"}[p.floor])
+		}
+	}
+	for _, name := range names {
+		p := packs[name]
+		fmt.Fprintf(&b, "  <g><title>%s: %s</title><rect x=\"%.0f\" y=\"%d\" width=\"%.0f\" height=\"%d\" rx=\"5\" fill=\"#fff\" stroke=\"#52606d\"/><text x=\"%.0f\" y=\"%d\" text-anchor=\"middle\">%s</text></g>\n",
+			html.EscapeString(p.path), html.EscapeString(p.what), p.x, y(p.row), p.w, boxHeight, p.x+p.w/2, y(p.row)+boxHeight/2+4, html.EscapeString(label(p.path)))
+	}
+	b.WriteString("</svg>\n")
+	return b.Bytes()
+}
