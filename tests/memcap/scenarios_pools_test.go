@@ -55,6 +55,12 @@ var poolScenarios = []scenario{
 		}
 		return nil
 	}},
+	{name: "less-than-a-piece-is-left", undo: poolPiece, generous: "a card that is nearly full grows a pool by just the request", check: func(o outcome) []string {
+		if o.used > o.limit {
+			return []string{fmt.Sprintf("%d MiB are left of what was undone, %d beyond the cap", o.used/MiB, (o.used-o.limit)/MiB)}
+		}
+		return nil
+	}},
 	{name: "three-hundred-pools", check: func(o outcome) []string {
 		if o.n("refused") != 0 {
 			return []string{fmt.Sprintf("%d of 1200 calls refused", o.n("refused"))}

@@ -80,8 +80,7 @@ var scenarios = slices.Concat(poolScenarios, []scenario{
 	// scenario_exports.c
 	{name: "created-exported-and-released"},
 	{name: "registered-and-released"},
-	{name: "pool-exported-and-destroyed", unread: true,
-		todo: "the charge of a pool that was exported ends with it, and not when a reading shows the memory gone"},
+	{name: "pool-exported-and-destroyed", unread: true},
 	{name: "made-in-a-locality-domain", cuda: []string{"version=13040", "strict,version=13040"}},
 	{name: "made-of-an-unknown-type", generous: "what a driver says to it is its own", check: func(o outcome) (wrong []string) {
 		for _, what := range []string{"type", "location"} {

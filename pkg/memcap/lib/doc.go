@@ -125,7 +125,9 @@
 // those that have freed something (c/reuse.c); should the pool grow all the same, that
 // is undone, and the usage page says by how much ([Counters].Undone): the one case in
 // which a container has more than its limit, for a moment. Of all processes that share
-// the page one makes such an attempt at a time (c/attempt.h), so that is one request. The last part of a limit that is
+// the page one makes such an attempt at a time (c/attempt.h), so that is one request;
+// one of more than 128 MiB is made last. A pool that has much free near the cap gives a
+// part of it back, so that it may grow and needs no attempts. The last part of a limit that is
 // smaller than a pool's piece is not to be had from a pool. A graph that is launched near
 // the cap waits, for a bounded time, until others that run leave it room; where the sum of
 // its nodes is not to be had it is uploaded first, as such an attempt (c/graph.c). Arrays by their descriptions, those below 2 MiB with a block each: nobody

@@ -539,7 +539,7 @@ static bool contend(struct account *a, uint64_t n, uint64_t limit)
         if (try(a, n))
             return true;
         if (first && a->relief) {
-            a->relief(a);
+            a->relief(a, n);
             if (try(a, n))
                 return true;
             t = sum(a);

@@ -117,8 +117,9 @@ struct account {
     void *hold;      /* the mapping that keeps the slot's lock */
     uint64_t dead, looked; /* what dead processes have in bound, and when that was looked at */
     uint64_t stuck; /* the page's attempt, where it was waited for in vain */
-    /* relief gives back what the process can spare, before a refusal. */
-    void (*relief)(struct account *);
+    uint64_t undoing; /* bytes beyond what is bound that this process is about to give back */
+    /* relief gives back what the process can spare, before a refusal of so many bytes. */
+    void (*relief)(struct account *, uint64_t);
 };
 
 /* account_find maps the limit page; account_open the usage page too, and takes a

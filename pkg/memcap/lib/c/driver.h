@@ -65,7 +65,7 @@ typedef struct {
     unsigned char reserved[54];
 } CUpoolprops;
 
-enum { CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES = 1, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT = 5 };
+enum { CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES = 1, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD = 4, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT = 5 };
 enum { CU_EVENT_DISABLE_TIMING = 2 };
 enum { CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT = 0, CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT = 2 };
 
@@ -185,6 +185,7 @@ LAYOUT(CUmapinfo, 96);
     X(cuMemPoolCreate, (CUmempool *, const CUpoolprops *))                                    \
     X(cuMemPoolDestroy, (CUmempool))                                                          \
     X(cuMemPoolTrimTo, (CUmempool, size_t))                                                   \
+    X(cuMemPoolSetAttribute, (CUmempool, int, void *))                                        \
     X(cuMemPoolImportFromShareableHandle, (CUmempool *, void *, int, unsigned long long))     \
     X(cuDeviceSetMemPool, (CUdevice, CUmempool))                                              \
     X(cuMemGetDefaultMemPool, (CUmempool *, CUlocation *, int))                               \

@@ -251,7 +251,7 @@ static bool run_tight(struct process *p, struct account *a, CUdevice d, struct r
             return true;
         if (!relieved) {
             relieved = true;
-            relieve(a);
+            relieve(a, t.lacks);
         } else if (await_runs(&p->graphs[d], d, t.used, &until)) {
             continue;
         } else if (t.lacks && account_reserve_slowly(a, t.lacks)) {

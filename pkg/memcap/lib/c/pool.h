@@ -9,7 +9,7 @@
 /* settle brings the charge of a reservation of the driver's own to what is
  * there. held are bytes reserved towards it and not committed: what is there
  * beyond the charge is paid of them, and the rest of them is cancelled. It returns
- * what is there and not paid: it belongs to others who are under way, or to nobody;
+ * what is there and not paid: it belongs to others that are under way, or to none;
  * settle_force charges that, room or none.
  *
  * loosen uncommits what may go of the charge, before a call that may free it, and
@@ -17,6 +17,8 @@
  * is not held during the call. */
 uint64_t settle(struct account *a, struct reserve *r, uint64_t there, uint64_t held);
 void settle_force(struct account *a, struct reserve *r, uint64_t rest);
+/* settle_exported leaves all of it charged to what may live on elsewhere. */
+void settle_exported(struct account *a, struct reserve *r);
 void loosen(struct account *a, struct reserve *r, uint64_t used);
 void tighten(struct account *a, struct reserve *r);
 
@@ -47,14 +49,53 @@ struct request {
 #define FLIGHT ((uint64_t)1 << 48)
 static inline uint64_t pool_live(const struct pool *pool) { return (__atomic_load_n(&pool->flight, __ATOMIC_SEQ_CST) & (FLIGHT - 1)) * UNIT; }
 
-/* pool_alone makes an allocation of n bytes from what a pool has already. Out of
- * memory: the pool would have had to grow. */
-CUresult pool_alone(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n);
+/* PIECE is in what pools grow, unless one was seen to grow by more. */
+#define PIECE ((uint64_t)32 << 20)
+
+/* pool_looked settles a pool where nothing was reserved, under its lock: what none that
+ * is under way will pay for is there all the same. */
+void pool_looked(struct process *p, struct account *a, struct pool *pool);
+
+/* pool_attempt is an attempt to allocate n bytes by which the pool should not grow by more
+ * than held, which is reserved. Its answer is in *r where one was made: out of memory
+ * if the pool would have had to grow. */
+enum attempted { NOT_ATTEMPTED, ATTEMPTED, WOULD_GROW };
+enum attempted pool_attempt(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, uint64_t held, CUresult *r);
+
+/* --- pools.c */
+
+/* pool_find says which pool a request is of; false: pass it on. changes is
+ * pool_changes as it was before. */
+bool pool_find(struct process *p, struct request *q, uint32_t changes, struct pool **pool);
+
+/* pool_makes_room reserves n bytes where a pool has so much free that it can give back
+ * more than that. The room beside it is for what comes next: allocations that are reserved
+ * for are made at once, by all threads, and attempts one after the other. */
+bool pool_makes_room(struct process *p, struct pool *pool, struct account *a, uint64_t n, bool ahead);
+
+/* pool_leave gives up the place of a pool that was destroyed, if no thread is at it;
+ * its lock is held. */
+void pool_leave(struct process *p, struct pool *pool);
 
 /* --- reuse.c */
 
-/* reuse serves a request of n bytes from what streams have freed in a pool. */
-CUresult reuse(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n);
+/* reuse serves a request of n bytes from what streams have freed in a pool, easily: without
+ * that a stream waits. */
+CUresult reuse(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, bool easily);
+
+/* pool_hope is to be called when a pool has come to have more that is free, or may give
+ * it to more streams. */
+static inline void pool_hope(struct pool *pool)
+{
+    if (!__atomic_load_n(&pool->hopeless, __ATOMIC_SEQ_CST))
+        return;
+    __atomic_add_fetch(&pool->hopes, 1, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&pool->hopeless, 0, __ATOMIC_SEQ_CST);
+}
+
+/* pool_is_near is to be called before a stream may have to wait for others: from then on
+ * each free is written down. */
+void pool_is_near(struct pool *pool);
 
 /* freed_on writes down that a stream has freed something of a pool. */
 void freed_on(struct process *p, struct pool *pool, CUstream s, bool per_thread);

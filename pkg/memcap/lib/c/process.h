@@ -38,6 +38,7 @@ struct reserve {
 };
 
 /* A memory pool; see pool.c. */
+enum { LAST_FREERS = 4 };
 struct pool {
     uint64_t handle; /* 0: free, or destroyed */
     uint32_t used;   /* this place is taken */
@@ -45,10 +46,22 @@ struct pool {
     int32_t device;  /* -1: a managed one of nowhere, that has not been used */
     bool passed;     /* the host's, or another process's: not counted */
     bool near;       /* an allocation has not had the room to let it grow */
-    uint32_t alone;  /* one is made that must not let it grow, and no other */
+    bool exportable; /* other processes can open it */
+    uint32_t alone;  /* an attempt is under way, and nothing trims it */
+    uint32_t closed; /* an attempt is being undone, and no other allocation made */
     uint64_t flight; /* [allocations under way:16 | live units of 512 bytes:48] */
     uint64_t hopeless; /* bytes: what it has free cannot serve these; see reuse.c */
-    uint64_t freer;    /* the stream of the last free, in a word */
+    uint32_t hopes;    /* times that this was ended */
+    struct ease {      /* which requests no stream has to wait for; see reuse.c */
+        uint64_t size;
+        uint32_t good, trust;
+    } ease;
+    struct spare {     /* what it gives back to have room; see pools.c */
+        uint32_t count, last; /* of allocations with room, and when that was made last */
+        uint32_t wait, pause; /* how many go without */
+    } spare;
+    uint64_t freer[LAST_FREERS]; /* streams of the last frees, each in a word */
+    uint64_t keeps;    /* bytes: its release threshold */
     struct freers *freers;
     struct reserve r;
 };
@@ -112,8 +125,9 @@ static inline struct process *enter(const void *back)
 }
 #define ENTER() enter(__builtin_extract_return_addr(__builtin_return_address(0)))
 
-/* relieve gives back what this process's pools have and do not use. */
-void relieve(struct account *a);
+/* relieve gives back what this process's pools have and do not use, until there is
+ * room for n bytes. */
+void relieve(struct account *a, uint64_t n);
 
 /* context_lives says whether the context of a handle still is the one of that
  * number. */

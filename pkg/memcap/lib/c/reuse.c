@@ -12,7 +12,7 @@
  * ourselves: what a synchronisation has found complete is open to all.
  *
  * A stream waits for all that have freed something since it waited for them last.
- * Which of them the driver then takes memory of, nobody tells; so to wait for fewer
+ * Which of them the driver then takes memory of is not told; so to wait for fewer
  * would be to guess, and a wrong guess lets the pool grow. What does not help then is
  * not tried again before something is freed (hopeless). */
 
@@ -124,8 +124,9 @@ static int free_place(const struct process *p, struct freers *f)
 }
 
 /* enlist returns the place of a stream among the freers, or -1 where there are more
- * than there is room for: what those have freed they alone can have again. */
-static int enlist(struct process *p, struct freers *f, CUstream s, uint64_t key)
+ * than there is room for: what those have freed they alone can have again. frees says
+ * that it has freed something now. */
+static int enlist(struct process *p, struct freers *f, CUstream s, uint64_t key, bool frees)
 {
     struct where w = {.context = 0};
     CUcontext context = NULL;
@@ -133,6 +134,8 @@ static int enlist(struct process *p, struct freers *f, CUstream s, uint64_t key)
         return -1;
     spin_lock(&f->lock);
     int i = place_of(p, f, key, w.context);
+    if (i >= 0 && frees)
+        f->list[i].turn = ++f->turn;
     spin_unlock(&f->lock);
     if (i >= 0 || !where_stream(p, &w, s) || CALL(cuStreamGetCtx, stream_of(key), &context) != CUDA_SUCCESS)
         return i;
@@ -147,6 +150,8 @@ static int enlist(struct process *p, struct freers *f, CUstream s, uint64_t key)
         if (i >= f->high)
             f->high = i + 1;
     }
+    if (i >= 0 && frees)
+        f->list[i].turn = ++f->turn;
     spin_unlock(&f->lock);
     if (r == CUDA_SUCCESS)
         CALL(cuThreadExchangeStreamCaptureMode, &mode);
@@ -155,20 +160,28 @@ static int enlist(struct process *p, struct freers *f, CUstream s, uint64_t key)
 
 void freed_on(struct process *p, struct pool *pool, CUstream s, bool per_thread)
 {
-    if (__atomic_load_n(&pool->hopeless, __ATOMIC_RELAXED))
-        __atomic_store_n(&pool->hopeless, 0, __ATOMIC_SEQ_CST);
     uint64_t key = key_of(s, per_thread), word = key ^ (uint64_t)__atomic_load_n(&p->contexts_ended, __ATOMIC_RELAXED) << 56;
-    bool near = __atomic_load_n(&pool->near, __ATOMIC_RELAXED);
-    if (word == __atomic_load_n(&pool->freer, __ATOMIC_RELAXED) && !near && !(of_context(key) && __atomic_load_n(&p->contexts_made, __ATOMIC_RELAXED) > 1))
-        return;
-    struct freers *f = freers_of(pool);
-    int i = f ? enlist(p, f, s, key) : -1;
-    if (i >= 0) {
-        spin_lock(&f->lock);
-        f->list[i].turn = ++f->turn;
-        spin_unlock(&f->lock);
+    uint64_t *last = &pool->freer[(key >> 4 ^ key >> 8 ^ key >> 12) % LAST_FREERS];
+    /* That it is one of the freers is enough as long as no stream has to wait for it. */
+    if (word != __atomic_load_n(last, __ATOMIC_RELAXED) || __atomic_load_n(&pool->near, __ATOMIC_RELAXED)) {
+        struct freers *f = freers_of(pool);
+        if (f && enlist(p, f, s, key, true) >= 0 && !(of_context(key) && __atomic_load_n(&p->contexts_made, __ATOMIC_RELAXED) > 1))
+            __atomic_store_n(last, word, __ATOMIC_RELAXED);
     }
-    __atomic_store_n(&pool->freer, word, __ATOMIC_RELAXED);
+    pool_hope(pool); /* now that it can be waited for */
+}
+
+void pool_is_near(struct pool *pool)
+{
+    struct freers *f = __atomic_load_n(&pool->freers, __ATOMIC_ACQUIRE);
+    if (__atomic_exchange_n(&pool->near, true, __ATOMIC_SEQ_CST) || !f)
+        return;
+    spin_lock(&f->lock);
+    f->turn++;
+    for (int i = 0; i < f->high; i++) /* each may have freed something meanwhile */
+        if (f->list[i].turn)
+            f->list[i].turn = f->turn;
+    spin_unlock(&f->lock);
 }
 
 /* --- following ------------------------------------------------------------- */
@@ -283,34 +296,74 @@ static bool goes_by_events(const struct pool *pool)
 /* TRYING in the place of a size: somebody finds out. */
 #define TRYING (~(uint64_t)0)
 
-static CUresult serve(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n)
+/* What a driver has at hand it gives without that a stream waits: what its own stream
+ * has freed, and what is over. So a size that was had in that way lately (easy) is tried
+ * so first: where streams wait for one another without need, they do their work one
+ * after the other. Each time that fails it takes twice as many successes until a larger
+ * size is tried so. */
+enum { EASY = 1 << 20, TRUST = 16, MISTRUST = 1 << 10 };
+
+static void was_easy(struct pool *pool, uint64_t n, bool easy)
 {
-    struct freers *f = freers_of(pool);
-    int own = f ? enlist(p, f, q->stream, key_of(q->stream, q->per_thread)) : -1;
-    uint64_t others = f ? to_follow(f, own) : 0;
-    bool events = others && goes_by_events(pool);
-    for (; others; others &= others - 1)
-        if (events)
-            follow(p, f, __builtin_ctzll(others), own, q);
-        else
-            complete(p, f, __builtin_ctzll(others));
-    return pool_alone(p, q, pool, a, n);
+    struct ease *e = &pool->ease;
+    if (!easy) {
+        e->size = n / 2;
+        e->good = 0;
+        e->trust = e->trust < TRUST ? 2 * TRUST : e->trust < MISTRUST ? 2 * e->trust : MISTRUST;
+    } else if (++e->good > (e->trust ? e->trust : TRUST)) {
+        e->size = e->size < EASY ? EASY : e->size < MOST ? e->size + e->size / 2 : MOST;
+        e->good = 0;
+    }
 }
 
-CUresult reuse(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n)
+/* serve_easily is an attempt for which no stream waits. */
+static enum attempted serve_easily(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, CUresult *r)
+{
+    if (!attempt_begin(a))
+        return NOT_ATTEMPTED;
+    enum attempted how = pool_attempt(p, q, pool, a, n, 0, r);
+    if (how != NOT_ATTEMPTED)
+        was_easy(pool, n, how == ATTEMPTED);
+    attempt_end(a);
+    return how;
+}
+
+static enum attempted serve(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, bool easily, CUresult *r)
+{
+    struct freers *f = freers_of(pool);
+    int own = f ? enlist(p, f, q->stream, key_of(q->stream, q->per_thread), false) : -1;
+    uint64_t others = f ? to_follow(f, own) : 0;
+    if (easily)
+        return !others || n <= __atomic_load_n(&pool->ease.size, __ATOMIC_RELAXED) ? serve_easily(p, q, pool, a, n, r) : NOT_ATTEMPTED;
+    bool events = goes_by_events(pool);
+    for (; !events && others; others &= others - 1)
+        complete(p, f, __builtin_ctzll(others));
+    if (!attempt_begin(a))
+        return NOT_ATTEMPTED;
+    /* With the turn: what was freed while one waited for it serves too. */
+    for (others = events ? to_follow(f, own) : 0; others; others &= others - 1)
+        follow(p, f, __builtin_ctzll(others), own, q);
+    enum attempted how = pool_attempt(p, q, pool, a, n, 0, r);
+    attempt_end(a);
+    return how;
+}
+
+CUresult reuse(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, bool easily)
 {
     uint64_t live = pool_live(pool), charge = __atomic_load_n(&pool->r.charge, __ATOMIC_ACQUIRE), hopeless = __atomic_load_n(&pool->hopeless, __ATOMIC_SEQ_CST);
     if (live + n > charge || (hopeless && n >= hopeless) || capturing(p, q->stream, q->per_thread))
         return CUDA_ERROR_OUT_OF_MEMORY;
+    uint32_t hopes = __atomic_load_n(&pool->hopes, __ATOMIC_SEQ_CST);
     __atomic_store_n(&pool->hopeless, TRYING, __ATOMIC_SEQ_CST);
     int mode = CU_STREAM_CAPTURE_MODE_RELAXED; /* a capture is not to fail for it */
     CUresult exchanged = __atomic_load_n(&p->captures, __ATOMIC_RELAXED) ? CALL(cuThreadExchangeStreamCaptureMode, &mode) : CUDA_ERROR_NOT_FOUND;
-    CUresult r = serve(p, q, pool, a, n);
+    CUresult r = CUDA_ERROR_OUT_OF_MEMORY;
+    enum attempted how = serve(p, q, pool, a, n, easily, &r);
     if (exchanged == CUDA_SUCCESS)
         CALL(cuThreadExchangeStreamCaptureMode, &mode);
     uint64_t trying = TRYING;
-    if (r == CUDA_ERROR_OUT_OF_MEMORY) /* unless something was freed meanwhile */
-        __atomic_compare_exchange_n(&pool->hopeless, &trying, n, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    bool sure = how == WOULD_GROW && !easily && hopes == __atomic_load_n(&pool->hopes, __ATOMIC_SEQ_CST);
+    __atomic_compare_exchange_n(&pool->hopeless, &trying, sure ? n : 0, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
     return r;
 }
 
@@ -326,7 +379,8 @@ static void part(struct process *p, struct pool *pool, uint64_t key)
     spin_lock(&f->lock);
     int i = place_of(p, f, key, 0);
     spin_unlock(&f->lock);
-    __atomic_store_n(&pool->freer, 0, __ATOMIC_RELAXED);
+    for (int k = 0; k < LAST_FREERS; k++)
+        __atomic_store_n(&pool->freer[k], 0, __ATOMIC_RELAXED);
     if (i < 0 || !hold_freer(p, f, i, &is))
         return;
     bool recorded = record_on(p, &is);

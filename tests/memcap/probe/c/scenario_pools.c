@@ -298,6 +298,18 @@ static void threads_at_the_edge(struct scene *s)
     note(s, "taken", granted);
 }
 
+/* What is left is less than the piece by which a driver's pool grows, and more than the
+ * request. Of the piece that it tries all the same nothing may stay. */
+static void less_than_a_piece_is_left(struct scene *s)
+{
+    CUstream stream;
+    CUdeviceptr p;
+    if (!streams_of(s, &stream, 1) || !keeping(s) || !ASK(s, s->room - 20 * MiB, s->cu->cuMemAlloc_v2(&p, s->room - 20 * MiB)))
+        return;
+    for (int i = 0; i < 4; i++)
+        ASK(s, 8 * MiB, s->cu->cuMemAllocAsync(&p, 8 * MiB, stream));
+}
+
 /* --- pools --------------------------------------------------------------------- */
 
 static CUmemoryPool pool_of(struct scene *s, int type, int place, int id)
@@ -362,6 +374,7 @@ const struct scenario pool_scenarios[] = {
     {"allocation-beside-a-refused-one", allocation_beside_a_refused_one, 0},
     {"synchronize-beside-a-refused-one", synchronize_beside_a_refused_one, 0},
     {"threads-at-the-edge", threads_at_the_edge, 0},
+    {"less-than-a-piece-is-left", less_than_a_piece_is_left, 0},
     {"three-hundred-pools", three_hundred_pools, 0},
     {"managed-pool-of-the-device", managed_pool_of_the_device, 0},
     {"managed-pool-of-nowhere", managed_pool_of_nowhere, 0},

@@ -1,0 +1,490 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/* Which pools there are: each is learnt when the program makes it or first takes
+ * memory of it, and forgotten when it was destroyed and nothing of it is left. And
+ * what concerns a pool as a whole: trimming it, asking the driver what it has
+ * after something that may have emptied it, giving back what it does not use. */
+
+#include "export.h"
+#include "pool.h"
+#include "property.h"
+
+/* --- knowing pools -------------------------------------------------------- */
+
+static uint64_t home_of(CUmempool handle) { return ((uintptr_t)handle * 0x9E3779B97F4A7C15u) >> 50; }
+_Static_assert(MAX_POOLS == 1 << 14, "a home is one of them");
+
+static struct pool *known(struct process *p, CUmempool handle)
+{
+    uint64_t home = home_of(handle), probe = __atomic_load_n(&p->pools_probe, __ATOMIC_ACQUIRE);
+    for (uint64_t i = 0; i <= probe; i++) {
+        struct pool *pool = &p->pools[(home + i) % MAX_POOLS];
+        if (__atomic_load_n(&pool->handle, __ATOMIC_ACQUIRE) == (uintptr_t)handle && __atomic_load_n(&pool->used, __ATOMIC_ACQUIRE))
+            return pool;
+    }
+    return NULL;
+}
+
+/* learn writes down a pool; NULL: there are more than anybody has. */
+static struct pool *learn(struct process *p, CUmempool handle, enum means means, CUdevice device)
+{
+    struct pool *pool;
+    uint64_t home = home_of(handle);
+    spin_lock(&p->lock);
+    pool = known(p, handle);
+    for (uint32_t i = 0; !pool && i < MAX_POOLS / 4; i++) {
+        struct pool *at = &p->pools[(home + i) % MAX_POOLS];
+        if (__atomic_load_n(&at->used, __ATOMIC_ACQUIRE))
+            continue;
+        pool = at;
+        *pool = (struct pool){.device = device, .passed = means == MEANS_NOTHING || means == MEANS_UNKNOWN, .r.managed = means == MEANS_MANAGED};
+        if (i > p->pools_probe)
+            __atomic_store_n(&p->pools_probe, i, __ATOMIC_RELEASE);
+        __atomic_store_n(&pool->used, 1, __ATOMIC_RELEASE);
+        __atomic_store_n(&pool->handle, (uintptr_t)handle, __ATOMIC_RELEASE);
+    }
+    spin_unlock(&p->lock);
+    return pool;
+}
+
+/* learn_anew is for a handle that the driver has just made. */
+static struct pool *learn_anew(struct process *p, CUmempool handle, enum means means, CUdevice device)
+{
+    struct pool *old = known(p, handle);
+    if (old)
+        __atomic_store_n(&old->handle, 0, __ATOMIC_RELEASE); /* it ended where we did not see it */
+    return learn(p, handle, means, device);
+}
+
+/* home says of which device a pool is that we have not seen made: a default one
+ * mostly. */
+static int home(CUmempool handle, int current)
+{
+    int n = 0;
+    CUmempool h;
+    CALL(cuDeviceGetCount, &n);
+    for (int i = 0; i < n && i < MAX_DEVICES; i++)
+        if (CALL(cuDeviceGetDefaultMemPool, &h, i) == CUDA_SUCCESS && h == handle)
+            return i;
+    return current;
+}
+
+/* A pool that was destroyed lives on in its allocations; the last of them takes what
+ * is left of its charge along. Memory of a pool that can be exported may be open in
+ * another process, and live on there. */
+void pool_leave(struct process *p, struct pool *pool)
+{
+    if (pool->handle || !pool->used || __atomic_load_n(&pool->flight, __ATOMIC_SEQ_CST) || pool->r.loosers)
+        return;
+    if (pool->r.charge && pool->exportable)
+        settle_exported(&p->accounts[pool->device], &pool->r);
+    else if (pool->r.charge)
+        settle(&p->accounts[pool->device], &pool->r, 0, 0);
+    uint64_t i = (uint64_t)(pool - p->pools);
+    __atomic_and_fetch(&p->pools_charged[i / 64], ~((uint64_t)1 << i % 64), __ATOMIC_ACQ_REL);
+    freers_end(pool);
+    __atomic_store_n(&pool->used, 0, __ATOMIC_RELEASE);
+}
+
+/* next_charged is the first pool from an index on that has, or had, a charge. */
+static int next_charged(const struct process *p, int i)
+{
+    for (int w = i / 64; w < MAX_POOLS / 64; i = ++w * 64) {
+        uint64_t words = __atomic_load_n(&p->pools_words[w / 64], __ATOMIC_RELAXED) >> w % 64;
+        if (!words) {
+            w |= 63;
+            continue;
+        }
+        if (!(words & 1)) {
+            w += __builtin_ctzll(words) - 1;
+            continue;
+        }
+        uint64_t bits = __atomic_load_n(&p->pools_charged[w], __ATOMIC_RELAXED) >> i % 64;
+        if (bits)
+            return i + __builtin_ctzll(bits);
+    }
+    return -1;
+}
+
+/* device_of is the device that a stream is of. */
+static bool device_of(struct process *p, CUstream s, CUdevice *device)
+{
+    struct where at;
+    int n = (int)__atomic_load_n(&p->devices, __ATOMIC_RELAXED);
+    if (!n && CALL(cuDeviceGetCount, &n) == CUDA_SUCCESS && n > 0)
+        __atomic_store_n(&p->devices, (uint32_t)n, __ATOMIC_RELAXED);
+    *device = 0;
+    if (n == 1)
+        return true;
+    if (!where_stream(p, &at, s))
+        return false;
+    *device = at.device;
+    return true;
+}
+
+bool pool_find(struct process *p, struct request *q, uint32_t changes, struct pool **pool)
+{
+    CUdevice device = 0;
+    *pool = q->plain ? NULL : known(p, q->pool);
+    if (*pool && (*pool)->device >= 0)
+        return true;
+    if (*pool && (*pool)->passed)
+        return false;
+    if (!device_of(p, q->stream, &device) || device < 0 || device >= MAX_DEVICES)
+        return false;
+    if (*pool) { /* it counts on the first device that has used it */
+        int32_t nowhere = DEVICE_CURRENT;
+        __atomic_compare_exchange_n(&(*pool)->device, &nowhere, device, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+        return true;
+    }
+    if (q->plain) {
+        uint64_t now = __atomic_load_n(&p->current[device], __ATOMIC_ACQUIRE);
+        if ((uint32_t)now && now >> 32 == changes) {
+            *pool = &p->pools[(uint32_t)now - 1];
+            return true;
+        }
+        if (CALL(cuDeviceGetMemPool, &q->pool, device) != CUDA_SUCCESS)
+            return false;
+        *pool = known(p, q->pool);
+    }
+    if (!*pool)
+        *pool = learn(p, q->pool, MEANS_COUNTED, home(q->pool, device));
+    if (*pool && q->plain)
+        __atomic_store_n(&p->current[device], (uint64_t)changes << 32 | (uint64_t)(*pool - p->pools + 1), __ATOMIC_RELEASE);
+    return true;
+}
+
+/* --- giving back ---------------------------------------------------------- */
+
+enum { TRIM_SPINS = 200, TRIM_NAPS = 50 * 1000 }; /* should the attempt's thread not come back */
+
+/* trim has a pool give back what it does not use, beyond keep. */
+static CUresult trim(struct process *p, struct pool *pool, size_t keep)
+{
+    struct account *a = &p->accounts[pool->device];
+    spin_lock(&pool->lock);
+    uint64_t live = pool_live(pool);
+    loosen(a, &pool->r, live > keep ? live : keep);
+    spin_unlock(&pool->lock);
+    for (uint32_t i = 0;; i++) { /* an attempt goes by what would be trimmed */
+        __atomic_add_fetch(&pool->r.trims, 1, __ATOMIC_SEQ_CST);
+        if (!__atomic_load_n(&pool->alone, __ATOMIC_SEQ_CST) || i > TRIM_SPINS + TRIM_NAPS)
+            break;
+        __atomic_sub_fetch(&pool->r.trims, 1, __ATOMIC_SEQ_CST);
+        if (i < TRIM_SPINS)
+            cpu_relax();
+        else
+            nap_us(20);
+    }
+    CUresult r = CALL(cuMemPoolTrimTo, (CUmempool)(uintptr_t)pool->handle, keep);
+    spin_lock(&pool->lock);
+    __atomic_sub_fetch(&pool->r.trims, 1, __ATOMIC_SEQ_CST);
+    pool_looked(p, a, pool);
+    tighten(a, &pool->r);
+    pool_leave(p, pool);
+    spin_unlock(&pool->lock);
+    return r;
+}
+
+/* --- pools by hand -------------------------------------------------------- */
+
+EXPORT CUresult cuMemPoolCreate(CUmempool *out, const CUpoolprops *props)
+{
+    struct process *p = ENTER();
+    CUdevice device = DEVICE_CURRENT;
+    enum means means = p && props ? property_means(props->type, &props->location, &device) : MEANS_NOTHING;
+    if (means == MEANS_UNKNOWN && property_unknown(p, device))
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    CUresult r = CALL(cuMemPoolCreate, out, props);
+    if (!p || r != CUDA_SUCCESS || !out || !props)
+        return r;
+    if (device >= MAX_DEVICES)
+        means = MEANS_NOTHING;
+    struct pool *pool = learn_anew(p, *out, means, device);
+    if (pool)
+        pool->exportable = props->handle_types;
+    if (pool || means == MEANS_NOTHING)
+        return r;
+    CALL(cuMemPoolDestroy, *out); /* more pools than anybody has */
+    return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+/* What is in an imported pool is its exporter's. */
+EXPORT CUresult cuMemPoolImportFromShareableHandle(CUmempool *out, void *handle, int type, unsigned long long flags)
+{
+    struct process *p = ENTER();
+    CUresult r = CALL(cuMemPoolImportFromShareableHandle, out, handle, type, flags);
+    if (p && r == CUDA_SUCCESS && out)
+        learn_anew(p, *out, MEANS_NOTHING, DEVICE_CURRENT);
+    return r;
+}
+
+/* The driver has a pool of its own for each type of memory at each place. */
+static void learn_default(struct process *p, CUmempool handle, const CUlocation *at, int type)
+{
+    CUdevice device;
+    enum means means = property_means(type, at, &device);
+    if (!known(p, handle))
+        learn(p, handle, means, device < MAX_DEVICES ? device : DEVICE_CURRENT);
+}
+
+EXPORT CUresult cuMemGetDefaultMemPool(CUmempool *out, CUlocation *at, int type)
+{
+    struct process *p = ENTER();
+    CUresult r = CALL(cuMemGetDefaultMemPool, out, at, type);
+    if (p && r == CUDA_SUCCESS && out && at)
+        learn_default(p, *out, at, type);
+    return r;
+}
+
+EXPORT CUresult cuMemGetMemPool(CUmempool *out, CUlocation *at, int type)
+{
+    struct process *p = ENTER();
+    CUresult r = CALL(cuMemGetMemPool, out, at, type);
+    if (p && r == CUDA_SUCCESS && out && at)
+        learn_default(p, *out, at, type);
+    return r;
+}
+
+/* changed says that a device may have another current pool, before and after the
+ * call by which it has. */
+static void changed(struct process *p)
+{
+    if (p)
+        __atomic_add_fetch(&p->pool_changes, 1, __ATOMIC_SEQ_CST);
+}
+
+EXPORT CUresult cuDeviceSetMemPool(CUdevice device, CUmempool handle)
+{
+    struct process *p = ENTER();
+    changed(p);
+    CUresult r = CALL(cuDeviceSetMemPool, device, handle);
+    changed(p);
+    return r;
+}
+
+EXPORT CUresult cuMemSetMemPool(CUlocation *at, int type, CUmempool handle)
+{
+    struct process *p = ENTER();
+    changed(p);
+    CUresult r = CALL(cuMemSetMemPool, at, type, handle);
+    changed(p);
+    return r;
+}
+
+EXPORT CUresult cuMemPoolDestroy(CUmempool handle)
+{
+    struct process *p = ENTER();
+    struct pool *pool = p ? known(p, handle) : NULL;
+    changed(p); /* the device whose current one it was has its default one again */
+    if (pool && pool->r.charge)
+        trim(p, pool, 0); /* it goes now, and we see how much stays */
+    CUresult r = CALL(cuMemPoolDestroy, handle);
+    changed(p);
+    if (!pool || r != CUDA_SUCCESS)
+        return r;
+    spin_lock(&pool->lock);
+    __atomic_store_n(&pool->handle, 0, __ATOMIC_RELEASE);
+    pool_leave(p, pool);
+    spin_unlock(&pool->lock);
+    return r;
+}
+
+EXPORT CUresult cuMemPoolTrimTo(CUmempool handle, size_t keep)
+{
+    struct process *p = ENTER();
+    struct pool *pool = p ? known(p, handle) : NULL;
+    return pool && pool->r.charge ? trim(p, pool, keep) : CALL(cuMemPoolTrimTo, handle, keep);
+}
+
+/* What a pool keeps at a synchronisation is known from here; a threshold that was set
+ * elsewhere is found out by what is there later. */
+EXPORT CUresult cuMemPoolSetAttribute(CUmempool handle, int attribute, void *value)
+{
+    struct process *p = ENTER();
+    struct pool *pool = p && value && attribute == CU_MEMPOOL_ATTR_RELEASE_THRESHOLD ? known(p, handle) : NULL;
+    if (!pool) {
+        CUresult r = CALL(cuMemPoolSetAttribute, handle, attribute, value);
+        if (p && (pool = known(p, handle)))
+            pool_hope(pool); /* it may reuse in more ways now */
+        return r;
+    }
+    uint64_t before = pool->keeps, after = *(const uint64_t *)value;
+    __atomic_store_n(&pool->keeps, before < after ? before : after, __ATOMIC_SEQ_CST);
+    CUresult r = CALL(cuMemPoolSetAttribute, handle, attribute, value);
+    __atomic_store_n(&pool->keeps, r == CUDA_SUCCESS ? after : before, __ATOMIC_SEQ_CST);
+    return r;
+}
+
+/* --- looking at all ------------------------------------------------------- */
+
+void pools_settle(struct process *p, CUdevice device)
+{
+    if (device < 0 || device >= MAX_DEVICES)
+        return;
+    for (int i = next_charged(p, 0); i >= 0; i = next_charged(p, i + 1)) {
+        struct pool *pool = &p->pools[i];
+        if (pool->device != device || !pool->handle || !pool->r.charge)
+            continue;
+        spin_lock(&pool->lock);
+        if (pool->handle)
+            pool_looked(p, &p->accounts[device], pool);
+        spin_unlock(&pool->lock);
+    }
+    graphs_settle(p, device);
+}
+
+/* Synchronising is where a pool gives back what its threshold does not keep.
+ * That is uncommitted for as long as it takes, and afterwards the driver is asked
+ * once. A pool without anything free has nothing to give back, nor has one that is not
+ * beyond its threshold; and a process without pools pays a few loads for all this. */
+enum { SYNCED = 32 }; /* pools beyond these are found at the next call to do with them */
+struct sync {
+    struct process *p;
+    int n;
+    uint16_t at[SYNCED]; /* these are loosened */
+};
+
+static void sync_begin(struct sync *s, struct process *p)
+{
+    s->p = p;
+    s->n = 0;
+    for (int i = next_charged(p, 0); i >= 0 && s->n < SYNCED; i = next_charged(p, i + 1)) {
+        struct pool *pool = &p->pools[i];
+        uint64_t charge = __atomic_load_n(&pool->r.charge, __ATOMIC_RELAXED);
+        if (charge <= __atomic_load_n(&pool->keeps, __ATOMIC_RELAXED) || charge <= pool_live(pool))
+            continue;
+        spin_lock(&pool->lock);
+        if (pool->handle && pool->r.charge > pool_live(pool)) {
+            loosen(&p->accounts[pool->device], &pool->r, pool_live(pool));
+            s->at[s->n++] = (uint16_t)i;
+        }
+        spin_unlock(&pool->lock);
+    }
+}
+
+static void sync_end(struct sync *s)
+{
+    for (int i = 0; i < s->n; i++) {
+        struct pool *pool = &s->p->pools[s->at[i]];
+        struct account *a = &s->p->accounts[pool->device];
+        spin_lock(&pool->lock);
+        if (pool->handle)
+            pool_looked(s->p, a, pool);
+        tighten(a, &pool->r);
+        pool_leave(s->p, pool);
+        spin_unlock(&pool->lock);
+    }
+}
+
+#define SYNCHRONIZE(name, ...)              \
+    struct process *p = ENTER();            \
+    struct sync s;                          \
+    if (!p)                                 \
+        return CALL(name, __VA_ARGS__);     \
+    sync_begin(&s, p);                      \
+    CUresult r = CALL(name, __VA_ARGS__);   \
+    sync_end(&s);                           \
+    return r;
+
+EXPORT CUresult cuStreamSynchronize(CUstream stream) { SYNCHRONIZE(cuStreamSynchronize, stream) }
+EXPORT CUresult cuStreamSynchronize_ptsz(CUstream stream) { SYNCHRONIZE(cuStreamSynchronize_ptsz, stream) }
+EXPORT CUresult cuEventSynchronize(CUevent event) { SYNCHRONIZE(cuEventSynchronize, event) }
+EXPORT CUresult cuCtxSynchronize_v2(CUcontext context) { SYNCHRONIZE(cuCtxSynchronize_v2, context) }
+EXPORT CUresult cuCtxSynchronize(void)
+{
+    struct process *p = ENTER();
+    struct sync s;
+    if (!p || !real.cuCtxSynchronize)
+        return real.cuCtxSynchronize ? real.cuCtxSynchronize() : CUDA_ERROR_NOT_FOUND;
+    sync_begin(&s, p);
+    CUresult r = real.cuCtxSynchronize();
+    sync_end(&s);
+    return r;
+}
+
+/* --- making room ---------------------------------------------------------- */
+
+/* lacks is by how much n is more than what is left. */
+static uint64_t lacks(const struct account *a, uint64_t n)
+{
+    uint64_t amount = AMOUNT(count_read(&a->usage->bound)) + n, ceiling = account_ceiling(a);
+    return amount > ceiling ? amount - ceiling : 0;
+}
+
+/* relieve_pools trims pools of what they do not use: by whole pieces of what n lacks,
+ * or of everything where that was not enough. */
+static void relieve_pools(struct process *p, struct account *a, uint64_t n, bool all)
+{
+    CUdevice device = (CUdevice)(a - p->accounts);
+    for (int i = next_charged(p, 0); i >= 0; i = next_charged(p, i + 1)) {
+        struct pool *pool = &p->pools[i];
+        uint64_t lack = lacks(a, n), charge = __atomic_load_n(&pool->r.charge, __ATOMIC_ACQUIRE), live = pool_live(pool);
+        if (!lack)
+            return;
+        if (pool->device != device || !pool->handle || charge <= live)
+            continue;
+        lack = round_up(lack, PIECE);
+        trim(p, pool, !all && lack < charge - live ? charge - lack : 0);
+    }
+}
+
+/* A capture is not to fail for a trim. */
+static CUresult relax(const struct process *p, int *mode)
+{
+    *mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    return __atomic_load_n(&p->captures, __ATOMIC_RELAXED) ? CALL(cuThreadExchangeStreamCaptureMode, mode) : CUDA_ERROR_NOT_FOUND;
+}
+
+static void unrelax(CUresult r, int *mode)
+{
+    if (r == CUDA_SUCCESS)
+        CALL(cuThreadExchangeStreamCaptureMode, mode);
+}
+
+/* Room is made ahead for a few pieces. Where few allocations have had the use of it, or
+ * none could be made, it is made again only after some without it: twice as many each
+ * time. */
+enum { ROOM = 4, FEW = 8, LONGEST_PAUSE = 512 };
+
+bool pool_makes_room(struct process *p, struct pool *pool, struct account *a, uint64_t n, bool ahead)
+{
+    struct spare *s = &pool->spare;
+    uint64_t charge = __atomic_load_n(&pool->r.charge, __ATOMIC_ACQUIRE), live = pool_live(pool), lack = lacks(a, n);
+    uint64_t want = round_up(lack, PIECE) + (ahead ? ROOM * PIECE : 0);
+    if (!lack || charge < live || charge - live < want)
+        return false;
+    uint32_t pause = __atomic_load_n(&s->pause, __ATOMIC_RELAXED), wait = __atomic_load_n(&s->wait, __ATOMIC_RELAXED);
+    if (pause) {
+        __atomic_store_n(&s->pause, pause - 1, __ATOMIC_RELAXED);
+        if (ahead)
+            return false;
+    }
+    int mode;
+    CUresult r = relax(p, &mode);
+    trim(p, pool, charge - want);
+    unrelax(r, &mode);
+    bool made = account_reserve_quickly(a, n);
+    if (made)
+        __atomic_store_n(&pool->near, false, __ATOMIC_RELAXED);
+    if (ahead) {
+        wait = made && s->count - s->last > FEW ? wait / 2 : wait < LONGEST_PAUSE ? 2 * wait + 1 : wait;
+        s->last = s->count;
+        __atomic_store_n(&s->wait, wait, __ATOMIC_RELAXED);
+        __atomic_store_n(&s->pause, wait, __ATOMIC_RELAXED);
+    }
+    return made;
+}
+
+void relieve(struct account *a, uint64_t n)
+{
+    struct process *p = the_process;
+    int mode;
+    CUresult r = relax(p, &mode);
+    pools_settle(p, (CUdevice)(a - p->accounts)); /* they may have shrunk by themselves */
+    relieve_pools(p, a, n, false);
+    if (lacks(a, n))
+        relieve_graphs(p, (CUdevice)(a - p->accounts));
+    relieve_pools(p, a, n, true);
+    unrelax(r, &mode);
+}
