@@ -196,7 +196,7 @@ const (
 	width, margin    = 1280, 60
 	rowHeight        = 84
 	boxHeight        = 30
-	perLetter, inner = 7.6, 18
+	perLetter, inner = 8, 20
 	sweeps           = 8
 )
 
