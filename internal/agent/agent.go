@@ -262,56 +262,58 @@ func (a *Agent) View() *deviceplugin.Offer { return a.front.Offer() }
 func (a *Agent) Run(ctx context.Context) error {
 	a.remember()
 	g, ctx := errgroup.WithContext(ctx)
-	g.Go(func() error {
-		// Not waited for at the end: a wait inside the driver cannot be cut
-		// short, and the process may end without it.
-		ended := make(chan error, 1)
-		go func() { ended <- a.reader.faults.follow(ctx) }()
-		select {
-		case err := <-ended:
-			return err
-		case <-ctx.Done():
-			return ctx.Err()
-		}
-	})
+	g.Go(func() error { return abandon(ctx, a.reader.faults.follow) })
 	g.Go(func() error { return a.followRuntime(ctx) })
 	g.Go(func() error { return a.awaitReleases(ctx) })
 	if r := a.reporter; r.cluster != nil || r.features != nil {
 		g.Go(func() error { return r.run(ctx) })
 	}
-	g.Go(func() error {
-		pause := backOff(backOffMax)
-		for {
-			began := time.Now()
-			err := a.round(ctx)
-			if ctx.Err() != nil {
-				return ctx.Err()
-			}
-			if errors.Is(err, gpu.ErrReloaded) {
-				return err
-			}
-			a.observer.Round(err, time.Since(began))
-			wait := a.nextLook(time.Now())
-			if err != nil {
-				most := pause.Step()
-				a.ration.Log(slog.LevelError, "round failed", nil, "err", err, "again_in", most.String())
-				// Not at once: what failed may be what makes wait short.
-				wait = min(max(wait, backOffMin), most)
-			} else {
-				pause = backOff(backOffMax)
-			}
-			timer := time.NewTimer(wait)
-			select {
-			case <-ctx.Done():
-				timer.Stop()
-				return ctx.Err()
-			case <-a.trigger:
-				timer.Stop()
-			case <-timer.C:
-			}
-		}
-	})
+	g.Go(func() error { return a.loop(ctx) })
 	return g.Wait()
+}
+
+// abandon does something that is not waited for at the end: a wait inside the driver
+// cannot be cut short, and the process may end without it.
+func abandon(ctx context.Context, do func(context.Context) error) error {
+	ended := make(chan error, 1)
+	go func() { ended <- do(ctx) }()
+	select {
+	case err := <-ended:
+		return err
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// loop has one round after the other, as long as the driver can be used.
+func (a *Agent) loop(ctx context.Context) error {
+	pause := backOff(backOffMax)
+	for {
+		began := time.Now()
+		err := a.round(ctx)
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		if errors.Is(err, gpu.ErrReloaded) {
+			return err
+		}
+		a.observer.Round(err, time.Since(began))
+		wait := a.nextLook(time.Now())
+		if err != nil {
+			most := pause.Step()
+			a.ration.Log(slog.LevelError, "round failed", nil, "err", err, "again_in", most.String())
+			// Not at once: what failed may be what makes wait short.
+			wait = min(max(wait, backOffMin), most)
+		} else {
+			pause = backOff(backOffMax)
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-a.trigger:
+		case <-time.After(wait):
+		}
+	}
 }
 
 // nextLook says how long the loop may sleep if nobody wakes it.
@@ -365,244 +367,4 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 // someoneWaits reports whether a claim waits for the holder before it.
 func (a *Agent) someoneWaits() bool {
 	return slices.ContainsFunc(a.ledger.Allocations(), func(c ledger.Allocation) bool { return c.After != "" })
-}
-
-// unchecked reports whether there is a claim of which nobody has looked whether
-// its devices are free, or that they were not.
-func unchecked(claims []ledger.Allocation) bool {
-	return slices.ContainsFunc(claims, func(c ledger.Allocation) bool { return !c.IsOpen() && (c.Phase == ledger.Reserved || c.After != "") })
-}
-
-// holdersDue says whether the witnesses are to be asked in full: always before a
-// GPU is laid out anew, when one of our containers has ended, and now and then.
-func (a *Agent) holdersDue(now time.Time, changes *plan.Changes) bool {
-	switch since := now.Sub(a.seen.at); {
-	case a.askSoon.Swap(false), len(changes.Recut) > 0, withdraws(a.due(changes.Work, now)), a.seen.at.IsZero():
-		return true
-	case !a.seen.silent.IsZero():
-		return since >= holdersSoon
-	case !a.seen.heard:
-		return since >= holdersEvery
-	case len(changes.Blocked) > 0:
-		return since >= holdersSoon
-	default:
-		return a.ledger.Held() && since >= holdersEvery
-	}
-}
-
-// lookAround looks for GPUs that somebody else gives out, and whether the kubelet knows
-// what we offer.
-func (a *Agent) lookAround(ctx context.Context, migManager string) {
-	allocatable, asked := a.others.look(ctx, a.reader.inv, migManager)
-	if !asked {
-		return
-	}
-	now := time.Now()
-	if a.served.suspect(a.front.Offer(), allocatable, now); len(a.served.unknown) > 0 {
-		a.others.soon(now.Add(holdersEvery))
-	}
-}
-
-// look takes in the hardware as it is.
-func (a *Agent) look(ctx context.Context) error {
-	news, err := a.reader.look(ctx, a.executor.unsettled)
-	if news {
-		a.executor.seen(a.reader.inv)
-	}
-	return err
-}
-
-// takeResults takes in what jobs came to: what is true of their GPUs now, and what
-// follows from failures.
-func (a *Agent) takeResults(now time.Time) {
-	results := a.executor.ended(now)
-	for i := range results {
-		r := &results[i]
-		if a.reader.inv.ByUUID(r.GPU) == nil {
-			continue
-		}
-		if r.read != nil {
-			a.reader.stale.Store(true)
-		} else {
-			a.reader.setMIG(r.GPU, r.mig)
-		}
-		a.executor.learn(r, a.reader.inv.ByUUID(r.GPU), a.partitions.gen, now)
-	}
-}
-
-// due picks the work that is to be begun now.
-func (a *Agent) due(work []plan.Work, now time.Time) []plan.Work {
-	if a.reader.letting != "" || !a.reader.usable() {
-		return nil
-	}
-	return a.executor.due(work, a.partitions.gen, a.seen.heard, now)
-}
-
-// round is one look at everything and what follows from it.
-func (a *Agent) round(ctx context.Context) error {
-	a.writeGrants()
-	in := a.partitions.heard()
-	var errs []error
-	a.takeResults(time.Now())
-	if err := a.reader.mind(in.letGo, len(a.executor.jobs) > 0); errors.Is(err, gpu.ErrReloaded) {
-		return err
-	} else if err != nil {
-		errs = append(errs, err) // the containers that wait need no driver
-	}
-	switch err := a.look(ctx); {
-	case errors.Is(err, gpu.ErrReloaded):
-		return err
-	case errors.Is(err, gpu.ErrTimeout) && a.reader.inv != nil:
-		// Everything else goes on; see hangs.
-	case err != nil && a.reader.letGo == "":
-		errs = append(errs, err)
-	}
-	if a.reader.inv == nil {
-		f := &findings{in: &in, changes: &plan.Changes{}, err: errors.Join(errs...)}
-		if f.err == nil {
-			f.note = a.reader.absent()
-		}
-		a.finish(f)
-		return f.err
-	}
-	note, configErr := a.partitions.resolve(&in, a.reader.inv, a.reader.answered)
-	if a.reader.letGo != "" {
-		note = a.reader.absent()
-	}
-	a.lookAround(ctx, in.migManager)
-	a.layouts.expire(time.Now())
-	claims := a.claims()
-	changes := a.plan(claims)
-	if full := a.holdersDue(time.Now(), &changes); a.nameSoon.Swap(false) || full || unchecked(claims) {
-		if err := a.reconcile(ctx, full); err != nil {
-			errs = append(errs, err)
-		}
-		if full {
-			if err := a.lookForFiles(); err != nil {
-				errs = append(errs, err)
-			}
-		}
-		claims = a.claims()
-		changes = a.plan(claims)
-	}
-	if work := a.due(changes.Work, time.Now()); a.layouts.offerAny(changes.Recut) || withdraws(work) {
-		// Withdraw first, then look again: whoever claimed before the
-		// withdrawal keeps what they have.
-		withdrawn := changes
-		withdrawn.Layouts = a.layouts.now // not laid out anew yet
-		a.publish(viewInput{changes: &withdrawn, recutting: changes.Recut})
-		claims = a.claims()
-		changes = a.plan(claims)
-	}
-	a.settle(&changes)
-	work := a.due(changes.Work, time.Now())
-	a.executor.ownMade(work)
-	// What is withdrawn is written down before it is done: a successor must go on
-	// listing it.
-	unsaved := a.save()
-	if errs = append(errs, unsaved); unsaved == nil {
-		a.executor.begin(ctx, a.reader.inv, work)
-	}
-	a.correct(&changes, unsaved)
-	// Not before somebody can need them: the partitions may arrive meanwhile.
-	if a.reader.partsDue() && a.reader.usable() && (a.partitions.wanted != nil || len(a.layouts.now) > 0 || a.ledger.Held()) {
-		// It takes a while to learn the parts. A fault is told before that, and
-		// so is what a new process offers: a container that comes meanwhile
-		// waits for its claim's file.
-		if err := a.served.set(a.publish(viewInput{changes: &changes})); err != nil {
-			errs = append(errs, err)
-		}
-		if err := a.learnParts(ctx); err != nil && !(errors.Is(err, gpu.ErrTimeout) && a.reader.parts != nil) {
-			errs = append(errs, err)
-		}
-	}
-	hwNote := ""
-	if a.reader.usable() {
-		var err error
-		if hwNote, err = a.slices.set(ctx, a.reader.inv, a.reader.epoch, a.partitions.wanted, a.layouts.now); err != nil {
-			errs = append(errs, err)
-		}
-	}
-	// Files of ended claims go first: the next holder's container must not find
-	// the gate of the one before it open.
-	if err := a.sweep(); err != nil {
-		errs = append(errs, err)
-	}
-	if err := a.writeClaims(a.claims(), changes.Trouble); err != nil {
-		errs = append(errs, err)
-	}
-	a.tellWaiting(changes.Trouble)
-	v := a.publish(viewInput{changes: &changes})
-	if err := a.served.set(v); err != nil {
-		errs = append(errs, err)
-	}
-
-	err := errors.Join(errs...)
-	f := &findings{in: &in, changes: &changes, note: note, hwNote: hwNote, configErr: configErr, err: err}
-	f.resting, f.resetsDue, f.working = a.executor.conditions(a.reader.inv, a.partitions.gen)
-	a.finish(f)
-	return err
-}
-
-// learnParts learns what containers need of the driver.
-func (a *Agent) learnParts(ctx context.Context) error {
-	if err := a.reader.learnParts(ctx, a.caps); err != nil {
-		return err
-	}
-	for _, c := range a.ledger.Allocations() {
-		a.ledger.Shut(c.ID) // written again below, if the files differ
-	}
-	return nil
-}
-
-func (a *Agent) plan(claims []ledger.Allocation) plan.Changes {
-	mig := a.executor.input(claims, time.Now())
-	mig.Cards, mig.Reclaim = a.reader.cards, a.opts.ReclaimForeign
-	return plan.Make(plan.Input{Inventory: a.reader.inv, Claims: claims, Wanted: a.partitions.wanted, Layouts: a.layouts.now, Past: a.layouts.past, Others: a.others.gpus,
-		Unit: a.opts.MemoryUnit, MIG: mig})
-}
-
-// settle makes a plan the one in force.
-func (a *Agent) settle(changes *plan.Changes) {
-	now := time.Now()
-	a.layouts.settle(changes)
-	a.executor.planned(changes, now)
-	if every := a.executor.busyLook; every > 0 && now.Sub(a.reader.readAt) >= every {
-		a.reader.stale.Store(true)
-	}
-}
-
-func (a *Agent) publish(in viewInput) *deviceplugin.Offer {
-	in.inv, in.past, in.names, in.cards, in.drain = a.reader.inv, a.layouts.past, a.names, a.reader.cards, !a.opts.KeepOffering
-	in.failing = a.executor.failingSlots(time.Now())
-	in.topology, in.aligned, in.onDemand, in.others = a.reader.topology, a.opts.Align, a.partitions.onDemand, a.others.gpus
-	if a.reader.parts == nil && a.reader.partsErr != nil {
-		in.closed = a.reader.partsErr.Error()
-	}
-	return a.front.Publish(func(claims []ledger.Allocation) *deviceplugin.Offer {
-		in.claims = claims
-		return buildView(in)
-	})
-}
-
-// finish hands what the round left to the reporter.
-func (a *Agent) finish(f *findings) {
-	s := &Snapshot{Inventory: a.reader.inv, Topology: a.reader.topology, Matrix: a.reader.matrix, Answered: a.reader.answered, Layouts: a.layouts.now, Wanted: a.partitions.wanted, Active: a.partitions.active,
-		Work: a.executor.now(), Made: a.executor.made(), Failing: a.executor.failingSlots(time.Now()), Others: a.others.gpus,
-		Outcome: Outcome{Partition: a.partitions.chosen}, Generation: a.partitions.gen, Unknown: a.served.unknown, Verdicts: a.health.Verdicts(), Hangs: a.reader.hangs()}
-	if a.reader.inv == nil {
-		s.Inventory = a.reporter.snapshot.Load().Inventory // an empty one
-	}
-	if !a.reader.answered {
-		why := "the first reading has not ended"
-		if a.reader.readErr != nil {
-			why = a.reader.readErr.Error()
-		}
-		f.missing = append(f.missing, "this process has not read the driver: "+why)
-	}
-	if a.reader.parts == nil && a.reader.partsErr != nil {
-		f.missing = append(f.missing, "it does not know which driver files containers need: "+a.reader.partsErr.Error())
-	}
-	a.reporter.finish(s, f)
-	poke(a.stirred)
 }

@@ -11,23 +11,27 @@
 // empty token into a channel of size one. The loop then looks at the whole truth
 // again; a token carries nothing that could be lost or come out of order.
 //
-// A round:
+// A round (round.go has a function for each of these):
 //
-//	results of work that has ended       what is true of its GPU now
-//	inventory := driver                  what is there; read beside the loop if it is old or news came
-//	others    := kubelet                 what other device plugins and DRA drivers have
-//	claims    := ledger ∪ witnesses      who has what; they are asked before any cut
-//	plan      := plan.Make(inventory, claims, wanted, layouts, others)
-//	withdraw what the plan takes away    published Unhealthy: Allocate refuses it from here
-//	plan again                           a claim that got in first keeps what it has
-//	save                                 what a successor must go on listing, and what is to be made
-//	begin work                           MIG mode and instances; it goes on beside the loop
-//	publish, learn the driver's parts    if the driver or its GPUs changed: it takes a while
-//	time slices
-//	remove the CDI files of ended claims
-//	write those of claims that may start before anything is said to be ready
-//	publish                              the new view
-//	report                               label, annotation, condition, Events, status
+//	readHardware   what jobs came to; inventory := driver, read beside the loop if it is old or news came
+//	want           what the partition means on these GPUs
+//	lookAround     which GPUs other device plugins and DRA drivers have
+//	plan           plan.Make(inventory, ledger, wanted, layouts, others)
+//	askHolders     who has what, by the kubelet and the runtime: always before a GPU is laid out anew; plan again
+//	withdraw       what the plan takes away is published Unhealthy, and Allocate refuses it from here;
+//	               plan again: a claim that got in first keeps what it has
+//	act            write down what a successor must go on listing, and what is to be made; begin the work
+//	               on MIG mode and instances, which goes on beside the loop
+//	setDriver      learn the driver's parts if it or its GPUs changed; time slices
+//	openGates      remove the CDI files of ended claims, write those of claims that may start, and then
+//	               publish what is on offer
+//	finish         report: labels, annotations, condition, Events, status
+//
+// Each thing that outlives a round is in a type of its own, which has no way back to the
+// loop: reader and faults (look.go, faults.go), executor (work.go), partitions, layouts,
+// coexistence (others.go, prepared.go), timeSlices (slices.go), served (serve.go),
+// reporter (report.go). [Agent] joins them. What they keep is for the loop's goroutine,
+// but where they say otherwise.
 //
 // What decides is pure: package plan, from values to values, and view.go, which builds
 // the view from its result. Both are deterministic; the world is in the other files.

@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"time"
+
+	"example.com/gpu-agent/internal/deviceplugin"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// pass is a round under way, with what it has found so far.
+type pass struct {
+	findings
+	claims []ledger.Allocation // as of the last plan
+	errs   []error
+}
+
+func (p *pass) fail(err error) { p.errs = append(p.errs, err) }
+
+// round is one look at everything and what follows from it: the walk that doc.go draws.
+func (a *Agent) round(ctx context.Context) error {
+	in := a.partitions.heard()
+	p := &pass{findings: findings{in: &in, changes: &plan.Changes{}}}
+	a.writeGrants()
+	if err := a.readHardware(ctx, p); err != nil {
+		return err // only a new process can go on
+	}
+	if a.reader.inv != nil {
+		a.want(p)
+		a.lookAround(ctx, in.migManager)
+		a.plan(p)
+		a.askHolders(ctx, p)
+		a.withdraw(p)
+		a.act(ctx, p)
+		a.setDriver(ctx, p)
+		a.openGates(p)
+	}
+	return a.finish(p)
+}
+
+// readHardware takes in what jobs came to, and the hardware as it is. It returns an
+// error that wraps gpu.ErrReloaded, and leaves every other to the findings: the
+// containers that wait need no driver.
+func (a *Agent) readHardware(ctx context.Context, p *pass) error {
+	now := time.Now()
+	results := a.executor.ended(now)
+	for i := range results {
+		r := &results[i]
+		if a.reader.inv.ByUUID(r.GPU) == nil {
+			continue
+		}
+		if r.read != nil {
+			a.reader.stale.Store(true)
+		} else {
+			a.reader.setMIG(r.GPU, r.mig)
+		}
+		a.executor.learn(r, a.reader.inv.ByUUID(r.GPU), a.partitions.gen, now)
+	}
+	err := a.reader.mind(p.in.letGo, len(a.executor.jobs) > 0)
+	if errors.Is(err, gpu.ErrReloaded) {
+		return err
+	}
+	p.fail(err)
+	news, err := a.reader.look(ctx, a.executor.unsettled)
+	if news {
+		a.executor.seen(a.reader.inv)
+	}
+	switch {
+	case errors.Is(err, gpu.ErrReloaded):
+		return err
+	case errors.Is(err, gpu.ErrTimeout) && a.reader.inv != nil: // everything else goes on; see hangs
+	case a.reader.letGo == "":
+		p.fail(err)
+	}
+	if a.reader.letGo != "" {
+		p.note = a.reader.absent()
+	}
+	return nil
+}
+
+// want works out what is wanted of the GPUs.
+func (a *Agent) want(p *pass) {
+	note, err := a.partitions.resolve(p.in, a.reader.inv, a.reader.answered)
+	if p.configErr = err; a.reader.letGo == "" {
+		p.note = note
+	}
+}
+
+// lookAround looks for GPUs that somebody else gives out, and whether the kubelet knows
+// what we offer.
+func (a *Agent) lookAround(ctx context.Context, migManager string) {
+	allocatable, asked := a.others.look(ctx, a.reader.inv, migManager)
+	if !asked {
+		return
+	}
+	now := time.Now()
+	if a.served.suspect(a.front.Offer(), allocatable, now); len(a.served.unknown) > 0 {
+		a.others.soon(now.Add(holdersEvery))
+	}
+}
+
+// plan plans with the allocations as they are now.
+func (a *Agent) plan(p *pass) {
+	now := time.Now()
+	a.layouts.expire(now)
+	p.claims = a.claims()
+	mig := a.executor.input(p.claims, now)
+	mig.Cards, mig.Reclaim = a.reader.cards, a.opts.ReclaimForeign
+	changes := plan.Make(plan.Input{Inventory: a.reader.inv, Claims: p.claims, Wanted: a.partitions.wanted, Layouts: a.layouts.now, Past: a.layouts.past,
+		Others: a.others.gpus, Unit: a.opts.MemoryUnit, MIG: mig})
+	p.changes = &changes
+}
+
+// unchecked reports whether there is a claim of which nobody has looked whether
+// its devices are free, or that they were not.
+func unchecked(claims []ledger.Allocation) bool {
+	return slices.ContainsFunc(claims, func(c ledger.Allocation) bool { return !c.IsOpen() && (c.Phase == ledger.Reserved || c.After != "") })
+}
+
+// holdersDue says whether the witnesses are to be asked in full: always before a
+// GPU is laid out anew, when one of our containers has ended, and now and then.
+func (a *Agent) holdersDue(now time.Time, changes *plan.Changes) bool {
+	switch since := now.Sub(a.seen.at); {
+	case a.askSoon.Swap(false), len(changes.Recut) > 0, withdraws(a.due(changes.Work)), a.seen.at.IsZero():
+		return true
+	case !a.seen.silent.IsZero():
+		return since >= holdersSoon
+	case !a.seen.heard:
+		return since >= holdersEvery
+	case len(changes.Blocked) > 0:
+		return since >= holdersSoon
+	default:
+		return a.ledger.Held() && since >= holdersEvery
+	}
+}
+
+// askHolders asks the witnesses who has what, where that is due, and plans again.
+func (a *Agent) askHolders(ctx context.Context, p *pass) {
+	full := a.holdersDue(time.Now(), p.changes)
+	if !a.nameSoon.Swap(false) && !full && !unchecked(p.claims) {
+		return
+	}
+	p.fail(a.reconcile(ctx, full))
+	if full {
+		p.fail(a.lookForFiles())
+	}
+	a.plan(p)
+}
+
+// due picks the work that is to be begun now.
+func (a *Agent) due(work []plan.Work) []plan.Work {
+	if a.reader.letting != "" || !a.reader.usable() {
+		return nil
+	}
+	return a.executor.due(work, a.partitions.gen, a.seen.heard, time.Now())
+}
+
+// withdraw withdraws what the plan takes away, and plans again: whoever claimed before
+// the withdrawal keeps what they have.
+func (a *Agent) withdraw(p *pass) {
+	if !a.layouts.offerAny(p.changes.Recut) && !withdraws(a.due(p.changes.Work)) {
+		return
+	}
+	withdrawn := *p.changes
+	withdrawn.Layouts = a.layouts.now // not laid out anew yet
+	a.publish(viewInput{changes: &withdrawn, recutting: p.changes.Recut})
+	a.plan(p)
+}
+
+// act makes the plan the one in force and begins its work, after what a successor must
+// know of it has been written down: what to go on listing, and which instances are ours.
+func (a *Agent) act(ctx context.Context, p *pass) {
+	now := time.Now()
+	a.layouts.settle(p.changes)
+	a.executor.planned(p.changes, now)
+	if every := a.executor.busyLook; every > 0 && now.Sub(a.reader.readAt) >= every {
+		a.reader.stale.Store(true)
+	}
+	work := a.due(p.changes.Work)
+	a.executor.ownMade(work)
+	unsaved := a.save()
+	if p.fail(unsaved); unsaved == nil {
+		a.executor.begin(ctx, a.reader.inv, work)
+	}
+	a.correct(p.changes, unsaved)
+}
+
+// setDriver learns what containers need of the driver, where it or its GPUs are others
+// than before, and sets time slices.
+func (a *Agent) setDriver(ctx context.Context, p *pass) {
+	// Not before somebody can need the parts: the partitions may arrive meanwhile.
+	if a.reader.partsDue() && a.reader.usable() && (a.partitions.wanted != nil || len(a.layouts.now) > 0 || a.ledger.Held()) {
+		// It takes a while to learn them. A fault is told before that, and so is what a
+		// new process offers: a container that comes meanwhile waits for its claim's
+		// file.
+		p.fail(a.served.set(a.publish(viewInput{changes: p.changes})))
+		switch err := a.reader.learnParts(ctx, a.caps); {
+		case err == nil:
+			for _, c := range a.ledger.Allocations() {
+				a.ledger.Shut(c.ID) // written again below, if the files differ
+			}
+		case a.reader.parts == nil || !errors.Is(err, gpu.ErrTimeout):
+			p.fail(err)
+		}
+	}
+	if a.reader.usable() {
+		var err error
+		p.hwNote, err = a.slices.set(ctx, a.reader.inv, a.reader.epoch, a.partitions.wanted, a.layouts.now)
+		p.fail(err)
+	}
+}
+
+// openGates writes the CDI files of the claims that may start, and then publishes what
+// is on offer. Files of ended claims go first: the next holder's container must not find
+// the gate of the one before it open.
+func (a *Agent) openGates(p *pass) {
+	p.fail(a.sweep())
+	p.fail(a.writeClaims(a.claims(), p.changes.Trouble))
+	a.tellWaiting(p.changes.Trouble)
+	p.fail(a.served.set(a.publish(viewInput{changes: p.changes})))
+}
+
+func (a *Agent) publish(in viewInput) *deviceplugin.Offer {
+	in.inv, in.past, in.names, in.cards, in.drain = a.reader.inv, a.layouts.past, a.names, a.reader.cards, !a.opts.KeepOffering
+	in.failing = a.executor.failingSlots(time.Now())
+	in.topology, in.aligned, in.onDemand, in.others = a.reader.topology, a.opts.Align, a.partitions.onDemand, a.others.gpus
+	if a.reader.parts == nil && a.reader.partsErr != nil {
+		in.closed = a.reader.partsErr.Error()
+	}
+	return a.front.Publish(func(claims []ledger.Allocation) *deviceplugin.Offer {
+		in.claims = claims
+		return buildView(in)
+	})
+}
+
+// finish hands what the round left to the reporter, and returns what failed.
+func (a *Agent) finish(p *pass) error {
+	f := &p.findings
+	if f.err = errors.Join(p.errs...); a.reader.inv != nil {
+		f.resting, f.resetsDue, f.working = a.executor.conditions(a.reader.inv, a.partitions.gen)
+	}
+	s := &Snapshot{Inventory: a.reader.inv, Topology: a.reader.topology, Matrix: a.reader.matrix, Answered: a.reader.answered, Layouts: a.layouts.now, Wanted: a.partitions.wanted, Active: a.partitions.active,
+		Work: a.executor.now(), Made: a.executor.made(), Failing: a.executor.failingSlots(time.Now()), Others: a.others.gpus,
+		Outcome: Outcome{Partition: a.partitions.chosen}, Generation: a.partitions.gen, Unknown: a.served.unknown, Verdicts: a.health.Verdicts(), Hangs: a.reader.hangs()}
+	if a.reader.inv == nil {
+		s.Inventory = a.reporter.snapshot.Load().Inventory // an empty one
+	}
+	if !a.reader.answered {
+		why := "the first reading has not ended"
+		if a.reader.readErr != nil {
+			why = a.reader.readErr.Error()
+		}
+		f.missing = append(f.missing, "this process has not read the driver: "+why)
+	}
+	if a.reader.parts == nil && a.reader.partsErr != nil {
+		f.missing = append(f.missing, "it does not know which driver files containers need: "+a.reader.partsErr.Error())
+	}
+	a.reporter.finish(s, f)
+	poke(a.stirred)
+	return f.err
+}
