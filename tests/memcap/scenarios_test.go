@@ -109,6 +109,7 @@ var scenarios = slices.Concat(poolScenarios, []scenario{
 		}
 		return nil
 	}},
+	{name: "modules-beside-another-process", contexts: 2, unread: true},
 	{name: "small-one-without-its-hole", contexts: 2, undo: block},
 	{name: "green-context-without-room", unread: true},
 	{name: "asked-for-one-figure", check: func(o outcome) []string {

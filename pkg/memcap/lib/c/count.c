@@ -206,6 +206,8 @@ static struct sums sum(const struct account *a)
     return t;
 }
 
+uint64_t account_given(const struct account *a) { return sum(a).committed; }
+
 /* repair returns the sums that it saw last. */
 static struct sums repair(struct account *a)
 {

@@ -282,6 +282,9 @@ static inline void account_uncommit(struct account *a, uint64_t n) { committed_s
  * no reading tells. */
 bool account_within(struct account *a, uint64_t n);
 
+/* account_given is what the driver has given to the processes at least. */
+uint64_t account_given(const struct account *a);
+
 /* account_undone notes that the driver had given n beyond what is bound, and has been
  * given it back. */
 static inline void account_undone(struct account *a, uint64_t n)

@@ -2,9 +2,10 @@
 
 /* Modules. What a module takes, its code and its variables, cannot be known before it is
  * loaded. So it is loaded, and what the card has less of free memory then is charged.
- * On a card that others use too that is no more than a hint: where by it the container
- * would be over its cap, the agent's reading decides, and what is over is unloaded
- * again and was out of memory. Code that a driver loads later, when it is first used,
+ * What others of the container have got or given back meanwhile is known, and left out.
+ * On a card that other containers use too that is no more than a hint: where by it the
+ * container would be over its cap, the agent's reading decides, and what is over is
+ * unloaded again and was out of memory. Code that a driver loads later, when it is first used,
  * is seen by the next reading. */
 
 #include "charge.h"
@@ -13,13 +14,26 @@ struct load {
     struct process *p;
     struct account *a; /* NULL: nothing is counted */
     struct where at;
-    size_t free;
+    uint64_t beside; /* bytes: free and the container's together */
 };
 
-static bool free_now(size_t *bytes)
+/* beside is what the card has free and what the driver has given to the container, which
+ * is known to the byte while nothing is under way. */
+enum { LOOKS = 20 };
+static bool beside(const struct account *a, uint64_t *bytes)
 {
-    size_t total;
-    return CALL(cuMemGetInfo_v2, bytes, &total) == CUDA_SUCCESS;
+    size_t left, total;
+    for (int i = 0; i < LOOKS; i++) {
+        uint64_t bound = count_read(&a->usage->bound);
+        if (CALL(cuMemGetInfo_v2, &left, &total) != CUDA_SUCCESS)
+            return false;
+        uint64_t given = account_given(a);
+        *bytes = left + given;
+        if (given == AMOUNT(bound) && count_read(&a->usage->bound) == bound)
+            break;
+        nap_us(20);
+    }
+    return true;
 }
 
 static struct load begin(struct process *p)
@@ -28,7 +42,7 @@ static struct load begin(struct process *p)
     bool refuse;
     if (p && where(p, &l.at)) {
         l.a = account_of(p, l.at.device, &refuse);
-        if (l.a && !free_now(&l.free))
+        if (l.a && !beside(l.a, &l.beside))
             l.a = NULL;
     }
     return l;
@@ -37,13 +51,13 @@ static struct load begin(struct process *p)
 /* fits charges what was loaded, or says that there is no room for it. */
 static bool fits(struct load *l, uint64_t key)
 {
-    size_t left;
+    uint64_t left;
     struct entry old;
-    if (!l->a || !free_now(&left))
+    if (!l->a || !beside(l->a, &left))
         return true;
     account_guessed(l->a);
     struct entry e = {.key = key, .owner = l->at.context, .space = SPACE_MODULE, .how = HOW_GUESS, .device = l->at.device};
-    e.bytes = l->free > left ? round_up(l->free - left, UNIT) : 0;
+    e.bytes = l->beside > left ? round_up(l->beside - left, UNIT) : 0;
     if (!e.bytes)
         return true;
     if (!account_reserve_quickly(l->a, e.bytes)) {

@@ -4,6 +4,7 @@
  * programs are told that there is. */
 
 #define _GNU_SOURCE
+#include <poll.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/wait.h>
@@ -116,6 +117,45 @@ static void modules_beyond_the_cap(struct scene *s)
     }
 }
 
+/* What another process gets while a module is loaded is not the module's. */
+static void modules_beside_another_process(struct scene *s)
+{
+    enum { MODULES = 100 };
+    static const char image[] = "// gpu-emulator: blocks 0\n.version 6.0\n.target sm_50\n.address_size 64\n";
+    int go[2];
+    CUresult r;
+    CUdeviceptr p;
+    CUmodule m;
+    uint64_t bytes = s->room / 4;
+    if (pipe(go)) {
+        fail_scene(s, "no pipe");
+        return;
+    }
+    pid_t child = fork();
+    const char *problem = sit(&s->seat, s->cu, s->device, &r);
+    if (child == 0) {
+        struct pollfd end = {.fd = go[0]};
+        close(go[1]);
+        while (!problem && poll(&end, 1, 0) == 0 && s->cu->cuMemAlloc_v2(&p, bytes) == CUDA_SUCCESS) {
+            usleep(300);
+            if (s->cu->cuMemFree_v2(p) != CUDA_SUCCESS)
+                _exit(1);
+            usleep(300);
+        }
+        _exit(0);
+    }
+    if (problem)
+        fail_scene(s, "%s: %d", problem, r);
+    for (int i = 0; i < MODULES && !s->failure[0]; i++) {
+        MUST(s, s->cu->cuModuleLoadData(&m, image));
+        usleep(100);
+    }
+    close(go[1]);
+    waitpid(child, NULL, 0);
+    if (!s->failure[0])
+        ASK(s, s->room - 8 * MiB, s->cu->cuMemAlloc_v2(&p, s->room - 8 * MiB));
+}
+
 /* A block of 2 MiB has a hole by the program's own allocations, in which the variable
  * of a module lies: the driver takes another block for 8 KiB. There is room for one,
  * once what a process that was killed has left is found. */
@@ -200,6 +240,7 @@ const struct scenario limit_scenarios[] = {
     {"heap-taken-at-the-first-kernel", heap_taken_at_the_first_kernel, 0},
     {"heap-taken-by-another-process", heap_taken_by_another_process, 1},
     {"modules-beyond-the-cap", modules_beyond_the_cap, 0},
+    {"modules-beside-another-process", modules_beside_another_process, 1},
     {"small-one-without-its-hole", small_one_without_its_hole, 1},
     {"green-context-without-room", green_context_without_room, 1},
     {"asked-for-one-figure", asked_for_one_figure, 0},
