@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package config turns what an operator wrote into what every GPU of a node
-// shall be: [Parse] reads a partition file, [File.Desire] holds one partition
-// of it against a node's inventory.
+// Package config turns what an operator wrote into what every GPU of a node shall be:
+// [Parse] reads a partition file, [File.Desire] applies one of its partitions to a
+// node's inventory.
 //
 // A file holds named partitions; one of them is chosen for a node. A partition
-// is a list of entries, each of which picks GPUs and says how to cut them:
+// is a list of entries, each of which selects GPUs and says how to lay them out:
 //
 //	version: v1
 //	partitions:
@@ -25,14 +25,14 @@
 //	      mode: mig                            # no geometry: on demand
 //	      profiles: [1g.10gb, 2g.20gb]         # optional: only these
 //
-// # Everything is refused that is not understood
+// # Strict decoding
 //
-// A mistyped key that is skipped in silence cuts a GPU in a way that nobody
+// A mistyped key that is silently skipped would lay out a GPU in a way that nobody
 // asked for, so decoding is strict: unknown and repeated keys, wrong types,
-// `replicas: 0` and keys that the mode does not know are mistakes. They
-// are reported at once, in line order, as `file:line: reason`: the first 20, in less
-// than 4 KiB, and how many more there are. So are files that are no YAML at all. YAML aliases and merge keys work, up to a size that
-// no honest file reaches.
+// `replicas: 0` and keys that the mode does not have are mistakes. They are reported
+// together, in line order, as `file:line: reason`: the first 20, in less than 4 KiB,
+// and how many more there are. So are files that are not YAML. YAML aliases and merge
+// keys work, up to a size that no sensible file reaches.
 //
 // What can be known from the file alone is checked when it is parsed. What
 // depends on the node is checked when a partition is chosen for it:
@@ -45,32 +45,32 @@
 //   - so is a partition that makes more devices of the node than the kubelet can be
 //     told of (30,000, of all GPUs and resources together); the error names the entry
 //     that makes the most;
-//   - a model pattern that matches nothing here is none, so that one file can
+//   - a model pattern that matches nothing here is no mistake, so that one file can
 //     serve a fleet. Patterns are those of [path.Match].
 //
-// What this version cannot deliver yet (compute mps) is refused in the same
+// What this version does not support yet (compute mps) is refused in the same
 // second step, by name and line, and only if it would apply to one of the node's
 // GPUs: its syntax is checked with the rest of the file, and the other partitions
 // of the file stay usable.
 //
-// # MIG is proven on paper
+// # MIG is checked before anything is changed
 //
 // An entry with mode mig says one of three things: a geometry, which is then
-// exactly what stands; `geometry: {}`, which is MIG on and no instance; or no
+// exactly what exists; `geometry: {}`, which is MIG on and no instance; or no
 // geometry at all, which is on demand, of all profiles or of those listed. Counts
 // are of what containers get: of a split such as 1c.3g.40gb they are of compute
 // instances, and GPU instances are filled in turn.
 //
-// Before such a wish is handed on it is held against what each GPU's driver says
-// can stand (pkg/mig, which searches). One message for the entry names the GPUs
+// Before a geometry is accepted, pkg/mig searches whether each GPU can have it, by what
+// its driver says. One message for the entry names the GPUs
 // and the reason:
 //
 //	gpus.yaml:7: GPUs 0 and 1: 8x1g.10gb: at most 7 of 1g.10gb can stand on this GPU
 //
 // A GPU that cannot do MIG, or whose driver does not tell its profiles, is
-// refused too. Some drivers tell placements only while MIG is on: there the wish
-// is handed on, marked as [Want.Unproven], and [File.Prove] is for those who do
-// not want to find out later.
+// refused too. Some drivers report placements only while MIG is on: there the
+// geometry is accepted, marked as [Want.Unproven], and [File.Prove] refuses what is not
+// proven.
 //
 // # NVIDIA MIG manager's files
 //
@@ -83,7 +83,7 @@
 //     ([Keep]).
 //   - `devices: all` of an item with `mig-enabled: true` is all GPUs that can do
 //     MIG; the others are as if the item were not there. An index names its GPU
-//     whatever that can do, and counts all GPUs of the node.
+//     whether or not it can do MIG, and counts all GPUs of the node.
 //   - A device-filter is one PCI id or a list, each with the subsystem's id behind
 //     a colon where boards of one device differ. An index that the node lacks is a
 //     mistake unless the filter says that the item is not meant for this node.
@@ -91,12 +91,10 @@
 //     instance; absent or null it is a mistake where MIG is on. A count of zero
 //     beside others is none.
 //
-// tests/peers has NVIDIA's tool apply every example of its documentation, and
-// holds what stands then against what this package makes of them.
+// tests/peers lets NVIDIA's tool apply every example of its documentation, and compares
+// the result with what this package makes of them.
 //
-// # Purity
-//
-// The package reads bytes and values. It refuses to know where a file came
-// from, what time it is, which geometries a card could
-// hold but for what its driver says, and what is running on it.
+// The package reads bytes and values. It does not know where a file came from, what
+// time it is, which geometries a card can have beyond what its driver says, and what is
+// running on it.
 package config

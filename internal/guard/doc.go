@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package guard is the watchdog: it sees to it that every container stays within
-// the GPU memory that it was given, whatever its processes do.
+// Package guard is the watchdog: it makes sure that every container stays within the GPU
+// memory that it was granted, whatever its processes do.
 //
 // # One look
 //
 // Several times a second, for each GPU that is given out in shares, it asks the
 // driver which processes have how much memory there, finds the container of each
 // (package node), and what that container may have (its claims, from the agent).
-// Where a cap's library runs in the container, the look is also that library's
-// eyes: what contexts and modules take cannot be predicted, so the guard tells it
-// the truth by way of the container's limit page (lib.Meter, around the driver's
+// Where a cap's library runs in the container, the look
+// serves that library too: what contexts and modules take cannot be predicted, so the
+// guard writes the measured figures to the container's limit page (lib.Meter, around the driver's
 // answer).
 //
 //	g := guard.New(guard.Options{Every: 250 * time.Millisecond, Log: log}, worlds)
@@ -23,23 +23,23 @@
 // that the runtime does not list yet.
 //
 // A container writes its counters itself, so it decides what it costs to read them.
-// Those that are dear share a small budget of CPU time in each look, and rest the
-// longer the more they cost; everybody else's are read at every look.
+// Expensive ones share a small budget of CPU time in each look, and are read the less
+// often the more they cost; all others are read at every look.
 //
 // Where the driver can hold a container to its memory by itself (R615 and later,
 // by cgroup), the first look that finds one on a GPU has it do so (Limiter); the
 // level of that container is then memcap.Driver, as long as the driver confirms it.
 //
-// What was seen goes to the judge (package memcap), which is pure: it knows what
-// is over, for how long, and what cannot be said. GPUs that nobody has a cap on
+// What was seen goes to the judge (package memcap), which is pure: it decides
+// what is over its cap, for how long, and what is not known. GPUs that nobody has a cap on
 // are looked at seldom, for intruders alone; where there is no cap at all the guard
-// sleeps in between, until the agent says that something has stirred.
+// sleeps in between, until the agent says that something has changed.
 //
 // # What it does about it
 //
-// A container over its cap has got round the library, or has none: an Event says
-// so, and it is ended, it alone: of several that have a claim's cap together the one
-// with the most memory. Before that everything is looked at again: the
+// A container over its cap has got around the library, or has none: an Event says so,
+// and it is ended, and no other. Of several that share an allocation's cap that is the
+// one with the most memory. Before that everything is looked at again: the
 // driver's figures, twice within some milliseconds, since a memory pool may be over
 // for a moment before the library undoes it; and for each process that counted, that it is the same one
 // and still in that container. A container that uses a GPU of ours without a
@@ -47,16 +47,15 @@
 // the runtime does not list (a sandboxed runtime has the processes of a whole pod in
 // such) is reported as that. Its cgroup tells its pod; it is ended if it has more than
 // all containers of that pod may have together, and only where that is known. A process
-// of no pod is the machine's own business: it is counted and never touched. Who
-// offends again and again can be evicted, so that its controller puts it
-// elsewhere; that is off unless asked for.
+// outside all pods is counted and never touched. A pod that offends again and again can
+// be evicted, so that its controller creates it elsewhere; that is off by default.
 //
 // # Where it will not work
 //
 // The driver lists processes in the caller's PID namespace and leaves out those
 // that the caller cannot see. Outside the node's own namespace the guard would see
-// nothing and call it peace, so there it refuses to start and says why; caps then
-// rest on the library alone, and status and metrics say that.
+// no processes at all, so there it refuses to start and says why; caps then rest on the
+// library alone, and status and metrics say that.
 //
 // The guard has a goroutine of its own and never waits for the agent's loop: a
 // driver that hangs leaves it without figures, and without figures nobody is

@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package health judges which GPUs are healthy, from what the driver reports
-// by itself (Xids) and from what it says when asked (readings).
+// Package health decides which GPUs are healthy, from errors that the driver reports
+// (Xids) and from readings of its figures.
 //
 // It is pure: times are arguments, and the caller does all reading. Somebody
 // feeds it [Monitor.Event] and [Monitor.Reading]; [Monitor.Verdicts] says what is
-// unfit and why, [Monitor.Due] when it wants the next reading.
+// unhealthy and why, [Monitor.Due] when the next reading is due.
 //
 //	m := health.New(health.Options{})
 //	m.Reading(health.Reading{GPUs: …}, now)
 //	m.Event(gpu.Event{Kind: gpu.EventXid, GPU: "GPU-3f…", Xid: 79, GI: -1, CI: -1}, now)
 //	m.Verdicts() // GPU-3f…: Xid 79: the GPU has fallen off the bus, since …; drain …
 //
-// # Whom a fault touches
+// # What a fault affects
 //
-// A fault belongs to a [Subject]: a GPU, or one MIG instance. Sharing does not
-// enter: whoever holds a share of a GPU is on that GPU. Only a contained fault
-// that names an instance stays on that instance; all others take the whole GPU.
-// An Xid without a GPU takes every known one, since the driver could not say
-// which. Nothing else crosses from one GPU to another.
+// A fault belongs to a [Subject]: a GPU, or one MIG instance. Sharing plays no
+// part: all shares of a GPU are affected. Only a contained fault that names an instance
+// stays on that instance; all others affect the whole GPU. An Xid without a GPU affects
+// every known one, since the driver could not say which. Nothing else crosses from one
+// GPU to another.
 //
 // # Classes and what recovers them
 //
@@ -40,31 +40,30 @@
 //
 // "The figures back" means no uncorrected errors since the last reset, no row or
 // page pending, none that failed, no recovery action. These go back only by a
-// reset, so a GPU does not become fit by waiting. A figure that the card does not
-// have speaks neither way; where it has none, quiet decides.
+// reset, so a GPU does not recover by waiting. A figure that the card does not
+// have counts neither way; where it has none, quiet decides.
 //
-// The uncorrected count and a pending remap are no complaint by themselves: after
+// The uncorrected count and a pending remap are no fault by themselves: after
 // a contained error both are there, and the GPU works on. Counting them would
-// turn each contained error into a condemned GPU.
+// make a GPU unhealthy for each contained error.
 //
 // # Flapping
 //
 // A complaint after a clean reading doubles the hold of that fault, up to 16
 // times, if the complaint before was less than an hour ago. Complaints without a
-// clean reading between them are one and the same trouble, and only postpone its
-// end.
+// clean reading between them are one fault, and only postpone its end.
 //
 // # Hanging is not a fault
 //
 // A reading that timed out changes no verdict: a busy driver is slow for many
 // reasons, and the holders' containers run on. [Monitor.Waiting] says so. A missing
-// driver makes every known GPU unfit, and leaves no trace once it is back, for
+// driver makes every known GPU unhealthy, and leaves no trace once it is back, since
 // nothing was wrong with the cards.
 //
 // # Memory
 //
 // [Monitor.Records] and [Monitor.Restore] carry faults over a restart, so that
-// restarting the agent or the kubelet heals nothing. A reboot resets every card:
+// a restart of the agent or the kubelet clears no fault. A reboot resets every card:
 // after it only a failed remap is remembered.
 //
 // Memory is bounded: one fault per class and instance, and GPUs that only events
@@ -81,11 +80,11 @@
 // the other figures decide alone.
 //
 // The names of the Xids in the table are meant as those of NVIDIA's Xid catalogue
-// ("XID Errors"), put in this package's words; an operator should trust the
-// catalogue over them. The ignored list is that of NVIDIA's device plugin. Which
-// class an Xid belongs to, what it asks of the operator, whom it touches and how
-// long to wait are this package's own judgement.
+// ("XID Errors"), in this package's words; where they differ, trust the
+// catalogue. The ignored list is that of NVIDIA's device plugin. Which
+// class an Xid belongs to, what it asks of the operator, what it affects and how
+// long to wait are this package's own decisions.
 //
 // The package does not know how a reading is done, what a device or a pod is,
-// and never mends anything.
+// and repairs nothing.
 package health

@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package kube is the agent's only door to the Kubernetes API server.
+// Package kube is the only package that talks to the Kubernetes API server.
 //
 // Through it the agent reads two objects, the ConfigMap that holds its
 // partitions and its own Node, and writes two: Events, and of the Node labels,
 // annotations and conditions. Where a pod has a device of another DRA driver, it
 // also reads the ResourceSlices of its node, and where an operator allows it, it
-// asks for the end of pods. Nothing else: [Rules] lists every verb on every
+// evicts pods. Nothing else: [Rules] lists every verb on every
 // resource, and the manifests are tested against that list.
 //
 // # Following one object
 //
 // [Client.WatchConfigMap] and [Client.WatchNode] list one object by its name,
-// watch it from there, and say what they see when it differs from what they
-// said last. A watch that ends is resumed where it stood; any failure, an
+// watch it from there, and report it when it differs from the last
+// report. A watch that ends is resumed at its version; any failure, an
 // expired resource version included, starts over with a list, which costs one
-// object. The list is also repeated every [Options].Relist, so that an event
-// lost on the way is made good without anyone noticing.
+// object. The list is also repeated every [Options].Relist, so that a lost
+// event does no lasting harm.
 //
 //	client, err := kube.New(kube.Options{NodeName: "node-1", Domain: "example.com", Logger: log})
 //	…
@@ -24,50 +24,49 @@
 //		// cm is nil when the server says that there is none
 //	})
 //
-// An API server that is away is not news about the object: the function is not
-// called, what was seen last stays in force, and the log has one line when the
-// outage begins and one when it is over. Only the end of the context ends a
-// watch.
+// While the API server is unreachable the function is not called: what was seen last
+// stays in force, and the log has one line when the outage begins and one when it is
+// over. Only the end of the context ends a watch.
 //
 // # Memory
 //
-// The agent runs on every node and is to stay small, so there is no typed
-// client (tens of megabytes of generated types), no informer and no cache: the
-// dynamic client, one object a watch, and copies of the few fields that count.
-// Of a node's annotations only those under the agent's own domain are handed
-// out, since other programs keep heartbeats there.
+// The agent runs on every node and must stay small, so there is no typed
+// client (tens of megabytes of generated types), no informer and no cache: only the
+// dynamic client, one object for each watch, and copies of the few fields that are
+// needed. Of a node's annotations only those below the agent's own domain are reported,
+// since other programs keep heartbeats there.
 //
 // # Marks
 //
-// All that the agent says in the metadata of its Node, labels and an annotation,
-// goes out in one request, so that nobody ever sees half of it:
+// The agent writes its labels and its annotation of the Node in one request, so that
+// nobody ever sees half of them:
 //
 //	err := client.Mark(ctx, kube.Marks{Labels: own, Annotations: message, Guests: nvidia})
 //
-// The request is a server-side apply. The server keeps account of who manages
-// which key, so what the agent wrote before and does not name now goes by itself,
-// also after a restart, and what is as it should be costs no request. Below its
-// own domain the agent overrules everybody. Guests are keys of other domains, of
+// The request is a server-side apply. The server knows who manages
+// which key, so what the agent wrote before and does not name now is removed,
+// also after a restart, and what is already right costs no request. Below its
+// own domain the agent takes keys over from others. Guests are keys of other domains, of
 // GPU Feature Discovery's for example: the agent writes one only while nobody else
-// has it. It decides that by the Node that the server showed last, and the request
-// names that version of it; where the Node has changed meanwhile it is refused,
-// and decided anew.
+// has it. It decides that by the Node that it has seen last, and the request
+// names that version; where the Node has changed meanwhile the server refuses it,
+// and the agent decides again.
 //
 // # Conditions
 //
 // A Node's conditions are a list that the kubelet, and others, write too.
 // [Client.SetCondition] sends its one element as a strategic merge patch of the
-// status, which the server merges into the list by type; nobody's word is read,
-// held and written back, so nobody's is undone. What is there already, by what
-// the server said last, is not sent: the agent says its condition each round,
-// and writes it when it changes and when a Node was made anew and has lost it.
+// status, which the server merges into the list by type, so other conditions are never
+// overwritten. What the Node has already is not sent: the agent sets its condition in
+// each round, and it is written when it changes and when a Node was created anew
+// without it.
 //
 // # Events
 //
 // [Client.Event] never waits: it puts the Event on a short queue that
 // [Client.Run] sends from. The same Event again within ten minutes raises the
 // count of the first one, at most once a minute, and token buckets, one for the
-// node and one for its pods, bound what a sick node can write. Events are of
+// node and one for its pods, bound what a faulty node can write. Events are of
 // core/v1, as the kubelet's own are, and one that regards the node names it as
 // the kubelet does, with the node's name in place of its UID: by that `kubectl
 // describe node` finds it. Of those that are dropped ten a minute are logged, and the
@@ -75,13 +74,13 @@
 //
 // # Evictions
 //
-// [Client.Evict] is the verb of a drain: the server weighs disruption budgets,
-// the pod gets its grace period, its controller makes another. It names the pod
-// by its UID as well, so a pod that has taken the name since is never hit. The UID
+// [Client.Evict] does what a drain does: the server respects disruption budgets, the
+// pod gets its grace period, its controller creates another. It names the pod by its
+// UID as well, so a newer pod of the same name is never evicted. The UID
 // comes from the node, since the agent cannot read pods, but it is no secret: the
-// API server's refusal of a wrong one tells the right one. What holds an agent to
-// the pods of its own node is an admission policy beside the right
-// (deployments/components/evict), which looks at the pod's spec.nodeName. It knows
+// API server's refusal of a wrong one has the right one. An admission policy limits
+// an agent to the pods of its own node
+// (deployments/components/evict). It reads the pod's spec.nodeName, and recognises
 // the agent's evictions by a label on them.
 //
 //	err := client.Evict(ctx, kube.PodRef{Namespace: "train", Name: "job-1", UID: uid})
@@ -94,17 +93,16 @@
 // The kubelet knows a prepared device by driver, pool and name only.
 // [Client.Devices] asks what the drivers say of such devices in their
 // ResourceSlices, among it UUIDs and PCI addresses. It lists once for each call and
-// remembers nothing.
+// caches nothing.
 //
 // # Admission policies
 //
-// RBAC cannot say "its own node". Admission policies beside the rights do, and one
-// that is missing or matches another account lets everything through without a
-// word. So [Client.WatchPolicies] tries by server-side dry run what each must
+// RBAC cannot express "its own node". Admission policies can, but one that is missing
+// or matches another account lets everything through without any error. So [Client.WatchPolicies] tries by server-side dry run what each must
 // refuse, at the start and now and then, and says which is not in force. A policy
-// is known by its name in the server's refusal: a refusal by somebody else proves
+// is known by its name in the server's refusal: a refusal by another policy proves
 // nothing.
 //
-// The package does not know what a partition, a GPU or a label means: of package
-// gpu it borrows an error alone.
+// The package does not know what a partition, a GPU or a label means: from package gpu
+// it uses one error alone.
 package kube

@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package label says what a node's labels are, from its inventory, its links and
-// what its GPUs shall be.
+// Package label computes a node's labels, from its inventory, its links and the wanted
+// layouts of its GPUs.
 //
-// Schedulers, quota systems and people choose nodes by labels, and whoever
-// groups nodes by them (Kueue's flavors, an autoscaler's pools) takes a node
-// whose label flips for another node. So a label here has few values, and it
-// changes when the machine or the partition changes and not on the way there:
-// what depends on the partition follows what is wanted, never the instances and
+// Schedulers, quota systems and people choose nodes by labels, and what
+// groups nodes by them (Kueue's flavors, an autoscaler's pools) treats a node
+// whose label changes as another node. So a label here has few values, and it
+// changes only when the machine or the partition changes:
+// what depends on the partition follows what is wanted, not the instances and
 // modes that come and go while the hardware is changed.
 //
 //	labels := label.Own("example.com", label.Node{Inventory: inv, Graph: topology.New(inv),
 //		Partition: "research", Wanted: desired.GPUs})
 //	labels["example.com/gpu.joined"] // "8": eight GPUs are connected by NVLink
 //
-// Where no GPU is known, because the driver is not loaded yet or has been let
-// go, both functions return nil: nothing can be said, and that is no reason to
-// take back what was said before.
+// Where no GPU is known, because the driver is not loaded yet or has been closed,
+// both functions return nil: nothing is known, and that is no reason to
+// remove labels that were written before.
 //
 // # The agent's own labels
 //
@@ -26,8 +26,8 @@
 //	gpu.memory            MiB of one GPU of that model, all of it
 //	gpu.count             GPUs that the driver lists and can describe
 //	gpu.mode              whole, shared, mig or off, or mixed
-//	gpu.partition.active  the partition that is followed; gpu.partition.state, which
-//	                      the agent writes beside these, says how far it has come
+//	gpu.partition.active  the partition in force; gpu.partition.state, which
+//	                      the agent writes beside these, says how far it is
 //	gpu.joined            the most GPUs that one pod can have and that NVLink connects;
 //	                      1 where there is no NVLink
 //	gpu.nvlink            the fewest NVLink lanes that work at one GPU of that set
@@ -37,31 +37,31 @@
 //	gpu.driver-version    of the kernel driver
 //	gpu.cuda-version      the newest that the driver serves
 //
-// A label of which nothing is known is not there. A GPU of which the partition
-// says nothing has no say in gpu.mode unless it is in MIG mode.
+// A label whose value is not known is absent. A GPU that the partition does not name
+// does not count for gpu.mode unless it is in MIG mode.
 //
 // # NVIDIA's labels
 //
-// Much of the field selects nodes by what NVIDIA's GPU Feature Discovery writes.
+// Many manifests select nodes by the labels that NVIDIA's GPU Feature Discovery writes.
 // [NVIDIA] computes the same, for nodes where it does not run: what its v0.19.0
-// writes with --mig-strategy mixed where a GPU is cut into MIG instances and
+// writes with --mig-strategy mixed where a GPU is divided into MIG instances and
 // without one elsewhere, and with replicas as time slices of nvidia.com/gpu. It
 // differs on purpose in this:
 //
 //   - gfd.timestamp is left out. It is the time at which GPU Feature Discovery was
 //     started, which says nothing of the node and is new with every start.
 //   - What depends on MIG and replicas follows what is wanted, as said above.
-//     GPU Feature Discovery counts instances that stand at the moment.
-//   - Instances that are made on demand are not counted (no mig-<profile>.…): they
+//     GPU Feature Discovery counts the instances of the moment.
+//   - Instances that are created on demand are not counted (no mig-<profile>.…): they
 //     come and go with pods. mig.strategy is "mixed" for their resources' sake.
-//   - Units of GPU memory have no word in GPU Feature Discovery. A GPU that is
-//     shared so counts as one that is not shared: one replica, no strategy.
-//   - On a node with several models one is told of, the most frequent. GPU Feature
+//   - GPU Feature Discovery has no word for units of GPU memory. A GPU that is
+//     shared in units counts as one that is not shared: one replica, no strategy.
+//   - On a node with several models, the labels are of the most frequent one. GPU Feature
 //     Discovery takes any, and another after its next start. The same is so where
-//     GPUs of one model are cut into different numbers of replicas: they count as
+//     GPUs of one model are divided into different numbers of replicas: they count as
 //     not shared.
 //   - A value that is no legal label's (a name of more than 63 characters, or that
-//     ends in a dot) is made one: letters go from the end of a product's name,
+//     ends in a dot) is shortened: letters are removed from the end of a product's name,
 //     never from its suffix. GPU Feature Discovery writes it as it is, and then
 //     nobody can apply it.
 //   - A GPU that is broken is left out or described as before; GPU Feature
@@ -69,5 +69,5 @@
 //   - A MIG profile that the driver has not described yet (some tell of profiles
 //     only with MIG mode on) lacks memory, multiprocessors and engines until then.
 //
-// The package refuses to know who writes the labels where, and who else does.
+// The package does not know who writes the labels, and where.
 package label

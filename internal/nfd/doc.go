@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package nfd says the node's labels to Node Feature Discovery, for clusters in
-// which it, and nobody else, writes labels.
+// Package nfd passes the node's labels to Node Feature Discovery, for clusters in
+// which only Node Feature Discovery writes labels.
 //
 // Node Feature Discovery's worker reads every file of one directory on the node,
-// a minute apart by default, and its master sets what they say as labels and
-// takes away what they no longer say. A file has a line for each label,
+// a minute apart by default, and its master sets the labels that they name and
+// removes those that they no longer name. A file has a line for each label,
 // "example.com/gpu.count=8". The agent has one there, named after itself:
 //
 //	err := nfd.Write(nfd.Dir, nfd.Features{Labels: own, Guests: nvidia, Node: labels})
@@ -17,13 +17,13 @@
 //
 // # Guests
 //
-// Where several files name one label the worker takes the last file's word, and
-// the agent's name stands behind most. So labels that other programs are known to
+// Where several files name one label the worker takes the last file's value, and
+// the agent's file name sorts after most. So labels that other programs are known to
 // write, those of GPU Feature Discovery above all, are guests: one that another
 // file names is left out, and so is one that the Node has although the agent's
-// file does not name it, for then somebody else has set it. A program that comes
+// file does not name it, because then somebody else has set it. A program that comes
 // later and does not write a file here is not noticed; whoever runs one tells the
 // agent not to write its labels.
 //
-// The package refuses to know what a label means.
+// The package does not know what a label means.
 package nfd

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package node is the agent's door to the machine that it runs on, the GPUs
-// apart: the kubelet's and the runtime's accounts of who holds which device, the
-// containers of processes and the way to end them, and files that somebody may
-// replace under the agent's feet.
+// Package node reads the machine that the agent runs on, except for its GPUs: what the
+// kubelet and the container runtime say about who holds which device, which container
+// a process is in and how to end it, and files that somebody may replace at any time.
 //
 // # Who holds what
 //
 // The device-plugin API tells a plugin when devices are handed out and never
-// when they come back. Whoever must know asks witnesses, each of which knows
+// when they come back. There are three sources, each of which knows
 // something that the others do not:
 //
-//	                     knows                    is silent about         may lie
+//	                     knows                    does not know           may be wrong
 //	[ReadCheckpoint]     pod UID, container,      names of pods           of ended pods, as of
 //	                     resource, IDs                                    its last writing
 //	[Runtime.Containers] what runs, and what      IDs; containers that    never, of its own
@@ -30,24 +29,24 @@
 //	defer runtime.Close()
 //	alive, err := runtime.Containers(ctx)
 //
-// The checkpoint only ever errs on the side of a holder too many, and so do the
-// readers here: an entry that cannot be understood spoils the whole file, a
-// container in a state that nobody knows counts as running, and where an answer
-// is broken there is an error and no shorter list. The kubelet drops what ended
+// The checkpoint may name a holder too many, never one too few, and so do the
+// readers here: an entry that cannot be understood is an error for the whole file, a
+// container in an unknown state counts as running, and a broken answer is an error and
+// not a shorter list. The kubelet drops what ended
 // pods held when PodResources is asked, and writes the file anew when a plugin
 // sends a list; [CheckpointStamp] tells that it did.
 //
-// A node may have two runtimes. A list from the wrong one is empty, which looks
-// like good news: one that does not name the agent's own container is not the
+// A node may have two runtimes. The list of the wrong one is empty, as if nothing
+// were held: a runtime that does not name the agent's own container is not the
 // kubelet's.
 //
-// [Runtime.Events] says at once what a slow tick would find later. It is a hint
-// and not an account: act on it by looking again. It listens to no runtime that has
-// one stream of events for all, since the kubelet may be the other listener.
+// [Runtime.Events] reports at once what a slow tick would find later. An event is only
+// a hint: read again when it comes. It does not listen to a runtime that has one stream
+// of events for all listeners, since the kubelet may be another one.
 //
 // # PodResources
 //
-// The kubelet's official account is a service on a socket under its directory:
+// The kubelet's official source is a service on a socket below its directory:
 //
 //	kubelet := node.NewPodResources("/var/lib/kubelet")
 //	defer kubelet.Close()
@@ -56,12 +55,11 @@
 //		// every holder is in listing.Holdings
 //	}
 //
-// A listing is a witness with two weaknesses that the caller must know. It lags
+// A listing has two weaknesses that the caller must know. It lags
 // behind Allocate, so a fresh claim may be missing. And a kubelet that has just
 // started, or that started while the API server was away, answers with nothing
 // or with a part of its pods and does not say so: [Listing] names every pod in
-// it, and only a listing that names the agent's own pod can be believed to be
-// complete.
+// it, and only a listing that names the agent's own pod is taken as complete.
 //
 // # Processes
 //
@@ -72,23 +70,23 @@
 //
 //	proc := node.NewProc("/host/proc")
 //	if err := proc.SeesNode(runtime); err != nil {
-//		// in a PID namespace of its own, where the driver is silent about others
+//		// in a PID namespace of its own, where the driver lists no other processes
 //	}
 //	owner, err := proc.Container(4242)
 //	// {ID: "0d1c…", PodUID: "5f8a…", Cgroup: "/kubepods.slice/…/cri-containerd-0d1c….scope", V2: true, Start: 88213}
 //	how, err := runtime.End(ctx, owner) // "cgroup.kill"
 //
-// [Runtime.End] names the container and no PID, so nothing that happens to PIDs
-// meanwhile can turn it against another.
+// [Runtime.End] names the container and no PID, so a PID that is reused
+// meanwhile cannot end another one.
 //
 // # Following a file
 //
-// [WatchFile] hands out a file's content now and after every change, whichever
-// way the change was made: written in place, renamed over by an editor, or
+// [WatchFile] delivers a file's content now and after every change, however the
+// change was made: written in place, renamed over by an editor, or
 // swapped by the kubelet, which replaces a symbolic link beside the file. It
-// hears of changes by inotify and reads again now and then all the same; where
-// the machine has no inotify instance left, it polls.
+// gets changes from inotify, and also reads the file now and then; where the machine
+// has no inotify instance left, it polls.
 //
-// The package does not know what a GPU, a partition or a claim is: of package
-// gpu it borrows the errors alone.
+// The package does not know what a GPU, a partition or a claim is: from package gpu it
+// uses the errors alone.
 package node

@@ -5,15 +5,14 @@
 //
 // Nearly all that the agent needs it reads anew when it starts: GPUs from the
 // driver, holders from the kubelet's checkpoint and from the container runtime.
-// Three things nobody else remembers. When a claim was granted stands in no
-// checkpoint, and one whose container has not been made has no CDI file yet. A GPU
-// that was condemned looks well again to a process that asks it only now. A cut that was
-// withdrawn has to stay listed for a while, although no partition file names it any
-// more. Those lie here:
+// Three things nobody else remembers. No checkpoint says when a claim was granted, and
+// one whose container has not been created has no CDI file yet. A faulty GPU looks
+// healthy to a process that reads it only now. A layout that was withdrawn has to stay
+// listed for a while, although no partition file names it any more. These are kept here:
 //
-//	state.json       the Document: boot, GPUs last seen, faults, withdrawn cuts,
+//	state.json       the Document: boot, GPUs last seen, faults, withdrawn layouts,
 //	                 time slices; one JSON value with its version
-//	state.json.bad   a state.json that could not be read, kept for a look
+//	state.json.bad   a state.json that could not be read, kept for inspection
 //	claims.journal   one line a claim, added in the round after its Allocate
 //	.state.json.tmp, .claims.journal.tmp    while one of the two is replaced
 //	hooks/           programs that containers' CDI files name; pkg/gpu/nvml
@@ -29,20 +28,19 @@
 //
 // A write that was cut off, by a kill or a full disk, leaves a line that is not
 // whole. It is dropped, and the next line starts on a line of its own, so that
-// no claim costs its neighbour. However short the file is cut, reading it gives
-// the claims whose lines are whole: no error, and no claim that was not there.
-// The journal only grows until Keep replaces it by the claims that live. It may
-// say too much (claims that have ended since), and too little for the moment
-// between an Allocate and the next round; its reader asks the kubelet and the
-// runtime anyway.
+// a broken line never spoils the next one. However short the file is truncated, reading
+// it gives the claims whose lines are whole: no error, and no claim that was not there.
+// The journal only grows until Keep replaces it by the claims that still exist. It may
+// have too many (claims that have ended since), and too few in the moment between an
+// Allocate and the next round; its reader asks the kubelet and the runtime anyway.
 //
 // # Why nothing is flushed
 //
-// Nothing here is written with fsync. When the agent dies, however hard, what it
-// wrote is the kernel's and stays. When the machine dies, so does every
+// Nothing here is written with fsync. When the agent is killed, what it wrote
+// is in the kernel and stays. When the machine crashes, so does every
 // container, and the kubelet rejects the pods that held devices: the claims that
 // might be lost have no holder left. A flush would cost every round that has a new
-// claim a disk's latency, to guard against nothing.
+// claim a disk access, and protect nothing.
 //
 // What each crash leaves:
 //
@@ -52,7 +50,7 @@
 //     before the container starts: a successor takes it over from either, with
 //     the record that its annotation has, and lacks no more than the time of the
 //     Allocate. Without one, the kubelet asks
-//     for an Allocate again, or the claim is nobody's and ends by itself.
+//     for an Allocate again, or the claim has no holder and ends by itself.
 //   - between an Append and the removal of the CDI file that it stands for: both say
 //     the same.
 //   - in Save or Keep before the rename: the old file, and a temporary one that
@@ -81,5 +79,5 @@
 //	err = s.Keep(deviceplugin.Claims)                          // now and then
 //
 // The package does not know what its contents mean: which claim has ended,
-// whether a fault still counts after a reboot, when a withdrawn cut may go.
+// whether a fault still counts after a reboot, when a withdrawn layout may be forgotten.
 package state

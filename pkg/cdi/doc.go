@@ -19,9 +19,9 @@
 //	key := cdi.Key("example.com/gpu-mem", ids)         // "5f0c…"
 //	spec, err := cdi.Spec("example.com", key, parts, []gpu.UUID{"GPU-…"}, cdi.Overlay{})
 //
-// An [Overlay] says what stands in place of the driver's libraries, so that a
-// container may be held to what it was granted: the library that a program finds
-// is another, and the driver's own is mounted where that one expects it.
+// An [Overlay] replaces libraries of the driver, so that a container can be held to
+// what it was granted: a program finds another library, and the driver's own is mounted
+// where that one expects it.
 //
 // Specs are deterministic: equal arguments, in whatever order the GPUs come,
 // give equal values, so that a caller may compare bytes to see whether a file
@@ -31,7 +31,7 @@
 // Every spec sets NVIDIA_VISIBLE_DEVICES=void, as NVIDIA's own generator does.
 // The name belongs to an older way of handing GPUs to containers; the value
 // keeps a runtime hook that still obeys it, perhaps set in the image, from
-// adding GPUs that nobody claimed.
+// adding GPUs that were not allocated.
 //
 // The package does not know what files a driver has (pkg/gpu/nvml does), where
 // specs are kept (pkg/cdi/dir does), or how a GPU is shared.

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package memcap is the arithmetic of memory caps, and the judge of the watchdog
-// that looks after them.
+// Package memcap is the arithmetic of memory caps, and the watchdog's judge, which
+// decides who exceeds one.
 //
 // # Caps
 //
 // A container that asks for n units of a GPU's memory may have n units of it: a
 // cap, in bytes, for each container and GPU, with whatever the driver needs for
-// its processes inside it ([Units], [Replica]). How strongly a cap is held is its
+// its processes inside it ([Units], [Replica]). How strongly a cap is enforced is its
 // [Level].
 //
 // # Verdicts
@@ -29,18 +29,17 @@
 //		}
 //	}
 //
-// A wrong verdict kills somebody's work, and one that is missed lets somebody
-// else's fail. The judge errs on the side of the second, and only where it cannot
-// tell:
+// A wrong verdict ends a program that did nothing wrong, and a missed one lets another
+// program fail. Where the judge cannot tell, it prefers to miss one:
 //
 //   - An offence counts once it was seen in two samples in a row that are some
 //     time apart: 4.7 GiB under a cap of 4 GiB, and 4.7 GiB again 250 ms later.
-//     In between, only a sample that clearly shows no offence ends the doubt. One
-//     that is missing, or that has no figure, neither adds nor ends.
+//     In between, only a sample that clearly shows no offence ends the suspicion. A
+//     missing sample, or one without a figure, changes nothing.
 //   - What the driver does not know is neither zero nor a number. The known
-//     figures of a container are the least it has, and may convict it alone.
-//   - A tolerance covers what nobody can foresee to the byte.
-//   - A cap that changed begins a new doubt.
+//     figures of a container are the least that it has, and can be enough for a verdict.
+//   - A tolerance covers what cannot be predicted to the byte.
+//   - A change of the cap begins a new suspicion.
 //   - Containers that share a claim have its cap together, and their sum is judged.
 //     One of them is named: the one with the most memory, as the kernel's OOM killer
 //     does in a cgroup, and of equals the one that came last. What the others have is
@@ -56,17 +55,17 @@
 // The driver names processes by PID and says nothing of when they began, so by
 // the time a PID is looked up it may be another process's. Every process began at
 // some tick of the boot clock ([Process.Start]), and every sample has a tick
-// after the driver's answer ([Sample.Tick]). Who began later than that is not the
-// one that was meant. The same holds for all samples of a row in which that PID
+// after the driver's answer ([Sample.Tick]). A process that began later is not the
+// one that the driver meant. The same holds for all samples of a row in which that PID
 // was listed without a break: the driver can go on listing a PID whose process is
 // dead, for as long as a child of it keeps the device open, and the kernel may
-// give the number to a stranger meanwhile. So a process counts only if it began
+// give the number to another process meanwhile. So a process counts only if it began
 // before its PID was first listed. The figures of others are unknown. What remains
-// is a number that goes round between two samples.
+// is a PID that is reused between two samples.
 //
 // A verdict is some milliseconds old when it is acted upon; [Verdict.Stands] asks
 // again for each process that it rests on.
 //
 // The package does not know how a process, a container or a figure is found, nor
-// how anything is ended. It has no clock.
+// how a container is ended. It has no clock.
 package memcap

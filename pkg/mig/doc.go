@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package mig knows NVIDIA's Multi-Instance GPU as arithmetic: what a profile
-// is called, what can stand beside what, and how a GPU gets from the instances
-// that it has to those that are wanted. It touches no hardware; pkg/gpu/nvml
-// does, and hands over plain values of pkg/gpu.
+// Package mig is the arithmetic of NVIDIA's Multi-Instance GPU: what a profile is
+// called, which instances can exist side by side, and how a GPU gets from the instances
+// that it has to those that are wanted. It touches no hardware; pkg/gpu/nvml does, and
+// passes plain values of pkg/gpu.
 //
 // # Names
 //
@@ -24,45 +24,45 @@
 // never computed from sizes: arithmetic made 7g.79gb of the driver's 7g.80gb,
 // and boards that share a PCI id carry different names.
 //
-// # Places
+// # Placements
 //
-// A card's memory is a row of slots, eight on most. A GPU instance takes a run
+// A card's memory is a row of memory slices, eight on most. A GPU instance takes a run
 // of them, and each profile may begin only at some: a 3g of an A100 at 0 or 4, a
-// 2g at 0, 2 or 4. So a geometry is not a list of numbers. Five free slots may
-// have room for nothing but single ones, because they lie in the wrong places.
-// A [Slot] is a profile with its place, "3g.40gb@4". Planning is done in slots,
-// and every step names one: a driver that is left to choose fills the card in an
-// order of its own and then has no room for what would have fitted.
+// 2g at 0, 2 or 4. So it is not enough to count. Five free memory slices may have room
+// for nothing but single ones, because of where they are. A [Slot] is a profile with
+// its placement, "3g.40gb@4". Plans are made of slots, and every step names one: a
+// driver that may choose fills the card in an order of its own and then has no room for
+// what would have fitted.
 //
-// A [Card] is what the driver says can stand on one GPU. There is no table of
+// A [Card] is what the driver says can exist on one GPU. There is no table of
 // models here, since names and figures change from board to board and from
-// driver to driver. Instances may stand side by side if
+// driver to driver. Instances can exist side by side if
 //
 //   - their memory does not overlap,
 //   - of no profile there are more than the driver's maximum,
 //   - no more than one has the media extensions (+me),
 //   - all together need no more media engines of a kind than the card has. How
 //     many that is follows from the profiles themselves: what one instance can
-//     have, or the most that can stand of a profile have together, the card has.
+//     have, or the most instances of a profile have together, the card has.
 //     Where the driver does not tell engines, an instance with all of them
-//     (+me.all) stands beside such without any (-me) and no others.
+//     (+me.all) can exist beside those without any (-me) and no others.
 //
-// A container gets a compute instance. Most have their GPU instance to
-// themselves, share its name, and one need not think of the two as two. A split
-// such as 1c.3g.40gb shares its GPU instance with others; it has a place in
-// there too, "1c.3g.40gb@4.1", aligned to powers of two. Counts and steps are
+// A container gets a compute instance. Most have a GPU instance to themselves and share
+// its name, and need not be told apart from it. A split
+// such as 1c.3g.40gb shares its GPU instance with others; it has a placement
+// in there too, "1c.3g.40gb@4.1", aligned to powers of two. Counts and steps are
 // of compute instances. Their GPU instance is made with the first and destroyed
 // with the last.
 //
 // # Plans
 //
-// [Card.Plan] takes what stands, some of it pinned because somebody uses it, and
+// [Card.Plan] takes the instances that exist, some of them pinned because they are in use, and
 // how many of each profile are wanted. It finds the target, a set of slots, that
 //
 //  1. keeps all that is pinned where it is,
 //  2. destroys the fewest instances,
-//  3. creates the fewest (this differs from 2 only where a GPU instance was left
-//     empty by an accident and can be filled),
+//  3. creates the fewest (this differs from 2 only where a GPU instance is empty
+//     after a failure and can be filled),
 //  4. leaves the most room: the sum of the sizes of all GPU instances that could
 //     still be placed in what stays free, profiles that differ only by an
 //     attribute counted once,
@@ -74,7 +74,7 @@
 //
 // The search uses that all of this is a sum over the card's memory. A target is
 // a row of GPU instances with free runs between them; an instance adds what it
-// saves (it stands already: one destroy, one create), a free run adds its room.
+// saves (it exists already: one destroy, one create), a free run adds its room.
 // What is best from memory slice e on depends on e and on the counts still to be
 // placed, and on nothing to the left. So
 //
@@ -97,13 +97,13 @@
 // Where the counts fit the card but not beside what is pinned, there is no
 // step. Then the search is done once more with nothing fixed and a high price
 // on each holder, and what the best target lacks is [Plan.Blocked]: the fewest
-// holders, with the fewest instances, that must end. Their leaving is enough.
-// Plan.Keep says what will stay even then and can remain on offer.
+// holders, with the fewest instances, that must end. Nothing else has to
+// end. Plan.Keep has what stays even then and can remain on offer.
 //
 //	c, err := mig.NewCard(&device.MIG)
 //	plan, err := c.Plan(mig.Stand(&device.MIG), want)
 //	switch {
-//	case err != nil:           // could never be: err says why
+//	case err != nil:           // impossible: err says why
 //	case plan.Blocked != nil:  // not now: these are in the way
 //	default:                   // plan.Steps, in order
 //	}
@@ -113,28 +113,28 @@
 //
 // # On demand
 //
-// A GPU can offer all its slots and have each made when somebody wants it.
+// A GPU can offer all its slots, and the instance is created when it is needed.
 // [Card.Fits] says what is still possible beside what is taken; [Card.Make] says
-// which idle instances go for a slot, the fewest, and what is in the way.
+// which idle instances have to go for a slot, the fewest, and what is in the way.
 //
-// [Prefer] chooses among free slots. It packs: it takes the place after which the
-// GPUs have most room left, in the measure of rule 4. A slot in a corner that
-// nothing else could use costs less than one in the middle of the only place
-// for a 7g. Of such places it takes one where the instance stands already, then
-// one for which no other must go. What is best on one GPU does not depend on the
+// [Prefer] chooses among free slots. It packs: it takes the one after which the
+// GPUs have most room left, in the measure of rule 4. A slot that nothing
+// else could use costs less than one in the middle of the only placement of a 7g. Of
+// equal ones it takes one whose instance exists already, then one for which no other
+// must go. What is best on one GPU does not depend on the
 // others, so that for several slots at once it is enough to know what one, two,
 // three … cost on each GPU. Against spreading over the emptiest GPUs this
-// accepts 9 to 25 points more of the demand in TestPackingAcceptsMore; rewarding
-// places in cleverer ways moved that by less than one.
+// accepts 9 to 25 points more of the demand in TestPackingAcceptsMore; finer
+// measures changed that by less than one.
 //
 // # What is not known
 //
-// Inventories come from drivers that tell placements only with MIG on, and from
-// people who write the least that will do. Absent figures are unknown, never
-// zero: see [NewCard] and [Stand]. Instances that fit no table are true all the
-// same; they take their room, and are kept where a profile of that name is
-// wanted. Tables larger than the search can be exact about are refused.
+// Inventories come from drivers that report placements only with MIG on, and from
+// people who write only what is needed. Absent figures are unknown, never zero: see
+// [NewCard] and [Stand]. Instances that are in no table count all the same: they take
+// their room, and are kept where a profile of that name is wanted. Tables that are too
+// large for an exact search are refused.
 //
-// The package refuses to know models of GPUs, resource domains, who holds an
+// The package does not know models of GPUs, resource domains, who holds an
 // instance and why, how long a step takes, and whether it succeeded.
 package mig

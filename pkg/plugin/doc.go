@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package plugin is the door to the kubelet: it serves resources through the
-// kubelet's device-plugin API, v1beta1, and is the only package that speaks it.
+// Package plugin serves resources through the kubelet's device-plugin API, v1beta1. It is
+// the only package that knows that API.
 //
-// A resource is served from a [Source], which reads a view that somebody else
-// makes: the list of devices, which of them to prefer, what a container gets for
+// A resource is served from a [Source], which reads an offer that another
+// package makes: the list of devices, which of them to prefer, what a container gets for
 // them, and when it may start. A [Kubelet] is the kubelet's directory of
 // sockets, watched once, and the set of resources that is served there, each by
 // a [Plugin] with a socket of its own:
@@ -15,24 +15,22 @@
 //
 // # Registration
 //
-// The kubelet keeps nothing of a plugin when it starts anew; it even removes all
-// sockets of its directory. It says so in no way but by its own socket, which it
-// makes when that is done. And it goes on by the stream of lists alone: when
-// that ends, all devices count as unhealthy. So a plugin looks at three things,
-// the kubelet's socket, its own socket and its open streams, again at whatever
+// A kubelet that restarts knows no plugin any more; it even removes all sockets from its
+// directory. The only sign is its own socket, which it creates after that. And it
+// relies on the stream of lists alone: when that ends, all devices count as unhealthy. So a plugin checks three things,
+// the kubelet's socket, its own socket and its open streams, whenever anything
 // happens, and registers when the kubelet's socket is another one than last
 // time or no stream is open. It listens before it registers, since the kubelet
-// dials back before it answers, and gives a registration up when a starting
-// kubelet takes its socket away meanwhile. What wakes it is inotify; a slow look
-// stands in for events that were lost, and a quick one where inotify is
-// exhausted. Each resource registers by itself, so that none waits for another's
+// dials back before it answers, and gives up a registration when a starting
+// kubelet removes its socket meanwhile. inotify wakes it; it also checks slowly, for
+// lost events, and often where inotify is exhausted. Each resource registers by itself, so that none waits for another's
 // answer; between the creation of its socket and its listening the kubelet
 // refuses, and is tried again every few milliseconds.
 //
-// An open stream is not proof: anybody who reaches the socket can hold one open
-// while the kubelet's has gone. Only the kubelet can tell what it knows. Whoever
-// asks it, and finds a resource missing, says so by [Kubelet.Suspect], and the
-// resource is registered again. A kubelet that knew it all along then has two
+// An open stream proves nothing: any process that reaches the socket can hold one open
+// while the kubelet's is gone. Only the kubelet can tell what it knows. A caller that
+// asks it, and finds a resource missing, calls [Kubelet.Suspect], and the resource is
+// registered again. A kubelet that knew it all along then has two
 // streams, which does no harm, but the older one is never closed; so this
 // happens at most once in 30 seconds.
 //
@@ -68,9 +66,9 @@
 // request is decoded as one string. The text of a source's error reaches the
 // pod's events behind the resource's name. A wait in PreStartContainer ends a
 // little before the kubelet stops waiting, so that the reason arrives. A panic
-// in a source is logged and not recovered: what it left half done must not
-// serve on, while containers do without the agent.
+// in a source is logged and not recovered: a half-done state must not
+// be served; running containers do without the agent.
 //
 // The package does not know what a GPU is, who holds a device, or when a list
-// ought to change.
+// should change.
 package plugin

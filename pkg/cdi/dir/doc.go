@@ -13,14 +13,13 @@
 // a claim's container may start. A file is therefore whole or absent: it is
 // written under a temporary name that ends in neither .json nor .yaml, read
 // back through the CDI library exactly as a runtime will read it, flushed to
-// the disk and renamed. Writing what already stands there changes nothing, so
-// that a caller may state what it wants as often as it likes without waking
-// the runtimes that watch:
+// the disk and renamed. Writing what is already there changes nothing, so
+// that a caller may repeat it without waking the runtimes that watch:
 //
 //	d, err := dir.Open("/var/run/cdi", "example.com")
-//	err = d.Write(key, spec)   // stands now, or stood already
+//	err = d.Write(key, spec)   // exists now, or existed already
 //	keys, err := d.List()      // which claims have a file
-//	err = d.Remove(key)        // stands no more, or never did
+//	err = d.Remove(key)        // does not exist any more, or never did
 //
 // Names are resolved inside the directory only, and a symbolic link that lies
 // at one of our names is replaced or removed as a link, never followed: whoever
