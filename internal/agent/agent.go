@@ -341,7 +341,7 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 	if a.ledger.Held() {
 		wait = min(wait, holdersEvery-now.Sub(a.seen.at))
 	}
-	if len(a.reporter.snapshot.Load().Blocked) > 0 {
+	if a.reporter.snapshot.Load().blocked {
 		wait = min(wait, holdersSoon-now.Sub(a.seen.at))
 	}
 	if a.someoneWaits() {

@@ -76,8 +76,9 @@ type refusal struct {
 func (in *input) refusals(now time.Time, least time.Duration) (out []status.Condition) {
 	for _, request := range sortedKeys(in.refused) {
 		if r := in.refused[request]; now.Sub(r.since) >= least {
-			why := status.Why(status.APIForbidden, "the API server refuses to %s: %v; give the agent's ServiceAccount the rights of deployments/base/rbac.yaml", request, r.err)
-			out = append(out, status.Condition{Type: status.Failed, Cause: why, Since: r.since})
+			c := status.Why(status.APIForbidden, "the API server refuses to %s: %v; give the agent's ServiceAccount the rights of deployments/base/rbac.yaml", request, r.err).Condition(status.Failed, "")
+			c.Since = r.since
+			out = append(out, c)
 		}
 	}
 	return out

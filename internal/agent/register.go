@@ -43,8 +43,9 @@ func (r *reporter) resources(unknown map[string]time.Time) []status.Resource {
 func unregistered(resources []status.Resource) (out []status.Condition) {
 	for _, r := range resources {
 		if r.Error != "" {
-			out = append(out, status.Condition{Type: status.Failed, Cause: status.Why(status.NotRegistered, "%s is not registered with the kubelet: %s", r.Name, r.Error),
-				Subject: r.Name, Since: *r.Since})
+			c := status.Why(status.NotRegistered, "%s is not registered with the kubelet: %s", r.Name, r.Error).Condition(status.Failed, r.Name)
+			c.Since = *r.Since
+			out = append(out, c)
 		}
 	}
 	return out

@@ -68,7 +68,7 @@ type Snapshot struct {
 	// while a newer one cannot be had. Nil before there was one.
 	Wanted  []config.Want
 	Active  string
-	Blocked []plan.Blocked
+	blocked bool // some change waits for holders
 	// Others is why GPUs are, or may be, given out by somebody else.
 	Others  map[gpu.UUID]string
 	Outcome Outcome
@@ -97,7 +97,7 @@ type Snapshot struct {
 	Work    map[gpu.UUID]string
 	Made    map[gpu.UUID]map[mig.Slot]bool
 	Leaving map[gpu.UUID]map[mig.Slot]status.Cause
-	Failing map[gpu.UUID]map[mig.Slot]string
+	Failing map[mig.Place]status.Cause
 }
 
 // Keys of the node's labels, annotation and condition, below the domain.
@@ -174,19 +174,20 @@ type findings struct {
 	// not; they are remarks.
 	note   status.Cause
 	hwNote string
-	// configErr is why the newest word of the partitions is not in force, err what
+	// configErr is why the newest word of the partitions is not in force, errs what
 	// failed, and missing what else the agent is not ready for.
-	configErr, err error
-	missing        []string
-	// resting is what failed on the hardware and is tried again; resetsDue and working
-	// say what the partition waits for.
-	resting, resetsDue, working []status.Condition
+	configErr error
+	errs      []error
+	missing   []string
+	// work is what failed on the hardware and is tried again, and what the partition
+	// waits for there.
+	work []status.Condition
 }
 
 // finish makes s what people see.
 func (r *reporter) finish(s *Snapshot, f *findings) {
 	now, old := time.Now(), r.snapshot.Load()
-	s.At, s.Source, s.Blocked, s.Leaving = now, f.in.source, f.changes.Blocked, f.changes.Leaving
+	s.At, s.Source, s.Leaving = now, f.in.source, f.changes.Leaving
 	// An API server that starts refuses what it permits a moment later.
 	refusals := f.in.refusals(now, silentFor)
 	f.judge(s, slices.Concat(refusals, unregistered(r.resources(s.Unknown))))
@@ -213,48 +214,46 @@ func (r *reporter) finish(s *Snapshot, f *findings) {
 // conditions that count for it. trouble is told in any case; of the rest, what must be
 // seen to first.
 func (f *findings) judge(s *Snapshot, trouble []status.Condition) {
-	is := func(kind status.Type, why status.Cause) []status.Condition {
-		if why.Message == "" {
-			return nil
-		}
-		return []status.Condition{{Type: kind, Cause: why}}
-	}
-	planned := func(kind status.Type) []status.Condition {
-		return slices.DeleteFunc(slices.Clone(f.changes.Conditions), func(c status.Condition) bool { return c.Type != kind })
-	}
-	var invalid, failed, blocked []status.Condition
+	var invalid, failed, note, notes []status.Condition
 	if f.configErr != nil {
 		why := status.CauseOf(f.configErr, status.PartitionsInvalid)
 		if s.Wanted != nil {
 			why.Message += "; the last good partition stays in force"
 		}
-		invalid = is(status.Invalid, why)
+		invalid = append(invalid, why.Condition(status.Invalid, ""))
 	}
-	for _, err := range apart(f.err) {
-		failed = append(failed, is(status.Failed, status.CauseOf(err, status.RoundFailed))...)
-	}
-	for _, b := range f.changes.Blocked {
-		blocked = append(blocked, b.Condition())
-	}
-	note, busy := is(status.Pending, f.note), slices.Concat(f.resting, blocked)
-	waits := slices.Concat(planned(status.Pending), f.resetsDue, f.working)
-	notes := slices.Concat(is(status.Noted, status.Cause{Reason: status.TimeSliceUnsupported, Message: f.hwNote}), planned(status.Noted))
-	if s.Hangs != "" {
-		notes = append(is(status.Unhealthy, status.Why(status.GPUDriverHangs, "hardware work waits: %s", s.Hangs)), notes...)
-	}
-	stuck := busy
-	if len(busy) > 0 {
-		stuck = slices.Concat(busy, waits)
-	}
-	told := notes
-	for _, some := range [][]status.Condition{invalid, failed, planned(status.Refused), stuck, note, waits} {
-		if len(some) > 0 {
-			told = some
-			break
+	for _, err := range f.errs {
+		if err != nil {
+			failed = append(failed, status.CauseOf(err, status.RoundFailed).Condition(status.Failed, ""))
 		}
 	}
-	told = slices.Concat(trouble, told)
-	s.Conditions = slices.Concat(trouble, invalid, failed, planned(status.Refused), busy, note, waits, notes)
+	if f.note.Message != "" {
+		note = append(note, f.note.Condition(status.Pending, ""))
+	}
+	if s.Hangs != "" {
+		notes = append(notes, status.Why(status.GPUDriverHangs, "hardware work waits: %s", s.Hangs).Condition(status.Unhealthy, ""))
+	}
+	if f.hwNote != "" {
+		notes = append(notes, status.Why(status.TimeSliceUnsupported, "%s", f.hwNote).Condition(status.Noted, ""))
+	}
+	facts := slices.Concat(f.changes.Conditions, f.work)
+	for _, b := range f.changes.Blocked {
+		facts = append(facts, b.Condition())
+	}
+	of := func(kind status.Type) []status.Condition {
+		return slices.DeleteFunc(slices.Clone(facts), func(c status.Condition) bool { return c.Type != kind })
+	}
+	stuck, waits := slices.Concat(of(status.Failed), of(status.Blocked)), of(status.Pending)
+	if len(stuck) > 0 {
+		stuck, waits = slices.Concat(stuck, waits), nil
+	}
+	groups := [][]status.Condition{invalid, failed, of(status.Refused), stuck, note, waits, slices.Concat(notes, of(status.Noted))}
+	s.Conditions = slices.Concat(trouble, slices.Concat(groups...))
+	s.blocked = len(f.changes.Blocked) > 0
+	told := trouble
+	if i := slices.IndexFunc(groups, func(g []status.Condition) bool { return len(g) > 0 }); i >= 0 {
+		told = slices.Concat(trouble, groups[i])
+	}
 	o := &s.Outcome
 	o.State, o.Message = Applied, brief.Cut(messages(told), brief.Text)
 	if len(told) > 0 {
@@ -267,7 +266,9 @@ func (f *findings) judge(s *Snapshot, trouble []status.Condition) {
 // which containers wait for what, and which MIG devices are withdrawn or leave.
 func (r *reporter) more(s *Snapshot) (out []status.Condition) {
 	for _, v := range s.Verdicts {
-		out = append(out, status.Condition{Type: status.Unhealthy, Cause: status.Cause{Reason: status.GPUUnhealthy, Message: v.Reason}, Subject: string(v.GPU), Since: v.Since})
+		c := status.Cause{Reason: status.GPUUnhealthy, Message: v.Reason}.Condition(status.Unhealthy, string(v.GPU))
+		c.Since = v.Since
+		out = append(out, c)
 	}
 	for _, c := range r.ledger.Allocations() {
 		why := c.Cause
@@ -275,30 +276,18 @@ func (r *reporter) more(s *Snapshot) (out []status.Condition) {
 			why = status.Why(status.HeldByPods, "it waits for the end of %s", c.After)
 		}
 		if !c.IsOpen() && why.Message != "" {
-			out = append(out, status.Condition{Type: status.Waiting, Cause: why, Subject: c.ID})
+			out = append(out, why.Condition(status.Waiting, c.ID))
 		}
 	}
 	for u, slots := range s.Leaving {
 		for slot, why := range slots {
-			out = append(out, status.Condition{Type: status.Leaving, Cause: why, Subject: mig.ID(u, slot)})
+			out = append(out, why.Condition(status.Leaving, mig.ID(u, slot)))
 		}
 	}
-	for u, slots := range s.Failing {
-		for slot, why := range slots {
-			out = append(out, status.Condition{Type: status.Leaving, Cause: status.Cause{Reason: status.GPUInstanceFailed, Message: why}, Subject: mig.ID(u, slot)})
-		}
+	for at, why := range s.Failing {
+		out = append(out, why.Condition(status.Leaving, mig.ID(at.GPU, at.Slot)))
 	}
 	return out
-}
-
-// apart are the errors that were joined.
-func apart(err error) []error {
-	if all, ok := err.(interface{ Unwrap() []error }); ok {
-		return all.Unwrap()
-	} else if err != nil {
-		return []error{err}
-	}
-	return nil
 }
 
 // messages joins what conditions say.

@@ -18,7 +18,6 @@ import (
 type pass struct {
 	findings
 	claims []ledger.Allocation // as of the last plan
-	errs   []error
 }
 
 func (p *pass) fail(err error) { p.errs = append(p.errs, err) }
@@ -242,8 +241,8 @@ func (a *Agent) publish(in viewInput) *deviceplugin.Offer {
 // finish hands what the round left to the reporter, and returns what failed.
 func (a *Agent) finish(p *pass) error {
 	f := &p.findings
-	if f.err = errors.Join(p.errs...); a.reader.inv != nil {
-		f.resting, f.resetsDue, f.working = a.executor.conditions(a.reader.inv, a.partitions.gen)
+	if a.reader.inv != nil {
+		f.work = a.executor.conditions(a.reader.inv, a.partitions.gen)
 	}
 	s := &Snapshot{Inventory: a.reader.inv, Topology: a.reader.topology, Matrix: a.reader.matrix, Answered: a.reader.answered, Layouts: a.layouts.now, Wanted: a.partitions.wanted, Active: a.partitions.active,
 		Work: a.executor.now(), Made: a.executor.made(), Failing: a.executor.failingSlots(time.Now()), Others: a.others.gpus,
@@ -263,5 +262,5 @@ func (a *Agent) finish(p *pass) error {
 	}
 	a.reporter.finish(s, f)
 	poke(a.stirred)
-	return f.err
+	return errors.Join(f.errs...)
 }

@@ -89,10 +89,8 @@ func (r *reporter) gpu(d *gpu.Device, at *scene) status.GPU {
 		}
 	}
 	g.Reason = strings.Join(reasons, "; ")
-	for _, b := range at.Blocked {
-		if b.GPU == d.UUID {
-			g.Blocked = b.String()
-		}
+	if i := slices.IndexFunc(at.Conditions, func(c status.Condition) bool { return c.Type == status.Blocked && c.Subject == g.UUID }); i >= 0 {
+		g.Blocked = at.Conditions[i].Message
 	}
 	g.MIG, g.Holders = at.mig(d), at.holdersOf(d.UUID)
 	return g
@@ -232,7 +230,7 @@ func (at *scene) slotState(dev *deviceplugin.Device, s *status.Slot) string {
 		return status.SlotHeld
 	case at.holders[dev.ID] != nil:
 		return status.SlotMaking
-	case at.Failing[dev.GPU][dev.Slot] != "":
+	case at.Failing[mig.Place{GPU: dev.GPU, Slot: dev.Slot}] != (status.Cause{}):
 		return status.SlotFailed
 	case dev.Healthy && s.State == "":
 		return status.SlotFree

@@ -8,6 +8,7 @@ import (
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/mig"
@@ -28,7 +29,7 @@ type viewInput struct {
 	names  *deviceplugin.Names
 	cards  map[gpu.UUID]*mig.Card
 	// failing are slots that cannot be made, with the reason.
-	failing map[gpu.UUID]map[mig.Slot]string
+	failing map[mig.Place]status.Cause
 	drain   bool
 	// topology is how the GPUs of inv are joined; aligned says of which devices
 	// the kubelet is told the NUMA node, and onDemand which GPUs have their MIG
@@ -262,7 +263,7 @@ func deviceLists(in *viewInput, d *gpu.Device) []deviceList {
 			if why := parting[dev.Slot].Message; why != "" && withdrawn == "" {
 				withdrawn, leaving = why, why
 			}
-			if why := in.failing[d.UUID][dev.Slot]; why != "" && withdrawn == "" {
+			if why := in.failing[mig.Place{GPU: d.UUID, Slot: dev.Slot}].Message; why != "" && withdrawn == "" {
 				withdrawn, leaving = why, why
 			}
 		}

@@ -120,7 +120,7 @@ func backOff(most time.Duration) wait.Backoff {
 type failing struct {
 	n     int
 	until time.Time
-	why   string
+	why   status.Cause
 }
 
 // executor does on the hardware what was planned, on each GPU one job at a time, and
@@ -489,7 +489,7 @@ func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
 	e.ledger.SetCause(r.Claim, status.CauseOf(r.err, status.GPUInstanceFailed))
 	f := orNew(e.failing, mig.Place{GPU: r.GPU, Slot: r.Slot})
 	f.n++
-	f.until, f.why = now.Add(failingFor), r.err.Error()
+	f.until, f.why = now.Add(failingFor), status.Why(status.GPUInstanceFailed, "it could not be made: %v", r.err)
 	if f.n != mostFailures {
 		return
 	}
@@ -518,17 +518,13 @@ func (e *executor) failedFor(claim string) bool {
 }
 
 // failingSlots are those that are withdrawn, with the reason.
-func (e *executor) failingSlots(now time.Time) map[gpu.UUID]map[mig.Slot]string {
+func (e *executor) failingSlots(now time.Time) map[mig.Place]status.Cause {
 	maps.DeleteFunc(e.failing, func(_ mig.Place, f *failing) bool { return !now.Before(f.until) })
-	out := map[gpu.UUID]map[mig.Slot]string{}
+	out := map[mig.Place]status.Cause{}
 	for at, f := range e.failing {
-		if f.n < mostFailures {
-			continue
+		if f.n >= mostFailures {
+			out[at] = f.why
 		}
-		if out[at.GPU] == nil {
-			out[at.GPU] = map[mig.Slot]string{}
-		}
-		out[at.GPU][at.Slot] = "it could not be made: " + f.why
 	}
 	return out
 }
@@ -606,21 +602,21 @@ func (e *executor) nextWork(now time.Time) (wait time.Duration, ok bool) {
 
 // conditions say what failed for the partition and is tried again later, which GPUs
 // wait for a reset or a reboot, and what is being done.
-func (e *executor) conditions(inv *gpu.Inventory, gen uint64) (rests, due, doing []status.Condition) {
+func (e *executor) conditions(inv *gpu.Inventory, gen uint64) (out []status.Condition) {
 	for i := range inv.GPUs {
 		d := &inv.GPUs[i]
 		switch r := e.rests[plan.Want{GPU: d.UUID}]; {
 		case r == nil || r.gen != gen:
 		case errors.Is(r.err, errResetDue):
-			due = append(due, status.Condition{Type: status.Pending, Cause: status.CauseOf(r.err, status.ResetDue), Subject: string(d.UUID)})
+			out = append(out, status.CauseOf(r.err, status.ResetDue).Condition(status.Pending, string(d.UUID)))
 		default:
-			rests = append(rests, status.Condition{Type: status.Failed, Cause: status.CauseOf(r.err, status.GPUChangeFailed), Subject: string(d.UUID)})
+			out = append(out, status.CauseOf(r.err, status.GPUChangeFailed).Condition(status.Failed, string(d.UUID)))
 		}
 		if j := e.jobs[d.UUID]; j != nil && j.Claim == "" {
-			doing = append(doing, status.Condition{Type: status.Pending, Cause: status.Why(status.GPUChange, "%s: %s", d.Name(), j), Subject: string(d.UUID)})
+			out = append(out, status.Why(status.GPUChange, "%s: %s", d.Name(), j).Condition(status.Pending, string(d.UUID)))
 		}
 	}
-	return rests, due, doing
+	return out
 }
 
 // now says what is being done to GPUs.

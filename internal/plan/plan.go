@@ -115,7 +115,7 @@ func (b Blocked) String() string {
 
 // Condition is the same as a fact about the GPU.
 func (b Blocked) Condition() status.Condition {
-	return status.Condition{Type: status.Blocked, Cause: status.Cause{Reason: b.Reason, Message: b.String()}, Subject: string(b.GPU)}
+	return status.Cause{Reason: b.Reason, Message: b.String()}.Condition(status.Blocked, string(b.GPU))
 }
 
 // Changes is what a plan comes to.
@@ -149,7 +149,7 @@ type Changes struct {
 }
 
 func (c *Changes) say(kind status.Type, of gpu.UUID, why status.Cause) {
-	c.Conditions = append(c.Conditions, status.Condition{Type: kind, Cause: why, Subject: string(of)})
+	c.Conditions = append(c.Conditions, why.Condition(kind, string(of)))
 }
 
 // Blocks reports whether a GPU's change waits.

@@ -31,6 +31,11 @@ type Cause struct {
 // Why returns a cause with a message for people.
 func Why(r Reason, format string, args ...any) Cause { return Cause{r, fmt.Sprintf(format, args...)} }
 
+// Condition is the cause as a fact about a subject.
+func (c Cause) Condition(kind Type, subject string) Condition {
+	return Condition{Type: kind, Cause: c, Subject: subject}
+}
+
 func (c Cause) Error() string { return c.Message }
 func (c Cause) code() Reason  { return c.Reason }
 

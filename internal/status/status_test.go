@@ -28,8 +28,12 @@ func sample() Status {
 	const h100 = "NVIDIA H100 80GB HBM3"
 	return Status{
 		Node: "gpu-node-1", Version: "v0.1.0", Driver: "580.159.03", CUDA: "13.0", Claims: 6,
-		Partition: Partition{Name: "research", State: "blocked", Source: "configmap gpu/gpu-partitions", Generation: 3,
+		Partition: Partition{Name: "research", State: "blocked", Reason: HeldByPods, Source: "configmap gpu/gpu-partitions", Generation: 3,
 			Message: "GPU 2: train/train-3 holds 40 units of gpu-mem; the GPU becomes whole when the pod has ended"},
+		Conditions: []Condition{
+			{Blocked, Cause{HeldByPods, "GPU 2: train/train-3 holds 40 units of gpu-mem"}, "GPU-5e0f8c1a-0000-1111-2222-333344440002", noon.Add(-time.Hour)},
+			{Leaving, Cause{NotInPartition, "the node's partition does not keep it"}, "GPU-5e0f8c1a-0000-1111-2222-333344440002::1g.10gb@5", time.Time{}},
+		},
 		Resources: []Resource{
 			{"example.com/gpu", 2, false, ago(5 * time.Minute), "register with the kubelet at /k/kubelet.sock: refused"},
 			{"example.com/gpu-mem", 237, true, nil, ""},

@@ -162,8 +162,11 @@ func (p *printer) head(s Status) {
 	if t.State == "" {
 		p.line("no partition")
 	} else {
-		name := join(" ", "partition", t.Name) + ": "
-		p.line(p.fit(name, p.Width-utf8.RuneCountInString(t.State)) + p.paint(stateColor(t.State), t.State))
+		name, state := join(" ", "partition", t.Name)+": ", t.State
+		if t.Reason != "" {
+			state += " (" + string(t.Reason) + ")"
+		}
+		p.line(p.fit(name, p.Width-utf8.RuneCountInString(state)) + p.paint(stateColor(t.State), p.fit(state, p.Width)))
 	}
 	p.wrapped("  ", stateColor(t.State), t.Message)
 	if s.Hardware != "" {
