@@ -206,7 +206,14 @@ static struct sums sum(const struct account *a)
     return t;
 }
 
-uint64_t account_given(const struct account *a) { return sum(a).committed; }
+bool account_rests(struct account *a, bool reaps, uint64_t *given)
+{
+    if (reaps)
+        reap(a);
+    struct sums t = sum(a);
+    *given = t.committed;
+    return t.sane && t.reserved == t.committed;
+}
 
 /* repair returns the sums that it saw last. */
 static struct sums repair(struct account *a)

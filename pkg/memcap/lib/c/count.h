@@ -282,8 +282,9 @@ static inline void account_uncommit(struct account *a, uint64_t n) { committed_s
  * no reading tells. */
 bool account_within(struct account *a, uint64_t n);
 
-/* account_given is what the driver has given to the processes at least. */
-uint64_t account_given(const struct account *a);
+/* account_rests says whether nothing is under way in any process, and what the driver has
+ * given to them, at least; reaps: after it has looked for dead ones. */
+bool account_rests(struct account *a, bool reaps, uint64_t *given);
 
 /* account_undone notes that the driver had given n beyond what is bound, and has been
  * given it back. */

@@ -19,19 +19,19 @@ struct load {
 
 /* beside is what the card has free and what the driver has given to the container, which
  * is known to the byte while nothing is under way. */
-enum { LOOKS = 20 };
-static bool beside(const struct account *a, uint64_t *bytes)
+enum { LOOKS = 30, LONGEST_NAP = 8 }; /* a tenth of a second in all */
+static bool beside(struct account *a, uint64_t *bytes)
 {
     size_t left, total;
     for (int i = 0; i < LOOKS; i++) {
-        uint64_t bound = count_read(&a->usage->bound);
+        uint64_t given, bound = count_read(&a->usage->bound);
         if (CALL(cuMemGetInfo_v2, &left, &total) != CUDA_SUCCESS)
             return false;
-        uint64_t given = account_given(a);
+        bool rests = account_rests(a, i == LOOKS / 2, &given);
         *bytes = left + given;
-        if (given == AMOUNT(bound) && count_read(&a->usage->bound) == bound)
+        if (rests && count_read(&a->usage->bound) == bound)
             break;
-        nap_us(20);
+        nap_us((uint64_t)20 << (i < LONGEST_NAP ? i : LONGEST_NAP));
     }
     return true;
 }
