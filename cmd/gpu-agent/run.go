@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"example.com/gpu-agent/internal/agent"
+	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/guard"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
@@ -84,7 +85,7 @@ func (f *runFlags) register(fs *flag.FlagSet) {
 	fs.Var(&f.nodeLabels, "node-labels", "how the node gets labels of what its GPUs are: api (the agent writes them), nfd (a features file for Node Feature Discovery, in --nfd-dir) or none")
 	f.nvidiaLabels = choice{"absent", []string{"absent", "never"}}
 	fs.Var(&f.nvidiaLabels, "nvidia-labels", "the nvidia.com labels that GPU Feature Discovery writes: absent (each where nobody else has written it) or never")
-	f.numaHints = choice{string(agent.AlignFixed), []string{string(agent.AlignNone), string(agent.AlignFixed), string(agent.AlignAll)}}
+	f.numaHints = choice{string(deviceplugin.AlignFixed), []string{string(deviceplugin.AlignNone), string(deviceplugin.AlignFixed), string(deviceplugin.AlignAll)}}
 	fs.Var(&f.numaHints, "numa-hints", "which devices the kubelet is told the NUMA node of: none, fixed (whole GPUs and MIG devices of fixed geometries) or all (memory units, replicas and MIG on demand too, of which it may then refuse requests that would fit)")
 	fs.DurationVar(&f.idleTTL, "idle-instance-ttl", 0, "`time` after which an instance made on demand goes when nobody has it; 0 keeps it until its room is wanted")
 	f.logFormat = choice{"text", []string{"text", "json"}}
@@ -216,7 +217,7 @@ func run(ctx context.Context, c console, args []string) error {
 		LinksEvery:     f.linksEvery,
 		Label:          f.nodeLabels.value != "none",
 		Guest:          f.nvidiaLabels.value == "absent",
-		Align:          agent.Alignment(f.numaHints.value),
+		Align:          deviceplugin.Alignment(f.numaHints.value),
 		ReclaimForeign: f.foreign.value == "reclaim",
 		NeverReset:     f.reset.value == "never",
 		OpenCaps:       f.cap.policy.value == "open",

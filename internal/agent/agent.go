@@ -112,8 +112,8 @@ type Options struct {
 	// elsewhere.
 	LinksEvery time.Duration
 	// Align says of which devices the kubelet is told the NUMA node (--numa-hints);
-	// empty is AlignNone.
-	Align Alignment
+	// empty is deviceplugin.AlignNone.
+	Align deviceplugin.Alignment
 	// NeverReset leaves resets of GPUs to somebody else.
 	NeverReset bool
 	// OpenCaps lets allocations pass uncounted where the cap in the process
@@ -184,6 +184,8 @@ type Agent struct {
 	written int             // claims written down since the journal was last cut
 	swept   bool            // no file of an ended claim is left
 	trim    bool            // a claim has ended that may be in the journal
+	// released is how many allocations had ended when swept and trim were last set.
+	released uint64
 }
 
 // New returns an agent that has not looked at anything yet. Where there is a
@@ -367,4 +369,12 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 // someoneWaits reports whether a claim waits for the holder before it.
 func (a *Agent) someoneWaits() bool {
 	return slices.ContainsFunc(a.ledger.Allocations(), func(c ledger.Allocation) bool { return c.After != "" })
+}
+
+// Listed is how many devices the kubelet's lists name now.
+func (a *Agent) Listed() (n int) {
+	for _, r := range a.front.Offer().Resources {
+		n += len(r.Devices)
+	}
+	return n
 }

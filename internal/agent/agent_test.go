@@ -393,7 +393,7 @@ func startWith(t *testing.T, o *outside, cdiDir, file string, f Features) *bench
 	b := &bench{outside: o, t: t, dir: cdiDir, log: &logBuffer{}}
 	b.Agent = New(Options{
 		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: o.unit, Pod: ownPod, Boot: o.boot,
-		Label: true, Guest: true, Align: AlignFixed, LinksEvery: testLinks,
+		Label: true, Guest: true, Align: deviceplugin.AlignFixed, LinksEvery: testLinks,
 		Health: health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4},
 		Log:    slog.New(slog.NewTextHandler(b.log, nil)),
 	}, Worlds{Driver: o, Files: files, Caps: o.caps, Kubelet: o, Runtime: runtime{o}, Plugins: plugins{o}, Store: store, Cluster: o, Features: f, Observer: o})

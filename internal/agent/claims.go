@@ -84,10 +84,15 @@ func (a *Agent) adoptFiles() {
 // takeOver has an allocation of the process before this one in the ledger again, by
 // way of the front-end that it is of, where that has to know more of it than the ledger.
 func (a *Agent) takeOver(id string, r ledger.Record, taken, file time.Time) error {
+	var err error
 	if r.Owner == ledger.DevicePlugin {
-		return a.front.Found(id, r, taken, file)
+		err = a.front.Found(id, r, taken, file)
+	} else {
+		_, err = a.ledger.Found(id, r, taken)
 	}
-	_, err := a.ledger.Found(id, r, taken)
+	if err == nil {
+		a.ledger.Filed(id, file)
+	}
 	return err
 }
 
@@ -259,9 +264,19 @@ func (a *Agent) instanceParts(instances []instance) (cdi.Parts, []gpu.UUID, erro
 	return parts, names, nil
 }
 
+// noteReleases takes note that allocations have ended, through whichever front-end:
+// their files are to go, and their lines in the journal, since a successor would take
+// those for holders.
+func (a *Agent) noteReleases() {
+	if n := a.ledger.Released(); n != a.released {
+		a.released, a.swept, a.trim = n, false, true
+	}
+}
+
 // sweep removes the CDI files that no claim and no container has, once after
 // claims ended, and not before the witnesses have been heard.
 func (a *Agent) sweep() error {
+	a.noteReleases()
 	if a.swept || !a.seen.heard {
 		return nil
 	}

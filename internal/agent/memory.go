@@ -158,6 +158,7 @@ const trimEvery = 256
 // trimJournal drops from the journal what is written elsewhere by now: a claim
 // whose container has been made is in its CDI file, unless that was taken away.
 func (a *Agent) trimJournal() error {
+	a.noteReleases()
 	need := func() []state.Claim {
 		var out []state.Claim
 		for _, c := range a.ledger.Allocations() {
@@ -167,7 +168,6 @@ func (a *Agent) trimJournal() error {
 		}
 		return out
 	}
-	// One that has ended goes at once: a successor would take it for a holder.
 	if !a.trim && (a.written == 0 || a.written < trimEvery && len(need()) > 0) {
 		return nil
 	}

@@ -168,7 +168,7 @@ func (a *Agent) withdraw(p *pass) {
 	}
 	withdrawn := *p.changes
 	withdrawn.Layouts = a.layouts.now // not laid out anew yet
-	a.publish(viewInput{changes: &withdrawn, recutting: p.changes.Recut})
+	a.publish(deviceplugin.Input{Changes: &withdrawn, Recutting: p.changes.Recut})
 	a.plan(p)
 }
 
@@ -198,7 +198,7 @@ func (a *Agent) setDriver(ctx context.Context, p *pass) {
 		// It takes a while to learn them. A fault is told before that, and so is what a
 		// new process offers: a container that comes meanwhile waits for its claim's
 		// file.
-		p.fail(a.served.set(a.publish(viewInput{changes: p.changes})))
+		p.fail(a.served.set(a.publish(deviceplugin.Input{Changes: p.changes})))
 		switch err := a.reader.learnParts(ctx, a.caps); {
 		case err == nil:
 			for _, c := range a.ledger.Allocations() {
@@ -222,19 +222,19 @@ func (a *Agent) openGates(p *pass) {
 	p.fail(a.sweep())
 	p.fail(a.writeClaims(a.claims(), p.changes.Trouble))
 	a.tellWaiting(p.changes.Trouble)
-	p.fail(a.served.set(a.publish(viewInput{changes: p.changes})))
+	p.fail(a.served.set(a.publish(deviceplugin.Input{Changes: p.changes})))
 }
 
-func (a *Agent) publish(in viewInput) *deviceplugin.Offer {
-	in.inv, in.past, in.names, in.cards, in.drain = a.reader.inv, a.layouts.past, a.names, a.reader.cards, !a.opts.KeepOffering
-	in.failing = a.executor.failingSlots(time.Now())
-	in.topology, in.aligned, in.onDemand, in.others = a.reader.topology, a.opts.Align, a.partitions.onDemand, a.others.gpus
+func (a *Agent) publish(in deviceplugin.Input) *deviceplugin.Offer {
+	in.Inventory, in.Past, in.Names, in.Cards, in.Drain = a.reader.inv, a.layouts.past, a.names, a.reader.cards, !a.opts.KeepOffering
+	in.Failing = a.executor.failingSlots(time.Now())
+	in.Topology, in.Aligned, in.OnDemand, in.Others = a.reader.topology, a.opts.Align, a.partitions.onDemand, a.others.gpus
 	if a.reader.parts == nil && a.reader.partsErr != nil {
-		in.closed = a.reader.partsErr.Error()
+		in.Closed = a.reader.partsErr.Error()
 	}
 	return a.front.Publish(func(claims []ledger.Allocation) *deviceplugin.Offer {
-		in.claims = claims
-		return buildView(in)
+		in.Held = claims
+		return deviceplugin.Build(in)
 	})
 }
 

@@ -218,7 +218,7 @@ func TestEndedClaimLingersAlone(t *testing.T) {
 	ids := []string{timeslice.ID(uuid(0), 2), timeslice.ID(uuid(0), 29_999)}
 	a.layouts.linger(&ledger.Allocation{Resource: a.names.Units, Grants: grantsOf(a.names.Units, ids...)})
 	got := a.layouts.past[uuid(0)]
-	if len(got) != 1 || fmt.Sprint(layoutIDs(got[0].Layout, uuid(0))) != fmt.Sprint(ids[1:]) {
+	if len(got) != 1 || fmt.Sprint(deviceplugin.LayoutIDs(got[0].Layout, uuid(0))) != fmt.Sprint(ids[1:]) {
 		t.Errorf("%+v lingers", got)
 	}
 }

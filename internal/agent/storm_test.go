@@ -21,6 +21,7 @@ import (
 	specs "tags.cncf.io/container-device-interface/specs-go"
 
 	"example.com/gpu-agent/internal/health"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/cdi"
@@ -88,6 +89,8 @@ type storm struct {
 	hangs   bool
 	// foreign are the GPUs that another device plugin offers.
 	foreign map[gpu.UUID]bool
+	// plain is the second front-end; a storm with MIG has none.
+	plain *plain
 	// late is a partition that a new agent has not been told of yet.
 	late string
 	// attack is what has given way once; see storm_attack_test.go.
@@ -406,6 +409,9 @@ func (s *storm) start() {
 	}, Worlds{Driver: s, Files: stormFiles{s}, Caps: &s.pages, Kubelet: s, Runtime: stormRuntime{s}, Plugins: s, Store: s, Observer: s})
 	s.note("an agent starts; %d claims in the journal", len(s.journal))
 	s.agent.remember()
+	if s.plain != nil {
+		s.plain.restart()
+	}
 	go func() { _ = s.agent.followRuntime(ctx) }()
 	go func() {
 		running := map[string]bool{}
@@ -641,6 +647,9 @@ func (s *storm) step() {
 	}
 	if s.rng.IntN(12) == 0 {
 		s.heal()
+	}
+	if s.plain != nil && s.rng.IntN(12) == 0 {
+		s.plain.step()
 	}
 	switch n := s.rng.IntN(112); {
 	case n >= 106:
@@ -881,6 +890,9 @@ func (s *storm) check(when string) {
 		}
 	}
 	s.checkAttack(when)
+	if s.plain != nil {
+		s.plain.check(when)
+	}
 	for u, by := range cuts {
 		if len(by) > 1 {
 			s.t.Errorf("%s: %s is in use as %v", when, u, slices.Sorted(maps.Keys(by)))
@@ -915,6 +927,11 @@ func (s *storm) calm() {
 		s.deaf, s.late, s.skip = false, "", false
 		s.attack.calmLocked()
 	})
+	if s.plain != nil {
+		for id := range s.plain.has {
+			s.plain.release(id)
+		}
+	}
 	s.heal()
 	s.telling()
 	s.agent.SetFile("p.yaml", []byte(allShared))
@@ -967,6 +984,9 @@ func runStorm(t *testing.T, withMIG bool) {
 			figures: map[gpu.UUID]gpu.Health{}, trouble: map[gpu.UUID]string{}, foreign: map[gpu.UUID]bool{}, done: map[string]int{},
 			attack: attack{unit: unit, went: map[string]bool{}},
 		}
+		if !withMIG {
+			s.plain = &plain{s: s, has: map[string]gpu.UUID{}, runs: map[string]bool{}}
+		}
 		if withMIG {
 			s.hw = migMachine(3)
 			s.hw.took, s.hw.ampere = 300*time.Microsecond, true
@@ -999,6 +1019,11 @@ func runStorm(t *testing.T, withMIG bool) {
 				lines := strings.Split(s.log.String(), "\n")
 				t.Log(strings.Join(lines[max(0, len(lines)-90):], "\n"))
 				break
+			}
+		}
+		for _, tr := range s.agent.ledger.Passed() {
+			if !slices.ContainsFunc(ledger.Transitions, func(in ledger.Step) bool { return in.Transition == tr }) {
+				t.Errorf("an allocation went from %s to %s, which is not in the table", tr.From, tr.To)
 			}
 		}
 		s.quit()

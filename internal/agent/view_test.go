@@ -107,34 +107,34 @@ func TestView(t *testing.T) {
 	two := []ledger.Allocation{claimed(names.Units, "a", "0::1")}
 	for _, tt := range []struct {
 		name   string
-		in     viewInput
+		in     deviceplugin.Input
 		blocks bool // GPU 0's change waits
 		units  string
 		whole  string
 		shares string
 	}{
 		{name: "plain", units: "0.0 0.1 0.2 0.3", whole: "1"},
-		{name: "held", in: viewInput{claims: two}, units: "0.0 0.1 0.2 0.3", whole: "1"},
-		{name: "about to be re-cut", in: viewInput{recutting: []gpu.UUID{uuid(0)}}, units: "0.0x 0.1x 0.2x 0.3x", whole: "1"},
-		{name: "waiting, drained", in: viewInput{claims: two, drain: true}, blocks: true, units: "0.0x 0.1~ 0.2x 0.3x", whole: "1"},
-		{name: "somebody else's too, still offering", in: viewInput{claims: two, others: map[gpu.UUID]string{uuid(0): "a plugin"}}, blocks: true,
+		{name: "held", in: deviceplugin.Input{Held: two}, units: "0.0 0.1 0.2 0.3", whole: "1"},
+		{name: "about to be re-cut", in: deviceplugin.Input{Recutting: []gpu.UUID{uuid(0)}}, units: "0.0x 0.1x 0.2x 0.3x", whole: "1"},
+		{name: "waiting, drained", in: deviceplugin.Input{Held: two, Drain: true}, blocks: true, units: "0.0x 0.1~ 0.2x 0.3x", whole: "1"},
+		{name: "somebody else's too, still offering", in: deviceplugin.Input{Held: two, Others: map[gpu.UUID]string{uuid(0): "a plugin"}}, blocks: true,
 			units: "0.0x 0.1~ 0.2x 0.3x", whole: "1"},
-		{name: "waiting, still offering", in: viewInput{claims: two}, blocks: true, units: "0.0 0.1 0.2 0.3", whole: "1"},
-		{name: "nothing may be given out, held devices stay", in: viewInput{claims: two, closed: "no hook program"},
+		{name: "waiting, still offering", in: deviceplugin.Input{Held: two}, blocks: true, units: "0.0 0.1 0.2 0.3", whole: "1"},
+		{name: "nothing may be given out, held devices stay", in: deviceplugin.Input{Held: two, Closed: "no hook program"},
 			units: "0.0x 0.1 0.2x 0.3x", whole: "1x"},
-		{name: "what was offered before lingers", in: viewInput{past: map[gpu.UUID][]plan.Past{uuid(1): {{Layout: replicaCut(2)}, {Layout: sharedCut}, {Layout: sharedCut}}}},
+		{name: "what was offered before lingers", in: deviceplugin.Input{Past: map[gpu.UUID][]plan.Past{uuid(1): {{Layout: replicaCut(2)}, {Layout: sharedCut}, {Layout: sharedCut}}}},
 			units: "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x", whole: "1", shares: "1.0x 1.1x"},
-		{name: "a held ID that no cut has stays for its holder", in: viewInput{claims: []ledger.Allocation{claimed(names.Units, "a", "1::7")}},
+		{name: "a held ID that no cut has stays for its holder", in: deviceplugin.Input{Held: []ledger.Allocation{claimed(names.Units, "a", "1::7")}},
 			units: "0.0 0.1 0.2 0.3 1.7~", whole: "1x"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			in := tt.in
-			in.inv, in.names = machine(2), names
-			in.changes = &plan.Changes{Layouts: map[gpu.UUID]plan.Layout{uuid(0): sharedCut, uuid(1): wholeCut}}
+			in.Inventory, in.Names = machine(2), names
+			in.Changes = &plan.Changes{Layouts: map[gpu.UUID]plan.Layout{uuid(0): sharedCut, uuid(1): wholeCut}}
 			if tt.blocks {
-				in.changes.Blocked = []plan.Blocked{{GPU: uuid(0)}}
+				in.Changes.Blocked = []plan.Blocked{{GPU: uuid(0)}}
 			}
-			v := buildView(in)
+			v := deviceplugin.Build(in)
 			for resource, want := range map[string]string{names.Units: tt.units, names.Whole: tt.whole, names.Replicas: tt.shares} {
 				if got := listed(v, resource); got != want {
 					t.Errorf("%s: %s, want %s", resource, got, want)
@@ -156,36 +156,36 @@ func TestNUMAHints(t *testing.T) {
 	const one = "example.com/mig-1g.10gb"
 	for _, tt := range []struct {
 		name     string
-		aligned  Alignment
+		aligned  deviceplugin.Alignment
 		cuts     [2]plan.Layout
 		onDemand int // this GPU is
 		unknown  int // this GPU's NUMA node is
 		want     map[string]string
 	}{
-		{"none", AlignNone, [2]plan.Layout{wholeCut, wholeCut}, -1, -1, map[string]string{names.Whole: "- -"}},
-		{"whole", AlignFixed, [2]plan.Layout{wholeCut, wholeCut}, -1, -1, map[string]string{names.Whole: "0 1"}},
-		{"a node is not known", AlignFixed, [2]plan.Layout{wholeCut, wholeCut}, -1, 1, map[string]string{names.Whole: "- -"}},
-		{"one of each", AlignFixed, [2]plan.Layout{wholeCut, sharedCut}, -1, -1, map[string]string{names.Whole: "0", names.Units: "- - - -"}},
-		{"units where they are asked for", AlignAll, [2]plan.Layout{wholeCut, sharedCut}, -1, -1, map[string]string{names.Whole: "0", names.Units: "1 1 1 1"}},
-		{"replicas", AlignFixed, [2]plan.Layout{replicaCut(2), wholeCut}, -1, -1, map[string]string{names.Replicas: "- -", names.Whole: "1"}},
-		{"fixed MIG", AlignFixed, [2]plan.Layout{slots("1g.10gb@0"), slots("1g.10gb@3")}, -1, -1, map[string]string{one: "0 1"}},
-		{"MIG on demand", AlignFixed, [2]plan.Layout{slots("1g.10gb@0"), slots("1g.10gb@3")}, 1, -1, map[string]string{one: "- -"}},
-		{"MIG on demand where it is asked for", AlignAll, [2]plan.Layout{slots("1g.10gb@0"), slots("1g.10gb@3")}, 1, -1, map[string]string{one: "0 1"}},
-		{"the fixed ones of another resource", AlignFixed, [2]plan.Layout{slots("1g.10gb@0"), slots("2g.20gb@0")}, 1, -1,
+		{"none", deviceplugin.AlignNone, [2]plan.Layout{wholeCut, wholeCut}, -1, -1, map[string]string{names.Whole: "- -"}},
+		{"whole", deviceplugin.AlignFixed, [2]plan.Layout{wholeCut, wholeCut}, -1, -1, map[string]string{names.Whole: "0 1"}},
+		{"a node is not known", deviceplugin.AlignFixed, [2]plan.Layout{wholeCut, wholeCut}, -1, 1, map[string]string{names.Whole: "- -"}},
+		{"one of each", deviceplugin.AlignFixed, [2]plan.Layout{wholeCut, sharedCut}, -1, -1, map[string]string{names.Whole: "0", names.Units: "- - - -"}},
+		{"units where they are asked for", deviceplugin.AlignAll, [2]plan.Layout{wholeCut, sharedCut}, -1, -1, map[string]string{names.Whole: "0", names.Units: "1 1 1 1"}},
+		{"replicas", deviceplugin.AlignFixed, [2]plan.Layout{replicaCut(2), wholeCut}, -1, -1, map[string]string{names.Replicas: "- -", names.Whole: "1"}},
+		{"fixed MIG", deviceplugin.AlignFixed, [2]plan.Layout{slots("1g.10gb@0"), slots("1g.10gb@3")}, -1, -1, map[string]string{one: "0 1"}},
+		{"MIG on demand", deviceplugin.AlignFixed, [2]plan.Layout{slots("1g.10gb@0"), slots("1g.10gb@3")}, 1, -1, map[string]string{one: "- -"}},
+		{"MIG on demand where it is asked for", deviceplugin.AlignAll, [2]plan.Layout{slots("1g.10gb@0"), slots("1g.10gb@3")}, 1, -1, map[string]string{one: "0 1"}},
+		{"the fixed ones of another resource", deviceplugin.AlignFixed, [2]plan.Layout{slots("1g.10gb@0"), slots("2g.20gb@0")}, 1, -1,
 			map[string]string{one: "0", "example.com/mig-2g.20gb": "-"}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			in := viewInput{inv: machine(2), names: names, aligned: tt.aligned, onDemand: func(u gpu.UUID) bool { return u == uuid(tt.onDemand) }}
-			for i := range in.inv.GPUs {
+			in := deviceplugin.Input{Inventory: machine(2), Names: names, Aligned: tt.aligned, OnDemand: func(u gpu.UUID) bool { return u == uuid(tt.onDemand) }}
+			for i := range in.Inventory.GPUs {
 				if n := i; n != tt.unknown {
-					in.inv.GPUs[i].NUMA = &n
+					in.Inventory.GPUs[i].NUMA = &n
 				} else {
-					in.inv.GPUs[i].NUMA = nil
+					in.Inventory.GPUs[i].NUMA = nil
 				}
 			}
-			in.changes = &plan.Changes{Layouts: map[gpu.UUID]plan.Layout{uuid(0): tt.cuts[0], uuid(1): tt.cuts[1]}}
+			in.Changes = &plan.Changes{Layouts: map[gpu.UUID]plan.Layout{uuid(0): tt.cuts[0], uuid(1): tt.cuts[1]}}
 			got := map[string]string{}
-			for _, r := range buildView(in).Resources {
+			for _, r := range deviceplugin.Build(in).Resources {
 				var words []string
 				for _, dev := range r.Devices {
 					word := "-"

@@ -284,7 +284,6 @@ func (a *Agent) reconcile(ctx context.Context, full bool) error {
 	t, err := a.ask(ctx, full)
 	a.seen.err = err
 	for _, c := range a.front.Reconcile(t) {
-		a.swept, a.trim = false, true
 		if a.names.Ours(c.Resource) {
 			a.layouts.linger(&c)
 			if c.Kind() == ledger.Placement { // look what is on the instance: it may be wanted for something else

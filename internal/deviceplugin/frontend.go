@@ -307,8 +307,7 @@ func (f *FrontEnd) Prepare(ctx context.Context, resource string, ids []string) e
 // file is when its CDI file was written, zero where there is none or that is not known:
 // where kubelet and runtime agree that nobody has it, it ends Grace after that, and not
 // Grace after this process has started. Otherwise an agent that starts again and again
-// would keep everything for ever. Of an allocation that the journal knew it tells
-// whether the file is of its last Allocate.
+// would keep everything for ever.
 //
 // The error wraps gpu.ErrInvalid where the record is not one of devices with this ID.
 func (f *FrontEnd) Found(id string, r ledger.Record, taken, file time.Time) error {
@@ -317,13 +316,8 @@ func (f *FrontEnd) Found(id string, r ledger.Record, taken, file time.Time) erro
 	}
 	f.mu.Lock()
 	key, err := f.foundLocked(r, taken)
-	if err == nil && !file.IsZero() {
-		switch a, _ := f.ledger.Get(key); {
-		case a.Adopted:
-			f.seen[key].written = file
-		case !file.Before(a.Taken):
-			f.ledger.Filed(key)
-		}
+	if a, _ := f.ledger.Get(key); err == nil && a.Adopted && !file.IsZero() {
+		f.seen[key].written = file
 	}
 	f.movedLocked()
 	f.mu.Unlock()

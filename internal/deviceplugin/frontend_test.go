@@ -81,7 +81,10 @@ func (d *desk) SetReady(c *claim) bool {
 // restore takes an allocation over as of a time, zero for one that is not known; file is
 // when its CDI file was written.
 func (d *desk) restore(r ledger.Record, taken, file time.Time) error {
-	return d.FrontEnd.Found(cdi.Key(r.Resource, IDs(r.Grants)), r, taken, file)
+	id := cdi.Key(r.Resource, IDs(r.Grants))
+	err := d.FrontEnd.Found(id, r, taken, file)
+	d.Filed(id, file)
+	return err
 }
 
 func newDesk() (*desk, *clock) {
@@ -150,7 +153,7 @@ func TestAllocateRefusesOnlyWhatCannotWork(t *testing.T) {
 	wantErr(t, err, "not offered")
 	d.set(units(func(dev *Device) {
 		if dev.ID == timeslice.ID(gpuB, 7) {
-			dev.Healthy, dev.Reason = false, "the GPU is being cut anew"
+			dev.Healthy, dev.Reason = false, "the GPU is being laid out anew"
 		}
 	}))
 	_, err = d.Allocate(memName, append(ids(gpuA, 0), ids(gpuB, 0)...))
@@ -160,7 +163,7 @@ func TestAllocateRefusesOnlyWhatCannotWork(t *testing.T) {
 	_, err = d.Prefer(memName, ids(gpuA, 1, 2, 3), nil, 9)
 	wantErr(t, err, "no GPU of this node has more than 8")
 	_, err = d.Allocate(memName, ids(gpuB, 7))
-	wantErr(t, err, "being cut anew")
+	wantErr(t, err, "being laid out anew")
 	_, err = d.Allocate(memName, ids(gpuA, 8))
 	wantErr(t, err, "not on offer")
 	_, err = d.Allocate(memName, nil)

@@ -18,8 +18,7 @@ import (
 // Ledger has the allocations of a node. Use [New]. A front-end that has a mutex of
 // its own locks that first.
 type Ledger struct {
-	// wake is called, without the mutex, after something changed that the loop should
-	// look at. It must not block.
+	// wake has the loop look, without the mutex. It must not block.
 	wake func()
 	// now is the clock, an argument because this floor has none.
 	now func() time.Time
@@ -32,6 +31,8 @@ type Ledger struct {
 	// version grows when an allocation is added or ends, epoch with every Take and
 	// Renew.
 	version, epoch uint64
+	// released counts those that have ended.
+	released uint64
 	// seen are the transitions that there have been.
 	seen map[Transition]bool
 }
@@ -45,8 +46,8 @@ type allocation struct {
 	told string
 }
 
-// New returns a ledger with no allocation. wake is called after every change but a
-// Take's or Renew's and must not block; now is the clock.
+// New returns a ledger with no allocation. wake is called when somebody waits for one to
+// open and must not block; now is the clock.
 func New(wake func(), now func() time.Time) *Ledger {
 	return &Ledger{wake: wake, now: now, allocations: map[string]*allocation{}, seen: map[Transition]bool{}}
 }
@@ -136,15 +137,21 @@ func (l *Ledger) Found(id string, r Record, taken time.Time) (added bool, err er
 			return false, fmt.Errorf("take over allocation %s: it is of %s: %w", id, a.Owner, ErrTaken)
 		}
 		a.learn(r.Grants)
+		a.date(taken, now)
 		return false, nil
 	}
-	a := Allocation{ID: id, Owner: r.Owner, Resource: r.Resource, Grants: sized(r.Grants, l.rooms), Taken: now, Adopted: true}
-	if !taken.IsZero() {
+	a := l.addLocked(Allocation{ID: id, Owner: r.Owner, Resource: r.Resource, Grants: sized(r.Grants, l.rooms), Taken: now, Adopted: true})
+	a.date(taken, now)
+	return true, nil
+}
+
+// date says when an allocation that was taken over was last taken or renewed, if that is
+// known; of several records the last one read tells.
+func (a *allocation) date(taken, now time.Time) {
+	if a.Epoch == 0 && !taken.IsZero() {
 		// As old as it is now, also when the clock is put back.
 		a.Taken, a.Adopted, a.Fresh = now.Add(-now.Sub(taken)), false, true
 	}
-	l.addLocked(a)
-	return true, nil
 }
 
 func (l *Ledger) addLocked(a Allocation) *allocation {
@@ -276,12 +283,12 @@ func (l *Ledger) SetHolder(id string, h Holder) {
 	}
 }
 
-// Filed says that the CDI file that stands for an allocation is its own, not one of the
-// holder before.
-func (l *Ledger) Filed(id string) {
+// Filed says that a CDI file stands for an allocation that was written at that time: one
+// that is not older than the allocation is its own, not one of the holder before.
+func (l *Ledger) Filed(id string, written time.Time) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if a := l.allocations[id]; a != nil {
+	if a := l.allocations[id]; a != nil && !written.IsZero() && !written.Before(a.Taken) {
 		a.Fresh = false
 	}
 }
@@ -320,7 +327,15 @@ func (l *Ledger) Release(owner FrontEnd, id string) (Allocation, bool) {
 	l.moveLocked(a, Released)
 	delete(l.allocations, id)
 	l.version++
+	l.released++
 	return a.Allocation, true
+}
+
+// Released is how many allocations have ended since the start.
+func (l *Ledger) Released() uint64 {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.released
 }
 
 // Get returns one allocation.

@@ -26,12 +26,14 @@ const (
 // Transition is one step of an allocation from a phase to another.
 type Transition struct{ From, To Phase }
 
-// Transitions are all that there are, each with what brings it about. An allocation
-// begins as Reserved.
-var Transitions = []struct {
+// Step is a transition with what brings it about.
+type Step struct {
 	Transition
 	By string
-}{
+}
+
+// Transitions are all that there are. An allocation begins as Reserved.
+var Transitions = []Step{
 	{Transition{Reserved, Waiting}, "a look finds its pieces in use"},
 	{Transition{Reserved, Taken}, "a look finds its pieces free, and its container is not to start yet"},
 	{Transition{Reserved, Making}, "a look finds its pieces free, and its container is to start"},

@@ -1,0 +1,365 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package deviceplugin
+
+import (
+	"maps"
+	"slices"
+
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap"
+	"example.com/gpu-agent/pkg/mig"
+	"example.com/gpu-agent/pkg/timeslice"
+	"example.com/gpu-agent/pkg/topology"
+)
+
+// Input is everything that an offer is built from.
+type Input struct {
+	Inventory *gpu.Inventory
+	Changes   *plan.Changes
+	// Recutting are the GPUs that are about to change: all that they offer is
+	// withdrawn.
+	Recutting []gpu.UUID
+	// Past is what GPUs had before and is still listed.
+	Past map[gpu.UUID][]plan.Past
+	// Held are the allocations as of the moment of publishing.
+	Held  []ledger.Allocation
+	Names *Names
+	Cards map[gpu.UUID]*mig.Card
+	// Failing are slots that cannot be made, with the reason.
+	Failing map[mig.Place]status.Cause
+	// Drain says that a GPU whose change waits for holders offers nothing meanwhile.
+	Drain bool
+	// Topology is how the GPUs of Inventory are joined; Aligned says of which devices
+	// the kubelet is told the NUMA node, and OnDemand which GPUs have their MIG
+	// instances made for pods, or may have.
+	Topology *topology.Graph
+	Aligned  Alignment
+	OnDemand func(gpu.UUID) bool
+	// Others are the GPUs that somebody else gives out too.
+	Others map[gpu.UUID]string
+	// Closed is why nothing may be given out at present, empty where it may.
+	Closed string
+}
+
+// Build says what the kubelet is told of. It is pure.
+//
+// In order of precedence, a device is: healthy, if somebody has it (leaving, where
+// the GPU is to change); unhealthy, if it is withdrawn; else healthy. Faults of
+// GPUs are for [FrontEnd.SetFaults] to add.
+func Build(in Input) *Offer {
+	v := &Offer{Rank: map[gpu.UUID]int{}, Topology: in.Topology, MIG: in.Changes.MIG, Shares: map[gpu.UUID]Share{}}
+	lists := map[string][][]Device{} // by resource, of each GPU
+	kinds := map[string]ledger.Kind{}
+	for i := range in.Inventory.GPUs {
+		d := &in.Inventory.GPUs[i]
+		v.Rank[d.UUID] = d.Index
+		switch cut := in.Changes.Layouts[d.UUID]; cut.Kind {
+		case ledger.Units:
+			v.Shares[d.UUID] = Share{Unit: cut.Unit}
+		case ledger.Replica:
+			v.Shares[d.UUID] = Share{Replicas: cut.N, Replica: memcap.Replica(d, cut.N)}
+		}
+		for _, l := range deviceLists(&in, d) {
+			lists[l.resource] = append(lists[l.resource], l.devices)
+			kinds[l.resource] = l.kind
+		}
+	}
+	for _, l := range strays(&in) {
+		lists[l.resource] = append(lists[l.resource], l.devices)
+		kinds[l.resource] = l.kind
+	}
+	for _, name := range slices.Sorted(maps.Keys(lists)) {
+		devices := slices.Concat(lists[name]...)
+		align(&in, kinds[name], devices)
+		v.Resources = append(v.Resources, Resource{Name: name, Kind: kinds[name], Devices: devices})
+	}
+	v.Resources = append(v.Resources, formerly(&in)...)
+	return v
+}
+
+// Alignment says of which devices the kubelet's topology manager is told the NUMA
+// node.
+type Alignment string
+
+// Alignments. The kubelet counts the devices of a NUMA node without asking which
+// GPU they are of: told of memory units, it sends a request to a node that has
+// them on several GPUs, where none has enough, and the pod is refused. On demand
+// it counts MIG devices that cannot stand beside each other.
+const (
+	AlignNone  Alignment = "none"
+	AlignFixed Alignment = "fixed" // whole GPUs and MIG devices of a fixed geometry
+	AlignAll   Alignment = "all"
+)
+
+// align adds the NUMA nodes to the devices of a resource: to all of them or to
+// none, since where some have one the kubelet leaves the others out of its count.
+func align(in *Input, kind ledger.Kind, devices []Device) {
+	switch {
+	case in.Aligned == AlignAll:
+	case in.Aligned == AlignFixed && (kind == ledger.Whole || kind == ledger.Placement):
+	default:
+		return
+	}
+	numa := map[gpu.UUID]NUMA{}
+	for i := range in.Inventory.GPUs {
+		if d := &in.Inventory.GPUs[i]; d.NUMA != nil && *d.NUMA >= 0 {
+			numa[d.UUID] = NUMA{Node: *d.NUMA, Known: true}
+		}
+	}
+	for i := range devices {
+		u := devices[i].GPU
+		if !numa[u].Known || in.Aligned != AlignAll && kind == ledger.Placement && in.OnDemand(u) {
+			return
+		}
+	}
+	for i := range devices {
+		devices[i].NUMA = numa[devices[i].GPU]
+	}
+}
+
+// strays lists what is held on GPUs of which nobody knows any more: they were gone when
+// the agent started without a memory. The kubelet does not survive that an ID which a
+// pod has leaves its list.
+func strays(in *Input) []deviceList {
+	var out []deviceList
+	listed := map[string]bool{} // as "resource id"
+	for i := range in.Held {
+		c := &in.Held[i]
+		kind, known := in.Names.Kind(c.Resource)
+		known = known && c.Owner == ledger.DevicePlugin
+		l := deviceList{resource: c.Resource, kind: kind}
+		for j := range c.Grants {
+			g := &c.Grants[j]
+			if !known || in.Inventory.ByUUID(g.GPU) != nil {
+				continue
+			}
+			for _, id := range PieceIDs(g.GPU, &g.Piece) {
+				if !listed[c.Resource+" "+id] {
+					listed[c.Resource+" "+id] = true
+					l.devices = append(l.devices, Device{ID: id, GPU: g.GPU, Slot: g.Slot, Reason: "this node has no GPU " + string(g.GPU)})
+				}
+			}
+		}
+		if l.devices != nil {
+			out = append(out, l)
+		}
+	}
+	return out
+}
+
+// formerly lists what is held under names that the node's resources have no more:
+// their sockets are served for as long as that.
+func formerly(in *Input) []Resource {
+	var out []Resource
+	for i := range in.Held {
+		c := &in.Held[i]
+		if c.Owner != ledger.DevicePlugin || in.Names.Ours(c.Resource) {
+			continue
+		}
+		at := slices.IndexFunc(out, func(r Resource) bool { return r.Name == c.Resource })
+		if at < 0 {
+			at = len(out)
+			out = append(out, Resource{Name: c.Resource, Kind: c.Kind()})
+		}
+		for j := range c.Grants {
+			g := &c.Grants[j]
+			for _, id := range PieceIDs(g.GPU, &g.Piece) {
+				if !slices.ContainsFunc(out[at].Devices, func(d Device) bool { return d.ID == id }) {
+					out[at].Devices = append(out[at].Devices, Device{ID: id, GPU: g.GPU, Healthy: true, Leaving: true,
+						Reason: "the node's resources have other names now"})
+				}
+			}
+		}
+	}
+	return out
+}
+
+// deviceList is what one GPU has of one resource.
+type deviceList struct {
+	resource string
+	kind     ledger.Kind
+	devices  []Device
+}
+
+// name is a device's. A unit and a replica can have the same ID, so it is known by both.
+type name struct {
+	kind ledger.Kind
+	id   string
+}
+
+// gpuLists is the lists of one GPU while they are made.
+type gpuLists struct {
+	*Input
+	gpu    *gpu.Device
+	layout plan.Layout
+	// held are the devices that somebody has, in the order of the allocations, and
+	// isHeld the same; slots is what MIG devices stand for, by ID.
+	held   []name
+	isHeld map[name]bool
+	slots  map[string]mig.Slot
+	// foreign says that the GPU is held by way of another front-end, or under a name
+	// that resources have no more.
+	foreign bool
+	// parting are the slots that go with their holders, with the reason.
+	parting map[mig.Slot]status.Cause
+	listed  map[name]bool
+	lists   []deviceList
+}
+
+// deviceLists lists what one GPU has, had, and has given away.
+func deviceLists(in *Input, d *gpu.Device) []deviceList {
+	l := &gpuLists{Input: in, gpu: d, layout: in.Changes.Layouts[d.UUID], isHeld: map[name]bool{}, slots: map[string]mig.Slot{}}
+	l.holders()
+	// Rounds are frequent and lists long: sizes are known, so nothing grows.
+	l.listed = make(map[name]bool, l.layout.N+len(l.held))
+	blocked := in.Changes.Blocks(d.UUID)
+	if l.parting = in.Changes.Leaving[d.UUID]; blocked && !in.Drain {
+		l.parting = nil
+	}
+	withdrawn, leaving := l.withdrawal(blocked)
+	for _, id := range l.ids(l.layout) {
+		l.add(name{l.layout.Kind, id}, withdrawn, leaving)
+	}
+	const gone = "the node's partition does not have it any more"
+	for _, p := range in.Past[d.UUID] {
+		for _, id := range l.ids(p.Layout) {
+			l.add(name{p.Layout.Kind, id}, gone, gone)
+		}
+	}
+	for _, n := range l.held {
+		l.add(n, gone, gone)
+	}
+	return l.lists
+}
+
+// holders finds out what is held of the GPU.
+func (l *gpuLists) holders() {
+	for i := range l.Held {
+		a := &l.Held[i]
+		if !a.On(l.gpu.UUID) {
+			continue
+		}
+		if a.Owner != ledger.DevicePlugin || !l.Names.Ours(a.Resource) {
+			l.foreign = true
+			continue
+		}
+		for j := range a.Grants {
+			g := &a.Grants[j]
+			if g.GPU != l.gpu.UUID {
+				continue
+			}
+			for _, id := range PieceIDs(g.GPU, &g.Piece) {
+				n := name{g.Kind, id}
+				l.held, l.isHeld[n] = append(l.held, n), true
+				l.slots[id] = g.Slot
+			}
+		}
+	}
+}
+
+// withdrawal says why what the layout has may not be given out, and why what is held of
+// it goes with its holders; both are empty where it is on offer. blocked says that the
+// GPU's change waits for holders.
+func (l *gpuLists) withdrawal(blocked bool) (withdrawn, leaving string) {
+	u := l.gpu.UUID
+	mixed := l.foreign || slices.ContainsFunc(l.held, func(n name) bool { return n.kind != l.layout.Kind })
+	switch {
+	case mixed && l.layout.Offers:
+		// Two kinds of devices are two promises of the same memory.
+		withdrawn = "the GPU is held as another resource"
+	case l.Others[u] != "" && l.layout.Offers: // until its holders have ended
+		withdrawn = "somebody else gives the GPU out" // a pod is told this: no names
+	case slices.Contains(l.Recutting, u):
+		withdrawn = "the GPU is being laid out anew"
+	case l.layout.Kind == ledger.Placement: // each for itself, see add
+		return l.Closed, ""
+	case blocked && l.Drain:
+		withdrawn = "the GPU's partition changes when its holders end"
+	default:
+		return l.Closed, ""
+	}
+	return withdrawn, withdrawn
+}
+
+// add lists a device, if it is not listed yet.
+func (l *gpuLists) add(n name, withdrawn, leaving string) {
+	if l.listed[n] {
+		return
+	}
+	l.listed[n] = true
+	dev := Device{ID: n.id, GPU: l.gpu.UUID, Healthy: true}
+	if n.kind == ledger.Placement {
+		dev.Slot = l.sized(l.gpu.UUID, l.slots[n.id])
+		for _, why := range []status.Cause{l.parting[dev.Slot], l.Failing[mig.Place{GPU: l.gpu.UUID, Slot: dev.Slot}]} {
+			if why.Message != "" && withdrawn == "" {
+				withdrawn, leaving = why.Message, why.Message
+			}
+		}
+	}
+	switch {
+	case l.isHeld[n]:
+		dev.Leaving, dev.Reason = leaving != "", leaving
+	case withdrawn != "":
+		dev.Healthy, dev.Reason = false, withdrawn
+	}
+	resource := l.Names.Of(n.kind, dev.Slot.Profile)
+	at := slices.IndexFunc(l.lists, func(o deviceList) bool { return o.resource == resource })
+	if at < 0 {
+		at = len(l.lists)
+		l.lists = append(l.lists, deviceList{resource, n.kind, make([]Device, 0, l.layout.N)})
+	}
+	l.lists[at].devices = append(l.lists[at].devices, dev)
+}
+
+// ids are the device IDs of a layout; what MIG devices stand for is kept.
+func (l *gpuLists) ids(c plan.Layout) []string {
+	ids := LayoutIDs(c, l.gpu.UUID)
+	for i, s := range c.Slots {
+		l.slots[ids[i]] = s
+	}
+	return ids
+}
+
+// sized is a MIG device's place with its size. Where the GPU's driver does not know
+// it (any more) that is not known.
+func (in *Input) sized(u gpu.UUID, s mig.Slot) mig.Slot {
+	if card := in.Cards[u]; card != nil {
+		if known, ok := card.Slot(s.Profile, s.Start, s.CI); ok {
+			return known
+		}
+	}
+	s.Size = 0
+	return s
+}
+
+// LayoutIDs are the device IDs of a GPU with a layout.
+func LayoutIDs(c plan.Layout, u gpu.UUID) []string {
+	if !c.Offers {
+		return nil
+	}
+	switch {
+	case c.Kind == ledger.Whole:
+		return []string{string(u)}
+	case c.Kind == ledger.Placement:
+		out := make([]string, len(c.Slots))
+		for i, s := range c.Slots {
+			out[i] = mig.ID(u, s)
+		}
+		return out
+	case len(c.Alone) > 0:
+		out := make([]string, 0, c.N)
+		for n := range c.Alone.All() {
+			out = append(out, timeslice.ID(u, n))
+		}
+		return out
+	}
+	out := make([]string, c.N)
+	for i := range out {
+		out[i] = timeslice.ID(u, i)
+	}
+	return out
+}
