@@ -53,17 +53,17 @@ func (a *Agent) settleCaps(c *ledger.Allocation) error {
 		if g.Cap.Known || d == nil {
 			continue
 		}
-		cut := a.layouts.now[g.GPU]
-		switch same := cut.Offers && cut.Kind == g.Kind; {
-		case g.Kind == ledger.Units && same && cut.Unit != 0: // a GPU keeps the unit that it was cut with, as long as it is held
-			*g = g.Fix(memcap.Units(g.Units.Len(), cut.Unit), d.Usable())
+		layout := a.layouts.now[g.GPU]
+		switch same := layout.Offers && layout.Kind == g.Kind; {
+		case g.Kind == ledger.Units && same && layout.Unit != 0: // a GPU keeps the unit that it was laid out with, as long as it is held
+			*g = g.Fix(memcap.Units(g.Units.Len(), layout.Unit), d.Usable())
 		case g.Kind == ledger.Units:
 			*g = g.Fix(memcap.Units(g.Units.Len(), a.opts.MemoryUnit), d.Usable())
 		case same:
-			*g = g.Fix(memcap.Replica(d, cut.N), d.Usable())
+			*g = g.Fix(memcap.Replica(d, layout.N), d.Usable())
 		default:
 			_, err := a.caps.Limit(c.ID, g.GPU)
-			return fmt.Errorf("find the cap of %s on %s, which is %s now: %w", c.Resource, g.GPU, cut.Mode(), err)
+			return fmt.Errorf("find the cap of %s on %s, which is %s now: %w", c.Resource, g.GPU, layout.Mode(), err)
 		}
 	}
 	a.ledger.Learn(c.ID, grants)

@@ -9,8 +9,10 @@ import (
 
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
+	"example.com/gpu-agent/pkg/timeslice"
 )
 
 // layouts is what the GPUs are laid out as, and what of former layouts is still listed,
@@ -94,4 +96,59 @@ func (l *layouts) linger(c *ledger.Allocation) {
 		}
 		l.keep(g.GPU, had)
 	}
+}
+
+// restore takes over what the process before this one wrote down, by listed. What it
+// left that knew no bound, or a broken disk, is not restored beyond it: this one would
+// die of it before it has read a corrected partition file. The kubelet has called no
+// Allocate for what it is not told of again: nobody was there to answer.
+func (l *layouts) restore(listed []state.Layout, now time.Time) {
+	rows := plan.NewRows()
+	for _, w := range listed {
+		was := plan.Layout{Known: true, Offers: true, Kind: w.Kind, N: w.N, Unit: w.Unit, Alone: w.Alone}
+		ok := slices.Contains([]ledger.Kind{ledger.Whole, ledger.Units, ledger.Replica, ledger.Placement}, w.Kind)
+		for _, at := range w.Slots {
+			s, err := slotFrom(&at)
+			was.Slots, ok = append(was.Slots, s), ok && err == nil
+		}
+		switch {
+		case !ok:
+		case w.N < 0 || !rows.Fits(w.GPU, was):
+			l.log.Warn("leave out a layout that a GPU had: it has more devices than the kubelet can be told of",
+				"gpu", w.GPU, "resource", w.Kind, "devices", w.N, "most", timeslice.MaxListed)
+		case w.Until.IsZero(): // in force when it was written
+			rows.Add(w.GPU, was)
+			l.now[w.GPU] = was
+		default:
+			rows.Add(w.GPU, was)
+			// The clock may have been put back since.
+			until := w.Until
+			if most := now.Add(plan.Linger); until.After(most) {
+				until = most
+			}
+			l.past[w.GPU] = append(l.past[w.GPU], plan.Past{Layout: was, Until: until})
+		}
+	}
+}
+
+// listed is what a successor must go on listing.
+func (l *layouts) listed() (out []state.Layout) {
+	add := func(u gpu.UUID, c plan.Layout, until time.Time) {
+		w := state.Layout{GPU: u, Kind: c.Kind, N: c.N, Unit: c.Unit, Alone: c.Alone, Until: until}
+		for _, s := range c.Slots {
+			w.Slots = append(w.Slots, slotText(s))
+		}
+		out = append(out, w)
+	}
+	for _, u := range sortedKeys(l.now) {
+		if c := l.now[u]; c.Offers {
+			add(u, c, time.Time{})
+		}
+	}
+	for _, u := range sortedKeys(l.past) {
+		for _, p := range l.past[u] {
+			add(u, p.Layout, p.Until)
+		}
+	}
+	return out
 }

@@ -9,13 +9,10 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/health"
-	"example.com/gpu-agent/internal/ledger"
-	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
-	"example.com/gpu-agent/pkg/timeslice"
 )
 
 // remember takes over what the process before this one left: its claims, what it
@@ -36,44 +33,8 @@ func (a *Agent) remember() {
 	a.health.Restore(faults, same)
 	a.reader.faults.apply()
 	if same {
-		for u, s := range doc.TimeSlices {
-			a.slices.of[u] = slice{is: s}
-		}
-		// What a process left that knew no bound, or a broken disk, is not restored
-		// beyond it: this one would die of it before it has read a corrected partition
-		// file. The kubelet has called no Allocate for what it is not told of again:
-		// nobody was there to answer.
-		listed := plan.NewRows()
-		for _, w := range doc.Layouts {
-			cut := plan.Layout{Known: true, Offers: true, Kind: w.Kind, N: w.N, Unit: w.Unit, Alone: w.Alone}
-			ok := slices.Contains([]ledger.Kind{ledger.Whole, ledger.Units, ledger.Replica, ledger.Placement}, w.Kind)
-			for _, at := range w.Slots {
-				s, err := slotFrom(&at)
-				cut.Slots, ok = append(cut.Slots, s), ok && err == nil
-			}
-			if ok && (w.N < 0 || !listed.Fits(w.GPU, cut)) {
-				a.log.Warn("leave out what a GPU was cut into: these are more devices than the kubelet can be told of",
-					"gpu", w.GPU, "resource", w.Kind, "devices", w.N, "most", timeslice.MaxListed)
-				ok = false
-			}
-			if ok {
-				listed.Add(w.GPU, cut)
-			}
-			switch {
-			case !ok:
-			case w.Until.IsZero(): // in force when it was written
-				a.layouts.now[w.GPU] = cut
-			default:
-				// The clock may have been put back since.
-				until := w.Until
-				if most := now.Add(plan.Linger); until.After(most) {
-					until = most
-				}
-				a.layouts.past[w.GPU] = append(a.layouts.past[w.GPU], plan.Past{Layout: cut, Until: until})
-			}
-		}
-	}
-	if same {
+		a.slices.restore(doc.TimeSlices)
+		a.layouts.restore(doc.Layouts, now)
 		for _, m := range doc.Made {
 			if s, err := slotFrom(&m.Slot); err == nil {
 				a.executor.own(m.GPU, s)
@@ -95,7 +56,7 @@ func (a *Agent) remember() {
 // save writes down what a successor must know. It costs nothing where nothing has
 // changed.
 func (a *Agent) save() error {
-	doc := state.Document{Boot: a.opts.Boot, TimeSlices: map[gpu.UUID]gpu.TimeSlice{}}
+	doc := state.Document{Boot: a.opts.Boot, TimeSlices: a.slices.inForce(), Layouts: a.layouts.listed()}
 	for i := range a.reader.inv.GPUs {
 		d := a.reader.inv.GPUs[i]
 		d.Fault, d.Links, d.MIG = "", nil, gpu.MIG{}
@@ -108,31 +69,9 @@ func (a *Agent) save() error {
 		}
 		doc.Faults = data
 	}
-	write := func(u gpu.UUID, c plan.Layout, until time.Time) {
-		out := state.Layout{GPU: u, Kind: c.Kind, N: c.N, Unit: c.Unit, Alone: c.Alone, Until: until}
-		for _, s := range c.Slots {
-			out.Slots = append(out.Slots, slotText(s))
-		}
-		doc.Layouts = append(doc.Layouts, out)
-	}
-	for _, u := range sortedKeys(a.layouts.now) {
-		if c := a.layouts.now[u]; c.Offers {
-			write(u, c, time.Time{})
-		}
-	}
-	for _, u := range sortedKeys(a.layouts.past) {
-		for _, p := range a.layouts.past[u] {
-			write(u, p.Layout, p.Until)
-		}
-	}
 	for _, u := range sortedKeys(a.executor.mine) {
 		for _, m := range slices.SortedFunc(maps.Keys(a.executor.mine[u]), mig.CompareSlots) {
 			doc.Made = append(doc.Made, state.Made{GPU: u, Slot: slotText(m)})
-		}
-	}
-	for u, s := range a.slices.of {
-		if s.note == "" {
-			doc.TimeSlices[u] = s.is
 		}
 	}
 	if err := a.store.Save(doc); err != nil {

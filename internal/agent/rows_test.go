@@ -176,7 +176,7 @@ func TestSuccessorRestoresTooMuch(t *testing.T) {
 		defer b.end()
 		l := lists{b, map[string]time.Time{}}
 		l.look()
-		if n := b.lines("leave out what a GPU was cut into"); n != 15 {
+		if n := b.lines("leave out a layout that a GPU had"); n != 15 {
 			t.Errorf("%d lines tell what was left out", n)
 		}
 		for i := range 8 { // what is held stays listed for its holder

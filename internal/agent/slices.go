@@ -36,6 +36,25 @@ func newTimeSlices(o *Options, w *Worlds) *timeSlices {
 	return &timeSlices{w.Driver, o.Log, map[gpu.UUID]slice{}}
 }
 
+// restore takes over what the process before this one had set; the driver may have
+// forgotten it.
+func (t *timeSlices) restore(of map[gpu.UUID]gpu.TimeSlice) {
+	for u, is := range of {
+		t.of[u] = slice{is: is}
+	}
+}
+
+// inForce are the time slices that were set.
+func (t *timeSlices) inForce() map[gpu.UUID]gpu.TimeSlice {
+	out := map[gpu.UUID]gpu.TimeSlice{}
+	for u, s := range t.of {
+		if s.note == "" {
+			out[u] = s.is
+		}
+	}
+	return out
+}
+
 // set makes the driver's time slices what the partition says. A GPU that never had one
 // set is left alone where none is asked for.
 func (t *timeSlices) set(ctx context.Context, inv *gpu.Inventory, epoch uint64, wanted []config.Want, layouts map[gpu.UUID]plan.Layout) (note string, err error) {
