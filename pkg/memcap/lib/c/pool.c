@@ -260,12 +260,16 @@ static CUresult undo(struct process *p, const struct request *q, struct pool *po
     account_undone(a, count_add(&a->undoing, over)); /* with those of other threads */
     if (r == CUDA_SUCCESS && CALL(cuMemFree_v2, *q->out) != CUDA_SUCCESS)
         CALL(cuMemFreeAsync, *q->out, q->stream);
-    uint64_t charge = __atomic_load_n(&pool->r.charge, __ATOMIC_ACQUIRE);
+    spin_lock(&pool->lock); /* others may have paid for a part of what goes */
+    uint64_t charge = pool->r.charge;
+    loosen(a, &pool->r, pool_live(pool));
+    spin_unlock(&pool->lock);
     CALL(cuMemPoolTrimTo, (CUmempool)(uintptr_t)pool->handle, charge > held ? charge - held : 0);
     spin_lock(&pool->lock);
     uint64_t rest = settle_pool(p, a, pool, 0);
     if (rest && __atomic_load_n(&pool->flight, __ATOMIC_SEQ_CST) < 2 * FLIGHT)
         settle_force(a, &pool->r, rest);
+    tighten(a, &pool->r);
     spin_unlock(&pool->lock);
     count_sub(&a->undoing, over);
     return r == CUDA_SUCCESS ? CUDA_ERROR_OUT_OF_MEMORY : r;

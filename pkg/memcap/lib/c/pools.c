@@ -158,13 +158,16 @@ bool pool_find(struct process *p, struct request *q, uint32_t changes, struct po
 
 enum { TRIM_SPINS = 200, TRIM_NAPS = 50 * 1000 }; /* should the attempt's thread not come back */
 
-/* trim has a pool give back what it does not use, beyond keep. */
+/* trim has a pool give back what it does not use, beyond keep: no more than is loose, also
+ * where others free something meanwhile. What is gone without having been loose lowers the
+ * ceiling until a reading. */
 static CUresult trim(struct process *p, struct pool *pool, size_t keep)
 {
     struct account *a = &p->accounts[pool->device];
     spin_lock(&pool->lock);
     uint64_t live = pool_live(pool);
-    loosen(a, &pool->r, live > keep ? live : keep);
+    keep = live > keep ? live : keep;
+    loosen(a, &pool->r, keep);
     spin_unlock(&pool->lock);
     for (uint32_t i = 0;; i++) { /* an attempt goes by what would be trimmed */
         __atomic_add_fetch(&pool->r.trims, 1, __ATOMIC_SEQ_CST);
