@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command gpu-agent owns the NVIDIA GPUs of one Kubernetes node: it cuts them
-// as a partition file says, offers the pieces to the kubelet, and tells people
+// Command gpu-agent owns the NVIDIA GPUs of one Kubernetes node: it lays
+// them out as a partition file says, offers the pieces to the kubelet, and tells people
 // and schedulers what is left.
 //
 //	gpu-agent run         the DaemonSet's program

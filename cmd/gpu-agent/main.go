@@ -17,23 +17,23 @@ import (
 
 const usage = `usage: gpu-agent COMMAND [FLAGS]
 
-  run         own this node's GPUs: cut, offer, account (the DaemonSet's program)
+  run         own this node's GPUs: lay out, offer, account (the DaemonSet's program)
   inventory   print what the driver says of this node's GPUs (-o json for tools)
-  check FILE  hold a partition file against this node, or against --inventory FILE
-  plan        print which MIG instances a partition would destroy and make
-  topology    print how near GPUs, CPUs and network cards are to each other
+  check FILE  check a partition file against this node, or against --inventory FILE
+  plan        print which MIG instances a partition would destroy and create
+  topology    print how close GPUs, CPUs and network cards are to each other
   status      print what the agent on this node offers and who holds it
-  cleanup     take away what agents have left on this node and its Node object
+  cleanup     remove what agents have left on this node and its Node object
   version     print the version
 
 gpu-agent COMMAND -h lists the flags. Each has a twin in the environment:
 --driver-root is GPU_AGENT_DRIVER_ROOT.
 `
 
-// errUsage says that the command line was wrong and that it was said already.
+// errUsage says that the command line was wrong, which has been reported already.
 var errUsage = errors.New("wrong usage")
 
-// console is where a command speaks.
+// console is where a command prints.
 type console struct {
 	out, err io.Writer
 }
@@ -45,8 +45,8 @@ func main() {
 	stop()
 	if errors.Is(err, gpu.ErrReloaded) && !told {
 		// The driver's library cannot be unloaded: this process becomes another.
-		fmt.Fprintln(os.Stderr, "starting anew:", err)
-		err = fmt.Errorf("start anew: %w", syscall.Exec("/proc/self/exe", os.Args, os.Environ()))
+		fmt.Fprintln(os.Stderr, "restarting:", err)
+		err = fmt.Errorf("restart: %w", syscall.Exec("/proc/self/exe", os.Args, os.Environ()))
 	}
 	switch {
 	case err == nil:

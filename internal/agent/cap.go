@@ -131,7 +131,7 @@ func (a *Agent) overlay(c *ledger.Allocation) (cdi.Overlay, error) {
 	}
 	kit := a.reader.parts.kit
 	over := cdi.Overlay{
-		Stands: []cdi.Stand{
+		Overrides: []cdi.Override{
 			{Library: "libcuda.so", HostPath: kit.CUDA, Real: lib.RealCUDA},
 			{Library: "libnvidia-ml.so", HostPath: kit.NVML, Real: lib.RealNVML},
 		},

@@ -17,7 +17,7 @@ const (
 )
 
 // Ration is a log for lines that others can cause as often as they like: a tenant's
-// program, a server that is away. Use [NewRation]. Its methods may be called from several
+// program, an unreachable server. Use [NewRation]. Its methods may be called from several
 // goroutines.
 type Ration struct {
 	log   *slog.Logger
@@ -28,7 +28,7 @@ type Ration struct {
 	quotas map[string]*quota // guarded by mu; by kind of line
 }
 
-// quota is what has been said, and what has not, of one kind of line in a window.
+// quota counts the lines of one kind in a window: those logged and those left out.
 type quota struct {
 	since      time.Time
 	said, left int
@@ -41,8 +41,8 @@ func NewRation(log *slog.Logger, now func() time.Time, after func(time.Duration,
 }
 
 // Log logs a line, or counts it where its kind has been logged often enough. The kind is
-// level, message and kind's keys and values, which stand in the line too; kind must not
-// hold what a caller can make up without end. Nothing is counted below the log's level.
+// level, message and kind's keys and values, which are part of the line too; kind must not
+// hold anything of which there can be endlessly many. Nothing is counted below the log's level.
 func (r *Ration) Log(level slog.Level, message string, kind []any, args ...any) {
 	ctx := context.Background()
 	if !r.log.Enabled(ctx, level) {
@@ -94,7 +94,7 @@ func (r *Ration) Log(level slog.Level, message string, kind []any, args ...any) 
 	}
 }
 
-// dropLocked forgets the kinds of which nothing is left to tell.
+// dropLocked forgets the kinds that have nothing left to report.
 func (r *Ration) dropLocked(now time.Time) {
 	for key, q := range r.quotas {
 		if q.left == 0 && now.Sub(q.since) >= Window {

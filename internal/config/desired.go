@@ -14,7 +14,7 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// Mode is how a GPU is cut.
+// Mode is how a GPU is laid out.
 type Mode string
 
 // Modes. Keep, the zero value, is never written in a file: it says that the
@@ -42,14 +42,14 @@ const (
 type Want struct {
 	GPU  gpu.UUID
 	Mode Mode
-	// Replicas is into how many equal shares a Shared GPU is cut; 0 means that
+	// Replicas is how many equal shares a Shared GPU has; 0 means that
 	// it is offered in units of memory.
 	Replicas int
 	// TimeSlice is empty where the mode is not Shared.
 	TimeSlice gpu.TimeSlice
 	Compute   Compute
 	// OnDemand says that instances of a MIG GPU are made when they are asked
-	// for; otherwise exactly those of Geometry stand, which may be none.
+	// for; otherwise exactly those of Geometry exist, which may be none.
 	OnDemand bool
 	// Geometry is in mig.Compare order, each profile once, counts at least 1.
 	// Some set of placements on the GPU holds it, unless Unproven.

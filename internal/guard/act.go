@@ -50,8 +50,8 @@ func (h *hand) forget(listed map[string]*node.Container) {
 // lasts looks twice more before anybody is told of a container that is over its cap. A
 // memory pool may be that for some milliseconds, by one request, before the library
 // undoes it; a program at the edge of its cap does so again and again, and two looks
-// may both fall into such a moment. What a container says of itself counts for nothing
-// here: it writes that word itself.
+// may both fall into such a moment. The container's own counters do not matter here: it
+// writes them itself.
 func (h *hand) lasts(ctx context.Context, u gpu.UUID, v memcap.Verdict) bool {
 	for range 2 {
 		select {
@@ -69,8 +69,8 @@ func (h *hand) lasts(ctx context.Context, u gpu.UUID, v memcap.Verdict) bool {
 	return true
 }
 
-// act tells of an offence that is beyond doubt, and ends the offender beside the
-// looks that go on: a runtime may take its time.
+// act reports a confirmed offence, and ends the offender in the background: a runtime
+// may take its time.
 func (h *hand) act(ctx context.Context, d *gpu.Device, c *node.Container, v memcap.Verdict, owners map[int]node.Owner) {
 	who := fmt.Sprintf("container %s of pod %s/%s", c.Name, c.Namespace, c.Pod)
 	if c.Name == "" {
@@ -178,7 +178,7 @@ func (h *hand) evict(ctx context.Context, c *node.Container, offences int) {
 	h.tell(c, kube.Warning, evictedReason, message)
 }
 
-// tell sends an Event of a container's pod.
+// tell sends an Event about a container's pod.
 func (h *hand) tell(c *node.Container, kind kube.EventType, reason, message string) {
 	if h.cluster != nil {
 		h.cluster.Event(kube.Regarding{Namespace: c.Namespace, Pod: c.Pod, UID: c.PodUID}, kind, reason, message)

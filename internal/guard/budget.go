@@ -11,40 +11,38 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// A container writes its counters itself, and can make them dear to read: 50 ms for
-// each look at a page on which it has thousands of locks. Those of everybody else
-// come first.
+// A container writes its counters itself, and can make them expensive to read: 50 ms for
+// each look at a page on which it has thousands of locks. All others are read first.
 const (
-	// dear is what a reading costs, in CPU time, from which on it has to be paid for:
-	// a thousand processes take half of it.
-	dear = 5 * time.Millisecond
-	// dearBudget is how much of that one look at a GPU begins at most, and dearRest for
-	// how many times its cost such counters are left alone afterwards.
-	dearBudget = 25 * time.Millisecond
-	dearRest   = 25
+	// expensive is the CPU time of a reading from which on the budget counts it: a
+	// thousand processes take half of it.
+	expensive = 5 * time.Millisecond
+	// budget is how much of that one look at a GPU spends at most, and restFactor for how
+	// many times their cost such counters are left alone afterwards.
+	budget     = 25 * time.Millisecond
+	restFactor = 25
 )
 
-// begin begins the readings of a look, by claim. Counters that are dear, and those
-// that were never read, have a budget for all of them together; who has waited
-// longest is first.
+// begin begins the readings of a look, by claim. Expensive counters, and those
+// that were never read, have one budget; those that have waited longest come first.
 func (ts *tallies) begin(u gpu.UUID, now time.Time) map[string]*tally {
 	begun := map[string]*tally{}
-	var dearOnes []page
+	var due []page
 	for p, t := range ts.by {
 		switch {
 		case p.gpu != u || t.meter == nil:
-		case !t.read.IsZero() && t.cost < dear:
+		case !t.read.IsZero() && t.cost < expensive:
 			ts.beginOne(p, t, begun)
-		case now.Sub(t.read) >= dearRest*t.cost:
-			dearOnes = append(dearOnes, p)
+		case now.Sub(t.read) >= restFactor*t.cost:
+			due = append(due, p)
 		}
 	}
-	slices.SortFunc(dearOnes, func(a, b page) int {
+	slices.SortFunc(due, func(a, b page) int {
 		return cmp.Or(ts.by[a].read.Compare(ts.by[b].read), strings.Compare(a.claim, b.claim))
 	})
 	var spent time.Duration
-	for _, p := range dearOnes {
-		if spent >= dearBudget {
+	for _, p := range due {
+		if spent >= budget {
 			break
 		}
 		t := ts.by[p]

@@ -15,11 +15,11 @@ import (
 const calmFor = 5 * time.Second
 
 // calm is what a look found of a GPU on which all was in order: everybody within
-// a cap, by the driver's word and by exact counters. As long as as much of its
-// memory is used and no counter has moved, there is nothing to find; and most
-// processes take their memory once and keep it. Who gets more by exactly what
-// somebody else gives back, both past their counters and between two looks, is
-// found when calmFor is over.
+// a cap, by the driver's figures and by exact counters. As long as the same amount of
+// its memory is used and no counter has changed, there is nothing to find; and most
+// processes take their memory once and keep it. A container that takes exactly what
+// another frees, both past their counters and between two looks, is found when calmFor
+// is over.
 type calm struct {
 	at   time.Time
 	used gpu.MiB

@@ -350,7 +350,7 @@ func watchIn(t *testing.T, w *world, before Worlds, o Options, f func(g *Guard, 
 			t.Errorf("Run ended with %v", err)
 		}
 		synctest.Wait()
-		if n := w.logged("the driver does not hold a container"); n > 1 {
+		if n := w.logged("the driver does not limit the memory of a container"); n > 1 {
 			t.Errorf("it was logged %d times that a limit failed", n)
 		}
 		if t.Failed() {

@@ -21,12 +21,12 @@ const (
 	// limitEvery is how often a limit is set again that stands: a driver that was
 	// loaded anew has forgotten it.
 	limitEvery = time.Minute
-	// limitGone is how often in a row a container may be gone that is still seen on
-	// the GPU: it takes a while to end, and no longer than that.
+	// limitGone is how often in a row a container that is still seen on the GPU may be
+	// gone: it takes a while to end, but not longer.
 	limitGone = 3
 )
 
-// Limiter has the driver itself hold containers to their memory.
+// Limiter has the driver itself limit the memory of containers.
 type Limiter interface {
 	// Limit keeps all processes of a container together within so many bytes of a
 	// GPU; lib.None undoes it. Without an error the driver has confirmed it. An
@@ -78,15 +78,15 @@ func (g *Guard) limit(ctx context.Context, at place, o node.Owner, bytes uint64,
 				s.limit = limit{}
 			}
 		}
-		g.voice.log.Debug("the driver cannot hold containers to their memory; the library in them and the watchdog do", "gpu", at.gpu, "err", err)
+		g.voice.log.Debug("the driver cannot limit the memory of containers; the library in them and the watchdog do", "gpu", at.gpu, "err", err)
 	case errors.Is(err, node.ErrNoDmem):
 		// One line for the node: what one container lacks, all do.
 		l.unfit = true
-		g.voice.once("dmem", "the driver cannot hold containers to their memory; the library in them and the watchdog do", "gpu", at.gpu, "err", err)
+		g.voice.once("dmem", "the driver cannot limit the memory of containers; the library in them and the watchdog do", "gpu", at.gpu, "err", err)
 	case errors.Is(err, gpu.ErrNotFound) && l.gone < limitGone:
 		l.gone++ // it is on its way out
 	default:
-		g.voice.once("limit "+at.container, "the driver does not hold a container to its memory; the library in it and the watchdog do", "container", at.container, "gpu", at.gpu, "err", err)
+		g.voice.once("limit "+at.container, "the driver does not limit the memory of a container; the library in it and the watchdog do", "container", at.container, "gpu", at.gpu, "err", err)
 	}
 }
 

@@ -150,7 +150,7 @@ func TestLimitWithoutDmem(t *testing.T) {
 		if n := len(l.asked); n != 20 {
 			t.Errorf("two containers were tried %d times in ten minutes, want once a minute", n)
 		}
-		if n := w.logged("cannot hold containers to their memory"); n != 1 {
+		if n := w.logged("cannot limit the memory of containers"); n != 1 {
 			t.Errorf("it was said %d times, want once", n)
 		}
 		delete(l.err, gpu0)
@@ -167,7 +167,7 @@ func TestLimitOfNobody(t *testing.T) {
 	w := newWorld()
 	w.container("a", []int{10}, 4*gib, gpu0)
 	limited(t, w, func(_ *Guard, l *limiter, pass func(time.Duration)) {
-		const said = "does not hold a container"
+		const said = "does not limit the memory of a container"
 		l.err[gpu0] = fmt.Errorf("limit it: %w", gpu.ErrNotFound)
 		w.uses(10, gpu0, gib)
 		pass(limitGone*limitRetry - time.Second)

@@ -26,7 +26,7 @@ type scene struct {
 	claimed map[string]*sum
 }
 
-// look looks at one GPU. It reports whether it should be done again at once.
+// look takes one look at a GPU. It reports whether to look again at once.
 func (g *Guard) look(ctx context.Context, d *gpu.Device, held allocations) (again bool) {
 	metered := g.tallies.begin(d.UUID, time.Now())
 	dctx, cancel := context.WithTimeout(ctx, driverPatience)
@@ -39,7 +39,7 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, held allocations) (agai
 			t.known = t.known && p.gpu != d.UUID
 		}
 		if !errors.Is(err, gpu.ErrTimeout) && !errors.Is(err, gpu.ErrNoDriver) && !errors.Is(err, gpu.ErrLost) {
-			g.voice.once("driver "+string(d.UUID), "cannot list the processes on a GPU; nobody there is judged", "gpu", d.UUID, "err", err)
+			g.voice.once("driver "+string(d.UUID), "cannot list the processes on a GPU; no container there is judged", "gpu", d.UUID, "err", err)
 		}
 		return false
 	}
@@ -90,7 +90,7 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, held allocations) (agai
 	return again
 }
 
-// census finds whose the processes are that the driver lists.
+// census finds the containers of the processes that the driver lists.
 func (g *Guard) census(d *gpu.Device, listed []gpu.Process, l *look) *scene {
 	sc := &scene{sums: map[string]*sum{}, owners: map[int]node.Owner{}, whole: true, claimed: map[string]*sum{},
 		sample: memcap.Sample{At: time.Now(), Tick: node.Ticks(), GPU: d.UUID, Open: g.w.Allocations.Open(d.UUID), Processes: memcap.Merge(listed)}}
@@ -111,7 +111,7 @@ func (g *Guard) census(d *gpu.Device, listed []gpu.Process, l *look) *scene {
 				l.strangers++
 			case !errors.Is(err, gpu.ErrNotFound):
 				sc.whole = false
-				g.voice.once("process", "cannot tell whose a process is; what containers have is not known to the byte", "gpu", d.UUID, "err", err)
+				g.voice.once("process", "cannot find the container of a process; what containers use is not known exactly", "gpu", d.UUID, "err", err)
 			}
 			continue
 		}
@@ -134,7 +134,7 @@ func (sc *scene) add(key string, s *sum) {
 	sc.claimed[key].known = sc.claimed[key].known && s.known
 }
 
-// of is what the containers of a claim have together, by the driver's word.
+// of is what the containers of a claim have together, by the driver's figures.
 func (sc *scene) of(key string) *sum {
 	if t := sc.claimed[key]; t != nil {
 		return t

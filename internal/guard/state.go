@@ -27,11 +27,11 @@ type Container struct {
 	Known      bool
 	Level      memcap.Level
 	// Refusals is how many allocations the container's own library has refused, by
-	// its own word.
+	// its own counters.
 	Refusals uint64
 	// Uncounted is how many allocations of a kind that the library does not know have
 	// passed it under the open policy, and Undone the most in bytes that a memory pool
-	// has taken beyond the cap and given back at once; also by the library's own word.
+	// has taken beyond the cap and given back at once; also by the library's own counters.
 	Uncounted, Undone uint64
 
 	Processes int

@@ -26,7 +26,7 @@ type tally struct {
 	sought  time.Time // when they were last looked for
 	missing bool      // nobody counts though there is memory
 	reading lib.Reading
-	read    time.Time     // when they were read for the first time, or last if they are dear
+	read    time.Time     // when they were read for the first time, or last if they are expensive
 	cost    time.Duration // of the last reading
 	used    uint64
 	known   bool
@@ -72,7 +72,7 @@ func (ts *tallies) open(at page, now time.Time) bool {
 	}
 	t.missing = true
 	if !errors.Is(err, gpu.ErrNotFound) { // else nothing is counted on this GPU
-		ts.voice.once("open "+at.claim, "cannot open a claim's counters; the watchdog alone holds its containers", "claim", at.claim, "gpu", at.gpu, "err", err)
+		ts.voice.once("open "+at.claim, "cannot open a claim's counters; the watchdog alone limits its containers", "claim", at.claim, "gpu", at.gpu, "err", err)
 	}
 	return false
 }
@@ -106,10 +106,10 @@ func (ts *tallies) finish(at page, t *tally, sc *scene, r *roster) {
 		return
 	}
 	if reading.Uncounted > t.reading.Uncounted {
-		ts.voice.once("uncounted "+at.claim, "allocations of a kind that the cap's library does not know pass it, by its own word; the watchdog alone holds what they take", "claim", at.claim, "gpu", at.gpu)
+		ts.voice.once("uncounted "+at.claim, "allocations of a kind that the cap's library does not know pass it, by its own counters; the watchdog alone limits what they take", "claim", at.claim, "gpu", at.gpu)
 	}
-	// There is memory and nobody counts: somebody goes round the library. Who ended
-	// between the driver's answer and this one had counted in the last reading.
+	// There is memory and nobody counts: a process goes around the library. A process that
+	// ended between the driver's answer and this one had counted in the last reading.
 	t.missing = all.bytes > 0 && reading.Processes == 0 && t.reading.Processes == 0
 	t.reading, t.sound = reading, true
 	if all.known {
@@ -132,5 +132,5 @@ func (ts *tallies) spoilt(at page, t *tally, err error) {
 		t.spoilt = 0
 	}
 	t.sought, t.missing, t.spoilt = time.Now(), true, min(t.spoilt+1, maxSpoilt)
-	ts.voice.once("meter "+at.claim, "cannot read a claim's counters; the watchdog alone holds its containers", "claim", at.claim, "gpu", at.gpu, "err", err)
+	ts.voice.once("meter "+at.claim, "cannot read a claim's counters; the watchdog alone limits its containers", "claim", at.claim, "gpu", at.gpu, "err", err)
 }

@@ -37,10 +37,10 @@ type Options struct {
 	// Ignored are the Xids of applications, which change nothing. Nil means
 	// DefaultIgnored; an empty slice ignores none.
 	Ignored []uint64
-	// Hold is how long a GPU must have been without complaint before it is fit
+	// Hold is how long a GPU must have been without a fault before it is healthy
 	// again. Default 60 s.
 	Hold time.Duration
-	// Probe is the spacing of readings while something is unfit. Default 10 s.
+	// Probe is the spacing of readings while something is unhealthy. Default 10 s.
 	Probe time.Duration
 }
 
@@ -98,7 +98,7 @@ type Record struct {
 	Over    bool      `json:"over,omitempty"`
 }
 
-// Monitor judges. It is safe for several goroutines.
+// Monitor decides. It is safe for several goroutines.
 type Monitor struct {
 	ignored     []uint64
 	hold, probe time.Duration
@@ -136,7 +136,7 @@ type fault struct {
 	over        bool      // recovered; kept to notice flapping
 }
 
-// complaint is one reason to find a subject unfit.
+// complaint is one reason why a subject is unhealthy.
 type complaint struct {
 	key
 	xid    uint64
@@ -291,7 +291,7 @@ func (g *card) complain(c complaint, now time.Time) bool {
 	return true
 }
 
-// needsRank orders Needs by what they cost; words of the driver's own are dear.
+// needsRank orders Needs by what they cost; the driver's own words rank highest.
 func needsRank(s string) int {
 	order := []string{NeedsNothing, NeedsRestart, NeedsDriver, NeedsReset}
 	if i := slices.Index(order, s); i >= 0 {
@@ -423,8 +423,7 @@ func (g *card) read(gr GPUReading, hold time.Duration, now time.Time) (changed b
 	return changed
 }
 
-// endDriver takes a driver's fault back: it leaves no trace, since the card had
-// none.
+// endDriver removes a driver's fault without a trace, since the card had none.
 func (g *card) endDriver() bool {
 	k := place(ClassDriver, -1, -1)
 	_, had := g.faults[k]
@@ -450,14 +449,14 @@ func exists(d gpu.Device, k key) bool {
 }
 
 // proved reports whether the figures are those of a GPU that has been reset.
-// A figure that the card does not have speaks for neither.
+// A figure that the card does not have counts for neither.
 func proved(h *gpu.Health) bool {
 	return h == nil || (h.Uncorrected == nil || *h.Uncorrected == 0) &&
 		!h.RemapPending && !h.RemapFailed && !h.RetirePending && h.Recovery == gpu.RecoveryNone
 }
 
-// judge returns what an answer complains of. Counters by themselves complain of
-// nothing: an uncorrected error may have been contained, and a pending remap
+// judge returns the faults in an answer. Counters by themselves are no fault: an
+// uncorrected error may have been contained, and a pending remap
 // waits for a reset while the GPU works on.
 func judge(gr GPUReading) (all []complaint) {
 	add := func(class Class, detail, needs string) {
@@ -490,7 +489,7 @@ func judge(gr GPUReading) (all []complaint) {
 	return all
 }
 
-// Verdicts returns what is unfit, by GPU and instance, the worst first.
+// Verdicts returns what is unhealthy, by GPU and instance, the worst first.
 func (m *Monitor) Verdicts() []Verdict {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -540,7 +539,7 @@ func (f *fault) reason(class Class) string {
 }
 
 // Waiting returns which hardware work hangs and since when; an empty string
-// where none does. Nothing becomes unfit for it.
+// where none does. It makes nothing unhealthy.
 func (m *Monitor) Waiting() (what string, since time.Time) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -548,7 +547,7 @@ func (m *Monitor) Waiting() (what string, since time.Time) {
 }
 
 // Due returns when the next reading is wanted, which may have passed already;
-// zero where nothing is unfit and nothing hangs. It is never later than one probe
+// zero where nothing is unhealthy and nothing hangs. It is never later than one probe
 // from now.
 func (m *Monitor) Due(now time.Time) time.Time {
 	m.mu.Lock()
@@ -599,11 +598,11 @@ func (m *Monitor) Records() []Record {
 
 // Restore takes in what an earlier process knew; it is for a Monitor that has
 // seen nothing yet. sameBoot says that the machine has not been started anew
-// since: else only what no reboot mends is kept.
+// since: otherwise only what a reboot does not repair is kept.
 //
 // A record without a GPU is dropped. One with a class that this version does not
-// know becomes an unknown fault of the whole GPU: better a minute of caution than
-// a GPU that a newer version had condemned. The GPU of a record is known from now
+// know becomes an unknown fault of the whole GPU: it is withdrawn for a minute rather
+// than offered although a newer version had found it faulty. The GPU of a record is known from now
 // on, so if the driver does not list it, it is lost.
 func (m *Monitor) Restore(records []Record, sameBoot bool) {
 	m.mu.Lock()

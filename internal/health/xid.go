@@ -4,9 +4,9 @@ package health
 
 import "slices"
 
-// Class is what kind of fault a GPU has; it decides whom it touches and what
+// Class is what kind of fault a GPU has; it decides what is affected and what
 // recovers it. The strings are stable: they are label values of a metric and
-// lie in the state file.
+// are written to the state file.
 type Class string
 
 // Classes, worst first.
@@ -51,7 +51,7 @@ type rule struct {
 	instance bool
 	// proof: quiet is not enough, the figures must have gone back as well.
 	proof bool
-	// boot: a reboot does not mend it, so it is remembered over one.
+	// boot: a reboot does not repair it, so it is remembered over one.
 	boot bool
 }
 

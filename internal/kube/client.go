@@ -56,7 +56,7 @@ var Rules = []Rule{
 	{Resource: "nodes", Verbs: []string{"list", "patch", "watch"}, Cluster: true,
 		Why: "follow the label that chooses a partition; write the outcome"},
 	{Resource: "nodes/status", Verbs: []string{"patch"}, Cluster: true,
-		Why: "say by a condition of its own whether the node's GPUs are well"},
+		Why: "say by a condition of its own whether the node's GPUs are healthy"},
 	{APIGroup: "resource.k8s.io", Resource: "resourceslices", Verbs: []string{"list"}, Cluster: true,
 		Why: "tell which GPU a device is that another DRA driver has prepared for a pod of this node"},
 	{Resource: "pods/eviction", Verbs: []string{"create"}, Cluster: true, Component: "evict",
@@ -219,8 +219,8 @@ func credentials(kubeconfig string) (*rest.Config, error) {
 // comes at all.
 const unreachable = "reach the API server"
 
-// note keeps account of outages: one line when an operation begins to fail, one
-// when it works again, none between.
+// note logs outages: one line when an operation begins to fail, one when it works
+// again, none between.
 func (s *apiServer) note(ctx context.Context, verb, resource, name string, err error) {
 	if ctx.Err() != nil && err != nil {
 		return // stopped by ourselves
@@ -249,7 +249,7 @@ func (s *apiServer) note(ctx context.Context, verb, resource, name string, err e
 		return
 	}
 	s.failing[operation] = s.now()
-	s.log.Warn("API server request fails; trying on", "operation", operation, "err", err)
+	s.log.Warn("API server request fails; retrying", "operation", operation, "err", err)
 }
 
 // backOff draws each pause from the upper half of a bound that doubles up to most.

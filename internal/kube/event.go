@@ -76,7 +76,7 @@ type eventQueue struct {
 	serial atomic.Uint64
 	queue  chan event
 	// onNode and onPods bound the Events of each: a fault that hits many pods
-	// must not take the word from the node.
+	// must not silence those of the node.
 	onNode, onPods flowcontrol.RateLimiter
 }
 

@@ -67,7 +67,7 @@ func (c *Client) Evict(ctx context.Context, p PodRef) error {
 	gone := apierrors.IsNotFound(err) || byPolicy(err, noPods)
 	other := apierrors.IsConflict(err) || byPolicy(err, otherUID)
 	if gone || other || budget {
-		failed = nil // a word about the pod: the API server is well
+		failed = nil // an answer about the pod: the API server works
 	}
 	// One name for all pods: what fails, a missing right, fails for all alike.
 	c.note(ctx, "create", pods.Resource+"/eviction", "", failed)
@@ -75,7 +75,7 @@ func (c *Client) Evict(ctx context.Context, p PodRef) error {
 	case err == nil, gone:
 		return nil
 	case other:
-		return fmt.Errorf("evict pod %s: %w: a pod with UID %s; the one of that name is newer, or a static one, which nobody can evict (%s)",
+		return fmt.Errorf("evict pod %s: %w: a pod with UID %s; the one of that name is newer, or a static one, which cannot be evicted (%s)",
 			p, gpu.ErrNotFound, p.UID, err)
 	case budget:
 		return fmt.Errorf("evict pod %s: %w: %s", p, ErrBudget, words(err))

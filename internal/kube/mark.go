@@ -156,7 +156,7 @@ type owner struct{ applied, patched, others bool }
 // agent says whether the key is the agent's, with others or alone.
 func (o owner) agent() bool { return o.applied || o.patched }
 
-// free says whether a key is nobody's, or the agent's alone.
+// free says whether nobody but the agent manages a key.
 func (o owners) free(key string, have map[string]string) bool {
 	_, there := have[key]
 	return !there || o[key].applied && !o[key].others

@@ -28,7 +28,7 @@ type ourNode struct {
 	marks flowcontrol.RateLimiter
 
 	mu sync.Mutex
-	// last is what the server said last of the Node; nil before the first word and
+	// last is what the server said last of the Node; nil before the first answer and
 	// while there is none. Guarded by mu.
 	last *Node
 }

@@ -71,7 +71,7 @@ type attempt struct {
 // WatchPolicies tries, by server-side dry run, writes that the admission policies
 // must refuse, now and about every hour, until ctx ends, whose error it returns:
 // a policy that matches another account than the agent's, and one that is not
-// there, let everything through without a word. fn is called with the first
+// there, let everything through without any error. fn is called with the first
 // result and whenever it differs from the last. A policy that is missing, and a
 // question without an answer, are tried again with growing pauses, up to
 // Options.Relist.

@@ -42,8 +42,8 @@ type Node struct {
 }
 
 // WatchConfigMap follows a ConfigMap until ctx ends, which is the only error it
-// returns besides that of an empty name. fn is called with the first word that
-// the server gives, and then whenever the data differs from the last call's;
+// returns besides that of an empty name. fn is called with the first answer of
+// the server, and then whenever the data differs from the last call's;
 // nil means that the server says there is no such ConfigMap. Calls never
 // overlap.
 func (c *Client) WatchConfigMap(ctx context.Context, namespace, name string, fn func(*ConfigMap)) error {
@@ -89,7 +89,7 @@ func (c *Client) WatchKey(ctx context.Context, namespace, name, key string, fn f
 }
 
 // WatchNode follows the agent's Node until ctx ends, which is the only error
-// that it returns. fn is called with the first word that the server gives, and
+// that it returns. fn is called with the first answer of the server, and
 // then whenever a label, an annotation or a condition under the domain, or the
 // scheduling of the node differs from the last call's. Changes made through Mark
 // and SetCondition are such changes. A Node that is not there is not reported: a
@@ -181,7 +181,7 @@ func (t target) selector() string {
 	return fields.OneTermEqualSelector("metadata.name", t.name).String()
 }
 
-// Ends of a watch that are no failures of the server's.
+// Ends of a watch that are not failures of the server.
 var (
 	errPeriod = errors.New("time to list again")
 	// errShort: the stream ended at once and empty. The client library makes

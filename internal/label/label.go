@@ -36,7 +36,7 @@ var Names = []string{
 }
 
 // Own returns the agent's own labels, below a domain. It returns nil where no
-// GPU is known: then nothing can be said, which is no reason to take back what
+// GPU is known: then nothing is known, which is no reason to remove what
 // was said before.
 func Own(domain string, in Node) map[string]string {
 	gpus := in.gpus()

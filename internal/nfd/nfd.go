@@ -16,8 +16,7 @@ import (
 	"example.com/gpu-agent/internal/atomicfile"
 )
 
-// Dir is where Node Feature Discovery looks on a node, unless it is told
-// otherwise.
+// Dir is where Node Feature Discovery reads features files on a node by default.
 const Dir = "/etc/kubernetes/node-feature-discovery/features.d"
 
 // file is the agent's own in the directory, and temporary the name that it has
@@ -30,18 +29,17 @@ const (
 // maxSize is the largest file that Node Feature Discovery reads.
 const maxSize = 64 << 10
 
-// Features is what the agent has to say.
+// Features are the labels for the file.
 type Features struct {
 	// Labels are the agent's own.
 	Labels map[string]string
 	// Guests are labels of others' domains. One is written only where no other
-	// file in the directory names it, and where the Node does not have it already
-	// by somebody else's hand.
+	// file in the directory names it, and where nobody else has set it on the Node.
 	Guests map[string]string
 	// Node is the labels that the Node has; nil where that is not known.
 	Node map[string]string
-	// Keep leaves standing what the file says and Labels and Guests do not name:
-	// for when nobody can tell what they should be.
+	// Keep keeps the lines of the file that Labels and Guests do not name: for when it is
+	// not known what they should be.
 	Keep bool
 }
 
@@ -87,8 +85,8 @@ func Write(dir string, f Features) error {
 	return nil
 }
 
-// Remove takes the agent's file away, and what a write that was cut short has
-// left. None there is no error.
+// Remove removes the agent's file, and what an interrupted write has left. A file that
+// is not there is not an error.
 func Remove(dir string) error {
 	for _, name := range []string{file, temporary} {
 		if err := os.Remove(filepath.Join(dir, name)); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -104,7 +102,7 @@ func render(labels map[string]string) ([]byte, error) {
 	for _, key := range slices.Sorted(maps.Keys(labels)) {
 		value := labels[key]
 		if strings.TrimSpace(key+"="+value) != key+"="+value || key == "" || strings.ContainsAny(key+value, "=#\r\n") {
-			return nil, fmt.Errorf("label %q with value %q cannot stand in a features file", key, value)
+			return nil, fmt.Errorf("label %q with value %q is not allowed in a features file", key, value)
 		}
 		fmt.Fprintf(&b, "%s=%s\n", key, value)
 	}

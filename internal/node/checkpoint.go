@@ -186,7 +186,7 @@ func readRegular(path string, limit int64) ([]byte, Stamp, error) {
 		return nil, Stamp{}, err
 	}
 	if !info.Mode().IsRegular() {
-		return nil, Stamp{}, &failure{is: gpu.ErrInvalid, text: path + " is no regular file"}
+		return nil, Stamp{}, &failure{is: gpu.ErrInvalid, text: path + " is not a regular file"}
 	}
 	var data bytes.Buffer
 	if size := info.Size(); size > 0 && size < limit {

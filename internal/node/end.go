@@ -127,7 +127,7 @@ func unified(root string) (fd int, at string, err error) {
 				return fd, place, nil
 			}
 			unix.Close(fd)
-			err = cmp.Or(err, errors.New("that is no cgroup v2 hierarchy"))
+			err = cmp.Or(err, errors.New("that is not a cgroup v2 hierarchy"))
 		}
 		first = cmp.Or(first, err)
 	}

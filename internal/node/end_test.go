@@ -171,7 +171,7 @@ func TestEndRefuses(t *testing.T) {
 	r := NewRuntime(RuntimeOptions{Endpoint: filepath.Join(directory, "none.sock"), Cgroups: directory})
 	defer r.Close()
 	if _, err := r.End(t.Context(), Owner{ID: offender, V2: true, Cgroup: own}); err == nil ||
-		!strings.Contains(err.Error(), "no cgroup v2 hierarchy") || !strings.Contains(err.Error(), "none.sock") {
+		!strings.Contains(err.Error(), "not a cgroup v2 hierarchy") || !strings.Contains(err.Error(), "none.sock") {
 		t.Errorf("%v", err)
 	}
 }

@@ -29,7 +29,7 @@ var (
 	hookNote = regexp.MustCompile(`^(installed|\.installed\.tmp)$`)
 )
 
-// Remove takes away what the agent, of whatever version, has made in dir: its
+// Remove removes what agents of any version have made in dir: its
 // files, its hook programs, the directories of those, and dir itself where it is
 // empty then. Everything else stays. A directory that is not there is a success.
 // The error wraps gpu.ErrInUse while an agent works with it.
@@ -99,7 +99,7 @@ func (r *remover) isDir(name string) bool {
 	return err == nil && info.IsDir()
 }
 
-// plain removes a plain file; whatever else has its name is not the agent's.
+// plain removes a regular file; anything else of that name is not the agent's.
 func (r *remover) plain(name string) {
 	info, err := r.root.Lstat(name)
 	if err == nil && info.Mode().IsRegular() {
@@ -108,7 +108,7 @@ func (r *remover) plain(name string) {
 	r.failed(err)
 }
 
-// tree removes a directory that is the agent's as a whole: its plain files, and
+// tree removes a directory that is the agent's as a whole: its regular files, and
 // the directories that are empty then.
 func (r *remover) tree(name string) {
 	for _, d := range r.list(name) {

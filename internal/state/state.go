@@ -169,7 +169,7 @@ func lock(dir string) (*os.Root, *os.File, error) {
 	return root, f, nil
 }
 
-// tidy removes temporary files and takes away others' right to write.
+// tidy removes temporary files and the write permission of others.
 func (s *Store) tidy() error {
 	for _, name := range []string{temporary(documentFile), temporary(journalFile)} {
 		if err := s.root.Remove(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -285,7 +285,7 @@ func (s *Store) Keep(live func() []Claim) error {
 	return nil
 }
 
-// standsLocked reports whether the journal lies at its name and ends in a whole
+// standsLocked reports whether the journal is still at its name and ends in a whole
 // line: somebody may have removed it.
 func (s *Store) standsLocked() bool {
 	if s.journal == nil || s.open {
@@ -299,7 +299,7 @@ func (s *Store) standsLocked() bool {
 	return err == nil && os.SameFile(here, there)
 }
 
-// Close ends the lock. What was written stays.
+// Close releases the lock. What was written stays.
 func (s *Store) Close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -318,7 +318,7 @@ func (s *Store) Close() error {
 	return errors.Join(errs...)
 }
 
-// put puts a file in place. whole is called before, when all of it is written under
+// put replaces a file. whole is called before, when all of it is written under
 // its temporary name.
 func (s *Store) put(name, text string, whole func() error) error {
 	temp := temporary(name)
@@ -336,7 +336,7 @@ func (s *Store) put(name, text string, whole func() error) error {
 	return nil
 }
 
-// lstat is nil where nothing is, and refuses what is no plain file.
+// lstat is nil where nothing is, and refuses what is not a regular file.
 func (s *Store) lstat(name string) (fs.FileInfo, error) {
 	info, err := s.root.Lstat(name)
 	switch {
@@ -345,7 +345,7 @@ func (s *Store) lstat(name string) (fs.FileInfo, error) {
 	case err != nil:
 		return nil, fmt.Errorf("look at %s: %w", s.path(name), err)
 	case !info.Mode().IsRegular():
-		return nil, fmt.Errorf("look at %s: it is no plain file (%s): %w; remove it", s.path(name), info.Mode(), gpu.ErrInvalid)
+		return nil, fmt.Errorf("look at %s: it is not a regular file (%s): %w; remove it", s.path(name), info.Mode(), gpu.ErrInvalid)
 	}
 	return info, nil
 }

@@ -221,8 +221,8 @@ func TestSpecGolden(t *testing.T) {
 // overlay puts a library in place of CUDA's, and adds a file system.
 func overlay() cdi.Overlay {
 	return cdi.Overlay{
-		Stands: []cdi.Stand{{Library: "libcuda.so", HostPath: "/var/lib/gpu-agent/cap/0123456789abcdef/libcuda.so.1", Real: "/usr/lib/gpu-agent/driver/libcuda.so.1"}},
-		Mounts: []specs.Mount{{HostPath: "tmpfs", ContainerPath: "/usr/lib/gpu-agent/usage", Type: "tmpfs", Options: []string{"nosuid", "size=32m"}}},
+		Overrides: []cdi.Override{{Library: "libcuda.so", HostPath: "/var/lib/gpu-agent/cap/0123456789abcdef/libcuda.so.1", Real: "/usr/lib/gpu-agent/driver/libcuda.so.1"}},
+		Mounts:    []specs.Mount{{HostPath: "tmpfs", ContainerPath: "/usr/lib/gpu-agent/usage", Type: "tmpfs", Options: []string{"nosuid", "size=32m"}}},
 	}
 }
 
@@ -230,7 +230,7 @@ func overlay() cdi.Overlay {
 // uncapped.
 func TestSpecNeedsWhatItReplaces(t *testing.T) {
 	over := overlay()
-	over.Stands[0].Library = "libother.so"
+	over.Overrides[0].Library = "libother.so"
 	if spec, err := cdi.Spec(domain, "abcdef0123456789", parts(), []gpu.UUID{gpuA}, over); !errors.Is(err, gpu.ErrNotFound) || spec != nil {
 		t.Errorf("got %v, %v, want ErrNotFound", spec, err)
 	}

@@ -16,27 +16,27 @@ import (
 // Overlay is what a claim's container gets beside its parts, and in place of
 // some of them. The zero value changes nothing.
 type Overlay struct {
-	// Stands are driver libraries that something else stands for.
-	Stands []Stand
+	// Overrides are the driver libraries that are replaced.
+	Overrides []Override
 	// Mounts are added as they are. Of two on one path the later one wins.
 	Mounts []specs.Mount
 }
 
-// Stand puts a file where containers look for a library of the driver. The
-// library itself stays within reach, at another path.
-type Stand struct {
+// Override mounts a file where containers look for a library of the driver. The
+// library itself is mounted at another path.
+type Override struct {
 	// Library is the library's name without its version, for example
 	// "libcuda.so": it is mounted as libcuda.so.<version of the driver>.
 	Library string
-	// HostPath is the file that stands for it, and Real the path inside the
+	// HostPath is the file that replaces it, and Real the path inside the
 	// container where the library itself is found.
 	HostPath, Real string
 }
 
-// apply changes edits. It fails where a library that something is to stand for
-// is not there: a container would get the real one, or none.
+// apply changes edits. It fails where a library that is to be replaced is not there: a
+// container would get the real one, or none.
 func (o *Overlay) apply(edits *specs.ContainerEdits) error {
-	for _, s := range o.Stands {
+	for _, s := range o.Overrides {
 		at := slices.IndexFunc(edits.Mounts, func(m *specs.Mount) bool { return s.isOf(m) })
 		if at < 0 {
 			return fmt.Errorf("put %s in place of %s: the driver's parts have no %[2]s.<version>: %w", s.HostPath, s.Library, gpu.ErrNotFound)
@@ -56,6 +56,6 @@ func (o *Overlay) apply(edits *specs.ContainerEdits) error {
 	return nil
 }
 
-func (s *Stand) isOf(m *specs.Mount) bool {
+func (s *Override) isOf(m *specs.Mount) bool {
 	return strings.HasPrefix(path.Base(m.ContainerPath), s.Library+".")
 }

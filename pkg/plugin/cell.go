@@ -5,7 +5,7 @@ package plugin
 import "sync"
 
 // cell is a value that goroutines wait on: get returns it with a channel that
-// is closed when a newer one stands. Whoever is slow skips values; nobody
+// is closed when there is a newer one. A slow reader skips values; nobody
 // misses the last one.
 type cell[T any] struct {
 	mu      sync.Mutex

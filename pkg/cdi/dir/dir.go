@@ -181,7 +181,7 @@ func (d *Dir) Read(key string) (*specs.Spec, error) {
 	case err != nil:
 		return nil, fmt.Errorf("read %s: %w", d.file(name), err)
 	case !info.Mode().IsRegular() || info.Size() > most:
-		return nil, fmt.Errorf("read %s: it is no claim's file (%s, %d bytes): %w; remove it", d.file(name), info.Mode(), info.Size(), gpu.ErrInvalid)
+		return nil, fmt.Errorf("read %s: it is not a claim's file (%s, %d bytes): %w; remove it", d.file(name), info.Mode(), info.Size(), gpu.ErrInvalid)
 	}
 	data, err := root.ReadFile(name)
 	if err != nil {
@@ -189,7 +189,7 @@ func (d *Dir) Read(key string) (*specs.Spec, error) {
 	}
 	spec, err := cdilib.ParseSpec(data)
 	if err != nil || spec == nil {
-		return nil, fmt.Errorf("read %s: it is no CDI spec: %w: %v; remove it", d.file(name), gpu.ErrInvalid, err)
+		return nil, fmt.Errorf("read %s: it is not a CDI spec: %w: %v; remove it", d.file(name), gpu.ErrInvalid, err)
 	}
 	return spec, nil
 }

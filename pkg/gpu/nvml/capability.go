@@ -152,7 +152,7 @@ func isDevice(path string, device uint64) (bool, error) {
 		return false, fmt.Errorf("look at %s: %w: %w", path, gpu.ErrNoPermission, err)
 	}
 	if node.Mode&unix.S_IFMT != unix.S_IFCHR {
-		return false, fmt.Errorf("%s is no character device: %w; remove it", path, gpu.ErrInvalid)
+		return false, fmt.Errorf("%s is not a character device: %w; remove it", path, gpu.ErrInvalid)
 	}
 	return node.Rdev == device, nil
 }

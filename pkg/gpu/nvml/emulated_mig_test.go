@@ -221,7 +221,7 @@ func TestInstanceRefusals(t *testing.T) {
 		want error
 		said []string
 	}{
-		{"a place that is taken", creation(t, d, u, "3g.40gb", at(4, 4), 0), gpu.ErrNoRoom, []string{"create 3g.40gb@4 on " + string(u), "destroy what stands there"}},
+		{"a place that is taken", creation(t, d, u, "3g.40gb", at(4, 4), 0), gpu.ErrNoRoom, []string{"create 3g.40gb@4 on " + string(u), "destroy the instances there"}},
 		{"one more than the card has", creation(t, d, u, "1g.10gb+me", at(5, 1), 0), gpu.ErrNoRoom, []string{"create 1g.10gb+me@5 on " + string(u)}},
 		{"a compute slice that is taken", creation(t, d, u, "2c.2g.20gb", at(2, 2), 0), gpu.ErrNoRoom, []string{"@2", "compute instances"}},
 		{"all of a GPU instance of which a part is taken", creation(t, d, u, "2g.20gb", at(2, 2), 0), gpu.ErrNoRoom, []string{"create 2g.20gb@2", "compute instances"}},

@@ -112,7 +112,7 @@ func undone(err error, destroy func() nvml.Return, what string) error {
 func advised(err error, p gpu.Profile) error {
 	switch {
 	case errors.Is(err, gpu.ErrNoRoom):
-		return fmt.Errorf("%w; destroy what stands there, or has the card's last room for a %s", err, p.Name)
+		return fmt.Errorf("%w; destroy the instances there, or those that take the card's last room for a %s", err, p.Name)
 	case errors.Is(err, gpu.ErrInvalid) && len(p.Placements) > 0:
 		return fmt.Errorf("%w; its placements (start and size in memory slices) are %v", err, p.Placements)
 	case errors.Is(err, gpu.ErrNotSupported):
@@ -196,7 +196,7 @@ func (m *migSide) computes(u gpu.UUID, s standing) ([]compute, error) {
 	}
 	var found []compute
 	for _, p := range list {
-		of := fmt.Sprintf("compute instances of %d slices in GPU instance %d", p.slices, s.id)
+		of := fmt.Sprintf("compute instances of %d compute slices in GPU instance %d", p.slices, s.id)
 		cis, ret := s.gi.GetComputeInstances(&nvml.ComputeInstanceProfileInfo{Id: uint32(p.id), InstanceCount: uint32(p.max)})
 		if err := failed("list the "+of, ret); err != nil {
 			return nil, err
@@ -212,7 +212,7 @@ func (m *migSide) computes(u gpu.UUID, s standing) ([]compute, error) {
 	return found, nil
 }
 
-// inPlace is the compute instance of so many slices from slice ci on, if that
+// inPlace is the compute instance of so many compute slices from ci on, if that
 // stands already; its GI is -1 if not.
 func (m *migSide) inPlace(h nvml.Device, u gpu.UUID, s standing, slots, ci int) (gpu.Instance, error) {
 	none := gpu.Instance{GI: -1, CI: -1}
@@ -256,7 +256,7 @@ func (m *migSide) createCompute(what string, u gpu.UUID, s standing, slots, ci i
 		}
 	}
 	if i < 0 {
-		return none, fmt.Errorf("%s: a %s instance has no compute instance of %d slices: %w", what, s.profile.Name, slots, gpu.ErrInvalid)
+		return none, fmt.Errorf("%s: a %s instance has no compute instance of %d compute slices: %w", what, s.profile.Name, slots, gpu.ErrInvalid)
 	}
 	made, err := m.placeCompute(what, s, kinds[i], ci)
 	if err != nil {
@@ -283,7 +283,7 @@ func (m *migSide) createCompute(what string, u gpu.UUID, s standing, slots, ci i
 	return in, nil
 }
 
-// placeCompute makes a compute instance from slice ci on, where the driver can be
+// placeCompute creates a compute instance from compute slice ci on, where the driver can be
 // told that. All of a GPU instance has one place only.
 func (m *migSide) placeCompute(what string, s standing, p computeProfile, ci int) (nvml.ComputeInstance, error) {
 	kind := &nvml.ComputeInstanceProfileInfo{Id: uint32(p.id)}
@@ -380,7 +380,7 @@ func (m *migSide) destroyCompute(what string, u gpu.UUID, s standing, slots int,
 				return false, false, err
 			}
 			if int(info.Placement.Start) != in.CIStart {
-				return false, false, fmt.Errorf("%s: compute instance %d begins at slice %d now: %w; read the instances anew", what, in.CI, info.Placement.Start, gpu.ErrNotFound)
+				return false, false, fmt.Errorf("%s: compute instance %d begins at compute slice %d now: %w; read the instances anew", what, in.CI, info.Placement.Start, gpu.ErrNotFound)
 			}
 		}
 		if err := pinned(failed(what, ci.Destroy())); err != nil {
@@ -404,7 +404,7 @@ func (m *migSide) destroyCompute(what string, u gpu.UUID, s standing, slots int,
 // pinned says what can be done about an instance that is in use.
 func pinned(err error) error {
 	if errors.Is(err, gpu.ErrInUse) {
-		return fmt.Errorf("%w; end what runs on it, and destroy what stands in it", err)
+		return fmt.Errorf("%w; end what runs on it, and destroy the compute instances in it", err)
 	}
 	return err
 }

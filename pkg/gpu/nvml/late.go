@@ -23,7 +23,7 @@ type Late struct {
 	// called is told of each call, for metrics.
 	called func(call, code string, took time.Duration)
 
-	// turn has a token while nobody works with what follows. It is no mutex: an
+	// turn has a token while nobody uses what follows. It is not a mutex: an
 	// open that hangs must not hold up those who can wait no longer.
 	turn   chan struct{}
 	driver *Driver // nil until it opened

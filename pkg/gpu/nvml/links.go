@@ -94,7 +94,7 @@ func (r *linkReader) countLanes(h nvml.Device, own *nvlinks) {
 	if len(own.lanes) == 0 || own.anew {
 		return
 	}
-	// The field is a later word for the same, and is believed where it says the
+	// The field is newer and means the same; it is used where it says the
 	// same. It alone tells a link that sleeps from one that is down.
 	states, ok := r.fields(h, nvml.FI_DEV_NVLINK_GET_STATE, own.lanes)
 	if own.byField = ok && !slices.Contains(states, notGiven); !own.byField {

@@ -35,8 +35,8 @@ var steps = []gpu.TimeSlice{gpu.TimeSliceDefault, gpu.TimeSliceShort, gpu.TimeSl
 //
 // The error wraps gpu.ErrNotSupported, with the program's own words, where
 // there is no such program or it or the card cannot set a time slice;
-// gpu.ErrNotFound for a UUID that it does not know; gpu.ErrInvalid for a word
-// that is no time slice; gpu.ErrTimeout where ctx ends first.
+// gpu.ErrNotFound for a UUID that it does not know; gpu.ErrInvalid for a value
+// that is not a time slice; gpu.ErrTimeout where ctx ends first.
 func (d *Driver) SetTimeSlice(ctx context.Context, u gpu.UUID, slice gpu.TimeSlice) error {
 	what := fmt.Sprintf("set the time slice of %s to %q", u, slice)
 	if d.stopped.Err() != nil {
