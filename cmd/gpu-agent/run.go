@@ -26,6 +26,7 @@ import (
 	"example.com/gpu-agent/internal/obs"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/cdi/dir"
 	"example.com/gpu-agent/pkg/gpu"
@@ -229,7 +230,7 @@ func run(ctx context.Context, c console, args []string) error {
 	worlds := agent.Worlds{Driver: driver, Files: files, Caps: caps, Kubelet: kubelet, Runtime: runtime, Store: store,
 		Observer: &agent.HeapLimit{Observer: metrics, Listed: func() int { return loop.Listed() }}}
 	if ns, name, ok := splitName(f.pod); ok {
-		options.Pod = node.PodName{Namespace: ns, Name: name}
+		options.Pod = workload.Pod{Namespace: ns, Name: name}
 	}
 	if f.nodeName != "" {
 		cluster, err = kube.New(kube.Options{
@@ -291,7 +292,7 @@ func run(ctx context.Context, c console, args []string) error {
 			return cluster.WatchNode(ctx, loop.SetNode)
 		})
 		g.Go(func() error {
-			o := kube.PolicyOptions{Evictions: f.cap.evictAfter > 0, Pod: kube.PodRef{Namespace: options.Pod.Namespace, Name: options.Pod.Name}}
+			o := kube.PolicyOptions{Evictions: f.cap.evictAfter > 0, Pod: workload.Pod{Namespace: options.Pod.Namespace, Name: options.Pod.Name}}
 			return cluster.WatchPolicies(ctx, o, func(list []kube.Policy) { policies.Store(policyStatus(list)) })
 		})
 	}

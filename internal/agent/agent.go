@@ -15,9 +15,9 @@ import (
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/ledger"
-	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/state"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/plugin"
 	"golang.org/x/sync/errgroup"
@@ -122,7 +122,7 @@ type Options struct {
 	// Pod is the agent's own. A listing that lacks it is not believed when it
 	// comes to ending claims. Empty outside a pod: then any listing that names
 	// some pod is believed.
-	Pod node.PodName
+	Pod workload.Pod
 	// Boot names this run of the machine; what is remembered of another run is
 	// not believed.
 	Boot   string

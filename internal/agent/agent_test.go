@@ -27,6 +27,7 @@ import (
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/state"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/cdi/dir"
 	"example.com/gpu-agent/pkg/gpu"
@@ -56,7 +57,7 @@ type outside struct {
 	rounds    int
 	// The kubelet and the runtime. What is held has an entry in the checkpoint and
 	// a container that was made at the time in made.
-	pods     []node.PodName
+	pods     []workload.Pod
 	holdings []node.Holding
 	made     map[string]time.Time
 	// granted are the annotations that Allocate gave to containers.
@@ -73,7 +74,7 @@ type outside struct {
 	forgetful     bool   // unless it is forgetful
 	fares         []plugin.Status
 	suspected     []string
-	sandboxes     map[string]node.PodName // by pod UID
+	sandboxes     map[string]workload.Pod // by pod UID
 	prepared      []node.Prepared
 	// The API server.
 	patchErr    error
@@ -175,9 +176,9 @@ func (o *outside) List(context.Context) (node.Listing, error) {
 	}
 	pods := slices.Clone(o.pods)
 	for _, h := range o.holdings {
-		pods = append(pods, node.PodName{Namespace: h.Namespace, Name: h.Pod})
+		pods = append(pods, workload.Pod{Namespace: h.Namespace, Name: h.Pod})
 	}
-	slices.SortFunc(pods, func(a, b node.PodName) int { return strings.Compare(a.Namespace+"/"+a.Name, b.Namespace+"/"+b.Name) })
+	slices.SortFunc(pods, func(a, b workload.Pod) int { return strings.Compare(a.Namespace+"/"+a.Name, b.Namespace+"/"+b.Name) })
 	return node.Listing{Pods: slices.Compact(pods), Holdings: slices.Clone(o.holdings), Prepared: slices.Clone(o.prepared)}, nil
 }
 
@@ -247,7 +248,7 @@ func (o runtime) Containers(context.Context) ([]node.Container, error) {
 	return out, o.runtimeErr
 }
 
-func (o runtime) Pods(context.Context) (map[string]node.PodName, error) {
+func (o runtime) Pods(context.Context) (map[string]workload.Pod, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	return maps.Clone(o.sandboxes), o.runtimeErr
@@ -315,8 +316,10 @@ func (o *outside) Mark(_ context.Context, m kube.Marks) error {
 	return nil
 }
 
-func (o *outside) Event(r kube.Regarding, kind kube.EventType, reason, message string) {
-	o.with(func() { o.events = append(o.events, strings.TrimSpace(r.Pod+" "+string(kind)+" "+reason+": "+message)) })
+func (o *outside) Event(r workload.Pod, kind kube.EventType, reason, message string) {
+	o.with(func() {
+		o.events = append(o.events, strings.TrimSpace(r.Name+" "+string(kind)+" "+reason+": "+message))
+	})
 }
 
 func (o *outside) Set(want map[string]plugin.Source) error {
@@ -362,11 +365,11 @@ func (l *logBuffer) String() string {
 	return l.b.String()
 }
 
-var ownPod = node.PodName{Namespace: "gpu-agent", Name: "gpu-agent-x"}
+var ownPod = workload.Pod{Namespace: "gpu-agent", Name: "gpu-agent-x"}
 
 func newOutside(gpus int) *outside {
 	return &outside{
-		inv: machine(gpus), caps: &pages{}, unit: unit, slices: map[gpu.UUID]gpu.TimeSlice{}, pods: []node.PodName{ownPod},
+		inv: machine(gpus), caps: &pages{}, unit: unit, slices: map[gpu.UUID]gpu.TimeSlice{}, pods: []workload.Pod{ownPod},
 		labels: map[string]string{}, annotations: map[string]string{},
 		boot: "this", made: map[string]time.Time{}, granted: map[string]string{}, figures: map[gpu.UUID]gpu.Health{},
 		sources: make(chan map[string]plugin.Source, 1), event: make(chan gpu.Event), container: make(chan node.ContainerEvent),

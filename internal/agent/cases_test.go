@@ -21,6 +21,7 @@ import (
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/state"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/cdi/dir"
 	"example.com/gpu-agent/pkg/gpu"
@@ -265,7 +266,7 @@ func TestSameNameAgain(t *testing.T) {
 		b.writesOnResend(ctx, names.Units)
 		time.Sleep(2 * holdersEvery)
 		b.release("web-0")
-		b.with(func() { b.pods = append(b.pods, node.PodName{Namespace: "ns", Name: "web-0"}) }) // with no GPU now
+		b.with(func() { b.pods = append(b.pods, workload.Pod{Namespace: "ns", Name: "web-0"}) }) // with no GPU now
 		time.Sleep(time.Hour)
 		synctest.Wait()
 		if c := b.Claims(); len(c) != 0 {

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -227,7 +228,7 @@ func (c *coexistence) inCheckpoint(ctx context.Context, s *sightings) {
 		return
 	}
 	met := map[string]time.Time{}
-	var pods map[string]node.PodName
+	var pods map[string]workload.Pod
 	asked, preparing := false, false
 	for _, e := range cp.Entries {
 		gpus := gpusOf(s.inv, e.IDs...)
@@ -265,16 +266,16 @@ func (c *coexistence) inCheckpoint(ctx context.Context, s *sightings) {
 
 // allKnown reports whether the runtime knows every pod that the kubelet lists, by
 // name.
-func allKnown(listed []node.PodName, pods map[string]node.PodName) bool {
-	known := map[node.PodName]bool{}
+func allKnown(listed []workload.Pod, pods map[string]workload.Pod) bool {
+	known := map[workload.Pod]bool{}
 	for _, name := range pods {
 		known[name] = true
 	}
-	return !slices.ContainsFunc(listed, func(name node.PodName) bool { return !known[name] })
+	return !slices.ContainsFunc(listed, func(name workload.Pod) bool { return !known[name] })
 }
 
 // livingPods returns the pods that have a sandbox or a container, by UID.
-func (c *coexistence) livingPods(ctx context.Context) (map[string]node.PodName, error) {
+func (c *coexistence) livingPods(ctx context.Context) (map[string]workload.Pod, error) {
 	ctx, cancel := context.WithTimeout(ctx, runtimePatience)
 	defer cancel()
 	containers, err := c.runtime.Containers(ctx)
@@ -288,11 +289,11 @@ func (c *coexistence) livingPods(ctx context.Context) (map[string]node.PodName, 
 	if err != nil {
 		return nil, err
 	}
-	living := map[string]node.PodName{}
+	living := map[string]workload.Pod{}
 	maps.Copy(living, pods)
 	for _, o := range containers {
 		if _, ok := living[o.PodUID]; !ok {
-			living[o.PodUID] = node.PodName{Namespace: o.Namespace, Name: o.Pod}
+			living[o.PodUID] = workload.Pod{Namespace: o.Namespace, Name: o.Pod}
 		}
 	}
 	return living, nil

@@ -14,6 +14,7 @@ import (
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -33,12 +34,12 @@ const gpu1Units = "1.0 1.1 1.2 1.3"
 // A plugin that went away more than five minutes before its pods ended leaves
 // entries in the checkpoint that nobody ever takes out. They keep no GPU off.
 func TestDeadPluginsEntryDoesNotKeepTheGPU(t *testing.T) {
-	job := node.PodName{Namespace: "train", Name: "job-1"}
+	job := workload.Pod{Namespace: "train", Name: "job-1"}
 	for name, lives := range map[string]func(*outside, bool){
 		"a sandbox": func(o *outside, yes bool) {
-			o.sandboxes = map[string]node.PodName{"uid-1": job}
+			o.sandboxes = map[string]workload.Pod{"uid-1": job}
 			if !yes {
-				o.sandboxes = map[string]node.PodName{"uid-2": {Namespace: "train", Name: "job-2"}}
+				o.sandboxes = map[string]workload.Pod{"uid-2": {Namespace: "train", Name: "job-2"}}
 			}
 		},
 		"a container": func(o *outside, yes bool) {
@@ -103,7 +104,7 @@ func TestForeignEntryIsBelievedWhereTheRuntimeIsSilent(t *testing.T) {
 		pause(othersPresent)
 		b.want("applied", fourUnits, "")
 		// A checkpoint that cannot be read takes nothing back that it said before.
-		b.with(func() { o.sandboxes = map[string]node.PodName{"uid-1": {Namespace: "train", Name: "job-1"}} })
+		b.with(func() { o.sandboxes = map[string]workload.Pod{"uid-1": {Namespace: "train", Name: "job-1"}} })
 		pause(othersEvery)
 		b.with(func() { o.checkpointErr, o.entries = errors.New("half a file"), []node.Entry{theirs("uid-3")} })
 		pause(time.Hour)
@@ -121,7 +122,7 @@ func TestForeignEntryIsBelievedUntilItsPodHasASandbox(t *testing.T) {
 		pause(time.Minute)
 		b.want("applied", fourUnits, "")
 		b.with(func() {
-			o.pods = append(o.pods, node.PodName{Namespace: "train", Name: "job-1"})
+			o.pods = append(o.pods, workload.Pod{Namespace: "train", Name: "job-1"})
 			o.entries = []node.Entry{theirs("uid-1", string(uuid(0)))}
 		})
 		b.LookAtCheckpoint()
@@ -129,7 +130,7 @@ func TestForeignEntryIsBelievedUntilItsPodHasASandbox(t *testing.T) {
 		b.want("failed", "0.0x 0.1x 0.2x 0.3x "+gpu1Units, "")
 		pause(othersLinger - 3*othersSoon)
 		b.want("failed", "0.0x 0.1x 0.2x 0.3x "+gpu1Units, "")
-		b.with(func() { o.sandboxes = map[string]node.PodName{"uid-1": {Namespace: "train", Name: "job-1"}} })
+		b.with(func() { o.sandboxes = map[string]workload.Pod{"uid-1": {Namespace: "train", Name: "job-1"}} })
 		pause(time.Hour)
 		b.want("failed", gpu1Units, "")
 	})
@@ -162,7 +163,7 @@ func TestCheckpointWrittenAgainBringsNoDeadPodBack(t *testing.T) {
 func TestGPUThatAppearsMayBeOthers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o := newOutside(1)
-		o.sandboxes = map[string]node.PodName{"uid-1": {Namespace: "train", Name: "job-1"}}
+		o.sandboxes = map[string]workload.Pod{"uid-1": {Namespace: "train", Name: "job-1"}}
 		o.entries = []node.Entry{theirs("uid-1", string(uuid(1)))}
 		b := start(t, o, t.TempDir(), allShared)
 		defer b.end()
@@ -184,7 +185,7 @@ func TestIdleUnitsOfAGPUThatOthersHaveAreWithdrawn(t *testing.T) {
 		b.SetFile("p.yaml", []byte(migPartition(demand)))
 		b.want("blocked", "0.0x 0.1~ 0.2x 0.3x", "")
 		b.with(func() {
-			o.sandboxes = map[string]node.PodName{"uid-1": {Namespace: "train", Name: "job-1"}}
+			o.sandboxes = map[string]workload.Pod{"uid-1": {Namespace: "train", Name: "job-1"}}
 			o.entries = []node.Entry{theirs("uid-1", string(uuid(0)))}
 		})
 		pause(othersEvery)

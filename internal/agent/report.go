@@ -25,6 +25,7 @@ import (
 	"example.com/gpu-agent/internal/nfd"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/topology"
@@ -428,7 +429,7 @@ func (r *reporter) tellOutcome(c Cluster, o Outcome) {
 			message = "partition " + o.Partition + " is applied"
 		}
 	}
-	c.Event(kube.Regarding{}, kind, string(reasons[o.State]), message)
+	c.Event(workload.Pod{}, kind, string(reasons[o.State]), message)
 }
 
 // tellHealth sends Events of what has changed in the GPUs' health: to the node,
@@ -437,8 +438,8 @@ func (r *reporter) tellHealth(c Cluster, snap *Snapshot, before []health.Verdict
 	news, over := healthNews(before, snap.Verdicts)
 	for _, g := range together(snap.Inventory, news) {
 		message := g.names + " unhealthy: " + g.reason
-		c.Event(kube.Regarding{}, kube.Warning, string(status.GPUUnhealthy), message)
-		var told []kube.Regarding
+		c.Event(workload.Pod{}, kube.Warning, string(status.GPUUnhealthy), message)
+		var told []workload.Pod
 		for _, u := range g.gpus {
 			for _, pod := range podsOn(r.ledger.Allocations(), u) {
 				if !slices.Contains(told, pod) {
@@ -449,7 +450,7 @@ func (r *reporter) tellHealth(c Cluster, snap *Snapshot, before []health.Verdict
 		}
 	}
 	for _, g := range together(snap.Inventory, over) {
-		c.Event(kube.Regarding{}, kube.Normal, string(status.GPURecovered), g.names+" healthy again; it was: "+g.reason)
+		c.Event(workload.Pod{}, kube.Normal, string(status.GPURecovered), g.names+" healthy again; it was: "+g.reason)
 	}
 }
 
@@ -518,13 +519,18 @@ func together(inv *gpu.Inventory, verdicts []health.Verdict) []group {
 	return out
 }
 
+// podOf is the holder's pod, whose name is empty where nobody has said it.
+func podOf(h ledger.Holder) workload.Pod {
+	return workload.Pod{Namespace: h.Namespace, Name: h.Pod, UID: h.PodUID}
+}
+
 // podsOn lists the pods that have something of a GPU, each once.
-func podsOn(claims []ledger.Allocation, u gpu.UUID) []kube.Regarding {
-	var out []kube.Regarding
+func podsOn(claims []ledger.Allocation, u gpu.UUID) []workload.Pod {
+	var out []workload.Pod
 	for i := range claims {
 		c := &claims[i]
-		pod := kube.Regarding{Namespace: c.Holder.Namespace, Pod: c.Holder.Pod, UID: c.Holder.PodUID}
-		if pod.Pod != "" && c.On(u) && !slices.Contains(out, pod) {
+		pod := podOf(c.Holder)
+		if pod.Name != "" && c.On(u) && !slices.Contains(out, pod) {
 			out = append(out, pod)
 		}
 	}

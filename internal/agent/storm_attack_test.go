@@ -15,6 +15,7 @@ import (
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/state"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap/lib"
@@ -132,7 +133,7 @@ func (a *attack) endGuests() {
 func (a *attack) list(l *node.Listing) {
 	for _, g := range a.guests {
 		if !g.ended {
-			l.Pods = append(l.Pods, node.PodName{Namespace: "theirs", Name: g.name})
+			l.Pods = append(l.Pods, workload.Pod{Namespace: "theirs", Name: g.name})
 			l.Holdings = append(l.Holdings, node.Holding{Namespace: "theirs", Pod: g.name, Container: "app", Resource: g.resource, IDs: []string{g.id}})
 		}
 	}
@@ -156,10 +157,10 @@ func (a *attack) containers() (out []node.Container) {
 	return out
 }
 
-func (a *attack) sandboxes(out map[string]node.PodName) {
+func (a *attack) sandboxes(out map[string]workload.Pod) {
 	for _, g := range a.guests {
 		if !g.ended {
-			out[g.uid] = node.PodName{Namespace: "theirs", Name: g.name}
+			out[g.uid] = workload.Pod{Namespace: "theirs", Name: g.name}
 		}
 	}
 }

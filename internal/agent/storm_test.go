@@ -24,6 +24,7 @@ import (
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/state"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/plugin"
@@ -235,7 +236,7 @@ func (s *storm) List(context.Context) (node.Listing, error) {
 		return node.Listing{}, nil
 	}
 	s.freeLocked()
-	l := node.Listing{Pods: []node.PodName{ownPod}}
+	l := node.Listing{Pods: []workload.Pod{ownPod}}
 	for _, e := range s.entries {
 		p := s.pods[e.PodUID]
 		if e.Container != "init" {
@@ -244,11 +245,11 @@ func (s *storm) List(context.Context) (node.Listing, error) {
 	}
 	for _, p := range s.pods {
 		if p.active {
-			l.Pods = append(l.Pods, node.PodName{Namespace: "ns", Name: p.name})
+			l.Pods = append(l.Pods, workload.Pod{Namespace: "ns", Name: p.name})
 		}
 	}
 	s.attack.list(&l)
-	slices.SortFunc(l.Pods, func(a, b node.PodName) int { return strings.Compare(a.Namespace+"/"+a.Name, b.Namespace+"/"+b.Name) })
+	slices.SortFunc(l.Pods, func(a, b workload.Pod) int { return strings.Compare(a.Namespace+"/"+a.Name, b.Namespace+"/"+b.Name) })
 	return l, nil
 }
 
@@ -315,16 +316,16 @@ func (s stormRuntime) Containers(context.Context) ([]node.Container, error) {
 	}
 	return append(out, s.attack.containers()...), nil
 }
-func (s stormRuntime) Pods(context.Context) (map[string]node.PodName, error) {
+func (s stormRuntime) Pods(context.Context) (map[string]workload.Pod, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.down {
 		return nil, errors.New("the runtime is away")
 	}
-	out := map[string]node.PodName{}
+	out := map[string]workload.Pod{}
 	for uid, p := range s.pods {
 		if p.active || s.livesLocked(p) {
-			out[uid] = node.PodName{Namespace: "ns", Name: p.name}
+			out[uid] = workload.Pod{Namespace: "ns", Name: p.name}
 		}
 	}
 	s.attack.sandboxes(out)

@@ -22,6 +22,7 @@ import (
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
@@ -132,7 +133,7 @@ type executor struct {
 	ledger   *ledger.Ledger
 	log      *slog.Logger
 	// event sends an Event, and wake has a round come when a job has ended.
-	event func(kube.Regarding, kube.EventType, string, string)
+	event func(workload.Pod, kube.EventType, string, string)
 	wake  func()
 	// neverReset and idleTTL are the Options of these names.
 	neverReset bool
@@ -163,7 +164,7 @@ type executor struct {
 func newExecutor(o *Options, w *Worlds, l *ledger.Ledger, wake func()) *executor {
 	e := &executor{
 		driver: w.Driver, observer: w.Observer, ledger: l, log: o.Log, wake: wake, neverReset: o.NeverReset, idleTTL: o.IdleTTL,
-		event:   func(kube.Regarding, kube.EventType, string, string) {},
+		event:   func(workload.Pod, kube.EventType, string, string) {},
 		jobs:    map[gpu.UUID]*job{},
 		endedAt: map[gpu.UUID]time.Time{},
 		rests:   map[plan.Want]*rest{},
@@ -245,7 +246,7 @@ func (e *executor) ownMade(work []plan.Work) {
 // begin has work done beside the loop, on each GPU for itself.
 func (e *executor) begin(ctx context.Context, inv *gpu.Inventory, work []plan.Work) {
 	if plan := workText(inv, work); plan != "" {
-		e.event(kube.Regarding{}, kube.Normal, string(status.GPUChange), plan)
+		e.event(workload.Pod{}, kube.Normal, string(status.GPUChange), plan)
 	}
 	for _, w := range work {
 		d := inv.ByUUID(w.GPU)
@@ -479,7 +480,7 @@ func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
 	if r.Claim == "" {
 		rest, what := orNew(e.rests, plan.Want{GPU: r.GPU}), r.failure()
 		if rest.err == nil || rest.of != what {
-			e.event(kube.Regarding{}, kube.Warning, string(status.GPUChangeFailed), r.err.Error())
+			e.event(workload.Pod{}, kube.Warning, string(status.GPUChangeFailed), r.err.Error())
 		}
 		rest.of = what
 		rest.fail(r.err, gen, workPauseMax, now)
@@ -494,9 +495,9 @@ func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
 		return
 	}
 	message := fmt.Sprintf("%s: %s could not be made %d times and is withdrawn for %s: %v", d.Name(), r.Slot, f.n, failingFor, r.err)
-	e.event(kube.Regarding{}, kube.Warning, string(status.GPUInstanceFailed), message)
+	e.event(workload.Pod{}, kube.Warning, string(status.GPUInstanceFailed), message)
 	for _, c := range e.ledger.Allocations() {
-		if pod := (kube.Regarding{Namespace: c.Holder.Namespace, Pod: c.Holder.Pod, UID: c.Holder.PodUID}); c.ID == r.Claim && pod.Pod != "" {
+		if pod := podOf(c.Holder); c.ID == r.Claim && pod.Name != "" {
 			e.event(pod, kube.Warning, string(status.GPUInstanceFailed), message)
 		}
 	}

@@ -12,6 +12,7 @@ import (
 	"example.com/gpu-agent/internal/nfd"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/state"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap/lib"
@@ -117,7 +118,7 @@ type Runtime interface {
 	Containers(context.Context) ([]node.Container, error)
 	// Pods has the names of pods that have a sandbox, by UID: also of those without
 	// a container yet.
-	Pods(context.Context) (map[string]node.PodName, error)
+	Pods(context.Context) (map[string]workload.Pod, error)
 	// Events blocks and calls back until ctx ends, also where the runtime has no
 	// events.
 	Events(context.Context, func(node.ContainerEvent)) error
@@ -159,7 +160,7 @@ type Cluster interface {
 	SetCondition(ctx context.Context, c kube.Condition) error
 	// Devices is what these DRA drivers say of their devices in ResourceSlices.
 	Devices(ctx context.Context, drivers ...string) ([]kube.Device, error)
-	Event(regarding kube.Regarding, kind kube.EventType, reason, message string)
+	Event(regarding workload.Pod, kind kube.EventType, reason, message string)
 }
 
 // Observer is told of what happens; it must not block. internal/obs stands

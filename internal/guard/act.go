@@ -167,7 +167,7 @@ func (h *hand) end(ctx context.Context, c *node.Container, v memcap.Verdict, own
 func (h *hand) evict(ctx context.Context, c *node.Container, offences int) {
 	ctx, cancel := context.WithTimeout(ctx, kubePatience)
 	defer cancel()
-	pod := kube.PodRef{Namespace: c.Namespace, Name: c.Pod, UID: c.PodUID}
+	pod := c.InPod()
 	if err := h.cluster.Evict(ctx, pod); err != nil {
 		h.voice.log.Error("cannot evict a pod that offends again and again", "pod", pod.String(), "offences", offences, "err", err)
 		return
@@ -181,7 +181,7 @@ func (h *hand) evict(ctx context.Context, c *node.Container, offences int) {
 // tell sends an Event about a container's pod.
 func (h *hand) tell(c *node.Container, kind kube.EventType, reason, message string) {
 	if h.cluster != nil {
-		h.cluster.Event(kube.Regarding{Namespace: c.Namespace, Pod: c.Pod, UID: c.PodUID}, kind, reason, message)
+		h.cluster.Event(c.InPod(), kind, reason, message)
 	}
 }
 

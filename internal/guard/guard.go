@@ -15,6 +15,7 @@ import (
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
@@ -75,7 +76,7 @@ type Options struct {
 	// evicted; zero is never.
 	EvictAfter int
 	// Own is the agent's own pod, which may look at any GPU.
-	Own node.PodName
+	Own workload.Pod
 	// Policy is what counts as a breach; the zero value is the default.
 	Policy memcap.Policy
 	Log    *slog.Logger
@@ -148,8 +149,8 @@ type Meter interface {
 
 // Cluster is where offences are told, and offenders evicted. kube.Client is one.
 type Cluster interface {
-	Event(regarding kube.Regarding, kind kube.EventType, reason, message string)
-	Evict(context.Context, kube.PodRef) error
+	Event(regarding workload.Pod, kind kube.EventType, reason, message string)
+	Evict(context.Context, workload.Pod) error
 }
 
 // Observer is told of what happens; it must not block.

@@ -18,6 +18,7 @@ import (
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
@@ -300,11 +301,11 @@ func (m *meter) Close() error {
 	return nil
 }
 
-func (w *world) Event(r kube.Regarding, _ kube.EventType, reason, message string) {
-	w.with(func() { w.events = append(w.events, r.Namespace+"/"+r.Pod+" "+r.UID+" "+reason+": "+message) })
+func (w *world) Event(r workload.Pod, _ kube.EventType, reason, message string) {
+	w.with(func() { w.events = append(w.events, r.String()+" "+r.UID+" "+reason+": "+message) })
 }
 
-func (w *world) Evict(_ context.Context, p kube.PodRef) error {
+func (w *world) Evict(_ context.Context, p workload.Pod) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.refuses != nil {
@@ -446,7 +447,7 @@ func TestIntruder(t *testing.T) {
 			w.container("thief", []int{10}, 0)
 			w.container("elsewhere", []int{40}, 4*gib, gpu1)
 			w.procs[99] = &proc{owner: node.Owner{Start: 5}, on: map[gpu.UUID]uint64{gpu0: 70 * gib}} // of no pod
-			watch(t, w, Options{EndIntruders: end, Own: node.PodName{Namespace: "gpu", Name: "agent"}}, func(g *Guard, pass func(time.Duration)) {
+			watch(t, w, Options{EndIntruders: end, Own: workload.Pod{Namespace: "gpu", Name: "agent"}}, func(g *Guard, pass func(time.Duration)) {
 				w.uses(20, gpu0, 4*gib)
 				w.uses(10, gpu0, gib/2)
 				w.uses(40, gpu0, gib) // its claim is on the other one

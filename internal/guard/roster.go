@@ -10,6 +10,7 @@ import (
 
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap/lib"
@@ -39,7 +40,7 @@ func capsKnown(c *ledger.Allocation) bool {
 // are not on it.
 type roster struct {
 	runtime    Runtime
-	own        node.PodName                 // the agent's own pod
+	own        workload.Pod                 // the agent's own pod
 	prefix     string                       // of annotations that name claims
 	containers map[string]*node.Container   // by ID
 	of         map[string][]*node.Container // by the key of a claim that they were given
@@ -145,7 +146,7 @@ func (r *roster) knows(id string, held allocations) bool {
 }
 
 func (r *roster) isOwn(c *node.Container) bool {
-	return r.own != (node.PodName{}) && c.Namespace == r.own.Namespace && c.Pod == r.own.Name
+	return r.own != (workload.Pod{}) && c.Namespace == r.own.Namespace && c.Pod == r.own.Name
 }
 
 // keys are the claims that a container was given, in order.

@@ -10,6 +10,7 @@ import (
 
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/memcap/lib"
@@ -89,6 +90,6 @@ func (g *Guard) tellUnlisted(d *gpu.Device, id string, t *sum, pod *node.Contain
 	case pod != nil:
 		g.hand.tell(pod, kube.Warning, unlistedReason, message)
 	default:
-		g.w.Cluster.Event(kube.Regarding{}, kube.Warning, unlistedReason, fmt.Sprintf("%s; it is of a pod with the UID %s", message, t.podUID))
+		g.w.Cluster.Event(workload.Pod{}, kube.Warning, unlistedReason, fmt.Sprintf("%s; it is of a pod with the UID %s", message, t.podUID))
 	}
 }

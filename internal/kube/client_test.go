@@ -13,6 +13,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"example.com/gpu-agent/internal/workload"
 )
 
 func TestNewRefuses(t *testing.T) {
@@ -51,8 +53,8 @@ func TestRulesAreUsed(t *testing.T) {
 	want(t, told, "one")
 	background(t, func(ctx context.Context) error { return c.WatchNode(ctx, func(Node) {}) })
 	background(t, c.Run)
-	c.Event(Regarding{}, Normal, "Applied", "m")
-	c.Event(Regarding{}, Normal, "Applied", "m")
+	c.Event(workload.Pod{}, Normal, "Applied", "m")
+	c.Event(workload.Pod{}, Normal, "Applied", "m")
 	if err := c.Mark(t.Context(), Marks{Labels: map[string]string{"example.com/a": "b"}}); err != nil {
 		t.Fatal(err)
 	}
@@ -60,7 +62,7 @@ func TestRulesAreUsed(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.pod("train", "job-1", "u-1")
-	if err := c.Evict(t.Context(), PodRef{"train", "job-1", "u-1"}); err != nil {
+	if err := c.Evict(t.Context(), workload.Pod{Namespace: "train", Name: "job-1", UID: "u-1"}); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := c.Devices(t.Context()); err != nil {

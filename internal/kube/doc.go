@@ -83,7 +83,7 @@
 // (deployments/components/evict). It reads the pod's spec.nodeName, and recognises
 // the agent's evictions by a label on them.
 //
-//	err := client.Evict(ctx, kube.PodRef{Namespace: "train", Name: "job-1", UID: uid})
+//	err := client.Evict(ctx, workload.Pod{Namespace: "train", Name: "job-1", UID: uid})
 //	if errors.Is(err, kube.ErrBudget) {
 //		// not now
 //	}

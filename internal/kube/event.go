@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
+	"example.com/gpu-agent/internal/workload"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -44,15 +45,6 @@ const (
 	EventDropped EventOutcome = "dropped"
 )
 
-// Regarding is the object that an Event is about. The zero value is the
-// agent's own Node.
-type Regarding struct {
-	// Namespace, Pod and UID name a pod, an empty namespace means default.
-	// Without a UID the Event is kept, but `kubectl describe pod` does not find
-	// it. A static pod's is the one that the kubelet calls it by.
-	Namespace, Pod, UID string
-}
-
 // Limits of the API's validation: maxMessage and maxReason are its
 // NoteLengthLimit and ReasonLengthLimit.
 const (
@@ -61,7 +53,7 @@ const (
 )
 
 type event struct {
-	regarding Regarding
+	regarding workload.Pod
 	kind      EventType
 	reason    string
 	message   string
@@ -80,9 +72,12 @@ type eventQueue struct {
 	onNode, onPods flowcontrol.RateLimiter
 }
 
-// Event queues an Event and returns at once; Run sends it. reason is one word
-// in UpperCamelCase; a message beyond 1,024 bytes is cut.
-func (q *eventQueue) Event(regarding Regarding, kind EventType, reason, message string) {
+// Event queues an Event about a pod and returns at once; Run sends it. Without a name
+// it is about the agent's own Node. An empty namespace means default. Without a UID the
+// Event is kept, but `kubectl describe pod` does not find it; a static pod's is the one
+// that the kubelet calls it by. reason is one word in UpperCamelCase; a message beyond
+// 1,024 bytes is cut.
+func (q *eventQueue) Event(regarding workload.Pod, kind EventType, reason, message string) {
 	e := event{regarding, kind, brief.Cut(reason, maxReason), brief.Cut(message, maxMessage), q.now(), q.serial.Add(1)}
 	select {
 	case q.queue <- e:
@@ -153,7 +148,7 @@ func (q *eventQueue) send(ctx context.Context, e event, seen map[event]*written)
 		}
 	}
 	bucket := q.onNode
-	if e.regarding.Pod != "" {
+	if e.regarding.Name != "" {
 		bucket = q.onPods
 	}
 	if !bucket.TryAccept() {
@@ -234,7 +229,7 @@ func (e event) namespace() string {
 // eventName differs for all Events of one agent and for those of its
 // predecessors.
 func (q *eventQueue) eventName(e event) string {
-	name := e.regarding.Pod
+	name := e.regarding.Name
 	if name == "" {
 		name = q.options.NodeName
 	}
@@ -246,11 +241,11 @@ func stamp(t time.Time) string { return t.UTC().Format(time.RFC3339) }
 
 func (q *eventQueue) object(e event) *unstructured.Unstructured {
 	involved := map[string]any{"apiVersion": "v1", "kind": "Pod",
-		"namespace": e.namespace(), "name": e.regarding.Pod}
+		"namespace": e.namespace(), "name": e.regarding.Name}
 	if e.regarding.UID != "" {
 		involved["uid"] = e.regarding.UID
 	}
-	if e.regarding.Pod == "" {
+	if e.regarding.Name == "" {
 		involved = map[string]any{"apiVersion": "v1", "kind": "Node",
 			"name": q.options.NodeName, "uid": q.options.NodeName}
 	}

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
+	"example.com/gpu-agent/internal/workload"
 )
 
 // clock is set by the test.
@@ -53,10 +54,10 @@ func TestEventShape(t *testing.T) {
 	s := newServer(t)
 	c, k, done := reporter(t, s)
 	background(t, c.Run)
-	c.Event(Regarding{}, Warning, "PartitionInvalid", "config.yaml:3: no such mode")
+	c.Event(workload.Pod{}, Warning, "PartitionInvalid", "config.yaml:3: no such mode")
 	outcome(t, done, EventSent)
 	k.add(time.Nanosecond)
-	c.Event(Regarding{Namespace: "train", Pod: "job-1", UID: "u-1"}, Normal, "Held", "waits")
+	c.Event(workload.Pod{Namespace: "train", Name: "job-1", UID: "u-1"}, Normal, "Held", "waits")
 	outcome(t, done, EventSent)
 
 	events := s.all("events")
@@ -100,7 +101,7 @@ func TestEventRepeated(t *testing.T) {
 	background(t, c.Run)
 	send := func(want EventOutcome) {
 		t.Helper()
-		c.Event(Regarding{}, Warning, "Blocked", "train/job-1 holds it")
+		c.Event(workload.Pod{}, Warning, "Blocked", "train/job-1 holds it")
 		outcome(t, done, want)
 	}
 	counts := func(want ...float64) {
@@ -130,7 +131,7 @@ func TestEventRepeated(t *testing.T) {
 	send(EventSent)
 	counts(4, 1)
 	// Another message is another Event.
-	c.Event(Regarding{}, Warning, "Blocked", "train/job-2 holds it")
+	c.Event(workload.Pod{}, Warning, "Blocked", "train/job-2 holds it")
 	outcome(t, done, EventSent)
 	counts(4, 1, 1)
 }
@@ -139,18 +140,18 @@ func TestEventForgottenByServer(t *testing.T) {
 	s := newServer(t)
 	c, k, done := reporter(t, s)
 	background(t, c.Run)
-	c.Event(Regarding{}, Normal, "Applied", "m")
+	c.Event(workload.Pod{}, Normal, "Applied", "m")
 	outcome(t, done, EventSent)
 	s.put("events", "default", at(s.all("events")[0], "metadata.name").(string), nil)
 	k.add(2 * time.Minute)
-	c.Event(Regarding{}, Normal, "Applied", "m")
+	c.Event(workload.Pod{}, Normal, "Applied", "m")
 	outcome(t, done, EventSent)
 	if n := len(s.all("events")); n != 1 {
 		t.Fatalf("%d Events, want a new one", n)
 	}
 	// The new one is the one that counts on.
 	k.add(2 * time.Minute)
-	c.Event(Regarding{}, Normal, "Applied", "m")
+	c.Event(workload.Pod{}, Normal, "Applied", "m")
 	outcome(t, done, EventSent)
 	if got := s.all("events")[0]["count"]; got != 2.0 {
 		t.Errorf("count %v, want 2", got)
@@ -161,7 +162,7 @@ func TestEventNeverBlocks(t *testing.T) {
 	s := newServer(t)
 	c, _, done := reporter(t, s)
 	for range cap(c.queue) + 3 { // nobody runs
-		c.Event(Regarding{}, Normal, "Applied", "m")
+		c.Event(workload.Pod{}, Normal, "Applied", "m")
 	}
 	for range 3 {
 		outcome(t, done, EventDropped)
@@ -180,14 +181,14 @@ func TestEventServerAway(t *testing.T) {
 	}
 	s.stop()
 	background(t, c.Run)
-	c.Event(Regarding{}, Normal, "Applied", "kept")
+	c.Event(workload.Pod{}, Normal, "Applied", "kept")
 	receive(t, tried)
 	receive(t, tried)
 	s.back()
 	outcome(t, done, EventSent)
 	s.stop()
 	k.add(time.Hour)
-	c.Event(Regarding{}, Normal, "Applied", "too old")
+	c.Event(workload.Pod{}, Normal, "Applied", "too old")
 	for len(tried) > 0 {
 		<-tried
 	}
@@ -203,7 +204,7 @@ func TestEventRefused(t *testing.T) {
 	s.set(func() {
 		s.fault = func(_, _ string, w http.ResponseWriter) bool { refuse(w, 403, "Forbidden"); return true }
 	})
-	c.Event(Regarding{Namespace: "gone", Pod: "p"}, Normal, "Applied", "refused")
+	c.Event(workload.Pod{Namespace: "gone", Name: "p"}, Normal, "Applied", "refused")
 	outcome(t, done, EventDropped)
 	var failures int
 	s.set(func() {
@@ -215,7 +216,7 @@ func TestEventRefused(t *testing.T) {
 			return false
 		}
 	})
-	c.Event(Regarding{}, Normal, "Applied", "tried again")
+	c.Event(workload.Pod{}, Normal, "Applied", "tried again")
 	outcome(t, done, EventSent)
 }
 
@@ -225,7 +226,7 @@ func TestEventFlood(t *testing.T) {
 	background(t, c.Run)
 	sent := 0
 	for i := range 60 {
-		c.Event(Regarding{}, Normal, "Applied", strings.Repeat("x", i+1))
+		c.Event(workload.Pod{}, Normal, "Applied", strings.Repeat("x", i+1))
 		if receive(t, done) == EventSent {
 			sent++
 		}
@@ -245,7 +246,7 @@ func TestDroppedEventsFloodTheLog(t *testing.T) {
 	c.ration = brief.NewRation(c.log, c.now, func(_ time.Duration, f func()) *time.Timer { over = f; return nil })
 	const all = 10_000
 	for i := range all { // nobody runs
-		c.Event(Regarding{}, Warning, "GPUUnhealthy", fmt.Sprintf("Xid %d", i))
+		c.Event(workload.Pod{}, Warning, "GPUUnhealthy", fmt.Sprintf("Xid %d", i))
 	}
 	want := all - cap(c.queue)
 	if dropped != want {
@@ -288,9 +289,9 @@ func TestEventsOfManyPods(t *testing.T) {
 	s := newServer(t)
 	c, _, done := reporter(t, s)
 	for i := range pods {
-		c.Event(Regarding{Namespace: "train", Pod: fmt.Sprintf("job-%d", i)}, Warning, "GPUUnhealthy", "GPU-1: Xid 79")
+		c.Event(workload.Pod{Namespace: "train", Name: fmt.Sprintf("job-%d", i)}, Warning, "GPUUnhealthy", "GPU-1: Xid 79")
 	}
-	c.Event(Regarding{}, Warning, "GPUUnhealthy", "GPU-1: Xid 79")
+	c.Event(workload.Pod{}, Warning, "GPUUnhealthy", "GPU-1: Xid 79")
 	background(t, c.Run)
 	for range pods + 1 {
 		outcome(t, done, EventSent)

@@ -11,18 +11,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 )
-
-// PodRef names one pod and none that comes after it. All three are needed.
-type PodRef struct {
-	Namespace, Name string
-	// UID is the API server's. The kubelet calls a static pod by another one, so
-	// a static pod cannot be named by what a kubelet says.
-	UID string
-}
-
-func (p PodRef) String() string { return p.Namespace + "/" + p.Name }
 
 // budgetCause marks the API server's refusals that come from a disruption
 // budget; without it, 429 says that the server is overloaded.
@@ -43,16 +34,17 @@ var evictionLabels = map[string]any{"app.kubernetes.io/name": "gpu-agent"}
 // eviction now. Trying again later can help.
 var ErrBudget = errors.New("a disruption budget forbids it now")
 
-// Evict asks the API server to end a pod, with the grace period that the pod
-// has for itself, as a drain does: disruption budgets are heeded. It returns
-// when the server has decided, at most 30 s later, and long before the pod's
-// containers are gone.
+// Evict asks the API server to end this pod and none that comes after it, with the
+// grace period that the pod has for itself, as a drain does: disruption budgets are
+// heeded. It returns when the server has decided, at most 30 s later, and long before
+// the pod's containers are gone. The pod needs a namespace, a name, and the API
+// server's UID: the kubelet calls a static pod by another one.
 //
 // A pod that does not exist is evicted, and so is one in a namespace that has no
 // pods, of which the admission policy speaks. Where there is one of that name with
 // another UID, nothing is done, and the error wraps gpu.ErrNotFound; where a
 // budget says no, the error wraps ErrBudget and has the server's words.
-func (c *Client) Evict(ctx context.Context, p PodRef) error {
+func (c *Client) Evict(ctx context.Context, p workload.Pod) error {
 	if p.Namespace == "" || p.Name == "" || p.UID == "" {
 		return fmt.Errorf("evict pod %q with UID %q: a namespace, a name and a UID are needed, so that no other pod is hit", p, p.UID)
 	}
@@ -86,7 +78,7 @@ func (c *Client) Evict(ctx context.Context, p PodRef) error {
 }
 
 // evictionOf asks for the end of a pod; without a UID it names none.
-func evictionOf(p PodRef, labels map[string]any) *unstructured.Unstructured {
+func evictionOf(p workload.Pod, labels map[string]any) *unstructured.Unstructured {
 	options := map[string]any{}
 	if p.UID != "" {
 		options["preconditions"] = map[string]any{"uid": p.UID}

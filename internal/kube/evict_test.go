@@ -10,6 +10,7 @@ import (
 	"strings"
 	"testing"
 
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -18,7 +19,7 @@ func TestEvict(t *testing.T) {
 	s.pod("train", "job-1", "u-1")
 	s.pod("train", "job-2", "u-2")
 	c, j := connect(t, s)
-	pod := PodRef{"train", "job-1", "u-1"}
+	pod := workload.Pod{Namespace: "train", Name: "job-1", UID: "u-1"}
 	if err := c.Evict(t.Context(), pod); err != nil {
 		t.Fatal(err)
 	}
@@ -77,7 +78,7 @@ func TestEvictRefusedByPolicy(t *testing.T) {
 				return true
 			}
 			c, _ := connect(t, s)
-			if err := c.Evict(t.Context(), PodRef{"train", "job-1", "u-1"}); !test.want(err) {
+			if err := c.Evict(t.Context(), workload.Pod{Namespace: "train", Name: "job-1", UID: "u-1"}); !test.want(err) {
 				t.Errorf("%v", err)
 			}
 			if asked := s.asked("create pods/eviction train/job-1 "); len(asked) != 1 || !strings.Contains(asked[0], `"app.kubernetes.io/name":"gpu-agent"`) {
@@ -92,7 +93,7 @@ func TestEvictNeedsAName(t *testing.T) {
 	s := newServer(t)
 	s.pod("train", "job-1", "u-1")
 	c, _ := connect(t, s)
-	for _, p := range []PodRef{{"", "job-1", "u-1"}, {"train", "", "u-1"}, {"train", "job-1", ""}} {
+	for _, p := range []workload.Pod{{Name: "job-1", UID: "u-1"}, {Namespace: "train", UID: "u-1"}, {Namespace: "train", Name: "job-1"}} {
 		if err := c.Evict(t.Context(), p); err == nil || !strings.Contains(err.Error(), "are needed") {
 			t.Errorf("%+v: %v", p, err)
 		}
@@ -143,7 +144,7 @@ func TestEvictRefused(t *testing.T) {
 			})
 			c, j := connect(t, s)
 			for range 2 {
-				err := c.Evict(t.Context(), PodRef{"train", "job-1", "u-1"})
+				err := c.Evict(t.Context(), workload.Pod{Namespace: "train", Name: "job-1", UID: "u-1"})
 				if err == nil || errors.Is(err, ErrBudget) != test.budget || !strings.Contains(err.Error(), "train/job-1") || !strings.Contains(err.Error(), test.want) {
 					t.Fatalf("%v, want an error that names the pod, says %q, and is ErrBudget: %v", err, test.want, test.budget)
 				}
@@ -165,7 +166,7 @@ func TestEvictServerAway(t *testing.T) {
 	c, j := connect(t, s)
 	s.stop()
 	for _, name := range []string{"job-1", "job-2", "job-3"} {
-		if err := c.Evict(t.Context(), PodRef{"train", name, "u-1"}); err == nil || errors.Is(err, ErrBudget) {
+		if err := c.Evict(t.Context(), workload.Pod{Namespace: "train", Name: name, UID: "u-1"}); err == nil || errors.Is(err, ErrBudget) {
 			t.Fatalf("%v, want an error of the network", err)
 		}
 	}
@@ -173,7 +174,7 @@ func TestEvictServerAway(t *testing.T) {
 		t.Errorf("%d lines for one outage", n)
 	}
 	s.back()
-	if err := c.Evict(t.Context(), PodRef{"train", "job-1", "u-1"}); err != nil {
+	if err := c.Evict(t.Context(), workload.Pod{Namespace: "train", Name: "job-1", UID: "u-1"}); err != nil {
 		t.Fatal(err)
 	}
 	if n := j.count("answers again"); n != 1 {
@@ -182,7 +183,7 @@ func TestEvictServerAway(t *testing.T) {
 	// Our own end is not the server's.
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if err := c.Evict(ctx, PodRef{"train", "job-1", "u-1"}); !errors.Is(err, context.Canceled) {
+	if err := c.Evict(ctx, workload.Pod{Namespace: "train", Name: "job-1", UID: "u-1"}); !errors.Is(err, context.Canceled) {
 		t.Errorf("with an ended context: %v", err)
 	}
 }

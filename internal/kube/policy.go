@@ -14,6 +14,8 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+
+	"example.com/gpu-agent/internal/workload"
 )
 
 // PolicyState says whether the API server holds the agent to an admission policy.
@@ -44,7 +46,7 @@ type PolicyOptions struct {
 	Evictions bool
 	// Pod is the agent's own, by which the policy on a pod's node is tried. It
 	// needs no UID; without a name, that policy is left out.
-	Pod PodRef
+	Pod workload.Pod
 }
 
 const (
@@ -125,7 +127,7 @@ func (c *Client) WatchPolicies(ctx context.Context, o PolicyOptions, fn func([]P
 func (c *Client) attempts(o PolicyOptions) []attempt {
 	dry := []string{metav1.DryRunAll}
 	notFound := apierrors.IsNotFound
-	evict := func(p PodRef, labels map[string]any) func(context.Context) error {
+	evict := func(p workload.Pod, labels map[string]any) func(context.Context) error {
 		return func(ctx context.Context) error {
 			_, err := c.api.Resource(pods).Namespace(p.Namespace).Create(ctx, evictionOf(p, labels), metav1.CreateOptions{DryRun: dry}, "eviction")
 			return err
@@ -148,7 +150,7 @@ func (c *Client) attempts(o PolicyOptions) []attempt {
 	}
 	if o.Evictions {
 		list = append(list, attempt{"gpu-agent-evict", "create", pods.Resource + "/eviction",
-			evict(PodRef{Namespace: metav1.NamespaceDefault, Name: tried}, nil), notFound})
+			evict(workload.Pod{Namespace: metav1.NamespaceDefault, Name: tried}, nil), notFound})
 		if o.Pod.Name != "" {
 			own := o.Pod
 			own.UID = noUID

@@ -11,6 +11,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"example.com/gpu-agent/internal/workload"
 )
 
 // policies is what a server that has admission policies does to dry runs.
@@ -125,7 +127,7 @@ func TestPoliciesAreTriedByDryRun(t *testing.T) {
 	p, c, _ := newPolicies(t, "nodes", "events", "pods/eviction")
 	p.s.pod("gpu", "agent-x", "u-1")
 	before := fmt.Sprint(p.s.all("nodes"), p.s.all("events"), p.s.all("pods"))
-	told := follows(t, c, PolicyOptions{Evictions: true, Pod: PodRef{Namespace: "gpu", Name: "agent-x"}})
+	told := follows(t, c, PolicyOptions{Evictions: true, Pod: workload.Pod{Namespace: "gpu", Name: "agent-x"}})
 	wantTold(t, told, ":missing -events:missing -evict:missing -evict-node:missing")
 	if after := fmt.Sprint(p.s.all("nodes"), p.s.all("events"), p.s.all("pods")); after != before {
 		t.Errorf("the server has\n%s, had\n%s", after, before)

@@ -4,8 +4,11 @@ package node
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"net"
 	"sync"
+	"sync/atomic"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -26,8 +29,7 @@ type line struct {
 }
 
 // ask calls question on the open connection. A server that restarted leaves the
-// connection dead and gRPC in a back-off that has no reason to end with the
-// restart, so an unavailable server is tried once more on a fresh one.
+// connection dead, so an unavailable server is tried once more on a fresh one.
 func (l *line) ask(ctx context.Context, question func(*grpc.ClientConn) error) error {
 	conn, fresh, err := l.connection(nil)
 	if err != nil {
@@ -62,7 +64,18 @@ func (l *line) connection(dead *grpc.ClientConn) (conn *grpc.ClientConn, fresh b
 	if err != nil {
 		return nil, false, err
 	}
+	// A connection is dialled once. gRPC would take a stream that has not begun to
+	// the next server without a word, which may be of another version and has said
+	// nothing of what was missed meanwhile.
+	var dialled atomic.Bool
 	conn, err = grpc.NewClient("unix:"+socket,
+		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) {
+			if dialled.Swap(true) {
+				return nil, errors.New("the connection was lost")
+			}
+			return new(net.Dialer).DialContext(ctx, "unix", socket)
+		}),
+		grpc.WithIdleTimeout(0),
 		grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithNoProxy(),
 		grpc.WithDisableServiceConfig(),

@@ -11,6 +11,8 @@ import (
 
 	"google.golang.org/grpc"
 	podresources "k8s.io/kubelet/pkg/apis/podresources/v1"
+
+	"example.com/gpu-agent/internal/workload"
 )
 
 // maxListing is the largest answer accepted, in bytes. gRPC's default of 4 MiB
@@ -19,10 +21,8 @@ import (
 // for Allocatable.
 const maxListing = 64 << 20
 
-// PodName names a pod. The service has no UIDs.
-type PodName struct {
-	Namespace, Name string
-}
+// PodName names a pod.
+type PodName = workload.Pod
 
 // Holding is the devices of one resource that one container holds.
 type Holding struct {
@@ -41,8 +41,9 @@ type Prepared struct {
 
 // Listing is the kubelet's account at one moment.
 type Listing struct {
-	// Pods is every pod in the account, with devices or without, sorted.
-	Pods []PodName
+	// Pods is every pod in the account, with devices or without, sorted. The service
+	// has no UIDs.
+	Pods []workload.Pod
 	// Holdings is sorted by namespace, pod, container and resource. It has the
 	// devices of all plugins, app containers and restartable init containers;
 	// plain init containers are never in it.
@@ -55,11 +56,11 @@ type Listing struct {
 
 // Has tells whether the account names that pod.
 func (l *Listing) Has(namespace, pod string) bool {
-	_, found := slices.BinarySearchFunc(l.Pods, PodName{namespace, pod}, comparePods)
+	_, found := slices.BinarySearchFunc(l.Pods, workload.Pod{Namespace: namespace, Name: pod}, comparePods)
 	return found
 }
 
-func comparePods(a, b PodName) int {
+func comparePods(a, b workload.Pod) int {
 	return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
 }
 
@@ -116,7 +117,7 @@ func (p *PodResources) List(ctx context.Context) (Listing, error) {
 func listing(answer *podresources.ListPodResourcesResponse) Listing {
 	var l Listing
 	for _, pod := range answer.GetPodResources() {
-		l.Pods = append(l.Pods, PodName{pod.GetNamespace(), pod.GetName()})
+		l.Pods = append(l.Pods, workload.Pod{Namespace: pod.GetNamespace(), Name: pod.GetName()})
 		for _, container := range pod.GetContainers() {
 			for resource, ids := range collect(container.GetDevices()) {
 				l.Holdings = append(l.Holdings,

@@ -16,6 +16,7 @@ import (
 	grpcstatus "google.golang.org/grpc/status"
 	podresources "k8s.io/kubelet/pkg/apis/podresources/v1"
 
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/tests/fakes"
 )
 
@@ -96,7 +97,7 @@ func TestListing(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := Listing{
-		Pods: []PodName{{"gpu", "gpu-agent-x"}, {"gpu", "idle"}, {"train", "job-1"}, {"train", "job-2"}},
+		Pods: []workload.Pod{{Namespace: "gpu", Name: "gpu-agent-x"}, {Namespace: "gpu", Name: "idle"}, {Namespace: "train", Name: "job-1"}, {Namespace: "train", Name: "job-2"}},
 		Holdings: []Holding{
 			{"train", "job-1", "main", "example.com/gpu-mem", []string{"GPU-a::0", "GPU-a::1", "GPU-a::7"}},
 			{"train", "job-1", "main", "other.io/nic", []string{"eth0"}},

@@ -25,6 +25,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/wait"
 	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -78,6 +79,11 @@ type Container struct {
 	// Annotations are those with RuntimeOptions.AnnotationPrefix, nil without
 	// any.
 	Annotations map[string]string
+}
+
+// InPod is the container's pod.
+func (c *Container) InPod() workload.Pod {
+	return workload.Pod{Namespace: c.Namespace, Name: c.Pod, UID: c.PodUID}
 }
 
 // Runtime asks the node's container runtime, any that speaks the CRI, which
@@ -203,7 +209,7 @@ func ask[A any](ctx context.Context, r *Runtime, question func(cri.RuntimeServic
 // Pods returns the pods whose sandbox is ready, by UID: also those of which no
 // container exists yet, for one while an image is pulled. Errors are those of
 // Containers.
-func (r *Runtime) Pods(ctx context.Context) (map[string]PodName, error) {
+func (r *Runtime) Pods(ctx context.Context) (map[string]workload.Pod, error) {
 	ready := &cri.PodSandboxFilter{State: &cri.PodSandboxStateValue{State: cri.PodSandboxState_SANDBOX_READY}}
 	answer, err := ask(ctx, r, func(c cri.RuntimeServiceClient) (*cri.ListPodSandboxResponse, error) {
 		return c.ListPodSandbox(ctx, &cri.ListPodSandboxRequest{Filter: ready})
@@ -211,11 +217,11 @@ func (r *Runtime) Pods(ctx context.Context) (map[string]PodName, error) {
 	if err != nil {
 		return nil, r.wrap("list pod sandboxes", err)
 	}
-	pods := make(map[string]PodName, len(answer.GetItems()))
+	pods := make(map[string]workload.Pod, len(answer.GetItems()))
 	for _, s := range answer.GetItems() {
 		m, l := s.GetMetadata(), s.GetLabels()
 		if uid := cmp.Or(m.GetUid(), l[labelPodUID]); uid != "" && s.GetState() == cri.PodSandboxState_SANDBOX_READY {
-			pods[uid] = PodName{Namespace: cmp.Or(m.GetNamespace(), l[labelPodNamespace]), Name: cmp.Or(m.GetName(), l[labelPodName])}
+			pods[uid] = workload.Pod{Namespace: cmp.Or(m.GetNamespace(), l[labelPodNamespace]), Name: cmp.Or(m.GetName(), l[labelPodName])}
 		}
 	}
 	return pods, nil
@@ -354,8 +360,7 @@ func (r *Runtime) Events(ctx context.Context, fn func(ContainerEvent)) error {
 }
 
 // awaitLoss waits until the connection that a runtime answered on is no more: a
-// runtime that restarts closes it. It also ends after half an hour in which nobody
-// asked anything, when gRPC gives an idle connection up.
+// runtime that restarts closes it.
 func awaitLoss(ctx context.Context, conn *grpc.ClientConn) {
 	for conn.GetState() == connectivity.Ready && conn.WaitForStateChange(ctx, connectivity.Ready) {
 	}
@@ -386,7 +391,7 @@ func (r *Runtime) stream(ctx context.Context, dead *grpc.ClientConn, fn func(Con
 	if err != nil {
 		return nil, err
 	}
-	// On this very connection: what answers on the next one may be another version.
+	// What answers on the next connection may be another version.
 	client := cri.NewRuntimeServiceClient(conn)
 	v, err := client.Version(ctx, &cri.VersionRequest{})
 	if err != nil {

@@ -22,6 +22,7 @@ import (
 	"google.golang.org/grpc/status"
 	cri "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/tests/fakes"
 )
@@ -133,7 +134,7 @@ func TestPods(t *testing.T) {
 	}}
 	s.Answer("ListPodSandbox", func(context.Context, any) (any, error) { return pods, nil })
 	got, err := asker(t, s).Pods(t.Context())
-	want := map[string]PodName{"u1": {"train", "job-1"}, "u3": {"kube-system", "etcd"}}
+	want := map[string]workload.Pod{"u1": {Namespace: "train", Name: "job-1"}, "u3": {Namespace: "kube-system", Name: "etcd"}}
 	if err != nil || !reflect.DeepEqual(got, want) {
 		t.Errorf("%v, %v, want %v", got, err, want)
 	}
