@@ -227,7 +227,7 @@ func TestInstanceRefusals(t *testing.T) {
 		{"all of a GPU instance of which a part is taken", creation(t, d, u, "2g.20gb", at(2, 2), 0), gpu.ErrNoRoom, []string{"create 2g.20gb@2", "compute instances"}},
 		{"no place of the profile", creation(t, d, u, "3g.40gb", at(1, 4), 0), gpu.ErrInvalid, []string{"create 3g.40gb@1", "{0 4} {4 4}"}},
 		{"no slice of the split", creation(t, d, u, "1c.2g.20gb", at(4, 2), 2), gpu.ErrInvalid, []string{"create 1c.2g.20gb@4.2"}},
-		{"no such split", creation(t, d, u, "3c.2g.20gb", at(4, 2), 0), gpu.ErrInvalid, []string{"compute instance of 3 slices"}},
+		{"no such split", creation(t, d, u, "3c.2g.20gb", at(4, 2), 0), gpu.ErrInvalid, []string{"compute instance of 3 compute slices"}},
 		{"no such profile", creation(t, d, u, "1g.5gb", at(4, 1), 0), gpu.ErrInvalid, []string{"1g.5gb", "3g.40gb"}},
 		{"MIG is off", creation(t, d, gpus[1].UUID, "1g.10gb", at(4, 1), 0), gpu.ErrNotSupported, []string{"create 1g.10gb@4 on " + string(gpus[1].UUID), "MIG mode"}},
 		{"no such GPU", creation(t, d, "GPU-x", "1g.10gb", at(4, 1), 0), gpu.ErrNotFound, []string{"create 1g.10gb@4 on GPU-x"}},
