@@ -838,7 +838,7 @@ func TestStartWithoutHardware(t *testing.T) {
 		b = start(t, o, dir, allShared)
 		b.want("failed", fourUnitsX, "")
 		b.end()
-		b.with(func() { b.err, b.outside.inv.GPUs[1] = nil, gpu.Device{Index: 1, Fault: "GPU is lost"} })
+		b.with(func() { b.err, b.outside.inv.GPUs[1] = nil, gpu.Device{Index: 1, Fault: "GPU is lost", Lost: true} })
 		b = start(t, o, dir, allShared)
 		defer b.end()
 		time.Sleep(2 * testHold)

@@ -298,7 +298,7 @@ func (r *reader) withMissing(inv gpu.Inventory) *gpu.Inventory {
 				continue
 			}
 			if i := slices.IndexFunc(inv.GPUs, func(n gpu.Device) bool { return n.UUID == "" && n.Index == d.Index }); i >= 0 {
-				d.Fault = inv.GPUs[i].Fault
+				d.Fault, d.Lost = inv.GPUs[i].Fault, inv.GPUs[i].Lost
 				inv.GPUs[i] = d
 				continue
 			}

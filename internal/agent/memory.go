@@ -59,7 +59,7 @@ func (a *Agent) save() error {
 	doc := state.Document{Boot: a.opts.Boot, TimeSlices: a.slices.inForce(), Layouts: a.layouts.listed()}
 	for i := range a.reader.inv.GPUs {
 		d := a.reader.inv.GPUs[i]
-		d.Fault, d.Links, d.MIG = "", nil, gpu.MIG{}
+		d.Fault, d.Lost, d.Links, d.MIG = "", false, nil, gpu.MIG{}
 		doc.GPUs = append(doc.GPUs, d)
 	}
 	if faults := a.health.Records(); len(faults) > 0 {

@@ -463,7 +463,7 @@ func judge(gr GPUReading) (all []complaint) {
 		all = append(all, complaint{key: place(class, -1, -1), detail: detail, needs: needs})
 	}
 	if f := gr.Device.Fault; f != "" {
-		if gr.Device.Gone || strings.Contains(f, gpu.ErrLost.Error()) {
+		if gr.Device.Gone || gr.Device.Lost {
 			add(ClassLost, f, NeedsReset)
 		} else {
 			add(ClassUnreadable, f, NeedsNothing)

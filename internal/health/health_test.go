@@ -195,8 +195,9 @@ func TestReadings(t *testing.T) {
 		want  string
 		quick bool
 	}{
-		{"a fault that says lost", reading(fault("get name: "+gpu.ErrLost.Error()), good(b)), "GPU-a lost", false},
+		{"the driver calls it lost", reading(with(fault("get name: ?"), func(g *GPUReading) { g.Device.Lost = true }), good(b)), "GPU-a lost", false},
 		{"another fault", reading(fault("get name: what?"), good(b)), "GPU-a unreadable", false},
+		{"another fault, in words that were taken for lost", reading(fault("get name: \"the "+gpu.ErrLost.Error()+"\" is not a name"), good(b)), "GPU-a unreadable", false},
 		{"lost when its health is asked", reading(failing(gpu.ErrLost), good(b)), "GPU-a lost", false},
 		{"gone when its health is asked", reading(failing(gpu.ErrNotFound), good(b)), "GPU-a lost", false},
 		{"an error", reading(failing(gpu.ErrDriver), good(b)), "GPU-a unreadable", false},

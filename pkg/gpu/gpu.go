@@ -125,8 +125,10 @@ type Device struct {
 	// A GPU with a fault is kept in the inventory, so that its devices can be
 	// shown as unhealthy instead of vanishing.
 	Fault string `json:"fault,omitempty"`
-	// Gone says that the driver does not list the GPU any more; Fault is set too.
+	// Gone says that the driver does not list the GPU any more, and Lost that it said
+	// that the GPU is lost (ErrLost); Fault is set too.
 	Gone bool `json:"gone,omitempty"`
+	Lost bool `json:"lost,omitempty"`
 }
 
 // Name is the GPU's name for people: "GPU 3 (GPU-…)".

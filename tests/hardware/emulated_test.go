@@ -501,8 +501,8 @@ func TestLostGPU(t *testing.T) {
 	}
 	for i, dev := range lost.GPUs {
 		if i == 3 {
-			if dev.Fault == "" {
-				t.Errorf("the lost GPU has no fault: %+v", dev)
+			if dev.Fault == "" || !dev.Lost {
+				t.Errorf("the lost GPU has no fault, or is not said to be lost: %+v", dev)
 			}
 			dev.Fault = ""
 		}

@@ -312,6 +312,11 @@ func TestHealth(t *testing.T) {
 	if _, err := d.Health(wait(t), gpus[3].UUID); !errors.Is(err, gpu.ErrLost) {
 		t.Errorf("health of a lost GPU: %v, want ErrLost", err)
 	}
+	for i, dev := range inventory(t, d).GPUs {
+		if lost := i == 3; dev.Lost != lost || (dev.Fault != "") != lost {
+			t.Errorf("GPU %d: lost %v with fault %q, and GPU 3 alone is", i, dev.Lost, dev.Fault)
+		}
+	}
 	if _, err := d.Health(wait(t), "GPU-00000000-0000-0000-0000-000000000000"); !errors.Is(err, gpu.ErrNotFound) {
 		t.Errorf("health of a GPU that is not there: %v, want ErrNotFound", err)
 	}

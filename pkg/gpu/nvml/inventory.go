@@ -58,8 +58,8 @@ func (d *Driver) inventory(ctx context.Context) (gpu.Inventory, error) {
 		dev, h, err := d.device(i)
 		if err != nil {
 			dev = d.remembered(i, dev.UUID)
-			dev.Fault = err.Error()
-			stale = stale || errors.Is(err, gpu.ErrLost)
+			dev.Fault, dev.Lost = err.Error(), errors.Is(err, gpu.ErrLost)
+			stale = stale || dev.Lost
 		} else {
 			handles[dev.UUID] = h
 		}
@@ -162,7 +162,7 @@ func (d *Driver) reconcile(inv *gpu.Inventory, read map[gpu.UUID]nvml.Device) (s
 	for i := range inv.GPUs {
 		dev := &inv.GPUs[i]
 		if _, ok := read[dev.UUID]; ok && dev.Fault != "" {
-			*dev = gpu.Device{Index: dev.Index, Fault: dev.Fault}
+			*dev = gpu.Device{Index: dev.Index, Fault: dev.Fault, Lost: dev.Lost}
 		}
 		listed[dev.UUID] = true
 	}
