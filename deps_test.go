@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package house holds the shape of the program: which rooms there are, which
-// floor each is on, and who may know whom. A rule that is broken is reported
+// Package floors holds the shape of the program: which packages there are, which floor
+// each is on, and which may import which. A rule that is broken is reported
 // with its reason; whoever means to change a rule changes it here, in the open.
-package house
+package floors
 
 import (
 	"cmp"
@@ -32,19 +32,19 @@ const (
 	// shortestDoc is where a package comment stops being a label.
 	shortestDoc = 200
 	// outside is the floor of what is not part of the product: tests and
-	// manifests. It may look into every room and no room may look at it.
+	// manifests. It may import every package and no package may import it.
 	outside = -1
 )
 
-// room is a package, or with a path that ends in /... all packages below it.
-type room struct {
+// entry is a package, or with a path that ends in /... all packages below it.
+type entry struct {
 	path  string
 	floor int
 	what  string
 }
 
-// rooms is the house. A package without a room here is a mistake.
-var rooms = []room{
+// packages is the program. A package without an entry here is a mistake.
+var packages = []entry{
 	{"cmd/gpu-agent", 5, "flags, options, wiring; decides nothing"},
 	{"internal/agent", 4, "the loop"},
 	{"internal/cleanup", 4, "takes away what agents have left on a node"},
@@ -80,47 +80,47 @@ var rooms = []room{
 	{"tests/...", outside, "the emulated driver, the test node, tests on it"},
 }
 
-// tools are rooms of floor 2 that their siblings may import: they know the kernel
-// alone, which every room of that floor does.
+// tools are packages of floor 2 that their siblings may import: they know the kernel
+// alone, which every package of that floor does.
 var tools = []string{"internal/atomicfile"}
 
-// doors are outside worlds that one room alone knows, by the prefix of their
-// import path.
-var doors = []struct{ prefix, room, reason string }{
+// doors are outside systems that one package alone knows, by the prefix of their import
+// path.
+var doors = []struct{ prefix, owner, reason string }{
 	{"github.com/NVIDIA/go-nvml", "pkg/gpu/nvml", "one package owns the driver, so that every call of it can be found, counted and bounded in time"},
 	{"github.com/NVIDIA/go-nvlib", "pkg/gpu/nvml", "it speaks to the driver"},
 	{"github.com/NVIDIA/nvidia-container-toolkit", "pkg/gpu/nvml", "nvcdi speaks to the driver"},
-	{"k8s.io/kubelet/pkg/apis/deviceplugin", "pkg/plugin", "a second dialect, DRA, is to come: the kubelet's types stop at the room that speaks it"},
+	{"k8s.io/kubelet/pkg/apis/deviceplugin", "pkg/plugin", "a second dialect, DRA, is to come: the kubelet's types stop at the package that speaks it"},
 	{"k8s.io/kubelet/pkg/apis/podresources", "internal/node", "who holds what is asked in one place"},
 	{"k8s.io/cri-api", "internal/node", "who holds what is asked in one place"},
 	{"github.com/containerd", "internal/node", "who holds what is asked in one place"},
-	{"k8s.io/client-go", "internal/kube", "the API server is one room's business, and the typed clients cost 18 MB: the agent must not come to need them by accident"},
+	{"k8s.io/client-go", "internal/kube", "the API server is one package's business, and the typed clients cost 18 MB: the agent must not come to need them by accident"},
 }
 
-// pureAllowed is what floors 0 and 1 may import from outside, by room.
+// pureAllowed is what floors 0 and 1 may import from outside, by package.
 var pureAllowed = map[string][]string{
 	"pkg/cdi":         {"tags.cncf.io/container-device-interface/specs-go"},
 	"internal/config": {"go.yaml.in/yaml/v4"},
 }
 
-// impure is what a pure room would need for a file system, a network or a
+// impure is what a pure package would need for a file system, a network or a
 // process, and for asking the time. Types of package time are fine.
 var (
 	impureImports = []string{"os", "net", "syscall", "plugin"}
 	impureTime    = []string{"Now", "Since", "Until", "Sleep", "After", "AfterFunc", "NewTimer", "NewTicker", "Tick"}
 )
 
-func TestHouse(t *testing.T) {
+func TestFloors(t *testing.T) {
 	for _, v := range inspect(os.DirFS(".")) {
 		t.Error(v)
 	}
 }
 
-// TestPureRoomsStayPure looks at everything that floors 0 and 1 bring along,
+// TestPurePackagesStayPure looks at everything that floors 0 and 1 bring along,
 // not only at what they import themselves.
-func TestPureRoomsStayPure(t *testing.T) {
+func TestPurePackagesStayPure(t *testing.T) {
 	args := []string{"list", "-deps", "-json=ImportPath,Standard"}
-	for _, r := range rooms {
+	for _, r := range packages {
 		if (r.floor == 0 || r.floor == 1) && hasGo(r.path) {
 			args = append(args, "./"+r.path)
 		}
@@ -145,10 +145,10 @@ func TestPureRoomsStayPure(t *testing.T) {
 		own, isOwn := strings.CutPrefix(p.ImportPath, module+"/")
 		switch {
 		case p.Standard && slices.Contains([]string{"net", "net/http", "os/exec"}, p.ImportPath):
-			t.Errorf("floors 0 and 1 bring along %s: a pure room that can reach the network or start a process is not pure", p.ImportPath)
+			t.Errorf("floors 0 and 1 bring along %s: a pure package that can reach the network or start a process is not pure", p.ImportPath)
 		case p.Standard:
 		case isOwn:
-			if r, ok := roomOf(own); !ok || r.floor < 0 || r.floor > 1 {
+			if r, ok := entryOf(own); !ok || r.floor < 0 || r.floor > 1 {
 				t.Errorf("floors 0 and 1 bring along %s: imports go downward only", own)
 			}
 		default:
@@ -171,7 +171,7 @@ func hasGo(dir string) bool {
 	return len(files) > 0
 }
 
-// inspect returns what is wrong with the house, in the order of the paths.
+// inspect returns what is wrong with the program, in the order of the paths.
 func inspect(tree fs.FS) []string {
 	h := &inspector{docs: make(map[string]int)}
 	if err := fs.WalkDir(tree, ".", func(p string, d fs.DirEntry, err error) error {
@@ -246,9 +246,9 @@ func (h *inspector) file(p string, src []byte) {
 	if dir == "." && isTest {
 		return
 	}
-	r, ok := roomOf(dir)
+	r, ok := entryOf(dir)
 	if !ok {
-		h.add(dir, "which floor is it on? Give the package a room in deps_test.go")
+		h.add(dir, "which floor is it on? Give the package an entry in deps_test.go")
 		return
 	}
 	if r.floor == outside || isTest {
@@ -272,10 +272,10 @@ func (h *inspector) file(p string, src []byte) {
 }
 
 // imports judges one import of a file of the product.
-func (h *inspector) imports(p, dir string, r room, target string) {
+func (h *inspector) imports(p, dir string, r entry, target string) {
 	for _, d := range doors {
-		if under(target, d.prefix) && dir != d.room {
-			h.add(p, "imports %s, which %s alone may: %s", target, d.room, d.reason)
+		if under(target, d.prefix) && dir != d.owner {
+			h.add(p, "imports %s, which %s alone may: %s", target, d.owner, d.reason)
 		}
 	}
 	own, isOwn := strings.CutPrefix(target, module+"/")
@@ -293,20 +293,20 @@ func (h *inspector) imports(p, dir string, r room, target string) {
 		}
 		return
 	}
-	to, ok := roomOf(own)
+	to, ok := entryOf(own)
 	switch {
 	case !ok: // reported where it lies, if it exists
 	case to.floor == outside:
 		h.add(p, "imports %s: the product holds no fake and knows no test", own)
 	case to.floor > r.floor:
-		h.add(p, "imports %s, from floor %d to floor %d: imports go downward only, so that a room can be understood without the ones above it", own, r.floor, to.floor)
+		h.add(p, "imports %s, from floor %d to floor %d: imports go downward only, so that a package can be understood without the ones above it", own, r.floor, to.floor)
 	case to.floor == r.floor && r.floor > 1 && to.path != r.path && !slices.Contains(tools, to.path):
-		h.add(p, "imports its sibling %s: a room of floor %d knows one outside world; where two must meet, the floor above passes plain values between them", own, r.floor)
+		h.add(p, "imports its sibling %s: a package of floor %d knows one outside system; where two must meet, the floor above passes plain values between them", own, r.floor)
 	}
 }
 
 // calls looks for what a file may not do with packages that it may import.
-func (h *inspector) calls(p, dir string, r room, f *ast.File, names map[string]string) {
+func (h *inspector) calls(p, dir string, r entry, f *ast.File, names map[string]string) {
 	if _, dot := names["."]; dot {
 		h.add(p, "has a dot import, behind which no call can be seen")
 	}
@@ -329,20 +329,20 @@ func (h *inspector) calls(p, dir string, r room, f *ast.File, names map[string]s
 	})
 }
 
-// roomOf returns the room of a package: the one with just that path before one
+// entryOf returns the entry of a package: the one with just that path before one
 // that takes in all below a path.
-func roomOf(dir string) (room, bool) {
-	for _, r := range rooms {
+func entryOf(dir string) (entry, bool) {
+	for _, r := range packages {
 		if r.path == dir {
 			return r, true
 		}
 	}
-	for _, r := range rooms {
+	for _, r := range packages {
 		if above, ok := strings.CutSuffix(r.path, "/..."); ok && strings.HasPrefix(dir, above+"/") {
 			return r, true
 		}
 	}
-	return room{}, false
+	return entry{}, false
 }
 
 // under reports whether an import path is prefix or below it.
@@ -351,7 +351,7 @@ func under(target, prefix string) bool {
 }
 
 // TestRulesBite breaks each rule once, so that a rule that no longer looks is
-// seen; and a house in order once, so that one that sees ghosts is.
+// seen; and once nothing, so that a false alarm is.
 func TestRulesBite(t *testing.T) {
 	const doc = spdx + "\n\n// Package x is described at such a length that a newcomer can learn from it what the\n" +
 		"// model is, why it is like that, how it is used and what it refuses to know, which\n" +
@@ -372,8 +372,8 @@ func TestRulesBite(t *testing.T) {
 		{"tests may know the product and all doors", "tests/e2e/x.go", source("os k8s.io/client-go/dynamic "+module+"/internal/agent", "func f() { os.Exit(1) }"), ""},
 		{"manifests have tests and no essay", "deployments/x_test.go", source(module+"/internal/config", ""), ""},
 		{"main may exit", "cmd/gpu-agent/x.go", source("os "+module+"/internal/agent", "func f() { os.Exit(1) }"), ""},
-		{"a door in its room", "pkg/gpu/nvml/x.go", source("github.com/NVIDIA/go-nvml/pkg/nvml", ""), ""},
-		{"the cap's rooms know each other", "pkg/memcap/lib/x.go", source(module+"/pkg/memcap/files "+module+"/pkg/memcap", ""), ""},
+		{"a door in its package", "pkg/gpu/nvml/x.go", source("github.com/NVIDIA/go-nvml/pkg/nvml", ""), ""},
+		{"the packages of the cap know each other", "pkg/memcap/lib/x.go", source(module+"/pkg/memcap/files "+module+"/pkg/memcap", ""), ""},
 		{"upward", "internal/plan/x.go", source(module+"/internal/agent", ""), "imports go downward only"},
 		{"upward by a name that looks below", "pkg/cdi/x.go", source(module+"/pkg/cdi/dir", ""), "imports go downward only"},
 		{"a sibling", "pkg/plugin/x.go", source(module+"/internal/kube", ""), "its sibling internal/kube"},
@@ -389,15 +389,15 @@ func TestRulesBite(t *testing.T) {
 		{"a process", "pkg/mig/x.go", source("os/exec", ""), "no process"},
 		{"a network", "pkg/gpu/x.go", source("net/http", ""), "no network"},
 		{"a library", "pkg/timeslice/x.go", source("github.com/google/uuid", ""), "know the standard library"},
-		{"another room's library", "pkg/mig/x.go", source("go.yaml.in/yaml/v4", ""), "know the standard library"},
+		{"another entry's library", "pkg/mig/x.go", source("go.yaml.in/yaml/v4", ""), "know the standard library"},
 		{"a clock", "internal/plan/x.go", source("time", "var t = time.Now()"), "uses time.Now: floors 0 and 1 have no clock"},
 		{"a clock by another name", "pkg/memcap/x.go", spdx + "\n\npackage x\n\nimport clock \"time\"\n\nvar f = clock.Sleep\n", "uses time.Sleep"},
 		{"a clock by no name", "pkg/memcap/x.go", spdx + "\n\npackage x\n\nimport . \"time\"\n\nvar f = Sleep\n", "dot import"},
 		{"the product knows a test", "internal/agent/x.go", source(module+"/tests/emulator", ""), "knows no test"},
 		{"an exit", "internal/agent/x.go", source("os", "func f() { os.Exit(1) }"), "only cmd/gpu-agent ends the process"},
 		{"a fatal log", "internal/obs/x.go", source("log", "func f() { log.Fatalf(\"\") }"), "only cmd/gpu-agent ends the process"},
-		{"no room", "pkg/extra/x.go", source("", ""), "which floor is it on?"},
-		{"no room at the top", "x.go", source("", ""), "which floor is it on?"},
+		{"no entry", "pkg/extra/x.go", source("", ""), "which floor is it on?"},
+		{"no entry at the top", "x.go", source("", ""), "which floor is it on?"},
 		{"a second program", "cmd/other/x.go", source("", ""), "which floor is it on?"},
 		{"no licence", "pkg/gpu/x.go", "package x\n", "names its licence"},
 		{"a licence in C", "tests/emulator/lib/nvml.c", spdxC + "\nint x;\n", ""},
@@ -416,7 +416,7 @@ func TestRulesBite(t *testing.T) {
 				}
 				return
 			}
-			// A package without a room is told of for each of its files.
+			// A package without an entry is reported for each of its files.
 			if len(found) != 1 || !strings.Contains(found[0], tc.want) {
 				t.Errorf("found %q, want one with %q", found, tc.want)
 			}
@@ -437,14 +437,14 @@ func TestRulesBite(t *testing.T) {
 	}
 }
 
-// TestRoomsAreInOrder keeps the table readable: from the top floor down.
-func TestRoomsAreInOrder(t *testing.T) {
-	if !slices.IsSortedFunc(rooms, func(a, b room) int { return cmp.Compare(b.floor, a.floor) }) {
-		t.Error("the rooms are not listed from the top floor down")
+// TestEntriesAreInOrder keeps the table readable: from the top floor down.
+func TestEntriesAreInOrder(t *testing.T) {
+	if !slices.IsSortedFunc(packages, func(a, b entry) int { return cmp.Compare(b.floor, a.floor) }) {
+		t.Error("the packages are not listed from the top floor down")
 	}
-	for i, r := range rooms {
-		if slices.ContainsFunc(rooms[:i], func(o room) bool { return o.path == r.path }) {
-			t.Errorf("%s has two rooms", r.path)
+	for i, r := range packages {
+		if slices.ContainsFunc(packages[:i], func(o entry) bool { return o.path == r.path }) {
+			t.Errorf("%s has two entries", r.path)
 		}
 	}
 }

@@ -30,6 +30,7 @@ import (
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/label"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/topology"
@@ -652,7 +653,7 @@ func (s *apiServer) tryEvictions(t *testing.T) {
 		return p
 	}
 	// A pod that a kubelet has reported as running, and ready.
-	start := func(name, app string) kube.PodRef {
+	start := func(name, app string) workload.Pod {
 		t.Helper()
 		create(train+"/pods", fields{"apiVersion": "v1", "kind": "Pod", "metadata": fields{"name": name, "labels": fields{"app": app}},
 			"spec": fields{"nodeName": "node-1", "automountServiceAccountToken": false, "tolerations": []fields{{"operator": "Exists"}},
@@ -661,7 +662,7 @@ func (s *apiServer) tryEvictions(t *testing.T) {
 			"conditions": []fields{{"type": "Ready", "status": "True"}}}}, nil); err != nil {
 			t.Fatal(err)
 		}
-		return kube.PodRef{Namespace: "train", Name: name, UID: read(name).Metadata.UID}
+		return workload.Pod{Namespace: "train", Name: name, UID: read(name).Metadata.UID}
 	}
 	budget := func(name, app string) {
 		t.Helper()
@@ -717,7 +718,7 @@ func (s *apiServer) tryEvictions(t *testing.T) {
 	if err := client.Evict(ctx, twice); err == nil || errors.Is(err, kube.ErrBudget) || !strings.Contains(err.Error(), "more than one PodDisruptionBudget") {
 		t.Errorf("a pod with two budgets: %v, want the server's words", err)
 	}
-	for _, p := range []kube.PodRef{free, guarded, twice} {
+	for _, p := range []workload.Pod{free, guarded, twice} {
 		if at := read(p.Name).Metadata.DeletionTimestamp; at != "" {
 			t.Errorf("%s is being deleted since %s", p, at)
 		}
@@ -728,7 +729,7 @@ func (s *apiServer) tryEvictions(t *testing.T) {
 	if read("free").Metadata.DeletionTimestamp == "" {
 		t.Error("the pod is not being deleted")
 	}
-	if err := client.Evict(ctx, kube.PodRef{Namespace: "train", Name: "none", UID: free.UID}); err != nil {
+	if err := client.Evict(ctx, workload.Pod{Namespace: "train", Name: "none", UID: free.UID}); err != nil {
 		t.Errorf("a pod that does not exist: %v", err)
 	}
 }

@@ -19,6 +19,7 @@ import (
 	loop "example.com/gpu-agent/internal/agent"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/label"
+	"example.com/gpu-agent/internal/workload"
 )
 
 // accountOn is a service account with a token of a pod on that node.
@@ -405,8 +406,8 @@ func TestAgentSendsEventsInItsOwnName(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() { done <- client.Run(ctx) }()
-	client.Event(kube.Regarding{}, kube.Warning, "GPUUnhealthy", "m")
-	client.Event(kube.Regarding{Namespace: "train", Pod: "job-1", UID: "u"}, kube.Warning, "CapExceeded", "m")
+	client.Event(workload.Pod{}, kube.Warning, "GPUUnhealthy", "m")
+	client.Event(workload.Pod{Namespace: "train", Name: "job-1", UID: "u"}, kube.Warning, "CapExceeded", "m")
 	for path, reason := range map[string]string{events: "GPUUnhealthy", "/api/v1/namespaces/train/events": "CapExceeded"} {
 		s.await(t, "the Event is there", func() error {
 			var list struct{ Items []struct{ Reason string } }
@@ -482,7 +483,7 @@ func (s *apiServer) agentSays(t *testing.T, namespace, account string, want kube
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	var said []kube.Policy
-	o := kube.PolicyOptions{Evictions: true, Pod: kube.PodRef{Namespace: "train", Name: "agent"}}
+	o := kube.PolicyOptions{Evictions: true, Pod: workload.Pod{Namespace: "train", Name: "agent"}}
 	if err := s.clientAs(t, namespace, account).WatchPolicies(ctx, o, func(list []kube.Policy) {
 		said = list
 		cancel()

@@ -22,9 +22,9 @@ import (
 )
 
 const (
-	module  = "example.com/gpu-agent/"
-	picture = "docs/architecture.svg"
-	table   = "deps_test.go"
+	module    = "example.com/gpu-agent/"
+	picture   = "docs/architecture.svg"
+	tableFile = "deps_test.go"
 )
 
 func main() {
@@ -42,8 +42,8 @@ func write() error {
 	return os.WriteFile(picture, svg, 0o644) //nolint:gosec // a file of the repository
 }
 
-// room is a row of deps_test.go's table.
-type room struct {
+// entry is a row of deps_test.go's table.
+type entry struct {
 	path  string
 	floor int
 	what  string
@@ -51,7 +51,7 @@ type room struct {
 
 // pack is a package of the product.
 type pack struct {
-	room
+	entry
 	imports map[string]bool // of the product, by path
 	row     int             // 0 is the lowest of all
 	x, w    float64         // its left edge and its width
@@ -59,11 +59,11 @@ type pack struct {
 
 // render draws the program whose source is below root.
 func render(root string) ([]byte, error) {
-	rooms, err := readRooms(filepath.Join(root, table))
+	table, err := readTable(filepath.Join(root, tableFile))
 	if err != nil {
 		return nil, err
 	}
-	packs, err := readPackages(root, rooms)
+	packs, err := readPackages(root, table)
 	if err != nil {
 		return nil, err
 	}
@@ -72,17 +72,17 @@ func render(root string) ([]byte, error) {
 	return draw(packs, rows), nil
 }
 
-// readRooms reads the table of rooms. Those that are not part of the product have a
+// readTable reads the table of packages. Those that are not part of the product have a
 // name in place of a floor, and are left out.
-func readRooms(file string) ([]room, error) {
+func readTable(file string) ([]entry, error) {
 	f, err := parser.ParseFile(token.NewFileSet(), file, nil, 0)
 	if err != nil {
 		return nil, err
 	}
-	var rooms []room
+	var out []entry
 	ast.Inspect(f, func(n ast.Node) bool {
 		spec, ok := n.(*ast.ValueSpec)
-		if !ok || spec.Names[0].Name != "rooms" {
+		if !ok || spec.Names[0].Name != "packages" {
 			return true
 		}
 		for _, e := range spec.Values[0].(*ast.CompositeLit).Elts {
@@ -92,14 +92,14 @@ func readRooms(file string) ([]room, error) {
 				continue
 			}
 			n, _ := strconv.Atoi(floor.Value)
-			rooms = append(rooms, room{text(fields[0]), n, text(fields[2])})
+			out = append(out, entry{text(fields[0]), n, text(fields[2])})
 		}
 		return false
 	})
-	if len(rooms) == 0 {
-		return nil, fmt.Errorf("%s has no table of rooms", file)
+	if len(out) == 0 {
+		return nil, fmt.Errorf("%s has no table of packages", file)
 	}
-	return rooms, nil
+	return out, nil
 }
 
 func text(e ast.Expr) string {
@@ -108,7 +108,7 @@ func text(e ast.Expr) string {
 }
 
 // readPackages reads which packages there are and whom each imports.
-func readPackages(root string, rooms []room) (map[string]*pack, error) {
+func readPackages(root string, table []entry) (map[string]*pack, error) {
 	packs := map[string]*pack{}
 	for _, top := range []string{"cmd", "internal", "pkg"} {
 		err := filepath.WalkDir(filepath.Join(root, top), func(p string, d fs.DirEntry, err error) error {
@@ -120,13 +120,13 @@ func readPackages(root string, rooms []room) (map[string]*pack, error) {
 				return err
 			}
 			dir := filepath.ToSlash(filepath.Dir(rel))
-			r, ok := roomOf(rooms, dir)
+			r, ok := entryOf(table, dir)
 			if !ok {
-				return nil // TestHouse says so
+				return nil // TestFloors says so
 			}
 			if packs[dir] == nil {
 				r.path = dir
-				packs[dir] = &pack{room: r, imports: map[string]bool{}}
+				packs[dir] = &pack{entry: r, imports: map[string]bool{}}
 			}
 			f, err := parser.ParseFile(token.NewFileSet(), p, nil, parser.ImportsOnly)
 			if err != nil {
@@ -152,18 +152,18 @@ func readPackages(root string, rooms []room) (map[string]*pack, error) {
 	return packs, nil
 }
 
-func roomOf(rooms []room, dir string) (room, bool) {
-	for _, r := range rooms {
+func entryOf(table []entry, dir string) (entry, bool) {
+	for _, r := range table {
 		if r.path == dir {
 			return r, true
 		}
 	}
-	for _, r := range rooms {
+	for _, r := range table {
 		if above, ok := strings.CutSuffix(r.path, "/..."); ok && strings.HasPrefix(dir, above+"/") && dir != "pkg/memcap/lib/build" {
 			return r, true
 		}
 	}
-	return room{}, false
+	return entry{}, false
 }
 
 // reduce leaves out the imports that follow from others.

@@ -24,7 +24,7 @@ func TestPictureIsTheProgram(t *testing.T) {
 		t.Fatal(err)
 	}
 	if !bytes.Equal(got, want) {
-		t.Errorf("%s is not what the imports and the table in %s say: go run ./tests/architecture", picture, table)
+		t.Errorf("%s is not what the imports and the table in %s say: go run ./tests/architecture", picture, tableFile)
 	}
 	again, err := render(root)
 	if err != nil || !bytes.Equal(again, want) {
