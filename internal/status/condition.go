@@ -76,7 +76,7 @@ const (
 	Pending   Type = "Pending"   // a change is under way, or waits for something else
 	Unhealthy Type = "Unhealthy" // a GPU or a MIG instance has a fault
 	Waiting   Type = "Waiting"   // a container that was given devices may not start yet
-	Leaving   Type = "Leaving"   // a device is withdrawn, or goes when its holder ends
+	Leaving   Type = "Leaving"   // a MIG device is withdrawn, or goes when its holder ends
 	Noted     Type = "Noted"     // a remark; nothing waits for it
 )
 
