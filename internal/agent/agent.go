@@ -3,13 +3,17 @@
 package agent
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"log/slog"
+	"maps"
 	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"golang.org/x/sync/errgroup"
 
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/deviceplugin"
@@ -20,7 +24,6 @@ import (
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/plugin"
-	"golang.org/x/sync/errgroup"
 )
 
 // How often the loop looks when nobody wakes it, and how long it waits for
@@ -37,34 +40,14 @@ const (
 	lookPatience   = time.Second
 	driverPatience = 10 * time.Second
 	readPauseMax   = 5 * time.Second
-	// holdersEvery is how often the witnesses are asked who holds what, while
-	// anybody does; the device-plugin API has no word for "freed".
-	holdersEvery = 8 * time.Second
-	// holdersSoon is the same while a change waits for a holder to end.
-	holdersSoon = time.Second
 	// waitEvery is how often the runtime is asked while a container waits for the
 	// one before it on its devices.
 	// The runtime's events come first where it has some.
 	waitEvery = time.Second
-	// releaseWatch is how long after a container's end the kubelet is asked, every
-	// releaseLook, whether it has let go: it looks at its containers every second.
-	// The pause grows to releaseLookMost.
-	releaseWatch    = 5 * time.Second
-	releaseLook     = 50 * time.Millisecond
-	releaseLookMost = 250 * time.Millisecond
-	// kubeletPatience and runtimePatience bound one question.
-	kubeletPatience = 2 * time.Second
-	runtimePatience = 4 * time.Second
-	// silentFor is how long a witness may be away before the node says so.
-	silentFor = 30 * time.Second
-	// resendEvery is how often the same entries have the kubelet write its
-	// checkpoint again; renewPatience is how long that may take.
-	resendEvery   = 30 * time.Second
-	renewPatience = 100 * time.Millisecond
-	renewLook     = 2 * time.Millisecond
-	// namesEvery is how often the runtime is asked for names of pods that have
-	// none.
-	namesEvery = 10 * time.Second
+	// holdersEvery, holdersSoon and silentFor are as the witnesses have them.
+	holdersEvery = deviceplugin.LookEvery
+	holdersSoon  = deviceplugin.LookSoon
+	silentFor    = deviceplugin.SilentFor
 	// othersEvery is how often the kubelet is asked what other device plugins
 	// offer, and othersLinger how long after it was last seen theirs a GPU is not
 	// offered, and how long a new checkpoint is believed without another witness.
@@ -137,12 +120,11 @@ type Agent struct {
 	driver     Driver
 	files      Files
 	caps       Caps
-	kubelet    Kubelet
-	runtime    Runtime
 	store      Store
 	observer   Observer
 	ledger     *ledger.Ledger
 	front      *deviceplugin.FrontEnd
+	witnesses  *deviceplugin.Witnesses
 	reporter   *reporter
 	health     *health.Monitor
 	reader     *reader
@@ -163,21 +145,12 @@ type Agent struct {
 	stirred chan struct{}
 	// soon says that wakeSoon has a round coming.
 	soon atomic.Bool
-	// ended wakes awaitReleases; it holds at most one token.
-	ended chan struct{}
-	// askSoon says that the witnesses are to be asked, nameSoon that a container of ours
-	// has started.
-	askSoon, nameSoon atomic.Bool
-	// listed is what PodResources said last.
-	listed atomic.Pointer[[]deviceplugin.Holding]
-	ends   endings
 
 	grantsMu sync.Mutex
 	grants   []state.Claim // guarded by grantsMu; not yet written down
 
 	// The rest belongs to the loop's goroutine.
 
-	seen witnesses
 	// gates is what the CDI files of claims of MIG devices were made of.
 	gates   map[string]string
 	removed map[string]bool // claims whose file was taken away
@@ -197,26 +170,23 @@ func New(o Options, w Worlds) *Agent {
 		driver:   w.Driver,
 		files:    w.Files,
 		caps:     w.Caps,
-		kubelet:  w.Kubelet,
-		runtime:  w.Runtime,
 		store:    w.Store,
 		observer: w.Observer,
 		health:   health.New(o.Health),
 		log:      o.Log,
 		trigger:  make(chan struct{}, 1),
 		stirred:  make(chan struct{}, 1),
-		ended:    make(chan struct{}, 1),
 		layouts:  &layouts{now: map[gpu.UUID]plan.Layout{}, past: map[gpu.UUID][]plan.Past{}, log: o.Log},
 		gates:    map[string]string{},
 		removed:  map[string]bool{},
 	}
 	a.ration = brief.NewRation(a.log, time.Now, time.AfterFunc)
-	a.seen.resent, a.seen.stale = map[string]time.Time{}, map[string]string{}
 	a.partitions = &partitions{unit: o.MemoryUnit, wake: a.wake, input: input{labelKnown: w.Cluster == nil}}
 	a.ledger = ledger.New(a.wake, time.Now)
 	a.front = deviceplugin.New(a.ledger, a.wake, time.Now)
+	a.witnesses = deviceplugin.NewWitnesses(deviceplugin.WitnessOptions{Domain: o.Domain, Pod: o.Pod, Log: o.Log}, a.front, a.names, w.Kubelet, w.Runtime, a.wake)
 	a.reader = newReader(&o, &w, a.health, a.front, a.ration, a.wake)
-	a.others = newCoexistence(&o, &w, a, a.wake)
+	a.others = newCoexistence(&o, &w, a.witnesses, a.wake)
 	a.slices = newTimeSlices(&o, &w)
 	a.served = &served{plugins: w.Plugins, of: map[string]plugin.Source{}, source: func(resource string) plugin.Source {
 		return &deviceplugin.Source{Front: a.front, Domain: o.Domain, Resource: resource, Granted: a.granted}
@@ -265,8 +235,8 @@ func (a *Agent) Run(ctx context.Context) error {
 	a.remember()
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error { return abandon(ctx, a.reader.faults.follow) })
-	g.Go(func() error { return a.followRuntime(ctx) })
-	g.Go(func() error { return a.awaitReleases(ctx) })
+	g.Go(func() error { return a.witnesses.Follow(ctx) })
+	g.Go(func() error { return a.witnesses.AwaitReleases(ctx) })
 	if r := a.reporter; r.cluster != nil || r.features != nil {
 		g.Go(func() error { return r.run(ctx) })
 	}
@@ -340,23 +310,14 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 	if !a.others.due.IsZero() {
 		wait = min(wait, a.others.due.Sub(now))
 	}
-	if a.ledger.Held() {
-		wait = min(wait, holdersEvery-now.Sub(a.seen.at))
-	}
-	if a.reporter.snapshot.Load().blocked {
-		wait = min(wait, holdersSoon-now.Sub(a.seen.at))
+	if at, ok := a.witnesses.Next(a.reporter.snapshot.Load().blocked, now); ok {
+		wait = min(wait, at)
 	}
 	if a.someoneWaits() {
 		wait = min(wait, waitEvery)
 	}
 	if at, ok := a.executor.nextWork(now); ok {
 		wait = min(wait, at)
-	}
-	if !a.seen.silent.IsZero() {
-		wait = min(wait, holdersSoon)
-	}
-	if !a.seen.heard && !a.seen.at.IsZero() {
-		wait = min(wait, holdersEvery-now.Sub(a.seen.at))
 	}
 	for _, past := range a.layouts.past {
 		for _, p := range past {
@@ -378,3 +339,9 @@ func (a *Agent) Listed() (n int) {
 	}
 	return n
 }
+
+// LookAtCheckpoint is for whoever has seen something change in the kubelet's
+// directory.
+func (a *Agent) LookAtCheckpoint() { a.others.lookAtCheckpoint() }
+
+func sortedKeys[K cmp.Ordered, V any](m map[K]V) []K { return slices.Sorted(maps.Keys(m)) }

@@ -10,10 +10,8 @@ import (
 	"maps"
 	"slices"
 	"strings"
-	"sync"
 	"time"
 
-	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/internal/status"
@@ -277,7 +275,7 @@ func (a *Agent) noteReleases() {
 // claims ended, and not before the witnesses have been heard.
 func (a *Agent) sweep() error {
 	a.noteReleases()
-	if a.swept || !a.seen.heard {
+	if a.swept || !a.witnesses.Heard() {
 		return nil
 	}
 	keys, err := a.files.List()
@@ -294,7 +292,7 @@ func (a *Agent) sweep() error {
 	for _, key := range keys {
 		switch {
 		case live(key):
-		case a.seen.used[key]:
+		case a.witnesses.Used(key):
 			kept = true
 		default:
 			errs = append(errs, a.files.Remove(key))
@@ -303,63 +301,10 @@ func (a *Agent) sweep() error {
 	maps.DeleteFunc(a.gates, func(key string, _ string) bool { return !live(key) })
 	maps.DeleteFunc(a.removed, func(key string, _ bool) bool { return !live(key) })
 	errs = append(errs, a.sweepCaps(func(key string) bool {
-		kept = kept || !live(key) && a.seen.used[key]
-		return live(key) || a.seen.used[key]
+		kept = kept || !live(key) && a.witnesses.Used(key)
+		return live(key) || a.witnesses.Used(key)
 	}))
 	err = errors.Join(errs...)
 	a.swept = err == nil && !kept
 	return status.Because(status.FilesFailed, err)
-}
-
-// endings is when containers with claims ended, by claim, and when the kubelet
-// last let go of something: how long each step took is worth a line in the log.
-type endings struct {
-	mu sync.Mutex
-	// Guarded by mu:
-	ended map[string]time.Time
-	let   time.Time
-}
-
-// endingsKept is how long an ending is remembered.
-const endingsKept = 10 * time.Minute
-
-func (e *endings) add(key string, at time.Time) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	if e.ended == nil {
-		e.ended = map[string]time.Time{}
-	}
-	maps.DeleteFunc(e.ended, func(_ string, was time.Time) bool { return at.Sub(was) > endingsKept })
-	e.ended[key] = at
-}
-
-func (e *endings) release(at time.Time) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	e.let = at
-}
-
-// anyOf reports whether a claim whose container ended a moment ago is listed.
-func (e *endings) anyOf(listed []deviceplugin.Holding, now time.Time) bool {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	return slices.ContainsFunc(listed, func(h deviceplugin.Holding) bool {
-		at, ok := e.ended[cdi.Key(h.Resource, h.IDs)]
-		return ok && now.Sub(at) < releaseWatch
-	})
-}
-
-// since is how long ago a claim's container ended, and the kubelet let go of
-// something; "unseen" where nobody heard of it.
-func (e *endings) since(key string, now time.Time) (container, release string) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	container, release = "unseen", "unseen"
-	if at, ok := e.ended[key]; ok {
-		container = now.Sub(at).Round(time.Millisecond).String()
-		if e.let.After(at) {
-			release = now.Sub(e.let).Round(time.Millisecond).String()
-		}
-	}
-	return container, release
 }

@@ -13,6 +13,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
@@ -31,9 +32,9 @@ const (
 // else by the loop's goroutine.
 type coexistence struct {
 	kubelet Kubelet
-	runtime Runtime
+	runtime deviceplugin.Runtime
 	cluster Cluster // nil where there is none
-	witness witness
+	witness *deviceplugin.Witnesses
 	// own is our own DRA driver's name.
 	own string
 	log *slog.Logger
@@ -63,19 +64,7 @@ type coexistence struct {
 	drivers drivers
 }
 
-// witness is what is known of the kubelet and the runtime, and of which resources are
-// ours.
-type witness interface {
-	owns(resource string) bool
-	trusted(*node.Listing) bool
-	// checkpoint is the kubelet's, or with an error the last that could be read; it is
-	// false where there is none.
-	checkpoint() (*node.Checkpoint, bool, error)
-	knowsUs([]node.Container) bool
-	strangerError() error
-}
-
-func newCoexistence(o *Options, w *Worlds, of witness, wake func()) *coexistence {
+func newCoexistence(o *Options, w *Worlds, of *deviceplugin.Witnesses, wake func()) *coexistence {
 	return &coexistence{kubelet: w.Kubelet, runtime: w.Runtime, cluster: w.Cluster, witness: of, own: "gpus." + o.Domain, log: o.Log, wake: wake}
 }
 
@@ -140,7 +129,7 @@ func (c *coexistence) look(ctx context.Context, inv *gpu.Inventory, migManager s
 	for i := range inv.GPUs {
 		c.known[inv.GPUs[i].UUID] = true
 	}
-	cctx, cancel := context.WithTimeout(ctx, kubeletPatience)
+	cctx, cancel := context.WithTimeout(ctx, deviceplugin.KubeletPatience)
 	defer cancel()
 	allocatable, err := c.kubelet.Allocatable(cctx)
 	if err != nil {
@@ -159,15 +148,15 @@ func (c *coexistence) look(ctx context.Context, inv *gpu.Inventory, migManager s
 	// the kubelet in its checkpoint alone.
 	s.listing, err = c.kubelet.List(cctx)
 	for _, h := range s.listing.Holdings {
-		if !c.witness.owns(h.Resource) {
+		if !c.witness.Owns(h.Resource) {
 			add(s.sure, gpusOf(inv, h.IDs...), heldAs(h.Namespace+"/"+h.Pod, h.Resource))
 		}
 	}
-	s.trusted = err == nil && c.witness.trusted(&s.listing)
+	s.trusted = err == nil && c.witness.Trusted(&s.listing)
 	c.inCheckpoint(ctx, s)
 	c.prepared(ctx, s)
 	for _, resource := range sortedKeys(allocatable) {
-		if !c.witness.owns(resource) {
+		if !c.witness.Owns(resource) {
 			add(s.sure, gpusOf(inv, allocatable[resource]...),
 				fmt.Sprintf("the kubelet lists it as %s of another device plugin; end that one, or give the GPU mode off", resource))
 		}
@@ -223,7 +212,7 @@ func (c *coexistence) conclude(s *sightings) {
 // often the file is written says nothing: dead pods stay in it while the kubelet
 // does not know its pods.
 func (c *coexistence) inCheckpoint(ctx context.Context, s *sightings) {
-	cp, ok, err := c.witness.checkpoint()
+	cp, ok, err := c.witness.Checkpoint()
 	if !ok {
 		return
 	}
@@ -232,7 +221,7 @@ func (c *coexistence) inCheckpoint(ctx context.Context, s *sightings) {
 	asked, preparing := false, false
 	for _, e := range cp.Entries {
 		gpus := gpusOf(s.inv, e.IDs...)
-		if c.witness.owns(e.Resource) || len(gpus) == 0 {
+		if c.witness.Owns(e.Resource) || len(gpus) == 0 {
 			continue
 		}
 		if !asked {
@@ -276,14 +265,14 @@ func allKnown(listed []workload.Pod, pods map[string]workload.Pod) bool {
 
 // livingPods returns the pods that have a sandbox or a container, by UID.
 func (c *coexistence) livingPods(ctx context.Context) (map[string]workload.Pod, error) {
-	ctx, cancel := context.WithTimeout(ctx, runtimePatience)
+	ctx, cancel := context.WithTimeout(ctx, deviceplugin.RuntimePatience)
 	defer cancel()
 	containers, err := c.runtime.Containers(ctx)
 	if err != nil {
 		return nil, err
 	}
-	if !c.witness.knowsUs(containers) {
-		return nil, c.witness.strangerError()
+	if !c.witness.Knows(containers) {
+		return nil, c.witness.Stranger()
 	}
 	pods, err := c.runtime.Pods(ctx)
 	if err != nil {

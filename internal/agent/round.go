@@ -122,30 +122,23 @@ func unchecked(claims []ledger.Allocation) bool {
 	return slices.ContainsFunc(claims, func(c ledger.Allocation) bool { return !c.IsOpen() && (c.Phase == ledger.Reserved || c.After != "") })
 }
 
-// holdersDue says whether the witnesses are to be asked in full: always before a
-// GPU is laid out anew, when one of our containers has ended, and now and then.
-func (a *Agent) holdersDue(now time.Time, changes *plan.Changes) bool {
-	switch since := now.Sub(a.seen.at); {
-	case a.askSoon.Swap(false), len(changes.Recut) > 0, withdraws(a.due(changes.Work)), a.seen.at.IsZero():
-		return true
-	case !a.seen.silent.IsZero():
-		return since >= holdersSoon
-	case !a.seen.heard:
-		return since >= holdersEvery
-	case len(changes.Blocked) > 0:
-		return since >= holdersSoon
-	default:
-		return a.ledger.Held() && since >= holdersEvery
-	}
-}
-
 // askHolders asks the witnesses who has what, where that is due, and plans again.
 func (a *Agent) askHolders(ctx context.Context, p *pass) {
-	full := a.holdersDue(time.Now(), p.changes)
-	if !a.nameSoon.Swap(false) && !full && !unchecked(p.claims) {
+	takes := len(p.changes.Recut) > 0 || withdraws(a.due(p.changes.Work))
+	full := a.witnesses.Due(takes, len(p.changes.Blocked) > 0, time.Now())
+	if !a.witnesses.Started() && !full && !unchecked(p.claims) {
 		return
 	}
-	p.fail(a.reconcile(ctx, full))
+	ended, err := a.witnesses.Look(ctx, full)
+	p.fail(err)
+	for i := range ended {
+		if c := &ended[i]; a.names.Ours(c.Resource) {
+			a.layouts.linger(c)
+			if c.Kind() == ledger.Placement { // look what is on the instance: it may be wanted for something else
+				a.reader.stale.Store(true)
+			}
+		}
+	}
 	if full {
 		p.fail(a.lookForFiles())
 	}
@@ -157,7 +150,7 @@ func (a *Agent) due(work []plan.Work) []plan.Work {
 	if a.reader.letting != "" || !a.reader.usable() {
 		return nil
 	}
-	return a.executor.due(work, a.partitions.gen, a.seen.heard, time.Now())
+	return a.executor.due(work, a.partitions.gen, a.witnesses.Heard(), time.Now())
 }
 
 // withdraw withdraws what the plan takes away, and plans again: whoever claimed before

@@ -51,8 +51,7 @@ var claimPhases = []phase{
 		// The kubelet has let go, and the container is still there.
 		containers, _ := runtime{b.outside}.Containers(b.t.Context())
 		b.with(func() { b.old, b.holdings = containers[1:], nil })
-		b.askSoon.Store(true)
-		b.wake()
+		b.witnesses.Ask()
 		synctest.Wait()
 		select { // nothing is served where no GPU is known
 		case want := <-b.sources:

@@ -413,7 +413,7 @@ func (s *storm) start() {
 	if s.plain != nil {
 		s.plain.restart()
 	}
-	go func() { _ = s.agent.followRuntime(ctx) }()
+	go func() { _ = s.agent.witnesses.Follow(ctx) }()
 	go func() {
 		running := map[string]bool{}
 		for {

@@ -23,10 +23,10 @@ func (a *Agent) correct(changes *plan.Changes, unsaved error) {
 		switch absent := a.reader.absent(); {
 		case absent != (status.Cause{}):
 			why = absent
-		case !a.seen.heard && w.Takes():
+		case !a.witnesses.Heard() && w.Takes():
 			why = status.Why(status.HoldersUnknown, "nothing is taken away before the kubelet and the container runtime have said who holds what")
-			if a.seen.err != nil {
-				why.Message += ": " + a.seen.err.Error()
+			if a.witnesses.Err() != nil {
+				why.Message += ": " + a.witnesses.Err().Error()
 			}
 		case unsaved != nil:
 			why = status.CauseOf(unsaved, status.FilesFailed)
@@ -61,8 +61,8 @@ func (a *Agent) shutBecause(c *ledger.Allocation) (none status.Cause) {
 		return status.CauseOf(a.reader.partsErr, status.DriverFilesUnknown)
 	case a.reader.parts == nil:
 		return unknown("it is not known yet which driver files containers need")
-	case c.Phase == ledger.Reserved && a.seen.err != nil:
-		return status.Why(status.HoldersUnknown, "nobody has said whether its devices are free: %v", a.seen.err)
+	case c.Phase == ledger.Reserved && a.witnesses.Err() != nil:
+		return status.Why(status.HoldersUnknown, "nobody has said whether its devices are free: %v", a.witnesses.Err())
 	}
 	return none
 }

@@ -8,9 +8,9 @@ import (
 
 	specs "tags.cncf.io/container-device-interface/specs-go"
 
+	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/nfd"
-	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
@@ -25,7 +25,7 @@ type Worlds struct {
 	Files   Files
 	Caps    Caps
 	Kubelet Kubelet
-	Runtime Runtime
+	Runtime deviceplugin.Runtime
 	Plugins Plugins
 	Store   Store
 	// Cluster is nil where there is no API server to speak to.
@@ -98,30 +98,12 @@ type Caps interface {
 	Prune() error
 }
 
-// Kubelet is the first witness. internal/node has it.
+// Kubelet is what the loop asks the kubelet. internal/node has it.
 type Kubelet interface {
-	// List is who holds what, by the PodResources service. It makes the kubelet
-	// let go of the devices of pods that have ended.
-	List(context.Context) (node.Listing, error)
+	deviceplugin.Kubelet
 	// Allocatable is the devices of all resources that the kubelet would give
 	// out.
 	Allocatable(context.Context) (map[string][]string, error)
-	// Checkpoint is the kubelet's own file, and Stamp tells one writing of it
-	// from the next.
-	Checkpoint() (node.Checkpoint, error)
-	Stamp() node.Stamp
-}
-
-// Runtime is the second witness. internal/node has it.
-type Runtime interface {
-	// Containers are those that have been created and have not ended.
-	Containers(context.Context) ([]node.Container, error)
-	// Pods has the names of pods that have a sandbox, by UID: also of those without
-	// a container yet.
-	Pods(context.Context) (map[string]workload.Pod, error)
-	// Events blocks and calls back until ctx ends, also where the runtime has no
-	// events.
-	Events(context.Context, func(node.ContainerEvent)) error
 }
 
 // Plugins serves resources to the kubelet. plugin.Kubelet is one.

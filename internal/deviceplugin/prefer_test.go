@@ -17,7 +17,7 @@ import (
 // node is a kubelet and a runtime of one resource: what the kubelet has given out,
 // and what containers run. A pod that is deleted by force gives up its devices,
 // and its container hangs.
-type node struct {
+type testNode struct {
 	t        *testing.T
 	d        *desk
 	clock    *clock
@@ -27,14 +27,14 @@ type node struct {
 	pods     int
 }
 
-func newNode(t *testing.T, v *Offer) *node {
+func newNode(t *testing.T, v *Offer) *testNode {
 	d, clock := newDesk()
 	d.set(v)
-	return &node{t: t, d: d, clock: clock, resource: v.Resources[0].Name, held: map[string]bool{}}
+	return &testNode{t: t, d: d, clock: clock, resource: v.Resources[0].Name, held: map[string]bool{}}
 }
 
 // free is what the kubelet lets choose among.
-func (n *node) free() (out []string) {
+func (n *testNode) free() (out []string) {
 	devices, _ := n.d.List(n.resource)
 	for _, dev := range devices {
 		if dev.Healthy && !n.held[dev.ID] {
@@ -46,7 +46,7 @@ func (n *node) free() (out []string) {
 
 // pod starts one with as many devices, of its init container's the first ones, and
 // says who it waits for.
-func (n *node) pod(count int, init ...string) (ids []string, waits string) {
+func (n *testNode) pod(count int, init ...string) (ids []string, waits string) {
 	n.t.Helper()
 	ids, err := n.d.Prefer(n.resource, append(n.free(), init...), init, count)
 	if err != nil {
@@ -74,7 +74,7 @@ func (n *node) pod(count int, init ...string) (ids []string, waits string) {
 }
 
 // hang is a pod with these devices that is deleted by force.
-func (n *node) hang(ids ...string) {
+func (n *testNode) hang(ids ...string) {
 	n.t.Helper()
 	if _, err := n.d.Allocate(n.resource, ids); err != nil {
 		n.t.Fatal(err)

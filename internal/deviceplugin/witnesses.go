@@ -1,0 +1,590 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package deviceplugin
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"math"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"k8s.io/apimachinery/pkg/util/wait"
+
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/workload"
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// How often kubelet and runtime are asked, and how long they may take.
+const (
+	// LookEvery is how often they are asked who holds what, while anybody does; the
+	// device-plugin API has no word for "freed". LookSoon is the same while something
+	// waits for a holder to end.
+	LookEvery = 8 * time.Second
+	LookSoon  = time.Second
+	// KubeletPatience and RuntimePatience bound one question.
+	KubeletPatience = 2 * time.Second
+	RuntimePatience = 4 * time.Second
+	// SilentFor is how long one of them may be away before the node says so.
+	SilentFor = 30 * time.Second
+	// releaseWatch is how long after a container's end the kubelet is asked, every
+	// releaseLook, whether it has let go: it looks at its containers every second.
+	// The pause grows to releaseLookMost.
+	releaseWatch    = 5 * time.Second
+	releaseLook     = 50 * time.Millisecond
+	releaseLookMost = 250 * time.Millisecond
+	// resendEvery is how often the same entries have the kubelet write its
+	// checkpoint again; renewPatience is how long that may take.
+	resendEvery   = 30 * time.Second
+	renewPatience = 100 * time.Millisecond
+	renewLook     = 2 * time.Millisecond
+	// namesEvery is how often the runtime is asked for names of pods that have
+	// none.
+	namesEvery = 10 * time.Second
+	// endingsKept is how long the end of a container is remembered.
+	endingsKept = 10 * time.Minute
+)
+
+// Kubelet is the first witness. internal/node has it.
+type Kubelet interface {
+	// List is who holds what, by the PodResources service. It makes the kubelet
+	// let go of the devices of pods that have ended.
+	List(context.Context) (node.Listing, error)
+	// Checkpoint is the kubelet's own file, and Stamp tells one writing of it
+	// from the next.
+	Checkpoint() (node.Checkpoint, error)
+	Stamp() node.Stamp
+}
+
+// Runtime is the second witness. internal/node has it.
+type Runtime interface {
+	// Containers are those that have been created and have not ended.
+	Containers(context.Context) ([]node.Container, error)
+	// Pods has the names of pods that have a sandbox, by UID: also of those without
+	// a container yet.
+	Pods(context.Context) (map[string]workload.Pod, error)
+	// Events blocks and calls back until ctx ends, also where the runtime has no
+	// events.
+	Events(context.Context, func(node.ContainerEvent)) error
+}
+
+// Witnesses are the kubelet and the container runtime, who know together what a
+// front-end's allocations have become. Look, and what follows from it, is for one
+// goroutine; Follow and AwaitReleases have one each.
+type Witnesses struct {
+	WitnessOptions
+	front   *FrontEnd
+	kubelet Kubelet
+	runtime Runtime
+	names   *Names
+	// wake has a look come.
+	wake func()
+
+	// askSoon says that they are to be asked in full, nameSoon that a container of ours
+	// has started.
+	askSoon, nameSoon atomic.Bool
+	// ended wakes AwaitReleases; it holds at most one token.
+	ended chan struct{}
+	// listed is what PodResources said last.
+	listed atomic.Pointer[[]Holding]
+	ends   endings
+
+	// The rest belongs to the goroutine of Look.
+
+	// at is when they were last asked in full.
+	at time.Time
+	// heard says that both have answered since the start.
+	heard bool
+	// checkpoint is the last one read: it is parsed once for each writing.
+	checkpoint node.Checkpoint
+	// pods are the names of those in the last checkpoint, by UID; asked is when the
+	// runtime was last asked for them.
+	pods  map[string]ledger.Holder
+	asked time.Time
+	// resent is when each resource's list was last sent again to have the
+	// checkpoint written, and stale the keys that it was for.
+	resent map[string]time.Time
+	stale  map[string]string
+	// used are the allocations that containers have.
+	used map[string]bool
+	// silent is since when one has not answered, zero while both do. err is
+	// who did not when they were last asked.
+	silent time.Time
+	err    error
+}
+
+// WitnessOptions are those of Witnesses.
+type WitnessOptions struct {
+	// Domain names the annotations of containers.
+	Domain string
+	// Pod is the agent's own. A listing that lacks it is not believed when it
+	// comes to ending allocations. Empty outside a pod: then any listing that names
+	// some pod is believed.
+	Pod workload.Pod
+	Log *slog.Logger
+}
+
+// NewWitnesses returns the witnesses of a front-end's allocations, not asked yet.
+func NewWitnesses(o WitnessOptions, f *FrontEnd, names *Names, k Kubelet, r Runtime, wake func()) *Witnesses {
+	return &Witnesses{WitnessOptions: o, front: f, names: names, kubelet: k, runtime: r, wake: wake,
+		ended: make(chan struct{}, 1), resent: map[string]time.Time{}, stale: map[string]string{}}
+}
+
+// Heard reports whether both have answered since the start: what nobody has named until
+// then may be somebody's.
+func (w *Witnesses) Heard() bool { return w.heard }
+
+// Err is who did not answer when they were last asked, and why.
+func (w *Witnesses) Err() error { return w.err }
+
+// Used reports whether a container has an allocation.
+func (w *Witnesses) Used(id string) bool { return w.used[id] }
+
+// Due says whether they are to be asked in full: now, since something is to be taken
+// away; where somebody waits for a holder to end; when one of our containers has ended;
+// and now and then.
+func (w *Witnesses) Due(now, waits bool, at time.Time) bool {
+	if w.askSoon.Swap(false) || now || w.at.IsZero() {
+		return true
+	}
+	every, ever := w.every(waits)
+	return ever && at.Sub(w.at) >= every
+}
+
+// every is how often they are to be asked in full; it is false where nothing is held.
+func (w *Witnesses) every(waits bool) (time.Duration, bool) {
+	switch {
+	case !w.silent.IsZero():
+		return LookSoon, true
+	case !w.heard:
+		return LookEvery, true
+	case waits:
+		return LookSoon, true
+	default:
+		return LookEvery, w.front.ledger.Held()
+	}
+}
+
+// Next is how long from at they need not be asked in full, if anything is to be asked.
+func (w *Witnesses) Next(waits bool, at time.Time) (time.Duration, bool) {
+	every, ever := w.every(waits)
+	return every - at.Sub(w.at), ever && !w.at.IsZero()
+}
+
+// Ask has them asked in full at the next look, which it wakes.
+func (w *Witnesses) Ask() {
+	w.askSoon.Store(true)
+	w.wake()
+}
+
+// Started reports, once, that a container of ours has started since the last look, so
+// that its holder can be named.
+func (w *Witnesses) Started() bool { return w.nameSoon.Swap(false) }
+
+// ask asks the witnesses. In full means PodResources too, which makes the kubelet
+// let go of what ended pods have, and a checkpoint that is written again where
+// it looks stale; else the checkpoint and the runtime are asked as they are. The
+// error says who did not answer; the testimony is good for the rest.
+func (w *Witnesses) ask(ctx context.Context, full bool) (Observation, error) {
+	t := Observation{Asked: time.Now()}
+	var errs []error
+	var listing node.Listing
+	if full {
+		w.at = t.Asked
+		var err error
+		cctx, cancel := context.WithTimeout(ctx, KubeletPatience)
+		listing, err = w.kubelet.List(cctx)
+		cancel()
+		if err != nil {
+			errs = append(errs, fmt.Errorf("ask the kubelet who holds devices: %w", err))
+		} else {
+			t.Listed, t.List, t.Trusted = w.ours(&listing), true, w.Trusted(&listing)
+			w.listed.Store(&t.Listed)
+		}
+	}
+	cctx, cancel := context.WithTimeout(ctx, RuntimePatience)
+	defer cancel()
+	containers, err := w.runtime.Containers(cctx)
+	if t.Runtime = err == nil; err != nil {
+		errs = append(errs, fmt.Errorf("ask the container runtime what runs: %w", err))
+	}
+	if t.Runtime && !w.Knows(containers) {
+		t.Runtime, containers = false, nil
+		errs = append(errs, fmt.Errorf("ask the container runtime what runs: %w", w.Stranger()))
+	}
+	t.Uses = w.uses(containers)
+	// After the runtime: then it has an entry for every pod that has a container.
+	if err := w.readCheckpoint(&t); err != nil {
+		errs = append(errs, err)
+	} else if full && t.Trusted && t.Runtime {
+		if w.renewCheckpoint(ctx, &t, containers) {
+			if err := w.readCheckpoint(&t); err != nil {
+				errs = append(errs, err)
+			}
+		}
+	}
+	t.Pods = w.podNames(cctx, &t, containers, full)
+	if t.Runtime {
+		w.used = map[string]bool{}
+		for _, u := range t.Uses {
+			w.used[u.Key] = true
+		}
+	}
+	w.heard = w.heard || full && t.Runtime && (t.Checkpoint || t.Trusted)
+	return t, errors.Join(errs...)
+}
+
+// Owns reports whether a resource is ours: one that this node offers, or one that a
+// claim is of, since the names can have changed (--resource-domain).
+func (w *Witnesses) Owns(resource string) bool {
+	_, ok := w.names.Kind(resource)
+	return ok || slices.ContainsFunc(w.front.ledger.Allocations(), func(c ledger.Allocation) bool { return c.Resource == resource })
+}
+
+// ours keeps the holdings of our own resources.
+func (w *Witnesses) ours(l *node.Listing) []Holding {
+	var out []Holding
+	for _, h := range l.Holdings {
+		if w.Owns(h.Resource) {
+			out = append(out, Holding{
+				Holder:   ledger.Holder{Namespace: h.Namespace, Pod: h.Pod, Container: h.Container},
+				Resource: h.Resource, IDs: h.IDs,
+			})
+		}
+	}
+	return out
+}
+
+// Trusted says whether a listing knows the node's pods.
+func (w *Witnesses) Trusted(l *node.Listing) bool {
+	if w.Pod == (workload.Pod{}) {
+		return len(l.Pods) > 0
+	}
+	return l.Has(w.Pod.Namespace, w.Pod.Name)
+}
+
+// Knows says whether these are the containers of the kubelet's runtime: a node
+// may have another one beside it, whose empty list would be taken for good news.
+func (w *Witnesses) Knows(containers []node.Container) bool {
+	return w.Pod == (workload.Pod{}) || slices.ContainsFunc(containers, func(c node.Container) bool {
+		return c.Namespace == w.Pod.Namespace && c.Pod == w.Pod.Name
+	})
+}
+
+// Stranger says that the runtime is not the kubelet's.
+func (w *Witnesses) Stranger() error {
+	return fmt.Errorf("it does not know the agent's own pod %s/%s, so it is not the kubelet's; name that one with --runtime-endpoint",
+		w.Pod.Namespace, w.Pod.Name)
+}
+
+// uses finds the claims in the annotations that Allocate gave to containers. No
+// tenant can write those: a pod's own are on its sandbox.
+func (w *Witnesses) uses(containers []node.Container) []Use {
+	prefix := cdi.AnnotationName(w.Domain, "")
+	var out []Use
+	for i := range containers {
+		c := &containers[i]
+		for _, name := range slices.Sorted(maps.Keys(c.Annotations)) {
+			key, ok := strings.CutPrefix(name, prefix)
+			if !ok || !cdi.ValidKey(key) {
+				continue
+			}
+			out = append(out, Use{ID: c.ID, Key: key, Created: c.Created, Record: c.Annotations[name],
+				Holder: ledger.Holder{Namespace: c.Namespace, Pod: c.Pod, Container: c.Name, PodUID: c.PodUID}})
+		}
+	}
+	return out
+}
+
+// Checkpoint returns the kubelet's, parsed once for each writing, and with an error the
+// last that could be read. It is empty, and ok false, where no kubelet has written one.
+func (w *Witnesses) Checkpoint() (cp *node.Checkpoint, ok bool, err error) {
+	if stamp := w.kubelet.Stamp(); stamp == (node.Stamp{}) || stamp != w.checkpoint.Stamp {
+		cp, err := w.kubelet.Checkpoint()
+		if errors.Is(err, gpu.ErrNotFound) {
+			w.checkpoint = node.Checkpoint{}
+			return &w.checkpoint, false, nil // a kubelet that never gave anything out
+		}
+		if err != nil {
+			return &w.checkpoint, true, fmt.Errorf("read the kubelet's checkpoint: %w", err)
+		}
+		w.checkpoint = cp
+	}
+	return &w.checkpoint, true, nil
+}
+
+// readCheckpoint puts the kubelet's checkpoint into a testimony.
+func (w *Witnesses) readCheckpoint(t *Observation) error {
+	t.Checkpoint, t.Entries = false, nil
+	cp, ok, err := w.Checkpoint()
+	if err != nil || !ok {
+		return err
+	}
+	t.Checkpoint = true
+	for _, e := range cp.Entries {
+		if w.Owns(e.Resource) {
+			t.Entries = append(t.Entries, Entry(e))
+		}
+	}
+	return nil
+}
+
+// renewCheckpoint has the kubelet write its checkpoint again where it names
+// holders that neither PodResources nor the runtime knows: it is written when a
+// container is given devices and when a list arrives, not when a pod ends. It
+// reports whether there is a newer one.
+func (w *Witnesses) renewCheckpoint(ctx context.Context, t *Observation, containers []node.Container) bool {
+	known := map[string]bool{}
+	for i := range t.Uses {
+		known[t.Uses[i].Key] = true
+	}
+	for i := range t.Listed {
+		known[cdi.Key(t.Listed[i].Resource, t.Listed[i].IDs)] = true
+	}
+	alive := map[string]bool{} // by UID: a new pod may have the name of the one before
+	for i := range containers {
+		alive[containers[i].PodUID] = true
+	}
+	stale := map[string][]string{}
+	for i := range t.Entries {
+		e := &t.Entries[i]
+		// An init container that has ended is in no list, and its pod is alive.
+		if key := cdi.Key(e.Resource, e.IDs); !known[key] && !alive[e.PodUID] {
+			stale[e.Resource] = append(stale[e.Resource], key)
+		}
+	}
+	// What was stale and is not any more may become so again, in the same words.
+	maps.DeleteFunc(w.stale, func(resource, _ string) bool { return stale[resource] == nil })
+	before := w.kubelet.Stamp()
+	asked := false
+	for _, resource := range slices.Sorted(maps.Keys(stale)) {
+		keys := strings.Join(stale[resource], " ")
+		if w.stale[resource] == keys && t.Asked.Sub(w.resent[resource]) < resendEvery {
+			continue // it was asked for, and this is what came
+		}
+		w.stale[resource], w.resent[resource] = keys, t.Asked
+		w.front.Resend(resource)
+		asked = true
+	}
+	for waited := time.Duration(0); asked && waited < renewPatience && ctx.Err() == nil; waited += renewLook {
+		time.Sleep(renewLook)
+		if w.kubelet.Stamp() != before {
+			return true
+		}
+	}
+	return false
+}
+
+// podNames finds the names of the pods that the checkpoint knows by UID.
+func (w *Witnesses) podNames(ctx context.Context, t *Observation, containers []node.Container, full bool) map[string]ledger.Holder {
+	names := map[string]ledger.Holder{}
+	for i := range containers {
+		names[containers[i].PodUID] = ledger.Holder{Namespace: containers[i].Namespace, Pod: containers[i].Pod}
+	}
+	missing := false
+	for i := range t.Entries {
+		uid := t.Entries[i].PodUID
+		if _, ok := names[uid]; ok {
+			continue
+		}
+		if old, ok := w.pods[uid]; ok {
+			names[uid] = old
+		} else {
+			missing = true
+		}
+	}
+	if missing && full && t.Asked.Sub(w.asked) >= namesEvery {
+		w.asked = t.Asked
+		if pods, err := w.runtime.Pods(ctx); err == nil {
+			for uid, p := range pods {
+				if _, ok := names[uid]; !ok {
+					names[uid] = ledger.Holder{Namespace: p.Namespace, Pod: p.Name}
+				}
+			}
+		}
+	}
+	maps.DeleteFunc(names, func(uid string, _ ledger.Holder) bool {
+		return !slices.ContainsFunc(t.Entries, func(e Entry) bool { return e.PodUID == uid })
+	})
+	w.pods = names
+	return names
+}
+
+// Look asks them, in full or as they are, and moves the allocations along by what they
+// say; it returns those that have ended. The error says who has not answered for so long
+// that people should know; a restart of the kubelet or of the runtime is no news.
+func (w *Witnesses) Look(ctx context.Context, full bool) (ended []ledger.Allocation, _ error) {
+	o, err := w.ask(ctx, full)
+	w.err = err
+	ended = w.front.Reconcile(o)
+	for i := range ended {
+		a := &ended[i]
+		container, release := w.ends.since(a.ID, time.Now())
+		w.Log.Info("claim ended", "claim", a.ID, "resource", a.Resource, "devices", len(IDs(a.Grants)), "pod", a.Holder.String(),
+			"after_container", container, "after_release", release)
+	}
+	return ended, w.note(o.Asked, full, err)
+}
+
+// note takes note of who has not answered, and says so after SilentFor.
+func (w *Witnesses) note(asked time.Time, full bool, err error) error {
+	switch {
+	case err == nil && !full && !w.silent.IsZero():
+		// Not everybody has been asked: who was silent may be so still.
+	case err == nil || !w.front.ledger.Held(): // nobody to judge
+		if !w.silent.IsZero() {
+			w.Log.Info("the witnesses answer again", "after", asked.Sub(w.silent).Round(time.Millisecond).String())
+		}
+		w.silent = time.Time{}
+		return nil
+	case w.silent.IsZero():
+		w.silent = asked
+		w.Log.Warn("a witness does not answer; claims stay as they are", "err", err)
+	}
+	if err == nil || asked.Sub(w.silent) < SilentFor {
+		return nil
+	}
+	return status.Because(status.HoldersUnknown, fmt.Errorf("%w (claims stay as they are)", err))
+}
+
+// Follow hears of containers that start and end, and at their end watches for the kubelet
+// to let go of their devices. Where the runtime cannot tell, the tick must do.
+func (w *Witnesses) Follow(ctx context.Context) error {
+	var missed time.Time
+	err := w.runtime.Events(ctx, func(e node.ContainerEvent) {
+		ours := false
+		if e.Kind == node.EventMissed && time.Since(missed) >= LookSoon {
+			missed = time.Now()
+			ours = true // something of ours may have ended; a runtime may say so again and again
+		}
+		for _, u := range w.uses([]node.Container{e.Container}) {
+			switch e.Kind {
+			case node.EventStarted: // who has the claim can be said now
+				w.front.Seen(u, time.Now())
+				w.nameSoon.Store(true)
+				w.wake()
+			case node.EventStopped:
+				w.front.Seen(u, time.Now())
+				w.ends.add(u.Key, time.Now())
+				ours = true
+			}
+		}
+		if !ours {
+			return
+		}
+		w.Ask()
+		select {
+		case w.ended <- struct{}{}:
+		default:
+		}
+	})
+	if ctx.Err() == nil {
+		w.Log.Warn("container events cannot be followed; the end of containers is seen at the next look", "err", err, "every", LookEvery.String())
+		<-ctx.Done()
+	}
+	return ctx.Err()
+}
+
+// AwaitReleases asks the kubelet often, for a while after a container of ours has
+// ended, and wakes the loop when it lists something else.
+func (w *Witnesses) AwaitReleases(ctx context.Context) error {
+	for {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-w.ended:
+		}
+		looks := wait.Backoff{Duration: releaseLook, Factor: 1.125, Cap: releaseLookMost, Steps: math.MaxInt}
+		pause := looks
+		for until := time.Now().Add(releaseWatch); time.Now().Before(until); {
+			cctx, cancel := context.WithTimeout(ctx, KubeletPatience)
+			l, err := w.kubelet.List(cctx)
+			cancel()
+			now := w.ours(&l)
+			if err == nil && !w.ends.anyOf(now, time.Now()) {
+				until = time.Time{} // nothing that has ended is listed
+			}
+			if known := w.listed.Load(); err == nil && (known == nil || !sameHoldings(*known, now)) {
+				w.listed.Store(&now)
+				w.ends.release(time.Now())
+				w.Ask()
+			}
+			select {
+			case <-ctx.Done():
+				return ctx.Err()
+			case <-w.ended:
+				until, pause = time.Now().Add(releaseWatch), looks
+			case <-time.After(pause.Step()):
+			}
+			if until.IsZero() {
+				break
+			}
+		}
+	}
+}
+
+func sameHoldings(a, b []Holding) bool {
+	return slices.EqualFunc(a, b, func(x, y Holding) bool {
+		return x.Holder == y.Holder && x.Resource == y.Resource && slices.Equal(x.IDs, y.IDs)
+	})
+}
+
+// endings is when containers with claims ended, by claim, and when the kubelet
+// last let go of something: how long each step took is worth a line in the log.
+type endings struct {
+	mu sync.Mutex
+	// Guarded by mu:
+	ended map[string]time.Time
+	let   time.Time
+}
+
+func (e *endings) add(key string, at time.Time) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.ended == nil {
+		e.ended = map[string]time.Time{}
+	}
+	maps.DeleteFunc(e.ended, func(_ string, was time.Time) bool { return at.Sub(was) > endingsKept })
+	e.ended[key] = at
+}
+
+func (e *endings) release(at time.Time) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.let = at
+}
+
+// anyOf reports whether a claim whose container ended a moment ago is listed.
+func (e *endings) anyOf(listed []Holding, now time.Time) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return slices.ContainsFunc(listed, func(h Holding) bool {
+		at, ok := e.ended[cdi.Key(h.Resource, h.IDs)]
+		return ok && now.Sub(at) < releaseWatch
+	})
+}
+
+// since is how long ago a claim's container ended, and the kubelet let go of
+// something; "unseen" where nobody heard of it.
+func (e *endings) since(key string, now time.Time) (container, release string) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	container, release = "unseen", "unseen"
+	if at, ok := e.ended[key]; ok {
+		container = now.Sub(at).Round(time.Millisecond).String()
+		if e.let.After(at) {
+			release = now.Sub(e.let).Round(time.Millisecond).String()
+		}
+	}
+	return container, release
+}
