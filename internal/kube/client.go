@@ -70,13 +70,13 @@ type Options struct {
 	// NodeName is the Node that the agent runs on. Required.
 	NodeName string
 	// Domain is the agent's label prefix, for example "example.com". Required.
-	// WatchNode hands out annotations and conditions under it alone, and Events
+	// WatchNode reports annotations and conditions below it alone, and Events
 	// carry it in the name of their reporter.
 	Domain string
 	// UserAgent is what the API server's audit log shows; empty means
 	// "gpu-agent".
 	UserAgent string
-	// Relist is how often an object is read anew although its watch stands.
+	// Relist is how often an object is read anew although its watch is open.
 	// Zero means 10 minutes. Each period is drawn from ±25 % of it, so that the
 	// nodes of a cluster do not ask in step.
 	Relist time.Duration
@@ -87,7 +87,7 @@ type Options struct {
 	Failed func(verb, resource string)
 	// Refused, if set, is told when the server will not let the agent follow an
 	// object (401, 403), and with nil when it does again; request is like "list
-	// configmaps gpu-agent/gpu-partitions". Who calls hears nothing of the object
+	// configmaps gpu-agent/gpu-partitions". Watches report nothing of the object
 	// meanwhile. It must not block.
 	Refused func(request string, err error)
 	// EventDone, if set, is told what became of every Event. It must not block.
@@ -109,7 +109,7 @@ type apiServer struct {
 	api     dynamic.Interface
 	timing  timing
 	now     func() time.Time
-	// ration is the log for what a server that is away, or a storm of Events, repeats.
+	// ration is the log for what an unreachable server, or a storm of Events, repeats.
 	ration *brief.Ration
 
 	mu sync.Mutex // guards what follows
@@ -140,7 +140,7 @@ type timing struct {
 }
 
 // New prepares a client. It reads the credentials but makes no request, so it
-// succeeds while the API server is away.
+// succeeds while the API server is unreachable.
 func New(o Options) (*Client, error) {
 	switch {
 	case o.NodeName == "":
@@ -159,8 +159,8 @@ func New(o Options) (*Client, error) {
 		config.UserAgent = "gpu-agent"
 	}
 	config.WarningHandler = rest.NoWarnings{}
-	// Requests are few, but when a GPU dies each of its pods is told; the limit
-	// is there for a fault of ours.
+	// Requests are few, but when a GPU fails each of its pods gets an Event; the
+	// limit is there for a mistake of ours.
 	config.QPS, config.Burst = 20, 50
 	api, err := dynamic.NewForConfig(config)
 	if err != nil {
@@ -189,7 +189,7 @@ func New(o Options) (*Client, error) {
 		ourNode:   &ourNode{apiServer: up, marks: flowcontrol.NewTokenBucketRateLimiter(1.0/3, 50)},
 		eventQueue: &eventQueue{
 			apiServer: up,
-			// One fault may regard every pod of a node, 110 by default.
+			// One fault may concern every pod of a node, 110 by default.
 			queue:  make(chan event, 256),
 			onNode: flowcontrol.NewTokenBucketRateLimiter(1.0/30, 25),
 			onPods: flowcontrol.NewTokenBucketRateLimiter(1.0/10, 120),

@@ -47,14 +47,14 @@ func (c Condition) says(d Condition) bool {
 	return c == d
 }
 
-// SetCondition makes a condition of the agent's Node say what want says; all
-// other conditions, the kubelet's among them, stay as they are. Where by what
-// the server said last the Node has it already, no request is made: calling it
-// again is free, and after the Node was made anew it writes again. The time of
+// SetCondition writes a condition of the agent's Node; all other conditions, the
+// kubelet's among them, stay as they are. Where the Node, as it was last seen, has it
+// already, no request is made: calling it again is free, and after the Node was
+// created anew it writes again. The time of
 // the last transition moves only with Status, the heartbeat with every write.
 //
-// The server's refusal or absence, and that of the Node, is returned; the
-// caller tries again when it next has reason to.
+// It returns an error where the server refuses or does not answer, and where there is
+// no Node; the caller tries again when it next has reason to.
 func (n *ourNode) SetCondition(ctx context.Context, want Condition) error {
 	if err := n.mayWrite(want.Type); err != nil {
 		return err
@@ -91,9 +91,8 @@ func (n *ourNode) SetCondition(ctx context.Context, want Condition) error {
 	return nil
 }
 
-// RemoveCondition takes a condition of the agent's away from its Node. One
-// that is not there, by what the server said last, costs no request, and a
-// Node that is gone is no error.
+// RemoveCondition removes a condition of the agent from its Node. One that the Node, as
+// it was last seen, lacks costs no request, and a Node that is gone is not an error.
 func (n *ourNode) RemoveCondition(ctx context.Context, kind string) error {
 	if err := n.mayWrite(kind); err != nil {
 		return err

@@ -36,14 +36,14 @@ var ErrBudget = errors.New("a disruption budget forbids it now")
 
 // Evict asks the API server to end this pod and none that comes after it, with the
 // grace period that the pod has for itself, as a drain does: disruption budgets are
-// heeded. It returns when the server has decided, at most 30 s later, and long before
+// respected. It returns when the server has decided, at most 30 s later, and long before
 // the pod's containers are gone. The pod needs a namespace, a name, and the API
 // server's UID: the kubelet calls a static pod by another one.
 //
-// A pod that does not exist is evicted, and so is one in a namespace that has no
-// pods, of which the admission policy speaks. Where there is one of that name with
+// A pod that does not exist counts as evicted, also in a namespace without pods, where
+// the admission policy refuses. Where there is one of that name with
 // another UID, nothing is done, and the error wraps gpu.ErrNotFound; where a
-// budget says no, the error wraps ErrBudget and has the server's words.
+// budget forbids it, the error wraps ErrBudget and has the server's message.
 func (c *Client) Evict(ctx context.Context, p workload.Pod) error {
 	if p.Namespace == "" || p.Name == "" || p.UID == "" {
 		return fmt.Errorf("evict pod %q with UID %q: a namespace, a name and a UID are needed, so that no other pod is hit", p, p.UID)
@@ -77,7 +77,7 @@ func (c *Client) Evict(ctx context.Context, p workload.Pod) error {
 	return fmt.Errorf("evict pod %s: %w", p, err)
 }
 
-// evictionOf asks for the end of a pod; without a UID it names none.
+// evictionOf is the request to evict a pod; without a UID it names none.
 func evictionOf(p workload.Pod, labels map[string]any) *unstructured.Unstructured {
 	options := map[string]any{}
 	if p.UID != "" {

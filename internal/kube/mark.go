@@ -21,28 +21,28 @@ import (
 // under it. A kubelet writes to it every few seconds at most.
 const markTries = 5
 
-// Marks are all that the agent has to say in the metadata of its Node.
+// Marks are all that the agent writes in the metadata of its Node.
 type Marks struct {
-	// Labels and Annotations are the agent's own, below Options.Domain. Whoever
-	// else writes them is overruled. An annotation beyond 4 KiB is cut: the server
+	// Labels and Annotations are the agent's own, below Options.Domain. The
+	// agent overwrites what others write there. An annotation beyond 4 KiB is cut: the server
 	// refuses a Node whose annotations are too long, and the labels with them.
 	Labels, Annotations map[string]string
 	// Guests are labels below other domains. Each is written only while nobody
-	// else has it, and left to whoever takes it.
+	// else has it, and left to anyone who takes it over.
 	Guests map[string]string
-	// KeepLabels leaves standing the labels that the agent wrote before and does
-	// not name here: for when it cannot tell what they should be.
+	// KeepLabels keeps the labels that the agent wrote before and does not name
+	// here: for when it does not know what they should be.
 	KeepLabels bool
 }
 
-// Mark makes the Node's metadata say what m says, in one request (two where somebody
-// else has a hand in what is to go); what the agent wrote before and m does not name
-// goes, unless it is to be kept. Where by what the server said last all is so, no
-// request is made: calling it again is free. After 50 requests in a row it waits 3 s
+// Mark writes m to the Node's metadata, in one request (two where somebody else manages
+// a key that is to be removed); what the agent wrote before and m does not name is
+// removed, unless it is to be kept. Where the Node, as it was last seen, has it all
+// already, no request is made: calling it again is free. After 50 requests in a row it waits 3 s
 // before each.
 //
-// The server's refusal or absence, and that of the Node, is returned; the caller
-// tries again when it next has reason to.
+// It returns an error where the server refuses or does not answer, and where there is
+// no Node; the caller tries again when it next has reason to.
 func (n *ourNode) Mark(ctx context.Context, m Marks) error {
 	if err := n.mark(ctx, m); err != nil {
 		return fmt.Errorf("mark node %s: %w", n.options.NodeName, err)
@@ -74,9 +74,9 @@ func (n *ourNode) mark(ctx context.Context, m Marks) error {
 }
 
 // applyMarks makes the request that a Node needs, if any. Whether a guest is free
-// was judged on that Node, so the server is asked to refuse where it has another
-// by now: then no label of somebody else's is ever hit by the force that the
-// agent's own need.
+// was decided on that Node, so the server refuses the request where it has another
+// version by now: the force that the agent's own labels need then never overwrites a
+// label of somebody else.
 func (n *ourNode) applyMarks(ctx context.Context, node *Node, m Marks) error {
 	labels, annotations := n.wanted(node, m)
 	if node.labels.has(labels, node.Labels) && node.annotations.has(annotations, node.Annotations) {
@@ -85,7 +85,7 @@ func (n *ourNode) applyMarks(ctx context.Context, node *Node, m Marks) error {
 	if err := n.marks.Wait(ctx); err != nil {
 		return fmt.Errorf("wait, since somebody keeps changing what is written: %w", err)
 	}
-	// What somebody else manages too does not go when the agent lets go of it.
+	// A key that others manage too is not removed when the agent stops managing it.
 	gone := map[string]any{}
 	n.shared(gone, "labels", node.labels, labels)
 	n.shared(gone, "annotations", node.annotations, annotations)

@@ -55,7 +55,7 @@
 //	mig_slots{gpu,profile,state}                MIG devices that are held, warm, making, free, covered, leaving, foreign, failed
 //	mig_step_duration_seconds{op,profile,outcome}   histogram: destroy, create, enable, disable, reset, undo
 //	mig_wish_duration_seconds{profile}          histogram: from a container's request for an instance to its start
-//	claims                                      sets of devices that were handed out and have not ended
+//	claims                                      allocations that have not ended
 //	partition_state{partition,state}            1 for the present state, 0 for the others
 //	partition_generation                        grows by one with each accepted partition
 //	plugin_request_duration_seconds{resource,method,code}   histogram of kubelet calls
@@ -67,21 +67,21 @@
 //	container_memory_cap_bytes{namespace,pod,container,gpu,guarantee}  what a container may use of a GPU
 //	container_memory_used_bytes{namespace,pod,container,gpu}           what counts against that
 //	container_memory_peak_bytes{namespace,pod,container,gpu}           the most of that so far
-//	container_memory_refusals_total{namespace,pod,container,gpu}       refused allocations, by the container's own word
+//	container_memory_refusals_total{namespace,pod,container,gpu}       refused allocations, by the container's own counter
 //	container_memory_uncounted_total{namespace,pod,container,gpu}      allocations of an unknown kind that were not counted, likewise
 //	container_memory_undone_bytes{namespace,pod,container,gpu}         the most beyond the cap that was given back at once, likewise
 //	cap_kills_total{reason}                     containers that the watchdog ended, reason over or intruder
 //	cap_evictions_total                         pods evicted for repeated offences
 //	cap_breach_to_end_seconds                   histogram: from the first reading over the cap to the end
-//	watchdog_up                                 1 while the watchdog is at work
+//	watchdog_up                                 1 while the watchdog runs
 //	policy_in_force{policy}                     1 while that admission policy refuses what it must; 0 while it does not
-//	unclaimed_processes{gpu,kind}               processes on a GPU without a claim, kind intruder, no-pod or unlisted
+//	unclaimed_processes{gpu,kind}               processes on a GPU without an allocation, kind intruder, no-pod or unlisted
 //
-// Beside them stand the process's own (process_*) and a few of the Go
+// Beside them are the process's own (process_*) and a few of the Go
 // runtime's (go_*). The number of series is bounded by the number of GPUs,
 // resources, methods and codes, and by that of the containers that hold a GPU now:
 // a container's series end with it. A container can write anything into its own
-// counters: refusals, and managed memory in what is used, are its word alone.
+// counters: refusals, and managed memory in what is used, are its own figures.
 //
 // # Joining dcgm-exporter
 //

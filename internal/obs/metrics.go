@@ -36,7 +36,7 @@ type Metrics struct {
 }
 
 // KillReasons is every reason for which the watchdog ends a container: it uses more
-// than its cap, or a GPU without a claim on it.
+// than its cap, or a GPU without an allocation on it.
 var KillReasons = []memcap.Kind{memcap.Over, memcap.Intruder}
 
 // NewMetrics returns metrics in which all counters are 0. version is the agent's.
@@ -62,7 +62,7 @@ func NewMetrics(version string) *Metrics {
 			"Time that a call of the GPU driver took.",
 			[]float64{.0001, .001, .01, .1, 1, 10}, "call", "code"),
 		round: histogram("round_duration_seconds",
-			"Time that a round of the loop took, from looking at the node to publishing the view.",
+			"Time that a round of the loop took, from reading the node to publishing the offer.",
 			[]float64{.001, .01, .1, 1, 10, 60}, "result"),
 		api: counter("api_errors_total",
 			"Requests to the API server that failed.", "verb", "resource"),
@@ -75,7 +75,7 @@ func NewMetrics(version string) *Metrics {
 		unregistered: counter("plugin_registration_errors_total",
 			"Registrations of a resource that the kubelet refused, or did not answer.", "resource"),
 		kills: counter("cap_kills_total",
-			"Containers that the watchdog has ended: over their memory cap, or an intruder on a GPU that they hold no claim on.", "reason"),
+			"Containers that the watchdog has ended: over their memory cap, or intruders on a GPU on which they have no allocation.", "reason"),
 		evicted: auto.NewCounter(prometheus.CounterOpts{Name: prefix + "cap_evictions_total",
 			Help: "Pods that were evicted for going over their memory cap again and again."}),
 		// The watchdog looks four times a second, and acts on the second breach.
@@ -89,7 +89,7 @@ func NewMetrics(version string) *Metrics {
 			[]float64{.05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60}, "op", "profile", "outcome"),
 		// The kubelet asks again after 30 s; the work goes on meanwhile.
 		wishes: histogram("mig_wish_duration_seconds",
-			"Time from a container's wish for a MIG instance until the container could start.",
+			"Time from a container's request for a MIG instance until the container could start.",
 			[]float64{.01, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60}, "profile"),
 	}
 	for _, reason := range KillReasons {
@@ -216,42 +216,42 @@ var (
 	hangs      = gauge("driver_hangs", "Whether the driver does not answer, so that hardware work waits: 1 or 0.")
 	gpuBlocked = gauge("gpu_blocked", "Whether the wanted change of the GPU waits for holders: 1 or 0.", "gpu")
 	devices    = gauge("devices", "Devices on offer to the kubelet: free, held, or unhealthy and held by nobody.", "gpu", "resource", "state")
-	claims     = gauge("claims", "Sets of devices that were handed out and have not ended.")
+	claims     = gauge("claims", "Allocations: sets of devices that were given together and have not ended.")
 	partition  = gauge("partition_state", "State of the node's partition: 1 for the present one, 0 for the others.", "partition", "state")
 	generation = gauge("partition_generation", "How many partitions were accepted since the agent started.")
 
-	migEnabled = gauge("mig_enabled", "Whether MIG is in force on a GPU that is cut by it, or is to be: 1 or 0.", "gpu")
+	migEnabled = gauge("mig_enabled", "Whether MIG is in force on a GPU that has or shall have MIG instances: 1 or 0.", "gpu")
 	migPending = gauge("mig_pending", "Whether a change of the GPU's MIG mode waits for a reset: 1 or 0.", "gpu")
 	migSlots   = gauge("mig_slots", "MIG devices of a GPU, by profile, that are "+strings.Join(status.SlotStates, ", ")+". Those that overlap exclude each other.",
 		"gpu", "profile", "state")
 	// dcgm-exporter has the same label names, so that a query can join by them.
 	deviceInfo = gauge("device_info",
-		"A device that a container holds, or a MIG instance that stands; always 1. UUID, GPU_I_ID and GPU_I_PROFILE are as dcgm-exporter writes them.",
+		"A device that a container holds, or an existing MIG instance; always 1. UUID, GPU_I_ID and GPU_I_PROFILE are as dcgm-exporter writes them.",
 		"device", "resource", "UUID", "GPU_I_ID", "GPU_I_PROFILE", "mig_uuid", "namespace", "pod", "container")
 
 	containerCap = gauge("container_memory_cap_bytes",
-		"GPU memory that a container may use, and the guarantee: what holds it to that. None for a whole GPU.",
+		"GPU memory that a container may use, and the guarantee: what enforces that. None for a whole GPU.",
 		"namespace", "pod", "container", "gpu", "guarantee")
 	containerUsed = gauge("container_memory_used_bytes",
-		"GPU memory of a container that counts against its cap, as the watchdog saw it last; none while it is unknown. Managed memory in it is the container's own word.",
+		"GPU memory of a container that counts against its cap, as the watchdog read it last; none while it is unknown. Managed memory in it is the container's own figure.",
 		"namespace", "pod", "container", "gpu")
 	containerPeak = gauge("container_memory_peak_bytes",
-		"The most GPU memory that the watchdog has seen a container use. Managed memory in it is the container's own word.",
+		"The most GPU memory that the watchdog has seen a container use. Managed memory in it is the container's own figure.",
 		"namespace", "pod", "container", "gpu")
 	containerRefusals = gauge("container_memory_refusals_total",
-		"Allocations that a container's cap has refused, by its own counter. This is the container's own word.",
+		"Allocations that a container's cap has refused, by the container's own counter.",
 		"namespace", "pod", "container", "gpu")
 	containerUncounted = gauge("container_memory_uncounted_total",
-		"Allocations of a kind that the cap's library does not know and has let pass, as the open policy says. This is the container's own word.",
+		"Allocations of a kind that the cap's library does not know and has let pass under the open policy, by the container's own counter.",
 		"namespace", "pod", "container", "gpu")
 	containerUndone = gauge("container_memory_undone_bytes",
-		"The most that a memory pool of a container has taken beyond the cap and given back at once. This is the container's own word.",
+		"The most that a memory pool of a container has taken beyond the cap and given back at once, by the container's own counter.",
 		"namespace", "pod", "container", "gpu")
-	watchdogUp = gauge("watchdog_up", "Whether the watchdog over memory caps is at work: 1 or 0.")
+	watchdogUp = gauge("watchdog_up", "Whether the watchdog over memory caps runs: 1 or 0.")
 	policyHeld = gauge("policy_in_force",
-		"Whether an admission policy that keeps the agent to its own node refuses what it must: 1 or 0. None while that is not known.", "policy")
+		"Whether an admission policy that limits the agent to its own node refuses what it must: 1 or 0. None while that is not known.", "policy")
 	unclaimed = gauge("unclaimed_processes",
-		"Processes that use a GPU without a claim on it: of a container (intruder), of no pod (no-pod), or of a container that the runtime does not list (unlisted). None while the watchdog is off.",
+		"Processes that use a GPU without an allocation on it: of a container (intruder), of no pod (no-pod), or of a container that the runtime does not list (unlisted). None while the watchdog is off.",
 		"gpu", "kind")
 )
 

@@ -13,7 +13,7 @@ import (
 
 // codec is gRPC's own but for the two messages that name every device: a *list
 // goes out as the bytes that it is, and a preferred-allocation request comes in
-// as one string cut into IDs, not as thousands of strings.
+// as one string divided into IDs, not as thousands of strings.
 type codec struct{ encoding.CodecV2 }
 
 func newCodec() codec { return codec{encoding.GetCodecV2("proto")} }

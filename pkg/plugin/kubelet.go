@@ -146,10 +146,9 @@ func (k *Kubelet) streamless() error {
 	return fmt.Errorf("the kubelet at %s has no stream of lists open", path)
 }
 
-// Suspect is for whoever has found that the kubelet does not know a resource
-// that is served: its PodResources GetAllocatableResources names none of the
-// devices, though it has been running for a while. A stream of lists may look
-// open all the same, since anybody who reaches the socket can open one. The
+// Suspect reports that the kubelet does not seem to know a resource that is served: its PodResources GetAllocatableResources names none of the
+// devices, though it has been running for a while. A stream of lists may
+// be open all the same, since any process that reaches the socket can open one. The
 // resource is registered again, unless it was less than 30 seconds ago, or has
 // no healthy device: of such a resource the kubelet names none. So Suspect may
 // be called at every look. A resource that is not served is ignored.
@@ -180,7 +179,7 @@ func (k *Kubelet) Run(ctx context.Context) error {
 	}
 }
 
-// serve makes want what is served. It returns when what had to end has ended,
+// serve starts and ends plugins until exactly want is served. It returns when what had to end has ended,
 // so that a resource that comes back finds its socket free.
 func (k *Kubelet) serve(ctx context.Context, want map[string]Source) {
 	var ending []*serving
@@ -251,7 +250,7 @@ func (k *Kubelet) lookOn(ctx context.Context, told <-chan struct{}, interval tim
 			return
 		case _, ok := <-told:
 			if !ok {
-				// The directory went: its successor may be a moment away.
+				// The directory is gone: it may be made again in a moment.
 				k.pause(ctx, k.poll)
 				return
 			}

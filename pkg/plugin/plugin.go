@@ -39,22 +39,22 @@ type Grant struct {
 	Annotations map[string]string
 }
 
-// Source is what a resource is served from. It reads a view that others make:
-// none of its methods may block but Prepare, and all may be called at once.
+// Source is what a resource is served from. Only Prepare may block, and all methods may
+// be called at the same time.
 //
 // The text of an error is for the person whose pod it concerns; the resource's
 // name is put before it. A panic is not recovered: it ends the process, so that
 // a source that a panic left half changed cannot go on serving.
 type Source interface {
-	// List returns all devices, and a channel that is closed when a newer list
-	// stands. The slice must not change after that. A nil slice means that the
+	// List returns all devices, and a channel that is closed when there is a newer
+	// list. The slice must not change after that. A nil slice means that the
 	// devices are not known yet: the resource is then not registered, or its
-	// last list stands. A slice that is empty but not nil is a resource without
+	// last list stays. A slice that is empty but not nil is a resource without
 	// devices. The same slice with a new channel is sent again, for the kubelet
 	// writes its checkpoint at every list.
 	List() (devices []Device, changed <-chan struct{})
 	// Prefer chooses n of available, with must among them. The IDs are parts of
-	// one message: whoever keeps one clones it.
+	// one message: clone an ID to keep it.
 	Prefer(available, must []string, n int) ([]string, error)
 	// Allocate grants devices to a container. An error is final: the kubelet
 	// fails the pod.
@@ -65,7 +65,7 @@ type Source interface {
 	Prepare(ctx context.Context, ids []string) error
 }
 
-// Observer is told what happens, for metrics. Its methods may be called at once
+// Observer is called for metrics. Its methods may be called at once
 // and must not block.
 type Observer interface {
 	// Called is told of each answered call, with the method's name in the API
@@ -285,7 +285,7 @@ func (p *Plugin) suspect(now time.Time) {
 	}
 }
 
-// noStream stands for a fault that no stream disproves.
+// noStream is for a fault that no stream disproves.
 const noStream = -1
 
 // report keeps why the resource is not registered, nil where it is, and logs
@@ -316,7 +316,7 @@ func sameFailure(a, b error) bool {
 	return status.Code(a) == status.Code(b) && errors.As(a, &x) == errors.As(b, &y) && x == y
 }
 
-// overcome forgets a fault of the socket, which stands again.
+// overcome forgets a fault of the socket, which is there again.
 func (p *Plugin) overcome() {
 	p.mu.Lock()
 	over := p.fault.err != nil && p.tried == noStream
@@ -326,7 +326,7 @@ func (p *Plugin) overcome() {
 	}
 }
 
-// hold returns a socket whose file stands: the one given, or a new one.
+// hold returns a socket whose file is there: the one given, or a new one.
 func (p *Plugin) hold(s *socket, path string) (*socket, error) {
 	if s != nil {
 		switch st, err := s.standing(); {
@@ -335,8 +335,8 @@ func (p *Plugin) hold(s *socket, path string) (*socket, error) {
 		case st == held:
 			return s, nil
 		case st == taken:
-			// To take it back would be answered in kind, for ever. The newer
-			// process has it; we get it when that one ends.
+			// If both took it back there would be no end of it. The newer process
+			// has it; we get it when that one ends.
 			return nil, fmt.Errorf("another process serves %s at %s", p.opts.Resource, path)
 		}
 		p.opts.Logger.Info("socket is gone: listen again", "resource", p.opts.Resource, "socket", path)
@@ -372,7 +372,7 @@ type registration struct {
 // due says whether to register now, or else after what time to ask again; 0
 // means not before something changes. suspected is when the kubelet was last
 // found not to know the resource; a suspicion that is too early is forgotten, not
-// put off, since whoever looks finds it again.
+// postponed, since the next look finds it again.
 func (r *registration) due(kubelet sockID, now streams, suspected, t time.Time) (bool, time.Duration) {
 	if kubelet == (sockID{}) {
 		return false, 0 // No kubelet.
@@ -398,7 +398,7 @@ func (r *registration) due(kubelet sockID, now streams, suspected, t time.Time) 
 
 // tried notes an attempt; before is the streams as they were before it.
 func (r *registration) tried(kubelet sockID, before streams, t time.Time, err error) {
-	if kubelet != r.with || t.Sub(r.at) > 2*lastBackoff { // The last one is another story.
+	if kubelet != r.with || t.Sub(r.at) > 2*lastBackoff { // The last attempt is too old to count.
 		// By a quarter: when the kubelet listens at last, we are late by a
 		// quarter of the time that it took, at most.
 		r.next = wait.Backoff{Duration: firstBackoff, Factor: 1.25, Cap: lastBackoff, Steps: math.MaxInt}
@@ -417,7 +417,7 @@ type Status struct {
 	// Since is since when that has not been so; zero where it is, and before the
 	// resource is served.
 	Since time.Time
-	// Devices and Bytes are of the list that stands.
+	// Devices and Bytes are of the list in force.
 	Devices, Bytes int
 	// Err is why it is not so; nil where it is.
 	Err error

@@ -29,7 +29,7 @@ func Left(dir string, ours func(resource string) bool) []string {
 	return out
 }
 
-// RemoveSockets takes away the sockets that a process which was killed has left
+// RemoveSockets removes the sockets that a killed process has left
 // for these resources in a kubelet's directory. It removes none that somebody
 // listens on; the error then says so.
 func RemoveSockets(dir string, resources []string) error {

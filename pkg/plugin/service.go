@@ -137,8 +137,8 @@ func (s *service) take(devices []Device) {
 	} else {
 		var err error
 		if l, err = encode(devices); err != nil {
-			// What was sent last stands: without a list the endpoint would go,
-			// and with it the pods that it serves.
+			// What was sent last stays: without a list the endpoint would end,
+			// and its pods would fail.
 			s.log.Error("keep the last list: the new one cannot be sent", "resource", s.resource, "err", err)
 			s.setFault(err)
 			return
@@ -239,7 +239,7 @@ func leaveTime(ctx context.Context) (context.Context, context.CancelFunc) {
 }
 
 // refuse makes an error into the status that the kubelet shows in the pod's
-// events, where nothing but the resource's name says who speaks. A text beyond 4 KiB
+// events, where only the resource's name says where it comes from. A text beyond 4 KiB
 // is cut.
 func (s *service) refuse(what string, code codes.Code, err error) error {
 	switch {
@@ -261,7 +261,7 @@ func (s *service) observe(ctx context.Context, req any, info *grpc.UnaryServerIn
 		if !returned {
 			// Not recovered: the source may have been left half changed, with
 			// its lock held. The runtime prints the stack and ends the process;
-			// containers go on, and the next process starts from the truth.
+			// containers go on, and the next process reads everything anew.
 			s.log.Error("panic in a call; the process ends", "resource", s.resource, "method", method)
 		}
 	}()

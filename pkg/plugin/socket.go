@@ -89,7 +89,7 @@ func listen(path, resource string) (*socket, error) {
 	if err != nil {
 		return nil, err
 	}
-	l.SetUnlinkOnClose(false) // By name it might take away a successor's.
+	l.SetUnlinkOnClose(false) // By its name it might remove a successor's.
 	s := &socket{UnixListener: l, path: path}
 	if err := s.publish(temporary); err != nil {
 		return nil, errors.Join(err, l.Close())
@@ -133,7 +133,7 @@ func (s *socket) standing() (standing, error) {
 	return taken, c.Close()
 }
 
-// remove closes the socket, and takes its file away if it is still ours.
+// remove closes the socket, and removes its file if it is still ours.
 func (s *socket) remove() error {
 	var err error
 	if st, _ := s.standing(); st == held {

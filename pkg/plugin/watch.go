@@ -10,8 +10,8 @@ import (
 	"github.com/fsnotify/fsnotify"
 )
 
-// Watch tells of sockets that come and go in a directory: something can be
-// received from the channel after any of it, once for many. The channel is
+// Watch reports that sockets come or go in a directory: something can be received from
+// the channel after it, once for many changes. The channel is
 // closed when the watch is over, because ctx ended or the directory went. An
 // error means that the directory cannot be watched now, for want of inotify
 // instances perhaps, or because it does not exist yet.

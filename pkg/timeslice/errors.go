@@ -24,8 +24,8 @@ type FitError struct {
 	Held int
 	// Capacity is how many units the node's largest GPU has, held ones
 	// included. PreferUnits sees only what is free and leaves it 0, unknown; a
-	// caller who knows sets it, so that nobody is told to wait for room that
-	// cannot come.
+	// caller who knows sets it, so that the text never says to wait for room that
+	// will never come.
 	Capacity int
 }
 

@@ -37,8 +37,8 @@ func idError(id string) error {
 }
 
 // split cuts an ID at its last "::". It looks at the number only; whether the
-// rest names a GPU is for validUUID, which is dear, so callers ask it once a
-// GPU and not once an ID.
+// rest names a GPU is for validUUID, which is expensive, so callers ask it once for a
+// GPU and not once for an ID.
 func split(id string) (uuid string, n int, ok bool) {
 	i, scale := len(id), 1
 	for i > 0 && id[i-1]-'0' <= 9 {
