@@ -37,22 +37,13 @@ type FrontEnd struct {
 	now func() time.Time
 
 	// mu guards everything below. The ledger's is locked after it.
-	mu sync.Mutex
-	// base is the offer as it was published, offer with the faults and what is taken
-	// on top.
-	base, offer *Offer
-	// faults is what is not fit for work, and why.
-	faults faults
+	mu    sync.Mutex
+	lists lists
 	// seen is what was seen of the allocations of this front-end, by ID.
 	seen map[string]*evidence
 	// met are the containers with allocations that the runtime has, or had when it was
 	// last asked, by ID.
 	met map[string]met
-	// moved are the GPUs of which allocations have taken slots, or given them back,
-	// that offer does not show yet.
-	moved []gpu.UUID
-	// changed has a channel for every resource, closed when its list changes.
-	changed map[string]chan struct{}
 }
 
 // evidence is what was seen of an allocation, since its last Allocate where nothing
@@ -88,14 +79,12 @@ type met struct {
 // claims but Allocate's and must not block; now is the clock.
 func New(l *ledger.Ledger, wake func(), now func() time.Time) *FrontEnd {
 	return &FrontEnd{
-		ledger:  l,
-		wake:    wake,
-		now:     now,
-		base:    &Offer{},
-		offer:   &Offer{},
-		seen:    map[string]*evidence{},
-		met:     map[string]met{},
-		changed: map[string]chan struct{}{},
+		ledger: l,
+		wake:   wake,
+		now:    now,
+		lists:  lists{ledger: l, base: &Offer{}, offer: &Offer{}, changed: map[string]chan struct{}{}},
+		seen:   map[string]*evidence{},
+		met:    map[string]met{},
 	}
 }
 
@@ -139,7 +128,7 @@ func (f *FrontEnd) Allocate(resource string, ids []string) (ledger.Allocation, e
 		return none, err
 	}
 	f.addLocked(&a, e)
-	f.movedLocked()
+	f.lists.showMoved()
 	return a, nil
 }
 
@@ -149,7 +138,7 @@ func (f *FrontEnd) offeredLocked(resource string, ids []string, now time.Time) (
 	if len(ids) == 0 {
 		return nil, errors.New("no device was named")
 	}
-	r := f.offer.resource(resource)
+	r := f.lists.offer.resource(resource)
 	if r == nil {
 		return nil, fmt.Errorf("%s is not offered by this node any more", resource)
 	}
@@ -161,7 +150,7 @@ func (f *FrontEnd) offeredLocked(resource string, ids []string, now time.Time) (
 		dev := &r.Devices[i]
 		switch {
 		case !dev.Healthy:
-			return nil, errors.New(dev.refusal() + f.takers(dev))
+			return nil, errors.New(dev.refusal() + takers(f.ledger, dev))
 		case dev.Leaving && !f.freshLocked(resource, id, now):
 			return nil, errors.New(dev.refusal())
 		}
@@ -170,7 +159,7 @@ func (f *FrontEnd) offeredLocked(resource string, ids []string, now time.Time) (
 		return nil, r.withCapacity(err)
 	}
 	if r.Kind == ledger.Placement && len(ids) > 1 {
-		if err := f.fitTogether(r, ids); err != nil {
+		if err := fitTogether(f.ledger, r, ids); err != nil {
 			return nil, err
 		}
 	}
@@ -185,11 +174,11 @@ func (f *FrontEnd) grantLocked(r *Resource, ids []string) ([]ledger.Grant, error
 	}
 	for i := range grants {
 		g := &grants[i]
-		share := f.base.Shares[g.GPU]
+		share := f.lists.base.Shares[g.GPU]
 		switch g.Kind {
 		case ledger.Units:
 			if g.Unit = share.Unit; g.Unit == 0 {
-				g.Unit = f.unit(g.GPU)
+				g.Unit = unit(f.ledger, g.GPU)
 			}
 			if g.Unit != 0 {
 				g.Cap = ledger.CapOf(memcap.Units(g.Units.Len(), g.Unit))
@@ -206,8 +195,8 @@ func (f *FrontEnd) grantLocked(r *Resource, ids []string) ([]ledger.Grant, error
 }
 
 // unit is the size of the units that allocations have of a GPU, 0 where none tells.
-func (f *FrontEnd) unit(u gpu.UUID) gpu.MiB {
-	held := f.ledger.Allocations()
+func unit(l *ledger.Ledger, u gpu.UUID) gpu.MiB {
+	held := l.Allocations()
 	for i := range held {
 		for _, g := range held[i].Grants {
 			if g.GPU == u && g.Unit != 0 {
@@ -221,14 +210,14 @@ func (f *FrontEnd) unit(u gpu.UUID) gpu.MiB {
 func (f *FrontEnd) addLocked(a *ledger.Allocation, e *evidence) {
 	f.seen[a.ID] = e
 	if a.Kind() == ledger.Placement {
-		f.moved = append(f.moved, a.GPUs()...)
+		f.lists.moved = append(f.lists.moved, a.GPUs()...)
 	}
 }
 
 func (f *FrontEnd) endLocked(id string) ledger.Allocation {
 	a, _ := f.ledger.Release(ledger.DevicePlugin, id)
 	if a.Kind() == ledger.Placement {
-		f.moved = append(f.moved, a.GPUs()...)
+		f.lists.moved = append(f.lists.moved, a.GPUs()...)
 	}
 	delete(f.seen, id)
 	return a
@@ -292,7 +281,7 @@ func (f *FrontEnd) Prepare(ctx context.Context, resource string, ids []string) e
 	key := cdi.Key(resource, ids)
 	f.mu.Lock()
 	err := f.coverLocked(resource, ids)
-	f.movedLocked()
+	f.lists.showMoved()
 	f.mu.Unlock()
 	if err != nil {
 		return fmt.Errorf("%w: %w", ledger.ErrNotOpen, err)
@@ -319,7 +308,7 @@ func (f *FrontEnd) Found(id string, r ledger.Record, taken, file time.Time) erro
 	if a, _ := f.ledger.Get(key); err == nil && a.Adopted && !file.IsZero() {
 		f.seen[key].written = file
 	}
-	f.movedLocked()
+	f.lists.showMoved()
 	f.mu.Unlock()
 	if err == nil {
 		f.wake()

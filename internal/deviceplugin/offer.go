@@ -113,34 +113,9 @@ func (f *FrontEnd) publish(o *Offer, version uint64) bool {
 	if now, _ := f.ledger.State(); version != anyVersion && version != now {
 		return false
 	}
-	byName := func(a, b Resource) int { return strings.Compare(a.Name, b.Name) }
-	slices.SortFunc(o.Resources, byName)
-	var carried []Resource
-	for _, old := range f.base.Resources {
-		if o.resource(old.Name) == nil {
-			carried = append(carried, Resource{Name: old.Name, Kind: old.Kind})
-		}
-	}
-	o.Resources = append(o.Resources, carried...)
-	slices.SortFunc(o.Resources, byName)
-	for i := range o.Resources {
-		r := &o.Resources[i]
-		if old := f.base.resource(r.Name); old != nil && slices.EqualFunc(old.Devices, r.Devices, sameID) {
-			r.index = old.index
-			continue
-		}
-		r.index = make(map[string]int, len(r.Devices))
-		for j := range r.Devices {
-			r.index[r.Devices[j].ID] = j
-		}
-	}
-	f.base = o
-	f.ledger.SetMIG(o.MIG)
-	f.showLocked()
+	f.lists.publish(o)
 	return true
 }
-
-func sameID(a, b Device) bool { return a.ID == b.ID }
 
 // SetFaults says which GPUs are not fit for work, and why, and which MIG slots on
 // the others: from now on all devices of those GPUs and those of the slots are
@@ -149,74 +124,11 @@ func sameID(a, b Device) bool { return a.ID == b.ID }
 func (f *FrontEnd) SetFaults(gpus map[gpu.UUID]string, slots map[mig.Place]string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if maps.Equal(f.faults.gpus, gpus) && maps.Equal(f.faults.slots, slots) {
+	if maps.Equal(f.lists.faults.gpus, gpus) && maps.Equal(f.lists.faults.slots, slots) {
 		return
 	}
-	f.faults = faults{maps.Clone(gpus), maps.Clone(slots)}
-	f.showLocked()
-}
-
-// faults is why GPUs are not fit for work, and why MIG slots are not whose GPUs are.
-type faults struct {
-	gpus  map[gpu.UUID]string
-	slots map[mig.Place]string
-}
-
-// of is why a device is not fit for work.
-func (f *faults) of(dev *Device) (why string, bad bool) {
-	if why, bad = f.gpus[dev.GPU]; !bad && len(f.slots) > 0 {
-		why, bad = f.slots[mig.Place{GPU: dev.GPU, Slot: dev.Slot}]
-	}
-	return why, bad
-}
-
-// showLocked makes the offer in force from the published one, what allocations have
-// taken and the faults, and tells the streams of those resources of which the
-// kubelet hears anything else. A list that is as it was stays the same slice.
-func (f *FrontEnd) showLocked() {
-	o := f.base.copyAs(f.offer.Gen + 1)
-	rooms := f.ledger.Rooms(o.slotGPUs())
-	f.moved = f.moved[:0]
-	for i := range o.Resources {
-		r := &o.Resources[i]
-		if r.Kind == ledger.Placement {
-			r.Devices = lay(r.Devices, r.Devices, r.Name, rooms, &f.faults)
-		} else {
-			r.Devices = faulted(r.Devices, f.faults.gpus)
-		}
-		switch old := f.offer.resource(r.Name); {
-		case old != nil && slices.Equal(old.Devices, r.Devices):
-			r.Devices = old.Devices
-		case old == nil || !slices.EqualFunc(old.Devices, r.Devices, sameWord):
-			f.tellLocked(r.Name)
-		}
-	}
-	f.offer = o
-}
-
-// sameWord reports whether the kubelet hears the same of two devices.
-func sameWord(a, b Device) bool {
-	return a.ID == b.ID && a.Healthy == b.Healthy && a.NUMA == b.NUMA
-}
-
-// faulted returns the devices with those of faulty GPUs unhealthy; the slice
-// itself where there is none.
-func faulted(devices []Device, faults map[gpu.UUID]string) []Device {
-	if len(faults) == 0 {
-		return devices
-	}
-	out, copied := devices, false
-	for i := range devices {
-		why, bad := faults[devices[i].GPU]
-		if !bad {
-			continue
-		}
-		if !copied {
-			out, copied = slices.Clone(devices), true
-		}
-		out[i].Healthy, out[i].Leaving, out[i].Reason = false, false, why
-	}
-	return out
+	f.lists.faults = faults{maps.Clone(gpus), maps.Clone(slots)}
+	f.lists.show()
 }
 
 // Resend sends a resource's list to the kubelet again although nothing in it has
@@ -224,21 +136,14 @@ func faulted(devices []Device, faults map[gpu.UUID]string) []Device {
 func (f *FrontEnd) Resend(resource string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.tellLocked(resource)
-}
-
-func (f *FrontEnd) tellLocked(resource string) {
-	if ch := f.changed[resource]; ch != nil {
-		close(ch)
-		delete(f.changed, resource)
-	}
+	f.lists.tell(resource)
 }
 
 // Offer returns the offer in force.
 func (f *FrontEnd) Offer() *Offer {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return f.offer
+	return f.lists.offer
 }
 
 // List returns the devices of a resource in the offer in force, and a channel
@@ -247,12 +152,12 @@ func (f *FrontEnd) Offer() *Offer {
 func (f *FrontEnd) List(resource string) ([]Device, <-chan struct{}) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	ch := f.changed[resource]
+	ch := f.lists.changed[resource]
 	if ch == nil {
 		ch = make(chan struct{})
-		f.changed[resource] = ch
+		f.lists.changed[resource] = ch
 	}
-	if r := f.offer.resource(resource); r != nil {
+	if r := f.lists.offer.resource(resource); r != nil {
 		return r.Devices, ch
 	}
 	return nil, ch

@@ -38,11 +38,11 @@ func (f *FrontEnd) Prefer(resource string, available, must []string, n int) ([]s
 	var err error
 	switch r.Kind {
 	case ledger.Units:
-		out, err = s.units(n, f.rank(v, r))
+		out, err = s.units(n, rank(f.ledger, v, r))
 	case ledger.Replica:
-		out, err = s.replicas(n, f.rank(v, r))
+		out, err = s.replicas(n, rank(f.ledger, v, r))
 	default:
-		out, err = s.whole(n, v.Topology, f.untouched(v, r))
+		out, err = s.whole(n, v.Topology, untouched(f.ledger, r))
 	}
 	if err == nil {
 		return out, nil
@@ -209,9 +209,9 @@ func toUUIDs(ids []string) []gpu.UUID {
 
 // untouched lists the GPUs that a resource has, that can be had and of which
 // nobody has anything, in the order of its list.
-func (f *FrontEnd) untouched(v *Offer, r *Resource) []gpu.UUID {
+func untouched(l *ledger.Ledger, r *Resource) []gpu.UUID {
 	taken := map[gpu.UUID]bool{}
-	held := f.ledger.Allocations()
+	held := l.Allocations()
 	for i := range held {
 		for _, u := range held[i].GPUs() {
 			taken[u] = true
@@ -230,12 +230,12 @@ func (f *FrontEnd) untouched(v *Offer, r *Resource) []gpu.UUID {
 
 // rank is the order in which shares go to GPUs where nothing better decides: first
 // those that are broken up already, then those whose loss breaks up least.
-func (f *FrontEnd) rank(v *Offer, r *Resource) map[gpu.UUID]int {
-	spare := v.Topology.Spare(f.untouched(v, r))
-	out := make(map[gpu.UUID]int, len(v.Rank))
-	maps.Copy(out, v.Rank)
+func rank(l *ledger.Ledger, o *Offer, r *Resource) map[gpu.UUID]int {
+	spare := o.Topology.Spare(untouched(l, r))
+	out := make(map[gpu.UUID]int, len(o.Rank))
+	maps.Copy(out, o.Rank)
 	for i, u := range spare {
-		out[u] = len(v.Rank) + i
+		out[u] = len(o.Rank) + i
 	}
 	return out
 }

@@ -116,7 +116,7 @@ func (f *FrontEnd) Reconcile(o Observation) (ended []ledger.Allocation) {
 			ended = append(ended, f.endLocked(key))
 		}
 	}
-	f.movedLocked()
+	f.lists.showMoved()
 	if o.Runtime {
 		f.checkLocked(&o)
 	}

@@ -49,37 +49,6 @@ func lay(shown, base []Device, resource string, rooms map[gpu.UUID]*ledger.Room,
 	return out
 }
 
-// movedLocked shows what allocations have taken of MIG GPUs, or given back, since it
-// was called last.
-func (f *FrontEnd) movedLocked() {
-	if len(f.moved) == 0 {
-		return
-	}
-	rooms := f.ledger.Rooms(f.moved)
-	f.moved = f.moved[:0]
-	var o *Offer
-	for i := range f.offer.Resources {
-		r := &f.offer.Resources[i]
-		if r.Kind != ledger.Placement || len(r.Devices) == 0 {
-			continue
-		}
-		devices := lay(r.Devices, f.base.Resources[i].Devices, r.Name, rooms, &f.faults)
-		if &devices[0] == &r.Devices[0] {
-			continue
-		}
-		if o == nil {
-			o = f.offer.copyAs(f.offer.Gen + 1)
-		}
-		o.Resources[i].Devices = devices
-		if !slices.EqualFunc(r.Devices, devices, sameWord) {
-			f.tellLocked(r.Name)
-		}
-	}
-	if o != nil {
-		f.offer = o
-	}
-}
-
 // slotGPUs are the GPUs that an offer lists slots of, each once.
 func (o *Offer) slotGPUs() (out []gpu.UUID) {
 	for i := range o.Resources {
@@ -96,12 +65,12 @@ func (o *Offer) slotGPUs() (out []gpu.UUID) {
 
 // fitTogether checks that slots of one request, each of which could be had,
 // can be had together.
-func (f *FrontEnd) fitTogether(r *Resource, ids []string) error {
+func fitTogether(l *ledger.Ledger, r *Resource, ids []string) error {
 	var gpus []gpu.UUID
 	for _, id := range ids {
 		gpus = append(gpus, r.Devices[r.index[id]].GPU)
 	}
-	rooms := f.ledger.Rooms(gpus)
+	rooms := l.Rooms(gpus)
 	standing := map[gpu.UUID][]mig.Slot{}
 	for _, id := range ids {
 		dev := &r.Devices[r.index[id]]
@@ -125,15 +94,15 @@ func (f *FrontEnd) fitTogether(r *Resource, ids []string) error {
 
 // takers names, for the end of a sentence, who holds the room that a slot lacks, if
 // somebody does. Nobody knows whose pod is asking.
-func (f *FrontEnd) takers(dev *Device) string {
+func takers(l *ledger.Ledger, dev *Device) string {
 	if dev.Slot == (mig.Slot{}) {
 		return ""
 	}
 	wanted := []ledger.Grant{{GPU: dev.GPU, Piece: ledger.Piece{Kind: ledger.Placement, Slot: dev.Slot}}}
-	held := f.ledger.Allocations()
+	held := l.Allocations()
 	var names []string
 	for i := range held {
-		if a := &held[i]; a.Kind() == ledger.Placement && f.ledger.Overlap(a.Grants, wanted) {
+		if a := &held[i]; a.Kind() == ledger.Placement && l.Overlap(a.Grants, wanted) {
 			names = append(names, a.Holder.Told("", a.ID))
 		}
 	}
@@ -176,7 +145,7 @@ func (f *FrontEnd) preferSlots(v *Offer, r *Resource, available, must []string, 
 	}
 	slices.Sort(gpus)
 	gpus = slices.Compact(gpus)
-	rank := f.rank(v, r)
+	rank := rank(f.ledger, v, r)
 	slices.SortStableFunc(gpus, func(a, b gpu.UUID) int { return cmp.Compare(rank[a], rank[b]) })
 
 	rooms := f.ledger.Rooms(gpus)

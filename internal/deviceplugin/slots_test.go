@@ -1216,7 +1216,7 @@ func BenchmarkAllocate(b *testing.B) {
 				}
 				d.mu.Lock()
 				d.endLocked(key)
-				d.movedLocked()
+				d.lists.showMoved()
 				d.mu.Unlock()
 			}
 		})

@@ -184,7 +184,7 @@ func TestTopologyIsKnownAfterAMIGClaim(t *testing.T) {
 	}
 	d.mu.Lock()
 	d.endLocked(key)
-	d.movedLocked()
+	d.lists.showMoved()
 	d.mu.Unlock()
 	if after := d.Offer(); after.Gen == before.Gen || after.Topology != v.Topology {
 		t.Errorf("after the claim's end: generation %d, then %d, topology %p, want %p", before.Gen, after.Gen, after.Topology, v.Topology)

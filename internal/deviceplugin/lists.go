@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package deviceplugin
+
+import (
+	"slices"
+	"strings"
+
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+)
+
+// lists is what the kubelet is told. The front-end's mutex guards it.
+type lists struct {
+	ledger *ledger.Ledger
+	// base is the offer as it was published, offer with the faults and what is taken
+	// on top.
+	base, offer *Offer
+	// faults is what is not fit for work, and why.
+	faults faults
+	// moved are the GPUs of which allocations have taken slots, or given them back,
+	// that offer does not show yet.
+	moved []gpu.UUID
+	// changed has a channel for every resource, closed when its list changes.
+	changed map[string]chan struct{}
+}
+
+// publish makes an offer the one in force. Resources of the one before that it does not
+// have are carried over without devices.
+func (l *lists) publish(o *Offer) {
+	byName := func(a, b Resource) int { return strings.Compare(a.Name, b.Name) }
+	slices.SortFunc(o.Resources, byName)
+	var carried []Resource
+	for _, old := range l.base.Resources {
+		if o.resource(old.Name) == nil {
+			carried = append(carried, Resource{Name: old.Name, Kind: old.Kind})
+		}
+	}
+	o.Resources = append(o.Resources, carried...)
+	slices.SortFunc(o.Resources, byName)
+	for i := range o.Resources {
+		r := &o.Resources[i]
+		if old := l.base.resource(r.Name); old != nil && slices.EqualFunc(old.Devices, r.Devices, sameID) {
+			r.index = old.index
+			continue
+		}
+		r.index = make(map[string]int, len(r.Devices))
+		for j := range r.Devices {
+			r.index[r.Devices[j].ID] = j
+		}
+	}
+	l.base = o
+	l.ledger.SetMIG(o.MIG)
+	l.show()
+}
+
+func sameID(a, b Device) bool { return a.ID == b.ID }
+
+// faults is why GPUs are not fit for work, and why MIG slots are not whose GPUs are.
+type faults struct {
+	gpus  map[gpu.UUID]string
+	slots map[mig.Place]string
+}
+
+// of is why a device is not fit for work.
+func (f *faults) of(dev *Device) (why string, bad bool) {
+	if why, bad = f.gpus[dev.GPU]; !bad && len(f.slots) > 0 {
+		why, bad = f.slots[mig.Place{GPU: dev.GPU, Slot: dev.Slot}]
+	}
+	return why, bad
+}
+
+// show makes the offer in force from the published one, what allocations have
+// taken and the faults, and tells the streams of those resources of which the
+// kubelet hears anything else. A list that is as it was stays the same slice.
+func (l *lists) show() {
+	o := l.base.copyAs(l.offer.Gen + 1)
+	rooms := l.ledger.Rooms(o.slotGPUs())
+	l.moved = l.moved[:0]
+	for i := range o.Resources {
+		r := &o.Resources[i]
+		if r.Kind == ledger.Placement {
+			r.Devices = lay(r.Devices, r.Devices, r.Name, rooms, &l.faults)
+		} else {
+			r.Devices = faulted(r.Devices, l.faults.gpus)
+		}
+		switch old := l.offer.resource(r.Name); {
+		case old != nil && slices.Equal(old.Devices, r.Devices):
+			r.Devices = old.Devices
+		case old == nil || !slices.EqualFunc(old.Devices, r.Devices, sameWord):
+			l.tell(r.Name)
+		}
+	}
+	l.offer = o
+}
+
+// sameWord reports whether the kubelet hears the same of two devices.
+func sameWord(a, b Device) bool {
+	return a.ID == b.ID && a.Healthy == b.Healthy && a.NUMA == b.NUMA
+}
+
+// faulted returns the devices with those of faulty GPUs unhealthy; the slice
+// itself where there is none.
+func faulted(devices []Device, faults map[gpu.UUID]string) []Device {
+	if len(faults) == 0 {
+		return devices
+	}
+	out, copied := devices, false
+	for i := range devices {
+		why, bad := faults[devices[i].GPU]
+		if !bad {
+			continue
+		}
+		if !copied {
+			out, copied = slices.Clone(devices), true
+		}
+		out[i].Healthy, out[i].Leaving, out[i].Reason = false, false, why
+	}
+	return out
+}
+
+// tell has the stream of a resource send its list.
+func (l *lists) tell(resource string) {
+	if ch := l.changed[resource]; ch != nil {
+		close(ch)
+		delete(l.changed, resource)
+	}
+}
+
+// showMoved shows what allocations have taken of MIG GPUs, or given back, since it
+// was called last.
+func (l *lists) showMoved() {
+	if len(l.moved) == 0 {
+		return
+	}
+	rooms := l.ledger.Rooms(l.moved)
+	l.moved = l.moved[:0]
+	var o *Offer
+	for i := range l.offer.Resources {
+		r := &l.offer.Resources[i]
+		if r.Kind != ledger.Placement || len(r.Devices) == 0 {
+			continue
+		}
+		devices := lay(r.Devices, l.base.Resources[i].Devices, r.Name, rooms, &l.faults)
+		if &devices[0] == &r.Devices[0] {
+			continue
+		}
+		if o == nil {
+			o = l.offer.copyAs(l.offer.Gen + 1)
+		}
+		o.Resources[i].Devices = devices
+		if !slices.EqualFunc(r.Devices, devices, sameWord) {
+			l.tell(r.Name)
+		}
+	}
+	if o != nil {
+		l.offer = o
+	}
+}
