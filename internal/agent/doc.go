@@ -33,7 +33,7 @@
 // reporter (report.go). [Agent] joins them. What they keep is for the loop's goroutine,
 // but where they say otherwise.
 //
-// What decides is pure: package plan, from values to values, and view.go, which builds
+// What decides is pure: package plan, from values to values, and internal/deviceplugin's Build, which makes
 // the view from its result. Both are deterministic; the world is in the other files.
 //
 // # Layouts
@@ -68,17 +68,6 @@
 // A job is not begun while the driver is away, while the witnesses have not been
 // heard, or where the state cannot be written down. Whatever keeps a container
 // waiting, its pod reads it in the kubelet's Event (waits.go).
-//
-// # Witnesses (witness.go)
-//
-// Who has what is the word of two: the kubelet's checkpoint and the container
-// runtime. PodResources gives names, and asking it makes the kubelet let go of
-// what ended pods have. The checkpoint is written when a container is given
-// devices and when a list arrives; where it names somebody whom nobody else
-// knows, the list is sent again. The runtime tells of a container's end at once,
-// and then the kubelet is asked every 50 ms for a while, so that devices are free
-// a moment after it has let go. A runtime that has no events, or whose events the
-// kubelet would lose to us, is asked with the others every 8 s.
 //
 // # Others (others.go, prepared.go)
 //

@@ -53,6 +53,14 @@
 // the Allocate, then by the checkpoint, then by the gate: a clock can be put back
 // between two of them. Evidence decides nothing by itself and is in no [ledger.Phase].
 //
+// [Witnesses] asks both. PodResources gives names, and asking it makes the kubelet let go of
+// what ended pods have. The checkpoint is written when a container is given
+// devices and when a list arrives; where it names somebody whom nobody else
+// knows, the list is sent again. The runtime tells of a container's end at once,
+// and then the kubelet is asked every 50 ms for a while, so that devices are free
+// a moment after it has let go. A runtime that has no events, or whose events the
+// kubelet would lose to us, is asked with the others every 8 s.
+//
 // # What it does not know
 //
 // The driver, how GPUs come to be laid out, and files. An offer arrives ready-made, and

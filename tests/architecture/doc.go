@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command architecture draws docs/architecture.svg: the product's packages on their
-// floors, and who imports whom.
+// Command architecture draws docs/architecture.svg, the product's packages on their
+// floors and who imports whom, and in docs/architecture.md the phases of an allocation.
 //
-//	go run ./tests/architecture         # writes docs/architecture.svg
-//	go test ./tests/architecture        # fails where the picture is not the program
+//	go run ./tests/architecture         # writes both
+//	go test ./tests/architecture        # fails where they are not the program
 //
 // Floors come from the table in deps_test.go, imports from the source files without
 // their tests. An arrow is left out where another way leads down to the same package

@@ -39,7 +39,11 @@ func write() error {
 	if err != nil {
 		return err
 	}
-	return os.WriteFile(picture, svg, 0o644) //nolint:gosec // a file of the repository
+	text, err := withPhases(".")
+	if err != nil {
+		return err
+	}
+	return errors.Join(os.WriteFile(picture, svg, 0o644), os.WriteFile(page, text, 0o644)) //nolint:gosec // files of the repository
 }
 
 // entry is a row of deps_test.go's table.

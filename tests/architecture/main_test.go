@@ -32,6 +32,18 @@ func TestPictureIsTheProgram(t *testing.T) {
 	}
 }
 
+// The phases in the page are internal/ledger's.
+func TestPhasesAreTheLedgers(t *testing.T) {
+	const root = "../.."
+	want, err := withPhases(root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got, err := os.ReadFile(filepath.Join(root, page)); err != nil || !bytes.Equal(got, want) {
+		t.Errorf("%s has other phases than internal/ledger (%v): go run ./tests/architecture", page, err)
+	}
+}
+
 // What is left out follows from what is drawn, and nothing else is left out.
 func TestReduce(t *testing.T) {
 	imports := func(paths ...string) *pack {
