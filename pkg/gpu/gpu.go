@@ -194,7 +194,7 @@ type Profile struct {
 	Slices int `json:"slices,omitempty"`
 	// SMs is the number of streaming multiprocessors of an instance.
 	SMs int `json:"sms,omitempty"`
-	// Max is how many can stand on one GPU at a time.
+	// Max is how many can exist on one GPU at a time.
 	Max        int         `json:"max,omitempty"`
 	Placements []Placement `json:"placements,omitempty"`
 	// Engines are the media engines that come with an instance; nil where the

@@ -21,7 +21,7 @@ const (
 	maxSlices   = 64 // a set of compute slices is a word
 )
 
-// Card is what one GPU's driver says can stand on it. It is immutable and safe
+// Card is what one GPU's driver says can exist on it. It is immutable and safe
 // for concurrent use; build it once per inventory.
 type Card struct {
 	profiles []profile // in the order of Compare
@@ -31,7 +31,7 @@ type Card struct {
 	// room[a*(memory+1)+b] is what the free run of memory slices a…b-1 is worth:
 	// the sum of the sizes of all that could be placed in it.
 	room []int64
-	// media is how many instances with media extensions may stand.
+	// media is how many instances with media extensions may exist.
 	media int
 	// engines says that all profiles' media engines are known; has is how many
 	// of each kind the card has then.
@@ -45,7 +45,7 @@ type Card struct {
 type profile struct {
 	name   Name
 	slices int // compute slices
-	max    int // most that can stand; maxMemory where the driver does not say
+	max    int // most that can exist; maxMemory where the driver does not say
 	slots  []Slot
 	uses   engines
 	// media: with media extensions; all: with all engines; none: without any.
@@ -277,7 +277,7 @@ func (s Slot) clash(o Slot) bool {
 	return !s.sameGI(o) || s.compute()&o.compute() != 0
 }
 
-// tally counts GPU instances, to see whether they may stand on one card; where
+// tally counts GPU instances, to see whether they may exist on one card; where
 // is not its business.
 type tally struct {
 	n          [maxProfiles]uint8
@@ -374,10 +374,10 @@ func (t *tally) allows(c *Card, i int) bool {
 	return t.all == 0
 }
 
-// Fits says whether s may stand beside those that stand: whether its memory is
+// Fits says whether s may exist beside those that exist: whether its memory is
 // free, or its slices of a GPU instance that is split the same way, and whether
 // the card allows one more of its kind. A slot does not fit beside itself, and
-// one that the driver does not have fits nowhere. What stands need not be legal
+// one that the driver does not have fits nowhere. What exists need not be legal
 // itself.
 func (c *Card) Fits(standing []Slot, s Slot) bool {
 	if own, ok := c.Slot(s.Profile, s.Start, s.CI); !ok || own != s {
@@ -401,7 +401,7 @@ func (c *Card) Fits(standing []Slot, s Slot) bool {
 	return t.allows(c, c.index(s.Profile.GPUInstance()))
 }
 
-// tally counts the GPU instances of what stands.
+// tally counts the GPU instances of what exists.
 func (c *Card) tally(standing []Slot) (t tally) {
 	for i := range standing {
 		o := &standing[i]

@@ -44,7 +44,7 @@ func DescribeCounts(counts []Count) string {
 	return strings.Join(words, " ")
 }
 
-// Describe is what stands, in the same words.
+// Describe is what exists, in the same words.
 func Describe(slots []Slot) string {
 	var counts []Count
 	for _, s := range slots {

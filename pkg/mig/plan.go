@@ -60,9 +60,9 @@ type Plan struct {
 	// Steps are to be done in order; empty where nothing is to do, and where
 	// something is in the way.
 	Steps []Step
-	// Result is what stands afterwards; where blocked, what stands now.
+	// Result is what exists afterwards; where blocked, what exists now.
 	Result []Slot
-	// Keep is what stands now and stays in the target; where blocked, in the
+	// Keep is what exists now and stays in the target; where blocked, in the
 	// target that is to come when those in the way are gone.
 	Keep []Slot
 	// Blocked is the smallest set of holders in the way.
@@ -78,7 +78,7 @@ type Target struct {
 	Geometry []Count
 }
 
-// Plan finds the steps from what stands to what is wanted: those that destroy
+// Plan finds the steps from what exists to what is wanted: those that destroy
 // the fewest instances, then create the fewest, then leave the most room; of
 // equals the one whose slots come first, from left to right. Where something
 // pinned is in the way there is no step, and Blocked says what. It fails as
@@ -192,7 +192,7 @@ func blocked(standing []Standing, target []Slot) Plan {
 
 func compareStanding(a, b Standing) int { return CompareSlots(a.Slot, b.Slot) }
 
-// slots are the devices that stand, in order.
+// slots are the devices that exist, in order.
 func slots(standing []Standing) []Slot {
 	out := make([]Slot, 0, len(standing))
 	for _, o := range standing {
@@ -204,7 +204,7 @@ func slots(standing []Standing) []Slot {
 	return out
 }
 
-// change is the way from what stands to a target: first what must go, then what
+// change is the way from what exists to a target: first what must go, then what
 // comes, each from left to right.
 func change(standing []Standing, target []Slot) Plan {
 	plan := Plan{Result: target}
@@ -232,7 +232,7 @@ func change(standing []Standing, target []Slot) Plan {
 // Make finds the steps that make s stand, for a GPU whose instances are made on
 // demand. Idle instances stay unless they are in the way, and of those the
 // fewest go, then such that leave the most room. Blocked is the smallest set of
-// holders in the way. Where s stands already there is nothing to do. A slot
+// holders in the way. Where s exists already there is nothing to do. A slot
 // that the card does not have is gpu.ErrInvalid.
 func (c *Card) Make(standing []Standing, s Slot) (Plan, error) {
 	if own, ok := c.Slot(s.Profile, s.Start, s.CI); !ok || own != s {

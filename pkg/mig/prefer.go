@@ -32,14 +32,14 @@ type Place struct {
 // below it can sum up to over a node.
 const (
 	lossUnit  = 1 << 32
-	exactUnit = 1 << 16 // for a place that stands
+	exactUnit = 1 << 16 // for a place whose instance exists
 	spareUnit = 1       // for an idle instance that stays
 )
 
 // Prefer chooses n of the available places, all of must among them, that can
 // stand together and beside what is taken. It packs: the choice takes least of
 // what could still be made on the GPUs (see the package comment for the
-// measure). Of such choices it takes the one with most places that stand
+// measure). Of such choices it takes the one with most places whose instances exist
 // already, then the one that takes the room of the fewest other idle instances,
 // then by rank, then with as much as can be on the GPU whose UUID is first, from
 // left to right. No other choice is better in that order.
@@ -49,7 +49,7 @@ const (
 // about to end (or is the same pod's init container): it is the last choice.
 //
 // One call is about one resource, so all available places are of one profile.
-// Prefer fails with gpu.ErrNoRoom where fewer than n can stand together, and
+// Prefer fails with gpu.ErrNoRoom where fewer than n can exist together, and
 // with gpu.ErrInvalid for places of several profiles or of an unknown GPU and
 // for n below the number of must. The order of the arguments plays no part.
 func Prefer(offers []Offer, available, must []Place, n int) ([]Place, error) {
@@ -218,7 +218,7 @@ func (t *table) inside() (out []Slot) {
 // rate fills in best for up to n places.
 func (t *table) rate(n int) error {
 	c := t.Card
-	// What cannot stand beside what is taken goes in any case.
+	// What cannot exist beside what is taken goes in any case.
 	idle := make([]Slot, 0, len(t.Warm))
 	for _, s := range t.Warm {
 		if c.Fits(t.taken, s) {
@@ -295,7 +295,7 @@ func (t *table) parts(s *search, most int, worth func([]Slot) int64) {
 				in = append(in, d)
 			}
 		}
-		// Those that stand come first: any number of them is a beginning of the list.
+		// Those that exist come first: any number of them is a beginning of the list.
 		slices.SortStableFunc(in, func(a, b Slot) int { return cmp.Compare(worth([]Slot{b}), worth([]Slot{a})) })
 		for k := min(most, len(in)); k > 0; k-- {
 			s.parts = append(s.parts, part{start: gi.Start, end: gi.Start + gi.Size, uses: []use{{0, k}, {1, 1}}, value: worth(in[:k]), devices: in[:k]})

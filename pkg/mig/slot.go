@@ -11,7 +11,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Slot is a MIG device that could stand: a profile at a place. Slots compare
+// Slot is a MIG device that could exist: a profile at a place. Slots compare
 // equal with == and can be map keys.
 //
 // A container gets a compute instance, so that is what a Slot is. Where it has

@@ -5,7 +5,7 @@ package mig
 import "slices"
 
 // split lists the ways to fill GPU instances of one profile with the compute
-// instances that want[from:to] counts. Those that stand may stay where they
+// instances that want[from:to] counts. Those that exist may stay where they
 // are; new ones go to the first compute slices that are free, larger ones
 // first. Ways that take more come first, so that of equals GPU instances are
 // filled in turn.
@@ -53,7 +53,7 @@ type filler struct {
 	before   int // parts before this GPU instance's
 }
 
-// stay decides for each that stands whether it stays.
+// stay decides for each that exists whether it stays.
 func (f *filler) stay(i int, taken uint64) {
 	f.p.work++
 	if f.p.work > maxWork || len(f.p.parts) > maxParts {

@@ -12,7 +12,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// maxStanding bounds what may stand on one GPU; 14 do today.
+// maxStanding bounds what may exist on one GPU; 14 do today.
 const maxStanding = 100
 
 // planner looks for the set of devices that shall stand. It is used again and
@@ -80,7 +80,7 @@ func (c *Card) names() string {
 	return b.String()
 }
 
-// planner takes a planner for what stands and is wanted; the caller fills in
+// planner takes a planner for what exists and is wanted; the caller fills in
 // value and fixed, and hands it back with release.
 func (c *Card) planner(standing []Standing, want []Count) *planner {
 	p, _ := c.planners.Get().(*planner)
@@ -306,7 +306,7 @@ func (c *Card) explain(want []Count) string {
 	return ""
 }
 
-// places says where the wanted profiles can stand.
+// places says where the wanted profiles can exist.
 func (c *Card) places(want []Count) string {
 	var b strings.Builder
 	for i, w := range want {

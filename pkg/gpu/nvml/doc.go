@@ -17,7 +17,7 @@
 //
 // # One door, one caller inside
 //
-// A driver call can hang, in the kernel, for minutes or for ever: a GPU that
+// A driver call can hang, in the kernel, for minutes or forever: a GPU that
 // fell off the bus, a reset under way. No thread that hangs there can be
 // ended. So all calls go through one door that lets a single caller in at a
 // time. The caller waits for the answer no longer than its context; if it
@@ -133,7 +133,7 @@
 // not any more. A creation that fails takes back what it made. What somebody
 // else left half done (a process that was killed between the steps) is listed
 // with CI -1; a creation at that place goes on with it, and DestroyInstance
-// removes it. Destroying looks at what stands there first: numbers of instances
+// removes it. Destroying looks at what exists there first: numbers of instances
 // and even their UUIDs come back, profile and placement tell them apart.
 //
 // Profiles and their places are the driver's word and are read once. The numbers

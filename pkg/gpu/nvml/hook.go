@@ -47,8 +47,8 @@ func FindHook() (string, error) {
 // that are being started by CDI files of an older one; older programs are left
 // in place, because a claim's file may name them as long as it stands.
 //
-// Installing again what stands whole changes nothing, and what stands broken
-// is replaced; half a copy of an agent that was killed meanwhile is removed. Both
+// Installing again changes nothing where the program is intact, and replaces it where it
+// is not; half a copy of an agent that was killed meanwhile is removed. Both
 // programs are read only where one of them is not the file that it was the last
 // time, as a file beside the directories says. src must be executable by the host,
 // so statically linked or linked against what any host has.

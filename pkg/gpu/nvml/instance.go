@@ -39,7 +39,7 @@ func split(profile string) (whole string, compute int) {
 // it or a split's (1c.3g.40gb), at a placement of its GPU instance; ci is the
 // split's first compute slice within that, and 0 else. Where a GPU instance of
 // the profile stands at the placement, the compute instance is made in it; else
-// one is made for it, and is gone again when the second step fails. What stands
+// one is made for it, and is gone again when the second step fails. What exists
 // already as it is asked for is returned as it stands, busy or not. The UUID of
 // what was made is left out: to find it takes the driver as long as MIG does.
 //
@@ -69,7 +69,7 @@ func (m *migSide) createInstance(what string, u gpu.UUID, profile string, at gpu
 		return in, fmt.Errorf("%s: %w", what, err)
 	}
 
-	// Of the two cases the usual one is tried first: nothing stands there.
+	// Of the two cases the usual one is tried first: nothing is there.
 	s := standing{profile: p, at: at}
 	gi, ret := h.CreateGpuInstanceWithPlacement(&nvml.GpuInstanceProfileInfo{Id: uint32(p.ID)},
 		&nvml.GpuInstancePlacement{Start: uint32(at.Start), Size: uint32(at.Size)})
@@ -182,7 +182,7 @@ func (m *migSide) computeProfiles(u gpu.UUID, s standing) ([]computeProfile, err
 	return list, nil
 }
 
-// compute is a compute instance that stands.
+// compute is a compute instance that exists.
 type compute struct {
 	id, start int
 	computeProfile
@@ -213,7 +213,7 @@ func (m *migSide) computes(u gpu.UUID, s standing) ([]compute, error) {
 }
 
 // inPlace is the compute instance of so many compute slices from ci on, if that
-// stands already; its GI is -1 if not.
+// exists already; its GI is -1 if not.
 func (m *migSide) inPlace(h nvml.Device, u gpu.UUID, s standing, slots, ci int) (gpu.Instance, error) {
 	none := gpu.Instance{GI: -1, CI: -1}
 	found, err := m.computes(u, s)

@@ -21,7 +21,7 @@ const (
 	// where they end (18 of GPU instances today, 9 of compute instances); the bound
 	// is for one that never does.
 	mostProfiles = 256
-	// mostReadings bounds how often what stands is read because an instance went
+	// mostReadings bounds how often what exists is read because an instance went
 	// away meanwhile, or a question failed.
 	mostReadings = 5
 )
@@ -204,7 +204,7 @@ func engines(copies, decode, encode, jpeg, ofa uint32) *gpu.Engines {
 // profileName drops the word that some drivers put before "1g.10gb".
 func profileName(c []int8) string { return strings.TrimPrefix(text(c), "MIG ") }
 
-// instances lists what stands on a GPU in MIG mode, by placement: one entry
+// instances lists what exists on a GPU in MIG mode, by placement: one entry
 // for each compute instance, and one with CI -1 and no UUID for a GPU instance
 // that has none. What comes or goes meanwhile is in it or not.
 func (m *migSide) instances(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) (list []gpu.Instance, err error) {
@@ -255,7 +255,7 @@ func (m *migSide) readInstances(h nvml.Device, u gpu.UUID, profiles []gpu.Profil
 	return all, nil
 }
 
-// standing is a GPU instance that stands.
+// standing is a GPU instance that exists.
 type standing struct {
 	gi      nvml.GpuInstance
 	id      int
