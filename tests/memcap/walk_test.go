@@ -23,17 +23,17 @@ import (
 // undone at once and is reported so; and it says of each request that is refused
 // whether a card of that size would have granted it.
 //
-// The peak holds. The refusals do not yet: in one walk of four some are of what would
-// have fitted, at worst one in four, and the log has the first of them. Half of them
-// is what fails a walk under a cap; on a bare card none may be. Whoever mends it
-// takes the allowance away.
+// The peak holds. Of the refusals a few are of what would have fitted, and the log has
+// them; see earlyOf. On a bare card none may be.
 //
 // The walk on a bare card is the judge's own trial: what is refused there is
 // refused by the driver.
 func TestWalk(t *testing.T) {
 	random := dice(t)
-	// Not heap=launch: what another process has promised, and has had taken since, is
-	// charged twice until that process is refused something.
+	// Not heap=launch. The meter knows that a heap was taken by a rise of the driver's
+	// figure. A walk also lets go of exports all the time, of which nobody knows when they
+	// are gone; where both happen at once they cannot be told apart, and the heap is counted
+	// twice as long as it is there: of one walk in five, up to half of the refusals.
 	modes := []string{"", "strict,heap=set", anyCUDA(random), anyCUDA(random)}
 	if *again != "" {
 		r := newRig(t, emulator.Spec{Model: "H200-141GB", Count: 1})
@@ -75,6 +75,17 @@ func anyCUDA(random *rand.Rand) string {
 	return strings.Join(list, ",")
 }
 
+// earlyOf is how many of so many refusals may be of what a card of the cap's size grants:
+// one in twenty. Most walks have none, and none of many had more than one in fifty. What is
+// known to be left:
+//
+//   - Exported memory is gone when the last of its descriptors is closed, which no call
+//     tells. Until a reading has seen it, what was refused before is refused again.
+//   - What a pool has free is not in one piece, or it would have to grow by a piece of its
+//     own that is larger than what the cap has left.
+//   - A reading that has fallen among others' calls leaves it open how much there is.
+func earlyOf(refused uint64) uint64 { return 2 + refused/20 }
+
 // walkLimit is the cap of a walk, of two processes.
 const walkLimit = 2*context300 + 1*GiB
 
@@ -105,7 +116,7 @@ func (r *rig) walk(t *testing.T, index int, seed uint64, cuda string) {
 	if most := uint64(128 * MiB); counters.Undone > most {
 		t.Errorf("seed %d, %q: %d MiB undone at once, which is more than one request", seed, cuda, counters.Undone/MiB)
 	}
-	f.judge(t, seed, cuda, f.n("refused")/2)
+	f.judge(t, seed, cuda, earlyOf(f.n("refused")))
 	k.quit()
 	if used := r.used(index); used != 0 {
 		t.Errorf("seed %d: %d bytes are left", seed, used)
