@@ -155,38 +155,38 @@ static CUresult pass(const struct request *q)
 }
 
 /* A pool is closed while an attempt is undone, for a few calls of the driver none of
- * which waits for the GPU, and opened by those who have waited for that in vain. */
-enum { CLOSED_US = 5 * 1000 * 1000 };
+ * which waits for the GPU, and opened by those who have waited for that in vain. What
+ * is waited for takes microseconds, unless a thread is held up; so patience is counted in
+ * naps. */
+enum { SPINS = 200, NAP_US = 20, NAPS = 50 * 1000 };
+
+static bool waits(uint32_t i)
+{
+    if (i < SPINS)
+        cpu_relax();
+    else
+        nap_us(NAP_US);
+    return i < SPINS + NAPS;
+}
 
 static void enter_pool(struct pool *pool, uint64_t n)
 {
-    uint64_t until = 0;
     for (uint32_t i = 0;; i++) {
         count_add(&pool->flight, FLIGHT + n / UNIT);
         if (!__atomic_load_n(&pool->closed, __ATOMIC_SEQ_CST))
             return;
         count_sub(&pool->flight, FLIGHT + n / UNIT);
-        if (!until)
-            until = now_us() + CLOSED_US;
-        if (i < 200)
-            cpu_relax();
-        else if (now_us() > until)
+        if (!waits(i))
             __atomic_store_n(&pool->closed, 0, __ATOMIC_SEQ_CST);
-        else
-            nap_us(20);
     }
 }
 
 /* close_pool keeps other threads out of a pool, and waits for those that are at it. */
 static void close_pool(struct pool *pool)
 {
-    uint64_t until = now_us() + CLOSED_US;
     __atomic_store_n(&pool->closed, 1, __ATOMIC_SEQ_CST);
-    for (uint32_t i = 0; __atomic_load_n(&pool->flight, __ATOMIC_SEQ_CST) >= 2 * FLIGHT && now_us() < until; i++)
-        if (i < 200)
-            cpu_relax();
-        else
-            nap_us(20);
+    for (uint32_t i = 0; __atomic_load_n(&pool->flight, __ATOMIC_SEQ_CST) >= 2 * FLIGHT && waits(i); i++)
+        ;
 }
 
 static void open_pool(struct pool *pool) { __atomic_store_n(&pool->closed, 0, __ATOMIC_SEQ_CST); }
@@ -224,8 +224,8 @@ static uint64_t piece_of(const struct process *p)
 /* Of how pools grow we see by which pieces, and whether a request makes a pool grow by
  * whole ones (coarse) or by just its own size (fine): a bit for requests of up to a
  * piece, and one for larger ones. What grows by more than a piece that is not known yet
- * may be smaller than one. A pool that has shrunk meanwhile seems to grow by less, and
- * one that others use by more; what an attempt shows is sure. */
+ * may be smaller than one. A pool that was trimmed meanwhile seems to grow by less or
+ * by more, and tells nothing; what an attempt shows is sure. */
 static uint32_t growth_bit(const struct process *p, uint64_t n) { return n > piece_of(p) ? 2 : 1; }
 
 static void watch_growth(struct process *p, uint64_t n, uint64_t grown, bool sure)
@@ -270,6 +270,7 @@ static CUresult undo(struct process *p, const struct request *q, struct pool *po
     if (rest && __atomic_load_n(&pool->flight, __ATOMIC_SEQ_CST) < 2 * FLIGHT)
         settle_force(a, &pool->r, rest);
     tighten(a, &pool->r);
+    pool->trimmed++;
     spin_unlock(&pool->lock);
     count_sub(&a->undoing, over);
     return r == CUDA_SUCCESS ? CUDA_ERROR_OUT_OF_MEMORY : r;
@@ -277,15 +278,19 @@ static CUresult undo(struct process *p, const struct request *q, struct pool *po
 
 /* settle_alone settles after an allocation, and pays for what no other thread at the
  * pool has reserved; false: there is no room for that. rest is what is not paid, its own
- * or, where it returns true, others'. */
-static bool settle_alone(struct process *p, struct pool *pool, struct account *a, uint64_t n, uint64_t held, bool sure, uint64_t *rest)
+ * or, where it returns true, others'. trims is how often the pool had been trimmed
+ * before the allocation: how it grows is learnt if it has not been since. ALONE: it cannot
+ * have been. MAYBE: nothing is learnt. */
+#define ALONE (~(uint64_t)0)
+#define MAYBE (ALONE - 1)
+static bool settle_alone(struct process *p, struct pool *pool, struct account *a, uint64_t n, uint64_t held, uint64_t trims, uint64_t *rest)
 {
     uint64_t had = pool->r.charge;
     bool fits = true;
     *rest = settle_pool(p, a, pool, held);
     bool only = __atomic_load_n(&pool->flight, __ATOMIC_SEQ_CST) < 2 * FLIGHT;
-    if (only)
-        watch_growth(p, n, pool->r.charge + *rest > had ? pool->r.charge + *rest - had : 0, sure);
+    if (only && (trims == ALONE || (trims == pool->trimmed && !pool->r.trims)))
+        watch_growth(p, n, pool->r.charge + *rest > had ? pool->r.charge + *rest - had : 0, trims == ALONE);
     if (*rest && only && (fits = account_reserve_quickly(a, *rest)))
         gain(a, &pool->r, *rest);
     if (only && fits)
@@ -301,6 +306,7 @@ static CUresult ordinary(struct process *p, const struct request *q, struct pool
     uint64_t there, over;
     enter_pool(pool, n);
     pool->spare.count++; /* roughly */
+    uint64_t trims = __atomic_load_n(&pool->trimmed, __ATOMIC_ACQUIRE);
     CUresult r = pass(q);
     /* First the charge: what it has, and we with it, is in the driver's figure. */
     uint64_t charge = __atomic_load_n(&pool->r.charge, __ATOMIC_ACQUIRE);
@@ -308,7 +314,7 @@ static CUresult ordinary(struct process *p, const struct request *q, struct pool
         account_cancel(a, held);
     else {
         spin_lock(&pool->lock);
-        bool fits = settle_alone(p, pool, a, n, held, false, &over);
+        bool fits = settle_alone(p, pool, a, n, held, trims, &over);
         spin_unlock(&pool->lock);
         if (!fits)
             r = undo(p, q, pool, a, r, held, over);
@@ -334,12 +340,8 @@ static bool begin_alone(struct pool *pool)
 {
     __atomic_store_n(&pool->alone, 1, __ATOMIC_SEQ_CST);
     for (uint32_t i = 0; __atomic_load_n(&pool->r.trims, __ATOMIC_SEQ_CST); i++)
-        if (i < 200)
-            cpu_relax();
-        else if (i > 200 + CLOSED_US / 20)
+        if (!waits(i))
             return false;
-        else
-            nap_us(20);
     return true;
 }
 
@@ -358,12 +360,12 @@ enum attempted pool_attempt(struct process *p, const struct request *q, struct p
     reserved_add(a, most); /* more than we have of bound: something is under way */
     *r = pass(q);
     spin_lock(&pool->lock);
-    bool fits = settle_alone(p, pool, a, n, held, true, &over);
+    bool fits = settle_alone(p, pool, a, n, held, ALONE, &over);
     spin_unlock(&pool->lock);
     if (over && fits) { /* or it is another's growth, who has yet to pay */
         close_pool(pool);
         spin_lock(&pool->lock);
-        fits = settle_alone(p, pool, a, n, 0, false, &over);
+        fits = settle_alone(p, pool, a, n, 0, MAYBE, &over);
         spin_unlock(&pool->lock);
     } else if (!fits) {
         close_pool(pool);

@@ -182,6 +182,7 @@ static CUresult trim(struct process *p, struct pool *pool, size_t keep)
     CUresult r = CALL(cuMemPoolTrimTo, (CUmempool)(uintptr_t)pool->handle, keep);
     spin_lock(&pool->lock);
     __atomic_sub_fetch(&pool->r.trims, 1, __ATOMIC_SEQ_CST);
+    pool->trimmed++;
     pool_looked(p, a, pool);
     tighten(a, &pool->r);
     pool_leave(p, pool);

@@ -62,6 +62,7 @@ struct pool {
     } spare;
     uint64_t freer[LAST_FREERS]; /* streams of the last frees, each in a word */
     uint64_t keeps;    /* bytes: its release threshold */
+    uint64_t trimmed;  /* times */
     struct freers *freers;
     struct reserve r;
 };
