@@ -21,7 +21,7 @@ func (f *capFlags) register(fs *flag.FlagSet) {
 	f.policy = choice{"closed", []string{"closed", "open"}}
 	fs.Var(&f.policy, "cap-policy", "what an allocation meets where the cap in the process cannot do its work: closed (out of memory) or open (uncounted)")
 	f.intruders = choice{"report", []string{"report", "end"}}
-	fs.Var(&f.intruders, "intruders", "what becomes of containers that use a GPU without a claim on it: report or end")
+	fs.Var(&f.intruders, "intruders", "what becomes of containers that use a GPU without an allocation on it: report or end")
 	fs.IntVar(&f.evictAfter, "evict-after", 0, "`number` of offences within an hour after which a pod is evicted; 0 is never")
 	fs.DurationVar(&f.every, "watch-every", guard.DefaultEvery, "`time` between the watchdog's looks at a shared GPU; 0 turns it off")
 }

@@ -719,7 +719,7 @@ func TestShortFaultIsLogged(t *testing.T) {
 		time.Sleep(inventoryEvery + testHold)
 		b.want("applied", fourUnits, "")
 		for _, line := range []string{
-			`msg="GPU is unfit for work" gpu=` + string(uuid(1)) + ` gi=-1 ci=-1 class=unreadable reason="unreadable: Unknown Error`,
+			`msg="GPU is unhealthy" gpu=` + string(uuid(1)) + ` gi=-1 ci=-1 class=unreadable reason="unreadable: Unknown Error`,
 			`msg="GPU fault is over" gpu=` + string(uuid(1)) + ` gi=-1 ci=-1 class=unreadable`,
 		} {
 			if log := b.log.String(); strings.Count(log, line) != 1 {

@@ -469,7 +469,7 @@ func healthNews(before, now []health.Verdict) (news, over []health.Verdict) {
 func (r *reporter) logHealth(before, now []health.Verdict) {
 	news, over := healthNews(before, now)
 	for _, v := range news {
-		r.log.Warn("GPU is unfit for work", "gpu", string(v.GPU), "gi", v.GI, "ci", v.CI, "class", string(v.Class), "reason", v.Reason)
+		r.log.Warn("GPU is unhealthy", "gpu", string(v.GPU), "gi", v.GI, "ci", v.CI, "class", string(v.Class), "reason", v.Reason)
 	}
 	for _, v := range over {
 		r.log.Info("GPU fault is over", "gpu", string(v.GPU), "gi", v.GI, "ci", v.CI, "class", string(v.Class))

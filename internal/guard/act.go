@@ -79,11 +79,11 @@ func (h *hand) act(ctx context.Context, d *gpu.Device, c *node.Container, v memc
 	where := fmt.Sprintf("GPU %d (%s)", d.Index, d.UUID)
 	reason, message := overReason, fmt.Sprintf("%s uses %s of %s, more than its cap of %s", who, amount(v.Used), where, amount(v.Cap))
 	if v.Own < v.Used && v.Kind == memcap.Over {
-		message = fmt.Sprintf("%s uses %s of %s, and together with the others that share its claim %s, more than their cap of %s", who, amount(v.Own), where, amount(v.Used), amount(v.Cap))
+		message = fmt.Sprintf("%s uses %s of %s, and together with the others that share its allocation %s, more than their cap of %s", who, amount(v.Own), where, amount(v.Used), amount(v.Cap))
 	}
 	end := true
 	if v.Kind == memcap.Intruder {
-		reason, message = intruderReason, fmt.Sprintf("%s uses %s of %s without a claim on it", who, amount(v.Used), where)
+		reason, message = intruderReason, fmt.Sprintf("%s uses %s of %s without an allocation on it", who, amount(v.Used), where)
 		end = h.endIntruders
 		if v.Told == 0 {
 			h.found.Add(1)
@@ -173,7 +173,7 @@ func (h *hand) evict(ctx context.Context, c *node.Container, offences int) {
 		return
 	}
 	h.observer.Evicted()
-	message := fmt.Sprintf("evicted after %d offences within an hour: use beyond its GPU memory cap, or of a GPU without a claim", offences)
+	message := fmt.Sprintf("evicted after %d offences within an hour: use beyond its GPU memory cap, or of a GPU without an allocation", offences)
 	h.voice.log.Warn("evicted a pod", "pod", pod.String(), "offences", offences)
 	h.tell(c, kube.Warning, evictedReason, message)
 }

@@ -70,7 +70,7 @@ type Options struct {
 	Domain string
 	// Every is how often GPUs with caps are looked at; zero is DefaultEvery.
 	Every time.Duration
-	// EndIntruders ends containers that use a GPU without a claim on it.
+	// EndIntruders ends containers that use a GPU without an allocation on it.
 	EndIntruders bool
 	// EvictAfter is the number of offences within an hour after which a pod is
 	// evicted; zero is never.

@@ -461,7 +461,7 @@ func TestIntruder(t *testing.T) {
 					t.Errorf("ended %v, want %v", w.ended, want)
 				}
 				slices.Sort(w.events)
-				if len(w.events) != 2 || !strings.Contains(w.events[1], "Intruder: container main of pod work/pod-thief uses 0.50 GiB of GPU 0 (GPU-0) without a claim on it") {
+				if len(w.events) != 2 || !strings.Contains(w.events[1], "Intruder: container main of pod work/pod-thief uses 0.50 GiB of GPU 0 (GPU-0) without an allocation on it") {
 					t.Errorf("events %q", w.events)
 				}
 				st := g.State()

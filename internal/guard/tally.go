@@ -72,7 +72,7 @@ func (ts *tallies) open(at page, now time.Time) bool {
 	}
 	t.missing = true
 	if !errors.Is(err, gpu.ErrNotFound) { // else nothing is counted on this GPU
-		ts.voice.once("open "+at.claim, "cannot open a claim's counters; the watchdog alone limits its containers", "claim", at.claim, "gpu", at.gpu, "err", err)
+		ts.voice.once("open "+at.claim, "cannot open an allocation's counters; the watchdog alone limits its containers", "claim", at.claim, "gpu", at.gpu, "err", err)
 	}
 	return false
 }
@@ -132,5 +132,5 @@ func (ts *tallies) spoilt(at page, t *tally, err error) {
 		t.spoilt = 0
 	}
 	t.sought, t.missing, t.spoilt = time.Now(), true, min(t.spoilt+1, maxSpoilt)
-	ts.voice.once("meter "+at.claim, "cannot read a claim's counters; the watchdog alone limits its containers", "claim", at.claim, "gpu", at.gpu, "err", err)
+	ts.voice.once("meter "+at.claim, "cannot read an allocation's counters; the watchdog alone limits its containers", "claim", at.claim, "gpu", at.gpu, "err", err)
 }

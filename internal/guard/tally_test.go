@@ -114,7 +114,7 @@ func TestClaimGivenAgain(t *testing.T) {
 		if !was.closed || is.ended == 0 || is.driver != 2*gib {
 			t.Errorf("the old counters are closed: %v; %d readings of the new ones, with %d MiB", was.closed, is.ended, is.driver>>20)
 		}
-		if n := w.logged("cannot read a claim's counters"); n != 0 {
+		if n := w.logged("cannot read an allocation's counters"); n != 0 {
 			t.Errorf("it was logged %d times that counters make no sense", n)
 		}
 	})
@@ -139,7 +139,7 @@ func TestTwoContainersOfAClaimOver(t *testing.T) {
 		if !slices.Equal(w.ended, []string{"b"}) {
 			t.Errorf("ended %v, want the one that has 3 of 5 GiB", w.ended)
 		}
-		want := "work/pod-a uid-a CapExceeded: container b of pod work/pod-a uses 3.00 GiB of GPU 0 (GPU-0), and together with the others that share its claim 5.00 GiB, more than their cap of 4.00 GiB; it is ended"
+		want := "work/pod-a uid-a CapExceeded: container b of pod work/pod-a uses 3.00 GiB of GPU 0 (GPU-0), and together with the others that share its allocation 5.00 GiB, more than their cap of 4.00 GiB; it is ended"
 		if !slices.Equal(w.events, []string{want}) {
 			t.Errorf("Events\n%s\nwant\n%s", strings.Join(w.events, "\n"), want)
 		}

@@ -118,7 +118,7 @@ type GPU struct {
 	Blocked string `json:"blocked,omitempty"`
 	// Holders is sorted by namespace, pod, container and resource.
 	Holders []Holder `json:"holders,omitempty"`
-	// Processes that use the GPU without a claim on it, as the watchdog last saw it:
+	// Processes that use the GPU without an allocation on it, as the watchdog last saw it:
 	// Intruders belong to containers, NoPod to no pod at all, and Unlisted to
 	// containers that the container runtime does not list, so that nobody can say
 	// what they may use. A GPU with mode off has no intruders.
@@ -285,7 +285,7 @@ type Watchdog struct {
 	// Reason says why it is off.
 	Reason string `json:"reason,omitempty"`
 	// Kills is the number of containers that it has ended since the agent started, and
-	// Intruders the number of those that it has found on a GPU without a claim on it.
+	// Intruders the number of those that it has found on a GPU without an allocation on it.
 	Kills     uint64 `json:"kills"`
 	Intruders uint64 `json:"intruders"`
 }

@@ -664,7 +664,7 @@ func unread(class, reason string) bool {
 func excuse(wrong []string, log []byte) []string {
 	for line := range bytes.Lines(log) {
 		var l struct{ Msg, GPU, Class, Reason string }
-		if json.Unmarshal(line, &l) == nil && l.Msg == "GPU is unfit for work" && unread(l.Class, l.Reason) {
+		if json.Unmarshal(line, &l) == nil && l.Msg == "GPU is unhealthy" && unread(l.Class, l.Reason) {
 			wrong = slices.DeleteFunc(wrong, func(w string) bool {
 				return strings.HasPrefix(w, l.GPU+"::") && strings.Contains(w, "is listed Unhealthy while")
 			})
@@ -685,9 +685,9 @@ func TestOnlyAnUnreadGPUIsExcused(t *testing.T) {
 		log  string
 		want []string
 	}{
-		{line("GPU is unfit for work", "unreadable", "unreadable: Unknown Error"), wrong[1:]},
-		{line("GPU is unfit for work", "unreadable", "unreadable: Timeout"), wrong},
-		{line("GPU is unfit for work", "lost", "lost: Unknown Error"), wrong},
+		{line("GPU is unhealthy", "unreadable", "unreadable: Unknown Error"), wrong[1:]},
+		{line("GPU is unhealthy", "unreadable", "unreadable: Timeout"), wrong},
+		{line("GPU is unhealthy", "lost", "lost: Unknown Error"), wrong},
 		{line("work failed", "unreadable", "Unknown Error"), wrong},
 		{"", wrong},
 	} {
