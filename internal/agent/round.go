@@ -30,6 +30,7 @@ func (a *Agent) round(ctx context.Context) error {
 	if err := a.readHardware(ctx, p); err != nil {
 		return err // only a new process can go on
 	}
+	in = a.partitions.heard() // a reading takes a while: the partitions may have arrived meanwhile
 	if a.reader.inv != nil {
 		a.want(p)
 		a.lookAround(ctx, in.migManager)

@@ -1063,3 +1063,37 @@ func BenchmarkInstance(b *testing.B) {
 		}
 	}
 }
+
+// TestProfilesAreReadOncePerKindOfCard: reading them is a third of the calls of a first
+// inventory. Cards of another kind have their own.
+func TestProfilesAreReadOncePerKindOfCard(t *testing.T) {
+	reads := func(spec emulator.Spec) (n uint64, profiles []string) {
+		node := emulate(t, spec)
+		defer node.stop()
+		d, err := nvml.Open(wait(t), node.opts)
+		try(t, err)
+		defer d.Close()
+		for _, dev := range inventory(t, d).GPUs {
+			var text string
+			for _, p := range dev.MIG.Profiles {
+				text += fmt.Sprintln(p.Name, p.ID, p.Memory, p.Max, *p.Engines, p.Placements)
+			}
+			profiles = append(profiles, text)
+		}
+		for _, c := range node.Calls(0) {
+			if strings.Contains(c.Call, "GpuInstanceProfileInfo") || strings.Contains(c.Call, "PossiblePlacements") {
+				n += c.Count
+			}
+		}
+		return n, profiles
+	}
+	one, _ := reads(emulator.Spec{Model: "H100-80GB", Count: 1})
+	eight, of := reads(emulator.Spec{Model: "H100-80GB", Count: 8})
+	if one == 0 || eight != one || len(slices.Compact(of)) != 1 {
+		t.Errorf("%d reads of profiles for eight cards of a kind, and %d for one; %q", eight, one, slices.Compact(of))
+	}
+	_, mixed := reads(emulator.Spec{Model: "H100-80GB", Count: 3, GPUs: []emulator.GPUSpec{{Index: 1, Model: "A30"}}})
+	if mixed[0] != of[0] || mixed[2] != of[0] || mixed[1] == of[0] {
+		t.Errorf("profiles of an A30 between two H100s: %q", mixed)
+	}
+}

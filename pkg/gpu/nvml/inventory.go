@@ -24,7 +24,7 @@ import (
 // means that nothing at all could be read.
 //
 // What cannot change while a process has the driver open (model, where NVLinks
-// lead, MIG profiles) is read once per GPU; which NVLinks work, the fabric, and
+// lead) is read once per GPU, MIG profiles once per kind of GPU; which NVLinks work, the fabric, and
 // what the kernel says of the machine are read anew each time.
 func (d *Driver) Inventory(ctx context.Context) (gpu.Inventory, error) {
 	inv, err := call(ctx, d.session, "read the inventory", func() (gpu.Inventory, error) { return d.inventory(ctx) })
@@ -131,7 +131,10 @@ func (d *Driver) device(index int) (gpu.Device, nvml.Device, error) {
 		}
 		dev.NUMA = nearest(h)
 	}
+	kind := boardOf(&dev)
+	d.profiles.infer(dev.UUID, kind)
 	dev.MIG, err = d.mig(h, dev.UUID)
+	d.profiles.learnt(dev.UUID, kind)
 	return dev, h, err
 }
 

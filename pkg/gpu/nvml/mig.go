@@ -67,7 +67,40 @@ type profiles struct {
 	mu sync.Mutex
 	// Guarded by mu:
 	whole   map[gpu.UUID][]gpu.Profile
+	boards  map[board][]gpu.Profile
 	compute map[computeKey][]computeProfile
+}
+
+// board is a kind of card: cards of one kind have the same profiles. Those with one
+// PCI ID alone may have profiles of different names.
+type board struct {
+	pci, subsystem, model string
+	memory                gpu.MiB
+}
+
+func boardOf(d *gpu.Device) board {
+	return board{d.PCIDevice, d.PCISubsystem, d.Model, d.Memory}
+}
+
+// infer takes the profiles of another card of that kind for a GPU's.
+func (p *profiles) infer(u gpu.UUID, b board) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.whole == nil {
+		p.whole, p.boards = map[gpu.UUID][]gpu.Profile{}, map[board][]gpu.Profile{}
+	}
+	if p.whole[u] == nil && p.boards[b] != nil {
+		p.whole[u] = p.boards[b]
+	}
+}
+
+// learnt keeps what is known of a GPU for others of its kind.
+func (p *profiles) learnt(u gpu.UUID, b board) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if known := p.whole[u]; known != nil && p.boards != nil {
+		p.boards[b] = known
+	}
 }
 
 // computeKey names a GPU instance profile of a GPU.
