@@ -109,7 +109,7 @@ func (at *scene) holdersOf(u gpu.UUID) (out []status.Holder) {
 		if n > 0 {
 			out = append(out, status.Holder{
 				Namespace: c.Holder.Namespace, Pod: c.Holder.Pod, Container: c.Holder.Container,
-				Resource: c.Resource, Units: n, Since: &c.Taken, Waits: c.After,
+				Resource: c.Resource, Instances: c.Kind() == ledger.Placement, Units: n, Since: &c.Taken, Waits: c.After,
 			})
 		}
 	}

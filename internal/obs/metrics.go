@@ -396,7 +396,7 @@ func sendDevices(send sender, g *status.GPU) {
 		}
 	}
 	for _, h := range g.Others() {
-		if h.Pod != "" && !strings.Contains(h.Resource, "/mig-") {
+		if h.Pod != "" && !h.Instances {
 			note(g.UUID, h.Resource, g.UUID, "", "", "", h.Namespace, h.Pod, h.Container)
 		}
 	}

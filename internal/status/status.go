@@ -206,6 +206,8 @@ type Holder struct {
 	Pod       string `json:"pod,omitempty"`
 	Container string `json:"container,omitempty"`
 	Resource  string `json:"resource"`
+	// Instances says that the devices are MIG devices, which the GPU's slots tell of.
+	Instances bool `json:"instances,omitempty"`
 	// Units is the number of devices.
 	Units int `json:"units"`
 	// Since is when the devices were handed out; nil if that is unknown.
