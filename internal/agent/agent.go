@@ -9,7 +9,6 @@ import (
 	"log/slog"
 	"maps"
 	"slices"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -20,7 +19,6 @@ import (
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
-	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/plugin"
@@ -117,10 +115,6 @@ type Options struct {
 type Agent struct {
 	opts       Options
 	names      *deviceplugin.Names
-	driver     Driver
-	files      Files
-	caps       Caps
-	store      Store
 	observer   Observer
 	ledger     *ledger.Ledger
 	front      *deviceplugin.FrontEnd
@@ -134,6 +128,8 @@ type Agent struct {
 	partitions *partitions
 	layouts    *layouts
 	executor   *executor
+	journal    *journal
+	gates      *gatekeeper
 	log        *slog.Logger
 	// ration is the log for what a program on a GPU, or a server that is away, can
 	// repeat as often as it likes.
@@ -145,20 +141,6 @@ type Agent struct {
 	stirred chan struct{}
 	// soon says that wakeSoon has a round coming.
 	soon atomic.Bool
-
-	grantsMu sync.Mutex
-	grants   []state.Claim // guarded by grantsMu; not yet written down
-
-	// The rest belongs to the loop's goroutine.
-
-	// gates is what the CDI files of claims of MIG devices were made of.
-	gates   map[string]string
-	removed map[string]bool // claims whose file was taken away
-	written int             // claims written down since the journal was last cut
-	swept   bool            // no file of an ended claim is left
-	trim    bool            // a claim has ended that may be in the journal
-	// released is how many allocations had ended when swept and trim were last set.
-	released uint64
 }
 
 // New returns an agent that has not looked at anything yet. Where there is a
@@ -167,18 +149,12 @@ func New(o Options, w Worlds) *Agent {
 	a := &Agent{
 		opts:     o,
 		names:    deviceplugin.ResourceNames(o.ResourceDomain),
-		driver:   w.Driver,
-		files:    w.Files,
-		caps:     w.Caps,
-		store:    w.Store,
 		observer: w.Observer,
 		health:   health.New(o.Health),
 		log:      o.Log,
 		trigger:  make(chan struct{}, 1),
 		stirred:  make(chan struct{}, 1),
 		layouts:  &layouts{now: map[gpu.UUID]plan.Layout{}, past: map[gpu.UUID][]plan.Past{}, log: o.Log},
-		gates:    map[string]string{},
-		removed:  map[string]bool{},
 	}
 	a.ration = brief.NewRation(a.log, time.Now, time.AfterFunc)
 	a.partitions = &partitions{unit: o.MemoryUnit, wake: a.wake, input: input{labelKnown: w.Cluster == nil}}
@@ -192,6 +168,10 @@ func New(o Options, w Worlds) *Agent {
 		return &deviceplugin.Source{Front: a.front, Domain: o.Domain, Resource: resource, Granted: a.granted}
 	}}
 	a.executor = newExecutor(&o, &w, a.ledger, a.wake)
+	a.journal = &journal{store: w.Store, ration: a.ration}
+	a.gates = &gatekeeper{domain: o.Domain, unit: o.MemoryUnit, openCaps: o.OpenCaps, files: w.Files, caps: w.Caps, driver: w.Driver, observer: w.Observer, log: o.Log,
+		ledger: a.ledger, front: a.front, reader: a.reader, layouts: a.layouts, executor: a.executor, journal: a.journal, witnesses: a.witnesses,
+		made: map[string]string{}, removed: map[string]bool{}}
 	a.reporter = newReporter(&a.opts, a.names, a.ledger, a.front, &w)
 	return a
 }

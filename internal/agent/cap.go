@@ -18,8 +18,8 @@ import (
 // claims are the allocations, with the caps that were given to their holders as far
 // as anybody knows. Where every record of that is lost the limit page that stands
 // tells: the size of a unit or the number of replicas may have changed since.
-func (a *Agent) claims() []ledger.Allocation {
-	claims := a.ledger.Allocations()
+func (k *gatekeeper) claims() []ledger.Allocation {
+	claims := k.ledger.Allocations()
 	for i := range claims {
 		c := &claims[i]
 		if !slices.ContainsFunc(c.Grants, func(g ledger.Grant) bool { return !g.Cap.Known }) {
@@ -28,15 +28,15 @@ func (a *Agent) claims() []ledger.Allocation {
 		grants := slices.Clone(c.Grants)
 		for j := range grants {
 			g := &grants[j]
-			d := a.reader.inv.ByUUID(g.GPU)
+			d := k.reader.inv.ByUUID(g.GPU)
 			if g.Cap.Known || d == nil {
 				continue
 			}
-			if bytes, err := a.caps.Limit(c.ID, g.GPU); err == nil {
+			if bytes, err := k.caps.Limit(c.ID, g.GPU); err == nil {
 				*g = g.Fix(bytes, d.Usable())
 			}
 		}
-		a.ledger.Learn(c.ID, grants)
+		k.ledger.Learn(c.ID, grants)
 		c.Grants = grants
 	}
 	return claims
@@ -45,30 +45,37 @@ func (a *Agent) claims() []ledger.Allocation {
 // settleCaps decides the caps of a claim of which there is neither a record nor a
 // page, so that no container can have come by one: they are what they would be now.
 // The error names the GPU of which that cannot be said.
-func (a *Agent) settleCaps(c *ledger.Allocation) error {
+func (k *gatekeeper) settleCaps(c *ledger.Allocation) error {
 	grants := slices.Clone(c.Grants)
 	for i := range grants {
 		g := &grants[i]
-		d := a.reader.inv.ByUUID(g.GPU)
+		d := k.reader.inv.ByUUID(g.GPU)
 		if g.Cap.Known || d == nil {
 			continue
 		}
-		layout := a.layouts.now[g.GPU]
+		layout := k.layouts.now[g.GPU]
 		switch same := layout.Offers && layout.Kind == g.Kind; {
 		case g.Kind == ledger.Units && same && layout.Unit != 0: // a GPU keeps the unit that it was laid out with, as long as it is held
 			*g = g.Fix(memcap.Units(g.Units.Len(), layout.Unit), d.Usable())
 		case g.Kind == ledger.Units:
-			*g = g.Fix(memcap.Units(g.Units.Len(), a.opts.MemoryUnit), d.Usable())
+			*g = g.Fix(memcap.Units(g.Units.Len(), k.unit), d.Usable())
 		case same:
 			*g = g.Fix(memcap.Replica(d, layout.N), d.Usable())
 		default:
-			_, err := a.caps.Limit(c.ID, g.GPU)
+			_, err := k.caps.Limit(c.ID, g.GPU)
 			return fmt.Errorf("find the cap of %s on %s, which is %s now: %w", c.Resource, g.GPU, layout.Mode(), err)
 		}
 	}
-	a.ledger.Learn(c.ID, grants)
+	k.ledger.Learn(c.ID, grants)
 	c.Grants = grants
 	return nil
+}
+
+// granted has a round come for a new claim, which writes it down: the kubelet
+// waits for its answer, and has the claim in its own checkpoint a moment later.
+func (a *Agent) granted(c *ledger.Allocation) {
+	a.journal.note(c)
+	a.wakeSoon()
 }
 
 // Offered returns the GPUs that the agent gives out, in index order: who uses one
@@ -96,11 +103,11 @@ func (a *Agent) Changed() <-chan struct{} { return a.stirred }
 // cap. Every claim gets it, that of a whole GPU too: a container can have two
 // claims, and which of them a runtime applies last, and so whose file stands at
 // the driver library's path, is chance.
-func (a *Agent) overlay(c *ledger.Allocation) (cdi.Overlay, error) {
+func (k *gatekeeper) overlay(c *ledger.Allocation) (cdi.Overlay, error) {
 	var none cdi.Overlay
 	var limits []lib.Limit
 	capped := false
-	if err := a.settleCaps(c); err != nil {
+	if err := k.settleCaps(c); err != nil {
 		return none, err
 	}
 	for _, u := range c.GPUs() {
@@ -117,19 +124,19 @@ func (a *Agent) overlay(c *ledger.Allocation) (cdi.Overlay, error) {
 	}
 	if c.Kind() == ledger.Placement {
 		// Programs know an instance by its own UUID.
-		instances, _ := a.instancesOf(c)
+		instances, _ := k.instancesOf(c)
 		for _, i := range instances {
 			limits = append(limits, lib.Limit{GPU: i.in.UUID, Bytes: lib.None})
 		}
 	}
-	pages, err := a.caps.Write(c.ID, limits)
+	pages, err := k.caps.Write(c.ID, limits)
 	if err != nil {
 		return none, err
 	}
 	bind := func(from, to string) specs.Mount {
 		return specs.Mount{HostPath: from, ContainerPath: to, Options: []string{"ro", "nosuid", "nodev", "rbind", "rprivate"}}
 	}
-	kit := a.reader.parts.kit
+	kit := k.reader.parts.kit
 	over := cdi.Overlay{
 		Overrides: []cdi.Override{
 			{Library: "libcuda.so", HostPath: kit.CUDA, Real: lib.RealCUDA},
@@ -138,7 +145,7 @@ func (a *Agent) overlay(c *ledger.Allocation) (cdi.Overlay, error) {
 		Mounts: lib.Mounts(c.ID, pages),
 	}
 	switch {
-	case a.opts.OpenCaps:
+	case k.openCaps:
 		over.Mounts = append(over.Mounts, bind(kit.Mark, lib.OpenMark))
 	case capped:
 		// The driver libraries that the image brings stand for nobody's cap.
@@ -148,21 +155,21 @@ func (a *Agent) overlay(c *ledger.Allocation) (cdi.Overlay, error) {
 }
 
 // sweepCaps removes the pages of claims that have ended.
-func (a *Agent) sweepCaps(live func(key string) bool) error {
-	keys, err := a.caps.List()
+func (k *gatekeeper) sweepCaps(live func(key string) bool) error {
+	keys, err := k.caps.List()
 	if err != nil {
 		return err
 	}
 	for _, key := range keys {
 		if !live(key) {
-			if err := a.caps.Remove(key); err != nil {
+			if err := k.caps.Remove(key); err != nil {
 				return err
 			}
 		}
 	}
 	// Libraries of earlier versions go when no claim's file names them.
-	if slices.ContainsFunc(a.ledger.Allocations(), func(c ledger.Allocation) bool { return !c.IsOpen() }) {
+	if slices.ContainsFunc(k.ledger.Allocations(), func(c ledger.Allocation) bool { return !c.IsOpen() }) {
 		return nil
 	}
-	return a.caps.Prune()
+	return k.caps.Prune()
 }

@@ -115,7 +115,7 @@ func (p *pages) Prune() error { return nil }
 // mountAt is the host path that a claim's container has at a path.
 func mountAt(t *testing.T, b *bench, key, path string) string {
 	t.Helper()
-	spec, err := b.Agent.files.Read(key)
+	spec, err := b.Agent.gates.files.Read(key)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -349,7 +349,7 @@ func TestRecordOutlivesAllFiles(t *testing.T) {
 		time.Sleep(time.Minute)
 		b.lose("")
 		key := cdi.Key(names.Units, ids)
-		if err := errors.Join(b.Agent.files.Remove(key), o.caps.Remove(key)); err != nil {
+		if err := errors.Join(b.Agent.gates.files.Remove(key), o.caps.Remove(key)); err != nil {
 			t.Fatal(err)
 		}
 		o.unit = unit / 2
@@ -387,25 +387,25 @@ func TestCapOfAClaimWhoseGPUIsCutOtherwise(t *testing.T) {
 		a := New(Options{ResourceDomain: "example.com", MemoryUnit: unit, Log: slog.New(slog.DiscardHandler)}, Worlds{Caps: &pages{}})
 		a.reader.inv, a.layouts.now[uuid(0)] = machine(1), c.cut
 		lost := claimed(c.resource, "p", "0::0")
-		if err := a.takeOver(lost.ID, lost.Record(), time.Time{}, time.Time{}); err != nil {
+		if err := a.gates.takeOver(lost.ID, lost.Record(), time.Time{}, time.Time{}); err != nil {
 			t.Fatal(err)
 		}
-		claim := a.claims()[0]
+		claim := a.gates.claims()[0]
 		if got := capsOf(&claim); len(got) != 0 {
 			t.Errorf("%s on a GPU that is %s has the cap %+v without a page", c.resource, c.cut.Mode(), got)
 		}
-		if err := a.settleCaps(&claim); (err == nil) != (c.resource == names.Units) {
+		if err := a.gates.settleCaps(&claim); (err == nil) != (c.resource == names.Units) {
 			t.Errorf("%s on a GPU that is %s: %v", c.resource, c.cut.Mode(), err)
 		}
-		b := New(Options{ResourceDomain: "example.com", MemoryUnit: unit, Log: slog.New(slog.DiscardHandler)}, Worlds{Caps: a.caps})
+		b := New(Options{ResourceDomain: "example.com", MemoryUnit: unit, Log: slog.New(slog.DiscardHandler)}, Worlds{Caps: a.gates.caps})
 		b.reader.inv, b.layouts.now[uuid(0)] = machine(1), c.cut
-		if err := b.takeOver(lost.ID, lost.Record(), time.Time{}, time.Time{}); err != nil {
+		if err := b.gates.takeOver(lost.ID, lost.Record(), time.Time{}, time.Time{}); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := b.caps.Write(lost.ID, []lib.Limit{{GPU: uuid(0), Bytes: 123 << 20}}); err != nil {
+		if _, err := b.gates.caps.Write(lost.ID, []lib.Limit{{GPU: uuid(0), Bytes: 123 << 20}}); err != nil {
 			t.Fatal(err)
 		}
-		claim = b.claims()[0]
+		claim = b.gates.claims()[0]
 		if got := capsOf(&claim); len(got) != 1 || got[0].Bytes != 123<<20 {
 			t.Errorf("%s on a GPU that is %s: %+v; want what the page says", c.resource, c.cut.Mode(), got)
 		}

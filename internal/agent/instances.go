@@ -13,10 +13,10 @@ import (
 
 // instancesOf finds the instances of a claim of MIG devices. ok is false where one
 // of them does not stand, or is about to go: the claim's container cannot start.
-func (a *Agent) instancesOf(c *ledger.Allocation) (out []instance, ok bool) {
+func (k *gatekeeper) instancesOf(c *ledger.Allocation) (out []instance, ok bool) {
 	for j := range c.Grants {
 		g := &c.Grants[j]
-		d := a.reader.inv.ByUUID(g.GPU)
+		d := k.reader.inv.ByUUID(g.GPU)
 		if d == nil || !d.MIG.Enabled {
 			return nil, false
 		}
@@ -24,7 +24,7 @@ func (a *Agent) instancesOf(c *ledger.Allocation) (out []instance, ok bool) {
 		if in == nil || in.CI < 0 {
 			return nil, false
 		}
-		if slot, err := mig.SlotOf(in); err != nil || a.executor.jobs[g.GPU].destroys(slot) {
+		if slot, err := mig.SlotOf(in); err != nil || k.executor.jobs[g.GPU].destroys(slot) {
 			return nil, false
 		}
 		out = append(out, instance{d, in})

@@ -19,7 +19,7 @@ import (
 // was still withdrawing, which GPUs it knew and which of them were faulty. All of
 // it is in force before anything is said to the kubelet.
 func (a *Agent) remember() {
-	doc, now := a.store.Document(), time.Now()
+	doc, now := a.journal.store.Document(), time.Now()
 	same := doc.Boot == a.opts.Boot && doc.Boot != ""
 	if same && len(doc.GPUs) > 0 {
 		a.reader.restore(doc.GPUs)
@@ -42,15 +42,15 @@ func (a *Agent) remember() {
 		}
 	}
 	// The journal knows when its claims were allocated, the files do not.
-	for _, c := range a.store.Claims() {
+	for _, c := range a.journal.store.Claims() {
 		if c.Allocated.After(now) { // the clock was put back
 			c.Allocated = time.Time{}
 		}
-		if err := a.takeOver(c.Key, c.Record, c.Allocated, time.Time{}); err != nil {
+		if err := a.gates.takeOver(c.Key, c.Record, c.Allocated, time.Time{}); err != nil {
 			a.log.Warn("cannot take a claim over from the journal", "resource", c.Resource, "err", err)
 		}
 	}
-	a.adoptFiles()
+	a.gates.adoptFiles()
 }
 
 // save writes down what a successor must know. It costs nothing where nothing has
@@ -74,10 +74,19 @@ func (a *Agent) save() error {
 			doc.Made = append(doc.Made, state.Made{GPU: u, Slot: slotText(m)})
 		}
 	}
-	if err := a.store.Save(doc); err != nil {
+	if err := a.journal.store.Save(doc); err != nil {
 		return status.Because(status.FilesFailed, err)
 	}
-	return status.Because(status.FilesFailed, a.trimJournal())
+	// A claim whose container has been made is in its CDI file, unless that was taken
+	// away.
+	return status.Because(status.FilesFailed, a.journal.trim(a.ledger.Released(), func() (need []state.Claim) {
+		for _, c := range a.ledger.Allocations() {
+			if !c.Adopted && !a.front.Started(c.ID) || a.gates.removed[c.ID] {
+				need = append(need, recordOf(&c))
+			}
+		}
+		return need
+	}))
 }
 
 // slotText is a place as the state file has it, slotFrom the place that it means.
@@ -88,32 +97,4 @@ func slotText(s mig.Slot) state.Slot {
 func slotFrom(s *state.Slot) (mig.Slot, error) {
 	name, err := mig.Parse(s.Profile)
 	return mig.Slot{Profile: name, Start: s.Start, Size: s.Size, CI: s.CIStart}, err
-}
-
-// trimEvery is how many claims are written down before the journal is cut to
-// those that need it, where some always do.
-const trimEvery = 256
-
-// trimJournal drops from the journal what is written elsewhere by now: a claim
-// whose container has been made is in its CDI file, unless that was taken away.
-func (a *Agent) trimJournal() error {
-	a.noteReleases()
-	need := func() []state.Claim {
-		var out []state.Claim
-		for _, c := range a.ledger.Allocations() {
-			if !c.Adopted && !a.front.Started(c.ID) || a.removed[c.ID] {
-				out = append(out, recordOf(&c))
-			}
-		}
-		return out
-	}
-	if !a.trim && (a.written == 0 || a.written < trimEvery && len(need()) > 0) {
-		return nil
-	}
-	a.written = 0
-	if err := a.store.Keep(need); err != nil {
-		return err
-	}
-	a.trim = false
-	return nil
 }

@@ -26,7 +26,7 @@ func (p *pass) fail(err error) { p.errs = append(p.errs, err) }
 func (a *Agent) round(ctx context.Context) error {
 	in := a.partitions.heard()
 	p := &pass{findings: findings{in: &in, changes: &plan.Changes{}}}
-	a.writeGrants()
+	a.journal.write()
 	if err := a.readHardware(ctx, p); err != nil {
 		return err // only a new process can go on
 	}
@@ -109,7 +109,7 @@ func (a *Agent) lookAround(ctx context.Context, migManager string) {
 func (a *Agent) plan(p *pass) {
 	now := time.Now()
 	a.layouts.expire(now)
-	p.claims = a.claims()
+	p.claims = a.gates.claims()
 	mig := a.executor.input(p.claims, now)
 	mig.Cards, mig.Reclaim = a.reader.cards, a.opts.ReclaimForeign
 	changes := plan.Make(plan.Input{Inventory: a.reader.inv, Claims: p.claims, Wanted: a.partitions.wanted, Layouts: a.layouts.now, Past: a.layouts.past,
@@ -141,7 +141,7 @@ func (a *Agent) askHolders(ctx context.Context, p *pass) {
 		}
 	}
 	if full {
-		p.fail(a.lookForFiles())
+		p.fail(a.gates.lookForFiles())
 	}
 	a.plan(p)
 }
@@ -181,7 +181,7 @@ func (a *Agent) act(ctx context.Context, p *pass) {
 	if p.fail(unsaved); unsaved == nil {
 		a.executor.begin(ctx, a.reader.inv, work)
 	}
-	a.correct(p.changes, unsaved)
+	a.gates.correct(p.changes, unsaved)
 }
 
 // setDriver learns what containers need of the driver, where it or its GPUs are others
@@ -193,7 +193,7 @@ func (a *Agent) setDriver(ctx context.Context, p *pass) {
 		// new process offers: a container that comes meanwhile waits for its claim's
 		// file.
 		p.fail(a.served.set(a.publish(deviceplugin.Input{Changes: p.changes})))
-		switch err := a.reader.learnParts(ctx, a.caps); {
+		switch err := a.reader.learnParts(ctx, a.gates.caps); {
 		case err == nil:
 			for _, c := range a.ledger.Allocations() {
 				a.ledger.Shut(c.ID) // written again below, if the files differ
@@ -213,9 +213,9 @@ func (a *Agent) setDriver(ctx context.Context, p *pass) {
 // is on offer. Files of ended claims go first: the next holder's container must not find
 // the gate of the one before it open.
 func (a *Agent) openGates(p *pass) {
-	p.fail(a.sweep())
-	p.fail(a.writeClaims(a.claims(), p.changes.Trouble))
-	a.tellWaiting(p.changes.Trouble)
+	p.fail(a.gates.sweep())
+	p.fail(a.gates.write(a.gates.claims(), p.changes.Trouble))
+	a.gates.tellWaiting(p.changes.Trouble)
 	p.fail(a.served.set(a.publish(deviceplugin.Input{Changes: p.changes})))
 }
 

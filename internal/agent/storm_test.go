@@ -863,7 +863,7 @@ func (s *storm) check(when string) {
 			}
 		}
 		for resource, ids := range c.ids {
-			sick := s.agent.reader.inv == nil || slices.ContainsFunc(ids, func(id string) bool { return s.agent.faulty(gpu.UUID(strings.Split(id, "::")[0])) }) || s.down
+			sick := s.agent.reader.inv == nil || slices.ContainsFunc(ids, func(id string) bool { return s.agent.gates.faulty(gpu.UUID(strings.Split(id, "::")[0])) }) || s.down
 			// A file that went with its GPU's failure is made again by who has read the
 			// driver.
 			key := cdi.Key(resource, ids)

@@ -13,20 +13,20 @@ import (
 // correct puts right what the plan says to those who wait for an instance, where the
 // work for it was not begun. unsaved is why what is to be done could not be written
 // down.
-func (a *Agent) correct(changes *plan.Changes, unsaved error) {
+func (k *gatekeeper) correct(changes *plan.Changes, unsaved error) {
 	for i := range changes.Work {
 		w := &changes.Work[i]
-		if w.Claim == "" || a.executor.jobs[w.GPU] != nil {
+		if w.Claim == "" || k.executor.jobs[w.GPU] != nil {
 			continue
 		}
 		why := status.Why(status.GPUChange, "the work is due") // in a moment, since something has come between
-		switch absent := a.reader.absent(); {
+		switch absent := k.reader.absent(); {
 		case absent != (status.Cause{}):
 			why = absent
-		case !a.witnesses.Heard() && w.Takes():
+		case !k.witnesses.Heard() && w.Takes():
 			why = status.Why(status.HoldersUnknown, "nothing is taken away before the kubelet and the container runtime have said who holds what")
-			if a.witnesses.Err() != nil {
-				why.Message += ": " + a.witnesses.Err().Error()
+			if k.witnesses.Err() != nil {
+				why.Message += ": " + k.witnesses.Err().Error()
 			}
 		case unsaved != nil:
 			why = status.CauseOf(unsaved, status.FilesFailed)
@@ -38,9 +38,9 @@ func (a *Agent) correct(changes *plan.Changes, unsaved error) {
 
 // shutBecause says why a claim's container may not be made yet, zero where nothing
 // stands against it, or where the plan has to say what does.
-func (a *Agent) shutBecause(c *ledger.Allocation) (none status.Cause) {
+func (k *gatekeeper) shutBecause(c *ledger.Allocation) (none status.Cause) {
 	unknown := func(what string) status.Cause {
-		why := a.reader.absent()
+		why := k.reader.absent()
 		if why.Reason == "" {
 			why.Reason = status.DriverUnread
 		}
@@ -49,20 +49,20 @@ func (a *Agent) shutBecause(c *ledger.Allocation) (none status.Cause) {
 	}
 	switch {
 	case c.IsOpen():
-	case slices.ContainsFunc(c.GPUs(), a.faulty):
-		u := c.GPUs()[slices.IndexFunc(c.GPUs(), a.faulty)]
-		if d := a.reader.inv.ByUUID(u); d != nil {
+	case slices.ContainsFunc(c.GPUs(), k.faulty):
+		u := c.GPUs()[slices.IndexFunc(c.GPUs(), k.faulty)]
+		if d := k.reader.inv.ByUUID(u); d != nil {
 			return status.Why(status.GPUUnhealthy, "%s: %s", d.Name(), d.Fault)
 		}
 		return status.Why(status.GPUMissing, "this node has no GPU %s", u)
-	case c.Kind() == ledger.Placement && slices.ContainsFunc(c.GPUs(), a.unread):
+	case c.Kind() == ledger.Placement && slices.ContainsFunc(c.GPUs(), k.unread):
 		return unknown("this process has not read the driver yet")
-	case a.reader.parts == nil && a.reader.partsErr != nil:
-		return status.CauseOf(a.reader.partsErr, status.DriverFilesUnknown)
-	case a.reader.parts == nil:
+	case k.reader.parts == nil && k.reader.partsErr != nil:
+		return status.CauseOf(k.reader.partsErr, status.DriverFilesUnknown)
+	case k.reader.parts == nil:
 		return unknown("it is not known yet which driver files containers need")
-	case c.Phase == ledger.Reserved && a.witnesses.Err() != nil:
-		return status.Why(status.HoldersUnknown, "nobody has said whether its devices are free: %v", a.witnesses.Err())
+	case c.Phase == ledger.Reserved && k.witnesses.Err() != nil:
+		return status.Why(status.HoldersUnknown, "nobody has said whether its devices are free: %v", k.witnesses.Err())
 	}
 	return none
 }
@@ -70,10 +70,10 @@ func (a *Agent) shutBecause(c *ledger.Allocation) (none status.Cause) {
 // tellWaiting tells the ledger, for the pods' sake, why claims are not ready, and
 // nothing of those of which there is nothing to say any more. What failed for a claim
 // stays until it is tried again.
-func (a *Agent) tellWaiting(trouble map[string]status.Cause) {
-	for _, c := range a.ledger.Allocations() {
-		if why := trouble[c.ID]; !c.IsOpen() && why != c.Cause && (why != (status.Cause{}) || !a.executor.failedFor(c.ID)) {
-			a.ledger.SetCause(c.ID, why)
+func (k *gatekeeper) tellWaiting(trouble map[string]status.Cause) {
+	for _, c := range k.ledger.Allocations() {
+		if why := trouble[c.ID]; !c.IsOpen() && why != c.Cause && (why != (status.Cause{}) || !k.executor.failedFor(c.ID)) {
+			k.ledger.SetCause(c.ID, why)
 		}
 	}
 }

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"log/slog"
+	"sync"
+
+	"example.com/gpu-agent/internal/brief"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/state"
+)
+
+// trimEvery is how many claims are written down before the journal is cut to
+// those that need it, where some always do.
+const trimEvery = 256
+
+// journal writes claims down of which no file tells yet. note is for anybody, all else
+// for the loop's goroutine.
+type journal struct {
+	store  Store
+	ration *brief.Ration
+
+	mu    sync.Mutex
+	noted []state.Claim // guarded by mu; not yet written down
+
+	written int  // claims written down since the journal was last cut
+	due     bool // it has a claim that has ended, or lacks one
+	// released is how many allocations had ended when due was last set for that.
+	released uint64
+}
+
+// note takes down a claim, which write writes down.
+func (j *journal) note(c *ledger.Allocation) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.noted = append(j.noted, recordOf(c))
+}
+
+// write writes the claims down that were noted since the last time.
+func (j *journal) write() {
+	j.mu.Lock()
+	noted := j.noted
+	j.noted = nil
+	j.mu.Unlock()
+	for _, c := range noted {
+		if err := j.append(c); err != nil {
+			j.ration.Log(slog.LevelWarn, "cannot write a claim down; the kubelet's checkpoint must do", nil, "resource", c.Resource, "err", err)
+			j.due = true // the journal is written anew, as soon as that can be done
+		}
+	}
+}
+
+func (j *journal) append(c state.Claim) error {
+	err := j.store.Append(c)
+	if err == nil {
+		j.written++
+	}
+	return err
+}
+
+// trim drops from the journal all but what need says, where that is worth it. released
+// is how many allocations have ended: their lines go at once, since a successor would
+// take them for holders.
+func (j *journal) trim(released uint64, need func() []state.Claim) error {
+	if released != j.released {
+		j.released, j.due = released, true
+	}
+	if !j.due && (j.written == 0 || j.written < trimEvery && len(need()) > 0) {
+		return nil
+	}
+	j.written = 0
+	if err := j.store.Keep(need); err != nil {
+		return err
+	}
+	j.due = false
+	return nil
+}
+
+// recordOf is what the journal says of a claim. When one that was adopted was
+// allocated is not known; zero has the next process adopt it too.
+func recordOf(c *ledger.Allocation) state.Claim {
+	record := state.Claim{Key: c.ID, Record: c.Record()}
+	if !c.Adopted {
+		record.Allocated = c.Taken
+	}
+	return record
+}
