@@ -111,26 +111,27 @@ type Options struct {
 	Log    *slog.Logger
 }
 
-// Agent is the loop and what it remembers. Use [New].
+// Agent is the loop, and joins what it remembers from one round to the next. Use [New].
 type Agent struct {
-	opts       Options
-	names      *deviceplugin.Names
-	observer   Observer
-	ledger     *ledger.Ledger
-	front      *deviceplugin.FrontEnd
-	witnesses  *deviceplugin.Witnesses
-	reporter   *reporter
-	health     *health.Monitor
-	reader     *reader
-	others     *coexistence
-	slices     *timeSlices
-	served     *served
-	partitions *partitions
-	layouts    *layouts
-	executor   *executor
-	journal    *journal
-	gates      *gatekeeper
-	log        *slog.Logger
+	*reporter   // has Status, Ready, Healthy, Offered and Open
+	*partitions // has SetFile, SetFileMissing and SetRefused
+
+	opts      Options
+	names     *deviceplugin.Names
+	observer  Observer
+	ledger    *ledger.Ledger
+	front     *deviceplugin.FrontEnd
+	witnesses *deviceplugin.Witnesses
+	health    *health.Monitor
+	reader    *reader
+	others    *coexistence
+	slices    *timeSlices
+	served    *served
+	layouts   *layouts
+	executor  *executor
+	journal   *journal
+	gates     *gatekeeper
+	log       *slog.Logger
 	// ration is the log for what a program on a GPU, or a server that is away, can
 	// repeat as often as it likes.
 	ration *brief.Ration

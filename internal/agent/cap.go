@@ -78,23 +78,6 @@ func (a *Agent) granted(c *ledger.Allocation) {
 	a.wakeSoon()
 }
 
-// Offered returns the GPUs that the agent gives out, in index order: who uses one
-// of them without a claim is an intruder.
-func (a *Agent) Offered() []gpu.Device {
-	snap := a.reporter.snapshot.Load()
-	var out []gpu.Device
-	for _, d := range snap.Inventory.GPUs {
-		if snap.Layouts[d.UUID].Offers && !d.Gone {
-			out = append(out, d)
-		}
-	}
-	return out
-}
-
-// Open reports whether somebody else, too, gives a GPU out: who uses it without a
-// claim of ours may have one of theirs.
-func (a *Agent) Open(u gpu.UUID) bool { return a.reporter.snapshot.Load().Others[u] != "" }
-
 // Changed has a value when claims, or the GPUs that are given out, may have changed
 // since the last one was taken. It is for one taker.
 func (a *Agent) Changed() <-chan struct{} { return a.stirred }

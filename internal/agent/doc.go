@@ -30,7 +30,7 @@
 // Each thing that outlives a round is in a type of its own, which has no way back to the
 // loop: reader and faults (look.go, faults.go), executor (work.go), partitions, layouts,
 // coexistence (others.go, prepared.go), timeSlices (slices.go), served (serve.go),
-// reporter (report.go). [Agent] joins them. What they keep is for the loop's goroutine,
+// gatekeeper (claims.go, cap.go, instances.go, waits.go), journal, reporter (report.go). [Agent] joins them. What they keep is for the loop's goroutine,
 // but where they say otherwise.
 //
 // What decides is pure: package plan, from values to values, and internal/deviceplugin's Build, which makes

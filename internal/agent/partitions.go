@@ -101,9 +101,9 @@ func (p *partitions) heard() input {
 
 // SetFile hands in the partition file as it now is. A file that does not parse
 // changes nothing but the outcome: the last good one stays in force.
-func (a *Agent) SetFile(name string, data []byte) {
+func (p *partitions) SetFile(name string, data []byte) {
 	f, err := config.Parse(name, data)
-	a.partitions.hear(func(in *input) {
+	p.hear(func(in *input) {
 		in.source, in.fileErr = name, err
 		if err == nil {
 			in.file = f
@@ -113,8 +113,8 @@ func (a *Agent) SetFile(name string, data []byte) {
 
 // SetFileMissing says that there is no partition file, and why. What was in
 // force stays.
-func (a *Agent) SetFileMissing(err error) {
-	a.partitions.hear(func(in *input) { in.fileErr = status.Because(status.PartitionsMissing, err) })
+func (p *partitions) SetFileMissing(err error) {
+	p.hear(func(in *input) { in.fileErr = status.Because(status.PartitionsMissing, err) })
 }
 
 // SetNode says what the Node object says.
@@ -130,8 +130,8 @@ func (a *Agent) SetNode(n kube.Node) {
 // SetRefused says that the API server refuses a request without which partitions or
 // the node cannot be followed, or with nil that it does not any more. What was in
 // force stays.
-func (a *Agent) SetRefused(request string, err error) {
-	a.partitions.hear(func(in *input) {
+func (p *partitions) SetRefused(request string, err error) {
+	p.hear(func(in *input) {
 		refused := maps.Clone(in.refused)
 		if refused == nil {
 			refused = map[string]refusal{}

@@ -17,10 +17,6 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// Status is what people and metrics are shown: the last round's inventory and
-// outcome, and the offer and the allocations as they are now.
-func (a *Agent) Status() status.Status { return a.reporter.status() }
-
 // scene is all that a Status is made from.
 type scene struct {
 	*Snapshot
@@ -31,7 +27,9 @@ type scene struct {
 	holders map[string]*ledger.Allocation
 }
 
-func (r *reporter) status() status.Status {
+// Status is what people and metrics are shown: the last round's inventory and
+// outcome, and the offer and the allocations as they are now.
+func (r *reporter) Status() status.Status {
 	at := scene{r.snapshot.Load(), r.front.Offer(), r.ledger.Allocations(), map[string]map[string]bool{}, map[string]*ledger.Allocation{}}
 	for i := range at.claims {
 		c := &at.claims[i]
@@ -255,8 +253,8 @@ func (at *scene) slotState(dev *deviceplugin.Device, s *status.Slot) string {
 // Once ready, the agent stays so: a driver that is lost later, and a bad edit, are
 // in the outcome and in the health of the GPUs, and no reason to hold up or to take
 // back the update of an agent that works.
-func (a *Agent) Ready() error {
-	snap := a.reporter.snapshot.Load()
+func (r *reporter) Ready() error {
+	snap := r.snapshot.Load()
 	if snap.At.IsZero() {
 		return errors.New("the first round has not ended")
 	}
@@ -271,9 +269,26 @@ func (a *Agent) Ready() error {
 const stuckAfter = inventoryEvery + 5*time.Minute
 
 // Healthy returns nil while rounds come to an end.
-func (a *Agent) Healthy() error {
-	if at := a.reporter.snapshot.Load().At; !at.IsZero() && time.Since(at) > stuckAfter {
+func (r *reporter) Healthy() error {
+	if at := r.snapshot.Load().At; !at.IsZero() && time.Since(at) > stuckAfter {
 		return fmt.Errorf("the loop has not finished a round since %s", at.Format(time.RFC3339))
 	}
 	return nil
 }
+
+// Offered returns the GPUs that the agent gives out, in index order: who uses one
+// of them without a claim is an intruder.
+func (r *reporter) Offered() []gpu.Device {
+	snap := r.snapshot.Load()
+	var out []gpu.Device
+	for _, d := range snap.Inventory.GPUs {
+		if snap.Layouts[d.UUID].Offers && !d.Gone {
+			out = append(out, d)
+		}
+	}
+	return out
+}
+
+// Open reports whether somebody else, too, gives a GPU out: who uses it without a
+// claim of ours may have one of theirs.
+func (r *reporter) Open(u gpu.UUID) bool { return r.snapshot.Load().Others[u] != "" }
