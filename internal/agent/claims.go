@@ -43,7 +43,7 @@ type gatekeeper struct {
 	witnesses *deviceplugin.Witnesses
 
 	made    map[string]string // of what the files of claims of MIG devices were made
-	removed map[string]bool   // claims whose file was taken away
+	removed map[string]bool   // claims whose file is gone: the journal alone has them
 	swept   bool              // no file of an ended claim is left
 	// released is how many allocations had ended when swept was last set.
 	released uint64
@@ -70,6 +70,12 @@ func (k *gatekeeper) adoptFiles() {
 		}
 		if err != nil {
 			k.log.Warn("cannot take a claim over from its CDI file; it is made again when its container starts again", "key", key, "err", err)
+		}
+	}
+	// Those without a file are in the journal alone, and stay there.
+	for _, c := range k.ledger.Allocations() {
+		if _, exists := slices.BinarySearch(keys, c.ID); !exists {
+			k.removed[c.ID] = true
 		}
 	}
 }

@@ -111,7 +111,7 @@ func (p *plain) check(when string) {
 			p.s.t.Errorf("%s: %s and %s have %s", when, id, of[u], u)
 		}
 		of[u] = id
-		if spec := p.s.specs[id]; p.runs[id] && spec == nil && !p.s.agent.gates.faulty(u) && p.s.agent.reader.inv != nil && p.s.agent.reader.answered {
+		if p.runs[id] && p.s.specs[id] == nil && p.s.agent.reader.answered && !p.s.agent.gates.faulty(u) {
 			p.s.t.Errorf("%s: %s runs on %s and its file is gone", when, id, u)
 		}
 	}

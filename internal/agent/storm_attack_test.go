@@ -349,6 +349,11 @@ func (s *storm) checkChoice(knew offer, resource string, free, must, chosen []st
 		}
 	}
 	for _, c := range knew.claims {
+		for _, d := range knew.view.Resources[at].Devices {
+			if c.Owner != ledger.DevicePlugin && c.On(d.GPU) {
+				why[d.ID] = "on a GPU of another front-end's"
+			}
+		}
 		for _, id := range deviceplugin.IDs(c.Grants) {
 			if c.Resource == resource {
 				why[id] = "covered by claim " + c.ID
