@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ledger
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+func unitsOf(u gpu.UUID, numbers ...int) []Grant {
+	return []Grant{{GPU: u, Piece: Piece{Kind: Units, Units: SetOf(numbers), Unit: 1024}, Cap: CapOf(uint64(len(numbers)) << 30)}}
+}
+
+func newLedger() *Ledger {
+	at := time.Unix(1e9, 0)
+	return New(func() {}, func() time.Time { at = at.Add(time.Millisecond); return at })
+}
+
+// A request overlaps with another where it permits that, and on one front-end's GPUs
+// alone.
+func TestTake(t *testing.T) {
+	for _, c := range []struct {
+		name    string
+		owner   FrontEnd
+		overlap bool
+		grants  []Grant
+		taken   bool
+	}{
+		{"other units", DevicePlugin, false, unitsOf("GPU-a", 2, 3), false},
+		{"the same units", DevicePlugin, false, unitsOf("GPU-a", 1, 2), true},
+		{"the same units, of one that ends", DevicePlugin, true, unitsOf("GPU-a", 1, 2), false},
+		{"units of another size", DevicePlugin, false, []Grant{{GPU: "GPU-a", Piece: Piece{Kind: Units, Units: SetOf([]int{5}), Unit: 512}}}, true},
+		{"a replica of the GPU", DevicePlugin, false, []Grant{{GPU: "GPU-a", Piece: Piece{Kind: Replica, Of: 4}}}, true},
+		{"another GPU", "other", false, unitsOf("GPU-b", 0), false},
+		{"through another front-end", "other", false, unitsOf("GPU-a", 2, 3), true},
+		{"through another front-end, of one that ends", "other", true, unitsOf("GPU-a", 2, 3), true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			l := newLedger()
+			if _, err := l.Take(Request{ID: "first", Owner: DevicePlugin, Grants: unitsOf("GPU-a", 0, 1)}); err != nil {
+				t.Fatal(err)
+			}
+			a, err := l.Take(Request{ID: "second", Owner: c.owner, Grants: c.grants, Overlap: c.overlap})
+			if c.taken != errors.Is(err, ErrTaken) || !c.taken && (err != nil || a.Phase != Reserved || a.Epoch != 2) {
+				t.Errorf("%+v, %v", a, err)
+			}
+			if held := l.Allocations(); c.taken && len(held) != 1 {
+				t.Errorf("what was refused is held: %+v", held)
+			}
+		})
+	}
+}
+
+// An allocation is its front-end's: nobody else renews, releases or takes it over, and
+// an ID is given once.
+func TestOwner(t *testing.T) {
+	l := newLedger()
+	r := Request{ID: "a", Owner: DevicePlugin, Grants: unitsOf("GPU-a", 0)}
+	if _, err := l.Take(r); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := l.Take(r); !errors.Is(err, ErrTaken) {
+		t.Errorf("taken twice: %v", err)
+	}
+	other := r
+	other.Owner = "other"
+	if _, err := l.Renew(other); !errors.Is(err, gpu.ErrNotFound) {
+		t.Errorf("renewed by another front-end: %v", err)
+	}
+	if _, ok := l.Release("other", "a"); ok {
+		t.Error("released by another front-end")
+	}
+	if _, err := l.Found("a", Record{Owner: "other", Grants: r.Grants}, time.Time{}); !errors.Is(err, ErrTaken) {
+		t.Errorf("taken over by another front-end: %v", err)
+	}
+	if _, ok := l.Release(DevicePlugin, "a"); !ok || l.Held() {
+		t.Errorf("after its release: %+v", l.Allocations())
+	}
+}
+
+// Of several records of one allocation the last tells when it was taken. A clock that was
+// put back does not make it younger than it is.
+func TestFound(t *testing.T) {
+	now := time.Unix(1e9, 0)
+	l := New(func() {}, func() time.Time { return now })
+	r := Record{Owner: DevicePlugin, Grants: unitsOf("GPU-a", 0)}
+	for _, taken := range []time.Time{now.Add(-time.Hour), now.Add(-time.Minute), {}} {
+		if _, err := l.Found("a", r, taken); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if a, _ := l.Get("a"); !a.Taken.Equal(now.Add(-time.Minute)) || a.Adopted || !a.Fresh || a.Epoch != 0 {
+		t.Errorf("%+v, want it as of a minute ago", a)
+	}
+	if l.Filed("a", now.Add(-2*time.Minute)); !fresh(l, "a") {
+		t.Error("a file that is older than the allocation is taken for its own")
+	}
+	if l.Filed("a", now); fresh(l, "a") {
+		t.Error("its own file is taken for one of the holder before")
+	}
+	if _, err := l.Found("b", Record{Owner: DevicePlugin}, now); !errors.Is(err, gpu.ErrInvalid) {
+		t.Errorf("a record of nothing: %v", err)
+	}
+}
+
+func fresh(l *Ledger, id string) bool {
+	a, _ := l.Get(id)
+	return a.Fresh
+}
+
+// What was said of an allocation before it was renewed is not heard.
+func TestLateAnswer(t *testing.T) {
+	l := newLedger()
+	r := Request{ID: "a", Owner: DevicePlugin, Grants: unitsOf("GPU-a", 0), Overlap: true}
+	old, err := l.Take(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.Looked("a", old.Epoch, "", "")
+	again, err := l.Renew(r)
+	if err != nil || again.Epoch <= old.Epoch || again.Phase != Reserved {
+		t.Fatalf("renewed: %+v, %v", again, err)
+	}
+	l.Looked("a", old.Epoch, "", "")
+	if l.SetOpen("a", old.Epoch) || l.SetOpen("a", again.Epoch) {
+		t.Error("an allocation of which nobody has looked is open")
+	}
+	l.Looked("a", again.Epoch, "", "")
+	if !l.SetOpen("a", again.Epoch) || l.Unopened() {
+		t.Errorf("not open: %+v", l.Allocations())
+	}
+}
+
+// Whoever waits is told why it waited in vain.
+func TestPrepareTells(t *testing.T) {
+	l := newLedger()
+	a, err := l.Take(Request{ID: "a", Owner: DevicePlugin, Grants: unitsOf("GPU-a", 0)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ended, cancel := context.WithCancel(context.Background())
+	cancel()
+	for _, c := range []struct {
+		bring func()
+		want  string
+	}{
+		{func() {}, "is not written yet"},
+		{func() { l.Looked("a", a.Epoch, "train/job-1", "claim b") }, "previous holder still ending: claim b"},
+		{func() { l.Looked("a", a.Epoch, "", ""); l.SetCause("a", status.Why(status.NoRoom, "no room on GPU 0")) }, "no room on GPU 0"},
+		{func() { l.Release(DevicePlugin, "a") }, "there is no claim a"},
+	} {
+		c.bring()
+		if err := l.Prepare(ended, "a"); !errors.Is(err, ErrNotOpen) || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%v, want one that says %q", err, c.want)
+		}
+	}
+}
+
+// TestTransitions does whatever may be done to allocations, in any order: only the
+// table's transitions come of it, and all of them.
+func TestTransitions(t *testing.T) {
+	table := map[Transition]bool{}
+	for _, step := range Transitions {
+		if step.By == "" || table[step.Transition] {
+			t.Errorf("%+v is in the table twice, or says nothing", step)
+		}
+		table[step.Transition] = true
+	}
+	l, rng := newLedger(), rand.New(rand.NewPCG(1, 7))
+	ended, cancel := context.WithCancel(context.Background())
+	cancel()
+	for range 20_000 {
+		id := fmt.Sprint("a", rng.IntN(3))
+		a, known := l.Get(id)
+		r := Request{ID: id, Owner: DevicePlugin, Grants: unitsOf("GPU-a", rng.IntN(4)), Overlap: true}
+		switch rng.IntN(7) {
+		case 0:
+			if _, err := l.Take(r); (err == nil) == known {
+				t.Fatalf("take %+v: %v", a, err)
+			}
+		case 1:
+			if _, err := l.Renew(r); (err == nil) != known {
+				t.Fatalf("renew %+v: %v", a, err)
+			}
+		case 2:
+			l.Looked(id, a.Epoch, []string{"", "ns/p"}[rng.IntN(2)], "")
+		case 3:
+			if err := l.Prepare(ended, id); (err == nil) != (known && a.IsOpen()) {
+				t.Fatalf("prepare %+v: %v", a, err)
+			}
+		case 4:
+			if l.SetOpen(id, a.Epoch) && a.Phase != Taken && a.Phase != Making && a.Phase != Open {
+				t.Fatalf("%+v was opened", a)
+			}
+		case 5:
+			l.Shut(id)
+		case 6:
+			if rng.IntN(3) == 0 {
+				l.Release(DevicePlugin, id)
+			}
+		}
+	}
+	passed := l.Passed()
+	for _, tr := range passed {
+		if !table[tr] {
+			t.Errorf("%s to %s is not in the table", tr.From, tr.To)
+		}
+	}
+	for tr := range table {
+		if !slices.Contains(passed, tr) {
+			t.Errorf("%s to %s never happens", tr.From, tr.To)
+		}
+	}
+}
+
+// What overlaps and what does not, both ways round.
+func TestMeets(t *testing.T) {
+	rng := rand.New(rand.NewPCG(3, 4))
+	for range 2000 {
+		var sets [2]UnitSet
+		var numbers [2][]int
+		for i := range sets {
+			for n := range 20 {
+				if rng.IntN(5) == 0 {
+					numbers[i] = append(numbers[i], n)
+				}
+			}
+			sets[i] = SetOf(numbers[i])
+		}
+		want := slices.ContainsFunc(numbers[0], func(n int) bool { return slices.Contains(numbers[1], n) })
+		if sets[0].Meets(sets[1]) != want || sets[1].Meets(sets[0]) != want {
+			t.Fatalf("%v and %v: want %v", numbers[0], numbers[1], want)
+		}
+	}
+}
