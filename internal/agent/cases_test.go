@@ -275,6 +275,49 @@ func TestSameNameAgain(t *testing.T) {
 	})
 }
 
+// A claim of which only the journal knows, and nobody when it was allocated, stays in
+// the journal while there is no driver for its file to be written from.
+func TestClaimWithoutAFileStaysInTheJournal(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o, cdiDir := newOutside(2), t.TempDir()
+		b := start(t, o, cdiDir, allShared)
+		b.hold("q", names.Units, string(uuid(1))+"::0")
+		time.Sleep(2 * holdersEvery)
+		b.end()
+
+		store, err := state.Open(filepath.Join(cdiDir, "..", filepath.Base(cdiDir)+"-state"), slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Fatal(err)
+		}
+		ids := []string{string(uuid(0)) + "::1"}
+		key := cdi.Key(names.Units, ids)
+		if err := store.Append(state.Claim{Key: key, Record: recordFor(names.Units, ids...)}); err != nil {
+			t.Fatal(err)
+		}
+		store.Close()
+		o.with(func() {
+			o.err = fmt.Errorf("open: %w", gpu.ErrNoDriver)
+			// Its pod was deleted by force: the kubelet says nothing of it.
+			o.old = []node.Container{{ID: "pc", PodUID: "uid-p", Namespace: "ns", Pod: "p", Name: "c", Running: true,
+				Annotations: map[string]string{cdi.AnnotationName("example.com", key): names.Units}}}
+		})
+		b = start(t, o, cdiDir, allShared)
+		time.Sleep(2 * holdersEvery)
+		b.with(func() { b.holdings = nil }) // the journal is cut when a claim ends
+		time.Sleep(2 * deviceplugin.Grace)
+		if c := b.Claims(); len(c) != 1 || c[0].ID != key || len(b.files()) != 0 {
+			t.Fatalf("%d claims and the files %v, want the claim of the container that hangs", len(c), b.files())
+		}
+		b.end()
+
+		b = start(t, o, cdiDir, allShared)
+		defer b.end()
+		if c := b.Claims(); len(c) != 1 || c[0].ID != key {
+			t.Errorf("the next process knows of %d claims, want that of the container that hangs", len(c))
+		}
+	})
+}
+
 // A clock that was put back between two processes keeps no claim for ever.
 func TestClockPutBack(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
