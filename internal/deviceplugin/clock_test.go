@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/cdi"
 )
 
@@ -108,7 +109,7 @@ type jumper struct {
 	// pods are those that the kubelet has, and hang what is left of others.
 	pods       []*jumped
 	hang       []Use
-	file       []Entry // the checkpoint
+	file       []node.Entry // the checkpoint
 	unreadable bool
 	deaf       bool // the kubelet has restarted: its list is short
 	next       int
@@ -124,10 +125,10 @@ type jumped struct {
 	runs   *Use
 }
 
-func (j *jumper) entries() (out []Entry) {
+func (j *jumper) entries() (out []node.Entry) {
 	for _, p := range j.pods {
 		for i, ids := range p.claims {
-			out = append(out, Entry{PodUID: p.uid, Container: fmt.Sprint("c", i), Resource: memName, IDs: ids})
+			out = append(out, node.Entry{PodUID: p.uid, Container: fmt.Sprint("c", i), Resource: memName, IDs: ids})
 		}
 	}
 	return out
@@ -217,7 +218,7 @@ func (j *jumper) onto(key string, ids []string) bool {
 // look asks the witnesses and opens the gates that may be.
 func (j *jumper) look() {
 	j.clock.pass(time.Millisecond)
-	fresh := slices.EqualFunc(j.file, j.entries(), func(a, b Entry) bool { return a.PodUID == b.PodUID && slices.Equal(a.IDs, b.IDs) })
+	fresh := slices.EqualFunc(j.file, j.entries(), func(a, b node.Entry) bool { return a.PodUID == b.PodUID && slices.Equal(a.IDs, b.IDs) })
 	says := Observation{Asked: j.clock.now(), Entries: j.file, Checkpoint: !j.unreadable, Uses: j.uses(), Runtime: true}
 	if j.unreadable {
 		says.Entries = nil

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -290,7 +291,7 @@ func ready(d *desk, key string) bool {
 
 // world is what the witnesses would say.
 type world struct {
-	entries []Entry
+	entries []node.Entry
 	uses    []Use
 	listed  []Holding
 	// What does not answer.
@@ -300,7 +301,7 @@ type world struct {
 }
 
 func (w *world) entry(pod, container string, ids []string) *world {
-	w.entries = append(w.entries, Entry{PodUID: "uid-" + pod, Container: container, Resource: memName, IDs: ids})
+	w.entries = append(w.entries, node.Entry{PodUID: "uid-" + pod, Container: container, Resource: memName, IDs: ids})
 	return w
 }
 
@@ -628,7 +629,7 @@ func TestPreviousHolderOfAnotherTenantIsNotNamed(t *testing.T) {
 			}
 			clock.pass(time.Second)
 			says := Observation{Asked: clock.now(), Checkpoint: true, Runtime: true, List: true, Trusted: true, Uses: []Use{use},
-				Entries: []Entry{{PodUID: "uid-new", Container: "c", Resource: memName, IDs: c.devices}},
+				Entries: []node.Entry{{PodUID: "uid-new", Container: "c", Resource: memName, IDs: c.devices}},
 				Pods:    map[string]ledger.Holder{"uid-old": {Namespace: "train", Pod: "job-1"}}}
 			if c.stale {
 				says.Entries[0].PodUID = "uid-old"
@@ -847,7 +848,7 @@ func TestNamedByTheCheckpointAlone(t *testing.T) {
 	}
 	c.pass(time.Second)
 	d.Reconcile(Observation{Asked: c.now(), Checkpoint: true, Runtime: true, Trusted: true,
-		Entries: []Entry{{PodUID: "u", Container: "init", Resource: memName, IDs: ids(gpuA, 1)}}})
+		Entries: []node.Entry{{PodUID: "u", Container: "init", Resource: memName, IDs: ids(gpuA, 1)}}})
 	c.pass(time.Second)
 	if ended := d.Reconcile(Observation{Asked: c.now(), Runtime: true, Trusted: true}); len(ended) != 0 {
 		t.Errorf("claim %s ended 2 s after its Allocate: the checkpoint could not be read once", key)
@@ -863,7 +864,7 @@ func TestNamedByTheEntryOfTheOneBefore(t *testing.T) {
 	}
 	c.pass(time.Second)
 	old := Observation{Asked: c.now(), Checkpoint: true, Runtime: true, Trusted: true,
-		Entries: []Entry{{PodUID: "old", Container: "c", Resource: memName, IDs: ids(gpuA, 1)}}}
+		Entries: []node.Entry{{PodUID: "old", Container: "c", Resource: memName, IDs: ids(gpuA, 1)}}}
 	d.Reconcile(old)
 	c.pass(time.Second)
 	if _, err := d.Allocate(memName, ids(gpuA, 1)); err != nil { // the next pod's
@@ -911,7 +912,7 @@ func TestAdoptedClaimHasTheAgeOfItsFile(t *testing.T) {
 			}
 			clock.pass(time.Second)
 			ended = d.Reconcile(Observation{Asked: clock.now(), Checkpoint: true, Runtime: true, Trusted: true,
-				Entries: []Entry{{PodUID: "u", Container: "c", Resource: memName, IDs: []string{"GPU-1::2"}}}})
+				Entries: []node.Entry{{PodUID: "u", Container: "c", Resource: memName, IDs: []string{"GPU-1::2"}}}})
 			for _, c := range ended {
 				if IDs(c.Grants)[0] == "GPU-1::2" {
 					t.Error("a claim that the checkpoint names has ended")

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -61,7 +62,7 @@ func (n *testNode) pod(count int, init ...string) (ids []string, waits string) {
 		n.held[id] = true
 	}
 	n.clock.pass(time.Second)
-	n.says.entries = append(n.says.entries, Entry{PodUID: "uid-" + name, Container: "c", Resource: n.resource, IDs: ids})
+	n.says.entries = append(n.says.entries, node.Entry{PodUID: "uid-" + name, Container: "c", Resource: n.resource, IDs: ids})
 	n.d.Reconcile(n.says.say(n.clock.now()))
 	for _, c := range n.d.Claims() {
 		if c.ID == cdi.Key(n.resource, ids) {

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/cdi"
 )
 
@@ -19,7 +20,7 @@ type Observation struct {
 	Asked time.Time
 	// Entries are those of the kubelet's checkpoint, and Checkpoint says that it
 	// could be read.
-	Entries    []Entry
+	Entries    []node.Entry
 	Checkpoint bool
 	// Uses are the containers of the runtime that have been created and have not
 	// ended, and Runtime says that it answered.
@@ -33,13 +34,6 @@ type Observation struct {
 	List, Trusted bool
 	// Pods has the names of pods by UID, as far as anybody knows.
 	Pods map[string]ledger.Holder
-}
-
-// Entry is a line of the kubelet's checkpoint: what one container, init
-// containers included, has of one resource.
-type Entry struct {
-	PodUID, Container, Resource string
-	IDs                         []string
 }
 
 // Use is a container of the runtime that has an allocation.
@@ -126,7 +120,7 @@ func (f *FrontEnd) Reconcile(o Observation) (ended []ledger.Allocation) {
 
 // sorted is an observation by the IDs of allocations.
 type sorted struct {
-	entries map[string][]Entry
+	entries map[string][]node.Entry
 	listed  map[string]Holding
 	uses    map[string][]Use
 	// held are the devices that are listed, by resource.
@@ -136,7 +130,7 @@ type sorted struct {
 // sortLocked sorts an observation, and takes over what it names and nobody has heard
 // of.
 func (f *FrontEnd) sortLocked(o *Observation) *sorted {
-	s := &sorted{entries: map[string][]Entry{}, listed: map[string]Holding{}, uses: map[string][]Use{}, held: map[string]map[string]bool{}}
+	s := &sorted{entries: map[string][]node.Entry{}, listed: map[string]Holding{}, uses: map[string][]Use{}, held: map[string]map[string]bool{}}
 	for _, e := range o.Entries {
 		if f.coverLocked(e.Resource, e.IDs) == nil {
 			key := cdi.Key(e.Resource, e.IDs)

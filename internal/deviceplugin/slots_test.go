@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
@@ -341,7 +342,7 @@ func TestInitContainersSlots(t *testing.T) {
 		t.Errorf("on offer: %s", got)
 	}
 	clock.pass(Grace)
-	w := &world{entries: []Entry{{PodUID: "p", Container: "c", Resource: "example.com/mig-1g.20gb", IDs: on(gpuA, "1g.20gb@0", "1g.20gb@2")}}}
+	w := &world{entries: []node.Entry{{PodUID: "p", Container: "c", Resource: "example.com/mig-1g.20gb", IDs: on(gpuA, "1g.20gb@0", "1g.20gb@2")}}}
 	if ended := d.Reconcile(w.say(clock.now())); len(ended) != 1 || ended[0].ID == app {
 		t.Fatalf("ended: %+v", ended)
 	}
@@ -379,7 +380,7 @@ func TestSlotOfAHolderThatIsEnding(t *testing.T) {
 	for _, ids := range [][]string{old, two} {
 		next := allocate(t, d, ids...)
 		clock.pass(time.Second)
-		w.entries = append(w.entries, Entry{PodUID: "uid-new", Container: "c", Resource: resource, IDs: ids})
+		w.entries = append(w.entries, node.Entry{PodUID: "uid-new", Container: "c", Resource: resource, IDs: ids})
 		d.Reconcile(w.say(clock.now()))
 		wantErr(t, prepare(ids), "previous holder still ending: claim "+key)
 		if c := claimOf(t, d, next); c.Asked.IsZero() || c.After == "" {
@@ -442,7 +443,7 @@ func TestAdoptedSlotsWaitForThoseInTheirPlace(t *testing.T) {
 			}
 			clock.pass(time.Second)
 			d.Reconcile((&world{
-				entries: []Entry{{PodUID: "uid-p", Container: "c", Resource: resource(c.now), IDs: c.now}},
+				entries: []node.Entry{{PodUID: "uid-p", Container: "c", Resource: resource(c.now), IDs: c.now}},
 				uses: []Use{{Key: cdi.Key(resource(c.before), c.before), Holder: holder("ns", "before", "c", "uid-before"),
 					Created: clock.now().Add(-time.Hour)}},
 			}).say(clock.now()))
@@ -1056,7 +1057,7 @@ func (w *walker) reconcile() {
 	for _, key := range slices.Sorted(maps.Keys(w.claims)) {
 		c := w.claims[key]
 		if w.rng.IntN(3) > 0 {
-			says.entries = append(says.entries, Entry{PodUID: "u", Container: "c", Resource: resourceOf(c.ids[0]), IDs: c.ids})
+			says.entries = append(says.entries, node.Entry{PodUID: "u", Container: "c", Resource: resourceOf(c.ids[0]), IDs: c.ids})
 		} else if w.clock.now().Sub(c.at) >= Grace {
 			delete(w.claims, key)
 			w.ends++
@@ -1064,7 +1065,7 @@ func (w *walker) reconcile() {
 	}
 	for _, s := range found {
 		ids := []string{mig.ID(u, s)}
-		says.entries = append(says.entries, Entry{PodUID: "v", Container: "c", Resource: resourceOf(ids[0]), IDs: ids})
+		says.entries = append(says.entries, node.Entry{PodUID: "v", Container: "c", Resource: resourceOf(ids[0]), IDs: ids})
 		w.claims[cdi.Key(resourceOf(ids[0]), ids)] = &walked{ids: ids, at: w.clock.now(), adopted: true}
 	}
 	w.d.Reconcile(says.say(w.clock.now()))

@@ -333,7 +333,7 @@ func (w *Witnesses) readCheckpoint(t *Observation) error {
 	t.Checkpoint = true
 	for _, e := range cp.Entries {
 		if w.Owns(e.Resource) {
-			t.Entries = append(t.Entries, Entry(e))
+			t.Entries = append(t.Entries, e)
 		}
 	}
 	return nil
@@ -414,7 +414,7 @@ func (w *Witnesses) podNames(ctx context.Context, t *Observation, containers []n
 		}
 	}
 	maps.DeleteFunc(names, func(uid string, _ ledger.Holder) bool {
-		return !slices.ContainsFunc(t.Entries, func(e Entry) bool { return e.PodUID == uid })
+		return !slices.ContainsFunc(t.Entries, func(e node.Entry) bool { return e.PodUID == uid })
 	})
 	w.pods = names
 	return names

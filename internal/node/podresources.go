@@ -21,9 +21,6 @@ import (
 // for Allocatable.
 const maxListing = 64 << 20
 
-// PodName names a pod.
-type PodName = workload.Pod
-
 // Holding is the devices of one resource that one container holds.
 type Holding struct {
 	Namespace, Pod, Container, Resource string
