@@ -207,8 +207,8 @@ func (a *Agent) wakeSoon() {
 // Claims returns the claims as they are now, in key order.
 func (a *Agent) Claims() []ledger.Allocation { return a.ledger.Allocations() }
 
-// View returns what the kubelet is told of now.
-func (a *Agent) View() *deviceplugin.Offer { return a.front.Offer() }
+// Offer returns what the kubelet is told of now.
+func (a *Agent) Offer() *deviceplugin.Offer { return a.front.Offer() }
 
 // Run is the loop. It returns the error of ctx when that ends, and one that wraps
 // gpu.ErrReloaded where only a new process can go on.

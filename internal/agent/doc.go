@@ -33,8 +33,9 @@
 // gatekeeper (claims.go, cap.go, instances.go, waits.go), journal, reporter (report.go). [Agent] joins them. What they keep is for the loop's goroutine,
 // but where they say otherwise.
 //
-// What decides is pure: package plan, from values to values, and internal/deviceplugin's Build, which makes
-// the view from its result. Both are deterministic; the world is in the other files.
+// What decides is pure: package plan, from values to values, and
+// internal/deviceplugin's Build, which makes the offer from its result. Both are
+// deterministic; the world is in the other files.
 //
 // # Layouts
 //

@@ -311,7 +311,7 @@ func (s *storm) offerTooMany() {
 
 // healthy is what is on offer, as "resource id", sorted.
 func (s *storm) healthy() (out []string) {
-	for _, r := range s.agent.View().Resources {
+	for _, r := range s.agent.Offer().Resources {
 		for i := range r.Devices {
 			if r.Devices[i].Healthy {
 				out = append(out, r.Name+" "+r.Devices[i].ID)
@@ -328,7 +328,7 @@ type offer struct {
 	claims []ledger.Allocation
 }
 
-func (s *storm) offer() offer { return offer{s.agent.View(), s.agent.Claims()} }
+func (s *storm) offer() offer { return offer{s.agent.Offer(), s.agent.Claims()} }
 
 // checkChoice holds what the agent prefers against what it knew: a device that is
 // leaving, or that a claim covers, is no good to a new pod where others would do. What
@@ -455,7 +455,7 @@ func (s *storm) checkAttack(when string) {
 			continue
 		}
 		s.done["looks at guests"]++
-		for _, r := range s.agent.View().Resources {
+		for _, r := range s.agent.Offer().Resources {
 			for _, d := range r.Devices {
 				if d.GPU == g.gpu && d.Healthy && !d.Leaving && !claimed[r.Name+" "+d.ID] {
 					s.t.Errorf("%s: %s of %s is on offer, and another plugin's pod %s has had the GPU as %s (%s) for %s", when, d.ID, r.Name, g.uid, g.id, g.resource, time.Since(g.since))
@@ -463,7 +463,7 @@ func (s *storm) checkAttack(when string) {
 			}
 		}
 	}
-	for _, r := range s.agent.View().Resources {
+	for _, r := range s.agent.Offer().Resources {
 		listed += len(r.Devices)
 	}
 	// What is held, or was until a moment ago, is listed whatever that comes to.
