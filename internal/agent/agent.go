@@ -310,7 +310,7 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 
 // someoneWaits reports whether a claim waits for the holder before it.
 func (a *Agent) someoneWaits() bool {
-	return slices.ContainsFunc(a.ledger.Allocations(), func(c ledger.Allocation) bool { return c.After != "" })
+	return slices.ContainsFunc(a.ledger.Allocations(), func(c ledger.Allocation) bool { return c.Phase == ledger.Waiting })
 }
 
 // Listed is how many devices the kubelet's lists name now.

@@ -120,7 +120,7 @@ func (a *Agent) plan(p *pass) {
 // unchecked reports whether there is a claim of which nobody has looked whether
 // its devices are free, or that they were not.
 func unchecked(claims []ledger.Allocation) bool {
-	return slices.ContainsFunc(claims, func(c ledger.Allocation) bool { return !c.IsOpen() && (c.Phase == ledger.Reserved || c.After != "") })
+	return slices.ContainsFunc(claims, func(c ledger.Allocation) bool { return c.Phase == ledger.Reserved || c.Phase == ledger.Waiting })
 }
 
 // askHolders asks the witnesses who has what, where that is due, and plans again.
