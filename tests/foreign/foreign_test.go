@@ -34,7 +34,7 @@ var packages = []struct{ path, part string }{
 	{"./tests/recorded", "."},
 	{"./tests/peers", "^(TestLabelsOfGPUFeatureDiscovery|TestExport|TestBusyInstanceFailsAChangeHalfway)$"},
 	{"./pkg/gpu/nvml", "^(TestHealth|TestUnplugAndPlug|TestLossIsNamed)$"},
-	{"./cmd/gpu-agent", "^TestLimiter$"},
+	{"./internal/guard", "^TestLimiter$"},
 }
 
 // inside is set for the process that becomes `go test` on the other machine; it
