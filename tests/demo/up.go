@@ -351,7 +351,7 @@ All of it is as it should be, after %.0f s. The node stays up. To look around:
   alias k='%s'
   k get pods -A
   k describe node %s
-  k edit configmap -n %s gpu-partitions        # cut the GPUs another way, and watch:
+  k edit configmap -n %s gpu-partitions        # lay the GPUs out another way, and watch:
   k get events --watch
   k exec -n %[4]s ds/gpu-agent -- gpu-agent status
   k exec -n %[4]s ds/gpu-agent -- gpu-agent topology
