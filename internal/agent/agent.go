@@ -160,7 +160,7 @@ func New(o Options, w Worlds) *Agent {
 	a.ration = brief.NewRation(a.log, time.Now, time.AfterFunc)
 	a.partitions = &partitions{unit: o.MemoryUnit, wake: a.wake, input: input{labelKnown: w.Cluster == nil}}
 	a.ledger = ledger.New(a.wake, time.Now)
-	a.front = deviceplugin.New(a.ledger, a.wake, time.Now)
+	a.front = deviceplugin.New(a.ledger, time.Now)
 	a.witnesses = deviceplugin.NewWitnesses(deviceplugin.WitnessOptions{Domain: o.Domain, Pod: o.Pod, Log: o.Log}, a.front, a.names, w.Kubelet, w.Runtime, a.wake)
 	a.reader = newReader(&o, &w, a.health, a.front, a.ration, a.wake)
 	a.others = newCoexistence(&o, &w, a.witnesses, a.wake)
@@ -321,8 +321,7 @@ func (a *Agent) Listed() (n int) {
 	return n
 }
 
-// LookAtCheckpoint is for whoever has seen something change in the kubelet's
-// directory.
+// LookAtCheckpoint is called when something in the kubelet's directory has changed.
 func (a *Agent) LookAtCheckpoint() { a.others.lookAtCheckpoint() }
 
 func sortedKeys[K cmp.Ordered, V any](m map[K]V) []K { return slices.Sorted(maps.Keys(m)) }

@@ -34,7 +34,7 @@ type gatekeeper struct {
 	log      *slog.Logger
 	ledger   *ledger.Ledger
 	front    *deviceplugin.FrontEnd
-	// What files are made of is known by these.
+	// These know what files are made of.
 	reader   *reader
 	layouts  *layouts
 	executor *executor

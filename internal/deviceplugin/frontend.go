@@ -31,8 +31,6 @@ const (
 // was seen of the allocations that it has made. Use [New].
 type FrontEnd struct {
 	ledger *ledger.Ledger
-	// wake is as the ledger's.
-	wake func()
 	// now is the clock, an argument so that tests have their own.
 	now func() time.Time
 
@@ -75,12 +73,10 @@ type met struct {
 	last  time.Time
 }
 
-// New returns a front-end with an empty offer. wake is called after every change of the
-// claims but Allocate's and must not block; now is the clock.
-func New(l *ledger.Ledger, wake func(), now func() time.Time) *FrontEnd {
+// New returns a front-end with an empty offer. now is the clock.
+func New(l *ledger.Ledger, now func() time.Time) *FrontEnd {
 	return &FrontEnd{
 		ledger: l,
-		wake:   wake,
 		now:    now,
 		lists:  lists{ledger: l, base: &Offer{}, offer: &Offer{}, changed: map[string]chan struct{}{}},
 		seen:   map[string]*evidence{},
@@ -304,33 +300,27 @@ func (f *FrontEnd) Found(id string, r ledger.Record, taken, file time.Time) erro
 		return fmt.Errorf("the record of claim %s is of claim %s: %w", id, key, gpu.ErrInvalid)
 	}
 	f.mu.Lock()
-	key, err := f.foundLocked(r, taken)
-	if a, _ := f.ledger.Get(key); err == nil && a.Adopted && !file.IsZero() {
-		f.seen[key].written = file
+	defer f.mu.Unlock()
+	if err := f.foundLocked(id, r, taken); err != nil {
+		return err
+	}
+	if a, _ := f.ledger.Get(id); a.Adopted && !file.IsZero() {
+		f.seen[id].written = file
 	}
 	f.lists.showMoved()
-	f.mu.Unlock()
-	if err == nil {
-		f.wake()
-	}
-	return err
+	return nil
 }
 
 // foundLocked takes an allocation over from its record alone: the offer may not have
 // its devices, since the partition can have changed while the agent was away. To one
 // that is there already the record adds what was not known.
-func (f *FrontEnd) foundLocked(r ledger.Record, taken time.Time) (key string, err error) {
-	ids := IDs(r.Grants)
-	if len(ids) == 0 {
-		return "", fmt.Errorf("no device was named: %w", gpu.ErrInvalid)
+func (f *FrontEnd) foundLocked(id string, r ledger.Record, taken time.Time) error {
+	added, err := f.ledger.Found(id, r, taken)
+	if added {
+		a, _ := f.ledger.Get(id)
+		f.addLocked(&a, &evidence{resource: r.Resource, ids: IDs(r.Grants)})
 	}
-	key = cdi.Key(r.Resource, ids)
-	added, err := f.ledger.Found(key, r, taken)
-	if err == nil && added {
-		a, _ := f.ledger.Get(key)
-		f.addLocked(&a, &evidence{resource: r.Resource, ids: ids})
-	}
-	return key, err
+	return err
 }
 
 // coverLocked takes over what the kubelet names, if no allocation covers it yet. The
@@ -341,10 +331,10 @@ func (f *FrontEnd) coverLocked(resource string, ids []string) error {
 		return nil
 	}
 	r, err := RecordOf(resource, ids)
-	if err == nil {
-		_, err = f.foundLocked(r, time.Time{})
+	if err != nil {
+		return err
 	}
-	return err
+	return f.foundLocked(cdi.Key(resource, IDs(r.Grants)), r, time.Time{})
 }
 
 // Started reports whether the runtime has made a container of an allocation since its

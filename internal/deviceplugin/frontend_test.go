@@ -95,7 +95,7 @@ func newDesk() (*desk, *clock) {
 
 func deskOf(now func() time.Time) *desk {
 	l := ledger.New(func() {}, now)
-	return &desk{New(l, func() {}, now), l}
+	return &desk{New(l, now), l}
 }
 
 func holder(namespace, pod, container, uid string) ledger.Holder {
