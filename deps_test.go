@@ -60,6 +60,7 @@ var packages = []entry{
 	{"internal/obs", 2, "metrics, probes and the status over HTTP"},
 	{"internal/state", 2, "the agent's own files, which outlive a process"},
 	{"internal/atomicfile", 2, "files that are put in their place whole"},
+	{"internal/socket", 2, "Unix sockets in a directory of the kubelet's"},
 	{"pkg/mig", 1, "profiles, placements, geometries"},
 	{"pkg/timeslice", 1, "sharing a GPU"},
 	{"pkg/memcap", 1, "caps and verdicts"},
@@ -82,7 +83,7 @@ var packages = []entry{
 
 // tools are packages of floor 2 that their siblings may import: they know the kernel
 // alone, which every package of that floor does.
-var tools = []string{"internal/atomicfile"}
+var tools = []string{"internal/atomicfile", "internal/socket"}
 
 // doors are outside systems that one package alone knows, by the prefix of their import
 // path.

@@ -14,6 +14,8 @@ import (
 	"syscall"
 	"time"
 
+	"example.com/gpu-agent/internal/socket"
+
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 	api "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
@@ -43,9 +45,9 @@ type KubeletOptions struct {
 	// Changed is called when Status may say something else than before. It is
 	// optional and must not block.
 	Changed func()
-	// Watch is how changes of Dir are noticed. Default: Inotify. Where it fails,
+	// Watch is how changes of Dir are noticed. Default: socket.Inotify. Where it fails,
 	// Dir is looked at once a second, and Watch is tried again now and then.
-	Watch Watch
+	Watch socket.Watch
 }
 
 // Kubelet is the kubelet's device-plugin directory, watched once for all
@@ -96,7 +98,7 @@ func NewKubelet(o KubeletOptions) *Kubelet {
 		o.Logger = slog.Default()
 	}
 	if o.Watch == nil {
-		o.Watch = Inotify
+		o.Watch = socket.Inotify
 	}
 	if o.Changed == nil {
 		o.Changed = func() {}

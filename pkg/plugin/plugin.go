@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
+	"example.com/gpu-agent/internal/socket"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/status"
@@ -161,10 +162,10 @@ func (p *Plugin) Run(ctx context.Context) error {
 
 	server := newServer(s)
 	defer stop(server)
-	var sock *socket
+	var sock *socket.Socket
 	defer func() {
 		if sock != nil {
-			if err := sock.remove(); err != nil {
+			if err := sock.Remove(); err != nil {
 				p.opts.Logger.Warn("remove socket", "resource", p.opts.Resource, "err", err)
 			}
 		}
@@ -251,11 +252,11 @@ var errOvertaken = errors.New("the kubelet or the socket has changed meanwhile")
 // register registers sock with the kubelet that was seen. It gives up at once
 // when that is no longer what is there: a kubelet that starts removes our
 // socket, and would look for it for 10 s if it were told of it just then.
-func (p *Plugin) register(ctx context.Context, sock *socket, kubelet sockID, looked <-chan struct{}) error {
+func (p *Plugin) register(ctx context.Context, sock *socket.Socket, kubelet sockID, looked <-chan struct{}) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	answer := make(chan error, 1)
-	go func() { answer <- p.opts.Kubelet.register(ctx, p.opts.Resource, filepath.Base(sock.path)) }()
+	go func() { answer <- p.opts.Kubelet.register(ctx, p.opts.Resource, filepath.Base(sock.Path)) }()
 	for {
 		select {
 		case err := <-answer:
@@ -264,7 +265,7 @@ func (p *Plugin) register(ctx context.Context, sock *socket, kubelet sockID, loo
 		}
 		var now sockID
 		now, looked = p.opts.Kubelet.sock.get()
-		if st, _ := sock.standing(); now != kubelet || st != held {
+		if st, _ := sock.Standing(); now != kubelet || st != socket.Held {
 			cancel()
 			<-answer
 			return errOvertaken
@@ -327,21 +328,21 @@ func (p *Plugin) overcome() {
 }
 
 // hold returns a socket whose file is there: the one given, or a new one.
-func (p *Plugin) hold(s *socket, path string) (*socket, error) {
+func (p *Plugin) hold(s *socket.Socket, path string) (*socket.Socket, error) {
 	if s != nil {
-		switch st, err := s.standing(); {
+		switch st, err := s.Standing(); {
 		case err != nil:
 			return nil, fmt.Errorf("look at socket: %w", err)
-		case st == held:
+		case st == socket.Held:
 			return s, nil
-		case st == taken:
+		case st == socket.Taken:
 			// If both took it back there would be no end of it. The newer process
 			// has it; we get it when that one ends.
 			return nil, fmt.Errorf("another process serves %s at %s", p.opts.Resource, path)
 		}
 		p.opts.Logger.Info("socket is gone: listen again", "resource", p.opts.Resource, "socket", path)
 	}
-	s, err := listen(path, p.opts.Resource)
+	s, err := socket.Listen(path, "."+hash(p.opts.Resource))
 	if err != nil {
 		return nil, fmt.Errorf("listen at %s: %w", path, err)
 	}

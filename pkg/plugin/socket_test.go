@@ -4,11 +4,11 @@ package plugin
 
 import (
 	"net"
-	"os"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"testing"
+
+	"example.com/gpu-agent/internal/socket"
 )
 
 func TestSocketPath(t *testing.T) {
@@ -26,7 +26,7 @@ func TestSocketPath(t *testing.T) {
 			t.Errorf("socketPath(%q, %q): %v", c.dir, c.resource, err)
 		case c.want != "" && got != c.want:
 			t.Errorf("socketPath(%q, %q) = %q, want %q", c.dir, c.resource, got, c.want)
-		case len(got) > maxSocketPath || filepath.Dir(got) != filepath.Clean(c.dir) || filepath.Ext(got) != ".sock":
+		case len(got) > socket.MaxPath || filepath.Dir(got) != filepath.Clean(c.dir) || filepath.Ext(got) != ".sock":
 			t.Errorf("socketPath(%q, %q) = %q of %d bytes", c.dir, c.resource, got, len(got))
 		}
 	}
@@ -54,64 +54,14 @@ func TestListenLongestPath(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s, err := listen(path, resource)
+	s, err := socket.Listen(path, "."+hash(resource))
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer s.remove()
+	defer s.Remove()
 	c, err := net.Dial("unix", path)
 	if err != nil {
 		t.Fatal(err)
 	}
 	_ = c.Close()
-}
-
-// TestSocketIsOursAlone, whatever the process's umask.
-func TestSocketIsOursAlone(t *testing.T) {
-	defer syscall.Umask(syscall.Umask(0))
-	path := filepath.Join(tempDir(t), "a.sock")
-	s, err := listen(path, gpuMem)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer s.remove()
-	st, err := os.Lstat(path)
-	if err != nil || st.Mode() != os.ModeSocket|0o600 {
-		t.Errorf("mode %v, %v", st.Mode(), err)
-	}
-	if names := sockets(t, filepath.Dir(path)); len(names) != 1 {
-		t.Errorf("in the directory: %q", names)
-	}
-}
-
-func TestStanding(t *testing.T) {
-	path := filepath.Join(tempDir(t), "a.sock")
-	want := func(s *socket, want standing) {
-		t.Helper()
-		if got, err := s.standing(); err != nil || got != want {
-			t.Errorf("standing %v, %v, want %v", got, err, want)
-		}
-	}
-	older, err := listen(path, gpuMem)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer older.remove()
-	want(older, held)
-	newer, err := listen(path, gpuMem)
-	if err != nil {
-		t.Fatal(err)
-	}
-	want(older, taken)
-	want(newer, held)
-	if err := older.remove(); err != nil {
-		t.Error(err)
-	}
-	want(newer, held)
-	_ = newer.Close() // As if killed: the file stays.
-	want(older, gone)
-	if err := os.Remove(path); err != nil {
-		t.Error(err)
-	}
-	want(newer, gone)
 }

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package socket
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"os"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// MaxPath is the longest path that a Unix socket's address holds, without the NUL that
+// ends it.
+const MaxPath = len(unix.RawSockaddrUnix{}.Path) - 1
+
+// Socket is a listening socket and the file by which it is found. The file may go
+// while the socket still listens: the kubelet removes all sockets of its device-plugin
+// directory when it starts.
+type Socket struct {
+	*net.UnixListener
+	Path string
+	file fs.FileInfo
+}
+
+// Listen makes a socket at path, in place of whatever socket was there: a dead
+// predecessor's, or that of one that is about to end. It is made under another name of
+// the same directory, temporary, so that it is never there with more permissions than its
+// owner's.
+func Listen(path, temporary string) (*Socket, error) {
+	temporary = filepath.Join(filepath.Dir(path), temporary)
+	if max(len(temporary), len(path)) > MaxPath {
+		return nil, fmt.Errorf("listen at %s: too long for a socket's address of at most %d bytes", path, MaxPath)
+	}
+	if err := os.Remove(temporary); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, err
+	}
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: temporary, Net: "unix"})
+	if err != nil {
+		return nil, err
+	}
+	l.SetUnlinkOnClose(false) // By its name it might remove a successor's.
+	s := &Socket{UnixListener: l, Path: path}
+	if err := s.publish(temporary); err != nil {
+		return nil, errors.Join(err, l.Close())
+	}
+	return s, nil
+}
+
+func (s *Socket) publish(temporary string) (err error) {
+	if err := os.Chmod(temporary, 0o600); err != nil {
+		return err
+	}
+	if s.file, err = os.Lstat(temporary); err != nil {
+		return err
+	}
+	return os.Rename(temporary, s.Path)
+}
+
+// Standing is what has become of a socket's file.
+type Standing int
+
+// Standings.
+const (
+	Held  Standing = iota // it is ours
+	Gone                  // nothing is there, or nobody listens at what is there
+	Taken                 // somebody else listens there
+)
+
+// Standing looks at the socket's file.
+func (s *Socket) Standing() (Standing, error) {
+	file, err := os.Lstat(s.Path)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return Gone, nil
+	case err != nil:
+		return Gone, err
+	case os.SameFile(file, s.file): // A number is not given again while the socket is open.
+		return Held, nil
+	}
+	c, err := net.DialTimeout("unix", s.Path, time.Second)
+	if err != nil {
+		return Gone, nil
+	}
+	return Taken, c.Close()
+}
+
+// Remove closes the socket, and removes its file if it is still ours.
+func (s *Socket) Remove() error {
+	var err error
+	if st, _ := s.Standing(); st == Held {
+		err = os.Remove(s.Path)
+	}
+	if cerr := s.Close(); cerr != nil && !errors.Is(cerr, net.ErrClosed) {
+		err = errors.Join(err, cerr)
+	}
+	return err
+}
