@@ -65,7 +65,7 @@ func TestDocsNameEveryMetric(t *testing.T) {
 				Resources:  []status.Resource{{Name: "r", Registered: true}},
 				Containers: []status.Container{{Namespace: "n", Pod: "p", Container: "c", GPU: "GPU-1", CapMiB: new(uint64), UsedMiB: new(uint64), Guarantee: "api"}},
 				GPUs: []status.GPU{{UUID: "GPU-1", Health: status.Healthy, Class: "lost", Mode: "shared", Resource: "example.com/gpu-mem", Total: 1, Free: 1, MemoryMiB: 1,
-					MIG: &status.MIG{Slots: []status.Slot{{Profile: "1g.10gb", State: status.SlotWarm, UUID: "MIG-1"}}}}},
+					MIG: &status.MIG{Placements: []status.Placement{{Profile: "1g.10gb", State: status.PlacementWarm, UUID: "MIG-1"}}}}},
 			}
 		},
 	}).Handler()
@@ -125,8 +125,8 @@ func TestShownStatus(t *testing.T) {
 	const u = "GPU-7d1e2f3a-0000-1111-2222-333344440000"
 	now := time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
 	ago := func(d time.Duration) *time.Time { at := now.Add(-d); return &at }
-	slot := func(profile string, start, size int, state, uuid, pod string) status.Slot {
-		s := status.Slot{Profile: profile, Start: start, Size: size, State: state, UUID: uuid, Resource: "example.com/mig-" + profile}
+	placement := func(profile string, start, size int, state, uuid, pod string) status.Placement {
+		s := status.Placement{Profile: profile, Start: start, Size: size, State: state, UUID: uuid, Resource: "example.com/mig-" + profile}
 		if pod != "" {
 			s.Namespace, s.Pod, s.Container = "work", pod, "main"
 		}
@@ -138,15 +138,15 @@ func TestShownStatus(t *testing.T) {
 			{Namespace: "work", Pod: "web-1", Container: "main", Resource: "example.com/mig-1g.10gb", Units: 1, Since: ago(3 * time.Hour)},
 			{Namespace: "work", Pod: "train-x2k4p", Container: "main", Resource: "example.com/mig-3g.40gb", Units: 1, Since: ago(time.Second)},
 		},
-		MIG: &status.MIG{Enabled: true, OnDemand: true, Size: 8, Slots: []status.Slot{
-			slot("1g.10gb", 0, 1, status.SlotHeld, "MIG-1", "web-1"),
-			slot("1g.10gb", 1, 1, status.SlotWarm, "MIG-2", ""),
-			slot("1g.10gb", 2, 1, status.SlotFree, "", ""),
-			slot("1g.10gb", 3, 1, status.SlotFree, "", ""),
-			slot("1g.20gb", 2, 2, status.SlotFree, "", ""),
-			slot("2g.20gb", 2, 2, status.SlotFree, "", ""),
-			slot("3g.40gb", 0, 4, status.SlotCovered, "", ""),
-			slot("3g.40gb", 4, 4, status.SlotMaking, "", "train-x2k4p"),
+		MIG: &status.MIG{Enabled: true, OnDemand: true, Size: 8, Placements: []status.Placement{
+			placement("1g.10gb", 0, 1, status.PlacementHeld, "MIG-1", "web-1"),
+			placement("1g.10gb", 1, 1, status.PlacementWarm, "MIG-2", ""),
+			placement("1g.10gb", 2, 1, status.PlacementFree, "", ""),
+			placement("1g.10gb", 3, 1, status.PlacementFree, "", ""),
+			placement("1g.20gb", 2, 2, status.PlacementFree, "", ""),
+			placement("2g.20gb", 2, 2, status.PlacementFree, "", ""),
+			placement("3g.40gb", 0, 4, status.PlacementCovered, "", ""),
+			placement("3g.40gb", 4, 4, status.PlacementMaking, "", "train-x2k4p"),
 		}},
 	}}}
 	for _, test := range []struct {

@@ -38,14 +38,14 @@ type (
 		GPUs []gpuPlanJSON `json:"gpus"`
 	}
 	gpuPlanJSON struct {
-		UUID    gpu.UUID      `json:"uuid"`
-		Steps   []stepJSON    `json:"steps"`
-		Result  []slotJSON    `json:"result"`
-		Blocked []blockedJSON `json:"blocked"`
+		UUID    gpu.UUID        `json:"uuid"`
+		Steps   []stepJSON      `json:"steps"`
+		Result  []placementJSON `json:"result"`
+		Blocked []blockedJSON   `json:"blocked"`
 	}
-	// slotJSON is an instance at its place. Only parts of a GPU instance have a
+	// placementJSON is an instance at its place. Only parts of a GPU instance have a
 	// ci: the first of its compute slices that is theirs.
-	slotJSON struct {
+	placementJSON struct {
 		Profile string `json:"profile"`
 		Start   int    `json:"start"`
 		CI      *int   `json:"ci,omitempty"`
@@ -53,10 +53,10 @@ type (
 	// stepJSON of turning MIG on or off has no profile.
 	stepJSON struct {
 		Op mig.Op `json:"op"`
-		slotJSON
+		placementJSON
 	}
 	blockedJSON struct {
-		slotJSON
+		placementJSON
 		Reason string `json:"reason"`
 		Holder string `json:"holder,omitempty"`
 	}
@@ -130,8 +130,8 @@ func planAll(c console, inv *gpu.Inventory, want config.Desired) ([]gpuPlan, err
 }
 
 func planAsJSON(plans []gpuPlan) planJSON {
-	at := func(s mig.Slot) slotJSON {
-		out := slotJSON{Start: s.Start}
+	at := func(s mig.Placement) placementJSON {
+		out := placementJSON{Start: s.Start}
 		if s.Profile != (mig.Name{}) {
 			out.Profile = s.Profile.String()
 		}
@@ -142,15 +142,15 @@ func planAsJSON(plans []gpuPlan) planJSON {
 	}
 	out := planJSON{GPUs: make([]gpuPlanJSON, len(plans))}
 	for i, p := range plans {
-		g := gpuPlanJSON{UUID: p.UUID, Steps: []stepJSON{}, Result: []slotJSON{}, Blocked: []blockedJSON{}}
+		g := gpuPlanJSON{UUID: p.UUID, Steps: []stepJSON{}, Result: []placementJSON{}, Blocked: []blockedJSON{}}
 		for _, s := range p.Steps {
-			g.Steps = append(g.Steps, stepJSON{s.Op, at(s.Slot)})
+			g.Steps = append(g.Steps, stepJSON{s.Op, at(s.Placement)})
 		}
 		for _, s := range p.Result {
 			g.Result = append(g.Result, at(s))
 		}
 		for _, b := range p.Blocked {
-			g.Blocked = append(g.Blocked, blockedJSON{at(b.Slot), b.Reason, b.Holder})
+			g.Blocked = append(g.Blocked, blockedJSON{at(b.Placement), b.Reason, b.Holder})
 		}
 		out.GPUs[i] = g
 	}
@@ -197,9 +197,9 @@ func printPlan(out io.Writer, plans []gpuPlan) error {
 func describeStanding(s mig.Standing) string {
 	parts := slices.DeleteFunc([]string{s.Reason, s.Holder}, func(p string) bool { return p == "" })
 	if len(parts) == 0 {
-		return s.Slot.String()
+		return s.Placement.String()
 	}
-	return s.Slot.String() + " (" + strings.Join(parts, ", ") + ")"
+	return s.Placement.String() + " (" + strings.Join(parts, ", ") + ")"
 }
 
 // describeWant is what a GPU is to become, in a few words.

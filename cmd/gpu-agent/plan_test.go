@@ -134,7 +134,7 @@ func TestPlanJSON(t *testing.T) {
 		if strings.Contains(out, "null") {
 			t.Errorf("%s: something is null: %s", partition, out)
 		}
-		type slot struct {
+		type placement struct {
 			Profile *string `json:"profile"`
 			Start   *int    `json:"start"`
 			CI      *int    `json:"ci"`
@@ -144,11 +144,11 @@ func TestPlanJSON(t *testing.T) {
 				UUID  string `json:"uuid"`
 				Steps []struct {
 					Op mig.Op `json:"op"`
-					slot
+					placement
 				} `json:"steps"`
-				Result  []slot `json:"result"`
+				Result  []placement `json:"result"`
 				Blocked []struct {
-					slot
+					placement
 					Reason string `json:"reason"`
 					Holder string `json:"holder"`
 				} `json:"blocked"`
@@ -162,14 +162,14 @@ func TestPlanJSON(t *testing.T) {
 		if len(doc.GPUs) != len(inv.GPUs) {
 			t.Fatalf("%s: %d GPUs of %d", partition, len(doc.GPUs), len(inv.GPUs))
 		}
-		check := func(s slot, op mig.Op) {
+		check := func(s placement, op mig.Op) {
 			t.Helper()
 			if s.Profile == nil || s.Start == nil {
-				t.Fatalf("%s: a slot lacks profile or start: %s", partition, out)
+				t.Fatalf("%s: a placement lacks profile or start: %s", partition, out)
 			}
 			if op == mig.Enable || op == mig.Disable {
 				if *s.Profile != "" || *s.Start != 0 || s.CI != nil {
-					t.Errorf("%s: %s has a slot", partition, op)
+					t.Errorf("%s: %s has a placement", partition, op)
 				}
 				return
 			}
@@ -184,14 +184,14 @@ func TestPlanJSON(t *testing.T) {
 				t.Errorf("%s: GPU %d is %+v", partition, i, g)
 			}
 			for _, s := range g.Steps {
-				check(s.slot, s.Op)
+				check(s.placement, s.Op)
 			}
 			for _, s := range g.Result {
 				check(s, mig.Create)
 			}
 			for _, b := range g.Blocked {
 				blocked = true
-				check(b.slot, mig.Destroy)
+				check(b.placement, mig.Destroy)
 				if b.Reason != "busy" || b.Holder == "" {
 					t.Errorf("%s: GPU %d: %+v does not say who holds it", partition, i, b)
 				}

@@ -198,7 +198,7 @@ func (k *gatekeeper) writeClaim(c *ledger.Allocation) error {
 	if gate != "" {
 		k.made[c.ID] = gate
 		if !c.Asked.IsZero() {
-			k.observer.Wish(c.Grants[0].Slot.Profile.String(), time.Since(c.Asked))
+			k.observer.Wish(c.Grants[0].Placement.Profile.String(), time.Since(c.Asked))
 		}
 	}
 	return nil

@@ -63,7 +63,7 @@
 //
 // What failed for the partition is tried again after a pause that doubles, at once
 // when another partition is wanted; what failed for a claim has a pause of its own,
-// and after three failures in a row its slot is withdrawn for a while, with an
+// and after three failures in a row its placement is withdrawn for a while, with an
 // Event. The driver is not let go under a job.
 //
 // A job is not begun while the driver is away, while the witnesses have not been

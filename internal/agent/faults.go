@@ -21,7 +21,7 @@ import (
 // withdrawer takes off the kubelet's lists what is on GPUs and MIG instances that are
 // unfit for work, with the reason, and puts back what is not any more. The front-end is one.
 type withdrawer interface {
-	SetFaults(gpus map[gpu.UUID]string, slots map[mig.Place]string)
+	SetFaults(gpus map[gpu.UUID]string, placements map[mig.Place]string)
 }
 
 // faults hears the driver's events, and takes off the kubelet's lists what is unfit for
@@ -82,32 +82,32 @@ func (f *faults) apply() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	reasons := map[gpu.UUID][]string{}
-	ofSlots := map[mig.Place][]string{}
+	ofPlacements := map[mig.Place][]string{}
 	for _, v := range f.monitor.Verdicts() {
-		slots, known := f.slotsOf(v.Subject)
+		placements, known := f.placementsOf(v.Subject)
 		if !known {
 			reasons[v.GPU] = append(reasons[v.GPU], v.Reason)
 		}
-		for _, s := range slots {
-			at := mig.Place{GPU: v.GPU, Slot: s}
-			ofSlots[at] = append(ofSlots[at], v.Reason)
+		for _, s := range placements {
+			at := mig.Place{GPU: v.GPU, Placement: s}
+			ofPlacements[at] = append(ofPlacements[at], v.Reason)
 		}
 	}
 	faults := map[gpu.UUID]string{}
 	for u, why := range reasons {
 		faults[u] = strings.Join(slices.Compact(why), "; ")
 	}
-	slots := map[mig.Place]string{}
-	for at, why := range ofSlots {
-		slots[at] = strings.Join(slices.Compact(why), "; ")
+	placements := map[mig.Place]string{}
+	for at, why := range ofPlacements {
+		placements[at] = strings.Join(slices.Compact(why), "; ")
 	}
-	f.lists.SetFaults(faults, slots)
+	f.lists.SetFaults(faults, placements)
 }
 
-// slotsOf finds the MIG devices that a fault of an instance concerns: none where
+// placementsOf finds the MIG devices that a fault of an instance concerns: none where
 // that has gone since. It is false for a fault of the whole GPU, and where nobody
 // knows yet what stands on it.
-func (f *faults) slotsOf(s health.Subject) (slots []mig.Slot, known bool) {
+func (f *faults) placementsOf(s health.Subject) (placements []mig.Placement, known bool) {
 	inv := f.instances.Load()
 	if s.GI < 0 || inv == nil {
 		return nil, false
@@ -118,11 +118,11 @@ func (f *faults) slotsOf(s health.Subject) (slots []mig.Slot, known bool) {
 	}
 	for i := range d.MIG.Instances {
 		in := &d.MIG.Instances[i]
-		if slot, err := mig.SlotOf(in); err == nil && in.GI == s.GI && (s.CI < 0 || in.CI == s.CI) {
-			slots = append(slots, slot)
+		if placement, err := mig.PlacementOf(in); err == nil && in.GI == s.GI && (s.CI < 0 || in.CI == s.CI) {
+			placements = append(placements, placement)
 		}
 	}
-	return slots, true
+	return placements, true
 }
 
 // follow passes the driver's events on. Where the driver cannot tell of

@@ -20,11 +20,11 @@ func (k *gatekeeper) instancesOf(c *ledger.Allocation) (out []instance, ok bool)
 		if d == nil || !d.MIG.Enabled {
 			return nil, false
 		}
-		in := mig.Find(d.MIG.Instances, g.Slot)
+		in := mig.Find(d.MIG.Instances, g.Placement)
 		if in == nil || in.CI < 0 {
 			return nil, false
 		}
-		if slot, err := mig.SlotOf(in); err != nil || k.executor.jobs[g.GPU].destroys(slot) {
+		if placement, err := mig.PlacementOf(in); err != nil || k.executor.jobs[g.GPU].destroys(placement) {
 			return nil, false
 		}
 		out = append(out, instance{d, in})

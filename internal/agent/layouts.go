@@ -41,7 +41,7 @@ func (l *layouts) settle(changes *plan.Changes) {
 		old, to := l.now[u], changes.Layouts[u]
 		if old.Offers && to.Offers && old.Kind == ledger.Placement && to.Kind == ledger.Placement && !old.Equal(to) {
 			l.keep(u, old)
-			l.log.Info("layout", "gpu", u, "from", plan.Names(old.Slots), "to", plan.Names(to.Slots))
+			l.log.Info("layout", "gpu", u, "from", plan.Names(old.Placements), "to", plan.Names(to.Placements))
 		}
 	}
 	for _, u := range changes.Recut {
@@ -78,7 +78,7 @@ func (l *layouts) linger(c *ledger.Allocation) {
 				continue
 			}
 		case ledger.Placement:
-			if had = plan.Placements([]mig.Slot{g.Slot}); same && slices.Contains(have.Slots, g.Slot) {
+			if had = plan.Placements([]mig.Placement{g.Placement}); same && slices.Contains(have.Placements, g.Placement) {
 				continue
 			}
 		default:
@@ -107,9 +107,9 @@ func (l *layouts) restore(listed []state.Layout, now time.Time) {
 	for _, w := range listed {
 		was := plan.Layout{Known: true, Offers: true, Kind: w.Kind, N: w.N, Unit: w.Unit, Alone: w.Alone}
 		ok := slices.Contains([]ledger.Kind{ledger.Whole, ledger.Units, ledger.Replica, ledger.Placement}, w.Kind)
-		for _, at := range w.Slots {
-			s, err := slotFrom(&at)
-			was.Slots, ok = append(was.Slots, s), ok && err == nil
+		for _, at := range w.Placements {
+			s, err := placementFrom(&at)
+			was.Placements, ok = append(was.Placements, s), ok && err == nil
 		}
 		switch {
 		case !ok:
@@ -135,8 +135,8 @@ func (l *layouts) restore(listed []state.Layout, now time.Time) {
 func (l *layouts) listed() (out []state.Layout) {
 	add := func(u gpu.UUID, c plan.Layout, until time.Time) {
 		w := state.Layout{GPU: u, Kind: c.Kind, N: c.N, Unit: c.Unit, Alone: c.Alone, Until: until}
-		for _, s := range c.Slots {
-			w.Slots = append(w.Slots, slotText(s))
+		for _, s := range c.Placements {
+			w.Placements = append(w.Placements, placementText(s))
 		}
 		out = append(out, w)
 	}

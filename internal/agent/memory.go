@@ -36,7 +36,7 @@ func (a *Agent) remember() {
 		a.slices.restore(doc.TimeSlices)
 		a.layouts.restore(doc.Layouts, now)
 		for _, m := range doc.Made {
-			if s, err := slotFrom(&m.Slot); err == nil {
+			if s, err := placementFrom(&m.Placement); err == nil {
 				a.executor.own(m.GPU, s)
 			}
 		}
@@ -70,8 +70,8 @@ func (a *Agent) save() error {
 		doc.Faults = data
 	}
 	for _, u := range sortedKeys(a.executor.mine) {
-		for _, m := range slices.SortedFunc(maps.Keys(a.executor.mine[u]), mig.CompareSlots) {
-			doc.Made = append(doc.Made, state.Made{GPU: u, Slot: slotText(m)})
+		for _, m := range slices.SortedFunc(maps.Keys(a.executor.mine[u]), mig.ComparePlacements) {
+			doc.Made = append(doc.Made, state.Made{GPU: u, Placement: placementText(m)})
 		}
 	}
 	if err := a.journal.store.Save(doc); err != nil {
@@ -89,12 +89,12 @@ func (a *Agent) save() error {
 	}))
 }
 
-// slotText is a place as the state file has it, slotFrom the place that it means.
-func slotText(s mig.Slot) state.Slot {
-	return state.Slot{Profile: s.Profile.String(), Placement: gpu.Placement{Start: s.Start, Size: s.Size}, CIStart: s.CI}
+// placementText is a place as the state file has it, placementFrom the place that it means.
+func placementText(s mig.Placement) state.Placement {
+	return state.Placement{Profile: s.Profile.String(), Placement: gpu.Placement{Start: s.Start, Size: s.Size}, CIStart: s.CI}
 }
 
-func slotFrom(s *state.Slot) (mig.Slot, error) {
+func placementFrom(s *state.Placement) (mig.Placement, error) {
 	name, err := mig.Parse(s.Profile)
-	return mig.Slot{Profile: name, Start: s.Start, Size: s.Size, CI: s.CIStart}, err
+	return mig.Placement{Profile: name, Start: s.Start, Size: s.Size, CI: s.CIStart}, err
 }

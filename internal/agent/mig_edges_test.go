@@ -228,9 +228,9 @@ func (m *meddler) Save(doc state.Document) error {
 	return m.Store.Save(doc)
 }
 
-// A slot that does not stand is withdrawn like any other before its GPU is changed:
+// A placement that does not stand is withdrawn like any other before its GPU is changed:
 // a container that got it meanwhile would wait for ever.
-func TestFreeSlotsAreWithdrawnBeforeTheWork(t *testing.T) {
+func TestFreePlacementsAreWithdrawnBeforeTheWork(t *testing.T) {
 	for _, to := range []string{"{mode: whole}", "{mode: mig, geometry: {7g.80gb: 1}}"} {
 		synctest.Test(t, func(t *testing.T) {
 			o := migMachine(1, 0)
@@ -247,7 +247,7 @@ func TestFreeSlotsAreWithdrawnBeforeTheWork(t *testing.T) {
 			time.Sleep(time.Second)
 			synctest.Wait()
 			if late {
-				t.Errorf("to %s: a slot was granted while its GPU was being changed; done: %v", to, b.done())
+				t.Errorf("to %s: a placement was granted while its GPU was being changed; done: %v", to, b.done())
 			}
 			b.wantState("applied")
 		})

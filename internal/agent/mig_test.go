@@ -105,15 +105,15 @@ func (o *outside) CreateInstance(_ context.Context, u gpu.UUID, profile string, 
 	made := gpu.Instance{Profile: profile, Placement: at, CIStart: ci}
 	err := o.change(u, fmt.Sprintf("create %s@%d", profile, at.Start), func(d *gpu.Device) error {
 		card, _ := mig.NewCard(&d.MIG) // what it cannot name cannot be asked for
-		var standing []mig.Slot
+		var standing []mig.Placement
 		for i := range d.MIG.Instances {
-			s, err := mig.SlotOf(&d.MIG.Instances[i])
+			s, err := mig.PlacementOf(&d.MIG.Instances[i])
 			if err != nil {
 				return err
 			}
 			standing = append(standing, s)
 		}
-		s, err := mig.SlotOf(&made)
+		s, err := mig.PlacementOf(&made)
 		if err != nil {
 			return err
 		}
@@ -240,17 +240,17 @@ func (b *bench) standing(i int) string {
 	synctest.Wait()
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	var slots []mig.Slot
+	var placements []mig.Placement
 	for j := range b.outside.inv.GPUs[i].MIG.Instances {
-		s, err := mig.SlotOf(&b.outside.inv.GPUs[i].MIG.Instances[j])
+		s, err := mig.PlacementOf(&b.outside.inv.GPUs[i].MIG.Instances[j])
 		if err != nil {
 			b.t.Fatal(err)
 		}
-		slots = append(slots, s)
+		placements = append(placements, s)
 	}
-	slices.SortFunc(slots, mig.CompareSlots)
-	words := make([]string, len(slots))
-	for j, s := range slots {
+	slices.SortFunc(placements, mig.ComparePlacements)
+	words := make([]string, len(placements))
+	for j, s := range placements {
 		words[j] = s.String()
 	}
 	return strings.Join(words, " ")
@@ -264,7 +264,7 @@ func (b *bench) wantStanding(i int, want string) {
 	}
 }
 
-func migID(i int, slot string) string { return string(uuid(i)) + "::" + slot }
+func migID(i int, placement string) string { return string(uuid(i)) + "::" + placement }
 
 const small, large = "example.com/mig-1g.10gb", "example.com/mig-3g.40gb"
 
@@ -631,7 +631,7 @@ func TestAgentEndsAtEveryStep(t *testing.T) {
 	}
 }
 
-func TestSlotIsWithdrawnAfterThreeFailures(t *testing.T) {
+func TestPlacementIsWithdrawnAfterThreeFailures(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o := migMachine(1, 0)
 		o.failAll = errBroken
@@ -650,7 +650,7 @@ func TestSlotIsWithdrawnAfterThreeFailures(t *testing.T) {
 		if events := strings.Join(b.told(), "\n"); strings.Count(events, "GPUInstanceFailed") != 1 {
 			t.Errorf("events:\n%s", events)
 		}
-		// Nobody took it; the claim ends, the slot stays withdrawn.
+		// Nobody took it; the claim ends, the placement stays withdrawn.
 		time.Sleep(time.Minute)
 		b.wantHealth(large, id, "unhealthy")
 		b.wantHealth(large, migID(0, "3g.40gb@4"), "healthy")
@@ -704,7 +704,7 @@ func TestResetThatSomebodyIsInTheWayOf(t *testing.T) {
 	})
 }
 
-// A pod that was granted a slot before the partition changed gets its instance all
+// A pod that was granted a placement before the partition changed gets its instance all
 // the same: it could not end otherwise.
 func TestGrantOutlivesThePartition(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -146,12 +146,12 @@ func TestView(t *testing.T) {
 
 // The NUMA nodes are told of all devices of a resource or of none.
 func TestNUMAHints(t *testing.T) {
-	slots := func(s string) plan.Layout {
+	placements := func(s string) plan.Layout {
 		_, p, start, ci, err := mig.ParseID(migID(0, s))
 		if err != nil {
 			t.Fatal(err)
 		}
-		return plan.Placements([]mig.Slot{{Profile: p, Start: start, CI: ci}})
+		return plan.Placements([]mig.Placement{{Profile: p, Start: start, CI: ci}})
 	}
 	const one = "example.com/mig-1g.10gb"
 	for _, tt := range []struct {
@@ -168,10 +168,10 @@ func TestNUMAHints(t *testing.T) {
 		{"one of each", deviceplugin.AlignFixed, [2]plan.Layout{wholeCut, sharedCut}, -1, -1, map[string]string{names.Whole: "0", names.Units: "- - - -"}},
 		{"units where they are asked for", deviceplugin.AlignAll, [2]plan.Layout{wholeCut, sharedCut}, -1, -1, map[string]string{names.Whole: "0", names.Units: "1 1 1 1"}},
 		{"replicas", deviceplugin.AlignFixed, [2]plan.Layout{replicaCut(2), wholeCut}, -1, -1, map[string]string{names.Replicas: "- -", names.Whole: "1"}},
-		{"fixed MIG", deviceplugin.AlignFixed, [2]plan.Layout{slots("1g.10gb@0"), slots("1g.10gb@3")}, -1, -1, map[string]string{one: "0 1"}},
-		{"MIG on demand", deviceplugin.AlignFixed, [2]plan.Layout{slots("1g.10gb@0"), slots("1g.10gb@3")}, 1, -1, map[string]string{one: "- -"}},
-		{"MIG on demand where it is asked for", deviceplugin.AlignAll, [2]plan.Layout{slots("1g.10gb@0"), slots("1g.10gb@3")}, 1, -1, map[string]string{one: "0 1"}},
-		{"the fixed ones of another resource", deviceplugin.AlignFixed, [2]plan.Layout{slots("1g.10gb@0"), slots("2g.20gb@0")}, 1, -1,
+		{"fixed MIG", deviceplugin.AlignFixed, [2]plan.Layout{placements("1g.10gb@0"), placements("1g.10gb@3")}, -1, -1, map[string]string{one: "0 1"}},
+		{"MIG on demand", deviceplugin.AlignFixed, [2]plan.Layout{placements("1g.10gb@0"), placements("1g.10gb@3")}, 1, -1, map[string]string{one: "- -"}},
+		{"MIG on demand where it is asked for", deviceplugin.AlignAll, [2]plan.Layout{placements("1g.10gb@0"), placements("1g.10gb@3")}, 1, -1, map[string]string{one: "0 1"}},
+		{"the fixed ones of another resource", deviceplugin.AlignFixed, [2]plan.Layout{placements("1g.10gb@0"), placements("2g.20gb@0")}, 1, -1,
 			map[string]string{one: "0", "example.com/mig-2g.20gb": "-"}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {

@@ -96,8 +96,8 @@ type Snapshot struct {
 	// the agent's; Leaving and Failing are the MIG devices that go with their
 	// holders and those that could not be made, with the reason.
 	Work    map[gpu.UUID]string
-	Made    map[gpu.UUID]map[mig.Slot]bool
-	Leaving map[gpu.UUID]map[mig.Slot]status.Cause
+	Made    map[gpu.UUID]map[mig.Placement]bool
+	Leaving map[gpu.UUID]map[mig.Placement]status.Cause
 	Failing map[mig.Place]status.Cause
 }
 
@@ -280,13 +280,13 @@ func (r *reporter) more(s *Snapshot) (out []status.Condition) {
 			out = append(out, why.Condition(status.Waiting, c.ID))
 		}
 	}
-	for u, slots := range s.Leaving {
-		for slot, why := range slots {
-			out = append(out, why.Condition(status.Leaving, mig.ID(u, slot)))
+	for u, placements := range s.Leaving {
+		for placement, why := range placements {
+			out = append(out, why.Condition(status.Leaving, mig.ID(u, placement)))
 		}
 	}
 	for at, why := range s.Failing {
-		out = append(out, why.Condition(status.Leaving, mig.ID(at.GPU, at.Slot)))
+		out = append(out, why.Condition(status.Leaving, mig.ID(at.GPU, at.Placement)))
 	}
 	return out
 }

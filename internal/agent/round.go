@@ -221,7 +221,7 @@ func (a *Agent) openGates(p *pass) {
 
 func (a *Agent) publish(in deviceplugin.Input) *deviceplugin.Offer {
 	in.Inventory, in.Past, in.Names, in.Cards, in.Drain = a.reader.inv, a.layouts.past, a.names, a.reader.cards, !a.opts.KeepOffering
-	in.Failing = a.executor.failingSlots(time.Now())
+	in.Failing = a.executor.failingPlacements(time.Now())
 	in.Topology, in.Aligned, in.OnDemand, in.Others = a.reader.topology, a.opts.Align, a.partitions.onDemand, a.others.gpus
 	if a.reader.parts == nil && a.reader.partsErr != nil {
 		in.Closed = a.reader.partsErr.Error()
@@ -239,7 +239,7 @@ func (a *Agent) finish(p *pass) error {
 		f.work = a.executor.conditions(a.reader.inv, a.partitions.gen)
 	}
 	s := &Snapshot{Inventory: a.reader.inv, Topology: a.reader.topology, Matrix: a.reader.matrix, Answered: a.reader.answered, Layouts: a.layouts.now, Wanted: a.partitions.wanted, Active: a.partitions.active,
-		Work: a.executor.now(), Made: a.executor.made(), Failing: a.executor.failingSlots(time.Now()), Others: a.others.gpus,
+		Work: a.executor.now(), Made: a.executor.made(), Failing: a.executor.failingPlacements(time.Now()), Others: a.others.gpus,
 		Outcome: Outcome{Partition: a.partitions.chosen}, Generation: a.partitions.gen, Unknown: a.served.unknown, Verdicts: a.health.Verdicts(), Hangs: a.reader.hangs()}
 	if a.reader.inv == nil {
 		s.Inventory = a.reporter.snapshot.Load().Inventory // an empty one

@@ -163,22 +163,22 @@ func (at *scene) mig(d *gpu.Device) *status.MIG {
 			out.Size = max(out.Size, at.Start+at.Size)
 		}
 	}
-	slots := at.standing(d)
+	placements := at.standing(d)
 	for i := range at.view.Resources {
 		r := &at.view.Resources[i]
 		for j := range r.Devices {
 			dev := &r.Devices[j]
-			if r.Kind != ledger.Placement || dev.GPU != d.UUID || dev.Slot.Size == 0 {
+			if r.Kind != ledger.Placement || dev.GPU != d.UUID || dev.Placement.Size == 0 {
 				continue
 			}
-			s := slots[dev.ID]
+			s := placements[dev.ID]
 			if s == nil {
-				s = newSlot(dev.ID, dev.Slot)
+				s = newPlacement(dev.ID, dev.Placement)
 			}
-			if s.State = at.slotState(dev, s); s.State == "" {
+			if s.State = at.placementState(dev, s); s.State == "" {
 				continue // lingers in the list
 			}
-			slots[dev.ID] = s
+			placements[dev.ID] = s
 			s.Resource, s.Reason = r.Name, dev.Reason
 			if c := at.holders[dev.ID]; c != nil {
 				s.Namespace, s.Pod, s.Container = c.Holder.Namespace, c.Holder.Pod, c.Holder.Container
@@ -186,60 +186,60 @@ func (at *scene) mig(d *gpu.Device) *status.MIG {
 			}
 		}
 	}
-	for _, s := range slots {
-		out.Slots = append(out.Slots, *s)
+	for _, s := range placements {
+		out.Placements = append(out.Placements, *s)
 	}
-	slices.SortFunc(out.Slots, func(a, b status.Slot) int {
+	slices.SortFunc(out.Placements, func(a, b status.Placement) int {
 		return cmp.Or(cmp.Compare(a.Start, b.Start), cmp.Compare(a.Size, b.Size), cmp.Compare(a.Profile, b.Profile), cmp.Compare(a.CI, b.CI))
 	})
 	return out
 }
 
-func newSlot(id string, s mig.Slot) *status.Slot {
-	return &status.Slot{Device: id, Profile: s.Profile.String(), Start: s.Start, Size: s.Size, CI: s.CI}
+func newPlacement(id string, s mig.Placement) *status.Placement {
+	return &status.Placement{Device: id, Profile: s.Profile.String(), Start: s.Start, Size: s.Size, CI: s.CI}
 }
 
 // standing shows a GPU's MIG instances, by device ID.
-func (at *scene) standing(d *gpu.Device) map[string]*status.Slot {
-	out := map[string]*status.Slot{}
+func (at *scene) standing(d *gpu.Device) map[string]*status.Placement {
+	out := map[string]*status.Placement{}
 	for i := range d.MIG.Instances {
 		in := &d.MIG.Instances[i]
-		slot, err := mig.SlotOf(in)
+		placement, err := mig.PlacementOf(in)
 		if err != nil {
 			continue
 		}
-		id := mig.ID(d.UUID, slot)
-		s := newSlot(id, slot)
-		s.UUID, s.GI, s.CIID, s.State = string(in.UUID), in.GI, in.CI, status.SlotWarm
-		if !at.Made[d.UUID][slot] {
-			s.State = status.SlotForeign
+		id := mig.ID(d.UUID, placement)
+		s := newPlacement(id, placement)
+		s.UUID, s.GI, s.CIID, s.State = string(in.UUID), in.GI, in.CI, status.PlacementWarm
+		if !at.Made[d.UUID][placement] {
+			s.State = status.PlacementForeign
 		}
 		out[id] = s
 	}
 	return out
 }
 
-// slotState is the state of a listed MIG device, of which s shows the instance, if it
+// placementState is the state of a listed MIG device, of which s shows the instance, if it
 // stands; empty where the device merely lingers in the list.
-func (at *scene) slotState(dev *deviceplugin.Device, s *status.Slot) string {
+func (at *scene) placementState(dev *deviceplugin.Device, s *status.Placement) string {
 	layout, stands := at.Layouts[dev.GPU], s.UUID != ""
 	switch {
 	case at.holders[dev.ID] != nil && stands:
-		return status.SlotHeld
+		return status.PlacementHeld
 	case at.holders[dev.ID] != nil:
-		return status.SlotMaking
-	case at.Failing[mig.Place{GPU: dev.GPU, Slot: dev.Slot}] != (status.Cause{}):
-		return status.SlotFailed
+		return status.PlacementMaking
+	case at.Failing[mig.Place{GPU: dev.GPU, Placement: dev.Placement}] != (status.Cause{}):
+		return status.PlacementFailed
 	case dev.Healthy && s.State == "":
-		return status.SlotFree
+		return status.PlacementFree
 	case dev.Healthy:
-		return status.SlotWarm
-	case at.Leaving[dev.GPU][dev.Slot] != (status.Cause{}), !layout.Offers, layout.Kind != ledger.Placement:
-		return status.SlotLeaving
-	case s.State == status.SlotForeign:
-		return status.SlotForeign
-	case stands, slices.Contains(layout.Slots, dev.Slot): // its room is promised to somebody
-		return status.SlotCovered
+		return status.PlacementWarm
+	case at.Leaving[dev.GPU][dev.Placement] != (status.Cause{}), !layout.Offers, layout.Kind != ledger.Placement:
+		return status.PlacementLeaving
+	case s.State == status.PlacementForeign:
+		return status.PlacementForeign
+	case stands, slices.Contains(layout.Placements, dev.Placement): // its room is promised to somebody
+		return status.PlacementCovered
 	}
 	return ""
 }

@@ -34,7 +34,7 @@ const (
 	// wishPauseMax is the same for an instance that a container waits for: some
 	// tries for each of the kubelet's, which comes back after half a minute.
 	wishPauseMax = 10 * time.Second
-	// mostFailures is after how many failures in a row a slot is withdrawn, and
+	// mostFailures is after how many failures in a row a placement is withdrawn, and
 	// failingFor for how long, unless something is made on its GPU meanwhile.
 	mostFailures = 3
 	failingFor   = 10 * time.Minute
@@ -61,8 +61,8 @@ type job struct {
 }
 
 // destroys reports whether the job takes an instance away.
-func (j *job) destroys(s mig.Slot) bool {
-	return j != nil && slices.Contains(j.Steps, mig.Step{Op: mig.Destroy, Slot: s})
+func (j *job) destroys(s mig.Placement) bool {
+	return j != nil && slices.Contains(j.Steps, mig.Step{Op: mig.Destroy, Placement: s})
 }
 
 // result is what became of a job.
@@ -117,7 +117,7 @@ func backOff(most time.Duration) wait.Backoff {
 	return wait.Backoff{Duration: backOffMin, Factor: 2, Cap: most, Steps: math.MaxInt}
 }
 
-// failing is a slot that could not be made.
+// failing is a placement that could not be made.
 type failing struct {
 	n     int
 	until time.Time
@@ -149,12 +149,12 @@ type executor struct {
 	jobs    map[gpu.UUID]*job
 	endedAt map[gpu.UUID]time.Time
 	// rests are pauses after work that failed, for a claim's wish or, where that names
-	// no claim, for the partition; failing are the slots that could not be made.
+	// no claim, for the partition; failing are the placements that could not be made.
 	rests   map[plan.Want]*rest
 	failing map[mig.Place]*failing
 	// mine are the MIG instances that are the agent's, and idle is since when
 	// nobody has those on demand.
-	mine map[gpu.UUID]map[mig.Slot]bool
+	mine map[gpu.UUID]map[mig.Placement]bool
 	idle map[mig.Place]time.Time
 	// busyLook is how often GPUs are read for the sake of processes that no claim
 	// covers, 0 where there are none.
@@ -169,7 +169,7 @@ func newExecutor(o *Options, w *Worlds, l *ledger.Ledger, wake func()) *executor
 		endedAt: map[gpu.UUID]time.Time{},
 		rests:   map[plan.Want]*rest{},
 		failing: map[mig.Place]*failing{},
-		mine:    map[gpu.UUID]map[mig.Slot]bool{},
+		mine:    map[gpu.UUID]map[mig.Placement]bool{},
 	}
 	if w.Cluster != nil {
 		e.event = w.Cluster.Event
@@ -193,9 +193,9 @@ func (e *executor) unsettled(u gpu.UUID, began time.Time) bool {
 }
 
 // own notes that an instance is the agent's.
-func (e *executor) own(u gpu.UUID, s mig.Slot) {
+func (e *executor) own(u gpu.UUID, s mig.Placement) {
 	if e.mine[u] == nil {
-		e.mine[u] = map[mig.Slot]bool{}
+		e.mine[u] = map[mig.Placement]bool{}
 	}
 	e.mine[u][s] = true
 }
@@ -203,9 +203,9 @@ func (e *executor) own(u gpu.UUID, s mig.Slot) {
 // disown forgets the instances of a GPU that do not stand any more: what comes to
 // their places by another hand is somebody else's.
 func (e *executor) disown(d *gpu.Device) {
-	maps.DeleteFunc(e.mine[d.UUID], func(s mig.Slot, _ bool) bool {
+	maps.DeleteFunc(e.mine[d.UUID], func(s mig.Placement, _ bool) bool {
 		return !slices.ContainsFunc(d.MIG.Instances, func(in gpu.Instance) bool {
-			at, err := mig.SlotOf(&in)
+			at, err := mig.PlacementOf(&in)
 			// An empty GPU instance is what is left of a device that was in it.
 			return err == nil && (at == s || in.CI < 0 && at.GPUInstance() == s.GPUInstance())
 		})
@@ -237,7 +237,7 @@ func (e *executor) ownMade(work []plan.Work) {
 	for _, w := range work {
 		for _, s := range w.Steps {
 			if s.Op == mig.Create {
-				e.own(w.GPU, s.Slot)
+				e.own(w.GPU, s.Placement)
 			}
 		}
 	}
@@ -353,7 +353,7 @@ func sameInstances(a, b []gpu.Instance) bool {
 // onItsWay reports whether a process has come onto an instance that is to go.
 func onItsWay(at []gpu.Instance, steps []mig.Step) bool {
 	return slices.ContainsFunc(steps, func(s mig.Step) bool {
-		in := mig.Find(at, s.Slot)
+		in := mig.Find(at, s.Placement)
 		return s.Op == mig.Destroy && in != nil && in.Busy
 	})
 }
@@ -361,7 +361,7 @@ func onItsWay(at []gpu.Instance, steps []mig.Step) bool {
 // happened reports whether a step that failed has had an effect all the same: it
 // failed half way, or what failed was the look at what it came to.
 func happened(m *gpu.MIG, s *mig.Step) bool {
-	in := mig.Find(m.Instances, s.Slot)
+	in := mig.Find(m.Instances, s.Placement)
 	switch s.Op {
 	case mig.Destroy:
 		return in == nil || in.CI < 0
@@ -389,7 +389,7 @@ func (e *executor) step(ctx context.Context, j *job, d *gpu.Device, at []gpu.Ins
 	var err error
 	switch s.Op {
 	case mig.Destroy:
-		in := mig.Find(at, s.Slot)
+		in := mig.Find(at, s.Placement)
 		if in == nil {
 			return nil // gone already
 		}
@@ -398,13 +398,13 @@ func (e *executor) step(ctx context.Context, j *job, d *gpu.Device, at []gpu.Ins
 			err = nil
 		}
 	case mig.Create:
-		_, err = e.driver.CreateInstance(ctx, d.UUID, s.Slot.Profile.String(), gpu.Placement{Start: s.Slot.Start, Size: s.Slot.Size}, s.Slot.CI)
+		_, err = e.driver.CreateInstance(ctx, d.UUID, s.Placement.Profile.String(), gpu.Placement{Start: s.Placement.Start, Size: s.Placement.Size}, s.Placement.CI)
 	default:
 		err = e.switchMIG(ctx, d, s.Op == mig.Enable)
 	}
 	profile := ""
-	if s.Slot != (mig.Slot{}) {
-		profile = s.Slot.Profile.String()
+	if s.Placement != (mig.Placement{}) {
+		profile = s.Placement.Profile.String()
 	}
 	e.observer.MIGStep(string(s.Op), profile, time.Since(began), err)
 	if err != nil {
@@ -488,13 +488,13 @@ func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
 	}
 	orNew(e.rests, r.Want()).fail(r.err, 0, wishPauseMax, now)
 	e.ledger.SetCause(r.Claim, status.CauseOf(r.err, status.GPUInstanceFailed))
-	f := orNew(e.failing, mig.Place{GPU: r.GPU, Slot: r.Slot})
+	f := orNew(e.failing, mig.Place{GPU: r.GPU, Placement: r.Placement})
 	f.n++
 	f.until, f.why = now.Add(failingFor), status.Why(status.GPUInstanceFailed, "it could not be made: %v", r.err)
 	if f.n != mostFailures {
 		return
 	}
-	message := fmt.Sprintf("%s: %s could not be made %d times and is withdrawn for %s: %v", d.Name(), r.Slot, f.n, failingFor, r.err)
+	message := fmt.Sprintf("%s: %s could not be made %d times and is withdrawn for %s: %v", d.Name(), r.Placement, f.n, failingFor, r.err)
 	e.event(workload.Pod{}, kube.Warning, string(status.GPUInstanceFailed), message)
 	for _, c := range e.ledger.Allocations() {
 		if pod := podOf(c.Holder); c.ID == r.Claim && pod.Name != "" {
@@ -518,8 +518,8 @@ func (e *executor) failedFor(claim string) bool {
 	return slices.ContainsFunc(slices.Collect(maps.Keys(e.rests)), func(w plan.Want) bool { return w.Claim == claim })
 }
 
-// failingSlots are those that are withdrawn, with the reason.
-func (e *executor) failingSlots(now time.Time) map[mig.Place]status.Cause {
+// failingPlacements are those that are withdrawn, with the reason.
+func (e *executor) failingPlacements(now time.Time) map[mig.Place]status.Cause {
 	maps.DeleteFunc(e.failing, func(_ mig.Place, f *failing) bool { return !now.Before(f.until) })
 	out := map[mig.Place]status.Cause{}
 	for at, f := range e.failing {
@@ -532,7 +532,7 @@ func (e *executor) failingSlots(now time.Time) map[mig.Place]status.Cause {
 
 // input is what the plan must know of the work.
 func (e *executor) input(claims []ledger.Allocation, now time.Time) plan.MIGInput {
-	in := plan.MIGInput{Made: e.mine, Working: map[gpu.UUID]*plan.Work{}, Expired: map[gpu.UUID][]mig.Slot{},
+	in := plan.MIGInput{Made: e.mine, Working: map[gpu.UUID]*plan.Work{}, Expired: map[gpu.UUID][]mig.Placement{},
 		Deferred: map[plan.Want]bool{}}
 	for u, j := range e.jobs {
 		in.Working[u] = &j.Work
@@ -548,7 +548,7 @@ func (e *executor) input(claims []ledger.Allocation, now time.Time) plan.MIGInpu
 	}
 	for at, since := range e.idle {
 		if e.idleTTL > 0 && now.Sub(since) >= e.idleTTL {
-			in.Expired[at.GPU] = append(in.Expired[at.GPU], at.Slot)
+			in.Expired[at.GPU] = append(in.Expired[at.GPU], at.Placement)
 		}
 	}
 	return in
@@ -557,8 +557,8 @@ func (e *executor) input(claims []ledger.Allocation, now time.Time) plan.MIGInpu
 // planned takes in a plan: whose instances are, since when they have been idle, which
 // pauses are over since their GPU is what it shall be, and how often GPUs are to be read.
 func (e *executor) planned(changes *plan.Changes, now time.Time) {
-	for u, slots := range changes.Made {
-		for _, s := range slots {
+	for u, placements := range changes.Made {
+		for _, s := range placements {
 			e.own(u, s)
 		}
 	}
@@ -568,7 +568,7 @@ func (e *executor) planned(changes *plan.Changes, now time.Time) {
 	idle := map[mig.Place]time.Time{}
 	for u, v := range changes.MIG {
 		for _, s := range v.Warm {
-			at := mig.Place{GPU: u, Slot: s}
+			at := mig.Place{GPU: u, Placement: s}
 			if idle[at] = now; !e.idle[at].IsZero() {
 				idle[at] = e.idle[at]
 			}
@@ -577,7 +577,7 @@ func (e *executor) planned(changes *plan.Changes, now time.Time) {
 	e.idle, e.busyLook = idle, busyLookOf(changes)
 }
 
-// nextWork is when work that rests, a slot that is withdrawn or an instance that
+// nextWork is when work that rests, a placement that is withdrawn or an instance that
 // is idle wants a round.
 func (e *executor) nextWork(now time.Time) (wait time.Duration, ok bool) {
 	wait = inventoryEvery
@@ -633,10 +633,10 @@ func (e *executor) now() map[gpu.UUID]string {
 }
 
 // made are the instances that are the agent's.
-func (e *executor) made() map[gpu.UUID]map[mig.Slot]bool {
-	out := map[gpu.UUID]map[mig.Slot]bool{}
-	for u, slots := range e.mine {
-		out[u] = maps.Clone(slots)
+func (e *executor) made() map[gpu.UUID]map[mig.Placement]bool {
+	out := map[gpu.UUID]map[mig.Placement]bool{}
+	for u, placements := range e.mine {
+		out[u] = maps.Clone(placements)
 	}
 	return out
 }

@@ -18,7 +18,7 @@ import (
 
 // What a failed step has done all the same is undone with the rest.
 func TestHappened(t *testing.T) {
-	slot := mig.Slot{Profile: mig.Name{Slices: 3, GB: 40}, Start: 4, Size: 4}
+	placement := mig.Placement{Profile: mig.Name{Slices: 3, GB: 40}, Start: 4, Size: 4}
 	whole := []gpu.Instance{{Profile: "3g.40gb", Placement: gpu.Placement{Start: 4, Size: 4}}}
 	empty := []gpu.Instance{{Profile: "3g.40gb", Placement: gpu.Placement{Start: 4, Size: 4}, CI: -1}}
 	on, off := true, false
@@ -43,7 +43,7 @@ func TestHappened(t *testing.T) {
 	} {
 		step := mig.Step{Op: c.op}
 		if c.op == mig.Destroy || c.op == mig.Create {
-			step.Slot = slot
+			step.Placement = placement
 		}
 		if got := happened(&c.now, &step); got != c.want {
 			t.Errorf("%s: %v", c.name, got)
@@ -58,7 +58,7 @@ func TestTheSameFailureInOtherWordsIsToldOnce(t *testing.T) {
 	var told []string
 	e.event = func(_ workload.Pod, _ kube.EventType, _, message string) { told = append(told, message) }
 	d := gpu.Device{UUID: "GPU-a"}
-	first := mig.Step{Op: mig.Destroy, Slot: mig.Slot{Profile: mig.Name{Slices: 3, GB: 40}, Start: 4, Size: 4}}
+	first := mig.Step{Op: mig.Destroy, Placement: mig.Placement{Profile: mig.Name{Slices: 3, GB: 40}, Start: 4, Size: 4}}
 	second := mig.Step{Op: mig.Disable}
 	inUse := func(pid int) error { return fmt.Errorf("it is open in dcgm (PID %d): %w", pid, gpu.ErrInUse) }
 	for i, c := range []struct {

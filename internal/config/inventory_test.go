@@ -26,7 +26,7 @@ func TestReadInventoryOfWellKnownCards(t *testing.T) {
 			continue
 		}
 		for _, d := range inv.GPUs {
-			slots := 0
+			memory := 0
 			for _, p := range d.MIG.Profiles {
 				n, err := mig.Parse(p.Name)
 				if err != nil {
@@ -39,12 +39,12 @@ func TestReadInventoryOfWellKnownCards(t *testing.T) {
 					t.Errorf("%s: GPU %d: %d of %s, which has %d placements", path, d.Index, p.Max, p.Name, len(p.Placements))
 				}
 				for _, pl := range p.Placements {
-					slots = max(slots, pl.Start+pl.Size)
+					memory = max(memory, pl.Start+pl.Size)
 				}
 			}
 			whole := d.MIG.Profiles[len(d.MIG.Profiles)-1]
-			if whole.Placements[0].Size != slots {
-				t.Errorf("%s: GPU %d: %s does not fill the %d slots", path, d.Index, whole.Name, slots)
+			if whole.Placements[0].Size != memory {
+				t.Errorf("%s: GPU %d: %s does not fill the %d memory slices", path, d.Index, whole.Name, memory)
 			}
 			if whole.Memory > d.Usable() {
 				t.Errorf("%s: GPU %d: %s has %d MiB of the card's %d", path, d.Index, whole.Name, whole.Memory, d.Usable())

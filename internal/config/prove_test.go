@@ -185,8 +185,8 @@ func place(taken int, instances []gpu.Profile) bool {
 		return true
 	}
 	for _, at := range instances[0].Placements {
-		slots := (1<<at.Size - 1) << at.Start
-		if taken&slots == 0 && place(taken|slots, instances[1:]) {
+		placements := (1<<at.Size - 1) << at.Start
+		if taken&placements == 0 && place(taken|placements, instances[1:]) {
 			return true
 		}
 	}

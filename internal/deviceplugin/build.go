@@ -29,7 +29,7 @@ type Input struct {
 	Held  []ledger.Allocation
 	Names *Names
 	Cards map[gpu.UUID]*mig.Card
-	// Failing are slots that cannot be made, with the reason.
+	// Failing are placements that cannot be made, with the reason.
 	Failing map[mig.Place]status.Cause
 	// Drain says that a GPU whose change waits for holders offers nothing meanwhile.
 	Drain bool
@@ -140,7 +140,7 @@ func strays(in *Input) []deviceList {
 			for _, id := range PieceIDs(g.GPU, &g.Piece) {
 				if !listed[c.Resource+" "+id] {
 					listed[c.Resource+" "+id] = true
-					l.devices = append(l.devices, Device{ID: id, GPU: g.GPU, Slot: g.Slot, Reason: "this node has no GPU " + string(g.GPU)})
+					l.devices = append(l.devices, Device{ID: id, GPU: g.GPU, Placement: g.Placement, Reason: "this node has no GPU " + string(g.GPU)})
 				}
 			}
 		}
@@ -197,22 +197,22 @@ type gpuLists struct {
 	gpu    *gpu.Device
 	layout plan.Layout
 	// held are the devices that somebody has, in the order of the allocations, and
-	// isHeld the same; slots is what MIG devices stand for, by ID.
-	held   []name
-	isHeld map[name]bool
-	slots  map[string]mig.Slot
+	// isHeld the same; placements is what MIG devices stand for, by ID.
+	held       []name
+	isHeld     map[name]bool
+	placements map[string]mig.Placement
 	// foreign says that the GPU is held by way of another front-end, or under a name
 	// that resources have no more.
 	foreign bool
-	// parting are the slots that go with their holders, with the reason.
-	parting map[mig.Slot]status.Cause
+	// parting are the placements that go with their holders, with the reason.
+	parting map[mig.Placement]status.Cause
 	listed  map[name]bool
 	lists   []deviceList
 }
 
 // deviceLists lists what one GPU has, had, and has given away.
 func deviceLists(in *Input, d *gpu.Device) []deviceList {
-	l := &gpuLists{Input: in, gpu: d, layout: in.Changes.Layouts[d.UUID], isHeld: map[name]bool{}, slots: map[string]mig.Slot{}}
+	l := &gpuLists{Input: in, gpu: d, layout: in.Changes.Layouts[d.UUID], isHeld: map[name]bool{}, placements: map[string]mig.Placement{}}
 	l.holders()
 	// Rounds are frequent and lists long: sizes are known, so nothing grows.
 	l.listed = make(map[name]bool, l.layout.N+len(l.held))
@@ -255,7 +255,7 @@ func (l *gpuLists) holders() {
 			for _, id := range PieceIDs(g.GPU, &g.Piece) {
 				n := name{g.Kind, id}
 				l.held, l.isHeld[n] = append(l.held, n), true
-				l.slots[id] = g.Slot
+				l.placements[id] = g.Placement
 			}
 		}
 	}
@@ -293,8 +293,8 @@ func (l *gpuLists) add(n name, withdrawn, leaving string) {
 	l.listed[n] = true
 	dev := Device{ID: n.id, GPU: l.gpu.UUID, Healthy: true}
 	if n.kind == ledger.Placement {
-		dev.Slot = l.sized(l.gpu.UUID, l.slots[n.id])
-		for _, why := range []status.Cause{l.parting[dev.Slot], l.Failing[mig.Place{GPU: l.gpu.UUID, Slot: dev.Slot}]} {
+		dev.Placement = l.sized(l.gpu.UUID, l.placements[n.id])
+		for _, why := range []status.Cause{l.parting[dev.Placement], l.Failing[mig.Place{GPU: l.gpu.UUID, Placement: dev.Placement}]} {
 			if why.Message != "" && withdrawn == "" {
 				withdrawn, leaving = why.Message, why.Message
 			}
@@ -306,7 +306,7 @@ func (l *gpuLists) add(n name, withdrawn, leaving string) {
 	case withdrawn != "":
 		dev.Healthy, dev.Reason = false, withdrawn
 	}
-	resource := l.Names.Of(n.kind, dev.Slot.Profile)
+	resource := l.Names.Of(n.kind, dev.Placement.Profile)
 	at := slices.IndexFunc(l.lists, func(o deviceList) bool { return o.resource == resource })
 	if at < 0 {
 		at = len(l.lists)
@@ -318,17 +318,17 @@ func (l *gpuLists) add(n name, withdrawn, leaving string) {
 // ids are the device IDs of a layout; what MIG devices stand for is kept.
 func (l *gpuLists) ids(c plan.Layout) []string {
 	ids := LayoutIDs(c, l.gpu.UUID)
-	for i, s := range c.Slots {
-		l.slots[ids[i]] = s
+	for i, s := range c.Placements {
+		l.placements[ids[i]] = s
 	}
 	return ids
 }
 
 // sized is a MIG device's place with its size. Where the GPU's driver does not know
 // it (any more) that is not known.
-func (in *Input) sized(u gpu.UUID, s mig.Slot) mig.Slot {
+func (in *Input) sized(u gpu.UUID, s mig.Placement) mig.Placement {
 	if card := in.Cards[u]; card != nil {
-		if known, ok := card.Slot(s.Profile, s.Start, s.CI); ok {
+		if known, ok := card.Placement(s.Profile, s.Start, s.CI); ok {
 			return known
 		}
 	}
@@ -345,8 +345,8 @@ func LayoutIDs(c plan.Layout, u gpu.UUID) []string {
 	case c.Kind == ledger.Whole:
 		return []string{string(u)}
 	case c.Kind == ledger.Placement:
-		out := make([]string, len(c.Slots))
-		for i, s := range c.Slots {
+		out := make([]string, len(c.Placements))
+		for i, s := range c.Placements {
 			out[i] = mig.ID(u, s)
 		}
 		return out

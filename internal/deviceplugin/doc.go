@@ -16,7 +16,7 @@
 // The kubelet decides who holds a device. So Allocate never refuses an ID
 // because another allocation names it: for one pod the kubelet hands an init
 // container's devices to the app container. It refuses what can never work
-// (units of two GPUs, two replicas of one GPU, a MIG slot that has no room beside
+// (units of two GPUs, two replicas of one GPU, a MIG placement that has no room beside
 // another one's, a device that the present offer does not have), with the reason,
 // and that refusal is final for the pod.
 //
@@ -24,12 +24,12 @@
 // refuse, and takes what an allocation covers last: the pod that had it was deleted by
 // force, and the next container on it waits until that one's has ended.
 //
-// A GPU with MIG on demand is offered several times over: every slot that could
+// A GPU with MIG on demand is offered several times over: every placement that could
 // stand on it is a device. An offer lists them as if the GPU were empty, with what
 // the driver says can stand together ([ledger.MIG]), and the front-end lays over that
-// what is taken: by allocations, by slots that somebody unknown uses. A device is Healthy
+// what is taken: by allocations, by placements that somebody unknown uses. A device is Healthy
 // if an allocation has it, whatever else is there, or if it can stand beside all that is
-// taken; all others are Unhealthy. That is done in the Allocate that takes a slot
+// taken; all others are Unhealthy. That is done in the Allocate that takes a placement
 // and when its allocation ends, so between an allocation and what it covers there is no
 // moment at which both are on offer:
 //
@@ -39,7 +39,7 @@
 //	1g@1 beside it    x     x              x              x
 //
 // Faults are apart from the offer: [FrontEnd.SetFaults] marks all devices of a GPU, or
-// the MIG slot that one instance has, Unhealthy at once, whatever the loop is doing.
+// the MIG placement that one instance has, Unhealthy at once, whatever the loop is doing.
 //
 // # Evidence
 //

@@ -184,7 +184,7 @@ func (f *FrontEnd) grantLocked(r *Resource, ids []string) ([]ledger.Grant, error
 				g.Of, g.Cap = share.Replicas, ledger.CapOf(share.Replica)
 			}
 		case ledger.Placement:
-			g.Slot = r.Devices[r.index[ids[i]]].Slot
+			g.Placement = r.Devices[r.index[ids[i]]].Placement
 		}
 	}
 	return grants, nil

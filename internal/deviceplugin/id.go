@@ -102,7 +102,7 @@ func parse(kind ledger.Kind, ids []string) ([]ledger.Grant, error) {
 		var err error
 		switch kind {
 		case ledger.Placement:
-			g.GPU, g.Slot.Profile, g.Slot.Start, g.Slot.CI, err = mig.ParseID(id)
+			g.GPU, g.Placement.Profile, g.Placement.Start, g.Placement.CI, err = mig.ParseID(id)
 			g.Cap = ledger.NoCap
 		case ledger.Units:
 			var n int
@@ -147,7 +147,7 @@ func IDs(grants []ledger.Grant) []string {
 func PieceIDs(u gpu.UUID, p *ledger.Piece) []string {
 	switch p.Kind {
 	case ledger.Placement:
-		return []string{mig.ID(u, p.Slot)}
+		return []string{mig.ID(u, p.Placement)}
 	case ledger.Units:
 		out := make([]string, 0, p.Units.Len())
 		for n := range p.Units.All() {

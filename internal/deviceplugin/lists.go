@@ -19,7 +19,7 @@ type lists struct {
 	base, offer *Offer
 	// faults is what is not fit for work, and why.
 	faults faults
-	// moved are the GPUs of which allocations have taken slots, or given them back,
+	// moved are the GPUs of which allocations have taken placements, or given them back,
 	// that offer does not show yet.
 	moved []gpu.UUID
 	// changed has a channel for every resource, closed when its list changes.
@@ -57,16 +57,16 @@ func (l *lists) publish(o *Offer) {
 
 func sameID(a, b Device) bool { return a.ID == b.ID }
 
-// faults is why GPUs are not fit for work, and why MIG slots are not whose GPUs are.
+// faults is why GPUs are not fit for work, and why MIG placements are not whose GPUs are.
 type faults struct {
-	gpus  map[gpu.UUID]string
-	slots map[mig.Place]string
+	gpus       map[gpu.UUID]string
+	placements map[mig.Place]string
 }
 
 // of is why a device is not fit for work.
 func (f *faults) of(dev *Device) (why string, bad bool) {
-	if why, bad = f.gpus[dev.GPU]; !bad && len(f.slots) > 0 {
-		why, bad = f.slots[mig.Place{GPU: dev.GPU, Slot: dev.Slot}]
+	if why, bad = f.gpus[dev.GPU]; !bad && len(f.placements) > 0 {
+		why, bad = f.placements[mig.Place{GPU: dev.GPU, Placement: dev.Placement}]
 	}
 	return why, bad
 }
@@ -76,7 +76,7 @@ func (f *faults) of(dev *Device) (why string, bad bool) {
 // kubelet hears anything else. A list that is as it was stays the same slice.
 func (l *lists) show() {
 	o := l.base.copyAs(l.offer.Gen + 1)
-	rooms := l.ledger.Rooms(o.slotGPUs())
+	rooms := l.ledger.Rooms(o.placementGPUs())
 	l.moved = l.moved[:0]
 	for i := range o.Resources {
 		r := &o.Resources[i]

@@ -28,7 +28,7 @@ type Offer struct {
 	Topology *topology.Graph
 	// Shares is how GPUs are divided that several containers have at once.
 	Shares map[gpu.UUID]Share
-	// MIG has every GPU that Resources have slots of. A slot is listed Healthy
+	// MIG has every GPU that Resources have placements of. A placement is listed Healthy
 	// where it would be if its GPU were empty: what has no room beside the
 	// allocations and what else may not go is the front-end's to find out.
 	MIG map[gpu.UUID]ledger.MIG
@@ -61,8 +61,8 @@ type Resource struct {
 type Device struct {
 	ID  string
 	GPU gpu.UUID
-	// Slot is what a device of kind Placement stands for.
-	Slot mig.Slot
+	// Placement is what a device of kind Placement stands for.
+	Placement mig.Placement
 	// NUMA is what the kubelet's topology manager is told of the device.
 	NUMA NUMA
 	// Healthy is what the kubelet is told.
@@ -117,17 +117,17 @@ func (f *FrontEnd) publish(o *Offer, version uint64) bool {
 	return true
 }
 
-// SetFaults says which GPUs are not fit for work, and why, and which MIG slots on
-// the others: from now on all devices of those GPUs and those of the slots are
+// SetFaults says which GPUs are not fit for work, and why, and which MIG placements on
+// the others: from now on all devices of those GPUs and those of the placements are
 // Unhealthy in every offer, and no others for this reason. It does not wait for the
 // loop, so that a fault reaches the kubelet while a round is under way.
-func (f *FrontEnd) SetFaults(gpus map[gpu.UUID]string, slots map[mig.Place]string) {
+func (f *FrontEnd) SetFaults(gpus map[gpu.UUID]string, placements map[mig.Place]string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if maps.Equal(f.lists.faults.gpus, gpus) && maps.Equal(f.lists.faults.slots, slots) {
+	if maps.Equal(f.lists.faults.gpus, gpus) && maps.Equal(f.lists.faults.placements, placements) {
 		return
 	}
-	f.lists.faults = faults{maps.Clone(gpus), maps.Clone(slots)}
+	f.lists.faults = faults{maps.Clone(gpus), maps.Clone(placements)}
 	f.lists.show()
 }
 

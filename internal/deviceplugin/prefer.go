@@ -31,7 +31,7 @@ func (f *FrontEnd) Prefer(resource string, available, must []string, n int) ([]s
 		return nil, fmt.Errorf("%s is not offered by this node any more", resource)
 	}
 	if r.Kind == ledger.Placement {
-		return f.preferSlots(v, r, available, must, n)
+		return f.preferPlacements(v, r, available, must, n)
 	}
 	s := f.supply(r, available, must)
 	var out []string

@@ -161,7 +161,7 @@ func TestNUMAIsNews(t *testing.T) {
 	}
 }
 
-// A claim of a MIG slot changes the lists of a view and nothing else of it: GPUs
+// A claim of a MIG placement changes the lists of a view and nothing else of it: GPUs
 // that are joined are still given out together.
 func TestTopologyIsKnownAfterAMIGClaim(t *testing.T) {
 	d, _ := newDesk()

@@ -38,9 +38,9 @@ type Piece struct {
 	// Replica is the share's number, and Of how many there are; 0 where that is not
 	// known.
 	Replica, Of int
-	// Slot is where the instance stands or will stand. A Size of 0 says that nobody
+	// Placement is where the instance stands or will stand. A Size of 0 says that nobody
 	// knows yet what can stand on the GPU, or that this cannot.
-	Slot mig.Slot
+	Placement mig.Placement
 }
 
 // Cap is how much of a GPU's memory its holder may have.
@@ -112,9 +112,9 @@ type record struct {
 // which need not be said.
 func (g Grant) MarshalJSON() ([]byte, error) {
 	r := record{GPU: g.GPU, Kind: g.Kind, Units: g.Units, Unit: g.Unit, Replica: g.Replica, Of: g.Of,
-		Start: g.Slot.Start, Size: g.Slot.Size, CI: g.Slot.CI}
+		Start: g.Placement.Start, Size: g.Placement.Size, CI: g.Placement.CI}
 	if g.Kind == Placement {
-		r.Profile = g.Slot.Profile.String()
+		r.Profile = g.Placement.Profile.String()
 	} else if g.Kind != Whole && g.Cap.Known {
 		r.Cap = &g.Cap.Bytes
 	}
@@ -141,7 +141,7 @@ func (g *Grant) UnmarshalJSON(data []byte) error {
 		if err != nil {
 			return fmt.Errorf("%w: %w", gpu.ErrInvalid, err)
 		}
-		out.Slot, out.Cap = mig.Slot{Profile: name, Start: r.Start, Size: r.Size, CI: r.CI}, NoCap
+		out.Placement, out.Cap = mig.Placement{Profile: name, Start: r.Start, Size: r.Size, CI: r.CI}, NoCap
 	default:
 		bad = true
 	}

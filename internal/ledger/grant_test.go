@@ -35,7 +35,7 @@ func TestRecord(t *testing.T) {
 		{Grant{"GPU-a", Piece{Kind: Units, Units: SetOf([]int{5})}, Cap{}}, `{"gpu":"GPU-a","kind":"units","units":"5"}`},
 		{Grant{"GPU-a", Piece{Kind: Replica, Replica: 2, Of: 4}, CapOf(0)}, `{"gpu":"GPU-a","kind":"replica","replica":2,"of":4,"cap":0}`},
 		{Grant{"GPU-a", Piece{Kind: Whole}, NoCap}, `{"gpu":"GPU-a","kind":"whole"}`},
-		{Grant{"GPU-a", Piece{Kind: Placement, Slot: mig.Slot{Profile: name(t, "1c.3g.40gb"), Start: 4, Size: 4, CI: 1}}, NoCap},
+		{Grant{"GPU-a", Piece{Kind: Placement, Placement: mig.Placement{Profile: name(t, "1c.3g.40gb"), Start: 4, Size: 4, CI: 1}}, NoCap},
 			`{"gpu":"GPU-a","kind":"placement","profile":"1c.3g.40gb","start":4,"size":4,"ci":1}`},
 	} {
 		got, err := json.Marshal(c.grant)

@@ -13,16 +13,16 @@ import (
 // MIG is what stands and can stand on a GPU whose pieces are placements, beside the
 // allocations.
 type MIG struct {
-	// Card judges which slots can stand together.
+	// Card judges which placements can stand together.
 	Card *mig.Card
-	// Occupied are slots that stand, that no allocation has and that may neither go
+	// Occupied are placements that stand, that no allocation has and that may neither go
 	// nor be given out: used by somebody unknown, or under change.
-	Occupied []mig.Slot
-	// Kept are slots that stand and may not go, but may be given out: instances
+	Occupied []mig.Placement
+	// Kept are placements that stand and may not go, but may be given out: instances
 	// that somebody else has made.
-	Kept []mig.Slot
-	// Warm are slots that stand idle and may go; they take nobody's room.
-	Warm []mig.Slot
+	Kept []mig.Placement
+	// Warm are placements that stand idle and may go; they take nobody's room.
+	Warm []mig.Placement
 }
 
 // SetMIG says what stands and can stand on the GPUs whose pieces are placements.
@@ -43,17 +43,17 @@ func sized(grants []Grant, by map[gpu.UUID]MIG) []Grant {
 	for i := range grants {
 		g := &grants[i]
 		card := by[g.GPU].Card
-		if g.Kind != Placement || g.Slot.Size > 0 || card == nil {
+		if g.Kind != Placement || g.Placement.Size > 0 || card == nil {
 			continue
 		}
-		s, ok := card.Slot(g.Slot.Profile, g.Slot.Start, g.Slot.CI)
+		s, ok := card.Placement(g.Placement.Profile, g.Placement.Start, g.Placement.CI)
 		if !ok {
 			continue
 		}
 		if !copied {
 			out, copied = slices.Clone(grants), true
 		}
-		out[i].Slot = s
+		out[i].Placement = s
 	}
 	return out
 }
@@ -62,22 +62,22 @@ func sized(grants []Grant, by map[gpu.UUID]MIG) []Grant {
 type Room struct {
 	// Card is nil where it is not known what can stand on the GPU.
 	Card *mig.Card
-	// Slots are those that may not go, each once, in place order.
-	Slots []mig.Slot
+	// Placements are those that may not go, each once, in place order.
+	Placements []mig.Placement
 
 	taken []taken // the same with the rest
 	held  []held
 }
 
-// held is a slot that an allocation has, and the resource that it was asked for as.
+// held is a placement that an allocation has, and the resource that it was asked for as.
 type held struct {
-	resource string
-	slot     mig.Slot
+	resource  string
+	placement mig.Placement
 }
 
-// taken is a slot that may not go.
+// taken is a placement that may not go.
 type taken struct {
-	slot mig.Slot
+	placement mig.Placement
 	// free says that it stands, that no allocation has it and that one may.
 	free   bool
 	reason string // for whoever lacks the room; made when it is asked for
@@ -106,67 +106,67 @@ func (l *Ledger) Rooms(gpus []gpu.UUID) map[gpu.UUID]*Room {
 			if g.Kind != Placement || r == nil {
 				continue
 			}
-			r.held = append(r.held, held{a.Resource, g.Slot})
+			r.held = append(r.held, held{a.Resource, g.Placement})
 			// One of unknown size cannot stand: its GPU has no such profile, or
 			// nobody knows yet what it has.
-			if g.Slot.Size > 0 {
-				r.take(g.Slot, false)
+			if g.Placement.Size > 0 {
+				r.take(g.Placement, false)
 			}
 		}
 	}
 	for _, r := range rooms {
-		slices.SortFunc(r.taken, func(a, b taken) int { return mig.CompareSlots(a.slot, b.slot) })
-		r.Slots = make([]mig.Slot, len(r.taken))
+		slices.SortFunc(r.taken, func(a, b taken) int { return mig.ComparePlacements(a.placement, b.placement) })
+		r.Placements = make([]mig.Placement, len(r.taken))
 		for i := range r.taken {
-			r.Slots[i] = r.taken[i].slot
+			r.Placements[i] = r.taken[i].placement
 		}
 	}
 	return rooms
 }
 
-func (r *Room) take(s mig.Slot, free bool) {
+func (r *Room) take(s mig.Placement, free bool) {
 	for i := range r.taken {
-		if t := &r.taken[i]; t.slot == s {
+		if t := &r.taken[i]; t.placement == s {
 			t.free = t.free && free
 			return
 		}
 	}
-	r.taken = append(r.taken, taken{slot: s, free: free})
+	r.taken = append(r.taken, taken{placement: s, free: free})
 }
 
-// samePlace reports whether two slots are one, whether or not their size is known.
-func samePlace(a, b mig.Slot) bool {
+// samePlace reports whether two placements are one, whether or not their size is known.
+func samePlace(a, b mig.Placement) bool {
 	return a.Profile == b.Profile && a.Start == b.Start && a.CI == b.CI
 }
 
-// Has reports whether an allocation has a slot, under that name of a resource.
-func (r *Room) Has(resource string, s mig.Slot) bool {
-	return slices.ContainsFunc(r.held, func(h held) bool { return h.resource == resource && samePlace(h.slot, s) })
+// Has reports whether an allocation has a placement, under that name of a resource.
+func (r *Room) Has(resource string, s mig.Placement) bool {
+	return slices.ContainsFunc(r.held, func(h held) bool { return h.resource == resource && samePlace(h.placement, s) })
 }
 
-// Free are the slots that stand, that may not go and that may be given out.
-func (r *Room) Free() (out []mig.Slot) {
+// Free are the placements that stand, that may not go and that may be given out.
+func (r *Room) Free() (out []mig.Placement) {
 	for i := range r.taken {
 		if r.taken[i].free {
-			out = append(out, r.taken[i].slot)
+			out = append(out, r.taken[i].placement)
 		}
 	}
 	return out
 }
 
-// Beside is what a slot has to stand beside: all that is taken, but for itself
+// Beside is what a placement has to stand beside: all that is taken, but for itself
 // where it stands and may be given out. counted says that it is.
-func (r *Room) Beside(s mig.Slot) (others []mig.Slot, counted bool) {
+func (r *Room) Beside(s mig.Placement) (others []mig.Placement, counted bool) {
 	for i := range r.taken {
-		if t := &r.taken[i]; t.slot == s && t.free {
-			return slices.Concat(r.Slots[:i], r.Slots[i+1:]), true
+		if t := &r.taken[i]; t.placement == s && t.free {
+			return slices.Concat(r.Placements[:i], r.Placements[i+1:]), true
 		}
 	}
-	return r.Slots, false
+	return r.Placements, false
 }
 
-// Lacks is why a slot that no allocation has cannot be given out, empty where it can.
-func (r *Room) Lacks(s mig.Slot) string {
+// Lacks is why a placement that no allocation has cannot be given out, empty where it can.
+func (r *Room) Lacks(s mig.Placement) string {
 	if r.Card == nil {
 		return "what can stand on its GPU is not known"
 	}
@@ -176,16 +176,16 @@ func (r *Room) Lacks(s mig.Slot) string {
 	}
 	for i := range r.taken {
 		t := &r.taken[i]
-		if t.slot == s && t.free || r.Card.Fits(r.Slots[i:i+1], s) {
+		if t.placement == s && t.free || r.Card.Fits(r.Placements[i:i+1], s) {
 			continue
 		}
 		if t.reason == "" {
-			t.reason = "its room is taken by " + t.slot.String()
+			t.reason = "its room is taken by " + t.placement.String()
 		}
 		return t.reason
 	}
 	if len(others) == 0 {
-		return "its GPU has no such slot"
+		return "its GPU has no such placement"
 	}
 	// Each alone would leave it room.
 	var names []string
@@ -221,9 +221,9 @@ func (l *Ledger) clashLocked(a, b *Grant) bool {
 		return a.Of != 0 && b.Of != 0 && a.Of != b.Of || a.Replica == b.Replica
 	case a.Kind == Placement:
 		card := l.rooms[a.GPU].Card
-		return samePlace(a.Slot, b.Slot) ||
+		return samePlace(a.Placement, b.Placement) ||
 			// As far as it is known what can stand on the GPU.
-			card != nil && a.Slot.Size > 0 && b.Slot.Size > 0 && !card.Fits([]mig.Slot{a.Slot}, b.Slot)
+			card != nil && a.Placement.Size > 0 && b.Placement.Size > 0 && !card.Fits([]mig.Placement{a.Placement}, b.Placement)
 	}
 	return true
 }

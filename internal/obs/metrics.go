@@ -220,9 +220,9 @@ var (
 	partition  = gauge("partition_state", "State of the node's partition: 1 for the present one, 0 for the others.", "partition", "state")
 	generation = gauge("partition_generation", "How many partitions were accepted since the agent started.")
 
-	migEnabled = gauge("mig_enabled", "Whether MIG is in force on a GPU that has or shall have MIG instances: 1 or 0.", "gpu")
-	migPending = gauge("mig_pending", "Whether a change of the GPU's MIG mode waits for a reset: 1 or 0.", "gpu")
-	migSlots   = gauge("mig_slots", "MIG devices of a GPU, by profile, that are "+strings.Join(status.SlotStates, ", ")+". Those that overlap exclude each other.",
+	migEnabled    = gauge("mig_enabled", "Whether MIG is in force on a GPU that has or shall have MIG instances: 1 or 0.", "gpu")
+	migPending    = gauge("mig_pending", "Whether a change of the GPU's MIG mode waits for a reset: 1 or 0.", "gpu")
+	migPlacements = gauge("mig_slots", "MIG devices of a GPU, by profile, that are "+strings.Join(status.PlacementStates, ", ")+". Those that overlap exclude each other.",
 		"gpu", "profile", "state")
 	// dcgm-exporter has the same label names, so that a query can join by them.
 	deviceInfo = gauge("device_info",
@@ -335,17 +335,17 @@ func sendGPU(send sender, g *status.GPU, watched bool) {
 	if m := g.MIG; m != nil {
 		send(migEnabled, truth(m.Enabled), g.UUID)
 		send(migPending, truth(m.Pending != nil && *m.Pending != m.Enabled), g.UUID)
-		slots := map[string]map[string]int{} // by profile and state
-		for _, s := range m.Slots {
+		placements := map[string]map[string]int{} // by profile and state
+		for _, s := range m.Placements {
 			profile := strings.ToValidUTF8(s.Profile, "\uFFFD")
-			if slots[profile] == nil {
-				slots[profile] = map[string]int{}
+			if placements[profile] == nil {
+				placements[profile] = map[string]int{}
 			}
-			slots[profile][s.State]++
+			placements[profile][s.State]++
 		}
-		for profile, n := range slots {
-			for _, state := range status.SlotStates { // alerts need the zeros too
-				send(migSlots, float64(n[state]), g.UUID, profile, state)
+		for profile, n := range placements {
+			for _, state := range status.PlacementStates { // alerts need the zeros too
+				send(migPlacements, float64(n[state]), g.UUID, profile, state)
 			}
 		}
 	}
@@ -389,8 +389,8 @@ func sendDevices(send sender, g *status.GPU) {
 		}
 	}
 	if g.MIG != nil {
-		for i := range g.MIG.Slots {
-			if s := &g.MIG.Slots[i]; s.UUID != "" {
+		for i := range g.MIG.Placements {
+			if s := &g.MIG.Placements[i]; s.UUID != "" {
 				note(s.Device, s.Resource, g.UUID, strconv.Itoa(s.GI), s.GPUInstance(), s.UUID, s.Namespace, s.Pod, s.Container)
 			}
 		}

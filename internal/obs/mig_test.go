@@ -76,25 +76,25 @@ func TestMIGMetrics(t *testing.T) {
 	}
 }
 
-// Whatever a driver, or an agent of another version, says of its slots, the scrape
+// Whatever a driver, or an agent of another version, says of its placements, the scrape
 // has no series twice.
-func TestMetricsOfOddSlots(t *testing.T) {
+func TestMetricsOfOddPlacements(t *testing.T) {
 	draw := rand.New(rand.NewPCG(5, 5))
 	pick := func(list ...string) string { return list[draw.IntN(len(list))] }
 	for range 2000 {
 		m := &status.MIG{Enabled: true}
 		for range draw.IntN(12) {
-			m.Slots = append(m.Slots, status.Slot{
+			m.Placements = append(m.Placements, status.Placement{
 				Device: pick("d", "e\xff", "e\xfe"), Resource: pick("", "example.com/mig-1g.10gb", "example.com/gpu"),
 				Profile: pick("1g.10gb", "3g.40gb", "1c.3g.40gb", "2c.3g.40gb", "1c.99g.1gb", "", "\xff", "\xfe", "a\nb"),
-				State:   pick(append(status.SlotStates, "", "new\x1bword of later")...),
+				State:   pick(append(status.PlacementStates, "", "new\x1bword of later")...),
 				UUID:    pick("", "MIG-1", "MIG-2"), GI: draw.IntN(9), Pod: pick("", "pod", strings.Repeat("long", 30)),
 			})
 		}
 		s := status.Status{GPUs: []status.GPU{{UUID: "GPU-1", Health: status.Healthy, Resource: pick("", "example.com/gpu"), MIG: m,
 			Holders: []status.Holder{{Pod: "pod", Resource: "example.com/gpu"}, {Pod: "pod", Resource: "example.com/gpu"}, {Resource: "example.com/mig-1g.10gb"}}}}}
 		if _, err := NewMetrics("v").registry(func() status.Status { return s }).Gather(); err != nil {
-			t.Fatalf("%+v: %v", m.Slots, err)
+			t.Fatalf("%+v: %v", m.Placements, err)
 		}
 	}
 }

@@ -13,7 +13,7 @@ import (
 // Bare plans the MIG instances of one GPU from its inventory and a partition alone,
 // without claims: whatever is busy stands in the way, whoever made it. A GPU that is
 // to stay as it is, or to which nothing can be done, has no steps. The result is in
-// the order of mig.CompareSlots. odd says what the driver tells of the GPU's profiles
+// the order of mig.ComparePlacements. odd says what the driver tells of the GPU's profiles
 // that does not fit together; the plan does without them.
 func Bare(d *gpu.Device, w config.Want) (p mig.Plan, odd, err error) {
 	standing := mig.Stand(&d.MIG)
@@ -21,7 +21,7 @@ func Bare(d *gpu.Device, w config.Want) (p mig.Plan, odd, err error) {
 	if w.Mode == config.Keep || w.Mode == config.Off || d.Fault != "" || !to.MIG && !d.MIG.Capable {
 		for _, s := range standing {
 			if !s.Empty {
-				p.Result = append(p.Result, s.Slot)
+				p.Result = append(p.Result, s.Placement)
 			}
 		}
 	} else {
@@ -29,6 +29,6 @@ func Bare(d *gpu.Device, w config.Want) (p mig.Plan, odd, err error) {
 		card, odd = mig.NewCard(&d.MIG)
 		p, err = mig.Change(&d.MIG, card, standing, to)
 	}
-	slices.SortFunc(p.Result, mig.CompareSlots)
+	slices.SortFunc(p.Result, mig.ComparePlacements)
 	return p, odd, err
 }

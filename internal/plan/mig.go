@@ -20,13 +20,13 @@ type MIGInput struct {
 	// Cards says what can stand on each GPU that is capable of MIG.
 	Cards map[gpu.UUID]*mig.Card
 	// Made are the instances that this agent has made, or taken over.
-	Made map[gpu.UUID]map[mig.Slot]bool
+	Made map[gpu.UUID]map[mig.Placement]bool
 	// Reclaim says that foreign instances may be destroyed while they are idle.
 	Reclaim bool
 	// Working is what is being done to the hardware at this moment.
 	Working map[gpu.UUID]*Work
 	// Expired are instances on demand that have been idle for long enough.
-	Expired map[gpu.UUID][]mig.Slot
+	Expired map[gpu.UUID][]mig.Placement
 	// Deferred are the instances of claims that are not to be tried again yet.
 	Deferred map[Want]bool
 }
@@ -35,12 +35,12 @@ type MIGInput struct {
 type Work struct {
 	GPU   gpu.UUID
 	Steps []mig.Step
-	// Claim is the key of the claim that wants Slot; empty where the partition
+	// Claim is the key of the claim that wants Placement; empty where the partition
 	// wants the work.
-	Claim string
-	Slot  mig.Slot
+	Claim     string
+	Placement mig.Placement
 	// Leaving are the devices that stay withdrawn meanwhile.
-	Leaving map[mig.Slot]status.Cause
+	Leaving map[mig.Placement]status.Cause
 }
 
 // String is the work in words: "destroy 1g.10gb@0, create 3g.40gb@0".
@@ -53,7 +53,7 @@ func (w *Work) String() string {
 }
 
 // Want is what work for a claim makes.
-func (w *Work) Want() Want { return Want{w.Claim, w.GPU, w.Slot} }
+func (w *Work) Want() Want { return Want{w.Claim, w.GPU, w.Placement} }
 
 // Takes reports whether work takes something away from the hardware.
 func (w *Work) Takes() bool {
@@ -76,8 +76,8 @@ type gpuWithMIG struct {
 	card *mig.Card
 	// standing has every instance, those pinned that may not go.
 	standing []mig.Standing
-	// claimed are the slots that claims have.
-	claimed map[mig.Slot]*ledger.Allocation
+	// claimed are the placements that claims have.
+	claimed map[mig.Placement]*ledger.Allocation
 	// missing are those of them that do not stand, pinned: nothing else may come
 	// there.
 	missing []mig.Standing
@@ -90,14 +90,14 @@ type gpuWithMIG struct {
 
 // Want is an instance that a claim, named by its key, waits for.
 type Want struct {
-	Claim string
-	GPU   gpu.UUID
-	Slot  mig.Slot
+	Claim     string
+	GPU       gpu.UUID
+	Placement mig.Placement
 }
 
 type wish struct {
-	claim *ledger.Allocation
-	slot  mig.Slot
+	claim     *ledger.Allocation
+	placement mig.Placement
 }
 
 // Reasons why an instance may not go.
@@ -112,17 +112,17 @@ var notKept = status.Cause{Reason: status.NotInPartition, Message: "the node's p
 
 // look gathers what counts for a GPU's plan. The error says why there can be none.
 func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
-	g := &gpuWithMIG{Device: d, claimed: map[mig.Slot]*ledger.Allocation{}}
+	g := &gpuWithMIG{Device: d, claimed: map[mig.Placement]*ledger.Allocation{}}
 	if g.card = in.MIG.Cards[d.UUID]; g.card == nil {
 		return g, status.Why(status.MIGUnsupported, "%s cannot do MIG", d.Name())
 	}
-	stands := map[mig.Slot]bool{}
+	stands := map[mig.Placement]bool{}
 	for i := range d.MIG.Instances {
-		slot, err := mig.SlotOf(&d.MIG.Instances[i])
+		placement, err := mig.PlacementOf(&d.MIG.Instances[i])
 		if err != nil {
 			return g, status.Why(status.InstanceUnknown, "%s has an instance that this version does not understand: %v", d.Name(), err)
 		}
-		stands[slot] = d.MIG.Instances[i].CI >= 0
+		stands[placement] = d.MIG.Instances[i].CI >= 0
 	}
 	for i := range in.Claims {
 		c := &in.Claims[i]
@@ -139,27 +139,27 @@ func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
 				continue
 			}
 			g.holders = append(g.holders, c.Holder.String())
-			slot, ok := g.card.Slot(has.Slot.Profile, has.Slot.Start, has.Slot.CI)
+			placement, ok := g.card.Placement(has.Placement.Profile, has.Placement.Start, has.Placement.CI)
 			if !ok {
 				continue // of another driver's table; nothing can be made of it
 			}
-			g.claimed[slot] = c
-			if !stands[slot] {
-				g.missing = append(g.missing, mig.Standing{Slot: slot, Pinned: true, Holder: c.Holder.String(), Reason: heldReason})
+			g.claimed[placement] = c
+			if !stands[placement] {
+				g.missing = append(g.missing, mig.Standing{Placement: placement, Pinned: true, Holder: c.Holder.String(), Reason: heldReason})
 				if !c.Asked.IsZero() {
-					g.wishes = append(g.wishes, wish{c, slot})
+					g.wishes = append(g.wishes, wish{c, placement})
 				}
 			}
 		}
 	}
 	slices.SortFunc(g.wishes, func(a, b wish) int {
-		return cmp.Or(a.claim.Asked.Compare(b.claim.Asked), cmp.Compare(a.claim.ID, b.claim.ID), mig.CompareSlots(a.slot, b.slot))
+		return cmp.Or(a.claim.Asked.Compare(b.claim.Asked), cmp.Compare(a.claim.ID, b.claim.ID), mig.ComparePlacements(a.placement, b.placement))
 	})
 	for i := range d.MIG.Instances {
 		inst := &d.MIG.Instances[i]
-		slot, _ := mig.SlotOf(inst)
-		s := mig.Standing{Slot: slot, Empty: inst.CI < 0}
-		holder, held := g.claimed[slot]
+		placement, _ := mig.PlacementOf(inst)
+		s := mig.Standing{Placement: placement, Empty: inst.CI < 0}
+		holder, held := g.claimed[placement]
 		switch {
 		case held && !s.Empty:
 			s.Pinned, s.Holder, s.Reason = true, holder.Holder.String(), heldReason
@@ -176,12 +176,12 @@ func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
 // mine reports whether an instance is the agent's. A GPU instance that stands empty
 // is what is left of a compute instance that was being made in it, or destroyed.
 func (in *Input) mine(u gpu.UUID, s mig.Standing) bool {
-	if in.MIG.Made[u][s.Slot] {
+	if in.MIG.Made[u][s.Placement] {
 		return true
 	}
 	if s.Empty {
 		for m := range in.MIG.Made[u] {
-			if m.GPUInstance() == s.Slot.GPUInstance() {
+			if m.GPUInstance() == s.Placement.GPUInstance() {
 				return true
 			}
 		}
@@ -189,17 +189,17 @@ func (in *Input) mine(u gpu.UUID, s mig.Standing) bool {
 	return false
 }
 
-// Placements offers slots, in an order that does not depend on theirs.
-func Placements(slots []mig.Slot) Layout {
-	sorted := slices.Clone(slots)
-	slices.SortFunc(sorted, mig.CompareSlots)
-	return Layout{Known: true, Offers: true, Kind: ledger.Placement, N: len(sorted), Slots: sorted}
+// Placements offers placements, in an order that does not depend on theirs.
+func Placements(placements []mig.Placement) Layout {
+	sorted := slices.Clone(placements)
+	slices.SortFunc(sorted, mig.ComparePlacements)
+	return Layout{Known: true, Offers: true, Kind: ledger.Placement, N: len(sorted), Placements: sorted}
 }
 
 // Names names MIG devices, for the log.
-func Names(slots []mig.Slot) string {
-	words := make([]string, len(slots))
-	for i, s := range slots {
+func Names(placements []mig.Placement) string {
+	words := make([]string, len(placements))
+	for i, s := range placements {
 		words[i] = s.String()
 	}
 	return strings.Join(words, " ")
@@ -249,7 +249,7 @@ func (in *Input) planMIG(d *gpu.Device, w config.Want, have Layout, out *Changes
 	if work == nil && have.Offers && have.Kind == ledger.Placement && to.Offers && !have.Equal(to) {
 		// What does not stand is withdrawn before the work like what does.
 		for _, s := range g.of(have) {
-			if _, goes := leaving[s]; !goes && !slices.Contains(to.Slots, s) {
+			if _, goes := leaving[s]; !goes && !slices.Contains(to.Placements, s) {
 				leaving[s] = notKept
 			}
 		}
@@ -282,14 +282,14 @@ func (in *Input) unplanned(d *gpu.Device, w config.Want, have Layout, err error,
 
 // next is the layout that a GPU gets now, and the devices that are withdrawn or leave
 // with their holder, with the reason.
-func (in *Input) next(g *gpuWithMIG, w config.Want, have Layout, out *Changes) (to Layout, leaving map[mig.Slot]status.Cause) {
+func (in *Input) next(g *gpuWithMIG, w config.Want, have Layout, out *Changes) (to Layout, leaving map[mig.Placement]status.Cause) {
 	held := len(g.holders)+len(g.others) > 0
 	offers := have.Offers && have.Kind == ledger.Placement
 	wanted, ok := target(w)
 	block := func(reason status.Reason, by []string) {
 		out.Blocked = append(out.Blocked, Blocked{GPU: g.UUID, Index: g.Index, From: g.now(have), To: targetText(w), Reason: reason, Holders: compact(by)})
 	}
-	leaving = map[mig.Slot]status.Cause{}
+	leaving = map[mig.Placement]status.Cause{}
 	switch work := in.MIG.Working[g.UUID]; {
 	case work != nil:
 		return have, work.Leaving
@@ -327,10 +327,10 @@ func (in *Input) next(g *gpuWithMIG, w config.Want, have Layout, out *Changes) (
 
 // all is one reason for everything that a GPU has, that claims have of it and that its
 // layout offers, whether it stands or not.
-func (g *gpuWithMIG) all(have Layout, why status.Cause) map[mig.Slot]status.Cause {
-	leaving := map[mig.Slot]status.Cause{}
+func (g *gpuWithMIG) all(have Layout, why status.Cause) map[mig.Placement]status.Cause {
+	leaving := map[mig.Placement]status.Cause{}
 	for _, s := range g.standing {
-		leaving[s.Slot] = why
+		leaving[s.Placement] = why
 	}
 	for s := range g.claimed {
 		leaving[s] = why
@@ -360,26 +360,26 @@ func (in *Input) postpone(g *gpuWithMIG, out *Changes) {
 
 // follow plans what the partition wants of a GPU that nothing else stands against,
 // and returns its layout meanwhile. What the target does not keep is added to leaving.
-func (in *Input) follow(g *gpuWithMIG, w config.Want, wanted mig.Target, have Layout, leaving map[mig.Slot]status.Cause, block func(status.Reason, []string), out *Changes) Layout {
+func (in *Input) follow(g *gpuWithMIG, w config.Want, wanted mig.Target, have Layout, leaving map[mig.Placement]status.Cause, block func(status.Reason, []string), out *Changes) Layout {
 	plan, err := in.change(g, wanted)
 	if err != nil {
 		out.say(status.Refused, g.UUID, status.Why(status.NoRoom, "%s cannot be %s: %v", g.Name(), targetText(w), err))
 		return have
 	}
-	keep := map[mig.Slot]bool{}
+	keep := map[mig.Placement]bool{}
 	for _, s := range plan.Keep {
 		keep[s] = true
 	}
 	if !wanted.OnDemand {
 		for _, s := range slices.Concat(g.standing, g.missing) {
-			if !keep[s.Slot] {
-				leaving[s.Slot] = notKept
+			if !keep[s.Placement] {
+				leaving[s.Placement] = notKept
 			}
 		}
 	}
 	var by []string
 	for _, b := range plan.Blocked {
-		by = append(by, fmt.Sprintf("%s (%s)", b.Holder, b.Slot))
+		by = append(by, fmt.Sprintf("%s (%s)", b.Holder, b.Placement))
 		out.Process = out.Process || b.Reason == busyReason
 	}
 	if len(by) > 0 {
@@ -419,7 +419,7 @@ func (in *Input) change(g *gpuWithMIG, to mig.Target) (mig.Plan, error) {
 		return plan, err
 	}
 	for _, s := range g.missing {
-		plan.Steps = append(plan.Steps, mig.Step{Op: mig.Create, Slot: s.Slot})
+		plan.Steps = append(plan.Steps, mig.Step{Op: mig.Create, Placement: s.Placement})
 	}
 	return plan, nil
 }
@@ -427,13 +427,13 @@ func (in *Input) change(g *gpuWithMIG, to mig.Target) (mig.Plan, error) {
 // grant plans the instance of the first claim that waits for one, in front of what
 // else is to be done to the GPU; where nobody waits, it ends what has been idle for
 // long enough.
-func (in *Input) grant(g *gpuWithMIG, leaving map[mig.Slot]status.Cause, w config.Want, out *Changes) {
+func (in *Input) grant(g *gpuWithMIG, leaving map[mig.Placement]status.Cause, w config.Want, out *Changes) {
 	u := g.UUID
 	for i, wish := range g.wishes {
-		if in.MIG.Deferred[Want{wish.claim.ID, u, wish.slot}] {
+		if in.MIG.Deferred[Want{wish.claim.ID, u, wish.placement}] {
 			continue
 		}
-		plan, err := g.card.Make(g.standing, wish.slot)
+		plan, err := g.card.Make(g.standing, wish.placement)
 		switch {
 		case err != nil:
 			out.Trouble[wish.claim.ID] = status.CauseOf(err, status.NoRoom)
@@ -441,21 +441,21 @@ func (in *Input) grant(g *gpuWithMIG, leaving map[mig.Slot]status.Cause, w confi
 			b := plan.Blocked[0]
 			out.Process = out.Process || b.Reason == busyReason
 			who := b.Holder
-			if c := g.claimed[b.Slot]; c != nil && b.Reason == heldReason {
+			if c := g.claimed[b.Placement]; c != nil && b.Reason == heldReason {
 				who = c.Holder.Told(wish.claim.Holder.Namespace, c.ID)
 			}
-			out.Trouble[wish.claim.ID] = status.Why(status.Reason(b.Reason), "%s waits for the end of %s (%s)", wish.slot, who, b.Slot)
+			out.Trouble[wish.claim.ID] = status.Why(status.Reason(b.Reason), "%s waits for the end of %s (%s)", wish.placement, who, b.Placement)
 		}
 		if len(plan.Steps) == 0 {
 			continue
 		}
 		out.Work = slices.DeleteFunc(out.Work, func(o Work) bool { return o.GPU == u })
-		work := Work{GPU: u, Steps: plan.Steps, Claim: wish.claim.ID, Slot: wish.slot, Leaving: leaving}
+		work := Work{GPU: u, Steps: plan.Steps, Claim: wish.claim.ID, Placement: wish.placement, Leaving: leaving}
 		out.Work = append(out.Work, work)
 		out.Trouble[wish.claim.ID] = status.Why(status.GPUChange, "its instance is being made: %s", &work)
 		for _, next := range g.wishes[i+1:] {
 			if next.claim != wish.claim {
-				out.Trouble[next.claim.ID] = status.Why(status.GPUChange, "%s comes after other work on %s: %s", next.slot, g.Name(), &work)
+				out.Trouble[next.claim.ID] = status.Why(status.GPUChange, "%s comes after other work on %s: %s", next.placement, g.Name(), &work)
 			}
 		}
 		return
@@ -465,8 +465,8 @@ func (in *Input) grant(g *gpuWithMIG, leaving map[mig.Slot]status.Cause, w confi
 	}
 	var steps []mig.Step
 	for _, s := range g.standing {
-		if !s.Pinned && (s.Empty || slices.Contains(in.MIG.Expired[u], s.Slot)) {
-			steps = append(steps, mig.Step{Op: mig.Destroy, Slot: s.Slot})
+		if !s.Pinned && (s.Empty || slices.Contains(in.MIG.Expired[u], s.Placement)) {
+			steps = append(steps, mig.Step{Op: mig.Destroy, Placement: s.Placement})
 		}
 	}
 	if len(steps) > 0 {
@@ -475,27 +475,27 @@ func (in *Input) grant(g *gpuWithMIG, leaving map[mig.Slot]status.Cause, w confi
 }
 
 // adopt makes those instances the agent's that a claim has or a geometry keeps.
-func (in *Input) adopt(g *gpuWithMIG, keep map[mig.Slot]bool, out *Changes) {
+func (in *Input) adopt(g *gpuWithMIG, keep map[mig.Placement]bool, out *Changes) {
 	for _, s := range g.standing {
-		if _, held := g.claimed[s.Slot]; (held || keep[s.Slot] && s.Reason != busyReason) && !in.MIG.Made[g.UUID][s.Slot] {
-			out.Made[g.UUID] = append(out.Made[g.UUID], s.Slot)
+		if _, held := g.claimed[s.Placement]; (held || keep[s.Placement] && s.Reason != busyReason) && !in.MIG.Made[g.UUID][s.Placement] {
+			out.Made[g.UUID] = append(out.Made[g.UUID], s.Placement)
 		}
 	}
 }
 
-// onDemand lists the slots of every profile that the partition allows.
-func (in *Input) onDemand(g *gpuWithMIG, w config.Want) []mig.Slot {
-	slots := g.card.Slots()
+// onDemand lists the placements of every profile that the partition allows.
+func (in *Input) onDemand(g *gpuWithMIG, w config.Want) []mig.Placement {
+	placements := g.card.Placements()
 	if len(w.Profiles) > 0 {
-		slots = slices.DeleteFunc(slices.Clone(slots), func(s mig.Slot) bool { return !slices.Contains(w.Profiles, s.Profile) })
+		placements = slices.DeleteFunc(slices.Clone(placements), func(s mig.Placement) bool { return !slices.Contains(w.Profiles, s.Profile) })
 	}
-	return slots
+	return placements
 }
 
 // of are the placements of a layout, as far as the GPU can have them.
-func (g *gpuWithMIG) of(c Layout) (out []mig.Slot) {
-	for _, s := range c.Slots {
-		if s, ok := g.card.Slot(s.Profile, s.Start, s.CI); ok {
+func (g *gpuWithMIG) of(c Layout) (out []mig.Placement) {
+	for _, s := range c.Placements {
+		if s, ok := g.card.Placement(s.Profile, s.Start, s.CI); ok {
 			out = append(out, s)
 		}
 	}
@@ -503,11 +503,11 @@ func (g *gpuWithMIG) of(c Layout) (out []mig.Slot) {
 }
 
 // listed are the devices that stand.
-func (g *gpuWithMIG) listed() []mig.Slot {
-	var out []mig.Slot
+func (g *gpuWithMIG) listed() []mig.Placement {
+	var out []mig.Placement
 	for _, s := range g.standing {
 		if !s.Empty {
-			out = append(out, s.Slot)
+			out = append(out, s.Placement)
 		}
 	}
 	return out
@@ -526,16 +526,16 @@ func (g *gpuWithMIG) now(have Layout) string {
 }
 
 // finishMIG says what is offered of a GPU, and what the ledger must know of it.
-func (in *Input) finishMIG(g *gpuWithMIG, have, to Layout, leaving map[mig.Slot]status.Cause, out *Changes) {
+func (in *Input) finishMIG(g *gpuWithMIG, have, to Layout, leaving map[mig.Placement]status.Cause, out *Changes) {
 	u := g.UUID
 	if to.Known {
 		out.Layouts[u] = to
 	}
-	if slots := to.Offers && to.Kind == ledger.Placement; !slots || !(have.Offers && have.Kind == ledger.Placement) {
+	if placements := to.Offers && to.Kind == ledger.Placement; !placements || !(have.Offers && have.Kind == ledger.Placement) {
 		if !have.Equal(to) && (have.Offers || to.Offers || have.Known != to.Known) {
 			out.Recut = append(out.Recut, u)
 		}
-		if !slots {
+		if !placements {
 			return
 		}
 	}
@@ -544,20 +544,20 @@ func (in *Input) finishMIG(g *gpuWithMIG, have, to Layout, leaving map[mig.Slot]
 	}
 	v := ledger.MIG{Card: g.card}
 	for _, s := range g.standing {
-		_, held := g.claimed[s.Slot]
-		_, goes := leaving[s.Slot]
+		_, held := g.claimed[s.Placement]
+		_, goes := leaving[s.Placement]
 		switch {
 		case held && !s.Empty:
-		case s.Reason == foreignReason && !s.Empty && slices.Contains(to.Slots, s.Slot) && !goes:
-			v.Kept = append(v.Kept, s.Slot)
+		case s.Reason == foreignReason && !s.Empty && slices.Contains(to.Placements, s.Placement) && !goes:
+			v.Kept = append(v.Kept, s.Placement)
 		case s.Pinned:
-			v.Occupied = append(v.Occupied, s.Slot)
+			v.Occupied = append(v.Occupied, s.Placement)
 			out.Busy = out.Busy || s.Reason == busyReason
 			if s.Reason == foreignReason {
-				out.say(status.Noted, u, status.Why(status.ForeignInstance, "%s has a %s that this agent did not make: it stays, unless --foreign-instances is reclaim", g.Name(), s.Slot))
+				out.say(status.Noted, u, status.Why(status.ForeignInstance, "%s has a %s that this agent did not make: it stays, unless --foreign-instances is reclaim", g.Name(), s.Placement))
 			}
 		case !s.Empty:
-			v.Warm = append(v.Warm, s.Slot)
+			v.Warm = append(v.Warm, s.Placement)
 		}
 	}
 	out.MIG[u] = v

@@ -36,9 +36,9 @@ type Layout struct {
 	// Unit is the size of a memory unit, 0 for other kinds and where it is not
 	// known.
 	Unit gpu.MiB
-	// Slots are the MIG devices of kind Placement, in the order of the list; N counts
+	// Placements are the MIG devices of kind Placement, in the order of the list; N counts
 	// them.
-	Slots []mig.Slot
+	Placements []mig.Placement
 	// Alone are the numbers of the only devices of kind Units or Replica, where they
 	// linger without the others; empty where the first N are meant.
 	Alone ledger.UnitSet
@@ -47,7 +47,7 @@ type Layout struct {
 // Equal reports whether both have the same devices.
 func (c Layout) Equal(o Layout) bool {
 	return c.Known == o.Known && c.Offers == o.Offers && c.Kind == o.Kind && c.N == o.N && c.Unit == o.Unit &&
-		slices.Equal(c.Slots, o.Slots) && slices.Equal(c.Alone, o.Alone)
+		slices.Equal(c.Placements, o.Placements) && slices.Equal(c.Alone, o.Alone)
 }
 
 // sameUnits reports whether both offer memory units. Their number follows from
@@ -128,12 +128,12 @@ type Changes struct {
 	Work []Work
 	// Leaving has the MIG devices that the target does not keep, with the reason:
 	// they are withdrawn, or leave with their holder.
-	Leaving map[gpu.UUID]map[mig.Slot]status.Cause
+	Leaving map[gpu.UUID]map[mig.Placement]status.Cause
 	// MIG is what the ledger must know of GPUs that offer MIG devices.
 	MIG map[gpu.UUID]ledger.MIG
 	// Made are the instances that are this agent's from now on, since the
 	// partition keeps them or a claim has them.
-	Made map[gpu.UUID][]mig.Slot
+	Made map[gpu.UUID][]mig.Placement
 	// Trouble is why claims do not get their instances now, by key. Their pods are
 	// told: no other tenant's pod is named.
 	Trouble map[string]status.Cause
@@ -191,7 +191,7 @@ type Input struct {
 // leaves as they are, keep what they have. A GPU whose new devices the kubelet's lists
 // have no room for now is withdrawn, and laid out when others have left them.
 func Make(in Input) Changes {
-	out := Changes{Layouts: map[gpu.UUID]Layout{}, Leaving: map[gpu.UUID]map[mig.Slot]status.Cause{}, MIG: map[gpu.UUID]ledger.MIG{}, Made: map[gpu.UUID][]mig.Slot{}, Trouble: map[string]status.Cause{}}
+	out := Changes{Layouts: map[gpu.UUID]Layout{}, Leaving: map[gpu.UUID]map[mig.Placement]status.Cause{}, MIG: map[gpu.UUID]ledger.MIG{}, Made: map[gpu.UUID][]mig.Placement{}, Trouble: map[string]status.Cause{}}
 	want := map[gpu.UUID]config.Want{}
 	for _, w := range in.Wanted {
 		want[w.GPU] = w

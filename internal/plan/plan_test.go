@@ -70,7 +70,7 @@ func placement(t *testing.T, profile string, start int) []ledger.Grant {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return []ledger.Grant{{GPU: uuid(0), Piece: ledger.Piece{Kind: ledger.Placement, Slot: mig.Slot{Profile: name, Start: start}}}}
+	return []ledger.Grant{{GPU: uuid(0), Piece: ledger.Piece{Kind: ledger.Placement, Placement: mig.Placement{Profile: name, Start: start}}}}
 }
 
 func wants(modes ...string) []config.Want {
@@ -222,7 +222,7 @@ func TestTroubleNamesNoOtherTenantsPod(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			waits := ledger.Allocation{ID: "fedcba9876543210", Grants: placement(t, "3g.40gb", 0),
 				Asked: time.Unix(1e9, 0), Holder: ledger.Holder{Namespace: c.namespace}}
-			in := Input{Inventory: inv, Claims: []ledger.Allocation{before, waits}, Wanted: wants("whole"), Layouts: map[gpu.UUID]Layout{d.UUID: Placements(card.Slots())},
+			in := Input{Inventory: inv, Claims: []ledger.Allocation{before, waits}, Wanted: wants("whole"), Layouts: map[gpu.UUID]Layout{d.UUID: Placements(card.Placements())},
 				Others: map[gpu.UUID]string{}, Unit: unit, MIG: MIGInput{Cards: map[gpu.UUID]*mig.Card{d.UUID: card}}}
 			if c.other != "" {
 				in.Others[d.UUID] = c.other

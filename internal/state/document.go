@@ -38,11 +38,11 @@ type Document struct {
 // UUID and numbers may come back when another one is made there.
 type Made struct {
 	GPU gpu.UUID `json:"gpu"`
-	Slot
+	Placement
 }
 
-// Slot is where a MIG device is.
-type Slot struct {
+// Placement is where a MIG device is.
+type Placement struct {
 	Profile string `json:"profile"`
 	gpu.Placement
 	CIStart int `json:"ciStart,omitempty"`
@@ -57,8 +57,8 @@ type Layout struct {
 	N    int         `json:"n"`
 	// Unit is the size of a device that is an amount of memory.
 	Unit gpu.MiB `json:"unitMiB,omitempty"`
-	// Slots are its MIG devices.
-	Slots []Slot `json:"slots,omitempty"`
+	// Placements are its MIG devices.
+	Placements []Placement `json:"slots,omitempty"`
 	// Alone are the numbers of the units or replicas that it had; empty for the first N.
 	Alone ledger.UnitSet `json:"alone,omitempty"`
 	// Until is when it leaves the list, if nobody holds any of it; zero for the

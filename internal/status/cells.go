@@ -17,7 +17,7 @@ func (p *printer) mig(g *GPU) {
 		p.wrapped(indent, yellow, "now: "+m.Work)
 	}
 	p.cells(m)
-	p.slots(g)
+	p.placements(g)
 	if free := couldStand(m); free != "" {
 		p.wrapped(indent, faint, "could be made: "+free)
 	}
@@ -32,7 +32,7 @@ func (p *printer) cells(m *MIG) {
 	if size > 0 {
 		wide = min((p.Width-len(indent)-1)/size, widest)
 	}
-	if wide < 3 || len(m.Slots) == 0 {
+	if wide < 3 || len(m.Placements) == 0 {
 		return // too narrow, or nothing to draw
 	}
 	corners, bar, dash, nothing := [6]string{"┌", "┬", "┐", "└", "┴", "┘"}, "│", "─", "·"
@@ -56,38 +56,38 @@ func (p *printer) cells(m *MIG) {
 		}
 		p.line(indent + line.String() + last)
 	}
-	content := func(text func(s *Slot) (string, string)) {
+	content := func(text func(s *Placement) (string, string)) {
 		var line strings.Builder
 		for _, c := range row {
 			words, color := nothing, faint
-			if c.Slot != nil {
-				words, color = text(c.Slot)
+			if c.Placement != nil {
+				words, color = text(c.Placement)
 			}
 			line.WriteString(bar + p.pad(color, words, c.to-c.from-1))
 		}
 		p.line(indent + line.String() + bar)
 	}
 	border(corners[0], corners[1], corners[2], true)
-	content(func(s *Slot) (string, string) { return s.Profile, bold })
-	content(func(s *Slot) (string, string) { return s.State, slotColor(s.State) })
-	content(func(s *Slot) (string, string) { return s.Pod, "" })
+	content(func(s *Placement) (string, string) { return s.Profile, bold })
+	content(func(s *Placement) (string, string) { return s.State, placementColor(s.State) })
+	content(func(s *Placement) (string, string) { return s.Pod, "" })
 	border(corners[3], corners[4], corners[5], false)
 }
 
-func slotColor(state string) string {
+func placementColor(state string) string {
 	switch state {
-	case SlotHeld, SlotWarm, SlotFree:
+	case PlacementHeld, PlacementWarm, PlacementFree:
 		return green
-	case SlotFailed:
+	case PlacementFailed:
 		return red
-	case SlotCovered:
+	case PlacementCovered:
 		return faint
 	}
 	return yellow
 }
 
-// slots writes a line for each device that exists, is held, or could not be created.
-func (p *printer) slots(g *GPU) {
+// placements writes a line for each device that exists, is held, or could not be created.
+func (p *printer) placements(g *GPU) {
 	shown := g.MIG.shown()
 	rows, reasons := make([][]string, len(shown)), make([]string, len(shown))
 	for i, s := range shown {
@@ -119,7 +119,7 @@ func (p *printer) slots(g *GPU) {
 	}
 	widths[2] = min(widths[2], room)
 	for i, row := range rows {
-		line := indent + p.pad("", row[0], widths[0]) + "  " + p.pad(slotColor(row[1]), row[1], widths[1])
+		line := indent + p.pad("", row[0], widths[0]) + "  " + p.pad(placementColor(row[1]), row[1], widths[1])
 		if row[2] != "" {
 			line += "  " + p.pad("", row[2], widths[2])
 		}

@@ -551,8 +551,8 @@ func tileState(g *GPU) (tone, state string) {
 		return "warn", "waits"
 	case g.MIG != nil && g.MIG.Enabled:
 		held := 0
-		for i := range g.MIG.Slots {
-			if s := &g.MIG.Slots[i]; s.Held() {
+		for i := range g.MIG.Placements {
+			if s := &g.MIG.Placements[i]; s.Held() {
 				held++
 			}
 		}
@@ -576,11 +576,11 @@ func (m *MIG) cells(x, y, width, height int) []rect {
 	size := m.size()
 	var out []rect
 	for _, c := range row(m, size, cellColumns) {
-		if c.Slot == nil {
+		if c.Placement == nil {
 			continue
 		}
 		from, to := c.from*width/(size*cellColumns), c.to*width/(size*cellColumns)
-		class := map[string]string{SlotHeld: "held", SlotWarm: "idle", SlotFailed: "gone"}[c.Slot.State]
+		class := map[string]string{PlacementHeld: "held", PlacementWarm: "idle", PlacementFailed: "gone"}[c.Placement.State]
 		out = append(out, rect{cmp.Or(class, "busy"), x + from, y, max(to-from-1, 1), height})
 	}
 	return out

@@ -13,11 +13,11 @@ import (
 	"unicode/utf8"
 )
 
-// slot makes a Slot of "profile@start" or "profile@start.compute".
-func slot(uuid, at string, size int, state string, change func(*Slot)) Slot {
+// placement makes a Placement of "profile@start" or "profile@start.compute".
+func placement(uuid, at string, size int, state string, change func(*Placement)) Placement {
 	profile, place, _ := strings.Cut(at, "@")
 	start, compute, _ := strings.Cut(place, ".")
-	s := Slot{Device: uuid + "::" + at, Profile: profile, Size: size, State: state,
+	s := Placement{Device: uuid + "::" + at, Profile: profile, Size: size, State: state,
 		Resource: "example.com/mig-" + strings.ReplaceAll(profile, "+", ".")}
 	s.Start, _ = strconv.Atoi(start)
 	s.CI, _ = strconv.Atoi(compute)
@@ -27,12 +27,12 @@ func slot(uuid, at string, size int, state string, change func(*Slot)) Slot {
 	return s
 }
 
-func stands(gi int) func(*Slot) {
-	return func(s *Slot) { s.GI, s.UUID = gi, fmt.Sprintf("MIG-00000000-0000-0000-0000-%012d", gi) }
+func stands(gi int) func(*Placement) {
+	return func(s *Placement) { s.GI, s.UUID = gi, fmt.Sprintf("MIG-00000000-0000-0000-0000-%012d", gi) }
 }
 
-func held(gi int, namespace, pod, container string) func(*Slot) {
-	return func(s *Slot) {
+func held(gi int, namespace, pod, container string) func(*Placement) {
+	return func(s *Placement) {
 		if gi >= 0 {
 			stands(gi)(s)
 		}
@@ -44,7 +44,7 @@ func held(gi int, namespace, pod, container string) func(*Slot) {
 func cards() Status {
 	uuid := func(n int) string { return fmt.Sprintf("GPU-7d1e2f3a-0000-1111-2222-3333444400%02d", n) }
 	off, on := false, true
-	because := func(reason string) func(*Slot) { return func(s *Slot) { s.Reason = reason } }
+	because := func(reason string) func(*Placement) { return func(s *Placement) { s.Reason = reason } }
 	s := Status{
 		Node: "gpu-node-2", Version: "v0.1.0", Driver: "580.159.03", CUDA: "13.0", Claims: 6,
 		Partition: Partition{Name: "cut", State: "blocked", Source: "configmap gpu/gpu-partitions", Generation: 2,
@@ -65,16 +65,16 @@ func cards() Status {
 			{"", "", "", "example.com/mig-2g.20gb", true, 1, ago(0), ""},
 			{"dev", "old", "main", "example.com/gpu", false, 1, ago(72 * time.Hour), ""},
 		},
-		MIG: &MIG{Enabled: true, OnDemand: true, Size: 8, Work: "create 3g.40gb@4 since 2026-03-01T11:59:59Z", Slots: []Slot{
-			slot(u, "1g.10gb@0", 1, SlotHeld, held(13, "dev", "notebook-1", "jupyter")),
-			slot(u, "1g.10gb+me@0", 1, SlotCovered, nil),
-			slot(u, "7g.80gb@0", 8, SlotCovered, nil),
-			slot(u, "1g.10gb@1", 1, SlotWarm, stands(9)),
-			slot(u, "1g.10gb+me@1", 1, SlotFree, nil),
-			slot(u, "1g.10gb@2", 1, SlotCovered, nil),
-			slot(u, "2g.20gb@2", 2, SlotMaking, nil),
-			slot(u, "3g.40gb@4", 4, SlotMaking, held(-1, "train", "train-8-with-a-long-name-from-a-controller-7c6f8d5b9-x2k4p", "main")),
-			slot(u, "1g.10gb@4", 1, SlotCovered, nil),
+		MIG: &MIG{Enabled: true, OnDemand: true, Size: 8, Work: "create 3g.40gb@4 since 2026-03-01T11:59:59Z", Placements: []Placement{
+			placement(u, "1g.10gb@0", 1, PlacementHeld, held(13, "dev", "notebook-1", "jupyter")),
+			placement(u, "1g.10gb+me@0", 1, PlacementCovered, nil),
+			placement(u, "7g.80gb@0", 8, PlacementCovered, nil),
+			placement(u, "1g.10gb@1", 1, PlacementWarm, stands(9)),
+			placement(u, "1g.10gb+me@1", 1, PlacementFree, nil),
+			placement(u, "1g.10gb@2", 1, PlacementCovered, nil),
+			placement(u, "2g.20gb@2", 2, PlacementMaking, nil),
+			placement(u, "3g.40gb@4", 4, PlacementMaking, held(-1, "train", "train-8-with-a-long-name-from-a-controller-7c6f8d5b9-x2k4p", "main")),
+			placement(u, "1g.10gb@4", 1, PlacementCovered, nil),
 		}}})
 	// Fixed, changing from 7 of 1g.10gb to 2 of 3g.40gb, which a pod holds up.
 	u = uuid(1)
@@ -87,28 +87,28 @@ func cards() Status {
 		if i == 5 {
 			now = held(12, "train", "train-3", "main")
 		}
-		busy.MIG.Slots = append(busy.MIG.Slots, slot(u, fmt.Sprintf("1g.10gb@%d", i), 1, SlotLeaving, now))
+		busy.MIG.Placements = append(busy.MIG.Placements, placement(u, fmt.Sprintf("1g.10gb@%d", i), 1, PlacementLeaving, now))
 	}
 	s.GPUs = append(s.GPUs, busy)
 	// Splits, a foreign instance, one that cannot be made, and one that could.
 	u = uuid(2)
 	s.GPUs = append(s.GPUs, GPU{Index: 2, UUID: u, Model: "NVIDIA H100 80GB HBM3", MemoryMiB: 81559, Mode: "mig", Health: Healthy,
-		MIG: &MIG{Enabled: true, OnDemand: true, Size: 8, Slots: []Slot{
-			slot(u, "1c.3g.40gb@0.0", 4, SlotWarm, stands(1)),
-			slot(u, "2c.3g.40gb@0.1", 4, SlotHeld, func(s *Slot) { held(1, "web", "web-1", "app")(s); s.CIID, s.UUID = 1, "MIG-two" }),
-			slot(u, "1g.10gb@4", 1, SlotForeign, func(s *Slot) { stands(11)(s); s.Resource, s.Reason = "", "made by somebody else, and busy" }),
-			slot(u, "1g.10gb@5", 1, SlotFailed, because("3 attempts failed, the last one with: insufficient resources")),
-			slot(u, "1g.10gb@6", 1, SlotFree, nil),
-			slot(u, "1g.20gb@6", 2, SlotFree, nil),
-			slot(u, "1g.10gb+me@6", 1, SlotFree, nil),
+		MIG: &MIG{Enabled: true, OnDemand: true, Size: 8, Placements: []Placement{
+			placement(u, "1c.3g.40gb@0.0", 4, PlacementWarm, stands(1)),
+			placement(u, "2c.3g.40gb@0.1", 4, PlacementHeld, func(s *Placement) { held(1, "web", "web-1", "app")(s); s.CIID, s.UUID = 1, "MIG-two" }),
+			placement(u, "1g.10gb@4", 1, PlacementForeign, func(s *Placement) { stands(11)(s); s.Resource, s.Reason = "", "made by somebody else, and busy" }),
+			placement(u, "1g.10gb@5", 1, PlacementFailed, because("3 attempts failed, the last one with: insufficient resources")),
+			placement(u, "1g.10gb@6", 1, PlacementFree, nil),
+			placement(u, "1g.20gb@6", 2, PlacementFree, nil),
+			placement(u, "1g.10gb+me@6", 1, PlacementFree, nil),
 		}}})
-	// Twelve slots; and a GPU whose mode waits for a reset.
+	// Twelve memory slices; and a GPU whose mode waits for a reset.
 	u = uuid(3)
 	s.GPUs = append(s.GPUs, GPU{Index: 3, UUID: u, Model: "NVIDIA RTX PRO 6000 Blackwell Server Edition", MemoryMiB: 97887, Mode: "mig", Health: Healthy,
-		MIG: &MIG{Enabled: true, Size: 12, Slots: []Slot{
-			slot(u, "1g.24gb@0", 3, SlotWarm, stands(3)),
-			slot(u, "1g.24gb+me.all@3", 3, SlotHeld, held(4, "cam", "cam-1", "decode")),
-			slot(u, "2g.48gb@6", 6, SlotWarm, stands(1)),
+		MIG: &MIG{Enabled: true, Size: 12, Placements: []Placement{
+			placement(u, "1g.24gb@0", 3, PlacementWarm, stands(3)),
+			placement(u, "1g.24gb+me.all@3", 3, PlacementHeld, held(4, "cam", "cam-1", "decode")),
+			placement(u, "2g.48gb@6", 6, PlacementWarm, stands(1)),
 		}}},
 		GPU{Index: 4, UUID: uuid(4), Model: "NVIDIA A30", MemoryMiB: 24576, Mode: "mig", Health: Healthy,
 			MIG: &MIG{Pending: &on, Work: "enable MIG mode since 2026-03-01T11:59:59Z"}},
@@ -148,9 +148,9 @@ func straight(t *testing.T, page string) {
 	}
 }
 
-// Whatever a driver, or an agent of another version, says of its slots: the text
+// Whatever a driver, or an agent of another version, says of its placements: the text
 // fits, the row is straight.
-func TestOddSlots(t *testing.T) {
+func TestOddPlacements(t *testing.T) {
 	draw := rand.New(rand.NewPCG(5, 5))
 	pick := func(list ...string) string { return list[draw.IntN(len(list))] }
 	number := func() int {
@@ -162,10 +162,10 @@ func TestOddSlots(t *testing.T) {
 	for range 2000 {
 		m := &MIG{Enabled: true, OnDemand: draw.IntN(2) == 0, Size: []int{0, 4, 8, 12, 24, 1 << 40}[draw.IntN(6)], Work: pick("", "reset \x1b[2J")}
 		for range draw.IntN(12) {
-			m.Slots = append(m.Slots, Slot{
+			m.Placements = append(m.Placements, Placement{
 				Device: pick("d", "e\xff", "e\xfe"), Resource: pick("", "example.com/mig-1g.10gb", "example.com/gpu"),
 				Profile: pick("1g.10gb", "3g.40gb", "1c.3g.40gb", "2c.3g.40gb", "1c.99g.1gb", "", "\xff", "\xfe", "a\nb"),
-				Start:   number(), Size: number(), CI: number(), State: pick(append(SlotStates, "", "new\x1bword of later")...),
+				Start:   number(), Size: number(), CI: number(), State: pick(append(PlacementStates, "", "new\x1bword of later")...),
 				UUID: pick("", "MIG-1", "MIG-2"), GI: number(), Pod: pick("", "pod", strings.Repeat("long", 30)), Reason: pick("", "why\nnot"),
 			})
 		}
@@ -187,11 +187,11 @@ func TestOddSlots(t *testing.T) {
 // While one device is to be where another one still stands, the row shows the
 // one that is to be, and the list both.
 func TestRowOfAChange(t *testing.T) {
-	m := &MIG{Enabled: true, Size: 8, Slots: []Slot{
-		slot("GPU-1", "1g.10gb@0", 1, SlotWarm, stands(1)),
-		slot("GPU-1", "1g.10gb@1", 1, SlotLeaving, stands(2)),
-		slot("GPU-1", "3g.40gb@0", 4, SlotMaking, nil),
-		slot("GPU-1", "1g.10gb@4", 1, SlotFree, nil),
+	m := &MIG{Enabled: true, Size: 8, Placements: []Placement{
+		placement("GPU-1", "1g.10gb@0", 1, PlacementWarm, stands(1)),
+		placement("GPU-1", "1g.10gb@1", 1, PlacementLeaving, stands(2)),
+		placement("GPU-1", "3g.40gb@0", 4, PlacementMaking, nil),
+		placement("GPU-1", "1g.10gb@4", 1, PlacementFree, nil),
 	}}
 	page := text(t, Status{GPUs: []GPU{{UUID: "GPU-1", Mode: "mig", Health: Healthy, MIG: m}}}, TextOptions{Width: 100})
 	_, page, _ = strings.Cut(page, "┌")

@@ -39,21 +39,21 @@ var PagePolicy = func() string {
 // pageTemplate is parsed for the first reader: most agents never have one.
 var pageTemplate = sync.OnceValue(func() *template.Template {
 	return template.Must(template.New("page").Funcs(template.FuncMap{
-		"style":       func() template.CSS { return template.CSS(style) },
-		"after":       func(sep, s string) []string { return strings.SplitAfter(s, sep) },
-		"fact":        func(name, value string) map[string]string { return map[string]string{"Name": name, "Value": value} },
-		"cellColumns": func() int { return cellColumns },
-		"count":       count[int],
-		"ended":       ended,
-		"kind":        kindName,
-		"label":       (*Slot).label,
-		"means":       means,
-		"measure":     measure,
-		"mode":        modeName,
-		"slotTone":    slotTone,
-		"spans":       spans,
-		"tone":        stateTone,
-		"units":       func(g *GPU, n int) string { return measure(g, n) + unitName(g, n) },
+		"style":         func() template.CSS { return template.CSS(style) },
+		"after":         func(sep, s string) []string { return strings.SplitAfter(s, sep) },
+		"fact":          func(name, value string) map[string]string { return map[string]string{"Name": name, "Value": value} },
+		"cellColumns":   func() int { return cellColumns },
+		"count":         count[int],
+		"ended":         ended,
+		"kind":          kindName,
+		"label":         (*Placement).label,
+		"means":         means,
+		"measure":       measure,
+		"mode":          modeName,
+		"placementTone": placementTone,
+		"spans":         spans,
+		"tone":          stateTone,
+		"units":         func(g *GPU, n int) string { return measure(g, n) + unitName(g, n) },
 	}).Parse(markup))
 })
 
@@ -208,8 +208,8 @@ func (p *sheet) allNotes(cards map[string]*card) []note {
 	for _, c := range p.Cards {
 		all = append(all, c.Notes...)
 		for _, d := range c.Devices {
-			if d.Slot.State == SlotFailed {
-				add("warn", d.Slot.label()+" could not be made: "+d.Slot.Reason, c)
+			if d.Placement.State == PlacementFailed {
+				add("warn", d.Placement.label()+" could not be made: "+d.Placement.Reason, c)
 			}
 		}
 	}
@@ -376,8 +376,8 @@ func (g *GPU) segments(x, y, width, height int) []rect {
 // tenant is a line of a GPU's tables: what a container holds, and its memory.
 type tenant struct {
 	Name, Holds, Age, Waits string
-	Slot                    *Slot   // in the table of MIG devices
-	Memory                  *memory // nil if the watchdog has not seen the container
+	Placement               *Placement // in the table of MIG devices
+	Memory                  *memory    // nil if the watchdog has not seen the container
 
 	holder    *Holder    // nil if only the watchdog knows the container
 	container *Container // nil if the watchdog does not know it
@@ -427,7 +427,7 @@ func (p *sheet) tenants(g *GPU) (devices, others []tenant) {
 				d.Name = name
 			}
 		}
-		d.Slot = s
+		d.Placement = s
 		devices = append(devices, d)
 	}
 	return devices, others
@@ -485,7 +485,7 @@ const cellColumns = 12
 
 // Row is the GPU's memory slices as cells, each as wide as its share of the memory.
 func (c *card) Row() []cell {
-	if c.MIG == nil || len(c.MIG.Slots) == 0 {
+	if c.MIG == nil || len(c.MIG.Placements) == 0 {
 		return nil
 	}
 	return row(c.MIG, c.Numbers(), cellColumns)
@@ -498,15 +498,15 @@ func (c *card) Columns() int { return c.Numbers() * cellColumns }
 // CouldStand lists the placements where a MIG device could be created.
 func (c *card) CouldStand() string { return couldStand(c.MIG) }
 
-func slotTone(state string) string {
+func placementTone(state string) string {
 	switch state {
-	case SlotHeld:
+	case PlacementHeld:
 		return "held"
-	case SlotWarm, SlotFree:
+	case PlacementWarm, PlacementFree:
 		return "ok"
-	case SlotFailed:
+	case PlacementFailed:
 		return "bad"
-	case SlotCovered:
+	case PlacementCovered:
 		return "none"
 	}
 	return "warn"

@@ -179,8 +179,8 @@ func FuzzPage(f *testing.F) {
 			s.GPUs = append(s.GPUs, g)
 		}
 		for _, g := range cards().GPUs {
-			for i := range g.MIG.Slots {
-				g.MIG.Slots[i].Reason, g.MIG.Slots[i].Pod = word, word
+			for i := range g.MIG.Placements {
+				g.MIG.Placements[i].Reason, g.MIG.Placements[i].Pod = word, word
 			}
 			g.MIG.Work = word
 			s.GPUs = append(s.GPUs, g)
@@ -224,9 +224,9 @@ func TestPageOfOddStatus(t *testing.T) {
 		twins.GPUs[i].UUID, twins.GPUs[i].Index = "GPU-a", 0
 		if m := twins.GPUs[i].MIG; m != nil {
 			m.Size = far
-			for j := range m.Slots {
-				m.Slots[j].Start, m.Slots[j].CI = []int{minus, far, 3, 63}[j%4], minus
-				m.Slots[j].Size = []int{far, 0, minus, 1}[j%4]
+			for j := range m.Placements {
+				m.Placements[j].Start, m.Placements[j].CI = []int{minus, far, 3, 63}[j%4], minus
+				m.Placements[j].Size = []int{far, 0, minus, 1}[j%4]
 			}
 		}
 	}

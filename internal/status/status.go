@@ -129,7 +129,7 @@ type GPU struct {
 	MIG *MIG `json:"mig,omitempty"`
 }
 
-// MIG is a GPU in MIG mode. Its devices are in Slots and belong to several resources:
+// MIG is a GPU in MIG mode. Its devices are in Placements and belong to several resources:
 // GPU.Resource is empty for it, and the counts are 0.
 type MIG struct {
 	// Enabled is the mode in force, and Pending the mode after the next reset; nil if
@@ -145,13 +145,13 @@ type MIG struct {
 	// Work says what is being done to the GPU's instances now; empty while nothing
 	// is.
 	Work string `json:"work,omitempty"`
-	// Slots are the devices that exist, are on offer or are wanted, sorted by start,
+	// Placements are the devices that exist, are on offer or are wanted, sorted by start,
 	// size, profile and compute slice.
-	Slots []Slot `json:"slots,omitempty"`
+	Placements []Placement `json:"slots,omitempty"`
 }
 
-// Slot is a MIG device that exists or could be created.
-type Slot struct {
+// Placement is a MIG device that exists or could be created.
+type Placement struct {
 	// Device is its ID at the kubelet ("GPU-…::3g.40gb@4"). Resource is the full name
 	// of its resource; empty if it is not on offer.
 	Device   string `json:"device"`
@@ -163,7 +163,7 @@ type Slot struct {
 	Start int `json:"start"`
 	Size  int `json:"size"`
 	CI    int `json:"ci,omitempty"`
-	// State is one of SlotStates.
+	// State is one of PlacementStates.
 	State string `json:"state"`
 	// UUID is the instance's; empty if there is no instance. GI and CIID are the
 	// driver's IDs of the GPU instance and the compute instance, valid only with a
@@ -180,20 +180,20 @@ type Slot struct {
 	Reason string `json:"reason,omitempty"`
 }
 
-// Values of Slot.State.
+// Values of Placement.State.
 const (
-	SlotHeld    = "held"    // a claim holds it, and its instance exists
-	SlotWarm    = "warm"    // its instance exists, and it can be had
-	SlotMaking  = "making"  // a claim holds it, and its instance does not exist yet
-	SlotFree    = "free"    // there is no instance, and one could be created now
-	SlotCovered = "covered" // others have its memory slices
-	SlotLeaving = "leaving" // it is being withdrawn
-	SlotForeign = "foreign" // the agent did not create the instance, and does not offer it
-	SlotFailed  = "failed"  // its instance could not be created several times, and it is withdrawn
+	PlacementHeld    = "held"    // a claim holds it, and its instance exists
+	PlacementWarm    = "warm"    // its instance exists, and it can be had
+	PlacementMaking  = "making"  // a claim holds it, and its instance does not exist yet
+	PlacementFree    = "free"    // there is no instance, and one could be created now
+	PlacementCovered = "covered" // others have its memory slices
+	PlacementLeaving = "leaving" // it is being withdrawn
+	PlacementForeign = "foreign" // the agent did not create the instance, and does not offer it
+	PlacementFailed  = "failed"  // its instance could not be created several times, and it is withdrawn
 )
 
-// SlotStates is every value of Slot.State, in the order of the metrics.
-var SlotStates = []string{SlotHeld, SlotWarm, SlotMaking, SlotFree, SlotCovered, SlotLeaving, SlotForeign, SlotFailed}
+// PlacementStates is every value of Placement.State, in the order of the metrics.
+var PlacementStates = []string{PlacementHeld, PlacementWarm, PlacementMaking, PlacementFree, PlacementCovered, PlacementLeaving, PlacementForeign, PlacementFailed}
 
 // Healthy is the value of GPU.Health without a fault.
 const Healthy = "healthy"
@@ -206,7 +206,7 @@ type Holder struct {
 	Pod       string `json:"pod,omitempty"`
 	Container string `json:"container,omitempty"`
 	Resource  string `json:"resource"`
-	// Instances says that the devices are MIG devices, which the GPU's slots tell of.
+	// Instances says that the devices are MIG devices, which the GPU's placements tell of.
 	Instances bool `json:"instances,omitempty"`
 	// Units is the number of devices.
 	Units int `json:"units"`

@@ -284,8 +284,8 @@ func (p *printer) containers(s Status) {
 		if g.MIG == nil {
 			continue
 		}
-		for _, slot := range g.MIG.Slots {
-			instances[[4]string{g.UUID, slot.Namespace, slot.Pod, slot.Container}] = slot.Pod != ""
+		for _, placement := range g.MIG.Placements {
+			instances[[4]string{g.UUID, placement.Namespace, placement.Pod, placement.Container}] = placement.Pod != ""
 		}
 	}
 	rows := [][]string{{"memory in GiB", "GPU", "cap", "used", "peak", "refused", "held by"}}

@@ -85,7 +85,7 @@ func BenchmarkNode(b *testing.B) {
 			var available []Place
 			for _, o := range offers {
 				for _, start := range row.starts {
-					if s, ok := o.Card.Slot(p, start, 0); ok && o.Card.Fits(o.Taken, s) {
+					if s, ok := o.Card.Placement(p, start, 0); ok && o.Card.Fits(o.Taken, s) {
 						available = append(available, Place{o.GPU, s})
 					}
 				}
@@ -96,12 +96,12 @@ func BenchmarkNode(b *testing.B) {
 			}
 			for g := range offers {
 				if o := &offers[g]; o.GPU == got[0].GPU {
-					o.Taken = append(o.Taken, got[0].Slot)
+					o.Taken = append(o.Taken, got[0].Placement)
 					now := make([]Standing, 0, 8)
 					for _, s := range o.Warm {
-						now = append(now, Standing{Slot: s})
+						now = append(now, Standing{Placement: s})
 					}
-					if _, err := o.Card.Make(now, got[0].Slot); err != nil {
+					if _, err := o.Card.Make(now, got[0].Placement); err != nil {
 						b.Fatal(err)
 					}
 				}
@@ -112,9 +112,9 @@ func BenchmarkNode(b *testing.B) {
 
 func BenchmarkFits(b *testing.B) {
 	c := card(b, seven)
-	standing := []Slot{at(b, c, "1g.10gb@0"), at(b, c, "1g.10gb+me@1"), at(b, c, "2g.20gb@2"), at(b, c, "3g.40gb@4")}
+	standing := []Placement{at(b, c, "1g.10gb@0"), at(b, c, "1g.10gb+me@1"), at(b, c, "2g.20gb@2"), at(b, c, "3g.40gb@4")}
 	for b.Loop() {
-		for _, s := range c.Slots() {
+		for _, s := range c.Placements() {
 			c.Fits(standing, s)
 		}
 	}

@@ -32,10 +32,10 @@ func tell(short, full int) int {
 // field is everything that could stand on a card, found by trying: the other
 // side of the argument, which shares no code with the package.
 type field struct {
-	rows  []row
-	slots []Slot // a set of slots is a word, bit by bit in this order
-	row   []int  // of each slot
-	// gi is the GPU instance that each slot is in, by number, and compute the
+	rows       []row
+	placements []Placement // a set of placements is a word, bit by bit in this order
+	row        []int       // of each placement
+	// gi is the GPU instance that each placement is in, by number, and compute the
 	// compute slices that it has there.
 	gi      []int
 	compute []uint8
@@ -54,7 +54,7 @@ func newField(t testing.TB, rows []row) *field {
 	f := &field{rows: rows}
 	for r, row := range rows {
 		for _, s := range row.starts {
-			f.add(Slot{Profile: name(t, row.name), Start: s, Size: row.size}, r, len(f.slots), 0xff)
+			f.add(Placement{Profile: name(t, row.name), Start: s, Size: row.size}, r, len(f.placements), 0xff)
 		}
 	}
 	f.fill()
@@ -79,11 +79,11 @@ func newSplitField(t testing.TB, rows []row) *field {
 	gis := 0
 	for r, row := range rows {
 		for _, s := range row.starts {
-			f.add(Slot{Profile: name(t, row.name), Start: s, Size: row.size}, r, gis, 0xff)
+			f.add(Placement{Profile: name(t, row.name), Start: s, Size: row.size}, r, gis, 0xff)
 			gis++
 		}
 	}
-	for i, gi := range slices.Clone(f.slots) {
+	for i, gi := range slices.Clone(f.placements) {
 		for _, c := range splits[gi.Profile.Slices] {
 			for _, ci := range c.starts {
 				s := gi
@@ -101,8 +101,8 @@ func newSplitField(t testing.TB, rows []row) *field {
 	return f
 }
 
-func (f *field) add(s Slot, row, gi int, compute uint8) {
-	f.slots, f.row = append(f.slots, s), append(f.row, row)
+func (f *field) add(s Placement, row, gi int, compute uint8) {
+	f.placements, f.row = append(f.placements, s), append(f.row, row)
 	f.gi, f.compute = append(f.gi, gi), append(f.compute, compute)
 }
 
@@ -119,7 +119,7 @@ func (f *field) fill() {
 			f.want = append(f.want, v)
 		}
 		f.by[v] = append(f.by[v], set)
-		for i := from; i < len(f.slots); i++ {
+		for i := from; i < len(f.placements); i++ {
 			if f.allowed(set | 1<<i) {
 				grow(i+1, set|1<<i)
 			}
@@ -139,7 +139,7 @@ func (f *field) allowed(set uint64) bool {
 	var engines [4]int    // taken
 	const rtx = "24gb"    // what the names of its smallest instances have
 	me := 0
-	for i, s := range f.slots {
+	for i, s := range f.placements {
 		if set>>i&1 == 0 {
 			continue
 		}
@@ -158,7 +158,7 @@ func (f *field) allowed(set uint64) bool {
 			}
 			memory[m] = gi + 1
 		}
-		// Each GPU instance's own slot comes first, and has its number.
+		// Each GPU instance's own placement comes first, and has its number.
 		r := f.row[gi]
 		if instances[r]++; instances[r] > f.rows[r].max {
 			return false
@@ -177,7 +177,7 @@ func (f *field) allowed(set uint64) bool {
 	return me <= 1 && engines[0] <= 4 && engines[1] <= 4 && engines[2] <= 4 && engines[3] <= 1
 }
 
-// shared are the slots of one GPU instance with slot i.
+// shared are the placements of one GPU instance with placement i.
 func (f *field) shared(i int) (set uint64) {
 	for k, gi := range f.gi {
 		if gi == f.gi[i] {
@@ -199,7 +199,7 @@ func engineOf(profile string) gpu.Engines {
 }
 
 func (f *field) count(set uint64) (v vector) {
-	for i := range f.slots {
+	for i := range f.placements {
 		v[f.row[i]] += uint8(set >> i & 1)
 	}
 	return v
@@ -214,13 +214,13 @@ func (f *field) counts(t testing.TB, v vector) (out []Count) {
 	return out
 }
 
-// set finds slots again; it fails on one that the card does not have.
-func (f *field) set(t testing.TB, slots []Slot) (set uint64) {
+// set finds placements again; it fails on one that the card does not have.
+func (f *field) set(t testing.TB, placements []Placement) (set uint64) {
 	t.Helper()
-	for _, s := range slots {
-		i := slices.Index(f.slots, s)
+	for _, s := range placements {
+		i := slices.Index(f.placements, s)
 		if i < 0 || set>>i&1 == 1 {
-			t.Fatalf("%v has %s, which is not on the card, or twice", slots, s)
+			t.Fatalf("%v has %s, which is not on the card, or twice", placements, s)
 		}
 		set |= 1 << i
 	}
@@ -233,7 +233,7 @@ func (f *field) room(set uint64) int { return f.rooms[set] }
 // those that differ by what follows a "+" or "-" are one.
 func (f *field) measure(set uint64) (sum int) {
 	var memory [12]bool
-	for i, s := range f.slots {
+	for i, s := range f.placements {
 		if set>>i&1 == 1 {
 			for m := s.Start; m < s.Start+s.Size; m++ {
 				memory[m] = true
@@ -241,7 +241,7 @@ func (f *field) measure(set uint64) (sum int) {
 		}
 	}
 	seen := map[string]bool{}
-	for _, s := range f.slots {
+	for _, s := range f.placements {
 		base, _, _ := strings.Cut(s.GPUInstance().Profile.String(), "+")
 		base, _, _ = strings.Cut(base, "-")
 		if at := fmt.Sprint(base, s.Start); !seen[at] {
@@ -268,11 +268,11 @@ type scene struct {
 // scene pins and empties at random.
 func (f *field) scene(r *rand.Rand, set uint64, pin, empty float64) scene {
 	s := scene{set: set, holders: map[int]string{}}
-	for i := range f.slots {
+	for i := range f.placements {
 		if set>>i&1 == 0 {
 			continue
 		}
-		o := Standing{Slot: f.slots[i]}
+		o := Standing{Placement: f.placements[i]}
 		if r.Float64() < pin {
 			s.pinned |= 1 << i
 			o.Pinned = true
@@ -300,7 +300,7 @@ func (f *field) cost(s *scene, target uint64) price {
 	dropped := s.pinned & (^target | s.empty)
 	var p price
 	seen := map[string]bool{}
-	for i := range f.slots {
+	for i := range f.placements {
 		if dropped>>i&1 == 0 {
 			continue
 		}
@@ -311,7 +311,7 @@ func (f *field) cost(s *scene, target uint64) price {
 		}
 	}
 	p[2] = bits.OnesCount64(full &^ target)
-	for i := range f.slots {
+	for i := range f.placements {
 		// One that is filled stays, unless it is pinned.
 		if s.empty>>i&1 == 1 && (s.pinned>>i&1 == 1 || target&f.shared(i) == 0) {
 			p[2]++
@@ -340,9 +340,9 @@ func (f *field) replay(t testing.TB, s *scene, steps []Step) uint64 {
 	t.Helper()
 	now, empty := s.set, s.empty
 	for _, step := range steps {
-		i := slices.Index(f.slots, step.Slot)
+		i := slices.Index(f.placements, step.Placement)
 		if i < 0 {
-			t.Fatalf("%s: there is no such slot", step)
+			t.Fatalf("%s: there is no such placement", step)
 		}
 		bit := uint64(1) << i
 		switch step.Op {
@@ -417,8 +417,8 @@ func (f *field) transition(t testing.TB, c *Card, r *rand.Rand, s *scene, v vect
 		}
 		again := s.standing[:0:0]
 		for _, d := range plan.Result {
-			o := Standing{Slot: d}
-			if i := slices.IndexFunc(s.standing, func(o Standing) bool { return o.Slot == d && o.Pinned }); i >= 0 {
+			o := Standing{Placement: d}
+			if i := slices.IndexFunc(s.standing, func(o Standing) bool { return o.Placement == d && o.Pinned }); i >= 0 {
 				o = s.standing[i]
 			}
 			again = append(again, o)
@@ -446,7 +446,7 @@ func (f *field) transition(t testing.TB, c *Card, r *rand.Rand, s *scene, v vect
 			fail("blocked by %v, which is not in the way", b)
 		}
 		gone.standing[i].Pinned = false
-		gone.pinned &^= f.set(t, []Slot{b.Slot})
+		gone.pinned &^= f.set(t, []Placement{b.Placement})
 		p[1]++
 		if b.Holder == "" || !seen[b.Holder] {
 			seen[b.Holder] = true
@@ -509,8 +509,8 @@ func TestRecordedInventories(t *testing.T) {
 			}
 			standing := Stand(m)
 			for k, o := range standing {
-				if !c.Fits(slots(standing[:k]), o.Slot) {
-					t.Errorf("%s: GPU %d: %s does not fit beside %v", file, i, o.Slot, standing[:k])
+				if !c.Fits(placements(standing[:k]), o.Placement) {
+					t.Errorf("%s: GPU %d: %s does not fit beside %v", file, i, o.Placement, standing[:k])
 				}
 			}
 		}
@@ -519,12 +519,12 @@ func TestRecordedInventories(t *testing.T) {
 
 // setsOf counts the sets that a card's own word allows.
 func setsOf(c *Card) (n int) {
-	var grow func(from int, standing []Slot)
-	grow = func(from int, standing []Slot) {
+	var grow func(from int, standing []Placement)
+	grow = func(from int, standing []Placement) {
 		n++
-		for i := from; i < len(c.Slots()); i++ {
-			if c.Fits(standing, c.Slots()[i]) {
-				grow(i+1, append(standing, c.Slots()[i]))
+		for i := from; i < len(c.Placements()); i++ {
+			if c.Fits(standing, c.Placements()[i]) {
+				grow(i+1, append(standing, c.Placements()[i]))
 			}
 		}
 	}
@@ -532,18 +532,18 @@ func setsOf(c *Card) (n int) {
 	return n
 }
 
-// TestFitsIsLegality asks of every legal set and every slot.
+// TestFitsIsLegality asks of every legal set and every placement.
 func TestFitsIsLegality(t *testing.T) {
 	for _, family := range families {
 		f, c := newField(t, family.rows), card(t, family.rows)
 		for _, set := range f.sets {
-			var standing []Slot
-			for i, s := range f.slots {
+			var standing []Placement
+			for i, s := range f.placements {
 				if set>>i&1 == 1 {
 					standing = append(standing, s)
 				}
 			}
-			for i, s := range f.slots {
+			for i, s := range f.placements {
 				want := set>>i&1 == 0 && f.legal[set|1<<i]
 				if got := c.Fits(standing, s); got != want {
 					t.Fatalf("%s: Fits(%v, %s) = %v", family.name, standing, s, got)
@@ -621,7 +621,7 @@ func TestEveryTransition(t *testing.T) {
 	}
 }
 
-// TestMakeIsCheapest makes every slot beside every set.
+// TestMakeIsCheapest makes every placement beside every set.
 func TestMakeIsCheapest(t *testing.T) {
 	for i := range 2 * len(families) {
 		family, build, what := families[i/2], newField, ""
@@ -635,9 +635,9 @@ func TestMakeIsCheapest(t *testing.T) {
 			t.Parallel()
 			f, c := build(t, family.rows), card(t, family.rows)
 			r := rand.New(rand.NewPCG(6, uint64(len(f.sets))))
-			share := float64(tell(8_000, 1<<40)) / float64(len(f.sets)*len(f.slots))
+			share := float64(tell(8_000, 1<<40)) / float64(len(f.sets)*len(f.placements))
 			for _, set := range f.sets {
-				for i := range f.slots {
+				for i := range f.placements {
 					if r.Float64() < share {
 						s := f.scene(r, set, []float64{0, 0.3, 0.7}[r.IntN(3)], []float64{0, 0, 0.3}[r.IntN(3)])
 						f.make(t, c, &s, i)
@@ -650,13 +650,13 @@ func TestMakeIsCheapest(t *testing.T) {
 
 func (f *field) make(t testing.TB, c *Card, s *scene, i int) {
 	t.Helper()
-	plan, err := c.Make(s.standing, f.slots[i])
+	plan, err := c.Make(s.standing, f.placements[i])
 	if err != nil {
 		t.Fatal(err)
 	}
 	fail := func(format string, args ...any) {
 		t.Helper()
-		t.Fatalf("make %s beside %v: %s", f.slots[i], s.standing, fmt.Sprintf(format, args...))
+		t.Fatalf("make %s beside %v: %s", f.placements[i], s.standing, fmt.Sprintf(format, args...))
 	}
 	bit := uint64(1) << i
 	if s.set&^s.empty&bit != 0 {
@@ -674,7 +674,7 @@ func (f *field) make(t testing.TB, c *Card, s *scene, i int) {
 		if fill := rest & s.empty & f.shared(i); fill&s.pinned == 0 && f.legal[rest&^fill|bit] {
 			var p price
 			seen := map[string]bool{}
-			for k := range f.slots {
+			for k := range f.placements {
 				if gone&s.pinned>>k&1 == 1 {
 					p[1]++
 					if h := s.holders[k]; h == "" || !seen[h] {
@@ -713,7 +713,7 @@ func (f *field) make(t testing.TB, c *Card, s *scene, i int) {
 	}
 	now, empty := s.set, s.empty
 	for k, step := range plan.Steps {
-		at := f.set(t, []Slot{step.Slot})
+		at := f.set(t, []Placement{step.Placement})
 		if last := k == len(plan.Steps)-1; last != (step.Op == Create) {
 			fail("%s", plan.text())
 		}

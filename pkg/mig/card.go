@@ -14,7 +14,7 @@ import (
 )
 
 // Bounds of what a card's table may say. Drivers of 2026 stay within 12 memory
-// slots, 18 profiles and 8 compute slices.
+// slices, 18 profiles and 8 compute slices.
 const (
 	maxMemory   = 64 // a set of memory slices is a word
 	maxProfiles = 32
@@ -24,10 +24,10 @@ const (
 // Card is what one GPU's driver says can exist on it. It is immutable and safe
 // for concurrent use; build it once per inventory.
 type Card struct {
-	profiles []profile // in the order of Compare
-	slots    []Slot
-	memory   int // memory slices
-	known    bool
+	profiles   []profile // in the order of Compare
+	placements []Placement
+	memory     int // memory slices
+	known      bool
 	// room[a*(memory+1)+b] is what the free run of memory slices a…b-1 is worth:
 	// the sum of the sizes of all that could be placed in it.
 	room []int64
@@ -43,11 +43,11 @@ type Card struct {
 
 // profile is what the planner knows of a gpu.Profile.
 type profile struct {
-	name   Name
-	slices int // compute slices
-	max    int // most that can exist; maxMemory where the driver does not say
-	slots  []Slot
-	uses   engines
+	name       Name
+	slices     int // compute slices
+	max        int // most that can exist; maxMemory where the driver does not say
+	placements []Placement
+	uses       engines
 	// media: with media extensions; all: with all engines; none: without any.
 	media, all, none bool
 }
@@ -77,14 +77,14 @@ func NewCard(m *gpu.MIG) (*Card, error) {
 			continue
 		}
 		c.profiles = append(c.profiles, p)
-		c.known = c.known && len(p.slots) > 0
+		c.known = c.known && len(p.placements) > 0
 		c.engines = c.engines && m.Profiles[i].Engines != nil
 	}
 	slices.SortFunc(c.profiles, func(a, b profile) int { return Compare(a.name, b.name) })
 	for i := range c.profiles {
 		p := &c.profiles[i]
-		c.slots = append(c.slots, p.slots...)
-		for _, s := range p.slots {
+		c.placements = append(c.placements, p.placements...)
+		for _, s := range p.placements {
 			c.memory = max(c.memory, s.Start+s.Size)
 		}
 		// As many as the driver lets stand have their engines at the same time.
@@ -99,7 +99,7 @@ func NewCard(m *gpu.MIG) (*Card, error) {
 			c.media = max(c.media, sure)
 		}
 	}
-	c.slots = slices.Clip(c.slots)
+	c.placements = slices.Clip(c.placements)
 	c.measure()
 	return c, errors.Join(errs...)
 }
@@ -139,13 +139,13 @@ func newProfile(from *gpu.Profile) (p profile, reason string) {
 		if at.Start < 0 || at.Size < 1 || at.Start >= maxMemory || at.Size > maxMemory-at.Start {
 			return p, fmt.Sprintf("%d memory slices from %d on is no placement", at.Size, at.Start)
 		}
-		s := Slot{Profile: p.name, Start: at.Start, Size: at.Size}
-		if slices.ContainsFunc(p.slots, func(o Slot) bool { return o.Start == s.Start }) {
+		s := Placement{Profile: p.name, Start: at.Start, Size: at.Size}
+		if slices.ContainsFunc(p.placements, func(o Placement) bool { return o.Start == s.Start }) {
 			return p, fmt.Sprintf("start %d is listed twice", s.Start)
 		}
-		p.slots = append(p.slots, s)
+		p.placements = append(p.placements, s)
 	}
-	slices.SortFunc(p.slots, CompareSlots)
+	slices.SortFunc(p.placements, ComparePlacements)
 	return p, ""
 }
 
@@ -157,7 +157,7 @@ func (c *Card) measure() {
 	type place struct{ start, size, slices int }
 	seen := map[place]bool{}
 	for i := range c.profiles {
-		for _, s := range c.profiles[i].slots {
+		for _, s := range c.profiles[i].placements {
 			at := place{s.Start, s.Size, c.profiles[i].slices}
 			if seen[at] {
 				continue
@@ -200,24 +200,24 @@ func (c *Card) index(n Name) int {
 // tell them only with MIG on.
 func (c *Card) Known() bool { return c.known }
 
-// Slots are all slots that are not split, in the order of [Compare] of their
+// Placements are all placements that are not split, in the order of [Compare] of their
 // profiles and then by start. The caller may not change them.
-func (c *Card) Slots() []Slot { return c.slots }
+func (c *Card) Placements() []Placement { return c.placements }
 
-// Slot is the slot of a profile at a place, with its size; of a split, ci is
+// Placement is the placement of a profile at a place, with its size; of a split, ci is
 // its first compute slice. It is false where the driver has no such profile or
 // placement.
-func (c *Card) Slot(p Name, start, ci int) (Slot, bool) {
+func (c *Card) Placement(p Name, start, ci int) (Placement, bool) {
 	i := c.index(p.GPUInstance())
 	if i < 0 || !c.profiles[i].holds(p.Compute, ci) {
-		return Slot{}, false
+		return Placement{}, false
 	}
-	for _, s := range c.profiles[i].slots {
+	for _, s := range c.profiles[i].placements {
 		if s.Start == start {
-			return Slot{Profile: p, Start: start, Size: s.Size, CI: ci}, true
+			return Placement{Profile: p, Start: start, Size: s.Size, CI: ci}, true
 		}
 	}
-	return Slot{}, false
+	return Placement{}, false
 }
 
 // holds says whether a compute instance of so many slices may begin at a
@@ -240,16 +240,16 @@ func align(n int) int {
 	return 1 << bits.Len(uint(n-1))
 }
 
-// mask is the slot's memory as a set; empty where it makes no sense.
-func (s Slot) mask() uint64 {
+// mask is the placement's memory as a set; empty where it makes no sense.
+func (s Placement) mask() uint64 {
 	if s.Start < 0 || s.Size < 1 || s.Start >= maxMemory {
 		return 0
 	}
 	return ones(s.Size) << s.Start
 }
 
-// compute is the slot's compute slices within its GPU instance as a set.
-func (s Slot) compute() uint64 {
+// compute is the placement's compute slices within its GPU instance as a set.
+func (s Placement) compute() uint64 {
 	if s.Profile.Compute == 0 {
 		return ^uint64(0)
 	}
@@ -263,14 +263,14 @@ func ones(n int) uint64 {
 	return 1<<n - 1
 }
 
-// sameGI says whether two slots are in one GPU instance.
-func (s Slot) sameGI(o Slot) bool {
+// sameGI says whether two placements are in one GPU instance.
+func (s Placement) sameGI(o Placement) bool {
 	return s.Start == o.Start && s.Size == o.Size && s.Profile.GPUInstance() == o.Profile.GPUInstance()
 }
 
-// clash says whether two slots want the same memory, or the same slices of one
+// clash says whether two placements want the same memory, or the same slices of one
 // GPU instance.
-func (s Slot) clash(o Slot) bool {
+func (s Placement) clash(o Placement) bool {
 	if s.mask()&o.mask() == 0 {
 		return false
 	}
@@ -376,11 +376,11 @@ func (t *tally) allows(c *Card, i int) bool {
 
 // Fits says whether s may exist beside those that exist: whether its memory is
 // free, or its slices of a GPU instance that is split the same way, and whether
-// the card allows one more of its kind. A slot does not fit beside itself, and
+// the card allows one more of its kind. A placement does not fit beside itself, and
 // one that the driver does not have fits nowhere. What exists need not be legal
 // itself.
-func (c *Card) Fits(standing []Slot, s Slot) bool {
-	if own, ok := c.Slot(s.Profile, s.Start, s.CI); !ok || own != s {
+func (c *Card) Fits(standing []Placement, s Placement) bool {
+	if own, ok := c.Placement(s.Profile, s.Start, s.CI); !ok || own != s {
 		return false
 	}
 	mask, inside := s.mask(), false
@@ -402,7 +402,7 @@ func (c *Card) Fits(standing []Slot, s Slot) bool {
 }
 
 // tally counts the GPU instances of what exists.
-func (c *Card) tally(standing []Slot) (t tally) {
+func (c *Card) tally(standing []Placement) (t tally) {
 	for i := range standing {
 		o := &standing[i]
 		if o.Profile.Compute != 0 && slices.ContainsFunc(standing[:i], o.sameGI) {

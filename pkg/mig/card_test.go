@@ -34,16 +34,16 @@ func TestCardLeavesOutWhatMakesNoSense(t *testing.T) {
 		if !errors.Is(err, gpu.ErrInvalid) || !strings.Contains(err.Error(), tc.reason) {
 			t.Errorf("%+v: %v, want a reason with %q", tc.bad, err, tc.reason)
 		}
-		if len(c.Slots()) != 1 || c.Slots()[0].String() != "1g.10gb@0" {
-			t.Errorf("%+v: what is left is %v", tc.bad, c.Slots())
+		if len(c.Placements()) != 1 || c.Placements()[0].String() != "1g.10gb@0" {
+			t.Errorf("%+v: what is left is %v", tc.bad, c.Placements())
 		}
 	}
 }
 
 func TestCardOfWhatIsNotKnown(t *testing.T) {
 	c, err := NewCard(&gpu.MIG{})
-	if err != nil || c.Known() || len(c.Slots()) != 0 {
-		t.Errorf("of nothing: %v, known %v, %v", err, c.Known(), c.Slots())
+	if err != nil || c.Known() || len(c.Placements()) != 0 {
+		t.Errorf("of nothing: %v, known %v, %v", err, c.Known(), c.Placements())
 	}
 	if err := c.Feasible(nil); err != nil {
 		t.Errorf("nothing is wanted: %v", err)
@@ -136,7 +136,7 @@ func TestRefusalsSayWhy(t *testing.T) {
 // out against the list of those that drivers have.
 func TestSplitsThatDriversOffer(t *testing.T) {
 	c := card(t, seven)
-	for _, gi := range c.Slots() {
+	for _, gi := range c.Placements() {
 		for compute := 1; compute < gi.Profile.Slices; compute++ {
 			var want, got []int
 			for _, s := range splits[gi.Profile.Slices] {
@@ -147,7 +147,7 @@ func TestSplitsThatDriversOffer(t *testing.T) {
 			p := gi.Profile
 			p.Compute = compute
 			for ci := -2; ci < 70; ci++ {
-				if s, ok := c.Slot(p, gi.Start, ci); ok {
+				if s, ok := c.Placement(p, gi.Start, ci); ok {
 					got = append(got, ci)
 					if s.GPUInstance() != gi {
 						t.Errorf("%s is in %s, want %s", s, s.GPUInstance(), gi)
@@ -163,17 +163,17 @@ func TestSplitsThatDriversOffer(t *testing.T) {
 		p         string
 		start, ci int
 	}{{"1g.10gb", 7, 0}, {"1g.10gb", -1, 0}, {"1g.10gb", 0, 1}, {"2g.20gb", 1, 0}, {"1g.5gb", 0, 0}, {"1c.3g.40gb", 1, 0}, {"1c.3g.40gb", 0, 3}} {
-		if slot, ok := c.Slot(name(t, s.p), s.start, s.ci); ok {
-			t.Errorf("there is %s", slot)
+		if placement, ok := c.Placement(name(t, s.p), s.start, s.ci); ok {
+			t.Errorf("there is %s", placement)
 		}
 	}
 }
 
-// TestFitsBesideWhatIsNotLegal: a new slot answers for itself alone.
+// TestFitsBesideWhatIsNotLegal: a new placement answers for itself alone.
 func TestFitsBesideWhatIsNotLegal(t *testing.T) {
 	for _, rows := range [][]row{pro, silent} {
 		c := card(t, rows)
-		broken := []Slot{at(t, c, "1g.24gb+me.all@0"), at(t, c, "1g.24gb@3")}
+		broken := []Placement{at(t, c, "1g.24gb+me.all@0"), at(t, c, "1g.24gb@3")}
 		for s, want := range map[string]bool{
 			"1g.24gb-me@6": true, "1g.24gb-me@3": false, "1g.24gb@6": false, "1g.24gb+me.all@6": false, "1g.24gb+me@6": false,
 		} {
@@ -182,7 +182,7 @@ func TestFitsBesideWhatIsNotLegal(t *testing.T) {
 			}
 		}
 		// What the card does not know takes room all the same.
-		strange := []Slot{{Profile: name(t, "9g.99gb"), Start: 2, Size: 5}}
+		strange := []Placement{{Profile: name(t, "9g.99gb"), Start: 2, Size: 5}}
 		for s, want := range map[string]bool{"1g.24gb@0": false, "1g.24gb@6": false, "1g.24gb@9": true} {
 			if got := c.Fits(strange, at(t, c, s)); got != want {
 				t.Errorf("Fits(%v, %s) = %v", strange, s, got)

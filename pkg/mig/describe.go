@@ -45,9 +45,9 @@ func DescribeCounts(counts []Count) string {
 }
 
 // Describe is what exists, in the same words.
-func Describe(slots []Slot) string {
+func Describe(placements []Placement) string {
 	var counts []Count
-	for _, s := range slots {
+	for _, s := range placements {
 		if i := slices.IndexFunc(counts, func(c Count) bool { return c.Profile == s.Profile }); i >= 0 {
 			counts[i].N++
 		} else {

@@ -22,14 +22,14 @@ func TestParseResourceUndoesResource(t *testing.T) {
 }
 
 func TestDescribe(t *testing.T) {
-	slot := func(p string, start, size int) Slot {
+	placement := func(p string, start, size int) Placement {
 		n, err := Parse(p)
 		if err != nil {
 			t.Fatal(err)
 		}
-		return Slot{Profile: n, Start: start, Size: size}
+		return Placement{Profile: n, Start: start, Size: size}
 	}
-	got := Describe([]Slot{slot("3g.40gb", 4, 4), slot("1g.10gb", 0, 1), slot("1g.10gb", 1, 1)})
+	got := Describe([]Placement{placement("3g.40gb", 4, 4), placement("1g.10gb", 0, 1), placement("1g.10gb", 1, 1)})
 	if want := "2x1g.10gb 1x3g.40gb"; got != want {
 		t.Errorf("Describe: %q, want %q", got, want)
 	}

@@ -29,10 +29,10 @@
 // A card's memory is a row of memory slices, eight on most. A GPU instance takes a run
 // of them, and each profile may begin only at some: a 3g of an A100 at 0 or 4, a
 // 2g at 0, 2 or 4. So it is not enough to count. Five free memory slices may have room
-// for nothing but single ones, because of where they are. A [Slot] is a profile with
-// its placement, "3g.40gb@4". Plans are made of slots, and every step names one: a
-// driver that may choose fills the card in an order of its own and then has no room for
-// what would have fitted.
+// for nothing but single ones, because of where they are. A [Placement] is a profile
+// and where it stands, "3g.40gb@4". Plans are made of placements, and every step names
+// one: a driver that may choose fills the card in an order of its own, and then has no
+// room for what would have fitted.
 //
 // A [Card] is what the driver says can exist on one GPU. There is no table of
 // models here, since names and figures change from board to board and from
@@ -57,7 +57,7 @@
 // # Plans
 //
 // [Card.Plan] takes the instances that exist, some of them pinned because they are in use, and
-// how many of each profile are wanted. It finds the target, a set of slots, that
+// how many of each profile are wanted. It finds the target, a set of placements, that
 //
 //  1. keeps all that is pinned where it is,
 //  2. destroys the fewest instances,
@@ -113,16 +113,16 @@
 //
 // # On demand
 //
-// A GPU can offer all its slots, and the instance is created when it is needed.
+// A GPU can offer all its placements, and the instance is created when it is needed.
 // [Card.Fits] says what is still possible beside what is taken; [Card.Make] says
-// which idle instances have to go for a slot, the fewest, and what is in the way.
+// which idle instances have to go for a placement, the fewest, and what is in the way.
 //
-// [Prefer] chooses among free slots. It packs: it takes the one after which the
-// GPUs have most room left, in the measure of rule 4. A slot that nothing
+// [Prefer] chooses among free placements. It packs: it takes the one after which the
+// GPUs have most room left, in the measure of rule 4. A placement that nothing
 // else could use costs less than one in the middle of the only placement of a 7g. Of
 // equal ones it takes one whose instance exists already, then one for which no other
 // must go. What is best on one GPU does not depend on the
-// others, so that for several slots at once it is enough to know what one, two,
+// others, so that for several placements at once it is enough to know what one, two,
 // three … cost on each GPU. Against spreading over the emptiest GPUs this
 // accepts 9 to 25 points more of the demand in TestPackingAcceptsMore; finer
 // measures changed that by less than one.

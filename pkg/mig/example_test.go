@@ -51,7 +51,7 @@ func ExampleCard_Plan() {
 			fmt.Println("  no:", err)
 		}
 		for _, b := range plan.Blocked {
-			fmt.Printf("  blocked: %s holds %s\n", b.Holder, b.Slot)
+			fmt.Printf("  blocked: %s holds %s\n", b.Holder, b.Placement)
 		}
 		for _, s := range plan.Steps {
 			fmt.Println(" ", s)
@@ -77,13 +77,13 @@ func ExamplePrefer() {
 		return
 	}
 	half, _ := mig.Parse("3g.40gb")
-	held, _ := c.Slot(half, 0, 0)
-	offers := []mig.Offer{{GPU: "GPU-a", Card: c}, {GPU: "GPU-b", Card: c, Taken: []mig.Slot{held}}}
+	held, _ := c.Placement(half, 0, 0)
+	offers := []mig.Offer{{GPU: "GPU-a", Card: c}, {GPU: "GPU-b", Card: c, Taken: []mig.Placement{held}}}
 	var free []mig.Place
 	for _, o := range offers {
-		for _, s := range c.Slots() {
+		for _, s := range c.Placements() {
 			if s.Profile.String() == "1g.10gb" {
-				free = append(free, mig.Place{GPU: o.GPU, Slot: s})
+				free = append(free, mig.Place{GPU: o.GPU, Placement: s})
 			}
 		}
 	}
@@ -92,11 +92,11 @@ func ExamplePrefer() {
 		fmt.Println(err)
 		return
 	}
-	fmt.Println(mig.ID(chosen[0].GPU, chosen[0].Slot))
+	fmt.Println(mig.ID(chosen[0].GPU, chosen[0].Placement))
 
 	// It is made when the container starts, in the place of what is idle there.
-	idle, _ := c.Slot(half, 4, 0)
-	plan, err := c.Make([]mig.Standing{{Slot: held, Pinned: true}, {Slot: idle}}, chosen[0].Slot)
+	idle, _ := c.Placement(half, 4, 0)
+	plan, err := c.Make([]mig.Standing{{Placement: held, Pinned: true}, {Placement: idle}}, chosen[0].Placement)
 	fmt.Println(plan.Steps, err)
 	// Output:
 	// GPU-b::1g.10gb@6

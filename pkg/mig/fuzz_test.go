@@ -90,8 +90,8 @@ func FuzzPlan(f *testing.F) {
 			}
 			in.Start, in.Size = d.roll(16)-d.roll(2), d.roll(9)
 			if n, err := Parse(in.Profile); err == nil {
-				if i := c.index(n.GPUInstance()); i >= 0 && len(c.profiles[i].slots) > 0 {
-					s := c.profiles[i].slots[d.roll(len(c.profiles[i].slots))]
+				if i := c.index(n.GPUInstance()); i >= 0 && len(c.profiles[i].placements) > 0 {
+					s := c.profiles[i].placements[d.roll(len(c.profiles[i].placements))]
 					in.Start, in.Size = s.Start, s.Size
 				}
 			}
@@ -102,7 +102,7 @@ func FuzzPlan(f *testing.F) {
 			t.Fatalf("Stand(%+v) = %v", m.Instances, standing)
 		}
 		// One place is told of once; anything else may be.
-		standing = slices.CompactFunc(standing, func(a, b Standing) bool { return a.Slot == b.Slot })
+		standing = slices.CompactFunc(standing, func(a, b Standing) bool { return a.Placement == b.Placement })
 		var want []Count
 		for range d.roll(5) {
 			if n, err := Parse(d.name(m)); err == nil {
@@ -131,7 +131,7 @@ func FuzzPlan(f *testing.F) {
 			}
 			again := make([]Standing, 0, len(p.Result))
 			for _, s := range p.Result {
-				again = append(again, Standing{Slot: s})
+				again = append(again, Standing{Placement: s})
 			}
 			if p, err := c.Plan(again, want); err != nil || len(p.Steps)+len(p.Blocked) > 0 {
 				t.Fatalf("%v once more, of %v: %s %v", want, again, p.text(), err)
@@ -141,14 +141,14 @@ func FuzzPlan(f *testing.F) {
 		if err == nil && len(p.Steps) > 0 && len(p.Blocked) > 0 {
 			t.Fatalf("steps and blocked: %s", p.text())
 		}
-		if len(c.Slots()) == 0 {
+		if len(c.Placements()) == 0 {
 			return
 		}
-		s := c.Slots()[d.roll(len(c.Slots()))]
+		s := c.Placements()[d.roll(len(c.Placements()))]
 		if n := d.roll(5); n > 0 {
 			split := s.Profile
 			split.Compute = n
-			if o, ok := c.Slot(split, s.Start, 0); ok {
+			if o, ok := c.Placement(split, s.Start, 0); ok {
 				s = o
 			}
 		}
@@ -160,7 +160,7 @@ func FuzzPlan(f *testing.F) {
 		var available []Place
 		for _, u := range []gpu.UUID{"GPU-0", "GPU-1"} {
 			o := Offer{GPU: u, Card: c, Rank: d.roll(2)}
-			for _, s := range c.Slots() {
+			for _, s := range c.Placements() {
 				if d.roll(4) == 0 && c.Fits(o.Taken, s) {
 					o.Taken = append(o.Taken, s)
 				} else if d.roll(4) == 0 {
@@ -168,8 +168,8 @@ func FuzzPlan(f *testing.F) {
 				}
 			}
 			offers = append(offers, o)
-			for _, place := range c.Slots() {
-				if o, ok := c.Slot(s.Profile, place.Start, 0); ok && place.Profile == s.Profile.GPUInstance() {
+			for _, place := range c.Placements() {
+				if o, ok := c.Placement(s.Profile, place.Start, 0); ok && place.Profile == s.Profile.GPUInstance() {
 					available = append(available, Place{u, o})
 				}
 			}
@@ -182,11 +182,11 @@ func FuzzPlan(f *testing.F) {
 		for _, o := range offers {
 			standing := slices.Clone(o.Taken)
 			for _, p := range got {
-				if p.GPU == o.GPU && !slices.Contains(o.Taken, p.Slot) {
-					if !c.Fits(standing, p.Slot) {
-						t.Fatalf("Prefer(%+v, …, %d) = %v: %s does not fit beside %v", offers, n, got, p.Slot, standing)
+				if p.GPU == o.GPU && !slices.Contains(o.Taken, p.Placement) {
+					if !c.Fits(standing, p.Placement) {
+						t.Fatalf("Prefer(%+v, …, %d) = %v: %s does not fit beside %v", offers, n, got, p.Placement, standing)
 					}
-					standing = append(standing, p.Slot)
+					standing = append(standing, p.Placement)
 				}
 			}
 		}
@@ -197,14 +197,14 @@ func FuzzPlan(f *testing.F) {
 }
 
 func sorted(counts []Count) []Count {
-	var all []Slot
+	var all []Placement
 	for _, c := range counts {
 		for range c.N {
-			all = append(all, Slot{Profile: c.Profile})
+			all = append(all, Placement{Profile: c.Profile})
 		}
 	}
 	var out []Count
-	slices.SortFunc(all, func(a, b Slot) int { return Compare(a.Profile, b.Profile) })
+	slices.SortFunc(all, func(a, b Placement) int { return Compare(a.Profile, b.Profile) })
 	for _, s := range all {
 		if len(out) > 0 && out[len(out)-1].Profile == s.Profile {
 			out[len(out)-1].N++
@@ -234,18 +234,18 @@ func walk(t *testing.T, c *Card, standing []Standing, p Plan, fail func(string, 
 	for _, step := range p.Steps {
 		switch step.Op {
 		case Destroy:
-			i := slices.IndexFunc(now, func(o Standing) bool { return o.Slot == step.Slot && !o.Pinned })
+			i := slices.IndexFunc(now, func(o Standing) bool { return o.Placement == step.Placement && !o.Pinned })
 			if i < 0 {
 				fail("%s: it is pinned or not there", step)
 			}
 			now = slices.Delete(now, i, i+1)
 		case Create:
-			if own, ok := c.Slot(step.Profile, step.Start, step.CI); !ok || own != step.Slot {
-				fail("%s: there is no such slot", step)
+			if own, ok := c.Placement(step.Profile, step.Start, step.CI); !ok || own != step.Placement {
+				fail("%s: there is no such placement", step)
 			}
 			for i := 0; i < len(now); i++ {
 				o := now[i]
-				if o.Empty && !o.Pinned && o.GPUInstance() == step.Slot.GPUInstance() {
+				if o.Empty && !o.Pinned && o.GPUInstance() == step.Placement.GPUInstance() {
 					now = slices.Delete(now, i, i+1)
 					i--
 					continue
@@ -253,18 +253,18 @@ func walk(t *testing.T, c *Card, standing []Standing, p Plan, fail func(string, 
 				if o.Start >= step.Start+step.Size || step.Start >= o.Start+o.Size || o.Size <= 0 || o.Start < 0 || o.Start > 63 {
 					continue
 				}
-				beside := o.GPUInstance() == step.Slot.GPUInstance() && o.Profile.Compute > 0 && step.Profile.Compute > 0 && !o.Empty &&
+				beside := o.GPUInstance() == step.Placement.GPUInstance() && o.Profile.Compute > 0 && step.Profile.Compute > 0 && !o.Empty &&
 					(o.CI >= step.CI+step.Profile.Compute || step.CI >= o.CI+o.Profile.Compute)
 				if !beside {
-					fail("%s: in the room of %s", step, o.Slot)
+					fail("%s: in the room of %s", step, o.Placement)
 				}
 			}
-			now = append(now, Standing{Slot: step.Slot})
+			now = append(now, Standing{Placement: step.Placement})
 		default:
 			fail("%s", step)
 		}
 	}
-	after := slots(now)
+	after := placements(now)
 	for _, s := range p.Keep {
 		if !slices.Contains(after, s) {
 			fail("%s is not kept", s)

@@ -21,7 +21,7 @@ type Count struct {
 
 // Standing is a device that exists.
 type Standing struct {
-	Slot
+	Placement
 	// Pinned says that nothing may touch it; Holder (a pod, a process) and
 	// Reason say why. Either may be empty.
 	Pinned         bool
@@ -33,7 +33,7 @@ type Standing struct {
 // Op is what a step does.
 type Op string
 
-// Ops. Enable and Disable are about MIG mode and have a zero Slot.
+// Ops. Enable and Disable are about MIG mode and have a zero Placement.
 const (
 	Destroy Op = "destroy"
 	Create  Op = "create"
@@ -44,7 +44,7 @@ const (
 // Step is one thing to do on one GPU.
 type Step struct {
 	Op Op
-	Slot
+	Placement
 }
 
 // String is "create 3g.40gb@4", or "enable".
@@ -52,7 +52,7 @@ func (s Step) String() string {
 	if s.Op == Enable || s.Op == Disable {
 		return string(s.Op) + " MIG mode"
 	}
-	return string(s.Op) + " " + s.Slot.String()
+	return string(s.Op) + " " + s.Placement.String()
 }
 
 // Plan is how one GPU becomes what is wanted.
@@ -61,10 +61,10 @@ type Plan struct {
 	// something is in the way.
 	Steps []Step
 	// Result is what exists afterwards; where blocked, what exists now.
-	Result []Slot
+	Result []Placement
 	// Keep is what exists now and stays in the target; where blocked, in the
 	// target that is to come when those in the way are gone.
-	Keep []Slot
+	Keep []Placement
 	// Blocked is the smallest set of holders in the way.
 	Blocked []Standing
 }
@@ -80,7 +80,7 @@ type Target struct {
 
 // Plan finds the steps from what exists to what is wanted: those that destroy
 // the fewest instances, then create the fewest, then leave the most room; of
-// equals the one whose slots come first, from left to right. Where something
+// equals the one whose placements come first, from left to right. Where something
 // pinned is in the way there is no step, and Blocked says what. It fails as
 // Feasible does, and with gpu.ErrNotSupported where placements are not known.
 func (c *Card) Plan(standing []Standing, want []Count) (Plan, error) {
@@ -89,7 +89,7 @@ func (c *Card) Plan(standing []Standing, want []Count) (Plan, error) {
 		return Plan{}, err
 	}
 	for _, w := range all {
-		if p := &c.profiles[c.index(w.Profile.GPUInstance())]; len(p.slots) == 0 {
+		if p := &c.profiles[c.index(w.Profile.GPUInstance())]; len(p.placements) == 0 {
 			return Plan{}, fmt.Errorf("plan: the driver does not tell where %s can stand: %w", p.name, gpu.ErrNotSupported)
 		}
 	}
@@ -140,7 +140,7 @@ const maxShared = 6
 // none. A holder of one instance is a matter of value: keeping that instance
 // saves a holder. Of those that hold several, every set is tried: the others'
 // are fixed.
-func (p *planner) dismiss() ([]Slot, error) {
+func (p *planner) dismiss() ([]Placement, error) {
 	var shared []string
 	pinnedFor := func(h string) func(Standing) bool {
 		return func(o Standing) bool { return o.Pinned && o.Holder == h }
@@ -158,7 +158,7 @@ func (p *planner) dismiss() ([]Slot, error) {
 			p.value[i] += holderUnit
 		}
 	}
-	var target []Slot
+	var target []Placement
 	most := int64(math.MinInt64)
 	for set := range 1 << len(shared) {
 		for i := range p.standing {
@@ -177,12 +177,12 @@ func (p *planner) dismiss() ([]Slot, error) {
 }
 
 // blocked is the plan for a target that pinned instances stand in the way of.
-func blocked(standing []Standing, target []Slot) Plan {
+func blocked(standing []Standing, target []Placement) Plan {
 	plan := change(standing, target)
 	plan.Steps = nil
-	plan.Result = slots(standing)
+	plan.Result = placements(standing)
 	for _, o := range standing {
-		if o.Pinned && (o.Empty || !slices.Contains(target, o.Slot)) {
+		if o.Pinned && (o.Empty || !slices.Contains(target, o.Placement)) {
 			plan.Blocked = append(plan.Blocked, o)
 		}
 	}
@@ -190,37 +190,37 @@ func blocked(standing []Standing, target []Slot) Plan {
 	return plan
 }
 
-func compareStanding(a, b Standing) int { return CompareSlots(a.Slot, b.Slot) }
+func compareStanding(a, b Standing) int { return ComparePlacements(a.Placement, b.Placement) }
 
-// slots are the devices that exist, in order.
-func slots(standing []Standing) []Slot {
-	out := make([]Slot, 0, len(standing))
+// placements are the devices that exist, in order.
+func placements(standing []Standing) []Placement {
+	out := make([]Placement, 0, len(standing))
 	for _, o := range standing {
 		if !o.Empty {
-			out = append(out, o.Slot)
+			out = append(out, o.Placement)
 		}
 	}
-	slices.SortFunc(out, CompareSlots)
+	slices.SortFunc(out, ComparePlacements)
 	return out
 }
 
 // change is the way from what exists to a target: first what must go, then what
 // comes, each from left to right.
-func change(standing []Standing, target []Slot) Plan {
+func change(standing []Standing, target []Placement) Plan {
 	plan := Plan{Result: target}
 	for i, o := range standing {
 		switch {
-		case !o.Empty && slices.Contains(target, o.Slot):
+		case !o.Empty && slices.Contains(target, o.Placement):
 			if first(standing, i) {
-				plan.Keep = append(plan.Keep, o.Slot)
+				plan.Keep = append(plan.Keep, o.Placement)
 			}
 		case o.Empty && slices.ContainsFunc(target, o.sameGI):
 		default:
-			plan.Steps = append(plan.Steps, Step{Destroy, o.Slot})
+			plan.Steps = append(plan.Steps, Step{Destroy, o.Placement})
 		}
 	}
-	slices.SortFunc(plan.Keep, CompareSlots)
-	slices.SortStableFunc(plan.Steps, func(a, b Step) int { return CompareSlots(a.Slot, b.Slot) })
+	slices.SortFunc(plan.Keep, ComparePlacements)
+	slices.SortStableFunc(plan.Steps, func(a, b Step) int { return ComparePlacements(a.Placement, b.Placement) })
 	for _, s := range target {
 		if !slices.Contains(plan.Keep, s) {
 			plan.Steps = append(plan.Steps, Step{Create, s})
@@ -232,16 +232,16 @@ func change(standing []Standing, target []Slot) Plan {
 // Make finds the steps that make s stand, for a GPU whose instances are made on
 // demand. Idle instances stay unless they are in the way, and of those the
 // fewest go, then such that leave the most room. Blocked is the smallest set of
-// holders in the way. Where s exists already there is nothing to do. A slot
+// holders in the way. Where s exists already there is nothing to do. A placement
 // that the card does not have is gpu.ErrInvalid.
-func (c *Card) Make(standing []Standing, s Slot) (Plan, error) {
-	if own, ok := c.Slot(s.Profile, s.Start, s.CI); !ok || own != s {
-		return Plan{}, fmt.Errorf("make %s: this GPU has no such slot; %s: %w", s, c.names(), gpu.ErrInvalid)
+func (c *Card) Make(standing []Standing, s Placement) (Plan, error) {
+	if own, ok := c.Placement(s.Profile, s.Start, s.CI); !ok || own != s {
+		return Plan{}, fmt.Errorf("make %s: this GPU has no such placement; %s: %w", s, c.names(), gpu.ErrInvalid)
 	}
 	if len(standing) > maxStanding {
 		return Plan{}, errTooLarge
 	}
-	now := slots(standing)
+	now := placements(standing)
 	if slices.Contains(now, s) {
 		return Plan{Result: now, Keep: now}, nil
 	}
@@ -252,7 +252,7 @@ func (c *Card) Make(standing []Standing, s Slot) (Plan, error) {
 		if o.Empty {
 			goes[i] = o.mask()&s.mask() != 0 && (o.Pinned || !o.sameGI(s))
 		} else {
-			goes[i] = s.clash(o.Slot)
+			goes[i] = s.clash(o.Placement)
 		}
 	}
 	c.yield(standing, s, goes)
@@ -261,24 +261,24 @@ func (c *Card) Make(standing []Standing, s Slot) (Plan, error) {
 		switch {
 		case !goes[i]:
 			if !o.Empty {
-				plan.Keep = append(plan.Keep, o.Slot)
+				plan.Keep = append(plan.Keep, o.Placement)
 			}
 		case o.Pinned:
 			plan.Blocked = append(plan.Blocked, o)
 		default:
-			plan.Steps = append(plan.Steps, Step{Destroy, o.Slot})
+			plan.Steps = append(plan.Steps, Step{Destroy, o.Placement})
 		}
 	}
-	slices.SortFunc(plan.Keep, CompareSlots)
+	slices.SortFunc(plan.Keep, ComparePlacements)
 	if len(plan.Blocked) > 0 {
 		slices.SortStableFunc(plan.Blocked, compareStanding)
 		plan.Steps, plan.Result = nil, now
 		return plan, nil
 	}
-	slices.SortStableFunc(plan.Steps, func(a, b Step) int { return CompareSlots(a.Slot, b.Slot) })
+	slices.SortStableFunc(plan.Steps, func(a, b Step) int { return ComparePlacements(a.Placement, b.Placement) })
 	plan.Steps = append(plan.Steps, Step{Create, s})
 	plan.Result = append(slices.Clone(plan.Keep), s)
-	slices.SortFunc(plan.Result, CompareSlots)
+	slices.SortFunc(plan.Result, ComparePlacements)
 	return plan, nil
 }
 
@@ -288,7 +288,7 @@ const maxYield = 14
 
 // yield marks which further GPU instances go so that s is allowed beside the
 // rest.
-func (c *Card) yield(standing []Standing, s Slot, goes []bool) {
+func (c *Card) yield(standing []Standing, s Placement, goes []bool) {
 	var t tally
 	var gis []int // of standing, the first in each GPU instance that stays
 	own := false
@@ -299,7 +299,7 @@ func (c *Card) yield(standing []Standing, s Slot, goes []bool) {
 		if o.sameGI(s) {
 			own = true
 		}
-		if slices.ContainsFunc(gis, func(k int) bool { return standing[k].sameGI(o.Slot) }) {
+		if slices.ContainsFunc(gis, func(k int) bool { return standing[k].sameGI(o.Placement) }) {
 			continue
 		}
 		gis = append(gis, i)
@@ -381,7 +381,7 @@ func costOf(standing []Standing, goes []bool, room int64) cost {
 // mark lets all go that is in the GPU instance of standing[k].
 func mark(standing []Standing, k int, goes []bool) {
 	for i := range standing {
-		if standing[i].sameGI(standing[k].Slot) {
+		if standing[i].sameGI(standing[k].Placement) {
 			goes[i] = true
 		}
 	}
@@ -394,7 +394,7 @@ func mark(standing []Standing, k int, goes []bool) {
 //
 // Where MIG must go on and placements are not known before, turning it on is
 // the only step; a later plan sees them. A change of mode waits for all that is
-// pinned, also for a Standing with a zero Slot: a holder of the whole GPU.
+// pinned, also for a Standing with a zero Placement: a holder of the whole GPU.
 func Change(m *gpu.MIG, c *Card, standing []Standing, to Target) (Plan, error) {
 	pending := m.Enabled
 	if m.Pending != nil {
@@ -413,7 +413,7 @@ func Change(m *gpu.MIG, c *Card, standing []Standing, to Target) (Plan, error) {
 		return Plan{}, fmt.Errorf("turn MIG mode on: this GPU has none: %w", gpu.ErrNotSupported)
 	}
 	if m.Enabled {
-		plan := Plan{Result: slots(standing), Keep: slots(standing)}
+		plan := Plan{Result: placements(standing), Keep: placements(standing)}
 		if !to.OnDemand {
 			var err error
 			if plan, err = c.Plan(standing, to.Geometry); err != nil {
@@ -454,13 +454,13 @@ func off(standing []Standing) Plan {
 	}
 	if len(plan.Blocked) > 0 {
 		slices.SortStableFunc(plan.Blocked, compareStanding)
-		plan.Result = slots(standing)
+		plan.Result = placements(standing)
 		return plan
 	}
 	for _, o := range standing {
-		plan.Steps = append(plan.Steps, Step{Destroy, o.Slot})
+		plan.Steps = append(plan.Steps, Step{Destroy, o.Placement})
 	}
-	slices.SortStableFunc(plan.Steps, func(a, b Step) int { return CompareSlots(a.Slot, b.Slot) })
+	slices.SortStableFunc(plan.Steps, func(a, b Step) int { return ComparePlacements(a.Placement, b.Placement) })
 	plan.Steps = append(plan.Steps, Step{Op: Disable})
 	return plan
 }
@@ -476,7 +476,7 @@ func Stand(m *gpu.MIG) []Standing {
 	out := make([]Standing, 0, len(m.Instances))
 	for i := range m.Instances {
 		in := &m.Instances[i]
-		o := Standing{Slot: Slot{Start: in.Start, Size: in.Size}, Holder: in.Holder, Empty: in.CI < 0}
+		o := Standing{Placement: Placement{Start: in.Start, Size: in.Size}, Holder: in.Holder, Empty: in.CI < 0}
 		if in.Busy {
 			o.Pinned, o.Reason = true, "busy"
 		}
@@ -501,7 +501,7 @@ func Stand(m *gpu.MIG) []Standing {
 		}
 		if o.Profile.Compute != 0 {
 			o.CI = in.CIStart
-			o.CI = beside(out, o.Slot, p)
+			o.CI = beside(out, o.Placement, p)
 		}
 		out = append(out, o)
 	}
@@ -520,11 +520,11 @@ func find(m *gpu.MIG, n Name) *gpu.Profile {
 
 // beside is where a split begins: at the compute slice that it names, or if
 // others have that, at the first that is free.
-func beside(out []Standing, s Slot, from *gpu.Profile) int {
+func beside(out []Standing, s Placement, from *gpu.Profile) int {
 	free := func(ci int) bool {
 		at := s
 		at.CI = ci
-		return !slices.ContainsFunc(out, func(o Standing) bool { return !o.Empty && at.sameGI(o.Slot) && at.compute()&o.compute() != 0 })
+		return !slices.ContainsFunc(out, func(o Standing) bool { return !o.Empty && at.sameGI(o.Placement) && at.compute()&o.compute() != 0 })
 	}
 	if free(s.CI) {
 		return s.CI

@@ -22,7 +22,7 @@ func stand(t testing.TB, c *Card, s string) []Standing {
 		var o Standing
 		f, o.Holder, o.Pinned = strings.Cut(f, "!")
 		f, o.Empty = strings.CutSuffix(f, "?")
-		o.Slot = at(t, c, f)
+		o.Placement = at(t, c, f)
 		out = append(out, o)
 	}
 	return out
@@ -52,7 +52,7 @@ func (p Plan) text() string {
 	if len(p.Blocked) > 0 {
 		b.WriteString("blocked by")
 		for _, o := range p.Blocked {
-			fmt.Fprintf(&b, " %s!%s", o.Slot, o.Holder)
+			fmt.Fprintf(&b, " %s!%s", o.Placement, o.Holder)
 		}
 		b.WriteString("; ")
 	}
@@ -73,7 +73,7 @@ func TestPlan(t *testing.T) {
 			"keep []; result []"},
 		{"nothing from something", seven, "1g.10gb@6 3g.40gb@0", "",
 			"destroy 3g.40gb@0; destroy 1g.10gb@6; keep []; result []"},
-		// The free slots stay together: what is left of 3g.40gb's place is the end.
+		// The free memory slices stay together: what is left of 3g.40gb's place is the end.
 		{"the most room", seven, "", "1x1g.10gb",
 			"create 1g.10gb@6; keep []; result [1g.10gb@6]"},
 		{"balanced", seven, "", "2x1g.10gb 1x2g.20gb 1x3g.40gb",
@@ -126,20 +126,20 @@ func TestPlan(t *testing.T) {
 // the driver's table says.
 func TestPlanBesideWhatIsNotInTheTable(t *testing.T) {
 	c := card(t, five)
-	me := Slot{Profile: name(t, "1g.10gb+me"), Start: 0, Size: 1}
-	odd := Slot{Profile: name(t, "2g.20gb"), Start: 5, Size: 2}
+	me := Placement{Profile: name(t, "1g.10gb+me"), Start: 0, Size: 1}
+	odd := Placement{Profile: name(t, "2g.20gb"), Start: 5, Size: 2}
 	for _, tc := range []struct {
 		standing []Standing
 		want     string
 		plan     string
 	}{
-		{[]Standing{{Slot: me}}, "1x3g.40gb", "destroy 1g.10gb+me@0; create 3g.40gb@4; keep []; result [3g.40gb@4]"},
-		{[]Standing{{Slot: me, Pinned: true}}, "1x3g.40gb", "blocked by 1g.10gb+me@0!; keep []; result [1g.10gb+me@0]"},
-		{[]Standing{{Slot: odd, Pinned: true}}, "1x2g.20gb 1x3g.40gb", "create 3g.40gb@0; keep [2g.20gb@5]; result [3g.40gb@0 2g.20gb@5]"},
-		{[]Standing{{Slot: odd}, {Slot: odd}}, "1x2g.20gb", "keep [2g.20gb@5]; result [2g.20gb@5]"},
+		{[]Standing{{Placement: me}}, "1x3g.40gb", "destroy 1g.10gb+me@0; create 3g.40gb@4; keep []; result [3g.40gb@4]"},
+		{[]Standing{{Placement: me, Pinned: true}}, "1x3g.40gb", "blocked by 1g.10gb+me@0!; keep []; result [1g.10gb+me@0]"},
+		{[]Standing{{Placement: odd, Pinned: true}}, "1x2g.20gb 1x3g.40gb", "create 3g.40gb@0; keep [2g.20gb@5]; result [3g.40gb@0 2g.20gb@5]"},
+		{[]Standing{{Placement: odd}, {Placement: odd}}, "1x2g.20gb", "keep [2g.20gb@5]; result [2g.20gb@5]"},
 		{[]Standing{{Pinned: true, Holder: "a"}}, "1x2g.20gb", "blocked by 0g.0gb@0!a; keep []; result [0g.0gb@0]"},
 		// Two that cannot both be there: one of them has to go.
-		{[]Standing{{Slot: me, Pinned: true, Holder: "a"}, {Slot: at(t, c, "1g.10gb@0"), Pinned: true, Holder: "b"}}, "1x1g.10gb",
+		{[]Standing{{Placement: me, Pinned: true, Holder: "a"}, {Placement: at(t, c, "1g.10gb@0"), Pinned: true, Holder: "b"}}, "1x1g.10gb",
 			"blocked by 1g.10gb+me@0!a; keep [1g.10gb@0]; result [1g.10gb@0 1g.10gb+me@0]"},
 	} {
 		p, err := c.Plan(tc.standing, counts(t, tc.want))
@@ -149,8 +149,8 @@ func TestPlanBesideWhatIsNotInTheTable(t *testing.T) {
 	}
 	// What stands is not legal, and what is made has no part in that.
 	held := []Standing{
-		{Slot: Slot{Profile: name(t, "1g.10gb+me"), Start: 0, Size: 1}, Pinned: true},
-		{Slot: Slot{Profile: name(t, "1g.10gb+me"), Start: 1, Size: 1}, Pinned: true},
+		{Placement: Placement{Profile: name(t, "1g.10gb+me"), Start: 0, Size: 1}, Pinned: true},
+		{Placement: Placement{Profile: name(t, "1g.10gb+me"), Start: 1, Size: 1}, Pinned: true},
 	}
 	full := card(t, seven)
 	if p, err := full.Make(held, at(t, full, "1g.10gb@2")); err != nil || len(p.Steps) != 1 {
@@ -178,10 +178,10 @@ func TestMake(t *testing.T) {
 		{"2g.20gb", 2, 1, 2, []int{0, 2}, &gpu.Engines{}},
 	}
 	for _, tc := range []struct {
-		name           string
-		rows           []row
-		standing, slot string
-		plan           string
+		name                string
+		rows                []row
+		standing, placement string
+		plan                string
 	}{
 		{"into the free", seven, "1g.10gb@0", "3g.40gb@4",
 			"create 3g.40gb@4; keep [1g.10gb@0]; result [1g.10gb@0 3g.40gb@4]"},
@@ -212,7 +212,7 @@ func TestMake(t *testing.T) {
 			"blocked by 1g.10gb@0!a 1g.10gb@3!a; keep [1g.10gb@1]; result [1g.10gb@0 1g.10gb@1 1g.10gb@3]"},
 	} {
 		c := card(t, tc.rows)
-		p, err := c.Make(stand(t, c, tc.standing), at(t, c, tc.slot))
+		p, err := c.Make(stand(t, c, tc.standing), at(t, c, tc.placement))
 		if err != nil {
 			t.Errorf("%s: %v", tc.name, err)
 		} else if p.text() != tc.plan {
@@ -320,7 +320,7 @@ func TestStand(t *testing.T) {
 	}
 	var got []string
 	for _, o := range Stand(m) {
-		got = append(got, fmt.Sprintf("%s size %d pinned %v holder %q reason %q empty %v", o.Slot, o.Size, o.Pinned, o.Holder, o.Reason, o.Empty))
+		got = append(got, fmt.Sprintf("%s size %d pinned %v holder %q reason %q empty %v", o.Placement, o.Size, o.Pinned, o.Holder, o.Reason, o.Empty))
 	}
 	want := []string{
 		`2g.20gb@0 size 2 pinned true holder "" reason "busy" empty false`,
@@ -339,7 +339,7 @@ func TestStand(t *testing.T) {
 		{Profile: "1c.3g.40gb", Placement: at(0, 4), CI: 1, CIStart: 2},
 		{Profile: "2c.3g.40gb", Placement: at(0, 4), CI: 0, CIStart: 0},
 	}
-	if s := slots(Stand(m)); fmt.Sprint(s) != "[2c.3g.40gb@0.0 1c.3g.40gb@0.2]" {
+	if s := placements(Stand(m)); fmt.Sprint(s) != "[2c.3g.40gb@0.0 1c.3g.40gb@0.2]" {
 		t.Errorf("got %v", s)
 	}
 }

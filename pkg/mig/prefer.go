@@ -10,22 +10,22 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Offer is a GPU on which slots are on offer.
+// Offer is a GPU on which placements are on offer.
 type Offer struct {
 	GPU  gpu.UUID
 	Card *Card
 	// Taken may not go: claims, busy and foreign instances. Warm stands. What is
 	// in Warm alone is idle and may go for another; what is in both stands, may
 	// not go and may be given out.
-	Taken, Warm []Slot
+	Taken, Warm []Placement
 	// Rank decides between GPUs that are as good as each other; less is better.
 	Rank int
 }
 
-// Place is a slot of a GPU.
+// Place is a placement of a GPU.
 type Place struct {
-	GPU  gpu.UUID
-	Slot Slot
+	GPU       gpu.UUID
+	Placement Placement
 }
 
 // Weights of what an offer's choice is judged by, each greater than all that is
@@ -54,7 +54,7 @@ const (
 // for n below the number of must. The order of the arguments plays no part.
 func Prefer(offers []Offer, available, must []Place, n int) ([]Place, error) {
 	if n < len(must) {
-		return nil, fmt.Errorf("choose %d slots: %d must be among them: %w", n, len(must), gpu.ErrInvalid)
+		return nil, fmt.Errorf("choose %d placements: %d must be among them: %w", n, len(must), gpu.ErrInvalid)
 	}
 	ts, err := newTables(offers)
 	if err != nil {
@@ -63,7 +63,7 @@ func Prefer(offers []Offer, available, must []Place, n int) ([]Place, error) {
 	out := make([]Place, 0, n)
 	for _, p := range must {
 		if slices.Contains(out, p) {
-			return nil, fmt.Errorf("choose slots: %s must be there twice: %w", ID(p.GPU, p.Slot), gpu.ErrInvalid)
+			return nil, fmt.Errorf("choose placements: %s must be there twice: %w", ID(p.GPU, p.Placement), gpu.ErrInvalid)
 		}
 		if err := ts.admit(p); err != nil {
 			return nil, err
@@ -92,7 +92,7 @@ func Prefer(offers []Offer, available, must []Place, n int) ([]Place, error) {
 
 	need := n - len(out)
 	if need > len(last) {
-		return nil, fmt.Errorf("choose %d slots: only %d of those available can stand together: %w", n, len(out)+len(last), gpu.ErrNoRoom)
+		return nil, fmt.Errorf("choose %d placements: only %d of those available can stand together: %w", n, len(out)+len(last), gpu.ErrNoRoom)
 	}
 	out = append(out, last[:need]...)
 	slices.SortFunc(out, ts.order)
@@ -102,8 +102,8 @@ func Prefer(offers []Offer, available, must []Place, n int) ([]Place, error) {
 // table is an offer with what is chosen and known of it so far.
 type table struct {
 	*Offer
-	taken []Slot // Taken, and those of must
-	fit   []Slot // available, not taken, each of them fits beside what is taken
+	taken []Placement // Taken, and those of must
+	fit   []Placement // available, not taken, each of them fits beside what is taken
 	// best[k] is what choosing k of fit is worth at best, none where so many do
 	// not fit; it begins with what choosing none is worth.
 	best    []int64
@@ -120,9 +120,9 @@ func newTables(offers []Offer) (tables, error) {
 	for i := range offers {
 		o := &offers[i]
 		if o.Card == nil {
-			return nil, fmt.Errorf("choose slots: nothing is known of %s: %w", o.GPU, gpu.ErrInvalid)
+			return nil, fmt.Errorf("choose placements: nothing is known of %s: %w", o.GPU, gpu.ErrInvalid)
 		}
-		ts[i] = table{Offer: o, taken: slices.Clone(o.Taken), fit: make([]Slot, 0, 8)}
+		ts[i] = table{Offer: o, taken: slices.Clone(o.Taken), fit: make([]Placement, 0, 8)}
 	}
 	slices.SortFunc(ts, func(a, b table) int {
 		return cmp.Or(cmp.Compare(a.Rank, b.Rank), cmp.Compare(a.GPU, b.GPU))
@@ -136,13 +136,13 @@ func (ts tables) rank(u gpu.UUID) int {
 
 // order compares places as the tables are ordered, and on a GPU from left to right.
 func (ts tables) order(a, b Place) int {
-	return cmp.Or(cmp.Compare(ts.rank(a.GPU), ts.rank(b.GPU)), CompareSlots(a.Slot, b.Slot))
+	return cmp.Or(cmp.Compare(ts.rank(a.GPU), ts.rank(b.GPU)), ComparePlacements(a.Placement, b.Placement))
 }
 
 func (ts tables) find(p Place) (*table, error) {
 	i := ts.rank(p.GPU)
 	if i < 0 {
-		return nil, fmt.Errorf("choose slots: %s is on a GPU that is not on offer: %w", ID(p.GPU, p.Slot), gpu.ErrInvalid)
+		return nil, fmt.Errorf("choose placements: %s is on a GPU that is not on offer: %w", ID(p.GPU, p.Placement), gpu.ErrInvalid)
 	}
 	return &ts[i], nil
 }
@@ -150,13 +150,13 @@ func (ts tables) find(p Place) (*table, error) {
 // admit takes a place that must be among those chosen.
 func (ts tables) admit(p Place) error {
 	t, err := ts.find(p)
-	if err != nil || slices.Contains(t.taken, p.Slot) {
+	if err != nil || slices.Contains(t.taken, p.Placement) {
 		return err
 	}
-	if !t.Card.Fits(t.taken, p.Slot) {
-		return fmt.Errorf("choose slots: %s must be among them and cannot stand beside what is taken: %w", ID(p.GPU, p.Slot), gpu.ErrNoRoom)
+	if !t.Card.Fits(t.taken, p.Placement) {
+		return fmt.Errorf("choose placements: %s must be among them and cannot stand beside what is taken: %w", ID(p.GPU, p.Placement), gpu.ErrNoRoom)
 	}
-	t.taken = append(t.taken, p.Slot)
+	t.taken = append(t.taken, p.Placement)
 	return nil
 }
 
@@ -169,18 +169,18 @@ func (ts tables) sort(available, must []Place) (free, last []Place, err error) {
 		switch {
 		case err != nil:
 			return nil, nil, err
-		case p.Slot.Profile != available[0].Slot.Profile:
-			return nil, nil, fmt.Errorf("choose slots: %s and %s are different profiles: %w",
-				ID(available[0].GPU, available[0].Slot), ID(p.GPU, p.Slot), gpu.ErrInvalid)
+		case p.Placement.Profile != available[0].Placement.Profile:
+			return nil, nil, fmt.Errorf("choose placements: %s and %s are different profiles: %w",
+				ID(available[0].GPU, available[0].Placement), ID(p.GPU, p.Placement), gpu.ErrInvalid)
 		case slices.Contains(must, p):
-		case slices.Contains(t.taken, p.Slot):
-			if slices.Contains(t.Warm, p.Slot) {
+		case slices.Contains(t.taken, p.Placement):
+			if slices.Contains(t.Warm, p.Placement) {
 				free = append(free, p)
 			} else {
 				last = append(last, p)
 			}
-		case t.Card.Fits(t.taken, p.Slot) && !slices.Contains(t.fit, p.Slot):
-			t.fit = append(t.fit, p.Slot)
+		case t.Card.Fits(t.taken, p.Placement) && !slices.Contains(t.fit, p.Placement):
+			t.fit = append(t.fit, p.Placement)
 		}
 	}
 	for i := range ts {
@@ -189,7 +189,7 @@ func (ts tables) sort(available, must []Place) (free, last []Place, err error) {
 		}
 	}
 	cold := func(p Place) int {
-		if slices.Contains(ts[ts.rank(p.GPU)].Warm, p.Slot) {
+		if slices.Contains(ts[ts.rank(p.GPU)].Warm, p.Placement) {
 			return 0
 		}
 		return 1
@@ -201,8 +201,8 @@ func (ts tables) sort(available, must []Place) (free, last []Place, err error) {
 
 // inside takes those splits out of fit that lie in GPU instances which are
 // taken anyway: they cost no room. Splits of one profile never clash.
-func (t *table) inside() (out []Slot) {
-	slices.SortFunc(t.fit, CompareSlots)
+func (t *table) inside() (out []Placement) {
+	slices.SortFunc(t.fit, ComparePlacements)
 	rest := t.fit[:0]
 	for _, s := range t.fit {
 		if slices.ContainsFunc(t.taken, s.sameGI) {
@@ -219,7 +219,7 @@ func (t *table) inside() (out []Slot) {
 func (t *table) rate(n int) error {
 	c := t.Card
 	// What cannot exist beside what is taken goes in any case.
-	idle := make([]Slot, 0, len(t.Warm))
+	idle := make([]Placement, 0, len(t.Warm))
 	for _, s := range t.Warm {
 		if c.Fits(t.taken, s) {
 			idle = append(idle, s)
@@ -228,7 +228,7 @@ func (t *table) rate(n int) error {
 	t.planner = c.planner(nil, nil)
 	s := &t.planner.search
 	s.reset(c.memory, t.gaps(idle), c.memory+1)
-	t.parts(s, min(n, len(t.fit)), func(devices []Slot) (v int64) {
+	t.parts(s, min(n, len(t.fit)), func(devices []Placement) (v int64) {
 		for _, d := range devices {
 			if slices.Contains(idle, d) {
 				v += exactUnit
@@ -245,7 +245,7 @@ func (t *table) rate(n int) error {
 
 // gaps is what each run of memory slices that stays free is worth: gaps[a*w+b] the one
 // from a up to, not including, b.
-func (t *table) gaps(idle []Slot) []int64 {
+func (t *table) gaps(idle []Placement) []int64 {
 	c := t.Card
 	var taken uint64
 	for _, s := range t.taken {
@@ -270,7 +270,7 @@ func (t *table) gaps(idle []Slot) []int64 {
 
 // parts gives the search what it may choose of, most places at most: single places,
 // and of splits so many in a GPU instance.
-func (t *table) parts(s *search, most int, worth func([]Slot) int64) {
+func (t *table) parts(s *search, most int, worth func([]Placement) int64) {
 	s.dims = append(s.dims, dim{n: most})
 	t.splits = -1
 	if len(t.fit) == 0 || t.fit[0].Profile.Compute == 0 {
@@ -281,7 +281,7 @@ func (t *table) parts(s *search, most int, worth func([]Slot) int64) {
 		return
 	}
 	t.splits = 1
-	var gis []Slot
+	var gis []Placement
 	for _, d := range t.fit {
 		if !slices.ContainsFunc(gis, d.sameGI) {
 			gis = append(gis, d)
@@ -289,14 +289,14 @@ func (t *table) parts(s *search, most int, worth func([]Slot) int64) {
 	}
 	s.dims = append(s.dims, dim{n: min(most, len(gis))})
 	for _, gi := range gis {
-		var in []Slot
+		var in []Placement
 		for _, d := range t.fit {
 			if d.sameGI(gi) {
 				in = append(in, d)
 			}
 		}
 		// Those that exist come first: any number of them is a beginning of the list.
-		slices.SortStableFunc(in, func(a, b Slot) int { return cmp.Compare(worth([]Slot{b}), worth([]Slot{a})) })
+		slices.SortStableFunc(in, func(a, b Placement) int { return cmp.Compare(worth([]Placement{b}), worth([]Placement{a})) })
 		for k := min(most, len(in)); k > 0; k-- {
 			s.parts = append(s.parts, part{start: gi.Start, end: gi.Start + gi.Size, uses: []use{{0, k}, {1, 1}}, value: worth(in[:k]), devices: in[:k]})
 		}
@@ -358,7 +358,7 @@ func spread(tables []table, n int) ([]Place, error) {
 	for g := len(tables) - 1; g >= 0; g-- {
 		t := &tables[g]
 		if err := t.rate(n); err != nil {
-			return nil, fmt.Errorf("choose slots on %s: %w", t.GPU, err)
+			return nil, fmt.Errorf("choose placements on %s: %w", t.GPU, err)
 		}
 		after := from[g+1]
 		most := min(n, len(t.best)-1+len(after)-1)

@@ -31,7 +31,7 @@ func newDesk(r *rand.Rand, fields []*field, cards []*Card) *desk {
 		set := f.sets[r.IntN(len(f.sets))]
 		o := Offer{GPU: gpu.UUID(fmt.Sprint("GPU-", 9-g)), Card: cards[k], Rank: r.IntN(3)}
 		var taken, warm uint64
-		for i, s := range f.slots {
+		for i, s := range f.placements {
 			if set>>i&1 == 0 {
 				continue
 			}
@@ -63,7 +63,7 @@ func (d *desk) cost(must, chosen selection) (p price, ok bool) {
 		if !f.legal[taken] || !f.legal[taken|fresh] {
 			return p, false
 		}
-		for i, s := range f.slots {
+		for i, s := range f.placements {
 			bit := uint64(1) << i
 			if chosen[g]&bit != 0 && must[g]&bit == 0 {
 				if d.taken[g]&bit != 0 && d.warm[g]&bit == 0 {
@@ -87,9 +87,9 @@ func (d *desk) cost(must, chosen selection) (p price, ok bool) {
 	return p, true
 }
 
-// overlaps says whether a slot's memory is wanted by any of a set.
-func (f *field) overlaps(s Slot, set uint64) bool {
-	for i, o := range f.slots {
+// overlaps says whether a placement's memory is wanted by any of a set.
+func (f *field) overlaps(s Placement, set uint64) bool {
+	for i, o := range f.placements {
 		if set>>i&1 == 1 && o.Start < s.Start+s.Size && s.Start < o.Start+o.Size {
 			return true
 		}
@@ -111,12 +111,12 @@ func TestPreferIsBest(t *testing.T) {
 		k := r.IntN(len(fields))
 		d := newDesk(r, fields[k:k+1], cards[k:k+1])
 		f := fields[k]
-		profile := f.slots[r.IntN(len(f.slots))].Profile
+		profile := f.placements[r.IntN(len(f.placements))].Profile
 		var available, must []Place
 		must0 := make(selection, len(d.f))
 		options := make(selection, len(d.f))
 		for g := range d.f {
-			for i, s := range f.slots {
+			for i, s := range f.placements {
 				if s.Profile != profile || r.IntN(4) == 0 {
 					continue
 				}
@@ -140,7 +140,7 @@ func TestPreferIsBest(t *testing.T) {
 			for b, p := range available {
 				if set>>b&1 == 1 {
 					g := slices.IndexFunc(d.offers, func(o Offer) bool { return o.GPU == p.GPU })
-					chosen[g] |= 1 << slices.Index(f.slots, p.Slot)
+					chosen[g] |= 1 << slices.Index(f.placements, p.Placement)
 				}
 			}
 			for g := range chosen {
@@ -170,7 +170,7 @@ func TestPreferIsBest(t *testing.T) {
 		chosen := make(selection, len(d.f))
 		for _, p := range got {
 			g := slices.IndexFunc(d.offers, func(o Offer) bool { return o.GPU == p.GPU })
-			bit := uint64(1) << slices.Index(f.slots, p.Slot)
+			bit := uint64(1) << slices.Index(f.placements, p.Placement)
 			if chosen[g]&bit != 0 || (options[g]|must0[g])&bit == 0 {
 				t.Fatalf("%v was not available, or is there twice", p)
 			}
@@ -240,9 +240,9 @@ func TestPrefer(t *testing.T) {
 		var offers []Offer
 		var available, must []Place
 		for g := range tc.taken {
-			o := Offer{GPU: gpu.UUID(fmt.Sprint("GPU-", g)), Card: tc.card, Taken: slots(stand(t, tc.card, tc.taken[g]))}
+			o := Offer{GPU: gpu.UUID(fmt.Sprint("GPU-", g)), Card: tc.card, Taken: placements(stand(t, tc.card, tc.taken[g]))}
 			if tc.warm != nil {
-				o.Warm = slots(stand(t, tc.card, tc.warm[g]))
+				o.Warm = placements(stand(t, tc.card, tc.warm[g]))
 			}
 			if tc.rank != nil {
 				o.Rank = tc.rank[g]
@@ -251,7 +251,7 @@ func TestPrefer(t *testing.T) {
 			p := name(t, tc.free)
 			for start := range 8 {
 				for ci := range 7 {
-					if s, ok := tc.card.Slot(p, start, ci); ok {
+					if s, ok := tc.card.Placement(p, start, ci); ok {
 						available = append(available, Place{o.GPU, s})
 					}
 				}
@@ -262,13 +262,13 @@ func TestPrefer(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			s, _ := tc.card.Slot(p, start, ci)
+			s, _ := tc.card.Placement(p, start, ci)
 			must = append(must, Place{u, s})
 		}
 		got, err := Prefer(offers, available, must, tc.n)
 		var ids []string
 		for _, p := range got {
-			ids = append(ids, ID(p.GPU, p.Slot))
+			ids = append(ids, ID(p.GPU, p.Placement))
 		}
 		text := strings.Join(ids, " ")
 		if err != nil {

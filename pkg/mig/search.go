@@ -47,13 +47,13 @@ type part struct {
 	delta      int   // what it takes off the key
 	uses       []use // at least one
 	value      int64
-	devices    []Slot
+	devices    []Placement
 	next       int16
 }
 
 // search finds the best set of parts that lie side by side and have, together,
 // exactly what the dims say. It goes over the card's memory from left to right:
-// what is best from a memory slice on depends only on that slot and on what is
+// what is best from a memory slice on depends only on that slice and on what is
 // still to be placed, so each such state is solved once. All that a target is
 // judged by is a sum over its parts and over the free runs between them.
 type search struct {
@@ -65,7 +65,7 @@ type search struct {
 	head, tail [maxMemory]int16
 	must       uint64 // memory that has to be in a part
 	// gaps[a*(width)+b] is what the free run of memory slices a…b-1 is worth;
-	// what lies behind its last slot is worth nothing.
+	// what lies behind its last slice is worth nothing.
 	gaps  []int64
 	width int
 	memo  []int64 // value+1 by key and position; 0 is not yet known
@@ -75,7 +75,7 @@ type search struct {
 
 // reset empties a search, to be used again.
 func (s *search) reset(end int, gaps []int64, width int) {
-	clear(s.parts) // let go of their slots
+	clear(s.parts) // let go of their placements
 	*s = search{end: end, gaps: gaps, width: width, dims: s.dims[:0], parts: s.parts[:0], memo: s.memo, pick: s.pick}
 }
 

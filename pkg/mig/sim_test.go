@@ -60,7 +60,7 @@ func leastUsed(offers []Offer, places []Place) (Place, bool) {
 	least := 1 << 20
 	for _, p := range places {
 		i := slices.IndexFunc(offers, func(o Offer) bool { return o.GPU == p.GPU })
-		if offers[i].Card.Fits(offers[i].Taken, p.Slot) && used(p.GPU) < least {
+		if offers[i].Card.Fits(offers[i].Taken, p.Placement) && used(p.GPU) < least {
 			best, least = p, used(p.GPU)
 		}
 	}
@@ -80,7 +80,7 @@ func simulate(t *testing.T, c *Card, weights []int, load float64, place func([]O
 	for _, row := range seven {
 		var places []Place
 		for _, o := range offers {
-			for _, s := range c.Slots() {
+			for _, s := range c.Placements() {
 				if s.Profile.String() == row.name {
 					places = append(places, Place{o.GPU, s})
 				}
@@ -109,7 +109,7 @@ func simulate(t *testing.T, c *Card, weights []int, load float64, place func([]O
 				return false
 			}
 			i := slices.IndexFunc(offers, func(o Offer) bool { return o.GPU == p.GPU })
-			offers[i].Taken = slices.DeleteFunc(offers[i].Taken, func(s Slot) bool { return s == p.Slot })
+			offers[i].Taken = slices.DeleteFunc(offers[i].Taken, func(s Placement) bool { return s == p.Placement })
 			return true
 		})
 		for due += rate; due >= 1; due-- {
@@ -134,10 +134,10 @@ func simulate(t *testing.T, c *Card, weights []int, load float64, place func([]O
 				continue
 			}
 			i := slices.IndexFunc(offers, func(o Offer) bool { return o.GPU == p.GPU })
-			if !c.Fits(offers[i].Taken, p.Slot) {
+			if !c.Fits(offers[i].Taken, p.Placement) {
 				t.Fatalf("%v is preferred beside %v", p, offers[i].Taken)
 			}
-			offers[i].Taken = append(offers[i].Taken, p.Slot)
+			offers[i].Taken = append(offers[i].Taken, p.Placement)
 			pods = append(pods, running{p, until})
 			if now >= life {
 				given += seven[k].size

@@ -12,7 +12,7 @@ import "slices"
 func (p *planner) split(from, to int) {
 	name := p.want[from].Profile.GPUInstance()
 	k := p.c.index(name)
-	gis := p.c.profiles[k].slots
+	gis := p.c.profiles[k].placements
 	for i := range p.standing {
 		if gi := p.standing[i].GPUInstance(); gi.Profile == name && p.masks[i] != 0 && !slices.Contains(gis, gi) && first(p.standing, i) {
 			gis = append(slices.Clip(gis), gi)
@@ -43,13 +43,13 @@ func (p *planner) split(from, to int) {
 // filler goes through the ways to fill one GPU instance.
 type filler struct {
 	p        *planner
-	gi       Slot
+	gi       Placement
 	profile  *profile
 	giDim    int
 	from, to int
 	left     []int // of each wanted profile
 	have     []int // of standing, what is in this GPU instance
-	devices  []Slot
+	devices  []Placement
 	before   int // parts before this GPU instance's
 }
 
@@ -67,7 +67,7 @@ func (f *filler) stay(i int, taken uint64) {
 	if w := slices.IndexFunc(f.p.want[f.from:f.to], func(c Count) bool { return c.Profile == o.Profile }); w >= 0 &&
 		f.left[w] > 0 && taken&o.compute() == 0 {
 		f.left[w]--
-		f.devices = append(f.devices, o.Slot)
+		f.devices = append(f.devices, o.Placement)
 		f.stay(i+1, taken|o.compute())
 		f.devices = f.devices[:len(f.devices)-1]
 		f.left[w]++
@@ -100,7 +100,7 @@ func (f *filler) place(w int, taken uint64, at int) {
 	if f.left[w-f.from] > 0 {
 		block := align(name.Compute)
 		for ci := (at + block - 1) / block * block; f.profile.holds(name.Compute, ci); ci += block {
-			s := Slot{Profile: name, Start: f.gi.Start, Size: f.gi.Size, CI: ci}
+			s := Placement{Profile: name, Start: f.gi.Start, Size: f.gi.Size, CI: ci}
 			if taken&s.compute() != 0 {
 				continue
 			}

@@ -74,8 +74,8 @@ var families = []struct {
 	name string
 	rows []row
 }{
-	{"8 slots, 5 profiles", five},
-	{"8 slots, 7 profiles", seven},
+	{"8 memory slices, 5 profiles", five},
+	{"8 memory slices, 7 profiles", seven},
 	{"A30", a30},
 	{"RTX PRO 6000", pro},
 	{"RTX PRO 6000, engines unknown", silent},
@@ -113,15 +113,15 @@ func name(t testing.TB, s string) Name {
 }
 
 // at reads a device such as "3g.40gb@4" or "1c.3g.40gb@4.1".
-func at(t testing.TB, c *Card, s string) Slot {
+func at(t testing.TB, c *Card, s string) Placement {
 	t.Helper()
 	_, p, start, ci, err := ParseID("GPU-x::" + s)
 	if err != nil {
 		t.Fatal(err)
 	}
-	slot, ok := c.Slot(p, start, ci)
+	placement, ok := c.Placement(p, start, ci)
 	if !ok {
 		t.Fatalf("the card has no %s", s)
 	}
-	return slot
+	return placement
 }

@@ -124,14 +124,14 @@ func (p *planner) list() error {
 		k := c.index(w.Profile)
 		p.base.add(c, k, min(w.N, 255))
 		uses := p.use(use{d, 1})
-		table := c.profiles[k].slots
+		table := c.profiles[k].placements
 		for i := range table {
 			p.part(table[i], table[i:i+1:i+1], uses)
 		}
 		for i := range p.standing {
 			o := &p.standing[i]
-			if o.Profile == w.Profile && !o.Empty && p.masks[i] != 0 && !slices.Contains(table, o.Slot) && first(p.standing, i) {
-				p.part(o.Slot, []Slot{o.Slot}, uses)
+			if o.Profile == w.Profile && !o.Empty && p.masks[i] != 0 && !slices.Contains(table, o.Placement) && first(p.standing, i) {
+				p.part(o.Placement, []Placement{o.Placement}, uses)
 			}
 		}
 	}
@@ -157,12 +157,12 @@ func (p *planner) use(u ...use) []use {
 
 // first says that no earlier one stands at the same place.
 func first(standing []Standing, i int) bool {
-	return !slices.ContainsFunc(standing[:i], func(o Standing) bool { return o.Slot == standing[i].Slot })
+	return !slices.ContainsFunc(standing[:i], func(o Standing) bool { return o.Placement == standing[i].Placement })
 }
 
 // part adds a GPU instance with its devices, unless something fixed is in the
 // way.
-func (p *planner) part(gi Slot, devices []Slot, uses []use) {
+func (p *planner) part(gi Placement, devices []Placement, uses []use) {
 	mask, value := gi.mask(), int64(0)
 	for i := range p.standing {
 		if p.masks[i]&mask == 0 {
@@ -170,7 +170,7 @@ func (p *planner) part(gi Slot, devices []Slot, uses []use) {
 		}
 		o := &p.standing[i]
 		switch {
-		case o.Empty && o.Slot == gi && !o.Pinned, !o.Empty && slices.Contains(devices, o.Slot):
+		case o.Empty && o.Placement == gi && !o.Pinned, !o.Empty && slices.Contains(devices, o.Placement):
 			value += p.value[i]
 		case p.fixed[i]:
 			return
@@ -230,10 +230,10 @@ func (p *planner) choose() (value int64, ok bool) {
 }
 
 // devices are what stands in the target that choose found.
-func (p *planner) devices() []Slot {
-	out := make([]Slot, 0, 8)
+func (p *planner) devices() []Placement {
+	out := make([]Placement, 0, 8)
 	p.target(func(t *part) { out = append(out, t.devices...) })
-	slices.SortFunc(out, CompareSlots)
+	slices.SortFunc(out, ComparePlacements)
 	return out
 }
 
@@ -247,7 +247,7 @@ func (c *Card) Feasible(want []Count) error {
 		return err
 	}
 	for _, w := range all {
-		if len(c.profiles[c.index(w.Profile.GPUInstance())].slots) == 0 {
+		if len(c.profiles[c.index(w.Profile.GPUInstance())].placements) == 0 {
 			if reason := c.explain(all); reason != "" {
 				return noRoom(all, reason)
 			}
@@ -289,9 +289,9 @@ func (c *Card) explain(want []Count) string {
 			n = (slicesOf[k]+p.slices-1)/p.slices - before
 		}
 		t.add(c, k, n)
-		if len(p.slots) > 0 {
+		if len(p.placements) > 0 {
 			size := maxMemory
-			for _, s := range p.slots {
+			for _, s := range p.placements {
 				size = min(size, s.Size)
 			}
 			memory += n * size
@@ -318,7 +318,7 @@ func (c *Card) places(want []Count) string {
 			b.WriteString("; ")
 		}
 		fmt.Fprintf(&b, "%s can begin at", gi)
-		for k, s := range c.profiles[c.index(gi)].slots {
+		for k, s := range c.profiles[c.index(gi)].placements {
 			if k > 0 {
 				b.WriteByte(',')
 			}

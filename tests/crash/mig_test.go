@@ -113,13 +113,13 @@ func migSpec(model string, on ...int) emulator.Spec {
 	return s
 }
 
-const slotPrefix = domain + "/mig-"
+const migPrefix = domain + "/mig-"
 
-// slotResource is the resource of a slot's device ID: all that is MIG's.
-func slotResource(id string) string {
-	_, slot, _ := strings.Cut(id, "::")
-	profile, _, _ := strings.Cut(slot, "@")
-	return slotPrefix + strings.ReplaceAll(profile, "+", ".")
+// migResource is the resource of a MIG device, by its ID.
+func migResource(id string) string {
+	_, device, _ := strings.Cut(id, "::")
+	profile, _, _ := strings.Cut(device, "@")
+	return migPrefix + strings.ReplaceAll(profile, "+", ".")
 }
 
 var migChanges = []migChange{
@@ -132,7 +132,7 @@ var migChanges = []migChange{
 			{"mig {3g.40gb: 2}", "mig {1g.10gb: 5, 1g.20gb: 1}", "mig {1g.10gb: 7}"},
 		},
 		waits:     [2]map[int]bool{nil, {2: true}},
-		residents: []string{slotPrefix + "1g.20gb", slotPrefix + "7g.80gb"},
+		residents: []string{migPrefix + "1g.20gb", migPrefix + "7g.80gb"},
 	},
 	{
 		name: "edit of splits", splits: true, spec: migSpec("A100-SXM4-80GB", 0, 1),
@@ -167,7 +167,7 @@ var migChanges = []migChange{
 		guests: [2]struct {
 			resource string
 			n        int
-		}{{slotPrefix + "2g.20gb", 6}, {slotPrefix + "3g.40gb", 4}},
+		}{{migPrefix + "2g.20gb", 6}, {migPrefix + "3g.40gb", 4}},
 	},
 }
 
@@ -219,8 +219,8 @@ func geometry(g emulator.GPUState) string {
 	all, empty := standing(g)
 	var ids []string
 	for _, i := range all {
-		_, slot, _ := strings.Cut(i.id, "::")
-		ids = append(ids, slot)
+		_, device, _ := strings.Cut(i.id, "::")
+		ids = append(ids, device)
 	}
 	slices.Sort(ids)
 	if empty {
@@ -243,9 +243,9 @@ func becomes(g emulator.GPUState, mode string) bool {
 	return g.MIG.Enabled && !empty && maps.Equal(got, want)
 }
 
-// slots are the devices that are to be on offer of a GPU with MIG, beside those
+// devices are the devices that are to be on offer of a GPU with MIG, beside those
 // that are held.
-func (n *node) slots(at int, held map[string]holding) (ids []string, err error) {
+func (n *node) devices(at int, held map[string]holding) (ids []string, err error) {
 	g := n.world.State().GPUs[at]
 	if !becomes(g, n.modes[at]) {
 		return nil, fmt.Errorf("GPU %d is %s, want %s", at, geometry(g), n.modes[at])
@@ -640,7 +640,7 @@ func complaint(st *status.Status) string {
 			return st.GPUs[i].Reason
 		}
 		if m := st.GPUs[i].MIG; m != nil {
-			for _, s := range m.Slots {
+			for _, s := range m.Placements {
 				if strings.Contains(s.Reason, failure) {
 					return s.Reason
 				}

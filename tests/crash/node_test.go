@@ -656,12 +656,12 @@ func (n *node) offerDiffers(held map[string]holding, state string) error {
 				wantState = "blocked"
 				continue
 			}
-			ids, err := n.slots(i, held)
+			ids, err := n.devices(i, held)
 			if err != nil {
 				return err
 			}
 			for _, id := range ids {
-				offer(slotResource(id), id)
+				offer(migResource(id), id)
 			}
 			continue
 		}

@@ -44,8 +44,8 @@ var tables = sync.OnceValue(func() map[string]emulator.MIGProfile {
 	return out
 })
 
-// slots is every slot of every profile on so many GPUs.
-func slots(gpus int) map[string]int {
+// placements is every placement of every profile on so many GPUs.
+func placements(gpus int) map[string]int {
 	out := map[string]int{}
 	for name, p := range tables() {
 		out[lab.MIG(name)] = gpus * len(p.Starts)
@@ -230,7 +230,7 @@ func (d *demand) meetLocked(c witness.Container, all []instance) {
 			return // the checkpoint is read again before the next look
 		}
 		for _, id := range claim.ids {
-			s, err := parseSlot(id)
+			s, err := parsePlacement(id)
 			if err != nil {
 				d.breakLocked("%s: %v", met, err)
 				return
@@ -556,7 +556,7 @@ func seedOf(b *bench) uint64 {
 }
 
 // empty waits until nothing is left of the pods: no claim, no CDI file, no
-// cgroup, and every slot on offer.
+// cgroup, and every placement on offer.
 func (d *demand) empty() {
 	d.Helper()
 	d.must(node.DeletePods(d.ctx))
@@ -583,7 +583,7 @@ func (d *demand) empty() {
 		}
 		return nil
 	}))
-	d.offersAll(slots(demandGPUs))
+	d.offersAll(placements(demandGPUs))
 	// What stands is warm, and the agent knows of each.
 	d.must(agent.AwaitStatus(d.ctx, 30*time.Second, "all instances to be warm", func(s lab.Status) error {
 		stands, err := driver.Look(d.ctx)
@@ -648,10 +648,10 @@ func TestMIGOnDemand(t *testing.T) {
 	for index := range demandGPUs {
 		world.World += fmt.Sprintf("  - {index: %d, mig: true}\n", index)
 	}
-	b := beginMIG(t, world, demandPartitions, slots(demandGPUs))
+	b := beginMIG(t, world, demandPartitions, placements(demandGPUs))
 	// How many pods are refused depends on how old the scheduler's picture is.
 	b.usersStatus()
-	b.offersAll(slots(demandGPUs))
+	b.offersAll(placements(demandGPUs))
 	every := func(span time.Duration, times int, do func(context.Context) error) func(context.Context) error {
 		return func(ctx context.Context) error {
 			for range times {

@@ -206,7 +206,7 @@ func TestMIGForeignInstances(t *testing.T) {
 			return err
 		}
 		for _, i := range theirs {
-			at, ok := find(instancesOf(stands), slot{stands[i.gpu].UUID, i.profile, i.start, -1})
+			at, ok := find(instancesOf(stands), placement{stands[i.gpu].UUID, i.profile, i.start, -1})
 			if !slices.Contains(but, i.gpu) && (!ok || at.compute.Serial != serials[fmt.Sprint(i.gpu, i.profile, i.start)]) {
 				return fmt.Errorf("%s@%d of GPU %d, which was somebody else's, is not there any more", i.profile, i.start, i.gpu)
 			}
@@ -223,7 +223,7 @@ func TestMIGForeignInstances(t *testing.T) {
 		b.must(node.AwaitEvent(b.ctx, "Node", "", nodeName, "names the instance in the way", func(e lab.Event) bool {
 			return strings.Contains(e.Message, driver.GPUs[1].UUID) && strings.Contains(e.Message, "2g.20gb@2")
 		}))
-		// GPU 2 has got what it lacked. On GPU 0 the slots beside theirs are on
+		// GPU 2 has got what it lacked. On GPU 0 the placements beside theirs are on
 		// offer, and theirs: 1g at 0 to 3 beside the 3g, that, and no 4g.
 		b.must(lab.Await(b.ctx, time.Minute, "GPU 2 to be completed", func(ctx context.Context) error {
 			if err := driver.Read(ctx); err != nil {

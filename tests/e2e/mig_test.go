@@ -79,21 +79,21 @@ func (b *bench) offersAll(want map[string]int) {
 	}))
 }
 
-// slot is a place for an instance, as device IDs name it. It is read here by a
+// placement is a place for an instance, as device IDs name it. It is read here by a
 // reader of the tests' own.
-type slot struct {
+type placement struct {
 	gpu     string // by UUID
 	profile string
 	start   int
 	ci      int // -1 where the instance is not split
 }
 
-func parseSlot(id string) (slot, error) {
-	s := slot{ci: -1}
+func parsePlacement(id string) (placement, error) {
+	s := placement{ci: -1}
 	u, rest, ok := strings.Cut(id, "::")
 	profile, at, ok2 := strings.Cut(rest, "@")
 	if !ok || !ok2 {
-		return s, fmt.Errorf("%q is not the ID of a slot", id)
+		return s, fmt.Errorf("%q is not the ID of a placement", id)
 	}
 	s.gpu, s.profile = u, profile
 	at, ci, split := strings.Cut(at, ".")
@@ -102,7 +102,7 @@ func parseSlot(id string) (slot, error) {
 		s.ci, err = strconv.Atoi(ci)
 	}
 	if err != nil {
-		return s, fmt.Errorf("%q is not the ID of a slot: %w", id, err)
+		return s, fmt.Errorf("%q is not the ID of a placement: %w", id, err)
 	}
 	return s, nil
 }
@@ -147,8 +147,8 @@ func instancesOf(all []lab.GPUInfo) (out []instance) {
 	return out
 }
 
-// find is the instance in a slot.
-func find(all []instance, s slot) (instance, bool) {
+// find is the instance in a placement.
+func find(all []instance, s placement) (instance, bool) {
 	i := slices.IndexFunc(all, func(i instance) bool {
 		return i.gpu.UUID == s.gpu && i.in.Start == s.start && i.compute.Profile == s.profile && (s.ci < 0 || i.compute.Start == s.ci)
 	})
@@ -345,7 +345,7 @@ func TestMIGLive(t *testing.T) {
 	// What the busy one keeps for its holder stays, what the target has not goes.
 	b.must(lab.Await(b.ctx, 30*time.Second, "the busy GPU's idle instances to be withdrawn", func(context.Context) error {
 		for id, health := range r.Devices()[one] {
-			if s, err := parseSlot(id); err != nil || s.gpu == busy.UUID && (health == "Healthy") != (s.start == holds.in.Start) {
+			if s, err := parsePlacement(id); err != nil || s.gpu == busy.UUID && (health == "Healthy") != (s.start == holds.in.Start) {
 				return fmt.Errorf("%s is %s, and %s is held (%v)", id, health, holds, err)
 			}
 		}

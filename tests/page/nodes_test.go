@@ -136,14 +136,14 @@ func slice(g *status.GPU, m status.MIG, instances map[string]string) {
 	}{{"1g.10gb", 1, []int{0, 1, 2, 3, 4, 5, 6}}, {"1g.20gb", 2, []int{0, 2, 4, 6}}, {"2g.20gb", 2, []int{0, 2, 4}}, {"3g.40gb", 4, []int{0, 4}}, {"7g.80gb", 8, []int{0}}} {
 		for _, start := range p.starts {
 			at := fmt.Sprintf("%s@%d", p.profile, start)
-			slot := status.Slot{Device: g.UUID + "::" + at, Resource: "example.com/mig-" + p.profile, Profile: p.profile, Start: start, Size: p.size, State: status.SlotFree}
+			placement := status.Placement{Device: g.UUID + "::" + at, Resource: "example.com/mig-" + p.profile, Profile: p.profile, Start: start, Size: p.size, State: status.PlacementFree}
 			if holder, ok := instances[at]; ok {
-				slot.State, slot.UUID, slot.GI = status.SlotWarm, "MIG-"+at, len(m.Slots)+1
+				placement.State, placement.UUID, placement.GI = status.PlacementWarm, "MIG-"+at, len(m.Placements)+1
 				if holder != "" {
-					slot.State = status.SlotHeld
+					placement.State = status.PlacementHeld
 					part := strings.Split(holder, "/")
-					slot.Namespace, slot.Pod, slot.Container = part[0], part[1], part[2]
-					g.Holders = append(g.Holders, status.Holder{Namespace: part[0], Pod: part[1], Container: part[2], Resource: slot.Resource, Units: 1, Since: ago(2 * time.Hour)})
+					placement.Namespace, placement.Pod, placement.Container = part[0], part[1], part[2]
+					g.Holders = append(g.Holders, status.Holder{Namespace: part[0], Pod: part[1], Container: part[2], Resource: placement.Resource, Units: 1, Since: ago(2 * time.Hour)})
 				}
 			} else {
 				for other, holder := range instances {
@@ -151,11 +151,11 @@ func slice(g *status.GPU, m status.MIG, instances map[string]string) {
 					fmt.Sscanf(other[strings.Index(other, "@"):], "@%d", &first)
 					size = map[string]int{"1": 1, "2": 2, "3": 4}[other[:1]]
 					if holder != "" && start < first+size && first < start+p.size {
-						slot.State, slot.Reason = status.SlotCovered, "its room is taken"
+						placement.State, placement.Reason = status.PlacementCovered, "its room is taken"
 					}
 				}
 			}
-			g.MIG.Slots = append(g.MIG.Slots, slot)
+			g.MIG.Placements = append(g.MIG.Placements, placement)
 		}
 	}
 }
@@ -174,17 +174,17 @@ func busy(t *testing.T) status.Status {
 	mib := func(n uint64) *uint64 { return &n }
 	slice(&s.GPUs[1], status.MIG{Enabled: true, Size: 8, Work: "create 3g.40gb@4 since 2026-03-01T11:58:12Z"}, map[string]string{
 		"1g.10gb@0": "dev/a/main", "1g.10gb@1": "dev/b-with-a-long-name-from-a-controller-7c6f8d5b9-x2k4p/main", "1g.10gb@2": "", "1g.10gb@3": "dev/d/main", "1g.10gb@4": "", "1g.10gb@5": "dev/f/main", "1g.10gb@6": "dev/g/main"})
-	for i := range s.GPUs[1].MIG.Slots {
-		switch slot := &s.GPUs[1].MIG.Slots[i]; slot.Start {
+	for i := range s.GPUs[1].MIG.Placements {
+		switch placement := &s.GPUs[1].MIG.Placements[i]; placement.Start {
 		case 2:
-			slot.State = status.SlotLeaving
+			placement.State = status.PlacementLeaving
 		case 3:
-			slot.State, slot.UUID = status.SlotMaking, ""
+			placement.State, placement.UUID = status.PlacementMaking, ""
 		case 4:
-			slot.State, slot.Reason = status.SlotForeign, "made by somebody else, and busy"
+			placement.State, placement.Reason = status.PlacementForeign, "made by somebody else, and busy"
 		case 5:
-			if slot.Size == 1 {
-				slot.State, slot.UUID, slot.Reason = status.SlotFailed, "", "3 attempts failed, the last one with: insufficient resources"
+			if placement.Size == 1 {
+				placement.State, placement.UUID, placement.Reason = status.PlacementFailed, "", "3 attempts failed, the last one with: insufficient resources"
 			}
 		}
 	}

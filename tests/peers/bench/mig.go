@@ -299,14 +299,14 @@ func fixed(counts string) string {
 	return fmt.Sprintf("version: v1\npartitions:\n  default:\n  - {devices: [%d], mode: mig, geometry: %s}\n  - {devices: [%d], mode: \"off\"}\n", ourGPU, counts, theirGPU)
 }
 
-// offered are the healthy slots of our GPU, by profile and place, over all
+// offered are the healthy placements of our GPU, by profile and place, over all
 // resources.
 func (k *kubelet) offered(uuid string) (set []string, changed <-chan struct{}) {
 	all, changed := k.Endpoints()
 	for _, e := range all {
 		for _, id := range e.Healthy() {
-			if slot, ok := strings.CutPrefix(id, uuid+"::"); ok {
-				set = append(set, slot)
+			if placement, ok := strings.CutPrefix(id, uuid+"::"); ok {
+				set = append(set, placement)
 			}
 		}
 	}
@@ -314,7 +314,7 @@ func (k *kubelet) offered(uuid string) (set []string, changed <-chan struct{}) {
 	return set, changed
 }
 
-// await waits until the kubelet has exactly certain numbers of slots on offer and
+// await waits until the kubelet has exactly certain numbers of placements on offer and
 // the work is done (what is to go is withdrawn before it goes), or the agent says
 // one of the states in which it is not at work.
 func (a *agentCutter) await(ctx context.Context, counts string, done func() bool, or ...string) (refused string, err error) {
@@ -323,8 +323,8 @@ func (a *agentCutter) await(ctx context.Context, counts string, done func() bool
 	for {
 		set, changed := a.kubelet.offered(a.uuid)
 		n := map[string]int{}
-		for _, slot := range set {
-			profile, _, _ := strings.Cut(slot, "@")
+		for _, placement := range set {
+			profile, _, _ := strings.Cut(placement, "@")
 			n[profile]++
 		}
 		if countsText(n) == counts && done() {

@@ -42,13 +42,13 @@ func (b *bench) migStarts(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	if err := await(ctx, "slots of all profiles", func() (bool, error) {
+	if err := await(ctx, "placements of all profiles", func() (bool, error) {
 		n := 0
 		for _, g := range w.State().GPUs {
 			set, _ := k.offered(g.UUID)
 			n += len(set)
 		}
-		return n == 2*len(card.places), fmt.Errorf("%d slots on offer, want %d", n, 2*len(card.places))
+		return n == 2*len(card.places), fmt.Errorf("%d placements on offer, want %d", n, 2*len(card.places))
 	}); err != nil {
 		return a.proc.explain(err)
 	}
@@ -60,7 +60,7 @@ func (b *bench) migStarts(ctx context.Context) (err error) {
 		k.endPods(random, 5)
 		var e fakes.Endpoint
 		var free []string
-		if err := await(ctx, "a free slot", func() (bool, error) {
+		if err := await(ctx, "a free placement", func() (bool, error) {
 			all := k.endpoints()
 			random.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
 			for _, e = range all {
@@ -68,7 +68,7 @@ func (b *bench) migStarts(ctx context.Context) (err error) {
 					return true, nil
 				}
 			}
-			return false, fmt.Errorf("none of %d resources has a free slot", len(all))
+			return false, fmt.Errorf("none of %d resources has a free placement", len(all))
 		}); err != nil {
 			return a.proc.explain(err)
 		}
@@ -92,8 +92,8 @@ func (b *bench) migStarts(ctx context.Context) (err error) {
 		}
 		took, ours := w.since(began, gpu)
 		k.create(p)
-		_, slot, _ := strings.Cut(ids[0], "::")
-		if set, _ := w.stands(card, gpu); !slices.ContainsFunc(set, func(p migPlace) bool { return p.String() == slot }) {
+		_, placement, _ := strings.Cut(ids[0], "::")
+		if set, _ := w.stands(card, gpu); !slices.ContainsFunc(set, func(p migPlace) bool { return p.String() == placement }) {
 			return a.proc.explain(fmt.Errorf("a container may start on %s, and there are %v", ids[0], set))
 		}
 		whole, above, hardware = append(whole, took), append(above, ours), hardware+w.workOn(gpu, began.serial).hardware

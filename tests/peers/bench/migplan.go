@@ -54,12 +54,12 @@ func (b *bench) migPlans(ctx context.Context) (err error) {
 		return fmt.Errorf("read the card: %w", err)
 	}
 	random := rand.New(rand.NewPCG(6, 0))
-	slot := func(p migPlace) (mig.Slot, error) {
+	placement := func(p migPlace) (mig.Placement, error) {
 		name, err := mig.Parse(p.profile.Name)
 		if err != nil {
-			return mig.Slot{}, err
+			return mig.Placement{}, err
 		}
-		s, ok := card.Slot(name, int(p.start), 0)
+		s, ok := card.Placement(name, int(p.start), 0)
 		if !ok {
 			return s, fmt.Errorf("the driver does not tell of %v", p)
 		}
@@ -67,11 +67,11 @@ func (b *bench) migPlans(ctx context.Context) (err error) {
 	}
 	draw := func() (standing []mig.Standing, err error) {
 		for _, p := range sets.maximal[random.IntN(len(sets.maximal))] {
-			s, err := slot(p)
+			s, err := placement(p)
 			if err != nil {
 				return nil, err
 			}
-			standing = append(standing, mig.Standing{Slot: s, Pinned: random.Float64() < shareBusy})
+			standing = append(standing, mig.Standing{Placement: s, Pinned: random.Float64() < shareBusy})
 		}
 		return standing, nil
 	}
@@ -126,9 +126,9 @@ func (b *bench) migPlans(ctx context.Context) (err error) {
 // node of several cards: which place is preferred of all that are free, and what
 // has to be done for it. What is idle stands, and may go.
 func (b *bench) migRequests(card *mig.Card, draw func() ([]mig.Standing, error), random *rand.Rand) (took, busy sample, granted float64, err error) {
-	profiles := map[mig.Name][]mig.Slot{}
+	profiles := map[mig.Name][]mig.Placement{}
 	var names []mig.Name
-	for _, s := range card.Slots() {
+	for _, s := range card.Placements() {
 		if profiles[s.Profile] == nil {
 			names = append(names, s.Profile)
 		}
@@ -145,9 +145,9 @@ func (b *bench) migRequests(card *mig.Card, draw func() ([]mig.Standing, error),
 			offers[i] = mig.Offer{GPU: gpu.UUID(fmt.Sprintf("GPU-%d", i)), Card: card, Rank: i}
 			for _, s := range standing[i] {
 				if s.Pinned {
-					offers[i].Taken = append(offers[i].Taken, s.Slot)
+					offers[i].Taken = append(offers[i].Taken, s.Placement)
 				} else {
-					offers[i].Warm = append(offers[i].Warm, s.Slot)
+					offers[i].Warm = append(offers[i].Warm, s.Placement)
 				}
 			}
 		}
@@ -159,7 +159,7 @@ func (b *bench) migRequests(card *mig.Card, draw func() ([]mig.Standing, error),
 			for i := range offers {
 				for _, s := range wanted {
 					if card.Fits(offers[i].Taken, s) {
-						available = append(available, mig.Place{GPU: offers[i].GPU, Slot: s})
+						available = append(available, mig.Place{GPU: offers[i].GPU, Placement: s})
 					}
 				}
 			}
@@ -172,19 +172,19 @@ func (b *bench) migRequests(card *mig.Card, draw func() ([]mig.Standing, error),
 				return nil, nil, 0, fmt.Errorf("prefer: %w", err)
 			}
 			at := slices.IndexFunc(offers, func(o mig.Offer) bool { return o.GPU == chosen[0].GPU })
-			plan, err := card.Make(standing[at], chosen[0].Slot)
+			plan, err := card.Make(standing[at], chosen[0].Placement)
 			spent, cpu = spent+time.Since(began), cpu+threadTime()-since
 			if err != nil || len(plan.Blocked) > 0 {
-				return nil, nil, 0, fmt.Errorf("make %v beside %v: %w (blocked by %v)", chosen[0].Slot, standing[at], err, plan.Blocked)
+				return nil, nil, 0, fmt.Errorf("make %v beside %v: %w (blocked by %v)", chosen[0].Placement, standing[at], err, plan.Blocked)
 			}
 			granted++
 			o := &offers[at]
-			o.Taken = append(o.Taken, chosen[0].Slot)
+			o.Taken = append(o.Taken, chosen[0].Placement)
 			o.Warm = nil
 			var after []mig.Standing
 			for _, s := range plan.Result {
 				pinned := slices.Contains(o.Taken, s)
-				after = append(after, mig.Standing{Slot: s, Pinned: pinned})
+				after = append(after, mig.Standing{Placement: s, Pinned: pinned})
 				if !pinned {
 					o.Warm = append(o.Warm, s)
 				}

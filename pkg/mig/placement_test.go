@@ -12,7 +12,7 @@ import (
 
 func TestIDs(t *testing.T) {
 	c := card(t, pro)
-	for _, tc := range []struct{ id, slot string }{
+	for _, tc := range []struct{ id, placement string }{
 		{"GPU-5c::1g.24gb+me.all@9", "1g.24gb+me.all@9"},
 		{"GPU-5c::1g.24gb-me@3", "1g.24gb-me@3"},
 		{"GPU-5c::4g.96gb+gfx@0", "4g.96gb+gfx@0"},
@@ -23,8 +23,8 @@ func TestIDs(t *testing.T) {
 			t.Errorf("ParseID(%q): %v", tc.id, err)
 			continue
 		}
-		s, ok := c.Slot(p, start, ci)
-		if !ok || u != "GPU-5c" || s.String() != tc.slot || ID(u, s) != tc.id {
+		s, ok := c.Placement(p, start, ci)
+		if !ok || u != "GPU-5c" || s.String() != tc.placement || ID(u, s) != tc.id {
 			t.Errorf("ParseID(%q) = %s %s, %v", tc.id, u, s, ok)
 		}
 	}
@@ -72,7 +72,7 @@ func FuzzParseID(f *testing.F) {
 			}
 			return
 		}
-		if got := ID(u, Slot{Profile: p, Start: start, CI: ci}); got != s {
+		if got := ID(u, Placement{Profile: p, Start: start, CI: ci}); got != s {
 			t.Fatalf("ParseID(%q) prints as %q", s, got)
 		}
 	})
@@ -87,21 +87,21 @@ func TestFindGoesByProfileAndStart(t *testing.T) {
 	}
 	large, split := Name{Slices: 3, GB: 40}, Name{Compute: 1, Slices: 3, GB: 40}
 	for _, c := range []struct {
-		slot Slot
-		gi   int
+		placement Placement
+		gi        int
 	}{
-		{Slot{Profile: large, Start: 4, Size: 4}, 1},
-		{Slot{Profile: large, Start: 4}, 1},
-		{Slot{Profile: split, CI: 1}, 2},
-		{Slot{Profile: split, Size: 4}, 0},
-		{Slot{Profile: large}, 0},
+		{Placement{Profile: large, Start: 4, Size: 4}, 1},
+		{Placement{Profile: large, Start: 4}, 1},
+		{Placement{Profile: split, CI: 1}, 2},
+		{Placement{Profile: split, Size: 4}, 0},
+		{Placement{Profile: large}, 0},
 	} {
 		got := 0
-		if in := Find(at, c.slot); in != nil {
+		if in := Find(at, c.placement); in != nil {
 			got = in.GI
 		}
 		if got != c.gi {
-			t.Errorf("%s of size %d: GPU instance %d, want %d", c.slot, c.slot.Size, got, c.gi)
+			t.Errorf("%s of size %d: GPU instance %d, want %d", c.placement, c.placement.Size, got, c.gi)
 		}
 	}
 }

@@ -28,11 +28,11 @@ func lay(shown, base []Device, resource string, rooms map[gpu.UUID]*ledger.Room,
 		dev := base[i]
 		if why, bad := faults.of(&dev); bad {
 			dev.Healthy, dev.Leaving, dev.Reason = false, false, why
-		} else if dev.Healthy && !r.Has(resource, dev.Slot) {
+		} else if dev.Healthy && !r.Has(resource, dev.Placement) {
 			// A device that leaves is Healthy for its holder's sake alone.
 			why := dev.Reason
 			if !dev.Leaving {
-				why = r.Lacks(dev.Slot)
+				why = r.Lacks(dev.Placement)
 			}
 			if dev.Leaving || why != "" {
 				dev.Healthy, dev.Leaving, dev.Reason = false, false, why
@@ -49,8 +49,8 @@ func lay(shown, base []Device, resource string, rooms map[gpu.UUID]*ledger.Room,
 	return out
 }
 
-// slotGPUs are the GPUs that an offer lists slots of, each once.
-func (o *Offer) slotGPUs() (out []gpu.UUID) {
+// placementGPUs are the GPUs that an offer lists placements of, each once.
+func (o *Offer) placementGPUs() (out []gpu.UUID) {
 	for i := range o.Resources {
 		if r := &o.Resources[i]; r.Kind == ledger.Placement {
 			for j := range r.Devices {
@@ -63,7 +63,7 @@ func (o *Offer) slotGPUs() (out []gpu.UUID) {
 	return out
 }
 
-// fitTogether checks that slots of one request, each of which could be had,
+// fitTogether checks that placements of one request, each of which could be had,
 // can be had together.
 func fitTogether(l *ledger.Ledger, r *Resource, ids []string) error {
 	var gpus []gpu.UUID
@@ -71,34 +71,34 @@ func fitTogether(l *ledger.Ledger, r *Resource, ids []string) error {
 		gpus = append(gpus, r.Devices[r.index[id]].GPU)
 	}
 	rooms := l.Rooms(gpus)
-	standing := map[gpu.UUID][]mig.Slot{}
+	standing := map[gpu.UUID][]mig.Placement{}
 	for _, id := range ids {
 		dev := &r.Devices[r.index[id]]
 		room := rooms[dev.GPU]
-		if room.Has(r.Name, dev.Slot) {
+		if room.Has(r.Name, dev.Placement) {
 			continue // taken has it
 		}
 		if standing[dev.GPU] == nil {
-			standing[dev.GPU] = slices.Clone(room.Slots)
+			standing[dev.GPU] = slices.Clone(room.Placements)
 		}
-		if _, counted := room.Beside(dev.Slot); counted {
+		if _, counted := room.Beside(dev.Placement); counted {
 			continue
 		}
-		if !room.Card.Fits(standing[dev.GPU], dev.Slot) {
+		if !room.Card.Fits(standing[dev.GPU], dev.Placement) {
 			return fmt.Errorf("device %s cannot stand beside the others of this request on %s: %w", id, dev.GPU, gpu.ErrNoRoom)
 		}
-		standing[dev.GPU] = append(standing[dev.GPU], dev.Slot)
+		standing[dev.GPU] = append(standing[dev.GPU], dev.Placement)
 	}
 	return nil
 }
 
-// takers names, for the end of a sentence, who holds the room that a slot lacks, if
+// takers names, for the end of a sentence, who holds the room that a placement lacks, if
 // somebody does. Nobody knows whose pod is asking.
 func takers(l *ledger.Ledger, dev *Device) string {
-	if dev.Slot == (mig.Slot{}) {
+	if dev.Placement == (mig.Placement{}) {
 		return ""
 	}
-	wanted := []ledger.Grant{{GPU: dev.GPU, Piece: ledger.Piece{Kind: ledger.Placement, Slot: dev.Slot}}}
+	wanted := []ledger.Grant{{GPU: dev.GPU, Piece: ledger.Piece{Kind: ledger.Placement, Placement: dev.Placement}}}
 	held := l.Allocations()
 	var names []string
 	for i := range held {
@@ -112,9 +112,9 @@ func takers(l *ledger.Ledger, dev *Device) string {
 	return " (held by " + list(names) + ")"
 }
 
-// preferSlots chooses on the cards' word: what leaves the most that could still
+// preferPlacements chooses on the cards' word: what leaves the most that could still
 // be made, over all GPUs, beside what allocations have taken by now.
-func (f *FrontEnd) preferSlots(v *Offer, r *Resource, available, must []string, n int) ([]string, error) {
+func (f *FrontEnd) preferPlacements(v *Offer, r *Resource, available, must []string, n int) ([]string, error) {
 	ids := map[mig.Place]string{}
 	place := func(id string) (mig.Place, bool) {
 		i, ok := r.index[id]
@@ -122,7 +122,7 @@ func (f *FrontEnd) preferSlots(v *Offer, r *Resource, available, must []string, 
 			return mig.Place{}, false
 		}
 		dev := &r.Devices[i]
-		p := mig.Place{GPU: dev.GPU, Slot: dev.Slot}
+		p := mig.Place{GPU: dev.GPU, Placement: dev.Placement}
 		ids[p] = id
 		return p, dev.Healthy && !dev.Leaving
 	}
@@ -155,9 +155,9 @@ func (f *FrontEnd) preferSlots(v *Offer, r *Resource, available, must []string, 
 		if room.Card == nil {
 			continue
 		}
-		o := mig.Offer{GPU: u, Card: room.Card, Taken: room.Slots, Warm: room.Free(), Rank: rank[u]}
+		o := mig.Offer{GPU: u, Card: room.Card, Taken: room.Placements, Warm: room.Free(), Rank: rank[u]}
 		for _, s := range v.MIG[u].Warm {
-			if !slices.Contains(room.Slots, s) {
+			if !slices.Contains(room.Placements, s) {
 				o.Warm = append(o.Warm, s)
 			}
 		}

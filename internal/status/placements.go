@@ -13,7 +13,7 @@ import (
 )
 
 // label is the short name of a MIG device: "3g.40gb@4", "1c.3g.40gb@4.1".
-func (s *Slot) label() string {
+func (s *Placement) label() string {
 	at := s.Profile + "@" + strconv.Itoa(s.Start)
 	if s.split() {
 		at += "." + strconv.Itoa(s.CI)
@@ -22,13 +22,13 @@ func (s *Slot) label() string {
 }
 
 // split reports whether the device is only a part of its GPU instance.
-func (s *Slot) split() bool {
+func (s *Placement) split() bool {
 	n, err := mig.Parse(s.Profile)
 	return err == nil && n.Compute > 0
 }
 
 // GPUInstance returns the profile of the GPU instance that the device belongs to.
-func (s *Slot) GPUInstance() string {
+func (s *Placement) GPUInstance() string {
 	n, err := mig.Parse(s.Profile)
 	if err != nil {
 		return s.Profile
@@ -37,11 +37,11 @@ func (s *Slot) GPUInstance() string {
 }
 
 // shown returns the devices that exist, are held, or could not be created.
-func (m *MIG) shown() []*Slot {
-	var out []*Slot
+func (m *MIG) shown() []*Placement {
+	var out []*Placement
 	if m != nil {
-		for i := range m.Slots {
-			if s := &m.Slots[i]; s.there() || s.State == SlotFailed {
+		for i := range m.Placements {
+			if s := &m.Placements[i]; s.there() || s.State == PlacementFailed {
 				out = append(out, s)
 			}
 		}
@@ -63,20 +63,20 @@ func (m *MIG) switches() string {
 
 // there reports whether the device takes up memory slices now: it exists, or somebody
 // holds it.
-func (s *Slot) there() bool {
-	return s.UUID != "" || s.State != SlotFree && s.State != SlotCovered && s.State != SlotFailed
+func (s *Placement) there() bool {
+	return s.UUID != "" || s.State != PlacementFree && s.State != PlacementCovered && s.State != PlacementFailed
 }
 
 // drawnFirst is the order of precedence between devices that cover the same memory
 // slices: during a change, a device that is being created overlaps one that is leaving.
-var drawnFirst = []string{SlotHeld, SlotMaking, SlotLeaving, SlotForeign, SlotWarm, SlotFailed, SlotCovered, SlotFree}
+var drawnFirst = []string{PlacementHeld, PlacementMaking, PlacementLeaving, PlacementForeign, PlacementWarm, PlacementFailed, PlacementCovered, PlacementFree}
 
 // cell is one piece of the row. It covers the columns from up to to; the first of
 // them is its border.
 type cell struct {
-	from, to int
-	start    int   // the first memory slice; -1 inside a GPU instance
-	Slot     *Slot // nil if the memory slice is empty
+	from, to  int
+	start     int        // the first memory slice; -1 inside a GPU instance
+	Placement *Placement // nil if the memory slice is empty
 }
 
 // Columns is the cell's width.
@@ -88,7 +88,7 @@ func (m *MIG) size() int {
 	const most = 64
 	size := m.Size
 	if size == 0 {
-		for _, s := range m.Slots {
+		for _, s := range m.Placements {
 			size = max(size, s.Start+s.Size)
 		}
 	}
@@ -98,13 +98,13 @@ func (m *MIG) size() int {
 // row divides the columns among the devices; wide is the number of columns of one
 // memory slice.
 func row(m *MIG, size, wide int) []cell {
-	var there []*Slot
-	for i := range m.Slots {
-		if s := &m.Slots[i]; s.there() && s.Start >= 0 && s.Start < size && s.Size > 0 && s.Size <= size-s.Start {
+	var there []*Placement
+	for i := range m.Placements {
+		if s := &m.Placements[i]; s.there() && s.Start >= 0 && s.Start < size && s.Size > 0 && s.Size <= size-s.Start {
 			there = append(there, s)
 		}
 	}
-	slices.SortStableFunc(there, func(a, b *Slot) int {
+	slices.SortStableFunc(there, func(a, b *Placement) int {
 		return cmp.Compare(slices.Index(drawnFirst, a.State), slices.Index(drawnFirst, b.State))
 	})
 	type place struct {
@@ -112,7 +112,7 @@ func row(m *MIG, size, wide int) []cell {
 		profile     string
 	}
 	owner := make([]place, size) // memory slice → GPU instance
-	parts := map[place][]*Slot{}
+	parts := map[place][]*Placement{}
 	for _, s := range there {
 		at := place{s.Start, s.Size, s.GPUInstance()}
 		free := true
@@ -142,17 +142,17 @@ func row(m *MIG, size, wide int) []cell {
 }
 
 // divide splits a GPU instance's cell among its compute instances.
-func divide(whole cell, parts []*Slot) []cell {
+func divide(whole cell, parts []*Placement) []cell {
 	n, _ := mig.Parse(parts[0].Profile)
 	if n.Compute == 0 || whole.to-whole.from < 2*n.Slices {
-		whole.Slot = parts[0]
+		whole.Placement = parts[0]
 		return []cell{whole}
 	}
-	slots := make([]*Slot, n.Slices) // by compute slice
+	placements := make([]*Placement, n.Slices) // by compute slice
 	for _, s := range parts {
-		if c, _ := mig.Parse(s.Profile); s.CI >= 0 && s.CI < n.Slices && slots[s.CI] == nil {
+		if c, _ := mig.Parse(s.Profile); s.CI >= 0 && s.CI < n.Slices && placements[s.CI] == nil {
 			for i := s.CI; i < min(s.CI+max(c.Compute, 1), n.Slices); i++ {
-				slots[i] = s
+				placements[i] = s
 			}
 		}
 	}
@@ -160,10 +160,10 @@ func divide(whole cell, parts []*Slot) []cell {
 	column := func(i int) int { return whole.from + (whole.to-whole.from)*i/n.Slices }
 	for i := 0; i < n.Slices; {
 		end := i + 1
-		for slots[i] != nil && end < n.Slices && slots[end] == slots[i] {
+		for placements[i] != nil && end < n.Slices && placements[end] == placements[i] {
 			end++
 		}
-		cells = append(cells, cell{column(i), column(end), -1, slots[i]})
+		cells = append(cells, cell{column(i), column(end), -1, placements[i]})
 		i = end
 	}
 	cells[0].start = whole.start
@@ -171,13 +171,13 @@ func divide(whole cell, parts []*Slot) []cell {
 }
 
 // Held reports whether somebody holds the device, even if the kubelet has not said who.
-func (s *Slot) Held() bool {
-	return s.Pod != "" || s.State == SlotHeld || s.State == SlotMaking
+func (s *Placement) Held() bool {
+	return s.Pod != "" || s.State == PlacementHeld || s.State == PlacementMaking
 }
 
 // holder returns the entry in g.Holders for a MIG device, which has its age; nil if
 // there is none.
-func (g *GPU) holder(s *Slot) *Holder {
+func (g *GPU) holder(s *Placement) *Holder {
 	for i := range g.Holders {
 		h := &g.Holders[i]
 		if h.Namespace == s.Namespace && h.Pod == s.Pod && h.Container == s.Container && h.Resource == s.Resource {
@@ -194,14 +194,14 @@ func (g *GPU) Others() []Holder {
 		return g.Holders
 	}
 	type name struct{ namespace, pod, container, resource string }
-	slots := map[name]bool{}
-	for i := range g.MIG.Slots {
-		if s := &g.MIG.Slots[i]; s.Held() {
-			slots[name{s.Namespace, s.Pod, s.Container, s.Resource}] = true
+	placements := map[name]bool{}
+	for i := range g.MIG.Placements {
+		if s := &g.MIG.Placements[i]; s.Held() {
+			placements[name{s.Namespace, s.Pod, s.Container, s.Resource}] = true
 		}
 	}
 	return slices.DeleteFunc(slices.Clone(g.Holders), func(h Holder) bool {
-		return slots[name{h.Namespace, h.Pod, h.Container, h.Resource}]
+		return placements[name{h.Namespace, h.Pod, h.Container, h.Resource}]
 	})
 }
 
@@ -213,8 +213,8 @@ func couldStand(m *MIG) string {
 	}
 	var profiles []string
 	starts := map[string][]string{}
-	for i := range m.Slots {
-		if s := &m.Slots[i]; s.State == SlotFree {
+	for i := range m.Placements {
+		if s := &m.Placements[i]; s.State == PlacementFree {
 			if starts[s.Profile] == nil {
 				profiles = append(profiles, s.Profile)
 			}
@@ -262,12 +262,12 @@ func (g *GPU) Offers() []Offer {
 	if g.MIG == nil {
 		return out
 	}
-	for i := range g.MIG.Slots {
-		switch s := &g.MIG.Slots[i]; {
+	for i := range g.MIG.Placements {
+		switch s := &g.MIG.Placements[i]; {
 		case s.Resource == "" || s.Resource == g.Resource: // the GPU's own resource is counted above
 		case s.Held():
 			of(s.Resource).Held++
-		case s.State == SlotFree || s.State == SlotWarm:
+		case s.State == PlacementFree || s.State == PlacementWarm:
 			of(s.Resource).Free++
 		default:
 			of(s.Resource).Unhealthy++

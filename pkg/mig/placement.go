@@ -11,34 +11,36 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Slot is a MIG device that could exist: a profile at a place. Slots compare
-// equal with == and can be map keys.
+// Placement is where a MIG device stands or could stand: its profile, and the memory
+// slices that its GPU instance takes. Placements compare equal with ==, and can be map
+// keys.
 //
-// A container gets a compute instance, so that is what a Slot is. Where it has
-// the whole of its GPU instance (most do) the two share a name and a place. A
-// split such as 1c.3g.40gb is one of several in a GPU instance: Start and Size
-// are then the GPU instance's, and CI tells where in it.
-type Slot struct {
+// A container gets a compute instance, and a Placement is one of a compute instance.
+// Most compute instances have all of their GPU instance, and then both have the same
+// name and the same memory slices. A split such as 1c.3g.40gb shares its GPU instance
+// with others: Start and Size are those of the GPU instance, and CI says where in it
+// the split begins.
+type Placement struct {
 	Profile Name
-	// Start and Size are memory slices of the GPU, the driver's unit of place.
+	// Start and Size are memory slices of the GPU, in which the driver counts.
 	Start, Size int
 	// CI is the first compute slice within the GPU instance; 0 unless split.
 	CI int
 }
 
-// SlotOf is the place that an instance has. The error wraps gpu.ErrInvalid where its
+// PlacementOf is the placement of an instance. The error wraps gpu.ErrInvalid where its
 // profile's name cannot be read.
-func SlotOf(in *gpu.Instance) (Slot, error) {
+func PlacementOf(in *gpu.Instance) (Placement, error) {
 	name, err := Parse(in.Profile)
-	return Slot{Profile: name, Start: in.Start, Size: in.Size, CI: in.CIStart}, err
+	return Placement{Profile: name, Start: in.Start, Size: in.Size, CI: in.CIStart}, err
 }
 
-// Find returns the instance at a place, or nil: also a GPU instance without a compute
-// instance, whose CI is negative. The size is not compared: it follows from the
-// profile and the start, and who has the place from a device ID does not know it.
-func Find(at []gpu.Instance, s Slot) *gpu.Instance {
+// Find returns the instance at a placement, or nil. It also finds a GPU instance without
+// a compute instance, whose CI is negative. It ignores the size, which follows from
+// profile and start and which a device ID does not have.
+func Find(at []gpu.Instance, s Placement) *gpu.Instance {
 	for i := range at {
-		in, err := SlotOf(&at[i])
+		in, err := PlacementOf(&at[i])
 		if in.Size = s.Size; err == nil && in == s {
 			return &at[i]
 		}
@@ -47,12 +49,12 @@ func Find(at []gpu.Instance, s Slot) *gpu.Instance {
 }
 
 // String is "3g.40gb@4", of a split "1c.3g.40gb@4.1".
-func (s Slot) String() string {
+func (s Placement) String() string {
 	var b [64]byte
 	return string(s.append(b[:0]))
 }
 
-func (s Slot) append(b []byte) []byte {
+func (s Placement) append(b []byte) []byte {
 	b = append(b, s.Profile.String()...)
 	b = append(b, '@')
 	b = strconv.AppendInt(b, int64(s.Start), 10)
@@ -63,15 +65,15 @@ func (s Slot) append(b []byte) []byte {
 	return b
 }
 
-// GPUInstance is the slot of the GPU instance that the device lives in: s
+// GPUInstance is the placement of the GPU instance that the device lives in: s
 // itself unless it is split.
-func (s Slot) GPUInstance() Slot {
-	return Slot{Profile: s.Profile.GPUInstance(), Start: s.Start, Size: s.Size}
+func (s Placement) GPUInstance() Placement {
+	return Placement{Profile: s.Profile.GPUInstance(), Start: s.Start, Size: s.Size}
 }
 
-// CompareSlots is a total order by place: start, then compute slice, then
+// ComparePlacements is a total order by place: start, then compute slice, then
 // profile, then size.
-func CompareSlots(a, b Slot) int {
+func ComparePlacements(a, b Placement) int {
 	return cmp.Or(
 		cmp.Compare(a.Start, b.Start),
 		cmp.Compare(a.CI, b.CI),
@@ -80,8 +82,8 @@ func CompareSlots(a, b Slot) int {
 	)
 }
 
-// ID is the device ID of a slot on a GPU: "GPU-…::3g.40gb@4".
-func ID(u gpu.UUID, s Slot) string {
+// ID is the device ID of a placement on a GPU: "GPU-…::3g.40gb@4".
+func ID(u gpu.UUID, s Placement) string {
 	var b [128]byte
 	id := append(b[:0], u...)
 	id = append(id, "::"...)
@@ -89,8 +91,8 @@ func ID(u gpu.UUID, s Slot) string {
 }
 
 // ParseID takes a device ID apart. It accepts what [ID] prints and nothing
-// else; other strings are gpu.ErrInvalid. The size of a slot is not in its ID:
-// [Card.Slot] knows it.
+// else; other strings are gpu.ErrInvalid. The size of a placement is not in its ID:
+// [Card.Placement] knows it.
 func ParseID(id string) (u gpu.UUID, p Name, start, ci int, err error) {
 	fail := func(reason string) (gpu.UUID, Name, int, int, error) {
 		return "", Name{}, 0, 0, fmt.Errorf("%s is not the ID of a MIG device: %s: %w", quote(id), reason, gpu.ErrInvalid)

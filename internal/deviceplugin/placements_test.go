@@ -24,7 +24,7 @@ import (
 )
 
 // family is what the driver of a kind of GPU says can stand on it: placements by
-// profile, as "name memory-slots most start,start…".
+// profile, as "name memory-slices most start,start…".
 type family []string
 
 var (
@@ -62,10 +62,10 @@ func (f family) mig() *gpu.MIG {
 }
 
 // legal is what FIELD.md's tables come to, said again: no two overlap in memory
-// slots, of no profile are there too many, and one at most has media engines.
-func (f family) legal(slots []mig.Slot) bool {
+// placements, of no profile are there too many, and one at most has media engines.
+func (f family) legal(placements []mig.Placement) bool {
 	used, media, count := map[int]bool{}, 0, map[string]int{}
-	for _, s := range slots {
+	for _, s := range placements {
 		for i := range s.Size {
 			if used[s.Start+i] {
 				return false
@@ -92,38 +92,38 @@ func (f family) card(t testing.TB) *mig.Card {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if n := len(c.Slots()); f[0] == a100[0] && n != 25 || f[0] == a30[0] && n != 13 {
-		t.Fatalf("the card has %d slots: %v", n, c.Slots())
+	if n := len(c.Placements()); f[0] == a100[0] && n != 25 || f[0] == a30[0] && n != 13 {
+		t.Fatalf("the card has %d placements: %v", n, c.Placements())
 	}
 	return c
 }
 
-// slot reads "3g.40gb@4".
-func slot(t testing.TB, c *mig.Card, text string) mig.Slot {
+// placement reads "3g.40gb@4".
+func placement(t testing.TB, c *mig.Card, text string) mig.Placement {
 	t.Helper()
 	_, p, start, ci, err := mig.ParseID("GPU-x::" + text)
 	if err != nil {
 		t.Fatal(err)
 	}
-	s, ok := c.Slot(p, start, ci)
+	s, ok := c.Placement(p, start, ci)
 	if !ok {
-		t.Fatalf("the card has no slot %s", text)
+		t.Fatalf("the card has no placement %s", text)
 	}
 	return s
 }
 
-func slotsOf(t testing.TB, c *mig.Card, texts ...string) (out []mig.Slot) {
+func placementsOf(t testing.TB, c *mig.Card, texts ...string) (out []mig.Placement) {
 	t.Helper()
 	for _, text := range texts {
-		out = append(out, slot(t, c, text))
+		out = append(out, placement(t, c, text))
 	}
 	return out
 }
 
-// on are the device IDs of slots of a GPU.
-func on(u gpu.UUID, slots ...string) []string {
-	out := make([]string, len(slots))
-	for i, s := range slots {
+// on are the device IDs of placements of a GPU.
+func on(u gpu.UUID, placements ...string) []string {
+	out := make([]string, len(placements))
+	for i, s := range placements {
 		out[i] = string(u) + "::" + s
 	}
 	return out
@@ -137,14 +137,14 @@ func resourceOf(id string) string {
 	return "example.com/" + p.Resource()
 }
 
-// onDemand is a view of GPUs on which every slot is on offer.
+// onDemand is a view of GPUs on which every placement is on offer.
 func onDemand(cards map[gpu.UUID]*mig.Card, change func(*Device)) *Offer {
 	v := &Offer{Rank: map[gpu.UUID]int{}, MIG: map[gpu.UUID]ledger.MIG{}}
 	byName := map[string]*Resource{}
 	for i, u := range slices.Sorted(maps.Keys(cards)) {
 		v.Rank[u], v.MIG[u] = i, ledger.MIG{Card: cards[u]}
-		for _, s := range cards[u].Slots() {
-			dev := Device{ID: mig.ID(u, s), GPU: u, Slot: s, Healthy: true}
+		for _, s := range cards[u].Placements() {
+			dev := Device{ID: mig.ID(u, s), GPU: u, Placement: s, Healthy: true}
 			if change != nil {
 				change(&dev)
 			}
@@ -161,18 +161,18 @@ func onDemand(cards map[gpu.UUID]*mig.Card, change func(*Device)) *Offer {
 	return v
 }
 
-// offered are the slots of a GPU that are Healthy, by start.
+// offered are the placements of a GPU that are Healthy, by start.
 func offered(d *desk, u gpu.UUID) string {
-	var out []mig.Slot
+	var out []mig.Placement
 	v := d.Offer()
 	for i := range v.Resources {
 		for _, dev := range v.Resources[i].Devices {
-			if dev.GPU == u && dev.Healthy && dev.Slot.Size > 0 {
-				out = append(out, dev.Slot)
+			if dev.GPU == u && dev.Healthy && dev.Placement.Size > 0 {
+				out = append(out, dev.Placement)
 			}
 		}
 	}
-	slices.SortFunc(out, mig.CompareSlots)
+	slices.SortFunc(out, mig.ComparePlacements)
 	var words []string
 	for _, s := range out {
 		words = append(words, s.String())
@@ -265,7 +265,7 @@ func TestAClaimCoversWhatHasNoRoomBesideIt(t *testing.T) {
 	wantErr(t, err, "its room is taken by 2g.20gb@2 (held by claim "+key+")")
 	before := d.Offer()
 	if allocate(t, d, on(gpuA, "2g.20gb@2")...) != key || d.Offer() != before {
-		t.Error("the same slot again is another claim, or changes what is on offer")
+		t.Error("the same placement again is another claim, or changes what is on offer")
 	}
 
 	clock.pass(Grace)
@@ -278,7 +278,7 @@ func TestAClaimCoversWhatHasNoRoomBesideIt(t *testing.T) {
 	}
 }
 
-func TestSlotsOfOneRequest(t *testing.T) {
+func TestPlacementsOfOneRequest(t *testing.T) {
 	card := a100.card(t)
 	for _, c := range []struct {
 		name    string
@@ -318,8 +318,8 @@ func TestSlotsOfOneRequest(t *testing.T) {
 				t.Fatalf("grants %v of %v", claim.Grants, c.request)
 			}
 			for i, id := range claim.IDs {
-				if p := claim.Grants[i]; mig.ID(p.GPU, p.Slot) != id || p.Slot.Size == 0 || !claim.On(p.GPU) {
-					t.Errorf("slot %d of %v is %v on %v", i, claim.IDs, p, claim.GPUs())
+				if p := claim.Grants[i]; mig.ID(p.GPU, p.Placement) != id || p.Placement.Size == 0 || !claim.On(p.GPU) {
+					t.Errorf("placement %d of %v is %v on %v", i, claim.IDs, p, claim.GPUs())
 				}
 			}
 			for _, id := range c.request {
@@ -331,9 +331,9 @@ func TestSlotsOfOneRequest(t *testing.T) {
 	}
 }
 
-// The kubelet hands an init container's slots to the app container, with more
+// The kubelet hands an init container's placements to the app container, with more
 // beside them or not.
-func TestInitContainersSlots(t *testing.T) {
+func TestInitContainersPlacements(t *testing.T) {
 	d, clock := newDesk()
 	d.set(onDemand(map[gpu.UUID]*mig.Card{gpuA: a100.card(t)}, nil))
 	allocate(t, d, on(gpuA, "1g.20gb@0")...)
@@ -351,10 +351,10 @@ func TestInitContainersSlots(t *testing.T) {
 	}
 }
 
-// A force-deleted pod frees its slot at the kubelet before its container is dead.
+// A force-deleted pod frees its placement at the kubelet before its container is dead.
 // The claim lives until both witnesses agree, and covers till then; whoever gets
-// the same slot waits.
-func TestSlotOfAHolderThatIsEnding(t *testing.T) {
+// the same placement waits.
+func TestPlacementOfAHolderThatIsEnding(t *testing.T) {
 	d, clock := newDesk()
 	d.set(onDemand(map[gpu.UUID]*mig.Card{gpuA: a100.card(t)}, nil))
 	const resource = "example.com/mig-3g.40gb"
@@ -376,7 +376,7 @@ func TestSlotOfAHolderThatIsEnding(t *testing.T) {
 		cancel()
 		return d.Prepare(ctx, resource, ids)
 	}
-	// The next pod gets the same slot, or the same and another.
+	// The next pod gets the same placement, or the same and another.
 	for _, ids := range [][]string{old, two} {
 		next := allocate(t, d, ids...)
 		clock.pass(time.Second)
@@ -392,7 +392,7 @@ func TestSlotOfAHolderThatIsEnding(t *testing.T) {
 	clock.pass(time.Second)
 	d.Reconcile(w.say(clock.now()))
 	if c := claimOf(t, d, beside); c.After != "" || c.Phase == ledger.Reserved {
-		t.Errorf("a slot beside it waits for %q", c.After)
+		t.Errorf("a placement beside it waits for %q", c.After)
 	}
 	w.uses = nil
 	clock.pass(time.Second)
@@ -407,7 +407,7 @@ func TestSlotOfAHolderThatIsEnding(t *testing.T) {
 
 // After the agent's restart the kubelet may hold what overlaps a container that
 // still runs: found by places once the cards are known, by IDs before.
-func TestAdoptedSlotsWaitForThoseInTheirPlace(t *testing.T) {
+func TestAdoptedPlacementsWaitForThoseInTheirPlace(t *testing.T) {
 	card := a100.card(t)
 	for _, c := range []struct {
 		name        string
@@ -415,12 +415,12 @@ func TestAdoptedSlotsWaitForThoseInTheirPlace(t *testing.T) {
 		before, now []string
 		waits       bool
 	}{
-		{"the same slot", true, on(gpuA, "3g.40gb@0"), on(gpuA, "3g.40gb@0"), true},
-		{"the same slot, no view yet", false, on(gpuA, "3g.40gb@0"), on(gpuA, "3g.40gb@0"), true},
+		{"the same placement", true, on(gpuA, "3g.40gb@0"), on(gpuA, "3g.40gb@0"), true},
+		{"the same placement, no view yet", false, on(gpuA, "3g.40gb@0"), on(gpuA, "3g.40gb@0"), true},
 		{"one that has it among others, no view yet", false, on(gpuA, "3g.40gb@0", "3g.40gb@4"), on(gpuA, "3g.40gb@0"), true},
-		{"a slot in its place, no view yet", false, on(gpuA, "1g.10gb@2"), on(gpuA, "3g.40gb@0"), false}, // that is found later
-		{"a slot in its place", true, on(gpuA, "1g.10gb@2"), on(gpuA, "3g.40gb@0"), true},
-		{"a slot beside it", true, on(gpuA, "1g.10gb@4"), on(gpuA, "3g.40gb@0"), false},
+		{"a placement in its place, no view yet", false, on(gpuA, "1g.10gb@2"), on(gpuA, "3g.40gb@0"), false}, // that is found later
+		{"a placement in its place", true, on(gpuA, "1g.10gb@2"), on(gpuA, "3g.40gb@0"), true},
+		{"a placement beside it", true, on(gpuA, "1g.10gb@4"), on(gpuA, "3g.40gb@0"), false},
 		{"the media engines of another place", true, on(gpuA, "1g.10gb+me@6"), on(gpuA, "1g.10gb+me@0"), true},
 		{"the same place of another GPU", true, on(gpuB, "3g.40gb@0"), on(gpuA, "3g.40gb@0"), false},
 		{"units of the GPU", true, ids(gpuA, 3), on(gpuA, "3g.40gb@0"), true},
@@ -457,7 +457,7 @@ func TestAdoptedSlotsWaitForThoseInTheirPlace(t *testing.T) {
 
 // What is known of a claim after a restart is its IDs; what it covers is known
 // with the first view.
-func TestSlotsAdoptedBeforeTheFirstView(t *testing.T) {
+func TestPlacementsAdoptedBeforeTheFirstView(t *testing.T) {
 	d, clock := newDesk()
 	const resource = "example.com/mig-2g.20gb"
 	if err := d.restore(recordOf(t, resource, on(gpuA, "2g.20gb@4")), time.Time{}, time.Time{}); err != nil {
@@ -473,8 +473,8 @@ func TestSlotsAdoptedBeforeTheFirstView(t *testing.T) {
 	}
 	early := d.Claims()
 	for _, c := range early {
-		if len(c.Grants) != 1 || c.Grants[0].GPU != gpuA || c.Grants[0].Slot.Profile.String() != "2g.20gb" || c.Grants[0].Slot.Size != 0 {
-			t.Errorf("claim of %v: slots %v", c.IDs, c.Grants)
+		if len(c.Grants) != 1 || c.Grants[0].GPU != gpuA || c.Grants[0].Placement.Profile.String() != "2g.20gb" || c.Grants[0].Placement.Size != 0 {
+			t.Errorf("claim of %v: placements %v", c.IDs, c.Grants)
 		}
 	}
 	d.set(onDemand(map[gpu.UUID]*mig.Card{gpuA: a100.card(t)}, nil))
@@ -482,10 +482,10 @@ func TestSlotsAdoptedBeforeTheFirstView(t *testing.T) {
 		t.Errorf("on offer: %s, want %s", got, want)
 	}
 	for i, c := range d.Claims() {
-		if c.Grants[0].Slot.Size != 2 {
-			t.Errorf("claim of %v: slots %v", c.IDs, c.Grants)
+		if c.Grants[0].Placement.Size != 2 {
+			t.Errorf("claim of %v: placements %v", c.IDs, c.Grants)
 		}
-		if early[i].Grants[0].Slot.Size != 0 {
+		if early[i].Grants[0].Placement.Size != 0 {
 			t.Error("what was handed out before has changed")
 		}
 	}
@@ -517,8 +517,8 @@ func TestWhatStandsAndMayNotGo(t *testing.T) {
 	card := a100.card(t)
 	view := func() *Offer {
 		v := onDemand(map[gpu.UUID]*mig.Card{gpuA: card}, nil)
-		v.MIG[gpuA] = ledger.MIG{Card: card, Occupied: slotsOf(t, card, "2g.20gb@0"), Kept: slotsOf(t, card, "3g.40gb@4"),
-			Warm: slotsOf(t, card, "1g.10gb@2")}
+		v.MIG[gpuA] = ledger.MIG{Card: card, Occupied: placementsOf(t, card, "2g.20gb@0"), Kept: placementsOf(t, card, "3g.40gb@4"),
+			Warm: placementsOf(t, card, "1g.10gb@2")}
 		return v
 	}
 	d.set(view())
@@ -542,7 +542,7 @@ func TestWhatStandsAndMayNotGo(t *testing.T) {
 	// Under another name it cannot be had twice.
 	v := view()
 	v.Resources = append(v.Resources, Resource{Name: "other.example/mig-3g.40gb", Kind: ledger.Placement, Devices: []Device{
-		{ID: on(gpuA, "3g.40gb@4")[0], GPU: gpuA, Slot: slot(t, card, "3g.40gb@4"), Healthy: true}}})
+		{ID: on(gpuA, "3g.40gb@4")[0], GPU: gpuA, Placement: placement(t, card, "3g.40gb@4"), Healthy: true}}})
 	d.set(v)
 	_, err = d.Allocate("other.example/mig-3g.40gb", on(gpuA, "3g.40gb@4"))
 	wantErr(t, err, "its room is taken by 3g.40gb@4")
@@ -553,7 +553,7 @@ func TestWhatStandsAndMayNotGo(t *testing.T) {
 	}
 	// A foreign one that came where a claim's was to be made.
 	v = view()
-	v.MIG[gpuA] = ledger.MIG{Card: card, Kept: slotsOf(t, card, "1g.10gb@4")}
+	v.MIG[gpuA] = ledger.MIG{Card: card, Kept: placementsOf(t, card, "1g.10gb@4")}
 	d.set(v)
 	_, err = d.Allocate("example.com/mig-1g.10gb", on(gpuA, "1g.10gb@4"))
 	wantErr(t, err, "its room is taken by 3g.40gb@4")
@@ -570,16 +570,16 @@ func TestWhatStandsAndMayNotGo(t *testing.T) {
 }
 
 // A device that leaves is listed Healthy for its holder's sake, and no longer.
-func TestSlotsThatLeave(t *testing.T) {
+func TestPlacementsThatLeave(t *testing.T) {
 	d, clock := newDesk()
 	card := a100.card(t)
 	d.set(onDemand(map[gpu.UUID]*mig.Card{gpuA: card}, nil))
 	allocate(t, d, on(gpuA, "3g.40gb@0")...)
 	d.set(onDemand(map[gpu.UUID]*mig.Card{gpuA: card}, func(dev *Device) {
 		switch {
-		case dev.Slot == slot(t, card, "3g.40gb@0"):
+		case dev.Placement == placement(t, card, "3g.40gb@0"):
 			dev.Leaving, dev.Reason = true, "the partition changes"
-		case dev.Slot.Start < 4:
+		case dev.Placement.Start < 4:
 			dev.Healthy, dev.Reason = false, "the partition changes"
 		}
 	}))
@@ -614,7 +614,7 @@ func TestFaultsOfMIGGPUs(t *testing.T) {
 		t.Errorf("on the broken GPU on offer are %s, on the other %s", a, b)
 	}
 	if dev := device1(t, d, on(gpuA, "1g.10gb@0")[0]); dev.Reason != "Xid 79" {
-		t.Errorf("a covered slot of a broken GPU: %q", dev.Reason)
+		t.Errorf("a covered placement of a broken GPU: %q", dev.Reason)
 	}
 	// Claims come and go meanwhile.
 	if err := d.restore(recordOf(t, "example.com/mig-1g.10gb", on(gpuA, "1g.10gb@6")), time.Time{}, time.Time{}); err != nil {
@@ -632,7 +632,7 @@ func TestFaultsOfMIGGPUs(t *testing.T) {
 }
 
 // The claim that comes while a view is built covers in that view, too.
-func TestSlotTakenWhileAViewIsBuilt(t *testing.T) {
+func TestPlacementTakenWhileAViewIsBuilt(t *testing.T) {
 	d, _ := newDesk()
 	cards := map[gpu.UUID]*mig.Card{gpuA: a100.card(t)}
 	d.set(onDemand(cards, nil))
@@ -687,15 +687,15 @@ func TestOneOfManyGetsTheRoom(t *testing.T) {
 func TestWishAndTrouble(t *testing.T) {
 	d, clock := newDesk()
 	d.set(onDemand(map[gpu.UUID]*mig.Card{gpuA: a100.card(t)}, nil))
-	slot := on(gpuA, "1g.10gb@3")
-	key := allocate(t, d, slot...)
+	placement := on(gpuA, "1g.10gb@3")
+	key := allocate(t, d, placement...)
 	if c := claimOf(t, d, key); !c.Asked.IsZero() {
 		t.Error("wished before anybody has asked")
 	}
 	prepare := func() error {
 		ctx, cancel := context.WithCancel(context.Background())
 		cancel()
-		return d.Prepare(ctx, "example.com/mig-1g.10gb", slot)
+		return d.Prepare(ctx, "example.com/mig-1g.10gb", placement)
 	}
 	wantErr(t, prepare(), "is not written yet")
 	first := clock.now()
@@ -719,14 +719,14 @@ func TestWishAndTrouble(t *testing.T) {
 	_ = prepare()
 	d.SetCause(key, status.Why(status.NoRoom, "x"))
 	clock.pass(time.Second)
-	allocate(t, d, slot...)
+	allocate(t, d, placement...)
 	if c := claimOf(t, d, key); !c.Asked.IsZero() || c.Cause != (status.Cause{}) {
 		t.Errorf("allocated anew, it is wished since %s and has trouble %q", c.Asked, c.Cause)
 	}
 	d.SetCause("0123456789abcdef", status.Why(status.NoRoom, "of nobody"))
 }
 
-func TestPreferSlots(t *testing.T) {
+func TestPreferPlacements(t *testing.T) {
 	card := a100.card(t)
 	for _, c := range []struct {
 		name   string
@@ -741,11 +741,11 @@ func TestPreferSlots(t *testing.T) {
 	}{
 		{name: "what stands idle, where it loses no more than another", resource: "example.com/mig-3g.40gb", n: 1,
 			view: func(v *Offer) {
-				v.MIG[gpuB] = ledger.MIG{Card: card, Warm: slotsOf(t, card, "3g.40gb@4")}
-				v.MIG[gpuA] = ledger.MIG{Card: card, Occupied: slotsOf(t, card, "7g.80gb@0")}
+				v.MIG[gpuB] = ledger.MIG{Card: card, Warm: placementsOf(t, card, "3g.40gb@4")}
+				v.MIG[gpuA] = ledger.MIG{Card: card, Occupied: placementsOf(t, card, "7g.80gb@0")}
 			}, want: on(gpuB, "3g.40gb@4")},
 		{name: "what is kept and may be given out", resource: "example.com/mig-1g.10gb", n: 1,
-			view: func(v *Offer) { v.MIG[gpuB] = ledger.MIG{Card: card, Kept: slotsOf(t, card, "1g.10gb@1")} }, want: on(gpuB, "1g.10gb@1")},
+			view: func(v *Offer) { v.MIG[gpuB] = ledger.MIG{Card: card, Kept: placementsOf(t, card, "1g.10gb@1")} }, want: on(gpuB, "1g.10gb@1")},
 		{name: "must", resource: "example.com/mig-3g.40gb", n: 1, before: on(gpuA, "3g.40gb@0"), must: on(gpuA, "3g.40gb@0"),
 			want: on(gpuA, "3g.40gb@0")},
 		{name: "must and one that fits beside it", resource: "example.com/mig-1g.10gb.me", n: 2, before: on(gpuA, "1g.10gb+me@0"),
@@ -821,7 +821,7 @@ func breakGPU(v *Offer, u gpu.UUID) {
 
 // A card may allow fewer of a profile than it has places for: then it is not
 // pairs that have no room.
-func TestSlotsThatTogetherAreTooMany(t *testing.T) {
+func TestPlacementsThatTogetherAreTooMany(t *testing.T) {
 	few := family{"1g.10gb 1 3 0,1,2,3,4,5,6"}
 	card, err := mig.NewCard(few.mig())
 	if err != nil {
@@ -854,11 +854,11 @@ type walker struct {
 	gpus  []gpu.UUID
 	kinds map[gpu.UUID]family
 	cards map[gpu.UUID]*mig.Card
-	// places are all slots by their device IDs.
+	// places are all placements by their device IDs.
 	places map[string]mig.Place
 
 	// The world as it should be.
-	occupied, kept map[gpu.UUID][]mig.Slot
+	occupied, kept map[gpu.UUID][]mig.Placement
 	withdrawn      map[string]bool // device IDs
 	leaving        map[string]bool
 	faults         map[gpu.UUID]string
@@ -875,20 +875,20 @@ type walked struct {
 	adopted bool
 }
 
-func (w *walker) slotOf(id string) (gpu.UUID, mig.Slot) {
+func (w *walker) placementOf(id string) (gpu.UUID, mig.Placement) {
 	p, ok := w.places[id]
 	if !ok {
-		w.t.Fatalf("no slot %s", id)
+		w.t.Fatalf("no placement %s", id)
 	}
-	return p.GPU, p.Slot
+	return p.GPU, p.Placement
 }
 
-// held are the slots of a GPU that claims have.
-func (w *walker) held(u gpu.UUID) map[mig.Slot]bool {
-	out := map[mig.Slot]bool{}
+// held are the placements of a GPU that claims have.
+func (w *walker) held(u gpu.UUID) map[mig.Placement]bool {
+	out := map[mig.Placement]bool{}
 	for _, c := range w.claims {
 		for _, id := range c.ids {
-			if g, s := w.slotOf(id); g == u {
+			if g, s := w.placementOf(id); g == u {
 				out[s] = true
 			}
 		}
@@ -897,16 +897,16 @@ func (w *walker) held(u gpu.UUID) map[mig.Slot]bool {
 }
 
 // taken is all that may not go.
-func (w *walker) taken(u gpu.UUID) []mig.Slot {
+func (w *walker) taken(u gpu.UUID) []mig.Placement {
 	all := w.held(u)
 	for _, s := range slices.Concat(w.occupied[u], w.kept[u]) {
 		all[s] = true
 	}
-	return slices.SortedFunc(maps.Keys(all), mig.CompareSlots)
+	return slices.SortedFunc(maps.Keys(all), mig.ComparePlacements)
 }
 
 func (w *walker) healthy(id string) bool {
-	u, s := w.slotOf(id)
+	u, s := w.placementOf(id)
 	held := w.held(u)[s]
 	switch {
 	case w.faults[u] != "", w.withdrawn[id]:
@@ -918,7 +918,7 @@ func (w *walker) healthy(id string) bool {
 	}
 	taken := w.taken(u)
 	if slices.Contains(w.kept[u], s) {
-		taken = slices.DeleteFunc(taken, func(o mig.Slot) bool { return o == s })
+		taken = slices.DeleteFunc(taken, func(o mig.Placement) bool { return o == s })
 	} else if slices.Contains(taken, s) {
 		return false
 	}
@@ -936,9 +936,9 @@ func (w *walker) fresh(id string) bool {
 
 // grantable is what Allocate is to say.
 func (w *walker) grantable(ids []string) (reason string) {
-	together := map[gpu.UUID]map[mig.Slot]bool{}
+	together := map[gpu.UUID]map[mig.Placement]bool{}
 	for _, id := range ids {
-		u, s := w.slotOf(id)
+		u, s := w.placementOf(id)
 		if !w.healthy(id) {
 			return "unhealthy"
 		}
@@ -946,7 +946,7 @@ func (w *walker) grantable(ids []string) (reason string) {
 			return "leaving"
 		}
 		if together[u] == nil {
-			together[u] = map[mig.Slot]bool{}
+			together[u] = map[mig.Placement]bool{}
 			for _, t := range w.taken(u) {
 				together[u][t] = true
 			}
@@ -961,12 +961,12 @@ func (w *walker) grantable(ids []string) (reason string) {
 	return ""
 }
 
-// any is a random listed slot, of a resource if one is named.
+// any is a random listed placement, of a resource if one is named.
 func (w *walker) any(resource string) string {
 	for {
 		u := w.gpus[w.rng.IntN(len(w.gpus))]
-		slots := w.cards[u].Slots()
-		id := mig.ID(u, slots[w.rng.IntN(len(slots))])
+		placements := w.cards[u].Placements()
+		id := mig.ID(u, placements[w.rng.IntN(len(placements))])
 		if resource == "" || resourceOf(id) == resource {
 			return id
 		}
@@ -996,11 +996,11 @@ func (w *walker) allocate(ids []string) {
 	w.claims[key] = &walked{ids: slices.Sorted(slices.Values(ids)), at: w.clock.now()}
 }
 
-// room is a random set of slots that have room on a GPU beside what is taken.
-func (w *walker) room(u gpu.UUID, most int) (out []mig.Slot) {
-	slots := w.cards[u].Slots()
+// room is a random set of placements that have room on a GPU beside what is taken.
+func (w *walker) room(u gpu.UUID, most int) (out []mig.Placement) {
+	placements := w.cards[u].Placements()
 	for range w.rng.IntN(most + 1) {
-		s := slots[w.rng.IntN(len(slots))]
+		s := placements[w.rng.IntN(len(placements))]
 		if all := slices.Concat(w.taken(u), out); w.kinds[u].legal(append(all, s)) {
 			out = append(out, s)
 		}
@@ -1030,7 +1030,7 @@ func (w *walker) publish() {
 	for i := range v.Resources {
 		for j := range v.Resources[i].Devices {
 			dev := &v.Resources[i].Devices[j]
-			switch held := w.held(dev.GPU)[dev.Slot]; {
+			switch held := w.held(dev.GPU)[dev.Placement]; {
 			case w.rng.IntN(10) > 0:
 			case held:
 				dev.Leaving, dev.Reason = true, "leaves"
@@ -1049,7 +1049,7 @@ func (w *walker) publish() {
 func (w *walker) reconcile() {
 	w.clock.pass(time.Duration(w.rng.IntN(40)) * time.Second)
 	var says world
-	var found []mig.Slot
+	var found []mig.Placement
 	u := w.gpus[w.rng.IntN(len(w.gpus))]
 	if w.rng.IntN(3) == 0 {
 		found = w.room(u, 1)
@@ -1120,8 +1120,8 @@ func (w *walker) check(step string) {
 	for _, c := range w.d.Claims() {
 		live[c.ID] = true
 		for _, p := range c.Grants {
-			if p.Slot.Size == 0 {
-				w.t.Fatalf("%s: claim of %v has slots %v", step, c.IDs, c.Grants)
+			if p.Placement.Size == 0 {
+				w.t.Fatalf("%s: claim of %v has placements %v", step, c.IDs, c.Grants)
 			}
 		}
 	}
@@ -1163,8 +1163,8 @@ func (w *walker) check(step string) {
 	}
 }
 
-// TestSlotsWalk takes many random steps.
-func TestSlotsWalk(t *testing.T) {
+// TestPlacementsWalk takes many random steps.
+func TestPlacementsWalk(t *testing.T) {
 	steps := 1000
 	if testing.Short() {
 		steps = 300
@@ -1174,15 +1174,15 @@ func TestSlotsWalk(t *testing.T) {
 			d, clock := newDesk()
 			w := &walker{t: t, rng: rand.New(rand.NewPCG(seed, 5)), d: d, clock: clock,
 				gpus:     []gpu.UUID{gpuA, gpuB, "GPU-cccccccc-0000-0000-0000-000000000000"},
-				occupied: map[gpu.UUID][]mig.Slot{}, kept: map[gpu.UUID][]mig.Slot{},
+				occupied: map[gpu.UUID][]mig.Placement{}, kept: map[gpu.UUID][]mig.Placement{},
 				withdrawn: map[string]bool{}, leaving: map[string]bool{}, faults: map[gpu.UUID]string{}, claims: map[string]*walked{},
 				said: map[string][]Device{}, channels: map[string]<-chan struct{}{}, refused: map[string]int{}}
 			w.kinds = map[gpu.UUID]family{w.gpus[0]: a100, w.gpus[1]: a30, w.gpus[2]: a100}
 			w.cards, w.places = map[gpu.UUID]*mig.Card{}, map[string]mig.Place{}
 			for u, f := range w.kinds {
 				w.cards[u] = f.card(t)
-				for _, s := range w.cards[u].Slots() {
-					w.places[mig.ID(u, s)] = mig.Place{GPU: u, Slot: s}
+				for _, s := range w.cards[u].Placements() {
+					w.places[mig.ID(u, s)] = mig.Place{GPU: u, Placement: s}
 				}
 			}
 			w.publish()
@@ -1197,7 +1197,7 @@ func TestSlotsWalk(t *testing.T) {
 	}
 }
 
-// BenchmarkAllocate is of 24 of 640 memory units, and of one of the 25 slots of
+// BenchmarkAllocate is of 24 of 640 memory units, and of one of the 25 placements of
 // each of 8 GPUs, half of which is taken.
 func BenchmarkAllocate(b *testing.B) {
 	run := func(name string, v *Offer, resource string, before [][]string, take []string) {
@@ -1239,5 +1239,5 @@ func BenchmarkAllocate(b *testing.B) {
 		n = append(n, i)
 	}
 	run("24 of 640 units", mem, memName, nil, ids(first, n...))
-	run("a slot of 8 GPUs, and its end", onDemand(cards, nil), "example.com/mig-1g.10gb", before, on(first, "1g.10gb@1"))
+	run("a placement of 8 GPUs, and its end", onDemand(cards, nil), "example.com/mig-1g.10gb", before, on(first, "1g.10gb@1"))
 }
