@@ -662,7 +662,7 @@ func TestRestartTakesClaimsOver(t *testing.T) {
 		o.with(func() { o.deaf = false })
 		time.Sleep(holdersSoon)
 		synctest.Wait()
-		if c := b.Claims(); len(c) != 1 || c[0].Holder.Pod != "train-3" {
+		if c := b.Claims(); len(c) != 1 || c[0].Holder.Name != "train-3" {
 			t.Errorf("claims %+v", c)
 		}
 	})

@@ -11,6 +11,7 @@ import (
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -47,7 +48,7 @@ func claimed(resource, pod string, short ...string) ledger.Allocation {
 		}
 	}
 	return ledger.Allocation{ID: cdi.Key(resource, ids), Owner: ledger.DevicePlugin, Resource: resource, Grants: grantsOf(resource, ids...),
-		Holder: ledger.Holder{Namespace: "ns", Pod: pod, Container: "c"}}
+		Holder: ledger.Holder{Pod: workload.Pod{Namespace: "ns", Name: pod}, Container: "c"}}
 }
 
 // recordFor is the record of devices, as far as their IDs say.

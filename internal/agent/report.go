@@ -519,17 +519,12 @@ func together(inv *gpu.Inventory, verdicts []health.Verdict) []group {
 	return out
 }
 
-// podOf is the holder's pod, whose name is empty where nobody has said it.
-func podOf(h ledger.Holder) workload.Pod {
-	return workload.Pod{Namespace: h.Namespace, Name: h.Pod, UID: h.PodUID}
-}
-
 // podsOn lists the pods that have something of a GPU, each once.
 func podsOn(claims []ledger.Allocation, u gpu.UUID) []workload.Pod {
 	var out []workload.Pod
 	for i := range claims {
 		c := &claims[i]
-		pod := podOf(c.Holder)
+		pod := c.Holder.Pod
 		if pod.Name != "" && c.On(u) && !slices.Contains(out, pod) {
 			out = append(out, pod)
 		}

@@ -106,7 +106,7 @@ func (at *scene) holdersOf(u gpu.UUID) (out []status.Holder) {
 		}
 		if n > 0 {
 			out = append(out, status.Holder{
-				Namespace: c.Holder.Namespace, Pod: c.Holder.Pod, Container: c.Holder.Container,
+				Namespace: c.Holder.Namespace, Pod: c.Holder.Name, Container: c.Holder.Container,
 				Resource: c.Resource, Instances: c.Kind() == ledger.Placement, Units: n, Since: &c.Taken, Waits: c.After,
 			})
 		}
@@ -181,7 +181,7 @@ func (at *scene) mig(d *gpu.Device) *status.MIG {
 			placements[dev.ID] = s
 			s.Resource, s.Reason = r.Name, dev.Reason
 			if c := at.holders[dev.ID]; c != nil {
-				s.Namespace, s.Pod, s.Container = c.Holder.Namespace, c.Holder.Pod, c.Holder.Container
+				s.Namespace, s.Pod, s.Container = c.Holder.Namespace, c.Holder.Name, c.Holder.Container
 				s.Reason = cmp.Or(s.Reason, c.Cause.Message)
 			}
 		}

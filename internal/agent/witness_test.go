@@ -117,13 +117,13 @@ func TestStartedContainerIsNamed(t *testing.T) {
 		defer b.end()
 		ids := []string{string(uuid(0)) + "::1"}
 		b.hold("p", names.Units, ids...)
-		if c := b.Claims(); len(c) != 1 || c[0].Holder.Pod != "" {
+		if c := b.Claims(); len(c) != 1 || c[0].Holder.Name != "" {
 			t.Fatalf("claims %+v", c)
 		}
 		b.container <- node.ContainerEvent{Kind: node.EventStarted, Container: node.Container{Name: "c",
 			Annotations: map[string]string{cdi.AnnotationName("example.com", cdi.Key(names.Units, ids)): names.Units}}}
 		synctest.Wait()
-		if c := b.Claims(); len(c) != 1 || c[0].Holder.Pod != "p" || !b.front.Started(c[0].ID) {
+		if c := b.Claims(); len(c) != 1 || c[0].Holder.Name != "p" || !b.front.Started(c[0].ID) {
 			t.Errorf("claims %+v", c)
 		}
 	})

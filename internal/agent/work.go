@@ -497,7 +497,7 @@ func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
 	message := fmt.Sprintf("%s: %s could not be made %d times and is withdrawn for %s: %v", d.Name(), r.Placement, f.n, failingFor, r.err)
 	e.event(workload.Pod{}, kube.Warning, string(status.GPUInstanceFailed), message)
 	for _, c := range e.ledger.Allocations() {
-		if pod := podOf(c.Holder); c.ID == r.Claim && pod.Name != "" {
+		if pod := c.Holder.Pod; c.ID == r.Claim && pod.Name != "" {
 			e.event(pod, kube.Warning, string(status.GPUInstanceFailed), message)
 		}
 	}

@@ -72,7 +72,7 @@ func TestClockPutBackBetweenAllocates(t *testing.T) {
 						old.noCheckpoint = true
 					}
 					for range 2 {
-						if c := look(old); c.After != "ns/old" || c.Holder.Pod == "old" && checkpoint != "of before" {
+						if c := look(old); c.After != "ns/old" || c.Holder.Name == "old" && checkpoint != "of before" {
 							t.Fatalf("the next pod's claim waits for %q and is held by %s, want that it waits for ns/old", c.After, c.Holder)
 						}
 					}
@@ -84,7 +84,7 @@ func TestClockPutBackBetweenAllocates(t *testing.T) {
 					}
 					ready(d, cdi.Key(memName, devices))
 					now.run("next", devices, clock.now().Add(-time.Hour))
-					if c := look(now); !c.Started || c.Holder.Pod != "next" {
+					if c := look(now); !c.Started || c.Holder.Name != "next" {
 						t.Errorf("with the next pod's container: %+v", c)
 					}
 					d.Shut(cdi.Key(memName, devices)) // its GPU was ill for a moment
@@ -201,7 +201,7 @@ func (j *jumper) start(p *jumped) {
 	u := Use{ID: fmt.Sprint("id-", j.next), Key: key, Holder: holder("ns", p.uid, "c", p.uid), Created: j.clock.now().Add(j.skew)}
 	for _, o := range j.hang {
 		if j.onto(o.Key, ids) {
-			j.t.Fatalf("%s of %s starts on %v beside %s of %s, which hangs", u.ID, u.PodUID, ids, o.ID, o.PodUID)
+			j.t.Fatalf("%s of %s starts on %v beside %s of %s, which hangs", u.ID, u.UID, ids, o.ID, o.UID)
 		}
 	}
 	p.runs = &u
@@ -226,7 +226,7 @@ func (j *jumper) look() {
 	if says.List = j.rng.IntN(2) == 0; says.List && !j.deaf {
 		says.Trusted = true
 		for _, p := range j.pods {
-			says.Listed = append(says.Listed, Holding{Holder: holder("ns", p.uid, "c", ""), Resource: memName, IDs: p.claims[len(p.claims)-1]})
+			says.Listed = append(says.Listed, node.Holding{Namespace: "ns", Pod: p.uid, Container: "c", Resource: memName, IDs: p.claims[len(p.claims)-1]})
 		}
 	}
 	j.d.Reconcile(says)

@@ -15,6 +15,7 @@ import (
 
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -99,7 +100,7 @@ func deskOf(now func() time.Time) *desk {
 }
 
 func holder(namespace, pod, container, uid string) ledger.Holder {
-	return ledger.Holder{Namespace: namespace, Pod: pod, Container: container, PodUID: uid}
+	return ledger.Holder{Pod: workload.Pod{Namespace: namespace, Name: pod, UID: uid}, Container: container}
 }
 
 // units is a view of two GPUs in memory units; change may alter each device.
@@ -293,7 +294,7 @@ func ready(d *desk, key string) bool {
 type world struct {
 	entries []node.Entry
 	uses    []Use
-	listed  []Holding
+	listed  []node.Holding
 	// What does not answer.
 	noCheckpoint, noRuntime, noList bool
 	// short says that PodResources is not asked.
@@ -306,7 +307,7 @@ func (w *world) entry(pod, container string, ids []string) *world {
 }
 
 func (w *world) list(pod string, ids []string) *world {
-	w.listed = append(w.listed, Holding{Holder: holder("ns", pod, "c", ""), Resource: memName, IDs: ids})
+	w.listed = append(w.listed, node.Holding{Namespace: "ns", Pod: pod, Container: "c", Resource: memName, IDs: ids})
 	return w
 }
 
@@ -463,9 +464,9 @@ func TestReconcile(t *testing.T) {
 				}
 				for _, h := range s.says.listed {
 					for _, c := range d.Claims() {
-						c.Holder.PodUID = "" // PodResources has none
-						if c.ID == cdi.Key(h.Resource, h.IDs) && c.Holder != h.Holder {
-							t.Errorf("step %d: holder %v, want %v", i, c.Holder, h.Holder)
+						c.Holder.UID = "" // PodResources has none
+						if want := holder(h.Namespace, h.Pod, h.Container, ""); c.ID == cdi.Key(h.Resource, h.IDs) && c.Holder != want {
+							t.Errorf("step %d: holder %v, want %v", i, c.Holder, want)
 						}
 					}
 				}
@@ -521,7 +522,7 @@ func TestSeenForAMoment(t *testing.T) {
 	}
 	seen(clock.now())
 	clock.pass(time.Second)
-	if ended := d.Reconcile(new(world).say(clock.now())); len(ended) != 1 || ended[0].Holder.Pod != "p" {
+	if ended := d.Reconcile(new(world).say(clock.now())); len(ended) != 1 || ended[0].Holder.Name != "p" {
 		t.Errorf("ended %+v, want the claim of ns/p", ended)
 	}
 }
@@ -630,15 +631,15 @@ func TestPreviousHolderOfAnotherTenantIsNotNamed(t *testing.T) {
 			clock.pass(time.Second)
 			says := Observation{Asked: clock.now(), Checkpoint: true, Runtime: true, List: true, Trusted: true, Uses: []Use{use},
 				Entries: []node.Entry{{PodUID: "uid-new", Container: "c", Resource: memName, IDs: c.devices}},
-				Pods:    map[string]ledger.Holder{"uid-old": {Namespace: "train", Pod: "job-1"}}}
+				Pods:    map[string]workload.Pod{"uid-old": {Namespace: "train", Name: "job-1"}}}
 			if c.stale {
 				says.Entries[0].PodUID = "uid-old"
 			}
 			if c.namespace != "" {
-				says.Pods["uid-new"] = ledger.Holder{Namespace: c.namespace, Pod: "next"}
+				says.Pods["uid-new"] = workload.Pod{Namespace: c.namespace, Name: "next"}
 			}
 			if c.listed {
-				says.Listed = []Holding{{Holder: holder(c.namespace, "next", "c", ""), Resource: memName, IDs: c.devices}}
+				says.Listed = []node.Holding{{Namespace: c.namespace, Pod: "next", Container: "c", Resource: memName, IDs: c.devices}}
 			}
 			d.Reconcile(says)
 			ctx, cancel := context.WithCancel(context.Background())

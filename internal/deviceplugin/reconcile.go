@@ -10,6 +10,7 @@ import (
 
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 )
 
@@ -30,10 +31,10 @@ type Observation struct {
 	// asked, as in every full look, and that it answered; Trusted says that it knows
 	// the node's pods: after the kubelet's restart it answers at first with nothing
 	// or a part.
-	Listed        []Holding
+	Listed        []node.Holding
 	List, Trusted bool
 	// Pods has the names of pods by UID, as far as anybody knows.
-	Pods map[string]ledger.Holder
+	Pods map[string]workload.Pod
 }
 
 // Use is a container of the runtime that has an allocation.
@@ -47,14 +48,6 @@ type Use struct {
 	ledger.Holder
 	// Created is by the clock as it was then.
 	Created time.Time
-}
-
-// Holding is what the kubelet's PodResources service says a container has of one
-// resource.
-type Holding struct {
-	ledger.Holder
-	Resource string
-	IDs      []string
 }
 
 // Reconcile moves the allocations along by what was observed: who has them, whether
@@ -121,7 +114,7 @@ func (f *FrontEnd) Reconcile(o Observation) (ended []ledger.Allocation) {
 // sorted is an observation by the IDs of allocations.
 type sorted struct {
 	entries map[string][]node.Entry
-	listed  map[string]Holding
+	listed  map[string]node.Holding
 	uses    map[string][]Use
 	// held are the devices that are listed, by resource.
 	held map[string]map[string]bool
@@ -130,7 +123,7 @@ type sorted struct {
 // sortLocked sorts an observation, and takes over what it names and nobody has heard
 // of.
 func (f *FrontEnd) sortLocked(o *Observation) *sorted {
-	s := &sorted{entries: map[string][]node.Entry{}, listed: map[string]Holding{}, uses: map[string][]Use{}, held: map[string]map[string]bool{}}
+	s := &sorted{entries: map[string][]node.Entry{}, listed: map[string]node.Holding{}, uses: map[string][]Use{}, held: map[string]map[string]bool{}}
 	for _, e := range o.Entries {
 		if f.coverLocked(e.Resource, e.IDs) == nil {
 			key := cdi.Key(e.Resource, e.IDs)
@@ -210,16 +203,16 @@ func (f *FrontEnd) nameLocked(a *ledger.Allocation, e *evidence, s *sorted, o *O
 		}
 	}
 	if l, ok := s.listed[a.ID]; ok {
-		h = l.Holder
+		h = ledger.Holder{Pod: workload.Pod{Namespace: l.Namespace, Name: l.Pod}, Container: l.Container}
 	} else {
 		for _, entry := range s.entries[a.ID] {
 			if p, ok := o.Pods[entry.PodUID]; ok {
-				h = ledger.Holder{Namespace: p.Namespace, Pod: p.Pod, Container: entry.Container}
+				h = ledger.Holder{Pod: p, Container: entry.Container}
 			}
 		}
 	}
-	if h.Pod != "" && len(e.podUIDs) > 0 {
-		h.PodUID = e.podUIDs[0]
+	if h.Name != "" && len(e.podUIDs) > 0 {
+		h.UID = e.podUIDs[0]
 	}
 	if h != a.Holder {
 		a.Holder = h
@@ -250,10 +243,10 @@ func (f *FrontEnd) mineLocked(a *ledger.Allocation, e *evidence, u *Use, read bo
 		return same
 	}
 	if read || len(e.podUIDs) > 0 {
-		if !slices.Contains(e.podUIDs, u.PodUID) {
+		if !slices.Contains(e.podUIDs, u.UID) {
 			return false
 		}
-		if !e.unread && !slices.Contains(e.former, u.PodUID) {
+		if !e.unread && !slices.Contains(e.former, u.UID) {
 			return true
 		}
 	}
@@ -279,7 +272,7 @@ func (f *FrontEnd) checkLocked(o *Observation) {
 			u := &o.Uses[j]
 			if other := byID[u.Key]; other != nil && !f.mineLocked(a, e, u, o.Checkpoint) && f.ledger.Overlap(a.Grants, other.Grants) {
 				namespace := a.Holder.Namespace
-				if slices.Contains(e.podUIDs, u.PodUID) {
+				if slices.Contains(e.podUIDs, u.UID) {
 					namespace = "" // the checkpoint is of before: so may be the name
 				}
 				others, told = append(others, u.Holder.String()), append(told, u.Told(namespace, u.Key))

@@ -96,7 +96,7 @@ type Witnesses struct {
 	// ended wakes AwaitReleases; it holds at most one token.
 	ended chan struct{}
 	// listed is what PodResources said last.
-	listed atomic.Pointer[[]Holding]
+	listed atomic.Pointer[[]node.Holding]
 	ends   endings
 
 	// The rest belongs to the goroutine of Look.
@@ -109,7 +109,7 @@ type Witnesses struct {
 	checkpoint node.Checkpoint
 	// pods are the names of those in the last checkpoint, by UID; asked is when the
 	// runtime was last asked for them.
-	pods  map[string]ledger.Holder
+	pods  map[string]workload.Pod
 	asked time.Time
 	// resent is when each resource's list was last sent again to have the
 	// checkpoint written, and stale the keys that it was for.
@@ -208,7 +208,7 @@ func (w *Witnesses) ask(ctx context.Context, full bool) (Observation, error) {
 		if err != nil {
 			errs = append(errs, fmt.Errorf("ask the kubelet who holds devices: %w", err))
 		} else {
-			t.Listed, t.List, t.Trusted = w.ours(&listing), true, w.Trusted(&listing)
+			t.Listed, t.List, t.Trusted = w.ours(listing.Holdings), true, w.Trusted(&listing)
 			w.listed.Store(&t.Listed)
 		}
 	}
@@ -252,17 +252,8 @@ func (w *Witnesses) Owns(resource string) bool {
 }
 
 // ours keeps the holdings of our own resources.
-func (w *Witnesses) ours(l *node.Listing) []Holding {
-	var out []Holding
-	for _, h := range l.Holdings {
-		if w.Owns(h.Resource) {
-			out = append(out, Holding{
-				Holder:   ledger.Holder{Namespace: h.Namespace, Pod: h.Pod, Container: h.Container},
-				Resource: h.Resource, IDs: h.IDs,
-			})
-		}
-	}
-	return out
+func (w *Witnesses) ours(of []node.Holding) []node.Holding {
+	return slices.DeleteFunc(slices.Clone(of), func(h node.Holding) bool { return !w.Owns(h.Resource) })
 }
 
 // Trusted says whether a listing knows the node's pods.
@@ -300,7 +291,7 @@ func (w *Witnesses) uses(containers []node.Container) []Use {
 				continue
 			}
 			out = append(out, Use{ID: c.ID, Key: key, Created: c.Created, Record: c.Annotations[name],
-				Holder: ledger.Holder{Namespace: c.Namespace, Pod: c.Pod, Container: c.Name, PodUID: c.PodUID}})
+				Holder: ledger.Holder{Pod: c.InPod(), Container: c.Name}})
 		}
 	}
 	return out
@@ -386,10 +377,10 @@ func (w *Witnesses) renewCheckpoint(ctx context.Context, t *Observation, contain
 }
 
 // podNames finds the names of the pods that the checkpoint knows by UID.
-func (w *Witnesses) podNames(ctx context.Context, t *Observation, containers []node.Container, full bool) map[string]ledger.Holder {
-	names := map[string]ledger.Holder{}
+func (w *Witnesses) podNames(ctx context.Context, t *Observation, containers []node.Container, full bool) map[string]workload.Pod {
+	names := map[string]workload.Pod{}
 	for i := range containers {
-		names[containers[i].PodUID] = ledger.Holder{Namespace: containers[i].Namespace, Pod: containers[i].Pod}
+		names[containers[i].PodUID] = containers[i].InPod()
 	}
 	missing := false
 	for i := range t.Entries {
@@ -408,12 +399,12 @@ func (w *Witnesses) podNames(ctx context.Context, t *Observation, containers []n
 		if pods, err := w.runtime.Pods(ctx); err == nil {
 			for uid, p := range pods {
 				if _, ok := names[uid]; !ok {
-					names[uid] = ledger.Holder{Namespace: p.Namespace, Pod: p.Name}
+					names[uid] = p
 				}
 			}
 		}
 	}
-	maps.DeleteFunc(names, func(uid string, _ ledger.Holder) bool {
+	maps.DeleteFunc(names, func(uid string, _ workload.Pod) bool {
 		return !slices.ContainsFunc(t.Entries, func(e node.Entry) bool { return e.PodUID == uid })
 	})
 	w.pods = names
@@ -510,7 +501,7 @@ func (w *Witnesses) AwaitReleases(ctx context.Context) error {
 			cctx, cancel := context.WithTimeout(ctx, KubeletPatience)
 			l, err := w.kubelet.List(cctx)
 			cancel()
-			now := w.ours(&l)
+			now := w.ours(l.Holdings)
 			if err == nil && !w.ends.anyOf(now, time.Now()) {
 				until = time.Time{} // nothing that has ended is listed
 			}
@@ -533,9 +524,9 @@ func (w *Witnesses) AwaitReleases(ctx context.Context) error {
 	}
 }
 
-func sameHoldings(a, b []Holding) bool {
-	return slices.EqualFunc(a, b, func(x, y Holding) bool {
-		return x.Holder == y.Holder && x.Resource == y.Resource && slices.Equal(x.IDs, y.IDs)
+func sameHoldings(a, b []node.Holding) bool {
+	return slices.EqualFunc(a, b, func(x, y node.Holding) bool {
+		return x.Namespace == y.Namespace && x.Pod == y.Pod && x.Container == y.Container && x.Resource == y.Resource && slices.Equal(x.IDs, y.IDs)
 	})
 }
 
@@ -565,10 +556,10 @@ func (e *endings) release(at time.Time) {
 }
 
 // anyOf reports whether a claim whose container ended a moment ago is listed.
-func (e *endings) anyOf(listed []Holding, now time.Time) bool {
+func (e *endings) anyOf(listed []node.Holding, now time.Time) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	return slices.ContainsFunc(listed, func(h Holding) bool {
+	return slices.ContainsFunc(listed, func(h node.Holding) bool {
 		at, ok := e.ended[cdi.Key(h.Resource, h.IDs)]
 		return ok && now.Sub(at) < releaseWatch
 	})

@@ -78,7 +78,7 @@ func TestNotCalm(t *testing.T) {
 		"something is under way": func(w *world, m *meter) { m.quiet = false },
 		"no figure":              func(w *world, m *meter) { w.procs[10].blind = true },
 		"no claim": func(w *world, m *meter) {
-			w.claims = slices.DeleteFunc(w.claims, func(c ledger.Allocation) bool { return c.Holder.Pod == "pod-a" })
+			w.claims = slices.DeleteFunc(w.claims, func(c ledger.Allocation) bool { return c.Holder.Name == "pod-a" })
 		},
 		"managed beyond the cap": func(w *world, m *meter) { m.managed = 3 * gib },
 	} {

@@ -119,7 +119,7 @@ func (w *world) container(id string, pids []int, limit uint64, gpus ...gpu.UUID)
 		key := cdi.Key("example.com/gpu-mem", []string{id})
 		c.Annotations[cdi.AnnotationName("example.com", key)] = "example.com/gpu-mem"
 		w.claims = append(w.claims, ledger.Allocation{ID: key, Resource: "example.com/gpu-mem", Grants: grantsOn(gpus, limit),
-			Holder: ledger.Holder{Namespace: "work", Pod: "pod-" + id}})
+			Holder: ledger.Holder{Pod: workload.Pod{Namespace: "work", Name: "pod-" + id}}})
 		slices.SortFunc(w.claims, func(a, b ledger.Allocation) int { return strings.Compare(a.ID, b.ID) })
 	}
 	w.containers[id] = c

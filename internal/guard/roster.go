@@ -202,10 +202,10 @@ func (r *roster) podHas(uid string, u gpu.UUID, held allocations) (pod *node.Con
 		case !capsKnown(c):
 			sure = sure && !keys[key]
 		case !on:
-		case keys[key] || who.Namespace == pod.Namespace && who.Pod == pod.Pod:
+		case keys[key] || who.Namespace == pod.Namespace && who.Name == pod.Pod:
 			has = true
 			bytes += min(limit, lib.None-bytes)
-		case who.Pod == "" && !named[key]:
+		case who.Name == "" && !named[key]:
 			sure = false // nobody has said whose it is: it may be this pod's
 		}
 	}

@@ -92,7 +92,7 @@ func containers(gpus []gpu.Device, held allocations, seen func(granted Container
 	}
 	slices.SortFunc(out, func(a, b Container) int {
 		return cmp.Or(cmp.Compare(a.Index, b.Index), strings.Compare(a.Namespace, b.Namespace),
-			strings.Compare(a.Pod, b.Pod), strings.Compare(a.Holder.Container, b.Holder.Container), strings.Compare(a.Claim, b.Claim))
+			strings.Compare(a.Name, b.Name), strings.Compare(a.Holder.Container, b.Holder.Container), strings.Compare(a.Claim, b.Claim))
 	})
 	return out
 }
@@ -107,7 +107,7 @@ func (g *Guard) describe(c Container) Container {
 	var levels []memcap.Level // of those that have been seen on it
 	for _, in := range g.of[c.Claim] {
 		if in.Running || c.Holder.Container == "" {
-			c.Holder = ledger.Holder{Namespace: in.Namespace, Pod: in.Pod, Container: in.Name}
+			c.Holder = ledger.Holder{Pod: in.InPod(), Container: in.Name}
 		}
 		if g.strayed(in.PodUID, c.GPU) {
 			// Some of what its pod has may be this container's.

@@ -46,7 +46,7 @@ func TestUnlistedContainer(t *testing.T) {
 			t.Errorf("%d processes are of containers that are not listed, %d of intruders, %d of no pod; want one of the first",
 				st.Unlisted[gpu0], st.Intruders[gpu0], st.Strangers[gpu0])
 		}
-		if c := st.Containers[0]; c.Pod != "pod-a" || c.Known || c.Level != memcap.Watchdog {
+		if c := st.Containers[0]; c.Name != "pod-a" || c.Known || c.Level != memcap.Watchdog {
 			t.Errorf("what its pod's container has is said to be known: %+v", c)
 		}
 		if got := w.told(unlistedReason); len(got) != 1 || !strings.HasPrefix(got[0], "work/pod-a uid-a ") || !strings.Contains(got[0], "(sandbox)") || !strings.Contains(got[0], "3.00 GiB") {
@@ -95,7 +95,7 @@ func TestUnlistedIsNotEnded(t *testing.T) {
 			c := w.containers["a"]
 			c.PodUID = "uid-b"
 			w.containers["a"] = c
-			w.claims[0].Holder.Pod, w.claims[1].Holder.Pod = "pod-b", "pod-b"
+			w.claims[0].Holder.Name, w.claims[1].Holder.Name = "pod-b", "pod-b"
 			w.sandbox(10, "sandbox", "b")
 		}, 1},
 		{"of which the claim may not be known", func(w *world) {
@@ -104,8 +104,8 @@ func TestUnlistedIsNotEnded(t *testing.T) {
 			w.container("new", nil, 4*gib, gpu0)
 			delete(w.containers, "new")
 			for i := range w.claims {
-				if w.claims[i].Holder.Pod == "pod-new" {
-					w.claims[i].Holder.Pod = "" // the kubelet has not named it yet
+				if w.claims[i].Holder.Name == "pod-new" {
+					w.claims[i].Holder.Name = "" // the kubelet has not named it yet
 				}
 			}
 		}, 1},

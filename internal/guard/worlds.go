@@ -91,7 +91,7 @@ func (st *State) Show(s *status.Status) {
 	for i := range st.Containers {
 		c := &st.Containers[i]
 		out := status.Container{
-			Namespace: c.Namespace, Pod: c.Pod, Container: c.Holder.Container, Claim: c.Claim,
+			Namespace: c.Namespace, Pod: c.Name, Container: c.Holder.Container, Claim: c.Claim,
 			GPU: string(c.GPU), Index: c.Index, PeakMiB: mib(c.Peak),
 			Guarantee: string(c.Level), Refusals: c.Refusals, Uncounted: c.Uncounted, UndoneMiB: mib(c.Undone), Processes: c.Processes,
 		}

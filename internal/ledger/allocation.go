@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 )
@@ -68,17 +69,16 @@ type Allocation struct {
 
 // Holder is a container.
 type Holder struct {
-	Namespace, Pod, Container string
-	// PodUID is empty where it is not known.
-	PodUID string
+	workload.Pod
+	Container string
 }
 
 // String is "namespace/pod", or says that nobody has named one.
 func (h Holder) String() string {
-	if h.Pod == "" {
+	if h.Name == "" {
 		return "a pod that the kubelet has not named yet"
 	}
-	return h.Namespace + "/" + h.Pod
+	return h.Pod.String()
 }
 
 // Told is what a pod of a namespace is told of who has the allocation with this ID. The
@@ -87,7 +87,7 @@ func (h Holder) String() string {
 // has to do. Empty is a namespace that is not known. (The Node's annotation and Events,
 // the log and `gpu-agent status` are for operators, and name pods.)
 func (h Holder) Told(namespace, id string) string {
-	if namespace != "" && h.Namespace == namespace && h.Pod != "" {
+	if namespace != "" && h.Namespace == namespace && h.Name != "" {
 		return h.String()
 	}
 	return "claim " + id

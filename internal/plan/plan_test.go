@@ -13,6 +13,7 @@ import (
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -47,7 +48,7 @@ func a100() gpu.MIG {
 }
 
 func claimed(pod string, grants ...ledger.Grant) ledger.Allocation {
-	return ledger.Allocation{ID: pod, Grants: grants, Holder: ledger.Holder{Namespace: "ns", Pod: pod, Container: "c"}}
+	return ledger.Allocation{ID: pod, Grants: grants, Holder: ledger.Holder{Pod: workload.Pod{Namespace: "ns", Name: pod}, Container: "c"}}
 }
 
 // units are memory units of one GPU.
@@ -211,7 +212,7 @@ func TestTroubleNamesNoOtherTenantsPod(t *testing.T) {
 		t.Fatal(err)
 	}
 	before := ledger.Allocation{ID: "0123456789abcdef", Grants: placement(t, "1g.10gb", 1),
-		Holder: ledger.Holder{Namespace: "train", Pod: "job-1", Container: "c"}}
+		Holder: ledger.Holder{Pod: workload.Pod{Namespace: "train", Name: "job-1"}, Container: "c"}}
 	for _, c := range []struct{ name, namespace, other, want string }{
 		{"of the same namespace", "train", "", "3g.40gb@0 waits for the end of train/job-1 (1g.10gb@1)"},
 		{"of another namespace", "research", "", "3g.40gb@0 waits for the end of claim 0123456789abcdef (1g.10gb@1)"},
@@ -221,7 +222,7 @@ func TestTroubleNamesNoOtherTenantsPod(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			waits := ledger.Allocation{ID: "fedcba9876543210", Grants: placement(t, "3g.40gb", 0),
-				Asked: time.Unix(1e9, 0), Holder: ledger.Holder{Namespace: c.namespace}}
+				Asked: time.Unix(1e9, 0), Holder: ledger.Holder{Pod: workload.Pod{Namespace: c.namespace}}}
 			in := Input{Inventory: inv, Claims: []ledger.Allocation{before, waits}, Wanted: wants("whole"), Layouts: map[gpu.UUID]Layout{d.UUID: Placements(card.Placements())},
 				Others: map[gpu.UUID]string{}, Unit: unit, MIG: MIGInput{Cards: map[gpu.UUID]*mig.Card{d.UUID: card}}}
 			if c.other != "" {

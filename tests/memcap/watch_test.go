@@ -20,6 +20,7 @@ import (
 	"example.com/gpu-agent/internal/guard"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
@@ -51,7 +52,7 @@ func watched() string { return cdi.Key(watchDomain+"/gpu-mem", []string{"watched
 func (r *rig) watch(t *testing.T, b *box, shares []share) *post {
 	t.Helper()
 	p := &post{r: r, b: b, claim: ledger.Allocation{ID: b.key, Resource: watchDomain + "/gpu-mem",
-		Holder: ledger.Holder{Namespace: "work", Pod: b.key, Container: "main"}}}
+		Holder: ledger.Holder{Pod: workload.Pod{Namespace: "work", Name: b.key}, Container: "main"}}}
 	for _, s := range shares {
 		p.claim.Grants = append(p.claim.Grants, ledger.Grant{GPU: r.uuid(s.gpu), Piece: ledger.Piece{Kind: ledger.Units}, Cap: ledger.CapOf(s.bytes)})
 	}
