@@ -77,7 +77,6 @@ func Build(in Input) *Offer {
 		align(&in, kinds[name], devices)
 		v.Resources = append(v.Resources, Resource{Name: name, Kind: kinds[name], Devices: devices})
 	}
-	v.Resources = append(v.Resources, formerly(&in)...)
 	return v
 }
 
@@ -121,58 +120,35 @@ func align(in *Input, kind ledger.Kind, devices []Device) {
 	}
 }
 
-// strays lists what is held on GPUs of which nobody knows any more: they were gone when
-// the agent started without a memory. The kubelet does not survive that an ID which a
-// pod has leaves its list.
+// strays lists what is held and no GPU's list has: devices of GPUs that are unknown,
+// since they were gone when the agent started without a memory, and devices of resources
+// that this node has under other names now, whose sockets are served for as long as
+// that. The kubelet ends when an ID that a pod has leaves its list.
 func strays(in *Input) []deviceList {
 	var out []deviceList
 	listed := map[string]bool{} // as "resource id"
 	for i := range in.Held {
-		c := &in.Held[i]
-		kind, known := in.Names.Kind(c.Resource)
-		known = known && c.Owner == ledger.DevicePlugin
-		l := deviceList{resource: c.Resource, kind: kind}
-		for j := range c.Grants {
-			g := &c.Grants[j]
-			if !known || in.Inventory.ByUUID(g.GPU) != nil {
+		a := &in.Held[i]
+		named := in.Names.Ours(a.Resource)
+		l := deviceList{resource: a.Resource, kind: a.Kind()}
+		for j := range a.Grants {
+			g := &a.Grants[j]
+			if a.Owner != ledger.DevicePlugin || named && in.Inventory.ByUUID(g.GPU) != nil {
 				continue
 			}
-			for _, id := range PieceIDs(g.GPU, &g.Piece) {
-				if !listed[c.Resource+" "+id] {
-					listed[c.Resource+" "+id] = true
-					l.devices = append(l.devices, Device{ID: id, GPU: g.GPU, Placement: g.Placement, Reason: "this node has no GPU " + string(g.GPU)})
+			dev := Device{GPU: g.GPU, Placement: g.Placement, Reason: "this node has no GPU " + string(g.GPU)}
+			if !named {
+				dev.Healthy, dev.Leaving, dev.Reason = true, true, "the node's resources have other names now"
+			}
+			for _, dev.ID = range PieceIDs(g.GPU, &g.Piece) {
+				if !listed[a.Resource+" "+dev.ID] {
+					listed[a.Resource+" "+dev.ID] = true
+					l.devices = append(l.devices, dev)
 				}
 			}
 		}
 		if l.devices != nil {
 			out = append(out, l)
-		}
-	}
-	return out
-}
-
-// formerly lists what is held under names that the node's resources have no more:
-// their sockets are served for as long as that.
-func formerly(in *Input) []Resource {
-	var out []Resource
-	for i := range in.Held {
-		c := &in.Held[i]
-		if c.Owner != ledger.DevicePlugin || in.Names.Ours(c.Resource) {
-			continue
-		}
-		at := slices.IndexFunc(out, func(r Resource) bool { return r.Name == c.Resource })
-		if at < 0 {
-			at = len(out)
-			out = append(out, Resource{Name: c.Resource, Kind: c.Kind()})
-		}
-		for j := range c.Grants {
-			g := &c.Grants[j]
-			for _, id := range PieceIDs(g.GPU, &g.Piece) {
-				if !slices.ContainsFunc(out[at].Devices, func(d Device) bool { return d.ID == id }) {
-					out[at].Devices = append(out[at].Devices, Device{ID: id, GPU: g.GPU, Healthy: true, Leaving: true,
-						Reason: "the node's resources have other names now"})
-				}
-			}
 		}
 	}
 	return out

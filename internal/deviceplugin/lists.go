@@ -80,10 +80,8 @@ func (l *lists) show() {
 	l.moved = l.moved[:0]
 	for i := range o.Resources {
 		r := &o.Resources[i]
-		if r.Kind == ledger.Placement {
-			r.Devices = lay(r.Devices, r.Devices, r.Name, rooms, &l.faults)
-		} else {
-			r.Devices = faulted(r.Devices, l.faults.gpus)
+		if r.Kind == ledger.Placement || len(l.faults.gpus) > 0 {
+			r.Devices = lay(r.Devices, r, rooms, &l.faults)
 		}
 		switch old := l.offer.resource(r.Name); {
 		case old != nil && slices.Equal(old.Devices, r.Devices):
@@ -98,26 +96,6 @@ func (l *lists) show() {
 // sameWord reports whether the kubelet hears the same of two devices.
 func sameWord(a, b Device) bool {
 	return a.ID == b.ID && a.Healthy == b.Healthy && a.NUMA == b.NUMA
-}
-
-// faulted returns the devices with those of faulty GPUs unhealthy; the slice
-// itself where there is none.
-func faulted(devices []Device, faults map[gpu.UUID]string) []Device {
-	if len(faults) == 0 {
-		return devices
-	}
-	out, copied := devices, false
-	for i := range devices {
-		why, bad := faults[devices[i].GPU]
-		if !bad {
-			continue
-		}
-		if !copied {
-			out, copied = slices.Clone(devices), true
-		}
-		out[i].Healthy, out[i].Leaving, out[i].Reason = false, false, why
-	}
-	return out
 }
 
 // tell has the stream of a resource send its list.
@@ -142,7 +120,7 @@ func (l *lists) showMoved() {
 		if r.Kind != ledger.Placement || len(r.Devices) == 0 {
 			continue
 		}
-		devices := lay(r.Devices, l.base.Resources[i].Devices, r.Name, rooms, &l.faults)
+		devices := lay(r.Devices, &l.base.Resources[i], rooms, &l.faults)
 		if &devices[0] == &r.Devices[0] {
 			continue
 		}

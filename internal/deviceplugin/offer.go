@@ -90,32 +90,21 @@ type NUMA struct {
 // allocations come faster than offers can be built, the last build stands; what it
 // missed is in the next one.
 func (f *FrontEnd) Publish(build func([]ledger.Allocation) *Offer) *Offer {
-	for range publishTries {
+	for tries := 1; ; tries++ {
 		held, version := f.ledger.Look()
-		if f.publish(build(held), version) {
-			return f.Offer()
+		o := build(held)
+		f.mu.Lock()
+		if now, _ := f.ledger.State(); version == now || tries > publishTries {
+			defer f.mu.Unlock()
+			f.lists.publish(o)
+			return f.lists.offer
 		}
+		f.mu.Unlock()
 	}
-	held := f.ledger.Allocations()
-	f.publish(build(held), anyVersion)
-	return f.Offer()
 }
 
-const (
-	publishTries = 3
-	anyVersion   = ^uint64(0)
-)
-
-// publish does so unless the allocations have changed since a version of them.
-func (f *FrontEnd) publish(o *Offer, version uint64) bool {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if now, _ := f.ledger.State(); version != anyVersion && version != now {
-		return false
-	}
-	f.lists.publish(o)
-	return true
-}
+// publishTries is how often an offer is built anew because allocations have changed.
+const publishTries = 3
 
 // SetFaults says which GPUs are not fit for work, and why, and which MIG placements on
 // the others: from now on all devices of those GPUs and those of the placements are

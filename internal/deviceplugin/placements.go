@@ -12,27 +12,27 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// lay lays what is taken of GPUs over the devices of a resource that are on them,
-// and the faults over that. It returns shown, the list as it was, where no device
-// differs from that.
-func lay(shown, base []Device, resource string, rooms map[gpu.UUID]*ledger.Room, faults *faults) []Device {
+// lay lays what is taken of GPUs with MIG over the devices of a resource as it was
+// published, and the faults over that; a MIG device whose GPU is not in rooms stays as
+// it is shown. It returns shown, the list as it was, where no device differs from that.
+func lay(shown []Device, base *Resource, rooms map[gpu.UUID]*ledger.Room, faults *faults) []Device {
 	out := shown
-	var r *ledger.Room
-	for i := range base {
-		if i == 0 || base[i].GPU != base[i-1].GPU { // lists go by GPU
-			r = rooms[base[i].GPU]
+	var room *ledger.Room
+	placed := base.Kind == ledger.Placement
+	for i, dev := range base.Devices {
+		if placed && (i == 0 || dev.GPU != base.Devices[i-1].GPU) { // lists go by GPU
+			room = rooms[dev.GPU]
 		}
-		if r == nil {
+		if placed && room == nil {
 			continue
 		}
-		dev := base[i]
 		if why, bad := faults.of(&dev); bad {
 			dev.Healthy, dev.Leaving, dev.Reason = false, false, why
-		} else if dev.Healthy && !r.Has(resource, dev.Placement) {
+		} else if placed && dev.Healthy && !room.Has(base.Name, dev.Placement) {
 			// A device that leaves is Healthy for its holder's sake alone.
 			why := dev.Reason
 			if !dev.Leaving {
-				why = r.Lacks(dev.Placement)
+				why = room.Lacks(dev.Placement)
 			}
 			if dev.Leaving || why != "" {
 				dev.Healthy, dev.Leaving, dev.Reason = false, false, why

@@ -254,53 +254,46 @@ func (l *Ledger) SetOpen(id string, epoch uint64) bool {
 	return true
 }
 
-// Shut says that the container of an allocation may not be created any more.
-func (l *Ledger) Shut(id string) {
+// edit changes an allocation, if there is one with this ID.
+func (l *Ledger) edit(id string, change func(*allocation)) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if a := l.allocations[id]; a != nil && a.Phase == Open {
-		l.moveLocked(a, Taken)
+	if a := l.allocations[id]; a != nil {
+		change(a)
 	}
+}
+
+// Shut says that the container of an allocation may not be created any more.
+func (l *Ledger) Shut(id string) {
+	l.edit(id, func(a *allocation) {
+		if a.Phase == Open {
+			l.moveLocked(a, Taken)
+		}
+	})
 }
 
 // SetCause says why what an allocation needs could not be made so far, empty where
 // there is nothing to say any more: it is in the error of a Prepare that waited in
 // vain, which ends up in an Event of the pod. So it names no pod but by Holder.Told.
 func (l *Ledger) SetCause(id string, why status.Cause) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if a := l.allocations[id]; a != nil {
-		a.Cause = why
-	}
+	l.edit(id, func(a *allocation) { a.Cause = why })
 }
 
 // SetHolder says who has an allocation.
 func (l *Ledger) SetHolder(id string, h Holder) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if a := l.allocations[id]; a != nil {
-		a.Holder = h
-	}
+	l.edit(id, func(a *allocation) { a.Holder = h })
 }
 
 // Filed says that a CDI file stands for an allocation that was written at that time: one
 // that is not older than the allocation is its own, not one of the holder before.
 func (l *Ledger) Filed(id string, written time.Time) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if a := l.allocations[id]; a != nil && !written.IsZero() && !written.Before(a.Taken) {
-		a.Fresh = false
-	}
+	l.edit(id, func(a *allocation) { a.Fresh = a.Fresh && (written.IsZero() || written.Before(a.Taken)) })
 }
 
 // Learn says what the holder of an allocation was given, where that was not known. No
 // offer depends on it.
 func (l *Ledger) Learn(id string, grants []Grant) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if a := l.allocations[id]; a != nil {
-		a.learn(grants)
-	}
+	l.edit(id, func(a *allocation) { a.learn(grants) })
 }
 
 // learn takes over what a record of the same pieces knows of caps.
