@@ -44,7 +44,7 @@ func (l *layouts) settle(changes *plan.Changes) {
 			l.log.Info("layout", "gpu", u, "from", plan.Names(old.Placements), "to", plan.Names(to.Placements))
 		}
 	}
-	for _, u := range changes.Recut {
+	for _, u := range changes.Changing {
 		old := l.now[u]
 		if old.Offers {
 			l.keep(u, old)

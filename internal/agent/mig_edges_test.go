@@ -41,7 +41,7 @@ func TestForeignEmptyInstanceIsNotOnOffer(t *testing.T) {
 	})
 }
 
-// A container waits for a process that no claim covers, and gets its instance soon
+// A container waits for a process that no allocation covers, and gets its instance soon
 // after that has ended.
 func TestWishBehindAProcess(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -416,7 +416,7 @@ func TestTroubleOfNow(t *testing.T) {
 			defer cancel()
 			return src.Prepare(ctx, []string{id})
 		}
-		if err := prepare(); err == nil || !strings.Contains(err.Error(), "a process that no claim covers (1g.10gb@1)") {
+		if err := prepare(); err == nil || !strings.Contains(err.Error(), "a process that no allocation covers (1g.10gb@1)") {
 			t.Errorf("behind a process: %v", err)
 		}
 		b.edit(0, func(m *gpu.MIG) { m.Instances[0].Busy = false })

@@ -538,7 +538,7 @@ func TestForeignInstances(t *testing.T) {
 	}
 }
 
-// A process that no claim covers is not driven off its instance.
+// A process that no allocation covers is not driven off its instance.
 func TestBusyWithoutAClaim(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o := migMachine(1, 0)

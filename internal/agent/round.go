@@ -112,7 +112,7 @@ func (a *Agent) plan(p *pass) {
 	p.claims = a.gates.claims()
 	mig := a.executor.input(p.claims, now)
 	mig.Cards, mig.Reclaim = a.reader.cards, a.opts.ReclaimForeign
-	changes := plan.Make(plan.Input{Inventory: a.reader.inv, Claims: p.claims, Wanted: a.partitions.wanted, Layouts: a.layouts.now, Past: a.layouts.past,
+	changes := plan.Make(plan.Input{Inventory: a.reader.inv, Allocations: p.claims, Wanted: a.partitions.wanted, Layouts: a.layouts.now, Past: a.layouts.past,
 		Others: a.others.gpus, Unit: a.opts.MemoryUnit, MIG: mig})
 	p.changes = &changes
 }
@@ -125,7 +125,7 @@ func unchecked(claims []ledger.Allocation) bool {
 
 // askHolders asks the witnesses who has what, where that is due, and plans again.
 func (a *Agent) askHolders(ctx context.Context, p *pass) {
-	takes := len(p.changes.Recut) > 0 || withdraws(a.due(p.changes.Work))
+	takes := len(p.changes.Changing) > 0 || withdraws(a.due(p.changes.Work))
 	full := a.witnesses.Due(takes, len(p.changes.Blocked) > 0, time.Now())
 	if !a.witnesses.Started() && !full && !unchecked(p.claims) {
 		return
@@ -157,12 +157,12 @@ func (a *Agent) due(work []plan.Work) []plan.Work {
 // withdraw withdraws what the plan takes away, and plans again: whoever claimed before
 // the withdrawal keeps what they have.
 func (a *Agent) withdraw(p *pass) {
-	if !a.layouts.offerAny(p.changes.Recut) && !withdraws(a.due(p.changes.Work)) {
+	if !a.layouts.offerAny(p.changes.Changing) && !withdraws(a.due(p.changes.Work)) {
 		return
 	}
 	withdrawn := *p.changes
 	withdrawn.Layouts = a.layouts.now // not laid out anew yet
-	a.publish(deviceplugin.Input{Changes: &withdrawn, Recutting: p.changes.Recut})
+	a.publish(deviceplugin.Input{Changes: &withdrawn, Changing: p.changes.Changing})
 	a.plan(p)
 }
 

@@ -16,7 +16,7 @@ import (
 func (k *gatekeeper) correct(changes *plan.Changes, unsaved error) {
 	for i := range changes.Work {
 		w := &changes.Work[i]
-		if w.Claim == "" || k.executor.jobs[w.GPU] != nil {
+		if w.Allocation == "" || k.executor.jobs[w.GPU] != nil {
 			continue
 		}
 		why := status.Why(status.GPUChange, "the work is due") // in a moment, since something has come between
@@ -32,7 +32,7 @@ func (k *gatekeeper) correct(changes *plan.Changes, unsaved error) {
 			why = status.CauseOf(unsaved, status.FilesFailed)
 		}
 		why.Message = "its instance is not being made yet (" + w.String() + "): " + why.Message
-		changes.Trouble[w.Claim] = why
+		changes.Trouble[w.Allocation] = why
 	}
 }
 

@@ -221,14 +221,14 @@ func (e *executor) due(work []plan.Work, gen uint64, heard bool, now time.Time) 
 			return true
 		}
 		r := e.rests[plan.Want{GPU: w.GPU}]
-		return w.Claim == "" && r != nil && r.gen == gen && now.Before(r.until)
+		return w.Allocation == "" && r != nil && r.gen == gen && now.Before(r.until)
 	})
 }
 
 // withdraws reports whether work takes something away that is on offer: then that
 // is withdrawn first, and everybody is asked again.
 func withdraws(work []plan.Work) bool {
-	return slices.ContainsFunc(work, func(w plan.Work) bool { return w.Claim == "" })
+	return slices.ContainsFunc(work, func(w plan.Work) bool { return w.Allocation == "" })
 }
 
 // ownMade makes what is to be made the agent's own. That is done and written down
@@ -252,7 +252,7 @@ func (e *executor) begin(ctx context.Context, inv *gpu.Inventory, work []plan.Wo
 		d := inv.ByUUID(w.GPU)
 		j := &job{Work: w}
 		e.jobs[w.GPU] = j
-		e.log.Info("work begins", "gpu", w.GPU, "claim", w.Claim, "steps", w.String())
+		e.log.Info("work begins", "gpu", w.GPU, "claim", w.Allocation, "steps", w.String())
 		go func() {
 			r := e.execute(ctx, j, *d)
 			e.mu.Lock()
@@ -270,7 +270,7 @@ func workText(inv *gpu.Inventory, work []plan.Work) string {
 	var texts []string
 	for _, w := range work {
 		d := inv.ByUUID(w.GPU)
-		if w.Claim != "" || d == nil {
+		if w.Allocation != "" || d == nil {
 			continue
 		}
 		if gpus == nil {
@@ -456,12 +456,12 @@ func (e *executor) learn(r *result, d *gpu.Device, gen uint64, now time.Time) {
 	}
 	switch {
 	case r.err == nil:
-		e.log.Info("work done", "gpu", r.GPU, "claim", r.Claim, "steps", r.String())
+		e.log.Info("work done", "gpu", r.GPU, "claim", r.Allocation, "steps", r.String())
 		delete(e.rests, plan.Want{GPU: r.GPU})
 		delete(e.rests, r.Want())
 		maps.DeleteFunc(e.failing, func(at mig.Place, _ *failing) bool { return at.GPU == r.GPU })
 	case errors.Is(r.err, errPlanAgain):
-		e.log.Info("work is planned again", "gpu", r.GPU, "claim", r.Claim, "steps", r.String())
+		e.log.Info("work is planned again", "gpu", r.GPU, "claim", r.Allocation, "steps", r.String())
 	default:
 		e.failed(r, d, gen, now)
 	}
@@ -476,8 +476,8 @@ func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
 	if r.stuck != nil {
 		r.err = fmt.Errorf("%w; not put back: %w", r.err, r.stuck)
 	}
-	e.log.Warn("work failed", "gpu", r.GPU, "claim", r.Claim, "steps", r.String(), "err", r.err)
-	if r.Claim == "" {
+	e.log.Warn("work failed", "gpu", r.GPU, "claim", r.Allocation, "steps", r.String(), "err", r.err)
+	if r.Allocation == "" {
 		rest, what := orNew(e.rests, plan.Want{GPU: r.GPU}), r.failure()
 		if rest.err == nil || rest.of != what {
 			e.event(workload.Pod{}, kube.Warning, string(status.GPUChangeFailed), r.err.Error())
@@ -487,7 +487,7 @@ func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
 		return
 	}
 	orNew(e.rests, r.Want()).fail(r.err, 0, wishPauseMax, now)
-	e.ledger.SetCause(r.Claim, status.CauseOf(r.err, status.GPUInstanceFailed))
+	e.ledger.SetCause(r.Allocation, status.CauseOf(r.err, status.GPUInstanceFailed))
 	f := orNew(e.failing, mig.Place{GPU: r.GPU, Placement: r.Placement})
 	f.n++
 	f.until, f.why = now.Add(failingFor), status.Why(status.GPUInstanceFailed, "it could not be made: %v", r.err)
@@ -497,7 +497,7 @@ func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
 	message := fmt.Sprintf("%s: %s could not be made %d times and is withdrawn for %s: %v", d.Name(), r.Placement, f.n, failingFor, r.err)
 	e.event(workload.Pod{}, kube.Warning, string(status.GPUInstanceFailed), message)
 	for _, c := range e.ledger.Allocations() {
-		if pod := c.Holder.Pod; c.ID == r.Claim && pod.Name != "" {
+		if pod := c.Holder.Pod; c.ID == r.Allocation && pod.Name != "" {
 			e.event(pod, kube.Warning, string(status.GPUInstanceFailed), message)
 		}
 	}
@@ -515,7 +515,7 @@ func orNew[K comparable, V any](m map[K]*V, key K) *V {
 // failedFor reports whether something that a claim waits for could not be made and
 // is tried again later.
 func (e *executor) failedFor(claim string) bool {
-	return slices.ContainsFunc(slices.Collect(maps.Keys(e.rests)), func(w plan.Want) bool { return w.Claim == claim })
+	return slices.ContainsFunc(slices.Collect(maps.Keys(e.rests)), func(w plan.Want) bool { return w.Allocation == claim })
 }
 
 // failingPlacements are those that are withdrawn, with the reason.
@@ -539,8 +539,8 @@ func (e *executor) input(claims []ledger.Allocation, now time.Time) plan.MIGInpu
 	}
 	for w, r := range e.rests {
 		switch {
-		case w.Claim == "":
-		case !slices.ContainsFunc(claims, func(c ledger.Allocation) bool { return c.ID == w.Claim }):
+		case w.Allocation == "":
+		case !slices.ContainsFunc(claims, func(c ledger.Allocation) bool { return c.ID == w.Allocation }):
 			delete(e.rests, w)
 		case now.Before(r.until):
 			in.Deferred[w] = true
@@ -563,7 +563,7 @@ func (e *executor) planned(changes *plan.Changes, now time.Time) {
 		}
 	}
 	maps.DeleteFunc(e.rests, func(of plan.Want, _ *rest) bool {
-		return of.Claim == "" && e.jobs[of.GPU] == nil && !slices.ContainsFunc(changes.Work, func(w plan.Work) bool { return w.GPU == of.GPU })
+		return of.Allocation == "" && e.jobs[of.GPU] == nil && !slices.ContainsFunc(changes.Work, func(w plan.Work) bool { return w.GPU == of.GPU })
 	})
 	idle := map[mig.Place]time.Time{}
 	for u, v := range changes.MIG {
@@ -613,7 +613,7 @@ func (e *executor) conditions(inv *gpu.Inventory, gen uint64) (out []status.Cond
 		default:
 			out = append(out, status.CauseOf(r.err, status.GPUChangeFailed).Condition(status.Failed, string(d.UUID)))
 		}
-		if j := e.jobs[d.UUID]; j != nil && j.Claim == "" {
+		if j := e.jobs[d.UUID]; j != nil && j.Allocation == "" {
 			out = append(out, status.Why(status.GPUChange, "%s: %s", d.Name(), j).Condition(status.Pending, string(d.UUID)))
 		}
 	}

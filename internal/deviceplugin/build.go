@@ -20,9 +20,9 @@ import (
 type Input struct {
 	Inventory *gpu.Inventory
 	Changes   *plan.Changes
-	// Recutting are the GPUs that are about to change: all that they offer is
+	// Changing are the GPUs that are about to change: all that they offer is
 	// withdrawn.
-	Recutting []gpu.UUID
+	Changing []gpu.UUID
 	// Past is what GPUs had before and is still listed.
 	Past map[gpu.UUID][]plan.Past
 	// Held are the allocations as of the moment of publishing.
@@ -249,7 +249,7 @@ func (l *gpuLists) withdrawal(blocked bool) (withdrawn, leaving string) {
 		withdrawn = "the GPU is held as another resource"
 	case l.Others[u] != "" && l.layout.Offers: // until its holders have ended
 		withdrawn = "somebody else gives the GPU out" // a pod is told this: no names
-	case slices.Contains(l.Recutting, u):
+	case slices.Contains(l.Changing, u):
 		withdrawn = "the GPU is being laid out anew"
 	case l.layout.Kind == ledger.Placement: // each for itself, see add
 		return l.Closed, ""

@@ -89,7 +89,7 @@ func TestBuild(t *testing.T) {
 	}{
 		{name: "plain", units: "0.0 0.1 0.2 0.3", whole: "1"},
 		{name: "held", in: Input{Held: two}, units: "0.0 0.1 0.2 0.3", whole: "1"},
-		{name: "about to be laid out anew", in: Input{Recutting: []gpu.UUID{nth(0)}}, units: "0.0x 0.1x 0.2x 0.3x", whole: "1"},
+		{name: "about to be laid out anew", in: Input{Changing: []gpu.UUID{nth(0)}}, units: "0.0x 0.1x 0.2x 0.3x", whole: "1"},
 		{name: "waiting, drained", in: Input{Held: two, Drain: true}, blocks: true, units: "0.0x 0.1~ 0.2x 0.3x", whole: "1"},
 		{name: "somebody else's too, still offering", in: Input{Held: two, Others: map[gpu.UUID]string{nth(0): "a plugin"}}, blocks: true,
 			units: "0.0x 0.1~ 0.2x 0.3x", whole: "1"},

@@ -11,7 +11,7 @@ import (
 )
 
 // Bare plans the MIG instances of one GPU from its inventory and a partition alone,
-// without claims: whatever is busy stands in the way, whoever made it. A GPU that is
+// without allocations: whatever is busy stands in the way, whoever made it. A GPU that is
 // to stay as it is, or to which nothing can be done, has no steps. The result is in
 // the order of mig.ComparePlacements. odd says what the driver tells of the GPU's profiles
 // that does not fit together; the plan does without them.

@@ -27,7 +27,7 @@ type MIGInput struct {
 	Working map[gpu.UUID]*Work
 	// Expired are instances on demand that have been idle for long enough.
 	Expired map[gpu.UUID][]mig.Placement
-	// Deferred are the instances of claims that are not to be tried again yet.
+	// Deferred are the instances of allocations that are not to be tried again yet.
 	Deferred map[Want]bool
 }
 
@@ -35,10 +35,10 @@ type MIGInput struct {
 type Work struct {
 	GPU   gpu.UUID
 	Steps []mig.Step
-	// Claim is the key of the claim that wants Placement; empty where the partition
+	// Allocation is the key of the allocation that wants Placement; empty where the partition
 	// wants the work.
-	Claim     string
-	Placement mig.Placement
+	Allocation string
+	Placement  mig.Placement
 	// Leaving are the devices that stay withdrawn meanwhile.
 	Leaving map[mig.Placement]status.Cause
 }
@@ -52,8 +52,8 @@ func (w *Work) String() string {
 	return strings.Join(words, ", ")
 }
 
-// Want is what work for a claim makes.
-func (w *Work) Want() Want { return Want{w.Claim, w.GPU, w.Placement} }
+// Want is what work for an allocation makes.
+func (w *Work) Want() Want { return Want{w.Allocation, w.GPU, w.Placement} }
 
 // Takes reports whether work takes something away from the hardware.
 func (w *Work) Takes() bool {
@@ -65,7 +65,7 @@ func (w *Work) Takes() bool {
 func (in *Input) concernsMIG(d *gpu.Device, w config.Want) bool {
 	return w.Mode == config.MIG || d.MIG.Enabled ||
 		in.MIG.Working[d.UUID] != nil ||
-		slices.ContainsFunc(in.Claims, func(c ledger.Allocation) bool {
+		slices.ContainsFunc(in.Allocations, func(c ledger.Allocation) bool {
 			return c.Kind() == ledger.Placement && c.On(d.UUID)
 		})
 }
@@ -76,28 +76,28 @@ type gpuWithMIG struct {
 	card *mig.Card
 	// standing has every instance, those pinned that may not go.
 	standing []mig.Standing
-	// claimed are the placements that claims have.
-	claimed map[mig.Placement]*ledger.Allocation
+	// held are the placements that allocations have.
+	held map[mig.Placement]*ledger.Allocation
 	// missing are those of them that do not stand, pinned: nothing else may come
 	// there.
 	missing []mig.Standing
-	// wishes are the claims whose containers are to start and whose instances do not
+	// wishes are the allocations whose containers are to start and whose instances do not
 	// stand, the oldest wish first.
 	wishes []wish
 	// holders have MIG devices of the GPU, others have it as something else.
 	holders, others []string
 }
 
-// Want is an instance that a claim, named by its key, waits for.
+// Want is an instance that an allocation, named by its key, waits for.
 type Want struct {
-	Claim     string
-	GPU       gpu.UUID
-	Placement mig.Placement
+	Allocation string
+	GPU        gpu.UUID
+	Placement  mig.Placement
 }
 
 type wish struct {
-	claim     *ledger.Allocation
-	placement mig.Placement
+	allocation *ledger.Allocation
+	placement  mig.Placement
 }
 
 // Reasons why an instance may not go.
@@ -112,7 +112,7 @@ var notKept = status.Cause{Reason: status.NotInPartition, Message: "the node's p
 
 // look gathers what counts for a GPU's plan. The error says why there can be none.
 func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
-	g := &gpuWithMIG{Device: d, claimed: map[mig.Placement]*ledger.Allocation{}}
+	g := &gpuWithMIG{Device: d, held: map[mig.Placement]*ledger.Allocation{}}
 	if g.card = in.MIG.Cards[d.UUID]; g.card == nil {
 		return g, status.Why(status.MIGUnsupported, "%s cannot do MIG", d.Name())
 	}
@@ -124,8 +124,8 @@ func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
 		}
 		stands[placement] = d.MIG.Instances[i].CI >= 0
 	}
-	for i := range in.Claims {
-		c := &in.Claims[i]
+	for i := range in.Allocations {
+		c := &in.Allocations[i]
 		if !c.On(d.UUID) {
 			continue
 		}
@@ -143,7 +143,7 @@ func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
 			if !ok {
 				continue // of another driver's table; nothing can be made of it
 			}
-			g.claimed[placement] = c
+			g.held[placement] = c
 			if !stands[placement] {
 				g.missing = append(g.missing, mig.Standing{Placement: placement, Pinned: true, Holder: c.Holder.String(), Reason: heldReason})
 				if !c.Asked.IsZero() {
@@ -153,18 +153,18 @@ func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
 		}
 	}
 	slices.SortFunc(g.wishes, func(a, b wish) int {
-		return cmp.Or(a.claim.Asked.Compare(b.claim.Asked), cmp.Compare(a.claim.ID, b.claim.ID), mig.ComparePlacements(a.placement, b.placement))
+		return cmp.Or(a.allocation.Asked.Compare(b.allocation.Asked), cmp.Compare(a.allocation.ID, b.allocation.ID), mig.ComparePlacements(a.placement, b.placement))
 	})
 	for i := range d.MIG.Instances {
 		inst := &d.MIG.Instances[i]
 		placement, _ := mig.PlacementOf(inst)
 		s := mig.Standing{Placement: placement, Empty: inst.CI < 0}
-		holder, held := g.claimed[placement]
+		holder, held := g.held[placement]
 		switch {
 		case held && !s.Empty:
 			s.Pinned, s.Holder, s.Reason = true, holder.Holder.String(), heldReason
 		case inst.Busy:
-			s.Pinned, s.Holder, s.Reason = true, "a process that no claim covers", busyReason
+			s.Pinned, s.Holder, s.Reason = true, "a process that no allocation covers", busyReason
 		case !in.MIG.Reclaim && !in.mine(d.UUID, s):
 			s.Pinned, s.Holder, s.Reason = true, "an instance that this agent did not make, which --foreign-instances reclaim would let go", foreignReason
 		}
@@ -255,7 +255,7 @@ func (in *Input) planMIG(d *gpu.Device, w config.Want, have Layout, out *Changes
 		}
 	}
 	if work == nil && d.MIG.Enabled && d.Fault == "" && in.Others[d.UUID] == "" {
-		// A claim that was granted is made good, whatever the partition has
+		// An allocation that was granted is made good, whatever the partition has
 		// become since: its holder could not end otherwise.
 		in.grant(g, leaving, w, out)
 	} else {
@@ -273,8 +273,8 @@ func (in *Input) unplanned(d *gpu.Device, w config.Want, have Layout, err error,
 	if have.Known {
 		out.Layouts[d.UUID] = have
 	}
-	for i := range in.Claims {
-		if c := &in.Claims[i]; c.Kind() == ledger.Placement && c.On(d.UUID) && d.Fault == "" && d.MIG.Capable {
+	for i := range in.Allocations {
+		if c := &in.Allocations[i]; c.Kind() == ledger.Placement && c.On(d.UUID) && d.Fault == "" && d.MIG.Capable {
 			out.Trouble[c.ID] = status.CauseOf(err, status.MIGUnsupported)
 		}
 	}
@@ -325,14 +325,14 @@ func (in *Input) next(g *gpuWithMIG, w config.Want, have Layout, out *Changes) (
 	return in.follow(g, w, wanted, have, leaving, block, out), leaving
 }
 
-// all is one reason for everything that a GPU has, that claims have of it and that its
+// all is one reason for everything that a GPU has, that allocations have of it and that its
 // layout offers, whether it stands or not.
 func (g *gpuWithMIG) all(have Layout, why status.Cause) map[mig.Placement]status.Cause {
 	leaving := map[mig.Placement]status.Cause{}
 	for _, s := range g.standing {
 		leaving[s.Placement] = why
 	}
-	for s := range g.claimed {
+	for s := range g.held {
 		leaving[s] = why
 	}
 	for _, s := range g.of(have) {
@@ -341,7 +341,7 @@ func (g *gpuWithMIG) all(have Layout, why status.Cause) map[mig.Placement]status
 	return leaving
 }
 
-// postpone tells the claims that wait for an instance why none is made on their GPU
+// postpone tells the allocations that wait for an instance why none is made on their GPU
 // now. A pod is told this: no other tenant's is named.
 func (in *Input) postpone(g *gpuWithMIG, out *Changes) {
 	why := status.Why(status.MIGOff, "%s is not in MIG mode", g.Name())
@@ -354,7 +354,7 @@ func (in *Input) postpone(g *gpuWithMIG, out *Changes) {
 		why = status.Why(status.GPUUnhealthy, "%s: %s", g.Name(), g.Fault)
 	}
 	for _, wish := range g.wishes {
-		out.Trouble[wish.claim.ID] = why
+		out.Trouble[wish.allocation.ID] = why
 	}
 }
 
@@ -404,7 +404,7 @@ func (in *Input) follow(g *gpuWithMIG, w config.Want, wanted mig.Target, have La
 	}
 }
 
-// change plans a GPU's way to its target. What claims have and does not stand is
+// change plans a GPU's way to its target. What allocations have and does not stand is
 // put back where it was, if the target has room for it there.
 func (in *Input) change(g *gpuWithMIG, to mig.Target) (mig.Plan, error) {
 	switch {
@@ -424,38 +424,38 @@ func (in *Input) change(g *gpuWithMIG, to mig.Target) (mig.Plan, error) {
 	return plan, nil
 }
 
-// grant plans the instance of the first claim that waits for one, in front of what
+// grant plans the instance of the first allocation that waits for one, in front of what
 // else is to be done to the GPU; where nobody waits, it ends what has been idle for
 // long enough.
 func (in *Input) grant(g *gpuWithMIG, leaving map[mig.Placement]status.Cause, w config.Want, out *Changes) {
 	u := g.UUID
 	for i, wish := range g.wishes {
-		if in.MIG.Deferred[Want{wish.claim.ID, u, wish.placement}] {
+		if in.MIG.Deferred[Want{wish.allocation.ID, u, wish.placement}] {
 			continue
 		}
 		plan, err := g.card.Make(g.standing, wish.placement)
 		switch {
 		case err != nil:
-			out.Trouble[wish.claim.ID] = status.CauseOf(err, status.NoRoom)
+			out.Trouble[wish.allocation.ID] = status.CauseOf(err, status.NoRoom)
 		case len(plan.Blocked) > 0:
 			b := plan.Blocked[0]
 			out.Process = out.Process || b.Reason == busyReason
 			who := b.Holder
-			if c := g.claimed[b.Placement]; c != nil && b.Reason == heldReason {
-				who = c.Holder.Told(wish.claim.Holder.Namespace, c.ID)
+			if c := g.held[b.Placement]; c != nil && b.Reason == heldReason {
+				who = c.Holder.Told(wish.allocation.Holder.Namespace, c.ID)
 			}
-			out.Trouble[wish.claim.ID] = status.Why(status.Reason(b.Reason), "%s waits for the end of %s (%s)", wish.placement, who, b.Placement)
+			out.Trouble[wish.allocation.ID] = status.Why(status.Reason(b.Reason), "%s waits for the end of %s (%s)", wish.placement, who, b.Placement)
 		}
 		if len(plan.Steps) == 0 {
 			continue
 		}
 		out.Work = slices.DeleteFunc(out.Work, func(o Work) bool { return o.GPU == u })
-		work := Work{GPU: u, Steps: plan.Steps, Claim: wish.claim.ID, Placement: wish.placement, Leaving: leaving}
+		work := Work{GPU: u, Steps: plan.Steps, Allocation: wish.allocation.ID, Placement: wish.placement, Leaving: leaving}
 		out.Work = append(out.Work, work)
-		out.Trouble[wish.claim.ID] = status.Why(status.GPUChange, "its instance is being made: %s", &work)
+		out.Trouble[wish.allocation.ID] = status.Why(status.GPUChange, "its instance is being made: %s", &work)
 		for _, next := range g.wishes[i+1:] {
-			if next.claim != wish.claim {
-				out.Trouble[next.claim.ID] = status.Why(status.GPUChange, "%s comes after other work on %s: %s", next.placement, g.Name(), &work)
+			if next.allocation != wish.allocation {
+				out.Trouble[next.allocation.ID] = status.Why(status.GPUChange, "%s comes after other work on %s: %s", next.placement, g.Name(), &work)
 			}
 		}
 		return
@@ -474,10 +474,10 @@ func (in *Input) grant(g *gpuWithMIG, leaving map[mig.Placement]status.Cause, w 
 	}
 }
 
-// adopt makes those instances the agent's that a claim has or a geometry keeps.
+// adopt makes those instances the agent's that an allocation has or a geometry keeps.
 func (in *Input) adopt(g *gpuWithMIG, keep map[mig.Placement]bool, out *Changes) {
 	for _, s := range g.standing {
-		if _, held := g.claimed[s.Placement]; (held || keep[s.Placement] && s.Reason != busyReason) && !in.MIG.Made[g.UUID][s.Placement] {
+		if _, held := g.held[s.Placement]; (held || keep[s.Placement] && s.Reason != busyReason) && !in.MIG.Made[g.UUID][s.Placement] {
 			out.Made[g.UUID] = append(out.Made[g.UUID], s.Placement)
 		}
 	}
@@ -533,7 +533,7 @@ func (in *Input) finishMIG(g *gpuWithMIG, have, to Layout, leaving map[mig.Place
 	}
 	if placements := to.Offers && to.Kind == ledger.Placement; !placements || !(have.Offers && have.Kind == ledger.Placement) {
 		if !have.Equal(to) && (have.Offers || to.Offers || have.Known != to.Known) {
-			out.Recut = append(out.Recut, u)
+			out.Changing = append(out.Changing, u)
 		}
 		if !placements {
 			return
@@ -544,7 +544,7 @@ func (in *Input) finishMIG(g *gpuWithMIG, have, to Layout, leaving map[mig.Place
 	}
 	v := ledger.MIG{Card: g.card}
 	for _, s := range g.standing {
-		_, held := g.claimed[s.Placement]
+		_, held := g.held[s.Placement]
 		_, goes := leaving[s.Placement]
 		switch {
 		case held && !s.Empty:

@@ -122,8 +122,8 @@ func (b Blocked) Condition() status.Condition {
 type Changes struct {
 	// Layouts has every GPU of the inventory whose layout is known after the plan.
 	Layouts map[gpu.UUID]Layout
-	// Recut names the GPUs whose layout changes now, in index order.
-	Recut []gpu.UUID
+	// Changing names the GPUs whose layout changes now, in index order.
+	Changing []gpu.UUID
 	// Work is what is to be done to the hardware now, in index order.
 	Work []Work
 	// Leaving has the MIG devices that the target does not keep, with the reason:
@@ -132,9 +132,9 @@ type Changes struct {
 	// MIG is what the ledger must know of GPUs that offer MIG devices.
 	MIG map[gpu.UUID]ledger.MIG
 	// Made are the instances that are this agent's from now on, since the
-	// partition keeps them or a claim has them.
+	// partition keeps them or an allocation has them.
 	Made map[gpu.UUID][]mig.Placement
-	// Trouble is why claims do not get their instances now, by key. Their pods are
+	// Trouble is why allocations do not get their instances now, by key. Their pods are
 	// told: no other tenant's pod is named.
 	Trouble map[string]status.Cause
 	// Conditions are facts about GPUs, in index order: Refused of one that cannot be
@@ -143,7 +143,7 @@ type Changes struct {
 	Conditions []status.Condition
 	// Blocked is in index order.
 	Blocked []Blocked
-	// Busy says that a process which no claim covers is on a MIG instance, Process
+	// Busy says that a process which no allocation covers is on a MIG instance, Process
 	// that a change or a container waits for the end of one.
 	Busy, Process bool
 }
@@ -160,16 +160,16 @@ func (c *Changes) Blocks(u gpu.UUID) bool {
 // Past is a layout that a GPU no longer has, whose devices are still listed.
 type Past struct {
 	Layout
-	// Until is when they leave the list, if no claim has them.
+	// Until is when they leave the list, if no allocation has them.
 	Until time.Time
 }
 
 // Input is everything that a plan is made from.
 type Input struct {
-	Inventory *gpu.Inventory
-	Claims    []ledger.Allocation
-	Wanted    []config.Want
-	// Cuts is how the GPUs are divided now.
+	Inventory   *gpu.Inventory
+	Allocations []ledger.Allocation
+	Wanted      []config.Want
+	// Layouts is how the GPUs are divided now.
 	Layouts map[gpu.UUID]Layout
 	// Others is why GPUs are somebody else's to give out.
 	Others map[gpu.UUID]string
@@ -185,8 +185,8 @@ type Input struct {
 
 // Make decides which GPUs change their layout now and which must wait. It is pure.
 //
-// A GPU without a known layout that claims are on (the agent has restarted) has
-// the layout that its claims speak of. A GPU with claims keeps its layout; one
+// A GPU without a known layout that allocations are on (the agent has restarted) has
+// the layout that its allocations speak of. A GPU with allocations keeps its layout; one
 // without takes the wanted one. GPUs that wanted does not name, or that it
 // leaves as they are, keep what they have. A GPU whose new devices the kubelet's lists
 // have no room for now is withdrawn, and laid out when others have left them.
@@ -205,7 +205,7 @@ func Make(in Input) Changes {
 			continue
 		}
 		to, ok := layoutOf(want[d.UUID], d, in.Unit)
-		holders, held := holdersOf(in.Claims, d.UUID)
+		holders, held := holdersOf(in.Allocations, d.UUID)
 		if !have.Known && held {
 			have = in.inferLayout(d, to)
 		}
@@ -230,7 +230,7 @@ func Make(in Input) Changes {
 			out.Blocked = append(out.Blocked, Blocked{GPU: d.UUID, Index: d.Index, From: have.Mode(), To: to.Mode(), Reason: status.HeldByPods, Holders: holders})
 			to = have
 		default:
-			out.Recut = append(out.Recut, d.UUID)
+			out.Changing = append(out.Changing, d.UUID)
 		}
 		if to.Known {
 			out.Layouts[d.UUID] = to
@@ -250,21 +250,21 @@ func notOffered(d *gpu.Device, why string) status.Cause {
 	return status.Why(status.OtherOwner, "%s is not offered: %s", d.Name(), why)
 }
 
-// holdersOf names who has a claim on a GPU, and whether anyone has.
-func holdersOf(claims []ledger.Allocation, u gpu.UUID) (names []string, held bool) {
-	for i := range claims {
-		if claims[i].On(u) {
-			names = append(names, claims[i].Holder.String())
+// holdersOf names who has an allocation on a GPU, and whether anyone has.
+func holdersOf(allocations []ledger.Allocation, u gpu.UUID) (names []string, held bool) {
+	for i := range allocations {
+		if allocations[i].On(u) {
+			names = append(names, allocations[i].Holder.String())
 		}
 	}
 	slices.Sort(names)
 	return slices.Compact(names), len(names) > 0
 }
 
-// inferLayout is inferLayout of the claims. Where the lists have no room for all devices of
+// inferLayout is inferLayout of the allocations. Where the lists have no room for all devices of
 // such a layout, the GPU offers nothing, and those that are held are listed alone.
 func (in *Input) inferLayout(d *gpu.Device, to Layout) Layout {
-	c := inferLayout(in.Claims, d, to, in.Unit)
+	c := inferLayout(in.Allocations, d, to, in.Unit)
 	if !in.rows.Fits(d.UUID, c) {
 		return Layout{Known: true}
 	}
@@ -272,16 +272,16 @@ func (in *Input) inferLayout(d *gpu.Device, to Layout) Layout {
 	return c
 }
 
-// inferLayout says how a GPU must be laid out for its claims to be there, with the caps
+// inferLayout says how a GPU must be laid out for its allocations to be there, with the caps
 // that their holders were given.
-func inferLayout(claims []ledger.Allocation, d *gpu.Device, to Layout, unit gpu.MiB) Layout {
+func inferLayout(allocations []ledger.Allocation, d *gpu.Device, to Layout, unit gpu.MiB) Layout {
 	c := Layout{Known: true}
 	of := 0
-	for i := range claims {
-		for j := range claims[i].Grants {
-			g := &claims[i].Grants[j]
+	for i := range allocations {
+		for j := range allocations[i].Grants {
+			g := &allocations[i].Grants[j]
 			if g.GPU != d.UUID || c.Offers && g.Kind != c.Kind {
-				continue // two kinds at once: the first claim's stands, the other's devices are listed as leaving
+				continue // two kinds at once: the first allocation's stands, the other's devices are listed as leaving
 			}
 			c.Offers, c.Kind = true, g.Kind
 			switch g.Kind {

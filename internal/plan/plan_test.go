@@ -47,7 +47,7 @@ func a100() gpu.MIG {
 	}}
 }
 
-func claimed(pod string, grants ...ledger.Grant) ledger.Allocation {
+func held(pod string, grants ...ledger.Grant) ledger.Allocation {
 	return ledger.Allocation{ID: pod, Grants: grants, Holder: ledger.Holder{Pod: workload.Pod{Namespace: "ns", Name: pod}, Container: "c"}}
 }
 
@@ -91,12 +91,12 @@ func wants(modes ...string) []config.Want {
 func planText(c *Changes, inv *gpu.Inventory) string {
 	var b strings.Builder
 	for _, d := range inv.GPUs {
-		cut := c.Layouts[d.UUID]
-		fmt.Fprintf(&b, "%s", cut.Mode())
-		if cut.Offers && cut.Kind != ledger.Whole {
-			fmt.Fprintf(&b, "%d", cut.N)
+		layout := c.Layouts[d.UUID]
+		fmt.Fprintf(&b, "%s", layout.Mode())
+		if layout.Offers && layout.Kind != ledger.Whole {
+			fmt.Fprintf(&b, "%d", layout.N)
 		}
-		for _, u := range c.Recut {
+		for _, u := range c.Changing {
 			if u == d.UUID {
 				b.WriteString("!")
 			}
@@ -112,61 +112,61 @@ func planText(c *Changes, inv *gpu.Inventory) string {
 }
 
 var (
-	wholeCut  = Layout{Known: true, Offers: true, Kind: ledger.Whole, N: 1}
-	sharedCut = Layout{Known: true, Offers: true, Kind: ledger.Units, N: 4, Unit: unit}
+	wholeLayout  = Layout{Known: true, Offers: true, Kind: ledger.Whole, N: 1}
+	sharedLayout = Layout{Known: true, Offers: true, Kind: ledger.Units, N: 4, Unit: unit}
 )
 
-func replicaCut(n int) Layout {
+func replicaLayout(n int) Layout {
 	return Layout{Known: true, Offers: true, Kind: ledger.Replica, N: n}
 }
 
 func TestPlan(t *testing.T) {
 	for _, tt := range []struct {
-		name   string
-		cuts   []Layout
-		claims []ledger.Allocation
-		wants  []config.Want
-		plan   string
+		name        string
+		layouts     []Layout
+		allocations []ledger.Allocation
+		wants       []config.Want
+		plan        string
 	}{
 		{name: "a fresh node", wants: wants("whole", "shared", "off", "shared/3"), plan: "whole!; shared4!; off!; shared3!"},
 		{name: "nothing is wanted of a fresh node", plan: "unset; unset; unset; unset"},
-		{name: "nothing to do", cuts: []Layout{wholeCut, sharedCut, {Known: true}, replicaCut(3)},
+		{name: "nothing to do", layouts: []Layout{wholeLayout, sharedLayout, {Known: true}, replicaLayout(3)},
 			wants: wants("whole", "shared", "off", "shared/3"), plan: "whole; shared4; off; shared3"},
-		{name: "what the file does not speak of stays", cuts: []Layout{wholeCut, sharedCut, sharedCut, sharedCut},
+		{name: "what the file does not speak of stays", layouts: []Layout{wholeLayout, sharedLayout, sharedLayout, sharedLayout},
 			wants: wants("", "whole"), plan: "whole; whole!; shared4; shared4"},
-		{name: "a reading with other reserved memory is no new cut", cuts: []Layout{{Known: true, Offers: true, Kind: ledger.Units, N: 5, Unit: unit}},
+		{name: "a reading with other reserved memory is no new layout", layouts: []Layout{{Known: true, Offers: true, Kind: ledger.Units, N: 5, Unit: unit}},
 			wants: wants("shared"), plan: "shared5; unset; unset; unset"},
-		{name: "idle ones go ahead, a held one waits", cuts: []Layout{sharedCut, sharedCut, sharedCut, sharedCut},
-			claims: []ledger.Allocation{claimed("b", units(1, 0, 1)), claimed("a", units(1, 2)), claimed("", units(2, 1))},
-			wants:  wants("whole", "whole", "off", "shared"),
-			plan:   "whole!; shared4 waits(shared→whole: ns/a,ns/b); shared4 waits(shared→off: a pod that the kubelet has not named yet); shared4"},
-		{name: "a claim on two GPUs holds both", cuts: []Layout{replicaCut(2), replicaCut(2), replicaCut(2), replicaCut(2)},
-			claims: []ledger.Allocation{claimed("a", replica(0, 1), replica(2, 0))},
-			wants:  wants("shared/4", "shared/4", "shared/4", "shared/2"),
-			plan:   "shared2 waits(shared→shared: ns/a); shared4!; shared2 waits(shared→shared: ns/a); shared2"},
-		{name: "after a restart the cut is read off the claims",
-			claims: []ledger.Allocation{claimed("a", units(0, 1)), claimed("b", whole(1)), claimed("c", replica(2, 2)), claimed("d", replica(3, 2))},
-			wants:  wants("shared", "shared", "shared/2", "shared/5"),
-			plan:   "shared4; whole waits(whole→shared: ns/b); shared3 waits(shared→shared: ns/c); shared5"},
+		{name: "idle ones go ahead, a held one waits", layouts: []Layout{sharedLayout, sharedLayout, sharedLayout, sharedLayout},
+			allocations: []ledger.Allocation{held("b", units(1, 0, 1)), held("a", units(1, 2)), held("", units(2, 1))},
+			wants:       wants("whole", "whole", "off", "shared"),
+			plan:        "whole!; shared4 waits(shared→whole: ns/a,ns/b); shared4 waits(shared→off: a pod that the kubelet has not named yet); shared4"},
+		{name: "an allocation on two GPUs holds both", layouts: []Layout{replicaLayout(2), replicaLayout(2), replicaLayout(2), replicaLayout(2)},
+			allocations: []ledger.Allocation{held("a", replica(0, 1), replica(2, 0))},
+			wants:       wants("shared/4", "shared/4", "shared/4", "shared/2"),
+			plan:        "shared2 waits(shared→shared: ns/a); shared4!; shared2 waits(shared→shared: ns/a); shared2"},
+		{name: "after a restart the layout is read off the allocations",
+			allocations: []ledger.Allocation{held("a", units(0, 1)), held("b", whole(1)), held("c", replica(2, 2)), held("d", replica(3, 2))},
+			wants:       wants("shared", "shared", "shared/2", "shared/5"),
+			plan:        "shared4; whole waits(whole→shared: ns/b); shared3 waits(shared→shared: ns/c); shared5"},
 		{name: "after a restart with another unit, no held ID is lost",
-			claims: []ledger.Allocation{claimed("a", units(0, 9))},
-			wants:  wants("shared", "shared", "shared", "shared"),
-			plan:   "shared10 waits(shared→shared: ns/a); shared4!; shared4!; shared4!"},
+			allocations: []ledger.Allocation{held("a", units(0, 9))},
+			wants:       wants("shared", "shared", "shared", "shared"),
+			plan:        "shared10 waits(shared→shared: ns/a); shared4!; shared4!; shared4!"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			inv := machine(4)
-			cuts := map[gpu.UUID]Layout{}
-			for i, c := range tt.cuts {
-				cuts[uuid(i)] = c
+			layouts := map[gpu.UUID]Layout{}
+			for i, c := range tt.layouts {
+				layouts[uuid(i)] = c
 			}
-			got := Make(Input{Inventory: inv, Claims: tt.claims, Wanted: tt.wants, Layouts: cuts, Unit: unit})
+			got := Make(Input{Inventory: inv, Allocations: tt.allocations, Wanted: tt.wants, Layouts: layouts, Unit: unit})
 			if diff := cmp.Diff(tt.plan, planText(&got, inv)); diff != "" {
 				t.Errorf("plan (-want +got):\n%s", diff)
 			}
 			// What is planned and done leaves nothing to do.
-			again := Make(Input{Inventory: inv, Claims: tt.claims, Wanted: tt.wants, Layouts: got.Layouts, Unit: unit})
-			if len(again.Recut) > 0 || !cmp.Equal(again.Layouts, got.Layouts) {
-				t.Errorf("a second plan re-cuts %v", again.Recut)
+			again := Make(Input{Inventory: inv, Allocations: tt.allocations, Wanted: tt.wants, Layouts: got.Layouts, Unit: unit})
+			if len(again.Changing) > 0 || !cmp.Equal(again.Layouts, got.Layouts) {
+				t.Errorf("a second plan re-layouts %v", again.Changing)
 			}
 		})
 	}
@@ -190,7 +190,7 @@ func TestPlanLeavesMIGMode(t *testing.T) {
 	inv.GPUs[3].MIG.Instances = []gpu.Instance{{Profile: "1g.10gb", Placement: gpu.Placement{Start: 2, Size: 1}, Busy: true}}
 	got := Make(Input{Inventory: inv, Wanted: wants("shared", "shared", "off", "whole"), Layouts: map[gpu.UUID]Layout{}, Unit: unit,
 		MIG: MIGInput{Cards: cards}})
-	if text, want := planText(&got, inv), "shared4!; off!; off!; off! waits(1x1g.10gb→whole: a process that no claim covers (1g.10gb@2))"; text != want {
+	if text, want := planText(&got, inv), "shared4!; off!; off!; off! waits(1x1g.10gb→whole: a process that no allocation covers (1g.10gb@2))"; text != want {
 		t.Errorf("plan %s, want %s", text, want)
 	}
 	if len(got.Work) != 1 || got.Work[0].GPU != uuid(1) || got.Work[0].String() != "disable MIG mode" {
@@ -198,7 +198,7 @@ func TestPlanLeavesMIGMode(t *testing.T) {
 	}
 }
 
-// The pod that waits for an instance is told why. Whose claim is in the way is named
+// The pod that waits for an instance is told why. Whose allocation is in the way is named
 // to a pod of the same namespace, and by its key to all others; and who has a GPU by
 // way of another device plugin to nobody. The node's own words have all names.
 func TestTroubleNamesNoOtherTenantsPod(t *testing.T) {
@@ -223,7 +223,7 @@ func TestTroubleNamesNoOtherTenantsPod(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			waits := ledger.Allocation{ID: "fedcba9876543210", Grants: placement(t, "3g.40gb", 0),
 				Asked: time.Unix(1e9, 0), Holder: ledger.Holder{Pod: workload.Pod{Namespace: c.namespace}}}
-			in := Input{Inventory: inv, Claims: []ledger.Allocation{before, waits}, Wanted: wants("whole"), Layouts: map[gpu.UUID]Layout{d.UUID: Placements(card.Placements())},
+			in := Input{Inventory: inv, Allocations: []ledger.Allocation{before, waits}, Wanted: wants("whole"), Layouts: map[gpu.UUID]Layout{d.UUID: Placements(card.Placements())},
 				Others: map[gpu.UUID]string{}, Unit: unit, MIG: MIGInput{Cards: map[gpu.UUID]*mig.Card{d.UUID: card}}}
 			if c.other != "" {
 				in.Others[d.UUID] = c.other
@@ -253,7 +253,7 @@ func TestBlockedSentence(t *testing.T) {
 // A new process that has not heard of any partition blocks nothing and withdraws
 // nothing.
 func TestNoWishBlocksNothing(t *testing.T) {
-	c := Make(Input{Inventory: machine(1), Claims: []ledger.Allocation{claimed("p", units(0, 1))}, Layouts: map[gpu.UUID]Layout{}, Unit: unit})
+	c := Make(Input{Inventory: machine(1), Allocations: []ledger.Allocation{held("p", units(0, 1))}, Layouts: map[gpu.UUID]Layout{}, Unit: unit})
 	if len(c.Blocked) != 0 {
 		t.Errorf("blocked without a wish: %v", c.Blocked)
 	}
@@ -271,18 +271,18 @@ func TestRows(t *testing.T) {
 		of   int // to is of this GPU
 		fits bool
 	}{
-		{"all there may be", nil, replicaCut(most), 0, true},
-		{"one more", nil, replicaCut(most + 1), 0, false},
-		{"the same devices again", []Layout{replicaCut(most)}, replicaCut(most), 0, true},
-		{"fewer of them", []Layout{replicaCut(most)}, replicaCut(4), 0, true},
-		{"as many of another GPU", []Layout{replicaCut(most)}, replicaCut(1), 1, false},
-		{"units beside replicas", []Layout{replicaCut(most - 4)}, sharedCut, 0, true},
-		{"one unit too many", []Layout{replicaCut(most - 3)}, sharedCut, 0, false},
-		{"beside one that stands alone", []Layout{few}, replicaCut(most), 0, false},
-		{"its first devices are others than one that stands alone", []Layout{few, sharedCut}, replicaCut(most - 5), 0, true},
-		{"and count beside it", []Layout{few, sharedCut}, replicaCut(most - 4), 0, false},
-		{"a whole GPU", []Layout{replicaCut(most)}, wholeCut, 1, true},
-		{"nothing", []Layout{replicaCut(most)}, Layout{Known: true}, 1, true},
+		{"all there may be", nil, replicaLayout(most), 0, true},
+		{"one more", nil, replicaLayout(most + 1), 0, false},
+		{"the same devices again", []Layout{replicaLayout(most)}, replicaLayout(most), 0, true},
+		{"fewer of them", []Layout{replicaLayout(most)}, replicaLayout(4), 0, true},
+		{"as many of another GPU", []Layout{replicaLayout(most)}, replicaLayout(1), 1, false},
+		{"units beside replicas", []Layout{replicaLayout(most - 4)}, sharedLayout, 0, true},
+		{"one unit too many", []Layout{replicaLayout(most - 3)}, sharedLayout, 0, false},
+		{"beside one that stands alone", []Layout{few}, replicaLayout(most), 0, false},
+		{"its first devices are others than one that stands alone", []Layout{few, sharedLayout}, replicaLayout(most - 5), 0, true},
+		{"and count beside it", []Layout{few, sharedLayout}, replicaLayout(most - 4), 0, false},
+		{"a whole GPU", []Layout{replicaLayout(most)}, wholeLayout, 1, true},
+		{"nothing", []Layout{replicaLayout(most)}, Layout{Known: true}, 1, true},
 	} {
 		r := NewRows()
 		for _, l := range tt.have {
@@ -299,11 +299,11 @@ func TestRows(t *testing.T) {
 func TestCrowdedGPUIsWithdrawn(t *testing.T) {
 	inv := machine(2)
 	in := Input{Inventory: inv, Wanted: wants("whole", "shared/20000"), Unit: unit,
-		Layouts: map[gpu.UUID]Layout{uuid(0): replicaCut(30_000), uuid(1): wholeCut},
+		Layouts: map[gpu.UUID]Layout{uuid(0): replicaLayout(30_000), uuid(1): wholeLayout},
 		Past:    map[gpu.UUID][]Past{uuid(0): {{Layout: Layout{Known: true, Offers: true, Kind: ledger.Units, N: timeslice.MaxListed - 49_999}}}}}
 	got := Make(in)
 	if text := planText(&got, inv); text != "whole!; off!" || len(got.Conditions) != 1 || got.Conditions[0].Reason != status.ListsFull ||
-		!strings.Contains(got.Conditions[0].Message, "cut into 20000 devices") {
+		!strings.Contains(got.Conditions[0].Message, "laid out as 20000 devices") {
 		t.Errorf("%s, conditions %+v", text, got.Conditions)
 	}
 	in.Past = nil

@@ -66,8 +66,8 @@ func (in *Input) listed() *Rows {
 			r.Add(u, p.Layout)
 		}
 	}
-	for i := range in.Claims {
-		c := &in.Claims[i]
+	for i := range in.Allocations {
+		c := &in.Allocations[i]
 		for j := range c.Grants {
 			// What no layout has is listed for its holder's sake.
 			if g := &c.Grants[j]; g.Kind != ledger.Placement && r.of[row{g.GPU, g.Kind}] == 0 {
@@ -80,6 +80,6 @@ func (in *Input) listed() *Rows {
 
 // crowded is a remark for people on a GPU that waits for room in the lists.
 func crowded(d *gpu.Device, to Layout) status.Cause {
-	return status.Why(status.ListsFull, "%s is withdrawn and waits to be cut into %d devices: with those that are still listed the kubelet would be told of more than %d; "+
+	return status.Why(status.ListsFull, "%s is withdrawn and waits to be laid out as %d devices: with those that are still listed the kubelet would be told of more than %d; "+
 		"withdrawn ones leave its list after %s, or with their holder", d.Name(), to.N, timeslice.MaxListed, Linger)
 }
