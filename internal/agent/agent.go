@@ -142,6 +142,8 @@ type Agent struct {
 	stirred chan struct{}
 	// soon says that wakeSoon has a round coming.
 	soon atomic.Bool
+	// released is how many allocations had ended when the last round looked.
+	released uint64
 }
 
 // New returns an agent that has not looked at anything yet. Where there is a

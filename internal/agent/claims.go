@@ -45,8 +45,6 @@ type gatekeeper struct {
 	made    map[string]string // of what the files of claims of MIG devices were made
 	removed map[string]bool   // claims whose file is gone: the journal alone has them
 	swept   bool              // no file of an ended claim is left
-	// released is how many allocations had ended when swept was last set.
-	released uint64
 }
 
 // adoptFiles takes over the claims of a predecessor from their CDI files.
@@ -265,9 +263,6 @@ func (k *gatekeeper) instanceParts(instances []instance) (cdi.Parts, []gpu.UUID,
 // sweep removes the CDI files that no claim and no container has, once after
 // claims ended, and not before the witnesses have been heard.
 func (k *gatekeeper) sweep() error {
-	if n := k.ledger.Released(); n != k.released {
-		k.released, k.swept = n, false
-	}
 	if k.swept || !k.witnesses.Heard() {
 		return nil
 	}

@@ -24,10 +24,10 @@ type journal struct {
 	mu    sync.Mutex
 	noted []state.Claim // guarded by mu; not yet written down
 
-	written int  // claims written down since the journal was last cut
-	due     bool // it has a claim that has ended, or lacks one
-	// released is how many allocations had ended when due was last set for that.
-	released uint64
+	written int // claims written down since the journal was last cut
+	// due says that it lacks a claim, or has one that has ended, which a successor would
+	// take for a holder.
+	due bool
 }
 
 // note takes down a claim, which write writes down.
@@ -59,14 +59,9 @@ func (j *journal) append(c state.Claim) error {
 	return err
 }
 
-// trim drops from the journal all but what need says, where that is worth it. released
-// is how many allocations have ended: their lines go at once, since a successor would
-// take them for holders.
-func (j *journal) trim(released uint64, need func() []state.Claim) error {
-	if released != j.released {
-		j.released, j.due = released, true
-	}
-	if !j.due && (j.written == 0 || j.written < trimEvery && len(need()) > 0) {
+// trim drops from the journal all but these, where that is worth it.
+func (j *journal) trim(need []state.Claim) error {
+	if !j.due && (j.written == 0 || j.written < trimEvery && len(need) > 0) {
 		return nil
 	}
 	j.written = 0

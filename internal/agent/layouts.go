@@ -105,12 +105,8 @@ func (l *layouts) linger(c *ledger.Allocation) {
 func (l *layouts) restore(listed []state.Layout, now time.Time) {
 	rows := plan.NewRows()
 	for _, w := range listed {
-		was := plan.Layout{Known: true, Offers: true, Kind: w.Kind, N: w.N, Unit: w.Unit, Alone: w.Alone}
-		ok := slices.Contains([]ledger.Kind{ledger.Whole, ledger.Units, ledger.Replica, ledger.Placement}, w.Kind)
-		for _, at := range w.Placements {
-			s, err := placementFrom(&at)
-			was.Placements, ok = append(was.Placements, s), ok && err == nil
-		}
+		was, ok := w.Layout, slices.Contains([]ledger.Kind{ledger.Whole, ledger.Units, ledger.Replica, ledger.Placement}, w.Kind)
+		was.Known, was.Offers = true, true
 		switch {
 		case !ok:
 		case w.N < 0 || !rows.Fits(w.GPU, was):
@@ -133,21 +129,14 @@ func (l *layouts) restore(listed []state.Layout, now time.Time) {
 
 // listed is what a successor must go on listing.
 func (l *layouts) listed() (out []state.Layout) {
-	add := func(u gpu.UUID, c plan.Layout, until time.Time) {
-		w := state.Layout{GPU: u, Kind: c.Kind, N: c.N, Unit: c.Unit, Alone: c.Alone, Until: until}
-		for _, s := range c.Placements {
-			w.Placements = append(w.Placements, placementText(s))
-		}
-		out = append(out, w)
-	}
 	for _, u := range sortedKeys(l.now) {
 		if c := l.now[u]; c.Offers {
-			add(u, c, time.Time{})
+			out = append(out, state.Layout{GPU: u, Past: plan.Past{Layout: c}})
 		}
 	}
 	for _, u := range sortedKeys(l.past) {
 		for _, p := range l.past[u] {
-			add(u, p.Layout, p.Until)
+			out = append(out, state.Layout{GPU: u, Past: p})
 		}
 	}
 	return out

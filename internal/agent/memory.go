@@ -3,12 +3,10 @@
 package agent
 
 import (
-	"encoding/json"
 	"maps"
 	"slices"
 	"time"
 
-	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
@@ -24,21 +22,13 @@ func (a *Agent) remember() {
 	if same && len(doc.GPUs) > 0 {
 		a.reader.restore(doc.GPUs)
 	}
-	var faults []health.Record
-	if len(doc.Faults) > 0 {
-		if err := json.Unmarshal(doc.Faults, &faults); err != nil {
-			a.log.Warn("cannot read which GPUs were faulty; they are looked at anew", "err", err)
-		}
-	}
-	a.health.Restore(faults, same)
+	a.health.Restore(doc.Faults, same)
 	a.reader.faults.apply()
 	if same {
 		a.slices.restore(doc.TimeSlices)
 		a.layouts.restore(doc.Layouts, now)
 		for _, m := range doc.Made {
-			if s, err := placementFrom(&m.Placement); err == nil {
-				a.executor.own(m.GPU, s)
-			}
+			a.executor.own(m.GPU, m.Placement)
 		}
 	}
 	// The journal knows when its claims were allocated, the files do not.
@@ -56,22 +46,15 @@ func (a *Agent) remember() {
 // save writes down what a successor must know. It costs nothing where nothing has
 // changed.
 func (a *Agent) save() error {
-	doc := state.Document{Boot: a.opts.Boot, TimeSlices: a.slices.inForce(), Layouts: a.layouts.listed()}
+	doc := state.Document{Boot: a.opts.Boot, TimeSlices: a.slices.inForce(), Layouts: a.layouts.listed(), Faults: a.health.Records()}
 	for i := range a.reader.inv.GPUs {
 		d := a.reader.inv.GPUs[i]
 		d.Fault, d.Lost, d.Links, d.MIG = "", false, nil, gpu.MIG{}
 		doc.GPUs = append(doc.GPUs, d)
 	}
-	if faults := a.health.Records(); len(faults) > 0 {
-		data, err := json.Marshal(faults)
-		if err != nil {
-			return err
-		}
-		doc.Faults = data
-	}
 	for _, u := range sortedKeys(a.executor.mine) {
 		for _, m := range slices.SortedFunc(maps.Keys(a.executor.mine[u]), mig.ComparePlacements) {
-			doc.Made = append(doc.Made, state.Made{GPU: u, Placement: placementText(m)})
+			doc.Made = append(doc.Made, state.Made{GPU: u, Placement: m})
 		}
 	}
 	if err := a.journal.store.Save(doc); err != nil {
@@ -79,22 +62,11 @@ func (a *Agent) save() error {
 	}
 	// A claim whose container has been made is in its CDI file, unless that was taken
 	// away.
-	return status.Because(status.FilesFailed, a.journal.trim(a.ledger.Released(), func() (need []state.Claim) {
-		for _, c := range a.ledger.Allocations() {
-			if !c.Adopted && !a.front.Started(c.ID) || a.gates.removed[c.ID] {
-				need = append(need, recordOf(&c))
-			}
+	var need []state.Claim
+	for _, c := range a.ledger.Allocations() {
+		if !c.Adopted && !a.front.Started(c.ID) || a.gates.removed[c.ID] {
+			need = append(need, recordOf(&c))
 		}
-		return need
-	}))
-}
-
-// placementText is a place as the state file has it, placementFrom the place that it means.
-func placementText(s mig.Placement) state.Placement {
-	return state.Placement{Profile: s.Profile.String(), Placement: gpu.Placement{Start: s.Start, Size: s.Size}, CIStart: s.CI}
-}
-
-func placementFrom(s *state.Placement) (mig.Placement, error) {
-	name, err := mig.Parse(s.Profile)
-	return mig.Placement{Profile: name, Start: s.Start, Size: s.Size, CI: s.CIStart}, err
+	}
+	return status.Because(status.FilesFailed, a.journal.trim(need))
 }

@@ -158,8 +158,8 @@ func TestSuccessorRestoresTooMuch(t *testing.T) {
 		}
 		doc := state.Document{Boot: o.boot, GPUs: machine(8).GPUs}
 		for i := range 8 {
-			doc.Layouts = append(doc.Layouts, state.Layout{GPU: uuid(i), Kind: ledger.Replica, N: timeslice.MaxListed},
-				state.Layout{GPU: uuid(i), Kind: ledger.Units, N: timeslice.MaxListed, Until: time.Now().Add(plan.Linger)})
+			doc.Layouts = append(doc.Layouts, state.Layout{GPU: uuid(i), Past: plan.Past{Layout: plan.Layout{Kind: ledger.Replica, N: timeslice.MaxListed}}},
+				state.Layout{GPU: uuid(i), Past: plan.Past{Layout: plan.Layout{Kind: ledger.Units, N: timeslice.MaxListed}, Until: time.Now().Add(plan.Linger)}})
 			// And a holder of the last device of each GPU.
 			id := timeslice.ID(uuid(i), timeslice.MaxListed-1)
 			if err := store.Append(state.Claim{Key: cdi.Key(names.Replicas, []string{id}), Record: recordFor(names.Replicas, id), Allocated: time.Now()}); err != nil {

@@ -14,6 +14,7 @@ import (
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
@@ -264,7 +265,7 @@ func (s *storm) crowdLocked() {
 	free := 0
 	for i := range s.gpus {
 		if u := uuid(i); !held[u] {
-			cuts = append(cuts, state.Layout{GPU: u, Kind: ledger.Replica, N: timeslice.MaxListed})
+			cuts = append(cuts, state.Layout{GPU: u, Past: plan.Past{Layout: plan.Layout{Kind: ledger.Replica, N: timeslice.MaxListed}}})
 			free++
 		}
 	}

@@ -389,12 +389,8 @@ func (s *storm) Append(c state.Claim) error {
 	s.locked(func() { s.journal = append(s.journal, c) })
 	return nil
 }
-func (s *storm) Keep(live func() []state.Claim) error {
-	s.mu.Lock()
-	before := len(s.journal)
-	s.mu.Unlock()
-	keep := live()
-	s.locked(func() { s.journal = append(keep, s.journal[before:]...) })
+func (s *storm) Keep(claims []state.Claim) error {
+	s.locked(func() { s.journal = claims })
 	return nil
 }
 

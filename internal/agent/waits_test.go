@@ -50,11 +50,11 @@ func (d *fullDisk) Append(c state.Claim) error {
 	return d.Store.Append(c)
 }
 
-func (d *fullDisk) Keep(live func() []state.Claim) error {
+func (d *fullDisk) Keep(claims []state.Claim) error {
 	if err := d.fault(); err != nil {
 		return err
 	}
-	return d.Store.Keep(live)
+	return d.Store.Keep(claims)
 }
 
 // fullCDI is the CDI directory of a full disk.

@@ -122,9 +122,8 @@ type Store interface {
 	Save(state.Document) error
 	Claims() []state.Claim
 	Append(state.Claim) error
-	// Keep asks for the claims to keep when it has taken note of those appended so
-	// far.
-	Keep(func() []state.Claim) error
+	// Keep makes the journal hold these claims and no others.
+	Keep([]state.Claim) error
 }
 
 // Features is where labels are left for Node Feature Discovery, which writes them

@@ -101,20 +101,16 @@ type record struct {
 	Unit    gpu.MiB  `json:"unitMiB,omitempty"`
 	Replica int      `json:"replica,omitempty"`
 	Of      int      `json:"of,omitempty"`
-	Profile string   `json:"profile,omitempty"`
-	Start   int      `json:"start,omitempty"`
-	Size    int      `json:"size,omitempty"`
-	CI      int      `json:"ci,omitempty"`
-	Cap     *uint64  `json:"cap,omitempty"`
+	*mig.Placement
+	Cap *uint64 `json:"cap,omitempty"`
 }
 
 // MarshalJSON writes the grant's record. Whole GPUs and MIG instances have no cap,
 // which need not be said.
 func (g Grant) MarshalJSON() ([]byte, error) {
-	r := record{GPU: g.GPU, Kind: g.Kind, Units: g.Units, Unit: g.Unit, Replica: g.Replica, Of: g.Of,
-		Start: g.Placement.Start, Size: g.Placement.Size, CI: g.Placement.CI}
+	r := record{GPU: g.GPU, Kind: g.Kind, Units: g.Units, Unit: g.Unit, Replica: g.Replica, Of: g.Of}
 	if g.Kind == Placement {
-		r.Profile = g.Placement.Profile.String()
+		r.Placement = &g.Placement
 	} else if g.Kind != Whole && g.Cap.Known {
 		r.Cap = &g.Cap.Bytes
 	}
@@ -129,7 +125,7 @@ func (g *Grant) UnmarshalJSON(data []byte) error {
 		return fmt.Errorf("%w: %w", gpu.ErrInvalid, err)
 	}
 	out := Grant{GPU: r.GPU, Piece: Piece{Kind: r.Kind, Units: r.Units, Unit: r.Unit, Replica: r.Replica, Of: r.Of}}
-	bad := !strings.HasPrefix(string(r.GPU), "GPU-") || r.Replica < 0 || r.Of < 0 || r.Start < 0 || r.Size < 0 || r.CI < 0
+	bad := !strings.HasPrefix(string(r.GPU), "GPU-") || r.Replica < 0 || r.Of < 0
 	switch r.Kind {
 	case Whole:
 		out.Cap = NoCap
@@ -137,11 +133,12 @@ func (g *Grant) UnmarshalJSON(data []byte) error {
 		bad = bad || len(r.Units) == 0
 	case Replica:
 	case Placement:
-		name, err := mig.Parse(r.Profile)
-		if err != nil {
-			return fmt.Errorf("%w: %w", gpu.ErrInvalid, err)
+		p := r.Placement
+		if p == nil || p.Profile == (mig.Name{}) || p.Start < 0 || p.Size < 0 || p.CI < 0 {
+			bad = true
+			break
 		}
-		out.Placement, out.Cap = mig.Placement{Profile: name, Start: r.Start, Size: r.Size, CI: r.CI}, NoCap
+		out.Placement, out.Cap = *p, NoCap
 	default:
 		bad = true
 	}

@@ -27,21 +27,21 @@ const Linger = 60 * time.Second
 type Layout struct {
 	// Known is false for a GPU of which nothing is known: it offers nothing,
 	// and anything may be made of it.
-	Known bool
+	Known bool `json:"-"`
 	// Offers is false for a GPU in mode off.
-	Offers bool
-	Kind   ledger.Kind
+	Offers bool        `json:"-"`
+	Kind   ledger.Kind `json:"kind"`
 	// N is the number of devices: 1, the memory units, or the replicas.
-	N int
+	N int `json:"n"`
 	// Unit is the size of a memory unit, 0 for other kinds and where it is not
 	// known.
-	Unit gpu.MiB
+	Unit gpu.MiB `json:"unitMiB,omitempty"`
 	// Placements are the MIG devices of kind Placement, in the order of the list; N counts
 	// them.
-	Placements []mig.Placement
+	Placements []mig.Placement `json:"placements,omitempty"`
 	// Alone are the numbers of the only devices of kind Units or Replica, where they
 	// linger without the others; empty where the first N are meant.
-	Alone ledger.UnitSet
+	Alone ledger.UnitSet `json:"alone,omitempty"`
 }
 
 // Equal reports whether both have the same devices.
@@ -161,7 +161,7 @@ func (c *Changes) Blocks(u gpu.UUID) bool {
 type Past struct {
 	Layout
 	// Until is when they leave the list, if no allocation has them.
-	Until time.Time
+	Until time.Time `json:"until"`
 }
 
 // Input is everything that a plan is made from.

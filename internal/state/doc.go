@@ -76,8 +76,8 @@
 //	s, err := state.Open("/var/lib/gpu-agent", log)
 //	for _, c := range s.Claims() { … }                 // what may still be held
 //	err = s.Append(state.Claim{Key: key, Resource: r, Grants: grants, Allocated: now})
-//	err = s.Keep(deviceplugin.Claims)                          // now and then
+//	err = s.Keep(claims)                               // now and then
 //
-// The package does not know what its contents mean: which claim has ended,
+// The package does not know what its contents mean: which allocation has ended,
 // whether a fault still counts after a reboot, when a withdrawn layout may be forgotten.
 package state

@@ -7,10 +7,11 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"time"
 
-	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/health"
+	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
 )
 
 // Version is the version of both files that this package writes.
@@ -23,8 +24,8 @@ type Document struct {
 	// GPUs is the inventory last seen. Save leaves MIG profiles out: the driver
 	// tells them again, and they are most of an inventory's bytes.
 	GPUs []gpu.Device `json:"gpus,omitempty"`
-	// Faults is the health monitor's memory, in its own words.
-	Faults json.RawMessage `json:"faults,omitempty"`
+	// Faults is the health monitor's memory.
+	Faults []health.Record `json:"faults,omitempty"`
 	// Layouts are what is listed to the kubelet.
 	Layouts []Layout `json:"layouts,omitempty"`
 	// TimeSlices is what the agent last set, by GPU.
@@ -38,32 +39,14 @@ type Document struct {
 // UUID and numbers may come back when another one is made there.
 type Made struct {
 	GPU gpu.UUID `json:"gpu"`
-	Placement
+	mig.Placement
 }
 
-// Placement is where a MIG device is.
-type Placement struct {
-	Profile string `json:"profile"`
-	gpu.Placement
-	CIStart int `json:"ciStart,omitempty"`
-}
-
-// Layout is how a GPU is divided: the way in force, or one that is not any more and
-// whose devices are still listed.
+// Layout is how a GPU is divided: the way in force, whose Until is zero, or one that is
+// not any more and whose devices are still listed.
 type Layout struct {
 	GPU gpu.UUID `json:"gpu"`
-	// Kind is what its devices stand for; N is how many the GPU had.
-	Kind ledger.Kind `json:"kind"`
-	N    int         `json:"n"`
-	// Unit is the size of a device that is an amount of memory.
-	Unit gpu.MiB `json:"unitMiB,omitempty"`
-	// Placements are its MIG devices.
-	Placements []Placement `json:"slots,omitempty"`
-	// Alone are the numbers of the units or replicas that it had; empty for the first N.
-	Alone ledger.UnitSet `json:"alone,omitempty"`
-	// Until is when it leaves the list, if nobody holds any of it; zero for the
-	// one in force.
-	Until time.Time `json:"until"`
+	plan.Past
 }
 
 // file is state.json. It has no newline at its end, so that nothing can be cut

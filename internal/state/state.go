@@ -7,14 +7,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"log/slog"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -38,24 +36,18 @@ func temporary(name string) string { return "." + name + ".tmp" }
 // files is every file of this package.
 var files = []string{documentFile, badFile, journalFile, temporary(documentFile), temporary(journalFile)}
 
-// Store is the agent's directory, locked until Close. Its methods may be called
-// from several goroutines at once.
+// Store is the agent's directory, locked until Close. It is for one goroutine.
 type Store struct {
 	dir  string
 	root *os.Root
 	lock *os.File
-	log  *slog.Logger
 
 	document Document // as found
 	claims   []Claim  // as found
 
-	saving  sync.Mutex // one Save at a time
-	keeping sync.Mutex // one Keep at a time
-
-	mu      sync.Mutex
-	journal *os.File // guarded by mu; nil after Close
-	lines   []string // guarded by mu; the whole lines of journal, in its order
-	open    bool     // guarded by mu; journal does not end in a newline
+	journal *os.File
+	lines   []string // the whole lines of journal, in its order
+	open    bool     // journal does not end in a newline
 }
 
 // retry is how often Wait tries the directory.
@@ -94,7 +86,7 @@ func Open(dir string, log *slog.Logger) (_ *Store, err error) {
 	if err := os.MkdirAll(dir, dirMode); err != nil {
 		return nil, fmt.Errorf("make state directory: %w; make it by hand or choose another with --state-dir", err)
 	}
-	s := &Store{dir: filepath.Clean(dir), log: log}
+	s := &Store{dir: filepath.Clean(dir)}
 	defer func() {
 		if err != nil {
 			_ = s.Close()
@@ -201,8 +193,6 @@ func (s *Store) Save(d Document) error {
 	if err != nil {
 		return err
 	}
-	s.saving.Lock()
-	defer s.saving.Unlock()
 	if info, err := s.lstat(documentFile); err != nil {
 		return err
 	} else if info != nil && info.Size() == int64(len(data)) {
@@ -220,11 +210,6 @@ func (s *Store) Append(c Claim) error {
 	if err != nil {
 		return err
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.journal == nil {
-		return fmt.Errorf("add a claim to %s: %w", s.path(journalFile), fs.ErrClosed)
-	}
 	out := line
 	if s.open {
 		out = append([]byte{'\n'}, line...)
@@ -238,19 +223,11 @@ func (s *Store) Append(c Claim) error {
 	return nil
 }
 
-// Keep makes the journal hold the claims that live returns, and whatever is
-// appended from the moment on in which live is called. So a claim must be seen
-// by live before it is appended; one that is both costs a line, no more. Where
-// the journal holds those already, it is not written.
-func (s *Store) Keep(live func() []Claim) error {
-	s.keeping.Lock()
-	defer s.keeping.Unlock()
-	s.mu.Lock()
-	before := len(s.lines)
-	s.mu.Unlock()
-
+// Keep makes the journal hold these claims and no others. Where it does already, it is
+// not written.
+func (s *Store) Keep(claims []Claim) error {
 	var want []string
-	for _, c := range live() {
+	for _, c := range claims {
 		line, err := encodeLine(c)
 		if err != nil {
 			return err
@@ -259,17 +236,9 @@ func (s *Store) Keep(live func() []Claim) error {
 	}
 	slices.Sort(want)
 	want = slices.Compact(want)
-
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.journal == nil {
-		return fmt.Errorf("replace %s: %w", s.path(journalFile), fs.ErrClosed)
-	}
-	since := s.lines[before:]
-	if s.standsLocked() && slices.Equal(slices.Sorted(slices.Values(s.lines[:before])), want) {
+	if s.stands() && slices.Equal(slices.Sorted(slices.Values(s.lines)), want) {
 		return nil
 	}
-	want = append(want, since...)
 	var journal *os.File
 	if err := s.put(journalFile, strings.Join(want, ""), func() (err error) {
 		journal, err = s.root.OpenFile(temporary(journalFile), os.O_WRONLY|os.O_APPEND, 0)
@@ -285,14 +254,11 @@ func (s *Store) Keep(live func() []Claim) error {
 	return nil
 }
 
-// standsLocked reports whether the journal is still at its name and ends in a whole
-// line: somebody may have removed it.
-func (s *Store) standsLocked() bool {
-	if s.journal == nil || s.open {
-		return false
-	}
+// stands reports whether the journal is still at its name and ends in a whole line:
+// somebody may have removed it.
+func (s *Store) stands() bool {
 	here, err := s.journal.Stat()
-	if err != nil {
+	if err != nil || s.open {
 		return false
 	}
 	there, err := s.root.Lstat(journalFile)
@@ -301,21 +267,19 @@ func (s *Store) standsLocked() bool {
 
 // Close releases the lock. What was written stays.
 func (s *Store) Close() error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
 	var errs []error
-	if s.journal != nil {
-		errs = append(errs, s.journal.Close())
-		s.journal = nil
-	}
-	if s.lock != nil {
-		errs = append(errs, s.lock.Close())
-		s.lock = nil
+	for _, f := range []*os.File{s.journal, s.lock} {
+		if f != nil {
+			errs = append(errs, f.Close())
+		}
 	}
 	if s.root != nil {
 		errs = append(errs, s.root.Close())
 	}
-	return errors.Join(errs...)
+	if err := errors.Join(errs...); !errors.Is(err, fs.ErrClosed) {
+		return err
+	}
+	return nil // closed before
 }
 
 // put replaces a file. whole is called before, when all of it is written under
@@ -356,19 +320,11 @@ func (s *Store) read(name string) ([]byte, error) {
 	if info == nil {
 		return nil, err
 	}
-	f, err := s.root.Open(name)
+	data, err := s.root.ReadFile(name)
 	if err != nil {
 		return nil, fmt.Errorf("read %s: %w", s.path(name), err)
 	}
-	defer f.Close()
-	if now, err := f.Stat(); err != nil || !os.SameFile(info, now) {
-		return nil, fmt.Errorf("read %s: it is being replaced by somebody: %w", s.path(name), gpu.ErrInvalid)
-	}
-	data, err := io.ReadAll(f)
-	if err != nil {
-		return nil, fmt.Errorf("read %s: %w", s.path(name), err)
-	}
-	return append([]byte{}, data...), nil
+	return data, nil
 }
 
 func (s *Store) path(name string) string { return filepath.Join(s.dir, name) }

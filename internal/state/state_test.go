@@ -4,7 +4,6 @@ package state
 
 import (
 	"bytes"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -16,13 +15,14 @@ import (
 	"reflect"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/gpu/nvml"
 )
@@ -39,8 +39,8 @@ func claim(n int) Claim {
 var full = Document{
 	Boot:       "b1",
 	GPUs:       []gpu.Device{{Index: 1, UUID: "GPU-a", Memory: 81920, MIG: gpu.MIG{Capable: true, Profiles: []gpu.Profile{{Name: "1g.10gb"}}, Instances: []gpu.Instance{{Profile: "1g.10gb", GI: 3}}}}},
-	Faults:     json.RawMessage(`[{"gpu":"GPU-a","xid":79}]`),
-	Layouts:    []Layout{{GPU: "GPU-a", Kind: ledger.Units, N: 79, Until: noon}},
+	Faults:     []health.Record{{GPU: "GPU-a", Xid: 79, Class: health.ClassLost, Since: noon}},
+	Layouts:    []Layout{{GPU: "GPU-a", Past: plan.Past{Layout: plan.Layout{Kind: ledger.Units, N: 79}, Until: noon}}},
 	TimeSlices: map[gpu.UUID]gpu.TimeSlice{"GPU-b": gpu.TimeSliceLong, "GPU-a": gpu.TimeSliceShort},
 }
 
@@ -70,7 +70,7 @@ func appendAll(t testing.TB, s *Store, claims ...Claim) {
 	}
 }
 
-func keep(claims ...Claim) func() []Claim { return func() []Claim { return claims } }
+func keep(claims ...Claim) []Claim { return claims }
 
 func wantClaims(t testing.TB, got []Claim, want ...Claim) {
 	t.Helper()
@@ -111,9 +111,6 @@ func TestRemembers(t *testing.T) {
 	want.GPUs = slices.Clone(full.GPUs)
 	want.GPUs[0].MIG.Profiles = nil
 	got := s.Document()
-	var compact bytes.Buffer
-	do(t, json.Compact(&compact, got.Faults))
-	got.Faults = compact.Bytes()
 	if !reflect.DeepEqual(got, want) {
 		t.Errorf("document is\n%+v, want\n%+v", got, want)
 	}
@@ -136,11 +133,8 @@ func TestKeep(t *testing.T) {
 	dir := t.TempDir()
 	s, _ := open(t, dir)
 	appendAll(t, s, claim(1), claim(2), claim(3))
-	do(t, s.Keep(func() []Claim {
-		appendAll(t, s, claim(4)) // meanwhile
-		return []Claim{claim(3), claim(1)}
-	}))
-	appendAll(t, s, claim(5))
+	do(t, s.Keep(keep(claim(3), claim(1))))
+	appendAll(t, s, claim(4), claim(5))
 	reopen := func(want ...Claim) {
 		t.Helper()
 		do(t, s.Close())
@@ -314,18 +308,6 @@ func TestNoRoom(t *testing.T) {
 	if s.Document().Boot != "b1" {
 		t.Errorf("boot is %q", s.Document().Boot)
 	}
-
-	// No room for what comes while Keep is at work, which it adds last.
-	do(t, s.Keep(keep(claim(1))))
-	limited(2*size(journalFile)+10, func() error {
-		return s.Keep(func() []Claim {
-			appendAll(t, s, claim(3))
-			return []Claim{claim(1), claim(2)}
-		})
-	})
-	do(t, s.Close())
-	s, _ = open(t, dir)
-	wantClaims(t, s.Claims(), claim(1), claim(3))
 }
 
 // TestDamage: a byte that was changed costs its own line at most.
@@ -515,64 +497,6 @@ func TestRemove(t *testing.T) {
 			t.Errorf("followed: %v", err)
 		}
 	})
-}
-
-// TestAtOnce: an Append that a Keep meets is never lost.
-func TestAtOnce(t *testing.T) {
-	dir := t.TempDir()
-	s, _ := open(t, dir)
-	const each = 300
-	var mu sync.Mutex
-	var live []Claim // guarded by mu
-	var appending, keeping sync.WaitGroup
-	for w := range 4 {
-		appending.Go(func() {
-			for i := range each {
-				c := claim(2 * (w*each + i))
-				mu.Lock()
-				live = append(live, c)
-				mu.Unlock()
-				if err := s.Append(c); err != nil {
-					t.Error(err)
-				}
-			}
-		})
-	}
-	done := make(chan struct{})
-	for range 2 {
-		keeping.Go(func() {
-			for {
-				err := s.Keep(func() []Claim {
-					mu.Lock()
-					defer mu.Unlock()
-					return slices.Clone(live)
-				})
-				if err == nil {
-					err = s.Save(full)
-				}
-				if err != nil {
-					t.Error(err)
-				}
-				select {
-				case <-done:
-					return
-				default:
-				}
-			}
-		})
-	}
-	appending.Wait()
-	close(done)
-	keeping.Wait()
-	do(t, s.Close())
-	s, log := open(t, dir)
-	got := s.Claims()
-	slices.SortFunc(got, func(a, b Claim) int { return a.Allocated.Compare(b.Allocated) })
-	slices.SortFunc(live, func(a, b Claim) int { return a.Allocated.Compare(b.Allocated) })
-	wantClaims(t, got, live...)
-	if log.Len() > 0 {
-		t.Error(log)
-	}
 }
 
 // FuzzLine: a line is one line, and the claim comes back from it as it was.

@@ -63,6 +63,15 @@ func (n Name) String() string {
 	return b.String()
 }
 
+// MarshalText is String, for records.
+func (n Name) MarshalText() ([]byte, error) { return []byte(n.String()), nil }
+
+// UnmarshalText is Parse.
+func (n *Name) UnmarshalText(text []byte) (err error) {
+	*n, err = Parse(string(text))
+	return err
+}
+
 // Resource is the name part of the extended resource that stands for the
 // profile: "mig-1g.10gb.me". A resource name has no "+", so that becomes ".".
 // Different profiles have different resources.

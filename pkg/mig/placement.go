@@ -21,11 +21,12 @@ import (
 // with others: Start and Size are those of the GPU instance, and CI says where in it
 // the split begins.
 type Placement struct {
-	Profile Name
+	Profile Name `json:"profile"`
 	// Start and Size are memory slices of the GPU, in which the driver counts.
-	Start, Size int
+	Start int `json:"start,omitempty"`
+	Size  int `json:"size,omitempty"`
 	// CI is the first compute slice within the GPU instance; 0 unless split.
-	CI int
+	CI int `json:"ci,omitempty"`
 }
 
 // PlacementOf is the placement of an instance. The error wraps gpu.ErrInvalid where its
