@@ -35,9 +35,10 @@ var (
 )
 
 // ErrorKind returns the error of this package that err wraps, nil where it wraps none:
-// a value to compare errors by, whose texts name GPUs, processes and times.
+// a value to compare errors by, whose texts name GPUs, processes and times. Of several
+// it is the one that says most.
 func ErrorKind(err error) error {
-	for _, kind := range []error{ErrNoDriver, ErrNotFound, ErrNotSupported, ErrNoPermission, ErrInUse, ErrNoRoom, ErrInvalid, ErrLost, ErrTimeout, ErrReloaded, ErrDriver} {
+	for _, kind := range []error{ErrTimeout, ErrReloaded, ErrNoDriver, ErrLost, ErrInUse, ErrNoRoom, ErrNotSupported, ErrNoPermission, ErrNotFound, ErrInvalid, ErrDriver} {
 		if errors.Is(err, kind) {
 			return kind
 		}

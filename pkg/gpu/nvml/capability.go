@@ -3,7 +3,6 @@
 package nvml
 
 import (
-	"bufio"
 	"bytes"
 	"errors"
 	"fmt"
@@ -87,18 +86,16 @@ func (c *capabilities) capabilityMinors(wanted []string) ([]int, error) {
 
 // lineNumber is what follows a prefix in the line that begins with it.
 func lineNumber(list []byte, prefix string) (int, error) {
-	at := 0
-	if !bytes.HasPrefix(list, []byte(prefix)) {
-		if at = bytes.Index(list, []byte("\n"+prefix)) + 1; at == 0 {
-			return 0, gpu.ErrNotFound
+	for line := range bytes.Lines(list) {
+		if number, ok := bytes.CutPrefix(line, []byte(prefix)); ok {
+			n, err := strconv.ParseUint(string(bytes.TrimSpace(number)), 10, 20)
+			if err != nil {
+				return 0, fmt.Errorf("a number: %w: %w", gpu.ErrNotFound, err)
+			}
+			return int(n), nil
 		}
 	}
-	line, _, _ := bytes.Cut(list[at+len(prefix):], []byte("\n"))
-	n, err := strconv.ParseUint(strings.TrimSpace(string(line)), 10, 20)
-	if err != nil {
-		return 0, fmt.Errorf("a number: %w: %w", gpu.ErrNotFound, err)
-	}
-	return int(n), nil
+	return 0, gpu.ErrNotFound
 }
 
 // capabilityNode makes sure that a node stands, with the right numbers.
@@ -122,19 +119,16 @@ func (c *capabilities) capabilityNode(name string, minor int) error {
 // capabilityMajor reads the number that the kernel gave to nvidia-caps.
 func (c *capabilities) capabilityMajor() (uint32, error) {
 	file := filepath.Join(c.opts.ProcRoot, "devices")
-	f, err := os.Open(file)
+	list, err := os.ReadFile(file)
 	if err != nil {
 		return 0, fmt.Errorf("%w: %w", gpu.ErrNotSupported, err)
 	}
-	defer f.Close()
-	for lines := bufio.NewScanner(f); lines.Scan() && lines.Text() != "Block devices:"; {
-		fields := strings.Fields(lines.Text())
-		if len(fields) == 2 && fields[1] == "nvidia-caps" {
-			n, err := strconv.ParseUint(fields[0], 10, 12)
-			if err != nil {
-				break
+	characters, _, _ := strings.Cut(string(list), "Block devices:")
+	for line := range strings.Lines(characters) {
+		if number, ok := strings.CutSuffix(strings.TrimSpace(line), " nvidia-caps"); ok {
+			if n, err := strconv.ParseUint(number, 10, 12); err == nil {
+				return uint32(n), nil
 			}
-			return uint32(n), nil
 		}
 	}
 	return 0, fmt.Errorf("%s has no character device nvidia-caps: %w; is the driver loaded?", file, gpu.ErrNotSupported)

@@ -3,6 +3,7 @@
 package nvml
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -77,39 +78,18 @@ type Options struct {
 // Seen returns where this process sees a file of the driver that the host has at a
 // path.
 func (o Options) Seen(host string) string {
-	if o.HostDriverRoot == "" {
-		return host
-	}
-	below, err := filepath.Rel(o.HostDriverRoot, host)
-	if err != nil || !filepath.IsLocal(below) {
-		return host
-	}
-	return filepath.Join(o.DriverRoot, below)
+	return rebase(host, o.HostDriverRoot, o.DriverRoot)
 }
 
 // withDefaults fills in what is empty.
 func (o Options) withDefaults() (Options, error) {
-	if o.DriverRoot == "" {
-		o.DriverRoot = "/"
-	}
-	if o.HostDriverRoot == "" {
-		o.HostDriverRoot = o.DriverRoot
-	}
-	if o.SysRoot == "" {
-		o.SysRoot = "/sys"
-	}
-	if o.ProcRoot == "" {
-		o.ProcRoot = "/proc"
-	}
-	if o.Look <= 0 {
-		o.Look = 15 * time.Second
-	}
-	if o.Rearm <= 0 {
-		o.Rearm = time.Minute
-	}
-	if o.EventWait <= 0 {
-		o.EventWait = 5 * time.Second
-	}
+	o.DriverRoot = cmp.Or(o.DriverRoot, "/")
+	o.HostDriverRoot = cmp.Or(o.HostDriverRoot, o.DriverRoot)
+	o.SysRoot = cmp.Or(o.SysRoot, "/sys")
+	o.ProcRoot = cmp.Or(o.ProcRoot, "/proc")
+	o.Look = cmp.Or(max(o.Look, 0), 15*time.Second)
+	o.Rearm = cmp.Or(max(o.Rearm, 0), time.Minute)
+	o.EventWait = cmp.Or(max(o.EventWait, 0), 5*time.Second)
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
@@ -194,7 +174,7 @@ type session struct {
 func newDriver(s *session) *Driver {
 	now := &readings{s}
 	d := &Driver{
-		session: s, readings: now, migSide: &migSide{session: s, readings: now}, memoryLimits: &memoryLimits{s},
+		session: s, readings: now, migSide: newMIGSide(s, now), memoryLimits: &memoryLimits{s},
 		capabilities: &capabilities{s}, partsReader: &partsReader{s}, presence: &presence{s},
 		links: &linkReader{session: s, known: map[gpu.UUID]*nvlinks{}}, machine: newMachine(),
 		last: map[gpu.UUID]gpu.Device{}, said: map[int]string{},
@@ -489,14 +469,30 @@ func call[T any](ctx context.Context, s *session, what string, f func() (T, erro
 	return value, s.explained(err)
 }
 
-// open is f as long as the session has not been closed.
+// open is f as long as the session has not been closed. Its errors say what was to
+// be done.
 func open[T any](s *session, what string, f func() (T, error)) func() (T, error) {
-	return func() (T, error) {
-		if s.stopped.Err() != nil {
-			var none T
-			return none, fmt.Errorf("%s: %w", what, errClosed)
+	return func() (value T, err error) {
+		if err = errClosed; s.stopped.Err() == nil {
+			value, err = f()
 		}
-		return f()
+		return value, in(what, err)
+	}
+}
+
+// ask is call of what concerns one GPU.
+func ask[T any](ctx context.Context, s *session, what string, u gpu.UUID, f func(nvml.Device) (T, error)) (T, error) {
+	return call(ctx, s, what+" "+string(u), onGPU(s, u, f))
+}
+
+// onGPU is f with the handle of a GPU.
+func onGPU[T any](s *session, u gpu.UUID, f func(nvml.Device) (T, error)) func() (T, error) {
+	return func() (value T, err error) {
+		h, err := s.handle(u)
+		if err != nil {
+			return value, err
+		}
+		return f(h)
 	}
 }
 
@@ -517,6 +513,16 @@ func (s *session) handle(u gpu.UUID) (nvml.Device, error) {
 	return h, failed("find "+string(u), sought(ret))
 }
 
+// byIndex finds the GPU at an index. With an error the UUID is empty.
+func (s *session) byIndex(index int) (nvml.Device, gpu.UUID, error) {
+	h, ret := s.lib.DeviceGetHandleByIndex(index)
+	if err := failed(fmt.Sprintf("find GPU %d", index), ret); err != nil {
+		return h, "", err
+	}
+	uuid, ret := h.GetUUID()
+	return h, gpu.UUID(uuid), failed(fmt.Sprintf("read the UUID of GPU %d", index), ret)
+}
+
 // readings reads what changes all the time: memory, processes, health.
 type readings struct{ *session }
 
@@ -525,19 +531,12 @@ type readings struct{ *session }
 // On a driver before R510 reserved is 0 and counts as used.
 // Errors: gpu.ErrNotFound for a UUID that the driver does not know.
 func (r *readings) Memory(ctx context.Context, u gpu.UUID) (gpu.Memory, error) {
-	return call(ctx, r.session, "read the memory of "+string(u), func() (gpu.Memory, error) {
-		h, err := r.handle(u)
-		if err != nil {
-			return gpu.Memory{}, err
-		}
-		return r.memory(h, u)
-	})
+	return ask(ctx, r.session, "read the memory of", u, r.memory)
 }
 
 const mebibyte = 1 << 20
 
-func (r *readings) memory(h nvml.Device, u gpu.UUID) (gpu.Memory, error) {
-	what := "read the memory of " + string(u)
+func (r *readings) memory(h nvml.Device) (gpu.Memory, error) {
 	if r.has("nvmlDeviceGetMemoryInfo_v2") {
 		m, ret := h.GetMemoryInfo_v2()
 		if ret == nvml.SUCCESS {
@@ -548,7 +547,7 @@ func (r *readings) memory(h nvml.Device, u gpu.UUID) (gpu.Memory, error) {
 				Free:     gpu.MiB(m.Free / mebibyte),
 			}, nil
 		}
-		if err := failed(what, ret); !errors.Is(err, gpu.ErrNotSupported) {
+		if err := refused(ret); !errors.Is(err, gpu.ErrNotSupported) {
 			return gpu.Memory{}, err
 		}
 	}
@@ -557,7 +556,7 @@ func (r *readings) memory(h nvml.Device, u gpu.UUID) (gpu.Memory, error) {
 		Total: gpu.MiB(m.Total / mebibyte),
 		Used:  gpu.MiB(m.Used / mebibyte),
 		Free:  gpu.MiB(m.Free / mebibyte),
-	}, failed(what, ret)
+	}, refused(ret)
 }
 
 // Processes lists what the driver sees on a GPU, by PID, then kind. PIDs are
@@ -567,16 +566,10 @@ func (r *readings) memory(h nvml.Device, u gpu.UUID) (gpu.Memory, error) {
 // all its instances are listed.
 // Errors: gpu.ErrNotFound for a UUID that the driver does not know.
 func (r *readings) Processes(ctx context.Context, u gpu.UUID) ([]gpu.Process, error) {
-	return call(ctx, r.session, "list the processes on "+string(u), func() ([]gpu.Process, error) {
-		h, err := r.handle(u)
-		if err != nil {
-			return nil, err
-		}
-		return r.processes(h, u)
-	})
+	return ask(ctx, r.session, "list the processes on", u, r.processes)
 }
 
-func (r *readings) processes(h nvml.Device, u gpu.UUID) ([]gpu.Process, error) {
+func (r *readings) processes(h nvml.Device) ([]gpu.Process, error) {
 	var all []gpu.Process
 	for _, list := range []struct {
 		kind gpu.ProcessKind
@@ -593,7 +586,7 @@ func (r *readings) processes(h nvml.Device, u gpu.UUID) ([]gpu.Process, error) {
 		if ret == nvml.ERROR_NOT_SUPPORTED {
 			continue // this card has no such processes
 		}
-		if err := failed(fmt.Sprintf("list the %s processes on %s", list.kind, u), ret); err != nil {
+		if err := failed("list those of kind "+string(list.kind), ret); err != nil {
 			return nil, err
 		}
 		for _, info := range infos {
@@ -605,10 +598,7 @@ func (r *readings) processes(h nvml.Device, u gpu.UUID) ([]gpu.Process, error) {
 		}
 	}
 	slices.SortFunc(all, func(a, b gpu.Process) int {
-		if a.PID != b.PID {
-			return a.PID - b.PID
-		}
-		return strings.Compare(string(a.Kind), string(b.Kind))
+		return cmp.Or(cmp.Compare(a.PID, b.PID), cmp.Compare(a.Kind, b.Kind))
 	})
 	return all, nil
 }

@@ -10,13 +10,24 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// failed says in our words what the driver answered, nil for success. The
+// refused says in our words what the driver answered, nil for success. The
 // driver's own text stays in the message; its code does not stay in the chain.
-func failed(what string, ret nvml.Return) error {
+func refused(ret nvml.Return) error {
 	if ret == nvml.SUCCESS {
 		return nil
 	}
-	return fmt.Errorf("%s: %w (the driver says %q)", what, meaning(ret), ret.Error())
+	return fmt.Errorf("%w (the driver says %q)", meaning(ret), ret.Error())
+}
+
+// failed is refused of one step, which it names.
+func failed(step string, ret nvml.Return) error { return in(step, refused(ret)) }
+
+// in says what was being done when an error came, nil where there is none.
+func in(step string, err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("%s: %w", step, err)
 }
 
 // meaning is the sentinel for a code of the driver.

@@ -136,12 +136,9 @@ func (d *Driver) Events(ctx context.Context, report func(gpu.Event)) error {
 
 // grown says whether GPUs are watched that were not before.
 func grown(before, now map[nvml.Device]gpu.UUID) bool {
-	had := map[gpu.UUID]bool{}
-	for _, u := range before {
-		had[u] = true
-	}
+	had := slices.Collect(maps.Values(before))
 	for _, u := range now {
-		if !had[u] {
+		if !slices.Contains(had, u) {
 			return true
 		}
 	}
@@ -367,26 +364,20 @@ func (d *Driver) register(lost map[gpu.UUID]bool) (armed, error) {
 
 // registerOne adds the GPU at an index to a set.
 func (d *Driver) registerOne(set nvml.EventSet, index int, lost map[gpu.UUID]bool) (h nvml.Device, u gpu.UUID, err error) {
-	h, ret := d.lib.DeviceGetHandleByIndex(index)
-	if err := failed(fmt.Sprintf("find GPU %d", index), ret); err != nil {
-		return h, u, err
+	if h, u, err = d.byIndex(index); err != nil {
+		return h, "", err
 	}
-	uuid, ret := h.GetUUID()
-	if err := failed(fmt.Sprintf("read the UUID of GPU %d", index), ret); err != nil {
-		return h, u, err
-	}
-	u = gpu.UUID(uuid)
 	if lost[u] {
 		return h, u, fmt.Errorf("watch %s: %w", u, gpu.ErrLost)
 	}
 	supported, ret := h.GetSupportedEventTypes()
-	if err := failed("read the event types of "+uuid, ret); err != nil {
+	if err := failed("read the event types of "+string(u), ret); err != nil {
 		return h, u, err
 	}
 	if supported&nvml.EventTypeXidCriticalError == 0 {
 		return h, u, fmt.Errorf("watch %s for critical errors: %w", u, gpu.ErrNotSupported)
 	}
-	return h, u, failed("watch "+uuid, h.RegisterEvents(nvml.EventTypeXidCriticalError, set))
+	return h, u, failed("watch "+string(u), h.RegisterEvents(nvml.EventTypeXidCriticalError, set))
 }
 
 // disarm frees the set, on which nobody waits any more.

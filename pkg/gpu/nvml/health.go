@@ -21,16 +21,10 @@ import (
 // Errors: gpu.ErrLost for a GPU that fell off the bus or takes no call before
 // it is reset, gpu.ErrNotFound for a UUID that the driver does not know.
 func (r *readings) Health(ctx context.Context, u gpu.UUID) (gpu.Health, error) {
-	return call(ctx, r.session, "read the health of "+string(u), func() (gpu.Health, error) {
-		h, err := r.handle(u)
-		if err != nil {
-			return gpu.Health{}, err
-		}
-		return r.health(h, u)
-	})
+	return ask(ctx, r.session, "read the health of", u, r.health)
 }
 
-func (r *readings) health(h nvml.Device, u gpu.UUID) (gpu.Health, error) {
+func (r *readings) health(h nvml.Device) (gpu.Health, error) {
 	var health gpu.Health
 	for _, figure := range []struct {
 		symbol, what string
@@ -63,7 +57,7 @@ func (r *readings) health(h nvml.Device, u gpu.UUID) (gpu.Health, error) {
 		if !r.has(figure.symbol) {
 			continue
 		}
-		err := failed(fmt.Sprintf("read the %s of %s", figure.what, u), figure.read())
+		err := failed(figure.what, figure.read())
 		if err != nil && !errors.Is(err, gpu.ErrNotSupported) {
 			return gpu.Health{}, err
 		}

@@ -56,45 +56,39 @@ func split(profile string) (whole string, compute int) {
 // again, unless the error says otherwise.
 func (m *migSide) CreateInstance(ctx context.Context, u gpu.UUID, profile string, at gpu.Placement, ci int) (gpu.Instance, error) {
 	what := fmt.Sprintf("create %s on %s", place(profile, at.Start, ci), u)
-	return work(ctx, m.session, u, what, func() (gpu.Instance, error) { return m.createInstance(what, u, profile, at, ci) })
+	return work(ctx, m.session, u, what, onGPU(m.session, u, func(h nvml.Device) (gpu.Instance, error) {
+		return m.createInstance(h, u, profile, at, ci)
+	}))
 }
 
-func (m *migSide) createInstance(what string, u gpu.UUID, profile string, at gpu.Placement, ci int) (in gpu.Instance, err error) {
-	h, err := m.handle(u)
-	if err != nil {
-		return in, fmt.Errorf("%s: %w", what, err)
-	}
+func (m *migSide) createInstance(h nvml.Device, u gpu.UUID, profile string, at gpu.Placement, ci int) (in gpu.Instance, err error) {
 	p, slots, err := m.profileOf(h, u, profile)
 	if err != nil {
-		return in, fmt.Errorf("%s: %w", what, err)
+		return in, err
 	}
 
 	// Of the two cases the usual one is tried first: nothing is there.
-	s := standing{profile: p, at: at}
+	var s standing
 	gi, ret := h.CreateGpuInstanceWithPlacement(&nvml.GpuInstanceProfileInfo{Id: uint32(p.ID)},
 		&nvml.GpuInstancePlacement{Start: uint32(at.Start), Size: uint32(at.Size)})
-	if refused := failed(what, ret); refused == nil {
-		s.gi = gi
+	if ret == nvml.SUCCESS {
 		defer func() { err = undone(err, gi.Destroy, "GPU instance") }()
 		if s, err = describe(gi, "the GPU instance made for it"); err != nil {
-			return in, fmt.Errorf("%s: %w", what, err)
+			return in, err
 		}
 		s.profile = p
 	} else {
 		own, listed := m.standingOf(h, u, p)
 		i := slices.IndexFunc(own, func(s standing) bool { return s.at == at })
 		if listed != nil || i < 0 {
-			return in, advised(refused, p)
+			return in, advised(refused(ret), p)
 		}
 		s = own[i]
 		if in, err = m.inPlace(h, u, s, slots, ci); err != nil || in.GI == s.id {
-			if err != nil {
-				err = fmt.Errorf("%s: %w", what, err)
-			}
 			return in, err
 		}
 	}
-	return m.createCompute(what, u, s, slots, ci)
+	return m.createCompute(u, s, slots, ci)
 }
 
 // undone takes back, after an error, what was made before it.
@@ -170,14 +164,8 @@ func (m *migSide) computeProfiles(u gpu.UUID, s standing) ([]computeProfile, err
 			engines: int(info.SharedCopyEngineCount + info.SharedDecoderCount + info.SharedEncoderCount + info.SharedJpegCount + info.SharedOfaCount),
 		})
 	}
-	if len(list) == 0 {
-		return nil, nil
-	}
 	m.profiles.mu.Lock()
 	defer m.profiles.mu.Unlock()
-	if m.profiles.compute == nil {
-		m.profiles.compute = map[computeKey][]computeProfile{}
-	}
 	m.profiles.compute[key] = list
 	return list, nil
 }
@@ -237,7 +225,7 @@ func (m *migSide) inPlace(h nvml.Device, u gpu.UUID, s standing, slots, ci int) 
 }
 
 // createCompute makes the compute instance in a GPU instance.
-func (m *migSide) createCompute(what string, u gpu.UUID, s standing, slots, ci int) (in gpu.Instance, err error) {
+func (m *migSide) createCompute(u gpu.UUID, s standing, slots, ci int) (in gpu.Instance, err error) {
 	none := in
 	in = gpu.Instance{Profile: s.profile.Name, Placement: s.at, GI: s.id}
 	if slots != s.profile.Slices {
@@ -245,7 +233,7 @@ func (m *migSide) createCompute(what string, u gpu.UUID, s standing, slots, ci i
 	}
 	kinds, err := m.computeProfiles(u, s)
 	if err != nil {
-		return none, fmt.Errorf("%s: %w", what, err)
+		return none, err
 	}
 	// Of two kinds that differ in nothing but the engines they have, a container
 	// wants the one with more.
@@ -256,9 +244,9 @@ func (m *migSide) createCompute(what string, u gpu.UUID, s standing, slots, ci i
 		}
 	}
 	if i < 0 {
-		return none, fmt.Errorf("%s: a %s instance has no compute instance of %d compute slices: %w", what, s.profile.Name, slots, gpu.ErrInvalid)
+		return none, fmt.Errorf("a %s instance has no compute instance of %d compute slices: %w", s.profile.Name, slots, gpu.ErrInvalid)
 	}
-	made, err := m.placeCompute(what, s, kinds[i], ci)
+	made, err := m.placeCompute(s, kinds[i], ci)
 	if err != nil {
 		if errors.Is(err, gpu.ErrNoRoom) {
 			err = fmt.Errorf("%w; GPU instance %d has other compute instances there: destroy those", err, s.id)
@@ -271,36 +259,36 @@ func (m *migSide) createCompute(what string, u gpu.UUID, s standing, slots, ci i
 		}
 	}()
 	info, ret := made.GetInfo()
-	if err := failed(what+": read the compute instance", ret); err != nil {
+	if err := failed("read the compute instance", ret); err != nil {
 		return none, err
 	}
 	in.CI, in.CIStart = int(info.Id), int(info.Placement.Start)
 	if slots == s.profile.Slices {
 		in.CIStart = 0
 	} else if in.CIStart != ci {
-		return none, fmt.Errorf("%s: the driver, too old to be told, puts it at compute slice %d: %w", what, in.CIStart, gpu.ErrNotSupported)
+		return none, fmt.Errorf("the driver, too old to be told, puts it at compute slice %d: %w", in.CIStart, gpu.ErrNotSupported)
 	}
 	return in, nil
 }
 
 // placeCompute creates a compute instance from compute slice ci on, where the driver can be
 // told that. All of a GPU instance has one place only.
-func (m *migSide) placeCompute(what string, s standing, p computeProfile, ci int) (nvml.ComputeInstance, error) {
+func (m *migSide) placeCompute(s standing, p computeProfile, ci int) (nvml.ComputeInstance, error) {
 	kind := &nvml.ComputeInstanceProfileInfo{Id: uint32(p.id)}
 	if p.slices == s.profile.Slices || !m.has("nvmlGpuInstanceCreateComputeInstanceWithPlacement") || !m.has("nvmlGpuInstanceGetComputeInstancePossiblePlacements") {
 		made, ret := s.gi.CreateComputeInstance(kind)
-		return made, failed(what, ret)
+		return made, refused(ret)
 	}
 	places, ret := s.gi.GetComputeInstancePossiblePlacements(kind)
-	if err := failed(what+": list the places of compute instances", ret); err != nil {
+	if err := failed("list the places of compute instances", ret); err != nil {
 		return nil, err
 	}
 	i := slices.IndexFunc(places, func(at nvml.ComputeInstancePlacement) bool { return int(at.Start) == ci })
 	if i < 0 {
-		return nil, fmt.Errorf("%s: want one of the compute slices (start and size) %v: %w", what, places, gpu.ErrInvalid)
+		return nil, fmt.Errorf("want one of the compute slices (start and size) %v: %w", places, gpu.ErrInvalid)
 	}
 	made, ret := s.gi.CreateComputeInstanceWithPlacement(kind, &places[i])
-	return made, failed(what, ret)
+	return made, refused(ret)
 }
 
 // DestroyInstance destroys an instance as MIG or the inventory lists it: the
@@ -316,41 +304,39 @@ func (m *migSide) placeCompute(what string, s standing, p computeProfile, ci int
 // its numbers now, which is left alone.
 func (m *migSide) DestroyInstance(ctx context.Context, u gpu.UUID, in gpu.Instance) error {
 	what := fmt.Sprintf("destroy %s on %s", place(in.Profile, in.Start, in.CIStart), u)
-	_, err := work(ctx, m.session, u, what, func() (struct{}, error) { return struct{}{}, m.destroyInstance(what, u, in) })
+	_, err := work(ctx, m.session, u, what, onGPU(m.session, u, func(h nvml.Device) (struct{}, error) {
+		return struct{}{}, m.destroyInstance(h, u, in)
+	}))
 	return err
 }
 
-func (m *migSide) destroyInstance(what string, u gpu.UUID, in gpu.Instance) error {
-	h, err := m.handle(u)
-	if err != nil {
-		return fmt.Errorf("%s: %w", what, err)
-	}
+func (m *migSide) destroyInstance(h nvml.Device, u gpu.UUID, in gpu.Instance) error {
 	p, slots, err := m.profileOf(h, u, in.Profile)
 	if err != nil {
-		return fmt.Errorf("%s: %w", what, err)
+		return err
 	}
 	gi, ret := h.GetGpuInstanceById(in.GI)
-	if err := failed(fmt.Sprintf("%s: find GPU instance %d", what, in.GI), sought(ret)); err != nil {
+	if err := failed(fmt.Sprintf("find GPU instance %d", in.GI), sought(ret)); err != nil {
 		return err
 	}
 	s, err := describe(gi, "GPU instance "+strconv.Itoa(in.GI))
 	if err != nil {
-		return fmt.Errorf("%s: %w", what, err)
+		return err
 	}
 	if s.at != in.Placement || s.profile.ID != p.ID {
-		return fmt.Errorf("%s: GPU instance %d is another one now (profile number %d at %+v): %w; read the instances anew", what, in.GI, s.profile.ID, s.at, gpu.ErrNotFound)
+		return fmt.Errorf("GPU instance %d is another one now (profile number %d at %+v): %w; read the instances anew", in.GI, s.profile.ID, s.at, gpu.ErrNotFound)
 	}
 	s.profile = p
 	var others, gone bool
 	if in.CI >= 0 {
-		others, gone, err = m.destroyCompute(what, u, s, slots, in)
+		others, gone, err = m.destroyCompute(u, s, slots, in)
 	}
 	if err == nil && !others {
-		err = pinned(failed(what, gi.Destroy()))
+		err = pinned(refused(gi.Destroy()))
 	}
 	if err != nil && gone {
-		if _, left := m.createCompute("make its compute instance again", u, s, slots, in.CIStart); left != nil {
-			return fmt.Errorf("%w; GPU instance %d is left empty: %w", err, in.GI, left)
+		if _, left := m.createCompute(u, s, slots, in.CIStart); left != nil {
+			return fmt.Errorf("%w; GPU instance %d is left empty: make its compute instance again: %w", err, in.GI, left)
 		}
 	}
 	return err
@@ -368,22 +354,22 @@ func sought(ret nvml.Return) nvml.Return {
 // destroyCompute destroys a compute instance, and reports whether its GPU
 // instance holds others still, and, also with an error, whether it did: it may
 // have been gone.
-func (m *migSide) destroyCompute(what string, u gpu.UUID, s standing, slots int, in gpu.Instance) (others, destroyed bool, err error) {
+func (m *migSide) destroyCompute(u gpu.UUID, s standing, slots int, in gpu.Instance) (others, destroyed bool, err error) {
 	ci, ret := s.gi.GetComputeInstanceById(in.CI)
 	if ret = sought(ret); ret != nvml.ERROR_NOT_FOUND {
-		if err := failed(fmt.Sprintf("%s: find compute instance %d", what, in.CI), ret); err != nil {
+		if err := failed(fmt.Sprintf("find compute instance %d", in.CI), ret); err != nil {
 			return false, false, err
 		}
 		if slots < s.profile.Slices {
 			info, ret := ci.GetInfo()
-			if err := failed(what+": read its compute instance", ret); err != nil {
+			if err := failed("read its compute instance", ret); err != nil {
 				return false, false, err
 			}
 			if int(info.Placement.Start) != in.CIStart {
-				return false, false, fmt.Errorf("%s: compute instance %d begins at compute slice %d now: %w; read the instances anew", what, in.CI, info.Placement.Start, gpu.ErrNotFound)
+				return false, false, fmt.Errorf("compute instance %d begins at compute slice %d now: %w; read the instances anew", in.CI, info.Placement.Start, gpu.ErrNotFound)
 			}
 		}
-		if err := pinned(failed(what, ci.Destroy())); err != nil {
+		if err := pinned(refused(ci.Destroy())); err != nil {
 			return false, false, err
 		}
 		destroyed = true
@@ -393,10 +379,10 @@ func (m *migSide) destroyCompute(what string, u gpu.UUID, s standing, slots int,
 	}
 	list, err := m.computes(u, s)
 	if err != nil {
-		return false, destroyed, fmt.Errorf("%s: %w", what, err)
+		return false, destroyed, err
 	}
 	if slices.ContainsFunc(list, func(c compute) bool { return c.id == in.CI && c.start == in.CIStart }) {
-		return false, destroyed, fmt.Errorf("%s: the driver does not know compute instance %d, and lists it: %w", what, in.CI, gpu.ErrDriver)
+		return false, destroyed, fmt.Errorf("the driver does not know compute instance %d, and lists it: %w", in.CI, gpu.ErrDriver)
 	}
 	return len(list) > 0, destroyed, nil
 }
@@ -425,21 +411,17 @@ func (d *Driver) SetMIGMode(ctx context.Context, u gpu.UUID, on bool) error {
 	}
 	what := fmt.Sprintf("switch MIG %s on %s", word, u)
 	d.hurry()
-	_, err := work(ctx, d.session, u, what, func() (none struct{}, _ error) {
-		h, err := d.handle(u)
-		if err != nil {
-			return none, fmt.Errorf("%s: %w", what, err)
-		}
+	_, err := work(ctx, d.session, u, what, onGPU(d.session, u, func(h nvml.Device) (none struct{}, _ error) {
 		activation, ret := h.SetMigMode(mode)
 		if ret == nvml.ERROR_IN_USE || ret == nvml.SUCCESS && activation == nvml.ERROR_IN_USE {
 			// The client in the way may be this process, which waits for events.
 			if err := d.sets.seize(ctx); err != nil {
-				return none, fmt.Errorf("%s: stop waiting for events: %w", what, err)
+				return none, fmt.Errorf("stop waiting for events: %w", err)
 			}
 			activation, ret = h.SetMigMode(mode)
 			d.sets.yield()
 		}
-		if err := failed(what, ret); err != nil {
+		if err := refused(ret); err != nil {
 			if errors.Is(err, gpu.ErrInUse) {
 				err = fmt.Errorf("%w; destroy its instances and end its clients", err)
 			}
@@ -457,7 +439,7 @@ func (d *Driver) SetMIGMode(ctx context.Context, u gpu.UUID, on bool) error {
 			d.log.Debug("a change of MIG mode waits for a reset", "gpu", u, "on", on, "driver", activation.Error())
 			return none, nil
 		}
-		return none, failed(what, activation)
-	})
+		return none, refused(activation)
+	}))
 	return err
 }

@@ -94,28 +94,24 @@ func (d *Driver) inventory(ctx context.Context) (gpu.Inventory, error) {
 // device's UUID is what could be read of it.
 func (d *Driver) device(index int) (gpu.Device, nvml.Device, error) {
 	dev := gpu.Device{Index: index}
-	h, ret := d.lib.DeviceGetHandleByIndex(index)
-	if err := failed(fmt.Sprintf("find GPU %d", index), ret); err != nil {
+	h, u, err := d.byIndex(index)
+	if err != nil {
 		return dev, nil, err
 	}
-	uuid, ret := h.GetUUID()
-	if err := failed(fmt.Sprintf("read the UUID of GPU %d", index), ret); err != nil {
-		return dev, nil, err
-	}
-	dev.UUID = gpu.UUID(uuid)
+	dev.UUID = u
 	pci, ret := h.GetPciInfo()
-	if err := failed("read the PCI address of "+uuid, ret); err != nil {
+	if err := failed("read the PCI address of "+string(u), ret); err != nil {
 		return dev, nil, err
 	}
 	dev.PCI = busID(pci)
 	dev.PCIDevice = fmt.Sprintf("0x%08X", pci.PciDeviceId)
 	dev.PCISubsystem = fmt.Sprintf("0x%08X", pci.PciSubSystemId)
 	if dev.Minor, ret = h.GetMinorNumber(); ret != nvml.SUCCESS {
-		return dev, nil, failed("read the minor number of "+uuid, ret)
+		return dev, nil, failed("read the minor number of "+string(u), ret)
 	}
-	memory, err := d.memory(h, dev.UUID)
+	memory, err := d.memory(h)
 	if err != nil {
-		return dev, nil, err
+		return dev, nil, fmt.Errorf("read the memory of %s: %w", u, err)
 	}
 	dev.Memory, dev.Reserved = memory.Total, memory.Reserved
 
@@ -124,17 +120,15 @@ func (d *Driver) device(index int) (gpu.Device, nvml.Device, error) {
 		dev.Model, dev.ComputeCapability, dev.NUMA = known.Model, known.ComputeCapability, known.NUMA
 	} else {
 		if dev.Model, ret = h.GetName(); ret != nvml.SUCCESS {
-			return dev, nil, failed("read the name of "+uuid, ret)
+			return dev, nil, failed("read the name of "+string(u), ret)
 		}
 		if major, minor, ret := h.GetCudaComputeCapability(); ret == nvml.SUCCESS {
 			dev.ComputeCapability = fmt.Sprintf("%d.%d", major, minor)
 		}
 		dev.NUMA = nearest(h)
 	}
-	kind := boardOf(&dev)
-	d.profiles.infer(dev.UUID, kind)
+	d.profiles.see(&dev)
 	dev.MIG, err = d.mig(h, dev.UUID)
-	d.profiles.learnt(dev.UUID, kind)
 	return dev, h, err
 }
 
@@ -186,24 +180,17 @@ func (d *Driver) reconcile(inv *gpu.Inventory, read map[gpu.UUID]nvml.Device) (s
 func clone(dev gpu.Device) gpu.Device {
 	dev.Links, dev.Path = slices.Clone(dev.Links), slices.Clone(dev.Path)
 	dev.MIG.Instances = slices.Clone(dev.MIG.Instances)
-	dev.MIG.Profiles = cloneProfiles(dev.MIG.Profiles)
-	if dev.NUMA != nil {
-		n := *dev.NUMA
-		dev.NUMA = &n
-	}
-	if dev.Fabric != nil {
-		f := *dev.Fabric
-		dev.Fabric = &f
-	}
-	if dev.VGPU != nil {
-		v := *dev.VGPU
-		dev.VGPU = &v
-	}
-	if dev.MIG.Pending != nil {
-		p := *dev.MIG.Pending
-		dev.MIG.Pending = &p
-	}
+	dev.MIG.Profiles, dev.MIG.Pending = cloneProfiles(dev.MIG.Profiles), cloned(dev.MIG.Pending)
+	dev.NUMA, dev.Fabric, dev.VGPU = cloned(dev.NUMA), cloned(dev.Fabric), cloned(dev.VGPU)
 	return dev
+}
+
+// cloned is a pointer to a copy, nil for nil.
+func cloned[T any](p *T) *T {
+	if p == nil {
+		return nil
+	}
+	return new(*p)
 }
 
 // busID is the address as the driver writes it, in lower case.

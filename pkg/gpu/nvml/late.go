@@ -3,8 +3,8 @@
 package nvml
 
 import (
+	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"time"
 
@@ -101,18 +101,10 @@ func code(err error) string {
 	if err == nil {
 		return "ok"
 	}
-	for _, kind := range []struct {
-		is   error
-		word string
-	}{
-		{gpu.ErrTimeout, "timeout"}, {gpu.ErrReloaded, "reloaded"}, {gpu.ErrNoDriver, "no_driver"}, {gpu.ErrLost, "lost"},
-		{gpu.ErrInUse, "in_use"}, {gpu.ErrNoRoom, "no_room"}, {gpu.ErrNotSupported, "not_supported"}, {gpu.ErrNoPermission, "no_permission"}, {gpu.ErrNotFound, "not_found"},
-	} {
-		if errors.Is(err, kind.is) {
-			return kind.word
-		}
-	}
-	return "error"
+	return cmp.Or(map[error]string{
+		gpu.ErrTimeout: "timeout", gpu.ErrReloaded: "reloaded", gpu.ErrNoDriver: "no_driver", gpu.ErrLost: "lost",
+		gpu.ErrInUse: "in_use", gpu.ErrNoRoom: "no_room", gpu.ErrNotSupported: "not_supported", gpu.ErrNoPermission: "no_permission", gpu.ErrNotFound: "not_found",
+	}[gpu.ErrorKind(err)], "error")
 }
 
 func (l *Late) Inventory(ctx context.Context) (gpu.Inventory, error) {

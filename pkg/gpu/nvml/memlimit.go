@@ -34,12 +34,12 @@ func (l *memoryLimits) SetMemoryLimit(ctx context.Context, u gpu.UUID, cgroup st
 	const symbol = "nvmlDeviceSetMemoryLimits_v1"
 	what := fmt.Sprintf("limit the memory of cgroup %q on %s", cgroup, u)
 	_, err := call(ctx, l.session, what, func() (none struct{}, _ error) {
-		h, err := l.limited(what, symbol, u, cgroup)
+		h, err := l.limited(symbol, u, cgroup)
 		if err != nil {
 			return none, err
 		}
 		// nvml.h: 0 and NoLimit together clear it.
-		return none, limitFailed(what, h.SetMemoryLimits_v1(cgroup, 0, bytes))
+		return none, limitRefused(h.SetMemoryLimits_v1(cgroup, 0, bytes))
 	})
 	return err
 }
@@ -50,34 +50,31 @@ func (l *memoryLimits) MemoryLimit(ctx context.Context, u gpu.UUID, cgroup strin
 	const symbol = "nvmlDeviceGetMemoryLimits_v1"
 	what := fmt.Sprintf("read the memory limit of cgroup %q on %s", cgroup, u)
 	return call(ctx, l.session, what, func() (gpu.MemoryLimit, error) {
-		h, err := l.limited(what, symbol, u, cgroup)
+		h, err := l.limited(symbol, u, cgroup)
 		if err != nil {
 			return gpu.MemoryLimit{}, err
 		}
 		m, ret := h.GetMemoryLimits_v1(cgroup)
-		if err := limitFailed(what, ret); err != nil {
-			return gpu.MemoryLimit{}, err
-		}
-		return gpu.MemoryLimit{Bytes: m.HardLimit, Used: m.CurrentUsed, Guaranteed: m.SoftLimit}, nil
+		return gpu.MemoryLimit{Bytes: m.HardLimit, Used: m.CurrentUsed, Guaranteed: m.SoftLimit}, limitRefused(ret)
 	})
 }
 
 // limited finds the GPU of a call about limits.
-func (l *memoryLimits) limited(what, symbol string, u gpu.UUID, cgroup string) (nvml.Device, error) {
+func (l *memoryLimits) limited(symbol string, u gpu.UUID, cgroup string) (nvml.Device, error) {
 	if !filepath.IsAbs(cgroup) || strings.ContainsRune(cgroup, 0) {
-		return nil, fmt.Errorf("%s: want an absolute path: %w", what, gpu.ErrInvalid)
+		return nil, fmt.Errorf("want an absolute path: %w", gpu.ErrInvalid)
 	}
 	if !l.has(symbol) {
-		return nil, fmt.Errorf("%s: %s has no %s; driver R615 is the first: %w", what, l.library, symbol, gpu.ErrNotSupported)
+		return nil, fmt.Errorf("%s has no %s; driver R615 is the first: %w", l.library, symbol, gpu.ErrNotSupported)
 	}
 	return l.handle(u)
 }
 
-// limitFailed knows what the operating system's refusal means here: the path does
+// limitRefused knows what the operating system's refusal means here: the path does
 // not open as a cgroup.
-func limitFailed(what string, ret nvml.Return) error {
+func limitRefused(ret nvml.Return) error {
 	if ret == nvml.ERROR_OPERATING_SYSTEM {
 		ret = nvml.ERROR_NOT_FOUND
 	}
-	return failed(what, ret)
+	return refused(ret)
 }

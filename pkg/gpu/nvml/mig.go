@@ -33,19 +33,21 @@ type migSide struct {
 	profiles profiles
 }
 
+func newMIGSide(s *session, r *readings) *migSide {
+	return &migSide{session: s, readings: r, profiles: profiles{
+		boards: map[gpu.UUID]board{}, whole: map[board][]gpu.Profile{}, compute: map[computeKey][]computeProfile{},
+	}}
+}
+
 // MIG reads one GPU's MIG side as it is now; without capability it is the zero
 // value. It waits for work on that GPU's instances that is under way, and for no
 // other call.
 //
 // Errors: gpu.ErrNotFound for a UUID that the driver does not know.
 func (m *migSide) MIG(ctx context.Context, u gpu.UUID) (gpu.MIG, error) {
-	return work(ctx, m.session, u, "read the MIG side of "+string(u), func() (gpu.MIG, error) {
-		h, err := m.handle(u)
-		if err != nil {
-			return gpu.MIG{}, err
-		}
+	return work(ctx, m.session, u, "read the MIG side of "+string(u), onGPU(m.session, u, func(h nvml.Device) (gpu.MIG, error) {
 		return m.mig(h, u)
-	})
+	}))
 }
 
 // work runs f behind one GPU's own door.
@@ -66,8 +68,8 @@ func work[T any](ctx context.Context, s *session, u gpu.UUID, what string, f fun
 type profiles struct {
 	mu sync.Mutex
 	// Guarded by mu:
-	whole   map[gpu.UUID][]gpu.Profile
-	boards  map[board][]gpu.Profile
+	boards  map[gpu.UUID]board
+	whole   map[board][]gpu.Profile
 	compute map[computeKey][]computeProfile
 }
 
@@ -78,29 +80,11 @@ type board struct {
 	memory                gpu.MiB
 }
 
-func boardOf(d *gpu.Device) board {
-	return board{d.PCIDevice, d.PCISubsystem, d.Model, d.Memory}
-}
-
-// infer takes the profiles of another card of that kind for a GPU's.
-func (p *profiles) infer(u gpu.UUID, b board) {
+// see notes what kind of card a GPU is.
+func (p *profiles) see(d *gpu.Device) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.whole == nil {
-		p.whole, p.boards = map[gpu.UUID][]gpu.Profile{}, map[board][]gpu.Profile{}
-	}
-	if p.whole[u] == nil && p.boards[b] != nil {
-		p.whole[u] = p.boards[b]
-	}
-}
-
-// learnt keeps what is known of a GPU for others of its kind.
-func (p *profiles) learnt(u gpu.UUID, b board) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if known := p.whole[u]; known != nil && p.boards != nil {
-		p.boards[b] = known
-	}
+	p.boards[d.UUID] = board{d.PCIDevice, d.PCISubsystem, d.Model, d.Memory}
 }
 
 // computeKey names a GPU instance profile of a GPU.
@@ -140,7 +124,8 @@ func (side *migSide) mig(h nvml.Device, u gpu.UUID) (gpu.MIG, error) {
 // knownProfiles is a GPU's profiles, for the caller to keep.
 func (m *migSide) knownProfiles(h nvml.Device, u gpu.UUID) ([]gpu.Profile, error) {
 	m.profiles.mu.Lock()
-	known := m.profiles.whole[u]
+	kind := cmp.Or(m.profiles.boards[u], board{model: string(u)}) // its own, if no inventory has been read
+	known := m.profiles.whole[kind]
 	m.profiles.mu.Unlock()
 	if known != nil {
 		return cloneProfiles(known), nil
@@ -151,10 +136,7 @@ func (m *migSide) knownProfiles(h nvml.Device, u gpu.UUID) ([]gpu.Profile, error
 	}
 	m.profiles.mu.Lock()
 	defer m.profiles.mu.Unlock()
-	if m.profiles.whole == nil {
-		m.profiles.whole = map[gpu.UUID][]gpu.Profile{}
-	}
-	m.profiles.whole[u] = cloneProfiles(list)
+	m.profiles.whole[kind] = cloneProfiles(list)
 	return list, nil
 }
 
@@ -162,11 +144,7 @@ func cloneProfiles(list []gpu.Profile) []gpu.Profile {
 	list = slices.Clone(list)
 	for i := range list {
 		p := &list[i]
-		p.Placements = slices.Clone(p.Placements)
-		if p.Engines != nil {
-			e := *p.Engines
-			p.Engines = &e
-		}
+		p.Placements, p.Engines = slices.Clone(p.Placements), cloned(p.Engines)
 	}
 	return list
 }
@@ -262,9 +240,9 @@ func (m *migSide) readInstances(h nvml.Device, u gpu.UUID, profiles []gpu.Profil
 	if err != nil {
 		return nil, err
 	}
-	processes, err := m.readings.processes(h, u)
+	processes, err := m.readings.processes(h)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("list the processes on %s: %w", u, err)
 	}
 	var all []gpu.Instance
 	for _, s := range standing {

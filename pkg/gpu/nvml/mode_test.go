@@ -30,7 +30,7 @@ func mocked(t *testing.T, card nvml.Device, missing ...string) *Driver {
 	}
 	d := newDriver(&session{lib: lib, library: "libnvidia-ml.so.1", gates: newGates(), stopped: t.Context(), log: slog.New(slog.DiscardHandler)})
 	three := gpu.Profile{Name: "3g.40gb", ID: 9, Slices: 3, Max: 2, Placements: []gpu.Placement{{Start: 0, Size: 4}, {Start: 4, Size: 4}}}
-	d.profiles.whole = map[gpu.UUID][]gpu.Profile{"GPU-0": {three}}
+	d.profiles.whole = map[board][]gpu.Profile{{model: "GPU-0"}: {three}}
 	return d
 }
 

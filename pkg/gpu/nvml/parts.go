@@ -3,6 +3,7 @@
 package nvml
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"path/filepath"
@@ -94,22 +95,17 @@ func (r *partsReader) parts(ctx context.Context) (cdi.Parts, error) {
 
 // deviceParts finds the nodes of the GPU at an index.
 func (r *partsReader) deviceParts(generator nvcdi.Interface, index int) (u gpu.UUID, none specs.ContainerEdits, err error) {
-	h, ret := r.lib.DeviceGetHandleByIndex(index)
-	if err := failed(fmt.Sprintf("find GPU %d", index), ret); err != nil {
-		return "", none, err
+	h, u, err := r.byIndex(index)
+	if err != nil {
+		return u, none, err
 	}
-	uuid, ret := h.GetUUID()
-	if err := failed(fmt.Sprintf("read the UUID of GPU %d", index), ret); err != nil {
-		return "", none, err
-	}
-	u = gpu.UUID(uuid)
 	// The generator takes the minor number from the same call; ours keeps the
 	// driver's reason in terms that a reader can act on.
 	minor, ret := h.GetMinorNumber()
-	if err := failed("read the minor number of "+uuid, ret); err != nil {
+	if err := failed("read the minor number of "+string(u), ret); err != nil {
 		return u, none, err
 	}
-	devices, err := generator.GetDeviceSpecsByID(uuid)
+	devices, err := generator.GetDeviceSpecsByID(string(u))
 	if err != nil || len(devices) != 1 {
 		return u, none, fmt.Errorf("find the device nodes of %s: %w: %d devices, %v", u, gpu.ErrDriver, len(devices), err)
 	}
@@ -151,11 +147,7 @@ func (s *session) seenByHost(edits specs.ContainerEdits) specs.ContainerEdits {
 		m.HostPath = rebase(m.HostPath, s.opts.DriverRoot, s.opts.HostDriverRoot)
 	}
 	for _, n := range edits.DeviceNodes {
-		path := n.HostPath
-		if path == "" {
-			path = n.Path
-		}
-		if n.HostPath = rebase(path, s.opts.DevRoot, hostDev); n.HostPath == n.Path {
+		if n.HostPath = rebase(cmp.Or(n.HostPath, n.Path), s.opts.DevRoot, hostDev); n.HostPath == n.Path {
 			n.HostPath = "" // the same, and an older CDI version can say it
 		}
 		n.Type, n.Major, n.Minor = "", 0, 0

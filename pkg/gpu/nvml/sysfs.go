@@ -3,7 +3,6 @@
 package nvml
 
 import (
-	"bytes"
 	"context"
 	"fmt"
 	"io/fs"
@@ -13,6 +12,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/topology"
@@ -140,12 +141,7 @@ func cloneNUMA(list []gpu.NUMANode) []gpu.NUMANode {
 func cloneNICs(list []gpu.NIC) []gpu.NIC {
 	list = slices.Clone(list)
 	for i := range list {
-		n := &list[i]
-		n.Path = slices.Clone(n.Path)
-		if n.NUMA != nil {
-			node := *n.NUMA
-			n.NUMA = &node
-		}
+		list[i].Path, list[i].NUMA = slices.Clone(list[i].Path), cloned(list[i].NUMA)
 	}
 	return list
 }
@@ -204,7 +200,7 @@ func vgpu(config []byte) *gpu.VGPU {
 		for records := capability[5:]; len(records) >= 2; {
 			if records[0] == 0 {
 				if len(records) >= 22 {
-					v.HostDriver, v.HostBranch = upToZero(records[2:12]), upToZero(records[12:22])
+					v.HostDriver, v.HostBranch = unix.ByteSliceToString(records[2:12]), unix.ByteSliceToString(records[12:22])
 				}
 				break
 			}
@@ -213,9 +209,4 @@ func vgpu(config []byte) *gpu.VGPU {
 		return v
 	}
 	return nil
-}
-
-func upToZero(b []byte) string {
-	b, _, _ = bytes.Cut(b, []byte{0})
-	return string(b)
 }
