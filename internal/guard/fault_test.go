@@ -110,7 +110,7 @@ func TestCountsNothing(t *testing.T) {
 			m.nobody, m.word = c.nobody, m.word+1
 			w.uses(10, gpu0, gib)
 			pass(2 * time.Second)
-			if got := g.State().Containers[0].Level; got != c.want {
+			if got := g.State().Containers[0].Guarantee; got != string(c.want) {
 				t.Errorf("nobody counts: %v, and its guarantee is %s", c.nobody, got)
 			}
 		}
@@ -135,7 +135,7 @@ func TestTwoContainersOfAClaim(t *testing.T) {
 		if !m.known || m.driver != 3*gib {
 			t.Errorf("the counters are held against %d MiB (known: %v), the claim has 3 GiB", m.driver>>20, m.known)
 		}
-		if c := g.State().Containers; len(c) != 1 || c[0].Used != 3*gib {
+		if c := g.State().Containers; len(c) != 1 || used(c[0]) != 3*gib {
 			t.Errorf("the claim is shown as %+v", c)
 		}
 		if len(w.ended) != 0 {
@@ -205,7 +205,7 @@ func TestNoAnswerNoFigure(t *testing.T) {
 		pass(time.Second)
 		w.driverErr = gpu.ErrDriver
 		pass(time.Second)
-		if c := g.State().Containers; len(c) != 1 || c[0].Known {
+		if c := g.State().Containers; len(c) != 1 || c[0].UsedMiB != nil {
 			t.Errorf("%+v", c)
 		}
 	})
@@ -223,12 +223,12 @@ func TestBadCounters(t *testing.T) {
 		pass(time.Second)
 		m.broken = true
 		pass(3 * time.Second)
-		if c := g.State().Containers; c[0].Level != memcap.Watchdog {
+		if c := g.State().Containers; c[0].Guarantee != string(memcap.Watchdog) {
 			t.Errorf("with nonsense: %+v", c[0])
 		}
 		m.broken = false
 		pass(10 * time.Second)
-		if c := g.State().Containers; c[0].Level != memcap.API {
+		if c := g.State().Containers; c[0].Guarantee != string(memcap.API) {
 			t.Errorf("mended: %+v", c[0])
 		}
 	})

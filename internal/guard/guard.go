@@ -177,7 +177,7 @@ type Guard struct {
 	seen    map[place]*sight
 	looked  map[gpu.UUID]time.Time
 	// last is what the last look at each GPU found.
-	last map[gpu.UUID]look
+	last map[gpu.UUID]Uninvited
 	// calm has the GPUs on which all was in order.
 	calm map[gpu.UUID]calm
 	// unable is since when it is known that the driver cannot limit anybody on a GPU.
@@ -214,13 +214,6 @@ type sight struct {
 	limit limit
 }
 
-// look is one look at one GPU.
-type look struct {
-	// How many processes are of containers without a claim, of no pod, and of
-	// containers that the runtime does not list.
-	intruders, strangers, unlisted int
-}
-
 // New returns a guard that has not looked at anything yet.
 func New(o Options, w Worlds) *Guard {
 	if o.Every <= 0 {
@@ -233,7 +226,7 @@ func New(o Options, w Worlds) *Guard {
 			endIntruders: o.EndIntruders, evictAfter: o.EvictAfter, ending: map[string]bool{}, ended: map[string]bool{}},
 		roster:  roster{runtime: w.Runtime, own: o.Own, prefix: cdi.AnnotationName(o.Domain, ""), strays: map[place]*stray{}},
 		tallies: tallies{pages: w.Pages, voice: v, by: map[page]*tally{}},
-		seen:    map[place]*sight{}, looked: map[gpu.UUID]time.Time{}, last: map[gpu.UUID]look{}, calm: map[gpu.UUID]calm{},
+		seen:    map[place]*sight{}, looked: map[gpu.UUID]time.Time{}, last: map[gpu.UUID]Uninvited{}, calm: map[gpu.UUID]calm{},
 		unable: map[gpu.UUID]time.Time{},
 	}
 	g.state.Store(&State{Off: "it was not started (--watch-every 0)"})
@@ -247,7 +240,7 @@ func (g *Guard) State() *State {
 	if st.Off == "" {
 		return st
 	}
-	return g.unseen(st.Off)
+	return &State{Off: st.Off, Containers: containers(g.w.Allocations.Offered(), g.held(), func(*status.Container, gpu.UUID, uint64) {})}
 }
 
 // Run looks until ctx ends, and returns its error.
@@ -354,7 +347,7 @@ func (g *Guard) round(ctx context.Context, now time.Time) (idle time.Duration) {
 
 // every is how often a GPU is looked at that nobody has a cap on.
 func (g *Guard) every(u gpu.UUID) time.Duration {
-	if g.last[u].intruders > 0 || g.last[u].unlisted > 0 {
+	if g.last[u].Intruders > 0 || g.last[u].Unlisted > 0 {
 		return suspectEvery
 	}
 	return idleEvery

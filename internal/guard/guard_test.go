@@ -18,6 +18,7 @@ import (
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
@@ -101,6 +102,14 @@ func (m *meter) counts() int {
 func newWorld() *world {
 	return &world{procs: map[int]*proc{}, containers: map[string]node.Container{}, pages: map[string]*meter{},
 		asked: map[gpu.UUID]int{}, sized: map[gpu.UUID]int{}}
+}
+
+// used is what a container has, in bytes; 0 where that is not known.
+func used(c status.Container) uint64 {
+	if c.UsedMiB == nil {
+		return 0
+	}
+	return *c.UsedMiB << 20
 }
 
 // logged is how often something was logged.
@@ -433,7 +442,7 @@ func TestOneProcessInTwoLists(t *testing.T) {
 		if len(w.ended) != 0 {
 			t.Error("ended for memory that was counted twice")
 		}
-		if c := g.State().Containers; len(c) != 1 || c[0].Used != 3*gib || c[0].Processes != 1 {
+		if c := g.State().Containers; len(c) != 1 || used(c[0]) != 3*gib || c[0].Processes != 1 {
 			t.Errorf("containers %+v", c)
 		}
 	})
@@ -465,7 +474,7 @@ func TestIntruder(t *testing.T) {
 					t.Errorf("events %q", w.events)
 				}
 				st := g.State()
-				if st.Strangers[gpu0] != 1 || st.Found != 2 || !end && st.Intruders[gpu0] != 2 {
+				if st.On[gpu0].NoPod != 1 || st.Found != 2 || !end && st.On[gpu0].Intruders != 2 {
 					t.Errorf("state %+v", st)
 				}
 				if w.procs[99] == nil || w.procs[20] == nil {
@@ -570,7 +579,7 @@ func TestMeters(t *testing.T) {
 	m := &meter{w: w, managed: gib}
 	watch(t, w, Options{}, func(g *Guard, pass func(time.Duration)) {
 		pass(time.Second)
-		if c := g.State().Containers; len(c) != 2 || c[0].Level != memcap.API || !c[0].Known || c[0].Used != 0 {
+		if c := g.State().Containers; len(c) != 2 || c[0].Guarantee != string(memcap.API) || c[0].UsedMiB == nil || used(c[0]) != 0 {
 			t.Errorf("before they did anything: %+v", c)
 		}
 		w.uses(20, gpu0, gib) // has no counters: it was started before there was a library
@@ -581,15 +590,15 @@ func TestMeters(t *testing.T) {
 			t.Errorf("%d readings begun and %d ended", m.begun, m.ended)
 		}
 		c := g.State().Containers
-		if len(c) != 2 || c[0].Used != 2*gib || c[0].Refusals != 7 || c[0].Uncounted != 3 || c[0].Undone != 5<<20 || c[0].Level != memcap.API {
+		if len(c) != 2 || used(c[0]) != 2*gib || c[0].Refusals != 7 || c[0].Uncounted != 3 || c[0].UndoneMiB != 5 || c[0].Guarantee != string(memcap.API) {
 			t.Errorf("with counters: %+v", c)
 		}
-		if c[1].Used != gib || c[1].Level != memcap.Watchdog {
+		if used(c[1]) != gib || c[1].Guarantee != string(memcap.Watchdog) {
 			t.Errorf("without: %+v", c[1])
 		}
 		m.broken = true
 		pass(time.Second)
-		if c := g.State().Containers; c[0].Used != gib {
+		if c := g.State().Containers; used(c[0]) != gib {
 			t.Errorf("with counters that cannot be read: %+v", c[0])
 		}
 	})
@@ -608,7 +617,7 @@ func TestOutsideTheNodesNamespace(t *testing.T) {
 		if len(w.ended) != 0 || w.asked[gpu0] != 0 || !strings.Contains(st.Off, "hostPID") {
 			t.Errorf("ended %v, %d questions, %+v", w.ended, w.asked[gpu0], st)
 		}
-		if list := st.Containers; len(list) != 1 || list[0].Cap != 4*gib || list[0].Known || list[0].Level != memcap.API {
+		if list := st.Containers; len(list) != 1 || *list[0].CapMiB != 4<<10 || list[0].UsedMiB != nil || list[0].Guarantee != string(memcap.API) {
 			t.Errorf("what was granted is %+v, want 4 GiB and no word on their use", list)
 		}
 		w.checkErr = nil

@@ -100,14 +100,3 @@ func (s *sight) level(t *tally, bytes uint64) memcap.Level {
 	}
 	return memcap.API
 }
-
-// weakest returns the weakest of some levels.
-func weakest(of []memcap.Level) memcap.Level {
-	out := of[0]
-	for _, l := range of[1:] {
-		if memcap.Strongest(l, out) == out {
-			out = l
-		}
-	}
-	return out
-}

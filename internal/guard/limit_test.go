@@ -53,7 +53,7 @@ func limited(t *testing.T, w *world, f func(g *Guard, l *limiter, pass func(time
 func levels(g *Guard) string {
 	var out []string
 	for _, c := range g.State().Containers {
-		out = append(out, fmt.Sprintf("%s %d %s", c.Name, c.Index, c.Level))
+		out = append(out, fmt.Sprintf("%s %d %s", c.Pod, c.Index, c.Guarantee))
 	}
 	return strings.Join(out, ", ")
 }

@@ -43,14 +43,14 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, held allocations) (agai
 		}
 		return false
 	}
-	var l look
+	var l Uninvited
 	sc := g.census(d, listed, &l)
 	if len(sc.sums)+len(g.seen) > 0 && g.refresh(ctx, sc.sample.At, sc.sums) { // else there is nobody to know anything of
 		g.hand.forget(g.containers)
 	}
 
 	var judged []memcap.Holding // of those that are not listed
-	l.unlisted, judged = g.unlisted(d, sc.sums, held, sc.sample.At)
+	l.Unlisted, judged = g.unlisted(d, sc.sums, held, sc.sample.At)
 	holdings, again := g.holdings(ctx, d, sc, held, &l)
 	for at, s := range g.seen {
 		if at.gpu == d.UUID {
@@ -91,7 +91,7 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, held allocations) (agai
 }
 
 // census finds the containers of the processes that the driver lists.
-func (g *Guard) census(d *gpu.Device, listed []gpu.Process, l *look) *scene {
+func (g *Guard) census(d *gpu.Device, listed []gpu.Process, l *Uninvited) *scene {
 	sc := &scene{sums: map[string]*sum{}, owners: map[int]node.Owner{}, whole: true, claimed: map[string]*sum{},
 		sample: memcap.Sample{At: time.Now(), Tick: node.Ticks(), GPU: d.UUID, Open: g.w.Allocations.Open(d.UUID), Processes: memcap.Merge(listed)}}
 	add := func(id, podUID string, pid int, p *memcap.Process) {
@@ -108,7 +108,7 @@ func (g *Guard) census(d *gpu.Device, listed []gpu.Process, l *look) *scene {
 			case o.Start != 0 && o.PodUID != "":
 				add(podOnly+o.PodUID, o.PodUID, 0, p) // of no container that could be ended
 			case o.Start != 0:
-				l.strangers++
+				l.NoPod++
 			case !errors.Is(err, gpu.ErrNotFound):
 				sc.whole = false
 				g.voice.once("process", "cannot find the container of a process; what containers use is not known exactly", "gpu", d.UUID, "err", err)
@@ -145,7 +145,7 @@ func (sc *scene) of(key string) *sum {
 // holdings says what the listed containers may have of a GPU, adds up what those of a
 // claim have, and opens the counters that are not open. again is true where it has
 // found some.
-func (g *Guard) holdings(ctx context.Context, d *gpu.Device, sc *scene, held allocations, l *look) (holdings []memcap.Holding, again bool) {
+func (g *Guard) holdings(ctx context.Context, d *gpu.Device, sc *scene, held allocations, l *Uninvited) (holdings []memcap.Holding, again bool) {
 	for id, s := range sc.sums {
 		c := g.containers[id]
 		if c == nil {
@@ -161,7 +161,7 @@ func (g *Guard) holdings(ctx context.Context, d *gpu.Device, sc *scene, held all
 				sc.add(key, s) // of a claim that is not known any more, or not yet
 			}
 			if !g.isOwn(c) {
-				l.intruders += s.procs
+				l.Intruders += s.procs
 			}
 			continue
 		}

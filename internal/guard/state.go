@@ -8,123 +8,122 @@ import (
 	"strings"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
-// Container is what one container has of one GPU.
-type Container struct {
-	ledger.Holder
-	Claim string
-	GPU   gpu.UUID
-	Index int
-	// Cap is in bytes, lib.None for a whole GPU.
-	Cap uint64
-	// Used and Peak are in bytes: what counts towards the cap, as last seen and at
-	// most so far. Known is false where nobody can say.
-	Used, Peak uint64
-	Known      bool
-	Level      memcap.Level
-	// Refusals is how many allocations the container's own library has refused, by
-	// its own counters.
-	Refusals uint64
-	// Uncounted is how many allocations of a kind that the library does not know have
-	// passed it under the open policy, and Undone the most in bytes that a memory pool
-	// has taken beyond the cap and given back at once; also by the library's own counters.
-	Uncounted, Undone uint64
-
-	Processes int
-}
-
 // State is what the guard last saw. It is immutable.
 type State struct {
 	// Off is why the guard does not run, empty where it does.
 	Off string
-	// Containers has the claims that somebody has, in order of GPU index, then
-	// holder.
-	Containers []Container
-	// Intruders, Strangers and Unlisted are how many processes of containers without
-	// a claim, of no pod, and of containers that the runtime does not list, are on
-	// each GPU now.
-	Intruders, Strangers, Unlisted map[gpu.UUID]int
+	// Containers has the allocations on each GPU, in order of GPU index, then holder.
+	Containers []status.Container
+	// On has who is on a GPU without an allocation.
+	On map[gpu.UUID]Uninvited
 	// Kills is how many containers were ended since the start, and Found how many
 	// intruders were found.
 	Kills, Found uint64
 }
 
+// Uninvited is how many processes are on a GPU now that are of containers without an
+// allocation on it, of no pod, and of containers that the runtime does not list.
+type Uninvited struct {
+	Intruders, NoPod, Unlisted int
+}
+
 // publish makes what was seen the state.
 func (g *Guard) publish(gpus []gpu.Device, held allocations) {
-	st := &State{Intruders: map[gpu.UUID]int{}, Strangers: map[gpu.UUID]int{}, Unlisted: map[gpu.UUID]int{}, Found: g.hand.found.Load(), Kills: g.hand.kills.Load()}
+	st := &State{On: map[gpu.UUID]Uninvited{}, Found: g.hand.found.Load(), Kills: g.hand.kills.Load()}
 	for i := range gpus {
-		u := gpus[i].UUID
-		st.Intruders[u], st.Strangers[u], st.Unlisted[u] = g.last[u].intruders, g.last[u].strangers, g.last[u].unlisted
+		st.On[gpus[i].UUID] = g.last[gpus[i].UUID]
 	}
 	st.Containers = containers(gpus, held, g.describe)
 	g.state.Store(st)
 }
 
-// unseen is the state of a guard that does not run.
-func (g *Guard) unseen(off string) *State {
-	return &State{Off: off, Containers: containers(g.w.Allocations.Offered(), g.held(), func(c Container) Container {
-		c.Known = false
-		return c
-	})}
-}
-
-// containers lists who may have something of the GPUs: what they were granted, with
-// what seen adds to it.
-func containers(gpus []gpu.Device, held allocations, seen func(granted Container) Container) []Container {
-	var out []Container
+// containers lists who may have something of the GPUs, with what seen adds of an
+// allocation that allows so many bytes.
+func containers(gpus []gpu.Device, held allocations, seen func(c *status.Container, u gpu.UUID, bytes uint64)) []status.Container {
+	var out []status.Container
 	for i := range gpus {
 		d := &gpus[i]
-		for key, claim := range held {
+		for key, a := range held {
 			bytes, ok := held.on(key, d.UUID)
 			if !ok {
 				continue
 			}
-			c := Container{Holder: claim.Holder, Claim: key, GPU: d.UUID, Index: d.Index, Cap: bytes, Known: true, Level: memcap.API}
-			if bytes == lib.None {
-				c.Level = memcap.Hardware
+			c := status.Container{Claim: key, GPU: string(d.UUID), Index: d.Index, Guarantee: string(memcap.Hardware)}
+			name(&c, &a.Holder)
+			if bytes != lib.None {
+				c.CapMiB, c.Guarantee = new(mib(bytes)), string(memcap.API)
 			}
-			out = append(out, seen(c))
+			seen(&c, d.UUID, bytes)
+			out = append(out, c)
 		}
 	}
-	slices.SortFunc(out, func(a, b Container) int {
+	slices.SortFunc(out, func(a, b status.Container) int {
 		return cmp.Or(cmp.Compare(a.Index, b.Index), strings.Compare(a.Namespace, b.Namespace),
-			strings.Compare(a.Name, b.Name), strings.Compare(a.Holder.Container, b.Holder.Container), strings.Compare(a.Claim, b.Claim))
+			strings.Compare(a.Pod, b.Pod), strings.Compare(a.Container, b.Container), strings.Compare(a.Claim, b.Claim))
 	})
 	return out
 }
 
-// describe adds to what a claim's containers were granted on a GPU what is known of them.
-func (g *Guard) describe(c Container) Container {
-	t := g.tallies.by[page{c.Claim, c.GPU}]
+// name says whose an allocation is.
+func name(c *status.Container, h *ledger.Holder) {
+	c.Namespace, c.Pod, c.Container = h.Namespace, h.Name, h.Container
+}
+
+// mib is bytes in MiB, rounded up.
+func mib(bytes uint64) uint64 { return (bytes + 1<<20 - 1) >> 20 }
+
+// describe adds what is known of the containers of an allocation on a GPU.
+func (g *Guard) describe(c *status.Container, u gpu.UUID, bytes uint64) {
+	t := g.tallies.by[page{c.Claim, u}]
+	used, known := uint64(0), true
 	if t != nil {
-		c.Used, c.Peak, c.Known = t.used, t.peak, t.known
-		c.Refusals, c.Uncounted, c.Undone = t.reading.Refusals, t.reading.Uncounted, t.reading.Undone
+		used, known = t.used, t.known
+		c.PeakMiB, c.UndoneMiB = mib(t.peak), mib(t.reading.Undone)
+		c.Refusals, c.Uncounted = t.reading.Refusals, t.reading.Uncounted
 	}
 	var levels []memcap.Level // of those that have been seen on it
 	for _, in := range g.of[c.Claim] {
-		if in.Running || c.Holder.Container == "" {
-			c.Holder = ledger.Holder{Pod: in.InPod(), Container: in.Name}
+		if in.Running || c.Container == "" {
+			name(c, &ledger.Holder{Pod: in.InPod(), Container: in.Name})
 		}
-		if g.strayed(in.PodUID, c.GPU) {
+		if g.strayed(in.PodUID, u) {
 			// Some of what its pod has may be this container's.
-			c.Known = false
+			known = false
 			levels = append(levels, memcap.Watchdog)
 		}
-		s := g.seen[place{in.ID, c.GPU}]
+		s := g.seen[place{in.ID, u}]
 		if s == nil {
 			continue
 		}
 		c.Processes += s.procs
 		if in.Running || s.procs > 0 {
-			levels = append(levels, s.level(t, c.Cap))
+			levels = append(levels, s.level(t, bytes))
 		}
 	}
-	if len(levels) > 0 && c.Cap != lib.None {
-		c.Level = weakest(levels)
+	if known {
+		c.UsedMiB = new(mib(used))
 	}
-	return c
+	if len(levels) > 0 && bytes != lib.None {
+		c.Guarantee = string(memcap.Weakest(levels...))
+	}
+}
+
+// Show puts what the guard saw into the node's status.
+func (st *State) Show(s *status.Status) {
+	s.Watchdog = status.Watchdog{State: status.WatchdogRunning, Reason: st.Off, Kills: st.Kills, Intruders: st.Found}
+	if st.Off != "" {
+		s.Watchdog.State = status.WatchdogOff
+	}
+	for i := range s.GPUs {
+		g := &s.GPUs[i]
+		on := st.On[gpu.UUID(g.UUID)]
+		g.Intruders, g.NoPod, g.Unlisted = on.Intruders, on.NoPod, on.Unlisted
+	}
+	s.Containers = st.Containers
 }

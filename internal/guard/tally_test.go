@@ -54,7 +54,7 @@ func TestOneReaderOfAClaimsCounters(t *testing.T) {
 		if m.driver != 2*gib || !m.known {
 			t.Errorf("the counters are held against %d MiB, the successor has 2 GiB", m.driver>>20)
 		}
-		if c := g.State().Containers; len(c) != 1 || c[0].Used != 2*gib || c[0].Processes != 1 || c[0].Holder.Container != "main" {
+		if c := g.State().Containers; len(c) != 1 || used(c[0]) != 2*gib || c[0].Processes != 1 || c[0].Container != "main" {
 			t.Errorf("the claim is shown as %+v", c)
 		}
 	})

@@ -42,11 +42,11 @@ func TestUnlistedContainer(t *testing.T) {
 		w.uses(20, gpu0, gib)
 		pass(time.Minute)
 		st := g.State()
-		if st.Unlisted[gpu0] != 1 || st.Intruders[gpu0] != 0 || st.Strangers[gpu0] != 0 || st.Found != 0 {
+		if st.On[gpu0].Unlisted != 1 || st.On[gpu0].Intruders != 0 || st.On[gpu0].NoPod != 0 || st.Found != 0 {
 			t.Errorf("%d processes are of containers that are not listed, %d of intruders, %d of no pod; want one of the first",
-				st.Unlisted[gpu0], st.Intruders[gpu0], st.Strangers[gpu0])
+				st.On[gpu0].Unlisted, st.On[gpu0].Intruders, st.On[gpu0].NoPod)
 		}
-		if c := st.Containers[0]; c.Name != "pod-a" || c.Known || c.Level != memcap.Watchdog {
+		if c := st.Containers[0]; c.Pod != "pod-a" || c.UsedMiB != nil || c.Guarantee != string(memcap.Watchdog) {
 			t.Errorf("what its pod's container has is said to be known: %+v", c)
 		}
 		if got := w.told(unlistedReason); len(got) != 1 || !strings.HasPrefix(got[0], "work/pod-a uid-a ") || !strings.Contains(got[0], "(sandbox)") || !strings.Contains(got[0], "3.00 GiB") {
@@ -67,8 +67,8 @@ func TestUnlistedContainer(t *testing.T) {
 			t.Errorf("Events %q", w.events)
 		}
 		pass(10 * time.Second)
-		if st := g.State(); st.Unlisted[gpu0] != 0 || st.Kills != 1 {
-			t.Errorf("after its end %d processes are not listed, %d kills", st.Unlisted[gpu0], st.Kills)
+		if st := g.State(); st.On[gpu0].Unlisted != 0 || st.Kills != 1 {
+			t.Errorf("after its end %d processes are not listed, %d kills", st.On[gpu0].Unlisted, st.Kills)
 		}
 	})
 }
@@ -134,7 +134,7 @@ func TestUnlistedIsNotEnded(t *testing.T) {
 				if got := w.told(unlistedReason); len(got) != c.told || len(w.events) != c.told {
 					t.Errorf("Events %q, want %d", w.events, c.told)
 				}
-				if n := g.State().Unlisted[gpu0]; n != 1 && !w.deaf {
+				if n := g.State().On[gpu0].Unlisted; n != 1 && !w.deaf {
 					t.Errorf("%d processes are not listed, want one", n)
 				}
 			})
@@ -154,7 +154,7 @@ func TestUnlistedForAMoment(t *testing.T) {
 		pass(3 * time.Second)
 		w.containers["a"] = late
 		pass(10 * time.Second)
-		if len(w.events) != 0 || len(w.ended) != 0 || g.State().Unlisted[gpu0] != 0 {
+		if len(w.events) != 0 || len(w.ended) != 0 || g.State().On[gpu0].Unlisted != 0 {
 			t.Errorf("Events %q, ended %v", w.events, w.ended)
 		}
 	})

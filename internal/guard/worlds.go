@@ -9,7 +9,6 @@ import (
 	"fmt"
 
 	"example.com/gpu-agent/internal/node"
-	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
@@ -74,34 +73,4 @@ func (l ByCgroup) Limit(ctx context.Context, u gpu.UUID, o node.Owner, bytes uin
 		err = fmt.Errorf("limit the memory of cgroup %q on %s: %w: it says %d bytes after it was told %d", dir, u, gpu.ErrDriver, limit.Bytes, bytes)
 	}
 	return err
-}
-
-// Show puts what the guard saw into the node's status.
-func (st *State) Show(s *status.Status) {
-	s.Watchdog = status.Watchdog{State: status.WatchdogRunning, Reason: st.Off, Kills: st.Kills, Intruders: st.Found}
-	if st.Off != "" {
-		s.Watchdog.State = status.WatchdogOff
-	}
-	for i := range s.GPUs {
-		g := &s.GPUs[i]
-		u := gpu.UUID(g.UUID)
-		g.Intruders, g.NoPod, g.Unlisted = st.Intruders[u], st.Strangers[u], st.Unlisted[u]
-	}
-	mib := func(n uint64) uint64 { return (n + 1<<20 - 1) >> 20 }
-	for i := range st.Containers {
-		c := &st.Containers[i]
-		out := status.Container{
-			Namespace: c.Namespace, Pod: c.Name, Container: c.Holder.Container, Claim: c.Claim,
-			GPU: string(c.GPU), Index: c.Index, PeakMiB: mib(c.Peak),
-			Guarantee: string(c.Level), Refusals: c.Refusals, Uncounted: c.Uncounted, UndoneMiB: mib(c.Undone), Processes: c.Processes,
-		}
-		if c.Cap != lib.None {
-			limit := mib(c.Cap)
-			out.CapMiB = &limit
-		}
-		if used := mib(c.Used); c.Known {
-			out.UsedMiB = &used
-		}
-		s.Containers = append(s.Containers, out)
-	}
 }

@@ -239,8 +239,8 @@ type Container struct {
 	// that so far.
 	UsedMiB *uint64 `json:"usedMiB"`
 	PeakMiB uint64  `json:"peakMiB"`
-	// Guarantee is how strong the cap is: "hardware", "driver", "api", "watchdog"
-	// or "none".
+	// Guarantee is how strong the cap is: "hardware", "driver", "api" or
+	// "watchdog".
 	Guarantee string `json:"guarantee,omitempty"`
 	// Refusals is how many of the container's allocations were refused as out of
 	// memory. It is the container's own word: it can write anything into its counters,

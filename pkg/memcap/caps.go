@@ -26,22 +26,12 @@ const (
 	API Level = "api"
 	// Watchdog: what is taken beyond the cap is seen soon after, and ended.
 	Watchdog Level = "watchdog"
-	// NoLevel: there is no cap to hold, or nobody who holds it.
-	NoLevel Level = "none"
 )
 
-var levels = []Level{NoLevel, Watchdog, API, Driver, Hardware}
-
-// Strongest returns the strongest of what is in force for one cap, NoLevel
-// where nothing is.
-func Strongest(in ...Level) Level {
-	strongest := NoLevel
-	for _, l := range in {
-		if slices.Index(levels, l) > slices.Index(levels, strongest) {
-			strongest = l
-		}
-	}
-	return strongest
+// Weakest returns the weakest of some levels.
+func Weakest(of ...Level) Level {
+	weakness := func(l Level) int { return slices.Index([]Level{Hardware, Driver, API, Watchdog}, l) }
+	return slices.MaxFunc(of, func(a, b Level) int { return cmp.Compare(weakness(a), weakness(b)) })
 }
 
 // None is the cap of who may have all of a GPU, in bytes: it is beyond any card,

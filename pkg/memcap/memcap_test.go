@@ -63,19 +63,18 @@ func TestReplica(t *testing.T) {
 	}
 }
 
-func TestStrongest(t *testing.T) {
+func TestWeakest(t *testing.T) {
 	for _, tc := range []struct {
 		in   []Level
 		want Level
 	}{
-		{nil, NoLevel},
 		{[]Level{Watchdog}, Watchdog},
-		{[]Level{Watchdog, API}, API},
-		{[]Level{Hardware, Driver, API, Watchdog, NoLevel}, Hardware},
-		{[]Level{API, Driver}, Driver},
-		{[]Level{"strong", NoLevel}, NoLevel},
+		{[]Level{Watchdog, API}, Watchdog},
+		{[]Level{Hardware, Driver, API, Watchdog}, Watchdog},
+		{[]Level{API, Driver, API}, API},
+		{[]Level{Hardware, Driver}, Driver},
 	} {
-		if got := Strongest(tc.in...); got != tc.want {
+		if got := Weakest(tc.in...); got != tc.want {
 			t.Errorf("%q: %q, want %q", tc.in, got, tc.want)
 		}
 	}
