@@ -157,7 +157,7 @@ var broken = []struct {
 	{"geometry and profiles", head + "    - {devices: all, mode: mig, geometry: {}, profiles: [1g.10gb]}\n", []string{"f:4: profiles limits MIG on demand, and geometry is fixed: an entry has one of the two"}},
 	{"geometry null", head + "    - devices: all\n      mode: mig\n      geometry:\n", []string{"f:6: geometry is a mapping, not nothing"}},
 	{"geometry as a list", head + "    - {devices: all, mode: mig, geometry: [1g.10gb]}\n", []string{"f:4: geometry is a mapping, not a list"}},
-	{"a profile that is none", head + "    - {devices: all, mode: mig, geometry: {1g.10: 1}}\n", []string{"f:4: \"1g.10\" is not a MIG profile name: \"10\" does not end in \"gb\""}},
+	{"a profile that is none", head + "    - {devices: all, mode: mig, geometry: {1g.10: 1}}\n", []string{"f:4: \"1g.10\" is not a MIG profile name: a name is like 1g.10gb, 1g.10gb+me or 1c.3g.40gb"}},
 	{"a profile of all slices", head + "    - {devices: all, mode: mig, geometry: {3c.3g.40gb: 1}}\n", []string{"f:4: \"3c.3g.40gb\" is not a MIG profile name: 3c of 3g is all of it: leave out 3c."}},
 	{"a count of zero", head + "    - {devices: all, mode: mig, geometry: {1g.10gb: 0}}\n", []string{"f:4: the count of \"1g.10gb\" is at least 1, not 0"}},
 	{"a count that is none", head + "    - {devices: all, mode: mig, geometry: {1g.10gb: many}}\n", []string{"f:4: the count of \"1g.10gb\" is a whole number, not the text \"many\""}},

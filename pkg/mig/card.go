@@ -3,6 +3,7 @@
 package mig
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"math/bits"
@@ -108,13 +109,8 @@ func newProfile(from *gpu.Profile) (p profile, reason string) {
 	if p.name, reason = parse(from.Name); reason != "" {
 		return p, reason
 	}
-	p.slices, p.max = from.Slices, from.Max
-	if p.slices == 0 {
-		p.slices = p.name.Slices
-	}
-	if p.max == 0 || p.max > maxMemory {
-		p.max = maxMemory
-	}
+	p.slices = cmp.Or(from.Slices, p.name.Slices)
+	p.max = min(cmp.Or(from.Max, maxMemory), maxMemory)
 	if e := from.Engines; e != nil {
 		p.uses = engines{e.Decode, e.Encode, e.JPEG, e.OFA}
 	}
@@ -188,12 +184,7 @@ func (c *Card) worth(taken uint64) (sum int64) {
 
 // index finds a GPU instance's profile, -1 if there is none.
 func (c *Card) index(n Name) int {
-	for i := range c.profiles {
-		if c.profiles[i].name == n {
-			return i
-		}
-	}
-	return -1
+	return slices.IndexFunc(c.profiles, func(p profile) bool { return p.name == n })
 }
 
 // Known says whether the placements of all profiles are known. Some drivers
@@ -329,29 +320,8 @@ func (t *tally) refuse(c *Card) string {
 	return ""
 }
 
-// legal is refuse without the words.
-func (t *tally) legal(c *Card) bool {
-	for i := range c.profiles {
-		if int(t.n[i]) > c.profiles[i].max {
-			return false
-		}
-	}
-	if t.media > c.media {
-		return false
-	}
-	if c.engines {
-		for k, n := range t.uses {
-			if n > c.has[k] {
-				return false
-			}
-		}
-		return true
-	}
-	return t.all == 0 || t.all == 1 && t.all+t.none == t.sum
-}
-
-// allows says whether one more of a profile may join: legal of what would then
-// be, but for rules that the new one has no part in.
+// allows says whether one more of a profile may join: whether refuse has nothing
+// against what would then be, but for rules that the new one has no part in.
 func (t *tally) allows(c *Card, i int) bool {
 	p := &c.profiles[i]
 	if int(t.n[i]) >= p.max || p.media && t.media >= c.media {

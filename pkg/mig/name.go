@@ -5,6 +5,7 @@ package mig
 import (
 	"cmp"
 	"fmt"
+	"regexp"
 	"strconv"
 	"strings"
 )
@@ -97,6 +98,10 @@ func Compare(a, b Name) int {
 	)
 }
 
+// grammar is [<c>c.]<g>g.<gb>gb[(+|-)<attribute>]: numbers have one spelling, and an
+// attribute is words of small letters and digits. The words are the driver's business.
+var grammar = regexp.MustCompile(`^(?:([1-9][0-9]?)c\.)?([1-9][0-9]?)g\.([1-9][0-9]{0,3})gb([+-][a-z][a-z0-9]*(?:\.[a-z][a-z0-9]*)*)?$`)
+
 // parse returns a reason instead of an error, so that Parse alone words it.
 func parse(s string) (n Name, reason string) {
 	switch {
@@ -105,78 +110,22 @@ func parse(s string) (n Name, reason string) {
 	case len(s) > maxName:
 		return n, fmt.Sprintf("it is longer than %d characters", maxName)
 	}
-	rest := s
-	if i := strings.IndexAny(s, "+-"); i >= 0 {
-		rest, n.Attr = s[:i], s[i:]
-	}
-	parts := strings.Split(rest, ".")
-	if len(parts) == 3 {
-		if n.Compute, reason = number(parts[0], "c", 2); reason != "" {
-			return n, reason
-		}
-		parts = parts[1:]
-	}
-	if len(parts) != 2 {
+	part := grammar.FindStringSubmatch(s)
+	if part == nil {
 		return n, "a name is like 1g.10gb, 1g.10gb+me or 1c.3g.40gb"
 	}
-	if n.Slices, reason = number(parts[0], "g", 2); reason != "" {
-		return n, reason
-	}
-	if n.GB, reason = number(parts[1], "gb", 4); reason != "" {
-		return n, reason
-	}
+	// The grammar leaves nothing that could fail but the empty string, which is 0.
+	n.Compute, _ = strconv.Atoi(part[1])
+	n.Slices, _ = strconv.Atoi(part[2])
+	n.GB, _ = strconv.Atoi(part[3])
+	n.Attr = part[4]
 	switch {
 	case n.Compute == n.Slices:
 		return n, fmt.Sprintf("%dc of %dg is all of it: leave out %dc.", n.Compute, n.Slices, n.Compute)
 	case n.Compute > n.Slices:
 		return n, fmt.Sprintf("%dg has no %d compute slices", n.Slices, n.Compute)
 	}
-	return n, attribute(n.Attr)
-}
-
-// number reads a count of at most digits digits that has one spelling only.
-func number(s, unit string, digits int) (v int, reason string) {
-	num, ok := strings.CutSuffix(s, unit)
-	if !ok {
-		return 0, fmt.Sprintf("%s does not end in %q", quote(s), unit)
-	}
-	for _, c := range num {
-		if c < '0' || c > '9' {
-			return 0, fmt.Sprintf("%s does not begin with a number", quote(s))
-		}
-	}
-	switch {
-	case num == "":
-		return 0, fmt.Sprintf("%s has no number", quote(s))
-	case num[0] == '0':
-		return 0, fmt.Sprintf("the number of %s begins with 0", quote(s))
-	case len(num) > digits:
-		return 0, fmt.Sprintf("the number of %s is too large", quote(s))
-	}
-	v, _ = strconv.Atoi(num)
-	return v, ""
-}
-
-// attribute checks what follows the memory: a sign, then words of small letters
-// and digits joined by dots. The words themselves are the driver's business.
-func attribute(s string) (reason string) {
-	if s == "" {
-		return ""
-	}
-	for word := range strings.SplitSeq(s[1:], ".") {
-		if word == "" {
-			return fmt.Sprintf("%s lacks a word", quote(s))
-		}
-		if word[0] < 'a' || word[0] > 'z' {
-			return fmt.Sprintf("a word of %s does not begin with a small letter", quote(s))
-		}
-		for _, c := range word {
-			if (c < 'a' || c > 'z') && (c < '0' || c > '9') {
-				return fmt.Sprintf("%s has more than one sign, or a character other than small letters and digits", quote(s))
-			}
-		}
-	}
-	return ""
+	return n, ""
 }
 
 // quote keeps an overlong or unprintable input from flooding a message.

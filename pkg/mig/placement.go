@@ -51,19 +51,11 @@ func Find(at []gpu.Instance, s Placement) *gpu.Instance {
 
 // String is "3g.40gb@4", of a split "1c.3g.40gb@4.1".
 func (s Placement) String() string {
-	var b [64]byte
-	return string(s.append(b[:0]))
-}
-
-func (s Placement) append(b []byte) []byte {
-	b = append(b, s.Profile.String()...)
-	b = append(b, '@')
-	b = strconv.AppendInt(b, int64(s.Start), 10)
+	at := s.Profile.String() + "@" + strconv.Itoa(s.Start)
 	if s.Profile.Compute != 0 {
-		b = append(b, '.')
-		b = strconv.AppendInt(b, int64(s.CI), 10)
+		at += "." + strconv.Itoa(s.CI)
 	}
-	return b
+	return at
 }
 
 // GPUInstance is the placement of the GPU instance that the device lives in: s
@@ -84,12 +76,7 @@ func ComparePlacements(a, b Placement) int {
 }
 
 // ID is the device ID of a placement on a GPU: "GPU-…::3g.40gb@4".
-func ID(u gpu.UUID, s Placement) string {
-	var b [128]byte
-	id := append(b[:0], u...)
-	id = append(id, "::"...)
-	return string(s.append(id))
-}
+func ID(u gpu.UUID, s Placement) string { return string(u) + "::" + s.String() }
 
 // ParseID takes a device ID apart. It accepts what [ID] prints and nothing
 // else; other strings are gpu.ErrInvalid. The size of a placement is not in its ID:
@@ -118,27 +105,18 @@ func ParseID(id string) (u gpu.UUID, p Name, start, ci int, err error) {
 		if place, slice, ok = strings.Cut(place, "."); !ok {
 			return fail("a split's place is like 4.1")
 		}
-		if ci, ok = place2(slice); !ok {
+		if ci, ok = small(slice); !ok {
 			return fail("its compute slice is not a number below 100")
 		}
 	}
-	if start, ok = place2(place); !ok {
+	if start, ok = small(place); !ok {
 		return fail("its start is not a number below 100")
 	}
 	return gpu.UUID(card), p, start, ci, nil
 }
 
-// place2 reads a number of one or two digits that has one spelling.
-func place2(s string) (int, bool) {
-	if s == "" || len(s) > 2 || len(s) == 2 && s[0] == '0' {
-		return 0, false
-	}
-	n := 0
-	for _, c := range []byte(s) {
-		if c < '0' || c > '9' {
-			return 0, false
-		}
-		n = n*10 + int(c-'0')
-	}
-	return n, true
+// small reads a number below 100 in its one spelling.
+func small(s string) (int, bool) {
+	n, err := strconv.Atoi(s)
+	return n, err == nil && n >= 0 && n < 100 && strconv.Itoa(n) == s
 }

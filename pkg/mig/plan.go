@@ -186,8 +186,15 @@ func blocked(standing []Standing, target []Placement) Plan {
 			plan.Blocked = append(plan.Blocked, o)
 		}
 	}
-	slices.SortStableFunc(plan.Blocked, compareStanding)
+	plan.sort()
 	return plan
+}
+
+// sort puts what is to be destroyed, what stays and what is in the way in order.
+func (p *Plan) sort() {
+	slices.SortStableFunc(p.Steps, func(a, b Step) int { return ComparePlacements(a.Placement, b.Placement) })
+	slices.SortFunc(p.Keep, ComparePlacements)
+	slices.SortStableFunc(p.Blocked, compareStanding)
 }
 
 func compareStanding(a, b Standing) int { return ComparePlacements(a.Placement, b.Placement) }
@@ -219,8 +226,7 @@ func change(standing []Standing, target []Placement) Plan {
 			plan.Steps = append(plan.Steps, Step{Destroy, o.Placement})
 		}
 	}
-	slices.SortFunc(plan.Keep, ComparePlacements)
-	slices.SortStableFunc(plan.Steps, func(a, b Step) int { return ComparePlacements(a.Placement, b.Placement) })
+	plan.sort()
 	for _, s := range target {
 		if !slices.Contains(plan.Keep, s) {
 			plan.Steps = append(plan.Steps, Step{Create, s})
@@ -269,13 +275,11 @@ func (c *Card) Make(standing []Standing, s Placement) (Plan, error) {
 			plan.Steps = append(plan.Steps, Step{Destroy, o.Placement})
 		}
 	}
-	slices.SortFunc(plan.Keep, ComparePlacements)
+	plan.sort()
 	if len(plan.Blocked) > 0 {
-		slices.SortStableFunc(plan.Blocked, compareStanding)
 		plan.Steps, plan.Result = nil, now
 		return plan, nil
 	}
-	slices.SortStableFunc(plan.Steps, func(a, b Step) int { return ComparePlacements(a.Placement, b.Placement) })
 	plan.Steps = append(plan.Steps, Step{Create, s})
 	plan.Result = append(slices.Clone(plan.Keep), s)
 	slices.SortFunc(plan.Result, ComparePlacements)
@@ -448,19 +452,15 @@ func Change(m *gpu.MIG, c *Card, standing []Standing, to Target) (Plan, error) {
 func off(standing []Standing) Plan {
 	var plan Plan
 	for _, o := range standing {
+		plan.Steps = append(plan.Steps, Step{Destroy, o.Placement})
 		if o.Pinned {
 			plan.Blocked = append(plan.Blocked, o)
 		}
 	}
+	plan.sort()
 	if len(plan.Blocked) > 0 {
-		slices.SortStableFunc(plan.Blocked, compareStanding)
-		plan.Result = placements(standing)
-		return plan
+		return Plan{Blocked: plan.Blocked, Result: placements(standing)}
 	}
-	for _, o := range standing {
-		plan.Steps = append(plan.Steps, Step{Destroy, o.Placement})
-	}
-	slices.SortStableFunc(plan.Steps, func(a, b Step) int { return ComparePlacements(a.Placement, b.Placement) })
 	plan.Steps = append(plan.Steps, Step{Op: Disable})
 	return plan
 }
@@ -491,17 +491,18 @@ func Stand(m *gpu.MIG) []Standing {
 		if o.Empty {
 			o.Profile = name.GPUInstance()
 		}
-		p := find(m, name.GPUInstance())
-		if o.Size == 0 && p != nil {
-			for _, at := range p.Placements {
-				if at.Start == o.Start {
-					o.Size = at.Size
-				}
+		var p gpu.Profile
+		if k := slices.IndexFunc(m.Profiles, func(p gpu.Profile) bool { return p.Name == name.GPUInstance().String() }); k >= 0 {
+			p = m.Profiles[k]
+		}
+		for _, at := range p.Placements {
+			if o.Size == 0 && at.Start == o.Start {
+				o.Size = at.Size
 			}
 		}
 		if o.Profile.Compute != 0 {
 			o.CI = in.CIStart
-			o.CI = beside(out, o.Placement, p)
+			o.CI = beside(out, o.Placement, cmp.Or(p.Slices, name.Slices))
 		}
 		out = append(out, o)
 	}
@@ -509,18 +510,9 @@ func Stand(m *gpu.MIG) []Standing {
 	return out
 }
 
-func find(m *gpu.MIG, n Name) *gpu.Profile {
-	for i := range m.Profiles {
-		if m.Profiles[i].Name == n.String() {
-			return &m.Profiles[i]
-		}
-	}
-	return nil
-}
-
-// beside is where a split begins: at the compute slice that it names, or if
-// others have that, at the first that is free.
-func beside(out []Standing, s Placement, from *gpu.Profile) int {
+// beside is where a split begins in a GPU instance of so many compute slices: at the
+// one that it names, or if others have that, at the first that is free.
+func beside(out []Standing, s Placement, of int) int {
 	free := func(ci int) bool {
 		at := s
 		at.CI = ci
@@ -529,11 +521,8 @@ func beside(out []Standing, s Placement, from *gpu.Profile) int {
 	if free(s.CI) {
 		return s.CI
 	}
-	p := profile{slices: s.Profile.Slices}
-	if from != nil && from.Slices > 0 {
-		p.slices = from.Slices
-	}
-	for ci := range min(p.slices, maxSlices) {
+	p := profile{slices: of}
+	for ci := range min(of, maxSlices) {
 		if p.holds(s.Profile.Compute, ci) && free(ci) {
 			return ci
 		}

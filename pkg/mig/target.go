@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math/bits"
 	"slices"
+	"strconv"
 	"strings"
 
 	"example.com/gpu-agent/pkg/gpu"
@@ -66,18 +67,11 @@ func (c *Card) merge(want []Count) ([]Count, error) {
 }
 
 func (c *Card) names() string {
-	if len(c.profiles) == 0 {
-		return "it has none"
-	}
-	var b strings.Builder
-	b.WriteString("it has ")
+	var names []string
 	for i := range c.profiles {
-		if i > 0 {
-			b.WriteString(", ")
-		}
-		b.WriteString(c.profiles[i].name.String())
+		names = append(names, c.profiles[i].name.String())
 	}
-	return b.String()
+	return "it has " + cmp.Or(strings.Join(names, ", "), "none")
 }
 
 // planner takes a planner for what exists and is wanted; the caller fills in
@@ -187,7 +181,7 @@ func (p *planner) choose() (value int64, ok bool) {
 		}
 	}
 	if len(p.splits) == 0 {
-		if !p.base.legal(p.c) {
+		if p.base.refuse(p.c) != "" {
 			return 0, false
 		}
 		value = p.solve()
@@ -206,7 +200,7 @@ func (p *planner) choose() (value int64, ok bool) {
 			p.dims[s.dim].left = left[i]
 			t.add(p.c, s.profile, left[i])
 		}
-		if t.legal(p.c) {
+		if t.refuse(p.c) == "" {
 			if v := p.solve(); v > value {
 				value = v
 				copy(best, left)
@@ -308,22 +302,17 @@ func (c *Card) explain(want []Count) string {
 
 // places says where the wanted profiles can exist.
 func (c *Card) places(want []Count) string {
-	var b strings.Builder
+	var all []string
 	for i, w := range want {
 		gi := w.Profile.GPUInstance()
 		if i > 0 && gi == want[i-1].Profile.GPUInstance() {
 			continue
 		}
-		if i > 0 {
-			b.WriteString("; ")
+		var starts []string
+		for _, s := range c.profiles[c.index(gi)].placements {
+			starts = append(starts, strconv.Itoa(s.Start))
 		}
-		fmt.Fprintf(&b, "%s can begin at", gi)
-		for k, s := range c.profiles[c.index(gi)].placements {
-			if k > 0 {
-				b.WriteByte(',')
-			}
-			fmt.Fprintf(&b, " %d", s.Start)
-		}
+		all = append(all, fmt.Sprintf("%s can begin at %s", gi, strings.Join(starts, ", ")))
 	}
-	return b.String()
+	return strings.Join(all, "; ")
 }
