@@ -298,6 +298,7 @@ func TestAtTheAPIServer(t *testing.T) {
 			}
 		}
 	})
+	t.Run("slices of every recorded node", func(t *testing.T) { slicesAtTheAPIServer(t, s) })
 	const node, status = "/api/v1/nodes/node-1", "/api/v1/nodes/node-1/status"
 
 	// What a kubelet wrote.

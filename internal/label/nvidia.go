@@ -96,7 +96,7 @@ func (l labels) whole(gpus []card) {
 	l["gpu.replicas"], l["gpu.sharing-strategy"] = strconv.Itoa(replicas), strategy
 	if major, minor, ok := strings.Cut(of.ComputeCapability, "."); ok {
 		l["gpu.compute.major"], l["gpu.compute.minor"] = value(major), value(minor)
-		l["gpu.family"] = family(major, minor)
+		l["gpu.family"] = Family(major, minor)
 	}
 }
 
@@ -206,8 +206,8 @@ func class(gpus []card) string {
 	return "unknown"
 }
 
-// family is the architecture of a compute capability, by NVIDIA's own table.
-func family(major, minor string) string {
+// Family is the architecture of a compute capability, by NVIDIA's own table.
+func Family(major, minor string) string {
 	switch major {
 	case "1":
 		return "tesla"

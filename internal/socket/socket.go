@@ -34,7 +34,7 @@ type Socket struct {
 func Listen(path, temporary string) (*Socket, error) {
 	temporary = filepath.Join(filepath.Dir(path), temporary)
 	if max(len(temporary), len(path)) > MaxPath {
-		return nil, fmt.Errorf("listen at %s: too long for a socket's address of at most %d bytes", path, MaxPath)
+		return nil, fmt.Errorf("%s is too long for a socket's address of at most %d bytes", path, MaxPath)
 	}
 	if err := os.Remove(temporary); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, err
@@ -99,4 +99,26 @@ func (s *Socket) Remove() error {
 		err = errors.Join(err, cerr)
 	}
 	return err
+}
+
+// Keep returns a socket whose file is at path: s, or a new one, made like Listen's, where
+// there is none yet or its file is gone. Where another process listens there the error
+// says so: if both took the place back there would be no end of it. The newer process has
+// it, and we get it when that one ends.
+func Keep(s *Socket, path, temporary string) (*Socket, error) {
+	if s != nil {
+		switch st, err := s.Standing(); {
+		case err != nil:
+			return nil, fmt.Errorf("look at socket: %w", err)
+		case st == Held:
+			return s, nil
+		case st == Taken:
+			return nil, fmt.Errorf("another process listens at %s", path)
+		}
+	}
+	s, err := Listen(path, temporary)
+	if err != nil {
+		return nil, fmt.Errorf("listen at %s: %w", path, err)
+	}
+	return s, nil
 }

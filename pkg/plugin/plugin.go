@@ -177,13 +177,14 @@ func (p *Plugin) Run(ctx context.Context) error {
 		streams, streamed := s.streams.get()
 		suspected, suspicion := p.suspected.get()
 		var wait <-chan time.Time
-		if fresh, err := p.hold(sock, path); err != nil {
+		if fresh, err := socket.Keep(sock, path, "."+hash(p.opts.Resource)); err != nil {
 			p.report(err, noStream)
 			wait = time.After(socketRetry)
 		} else {
 			p.overcome()
 			if fresh != sock {
 				if sock != nil {
+					p.opts.Logger.Info("socket is gone: listen again", "resource", p.opts.Resource, "socket", path)
 					_ = sock.Close() // Its file is gone already.
 				}
 				sock = fresh
@@ -325,28 +326,6 @@ func (p *Plugin) overcome() {
 	if over {
 		p.report(nil, 0)
 	}
-}
-
-// hold returns a socket whose file is there: the one given, or a new one.
-func (p *Plugin) hold(s *socket.Socket, path string) (*socket.Socket, error) {
-	if s != nil {
-		switch st, err := s.Standing(); {
-		case err != nil:
-			return nil, fmt.Errorf("look at socket: %w", err)
-		case st == socket.Held:
-			return s, nil
-		case st == socket.Taken:
-			// If both took it back there would be no end of it. The newer process
-			// has it; we get it when that one ends.
-			return nil, fmt.Errorf("another process serves %s at %s", p.opts.Resource, path)
-		}
-		p.opts.Logger.Info("socket is gone: listen again", "resource", p.opts.Resource, "socket", path)
-	}
-	s, err := socket.Listen(path, "."+hash(p.opts.Resource))
-	if err != nil {
-		return nil, fmt.Errorf("listen at %s: %w", path, err)
-	}
-	return s, nil
 }
 
 // stop lets calls in progress end, and ends them when they take too long.

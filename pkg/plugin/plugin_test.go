@@ -639,7 +639,7 @@ func TestSuccessor(t *testing.T) {
 	k.await(t, "the newer one", lastIs(gpuMem, "b"))
 	eventually(t, "the older one yields", func() bool {
 		st := older.Status()
-		return len(st) == 1 && st[0].Err != nil && strings.Contains(st[0].Err.Error(), "another process serves")
+		return len(st) == 1 && st[0].Err != nil && strings.Contains(st[0].Err.Error(), "another process listens")
 	})
 	file, err := os.Stat(filepath.Join(dir, "example.com_gpu-mem.sock"))
 	if err != nil {

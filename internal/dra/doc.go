@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package dra is the front-end of the ledger for dynamic resource allocation (DRA): here
+// the scheduler decides who gets what, and needs to know beforehand what there is.
+//
+// # What is published
+//
+// [Build] says what the node's ResourceSlices are, from inventory and layouts. Each GPU
+// has a set of counters, and each device says what it takes of them; the scheduler adds
+// them up. So it never puts together what cannot stand together:
+//
+//	counters of gpu-5a2f:      memory-slice-0 … memory-slice-7: 1 each, media: 1, memory: 80Gi
+//	gpu-5a2f                   takes all
+//	gpu-5a2f-shared            takes all, once, however many claims have a share of it
+//	gpu-5a2f-mig-1g10gb-3      takes memory-slice-3
+//	gpu-5a2f-mig-3g40gb-4      takes memory-slice-4 … memory-slice-7
+//
+// The counters of MIG are the card's own rules ([mig.Card.Counters]). Names of devices,
+// attributes, capacities and counters are NVIDIA's where its driver has them, so that a
+// selector moves by changing its prefix. A device is named for its GPU's UUID: an index
+// would mean another GPU after a card was taken out, and claims outlive that.
+//
+// # What leaves
+//
+// A device that no layout has any more stays in its slice, tainted, until no claim names
+// it. One that left while a claim has it would give its counters back, and the scheduler
+// would put somebody else there (kubernetes#140802).
+//
+// # What it does not know
+//
+// How slices are written, which is the API server's business, and how the kubelet calls,
+// which is pkg/dra's.
+package dra

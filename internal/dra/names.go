@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dra
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"fmt"
+	"strings"
+
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+)
+
+// Device is what one device of a ResourceSlice stands for.
+type Device struct {
+	GPU  gpu.UUID
+	Kind ledger.Kind
+	// Placement is what a device of kind Placement stands for.
+	Placement mig.Placement
+}
+
+// shorts gives every GPU a short name: the first digits of its UUID, as many as tell it
+// from all others. An index would mean another GPU after a card was taken out, and claims
+// outlive that.
+func shorts(gpus []gpu.UUID) map[gpu.UUID]string {
+	out := make(map[gpu.UUID]string, len(gpus))
+	for _, u := range gpus {
+		digits := strings.ReplaceAll(strings.TrimPrefix(strings.ToLower(string(u)), "gpu-"), "-", "")
+		n := min(8, len(digits))
+		for _, o := range gpus {
+			other := strings.ReplaceAll(strings.TrimPrefix(strings.ToLower(string(o)), "gpu-"), "-", "")
+			for o != u && n < len(digits) && strings.HasPrefix(other, digits[:n]) {
+				n++
+			}
+		}
+		out[u] = digits[:n]
+	}
+	return out
+}
+
+// name is the device's in its pool, a DNS label; short is its GPU's.
+func (d *Device) name(short string) string {
+	switch d.Kind {
+	case ledger.Units:
+		return "gpu-" + short + "-shared"
+	case ledger.Replica:
+		return "gpu-" + short + "-replicas"
+	case ledger.Placement:
+		// As in NVIDIA's names: 1g.10gb+me at memory slice 3 is mig-1g10gb-me-3.
+		p := d.Placement.Profile
+		attr := strings.NewReplacer("+", "-", "-", "-no-", ".", "-", "_", "-").Replace(p.Attr)
+		return fmt.Sprintf("gpu-%s-mig-%dg%dgb%s-%d", short, p.Slices, p.GB, attr, d.Placement.Start)
+	default:
+		return "gpu-" + short
+	}
+}
+
+// poolName is "<node>/<model>": never the bare node name, since counters of two drivers'
+// pools of one name mix in a scheduler before Kubernetes 1.36.4.
+func poolName(node, model string) string { return node + "/" + dnsLabel(model) }
+
+// dnsLabel makes a model's name a DNS label: "NVIDIA A100-SXM4-80GB" is a100-sxm4-80gb.
+func dnsLabel(model string) string {
+	var b strings.Builder
+	for _, word := range strings.FieldsFunc(strings.ToLower(strings.TrimPrefix(model, "NVIDIA ")), func(r rune) bool {
+		return !(r >= '0' && r <= '9' || r >= 'a' && r <= 'z')
+	}) {
+		if b.Len()+1+len(word) > 63 {
+			break
+		}
+		if b.Len() > 0 {
+			b.WriteByte('-')
+		}
+		b.WriteString(word)
+	}
+	if b.Len() == 0 {
+		return "gpu"
+	}
+	return b.String()
+}
+
+// maxName is the longest name of an object.
+const maxName = 253
+
+// sliceName names the nth slice of a pool. The number is in front: the scheduler takes
+// the slices of a pool by their names.
+func sliceName(n int, driver, pool string) string {
+	name := fmt.Sprintf("%05d-%s-%s", n, driver, strings.ReplaceAll(pool, "/", "-"))
+	if len(name) <= maxName {
+		return name
+	}
+	sum := sha256.Sum256([]byte(pool))
+	end := "-" + hex.EncodeToString(sum[:5])
+	return strings.TrimRight(name[:maxName-len(end)], "-.") + end
+}

@@ -1,0 +1,326 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dra
+
+import (
+	"cmp"
+	"slices"
+	"strconv"
+	"strings"
+
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/label"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+)
+
+// Input is everything that slices are built from.
+type Input struct {
+	// Node is the node's name, and Driver the driver's.
+	Node, Driver string
+	Inventory    *gpu.Inventory
+	// Layouts are of the GPUs that are offered through DRA.
+	Layouts map[gpu.UUID]plan.Layout
+	Cards   map[gpu.UUID]*mig.Card
+	// Guarantee is how strong the cap on a share is: "driver", "api" or "watchdog".
+	Guarantee string
+	// Departing are devices that no layout has any more, and that some claim may still
+	// name: they stay in their slices.
+	Departing []Device
+	// Taints are what keeps claims off a device, or ends its holders.
+	Taints func(Device) []kube.Taint
+}
+
+// Published is what a node publishes.
+type Published struct {
+	Slices []kube.ResourceSlice
+	// Devices are what is in them, by pool and name.
+	Devices map[DeviceName]Device
+}
+
+// DeviceName is what a claim's allocation calls a device.
+type DeviceName struct{ Pool, Name string }
+
+// Limits of the API on one slice (resource.k8s.io/v1).
+const (
+	// setsInSlice is how many counter sets a slice may have.
+	setsInSlice = 8
+	// maxDevices is how many devices, where they consume counters or have taints.
+	maxDevices = 64
+)
+
+// Build says what is published. It is pure.
+//
+// A node has a pool for each model of GPU. Its first slices have the counters, of eight
+// GPUs each, and then there is a slice of devices for each GPU, in the order in which
+// neighbours are beside each other, since the scheduler takes the first that fits. What
+// cannot be had together takes of the same counters, whatever the layout: so a device that
+// is still held keeps off what the next layout has in its place.
+func Build(in Input) *Published {
+	out := &Published{Devices: map[DeviceName]Device{}}
+	var all []gpu.UUID
+	pools := map[string][]*gpu.Device{}
+	for i := range in.Inventory.GPUs {
+		d := &in.Inventory.GPUs[i]
+		all = append(all, d.UUID)
+		if _, offered := in.Layouts[d.UUID]; offered || slices.ContainsFunc(in.Departing, func(o Device) bool { return o.GPU == d.UUID }) {
+			pool := poolName(in.Node, d.Model)
+			pools[pool] = append(pools[pool], d)
+		}
+	}
+	short := shorts(all)
+	for pool, gpus := range pools {
+		slices.SortFunc(gpus, near)
+		list := counterSlices(&in, gpus, short)
+		for _, d := range gpus {
+			var devices []kube.PoolDevice
+			for _, of := range in.devices(d) {
+				device := in.device(d, of, short[d.UUID])
+				devices = append(devices, device)
+				out.Devices[DeviceName{pool, device.Name}] = of
+			}
+			for part := range slices.Chunk(devices, maxDevices) {
+				list = append(list, kube.ResourceSlice{Devices: part})
+			}
+		}
+		for i := range list {
+			list[i].Name, list[i].Pool = sliceName(i, in.Driver, pool), kube.Pool{Name: pool, Slices: int64(len(list))}
+		}
+		out.Slices = append(out.Slices, list...)
+	}
+	slices.SortFunc(out.Slices, func(a, b kube.ResourceSlice) int { return cmp.Compare(a.Name, b.Name) })
+	return out
+}
+
+// near orders GPUs so that neighbours are beside each other.
+func near(a, b *gpu.Device) int {
+	numa := func(d *gpu.Device) int {
+		if d.NUMA == nil {
+			return -1
+		}
+		return *d.NUMA
+	}
+	return cmp.Or(cmp.Compare(numa(a), numa(b)), cmp.Compare(a.PCI, b.PCI), cmp.Compare(a.Index, b.Index))
+}
+
+// counterSlices are the slices with the GPUs' counters.
+func counterSlices(in *Input, gpus []*gpu.Device, short map[gpu.UUID]string) []kube.ResourceSlice {
+	var out []kube.ResourceSlice
+	for part := range slices.Chunk(gpus, setsInSlice) {
+		var s kube.ResourceSlice
+		for _, d := range part {
+			s.Counters = append(s.Counters, kube.CounterSet{Name: "gpu-" + short[d.UUID], Counters: in.counters(d)})
+		}
+		out = append(out, s)
+	}
+	return out
+}
+
+// memory is the counter of a GPU's memory. It never decides what fits: on a GPU with MIG
+// its memory slices do, and elsewhere everything takes all of it. Quotas count by it.
+const memory = "memory"
+
+// counters are all that a GPU has.
+func (in *Input) counters(d *gpu.Device) map[string]kube.Amount {
+	out := map[string]kube.Amount{memory: {Value: bytes(d.Memory)}}
+	if card := in.Cards[d.UUID]; card != nil {
+		for _, c := range card.Counters() {
+			out[c.Name] = kube.Amount{Value: kube.Quantity(c.Value)}
+		}
+	}
+	return out
+}
+
+// takes is what a device takes of its GPU's counters: all but for MIG.
+func (in *Input) takes(d *gpu.Device, of Device) map[string]kube.Amount {
+	if of.Kind != ledger.Placement {
+		return in.counters(d)
+	}
+	out := map[string]kube.Amount{}
+	if p := profile(d, of.Placement.Profile); p != nil && p.Memory > 0 {
+		out[memory] = kube.Amount{Value: bytes(p.Memory)}
+	}
+	for _, c := range in.Cards[d.UUID].Takes(of.Placement) {
+		out[c.Name] = kube.Amount{Value: kube.Quantity(c.Value)}
+	}
+	return out
+}
+
+func bytes(m gpu.MiB) kube.Quantity { return kube.Quantity(m) << 20 }
+
+func profile(d *gpu.Device, name mig.Name) *gpu.Profile {
+	i := slices.IndexFunc(d.MIG.Profiles, func(p gpu.Profile) bool { return p.Name == name.GPUInstance().String() })
+	if i < 0 {
+		return nil
+	}
+	return &d.MIG.Profiles[i]
+}
+
+// devices are what is listed of a GPU: what its layout has, and then what is departing.
+func (in *Input) devices(d *gpu.Device) []Device {
+	var out []Device
+	l := in.Layouts[d.UUID]
+	switch {
+	case !l.Offers:
+	case l.Kind == ledger.Placement:
+		for _, p := range l.Placements {
+			out = append(out, Device{GPU: d.UUID, Kind: ledger.Placement, Placement: p})
+		}
+	default:
+		out = append(out, Device{GPU: d.UUID, Kind: l.Kind})
+	}
+	for _, o := range in.Departing {
+		if o.GPU == d.UUID && !slices.Contains(out, o) {
+			out = append(out, o)
+		}
+	}
+	return out
+}
+
+// device is one device as it is published.
+func (in *Input) device(d *gpu.Device, of Device, short string) kube.PoolDevice {
+	out := kube.PoolDevice{Name: of.name(short), Attributes: in.attributes(d, of), Capacity: map[string]kube.Capacity{},
+		Consumes: []kube.Consumption{{Set: "gpu-" + short, Counters: in.takes(d, of)}}}
+	if in.Taints != nil {
+		out.Taints = in.Taints(of)
+	}
+	l := in.Layouts[d.UUID]
+	switch of.Kind {
+	case ledger.Placement:
+		if p := profile(d, of.Placement.Profile); p != nil {
+			out.Capacity = instanceCapacity(p)
+		}
+	case ledger.Units:
+		out.Shared = true
+		if l.Kind == ledger.Units && l.N > 0 {
+			total, unit := bytes(l.Unit)*kube.Quantity(l.N), bytes(l.Unit)
+			// A claim that names no amount gets all: a silent share of the least size
+			// would be a surprise at the first allocation.
+			out.Capacity[memory] = kube.Capacity{Value: total, Policy: &kube.RequestPolicy{Default: total, Range: &kube.Range{Min: unit, Max: total, Step: unit}}}
+		}
+	case ledger.Replica:
+		out.Shared = true
+		if l.Kind == ledger.Replica {
+			// One to a claim: two replicas of one GPU are no more than one. The device
+			// has no memory, since a claim takes of every capacity of such a device.
+			out.Capacity["replicas"] = kube.Capacity{Value: kube.Quantity(l.N), Policy: &kube.RequestPolicy{Default: 1, Values: []kube.Quantity{1}}}
+		}
+	default:
+		out.Capacity[memory] = kube.Capacity{Value: bytes(d.Memory)}
+	}
+	return out
+}
+
+// instanceCapacity is what a MIG instance has, by NVIDIA's names.
+func instanceCapacity(p *gpu.Profile) map[string]kube.Capacity {
+	out := map[string]kube.Capacity{}
+	add := func(name string, n kube.Quantity) { out[name] = kube.Capacity{Value: n} }
+	if p.Memory > 0 {
+		add(memory, bytes(p.Memory))
+	}
+	if p.SMs > 0 {
+		add("multiprocessors", kube.Quantity(p.SMs))
+	}
+	if e := p.Engines; e != nil {
+		add("copyEngines", kube.Quantity(e.Copy))
+		add("decoders", kube.Quantity(e.Decode))
+		add("encoders", kube.Quantity(e.Encode))
+		add("jpegEngines", kube.Quantity(e.JPEG))
+		add("ofaEngines", kube.Quantity(e.OFA))
+	}
+	return out
+}
+
+// types are the values of the attribute "type".
+var types = map[ledger.Kind]string{ledger.Whole: "gpu", ledger.Placement: "mig", ledger.Units: "shared", ledger.Replica: "replica"}
+
+// attributes are what selectors see of a device: NVIDIA's names, and index, guarantee and
+// the NVLink domain besides.
+func (in *Input) attributes(d *gpu.Device, of Device) map[string]kube.Attribute {
+	out := map[string]kube.Attribute{}
+	text := func(name, value string) {
+		if value != "" {
+			if len(value) > maxAttribute {
+				value = value[:maxAttribute]
+			}
+			out[name] = kube.Attribute{String: &value}
+		}
+	}
+	number := func(name string, value int64) { out[name] = kube.Attribute{Int: &value} }
+	release := func(name, value string) {
+		if v := semver(value); v != "" {
+			out[name] = kube.Attribute{Version: &v}
+		}
+	}
+	text("type", types[of.Kind])
+	text("guarantee", "hardware")
+	switch of.Kind {
+	case ledger.Whole:
+		text("uuid", string(d.UUID))
+	case ledger.Placement:
+		text("parentUUID", string(d.UUID))
+		text("profile", of.Placement.Profile.String())
+	default:
+		text("parentUUID", string(d.UUID))
+		text("guarantee", in.Guarantee)
+	}
+	number("index", int64(d.Index))
+	text("productName", d.Model)
+	text("brand", "Nvidia")
+	major, minor, _ := strings.Cut(d.ComputeCapability, ".")
+	text("architecture", architecture(major, minor))
+	release("cudaComputeCapability", d.ComputeCapability)
+	release("driverVersion", in.Inventory.Driver)
+	release("cudaDriverVersion", in.Inventory.CUDA)
+	if f := d.Fabric; f != nil {
+		text("nvlinkDomain", f.Cluster+"."+strconv.FormatUint(uint64(f.Clique), 10))
+	}
+	if len(d.PCI) > len("0000:bb:dd.f") {
+		text("resource.kubernetes.io/pciBusID", d.PCI[len(d.PCI)-len("0000:bb:dd.f"):])
+	}
+	if len(d.Path) > 0 {
+		text("resource.kubernetes.io/pcieRoot", d.Path[0])
+	}
+	if d.NUMA != nil && *d.NUMA >= 0 {
+		number("resource.kubernetes.io/numaNode", int64(*d.NUMA))
+	}
+	return out
+}
+
+// maxAttribute is the longest text of an attribute.
+const maxAttribute = 64
+
+// architecture is a GPU's in NVIDIA's spelling: "Ampere", "Ada Lovelace".
+func architecture(major, minor string) string {
+	word := label.Family(major, minor)
+	if word == "undefined" {
+		return ""
+	}
+	words := strings.Split(word, "-")
+	for i, w := range words {
+		words[i] = strings.ToUpper(w[:1]) + w[1:]
+	}
+	return strings.Join(words, " ")
+}
+
+// semver makes a version of three numbers of what a driver says: "580.159.03" is
+// 580.159.3, "8.0" is 8.0.0. It is empty where that is no version.
+func semver(s string) string {
+	parts := strings.Split(s, ".")
+	if len(parts) > 3 {
+		return ""
+	}
+	for i, p := range parts {
+		n, err := strconv.ParseUint(p, 10, 32)
+		if err != nil {
+			return ""
+		}
+		parts[i] = strconv.FormatUint(n, 10)
+	}
+	for len(parts) < 3 {
+		parts = append(parts, "0")
+	}
+	return strings.Join(parts, ".")
+}

@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dra
+
+import (
+	"encoding/json"
+	"fmt"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+
+	"k8s.io/apimachinery/pkg/util/sets"
+	"k8s.io/dynamic-resource-allocation/cel"
+	"k8s.io/dynamic-resource-allocation/structured"
+)
+
+// several is an inventory of n GPUs of a model.
+func several(t testing.TB, file string, n int) *gpu.Inventory {
+	of := models(t)[file]
+	if of == nil {
+		t.Fatalf("no %s", file)
+	}
+	out := *of
+	out.GPUs = nil
+	for i := range n {
+		d := of.GPUs[0]
+		d.Index, d.UUID, d.PCI = i, gpu.UUID(fmt.Sprintf("GPU-%08x-0000-4000-8000-000000000000", i)), fmt.Sprintf("00000000:%02x:00.0", 2*i)
+		out.GPUs = append(out.GPUs, d)
+	}
+	return &out
+}
+
+// input offers every GPU in one way.
+func input(t testing.TB, inv *gpu.Inventory, layout func(*gpu.Device, *mig.Card) plan.Layout) Input {
+	in := Input{Node: "node-1", Driver: driver, Inventory: inv, Guarantee: "api", Layouts: map[gpu.UUID]plan.Layout{}, Cards: map[gpu.UUID]*mig.Card{}}
+	for i := range inv.GPUs {
+		d := &inv.GPUs[i]
+		card, err := mig.NewCard(&d.MIG)
+		if err != nil {
+			t.Fatal(err)
+		}
+		in.Cards[d.UUID], in.Layouts[d.UUID] = card, layout(d, card)
+	}
+	return in
+}
+
+func onDemand(_ *gpu.Device, c *mig.Card) plan.Layout {
+	return plan.Layout{Known: true, Offers: true, Kind: ledger.Placement, N: len(c.Placements()), Placements: c.Placements()}
+}
+
+func shared(*gpu.Device, *mig.Card) plan.Layout {
+	return plan.Layout{Known: true, Offers: true, Kind: ledger.Units, N: 79, Unit: 1024}
+}
+
+func whole(*gpu.Device, *mig.Card) plan.Layout {
+	return plan.Layout{Known: true, Offers: true, Kind: ledger.Whole, N: 1}
+}
+
+// Whatever the card, slices keep to the API's limits, and names are DNS labels that tell
+// devices apart.
+func TestSlicesKeepToTheLimits(t *testing.T) {
+	label := regexp.MustCompile(`^[a-z0-9]([-a-z0-9]*[a-z0-9])?$`)
+	object := regexp.MustCompile(`^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$`)
+	for file := range models(t) {
+		inv := several(t, file, 17)
+		in := input(t, inv, onDemand)
+		for i := range inv.GPUs {
+			in.Departing = append(in.Departing, Device{GPU: inv.GPUs[i].UUID, Kind: ledger.Whole}, Device{GPU: inv.GPUs[i].UUID, Kind: ledger.Units}, Device{GPU: inv.GPUs[i].UUID, Kind: ledger.Replica})
+		}
+		p := Build(in)
+		devices, sets := 0, map[string]bool{}
+		for i := range p.Slices {
+			s := &p.Slices[i]
+			if len(s.Devices) > 64 || len(s.Counters) > 8 || (len(s.Devices) > 0) == (len(s.Counters) > 0) || s.Pool.Slices != int64(len(p.Slices)) || !object.MatchString(s.Name) {
+				t.Errorf("%s: slice %s: %d devices, %d counter sets, %+v", file, s.Name, len(s.Devices), len(s.Counters), s.Pool)
+			}
+			for _, c := range s.Counters {
+				if sets[c.Name] = true; len(c.Counters) > 32 || !label.MatchString(c.Name) {
+					t.Errorf("%s: %d counters in %s", file, len(c.Counters), c.Name)
+				}
+			}
+			for _, d := range s.Devices {
+				if devices++; len(d.Attributes)+len(d.Capacity) > 32 || !label.MatchString(d.Name) || len(d.Name) > 63 || !sets[d.Consumes[0].Set] {
+					t.Errorf("%s: device %+v", file, d)
+				}
+			}
+		}
+		if devices != len(p.Devices) || devices < 17*8 {
+			t.Errorf("%s: %d devices have %d names", file, devices, len(p.Devices))
+		}
+		names := make([]string, len(p.Slices))
+		for i := range p.Slices {
+			names[i] = p.Slices[i].Name
+		}
+		if again := Build(in); fmt.Sprint(again.Slices) == "" || !slices.IsSorted(names) {
+			t.Errorf("%s: %v", file, names)
+		}
+	}
+}
+
+// A device's name tells which GPU it is of, also where UUIDs begin alike.
+func TestShortNames(t *testing.T) {
+	got := shorts([]gpu.UUID{"GPU-5a2f0000-1111-0000", "GPU-5A2F0000-1112-0000", "GPU-6", "GPU-5a2f0001-0000"})
+	for u, want := range map[gpu.UUID]string{"GPU-5a2f0000-1111-0000": "5a2f00001111", "GPU-5A2F0000-1112-0000": "5a2f00001112", "GPU-6": "6", "GPU-5a2f0001-0000": "5a2f0001"} {
+		if got[u] != want {
+			t.Errorf("%s is %s, want %s", u, got[u], want)
+		}
+	}
+}
+
+func TestPoolsAreByModel(t *testing.T) {
+	inv := several(t, "a100-80gb.json", 2)
+	inv.GPUs[1].Model = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
+	p := Build(input(t, inv, whole))
+	var pools []string
+	for _, s := range p.Slices {
+		pools = append(pools, s.Pool.Name)
+	}
+	slices.Sort(pools)
+	if want := []string{"node-1/a100-sxm4-80gb", "node-1/rtx-pro-6000-blackwell-server-edition"}; !slices.Equal(slices.Compact(pools), want) {
+		t.Errorf("%v, want %v", pools, want)
+	}
+	if long := sliceName(3, driver, strings.Repeat("n", 250)+"/m"); len(long) > 253 || !strings.HasPrefix(long, "00003-") {
+		t.Errorf("%s of %d characters", long, len(long))
+	}
+}
+
+// The example of one GPU, as the documents show it.
+func TestPublishedShare(t *testing.T) {
+	p := Build(input(t, several(t, "a100-80gb.json", 1), shared))
+	data, err := json.Marshal(p.Slices[1].Devices[0].Capacity)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := `{"memory":{"value":"79Gi","requestPolicy":{"default":"79Gi","validRange":{"min":"1Gi","max":"79Gi","step":"1Gi"}}}}`; string(data) != want {
+		t.Errorf("%s, want %s", data, want)
+	}
+	var back map[string]kube.Capacity
+	if err := json.Unmarshal(data, &back); err != nil || back["memory"].Value != 79<<30 || back["memory"].Policy.Range.Step != 1<<30 {
+		t.Errorf("%+v, %v", back, err)
+	}
+}
+
+// kubernetes#140802: what is held and leaves its slice gives its counters back, and the
+// scheduler puts somebody else there. So it stays, and keeps off what follows it.
+func TestHeldDeviceThatNoLayoutHas(t *testing.T) {
+	inv := several(t, "a100-80gb.json", 1)
+	in := input(t, inv, onDemand)
+	u := inv.GPUs[0].UUID
+	held := Device{GPU: u, Kind: ledger.Placement, Placement: in.Layouts[u].Placements[2]}
+	in.Layouts[u] = whole(nil, nil)
+	ask := func() string {
+		p := Build(in)
+		taken := sets.New(structured.MakeDeviceID(driver, p.Slices[0].Pool.Name, held.name(shorts([]gpu.UUID{u})[u])))
+		a := &allocator{t: t, slices: typed(t, p), cache: cel.NewCache(10, cel.Features{}),
+			classes: classes{"gpu": class("gpu", `device.attributes["gpus.example.com"].type == "gpu"`)}}
+		return a.ask("gpu", taken)
+	}
+	if got := ask(); got == "" {
+		t.Error("the scheduler keeps the counters of a device that has left: then this test shows nothing")
+	}
+	in.Departing = []Device{held}
+	if got := ask(); got != "" {
+		t.Errorf("beside an instance that is held the scheduler gives %s", got)
+	}
+}
+
+// What is tainted is not given out.
+func TestTaints(t *testing.T) {
+	inv := several(t, "a100-80gb.json", 2)
+	in := input(t, inv, whole)
+	in.Taints = func(d Device) []kube.Taint {
+		if d.GPU == inv.GPUs[0].UUID {
+			return []kube.Taint{{Key: "example.com/unhealthy", Value: "XidFatal", Effect: kube.NoSchedule}}
+		}
+		return nil
+	}
+	a := &allocator{t: t, slices: typed(t, Build(in)), cache: cel.NewCache(10, cel.Features{}),
+		classes: classes{"gpu": class("gpu", `device.attributes["gpus.example.com"].type == "gpu"`)}}
+	if got := a.ask("gpu", sets.New[structured.DeviceID]()); got != "gpu-00000001" {
+		t.Errorf("the scheduler gives %q", got)
+	}
+}
