@@ -90,7 +90,11 @@
 //
 //	committed <= what the driver gave it <= its share of bound <= reserved
 //
-// wherever it is killed. Nobody waits for anybody: there is a lock in it only in
+// wherever it is killed. Far from the cap a process keeps up to 64 MiB of what it gives
+// back in a word of its own slot, idle, as a part of its share that is nobody's memory:
+// to allocate and free a little, again and again, touches nothing that processes share.
+// Who finds no room takes what is idle, whoever keeps it, before anything else, so all
+// of a cap is to be had to the byte. Views and readings leave it out. Nobody waits for anybody: there is a lock in it only in
 // that the kernel holds one for each living process, and lets go of it when the
 // process ends. Who needs room takes what dead processes committed off bound,
 // and then repairs: if bound is more than all that is reserved, and did not

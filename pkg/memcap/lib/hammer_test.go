@@ -62,10 +62,26 @@ func limitPage(t *testing.T, bytes uint64) (limit, usage string) {
 // TestStorm has processes with threads take and give as fast as they can, and
 // kills them at random.
 func TestStorm(t *testing.T) {
-	limit, usage := limitPage(t, 64<<20)
-	out, err := exec.CommandContext(t.Context(), hammer(t), "storm", limit, usage, "8", "3", tell(60, 2000), "1").CombinedOutput()
-	if err != nil || !strings.HasPrefix(string(out), "looked ") {
-		t.Errorf("%v\n%s", err, out)
+	program := hammer(t)
+	for name, bytes := range map[string]uint64{"at the cap": 64 << 20, "with room": 3 << 29} {
+		t.Run(name, func(t *testing.T) {
+			limit, usage := limitPage(t, bytes)
+			out, err := exec.CommandContext(t.Context(), program, "storm", limit, usage, "8", "3", tell(60, 2000), "1").CombinedOutput()
+			if err != nil || !strings.HasPrefix(string(out), "looked ") {
+				t.Errorf("%v\n%s", err, out)
+			}
+		})
+	}
+}
+
+// TestPairsLeaveTheSharedWordAlone: processes that allocate and free small amounts do
+// so each in a slot of its own, and the word that all share does not go from processor
+// to processor for each. What they keep for that is room for whoever needs it.
+func TestPairsLeaveTheSharedWordAlone(t *testing.T) {
+	limit, usage := limitPage(t, 512<<20)
+	out, err := exec.CommandContext(t.Context(), counter(t, "idle"), limit, usage).CombinedOutput()
+	if want := "all is well\n"; err != nil || string(out) != want {
+		t.Errorf("%v: %s", err, out)
 	}
 }
 
@@ -73,9 +89,13 @@ func TestStorm(t *testing.T) {
 // reaping another.
 func TestStep(t *testing.T) {
 	program := hammer(t)
-	for _, what := range []string{"life", "others", "reap", "mixed", "export"} {
+	for _, what := range []string{"life", "others", "idle", "reclaim", "reap", "mixed", "export"} {
 		t.Run(what, func(t *testing.T) {
-			limit, usage := limitPage(t, 16<<20)
+			room := uint64(16 << 20)
+			if what == "idle" {
+				room <<= 2
+			}
+			limit, usage := limitPage(t, room)
 			out, err := exec.CommandContext(t.Context(), program, "step", limit, usage, what, tell(7, 1)).CombinedOutput()
 			if strings.Contains(string(out), "does not stop") {
 				t.Skip("a process cannot be traced here")
@@ -261,7 +281,7 @@ func TestLayout(t *testing.T) {
 		{"usage_page.uncounted", useUncounted}, {"usage_page.guesses", useGuesses}, {"usage_page.attempt", useAttempt}, {"usage_page.slots", pageSize},
 		{"slot.reserved", slotReserved}, {"slot.committed", slotCommitted}, {"slot.managed", slotManaged}, {"slot.expected", slotExpected},
 		{"slot.contexts", slotContexts}, {"slot.pid", slotPID}, {"slot.pids", slotPIDs}, {"slot.others_reserved", slotOthersReserved}, {"slot.others_committed", slotOthersCommitted},
-		{"slot.promised", slotPromised}, {"slot.exported", slotExported},
+		{"slot.promised", slotPromised}, {"slot.exported", slotExported}, {"slot.idle", slotIdle},
 		{"size.limit_page", pageSize}, {"size.usage_page", usageSize}, {"size.slot", slotSize},
 		{"slots", slots}, {"unit", unit}, {"amount_bits", amountBits}, {"most", most},
 	} {

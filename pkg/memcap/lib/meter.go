@@ -103,8 +103,8 @@ func (m *Meter) Cost() time.Duration { return m.took }
 // have on the GPU, in bytes, or with known false where it does not say.
 //
 // Let T be what the processes have of what is counted, without managed memory,
-// which the driver's figure lacks, and promises, which it may lack. If the word of bound was the same from the
-// beginning of the first look to the end of the second, T was between what was
+// which the driver's figure lacks, and promises, which it may lack. If the word of bound, and those of what is
+// idle, were the same from the beginning of the first look to the end of the second, T was between what was
 // bound and that less all that was under way, and the true correction is the
 // figure less T: the one in use is moved into that range, and no further. If nothing
 // was under way either, the range is one number, and exact: the page is stamped, and
@@ -136,45 +136,13 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 		m.contexts = 0
 		m.taken = nil
 	}
-	r := Reading{Counters: c}
-	var each uint64 // what a context takes, by this reading
 	known = known && driver < most && m.first.Nonce == c.Nonce
 	// That the second look was steady tells that the first one was. What an attempt
 	// takes beyond bound is there for a moment, and would lower the ceiling by it.
-	still := m.first.Word == c.Word && c.Steady && m.first.Attempt == c.Attempt && uint32(c.Attempt) == 0
-	// What was settled since the correction was found counts as found with it.
-	effective := next.correction + int64(m.first.Settled-next.settled)
-	switch {
-	case !known:
-		if next.correction == 0 && m.first.Nonce == c.Nonce {
-			// The ceiling is the limit and rests on no figure, so what was
-			// settled is not missing in one: it would lower the ceiling for ever.
-			next.settled = m.first.Settled
-		}
-	case still && m.first.Dead == c.Dead:
-		low, high, quiet := m.span(c, int64(driver), effective)
-		next.correction = min(max(effective, low), high)
-		if next.correction != was.correction || m.first.Settled != was.settled {
-			next.stamp = 0
-		}
-		next.settled = m.first.Settled
-		next.least, next.leastOf = roof(was, m.first, c, int64(driver), high)
-		m.contexts = c.Contexts
-		if quiet {
-			r.Quiet = true
-			next.least = max(next.least, low)
-			each = m.clean(c, perContext(c, driver, m.taken.open(c)))
-			if m.first.Guesses == c.Guesses {
-				next.stamp = c.Guesses + 1
-			}
-		}
-	case c.Contexts > m.contexts:
-		// Bound was at most its peak when the driver was asked.
-		bound := max(m.first.Bound, c.Bound, c.Peak)
-		if least := int64(driver) - int64(bound-min(bound, m.first.Managed, c.Managed)); least > effective {
-			next.correction, next.settled, next.stamp = least, m.first.Settled, 0
-		}
-	}
+	still := m.first.Word == c.Word && c.Steady && m.first.moves == c.moves && m.first.Attempt == c.Attempt && uint32(c.Attempt) == 0
+	r := Reading{Counters: c}
+	var each uint64 // what a context takes, by this reading
+	next, r.Quiet, each = m.conclude(was, next, c, driver, known, still)
 	r.Correction = next.correction
 	r.Used = uint64(max(0, int64(c.Bound)+next.correction))
 	if known {
@@ -199,6 +167,45 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 		m.lastAsks = m.first.Asks
 	}
 	return r, nil
+}
+
+// conclude returns the next reading, whether it is exact, and what it says that a context
+// takes, or 0.
+func (m *Meter) conclude(was, next reading, c Counters, driver uint64, known, still bool) (_ reading, quiet bool, each uint64) {
+	// What was settled since the correction was found counts as found with it.
+	effective := next.correction + int64(m.first.Settled-next.settled)
+	switch {
+	case !known:
+		if next.correction == 0 && m.first.Nonce == c.Nonce {
+			// The ceiling is the limit and rests on no figure, so what was
+			// settled is not missing in one: it would lower the ceiling for ever.
+			next.settled = m.first.Settled
+		}
+	case still && m.first.Dead == c.Dead:
+		var low, high int64
+		low, high, quiet = m.span(c, int64(driver), effective)
+		next.correction = min(max(effective, low), high)
+		if next.correction != was.correction || m.first.Settled != was.settled {
+			next.stamp = 0
+		}
+		next.settled = m.first.Settled
+		next.least, next.leastOf = roof(was, m.first, c, int64(driver), high)
+		m.contexts = c.Contexts
+		if quiet {
+			next.least = max(next.least, low)
+			each = m.clean(c, perContext(c, driver, m.taken.open(c)))
+			if m.first.Guesses == c.Guesses {
+				next.stamp = c.Guesses + 1
+			}
+		}
+	case c.Contexts > m.contexts:
+		// Bound was at most its peak when the driver was asked.
+		bound := max(m.first.Bound, c.Bound, c.Peak)
+		if least := int64(driver) - int64(bound-min(bound, m.first.Managed, c.Managed)); least > effective {
+			next.correction, next.settled, next.stamp = least, m.first.Settled, 0
+		}
+	}
+	return next, quiet, each
 }
 
 // shownSlack is how much may be under way, in bytes, in a reading that views go

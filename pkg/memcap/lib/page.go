@@ -24,7 +24,7 @@ import (
 // The pages, as c/page.h has them; a test holds the two together.
 const (
 	limitMagic = "GPUCAP02"
-	usageMagic = "GPUUSE03"
+	usageMagic = "GPUUSE04"
 
 	pageSize  = 4096
 	slotSize  = 128
@@ -33,6 +33,7 @@ const (
 
 	unit       = 512
 	amountBits = 40
+	amounts    = 1<<amountBits - 1
 	most       = 1 << 48 // bytes; more is nonsense
 	writing    = ^uint64(0)
 
@@ -80,6 +81,7 @@ const (
 	slotOthersReserved  = 64
 	slotOthersCommitted = 72
 	slotPromised        = 80
+	slotIdle            = 88
 )
 
 // A Limit is what one claim may have of one GPU.

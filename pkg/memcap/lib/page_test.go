@@ -212,6 +212,7 @@ func TestNonsense(t *testing.T) {
 		"managed":   func(p tenant) { p.set(pageSize+slotManaged, most) },
 		"expected":  func(p tenant) { p.set(pageSize+slotExpected, most) },
 		"promised":  func(p tenant) { p.set(pageSize+slotPromised, most) },
+		"idle":      func(p tenant) { p.set(pageSize+slotIdle, 1<<amountBits-1) },
 		"shorter":   func(p tenant) { p.t.Helper(); p.f.Truncate(pageSize) },
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -337,6 +338,40 @@ func TestIntervalRule(t *testing.T) {
 					t.Errorf("reading %d: stamp %x", i, stamp)
 				}
 				correction = s.correction
+			}
+		})
+	}
+}
+
+// TestReadingBesideIdleRoom: what processes keep idle is bound and nobody's memory. A
+// reading beside it is exact, unless some of it was allocated or freed meanwhile.
+func TestReadingBesideIdleRoom(t *testing.T) {
+	const moved = 1 << amountBits
+	for name, test := range map[string]struct {
+		before, after uint64 // of idle words, with 40 MiB
+		quiet         bool
+		correction    int64 // MiB
+	}{
+		"kept":                  {3 * moved, 3 * moved, true, 30},
+		"taken, and given back": {3 * moved, 5 * moved, false, 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := newTenant(t)
+			p.lives()
+			_, m := aMeter(t, p, time.Second)
+			p.has(1, 100<<20, 0, 0)
+			p.set(useBound, 140<<20/unit)
+			p.set(pageSize+slotIdle, test.before|40<<20/unit)
+			if err := m.Begin(); err != nil {
+				t.Fatal(err)
+			}
+			p.set(pageSize+slotIdle, test.after|40<<20/unit)
+			r, err := m.End(130<<20, true)
+			if err != nil || r.Quiet != test.quiet || r.Correction != test.correction<<20 {
+				t.Errorf("%+v, %v: want quiet %v and a correction of %d MiB", r, err, test.quiet, test.correction)
+			}
+			if c, err := p.usage().Read(); err != nil || c.Bound != 100<<20 {
+				t.Errorf("%d MiB are bound, %v", c.Bound>>20, err)
 			}
 		})
 	}

@@ -82,8 +82,10 @@ func (u *Usage) Close() error {
 // Asks, Refusals, Uncounted, Guesses, Attempt and Processes. The sums are over the living processes.
 type Counters struct {
 	Nonce uint64 // of this page; another page has another
-	Bound uint64 // what the container's processes may have
-	Word  uint64 // the same with its version: equal words, nothing changed between
+	Bound uint64 // what the container's processes may have, without what is idle
+	Word  uint64 // bound with its version: equal words, nothing changed between
+	// moves is the sum of all slots' words of what is idle, with their versions.
+	moves uint64
 	// Steady: the word was that still when all else had been read. A page is read
 	// in its own time, more of it where the reader is held up, and what comes of
 	// processes (Reserved to Contexts, Dead) may be of a later word than Bound.
@@ -138,7 +140,7 @@ func (u *Usage) Read() (Counters, error) {
 	at := func(i int) uint64 { return binary.LittleEndian.Uint64(head[i:]) }
 	word := at(useBound)
 	c := Counters{
-		Nonce: at(useNonce), Word: word, Bound: word & (1<<amountBits - 1) * unit,
+		Nonce: at(useNonce), Word: word, Bound: word & amounts * unit,
 		Asks: at(useAsks), Refusals: at(useRefusals), Peak: at(usePeak), Settled: at(useSettled),
 		Undone: at(useUndone), Uncounted: at(useUncounted), Guesses: at(useGuesses), Attempt: at(useAttempt),
 	}
@@ -154,6 +156,7 @@ func (u *Usage) Read() (Counters, error) {
 		return Counters{}, fmt.Errorf("read usage page: %d bytes bound, %d at most: %w", c.Bound, c.Peak, gpu.ErrInvalid)
 	}
 	// After the header: what is settled there is no longer committed here.
+	var idle uint64
 	for i := range int(high) {
 		const some = pageSize / slotSize
 		if i%some == 0 {
@@ -164,6 +167,8 @@ func (u *Usage) Read() (Counters, error) {
 		s := u.some[i%some*slotSize:][:slotSize]
 		slot := func(i int) uint64 { return binary.LittleEndian.Uint64(s[i:]) }
 		reserved, committed := slotSums(s)
+		c.moves += slot(slotIdle)
+		idle += slot(slotIdle) & amounts * unit
 		if slot(slotPID) == 0 && reserved == 0 {
 			continue
 		}
@@ -188,6 +193,10 @@ func (u *Usage) Read() (Counters, error) {
 		return Counters{}, err
 	}
 	c.Steady = at(0) == word
+	if idle >= most {
+		return Counters{}, fmt.Errorf("read usage page: %d bytes idle in all slots: %w", idle, gpu.ErrInvalid)
+	}
+	c.Bound -= min(c.Bound, idle)
 	if c.Reserved >= most || c.Committed >= most || c.Dead >= most {
 		return Counters{}, fmt.Errorf("read usage page: %d bytes in all slots: %w", c.Reserved, gpu.ErrInvalid)
 	}

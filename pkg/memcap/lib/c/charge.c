@@ -284,10 +284,11 @@ void charge_gone(struct process *p, const struct taken *t)
         account_exported(a, t->held);
         return;
     }
-    if (t->e.how == HOW_HIDDEN || t->e.how == HOW_GUESS || (t->e.how == HOW_SMALL && has_hidden(p, t->e.device)))
+    bool no_room = t->e.how == HOW_HIDDEN || t->e.how == HOW_GUESS || (t->e.how == HOW_SMALL && has_hidden(p, t->e.device));
+    if (no_room)
         count_add(&a->usage->settled, t->held);
     if (t->held)
-        account_cancel(a, t->held);
+        (no_room ? account_return : account_cancel)(a, t->held);
     if (guessed(&t->e))
         account_guessed(a);
     if (t->e.how == HOW_HIDDEN)

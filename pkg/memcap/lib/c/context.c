@@ -57,7 +57,7 @@ static void context_gone(struct process *p, const struct entry *e)
     count_add(&a->usage->settled, account_excess(a, e->bytes, 1));
     account_guessed(a);
     if (e->bytes)
-        account_cancel(a, e->bytes);
+        account_return(a, e->bytes);
 }
 
 static void context_back(struct process *p, struct entry *e, uint64_t number)

@@ -128,6 +128,19 @@ uint64_t account_excess(const struct account *a, uint64_t expected, uint64_t con
     return expected - contexts * each;
 }
 
+/* empty_idle takes what is idle in a slot, and says whether there was any. */
+static bool empty_idle(struct slot *s)
+{
+    uint64_t was = count_read(&s->idle);
+    while (AMOUNT(was) != 0)
+        if (__atomic_compare_exchange_n(&s->idle, &was, (was & ~(STEP - 1)) + STEP, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+            return true;
+    return false;
+}
+
+/* blank says whether bound has nothing of a slot. */
+static bool blank(const struct slot *s) { return !slot_reserved(s) && !slot_committed(s) && AMOUNT(count_read(&s->idle)) == 0; }
+
 /* clear reaps a slot whose lock the caller has. Should the caller die between the two
  * words of committed, the next one finds the rest: no more than the slot's share, as
  * long as the word that is below zero goes last. */
@@ -152,6 +165,7 @@ static void clear(struct account *a, struct slot *s)
     __atomic_store_n(&s->exported, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->contexts, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->pid, 0, __ATOMIC_SEQ_CST);
+    empty_idle(s);
     __atomic_store_n(&s->others_reserved, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&s->reserved, 0, __ATOMIC_SEQ_CST);
 }
@@ -163,7 +177,7 @@ static bool reap(struct account *a)
     int look = -1;
     for (uint64_t i = 0; i < n; i++) {
         struct slot *s = &a->usage->slots[i];
-        if (s == a->slot || !slot_reserved(s))
+        if (s == a->slot || blank(s))
             continue;
         if (look < 0)
             look = sys_open(a->path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
@@ -184,9 +198,11 @@ static bool reap(struct account *a)
 }
 
 struct sums {
-    uint64_t reserved, committed;
+    uint64_t reserved, committed, idle;
     bool sane, exported;
 };
+
+enum { SLOT_READS = 100 };
 
 static struct sums sum(const struct account *a)
 {
@@ -194,16 +210,31 @@ static struct sums sum(const struct account *a)
     uint64_t n = high(a);
     for (uint64_t i = 0; i < n; i++) {
         const struct slot *s = &a->usage->slots[i];
-        uint64_t c = slot_committed(s), r = slot_reserved(s);
-        if (c >= MOST || r >= MOST || (c | r) % UNIT) {
+        uint64_t c, r, before, after = count_read(&s->idle);
+        int reads = 0;
+        do {
+            before = after;
+            c = slot_committed(s), r = slot_reserved(s);
+            after = count_read(&s->idle);
+        } while (after != before && ++reads < SLOT_READS);
+        if (after != before || c >= MOST || r >= MOST || AMOUNT(after) >= MOST || (c | r) % UNIT) {
             t.sane = false;
             continue;
         }
         t.committed += c;
         t.reserved += r;
+        t.idle += AMOUNT(after);
         t.exported |= count_read(&s->exported) != 0;
     }
     return t;
+}
+
+uint64_t account_moves(const struct account *a)
+{
+    uint64_t n = high(a), sum = count_read(&a->usage->bound);
+    for (uint64_t i = 0; i < n; i++)
+        sum += count_read(&a->usage->slots[i].idle);
+    return sum;
 }
 
 bool account_rests(struct account *a, bool reaps, uint64_t *given)
@@ -221,12 +252,25 @@ static struct sums repair(struct account *a)
     for (int tries = 0;; tries++) {
         uint64_t b = count_read(&a->usage->bound);
         struct sums t = sum(a);
-        if (!t.sane || tries == 1000 || t.reserved >= STEP * UNIT || (AMOUNT(b) <= t.reserved && AMOUNT(b) >= t.committed))
+        uint64_t all = t.reserved + t.idle;
+        if (!t.sane || tries == 1000 || all >= STEP * UNIT || (AMOUNT(b) <= all && AMOUNT(b) >= t.committed))
             return t;
-        uint64_t right = ((b & ~(STEP - 1)) + STEP) | t.reserved / UNIT;
+        uint64_t right = ((b & ~(STEP - 1)) + STEP) | all / UNIT;
         if (__atomic_compare_exchange_n(&a->usage->bound, &b, right, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
             return t;
     }
+}
+
+/* reclaim takes off bound what is idle, of whatever process, and says whether there was
+ * any. */
+static bool reclaim(struct account *a, struct sums *t)
+{
+    bool any = false;
+    for (uint64_t i = 0, n = high(a); i < n; i++)
+        any |= empty_idle(&a->usage->slots[i]);
+    if (any || t)
+        *(t ? t : &(struct sums){0}) = repair(a);
+    return any;
 }
 
 /* take_slot takes the first slot that is free and clean. One that a dead
@@ -236,7 +280,7 @@ static int take_slot(struct account *a)
     for (int clean = 1; clean >= 0; clean--)
         for (uint64_t i = 0; i < SLOTS; i++) {
             struct slot *s = &a->usage->slots[i];
-            if (clean && i < high(a) && slot_reserved(s))
+            if (clean && i < high(a) && !blank(s))
                 continue;
             int fd = take_lock(a, i);
             if (fd == AGAIN)
@@ -244,7 +288,7 @@ static int take_slot(struct account *a)
             if (fd < 0)
                 return fd;
             /* Above, it was free of charge or not; with the lock it stays so. */
-            if (slot_reserved(s) || slot_committed(s)) {
+            if (!blank(s)) {
                 if (clean) {
                     sys_close(fd);
                     continue;
@@ -372,9 +416,16 @@ static uint64_t ceiling_alone(const struct account *a)
     return account_told(a, __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE)) && ceiling < limit ? ceiling : limit;
 }
 
+/* account_reserve_of_idle is for n that did not fit. */
+bool account_reserve_of_idle(struct account *a, uint64_t n)
+{
+    __atomic_store_n(&a->keeps, 0, __ATOMIC_RELAXED);
+    return reclaim(a, NULL) && try(a, n);
+}
+
 bool account_reserve_carefully(struct account *a, uint64_t n)
 {
-    if (!try(a, n))
+    if (!try(a, n) && !account_reserve_of_idle(a, n))
         return false;
     uint64_t ceiling = account_ceiling(a), amount = AMOUNT(count_read(&a->usage->bound));
     if (amount < ceiling && ceiling - amount > ceiling / 8)
@@ -544,7 +595,8 @@ static bool contend(struct account *a, uint64_t n, uint64_t limit)
             reap(a);
         }
         account_exports_gone(a);
-        struct sums t = repair(a);
+        struct sums t;
+        reclaim(a, &t);
         if (try(a, n))
             return true;
         if (first && a->relief) {
@@ -584,6 +636,7 @@ bool account_within(struct account *a, uint64_t n)
     struct hearing h = {0};
     for (enum heard heard; (heard = hear(a, &h, n)) != HEARD_ALL && !(heard == HEARD_NEWS && fresh(a));)
         await_reading(a, &h);
+    reclaim(a, NULL);
     uint64_t bound = AMOUNT(count_read(&a->usage->bound));
     return fresh(a) ? bound <= account_ceiling(a) : bound + n <= account_ceiling(a);
 }
@@ -593,6 +646,7 @@ bool account_reserve_slowly(struct account *a, uint64_t n)
     uint64_t limit = __atomic_load_n(&a->page->limit, __ATOMIC_ACQUIRE);
     if (n < MOST && limit && !account_nonsense(a)) {
         __atomic_store_n(&a->careful, 1, __ATOMIC_RELAXED);
+        __atomic_store_n(&a->keeps, 0, __ATOMIC_RELAXED);
         if (contend(a, n, limit))
             return true;
         if (n <= limit && unheard(a) && try_below(a, n, ceiling_alone))
@@ -638,17 +692,18 @@ uint64_t account_used(struct account *a)
     if (limit == NO_LIMIT)
         return 0;
     int64_t used = 0;
-    uint64_t dead = left_dead(a);
+    uint64_t dead = left_dead(a), bound = AMOUNT(count_read(&a->usage->bound)), idle = idle_in(a->usage->slots, high(a));
+    bound -= idle < bound ? idle : bound;
     bool read = false;
     if (__atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE) == a->nonce) {
         int64_t shown = __atomic_load_n(&p->shown, __ATOMIC_ACQUIRE);
         uint64_t settled = __atomic_load_n(&p->shown_settled, __ATOMIC_ACQUIRE);
         uint64_t known = __atomic_load_n(&p->shown_dead, __ATOMIC_ACQUIRE);
         read = __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE) == a->nonce;
-        used = shown_used(shown, settled, known, AMOUNT(count_read(&a->usage->bound)), count_read(&a->usage->settled), dead);
+        used = shown_used(shown, settled, known, bound, count_read(&a->usage->settled), dead);
     }
     if (!read) /* there is no reading of this page */
-        used = (int64_t)(AMOUNT(count_read(&a->usage->bound)) - dead);
+        used = (int64_t)(bound - dead);
     if (used < 0)
         return 0;
     return (uint64_t)used < limit ? (uint64_t)used : limit;

@@ -13,7 +13,7 @@
  * Call a slot's share what bound has of it (there is no such number anywhere).
  * Every step of every process keeps
  *
- *     committed <= what the driver gave to the slot's owner <= share <= reserved
+ *     committed <= what the driver gave to the slot's owner <= share - idle <= reserved
  *
  * by its order, each step being one atomic addition:
  *
@@ -21,6 +21,16 @@
  *     it failed                bound -= n · reserved -= n
  *     free       committed -= n · [call the driver] · bound -= n · reserved -= n
  *     it failed  committed += n
+ *
+ * One word for all processes goes from processor to processor with each step. So far
+ * from the ceiling a process keeps some of what it gives back as idle, in its
+ * slot, and takes it from there the next time; bound stays as it is:
+ *
+ *     allocate   reserved += n · idle -= n (CAS) · [call the driver] · committed += n
+ *     free       committed -= n · [call the driver] · idle += n · reserved -= n
+ *
+ * Who finds no room takes what is idle in all slots, by idle := 0 (CAS): from then on it
+ * is no part of a share, but a remainder (below), and is taken off bound by a repair.
  *
  * Death after any of these steps leaves the inequality as it is, with the
  * middle term 0. The process that takes the slot's lock next is the only one that
@@ -32,19 +42,20 @@
  * remainder that is no slot's share: what the dead one had reserved and not
  * committed, or c itself where the reaper dies after its first step. So
  *
- *     repairs    b = bound · R = sum of reserved · if amount(b) > R: CAS bound from b to R
+ *     repairs    b = bound · R = sum of reserved + idle · if amount(b) > R: CAS bound from b to R
  *
- * Shares change only by a change of bound, and each such change makes a word
- * that was not there before (the version). If the CAS succeeds no share changed
- * since b was read, so every reserved was read at a time when it was at least
- * the share that its slot has now: R is at least the sum of the shares. In the
+ * Shares grow only by a change of bound, and each such change makes a word
+ * that was not there before (the version). If the CAS succeeds no share grew
+ * since b was read, so every slot was read at a time when it had reserved and idle at
+ * least the share that it has now: R is at least the sum of the shares. In the
  * same way bound is below the sum of committed only if a process has written to the
  * page by hand; it is raised to R then.
  *
  * Reserved and committed are sums of two words each (slot_add), which are read one
  * after the other. A sum of reserved would be too small if it lacked what one thread
  * has added, and had what another has taken off since. Bound changed between these two
- * steps, and so between the two reads, and the CAS fails.
+ * steps, and so between the two reads, and the CAS fails; or idle did, which is read
+ * before and after the two, and they are read again.
  *
  * The agent corrects: it holds bound against the driver's own figure, for the
  * living, and moves the ceiling by the difference. That stays right as long as
@@ -106,6 +117,7 @@ struct account {
     uint64_t nonce;
     uint64_t waited; /* 1 + page->done as it was when no reading came; 0: never */
     uint32_t careful; /* the ceiling was met not long ago; see account_reserve_quickly */
+    uint64_t keeps; /* so many bytes may be idle */
     uint32_t lock;    /* guards answers, for moments */
     /* Requests for which all was done that can be done, and there was no room. */
     struct answer {
@@ -207,10 +219,41 @@ static inline void account_peak(struct account *a, uint64_t amount)
             break;
 }
 
-static inline void account_cancel(struct account *a, uint64_t n)
+/* account_return takes n off bound at once. */
+static inline void account_return(struct account *a, uint64_t n)
 {
     bound_sub(a, n);
     reserved_sub(a, n);
+}
+
+/* IDLE_MOST lets a process allocate and free two of what pools ask for (see pool.h), or
+ * many that are smaller. */
+#define IDLE_MOST ((uint64_t)64 << 20)
+
+/* account_cancel keeps n idle where that is little. */
+static inline void account_cancel(struct account *a, uint64_t n)
+{
+    if (AMOUNT(__atomic_load_n(&a->slot->idle, __ATOMIC_RELAXED)) + n > __atomic_load_n(&a->keeps, __ATOMIC_RELAXED)) {
+        account_return(a, n);
+        return;
+    }
+    count_add(&a->slot->idle, STEP + n / UNIT);
+    reserved_sub(a, n);
+}
+
+/* reserve_idle reserves n of what is idle; false: that is less. */
+static inline bool reserve_idle(struct account *a, uint64_t n)
+{
+    uint64_t was = __atomic_load_n(&a->slot->idle, __ATOMIC_RELAXED);
+    if (AMOUNT(was) < n)
+        return false;
+    reserved_add(a, n);
+    do {
+        if (__atomic_compare_exchange_n(&a->slot->idle, &was, was + STEP - n / UNIT, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+            return true;
+    } while (AMOUNT(was) >= n);
+    reserved_sub(a, n);
+    return false;
 }
 
 /* account_guessed is to be called where something was charged that the driver may
@@ -220,6 +263,7 @@ static inline void account_guessed(struct account *a) { count_add(&a->usage->gue
 
 COLD bool account_reserve_slowly(struct account *a, uint64_t n);
 COLD bool account_reserve_carefully(struct account *a, uint64_t n);
+COLD bool account_reserve_of_idle(struct account *a, uint64_t n);
 
 /* account_reserve_quickly adds first and looks then, which is cheapest, and for a
  * moment others see what may not fit. Near the ceiling it would stand in the way
@@ -230,14 +274,21 @@ static inline bool account_reserve_quickly(struct account *a, uint64_t n)
         return account_reserve_carefully(a, n);
     if (n >= MOST || n > __atomic_load_n(&a->page->limit, __ATOMIC_RELAXED))
         return false;
-    reserved_add(a, n);
-    uint64_t amount = AMOUNT(bound_add(a, n));
+    bool idle = reserve_idle(a, n);
+    if (!idle)
+        reserved_add(a, n);
+    uint64_t amount = AMOUNT(idle ? count_read(&a->usage->bound) : bound_add(a, n));
     /* The ceiling of now: what was lost meanwhile has left bound and lowered it. */
-    if (amount > account_ceiling(a)) {
-        account_cancel(a, n);
-        return false;
+    uint64_t ceiling = account_ceiling(a);
+    if (__builtin_expect(amount > ceiling, 0)) {
+        account_return(a, n);
+        return account_reserve_of_idle(a, n);
     }
-    account_peak(a, amount);
+    if (!idle)
+        account_peak(a, amount);
+    uint64_t keeps = amount <= ceiling - ceiling / 8 ? IDLE_MOST : 0;
+    if (__builtin_expect(keeps != __atomic_load_n(&a->keeps, __ATOMIC_RELAXED), 0))
+        __atomic_store_n(&a->keeps, keeps, __ATOMIC_RELAXED);
     return true;
 }
 
@@ -263,7 +314,7 @@ static inline void account_lost(struct account *a, uint64_t n)
 {
     committed_sub(a, n);
     count_add(&a->usage->settled, n);
-    account_cancel(a, n);
+    account_return(a, n);
 }
 
 /* account_exported leaves n charged that was exported and let go of, until the
@@ -281,6 +332,9 @@ static inline void account_uncommit(struct account *a, uint64_t n) { committed_s
  * container is within its limit with that, by a reading of now, or by the hint where
  * no reading tells. */
 bool account_within(struct account *a, uint64_t n);
+
+/* account_moves is another number after each change of bound, or of what is idle. */
+uint64_t account_moves(const struct account *a);
 
 /* account_rests says whether nothing is under way in any process, and what the driver has
  * given to them, at least; reaps: after it has looked for dead ones. */

@@ -24,12 +24,12 @@ static bool beside(struct account *a, uint64_t *bytes)
 {
     size_t left, total;
     for (int i = 0; i < LOOKS; i++) {
-        uint64_t given, bound = count_read(&a->usage->bound);
+        uint64_t given, moves = account_moves(a);
         if (CALL(cuMemGetInfo_v2, &left, &total) != CUDA_SUCCESS)
             return false;
         bool rests = account_rests(a, i == LOOKS / 2, &given);
         *bytes = left + given;
-        if (rests && count_read(&a->usage->bound) == bound)
+        if (rests && account_moves(a) == moves)
             break;
         nap_us((uint64_t)20 << (i < LONGEST_NAP ? i : LONGEST_NAP));
     }

@@ -47,14 +47,16 @@ static void find(void)
     __atomic_store_n(&real.ready, 1, __ATOMIC_RELEASE);
 }
 
-/* left_dead returns what slots without a living owner have in bound. */
-static uint64_t left_dead(int fd, uint64_t high)
+/* left_dead returns what slots without a living owner have in bound, and what is idle
+ * in all. */
+static uint64_t left_dead(int fd, uint64_t high, uint64_t *idle)
 {
     struct slot slots[16];
     uint64_t sum = 0;
     for (uint64_t i = 0; i < high; i += 16) {
         if (SYS4(SYS_pread64, fd, slots, sizeof slots, PAGE + i * sizeof *slots) != sizeof slots)
             break;
+        *idle += idle_in(slots, high - i < 16 ? high - i : 16);
         for (uint64_t k = 0; k < 16 && i + k < high; k++) {
             uint64_t c = slot_committed(&slots[k]);
             if (c && c < MOST && slot_free(fd, i + k))
@@ -105,11 +107,12 @@ static bool look(nvmlDevice_t device, struct view *v)
         v->used = v->limit; /* nobody can allocate, or it is not counted */
         return !is_open();
     }
-    uint64_t dead = left_dead(fd, head.high);
+    uint64_t idle = 0, dead = left_dead(fd, head.high, &idle), bound = AMOUNT(head.bound);
     sys_close(fd);
-    int64_t used = (int64_t)(AMOUNT(head.bound) - dead);
+    bound -= idle < bound ? idle : bound;
+    int64_t used = (int64_t)(bound - dead);
     if (page.nonce == head.nonce)
-        used = shown_used(page.shown, page.shown_settled, page.shown_dead, AMOUNT(head.bound), head.settled, dead);
+        used = shown_used(page.shown, page.shown_settled, page.shown_dead, bound, head.settled, dead);
     v->used = used < 0 ? 0 : (uint64_t)used < v->limit ? (uint64_t)used : v->limit;
     return true;
 }

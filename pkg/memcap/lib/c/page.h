@@ -21,7 +21,7 @@
 #define CAP_OPEN_MARK CAP_ROOT "/open"
 
 #define LIMIT_MAGIC "GPUCAP02"
-#define USAGE_MAGIC "GPUUSE03"
+#define USAGE_MAGIC "GPUUSE04"
 
 #define NO_LIMIT (~(uint64_t)0)
 /* MOST is more than any GPU has: 2^48 bytes. A greater figure is nonsense. */
@@ -78,9 +78,11 @@ struct limit_page {
  * Reserved and committed are sums of two words each. One is changed by one thread
  * alone, the first of the process, which needs no locked instruction for that; the
  * other, in a cache line of its own, by all others. What one thread has added the
- * other may take, so a word by itself may be below zero; see slot_add. */
+ * other may take, so a word by itself may be below zero; see slot_add.
+ *
+ * Idle is a word like bound: a version, which each change adds one to, and units. */
 struct slot {
-    uint64_t reserved;  /* at least what bound has of this slot */
+    uint64_t reserved;  /* with what is idle, at least what bound has of this slot */
     uint64_t committed; /* at most that, and at most what the driver gave */
     uint64_t managed;   /* of it, memory that the driver's figures lack */
     uint64_t expected;  /* of it, what contexts were charged with */
@@ -91,7 +93,8 @@ struct slot {
     uint64_t others_reserved;
     uint64_t others_committed;
     uint64_t promised; /* of it, what the driver takes later than it was asked to, or has by now */
-    uint64_t gap[5];
+    uint64_t idle;     /* what bound has of this slot besides, for whoever takes it first */
+    uint64_t gap[4];
 };
 
 struct usage_page {
@@ -140,8 +143,17 @@ static inline uint64_t slot_sum(const uint64_t *first, const uint64_t *others)
 static inline uint64_t slot_reserved(const struct slot *s) { return slot_sum(&s->reserved, &s->others_reserved); }
 static inline uint64_t slot_committed(const struct slot *s) { return slot_sum(&s->committed, &s->others_committed); }
 
+/* idle_in is what is idle in n slots, in bytes. */
+static inline uint64_t idle_in(const struct slot *s, uint64_t n)
+{
+    uint64_t sum = 0;
+    for (uint64_t i = 0; i < n; i++)
+        sum += AMOUNT(__atomic_load_n(&s[i].idle, __ATOMIC_SEQ_CST));
+    return sum;
+}
+
 /* shown_used is what views say is used, in bytes, by a reading of the same nonce:
- * who has died since was in its figure; who was dead was not, and is in what was
+ * bound without what is idle; who has died since was in its figure; who was dead was not, and is in what was
  * bound, until it is taken off there. */
 static inline int64_t shown_used(int64_t shown, uint64_t shown_settled, uint64_t shown_dead, uint64_t bound, uint64_t settled, uint64_t dead)
 {
@@ -182,6 +194,7 @@ AT(usage_page, attempt, 192);
 AT(usage_page, slots, PAGE);
 AT(slot, others_reserved, 64);
 AT(slot, promised, 80);
+AT(slot, idle, 88);
 _Static_assert(sizeof(struct slot) == 128, "slot");
 _Static_assert(sizeof(struct usage_page) + SLOTS * sizeof(struct slot) == USAGE_SIZE, "usage page");
 #undef AT

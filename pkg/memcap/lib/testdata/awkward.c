@@ -42,15 +42,18 @@ static const struct door doors[] = {
 };
 #define COUNT (sizeof doors / sizeof *doors)
 
+/* bound is what is counted for this process, which has the first slot. */
 static uint64_t bound(const char *path)
 {
-    uint64_t word = 0;
+    static union {
+        struct usage_page head;
+        char bytes[PAGE + sizeof(struct slot)];
+    } page;
     FILE *f = fopen(path, "r");
-    if (!f || fseek(f, offsetof(struct usage_page, bound), SEEK_SET) || fread(&word, sizeof word, 1, f) != 1)
-        word = ~(uint64_t)0;
+    bool read = f && fread(&page, sizeof page, 1, f) == 1;
     if (f)
         fclose(f);
-    return AMOUNT(word);
+    return read ? AMOUNT(page.head.bound) - AMOUNT(page.head.slots[0].idle) : ~(uint64_t)0;
 }
 
 int main(int argc, char **argv)

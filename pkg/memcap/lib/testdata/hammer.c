@@ -4,12 +4,12 @@
  * against a driver that is one number for each process, and die at any moment.
  *
  *     hammer storm LIMIT_PAGE USAGE_PAGE PROCESSES THREADS KILLS SEED
- *     hammer step LIMIT_PAGE USAGE_PAGE life|others|reap|mixed|export STRIDE
+ *     hammer step LIMIT_PAGE USAGE_PAGE life|others|idle|reclaim|reap|mixed|export STRIDE
  *     hammer layout
  *
  * storm kills at random times; step kills a process after each single
  * instruction (or each STRIDEth) of an allocation and its end, on the first thread or
- * on another, of a reaping, or of letting go of exported memory. The dead one that is
+ * on another, with room that is idle, of taking what another has idle, of a reaping, or of letting go of exported memory. The dead one that is
  * reaped has freed on one thread what another had taken. Both look on that bound is never below what the driver gave, and that
  * in the end it is just what the living have. */
 #include <errno.h>
@@ -209,7 +209,15 @@ static void stepped(const char *what, struct cell *c)
     raise(SIGSTOP);
     if (!strcmp(what, "others"))
         a.first = NULL;
-    if (!strcmp(what, "life") || !strcmp(what, "others")) {
+    if (!strcmp(what, "idle")) { /* there is room for all of that */
+        take(&a, c, 2 * MIB);
+        take(&a, c, 1 * MIB);
+        give(&a, c, 1 * MIB);
+        give(&a, c, 2 * MIB);
+        take(&a, c, 3 * MIB);
+        a.first = NULL;
+        give(&a, c, 3 * MIB);
+    } else if (!strcmp(what, "life") || !strcmp(what, "others")) {
         take(&a, c, 6 * MIB);
         account_reserve(&a, 2 * MIB);
         account_cancel(&a, 2 * MIB);
@@ -223,6 +231,10 @@ static void stepped(const char *what, struct cell *c)
         driver_give(c, 6 * MIB);
         account_exported(&a, 6 * MIB);
         account_exported(&a, 2 * MIB);
+    } else if (!strcmp(what, "reclaim")) { /* more than fits beside what another has idle */
+        must(account_reserve_quickly(&a, 6 * MIB), "what is idle is not to be had");
+        driver_take(c, 6 * MIB);
+        account_commit(&a, 6 * MIB);
     } else { /* more than fits, while a dead one has half of it */
         if (account_reserve_slowly(&a, 6 * MIB))
             account_cancel(&a, 6 * MIB);
@@ -270,6 +282,9 @@ static int step(const char *what, int stride)
     struct cell *c = &cells[0], *other = &cells[1], *mine = &cells[2];
     must(account_find(&watcher, limit_path) == 0 && account_open(&watcher, usage_path) == 0, "open");
     must(take(&watcher, mine, 8 * MIB), "take");
+    struct account lender = {0};
+    bool lends = !strcmp(what, "reclaim");
+    must(!lends || (account_find(&lender, limit_path) == 0 && account_open(&lender, usage_path) == 0), "open");
     int steps = 0;
     for (int over = 0; !over; steps += stride) {
         int status;
@@ -277,6 +292,12 @@ static int step(const char *what, int stride)
             dead(other, !strcmp(what, "mixed"), steps);
         if (!strcmp(what, "export"))
             shows(6 * MIB);
+        if (lends) {
+            must(account_reserve(&lender, 6 * MIB), "reserve");
+            lender.keeps = IDLE_MOST;
+            account_cancel(&lender, 6 * MIB);
+            must(AMOUNT(lender.slot->idle) == 6 * MIB, "nothing is idle");
+        }
         c->given = 0;
         pid_t pid = fork();
         if (pid == 0)
@@ -317,7 +338,7 @@ static int layout(void)
     SAY(usage_page, nonce), SAY(usage_page, bound), SAY(usage_page, asks), SAY(usage_page, refusals), SAY(usage_page, peak);
     SAY(usage_page, high), SAY(usage_page, settled), SAY(usage_page, undone), SAY(usage_page, uncounted), SAY(usage_page, guesses), SAY(usage_page, attempt), SAY(usage_page, slots);
     SAY(slot, reserved), SAY(slot, committed), SAY(slot, managed), SAY(slot, expected), SAY(slot, contexts), SAY(slot, pid), SAY(slot, pids), SAY(slot, others_reserved), SAY(slot, others_committed),
-        SAY(slot, promised), SAY(slot, exported);
+        SAY(slot, promised), SAY(slot, exported), SAY(slot, idle);
     printf("size.limit_page %d\nsize.usage_page %d\nsize.slot %zu\n", PAGE, USAGE_SIZE, sizeof(struct slot));
     printf("slots %d\nunit %llu\namount_bits %d\nmost %llu\n", SLOTS, (unsigned long long)UNIT, AMOUNT_BITS, (unsigned long long)MOST);
     printf("magic %s %s\n", LIMIT_MAGIC, USAGE_MAGIC);
