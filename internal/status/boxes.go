@@ -15,14 +15,14 @@ type box struct {
 	title, cpus string
 	switches    []pciSwitch
 	apart       []int // network cards that are near no GPU, by index in the matrix
-	from, to    int   // along
+	from, to    int   // from top to bottom
 }
 
 // pciSwitch is a set of GPUs and network cards that reach each other without going
 // through the processor.
 type pciSwitch struct {
 	gpus, nics []int // by index in the matrix
-	from, to   int   // along
+	from, to   int   // from top to bottom
 }
 
 // shared reports whether there is anything to connect.

@@ -13,42 +13,37 @@ import (
 	"example.com/gpu-agent/pkg/topology"
 )
 
-// Sizes in a drawing, in pixels at full size. "Along" is the direction in which the
-// GPUs follow each other: left to right, or top to bottom in an upright drawing.
-// "Across" is the other one, from the processors to the links.
+// Sizes in the drawing, in pixels at full size.
 const (
 	edge     = 1  // so that outer lines are not cut off
 	boxPad   = 10 // between a NUMA node's frame and what is in it
 	boxGap   = 12 // between NUMA nodes
 	boxTitle = 40 // two lines
-	railSize = 12 // a PCIe switch
-	chipSize = 22 // a network card
+	railSize = 12 // width of a PCIe switch
 
-	emptyBox = 2 // a NUMA node without GPUs is as wide as two of them, for its title
+	chipHigh, chipWide   = 22, 66 // a network card that shares a switch with GPUs
+	apartHigh, apartWide = 28, 69 // one that does not, with the gap after it
+	tileHigh, tileWide   = 38, 136
+	tilePitch            = 46 // from one GPU to the next
 )
 
-// drawing is the picture of a node: its NUMA nodes, the GPUs and network cards on each
-// with the PCIe switches that they share, and the NVLinks. The page has two drawings,
-// and the style sheet shows one of them: GPUs side by side in a wide window, one below
-// the other in a narrow one.
+// drawing is the picture of a node: its NUMA nodes, one below the other, the GPUs and
+// network cards on each with the PCIe switches that they share, and the NVLinks. From
+// left to right are network cards, switches, GPUs and NVLinks. It is narrow enough for
+// a telephone.
 type drawing struct {
-	Class         string
 	Width, Height int
 	Words         string // the same, for screen readers
 	Groups        []group
 
-	m       *topology.Matrix
-	cards   map[string]*card // by UUID
-	upright bool
-	boxes   []box
-	middle  map[int]int // GPU, by index in the matrix → its middle, along
-	arcs    []arc
-	// tile is the size of a GPU along, and pitch the distance from one to the next.
-	tile, pitch int
-	// Positions across: network cards, switches, GPUs, the end of the NUMA nodes'
-	// boxes; tileDepth and linked are sizes, of a GPU and of the links.
-	chips, rails, tiles, tileDepth, bottom, linked int
-	long                                           int // size along
+	m      *topology.Matrix
+	cards  map[string]*card // by UUID
+	boxes  []box
+	middle map[int]int // y of a GPU's middle, by index in the matrix
+	arcs   []arc
+	// x of switches, GPUs, and the right edge of the NUMA nodes' boxes.
+	rails, tiles, right int
+	linked              int // width of the arcs
 }
 
 // group is a part of a drawing. It is painted in the order of the fields; with an
@@ -74,9 +69,8 @@ type label struct {
 	Turned      bool // written from top to bottom
 }
 
-// Key explains what has no label in the drawings.
-func (p *sheet) Key() string {
-	d := p.Drawings[0]
+// Key explains what has no label in the drawing.
+func (d *drawing) Key() string {
 	var out []string
 	if len(d.arcs) > 0 || len(d.m.Switched) > 0 {
 		out = append(out, "Green lines are NVLinks.")
@@ -86,10 +80,6 @@ func (p *sheet) Key() string {
 	}
 	return strings.Join(out, " ")
 }
-
-// slim is the greatest width of a drawing, in pixels, that fits into a window of 820
-// pixels. The style sheet relies on it.
-const slim = 780
 
 // Links says in words how GPUs and network cards are connected.
 func (p *sheet) Links() []note {
@@ -160,21 +150,25 @@ func lanes(cell string) int {
 	return n
 }
 
-func newDrawing(m *topology.Matrix, cards map[string]*card, upright bool) *drawing {
-	d := &drawing{Class: "side", m: m, cards: cards, upright: upright, middle: map[int]int{}, boxes: boxes(m)}
-	if upright {
-		d.Class = "stack"
-	}
+func newDrawing(m *topology.Matrix, cards map[string]*card) *drawing {
+	d := &drawing{m: m, cards: cards, middle: map[int]int{}, boxes: boxes(m)}
 	d.measure()
 	d.spread()
 	d.findArcs()
-	d.Width, d.Height = d.place(d.long, d.bottom+d.linkRoom())
+	d.linked = edge
+	for _, a := range d.arcs {
+		d.linked = max(d.linked, d.reach(a)+8)
+	}
+	d.Width = d.right + d.linked
+	if len(m.Switched) > 0 {
+		d.Width += 16 + 26
+	}
 	d.Words = d.inWords()
 	for _, b := range d.boxes {
 		d.box(b)
 	}
 	d.links()
-	// Links come last and in order, which is the order of the Tab key.
+	// Links to cards come last and in order, which is the order of the Tab key.
 	for _, b := range d.boxes {
 		for _, s := range b.switches {
 			for _, g := range s.gpus {
@@ -185,100 +179,58 @@ func newDrawing(m *topology.Matrix, cards map[string]*card, upright bool) *drawi
 	return d
 }
 
-// measure sets all positions across, and the size of a GPU.
+// measure sets all positions from left to right.
 func (d *drawing) measure() {
-	switch n := len(d.m.GPUs); {
-	case d.upright:
-		d.tile, d.pitch, d.tileDepth = 38, 46, 136
-	case n <= 4:
-		d.tile, d.pitch, d.tileDepth = 112, 122, 62
-	case n <= 8:
-		d.tile, d.pitch, d.tileDepth = 80, 88, 62
-	default:
-		d.tile, d.pitch, d.tileDepth = 64, 69, 62
-	}
-	nics, switches, rows := false, false, 0
+	nics, switches := false, false
 	for _, b := range d.boxes {
-		rows = max(rows, d.rowsOf(b))
 		for _, s := range b.switches {
 			nics = nics || len(s.nics) > 0
 			switches = switches || s.shared()
 		}
 	}
-	d.chips = edge + boxPad
-	if !d.upright {
-		d.chips += boxTitle + rows*(chipSize+6)
-	}
-	d.rails = d.chips
-	switch {
-	case nics && d.upright:
-		d.rails += 74
-	case nics:
-		d.rails += chipSize + 8
+	d.rails = edge + boxPad
+	if nics {
+		d.rails += chipWide + 8
 	}
 	d.tiles = d.rails
 	if switches {
 		d.tiles += railSize + 8
 	}
-	d.bottom = d.tiles + d.tileDepth + boxPad
+	d.right = d.tiles + tileWide + boxPad
 }
 
-// spread sets all positions along.
+// spread sets all positions from top to bottom.
 func (d *drawing) spread() {
 	at := edge
 	for i := range d.boxes {
 		b := &d.boxes[i]
 		b.from = at
-		at += boxPad
-		if d.upright {
-			at += boxTitle + d.rowsOf(*b)*(chipSize+6)
-		}
+		rows := (len(b.apart) + d.perRow() - 1) / d.perRow()
+		at += boxPad + boxTitle + rows*apartHigh
 		for j := range b.switches {
 			s := &b.switches[j]
 			s.from = at
 			for k, g := range s.gpus {
-				d.middle[g] = at + k*d.pitch + d.tile/2
+				d.middle[g] = at + k*tilePitch + tileHigh/2
 			}
-			at += max(len(s.gpus), len(s.nics)) * d.pitch
-			s.to = at - (d.pitch - d.tile)
+			at += max(len(s.gpus), len(s.nics)) * tilePitch
+			s.to = at - (tilePitch - tileHigh)
+			b.to = s.to
 		}
-		if len(b.switches) == 0 && !d.upright {
-			at += emptyBox*d.pitch - (d.pitch - d.tile)
-		} else if len(b.switches) > 0 {
-			at -= d.pitch - d.tile
+		if len(b.switches) == 0 {
+			b.to = at
 		}
-		at += boxPad
-		b.to = at
-		at += boxGap
+		b.to += boxPad
+		at = b.to + boxGap
 	}
-	d.long = at - boxGap + edge
+	d.Height = at - boxGap + edge
 }
 
-// perRow is how many of a box's network cards that are near no GPU fit into one row.
-func (d *drawing) perRow(b box) int {
-	if d.upright {
-		return max((d.bottom-2*boxPad)/d.chip(), 1)
-	}
-	columns := 0
-	for _, s := range b.switches {
-		columns += max(len(s.gpus), len(s.nics))
-	}
-	if columns == 0 {
-		columns = emptyBox
-	}
-	return max(columns*d.pitch/d.chip(), 1)
-}
+// perRow is how many network cards that are near no GPU fit into one row.
+func (d *drawing) perRow() int { return max((d.right-2*boxPad)/apartWide, 1) }
 
-func (d *drawing) rowsOf(b box) int {
-	n := d.perRow(b)
-	return (len(b.apart) + n - 1) / n
-}
-
-// chip is the width of a network card that is near no GPU, with the gap after it.
-func (d *drawing) chip() int { return max(d.pitch, 69) }
-
-// arc is a direct NVLink from a to b (indexes in the matrix), and the positions of its
-// ends, along.
+// arc is a direct NVLink from a to b (indexes in the matrix), and where it ends on each,
+// from top to bottom.
 type arc struct{ a, b, lanes, from, to int }
 
 // findArcs finds the NVLinks that do not go through a switch. Those of one GPU end
@@ -295,7 +247,7 @@ func (d *drawing) findArcs() {
 	}
 	end := func(i, other int) int {
 		n := len(ends[i])
-		gap := min(10, (d.tile-8)/max(n-1, 1))
+		gap := min(10, (tileHigh-8)/max(n-1, 1))
 		// On each side the link to the nearest GPU ends outermost, so that no two
 		// of them cross here.
 		list := ends[i]
@@ -322,44 +274,10 @@ func (d *drawing) findArcs() {
 
 func (d *drawing) switched(i int) bool { return slices.Contains(d.m.Switched, d.m.GPUs[i].Index) }
 
-// depth is how far an arc reaches across.
-func (d *drawing) depth(a arc) int {
-	most := map[bool]int{true: 64, false: 104}[d.upright]
-	steps := max(a.from, a.to) - min(a.from, a.to)
-	return 14 + (most-14)*steps/max(d.long, 1)
-}
-
-// linkRoom is the size of all links, across.
-func (d *drawing) linkRoom() int {
-	room := edge
-	for _, a := range d.arcs {
-		room = max(room, d.depth(a)+8)
-	}
-	d.linked = room
-	if len(d.m.Switched) > 0 {
-		room += 16 + 26
-	}
-	return room
-}
-
-// place turns along and across into x and y.
-func (d *drawing) place(along, across int) (x, y int) {
-	if d.upright {
-		return across, along
-	}
-	return along, across
-}
-
-func (d *drawing) rect(class string, along, across, long, deep int) rect {
-	x, y := d.place(along, across)
-	w, h := d.place(long, deep)
-	return rect{class, x, y, w, h}
-}
-
-func (d *drawing) line(class string, along, across, along2, across2 int) path {
-	x, y := d.place(along, across)
-	x2, y2 := d.place(along2, across2)
-	return path{Class: class, D: fmt.Sprintf("M%d %dL%d %d", x, y, x2, y2)}
+// reach is how far an arc goes to the right.
+func (d *drawing) reach(a arc) int {
+	const least, most = 14, 64
+	return least + (most-least)*(max(a.from, a.to)-min(a.from, a.to))/max(d.Height, 1)
 }
 
 // inWords describes the drawing for screen readers.
@@ -402,39 +320,35 @@ func clip(s string, room int) string {
 }
 
 func (d *drawing) box(b box) {
-	frame := d.rect("box", b.from, edge, b.to-b.from, d.bottom-edge)
+	frame := rect{"box", edge, b.from, d.right - edge, b.to - b.from}
 	g := group{Rects: []rect{frame}}
-	room, _ := d.place(b.to-b.from, d.bottom)
-	room -= 2 * boxPad
-	g.Labels = append(g.Labels, label{Class: "strong", X: frame.X + boxPad, Y: frame.Y + 20, Text: clip(b.title, room)})
+	x, room := frame.X+boxPad, d.right-2*boxPad
+	g.Labels = append(g.Labels, label{Class: "strong", X: x, Y: b.from + 20, Text: clip(b.title, room)})
 	if b.cpus != "" {
-		g.Labels = append(g.Labels, label{Class: "muted", X: frame.X + boxPad, Y: frame.Y + 37, Text: clip(b.cpus, room), Title: b.cpus})
+		g.Labels = append(g.Labels, label{Class: "muted", X: x, Y: b.from + 37, Text: clip(b.cpus, room), Title: b.cpus})
 	}
 	var nics []group
-	n := d.perRow(b)
 	for i, nic := range b.apart {
-		nics = append(nics, d.nic(nic, frame.X+boxPad+i%n*d.chip(), frame.Y+boxTitle+boxPad+i/n*(chipSize+6), d.chip()-(d.pitch-d.tile)))
+		nics = append(nics, d.nic(nic, x+i%d.perRow()*apartWide, b.from+boxTitle+boxPad+i/d.perRow()*apartHigh, apartWide-8))
 	}
 	for _, s := range b.switches {
 		if s.shared() {
-			g.Rects = append(g.Rects, d.rect("rail", s.from, d.rails, s.to-s.from, railSize))
+			g.Rects = append(g.Rects, rect{"rail", d.rails, s.from, railSize, s.to - s.from})
 			for _, i := range s.gpus {
-				g.Paths = append(g.Paths, d.line("wire", d.middle[i], d.rails+railSize, d.middle[i], d.tiles))
+				g.Paths = append(g.Paths, wire(d.rails+railSize, d.tiles, d.middle[i]))
 			}
 		}
 		for k, nic := range s.nics {
-			middle := s.from + k*d.pitch + d.tile/2
-			if d.upright {
-				g.Paths = append(g.Paths, d.line("wire", middle, d.chips+66, middle, d.rails))
-				nics = append(nics, d.nic(nic, d.chips, middle-chipSize/2, 66))
-			} else {
-				g.Paths = append(g.Paths, d.line("wire", middle, d.chips+chipSize, middle, d.rails))
-				nics = append(nics, d.nic(nic, s.from+k*d.pitch, d.chips, d.tile))
-			}
+			middle := s.from + k*tilePitch + tileHigh/2
+			g.Paths = append(g.Paths, wire(x+chipWide, d.rails, middle))
+			nics = append(nics, d.nic(nic, x, middle-chipHigh/2, chipWide))
 		}
 	}
 	d.Groups = append(append(d.Groups, g), nics...)
 }
+
+// wire is a line between two positions at one height.
+func wire(from, to, y int) path { return path{Class: "wire", D: fmt.Sprintf("M%d %dH%d", from, y, to)} }
 
 // nic draws a network card at x, y.
 func (d *drawing) nic(i, x, y, width int) group {
@@ -443,7 +357,7 @@ func (d *drawing) nic(i, x, y, width int) group {
 	if !n.Active {
 		class += " down"
 	}
-	return group{Class: class, Title: n.Name + ": " + kindName(n), Rects: []rect{{"", x, y, width, chipSize}},
+	return group{Class: class, Title: n.Name + ": " + kindName(n), Rects: []rect{{"", x, y, width, chipHigh}},
 		Labels: []label{{Class: "middle", X: x + width/2, Y: y + 15, Text: clip(n.Name, width-4)}}}
 }
 
@@ -453,14 +367,10 @@ func nvlink(lanes int) string { return "nvlink w" + strconv.Itoa(min(1+lanes/2, 
 // links draws the NVLinks between GPUs, and the NVSwitch.
 func (d *drawing) links() {
 	var g group
-	end := d.tiles + d.tileDepth
+	end := d.tiles + tileWide
 	for _, a := range d.arcs {
-		deep := end + boxPad + d.depth(a)*4/3
-		x, y := d.place(a.from, end)
-		x1, y1 := d.place(a.from, deep)
-		x2, y2 := d.place(a.to, deep)
-		x3, y3 := d.place(a.to, end)
-		g.Paths = append(g.Paths, path{nvlink(a.lanes), fmt.Sprintf("M%d %dC%d %d %d %d %d %d", x, y, x1, y1, x2, y2, x3, y3),
+		far := end + boxPad + d.reach(a)*4/3
+		g.Paths = append(g.Paths, path{nvlink(a.lanes), fmt.Sprintf("M%d %dC%d %d %d %d %d %d", end, a.from, far, a.from, far, a.to, end, a.to),
 			fmt.Sprintf("GPU %d to GPU %d: %s", d.m.GPUs[a.a].Index, d.m.GPUs[a.b].Index, laneWord(a.lanes))})
 	}
 	var middles []int
@@ -477,34 +387,28 @@ func (d *drawing) links() {
 		most = max(most, own[i])
 		middles = append(middles, d.middle[i])
 	}
-	across := d.bottom + d.linked + 16 // where the switch is
+	at := d.right + d.linked + 16 // x of the switch
 	for i := range d.m.GPUs {
 		if d.switched(i) {
 			class := nvlink(own[i])
 			if own[i] < most {
 				class += " weak"
 			}
-			g.Paths = append(g.Paths, d.line(class, d.middle[i], end, d.middle[i], across))
+			g.Paths = append(g.Paths, path{Class: class, D: fmt.Sprintf("M%d %dH%d", end, d.middle[i], at)})
 		}
 	}
 	d.Groups = append(d.Groups, g)
 	if len(middles) == 0 {
 		return
 	}
-	first := slices.Min(middles) - d.tile/2
-	long := max(slices.Max(middles)+d.tile/2-first, 80)
+	first := slices.Min(middles) - tileHigh/2
+	high := max(slices.Max(middles)+tileHigh/2-first, 80)
 	text := "NVSwitch"
-	if most > 0 && long > 240 {
+	if most > 0 && high > 240 {
 		text += ", " + laneWord(most) + " to each GPU"
 	}
-	x, y := d.place(first+long/2, across+12)
-	if d.upright {
-		x -= 4
-	} else {
-		y += 4
-	}
-	d.Groups = append(d.Groups, group{Rects: []rect{d.rect("nvswitch", first, across-edge, long, 26-edge)},
-		Labels: []label{{Class: "strong middle", X: x, Y: y, Text: text, Turned: d.upright}}})
+	d.Groups = append(d.Groups, group{Rects: []rect{{"nvswitch", at - edge, first, 26 - edge, high}},
+		Labels: []label{{Class: "strong middle", X: at + 8, Y: first + high/2, Text: text, Turned: true}}})
 }
 
 func laneWord(n int) string {
@@ -523,15 +427,12 @@ func (d *drawing) gpu(i int) {
 		g, out.Href = c.GPU, "#gpu-"+strconv.Itoa(c.At)
 	}
 	tone, state := tileState(g)
-	tile := d.rect(strings.TrimSpace("tile "+tone), d.middle[i]-d.tile/2, d.tiles, d.tile, d.tileDepth)
+	tile := rect{strings.TrimSpace("tile " + tone), d.tiles, d.middle[i] - tileHigh/2, tileWide, tileHigh}
 	out.Title = fmt.Sprintf("GPU %d: %s, %s", g.Index, modeName(g), cmp.Or(g.Health, "nothing known"))
-	word := label{Class: cmp.Or(tone, "muted"), X: tile.X + 6, Y: tile.Y + 36, Text: clip(state, tile.W-8)}
-	name := label{Class: "strong", X: tile.X + 6, Y: tile.Y + 18, Text: "GPU " + strconv.Itoa(g.Index)}
-	if d.upright {
-		name.X, name.Y = tile.X+8, tile.Y+17
-		word = label{Class: word.Class + " end", X: tile.X + tile.W - 8, Y: name.Y, Text: clip(state, tile.W-66)}
+	out.Labels = []label{
+		{Class: "strong", X: tile.X + 8, Y: tile.Y + 17, Text: "GPU " + strconv.Itoa(g.Index)},
+		{Class: cmp.Or(tone, "muted") + " end", X: tile.X + tile.W - 8, Y: tile.Y + 17, Text: clip(state, tile.W-66)},
 	}
-	out.Labels = []label{name, word}
 	bar := rect{"free", tile.X + 6, tile.Y + tile.H - 14, tile.W - 12, 7}
 	out.Rects = []rect{tile, bar}
 	if g.MIG != nil && g.MIG.Enabled {

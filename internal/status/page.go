@@ -87,15 +87,13 @@ func sanitize(s string) string {
 // sheet is what the template prints: a Status, and what is computed from it.
 type sheet struct {
 	Status
-	Now    time.Time
-	Cards  []*card
-	Notes  []note // the worst first
-	Offers []*nodeOffer
-	HasMIG bool // Offers has MIG devices
-	Matrix []matrixRow
-
-	Drawings []*drawing
-	Broad    bool // the first drawing does not fit into a window of 820 pixels
+	Now     time.Time
+	Cards   []*card
+	Notes   []note // the worst first
+	Offers  []*nodeOffer
+	HasMIG  bool // Offers has MIG devices
+	Matrix  []matrixRow
+	Drawing *drawing // nil while it is not known how the GPUs are connected
 }
 
 // card is a GPU's part of the page.
@@ -129,10 +127,7 @@ func newSheet(s Status, now time.Time) *sheet {
 	p.Notes = p.allNotes(cards)
 	p.Offers = p.offers()
 	if m := s.Topology; m != nil && len(m.GPUs) > 0 {
-		p.Matrix = matrix(m)
-		side := newDrawing(m, cards, false)
-		p.Drawings = []*drawing{side, newDrawing(m, cards, true)}
-		p.Broad = side.Width > slim
+		p.Matrix, p.Drawing = matrix(m), newDrawing(m, cards)
 	}
 	return p
 }
