@@ -61,14 +61,5 @@ func split(id string) (uuid string, n int, ok bool) {
 
 func validUUID(s string) bool {
 	rest, ok := strings.CutPrefix(s, prefix)
-	if !ok || rest == "" {
-		return false
-	}
-	for i := range len(rest) {
-		c := rest[i]
-		if c != '-' && c-'0' > 9 && c-'a' > 'z'-'a' && c-'A' > 'Z'-'A' {
-			return false
-		}
-	}
-	return true
+	return ok && rest != "" && strings.Trim(rest, "-0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ") == ""
 }

@@ -10,17 +10,15 @@ import (
 )
 
 // tally is what is free, by GPU. The kubelet asks with thousands of IDs in map
-// order while a pod waits, so it is made in one pass, without an allocation or
-// a hash for an ID, and nothing is sorted.
+// order while a pod waits, so it is made in one pass, without an allocation
+// for an ID, and nothing is sorted.
 type tally struct {
 	available, must []string
 	// pieces is available, then must, parsed.
 	pieces []piece
 	// gpus is in order of first appearance, which no answer may depend on.
 	gpus []onGPU
-	// slots remembers, by a hash of a UUID's tail, which GPU was found last,
-	// plus one. It may be wrong, and is then only slower.
-	slots [64]uint8
+	at   map[string]int // where in gpus a UUID is
 }
 
 type piece struct {
@@ -32,10 +30,7 @@ type piece struct {
 }
 
 type onGPU struct {
-	uuid string
-	// tail is the UUID's last bytes, which differ for nearly all pairs of GPUs:
-	// one comparison of words instead of one of 40 bytes.
-	tail       uint64
+	uuid       string
 	free, must int
 }
 
@@ -51,6 +46,7 @@ func count(available, must []string, n int) (*tally, error) {
 		must:      must,
 		pieces:    make([]piece, len(available), len(available)+len(must)),
 		gpus:      make([]onGPU, 0, 16),
+		at:        make(map[string]int, 16),
 	}
 	for i, id := range available {
 		uuid, number, ok := split(id)
@@ -107,31 +103,15 @@ func count(available, must []string, n int) (*tally, error) {
 // find returns the index of a GPU in gpus, where it puts one that is new, and -1
 // for what is not a UUID.
 func (t *tally) find(uuid string) int {
-	tail := tailOf(uuid)
-	slot := &t.slots[tail*0x9e3779b97f4a7c15>>58] // Fibonacci hashing to 6 bits
-	if g := int(*slot) - 1; g >= 0 && t.gpus[g].tail == tail && t.gpus[g].uuid == uuid {
+	if g, ok := t.at[uuid]; ok {
 		return g
-	}
-	for g := range t.gpus {
-		if t.gpus[g].tail == tail && t.gpus[g].uuid == uuid {
-			*slot = uint8(g + 1)
-			return g
-		}
 	}
 	if !validUUID(uuid) {
 		return -1
 	}
-	t.gpus = append(t.gpus, onGPU{uuid: uuid, tail: tail})
+	t.gpus = append(t.gpus, onGPU{uuid: uuid})
+	t.at[uuid] = len(t.gpus) - 1
 	return len(t.gpus) - 1
-}
-
-func tailOf(s string) uint64 {
-	if len(s) < 8 {
-		return uint64(len(s))
-	}
-	s = s[len(s)-8:]
-	return uint64(s[0]) | uint64(s[1])<<8 | uint64(s[2])<<16 | uint64(s[3])<<24 |
-		uint64(s[4])<<32 | uint64(s[5])<<40 | uint64(s[6])<<48 | uint64(s[7])<<56
 }
 
 // before is the order in which GPUs are used up: the fullest first, then by
