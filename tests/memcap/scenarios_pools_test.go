@@ -61,6 +61,7 @@ var poolScenarios = []scenario{
 		}
 		return nil
 	}},
+	{name: "pool-that-shrinks-by-itself", cuda: []string{"", "query=observes", "strict"}},
 	{name: "three-hundred-pools", check: func(o outcome) []string {
 		if o.n("refused") != 0 {
 			return []string{fmt.Sprintf("%d of 1200 calls refused", o.n("refused"))}

@@ -176,6 +176,10 @@ static inline uint64_t account_ceiling(const struct account *a)
     return account_told(a, now) && ceiling < limit ? ceiling : limit;
 }
 
+/* account_told_ceiling is the ceiling as the last reading has it: it changes where one has
+ * found that the driver has more or less than was bound. */
+static inline uint64_t account_told_ceiling(const struct account *a) { return __atomic_load_n(&a->page->ceiling, __ATOMIC_ACQUIRE); }
+
 static inline uint64_t count_add(uint64_t *word, uint64_t n) { return __atomic_add_fetch(word, n, __ATOMIC_SEQ_CST); }
 static inline void count_sub(uint64_t *word, uint64_t n) { __atomic_sub_fetch(word, n, __ATOMIC_SEQ_CST); }
 static inline uint64_t count_read(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_SEQ_CST); }

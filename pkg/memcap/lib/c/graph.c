@@ -132,9 +132,8 @@ static void learn(struct entry *e, void *arg)
  * or nobody is. */
 static CUresult empty(struct account *a, struct graph_pool *g, CUdevice device)
 {
-    uint64_t reserved, used;
     spin_lock(&g->lock);
-    loosen(a, &g->r, figures(device, &reserved, &used) ? used : 0);
+    loosen(a, &g->r, settle_graphs(a, g, device, 0, false)); /* what has gone by itself goes first */
     g->r.trims++;
     spin_unlock(&g->lock);
     CUresult r = CALL(cuDeviceGraphMemTrim, device);

@@ -25,7 +25,10 @@
  * again by what is reserved (pool_makes_room).
  *
  * A pool shrinks by itself when a stream is synchronised; that is found at the
- * next call that has to do with it, and before a refusal. */
+ * next call that has to do with it, and before a refusal. By then a reading may have found it
+ * too and raised the ceiling for it. So where the ceiling is another than when the driver was
+ * last asked about the pool, it is asked first: what is gone goes by account_lost, and is no
+ * room a second time. */
 
 #include "pool.h"
 #include "property.h"
@@ -117,9 +120,15 @@ static bool reserved_now(const struct pool *pool, uint64_t *there)
  * an answer that another thread has overtaken would be wrong. */
 static uint64_t settle_pool(struct process *p, struct account *a, struct pool *pool, uint64_t held)
 {
-    uint64_t there, had = pool->r.charge;
+    uint64_t there, had = pool->r.charge, told = account_told_ceiling(a);
     if (!pool->handle || !reserved_now(pool, &there))
         there = had + held;
+    /* It may have shrunk, and grown again, about a reading: then this is no room until the next. */
+    uint64_t pays = there > had ? there - had : 0;
+    if (had && held > pays && told != pool->r.told)
+        count_add(&a->usage->settled, held - pays / UNIT * UNIT);
+    if (!pool->r.trims)
+        pool->r.told = told;
     uint64_t rest = settle(a, &pool->r, there, held);
     if (!had && (pool->r.charge || rest)) {
         uint64_t i = (uint64_t)(pool - p->pools);
@@ -134,6 +143,18 @@ void pool_looked(struct process *p, struct account *a, struct pool *pool)
     uint64_t rest = settle_pool(p, a, pool, 0);
     if (rest && __atomic_load_n(&pool->flight, __ATOMIC_SEQ_CST) < FLIGHT)
         settle_force(a, &pool->r, rest);
+}
+
+static bool told_more(const struct account *a, const struct pool *pool)
+{
+    return account_told_ceiling(a) != __atomic_load_n(&pool->r.told, __ATOMIC_RELAXED);
+}
+
+void pool_loosen(struct process *p, struct account *a, struct pool *pool, uint64_t used)
+{
+    if (told_more(a, pool))
+        pool_looked(p, a, pool);
+    loosen(a, &pool->r, used);
 }
 
 /* --- allocating ----------------------------------------------------------- */
@@ -262,7 +283,7 @@ static CUresult undo(struct process *p, const struct request *q, struct pool *po
         CALL(cuMemFreeAsync, *q->out, q->stream);
     spin_lock(&pool->lock); /* others may have paid for a part of what goes */
     uint64_t charge = pool->r.charge;
-    loosen(a, &pool->r, pool_live(pool));
+    pool_loosen(p, a, pool, pool_live(pool));
     spin_unlock(&pool->lock);
     CALL(cuMemPoolTrimTo, (CUmempool)(uintptr_t)pool->handle, charge > held ? charge - held : 0);
     spin_lock(&pool->lock);
@@ -307,10 +328,15 @@ static CUresult ordinary(struct process *p, const struct request *q, struct pool
     enter_pool(pool, n);
     pool->spare.count++; /* roughly */
     uint64_t trims = __atomic_load_n(&pool->trimmed, __ATOMIC_ACQUIRE);
+    if (__builtin_expect(told_more(a, pool), 0)) {
+        spin_lock(&pool->lock);
+        pool_looked(p, a, pool);
+        spin_unlock(&pool->lock);
+    }
     CUresult r = pass(q);
     /* First the charge: what it has, and we with it, is in the driver's figure. */
     uint64_t charge = __atomic_load_n(&pool->r.charge, __ATOMIC_ACQUIRE);
-    if (reserved_now(pool, &there) && there == charge)
+    if (reserved_now(pool, &there) && there == charge && !told_more(a, pool))
         account_cancel(a, held);
     else {
         spin_lock(&pool->lock);
@@ -323,16 +349,14 @@ static CUresult ordinary(struct process *p, const struct request *q, struct pool
     return r;
 }
 
-/* has_room says whether a pool has room for all that is taken of it, with held. The
- * driver's word counts where that is less than the charge: a pool shrinks by itself. */
-static bool has_room(struct pool *pool, uint64_t held)
+/* has_room says whether a pool has room for all that is taken of it, with held. */
+static bool has_room(struct process *p, struct account *a, struct pool *pool, uint64_t held)
 {
-    uint64_t there;
     spin_lock(&pool->lock); /* who has trimmed it has settled it by then */
-    uint64_t charge = pool->r.charge, live = pool_live(pool);
-    bool less = reserved_now(pool, &there) && there < charge;
+    pool_looked(p, a, pool);
+    bool has = pool_live(pool) <= pool->r.charge + held;
     spin_unlock(&pool->lock);
-    return live <= (less ? there : charge) + held;
+    return has;
 }
 
 /* begin_alone keeps a pool from being trimmed; false: that is going on. */
@@ -350,7 +374,7 @@ enum attempted pool_attempt(struct process *p, const struct request *q, struct p
     uint64_t over, most = growth_of(p, n);
     *r = CUDA_ERROR_OUT_OF_MEMORY;
     enter_pool(pool, n);
-    if (!begin_alone(pool) || !has_room(pool, held)) {
+    if (!begin_alone(pool) || !has_room(p, a, pool, held)) {
         __atomic_store_n(&pool->alone, 0, __ATOMIC_SEQ_CST);
         leave_pool(p, pool, n);
         if (held)

@@ -56,6 +56,9 @@ static inline uint64_t pool_live(const struct pool *pool) { return (__atomic_loa
  * is under way will pay for is there all the same. */
 void pool_looked(struct process *p, struct account *a, struct pool *pool);
 
+/* pool_loosen is loosen for a pool, of which it first finds out what is gone by itself. */
+void pool_loosen(struct process *p, struct account *a, struct pool *pool, uint64_t used);
+
 /* pool_attempt is an attempt to allocate n bytes by which the pool should not grow by more
  * than held, which is reserved. Its answer is in *r where one was made: out of memory
  * if the pool would have had to grow. */

@@ -167,7 +167,7 @@ static CUresult trim(struct process *p, struct pool *pool, size_t keep)
     spin_lock(&pool->lock);
     uint64_t live = pool_live(pool);
     keep = live > keep ? live : keep;
-    loosen(a, &pool->r, keep);
+    pool_loosen(p, a, pool, keep);
     spin_unlock(&pool->lock);
     for (uint32_t i = 0;; i++) { /* an attempt goes by what would be trimmed */
         __atomic_add_fetch(&pool->r.trims, 1, __ATOMIC_SEQ_CST);
@@ -360,7 +360,7 @@ static void sync_begin(struct sync *s, struct process *p)
             continue;
         spin_lock(&pool->lock);
         if (pool->handle && pool->r.charge > pool_live(pool)) {
-            loosen(&p->accounts[pool->device], &pool->r, pool_live(pool));
+            pool_loosen(p, &p->accounts[pool->device], pool, pool_live(pool));
             s->at[s->n++] = (uint16_t)i;
         }
         spin_unlock(&pool->lock);

@@ -34,6 +34,7 @@ struct reserve {
     uint64_t loose; /* of the charge, uncommitted at the moment */
     uint32_t loosers;
     uint32_t trims; /* under way */
+    uint64_t told;  /* the limit page's ceiling when the driver was last asked */
     bool managed; /* memory that the driver's figures lack */
 };
 

@@ -2,7 +2,9 @@
 
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "scenario.h"
 
@@ -365,6 +367,44 @@ static void default_managed_pool(struct scene *s)
         fill_pool(s, pool);
 }
 
+/* told_free waits until the program is told that so much is free. */
+static uint64_t told_free(struct scene *s, uint64_t bytes)
+{
+    size_t left = 0, total;
+    for (int i = 0; i < 200 && left < bytes; i++)
+        if (!MUST(s, s->cu->cuMemGetInfo_v2(&left, &total)) || (left < bytes && usleep(1000)))
+            return 0;
+    return left;
+}
+
+/* Some drivers make a pool smaller when a stream is asked whether it is done. All that is
+ * free then is taken by other means. When the program next waits for the stream, what the
+ * pool has lost is not to be had a second time. */
+static void pool_that_shrinks_by_itself(struct scene *s)
+{
+    CUstream stream;
+    CUdeviceptr p[8], rest, more;
+    uint64_t bytes = s->room / 8;
+    if (!streams_of(s, &stream, 1))
+        return;
+    for (int round = 0; round < 8 && !s->failure[0]; round++) {
+        for (int i = 0; i < 8; i++)
+            if (!ASK(s, bytes, s->cu->cuMemAllocAsync(&p[i], bytes, stream)))
+                return;
+        for (int i = 0; i < 8; i++)
+            if (MUST(s, s->cu->cuMemFreeAsync(p[i], stream)))
+                given_back(s, bytes);
+        MUST(s, s->cu->cuStreamQuery(stream));
+        uint64_t left = told_free(s, s->room);
+        bool took = left >= s->room && ASK(s, left, s->cu->cuMemAlloc_v2(&rest, left));
+        MUST(s, s->cu->cuStreamSynchronize(stream));
+        if (took && ASK(s, s->room / 4, s->cu->cuMemAlloc_v2(&more, s->room / 4)) && MUST(s, s->cu->cuMemFree_v2(more)))
+            given_back(s, s->room / 4);
+        if (took && MUST(s, s->cu->cuMemFree_v2(rest)))
+            given_back(s, left);
+    }
+}
+
 const struct scenario pool_scenarios[] = {
     {"eight-streams-take-run-and-give-back", eight_streams, 0},
     {"freed-on-one-stream-wanted-on-another", freed_on_one_wanted_on_another, 0},
@@ -375,6 +415,7 @@ const struct scenario pool_scenarios[] = {
     {"synchronize-beside-a-refused-one", synchronize_beside_a_refused_one, 0},
     {"threads-at-the-edge", threads_at_the_edge, 0},
     {"less-than-a-piece-is-left", less_than_a_piece_is_left, 0},
+    {"pool-that-shrinks-by-itself", pool_that_shrinks_by_itself, 0},
     {"three-hundred-pools", three_hundred_pools, 0},
     {"managed-pool-of-the-device", managed_pool_of_the_device, 0},
     {"managed-pool-of-nowhere", managed_pool_of_nowhere, 0},
