@@ -13,27 +13,21 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
+	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// withdrawer takes off the kubelet's lists what is on GPUs and MIG instances that are
-// unfit for work, with the reason, and puts back what is not any more. The front-end is one.
-type withdrawer interface {
-	SetFaults(gpus map[gpu.UUID]string, placements map[mig.Place]string)
-}
-
-// faults hears the driver's events, and takes off the kubelet's lists what is unfit for
-// work by them and by the readings. All of it may be used by several goroutines.
+// faults hears the driver's events, and turns Unhealthy in the kubelet's lists what is
+// unhealthy by them and by the readings. All of it may be used by several goroutines.
 type faults struct {
 	driver   Driver
 	monitor  *health.Monitor
 	observer Observer
 	log      *slog.Logger
 	ration   *brief.Ration
-	// lists are what the kubelet is told.
-	lists withdrawer
+	front    *deviceplugin.FrontEnd
 	// wake has a round come, and look one that reads the hardware anew.
 	wake, look func()
 	// instances is the inventory as of when this process has read it: for whoever must
@@ -101,7 +95,7 @@ func (f *faults) apply() {
 	for at, why := range ofPlacements {
 		placements[at] = strings.Join(slices.Compact(why), "; ")
 	}
-	f.lists.SetFaults(faults, placements)
+	f.front.SetFaults(faults, placements)
 }
 
 // placementsOf finds the MIG devices that a fault of an instance concerns: none where

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
+	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/status"
@@ -63,13 +64,13 @@ type reader struct {
 	profiles map[gpu.UUID][]gpu.Profile
 }
 
-func newReader(o *Options, w *Worlds, monitor *health.Monitor, lists withdrawer, ration *brief.Ration, wake func()) *reader {
+func newReader(o *Options, w *Worlds, monitor *health.Monitor, front *deviceplugin.FrontEnd, ration *brief.Ration, wake func()) *reader {
 	r := &reader{driver: w.Driver, health: monitor, log: o.Log, wake: wake, linksEvery: o.LinksEvery,
 		epoch: 1, partsOf: 1, cards: map[gpu.UUID]*mig.Card{}, profiles: map[gpu.UUID][]gpu.Profile{}}
 	if r.linksEvery <= 0 {
 		r.linksEvery = inventoryEvery
 	}
-	r.faults = &faults{driver: w.Driver, monitor: monitor, observer: w.Observer, log: o.Log, ration: ration, lists: lists, wake: wake,
+	r.faults = &faults{driver: w.Driver, monitor: monitor, observer: w.Observer, log: o.Log, ration: ration, front: front, wake: wake,
 		look: func() { r.stale.Store(true); wake() }}
 	return r
 }
@@ -87,7 +88,7 @@ func (r *reader) restore(gpus []gpu.Device) {
 type reading struct {
 	began  time.Time
 	inv    gpu.Inventory
-	health []health.GPUReading
+	health map[gpu.UUID]health.GPUReading
 	err    error
 }
 
@@ -101,30 +102,30 @@ func (r *reader) read(ctx context.Context) reading {
 	if err != nil {
 		return reading{err: status.Because(status.DriverFailed, fmt.Errorf("read the inventory: %w", err))}
 	}
-	got := reading{began: began, inv: inv}
+	got := reading{began: began, inv: inv, health: map[gpu.UUID]health.GPUReading{}}
 	for i := range inv.GPUs {
-		g := health.GPUReading{Device: inv.GPUs[i]}
-		if g.Device.Fault == "" && g.Device.UUID != "" {
-			var h gpu.Health
-			if h, g.Err = r.driver.Health(ctx, g.Device.UUID); g.Err == nil {
-				g.Health = &h
-			}
-			if errors.Is(g.Err, gpu.ErrTimeout) {
-				return reading{err: status.Because(status.DriverFailed, g.Err)}
-			}
+		d := &inv.GPUs[i]
+		if d.Fault != "" || d.UUID == "" {
+			continue
 		}
-		got.health = append(got.health, g)
+		h, err := r.driver.Health(ctx, d.UUID)
+		switch {
+		case err == nil:
+			got.health[d.UUID] = health.GPUReading{Health: &h}
+		case errors.Is(err, gpu.ErrTimeout):
+			return reading{err: status.Because(status.DriverFailed, err)}
+		default:
+			got.health[d.UUID] = health.GPUReading{Err: err}
+		}
 	}
 	return got
 }
 
-// pending is a reading under way. Its result is handed to the round that waits for
-// it; after that round has gone on (late is closed), it lies in box, and the loop
-// is woken for it.
+// pending is a reading under way. One round waits for its result; after that round has
+// gone on, the loop is woken for it.
 type pending struct {
-	now, box chan reading
-	late     chan struct{}
-	waited   bool
+	box  chan reading // of size 1
+	late atomic.Bool  // no round waits for it
 }
 
 // look takes in the hardware as it is. Where a reading is due it begins one and
@@ -142,38 +143,30 @@ func (r *reader) look(ctx context.Context, unsettled func(u gpu.UUID, began time
 			return false, r.readErr
 		}
 		r.stale.Store(false)
-		p := &pending{now: make(chan reading), box: make(chan reading, 1), late: make(chan struct{})}
+		p := &pending{box: make(chan reading, 1)}
 		r.reading = p
 		go func() {
-			got := r.read(ctx)
-			select {
-			case p.now <- got:
-			case <-p.late:
-				p.box <- got
+			if p.box <- r.read(ctx); p.late.Load() {
 				r.wake()
 			}
 		}()
 	}
 	p := r.reading
-	if p.waited {
+	if !p.late.Load() {
 		select {
 		case got := <-p.box:
 			return r.take(got, unsettled, time.Now()), r.lookErr()
-		default:
-			return false, r.lookErr()
+		case <-time.After(lookPatience):
+		case <-ctx.Done():
 		}
+		p.late.Store(true)
 	}
-	timer := time.NewTimer(lookPatience)
-	defer timer.Stop()
-	select {
-	case got := <-p.now:
+	select { // it may have come before it could know that it is late
+	case got := <-p.box:
 		return r.take(got, unsettled, time.Now()), r.lookErr()
-	case <-timer.C:
-	case <-ctx.Done():
+	default:
+		return false, r.lookErr()
 	}
-	p.waited = true
-	close(p.late)
-	return false, r.lookErr()
 }
 
 // lookErr is why the hardware is not known as it is now: what the last reading
@@ -243,10 +236,8 @@ func (r *reader) take(got reading, unsettled func(gpu.UUID, time.Time) bool, now
 	// As merged: a GPU that the driver cannot name has its name here.
 	seen := health.Reading{}
 	for i := range inv.GPUs {
-		g := health.GPUReading{Device: inv.GPUs[i]}
-		if j := slices.IndexFunc(got.health, func(o health.GPUReading) bool { return o.Device.UUID == g.Device.UUID }); j >= 0 {
-			g.Health, g.Err = got.health[j].Health, got.health[j].Err
-		}
+		g := got.health[inv.GPUs[i].UUID]
+		g.Device = inv.GPUs[i]
 		seen.GPUs = append(seen.GPUs, g)
 	}
 	r.health.Reading(seen, now)

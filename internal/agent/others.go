@@ -94,15 +94,6 @@ type sightings struct {
 	trusted bool
 
 	sure, doubt map[gpu.UUID]string
-	// due is when to look again.
-	due time.Time
-}
-
-// again asks for a look at that time, if none is due before.
-func (s *sightings) again(at time.Time) {
-	if at.Before(s.due) {
-		s.due = at
-	}
 }
 
 // add keeps the first reason for each GPU.
@@ -141,8 +132,8 @@ func (c *coexistence) look(ctx context.Context, inv *gpu.Inventory, migManager s
 		c.due = now.Add(holdersEvery)
 		return nil, true
 	}
-	c.at = now
-	s := &sightings{inv: inv, now: now, sure: map[gpu.UUID]string{}, doubt: map[gpu.UUID]string{}, due: now.Add(othersEvery)}
+	c.at, c.due = now, now.Add(othersEvery)
+	s := &sightings{inv: inv, now: now, sure: map[gpu.UUID]string{}, doubt: map[gpu.UUID]string{}}
 	// Allocatable is short of devices that their plugin calls unhealthy, or whose
 	// plugin is starting again; who has one is in the list, and after a restart of
 	// the kubelet in its checkpoint alone.
@@ -187,7 +178,7 @@ func (c *coexistence) conclude(s *sightings) {
 		if at := c.seen[u]; s.now.Sub(at) < othersLinger {
 			gpus[u], seen[u] = why, at
 			if s.sure[u] == "" {
-				s.again(at.Add(othersLinger))
+				c.soon(at.Add(othersLinger))
 			}
 		}
 	}
@@ -195,9 +186,9 @@ func (c *coexistence) conclude(s *sightings) {
 		gpus[u], seen[u] = why, s.now
 	}
 	if len(gpus) > 0 {
-		s.again(s.now.Add(othersPresent)) // nothing tells when they have gone
+		c.soon(s.now.Add(othersPresent)) // nothing tells when they have gone
 	}
-	c.gpus, c.seen, c.due = gpus, seen, s.due
+	c.gpus, c.seen = gpus, seen
 }
 
 // inCheckpoint finds the GPUs that pods have by the kubelet's checkpoint. The kubelet
@@ -246,8 +237,8 @@ func (c *coexistence) inCheckpoint(ctx context.Context, s *sightings) {
 			add(s.doubt, gpus, fmt.Sprintf("%s (whether that pod lives is not known: %v)", why, err))
 		case preparing && s.now.Sub(first) < othersLinger:
 			add(s.doubt, gpus, why)
-			s.again(first.Add(othersLinger))
-			s.again(s.now.Add(othersSoon)) // the sandbox may be a moment away
+			c.soon(first.Add(othersLinger))
+			c.soon(s.now.Add(othersSoon)) // the sandbox may be a moment away
 		}
 	}
 	c.met = met

@@ -77,7 +77,7 @@ func (c *coexistence) prepared(ctx context.Context, s *sightings) {
 			for i := range s.inv.GPUs {
 				add(s.doubt, []gpu.UUID{s.inv.GPUs[i].UUID}, fmt.Sprintf("%s, and that may be this GPU: %s; end that pod, or give the GPU mode off", describePrepared(p), why))
 			}
-			s.again(d.due)
+			c.soon(d.due)
 		case u != "":
 			add(s.sure, []gpu.UUID{u}, describePrepared(p)+"; end that pod and keep that driver off the GPU, or give the GPU mode off")
 		}

@@ -503,20 +503,23 @@ func together(inv *gpu.Inventory, verdicts []health.Verdict) []group {
 			g.names = name(inv, g.gpus[0]) + " is"
 			continue
 		}
-		var indices []int
-		for _, u := range g.gpus {
-			if d := inv.ByUUID(u); d != nil {
-				indices = append(indices, d.Index)
-			}
-		}
-		slices.Sort(indices)
-		words := make([]string, len(indices))
-		for j, n := range indices {
-			words[j] = strconv.Itoa(n)
-		}
-		g.names = "GPUs " + strings.Join(words, ", ") + " are"
+		g.names = numbers(inv, g.gpus) + " are"
 	}
 	return out
+}
+
+// numbers says which GPUs these are: "GPU 3", or "GPUs 0, 1, 2".
+func numbers(inv *gpu.Inventory, of []gpu.UUID) string {
+	var out []string
+	for i := range inv.GPUs { // in index order
+		if d := &inv.GPUs[i]; slices.Contains(of, d.UUID) {
+			out = append(out, strconv.Itoa(d.Index))
+		}
+	}
+	if len(out) == 1 {
+		return "GPU " + out[0]
+	}
+	return "GPUs " + strings.Join(out, ", ")
 }
 
 // podsOn lists the pods that have something of a GPU, each once.

@@ -10,7 +10,6 @@ import (
 	"maps"
 	"math"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -266,28 +265,20 @@ func (e *executor) begin(ctx context.Context, inv *gpu.Inventory, work []plan.Wo
 // workText is what is to be done for the partition, in words. Events are few: GPUs
 // of which the same is to be said share a sentence.
 func workText(inv *gpu.Inventory, work []plan.Work) string {
-	var gpus map[string][]string
+	gpus := map[string][]gpu.UUID{}
 	var texts []string
 	for _, w := range work {
-		d := inv.ByUUID(w.GPU)
-		if w.Allocation != "" || d == nil {
+		if w.Allocation != "" {
 			continue
-		}
-		if gpus == nil {
-			gpus = map[string][]string{}
 		}
 		text := w.String()
 		if gpus[text] == nil {
 			texts = append(texts, text)
 		}
-		gpus[text] = append(gpus[text], strconv.Itoa(d.Index))
+		gpus[text] = append(gpus[text], w.GPU)
 	}
 	for i, text := range texts {
-		name := "GPU "
-		if len(gpus[text]) > 1 {
-			name = "GPUs "
-		}
-		texts[i] = name + strings.Join(gpus[text], ", ") + ": " + text
+		texts[i] = numbers(inv, gpus[text]) + ": " + text
 	}
 	return strings.Join(texts, "; ")
 }
@@ -574,7 +565,12 @@ func (e *executor) planned(changes *plan.Changes, now time.Time) {
 			}
 		}
 	}
-	e.idle, e.busyLook = idle, busyLookOf(changes)
+	switch e.idle, e.busyLook = idle, 0; {
+	case changes.Process:
+		e.busyLook = busySoon
+	case changes.Busy:
+		e.busyLook = busyLook
+	}
 }
 
 // nextWork is when work that rests, a placement that is withdrawn or an instance that
@@ -639,17 +635,4 @@ func (e *executor) made() map[gpu.UUID]map[mig.Placement]bool {
 		out[u] = maps.Clone(placements)
 	}
 	return out
-}
-
-// busyLookOf is how often GPUs are to be read for the sake of processes that no claim
-// covers, 0 where there are none.
-func busyLookOf(c *plan.Changes) time.Duration {
-	switch {
-	case c.Process:
-		return busySoon
-	case c.Busy:
-		return busyLook
-	default:
-		return 0
-	}
 }
