@@ -14,12 +14,14 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	specs "tags.cncf.io/container-device-interface/specs-go"
 
+	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
@@ -49,7 +51,11 @@ type storm struct {
 	quit   context.CancelFunc
 	served chan map[string]plugin.Source
 	beside bool // a round is under way
-	skip   bool // for pods that are there, PreStartContainer is not called
+	// untilBeside counts the calls of a round to its worlds down to the one at which
+	// atCall comes.
+	untilBeside atomic.Int64
+	atCall      func()
+	skip        bool // for pods that are there, PreStartContainer is not called
 
 	mu sync.Mutex // guards what follows
 	// sources is what the agent has the plugins serve.
@@ -71,6 +77,7 @@ type storm struct {
 	// has happened to containers, and what it has not told yet.
 	containers []*stormContainer
 	down       bool
+	unheard    bool // it did not answer when it was last asked
 	unreadable bool
 	tell       func(node.ContainerEvent)
 	news       []node.ContainerEvent
@@ -160,6 +167,8 @@ func (s *storm) locked(f func()) {
 // The agent's worlds.
 
 func (s *storm) Inventory(ctx context.Context) (gpu.Inventory, error) {
+	s.called()
+	defer s.called()
 	s.mu.Lock()
 	hangs, mute := s.hangs, s.mute
 	inv := *machine(s.gpus)
@@ -197,6 +206,8 @@ func (s *storm) SetTimeSlice(context.Context, gpu.UUID, gpu.TimeSlice) error { r
 func (s *storm) LetGo() error                                                { return nil }
 
 func (s *storm) Write(key string, spec *specs.Spec) error {
+	s.called()
+	defer s.called()
 	s.locked(func() {
 		if s.specs[key] == nil {
 			s.written[key] = time.Now()
@@ -206,6 +217,8 @@ func (s *storm) Write(key string, spec *specs.Spec) error {
 	return nil
 }
 func (s *storm) Remove(key string) error {
+	s.called()
+	defer s.called()
 	s.locked(func() { delete(s.specs, key) })
 	return nil
 }
@@ -224,12 +237,16 @@ func (s stormFiles) Written(key string) (time.Time, error) {
 }
 
 func (s stormFiles) List() ([]string, error) {
+	s.called()
+	defer s.called()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return slices.Sorted(maps.Keys(s.specs)), nil
 }
 
 func (s *storm) List(context.Context) (node.Listing, error) {
+	s.called()
+	defer s.called()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.deaf {
@@ -280,6 +297,8 @@ func (s *storm) Allocatable(context.Context) (map[string][]string, error) {
 }
 
 func (s *storm) Checkpoint() (node.Checkpoint, error) {
+	s.called()
+	defer s.called()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.unreadable {
@@ -305,9 +324,11 @@ func (s *storm) writeLocked() {
 type stormRuntime struct{ *storm }
 
 func (s stormRuntime) Containers(context.Context) ([]node.Container, error) {
+	s.called()
+	defer s.called()
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.down {
+	if s.unheard = s.down; s.down {
 		return nil, errors.New("the runtime is away")
 	}
 	out := []node.Container{{Namespace: ownPod.Namespace, Pod: ownPod.Name}}
@@ -367,6 +388,8 @@ func (s *storm) telling() {
 }
 
 func (s *storm) Set(want map[string]plugin.Source) error {
+	s.called()
+	defer s.called()
 	s.served <- maps.Clone(want)
 	return nil
 }
@@ -381,11 +404,15 @@ func (s *storm) Document() (d state.Document) {
 	return d
 }
 func (s *storm) Save(d state.Document) error {
+	s.called()
+	defer s.called()
 	s.locked(func() { s.doc = d })
 	return nil
 }
 func (s *storm) Claims() []state.Claim { return slices.Clone(s.journal) }
 func (s *storm) Append(c state.Claim) error {
+	s.called()
+	defer s.called()
 	s.locked(func() { s.journal = append(s.journal, c) })
 	return nil
 }
@@ -760,6 +787,9 @@ func (s *storm) step() {
 		if s.beside {
 			return // one agent at a time
 		}
+		if s.unreadable {
+			s.round(nil) // what it has not written down yet would be known to nobody
+		}
 		s.restartAgent()
 	case n < 93:
 		u := uuid(s.rng.IntN(s.gpus))
@@ -859,7 +889,7 @@ func (s *storm) check(when string) {
 			}
 		}
 		for resource, ids := range c.ids {
-			sick := s.agent.reader.inv == nil || slices.ContainsFunc(ids, func(id string) bool { return s.agent.gates.faulty(gpu.UUID(strings.Split(id, "::")[0])) }) || s.down
+			sick := s.agent.reader.inv == nil || slices.ContainsFunc(ids, func(id string) bool { return s.agent.gates.faulty(gpu.UUID(strings.Split(id, "::")[0])) }) || s.unheard
 			// A file that went with its GPU's failure is made again by who has read the
 			// driver.
 			key := cdi.Key(resource, ids)
@@ -900,17 +930,38 @@ func (s *storm) check(when string) {
 	}
 }
 
-// round is one of the agent's, with a random thing happening beside it.
+// called is before and after each call of the agent's to its worlds.
+func (s *storm) called() {
+	if s.untilBeside.Add(-1) == 0 {
+		go s.atCall()
+		time.Sleep(time.Nanosecond) // until that has ended or waits for something
+	}
+}
+
+// round is one of the agent's, with a random thing happening beside it: at any time, or
+// at one of its calls, which has what few schedulers would come upon.
 func (s *storm) round(beside func()) {
 	var wait sync.WaitGroup
 	began := time.Now()
-	wait.Go(func() { _ = s.agent.round(s.ctx) })
-	if beside != nil {
-		s.beside = true
+	round := func() { _ = s.agent.round(s.ctx) }
+	s.untilBeside.Store(0)
+	switch s.beside = beside != nil; {
+	case beside == nil:
+		round()
+	case s.rng.IntN(2) == 0:
+		wait.Go(round)
 		beside()
-		s.beside = false
+	default:
+		wait.Add(1)
+		s.atCall = func() { defer wait.Done(); beside() }
+		s.untilBeside.Store(1 + s.rng.Int64N(30))
+		round()
+		if s.untilBeside.Swap(0) > 0 { // it had fewer
+			s.atCall()
+		}
 	}
 	wait.Wait()
+	s.beside = false
 	s.attack.round = began
 }
 
@@ -972,32 +1023,39 @@ func TestStorm(t *testing.T) { runStorm(t, false) }
 // with a driver of which one call in ten fails.
 func TestStormWithMIG(t *testing.T) { runStorm(t, true) }
 
+// newStorm is a storm on a node with three GPUs, whose agent has been told of a
+// partition and has not looked yet.
+func newStorm(t *testing.T, withMIG bool) *storm {
+	s := &storm{
+		hw: newOutside(3), mig: withMIG, written: map[string]time.Time{},
+		t: t, rng: rand.New(rand.NewPCG(*stormSeed, 2)), gpus: 3, served: make(chan map[string]plugin.Source, 16),
+		devices: map[string]map[string]bool{}, pods: map[string]*stormPod{}, granted: map[string]string{}, specs: map[string]*specs.Spec{},
+		figures: map[gpu.UUID]gpu.Health{}, trouble: map[gpu.UUID]string{}, foreign: map[gpu.UUID]bool{}, done: map[string]int{},
+		attack: attack{unit: unit, went: map[string]bool{}},
+	}
+	if !withMIG {
+		s.plain = &plain{s: s, has: map[string]gpu.UUID{}, runs: map[string]bool{}}
+	}
+	if withMIG {
+		s.hw = migMachine(3)
+		s.hw.took, s.hw.ampere = 300*time.Microsecond, true
+		odds := rand.New(rand.NewPCG(*stormSeed, 3))
+		s.hw.chance = func() error {
+			if odds.IntN(10) == 0 {
+				return errBroken
+			}
+			return nil
+		}
+	}
+	s.logger = slog.New(slog.NewTextHandler(&s.log, nil))
+	s.start()
+	s.agent.SetFile("p.yaml", []byte(allShared))
+	return s
+}
+
 func runStorm(t *testing.T, withMIG bool) {
 	synctest.Test(t, func(t *testing.T) {
-		s := &storm{
-			hw: newOutside(3), mig: withMIG, written: map[string]time.Time{},
-			t: t, rng: rand.New(rand.NewPCG(*stormSeed, 2)), gpus: 3, served: make(chan map[string]plugin.Source, 16),
-			devices: map[string]map[string]bool{}, pods: map[string]*stormPod{}, granted: map[string]string{}, specs: map[string]*specs.Spec{},
-			figures: map[gpu.UUID]gpu.Health{}, trouble: map[gpu.UUID]string{}, foreign: map[gpu.UUID]bool{}, done: map[string]int{},
-			attack: attack{unit: unit, went: map[string]bool{}},
-		}
-		if !withMIG {
-			s.plain = &plain{s: s, has: map[string]gpu.UUID{}, runs: map[string]bool{}}
-		}
-		if withMIG {
-			s.hw = migMachine(3)
-			s.hw.took, s.hw.ampere = 300*time.Microsecond, true
-			odds := rand.New(rand.NewPCG(*stormSeed, 3))
-			s.hw.chance = func() error {
-				if odds.IntN(10) == 0 {
-					return errBroken
-				}
-				return nil
-			}
-		}
-		s.logger = slog.New(slog.NewTextHandler(&s.log, nil))
-		s.start()
-		s.agent.SetFile("p.yaml", []byte(allShared))
+		s := newStorm(t, withMIG)
 		for i := range *stormSteps {
 			time.Sleep(time.Millisecond)
 			if s.rng.IntN(3) == 0 {
@@ -1026,5 +1084,53 @@ func runStorm(t *testing.T, withMIG bool) {
 		s.quit()
 		time.Sleep(time.Minute) // what the driver is in the middle of comes to its end
 		t.Logf("%d steps: %v", *stormSteps, s.done)
+	})
+}
+
+// TestRuntimeAnswersAfterItWasAsked is what a storm came upon once in a million steps,
+// and took for a fault of the agent's: the file of a running container is gone with its
+// GPU, the agent restarts, and the runtime, whom it asks in vain whose the container
+// is, is back a moment later. The file stands again after the next look.
+func TestRuntimeAnswersAfterItWasAsked(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newStorm(t, false)
+		defer func() { s.quit() }()
+		look := func(when string) {
+			time.Sleep(deviceplugin.LookSoon)
+			s.round(nil)
+			synctest.Wait()
+			s.check(when)
+		}
+		look("start")
+		p := &stormPod{uid: "uid", name: "pod", wants: []map[string]int{{names.Units: 1}}}
+		s.admit(p)
+		look("admitted")
+		s.startContainer(p)
+		look("started")
+		if len(s.containers) != 1 {
+			t.Fatalf("the container has not started: %s", &s.log)
+		}
+		u := s.agent.Claims()[0].GPUs()[0]
+		trouble := func(why string) {
+			s.locked(func() { s.trouble[u] = why })
+			s.agent.reader.faults.onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
+		}
+		trouble("GPU is lost")
+		look("lost")
+		if len(s.specs) != 0 {
+			t.Fatal("a file stands for a container on a GPU that is lost")
+		}
+		s.quit()
+		s.start()
+		s.agent.SetFile("p.yaml", []byte(allShared))
+		trouble("")
+		s.down = true
+		s.round(nil)
+		s.down = false
+		s.check("asked in vain")
+		look("heard")
+		if len(s.specs) != 1 {
+			t.Errorf("the container's file does not stand after the runtime has answered: %s", &s.log)
+		}
 	})
 }
