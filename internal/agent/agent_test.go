@@ -235,6 +235,9 @@ func (o *outside) stampLocked() node.Stamp {
 func (o runtime) Containers(context.Context) ([]node.Container, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	if o.runtimeErr != nil {
+		return nil, o.runtimeErr
+	}
 	out := slices.Clone(o.old)
 	if !o.stranger {
 		out = append(out, node.Container{Namespace: ownPod.Namespace, Pod: ownPod.Name, Running: true})
@@ -245,7 +248,7 @@ func (o runtime) Containers(context.Context) ([]node.Container, error) {
 		out = append(out, node.Container{ID: h.Pod + h.Container, PodUID: "uid-" + h.Pod, Namespace: h.Namespace, Pod: h.Pod, Name: h.Container,
 			Running: true, Created: o.made[key], Annotations: map[string]string{name: o.granted[name]}})
 	}
-	return out, o.runtimeErr
+	return out, nil
 }
 
 func (o runtime) Pods(context.Context) (map[string]workload.Pod, error) {

@@ -499,3 +499,37 @@ func TestGateOfDevicesGivenAgain(t *testing.T) {
 		}
 	})
 }
+
+// Since when somebody has devices that an earlier process gave out, the container's
+// age tells, and not when this process found that out. Before the runtime has answered,
+// nobody says.
+func TestHolderIsAsOldAsItsContainer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o, cdiDir := newOutside(1), t.TempDir()
+		b := start(t, o, cdiDir, allShared)
+		ids := []string{string(uuid(0)) + "::1"}
+		given := time.Now()
+		b.hold("p", names.Units, ids...)
+		since := func(want *time.Time) {
+			t.Helper()
+			h := b.Status().GPUs[0].Holders
+			if len(h) != 1 || (h[0].Since == nil) != (want == nil) || want != nil && !h[0].Since.Equal(*want) {
+				t.Errorf("holders %+v, want one since %v", h, want)
+			}
+		}
+		time.Sleep(2 * deviceplugin.Grace)
+		since(&given)
+		b.end()
+
+		time.Sleep(time.Hour)
+		o.with(func() { o.runtimeErr = errors.New("it does not answer in time") })
+		b = start(t, o, cdiDir, allShared)
+		defer b.end()
+		time.Sleep(time.Minute)
+		since(nil)
+		b.with(func() { b.runtimeErr = nil })
+		time.Sleep(time.Minute)
+		made := b.made[cdi.Key(names.Units, ids)]
+		since(&made)
+	})
+}

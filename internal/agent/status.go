@@ -105,15 +105,21 @@ func (at *scene) holdersOf(u gpu.UUID) (out []status.Holder) {
 			}
 		}
 		if n > 0 {
-			out = append(out, status.Holder{
+			h := status.Holder{
 				Namespace: c.Holder.Namespace, Pod: c.Holder.Name, Container: c.Holder.Container,
 				Resource: c.Resource, Instances: c.Kind() == ledger.Placement, Units: n, Since: &c.Taken, Waits: c.After,
-			})
+			}
+			if c.Adopted {
+				if h.Since = &c.Holder.Since; h.Since.IsZero() {
+					h.Since = nil
+				}
+			}
+			out = append(out, h)
 		}
 	}
-	slices.SortFunc(out, func(a, b status.Holder) int {
+	slices.SortStableFunc(out, func(a, b status.Holder) int { // otherwise by ID
 		return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Pod, b.Pod),
-			cmp.Compare(a.Container, b.Container), cmp.Compare(a.Resource, b.Resource), a.Since.Compare(*b.Since))
+			cmp.Compare(a.Container, b.Container), cmp.Compare(a.Resource, b.Resource))
 	})
 	return out
 }

@@ -163,6 +163,7 @@ func (f *FrontEnd) Seen(u Use, now time.Time) {
 		a, _ := f.ledger.Get(u.Key)
 		if f.mineLocked(&a, e, &u, false) && (len(e.podUIDs) > 0 || u.Created.After(a.Taken)) {
 			e.started = true
+			u.Since = u.Created
 			f.ledger.SetHolder(u.Key, u.Holder)
 		}
 	}
@@ -196,10 +197,13 @@ func (f *FrontEnd) metLocked(id string, at time.Time) {
 
 // nameLocked works out who the holder is, the surest word first.
 func (f *FrontEnd) nameLocked(a *ledger.Allocation, e *evidence, s *sorted, o *Observation) {
-	h := a.Holder
+	h, since := a.Holder, a.Holder.Since
 	for i := range s.uses[a.ID] {
 		if u := &s.uses[a.ID][i]; f.mineLocked(a, e, u, o.Checkpoint) {
 			h, e.started = u.Holder, true
+			if since.IsZero() || u.Created.Before(since) {
+				since = u.Created
+			}
 		}
 	}
 	if l, ok := s.listed[a.ID]; ok {
@@ -214,6 +218,7 @@ func (f *FrontEnd) nameLocked(a *ledger.Allocation, e *evidence, s *sorted, o *O
 	if h.Name != "" && len(e.podUIDs) > 0 {
 		h.UID = e.podUIDs[0]
 	}
+	h.Since = since
 	if h != a.Holder {
 		a.Holder = h
 		f.ledger.SetHolder(a.ID, h)

@@ -71,6 +71,9 @@ type Allocation struct {
 type Holder struct {
 	workload.Pod
 	Container string
+	// Since is when the container was created, of several the first; zero where that is
+	// not known.
+	Since time.Time
 }
 
 // String is "namespace/pod", or says that nobody has named one.

@@ -210,7 +210,8 @@ type Holder struct {
 	Instances bool `json:"instances,omitempty"`
 	// Units is the number of devices.
 	Units int `json:"units"`
-	// Since is when the devices were handed out; nil if that is unknown.
+	// Since is when the devices were handed out, or where no record of that is left when
+	// the container was created; nil if neither is known.
 	Since *time.Time `json:"since,omitempty"`
 	// Waits names the pods that still use the devices, for whose end the container's start
 	// waits; empty if nobody does.
