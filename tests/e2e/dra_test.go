@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	front "example.com/gpu-agent/internal/dra"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/pkg/dra"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+	"example.com/gpu-agent/tests/lab"
+)
+
+const draDriver = "gpus.example.com"
+
+// preparer is a driver that remembers what the kubelet prepares, and gives nothing.
+type preparer struct {
+	mu       sync.Mutex
+	prepared map[string]dra.Claim // by UID; guarded by mu
+	watched  bool                 // the kubelet has asked for healths; guarded by mu
+}
+
+func (p *preparer) Prepare(_ context.Context, of dra.Claim) ([]dra.Device, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.prepared[of.UID] = of
+	return nil, nil
+}
+
+func (p *preparer) Unprepare(_ context.Context, of dra.Claim) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	delete(p.prepared, of.UID)
+	return nil
+}
+
+func (p *preparer) Health() ([]dra.Health, <-chan struct{}) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.watched = true
+	return nil, nil
+}
+
+// names are those of the claims that are prepared, sorted.
+func (p *preparer) names() (out []string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, of := range p.prepared {
+		out = append(out, of.Namespace+"/"+of.Name)
+	}
+	slices.Sort(out)
+	return out
+}
+
+// apply gives objects to the API server.
+func (b *bench) apply(objects ...map[string]any) {
+	b.Helper()
+	for _, o := range objects {
+		text, err := json.Marshal(o)
+		b.must(err)
+		_, err = node.Kubectl(b.ctx, bytes.NewReader(text), "apply", "-f", "-")
+		b.must(err)
+	}
+}
+
+// draSlices are the objects of what a node with two GPUs publishes: the first has MIG on
+// demand, the second is shared.
+func draSlices(t *testing.T) (out []map[string]any) {
+	inv := &gpu.Inventory{Driver: "580.159.03", CUDA: "13.0"}
+	table := gpu.MIG{Capable: true, Enabled: true, Profiles: []gpu.Profile{
+		{Name: "1g.10gb", Slices: 1, Max: 7, Memory: 9728, Placements: []gpu.Placement{{Start: 0, Size: 1}, {Start: 1, Size: 1}, {Start: 2, Size: 1}, {Start: 3, Size: 1}}},
+		{Name: "3g.40gb", Slices: 3, Max: 2, Memory: 40192, Placements: []gpu.Placement{{Start: 0, Size: 4}, {Start: 4, Size: 4}}}}}
+	card, err := mig.NewCard(&table)
+	if err != nil {
+		t.Fatal(err)
+	}
+	in := front.Input{Node: nodeName, Driver: draDriver, Inventory: inv, Guarantee: "api", Layouts: map[gpu.UUID]plan.Layout{}, Cards: map[gpu.UUID]*mig.Card{}}
+	for i, layout := range []plan.Layout{
+		{Known: true, Offers: true, Kind: ledger.Placement, N: len(card.Placements()), Placements: card.Placements()},
+		{Known: true, Offers: true, Kind: ledger.Units, N: 79, Unit: 1024}} {
+		u := gpu.UUID(fmt.Sprintf("GPU-%d0000000-0000-4000-8000-000000000000", i+1))
+		inv.GPUs = append(inv.GPUs, gpu.Device{Index: i, UUID: u, Model: "NVIDIA H100 80GB HBM3", ComputeCapability: "9.0", Memory: 81559, PCI: fmt.Sprintf("00000000:0%d:00.0", i), MIG: table})
+		in.Layouts[u], in.Cards[u] = layout, card
+	}
+	for _, s := range front.Build(in).Slices {
+		s.Pool.Generation = 1
+		text, err := json.Marshal(&s)
+		var spec map[string]any
+		if err == nil {
+			err = json.Unmarshal(text, &spec)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		spec["driver"], spec["nodeName"] = draDriver, nodeName
+		out = append(out, map[string]any{"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": map[string]any{"name": s.Name}, "spec": spec})
+	}
+	return out
+}
+
+// TestDRAOnTheRealKubelet has the real scheduler place claims by the slices that
+// internal/dra builds, and the real kubelet prepare them through pkg/dra: what fits runs,
+// what does not waits, and a kubelet that restarts finds the driver again.
+func TestDRAOnTheRealKubelet(t *testing.T) {
+	b := prepare(t)
+	registered := make(chan struct{}, 9)
+	driver := &preparer{prepared: map[string]dra.Claim{}}
+	server, err := dra.New(dra.Options{Name: draDriver, Driver: driver, Dir: node.File("/var/lib/kubelet/plugins_registry"),
+		Logger: slog.New(slog.DiscardHandler), Registered: func() { registered <- struct{}{} }})
+	b.must(err)
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- server.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	await := func(what string, ok func() error) {
+		t.Helper()
+		b.must(lab.Await(b.ctx, 2*time.Minute, what, func(context.Context) error { return ok() }))
+	}
+	isRegistered := func() {
+		t.Helper()
+		select {
+		case <-registered:
+		case <-time.After(2 * time.Minute):
+			t.Fatal("the kubelet does not register the driver")
+		}
+	}
+	isRegistered()
+
+	published := draSlices(t)
+	b.apply(published...)
+	for class, selector := range map[string]string{
+		"dra-mig":    `device.driver == "gpus.example.com" && device.attributes["gpus.example.com"].type == "mig" && device.attributes["gpus.example.com"].profile == "3g.40gb"`,
+		"dra-shared": `device.driver == "gpus.example.com" && device.attributes["gpus.example.com"].type == "shared"`,
+	} {
+		b.apply(map[string]any{"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": map[string]any{"name": class},
+			"spec": map[string]any{"selectors": []any{map[string]any{"cel": map[string]any{"expression": selector}}}}})
+	}
+	t.Cleanup(func() {
+		for _, what := range [][]string{{"pods,resourceclaims", "-n", lab.PodNamespace, "-l", "dra=test"}, {"resourceslices", "--field-selector", "spec.driver=" + draDriver}, {"deviceclasses", "dra-mig", "dra-shared"}} {
+			if _, err := node.Kubectl(context.Background(), nil, append([]string{"delete", "--ignore-not-found"}, what...)...); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+	pod := func(name, class string, gib int) {
+		request := map[string]any{"deviceClassName": class}
+		if gib > 0 {
+			request["capacity"] = map[string]any{"requests": map[string]any{"memory": fmt.Sprintf("%dGi", gib)}}
+		}
+		meta := map[string]any{"name": name, "namespace": lab.PodNamespace, "labels": map[string]any{"dra": "test"}}
+		b.apply(map[string]any{"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": meta,
+			"spec": map[string]any{"devices": map[string]any{"requests": []any{map[string]any{"name": "gpu", "exactly": request}}}}},
+			map[string]any{"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": map[string]any{
+				"terminationGracePeriodSeconds": 1, "resourceClaims": []any{map[string]any{"name": "gpu", "resourceClaimName": name}},
+				"containers": []any{map[string]any{"name": "main", "image": lab.TestImage, "imagePullPolicy": "Never", "command": []any{"/bin/sh", "-c", "trap 'exit 0' TERM; " + lab.Wait},
+					"resources": map[string]any{"claims": []any{map[string]any{"name": "gpu"}}}}}}})
+	}
+	running := func() []string {
+		t.Helper()
+		out, err := node.Kubectl(b.ctx, nil, "get", "pods", "-n", lab.PodNamespace, "-l", "dra=test", "-o", `jsonpath={range .items[?(@.status.phase=="Running")]}{.metadata.name} {end}`)
+		b.must(err)
+		return strings.Fields(string(out))
+	}
+
+	// Two instances of half the card, and shares of 79 GiB.
+	for _, name := range []string{"dra-a", "dra-b", "dra-c"} {
+		pod(name, "dra-mig", 0)
+	}
+	pod("dra-d", "dra-shared", 40)
+	pod("dra-e", "dra-shared", 39)
+	await("what fits runs", func() error {
+		if got := running(); len(got) != 4 || !slices.Contains(got, "dra-d") || !slices.Contains(got, "dra-e") {
+			return fmt.Errorf("%v run, want the two shares and two of three instances", got)
+		}
+		return nil
+	})
+	pod("dra-f", "dra-shared", 1)
+	if got := driver.names(); len(got) != 4 {
+		t.Errorf("prepared: %v", got)
+	}
+
+	// The kubelet wipes the node's slices when it starts, and registers the driver anew.
+	b.must(node.RestartKubelet(b.ctx))
+	isRegistered()
+	await("the slices are gone", func() error {
+		out, err := node.Kubectl(b.ctx, nil, "get", "resourceslices", "--field-selector", "spec.driver="+draDriver, "-o", "name")
+		b.must(err)
+		if len(bytes.TrimSpace(out)) > 0 {
+			return fmt.Errorf("there are %s", out)
+		}
+		return nil
+	})
+	b.apply(published...)
+	await("the kubelet listens to healths", func() error {
+		driver.mu.Lock()
+		defer driver.mu.Unlock()
+		if !driver.watched {
+			return errors.New("it has not asked")
+		}
+		return nil
+	})
+
+	// Room that is given back goes to whoever waits for it.
+	_, err = node.Kubectl(b.ctx, nil, "delete", "pod,resourceclaim", "dra-d", "-n", lab.PodNamespace)
+	b.must(err)
+	await("the share that waited runs", func() error {
+		if got, names := running(), driver.names(); !slices.Contains(got, "dra-f") || len(names) != 4 || slices.Contains(names, lab.PodNamespace+"/dra-d") {
+			return fmt.Errorf("%v run, %v are prepared", got, names)
+		}
+		return nil
+	})
+	if got := running(); len(got) != 4 {
+		t.Errorf("%v run: beside what fits", got)
+	}
+}
