@@ -10,14 +10,12 @@ import (
 
 // mig writes a GPU's memory slices as a row of cells, then a line for each device that
 // exists or is held, then the placements that are free.
-func (p *printer) mig(g *GPU) {
-	m := g.MIG
-	p.wrapped(indent, yellow, m.switches())
+func (p *printer) mig(m *MIG, devices []tenant) {
 	if m.Work != "" {
 		p.wrapped(indent, yellow, "now: "+m.Work)
 	}
 	p.cells(m)
-	p.placements(g)
+	p.placements(devices)
 	if free := couldStand(m); free != "" {
 		p.wrapped(indent, faint, "could be made: "+free)
 	}
@@ -69,40 +67,20 @@ func (p *printer) cells(m *MIG) {
 	}
 	border(corners[0], corners[1], corners[2], true)
 	content(func(s *Placement) (string, string) { return s.Profile, bold })
-	content(func(s *Placement) (string, string) { return s.State, placementColor(s.State) })
+	content(func(s *Placement) (string, string) { return s.State, toneColors[placementTone(s.State)] })
 	content(func(s *Placement) (string, string) { return s.Pod, "" })
 	border(corners[3], corners[4], corners[5], false)
 }
 
-func placementColor(state string) string {
-	switch state {
-	case PlacementHeld, PlacementWarm, PlacementFree:
-		return green
-	case PlacementFailed:
-		return red
-	case PlacementCovered:
-		return faint
-	}
-	return yellow
-}
-
 // placements writes a line for each device that exists, is held, or could not be created.
-func (p *printer) placements(g *GPU) {
-	shown := g.MIG.shown()
-	rows, reasons := make([][]string, len(shown)), make([]string, len(shown))
-	for i, s := range shown {
-		row := []string{s.label(), s.State, "", ""}
-		reasons[i] = s.Reason
-		if s.Held() {
-			row[2] = who(s.Namespace, s.Pod, s.Container)
-			if h := g.holder(s); h != nil {
-				row[3] = since(h.Since, p.Now)
-				if h.Waits != "" {
-					reasons[i] = join("; ", s.Reason, "waits for the end of "+h.Waits)
-				}
-			}
+func (p *printer) placements(devices []tenant) {
+	rows, reasons := make([][]string, len(devices)), make([]string, len(devices))
+	for i, d := range devices {
+		rows[i] = []string{d.Placement.label(), d.Placement.State, d.Name, d.Age}
+		reasons[i] = d.Placement.Reason
+		if d.Waits != "" {
+			reasons[i] = join("; ", reasons[i], "waits for the end of "+d.Waits)
 		}
-		rows[i] = row
 	}
 	if len(rows) == 0 {
 		return
@@ -117,16 +95,9 @@ func (p *printer) placements(g *GPU) {
 			widths[2] = max(widths[2], n)
 		}
 	}
-	widths[2] = min(widths[2], room)
+	widths[2], widths[3] = min(widths[2], room), -widths[3]
 	for i, row := range rows {
-		line := indent + p.pad("", row[0], widths[0]) + "  " + p.pad(placementColor(row[1]), row[1], widths[1])
-		if row[2] != "" {
-			line += "  " + p.pad("", row[2], widths[2])
-		}
-		if row[3] != "" {
-			line += "  " + p.pad(faint, row[3], -widths[3])
-		}
-		p.line(line)
+		p.row(indent, widths, row, "", toneColors[placementTone(row[1])], "", faint)
 		p.wrapped(indent+"  ", yellow, reasons[i])
 	}
 }

@@ -31,7 +31,10 @@
 // which it was first seen. Reasons are constants in reason.go, and docs/operations.md
 // says of each what to do.
 //
-// # Text
+// # Text and page
+//
+// Both show the same notes and rows (rows.go): what needs attention on the node and on
+// each GPU, and who holds what of a GPU with its memory.
 //
 // [WriteText] writes the Status for a terminal of 60 columns or more: one block for
 // each GPU, with a bar of what is held and a line for each holder; then a table of
@@ -46,8 +49,6 @@
 //
 // then a line for each device that exists or is held, and the placements where more
 // could be created.
-//
-// # Page
 //
 // [WriteHTML] writes it as a web page: what needs attention; a drawing of the node
 // with its NUMA nodes, GPUs, network cards and NVLinks; what is on offer; a card for

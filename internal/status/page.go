@@ -107,13 +107,6 @@ type card struct {
 	Tenants []tenant // the other holders
 }
 
-// note is something that people should look at.
-type note struct {
-	Tone string // "bad" or "warn"
-	Text string
-	Card *card // nil if it concerns the whole node
-}
-
 func newSheet(s Status, now time.Time) *sheet {
 	p := &sheet{Status: s, Now: now.UTC()}
 	cards := map[string]*card{} // by UUID; the first, if a UUID occurs twice
@@ -135,7 +128,7 @@ func newSheet(s Status, now time.Time) *sheet {
 func (p *sheet) newCard(at int) *card {
 	g := &p.GPUs[at]
 	c := &card{GPU: g, At: at, Tone: "ok"}
-	c.Notes = c.notes(p.Now)
+	c.Notes = g.notes(p.Now)
 	switch {
 	case g.Health != Healthy:
 		c.Tone = "bad"
@@ -153,7 +146,7 @@ func (p *sheet) newCard(at int) *card {
 		facts = append(facts, "PCI "+g.PCI)
 	}
 	c.Facts = join(" · ", append(facts, g.Resource)...)
-	c.Devices, c.Tenants = p.tenants(g)
+	c.Devices, c.Tenants = p.tenants(g, p.Now)
 	return c
 }
 
@@ -178,30 +171,18 @@ func (p *sheet) Kinds() string {
 
 // allNotes returns all that needs attention on the node.
 func (p *sheet) allNotes(cards map[string]*card) []note {
-	var all []note
+	all := p.Status.notes()
 	add := func(tone, text string, c *card) { all = append(all, note{tone, text, c}) }
-	if p.Hardware != "" {
-		add("bad", "Hardware work waits: "+p.Hardware, nil)
-	}
 	switch t := p.Partition; {
 	case t.State != "" && stateTone(t.State) != "ok":
 		add(stateTone(t.State), "The partition is "+join(": ", t.State, t.Message), nil)
 	case t.Message != "":
 		add("warn", t.Message, nil)
 	}
-	if w := p.Watchdog; w.State == WatchdogOff {
-		add("warn", "The watchdog is off: "+w.Reason, nil)
-	}
-	for _, one := range p.Policies {
-		switch one.State {
-		case PolicyMissing:
-			add("bad", one.Reason, nil)
-		case PolicyUnknown:
-			add("warn", one.Reason, nil)
-		}
-	}
 	for _, c := range p.Cards {
-		all = append(all, c.Notes...)
+		for _, n := range c.Notes {
+			add(n.Tone, n.Text, c)
+		}
 		for _, d := range c.Devices {
 			if d.Placement.State == PlacementFailed {
 				add("warn", d.Placement.label()+" could not be made: "+d.Placement.Reason, c)
@@ -213,51 +194,8 @@ func (p *sheet) allNotes(cards map[string]*card) []note {
 			add("bad", fmt.Sprintf("%s uses %s of %s GiB", who(c.Namespace, c.Pod, c.Container), gib(c.UsedMiB), gib(c.CapMiB)), cards[c.GPU])
 		}
 	}
-	if p.Topology != nil {
-		for _, w := range p.Topology.Weak {
-			add("warn", w, nil)
-		}
-	}
 	slices.SortStableFunc(all, func(a, b note) int { return strings.Compare(a.Tone, b.Tone) })
 	return all
-}
-
-// notes returns what needs attention about one GPU.
-func (c *card) notes(now time.Time) []note {
-	var all []note
-	add := func(tone string, words ...string) { all = append(all, note{tone, strings.Join(words, ""), c}) }
-	g := c.GPU
-	if g.Health != Healthy {
-		words := []string{cmp.Or(g.Reason, g.Health)}
-		if at := since(g.Since, now); at != "" {
-			words = append(words, ", since ", at)
-		}
-		if g.Needs != "" {
-			words = append(words, "; needs a ", g.Needs)
-		}
-		add("bad", words...)
-	}
-	if g.Blocked != "" {
-		add("warn", "a change waits: ", g.Blocked)
-	}
-	for _, one := range []struct {
-		tone  string
-		n     int
-		whose string
-	}{{"bad", g.Intruders, "without a claim"}, {"bad", g.Unlisted, "of containers that the runtime does not list"}, {"warn", g.NoPod, "of no pod"}} {
-		if one.n > 0 {
-			add(one.tone, "used by ", count(one.n, "process", "processes"), " ", one.whose)
-		}
-	}
-	if text := g.MIG.switches(); text != "" {
-		add("warn", text)
-	}
-	return all
-}
-
-// stateTone is how serious a partition's state is.
-func stateTone(state string) string {
-	return map[string]string{green: "ok", red: "bad", yellow: "warn"}[stateColor(state)]
 }
 
 // Color is the colour of the page's icon.
@@ -368,112 +306,6 @@ func (g *GPU) segments(x, y, width, height int) []rect {
 	return out
 }
 
-// tenant is a line of a GPU's tables: what a container holds, and its memory.
-type tenant struct {
-	Name, Holds, Age, Waits string
-	Placement               *Placement // in the table of MIG devices
-	Memory                  *memory    // nil if the watchdog has not seen the container
-
-	holder    *Holder    // nil if only the watchdog knows the container
-	container *Container // nil if the watchdog does not know it
-}
-
-// tenants joins the holders of a GPU with what the watchdog knows about their memory.
-// It returns the lines of two tables: MIG devices, and everything else.
-func (p *sheet) tenants(g *GPU) (devices, others []tenant) {
-	var containers []*Container
-	for i := range p.Containers {
-		if c := &p.Containers[i]; c.GPU == g.UUID {
-			containers = append(containers, c)
-		}
-	}
-	var most *uint64 // MiB that a container without a cap can use; nil if unknown
-	if g.MIG == nil && g.MemoryMiB > 0 {
-		most = &g.MemoryMiB
-	}
-	for i := range g.Holders {
-		h := &g.Holders[i]
-		t := tenant{Name: who(h.Namespace, h.Pod, h.Container), Holds: h.units(g), Age: since(h.Since, p.Now), Waits: h.Waits, holder: h}
-		if at := slices.IndexFunc(containers, func(c *Container) bool {
-			return c.Namespace == h.Namespace && c.Pod == h.Pod && c.Container == h.Container
-		}); at >= 0 {
-			t.container, t.Memory = containers[at], containers[at].memory(most)
-			containers = slices.Delete(containers, at, at+1)
-		}
-		others = append(others, t)
-	}
-	for _, c := range containers {
-		others = append(others, tenant{Name: who(c.Namespace, c.Pod, c.Container), Holds: "–", container: c, Memory: c.memory(most)})
-	}
-	for _, s := range g.MIG.shown() {
-		d := tenant{Name: "–"}
-		if s.Held() {
-			d.Name = who(s.Namespace, s.Pod, s.Container)
-			h := g.holder(s)
-			// A container with several devices of one resource is one holder with
-			// several lines. Only the first of them has its age and memory.
-			if at := slices.IndexFunc(others, func(t tenant) bool {
-				c := t.container
-				return t.holder == h && h != nil || t.holder == nil && c.Namespace == s.Namespace && c.Pod == s.Pod && c.Container == s.Container
-			}); at >= 0 {
-				name := d.Name
-				d = others[at]
-				others = slices.Delete(others, at, at+1)
-				d.Name = name
-			}
-		}
-		d.Placement = s
-		devices = append(devices, d)
-	}
-	return devices, others
-}
-
-// memory is a container's use of GPU memory, in words and as a gauge.
-type memory struct {
-	Text  string
-	Tone  string // "held" or "over"; empty if there is no gauge
-	Width int    // of the gauge, in thousandths
-	More  string
-}
-
-// memory describes the container's memory. most is how many MiB it can use if it has
-// no cap; nil if that is unknown.
-func (c *Container) memory(most *uint64) *memory {
-	m := &memory{Text: "use not known"}
-	if c.CapMiB != nil {
-		most = c.CapMiB
-	}
-	var more []string
-	switch {
-	case c.UsedMiB == nil && c.CapMiB != nil:
-		m.Text = "cap " + gib(c.CapMiB) + " GiB"
-		more = append(more, "use not known")
-	case c.UsedMiB == nil:
-	case most == nil:
-		m.Text = gib(c.UsedMiB) + " GiB"
-	default:
-		m.Text, m.Tone = gib(c.UsedMiB)+" of "+gib(most)+" GiB", "held"
-		if c.over() {
-			m.Tone = "over"
-		}
-		m.Width = share(int(min(*c.UsedMiB, 1<<40)), int(min(*most, 1<<40)), 1000)
-	}
-	if c.PeakMiB > 0 {
-		more = append(more, "peak "+gib(&c.PeakMiB)+" GiB")
-	}
-	if c.Refusals > 0 {
-		more = append(more, c.refused()+" refused")
-	}
-	if c.Uncounted > 0 {
-		more = append(more, strconv.FormatUint(c.Uncounted, 10)+" not counted")
-	}
-	if c.CapMiB != nil && c.Guarantee != "" {
-		more = append(more, "cap by "+c.Guarantee)
-	}
-	m.More = strings.Join(more, ", ")
-	return m
-}
-
 // cellColumns is the number of table columns for one memory slice. Twelve of them are
 // enough to divide any GPU instance into its compute instances.
 const cellColumns = 12
@@ -492,20 +324,6 @@ func (c *card) Columns() int { return c.Numbers() * cellColumns }
 
 // CouldStand lists the placements where a MIG device could be created.
 func (c *card) CouldStand() string { return couldStand(c.MIG) }
-
-func placementTone(state string) string {
-	switch state {
-	case PlacementHeld:
-		return "held"
-	case PlacementWarm, PlacementFree:
-		return "ok"
-	case PlacementFailed:
-		return "bad"
-	case PlacementCovered:
-		return "none"
-	}
-	return "warn"
-}
 
 // matrixRow says how one GPU or network card is connected to each of them.
 type matrixRow struct {

@@ -35,7 +35,7 @@ func WriteText(w io.Writer, s Status, o TextOptions) error {
 	p := &printer{TextOptions: o}
 	p.head(s)
 	for i := range s.GPUs {
-		p.gpu(&s.GPUs[i])
+		p.gpu(&s, &s.GPUs[i])
 	}
 	if len(s.GPUs) == 0 {
 		p.line("no GPU")
@@ -53,6 +53,9 @@ const (
 	yellow = "33"
 	indent = "       "
 )
+
+// toneColors are the colours of what the page tells by its classes.
+var toneColors = map[string]string{"ok": green, "held": green, "warn": yellow, "bad": red, "none": faint}
 
 type printer struct {
 	TextOptions
@@ -126,6 +129,31 @@ func widths(rows [][]string) []int {
 	return out
 }
 
+// columns returns the widths of a table's columns, as pad takes them: the first one is
+// as narrow as it must be, the others are aligned to the right.
+func (p *printer) columns(indent string, rows [][]string) []int {
+	out := widths(rows)
+	room := p.Width - len(indent)
+	for i, w := range out[1:] {
+		room -= 2 + w
+		out[i+1] = -w
+	}
+	out[0] = max(min(out[0], room), 8)
+	return out
+}
+
+// row writes a line of a table, each cell in its colour.
+func (p *printer) row(indent string, widths []int, cells []string, colors ...string) {
+	line := indent
+	for i, cell := range cells {
+		if i > 0 {
+			line += "  "
+		}
+		line += p.pad(colors[i], cell, widths[i])
+	}
+	p.line(line)
+}
+
 // words breaks s at spaces into lines of a number of columns. Reasons are written this
 // way: they are never cut short.
 func words(s string, columns int) []string {
@@ -166,56 +194,32 @@ func (p *printer) head(s Status) {
 		if t.Reason != "" {
 			state += " (" + string(t.Reason) + ")"
 		}
-		p.line(p.fit(name, p.Width-utf8.RuneCountInString(state)) + p.paint(stateColor(t.State), p.fit(state, p.Width)))
+		p.line(p.fit(name, p.Width-utf8.RuneCountInString(state)) + p.paint(toneColors[stateTone(t.State)], p.fit(state, p.Width)))
 	}
-	p.wrapped("  ", stateColor(t.State), t.Message)
-	if s.Hardware != "" {
-		p.wrapped("", red, "hardware work waits: "+s.Hardware)
-	}
+	p.wrapped("  ", toneColors[stateTone(t.State)], t.Message)
 	if t.Source != "" {
 		p.line(p.paint(faint, p.fit(fmt.Sprintf("from %s, generation %d", t.Source, t.Generation), p.Width)))
 	}
-	p.watchdog(s.Watchdog)
-	for _, one := range s.Policies {
-		color := yellow
-		if one.State == PolicyMissing {
-			color = red
+	if done := ended(s.Watchdog); done != "" {
+		p.wrapped("", yellow, "watchdog: "+done)
+	}
+	p.notes("", s.notes())
+	if s.Topology != nil && len(s.Topology.Joined) > 0 {
+		var sets []string
+		for _, set := range s.Topology.Joined {
+			sets = append(sets, "GPUs "+spans(set))
 		}
-		if one.State != PolicyHeld {
-			p.wrapped("", color, one.Reason)
-		}
-	}
-	p.joined(s)
-}
-
-// joined names the GPUs that NVLink joins, and the links that are down.
-func (p *printer) joined(s Status) {
-	if s.Topology == nil {
-		return
-	}
-	var sets []string
-	for _, set := range s.Topology.Joined {
-		sets = append(sets, "GPUs "+spans(set))
-	}
-	if len(sets) > 0 {
 		p.wrapped("", "", "NVLink joins "+strings.Join(sets, " and "))
 	}
-	for _, w := range s.Topology.Weak {
-		p.wrapped("", yellow, w)
+}
+
+func (p *printer) notes(indent string, all []note) {
+	for _, n := range all {
+		p.wrapped(indent, toneColors[n.Tone], n.Text)
 	}
 }
 
-func stateColor(state string) string {
-	switch state {
-	case "applied":
-		return green
-	case "failed", "invalid":
-		return red
-	}
-	return yellow
-}
-
-func (p *printer) gpu(g *GPU) {
+func (p *printer) gpu(s *Status, g *GPU) {
 	p.line("")
 	title := fmt.Sprintf("GPU %-2d ", g.Index)
 	mode := cmp.Or(g.Mode, "no partition")
@@ -232,36 +236,12 @@ func (p *printer) gpu(g *GPU) {
 	if g.Resource != "" && (g.MIG == nil || g.Total > 0) {
 		p.use(g)
 	}
+	devices, others := s.tenants(g, p.Now)
 	if g.MIG != nil {
-		p.mig(g)
+		p.mig(g.MIG, devices)
 	}
-	reason := g.Reason
-	if at := since(g.Since, p.Now); at != "" {
-		reason += " (" + at + ")"
-	}
-	p.wrapped(indent, red, reason)
-	if g.Blocked != "" {
-		p.wrapped(indent, yellow, "blocked: "+g.Blocked)
-	}
-	p.holders(g)
-	for _, one := range []struct {
-		color string
-		n     int
-		whose string
-	}{{red, g.Intruders, "without a claim"}, {red, g.Unlisted, "of unlisted containers"}, {yellow, g.NoPod, "of no pod"}} {
-		if one.n > 0 {
-			p.line(indent + p.paint(one.color, "used by "+count(one.n, "process", "processes")+" "+one.whose))
-		}
-	}
-}
-
-// watchdog writes nothing while the watchdog runs and has had nothing to do.
-func (p *printer) watchdog(w Watchdog) {
-	if w.State == WatchdogOff {
-		p.wrapped("", yellow, "watchdog off: "+w.Reason)
-	} else if text := ended(w); text != "" {
-		p.wrapped("", yellow, "watchdog: "+text)
-	}
+	p.notes(indent, g.notes(p.Now))
+	p.holders(others)
 }
 
 // ended says what the watchdog has done; it is empty if that is nothing.
@@ -303,27 +283,17 @@ func (p *printer) containers(s Status) {
 		}
 		rows = append(rows, []string{who(c.Namespace, c.Pod, c.Container), strconv.Itoa(c.Index), limit, gib(c.UsedMiB), gib(peak), refused, c.Guarantee})
 	}
-	widths := widths(rows)
-	room := p.Width
-	for _, w := range widths[1:] {
-		room -= 2 + w
-	}
-	widths[0] = max(min(widths[0], room), 8)
+	widths := p.columns("", rows)
+	widths[6] = -widths[6] // to the left
 	p.line("")
 	for i, row := range rows {
-		line := p.pad("", row[0], widths[0])
-		for column, cell := range row[1:6] {
-			color := ""
-			if i > 0 && column == 2 && list[i-1].over() {
-				color = red
-			}
-			line += "  " + p.pad(color, cell, -widths[column+1])
-		}
-		line += "  " + p.fit(row[6], widths[6])
+		colors := make([]string, len(row))
 		if i == 0 {
-			line = p.paint(faint, line)
+			colors = slices.Repeat([]string{faint}, len(row))
+		} else if list[i-1].over() {
+			colors[3] = red
 		}
-		p.line(line)
+		p.row("", widths, row, colors...)
 	}
 }
 
@@ -398,30 +368,19 @@ func share(part, whole, cells int) int {
 	return min(max((part*cells+whole/2)/whole, 1), cells-1)
 }
 
-func (p *printer) holders(g *GPU) {
-	list := g.Others()
-	if len(list) == 0 {
+// holders writes a line for each holder, but not for what the watchdog alone knows.
+func (p *printer) holders(list []tenant) {
+	list = slices.DeleteFunc(list, func(t tenant) bool { return t.Holds == "" })
+	rows := make([][]string, len(list))
+	for i, t := range list {
+		rows[i] = []string{t.Name, t.Holds, t.Age}
+	}
+	if len(rows) == 0 {
 		return
 	}
-	rows := make([][]string, len(list))
-	for i := range list {
-		h := &list[i]
-		rows[i] = []string{who(h.Namespace, h.Pod, h.Container), h.units(g), since(h.Since, p.Now)}
-	}
-	widths := widths(rows)
-	room := p.Width - len(indent)
-	for _, w := range widths[1:] {
-		if w > 0 {
-			room -= 2 + w
-		}
-	}
-	widths[0] = min(widths[0], room)
+	widths := p.columns(indent, rows)
 	for i, row := range rows {
-		line := indent + p.pad("", row[0], widths[0]) + "  " + p.pad("", row[1], -widths[1])
-		if row[2] != "" {
-			line += "  " + p.pad(faint, row[2], -widths[2])
-		}
-		p.line(line)
+		p.row(indent, widths, row, "", "", faint)
 		if w := list[i].Waits; w != "" {
 			p.wrapped(indent+"  ", yellow, "waits for the end of "+w)
 		}

@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package status
+
+import (
+	"cmp"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// note is something that people should look at.
+type note struct {
+	Tone string // "bad" or "warn"
+	Text string
+	Card *card // on the page, where it concerns one GPU
+}
+
+// stateTone is how serious a partition's state is.
+func stateTone(state string) string {
+	switch state {
+	case "applied":
+		return "ok"
+	case "failed", "invalid":
+		return "bad"
+	}
+	return "warn"
+}
+
+// placementTone is how a MIG device is shown.
+func placementTone(state string) string {
+	switch state {
+	case PlacementHeld:
+		return "held"
+	case PlacementWarm, PlacementFree:
+		return "ok"
+	case PlacementFailed:
+		return "bad"
+	case PlacementCovered:
+		return "none"
+	}
+	return "warn"
+}
+
+// notes returns what needs attention on the node as a whole, but for its partition.
+func (s *Status) notes() []note {
+	var all []note
+	if s.Hardware != "" {
+		all = append(all, note{Tone: "bad", Text: "hardware work waits: " + s.Hardware})
+	}
+	if s.Watchdog.State == WatchdogOff {
+		all = append(all, note{Tone: "warn", Text: "watchdog off: " + s.Watchdog.Reason})
+	}
+	for _, p := range s.Policies {
+		switch p.State {
+		case PolicyMissing:
+			all = append(all, note{Tone: "bad", Text: p.Reason})
+		case PolicyUnknown:
+			all = append(all, note{Tone: "warn", Text: p.Reason})
+		}
+	}
+	if s.Topology != nil {
+		for _, w := range s.Topology.Weak {
+			all = append(all, note{Tone: "warn", Text: w})
+		}
+	}
+	return all
+}
+
+// notes returns what needs attention about the GPU.
+func (g *GPU) notes(now time.Time) []note {
+	var all []note
+	if g.Health != Healthy {
+		text := cmp.Or(g.Reason, g.Health)
+		if at := since(g.Since, now); at != "" {
+			text += ", since " + at
+		}
+		if g.Needs != "" {
+			text += "; needs a " + g.Needs
+		}
+		all = append(all, note{Tone: "bad", Text: text})
+	}
+	if g.Blocked != "" {
+		all = append(all, note{Tone: "warn", Text: "blocked: " + g.Blocked})
+	}
+	for _, processes := range []struct {
+		tone  string
+		n     int
+		whose string
+	}{
+		{"bad", g.Intruders, "without an allocation"},
+		{"bad", g.Unlisted, "of containers that the runtime does not list"},
+		{"warn", g.NoPod, "of no pod"},
+	} {
+		if n := processes.n; n > 0 {
+			all = append(all, note{Tone: processes.tone, Text: "used by " + count(n, "process", "processes") + " " + processes.whose})
+		}
+	}
+	if text := g.MIG.switches(); text != "" {
+		all = append(all, note{Tone: "warn", Text: text})
+	}
+	return all
+}
+
+// tenant is a line of a GPU's tables: a MIG device or what a container holds, and the
+// container's memory.
+type tenant struct {
+	Placement  *Placement // nil if it is not a MIG device
+	Name       string     // of the container; empty if nobody holds the MIG device
+	Holds      string     // empty for a MIG device, and if only the watchdog knows the container
+	Age, Waits string
+	Memory     *memory // nil if the watchdog has not seen the container, or another line has it
+}
+
+// tenants joins the holders of a GPU with what the watchdog knows about their memory.
+// It returns the lines of two tables: MIG devices that exist, are held or could not be
+// created, and everything else.
+func (s *Status) tenants(g *GPU, now time.Time) (devices, others []tenant) {
+	containers := slices.DeleteFunc(slices.Clone(s.Containers), func(c Container) bool { return c.GPU != g.UUID })
+	var most *uint64 // MiB that a container without a cap can use; nil if unknown
+	if g.MIG == nil && g.MemoryMiB > 0 {
+		most = &g.MemoryMiB
+	}
+	take := func(namespace, pod, container string) *memory {
+		at := slices.IndexFunc(containers, func(c Container) bool {
+			return c.Namespace == namespace && c.Pod == pod && c.Container == container
+		})
+		if at < 0 {
+			return nil
+		}
+		m := containers[at].memory(most)
+		containers = slices.Delete(containers, at, at+1)
+		return m
+	}
+	for _, p := range g.MIG.shown() {
+		d := tenant{Placement: p}
+		if p.Held() {
+			d.Name, d.Memory = who(p.Namespace, p.Pod, p.Container), take(p.Namespace, p.Pod, p.Container)
+			if h := g.holder(p); h != nil {
+				d.Age, d.Waits = since(h.Since, now), h.Waits
+			}
+		}
+		devices = append(devices, d)
+	}
+	for _, h := range g.Others() {
+		others = append(others, tenant{Name: who(h.Namespace, h.Pod, h.Container), Holds: h.units(g), Age: since(h.Since, now),
+			Waits: h.Waits, Memory: take(h.Namespace, h.Pod, h.Container)})
+	}
+	for _, c := range containers {
+		others = append(others, tenant{Name: who(c.Namespace, c.Pod, c.Container), Memory: c.memory(most)})
+	}
+	return devices, others
+}
+
+// memory is a container's use of GPU memory, in words and as a gauge.
+type memory struct {
+	Text  string
+	Tone  string // "held" or "over"; empty if there is no gauge
+	Width int    // of the gauge, in thousandths
+	More  string
+}
+
+// memory describes the container's memory. most is how many MiB it can use if it has
+// no cap; nil if that is unknown.
+func (c *Container) memory(most *uint64) *memory {
+	m := &memory{Text: "use not known"}
+	if c.CapMiB != nil {
+		most = c.CapMiB
+	}
+	var more []string
+	switch {
+	case c.UsedMiB == nil && c.CapMiB != nil:
+		m.Text = "cap " + gib(c.CapMiB) + " GiB"
+		more = append(more, "use not known")
+	case c.UsedMiB == nil:
+	case most == nil:
+		m.Text = gib(c.UsedMiB) + " GiB"
+	default:
+		m.Text, m.Tone = gib(c.UsedMiB)+" of "+gib(most)+" GiB", "held"
+		if c.over() {
+			m.Tone = "over"
+		}
+		m.Width = share(int(min(*c.UsedMiB, 1<<40)), int(min(*most, 1<<40)), 1000)
+	}
+	if c.PeakMiB > 0 {
+		more = append(more, "peak "+gib(&c.PeakMiB)+" GiB")
+	}
+	if c.Refusals > 0 {
+		more = append(more, c.refused()+" refused")
+	}
+	if c.Uncounted > 0 {
+		more = append(more, strconv.FormatUint(c.Uncounted, 10)+" not counted")
+	}
+	if c.CapMiB != nil && c.Guarantee != "" {
+		more = append(more, "cap by "+c.Guarantee)
+	}
+	m.More = strings.Join(more, ", ")
+	return m
+}
