@@ -53,7 +53,7 @@ func (r *Runtime) container(c described) Container {
 // event returns what is kept of e. Its kind is EventMissed where it is none that
 // is known.
 func (r *Runtime) event(e *cri.ContainerEventResponse) ContainerEvent {
-	event := ContainerEvent{Time: nanoseconds(e.GetCreatedAt()), Container: Container{ID: e.GetContainerId()}}
+	event := ContainerEvent{Container: Container{ID: e.GetContainerId()}}
 	switch e.GetContainerEventType() {
 	case cri.ContainerEventType_CONTAINER_CREATED_EVENT:
 		event.Kind = EventCreated

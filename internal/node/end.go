@@ -164,13 +164,7 @@ func (r *Runtime) peer() (pid int, socket string, err error) {
 	if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_SNDTIMEO, &patience); err != nil {
 		return 0, socket, fmt.Errorf("bound the wait for %s: %w", socket, err)
 	}
-	for {
-		err = unix.Connect(fd, &unix.SockaddrUnix{Name: socket})
-		if err != unix.EINTR {
-			break
-		}
-	}
-	if err != nil {
+	if _, err := ignoringEINTR(func() (int, error) { return 0, unix.Connect(fd, &unix.SockaddrUnix{Name: socket}) }); err != nil {
 		return 0, socket, fmt.Errorf("connect to %s: %w", socket, err)
 	}
 	credentials, err := unix.GetsockoptUcred(fd, unix.SOL_SOCKET, unix.SO_PEERCRED)

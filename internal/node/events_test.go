@@ -88,7 +88,7 @@ func TestEvents(t *testing.T) {
 		want ContainerEvent
 	}{
 		{&cri.ContainerEventResponse{ContainerId: "c", ContainerEventType: cri.ContainerEventType_CONTAINER_CREATED_EVENT, CreatedAt: 7, PodSandboxStatus: sandbox, ContainersStatuses: statuses},
-			ContainerEvent{EventCreated, c, time.Unix(0, 7)}},
+			ContainerEvent{Kind: EventCreated, Container: c}},
 		{&cri.ContainerEventResponse{ContainerId: "c", ContainerEventType: cri.ContainerEventType_CONTAINER_STARTED_EVENT, PodSandboxStatus: sandbox, ContainersStatuses: statuses},
 			ContainerEvent{Kind: EventStarted, Container: running}},
 		{&cri.ContainerEventResponse{ContainerId: "c", ContainerEventType: cri.ContainerEventType_CONTAINER_STOPPED_EVENT, ContainersStatuses: statuses},
@@ -319,13 +319,5 @@ func TestEventsEndedNowAndThen(t *testing.T) {
 	}
 	if err := stop(); err != context.Canceled {
 		t.Errorf("ended with %v", err)
-	}
-}
-
-func TestEventKindsHaveNames(t *testing.T) {
-	for kind, want := range map[EventKind]string{EventMissed: "missed", EventDeleted: "deleted", 9: "EventKind(9)", -1: "EventKind(-1)"} {
-		if kind.String() != want {
-			t.Errorf("%d is %q, want %q", int(kind), kind, want)
-		}
 	}
 }

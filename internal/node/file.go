@@ -6,8 +6,6 @@ import (
 	"bytes"
 	"context"
 	"fmt"
-	"io"
-	"os"
 	"path/filepath"
 	"time"
 
@@ -159,7 +157,7 @@ func (f *follower) drop() {
 
 // read calls fn if what it finds is news.
 func (f *follower) read() {
-	data, err := readFile(f.path)
+	data, _, err := readRegular(f.path, maxFile)
 	if err != nil {
 		if f.told && f.problem == err.Error() {
 			return
@@ -173,20 +171,4 @@ func (f *follower) read() {
 	}
 	f.told, f.data, f.problem = true, data, ""
 	f.fn(bytes.Clone(data), nil)
-}
-
-func readFile(path string) ([]byte, error) {
-	file, err := os.Open(path)
-	if err != nil {
-		return nil, err // names the operation and the path already
-	}
-	defer file.Close()
-	data, err := io.ReadAll(io.LimitReader(file, maxFile+1))
-	if err != nil {
-		return nil, err
-	}
-	if len(data) > maxFile {
-		return nil, fmt.Errorf("read %s: larger than %d bytes", path, maxFile)
-	}
-	return data, nil
 }

@@ -141,12 +141,11 @@ func (p *Proc) look(pid int) (*look, error) {
 	if err != nil {
 		return nil, err
 	}
-	buffer := make([]byte, 4096)
 	l := &look{dir: dir}
-	start, err := startTime(dir, &buffer)
+	start, err := startTime(dir)
 	if err == nil {
 		var list []byte
-		if list, err = readAt(dir, "cgroup", &buffer); err == nil {
+		if list, err = readAt(dir, "cgroup"); err == nil {
 			l.owner, l.err = ownerOf(list)
 		}
 	}
@@ -175,16 +174,13 @@ func (p *Proc) Same(pid int, o Owner) bool {
 // open returns a descriptor of a process's directory: when the process is gone,
 // everything below it is, also when another has got its PID.
 func (p *Proc) open(pid int) (int, error) {
-	for {
-		dir, err := unix.Open(p.root+"/"+strconv.Itoa(pid), unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
-		if err == unix.EINTR {
-			continue
-		}
-		if err != nil {
-			return -1, p.failed(pid, err)
-		}
-		return dir, nil
+	dir, err := ignoringEINTR(func() (int, error) {
+		return unix.Open(p.root+"/"+strconv.Itoa(pid), unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	})
+	if err != nil {
+		return -1, p.failed(pid, err)
 	}
+	return dir, nil
 }
 
 func (p *Proc) failed(pid int, err error) error {
@@ -199,33 +195,21 @@ func (p *Proc) failed(pid int, err error) error {
 // a path for each of a dozen hierarchies.
 const maxProcFile = 64 << 10
 
-// readAt reads a file of a directory. What it returns lives in the buffer, which
-// grows as need be.
-func readAt(dir int, name string, buffer *[]byte) ([]byte, error) {
-	file, err := ignoringEINTR(func() (int, error) {
+// readAt reads a file of a directory.
+func readAt(dir int, name string) ([]byte, error) {
+	fd, err := ignoringEINTR(func() (int, error) {
 		return unix.Openat(dir, name, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0)
 	})
 	if err != nil {
 		return nil, err
 	}
-	defer unix.Close(file)
-	for have := 0; ; {
-		if have == len(*buffer) {
-			if have >= maxProcFile {
-				return nil, fmt.Errorf("%s has more than %d bytes", name, maxProcFile)
-			}
-			*buffer = append(*buffer, make([]byte, have)...)
-		}
-		n, err := ignoringEINTR(func() (int, error) { return unix.Read(file, (*buffer)[have:]) })
-		if err != nil {
-			return nil, err
-		}
-		// The kernel makes the whole of these files at once (single_open): less
-		// than there was room for is all there is.
-		if have += n; have < len(*buffer) {
-			return (*buffer)[:have], nil
-		}
+	file := os.NewFile(uintptr(fd), name)
+	defer file.Close()
+	data, err := io.ReadAll(io.LimitReader(file, maxProcFile+1))
+	if err == nil && len(data) > maxProcFile {
+		err = fmt.Errorf("%s has more than %d bytes", name, maxProcFile)
 	}
+	return data, err
 }
 
 func ignoringEINTR(call func() (int, error)) (int, error) {
@@ -238,23 +222,18 @@ func ignoringEINTR(call func() (int, error)) (int, error) {
 }
 
 // startTime reads field 22 of a process's stat, as in proc(5).
-func startTime(dir int, buffer *[]byte) (uint64, error) {
-	stat, err := readAt(dir, "stat", buffer)
+func startTime(dir int) (uint64, error) {
+	stat, err := readAt(dir, "stat")
 	if err != nil {
 		return 0, err
 	}
-	// The name, in parentheses, may have parentheses and spaces of its own.
-	rest := stat[bytes.LastIndexByte(stat, ')')+1:]
-	const skip = 22 - 2 // from the third field on, after the space
-	for range skip {
-		_, after, found := bytes.Cut(rest, []byte{' '})
-		if !found {
-			return 0, io.ErrUnexpectedEOF
-		}
-		rest = after
+	// The name, in parentheses, may have parentheses and spaces of its own. The
+	// third field follows it.
+	fields := bytes.Fields(stat[bytes.LastIndexByte(stat, ')')+1:])
+	if len(fields) <= 22-3 {
+		return 0, io.ErrUnexpectedEOF
 	}
-	digits, _, _ := bytes.Cut(rest, []byte{' '})
-	start, err := strconv.ParseUint(string(digits), 10, 64)
+	start, err := strconv.ParseUint(string(fields[22-3]), 10, 64)
 	if err != nil {
 		return 0, fmt.Errorf("stat has no start time: %w", err)
 	}
@@ -316,15 +295,12 @@ func ownerByPath(path []byte) (Owner, bool) {
 	if !bytes.Contains(path, []byte("pod")) {
 		return Owner{}, false
 	}
-	whole := strings.TrimSuffix(string(path), " (deleted)") // the cgroup, under its last process
-	kubelets := false                                       // the segment before is one of the kubelet's own
-	for begin := 0; begin < len(whole); {
-		end := begin + strings.IndexByte(whole[begin:], '/')
-		if end < begin {
-			end = len(whole)
-		}
-		segment := whole[begin:end]
-		uid, id := "", ""
+	// A cgroup is called deleted under its last process.
+	segments := strings.Split(strings.TrimSuffix(string(path), " (deleted)"), "/")
+	upTo := func(i int) string { return strings.Join(segments[:i+1], "/") }
+	kubelets := false // the segment before is one of the kubelet's own
+	for i, segment := range segments {
+		uid := ""
 		switch {
 		case strings.Contains(segment, ".slice:"):
 			// runc with the systemd driver's path but without that driver:
@@ -333,26 +309,20 @@ func ownerByPath(path []byte) (Owner, bool) {
 			uid = podOfSlice(slice)
 			_, name, _ := strings.Cut(rest, ":")
 			if uid != "" {
-				return owner(uid, containerID(name), whole[:end])
+				return owner(uid, containerID(name), upTo(i))
 			}
 		case strings.HasSuffix(segment, ".slice"):
 			uid = podOfSlice(segment)
 		case kubelets && strings.HasPrefix(segment, "pod"):
 			uid = podUID(segment[len("pod"):])
 		}
-		if uid != "" && end < len(whole) {
-			last := end + 1 + strings.IndexByte(whole[end+1:], '/')
-			if last <= end {
-				last = len(whole)
-			}
-			id = containerID(whole[end+1 : last])
-			return owner(uid, id, whole[:last])
+		if uid != "" && i+1 < len(segments) {
+			return owner(uid, containerID(segments[i+1]), upTo(i+1))
 		}
 		if uid != "" {
 			return Owner{PodUID: uid}, false // in the pod's cgroup and in no container
 		}
 		kubelets = segment == "kubepods" || kubelets && (segment == "burstable" || segment == "besteffort")
-		begin = end + 1
 	}
 	return Owner{}, false
 }

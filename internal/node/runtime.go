@@ -154,21 +154,19 @@ func (r *Runtime) socket() (string, error) {
 // candidates returns the paths to try for places of the host, those below root
 // first.
 func candidates(root string, places []string) []string {
-	var below, plain []string
+	if root == "/" {
+		return places
+	}
+	var below []string
 	for _, place := range places {
 		// /var/run is a link to /run, often an absolute one, which would lead
 		// out of root.
-		if rest, ok := strings.CutPrefix(place, "/var/run/"); ok && root != "/" {
-			below = append(below, filepath.Join(root, "run", rest))
-		} else {
-			below = append(below, filepath.Join(root, place))
+		if rest, ok := strings.CutPrefix(place, "/var/run/"); ok {
+			place = "/run/" + rest
 		}
-		plain = append(plain, place)
+		below = append(below, filepath.Join(root, place))
 	}
-	if root == "/" {
-		return plain
-	}
-	return append(below, plain...)
+	return append(below, places...)
 }
 
 // Containers returns all containers that have not ended, sorted by ID. It is one
@@ -255,14 +253,6 @@ const (
 	EventDeleted
 )
 
-func (k EventKind) String() string {
-	names := []string{"missed", "created", "started", "stopped", "deleted"}
-	if k < 0 || int(k) >= len(names) {
-		return fmt.Sprintf("EventKind(%d)", int(k))
-	}
-	return names[k]
-}
-
 // ContainerEvent is something that happened to a container, or to the sandbox of
 // a pod, whose Container then has no name.
 type ContainerEvent struct {
@@ -270,8 +260,6 @@ type ContainerEvent struct {
 	// Container is as of the event. Of one that is deleted the runtime tells
 	// the ID and the pod only.
 	Container Container
-	// Time is zero where the runtime does not say.
-	Time time.Time
 }
 
 const (
