@@ -232,12 +232,17 @@ func (o *outside) stampLocked() node.Stamp {
 	return node.Stamp{Inode: sum.Sum64(), MTime: 1}
 }
 
-func (o runtime) Containers(context.Context) ([]node.Container, error) {
+func (o runtime) Containers(context.Context) (all []node.Container, err error) {
+	o.with(func() { err = o.runtimeErr })
+	if err == nil {
+		all = o.containers()
+	}
+	return all, err
+}
+
+func (o runtime) containers() []node.Container {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	if o.runtimeErr != nil {
-		return nil, o.runtimeErr
-	}
 	out := slices.Clone(o.old)
 	if !o.stranger {
 		out = append(out, node.Container{Namespace: ownPod.Namespace, Pod: ownPod.Name, Running: true})
@@ -248,7 +253,7 @@ func (o runtime) Containers(context.Context) ([]node.Container, error) {
 		out = append(out, node.Container{ID: h.Pod + h.Container, PodUID: "uid-" + h.Pod, Namespace: h.Namespace, Pod: h.Pod, Name: h.Container,
 			Running: true, Created: o.made[key], Annotations: map[string]string{name: o.granted[name]}})
 	}
-	return out, nil
+	return out
 }
 
 func (o runtime) Pods(context.Context) (map[string]workload.Pod, error) {

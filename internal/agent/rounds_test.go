@@ -49,7 +49,7 @@ var claimPhases = []phase{
 	{name: "held, of a boot before", before: func(b *bench) { b.with(func() { b.outside.boot = "next" }) }},
 	{name: "its pod was deleted by force", after: func(b *bench) {
 		// The kubelet has let go, and the container is still there.
-		containers, _ := runtime{b.outside}.Containers(b.t.Context())
+		containers := runtime{b.outside}.containers()
 		b.with(func() { b.old, b.holdings = containers[1:], nil })
 		b.witnesses.Ask()
 		synctest.Wait()
