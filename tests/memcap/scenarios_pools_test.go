@@ -61,6 +61,7 @@ var poolScenarios = []scenario{
 		}
 		return nil
 	}},
+	{name: "pool-that-keeps-what-it-has", cuda: []string{"ipc-pools=kept", "ipc-pools=kept,piece-mib=2", "strict", "ipc-pools=shrink"}},
 	{name: "pool-that-shrinks-by-itself", cuda: []string{"", "query=observes", "strict"}},
 	{name: "three-hundred-pools", check: func(o outcome) []string {
 		if o.n("refused") != 0 {

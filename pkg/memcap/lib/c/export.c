@@ -4,6 +4,7 @@
  * for another process (IPC). Either may keep the memory when it has been freed here. */
 
 #include "export.h"
+#include "pool.h"
 
 /* A search for the next entry, by its address, that has a part of a range. */
 struct search {
@@ -66,4 +67,77 @@ EXPORT CUresult cuIpcGetMemHandle(void *out, CUdeviceptr at)
     if (p && r == CUDA_SUCCESS)
         exported(p, at, 1);
     return r;
+}
+
+/* --- pools that others can open --------------------------------------------- */
+
+/* Such a pool gives nothing back before its end ("IPC pools currently do not support
+ * releasing physical blocks back to the OS"). What it has grown by in an attempt could not be
+ * undone, so one is made only where something was freed that is large enough, and of
+ * which nothing has been had since: a driver that finds it need not grow. Places that were
+ * freed are written down one by one; that two are beside each other is not seen. */
+enum { PLACES = 64, MANY_PLACES = 4096 };
+
+struct places {
+    uint64_t pool, bytes;
+    int n;
+    struct entry list[PLACES];
+    bool taken[PLACES];
+};
+
+static bool of_pool(const struct entry *e, void *arg)
+{
+    const struct places *f = arg;
+    return e->space == SPACE_PLACE && e->owner == f->pool;
+}
+
+void places_end(struct process *p, const struct pool *pool)
+{
+    struct places f = {.pool = (uint64_t)(pool - p->pools)};
+    while (table_pick(&p->table, of_pool, &f, f.list, PLACES) == PLACES)
+        ;
+}
+
+void place_freed(struct process *p, struct pool *pool, const struct entry *e)
+{
+    struct entry place = *e, old;
+    if (__atomic_add_fetch(&pool->places, 1, __ATOMIC_RELAXED) > MANY_PLACES) {
+        __atomic_store_n(&pool->places, 0, __ATOMIC_RELAXED);
+        places_end(p, pool); /* a program with so many does without */
+    }
+    place.space = SPACE_PLACE;
+    table_put(&p->table, &place, &old);
+}
+
+static bool large(const struct entry *e, void *arg)
+{
+    struct places *f = arg;
+    if (of_pool(e, arg) && e->bytes >= f->bytes && f->n < PLACES)
+        f->list[f->n++] = *e;
+    return f->n == PLACES;
+}
+
+static bool takes(const struct entry *e, void *arg)
+{
+    struct places *f = arg;
+    for (int i = 0; i < f->n && e->space == SPACE_POOLED && e->owner == f->pool; i++)
+        if (e->key < f->list[i].key + f->list[i].bytes && f->list[i].key < e->key + e->bytes)
+            f->taken[i] = true;
+    return false;
+}
+
+bool place_for(struct process *p, struct pool *pool, uint64_t n)
+{
+    for (bool all = true; all;) {
+        struct places f = {.pool = (uint64_t)(pool - p->pools), .bytes = n};
+        all = table_any(&p->table, large, &f);
+        table_any(&p->table, takes, &f);
+        for (int i = 0; i < f.n; i++) {
+            struct entry gone;
+            if (!f.taken[i])
+                return true;
+            table_take(&p->table, f.list[i].key, SPACE_PLACE, &gone);
+        }
+    }
+    return false;
 }

@@ -374,7 +374,10 @@ enum attempted pool_attempt(struct process *p, const struct request *q, struct p
     uint64_t over, most = growth_of(p, n);
     *r = CUDA_ERROR_OUT_OF_MEMORY;
     enter_pool(pool, n);
-    if (!begin_alone(pool) || !has_room(p, a, pool, held)) {
+    if (pool->exportable)
+        close_pool(pool);
+    if (!begin_alone(pool) || !has_room(p, a, pool, held) || (pool->exportable && !place_for(p, pool, n))) {
+        open_pool(pool);
         __atomic_store_n(&pool->alone, 0, __ATOMIC_SEQ_CST);
         leave_pool(p, pool, n);
         if (held)
@@ -521,6 +524,8 @@ static bool give_back(struct process *p, CUdeviceptr at, struct entry *e, CUresu
         return true;
     }
     count_sub(&pool->flight, e->bytes / UNIT);
+    if (__builtin_expect(pool->exportable, 0))
+        place_freed(p, pool, e);
     if (__builtin_expect(!__atomic_load_n(&pool->handle, __ATOMIC_RELAXED), 0)) {
         spin_lock(&pool->lock);
         pool_leave(p, pool);

@@ -80,6 +80,15 @@ bool pool_makes_room(struct process *p, struct pool *pool, struct account *a, ui
  * its lock is held. */
 void pool_leave(struct process *p, struct pool *pool);
 
+/* --- export.c */
+
+/* place_freed writes down that a place of a pool that others can open was freed; place_for
+ * says whether n bytes fit in such a place, nobody else being at the pool; places_end
+ * forgets them. */
+void place_freed(struct process *p, struct pool *pool, const struct entry *e);
+bool place_for(struct process *p, struct pool *pool, uint64_t n);
+void places_end(struct process *p, const struct pool *pool);
+
 /* --- reuse.c */
 
 /* reuse serves a request of n bytes from what streams have freed in a pool, easily: without

@@ -83,6 +83,8 @@ void pool_leave(struct process *p, struct pool *pool)
     uint64_t i = (uint64_t)(pool - p->pools);
     __atomic_and_fetch(&p->pools_charged[i / 64], ~((uint64_t)1 << i % 64), __ATOMIC_ACQ_REL);
     freers_end(pool);
+    if (pool->exportable)
+        places_end(p, pool);
     __atomic_store_n(&pool->used, 0, __ATOMIC_RELEASE);
 }
 

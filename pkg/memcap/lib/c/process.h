@@ -48,6 +48,7 @@ struct pool {
     bool passed;     /* the host's, or another process's: not counted */
     bool near;       /* an allocation has not had the room to let it grow */
     bool exportable; /* other processes can open it */
+    uint32_t places; /* written down since they were last looked through; see export.c */
     uint32_t alone;  /* an attempt is under way, and nothing trims it */
     uint32_t closed; /* an attempt is being undone, and no other allocation made */
     uint64_t flight; /* [allocations under way:16 | live units of 512 bytes:48] */

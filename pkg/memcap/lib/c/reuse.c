@@ -333,6 +333,8 @@ static enum attempted serve(struct process *p, const struct request *q, struct p
     struct freers *f = freers_of(pool);
     int own = f ? enlist(p, f, q->stream, key_of(q->stream, q->per_thread), false) : -1;
     uint64_t others = f ? to_follow(f, own) : 0;
+    if (easily && pool->exportable)
+        return NOT_ATTEMPTED; /* what another stream has freed is not to be missed for want of waiting */
     if (easily)
         return !others || n <= __atomic_load_n(&pool->ease.size, __ATOMIC_RELAXED) ? serve_easily(p, q, pool, a, n, r) : NOT_ATTEMPTED;
     bool events = goes_by_events(pool);

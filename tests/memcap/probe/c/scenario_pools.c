@@ -367,6 +367,36 @@ static void default_managed_pool(struct scene *s)
         fill_pool(s, pool);
 }
 
+/* A pool that other processes can open keeps what it has. It has room enough in holes, none
+ * of which is large enough, and the cap has none: it may not grow for the request, for that
+ * cannot be undone. What fits into a hole is had, on whatever stream. */
+static void pool_that_keeps_what_it_has(struct scene *s)
+{
+    enum { N = 16 };
+    CUmemPoolProps props = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED, .handleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+                            .location = {CU_MEM_LOCATION_TYPE_DEVICE, s->seat.device}};
+    uint64_t bytes = s->room / 2 / N;
+    CUmemoryPool pool;
+    CUstream streams[2];
+    CUdeviceptr p[N], rest, more;
+    int n = 0;
+    if (!streams_of(s, streams, 2) || !MUST(s, s->cu->cuMemPoolCreate(&pool, &props)))
+        return;
+    while (n < N && ASK(s, bytes, s->cu->cuMemAllocFromPoolAsync(&p[n], bytes, pool, streams[0])))
+        n++;
+    while (ASK(s, 2 * MiB, s->cu->cuMemAlloc_v2(&rest, 2 * MiB)))
+        ;
+    for (int i = 0; i < n; i += 2)
+        if (MUST(s, s->cu->cuMemFreeAsync(p[i], streams[0])))
+            given_back(s, bytes);
+    for (int i = 0; i < 4; i++)
+        if (ASK(s, 2 * bytes, s->cu->cuMemAllocFromPoolAsync(&more, 2 * bytes, pool, streams[i % 2])))
+            MUST(s, s->cu->cuMemFreeAsync(more, streams[i % 2]));
+    for (int i = 0; i < 8; i++)
+        if (ASK(s, bytes, s->cu->cuMemAllocFromPoolAsync(&more, bytes, pool, streams[i % 2])) && MUST(s, s->cu->cuMemFreeAsync(more, streams[i % 2])))
+            given_back(s, bytes);
+}
+
 /* told_free waits until the program is told that so much is free. */
 static uint64_t told_free(struct scene *s, uint64_t bytes)
 {
@@ -415,6 +445,7 @@ const struct scenario pool_scenarios[] = {
     {"synchronize-beside-a-refused-one", synchronize_beside_a_refused_one, 0},
     {"threads-at-the-edge", threads_at_the_edge, 0},
     {"less-than-a-piece-is-left", less_than_a_piece_is_left, 0},
+    {"pool-that-keeps-what-it-has", pool_that_keeps_what_it_has, 0},
     {"pool-that-shrinks-by-itself", pool_that_shrinks_by_itself, 0},
     {"three-hundred-pools", three_hundred_pools, 0},
     {"managed-pool-of-the-device", managed_pool_of_the_device, 0},
