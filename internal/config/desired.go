@@ -3,9 +3,7 @@
 package config
 
 import (
-	"cmp"
 	"fmt"
-	"maps"
 	"path"
 	"slices"
 	"strconv"
@@ -80,11 +78,6 @@ type Desired struct {
 	Partition string
 	// GPUs has one element for each GPU of the inventory, in its order.
 	GPUs []Want
-}
-
-// Equal reports whether two states are the same under the same name.
-func (d Desired) Equal(o Desired) bool {
-	return d.Partition == o.Partition && slices.EqualFunc(d.GPUs, o.GPUs, Want.Equal)
 }
 
 // File is a partition file that parsed. It does not change.
@@ -163,12 +156,7 @@ func (f *File) Desire(partition string, inv *gpu.Inventory, unit gpu.MiB) (Desir
 	}
 	f.checkPresent(m, p, inv)
 
-	// What went wrong is collected first and told a pair of lines or an entry at
-	// a time: a node has up to 16 GPUs, and one mistake is one message.
-	type clash struct{ first, second int }
-	clashes := make(map[clash][]int)
-	refused := make(map[int][]int)
-	cannot := make(map[int]refusals)
+	cannot := byLine{}
 	makes := make(map[int]*made)
 	var unmatched []int
 	d := Desired{Partition: partition, GPUs: make([]Want, 0, len(inv.GPUs))}
@@ -180,8 +168,7 @@ func (f *File) Desire(partition string, inv *gpu.Inventory, unit gpu.MiB) (Desir
 				continue
 			}
 			if match >= 0 && !f.nvidia {
-				c := clash{match, e}
-				clashes[c] = append(clashes[c], dev.Index)
+				cannot.add(p.entries[e].line, fmt.Sprintf("the entry on line %d matches too, and exactly one must match each GPU", p.entries[match].line), dev.Index)
 				continue
 			}
 			match = e
@@ -189,14 +176,12 @@ func (f *File) Desire(partition string, inv *gpu.Inventory, unit gpu.MiB) (Desir
 		w := Want{}
 		switch {
 		case match >= 0:
-			w = p.entries[match].want
-			if p.entries[match].unbuilt != "" {
-				refused[match] = append(refused[match], dev.Index)
-			}
+			e := &p.entries[match]
+			w = e.want
+			cannot.add(e.unbuiltLine, e.unbuilt, dev.Index)
 			reason := ""
-			if w.Unproven, reason = prove(&w, dev); reason != "" {
-				cannot[match] = cannot[match].add(reason, dev.Index)
-			}
+			w.Unproven, reason = prove(&w, dev)
+			cannot.add(e.line, reason, dev.Index)
 			makes[match] = makes[match].add(&w, dev, unit)
 		case !f.nvidia && dev.Fault == "":
 			unmatched = append(unmatched, dev.Index)
@@ -209,18 +194,7 @@ func (f *File) Desire(partition string, inv *gpu.Inventory, unit gpu.MiB) (Desir
 	if len(unmatched) > 0 {
 		m.add(p.line, "partition %s has no entry for %s of this node: exactly one must match each GPU", quote(p.name), gpus(unmatched))
 	}
-	for _, c := range slices.SortedFunc(maps.Keys(clashes), func(a, b clash) int {
-		return cmp.Or(cmp.Compare(a.second, b.second), cmp.Compare(a.first, b.first))
-	}) {
-		m.add(p.entries[c.second].line, "%s: the entry on line %d matches too, and exactly one must match each GPU",
-			gpus(clashes[c]), p.entries[c.first].line)
-	}
-	for _, e := range slices.Sorted(maps.Keys(refused)) {
-		m.add(p.entries[e].unbuiltLine, "%s (asked for on %s)", p.entries[e].unbuilt, gpus(refused[e]))
-	}
-	for _, e := range slices.Sorted(maps.Keys(cannot)) {
-		m.add(p.entries[e].line, "%s", cannot[e])
-	}
+	cannot.tell(m)
 	checkSum(m, p, makes, unit)
 	if err := m.err(); err != nil {
 		return Desired{}, err

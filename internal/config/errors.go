@@ -51,15 +51,6 @@ func (e Errors) Error() string {
 	return brief.Cut(strings.Join(lines, "\n"), maxText)
 }
 
-// Unwrap lets errors.As find the single mistakes.
-func (e Errors) Unwrap() []error {
-	errs := make([]error, len(e))
-	for i, err := range e {
-		errs[i] = err
-	}
-	return errs
-}
-
 // mistakes collects errors of one file: the first ones in line order, and how many
 // others there are.
 type mistakes struct {

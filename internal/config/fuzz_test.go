@@ -8,6 +8,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
+
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -63,7 +65,7 @@ func FuzzParse(f *testing.F) {
 			for _, inv := range nodes {
 				d, err := file.Desire(name, inv, 1024)
 				again, err2 := file.Desire(name, inv, 1024)
-				if !d.Equal(again) || (err == nil) != (err2 == nil) || err != nil && err.Error() != err2.Error() {
+				if !cmp.Equal(d, again) || (err == nil) != (err2 == nil) || err != nil && err.Error() != err2.Error() {
 					t.Fatalf("Desire is not deterministic: %+v, %v; %+v, %v", d, err, again, err2)
 				}
 				if err != nil {

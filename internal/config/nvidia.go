@@ -3,7 +3,6 @@
 package config
 
 import (
-	"math"
 	"strings"
 
 	"example.com/gpu-agent/pkg/mig"
@@ -82,16 +81,7 @@ func allZero(counts *yaml.Node) bool {
 func (p *parser) indices(s *selector, n *yaml.Node) {
 	lines := make(map[int]int)
 	for _, c := range n.Content {
-		x, ok := p.number(c, "an index", 0, math.MaxInt32)
-		if !ok {
-			continue
-		}
-		if line, again := lines[x]; again {
-			p.at(c, "index %d is in this list already, on line %d", x, line)
-			continue
-		}
-		lines[x] = c.Line
-		s.indices = append(s.indices, indexAt{x, c.Line})
+		p.index(s, c, lines)
 	}
 }
 

@@ -239,13 +239,8 @@ func (p *parser) deviceList(s *selector, n *yaml.Node) {
 			}
 			uuidLine[u] = c.Line
 			s.uuids = append(s.uuids, uuidAt{u, c.Line})
-		} else if x, ok := p.number(c, "an index", 0, math.MaxInt32); ok {
-			if line, again := indexLine[x]; again {
-				p.at(c, "index %d is in this list already, on line %d", x, line)
-				continue
-			}
-			indexLine[x] = c.Line
-			s.indices = append(s.indices, indexAt{x, c.Line})
+		} else {
+			p.index(s, c, indexLine)
 		}
 	}
 	if len(s.indices) > 0 && len(s.uuids) > 0 {
@@ -253,11 +248,25 @@ func (p *parser) deviceList(s *selector, n *yaml.Node) {
 	}
 }
 
+// index reads an index that the list does not have yet; lines tells where it has others.
+func (p *parser) index(s *selector, n *yaml.Node, lines map[int]int) {
+	x, ok := p.number(n, "an index", 0, math.MaxInt32)
+	if !ok {
+		return
+	}
+	if line, again := lines[x]; again {
+		p.at(n, "index %d is in this list already, on line %d", x, line)
+		return
+	}
+	lines[x] = n.Line
+	s.indices = append(s.indices, indexAt{x, n.Line})
+}
+
 func badUUID(s string) string {
 	rest, ok := strings.CutPrefix(s, "GPU-")
 	switch {
 	case strings.HasPrefix(s, "MIG-"):
-		return "a partition cuts GPUs, and this names a MIG instance"
+		return "a partition lays out GPUs, and this names a MIG instance"
 	case !ok:
 		return `a UUID begins with "GPU-", an index has no quotes`
 	case rest == "" || strings.Trim(rest, "0123456789abcdefABCDEF-") != "":

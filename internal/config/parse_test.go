@@ -3,7 +3,6 @@
 package config
 
 import (
-	"errors"
 	"strings"
 	"testing"
 
@@ -121,7 +120,7 @@ var broken = []struct {
 		"f:4: an index is at most 2147483647, not \"18446744073709551615\"",
 		"f:4: an index is a whole number, not the number \"99999999999999999999\""}},
 	{"an index in quotes", head + "    - {devices: [\"0\"], mode: off}\n", []string{"f:4: \"0\" is neither the index nor the UUID of a GPU: a UUID begins with \"GPU-\", an index has no quotes"}},
-	{"a MIG instance", head + "    - {devices: [MIG-0a], mode: off}\n", []string{"f:4: \"MIG-0a\" is neither the index nor the UUID of a GPU: a partition cuts GPUs, and this names a MIG instance"}},
+	{"a MIG instance", head + "    - {devices: [MIG-0a], mode: off}\n", []string{"f:4: \"MIG-0a\" is neither the index nor the UUID of a GPU: a partition lays out GPUs, and this names a MIG instance"}},
 	{"half a UUID", head + "    - {devices: [GPU-], mode: off}\n", []string{"f:4: \"GPU-\" is neither the index nor the UUID of a GPU: after \"GPU-\" come hexadecimal digits and dashes"}},
 	{"a UUID twice", head + "    - {devices: [GPU-0a, GPU-0a], mode: off}\n", []string{"f:4: GPU-0a is in this list already, on line 4"}},
 	{"indices and UUIDs", head + "    - {devices: [0, GPU-0a], mode: off}\n", []string{"f:4: the list mixes indices and UUIDs: use one of the two"}},
@@ -232,9 +231,8 @@ func TestParseRefuses(t *testing.T) {
 			if diff := cmp.Diff(strings.Join(tc.want, "\n"), err.Error()); diff != "" {
 				t.Errorf("-want +got:\n%s", diff)
 			}
-			var first *Error
-			if !errors.As(err, &first) || first.File != "f" {
-				t.Errorf("no *Error of the file f in %#v", err)
+			if all, ok := err.(Errors); !ok || all[0].File != "f" {
+				t.Errorf("no Errors of the file f: %#v", err)
 			}
 		})
 	}

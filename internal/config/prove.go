@@ -88,7 +88,7 @@ func join(names []mig.Name) string {
 // mistake for each entry.
 func (f *File) Prove(d Desired, inv *gpu.Inventory) error {
 	m := &mistakes{file: f.name}
-	open := make(map[int]refusals)
+	open := byLine{}
 	for i, w := range d.GPUs {
 		if !w.Unproven {
 			continue
@@ -97,38 +97,42 @@ func (f *File) Prove(d Desired, inv *gpu.Inventory) error {
 		if fault := inv.GPUs[i].Fault; fault != "" {
 			reason = "it cannot be described, so nobody knows whether this fits: " + fault
 		}
-		open[w.Line] = open[w.Line].add(reason, inv.GPUs[i].Index)
+		open.add(w.Line, reason, inv.GPUs[i].Index)
 	}
-	for line, r := range open {
-		m.add(line, "%s", r)
-	}
+	open.tell(m)
 	return m.err()
 }
 
-// refusals is what is wrong with one entry on a node: reasons, with the GPUs
-// that each holds for, in the order in which they were found.
-type refusals []refusal
+// byLine is what is wrong with a partition on a node: for each line of the file
+// reasons, with the GPUs that each holds for, in the order in which they were found.
+// A node has up to 16 GPUs, and one mistake is one message.
+type byLine map[int][]refusal
 
 type refusal struct {
 	reason string
 	gpus   []int
 }
 
-func (r refusals) add(reason string, index int) refusals {
-	for i := range r {
-		if r[i].reason == reason {
-			r[i].gpus = append(r[i].gpus, index)
-			return r
-		}
+// add notes a reason, unless it is empty.
+func (b byLine) add(line int, reason string, index int) {
+	if reason == "" {
+		return
 	}
-	return append(r, refusal{reason, []int{index}})
+	at := slices.IndexFunc(b[line], func(r refusal) bool { return r.reason == reason })
+	if at < 0 {
+		at = len(b[line])
+		b[line] = append(b[line], refusal{reason: reason})
+	}
+	b[line][at].gpus = append(b[line][at].gpus, index)
 }
 
-// String is one line: "GPUs 0-3: …; GPU 4: …".
-func (r refusals) String() string {
-	parts := make([]string, len(r))
-	for i, x := range r {
-		parts[i] = gpus(x.gpus) + ": " + x.reason
+// tell makes one mistake of each line: "GPUs 0-3: …; GPU 4: …".
+func (b byLine) tell(m *mistakes) {
+	for line, refusals := range b {
+		var parts []string
+		for _, r := range refusals {
+			parts = append(parts, gpus(r.gpus)+": "+r.reason)
+		}
+		m.add(line, "%s", strings.Join(parts, "; "))
 	}
-	return strings.Join(parts, "; ")
 }

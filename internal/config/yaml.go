@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strconv"
 	"strings"
 	"unicode/utf8"
@@ -253,15 +254,10 @@ func (m *mistakes) fields(n *yaml.Node, what string, known ...string) (map[strin
 		return nil, false
 	}
 	out := make(map[string]*yaml.Node, len(ps))
-next:
 	for _, p := range ps {
-		for _, k := range known {
-			if p.key.Value == k {
-				out[k] = p.value
-				continue next
-			}
-		}
-		if near := nearest(p.key.Value, known); near != "" {
+		if slices.Contains(known, p.key.Value) {
+			out[p.key.Value] = p.value
+		} else if near := nearest(p.key.Value, known); near != "" {
 			m.at(p.key, "unknown key %s: did you mean %q?", quote(p.key.Value), near)
 		} else {
 			m.at(p.key, "unknown key %s: %s has %s", quote(p.key.Value), what, list(known, "and"))
