@@ -19,6 +19,7 @@ import (
 	loop "example.com/gpu-agent/internal/agent"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/label"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
 )
 
@@ -226,7 +227,7 @@ func TestPoliciesHoldTheAgentUnderAnyName(t *testing.T) {
 				return nil
 			})
 			s.try(t, as, tries)
-			s.agentSays(t, test.namespace, test.account, kube.PolicyHeld)
+			s.agentSays(t, test.namespace, test.account, status.PolicyHeld)
 
 			// The next one must not be held by this one's. Without them all is allowed,
 			// and the agent says so.
@@ -244,7 +245,7 @@ func TestPoliciesHoldTheAgentUnderAnyName(t *testing.T) {
 					s.do(t, as, http.MethodPost, evicting(theirs)+"?dryRun=All", asJSON, eviction("train", theirs, uids[theirs]), nil))
 			})
 			if i == 0 {
-				s.agentSays(t, test.namespace, test.account, kube.PolicyMissing)
+				s.agentSays(t, test.namespace, test.account, status.PolicyMissing)
 			}
 		})
 	}
@@ -461,7 +462,7 @@ func TestTokenNamesItsNode(t *testing.T) {
 
 // agentSays lets internal/kube try the policies in an account's name: all four are
 // as they should be, and the tries have changed nothing.
-func (s *apiServer) agentSays(t *testing.T, namespace, account string, want kube.PolicyState) {
+func (s *apiServer) agentSays(t *testing.T, namespace, account string, want string) {
 	t.Helper()
 	const pods = "/api/v1/namespaces/train/pods"
 	// The agent's own pod, in a namespace of its choice.
@@ -482,9 +483,9 @@ func (s *apiServer) agentSays(t *testing.T, namespace, account string, want kube
 	before := seen()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	var said []kube.Policy
+	var said []status.Policy
 	o := kube.PolicyOptions{Evictions: true, Pod: workload.Pod{Namespace: "train", Name: "agent"}}
-	if err := s.clientAs(t, namespace, account).WatchPolicies(ctx, o, func(list []kube.Policy) {
+	if err := s.clientAs(t, namespace, account).WatchPolicies(ctx, o, func(list []status.Policy) {
 		said = list
 		cancel()
 	}); !errors.Is(err, context.Canceled) {

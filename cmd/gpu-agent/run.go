@@ -293,7 +293,7 @@ func run(ctx context.Context, c console, args []string) error {
 		})
 		g.Go(func() error {
 			o := kube.PolicyOptions{Evictions: f.cap.evictAfter > 0, Pod: workload.Pod{Namespace: options.Pod.Namespace, Name: options.Pod.Name}}
-			return cluster.WatchPolicies(ctx, o, func(list []kube.Policy) { policies.Store(policyStatus(list)) })
+			return cluster.WatchPolicies(ctx, o, func(list []status.Policy) { policies.Store(&list) })
 		})
 	}
 	if f.cap.every > 0 {
@@ -331,13 +331,4 @@ func followPartitions(ctx context.Context, f *runFlags, cluster *kube.Client, lo
 		}
 		loop.SetFile("configmap "+f.configMap+" "+configKey, data)
 	})
-}
-
-// policyStatus is what the status says of the admission policies.
-func policyStatus(list []kube.Policy) *[]status.Policy {
-	out := make([]status.Policy, len(list))
-	for i, p := range list {
-		out[i] = status.Policy{Name: p.Name, State: string(p.State), Reason: p.Reason}
-	}
-	return &out
 }

@@ -11,7 +11,7 @@
 //
 // # Following one object
 //
-// [Client.WatchConfigMap] and [Client.WatchNode] list one object by its name,
+// [Client.WatchKey] and [Client.WatchNode] list one object by its name,
 // watch it from there, and report it when it differs from the last
 // report. A watch that ends is resumed at its version; any failure, an
 // expired resource version included, starts over with a list, which costs one
@@ -20,8 +20,8 @@
 //
 //	client, err := kube.New(kube.Options{NodeName: "node-1", Domain: "example.com", Logger: log})
 //	…
-//	err = client.WatchConfigMap(ctx, "gpu", "gpu-partitions", func(cm *kube.ConfigMap) {
-//		// cm is nil when the server says that there is none
+//	err = client.WatchKey(ctx, "gpu", "gpu-partitions", "config.yaml", func(data []byte, err error) {
+//		// err says what the server does not have
 //	})
 //
 // While the API server is unreachable the function is not called: what was seen last
@@ -103,6 +103,5 @@
 // is known by its name in the server's refusal: a refusal by another policy proves
 // nothing.
 //
-// The package does not know what a partition, a GPU or a label means: from package gpu
-// it uses one error alone.
+// The package does not know what a partition, a GPU or a label means.
 package kube

@@ -70,7 +70,7 @@ func TestEvictRefusedByPolicy(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			s := newServer(t)
 			s.fault = func(verb, resource string, w http.ResponseWriter) bool {
-				body := status(422, "Invalid")
+				body := failed(422, "Invalid")
 				body["message"] = test.message
 				w.Header().Set("Content-Type", "application/json")
 				w.WriteHeader(422)
@@ -107,7 +107,7 @@ func TestEvictRefused(t *testing.T) {
 	// busy is a 429 with or without the cause that a budget has.
 	busy := func(cause map[string]any) func(http.ResponseWriter) {
 		return func(w http.ResponseWriter) {
-			body := status(429, "TooManyRequests")
+			body := failed(429, "TooManyRequests")
 			body["message"] = "Cannot evict pod as it would violate the pod's disruption budget."
 			if cause != nil {
 				body["details"] = map[string]any{"causes": []any{cause}}

@@ -260,10 +260,10 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 func refuse(w http.ResponseWriter, code int, reason string) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(code)
-	json.NewEncoder(w).Encode(status(code, reason))
+	json.NewEncoder(w).Encode(failed(code, reason))
 }
 
-func status(code int, reason string) map[string]any {
+func failed(code int, reason string) map[string]any {
 	return map[string]any{"apiVersion": "v1", "kind": "Status", "status": "Failure",
 		"code": code, "reason": reason, "message": "scripted: " + reason}
 }

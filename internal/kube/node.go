@@ -45,6 +45,13 @@ func (n *ourNode) lastNode(ctx context.Context) (*Node, error) {
 	return n.listNode(ctx)
 }
 
+// see takes what a watch says of the Node.
+func (n *ourNode) see(node *Node) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.last = node
+}
+
 // listNode is what the server says of the Node now.
 func (n *ourNode) listNode(ctx context.Context) (node *Node, err error) {
 	t := target{nodes, "", n.options.NodeName}

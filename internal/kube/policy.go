@@ -9,36 +9,14 @@ import (
 	"regexp"
 	"slices"
 	"strings"
-	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
 )
-
-// PolicyState says whether the API server holds the agent to an admission policy.
-type PolicyState string
-
-// The three states.
-const (
-	// PolicyHeld: a write that the policy must refuse was refused by it.
-	PolicyHeld PolicyState = "held"
-	// PolicyMissing: such a write would have been taken.
-	PolicyMissing PolicyState = "missing"
-	// PolicyUnknown: the API server did not answer, or refused for another reason.
-	PolicyUnknown PolicyState = "unknown"
-)
-
-// Policy is an admission policy of the agent's manifests.
-type Policy struct {
-	// Name is the policy's in deployments/, where no overlay has changed it.
-	Name  string
-	State PolicyState
-	// Reason says what to do, or why nothing is known; empty for PolicyHeld.
-	Reason string
-}
 
 // PolicyOptions say which policies there should be beside those of the base.
 type PolicyOptions struct {
@@ -81,24 +59,24 @@ type attempt struct {
 // A dry run changes nothing. Each is also chosen so that it would do no harm if
 // it were carried out: a label that means nothing, an Event, and evictions of a
 // pod that does not exist, or by a UID that it does not have.
-func (c *Client) WatchPolicies(ctx context.Context, o PolicyOptions, fn func([]Policy)) error {
+func (c *Client) WatchPolicies(ctx context.Context, o PolicyOptions, fn func([]status.Policy)) error {
 	attempts := c.attempts(o)
 	most := max(c.options.Relist, c.timing.pauseMax)
 	retry := c.backOff(most)
-	var last []Policy
+	var last []status.Policy
 	for missing := 0; ; {
-		now := make([]Policy, len(attempts))
-		worst := PolicyHeld
+		now := make([]status.Policy, len(attempts))
+		worst := status.PolicyHeld
 		for i, a := range attempts {
 			now[i] = c.tryPolicy(ctx, a)
-			if s := now[i].State; s == PolicyMissing || s == PolicyUnknown && worst == PolicyHeld {
+			if s := now[i].State; s == status.PolicyMissing || s == status.PolicyUnknown && worst == status.PolicyHeld {
 				worst = s
 			}
 		}
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
-		if worst == PolicyMissing {
+		if worst == status.PolicyMissing {
 			missing++
 		} else {
 			missing = 0
@@ -108,16 +86,13 @@ func (c *Client) WatchPolicies(ctx context.Context, o PolicyOptions, fn func([]P
 			fn(slices.Clone(now))
 			last = now
 		}
-		if worst != PolicyHeld {
-			if !sleep(ctx, retry.Step()) {
-				return ctx.Err()
-			}
-			continue
+		pause := around(c.timing.recheck)
+		if worst == status.PolicyHeld {
+			retry = c.backOff(most)
+		} else {
+			pause = retry.Step()
 		}
-		retry = c.backOff(most)
-		select {
-		case <-time.After(around(c.timing.recheck)):
-		case <-ctx.Done():
+		if !sleep(ctx, pause) {
 			return ctx.Err()
 		}
 	}
@@ -162,7 +137,7 @@ func (c *Client) attempts(o PolicyOptions) []attempt {
 }
 
 // tryPolicy makes one attempt.
-func (c *Client) tryPolicy(ctx context.Context, a attempt) Policy {
+func (c *Client) tryPolicy(ctx context.Context, a attempt) status.Policy {
 	bounded, cancel := context.WithTimeout(ctx, c.timing.request)
 	defer cancel()
 	err := a.write(bounded)
@@ -170,28 +145,28 @@ func (c *Client) tryPolicy(ctx context.Context, a attempt) Policy {
 	switch {
 	case held:
 		c.note(ctx, a.verb, a.resource, tried, nil)
-		return Policy{Name: a.policy, State: PolicyHeld}
+		return status.Policy{Name: a.policy, State: status.PolicyHeld}
 	case taken:
 		c.note(ctx, a.verb, a.resource, tried, nil)
-		return Policy{Name: a.policy, State: PolicyMissing, Reason: fmt.Sprintf("the API server would take a write to %s that the admission policy %s must refuse: "+
+		return status.Policy{Name: a.policy, State: status.PolicyMissing, Reason: fmt.Sprintf("the API server would take a write to %s that the admission policy %s must refuse: "+
 			"apply admission.yaml of the manifests, with its binding, and see that its pattern fits the name of the agent's service account", a.resource, a.policy)}
 	}
 	c.note(ctx, a.verb, a.resource, tried, err)
-	return Policy{Name: a.policy, State: PolicyUnknown, Reason: fmt.Sprintf("whether the admission policy %s is in force is not known: %v", a.policy, err)}
+	return status.Policy{Name: a.policy, State: status.PolicyUnknown, Reason: fmt.Sprintf("whether the admission policy %s is in force is not known: %v", a.policy, err)}
 }
 
 // logPolicies says what has changed between two results.
-func (c *Client) logPolicies(before, now []Policy) {
+func (c *Client) logPolicies(before, now []status.Policy) {
 	for i, p := range now {
-		was := PolicyUnknown
+		was := status.PolicyUnknown
 		if i < len(before) {
 			was = before[i].State
 		}
 		switch {
 		case p.State == was:
-		case p.State == PolicyMissing:
+		case p.State == status.PolicyMissing:
 			c.log.Error("an admission policy is not in force", "policy", p.Name, "reason", p.Reason)
-		case p.State == PolicyHeld:
+		case p.State == status.PolicyHeld:
 			c.log.Info("an admission policy is in force", "policy", p.Name)
 		}
 	}
@@ -204,10 +179,10 @@ var ours = regexp.MustCompile(`ValidatingAdmissionPolicy '[^']*gpu-agent[^']*'`)
 // byPolicy says whether err is a refusal by one of the agent's admission
 // policies that has these words.
 func byPolicy(err error, words string) bool {
-	var status apierrors.APIStatus
-	if !errors.As(err, &status) || status.Status().Code/100 != 4 {
+	var answer apierrors.APIStatus
+	if !errors.As(err, &answer) || answer.Status().Code/100 != 4 {
 		return false
 	}
-	message := status.Status().Message
+	message := answer.Status().Message
 	return ours.MatchString(message) && strings.Contains(message, words)
 }

@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
 )
 
@@ -25,7 +26,7 @@ type policies struct {
 }
 
 func deny(w http.ResponseWriter, policy, words string) {
-	body := status(422, "Invalid")
+	body := failed(422, "Invalid")
 	body["message"] = fmt.Sprintf("nodes \"node-1\" is forbidden: ValidatingAdmissionPolicy '%s' with binding '%s' denied request: %s", policy, policy, words)
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(422)
@@ -65,13 +66,13 @@ func follows(t *testing.T, c *Client, o PolicyOptions) <-chan string {
 	t.Helper()
 	told := make(chan string, 100)
 	background(t, func(ctx context.Context) error {
-		return c.WatchPolicies(ctx, o, func(list []Policy) {
+		return c.WatchPolicies(ctx, o, func(list []status.Policy) {
 			var words []string
 			for _, p := range list {
-				if (p.State == PolicyHeld) != (p.Reason == "") {
+				if (p.State == status.PolicyHeld) != (p.Reason == "") {
 					t.Errorf("%+v: a reason where it is not held, and none where it is", p)
 				}
-				words = append(words, strings.TrimPrefix(p.Name, "gpu-agent")+":"+string(p.State))
+				words = append(words, strings.TrimPrefix(p.Name, "gpu-agent")+":"+p.State)
 			}
 			told <- strings.Join(words, " ")
 		})

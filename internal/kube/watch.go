@@ -20,12 +20,6 @@ import (
 	"k8s.io/client-go/dynamic"
 )
 
-// ConfigMap is what the agent needs of one.
-type ConfigMap struct {
-	Data            map[string]string
-	ResourceVersion string
-}
-
 // Node is what the agent needs of its Node.
 type Node struct {
 	Labels map[string]string
@@ -41,50 +35,36 @@ type Node struct {
 	labels, annotations owners
 }
 
-// WatchConfigMap follows a ConfigMap until ctx ends, which is the only error it
-// returns besides that of an empty name. fn is called with the first answer of
-// the server, and then whenever the data differs from the last call's;
-// nil means that the server says there is no such ConfigMap. Calls never
-// overlap.
-func (c *Client) WatchConfigMap(ctx context.Context, namespace, name string, fn func(*ConfigMap)) error {
+// WatchKey follows one key of a ConfigMap until ctx ends, which is the only error it
+// returns besides that of an empty name. fn is called with the first answer of the
+// server, and then whenever it differs from the last: with the key's text, or with an
+// error that says what is missing. Calls never overlap.
+func (c *Client) WatchKey(ctx context.Context, namespace, name, key string, fn func(data []byte, err error)) error {
 	if namespace == "" || name == "" {
 		return fmt.Errorf("watch ConfigMap %q in namespace %q: both names are needed", name, namespace)
 	}
-	var last *ConfigMap
-	told := false
+	type answer struct{ text, missing string }
+	var last *answer
 	return c.follow(ctx, target{configMaps, namespace, name}, func(object *unstructured.Unstructured) {
-		var now *ConfigMap
-		if object != nil {
-			data, _, err := unstructured.NestedStringMap(object.Object, "data")
-			if err != nil {
-				// The API server validates this field; a proxy in between may not.
-				c.log.Error("ignoring a malformed ConfigMap", "namespace", namespace, "name", name, "err", err)
-				return
-			}
-			now = &ConfigMap{Data: data, ResourceVersion: object.GetResourceVersion()}
+		var now answer
+		if object == nil {
+			now.missing = fmt.Sprintf("there is no ConfigMap %s/%s: create it with the key %s", namespace, name, key)
+		} else if text, found, err := unstructured.NestedString(object.Object, "data", key); err != nil {
+			// The API server validates this field; a proxy in between may not.
+			c.log.Error("ignoring a malformed ConfigMap", "namespace", namespace, "name", name, "err", err)
+			return
+		} else if now.text = text; !found {
+			now.missing = fmt.Sprintf("ConfigMap %s/%s has no key %s", namespace, name, key)
 		}
-		if told && (now == nil) == (last == nil) && (now == nil || maps.Equal(now.Data, last.Data)) {
+		if last != nil && now == *last {
 			return
 		}
-		last, told = now, true
-		if now != nil {
-			now = &ConfigMap{Data: maps.Clone(now.Data), ResourceVersion: now.ResourceVersion}
+		last = &now
+		if now.missing != "" {
+			fn(nil, errors.New(now.missing))
+			return
 		}
-		fn(now)
-	})
-}
-
-// WatchKey follows one key of a ConfigMap, as WatchConfigMap does. fn gets its text,
-// or an error that says what is missing.
-func (c *Client) WatchKey(ctx context.Context, namespace, name, key string, fn func(data []byte, err error)) error {
-	return c.WatchConfigMap(ctx, namespace, name, func(cm *ConfigMap) {
-		if cm == nil {
-			fn(nil, fmt.Errorf("there is no ConfigMap %s/%s: create it with the key %s", namespace, name, key))
-		} else if text, ok := cm.Data[key]; !ok {
-			fn(nil, fmt.Errorf("ConfigMap %s/%s has no key %s", namespace, name, key))
-		} else {
-			fn([]byte(text), nil)
-		}
+		fn([]byte(now.text), nil)
 	})
 }
 
@@ -93,32 +73,30 @@ func (c *Client) WatchKey(ctx context.Context, namespace, name, key string, fn f
 // then whenever a label, an annotation or a condition under the domain, or the
 // scheduling of the node differs from the last call's. Changes made through Mark
 // and SetCondition are such changes. A Node that is not there is not reported: a
-// kubelet that is alive makes it again.
+// kubelet that is alive makes it again. fn must not change what it is given.
 func (n *ourNode) WatchNode(ctx context.Context, fn func(Node)) error {
 	var last Node
 	told := false
 	name := n.options.NodeName
 	return n.follow(ctx, target{nodes, "", name}, func(object *unstructured.Unstructured) {
 		if object == nil {
-			n.setNode(nil)
+			n.see(nil)
 			n.log.Warn("the API server has no Node of this name; what was seen last stays in force", "node", name)
 			return
 		}
 		whole := readNode(object)
-		n.setNode(&whole)
+		n.see(&whole)
 		now := whole
-		now.Annotations, now.Conditions = n.own(whole.Annotations), n.ownConditions(whole.Conditions)
+		now.Annotations = maps.Clone(whole.Annotations)
+		maps.DeleteFunc(now.Annotations, func(key, _ string) bool { return n.mayWrite(key) != nil })
+		now.Conditions = slices.DeleteFunc(slices.Clone(whole.Conditions), func(c Condition) bool { return n.mayWrite(c.Type) != nil })
+		slices.SortFunc(now.Conditions, func(a, b Condition) int { return strings.Compare(a.Type, b.Type) })
 		if told && now.Unschedulable == last.Unschedulable && maps.Equal(now.Labels, last.Labels) &&
 			maps.Equal(now.Annotations, last.Annotations) && slices.EqualFunc(now.Conditions, last.Conditions, Condition.says) {
 			return
 		}
 		last, told = now, true
-		fn(Node{
-			Labels:        maps.Clone(now.Labels),
-			Annotations:   maps.Clone(now.Annotations),
-			Unschedulable: now.Unschedulable,
-			Conditions:    slices.Clone(now.Conditions),
-		})
+		fn(now)
 	})
 }
 
@@ -128,33 +106,6 @@ func readNode(object *unstructured.Unstructured) Node {
 		Unschedulable: unschedulable, Conditions: readConditions(object), version: object.GetResourceVersion()}
 	n.labels, n.annotations = readOwners(object)
 	return n
-}
-
-func (n *ourNode) own(annotations map[string]string) map[string]string {
-	own := map[string]string{}
-	for key, value := range annotations {
-		if strings.HasPrefix(key, n.options.Domain+"/") {
-			own[key] = value
-		}
-	}
-	return own
-}
-
-func (n *ourNode) ownConditions(conditions []Condition) []Condition {
-	var own []Condition
-	for _, condition := range conditions {
-		if n.mayWrite(condition.Type) == nil {
-			own = append(own, condition)
-		}
-	}
-	slices.SortFunc(own, func(a, b Condition) int { return strings.Compare(a.Type, b.Type) })
-	return own
-}
-
-func (n *ourNode) setNode(node *Node) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	n.last = node
 }
 
 // target names one object.

@@ -16,15 +16,11 @@ func partitions(t *testing.T, c *Client) <-chan string {
 	t.Helper()
 	told := make(chan string, 100)
 	background(t, func(ctx context.Context) error {
-		return c.WatchConfigMap(ctx, "gpu", "p", func(cm *ConfigMap) {
-			if cm == nil {
-				told <- "-"
-				return
+		return c.WatchKey(ctx, "gpu", "p", "config.yaml", func(data []byte, err error) {
+			if err != nil {
+				data = []byte("-")
 			}
-			if cm.ResourceVersion == "" {
-				t.Error("ConfigMap without a version")
-			}
-			told <- cm.Data["config.yaml"]
+			told <- string(data)
 		})
 	})
 	return told
@@ -75,14 +71,14 @@ func TestWatchEnds(t *testing.T) {
 		{"410 as an event", func(s *server) {
 			s.set(func() {
 				s.version++
-				s.history = append(s.history, change{s.version, "ERROR", "", status(410, "Expired")})
+				s.history = append(s.history, change{s.version, "ERROR", "", failed(410, "Expired")})
 			})
 			s.config("gpu", "p", "two")
 		}},
 		{"500 as an event", func(s *server) {
 			s.set(func() {
 				s.version++
-				s.history = append(s.history, change{s.version, "ERROR", "", status(500, "InternalError")})
+				s.history = append(s.history, change{s.version, "ERROR", "", failed(500, "InternalError")})
 			})
 			s.config("gpu", "p", "two")
 		}},
@@ -270,7 +266,7 @@ func TestWatchNode(t *testing.T) {
 
 func TestWatchWantsNames(t *testing.T) {
 	c, _ := connect(t, newServer(t))
-	if err := c.WatchConfigMap(t.Context(), "", "p", func(*ConfigMap) {}); err == nil {
+	if err := c.WatchKey(t.Context(), "", "p", "config.yaml", func([]byte, error) {}); err == nil {
 		t.Error("no namespace is accepted")
 	}
 }
