@@ -58,7 +58,7 @@ const (
 	othersLinger  = 30 * time.Second
 	othersSoon    = 5 * time.Second
 	// answerTime is what the kubelet gets of the processor after a grant, before
-	// the claim's file is written. Nobody waits for it: the sandbox is made
+	// the allocation's file is written. Nobody waits for it: the sandbox is made
 	// first, and then PreStartContainer wakes the loop at once.
 	answerTime = 20 * time.Millisecond
 	// leastSleep is a floor under the loop's sleep while nobody wakes it.
@@ -101,7 +101,7 @@ type Options struct {
 	// cannot do its work (--cap-policy open).
 	OpenCaps bool
 	// Pod is the agent's own. A listing that lacks it is not believed when it
-	// comes to ending claims. Empty outside a pod: then any listing that names
+	// comes to ending allocations. Empty outside a pod: then any listing that names
 	// some pod is believed.
 	Pod workload.Pod
 	// Boot names this run of the machine; what is remembered of another run is
@@ -206,8 +206,8 @@ func (a *Agent) wakeSoon() {
 	}
 }
 
-// Claims returns the claims as they are now, in key order.
-func (a *Agent) Claims() []ledger.Allocation { return a.ledger.Allocations() }
+// Allocations returns the allocations as they are now, in key order.
+func (a *Agent) Allocations() []ledger.Allocation { return a.ledger.Allocations() }
 
 // Offer returns what the kubelet is told of now.
 func (a *Agent) Offer() *deviceplugin.Offer { return a.front.Offer() }
@@ -310,7 +310,7 @@ func (a *Agent) nextLook(now time.Time) time.Duration {
 	return max(wait, leastSleep)
 }
 
-// someoneWaits reports whether a claim waits for the holder before it.
+// someoneWaits reports whether an allocation waits for the holder before it.
 func (a *Agent) someoneWaits() bool {
 	return slices.ContainsFunc(a.ledger.Allocations(), func(c ledger.Allocation) bool { return c.Phase == ledger.Waiting })
 }

@@ -527,7 +527,7 @@ func TestEditWithAHolder(t *testing.T) {
 		ids := []string{string(uuid(0)) + "::1", string(uuid(0)) + "::2"}
 		b.hold("train-3", names.Units, ids...)
 		if n := len(b.files()); n != 1 {
-			t.Fatalf("%d files, want the claim's: %v", n, b.files())
+			t.Fatalf("%d files, want the allocation's: %v", n, b.files())
 		}
 		time.Sleep(time.Minute) // the kubelet is asked, and names the holder
 
@@ -545,7 +545,7 @@ func TestEditWithAHolder(t *testing.T) {
 		time.Sleep(holdersSoon)
 		b.want("applied", fourUnitsX, "0 1")
 		if n := len(b.files()); n != 0 {
-			t.Errorf("the ended claim left %v", b.files())
+			t.Errorf("the ended allocation left %v", b.files())
 		}
 		// GPU 0's units leave the list a minute after they were withdrawn.
 		time.Sleep(plan.Linger)
@@ -599,7 +599,7 @@ func TestFileStaysWhereNoWitnessAnswers(t *testing.T) {
 		time.Sleep(answerTime)
 		synctest.Wait()
 		if n := len(b.files()); n != 1 {
-			t.Fatalf("%d files, want the claim's: %v", n, b.files())
+			t.Fatalf("%d files, want the allocation's: %v", n, b.files())
 		}
 		b.end()
 		o.with(func() { o.checkpointErr, o.runtimeErr = errors.New("away"), errors.New("away") })
@@ -607,8 +607,8 @@ func TestFileStaysWhereNoWitnessAnswers(t *testing.T) {
 		defer b.end()
 		time.Sleep(time.Minute)
 		synctest.Wait()
-		if n := len(b.files()); n != 1 || len(b.Claims()) != 1 {
-			t.Errorf("%d claims and the files %v, want one of each", len(b.Claims()), b.files())
+		if n := len(b.files()); n != 1 || len(b.Allocations()) != 1 {
+			t.Errorf("%d allocations and the files %v, want one of each", len(b.Allocations()), b.files())
 		}
 	})
 }
@@ -626,14 +626,14 @@ func TestFileStandsWithoutPrepare(t *testing.T) {
 		time.Sleep(answerTime)
 		synctest.Wait()
 		if n := len(b.files()); n != 1 {
-			t.Errorf("%d files, want the claim's: %v", n, b.files())
+			t.Errorf("%d files, want the allocation's: %v", n, b.files())
 		}
 	})
 }
 
-// A new process takes claims over from the CDI files, before the kubelet lists
+// A new process takes allocations over from the CDI files, before the kubelet lists
 // anything, and does not cut what is held.
-func TestRestartTakesClaimsOver(t *testing.T) {
+func TestRestartTakesAllocationsOver(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o, cdiDir := newOutside(2), t.TempDir()
 		b := start(t, o, cdiDir, allShared)
@@ -662,7 +662,7 @@ func TestRestartTakesClaimsOver(t *testing.T) {
 		b.want("blocked", "0.0x 0.1~ 0.2~ 0.3x", "1")
 		after, err := os.ReadFile(b.files()[0])
 		if err != nil || !bytes.Equal(before, after) {
-			t.Errorf("the claim's file changed: %v", err)
+			t.Errorf("the allocation's file changed: %v", err)
 		}
 		if err := b.source(names.Units).Prepare(t.Context(), ids); err != nil {
 			t.Errorf("the container cannot start again: %v", err)
@@ -670,8 +670,8 @@ func TestRestartTakesClaimsOver(t *testing.T) {
 		o.with(func() { o.deaf = false })
 		time.Sleep(holdersSoon)
 		synctest.Wait()
-		if c := b.Claims(); len(c) != 1 || c[0].Holder.Name != "train-3" {
-			t.Errorf("claims %+v", c)
+		if c := b.Allocations(); len(c) != 1 || c[0].Holder.Name != "train-3" {
+			t.Errorf("allocations %+v", c)
 		}
 	})
 }
@@ -887,8 +887,8 @@ func TestDriverIsLetGo(t *testing.T) {
 				before := o.readings
 				time.Sleep(10 * time.Minute)
 				b.want("pending", fourUnitsX, "")
-				if len(b.Claims()) != 1 || len(b.files()) != 1 || o.readings != before {
-					t.Errorf("%d claims, files %v, %d readings", len(b.Claims()), b.files(), o.readings-before)
+				if len(b.Allocations()) != 1 || len(b.files()) != 1 || o.readings != before {
+					t.Errorf("%d allocations, files %v, %d readings", len(b.Allocations()), b.files(), o.readings-before)
 				}
 				b.node(nil, false)
 				synctest.Wait()
@@ -999,8 +999,8 @@ func TestTimeSlices(t *testing.T) {
 }
 
 // Allocate and GetPreferredAllocation never reach the driver, nor does the work
-// that a claim makes for the loop.
-func TestClaimsCostNoDriverCall(t *testing.T) {
+// that an allocation makes for the loop.
+func TestAllocationsCostNoDriverCall(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := start(t, newOutside(2), t.TempDir(), allShared)
 		defer b.end()
@@ -1014,7 +1014,7 @@ func TestClaimsCostNoDriverCall(t *testing.T) {
 			b.hold(fmt.Sprint("p", n), names.Units, ids...)
 		}
 		if b.readings != before {
-			t.Errorf("%d readings of the driver for four claims", b.readings-before)
+			t.Errorf("%d readings of the driver for four allocations", b.readings-before)
 		}
 	})
 }

@@ -15,13 +15,13 @@ import (
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
-// claims are the allocations, with the caps that were given to their holders as far
+// allocations are the allocations, with the caps that were given to their holders as far
 // as anybody knows. Where every record of that is lost the limit page that stands
 // tells: the size of a unit or the number of replicas may have changed since.
-func (k *gatekeeper) claims() []ledger.Allocation {
-	claims := k.ledger.Allocations()
-	for i := range claims {
-		c := &claims[i]
+func (k *gatekeeper) allocations() []ledger.Allocation {
+	allocations := k.ledger.Allocations()
+	for i := range allocations {
+		c := &allocations[i]
 		if !slices.ContainsFunc(c.Grants, func(g ledger.Grant) bool { return !g.Cap.Known }) {
 			continue
 		}
@@ -39,10 +39,10 @@ func (k *gatekeeper) claims() []ledger.Allocation {
 		k.ledger.Learn(c.ID, grants)
 		c.Grants = grants
 	}
-	return claims
+	return allocations
 }
 
-// settleCaps decides the caps of a claim of which there is neither a record nor a
+// settleCaps decides the caps of an allocation of which there is neither a record nor a
 // page, so that no container can have come by one: they are what they would be now.
 // The error names the GPU of which that cannot be said.
 func (k *gatekeeper) settleCaps(c *ledger.Allocation) error {
@@ -71,20 +71,20 @@ func (k *gatekeeper) settleCaps(c *ledger.Allocation) error {
 	return nil
 }
 
-// granted has a round come for a new claim, which writes it down: the kubelet
-// waits for its answer, and has the claim in its own checkpoint a moment later.
+// granted has a round come for a new allocation, which writes it down: the kubelet
+// waits for its answer, and has the allocation in its own checkpoint a moment later.
 func (a *Agent) granted(c *ledger.Allocation) {
 	a.journal.note(c)
 	a.wakeSoon()
 }
 
-// Changed has a value when claims, or the GPUs that are given out, may have changed
+// Changed has a value when allocations, or the GPUs that are given out, may have changed
 // since the last one was taken. It is for one taker.
 func (a *Agent) Changed() <-chan struct{} { return a.stirred }
 
-// overlay lays a claim's pages and says what its container gets for the
-// cap. Every claim gets it, that of a whole GPU too: a container can have two
-// claims, and which of them a runtime applies last, and so whose file stands at
+// overlay lays an allocation's pages and says what its container gets for the
+// cap. Every allocation gets it, that of a whole GPU too: a container can have two
+// allocations, and which of them a runtime applies last, and so whose file stands at
 // the driver library's path, is chance.
 func (k *gatekeeper) overlay(c *ledger.Allocation) (cdi.Overlay, error) {
 	var none cdi.Overlay
@@ -137,7 +137,7 @@ func (k *gatekeeper) overlay(c *ledger.Allocation) (cdi.Overlay, error) {
 	return over, nil
 }
 
-// sweepCaps removes the pages of claims that have ended.
+// sweepCaps removes the pages of allocations that have ended.
 func (k *gatekeeper) sweepCaps(live func(key string) bool) error {
 	keys, err := k.caps.List()
 	if err != nil {
@@ -150,7 +150,7 @@ func (k *gatekeeper) sweepCaps(live func(key string) bool) error {
 			}
 		}
 	}
-	// Libraries of earlier versions go when no claim's file names them.
+	// Libraries of earlier versions go when no allocation's file names them.
 	if slices.ContainsFunc(k.ledger.Allocations(), func(c ledger.Allocation) bool { return !c.IsOpen() }) {
 		return nil
 	}

@@ -46,7 +46,7 @@ type pages struct {
 	mu sync.Mutex
 	// Guarded by mu:
 	limits map[string]map[gpu.UUID]uint64
-	since  map[string]time.Time // what was written last of a claim
+	since  map[string]time.Time // what was written last of an allocation
 	spoilt map[string]bool
 	kit    *lib.Kit // that fits the driver; nil is testKit
 }
@@ -112,7 +112,7 @@ func (p *pages) Fit(cdi.Parts) (lib.Kit, error) {
 
 func (p *pages) Prune() error { return nil }
 
-// mountAt is the host path that a claim's container has at a path.
+// mountAt is the host path that an allocation's container has at a path.
 func mountAt(t *testing.T, b *bench, key, path string) string {
 	t.Helper()
 	spec, err := b.Agent.gates.files.Read(key)
@@ -128,7 +128,7 @@ func mountAt(t *testing.T, b *bench, key, path string) string {
 	return at
 }
 
-// capsOf is what a claim's grants say of its GPUs' memory, as far as that is known.
+// capsOf is what an allocation's grants say of its GPUs' memory, as far as that is known.
 func capsOf(c *ledger.Allocation) (out []lib.Limit) {
 	for _, u := range c.GPUs() {
 		if limit := c.Cap(u); limit.Known {
@@ -139,7 +139,7 @@ func capsOf(c *ledger.Allocation) (out []lib.Limit) {
 }
 
 // TestCapsOfClaims: what containers may have, and what they get for it.
-// TestLibrariesFitTheDriver: with another driver, claims get the libraries that were
+// TestLibrariesFitTheDriver: with another driver, allocations get the libraries that were
 // fitted to it.
 func TestLibrariesFitTheDriver(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -165,7 +165,7 @@ func TestLibrariesFitTheDriver(t *testing.T) {
 	})
 }
 
-func TestCapsOfClaims(t *testing.T) {
+func TestCapsOfAllocations(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o := newOutside(3)
 		b := start(t, o, t.TempDir(), `
@@ -223,7 +223,7 @@ partitions:
 			t.Errorf("%d GPUs are offered, want 3", len(got))
 		}
 		var caps []string
-		for _, c := range b.Claims() {
+		for _, c := range b.Allocations() {
 			for _, l := range capsOf(&c) {
 				caps = append(caps, fmt.Sprint(c.Resource, " ", l.Bytes))
 			}
@@ -302,11 +302,11 @@ func TestCapOutlivesLostState(t *testing.T) {
 					if got, err := o.caps.Limit(cdi.Key(c.resource, ids), uuid(0)); err != nil || got != want {
 						t.Errorf("%s the page says %d MiB, %v; want %d", when, got>>20, err, c.want)
 					}
-					claims := b.Claims()
-					if len(claims) != 1 {
-						t.Fatalf("%s there are %d claims", when, len(claims))
+					allocations := b.Allocations()
+					if len(allocations) != 1 {
+						t.Fatalf("%s there are %d allocations", when, len(allocations))
 					}
-					if got := capsOf(&claims[0]); len(got) != 1 || got[0].Bytes != want {
+					if got := capsOf(&allocations[0]); len(got) != 1 || got[0].Bytes != want {
 						t.Errorf("%s the watchdog goes by %+v, want %d MiB", when, got, c.want)
 					}
 					if got := listed(b.Offer(), c.resource); got != c.listed {
@@ -325,12 +325,12 @@ func TestCapOutlivesLostState(t *testing.T) {
 					t.Errorf("after its end %s are listed, want %s", got, c.later)
 				}
 				b.hold("q", c.resource, ids[:1]...)
-				claims := b.Claims()
+				allocations := b.Allocations()
 				want := memcap.Units(1, c.unit)
 				if c.resource == names.Replicas {
 					want = memcap.Replica(&o.inv.GPUs[0], strings.Count(c.later, " ")+1)
 				}
-				if got := capsOf(&claims[0]); len(got) != 1 || got[0].Bytes != want {
+				if got := capsOf(&allocations[0]); len(got) != 1 || got[0].Bytes != want {
 					t.Errorf("the next holder may have %+v, want %d", got, want)
 				}
 			})
@@ -356,11 +356,11 @@ func TestRecordOutlivesAllFiles(t *testing.T) {
 		b = start(t, o, b.dir, allShared)
 		defer func() { b.end() }()
 		time.Sleep(time.Minute)
-		claims := b.Claims()
-		if len(claims) != 1 {
-			t.Fatalf("%d claims", len(claims))
+		allocations := b.Allocations()
+		if len(allocations) != 1 {
+			t.Fatalf("%d allocations", len(allocations))
 		}
-		if got, want := claims[0].Cap(uuid(0)), ledger.CapOf(2048<<20); got != want {
+		if got, want := allocations[0].Cap(uuid(0)), ledger.CapOf(2048<<20); got != want {
 			t.Errorf("its container may have %+v, want %+v", got, want)
 		}
 		if got, err := o.caps.Limit(key, uuid(0)); err != nil || got != 2048<<20 {
@@ -372,9 +372,9 @@ func TestRecordOutlivesAllFiles(t *testing.T) {
 	})
 }
 
-// A claim whose GPU is not cut any more in the way that it speaks of, and of which no
+// An allocation whose GPU is not cut any more in the way that it speaks of, and of which no
 // record is left, has the cap that its page says, for the watchdog too.
-func TestCapOfAClaimWhoseGPUIsCutOtherwise(t *testing.T) {
+func TestCapOfAAllocationWhoseGPUIsCutOtherwise(t *testing.T) {
 	for _, c := range []struct {
 		resource string
 		cut      plan.Layout
@@ -386,15 +386,15 @@ func TestCapOfAClaimWhoseGPUIsCutOtherwise(t *testing.T) {
 	} {
 		a := New(Options{ResourceDomain: "example.com", MemoryUnit: unit, Log: slog.New(slog.DiscardHandler)}, Worlds{Caps: &pages{}})
 		a.reader.inv, a.layouts.now[uuid(0)] = machine(1), c.cut
-		lost := claimed(c.resource, "p", "0::0")
+		lost := allocated(c.resource, "p", "0::0")
 		if err := a.gates.takeOver(lost.ID, lost.Record(), time.Time{}, time.Time{}); err != nil {
 			t.Fatal(err)
 		}
-		claim := a.gates.claims()[0]
-		if got := capsOf(&claim); len(got) != 0 {
+		allocation := a.gates.allocations()[0]
+		if got := capsOf(&allocation); len(got) != 0 {
 			t.Errorf("%s on a GPU that is %s has the cap %+v without a page", c.resource, c.cut.Mode(), got)
 		}
-		if err := a.gates.settleCaps(&claim); (err == nil) != (c.resource == names.Units) {
+		if err := a.gates.settleCaps(&allocation); (err == nil) != (c.resource == names.Units) {
 			t.Errorf("%s on a GPU that is %s: %v", c.resource, c.cut.Mode(), err)
 		}
 		b := New(Options{ResourceDomain: "example.com", MemoryUnit: unit, Log: slog.New(slog.DiscardHandler)}, Worlds{Caps: a.gates.caps})
@@ -405,18 +405,18 @@ func TestCapOfAClaimWhoseGPUIsCutOtherwise(t *testing.T) {
 		if _, err := b.gates.caps.Write(lost.ID, []lib.Limit{{GPU: uuid(0), Bytes: 123 << 20}}); err != nil {
 			t.Fatal(err)
 		}
-		claim = b.gates.claims()[0]
-		if got := capsOf(&claim); len(got) != 1 || got[0].Bytes != 123<<20 {
+		allocation = b.gates.allocations()[0]
+		if got := capsOf(&allocation); len(got) != 1 || got[0].Bytes != 123<<20 {
 			t.Errorf("%s on a GPU that is %s: %+v; want what the page says", c.resource, c.cut.Mode(), got)
 		}
 	}
 }
 
-// TestCountersOfAClaim: a claim's counters are its holder's. Whoever gets the same
+// TestCountersOfAClaim: an allocation's counters are its holder's. Whoever gets the same
 // devices next does not go on with them, also where what was before could not be
 // removed; a new agent lets those who hold something go on; and counters that are
 // spoilt are made anew while their container runs, for its next start.
-func TestCountersOfAClaim(t *testing.T) {
+func TestCountersOfAAllocation(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o := newOutside(1)
 		b := start(t, o, t.TempDir(), allShared)
@@ -430,7 +430,7 @@ func TestCountersOfAClaim(t *testing.T) {
 		b.hold("first", names.Units, id)
 		first := since()
 		if first.IsZero() {
-			t.Error("nobody knows since when a claim is held that has just been given")
+			t.Error("nobody knows since when an allocation is held that has just been given")
 		}
 		time.Sleep(time.Minute)
 		b.release("first")
@@ -462,7 +462,7 @@ func TestCountersOfAClaim(t *testing.T) {
 		defer func() { b.end() }()
 		time.Sleep(time.Minute)
 		if now := since(); now.After(second) {
-			t.Errorf("the next agent takes the claim for one of %v, it was given at %v", now, second)
+			t.Errorf("the next agent takes the allocation for one of %v, it was given at %v", now, second)
 		}
 	})
 }

@@ -67,7 +67,7 @@ func TestRestartKeepsOffering(t *testing.T) {
 	})
 }
 
-// A GPU's failure takes the CDI files of its claims away. What the containers on it
+// A GPU's failure takes the CDI files of its allocations away. What the containers on it
 // have is known all the same, also to the next process, and where nobody else can say
 // it: their pods were deleted by force, and they hang.
 func TestHangingContainerOnAFaultyGPUIsNotForgotten(t *testing.T) {
@@ -87,8 +87,8 @@ func TestHangingContainerOnAFaultyGPUIsNotForgotten(t *testing.T) {
 		})
 		b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(0), Xid: 79, GI: -1, CI: -1}
 		time.Sleep(2 * deviceplugin.Grace)
-		if n := len(b.files()); n != 0 || len(b.Claims()) != 1 {
-			t.Fatalf("%d files and %d claims, want the claim alone", n, len(b.Claims()))
+		if n := len(b.files()); n != 0 || len(b.Allocations()) != 1 {
+			t.Fatalf("%d files and %d allocations, want the allocation alone", n, len(b.Allocations()))
 		}
 		b.end()
 
@@ -160,7 +160,7 @@ func TestSlowDriverAtStart(t *testing.T) {
 		defer b.end()
 		time.Sleep(3 * time.Second)
 		if len(b.files()) != 1 {
-			t.Errorf("the driver takes 3 s, and the claim's file was taken away: the container cannot restart")
+			t.Errorf("the driver takes 3 s, and the allocation's file was taken away: the container cannot restart")
 		}
 		b.with(func() { b.hang = nil })
 		close(hang)
@@ -198,10 +198,10 @@ func TestResourceDomainChanges(t *testing.T) {
 		time.Sleep(10 * time.Minute)
 		synctest.Wait()
 		if len(b.files()) != 1 {
-			t.Errorf("the file of a running container's claim is gone")
+			t.Errorf("the file of a running container's allocation is gone")
 		}
-		if len(a.Claims()) != 1 {
-			t.Errorf("%d claims while a container runs with one", len(a.Claims()))
+		if len(a.Allocations()) != 1 {
+			t.Errorf("%d allocations while a container runs with one", len(a.Allocations()))
 		}
 		if got := listed(a.Offer(), "nvidia.com/gpu"); got != "" {
 			t.Errorf("offered as a whole beside a pod with a part of it: %s", got)
@@ -269,15 +269,15 @@ func TestSameNameAgain(t *testing.T) {
 		b.with(func() { b.pods = append(b.pods, workload.Pod{Namespace: "ns", Name: "web-0"}) }) // with no GPU now
 		time.Sleep(time.Hour)
 		synctest.Wait()
-		if c := b.Claims(); len(c) != 0 {
+		if c := b.Allocations(); len(c) != 0 {
 			t.Errorf("an hour after its end: %+v", c)
 		}
 	})
 }
 
-// A claim of which only the journal knows, and nobody when it was allocated, stays in
+// An allocation of which only the journal knows, and nobody when it was allocated, stays in
 // the journal while there is no driver for its file to be written from.
-func TestClaimWithoutAFileStaysInTheJournal(t *testing.T) {
+func TestAllocationWithoutAFileStaysInTheJournal(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o, cdiDir := newOutside(2), t.TempDir()
 		b := start(t, o, cdiDir, allShared)
@@ -291,7 +291,7 @@ func TestClaimWithoutAFileStaysInTheJournal(t *testing.T) {
 		}
 		ids := []string{string(uuid(0)) + "::1"}
 		key := cdi.Key(names.Units, ids)
-		if err := store.Append(state.Claim{Key: key, Record: recordFor(names.Units, ids...)}); err != nil {
+		if err := store.Append(state.Allocation{Key: key, Record: recordFor(names.Units, ids...)}); err != nil {
 			t.Fatal(err)
 		}
 		store.Close()
@@ -303,22 +303,22 @@ func TestClaimWithoutAFileStaysInTheJournal(t *testing.T) {
 		})
 		b = start(t, o, cdiDir, allShared)
 		time.Sleep(2 * holdersEvery)
-		b.with(func() { b.holdings = nil }) // the journal is cut when a claim ends
+		b.with(func() { b.holdings = nil }) // the journal is cut when an allocation ends
 		time.Sleep(2 * deviceplugin.Grace)
-		if c := b.Claims(); len(c) != 1 || c[0].ID != key || len(b.files()) != 0 {
-			t.Fatalf("%d claims and the files %v, want the claim of the container that hangs", len(c), b.files())
+		if c := b.Allocations(); len(c) != 1 || c[0].ID != key || len(b.files()) != 0 {
+			t.Fatalf("%d allocations and the files %v, want the allocation of the container that hangs", len(c), b.files())
 		}
 		b.end()
 
 		b = start(t, o, cdiDir, allShared)
 		defer b.end()
-		if c := b.Claims(); len(c) != 1 || c[0].ID != key {
-			t.Errorf("the next process knows of %d claims, want that of the container that hangs", len(c))
+		if c := b.Allocations(); len(c) != 1 || c[0].ID != key {
+			t.Errorf("the next process knows of %d allocations, want that of the container that hangs", len(c))
 		}
 	})
 }
 
-// A clock that was put back between two processes keeps no claim for ever.
+// A clock that was put back between two processes keeps no allocation for ever.
 func TestClockPutBack(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		cdiDir := t.TempDir()
@@ -327,7 +327,7 @@ func TestClockPutBack(t *testing.T) {
 			t.Fatal(err)
 		}
 		ids := []string{string(uuid(0)) + "::1"}
-		if err := store.Append(state.Claim{Key: cdi.Key(names.Units, ids), Record: recordFor(names.Units, ids...), Allocated: time.Now().Add(24 * time.Hour)}); err != nil {
+		if err := store.Append(state.Allocation{Key: cdi.Key(names.Units, ids), Record: recordFor(names.Units, ids...), Allocated: time.Now().Add(24 * time.Hour)}); err != nil {
 			t.Fatal(err)
 		}
 		store.Close()
@@ -339,8 +339,8 @@ func TestClockPutBack(t *testing.T) {
 			t.Errorf("its container cannot start: %v", err)
 		}
 		time.Sleep(time.Hour)
-		if n := len(b.Claims()); n != 0 {
-			t.Errorf("%d claims that nobody has", n)
+		if n := len(b.Allocations()); n != 0 {
+			t.Errorf("%d allocations that nobody has", n)
 		}
 	})
 }
@@ -396,7 +396,7 @@ func TestPartsTimeOut(t *testing.T) {
 	})
 }
 
-// A container that is older than its claim by the clock, which was put back
+// A container that is older than its allocation by the clock, which was put back
 // between Allocate and the container's start, is not its own previous holder.
 func TestClockPutBackBetween(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -410,8 +410,8 @@ func TestClockPutBackBetween(t *testing.T) {
 		b = start(t, o, cdiDir, allShared)
 		defer b.end()
 		time.Sleep(time.Minute)
-		if c := b.Claims(); len(c) != 1 || c[0].After != "" || len(b.files()) != 1 {
-			t.Errorf("claims %+v, files %v", c, b.files())
+		if c := b.Allocations(); len(c) != 1 || c[0].After != "" || len(b.files()) != 1 {
+			t.Errorf("allocations %+v, files %v", c, b.files())
 		}
 	})
 }

@@ -6,7 +6,7 @@
 // One goroutine, [Agent.Run]'s, is the only one that decides and the only one that
 // publishes. What takes long on the hardware is done beside it, on each GPU one
 // thing at a time. Whatever happens elsewhere (the partition file, the node's
-// labels, a GPU event, a claim, a container's wish to start or its end, the end of
+// labels, a GPU event, an allocation, a container's wish to start or its end, the end of
 // such work, a slow tick) leaves its news where the loop will read it and drops an
 // empty token into a channel of size one. The loop then looks at the whole truth
 // again; a token carries nothing that could be lost or come out of order.
@@ -19,18 +19,18 @@
 //	plan           plan.Make(inventory, ledger, wanted, layouts, others)
 //	askHolders     who has what, by the kubelet and the runtime: always before a GPU is laid out anew; plan again
 //	withdraw       what the plan takes away is published Unhealthy, and Allocate refuses it from here;
-//	               plan again: a claim that got in first keeps what it has
+//	               plan again: an allocation that got in first keeps what it has
 //	act            write down what a successor must go on listing, and what is to be made; begin the work
 //	               on MIG mode and instances, which goes on beside the loop
 //	setDriver      learn the driver's parts if it or its GPUs changed; time slices
-//	openGates      remove the CDI files of ended claims, write those of claims that may start, and then
+//	openGates      remove the CDI files of ended allocations, write those of allocations that may start, and then
 //	               publish what is on offer
 //	finish         report: labels, annotations, condition, Events, status
 //
 // Each thing that outlives a round is in a type of its own, which has no way back to the
 // loop: reader and faults (look.go, faults.go), executor (work.go), partitions, layouts,
 // coexistence (others.go, prepared.go), timeSlices (slices.go), served (serve.go),
-// gatekeeper (claims.go, cap.go, instances.go, waits.go), journal, reporter (report.go). [Agent] joins them. What they keep is for the loop's goroutine,
+// gatekeeper (gates.go, cap.go, instances.go, waits.go), journal, reporter (report.go). [Agent] joins them. What they keep is for the loop's goroutine,
 // but where they say otherwise.
 //
 // What decides is pure: package plan, from values to values, and
@@ -43,9 +43,9 @@
 // withdrawn device stays in its list as Unhealthy for [plan.Linger], over a restart
 // too: the kubelet does not survive an ID that leaves while its Allocate is under way.
 //
-// A MIG instance that a claim waits for is made when its container is to start: the
+// A MIG instance that an allocation waits for is made when its container is to start: the
 // wish comes before what the partition wants. Whose an instance is, is remembered by
-// its place: those that this agent made, those that a claim has, and those that a
+// its place: those that this agent made, those that an allocation has, and those that a
 // geometry keeps are its own. All others are foreign. They are offered where they fit
 // and stay, unless --foreign-instances is reclaim. What is to be made is written down
 // as its own before it is made, and an instance that is gone is forgotten: what comes
@@ -62,7 +62,7 @@
 // comes to is read from the driver, never worked out.
 //
 // What failed for the partition is tried again after a pause that doubles, at once
-// when another partition is wanted; what failed for a claim has a pause of its own,
+// when another partition is wanted; what failed for an allocation has a pause of its own,
 // and after three failures in a row its placement is withdrawn for a while, with an
 // Event. The driver is not let go under a job.
 //
@@ -92,7 +92,7 @@
 //
 // # Memory (memory.go)
 //
-// The record of a claim is its CDI file, which names the resource and the devices
+// The record of an allocation is its CDI file, which names the resource and the devices
 // in its annotations. One that has no file yet is in the journal of
 // internal/state, beside what else a successor must know: which devices are still
 // listed, which MIG instances are the agent's, which GPUs there were, and which were

@@ -11,8 +11,8 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// instancesOf finds the instances of a claim of MIG devices. ok is false where one
-// of them does not stand, or is about to go: the claim's container cannot start.
+// instancesOf finds the instances of an allocation of MIG devices. ok is false where one
+// of them does not stand, or is about to go: the allocation's container cannot start.
 func (k *gatekeeper) instancesOf(c *ledger.Allocation) (out []instance, ok bool) {
 	for j := range c.Grants {
 		g := &c.Grants[j]
@@ -38,7 +38,7 @@ type instance struct {
 	in  *gpu.Instance
 }
 
-// gateOf names what a claim's CDI file depends on, so that it can be told when that
+// gateOf names what an allocation's CDI file depends on, so that it can be told when that
 // has become something else.
 func gateOf(instances []instance) string {
 	var b strings.Builder

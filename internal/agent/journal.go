@@ -11,33 +11,33 @@ import (
 	"example.com/gpu-agent/internal/state"
 )
 
-// trimEvery is how many claims are written down before the journal is cut to
+// trimEvery is how many allocations are written down before the journal is cut to
 // those that need it, where some always do.
 const trimEvery = 256
 
-// journal writes claims down of which no file tells yet. note is for anybody, all else
+// journal writes allocations down of which no file tells yet. note is for anybody, all else
 // for the loop's goroutine.
 type journal struct {
 	store  Store
 	ration *brief.Ration
 
 	mu    sync.Mutex
-	noted []state.Claim // guarded by mu; not yet written down
+	noted []state.Allocation // guarded by mu; not yet written down
 
-	written int // claims written down since the journal was last cut
-	// due says that it lacks a claim, or has one that has ended, which a successor would
+	written int // allocations written down since the journal was last cut
+	// due says that it lacks an allocation, or has one that has ended, which a successor would
 	// take for a holder.
 	due bool
 }
 
-// note takes down a claim, which write writes down.
+// note takes down an allocation, which write writes down.
 func (j *journal) note(c *ledger.Allocation) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	j.noted = append(j.noted, recordOf(c))
 }
 
-// write writes the claims down that were noted since the last time.
+// write writes the allocations down that were noted since the last time.
 func (j *journal) write() {
 	j.mu.Lock()
 	noted := j.noted
@@ -45,13 +45,13 @@ func (j *journal) write() {
 	j.mu.Unlock()
 	for _, c := range noted {
 		if err := j.append(c); err != nil {
-			j.ration.Log(slog.LevelWarn, "cannot write a claim down; the kubelet's checkpoint must do", nil, "resource", c.Resource, "err", err)
+			j.ration.Log(slog.LevelWarn, "cannot write an allocation down; the kubelet's checkpoint must do", nil, "resource", c.Resource, "err", err)
 			j.due = true // the journal is written anew, as soon as that can be done
 		}
 	}
 }
 
-func (j *journal) append(c state.Claim) error {
+func (j *journal) append(c state.Allocation) error {
 	err := j.store.Append(c)
 	if err == nil {
 		j.written++
@@ -60,7 +60,7 @@ func (j *journal) append(c state.Claim) error {
 }
 
 // trim drops from the journal all but these, where that is worth it.
-func (j *journal) trim(need []state.Claim) error {
+func (j *journal) trim(need []state.Allocation) error {
 	if !j.due && (j.written == 0 || j.written < trimEvery && len(need) > 0) {
 		return nil
 	}
@@ -72,10 +72,10 @@ func (j *journal) trim(need []state.Claim) error {
 	return nil
 }
 
-// recordOf is what the journal says of a claim. When one that was adopted was
+// recordOf is what the journal says of an allocation. When one that was adopted was
 // allocated is not known; zero has the next process adopt it too.
-func recordOf(c *ledger.Allocation) state.Claim {
-	record := state.Claim{Key: c.ID, Record: c.Record()}
+func recordOf(c *ledger.Allocation) state.Allocation {
+	record := state.Allocation{Key: c.ID, Record: c.Record()}
 	if !c.Adopted {
 		record.Allocated = c.Taken
 	}

@@ -64,7 +64,7 @@ func (l *layouts) expire(now time.Time) {
 	}
 }
 
-// linger keeps what an ended claim had in the list for a while, where its GPU's layout
+// linger keeps what an ended allocation had in the list for a while, where its GPU's layout
 // does not have it.
 func (l *layouts) linger(c *ledger.Allocation) {
 	for i := range c.Grants {

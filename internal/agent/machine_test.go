@@ -30,8 +30,8 @@ func machine(n int) *gpu.Inventory {
 	return inv
 }
 
-// claimed makes a claim; ids are "GPU" or "GPU::unit" by index.
-func claimed(resource, pod string, short ...string) ledger.Allocation {
+// allocated makes an allocation; ids are "GPU" or "GPU::unit" by index.
+func allocated(resource, pod string, short ...string) ledger.Allocation {
 	var ids []string
 	for _, id := range short {
 		var i, n int

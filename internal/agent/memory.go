@@ -13,7 +13,7 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// remember takes over what the process before this one left: its claims, what it
+// remember takes over what the process before this one left: its allocations, what it
 // was still withdrawing, which GPUs it knew and which of them were faulty. All of
 // it is in force before anything is said to the kubelet.
 func (a *Agent) remember() {
@@ -31,13 +31,13 @@ func (a *Agent) remember() {
 			a.executor.own(m.GPU, m.Placement)
 		}
 	}
-	// The journal knows when its claims were allocated, the files do not.
-	for _, c := range a.journal.store.Claims() {
+	// The journal knows when its allocations were allocated, the files do not.
+	for _, c := range a.journal.store.Allocations() {
 		if c.Allocated.After(now) { // the clock was put back
 			c.Allocated = time.Time{}
 		}
 		if err := a.gates.takeOver(c.Key, c.Record, c.Allocated, time.Time{}); err != nil {
-			a.log.Warn("cannot take a claim over from the journal", "resource", c.Resource, "err", err)
+			a.log.Warn("cannot take an allocation over from the journal", "resource", c.Resource, "err", err)
 		}
 	}
 	a.gates.adoptFiles()
@@ -60,9 +60,9 @@ func (a *Agent) save() error {
 	if err := a.journal.store.Save(doc); err != nil {
 		return status.Because(status.FilesFailed, err)
 	}
-	// A claim whose container has been made is in its CDI file, unless that was taken
+	// An allocation whose container has been made is in its CDI file, unless that was taken
 	// away.
-	var need []state.Claim
+	var need []state.Allocation
 	for _, c := range a.ledger.Allocations() {
 		if !c.Adopted && !a.front.Started(c.ID) || a.gates.removed[c.ID] {
 			need = append(need, recordOf(&c))

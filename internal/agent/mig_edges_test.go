@@ -208,7 +208,7 @@ func TestUnreadableGPUKeepsItsInstances(t *testing.T) {
 			t.Errorf("done: %v", b.done()[before:])
 		}
 		if files := b.files(); len(files) != 1 {
-			t.Errorf("files %v, want the claim's again", files)
+			t.Errorf("files %v, want the allocation's again", files)
 		}
 	})
 }
@@ -353,7 +353,7 @@ func TestSplits(t *testing.T) {
 		const third = "example.com/mig-1c.3g.40gb"
 		b.hold("a", third, migID(0, "1c.3g.40gb@4.1"))
 		if data, err := os.ReadFile(b.files()[0]); err != nil || !strings.Contains(string(data), "gi2-ci1") {
-			t.Errorf("the claim's file has not its own compute instance: %v, %s", err, data)
+			t.Errorf("the allocation's file has not its own compute instance: %v, %s", err, data)
 		}
 		time.Sleep(holdersEvery)
 		b.SetFile("p.yaml", []byte(migPartition(twoLarge)))

@@ -332,7 +332,7 @@ func TestGeometryEdit(t *testing.T) {
 		if files := b.files(); len(files) != 1 {
 			t.Errorf("files: %v", files)
 		} else if file, err := os.ReadFile(files[0]); err != nil || strings.Count(string(file), "/dev/nvidia-caps/gpu") != 2 {
-			t.Errorf("the claim's file has not its two capabilities: %v, %s", err, file)
+			t.Errorf("the allocation's file has not its two capabilities: %v, %s", err, file)
 		}
 		time.Sleep(holdersEvery)
 
@@ -539,7 +539,7 @@ func TestForeignInstances(t *testing.T) {
 }
 
 // A process that no allocation covers is not driven off its instance.
-func TestBusyWithoutAClaim(t *testing.T) {
+func TestBusyWithoutAAllocation(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o := migMachine(1, 0)
 		b := start(t, o, t.TempDir(), migPartition(sevenSmall))
@@ -650,7 +650,7 @@ func TestPlacementIsWithdrawnAfterThreeFailures(t *testing.T) {
 		if events := strings.Join(b.told(), "\n"); strings.Count(events, "GPUInstanceFailed") != 1 {
 			t.Errorf("events:\n%s", events)
 		}
-		// Nobody took it; the claim ends, the placement stays withdrawn.
+		// Nobody took it; the allocation ends, the placement stays withdrawn.
 		time.Sleep(time.Minute)
 		b.wantHealth(large, id, "unhealthy")
 		b.wantHealth(large, migID(0, "3g.40gb@4"), "healthy")
@@ -759,8 +759,8 @@ func TestReboot(t *testing.T) {
 		o.with(func() { o.entries = nil })
 		time.Sleep(deviceplugin.Grace + 2*holdersEvery)
 		synctest.Wait()
-		if c := b.Claims(); len(c) != 0 {
-			t.Errorf("claims are left of the boot before: %+v", c)
+		if c := b.Allocations(); len(c) != 0 {
+			t.Errorf("allocations are left of the boot before: %+v", c)
 		}
 		b.wantHealth(small, migID(0, first[0]), "healthy")
 		b.hold("a", small, migID(0, first[0]))

@@ -523,10 +523,10 @@ func numbers(inv *gpu.Inventory, of []gpu.UUID) string {
 }
 
 // podsOn lists the pods that have something of a GPU, each once.
-func podsOn(claims []ledger.Allocation, u gpu.UUID) []workload.Pod {
+func podsOn(allocations []ledger.Allocation, u gpu.UUID) []workload.Pod {
 	var out []workload.Pod
-	for i := range claims {
-		c := &claims[i]
+	for i := range allocations {
+		c := &allocations[i]
 		pod := c.Holder.Pod
 		if pod.Name != "" && c.On(u) && !slices.Contains(out, pod) {
 			out = append(out, pod)

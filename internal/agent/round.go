@@ -17,7 +17,7 @@ import (
 // pass is a round under way, with what it has found so far.
 type pass struct {
 	findings
-	claims []ledger.Allocation // as of the last plan
+	allocations []ledger.Allocation // as of the last plan
 }
 
 func (p *pass) fail(err error) { p.errs = append(p.errs, err) }
@@ -109,25 +109,25 @@ func (a *Agent) lookAround(ctx context.Context, migManager string) {
 func (a *Agent) plan(p *pass) {
 	now := time.Now()
 	a.layouts.expire(now)
-	p.claims = a.gates.claims()
-	mig := a.executor.input(p.claims, now)
+	p.allocations = a.gates.allocations()
+	mig := a.executor.input(p.allocations, now)
 	mig.Cards, mig.Reclaim = a.reader.cards, a.opts.ReclaimForeign
-	changes := plan.Make(plan.Input{Inventory: a.reader.inv, Allocations: p.claims, Wanted: a.partitions.wanted, Layouts: a.layouts.now, Past: a.layouts.past,
+	changes := plan.Make(plan.Input{Inventory: a.reader.inv, Allocations: p.allocations, Wanted: a.partitions.wanted, Layouts: a.layouts.now, Past: a.layouts.past,
 		Others: a.others.gpus, Unit: a.opts.MemoryUnit, MIG: mig})
 	p.changes = &changes
 }
 
-// unchecked reports whether there is a claim of which nobody has looked whether
+// unchecked reports whether there is an allocation of which nobody has looked whether
 // its devices are free, or that they were not.
-func unchecked(claims []ledger.Allocation) bool {
-	return slices.ContainsFunc(claims, func(c ledger.Allocation) bool { return c.Phase == ledger.Reserved || c.Phase == ledger.Waiting })
+func unchecked(allocations []ledger.Allocation) bool {
+	return slices.ContainsFunc(allocations, func(c ledger.Allocation) bool { return c.Phase == ledger.Reserved || c.Phase == ledger.Waiting })
 }
 
 // askHolders asks the witnesses who has what, where that is due, and plans again.
 func (a *Agent) askHolders(ctx context.Context, p *pass) {
 	takes := len(p.changes.Changing) > 0 || withdraws(a.due(p.changes.Work))
 	full := a.witnesses.Due(takes, len(p.changes.Blocked) > 0, time.Now())
-	if !a.witnesses.Started() && !full && !unchecked(p.claims) {
+	if !a.witnesses.Started() && !full && !unchecked(p.allocations) {
 		return
 	}
 	ended, err := a.witnesses.Look(ctx, full)
@@ -154,8 +154,8 @@ func (a *Agent) due(work []plan.Work) []plan.Work {
 	return a.executor.due(work, a.partitions.gen, a.witnesses.Heard(), time.Now())
 }
 
-// withdraw withdraws what the plan takes away, and plans again: whoever claimed before
-// the withdrawal keeps what they have.
+// withdraw withdraws what the plan takes away, and plans again: an allocation that came
+// before the withdrawal keeps what it has.
 func (a *Agent) withdraw(p *pass) {
 	if !a.layouts.offerAny(p.changes.Changing) && !withdraws(a.due(p.changes.Work)) {
 		return
@@ -193,7 +193,7 @@ func (a *Agent) setDriver(ctx context.Context, p *pass) {
 	// Not before somebody can need the parts: the partitions may arrive meanwhile.
 	if a.reader.partsDue() && a.reader.usable() && (a.partitions.wanted != nil || len(a.layouts.now) > 0 || a.ledger.Held()) {
 		// It takes a while to learn them. A fault is told before that, and so is what a
-		// new process offers: a container that comes meanwhile waits for its claim's
+		// new process offers: a container that comes meanwhile waits for its allocation's
 		// file.
 		p.fail(a.served.set(a.publish(deviceplugin.Input{Changes: p.changes})))
 		switch err := a.reader.learnParts(ctx, a.gates.caps); {
@@ -212,12 +212,12 @@ func (a *Agent) setDriver(ctx context.Context, p *pass) {
 	}
 }
 
-// openGates writes the CDI files of the claims that may start, and then publishes what
-// is on offer. Files of ended claims go first: the next holder's container must not find
+// openGates writes the CDI files of the allocations that may start, and then publishes what
+// is on offer. Files of ended allocations go first: the next holder's container must not find
 // the gate of the one before it open.
 func (a *Agent) openGates(p *pass) {
 	p.fail(a.gates.sweep())
-	p.fail(a.gates.write(a.gates.claims(), p.changes.Trouble))
+	p.fail(a.gates.write(a.gates.allocations(), p.changes.Trouble))
 	a.gates.tellWaiting(p.changes.Trouble)
 	p.fail(a.served.set(a.publish(deviceplugin.Input{Changes: p.changes})))
 }
@@ -229,8 +229,8 @@ func (a *Agent) publish(in deviceplugin.Input) *deviceplugin.Offer {
 	if a.reader.parts == nil && a.reader.partsErr != nil {
 		in.Closed = a.reader.partsErr.Error()
 	}
-	return a.front.Publish(func(claims []ledger.Allocation) *deviceplugin.Offer {
-		in.Held = claims
+	return a.front.Publish(func(allocations []ledger.Allocation) *deviceplugin.Offer {
+		in.Held = allocations
 		return deviceplugin.Build(in)
 	})
 }

@@ -43,7 +43,7 @@ var driverPhases = []phase{
 	{name: "cannot be let go before the first reading", before: func(b *bench) { noDriver(b); stuck(b) }, after: letGo},
 }
 
-var claimPhases = []phase{
+var allocationPhases = []phase{
 	{name: "none", before: func(b *bench) { b.with(func() { b.holdings = nil }) }},
 	{name: "held"},
 	{name: "held, of a boot before", before: func(b *bench) { b.with(func() { b.outside.boot = "next" }) }},
@@ -78,10 +78,10 @@ var filePhases = []phase{
 	{name: "invalid", after: func(b *bench) { b.SetFile("p.yaml", []byte("version: v1\n")) }},
 }
 
-// TestNoStateKeepsTheLoopBusy walks through what a driver, claims, witnesses and
+// TestNoStateKeepsTheLoopBusy walks through what a driver, allocations, witnesses and
 // partitions can be like, and counts rounds. Where the driver was let go before the
-// first reading and a claim was in the journal there were 100 a second: the loop
-// slept until the claims' holders were due to be looked at, which no round did.
+// first reading and an allocation was in the journal there were 100 a second: the loop
+// slept until the allocations' holders were due to be looked at, which no round did.
 func TestNoStateKeepsTheLoopBusy(t *testing.T) {
 	walk := func(t *testing.T, phases []phase) {
 		synctest.Test(t, func(t *testing.T) {
@@ -117,7 +117,7 @@ func TestNoStateKeepsTheLoopBusy(t *testing.T) {
 	}
 	n := 0
 	for _, d := range driverPhases {
-		for _, c := range claimPhases {
+		for _, c := range allocationPhases {
 			n++ // or each of the witnesses' phases would meet one file alone
 			for _, w := range witnessPhases {
 				f := filePhases[n%len(filePhases)]

@@ -162,7 +162,7 @@ func TestSuccessorRestoresTooMuch(t *testing.T) {
 				state.Layout{GPU: uuid(i), Past: plan.Past{Layout: plan.Layout{Kind: ledger.Units, N: timeslice.MaxListed}, Until: time.Now().Add(plan.Linger)}})
 			// And a holder of the last device of each GPU.
 			id := timeslice.ID(uuid(i), timeslice.MaxListed-1)
-			if err := store.Append(state.Claim{Key: cdi.Key(names.Replicas, []string{id}), Record: recordFor(names.Replicas, id), Allocated: time.Now()}); err != nil {
+			if err := store.Append(state.Allocation{Key: cdi.Key(names.Replicas, []string{id}), Record: recordFor(names.Replicas, id), Allocated: time.Now()}); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -209,9 +209,9 @@ func (b *bench) device(resource, id string) *deviceplugin.Device {
 	return nil
 }
 
-// TestEndedClaimLingersAlone: what a claim had beyond its GPU's cut is listed for a
+// TestEndedClaimLingersAlone: what an allocation had beyond its GPU's cut is listed for a
 // minute, and nothing else with it.
-func TestEndedClaimLingersAlone(t *testing.T) {
+func TestEndedAllocationLingersAlone(t *testing.T) {
 	a := New(Options{ResourceDomain: "example.com", Log: slog.New(slog.DiscardHandler)}, Worlds{})
 	a.reader.inv = machine(1)
 	a.layouts.now[uuid(0)] = plan.Layout{Known: true, Offers: true, Kind: ledger.Units, N: 4, Unit: 1024}

@@ -20,9 +20,9 @@ import (
 // scene is all that a Status is made from.
 type scene struct {
 	*Snapshot
-	view   *deviceplugin.Offer
-	claims []ledger.Allocation
-	// held has the IDs that claims have, by resource, and holders the claims by ID.
+	view        *deviceplugin.Offer
+	allocations []ledger.Allocation
+	// held has the IDs that allocations have, by resource, and holders the allocations by ID.
 	held    map[string]map[string]bool
 	holders map[string]*ledger.Allocation
 }
@@ -31,8 +31,8 @@ type scene struct {
 // outcome, and the offer and the allocations as they are now.
 func (r *reporter) Status() status.Status {
 	at := scene{r.snapshot.Load(), r.front.Offer(), r.ledger.Allocations(), map[string]map[string]bool{}, map[string]*ledger.Allocation{}}
-	for i := range at.claims {
-		c := &at.claims[i]
+	for i := range at.allocations {
+		c := &at.allocations[i]
 		if at.held[c.Resource] == nil {
 			at.held[c.Resource] = map[string]bool{}
 		}
@@ -48,7 +48,7 @@ func (r *reporter) Status() status.Status {
 			Name: at.Outcome.Partition, State: string(at.Outcome.State), Reason: at.Outcome.Reason, Message: at.Outcome.Message,
 			Source: at.Source, Generation: at.Generation,
 		},
-		Claims:     len(at.claims),
+		Claims:     len(at.allocations),
 		Hardware:   at.Hangs,
 		Conditions: at.Conditions,
 		Topology:   at.Matrix,
@@ -96,8 +96,8 @@ func (r *reporter) gpu(d *gpu.Device, at *scene) status.GPU {
 
 // holdersOf shows who has something of a GPU.
 func (at *scene) holdersOf(u gpu.UUID) (out []status.Holder) {
-	for i := range at.claims {
-		c := &at.claims[i]
+	for i := range at.allocations {
+		c := &at.allocations[i]
 		n := 0
 		for j := range c.Grants {
 			if g := &c.Grants[j]; g.GPU == u {
@@ -283,7 +283,7 @@ func (r *reporter) Healthy() error {
 }
 
 // Offered returns the GPUs that the agent gives out, in index order: who uses one
-// of them without a claim is an intruder.
+// of them without an allocation is an intruder.
 func (r *reporter) Offered() []gpu.Device {
 	snap := r.snapshot.Load()
 	var out []gpu.Device
@@ -296,5 +296,5 @@ func (r *reporter) Offered() []gpu.Device {
 }
 
 // Open reports whether somebody else, too, gives a GPU out: who uses it without a
-// claim of ours may have one of theirs.
+// allocation of ours may have one of theirs.
 func (r *reporter) Open(u gpu.UUID) bool { return r.snapshot.Load().Others[u] != "" }

@@ -49,7 +49,7 @@ type attack struct {
 	skew time.Duration
 	// unit is the size of a memory unit in the agent's flags.
 	unit gpu.MiB
-	// went are the claims whose files are not there because a GPU had failed.
+	// went are the allocations whose files are not there because a GPU had failed.
 	went map[string]bool
 	// crowded says that a state file with more devices than fit was left once: it
 	// takes long to list them all.
@@ -325,18 +325,18 @@ func (s *storm) healthy() (out []string) {
 
 // offer is what the agent knows when it is asked which devices it prefers.
 type offer struct {
-	view   *deviceplugin.Offer
-	claims []ledger.Allocation
+	view        *deviceplugin.Offer
+	allocations []ledger.Allocation
 }
 
-func (s *storm) offer() offer { return offer{s.agent.Offer(), s.agent.Claims()} }
+func (s *storm) offer() offer { return offer{s.agent.Offer(), s.agent.Allocations()} }
 
 // checkChoice holds what the agent prefers against what it knew: a device that is
-// leaving, or that a claim covers, is no good to a new pod where others would do. What
+// leaving, or that an allocation covers, is no good to a new pod where others would do. What
 // changed beside the choice is no fault of it.
 func (s *storm) checkChoice(knew offer, resource string, free, must, chosen []string) {
 	now := s.offer()
-	if now.view != knew.view || !slices.EqualFunc(now.claims, knew.claims, func(a, b ledger.Allocation) bool { return a.ID == b.ID }) {
+	if now.view != knew.view || !slices.EqualFunc(now.allocations, knew.allocations, func(a, b ledger.Allocation) bool { return a.ID == b.ID }) {
 		return
 	}
 	at := slices.IndexFunc(knew.view.Resources, func(r deviceplugin.Resource) bool { return r.Name == resource })
@@ -349,7 +349,7 @@ func (s *storm) checkChoice(knew offer, resource string, free, must, chosen []st
 			why[d.ID] = "leaving: " + d.Reason
 		}
 	}
-	for _, c := range knew.claims {
+	for _, c := range knew.allocations {
 		for _, d := range knew.view.Resources[at].Devices {
 			if c.Owner != ledger.DevicePlugin && c.On(d.GPU) {
 				why[d.ID] = "on a GPU of another front-end's"
@@ -357,7 +357,7 @@ func (s *storm) checkChoice(knew offer, resource string, free, must, chosen []st
 		}
 		for _, id := range deviceplugin.IDs(c.Grants) {
 			if c.Resource == resource {
-				why[id] = "covered by claim " + c.ID
+				why[id] = "covered by allocation " + c.ID
 			}
 		}
 	}
@@ -402,7 +402,7 @@ func onGPU(id string) string {
 }
 
 // giveLocked remembers what a container may have of each GPU: what the pages of its
-// claims say when it starts.
+// allocations say when it starts.
 func (s *storm) giveLocked(c *stormContainer) {
 	for resource, ids := range c.ids {
 		for _, id := range ids {
@@ -427,7 +427,7 @@ func (s *storm) giveLocked(c *stormContainer) {
 	}
 }
 
-// checkCap holds the page of a claim that a container has against what it was given.
+// checkCap holds the page of an allocation that a container has against what it was given.
 func (s *storm) checkCap(when string, c *stormContainer, resource string, ids []string) {
 	for _, id := range ids {
 		u, key := gpu.UUID(onGPU(id)), cdi.Key(resource, ids)
@@ -443,10 +443,10 @@ func (s *storm) checkAttack(when string) {
 	if s.unreadable && s.deaf {
 		a.blind = time.Now()
 	}
-	claimed := map[string]bool{}
-	for _, c := range s.agent.Claims() {
+	allocated := map[string]bool{}
+	for _, c := range s.agent.Allocations() {
 		for _, id := range deviceplugin.IDs(c.Grants) {
-			claimed[c.Resource+" "+id] = true
+			allocated[c.Resource+" "+id] = true
 		}
 	}
 	// The agent has looked once since then.
@@ -458,7 +458,7 @@ func (s *storm) checkAttack(when string) {
 		s.done["looks at guests"]++
 		for _, r := range s.agent.Offer().Resources {
 			for _, d := range r.Devices {
-				if d.GPU == g.gpu && d.Healthy && !d.Leaving && !claimed[r.Name+" "+d.ID] {
+				if d.GPU == g.gpu && d.Healthy && !d.Leaving && !allocated[r.Name+" "+d.ID] {
 					s.t.Errorf("%s: %s of %s is on offer, and another plugin's pod %s has had the GPU as %s (%s) for %s", when, d.ID, r.Name, g.uid, g.id, g.resource, time.Since(g.since))
 				}
 			}

@@ -85,7 +85,7 @@ type storm struct {
 	pages   pages
 	specs   map[string]*specs.Spec
 	written map[string]time.Time
-	journal []state.Claim
+	journal []state.Allocation
 	// granted are the annotations that Allocate gave to containers.
 	granted map[string]string
 	doc     state.Document
@@ -147,7 +147,7 @@ type stormContainer struct {
 	node.Container
 	pod *stormPod
 	ids map[string][]string // by resource
-	// caps are the capability nodes that it got, limits what the pages of its claims
+	// caps are the capability nodes that it got, limits what the pages of its allocations
 	// said when it started, by key and GPU.
 	caps   []string
 	limits map[string]uint64
@@ -409,15 +409,15 @@ func (s *storm) Save(d state.Document) error {
 	s.locked(func() { s.doc = d })
 	return nil
 }
-func (s *storm) Claims() []state.Claim { return slices.Clone(s.journal) }
-func (s *storm) Append(c state.Claim) error {
+func (s *storm) Allocations() []state.Allocation { return slices.Clone(s.journal) }
+func (s *storm) Append(c state.Allocation) error {
 	s.called()
 	defer s.called()
 	s.locked(func() { s.journal = append(s.journal, c) })
 	return nil
 }
-func (s *storm) Keep(claims []state.Claim) error {
-	s.locked(func() { s.journal = claims })
+func (s *storm) Keep(allocations []state.Allocation) error {
+	s.locked(func() { s.journal = allocations })
 	return nil
 }
 
@@ -431,7 +431,7 @@ func (s *storm) start() {
 		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: s.attack.unit, Pod: ownPod, Boot: "this",
 		Health: health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4}, Log: s.logger,
 	}, Worlds{Driver: s, Files: stormFiles{s}, Caps: &s.pages, Kubelet: s, Runtime: stormRuntime{s}, Plugins: s, Store: s, Observer: s})
-	s.note("an agent starts; %d claims in the journal", len(s.journal))
+	s.note("an agent starts; %d allocations in the journal", len(s.journal))
 	s.agent.remember()
 	if s.plain != nil {
 		s.plain.restart()
@@ -550,7 +550,7 @@ func (s *storm) admit(p *stormPod) {
 				return
 			}
 			if !s.beside && s.rng.IntN(50) == 0 && !s.unreadable {
-				// Killed before it had written the claim down, and in half of the
+				// Killed before it had written the allocation down, and in half of the
 				// cases before it had answered. Then only the kubelet's checkpoint can
 				// tell that a device was given to the next pod while the container of
 				// the one before is still dying: where that cannot be read either,
@@ -571,7 +571,7 @@ func (s *storm) admit(p *stormPod) {
 				s.entries = append(s.entries, node.Entry{PodUID: p.uid, Container: p.container(i), Resource: resource, IDs: ids})
 				s.writeLocked()
 				s.done["granted"]++
-				s.note("granted %s of pod %s: %v is claim %s", resource, p.uid, ids, cdi.Key(resource, ids))
+				s.note("granted %s of pod %s: %v is allocation %s", resource, p.uid, ids, cdi.Key(resource, ids))
 			})
 		}
 	}
@@ -627,7 +627,7 @@ func (s *storm) startContainer(p *stormPod) {
 			s.done["shut"]++
 			return
 		} else if s.specs[key] == nil {
-			s.t.Errorf("claim %s is ready and its file does not stand", key)
+			s.t.Errorf("allocation %s is ready and its file does not stand", key)
 			return
 		}
 		name := cdi.AnnotationName("example.com", key)
@@ -896,7 +896,7 @@ func (s *storm) check(when string) {
 			went := s.attack.went[key] && !s.agent.reader.answered
 			s.attack.went[key] = s.specs[key] == nil && (sick || went)
 			if s.specs[key] == nil && c.pod.active && !sick && !went {
-				s.t.Errorf("%s: %s runs and the file of its claim on %v is gone", when, c.ID, ids)
+				s.t.Errorf("%s: %s runs and the file of its allocation on %v is gone", when, c.ID, ids)
 			}
 			s.checkCap(when, c, resource, ids)
 			for _, id := range ids {
@@ -988,8 +988,8 @@ func (s *storm) calm() {
 		time.Sleep(30 * time.Second)
 	}
 	synctest.Wait()
-	if c := s.agent.Claims(); len(c) != 0 {
-		s.t.Errorf("claims that nobody has: %+v", c)
+	if c := s.agent.Allocations(); len(c) != 0 {
+		s.t.Errorf("allocations that nobody has: %+v", c)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -1110,7 +1110,7 @@ func TestRuntimeAnswersAfterItWasAsked(t *testing.T) {
 		if len(s.containers) != 1 {
 			t.Fatalf("the container has not started: %s", &s.log)
 		}
-		u := s.agent.Claims()[0].GPUs()[0]
+		u := s.agent.Allocations()[0].GPUs()[0]
 		trouble := func(why string) {
 			s.locked(func() { s.trouble[u] = why })
 			s.agent.reader.faults.onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})

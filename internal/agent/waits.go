@@ -36,7 +36,7 @@ func (k *gatekeeper) correct(changes *plan.Changes, unsaved error) {
 	}
 }
 
-// shutBecause says why a claim's container may not be made yet, zero where nothing
+// shutBecause says why an allocation's container may not be made yet, zero where nothing
 // stands against it, or where the plan has to say what does.
 func (k *gatekeeper) shutBecause(c *ledger.Allocation) (none status.Cause) {
 	unknown := func(what string) status.Cause {
@@ -67,8 +67,8 @@ func (k *gatekeeper) shutBecause(c *ledger.Allocation) (none status.Cause) {
 	return none
 }
 
-// tellWaiting tells the ledger, for the pods' sake, why claims are not ready, and
-// nothing of those of which there is nothing to say any more. What failed for a claim
+// tellWaiting tells the ledger, for the pods' sake, why allocations are not ready, and
+// nothing of those of which there is nothing to say any more. What failed for an allocation
 // stays until it is tried again.
 func (k *gatekeeper) tellWaiting(trouble map[string]status.Cause) {
 	for _, c := range k.ledger.Allocations() {

@@ -43,18 +43,18 @@ func (d *fullDisk) Save(doc state.Document) error {
 	return d.Store.Save(doc)
 }
 
-func (d *fullDisk) Append(c state.Claim) error {
+func (d *fullDisk) Append(c state.Allocation) error {
 	if err := d.fault(); err != nil {
 		return err
 	}
 	return d.Store.Append(c)
 }
 
-func (d *fullDisk) Keep(claims []state.Claim) error {
+func (d *fullDisk) Keep(allocations []state.Allocation) error {
 	if err := d.fault(); err != nil {
 		return err
 	}
-	return d.Store.Keep(claims)
+	return d.Store.Keep(allocations)
 }
 
 // fullCDI is the CDI directory of a full disk.
@@ -104,11 +104,11 @@ func TestWaitingPodsAreToldWhatIs(t *testing.T) {
 	}
 	for _, c := range []struct {
 		name string
-		// mig says that the claim is of 3g.40gb@0 on demand, behind an idle
+		// mig says that the allocation is of 3g.40gb@0 on demand, behind an idle
 		// 1g.10gb@1; else it is of a memory unit.
 		mig bool
-		// trouble is made after the claim, or before it where it does not hold the
-		// claim up, and returns how it ends; nil where a new process has to.
+		// trouble is made after the allocation, or before it where it does not hold the
+		// allocation up, and returns how it ends; nil where a new process has to.
 		before, trouble func(b *bench) (over func())
 		// want is in what the pod reads; outcome is the state of the node meanwhile,
 		// "" for one that is as it was.

@@ -68,8 +68,8 @@ func TestCheckpointIsRenewed(t *testing.T) {
 			b.release("job")
 			time.Sleep(holdersEvery)
 			synctest.Wait()
-			if c := b.Claims(); len(c) != 0 {
-				t.Errorf("round %d: claims %+v", round, c)
+			if c := b.Allocations(); len(c) != 0 {
+				t.Errorf("round %d: allocations %+v", round, c)
 			}
 			if f := b.files(); len(f) != 0 {
 				t.Errorf("round %d: files %v", round, f)
@@ -94,13 +94,13 @@ func TestReleaseIsAwaited(t *testing.T) {
 		b.container <- node.ContainerEvent{Kind: node.EventStopped, Container: node.Container{Name: "c",
 			Annotations: map[string]string{cdi.AnnotationName("example.com", key): names.Units}}}
 		time.Sleep(1200 * time.Millisecond) // the kubelet takes its time
-		if len(b.Claims()) != 1 {
-			t.Error("the claim ended before the kubelet let go")
+		if len(b.Allocations()) != 1 {
+			t.Error("the allocation ended before the kubelet let go")
 		}
 		b.release("job")
 		time.Sleep(100 * time.Millisecond)
 		synctest.Wait()
-		if c := b.Claims(); len(c) != 0 {
+		if c := b.Allocations(); len(c) != 0 {
 			t.Errorf("100 ms after the release: %+v", c)
 		}
 		if !strings.Contains(b.log.String(), "after_release=") || strings.Contains(b.log.String(), "after_release=unseen") {
@@ -109,7 +109,7 @@ func TestReleaseIsAwaited(t *testing.T) {
 	})
 }
 
-// A container that starts gives its claim a name at once: what befalls its GPU is
+// A container that starts gives its allocation a name at once: what befalls its GPU is
 // told to its pod.
 func TestStartedContainerIsNamed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -117,20 +117,20 @@ func TestStartedContainerIsNamed(t *testing.T) {
 		defer b.end()
 		ids := []string{string(uuid(0)) + "::1"}
 		b.hold("p", names.Units, ids...)
-		if c := b.Claims(); len(c) != 1 || c[0].Holder.Name != "" {
-			t.Fatalf("claims %+v", c)
+		if c := b.Allocations(); len(c) != 1 || c[0].Holder.Name != "" {
+			t.Fatalf("allocations %+v", c)
 		}
 		b.container <- node.ContainerEvent{Kind: node.EventStarted, Container: node.Container{Name: "c",
 			Annotations: map[string]string{cdi.AnnotationName("example.com", cdi.Key(names.Units, ids)): names.Units}}}
 		synctest.Wait()
-		if c := b.Claims(); len(c) != 1 || c[0].Holder.Name != "p" || !b.front.Started(c[0].ID) {
-			t.Errorf("claims %+v", c)
+		if c := b.Allocations(); len(c) != 1 || c[0].Holder.Name != "p" || !b.front.Started(c[0].ID) {
+			t.Errorf("allocations %+v", c)
 		}
 	})
 }
 
-// An init container that has ended is in no list. Its claim lives with its pod.
-func TestInitContainerKeepsItsClaim(t *testing.T) {
+// An init container that has ended is in no list. Its allocation lives with its pod.
+func TestInitContainerKeepsItsAllocation(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := start(t, newOutside(1), t.TempDir(), allShared)
 		defer b.end()
@@ -143,14 +143,14 @@ func TestInitContainerKeepsItsClaim(t *testing.T) {
 		})
 		time.Sleep(time.Hour)
 		synctest.Wait()
-		if c := b.Claims(); len(c) != 1 || len(b.files()) != 1 {
-			t.Fatalf("claims %+v, files %v", c, b.files())
+		if c := b.Allocations(); len(c) != 1 || len(b.files()) != 1 {
+			t.Fatalf("allocations %+v, files %v", c, b.files())
 		}
 		b.with(func() { b.init = nil })
 		time.Sleep(time.Minute)
 		synctest.Wait()
-		if c := b.Claims(); len(c) != 0 || len(b.files()) != 0 {
-			t.Errorf("claims %+v, files %v", c, b.files())
+		if c := b.Allocations(); len(c) != 0 || len(b.files()) != 0 {
+			t.Errorf("allocations %+v, files %v", c, b.files())
 		}
 	})
 }
@@ -178,7 +178,7 @@ func TestNextHolderWaits(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), 15*time.Second)
 			err := src.Prepare(ctx, next)
 			cancel()
-			if !errors.Is(err, ledger.ErrNotOpen) || !strings.Contains(err.Error(), "previous holder still ending: claim "+cdi.Key(names.Units, ids)) {
+			if !errors.Is(err, ledger.ErrNotOpen) || !strings.Contains(err.Error(), "previous holder still ending: allocation "+cdi.Key(names.Units, ids)) {
 				t.Errorf("%s: %v", name, err)
 			}
 			if slices.ContainsFunc(b.files(), func(f string) bool { return strings.Contains(f, key) }) {
@@ -211,20 +211,20 @@ func TestWrongRuntime(t *testing.T) {
 		b.want("applied", "0.0 0.1 0.2 0.3", "")
 		time.Sleep(time.Hour)
 		synctest.Wait()
-		if len(b.Claims()) != 1 || b.state() != "failed" {
-			t.Errorf("a runtime that is away: %d claims, state %s", len(b.Claims()), b.state())
+		if len(b.Allocations()) != 1 || b.state() != "failed" {
+			t.Errorf("a runtime that is away: %d allocations, state %s", len(b.Allocations()), b.state())
 		}
 		b.with(func() { b.runtimeErr, b.stranger = nil, true })
 		time.Sleep(time.Hour)
 		synctest.Wait()
-		if m := b.message(); len(b.Claims()) != 1 || !strings.Contains(m, "--runtime-endpoint") {
-			t.Errorf("another runtime: %d claims, message %q", len(b.Claims()), m)
+		if m := b.message(); len(b.Allocations()) != 1 || !strings.Contains(m, "--runtime-endpoint") {
+			t.Errorf("another runtime: %d allocations, message %q", len(b.Allocations()), m)
 		}
 		b.with(func() { b.stranger = false })
 		time.Sleep(time.Minute)
 		b.want("applied", "0.0 0.1 0.2 0.3", "")
-		if len(b.Claims()) != 0 {
-			t.Errorf("%d claims", len(b.Claims()))
+		if len(b.Allocations()) != 0 {
+			t.Errorf("%d allocations", len(b.Allocations()))
 		}
 	})
 }

@@ -38,7 +38,7 @@ const (
 	mostFailures = 3
 	failingFor   = 10 * time.Minute
 	// busySoon is how often GPUs are read while a change or a container waits for
-	// processes that no claim covers, and busyLook the same while such processes
+	// processes that no allocation covers, and busyLook the same while such processes
 	// merely keep instances from being given out: nothing tells when they end.
 	busySoon = 2 * time.Second
 	busyLook = 15 * time.Second
@@ -147,15 +147,15 @@ type executor struct {
 	// of it before is out of date.
 	jobs    map[gpu.UUID]*job
 	endedAt map[gpu.UUID]time.Time
-	// rests are pauses after work that failed, for a claim's wish or, where that names
-	// no claim, for the partition; failing are the placements that could not be made.
+	// rests are pauses after work that failed, for an allocation's wish or, where that names
+	// no allocation, for the partition; failing are the placements that could not be made.
 	rests   map[plan.Want]*rest
 	failing map[mig.Place]*failing
 	// mine are the MIG instances that are the agent's, and idle is since when
 	// nobody has those on demand.
 	mine map[gpu.UUID]map[mig.Placement]bool
 	idle map[mig.Place]time.Time
-	// busyLook is how often GPUs are read for the sake of processes that no claim
+	// busyLook is how often GPUs are read for the sake of processes that no allocation
 	// covers, 0 where there are none.
 	busyLook time.Duration
 }
@@ -251,7 +251,7 @@ func (e *executor) begin(ctx context.Context, inv *gpu.Inventory, work []plan.Wo
 		d := inv.ByUUID(w.GPU)
 		j := &job{Work: w}
 		e.jobs[w.GPU] = j
-		e.log.Info("work begins", "gpu", w.GPU, "claim", w.Allocation, "steps", w.String())
+		e.log.Info("work begins", "gpu", w.GPU, "allocation", w.Allocation, "steps", w.String())
 		go func() {
 			r := e.execute(ctx, j, *d)
 			e.mu.Lock()
@@ -447,12 +447,12 @@ func (e *executor) learn(r *result, d *gpu.Device, gen uint64, now time.Time) {
 	}
 	switch {
 	case r.err == nil:
-		e.log.Info("work done", "gpu", r.GPU, "claim", r.Allocation, "steps", r.String())
+		e.log.Info("work done", "gpu", r.GPU, "allocation", r.Allocation, "steps", r.String())
 		delete(e.rests, plan.Want{GPU: r.GPU})
 		delete(e.rests, r.Want())
 		maps.DeleteFunc(e.failing, func(at mig.Place, _ *failing) bool { return at.GPU == r.GPU })
 	case errors.Is(r.err, errPlanAgain):
-		e.log.Info("work is planned again", "gpu", r.GPU, "claim", r.Allocation, "steps", r.String())
+		e.log.Info("work is planned again", "gpu", r.GPU, "allocation", r.Allocation, "steps", r.String())
 	default:
 		e.failed(r, d, gen, now)
 	}
@@ -467,7 +467,7 @@ func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
 	if r.stuck != nil {
 		r.err = fmt.Errorf("%w; not put back: %w", r.err, r.stuck)
 	}
-	e.log.Warn("work failed", "gpu", r.GPU, "claim", r.Allocation, "steps", r.String(), "err", r.err)
+	e.log.Warn("work failed", "gpu", r.GPU, "allocation", r.Allocation, "steps", r.String(), "err", r.err)
 	if r.Allocation == "" {
 		rest, what := orNew(e.rests, plan.Want{GPU: r.GPU}), r.failure()
 		if rest.err == nil || rest.of != what {
@@ -503,10 +503,10 @@ func orNew[K comparable, V any](m map[K]*V, key K) *V {
 	return m[key]
 }
 
-// failedFor reports whether something that a claim waits for could not be made and
+// failedFor reports whether something that an allocation waits for could not be made and
 // is tried again later.
-func (e *executor) failedFor(claim string) bool {
-	return slices.ContainsFunc(slices.Collect(maps.Keys(e.rests)), func(w plan.Want) bool { return w.Allocation == claim })
+func (e *executor) failedFor(allocation string) bool {
+	return slices.ContainsFunc(slices.Collect(maps.Keys(e.rests)), func(w plan.Want) bool { return w.Allocation == allocation })
 }
 
 // failingPlacements are those that are withdrawn, with the reason.
@@ -522,7 +522,7 @@ func (e *executor) failingPlacements(now time.Time) map[mig.Place]status.Cause {
 }
 
 // input is what the plan must know of the work.
-func (e *executor) input(claims []ledger.Allocation, now time.Time) plan.MIGInput {
+func (e *executor) input(allocations []ledger.Allocation, now time.Time) plan.MIGInput {
 	in := plan.MIGInput{Made: e.mine, Working: map[gpu.UUID]*plan.Work{}, Expired: map[gpu.UUID][]mig.Placement{},
 		Deferred: map[plan.Want]bool{}}
 	for u, j := range e.jobs {
@@ -531,7 +531,7 @@ func (e *executor) input(claims []ledger.Allocation, now time.Time) plan.MIGInpu
 	for w, r := range e.rests {
 		switch {
 		case w.Allocation == "":
-		case !slices.ContainsFunc(claims, func(c ledger.Allocation) bool { return c.ID == w.Allocation }):
+		case !slices.ContainsFunc(allocations, func(c ledger.Allocation) bool { return c.ID == w.Allocation }):
 			delete(e.rests, w)
 		case now.Before(r.until):
 			in.Deferred[w] = true

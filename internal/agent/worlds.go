@@ -76,18 +76,18 @@ type Files interface {
 	Written(key string) (time.Time, error)
 }
 
-// Caps is the limit pages of claims, and what else the agent lays on the host for
+// Caps is the limit pages of allocations, and what else the agent lays on the host for
 // caps. pkg/memcap/lib stands behind it.
 type Caps interface {
-	// Write lays a claim's pages, or changes what they say, and returns where they are
+	// Write lays an allocation's pages, or changes what they say, and returns where they are
 	// on the host.
 	Write(key string, limits []lib.Limit) (map[gpu.UUID]lib.Page, error)
-	// Sound says whether a claim's pages are such that processes can go by them.
+	// Sound says whether an allocation's pages are such that processes can go by them.
 	Sound(key string) (bool, error)
-	// Limit is what a claim's page says of a GPU.
+	// Limit is what an allocation's page says of a GPU.
 	Limit(key string, u gpu.UUID) (uint64, error)
 	Remove(key string) error
-	// List returns the claims that have pages.
+	// List returns the allocations that have pages.
 	List() ([]string, error)
 	// Fit returns the libraries that hold containers to their memory, by host
 	// paths, as they suit the driver whose parts these are. Where they cannot be
@@ -120,10 +120,10 @@ type Plugins interface {
 type Store interface {
 	Document() state.Document
 	Save(state.Document) error
-	Claims() []state.Claim
-	Append(state.Claim) error
-	// Keep makes the journal hold these claims and no others.
-	Keep([]state.Claim) error
+	Allocations() []state.Allocation
+	Append(state.Allocation) error
+	// Keep makes the journal hold these allocations and no others.
+	Keep([]state.Allocation) error
 }
 
 // Features is where labels are left for Node Feature Discovery, which writes them

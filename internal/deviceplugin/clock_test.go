@@ -29,14 +29,14 @@ func TestClockPutBackBetweenAllocates(t *testing.T) {
 				t.Run(fmt.Sprintf("%d in common, known %s, a checkpoint %s", 4-len(slices.Compact(slices.Sorted(slices.Values(slices.Concat(held, devices))))), known, checkpoint), func(t *testing.T) {
 					d, clock := newDesk()
 					d.set(units(nil))
-					look := func(says *world) claim {
+					look := func(says *world) allocation {
 						clock.pass(time.Second)
 						d.Reconcile(says.say(clock.now()))
-						i := slices.IndexFunc(d.Claims(), func(c claim) bool { return c.ID == cdi.Key(memName, devices) })
+						i := slices.IndexFunc(d.Allocations(), func(c allocation) bool { return c.ID == cdi.Key(memName, devices) })
 						if i < 0 {
-							return claim{}
+							return allocation{}
 						}
-						return d.Claims()[i]
+						return d.Allocations()[i]
 					}
 					allocate := func(ids []string) {
 						t.Helper()
@@ -73,7 +73,7 @@ func TestClockPutBackBetweenAllocates(t *testing.T) {
 					}
 					for range 2 {
 						if c := look(old); c.After != "ns/old" || c.Holder.Name == "old" && checkpoint != "of before" {
-							t.Fatalf("the next pod's claim waits for %q and is held by %s, want that it waits for ns/old", c.After, c.Holder)
+							t.Fatalf("the next pod's allocation waits for %q and is held by %s, want that it waits for ns/old", c.After, c.Holder)
 						}
 					}
 					// Its container has ended.
@@ -118,16 +118,16 @@ type jumper struct {
 
 type jumped struct {
 	uid string
-	// claims are its init container's devices, if it has one, and its own; at is whose turn it is.
-	claims [][]string
-	at     int
-	since  time.Time
-	runs   *Use
+	// allocations are its init container's devices, if it has one, and its own; at is whose turn it is.
+	allocations [][]string
+	at          int
+	since       time.Time
+	runs        *Use
 }
 
 func (j *jumper) entries() (out []node.Entry) {
 	for _, p := range j.pods {
-		for i, ids := range p.claims {
+		for i, ids := range p.allocations {
 			out = append(out, node.Entry{PodUID: p.uid, Container: fmt.Sprint("c", i), Resource: memName, IDs: ids})
 		}
 	}
@@ -152,7 +152,7 @@ func (j *jumper) admit() {
 		free[n] = true
 	}
 	for _, p := range j.pods {
-		for _, ids := range p.claims {
+		for _, ids := range p.allocations {
 			for n := range most {
 				if slices.Contains(ids, timesliceID(n)) {
 					delete(free, n)
@@ -170,12 +170,12 @@ func (j *jumper) admit() {
 		}
 	}
 	j.next++
-	p := &jumped{uid: fmt.Sprint("uid-", j.next), claims: [][]string{pick}}
+	p := &jumped{uid: fmt.Sprint("uid-", j.next), allocations: [][]string{pick}}
 	if j.rng.IntN(3) == 0 {
 		// The app container gets the init container's, all or some of them.
-		p.claims = append(p.claims, slices.Clone(pick[:1+j.rng.IntN(len(pick))]))
+		p.allocations = append(p.allocations, slices.Clone(pick[:1+j.rng.IntN(len(pick))]))
 	}
-	for _, ids := range p.claims {
+	for _, ids := range p.allocations {
 		if _, err := j.d.Allocate(memName, ids); err != nil {
 			j.t.Fatal(err)
 		}
@@ -191,9 +191,9 @@ func (j *jumper) start(p *jumped) {
 	if p.runs != nil {
 		return
 	}
-	ids := p.claims[p.at]
+	ids := p.allocations[p.at]
 	key := cdi.Key(memName, ids)
-	if i := slices.IndexFunc(j.d.Claims(), func(c claim) bool { return c.ID == key && c.IsOpen() }); i < 0 {
+	if i := slices.IndexFunc(j.d.Allocations(), func(c allocation) bool { return c.ID == key && c.IsOpen() }); i < 0 {
 		j.done["waited"]++
 		return
 	}
@@ -208,9 +208,9 @@ func (j *jumper) start(p *jumped) {
 	j.done["started"]++
 }
 
-// onto reports whether a claim has some of these devices.
+// onto reports whether an allocation has some of these devices.
 func (j *jumper) onto(key string, ids []string) bool {
-	return slices.ContainsFunc(j.d.Claims(), func(c claim) bool {
+	return slices.ContainsFunc(j.d.Allocations(), func(c allocation) bool {
 		return c.ID == key && slices.ContainsFunc(c.IDs, func(id string) bool { return slices.Contains(ids, id) })
 	})
 }
@@ -226,23 +226,23 @@ func (j *jumper) look() {
 	if says.List = j.rng.IntN(2) == 0; says.List && !j.deaf {
 		says.Trusted = true
 		for _, p := range j.pods {
-			says.Listed = append(says.Listed, node.Holding{Namespace: "ns", Pod: p.uid, Container: "c", Resource: memName, IDs: p.claims[len(p.claims)-1]})
+			says.Listed = append(says.Listed, node.Holding{Namespace: "ns", Pod: p.uid, Container: "c", Resource: memName, IDs: p.allocations[len(p.allocations)-1]})
 		}
 	}
 	j.d.Reconcile(says)
-	for _, c := range j.d.Claims() {
+	for _, c := range j.d.Allocations() {
 		if !c.IsOpen() && c.Phase != ledger.Reserved && c.After == "" {
 			j.d.SetReady(&c)
 		}
 	}
 	// Who is alone on its devices has its gate open.
 	for _, p := range j.pods {
-		ids := p.claims[p.at]
+		ids := p.allocations[p.at]
 		alone := !slices.ContainsFunc(j.hang, func(o Use) bool { return j.onto(o.Key, ids) })
 		key := cdi.Key(memName, ids)
-		open := slices.ContainsFunc(j.d.Claims(), func(c claim) bool { return c.ID == key && c.IsOpen() })
+		open := slices.ContainsFunc(j.d.Allocations(), func(c allocation) bool { return c.ID == key && c.IsOpen() })
 		if alone && !open && fresh && !j.unreadable {
-			j.t.Fatalf("%s is alone on %v, and its gate is shut: %+v", p.uid, ids, j.d.Claims())
+			j.t.Fatalf("%s is alone on %v, and its gate is shut: %+v", p.uid, ids, j.d.Allocations())
 		}
 	}
 	j.done["looks"]++
@@ -263,7 +263,7 @@ func (j *jumper) step() {
 	case n < 40 && p != nil:
 		j.start(p)
 	case n < 50 && p != nil && p.runs != nil: // it ends: the next one's turn, or once more
-		p.runs, p.at = nil, min(p.at+1, len(p.claims)-1)
+		p.runs, p.at = nil, min(p.at+1, len(p.allocations)-1)
 	case n < 58 && p != nil: // by force
 		if p.runs != nil {
 			j.hang = append(j.hang, *p.runs)
@@ -286,7 +286,7 @@ func (j *jumper) step() {
 	case n < 83:
 		j.deaf = !j.deaf
 	case n < 85 && p != nil:
-		j.d.Shut(cdi.Key(memName, p.claims[p.at])) // its GPU was ill for a moment
+		j.d.Shut(cdi.Key(memName, p.allocations[p.at])) // its GPU was ill for a moment
 	default:
 		j.clock.pass(time.Duration(j.rng.IntN(6000)) * time.Millisecond)
 	}
@@ -323,20 +323,20 @@ func TestClockPutBackBeforeARestart(t *testing.T) {
 	clock.pass(time.Second)
 	says := new(world).entry("next", "c", held).run("old", held, clock.now().Add(time.Hour))
 	d.Reconcile(says.say(clock.now()))
-	if c := d.Claims()[0]; c.After != "ns/old" || c.Started {
-		t.Errorf("the next pod's claim waits for %q, started %v; want that it waits for ns/old", c.After, c.Started)
+	if c := d.Allocations()[0]; c.After != "ns/old" || c.Started {
+		t.Errorf("the next pod's allocation waits for %q, started %v; want that it waits for ns/old", c.After, c.Started)
 	}
 }
 
 // What was written down has the age that it has when it is read, also when the clock
 // is put back after that: otherwise nobody would look at it for as long.
-func TestRestoredClaimHasAnAgeThatNoClockChanges(t *testing.T) {
+func TestRestoredAllocationHasAnAgeThatNoClockChanges(t *testing.T) {
 	d := deskOf(time.Now)
 	written := time.Now().Add(-time.Minute).Round(0) // as it is read from a file
 	if err := d.restore(recordOf(t, memName, ids(gpuA, 0)), written, time.Time{}); err != nil {
 		t.Fatal(err)
 	}
-	at := d.Claims()[0].Taken
+	at := d.Allocations()[0].Taken
 	if !at.Round(0).Equal(written) {
 		t.Errorf("allocated at %s, want %s", at, written)
 	}

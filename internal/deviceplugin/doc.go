@@ -35,7 +35,7 @@
 //
 //	                 1g@0  1g@1  …  2g@0  2g@2  …  3g@0  3g@4  4g@0  7g@0
 //	nothing taken     x     x        x     x        x     x     x     x
-//	2g@2 claimed      x     x        x     x              x
+//	2g@2 taken        x     x        x     x              x
 //	1g@1 beside it    x     x              x              x
 //
 // Faults are apart from the offer: [FrontEnd.SetFaults] marks all devices of a GPU, or

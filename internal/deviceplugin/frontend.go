@@ -18,7 +18,7 @@ import (
 )
 
 const (
-	// Grace is how long after its last Allocate a claim that no witness has
+	// Grace is how long after its last Allocate an allocation that no witness has
 	// named is kept: the kubelet writes its checkpoint after our answer, and
 	// admits the rest of the pod before a container is made.
 	Grace = 30 * time.Second
@@ -297,7 +297,7 @@ func (f *FrontEnd) Prepare(ctx context.Context, resource string, ids []string) e
 // The error wraps gpu.ErrInvalid where the record is not one of devices with this ID.
 func (f *FrontEnd) Found(id string, r ledger.Record, taken, file time.Time) error {
 	if key := cdi.Key(r.Resource, IDs(r.Grants)); key != id {
-		return fmt.Errorf("the record of claim %s is of claim %s: %w", id, key, gpu.ErrInvalid)
+		return fmt.Errorf("the record of allocation %s is of allocation %s: %w", id, key, gpu.ErrInvalid)
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -54,16 +54,16 @@ type desk struct {
 	*ledger.Ledger
 }
 
-// claim is an allocation with what the front-end has seen of it.
-type claim struct {
+// allocation is an allocation with what the front-end has seen of it.
+type allocation struct {
 	ledger.Allocation
 	IDs     []string
 	Started bool
 }
 
-func (d *desk) Claims() (out []claim) {
-	for _, a := range d.Allocations() {
-		out = append(out, claim{a, IDs(a.Grants), d.Started(a.ID)})
+func (d *desk) Allocations() (out []allocation) {
+	for _, a := range d.Ledger.Allocations() {
+		out = append(out, allocation{a, IDs(a.Grants), d.Started(a.ID)})
 	}
 	return out
 }
@@ -73,7 +73,7 @@ func (d *desk) Prepare(ctx context.Context, resource string, ids []string) error
 }
 
 // SetReady opens an allocation, as after a look that found nobody on its devices.
-func (d *desk) SetReady(c *claim) bool {
+func (d *desk) SetReady(c *allocation) bool {
 	if c.Phase == ledger.Reserved {
 		d.Looked(c.ID, c.Epoch, "", "")
 	}
@@ -118,7 +118,7 @@ func units(change func(*Device)) *Offer {
 	return v
 }
 
-// set publishes a view whatever the claims are.
+// set publishes a view whatever the allocations are.
 func (d *desk) set(v *Offer) { d.Publish(func([]ledger.Allocation) *Offer { return v }) }
 
 // recordOf is what a record of devices says that nothing is known of but their IDs.
@@ -185,8 +185,8 @@ func TestAllocateRefusesOnlyWhatCannotWork(t *testing.T) {
 			t.Errorf("allocate %v again: %v", again, err)
 		}
 	}
-	if n := len(d.Claims()); n != 2 {
-		t.Errorf("%d claims, want 2: %+v", n, d.Claims())
+	if n := len(d.Allocations()); n != 2 {
+		t.Errorf("%d allocations, want 2: %+v", n, d.Allocations())
 	}
 }
 
@@ -262,27 +262,27 @@ func TestPrepareWaitsForTheFile(t *testing.T) {
 		t.Errorf("after it stands: %v", err)
 	}
 	if d.Unopened() {
-		t.Error("a claim waits for its file though all stand")
+		t.Error("an allocation waits for its file though all stand")
 	}
 	d.Shut(key)
 	if !d.Unopened() {
-		t.Error("no claim waits for its file though one was withdrawn")
+		t.Error("no allocation waits for its file though one was withdrawn")
 	}
 	if err := d.Prepare(ctx, memName, ids(gpuA, 4, 3)); !errors.Is(err, ledger.ErrNotOpen) {
 		t.Errorf("after it was withdrawn: %v, want ledger.ErrNotOpen", err)
 	}
-	// A claim of before this process is taken over, an impossible one is not.
-	if err := d.Prepare(ctx, memName, ids(gpuB, 1)); !errors.Is(err, ledger.ErrNotOpen) || len(d.Claims()) != 2 {
-		t.Errorf("unknown claim: %v, %d claims", err, len(d.Claims()))
+	// An allocation of before this process is taken over, an impossible one is not.
+	if err := d.Prepare(ctx, memName, ids(gpuB, 1)); !errors.Is(err, ledger.ErrNotOpen) || len(d.Allocations()) != 2 {
+		t.Errorf("unknown allocation: %v, %d allocations", err, len(d.Allocations()))
 	}
-	if err := d.Prepare(ctx, memName, []string{"../x"}); !errors.Is(err, ledger.ErrNotOpen) || len(d.Claims()) != 2 {
-		t.Errorf("a foreign ID: %v, %d claims", err, len(d.Claims()))
+	if err := d.Prepare(ctx, memName, []string{"../x"}); !errors.Is(err, ledger.ErrNotOpen) || len(d.Allocations()) != 2 {
+		t.Errorf("a foreign ID: %v, %d allocations", err, len(d.Allocations()))
 	}
 }
 
-// ready opens a claim's gate as it stands now.
+// ready opens an allocation's gate as it stands now.
 func ready(d *desk, key string) bool {
-	for _, c := range d.Claims() {
+	for _, c := range d.Allocations() {
 		if c.ID == key {
 			return d.SetReady(&c)
 		}
@@ -334,7 +334,7 @@ func TestReconcile(t *testing.T) {
 		after    time.Duration
 		allocate []string
 		says     world
-		// ended and left are numbers of claims.
+		// ended and left are numbers of allocations.
 		ended, left int
 	}
 	a01, a012 := ids(gpuA, 0, 1), ids(gpuA, 0, 1, 2)
@@ -394,7 +394,7 @@ func TestReconcile(t *testing.T) {
 			{after: time.Hour, says: world{noList: true}, left: 1},
 			{after: time.Second, ended: 1},
 		},
-		"an init container's claim lives as long as its entry": {
+		"an init container's allocation lives as long as its entry": {
 			{allocate: a01, left: 1},
 			{allocate: a012, left: 2},
 			{after: time.Hour, says: *new(world).entry("p", "init", a01).entry("p", "app", a012), left: 2},
@@ -459,11 +459,11 @@ func TestReconcile(t *testing.T) {
 					}
 				}
 				ended := d.Reconcile(s.says.say(clock.now()))
-				if len(ended) != s.ended || len(d.Claims()) != s.left {
-					t.Fatalf("step %d: %d ended and %d left, want %d and %d", i, len(ended), len(d.Claims()), s.ended, s.left)
+				if len(ended) != s.ended || len(d.Allocations()) != s.left {
+					t.Fatalf("step %d: %d ended and %d left, want %d and %d", i, len(ended), len(d.Allocations()), s.ended, s.left)
 				}
 				for _, h := range s.says.listed {
-					for _, c := range d.Claims() {
+					for _, c := range d.Allocations() {
 						c.Holder.UID = "" // PodResources has none
 						if want := holder(h.Namespace, h.Pod, h.Container, ""); c.ID == cdi.Key(h.Resource, h.IDs) && c.Holder != want {
 							t.Errorf("step %d: holder %v, want %v", i, c.Holder, want)
@@ -475,10 +475,10 @@ func TestReconcile(t *testing.T) {
 	}
 }
 
-// Claims end in full looks: where PodResources was not asked, neither checkpoint and
+// Allocations end in full looks: where PodResources was not asked, neither checkpoint and
 // runtime together nor the time that has passed end one, also where a container
 // had it.
-func TestAShortLookEndsNoClaim(t *testing.T) {
+func TestAShortLookEndsNoAllocation(t *testing.T) {
 	d, clock := newDesk()
 	d.set(units(nil))
 	if _, err := d.Allocate(memName, ids(gpuA, 0)); err != nil {
@@ -486,8 +486,8 @@ func TestAShortLookEndsNoClaim(t *testing.T) {
 	}
 	clock.pass(time.Second)
 	d.Reconcile(new(world).run("p", ids(gpuA, 0), clock.now()).entry("p", "c", ids(gpuA, 0)).say(clock.now()))
-	if c := d.Claims(); len(c) != 1 || !c[0].Started {
-		t.Fatalf("claims %+v", c)
+	if c := d.Allocations(); len(c) != 1 || !c[0].Started {
+		t.Fatalf("allocations %+v", c)
 	}
 	short := world{short: true}
 	for range 3 {
@@ -497,11 +497,11 @@ func TestAShortLookEndsNoClaim(t *testing.T) {
 		}
 	}
 	if ended := d.Reconcile(new(world).say(clock.now())); len(ended) != 1 {
-		t.Errorf("a full look ended %+v, want the claim", ended)
+		t.Errorf("a full look ended %+v, want the allocation", ended)
 	}
 }
 
-// A container that lived for a moment, between two looks, has had its claim: when
+// A container that lived for a moment, between two looks, has had its allocation: when
 // both witnesses have let go it ends at once.
 func TestSeenForAMoment(t *testing.T) {
 	d, clock := newDesk()
@@ -523,7 +523,7 @@ func TestSeenForAMoment(t *testing.T) {
 	seen(clock.now())
 	clock.pass(time.Second)
 	if ended := d.Reconcile(new(world).say(clock.now())); len(ended) != 1 || ended[0].Holder.Name != "p" {
-		t.Errorf("ended %+v, want the claim of ns/p", ended)
+		t.Errorf("ended %+v, want the allocation of ns/p", ended)
 	}
 }
 
@@ -580,25 +580,25 @@ func TestPreviousHolder(t *testing.T) {
 			cancel()
 			err = d.Prepare(ctx, memName, mine)
 			if c.waits != "" {
-				wantErr(t, err, "previous holder still ending: claim "+cdi.Key(memName, c.before))
+				wantErr(t, err, "previous holder still ending: allocation "+cdi.Key(memName, c.before))
 			}
-			for _, claim := range d.Claims() {
-				if claim.ID == key && (claim.After != c.waits || claim.Phase == ledger.Reserved) {
-					t.Errorf("waits for %q, checked at %s; want %q", claim.After, claim.Phase, c.waits)
+			for _, allocation := range d.Allocations() {
+				if allocation.ID == key && (allocation.After != c.waits || allocation.Phase == ledger.Reserved) {
+					t.Errorf("waits for %q, checked at %s; want %q", allocation.After, allocation.Phase, c.waits)
 				}
 			}
 			clock.pass(time.Second)
 			d.Reconcile(new(world).entry("p", "c", mine).say(clock.now()))
-			for _, claim := range d.Claims() {
-				if claim.ID == key && claim.After != "" {
-					t.Errorf("the container is gone and the claim still waits for %s", claim.After)
+			for _, allocation := range d.Allocations() {
+				if allocation.ID == key && allocation.After != "" {
+					t.Errorf("the container is gone and the allocation still waits for %s", allocation.After)
 				}
 			}
 		})
 	}
 }
 
-// A pod's Event names a pod of another namespace by its claim's key, and so it does
+// A pod's Event names a pod of another namespace by its allocation's key, and so it does
 // where the namespace of the pod itself is not known for sure.
 func TestPreviousHolderOfAnotherTenantIsNotNamed(t *testing.T) {
 	held, part := ids(gpuA, 0, 1), ids(gpuA, 1, 2)
@@ -645,23 +645,23 @@ func TestPreviousHolderOfAnotherTenantIsNotNamed(t *testing.T) {
 			ctx, cancel := context.WithCancel(context.Background())
 			cancel()
 			err = d.Prepare(ctx, memName, c.devices)
-			want := "previous holder still ending: claim " + old
+			want := "previous holder still ending: allocation " + old
 			if c.named {
 				want = "previous holder still ending: train/job-1"
 			}
 			if err == nil || !strings.HasSuffix(err.Error(), want) {
 				t.Errorf("the pod is told: %v, want ... %s", err, want)
 			}
-			for _, claim := range d.Claims() {
-				if slices.Equal(claim.IDs, c.devices) && claim.After != "train/job-1" {
-					t.Errorf("operators are told of %q, want the pod's name", claim.After)
+			for _, allocation := range d.Allocations() {
+				if slices.Equal(allocation.IDs, c.devices) && allocation.After != "train/job-1" {
+					t.Errorf("operators are told of %q, want the pod's name", allocation.After)
 				}
 			}
 		})
 	}
 }
 
-// An Allocate of a claim that stands shuts its gate until somebody has looked.
+// An Allocate of an allocation that stands shuts its gate until somebody has looked.
 func TestAllocateAgainShutsTheGate(t *testing.T) {
 	d, clock := newDesk()
 	d.set(units(nil))
@@ -669,7 +669,7 @@ func TestAllocateAgainShutsTheGate(t *testing.T) {
 	if err != nil || !ready(d, key) {
 		t.Fatal(err)
 	}
-	old := d.Claims()[0]
+	old := d.Allocations()[0]
 	clock.pass(time.Second)
 	if _, err := d.Allocate(memName, ids(gpuA, 0)); err != nil {
 		t.Fatal(err)
@@ -756,7 +756,7 @@ func TestPublishTellsOnlyWhoseListChanged(t *testing.T) {
 	}
 }
 
-// Against the withdrawal of a GPU there are two outcomes: the claim was first
+// Against the withdrawal of a GPU there are two outcomes: the allocation was first
 // and the loop sees it, or the withdrawal was first and Allocate refuses.
 func TestWithdrawalRace(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
@@ -776,7 +776,7 @@ func TestWithdrawalRace(t *testing.T) {
 		}
 		d.set(units(func(dev *Device) { dev.Healthy, dev.Reason = dev.GPU != gpuA, "withdrawn" }))
 		seen := map[string]bool{}
-		for _, c := range d.Claims() {
+		for _, c := range d.Allocations() {
 			seen[c.IDs[0]] = true
 		}
 		wg.Wait()
@@ -794,18 +794,18 @@ func TestPublishBuildsAgain(t *testing.T) {
 	d, _ := newDesk()
 	d.set(units(nil))
 	builds := 0
-	v := d.Publish(func(claims []ledger.Allocation) *Offer {
+	v := d.Publish(func(allocations []ledger.Allocation) *Offer {
 		if builds++; builds < publishTries {
 			if _, err := d.Allocate(memName, ids(gpuA, builds)); err != nil {
 				t.Fatal(err)
 			}
 		}
-		return units(func(dev *Device) { dev.Healthy = len(claims) == builds-1 })
+		return units(func(dev *Device) { dev.Healthy = len(allocations) == builds-1 })
 	})
 	if builds != publishTries || !v.Resources[0].Devices[0].Healthy || !same(d.Offer(), v) {
-		t.Errorf("after %d builds the view in force is not of the claims as they are", builds)
+		t.Errorf("after %d builds the view in force is not of the allocations as they are", builds)
 	}
-	// Claims that never stop coming do not keep a view from being published.
+	// Allocations that never stop coming do not keep a view from being published.
 	builds = 0
 	v = d.Publish(func([]ledger.Allocation) *Offer {
 		builds++
@@ -838,7 +838,7 @@ func same(a, b *Offer) bool {
 	})
 }
 
-// A claim of an init container whose image is being pulled has been named by the
+// An allocation of an init container whose image is being pulled has been named by the
 // checkpoint alone. That this cannot be read for a moment does not end it.
 func TestNamedByTheCheckpointAlone(t *testing.T) {
 	d, c := newDesk()
@@ -852,7 +852,7 @@ func TestNamedByTheCheckpointAlone(t *testing.T) {
 		Entries: []node.Entry{{PodUID: "u", Container: "init", Resource: memName, IDs: ids(gpuA, 1)}}})
 	c.pass(time.Second)
 	if ended := d.Reconcile(Observation{Asked: c.now(), Runtime: true, Trusted: true}); len(ended) != 0 {
-		t.Errorf("claim %s ended 2 s after its Allocate: the checkpoint could not be read once", key)
+		t.Errorf("allocation %s ended 2 s after its Allocate: the checkpoint could not be read once", key)
 	}
 }
 
@@ -877,13 +877,13 @@ func TestNamedByTheEntryOfTheOneBefore(t *testing.T) {
 	c.pass(10 * time.Millisecond)
 	// Another resource's list makes it write, before it has taken our answer in.
 	if ended := d.Reconcile(Observation{Asked: c.now(), Checkpoint: true, Runtime: true, Trusted: true}); len(ended) != 0 {
-		t.Error("the new pod's claim ended 20 ms after its Allocate")
+		t.Error("the new pod's allocation ended 20 ms after its Allocate")
 	}
 }
 
 // An agent that starts again and again lets go of what nobody has: it goes by the
-// age of the claim's file, not by its own.
-func TestAdoptedClaimHasTheAgeOfItsFile(t *testing.T) {
+// age of the allocation's file, not by its own.
+func TestAdoptedAllocationHasTheAgeOfItsFile(t *testing.T) {
 	for _, tt := range []struct {
 		name    string
 		written time.Duration // before now; 0 where it is not known
@@ -916,7 +916,7 @@ func TestAdoptedClaimHasTheAgeOfItsFile(t *testing.T) {
 				Entries: []node.Entry{{PodUID: "u", Container: "c", Resource: memName, IDs: []string{"GPU-1::2"}}}})
 			for _, c := range ended {
 				if IDs(c.Grants)[0] == "GPU-1::2" {
-					t.Error("a claim that the checkpoint names has ended")
+					t.Error("an allocation that the checkpoint names has ended")
 				}
 			}
 		})
@@ -945,13 +945,13 @@ func TestWhoseFileItIs(t *testing.T) {
 			if err := d.restore(recordOf(t, memName, ids(gpuA, 1)), time.Time{}, allocated.Add(tt.written)); err != nil {
 				t.Fatal(err)
 			}
-			if got := d.Claims()[0]; got.Fresh == tt.filed || got.Adopted {
-				t.Errorf("the claim is %+v, want that its file is its own: %v", got, tt.filed)
+			if got := d.Allocations()[0]; got.Fresh == tt.filed || got.Adopted {
+				t.Errorf("the allocation is %+v, want that its file is its own: %v", got, tt.filed)
 			}
 			if _, err := d.Allocate(memName, ids(gpuA, 1)); err != nil {
 				t.Fatal(err)
 			}
-			if !d.Claims()[0].Fresh {
+			if !d.Allocations()[0].Fresh {
 				t.Error("the file is of the next holder already")
 			}
 		})

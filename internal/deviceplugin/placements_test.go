@@ -216,20 +216,20 @@ func allocate(t *testing.T, d *desk, ids ...string) string {
 	return key
 }
 
-func claimOf(t *testing.T, d *desk, key string) claim {
+func allocationOf(t *testing.T, d *desk, key string) allocation {
 	t.Helper()
-	for _, c := range d.Claims() {
+	for _, c := range d.Allocations() {
 		if c.ID == key {
 			return c
 		}
 	}
-	t.Fatalf("there is no claim %s", key)
-	return claim{}
+	t.Fatalf("there is no allocation %s", key)
+	return allocation{}
 }
 
-// A claim covers in the same moment what has no room beside it; at its end that is
+// An allocation covers in the same moment what has no room beside it; at its end that is
 // back. Nobody else hears of it.
-func TestAClaimCoversWhatHasNoRoomBesideIt(t *testing.T) {
+func TestAAllocationCoversWhatHasNoRoomBesideIt(t *testing.T) {
 	d, clock := newDesk()
 	card := a100.card(t)
 	v := onDemand(map[gpu.UUID]*mig.Card{gpuA: card, gpuB: a30.card(t)}, nil)
@@ -262,16 +262,16 @@ func TestAClaimCoversWhatHasNoRoomBesideIt(t *testing.T) {
 		t.Errorf("3g.40gb@0: %q", dev.Reason)
 	}
 	_, err := d.Allocate("example.com/mig-3g.40gb", on(gpuA, "3g.40gb@0"))
-	wantErr(t, err, "its room is taken by 2g.20gb@2 (held by claim "+key+")")
+	wantErr(t, err, "its room is taken by 2g.20gb@2 (held by allocation "+key+")")
 	before := d.Offer()
 	if allocate(t, d, on(gpuA, "2g.20gb@2")...) != key || d.Offer() != before {
-		t.Error("the same placement again is another claim, or changes what is on offer")
+		t.Error("the same placement again is another allocation, or changes what is on offer")
 	}
 
 	clock.pass(Grace)
 	told := told(d, "example.com/mig-7g.80gb")
 	if ended := d.Reconcile(new(world).say(clock.now())); len(ended) != 1 {
-		t.Fatalf("%d claims ended", len(ended))
+		t.Fatalf("%d allocations ended", len(ended))
 	}
 	if got := offered(d, gpuA); got != all || !told() {
 		t.Errorf("after its end on offer are\n%s, want\n%s", got, all)
@@ -301,25 +301,25 @@ func TestPlacementsOfOneRequest(t *testing.T) {
 			if c.before != nil {
 				allocate(t, d, c.before...)
 			}
-			claims := len(d.Claims())
+			allocations := len(d.Allocations())
 			key, err := keyOf(d.Allocate(resourceOf(c.request[0]), c.request))
 			if c.err != "" {
 				wantErr(t, err, c.err)
-				if len(d.Claims()) != claims {
-					t.Error("what was refused is claimed")
+				if len(d.Allocations()) != allocations {
+					t.Error("what was refused is taken")
 				}
 				return
 			}
 			if err != nil {
 				t.Fatal(err)
 			}
-			claim := claimOf(t, d, key)
-			if len(claim.Grants) != len(c.request) {
-				t.Fatalf("grants %v of %v", claim.Grants, c.request)
+			allocation := allocationOf(t, d, key)
+			if len(allocation.Grants) != len(c.request) {
+				t.Fatalf("grants %v of %v", allocation.Grants, c.request)
 			}
-			for i, id := range claim.IDs {
-				if p := claim.Grants[i]; mig.ID(p.GPU, p.Placement) != id || p.Placement.Size == 0 || !claim.On(p.GPU) {
-					t.Errorf("placement %d of %v is %v on %v", i, claim.IDs, p, claim.GPUs())
+			for i, id := range allocation.IDs {
+				if p := allocation.Grants[i]; mig.ID(p.GPU, p.Placement) != id || p.Placement.Size == 0 || !allocation.On(p.GPU) {
+					t.Errorf("placement %d of %v is %v on %v", i, allocation.IDs, p, allocation.GPUs())
 				}
 			}
 			for _, id := range c.request {
@@ -347,12 +347,12 @@ func TestInitContainersPlacements(t *testing.T) {
 		t.Fatalf("ended: %+v", ended)
 	}
 	if dev := device1(t, d, on(gpuA, "2g.20gb@0")[0]); dev.Healthy {
-		t.Error("the end of the init container's claim gave room back that the app container has")
+		t.Error("the end of the init container's allocation gave room back that the app container has")
 	}
 }
 
 // A force-deleted pod frees its placement at the kubelet before its container is dead.
-// The claim lives until both witnesses agree, and covers till then; whoever gets
+// The allocation lives until both witnesses agree, and covers till then; whoever gets
 // the same placement waits.
 func TestPlacementOfAHolderThatIsEnding(t *testing.T) {
 	d, clock := newDesk()
@@ -367,10 +367,10 @@ func TestPlacementOfAHolderThatIsEnding(t *testing.T) {
 	clock.pass(time.Minute)
 	w := &world{uses: []Use{use("old", old, start.Add(time.Second))}}
 	if ended := d.Reconcile(w.say(clock.now())); len(ended) != 0 {
-		t.Fatal("a claim ended while its container runs")
+		t.Fatal("an allocation ended while its container runs")
 	}
 	_, err := d.Allocate("example.com/mig-4g.40gb", on(gpuA, "4g.40gb@0"))
-	wantErr(t, err, "its room is taken by 3g.40gb@0 (held by claim "+key+")")
+	wantErr(t, err, "its room is taken by 3g.40gb@0 (held by allocation "+key+")")
 	prepare := func(ids []string) error {
 		ctx, cancel := context.WithCancel(context.Background())
 		cancel()
@@ -382,8 +382,8 @@ func TestPlacementOfAHolderThatIsEnding(t *testing.T) {
 		clock.pass(time.Second)
 		w.entries = append(w.entries, node.Entry{PodUID: "uid-new", Container: "c", Resource: resource, IDs: ids})
 		d.Reconcile(w.say(clock.now()))
-		wantErr(t, prepare(ids), "previous holder still ending: claim "+key)
-		if c := claimOf(t, d, next); c.Asked.IsZero() || c.After == "" {
+		wantErr(t, prepare(ids), "previous holder still ending: allocation "+key)
+		if c := allocationOf(t, d, next); c.Asked.IsZero() || c.After == "" {
 			t.Errorf("wished %v, waits for %q", c.Asked, c.After)
 		}
 	}
@@ -391,13 +391,13 @@ func TestPlacementOfAHolderThatIsEnding(t *testing.T) {
 	beside := allocate(t, d, on(gpuA, "3g.40gb@4")...)
 	clock.pass(time.Second)
 	d.Reconcile(w.say(clock.now()))
-	if c := claimOf(t, d, beside); c.After != "" || c.Phase == ledger.Reserved {
+	if c := allocationOf(t, d, beside); c.After != "" || c.Phase == ledger.Reserved {
 		t.Errorf("a placement beside it waits for %q", c.After)
 	}
 	w.uses = nil
 	clock.pass(time.Second)
 	d.Reconcile(w.say(clock.now()))
-	if c := claimOf(t, d, key); c.After != "" {
+	if c := allocationOf(t, d, key); c.After != "" {
 		t.Errorf("its container is gone and the next still waits for %s", c.After)
 	}
 	if err := prepare(old); err == nil || strings.Contains(err.Error(), "previous holder") {
@@ -447,15 +447,15 @@ func TestAdoptedPlacementsWaitForThoseInTheirPlace(t *testing.T) {
 				uses: []Use{{Key: cdi.Key(resource(c.before), c.before), Holder: holder("ns", "before", "c", "uid-before"),
 					Created: clock.now().Add(-time.Hour)}},
 			}).say(clock.now()))
-			claim := claimOf(t, d, cdi.Key(resource(c.now), c.now))
-			if got := claim.After == "ns/before"; got != c.waits {
-				t.Errorf("waits for %q", claim.After)
+			allocation := allocationOf(t, d, cdi.Key(resource(c.now), c.now))
+			if got := allocation.After == "ns/before"; got != c.waits {
+				t.Errorf("waits for %q", allocation.After)
 			}
 		})
 	}
 }
 
-// What is known of a claim after a restart is its IDs; what it covers is known
+// What is known of an allocation after a restart is its IDs; what it covers is known
 // with the first view.
 func TestPlacementsAdoptedBeforeTheFirstView(t *testing.T) {
 	d, clock := newDesk()
@@ -471,19 +471,19 @@ func TestPlacementsAdoptedBeforeTheFirstView(t *testing.T) {
 	if err := d.Prepare(ctx, resource, on(gpuA, "2g.20gb@2")); !errors.Is(err, ledger.ErrNotOpen) {
 		t.Fatal(err)
 	}
-	early := d.Claims()
+	early := d.Allocations()
 	for _, c := range early {
 		if len(c.Grants) != 1 || c.Grants[0].GPU != gpuA || c.Grants[0].Placement.Profile.String() != "2g.20gb" || c.Grants[0].Placement.Size != 0 {
-			t.Errorf("claim of %v: placements %v", c.IDs, c.Grants)
+			t.Errorf("allocation of %v: placements %v", c.IDs, c.Grants)
 		}
 	}
 	d.set(onDemand(map[gpu.UUID]*mig.Card{gpuA: a100.card(t)}, nil))
 	if got, want := offered(d, gpuA), "2g.20gb@0 2g.20gb@2 2g.20gb@4 1g.10gb@6 1g.10gb+me@6 1g.20gb@6"; got != want {
 		t.Errorf("on offer: %s, want %s", got, want)
 	}
-	for i, c := range d.Claims() {
+	for i, c := range d.Allocations() {
 		if c.Grants[0].Placement.Size != 2 {
-			t.Errorf("claim of %v: placements %v", c.IDs, c.Grants)
+			t.Errorf("allocation of %v: placements %v", c.IDs, c.Grants)
 		}
 		if early[i].Grants[0].Placement.Size != 0 {
 			t.Error("what was handed out before has changed")
@@ -549,9 +549,9 @@ func TestWhatStandsAndMayNotGo(t *testing.T) {
 	clock.pass(Grace)
 	d.Reconcile(new(world).say(clock.now()))
 	if _, err := d.Allocate("other.example/mig-3g.40gb", on(gpuA, "3g.40gb@4")); err != nil {
-		t.Errorf("after its claim has ended: %v", err)
+		t.Errorf("after its allocation has ended: %v", err)
 	}
-	// A foreign one that came where a claim's was to be made.
+	// A foreign one that came where an allocation's was to be made.
 	v = view()
 	v.MIG[gpuA] = ledger.MIG{Card: card, Kept: placementsOf(t, card, "1g.10gb@4")}
 	d.set(v)
@@ -616,14 +616,14 @@ func TestFaultsOfMIGGPUs(t *testing.T) {
 	if dev := device1(t, d, on(gpuA, "1g.10gb@0")[0]); dev.Reason != "Xid 79" {
 		t.Errorf("a covered placement of a broken GPU: %q", dev.Reason)
 	}
-	// Claims come and go meanwhile.
+	// Allocations come and go meanwhile.
 	if err := d.restore(recordOf(t, "example.com/mig-1g.10gb", on(gpuA, "1g.10gb@6")), time.Time{}, time.Time{}); err != nil {
 		t.Fatal(err)
 	}
 	clock.pass(Grace)
 	told := told(d, "example.com/mig-3g.40gb")
 	if ended := d.Reconcile(new(world).say(clock.now())); len(ended) != 2 || told() || offered(d, gpuA) != "" {
-		t.Errorf("%d claims ended; on the broken GPU on offer are %s", len(ended), offered(d, gpuA))
+		t.Errorf("%d allocations ended; on the broken GPU on offer are %s", len(ended), offered(d, gpuA))
 	}
 	d.SetFaults(nil, nil)
 	if got := offered(d, gpuA); got != other {
@@ -631,7 +631,7 @@ func TestFaultsOfMIGGPUs(t *testing.T) {
 	}
 }
 
-// The claim that comes while a view is built covers in that view, too.
+// The allocation that comes while a view is built covers in that view, too.
 func TestPlacementTakenWhileAViewIsBuilt(t *testing.T) {
 	d, _ := newDesk()
 	cards := map[gpu.UUID]*mig.Card{gpuA: a100.card(t)}
@@ -644,7 +644,7 @@ func TestPlacementTakenWhileAViewIsBuilt(t *testing.T) {
 		return onDemand(cards, nil)
 	})
 	if got := offered(d, gpuA); strings.Contains(got, "3g.40gb@0") || strings.Contains(got, "4g.40gb") || !strings.Contains(got, "3g.40gb@4") {
-		t.Errorf("after %d claims on offer are %s", n, got)
+		t.Errorf("after %d allocations on offer are %s", n, got)
 	}
 }
 
@@ -674,8 +674,8 @@ func TestOneOfManyGetsTheRoom(t *testing.T) {
 				winners[want[n]] = true
 			}
 		}
-		if len(got) != 1 || len(d.Claims()) != 1 {
-			t.Fatalf("round %d: %v got the room, and there are %d claims", i, got, len(d.Claims()))
+		if len(got) != 1 || len(d.Allocations()) != 1 {
+			t.Fatalf("round %d: %v got the room, and there are %d allocations", i, got, len(d.Allocations()))
 		}
 	}
 	if len(winners) < 2 {
@@ -689,7 +689,7 @@ func TestWishAndTrouble(t *testing.T) {
 	d.set(onDemand(map[gpu.UUID]*mig.Card{gpuA: a100.card(t)}, nil))
 	placement := on(gpuA, "1g.10gb@3")
 	key := allocate(t, d, placement...)
-	if c := claimOf(t, d, key); !c.Asked.IsZero() {
+	if c := allocationOf(t, d, key); !c.Asked.IsZero() {
 		t.Error("wished before anybody has asked")
 	}
 	prepare := func() error {
@@ -702,25 +702,25 @@ func TestWishAndTrouble(t *testing.T) {
 	clock.pass(time.Second)
 	d.SetCause(key, status.Why(status.GPUInstanceFailed, "create 1g.10gb@3: driver error (attempt 2 of 3)"))
 	wantErr(t, prepare(), "attempt 2 of 3")
-	if c := claimOf(t, d, key); !c.Asked.Equal(first) {
+	if c := allocationOf(t, d, key); !c.Asked.Equal(first) {
 		t.Errorf("wished at %s, want the first time, %s", c.Asked, first)
 	}
 	if !ready(d, key) || prepare() != nil {
 		t.Error("not ready")
 	}
-	if c := claimOf(t, d, key); c.Cause != (status.Cause{}) || !c.Asked.Equal(first) {
+	if c := allocationOf(t, d, key); c.Cause != (status.Cause{}) || !c.Asked.Equal(first) {
 		t.Errorf("ready, and trouble is %q, the wish of %s", c.Cause, c.Asked)
 	}
 	// Shut, it is nobody's wish until somebody asks again.
 	d.Shut(key)
-	if c := claimOf(t, d, key); !c.Asked.IsZero() {
+	if c := allocationOf(t, d, key); !c.Asked.IsZero() {
 		t.Error("still wished after its gate was shut")
 	}
 	_ = prepare()
 	d.SetCause(key, status.Why(status.NoRoom, "x"))
 	clock.pass(time.Second)
 	allocate(t, d, placement...)
-	if c := claimOf(t, d, key); !c.Asked.IsZero() || c.Cause != (status.Cause{}) {
+	if c := allocationOf(t, d, key); !c.Asked.IsZero() || c.Cause != (status.Cause{}) {
 		t.Errorf("allocated anew, it is wished since %s and has trouble %q", c.Asked, c.Cause)
 	}
 	d.SetCause("0123456789abcdef", status.Why(status.NoRoom, "of nobody"))
@@ -862,7 +862,7 @@ type walker struct {
 	withdrawn      map[string]bool // device IDs
 	leaving        map[string]bool
 	faults         map[gpu.UUID]string
-	claims         map[string]*walked // by key
+	allocations    map[string]*walked // by key
 	said           map[string][]Device
 	channels       map[string]<-chan struct{}
 	grants, ends   int
@@ -883,10 +883,10 @@ func (w *walker) placementOf(id string) (gpu.UUID, mig.Placement) {
 	return p.GPU, p.Placement
 }
 
-// held are the placements of a GPU that claims have.
+// held are the placements of a GPU that allocations have.
 func (w *walker) held(u gpu.UUID) map[mig.Placement]bool {
 	out := map[mig.Placement]bool{}
-	for _, c := range w.claims {
+	for _, c := range w.allocations {
 		for _, id := range c.ids {
 			if g, s := w.placementOf(id); g == u {
 				out[s] = true
@@ -926,7 +926,7 @@ func (w *walker) healthy(id string) bool {
 }
 
 func (w *walker) fresh(id string) bool {
-	for _, c := range w.claims {
+	for _, c := range w.allocations {
 		if slices.Contains(c.ids, id) && !c.adopted && w.clock.now().Sub(c.at) < Grace {
 			return true
 		}
@@ -973,13 +973,13 @@ func (w *walker) any(resource string) string {
 	}
 }
 
-func (w *walker) anyClaim() (key string, c *walked) {
-	keys := slices.Sorted(maps.Keys(w.claims))
+func (w *walker) anyAllocation() (key string, c *walked) {
+	keys := slices.Sorted(maps.Keys(w.allocations))
 	if len(keys) == 0 {
 		return "", nil
 	}
 	key = keys[w.rng.IntN(len(keys))]
-	return key, w.claims[key]
+	return key, w.allocations[key]
 }
 
 func (w *walker) allocate(ids []string) {
@@ -993,7 +993,7 @@ func (w *walker) allocate(ids []string) {
 		return
 	}
 	w.grants++
-	w.claims[key] = &walked{ids: slices.Sorted(slices.Values(ids)), at: w.clock.now()}
+	w.allocations[key] = &walked{ids: slices.Sorted(slices.Values(ids)), at: w.clock.now()}
 }
 
 // room is a random set of placements that have room on a GPU beside what is taken.
@@ -1017,7 +1017,7 @@ func (w *walker) publish() {
 			w.occupied[u] = w.room(u, 2)
 			w.kept[u] = w.room(u, 2)
 		}
-		for s := range w.held(u) { // a claim's instance may be one that is kept
+		for s := range w.held(u) { // an allocation's instance may be one that is kept
 			if w.rng.IntN(8) == 0 {
 				w.kept[u] = append(w.kept[u], s)
 			}
@@ -1044,7 +1044,7 @@ func (w *walker) publish() {
 	w.d.set(v)
 }
 
-// reconcile ends some claims that are old enough, and brings one up that the
+// reconcile ends some allocations that are old enough, and brings one up that the
 // desk has not seen allocated.
 func (w *walker) reconcile() {
 	w.clock.pass(time.Duration(w.rng.IntN(40)) * time.Second)
@@ -1054,19 +1054,19 @@ func (w *walker) reconcile() {
 	if w.rng.IntN(3) == 0 {
 		found = w.room(u, 1)
 	}
-	for _, key := range slices.Sorted(maps.Keys(w.claims)) {
-		c := w.claims[key]
+	for _, key := range slices.Sorted(maps.Keys(w.allocations)) {
+		c := w.allocations[key]
 		if w.rng.IntN(3) > 0 {
 			says.entries = append(says.entries, node.Entry{PodUID: "u", Container: "c", Resource: resourceOf(c.ids[0]), IDs: c.ids})
 		} else if w.clock.now().Sub(c.at) >= Grace {
-			delete(w.claims, key)
+			delete(w.allocations, key)
 			w.ends++
 		}
 	}
 	for _, s := range found {
 		ids := []string{mig.ID(u, s)}
 		says.entries = append(says.entries, node.Entry{PodUID: "v", Container: "c", Resource: resourceOf(ids[0]), IDs: ids})
-		w.claims[cdi.Key(resourceOf(ids[0]), ids)] = &walked{ids: ids, at: w.clock.now(), adopted: true}
+		w.allocations[cdi.Key(resourceOf(ids[0]), ids)] = &walked{ids: ids, at: w.clock.now(), adopted: true}
 	}
 	w.d.Reconcile(says.say(w.clock.now()))
 }
@@ -1091,7 +1091,7 @@ func (w *walker) step() string {
 		w.allocate([]string{a, b})
 		return fmt.Sprint("allocate ", a, b)
 	case n < 13:
-		if _, c := w.anyClaim(); c != nil {
+		if _, c := w.anyAllocation(); c != nil {
 			ids := slices.Clone(c.ids)
 			w.rng.Shuffle(len(ids), func(i, j int) { ids[i], ids[j] = ids[j], ids[i] })
 			w.allocate(ids)
@@ -1117,21 +1117,21 @@ func (w *walker) step() string {
 // check holds the desk against the world.
 func (w *walker) check(step string) {
 	live := map[string]bool{}
-	for _, c := range w.d.Claims() {
+	for _, c := range w.d.Allocations() {
 		live[c.ID] = true
 		for _, p := range c.Grants {
 			if p.Placement.Size == 0 {
-				w.t.Fatalf("%s: claim of %v has placements %v", step, c.IDs, c.Grants)
+				w.t.Fatalf("%s: allocation of %v has placements %v", step, c.IDs, c.Grants)
 			}
 		}
 	}
-	for _, key := range slices.Sorted(maps.Keys(w.claims)) {
+	for _, key := range slices.Sorted(maps.Keys(w.allocations)) {
 		if !live[key] {
-			w.t.Fatalf("%s: the claim of %v is gone", step, w.claims[key].ids)
+			w.t.Fatalf("%s: the allocation of %v is gone", step, w.allocations[key].ids)
 		}
 	}
-	if len(live) != len(w.claims) {
-		w.t.Fatalf("%s: %d claims, want %d", step, len(live), len(w.claims))
+	if len(live) != len(w.allocations) {
+		w.t.Fatalf("%s: %d allocations, want %d", step, len(live), len(w.allocations))
 	}
 	for _, u := range w.gpus {
 		if taken := w.taken(u); !w.kinds[u].legal(taken) {
@@ -1175,7 +1175,7 @@ func TestPlacementsWalk(t *testing.T) {
 			w := &walker{t: t, rng: rand.New(rand.NewPCG(seed, 5)), d: d, clock: clock,
 				gpus:     []gpu.UUID{gpuA, gpuB, "GPU-cccccccc-0000-0000-0000-000000000000"},
 				occupied: map[gpu.UUID][]mig.Placement{}, kept: map[gpu.UUID][]mig.Placement{},
-				withdrawn: map[string]bool{}, leaving: map[string]bool{}, faults: map[gpu.UUID]string{}, claims: map[string]*walked{},
+				withdrawn: map[string]bool{}, leaving: map[string]bool{}, faults: map[gpu.UUID]string{}, allocations: map[string]*walked{},
 				said: map[string][]Device{}, channels: map[string]<-chan struct{}{}, refused: map[string]int{}}
 			w.kinds = map[gpu.UUID]family{w.gpus[0]: a100, w.gpus[1]: a30, w.gpus[2]: a100}
 			w.cards, w.places = map[gpu.UUID]*mig.Card{}, map[string]mig.Place{}

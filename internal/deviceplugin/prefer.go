@@ -57,8 +57,8 @@ func (f *FrontEnd) Prefer(resource string, available, must []string, n int) ([]s
 type supply struct {
 	// must is in the answer.
 	must []string
-	// idle is what no allocation covers, claimed what one does.
-	idle, claimed []string
+	// idle is what no allocation covers, taken what one does.
+	idle, taken []string
 	// refusal is why a device that the kubelet offers is in none of them, empty
 	// where all are.
 	refusal string
@@ -86,7 +86,7 @@ func (f *FrontEnd) supply(r *Resource, available, must []string) *supply {
 				s.refusal = why
 			}
 		case taken[id] || gpus[dev.GPU]:
-			s.claimed = append(s.claimed, id)
+			s.taken = append(s.taken, id)
 		default:
 			s.idle = append(s.idle, id)
 		}
@@ -129,7 +129,7 @@ func (dev *Device) refusal() string {
 func (s *supply) whole(n int, g *topology.Graph, free []gpu.UUID) ([]string, error) {
 	of, must := s.idle, s.must
 	if n > len(s.must)+len(s.idle) {
-		of, must = s.claimed, slices.Concat(s.must, s.idle)
+		of, must = s.taken, slices.Concat(s.must, s.idle)
 	}
 	chosen, err := g.Choose(topology.Request{Available: toUUIDs(of), Must: toUUIDs(must), N: n, Free: free})
 	if err != nil {
@@ -147,10 +147,10 @@ func (s *supply) whole(n int, g *topology.Graph, free []gpu.UUID) ([]string, err
 // of lowest rank: all its idle units, and the rest of those with allocations.
 func (s *supply) units(n int, rank map[gpu.UUID]int) ([]string, error) {
 	out, err := timeslice.PreferUnits(s.idle, s.must, n, rank)
-	if len(s.claimed) == 0 || !errors.Is(err, gpu.ErrNoRoom) {
+	if len(s.taken) == 0 || !errors.Is(err, gpu.ErrNoRoom) {
 		return out, err
 	}
-	all := slices.Concat(s.idle, s.claimed)
+	all := slices.Concat(s.idle, s.taken)
 	idle, fits := byGPU(s.idle), byGPU(all)
 	if len(s.must) > 0 { // all of one GPU
 		u := onGPU(s.must[0])
@@ -165,7 +165,7 @@ func (s *supply) units(n int, rank map[gpu.UUID]int) ([]string, error) {
 	})
 	elsewhere := func(id string) bool { return onGPU(id) != best }
 	given := slices.Concat(s.must, slices.DeleteFunc(slices.Clone(s.idle), elsewhere))
-	return timeslice.PreferUnits(slices.DeleteFunc(slices.Clone(s.claimed), elsewhere), given, n, rank)
+	return timeslice.PreferUnits(slices.DeleteFunc(slices.Clone(s.taken), elsewhere), given, n, rank)
 }
 
 // replicas chooses idle replicas of different GPUs. Where too few GPUs have one,
@@ -173,14 +173,14 @@ func (s *supply) units(n int, rank map[gpu.UUID]int) ([]string, error) {
 func (s *supply) replicas(n int, rank map[gpu.UUID]int) ([]string, error) {
 	out, err := timeslice.PreferReplicas(s.idle, s.must, n, rank)
 	var short *timeslice.SpreadError
-	if len(s.claimed) == 0 || !errors.As(err, &short) {
+	if len(s.taken) == 0 || !errors.As(err, &short) {
 		return out, err
 	}
 	first, err := timeslice.PreferReplicas(s.idle, s.must, short.Free, rank)
 	if err != nil {
 		return nil, err
 	}
-	return timeslice.PreferReplicas(s.claimed, first, n, rank)
+	return timeslice.PreferReplicas(s.taken, first, n, rank)
 }
 
 // byGPU counts devices.

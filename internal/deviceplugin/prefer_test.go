@@ -64,7 +64,7 @@ func (n *testNode) pod(count int, init ...string) (ids []string, waits string) {
 	n.clock.pass(time.Second)
 	n.says.entries = append(n.says.entries, node.Entry{PodUID: "uid-" + name, Container: "c", Resource: n.resource, IDs: ids})
 	n.d.Reconcile(n.says.say(n.clock.now()))
-	for _, c := range n.d.Claims() {
+	for _, c := range n.d.Allocations() {
 		if c.ID == cdi.Key(n.resource, ids) {
 			waits = c.After
 		}
@@ -126,9 +126,9 @@ func TestPreferAvoidsTheGPUOfAHangingContainer(t *testing.T) {
 	}
 }
 
-// Where too few devices without a claim remain, the request gets all of these, of
+// Where too few devices without an allocation remain, the request gets all of these, of
 // one GPU where that must be, and as few others as it needs.
-func TestPreferTakesNoMoreClaimedDevicesThanItNeeds(t *testing.T) {
+func TestPreferTakesNoMoreAllocationedDevicesThanItNeeds(t *testing.T) {
 	whole := func(of ...int) (out []string) {
 		for _, i := range of {
 			out = append(out, string(nth(i)))
@@ -213,8 +213,8 @@ func TestPreferNeverChoosesALeavingDevice(t *testing.T) {
 	}
 }
 
-// Whatever is claimed, leaving or withdrawn: what is preferred is granted, and no
-// choice has fewer claimed devices.
+// Whatever is allocated, leaving or withdrawn: what is preferred is granted, and no
+// choice has fewer allocated devices.
 func TestPreferWalk(t *testing.T) {
 	rng := rand.New(rand.NewPCG(7, 7))
 	chosen := 0
@@ -228,13 +228,13 @@ func TestPreferWalk(t *testing.T) {
 			r.Devices = slices.DeleteFunc(r.Devices, func(Device) bool { return rng.IntN(2) == 0 })
 		}
 		d.set(v)
-		claimed := map[string]bool{}
+		allocated := map[string]bool{}
 		for i := range r.Devices {
 			if id := r.Devices[i].ID; rng.IntN(3) == 0 {
 				if _, err := d.Allocate(name, []string{id}); err != nil {
 					t.Fatal(err)
 				}
-				claimed[id] = true
+				allocated[id] = true
 			}
 		}
 		clock.pass(Grace)
@@ -249,7 +249,7 @@ func TestPreferWalk(t *testing.T) {
 			available = append(available, dev.ID)
 			if dev.Healthy && !dev.Leaving {
 				all[dev.GPU]++
-				if !claimed[dev.ID] {
+				if !allocated[dev.ID] {
 					idle[dev.GPU]++
 				}
 			}
@@ -257,10 +257,10 @@ func TestPreferWalk(t *testing.T) {
 		d.set(&next)
 		rng.Shuffle(len(available), func(i, j int) { available[i], available[j] = available[j], available[i] })
 		n := 1 + rng.IntN(5)
-		least := leastClaimed(kind, n, idle, all)
+		least := leastAllocationed(kind, n, idle, all)
 		got, err := d.Prefer(name, available, nil, n)
 		if (err == nil) != (least >= 0) {
-			t.Fatalf("round %d: %d of %s, idle %v of %v: %v, %v; want %d claimed devices (-1: refused)", round, n, name, idle, all, got, err, least)
+			t.Fatalf("round %d: %d of %s, idle %v of %v: %v, %v; want %d allocated devices (-1: refused)", round, n, name, idle, all, got, err, least)
 		}
 		if err != nil {
 			continue
@@ -268,12 +268,12 @@ func TestPreferWalk(t *testing.T) {
 		chosen++
 		have := 0
 		for _, id := range got {
-			if claimed[id] {
+			if allocated[id] {
 				have++
 			}
 		}
 		if have != least || len(got) != n {
-			t.Fatalf("round %d: %d of %s: %v has %d claimed devices, and %d would do", round, n, name, got, have, least)
+			t.Fatalf("round %d: %d of %s: %v has %d allocated devices, and %d would do", round, n, name, got, have, least)
 		}
 		if _, err := d.Allocate(name, got); err != nil {
 			t.Fatalf("round %d: what is preferred is refused: %v", round, err)
@@ -284,9 +284,9 @@ func TestPreferWalk(t *testing.T) {
 	}
 }
 
-// leastClaimed is how many claimed devices a request needs at least, -1 where it
+// leastTaken is how many allocated devices a request needs at least, -1 where it
 // cannot be served.
-func leastClaimed(kind ledger.Kind, n int, idle, all map[gpu.UUID]int) int {
+func leastAllocationed(kind ledger.Kind, n int, idle, all map[gpu.UUID]int) int {
 	least := -1
 	switch kind {
 	case ledger.Units:

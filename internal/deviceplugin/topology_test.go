@@ -43,7 +43,7 @@ func paired(name string, kind ledger.Kind) *Offer {
 func take(t *testing.T, d *desk, resource string, n int, except ...int) string {
 	t.Helper()
 	held := map[string]bool{}
-	for _, c := range d.Claims() {
+	for _, c := range d.Allocations() {
 		for _, id := range c.IDs {
 			held[id] = true
 		}
@@ -161,9 +161,9 @@ func TestNUMAIsNews(t *testing.T) {
 	}
 }
 
-// A claim of a MIG placement changes the lists of a view and nothing else of it: GPUs
+// An allocation of a MIG placement changes the lists of a view and nothing else of it: GPUs
 // that are joined are still given out together.
-func TestTopologyIsKnownAfterAMIGClaim(t *testing.T) {
+func TestTopologyIsKnownAfterAMIGAllocation(t *testing.T) {
 	d, _ := newDesk()
 	card := a100.card(t)
 	v := paired(gpuName, ledger.Whole)
@@ -176,17 +176,17 @@ func TestTopologyIsKnownAfterAMIGClaim(t *testing.T) {
 	key := allocate(t, d, on(gpuA, "1g.10gb@0")...)
 	before := *d.Offer()
 	if before.Topology != v.Topology {
-		t.Error("after a MIG claim the view knows no topology")
+		t.Error("after a MIG allocation the view knows no topology")
 	}
 	// 2-3, 4-5 and 6-7 are the free pairs.
 	if got := take(t, d, gpuName, 2); got != "2 3" {
-		t.Errorf("two GPUs after a MIG claim: %s, want the pair 2 3", got)
+		t.Errorf("two GPUs after a MIG allocation: %s, want the pair 2 3", got)
 	}
 	d.mu.Lock()
 	d.endLocked(key)
 	d.lists.showMoved()
 	d.mu.Unlock()
 	if after := d.Offer(); after.Gen == before.Gen || after.Topology != v.Topology {
-		t.Errorf("after the claim's end: generation %d, then %d, topology %p, want %p", before.Gen, after.Gen, after.Topology, v.Topology)
+		t.Errorf("after the allocation's end: generation %d, then %d, topology %p, want %p", before.Gen, after.Gen, after.Topology, v.Topology)
 	}
 }

@@ -245,7 +245,7 @@ func (w *Witnesses) ask(ctx context.Context, full bool) (Observation, error) {
 }
 
 // Owns reports whether a resource is ours: one that this node offers, or one that a
-// claim is of, since the names can have changed (--resource-domain).
+// allocation is of, since the names can have changed (--resource-domain).
 func (w *Witnesses) Owns(resource string) bool {
 	_, ok := w.names.Kind(resource)
 	return ok || slices.ContainsFunc(w.front.ledger.Allocations(), func(c ledger.Allocation) bool { return c.Resource == resource })
@@ -278,7 +278,7 @@ func (w *Witnesses) Stranger() error {
 		w.Pod.Namespace, w.Pod.Name)
 }
 
-// uses finds the claims in the annotations that Allocate gave to containers. No
+// uses finds the allocations in the annotations that Allocate gave to containers. No
 // tenant can write those: a pod's own are on its sandbox.
 func (w *Witnesses) uses(containers []node.Container) []Use {
 	prefix := cdi.AnnotationName(w.Domain, "")
@@ -421,7 +421,7 @@ func (w *Witnesses) Look(ctx context.Context, full bool) (ended []ledger.Allocat
 	for i := range ended {
 		a := &ended[i]
 		container, release := w.ends.since(a.ID, time.Now())
-		w.Log.Info("claim ended", "claim", a.ID, "resource", a.Resource, "devices", len(IDs(a.Grants)), "pod", a.Holder.String(),
+		w.Log.Info("allocation ended", "allocation", a.ID, "resource", a.Resource, "devices", len(IDs(a.Grants)), "pod", a.Holder.String(),
 			"after_container", container, "after_release", release)
 	}
 	return ended, w.note(o.Asked, full, err)
@@ -440,12 +440,12 @@ func (w *Witnesses) note(asked time.Time, full bool, err error) error {
 		return nil
 	case w.silent.IsZero():
 		w.silent = asked
-		w.Log.Warn("a witness does not answer; claims stay as they are", "err", err)
+		w.Log.Warn("a witness does not answer; allocations stay as they are", "err", err)
 	}
 	if err == nil || asked.Sub(w.silent) < SilentFor {
 		return nil
 	}
-	return status.Because(status.HoldersUnknown, fmt.Errorf("%w (claims stay as they are)", err))
+	return status.Because(status.HoldersUnknown, fmt.Errorf("%w (allocations stay as they are)", err))
 }
 
 // Follow hears of containers that start and end, and at their end watches for the kubelet
@@ -460,7 +460,7 @@ func (w *Witnesses) Follow(ctx context.Context) error {
 		}
 		for _, u := range w.uses([]node.Container{e.Container}) {
 			switch e.Kind {
-			case node.EventStarted: // who has the claim can be said now
+			case node.EventStarted: // who has the allocation can be said now
 				w.front.Seen(u, time.Now())
 				w.nameSoon.Store(true)
 				w.wake()
@@ -530,7 +530,7 @@ func sameHoldings(a, b []node.Holding) bool {
 	})
 }
 
-// endings is when containers with claims ended, by claim, and when the kubelet
+// endings is when containers with allocations ended, by allocation, and when the kubelet
 // last let go of something: how long each step took is worth a line in the log.
 type endings struct {
 	mu sync.Mutex
@@ -555,7 +555,7 @@ func (e *endings) release(at time.Time) {
 	e.let = at
 }
 
-// anyOf reports whether a claim whose container ended a moment ago is listed.
+// anyOf reports whether an allocation whose container ended a moment ago is listed.
 func (e *endings) anyOf(listed []node.Holding, now time.Time) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -565,7 +565,7 @@ func (e *endings) anyOf(listed []node.Holding, now time.Time) bool {
 	})
 }
 
-// since is how long ago a claim's container ended, and the kubelet let go of
+// since is how long ago an allocation's container ended, and the kubelet let go of
 // something; "unseen" where nobody heard of it.
 func (e *endings) since(key string, now time.Time) (container, release string) {
 	e.mu.Lock()

@@ -23,7 +23,7 @@ const (
 	restFactor = 25
 )
 
-// begin begins the readings of a look, by claim. Expensive counters, and those
+// begin begins the readings of a look, by allocation. Expensive counters, and those
 // that were never read, have one budget; those that have waited longest come first.
 func (ts *tallies) begin(u gpu.UUID, now time.Time) map[string]*tally {
 	begun := map[string]*tally{}
@@ -38,7 +38,7 @@ func (ts *tallies) begin(u gpu.UUID, now time.Time) map[string]*tally {
 		}
 	}
 	slices.SortFunc(due, func(a, b page) int {
-		return cmp.Or(ts.by[a].read.Compare(ts.by[b].read), strings.Compare(a.claim, b.claim))
+		return cmp.Or(ts.by[a].read.Compare(ts.by[b].read), strings.Compare(a.allocation, b.allocation))
 	})
 	var spent time.Duration
 	for _, p := range due {
@@ -60,5 +60,5 @@ func (ts *tallies) beginOne(p page, t *tally, begun map[string]*tally) {
 		ts.spoilt(p, t, err)
 		return
 	}
-	begun[p.claim] = t
+	begun[p.allocation] = t
 }

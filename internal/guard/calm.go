@@ -23,7 +23,7 @@ const calmFor = 5 * time.Second
 type calm struct {
 	at   time.Time
 	used gpu.MiB
-	caps map[string]uint64 // by claim, of those who have memory there
+	caps map[string]uint64 // by allocation, of those who have memory there
 }
 
 // still asks whether a GPU is as it was when all was in order.
@@ -52,7 +52,7 @@ func (g *Guard) still(ctx context.Context, u gpu.UUID, held allocations, now tim
 }
 
 // settle notes whether all was in order at a look: how much of the GPU was used,
-// who they are, and what each claim's containers have.
+// who they are, and what each allocation's containers have.
 func (g *Guard) settle(u gpu.UUID, used gpu.MiB, sc *scene, held allocations) {
 	for i := range sc.sample.Processes {
 		if sc.sample.Processes[i].Start == 0 {

@@ -71,14 +71,14 @@ func TestCalm(t *testing.T) {
 	}
 }
 
-// TestNotCalm: who is over, has no exact counters, or has lost the claim is
+// TestNotCalm: who is over, has no exact counters, or has lost the allocation is
 // looked at each time.
 func TestNotCalm(t *testing.T) {
 	for name, spoil := range map[string]func(w *world, m *meter){
 		"something is under way": func(w *world, m *meter) { m.quiet = false },
 		"no figure":              func(w *world, m *meter) { w.procs[10].blind = true },
-		"no claim": func(w *world, m *meter) {
-			w.claims = slices.DeleteFunc(w.claims, func(c ledger.Allocation) bool { return c.Holder.Name == "pod-a" })
+		"no allocation": func(w *world, m *meter) {
+			w.allocations = slices.DeleteFunc(w.allocations, func(c ledger.Allocation) bool { return c.Holder.Name == "pod-a" })
 		},
 		"managed beyond the cap": func(w *world, m *meter) { m.managed = 3 * gib },
 	} {

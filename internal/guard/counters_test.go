@@ -11,7 +11,7 @@ import (
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
-// TestMetersLeaveNothing: a claim that ends takes its counters along. A descriptor
+// TestMetersLeaveNothing: an allocation that ends takes its counters along. A descriptor
 // of them would keep their memory, and there are thousands in a day.
 func TestMetersLeaveNothing(t *testing.T) {
 	const u, key = gpu.UUID("GPU-0"), "0123456789abcdef"

@@ -7,7 +7,7 @@
 //
 // Several times a second, for each GPU that is given out in shares, it asks the
 // driver which processes have how much memory there, finds the container of each
-// (package node), and what that container may have (its claims, from the agent).
+// (package node), and what that container may have (its allocations, from the agent).
 // Where a cap's library runs in the container, the look
 // serves that library too: what contexts and modules take cannot be predicted, so the
 // guard writes the measured figures to the container's limit page (lib.Meter, around the driver's
@@ -16,8 +16,8 @@
 //	g := guard.New(guard.Options{Every: 250 * time.Millisecond, Log: log}, worlds)
 //	err := g.Run(ctx)
 //
-// Counters and limit page are a claim's: its containers share them, at the same time
-// or one after another. So they have one reader for a claim and GPU (tally), whichever
+// Counters and limit page are an allocation's: its containers share them, at the same time
+// or one after another. So they have one reader for an allocation and GPU (tally), whichever
 // of the containers is there, and are held against what the driver says of all of
 // them together; that is not known while a process of their pod is in a container
 // that the runtime does not list yet.
@@ -43,7 +43,7 @@
 // driver's figures, twice within some milliseconds, since a memory pool may be over
 // for a moment before the library undoes it; and for each process that counted, that it is the same one
 // and still in that container. A container that uses a GPU of ours without a
-// claim on it is reported, and ended only where the operator wants that. One that
+// allocation on it is reported, and ended only where the operator wants that. One that
 // the runtime does not list (a sandboxed runtime has the processes of a whole pod in
 // such) is reported as that. Its cgroup tells its pod; it is ended if it has more than
 // all containers of that pod may have together, and only where that is known. A process

@@ -96,7 +96,7 @@ func (s *stuck) Containers(ctx context.Context) ([]node.Container, error) {
 }
 
 // TestCountsNothing: who has memory of which nobody counts anything has got round the
-// library, though the claim has its counters.
+// library, though the allocation has its counters.
 func TestCountsNothing(t *testing.T) {
 	w := newWorld()
 	w.container("a", []int{10}, 4*gib, gpu0)
@@ -119,7 +119,7 @@ func TestCountsNothing(t *testing.T) {
 
 // TestTwoContainersOfAClaim: one page counts for both, so what the driver says of
 // both is held against it, and each is judged by its own.
-func TestTwoContainersOfAClaim(t *testing.T) {
+func TestTwoContainersOfAAllocation(t *testing.T) {
 	w := newWorld()
 	w.container("a", []int{10}, 4*gib, gpu0)
 	w.container("b", []int{20}, 0)
@@ -133,10 +133,10 @@ func TestTwoContainersOfAClaim(t *testing.T) {
 		w.uses(20, gpu0, 2*gib)
 		pass(3 * time.Second)
 		if !m.known || m.driver != 3*gib {
-			t.Errorf("the counters are held against %d MiB (known: %v), the claim has 3 GiB", m.driver>>20, m.known)
+			t.Errorf("the counters are held against %d MiB (known: %v), the allocation has 3 GiB", m.driver>>20, m.known)
 		}
 		if c := g.State().Containers; len(c) != 1 || used(c[0]) != 3*gib {
-			t.Errorf("the claim is shown as %+v", c)
+			t.Errorf("the allocation is shown as %+v", c)
 		}
 		if len(w.ended) != 0 {
 			t.Errorf("ended %v, and nobody was over", w.ended)

@@ -66,7 +66,7 @@ const (
 
 // Options configure a Guard.
 type Options struct {
-	// Domain is that of the annotations by which claims are recognised.
+	// Domain is that of the annotations by which allocations are recognised.
 	Domain string
 	// Every is how often GPUs with caps are looked at; zero is DefaultEvery.
 	Every time.Duration
@@ -106,8 +106,8 @@ type Driver interface {
 type Allocations interface {
 	// Offered is the GPUs that are given out, in index order.
 	Offered() []gpu.Device
-	// Claims is who has what; their grants say how much memory.
-	Claims() []ledger.Allocation
+	// Allocations is who has what; their grants say how much memory.
+	Allocations() []ledger.Allocation
 	// Open says that somebody else gives a GPU out too: nobody is an intruder there.
 	Open(gpu.UUID) bool
 	// Changed has a value when any of this may have changed since the last one was
@@ -128,9 +128,9 @@ type Runtime interface {
 	End(context.Context, node.Owner) (how string, err error)
 }
 
-// Pages opens the counters of claims. lib.Pages stands behind it.
+// Pages opens the counters of allocations. lib.Pages stands behind it.
 type Pages interface {
-	// Meter opens those of a claim on a GPU; gpu.ErrNotFound where nothing is counted.
+	// Meter opens those of an allocation on a GPU; gpu.ErrNotFound where nothing is counted.
 	Meter(key string, u gpu.UUID) (Meter, error)
 }
 
@@ -292,10 +292,10 @@ func (g *Guard) start(ctx context.Context) error {
 
 // held are the allocations of this moment.
 func (g *Guard) held() allocations {
-	claims := g.w.Allocations.Claims()
-	out := make(allocations, len(claims))
-	for i := range claims {
-		out[claims[i].ID] = &claims[i]
+	list := g.w.Allocations.Allocations()
+	out := make(allocations, len(list))
+	for i := range list {
+		out[list[i].ID] = &list[i]
 	}
 	return out
 }
@@ -353,13 +353,13 @@ func (g *Guard) every(u gpu.UUID) time.Duration {
 	return idleEvery
 }
 
-// forget drops what is known of containers and claims that are no more, or on GPUs
+// forget drops what is known of containers and allocations that are no more, or on GPUs
 // that are not given out.
 func (g *Guard) forget(offered func(gpu.UUID) bool) {
 	maps.DeleteFunc(g.seen, func(p place, _ *sight) bool { return g.containers[p.container] == nil || !offered(p.gpu) })
 	maps.DeleteFunc(g.strays, func(p place, _ *stray) bool { return !offered(p.gpu) })
 	for p, t := range g.tallies.by {
-		if len(g.of[p.claim]) == 0 || !offered(p.gpu) {
+		if len(g.of[p.allocation]) == 0 || !offered(p.gpu) {
 			t.close()
 			delete(g.tallies.by, p)
 		}

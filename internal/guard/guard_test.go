@@ -36,25 +36,25 @@ const (
 type world struct {
 	mu sync.Mutex
 	// Guarded by mu:
-	procs      map[int]*proc
-	containers map[string]node.Container
-	claims     []ledger.Allocation
-	open       map[gpu.UUID]bool
-	pages      map[string]*meter // by container and GPU
-	driverErr  error
-	hang       bool
-	checkErr   error
-	refuses    error // what an eviction meets
-	endErr     error
-	asked      map[gpu.UUID]int
-	sized      map[gpu.UUID]int // asked for its memory
-	lists      int
-	rounds     int           // the claims were asked for
-	changed    chan struct{} // made where a guard is run
-	events     []string
-	ended      []string
-	evicted    []string
-	deaf       bool // the runtime does not answer
+	procs       map[int]*proc
+	containers  map[string]node.Container
+	allocations []ledger.Allocation
+	open        map[gpu.UUID]bool
+	pages       map[string]*meter // by container and GPU
+	driverErr   error
+	hang        bool
+	checkErr    error
+	refuses     error // what an eviction meets
+	endErr      error
+	asked       map[gpu.UUID]int
+	sized       map[gpu.UUID]int // asked for its memory
+	lists       int
+	rounds      int           // the allocations were asked for
+	changed     chan struct{} // made where a guard is run
+	events      []string
+	ended       []string
+	evicted     []string
+	deaf        bool // the runtime does not answer
 	// lookCost is how many readings that cost something were begun before the driver
 	// was asked for GPU 0 for so many times, and costly the most of these.
 	lookCost map[int]int
@@ -121,15 +121,15 @@ func (w *world) with(f func()) {
 	f()
 }
 
-// container runs with so much of some GPUs; none is a container without a claim.
+// container runs with so much of some GPUs; none is a container without an allocation.
 func (w *world) container(id string, pids []int, limit uint64, gpus ...gpu.UUID) {
 	c := node.Container{ID: id, PodUID: "uid-" + id, Namespace: "work", Pod: "pod-" + id, Name: "main", Running: true, Annotations: map[string]string{}}
 	if len(gpus) > 0 {
 		key := cdi.Key("example.com/gpu-mem", []string{id})
 		c.Annotations[cdi.AnnotationName("example.com", key)] = "example.com/gpu-mem"
-		w.claims = append(w.claims, ledger.Allocation{ID: key, Resource: "example.com/gpu-mem", Grants: grantsOn(gpus, limit),
+		w.allocations = append(w.allocations, ledger.Allocation{ID: key, Resource: "example.com/gpu-mem", Grants: grantsOn(gpus, limit),
 			Holder: ledger.Holder{Pod: workload.Pod{Namespace: "work", Name: "pod-" + id}}})
-		slices.SortFunc(w.claims, func(a, b ledger.Allocation) int { return strings.Compare(a.ID, b.ID) })
+		slices.SortFunc(w.allocations, func(a, b ledger.Allocation) int { return strings.Compare(a.ID, b.ID) })
 	}
 	w.containers[id] = c
 	for _, pid := range pids {
@@ -195,17 +195,17 @@ func (w *world) Open(u gpu.UUID) bool {
 	return w.open[u]
 }
 
-func (w *world) Claims() []ledger.Allocation {
+func (w *world) Allocations() []ledger.Allocation {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.rounds++
-	return slices.Clone(w.claims)
+	return slices.Clone(w.allocations)
 }
 
 // recap gives those another cap who have so much.
 func (w *world) recap(from, to uint64) {
-	for i := range w.claims {
-		c := &w.claims[i]
+	for i := range w.allocations {
+		c := &w.allocations[i]
 		if gpus := c.GPUs(); c.Cap(gpus[0]).Bytes == from {
 			c.Grants = grantsOn(gpus, to)
 		}
@@ -388,7 +388,7 @@ func TestIdle(t *testing.T) {
 		if !slices.Equal(w.ended, []string{"new"}) {
 			t.Errorf("ended %v after a second, want new", w.ended)
 		}
-		w.claims, w.rounds = nil, 0 // and those who had one are gone
+		w.allocations, w.rounds = nil, 0 // and those who had one are gone
 		w.container("whole", nil, lib.None, gpu1)
 		pass(time.Minute)
 		if w.rounds > 16 { // each of the two GPUs in its own time
@@ -459,7 +459,7 @@ func TestIntruder(t *testing.T) {
 			watch(t, w, Options{EndIntruders: end, Own: workload.Pod{Namespace: "gpu", Name: "agent"}}, func(g *Guard, pass func(time.Duration)) {
 				w.uses(20, gpu0, 4*gib)
 				w.uses(10, gpu0, gib/2)
-				w.uses(40, gpu0, gib) // its claim is on the other one
+				w.uses(40, gpu0, gib) // its allocation is on the other one
 				pass(20 * time.Second)
 				want := []string(nil)
 				if end {
@@ -532,12 +532,12 @@ func TestSecondOffenceEvicts(t *testing.T) {
 // that hangs or fails, and a container that the runtime does not list yet.
 func TestNothingKnownNobodyEnded(t *testing.T) {
 	for name, spoil := range map[string]func(*world){
-		"no figure":          func(w *world) { w.procs[10].blind = true },
-		"hang":               func(w *world) { w.hang = true },
-		"failure":            func(w *world) { w.driverErr = gpu.ErrDriver },
-		"not listed":         func(w *world) { delete(w.containers, "bad") },
-		"claim not heard of": func(w *world) { w.claims = nil },
-		"gone in between":    func(w *world) { w.reowned = func(pid int) { w.procs[pid].owner.Start++ } },
+		"no figure":               func(w *world) { w.procs[10].blind = true },
+		"hang":                    func(w *world) { w.hang = true },
+		"failure":                 func(w *world) { w.driverErr = gpu.ErrDriver },
+		"not listed":              func(w *world) { delete(w.containers, "bad") },
+		"allocation not heard of": func(w *world) { w.allocations = nil },
+		"gone in between":         func(w *world) { w.reowned = func(pid int) { w.procs[pid].owner.Start++ } },
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld()
@@ -629,13 +629,13 @@ func TestOutsideTheNodesNamespace(t *testing.T) {
 }
 
 // TestUnknownCapIsNotJudged: the caps are those of the grants. Of whom no record says
-// how much he may have, nobody can say that he has too much or no claim.
+// how much he may have, nobody can say that he has too much or no allocation.
 func TestUnknownCapIsNotJudged(t *testing.T) {
 	w := newWorld()
 	w.container("a", []int{10}, gib, gpu0)
 	w.container("b", []int{20}, gib, gpu1)
-	w.claims[0].Grants[0].Cap = ledger.Cap{}
-	unknown := w.claims[0].Grants[0].GPU
+	w.allocations[0].Grants[0].Cap = ledger.Cap{}
+	unknown := w.allocations[0].Grants[0].GPU
 	w.uses(10, gpu0, 3*gib)
 	w.uses(20, gpu1, 3*gib)
 	watch(t, w, Options{EndIntruders: true}, func(_ *Guard, pass func(time.Duration)) {

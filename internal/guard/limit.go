@@ -90,7 +90,7 @@ func (g *Guard) limit(ctx context.Context, at place, o node.Owner, bytes uint64,
 	}
 }
 
-// level is how strongly a container is held to its claim's cap.
+// level is how strongly a container is held to its allocation's cap.
 func (s *sight) level(t *tally, bytes uint64) memcap.Level {
 	switch {
 	case s.limit.holds != 0 && s.limit.holds == bytes:

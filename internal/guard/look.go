@@ -22,8 +22,8 @@ type scene struct {
 	owners map[int]node.Owner // by PID
 	// whole says that of every process it is known whose it is.
 	whole bool
-	// claimed is what the containers of a claim have together, by its key.
-	claimed map[string]*sum
+	// together is what the containers of an allocation have, by its key.
+	together map[string]*sum
 }
 
 // look takes one look at a GPU. It reports whether to look again at once.
@@ -62,7 +62,7 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, held allocations) (agai
 	}
 	for at, t := range g.tallies.by {
 		if at.gpu == d.UUID {
-			t.take(sc.of(at.claim))
+			t.take(sc.of(at.allocation))
 		}
 	}
 	for _, key := range slices.Sorted(maps.Keys(metered)) {
@@ -92,7 +92,7 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, held allocations) (agai
 
 // census finds the containers of the processes that the driver lists.
 func (g *Guard) census(d *gpu.Device, listed []gpu.Process, l *Uninvited) *scene {
-	sc := &scene{sums: map[string]*sum{}, owners: map[int]node.Owner{}, whole: true, claimed: map[string]*sum{},
+	sc := &scene{sums: map[string]*sum{}, owners: map[int]node.Owner{}, whole: true, together: map[string]*sum{},
 		sample: memcap.Sample{At: time.Now(), Tick: node.Ticks(), GPU: d.UUID, Open: g.w.Allocations.Open(d.UUID), Processes: memcap.Merge(listed)}}
 	add := func(id, podUID string, pid int, p *memcap.Process) {
 		if sc.sums[id] == nil {
@@ -125,25 +125,25 @@ func (g *Guard) census(d *gpu.Device, listed []gpu.Process, l *Uninvited) *scene
 	return sc
 }
 
-// add adds what a container has to what those of a claim have.
+// add adds what a container has to what those of an allocation have.
 func (sc *scene) add(key string, s *sum) {
-	if sc.claimed[key] == nil {
-		sc.claimed[key] = &sum{known: sc.whole}
+	if sc.together[key] == nil {
+		sc.together[key] = &sum{known: sc.whole}
 	}
-	sc.claimed[key].bytes += s.bytes
-	sc.claimed[key].known = sc.claimed[key].known && s.known
+	sc.together[key].bytes += s.bytes
+	sc.together[key].known = sc.together[key].known && s.known
 }
 
-// of is what the containers of a claim have together, by the driver's figures.
+// of is what the containers of an allocation have together, by the driver's figures.
 func (sc *scene) of(key string) *sum {
-	if t := sc.claimed[key]; t != nil {
+	if t := sc.together[key]; t != nil {
 		return t
 	}
 	return &sum{known: sc.whole} // no process of theirs is on the GPU any more
 }
 
 // holdings says what the listed containers may have of a GPU, adds up what those of a
-// claim have, and opens the counters that are not open. again is true where it has
+// allocation have, and opens the counters that are not open. again is true where it has
 // found some.
 func (g *Guard) holdings(ctx context.Context, d *gpu.Device, sc *scene, held allocations, l *Uninvited) (holdings []memcap.Holding, again bool) {
 	for id, s := range sc.sums {
@@ -158,7 +158,7 @@ func (g *Guard) holdings(ctx context.Context, d *gpu.Device, sc *scene, held all
 		key, bytes, found := g.holds(c, d.UUID, held)
 		if !found {
 			for _, key := range g.keys(c) {
-				sc.add(key, s) // of a claim that is not known any more, or not yet
+				sc.add(key, s) // of an allocation that is not known any more, or not yet
 			}
 			if !g.isOwn(c) {
 				l.Intruders += s.procs

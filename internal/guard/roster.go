@@ -16,7 +16,7 @@ import (
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
-// allocations are the claims that somebody has, by their keys. Their grants say what
+// allocations are the allocations that somebody has, by their keys. Their grants say what
 // their containers may have.
 type allocations map[string]*ledger.Allocation
 
@@ -41,9 +41,9 @@ func capsKnown(c *ledger.Allocation) bool {
 type roster struct {
 	runtime    Runtime
 	own        workload.Pod                 // the agent's own pod
-	prefix     string                       // of annotations that name claims
+	prefix     string                       // of annotations that name allocations
 	containers map[string]*node.Container   // by ID
-	of         map[string][]*node.Container // by the key of a claim that they were given
+	of         map[string][]*node.Container // by the key of an allocation that they were given
 	// listed is when those were asked for, relist when they may be again, and
 	// listing has the answer if one is waited for.
 	listed, relist time.Time
@@ -149,7 +149,7 @@ func (r *roster) isOwn(c *node.Container) bool {
 	return r.own != (workload.Pod{}) && c.Namespace == r.own.Namespace && c.Pod == r.own.Name
 }
 
-// keys are the claims that a container was given, in order.
+// keys are the allocations that a container was given, in order.
 func (r *roster) keys(c *node.Container) []string {
 	var out []string
 	for name := range c.Annotations {
@@ -161,7 +161,7 @@ func (r *roster) keys(c *node.Container) []string {
 	return out
 }
 
-// holds says what a container may have of a GPU, and by which claim.
+// holds says what a container may have of a GPU, and by which allocation.
 func (r *roster) holds(c *node.Container, u gpu.UUID, held allocations) (key string, bytes uint64, found bool) {
 	for _, k := range r.keys(c) {
 		if has, ok := held.on(k, u); ok && (!found || has > bytes) {

@@ -10,13 +10,13 @@ import (
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
-// page is a claim on a GPU: what has a limit page and counters of its own.
+// page is an allocation on a GPU: what has a limit page and counters of its own.
 type page struct {
-	claim string
-	gpu   gpu.UUID
+	allocation string
+	gpu        gpu.UUID
 }
 
-// tally is what is known of a claim on a GPU. The counters are the claim's: its
+// tally is what is known of an allocation on a GPU. The counters are the allocation's: its
 // containers share them, one after another or at the same time. So they have one
 // reader, whichever of them is there.
 type tally struct {
@@ -33,7 +33,7 @@ type tally struct {
 	peak    uint64
 }
 
-// tallies are those of all claims.
+// tallies are those of all allocations.
 type tallies struct {
 	pages Pages
 	voice *voice
@@ -48,13 +48,13 @@ func (t *tally) close() {
 	t.meter, t.sound = nil, false
 }
 
-// take notes what the driver says of the containers of a claim.
+// take notes what the driver says of the containers of an allocation.
 func (t *tally) take(s *sum) {
 	t.used, t.known = s.bytes, s.known
 	t.peak = max(t.peak, t.used)
 }
 
-// open opens a claim's counters, if they are not open, and reports whether it has.
+// open opens an allocation's counters, if they are not open, and reports whether it has.
 func (ts *tallies) open(at page, now time.Time) bool {
 	t := ts.by[at]
 	if t == nil {
@@ -65,26 +65,26 @@ func (ts *tallies) open(at page, now time.Time) bool {
 		return false
 	}
 	t.sought = now
-	m, err := ts.pages.Meter(at.claim, at.gpu)
+	m, err := ts.pages.Meter(at.allocation, at.gpu)
 	if err == nil {
 		t.meter = m
 		return true
 	}
 	t.missing = true
 	if !errors.Is(err, gpu.ErrNotFound) { // else nothing is counted on this GPU
-		ts.voice.once("open "+at.claim, "cannot open an allocation's counters; the watchdog alone limits its containers", "claim", at.claim, "gpu", at.gpu, "err", err)
+		ts.voice.once("open "+at.allocation, "cannot open an allocation's counters; the watchdog alone limits its containers", "allocation", at.allocation, "gpu", at.gpu, "err", err)
 	}
 	return false
 }
 
-// finish ends the reading of a claim's counters with what the driver has said.
+// finish ends the reading of an allocation's counters with what the driver has said.
 //
 // While a process of its pod is in a container that is not listed, nobody knows what
-// the claim's containers have: that one may be the next of them. Then the reading is
+// the allocation's containers have: that one may be the next of them. Then the reading is
 // left open, as if the driver had not answered. A figure that lacks what it has would
 // give the others that much room once more.
 func (ts *tallies) finish(at page, t *tally, sc *scene, r *roster) {
-	if len(r.of[at.claim]) == 0 {
+	if len(r.of[at.allocation]) == 0 {
 		t.close() // they have ended: the page is the next one's
 		return
 	}
@@ -92,13 +92,13 @@ func (ts *tallies) finish(at page, t *tally, sc *scene, r *roster) {
 		if r.containers[id] != nil {
 			continue
 		}
-		for _, c := range r.of[at.claim] {
+		for _, c := range r.of[at.allocation] {
 			if c.PodUID == s.podUID {
 				return
 			}
 		}
 	}
-	all := sc.of(at.claim)
+	all := sc.of(at.allocation)
 	reading, err := t.meter.End(all.bytes, all.known)
 	t.cost = t.meter.Cost()
 	if err != nil {
@@ -106,7 +106,7 @@ func (ts *tallies) finish(at page, t *tally, sc *scene, r *roster) {
 		return
 	}
 	if reading.Uncounted > t.reading.Uncounted {
-		ts.voice.once("uncounted "+at.claim, "allocations of a kind that the cap's library does not know pass it, by its own counters; the watchdog alone limits what they take", "claim", at.claim, "gpu", at.gpu)
+		ts.voice.once("uncounted "+at.allocation, "allocations of a kind that the cap's library does not know pass it, by its own counters; the watchdog alone limits what they take", "allocation", at.allocation, "gpu", at.gpu)
 	}
 	// There is memory and nobody counts: a process goes around the library. A process that
 	// ended between the driver's answer and this one had counted in the last reading.
@@ -119,7 +119,7 @@ func (ts *tallies) finish(at page, t *tally, sc *scene, r *roster) {
 }
 
 // spoilt lets go of counters that make no sense. Others may have come in their place:
-// the claim may have been given to somebody else. Where these make no sense either,
+// the allocation may have been given to somebody else. Where these make no sense either,
 // the next ones are waited for longer each time: to find out what they are costs all
 // others some milliseconds.
 func (ts *tallies) spoilt(at page, t *tally, err error) {
@@ -132,5 +132,5 @@ func (ts *tallies) spoilt(at page, t *tally, err error) {
 		t.spoilt = 0
 	}
 	t.sought, t.missing, t.spoilt = time.Now(), true, min(t.spoilt+1, maxSpoilt)
-	ts.voice.once("meter "+at.claim, "cannot read an allocation's counters; the watchdog alone limits its containers", "claim", at.claim, "gpu", at.gpu, "err", err)
+	ts.voice.once("meter "+at.allocation, "cannot read an allocation's counters; the watchdog alone limits its containers", "allocation", at.allocation, "gpu", at.gpu, "err", err)
 }

@@ -13,7 +13,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// another is a container that has the claim of one that is there, in the same pod.
+// another is a container that has the allocation of one that is there, in the same pod.
 func (w *world) another(id, of string, pids ...int) {
 	c := w.containers[of]
 	c.ID, c.Name, c.Running, c.Annotations = id, id, true, maps.Clone(c.Annotations)
@@ -34,7 +34,7 @@ func (w *world) ends(id string) {
 // TestOneReaderOfAClaimsCounters: an init container that has ended is listed yet while
 // its successor runs. They have the same counters, which are read once in a look: who
 // waits for a reading is not told of one that was begun before.
-func TestOneReaderOfAClaimsCounters(t *testing.T) {
+func TestOneReaderOfAAllocationsCounters(t *testing.T) {
 	w := newWorld()
 	w.container("init", []int{10}, 4*gib, gpu0)
 	m := &meter{w: w}
@@ -55,13 +55,13 @@ func TestOneReaderOfAClaimsCounters(t *testing.T) {
 			t.Errorf("the counters are held against %d MiB, the successor has 2 GiB", m.driver>>20)
 		}
 		if c := g.State().Containers; len(c) != 1 || used(c[0]) != 2*gib || c[0].Processes != 1 || c[0].Container != "main" {
-			t.Errorf("the claim is shown as %+v", c)
+			t.Errorf("the allocation is shown as %+v", c)
 		}
 	})
 }
 
 // TestSuccessorNotListedYet: the runtime lists an init container that has ended, and
-// not yet its successor, which uses the GPU. What the claim has is not known then, so
+// not yet its successor, which uses the GPU. What the allocation has is not known then, so
 // its counters are held against nothing: against the 0 bytes of the one that is listed
 // the ceiling would rise by all that the successor has.
 func TestSuccessorNotListedYet(t *testing.T) {
@@ -90,10 +90,10 @@ func TestSuccessorNotListedYet(t *testing.T) {
 	})
 }
 
-// TestClaimGivenAgain: the counters are made anew where a claim is given to somebody
+// TestClaimGivenAgain: the counters are made anew where an allocation is given to somebody
 // else, while a container of who had it is still listed. The new ones are read as soon
-// as the old ones turn out not to be the claim's any more.
-func TestClaimGivenAgain(t *testing.T) {
+// as the old ones turn out not to be the allocation's any more.
+func TestAllocationGivenAgain(t *testing.T) {
 	w := newWorld()
 	w.container("old", []int{10}, 4*gib, gpu0)
 	was, is := &meter{w: w}, &meter{w: w}
@@ -120,9 +120,9 @@ func TestClaimGivenAgain(t *testing.T) {
 	})
 }
 
-// TestTwoContainersOfAClaimOver: together they have more than the claim's cap, and none
+// TestTwoContainersOfAClaimOver: together they have more than the allocation's cap, and none
 // of them alone. The one with the most is ended, and that is enough.
-func TestTwoContainersOfAClaimOver(t *testing.T) {
+func TestTwoContainersOfAAllocationOver(t *testing.T) {
 	w := newWorld()
 	w.container("a", []int{10}, 4*gib, gpu0)
 	w.another("b", "a", 20)

@@ -95,17 +95,17 @@ func TestUnlistedIsNotEnded(t *testing.T) {
 			c := w.containers["a"]
 			c.PodUID = "uid-b"
 			w.containers["a"] = c
-			w.claims[0].Holder.Name, w.claims[1].Holder.Name = "pod-b", "pod-b"
+			w.allocations[0].Holder.Name, w.allocations[1].Holder.Name = "pod-b", "pod-b"
 			w.sandbox(10, "sandbox", "b")
 		}, 1},
-		{"of which the claim may not be known", func(w *world) {
+		{"of which the allocation may not be known", func(w *world) {
 			w.container("b", nil, 4*gib, gpu0)
 			w.sandbox(10, "sandbox", "b")
 			w.container("new", nil, 4*gib, gpu0)
 			delete(w.containers, "new")
-			for i := range w.claims {
-				if w.claims[i].Holder.Name == "pod-new" {
-					w.claims[i].Holder.Name = "" // the kubelet has not named it yet
+			for i := range w.allocations {
+				if w.allocations[i].Holder.Name == "pod-new" {
+					w.allocations[i].Holder.Name = "" // the kubelet has not named it yet
 				}
 			}
 		}, 1},

@@ -16,7 +16,7 @@ import (
 // Counters are the Pages of package lib.
 type Counters struct{ *lib.Pages }
 
-// Meter opens the limit page and the usage page of a claim.
+// Meter opens the limit page and the usage page of an allocation.
 func (c Counters) Meter(key string, u gpu.UUID) (Meter, error) {
 	usage, err := c.OpenUsage(key, u)
 	if err != nil {

@@ -93,7 +93,7 @@ func (h Holder) Told(namespace, id string) string {
 	if namespace != "" && h.Namespace == namespace && h.Name != "" {
 		return h.String()
 	}
-	return "claim " + id
+	return "allocation " + id
 }
 
 // Kind is what its pieces are.

@@ -113,9 +113,9 @@ func (l *Ledger) freeLocked(r *Request) error {
 		switch {
 		case o.ID == r.ID:
 		case o.Owner != r.Owner && slices.ContainsFunc(r.Grants, func(g Grant) bool { return o.On(g.GPU) }):
-			return fmt.Errorf("a GPU is given out through %s now (claim %s): %w", o.Owner, o.ID, ErrTaken)
+			return fmt.Errorf("a GPU is given out through %s now (allocation %s): %w", o.Owner, o.ID, ErrTaken)
 		case !r.Overlap && l.overlapLocked(r.Grants, o.Grants):
-			return fmt.Errorf("claim %s has a piece of it: %w", o.ID, ErrTaken)
+			return fmt.Errorf("allocation %s has a piece of it: %w", o.ID, ErrTaken)
 		}
 	}
 	return nil
@@ -206,7 +206,7 @@ func (l *Ledger) Prepare(ctx context.Context, id string) error {
 	a := l.allocations[id]
 	if a == nil {
 		l.mu.Unlock()
-		return fmt.Errorf("%w: there is no claim %s", ErrNotOpen, id)
+		return fmt.Errorf("%w: there is no allocation %s", ErrNotOpen, id)
 	}
 	if a.Phase == Open {
 		l.mu.Unlock()
@@ -237,7 +237,7 @@ func (l *Ledger) Prepare(ctx context.Context, id string) error {
 	case a != nil && a.Cause != (status.Cause{}):
 		return fmt.Errorf("%w: %w", ErrNotOpen, a.Cause)
 	}
-	return fmt.Errorf("%w: the CDI file of claim %s is not written yet; see the agent's log and `gpu-agent status`", ErrNotOpen, id)
+	return fmt.Errorf("%w: the CDI file of allocation %s is not written yet; see the agent's log and `gpu-agent status`", ErrNotOpen, id)
 }
 
 // SetOpen says that the container of an allocation may be created, as of an epoch: one

@@ -154,9 +154,9 @@ func TestPrepareTells(t *testing.T) {
 		want  string
 	}{
 		{func() {}, "is not written yet"},
-		{func() { l.Looked("a", a.Epoch, "train/job-1", "claim b") }, "previous holder still ending: claim b"},
+		{func() { l.Looked("a", a.Epoch, "train/job-1", "allocation b") }, "previous holder still ending: allocation b"},
 		{func() { l.Looked("a", a.Epoch, "", ""); l.SetCause("a", status.Why(status.NoRoom, "no room on GPU 0")) }, "no room on GPU 0"},
-		{func() { l.Release(DevicePlugin, "a") }, "there is no claim a"},
+		{func() { l.Release(DevicePlugin, "a") }, "there is no allocation a"},
 	} {
 		c.bring()
 		if err := l.Prepare(ended, "a"); !errors.Is(err, ErrNotOpen) || !strings.Contains(err.Error(), c.want) {

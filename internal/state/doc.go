@@ -5,7 +5,7 @@
 //
 // Nearly all that the agent needs it reads anew when it starts: GPUs from the
 // driver, holders from the kubelet's checkpoint and from the container runtime.
-// Three things nobody else remembers. No checkpoint says when a claim was granted, and
+// Three things nobody else remembers. No checkpoint says when an allocation was granted, and
 // one whose container has not been created has no CDI file yet. A faulty GPU looks
 // healthy to a process that reads it only now. A layout that was withdrawn has to stay
 // listed for a while, although no partition file names it any more. These are kept here:
@@ -13,7 +13,7 @@
 //	state.json       the Document: boot, GPUs last seen, faults, withdrawn layouts,
 //	                 time slices; one JSON value with its version
 //	state.json.bad   a state.json that could not be read, kept for inspection
-//	claims.journal   one line a claim, added in the round after its Allocate
+//	claims.journal   one line an allocation, added in the round after its Allocate
 //	.state.json.tmp, .claims.journal.tmp    while one of the two is replaced
 //	hooks/           programs that containers' CDI files name; pkg/gpu/nvml
 //	                 installs them, and only Remove looks at them here
@@ -21,7 +21,7 @@
 // # The journal
 //
 // Allocate does not write. The agent's loop appends what was granted since its last
-// round, milliseconds later, and a claim whose CDI file it is about to remove.
+// round, milliseconds later, and an allocation whose CDI file it is about to remove.
 // Append is one write(2). A line says its version and carries a checksum:
 //
 //	v1 5d0f3c1e {"key":"9c1f…","resource":"example.com/gpu-mem","grants":[{…}],"allocated":"…"}
@@ -29,28 +29,28 @@
 // A write that was cut off, by a kill or a full disk, leaves a line that is not
 // whole. It is dropped, and the next line starts on a line of its own, so that
 // a broken line never spoils the next one. However short the file is truncated, reading
-// it gives the claims whose lines are whole: no error, and no claim that was not there.
-// The journal only grows until Keep replaces it by the claims that still exist. It may
-// have too many (claims that have ended since), and too few in the moment between an
+// it gives the allocations whose lines are whole: no error, and no allocation that was not there.
+// The journal only grows until Keep replaces it by the allocations that still exist. It may
+// have too many (allocations that have ended since), and too few in the moment between an
 // Allocate and the next round; its reader asks the kubelet and the runtime anyway.
 //
 // # Why nothing is flushed
 //
 // Nothing here is written with fsync. When the agent is killed, what it wrote
 // is in the kernel and stays. When the machine crashes, so does every
-// container, and the kubelet rejects the pods that held devices: the claims that
+// container, and the kubelet rejects the pods that held devices: the allocations that
 // might be lost have no holder left. A flush would cost every round that has a new
-// claim a disk access, and protect nothing.
+// allocation a disk access, and protect nothing.
 //
 // What each crash leaves:
 //
 //   - between an Allocate and its Append, or in Append: no line, a torn one or a
 //     whole one. The kubelet has its answer, or had none. With its answer it has
-//     the claim in its checkpoint a moment later, and asks for the claim again
+//     the allocation in its checkpoint a moment later, and asks for the allocation again
 //     before the container starts: a successor takes it over from either, with
 //     the record that its annotation has, and lacks no more than the time of the
 //     Allocate. Without one, the kubelet asks
-//     for an Allocate again, or the claim has no holder and ends by itself.
+//     for an Allocate again, or the allocation has no holder and ends by itself.
 //   - between an Append and the removal of the CDI file that it stands for: both say
 //     the same.
 //   - in Save or Keep before the rename: the old file, and a temporary one that
@@ -65,7 +65,7 @@
 // A missing file is an empty one, so that a directory in which an agent of
 // version 0 has left its hook programs, and nothing else, needs no migration. A
 // file of a newer version is refused before anything is touched: an older agent
-// that ignored what it does not know would forget claims.
+// that ignored what it does not know would forget allocations.
 //
 // Two processes never share the directory: Open locks it, with a lock that dies
 // with its process. Files are for their owner alone. The directory lets others
@@ -74,9 +74,9 @@
 // file at one of the names above is refused, not followed.
 //
 //	s, err := state.Open("/var/lib/gpu-agent", log)
-//	for _, c := range s.Claims() { … }                 // what may still be held
-//	err = s.Append(state.Claim{Key: key, Resource: r, Grants: grants, Allocated: now})
-//	err = s.Keep(claims)                               // now and then
+//	for _, c := range s.Allocations() { … }                 // what may still be held
+//	err = s.Append(state.Allocation{Key: key, Resource: r, Grants: grants, Allocated: now})
+//	err = s.Keep(allocations)                               // now and then
 //
 // The package does not know what its contents mean: which allocation has ended,
 // whether a fault still counts after a reboot, when a withdrawn layout may be forgotten.

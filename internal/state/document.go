@@ -17,7 +17,7 @@ import (
 // Version is the version of both files that this package writes.
 const Version = 1
 
-// Document is what the agent remembers beside its claims.
+// Document is what the agent remembers beside its allocations.
 type Document struct {
 	// Boot is the boot of the machine that the rest was seen in.
 	Boot string `json:"boot,omitempty"`

@@ -17,23 +17,23 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Claim is what Allocate has granted to a container.
-type Claim struct {
-	// Key names the claim: two records with one key are of the same devices.
+// Allocation is what Allocate has granted to a container.
+type Allocation struct {
+	// Key names the allocation: two records with one key are of the same devices.
 	Key string `json:"key"`
 	ledger.Record
 	// Allocated is when the last Allocate of the devices was answered.
 	Allocated time.Time `json:"allocated"`
 }
 
-// valid reports whether a claim says what it must.
-func (c *Claim) valid() bool {
+// valid reports whether an allocation says what it must.
+func (c *Allocation) valid() bool {
 	return c.Key != "" && c.Resource != "" && len(c.Grants) > 0 && utf8.ValidString(c.Key) && utf8.ValidString(c.Resource)
 }
 
 // A line is "v<version> <checksum> <payload>\n". The checksum, 8 hexadecimal
 // digits of CRC-32C, is over all but itself. That much stays the same in every
-// version; the payload of version 1 is a Claim in JSON, which has no newline and
+// version; the payload of version 1 is a Allocation in JSON, which has no newline and
 // of which no beginning is JSON.
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
@@ -44,15 +44,15 @@ func checksum(version, payload []byte) uint32 {
 	return crc32.Update(crc32.Checksum(version, castagnoli), castagnoli, payload)
 }
 
-// encodeLine refuses a claim that would not come back as it is.
-func encodeLine(c Claim) ([]byte, error) {
+// encodeLine refuses an allocation that would not come back as it is.
+func encodeLine(c Allocation) ([]byte, error) {
 	if !c.valid() {
-		return nil, fmt.Errorf("claim %q of %q: want a key, a resource and grants, of valid UTF-8: %w", c.Key, c.Resource, gpu.ErrInvalid)
+		return nil, fmt.Errorf("allocation %q of %q: want a key, a resource and grants, of valid UTF-8: %w", c.Key, c.Resource, gpu.ErrInvalid)
 	}
 	c.Allocated = c.Allocated.UTC()
 	payload, err := json.Marshal(c)
 	if err != nil {
-		return nil, fmt.Errorf("claim of %s: %w", c.Resource, err)
+		return nil, fmt.Errorf("allocation of %s: %w", c.Resource, err)
 	}
 	version := fmt.Appendf(nil, "v%d", Version)
 	return fmt.Appendf(nil, "%s %0*x %s\n", version, sumDigits, checksum(version, payload), payload), nil
@@ -62,9 +62,9 @@ func encodeLine(c Claim) ([]byte, error) {
 type journal struct {
 	// lines is the whole lines of this version, each with its newline.
 	lines []string
-	// claims is what the lines say, oldest first; of several lines for the same
+	// allocations is what the lines say, oldest first; of several lines for the same
 	// devices only the last counts.
-	claims []Claim
+	allocations []Allocation
 	// dropped counts lines that are torn, damaged or of no known version.
 	dropped int
 	// open says that the last line has no newline, so that whatever is appended
@@ -82,18 +82,18 @@ func decodeJournal(data []byte) journal {
 			continue // A newline that ends a torn line, after which there was none.
 		}
 		version, payload, ok := checkLine(raw)
-		var c Claim
+		var c Allocation
 		switch {
 		case ok && version > Version:
 			j.newer = max(j.newer, version)
 		case ok && version == Version && json.Unmarshal(payload, &c) == nil && c.valid():
 			j.lines = append(j.lines, string(raw)+"\n")
-			j.claims = append(j.claims, c)
+			j.allocations = append(j.allocations, c)
 		default:
 			j.dropped++
 		}
 	}
-	j.claims = lastOfEach(j.claims)
+	j.allocations = lastOfEach(j.allocations)
 	return j
 }
 
@@ -107,16 +107,16 @@ func checkLine(raw []byte) (version int, payload []byte, ok bool) {
 	return version, payload, isVersion && err == nil && bytes.Equal(sum, want)
 }
 
-func lastOfEach(claims []Claim) []Claim {
+func lastOfEach(allocations []Allocation) []Allocation {
 	seen := map[string]bool{}
-	var last []Claim
-	for _, c := range slices.Backward(claims) {
+	var last []Allocation
+	for _, c := range slices.Backward(allocations) {
 		if !seen[c.Key] {
 			seen[c.Key] = true
 			last = append(last, c)
 		}
 	}
-	slices.SortFunc(last, func(a, b Claim) int {
+	slices.SortFunc(last, func(a, b Allocation) int {
 		return cmp.Or(a.Allocated.Compare(b.Allocated), cmp.Compare(a.Key, b.Key))
 	})
 	return last

@@ -20,7 +20,7 @@ import (
 const hooksDir = "hooks"
 
 // capDir is where pkg/memcap/lib installs libraries, in directories named by
-// content, and keeps the limit pages of claims.
+// content, and keeps the limit pages of allocations.
 const capDir = "cap"
 
 var (
@@ -34,7 +34,7 @@ var (
 // empty then. Everything else stays. A directory that is not there is a success.
 // The error wraps gpu.ErrInUse while an agent works with it.
 //
-// Containers that were created for a claim need the hook programs when they are
+// Containers that were created for an allocation need the hook programs when they are
 // created again: remove only when nothing holds a device.
 func Remove(dir string) error {
 	if !filepath.IsAbs(dir) {

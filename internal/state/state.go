@@ -42,8 +42,8 @@ type Store struct {
 	root *os.Root
 	lock *os.File
 
-	document Document // as found
-	claims   []Claim  // as found
+	document    Document     // as found
+	allocations []Allocation // as found
 
 	journal *os.File
 	lines   []string // the whole lines of journal, in its order
@@ -120,7 +120,7 @@ func Open(dir string, log *slog.Logger) (_ *Store, err error) {
 	if j.newer > 0 {
 		return nil, fmt.Errorf("read %s: %w", s.path(journalFile), errNewer(j.newer))
 	}
-	s.claims, s.lines, s.open = j.claims, j.lines, j.open
+	s.allocations, s.lines, s.open = j.allocations, j.lines, j.open
 
 	// Nothing has been changed up to here.
 	if err := s.tidy(); err != nil {
@@ -133,7 +133,7 @@ func Open(dir string, log *slog.Logger) (_ *Store, err error) {
 		log.Warn("start without the remembered state: the file cannot be read and was put aside", "file", s.path(documentFile), "as", badFile, "err", unreadable)
 	}
 	if j.dropped > 0 {
-		log.Warn("leave out claims whose lines are damaged, as after a crash", "file", s.path(journalFile), "lines", j.dropped)
+		log.Warn("leave out allocations whose lines are damaged, as after a crash", "file", s.path(journalFile), "lines", j.dropped)
 	}
 	if s.journal, err = s.root.OpenFile(journalFile, os.O_WRONLY|os.O_APPEND|os.O_CREATE, fileMode); err != nil {
 		return nil, s.hint("open", journalFile, err)
@@ -183,8 +183,8 @@ func (s *Store) tidy() error {
 // Document is what was found at Open; zero where there was nothing.
 func (s *Store) Document() Document { return s.document }
 
-// Claims is the claims found at Open, oldest first, each set of devices once.
-func (s *Store) Claims() []Claim { return slices.Clone(s.claims) }
+// Allocations is the allocations found at Open, oldest first, each set of devices once.
+func (s *Store) Allocations() []Allocation { return slices.Clone(s.allocations) }
 
 // Save makes d what the next Open finds. Where it does already, nothing is
 // written; where writing fails, the old document stands.
@@ -203,9 +203,9 @@ func (s *Store) Save(d Document) error {
 	return s.put(documentFile, string(data), func() error { return nil })
 }
 
-// Append adds a claim. It is one write, with no flush. After an error the claim may or may
+// Append adds an allocation. It is one write, with no flush. After an error the allocation may or may
 // not be in the journal, and no other one is harmed.
-func (s *Store) Append(c Claim) error {
+func (s *Store) Append(c Allocation) error {
 	line, err := encodeLine(c)
 	if err != nil {
 		return err
@@ -216,18 +216,18 @@ func (s *Store) Append(c Claim) error {
 	}
 	if n, err := s.journal.Write(out); err != nil {
 		s.open = s.open || n > 0
-		return s.hint("add a claim to", journalFile, err)
+		return s.hint("add an allocation to", journalFile, err)
 	}
 	s.open = false
 	s.lines = append(s.lines, string(line))
 	return nil
 }
 
-// Keep makes the journal hold these claims and no others. Where it does already, it is
+// Keep makes the journal hold these allocations and no others. Where it does already, it is
 // not written.
-func (s *Store) Keep(claims []Claim) error {
+func (s *Store) Keep(allocations []Allocation) error {
 	var want []string
-	for _, c := range claims {
+	for _, c := range allocations {
 		line, err := encodeLine(c)
 		if err != nil {
 			return err

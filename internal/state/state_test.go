@@ -29,9 +29,9 @@ import (
 
 var noon = time.Date(2026, 11, 21, 12, 0, 0, 123456789, time.UTC)
 
-func claim(n int) Claim {
+func allocation(n int) Allocation {
 	units := ledger.SetOf([]int{n, n + 1, n + 7})
-	return Claim{Key: fmt.Sprint("key-", n), Allocated: noon.Add(time.Duration(n) * time.Second),
+	return Allocation{Key: fmt.Sprint("key-", n), Allocated: noon.Add(time.Duration(n) * time.Second),
 		Record: ledger.Record{Owner: ledger.DevicePlugin, Resource: "example.com/gpu-mem",
 			Grants: []ledger.Grant{{GPU: "GPU-a", Piece: ledger.Piece{Kind: ledger.Units, Units: units, Unit: 1024}, Cap: ledger.CapOf(3 << 30)}}}}
 }
@@ -63,19 +63,19 @@ func do(t testing.TB, err error) {
 	}
 }
 
-func appendAll(t testing.TB, s *Store, claims ...Claim) {
+func appendAll(t testing.TB, s *Store, allocations ...Allocation) {
 	t.Helper()
-	for _, c := range claims {
+	for _, c := range allocations {
 		do(t, s.Append(c))
 	}
 }
 
-func keep(claims ...Claim) []Claim { return claims }
+func keep(allocations ...Allocation) []Allocation { return allocations }
 
-func wantClaims(t testing.TB, got []Claim, want ...Claim) {
+func wantAllocations(t testing.TB, got []Allocation, want ...Allocation) {
 	t.Helper()
-	if !reflect.DeepEqual(got, append([]Claim(nil), want...)) {
-		t.Errorf("claims are %v, want %v", got, want)
+	if !reflect.DeepEqual(got, append([]Allocation(nil), want...)) {
+		t.Errorf("allocations are %v, want %v", got, want)
 	}
 }
 
@@ -94,13 +94,13 @@ func names(t testing.TB, dir string) []string {
 func TestRemembers(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "new", "state")
 	s, log := open(t, dir)
-	if !reflect.DeepEqual(s.Document(), Document{}) || s.Claims() != nil {
-		t.Errorf("a new directory says %v, %v", s.Document(), s.Claims())
+	if !reflect.DeepEqual(s.Document(), Document{}) || s.Allocations() != nil {
+		t.Errorf("a new directory says %v, %v", s.Document(), s.Allocations())
 	}
 	do(t, s.Save(full))
-	later := claim(1)
+	later := allocation(1)
 	later.Allocated = later.Allocated.Add(time.Hour).In(time.FixedZone("x", 3600))
-	appendAll(t, s, claim(1), claim(2), later)
+	appendAll(t, s, allocation(1), allocation(2), later)
 	if full.GPUs[0].MIG.Profiles == nil {
 		t.Error("Save changed its argument")
 	}
@@ -115,7 +115,7 @@ func TestRemembers(t *testing.T) {
 		t.Errorf("document is\n%+v, want\n%+v", got, want)
 	}
 	later.Allocated = later.Allocated.UTC()
-	wantClaims(t, s.Claims(), claim(2), later)
+	wantAllocations(t, s.Allocations(), allocation(2), later)
 	if log.Len()+log2.Len() > 0 {
 		t.Errorf("logged: %s%s", log, log2)
 	}
@@ -132,28 +132,28 @@ func TestRemembers(t *testing.T) {
 func TestKeep(t *testing.T) {
 	dir := t.TempDir()
 	s, _ := open(t, dir)
-	appendAll(t, s, claim(1), claim(2), claim(3))
-	do(t, s.Keep(keep(claim(3), claim(1))))
-	appendAll(t, s, claim(4), claim(5))
-	reopen := func(want ...Claim) {
+	appendAll(t, s, allocation(1), allocation(2), allocation(3))
+	do(t, s.Keep(keep(allocation(3), allocation(1))))
+	appendAll(t, s, allocation(4), allocation(5))
+	reopen := func(want ...Allocation) {
 		t.Helper()
 		do(t, s.Close())
 		s, _ = open(t, dir)
-		wantClaims(t, s.Claims(), want...)
+		wantAllocations(t, s.Allocations(), want...)
 	}
-	reopen(claim(1), claim(3), claim(4), claim(5))
+	reopen(allocation(1), allocation(3), allocation(4), allocation(5))
 
 	// What stands is left alone; a journal that somebody took away is not.
 	path := filepath.Join(dir, journalFile)
 	before, err := os.Stat(path)
 	do(t, err)
-	do(t, s.Keep(keep(claim(5), claim(4), claim(3), claim(1))))
+	do(t, s.Keep(keep(allocation(5), allocation(4), allocation(3), allocation(1))))
 	if after, err := os.Stat(path); err != nil || !os.SameFile(before, after) {
 		t.Errorf("the journal was written again: %v", err)
 	}
 	do(t, os.Remove(path))
-	do(t, s.Keep(keep(claim(5), claim(4), claim(3), claim(1))))
-	reopen(claim(1), claim(3), claim(4), claim(5))
+	do(t, s.Keep(keep(allocation(5), allocation(4), allocation(3), allocation(1))))
+	reopen(allocation(1), allocation(3), allocation(4), allocation(5))
 	do(t, s.Keep(keep()))
 	reopen()
 }
@@ -180,13 +180,13 @@ func TestSaveWritesOnlyWhatIsNew(t *testing.T) {
 	}
 }
 
-// TestJournalCutAtEveryByte: what is read is the claims whose lines are whole,
+// TestJournalCutAtEveryByte: what is read is the allocations whose lines are whole,
 // and what is appended after that is there the next time.
 func TestJournalCutAtEveryByte(t *testing.T) {
-	claims := []Claim{claim(1), claim(3), claim(5)}
+	allocations := []Allocation{allocation(1), allocation(3), allocation(5)}
 	var data []byte
 	var ends []int // of each line, without its newline
-	for _, c := range claims {
+	for _, c := range allocations {
 		line, err := encodeLine(c)
 		do(t, err)
 		data = append(data, line...)
@@ -202,18 +202,18 @@ func TestJournalCutAtEveryByte(t *testing.T) {
 		}
 		torn := cut > 0 && !slices.Contains(ends, cut) && data[cut-1] != '\n'
 		s, log := open(t, dir)
-		wantClaims(t, s.Claims(), claims[:whole]...)
+		wantAllocations(t, s.Allocations(), allocations[:whole]...)
 		if warned := strings.Count(log.String(), "level=WARN"); (warned == 1) != torn || warned > 1 {
 			t.Errorf("cut at %d: %d warnings, torn %v", cut, warned, torn)
 		}
-		appendAll(t, s, claim(7), claim(9))
+		appendAll(t, s, allocation(7), allocation(9))
 		do(t, s.Close())
 		s, _ = open(t, dir)
-		wantClaims(t, s.Claims(), append(slices.Clone(claims[:whole]), claim(7), claim(9))...)
-		do(t, s.Keep(keep(claim(9))))
+		wantAllocations(t, s.Allocations(), append(slices.Clone(allocations[:whole]), allocation(7), allocation(9))...)
+		do(t, s.Keep(keep(allocation(9))))
 		do(t, s.Close())
 		s, log = open(t, dir)
-		wantClaims(t, s.Claims(), claim(9))
+		wantAllocations(t, s.Allocations(), allocation(9))
 		if log.Len() > 0 {
 			t.Errorf("cut at %d: after Keep: %s", cut, log)
 		}
@@ -267,7 +267,7 @@ func TestNoRoom(t *testing.T) {
 	}
 	dir := t.TempDir()
 	s, _ := open(t, dir)
-	appendAll(t, s, claim(1))
+	appendAll(t, s, allocation(1))
 	do(t, s.Save(Document{Boot: "b1"}))
 	size := func(name string) uint64 {
 		info, err := os.Stat(filepath.Join(dir, name))
@@ -289,22 +289,22 @@ func TestNoRoom(t *testing.T) {
 	}
 	before := size(journalFile)
 	for range 2 {
-		limited(size(journalFile)+10, func() error { return s.Append(claim(3)) })
+		limited(size(journalFile)+10, func() error { return s.Append(allocation(3)) })
 	}
 	if got := size(journalFile); got != before+20 {
 		t.Errorf("%d bytes, want the torn beginnings of two lines after %d", got, before)
 	}
-	limited(0, func() error { return s.Append(claim(3)) })
-	appendAll(t, s, claim(5))
-	limited(20, func() error { return s.Keep(keep(claim(1), claim(3))) })
+	limited(0, func() error { return s.Append(allocation(3)) })
+	appendAll(t, s, allocation(5))
+	limited(20, func() error { return s.Keep(keep(allocation(1), allocation(3))) })
 	limited(20, func() error { return s.Save(full) })
 	if got, want := names(t, dir), []string{journalFile, documentFile}; !slices.Equal(got, want) {
 		t.Errorf("left behind: %q, want %q", got, want)
 	}
-	appendAll(t, s, claim(7))
+	appendAll(t, s, allocation(7))
 	do(t, s.Close())
 	s, _ = open(t, dir)
-	wantClaims(t, s.Claims(), claim(1), claim(5), claim(7))
+	wantAllocations(t, s.Allocations(), allocation(1), allocation(5), allocation(7))
 	if s.Document().Boot != "b1" {
 		t.Errorf("boot is %q", s.Document().Boot)
 	}
@@ -314,7 +314,7 @@ func TestNoRoom(t *testing.T) {
 func TestDamage(t *testing.T) {
 	var data []byte
 	for n := range 3 {
-		line, err := encodeLine(claim(n))
+		line, err := encodeLine(allocation(n))
 		do(t, err)
 		data = append(data, line...)
 	}
@@ -323,14 +323,14 @@ func TestDamage(t *testing.T) {
 			damaged := slices.Clone(data)
 			damaged[i] = with
 			j := decodeJournal(damaged)
-			for _, c := range j.claims {
-				if !slices.ContainsFunc([]Claim{claim(0), claim(1), claim(2)}, func(w Claim) bool { return reflect.DeepEqual(c, w) }) {
-					t.Fatalf("byte %d as %q: a claim that was not there: %v", i, with, c)
+			for _, c := range j.allocations {
+				if !slices.ContainsFunc([]Allocation{allocation(0), allocation(1), allocation(2)}, func(w Allocation) bool { return reflect.DeepEqual(c, w) }) {
+					t.Fatalf("byte %d as %q: an allocation that was not there: %v", i, with, c)
 				}
 			}
 			// A newline that is gone joins two lines.
-			if len(j.claims) < 1 || data[i] != '\n' && len(j.claims) < 2 {
-				t.Fatalf("byte %d as %q: %d claims left", i, with, len(j.claims))
+			if len(j.allocations) < 1 || data[i] != '\n' && len(j.allocations) < 2 {
+				t.Fatalf("byte %d as %q: %d allocations left", i, with, len(j.allocations))
 			}
 		}
 	}
@@ -342,7 +342,7 @@ func TestVersions(t *testing.T) {
 		payload := "whatever it is by then"
 		return fmt.Sprintf("v2 %08x %s\n", checksum([]byte("v2"), []byte(payload)), payload)
 	}()
-	line, err := encodeLine(claim(1))
+	line, err := encodeLine(allocation(1))
 	do(t, err)
 	for _, tt := range []struct {
 		name, document, journal string
@@ -369,7 +369,7 @@ func TestVersions(t *testing.T) {
 			if tt.refused == "" {
 				do(t, err)
 				defer s.Close()
-				wantClaims(t, s.Claims())
+				wantAllocations(t, s.Allocations())
 				if _, err := os.Stat(filepath.Join(dir, "hooks", "0123456789abcdef")); err != nil {
 					t.Error(err)
 				}
@@ -386,7 +386,7 @@ func TestVersions(t *testing.T) {
 				t.Errorf("changed: %q", got)
 			}
 			do(t, Remove(dir))
-			if s, _ := open(t, dir); s.Claims() != nil {
+			if s, _ := open(t, dir); s.Allocations() != nil {
 				t.Error("something was left")
 			}
 		})
@@ -404,7 +404,7 @@ func TestOneAtATime(t *testing.T) {
 	}
 	do(t, s.Close())
 	do(t, s.Close())
-	for what, err := range map[string]error{"Append": s.Append(claim(1)), "Keep": s.Keep(keep(claim(1)))} {
+	for what, err := range map[string]error{"Append": s.Append(allocation(1)), "Keep": s.Keep(keep(allocation(1)))} {
 		if !errors.Is(err, fs.ErrClosed) {
 			t.Errorf("%s after Close: %v", what, err)
 		}
@@ -434,8 +434,8 @@ func TestRefused(t *testing.T) {
 		}
 	}
 	s, _ := open(t, t.TempDir())
-	for _, c := range []Claim{{}, {Key: "k", Record: ledger.Record{Resource: "r"}}, {Key: "\xff", Record: ledger.Record{Resource: "r", Grants: claim(1).Grants}},
-		{Key: "k", Record: ledger.Record{Resource: "\xff", Grants: claim(1).Grants}}} {
+	for _, c := range []Allocation{{}, {Key: "k", Record: ledger.Record{Resource: "r"}}, {Key: "\xff", Record: ledger.Record{Resource: "r", Grants: allocation(1).Grants}},
+		{Key: "k", Record: ledger.Record{Resource: "\xff", Grants: allocation(1).Grants}}} {
 		if err := s.Append(c); !errors.Is(err, gpu.ErrInvalid) {
 			t.Errorf("Append %+v: %v", c, err)
 		}
@@ -460,7 +460,7 @@ func TestRemove(t *testing.T) {
 			do(t, os.MkdirAll(filepath.Join(dir, "cap/empty"), 0o755))
 			s, _ := open(t, dir)
 			do(t, s.Save(full))
-			appendAll(t, s, claim(1))
+			appendAll(t, s, allocation(1))
 			do(t, s.Close())
 			for _, name := range []string{badFile, temporary(journalFile), temporary(documentFile)} {
 				do(t, os.WriteFile(filepath.Join(dir, name), nil, 0o600))
@@ -499,11 +499,11 @@ func TestRemove(t *testing.T) {
 	})
 }
 
-// FuzzLine: a line is one line, and the claim comes back from it as it was.
+// FuzzLine: a line is one line, and the allocation comes back from it as it was.
 func FuzzLine(f *testing.F) {
 	f.Add("0123456789abcdef", "b\"\\<\u2028\x00\x7f", 3, int64(0))
 	f.Fuzz(func(t *testing.T, key, resource string, number int, at int64) {
-		c := Claim{Key: key, Allocated: time.Unix(at, at&0xffff).UTC(), Record: ledger.Record{Resource: resource, Grants: []ledger.Grant{
+		c := Allocation{Key: key, Allocated: time.Unix(at, at&0xffff).UTC(), Record: ledger.Record{Resource: resource, Grants: []ledger.Grant{
 			{GPU: "GPU-a", Piece: ledger.Piece{Kind: ledger.Replica, Replica: max(0, number), Of: max(0, -number)}, Cap: ledger.CapOf(uint64(at))}}}}
 		line, err := encodeLine(c)
 		if err != nil {
@@ -512,21 +512,21 @@ func FuzzLine(f *testing.F) {
 		if bytes.IndexByte(line, '\n') != len(line)-1 {
 			t.Fatalf("not one line: %q", line)
 		}
-		if j := decodeJournal(line); len(j.claims) != 1 || !reflect.DeepEqual(j.claims[0], c) {
-			t.Fatalf("%v came back as %v", c, j.claims)
+		if j := decodeJournal(line); len(j.allocations) != 1 || !reflect.DeepEqual(j.allocations[0], c) {
+			t.Fatalf("%v came back as %v", c, j.allocations)
 		}
 	})
 }
 
-// FuzzJournal: whatever the file says, each claim read comes from a line that is
-// there and comes back as it is; and a claim appended to the file is read.
+// FuzzJournal: whatever the file says, each allocation read comes from a line that is
+// there and comes back as it is; and an allocation appended to the file is read.
 func FuzzJournal(f *testing.F) {
-	line, err := encodeLine(claim(1))
+	line, err := encodeLine(allocation(1))
 	do(f, err)
 	f.Add(line)
 	f.Add(append(slices.Clone(line), line[:40]...))
 	f.Add([]byte("v1 00000000 {}\nv2 x"))
-	more, err := encodeLine(claim(2))
+	more, err := encodeLine(allocation(2))
 	do(f, err)
 	f.Fuzz(func(t *testing.T, data []byte) {
 		j := decodeJournal(data)
@@ -535,20 +535,20 @@ func FuzzJournal(f *testing.F) {
 				t.Fatalf("line %q is not there", l)
 			}
 		}
-		for _, c := range j.claims {
+		for _, c := range j.allocations {
 			l, err := encodeLine(c)
 			if err != nil {
 				continue // Not a time or a text that we would have written.
 			}
-			if again := decodeJournal(l); len(again.claims) != 1 || !again.claims[0].Allocated.Equal(c.Allocated) || again.claims[0].Resource != c.Resource || !reflect.DeepEqual(again.claims[0].Grants, c.Grants) {
-				t.Fatalf("%v came back as %v", c, again.claims)
+			if again := decodeJournal(l); len(again.allocations) != 1 || !again.allocations[0].Allocated.Equal(c.Allocated) || again.allocations[0].Resource != c.Resource || !reflect.DeepEqual(again.allocations[0].Grants, c.Grants) {
+				t.Fatalf("%v came back as %v", c, again.allocations)
 			}
 		}
 		if j.open {
 			data = append(slices.Clone(data), '\n')
 		}
-		if after := decodeJournal(slices.Concat(data, more)); !slices.ContainsFunc(after.claims, func(c Claim) bool { return reflect.DeepEqual(c, claim(2)) }) {
-			t.Fatalf("an appended claim was not read: %v", after)
+		if after := decodeJournal(slices.Concat(data, more)); !slices.ContainsFunc(after.allocations, func(c Allocation) bool { return reflect.DeepEqual(c, allocation(2)) }) {
+			t.Fatalf("an appended allocation was not read: %v", after)
 		}
 	})
 }
@@ -575,10 +575,10 @@ func FuzzDocument(f *testing.F) {
 	})
 }
 
-// BenchmarkAppend is of a claim of memory units; the agent's loop waits for it.
+// BenchmarkAppend is of an allocation of memory units; the agent's loop waits for it.
 func BenchmarkAppend(b *testing.B) {
 	s, _ := open(b, b.TempDir())
-	c := claim(1)
+	c := allocation(1)
 	b.ReportAllocs()
 	var took []time.Duration
 	for b.Loop() {

@@ -110,10 +110,10 @@ func (p *post) Offered() []gpu.Device {
 	return out
 }
 
-func (p *post) Claims() []ledger.Allocation { return []ledger.Allocation{p.claim} }
-func (p *post) Open(gpu.UUID) bool          { return false }
-func (p *post) Changed() <-chan struct{}    { return nil }
-func (p *post) Check() error                { return nil }
+func (p *post) Allocations() []ledger.Allocation { return []ledger.Allocation{p.claim} }
+func (p *post) Open(gpu.UUID) bool               { return false }
+func (p *post) Changed() <-chan struct{}         { return nil }
+func (p *post) Check() error                     { return nil }
 func (p *post) owner(start uint64) node.Owner {
 	return node.Owner{ID: p.claim.ID, PodUID: "uid-" + p.claim.ID, Start: start}
 }

@@ -42,16 +42,16 @@ type gatekeeper struct {
 	// witnesses say who has what.
 	witnesses *deviceplugin.Witnesses
 
-	made    map[string]string // of what the files of claims of MIG devices were made
-	removed map[string]bool   // claims whose file is gone: the journal alone has them
-	swept   bool              // no file of an ended claim is left
+	made    map[string]string // of what the files of allocations of MIG devices were made
+	removed map[string]bool   // allocations whose file is gone: the journal alone has them
+	swept   bool              // no file of an ended allocation is left
 }
 
-// adoptFiles takes over the claims of a predecessor from their CDI files.
+// adoptFiles takes over the allocations of a predecessor from their CDI files.
 func (k *gatekeeper) adoptFiles() {
 	keys, err := k.files.List()
 	if err != nil {
-		k.log.Warn("cannot list the CDI files of earlier claims; the kubelet's word must do", "err", err)
+		k.log.Warn("cannot list the CDI files of earlier allocations; the kubelet's word must do", "err", err)
 		return
 	}
 	for _, key := range keys {
@@ -67,7 +67,7 @@ func (k *gatekeeper) adoptFiles() {
 			}
 		}
 		if err != nil {
-			k.log.Warn("cannot take a claim over from its CDI file; it is made again when its container starts again", "key", key, "err", err)
+			k.log.Warn("cannot take an allocation over from its CDI file; it is made again when its container starts again", "key", key, "err", err)
 		}
 	}
 	// Those without a file are in the journal alone, and stay there.
@@ -93,20 +93,20 @@ func (k *gatekeeper) takeOver(id string, r ledger.Record, taken, file time.Time)
 	return err
 }
 
-// write opens the gate of every claim that may have its container made: the
+// write opens the gate of every allocation that may have its container made: the
 // CDI file stands, and nobody is left on its devices. It shuts the gate of one
 // that may not, by taking the file away. Why a gate stays shut is added to trouble,
-// by the claim's key, where nothing is said there yet.
-func (k *gatekeeper) write(claims []ledger.Allocation, trouble map[string]status.Cause) error {
+// by the allocation's key, where nothing is said there yet.
+func (k *gatekeeper) write(allocations []ledger.Allocation, trouble map[string]status.Cause) error {
 	var errs []error
-	for i := range claims {
-		c := &claims[i]
+	for i := range allocations {
+		c := &allocations[i]
 		if why := k.shutBecause(c); why != (status.Cause{}) && trouble[c.ID] == (status.Cause{}) {
 			trouble[c.ID] = why
 		}
 		failed := func(err error) {
 			trouble[c.ID] = status.CauseOf(err, status.FilesFailed)
-			errs = append(errs, fmt.Errorf("the CDI file of claim %s (%s): %w", c.ID, c.Holder, err))
+			errs = append(errs, fmt.Errorf("the CDI file of allocation %s (%s): %w", c.ID, c.Holder, err))
 		}
 		shut := false
 		if c.Kind() == ledger.Placement {
@@ -128,7 +128,7 @@ func (k *gatekeeper) write(claims []ledger.Allocation, trouble map[string]status
 			k.ledger.Shut(c.ID)
 			if !k.removed[c.ID] {
 				if c.Adopted || k.front.Started(c.ID) {
-					// The file was the record of the claim, and its container may live
+					// The file was the record of the allocation, and its container may live
 					// on while its pod is deleted by force: then nobody else knows
 					// which devices it has.
 					if err := k.journal.append(recordOf(c)); err != nil {
@@ -144,7 +144,7 @@ func (k *gatekeeper) write(claims []ledger.Allocation, trouble map[string]status
 			}
 		case c.IsOpen(), c.Phase == ledger.Reserved, k.reader.parts == nil:
 		default:
-			if err := k.writeClaim(c); err != nil {
+			if err := k.writeFile(c); err != nil {
 				failed(err)
 				continue
 			}
@@ -155,7 +155,7 @@ func (k *gatekeeper) write(claims []ledger.Allocation, trouble map[string]status
 	return status.Because(status.FilesFailed, errors.Join(errs...))
 }
 
-func (k *gatekeeper) writeClaim(c *ledger.Allocation) error {
+func (k *gatekeeper) writeFile(c *ledger.Allocation) error {
 	over, err := k.overlay(c)
 	if err != nil {
 		return err
@@ -215,7 +215,7 @@ func (k *gatekeeper) unread(u gpu.UUID) bool {
 	return d != nil && d.Fault == "" && !d.MIG.Capable
 }
 
-// lookForFiles finds the claims whose CDI file somebody has taken away, and those
+// lookForFiles finds the allocations whose CDI file somebody has taken away, and those
 // whose counters their containers have made useless: who starts next gets new ones.
 func (k *gatekeeper) lookForFiles() error {
 	keys, err := k.files.List()
@@ -224,7 +224,7 @@ func (k *gatekeeper) lookForFiles() error {
 	}
 	for _, c := range k.ledger.Allocations() {
 		if _, stands := slices.BinarySearch(keys, c.ID); c.IsOpen() && !stands {
-			k.log.Warn("the CDI file of a claim is gone; it is written again", "claim", c.ID, "pod", c.Holder.String())
+			k.log.Warn("the CDI file of an allocation is gone; it is written again", "allocation", c.ID, "pod", c.Holder.String())
 			k.ledger.Shut(c.ID)
 			continue
 		}
@@ -232,7 +232,7 @@ func (k *gatekeeper) lookForFiles() error {
 			continue
 		}
 		if sound, err := k.caps.Sound(c.ID); err == nil && !sound {
-			k.log.Warn("the counters of a claim's cap are spoilt; its container's next start gets new ones", "claim", c.ID, "pod", c.Holder.String())
+			k.log.Warn("the counters of an allocation's cap are spoilt; its container's next start gets new ones", "allocation", c.ID, "pod", c.Holder.String())
 			k.ledger.Shut(c.ID)
 		}
 	}
@@ -260,8 +260,8 @@ func (k *gatekeeper) instanceParts(instances []instance) (cdi.Parts, []gpu.UUID,
 	return parts, names, nil
 }
 
-// sweep removes the CDI files that no claim and no container has, once after
-// claims ended, and not before the witnesses have been heard.
+// sweep removes the CDI files that no allocation and no container has, once after
+// allocations ended, and not before the witnesses have been heard.
 func (k *gatekeeper) sweep() error {
 	if k.swept || !k.witnesses.Heard() {
 		return nil
@@ -270,13 +270,13 @@ func (k *gatekeeper) sweep() error {
 	if err != nil {
 		return status.Because(status.FilesFailed, err)
 	}
-	claims := k.ledger.Allocations()
+	allocations := k.ledger.Allocations()
 	live := func(key string) bool {
-		_, ok := slices.BinarySearchFunc(claims, key, func(c ledger.Allocation, k string) int { return strings.Compare(c.ID, k) })
+		_, ok := slices.BinarySearchFunc(allocations, key, func(c ledger.Allocation, k string) int { return strings.Compare(c.ID, k) })
 		return ok
 	}
 	var errs []error
-	kept := false // for a container whose claim nobody knows; its end ends no claim
+	kept := false // for a container whose allocation nobody knows; its end ends no allocation
 	for _, key := range keys {
 		switch {
 		case live(key):
