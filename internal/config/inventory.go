@@ -36,7 +36,7 @@ func ReadInventory(data []byte) (*gpu.Inventory, error) {
 	// encoding/json takes a missing key for zero and one in other letters for
 	// the key itself; both would be mistaken for facts.
 	var raw struct {
-		GPUs []json.RawMessage `json:"gpus"`
+		GPUs []object `json:"gpus"`
 	}
 	if err := json.Unmarshal(data, &raw); err != nil {
 		return nil, jsonError(data, err)
@@ -51,7 +51,7 @@ func ReadInventory(data []byte) (*gpu.Inventory, error) {
 		bad := func(format string, args ...any) {
 			errs = append(errs, fmt.Errorf("read inventory: gpus[%d]: "+format, append([]any{i}, args...)...))
 		}
-		has := require(bad, "", element(raw.GPUs, i), "index", "uuid", "memoryMiB", "mig")
+		has := require(bad, "", at(raw.GPUs, i), "index", "uuid", "memoryMiB", "mig")
 		if d.Index < 0 {
 			bad("index is negative: %d", d.Index)
 		}
@@ -60,20 +60,21 @@ func ReadInventory(data []byte) (*gpu.Inventory, error) {
 		}
 		indices[d.Index] = i
 		// A GPU that fell off the bus has neither memory nor, at times, a name.
-		if has["uuid"] && d.UUID == "" && d.Fault == "" {
+		if has && d.UUID == "" && d.Fault == "" {
 			bad("uuid is empty")
 		}
 		if j, again := uuids[d.UUID]; again && d.UUID != "" {
 			bad("uuid %s is that of gpus[%d], too", d.UUID, j)
 		}
 		uuids[d.UUID] = i
-		if has["memoryMiB"] && d.Memory == 0 && d.Fault == "" {
+		if has && d.Memory == 0 && d.Fault == "" {
 			bad("memoryMiB is 0")
 		}
 		if d.Reserved > d.Memory {
 			bad("reservedMiB is %d of %d", d.Reserved, d.Memory)
 		}
-		checkMIG(bad, &d.MIG, element(raw.GPUs, i))
+		m, _ := at(raw.GPUs, i)["mig"].(object)
+		checkMIG(bad, &d.MIG, m)
 		// A person leaves out what follows from the rest.
 		d.MIG.Capable = d.MIG.Capable || d.MIG.Enabled || len(d.MIG.Profiles) > 0
 	}
@@ -84,36 +85,28 @@ func ReadInventory(data []byte) (*gpu.Inventory, error) {
 	return inv, nil
 }
 
-func checkMIG(bad func(string, ...any), m *gpu.MIG, device json.RawMessage) {
-	var raw struct {
-		MIG struct {
-			Profiles  []json.RawMessage `json:"profiles"`
-			Instances []json.RawMessage `json:"instances"`
-		} `json:"mig"`
-	}
-	if json.Unmarshal(device, &raw) != nil {
-		return // it decoded before: the types are right
-	}
+// object is a JSON object as it is written.
+type object = map[string]any
+
+func checkMIG(bad func(string, ...any), m *gpu.MIG, raw object) {
+	profiles, _ := raw["profiles"].([]any)
 	for i, p := range m.Profiles {
 		where := fmt.Sprintf("mig.profiles[%d]: ", i)
 		if p.Name == "" {
 			bad("%sname is missing", where)
 		}
-		var rawProfile struct {
-			Placements []json.RawMessage `json:"placements"`
-		}
-		if json.Unmarshal(element(raw.MIG.Profiles, i), &rawProfile) != nil {
-			continue
-		}
+		profile, _ := at(profiles, i).(object)
+		placements, _ := profile["placements"].([]any)
 		for j, pl := range p.Placements {
-			at := fmt.Sprintf("%splacements[%d]: ", where, j)
-			checkPlacement(bad, at, pl, require(bad, at, element(rawProfile.Placements, j), "start", "size"))
+			where := fmt.Sprintf("%splacements[%d]: ", where, j)
+			checkPlacement(bad, where, pl, require(bad, where, at(placements, j), "start", "size"))
 		}
 	}
+	instances, _ := raw["instances"].([]any)
 	for i, in := range m.Instances {
 		where := fmt.Sprintf("mig.instances[%d]: ", i)
-		has := require(bad, where, element(raw.MIG.Instances, i), "profile", "start", "size")
-		if has["profile"] && in.Profile == "" {
+		has := require(bad, where, at(instances, i), "profile", "start", "size")
+		if has && in.Profile == "" {
 			bad("%sprofile is empty", where)
 		}
 		checkPlacement(bad, where, in.Placement, has)
@@ -123,35 +116,33 @@ func checkMIG(bad func(string, ...any), m *gpu.MIG, device json.RawMessage) {
 	}
 }
 
-func checkPlacement(bad func(string, ...any), where string, p gpu.Placement, has map[string]bool) {
-	if has["start"] && p.Start < 0 || has["size"] && p.Size < 1 {
+func checkPlacement(bad func(string, ...any), where string, p gpu.Placement, has bool) {
+	if p.Start < 0 || has && p.Size < 1 {
 		bad("%sno run of memory slices starts at %d and has the size %d", where, p.Start, p.Size)
 	}
 }
 
-// element is list[i]. A key given twice can leave the two readings of a
-// document with lists of different lengths.
-func element(list []json.RawMessage, i int) json.RawMessage {
+// at is list[i]. A key given twice can leave the two readings of a document with
+// lists of different lengths.
+func at[T any](list []T, i int) (none T) {
 	if i < len(list) {
 		return list[i]
 	}
-	return nil
+	return none
 }
 
-// require reports the keys that an object lacks, or has as null, and returns
-// the others.
-func require(bad func(string, ...any), where string, object json.RawMessage, keys ...string) map[string]bool {
-	var raw map[string]json.RawMessage
-	_ = json.Unmarshal(object, &raw) // it decoded before: the types are right
-	has := make(map[string]bool, len(keys))
+// require reports the keys that an object lacks, or has as null, and whether it has
+// all of them.
+func require(bad func(string, ...any), where string, raw any, keys ...string) (all bool) {
+	o, _ := raw.(object)
+	all = true
 	for _, k := range keys {
-		if v, ok := raw[k]; ok && string(v) != "null" {
-			has[k] = true
-		} else {
+		if o[k] == nil {
 			bad("%s%s is missing", where, k)
+			all = false
 		}
 	}
-	return has
+	return all
 }
 
 func jsonError(data []byte, err error) error {
