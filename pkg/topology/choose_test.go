@@ -631,7 +631,6 @@ func FuzzChoose(f *testing.F) {
 			checkChoice(t, g, r, g.pool(r.Available, r.Must).uuids)
 		}
 		g.Spare(r.Available)
-		g.Joined()
 		g.Weak()
 		g.Matrix()
 	})

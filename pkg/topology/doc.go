@@ -77,16 +77,16 @@
 // added one by one, each time the best, from every start; such a set is good, but
 // may not be the best.
 //
-// [Graph.Spare] is the same thought for GPUs that are to be cut into pieces: the
+// [Graph.Spare] is the same thought for GPUs that are to be shared in pieces: the
 // order in which they are best broken up is that in which requests for one GPU
 // would get them. It is a rank for whoever places pieces, to decide between GPUs
 // that have as much in use.
 //
 // # For people
 //
-// [Graph.Joined] is the sets that NVLink connects. [Graph.Weak] is where a link
-// seems to be down. How many lanes a board should have is in no table here; what
-// the GPUs beside it have is the measure. [Graph.Matrix] shows all of it.
+// [Graph.Matrix] shows all of it, with the sets that NVLink connects. [Graph.Weak] is
+// where a link seems to be down. How many lanes a board should have is in no table
+// here; what the GPUs beside it have is the measure.
 //
 // # What is not known
 //

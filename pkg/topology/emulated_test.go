@@ -191,7 +191,7 @@ func TestEmulatedMachines(t *testing.T) {
 				got = append(got, set)
 			}
 			check("requests for "+day.steps, number(got), day.want)
-			check("joined", number(g.Joined()), day.joined)
+			check("joined", number(joinedBy(g)), day.joined)
 			check("weak", weak(), day.weak)
 			if day.joined == "" {
 				return

@@ -11,22 +11,9 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Joined returns the sets of two and more GPUs that NVLink connects, directly,
-// through a switch or over each other: the largest first, then in the node's
-// order. GPUs with a fault are left out.
-func (g *Graph) Joined() [][]gpu.UUID {
-	var sets [][]gpu.UUID
-	for _, members := range g.joined() {
-		set := make([]gpu.UUID, len(members))
-		for i, at := range members {
-			set[i] = g.inv.GPUs[at].UUID
-		}
-		sets = append(sets, set)
-	}
-	return sets
-}
-
-// joined is Joined by places in the inventory.
+// joined returns the sets of two and more GPUs that NVLink connects, directly, through
+// a switch or over each other, by their places in the inventory: the largest first, then
+// in the node's order. GPUs with a fault are left out.
 func (g *Graph) joined() [][]int {
 	var sets [][]int
 	seen := make([]bool, len(g.pairs))

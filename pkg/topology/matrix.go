@@ -3,11 +3,12 @@
 package topology
 
 import (
+	"cmp"
 	"fmt"
 	"io"
 	"strconv"
 	"strings"
-	"unicode/utf8"
+	"text/tabwriter"
 
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -21,7 +22,9 @@ type Matrix struct {
 	// a device itself, "NV18" for 18 NVLink lanes, "NV" for lanes that the driver
 	// did not count, else a Level.
 	Cells [][]string `json:"cells"`
-	// Joined is Graph.Joined by Index.
+	// Joined is the sets of two and more GPUs that NVLink connects, directly, through a
+	// switch or over each other, by Index: the largest first, then in the node's order.
+	// GPUs with a fault are left out.
 	Joined [][]int `json:"joined,omitempty"`
 	// Switched is the indices of the GPUs with lanes to an NVSwitch.
 	Switched []int `json:"switched,omitempty"`
@@ -145,17 +148,17 @@ func (m Matrix) WriteText(w io.Writer) error {
 			row = append(row, c)
 		}
 		if i < len(m.GPUs) {
-			cpus := m.GPUs[i].CPUs
-			if cpus == "" {
-				cpus = "N/A"
-			}
-			row = append(row, cpus, numaText(m.GPUs[i].NUMA))
+			row = append(row, cmp.Or(m.GPUs[i].CPUs, "N/A"), numaText(m.GPUs[i].NUMA))
 		}
 		table = append(table, row)
 	}
 
 	var b strings.Builder
-	align(&b, table)
+	columns := tabwriter.NewWriter(&b, 0, 0, 2, ' ', 0)
+	for _, row := range table {
+		fmt.Fprintln(columns, strings.Join(row, "\t"))
+	}
+	columns.Flush()
 	b.WriteString(legend)
 	if unknown {
 		b.WriteString("  N/A   not known\n")
@@ -195,26 +198,4 @@ func numaText(n *int) string {
 		return "N/A"
 	}
 	return strconv.Itoa(*n)
-}
-
-// align writes rows with their columns two spaces apart.
-func align(b *strings.Builder, table [][]string) {
-	var widths []int
-	for _, row := range table {
-		for i, c := range row {
-			if i == len(widths) {
-				widths = append(widths, 0)
-			}
-			widths[i] = max(widths[i], utf8.RuneCountInString(c))
-		}
-	}
-	for _, row := range table {
-		gap := 0
-		for i, c := range row {
-			b.WriteString(strings.Repeat(" ", gap))
-			b.WriteString(c)
-			gap = widths[i] - utf8.RuneCountInString(c) + 2
-		}
-		b.WriteString("\n")
-	}
 }

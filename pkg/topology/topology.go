@@ -25,15 +25,7 @@ const (
 	Different
 )
 
-func (n NUMA) String() string {
-	switch n {
-	case Same:
-		return "same"
-	case Different:
-		return "different"
-	}
-	return "unknown"
-}
+func (n NUMA) String() string { return [...]string{"unknown", "same", "different"}[n] }
 
 // Level is what the way between two devices goes over when it takes the PCI bus,
 // from near to far. In brackets are the words of `nvidia-smi topo -m`.
@@ -51,21 +43,7 @@ const (
 
 // String is the level's word in the matrix.
 func (l Level) String() string {
-	switch l {
-	case LevelSelf:
-		return "X"
-	case LevelSwitch:
-		return "PIX"
-	case LevelSwitches:
-		return "PXB"
-	case LevelHost:
-		return "PHB"
-	case LevelNode:
-		return "NODE"
-	case LevelSystem:
-		return "SYS"
-	}
-	return "N/A"
+	return [...]string{"N/A", "X", "PIX", "PXB", "PHB", "NODE", "SYS"}[l]
 }
 
 // Pair is how two GPUs are connected. The zero Pair says that nothing is known.

@@ -155,7 +155,7 @@ func TestGraphStays(t *testing.T) {
 		inv.GPUs[i] = gpu.Device{Index: i, UUID: "other", Fault: "fault"}
 	}
 	inv.NUMA[0].CPUs = "none"
-	if after := g.Matrix(); !reflect.DeepEqual(before, after) || said() != text || len(g.Joined()) != 1 {
+	if after := g.Matrix(); !reflect.DeepEqual(before, after) || said() != text || len(g.joined()) != 1 {
 		t.Errorf("was\n%+v\nand is\n%+v", before, after)
 	}
 }
