@@ -318,6 +318,7 @@ func TestAtTheAPIServer(t *testing.T) {
 	t.Run("conditions", func(t *testing.T) { s.tryConditions(t, node) })
 	t.Run("evictions", s.tryEvictions)
 	t.Run("slices", s.trySlices)
+	t.Run("published slices", func(t *testing.T) { publishAtTheAPIServer(t, s) })
 
 	condition := func(kind, status string) fields {
 		return fields{"status": fields{"conditions": []fields{{"type": kind, "status": status}}}}

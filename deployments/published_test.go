@@ -3,11 +3,15 @@
 package deployments
 
 import (
+	"context"
 	"encoding/json"
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
+	"strings"
 	"testing"
+	"time"
 
 	"example.com/gpu-agent/internal/dra"
 	"example.com/gpu-agent/internal/kube"
@@ -85,5 +89,129 @@ func slicesAtTheAPIServer(t *testing.T, s *apiServer) {
 				t.Errorf("%s: the server made of %s (- sent, + returned):\n%s", filepath.Base(file), slice.Name, diff)
 			}
 		}
+	}
+}
+
+// publishAtTheAPIServer has the agent publish with the rights and under the policy that
+// component dra gives it.
+func publishAtTheAPIServer(t *testing.T, s *apiServer) {
+	const path, driver = "/apis/resource.k8s.io/v1/resourceslices", "gpus.example.com"
+	for _, o := range resources(t, "components/dra") {
+		s.apply(t, o, false)
+	}
+	client := s.agentClient(t)
+	want := slicesOf(t, "../tests/testdata/inventories/a100-80gb.json")
+	s.await(t, "the agent may publish", func() error { return client.PublishSlices(t.Context(), driver, want) })
+	watched := make(chan struct{}, 100)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	go client.WatchSlices(ctx, driver, func() { watched <- struct{}{} })
+
+	type list struct {
+		Items []struct {
+			Metadata struct {
+				Name, ResourceVersion string
+				OwnerReferences       []struct{ Kind, Name string }
+			}
+			Spec kube.ResourceSlice
+		}
+	}
+	have := func() (versions map[string]string, generations map[int64]int) {
+		t.Helper()
+		var l list
+		if err := s.do(t, nil, http.MethodGet, path+"?fieldSelector=spec.driver%3D"+driver, "", nil, &l); err != nil {
+			t.Fatal(err)
+		}
+		versions, generations = map[string]string{}, map[int64]int{}
+		for _, i := range l.Items {
+			versions[i.Metadata.Name] = i.Metadata.ResourceVersion
+			generations[i.Spec.Pool.Generation]++
+			if o := i.Metadata.OwnerReferences; len(o) != 1 || o[0].Kind != "Node" || o[0].Name != "node-1" {
+				t.Errorf("%s belongs to %+v", i.Metadata.Name, o)
+			}
+		}
+		return versions, generations
+	}
+	publish := func(want []kube.ResourceSlice) {
+		t.Helper()
+		if err := client.PublishSlices(t.Context(), driver, want); err != nil {
+			t.Fatal(err)
+		}
+	}
+	changed := func(before, after map[string]string) (n int) {
+		for name, version := range after {
+			if before[name] != version {
+				n++
+			}
+		}
+		return n
+	}
+	first, generations := have()
+	if len(first) != len(want) || len(generations) != 1 || generations[1] != len(want) {
+		t.Fatalf("%d slices of generations %v, want %d of the first", len(first), generations, len(want))
+	}
+	publish(want)
+	if again, _ := have(); changed(first, again) != 0 {
+		t.Error("what is right already was written again")
+	}
+
+	// A fault is one write, and the pool goes on.
+	tainted := slices.Clone(want)
+	last := &tainted[len(tainted)-1]
+	last.Devices = slices.Clone(last.Devices)
+	last.Devices[0].Taints = []kube.Taint{{Key: "example.com/unhealthy", Effect: kube.NoSchedule}}
+	publish(tainted)
+	second, generations := have()
+	if changed(first, second) != 1 || generations[1] != len(want) {
+		t.Errorf("a taint wrote %d slices; generations %v", changed(first, second), generations)
+	}
+
+	// What somebody deletes is told, and written again as it was.
+	for len(watched) > 0 {
+		<-watched
+	}
+	if err := s.do(t, nil, http.MethodDelete, path+"/"+want[1].Name, "", nil, nil); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-watched:
+	case <-time.After(time.Minute):
+		t.Error("nobody tells that a slice was deleted")
+	}
+	publish(tainted)
+	third, generations := have()
+	if len(third) != len(want) || changed(second, third) != 1 || generations[1] != len(want) {
+		t.Errorf("%d slices, of generations %v", len(third), generations)
+	}
+
+	// With fewer slices the pool is another one.
+	fewer := slices.Clone(tainted[:len(tainted)-1])
+	for i := range fewer {
+		fewer[i].Pool.Slices = int64(len(fewer))
+	}
+	publish(fewer)
+	if left, generations := have(); len(left) != len(fewer) || generations[2] != len(fewer) {
+		t.Errorf("%d slices of generations %v, want %d of the second", len(left), generations, len(fewer))
+	}
+
+	t.Run("not of another node or driver", func(t *testing.T) {
+		if err := client.PublishSlices(t.Context(), "gpus.example.org", slicesOf(t, "../tests/testdata/inventories/a30-24gb.json")[:1]); err == nil || !strings.Contains(err.Error(), "of its own driver") {
+			t.Errorf("another driver's: %v", err)
+		}
+		for _, try := range []struct{ method, name string }{{http.MethodPost, "stolen"}, {http.MethodDelete, fewer[0].Name}} {
+			body := fields{"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": fields{"name": "stolen"}, "spec": fields{"driver": driver, "nodeName": "node-1",
+				"pool": fields{"name": "node-1/x", "generation": 1, "resourceSliceCount": 1}, "devices": []fields{{"name": "gpu"}}}}
+			where := path
+			if try.method == http.MethodDelete {
+				body, where = nil, path+"/"+try.name
+			}
+			if err := s.do(t, agentOn("node-2"), try.method, where, asJSON, body, nil); err == nil || !strings.Contains(err.Error(), "of the node that it runs on") {
+				t.Errorf("%s by the agent of another node: %v", try.method, err)
+			}
+		}
+	})
+	publish(nil)
+	if left, _ := have(); len(left) > 0 {
+		t.Errorf("left: %v", left)
 	}
 }

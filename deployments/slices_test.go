@@ -4,13 +4,8 @@ package deployments
 
 import (
 	"fmt"
-	"log/slog"
 	"net/http"
-	"os"
-	"path/filepath"
 	"testing"
-
-	"example.com/gpu-agent/internal/kube"
 )
 
 // trySlices has the agent read the ResourceSlices of its node with the rights that
@@ -33,17 +28,7 @@ func (s *apiServer) trySlices(t *testing.T) {
 	slice("other-here", "nic.example.org", "d-nic", fields{"nodeName": "node-1"})
 	slice("other-network", "nic.example.org", "d-port", fields{"allNodes": true})
 
-	config := filepath.Join(t.TempDir(), "kubeconfig")
-	text := fmt.Sprintf(`{apiVersion: v1, kind: Config, current-context: c, contexts: [{name: c, context: {cluster: c, user: u}}],
-clusters: [{name: c, cluster: {server: %q, insecure-skip-tls-verify: true}}],
-users: [{name: u, user: {token: %q, as: "system:serviceaccount:gpu-agent:gpu-agent", as-groups: ["system:serviceaccounts", "system:authenticated"]}}]}`, s.url, s.token)
-	if err := os.WriteFile(config, []byte(text), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	client, err := kube.New(kube.Options{Kubeconfig: config, NodeName: "node-1", Domain: "example.com", Logger: slog.New(slog.DiscardHandler)})
-	if err != nil {
-		t.Fatal(err)
-	}
+	client := s.agentClient(t)
 	devices, err := client.Devices(t.Context(), "gpu.example.org")
 	if err != nil {
 		t.Fatal(err)

@@ -59,6 +59,8 @@ var Rules = []Rule{
 		Why: "say by a condition of its own whether the node's GPUs are healthy"},
 	{APIGroup: "resource.k8s.io", Resource: "resourceslices", Verbs: []string{"list"}, Cluster: true,
 		Why: "tell which GPU a device is that another DRA driver has prepared for a pod of this node"},
+	{APIGroup: "resource.k8s.io", Resource: "resourceslices", Verbs: []string{"create", "delete", "update", "watch"}, Cluster: true, Component: "dra",
+		Why: "publish what the node has for dynamic resource allocation"},
 	{Resource: "pods/eviction", Verbs: []string{"create"}, Cluster: true, Component: "evict",
 		Why: "end pods that go over their memory caps again and again, where that is on"},
 }
@@ -99,6 +101,7 @@ type Options struct {
 type Client struct {
 	*apiServer
 	*ourNode
+	*ourSlices
 	*eventQueue
 }
 
@@ -184,9 +187,11 @@ func New(o Options) (*Client, error) {
 		refused: map[string]bool{},
 	}
 	up.ration = brief.NewRation(up.log, func() time.Time { return up.now() }, time.AfterFunc)
+	node := &ourNode{apiServer: up, marks: flowcontrol.NewTokenBucketRateLimiter(1.0/3, 50)}
 	return &Client{
 		apiServer: up,
-		ourNode:   &ourNode{apiServer: up, marks: flowcontrol.NewTokenBucketRateLimiter(1.0/3, 50)},
+		ourNode:   node,
+		ourSlices: &ourSlices{ourNode: node, unkept: map[string]exchange{}},
 		eventQueue: &eventQueue{
 			apiServer: up,
 			// One fault may concern every pod of a node, 110 by default.

@@ -68,6 +68,13 @@ func TestRulesAreUsed(t *testing.T) {
 	if _, err := c.Devices(t.Context()); err != nil {
 		t.Fatal(err)
 	}
+	background(t, func(ctx context.Context) error { return c.WatchSlices(ctx, "d", func() {}) })
+	slice := ResourceSlice{Name: "a", Pool: Pool{Name: "p", Slices: 1}}
+	for _, publish := range [][]ResourceSlice{{slice}, {{Name: "a", Pool: slice.Pool, Devices: []PoolDevice{{Name: "gpu"}}}}, nil} {
+		if err := c.PublishSlices(t.Context(), "d", publish); err != nil {
+			t.Fatal(err)
+		}
+	}
 	all := map[string]bool{}
 	for _, rule := range Rules {
 		if !slices.IsSorted(rule.Verbs) || rule.Why == "" {

@@ -4,7 +4,8 @@
 //
 // Through it the agent reads two objects, the ConfigMap that holds its
 // partitions and its own Node, and writes two: Events, and of the Node labels,
-// annotations and conditions. Where a pod has a device of another DRA driver, it
+// annotations and conditions. Where GPUs are offered through DRA it also writes
+// ResourceSlices of its node. Where a pod has a device of another DRA driver, it
 // also reads the ResourceSlices of its node, and where an operator allows it, it
 // evicts pods. Nothing else: [Rules] lists every verb on every
 // resource, and the manifests are tested against that list.
@@ -94,6 +95,16 @@
 // [Client.Devices] asks what the drivers say of such devices in their
 // ResourceSlices, among it UUIDs and PCI addresses. It lists once for each call and
 // caches nothing.
+//
+// # Our own ResourceSlices
+//
+// [Client.PublishSlices] makes the slices of a DRA driver of this node what they shall
+// be. A pool whose slices are as many as before keeps its generation, so that the
+// scheduler goes on with it while one of them changes; with another number of slices
+// all of the pool is written. [Client.WatchSlices] tells when somebody else has changed
+// or deleted one. What the server did not keep, since a feature gate is off, is
+// [ErrDropped]. A slice is written as plain values ([ResourceSlice]): the API's types
+// would bring the typed client along.
 //
 // # Admission policies
 //

@@ -50,6 +50,8 @@ type server struct {
 	// dry may answer a request that is a dry run; without it, and where it does
 	// not, that changes nothing and is answered as done.
 	dry func(resource string, w http.ResponseWriter) (handled bool)
+	// gated is a field of devices that the server drops, as it does where a feature is off.
+	gated string
 	// mute watches get no events.
 	mute bool
 	// deaf watches do not end in the time that they were asked to.
@@ -220,7 +222,7 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if selector, ok := strings.CutPrefix(query.Get("fieldSelector"), "metadata.name="); ok {
 		name = selector
 	}
-	verb := map[string]string{http.MethodGet: "list", http.MethodPost: "create", http.MethodPatch: "patch"}[r.Method]
+	verb := map[string]string{http.MethodGet: "list", http.MethodPost: "create", http.MethodPatch: "patch", http.MethodPut: "update", http.MethodDelete: "delete"}[r.Method]
 	if query.Get("watch") != "" {
 		verb = "watch"
 	}
@@ -238,8 +240,10 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		s.t.Errorf("request beyond Rules: %s %s", verb, resource)
 		refuse(w, 403, "Forbidden")
 	case fault != nil && fault(verb, resource, w):
-	case resource == "resourceslices":
+	case resource == "resourceslices" && verb == "list":
 		s.listSlices(w, query.Get("fieldSelector"))
+	case resource == "resourceslices" && verb != "watch":
+		s.writeSlice(w, verb, name, body)
 	case query.Get("dryRun") == "All":
 		if dry == nil || !dry(resource, w) {
 			answer(w, map[string]any{"apiVersion": "v1", "kind": kinds[parts[0]], "metadata": map[string]any{"name": name}})

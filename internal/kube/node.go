@@ -54,7 +54,7 @@ func (n *ourNode) see(node *Node) {
 
 // listNode is what the server says of the Node now.
 func (n *ourNode) listNode(ctx context.Context) (node *Node, err error) {
-	t := target{nodes, "", n.options.NodeName}
+	t := target{resource: nodes, name: n.options.NodeName}
 	_, err = n.list(ctx, t, func(object *unstructured.Unstructured) {
 		if object != nil {
 			now := readNode(object)

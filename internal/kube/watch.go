@@ -16,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/dynamic"
 )
@@ -30,6 +31,7 @@ type Node struct {
 	// Conditions are those whose type is under Options.Domain, sorted by it.
 	Conditions []Condition
 
+	uid     types.UID
 	version string
 	// labels and annotations have the managers of each key.
 	labels, annotations owners
@@ -45,7 +47,7 @@ func (c *Client) WatchKey(ctx context.Context, namespace, name, key string, fn f
 	}
 	type answer struct{ text, missing string }
 	var last *answer
-	return c.follow(ctx, target{configMaps, namespace, name}, func(object *unstructured.Unstructured) {
+	return c.follow(ctx, target{resource: configMaps, namespace: namespace, name: name}, func(object *unstructured.Unstructured) {
 		var now answer
 		if object == nil {
 			now.missing = fmt.Sprintf("there is no ConfigMap %s/%s: create it with the key %s", namespace, name, key)
@@ -78,7 +80,7 @@ func (n *ourNode) WatchNode(ctx context.Context, fn func(Node)) error {
 	var last Node
 	told := false
 	name := n.options.NodeName
-	return n.follow(ctx, target{nodes, "", name}, func(object *unstructured.Unstructured) {
+	return n.follow(ctx, target{resource: nodes, name: name}, func(object *unstructured.Unstructured) {
 		if object == nil {
 			n.see(nil)
 			n.log.Warn("the API server has no Node of this name; what was seen last stays in force", "node", name)
@@ -103,7 +105,7 @@ func (n *ourNode) WatchNode(ctx context.Context, fn func(Node)) error {
 func readNode(object *unstructured.Unstructured) Node {
 	unschedulable, _, _ := unstructured.NestedBool(object.Object, "spec", "unschedulable")
 	n := Node{Labels: object.GetLabels(), Annotations: object.GetAnnotations(),
-		Unschedulable: unschedulable, Conditions: readConditions(object), version: object.GetResourceVersion()}
+		Unschedulable: unschedulable, Conditions: readConditions(object), uid: object.GetUID(), version: object.GetResourceVersion()}
 	n.labels, n.annotations = readOwners(object)
 	return n
 }
@@ -112,6 +114,7 @@ func readNode(object *unstructured.Unstructured) Node {
 type target struct {
 	resource        schema.GroupVersionResource
 	namespace, name string
+	chosen          fields.Set
 }
 
 func (t target) in(api dynamic.Interface) dynamic.ResourceInterface {
@@ -122,6 +125,9 @@ func (t target) in(api dynamic.Interface) dynamic.ResourceInterface {
 }
 
 func (t target) String() string {
+	if t.chosen != nil {
+		return t.selector()
+	}
 	if t.namespace == "" {
 		return t.name
 	}
@@ -129,6 +135,9 @@ func (t target) String() string {
 }
 
 func (t target) selector() string {
+	if t.chosen != nil {
+		return fields.SelectorFromSet(t.chosen).String()
+	}
 	return fields.OneTermEqualSelector("metadata.name", t.name).String()
 }
 
@@ -142,7 +151,8 @@ var (
 )
 
 // follow calls see with the object after every list and every event, and with
-// nil when it is not there.
+// nil when it is not there. Of several objects it tells each event, and with nil each
+// list.
 func (s *apiServer) follow(ctx context.Context, t target, see func(*unstructured.Unstructured)) error {
 	retry := s.backOff(s.timing.pauseMax)
 	for {
@@ -207,7 +217,7 @@ func (s *apiServer) list(ctx context.Context, t target, see func(*unstructured.U
 		return "", err
 	}
 	for i := range list.Items {
-		if list.Items[i].GetName() == t.name {
+		if t.chosen == nil && list.Items[i].GetName() == t.name {
 			see(&list.Items[i])
 			return list.GetResourceVersion(), nil
 		}
@@ -257,7 +267,7 @@ func (s *apiServer) watch(ctx context.Context, t target, version string, until t
 				version = v
 			}
 			count++
-			if e.Type == watch.Bookmark || object.GetName() != t.name {
+			if e.Type == watch.Bookmark || t.chosen == nil && object.GetName() != t.name {
 				continue
 			}
 			if e.Type == watch.Deleted {
