@@ -7,6 +7,7 @@ import (
 	"flag"
 	"fmt"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -19,10 +20,7 @@ import (
 func parse(fs *flag.FlagSet, args []string) ([]string, error) {
 	var rest []string
 	for {
-		if err := fs.Parse(args); err != nil {
-			if errors.Is(err, flag.ErrHelp) {
-				return nil, errUsage
-			}
+		if fs.Parse(args) != nil {
 			return nil, errUsage // the flag set has said why
 		}
 		if fs.NArg() == 0 {
@@ -43,6 +41,15 @@ func parse(fs *flag.FlagSet, args []string) ([]string, error) {
 		}
 	})
 	return rest, err
+}
+
+// parseFlags is parse for a command without other arguments.
+func parseFlags(fs *flag.FlagSet, args []string) error {
+	rest, err := parse(fs, args)
+	if err == nil && len(rest) > 0 {
+		err = fmt.Errorf("%s: unexpected argument %q", fs.Name(), rest[0])
+	}
+	return err
 }
 
 // envName is a flag's twin in the environment.
@@ -95,11 +102,9 @@ type choice struct {
 func (c *choice) String() string { return c.value }
 
 func (c *choice) Set(s string) error {
-	for _, ok := range c.choices {
-		if s == ok {
-			c.value = s
-			return nil
-		}
+	if !slices.Contains(c.choices, s) {
+		return fmt.Errorf("want one of %s", strings.Join(c.choices, ", "))
 	}
-	return fmt.Errorf("want one of %s", strings.Join(c.choices, ", "))
+	c.value = s
+	return nil
 }

@@ -71,12 +71,8 @@ func inventory(ctx context.Context, c console, args []string) error {
 	d.register(fs)
 	format := choice{"table", []string{"table", "json"}}
 	fs.Var(&format, "o", "output `format`: table or json")
-	rest, err := parse(fs, args)
-	if err != nil {
+	if err := parseFlags(fs, args); err != nil {
 		return err
-	}
-	if len(rest) > 0 {
-		return fmt.Errorf("gpu-agent inventory: unexpected argument %q", rest[0])
 	}
 	inv, err := readDriver(ctx, c, &d)
 	if err != nil {

@@ -30,6 +30,11 @@ gpu-agent COMMAND -h lists the flags. Each has a twin in the environment:
 --driver-root is GPU_AGENT_DRIVER_ROOT.
 `
 
+// commands are those with flags.
+var commands = map[string]func(ctx context.Context, c console, args []string) error{
+	"run": run, "inventory": inventory, "check": check, "plan": plan, "topology": showTopology, "status": showStatus, "cleanup": cleanUp,
+}
+
 // errUsage says that the command line was wrong, which has been reported already.
 var errUsage = errors.New("wrong usage")
 
@@ -65,21 +70,7 @@ func dispatch(ctx context.Context, c console, args []string) error {
 		fmt.Fprint(c.err, usage)
 		return errUsage
 	}
-	switch name, rest := args[0], args[1:]; name {
-	case "run":
-		return run(ctx, c, rest)
-	case "inventory":
-		return inventory(ctx, c, rest)
-	case "check":
-		return check(ctx, c, rest)
-	case "plan":
-		return plan(ctx, c, rest)
-	case "topology":
-		return showTopology(ctx, c, rest)
-	case "status":
-		return showStatus(ctx, c, rest)
-	case "cleanup":
-		return cleanUp(ctx, c, rest)
+	switch name := args[0]; name {
 	case "version":
 		fmt.Fprintln(c.out, version())
 		return nil
@@ -87,6 +78,9 @@ func dispatch(ctx context.Context, c console, args []string) error {
 		fmt.Fprint(c.out, usage)
 		return nil
 	default:
+		if command := commands[name]; command != nil {
+			return command(ctx, c, args[1:])
+		}
 		fmt.Fprintf(c.err, "gpu-agent: there is no command %q\n\n%s", name, usage)
 		return errUsage
 	}

@@ -3,8 +3,10 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"flag"
+	"fmt"
 	"log/slog"
 	"path/filepath"
 	"strconv"
@@ -35,6 +37,30 @@ func (n *nodeFlags) runtime(domain string, log *slog.Logger) *node.Runtime {
 		Endpoint: n.runtimeEndpoint, Root: n.hostRoot, AnnotationPrefix: cdi.AnnotationName(domain, ""), Logger: log,
 		Cgroups: filepath.Join(n.hostRoot, "sys/fs/cgroup"),
 	})
+}
+
+// nameFlags say which Node this is, and under which names the agent writes.
+type nameFlags struct {
+	kubeconfig, nodeName, domain, resourceDomain string
+}
+
+func (n *nameFlags) register(fs *flag.FlagSet) {
+	fs.StringVar(&n.kubeconfig, "kubeconfig", "", "`file` with the API server's address and credentials (default: the pod's service account)")
+	fs.StringVar(&n.nodeName, "node-name", "", "`name` of the Node this agent runs on; without it the agent does not speak to the API server")
+	fs.StringVar(&n.domain, "domain", "example.com", "`domain` of labels, annotations, the CDI vendor and resources")
+	fs.StringVar(&n.resourceDomain, "resource-domain", "", "`domain` of the resources alone (default: --domain)")
+}
+
+// complete checks the names and fills in what follows.
+func (n *nameFlags) complete() error {
+	n.resourceDomain = cmp.Or(n.resourceDomain, n.domain)
+	if err := cdi.ValidateDomain(n.domain); err != nil {
+		return fmt.Errorf("--domain: %w", err)
+	}
+	if err := cdi.ValidateDomain(n.resourceDomain); err != nil {
+		return fmt.Errorf("--resource-domain: %w", err)
+	}
+	return nil
 }
 
 // xids is a list of error numbers, written "13,31,43".

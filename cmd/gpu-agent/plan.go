@@ -74,13 +74,10 @@ func plan(ctx context.Context, c console, args []string) error {
 	fs.Var(&unit, "memory-unit", unitUsage)
 	format := choice{"text", []string{"text", "json"}}
 	fs.Var(&format, "o", "output `format`: text or json")
-	rest, err := parse(fs, args)
-	switch {
-	case err != nil:
+	if err := parseFlags(fs, args); err != nil {
 		return err
-	case len(rest) > 0:
-		return fmt.Errorf("gpu-agent plan: unexpected argument %q", rest[0])
-	case file == "":
+	}
+	if file == "" {
 		fmt.Fprintln(c.err, "gpu-agent plan: --config is missing: it names the partition file")
 		return errUsage
 	}
@@ -116,8 +113,7 @@ func planAll(c console, inv *gpu.Inventory, want config.Desired) ([]gpuPlan, err
 	plans := make([]gpuPlan, len(inv.GPUs))
 	for i := range inv.GPUs {
 		g := gpuPlan{Device: &inv.GPUs[i], want: want.GPUs[i]}
-		var err error
-		var odd error
+		var odd, err error
 		if g.Plan, odd, err = planner.Bare(g.Device, g.want); err != nil {
 			return nil, fmt.Errorf("plan GPU %d (%s): %w", g.Index, g.UUID, err)
 		}

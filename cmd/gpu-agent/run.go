@@ -27,7 +27,6 @@ import (
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
-	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/cdi/dir"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/gpu/nvml"
@@ -39,33 +38,30 @@ import (
 const configKey = "config.yaml"
 
 type runFlags struct {
-	driver                    driverFlags
-	config, configMap         string
-	kubeconfig, nodeName, pod string
-	domain, resourceDomain    string
-	unit                      memoryFlag
-	node                      nodeFlags
-	cap                       capFlags
-	http                      string
-	ignoredXids               xids
-	healthHold, healthProbe   time.Duration
-	linksEvery                time.Duration
-	whenBusy, foreign, reset  choice
-	numaHints                 choice
-	nodeLabels, nvidiaLabels  choice
-	idleTTL                   time.Duration
-	logFormat, logLevel       choice
+	driver            driverFlags
+	config, configMap string
+	nameFlags
+	pod                      string
+	unit                     memoryFlag
+	node                     nodeFlags
+	cap                      capFlags
+	http                     string
+	ignoredXids              xids
+	healthHold, healthProbe  time.Duration
+	linksEvery               time.Duration
+	whenBusy, foreign, reset choice
+	numaHints                choice
+	nodeLabels, nvidiaLabels choice
+	idleTTL                  time.Duration
+	logFormat, logLevel      choice
 }
 
 func (f *runFlags) register(fs *flag.FlagSet) {
 	f.driver.register(fs)
 	fs.StringVar(&f.config, "config", "", "partition `file`")
 	fs.StringVar(&f.configMap, "configmap", "", "partition ConfigMap, `NAMESPACE/NAME`; its key is "+configKey)
-	fs.StringVar(&f.kubeconfig, "kubeconfig", "", "`file` with the API server's address and credentials (default: the pod's service account)")
-	fs.StringVar(&f.nodeName, "node-name", "", "`name` of the Node this agent runs on; without it the API server is not spoken to")
+	f.nameFlags.register(fs)
 	fs.StringVar(&f.pod, "pod", "", "this agent's own pod, `NAMESPACE/NAME`: the kubelet's list of holders is believed once it has it")
-	fs.StringVar(&f.domain, "domain", "example.com", "`domain` of labels, annotations, the CDI vendor and resources")
-	fs.StringVar(&f.resourceDomain, "resource-domain", "", "`domain` of the resources alone (default: --domain)")
 	f.unit = defaultUnit
 	fs.Var(&f.unit, "memory-unit", unitUsage)
 	f.node.register(fs)
@@ -97,17 +93,11 @@ func (f *runFlags) register(fs *flag.FlagSet) {
 
 // complete checks what the flags say together and fills in what follows.
 func (f *runFlags) complete() error {
-	if err := cdi.ValidateDomain(f.domain); err != nil {
-		return fmt.Errorf("--domain: %w", err)
+	if err := f.nameFlags.complete(); err != nil {
+		return err
 	}
 	if f.domain == "nvidia.com" {
 		return errors.New("--domain: nvidia.com is the domain of NVIDIA's own labels, which mean other things; --resource-domain nvidia.com gives the resources its names")
-	}
-	if f.resourceDomain == "" {
-		f.resourceDomain = f.domain
-	}
-	if err := cdi.ValidateDomain(f.resourceDomain); err != nil {
-		return fmt.Errorf("--resource-domain: %w", err)
 	}
 	if f.idleTTL < 0 {
 		return errors.New("--idle-instance-ttl must not be negative")
@@ -157,12 +147,8 @@ func run(ctx context.Context, c console, args []string) error {
 	fs := newFlags(c, "run", "", "Owns this node's GPUs until it is told to end.")
 	var f runFlags
 	f.register(fs)
-	rest, err := parse(fs, args)
-	if err != nil {
+	if err := parseFlags(fs, args); err != nil {
 		return err
-	}
-	if len(rest) > 0 {
-		return fmt.Errorf("gpu-agent run: unexpected argument %q", rest[0])
 	}
 	if err := f.complete(); err != nil {
 		return fmt.Errorf("gpu-agent run: %w", err)

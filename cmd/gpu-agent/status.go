@@ -4,7 +4,6 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"os"
 	"strconv"
 	"strings"
@@ -22,12 +21,8 @@ func showStatus(ctx context.Context, c console, args []string) error {
 	addr := fs.String("http", ":9500", "`address` that the agent serves on")
 	format := choice{"text", []string{"text", "json"}}
 	fs.Var(&format, "o", "output `format`: text or json")
-	rest, err := parse(fs, args)
-	if err != nil {
+	if err := parseFlags(fs, args); err != nil {
 		return err
-	}
-	if len(rest) > 0 {
-		return fmt.Errorf("gpu-agent status: unexpected argument %q", rest[0])
 	}
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()

@@ -4,7 +4,6 @@ package main
 
 import (
 	"context"
-	"fmt"
 
 	"example.com/gpu-agent/pkg/topology"
 )
@@ -18,12 +17,8 @@ func showTopology(ctx context.Context, c console, args []string) error {
 	fs.StringVar(&from, "inventory", "", inventoryUsage)
 	format := choice{"table", []string{"table", "json"}}
 	fs.Var(&format, "o", "output `format`: table or json")
-	rest, err := parse(fs, args)
-	if err != nil {
+	if err := parseFlags(fs, args); err != nil {
 		return err
-	}
-	if len(rest) > 0 {
-		return fmt.Errorf("gpu-agent topology: unexpected argument %q", rest[0])
 	}
 	inv, err := inventoryFrom(ctx, c, &d, from)
 	if err != nil {
