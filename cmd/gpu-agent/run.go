@@ -170,7 +170,6 @@ func run(ctx context.Context, c console, args []string) error {
 	if err != nil {
 		return err
 	}
-	defer caps.Close()
 	boot, err := node.BootID(f.driver.proc)
 	if err != nil {
 		log.Warn("cannot tell one boot of the machine from the next; faults are not remembered", "err", err)

@@ -25,7 +25,6 @@ func TestMetersLeaveNothing(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer pages.Close()
 	defer pages.Remove(key)
 	if _, err := pages.Write(key, time.Second, []lib.Limit{{GPU: u, Bytes: 1 << 30}}); err != nil {
 		t.Fatal(err)

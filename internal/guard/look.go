@@ -49,9 +49,9 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, held allocations) (agai
 		g.hand.forget(g.containers)
 	}
 
-	var judged []memcap.Holding // of those that are not listed
+	var judged []memcap.Allowance // of those that are not listed
 	l.Unlisted, judged = g.unlisted(d, sc.sums, held, sc.sample.At)
-	holdings, again := g.holdings(ctx, d, sc, held, &l)
+	allowances, again := g.allowances(ctx, d, sc, held, &l)
 	for at, s := range g.seen {
 		if at.gpu == d.UUID {
 			s.procs = 0
@@ -68,11 +68,11 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, held allocations) (agai
 	for _, key := range slices.Sorted(maps.Keys(metered)) {
 		g.tallies.finish(page{key, d.UUID}, metered[key], sc, &g.roster)
 	}
-	holdings = append(holdings, judged...)
-	slices.SortFunc(holdings, func(a, b memcap.Holding) int { return strings.Compare(a.Container, b.Container) })
+	allowances = append(allowances, judged...)
+	slices.SortFunc(allowances, func(a, b memcap.Allowance) int { return strings.Compare(a.Container, b.Container) })
 	g.last[d.UUID] = l
-	verdicts := g.judge.Judge(sc.sample, holdings, func(id string) bool {
-		return g.knows(id, held) || slices.ContainsFunc(judged, func(h memcap.Holding) bool { return h.Container == id })
+	verdicts := g.judge.Judge(sc.sample, allowances, func(id string) bool {
+		return g.knows(id, held) || slices.ContainsFunc(judged, func(h memcap.Allowance) bool { return h.Container == id })
 	})
 	for _, v := range verdicts {
 		if v.Kind == memcap.Over && v.Told == 0 && !g.hand.lasts(ctx, d.UUID, v) {
@@ -142,10 +142,10 @@ func (sc *scene) of(key string) *sum {
 	return &sum{known: sc.whole} // no process of theirs is on the GPU any more
 }
 
-// holdings says what the listed containers may have of a GPU, adds up what those of a
+// allowances says what the listed containers may have of a GPU, adds up what those of an
 // allocation have, and opens the counters that are not open. again is true where it has
 // found some.
-func (g *Guard) holdings(ctx context.Context, d *gpu.Device, sc *scene, held allocations, l *Uninvited) (holdings []memcap.Holding, again bool) {
+func (g *Guard) allowances(ctx context.Context, d *gpu.Device, sc *scene, held allocations, l *Uninvited) (allowances []memcap.Allowance, again bool) {
 	for id, s := range sc.sums {
 		c := g.containers[id]
 		if c == nil {
@@ -166,11 +166,11 @@ func (g *Guard) holdings(ctx context.Context, d *gpu.Device, sc *scene, held all
 			continue
 		}
 		sc.add(key, s)
-		holdings = append(holdings, memcap.Holding{Container: id, GPU: d.UUID, Cap: bytes, Claim: key})
+		allowances = append(allowances, memcap.Allowance{Container: id, GPU: d.UUID, Cap: bytes, Allocation: key})
 		g.limit(ctx, at, sc.owners[s.pid], bytes, sc.sample.At)
 		again = g.tallies.open(page{key, d.UUID}, sc.sample.At) || again
 	}
-	return holdings, again
+	return allowances, again
 }
 
 // sum is what a container's processes have together.

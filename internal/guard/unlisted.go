@@ -34,7 +34,7 @@ const (
 // tells the pod. Who has more of a GPU than all containers of its pod may have
 // together is over the cap, whichever of them it is; less than that is not judged, and
 // neither is one of a pod of which not everything is known.
-func (g *Guard) unlisted(d *gpu.Device, sums map[string]*sum, held allocations, at time.Time) (procs int, judged []memcap.Holding) {
+func (g *Guard) unlisted(d *gpu.Device, sums map[string]*sum, held allocations, at time.Time) (procs int, judged []memcap.Allowance) {
 	for _, id := range slices.Sorted(maps.Keys(sums)) {
 		t, p := sums[id], place{id, d.UUID}
 		if g.containers[id] != nil {
@@ -60,7 +60,7 @@ func (g *Guard) unlisted(d *gpu.Device, sums map[string]*sum, held allocations, 
 			continue
 		}
 		if sure && t.pid != 0 {
-			judged = append(judged, memcap.Holding{Container: id, GPU: d.UUID, Cap: bytes})
+			judged = append(judged, memcap.Allowance{Container: id, GPU: d.UUID, Cap: bytes})
 		}
 		if !s.told {
 			s.told = true

@@ -78,16 +78,16 @@ type Sample struct {
 	Processes []Process
 }
 
-// Holding is what a container may have of a GPU. Several for one container and
-// GPU add up; if one of them is None, so is their sum.
-type Holding struct {
+// Allowance is how much of a GPU's memory a container may use. Several for one container
+// and GPU add up; if one of them is None, so is their sum.
+type Allowance struct {
 	Container string
 	GPU       gpu.UUID
 	Cap       uint64 // bytes; None: all of it
-	// Claim names what the cap is of: containers with the same one have it together,
-	// and a container has no other holding on that GPU then. Empty: it is the
+	// Allocation is the ID of the allocation that has the cap. Containers of the same
+	// one share its cap, and have no other allowance on that GPU. Empty: the cap is the
 	// container's own.
-	Claim string
+	Allocation string
 }
 
 // Kind says what is wrong.
@@ -95,10 +95,10 @@ type Kind string
 
 // Kinds of verdicts.
 const (
-	// Over: a container, or all those that share its claim together, have more than
+	// Over: a container, or all that share its allocation together, have more than
 	// the cap and the tolerance.
 	Over Kind = "over"
-	// Intruder: a container is on a GPU of which it holds nothing.
+	// Intruder: a container uses a GPU of which it holds nothing.
 	Intruder Kind = "intruder"
 )
 
@@ -109,7 +109,7 @@ type Verdict struct {
 	GPU       gpu.UUID
 	// Cap and Limit, which is the cap and the tolerance, are in bytes, and 0
 	// for an intruder. Used is what is known, in bytes, so at least that: of all that
-	// share the claim, of which the container itself has Own.
+	// share the allocation, of which the container itself has Own.
 	Cap, Limit, Used, Own uint64
 	// First is when the offence was first seen, and Told how often a verdict
 	// on it was given before: 0 makes it news, more that it was not ended yet.
@@ -119,8 +119,8 @@ type Verdict struct {
 	Processes []Process
 }
 
-// Stands tells whether the evidence is still sound, of which same says what has
-// not ended since. It is the last question before a kill.
+// Stands tells whether the evidence still holds for those of its processes that have not
+// ended since: same tells which. It is the last question before a kill.
 func (v Verdict) Stands(same func(Process) bool) bool {
 	var used uint64
 	alive := 0
@@ -139,8 +139,8 @@ func (v Verdict) Stands(same func(Process) bool) bool {
 	return alive > 0
 }
 
-// Lasts tells whether the processes that were over are so by a later list of the
-// driver's, too, as Merge returned it.
+// Lasts tells whether the processes that used too much still do, by a later list of the
+// driver's as Merge returned it.
 func (v Verdict) Lasts(now []Process) bool {
 	var used uint64
 	for _, p := range now {
@@ -153,7 +153,7 @@ func (v Verdict) Lasts(now []Process) bool {
 }
 
 // Judge turns samples into verdicts. It remembers doubts, no more than one for
-// each party in the last sample of a GPU: a container, or those that share a claim.
+// each party in the last sample of a GPU: a container, or those that share an allocation.
 // It is safe for several goroutines.
 type Judge struct {
 	policy Policy
@@ -189,10 +189,10 @@ func NewJudge(p Policy) *Judge {
 // Judge takes in a sample and returns the offences on that GPU that are
 // confirmed, sorted by container: again with each sample as long as they last.
 //
-// holdings must have all that a container holds of a GPU or nothing of it, and
+// allowances must have all that a container holds of a GPU or nothing of it, and
 // known must say of which containers they have all; any other container is not
 // judged. A sample that could not be taken is left out; it speaks neither way.
-func (j *Judge) Judge(s Sample, holdings []Holding, known func(container string) bool) []Verdict {
+func (j *Judge) Judge(s Sample, allowances []Allowance, known func(container string) bool) []Verdict {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	c := j.gpus[s.GPU]
@@ -202,7 +202,7 @@ func (j *Judge) Judge(s Sample, holdings []Holding, known func(container string)
 	}
 	c.at = s.At
 
-	uses := c.uses(s, claims(s.GPU, holdings), known)
+	uses := c.uses(s, shared(s.GPU, allowances), known)
 	doubts := make(map[party]*doubt, len(uses))
 	var verdicts []Verdict
 	for i := range uses {
@@ -212,7 +212,7 @@ func (j *Judge) Judge(s Sample, holdings []Holding, known func(container string)
 			d = nil // the one that it named is gone: what the others have is judged anew
 		}
 		if known(u.container()) {
-			d = j.doubt(d, s, u, holdings)
+			d = j.doubt(d, s, u, allowances)
 		}
 		if d == nil {
 			continue
@@ -235,8 +235,8 @@ func (j *Judge) Judge(s Sample, holdings []Holding, known func(container string)
 	return verdicts
 }
 
-// Excuse ends the doubt that a verdict came of: the offence was no more when it was
-// looked at again.
+// Excuse ends the doubt that led to a verdict: a second look found that the offence was
+// over.
 func (j *Judge) Excuse(v Verdict) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -245,21 +245,21 @@ func (j *Judge) Excuse(v Verdict) {
 	}
 }
 
-// claims are the claims of the containers that share one, by container.
-func claims(u gpu.UUID, holdings []Holding) map[string]string {
+// shared returns the allocations of the containers that may share one, by container.
+func shared(u gpu.UUID, allowances []Allowance) map[string]string {
 	out := map[string]string{}
-	for _, h := range holdings {
-		if h.GPU == u && h.Claim != "" {
-			out[h.Container] = h.Claim
+	for _, h := range allowances {
+		if h.GPU == u && h.Allocation != "" {
+			out[h.Container] = h.Allocation
 		}
 	}
 	return out
 }
 
 // doubt returns what to think of a party from this sample on, nil for nothing.
-func (j *Judge) doubt(d *doubt, s Sample, u *use, holdings []Holding) *doubt {
+func (j *Judge) doubt(d *doubt, s Sample, u *use, allowances []Allowance) *doubt {
 	limit, holds := uint64(0), false
-	for _, h := range holdings {
+	for _, h := range allowances {
 		if h.GPU == s.GPU && h.Container == u.container() {
 			limit, holds = plus(limit, h.Cap), true
 		}
@@ -290,8 +290,8 @@ func (j *Judge) doubt(d *doubt, s Sample, u *use, holdings []Holding) *doubt {
 	return d
 }
 
-// party is who answers for what is used: a container, or all of a claim.
-type party struct{ claim, container string }
+// party is who answers for what is used: a container, or all of an allocation.
+type party struct{ allocation, container string }
 
 // use is what a party has in a sample.
 type use struct {
@@ -331,7 +331,7 @@ func (u *use) most() string {
 
 // uses returns who has how much in a sample, sorted, and notes which PIDs are listed.
 // A container of which not everything is known answers for itself alone.
-func (c *card) uses(s Sample, claims map[string]string, known func(string) bool) []use {
+func (c *card) uses(s Sample, allocations map[string]string, known func(string) bool) []use {
 	listed := make(map[int]uint64, len(s.Processes))
 	sorted := make([]Process, 0, len(s.Processes))
 	for _, p := range s.Processes {
@@ -352,8 +352,8 @@ func (c *card) uses(s Sample, claims map[string]string, known func(string) bool)
 	var uses []use
 	for _, p := range sorted {
 		who := party{container: p.Container}
-		if claim := claims[p.Container]; claim != "" && known(p.Container) {
-			who = party{claim: claim}
+		if id := allocations[p.Container]; id != "" && known(p.Container) {
+			who = party{allocation: id}
 		}
 		i, ok := at[who]
 		if !ok {

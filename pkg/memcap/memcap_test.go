@@ -154,16 +154,16 @@ func TestJudge(t *testing.T) {
 		processes []Process
 		want      []string // kind container
 	}
-	four := []Holding{{"a", g, 4 * gib, ""}, {"a", "GPU-2", 1, ""}, {"b", g, 4 * gib, ""}}
+	four := []Allowance{{"a", g, 4 * gib, ""}, {"a", "GPU-2", 1, ""}, {"b", g, 4 * gib, ""}}
 	over := []Process{has(1, "a", 5*gib)}
 	under := []Process{has(1, "a", 4*gib)}
 	is := func(words ...string) []string { return words }
 	for _, tc := range []struct {
-		name     string
-		holdings []Holding
-		known    func(string) bool
-		open     bool
-		steps    []step
+		name       string
+		allowances []Allowance
+		known      func(string) bool
+		open       bool
+		steps      []step
 	}{
 		{"over, and again as long as it lasts", four, everyone, false, []step{
 			{0, over, nil}, {250, over, is("over a")}, {500, over, is("over a")}, {750, under, nil}, {1000, over, nil}, {1250, over, is("over a")}}},
@@ -187,9 +187,9 @@ func TestJudge(t *testing.T) {
 			{0, over, nil}, {4000, []Process{unknown(1, "a")}, nil}, {8000, over, nil}, {8250, over, is("over a")}}},
 		{"samples that are missing", four, everyone, false, []step{
 			{0, over, nil}, {4000, over, is("over a")}, {9001, over, nil}, {9251, over, is("over a")}}},
-		{"two claims add up", []Holding{{"a", g, 2 * gib, ""}, {"a", g, 3 * gib, ""}}, everyone, false, []step{
+		{"two claims add up", []Allowance{{"a", g, 2 * gib, ""}, {"a", g, 3 * gib, ""}}, everyone, false, []step{
 			{0, over, nil}, {250, over, nil}}},
-		{"all of the GPU beside a share", []Holding{{"a", g, 2 * gib, ""}, {"a", g, None, ""}}, everyone, false, []step{
+		{"all of the GPU beside a share", []Allowance{{"a", g, 2 * gib, ""}, {"a", g, None, ""}}, everyone, false, []step{
 			{0, over, nil}, {250, over, nil}}},
 		{"a container that is not known well", four, func(c string) bool { return c != "a" }, false, []step{
 			{0, over, nil}, {250, over, nil}, {9000, over, nil}}},
@@ -201,7 +201,7 @@ func TestJudge(t *testing.T) {
 			{0, []Process{has(1, "x", gib)}, nil}, {2500, []Process{has(1, "x", gib)}, nil}, {5000, []Process{has(1, "x", gib)}, nil}, {7500, []Process{has(1, "x", gib)}, nil}}},
 		{"of no pod", four, everyone, false, []step{
 			{0, []Process{has(1, "", 50*gib)}, nil}, {2500, []Process{has(1, "", 50*gib)}, nil}, {5000, []Process{has(1, "", 50*gib)}, nil}}},
-		{"sorted", append(slices.Clone(four), Holding{"c", g, gib, ""}), everyone, false, []step{
+		{"sorted", append(slices.Clone(four), Allowance{"c", g, gib, ""}), everyone, false, []step{
 			{0, []Process{has(1, "c", 9*gib), has(2, "b", 9*gib), has(3, "a", 9*gib)}, nil},
 			{250, []Process{has(3, "a", 9*gib), has(2, "b", 9*gib), has(1, "c", 9*gib)}, is("over a", "over b", "over c")}}},
 		{"no process behind the PID", four, everyone, false, []step{
@@ -212,7 +212,7 @@ func TestJudge(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			j := NewJudge(Policy{})
 			for _, s := range tc.steps {
-				verdicts := j.Judge(Sample{At: at(s.ms), Tick: 100, GPU: g, Open: tc.open, Processes: s.processes}, tc.holdings, tc.known)
+				verdicts := j.Judge(Sample{At: at(s.ms), Tick: 100, GPU: g, Open: tc.open, Processes: s.processes}, tc.allowances, tc.known)
 				var got []string
 				for _, v := range verdicts {
 					got = append(got, string(v.Kind)+" "+v.Container)
@@ -235,7 +235,7 @@ func TestContainersOfOneClaimTogether(t *testing.T) {
 		processes []Process
 		want      string // container used own told
 	}
-	shared := []Holding{{"a", g, 4 * gib, "k"}, {"b", g, 4 * gib, "k"}, {"c", g, 4 * gib, "k"}, {"z", g, 4 * gib, "other"}}
+	shared := []Allowance{{"a", g, 4 * gib, "k"}, {"b", g, 4 * gib, "k"}, {"c", g, 4 * gib, "k"}, {"z", g, 4 * gib, "other"}}
 	both := []Process{has(1, "a", 2*gib), has(2, "b", 3*gib), has(3, "z", 4*gib)}
 	for name, tc := range map[string]struct {
 		known func(string) bool
@@ -273,12 +273,12 @@ func TestContainersOfOneClaimTogether(t *testing.T) {
 func TestVerdict(t *testing.T) {
 	const g = gpu.UUID("GPU-1")
 	j := NewJudge(Policy{Grace: time.Second})
-	holdings := []Holding{{"a", g, 4 * gib, ""}}
+	allowances := []Allowance{{"a", g, 4 * gib, ""}}
 	sample := Sample{Tick: 100, GPU: g, Processes: []Process{has(4, "a", 3*gib), has(2, "a", 2*gib), unknown(3, "a"), has(9, "x", gib), has(5, "", gib)}}
 	var got []Verdict
 	for ms := 0; ms <= 1250; ms += 250 {
 		sample.At = at(ms)
-		got = j.Judge(sample, holdings, everyone)
+		got = j.Judge(sample, allowances, everyone)
 	}
 	want := []Verdict{
 		{Kind: Over, Container: "a", GPU: g, Cap: 4 * gib, Limit: 4*gib + 256*mib, Used: 5 * gib, Own: 5 * gib, First: at(0), Told: 4,
@@ -315,16 +315,16 @@ func TestClaimsComeAndGo(t *testing.T) {
 	j := NewJudge(Policy{})
 	over := []Process{has(1, "a", 5*gib)}
 	for _, s := range []struct {
-		ms       int
-		holdings []Holding
-		want     int
+		ms         int
+		allowances []Allowance
+		want       int
 	}{
 		{0, nil, 0}, {2500, nil, 0}, // its claim is late
-		{4900, []Holding{{"a", g, 8 * gib, ""}}, 0}, {5100, nil, 0}, {9000, nil, 0}, {10099, nil, 0},
-		{10200, []Holding{{"a", g, 4 * gib, ""}}, 0}, {10400, []Holding{{"a", g, 3 * gib, ""}}, 0}, // another cap, another doubt
-		{10600, []Holding{{"a", g, 3 * gib, ""}}, 1},
+		{4900, []Allowance{{"a", g, 8 * gib, ""}}, 0}, {5100, nil, 0}, {9000, nil, 0}, {10099, nil, 0},
+		{10200, []Allowance{{"a", g, 4 * gib, ""}}, 0}, {10400, []Allowance{{"a", g, 3 * gib, ""}}, 0}, // another cap, another doubt
+		{10600, []Allowance{{"a", g, 3 * gib, ""}}, 1},
 	} {
-		got := j.Judge(Sample{At: at(s.ms), Tick: 100, GPU: g, Processes: over}, s.holdings, everyone)
+		got := j.Judge(Sample{At: at(s.ms), Tick: 100, GPU: g, Processes: over}, s.allowances, everyone)
 		if len(got) != s.want {
 			t.Errorf("at %d ms: %+v, want %d", s.ms, got, s.want)
 		}
@@ -335,7 +335,7 @@ func TestClaimsComeAndGo(t *testing.T) {
 // number the kernel has given to another.
 func TestReusedPID(t *testing.T) {
 	const g = gpu.UUID("GPU-1")
-	holdings := []Holding{{"big", g, 40 * gib, ""}, {"small", g, 4 * gib, ""}}
+	allowances := []Allowance{{"big", g, 40 * gib, ""}, {"small", g, 4 * gib, ""}}
 	j := NewJudge(Policy{})
 	for i, s := range []struct {
 		tick, start uint64
@@ -367,7 +367,7 @@ func TestReusedPID(t *testing.T) {
 		if s.listed {
 			sample.Processes = []Process{{PID: 100, GI: -1, CI: -1, Start: s.start, Container: s.container, Bytes: 20 * gib, Known: true}}
 		}
-		if got := j.Judge(sample, holdings, everyone); len(got) != s.want {
+		if got := j.Judge(sample, allowances, everyone); len(got) != s.want {
 			t.Errorf("%d: %+v: %+v", i, s, got)
 		}
 	}
@@ -402,7 +402,7 @@ func FuzzJudge(f *testing.F) {
 	f.Add([]byte{0, 1, 1, 1, 200, 0, 100, 1, 1, 200, 0, 100, 1, 1, 200})
 	f.Add([]byte("a sample, another sample, and the third sample of the three"))
 	policy := Policy{Grace: time.Second}
-	holdings := []Holding{{"a", "g", 10 * gib, ""}, {"b", "g", 100 * gib, ""}, {"b", "g", gib, ""}, {"c", "g", None, ""}, {"d", "h", gib, ""}}
+	allowances := []Allowance{{"a", "g", 10 * gib, ""}, {"b", "g", 100 * gib, ""}, {"b", "g", gib, ""}, {"c", "g", None, ""}, {"d", "h", gib, ""}}
 	names := []string{"", "a", "b", "c", "d", "e"}
 	unsure := func(c string) bool { return c != "e" }
 	f.Fuzz(func(t *testing.T, data []byte) {
@@ -430,7 +430,7 @@ func FuzzJudge(f *testing.F) {
 				}
 			}
 			sums[now] = sum
-			verdicts := j.Judge(s, holdings, unsure)
+			verdicts := j.Judge(s, allowances, unsure)
 			if !slices.IsSortedFunc(verdicts, func(a, b Verdict) int { return slices.Compare([]string{a.Container}, []string{b.Container}) }) {
 				t.Fatalf("unsorted: %+v", verdicts)
 			}
@@ -455,19 +455,19 @@ func FuzzJudge(f *testing.F) {
 // BenchmarkJudge judges a GPU with 100 processes of 25 containers.
 func BenchmarkJudge(b *testing.B) {
 	j := NewJudge(Policy{})
-	var holdings []Holding
+	var allowances []Allowance
 	s := Sample{Tick: 1000, GPU: "g"}
 	for i := range 100 {
 		name := string(rune('a' + i%25))
 		s.Processes = append(s.Processes, has(i+1, name, gib))
 		if i < 25 {
-			holdings = append(holdings, Holding{name, "g", 8 * gib, ""})
+			allowances = append(allowances, Allowance{name, "g", 8 * gib, ""})
 		}
 	}
 	b.ReportAllocs()
 	for n := 0; b.Loop(); n++ {
 		s.At = at(n * 250)
-		if v := j.Judge(s, holdings, everyone); v != nil {
+		if v := j.Judge(s, allowances, everyone); v != nil {
 			b.Fatal(v)
 		}
 	}

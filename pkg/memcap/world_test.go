@@ -322,24 +322,24 @@ func TestTruth(t *testing.T) {
 		}
 		known := func(id string) bool { c := byID[id]; return c != nil && w.ms >= c.known }
 
-		var holdings []Holding
+		var allowances []Allowance
 		for _, c := range w.containers {
 			for g, limit := range c.caps {
 				if limit == 0 || w.ms < c.listed || c.ended > 0 && w.ms >= c.forgot {
 					continue
 				}
-				h := Holding{c.id, gpu.UUID(fmt.Sprintf("GPU-%d", g)), limit, c.claim}
+				h := Allowance{c.id, gpu.UUID(fmt.Sprintf("GPU-%d", g)), limit, c.claim}
 				if c.split && limit != None {
 					h.Cap = limit - gib
-					holdings = append(holdings, Holding{c.id, h.GPU, gib, ""})
+					allowances = append(allowances, Allowance{c.id, h.GPU, gib, ""})
 				}
 				if !c.split || known(c.id) { // half a truth, as long as it is not known well
-					holdings = append(holdings, h)
+					allowances = append(allowances, h)
 				}
 			}
 		}
-		w.r.Shuffle(len(holdings), func(i, j int) { holdings[i], holdings[j] = holdings[j], holdings[i] })
-		got := j.Judge(s, holdings, known)
+		w.r.Shuffle(len(allowances), func(i, j int) { allowances[i], allowances[j] = allowances[j], allowances[i] })
+		got := j.Judge(s, allowances, known)
 		lately[g] = slices.DeleteFunc(append(lately[g], moment{s.At, tr}), func(m moment) bool { return s.At.Sub(m.at) > 2*time.Minute })
 		convicted, named := map[string]bool{}, map[string]string{}
 		for _, v := range got {

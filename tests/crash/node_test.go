@@ -598,7 +598,6 @@ func (n *node) capsDiffer(held map[string]holding) error {
 	if err != nil {
 		return err
 	}
-	defer pages.Close()
 	keys, err := pages.List()
 	if want := slices.Sorted(maps.Keys(held)); err != nil || !slices.Equal(keys, want) {
 		return fmt.Errorf("limit pages of %q, want %q: %w", keys, want, err)

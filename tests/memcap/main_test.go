@@ -5,7 +5,6 @@ package memcap
 import (
 	"bufio"
 	"context"
-	"errors"
 	"flag"
 	"fmt"
 	"io"
@@ -93,7 +92,7 @@ func newRig(t *testing.T, spec emulator.Spec) *rig {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		if err := errors.Join(r.pages.Close(), lib.Unmount(r.dir)); err != nil {
+		if err := lib.Unmount(r.dir); err != nil {
 			t.Error(err)
 		}
 	})

@@ -137,9 +137,6 @@ func OpenPages(dir string) (*Pages, error) {
 	return p, nil
 }
 
-// Close lets go of the directory. Pages stay.
-func (p *Pages) Close() error { return nil }
-
 // Write makes the limit pages of a claim say just these limits, sees to it that
 // each limited GPU has a usage page, and returns where they are. every is how
 // often the agent reads the driver for them; 0 means that nobody does. A limit

@@ -99,16 +99,16 @@ func read(ctx context.Context, stateDir, key string, u gpu.UUID) (*reading, erro
 	}
 	usage, err := pages.OpenUsage(key, u)
 	if err != nil {
-		return nil, errors.Join(err, pages.Close())
+		return nil, err
 	}
 	meter, err := pages.Meter(key, u, usage)
 	if err != nil {
-		return nil, errors.Join(err, usage.Close(), pages.Close())
+		return nil, errors.Join(err, usage.Close())
 	}
 	ctx, stop := context.WithCancel(ctx)
 	r := &reading{stop: stop}
 	r.done.Go(func() {
-		defer func() { r.err = errors.Join(r.err, meter.Close(), pages.Close()) }()
+		defer func() { r.err = errors.Join(r.err, meter.Close()) }()
 		for ctx.Err() == nil {
 			c, err := usage.Read()
 			if err == nil {
