@@ -28,7 +28,7 @@ import (
 // others.
 const (
 	// inventoryEvery is how long a reading of the driver is believed. Events,
-	// probes of faulty GPUs and changes of the partition cut it short.
+	// probes of faulty GPUs and changes of the partition come before.
 	// blindEvery is the same where the driver tells of no events.
 	inventoryEvery = 5 * time.Minute
 	blindEvery     = 15 * time.Second

@@ -632,7 +632,7 @@ func TestFileStandsWithoutPrepare(t *testing.T) {
 }
 
 // A new process takes allocations over from the CDI files, before the kubelet lists
-// anything, and does not cut what is held.
+// anything, and does not lay out what is held.
 func TestRestartTakesAllocationsOver(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o, cdiDir := newOutside(2), t.TempDir()

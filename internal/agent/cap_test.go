@@ -316,7 +316,7 @@ func TestCapOutlivesLostState(t *testing.T) {
 				check("at once,")
 				time.Sleep(10 * time.Minute)
 				check("later,")
-				// With its holder goes its cut, and its page.
+				// With its holder goes its layout, and its page.
 				b.release("p")
 				b.with(func() { b.entries = nil })
 				time.Sleep(2 * plan.Linger)
@@ -372,33 +372,33 @@ func TestRecordOutlivesAllFiles(t *testing.T) {
 	})
 }
 
-// An allocation whose GPU is not cut any more in the way that it speaks of, and of which no
+// An allocation whose GPU is laid out otherwise now than it says, and of which no
 // record is left, has the cap that its page says, for the watchdog too.
 func TestCapOfAAllocationWhoseGPUIsCutOtherwise(t *testing.T) {
 	for _, c := range []struct {
 		resource string
-		cut      plan.Layout
+		layout   plan.Layout
 	}{
-		{names.Units, replicaCut(2)},
+		{names.Units, replicaLayout(2)},
 		{names.Units, plan.Layout{Known: true, Offers: true, Kind: ledger.Units, N: 4}}, // of an unknown size
 		{names.Replicas, plan.Layout{Known: true, Offers: true, Kind: ledger.Units, N: 4, Unit: unit}},
 		{names.Replicas, plan.Layout{Known: true}},
 	} {
 		a := New(Options{ResourceDomain: "example.com", MemoryUnit: unit, Log: slog.New(slog.DiscardHandler)}, Worlds{Caps: &pages{}})
-		a.reader.inv, a.layouts.now[uuid(0)] = machine(1), c.cut
+		a.reader.inv, a.layouts.now[uuid(0)] = machine(1), c.layout
 		lost := allocated(c.resource, "p", "0::0")
 		if err := a.gates.takeOver(lost.ID, lost.Record(), time.Time{}, time.Time{}); err != nil {
 			t.Fatal(err)
 		}
 		allocation := a.gates.allocations()[0]
 		if got := capsOf(&allocation); len(got) != 0 {
-			t.Errorf("%s on a GPU that is %s has the cap %+v without a page", c.resource, c.cut.Mode(), got)
+			t.Errorf("%s on a GPU that is %s has the cap %+v without a page", c.resource, c.layout.Mode(), got)
 		}
 		if err := a.gates.settleCaps(&allocation); (err == nil) != (c.resource == names.Units) {
-			t.Errorf("%s on a GPU that is %s: %v", c.resource, c.cut.Mode(), err)
+			t.Errorf("%s on a GPU that is %s: %v", c.resource, c.layout.Mode(), err)
 		}
 		b := New(Options{ResourceDomain: "example.com", MemoryUnit: unit, Log: slog.New(slog.DiscardHandler)}, Worlds{Caps: a.gates.caps})
-		b.reader.inv, b.layouts.now[uuid(0)] = machine(1), c.cut
+		b.reader.inv, b.layouts.now[uuid(0)] = machine(1), c.layout
 		if err := b.gates.takeOver(lost.ID, lost.Record(), time.Time{}, time.Time{}); err != nil {
 			t.Fatal(err)
 		}
@@ -407,7 +407,7 @@ func TestCapOfAAllocationWhoseGPUIsCutOtherwise(t *testing.T) {
 		}
 		allocation = b.gates.allocations()[0]
 		if got := capsOf(&allocation); len(got) != 1 || got[0].Bytes != 123<<20 {
-			t.Errorf("%s on a GPU that is %s: %+v; want what the page says", c.resource, c.cut.Mode(), got)
+			t.Errorf("%s on a GPU that is %s: %+v; want what the page says", c.resource, c.layout.Mode(), got)
 		}
 	}
 }

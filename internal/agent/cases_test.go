@@ -303,7 +303,7 @@ func TestAllocationWithoutAFileStaysInTheJournal(t *testing.T) {
 		})
 		b = start(t, o, cdiDir, allShared)
 		time.Sleep(2 * holdersEvery)
-		b.with(func() { b.holdings = nil }) // the journal is cut when an allocation ends
+		b.with(func() { b.holdings = nil }) // the journal is replaced when an allocation ends
 		time.Sleep(2 * deviceplugin.Grace)
 		if c := b.Allocations(); len(c) != 1 || c[0].ID != key || len(b.files()) != 0 {
 			t.Fatalf("%d allocations and the files %v, want the allocation of the container that hangs", len(c), b.files())
@@ -318,7 +318,7 @@ func TestAllocationWithoutAFileStaysInTheJournal(t *testing.T) {
 	})
 }
 
-// A clock that was put back between two processes keeps no allocation for ever.
+// An allocation ends also where the clock was put back between two processes.
 func TestClockPutBack(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		cdiDir := t.TempDir()
@@ -443,7 +443,7 @@ func TestStatusBesideChanges(t *testing.T) {
 }
 
 // A GPU that falls off the bus moves no other: the driver numbers those that are
-// left anew, and they stay cut as they are, over a restart of the agent too.
+// left anew, and they stay laid out as they are, over a restart of the agent too.
 func TestIndicesMove(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const file = "version: v1\npartitions:\n  default:\n    - devices: [0]\n      mode: whole\n    - devices: [1, 2]\n      mode: shared\n"

@@ -11,8 +11,8 @@ import (
 	"example.com/gpu-agent/internal/state"
 )
 
-// trimEvery is how many allocations are written down before the journal is cut to
-// those that need it, where some always do.
+// trimEvery is after how many lines the journal is replaced by one with the allocations
+// that need it, where some always do.
 const trimEvery = 256
 
 // journal writes allocations down of which no file tells yet. note is for anybody, all else
@@ -24,7 +24,7 @@ type journal struct {
 	mu    sync.Mutex
 	noted []state.Allocation // guarded by mu; not yet written down
 
-	written int // allocations written down since the journal was last cut
+	written int // lines since the journal was last replaced
 	// due says that it lacks an allocation, or has one that has ended, which a successor would
 	// take for a holder.
 	due bool

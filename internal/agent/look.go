@@ -205,7 +205,7 @@ func (r *reader) nextReading(now time.Time) time.Time {
 }
 
 // take makes a reading the present one, and reports whether it has succeeded. A failed
-// one changes what is known of the GPUs' health, and nothing else.
+// one changes only what is known of the GPUs' health.
 func (r *reader) take(got reading, unsettled func(gpu.UUID, time.Time) bool, now time.Time) bool {
 	r.reading = nil
 	defer r.faults.apply()
@@ -273,7 +273,7 @@ func sameGPUs(a, b *gpu.Inventory) bool {
 	})
 }
 
-// withMissing adds the GPUs that were there before and are not any more, with
+// withMissing adds the GPUs that were there before and are not now, with
 // that as their fault: their devices must turn unhealthy, not vanish. One that the
 // driver lists and cannot name is the one that was at that index.
 //

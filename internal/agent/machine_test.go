@@ -62,7 +62,7 @@ func grantsOf(resource string, ids ...string) []ledger.Grant {
 	return r.Grants
 }
 
-func replicaCut(n int) plan.Layout {
+func replicaLayout(n int) plan.Layout {
 	return plan.Layout{Known: true, Offers: true, Kind: ledger.Replica, N: n}
 }
 

@@ -229,7 +229,7 @@ func (m *meddler) Save(doc state.Document) error {
 }
 
 // A placement that does not stand is withdrawn like any other before its GPU is changed:
-// a container that got it meanwhile would wait for ever.
+// a container that got it meanwhile would never start.
 func TestFreePlacementsAreWithdrawnBeforeTheWork(t *testing.T) {
 	for _, to := range []string{"{mode: whole}", "{mode: mig, geometry: {7g.80gb: 1}}"} {
 		synctest.Test(t, func(t *testing.T) {

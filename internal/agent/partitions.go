@@ -128,8 +128,8 @@ func (a *Agent) SetNode(n kube.Node) {
 }
 
 // SetRefused says that the API server refuses a request without which partitions or
-// the node cannot be followed, or with nil that it does not any more. What was in
-// force stays.
+// the node cannot be followed, or with nil that it permits it again. What was in force
+// stays.
 func (p *partitions) SetRefused(request string, err error) {
 	p.hear(func(in *input) {
 		refused := maps.Clone(in.refused)
@@ -168,7 +168,7 @@ func (p *partitions) resolve(in *input, inv *gpu.Inventory, answered bool) (note
 	d, err := p.desired.is, p.desired.err
 	switch {
 	case err != nil && in.fileErr != nil:
-		return note, in.fileErr // what is wrong with an older file is no news
+		return note, in.fileErr // it is what to mend first
 	case err != nil && !answered:
 		// What the process before this one wrote down says nothing of MIG.
 		return status.Why(status.DriverUnread, "waiting for the driver's first answer"), nil

@@ -86,7 +86,7 @@ type Snapshot struct {
 	Heard bool
 	// Unknown is since when the kubelet has not known resources that are offered it.
 	Unknown map[string]time.Time
-	// Missing is what Ready waits for, empty once it need not any more.
+	// Missing is what Ready waits for, empty once the agent has been ready.
 	Missing string
 	// Verdicts are the unhealthy GPUs; Hangs is what the driver does
 	// not answer.
@@ -483,8 +483,8 @@ type group struct {
 	gpus          []gpu.UUID
 }
 
-// together puts verdicts with the same reason into one sentence: a driver that is
-// gone is one piece of news, not one for each GPU.
+// together puts verdicts with the same reason into one sentence, so that a driver that
+// is gone is reported once and not for each GPU.
 func together(inv *gpu.Inventory, verdicts []health.Verdict) []group {
 	var out []group
 	for _, v := range verdicts {

@@ -236,7 +236,7 @@ func (s *storm) damage() {
 }
 
 // crowdLocked leaves a state file in which every GPU that nobody has anything of is
-// cut into as many replicas as the kubelet may be told of.
+// divided into as many replicas as the kubelet may be told of.
 func (s *storm) crowdLocked() {
 	held := map[gpu.UUID]bool{}
 	note := func(grants []ledger.Grant) {
@@ -261,18 +261,18 @@ func (s *storm) crowdLocked() {
 			note(r.Grants)
 		}
 	}
-	cuts := slices.DeleteFunc(slices.Clone(s.doc.Layouts), func(c state.Layout) bool { return !held[c.GPU] })
+	layouts := slices.DeleteFunc(slices.Clone(s.doc.Layouts), func(c state.Layout) bool { return !held[c.GPU] })
 	free := 0
 	for i := range s.gpus {
 		if u := uuid(i); !held[u] {
-			cuts = append(cuts, state.Layout{GPU: u, Past: plan.Past{Layout: plan.Layout{Kind: ledger.Replica, N: timeslice.MaxListed}}})
+			layouts = append(layouts, state.Layout{GPU: u, Past: plan.Past{Layout: plan.Layout{Kind: ledger.Replica, N: timeslice.MaxListed}}})
 			free++
 		}
 	}
 	if free < 2 {
 		return // they would fit
 	}
-	s.doc.Layouts, s.attack.crowded = cuts, true
+	s.doc.Layouts, s.attack.crowded = layouts, true
 	s.done["crowds"]++
 	s.note("the state file has %d GPUs of %d replicas", free, timeslice.MaxListed)
 }

@@ -67,7 +67,7 @@ type storm struct {
 	file    []node.Entry
 	writes  int64
 	pods    map[string]*stormPod // by UID
-	// hw is the GPUs' MIG side; a storm with MIG cuts GPUs with it.
+	// hw is the GPUs' MIG side; a storm with MIG lays GPUs out with it.
 	hw      *outside
 	mig     bool
 	ctx     context.Context // of the agent
@@ -770,11 +770,11 @@ func (s *storm) step() {
 			strings.ReplaceAll(allShared, "shared", "off"),
 			"version: v1\npartitions:\n  default:\n    - devices: [0]\n      mode: shared\n    - devices: [1, 2]\n      mode: whole\n"}[s.rng.IntN(6)]
 		if s.mig {
-			cuts := []string{demand, demand, demand, sevenSmall, twoLarge, "{mode: mig, geometry: {1g.10gb: 3, 3g.40gb: 1}}", "{mode: mig, geometry: {}}",
+			layouts := []string{demand, demand, demand, sevenSmall, twoLarge, "{mode: mig, geometry: {1g.10gb: 3, 3g.40gb: 1}}", "{mode: mig, geometry: {}}",
 				"{mode: mig, profiles: [1g.10gb, 3g.40gb]}", "{mode: whole}", "{mode: shared}", "{mode: off}"}
 			var gpus []string
 			for range s.gpus {
-				gpus = append(gpus, cuts[s.rng.IntN(len(cuts))])
+				gpus = append(gpus, layouts[s.rng.IntN(len(layouts))])
 			}
 			file = migPartition(gpus...)
 		}
@@ -872,7 +872,7 @@ func (s *storm) check(when string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	users := map[string]*stormContainer{} // by resource and ID
-	cuts := map[gpu.UUID]map[string]*stormContainer{}
+	layouts := map[gpu.UUID]map[string]*stormContainer{}
 	capabilities := map[string]bool{}
 	s.hw.with(func() {
 		for i := range s.hw.inv.GPUs {
@@ -905,14 +905,14 @@ func (s *storm) check(when string) {
 				}
 				users[resource+" "+id] = c
 				u := gpu.UUID(strings.Split(id, "::")[0])
-				if cuts[u] == nil {
-					cuts[u] = map[string]*stormContainer{}
+				if layouts[u] == nil {
+					layouts[u] = map[string]*stormContainer{}
 				}
 				if strings.Contains(resource, "/mig-") {
-					cuts[u]["mig"] = c
+					layouts[u]["mig"] = c
 					continue
 				}
-				cuts[u][resource] = c
+				layouts[u][resource] = c
 			}
 		}
 	}
@@ -920,7 +920,7 @@ func (s *storm) check(when string) {
 	if s.plain != nil {
 		s.plain.check(when)
 	}
-	for u, by := range cuts {
+	for u, by := range layouts {
 		if len(by) > 1 {
 			s.t.Errorf("%s: %s is in use as %v", when, u, slices.Sorted(maps.Keys(by)))
 			for r, c := range by {
@@ -1019,7 +1019,7 @@ func (s *storm) calm() {
 // -storm.steps and -storm.seed choose another.
 func TestStorm(t *testing.T) { runStorm(t, false) }
 
-// TestStormWithMIG is the same on GPUs that are cut by MIG, live and on demand,
+// TestStormWithMIG is the same on GPUs with MIG, live and on demand,
 // with a driver of which one call in ten fails.
 func TestStormWithMIG(t *testing.T) { runStorm(t, true) }
 

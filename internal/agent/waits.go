@@ -62,14 +62,13 @@ func (k *gatekeeper) shutBecause(c *ledger.Allocation) (none status.Cause) {
 	case k.reader.parts == nil:
 		return unknown("it is not known yet which driver files containers need")
 	case c.Phase == ledger.Reserved && k.witnesses.Err() != nil:
-		return status.Why(status.HoldersUnknown, "nobody has said whether its devices are free: %v", k.witnesses.Err())
+		return status.Why(status.HoldersUnknown, "it is not known whether its devices are free: %v", k.witnesses.Err())
 	}
 	return none
 }
 
-// tellWaiting tells the ledger, for the pods' sake, why allocations are not ready, and
-// nothing of those of which there is nothing to say any more. What failed for an allocation
-// stays until it is tried again.
+// tellWaiting tells the ledger why allocations are not ready, for the pods that wait,
+// and clears what is over. What failed for an allocation stays until it is tried again.
 func (k *gatekeeper) tellWaiting(trouble map[string]status.Cause) {
 	for _, c := range k.ledger.Allocations() {
 		if why := trouble[c.ID]; !c.IsOpen() && why != c.Cause && (why != (status.Cause{}) || !k.executor.failedFor(c.ID)) {

@@ -256,7 +256,7 @@ func TestOthersGPUs(t *testing.T) {
 	})
 }
 
-// GPUs that NVIDIA's MIG manager cuts are its own.
+// GPUs that NVIDIA's MIG manager lays out are its own.
 func TestMIGManagersGPUs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o := newOutside(2)

@@ -48,8 +48,8 @@ const (
 // reboot, which somebody else has to see to.
 var errResetDue = errors.New("a reset or a reboot is due")
 
-// errPlanAgain says that a GPU is not any more what the plan was made for. Nothing
-// has been done to it.
+// errPlanAgain says that a GPU has changed since the plan was made. Nothing has been
+// done to it.
 var errPlanAgain = errors.New("the GPU has changed since the plan")
 
 // job is work under way.
@@ -176,7 +176,7 @@ func newExecutor(o *Options, w *Worlds, l *ledger.Ledger, wake func()) *executor
 	return e
 }
 
-// seen takes in a reading: an instance that does not stand any more is nobody's.
+// seen takes in a reading: an instance that is gone is forgotten.
 func (e *executor) seen(inv *gpu.Inventory) {
 	for i := range inv.GPUs {
 		if d := &inv.GPUs[i]; d.Fault == "" && d.MIG.Capable && e.jobs[d.UUID] == nil {
@@ -199,8 +199,8 @@ func (e *executor) own(u gpu.UUID, s mig.Placement) {
 	e.mine[u][s] = true
 }
 
-// disown forgets the instances of a GPU that do not stand any more: what comes to
-// their places by another hand is somebody else's.
+// disown forgets the instances of a GPU that are gone: what somebody else makes in
+// their places is foreign.
 func (e *executor) disown(d *gpu.Device) {
 	maps.DeleteFunc(e.mine[d.UUID], func(s mig.Placement, _ bool) bool {
 		return !slices.ContainsFunc(d.MIG.Instances, func(in gpu.Instance) bool {

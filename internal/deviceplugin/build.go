@@ -57,11 +57,11 @@ func Build(in Input) *Offer {
 	for i := range in.Inventory.GPUs {
 		d := &in.Inventory.GPUs[i]
 		v.Rank[d.UUID] = d.Index
-		switch cut := in.Changes.Layouts[d.UUID]; cut.Kind {
+		switch layout := in.Changes.Layouts[d.UUID]; layout.Kind {
 		case ledger.Units:
-			v.Shares[d.UUID] = Share{Unit: cut.Unit}
+			v.Shares[d.UUID] = Share{Unit: layout.Unit}
 		case ledger.Replica:
-			v.Shares[d.UUID] = Share{Replicas: cut.N, Replica: memcap.Replica(d, cut.N)}
+			v.Shares[d.UUID] = Share{Replicas: layout.N, Replica: memcap.Replica(d, layout.N)}
 		}
 		for _, l := range deviceLists(&in, d) {
 			lists[l.resource] = append(lists[l.resource], l.devices)
@@ -300,8 +300,8 @@ func (l *gpuLists) ids(c plan.Layout) []string {
 	return ids
 }
 
-// sized is a MIG device's place with its size. Where the GPU's driver does not know
-// it (any more) that is not known.
+// sized is a MIG device's placement with its size, which is 0 where the GPU's driver
+// does not know it.
 func (in *Input) sized(u gpu.UUID, s mig.Placement) mig.Placement {
 	if card := in.Cards[u]; card != nil {
 		if known, ok := card.Placement(s.Profile, s.Start, s.CI); ok {

@@ -85,11 +85,11 @@ func New(l *ledger.Ledger, now func() time.Time) *FrontEnd {
 }
 
 // Allocate writes down that the kubelet has given these devices to a container,
-// and returns the allocation. It refuses, finally for that pod, what could
-// never work; it does not refuse an ID because another allocation has it. It does not
-// wake the loop, which would run beside the caller's answer to the kubelet and
-// hold it up: Prepare does when the container is to start, and a caller that
-// cannot be sure of a Prepare wakes the loop when its answer is out.
+// and returns the allocation. It refuses what could never work, and the pod fails; it
+// does not refuse an ID because another allocation has it. It does not wake the loop,
+// which would compete with the caller's answer to the kubelet: Prepare does when the
+// container is to start, and a caller that cannot be sure of a Prepare wakes the loop
+// when its answer is out.
 func (f *FrontEnd) Allocate(resource string, ids []string) (ledger.Allocation, error) {
 	now := f.now()
 	f.mu.Lock()
@@ -289,10 +289,10 @@ func (f *FrontEnd) Prepare(ctx context.Context, resource string, ids []string) e
 // record. taken is when it was taken, if that is known: then it is judged as if this
 // process had seen it. Otherwise it is unconfirmed until kubelet or runtime name it.
 //
-// file is when its CDI file was written, zero where there is none or that is not known:
-// where kubelet and runtime agree that nobody has it, it ends Grace after that, and not
-// Grace after this process has started. Otherwise an agent that starts again and again
-// would keep everything for ever.
+// file is when its CDI file was written, zero where there is none or that is not known.
+// Where kubelet and runtime agree that nobody has the allocation, it ends Grace after
+// that time. Counted from the start of the process, a crash-looping agent would never
+// release it.
 //
 // The error wraps gpu.ErrInvalid where the record is not one of devices with this ID.
 func (f *FrontEnd) Found(id string, r ledger.Record, taken, file time.Time) error {
@@ -324,8 +324,8 @@ func (f *FrontEnd) foundLocked(id string, r ledger.Record, taken time.Time) erro
 }
 
 // coverLocked takes over what the kubelet names, if no allocation covers it yet. The
-// error says that IDs are not of our making; then the resource's name is ours by
-// accident and the holding is not.
+// error says that the IDs are not the agent's: another plugin offers a resource of that
+// name.
 func (f *FrontEnd) coverLocked(resource string, ids []string) error {
 	if f.seen[cdi.Key(resource, ids)] != nil {
 		return nil

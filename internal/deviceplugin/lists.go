@@ -17,7 +17,7 @@ type lists struct {
 	// base is the offer as it was published, offer with the faults and what is taken
 	// on top.
 	base, offer *Offer
-	// faults is what is not fit for work, and why.
+	// faults is what is unhealthy, and why.
 	faults faults
 	// moved are the GPUs of which allocations have taken placements, or given them back,
 	// that offer does not show yet.
@@ -57,13 +57,13 @@ func (l *lists) publish(o *Offer) {
 
 func sameID(a, b Device) bool { return a.ID == b.ID }
 
-// faults is why GPUs are not fit for work, and why MIG placements are not whose GPUs are.
+// faults is why GPUs are unhealthy, and why MIG devices are on healthy GPUs.
 type faults struct {
 	gpus       map[gpu.UUID]string
 	placements map[mig.Place]string
 }
 
-// of is why a device is not fit for work.
+// of says whether a device is unhealthy, and why.
 func (f *faults) of(dev *Device) (why string, bad bool) {
 	if why, bad = f.gpus[dev.GPU]; !bad && len(f.placements) > 0 {
 		why, bad = f.placements[mig.Place{GPU: dev.GPU, Placement: dev.Placement}]

@@ -106,10 +106,9 @@ func (f *FrontEnd) Publish(build func([]ledger.Allocation) *Offer) *Offer {
 // publishTries is how often an offer is built anew because allocations have changed.
 const publishTries = 3
 
-// SetFaults says which GPUs are not fit for work, and why, and which MIG placements on
-// the others: from now on all devices of those GPUs and those of the placements are
-// Unhealthy in every offer, and no others for this reason. It does not wait for the
-// loop, so that a fault reaches the kubelet while a round is under way.
+// SetFaults says which GPUs are unhealthy, and which MIG placements on the others, each
+// with the reason. From now on their devices are Unhealthy in every offer. It does not
+// wait for the loop, so that a fault reaches the kubelet while a round is under way.
 func (f *FrontEnd) SetFaults(gpus map[gpu.UUID]string, placements map[mig.Place]string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

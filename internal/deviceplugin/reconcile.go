@@ -33,7 +33,7 @@ type Observation struct {
 	// or a part.
 	Listed        []node.Holding
 	List, Trusted bool
-	// Pods has the names of pods by UID, as far as anybody knows.
+	// Pods has the names of pods by UID, where they are known.
 	Pods map[string]workload.Pod
 }
 
@@ -60,7 +60,7 @@ type Use struct {
 // which the kubelet was not asked for its list ends nothing. An allocation that has had
 // no container yet is kept for Grace: what the checkpoint says of its devices may be
 // of the pod before. (An entry of only some of its devices is another container's: the
-// checkpoint has one for each container, init containers too.) Where the
+// checkpoint has one for each container, also for init containers.) Where the
 // checkpoint cannot be read, PodResources stands in if it is trusted: then any of
 // the allocation's devices keeps it, since that service leaves plain init containers
 // out, and one that it has never named is kept for UnnamedTTL. Where the runtime

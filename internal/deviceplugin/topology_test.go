@@ -167,8 +167,8 @@ func TestTopologyIsKnownAfterAMIGAllocation(t *testing.T) {
 	d, _ := newDesk()
 	card := a100.card(t)
 	v := paired(gpuName, ledger.Whole)
-	cut := onDemand(map[gpu.UUID]*mig.Card{gpuA: card}, nil)
-	v.MIG, v.Resources = cut.MIG, append(v.Resources, cut.Resources...)
+	placed := onDemand(map[gpu.UUID]*mig.Card{gpuA: card}, nil)
+	v.MIG, v.Resources = placed.MIG, append(v.Resources, placed.Resources...)
 	d.set(v)
 	if _, err := d.Allocate(gpuName, []string{string(nth(0))}); err != nil {
 		t.Fatal(err)

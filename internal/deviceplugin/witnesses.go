@@ -140,8 +140,8 @@ func NewWitnesses(o WitnessOptions, f *FrontEnd, names *Names, k Kubelet, r Runt
 		ended: make(chan struct{}, 1), resent: map[string]time.Time{}, stale: map[string]string{}}
 }
 
-// Heard reports whether both have answered since the start: what nobody has named until
-// then may be somebody's.
+// Heard reports whether both have answered since the start. Until then, what nobody has
+// named may still be held.
 func (w *Witnesses) Heard() bool { return w.heard }
 
 // Err is who did not answer when they were last asked, and why.
@@ -150,9 +150,9 @@ func (w *Witnesses) Err() error { return w.err }
 // Used reports whether a container has an allocation.
 func (w *Witnesses) Used(id string) bool { return w.used[id] }
 
-// Due says whether they are to be asked in full: now, since something is to be taken
-// away; where somebody waits for a holder to end; when one of our containers has ended;
-// and now and then.
+// Due says whether they are to be asked in full: at once where something is to be taken
+// away or one of our containers has ended, and else after a while, which is shorter
+// where somebody waits for a holder to end.
 func (w *Witnesses) Due(now, waits bool, at time.Time) bool {
 	if w.askSoon.Swap(false) || now || w.at.IsZero() {
 		return true
@@ -354,7 +354,7 @@ func (w *Witnesses) renewCheckpoint(ctx context.Context, t *Observation, contain
 			stale[e.Resource] = append(stale[e.Resource], key)
 		}
 	}
-	// What was stale and is not any more may become so again, in the same words.
+	// A resource that is not stale now may become stale again with the same keys.
 	maps.DeleteFunc(w.stale, func(resource, _ string) bool { return stale[resource] == nil })
 	before := w.kubelet.Stamp()
 	asked := false
@@ -412,8 +412,8 @@ func (w *Witnesses) podNames(ctx context.Context, t *Observation, containers []n
 }
 
 // Look asks them, in full or as they are, and moves the allocations along by what they
-// say; it returns those that have ended. The error says who has not answered for so long
-// that people should know; a restart of the kubelet or of the runtime is no news.
+// say; it returns those that have ended. The error says who has not answered for
+// SilentFor: a restart of the kubelet or of the runtime is not worth reporting.
 func (w *Witnesses) Look(ctx context.Context, full bool) (ended []ledger.Allocation, _ error) {
 	o, err := w.ask(ctx, full)
 	w.err = err

@@ -40,7 +40,7 @@ type hand struct {
 	offences memcap.Offences
 }
 
-// forget drops what was noted of containers that are not listed any more.
+// forget drops what was noted of containers that are no longer listed.
 func (h *hand) forget(listed map[string]*node.Container) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

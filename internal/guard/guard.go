@@ -27,7 +27,7 @@ const (
 	// seen after half of that on average, confirmed after as much again, and
 	// ended well within a second.
 	DefaultEvery = 250 * time.Millisecond
-	// idleEvery is the same for a GPU that nobody has a cap on, and suspectEvery
+	// idleEvery is the same for a GPU on which there is no cap, and suspectEvery
 	// while somebody is on it who should not be: the judge forgets a doubt that
 	// no look confirms.
 	idleEvery    = 10 * time.Second
@@ -345,7 +345,7 @@ func (g *Guard) round(ctx context.Context, now time.Time) (idle time.Duration) {
 	return idle
 }
 
-// every is how often a GPU is looked at that nobody has a cap on.
+// every is how often a GPU is looked at on which there is no cap.
 func (g *Guard) every(u gpu.UUID) time.Duration {
 	if g.last[u].Intruders > 0 || g.last[u].Unlisted > 0 {
 		return suspectEvery

@@ -139,7 +139,7 @@ func (sc *scene) of(key string) *sum {
 	if t := sc.together[key]; t != nil {
 		return t
 	}
-	return &sum{known: sc.whole} // no process of theirs is on the GPU any more
+	return &sum{known: sc.whole} // their processes have left the GPU
 }
 
 // allowances says what the listed containers may have of a GPU, adds up what those of an
@@ -158,7 +158,7 @@ func (g *Guard) allowances(ctx context.Context, d *gpu.Device, sc *scene, held a
 		key, bytes, found := g.holds(c, d.UUID, held)
 		if !found {
 			for _, key := range g.keys(c) {
-				sc.add(key, s) // of an allocation that is not known any more, or not yet
+				sc.add(key, s) // of an allocation that has ended, or is not known yet
 			}
 			if !g.isOwn(c) {
 				l.Intruders += s.procs

@@ -24,8 +24,8 @@ const DevicePlugin FrontEnd = "device-plugin"
 
 // Errors of a ledger.
 var (
-	// ErrNotOpen says that an allocation's container may not be created yet; whoever
-	// wants to may ask again.
+	// ErrNotOpen says that an allocation's container may not be created yet. It may be
+	// asked again.
 	ErrNotOpen = errors.New("the allocation is not ready")
 	// ErrTaken says that a piece is somebody else's.
 	ErrTaken = errors.New("somebody else has it")
@@ -63,7 +63,7 @@ type Allocation struct {
 	// Asked is when its container was first to start; zero where it has not been since
 	// Taken, or since the allocation was last open.
 	Asked time.Time
-	// Holder is who has it, as far as anybody has said.
+	// Holder is who has it, where that is known.
 	Holder Holder
 }
 
@@ -84,11 +84,11 @@ func (h Holder) String() string {
 	return h.Pod.String()
 }
 
-// Told is what a pod of a namespace is told of who has the allocation with this ID. The
-// errors of a front-end end up in the status and the Events of the pod that asked,
-// which its tenant reads: a pod of another namespace is none of theirs, so that the ID
-// has to do. Empty is a namespace that is not known. (The Node's annotation and Events,
-// the log and `gpu-agent status` are for operators, and name pods.)
+// Told says who has the allocation with this ID in words for a pod of a namespace; an
+// empty one is not known. The errors of a front-end end up in the status and the Events
+// of the pod that asked, which its tenant reads. So a pod of another namespace is not
+// named: its allocation's ID stands for it. (The Node's annotation and Events, the log
+// and `gpu-agent status` are for operators, and name pods.)
 func (h Holder) Told(namespace, id string) string {
 	if namespace != "" && h.Namespace == namespace && h.Name != "" {
 		return h.String()

@@ -263,7 +263,7 @@ func (l *Ledger) edit(id string, change func(*allocation)) {
 	}
 }
 
-// Shut says that the container of an allocation may not be created any more.
+// Shut says that the container of an allocation may no longer be created.
 func (l *Ledger) Shut(id string) {
 	l.edit(id, func(a *allocation) {
 		if a.Phase == Open {
@@ -272,9 +272,9 @@ func (l *Ledger) Shut(id string) {
 	})
 }
 
-// SetCause says why what an allocation needs could not be made so far, empty where
-// there is nothing to say any more: it is in the error of a Prepare that waited in
-// vain, which ends up in an Event of the pod. So it names no pod but by Holder.Told.
+// SetCause says why what an allocation needs could not be made so far; an empty cause
+// clears it. It is in the error of a Prepare that waited in vain, which ends up in an
+// Event of the pod. So it names no pod but by Holder.Told.
 func (l *Ledger) SetCause(id string, why status.Cause) {
 	l.edit(id, func(a *allocation) { a.Cause = why })
 }

@@ -7,7 +7,7 @@ type Phase string
 
 // Phases, in their order.
 const (
-	// Reserved: it was given, and nobody has looked whether the holder before is
+	// Reserved: it was given, and it is not known yet whether the holder before is
 	// still on its pieces.
 	Reserved Phase = "reserved"
 	// Waiting: somebody still is.

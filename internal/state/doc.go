@@ -8,7 +8,7 @@
 // Three things nobody else remembers. No checkpoint says when an allocation was granted, and
 // one whose container has not been created has no CDI file yet. A faulty GPU looks
 // healthy to a process that reads it only now. A layout that was withdrawn has to stay
-// listed for a while, although no partition file names it any more. These are kept here:
+// listed for a while, although the partition file no longer has it. These are kept here:
 //
 //	state.json       the Document: boot, GPUs last seen, faults, withdrawn layouts,
 //	                 time slices; one JSON value with its version
@@ -26,7 +26,7 @@
 //
 //	v1 5d0f3c1e {"key":"9c1f…","resource":"example.com/gpu-mem","grants":[{…}],"allocated":"…"}
 //
-// A write that was cut off, by a kill or a full disk, leaves a line that is not
+// A write that is interrupted, by a kill or a full disk, leaves a line that is not
 // whole. It is dropped, and the next line starts on a line of its own, so that
 // a broken line never spoils the next one. However short the file is truncated, reading
 // it gives the allocations whose lines are whole: no error, and no allocation that was not there.
@@ -63,7 +63,7 @@
 // # Versions
 //
 // A missing file is an empty one, so that a directory in which an agent of
-// version 0 has left its hook programs, and nothing else, needs no migration. A
+// version 0 has left only its hook programs needs no migration. A
 // file of a newer version is refused before anything is touched: an older agent
 // that ignored what it does not know would forget allocations.
 //

@@ -42,15 +42,15 @@ type Made struct {
 	mig.Placement
 }
 
-// Layout is how a GPU is divided: the way in force, whose Until is zero, or one that is
-// not any more and whose devices are still listed.
+// Layout is how a GPU is divided: the way in force, whose Until is zero, or a former one
+// whose devices are still listed.
 type Layout struct {
 	GPU gpu.UUID `json:"gpu"`
 	plan.Past
 }
 
-// file is state.json. It has no newline at its end, so that nothing can be cut
-// off it unnoticed.
+// file is state.json. It has no newline at its end, so that a truncated file is never
+// valid.
 type file struct {
 	Version int `json:"version"`
 	Document
