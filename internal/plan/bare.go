@@ -17,8 +17,8 @@ import (
 // that does not fit together; the plan does without them.
 func Bare(d *gpu.Device, w config.Want) (p mig.Plan, odd, err error) {
 	standing := mig.Stand(&d.MIG)
-	to := mig.Target{MIG: w.Mode == config.MIG, OnDemand: w.OnDemand, Geometry: w.Geometry}
-	if w.Mode == config.Keep || w.Mode == config.Off || d.Fault != "" || !to.MIG && !d.MIG.Capable {
+	to, ok := target(w)
+	if !ok || d.Fault != "" || !to.MIG && !d.MIG.Capable {
 		for _, s := range standing {
 			if !s.Empty {
 				p.Result = append(p.Result, s.Placement)

@@ -257,8 +257,7 @@ func holdersOf(allocations []ledger.Allocation, u gpu.UUID) (names []string, hel
 			names = append(names, allocations[i].Holder.String())
 		}
 	}
-	slices.Sort(names)
-	return slices.Compact(names), len(names) > 0
+	return compact(names), len(names) > 0
 }
 
 // inferLayout is inferLayout of the allocations. Where the lists have no room for all devices of

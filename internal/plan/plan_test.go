@@ -215,8 +215,8 @@ func TestTroubleNamesNoOtherTenantsPod(t *testing.T) {
 		Holder: ledger.Holder{Pod: workload.Pod{Namespace: "train", Name: "job-1"}, Container: "c"}}
 	for _, c := range []struct{ name, namespace, other, want string }{
 		{"of the same namespace", "train", "", "3g.40gb@0 waits for the end of train/job-1 (1g.10gb@1)"},
-		{"of another namespace", "research", "", "3g.40gb@0 waits for the end of claim 0123456789abcdef (1g.10gb@1)"},
-		{"of a namespace that is not known yet", "", "", "3g.40gb@0 waits for the end of claim 0123456789abcdef (1g.10gb@1)"},
+		{"of another namespace", "research", "", "3g.40gb@0 waits for the end of allocation 0123456789abcdef (1g.10gb@1)"},
+		{"of a namespace that is not known yet", "", "", "3g.40gb@0 waits for the end of allocation 0123456789abcdef (1g.10gb@1)"},
 		{"on a GPU that another plugin gives out", "train", "secret/pod-7 has it as nvidia.com/gpu of another device plugin",
 			d.Name() + " is left alone: somebody else gives it out"},
 	} {

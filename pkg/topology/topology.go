@@ -218,13 +218,12 @@ func (g *Graph) Between(a, b gpu.UUID) Pair {
 
 // place is where a device is on the machine.
 type place struct {
-	pci  string
 	path []string
 	numa *int
 }
 
-func placeOf(d *gpu.Device) place { return place{d.PCI, d.Path, d.NUMA} }
-func placeOfNIC(n *gpu.NIC) place { return place{n.PCI, n.Path, n.NUMA} }
+func placeOf(d *gpu.Device) place { return place{d.Path, d.NUMA} }
+func placeOfNIC(n *gpu.NIC) place { return place{n.Path, n.NUMA} }
 
 // numaTo takes a negative node for none, as the kernel writes it.
 func (p place) numaTo(o place) NUMA {

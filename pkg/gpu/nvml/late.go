@@ -96,6 +96,12 @@ func timed[T any](ctx context.Context, l *Late, call string, f func(*Driver) (T,
 	return out, err
 }
 
+// done is timed for what returns nothing but an error.
+func done(ctx context.Context, l *Late, call string, f func(*Driver) error) error {
+	_, err := timed(ctx, l, call, func(d *Driver) (struct{}, error) { return struct{}{}, f(d) })
+	return err
+}
+
 // code is an error's kind in one word.
 func code(err error) string {
 	if err == nil {
@@ -120,8 +126,7 @@ func (l *Late) Parts(ctx context.Context) (cdi.Parts, error) {
 }
 
 func (l *Late) SetTimeSlice(ctx context.Context, u gpu.UUID, s gpu.TimeSlice) error {
-	_, err := timed(ctx, l, "set_time_slice", func(d *Driver) (struct{}, error) { return struct{}{}, d.SetTimeSlice(ctx, u, s) })
-	return err
+	return done(ctx, l, "set_time_slice", func(d *Driver) error { return d.SetTimeSlice(ctx, u, s) })
 }
 
 func (l *Late) MIG(ctx context.Context, u gpu.UUID) (gpu.MIG, error) {
@@ -133,18 +138,15 @@ func (l *Late) CreateInstance(ctx context.Context, u gpu.UUID, profile string, a
 }
 
 func (l *Late) DestroyInstance(ctx context.Context, u gpu.UUID, in gpu.Instance) error {
-	_, err := timed(ctx, l, "destroy_instance", func(d *Driver) (struct{}, error) { return struct{}{}, d.DestroyInstance(ctx, u, in) })
-	return err
+	return done(ctx, l, "destroy_instance", func(d *Driver) error { return d.DestroyInstance(ctx, u, in) })
 }
 
 func (l *Late) SetMIGMode(ctx context.Context, u gpu.UUID, on bool) error {
-	_, err := timed(ctx, l, "set_mig_mode", func(d *Driver) (struct{}, error) { return struct{}{}, d.SetMIGMode(ctx, u, on) })
-	return err
+	return done(ctx, l, "set_mig_mode", func(d *Driver) error { return d.SetMIGMode(ctx, u, on) })
 }
 
 func (l *Late) Reset(ctx context.Context, u gpu.UUID) error {
-	_, err := timed(ctx, l, "reset", func(d *Driver) (struct{}, error) { return struct{}{}, d.Reset(ctx, u) })
-	return err
+	return done(ctx, l, "reset", func(d *Driver) error { return d.Reset(ctx, u) })
 }
 
 // Capabilities asks the kernel, not the driver's library: it is not counted.
@@ -157,10 +159,7 @@ func (l *Late) Capabilities(minor, gi, ci int) ([]*specs.DeviceNode, error) {
 }
 
 func (l *Late) SetMemoryLimit(ctx context.Context, u gpu.UUID, cgroup string, bytes uint64) error {
-	_, err := timed(ctx, l, "set_memory_limit", func(d *Driver) (struct{}, error) {
-		return struct{}{}, d.SetMemoryLimit(ctx, u, cgroup, bytes)
-	})
-	return err
+	return done(ctx, l, "set_memory_limit", func(d *Driver) error { return d.SetMemoryLimit(ctx, u, cgroup, bytes) })
 }
 
 func (l *Late) MemoryLimit(ctx context.Context, u gpu.UUID, cgroup string) (gpu.MemoryLimit, error) {
