@@ -20,6 +20,9 @@
 // selector moves by changing its prefix. A device is named for its GPU's UUID: an index
 // would mean another GPU after a card was taken out, and claims outlive that.
 //
+// A [Publisher] keeps that at the API server, from the moment at which the kubelet has
+// registered the driver: a kubelet that starts deletes the node's slices.
+//
 // # What leaves
 //
 // A device that no layout has any more stays in its slice, tainted, until no claim names

@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dra
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"math"
+	"sync"
+	"time"
+
+	"example.com/gpu-agent/internal/kube"
+
+	"golang.org/x/time/rate"
+	"k8s.io/apimachinery/pkg/util/wait"
+)
+
+// Slices are the node's at the API server: *kube.Client.
+type Slices interface {
+	PublishSlices(ctx context.Context, driver string, want []kube.ResourceSlice) error
+	WatchSlices(ctx context.Context, driver string, changed func()) error
+}
+
+// Publisher keeps the node's slices at the API server as they shall be, while the kubelet
+// has the driver registered. Before that they would only send pods here that wait for a
+// minute, and the kubelet deletes them when it starts.
+type Publisher struct {
+	driver string
+	api    Slices
+	log    *slog.Logger
+	// bound is for somebody who changes slices again and again.
+	bound *rate.Limiter
+	// wake has room for one.
+	wake chan struct{}
+
+	mu sync.Mutex
+	// Guarded by mu: the slices, nil before there are any; whether the kubelet has the
+	// driver; and what kept the last writing from success.
+	want       []kube.ResourceSlice
+	registered bool
+	err        error
+}
+
+// Pauses after a failure.
+const (
+	firstPause = 100 * time.Millisecond
+	lastPause  = 30 * time.Second
+)
+
+// NewPublisher makes a publisher; nothing happens before Run.
+func NewPublisher(driver string, api Slices, log *slog.Logger) *Publisher {
+	return &Publisher{driver: driver, api: api, log: log, bound: rate.NewLimiter(5, 20), wake: make(chan struct{}, 1)}
+}
+
+// Set says what the slices shall be. They must not be changed afterwards.
+func (p *Publisher) Set(want []kube.ResourceSlice) {
+	p.mu.Lock()
+	p.want = want
+	p.mu.Unlock()
+	p.changed()
+}
+
+// Registered says whether the kubelet has the driver. It is said again of each kubelet.
+func (p *Publisher) Registered(yes bool) {
+	p.mu.Lock()
+	p.registered = yes
+	p.mu.Unlock()
+	p.changed()
+}
+
+// Err is why the server does not have all of the slices, as far as was tried; nil where
+// it does.
+func (p *Publisher) Err() error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.err
+}
+
+func (p *Publisher) changed() {
+	select {
+	case p.wake <- struct{}{}:
+	default:
+	}
+}
+
+// Run writes and watches until ctx ends, whose error it returns.
+func (p *Publisher) Run(ctx context.Context) error {
+	var watching sync.WaitGroup
+	defer watching.Wait()
+	watching.Go(func() { _ = p.api.WatchSlices(ctx, p.driver, p.changed) })
+	pause := newPause()
+	for {
+		if err := p.bound.Wait(ctx); err != nil {
+			return ctx.Err()
+		}
+		var again <-chan time.Time
+		switch err := p.publish(ctx); {
+		case err == nil, errors.Is(err, kube.ErrDropped): // until something changes
+			pause = newPause()
+		default:
+			again = time.After(pause.Step())
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-p.wake:
+		case <-again:
+		}
+	}
+}
+
+func newPause() wait.Backoff {
+	return wait.Backoff{Duration: firstPause, Factor: 2, Jitter: 0.5, Cap: lastPause, Steps: math.MaxInt}
+}
+
+// publish writes what differs, if it is time for that.
+func (p *Publisher) publish(ctx context.Context) error {
+	p.mu.Lock()
+	want, before := p.want, p.err
+	due := p.registered && want != nil
+	p.mu.Unlock()
+	if !due {
+		return nil
+	}
+	err := p.api.PublishSlices(ctx, p.driver, want)
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	p.mu.Lock()
+	p.err = err
+	p.mu.Unlock()
+	switch {
+	case err != nil && before == nil:
+		p.log.Warn("the API server does not have the node's ResourceSlices as they are; trying again", "driver", p.driver, "err", err)
+	case err == nil && before != nil:
+		p.log.Info("the API server has the node's ResourceSlices again", "driver", p.driver)
+	}
+	return err
+}
