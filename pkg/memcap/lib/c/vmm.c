@@ -65,7 +65,8 @@ static void apply(struct entry *e, void *arg)
 
 /* hold adds to what holds a handle; let_go takes away, and if nothing is left
  * uncommits the memory and says so, with the entry as it was before. What was
- * exported stays committed: others may hold it. */
+ * exported stays committed: others may hold it. Of a handle that is none of ours, *was is
+ * blank. */
 static void hold(struct process *p, CUhandle handle, uint64_t what)
 {
     struct change c = {.add = what};
@@ -76,9 +77,9 @@ static bool let_go(struct process *p, CUhandle handle, uint64_t what, struct ent
 {
     struct change c = {.sub = what};
     table_change(&p->table, handle, SPACE_HANDLE, apply, &c);
+    *was = c.was;
     if (!c.ended)
         return false;
-    *was = c.was;
     if (!(was->owner & EXPORTED))
         account_uncommit(&p->accounts[was->device], was->bytes);
     return true;
@@ -102,6 +103,16 @@ static void ended(struct process *p, const struct entry *e)
     if (e->how == HOW_MANAGED)
         count_sub(&a->slot->managed, e->bytes);
     account_cancel(a, e->bytes);
+}
+
+/* let_go_of_theirs is called where a handle, or a mapping, was let go of that came of an
+ * import: it may have been the last hold, and the exporter has the memory charged. What was
+ * answered with no may have room now. */
+static void let_go_of_theirs(struct process *p)
+{
+    for (CUdevice d = 0; d < MAX_DEVICES; d++)
+        if (__atomic_load_n(&p->standing[d], __ATOMIC_ACQUIRE) == STANDING_GOOD)
+            account_guessed(&p->accounts[d]);
 }
 
 static void not_ended(struct process *p, const struct entry *e)
@@ -143,6 +154,8 @@ EXPORT CUresult cuMemRelease(CUhandle handle)
         not_ended(p, &was);
     else if (r != CUDA_SUCCESS)
         hold(p, handle, REF);
+    else if (!was.how)
+        let_go_of_theirs(p);
     return r;
 }
 
@@ -218,6 +231,7 @@ EXPORT CUresult cuMemUnmap(CUdeviceptr at, size_t size)
     u.list = u.few;
     u.length = 0;
     u.room = FEW;
+    bool theirs = false;
     uint64_t step = size % BLOCK ? 65536 : BLOCK;
     for (uint64_t i = at; i - at < size; i += step) {
         while (i - at < size && table_take(&p->table, i, SPACE_MAP, &e)) {
@@ -225,10 +239,13 @@ EXPORT CUresult cuMemUnmap(CUdeviceptr at, size_t size)
             if (kept && let_go(p, e.owner, MAPPED, &was))
                 if (!push(&u, &was))
                     not_ended(p, &was); /* no memory to remember it: charged for good */
+            theirs |= kept && !was.how;
             i += e.bytes;
         }
     }
     CUresult r = CALL(cuMemUnmap, at, size);
+    if (theirs && r == CUDA_SUCCESS)
+        let_go_of_theirs(p);
     for (size_t i = 0; i < u.length; i++) {
         const struct entry *t = &u.list[i];
         bool last = i + 1 < u.length && u.list[i + 1].space == SPACE_HANDLE;

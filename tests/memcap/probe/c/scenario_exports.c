@@ -49,6 +49,34 @@ static void registered_and_released(struct scene *s)
     }
 }
 
+/* What was exported and let go of is there as long as it is open. The moment that it is
+ * not, it is room again, also for what was refused just before. */
+static void room_when_the_importer_lets_go(struct scene *s)
+{
+    CUmemAllocationProp prop = property(s, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    uint64_t bytes = s->room / 4;
+    for (int i = 0; i < 16 && !s->failure[0]; i++) {
+        CUmemGenericAllocationHandle handle, peer;
+        CUdeviceptr rest, more;
+        int fd;
+        if (!ASK(s, bytes, s->cu->cuMemCreate(&handle, bytes, &prop, 0)) || !MUST(s, s->cu->cuMemExportToShareableHandle(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0)) ||
+            !MUST(s, s->cu->cuMemImportFromShareableHandle(&peer, (void *)(intptr_t)fd, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)))
+            return;
+        close(fd);
+        MUST(s, s->cu->cuMemRelease(handle));
+        if (!ASK(s, s->room - bytes, s->cu->cuMemAlloc_v2(&rest, s->room - bytes)))
+            return;
+        if (ASK(s, bytes, s->cu->cuMemAlloc_v2(&more, bytes)))
+            fail_scene(s, "room beside what is open yet");
+        MUST(s, s->cu->cuMemRelease(peer));
+        given_back(s, bytes);
+        if (ASK(s, bytes, s->cu->cuMemAlloc_v2(&more, bytes)) && MUST(s, s->cu->cuMemFree_v2(more)))
+            given_back(s, bytes);
+        if (MUST(s, s->cu->cuMemFree_v2(rest)))
+            given_back(s, s->room - bytes);
+    }
+}
+
 /* An allocation of a pool is opened by others, and freed and its pool destroyed all the
  * same: the memory is there as long as it is open. */
 static void pool_exported_and_destroyed(struct scene *s)
@@ -107,6 +135,7 @@ static void made_of_an_unknown_type(struct scene *s)
 const struct scenario export_scenarios[] = {
     {"created-exported-and-released", created_exported_and_released, 0},
     {"registered-and-released", registered_and_released, 0},
+    {"room-when-the-importer-lets-go", room_when_the_importer_lets_go, 0},
     {"pool-exported-and-destroyed", pool_exported_and_destroyed, 0},
     {"made-in-a-locality-domain", made_in_a_locality_domain, 0},
     {"made-of-an-unknown-type", made_of_an_unknown_type, 0},
