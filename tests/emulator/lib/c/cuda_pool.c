@@ -17,7 +17,6 @@
  *
  * "Upgrading to a newer CUDA driver may change, enhance, augment and/or reorder the
  * enumeration of the reuse policies": the switches (cuda_switch.h) do so. */
-#include <sched.h>
 #include <string.h>
 
 #include "cuda_pool.h"
@@ -93,15 +92,17 @@ static void notice(struct pool *p)
 static bool keeps(const struct pool *p) { return p->props.handleTypes && switches.ipc_pools == IPC_POOLS_KEPT && !p->doomed; }
 
 /* The world is told, outside the lock, of the bytes that these return (pool_settle). Until
- * it has been, nobody may hear that they are reserved no more. */
-static _Atomic uint64_t leaving[MAX_DEVICES];
+ * it has been, nobody may hear that they are reserved no more, and who asks sleeps: a
+ * driver that gives memory back holds its lock meanwhile. Guarded by the lock. */
+static uint64_t leaving[MAX_DEVICES];
+static pthread_cond_t left = PTHREAD_COND_INITIALIZER;
 
 static uint64_t shrink(struct pool *p, uint64_t keep)
 {
     uint64_t bytes = keeps(p) ? 0 : heap_shrink(p->heap, keep);
     if (p->on_host)
         return 0;
-    atomic_fetch_add(&leaving[p->device], bytes);
+    leaving[p->device] += bytes;
     return bytes;
 }
 
@@ -121,7 +122,7 @@ uint64_t pool_leave(struct pool *p)
         at = &(*at)->next;
     *at = p->next;
     uint64_t bytes = p->on_host ? 0 : is.reserved - is.shared;
-    atomic_fetch_add(&leaving[p->device], bytes);
+    leaving[p->device] += bytes;
     heap_end(p->heap);
     let_go_later(p->shared);
     object_free(p);
@@ -132,7 +133,12 @@ CUresult pool_settle(const char *call, int device, uint64_t bytes)
 {
     pools_let_go();
     CUresult r = charge(call, &devices[device], -(int64_t)bytes);
-    atomic_fetch_sub(&leaving[device], bytes);
+    if (bytes) {
+        lock();
+        leaving[device] -= bytes;
+        pthread_cond_broadcast(&left);
+        unlock();
+    }
     return r;
 }
 
@@ -146,7 +152,7 @@ uint64_t pools_empty(int device)
         heap_settle(p->heap, over, NULL);
         bytes += p->doomed ? pool_leave(p) : shrink(p, 0);
     }
-    atomic_fetch_sub(&leaving[device], bytes); /* the caller tells the world with other things */
+    leaving[device] -= bytes; /* the caller tells the world with other things */
     return bytes;
 }
 
@@ -454,10 +460,8 @@ API CUresult cuMemPoolGetAttribute(CUmemoryPool handle, int attribute, void *val
     cuuint64_t *wide = value;
     lock();
     struct pool *p = object_get(handle, POOL);
-    while (p && !p->doomed && attribute == CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT && atomic_load(&leaving[p->device])) {
-        unlock();
-        sched_yield();
-        lock();
+    while (p && !p->doomed && attribute == CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT && leaving[p->device]) {
+        pthread_cond_wait(&left, &cuda_lock);
         p = object_get(handle, POOL);
     }
     if (!p || p->doomed) {
