@@ -2,9 +2,8 @@
 
 #include "attempt.h"
 
-/* Attempts take microseconds, unless a thread is held up in one. Patience is counted in
- * naps, not by the clock: where this thread is held up, so is that one. */
-enum { SPINS = 200, NAP_US = 50, NAPS = 10 * 1000, LOOK = 64 };
+/* For how long one naps for another's attempt, and when it is looked whether that one lives. */
+enum { PATIENCE_US = 500 * 1000, LOOK_US = 4000 };
 
 static uint64_t turn_of(const struct account *a, uint64_t word)
 {
@@ -28,20 +27,19 @@ static bool gone(struct account *a, uint64_t word)
 
 bool attempt_begin(struct account *a)
 {
-    uint64_t *at = &a->usage->attempt, word = 0;
-    for (uint32_t i = 0; i < SPINS + NAPS; i++) {
+    uint64_t *at = &a->usage->attempt, word = 0, looks = LOOK_US;
+    for (struct wait w = {0}; w.napped < PATIENCE_US;) {
         word = count_read(at);
-        bool over = !(uint32_t)word || (i >= SPINS && (i - SPINS) % LOOK == LOOK - 1 && gone(a, word));
+        bool over = !(uint32_t)word || (w.napped >= looks && gone(a, word));
+        if (w.napped >= looks)
+            looks = w.napped + LOOK_US;
         if (over && __atomic_compare_exchange_n(at, &word, turn_of(a, word), false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
             return true;
         if (over)
             continue;
         if (word == __atomic_load_n(&a->stuck, __ATOMIC_RELAXED))
             return false;
-        if (i < SPINS)
-            cpu_relax();
-        else
-            nap_us(NAP_US);
+        wait_more(&w);
     }
     __atomic_store_n(&a->stuck, word, __ATOMIC_RELAXED);
     return false;

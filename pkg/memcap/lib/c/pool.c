@@ -176,28 +176,17 @@ static CUresult pass(const struct request *q)
 }
 
 /* A pool is closed while an attempt is undone, for a few calls of the driver none of
- * which waits for the GPU, and opened by those who have waited for that in vain. What
- * is waited for takes microseconds, unless a thread is held up; so patience is counted in
- * naps. */
-enum { SPINS = 200, NAP_US = 20, NAPS = 50 * 1000 };
-
-static bool waits(uint32_t i)
-{
-    if (i < SPINS)
-        cpu_relax();
-    else
-        nap_us(NAP_US);
-    return i < SPINS + NAPS;
-}
+ * which waits for the GPU, and opened by those who have waited for that in vain. */
+static bool waits(struct wait *w) { return wait_more(w) < PATIENCE_US; }
 
 static void enter_pool(struct pool *pool, uint64_t n)
 {
-    for (uint32_t i = 0;; i++) {
+    for (struct wait w = {0};;) {
         count_add(&pool->flight, FLIGHT + n / UNIT);
         if (!__atomic_load_n(&pool->closed, __ATOMIC_SEQ_CST))
             return;
         count_sub(&pool->flight, FLIGHT + n / UNIT);
-        if (!waits(i))
+        if (!waits(&w))
             __atomic_store_n(&pool->closed, 0, __ATOMIC_SEQ_CST);
     }
 }
@@ -206,7 +195,7 @@ static void enter_pool(struct pool *pool, uint64_t n)
 static void close_pool(struct pool *pool)
 {
     __atomic_store_n(&pool->closed, 1, __ATOMIC_SEQ_CST);
-    for (uint32_t i = 0; __atomic_load_n(&pool->flight, __ATOMIC_SEQ_CST) >= 2 * FLIGHT && waits(i); i++)
+    for (struct wait w = {0}; __atomic_load_n(&pool->flight, __ATOMIC_SEQ_CST) >= 2 * FLIGHT && waits(&w);)
         ;
 }
 
@@ -363,15 +352,15 @@ static bool has_room(struct process *p, struct account *a, struct pool *pool, ui
 static bool begin_alone(struct pool *pool)
 {
     __atomic_store_n(&pool->alone, 1, __ATOMIC_SEQ_CST);
-    for (uint32_t i = 0; __atomic_load_n(&pool->r.trims, __ATOMIC_SEQ_CST); i++)
-        if (!waits(i))
+    for (struct wait w = {0}; __atomic_load_n(&pool->r.trims, __ATOMIC_SEQ_CST);)
+        if (!waits(&w))
             return false;
     return true;
 }
 
 enum attempted pool_attempt(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, uint64_t held, CUresult *r)
 {
-    uint64_t over, most = growth_of(p, n);
+    uint64_t there, over = 0, most = growth_of(p, n);
     *r = CUDA_ERROR_OUT_OF_MEMORY;
     enter_pool(pool, n);
     if (pool->exportable)
@@ -386,9 +375,13 @@ enum attempted pool_attempt(struct process *p, const struct request *q, struct p
     }
     reserved_add(a, most); /* more than we have of bound: something is under way */
     *r = pass(q);
-    spin_lock(&pool->lock);
-    bool fits = settle_alone(p, pool, a, n, held, ALONE, &over);
-    spin_unlock(&pool->lock);
+    uint64_t charge = __atomic_load_n(&pool->r.charge, __ATOMIC_ACQUIRE); /* first, as in ordinary */
+    bool fits = !held && reserved_now(pool, &there) && there == charge && !told_more(a, pool);
+    if (!fits) {
+        spin_lock(&pool->lock);
+        fits = settle_alone(p, pool, a, n, held, ALONE, &over);
+        spin_unlock(&pool->lock);
+    }
     if (over && fits) { /* or it is another's growth, who has yet to pay */
         close_pool(pool);
         spin_lock(&pool->lock);

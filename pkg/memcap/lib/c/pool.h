@@ -49,6 +49,9 @@ struct request {
 #define FLIGHT ((uint64_t)1 << 48)
 static inline uint64_t pool_live(const struct pool *pool) { return (__atomic_load_n(&pool->flight, __ATOMIC_SEQ_CST) & (FLIGHT - 1)) * UNIT; }
 
+/* PATIENCE_US is for how long in all threads at a pool nap for one another. */
+enum { PATIENCE_US = 1000 * 1000 };
+
 /* PIECE is in what pools grow, unless one was seen to grow by more. */
 #define PIECE ((uint64_t)32 << 20)
 

@@ -158,8 +158,6 @@ bool pool_find(struct process *p, struct request *q, uint32_t changes, struct po
 
 /* --- giving back ---------------------------------------------------------- */
 
-enum { TRIM_SPINS = 200, TRIM_NAPS = 50 * 1000 }; /* should the attempt's thread not come back */
-
 /* trim has a pool give back what it does not use, beyond keep: no more than is loose, also
  * where others free something meanwhile. What is gone without having been loose lowers the
  * ceiling until a reading. */
@@ -171,15 +169,12 @@ static CUresult trim(struct process *p, struct pool *pool, size_t keep)
     keep = live > keep ? live : keep;
     pool_loosen(p, a, pool, keep);
     spin_unlock(&pool->lock);
-    for (uint32_t i = 0;; i++) { /* an attempt goes by what would be trimmed */
+    for (struct wait w = {0};;) { /* an attempt goes by what would be trimmed */
         __atomic_add_fetch(&pool->r.trims, 1, __ATOMIC_SEQ_CST);
-        if (!__atomic_load_n(&pool->alone, __ATOMIC_SEQ_CST) || i > TRIM_SPINS + TRIM_NAPS)
-            break;
+        if (!__atomic_load_n(&pool->alone, __ATOMIC_SEQ_CST) || w.napped >= PATIENCE_US)
+            break; /* the attempt's thread does not come back */
         __atomic_sub_fetch(&pool->r.trims, 1, __ATOMIC_SEQ_CST);
-        if (i < TRIM_SPINS)
-            cpu_relax();
-        else
-            nap_us(20);
+        wait_more(&w);
     }
     CUresult r = CALL(cuMemPoolTrimTo, (CUmempool)(uintptr_t)pool->handle, keep);
     spin_lock(&pool->lock);
@@ -419,20 +414,25 @@ static uint64_t lacks(const struct account *a, uint64_t n)
 }
 
 /* relieve_pools trims pools of what they do not use: by whole pieces of what n lacks,
- * or of everything where that was not enough. */
-static void relieve_pools(struct process *p, struct account *a, uint64_t n, bool all)
+ * or of everything where that was not enough. It returns whether they may have
+ * more: a pool that has kept some of what was asked of it has no more that it can give. */
+static bool relieve_pools(struct process *p, struct account *a, uint64_t n, bool all)
 {
     CUdevice device = (CUdevice)(a - p->accounts);
+    bool more = false;
     for (int i = next_charged(p, 0); i >= 0; i = next_charged(p, i + 1)) {
         struct pool *pool = &p->pools[i];
         uint64_t lack = lacks(a, n), charge = __atomic_load_n(&pool->r.charge, __ATOMIC_ACQUIRE), live = pool_live(pool);
         if (!lack)
-            return;
+            return true;
         if (pool->device != device || !pool->handle || charge <= live)
             continue;
         lack = round_up(lack, PIECE);
-        trim(p, pool, !all && lack < charge - live ? charge - lack : 0);
+        uint64_t keep = !all && lack < charge - live ? charge - lack : 0;
+        trim(p, pool, keep);
+        more = more || __atomic_load_n(&pool->r.charge, __ATOMIC_ACQUIRE) <= keep;
     }
+    return more;
 }
 
 /* A capture is not to fail for a trim. */
@@ -450,8 +450,9 @@ static void unrelax(CUresult r, int *mode)
 
 /* Room is made ahead for a few pieces. Where few allocations have had the use of it, or
  * none could be made, it is made again only after some without it: twice as many each
- * time. */
-enum { ROOM = 4, FEW = 8, LONGEST_PAUSE = 512 };
+ * time. So it is with room for a request alone, where none could be made; but before a
+ * refusal it is tried in any case (relieve). */
+enum { ROOM = 8, FEW = 8, LONGEST_PAUSE = 512, LONGEST_ALONE = 16 };
 
 bool pool_makes_room(struct process *p, struct pool *pool, struct account *a, uint64_t n, bool ahead)
 {
@@ -460,11 +461,10 @@ bool pool_makes_room(struct process *p, struct pool *pool, struct account *a, ui
     uint64_t want = round_up(lack, PIECE) + (ahead ? ROOM * PIECE : 0);
     if (!lack || charge < live || charge - live < want)
         return false;
-    uint32_t pause = __atomic_load_n(&s->pause, __ATOMIC_RELAXED), wait = __atomic_load_n(&s->wait, __ATOMIC_RELAXED);
+    uint32_t pause = __atomic_load_n(&s->pause[ahead], __ATOMIC_RELAXED), wait = __atomic_load_n(&s->wait[ahead], __ATOMIC_RELAXED);
     if (pause) {
-        __atomic_store_n(&s->pause, pause - 1, __ATOMIC_RELAXED);
-        if (ahead)
-            return false;
+        __atomic_store_n(&s->pause[ahead], pause - 1, __ATOMIC_RELAXED);
+        return false;
     }
     int mode;
     CUresult r = relax(p, &mode);
@@ -473,12 +473,12 @@ bool pool_makes_room(struct process *p, struct pool *pool, struct account *a, ui
     bool made = account_reserve_quickly(a, n);
     if (made)
         __atomic_store_n(&pool->near, false, __ATOMIC_RELAXED);
-    if (ahead) {
-        wait = made && s->count - s->last > FEW ? wait / 2 : wait < LONGEST_PAUSE ? 2 * wait + 1 : wait;
+    bool useful = made && (!ahead || s->count - s->last > FEW);
+    wait = useful ? wait / 2 : 2 * wait + 1 < (ahead ? LONGEST_PAUSE : LONGEST_ALONE) ? 2 * wait + 1 : wait;
+    if (ahead)
         s->last = s->count;
-        __atomic_store_n(&s->wait, wait, __ATOMIC_RELAXED);
-        __atomic_store_n(&s->pause, wait, __ATOMIC_RELAXED);
-    }
+    __atomic_store_n(&s->wait[ahead], wait, __ATOMIC_RELAXED);
+    __atomic_store_n(&s->pause[ahead], wait, __ATOMIC_RELAXED);
     return made;
 }
 
@@ -488,9 +488,10 @@ void relieve(struct account *a, uint64_t n)
     int mode;
     CUresult r = relax(p, &mode);
     pools_settle(p, (CUdevice)(a - p->accounts)); /* they may have shrunk by themselves */
-    relieve_pools(p, a, n, false);
+    bool more = relieve_pools(p, a, n, false);
     if (lacks(a, n))
         relieve_graphs(p, (CUdevice)(a - p->accounts));
-    relieve_pools(p, a, n, true);
+    if (more)
+        relieve_pools(p, a, n, true);
     unrelax(r, &mode);
 }

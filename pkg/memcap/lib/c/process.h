@@ -60,7 +60,7 @@ struct pool {
     } ease;
     struct spare {     /* what it gives back to have room; see pools.c */
         uint32_t count, last; /* of allocations with room, and when that was made last */
-        uint32_t wait, pause; /* how many go without */
+        uint32_t wait[2], pause[2]; /* how many go without; [1]: without room made ahead */
     } spare;
     uint64_t freer[LAST_FREERS]; /* streams of the last frees, each in a word */
     uint64_t keeps;    /* bytes: its release threshold */

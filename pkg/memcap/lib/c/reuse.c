@@ -330,13 +330,15 @@ static enum attempted serve_easily(struct process *p, const struct request *q, s
 
 static enum attempted serve(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, bool easily, CUresult *r)
 {
+    if (easily && n <= __atomic_load_n(&pool->ease.size, __ATOMIC_RELAXED))
+        return serve_easily(p, q, pool, a, n, r);
     struct freers *f = freers_of(pool);
     int own = f ? enlist(p, f, q->stream, key_of(q->stream, q->per_thread), false) : -1;
     uint64_t others = f ? to_follow(f, own) : 0;
     if (easily && pool->exportable)
         return NOT_ATTEMPTED; /* what another stream has freed is not to be missed for want of waiting */
     if (easily)
-        return !others || n <= __atomic_load_n(&pool->ease.size, __ATOMIC_RELAXED) ? serve_easily(p, q, pool, a, n, r) : NOT_ATTEMPTED;
+        return others ? NOT_ATTEMPTED : serve_easily(p, q, pool, a, n, r);
     bool events = goes_by_events(pool);
     for (; !events && others; others &= others - 1)
         complete(p, f, __builtin_ctzll(others));

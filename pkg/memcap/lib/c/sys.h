@@ -119,15 +119,33 @@ static inline void nap_us(uint64_t us)
     SYS2(SYS_nanosleep, &t, 0);
 }
 
+/* A wait is for what takes microseconds, unless a thread has lost its processor or waits for
+ * the driver: so it spins first and then naps, twice as long each time, since a nap costs the
+ * processor as much as fifty allocations. wait_more returns for how many microseconds it
+ * has napped in all. Patience is counted in those, not by the clock: where this thread is held
+ * up, so is the one that it waits for. */
+struct wait {
+    uint32_t spins;
+    uint64_t nap, napped;
+};
+
+static inline uint64_t wait_more(struct wait *w)
+{
+    if (w->spins++ < 200) {
+        cpu_relax();
+        return 0;
+    }
+    w->nap = !w->nap ? 20 : w->nap < 500 ? 2 * w->nap : w->nap;
+    nap_us(w->nap);
+    return w->napped += w->nap;
+}
+
 /* A lock between the threads of one process, for moments. It lies in memory
  * that a forked child finds blank, so no child inherits one that is held. */
 static inline void spin_lock(uint32_t *lock)
 {
-    for (int i = 0; __atomic_exchange_n(lock, 1, __ATOMIC_ACQUIRE); i++)
-        if (i < 200)
-            cpu_relax();
-        else
-            nap_us(20); /* the holder has lost its processor */
+    for (struct wait w = {0}; __atomic_exchange_n(lock, 1, __ATOMIC_ACQUIRE);)
+        wait_more(&w);
 }
 
 static inline void spin_unlock(uint32_t *lock) { __atomic_store_n(lock, 0, __ATOMIC_RELEASE); }
