@@ -3,17 +3,18 @@
 package plugin
 
 import (
-	"strings"
+	"unsafe"
 
 	"google.golang.org/grpc/encoding"
-	_ "google.golang.org/grpc/encoding/proto" // the codec that ours stands before
+	_ "google.golang.org/grpc/encoding/proto" // the codec that ours wraps
 	"google.golang.org/grpc/mem"
+	"google.golang.org/protobuf/encoding/protowire"
 	api "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 )
 
-// codec is gRPC's own but for the two messages that name every device: a *list
-// goes out as the bytes that it is, and a preferred-allocation request comes in
-// as one string divided into IDs, not as thousands of strings.
+// codec is gRPC's own except for the two messages that name every device: a *list
+// is sent as the bytes that it is, and the IDs of a preferred-allocation request are
+// parts of one message, not thousands of strings.
 type codec struct{ encoding.CodecV2 }
 
 func newCodec() codec { return codec{encoding.GetCodecV2("proto")} }
@@ -27,12 +28,7 @@ func (c codec) Marshal(v any) (mem.BufferSlice, error) {
 
 func (c codec) Unmarshal(data mem.BufferSlice, v any) error {
 	if req, ok := v.(*api.PreferredAllocationRequest); ok {
-		var message strings.Builder
-		message.Grow(data.Len())
-		for _, b := range data {
-			message.Write(b.ReadOnlyData())
-		}
-		if requests, ok := decodePreferred(message.String()); ok {
+		if requests, ok := decodePreferred(data.Materialize()); ok {
 			req.ContainerRequests = requests
 			return nil
 		}
@@ -50,33 +46,33 @@ const (
 )
 
 // decodePreferred decodes a PreferredAllocationRequest; its IDs are parts of
-// message. It is not ok with anything that it does not know, which is left to
-// the general decoder.
-func decodePreferred(message string) (requests []*api.ContainerPreferredAllocationRequest, ok bool) {
-	for message != "" {
-		var body string
-		if message[0] != tagContainerRequests {
+// message, which must not change after that. It is not ok with anything that it does
+// not know, which is left to the general decoder.
+func decodePreferred(message []byte) (requests []*api.ContainerPreferredAllocationRequest, ok bool) {
+	for len(message) > 0 {
+		body, n := protowire.ConsumeBytes(message[1:])
+		if message[0] != tagContainerRequests || n < 0 {
 			return nil, false
 		}
-		if body, message, ok = cutBytes(message[1:]); !ok {
-			return nil, false
-		}
+		message = message[1+n:]
 		r := &api.ContainerPreferredAllocationRequest{}
-		for body != "" {
+		for len(body) > 0 {
 			tag := body[0]
 			body = body[1:]
 			if tag == tagSize {
-				var n uint64
-				if n, body, ok = cutVarint(body); !ok {
+				size, n := protowire.ConsumeVarint(body)
+				if n < 0 {
 					return nil, false
 				}
-				r.AllocationSize = int32(n)
+				r.AllocationSize, body = int32(size), body[n:]
 				continue
 			}
-			var id string
-			if id, body, ok = cutBytes(body); !ok {
+			text, n := protowire.ConsumeBytes(body)
+			if n < 0 {
 				return nil, false
 			}
+			body = body[n:]
+			id := unsafe.String(unsafe.SliceData(text), len(text))
 			switch tag {
 			case tagAvailable:
 				if r.AvailableDeviceIDs == nil { // IDs are about equally long.
@@ -92,25 +88,4 @@ func decodePreferred(message string) (requests []*api.ContainerPreferredAllocati
 		requests = append(requests, r)
 	}
 	return requests, true
-}
-
-func cutBytes(s string) (field, rest string, ok bool) {
-	n, s, ok := cutVarint(s)
-	if !ok || n > uint64(len(s)) {
-		return "", "", false
-	}
-	return s[:n], s[n:], true
-}
-
-func cutVarint(s string) (n uint64, rest string, ok bool) {
-	for i := range min(len(s), 10) {
-		if i == 9 && s[i] > 1 {
-			break // more than 64 bits
-		}
-		n |= uint64(s[i]&0x7f) << (7 * i)
-		if s[i] < 0x80 {
-			return n, s[i+1:], true
-		}
-	}
-	return 0, "", false
 }

@@ -34,14 +34,14 @@ func FuzzDecodePreferred(f *testing.F) {
 		if err != nil {
 			f.Fatal(err)
 		}
-		if _, ok := decodePreferred(string(b)); !ok {
+		if _, ok := decodePreferred(b); !ok {
 			f.Errorf("not decoded: %v", m)
 		}
 		f.Add(b)
 		f.Add(append(b, 0x20, 0x01)) // a field of tomorrow
 	}
 	f.Fuzz(func(t *testing.T, b []byte) {
-		requests, ok := decodePreferred(string(b))
+		requests, ok := decodePreferred(b)
 		if !ok {
 			return
 		}

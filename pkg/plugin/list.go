@@ -36,34 +36,40 @@ const (
 // allocation or more a device, for megabytes of garbage at every change.
 func encode(devices []Device) (*list, error) {
 	size := 0
+	var device []byte // reused
 	for i := range devices {
-		size += sizeField(sizeDevice(&devices[i]))
+		device = devices[i].appendTo(device[:0])
+		size += 1 + protowire.SizeBytes(len(device))
 	}
-	l := &list{devices: len(devices), of: devices}
 	if size > maxListBytes {
 		return nil, fmt.Errorf("a list of %d devices takes %d bytes, and the kubelet receives at most %d: cut the GPUs into fewer devices",
 			len(devices), size, maxListBytes)
 	}
 	b := make([]byte, 0, size)
 	for i := range devices {
-		d := &devices[i]
-		b = appendLen(b, fieldListDevices, sizeDevice(d))
-		b = appendString(b, fieldDeviceID, d.ID)
-		b = appendString(b, fieldDeviceHealth, health(d))
-		if len(d.NUMA) == 0 {
-			continue
-		}
-		b = appendLen(b, fieldDeviceTopo, sizeTopology(d))
-		for _, n := range d.NUMA {
-			b = appendLen(b, fieldTopologyNodes, sizeNode(n))
-			if n != 0 {
-				b = protowire.AppendTag(b, fieldNodeID, protowire.VarintType)
-				b = protowire.AppendVarint(b, uint64(n))
-			}
-		}
+		device = devices[i].appendTo(device[:0])
+		b = appendBytes(b, fieldListDevices, device)
 	}
-	l.message = b
-	return l, nil
+	return &list{devices: len(devices), message: b, of: devices}, nil
+}
+
+// appendTo appends the device's message.
+func (d *Device) appendTo(b []byte) []byte {
+	b = appendString(b, fieldDeviceID, d.ID)
+	b = appendString(b, fieldDeviceHealth, health(d))
+	if len(d.NUMA) == 0 {
+		return b
+	}
+	var topologyRoom, nodeRoom [32]byte
+	topology := topologyRoom[:0]
+	for _, n := range d.NUMA {
+		node := nodeRoom[:0]
+		if n != 0 { // proto3 leaves zeros out
+			node = protowire.AppendVarint(protowire.AppendTag(node, fieldNodeID, protowire.VarintType), uint64(n))
+		}
+		topology = appendBytes(topology, fieldTopologyNodes, node)
+	}
+	return appendBytes(b, fieldDeviceTopo, topology)
 }
 
 func health(d *Device) string {
@@ -73,38 +79,8 @@ func health(d *Device) string {
 	return api.Unhealthy
 }
 
-func sizeDevice(d *Device) int {
-	n := sizeField(len(health(d)))
-	if d.ID != "" {
-		n += sizeField(len(d.ID))
-	}
-	if len(d.NUMA) > 0 {
-		n += sizeField(sizeTopology(d))
-	}
-	return n
-}
-
-func sizeTopology(d *Device) int {
-	n := 0
-	for _, node := range d.NUMA {
-		n += sizeField(sizeNode(node))
-	}
-	return n
-}
-
-func sizeNode(n int) int {
-	if n == 0 { // proto3 leaves zeros out
-		return 0
-	}
-	return 1 + protowire.SizeVarint(uint64(n))
-}
-
-// sizeField is the size of a field of n bytes with its tag, which is one byte
-// for all field numbers here.
-func sizeField(n int) int { return 1 + protowire.SizeBytes(n) }
-
-func appendLen(b []byte, field protowire.Number, n int) []byte {
-	return protowire.AppendVarint(protowire.AppendTag(b, field, protowire.BytesType), uint64(n))
+func appendBytes(b []byte, field protowire.Number, value []byte) []byte {
+	return protowire.AppendBytes(protowire.AppendTag(b, field, protowire.BytesType), value)
 }
 
 func appendString(b []byte, field protowire.Number, s string) []byte {
