@@ -100,6 +100,12 @@ func NewKubelet(o KubeletOptions) *Kubelet {
 	if o.Watch == nil {
 		o.Watch = socket.Inotify
 	}
+	if o.Observer == nil {
+		o.Observer = noObserver{}
+	}
+	if o.Looked == nil {
+		o.Looked = func() {}
+	}
 	if o.Changed == nil {
 		o.Changed = func() {}
 	}
@@ -203,7 +209,7 @@ func (k *Kubelet) serve(ctx context.Context, want map[string]Source) {
 		if _, ok := k.served[r]; ok {
 			continue
 		}
-		p := New(Options{Kubelet: k, Resource: r, Source: source, Logger: k.opts.Logger, Observer: k.opts.Observer})
+		p := &Plugin{kubelet: k, resource: r, source: source}
 		ctx, cancel := context.WithCancel(ctx)
 		s := &serving{plugin: p, cancel: cancel, done: make(chan struct{})}
 		k.served[r] = s
@@ -253,7 +259,11 @@ func (k *Kubelet) lookOn(ctx context.Context, told <-chan struct{}, interval tim
 		case _, ok := <-told:
 			if !ok {
 				// The directory is gone: it may be made again in a moment.
-				k.pause(ctx, k.poll)
+				k.look()
+				select {
+				case <-ctx.Done():
+				case <-time.After(k.poll):
+				}
 				return
 			}
 		case <-tick.C:
@@ -268,20 +278,10 @@ func (k *Kubelet) lookOn(ctx context.Context, told <-chan struct{}, interval tim
 	}
 }
 
-func (k *Kubelet) pause(ctx context.Context, d time.Duration) {
-	k.look()
-	select {
-	case <-ctx.Done():
-	case <-time.After(d):
-	}
-}
-
 func (k *Kubelet) look() {
 	id := k.identify(filepath.Join(k.opts.Dir, kubeletSocket))
 	k.sock.set(id)
-	if k.opts.Looked != nil {
-		k.opts.Looked()
-	}
+	k.opts.Looked()
 }
 
 // identify is zero where there is nothing, or nothing that can be looked at.

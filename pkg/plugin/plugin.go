@@ -84,23 +84,11 @@ func (noObserver) Called(string, string, time.Duration, error) {}
 func (noObserver) Refused(string, error)                       {}
 func (noObserver) Registered(string, error)                    {}
 
-// Options are what a Plugin is made of.
-type Options struct {
-	// Kubelet watches the directory that the plugin serves in. It must run for
-	// as long as the plugin does.
-	Kubelet *Kubelet
-	// Resource is the extended resource's full name, "example.com/gpu-mem".
-	Resource string
-	Source   Source
-	// Logger gets messages with the key "resource". Default: slog.Default().
-	Logger *slog.Logger
-	// Observer is optional.
-	Observer Observer
-}
-
-// Plugin serves one resource at one socket.
+// Plugin serves one resource at one socket of a Kubelet's directory.
 type Plugin struct {
-	opts Options
+	kubelet  *Kubelet
+	resource string
+	source   Source
 
 	mu      sync.Mutex
 	service *service // guarded by mu; of the Run in progress or the last one
@@ -111,17 +99,6 @@ type Plugin struct {
 
 	// suspected is when somebody last found the kubelet without this resource.
 	suspected cell[time.Time]
-}
-
-// New makes a plugin; nothing happens before Run.
-func New(o Options) *Plugin {
-	if o.Logger == nil {
-		o.Logger = slog.Default()
-	}
-	if o.Observer == nil {
-		o.Observer = noObserver{}
-	}
-	return &Plugin{opts: o}
 }
 
 const (
@@ -148,7 +125,7 @@ const (
 // gone. Everything that can pass is tried again and logged; an error means that
 // this resource cannot be served in this directory at all.
 func (p *Plugin) Run(ctx context.Context) error {
-	path, err := socketPath(p.opts.Kubelet.opts.Dir, p.opts.Resource)
+	path, err := socketPath(p.kubelet.opts.Dir, p.resource)
 	if err != nil {
 		return err
 	}
@@ -166,25 +143,25 @@ func (p *Plugin) Run(ctx context.Context) error {
 	defer func() {
 		if sock != nil {
 			if err := sock.Remove(); err != nil {
-				p.opts.Logger.Warn("remove socket", "resource", p.opts.Resource, "err", err)
+				p.kubelet.opts.Logger.Warn("remove socket", "resource", p.resource, "err", err)
 			}
 		}
 	}()
-	reg := registration{suspectEvery: p.opts.Kubelet.suspectEvery}
+	reg := registration{suspectEvery: p.kubelet.suspectEvery}
 	for {
 		// Everything is looked at again after whatever woke us.
-		kubelet, looked := p.opts.Kubelet.sock.get()
+		kubelet, looked := p.kubelet.sock.get()
 		streams, streamed := s.streams.get()
 		suspected, suspicion := p.suspected.get()
 		var wait <-chan time.Time
-		if fresh, err := socket.Keep(sock, path, "."+hash(p.opts.Resource)); err != nil {
+		if fresh, err := socket.Keep(sock, path, "."+hash(p.resource)); err != nil {
 			p.report(err, noStream)
 			wait = time.After(socketRetry)
 		} else {
 			p.overcome()
 			if fresh != sock {
 				if sock != nil {
-					p.opts.Logger.Info("socket is gone: listen again", "resource", p.opts.Resource, "socket", path)
+					p.kubelet.opts.Logger.Info("socket is gone: listen again", "resource", p.resource, "socket", path)
 					_ = sock.Close() // Its file is gone already.
 				}
 				sock = fresh
@@ -201,9 +178,9 @@ func (p *Plugin) Run(ctx context.Context) error {
 					continue
 				}
 				reg.tried(kubelet, streams, time.Now(), err)
-				p.opts.Observer.Registered(p.opts.Resource, err)
+				p.kubelet.opts.Observer.Registered(p.resource, err)
 				if p.report(err, streams.opened); err == nil {
-					p.opts.Logger.Info("registered", "resource", p.opts.Resource, "socket", path)
+					p.kubelet.opts.Logger.Info("registered", "resource", p.resource, "socket", path)
 				}
 				continue
 			case in > 0:
@@ -223,9 +200,9 @@ func (p *Plugin) Run(ctx context.Context) error {
 
 // newService returns the service of a run that ends with ctx.
 func (p *Plugin) newService(ctx context.Context) *service {
-	s := &service{resource: p.opts.Resource, source: p.opts.Source, log: p.opts.Logger, observer: p.opts.Observer, stop: ctx,
-		ration:  brief.NewRation(p.opts.Logger, time.Now, time.AfterFunc),
-		changed: p.opts.Kubelet.opts.Changed, stood: p.opts.Kubelet.stood}
+	s := &service{resource: p.resource, source: p.source, log: p.kubelet.opts.Logger, observer: p.kubelet.opts.Observer, stop: ctx,
+		ration:  brief.NewRation(p.kubelet.opts.Logger, time.Now, time.AfterFunc),
+		changed: p.kubelet.opts.Changed, stood: p.kubelet.stood}
 	s.streams.set(streams{lost: time.Now()})
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -257,7 +234,7 @@ func (p *Plugin) register(ctx context.Context, sock *socket.Socket, kubelet sock
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	answer := make(chan error, 1)
-	go func() { answer <- p.opts.Kubelet.register(ctx, p.opts.Resource, filepath.Base(sock.Path)) }()
+	go func() { answer <- p.kubelet.register(ctx, p.resource, filepath.Base(sock.Path)) }()
 	for {
 		select {
 		case err := <-answer:
@@ -265,7 +242,7 @@ func (p *Plugin) register(ctx context.Context, sock *socket.Socket, kubelet sock
 		case <-looked:
 		}
 		var now sockID
-		now, looked = p.opts.Kubelet.sock.get()
+		now, looked = p.kubelet.sock.get()
 		if st, _ := sock.Standing(); now != kubelet || st != socket.Held {
 			cancel()
 			<-answer
@@ -299,7 +276,7 @@ func (p *Plugin) report(err error, tried int) {
 	p.fault, p.tried = old.of(err, time.Now()), tried
 	p.mu.Unlock()
 	if !said && (old.err != nil || err != nil) {
-		p.opts.Kubelet.opts.Changed()
+		p.kubelet.opts.Changed()
 	}
 	level := slog.LevelWarn
 	switch {
@@ -308,7 +285,7 @@ func (p *Plugin) report(err error, tried int) {
 	case said:
 		level = slog.LevelDebug
 	}
-	p.opts.Logger.Log(context.Background(), level, "not registered with the kubelet; trying again", "resource", p.opts.Resource, "err", err)
+	p.kubelet.opts.Logger.Log(context.Background(), level, "not registered with the kubelet; trying again", "resource", p.resource, "err", err)
 }
 
 // sameFailure reports whether two errors are of one kind: the kubelet's answer has the
@@ -408,7 +385,7 @@ func (p *Plugin) Status() Status {
 	p.mu.Lock()
 	s, refused, tried := p.service, p.fault, p.tried
 	p.mu.Unlock()
-	st := Status{Resource: p.opts.Resource}
+	st := Status{Resource: p.resource}
 	if s == nil {
 		return st
 	}
@@ -427,7 +404,7 @@ func (p *Plugin) Status() Status {
 		stream = fault{fmt.Errorf("the kubelet ends its stream of lists as soon as it has opened it; the last list, of %d devices, has %d bytes, and the kubelet receives at most %d",
 			st.Devices, st.Bytes, maxListBytes), n.lost}
 	default:
-		stream = fault{p.opts.Kubelet.streamless(), n.lost}
+		stream = fault{p.kubelet.streamless(), n.lost}
 	}
 	unsent, _ := s.fault.get()
 	for _, f := range []fault{refused, stream, unsent} {

@@ -384,7 +384,7 @@ func TestRegistrationRefused(t *testing.T) {
 func TestRegistrationRefusedInOtherWords(t *testing.T) {
 	log, lines := logger(t)
 	changes := 0
-	p := New(Options{Kubelet: &Kubelet{opts: KubeletOptions{Changed: func() { changes++ }}}, Resource: gpuMem, Logger: log})
+	p := &Plugin{kubelet: &Kubelet{opts: KubeletOptions{Logger: log, Changed: func() { changes++ }}}, resource: gpuMem}
 	for i, step := range []struct {
 		err     error
 		changes int
