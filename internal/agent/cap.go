@@ -3,6 +3,7 @@
 package agent
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 
@@ -15,29 +16,15 @@ import (
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
-// allocations are the allocations, with the caps that were given to their holders as far
-// as anybody knows. Where every record of that is lost the limit page that stands
-// tells: the size of a unit or the number of replicas may have changed since.
+// allocations are the allocations, with the caps that were given to their holders where
+// that is known. Where every record of that is lost the limit page tells: the size of a
+// unit or the number of replicas may have changed since.
 func (k *gatekeeper) allocations() []ledger.Allocation {
 	allocations := k.ledger.Allocations()
 	for i := range allocations {
-		c := &allocations[i]
-		if !slices.ContainsFunc(c.Grants, func(g ledger.Grant) bool { return !g.Cap.Known }) {
-			continue
+		if c := &allocations[i]; !c.CapsKnown() {
+			_ = k.fixCaps(c, func(g *ledger.Grant, _ *gpu.Device) (uint64, error) { return k.caps.Limit(c.ID, g.GPU) })
 		}
-		grants := slices.Clone(c.Grants)
-		for j := range grants {
-			g := &grants[j]
-			d := k.reader.inv.ByUUID(g.GPU)
-			if g.Cap.Known || d == nil {
-				continue
-			}
-			if bytes, err := k.caps.Limit(c.ID, g.GPU); err == nil {
-				*g = g.Fix(bytes, d.Usable())
-			}
-		}
-		k.ledger.Learn(c.ID, grants)
-		c.Grants = grants
 	}
 	return allocations
 }
@@ -46,6 +33,24 @@ func (k *gatekeeper) allocations() []ledger.Allocation {
 // page, so that no container can have come by one: they are what they would be now.
 // The error names the GPU of which that cannot be said.
 func (k *gatekeeper) settleCaps(c *ledger.Allocation) error {
+	return k.fixCaps(c, func(g *ledger.Grant, d *gpu.Device) (uint64, error) {
+		layout := k.layouts.now[g.GPU]
+		switch same := layout.Offers && layout.Kind == g.Kind; {
+		case g.Kind == ledger.Units && same && layout.Unit != 0: // a GPU keeps the unit that it was laid out with, as long as it is held
+			return memcap.Units(g.Units.Len(), layout.Unit), nil
+		case g.Kind == ledger.Units:
+			return memcap.Units(g.Units.Len(), k.unit), nil
+		case same:
+			return memcap.Replica(d, layout.N), nil
+		}
+		_, err := k.caps.Limit(c.ID, g.GPU)
+		return 0, fmt.Errorf("find the cap of %s on %s, which is %s now: %w", c.Resource, g.GPU, layout.Mode(), err)
+	})
+}
+
+// fixCaps gives those grants of an allocation a cap that have none, where bytes tells it.
+func (k *gatekeeper) fixCaps(c *ledger.Allocation, bytes func(*ledger.Grant, *gpu.Device) (uint64, error)) error {
+	var errs []error
 	grants := slices.Clone(c.Grants)
 	for i := range grants {
 		g := &grants[i]
@@ -53,22 +58,15 @@ func (k *gatekeeper) settleCaps(c *ledger.Allocation) error {
 		if g.Cap.Known || d == nil {
 			continue
 		}
-		layout := k.layouts.now[g.GPU]
-		switch same := layout.Offers && layout.Kind == g.Kind; {
-		case g.Kind == ledger.Units && same && layout.Unit != 0: // a GPU keeps the unit that it was laid out with, as long as it is held
-			*g = g.Fix(memcap.Units(g.Units.Len(), layout.Unit), d.Usable())
-		case g.Kind == ledger.Units:
-			*g = g.Fix(memcap.Units(g.Units.Len(), k.unit), d.Usable())
-		case same:
-			*g = g.Fix(memcap.Replica(d, layout.N), d.Usable())
-		default:
-			_, err := k.caps.Limit(c.ID, g.GPU)
-			return fmt.Errorf("find the cap of %s on %s, which is %s now: %w", c.Resource, g.GPU, layout.Mode(), err)
+		n, err := bytes(g, d)
+		if err == nil {
+			*g = g.Fix(n, d.Usable())
 		}
+		errs = append(errs, err)
 	}
 	k.ledger.Learn(c.ID, grants)
 	c.Grants = grants
-	return nil
+	return errors.Join(errs...)
 }
 
 // granted has a round come for a new allocation, which writes it down: the kubelet

@@ -84,10 +84,10 @@ func (t *timeSlices) set(ctx context.Context, inv *gpu.Inventory, epoch uint64, 
 			have = slice{is: want, epoch: epoch}
 			if errors.Is(err, gpu.ErrNotSupported) {
 				have.note = fmt.Sprintf("timeSlice %s is not supported on %s: %v", want, d.Name(), err)
-			} else if errors.Is(err, gpu.ErrTimeout) {
-				return strings.Join(notes, "; "), status.Because(status.DriverFailed, errors.Join(append(errs, fmt.Errorf("set time slice %s on %s: %w", want, d.Name(), err))...))
 			} else if err != nil {
-				errs = append(errs, fmt.Errorf("set time slice %s on %s: %w", want, d.Name(), err))
+				if errs = append(errs, fmt.Errorf("set time slice %s on %s: %w", want, d.Name(), err)); errors.Is(err, gpu.ErrTimeout) {
+					break // so would the others
+				}
 				continue
 			}
 			t.of[w.GPU] = have

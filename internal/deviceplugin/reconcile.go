@@ -144,7 +144,7 @@ func (f *FrontEnd) sortLocked(o *Observation) *sorted {
 	}
 	for _, u := range o.Uses {
 		s.uses[u.Key] = append(s.uses[u.Key], u)
-		if a, ok := f.ledger.Get(u.Key); ok && f.seen[u.Key] != nil && slices.ContainsFunc(a.Grants, func(g ledger.Grant) bool { return !g.Cap.Known }) {
+		if a, ok := f.ledger.Get(u.Key); ok && f.seen[u.Key] != nil && !a.CapsKnown() {
 			if r, err := ledger.ReadRecord(u.Record); err == nil && cdi.Key(r.Resource, IDs(r.Grants)) == u.Key {
 				f.ledger.Learn(u.Key, r.Grants)
 			}

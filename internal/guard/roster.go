@@ -31,11 +31,6 @@ func (a allocations) on(key string, u gpu.UUID) (bytes uint64, ok bool) {
 	return limit.Bytes, limit.Known
 }
 
-// capsKnown reports whether a record says of each grant how much its holder may have.
-func capsKnown(c *ledger.Allocation) bool {
-	return !slices.ContainsFunc(c.Grants, func(g ledger.Grant) bool { return !g.Cap.Known })
-}
-
 // roster is the runtime's list of containers, and the containers that use a GPU and
 // are not on it.
 type roster struct {
@@ -68,25 +63,6 @@ type stray struct {
 	podUID      string
 }
 
-// receive waits for what a channel has, and no longer than that.
-func receive[T any](from <-chan T, wait time.Duration) (v T, ok bool) {
-	if wait > 0 {
-		timer := time.NewTimer(wait)
-		defer timer.Stop()
-		select {
-		case v = <-from:
-			return v, true
-		case <-timer.C:
-		}
-	}
-	select {
-	case v = <-from:
-		return v, true
-	default:
-		return v, false
-	}
-}
-
 // refresh asks for the list of containers where it is old, or lacks one that was
 // seen. It reports whether there is another list now.
 func (r *roster) refresh(ctx context.Context, now time.Time, sums map[string]*sum) bool {
@@ -110,9 +86,15 @@ func (r *roster) refresh(ctx context.Context, now time.Time, sums map[string]*su
 			to <- listing{now, list, err}
 		}(r.listing)
 	}
-	got, ok := receive(r.listing, wait)
-	if !ok {
-		return false
+	var got listing
+	select {
+	case got = <-r.listing:
+	default:
+		select {
+		case got = <-r.listing:
+		case <-time.After(wait):
+			return false
+		}
 	}
 	r.listing, r.relist = nil, now.Add(listSoon)
 	if got.err != nil {
@@ -138,7 +120,7 @@ func (r *roster) knows(id string, held allocations) bool {
 		return false
 	}
 	for _, key := range r.keys(c) {
-		if c := held[key]; c == nil || !capsKnown(c) {
+		if c := held[key]; c == nil || !c.CapsKnown() {
 			return false
 		}
 	}
@@ -199,7 +181,7 @@ func (r *roster) podHas(uid string, u gpu.UUID, held allocations) (pod *node.Con
 		limit, on := held.on(key, u)
 		who := c.Holder
 		switch {
-		case !capsKnown(c):
+		case !c.CapsKnown():
 			sure = sure && !keys[key]
 		case !on:
 		case keys[key] || who.Namespace == pod.Namespace && who.Name == pod.Pod:

@@ -125,6 +125,11 @@ func (a *Allocation) Cap(u gpu.UUID) (cap Cap) {
 	return cap
 }
 
+// CapsKnown reports whether a record says of each grant how much its holder may have.
+func (a *Allocation) CapsKnown() bool {
+	return !slices.ContainsFunc(a.Grants, func(g Grant) bool { return !g.Cap.Known })
+}
+
 // Record is what is written down of it.
 func (a *Allocation) Record() Record {
 	return Record{Owner: a.Owner, Resource: a.Resource, Grants: a.Grants}
