@@ -18,8 +18,8 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// capabilityMode is the mode that the driver gives the nodes of instances: who
-// has one in its container may use the instance.
+// capabilityMode is the mode that the driver gives the nodes of instances: a container
+// that has the node may use the instance.
 const capabilityMode = 0o444
 
 // capabilities finds and makes the device nodes that open MIG instances.
@@ -134,8 +134,8 @@ func (c *capabilities) capabilityMajor() (uint32, error) {
 	return 0, fmt.Errorf("%s has no character device nvidia-caps: %w; is the driver loaded?", file, gpu.ErrNotSupported)
 }
 
-// isDevice says whether a path is a character device with these numbers. A node
-// with others, of a kernel module that was loaded before, is none.
+// isDevice reports whether a path is a character device with these numbers. A node with
+// other numbers, of a kernel module that was loaded before, is not.
 func isDevice(path string, device uint64) (bool, error) {
 	var node unix.Stat_t
 	err := unix.Lstat(path, &node)
@@ -151,7 +151,7 @@ func isDevice(path string, device uint64) (bool, error) {
 	return node.Rdev == device, nil
 }
 
-// makeNode puts a node at a path, in the place of what is there, in one step: a
+// makeNode creates a node at a path and replaces what is there in one step, because a
 // container may be starting with it.
 func makeNode(path string, device uint64) error {
 	dir := filepath.Dir(path)

@@ -41,7 +41,7 @@
 // and only a new process helps. What counts is the library's content. The same
 // version laid down again, as by a driver container that starts anew, still fits.
 //
-// The kernel module can be unloaded only while nobody has the driver
+// The kernel module can be unloaded only while no process has the driver
 // initialised. Close lets go of it, and Open takes it up again.
 //
 // # Old drivers
@@ -114,7 +114,7 @@
 //     the mode changes), what a link says of its far end once it is down, and the
 //     fabric of a GPU that a fabric manager takes into another partition.
 //
-// tests/hardware holds all of it against nvidia-smi topo -m where there is one.
+// On a machine with NVLink, tests/hardware compares all of it with nvidia-smi topo -m.
 //
 // # The machine
 //
@@ -127,18 +127,18 @@
 //
 // # MIG
 //
-// An instance is made in two steps, the GPU instance with its memory and the
-// compute instance in it, and always at a place that the caller names: left to
-// itself the driver fills a card so that what was possible in another order is
-// not any more. A creation that fails takes back what it made. What somebody
-// else left half done (a process that was killed between the steps) is listed
-// with CI -1; a creation at that place goes on with it, and DestroyInstance
-// removes it. Destroying looks at what exists there first: numbers of instances
-// and even their UUIDs come back, profile and placement tell them apart.
+// An instance is created in two steps, the GPU instance with its memory and the compute
+// instance in it, and always at a placement that the caller names. Left to itself, the
+// driver fills a card in an order that leaves no room for what another order would have
+// allowed. A creation that fails destroys what it created. A process that is killed
+// between the steps leaves a GPU instance that is listed with CI -1: a creation at that
+// placement goes on with it, and DestroyInstance removes it. DestroyInstance checks first
+// what exists there: numbers of instances and even their UUIDs are used again, and only
+// profile and placement tell instances apart.
 //
-// Profiles and their places are the driver's word and are read once. The numbers
-// of device nodes (Capabilities) are the kernel module's: they are read from its
-// list, and nodes that nobody has made yet are made.
+// Profiles and their placements come from the driver and are read once. The numbers of
+// device nodes (Capabilities) come from the kernel module's list, and missing nodes are
+// made.
 //
 // The mode of a card may wait for a reset. The driver's library has no call for
 // that, so Reset runs the driver's nvidia-smi, with the library let go of: an
@@ -157,8 +157,8 @@
 // listing GPUs whose nodes the container lacks (it reads only those nodes).
 // Device nodes are named by path without numbers: the runtime reads the
 // numbers when it makes the container, so a kernel module that was loaded
-// again with another major number harms nobody.
+// again with another major number does no harm.
 //
-// The package does not know how a GPU is shared, who holds it, what a claim
-// is, or what the kubelet wants.
+// The package does not know how a GPU is shared, who holds it, what an
+// allocation is, or what the kubelet wants.
 package nvml

@@ -11,17 +11,17 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// hungAfter is the age at which a call whose caller has left is taken for hung.
-// A caller may leave because it has better things to do, and the call may be
-// about to end: those in line wait so long before they are turned away.
+// hungAfter is the age at which a call whose caller has left counts as hung. The caller
+// may have left for another reason, and the call may be about to end: so those in line
+// wait this long before they are turned away.
 const hungAfter = time.Second
 
 // door lets one call to the driver in at a time, and lets a caller leave
 // before its call has an answer.
 type door struct {
 	token chan struct{} // holds one token while nobody is inside
-	// patient doors take no call for hung: what goes on behind them may last, and
-	// those in line wait as long as they like. Set before the door is used.
+	// A patient door takes no call for hung: work behind it may take long, and those
+	// in line wait as long as their contexts allow. Set before the door is used.
 	patient bool
 
 	mu sync.Mutex
@@ -77,7 +77,7 @@ func through[T any](ctx context.Context, d *door, what string, f func() (T, erro
 		value T
 		err   error
 	}
-	answers := make(chan answer, 1) // one may come when nobody waits any more
+	answers := make(chan answer, 1) // one may come after the caller has left
 	go func() {
 		value, err := f()
 		if left := d.answer(v); left && err == nil && undo != nil {
@@ -94,7 +94,7 @@ func through[T any](ctx context.Context, d *door, what string, f func() (T, erro
 	if d.abandon(v) {
 		return none, d.refusal(what, context.Cause(ctx))
 	}
-	a := <-answers // it came in the same moment
+	a := <-answers // it came at the same moment
 	return a.value, a.err
 }
 

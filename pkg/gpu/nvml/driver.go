@@ -270,11 +270,11 @@ var process struct {
 type gates struct {
 	door  *door // for all that has no other place
 	waits *door // of event sets
-	// outside is held by whoever calls the library in neither of these doors, and
-	// alone by whoever initialises it, or lets go of it.
+	// outside is held by those who call the library through neither of these doors.
+	// Initialising the library and shutting it down take it alone.
 	outside *share
-	// sets is held while events are waited for, and alone by whoever cannot have
-	// that. It is taken after outside, and before the doors.
+	// sets is held while events are waited for. Work that cannot run meanwhile takes
+	// it alone. It is taken after outside, and before the doors.
 	sets *share
 
 	mu sync.Mutex
@@ -425,8 +425,8 @@ func (d *Driver) Close() error {
 	return nil
 }
 
-// alone runs f in both doors. The caller holds what release gives back: after f,
-// which may end when nobody waits for it any more, or when f will not run.
+// alone runs f inside both doors. The caller holds what release gives back. release is
+// called after f, which may end after the caller has left, or when f will not run.
 func (s *session) alone(ctx context.Context, what string, release func(), f func() error) error {
 	var began atomic.Int32 // 1: f has, 2: it never will
 	_, err := through(ctx, s.waits, what, func() (struct{}, error) {
@@ -502,8 +502,8 @@ func (s *session) has(symbol string) bool {
 	return s.lib.Extensions().LookupSymbol(symbol) == nil
 }
 
-// Library is the file that the driver's library was loaded from; a name
-// without a slash is one that the dynamic linker found, and nobody knows where.
+// Library is the file that the driver's library was loaded from. A name without a slash
+// means that the dynamic linker found it at a place that is not known.
 func (s *session) Library() string { return s.library }
 
 // handle finds a GPU. A name that the driver calls malformed is one it does
@@ -607,8 +607,7 @@ func (r *readings) processes(h nvml.Device) ([]gpu.Process, error) {
 // process lists carry it in.
 const notAvailable = ^uint64(0)
 
-// instance is the number of a GPU or compute instance, -1 where the driver
-// says that there is none.
+// instance is the number of a GPU or compute instance, -1 if the driver names none.
 func instance(id uint32) int {
 	if id == ^uint32(0) {
 		return -1

@@ -10,8 +10,8 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// refused says in our words what the driver answered, nil for success. The
-// driver's own text stays in the message; its code does not stay in the chain.
+// refused translates the driver's answer into an error of package gpu, nil for success.
+// The driver's own text stays in the message; its code does not stay in the chain.
 func refused(ret nvml.Return) error {
 	if ret == nvml.SUCCESS {
 		return nil
@@ -19,10 +19,10 @@ func refused(ret nvml.Return) error {
 	return fmt.Errorf("%w (the driver says %q)", meaning(ret), ret.Error())
 }
 
-// failed is refused of one step, which it names.
+// failed is refused with the name of the step.
 func failed(step string, ret nvml.Return) error { return in(step, refused(ret)) }
 
-// in says what was being done when an error came, nil where there is none.
+// in adds to an error what was being done. It is nil for nil.
 func in(step string, err error) error {
 	if err == nil {
 		return nil

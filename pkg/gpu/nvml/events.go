@@ -154,8 +154,8 @@ type armed struct {
 	absent  []loss        // of those, the ones that the driver says it lost, by index
 }
 
-// loss is a GPU that the driver says is lost: by its UUID, or by its index where
-// nobody knows that.
+// loss is a GPU that the driver says is lost: by its UUID, or by its index if the UUID
+// is not known.
 type loss struct {
 	gpu   gpu.UUID
 	index int
@@ -380,7 +380,7 @@ func (d *Driver) registerOne(set nvml.EventSet, index int, lost map[gpu.UUID]boo
 	return h, u, failed("watch "+string(u), h.RegisterEvents(nvml.EventTypeXidCriticalError, set))
 }
 
-// disarm frees the set, on which nobody waits any more.
+// disarm frees the set. No wait on it is under way.
 func (d *Driver) disarm(a armed) {
 	defer d.sets.part()
 	ctx, cancel := context.WithTimeout(context.Background(), eventGrace)
@@ -486,7 +486,7 @@ func (w *watch) reportLost(ctx context.Context) (lost []gpu.UUID) {
 // keep a loss from being told. It may hang itself, and then finds nothing until
 // that has ended.
 func (d *Driver) findLost(a armed) <-chan gpu.UUID {
-	found := make(chan gpu.UUID, len(a.order)) // perhaps nobody hears any more
+	found := make(chan gpu.UUID, len(a.order)) // the receiver may have left
 	select {
 	case <-d.look:
 	default:
@@ -513,7 +513,7 @@ func (d *Driver) findLost(a armed) <-chan gpu.UUID {
 	return found
 }
 
-// end waits for the end of the wait that is under way.
+// end waits until the wait for events that is under way has ended.
 func (w *watch) end(ctx context.Context, l *listener) error {
 	close(l.stop)
 	grace := time.NewTimer(w.opts.EventWait + eventGrace)
@@ -528,7 +528,7 @@ func (w *watch) end(ctx context.Context, l *listener) error {
 				w.report(w.event(ctx, n.data))
 			}
 		case <-grace.C:
-			go func() { // until then nobody has the library alone
+			go func() { // until then the library cannot be initialised anew
 				<-l.done
 				w.sets.part()
 			}()
@@ -541,8 +541,8 @@ func (w *watch) end(ctx context.Context, l *listener) error {
 type listener struct {
 	heard chan news
 	stop  chan struct{} // closed: begin no other wait
-	left  chan struct{} // closed: nobody hears any more
-	done  chan struct{} // closed: nobody waits any more
+	left  chan struct{} // closed: nobody receives from heard
+	done  chan struct{} // closed: no wait is under way
 }
 
 // news is what a wait ended with.

@@ -18,8 +18,8 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// settleWait is how long the machine's list of GPUs must stay as it is before
-// it counts: a driver that is loaded makes one device node after the other.
+// settleWait is how long the machine's list of GPUs must stay unchanged before it
+// counts: while a driver loads, it makes one device node after the other.
 const settleWait = 200 * time.Millisecond
 
 // devDir and procDir are where the kernel shows GPUs without its driver's
@@ -69,9 +69,9 @@ func (p *presence) present(dev gpu.Device) bool {
 	return err == nil
 }
 
-// follow sends what GPUs the kernel shows each time that this has become
-// another than it was, last being what it was; nobody need take it at once, and
-// only the latest is kept. The channel is closed after ctx ends.
+// follow sends which GPUs the kernel shows, each time that they change; last is what it
+// showed before. The receiver may take its time: only the latest value is kept. The
+// channel is closed after ctx ends.
 func (p *presence) follow(ctx context.Context, last string) <-chan string {
 	changes := make(chan string, 1)
 	go func() {
@@ -110,7 +110,7 @@ func (p *presence) follow(ctx context.Context, last string) <-chan string {
 					break
 				}
 				last = now
-				select { // an older one that nobody took
+				select { // drop an older one that was not received
 				case <-changes:
 				default:
 				}
@@ -121,8 +121,8 @@ func (p *presence) follow(ctx context.Context, last string) <-chan string {
 	return changes
 }
 
-// glance is what of the hardware must be looked at, since nothing tells when it
-// changes.
+// glance is the part of the hardware whose changes nothing reports, so that it must be
+// polled.
 func (p *presence) glance(nodes nodeWatch) string {
 	if nodes.file == nil {
 		return p.hardware()
@@ -144,8 +144,8 @@ type nodeWatch struct {
 // not for this.)
 const nodeEvents = unix.IN_CREATE | unix.IN_DELETE | unix.IN_MOVED_FROM | unix.IN_MOVED_TO | unix.IN_DELETE_SELF | unix.IN_MOVE_SELF | unix.IN_ONLYDIR
 
-// watchNodes watches a directory. Where the kernel has no watch to give, or
-// there is no such directory, there is none.
+// watchNodes watches a directory. The result is the zero nodeWatch if the kernel has no
+// watch left, or there is no such directory.
 func watchNodes(dir string) nodeWatch {
 	fd, err := unix.InotifyInit1(unix.IN_CLOEXEC | unix.IN_NONBLOCK)
 	if err != nil {

@@ -45,13 +45,13 @@ func FindHook() (string, error) {
 // state directory under the same name. The directory is named by content, so
 // that a new version of the agent never changes the program under containers
 // that are being started by CDI files of an older one; older programs are left
-// in place, because a claim's file may name them as long as it stands.
+// in place, because the CDI file of an allocation may name them.
 //
-// Installing again changes nothing where the program is intact, and replaces it where it
-// is not; half a copy of an agent that was killed meanwhile is removed. Both
-// programs are read only where one of them is not the file that it was the last
-// time, as a file beside the directories says. src must be executable by the host,
-// so statically linked or linked against what any host has.
+// Installing again changes nothing if the program is intact, and replaces it otherwise.
+// It removes the unfinished copy of an agent that was killed meanwhile. It reads the two
+// programs only if one of them has changed since the last time, according to a file beside
+// the directories. The host must be able to execute src, so src is linked statically or
+// against what any host has.
 func InstallHook(src, stateDir string) (path string, err error) {
 	if !filepath.IsAbs(stateDir) {
 		return "", fmt.Errorf("install %s: state directory %q: want an absolute path: %w", src, stateDir, gpu.ErrInvalid)
@@ -100,8 +100,8 @@ func isProgram(path string, sum []byte) bool {
 // stands there since: the marks of both files.
 const installedFile = "installed"
 
-// fileMarks tell a file from any other and from itself after a change: nobody but
-// the kernel sets the time of the last change of a file's inode.
+// fileMarks differ between two files, and between a file before and after a change: only
+// the kernel sets the time of an inode's last change.
 func fileMarks(path string) (string, error) {
 	var st unix.Stat_t
 	if err := unix.Stat(path, &st); err != nil {
@@ -146,8 +146,8 @@ func remember(hooks, version, marks string) {
 	})
 }
 
-// removeHalves removes what an agent left that was killed in InstallHook. Each
-// is as large as the program, and nobody else would ever look at it.
+// removeHalves removes the unfinished copies of an agent that was killed in
+// InstallHook. Each is as large as the program, and nothing else removes them.
 func removeHalves(stateDir string) error {
 	hooks, err := fs.Glob(os.DirFS(stateDir), "hooks/*/."+hookProgram+".*.tmp")
 	for _, name := range hooks {

@@ -15,8 +15,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// place is where an instance stands, as people read it: 3g.40gb@4, and
-// 1c.3g.40gb@4.1 for a split.
+// place is an instance's placement in words: 3g.40gb@4, and 1c.3g.40gb@4.1 for a split.
 func place(profile string, start, ci int) string {
 	if _, compute := split(profile); compute > 0 {
 		return fmt.Sprintf("%s@%d.%d", profile, start, ci)
@@ -35,18 +34,18 @@ func split(profile string) (whole string, compute int) {
 	return profile, 0
 }
 
-// CreateInstance makes a compute instance of a profile, by the driver's name for
-// it or a split's (1c.3g.40gb), at a placement of its GPU instance; ci is the
-// split's first compute slice within that, and 0 else. Where a GPU instance of
-// the profile stands at the placement, the compute instance is made in it; else
-// one is made for it, and is gone again when the second step fails. What exists
-// already as it is asked for is returned as it stands, busy or not. The UUID of
-// what was made is left out: to find it takes the driver as long as MIG does.
+// CreateInstance creates a compute instance of a profile, which is the driver's name or
+// that of a split (1c.3g.40gb), at a placement of its GPU instance. For a split, ci is
+// its first compute slice within the GPU instance; otherwise ci is 0. If a GPU instance
+// of the profile exists at the placement, the compute instance is created in it.
+// Otherwise a GPU instance is created first, and destroyed again if the second step
+// fails. If the instance exists already, it is returned as it is, busy or not. The UUID
+// of a new instance is left out: finding it takes the driver as long as MIG does.
 //
-// The hardware takes 0.1 to 1 s, and may take much longer; work on one GPU is
-// done one at a time, and neither waits for readings nor keeps them waiting. A
-// caller that leaves (gpu.ErrTimeout) does not end the work: the next work on
-// that GPU, and MIG, wait for it.
+// The hardware takes 0.1 to 1 s, and may take much longer. Work on one GPU is done one
+// at a time; it neither waits for readings nor delays them. A caller that leaves
+// (gpu.ErrTimeout) does not end the work: the next work on that GPU, and MIG, wait for
+// it.
 //
 // Errors: gpu.ErrNoRoom where something else stands there, or the card cannot
 // have another one; gpu.ErrInvalid for a profile or a place that the GPU does not
@@ -62,7 +61,7 @@ func (m *migSide) CreateInstance(ctx context.Context, u gpu.UUID, profile string
 }
 
 func (m *migSide) createInstance(h nvml.Device, u gpu.UUID, profile string, at gpu.Placement, ci int) (in gpu.Instance, err error) {
-	p, slots, err := m.profileOf(h, u, profile)
+	p, computeSlices, err := m.profileOf(h, u, profile)
 	if err != nil {
 		return in, err
 	}
@@ -84,11 +83,11 @@ func (m *migSide) createInstance(h nvml.Device, u gpu.UUID, profile string, at g
 			return in, advised(refused(ret), p)
 		}
 		s = own[i]
-		if in, err = m.inPlace(h, u, s, slots, ci); err != nil || in.GI == s.id {
+		if in, err = m.inPlace(h, u, s, computeSlices, ci); err != nil || in.GI == s.id {
 			return in, err
 		}
 	}
-	return m.createCompute(u, s, slots, ci)
+	return m.createCompute(u, s, computeSlices, ci)
 }
 
 // undone takes back, after an error, what was made before it.
@@ -117,7 +116,7 @@ func advised(err error, p gpu.Profile) error {
 
 // profileOf finds a profile by the name of it or of a split, and how many compute
 // slices that has.
-func (m *migSide) profileOf(h nvml.Device, u gpu.UUID, name string) (p gpu.Profile, slots int, err error) {
+func (m *migSide) profileOf(h nvml.Device, u gpu.UUID, name string) (p gpu.Profile, computeSlices int, err error) {
 	list, err := m.knownProfiles(h, u)
 	if err != nil {
 		return p, 0, err
@@ -200,15 +199,15 @@ func (m *migSide) computes(u gpu.UUID, s standing) ([]compute, error) {
 	return found, nil
 }
 
-// inPlace is the compute instance of so many compute slices from ci on, if that
-// exists already; its GI is -1 if not.
-func (m *migSide) inPlace(h nvml.Device, u gpu.UUID, s standing, slots, ci int) (gpu.Instance, error) {
+// inPlace finds the compute instance that begins at compute slice ci and has that many
+// compute slices. If there is none, its GI is -1.
+func (m *migSide) inPlace(h nvml.Device, u gpu.UUID, s standing, computeSlices, ci int) (gpu.Instance, error) {
 	none := gpu.Instance{GI: -1, CI: -1}
 	found, err := m.computes(u, s)
 	if err != nil {
 		return none, err
 	}
-	i := slices.IndexFunc(found, func(c compute) bool { return c.start == ci && c.slices == slots })
+	i := slices.IndexFunc(found, func(c compute) bool { return c.start == ci && c.slices == computeSlices })
 	if i < 0 {
 		return none, nil
 	}
@@ -225,11 +224,11 @@ func (m *migSide) inPlace(h nvml.Device, u gpu.UUID, s standing, slots, ci int) 
 }
 
 // createCompute makes the compute instance in a GPU instance.
-func (m *migSide) createCompute(u gpu.UUID, s standing, slots, ci int) (in gpu.Instance, err error) {
+func (m *migSide) createCompute(u gpu.UUID, s standing, computeSlices, ci int) (in gpu.Instance, err error) {
 	none := in
 	in = gpu.Instance{Profile: s.profile.Name, Placement: s.at, GI: s.id}
-	if slots != s.profile.Slices {
-		in.Profile = fmt.Sprintf("%dc.%s", slots, s.profile.Name)
+	if computeSlices != s.profile.Slices {
+		in.Profile = fmt.Sprintf("%dc.%s", computeSlices, s.profile.Name)
 	}
 	kinds, err := m.computeProfiles(u, s)
 	if err != nil {
@@ -239,12 +238,12 @@ func (m *migSide) createCompute(u gpu.UUID, s standing, slots, ci int) (in gpu.I
 	// wants the one with more.
 	i := -1
 	for n, kind := range kinds {
-		if kind.slices == slots && (i < 0 || kind.engines > kinds[i].engines) {
+		if kind.slices == computeSlices && (i < 0 || kind.engines > kinds[i].engines) {
 			i = n
 		}
 	}
 	if i < 0 {
-		return none, fmt.Errorf("a %s instance has no compute instance of %d compute slices: %w", s.profile.Name, slots, gpu.ErrInvalid)
+		return none, fmt.Errorf("a %s instance has no compute instance of %d compute slices: %w", s.profile.Name, computeSlices, gpu.ErrInvalid)
 	}
 	made, err := m.placeCompute(s, kinds[i], ci)
 	if err != nil {
@@ -263,7 +262,7 @@ func (m *migSide) createCompute(u gpu.UUID, s standing, slots, ci int) (in gpu.I
 		return none, err
 	}
 	in.CI, in.CIStart = int(info.Id), int(info.Placement.Start)
-	if slots == s.profile.Slices {
+	if computeSlices == s.profile.Slices {
 		in.CIStart = 0
 	} else if in.CIStart != ci {
 		return none, fmt.Errorf("the driver, too old to be told, puts it at compute slice %d: %w", in.CIStart, gpu.ErrNotSupported)
@@ -291,17 +290,17 @@ func (m *migSide) placeCompute(s standing, p computeProfile, ci int) (nvml.Compu
 	return made, refused(ret)
 }
 
-// DestroyInstance destroys an instance as MIG or the inventory lists it: the
-// compute instance, then the GPU instance unless that holds others. With CI -1 it
-// destroys a GPU instance that holds none. Where the second step fails the compute
-// instance is made again, so that the instance stands or does not, unless the
-// error says otherwise. What is gone already is no error as long as something was
-// left to do: what was left half destroyed may be destroyed as it was before, or
-// as it is listed. Time, and callers that leave, are as with CreateInstance.
+// DestroyInstance destroys an instance as MIG or the inventory lists it: the compute
+// instance, then the GPU instance unless that has other compute instances. With CI -1 it
+// destroys a GPU instance without compute instances. If the second step fails, the
+// compute instance is created again, so that the instance exists as a whole or not at
+// all, unless the error says otherwise. A half-destroyed instance may be destroyed as it
+// was before, or as it is listed now. Time, and callers that leave, are as with
+// CreateInstance.
 //
-// Errors: gpu.ErrInUse where a process uses it, or (CI -1) it holds compute
-// instances; gpu.ErrNotFound where nothing of it stands, or another instance has
-// its numbers now, which is left alone.
+// Errors: gpu.ErrInUse if a process uses it, or if (CI -1) it has compute instances;
+// gpu.ErrNotFound if nothing of it exists, or if another instance has its numbers now,
+// which is left alone.
 func (m *migSide) DestroyInstance(ctx context.Context, u gpu.UUID, in gpu.Instance) error {
 	what := fmt.Sprintf("destroy %s on %s", place(in.Profile, in.Start, in.CIStart), u)
 	_, err := work(ctx, m.session, u, what, onGPU(m.session, u, func(h nvml.Device) (struct{}, error) {
@@ -311,7 +310,7 @@ func (m *migSide) DestroyInstance(ctx context.Context, u gpu.UUID, in gpu.Instan
 }
 
 func (m *migSide) destroyInstance(h nvml.Device, u gpu.UUID, in gpu.Instance) error {
-	p, slots, err := m.profileOf(h, u, in.Profile)
+	p, computeSlices, err := m.profileOf(h, u, in.Profile)
 	if err != nil {
 		return err
 	}
@@ -329,20 +328,20 @@ func (m *migSide) destroyInstance(h nvml.Device, u gpu.UUID, in gpu.Instance) er
 	s.profile = p
 	var others, gone bool
 	if in.CI >= 0 {
-		others, gone, err = m.destroyCompute(u, s, slots, in)
+		others, gone, err = m.destroyCompute(u, s, computeSlices, in)
 	}
 	if err == nil && !others {
 		err = pinned(refused(gi.Destroy()))
 	}
 	if err != nil && gone {
-		if _, left := m.createCompute(u, s, slots, in.CIStart); left != nil {
+		if _, left := m.createCompute(u, s, computeSlices, in.CIStart); left != nil {
 			return fmt.Errorf("%w; GPU instance %d is left empty: make its compute instance again: %w", err, in.GI, left)
 		}
 	}
 	return err
 }
 
-// sought is what the answer to a look for a number means: one that the driver
+// sought translates the driver's answer to a search by number: a number that the driver
 // calls invalid is one that it does not know.
 func sought(ret nvml.Return) nvml.Return {
 	if ret == nvml.ERROR_INVALID_ARGUMENT {
@@ -351,16 +350,16 @@ func sought(ret nvml.Return) nvml.Return {
 	return ret
 }
 
-// destroyCompute destroys a compute instance, and reports whether its GPU
-// instance holds others still, and, also with an error, whether it did: it may
-// have been gone.
-func (m *migSide) destroyCompute(u gpu.UUID, s standing, slots int, in gpu.Instance) (others, destroyed bool, err error) {
+// destroyCompute destroys a compute instance. It reports whether its GPU instance still
+// has others, and whether it destroyed anything, also with an error: the compute instance
+// may have been gone already.
+func (m *migSide) destroyCompute(u gpu.UUID, s standing, computeSlices int, in gpu.Instance) (others, destroyed bool, err error) {
 	ci, ret := s.gi.GetComputeInstanceById(in.CI)
 	if ret = sought(ret); ret != nvml.ERROR_NOT_FOUND {
 		if err := failed(fmt.Sprintf("find compute instance %d", in.CI), ret); err != nil {
 			return false, false, err
 		}
-		if slots < s.profile.Slices {
+		if computeSlices < s.profile.Slices {
 			info, ret := ci.GetInfo()
 			if err := failed("read its compute instance", ret); err != nil {
 				return false, false, err
@@ -374,7 +373,7 @@ func (m *migSide) destroyCompute(u gpu.UUID, s standing, slots int, in gpu.Insta
 		}
 		destroyed = true
 	}
-	if slots == s.profile.Slices {
+	if computeSlices == s.profile.Slices {
 		return false, destroyed, nil
 	}
 	list, err := m.computes(u, s)
@@ -387,7 +386,7 @@ func (m *migSide) destroyCompute(u gpu.UUID, s standing, slots int, in gpu.Insta
 	return len(list) > 0, destroyed, nil
 }
 
-// pinned says what can be done about an instance that is in use.
+// pinned adds to an error what can be done about an instance that is in use.
 func pinned(err error) error {
 	if errors.Is(err, gpu.ErrInUse) {
 		return fmt.Errorf("%w; end what runs on it, and destroy the compute instances in it", err)

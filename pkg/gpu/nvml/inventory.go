@@ -132,8 +132,8 @@ func (d *Driver) device(index int) (gpu.Device, nvml.Device, error) {
 	return dev, h, err
 }
 
-// remembered is a GPU that cannot be read now: by its UUID if that could be
-// read, else by the index it had.
+// remembered is the last good reading of a GPU that cannot be read now. The GPU is found
+// by its UUID if that could be read, and otherwise by its index.
 func (d *Driver) remembered(index int, u gpu.UUID) gpu.Device {
 	if known, ok := d.last[u]; ok {
 		known = clone(known)
@@ -150,10 +150,10 @@ func (d *Driver) remembered(index int, u gpu.UUID) gpu.Device {
 	return gpu.Device{Index: index, UUID: u}
 }
 
-// reconcile holds what was read against what is remembered: a guess by index
-// must not repeat a GPU that was read at another one, and a GPU that the
-// driver stopped listing is kept. It reports whether the machine still has such
-// a one: the driver may list it again when it is initialised anew.
+// reconcile compares what was read with what is remembered. A guess by index must not
+// repeat a GPU that was read at another index, and a GPU that the driver stopped listing
+// is kept. It reports whether the machine still has such a GPU: the driver may list it
+// again after a new initialisation.
 func (d *Driver) reconcile(inv *gpu.Inventory, read map[gpu.UUID]nvml.Device) (stale bool) {
 	listed := map[gpu.UUID]bool{}
 	for i := range inv.GPUs {
@@ -208,9 +208,9 @@ func text(c []int8) string {
 	return b.String()
 }
 
-// nearest is the NUMA node whose memory the driver calls nearest to a GPU. It is
-// for where sysfs is silent, as in a guest without the topology; else the kernel's
-// word counts (place), which the kubelet and other device plugins go by.
+// nearest is the NUMA node whose memory the driver calls nearest to a GPU. It counts
+// only where sysfs says nothing, as in a virtual machine without the topology. Otherwise
+// place takes the kernel's answer, which the kubelet and other device plugins use too.
 func nearest(h nvml.Device) *int {
 	const most = 1024 // the kernel's own limit, CONFIG_NODES_SHIFT
 	mask, ret := h.GetMemoryAffinity(most, nvml.AFFINITY_SCOPE_NODE)

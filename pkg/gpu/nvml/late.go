@@ -23,8 +23,8 @@ type Late struct {
 	// called is told of each call, for metrics.
 	called func(call, code string, took time.Duration)
 
-	// turn has a token while nobody uses what follows. It is not a mutex: an
-	// open that hangs must not hold up those who can wait no longer.
+	// turn has a token while the fields below are not in use. It is not a mutex: an
+	// open that hangs must not delay callers beyond their contexts.
 	turn   chan struct{}
 	driver *Driver // nil until it opened
 	letGo  bool

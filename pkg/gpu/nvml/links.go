@@ -37,7 +37,7 @@ type lane struct {
 	asked    bool
 	known    bool   // where it leads
 	switched bool   // it leads to an NVSwitch
-	peer     string // else: to whoever has this PCI address
+	peer     string // otherwise: the PCI address of the GPU that it leads to
 	version  int    // NVLink generation, 0 where not known
 	mbps     int    // in each direction, 0 where not known
 }
@@ -295,10 +295,9 @@ func (own *nvlinks) joined(self int, gpus []gpu.Device) []gpu.Link {
 	return links
 }
 
-// fabric reads which NVLink fabric beyond the node a GPU belongs to: nil unless
-// it has been taken up into one. An 8-GPU machine with switches of its own is in
-// the fabric whose UUID is zero, which is none. Where the driver cannot tell
-// now, it is as before.
+// fabric reads which NVLink fabric beyond the node a GPU belongs to, nil if it belongs
+// to none. An 8-GPU machine with switches of its own reports the UUID zero, which is no
+// fabric. If the driver cannot tell now, the answer is the one before.
 func (r *linkReader) fabric(h nvml.Device, before *gpu.Fabric) *gpu.Fabric {
 	var state uint8
 	var status, clique uint32

@@ -355,19 +355,19 @@ func (m *migSide) devices(h nvml.Device, u gpu.UUID, in []standing) ([]gpu.Insta
 		if at < 0 {
 			continue // it came after its place was looked at
 		}
-		found, slots, err := m.migDevice(dev, what, in[at])
+		found, computeSlices, err := m.migDevice(dev, what, in[at])
 		if err != nil {
 			return nil, err
 		}
 		all = append(all, found)
-		room -= slots
+		room -= computeSlices
 	}
 	return all, nil
 }
 
 // migDevice reads a MIG device in a GPU instance, and how many compute slices it
 // has.
-func (m *migSide) migDevice(dev nvml.Device, what string, s standing) (in gpu.Instance, slots int, err error) {
+func (m *migSide) migDevice(dev nvml.Device, what string, s standing) (in gpu.Instance, computeSlices int, err error) {
 	in = gpu.Instance{Profile: s.profile.Name, Placement: s.at, GI: s.id}
 	var ret nvml.Return
 	if in.CI, ret = dev.GetComputeInstanceId(); ret != nvml.SUCCESS {
@@ -385,16 +385,16 @@ func (m *migSide) migDevice(dev nvml.Device, what string, s standing) (in gpu.In
 	if err := failed("read the attributes of "+what, ret); err != nil {
 		return in, 0, err
 	}
-	slots = int(a.ComputeInstanceSliceCount)
+	computeSlices = int(a.ComputeInstanceSliceCount)
 	if a.ComputeInstanceSliceCount >= a.GpuInstanceSliceCount {
-		return in, slots, nil
+		return in, computeSlices, nil
 	}
-	in.Profile = fmt.Sprintf("%dc.%s", slots, s.profile.Name)
+	in.Profile = fmt.Sprintf("%dc.%s", computeSlices, s.profile.Name)
 	ci, ret := s.gi.GetComputeInstanceById(in.CI)
 	if err := failed("find the compute instance of "+what, ret); err != nil {
 		return in, 0, err
 	}
 	info, ret := ci.GetInfo()
 	in.CIStart = int(info.Placement.Start)
-	return in, slots, failed("read the compute instance of "+what, ret)
+	return in, computeSlices, failed("read the compute instance of "+what, ret)
 }

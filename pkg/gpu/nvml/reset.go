@@ -98,9 +98,8 @@ func (d *Driver) reset(what string, u gpu.UUID) error {
 	return errors.Join(err, d.takeUp(what))
 }
 
-// takeUp initialises the driver after a reset. A card that begins anew may not be
-// ready, and without a driver every GPU of the node is down: so it is tried for a
-// while.
+// takeUp initialises the driver after a reset, and tries for a while: the card may not
+// be ready at once, and without a driver every GPU of the node is down.
 func (d *Driver) takeUp(what string) error {
 	var err error
 	for began := time.Now(); ; {
@@ -118,8 +117,8 @@ func (d *Driver) takeUp(what string) error {
 	}
 }
 
-// resetMeaning is the sentinel for nvidia-smi's refusal of a reset. It says that
-// a GPU is in use in words, and with NVML's code for it or a general one.
+// resetMeaning is the sentinel for nvidia-smi's refusal of a reset. nvidia-smi says in
+// words that a GPU is in use, and exits with NVML's code for that or a general one.
 func resetMeaning(status int, said string) error {
 	said = strings.ToLower(said)
 	if status == int(nvml.ERROR_IN_USE) || strings.Contains(said, "in use") || strings.Contains(said, "being used") {

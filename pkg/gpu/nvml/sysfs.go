@@ -23,9 +23,9 @@ import (
 // ports, for which the kernel asks the card's firmware.
 const sysWait = time.Second
 
-// machine is what the kernel says of the machine and of where GPUs are in it. It
-// is read beside the driver's door: it is no call of the driver, and a network
-// card that hangs must not look like a GPU that does.
+// machine is what the kernel says about the machine and about where GPUs are in it. It
+// is read outside the driver's door: reading it is no call to the driver, and a network
+// card that hangs must not look like a GPU that hangs.
 type machine struct {
 	all, cardless *door // for readings with and without network cards
 
@@ -41,11 +41,11 @@ func newMachine() *machine {
 	return &machine{all: newDoor(), cardless: newDoor(), gpus: map[gpu.UUID]gpu.Device{}}
 }
 
-// place adds to an inventory what the kernel knows. What it cannot say now, or no
-// longer, as of a GPU that fell off the bus, is as it was. The error wraps
-// gpu.ErrTimeout where ctx has ended before that is known.
+// place adds to an inventory what the kernel knows. What the kernel cannot say now, as
+// about a GPU that fell off the bus, stays as it was. The error wraps gpu.ErrTimeout if
+// ctx ends first.
 func (d *Driver) place(ctx context.Context, inv *gpu.Inventory) error {
-	if ctx.Err() != nil { // nobody waits any more
+	if ctx.Err() != nil { // the caller has left
 		return fmt.Errorf("read %s: %w: %w", d.opts.SysRoot, gpu.ErrTimeout, context.Cause(ctx))
 	}
 	m, sys := d.machine, os.DirFS(d.opts.SysRoot)
@@ -61,11 +61,11 @@ func (d *Driver) place(ctx context.Context, inv *gpu.Inventory) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if silent != nil && !m.silent {
-		who := "network cards do not answer the kernel"
-		if err != nil { // without them neither
-			who = "the kernel does not answer in " + d.opts.SysRoot
+		what := "network cards do not answer the kernel"
+		if err != nil { // the reading without them failed too
+			what = "the kernel does not answer in " + d.opts.SysRoot
 		}
-		d.log.Warn(who+"; what was said last goes on", "within", sysWait)
+		d.log.Warn(what+"; the last answer stays in use", "within", sysWait)
 	}
 	if m.silent = silent != nil; !m.silent {
 		m.rest.NICs = read.NICs
@@ -93,7 +93,7 @@ func (d *Driver) place(ctx context.Context, inv *gpu.Inventory) error {
 
 // read reads sysfs through a door, of the GPUs of an inventory.
 func (m *machine) read(ctx context.Context, door *door, sys fs.FS, inv *gpu.Inventory) (gpu.Inventory, error) {
-	// Of its own: whoever reads may go on when nobody waits any more.
+	// A copy: the reading may go on after the caller has left.
 	asked := gpu.Inventory{GPUs: make([]gpu.Device, len(inv.GPUs))}
 	m.mu.Lock()
 	for i, dev := range inv.GPUs {
@@ -176,8 +176,8 @@ const (
 
 // vgpu finds in a configuration space the vendor's capability by which a virtual
 // GPU makes itself known, "VF", and in it the record 0 with version and branch of
-// the driver on the host, ten characters each. The kernel shows only the first 64
-// bytes to the unprivileged: then there is none.
+// the driver on the host, ten characters each. A process without privileges sees only
+// the first 64 bytes, and then the result is nil.
 func vgpu(config []byte) *gpu.VGPU {
 	if len(config) < 256 || config[configStatus]&statusCapabilities == 0 {
 		return nil
