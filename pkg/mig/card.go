@@ -259,8 +259,8 @@ func (s Placement) sameGI(o Placement) bool {
 	return s.Start == o.Start && s.Size == o.Size && s.Profile.GPUInstance() == o.Profile.GPUInstance()
 }
 
-// clash says whether two placements want the same memory, or the same slices of one
-// GPU instance.
+// clash reports whether two placements need the same memory slices, or the same compute
+// slices of one GPU instance.
 func (s Placement) clash(o Placement) bool {
 	if s.mask()&o.mask() == 0 {
 		return false
@@ -268,8 +268,8 @@ func (s Placement) clash(o Placement) bool {
 	return !s.sameGI(o) || s.compute()&o.compute() != 0
 }
 
-// tally counts GPU instances, to see whether they may exist on one card; where
-// is not its business.
+// tally counts GPU instances, to see whether they may exist together on one card. It
+// does not know their placements.
 type tally struct {
 	n          [maxProfiles]uint8
 	sum        int
@@ -344,8 +344,8 @@ func (t *tally) allows(c *Card, i int) bool {
 	return t.all == 0
 }
 
-// Fits says whether s may exist beside those that exist: whether its memory is
-// free, or its slices of a GPU instance that is split the same way, and whether
+// Fits reports whether s may exist beside what exists: whether its memory slices are
+// free, or its compute slices in a GPU instance that is split the same way, and whether
 // the card allows one more of its kind. A placement does not fit beside itself, and
 // one that the driver does not have fits nowhere. What exists need not be legal
 // itself.

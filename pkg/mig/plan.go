@@ -69,7 +69,7 @@ type Plan struct {
 	Blocked []Standing
 }
 
-// Target is what a GPU shall be.
+// Target is what a GPU is to become.
 type Target struct {
 	// MIG is the mode.
 	MIG bool
@@ -136,7 +136,7 @@ func (c *Card) Plan(standing []Standing, want []Count) (Plan, error) {
 // set is searched for; further ones count once for each of theirs.
 const maxShared = 6
 
-// dismiss finds the target that sends the fewest holders away, nil if there is
+// dismiss finds the target for which the fewest holders must end, nil if there is
 // none. A holder of one instance is a matter of value: keeping that instance
 // saves a holder. Of those that hold several, every set is tried: the others'
 // are fixed.
@@ -211,8 +211,8 @@ func placements(standing []Standing) []Placement {
 	return out
 }
 
-// change is the way from what exists to a target: first what must go, then what
-// comes, each from left to right.
+// change is the way from what exists to a target: first what is destroyed, then what is
+// created, each from left to right.
 func change(standing []Standing, target []Placement) Plan {
 	plan := Plan{Result: target}
 	for i, o := range standing {
@@ -235,11 +235,11 @@ func change(standing []Standing, target []Placement) Plan {
 	return plan
 }
 
-// Make finds the steps that make s stand, for a GPU whose instances are made on
-// demand. Idle instances stay unless they are in the way, and of those the
-// fewest go, then such that leave the most room. Blocked is the smallest set of
-// holders in the way. Where s exists already there is nothing to do. A placement
-// that the card does not have is gpu.ErrInvalid.
+// Make finds the steps that create s on a GPU whose instances are created on demand.
+// Idle instances stay unless they are in the way. Of those in the way the fewest are
+// destroyed, and of equal choices the one that leaves the most room. Blocked is the
+// smallest set of holders in the way. If s exists already there is nothing to do. A
+// placement that the card does not have is gpu.ErrInvalid.
 func (c *Card) Make(standing []Standing, s Placement) (Plan, error) {
 	if own, ok := c.Placement(s.Profile, s.Start, s.CI); !ok || own != s {
 		return Plan{}, fmt.Errorf("make %s: this GPU has no such placement; %s: %w", s, c.names(), gpu.ErrInvalid)
@@ -290,8 +290,8 @@ func (c *Card) Make(standing []Standing, s Placement) (Plan, error) {
 // must go though they are not in the way; of more it lets them go one by one.
 const maxYield = 14
 
-// yield marks which further GPU instances go so that s is allowed beside the
-// rest.
+// yield marks which other GPU instances must be destroyed so that the card allows s
+// beside the rest.
 func (c *Card) yield(standing []Standing, s Placement, goes []bool) {
 	var t tally
 	var gis []int // of standing, the first in each GPU instance that stays
@@ -352,8 +352,8 @@ func (c *Card) yield(standing []Standing, s Placement, goes []bool) {
 	}
 }
 
-// cost is what it takes that some instances go: first the holders that must end, then
-// pinned instances, then others, then what could still be made on the GPU (negative).
+// cost is what it costs to destroy some instances: first the holders that must end, then
+// pinned instances, then others, then what could still be created on the GPU (negative).
 type cost struct {
 	holders, instances, destroys int
 	room                         int64
@@ -364,7 +364,7 @@ func (a cost) compare(b cost) int {
 		cmp.Compare(a.destroys, b.destroys), cmp.Compare(a.room, b.room))
 }
 
-// costOf adds up what it costs that those go which are marked.
+// costOf is the cost of destroying the marked instances.
 func costOf(standing []Standing, goes []bool, room int64) cost {
 	sum := cost{room: room}
 	for i, o := range standing {
@@ -382,7 +382,7 @@ func costOf(standing []Standing, goes []bool, room int64) cost {
 	return sum
 }
 
-// mark lets all go that is in the GPU instance of standing[k].
+// mark marks everything in the GPU instance of standing[k].
 func mark(standing []Standing, k int, goes []bool) {
 	for i := range standing {
 		if standing[i].sameGI(standing[k].Placement) {
@@ -448,7 +448,7 @@ func Change(m *gpu.MIG, c *Card, standing []Standing, to Target) (Plan, error) {
 	return plan, nil
 }
 
-// off takes all down, and the mode with it.
+// off destroys all instances and turns MIG mode off.
 func off(standing []Standing) Plan {
 	var plan Plan
 	for _, o := range standing {
@@ -465,13 +465,13 @@ func off(standing []Standing) Plan {
 	return plan
 }
 
-// Stand is what an inventory says stands on a GPU, in order. Busy instances are
-// pinned, and so are those whose profile's name cannot be read: this package
-// could not say what to make in their place.
+// Stand lists what exists on a GPU according to an inventory, in order. Busy instances
+// are pinned. So are those whose profile's name cannot be read, because this package
+// could not say what to create in their place.
 //
-// An inventory written by hand may leave things out: a size is then looked up
-// among the profiles, and compute instances of one GPU instance that all claim
-// the same slices are laid side by side.
+// An inventory written by hand may leave things out. A missing size is looked up in the
+// profiles, and compute instances of one GPU instance that all name the same compute
+// slices are placed side by side.
 func Stand(m *gpu.MIG) []Standing {
 	out := make([]Standing, 0, len(m.Instances))
 	for i := range m.Instances {
@@ -510,8 +510,8 @@ func Stand(m *gpu.MIG) []Standing {
 	return out
 }
 
-// beside is where a split begins in a GPU instance of so many compute slices: at the
-// one that it names, or if others have that, at the first that is free.
+// beside is the compute slice at which a split begins, of a GPU instance with that many:
+// the one that it names, or the first free one if others have that.
 func beside(out []Standing, s Placement, of int) int {
 	free := func(ci int) bool {
 		at := s

@@ -14,9 +14,9 @@ import (
 type Offer struct {
 	GPU  gpu.UUID
 	Card *Card
-	// Taken may not go: claims, busy and foreign instances. Warm stands. What is
-	// in Warm alone is idle and may go for another; what is in both stands, may
-	// not go and may be given out.
+	// Taken may not be destroyed: what allocations have, busy and foreign instances.
+	// Warm exists. What is in Warm alone is idle and may be destroyed for another;
+	// what is in both exists, may not be destroyed and may be given out.
 	Taken, Warm []Placement
 	// Rank decides between GPUs that are as good as each other; less is better.
 	Rank int
@@ -44,9 +44,9 @@ const (
 // then by rank, then with as much as can be on the GPU whose UUID is first, from
 // left to right. No other choice is better in that order.
 //
-// A place that is taken itself needs no further room. If it is warm too it
-// stands for whoever wants it and is the first choice. If not, its holder is
-// about to end (or is the same pod's init container): it is the last choice.
+// A place that is taken itself needs no more room. If it is warm too, its instance
+// exists for any pod, and it is the first choice. If not, its holder is about to end (or
+// is the same pod's init container), and it is the last choice.
 //
 // One call is about one resource, so all available places are of one profile.
 // Prefer fails with gpu.ErrNoRoom where fewer than n can exist together, and
@@ -104,8 +104,8 @@ type table struct {
 	*Offer
 	taken []Placement // Taken, and those of must
 	fit   []Placement // available, not taken, each of them fits beside what is taken
-	// best[k] is what choosing k of fit is worth at best, none where so many do
-	// not fit; it begins with what choosing none is worth.
+	// best[k] is the value of the best choice of k of fit. It ends where more do not
+	// fit, and begins with the value of choosing none.
 	best    []int64
 	planner *planner // of the search that best was found by; nil before
 	splits  int      // the dim of GPU instances where the profile is split, or -1
@@ -199,8 +199,8 @@ func (ts tables) sort(available, must []Place) (free, last []Place, err error) {
 	return slices.Compact(free), slices.Compact(last), nil
 }
 
-// inside takes those splits out of fit that lie in GPU instances which are
-// taken anyway: they cost no room. Splits of one profile never clash.
+// inside removes from fit, and returns, the splits in GPU instances that are taken
+// anyway: they cost no room. Splits of one profile never clash.
 func (t *table) inside() (out []Placement) {
 	slices.SortFunc(t.fit, ComparePlacements)
 	rest := t.fit[:0]
@@ -268,8 +268,8 @@ func (t *table) gaps(idle []Placement) []int64 {
 	return gaps
 }
 
-// parts gives the search what it may choose of, most places at most: single places,
-// and of splits so many in a GPU instance.
+// parts gives the search what it may choose from, most places at most: single places, or
+// for splits a number of them in one GPU instance.
 func (t *table) parts(s *search, most int, worth func([]Placement) int64) {
 	s.dims = append(s.dims, dim{n: most})
 	t.splits = -1
@@ -303,8 +303,8 @@ func (t *table) parts(s *search, most int, worth func([]Placement) int64) {
 	}
 }
 
-// solve finds what each number of places is worth at best, as far as the card allows
-// so many instances of the profile.
+// solve finds the best value for each number of places, up to the most instances of the
+// profile that the card allows.
 func (t *table) solve(s *search) {
 	c := t.Card
 	t.best = []int64{s.gap(0, c.memory)}

@@ -16,8 +16,8 @@ import (
 // maxStanding bounds what may exist on one GPU; 14 do today.
 const maxStanding = 100
 
-// planner looks for the set of devices that shall stand. It is used again and
-// again, so that a plan does not cost more in memory than in time.
+// planner searches for the set of devices that is to exist. It is pooled, because its
+// tables cost more than the search in them.
 type planner struct {
 	search
 	c        *Card
@@ -154,8 +154,7 @@ func first(standing []Standing, i int) bool {
 	return !slices.ContainsFunc(standing[:i], func(o Standing) bool { return o.Placement == standing[i].Placement })
 }
 
-// part adds a GPU instance with its devices, unless something fixed is in the
-// way.
+// part adds a GPU instance with its devices, unless something fixed is in the way.
 func (p *planner) part(gi Placement, devices []Placement, uses []use) {
 	mask, value := gi.mask(), int64(0)
 	for i := range p.standing {
@@ -173,7 +172,7 @@ func (p *planner) part(gi Placement, devices []Placement, uses []use) {
 	p.parts = append(p.parts, part{start: gi.Start, end: min(gi.Start+gi.Size, maxMemory), uses: uses, value: value, devices: devices})
 }
 
-// choose finds the best target. It is false where there is none.
+// choose finds the best target. ok is false if there is none.
 func (p *planner) choose() (value int64, ok bool) {
 	for i, m := range p.masks {
 		if p.fixed[i] && m == 0 {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package timeslice is the arithmetic of sharing a GPU between containers that
-// take turns on it: into how many pieces a GPU is cut, what the pieces are
-// called, and which of them a request should get.
+// take turns on it: how many pieces a GPU has, what the pieces are called, and which
+// of them a request should get.
 //
 // There are two kinds of pieces. A unit is an amount of a GPU's memory, the
 // same on every node: a GPU has [Units] of them, and a request for n units
@@ -14,9 +14,8 @@
 //
 // A node has at most [MaxDevices] of them, since the kubelet takes no longer list.
 //
-// The kubelet knows pieces only as a set of names. It asks which ones it had
-// better take, and without an answer it takes any, in map order. So the rules
-// stand here. [PreferUnits] packs: of the GPUs that still have n units free it
+// The kubelet knows pieces only as a set of names. It asks which ones to prefer, and
+// without an answer it takes any, in map order. So the rules are here. [PreferUnits] packs: of the GPUs that still have n units free it
 // takes the fullest, so that the largest free block stays as large as it can be
 // for the next big request. [PreferReplicas] takes one replica of each of n
 // GPUs, the fullest GPUs first, so that idle GPUs stay whole. Equal GPUs are

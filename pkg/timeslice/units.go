@@ -31,8 +31,8 @@ func Units(d *gpu.Device, unit gpu.MiB) int {
 	return int(d.Usable() / unit)
 }
 
-// LeastUnit is the smallest memory unit, of those that are a power of two in MiB, with
-// which GPUs have no more than so many units together.
+// LeastUnit is the smallest memory unit, a power of two in MiB, with which the GPUs
+// together have at most most units.
 func LeastUnit(gpus []*gpu.Device, most int) gpu.MiB {
 	// With the last one no GPU has any.
 	shift := sort.Search(63, func(i int) bool {

@@ -27,9 +27,9 @@ type Request struct {
 	Available, Must []gpu.UUID
 	// N is how many are asked for, those of Must included.
 	N int
-	// Free is all GPUs of the node that nobody has, Available among them or not:
-	// a kubelet that aligns NUMA nodes lets choose from a part only. What is left
-	// for later requests is judged on these. Nil means Available.
+	// Free is all free GPUs of the node, whether or not Available has them: a kubelet
+	// that aligns NUMA nodes offers only a part. What is left for later requests is
+	// judged on Free. Nil means Available.
 	Free []gpu.UUID
 }
 
@@ -299,7 +299,7 @@ type searching struct {
 	links []uint64
 	// twin is the GPU before open[c] that can stand for it, 0 for none. Of two sets
 	// that differ only in these the one with the first of them is the answer, so
-	// that nobody is tried before its twin is in.
+	// that a GPU is tried only once its twin is in the set.
 	twin []uint64
 	// sums[d][c] is what open[c] weighs with the set that lacks d members.
 	sums [][]weight
@@ -420,7 +420,7 @@ func (p *pool) growFrom(start, open []int, need int) ([]int, score) {
 	var (
 		set []int
 		sum score
-		// part names the part of each member by one of them, -1 for who is not in.
+		// part names the part of each member by one of its GPUs; -1 for non-members.
 		part = slices.Repeat([]int{-1}, len(p.uuids))
 		// with is what each weighs with the set.
 		with = make([]weight, len(p.uuids))

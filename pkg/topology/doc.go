@@ -17,8 +17,8 @@
 // one end of a link may be down, a peer may be in another virtual machine, a
 // card may be too broken to be asked. A [Graph] is what remains when that is
 // put in order: for each pair of GPUs one [Pair], the same from both sides. It
-// is made once for an inventory and never changes, so that whoever chooses from
-// it asks no driver, takes no lock and sees one state of the node.
+// is made once for an inventory and never changes. Choosing from it asks no driver,
+// takes no lock, and sees one state of the node.
 //
 // Strange input is no error, since a node must start with a card that reports
 // nonsense: a link to a GPU that is not there, or of a GPU to itself, or of less
@@ -79,7 +79,7 @@
 //
 // [Graph.Spare] is the same thought for GPUs that are to be shared in pieces: the
 // order in which they are best broken up is that in which requests for one GPU
-// would get them. It is a rank for whoever places pieces, to decide between GPUs
+// would get them. Packages that place pieces use it as a rank, to decide between GPUs
 // that have as much in use.
 //
 // # For people

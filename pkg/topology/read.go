@@ -61,8 +61,8 @@ func Read(sys fs.FS, inv *gpu.Inventory) {
 	}
 }
 
-// readNode returns the NUMA node of a device: nil where the kernel says that
-// there is none (-1), and was where it says nothing.
+// readNode returns the NUMA node of a device: nil if the kernel says that it has none
+// (-1), and was if the kernel says nothing.
 func readNode(sys fs.FS, dir string, was *int) *int {
 	n, err := strconv.Atoi(line(sys, path.Join(dir, "numa_node")))
 	switch {
@@ -103,7 +103,8 @@ func readNUMA(sys fs.FS) []gpu.NUMANode {
 	return nodes
 }
 
-// readDistances returns a node's distance to each of so many nodes, or nothing.
+// readDistances returns a NUMA node's distance to each node, nil unless there are that
+// many.
 func readDistances(sys fs.FS, name string, nodes int) []int {
 	words := strings.Fields(line(sys, name))
 	if len(words) != nodes {
