@@ -42,9 +42,8 @@ const (
 	// one before it on its devices.
 	// The runtime's events come first where it has some.
 	waitEvery = time.Second
-	// holdersEvery, holdersSoon and silentFor are as the witnesses have them.
+	// holdersEvery and silentFor are as the witnesses have them.
 	holdersEvery = deviceplugin.LookEvery
-	holdersSoon  = deviceplugin.LookSoon
 	silentFor    = deviceplugin.SilentFor
 	// othersEvery is how often the kubelet is asked what other device plugins
 	// offer, and othersLinger how long after it was last seen theirs a GPU is not

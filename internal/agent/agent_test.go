@@ -542,7 +542,7 @@ func TestEditWithAHolder(t *testing.T) {
 		}
 
 		b.with(func() { b.holdings = nil })
-		time.Sleep(holdersSoon)
+		time.Sleep(deviceplugin.LookSoon)
 		b.want("applied", fourUnitsX, "0 1")
 		if n := len(b.files()); n != 0 {
 			t.Errorf("the ended allocation left %v", b.files())
@@ -668,7 +668,7 @@ func TestRestartTakesAllocationsOver(t *testing.T) {
 			t.Errorf("the container cannot start again: %v", err)
 		}
 		o.with(func() { o.deaf = false })
-		time.Sleep(holdersSoon)
+		time.Sleep(deviceplugin.LookSoon)
 		synctest.Wait()
 		if c := b.Allocations(); len(c) != 1 || c[0].Holder.Name != "train-3" {
 			t.Errorf("allocations %+v", c)

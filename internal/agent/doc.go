@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package agent is the loop: it looks, plans, withdraws, acts, looks again and
-// publishes.
+// Package agent is the loop: it reads the hardware, plans, withdraws, acts, reads again
+// and publishes.
 //
-// One goroutine, [Agent.Run]'s, is the only one that decides and the only one that
-// publishes. What takes long on the hardware is done beside it, on each GPU one
-// thing at a time. Whatever happens elsewhere (the partition file, the node's
-// labels, a GPU event, an allocation, a container's wish to start or its end, the end of
-// such work, a slow tick) leaves its news where the loop will read it and drops an
-// empty token into a channel of size one. The loop then looks at the whole truth
-// again; a token carries nothing that could be lost or come out of order.
+// One goroutine, that of [Agent.Run], decides and publishes. What takes long on the
+// hardware runs beside it, one job for each GPU. Whoever has news (the partition file,
+// the node's labels, a GPU event, an allocation, a container that starts or ends, a job
+// that has ended) leaves it where the loop will read it, and puts an empty token into a
+// channel of size one. The loop then reads everything again: a token carries nothing
+// that could be lost or come out of order. A slow tick does the same.
 //
 // A round (round.go has a function for each of these):
 //
@@ -27,15 +26,15 @@
 //	               publish what is on offer
 //	finish         report: labels, annotations, condition, Events, status
 //
-// Each thing that outlives a round is in a type of its own, which has no way back to the
-// loop: reader and faults (look.go, faults.go), executor (work.go), partitions, layouts,
+// What outlives a round is in types with state of their own, which do not know the loop:
+// reader and faults (look.go, faults.go), executor (work.go), partitions, layouts,
 // coexistence (others.go, prepared.go), timeSlices (slices.go), served (serve.go),
-// gatekeeper (gates.go, cap.go, instances.go, waits.go), journal, reporter (report.go). [Agent] joins them. What they keep is for the loop's goroutine,
-// but where they say otherwise.
+// gatekeeper (gates.go, cap.go, instances.go, waits.go), journal, reporter (report.go).
+// [Agent] joins them. Their state is for the loop's goroutine, where they do not say
+// otherwise.
 //
-// What decides is pure: package plan, from values to values, and
-// internal/deviceplugin's Build, which makes the offer from its result. Both are
-// deterministic; the world is in the other files.
+// The decisions are pure functions: package plan makes the plan, and Build of
+// internal/deviceplugin makes the offer from it.
 //
 // # Layouts
 //
@@ -43,59 +42,58 @@
 // withdrawn device stays in its list as Unhealthy for [plan.Linger], over a restart
 // too: the kubelet does not survive an ID that leaves while its Allocate is under way.
 //
-// A MIG instance that an allocation waits for is made when its container is to start: the
-// wish comes before what the partition wants. Whose an instance is, is remembered by
-// its place: those that this agent made, those that an allocation has, and those that a
-// geometry keeps are its own. All others are foreign. They are offered where they fit
-// and stay, unless --foreign-instances is reclaim. What is to be made is written down
-// as its own before it is made, and an instance that is gone is forgotten: what comes
-// to its place by another hand is that hand's.
+// A MIG instance that an allocation waits for is made when its container is to start,
+// before anything that the partition wants. Instances are told apart by their placement.
+// The agent's own are those that it made, those that an allocation has, and those that a
+// geometry keeps. All others are foreign: they are offered where they fit, and they
+// stay, unless --foreign-instances is reclaim. What is to be made is written down as the
+// agent's own before it is made, so that a successor does not take it for foreign. An
+// instance that is gone is forgotten; if somebody else makes another in its place, that
+// one is foreign.
 //
 // # Work on the hardware (work.go)
 //
-// A plan's steps for one GPU are a job. It first looks whether the GPU still is
-// what the plan was made for, and comes back to be planned again if not. Where a
-// step fails, those before it are undone in reverse order, so that the GPU has its
-// old geometry or its new one; a mode that waits for a reset is not undone. While a
-// job runs the GPU's offer stays as it was published before the job, less what was
-// withdrawn, and readings of that GPU's instances are not believed. What a job
-// comes to is read from the driver, never worked out.
+// A plan's steps for one GPU are a job. It first looks whether the GPU is still as it was
+// planned for; if not, the work is planned again. Where a step fails, the steps before it
+// are undone in reverse order, so that the GPU has its old geometry or its new one; a
+// mode that waits for a reset is not undone. While a job runs, the GPU's offer stays as
+// it was published before, less what was withdrawn, and readings of that GPU's instances
+// are not used. The result of a job is read from the driver.
 //
-// What failed for the partition is tried again after a pause that doubles, at once
-// when another partition is wanted; what failed for an allocation has a pause of its own,
-// and after three failures in a row its placement is withdrawn for a while, with an
-// Event. The driver is not let go under a job.
+// What failed for the partition is tried again after a pause that doubles, and at once
+// when another partition is wanted. What failed for an allocation has a pause of its own;
+// after three failures in a row its placement is withdrawn for a while, with an Event.
+// The driver is not let go while a job runs.
 //
-// A job is not begun while the driver is away, while the witnesses have not been
-// heard, or where the state cannot be written down. Whatever keeps a container
-// waiting, its pod reads it in the kubelet's Event (waits.go).
+// No job begins while the driver is away, before the kubelet and the runtime have been
+// heard, or where the state cannot be written down. The reason why a container waits is
+// in the kubelet's Event of its pod (waits.go).
 //
 // # Others (others.go, prepared.go)
 //
 // A GPU that somebody else may give out is not offered. The kubelet knows what other
-// device plugins offer and who has some of it, and its checkpoint knows that even
-// after a restart. But nobody takes an ended pod's entry out of that file once its
-// plugin has gone, so an entry counts while the runtime knows the pod, and for half
-// a minute after the file was first seen, since the sandbox comes later; where the
-// runtime is silent, it counts. Devices of other DRA drivers are in the kubelet's
-// list by name; the drivers' ResourceSlices say which GPUs they are. Where nobody
-// can say which, it may be any, and none is offered.
+// device plugins offer and which pods have some of it, and its checkpoint knows that even
+// after a restart. But when a plugin has gone, the entries of its ended pods stay in that
+// file. So an entry counts while the runtime knows the pod; for half a minute after the
+// entry was first seen, since the pod's sandbox comes later; and while the runtime does
+// not answer. Devices of other DRA drivers are in the kubelet's list by name, and the
+// drivers' ResourceSlices say which GPUs they are. Where that cannot be told, no GPU is
+// offered.
 //
 // # Hardware (look.go, faults.go)
 //
-// A reading runs beside the loop, which waits a second for it and then goes on
-// with what it knows. Events do not wait for anybody: what they say against a GPU
-// is in the kubelet's lists before the loop has woken. internal/health judges. What
-// hits one MIG instance takes that instance's devices off and no other's.
-// Where the node's labels say that the driver is to be replaced, its handles are
-// given up, and the process ends to start anew when it may have it back.
+// A reading runs beside the loop, which waits a second for it and then goes on with what
+// it knows. The driver's events do not wait for the loop: a fault is in the kubelet's
+// lists before the loop has woken. internal/health judges. A fault of one MIG instance
+// withdraws the devices of that instance alone. Where the node's labels say that the
+// driver is to be replaced, the agent gives up its handles; when it may use the driver
+// again, the process ends and starts anew.
 //
 // # Memory (memory.go)
 //
-// The record of an allocation is its CDI file, which names the resource and the devices
-// in its annotations. One that has no file yet is in the journal of
-// internal/state, beside what else a successor must know: which devices are still
-// listed, which MIG instances are the agent's, which GPUs there were, and which were
-// faulty. A new process takes all of it over before it says a word to the kubelet,
-// and calls nothing wrong before the driver has answered it once.
+// The record of an allocation is in the annotations of its CDI file. An allocation that
+// has no file yet is in the journal of internal/state, beside what else a successor must
+// know: which devices are still listed, which MIG instances are the agent's, which GPUs
+// there were, and which were faulty. A new process takes all of it over before it answers
+// the kubelet, and calls no partition wrong before it has read the driver once.
 package agent

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
@@ -78,7 +79,7 @@ func TestReasonsWereSentences(t *testing.T) {
 		b.SetFile("p.yaml", []byte(allWhole))
 		want("blocked", status.HeldByPods)
 		b.with(func() { b.holdings = nil })
-		time.Sleep(holdersSoon)
+		time.Sleep(deviceplugin.LookSoon)
 		want("applied", "")
 	})
 }

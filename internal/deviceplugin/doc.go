@@ -47,11 +47,11 @@
 // found out from what the kubelet's checkpoint says, which is never short of a holder
 // but may be stale, and the container runtime, which knows what runs. An [Observation]
 // is both at one moment; [FrontEnd.Reconcile] moves the allocations along by it. One
-// ends only when both agree; what was said before its last Allocate does not concern it,
-// and one that nobody has named yet is kept for [Grace]. Whose a container is, that of
-// the pod that has an allocation now or of one before it, is told by what was known at
-// the Allocate, then by the checkpoint, then by the gate: a clock can be put back
-// between two of them. Evidence decides nothing by itself and is in no [ledger.Phase].
+// ends only when both agree; what was said before its last Allocate does not count, and
+// one that nobody has named yet is kept for [Grace]. A container may be of the pod that
+// has an allocation now or of the one before. What was known at the Allocate tells, then
+// the checkpoint, then the gate; times do not, since a clock can be put back in between.
+// Evidence decides nothing by itself and is in no [ledger.Phase].
 //
 // [Witnesses] asks both. PodResources gives names, and asking it makes the kubelet let go of
 // what ended pods have. The checkpoint is written when a container is given

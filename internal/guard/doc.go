@@ -23,8 +23,8 @@
 // that the runtime does not list yet.
 //
 // A container writes its counters itself, so it decides what it costs to read them.
-// Expensive ones share a small budget of CPU time in each look, and are read the less
-// often the more they cost; all others are read at every look.
+// Expensive ones share a small budget of CPU time in each look, and are read less often
+// the more they cost; all others are read at every look.
 //
 // Where the driver can hold a container to its memory by itself (R615 and later,
 // by cgroup), the first look that finds one on a GPU has it do so (Limiter); the
