@@ -35,3 +35,27 @@ func TestHeapLimitFollowsTheLists(t *testing.T) {
 		t.Error("the operator's own limit was replaced")
 	}
 }
+
+// TestHeapIsCollectedFromTheFirstRoundOn: what a start makes is collected when the
+// kubelet has its lists.
+func TestHeapIsCollectedFromTheFirstRoundOn(t *testing.T) {
+	t.Setenv("GOGC", "")
+	growth, limit := debug.SetGCPercent(100), debug.SetMemoryLimit(-1)
+	defer func() { debug.SetGCPercent(growth); debug.SetMemoryLimit(limit) }()
+	h := &HeapLimit{Observer: obs.NewMetrics(""), Listed: func() int { return 0 }}
+	LimitHeap()
+	if limit, growth := debug.SetMemoryLimit(-1), debug.SetGCPercent(-1); limit != heapLimit || growth != -1 {
+		t.Errorf("at the start the limit is %d and the growth %d %%", limit, growth)
+	}
+	for range 2 {
+		h.Round(nil, 0)
+		if growth := debug.SetGCPercent(heapGrowth); growth != heapGrowth {
+			t.Errorf("after a round the growth is %d %%, want %d", growth, heapGrowth)
+		}
+	}
+	t.Setenv("GOGC", "80")
+	debug.SetGCPercent(80)
+	if (&HeapLimit{Observer: h.Observer, Listed: h.Listed}).Round(nil, 0); debug.SetGCPercent(80) != 80 {
+		t.Error("the operator's own growth was replaced")
+	}
+}
