@@ -76,6 +76,7 @@ var scenarios = slices.Concat(poolScenarios, []scenario{
 	{name: "graph-refused-again-and-again", cuda: graphsOfCUDA, undo: 128 * MiB, check: answered},
 	// scenario_refusals.c
 	{name: "refused-again-and-again", generous: "it counts tries", check: answered},
+	{name: "refused-after-a-context", contexts: 2, check: answered},
 	{name: "refused-beside-one-that-fits", check: answered},
 	// scenario_exports.c
 	{name: "created-exported-and-released"},

@@ -48,6 +48,33 @@ static void refused_again_and_again(struct scene *s)
     }
 }
 
+/* A context that comes or goes leaves open what it takes: one reading tells, and the
+ * refusals after that one do not wait. */
+static void refused_after_a_context(struct scene *s)
+{
+    enum { ROUNDS = 3, EACH = 50 };
+    static uint64_t took[2 * ROUNDS * EACH];
+    uint64_t bytes = s->room / 16;
+    CUcontext second;
+    CUdeviceptr q;
+    int n = 0;
+    while (ASK(s, bytes, s->cu->cuMemAlloc_v2(&q, bytes)) && s->live < s->room)
+        ;
+    for (int i = 0; i < 2 * ROUNDS && !s->failure[0]; i++) {
+        if (i % 2 ? !MUST(s, s->cu->cuCtxDestroy_v2(second)) || !MUST(s, s->cu->cuCtxSetCurrent(s->seat.context)) : !MUST(s, s->cu->cuCtxCreate_v2(&second, 0, s->seat.device)))
+            return;
+        for (int k = 0; k < EACH; k++) {
+            uint64_t from = now_ns();
+            if (s->cu->cuMemAlloc_v2(&q, 512 * MiB) != CUDA_ERROR_OUT_OF_MEMORY)
+                fail_scene(s, "room for more than there is");
+            took[n++] = (now_ns() - from) / 1000;
+        }
+    }
+    qsort(took, (size_t)n, sizeof *took, by_size);
+    note(s, "median-us", took[n / 2]);
+    note(s, "p99-us", took[n * 99 / 100]);
+}
+
 /* While one thread is refused again and again, another takes and gives back what
  * fits. */
 struct other {
@@ -93,6 +120,7 @@ static void refused_beside_one_that_fits(struct scene *s)
 
 const struct scenario refusal_scenarios[] = {
     {"refused-again-and-again", refused_again_and_again, 0},
+    {"refused-after-a-context", refused_after_a_context, 0},
     {"refused-beside-one-that-fits", refused_beside_one_that_fits, 0},
     {0},
 };
