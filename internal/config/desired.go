@@ -36,7 +36,7 @@ const (
 	ComputeMPS       Compute = "mps"
 )
 
-// Want is what one GPU shall be.
+// Want is the wanted layout of one GPU.
 type Want struct {
 	GPU  gpu.UUID
 	Mode Mode
@@ -55,13 +55,13 @@ type Want struct {
 	// Profiles limits what is offered on demand, in mig.Compare order; empty
 	// means every profile that the GPU has.
 	Profiles []mig.Name
-	// Unproven says that nobody can tell yet whether a MIG GPU can become this:
-	// some drivers tell placements only with MIG on, and a GPU with a fault may
-	// not be described at all. What was told speaks for it. Equal does not look
-	// at it: it is a matter of knowledge, not of what is wanted.
+	// Unproven says that it is not known yet whether a MIG GPU can be laid out like
+	// this: some drivers report placements only with MIG on, and a GPU with a fault may
+	// not be described at all. Nothing that is known speaks against it. Equal ignores
+	// it: it is about what is known, not about what is wanted.
 	Unproven bool
-	// Line is where the partition file says so, 0 for Keep. It is for messages:
-	// Equal does not look at it, since an entry that moved has not changed.
+	// Line is the line of the partition file, 0 for Keep. It is for messages. Equal
+	// ignores it, because an entry that moved has not changed.
 	Line int
 }
 
@@ -72,7 +72,7 @@ func (w Want) Equal(o Want) bool {
 		slices.Equal(w.Geometry, o.Geometry) && slices.Equal(w.Profiles, o.Profiles)
 }
 
-// Desired is what a node's GPUs shall be.
+// Desired is the wanted layout of a node's GPUs.
 type Desired struct {
 	// Partition is the name that was chosen.
 	Partition string
@@ -96,7 +96,7 @@ type partition struct {
 	entries []entry
 }
 
-// entry is one item of a partition: which GPUs, and what they shall be.
+// entry is one item of a partition: which GPUs, and their wanted layout.
 type entry struct {
 	line    int
 	devices selector
@@ -144,7 +144,7 @@ func (f *File) Names() []string {
 	return names
 }
 
-// Desire says what the GPUs of inv shall be when the named partition is chosen.
+// Desire returns the wanted layout of the GPUs of inv under the named partition.
 // unit is the size of a unit of GPU memory on this node. The answer depends on nothing
 // else. The error is an Errors: why the partition cannot be had on this node.
 func (f *File) Desire(partition string, inv *gpu.Inventory, unit gpu.MiB) (Desired, error) {
@@ -246,8 +246,8 @@ func (s *selector) matches(d *gpu.Device) bool {
 	}
 }
 
-// admits holds the GPU against what a MIG manager's item says of it beside
-// devices.
+// admits reports whether a GPU is one of those that a MIG manager's item is for, apart
+// from devices.
 func (s *selector) admits(d *gpu.Device) bool {
 	if s.capable && !d.MIG.Capable && d.Fault == "" {
 		return false

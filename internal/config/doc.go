@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package config turns what an operator wrote into what every GPU of a node shall be:
-// [Parse] reads a partition file, [File.Desire] applies one of its partitions to a
+// Package config turns what an operator wrote into the wanted layout of every GPU of a
+// node: [Parse] reads a partition file, [File.Desire] applies one of its partitions to a
 // node's inventory.
 //
 // A file holds named partitions; one of them is chosen for a node. A partition
@@ -27,8 +27,8 @@
 //
 // # Strict decoding
 //
-// A mistyped key that is silently skipped would lay out a GPU in a way that nobody
-// asked for, so decoding is strict: unknown and repeated keys, wrong types,
+// A mistyped key that is silently skipped would lay out a GPU in an unwanted way, so
+// decoding is strict: unknown and repeated keys, wrong types,
 // `replicas: 0` and keys that the mode does not have are mistakes. They are reported
 // together, in line order, as `file:line: reason`: the first 20, in less than 4 KiB,
 // and how many more there are. So are files that are not YAML. YAML aliases and merge

@@ -12,9 +12,9 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// prove holds what an entry wants of MIG against what the GPU's driver says of
-// it. The reason why it cannot be had is a sentence without the GPU's name,
-// empty where it can; unproven is Want.Unproven.
+// prove checks whether a GPU can have the MIG layout of an entry, according to its
+// driver. reason says why it cannot, as a sentence without the GPU's name; it is empty if
+// the GPU can. unproven is Want.Unproven.
 func prove(w *Want, d *gpu.Device) (unproven bool, reason string) {
 	m := &d.MIG
 	switch {
@@ -83,9 +83,9 @@ func join(names []mig.Name) string {
 	return list(words, "and")
 }
 
-// Prove says of which GPUs it cannot be told yet whether they can become what
-// is wanted; it returns nil where all is proven. The error is an Errors, one
-// mistake for each entry.
+// Prove names the GPUs of which it is not known yet whether they can be laid out as
+// wanted. It returns nil if all are proven. The error is an Errors, with one mistake for
+// each entry.
 func (f *File) Prove(d Desired, inv *gpu.Inventory) error {
 	m := &mistakes{file: f.name}
 	open := byLine{}

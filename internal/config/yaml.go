@@ -106,9 +106,9 @@ func badText(data []byte) (line int, reason string) {
 	return 0, ""
 }
 
-// explain returns the line to change and the reason of a failure of the YAML
-// library. Where something that was opened does not end, a person wants the line
-// where it begins, and else the one with which the text can no longer be read.
+// explain returns the line to change and the reason for a failure of the YAML library.
+// If something that was opened does not end, that is the line where it begins, and
+// otherwise the line at which the text can no longer be read.
 func explain(err error) (line int, reason string) {
 	line, reason = 1, err.Error()
 	if e, ok := errors.AsType[*yaml.LoadError](err); ok {

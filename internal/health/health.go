@@ -261,8 +261,8 @@ func place(class Class, gi, ci int) key {
 func (g *card) complain(c complaint, now time.Time) bool {
 	f := g.faults[c.key]
 	if f == nil && len(g.faults) >= maxFaults {
-		// No GPU has so many instances. Whatever the numbers mean, the GPU is
-		// not well.
+		// No GPU has that many instances. Whatever the numbers mean, the GPU is
+		// faulty.
 		c.key = place(c.class, -1, -1)
 		f = g.faults[c.key]
 	}
@@ -332,7 +332,7 @@ func (m *Monitor) Reading(r Reading, now time.Time) (changed bool) {
 	for _, gr := range r.GPUs {
 		u := gr.Device.UUID
 		if u == "" {
-			continue // a GPU without a name has no device that could be unfit
+			continue // a GPU without a UUID offers no device
 		}
 		listed[u] = true
 		g := m.knowLocked(u)

@@ -25,7 +25,7 @@ const (
 	ClassLink Class = "link"
 	// ClassEngine: an engine of the GPU, or what drives it, failed.
 	ClassEngine Class = "engine"
-	// ClassContained: a memory error that hit only whoever used that memory.
+	// ClassContained: a memory error that hit only the programs that used that memory.
 	ClassContained Class = "contained"
 	// ClassUnknown: an Xid that the table does not have.
 	ClassUnknown Class = "unknown-xid"
@@ -70,7 +70,7 @@ var rules = []rule{
 	{class: ClassDriver},
 }
 
-// rank returns a class's place in rules; -1 where it is none of them.
+// rank returns a class's place in rules, -1 for an unknown class.
 func rank(c Class) int {
 	return slices.IndexFunc(rules, func(r rule) bool { return r.class == c })
 }

@@ -50,8 +50,7 @@ func (r *Runtime) container(c described) Container {
 	return kept
 }
 
-// event returns what is kept of e. Its kind is EventMissed where it is none that
-// is known.
+// event returns what is kept of e. Its kind is EventMissed if e's is not known.
 func (r *Runtime) event(e *cri.ContainerEventResponse) ContainerEvent {
 	event := ContainerEvent{Container: Container{ID: e.GetContainerId()}}
 	switch e.GetContainerEventType() {

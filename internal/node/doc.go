@@ -56,7 +56,7 @@
 //	}
 //
 // A listing has two weaknesses that the caller must know. It lags
-// behind Allocate, so a fresh claim may be missing. And a kubelet that has just
+// behind Allocate, so a fresh allocation may be missing. And a kubelet that has just
 // started, or that started while the API server was away, answers with nothing
 // or with a part of its pods and does not say so: [Listing] names every pod in
 // it, and only a listing that names the agent's own pod is taken as complete.
@@ -87,6 +87,6 @@
 // gets changes from inotify, and also reads the file now and then; where the machine
 // has no inotify instance left, it polls.
 //
-// The package does not know what a GPU, a partition or a claim is: from package gpu it
+// The package does not know what a GPU, a partition or an allocation is: from package gpu it
 // uses the errors alone.
 package node

@@ -72,7 +72,7 @@ func (r *Runtime) End(ctx context.Context, o Owner) (how string, err error) {
 			return "", r.gone(o.ID)
 		}
 	}
-	// The timeout that is left out is none: at once.
+	// Without a timeout, the runtime kills it at once.
 	if _, err := ask(ctx, r, func(c cri.RuntimeServiceClient) (*cri.StopContainerResponse, error) {
 		return c.StopContainer(ctx, &cri.StopContainerRequest{ContainerId: o.ID})
 	}); err == nil {
@@ -159,7 +159,7 @@ func (r *Runtime) peer() (pid int, socket string, err error) {
 		return 0, socket, fmt.Errorf("make a socket: %w", err)
 	}
 	defer unix.Close(fd)
-	// A runtime that hangs accepts nobody, and its queue may be full.
+	// A runtime that hangs accepts no connection, and its queue may be full.
 	patience := unix.NsecToTimeval(peerPatience.Nanoseconds())
 	if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_SNDTIMEO, &patience); err != nil {
 		return 0, socket, fmt.Errorf("bound the wait for %s: %w", socket, err)

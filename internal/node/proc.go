@@ -42,7 +42,7 @@ type Proc struct {
 	mu sync.Mutex // guards what follows
 	// looked has the processes that were asked for lately, by PID.
 	looked map[int]*look
-	swept  uint64 // tick at which those that nobody asks for any more were dropped
+	swept  uint64 // tick at which the unused ones were last dropped
 }
 
 // look is what was found of a process. A look at files of /proc costs some 25 µs,
@@ -56,8 +56,8 @@ type look struct {
 }
 
 const (
-	// lookFor is for how many ticks a process stays remembered that nobody asks
-	// for, maxLooks how many are at most: each has a descriptor.
+	// lookFor is how many ticks a process stays remembered without being asked for.
+	// maxLooks bounds how many are remembered: each has a descriptor.
 	lookFor  = 10 * ticksPerSecond
 	maxLooks = 1024
 )
@@ -110,8 +110,8 @@ func (p *Proc) Container(pid int) (Owner, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if l := p.looked[pid]; l != nil {
-		// Below the directory of a process that was reaped there is nothing; as
-		// long as it was not, nobody else has its PID.
+		// The directory of a process that was reaped is empty. Until it is reaped, no
+		// other process has its PID.
 		if unix.Faccessat(l.dir, "stat", unix.F_OK, 0) == nil {
 			l.asked = now
 			return l.owner, l.err

@@ -72,7 +72,7 @@ type RuntimeOptions struct {
 type Container struct {
 	ID, PodUID, Namespace, Pod, Name string
 	// Running is false as long as the container is only created. One whose
-	// state the runtime does not know counts as running: nobody has seen it end.
+	// state the runtime does not know counts as running: it has not been seen to end.
 	Running bool
 	// Created is zero where the runtime does not say.
 	Created time.Time
@@ -347,8 +347,8 @@ func (r *Runtime) Events(ctx context.Context, fn func(ContainerEvent)) error {
 	}
 }
 
-// awaitLoss waits until the connection that a runtime answered on is no more: a
-// runtime that restarts closes it.
+// awaitLoss waits until the connection to a runtime is closed, which a runtime does when
+// it restarts.
 func awaitLoss(ctx context.Context, conn *grpc.ClientConn) {
 	for conn.GetState() == connectivity.Ready && conn.WaitForStateChange(ctx, connectivity.Ready) {
 	}

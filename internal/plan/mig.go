@@ -61,7 +61,7 @@ func (w *Work) Takes() bool {
 }
 
 // concernsMIG reports whether a GPU is in MIG mode, or on its way there or back. A
-// mode that is pending and that nobody here wants is neither.
+// mode that is pending and not wanted is neither.
 func (in *Input) concernsMIG(d *gpu.Device, w config.Want) bool {
 	return w.Mode == config.MIG || d.MIG.Enabled ||
 		in.MIG.Working[d.UUID] != nil ||
@@ -205,7 +205,7 @@ func Names(placements []mig.Placement) string {
 	return strings.Join(words, " ")
 }
 
-// target is what a wish means for the hardware; ok is false where it means nothing.
+// target is what a wanted layout means for the hardware; ok is false if it means nothing.
 func target(w config.Want) (to mig.Target, ok bool) {
 	switch w.Mode {
 	case config.MIG:
@@ -217,7 +217,7 @@ func target(w config.Want) (to mig.Target, ok bool) {
 	}
 }
 
-// targetText is a wish in words, for people.
+// targetText is a wanted layout in words, for people.
 func targetText(w config.Want) string {
 	switch {
 	case w.Mode != config.MIG:
@@ -315,7 +315,7 @@ func (in *Input) next(g *gpuWithMIG, w config.Want, have Layout, out *Changes) (
 		block(status.HeldByPods, g.others)
 		return have, leaving
 	case !wanted.MIG && !g.MIG.Enabled && held:
-		// The mode was lost under them, as in a reboot, and nobody wants it back.
+		// The mode was lost under them, as in a reboot, and is not wanted back.
 		block(status.HeldByPods, slices.Concat(g.holders, g.others))
 		if offers {
 			return Placements(nil), leaving
@@ -425,8 +425,8 @@ func (in *Input) change(g *gpuWithMIG, to mig.Target) (mig.Plan, error) {
 }
 
 // grant plans the instance of the first allocation that waits for one, in front of what
-// else is to be done to the GPU; where nobody waits, it ends what has been idle for
-// long enough.
+// else is to be done to the GPU. If no allocation waits, it destroys what has been idle
+// for long enough.
 func (in *Input) grant(g *gpuWithMIG, leaving map[mig.Placement]status.Cause, w config.Want, out *Changes) {
 	u := g.UUID
 	for i, wish := range g.wishes {
@@ -474,7 +474,8 @@ func (in *Input) grant(g *gpuWithMIG, leaving map[mig.Placement]status.Cause, w 
 	}
 }
 
-// adopt makes those instances the agent's that an allocation has or a geometry keeps.
+// adopt makes the agent the owner of instances that an allocation has or a geometry
+// keeps.
 func (in *Input) adopt(g *gpuWithMIG, keep map[mig.Placement]bool, out *Changes) {
 	for _, s := range g.standing {
 		if _, held := g.held[s.Placement]; (held || keep[s.Placement] && s.Reason != busyReason) && !in.MIG.Made[g.UUID][s.Placement] {
@@ -492,7 +493,7 @@ func (in *Input) onDemand(g *gpuWithMIG, w config.Want) []mig.Placement {
 	return placements
 }
 
-// of are the placements of a layout, as far as the GPU can have them.
+// of are those placements of a layout that the GPU can have.
 func (g *gpuWithMIG) of(c Layout) (out []mig.Placement) {
 	for _, s := range c.Placements {
 		if s, ok := g.card.Placement(s.Profile, s.Start, s.CI); ok {
@@ -502,7 +503,7 @@ func (g *gpuWithMIG) of(c Layout) (out []mig.Placement) {
 	return out
 }
 
-// listed are the devices that stand.
+// listed are the devices that exist.
 func (g *gpuWithMIG) listed() []mig.Placement {
 	var out []mig.Placement
 	for _, s := range g.standing {
@@ -525,7 +526,7 @@ func (g *gpuWithMIG) now(have Layout) string {
 	}
 }
 
-// finishMIG says what is offered of a GPU, and what the ledger must know of it.
+// finishMIG says what a GPU offers, and what the ledger must know about it.
 func (in *Input) finishMIG(g *gpuWithMIG, have, to Layout, leaving map[mig.Placement]status.Cause, out *Changes) {
 	u := g.UUID
 	if to.Known {

@@ -138,7 +138,7 @@ type Changes struct {
 	// told: no other tenant's pod is named.
 	Trouble map[string]status.Cause
 	// Conditions are facts about GPUs, in index order: Refused of one that cannot be
-	// what is wanted whoever holds it, and that offers nothing; Pending of one that
+	// what is wanted, whether held or not, and that offers nothing; Pending of one that
 	// offers nothing until other devices have left the kubelet's lists; and Noted.
 	Conditions []status.Condition
 	// Blocked is in index order.
@@ -280,7 +280,7 @@ func inferLayout(allocations []ledger.Allocation, d *gpu.Device, to Layout, unit
 		for j := range allocations[i].Grants {
 			g := &allocations[i].Grants[j]
 			if g.GPU != d.UUID || c.Offers && g.Kind != c.Kind {
-				continue // two kinds at once: the first allocation's stands, the other's devices are listed as leaving
+				continue // two kinds at once: the first one counts, and the other's devices are listed as leaving
 			}
 			c.Offers, c.Kind = true, g.Kind
 			switch g.Kind {
