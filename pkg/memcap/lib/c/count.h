@@ -117,6 +117,7 @@ struct account {
     uint64_t nonce;
     uint64_t waited; /* 1 + page->done as it was when no reading came; 0: never */
     uint32_t careful; /* the ceiling was met not long ago; see account_reserve_quickly */
+    uint32_t shared; /* other threads than the first have kept something idle, too */
     uint64_t keeps; /* so many bytes may be idle */
     uint32_t lock;    /* guards answers, for moments */
     /* Requests for which all was done that can be done, and there was no room. */
@@ -184,6 +185,17 @@ static inline uint64_t count_add(uint64_t *word, uint64_t n) { return __atomic_a
 static inline void count_sub(uint64_t *word, uint64_t n) { __atomic_sub_fetch(word, n, __ATOMIC_SEQ_CST); }
 static inline uint64_t count_read(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_SEQ_CST); }
 
+/* first_thread says whether this one may change the words that are the first thread's. */
+static inline bool first_thread(const struct account *a)
+{
+#if defined(__x86_64__)
+    return __builtin_expect(__builtin_thread_pointer() == a->first, 1);
+#else
+    (void)a;
+    return false;
+#endif
+}
+
 /* slot_add adds to a slot's reserved or committed, a pair of words. A locked
  * instruction takes as long as thirty others, and there would be four in each
  * allocation and its end. The thread that took the slot, in most programs the one
@@ -195,7 +207,7 @@ static inline uint64_t count_read(const uint64_t *word) { return __atomic_load_n
 static inline void slot_add(const struct account *a, uint64_t *first, uint64_t *others, uint64_t n)
 {
 #if defined(__x86_64__)
-    if (__builtin_expect(__builtin_thread_pointer() == a->first, 1)) {
+    if (first_thread(a)) {
         __asm__ volatile("addq %1, %0" : "+m"(*first) : "er"(n) : "memory", "cc");
         return;
     }
@@ -234,14 +246,24 @@ static inline void account_return(struct account *a, uint64_t n)
  * many that are smaller. */
 #define IDLE_MOST ((uint64_t)64 << 20)
 
-/* account_cancel keeps n idle where that is little. */
+/* account_cancel keeps n idle where that is little. While nothing is, no other process
+ * changes the word, so the first thread needs no locked instruction for it as long as it
+ * is the only one. Should another begin in this moment, what that keeps may be lost
+ * from idle, once, and is taken off bound by the next repair. */
 static inline void account_cancel(struct account *a, uint64_t n)
 {
-    if (AMOUNT(__atomic_load_n(&a->slot->idle, __ATOMIC_RELAXED)) + n > __atomic_load_n(&a->keeps, __ATOMIC_RELAXED)) {
+    uint64_t was = __atomic_load_n(&a->slot->idle, __ATOMIC_RELAXED);
+    if (AMOUNT(was) + n > __atomic_load_n(&a->keeps, __ATOMIC_RELAXED)) {
         account_return(a, n);
         return;
     }
-    count_add(&a->slot->idle, STEP + n / UNIT);
+    if (first_thread(a) && AMOUNT(was) == 0 && !__atomic_load_n(&a->shared, __ATOMIC_RELAXED)) {
+        __atomic_store_n(&a->slot->idle, was + STEP + n / UNIT, __ATOMIC_RELEASE);
+    } else {
+        if (!first_thread(a))
+            __atomic_store_n(&a->shared, 1, __ATOMIC_SEQ_CST);
+        count_add(&a->slot->idle, STEP + n / UNIT);
+    }
     reserved_sub(a, n);
 }
 

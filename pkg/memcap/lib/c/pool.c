@@ -141,7 +141,7 @@ static uint64_t settle_pool(struct process *p, struct account *a, struct pool *p
 void pool_looked(struct process *p, struct account *a, struct pool *pool)
 {
     uint64_t rest = settle_pool(p, a, pool, 0);
-    if (rest && __atomic_load_n(&pool->flight, __ATOMIC_SEQ_CST) < FLIGHT)
+    if (rest && pool_flight(pool) < FLIGHT)
         settle_force(a, &pool->r, rest);
 }
 
@@ -179,23 +179,38 @@ static CUresult pass(const struct request *q)
  * which waits for the GPU, and opened by those who have waited for that in vain. */
 static bool waits(struct wait *w) { return wait_more(w) < PATIENCE_US; }
 
-static void enter_pool(struct pool *pool, uint64_t n)
+/* flight_sub is seen by others some time later, where it is the first thread's. */
+static void flight_sub(const struct process *p, struct pool *pool, uint64_t n)
 {
+    slot_add(&p->accounts[pool->device], &pool->flight, &pool->others_flight, 0 - n);
+}
+
+/* A pool is entered before one looks whether it is closed, and closed before one looks
+ * whether somebody is in it. The first is done far more often, so the second has the fence
+ * for both. */
+static void enter_pool(const struct process *p, struct pool *pool, uint64_t n)
+{
+    const struct account *a = &p->accounts[pool->device];
     for (struct wait w = {0};;) {
-        count_add(&pool->flight, FLIGHT + n / UNIT);
+        if (__atomic_load_n(&p->fences, __ATOMIC_RELAXED) == FENCES_GOOD)
+            slot_add(a, &pool->flight, &pool->others_flight, FLIGHT + n / UNIT);
+        else
+            count_add(first_thread(a) ? &pool->flight : &pool->others_flight, FLIGHT + n / UNIT);
         if (!__atomic_load_n(&pool->closed, __ATOMIC_SEQ_CST))
             return;
-        count_sub(&pool->flight, FLIGHT + n / UNIT);
+        flight_sub(p, pool, FLIGHT + n / UNIT);
         if (!waits(&w))
             __atomic_store_n(&pool->closed, 0, __ATOMIC_SEQ_CST);
     }
 }
 
 /* close_pool keeps other threads out of a pool, and waits for those that are at it. */
-static void close_pool(struct pool *pool)
+static void close_pool(const struct process *p, struct pool *pool)
 {
     __atomic_store_n(&pool->closed, 1, __ATOMIC_SEQ_CST);
-    for (struct wait w = {0}; __atomic_load_n(&pool->flight, __ATOMIC_SEQ_CST) >= 2 * FLIGHT && waits(&w);)
+    if (__atomic_load_n(&p->fences, __ATOMIC_RELAXED) == FENCES_GOOD)
+        fence_all_threads();
+    for (struct wait w = {0}; pool_flight(pool) >= 2 * FLIGHT && waits(&w);)
         ;
 }
 
@@ -203,7 +218,7 @@ static void open_pool(struct pool *pool) { __atomic_store_n(&pool->closed, 0, __
 
 static void leave_pool(struct process *p, struct pool *pool, uint64_t n)
 {
-    count_sub(&pool->flight, n / UNIT + FLIGHT);
+    flight_sub(p, pool, n / UNIT + FLIGHT);
     if (n)
         pool_hope(pool);
     if (__atomic_load_n(&pool->handle, __ATOMIC_RELAXED))
@@ -221,7 +236,7 @@ static bool remember(struct process *p, struct pool *pool, CUdeviceptr at, uint6
     if (!table_put(&p->table, &e, &old))
         return false;
     if (old.how)
-        count_sub(&p->pools[old.owner].flight, old.bytes / UNIT);
+        flight_sub(p, &p->pools[old.owner], old.bytes / UNIT);
     return true;
 }
 
@@ -277,7 +292,7 @@ static CUresult undo(struct process *p, const struct request *q, struct pool *po
     CALL(cuMemPoolTrimTo, (CUmempool)(uintptr_t)pool->handle, charge > held ? charge - held : 0);
     spin_lock(&pool->lock);
     uint64_t rest = settle_pool(p, a, pool, 0);
-    if (rest && __atomic_load_n(&pool->flight, __ATOMIC_SEQ_CST) < 2 * FLIGHT)
+    if (rest && pool_flight(pool) < 2 * FLIGHT)
         settle_force(a, &pool->r, rest);
     tighten(a, &pool->r);
     pool->trimmed++;
@@ -298,7 +313,7 @@ static bool settle_alone(struct process *p, struct pool *pool, struct account *a
     uint64_t had = pool->r.charge;
     bool fits = true;
     *rest = settle_pool(p, a, pool, held);
-    bool only = __atomic_load_n(&pool->flight, __ATOMIC_SEQ_CST) < 2 * FLIGHT;
+    bool only = pool_flight(pool) < 2 * FLIGHT;
     if (only && (trims == ALONE || (trims == pool->trimmed && !pool->r.trims)))
         watch_growth(p, n, pool->r.charge + *rest > had ? pool->r.charge + *rest - had : 0, trims == ALONE);
     if (*rest && only && (fits = account_reserve_quickly(a, *rest)))
@@ -314,7 +329,7 @@ static bool settle_alone(struct process *p, struct pool *pool, struct account *a
 static CUresult ordinary(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, uint64_t held)
 {
     uint64_t there, over;
-    enter_pool(pool, n);
+    enter_pool(p, pool, n);
     pool->spare.count++; /* roughly */
     uint64_t trims = __atomic_load_n(&pool->trimmed, __ATOMIC_ACQUIRE);
     if (__builtin_expect(told_more(a, pool), 0)) {
@@ -362,9 +377,9 @@ enum attempted pool_attempt(struct process *p, const struct request *q, struct p
 {
     uint64_t there, over = 0, most = growth_of(p, n);
     *r = CUDA_ERROR_OUT_OF_MEMORY;
-    enter_pool(pool, n);
+    enter_pool(p, pool, n);
     if (pool->exportable)
-        close_pool(pool);
+        close_pool(p, pool);
     if (!begin_alone(pool) || !has_room(p, a, pool, held) || (pool->exportable && !place_for(p, pool, n))) {
         open_pool(pool);
         __atomic_store_n(&pool->alone, 0, __ATOMIC_SEQ_CST);
@@ -383,12 +398,12 @@ enum attempted pool_attempt(struct process *p, const struct request *q, struct p
         spin_unlock(&pool->lock);
     }
     if (over && fits) { /* or it is another's growth, who has yet to pay */
-        close_pool(pool);
+        close_pool(p, pool);
         spin_lock(&pool->lock);
         fits = settle_alone(p, pool, a, n, 0, MAYBE, &over);
         spin_unlock(&pool->lock);
     } else if (!fits) {
-        close_pool(pool);
+        close_pool(p, pool);
     }
     if (!fits)
         *r = undo(p, q, pool, a, *r, held, over);
@@ -516,7 +531,7 @@ static bool give_back(struct process *p, CUdeviceptr at, struct entry *e, CUresu
         table_put(&p->table, e, &old);
         return true;
     }
-    count_sub(&pool->flight, e->bytes / UNIT);
+    flight_sub(p, pool, e->bytes / UNIT);
     if (__builtin_expect(pool->exportable, 0))
         place_freed(p, pool, e);
     if (__builtin_expect(!__atomic_load_n(&pool->handle, __ATOMIC_RELAXED), 0)) {

@@ -45,9 +45,10 @@ struct request {
     CUresult (*from)(CUdeviceptr *, size_t, CUmempool, CUstream);
 };
 
-/* The word pool->flight. */
+/* What is under way in a pool, and what lives; see struct pool. */
 #define FLIGHT ((uint64_t)1 << 48)
-static inline uint64_t pool_live(const struct pool *pool) { return (__atomic_load_n(&pool->flight, __ATOMIC_SEQ_CST) & (FLIGHT - 1)) * UNIT; }
+static inline uint64_t pool_flight(const struct pool *pool) { return slot_sum(&pool->flight, &pool->others_flight); }
+static inline uint64_t pool_live(const struct pool *pool) { return (pool_flight(pool) & (FLIGHT - 1)) * UNIT; }
 
 /* PATIENCE_US is for how long in all threads at a pool nap for one another. */
 enum { PATIENCE_US = 1000 * 1000 };

@@ -32,6 +32,8 @@ static struct pool *learn(struct process *p, CUmempool handle, enum means means,
     uint64_t home = home_of(handle);
     spin_lock(&p->lock);
     pool = known(p, handle);
+    if (!pool && !p->fences)
+        __atomic_store_n(&p->fences, fence_begin() ? FENCES_GOOD : FENCES_NONE, __ATOMIC_RELEASE);
     for (uint32_t i = 0; !pool && i < MAX_POOLS / 4; i++) {
         struct pool *at = &p->pools[(home + i) % MAX_POOLS];
         if (__atomic_load_n(&at->used, __ATOMIC_ACQUIRE))
@@ -74,7 +76,7 @@ static int home(CUmempool handle, int current)
  * another process, and live on there. */
 void pool_leave(struct process *p, struct pool *pool)
 {
-    if (pool->handle || !pool->used || __atomic_load_n(&pool->flight, __ATOMIC_SEQ_CST) || pool->r.loosers)
+    if (pool->handle || !pool->used || pool_flight(pool) || pool->r.loosers)
         return;
     if (pool->r.charge && pool->exportable)
         settle_exported(&p->accounts[pool->device], &pool->r);
@@ -325,11 +327,13 @@ void pools_settle(struct process *p, CUdevice device)
         return;
     for (int i = next_charged(p, 0); i >= 0; i = next_charged(p, i + 1)) {
         struct pool *pool = &p->pools[i];
-        if (pool->device != device || !pool->handle || !pool->r.charge)
+        if (pool->device != device || (pool->handle && !pool->r.charge))
             continue;
         spin_lock(&pool->lock);
         if (pool->handle)
             pool_looked(p, &p->accounts[device], pool);
+        else
+            pool_leave(p, pool); /* whoever freed the last of it may not have seen that it was destroyed */
         spin_unlock(&pool->lock);
     }
     graphs_settle(p, device);

@@ -51,7 +51,7 @@ struct pool {
     uint32_t places; /* written down since they were last looked through; see export.c */
     uint32_t alone;  /* an attempt is under way, and nothing trims it */
     uint32_t closed; /* an attempt is being undone, and no other allocation made */
-    uint64_t flight; /* [allocations under way:16 | live units of 512 bytes:48] */
+    uint64_t flight, others_flight; /* [allocations under way:16 | live units of 512 bytes:48], a sum of two as a slot has them */
     uint64_t hopeless; /* bytes: what it has free cannot serve these; see reuse.c */
     uint32_t hopes;    /* times that this was ended */
     struct ease {      /* which requests no stream has to wait for; see reuse.c */
@@ -79,6 +79,8 @@ struct graph_pool { /* what graphs have of a device */
     struct reserve r;
 };
 
+enum fences { FENCES_UNKNOWN, FENCES_GOOD, FENCES_NONE }; /* see fence_all_threads */
+
 struct process {
     uint32_t ready; /* 0 in a child */
     uint32_t lock;  /* guards what opens accounts and changes contexts */
@@ -95,6 +97,7 @@ struct process {
     uint64_t exports; /* addresses that were exported: entries of SPACE_EXPORT */
     struct pool pools[MAX_POOLS];
     uint64_t pools_charged[MAX_POOLS / 64]; /* a bit for each with a charge */
+    uint32_t fences; /* enum fences, known before the first pool is */
     uint64_t pools_words[MAX_POOLS / 4096]; /* a bit for each word of these that is not 0 */
     uint32_t pools_probe;                   /* how far from its home one has had to be put */
     uint32_t devices;                       /* as the driver counts them; 0: not asked yet */
