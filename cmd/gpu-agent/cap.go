@@ -10,7 +10,7 @@ import (
 	"example.com/gpu-agent/internal/guard"
 )
 
-// capFlags say how containers are held to their memory.
+// capFlags say how memory caps are enforced.
 type capFlags struct {
 	policy, intruders choice
 	evictAfter        int
@@ -19,7 +19,7 @@ type capFlags struct {
 
 func (f *capFlags) register(fs *flag.FlagSet) {
 	f.policy = choice{"closed", []string{"closed", "open"}}
-	fs.Var(&f.policy, "cap-policy", "what an allocation meets where the cap in the process cannot do its work: closed (out of memory) or open (uncounted)")
+	fs.Var(&f.policy, "cap-policy", "what becomes of an allocation that the cap's library cannot count: closed (out of memory) or open (uncounted)")
 	f.intruders = choice{"report", []string{"report", "end"}}
 	fs.Var(&f.intruders, "intruders", "what becomes of containers that use a GPU without an allocation on it: report or end")
 	fs.IntVar(&f.evictAfter, "evict-after", 0, "`number` of offences within an hour after which a pod is evicted; 0 is never")

@@ -14,8 +14,8 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// parse reads flags, which may stand anywhere among the arguments, and takes
-// what the command line does not say from the environment. It returns the other
+// parse reads flags, which may be anywhere among the arguments, and takes from the
+// environment what the command line does not set. It returns the other
 // arguments.
 func parse(fs *flag.FlagSet, args []string) ([]string, error) {
 	var rest []string
@@ -52,7 +52,7 @@ func parseFlags(fs *flag.FlagSet, args []string) error {
 	return err
 }
 
-// envName is a flag's twin in the environment.
+// envName is the environment variable of a flag.
 func envName(flagName string) string {
 	return "GPU_AGENT_" + strings.ToUpper(strings.ReplaceAll(flagName, "-", "_"))
 }

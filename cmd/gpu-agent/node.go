@@ -17,7 +17,7 @@ import (
 	"example.com/gpu-agent/pkg/cdi"
 )
 
-// nodeFlags say where things are on the node.
+// nodeFlags are the directories and sockets of the node.
 type nodeFlags struct {
 	kubeletDir, cdiDir, stateDir, hostRoot, runtimeEndpoint, nfdDir string
 }
@@ -31,7 +31,8 @@ func (n *nodeFlags) register(fs *flag.FlagSet) {
 	fs.StringVar(&n.runtimeEndpoint, "runtime-endpoint", "", "the container runtime's `socket`, unix:///… as the kubelet names it (default: the first that is there of the usual ones)")
 }
 
-// runtime prepares to ask the container runtime who has claims of a domain.
+// runtime prepares to ask the container runtime which containers have allocations of a
+// domain.
 func (n *nodeFlags) runtime(domain string, log *slog.Logger) *node.Runtime {
 	return node.NewRuntime(node.RuntimeOptions{
 		Endpoint: n.runtimeEndpoint, Root: n.hostRoot, AnnotationPrefix: cdi.AnnotationName(domain, ""), Logger: log,

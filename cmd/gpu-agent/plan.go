@@ -17,8 +17,8 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// errBlocked says that busy instances stand in the way of a plan that was
-// printed. The exit status tells it from what is wrong.
+// errBlocked says that busy instances are in the way of a plan that was printed. It has
+// an exit status of its own.
 var errBlocked = errors.New("blocked")
 
 // partitionDefault is the one that a node without a label has.
@@ -32,7 +32,7 @@ type gpuPlan struct {
 }
 
 // The JSON of a plan. No list in it is null; where something is blocked there is
-// no step, and the result is what stands now.
+// no step, and the result is what exists now.
 type (
 	planJSON struct {
 		GPUs []gpuPlanJSON `json:"gpus"`
@@ -154,7 +154,7 @@ func planAsJSON(plans []gpuPlan) planJSON {
 }
 
 // printPlan is the plan for people: a line for each GPU, below it what is to be
-// done or what is in the way, and what stands then.
+// done or what is in the way, and what exists then.
 func printPlan(out io.Writer, plans []gpuPlan) error {
 	var b strings.Builder
 	for i := range plans {
@@ -189,7 +189,7 @@ func printPlan(out io.Writer, plans []gpuPlan) error {
 	return err
 }
 
-// describeStanding is an instance and why it stands in the way.
+// describeStanding is an instance and why it is in the way.
 func describeStanding(s mig.Standing) string {
 	parts := slices.DeleteFunc([]string{s.Reason, s.Holder}, func(p string) bool { return p == "" })
 	if len(parts) == 0 {

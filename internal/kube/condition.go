@@ -41,7 +41,7 @@ type Condition struct {
 	since string
 }
 
-// says tells whether c and d have the same to say, whenever each began.
+// says reports whether c and d say the same, whenever each began.
 func (c Condition) says(d Condition) bool {
 	c.since, d.since = "", ""
 	return c == d
@@ -50,8 +50,8 @@ func (c Condition) says(d Condition) bool {
 // SetCondition writes a condition of the agent's Node; all other conditions, the
 // kubelet's among them, stay as they are. Where the Node, as it was last seen, has it
 // already, no request is made: calling it again is free, and after the Node was
-// created anew it writes again. The time of
-// the last transition moves only with Status, the heartbeat with every write.
+// created anew it writes again. The time of the
+// last transition moves only with Status, the heartbeat with every write.
 //
 // It returns an error where the server refuses or does not answer, and where there is
 // no Node; the caller tries again when it next has reason to.

@@ -92,8 +92,8 @@ func evictionOf(p workload.Pod, labels map[string]any) *unstructured.Unstructure
 	}}
 }
 
-// refused finds a refusal in an answer that is none by its code: where a pod
-// has two budgets, the server answers 201 with a failure in the body.
+// refused finds a refusal in an answer whose code says success: where a pod has two
+// budgets, the server answers 201 with a failure in the body.
 func refused(answer *unstructured.Unstructured) error {
 	if s, _, _ := unstructured.NestedString(answer.Object, "status"); s != metav1.StatusFailure {
 		return nil
@@ -103,8 +103,7 @@ func refused(answer *unstructured.Unstructured) error {
 	return &apierrors.StatusError{ErrStatus: metav1.Status{Status: metav1.StatusFailure, Code: int32(code), Message: message}}
 }
 
-// words is what the server says of the budget: which one it is, and what it
-// needs.
+// words is what the server says about the budget: which one it is, and what it needs.
 func words(err error) string {
 	text := err.Error()
 	var status apierrors.APIStatus

@@ -17,8 +17,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// markTries is how often a request is made anew because the Node has changed
-// under it. A kubelet writes to it every few seconds at most.
+// markTries is how often a request is repeated because the Node has changed
+// meanwhile. A kubelet writes to it every few seconds at most.
 const markTries = 5
 
 // Marks are all that the agent writes in the metadata of its Node.
@@ -153,16 +153,16 @@ type owners map[string]owner
 // any means.
 type owner struct{ applied, patched, others bool }
 
-// agent says whether the key is the agent's, with others or alone.
+// agent reports whether the key is the agent's, alone or with others.
 func (o owner) agent() bool { return o.applied || o.patched }
 
-// free says whether nobody but the agent manages a key.
+// free reports whether nobody but the agent manages a key.
 func (o owners) free(key string, have map[string]string) bool {
 	_, there := have[key]
 	return !there || o[key].applied && !o[key].others
 }
 
-// has says whether exactly these are the agent's, with these values.
+// has reports whether exactly these are the agent's, with these values.
 func (o owners) has(want, have map[string]string) bool {
 	for key, value := range want {
 		if now, there := have[key]; !there || now != value || !o[key].applied {

@@ -31,7 +31,7 @@ const (
 	// tried is the name of what the dry runs would make or end. Nothing that
 	// exists is called so.
 	tried = "gpu-agent-policy-check"
-	// noUID is none of any pod's.
+	// noUID is the UID of no pod.
 	noUID = "00000000-0000-4000-8000-000000000000"
 	// doubts is how often a policy must be found missing, within about five
 	// seconds, before it is said to be: when manifests are applied, a right is in

@@ -15,8 +15,7 @@
 //	labels["example.com/gpu.joined"] // "8": eight GPUs are connected by NVLink
 //
 // Where no GPU is known, because the driver is not loaded yet or has been closed,
-// both functions return nil: nothing is known, and that is no reason to
-// remove labels that were written before.
+// both functions return nil, and the labels that were written before stay.
 //
 // # The agent's own labels
 //
@@ -57,10 +56,10 @@
 //   - GPU Feature Discovery has no word for units of GPU memory. A GPU that is
 //     shared in units counts as one that is not shared: one replica, no strategy.
 //   - On a node with several models, the labels are of the most frequent one. GPU Feature
-//     Discovery takes any, and another after its next start. The same is so where
-//     GPUs of one model are divided into different numbers of replicas: they count as
+//     Discovery takes any, and another after its next start. The same goes for
+//     GPUs of one model that are divided into different numbers of replicas: they count as
 //     not shared.
-//   - A value that is no legal label's (a name of more than 63 characters, or that
+//   - A value that a label must not have (a name of more than 63 characters, or that
 //     ends in a dot) is shortened: letters are removed from the end of a product's name,
 //     never from its suffix. GPU Feature Discovery writes it as it is, and then
 //     nobody can apply it.
@@ -69,5 +68,5 @@
 //   - A MIG profile that the driver has not described yet (some tell of profiles
 //     only with MIG mode on) lacks memory, multiprocessors and engines until then.
 //
-// The package does not know who writes the labels, and where.
+// The package does not know who writes the labels, or where.
 package label

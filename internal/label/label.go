@@ -21,9 +21,9 @@ type Node struct {
 	// Partition is the name of the one that is followed; empty where there is
 	// none.
 	Partition string
-	// Wanted is what the GPUs shall be, in any order. A GPU without an element
-	// here is as one that the partition has nothing to say about. Nil is no
-	// partition in force: gpu.mode is left out then.
+	// Wanted is what the partition makes of the GPUs, in any order. It says nothing
+	// about a GPU without an element. Nil: no partition is in force, and gpu.mode is
+	// left out.
 	Wanted []config.Want
 }
 
@@ -35,9 +35,8 @@ var Names = []string{
 	"gpu.nvlink", "gpu.nvlink-domain", "gpu.partition.active", "gpu.rdma",
 }
 
-// Own returns the agent's own labels, below a domain. It returns nil where no
-// GPU is known: then nothing is known, which is no reason to remove what
-// was said before.
+// Own returns the agent's own labels, below a domain. It returns nil where no GPU is
+// known; labels that were written before should then stay.
 func Own(domain string, in Node) map[string]string {
 	gpus := in.gpus()
 	if len(gpus) == 0 {
@@ -70,13 +69,13 @@ func Own(domain string, in Node) map[string]string {
 	return labels
 }
 
-// card is a GPU and what it shall be.
+// card is a GPU and what the partition makes of it.
 type card struct {
 	*gpu.Device
 	want config.Want
 }
 
-// mig says whether the GPU is, or shall be, cut into MIG instances. What is
+// mig reports whether the GPU has, or is to have, MIG instances. What is
 // wanted counts: the mode in force comes and goes while a change is under way.
 func (c card) mig() bool {
 	if c.want.Mode == config.Keep {
@@ -173,8 +172,9 @@ func clique(gpus []card) string {
 
 // joined is the size of the largest set of GPUs that NVLink connects, directly or
 // over each other, and that a pod can have together; and the fewest lanes that
-// work at one of them. A GPU with a fault is none to have, and MIG instances have
-// no NVLink. The size is at least 1; no lanes are 0.
+// work at one of them. GPUs with a fault do not count, nor do those in MIG mode,
+// since MIG instances have no NVLink. The size is at least 1; lanes is 0 if there are
+// none.
 func joined(g *topology.Graph, gpus []card) (size, lanes int) {
 	size = 1
 	rest := slices.DeleteFunc(slices.Clone(gpus), func(c card) bool { return c.Fault != "" || c.mig() })

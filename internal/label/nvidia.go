@@ -44,7 +44,7 @@ func NVIDIA(in Node) map[string]string {
 	return full
 }
 
-// labels are keyed by what stands behind "nvidia.com/".
+// labels are keyed by what follows "nvidia.com/".
 type labels map[string]string
 
 // versions says each twice, under the names that are in use and under those that
@@ -237,8 +237,8 @@ func Family(major, minor string) string {
 	return "undefined"
 }
 
-// product is a model's name and a suffix, of which the name gives way where both
-// are too long.
+// product is a model's name and a suffix. The name is shortened if both together are
+// too long.
 func product(model, suffix string) string {
 	return trim(trim(clean(model), maxValue-len(suffix))+suffix, maxValue)
 }

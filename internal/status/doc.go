@@ -62,8 +62,8 @@
 // has a size is SVG, or a table cell that spans columns.
 //
 // Pod names, models and errors are texts from outside. The template escapes each of
-// them for where it stands, and sanitize replaces what no text should have. Besides,
-// the page has no script, and its policy lets none run and nothing be loaded. The
+// them for its context, and sanitize replaces control, invalid and bidirectional
+// characters. The page has no script, and its policy lets none run and nothing be loaded. The
 // page is XML as well as HTML, so that a test can read it with a strict parser, and
 // tests/page looks at it in a browser.
 //

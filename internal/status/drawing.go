@@ -361,7 +361,7 @@ func (d *drawing) nic(i, x, y, width int) group {
 		Labels: []label{{Class: "middle", X: x + width/2, Y: y + 15, Text: clip(n.Name, width-4)}}}
 }
 
-// nvlink is the style of a line that stands for a number of lanes.
+// nvlink is the style of a line for a number of lanes.
 func nvlink(lanes int) string { return "nvlink w" + strconv.Itoa(min(1+lanes/2, 5)) }
 
 // links draws the NVLinks between GPUs, and the NVSwitch.

@@ -23,7 +23,7 @@ const (
 	NotInPartition    Reason = "NotInPartition"
 )
 
-// Reasons that speak of GPUs and their driver.
+// Reasons about GPUs and their driver.
 const (
 	DriverFailed         Reason = "DriverFailed"
 	DriverLetGo          Reason = "DriverLetGo"
@@ -39,7 +39,7 @@ const (
 	ResetDue             Reason = "ResetDue"
 )
 
-// Reasons that speak of who holds what.
+// Reasons about holders.
 const (
 	HeldByPods  Reason = "HeldByPods"
 	BusyProcess Reason = "BusyProcess"

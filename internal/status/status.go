@@ -19,8 +19,7 @@ type Status struct {
 	Driver    string    `json:"driver,omitempty"`
 	CUDA      string    `json:"cuda,omitempty"`
 	Partition Partition `json:"partition"`
-	// Claims is the number of sets of devices that were handed out and have not
-	// ended, including those that the kubelet has not confirmed.
+	// Claims is the number of allocations that have not ended, including those that the kubelet has not confirmed.
 	Claims int `json:"claims"`
 	// Hardware says which call the driver does not answer, and since when; empty
 	// while it answers. Everything that needs no hardware goes on meanwhile.
@@ -95,8 +94,7 @@ type GPU struct {
 	// Resource is the full name of the resource that the GPU offers; empty for mig
 	// and off.
 	Resource string `json:"resource,omitempty"`
-	// UnitMiB is the memory that one device stands for; 0 if a device is not an
-	// amount of memory.
+	// UnitMiB is the size of one device; 0 if a device is not an amount of memory.
 	UnitMiB uint64 `json:"unitMiB,omitempty"`
 	// Total = Used + Free + Unhealthy counts devices: Used are held, Free can be
 	// had now, and Unhealthy are neither.
@@ -182,9 +180,9 @@ type Placement struct {
 
 // Values of Placement.State.
 const (
-	PlacementHeld    = "held"    // a claim holds it, and its instance exists
+	PlacementHeld    = "held"    // an allocation has it, and its instance exists
 	PlacementWarm    = "warm"    // its instance exists, and it can be had
-	PlacementMaking  = "making"  // a claim holds it, and its instance does not exist yet
+	PlacementMaking  = "making"  // an allocation has it, and its instance does not exist yet
 	PlacementFree    = "free"    // there is no instance, and one could be created now
 	PlacementCovered = "covered" // others have its memory slices
 	PlacementLeaving = "leaving" // it is being withdrawn
@@ -226,7 +224,7 @@ type Container struct {
 	Namespace string `json:"namespace,omitempty"`
 	Pod       string `json:"pod,omitempty"`
 	Container string `json:"container,omitempty"`
-	// Claim is the claim's key.
+	// Claim is the ID of its allocation.
 	Claim string `json:"claim"`
 	// GPU and Index are the GPU's UUID and index.
 	GPU   string `json:"gpu"`

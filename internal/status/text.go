@@ -253,7 +253,7 @@ func ended(w Watchdog) string {
 }
 
 // containers writes a table of each container's cap, use and peak, in GiB. A dash
-// stands for what is not known.
+// is shown for what is not known.
 func (p *printer) containers(s Status) {
 	list := s.Containers
 	if len(list) == 0 {

@@ -44,7 +44,7 @@ func ValidKey(key string) bool {
 	return len(key) == keyDigits && strings.Trim(key, "0123456789abcdef") == ""
 }
 
-// ValidateDomain refuses a domain that cannot stand in CDI names, file names
+// ValidateDomain refuses a domain that cannot be part of CDI names, file names
 // and annotation names alike: it must be a DNS name in lower case of at most
 // 253 characters that begins with a letter (CDI vendors must). The error wraps
 // gpu.ErrInvalid.

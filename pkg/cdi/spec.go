@@ -28,26 +28,26 @@ type Parts struct {
 	Devices map[gpu.UUID]specs.ContainerEdits
 }
 
-// Spec describes a claim on some GPUs, by UUID: one device named key that
+// Spec describes an allocation of some GPUs, by UUID: one device named key that
 // carries the common parts and those of each GPU, with over on top. It shares no
 // memory with its arguments.
 //
-// What several parts ask for in the same words stands in it once. Device
+// What several parts ask for in the same words is in it once. Device
 // nodes, mounts and group IDs are sorted, GPUs are taken in the order of
 // their UUIDs, and environment and hooks keep the order of their part.
 //
 // Errors wrap gpu.ErrInvalid (a malformed domain or key, no GPU at all) or
-// gpu.ErrNotFound (parts do not know a GPU, or a library that something is to
-// stand for).
+// gpu.ErrNotFound (parts do not know a GPU, or a library that is to be
+// replaced).
 func Spec(domain, key string, parts Parts, gpus []gpu.UUID, over Overlay) (*specs.Spec, error) {
 	if err := ValidateDomain(domain); err != nil {
 		return nil, err
 	}
 	if !ValidKey(key) {
-		return nil, fmt.Errorf("claim key %q: want %d hexadecimal digits in lower case: %w", key, keyDigits, gpu.ErrInvalid)
+		return nil, fmt.Errorf("allocation ID %q: want %d hexadecimal digits in lower case: %w", key, keyDigits, gpu.ErrInvalid)
 	}
 	if len(gpus) == 0 {
-		return nil, fmt.Errorf("describe claim %s: it has no GPU: %w", key, gpu.ErrInvalid)
+		return nil, fmt.Errorf("describe allocation %s: it has no GPU: %w", key, gpu.ErrInvalid)
 	}
 	sorted := slices.Clone(gpus)
 	slices.Sort(sorted)
@@ -58,7 +58,7 @@ func Spec(domain, key string, parts Parts, gpus []gpu.UUID, over Overlay) (*spec
 	for _, u := range sorted {
 		edits, ok := parts.Devices[u]
 		if !ok {
-			return nil, fmt.Errorf("describe claim %s: the driver's parts have no %s: %w", key, u, gpu.ErrNotFound)
+			return nil, fmt.Errorf("describe allocation %s: the driver's parts have no %s: %w", key, u, gpu.ErrNotFound)
 		}
 		merge(&all, edits)
 	}
@@ -69,7 +69,7 @@ func Spec(domain, key string, parts Parts, gpus []gpu.UUID, over Overlay) (*spec
 		}
 	}
 	if err != nil {
-		return nil, fmt.Errorf("describe claim %s: %w", key, err)
+		return nil, fmt.Errorf("describe allocation %s: %w", key, err)
 	}
 	all.Env = append(slices.DeleteFunc(all.Env, func(e string) bool {
 		name, _, _ := strings.Cut(e, "=")
@@ -83,7 +83,7 @@ func Spec(domain, key string, parts Parts, gpus []gpu.UUID, over Overlay) (*spec
 	}
 	spec.Version, err = specs.MinimumRequiredVersion(spec)
 	if err != nil {
-		return nil, fmt.Errorf("describe claim %s: choose a CDI version: %w", key, err)
+		return nil, fmt.Errorf("describe allocation %s: choose a CDI version: %w", key, err)
 	}
 	return spec, nil
 }

@@ -11,7 +11,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Level is how strongly a cap is held. The words are published: in status, in
+// Level is how strongly a cap is enforced. The words are published: in status, in
 // metrics and in the documents.
 type Level string
 
@@ -21,10 +21,10 @@ const (
 	Hardware Level = "hardware"
 	// Driver: the kernel driver refuses what is beyond a cgroup's limit.
 	Driver Level = "driver"
-	// API: the CUDA driver API inside the container refuses it. Whoever goes
-	// round that API is left to the watchdog.
+	// API: the CUDA driver API inside the container refuses it. A program that
+	// bypasses that API is left to the watchdog.
 	API Level = "api"
-	// Watchdog: what is taken beyond the cap is seen soon after, and ended.
+	// Watchdog: a container that takes more is seen soon after, and ended.
 	Watchdog Level = "watchdog"
 )
 
@@ -34,8 +34,8 @@ func Weakest(of ...Level) Level {
 	return slices.MaxFunc(of, func(a, b Level) int { return cmp.Compare(weakness(a), weakness(b)) })
 }
 
-// None is the cap of who may have all of a GPU, in bytes: it is beyond any card,
-// and is what the in-process cap's limit page has for "no cap".
+// None is the cap of a container that may use all of a GPU, in bytes. It is larger than
+// any GPU's memory, and is what the in-process cap's limit page has for "no cap".
 const None = math.MaxUint64
 
 const (
@@ -63,7 +63,7 @@ func Replica(d *gpu.Device, replicas int) uint64 {
 }
 
 // times returns n × size MiB in bytes, and never None: a product beyond 64 bits
-// is a cap that no card can reach, and still one.
+// is a cap, too, although no GPU has that much.
 func times(n, size uint64) uint64 {
 	high, product := bits.Mul64(n, size)
 	if high != 0 || product > most/mib {

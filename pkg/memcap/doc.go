@@ -13,8 +13,8 @@
 // # Verdicts
 //
 // The watchdog is the level that is always there. It reads now and then which
-// processes are on a GPU and what each has; somebody tells which container each
-// is of, and what each container holds; the judge says who is to be ended:
+// processes are on a GPU and what each has; the caller says which container each
+// is of, and what each container holds; the judge says which are to be ended:
 //
 //	judge := memcap.NewJudge(memcap.Policy{})
 //	processes := memcap.Merge(driversLists)

@@ -395,7 +395,7 @@ func (p *Plugin) Status() Status {
 	now := time.Now()
 	n, _ := s.streams.get()
 	if tried != noStream && n.open > 0 && n.opened > tried {
-		refused = fault{} // the answer was lost, and the kubelet has it all the same
+		refused = fault{} // the answer was lost, but the kubelet has registered it
 	}
 	var stream fault
 	switch {

@@ -74,8 +74,7 @@ func Open(path, domain string) (*Dir, error) {
 	return d, nil
 }
 
-// Write makes the claim's file say spec. Where it does already, nothing is
-// touched. An invalid spec is refused before anything is visible, with an
+// Write writes spec into the claim's file. A file that says so already is not touched. An invalid spec is refused before anything is visible, with an
 // error that wraps gpu.ErrInvalid.
 func (d *Dir) Write(key string, spec *specs.Spec) error {
 	name, err := d.name(key)
@@ -95,7 +94,7 @@ func (d *Dir) Write(key string, spec *specs.Spec) error {
 		return err
 	}
 	defer root.Close()
-	if stands(root, name, data) {
+	if says(root, name, data) {
 		return nil
 	}
 	temp := temporary(name)
@@ -163,7 +162,7 @@ func (d *Dir) Written(key string) (time.Time, error) {
 }
 
 // Read returns what the claim's file says. The error wraps gpu.ErrNotFound
-// where there is none, and gpu.ErrInvalid where something else lies at its
+// where there is none, and gpu.ErrInvalid where something else is at its
 // name or it is no CDI spec.
 func (d *Dir) Read(key string) (*specs.Spec, error) {
 	name, err := d.name(key)
@@ -195,7 +194,7 @@ func (d *Dir) Read(key string) (*specs.Spec, error) {
 }
 
 // List returns the keys of the claims that have a file, sorted. Only regular
-// files count: a link or a directory at such a name is no claim's file.
+// files count: a link or a directory of such a name does not.
 func (d *Dir) List() ([]string, error) {
 	root, err := d.open()
 	if err != nil {
@@ -278,8 +277,8 @@ func (d *Dir) ownTemporary(name string) bool {
 	return ok
 }
 
-// stands reports whether the file is regular, readable by all and says data.
-func stands(root *os.Root, name string, data []byte) bool {
+// says reports whether the file is regular, readable by all and has just this data.
+func says(root *os.Root, name string, data []byte) bool {
 	info, err := root.Lstat(name)
 	if err != nil || info.Mode() != mode || info.Size() != int64(len(data)) {
 		return false

@@ -17,12 +17,12 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// The usage pages of a claim lie on a file system of their own, a tmpfs that is as
-// large as they are: who may write to a file may make it longer, and so has at most
-// what the claim's pages take. It is mounted where containers' runtimes see it, and
+// The usage pages of an allocation are on a file system of their own, a tmpfs that is as
+// large as they are: a process that may write to a file can also make it longer, but not
+// longer than that. It is mounted where containers' runtimes see it, and
 // stays when the agent ends. The directory above it is root's alone, since every
 // user of a container writes to the pages; a container has the files and not their
-// directory, so nothing stands there that the agent did not make.
+// directory, so everything there was made by the agent.
 //
 // A page is the claim's as long as the limit page beside it names its nonce. That
 // is stored last, so whatever a killed agent has left half done is done anew.
@@ -63,9 +63,9 @@ func (p *Pages) usageLocked(key string, limits []Limit) (made map[gpu.UUID]uint6
 	return made, nil
 }
 
-// soundLocked says whether processes that start now can count on a usage page: it
-// is there, of its size, the one that the limit page names, and not of who had the
-// claim before. What it says beyond that is between the processes that write to it.
+// soundLocked reports whether processes that start now can rely on a usage page: it
+// exists, has the right size, is the one that the limit page names, and is not that of an
+// earlier holder. What it says beyond that is between the processes that write to it.
 func (p *Pages) soundLocked(key string, u gpu.UUID, since uint64) bool {
 	limit, err := mapPage(filepath.Join(p.dir, key, string(u)))
 	if err != nil {
@@ -203,7 +203,7 @@ func removeRoom(dir string) error {
 		err := unix.Unmount(dir, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW)
 		switch {
 		case err == nil:
-			continue // what was mounted over comes to light
+			continue // what was mounted over is next
 		case errors.Is(err, unix.EINVAL), errors.Is(err, unix.ENOENT), errors.Is(err, unix.EPERM):
 			// Nothing is mounted there, or nothing by us.
 		default:
@@ -215,7 +215,7 @@ func removeRoom(dir string) error {
 }
 
 // Unmount takes away the file systems that Write has mounted below the agent's
-// state directory. It is for who removes that directory.
+// state directory. Call it before that directory is removed.
 func Unmount(dir string) error {
 	top := filepath.Join(dir, "cap", usageName)
 	entries, err := os.ReadDir(top)

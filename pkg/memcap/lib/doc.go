@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package lib is the memory cap inside a container: two small C libraries that
-// stand where programs expect the driver's, the pages by which the agent tells
+// Package lib is the memory cap inside a container: two small C libraries in
+// the place of the driver's, the pages by which the agent tells
 // them their limits, and the reader of what they count.
 //
 // # Two libraries in front of two
@@ -62,8 +62,8 @@
 //
 // The mounts stay when the agent ends, and containers keep the pages that they
 // have. A page goes with its claim. It is made anew when the claim is given to
-// somebody else, who is not to find what others wrote, and when processes could not
-// count on it any more: it was spoilt, a reboot has taken it, or an agent that was
+// somebody else, who must not see what others wrote, and when processes can no longer
+// rely on it: it was spoilt, a reboot has taken it, or an agent that was
 // killed had not finished it. All of a claim's pages are then made together, on
 // another tmpfs, since a container may have the old one's room yet. The nonce is
 // written last, and the CDI file after the pages, so whatever a killed agent leaves
@@ -126,7 +126,7 @@
 // have changed it. Before an allocation all that the pool may grow by is reserved, in
 // pieces of 32 MiB, since a driver lets a pool grow before it takes what another
 // stream has freed there. Where only the pool has room, the stream is made to wait for
-// those that have freed something (c/reuse.c); should the pool grow all the same, that
+// those that have freed something (c/reuse.c); if the pool grows nevertheless, that
 // is undone, and the usage page says by how much ([Counters].Undone): the one case in
 // which a container has more than its limit, for a moment. Of all processes that share
 // the page one makes such an attempt at a time (c/attempt.h), so that is one request;

@@ -16,7 +16,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// built has what `go run ./pkg/memcap/lib/build` made, and a README else.
+// built has what `go run ./pkg/memcap/lib/build` made, or a README.
 //
 //go:embed built/*
 var built embed.FS
@@ -24,7 +24,7 @@ var built embed.FS
 // Kit is what a claim's CDI file mounts of an installed version, as paths below
 // the directory that was given to Install.
 type Kit struct {
-	CUDA, NVML string // the libraries, to stand at the driver's
+	CUDA, NVML string // the libraries, to be mounted over the driver's
 	Empty      string // a directory with nothing in it, for CompatDir
 	Mark       string // an empty file, for OpenMark
 }
@@ -110,9 +110,9 @@ func install(top, hash string, files []file) (Kit, error) {
 		return Kit{}, err
 	}
 	err = os.Rename(tmp, home)
-	if err != nil && (errors.Is(err, fs.ErrExist)) {
-		// One that is not whole: after a loss of power, say. What is wrong in it
-		// gets another inode, so that what a process has mapped stays as it is.
+	if errors.Is(err, fs.ErrExist) {
+		// The folder is not whole, for example after a loss of power. What is wrong in
+		// it gets another inode, so that what a process has mapped stays as it is.
 		err = mend(home, tmp, files)
 	}
 	if err != nil {

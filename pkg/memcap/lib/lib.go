@@ -17,7 +17,7 @@ const (
 	RealCUDA  = Root + "/driver/libcuda.so.1"      // the driver's own library
 	RealNVML  = Root + "/driver/libnvidia-ml.so.1" // likewise
 	ClaimsDir = Root + "/claims"                   // the pages; see PagesDir
-	OpenMark  = Root + "/open"                     // there: what cannot be counted passes
+	OpenMark  = Root + "/open"                     // if it exists, what cannot be counted passes
 	CompatDir = "/usr/local/cuda/compat"           // where images bring driver libraries of their own
 )
 
@@ -61,8 +61,8 @@ const None = ^uint64(0)
 // DefaultContext is what a context is charged with before a claim's own were
 // measured, and the most that one ever is, in bytes. On data-centre GPUs of 2020 to
 // 2025 a context with a usual program's modules has 250 to 550 MiB. LeastContext is
-// the least: who is charged with too little has more than its cap until the next
-// reading, and this much is within the watchdog's tolerance.
+// the least: a container that is charged too little can use more than its cap until the
+// next reading, and this much is within the watchdog's tolerance.
 const (
 	DefaultContext = 512 << 20
 	LeastContext   = 64 << 20

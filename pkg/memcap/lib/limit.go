@@ -11,9 +11,9 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Limit returns what a claim's page says that its container may have of a GPU, in
-// bytes. The error wraps gpu.ErrNotFound where there is no page, and
-// gpu.ErrInvalid where it is none.
+// Limit returns the limit on a GPU, in bytes, that an allocation's page has. The error
+// wraps gpu.ErrNotFound where there is no page, and gpu.ErrInvalid where the file is not
+// a page.
 func (p *Pages) Limit(key string, u gpu.UUID) (uint64, error) {
 	if !plainName(key) || !plainName(string(u)) {
 		return 0, fmt.Errorf("read the limit page of claim %q on GPU %q: %w", key, u, gpu.ErrInvalid)

@@ -85,7 +85,7 @@ func (m *Meter) Begin() error {
 		return fmt.Errorf("read usage page: it is not the claim's, or not any more: %w", gpu.ErrInvalid)
 	}
 	m.first, m.begun = c, true
-	// Until a reading is finished: who asks waits for that.
+	// Processes that ask wait until a reading is finished.
 	m.asked = c.Asks != m.lastAsks
 	if m.asked {
 		m.pages.mu.Lock()
@@ -115,7 +115,7 @@ func (m *Meter) Cost() time.Duration { return m.took }
 //
 // The correction in use is the safe one of those that are possible: what was lost may
 // be in it though the driver had it still. So the page says besides how small it may
-// be, and whom that would leave room asks for another reading before it refuses.
+// be, and a process that would then have room asks for another reading before it refuses.
 func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 	if !m.begun {
 		return Reading{}, errors.New("end a reading that was not begun")
@@ -178,7 +178,7 @@ func (m *Meter) conclude(was, next reading, c Counters, driver uint64, known, st
 	case !known:
 		if next.correction == 0 && m.first.Nonce == c.Nonce {
 			// The ceiling is the limit and rests on no figure, so what was
-			// settled is not missing in one: it would lower the ceiling for ever.
+			// settled is not missing in one: it would lower the ceiling for good.
 			next.settled = m.first.Settled
 		}
 	case still && m.first.Dead == c.Dead:

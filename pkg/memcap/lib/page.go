@@ -91,10 +91,10 @@ type Limit struct {
 	// calls are then not counted.
 	Bytes uint64
 	// Context is what a context is charged with until the driver has been read, in
-	// bytes; 0 means DefaultContext. A page that stands keeps what was learnt since.
+	// bytes; 0 means DefaultContext. An existing page keeps what was learnt since.
 	Context uint64
-	// Since is when the claim was given to who has it now: a usage page of who had
-	// it before is not gone on with. Zero: nobody knows, so it is.
+	// Since is when the allocation was made or renewed. A usage page of an earlier
+	// holder is not used again. Zero: that is not known, and the page is kept.
 	Since time.Time
 }
 
@@ -202,7 +202,7 @@ func (l Limit) check() error {
 }
 
 // writeLimit writes one limit page; usage is the nonce of the usage page that
-// belongs to it, 0 if it is the one of before or there is none.
+// belongs to it; 0 if that has not changed or there is none.
 func writeLimit(path string, every time.Duration, l Limit, usage uint64) error {
 	if l.Context == 0 {
 		l.Context = DefaultContext
@@ -382,8 +382,8 @@ func (p mappedPage) word(at int) *uint64    { return (*uint64)(unsafe.Pointer(&p
 func (p mappedPage) load(at int) uint64     { return atomic.LoadUint64(p.word(at)) }
 func (p mappedPage) store(at int, v uint64) { atomic.StoreUint64(p.word(at), v) }
 
-// wake wakes those who wait for a word to change. There are as many as a container
-// likes: who is left out wakes up by itself a few milliseconds later.
+// wake wakes those who wait for a word to change. There may be any
+// number of them: those that are left out wake up by themselves a few milliseconds later.
 func (p mappedPage) wake(at int) {
 	const futexWake, wakeMost = 1, 64
 	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(p.word(at))), futexWake, wakeMost, 0, 0, 0)
@@ -400,7 +400,7 @@ func (p mappedPage) limitLess(c int64) uint64 {
 	return min(limit-uint64(c), most)
 }
 
-// A reading is what a page says of a usage page; nonce 0 is none.
+// A reading is what a limit page says about a usage page. If nonce is 0 there was none.
 type reading struct {
 	nonce, stamp, settled uint64
 	correction            int64

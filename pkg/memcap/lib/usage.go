@@ -103,9 +103,9 @@ type Counters struct {
 	Peak                uint64 // of Bound
 	Settled             uint64 // taken off Bound after it was gone already, ever
 	Undone              uint64 // the most that the driver gave beyond Bound and got back at once
-	Uncounted           uint64 // allocations that passed under the open policy, of a type that nobody knows
+	Uncounted           uint64 // allocations of an unknown type that passed under the open policy
 	Guesses             uint64 // times that something came or went of which the driver may have more or less than Bound
-	Attempt             uint64 // allocations without a reservation, so far, and in the lower half whose is under way
+	Attempt             uint64 // allocations without a reservation, so far; in the lower half the slot of the one under way
 	Dead                uint64 // of Bound, at most, what dead processes have left there
 	Processes           int    // living ones that have used the GPU
 }
@@ -226,7 +226,7 @@ func (u *Usage) readSome(from, n int) error {
 	return err
 }
 
-// check says whether what was read of slots can be.
+// check reports whether what was read of slots is possible.
 func (u *Usage) check(from, n int) error {
 	for i := range n {
 		s := u.some[i*slotSize:][:slotSize]
@@ -257,7 +257,7 @@ func (u *Usage) readAt(b []byte, at int64) error {
 	return nil
 }
 
-// alive reports whether somebody has a slot's lock.
+// alive reports whether a process holds a slot's lock.
 func (u *Usage) alive(slot int) bool {
 	lock := unix.Flock_t{Type: unix.F_WRLCK, Start: int64(slot), Len: 1}
 	err := unix.FcntlFlock(uintptr(u.fd), unix.F_OFD_GETLK, &lock)
