@@ -208,9 +208,6 @@ func (a *Agent) wakeSoon() {
 // Allocations returns the allocations as they are now, in key order.
 func (a *Agent) Allocations() []ledger.Allocation { return a.ledger.Allocations() }
 
-// Offer returns what the kubelet is told of now.
-func (a *Agent) Offer() *deviceplugin.Offer { return a.front.Offer() }
-
 // Run is the loop. It returns the error of ctx when that ends, and one that wraps
 // gpu.ErrReloaded where only a new process can go on.
 func (a *Agent) Run(ctx context.Context) error {

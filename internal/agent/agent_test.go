@@ -190,7 +190,7 @@ func (o *outside) Allocatable(context.Context) (map[string][]string, error) {
 	if o.agent == nil || o.forgetful {
 		return out, nil
 	}
-	for _, r := range o.agent.Offer().Resources {
+	for _, r := range o.agent.front.Offer().Resources {
 		for _, d := range r.Devices {
 			if d.Healthy {
 				out[r.Name] = append(out[r.Name], d.ID)
@@ -470,10 +470,10 @@ func (b *bench) want(state, units, whole string) {
 	if got := b.state(); got != state {
 		b.t.Errorf("state %q, want %q (%q)", got, state, b.message())
 	}
-	if got := listed(b.Offer(), names.Units); got != units {
+	if got := listed(b.front.Offer(), names.Units); got != units {
 		b.t.Errorf("units %s, want %s", got, units)
 	}
-	if got := listed(b.Offer(), names.Whole); got != whole {
+	if got := listed(b.front.Offer(), names.Whole); got != whole {
 		b.t.Errorf("whole %s, want %s", got, whole)
 	}
 }
@@ -907,7 +907,7 @@ func TestNothingButContainersWaitsForParts(t *testing.T) {
 		o.partsGate = gate
 		b := start(t, o, t.TempDir(), allShared)
 		defer b.end()
-		if got := listed(b.Offer(), names.Units); got != fourUnits {
+		if got := listed(b.front.Offer(), names.Units); got != fourUnits {
 			t.Errorf("units %s, want %s", got, fourUnits)
 		}
 		ids := []string{string(uuid(0)) + "::1"}
@@ -928,7 +928,7 @@ func TestNothingButContainersWaitsForParts(t *testing.T) {
 		b.with(func() { b.partsGate, b.outside.inv.GPUs[1].Fault = gate, "GPU is lost" })
 		b.event <- gpu.Event{Kind: gpu.EventLost}
 		synctest.Wait()
-		if got, want := listed(b.Offer(), names.Units), "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x"; got != want {
+		if got, want := listed(b.front.Offer(), names.Units), "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x"; got != want {
 			t.Errorf("units %s, want %s", got, want)
 		}
 		close(gate)
@@ -962,7 +962,7 @@ func TestNothingIsOfferedWithoutParts(t *testing.T) {
 		b := start(t, o, t.TempDir(), allShared)
 		defer b.end()
 		b.want("failed", "0.0x 0.1x 0.2x 0.3x", "")
-		if r := b.Offer().Resources[0].Devices[0].Reason; !strings.Contains(r, "hook program is missing") {
+		if r := b.front.Offer().Resources[0].Devices[0].Reason; !strings.Contains(r, "hook program is missing") {
 			t.Errorf("reason %q", r)
 		}
 		b.with(func() { b.outside.partsErr = nil })

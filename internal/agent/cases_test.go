@@ -35,17 +35,17 @@ func TestReplicasSurviveARestart(t *testing.T) {
 		file := allShared + "      replicas: 4\n"
 		b := start(t, o, cdiDir, file)
 		b.hold("p", names.Replicas, string(uuid(0))+"::1")
-		before := listed(b.Offer(), names.Replicas)
+		before := listed(b.front.Offer(), names.Replicas)
 		b.end()
 
 		b = start(t, o, cdiDir, "") // the ConfigMap is a moment away
 		defer b.end()
-		if got := listed(b.Offer(), names.Replicas); got != before {
+		if got := listed(b.front.Offer(), names.Replicas); got != before {
 			t.Errorf("without the partition: replicas %s, want %s as before", got, before)
 		}
 		b.SetFile("p.yaml", []byte(file))
 		synctest.Wait()
-		if got := listed(b.Offer(), names.Replicas); got != before || b.state() != "applied" {
+		if got := listed(b.front.Offer(), names.Replicas); got != before || b.state() != "applied" {
 			t.Errorf("state %s (%s), replicas %s, want %s", b.state(), b.message(), got, before)
 		}
 	})
@@ -61,7 +61,7 @@ func TestRestartKeepsOffering(t *testing.T) {
 		b.end()
 		b = start(t, o, cdiDir, "")
 		defer b.end()
-		if got := listed(b.Offer(), names.Units); got != "0.0 0.1 0.2 0.3" {
+		if got := listed(b.front.Offer(), names.Units); got != "0.0 0.1 0.2 0.3" {
 			t.Errorf("without the partition: %s", got)
 		}
 	})
@@ -203,7 +203,7 @@ func TestResourceDomainChanges(t *testing.T) {
 		if len(a.Allocations()) != 1 {
 			t.Errorf("%d allocations while a container runs with one", len(a.Allocations()))
 		}
-		if got := listed(a.Offer(), "nvidia.com/gpu"); got != "" {
+		if got := listed(a.front.Offer(), "nvidia.com/gpu"); got != "" {
 			t.Errorf("offered as a whole beside a pod with a part of it: %s", got)
 		}
 		cancel()
@@ -225,7 +225,7 @@ func TestOtherPluginRestarts(t *testing.T) {
 		b.with(func() { b.allocatable = nil }) // GetAllocatableResources has healthy devices only
 		time.Sleep(othersEvery + holdersEvery)
 		synctest.Wait()
-		if got := listed(b.Offer(), names.Units); got != "1.0 1.1 1.2 1.3" {
+		if got := listed(b.front.Offer(), names.Units); got != "1.0 1.1 1.2 1.3" {
 			t.Errorf("GPU 0 is offered while ns/theirs has it: %s", got)
 		}
 	})
@@ -387,7 +387,7 @@ func TestPartsTimeOut(t *testing.T) {
 		o.partsErr = fmt.Errorf("list the driver's parts: %w", gpu.ErrTimeout)
 		b := start(t, o, t.TempDir(), allShared)
 		defer b.end()
-		if got := listed(b.Offer(), names.Units); strings.Contains(got, "x") && b.state() == "applied" {
+		if got := listed(b.front.Offer(), names.Units); strings.Contains(got, "x") && b.state() == "applied" {
 			t.Errorf("state applied and nothing on offer: %s", got)
 		}
 		b.with(func() { b.outside.partsErr = nil })
@@ -460,7 +460,7 @@ func TestIndicesMove(t *testing.T) {
 		})
 		b.event <- gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1}
 		synctest.Wait()
-		if got := listed(b.Offer(), names.Units); got != units {
+		if got := listed(b.front.Offer(), names.Units); got != units {
 			t.Errorf("GPU 0 fell off the bus: units %s, want %s", got, units)
 		}
 		b.end()
@@ -468,7 +468,7 @@ func TestIndicesMove(t *testing.T) {
 		defer b.end()
 		time.Sleep(2 * plan.Linger)
 		synctest.Wait()
-		if got := listed(b.Offer(), names.Units); got != units {
+		if got := listed(b.front.Offer(), names.Units); got != units {
 			t.Errorf("after a restart: state %s (%s), units %s, want %s", b.state(), b.message(), got, units)
 		}
 	})

@@ -998,7 +998,7 @@ func (s *storm) calm() {
 		s.t.Errorf("left behind: files %v, journal %v, limit pages %v", slices.Sorted(maps.Keys(s.specs)), s.journal, left)
 	}
 	listed := 0
-	for _, r := range s.agent.Offer().Resources {
+	for _, r := range s.agent.front.Offer().Resources {
 		listed += len(r.Devices)
 		for _, d := range r.Devices {
 			if !d.Healthy || r.Name != names.Units {

@@ -104,7 +104,14 @@ func (a *Allocation) IsOpen() bool { return a.Phase == Open }
 
 // GPUs returns the GPUs that it has something of, each once, in the order of its
 // grants.
-func (a *Allocation) GPUs() []gpu.UUID { return GPUs(a.Grants) }
+func (a *Allocation) GPUs() (out []gpu.UUID) {
+	for i := range a.Grants {
+		if u := a.Grants[i].GPU; !slices.Contains(out, u) {
+			out = append(out, u)
+		}
+	}
+	return out
+}
 
 // On reports whether it has something of a GPU.
 func (a *Allocation) On(u gpu.UUID) bool {

@@ -5,7 +5,6 @@ package ledger
 import (
 	"encoding/json"
 	"fmt"
-	"slices"
 	"strings"
 
 	"example.com/gpu-agent/pkg/gpu"
@@ -80,17 +79,6 @@ func (g Grant) Fix(bytes uint64, usable gpu.MiB) Grant {
 		g.Of = int((usable + size/2) / size)
 	}
 	return g
-}
-
-// GPUs returns the GPUs that grants are on, each once, in their order.
-func GPUs(grants []Grant) []gpu.UUID {
-	out := make([]gpu.UUID, 0, len(grants))
-	for i := range grants {
-		if !slices.Contains(out, grants[i].GPU) {
-			out = append(out, grants[i].GPU)
-		}
-	}
-	return out
 }
 
 // record is a grant in JSON.
