@@ -57,6 +57,7 @@ func (h *HeapLimit) Round(err error, took time.Duration) {
 	if !h.started {
 		h.started = true
 		collect(heapGrowth)
+		debug.FreeOSMemory() // else the runtime gives what the start took back over minutes
 	}
 	n := h.Listed()
 	if n == h.last || os.Getenv("GOMEMLIMIT") != "" {
