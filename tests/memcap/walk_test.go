@@ -76,8 +76,8 @@ func anyCUDA(random *rand.Rand) string {
 }
 
 // earlyOf is how many of so many refusals may be of what a card of the cap's size grants:
-// one in twenty. Most walks have one in a hundred or less, and none of 60 had more than one in thirty. What is
-// known to be left:
+// one in twenty. Walks of 100,000 steps have about one in a hundred, and of 60 short ones
+// two had one in thirty. What is known to be left:
 //
 //   - Exported memory is gone when the last of its descriptors is closed, which no call
 //     tells. Until a reading has seen it, what was refused before is refused again.
