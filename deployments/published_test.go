@@ -5,6 +5,7 @@ package deployments
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -194,14 +195,21 @@ func publishAtTheAPIServer(t *testing.T, s *apiServer) {
 		t.Errorf("%d slices of generations %v, want %d of the second", len(left), generations, len(fewer))
 	}
 
+	stolen := fields{"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": fields{"name": "stolen"}, "spec": fields{"driver": driver, "nodeName": "node-1",
+		"pool": fields{"name": "node-1/x", "generation": 1, "resourceSliceCount": 1}, "devices": []fields{{"name": "gpu"}}}}
+	// The server puts a policy in force a while after it has taken it.
+	s.await(t, "the policy is in force", func() error {
+		if err := s.do(t, agentOn("node-2"), http.MethodPost, path+"?dryRun=All", asJSON, stolen, nil); err == nil {
+			return errors.New("the agent of another node may write slices of this one")
+		}
+		return nil
+	})
 	t.Run("not of another node or driver", func(t *testing.T) {
 		if err := client.PublishSlices(t.Context(), "gpus.example.org", slicesOf(t, "../tests/testdata/inventories/a30-24gb.json")[:1]); err == nil || !strings.Contains(err.Error(), "of its own driver") {
 			t.Errorf("another driver's: %v", err)
 		}
 		for _, try := range []struct{ method, name string }{{http.MethodPost, "stolen"}, {http.MethodDelete, fewer[0].Name}} {
-			body := fields{"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": fields{"name": "stolen"}, "spec": fields{"driver": driver, "nodeName": "node-1",
-				"pool": fields{"name": "node-1/x", "generation": 1, "resourceSliceCount": 1}, "devices": []fields{{"name": "gpu"}}}}
-			where := path
+			body, where := stolen, path
 			if try.method == http.MethodDelete {
 				body, where = nil, path+"/"+try.name
 			}
