@@ -12,34 +12,24 @@ import (
 
 // calmFor is for how long a GPU on which all was in order is only asked whether
 // anything has changed.
-// Where nobody has a cap it is asked for so long as calmIdle: there is only an intruder
-// to be found, and whoever comes to a GPU uses memory of it.
-const (
-	calmFor  = 5 * time.Second
-	calmIdle = time.Minute
-)
+const calmFor = 5 * time.Second
 
 // calm is what a look found of a GPU on which all was in order: everybody within
 // a cap, by the driver's figures and by exact counters. As long as the same amount of
 // its memory is used and no counter has changed, there is nothing to find; and most
 // processes take their memory once and keep it. A container that takes exactly what
 // another frees, both past their counters and between two looks, is found when calmFor
-// is over, and an intruder who takes exactly what another process frees when calmIdle is.
+// is over.
 type calm struct {
 	at   time.Time
 	used gpu.MiB
 	caps map[string]uint64 // by allocation, of those who have memory there
 }
 
-// still asks whether a GPU is as it was when all was in order; capped says that somebody
-// has a cap on it.
-func (g *Guard) still(ctx context.Context, u gpu.UUID, capped bool, held allocations, now time.Time) bool {
-	trusted := calmIdle
-	if capped {
-		trusted = calmFor
-	}
+// still asks whether a GPU is as it was when all was in order.
+func (g *Guard) still(ctx context.Context, u gpu.UUID, held allocations, now time.Time) bool {
 	c, ok := g.calm[u]
-	if !ok || now.Sub(c.at) >= trusted {
+	if !ok || now.Sub(c.at) >= calmFor {
 		return false
 	}
 	for key, bytes := range c.caps {

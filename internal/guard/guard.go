@@ -322,7 +322,7 @@ func (g *Guard) round(ctx context.Context, now time.Time) (idle time.Duration) {
 			continue
 		}
 		g.looked[d.UUID] = now
-		if g.still(ctx, d.UUID, capped[d.UUID], held, now) {
+		if g.still(ctx, d.UUID, held, now) {
 			continue
 		}
 		worked = true
