@@ -29,7 +29,7 @@ type ourSlices struct {
 
 	mu sync.Mutex
 	// unkept are the slices of which the server has not kept all: what was sent, and
-	// what it made of that, by name. Without it they would be written again for ever.
+	// what it made of that, by name. Without it they would be written again and again.
 	// Guarded by mu.
 	unkept map[string]exchange
 }
