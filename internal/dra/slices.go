@@ -142,8 +142,10 @@ func (in *Input) takes(d *gpu.Device, of Device) map[string]kube.Amount {
 	if p := profile(d, of.Placement.Profile); p != nil && p.Memory > 0 {
 		out[memory] = kube.Amount{Value: bytes(p.Memory)}
 	}
-	for _, c := range in.Cards[d.UUID].Takes(of.Placement) {
-		out[c.Name] = kube.Amount{Value: kube.Quantity(c.Value)}
+	if card := in.Cards[d.UUID]; card != nil {
+		for _, c := range card.Takes(of.Placement) {
+			out[c.Name] = kube.Amount{Value: kube.Quantity(c.Value)}
+		}
 	}
 	return out
 }

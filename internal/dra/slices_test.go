@@ -5,6 +5,7 @@ package dra
 import (
 	"encoding/json"
 	"fmt"
+	"reflect"
 	"regexp"
 	"slices"
 	"strings"
@@ -99,8 +100,11 @@ func TestSlicesKeepToTheLimits(t *testing.T) {
 		for i := range p.Slices {
 			names[i] = p.Slices[i].Name
 		}
-		if again := Build(in); fmt.Sprint(again.Slices) == "" || !slices.IsSorted(names) {
+		if !slices.IsSorted(names) {
 			t.Errorf("%s: %v", file, names)
+		}
+		if again := Build(in); !reflect.DeepEqual(again, p) {
+			t.Errorf("%s: built twice, the slices differ", file)
 		}
 	}
 }
@@ -169,6 +173,18 @@ func TestHeldDeviceThatNoLayoutHas(t *testing.T) {
 	in.Departing = []Device{held}
 	if got := ask(); got != "" {
 		t.Errorf("beside an instance that is held the scheduler gives %s", got)
+	}
+}
+
+// Of a GPU whose card is not known any more, what somebody holds stays listed.
+func TestHeldDeviceOfAnUnknownCard(t *testing.T) {
+	inv := several(t, "a100-80gb.json", 1)
+	in := input(t, inv, onDemand)
+	u := inv.GPUs[0].UUID
+	in.Departing = []Device{{GPU: u, Kind: ledger.Placement, Placement: in.Layouts[u].Placements[2]}}
+	in.Cards, in.Layouts = nil, nil
+	if p := Build(in); len(p.Devices) != 1 || len(p.Slices) != 2 {
+		t.Errorf("%+v", p)
 	}
 }
 
