@@ -4,16 +4,15 @@ package deployments
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"net/http"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/dra"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
@@ -29,15 +28,11 @@ import (
 // on demand, in units of memory, in replicas and whole.
 func slicesOf(t *testing.T, file string) []kube.ResourceSlice {
 	t.Helper()
-	data, err := os.ReadFile(file)
+	inv, err := config.ReadInventory(read(t, file))
 	if err != nil {
-		t.Fatal(err)
-	}
-	var inv gpu.Inventory
-	if err := json.Unmarshal(data, &inv); err != nil {
 		t.Fatal(file, err)
 	}
-	in := dra.Input{Node: "node-1", Driver: "gpus.example.com", Inventory: &inv, Guarantee: "api", Layouts: map[gpu.UUID]plan.Layout{}, Cards: map[gpu.UUID]*mig.Card{},
+	in := dra.Input{Node: "node-1", Driver: "gpus.example.com", Inventory: inv, Guarantee: "api", Layouts: map[gpu.UUID]plan.Layout{}, Cards: map[gpu.UUID]*mig.Card{},
 		Taints: func(d dra.Device) []kube.Taint {
 			if d.Kind != ledger.Whole {
 				return nil
@@ -71,18 +66,13 @@ func slicesAtTheAPIServer(t *testing.T, s *apiServer) {
 	for _, file := range files {
 		for _, slice := range slicesOf(t, file) {
 			slice.Pool.Generation = 1
-			var spec fields
-			data, err := json.Marshal(&slice)
-			if err == nil {
-				err = json.Unmarshal(data, &spec)
-			}
+			object, err := slice.Object("gpus.example.com", "node-1")
 			if err != nil {
 				t.Fatal(err)
 			}
-			spec["driver"], spec["nodeName"] = "gpus.example.com", "node-1"
 			var back struct{ Spec kube.ResourceSlice }
 			if err := s.do(t, nil, http.MethodPost, "/apis/resource.k8s.io/v1/resourceslices?dryRun=All&fieldValidation=Strict", asJSON,
-				fields{"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": fields{"name": slice.Name}, "spec": spec}, &back); err != nil {
+				object.Object, &back); err != nil {
 				t.Fatalf("%s: %v", filepath.Base(file), err)
 			}
 			back.Spec.Name = slice.Name

@@ -27,17 +27,21 @@ type Device struct {
 func shorts(gpus []gpu.UUID) map[gpu.UUID]string {
 	out := make(map[gpu.UUID]string, len(gpus))
 	for _, u := range gpus {
-		digits := strings.ReplaceAll(strings.TrimPrefix(strings.ToLower(string(u)), "gpu-"), "-", "")
-		n := min(8, len(digits))
+		own := digits(u)
+		n := min(8, len(own))
 		for _, o := range gpus {
-			other := strings.ReplaceAll(strings.TrimPrefix(strings.ToLower(string(o)), "gpu-"), "-", "")
-			for o != u && n < len(digits) && strings.HasPrefix(other, digits[:n]) {
+			for o != u && n < len(own) && strings.HasPrefix(digits(o), own[:n]) {
 				n++
 			}
 		}
-		out[u] = digits[:n]
+		out[u] = own[:n]
 	}
 	return out
+}
+
+// digits are those of a UUID, without what stands between them.
+func digits(u gpu.UUID) string {
+	return strings.ReplaceAll(strings.TrimPrefix(strings.ToLower(string(u)), "gpu-"), "-", "")
 }
 
 // name is the device's in its pool, a DNS label; short is its GPU's.

@@ -13,6 +13,7 @@ import (
 	"slices"
 	"testing"
 
+	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
@@ -42,12 +43,12 @@ func models(t testing.TB) map[string]*gpu.Inventory {
 		if err != nil {
 			t.Fatal(err)
 		}
-		var inv gpu.Inventory
-		if err := json.Unmarshal(data, &inv); err != nil {
+		inv, err := config.ReadInventory(data)
+		if err != nil {
 			t.Fatal(file, err)
 		}
 		inv.GPUs = inv.GPUs[:1]
-		out[filepath.Base(file)] = &inv
+		out[filepath.Base(file)] = inv
 	}
 	return out
 }

@@ -130,13 +130,10 @@ func (s *ourSlices) writeSlice(ctx context.Context, driver string, node *Node, w
 			return lost(sent, kept)
 		}
 	}
-	var spec map[string]any
-	if err := json.Unmarshal(sent, &spec); err != nil {
+	object, err := want.Object(driver, s.options.NodeName)
+	if err != nil {
 		return err
 	}
-	spec["driver"], spec["nodeName"] = driver, s.options.NodeName
-	object := &unstructured.Unstructured{Object: map[string]any{"apiVersion": resourceSlices.GroupVersion().String(), "kind": "ResourceSlice", "spec": spec}}
-	object.SetName(want.Name)
 	controls := true
 	object.SetOwnerReferences([]metav1.OwnerReference{{APIVersion: "v1", Kind: "Node", Name: s.options.NodeName, UID: node.uid, Controller: &controls}})
 	verb := "create"

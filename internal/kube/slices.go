@@ -7,6 +7,7 @@ import (
 	"fmt"
 
 	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 )
 
 // ResourceSlice is one that a driver of this node publishes, in the words and the JSON of
@@ -18,6 +19,22 @@ type ResourceSlice struct {
 	Pool     Pool         `json:"pool"`
 	Counters []CounterSet `json:"sharedCounters,omitempty"`
 	Devices  []PoolDevice `json:"devices,omitempty"`
+}
+
+// Object is the slice as the API has it, of a driver and a node.
+func (s *ResourceSlice) Object(driver, node string) (*unstructured.Unstructured, error) {
+	data, err := json.Marshal(s)
+	if err != nil {
+		return nil, err
+	}
+	var spec map[string]any
+	if err := json.Unmarshal(data, &spec); err != nil {
+		return nil, err
+	}
+	spec["driver"], spec["nodeName"] = driver, node
+	object := &unstructured.Unstructured{Object: map[string]any{"apiVersion": resourceSlices.GroupVersion().String(), "kind": "ResourceSlice", "spec": spec}}
+	object.SetName(s.Name)
+	return object, nil
 }
 
 // Pool is what a slice is a part of. A pool of which not all slices of the newest

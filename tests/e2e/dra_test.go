@@ -97,16 +97,11 @@ func draSlices(t *testing.T) (out []map[string]any) {
 	}
 	for _, s := range front.Build(in).Slices {
 		s.Pool.Generation = 1
-		text, err := json.Marshal(&s)
-		var spec map[string]any
-		if err == nil {
-			err = json.Unmarshal(text, &spec)
-		}
+		object, err := s.Object(draDriver, nodeName)
 		if err != nil {
 			t.Fatal(err)
 		}
-		spec["driver"], spec["nodeName"] = draDriver, nodeName
-		out = append(out, map[string]any{"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": map[string]any{"name": s.Name}, "spec": spec})
+		out = append(out, object.Object)
 	}
 	return out
 }
