@@ -19,8 +19,13 @@ import (
 // stand in records.
 type FrontEnd string
 
-// DevicePlugin is the kubelet's device-plugin API: internal/deviceplugin.
-const DevicePlugin FrontEnd = "device-plugin"
+// Front-ends.
+const (
+	// DevicePlugin is the kubelet's device-plugin API: internal/deviceplugin.
+	DevicePlugin FrontEnd = "device-plugin"
+	// DRA is dynamic resource allocation: internal/dra.
+	DRA FrontEnd = "dra"
+)
 
 // Errors of a ledger.
 var (
@@ -39,6 +44,9 @@ type Allocation struct {
 	Owner FrontEnd
 	// Resource is what it was asked for as, in its front-end's words.
 	Resource string
+	// Ref is its front-end's own word for it, which is kept in records and which nobody
+	// else reads.
+	Ref string
 	// Epoch grows with every Take and Renew of the ledger: what is said of an older one
 	// is not heard.
 	Epoch uint64
@@ -118,6 +126,11 @@ func (a *Allocation) On(u gpu.UUID) bool {
 	return slices.ContainsFunc(a.Grants, func(g Grant) bool { return g.GPU == u })
 }
 
+// takesOf reports whether it takes something of a GPU.
+func (a *Allocation) takesOf(u gpu.UUID) bool {
+	return slices.ContainsFunc(a.Grants, func(g Grant) bool { return g.GPU == u && !g.NoRoom })
+}
+
 // Cap is what its holder may have of a GPU's memory.
 func (a *Allocation) Cap(u gpu.UUID) (cap Cap) {
 	for i := range a.Grants {
@@ -139,7 +152,7 @@ func (a *Allocation) CapsKnown() bool {
 
 // Record is what is written down of it.
 func (a *Allocation) Record() Record {
-	return Record{Owner: a.Owner, Resource: a.Resource, Grants: a.Grants}
+	return Record{Owner: a.Owner, Resource: a.Resource, Ref: a.Ref, Grants: a.Grants}
 }
 
 // Record is what is written down of an allocation, wherever that is: its grants and
@@ -147,6 +160,7 @@ func (a *Allocation) Record() Record {
 type Record struct {
 	Owner    FrontEnd `json:"frontEnd"`
 	Resource string   `json:"resource"`
+	Ref      string   `json:"ref,omitempty"`
 	Grants   []Grant  `json:"grants"`
 }
 

@@ -62,6 +62,9 @@ type Grant struct {
 	GPU gpu.UUID
 	Piece
 	Cap Cap
+	// NoRoom says that it takes nothing from anybody: its holder looks after the GPU,
+	// beside those who have it.
+	NoRoom bool
 }
 
 // Fix returns the grant with the cap that its holder was given, in bytes, and with
@@ -90,13 +93,14 @@ type record struct {
 	Replica int      `json:"replica,omitempty"`
 	Of      int      `json:"of,omitempty"`
 	*mig.Placement
-	Cap *uint64 `json:"cap,omitempty"`
+	Cap    *uint64 `json:"cap,omitempty"`
+	NoRoom bool    `json:"noRoom,omitempty"`
 }
 
 // MarshalJSON writes the grant's record. Whole GPUs and MIG instances have no cap,
 // which need not be said.
 func (g Grant) MarshalJSON() ([]byte, error) {
-	r := record{GPU: g.GPU, Kind: g.Kind, Units: g.Units, Unit: g.Unit, Replica: g.Replica, Of: g.Of}
+	r := record{GPU: g.GPU, Kind: g.Kind, Units: g.Units, Unit: g.Unit, Replica: g.Replica, Of: g.Of, NoRoom: g.NoRoom}
 	if g.Kind == Placement {
 		r.Placement = &g.Placement
 	} else if g.Kind != Whole && g.Cap.Known {
@@ -112,7 +116,7 @@ func (g *Grant) UnmarshalJSON(data []byte) error {
 	if err := json.Unmarshal(data, &r); err != nil {
 		return fmt.Errorf("%w: %w", gpu.ErrInvalid, err)
 	}
-	out := Grant{GPU: r.GPU, Piece: Piece{Kind: r.Kind, Units: r.Units, Unit: r.Unit, Replica: r.Replica, Of: r.Of}}
+	out := Grant{GPU: r.GPU, Piece: Piece{Kind: r.Kind, Units: r.Units, Unit: r.Unit, Replica: r.Replica, Of: r.Of}, NoRoom: r.NoRoom}
 	bad := !strings.HasPrefix(string(r.GPU), "GPU-") || r.Replica < 0 || r.Of < 0
 	switch r.Kind {
 	case Whole:

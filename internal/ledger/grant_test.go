@@ -30,13 +30,14 @@ func TestRecord(t *testing.T) {
 		grant Grant
 		want  string
 	}{
-		{Grant{"GPU-a", Piece{Kind: Units, Units: SetOf([]int{0, 1, 2, 7}), Unit: 1024}, CapOf(4 << 30)},
+		{Grant{GPU: "GPU-a", Piece: Piece{Kind: Units, Units: SetOf([]int{0, 1, 2, 7}), Unit: 1024}, Cap: CapOf(4 << 30)},
 			`{"gpu":"GPU-a","kind":"units","units":"0-2,7","unitMiB":1024,"cap":4294967296}`},
-		{Grant{"GPU-a", Piece{Kind: Units, Units: SetOf([]int{5})}, Cap{}}, `{"gpu":"GPU-a","kind":"units","units":"5"}`},
-		{Grant{"GPU-a", Piece{Kind: Replica, Replica: 2, Of: 4}, CapOf(0)}, `{"gpu":"GPU-a","kind":"replica","replica":2,"of":4,"cap":0}`},
-		{Grant{"GPU-a", Piece{Kind: Whole}, NoCap}, `{"gpu":"GPU-a","kind":"whole"}`},
-		{Grant{"GPU-a", Piece{Kind: Placement, Placement: mig.Placement{Profile: name(t, "1c.3g.40gb"), Start: 4, Size: 4, CI: 1}}, NoCap},
+		{Grant{GPU: "GPU-a", Piece: Piece{Kind: Units, Units: SetOf([]int{5})}, Cap: Cap{}}, `{"gpu":"GPU-a","kind":"units","units":"5"}`},
+		{Grant{GPU: "GPU-a", Piece: Piece{Kind: Replica, Replica: 2, Of: 4}, Cap: CapOf(0)}, `{"gpu":"GPU-a","kind":"replica","replica":2,"of":4,"cap":0}`},
+		{Grant{GPU: "GPU-a", Piece: Piece{Kind: Whole}, Cap: NoCap}, `{"gpu":"GPU-a","kind":"whole"}`},
+		{Grant{GPU: "GPU-a", Piece: Piece{Kind: Placement, Placement: mig.Placement{Profile: name(t, "1c.3g.40gb"), Start: 4, Size: 4, CI: 1}}, Cap: NoCap},
 			`{"gpu":"GPU-a","kind":"placement","profile":"1c.3g.40gb","start":4,"size":4,"ci":1}`},
+		{Grant{GPU: "GPU-a", Piece: Piece{Kind: Whole}, Cap: NoCap, NoRoom: true}, `{"gpu":"GPU-a","kind":"whole","noRoom":true}`},
 	} {
 		got, err := json.Marshal(c.grant)
 		if err != nil || string(got) != c.want {

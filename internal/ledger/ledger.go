@@ -31,8 +31,9 @@ type Ledger struct {
 	// version grows when an allocation is added or ends, epoch with every Take and
 	// Renew.
 	version, epoch uint64
-	// released counts those that have ended.
+	// released counts those that have ended, and ended is closed when the next one does.
 	released uint64
+	ended    chan struct{}
 	// seen are the transitions that there have been.
 	seen map[Transition]bool
 }
@@ -49,7 +50,7 @@ type allocation struct {
 // New returns a ledger with no allocation. wake is called when somebody waits for one to
 // open and must not block; now is the clock.
 func New(wake func(), now func() time.Time) *Ledger {
-	return &Ledger{wake: wake, now: now, allocations: map[string]*allocation{}, seen: map[Transition]bool{}}
+	return &Ledger{wake: wake, now: now, allocations: map[string]*allocation{}, ended: make(chan struct{}), seen: map[Transition]bool{}}
 }
 
 // Request is what a front-end asks for.
@@ -57,6 +58,7 @@ type Request struct {
 	ID       string
 	Owner    FrontEnd
 	Resource string
+	Ref      string
 	Grants   []Grant
 	// Overlap says that others may be on the same pieces: the front-end knows that they
 	// are ending, or that they are of the same pod. The allocation opens when they are
@@ -78,7 +80,7 @@ func (l *Ledger) Take(r Request) (Allocation, error) {
 	if err := l.freeLocked(&r); err != nil {
 		return Allocation{}, err
 	}
-	a := l.addLocked(Allocation{ID: r.ID, Owner: r.Owner, Resource: r.Resource, Grants: r.Grants, Taken: now, Fresh: true})
+	a := l.addLocked(Allocation{ID: r.ID, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Grants: r.Grants, Taken: now, Fresh: true})
 	l.epoch++
 	a.Epoch = l.epoch
 	return a.Allocation, nil
@@ -102,7 +104,7 @@ func (l *Ledger) Renew(r Request) (Allocation, error) {
 	l.moveLocked(a, Reserved)
 	l.epoch++
 	l.version++
-	a.Allocation = Allocation{ID: r.ID, Owner: r.Owner, Resource: r.Resource, Epoch: l.epoch, Grants: r.Grants, Phase: Reserved, Taken: now, Fresh: true}
+	a.Allocation = Allocation{ID: r.ID, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Epoch: l.epoch, Grants: r.Grants, Phase: Reserved, Taken: now, Fresh: true}
 	a.told = ""
 	return a.Allocation, nil
 }
@@ -112,7 +114,7 @@ func (l *Ledger) freeLocked(r *Request) error {
 	for _, o := range l.allocations {
 		switch {
 		case o.ID == r.ID:
-		case o.Owner != r.Owner && slices.ContainsFunc(r.Grants, func(g Grant) bool { return o.On(g.GPU) }):
+		case o.Owner != r.Owner && slices.ContainsFunc(r.Grants, func(g Grant) bool { return !g.NoRoom && o.takesOf(g.GPU) }):
 			return fmt.Errorf("a GPU is given out through %s now (allocation %s): %w", o.Owner, o.ID, ErrTaken)
 		case !r.Overlap && l.overlapLocked(r.Grants, o.Grants):
 			return fmt.Errorf("allocation %s has a piece of it: %w", o.ID, ErrTaken)
@@ -140,7 +142,7 @@ func (l *Ledger) Found(id string, r Record, taken time.Time) (added bool, err er
 		a.date(taken, now)
 		return false, nil
 	}
-	a := l.addLocked(Allocation{ID: id, Owner: r.Owner, Resource: r.Resource, Grants: sized(r.Grants, l.rooms), Taken: now, Adopted: true})
+	a := l.addLocked(Allocation{ID: id, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Grants: sized(r.Grants, l.rooms), Taken: now, Adopted: true})
 	a.date(taken, now)
 	return true, nil
 }
@@ -321,7 +323,16 @@ func (l *Ledger) Release(owner FrontEnd, id string) (Allocation, bool) {
 	delete(l.allocations, id)
 	l.version++
 	l.released++
+	close(l.ended)
+	l.ended = make(chan struct{})
 	return a.Allocation, true
+}
+
+// Ended returns a channel that is closed when the next allocation ends.
+func (l *Ledger) Ended() <-chan struct{} {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.ended
 }
 
 // Released is how many allocations have ended since the start.

@@ -40,6 +40,8 @@ func TestTake(t *testing.T) {
 		{"the same units, of one that ends", DevicePlugin, true, unitsOf("GPU-a", 1, 2), false},
 		{"units of another size", DevicePlugin, false, []Grant{{GPU: "GPU-a", Piece: Piece{Kind: Units, Units: SetOf([]int{5}), Unit: 512}}}, true},
 		{"a replica of the GPU", DevicePlugin, false, []Grant{{GPU: "GPU-a", Piece: Piece{Kind: Replica, Of: 4}}}, true},
+		{"the GPU, and nothing of it", DevicePlugin, false, []Grant{{GPU: "GPU-a", Piece: Piece{Kind: Whole}, Cap: NoCap, NoRoom: true}}, false},
+		{"the GPU through another front-end, and nothing of it", DRA, false, []Grant{{GPU: "GPU-a", Piece: Piece{Kind: Whole}, Cap: NoCap, NoRoom: true}}, false},
 		{"another GPU", "other", false, unitsOf("GPU-b", 0), false},
 		{"through another front-end", "other", false, unitsOf("GPU-a", 2, 3), true},
 		{"through another front-end, of one that ends", "other", true, unitsOf("GPU-a", 2, 3), true},
@@ -58,6 +60,26 @@ func TestTake(t *testing.T) {
 			}
 		})
 	}
+}
+
+// What takes nothing keeps nobody off, also not through another front-end.
+func TestNoRoom(t *testing.T) {
+	l := newLedger()
+	r := Request{ID: "admin", Owner: DRA, Ref: "of whom", Grants: []Grant{{GPU: "GPU-a", Piece: Piece{Kind: Whole}, Cap: NoCap, NoRoom: true}}}
+	if a, err := l.Take(r); err != nil || a.Record().Ref != "of whom" {
+		t.Fatal(a, err)
+	}
+	ended := l.Ended()
+	if _, err := l.Take(Request{ID: "units", Owner: DevicePlugin, Grants: unitsOf("GPU-a", 0)}); err != nil {
+		t.Error(err)
+	}
+	select {
+	case <-ended:
+		t.Error("an end, and nothing was released")
+	default:
+	}
+	l.Release(DRA, "admin")
+	<-ended
 }
 
 // An allocation is its front-end's: nobody else renews, releases or takes it over, and

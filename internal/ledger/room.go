@@ -103,7 +103,7 @@ func (l *Ledger) Rooms(gpus []gpu.UUID) map[gpu.UUID]*Room {
 		for i := range a.Grants {
 			g := &a.Grants[i]
 			r := rooms[g.GPU]
-			if g.Kind != Placement || r == nil {
+			if g.Kind != Placement || g.NoRoom || r == nil {
 				continue
 			}
 			r.held = append(r.held, held{a.Resource, g.Placement})
@@ -213,6 +213,8 @@ func (l *Ledger) overlapLocked(a, b []Grant) bool {
 // clashLocked reports whether two pieces of one GPU cannot both be had.
 func (l *Ledger) clashLocked(a, b *Grant) bool {
 	switch {
+	case a.NoRoom || b.NoRoom:
+		return false
 	case a.Kind != b.Kind:
 		return true // two promises of the same memory
 	case a.Kind == Units:
