@@ -29,6 +29,7 @@ var (
 	pods       = schema.GroupVersionResource{Version: "v1", Resource: "pods"}
 
 	resourceSlices = schema.GroupVersionResource{Group: "resource.k8s.io", Version: "v1", Resource: "resourceslices"}
+	resourceClaims = schema.GroupVersionResource{Group: "resource.k8s.io", Version: "v1", Resource: "resourceclaims"}
 )
 
 // Rule is a permission that the package needs, in the words of RBAC.
