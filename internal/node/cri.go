@@ -96,9 +96,8 @@ type bounded struct{ encoding.CodecV2 }
 func newBounded() bounded { return bounded{encoding.GetCodecV2(proto.Name)} }
 
 func (b bounded) Unmarshal(data mem.BufferSlice, answer any) error {
-	message := data.MaterializeToBuffer(mem.DefaultBufferPool())
-	defer message.Free()
-	rest := message.ReadOnlyData()
+	message := data.Materialize() // see exact
+	rest := message
 	for count := 0; len(rest) > 0; count++ {
 		_, _, n := protowire.ConsumeField(rest)
 		if n < 0 {
@@ -109,5 +108,5 @@ func (b bounded) Unmarshal(data mem.BufferSlice, answer any) error {
 		}
 		rest = rest[n:]
 	}
-	return b.CodecV2.Unmarshal(mem.BufferSlice{message}, answer)
+	return b.CodecV2.Unmarshal(mem.BufferSlice{mem.SliceBuffer(message)}, answer)
 }

@@ -85,7 +85,7 @@ type PodResources struct {
 func NewPodResources(kubeletDir string) *PodResources {
 	socket := filepath.Join(kubeletDir, "pod-resources", "kubelet.sock")
 	return &PodResources{dir: kubeletDir, socket: socket,
-		line: line{socket: func() (string, error) { return socket, nil }, answers: []grpc.CallOption{grpc.MaxCallRecvMsgSize(maxListing)}}}
+		line: line{socket: func() (string, error) { return socket, nil }, answers: []grpc.CallOption{grpc.MaxCallRecvMsgSize(maxListing), grpc.ForceCodecV2(newExact())}}}
 }
 
 // Close gives the connection back. A later question opens another.
