@@ -3,7 +3,6 @@
 package guard
 
 import (
-	"context"
 	"time"
 
 	"example.com/gpu-agent/pkg/gpu"
@@ -11,25 +10,34 @@ import (
 )
 
 // calmFor is for how long a GPU on which all was in order is only asked whether
-// anything has changed.
-const calmFor = 5 * time.Second
+// anything has changed. Where nobody has a cap it is asked for so long as calmIdle: there
+// is only an intruder to be found, and whoever comes to a GPU uses memory of it.
+const (
+	calmFor  = 5 * time.Second
+	calmIdle = time.Minute
+)
 
 // calm is what a look found of a GPU on which all was in order: everybody within
 // a cap, by the driver's figures and by exact counters. As long as the same amount of
 // its memory is used and no counter has changed, there is nothing to find; and most
 // processes take their memory once and keep it. A container that takes exactly what
 // another frees, both past their counters and between two looks, is found when calmFor
-// is over.
+// is over, and an intruder who takes exactly what another process frees when calmIdle is.
 type calm struct {
 	at   time.Time
 	used gpu.MiB
 	caps map[string]uint64 // by allocation, of those who have memory there
 }
 
-// still asks whether a GPU is as it was when all was in order.
-func (g *Guard) still(ctx context.Context, u gpu.UUID, held allocations, now time.Time) bool {
+// still reports whether a GPU is as it was when all was in order, by its memory of this
+// moment; capped says that somebody has a cap on it.
+func (g *Guard) still(u gpu.UUID, capped bool, held allocations, memory map[gpu.UUID]gpu.Memory, now time.Time) bool {
+	trusted := calmIdle
+	if capped {
+		trusted = calmFor
+	}
 	c, ok := g.calm[u]
-	if !ok || now.Sub(c.at) >= calmFor {
+	if m, known := memory[u]; !ok || !known || m.Used != c.used || now.Sub(c.at) >= trusted {
 		return false
 	}
 	for key, bytes := range c.caps {
@@ -45,10 +53,7 @@ func (g *Guard) still(ctx context.Context, u gpu.UUID, held allocations, now tim
 			return false
 		}
 	}
-	ctx, cancel := context.WithTimeout(ctx, driverPatience)
-	defer cancel()
-	memory, err := g.w.Driver.Memory(ctx, u)
-	return err == nil && memory.Used == c.used
+	return true
 }
 
 // settle notes whether all was in order at a look: how much of the GPU was used,

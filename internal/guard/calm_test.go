@@ -19,14 +19,23 @@ func (m *meter) Moved(since lib.Reading) (bool, error) {
 	return m.word != since.Word, nil
 }
 
-func (w *world) Memory(_ context.Context, u gpu.UUID) (m gpu.Memory, err error) {
+func (w *world) Memory(_ context.Context, gpus ...gpu.UUID) (map[gpu.UUID]gpu.Memory, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.sized[u]++
-	for _, p := range w.procs {
-		m.Used += gpu.MiB(p.on[u] >> 20)
+	w.visits++
+	if w.driverErr != nil {
+		return nil, w.driverErr
 	}
-	return m, w.driverErr
+	of := map[gpu.UUID]gpu.Memory{}
+	for _, u := range gpus {
+		w.sized[u]++
+		m := gpu.Memory{}
+		for _, p := range w.procs {
+			m.Used += gpu.MiB(p.on[u] >> 20)
+		}
+		of[u] = m
+	}
+	return of, nil
 }
 
 // TestCalm: where everybody is within a cap and nothing changes, counters are

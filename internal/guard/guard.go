@@ -96,10 +96,11 @@ type Worlds struct {
 	Limiter Limiter
 }
 
-// Driver lists the processes on a GPU, and says how much of its memory is used.
+// Driver lists the processes on a GPU, and says how much memory of GPUs is used.
 type Driver interface {
 	Processes(context.Context, gpu.UUID) ([]gpu.Process, error)
-	Memory(context.Context, gpu.UUID) (gpu.Memory, error)
+	// Memory leaves out the GPUs that it cannot read.
+	Memory(context.Context, ...gpu.UUID) (map[gpu.UUID]gpu.Memory, error)
 }
 
 // Allocations says what the node gives out, and to whom. agent.Agent is one.
@@ -315,20 +316,26 @@ func (g *Guard) round(ctx context.Context, now time.Time) (idle time.Duration) {
 		}
 	}
 	worked := false
+	var due []gpu.UUID
 	for i := range gpus {
-		d := &gpus[i]
-		if wait := g.every(d.UUID) - now.Sub(g.looked[d.UUID]); !capped[d.UUID] && wait > 0 {
+		u := gpus[i].UUID
+		if wait := g.every(u) - now.Sub(g.looked[u]); !capped[u] && wait > 0 {
 			idle = min(idle, wait)
 			continue
 		}
-		g.looked[d.UUID] = now
-		if g.still(ctx, d.UUID, held, now) {
+		g.looked[u] = now
+		due = append(due, u)
+	}
+	memory := g.memory(ctx, due)
+	for i := range gpus {
+		d := &gpus[i]
+		if !slices.Contains(due, d.UUID) || g.still(d.UUID, capped[d.UUID], held, memory, now) {
 			continue
 		}
 		worked = true
 		// Counters that are found in one look are read in the next: at once.
 		for range 2 {
-			if again := g.look(ctx, d, held); !again || ctx.Err() != nil {
+			if again := g.look(ctx, d, held, memory); !again || ctx.Err() != nil {
 				break
 			}
 		}
@@ -343,6 +350,18 @@ func (g *Guard) round(ctx context.Context, now time.Time) (idle time.Duration) {
 	g.forget(offered)
 	g.publish(gpus, held)
 	return idle
+}
+
+// memory asks how much of GPUs is used. It is asked before their processes: what comes
+// after it is seen by the list, or by the next look.
+func (g *Guard) memory(ctx context.Context, gpus []gpu.UUID) map[gpu.UUID]gpu.Memory {
+	if len(gpus) == 0 {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, driverPatience)
+	defer cancel()
+	of, _ := g.w.Driver.Memory(ctx, gpus...) // of a GPU that is not in it, the processes are listed
+	return of
 }
 
 // every is how often a GPU is looked at on which there is no cap.

@@ -48,6 +48,7 @@ type world struct {
 	endErr      error
 	asked       map[gpu.UUID]int
 	sized       map[gpu.UUID]int // asked for its memory
+	visits      int              // asked for memory, of any GPUs
 	lists       int
 	rounds      int           // the allocations were asked for
 	changed     chan struct{} // made where a guard is run
@@ -376,8 +377,11 @@ func TestIdle(t *testing.T) {
 	w.container("whole", []int{30}, lib.None, gpu1)
 	watch(t, w, Options{}, func(g *Guard, pass func(time.Duration)) {
 		pass(time.Minute)
-		if n := w.asked[gpu0] + w.asked[gpu1]; n < 8 || n > 16 || w.rounds > 10 {
+		if n := w.asked[gpu0] + w.asked[gpu1]; n < 2 || n > 6 || w.rounds > 10 {
 			t.Errorf("nobody has a cap: %d rounds in a minute, and the driver was asked %d times for the processes of two GPUs", w.rounds, n)
+		}
+		if n := w.sized[gpu0]; n < 4 || n > 10 || w.visits > n {
+			t.Errorf("nobody has a cap: the driver was asked %d times in a minute how much is used, in %d visits", n, w.visits)
 		}
 		if w.lists > 8 {
 			t.Errorf("the runtime was asked %d times", w.lists)

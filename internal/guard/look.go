@@ -26,12 +26,11 @@ type scene struct {
 	together map[string]*sum
 }
 
-// look takes one look at a GPU. It reports whether to look again at once.
-func (g *Guard) look(ctx context.Context, d *gpu.Device, held allocations) (again bool) {
+// look takes one look at a GPU; memory was asked for before. It reports whether to look
+// again at once.
+func (g *Guard) look(ctx context.Context, d *gpu.Device, held allocations, memory map[gpu.UUID]gpu.Memory) (again bool) {
 	metered := g.tallies.begin(d.UUID, time.Now())
 	dctx, cancel := context.WithTimeout(ctx, driverPatience)
-	// Asked first: what comes after it is seen by the list, or by the next look.
-	memory, unknown := g.w.Driver.Memory(dctx, d.UUID)
 	listed, err := g.w.Driver.Processes(dctx, d.UUID)
 	cancel()
 	if err != nil {
@@ -84,8 +83,8 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, held allocations) (agai
 		}
 	}
 	delete(g.calm, d.UUID)
-	if len(verdicts) == 0 && !again && unknown == nil {
-		g.settle(d.UUID, memory.Used, sc, held)
+	if m, known := memory[d.UUID]; known && len(verdicts) == 0 && !again {
+		g.settle(d.UUID, m.Used, sc, held)
 	}
 	return again
 }

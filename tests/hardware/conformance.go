@@ -278,10 +278,16 @@ func mig(t *testing.T, opts nvml.Options) {
 	}
 }
 
+// memoryOf is one GPU's memory now.
+func memoryOf(t *testing.T, d *nvml.Driver, u gpu.UUID) (gpu.Memory, error) {
+	of, err := d.Memory(wait(t), u)
+	return of[u], err
+}
+
 func memory(t *testing.T, opts nvml.Options) {
 	d := Open(t, opts)
 	for _, dev := range read(t, d).GPUs {
-		m, err := d.Memory(wait(t), dev.UUID)
+		m, err := memoryOf(t, d, dev.UUID)
 		if err != nil {
 			t.Error(err)
 			continue
@@ -327,7 +333,7 @@ func processes(t *testing.T, opts nvml.Options, caps Caps) {
 			t.Logf("%s is in MIG mode: its instances, not the GPU, take processes", dev.UUID)
 			continue
 		}
-		before, err := d.Memory(wait(t), dev.UUID)
+		before, err := memoryOf(t, d, dev.UUID)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -349,7 +355,7 @@ func processes(t *testing.T, opts nvml.Options, caps Caps) {
 		} else if !p.Known {
 			t.Logf("the driver does not tell the memory of process %d", pid)
 		}
-		if now, err := d.Memory(wait(t), dev.UUID); err != nil || now.Used < before.Used+amount {
+		if now, err := memoryOf(t, d, dev.UUID); err != nil || now.Used < before.Used+amount {
 			t.Errorf("%s: used %d MiB before and %d with a process of %d, %v", dev.UUID, before.Used, now.Used, amount, err)
 		}
 		end()

@@ -391,7 +391,7 @@ func TestProcessKinds(t *testing.T) {
 	if got, err := d.Processes(wait(t), inv.GPUs[0].UUID); err != nil || len(got) != 0 {
 		t.Errorf("processes on another GPU: %+v, %v", got, err)
 	}
-	if m, err := d.Memory(wait(t), inv.GPUs[1].UUID); err != nil || m.Used != 116 {
+	if m, err := memoryOf(t, d, inv.GPUs[1].UUID); err != nil || m.Used != 116 {
 		t.Errorf("memory %+v, %v, want 116 MiB used", m, err)
 	}
 }

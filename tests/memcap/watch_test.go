@@ -91,15 +91,16 @@ func (p *post) Processes(_ context.Context, u gpu.UUID) ([]gpu.Process, error) {
 	return out, nil
 }
 
-func (p *post) Memory(_ context.Context, u gpu.UUID) (gpu.Memory, error) {
+func (p *post) Memory(_ context.Context, gpus ...gpu.UUID) (map[gpu.UUID]gpu.Memory, error) {
+	of := map[gpu.UUID]gpu.Memory{}
 	for i, g := range p.r.state.GPUs {
-		if g.UUID == string(u) {
+		if slices.Contains(gpus, gpu.UUID(g.UUID)) {
 			used := gpu.MiB((p.r.used(i) + MiB - 1) / MiB)
-			return gpu.Memory{Total: gpu.MiB(g.MemoryMiB), Reserved: gpu.MiB(g.ReservedMiB), Used: used,
-				Free: gpu.MiB(g.MemoryMiB-g.ReservedMiB) - used}, nil
+			of[gpu.UUID(g.UUID)] = gpu.Memory{Total: gpu.MiB(g.MemoryMiB), Reserved: gpu.MiB(g.ReservedMiB), Used: used,
+				Free: gpu.MiB(g.MemoryMiB-g.ReservedMiB) - used}
 		}
 	}
-	return gpu.Memory{}, gpu.ErrNotFound
+	return of, nil
 }
 
 func (p *post) Offered() []gpu.Device {

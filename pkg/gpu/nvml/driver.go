@@ -526,12 +526,28 @@ func (s *session) byIndex(index int) (nvml.Device, gpu.UUID, error) {
 // readings reads what changes all the time: memory, processes, health.
 type readings struct{ *session }
 
-// Memory reads a GPU's memory now. Amounts are rounded down to whole MiB, but
+// Memory reads the memory of GPUs now, in one visit: each visit wakes a thread, which
+// costs more than the question. Amounts are rounded down to whole MiB, but
 // the reserved one up, so that total less reserved never promises too much.
 // On a driver before R510 reserved is 0 and counts as used.
+//
+// With an error, the GPUs that could be read are in the answer nevertheless.
 // Errors: gpu.ErrNotFound for a UUID that the driver does not know.
-func (r *readings) Memory(ctx context.Context, u gpu.UUID) (gpu.Memory, error) {
-	return ask(ctx, r.session, "read the memory of", u, r.memory)
+func (r *readings) Memory(ctx context.Context, gpus ...gpu.UUID) (map[gpu.UUID]gpu.Memory, error) {
+	return call(ctx, r.session, "read the memory of GPUs", func() (map[gpu.UUID]gpu.Memory, error) {
+		of, errs := map[gpu.UUID]gpu.Memory{}, []error(nil)
+		for _, u := range gpus {
+			if ctx.Err() != nil {
+				break // the caller has left, and others want to come in
+			}
+			m, err := onGPU(r.session, u, r.memory)()
+			if err == nil {
+				of[u] = m
+			}
+			errs = append(errs, in(string(u), err))
+		}
+		return of, errors.Join(errs...)
+	})
 }
 
 const mebibyte = 1 << 20

@@ -467,6 +467,22 @@ func TestEventsPassAHungCall(t *testing.T) {
 	})
 }
 
+// TestMemoryBesideALostGPU: one visit asks several GPUs, and one that is lost hides
+// nothing of the others.
+func TestMemoryBesideALostGPU(t *testing.T) {
+	n := emulate(t, emulator.Spec{Model: "H100-80GB", Count: 3})
+	d := open(t, n)
+	gpus := inventory(t, d).GPUs
+	try(t, n.Lose(1))
+	of, err := d.Memory(wait(t), gpus[0].UUID, gpus[1].UUID, gpus[2].UUID)
+	if !errors.Is(err, gpu.ErrLost) || !strings.Contains(err.Error(), string(gpus[1].UUID)) {
+		t.Errorf("the error is %v, want one of the lost GPU", err)
+	}
+	if len(of) != 2 || of[gpus[0].UUID].Total == 0 || of[gpus[2].UUID].Total == 0 {
+		t.Errorf("the memory is %v, want that of the two others", of)
+	}
+}
+
 // A GPU that does not answer keeps neither the loss of another from being told
 // nor the rest from being watched.
 func TestLossBesideAHungGPU(t *testing.T) {

@@ -170,8 +170,8 @@ func (l *Late) Processes(ctx context.Context, u gpu.UUID) ([]gpu.Process, error)
 	return timed(ctx, l, "processes", func(d *Driver) ([]gpu.Process, error) { return d.Processes(ctx, u) })
 }
 
-func (l *Late) Memory(ctx context.Context, u gpu.UUID) (gpu.Memory, error) {
-	return timed(ctx, l, "memory", func(d *Driver) (gpu.Memory, error) { return d.Memory(ctx, u) })
+func (l *Late) Memory(ctx context.Context, gpus ...gpu.UUID) (map[gpu.UUID]gpu.Memory, error) {
+	return timed(ctx, l, "memory", func(d *Driver) (map[gpu.UUID]gpu.Memory, error) { return d.Memory(ctx, gpus...) })
 }
 
 // Events is not timed: waiting is its business.
