@@ -87,9 +87,8 @@ type Options struct {
 	// Guest has those of GPU Feature Discovery among them, where nobody else has
 	// written them.
 	Label, Guest bool
-	// LinksEvery is how long a reading of the driver is believed where there are
-	// NVLinks: a lane that fails, or works again, is no event. Zero is as long as
-	// elsewhere.
+	// LinksEvery is how often NVLinks are looked at: a lane that fails, or works again,
+	// is no event. Zero is as often as all else.
 	LinksEvery time.Duration
 	// Align says of which devices the kubelet is told the NUMA node (--numa-hints);
 	// empty is deviceplugin.AlignNone.
@@ -214,6 +213,7 @@ func (a *Agent) Run(ctx context.Context) error {
 	a.remember()
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error { return abandon(ctx, a.reader.faults.follow) })
+	g.Go(func() error { return a.reader.followLinks(ctx) })
 	g.Go(func() error { return a.witnesses.Follow(ctx) })
 	g.Go(func() error { return a.witnesses.AwaitReleases(ctx) })
 	if r := a.reporter; r.cluster != nil || r.features != nil {

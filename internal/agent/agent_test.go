@@ -47,6 +47,7 @@ type outside struct {
 	partsErr  error
 	partsGate chan struct{} // if set, Parts waits for it
 	readings  int
+	linksRead []gpu.Device // as the last Inventory had them
 	slices    map[gpu.UUID]gpu.TimeSlice
 	sliceErr  error
 	sliceAsks int
@@ -119,7 +120,14 @@ func (o *outside) Inventory(ctx context.Context) (gpu.Inventory, error) {
 	if o.err != nil {
 		return gpu.Inventory{}, o.err
 	}
+	o.linksRead = slices.Clone(o.inv.GPUs)
 	return gpu.Inventory{Driver: o.inv.Driver, GPUs: slices.Clone(o.inv.GPUs)}, nil
+}
+
+func (o *outside) LinksChanged(context.Context) (bool, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return !slices.EqualFunc(o.inv.GPUs, o.linksRead, func(a, b gpu.Device) bool { return slices.Equal(a.Links, b.Links) }), o.err
 }
 
 func (o *outside) Parts(context.Context) (cdi.Parts, error) {

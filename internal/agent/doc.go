@@ -83,7 +83,8 @@
 // # Hardware (look.go, faults.go)
 //
 // A reading runs beside the loop, which waits a second for it and then goes on with what
-// it knows. The driver's events do not wait for the loop: a fault is in the kubelet's
+// it knows. NVLinks fail without an event: their states alone are asked for every
+// minute, and all is read anew where they have changed. The driver's events do not wait for the loop: a fault is in the kubelet's
 // lists before the loop has woken. internal/health judges. A fault of one MIG instance
 // withdraws the devices of that instance alone. Where the node's labels say that the
 // driver is to be replaced, the agent gives up its handles; when it may use the driver

@@ -113,6 +113,12 @@ func TestALinkFailsAndReturns(t *testing.T) {
 			time.Sleep(testLinks + time.Second)
 			synctest.Wait()
 		}
+		before := o.readings
+		link(4)
+		link(4)
+		if n := o.readings - before; n > 0 {
+			t.Errorf("nothing changed, and all was read %d times in two minutes", n)
+		}
 		link(3)
 		link(0)
 		link(4)

@@ -25,7 +25,8 @@ import (
 )
 
 // reader reads the hardware, beside the loop where that takes long, and knows it as it
-// was last seen. stale may be set by anybody; everything else is for the loop's
+// was last seen. stale may be set by anybody, and followLinks runs beside the loop;
+// everything else is for the loop's
 // goroutine. Use newReader.
 type reader struct {
 	driver Driver
@@ -38,13 +39,14 @@ type reader struct {
 	linksEvery time.Duration
 	// stale says that the driver is to be read anew in the next round.
 	stale atomic.Bool
+	// linked says that some GPUs have NVLinks, up or down.
+	linked atomic.Bool
 
 	// The rest belongs to the loop's goroutine.
 
 	inv      *gpu.Inventory   // nil before anything is known
 	topology *topology.Graph  // of inv
 	matrix   *topology.Matrix // of topology
-	linked   bool             // some GPUs of inv have NVLinks, up or down
 	// epoch counts the drivers and the sets of GPUs that were seen: each may have
 	// forgotten what was set before, and needs other files in containers.
 	epoch    uint64
@@ -169,6 +171,28 @@ func (r *reader) look(ctx context.Context, unsettled func(u gpu.UUID, began time
 	}
 }
 
+// followLinks has the hardware read anew when NVLinks have failed or come back, of which
+// the driver tells in no event.
+func (r *reader) followLinks(ctx context.Context) error {
+	every := time.NewTicker(r.linksEvery)
+	defer every.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-every.C:
+		}
+		if !r.linked.Load() {
+			continue
+		}
+		asking, cancel := context.WithTimeout(ctx, driverPatience)
+		if changed, err := r.driver.LinksChanged(asking); err == nil && changed {
+			r.faults.look()
+		}
+		cancel()
+	}
+}
+
 // lookErr is why the hardware is not known as it is now: what the last reading
 // failed of, or that the first one takes its time.
 func (r *reader) lookErr() error {
@@ -192,9 +216,6 @@ func (r *reader) nextReading(now time.Time) time.Time {
 		return r.readRest.until
 	}
 	next := r.readAt.Add(inventoryEvery)
-	if r.linked {
-		next = r.readAt.Add(min(r.linksEvery, inventoryEvery))
-	}
 	if r.faults.blind.Load() {
 		next = r.readAt.Add(blindEvery)
 	}
@@ -262,7 +283,7 @@ func (r *reader) setTopology() {
 	r.topology = topology.New(r.inv)
 	m := r.topology.Matrix()
 	r.matrix = &m
-	r.linked = slices.ContainsFunc(r.inv.GPUs, func(d gpu.Device) bool { return d.Lanes > 0 || len(d.Links) > 0 })
+	r.linked.Store(slices.ContainsFunc(r.inv.GPUs, func(d gpu.Device) bool { return d.Lanes > 0 || len(d.Links) > 0 }))
 }
 
 // sameGPUs reports whether two readings have the same GPUs, each as well

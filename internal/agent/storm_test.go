@@ -202,6 +202,8 @@ func (s *storm) Events(ctx context.Context, _ func(gpu.Event)) error {
 	<-ctx.Done()
 	return ctx.Err()
 }
+func (s *storm) LinksChanged(context.Context) (bool, error) { return false, nil }
+
 func (s *storm) SetTimeSlice(context.Context, gpu.UUID, gpu.TimeSlice) error { return nil }
 func (s *storm) LetGo() error                                                { return nil }
 

@@ -39,6 +39,8 @@ type Worlds struct {
 type Driver interface {
 	Inventory(context.Context) (gpu.Inventory, error)
 	Health(context.Context, gpu.UUID) (gpu.Health, error)
+	// LinksChanged says that NVLinks are not as the last Inventory has them.
+	LinksChanged(context.Context) (bool, error)
 	Parts(context.Context) (cdi.Parts, error)
 	// Events blocks and calls back for every event until ctx ends.
 	Events(context.Context, func(gpu.Event)) error

@@ -42,9 +42,17 @@ func TestLinksOfTheWorldFailAndReturn(t *testing.T) {
 				try(t, n.Inject(emulator.Fault{Call: "nvmlDeviceGetFieldValues", Code: c.code}))
 			}
 			d := open(t, n)
+			changedBefore := false // nothing was read before
 			expect := func(want string) {
 				t.Helper()
+				if changed, err := d.LinksChanged(wait(t)); err != nil || changed != changedBefore {
+					t.Errorf("changed: %v, %v; want %v before %s", changed, err, changedBefore, want)
+				}
 				inv := inventory(t, d)
+				changedBefore = true
+				if changed, err := d.LinksChanged(wait(t)); err != nil || changed {
+					t.Errorf("changed: %v, %v, after all was read", changed, err)
+				}
 				if got := links(inv); got != want {
 					t.Errorf("links %s, want %s", got, want)
 				}
@@ -72,6 +80,7 @@ func TestLinksOfTheWorldFailAndReturn(t *testing.T) {
 // A GPU with NVLinks costs two calls more at each reading than one without, however
 // many links there are; the first reading may cost more.
 func TestReadingLinksIsCheap(t *testing.T) {
+	looks := 0
 	calls := func(spec emulator.Spec) int {
 		n := emulate(t, spec)
 		defer n.stop()
@@ -80,12 +89,19 @@ func TestReadingLinksIsCheap(t *testing.T) {
 		before := n.allCalls()
 		inventory(t, d)
 		calls := n.allCalls() - before
+		if _, err := d.LinksChanged(wait(t)); err != nil {
+			t.Error(err)
+		}
+		looks = n.allCalls() - before - calls
 		try(t, d.Close())
 		return calls
 	}
 	without := calls(emulator.Spec{Topology: "dgx-h100", NVLink: "none", Model: "RTX-PRO-6000"})
 	with := calls(emulator.Spec{Topology: "dgx-h100"})
 	t.Logf("8 GPUs: %d calls without NVLinks, %d with", without, with)
+	if looks > 3*8 {
+		t.Errorf("a look at the links of 8 GPUs takes %d calls", looks)
+	}
 	if with > without+2*8 {
 		t.Errorf("a reading of 8 GPUs takes %d calls, and %d without NVLinks", with, without)
 	}

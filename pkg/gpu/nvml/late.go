@@ -117,6 +117,10 @@ func (l *Late) Inventory(ctx context.Context) (gpu.Inventory, error) {
 	return timed(ctx, l, "inventory", func(d *Driver) (gpu.Inventory, error) { return d.Inventory(ctx) })
 }
 
+func (l *Late) LinksChanged(ctx context.Context) (bool, error) {
+	return timed(ctx, l, "links", func(d *Driver) (bool, error) { return d.LinksChanged(ctx) })
+}
+
 func (l *Late) Health(ctx context.Context, u gpu.UUID) (gpu.Health, error) {
 	return timed(ctx, l, "health", func(d *Driver) (gpu.Health, error) { return d.Health(ctx, u) })
 }

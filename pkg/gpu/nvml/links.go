@@ -4,6 +4,7 @@ package nvml
 
 import (
 	"cmp"
+	"context"
 	"encoding/binary"
 	"encoding/hex"
 	"fmt"
@@ -64,6 +65,30 @@ func (r *linkReader) lanesOf(h nvml.Device, dev *gpu.Device) *nvlinks {
 	}
 	r.ask(h, own)
 	return own
+}
+
+// LinksChanged reports whether NVLinks have failed or come back, or a GPU's fabric is
+// another, since the last Inventory, which tells which. It costs three calls for each GPU
+// with NVLinks and none for others. A GPU that cannot be read counts as it was.
+func (d *Driver) LinksChanged(ctx context.Context) (changed bool, err error) {
+	return call(ctx, d.session, "read the states of NVLinks", func() (bool, error) {
+		changed := false
+		for u, own := range d.links.known {
+			if len(own.lanes) == 0 || ctx.Err() != nil {
+				continue
+			}
+			h, err := d.handle(u)
+			if err != nil {
+				continue
+			}
+			before, fabric := slices.Clone(own.lanes), d.last[u].Fabric
+			d.links.readStates(h, own)
+			now := d.links.fabric(h, fabric)
+			same := now == fabric || now != nil && fabric != nil && *now == *fabric
+			changed = changed || own.anew || !same || !slices.Equal(before, own.lanes)
+		}
+		return changed, nil
+	})
 }
 
 // countLanes finds out which links a GPU has, with the call that every driver
