@@ -319,6 +319,7 @@ func TestAtTheAPIServer(t *testing.T) {
 	t.Run("evictions", s.tryEvictions)
 	t.Run("slices", s.trySlices)
 	t.Run("published slices", func(t *testing.T) { publishAtTheAPIServer(t, s) })
+	t.Run("claims", func(t *testing.T) { claimsAtTheAPIServer(t, s) })
 
 	condition := func(kind, status string) fields {
 		return fields{"status": fields{"conditions": []fields{{"type": kind, "status": status}}}}

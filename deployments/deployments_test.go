@@ -24,6 +24,7 @@ import (
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/obs"
 	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/pkg/dra"
 
 	"go.yaml.in/yaml/v4"
 )
@@ -117,10 +118,13 @@ func grants(t *testing.T, objects []object, name string) []rule {
 				resource += "." + rr.APIGroups[0]
 			}
 			have = append(have, rule{resource, strings.Join(rr.Verbs, " "), kind == "ClusterRole"})
-			// The one object that can be named is.
+			// What can be named is.
 			want := []string(nil)
-			if resource == "configmaps" {
+			switch resource {
+			case "configmaps":
 				want = []string{one(t, objects, "ConfigMap", "gpu-partitions").Metadata.Name}
+			case "resourceclaims/driver.resource.k8s.io":
+				want = []string{"gpus." + programFlags(t)["domain"]}
 			}
 			if !slices.Equal(rr.ResourceNames, want) {
 				t.Errorf("%s: %s is narrowed to %q, want %q", kind, resource, rr.ResourceNames, want)
@@ -698,6 +702,28 @@ func TestRenderedEvict(t *testing.T) {
 			one(t, objects, kind+"Binding", name)
 		}
 	}
+}
+
+// With DRA the agent has one directory more: the one in which the kubelet looks for the
+// driver's socket.
+func TestRenderedDRA(t *testing.T) {
+	objects := render(t, withComponent(t, "base", "components/dra"))
+	d, b := agentSet(t, objects), agentSet(t, base(t))
+	c, without := agent(t, &d), agent(t, &b)
+	if len(c.Env) != len(without.Env) || len(c.VolumeMounts) != len(without.VolumeMounts)+1 || len(d.Spec.Template.Spec.Volumes) != len(b.Spec.Template.Spec.Volumes)+1 {
+		t.Errorf("%d variables and %d mounts, the base has %d and %d", len(c.Env), len(c.VolumeMounts), len(without.Env), len(without.VolumeMounts))
+	}
+	i := slices.IndexFunc(c.VolumeMounts, func(m mount) bool { return m.MountPath == dra.DefaultDir })
+	if i < 0 || c.VolumeMounts[i].ReadOnly {
+		t.Fatalf("the agent does not see %s, or cannot write: %+v", dra.DefaultDir, c.VolumeMounts)
+	}
+	for _, v := range d.Spec.Template.Spec.Volumes {
+		if v.Name == c.VolumeMounts[i].Name && (v.HostPath.Path != dra.DefaultDir || v.HostPath.Type != "Directory") {
+			t.Errorf("it sees the host's %+v there", v.HostPath)
+		}
+	}
+	one(t, objects, "ClusterRoleBinding", "gpu-agent-dra")
+	one(t, objects, "ValidatingAdmissionPolicyBinding", "gpu-agent-dra")
 }
 
 // The policy is about the agent's pods, wherever an overlay puts them, and the port

@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -76,8 +77,7 @@ type ClaimDevice struct {
 
 // claimObject is what is read of a ResourceClaim.
 type claimObject struct {
-	Metadata metav1.ObjectMeta
-	Status   struct {
+	Status struct {
 		Allocation struct {
 			Devices struct {
 				Results []Result
@@ -215,7 +215,7 @@ func (c *Client) SetClaimDevices(ctx context.Context, driver string, claim *Clai
 	_, err = c.api.Resource(resourceClaims).Namespace(claim.Namespace).Patch(bounded, claim.Name, types.ApplyPatchType, body,
 		metav1.PatchOptions{FieldManager: manager, Force: &force}, "status")
 	failed := err
-	if apierrors.IsNotFound(err) || apierrors.IsConflict(err) {
+	if apierrors.IsNotFound(err) || otherObject(err) {
 		err, failed = fmt.Errorf("%w: %s", gpu.ErrNotFound, words(err)), nil
 	}
 	c.note(ctx, "patch", resourceClaims.Resource+"/status", "", failed)
@@ -223,4 +223,13 @@ func (c *Client) SetClaimDevices(ctx context.Context, driver string, claim *Clai
 		return fmt.Errorf("write the devices of ResourceClaim %s/%s: %w", claim.Namespace, claim.Name, err)
 	}
 	return nil
+}
+
+// otherObject says whether err is a refusal since the object of that name has another UID.
+func otherObject(err error) bool {
+	var answer apierrors.APIStatus
+	if !apierrors.IsInvalid(err) || !errors.As(err, &answer) || answer.Status().Details == nil {
+		return false
+	}
+	return slices.ContainsFunc(answer.Status().Details.Causes, func(c metav1.StatusCause) bool { return c.Field == "metadata.uid" })
 }

@@ -48,7 +48,8 @@ type Rule struct {
 
 // Rules is every permission that the package uses. A manifest may narrow the
 // rule for ConfigMaps by resource name, since each list and watch selects one
-// object by name; it cannot narrow the one for Nodes, which differs per node.
+// object by name, and the one for resourceclaims/driver, where the name is a DRA
+// driver's; it cannot narrow the one for Nodes, which differs per node.
 var Rules = []Rule{
 	{Resource: "configmaps", Verbs: []string{"list", "watch"},
 		Why: "follow the partitions"},
@@ -62,6 +63,12 @@ var Rules = []Rule{
 		Why: "tell which GPU a device is that another DRA driver has prepared for a pod of this node"},
 	{APIGroup: "resource.k8s.io", Resource: "resourceslices", Verbs: []string{"create", "delete", "update", "watch"}, Cluster: true, Component: "dra",
 		Why: "publish what the node has for dynamic resource allocation"},
+	{APIGroup: "resource.k8s.io", Resource: "resourceclaims", Verbs: []string{"get", "list"}, Cluster: true, Component: "dra",
+		Why: "learn which devices the scheduler gave a claim; find the claims of the node again after a restart"},
+	{APIGroup: "resource.k8s.io", Resource: "resourceclaims/status", Verbs: []string{"patch"}, Cluster: true, Component: "dra",
+		Why: "say in a claim which instance and cap it has; alone it allows nothing"},
+	{APIGroup: "resource.k8s.io", Resource: "resourceclaims/driver", Verbs: []string{"associated-node:patch"}, Cluster: true, Component: "dra",
+		Why: "the same, of the driver's own devices in claims of the agent's node"},
 	{Resource: "pods/eviction", Verbs: []string{"create"}, Cluster: true, Component: "evict",
 		Why: "end pods that go over their memory caps again and again, where that is on"},
 }
@@ -163,9 +170,10 @@ func New(o Options) (*Client, error) {
 		config.UserAgent = "gpu-agent"
 	}
 	config.WarningHandler = rest.NoWarnings{}
-	// Requests are few, but when a GPU fails each of its pods gets an Event; the
-	// limit is there for a mistake of ours.
-	config.QPS, config.Burst = 20, 50
+	// Requests are few, but when a GPU fails each of its pods gets an Event, and a node
+	// full of new pods has two requests for each of their claims, which must not wait;
+	// the limit is there for a mistake of ours.
+	config.QPS, config.Burst = 20, 300
 	api, err := dynamic.NewForConfig(config)
 	if err != nil {
 		return nil, fmt.Errorf("prepare the API client for %s: %w", config.Host, err)

@@ -75,6 +75,17 @@ func TestRulesAreUsed(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	s.claim("train", "c", "u-1", claimStatus)
+	if _, err := c.Claims(t.Context(), "gpus.example.com"); err != nil {
+		t.Fatal(err)
+	}
+	claim, err := c.Claim(t.Context(), "gpus.example.com", "train", "c")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := c.SetClaimDevices(t.Context(), "gpus.example.com", claim, nil); err != nil {
+		t.Fatal(err)
+	}
 	all := map[string]bool{}
 	for _, rule := range Rules {
 		if !slices.IsSorted(rule.Verbs) || rule.Why == "" {

@@ -5,7 +5,8 @@
 // Through it the agent reads two objects, the ConfigMap that holds its
 // partitions and its own Node, and writes two: Events, and of the Node labels,
 // annotations and conditions. Where GPUs are offered through DRA it also writes
-// ResourceSlices of its node. Where a pod has a device of another DRA driver, it
+// ResourceSlices of its node, reads ResourceClaims and writes in their status what it
+// made of its devices. Where a pod has a device of another DRA driver, it
 // also reads the ResourceSlices of its node, and where an operator allows it, it
 // evicts pods. Nothing else: [Rules] lists every verb on every
 // resource, and the manifests are tested against that list.
@@ -105,6 +106,16 @@
 // or deleted one. What the server did not keep, since a feature gate is off, is
 // [ErrDropped]. A slice is written as plain values ([ResourceSlice]): the API's types
 // would bring the typed client along.
+//
+// # ResourceClaims
+//
+// The kubelet tells a DRA driver the name and UID of a claim. [Client.Claim] reads the
+// rest: which devices of the driver the scheduler chose, how much of each, and the
+// configuration for it. [Client.Claims] finds those of this node among all, for a start.
+// [Client.SetClaimDevices] says in a claim's status what its devices have become, by
+// server-side apply: what other drivers say there stays. The server allows it only in
+// claims that are allocated on this node (the verb associated-node:patch on
+// resourceclaims/driver).
 //
 // # Admission policies
 //

@@ -223,8 +223,11 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		name = selector
 	}
 	verb := map[string]string{http.MethodGet: "list", http.MethodPost: "create", http.MethodPatch: "patch", http.MethodPut: "update", http.MethodDelete: "delete"}[r.Method]
-	if query.Get("watch") != "" {
+	switch {
+	case query.Get("watch") != "":
 		verb = "watch"
+	case verb == "list" && len(parts) > 1:
+		verb = "get"
 	}
 	body, _ := io.ReadAll(r.Body)
 	s.mu.Lock()
@@ -233,6 +236,9 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return rule.Resource == resource && slices.Contains(rule.Verbs, verb)
 	})
 	s.used[verb+" "+resource] = true
+	if verb == "patch" && resource == "resourceclaims/status" {
+		s.used["associated-node:patch resourceclaims/driver"] = true // as the server asks besides
+	}
 	fault, dry := s.fault, s.dry
 	s.mu.Unlock()
 	switch {
@@ -244,6 +250,8 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		s.listSlices(w, query.Get("fieldSelector"))
 	case resource == "resourceslices" && verb != "watch":
 		s.writeSlice(w, verb, name, body)
+	case parts[0] == "resourceclaims":
+		s.serveClaims(w, r, verb, namespace, name, body)
 	case query.Get("dryRun") == "All":
 		if dry == nil || !dry(resource, w) {
 			answer(w, map[string]any{"apiVersion": "v1", "kind": kinds[parts[0]], "metadata": map[string]any{"name": name}})

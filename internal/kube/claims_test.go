@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"strconv"
+	"strings"
+	"testing"
+
+	"example.com/gpu-agent/internal/workload"
+	"example.com/gpu-agent/pkg/gpu"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+// claim makes a ResourceClaim with a status.
+func (s *server) claim(namespace, name, uid, status string) {
+	s.t.Helper()
+	var object map[string]any
+	if err := json.Unmarshal(fmt.Appendf(nil, `{"metadata": {"namespace": %q, "uid": %q}, "status": %s}`, namespace, uid, status), &object); err != nil {
+		s.t.Fatal(err)
+	}
+	s.put("resourceclaims", namespace, name, object)
+}
+
+// claimStatus is of a claim with two devices of one driver, and one of another.
+const claimStatus = `{
+	"allocation": {
+		"nodeSelector": {"nodeSelectorTerms": [{"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["node-1"]}]}]},
+		"devices": {
+			"results": [
+				{"request": "net", "driver": "nic.example.org", "pool": "node-1", "device": "eth0"},
+				{"request": "mem", "driver": "gpus.example.com", "pool": "node-1/a100", "device": "gpu-1-shared", "shareID": "s-1", "consumedCapacity": {"memory": "24Gi"}},
+				{"request": "any/mig", "driver": "gpus.example.com", "pool": "node-1/a100", "device": "gpu-2-mig-1g10gb-0", "adminAccess": true}],
+			"config": [
+				{"source": "FromClass", "requests": [], "opaque": {"driver": "gpus.example.com", "parameters": {"apiVersion": "v1", "kind": "A"}}},
+				{"source": "FromClaim", "opaque": {"driver": "nic.example.org", "parameters": {"apiVersion": "v1", "kind": "B"}}},
+				{"source": "FromClaim", "requests": ["mem"], "opaque": {"driver": "gpus.example.com", "parameters": {"apiVersion": "v1", "kind": "C"}}}]}},
+	"reservedFor": [
+		{"resource": "pods", "name": "job-1", "uid": "p-1"},
+		{"apiGroup": "scheduling.example.org", "resource": "pods", "name": "group", "uid": "g-1"}]}`
+
+// serveClaims reads as the real server does, and takes what is applied to a status; which
+// elements of a list that changes is tried at the real one (deployments).
+func (s *server) serveClaims(w http.ResponseWriter, r *http.Request, verb, namespace, name string, body []byte) {
+	query := r.URL.Query()
+	if verb == "list" {
+		items, from := s.all("resourceclaims"), 0
+		limit, _ := strconv.Atoi(query.Get("limit"))
+		from, _ = strconv.Atoi(query.Get("continue"))
+		metadata, to := map[string]any{"resourceVersion": "1"}, len(items)
+		if limit > 0 && from+limit < to {
+			to = from + limit
+			metadata["continue"] = strconv.Itoa(to)
+		}
+		for _, item := range items[from:to] {
+			item["kind"], item["apiVersion"] = "ResourceClaim", "resource.k8s.io/v1"
+		}
+		answer(w, map[string]any{"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimList", "metadata": metadata, "items": items[from:to]})
+		return
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	object, ok := s.objects["resourceclaims/"+namespace+"/"+name]
+	if !ok {
+		refuse(w, 404, "NotFound")
+		return
+	}
+	object = clone(object)
+	if verb == "patch" {
+		var patch struct {
+			Metadata struct{ UID string }
+			Status   struct{ Devices []any }
+		}
+		err := json.Unmarshal(body, &patch)
+		switch {
+		case err != nil, r.Header.Get("Content-Type") != "application/apply-patch+yaml", query.Get("fieldManager") != "gpu-agent", query.Get("force") != "true":
+			refuse(w, 400, "BadRequest")
+			return
+		case patch.Metadata.UID != object["metadata"].(map[string]any)["uid"]:
+			body := failed(422, "Invalid")
+			body["details"] = map[string]any{"causes": []any{map[string]any{"reason": "FieldValueInvalid", "field": "metadata.uid"}}}
+			w.Header().Set("Content-Type", "application/json")
+			w.WriteHeader(422)
+			json.NewEncoder(w).Encode(body)
+			return
+		}
+		object["status"].(map[string]any)["devices"] = patch.Status.Devices
+		object = s.putLocked("resourceclaims", namespace, name, object)
+	}
+	object["kind"], object["apiVersion"] = "ResourceClaim", "resource.k8s.io/v1"
+	answer(w, object)
+}
+
+// A driver is told its own results and configurations, and pods alone of those who may
+// use the claim.
+func TestClaim(t *testing.T) {
+	s := newServer(t)
+	s.claim("train", "c", "u-1", claimStatus)
+	c, _ := connect(t, s)
+	got, err := c.Claim(t.Context(), "gpus.example.com", "train", "c")
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := &Claim{Namespace: "train", Name: "c", UID: "u-1",
+		Results: []Result{
+			{Request: "mem", Driver: "gpus.example.com", Pool: "node-1/a100", Device: "gpu-1-shared", Share: "s-1", Capacity: map[string]Quantity{"memory": 24 << 30}},
+			{Request: "any/mig", Driver: "gpus.example.com", Pool: "node-1/a100", Device: "gpu-2-mig-1g10gb-0", Admin: true}},
+		Configs: []ClaimConfig{
+			{Requests: []string{}, Parameters: json.RawMessage(`{"apiVersion":"v1","kind":"A"}`), FromClass: true},
+			{Requests: []string{"mem"}, Parameters: json.RawMessage(`{"apiVersion":"v1","kind":"C"}`)}},
+		Pods: []workload.Pod{{Namespace: "train", Name: "job-1", UID: "p-1"}}}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("- want, + got:\n%s", diff)
+	}
+	s.claim("train", "new", "u-2", `{}`)
+	if got, err := c.Claim(t.Context(), "gpus.example.com", "train", "new"); err != nil || len(got.Results) > 0 || got.Deleting {
+		t.Errorf("a claim without an allocation: %+v, %v", got, err)
+	}
+	if _, err := c.Claim(t.Context(), "gpus.example.com", "train", "none"); !errors.Is(err, gpu.ErrNotFound) {
+		t.Errorf("a claim that is not there: %v", err)
+	}
+	s.claim("train", "odd", "u-3", `{"allocation": {"devices": {"results": [{"driver": "gpus.example.com", "consumedCapacity": {"memory": "much"}}]}}}`)
+	if _, err := c.Claim(t.Context(), "gpus.example.com", "train", "odd"); err == nil || !strings.Contains(err.Error(), "train/odd") {
+		t.Errorf("a claim with an amount that is none: %v", err)
+	}
+}
+
+// Claims of other nodes, also of one whose name begins alike, and of other drivers are
+// left out, on whatever page they are.
+func TestClaims(t *testing.T) {
+	s := newServer(t)
+	status := func(driver, pool string) string {
+		return fmt.Sprintf(`{"allocation": {"devices": {"results": [{"driver": %q, "pool": %q, "device": "d"}]}}}`, driver, pool)
+	}
+	for i := range 2*claimPage + 1 {
+		s.claim("other", fmt.Sprintf("c-%03d", i), "u", status("gpus.example.com", "node-2/a100"))
+	}
+	s.claim("a", "ours", "u-1", status("gpus.example.com", "node-1/a100"))
+	s.claim("z", "ours", "u-2", status("gpus.example.com", "node-1/h100"))
+	s.claim("z", "alike", "u-3", status("gpus.example.com", "node-10/a100"))
+	s.claim("z", "nic", "u-4", status("nic.example.org", "node-1/a100"))
+	s.claim("z", "new", "u-5", `{}`)
+	c, _ := connect(t, s)
+	list, err := c.Claims(t.Context(), "gpus.example.com")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got []string
+	for _, claim := range list {
+		got = append(got, claim.UID)
+	}
+	if fmt.Sprint(got) != "[u-1 u-2]" {
+		t.Errorf("%v, want u-1 and u-2", got)
+	}
+	if n := len(s.asked("list resourceclaims")); n != 3 {
+		t.Errorf("%d requests, want one a page", n)
+	}
+	s.stop()
+	if list, err := c.Claims(t.Context(), "gpus.example.com"); err == nil {
+		t.Errorf("without a server there are %d claims", len(list))
+	}
+}
+
+// What is written names the claim by its UID, so that one that has its name by now is
+// left alone.
+func TestSetClaimDevices(t *testing.T) {
+	s := newServer(t)
+	s.claim("train", "c", "u-1", claimStatus)
+	c, log := connect(t, s)
+	claim := &Claim{Namespace: "train", Name: "c", UID: "u-1"}
+	data := map[string]string{"cap": "24Gi", "guarantee": "api"}
+	err := c.SetClaimDevices(t.Context(), "gpus.example.com", claim, []ClaimDevice{
+		{Pool: "p", Device: "gpu-1-shared", Share: "s-1", Data: data}, {Pool: "p", Device: "gpu-2"}, {Pool: "p", Device: "gpu-2", Data: data}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, _ := json.Marshal(s.all("resourceclaims")[0]["status"].(map[string]any)["devices"])
+	if want := `[{"data":{"cap":"24Gi","guarantee":"api"},"device":"gpu-1-shared","driver":"gpus.example.com","pool":"p","shareID":"s-1"},` +
+		`{"device":"gpu-2","driver":"gpus.example.com","pool":"p"}]`; string(got) != want {
+		t.Errorf("wrote\n%s, want\n%s", got, want)
+	}
+	for name, gone := range map[string]*Claim{
+		"replaced": {Namespace: "train", Name: "c", UID: "u-0"},
+		"deleted":  {Namespace: "train", Name: "d", UID: "u-1"},
+	} {
+		if err := c.SetClaimDevices(t.Context(), "gpus.example.com", gone, nil); !errors.Is(err, gpu.ErrNotFound) {
+			t.Errorf("a claim that was %s: %v", name, err)
+		}
+	}
+	if log.count("API server request fails") > 0 {
+		t.Error("a claim that is gone is taken for a fault of the API server")
+	}
+}
