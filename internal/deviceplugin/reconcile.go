@@ -43,7 +43,8 @@ type Use struct {
 	ID string
 	// Key is the allocation's ID.
 	Key string
-	// Record is the annotation that Allocate gave to the container.
+	// Record is the annotation that Allocate gave to the container, empty where it has
+	// the allocation's CDI device alone.
 	Record string
 	ledger.Holder
 	// Created is by the clock as it was then.

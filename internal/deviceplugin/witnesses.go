@@ -115,8 +115,10 @@ type Witnesses struct {
 	// checkpoint written, and stale the keys that it was for.
 	resent map[string]time.Time
 	stale  map[string]string
-	// used are the allocations that containers have.
-	used map[string]bool
+	// used are the allocations that containers have, and unsure says that these may not
+	// be all.
+	used   map[string]bool
+	unsure bool
 	// silent is since when one has not answered, zero while both do. err is
 	// who did not when they were last asked.
 	silent time.Time
@@ -147,8 +149,9 @@ func (w *Witnesses) Heard() bool { return w.heard }
 // Err is who did not answer when they were last asked, and why.
 func (w *Witnesses) Err() error { return w.err }
 
-// Used reports whether a container has an allocation.
-func (w *Witnesses) Used(id string) bool { return w.used[id] }
+// Used reports whether a container has an allocation, or may have any: the runtime has not
+// said what it was created with.
+func (w *Witnesses) Used(id string) bool { return w.used[id] || w.unsure }
 
 // Due says whether they are to be asked in full: at once where something is to be taken
 // away or one of our containers has ended, and else after a while, which is shorter
@@ -239,6 +242,7 @@ func (w *Witnesses) ask(ctx context.Context, full bool) (Observation, error) {
 		for _, u := range t.Uses {
 			w.used[u.Key] = true
 		}
+		w.unsure = slices.ContainsFunc(containers, func(c node.Container) bool { return c.CDIUnknown })
 	}
 	w.heard = w.heard || full && t.Runtime && (t.Checkpoint || t.Trusted)
 	return t, errors.Join(errs...)
@@ -278,19 +282,15 @@ func (w *Witnesses) Stranger() error {
 		w.Pod.Namespace, w.Pod.Name)
 }
 
-// uses finds the allocations in the annotations that Allocate gave to containers. No
-// tenant can write those: a pod's own are on its sandbox.
+// uses finds the allocations that containers have. No tenant can write what tells: the
+// annotations that Allocate gave to a container, while a pod's own are on its sandbox,
+// and the CDI devices that the kubelet asked for. Only the former have a record.
 func (w *Witnesses) uses(containers []node.Container) []Use {
-	prefix := cdi.AnnotationName(w.Domain, "")
 	var out []Use
 	for i := range containers {
 		c := &containers[i]
-		for _, name := range slices.Sorted(maps.Keys(c.Annotations)) {
-			key, ok := strings.CutPrefix(name, prefix)
-			if !ok || !cdi.ValidKey(key) {
-				continue
-			}
-			out = append(out, Use{ID: c.ID, Key: key, Created: c.Created, Record: c.Annotations[name],
+		for _, key := range cdi.Keys(w.Domain, c.Annotations, c.CDI) {
+			out = append(out, Use{ID: c.ID, Key: key, Created: c.Created, Record: c.Annotations[cdi.AnnotationName(w.Domain, key)],
 				Holder: ledger.Holder{Pod: c.InPod(), Container: c.Name}})
 		}
 	}

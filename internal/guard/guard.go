@@ -16,7 +16,6 @@ import (
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
-	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/memcap/lib"
@@ -66,7 +65,7 @@ const (
 
 // Options configure a Guard.
 type Options struct {
-	// Domain is that of the annotations by which allocations are recognised.
+	// Domain is that of the names by which allocations are recognised.
 	Domain string
 	// Every is how often GPUs with caps are looked at; zero is DefaultEvery.
 	Every time.Duration
@@ -225,7 +224,7 @@ func New(o Options, w Worlds) *Guard {
 		opts: o, w: w, judge: memcap.NewJudge(o.Policy), voice: v,
 		hand: &hand{driver: w.Driver, proc: w.Proc, runtime: w.Runtime, cluster: w.Cluster, observer: w.Observer, voice: v,
 			endIntruders: o.EndIntruders, evictAfter: o.EvictAfter, ending: map[string]bool{}, ended: map[string]bool{}},
-		roster:  roster{runtime: w.Runtime, own: o.Own, prefix: cdi.AnnotationName(o.Domain, ""), strays: map[place]*stray{}},
+		roster:  roster{runtime: w.Runtime, own: o.Own, domain: o.Domain, strays: map[place]*stray{}},
 		tallies: tallies{pages: w.Pages, voice: v, by: map[page]*tally{}},
 		seen:    map[place]*sight{}, looked: map[gpu.UUID]time.Time{}, last: map[gpu.UUID]Uninvited{}, calm: map[gpu.UUID]calm{},
 		unable: map[gpu.UUID]time.Time{},

@@ -159,7 +159,7 @@ func (g *Guard) allowances(ctx context.Context, d *gpu.Device, sc *scene, held a
 			for _, key := range g.keys(c) {
 				sc.add(key, s) // of an allocation that has ended, or is not known yet
 			}
-			if !g.isOwn(c) {
+			if !g.isOwn(c) && !c.CDIUnknown {
 				l.Intruders += s.procs
 			}
 			continue

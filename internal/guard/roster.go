@@ -4,8 +4,6 @@ package guard
 
 import (
 	"context"
-	"slices"
-	"strings"
 	"time"
 
 	"example.com/gpu-agent/internal/ledger"
@@ -36,7 +34,7 @@ func (a allocations) on(key string, u gpu.UUID) (bytes uint64, ok bool) {
 type roster struct {
 	runtime    Runtime
 	own        workload.Pod                 // the agent's own pod
-	prefix     string                       // of annotations that name allocations
+	domain     string                       // of the names of allocations
 	containers map[string]*node.Container   // by ID
 	of         map[string][]*node.Container // by the key of an allocation that they were given
 	// listed is when those were asked for, relist when they may be again, and
@@ -112,11 +110,11 @@ func (r *roster) refresh(ctx context.Context, now time.Time, sums map[string]*su
 	return true
 }
 
-// knows says whether all that a container holds is known: it is listed, and each of
-// its allocations is, with every cap.
+// knows says whether all that a container holds is known: it is listed with its CDI
+// devices, and each of its allocations is, with every cap.
 func (r *roster) knows(id string, held allocations) bool {
 	c := r.containers[id]
-	if c == nil || r.isOwn(c) {
+	if c == nil || c.CDIUnknown || r.isOwn(c) {
 		return false
 	}
 	for _, key := range r.keys(c) {
@@ -132,16 +130,7 @@ func (r *roster) isOwn(c *node.Container) bool {
 }
 
 // keys are the allocations that a container was given, in order.
-func (r *roster) keys(c *node.Container) []string {
-	var out []string
-	for name := range c.Annotations {
-		if key, ok := strings.CutPrefix(name, r.prefix); ok && cdi.ValidKey(key) {
-			out = append(out, key)
-		}
-	}
-	slices.Sort(out)
-	return out
-}
+func (r *roster) keys(c *node.Container) []string { return cdi.Keys(r.domain, c.Annotations, c.CDI) }
 
 // holds says what a container may have of a GPU, and by which allocation.
 func (r *roster) holds(c *node.Container, u gpu.UUID, held allocations) (key string, bytes uint64, found bool) {
@@ -158,12 +147,17 @@ func (r *roster) holds(c *node.Container, u gpu.UUID, held allocations) (key str
 // is sure it may be more, or nothing.
 func (r *roster) podHas(uid string, u gpu.UUID, held allocations) (pod *node.Container, bytes uint64, sure bool) {
 	keys, named := map[string]bool{}, map[string]bool{}
+	sure = true
 	for _, c := range r.containers {
 		for _, key := range r.keys(c) {
 			named[key] = true
 			keys[key] = keys[key] || c.PodUID == uid
 		}
-		if c.PodUID == uid && (pod == nil || c.ID < pod.ID) {
+		if c.PodUID != uid {
+			continue
+		}
+		sure = sure && !c.CDIUnknown
+		if pod == nil || c.ID < pod.ID {
 			pod = c
 		}
 	}
@@ -171,7 +165,6 @@ func (r *roster) podHas(uid string, u gpu.UUID, held allocations) (pod *node.Con
 		return nil, 0, false
 	}
 	has := false
-	sure = true
 	for key, its := range keys {
 		if _, known := held[key]; its && !known {
 			sure = false // given out, and what it is is not known

@@ -62,6 +62,14 @@ type RuntimeOptions struct {
 	// without a unified hierarchy (v2) there or in unified below, End asks the
 	// runtime.
 	Cgroups string
+	// DRA reports whether containers are given devices by DRA, whose names the runtime
+	// tells of one container at a time; nil is never. It may be called at any time.
+	DRA func() bool
+	// DeviceOf returns the fully qualified CDI device that the mount of a file of the
+	// host comes from, empty where it comes from none of ours. It is for CRI-O, which
+	// does not tell the devices that it was asked for. A tenant chooses where something is
+	// mounted, and not what. nil knows none.
+	DeviceOf func(source string) string
 	// Logger is told which runtime was found and when its events break off; nil
 	// means silence.
 	Logger *slog.Logger
@@ -79,6 +87,13 @@ type Container struct {
 	// Annotations are those with RuntimeOptions.AnnotationPrefix, nil without
 	// any.
 	Annotations map[string]string
+	// CDI is the fully qualified names of the CDI devices that it was created with, in
+	// the order of the kubelet's request. It is asked for where RuntimeOptions.DRA says
+	// so, and else nil. No tenant can write it.
+	CDI []string
+	// CDIUnknown says that the runtime has not told yet: the container may have any
+	// allocation, and is asked about again with the next list.
+	CDIUnknown bool
 }
 
 // InPod is the container's pod.

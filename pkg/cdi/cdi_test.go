@@ -56,6 +56,23 @@ func TestKeyIsTheDocumentedHash(t *testing.T) {
 	}
 }
 
+func TestKeysOfAContainer(t *testing.T) {
+	const one, two, three = "0123456789abcdef", "1123456789abcdef", "2123456789abcdef"
+	got := cdi.Keys(domain, map[string]string{
+		cdi.AnnotationName(domain, two):              "its record",
+		cdi.AnnotationName("other.org", three):       "",
+		cdi.AnnotationName(domain, "0123456789ABCD"): "",
+		"io.kubernetes.container.hash":               one,
+	}, []string{cdi.DeviceName(domain, two), cdi.DeviceName(domain, one), cdi.DeviceName(domain, one), cdi.DeviceName("other.org", three),
+		"example.com/net=" + three, cdi.DeviceName(domain, three+"0"), cdi.DeviceName(domain, ""), one})
+	if want := []string{one, two}; !slices.Equal(got, want) {
+		t.Errorf("keys %q, want %q", got, want)
+	}
+	if got := cdi.Keys(domain, nil, nil); got != nil {
+		t.Errorf("keys of nothing: %q", got)
+	}
+}
+
 func TestKeysOfDifferentClaimsDiffer(t *testing.T) {
 	claims := []struct {
 		resource string

@@ -104,3 +104,24 @@ func filePrefix(domain string) string { return domain + "-" + class + "-" }
 // the value, because the kubelet keeps only one value of a name when a
 // container uses two resources.
 func AnnotationName(domain, key string) string { return domain + "/gpu-claim." + key }
+
+// Keys are the allocations of a domain that a container has, sorted, each once: those
+// that its annotations are named for, which the device plugin's answer to Allocate put
+// there, and those among the CDI devices that it was created with, which are all that a
+// container with a ResourceClaim has. Other annotations and devices are passed over.
+func Keys(domain string, annotations map[string]string, devices []string) (keys []string) {
+	add := func(name, prefix string) {
+		if key, ok := strings.CutPrefix(name, prefix); ok && ValidKey(key) {
+			keys = append(keys, key)
+		}
+	}
+	annotation, device := AnnotationName(domain, ""), DeviceName(domain, "")
+	for name := range annotations {
+		add(name, annotation)
+	}
+	for _, name := range devices {
+		add(name, device)
+	}
+	slices.Sort(keys)
+	return slices.Compact(keys)
+}
