@@ -38,6 +38,7 @@ var switchValues = map[string][]string{
 	"query":          {"query=nothing", "query=observes"},
 	"used":           {"used=live", "used=pending"},
 	"ipc-pools":      {"ipc-pools=kept", "ipc-pools=shrink"},
+	"pool-max":       {"pool-max=exact", "pool-max=piece", "pool-max=refuses", "pool-max=ignored"},
 	"pool-memory":    {"pool-memory=device", "pool-memory=context"},
 	"domains":        {"version=13040,domains=1", "version=13040,domains=3"},
 	"loading":        {"loading=lazy", "loading=eager"},
@@ -48,7 +49,10 @@ var switchValues = map[string][]string{
 }
 
 // notOfDrivers are switches that say nothing of drivers.
-var notOfDrivers = map[string]string{"kernel-us": "how long kernels take is up to them"}
+var notOfDrivers = map[string]string{
+	"kernel-us": "how long kernels take is up to them",
+	"map-us":    "how long they take to map memory is a figure, and no behaviour",
+}
 
 // TestEverySwitchIsToldApart: a switch that the emulator gets is asked of hardware.
 func TestEverySwitchIsToldApart(t *testing.T) {

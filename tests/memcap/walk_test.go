@@ -65,7 +65,7 @@ func anyCUDA(random *rand.Rand) string {
 	for _, s := range []string{
 		"kernel-us=0|20|500", "piece-mib=2|32|64", "holes=fit|remap", "large=pieces|blocks", "reuse=documented|eager",
 		"opportunistic=documented|lazy", "follow=all|direct", "trim=passed|observed", "shrink=synchronize|never",
-		"query=nothing|observes", "used=live|pending", "ipc-pools=kept|shrink", "pool-memory=device|context",
+		"query=nothing|observes", "used=live|pending", "ipc-pools=kept|shrink", "pool-max=exact|piece|refuses|ignored", "pool-memory=device|context",
 		"graphs=distinct|ordered", "version=13000|13040", "loading=environment|lazy|eager", "managed-create=refused|made",
 	} {
 		name, values, _ := strings.Cut(s, "=")

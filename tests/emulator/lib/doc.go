@@ -37,6 +37,7 @@
 //	version=N                        what cuDriverGetVersion tells (default: the world's); names that came later are found neither
 //	                                 by cuGetProcAddress nor by dlsym (default: as the file is, see OfVersion)
 //	kernel-us=N                      microseconds that a kernel takes (0)
+//	map-us=N                         microseconds that each MiB takes which a process gets of the card (0)
 //	piece-mib=N                      by what pools grow, an even number (32)
 //	holes=fit|remap                  a request needs one hole that is large enough, or free blocks of 2 MiB are put together
 //	large=pieces|blocks              what is larger than a piece takes whole pieces, or blocks of 2 MiB
@@ -48,6 +49,8 @@
 //	query=nothing|observes           a query that finds a stream done does nothing more, or as much as synchronising
 //	used=live|pending                the memory in use is without or with what only one stream may reuse
 //	ipc-pools=kept|shrink            pools for other processes give nothing back before their end, or like others
+//	pool-max=exact|piece|…           a pool's greatest size is kept to 2 MiB, or rounded up to pieces; refuses: a pool that has come to it
+//	                                 makes no stream wait for another; ignored: it may have more
 //	pool-memory=device|context       what pools gave lives as long as the device is used, or as the context of the stream
 //	graphs=distinct|ordered          graphs that may run at the same time have memory of their own as long as there is some, or the later one waits
 //	domains=N                        locality domains of a device, from version 13040 on (2)

@@ -211,6 +211,20 @@ static void pools(const char *name)
         MUST(cuStreamSynchronize, s);
         MUST(cuMemPoolTrimTo, pool, (size_t)0);
         say(get(RESERVED) ? "kept" : "shrink");
+    } else if (strcmp(name, "pool-max") == 0) {
+        struct props bounded = {.type = 1, .location = 1, .id = device, .most = 66 * MIB};
+        pointer kept, more;
+        if (CALL(cuMemPoolCreate, &pool, &bounded))
+            say("unknown: this driver has no greatest size of a pool");
+        set(THRESHOLD, UINT64_MAX);
+        kept = take(64 * MIB, s);
+        if (CALL(cuMemAllocFromPoolAsync, &more, 16 * MIB, pool, s) == 0)
+            say(CALL(cuMemAllocFromPoolAsync, &more, 512 * MIB, pool, s) == 0 ? "ignored" : "piece");
+        run(longer, s);
+        give(kept, s);
+        const char *value = CALL(cuMemAllocFromPoolAsync, &more, 64 * MIB, pool, t) == 0 ? "exact" : "refuses";
+        busy();
+        say(value);
     } else if (strcmp(name, "pool-memory") == 0) {
         handle other;
         unsigned long long at;

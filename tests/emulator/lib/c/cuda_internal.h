@@ -313,6 +313,7 @@ bool pools_begin(void);
 struct pool *pool_new(const CUmemPoolProps *props, const struct property *of, bool is_default);
 struct pool *pool_find(CUmemoryPool handle);
 const CUmemPoolProps *pool_props(const struct pool *p);
+uint64_t pool_max_size(const CUmemPoolProps *props);
 bool pool_imported(const struct pool *p);
 /* pools_observe is what a synchronisation that has ended does to the pools: the
  * frees that it covers are over, and pools give back what is beyond their

@@ -248,11 +248,23 @@ static CUresult take(struct request *q, usable *may)
     return r;
 }
 
+/* pool_max_size is what a pool can have; "this value may be higher than what was initially
+ * passed to cuMemPoolCreate due to alignment requirements" (cudaMemPoolAttrMaxPoolSize). */
+uint64_t pool_max_size(const CUmemPoolProps *props)
+{
+    return round_up(props->maxSize, switches.pool_max == POOL_MAX_PIECE ? (uint64_t)switches.piece_mib << 20 : BLOCK);
+}
+
+static bool at_its_max(const struct pool *p, uint64_t more)
+{
+    return p->props.maxSize && switches.pool_max != POOL_MAX_IGNORED && heap_amounts(p->heap).reserved + more > pool_max_size(&p->props);
+}
+
 /* add gets a pool a piece of so many bytes that goes back in grains. */
 static CUresult add(struct request *q, uint64_t size, uint64_t grain)
 {
     struct pool *p = q->pool;
-    if (p->props.maxSize && heap_amounts(p->heap).reserved + size > round_up(p->props.maxSize, BLOCK))
+    if (at_its_max(p, size))
         return CUDA_ERROR_OUT_OF_MEMORY;
     if (!p->on_host)
         TRY(charge(q->call, &devices[p->device], (int64_t)size));
@@ -294,7 +306,7 @@ static CUresult serve(struct request *q)
         if ((grown = grow(q)) == CUDA_SUCCESS)
             r = take(q, open_to);
     while (grown == CUDA_SUCCESS && r == CUDA_ERROR_NOT_READY);
-    if (grown == CUDA_ERROR_OUT_OF_MEMORY && internal)
+    if (grown == CUDA_ERROR_OUT_OF_MEMORY && internal && !(switches.pool_max == POOL_MAX_REFUSES && at_its_max(q->pool, round_up(q->size, BLOCK))))
         r = take(q, any);
     return r == CUDA_ERROR_NOT_READY ? grown : r;
 }

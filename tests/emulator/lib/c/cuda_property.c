@@ -84,7 +84,7 @@ CUresult property_attribute(const CUmemPoolProps *props, int attribute, void *va
     case CU_MEMPOOL_ATTR_EXPORT_HANDLE_TYPES: *(int *)value = props->handleTypes; break;
     case CU_MEMPOOL_ATTR_LOCATION_ID: *(int *)value = domain ? props->location.localized.deviceId : props->location.id; break;
     case CU_MEMPOOL_ATTR_LOCATION_TYPE: *(int *)value = props->location.type; break;
-    case CU_MEMPOOL_ATTR_MAX_POOL_SIZE: *(cuuint64_t *)value = props->maxSize; break;
+    case CU_MEMPOOL_ATTR_MAX_POOL_SIZE: *(cuuint64_t *)value = pool_max_size(props); break;
     case CU_MEMPOOL_ATTR_HW_DECOMPRESS_ENABLED: *(int *)value = 0; break;
     default: return CUDA_ERROR_INVALID_VALUE;
     }
@@ -107,6 +107,8 @@ API CUresult cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *props)
      * since IPC is not supported", "maxSize must be set to zero", "usage should be
      * zero as decompress for managed memory is not supported". */
     MUST(of.backing != BACKED_BY_MANAGED || (!props->handleTypes && !props->maxSize && !props->usage));
+    /* A field that came with CUDA 12.2 (intel/llvm, pull request 17733); before, it was "reserved for future use, must be 0". */
+    MUST(!props->maxSize || driver_version() >= 12020);
     if (props->handleTypes & ~CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
         return CUDA_ERROR_NOT_SUPPORTED;
     CUmemPoolProps made = *props;

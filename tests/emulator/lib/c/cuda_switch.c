@@ -16,12 +16,13 @@ static const struct name {
     const char *name;
     size_t at;
     long least, most;
-    const char *words[4]; /* and a NULL */
+    const char *words[5]; /* and a NULL */
 } names[] = {
 #define NUMBER(name, field, least, most) {name, offsetof(struct switches, field), least, most, {0}}
 #define WORDS(name, field, ...) {name, offsetof(struct switches, field), 0, 0, {__VA_ARGS__}}
     NUMBER("version", version, 2000, 99990),
     NUMBER("kernel-us", kernel_us, 0, 60000000),
+    NUMBER("map-us", map_us, 0, 1000000),
     NUMBER("piece-mib", piece_mib, 2, 65536),
     WORDS("holes", holes, "fit", "remap"),
     WORDS("large", large, "pieces", "blocks"),
@@ -33,6 +34,7 @@ static const struct name {
     WORDS("query", query, "nothing", "observes"),
     WORDS("used", used, "live", "pending"),
     WORDS("ipc-pools", ipc_pools, "kept", "shrink"),
+    WORDS("pool-max", pool_max, "exact", "piece", "refuses", "ignored"),
     NUMBER("domains", domains, 1, 8),
     NUMBER("green-mib", green_mib, 0, 65536),
     WORDS("loading", loading, "environment", "lazy", "eager"),
@@ -48,7 +50,7 @@ static const struct name {
  * work is still under way when its memory is freed, a pool grows wherever it may,
  * and gives back as little as it may. */
 static const char strict[] = "kernel-us=200,holes=fit,large=pieces,reuse=documented,opportunistic=lazy,follow=direct,"
-                             "trim=observed,shrink=never,query=nothing,used=live,ipc-pools=kept,pool-memory=device,graphs=distinct,"
+                             "trim=observed,shrink=never,query=nothing,used=live,ipc-pools=kept,pool-max=piece,pool-memory=device,graphs=distinct,"
                              "loading=lazy,heap=launch,managed-create=made";
 
 static bool put(const struct name *n, const char *text)

@@ -18,6 +18,7 @@ enum { SHRINK_SYNCHRONIZE, SHRINK_NEVER };
 enum { QUERY_NOTHING, QUERY_OBSERVES };
 enum { USED_LIVE, USED_PENDING };
 enum { IPC_POOLS_KEPT, IPC_POOLS_SHRINK };
+enum { POOL_MAX_EXACT, POOL_MAX_PIECE, POOL_MAX_REFUSES, POOL_MAX_IGNORED };
 enum { POOL_MEMORY_DEVICE, POOL_MEMORY_CONTEXT };
 enum { LOADING_ENVIRONMENT, LOADING_LAZY, LOADING_EAGER };
 enum { HEAP_SET, HEAP_LAUNCH };
@@ -26,9 +27,9 @@ enum { MANAGED_CREATE_REFUSED, MANAGED_CREATE_MADE };
 
 struct switches {
     int version; /* as cuDriverGetVersion tells it; 0 is the world's */
-    int kernel_us, piece_mib, domains, green_mib;
+    int kernel_us, map_us, piece_mib, domains, green_mib;
     int loading, heap, managed_create;
-    int holes, large, reuse, opportunistic, follow, trim, shrink, query, used, ipc_pools, pool_memory, graphs;
+    int holes, large, reuse, opportunistic, follow, trim, shrink, query, used, ipc_pools, pool_max, pool_memory, graphs;
 };
 extern struct switches switches;
 

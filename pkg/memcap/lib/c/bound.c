@@ -1,0 +1,141 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/* Pools that the driver itself keeps within the cap. A pool grows before it takes what
+ * another stream has freed. On a card of the cap's size it could not, and would take that. So a
+ * pool gets a greatest size (CUmemPoolProps.maxSize): what is left beside the contexts of
+ * this process. A pool that has come to it needs no reservation, no attempt and no trimming, and
+ * mapping memory anew takes a driver a thousand times as long as to use it again.
+ *
+ * It cannot be changed, and is not to refuse what fits. So it is given only where
+ * a reading was exact, and nothing that other processes have is taken off. Where they or
+ * this one have more later, the pool may grow by more than there is room for, and is
+ * dealt with as one without a greatest size.
+ *
+ * A device's default pool has none. Another pool stands in for it, from before the program
+ * first hears of it or takes memory of it: it is the current one, and is given where the
+ * program asks for the default one. Pools that are for other processes, or not of a
+ * device, are left as they are. */
+
+#include "pool.h"
+
+/* obeys finds out, once, whether the driver keeps to a greatest size: it came with
+ * CUDA 12.2. The current context is of that device. */
+static bool obeys(struct process *p, struct account *a, CUdevice device)
+{
+    CUpoolprops props = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device}, .most = BLOCK};
+    uint32_t known = __atomic_load_n(&p->obeys, __ATOMIC_ACQUIRE);
+    CUmempool pool;
+    CUdeviceptr at;
+    if (known)
+        return known == OBEYS;
+    if (!account_reserve_quickly(a, 2 * PIECE))
+        return false;
+    known = OBEYS_NOT;
+    if (CALL(cuMemPoolCreate, &pool, &props) == CUDA_SUCCESS) {
+        CUresult r = CALL(cuMemAllocFromPoolAsync, &at, 2 * PIECE, pool, CU_STREAM_LEGACY);
+        if (r == CUDA_SUCCESS)
+            CALL(cuMemFree_v2, at);
+        else if (r == CUDA_ERROR_OUT_OF_MEMORY)
+            known = OBEYS;
+        CALL(cuMemPoolDestroy, pool);
+    }
+    account_cancel(a, 2 * PIECE);
+    __atomic_store_n(&p->obeys, known, __ATOMIC_RELEASE);
+    return known == OBEYS;
+}
+
+/* most_for is the greatest size of a new pool of a device, 0: none. */
+static uint64_t most_for(struct process *p, CUdevice device)
+{
+    bool refuse;
+    struct where w;
+    struct account *a = account_of(p, device, &refuse);
+    if (!a || account_unlimited(a) || !where(p, &w) || w.device != device)
+        return 0;
+    int mode;
+    CUresult relaxed = relax(p, &mode);
+    uint64_t ceiling = obeys(p, a, device) ? account_exactly(a, !(__atomic_fetch_or(&p->exacted, (uint64_t)1 << device, __ATOMIC_RELAXED) >> device & 1)) : 0, contexts = __atomic_load_n(&a->slot->expected, __ATOMIC_RELAXED);
+    unrelax(relaxed, &mode);
+    return ceiling > contexts ? (ceiling - contexts) / BLOCK * BLOCK : 0;
+}
+
+CUresult bound_create(struct process *p, CUmempool *out, const CUpoolprops *props, CUdevice device, uint64_t *most)
+{
+    *most = most_for(p, device);
+    if (*most && (!props->most || props->most > *most)) {
+        CUpoolprops bounded = *props;
+        bounded.most = *most;
+        CUresult r = CALL(cuMemPoolCreate, out, &bounded);
+        if (r == CUDA_SUCCESS) {
+            uint64_t aligned;
+            if (CALL(cuMemPoolGetAttribute, *out, CU_MEMPOOL_ATTR_MAX_POOL_SIZE, &aligned) == CUDA_SUCCESS && aligned > *most)
+                *most = aligned;
+            return r;
+        }
+    }
+    *most = 0;
+    return CALL(cuMemPoolCreate, out, props);
+}
+
+/* --- the default pool -------------------------------------------------------- */
+
+/* stand_in makes the pool that stands in for a device's default one, or decides that there
+ * is to be none. */
+static CUmempool stand_in(struct process *p, CUdevice device)
+{
+    CUmempool normal, now, made;
+    uint64_t there, most;
+    CUpoolprops props = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device}};
+    if (CALL(cuDeviceGetDefaultMemPool, &normal, device) != CUDA_SUCCESS || CALL(cuDeviceGetMemPool, &now, device) != CUDA_SUCCESS || now != normal ||
+        CALL(cuMemPoolGetAttribute, normal, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, &there) != CUDA_SUCCESS || there)
+        return NULL;
+    if (bound_create(p, &made, &props, device, &most) != CUDA_SUCCESS)
+        return NULL;
+    if (most && pool_new(p, made, MEANS_COUNTED, device, most) && CALL(cuDeviceSetMemPool, device, made) == CUDA_SUCCESS)
+        return made;
+    CALL(cuMemPoolDestroy, made);
+    return NULL;
+}
+
+CUmempool bound_default(struct process *p, CUdevice device)
+{
+    if (device < 0 || device >= MAX_DEVICES)
+        return NULL;
+    uint64_t *at = &p->stands_in[device], is = __atomic_load_n(at, __ATOMIC_ACQUIRE);
+    if (is)
+        return is == NO_STAND_IN ? NULL : (CUmempool)(uintptr_t)is;
+    spin_lock(&p->standing_in);
+    if (!(is = __atomic_load_n(at, __ATOMIC_ACQUIRE))) {
+        CUmempool made = stand_in(p, device);
+        __atomic_store_n(at, is = made ? (uintptr_t)made : NO_STAND_IN, __ATOMIC_RELEASE);
+    }
+    spin_unlock(&p->standing_in);
+    return is == NO_STAND_IN ? NULL : (CUmempool)(uintptr_t)is;
+}
+
+void bound_again(struct process *p, CUdevice device)
+{
+    CUmempool normal, now;
+    uint64_t in = device >= 0 ? __atomic_load_n(&p->stands_in[device], __ATOMIC_ACQUIRE) : 0;
+    if (in && in != NO_STAND_IN && CALL(cuDeviceGetDefaultMemPool, &normal, device) == CUDA_SUCCESS &&
+        CALL(cuDeviceGetMemPool, &now, device) == CUDA_SUCCESS && now == normal)
+        CALL(cuDeviceSetMemPool, device, (CUmempool)(uintptr_t)in);
+}
+
+EXPORT CUresult cuDeviceGetDefaultMemPool(CUmempool *out, CUdevice device)
+{
+    struct process *p = ENTER();
+    CUmempool in = p && out ? bound_default(p, device) : NULL;
+    CUresult r = CALL(cuDeviceGetDefaultMemPool, out, device);
+    if (r == CUDA_SUCCESS && in)
+        *out = in;
+    return r;
+}
+
+EXPORT CUresult cuDeviceGetMemPool(CUmempool *out, CUdevice device)
+{
+    struct process *p = ENTER();
+    if (p && out)
+        bound_default(p, device); /* it is the current one then, if the default one was */
+    return CALL(cuDeviceGetMemPool, out, device);
+}
