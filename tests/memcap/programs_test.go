@@ -55,6 +55,10 @@ var programModes = []string{
 	"version=12040,follow=direct,trim=observed,used=pending,ipc-pools=shrink",
 }
 
+// mapMicros is how long the emulated driver takes to map 1 MiB, by published figures (see
+// its cuda_core.c): a cap is not to be had by having pools give back and map again.
+const mapMicros = 30
+
 // An honest program is never ended, never hangs, and has the memory that it would
 // have on a card as large as its cap, at least nine tenths as fast. Ten seconds
 // for each in the short form, shared among the driver's behaviours, and ten
@@ -186,8 +190,10 @@ func (p *pair) run(t *testing.T, seed uint64, total time.Duration) {
 		t.Logf("ratio %.2f by processor time, %.2f by the clock", cpu, clock)
 		ratios = append(ratios, cpu)
 		// A bare card fails the program too, where what is free is in pieces that
-		// are too small. Threads and the driver's own time make both vary.
-		if got, card := with.n("failed"), without.n("failed"); got > card+card/2+2 {
+		// are too small. Threads and the driver's own time make both vary. And the emulated
+		// card takes 200 µs to say that it is full, in which others free something; a pool
+		// that has come to its greatest size is refused at once.
+		if got, card := with.n("failed"), without.n("failed"); got > 2*card+2 {
 			p.say("seed %d: the program was told %d times that there is no memory, and %d times on a bare card", s, got, card)
 		}
 	}
@@ -258,7 +264,7 @@ func (p *pair) once(t *testing.T, c *capsule.Container, seed uint64, d time.Dura
 	t.Helper()
 	proc, err := c.Start(capsule.Program{
 		Args: []string{"/programs/" + programs.Program, p.name, strconv.FormatUint(seed, 10), strconv.FormatInt(d.Milliseconds(), 10), strconv.FormatUint(operations, 10)},
-		Env:  []string{"GPU_EMULATOR_CUDA=" + p.mode},
+		Env:  []string{fmt.Sprintf("GPU_EMULATOR_CUDA=map-us=%d,%s", mapMicros, p.mode)},
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -6,7 +6,11 @@ import "fmt"
 
 // everyCUDA are the behaviours of pools, each by itself.
 var everyCUDA = []string{"", "strict", "holes=remap", "large=blocks", "reuse=eager", "opportunistic=lazy,kernel-us=200", "follow=direct,kernel-us=200",
-	"trim=observed,kernel-us=200", "shrink=never", "query=observes", "used=pending", "piece-mib=8", "piece-mib=64"}
+	"trim=observed,kernel-us=200", "shrink=never", "query=observes", "used=pending", "piece-mib=8", "piece-mib=64",
+	"pool-max=piece", "pool-max=refuses,kernel-us=200", "pool-max=ignored", "version=12010"}
+
+// poolsOfCUDA are those under which a pool of ours has no greatest size, too.
+var poolsOfCUDA = []string{"", "strict", "strict,pool-max=ignored", "version=12010"}
 
 var cuda13 = []string{"version=13000", "version=13040,strict"}
 
@@ -36,9 +40,9 @@ func workedBeside(o outcome) []string {
 
 // poolScenarios are the rows of stream-ordered memory.
 var poolScenarios = []scenario{
-	{name: "eight-streams-take-run-and-give-back"},
-	{name: "freed-on-one-stream-wanted-on-another"},
-	{name: "holes-that-are-too-small", undo: poolPiece, check: func(o outcome) []string {
+	{name: "eight-streams-take-run-and-give-back", cuda: poolsOfCUDA},
+	{name: "freed-on-one-stream-wanted-on-another", cuda: poolsOfCUDA},
+	{name: "holes-that-are-too-small", cuda: poolsOfCUDA, undo: poolPiece, check: func(o outcome) []string {
 		if o.n("narrow") != o.room/(8*MiB) {
 			return []string{fmt.Sprintf("%d requests of 8 MiB in a room of %d MiB", o.n("narrow"), o.room/MiB)}
 		}
@@ -46,8 +50,8 @@ var poolScenarios = []scenario{
 	}},
 	{name: "reuse-switched-off", cuda: everyCUDA},
 	{name: "streams-destroyed-with-frees-under-way", cuda: everyCUDA},
-	{name: "allocation-beside-a-refused-one", undo: poolPiece, generous: "a card counts no refusals of another thread", check: workedBeside},
-	{name: "synchronize-beside-a-refused-one", undo: poolPiece, generous: "a card counts no refusals of another thread", check: workedBeside},
+	{name: "allocation-beside-a-refused-one", cuda: []string{"pool-max=ignored", "strict,pool-max=ignored"}, undo: poolPiece, generous: "a card counts no refusals of another thread", check: workedBeside},
+	{name: "synchronize-beside-a-refused-one", cuda: []string{"pool-max=ignored", "strict,pool-max=ignored"}, undo: poolPiece, generous: "a card counts no refusals of another thread", check: workedBeside},
 	// One that attempts, and one whose pool grew by more than had been reserved.
 	{name: "threads-at-the-edge", cuda: everyCUDA, pieces: 2, check: func(o outcome) []string {
 		if o.n("taken") < 8*250 {
@@ -55,7 +59,7 @@ var poolScenarios = []scenario{
 		}
 		return nil
 	}},
-	{name: "less-than-a-piece-is-left", undo: poolPiece, generous: "a card that is nearly full grows a pool by just the request", check: func(o outcome) []string {
+	{name: "less-than-a-piece-is-left", cuda: poolsOfCUDA, undo: poolPiece, generous: "a card that is nearly full grows a pool by just the request", check: func(o outcome) []string {
 		if o.used > o.limit {
 			return []string{fmt.Sprintf("%d MiB are left of what was undone, %d beyond the cap", o.used/MiB, (o.used-o.limit)/MiB)}
 		}
@@ -63,6 +67,18 @@ var poolScenarios = []scenario{
 	}},
 	{name: "pool-that-keeps-what-it-has", cuda: []string{"ipc-pools=kept", "ipc-pools=kept,piece-mib=2", "strict", "ipc-pools=shrink"}},
 	{name: "pool-that-shrinks-by-itself", cuda: []string{"", "query=observes", "strict"}},
+	{name: "pool-that-maps-anew-at-the-edge", cuda: []string{"", "large=blocks", "holes=remap", "kernel-us=500"}, check: func(o outcome) []string {
+		if o.n("fell") != 0 || o.n("had") < o.room-8*MiB {
+			return []string{fmt.Sprintf("the pool has given back %d times, and served %d MiB of %d", o.n("fell"), o.n("had")/MiB, o.room/MiB)}
+		}
+		return nil
+	}},
+	{name: "default-pool-by-every-name", cuda: []string{"", "strict", "pool-max=ignored", "version=12010", "version=13040"}, check: func(o outcome) []string {
+		if o.n("other") != 0 {
+			return []string{fmt.Sprintf("%d answers of another pool", o.n("other"))}
+		}
+		return nil
+	}},
 	{name: "three-hundred-pools", check: func(o outcome) []string {
 		if o.n("refused") != 0 {
 			return []string{fmt.Sprintf("%d of 1200 calls refused", o.n("refused"))}

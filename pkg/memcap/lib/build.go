@@ -28,7 +28,7 @@ const (
 
 // Of what the libraries are made, and which real library each needs.
 var (
-	cudaSources = []string{"address.c", "array.c", "attempt.c", "charge.c", "context.c", "count.c", "export.c", "graph.c", "limit.c",
+	cudaSources = []string{"address.c", "array.c", "attempt.c", "bound.c", "charge.c", "context.c", "count.c", "export.c", "graph.c", "limit.c",
 		"memory.c", "module.c", "pool.c", "pools.c", "process.c", "real.c", "reuse.c", "table.c", "view.c", "vmm.c"}
 	nvmlSources = []string{"nvml.c", "real.c"}
 )

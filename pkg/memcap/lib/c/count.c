@@ -641,6 +641,14 @@ bool account_within(struct account *a, uint64_t n)
     return fresh(a) ? bound <= account_ceiling(a) : bound + n <= account_ceiling(a);
 }
 
+uint64_t account_exactly(struct account *a, bool waits)
+{
+    if (waits && !fresh(a))
+        account_within(a, 0);
+    uint64_t ceiling = account_ceiling(a);
+    return fresh(a) ? ceiling : 0;
+}
+
 bool account_reserve_slowly(struct account *a, uint64_t n)
 {
     uint64_t limit = __atomic_load_n(&a->page->limit, __ATOMIC_ACQUIRE);

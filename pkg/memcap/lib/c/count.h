@@ -359,6 +359,10 @@ static inline void account_uncommit(struct account *a, uint64_t n) { committed_s
  * no reading tells. */
 bool account_within(struct account *a, uint64_t n);
 
+/* account_exactly is the ceiling where a reading was exact and nothing was guessed since,
+ * or else 0; waits: after it has waited for one. */
+uint64_t account_exactly(struct account *a, bool waits);
+
 /* account_moves is another number after each change of bound, or of what is idle. */
 uint64_t account_moves(const struct account *a);
 

@@ -65,7 +65,7 @@ typedef struct {
     unsigned char reserved[54];
 } CUpoolprops;
 
-enum { CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES = 1, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD = 4, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT = 5 };
+enum { CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES = 1, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD = 4, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT = 5, CU_MEMPOOL_ATTR_MAX_POOL_SIZE = 13 };
 enum { CU_EVENT_DISABLE_TIMING = 2 };
 enum { CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT = 0, CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT = 2 };
 
@@ -188,6 +188,8 @@ LAYOUT(CUmapinfo, 96);
     X(cuMemPoolSetAttribute, (CUmempool, int, void *))                                        \
     X(cuMemPoolImportFromShareableHandle, (CUmempool *, void *, int, unsigned long long))     \
     X(cuDeviceSetMemPool, (CUdevice, CUmempool))                                              \
+    X(cuDeviceGetMemPool, (CUmempool *, CUdevice))                                            \
+    X(cuDeviceGetDefaultMemPool, (CUmempool *, CUdevice))                                     \
     X(cuMemGetDefaultMemPool, (CUmempool *, CUlocation *, int))                               \
     X(cuMemGetMemPool, (CUmempool *, CUlocation *, int))                                      \
     X(cuMemSetMemPool, (CUlocation *, int, CUmempool))                                        \
@@ -249,8 +251,6 @@ LAYOUT(CUmapinfo, 96);
     X(cuCtxPushCurrent_v2, (CUcontext))                           \
     X(cuCtxPopCurrent_v2, (CUcontext *))                          \
     X(cuDeviceGetCount, (int *))                                  \
-    X(cuDeviceGetMemPool, (CUmempool *, CUdevice))                \
-    X(cuDeviceGetDefaultMemPool, (CUmempool *, CUdevice))         \
     X(cuMemPoolGetAttribute, (CUmempool, int, void *))            \
     X(cuStreamGetCtx, (CUstream, CUcontext *))                    \
     X(cuStreamIsCapturing, (CUstream, int *))                     \

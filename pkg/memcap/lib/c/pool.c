@@ -21,8 +21,8 @@
  * at that pool wait, for those few calls.
  *
  * Attempts are made one after the other, and one that is undone costs several calls of the
- * driver. So a pool that has much free first gives back a part of it, and then grows
- * again by what is reserved (pool_makes_room).
+ * driver, which maps memory and unmaps it. Most pools are spared them: the driver itself
+ * does not let them grow by more than the cap (see bound.c).
  *
  * A pool shrinks by itself when a stream is synchronised; that is found at the
  * next call that has to do with it, and before a refusal. By then a reading may have found it
@@ -129,6 +129,8 @@ static uint64_t settle_pool(struct process *p, struct account *a, struct pool *p
         count_add(&a->usage->settled, held - pays / UNIT * UNIT);
     if (!pool->r.trims)
         pool->r.told = told;
+    if (pool->most && there > pool->most) /* by how it is aligned; or it does not hold */
+        __atomic_store_n(&pool->most, there <= pool->most + PIECE ? there : 0, __ATOMIC_RELAXED);
     uint64_t rest = settle(a, &pool->r, there, held);
     if (!had && (pool->r.charge || rest)) {
         uint64_t i = (uint64_t)(pool - p->pools);
@@ -270,10 +272,13 @@ static void watch_growth(struct process *p, uint64_t n, uint64_t grown, bool sur
         __atomic_and_fetch(coarse ? &p->fine : &p->coarse, ~bit, __ATOMIC_RELAXED);
 }
 
-static uint64_t growth_of(const struct process *p, uint64_t n)
+static uint64_t growth_of(const struct process *p, const struct pool *pool, uint64_t n)
 {
-    uint64_t piece = piece_of(p);
-    return (n + piece - 1) / piece * piece;
+    uint64_t piece = piece_of(p), grows = (n + piece - 1) / piece * piece;
+    uint64_t most = __atomic_load_n(&pool->most, __ATOMIC_RELAXED), charge = __atomic_load_n(&pool->r.charge, __ATOMIC_ACQUIRE);
+    if (!most || charge + grows <= most)
+        return grows;
+    return charge + round_up(n, BLOCK) <= most ? most - charge : 0;
 }
 
 /* undo ends an allocation for which a pool has grown by more than what was held, and
@@ -330,7 +335,6 @@ static CUresult ordinary(struct process *p, const struct request *q, struct pool
 {
     uint64_t there, over;
     enter_pool(p, pool, n);
-    pool->spare.count++; /* roughly */
     uint64_t trims = __atomic_load_n(&pool->trimmed, __ATOMIC_ACQUIRE);
     if (__builtin_expect(told_more(a, pool), 0)) {
         spin_lock(&pool->lock);
@@ -375,7 +379,7 @@ static bool begin_alone(struct pool *pool)
 
 enum attempted pool_attempt(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, uint64_t held, CUresult *r)
 {
-    uint64_t there, over = 0, most = growth_of(p, n);
+    uint64_t there, over = 0, most = growth_of(p, pool, n);
     *r = CUDA_ERROR_OUT_OF_MEMORY;
     enter_pool(p, pool, n);
     if (pool->exportable)
@@ -429,14 +433,12 @@ COLD static CUresult near(struct process *p, const struct request *q, struct poo
     pool_is_near(pool);
     if (wants < held && account_reserve_quickly(a, wants))
         r = ordinary(p, q, pool, a, n, wants);
-    if (r == CUDA_ERROR_OUT_OF_MEMORY && pool_makes_room(p, pool, a, wants, true))
-        r = ordinary(p, q, pool, a, n, wants);
     if (r == CUDA_ERROR_OUT_OF_MEMORY && n <= LARGE)
         r = reuse(p, q, pool, a, n, true);
-    if (r == CUDA_ERROR_OUT_OF_MEMORY && pool_makes_room(p, pool, a, wants, false))
-        r = ordinary(p, q, pool, a, n, wants);
     if (r == CUDA_ERROR_OUT_OF_MEMORY && n <= LARGE)
         r = reuse(p, q, pool, a, n, false);
+    if (r == CUDA_ERROR_OUT_OF_MEMORY && pool_makes_room(p, pool, a, wants))
+        r = ordinary(p, q, pool, a, n, wants);
     if (r != CUDA_ERROR_OUT_OF_MEMORY)
         return r;
     r = account_reserve_slowly(a, wants) ? ordinary(p, q, pool, a, n, wants) : reuse(p, q, pool, a, n, false); /* others may have freed something meanwhile */
@@ -464,8 +466,10 @@ static CUresult allocate(struct process *p, struct request *q)
         return pass(q);
     if (!a || !pool || q->bytes >= MOST)
         return CUDA_ERROR_OUT_OF_MEMORY;
-    uint64_t n = round_up(q->bytes, UNIT), held = growth_of(p, n);
-    CUresult r = account_reserve_quickly(a, held) ? ordinary(p, q, pool, a, n, held) : near(p, q, pool, a, n, held);
+    uint64_t n = round_up(q->bytes, UNIT), held = growth_of(p, pool, n);
+    CUresult r = !held || account_reserve_quickly(a, held) ? ordinary(p, q, pool, a, n, held) : near(p, q, pool, a, n, held);
+    if (r == CUDA_ERROR_OUT_OF_MEMORY && !held)
+        r = reuse(p, q, pool, a, n, false); /* it may not have made a stream wait for another */
     if (__builtin_expect(changes != __atomic_load_n(&p->pool_changes, __ATOMIC_ACQUIRE), 0))
         pools_settle(p, pool->device); /* it may have been another pool's */
     return r;

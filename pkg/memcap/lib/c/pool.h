@@ -5,6 +5,7 @@
 
 #include "attempt.h"
 #include "charge.h"
+#include "property.h"
 
 /* settle brings the charge of a reservation of the driver's own to what is
  * there. held are bytes reserved towards it and not committed: what is there
@@ -69,16 +70,34 @@ void pool_loosen(struct process *p, struct account *a, struct pool *pool, uint64
 enum attempted { NOT_ATTEMPTED, ATTEMPTED, WOULD_GROW };
 enum attempted pool_attempt(struct process *p, const struct request *q, struct pool *pool, struct account *a, uint64_t n, uint64_t held, CUresult *r);
 
+/* --- bound.c */
+
+/* bound_create has the driver make a pool that this process counts on a device, with a
+ * greatest size where that can be had: *most, else 0. */
+CUresult bound_create(struct process *p, CUmempool *out, const CUpoolprops *props, CUdevice device, uint64_t *most);
+
+/* bound_default is the pool that stands in for a device's default one, or NULL. */
+CUmempool bound_default(struct process *p, CUdevice device);
+
+/* bound_again has it stand in again, after a device's current pool was destroyed. */
+void bound_again(struct process *p, CUdevice device);
+
 /* --- pools.c */
+
+/* pool_new writes down a pool that the driver has just made; NULL: there are more than
+ * anybody has. */
+struct pool *pool_new(struct process *p, CUmempool handle, enum means means, CUdevice device, uint64_t most);
+
+/* relax is for calls in which a capture is not to fail, up to unrelax. */
+CUresult relax(const struct process *p, int *mode);
+void unrelax(CUresult r, int *mode);
 
 /* pool_find says which pool a request is of; false: pass it on. changes is
  * pool_changes as it was before. */
 bool pool_find(struct process *p, struct request *q, uint32_t changes, struct pool **pool);
 
-/* pool_makes_room reserves n bytes where a pool has so much free that it can give back
- * more than that. The room beside it is for what comes next: allocations that are reserved
- * for are made at once, by all threads, and attempts one after the other. */
-bool pool_makes_room(struct process *p, struct pool *pool, struct account *a, uint64_t n, bool ahead);
+/* pool_makes_room reserves n bytes where a pool can give back so much of what it has free. */
+bool pool_makes_room(struct process *p, struct pool *pool, struct account *a, uint64_t n);
 
 /* pool_leave gives up the place of a pool that was destroyed, if no thread is at it;
  * its lock is held. */

@@ -49,13 +49,15 @@ static struct pool *learn(struct process *p, CUmempool handle, enum means means,
     return pool;
 }
 
-/* learn_anew is for a handle that the driver has just made. */
-static struct pool *learn_anew(struct process *p, CUmempool handle, enum means means, CUdevice device)
+struct pool *pool_new(struct process *p, CUmempool handle, enum means means, CUdevice device, uint64_t most)
 {
-    struct pool *old = known(p, handle);
-    if (old)
-        __atomic_store_n(&old->handle, 0, __ATOMIC_RELEASE); /* it ended where we did not see it */
-    return learn(p, handle, means, device);
+    struct pool *pool = known(p, handle);
+    if (pool)
+        __atomic_store_n(&pool->handle, 0, __ATOMIC_RELEASE); /* it ended where we did not see it */
+    pool = learn(p, handle, means, device);
+    if (pool)
+        pool->most = most;
+    return pool;
 }
 
 /* home says of which device a pool is that we have not seen made: a default one
@@ -147,6 +149,7 @@ bool pool_find(struct process *p, struct request *q, uint32_t changes, struct po
             *pool = &p->pools[(uint32_t)now - 1];
             return true;
         }
+        bound_default(p, device);
         if (CALL(cuDeviceGetMemPool, &q->pool, device) != CUDA_SUCCESS)
             return false;
         *pool = known(p, q->pool);
@@ -198,12 +201,14 @@ EXPORT CUresult cuMemPoolCreate(CUmempool *out, const CUpoolprops *props)
     enum means means = p && props ? property_means(props->type, &props->location, &device) : MEANS_NOTHING;
     if (means == MEANS_UNKNOWN && property_unknown(p, device))
         return CUDA_ERROR_OUT_OF_MEMORY;
-    CUresult r = CALL(cuMemPoolCreate, out, props);
-    if (!p || r != CUDA_SUCCESS || !out || !props)
-        return r;
     if (device >= MAX_DEVICES)
         means = MEANS_NOTHING;
-    struct pool *pool = learn_anew(p, *out, means, device);
+    uint64_t most = 0;
+    bool bounds = p && props && out && means == MEANS_COUNTED && device >= 0 && !props->handle_types;
+    CUresult r = bounds ? bound_create(p, out, props, device, &most) : CALL(cuMemPoolCreate, out, props);
+    if (!p || r != CUDA_SUCCESS || !out || !props)
+        return r;
+    struct pool *pool = pool_new(p, *out, means, device, most);
     if (pool)
         pool->exportable = props->handle_types;
     if (pool || means == MEANS_NOTHING)
@@ -218,7 +223,7 @@ EXPORT CUresult cuMemPoolImportFromShareableHandle(CUmempool *out, void *handle,
     struct process *p = ENTER();
     CUresult r = CALL(cuMemPoolImportFromShareableHandle, out, handle, type, flags);
     if (p && r == CUDA_SUCCESS && out)
-        learn_anew(p, *out, MEANS_NOTHING, DEVICE_CURRENT);
+        pool_new(p, *out, MEANS_NOTHING, DEVICE_CURRENT, 0);
     return r;
 }
 
@@ -231,10 +236,15 @@ static void learn_default(struct process *p, CUmempool handle, const CUlocation 
         learn(p, handle, means, device < MAX_DEVICES ? device : DEVICE_CURRENT);
 }
 
+static bool is_of_device(const CUlocation *at, int type) { return type == CU_MEM_ALLOCATION_TYPE_PINNED && at->type == CU_MEM_LOCATION_TYPE_DEVICE; }
+
 EXPORT CUresult cuMemGetDefaultMemPool(CUmempool *out, CUlocation *at, int type)
 {
     struct process *p = ENTER();
+    CUmempool in = p && out && at && is_of_device(at, type) ? bound_default(p, at->id) : NULL;
     CUresult r = CALL(cuMemGetDefaultMemPool, out, at, type);
+    if (r == CUDA_SUCCESS && in)
+        *out = in;
     if (p && r == CUDA_SUCCESS && out && at)
         learn_default(p, *out, at, type);
     return r;
@@ -243,6 +253,8 @@ EXPORT CUresult cuMemGetDefaultMemPool(CUmempool *out, CUlocation *at, int type)
 EXPORT CUresult cuMemGetMemPool(CUmempool *out, CUlocation *at, int type)
 {
     struct process *p = ENTER();
+    if (p && out && at && is_of_device(at, type))
+        bound_default(p, at->id);
     CUresult r = CALL(cuMemGetMemPool, out, at, type);
     if (p && r == CUDA_SUCCESS && out && at)
         learn_default(p, *out, at, type);
@@ -279,10 +291,14 @@ EXPORT CUresult cuMemPoolDestroy(CUmempool handle)
 {
     struct process *p = ENTER();
     struct pool *pool = p ? known(p, handle) : NULL;
+    if (pool && pool->device >= 0 && p->stands_in[pool->device] == (uintptr_t)handle)
+        return CUDA_ERROR_INVALID_VALUE; /* as of the default pool */
     changed(p); /* the device whose current one it was has its default one again */
     if (pool && pool->r.charge)
         trim(p, pool, 0); /* it goes now, and we see how much stays */
     CUresult r = CALL(cuMemPoolDestroy, handle);
+    if (pool && r == CUDA_SUCCESS)
+        bound_again(p, pool->device);
     changed(p);
     if (!pool || r != CUDA_SUCCESS)
         return r;
@@ -439,35 +455,31 @@ static bool relieve_pools(struct process *p, struct account *a, uint64_t n, bool
     return more;
 }
 
-/* A capture is not to fail for a trim. */
-static CUresult relax(const struct process *p, int *mode)
+CUresult relax(const struct process *p, int *mode)
 {
     *mode = CU_STREAM_CAPTURE_MODE_RELAXED;
     return __atomic_load_n(&p->captures, __ATOMIC_RELAXED) ? CALL(cuThreadExchangeStreamCaptureMode, mode) : CUDA_ERROR_NOT_FOUND;
 }
 
-static void unrelax(CUresult r, int *mode)
+void unrelax(CUresult r, int *mode)
 {
     if (r == CUDA_SUCCESS)
         CALL(cuThreadExchangeStreamCaptureMode, mode);
 }
 
-/* Room is made ahead for a few pieces. Where few allocations have had the use of it, or
- * none could be made, it is made again only after some without it: twice as many each
- * time. So it is with room for a request alone, where none could be made; but before a
- * refusal it is tried in any case (relieve). */
-enum { ROOM = 8, FEW = 8, LONGEST_PAUSE = 512, LONGEST_ALONE = 16 };
+/* Where none could be made it is tried again only after some requests without, twice as
+ * many each time; but before a refusal it is tried in any case (relieve). */
+enum { LONGEST_PAUSE = 16 };
 
-bool pool_makes_room(struct process *p, struct pool *pool, struct account *a, uint64_t n, bool ahead)
+bool pool_makes_room(struct process *p, struct pool *pool, struct account *a, uint64_t n)
 {
     struct spare *s = &pool->spare;
-    uint64_t charge = __atomic_load_n(&pool->r.charge, __ATOMIC_ACQUIRE), live = pool_live(pool), lack = lacks(a, n);
-    uint64_t want = round_up(lack, PIECE) + (ahead ? ROOM * PIECE : 0);
+    uint64_t charge = __atomic_load_n(&pool->r.charge, __ATOMIC_ACQUIRE), live = pool_live(pool), lack = lacks(a, n), want = round_up(lack, PIECE);
     if (!lack || charge < live || charge - live < want)
         return false;
-    uint32_t pause = __atomic_load_n(&s->pause[ahead], __ATOMIC_RELAXED), wait = __atomic_load_n(&s->wait[ahead], __ATOMIC_RELAXED);
+    uint32_t pause = __atomic_load_n(&s->pause, __ATOMIC_RELAXED), wait = __atomic_load_n(&s->wait, __ATOMIC_RELAXED);
     if (pause) {
-        __atomic_store_n(&s->pause[ahead], pause - 1, __ATOMIC_RELAXED);
+        __atomic_store_n(&s->pause, pause - 1, __ATOMIC_RELAXED);
         return false;
     }
     int mode;
@@ -477,12 +489,9 @@ bool pool_makes_room(struct process *p, struct pool *pool, struct account *a, ui
     bool made = account_reserve_quickly(a, n);
     if (made)
         __atomic_store_n(&pool->near, false, __ATOMIC_RELAXED);
-    bool useful = made && (!ahead || s->count - s->last > FEW);
-    wait = useful ? wait / 2 : 2 * wait + 1 < (ahead ? LONGEST_PAUSE : LONGEST_ALONE) ? 2 * wait + 1 : wait;
-    if (ahead)
-        s->last = s->count;
-    __atomic_store_n(&s->wait[ahead], wait, __ATOMIC_RELAXED);
-    __atomic_store_n(&s->pause[ahead], wait, __ATOMIC_RELAXED);
+    wait = made ? wait / 2 : 2 * wait + 1 < LONGEST_PAUSE ? 2 * wait + 1 : wait;
+    __atomic_store_n(&s->wait, wait, __ATOMIC_RELAXED);
+    __atomic_store_n(&s->pause, wait, __ATOMIC_RELAXED);
     return made;
 }
 

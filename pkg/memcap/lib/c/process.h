@@ -59,11 +59,11 @@ struct pool {
         uint32_t good, trust;
     } ease;
     struct spare {     /* what it gives back to have room; see pools.c */
-        uint32_t count, last; /* of allocations with room, and when that was made last */
-        uint32_t wait[2], pause[2]; /* how many go without; [1]: without room made ahead */
+        uint32_t wait, pause; /* how many requests go without */
     } spare;
     uint64_t freer[LAST_FREERS]; /* streams of the last frees, each in a word */
     uint64_t keeps;    /* bytes: its release threshold */
+    uint64_t most;     /* bytes: the driver lets it have no more; 0: it may. See bound.c */
     uint64_t trimmed;  /* times */
     struct freers *freers;
     struct reserve r;
@@ -78,6 +78,9 @@ struct graph_pool { /* what graphs have of a device */
     uint64_t in_vain, in_vain_used; /* 1 + that, when a launch waited in vain for others; they used so much */
     struct reserve r;
 };
+
+enum { OBEYS_UNKNOWN, OBEYS, OBEYS_NOT };
+#define NO_STAND_IN (~(uint64_t)0)
 
 enum fences { FENCES_UNKNOWN, FENCES_GOOD, FENCES_NONE }; /* see fence_all_threads */
 
@@ -103,6 +106,10 @@ struct process {
     uint32_t devices;                       /* as the driver counts them; 0: not asked yet */
     uint64_t current[MAX_DEVICES];          /* a device's current pool: [pool_changes:32 | 1 + index:32] */
     uint32_t pool_changes;                  /* grows whenever that may have changed */
+    uint64_t stands_in[MAX_DEVICES];        /* the pool in place of the default one; 0: not decided yet. See bound.c */
+    uint64_t exacted;                       /* a bit for each device of which an exact reading was waited for */
+    uint32_t standing_in;                   /* a lock: that is being decided */
+    uint32_t obeys;                         /* whether the driver keeps pools to a greatest size */
     uint32_t contexts_ended;
     uint32_t captures; /* 1 once a stream was captured */
     uint64_t piece;    /* bytes by which pools grow, where that is more than PIECE */

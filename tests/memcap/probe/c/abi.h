@@ -195,6 +195,8 @@ _Static_assert(sizeof(CUDA_ARRAY3D_DESCRIPTOR) == 40, "CUDA_ARRAY3D_DESCRIPTOR")
     F(cuMemAllocFromPoolAsync, "cuMemAllocFromPoolAsync", 11020, 1, (CUdeviceptr *, size_t bytes, CUmemoryPool, CUstream)) \
     F(cuMemFreeAsync, "cuMemFreeAsync", 11020, 1, (CUdeviceptr, CUstream)) \
     F(cuDeviceGetDefaultMemPool, "cuDeviceGetDefaultMemPool", 11020, 0, (CUmemoryPool *, CUdevice)) \
+    F(cuDeviceGetMemPool, "cuDeviceGetMemPool", 11020, 0, (CUmemoryPool *, CUdevice)) \
+    F(cuDeviceSetMemPool, "cuDeviceSetMemPool", 11020, 0, (CUdevice, CUmemoryPool)) \
     F(cuMemPoolCreate, "cuMemPoolCreate", 11020, 0, (CUmemoryPool *, const CUmemPoolProps *)) \
     F(cuMemPoolDestroy, "cuMemPoolDestroy", 11020, 0, (CUmemoryPool)) \
     F(cuMemPoolSetAttribute, "cuMemPoolSetAttribute", 11020, 0, (CUmemoryPool, int attribute, void *value)) \

@@ -341,6 +341,76 @@ static void three_hundred_pools(struct scene *s)
     }
 }
 
+/* A pool that has all the room serves one stream after the other from what it has: a pool
+ * that gives memory back and maps it anew is a thousand times as slow. */
+static void maps_anew(struct scene *s)
+{
+    enum { MOST = 128, ROUNDS = 8 };
+    CUstream streams[2];
+    CUfunction busy = kernel(s, 500);
+    CUmemoryPool pool = keeping(s);
+    CUdeviceptr p[MOST];
+    uint64_t high = 0, now = 0, fell = 0;
+    int had = MOST;
+    if (!pool || !streams_of(s, streams, 2))
+        return;
+    for (int round = 0; round < ROUNDS; round++) {
+        int got = 0;
+        while (got < had && ASK(s, 8 * MiB, s->cu->cuMemAllocAsync(&p[got], 8 * MiB, streams[round % 2]))) {
+            got++;
+            if (!MUST(s, s->cu->cuMemPoolGetAttribute(pool, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, &now)))
+                return;
+            fell += now < high;
+            high = now > high ? now : high;
+        }
+        had = got;
+        if (!launch(s, busy, streams[round % 2]))
+            return;
+        while (got) {
+            if (!MUST(s, s->cu->cuMemFreeAsync(p[--got], streams[round % 2])))
+                return;
+            given_back(s, 8 * MiB);
+        }
+    }
+    note(s, "fell", fell);
+    note(s, "had", (uint64_t)had * 8 * MiB);
+    for (int i = 0; i < 2; i++)
+        MUST(s, s->cu->cuStreamSynchronize(streams[i]));
+}
+
+/* The default pool is one and the same however it is asked for, is there again when a
+ * program has destroyed the one that it had in its place, and cannot be destroyed. */
+static void default_pool_by_every_name(struct scene *s)
+{
+    struct cuda *cu = s->cu;
+    CUmemLocation at = {CU_MEM_LOCATION_TYPE_DEVICE, s->seat.device};
+    CUmemoryPool normal = keeping(s), now = NULL, by_place = NULL, own;
+    CUstream stream;
+    CUdeviceptr p;
+    uint64_t there = 0, other = 0;
+    if (!normal || !streams_of(s, &stream, 1) || !MUST(s, cu->cuDeviceGetMemPool(&now, s->seat.device)))
+        return;
+    bool by_places = cu->cuMemGetDefaultMemPool && cu->cuMemGetDefaultMemPool(&by_place, &at, CU_MEM_ALLOCATION_TYPE_PINNED) != CUDA_ERROR_NOT_FOUND;
+    other += now != normal;
+    other += by_places && by_place != normal;
+    other += cu->cuMemPoolDestroy(normal) != CUDA_ERROR_INVALID_VALUE;
+    own = pool_of(s, CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE, s->seat.device);
+    if (!own || !MUST(s, cu->cuDeviceSetMemPool(s->seat.device, own)) || !ASK(s, 8 * MiB, cu->cuMemAllocAsync(&p, 8 * MiB, stream)))
+        return;
+    MUST(s, cu->cuMemPoolGetAttribute(normal, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, &there));
+    other += there != 0;
+    MUST(s, cu->cuMemFreeAsync(p, stream));
+    MUST(s, cu->cuStreamSynchronize(stream));
+    given_back(s, 8 * MiB);
+    if (!MUST(s, cu->cuMemPoolDestroy(own)) || !MUST(s, cu->cuDeviceGetMemPool(&now, s->seat.device)))
+        return;
+    other += now != normal;
+    if (!ASK(s, 8 * MiB, cu->cuMemAllocAsync(&p, 8 * MiB, stream)) || !MUST(s, cu->cuMemPoolGetAttribute(normal, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, &there)))
+        return;
+    other += there == 0;
+    note(s, "other", other);
+}
+
 static void fill_pool(struct scene *s, CUmemoryPool pool)
 {
     CUstream stream;
@@ -447,6 +517,8 @@ const struct scenario pool_scenarios[] = {
     {"less-than-a-piece-is-left", less_than_a_piece_is_left, 0},
     {"pool-that-keeps-what-it-has", pool_that_keeps_what_it_has, 0},
     {"pool-that-shrinks-by-itself", pool_that_shrinks_by_itself, 0},
+    {"pool-that-maps-anew-at-the-edge", maps_anew, 0},
+    {"default-pool-by-every-name", default_pool_by_every_name, 0},
     {"three-hundred-pools", three_hundred_pools, 0},
     {"managed-pool-of-the-device", managed_pool_of_the_device, 0},
     {"managed-pool-of-nowhere", managed_pool_of_nowhere, 0},
