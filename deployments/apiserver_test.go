@@ -209,6 +209,7 @@ var places = map[string]string{
 	"DaemonSet":                        "/apis/apps/v1/namespaces/%s/daemonsets",
 	"Job":                              "/apis/batch/v1/namespaces/%s/jobs",
 	"Pod":                              "/api/v1/namespaces/%s/pods",
+	"DeviceClass":                      "/apis/resource.k8s.io/v1/deviceclasses",
 	"RuntimeClass":                     "/apis/node.k8s.io/v1/runtimeclasses",
 	"Role":                             "/apis/rbac.authorization.k8s.io/v1/namespaces/%s/roles",
 	"RoleBinding":                      "/apis/rbac.authorization.k8s.io/v1/namespaces/%s/rolebindings",

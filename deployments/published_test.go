@@ -24,9 +24,9 @@ import (
 	"github.com/google/go-cmp/cmp/cmpopts"
 )
 
-// slicesOf publishes a recorded node, whose GPUs are offered by turns as MIG instances
-// on demand, in units of memory, in replicas and whole.
-func slicesOf(t *testing.T, file string) []kube.ResourceSlice {
+// publishedOf publishes a recorded node, whose GPUs are offered by turns as MIG instances
+// on demand, in units of memory, in replicas and whole; first says how the first one is.
+func publishedOf(t *testing.T, file string, first int) *dra.Published {
 	t.Helper()
 	inv, err := config.ReadInventory(read(t, file))
 	if err != nil {
@@ -51,19 +51,31 @@ func slicesOf(t *testing.T, file string) []kube.ResourceSlice {
 			{Known: true, Offers: true, Kind: ledger.Units, N: int(d.Usable() / 1024), Unit: 1024},
 			{Known: true, Offers: true, Kind: ledger.Replica, N: 4},
 			{Known: true, Offers: true, Kind: ledger.Whole, N: 1},
-		}[i%4]
+		}[(first+i)%4]
 	}
-	return dra.Build(in).Slices
+	return dra.Build(in)
+}
+
+// slicesOf are the slices of a recorded node.
+func slicesOf(t *testing.T, file string) []kube.ResourceSlice {
+	t.Helper()
+	return publishedOf(t, file, 0).Slices
+}
+
+// recorded are the files of the recorded nodes.
+func recorded(t *testing.T) []string {
+	t.Helper()
+	files, err := filepath.Glob("../tests/testdata/inventories/*.json")
+	if err != nil || len(files) < 7 {
+		t.Fatal(files, err)
+	}
+	return files
 }
 
 // slicesAtTheAPIServer has the real server take slices of every recorded node, and return
 // them as they were sent.
 func slicesAtTheAPIServer(t *testing.T, s *apiServer) {
-	files, err := filepath.Glob("../tests/testdata/inventories/*.json")
-	if err != nil || len(files) < 7 {
-		t.Fatal(files, err)
-	}
-	for _, file := range files {
+	for _, file := range recorded(t) {
 		for _, slice := range slicesOf(t, file) {
 			slice.Pool.Generation = 1
 			object, err := slice.Object("gpus.example.com", "node-1")
