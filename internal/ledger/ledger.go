@@ -71,19 +71,36 @@ type Request struct {
 // the pieces and the request does not permit that. It does not wake the loop, which
 // would run beside the caller's answer and hold it up.
 func (l *Ledger) Take(r Request) (Allocation, error) {
+	all, err := l.TakeAll([]Request{r})
+	if err != nil {
+		return Allocation{}, err
+	}
+	return all[0], nil
+}
+
+// TakeAll makes several allocations, or none. Requests of one call do not see each other.
+func (l *Ledger) TakeAll(requests []Request) ([]Allocation, error) {
 	now := l.now()
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.allocations[r.ID] != nil {
-		return Allocation{}, fmt.Errorf("allocation %s is there already: %w", r.ID, ErrTaken)
+	for i := range requests {
+		r := &requests[i]
+		if l.allocations[r.ID] != nil {
+			return nil, fmt.Errorf("allocation %s is there already: %w", r.ID, ErrTaken)
+		}
+		if err := l.freeLocked(r); err != nil {
+			return nil, err
+		}
 	}
-	if err := l.freeLocked(&r); err != nil {
-		return Allocation{}, err
+	out := make([]Allocation, len(requests))
+	for i := range requests {
+		r := &requests[i]
+		a := l.addLocked(Allocation{ID: r.ID, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Grants: r.Grants, Taken: now, Fresh: true})
+		l.epoch++
+		a.Epoch = l.epoch
+		out[i] = a.Allocation
 	}
-	a := l.addLocked(Allocation{ID: r.ID, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Grants: r.Grants, Taken: now, Fresh: true})
-	l.epoch++
-	a.Epoch = l.epoch
-	return a.Allocation, nil
+	return out, nil
 }
 
 // Renew gives an allocation of a front-end to the next holder, under the same ID, with
