@@ -78,8 +78,9 @@ func (c *coexistence) lookAtCheckpoint() {
 	}
 	if c.asked.Store(true); c.later.CompareAndSwap(false, true) {
 		time.AfterFunc(othersSoon, func() {
-			c.later.Store(false)
-			c.wake()
+			if c.later.Store(false); c.asked.Load() { // nobody has asked it meanwhile
+				c.wake()
+			}
 		})
 	}
 }
