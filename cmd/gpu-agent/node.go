@@ -15,6 +15,7 @@ import (
 	"example.com/gpu-agent/internal/nfd"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
 // nodeFlags are the directories and sockets of the node.
@@ -37,6 +38,12 @@ func (n *nodeFlags) runtime(domain string, log *slog.Logger) *node.Runtime {
 	return node.NewRuntime(node.RuntimeOptions{
 		Endpoint: n.runtimeEndpoint, Root: n.hostRoot, AnnotationPrefix: cdi.AnnotationName(domain, ""), Logger: log,
 		Cgroups: filepath.Join(n.hostRoot, "sys/fs/cgroup"),
+		DeviceOf: func(source string) string {
+			if key, ok := lib.KeyOf(n.stateDir, source); ok && cdi.ValidKey(key) {
+				return cdi.DeviceName(domain, key)
+			}
+			return ""
+		},
 	})
 }
 

@@ -17,6 +17,8 @@
 //	                     the plugin noted on it   are not created yet     containers
 //	[PodResources.List]  pods by name, IDs,       plain init containers   after a kubelet's start
 //	                     devices of DRA drivers
+//	[ReadDRAState]       claims, pod UIDs, CDI    names of pods           never, but devices may
+//	                     devices of DRA drivers                           be in it twice
 //
 // Nobody holds a device that neither the checkpoint nor the runtime names, if
 // both were read after the device was last handed out:
@@ -35,6 +37,11 @@
 // not a shorter list. The kubelet drops what ended
 // pods held when PodResources is asked, and writes the file anew when a plugin
 // sends a list; [CheckpointStamp] tells that it did.
+//
+// What a plugin notes on a container, DRA has no place for. There the CDI devices with which
+// a container was created tell what it has ([Container].CDI), and the runtime tells them of one
+// container at a time: each is asked about once, and only where RuntimeOptions.DRA says so. A
+// container whose devices the runtime does not tell (CDIUnknown) may have any.
 //
 // A node may have two runtimes. The list of the wrong one is empty, as if nothing
 // were held: a runtime that does not name the agent's own container is not the

@@ -109,6 +109,8 @@ type Runtime struct {
 	o    RuntimeOptions
 	line line
 
+	created created
+
 	mu       sync.Mutex // guards endpoint
 	endpoint string     // the socket, once found
 }
@@ -120,7 +122,10 @@ func NewRuntime(o RuntimeOptions) *Runtime {
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
-	r := &Runtime{o: o}
+	if o.DRA == nil {
+		o.DRA = func() bool { return false }
+	}
+	r := &Runtime{o: o, created: created{turn: make(chan struct{}, 1), by: map[string]*creation{}}}
 	r.line.socket, r.line.answers = r.socket, []grpc.CallOption{grpc.MaxCallRecvMsgSize(maxAnswer), grpc.ForceCodecV2(newBounded())}
 	return r
 }
@@ -188,6 +193,9 @@ func candidates(root string, places []string) []string {
 // question without a filter, as the kubelet's own every second: a filter takes
 // one state only, and between two questions a container could slip through.
 //
+// Where RuntimeOptions.DRA says so, the runtime is asked about each container once more, to
+// learn its CDI devices. A status that fails is no error here: see Container.CDIUnknown.
+//
 // Errors answer to gpu.ErrNotFound where no socket is found and to
 // gpu.ErrNotSupported where what listens there does not speak the CRI.
 func (r *Runtime) Containers(ctx context.Context) ([]Container, error) {
@@ -205,6 +213,10 @@ func (r *Runtime) Containers(ctx context.Context) ([]Container, error) {
 		kept := r.container(c)
 		kept.Running = c.GetState() != cri.ContainerState_CONTAINER_CREATED
 		list = append(list, kept)
+	}
+	if r.created.keep(list); r.o.DRA() {
+		gone := r.addCDI(ctx, list)
+		list = slices.DeleteFunc(list, func(c Container) bool { return gone[c.ID] })
 	}
 	slices.SortStableFunc(list, func(a, b Container) int { return cmp.Compare(a.ID, b.ID) })
 	return list, nil
@@ -273,7 +285,7 @@ const (
 type ContainerEvent struct {
 	Kind EventKind
 	// Container is as of the event. Of one that is deleted the runtime tells
-	// the ID and the pod only.
+	// the ID and the pod only. CDI devices are told of one that has started or stopped.
 	Container Container
 }
 
@@ -415,6 +427,12 @@ func (r *Runtime) stream(ctx context.Context, dead *grpc.ClientConn, fn func(Con
 			return conn, err
 		}
 		if event := r.event(e); event.Kind != EventMissed {
+			// Of one that was just created the status may not be whole, of one that is
+			// deleted there is none.
+			if c := []Container{event.Container}; c[0].Name != "" && (event.Kind == EventStarted || event.Kind == EventStopped) && r.o.DRA() {
+				r.addCDI(ctx, c)
+				event.Container = c[0]
+			}
 			fn(event)
 		}
 	}

@@ -4,7 +4,9 @@ package lib
 
 import (
 	"maps"
+	"path/filepath"
 	"slices"
+	"strings"
 
 	"tags.cncf.io/container-device-interface/specs-go"
 
@@ -25,6 +27,8 @@ const (
 const (
 	limitName = "limit"
 	usageName = "usage"
+	// limitsName is the folder of all limit pages on the host.
+	limitsName = "limits"
 )
 
 // PagesDir is where a container has the pages of one claim on one GPU. It is a
@@ -36,6 +40,17 @@ func PagesDir(u gpu.UUID, key string) string { return ClaimsDir + "/" + string(u
 // LimitPath and UsagePath are the pages in PagesDir.
 func LimitPath(u gpu.UUID, key string) string { return PagesDir(u, key) + "/" + limitName }
 func UsagePath(u gpu.UUID, key string) string { return PagesDir(u, key) + "/" + usageName }
+
+// KeyOf returns the claim that has a page, by the page's path on the host; ok is false for
+// any other file. dir is the agent's state directory.
+func KeyOf(dir, path string) (key string, ok bool) {
+	rest, ok := strings.CutPrefix(path, filepath.Join(dir, "cap")+"/")
+	parts := strings.Split(rest, "/")
+	if !ok || len(parts) != 3 || parts[0] != limitsName && parts[0] != usageName {
+		return "", false
+	}
+	return parts[1], true
+}
 
 // Mounts are what puts a claim's pages into a container: limit pages that it
 // cannot write, and usage pages that it can. No device node and no program in

@@ -128,7 +128,7 @@ type Pages struct {
 // OpenPages opens the pages below the agent's state directory, and makes their
 // folders.
 func OpenPages(dir string) (*Pages, error) {
-	p := &Pages{dir: filepath.Join(dir, "cap", "limits"), usage: filepath.Join(dir, "cap", usageName)}
+	p := &Pages{dir: filepath.Join(dir, "cap", limitsName), usage: filepath.Join(dir, "cap", usageName)}
 	// Nobody but root comes by the usage pages on the host: any user of a container
 	// may write to them.
 	if err := errors.Join(os.MkdirAll(p.dir, 0o755), os.MkdirAll(p.usage, 0o700)); err != nil {

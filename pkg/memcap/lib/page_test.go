@@ -153,6 +153,28 @@ func TestPageStays(t *testing.T) {
 	}
 }
 
+// CRI-O tells of a container's mounts alone what it was created with: by their sources.
+func TestKeyOfAPage(t *testing.T) {
+	const u = gpu.UUID("GPU-1")
+	pages := somePages(t)
+	dir := filepath.Dir(filepath.Dir(pages.dir))
+	at, err := pages.Write("0123456789abcdef", 0, []Limit{{GPU: u, Bytes: 1 << 30}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range []string{at[u].Limit, at[u].Usage} {
+		if key, ok := KeyOf(dir+"/", path); !ok || key != "0123456789abcdef" {
+			t.Errorf("%s is of %q, %v", path, key, ok)
+		}
+	}
+	for _, path := range []string{"", dir, dir + "/cap/limits/0123456789abcdef", dir + "/cap/kit/0123456789abcdef/GPU-1", dir + "x/cap/limits/0123456789abcdef/GPU-1",
+		"/cap/limits/0123456789abcdef/GPU-1", LimitPath(u, "0123456789abcdef")} {
+		if key, ok := KeyOf(dir, path); ok {
+			t.Errorf("%s is of %q", path, key)
+		}
+	}
+}
+
 func TestPageRefusals(t *testing.T) {
 	p := somePages(t)
 	for name, write := range map[string]func() error{

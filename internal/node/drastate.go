@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package node
+
+import (
+	"cmp"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"io/fs"
+	"maps"
+	"path/filepath"
+	"slices"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// What the kubelet calls its account of claims, and its format, since Kubernetes 1.34.
+const (
+	draKind    = "DRACheckpoint"
+	draVersion = "checkpoint.dra.kubelet.k8s.io/v1"
+)
+
+// PreparedClaim is a ResourceClaim that the kubelet has had prepared, or is having
+// prepared, and has not had unprepared.
+type PreparedClaim struct {
+	Namespace, Name, UID string
+	// PodUIDs are the pods of this node for which it was prepared, sorted.
+	PodUIDs []string
+	// Devices are what drivers have answered, in the order of the answers. It has a key
+	// for every driver of which the claim has devices, without a value until that has
+	// answered. A claim that was prepared anew after a kubelet's restart has devices twice.
+	Devices map[string][]PreparedDevice
+}
+
+// PreparedDevice is a device of a claim, in the words of its driver.
+type PreparedDevice struct {
+	Requests     []string
+	Pool, Device string
+	// Share tells one share of a device from another, empty for a device that is not
+	// shared.
+	Share string
+	// CDI is the fully qualified names of its CDI devices.
+	CDI []string
+}
+
+// DRAState is the kubelet's account of claims as it last wrote it: before each call to a
+// driver for a pod, and after it.
+type DRAState struct {
+	// Claims is sorted by namespace, name and UID. It has every driver's.
+	Claims []PreparedClaim
+	// Stamp is that of the very file that was read.
+	Stamp Stamp
+}
+
+// ReadDRAState reads the account of claims of the kubelet whose directory this is.
+//
+// Errors answer to gpu.ErrNotFound where there is no file, which is so until a
+// kubelet with DRA first starts, and to gpu.ErrInvalid where it is none or no whole
+// one, or has another format.
+func ReadDRAState(kubeletDir string) (DRAState, error) {
+	path := filepath.Join(kubeletDir, "dra_manager_state")
+	data, stamp, err := readRegular(path, maxCheckpoint)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return DRAState{}, &failure{gpu.ErrNotFound, "read the kubelet's account of claims", err}
+	case err != nil:
+		return DRAState{}, fmt.Errorf("read the kubelet's account of claims: %w", err)
+	}
+	claims, err := decodeDRAState(data)
+	if err == nil && int64(len(data)) != stamp.Size {
+		err = errors.New("it changed while it was read")
+	}
+	if err != nil {
+		return DRAState{}, &failure{gpu.ErrInvalid, "understand the kubelet's account of claims " + path, err}
+	}
+	return DRAState{Claims: claims, Stamp: stamp}, nil
+}
+
+// decodeDRAState returns the claims of an account, sorted. A claim that cannot be
+// understood may be held, and is an error for the whole.
+func decodeDRAState(data []byte) ([]PreparedClaim, error) {
+	var file struct {
+		Data     *string
+		Checksum *uint32
+	}
+	if err := json.Unmarshal(data, &file); err != nil {
+		return nil, err
+	}
+	if file.Data == nil || file.Checksum == nil {
+		return nil, errors.New("no Data or no Checksum in it")
+	}
+	if is := crc32.ChecksumIEEE([]byte(*file.Data)); is != *file.Checksum {
+		return nil, fmt.Errorf("Data has the checksum %d and not %d", is, *file.Checksum)
+	}
+	var account struct {
+		Kind, APIVersion string
+		// Raw, it tells an account of nothing, which is null, from one that lacks it.
+		ClaimInfoStateList json.RawMessage
+	}
+	if err := json.Unmarshal([]byte(*file.Data), &account); err != nil {
+		return nil, fmt.Errorf("Data: %w", err)
+	}
+	if account.Kind != draKind || account.APIVersion != draVersion || account.ClaimInfoStateList == nil {
+		return nil, fmt.Errorf("Data is a %q of %q, want a %s of %s with its ClaimInfoStateList", account.Kind, account.APIVersion, draKind, draVersion)
+	}
+	var written []struct {
+		ClaimUID, ClaimName, Namespace string
+		PodUIDs                        map[string]struct{}
+		DriverState                    map[string]struct {
+			Devices []struct {
+				PoolName, DeviceName, ShareID string
+				RequestNames, CDIDeviceIDs    []string
+			}
+		}
+	}
+	if err := json.Unmarshal(account.ClaimInfoStateList, &written); err != nil {
+		return nil, fmt.Errorf("ClaimInfoStateList: %w", err)
+	}
+	claims := make([]PreparedClaim, 0, len(written))
+	for i, w := range written {
+		if w.ClaimUID == "" || w.ClaimName == "" || w.Namespace == "" {
+			return nil, fmt.Errorf("ClaimInfoStateList[%d] lacks the claim's UID, name or namespace", i)
+		}
+		c := PreparedClaim{Namespace: w.Namespace, Name: w.ClaimName, UID: w.ClaimUID, PodUIDs: slices.Sorted(maps.Keys(w.PodUIDs)),
+			Devices: map[string][]PreparedDevice{}}
+		for driver, state := range w.DriverState {
+			c.Devices[driver] = nil
+			for _, d := range state.Devices {
+				c.Devices[driver] = append(c.Devices[driver], PreparedDevice{d.RequestNames, d.PoolName, d.DeviceName, d.ShareID, d.CDIDeviceIDs})
+			}
+		}
+		claims = append(claims, c)
+	}
+	slices.SortFunc(claims, func(a, b PreparedClaim) int {
+		return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name), cmp.Compare(a.UID, b.UID))
+	})
+	return claims, nil
+}
