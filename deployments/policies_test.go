@@ -118,7 +118,16 @@ func anEvent(name, node string) fields {
 		"firstTimestamp": "2026-01-01T00:00:00Z", "lastTimestamp": "2026-01-01T00:00:00Z", "count": 1}
 }
 
-const events = "/api/v1/namespaces/default/events"
+const (
+	events     = "/api/v1/namespaces/default/events"
+	slicesPath = "/apis/resource.k8s.io/v1/resourceslices"
+)
+
+// aSlice is what an agent could publish of a node.
+func aSlice(node string) fields {
+	return fields{"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": fields{"name": "of-" + node},
+		"spec": fields{"driver": "gpus.example.com", "nodeName": node, "pool": fields{"name": node + "/a100", "generation": 1, "resourceSliceCount": 1}}}
+}
 
 // overlay is one of somebody's own, of kustomization fields and directories of
 // this one.
@@ -179,7 +188,7 @@ func TestPoliciesHoldTheAgentUnderAnyName(t *testing.T) {
 		{"all three", "namespace: gpu-ops\nnamePrefix: team.a-\nnameSuffix: .b", "gpu-ops", "team.a-gpu-agent.b"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			objects := render(t, overlay(t, test.settings, []string{"base"}, []string{"components/evict"}))
+			objects := render(t, overlay(t, test.settings, []string{"base"}, []string{"components/evict", "components/dra"}))
 			one(t, objects, "ServiceAccount", test.account)
 			as := accountOn(test.namespace, test.account, "node-1")
 			mine, theirs := fmt.Sprintf("mine-%d", i), fmt.Sprintf("theirs-%d", i)
@@ -207,6 +216,9 @@ func TestPoliciesHoldTheAgentUnderAnyName(t *testing.T) {
 			tries = append(tries,
 				try{"a pod of another node", http.MethodPost, evicting(theirs), asJSON, eviction("train", theirs, uids[theirs]), "pods of the node that it runs on"},
 				try{"an Event in another node's name", http.MethodPost, events, asJSON, anEvent("e."+theirs, "node-2"), "in its own name"},
+				try{"a slice of another node", http.MethodPost, slicesPath, asJSON, aSlice("node-2"), "ResourceSlices of the node that it runs on"},
+				try{"a slice of its node", http.MethodPost, slicesPath, asJSON, aSlice("node-1"), ""},
+				try{"its node's slice away", http.MethodDelete, slicesPath + "/of-node-1", asJSON, nil, ""},
 				try{"its node's label", http.MethodPatch, own, merge, state("applied"), ""},
 				try{"its node's label away", http.MethodPatch, own, merge, state(nil), ""},
 				try{"its node's condition", http.MethodPatch, own + "/status", strategic, condition, ""},
@@ -242,6 +254,7 @@ func TestPoliciesHoldTheAgentUnderAnyName(t *testing.T) {
 				return errors.Join(
 					s.do(t, as, http.MethodPatch, other+"?dryRun=All", merge, state("applied"), nil),
 					s.do(t, as, http.MethodPost, events+"?dryRun=All", asJSON, anEvent("e."+theirs, "node-2"), nil),
+					s.do(t, as, http.MethodPost, slicesPath+"?dryRun=All", asJSON, aSlice("node-2"), nil),
 					s.do(t, as, http.MethodPost, evicting(theirs)+"?dryRun=All", asJSON, eviction("train", theirs, uids[theirs]), nil))
 			})
 			if i == 0 {
@@ -258,7 +271,7 @@ func TestAgentEvictsOnlyPodsOfItsNode(t *testing.T) {
 	s.nodes(t)
 	s.namespace(t, "train")
 	s.namespace(t, "empty")
-	for _, o := range append(base(t), resources(t, "components/evict")...) {
+	for _, o := range slices.Concat(base(t), resources(t, "components/evict"), resources(t, "components/dra")) {
 		s.apply(t, o, false)
 	}
 	on1, on2 := agentOn("node-1"), agentOn("node-2")
@@ -460,7 +473,7 @@ func TestTokenNamesItsNode(t *testing.T) {
 	})
 }
 
-// agentSays lets internal/kube try the policies in an account's name: all four are
+// agentSays lets internal/kube try the policies in an account's name: all are
 // as they should be, and the tries have changed nothing.
 func (s *apiServer) agentSays(t *testing.T, namespace, account string, want string) {
 	t.Helper()
@@ -471,7 +484,7 @@ func (s *apiServer) agentSays(t *testing.T, namespace, account string, want stri
 	}
 	seen := func() string {
 		var out []string
-		for _, path := range []string{"/api/v1/nodes", "/api/v1/events", pods} {
+		for _, path := range []string{"/api/v1/nodes", "/api/v1/events", pods, slicesPath} {
 			var list any
 			if err := s.do(t, nil, http.MethodGet, path, "", nil, &list); err != nil {
 				t.Fatal(err)
@@ -484,7 +497,7 @@ func (s *apiServer) agentSays(t *testing.T, namespace, account string, want stri
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	var said []status.Policy
-	o := kube.PolicyOptions{Evictions: true, Pod: workload.Pod{Namespace: "train", Name: "agent"}}
+	o := kube.PolicyOptions{Evictions: true, DRA: true, Pod: workload.Pod{Namespace: "train", Name: "agent"}}
 	if err := s.clientAs(t, namespace, account).WatchPolicies(ctx, o, func(list []status.Policy) {
 		said = list
 		cancel()
@@ -498,6 +511,7 @@ func (s *apiServer) agentSays(t *testing.T, namespace, account string, want stri
 			t.Errorf("policy %s is %s: %s; want %s", p.Name, p.State, p.Reason, want)
 		}
 	}
+	slices.Sort(names)
 	if all := slices.Sorted(maps.Keys(policies(t))); !slices.Equal(names, all) {
 		t.Errorf("tried the policies %q, the manifests have %q", names, all)
 	}
@@ -584,7 +598,7 @@ func policyOf(t *testing.T, o object) policy {
 func policies(t *testing.T) map[string]policy {
 	t.Helper()
 	out := map[string]policy{}
-	for _, o := range append(base(t), resources(t, "components/evict")...) {
+	for _, o := range slices.Concat(base(t), resources(t, "components/evict"), resources(t, "components/dra")) {
 		if o.Kind == "ValidatingAdmissionPolicy" {
 			out[o.Metadata.Name] = policyOf(t, o)
 		}
@@ -596,7 +610,7 @@ func policies(t *testing.T) map[string]policy {
 // kustomize can give it, and nobody's whose name only contains it.
 func TestPoliciesAreForTheAgentsAccount(t *testing.T) {
 	all := policies(t)
-	if len(all) < 4 {
+	if len(all) < 5 {
 		t.Fatalf("%d policies: this test does not look where they are", len(all))
 	}
 	quoted := regexp.MustCompile(`^request\.userInfo\.username\.matches\("([^"]+)"\)$`)

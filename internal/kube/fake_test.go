@@ -154,7 +154,7 @@ func (s *server) putLocked(resource, namespace, name string, object map[string]a
 	return object
 }
 
-var kinds = map[string]string{"configmaps": "ConfigMap", "nodes": "Node", "events": "Event", "pods": "Pod"}
+var kinds = map[string]string{"resourceslices": "ResourceSlice", "configmaps": "ConfigMap", "nodes": "Node", "events": "Event", "pods": "Pod"}
 
 func clone(object map[string]any) map[string]any {
 	body, err := json.Marshal(object)
@@ -246,16 +246,16 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		s.t.Errorf("request beyond Rules: %s %s", verb, resource)
 		refuse(w, 403, "Forbidden")
 	case fault != nil && fault(verb, resource, w):
+	case query.Get("dryRun") == "All":
+		if dry == nil || !dry(resource, w) {
+			answer(w, map[string]any{"apiVersion": "v1", "kind": kinds[parts[0]], "metadata": map[string]any{"name": name}})
+		}
 	case resource == "resourceslices" && verb == "list":
 		s.listSlices(w, query.Get("fieldSelector"))
 	case resource == "resourceslices" && verb != "watch":
 		s.writeSlice(w, verb, name, body)
 	case parts[0] == "resourceclaims":
 		s.serveClaims(w, r, verb, namespace, name, body)
-	case query.Get("dryRun") == "All":
-		if dry == nil || !dry(resource, w) {
-			answer(w, map[string]any{"apiVersion": "v1", "kind": kinds[parts[0]], "metadata": map[string]any{"name": name}})
-		}
 	case verb == "list":
 		s.list(w, resource, namespace, name)
 	case verb == "watch":

@@ -22,6 +22,8 @@ import (
 type PolicyOptions struct {
 	// Evictions are on, so the component evict should be there.
 	Evictions bool
+	// DRA is used, so the component dra should be there.
+	DRA bool
 	// Pod is the agent's own, by which the policy on a pod's node is tried. It
 	// needs no UID; without a name, that policy is left out.
 	Pod workload.Pod
@@ -57,8 +59,9 @@ type attempt struct {
 // Options.Relist.
 //
 // A dry run changes nothing. Each is also chosen so that it would do no harm if
-// it were carried out: a label that means nothing, an Event, and evictions of a
-// pod that does not exist, or by a UID that it does not have.
+// it were carried out: a label that means nothing, an Event, evictions of a
+// pod that does not exist, or by a UID that it does not have, and a ResourceSlice
+// without devices, of a driver and a node that do not exist.
 func (c *Client) WatchPolicies(ctx context.Context, o PolicyOptions, fn func([]status.Policy)) error {
 	attempts := c.attempts(o)
 	most := max(c.options.Relist, c.timing.pauseMax)
@@ -122,6 +125,16 @@ func (c *Client) attempts(o PolicyOptions) []attempt {
 			_, err := c.api.Resource(events).Namespace(e.GetNamespace()).Create(ctx, e, metav1.CreateOptions{FieldManager: manager, DryRun: dry})
 			return err
 		}, apierrors.IsAlreadyExists},
+	}
+	if o.DRA {
+		list = append(list, attempt{"gpu-agent-dra", "create", resourceSlices.Resource, func(ctx context.Context) error {
+			empty := ResourceSlice{Name: tried, Pool: Pool{Name: tried, Generation: 1, Slices: 1}}
+			object, err := empty.Object(tried, tried)
+			if err == nil {
+				_, err = c.api.Resource(resourceSlices).Create(ctx, object, metav1.CreateOptions{FieldManager: manager, DryRun: dry})
+			}
+			return err
+		}, apierrors.IsAlreadyExists})
 	}
 	if o.Evictions {
 		list = append(list, attempt{"gpu-agent-evict", "create", pods.Resource + "/eviction",

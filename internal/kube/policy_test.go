@@ -125,16 +125,16 @@ func TestPolicyThatComesAMomentLater(t *testing.T) {
 
 // What was tried is not done: each is a dry run, and nothing is there afterwards.
 func TestPoliciesAreTriedByDryRun(t *testing.T) {
-	p, c, _ := newPolicies(t, "nodes", "events", "pods/eviction")
+	p, c, _ := newPolicies(t, "nodes", "events", "pods/eviction", "resourceslices")
 	p.s.pod("gpu", "agent-x", "u-1")
-	before := fmt.Sprint(p.s.all("nodes"), p.s.all("events"), p.s.all("pods"))
-	told := follows(t, c, PolicyOptions{Evictions: true, Pod: workload.Pod{Namespace: "gpu", Name: "agent-x"}})
-	wantTold(t, told, ":missing -events:missing -evict:missing -evict-node:missing")
-	if after := fmt.Sprint(p.s.all("nodes"), p.s.all("events"), p.s.all("pods")); after != before {
+	before := fmt.Sprint(p.s.all("nodes"), p.s.all("events"), p.s.all("pods"), p.s.all("resourceslices"))
+	told := follows(t, c, PolicyOptions{Evictions: true, DRA: true, Pod: workload.Pod{Namespace: "gpu", Name: "agent-x"}})
+	wantTold(t, told, ":missing -events:missing -dra:missing -evict:missing -evict-node:missing")
+	if after := fmt.Sprint(p.s.all("nodes"), p.s.all("events"), p.s.all("pods"), p.s.all("resourceslices")); after != before {
 		t.Errorf("the server has\n%s, had\n%s", after, before)
 	}
 	all := p.s.asked("")
-	if len(all) < 4*doubts {
+	if len(all) < 5*doubts {
 		t.Errorf("%d requests, want %d of each kind", len(all), doubts)
 	}
 	for _, r := range all {
@@ -145,13 +145,14 @@ func TestPoliciesAreTriedByDryRun(t *testing.T) {
 		harmless := strings.Contains(r, `{"metadata":{"labels":{"example.com/gpu-agent-policy-check":"dry-run"}}}`) ||
 			strings.Contains(r, `"reportingComponent":"gpu-agent-policy-check"`) ||
 			strings.Contains(r, " default/gpu-agent-policy-check ") ||
+			strings.Contains(r, `"driver":"gpu-agent-policy-check","nodeName":"gpu-agent-policy-check"`) && !strings.Contains(r, `"devices"`) ||
 			strings.Contains(r, " gpu/agent-x ") && strings.Contains(r, `"uid":"`+noUID+`"`)
 		if !harmless {
 			t.Errorf("would do harm: %s", r)
 		}
 	}
 	p.s.set(func() { p.missing = nil })
-	wantTold(t, told, ":held -events:held -evict:held -evict-node:held")
+	wantTold(t, told, ":held -events:held -dra:held -evict:held -evict-node:held")
 }
 
 // Of what the server does not say nothing is known, and it is asked again.
