@@ -18,30 +18,32 @@
 
 #include "pool.h"
 
-/* obeys finds out, once, whether the driver keeps to a greatest size: it came with
- * CUDA 12.2. The current context is of that device. */
-static bool obeys(struct process *p, struct account *a, CUdevice device)
+/* obeys finds out, once, whether the driver keeps to a greatest size, which came with
+ * CUDA 12.2, and by what it rounds it up: OBEYS_BY_PIECES, or less. The current context is of
+ * that device. */
+static uint32_t obeys(struct process *p, struct account *a, CUdevice device)
 {
     CUpoolprops props = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device}, .most = BLOCK};
     uint32_t known = __atomic_load_n(&p->obeys, __ATOMIC_ACQUIRE);
     CUmempool pool;
-    CUdeviceptr at;
-    if (known)
-        return known == OBEYS;
-    if (!account_reserve_quickly(a, 2 * PIECE))
-        return false;
+    CUdeviceptr small, large;
+    if (known || !account_reserve_quickly(a, 3 * PIECE))
+        return known;
     known = OBEYS_NOT;
     if (CALL(cuMemPoolCreate, &pool, &props) == CUDA_SUCCESS) {
-        CUresult r = CALL(cuMemAllocFromPoolAsync, &at, 2 * PIECE, pool, CU_STREAM_LEGACY);
+        bool rounds = CALL(cuMemAllocFromPoolAsync, &small, PIECE, pool, CU_STREAM_LEGACY) == CUDA_SUCCESS;
+        CUresult r = CALL(cuMemAllocFromPoolAsync, &large, 2 * PIECE, pool, CU_STREAM_LEGACY);
+        if (r == CUDA_ERROR_OUT_OF_MEMORY)
+            known = rounds ? OBEYS_BY_PIECES : OBEYS;
         if (r == CUDA_SUCCESS)
-            CALL(cuMemFree_v2, at);
-        else if (r == CUDA_ERROR_OUT_OF_MEMORY)
-            known = OBEYS;
+            CALL(cuMemFree_v2, large);
+        if (rounds)
+            CALL(cuMemFree_v2, small);
         CALL(cuMemPoolDestroy, pool);
     }
-    account_cancel(a, 2 * PIECE);
+    account_cancel(a, 3 * PIECE);
     __atomic_store_n(&p->obeys, known, __ATOMIC_RELEASE);
-    return known == OBEYS;
+    return known;
 }
 
 /* most_for is the greatest size of a new pool of a device, 0: none. */
@@ -54,9 +56,16 @@ static uint64_t most_for(struct process *p, CUdevice device)
         return 0;
     int mode;
     CUresult relaxed = relax(p, &mode);
-    uint64_t ceiling = obeys(p, a, device) ? account_exactly(a, !(__atomic_fetch_or(&p->exacted, (uint64_t)1 << device, __ATOMIC_RELAXED) >> device & 1)) : 0, contexts = __atomic_load_n(&a->slot->expected, __ATOMIC_RELAXED);
+    uint64_t step = 0, bit = (uint64_t)1 << device, ceiling = 0;
+    switch (obeys(p, a, device)) {
+    case OBEYS: step = BLOCK; break;
+    case OBEYS_BY_PIECES: step = PIECE; break;
+    }
+    if (step)
+        ceiling = account_exactly(a, !(__atomic_fetch_or(&p->exacted, bit, __ATOMIC_RELAXED) & bit));
+    uint64_t contexts = __atomic_load_n(&a->slot->expected, __ATOMIC_RELAXED);
     unrelax(relaxed, &mode);
-    return ceiling > contexts ? (ceiling - contexts) / BLOCK * BLOCK : 0;
+    return ceiling > contexts ? (ceiling - contexts) / step * step : 0;
 }
 
 CUresult bound_create(struct process *p, CUmempool *out, const CUpoolprops *props, CUdevice device, uint64_t *most)
@@ -66,12 +75,8 @@ CUresult bound_create(struct process *p, CUmempool *out, const CUpoolprops *prop
         CUpoolprops bounded = *props;
         bounded.most = *most;
         CUresult r = CALL(cuMemPoolCreate, out, &bounded);
-        if (r == CUDA_SUCCESS) {
-            uint64_t aligned;
-            if (CALL(cuMemPoolGetAttribute, *out, CU_MEMPOOL_ATTR_MAX_POOL_SIZE, &aligned) == CUDA_SUCCESS && aligned > *most)
-                *most = aligned;
+        if (r == CUDA_SUCCESS)
             return r;
-        }
     }
     *most = 0;
     return CALL(cuMemPoolCreate, out, props);

@@ -129,7 +129,7 @@ static uint64_t settle_pool(struct process *p, struct account *a, struct pool *p
         count_add(&a->usage->settled, held - pays / UNIT * UNIT);
     if (!pool->r.trims)
         pool->r.told = told;
-    if (pool->most && there > pool->most) /* by how it is aligned; or it does not hold */
+    if (pool->most && there > pool->most) /* by what it is rounded up to; or it does not hold */
         __atomic_store_n(&pool->most, there <= pool->most + PIECE ? there : 0, __ATOMIC_RELAXED);
     uint64_t rest = settle(a, &pool->r, there, held);
     if (!had && (pool->r.charge || rest)) {

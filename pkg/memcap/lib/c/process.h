@@ -79,7 +79,7 @@ struct graph_pool { /* what graphs have of a device */
     struct reserve r;
 };
 
-enum { OBEYS_UNKNOWN, OBEYS, OBEYS_NOT };
+enum { OBEYS_UNKNOWN, OBEYS, OBEYS_BY_PIECES, OBEYS_NOT };
 #define NO_STAND_IN (~(uint64_t)0)
 
 enum fences { FENCES_UNKNOWN, FENCES_GOOD, FENCES_NONE }; /* see fence_all_threads */
