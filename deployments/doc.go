@@ -6,7 +6,7 @@
 //	base/                       namespace, RBAC, partitions, DaemonSet
 //	overlays/driver-container/  the driver is in a container of its own
 //	overlays/runtime-class/     no privileged pod, by NVIDIA's container runtime, which is closed to others
-//	components/dra/             for any of these: dynamic resource allocation, from Kubernetes 1.36.2
+//	components/dra/             for base and driver-container: dynamic resource allocation, from Kubernetes 1.36.2
 //	components/evict/           for any of these: pods that offend again and again are evicted
 //	components/network-policy/   for any of these: only monitoring connects to the agent's port
 //	components/nfd/             for any of these, and the cleanup: labels by Node Feature Discovery

@@ -10,6 +10,7 @@ import (
 	"hash/crc32"
 	"io/fs"
 	"maps"
+	"os"
 	"path/filepath"
 	"slices"
 
@@ -56,15 +57,20 @@ type DRAState struct {
 
 // ReadDRAState reads the account of claims of the kubelet whose directory this is.
 //
-// Errors answer to gpu.ErrNotFound where there is no file, which is so until a
-// kubelet with DRA first starts, and to gpu.ErrInvalid where it is none or no whole
-// one, or has another format.
+// Errors answer to gpu.ErrNotFound where the directory has no such file, which is so
+// until a kubelet with DRA first starts, and to gpu.ErrInvalid where it is none or no
+// whole one, or has another format. A directory that cannot be seen says nothing of what
+// the kubelet has prepared: its error answers to neither.
 func ReadDRAState(kubeletDir string) (DRAState, error) {
 	path := filepath.Join(kubeletDir, "dra_manager_state")
 	data, stamp, err := readRegular(path, maxCheckpoint)
-	switch {
-	case errors.Is(err, fs.ErrNotExist):
+	if errors.Is(err, fs.ErrNotExist) {
+		if _, unseen := os.Stat(kubeletDir); unseen != nil {
+			return DRAState{}, fmt.Errorf("read the kubelet's account of claims: its directory is not to be seen; mount it, or the host's root: %w", unseen)
+		}
 		return DRAState{}, &failure{gpu.ErrNotFound, "read the kubelet's account of claims", err}
+	}
+	switch {
 	case err != nil:
 		return DRAState{}, fmt.Errorf("read the kubelet's account of claims: %w", err)
 	}

@@ -59,6 +59,15 @@ func TestDRAState(t *testing.T) {
 	}
 }
 
+// A directory that is not mounted is no word of the kubelet's: taken for one, every claim
+// would look as if the kubelet had not prepared it.
+func TestDRAStateThatIsNotToBeSeen(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "kubelet")
+	if _, err := ReadDRAState(dir); err == nil || errors.Is(err, gpu.ErrNotFound) || !strings.Contains(err.Error(), dir) {
+		t.Errorf("%v, want an error that names the directory, and not that there is no account", err)
+	}
+}
+
 // Whatever is not understood may be held: no account is read in part.
 func TestDRAStateThatIsNotWhole(t *testing.T) {
 	dir := t.TempDir()
