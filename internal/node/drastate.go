@@ -98,7 +98,7 @@ func decodeDRAState(data []byte) ([]PreparedClaim, error) {
 		return nil, errors.New("no Data or no Checksum in it")
 	}
 	if is := crc32.ChecksumIEEE([]byte(*file.Data)); is != *file.Checksum {
-		return nil, fmt.Errorf("Data has the checksum %d and not %d", is, *file.Checksum)
+		return nil, fmt.Errorf("field Data has the checksum %d and not %d", is, *file.Checksum)
 	}
 	var account struct {
 		Kind, APIVersion string
@@ -106,10 +106,10 @@ func decodeDRAState(data []byte) ([]PreparedClaim, error) {
 		ClaimInfoStateList json.RawMessage
 	}
 	if err := json.Unmarshal([]byte(*file.Data), &account); err != nil {
-		return nil, fmt.Errorf("Data: %w", err)
+		return nil, fmt.Errorf("field Data: %w", err)
 	}
 	if account.Kind != draKind || account.APIVersion != draVersion || account.ClaimInfoStateList == nil {
-		return nil, fmt.Errorf("Data is a %q of %q, want a %s of %s with its ClaimInfoStateList", account.Kind, account.APIVersion, draKind, draVersion)
+		return nil, fmt.Errorf("field Data is a %q of %q, want a %s of %s with its ClaimInfoStateList", account.Kind, account.APIVersion, draKind, draVersion)
 	}
 	var written []struct {
 		ClaimUID, ClaimName, Namespace string
