@@ -383,3 +383,22 @@ func TestSlicesAreReadOnlyForOtherDriversDevices(t *testing.T) {
 		}
 	})
 }
+
+// TestNoRoundForACheckpointThatWasRead: where the kubelet has been asked since its
+// directory was looked at, no round comes to ask it.
+func TestNoRoundForACheckpointThatWasRead(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(1)
+		b := start(t, o, t.TempDir(), "version: v1\npartitions: {default: [{devices: all, mode: whole}]}")
+		defer b.end()
+		pause(othersLinger)
+		b.LookAtCheckpoint()
+		b.node(map[string]string{migManagerLabel: migManagerIdle}, false) // its round asks
+		synctest.Wait()
+		before := o.rounds
+		pause(othersSoon + time.Second)
+		if n := o.rounds - before; n > 0 {
+			t.Errorf("%d rounds for nothing", n)
+		}
+	})
+}
