@@ -38,8 +38,9 @@
 // # What it does about it
 //
 // A container over its cap has got around the library, or has none: an Event says so,
-// and it is ended, and no other. Of several that share an allocation's cap that is the
-// one with the most memory. Before that everything is looked at again: the
+// and it is ended, and no other. Of several that share an allocation's cap, also in
+// several pods, that is the one with the largest excess of the driver's figure over what it
+// counts by itself. Before that everything is looked at again: the
 // driver's figures, twice within some milliseconds, since a memory pool may be over
 // for a moment before the library undoes it; and for each process that counted, that it is the same one
 // and still in that container. A container that uses a GPU of ours without a

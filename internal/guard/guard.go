@@ -118,6 +118,8 @@ type Allocations interface {
 // Proc finds the container of a process. node.Proc is one.
 type Proc interface {
 	Container(pid int) (node.Owner, error)
+	// Inside is how a process names itself: its PID namespace's number and its PID there.
+	Inside(pid int) (namespace, inner uint64, err error)
 	// Check says why processes of the node cannot be seen from here.
 	Check() error
 }
@@ -144,6 +146,8 @@ type Meter interface {
 	// Cost is the CPU time that the last reading took, as far as it has come: its
 	// price is the container's to choose.
 	Cost() time.Duration
+	// Counted fills in what processes count for themselves, in bytes.
+	Counted(map[lib.Process]uint64) error
 	Close() error
 }
 

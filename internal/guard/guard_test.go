@@ -41,6 +41,7 @@ type world struct {
 	allocations []ledger.Allocation
 	open        map[gpu.UUID]bool
 	pages       map[string]*meter // by container and GPU
+	byKey       map[string]*meter // by allocation
 	driverErr   error
 	hang        bool
 	checkErr    error
@@ -91,6 +92,9 @@ type meter struct {
 	quiet   bool
 	nobody  bool // has counted anything
 	undone  uint64
+	// each is what processes count, by PID, and countErr why that cannot be told.
+	each     map[int]uint64
+	countErr error
 }
 
 func (m *meter) counts() int {
@@ -231,6 +235,15 @@ func (w *world) Container(pid int) (node.Owner, error) {
 	return p.owner, nil
 }
 
+// Inside has each process in a namespace of its container's, by the host's PID.
+func (w *world) Inside(pid int) (namespace, inner uint64, err error) {
+	o, err := w.Container(pid)
+	for _, b := range []byte(o.ID) {
+		namespace = namespace<<8 + uint64(b)
+	}
+	return namespace, uint64(pid), err
+}
+
 func (w *world) Check() error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -270,6 +283,9 @@ func (w *world) End(_ context.Context, o node.Owner) (string, error) {
 func (w *world) Meter(key string, u gpu.UUID) (Meter, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	if m := w.byKey[key]; m != nil && !m.broken {
+		return m, nil
+	}
 	for id := range w.containers {
 		if m := w.pages[id+string(u)]; m != nil && cdi.Key("example.com/gpu-mem", []string{id}) == key {
 			return m, nil
@@ -305,6 +321,15 @@ func (m *meter) End(driver uint64, known bool) (lib.Reading, error) {
 }
 
 func (m *meter) Cost() time.Duration { return m.spent }
+
+func (m *meter) Counted(of map[lib.Process]uint64) error {
+	m.w.mu.Lock()
+	defer m.w.mu.Unlock()
+	for p := range of {
+		of[p] = m.each[int(p.PID)]
+	}
+	return m.countErr
+}
 
 func (m *meter) Close() error {
 	m.w.with(func() { m.closed = true })

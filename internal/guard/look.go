@@ -13,6 +13,7 @@ import (
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
+	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
 // scene is who is on a GPU, as one look finds it.
@@ -70,6 +71,7 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, held allocations, memor
 	allowances = append(allowances, judged...)
 	slices.SortFunc(allowances, func(a, b memcap.Allowance) int { return strings.Compare(a.Container, b.Container) })
 	g.last[d.UUID] = l
+	g.count(d.UUID, sc, allowances)
 	verdicts := g.judge.Judge(sc.sample, allowances, func(id string) bool {
 		return g.knows(id, held) || slices.ContainsFunc(judged, func(h memcap.Allowance) bool { return h.Container == id })
 	})
@@ -170,6 +172,56 @@ func (g *Guard) allowances(ctx context.Context, d *gpu.Device, sc *scene, held a
 		again = g.tallies.open(page{key, d.UUID}, sc.sample.At) || again
 	}
 	return allowances, again
+}
+
+// count fills in what the processes of containers count for themselves, where several share
+// an allocation and have more than its cap together: the judge names one of them. Where that
+// cannot be told, nobody has counted anything.
+func (g *Guard) count(u gpu.UUID, sc *scene, allowances []memcap.Allowance) {
+	sharing := map[string]int{}
+	for _, a := range allowances {
+		if a.Allocation != "" && sc.of(a.Allocation).bytes > a.Cap {
+			sharing[a.Allocation]++
+		}
+	}
+	for key, containers := range sharing {
+		if t := g.tallies.by[page{key, u}]; containers > 1 && t != nil && t.meter != nil {
+			g.countOf(sc, t.meter, func(container string) bool {
+				return slices.ContainsFunc(allowances, func(a memcap.Allowance) bool { return a.Container == container && a.Allocation == key })
+			})
+		}
+	}
+}
+
+// countOf fills in what the processes of an allocation's containers count.
+func (g *Guard) countOf(sc *scene, meter Meter, has func(container string) bool) {
+	names, counted := map[int]lib.Process{}, map[lib.Process]uint64{}
+	for i := range sc.sample.Processes {
+		p := &sc.sample.Processes[i]
+		if p.Container == "" || !has(p.Container) {
+			continue
+		}
+		namespace, inner, err := g.w.Proc.Inside(p.PID)
+		if errors.Is(err, gpu.ErrNotFound) {
+			return // it has ended meanwhile, and the next sample lacks it
+		}
+		if err != nil {
+			g.voice.once("inside", "cannot tell which process counts what; of containers that share an allocation the one with the most memory is ended", "err", err)
+			return
+		}
+		names[p.PID] = lib.Process{Namespace: namespace, PID: inner}
+		counted[names[p.PID]] = 0
+	}
+	if err := meter.Counted(counted); err != nil {
+		return // the reading tells of it
+	}
+	for i := range sc.sample.Processes {
+		p := &sc.sample.Processes[i]
+		if name, ok := names[p.PID]; ok {
+			p.Counted = counted[name]
+			delete(names, p.PID) // it is listed once for each instance, and has counted for all
+		}
+	}
 }
 
 // sum is what a container's processes have together.

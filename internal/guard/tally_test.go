@@ -3,13 +3,16 @@
 package guard
 
 import (
+	"errors"
 	"maps"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -121,7 +124,7 @@ func TestAllocationGivenAgain(t *testing.T) {
 }
 
 // TestTwoContainersOfAClaimOver: together they have more than the allocation's cap, and none
-// of them alone. The one with the most is ended, and that is enough.
+// of them alone. Nobody counts: the one with the most is ended, and that is enough.
 func TestTwoContainersOfAAllocationOver(t *testing.T) {
 	w := newWorld()
 	w.container("a", []int{10}, 4*gib, gpu0)
@@ -145,6 +148,71 @@ func TestTwoContainersOfAAllocationOver(t *testing.T) {
 		}
 		if g.State().Kills != 1 {
 			t.Errorf("%d kills", g.State().Kills)
+		}
+	})
+}
+
+// claim makes a container of a pod of its own that has, by its CDI device alone, an
+// allocation that another container has too.
+func (w *world) claim(id, key string, pid int) {
+	w.containers[id] = node.Container{ID: id, PodUID: "uid-" + id, Namespace: "work", Pod: "pod-" + id, Name: "main", Running: true,
+		CDI: []string{"vendor.io/net=x", cdi.DeviceName("example.com", key)}}
+	w.procs[pid] = &proc{owner: node.Owner{ID: id, PodUID: "uid-" + id, Start: uint64(pid)}, on: map[gpu.UUID]uint64{}}
+}
+
+// TestTwoPodsOfAClaimOver: two pods share an allocation, which their containers have by CDI
+// device alone. The one with the largest excess over its own count is ended, though the other
+// has more memory; where their counts cannot be told, or are false, the one with more.
+func TestTwoPodsOfAClaimOver(t *testing.T) {
+	for name, c := range map[string]struct {
+		counts map[int]uint64
+		err    error
+		want   string
+	}{
+		"one goes around its count":   {map[int]uint64{10: 3 * gib}, nil, "b"},
+		"nobody counts":               {nil, nil, "a"},
+		"the counts cannot be read":   {map[int]uint64{10: 3 * gib}, errors.New("nonsense"), "a"},
+		"more is counted than can be": {map[int]uint64{10: 3 * gib, 20: 2 * gib}, nil, "a"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld()
+			w.container("first", nil, 4*gib, gpu0)
+			key := w.allocations[0].ID
+			w.allocations[0].Owner = ledger.DRA
+			delete(w.containers, "first")
+			w.claim("a", key, 10)
+			w.claim("b", key, 20)
+			w.byKey = map[string]*meter{key: {w: w, quiet: true, each: c.counts, countErr: c.err}}
+			watch(t, w, Options{}, func(g *Guard, pass func(time.Duration)) {
+				w.uses(10, gpu0, 3*gib)
+				w.uses(20, gpu0, gib)
+				pass(10 * time.Second)
+				if len(w.ended) != 0 {
+					t.Fatalf("ended %v, and they were within the cap", w.ended)
+				}
+				w.uses(20, gpu0, 2*gib)
+				pass(3 * time.Second)
+				if !slices.Equal(w.ended, []string{c.want}) {
+					t.Errorf("ended %v, want %s", w.ended, c.want)
+				}
+			})
+		})
+	}
+}
+
+// TestContainerOfUnknownDevices: of a container whose CDI devices the runtime does not tell
+// nobody knows what it may have. It is no intruder.
+func TestContainerOfUnknownDevices(t *testing.T) {
+	w := newWorld()
+	w.claim("a", "0123456789abcdef", 10)
+	c := w.containers["a"]
+	c.CDI, c.CDIUnknown = nil, true
+	w.containers["a"] = c
+	watch(t, w, Options{EndIntruders: true}, func(g *Guard, pass func(time.Duration)) {
+		w.uses(10, gpu0, 3*gib)
+		pass(30 * time.Second)
+		if len(w.ended)+len(w.events) != 0 || g.State().On[gpu0].Intruders != 0 {
+			t.Errorf("ended %v, Events %v, %d intruders", w.ended, w.events, g.State().On[gpu0].Intruders)
 		}
 	})
 }

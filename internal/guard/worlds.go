@@ -36,6 +36,8 @@ type pageMeter struct {
 	usage *lib.Usage
 }
 
+func (m pageMeter) Counted(of map[lib.Process]uint64) error { return m.usage.Counted(of) }
+
 func (m pageMeter) Close() error { return errors.Join(m.Meter.Close(), m.usage.Close()) }
 
 // Processes are the Proc of package node.

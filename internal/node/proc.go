@@ -438,6 +438,45 @@ func (p *Proc) SeesNode(r *Runtime) error {
 	return nil
 }
 
+// Inside is how a process names itself: by its PID namespace's number and by its PID
+// there. It takes the right to trace the process; without, the namespace is an error that
+// answers to gpu.ErrNoPermission.
+func (p *Proc) Inside(pid int) (namespace, inner uint64, err error) {
+	dir, err := p.open(pid)
+	if err != nil {
+		return 0, 0, err
+	}
+	defer unix.Close(dir)
+	var st unix.Stat_t
+	if err := unix.Fstatat(dir, "ns/pid", &st, 0); errors.Is(err, unix.EACCES) || errors.Is(err, unix.EPERM) {
+		return 0, 0, &failure{gpu.ErrNoPermission, fmt.Sprintf("find the PID namespace of process %d", pid), err}
+	} else if err != nil {
+		return 0, 0, p.failed(pid, err)
+	}
+	status, err := readAt(dir, "status")
+	if err != nil {
+		return 0, 0, p.failed(pid, err)
+	}
+	pids := nsPIDs(status)
+	if len(pids) == 0 {
+		return 0, 0, &failure{is: gpu.ErrNotSupported, text: fmt.Sprintf("process %d has no NSpid: Linux 4.1 or later is needed", pid)}
+	}
+	if inner, err = strconv.ParseUint(string(pids[len(pids)-1]), 10, 32); err != nil {
+		return 0, 0, fmt.Errorf("NSpid of process %d: %w", pid, err)
+	}
+	return st.Ino, inner, nil
+}
+
+// nsPIDs are a process's PIDs in its namespaces, from the one of this /proc on downwards.
+func nsPIDs(status []byte) [][]byte {
+	for line := range bytes.Lines(status) {
+		if pids, ok := bytes.CutPrefix(line, []byte("NSpid:")); ok {
+			return bytes.Fields(pids)
+		}
+	}
+	return nil
+}
+
 // depth returns in how many PID namespaces a process is, from the one of this
 // /proc on downwards: 1 is that one itself. Unlike the link in ns/, everybody may
 // read it.
@@ -447,10 +486,8 @@ func (p *Proc) depth(process string) (int, error) {
 	if err != nil {
 		return 0, err
 	}
-	for line := range bytes.Lines(status) {
-		if pids, ok := bytes.CutPrefix(line, []byte("NSpid:")); ok {
-			return len(bytes.Fields(pids)), nil
-		}
+	if pids := nsPIDs(status); len(pids) > 0 {
+		return len(pids), nil
 	}
 	return 0, &failure{is: gpu.ErrNotSupported, text: path + " has no NSpid: Linux 4.1 or later is needed"}
 }

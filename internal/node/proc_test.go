@@ -15,6 +15,8 @@ import (
 	"syscall"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -219,6 +221,42 @@ func TestContainerOfThisProcess(t *testing.T) {
 	}
 	if p.Same(pid, o) {
 		t.Error("a process that is gone is the same")
+	}
+}
+
+// TestInside asks how processes name themselves.
+func TestInside(t *testing.T) {
+	p := NewProc("")
+	defer p.Close()
+	var st unix.Stat_t
+	if err := unix.Stat("/proc/self/ns/pid", &st); err != nil {
+		t.Fatal(err)
+	}
+	if namespace, inner, err := p.Inside(os.Getpid()); err != nil || namespace != st.Ino || inner != uint64(os.Getpid()) {
+		t.Errorf("%d, %d, %v, want %d and %d", namespace, inner, err, st.Ino, os.Getpid())
+	}
+	root := t.TempDir()
+	if err := os.MkdirAll(filepath.Join(root, "7", "ns"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	write := func(name, text string) {
+		if err := os.WriteFile(filepath.Join(root, "7", name), []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	write("ns/pid", "")
+	other := NewProc(root)
+	defer other.Close()
+	write("status", "Name:\tx\nNSpid:\t7\t1\nNSpgid:\t7\t3\n")
+	if namespace, inner, err := other.Inside(7); err != nil || namespace == 0 || inner != 1 {
+		t.Errorf("in a namespace of its own: %d, %d, %v", namespace, inner, err)
+	}
+	write("status", "Name:\tx\n")
+	if _, _, err := other.Inside(7); !errors.Is(err, gpu.ErrNotSupported) {
+		t.Errorf("of an old kernel: %v", err)
+	}
+	if _, _, err := p.Inside(1 << 30); !errors.Is(err, gpu.ErrNotFound) {
+		t.Errorf("of no process: %v", err)
 	}
 }
 

@@ -96,12 +96,15 @@ type Process struct {
 	// Bytes is valid only if Known.
 	Bytes uint64
 	Known bool
+	// Counted is what its container counts for it by itself, in bytes: the container's
+	// word, 0 where nobody counts.
+	Counted uint64
 }
 
 // Merge turns the driver's lists for one GPU into one entry for each process and
 // MIG instance, sorted. A process that is in several lists is there once, with
-// its largest known figure: each list has all of its memory. Start and Container
-// are left for the caller.
+// its largest known figure: each list has all of its memory. Start, Container
+// and Counted are left for the caller.
 func Merge(lists []gpu.Process) []Process {
 	var merged []Process
 	for _, p := range lists {

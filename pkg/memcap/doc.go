@@ -41,9 +41,10 @@
 //   - A tolerance covers what cannot be predicted to the byte.
 //   - A change of the cap begins a new suspicion.
 //   - Containers that share a claim have its cap together, and their sum is judged.
-//     One of them is named: the one with the most memory, as the kernel's OOM killer
-//     does in a cgroup, and of equals the one that came last. What the others have is
-//     judged anew when it is gone.
+//     One of them is named: the one with the largest excess over what it counts by
+//     itself, and of equals the one that came last. Where nobody counts, or the counts are
+//     false, that is the one with the most memory, as the kernel's OOM killer chooses in a
+//     cgroup. What the others have is judged anew when it is gone.
 //   - Only containers of which everything is known are judged. Processes of no
 //     pod never are.
 //   - An intruder, a container on a GPU of which it holds nothing, is one only

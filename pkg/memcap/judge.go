@@ -220,7 +220,7 @@ func (j *Judge) Judge(s Sample, allowances []Allowance, known func(container str
 		doubts[u.party] = d
 		if d.seen.Equal(s.At) && d.confirmed >= j.policy.Confirm && (d.kind == Over || s.At.Sub(d.first) >= j.policy.Grace) {
 			if d.named == "" {
-				d.named = u.most()
+				d.named = u.offender(j.policy.Limit(d.cap))
 			}
 			v := Verdict{Kind: d.kind, Container: d.named, GPU: s.GPU, Used: u.used, Own: u.of(d.named), First: d.first, Told: d.told, Processes: u.evidence}
 			if d.kind == Over {
@@ -317,15 +317,29 @@ func (u *use) of(container string) (bytes uint64) {
 	return bytes
 }
 
-// most is the container with the most memory, as the kernel chooses where a cgroup is
-// out of it; of those with as much the one whose latest process is the youngest.
-func (u *use) most() string {
-	youngest := map[string]uint64{}
+// offender is the container with the largest excess of the driver's figure over its own
+// count: whoever goes around the cap's library, or has none, and not whoever has much of
+// what it counts. Counts that come to more than the limit together are false, since the
+// library holds them to the cap; then, as where nobody counts, it is the one with the most
+// memory, as the kernel chooses where a cgroup is out of it. Of equals it is the one whose
+// latest process is the youngest.
+func (u *use) offender(limit uint64) string {
+	counted, youngest := map[string]uint64{}, map[string]uint64{}
+	sum := uint64(0)
 	for _, p := range u.evidence {
+		counted[p.Container] = plus(counted[p.Container], p.Counted)
+		sum = plus(sum, p.Counted)
 		youngest[p.Container] = max(youngest[p.Container], p.Start)
 	}
+	excess := func(container string) uint64 {
+		has := u.of(container)
+		if sum > limit {
+			return has
+		}
+		return has - min(has, counted[container])
+	}
 	return slices.MaxFunc(u.seen, func(a, b string) int {
-		return cmp.Or(cmp.Compare(u.of(a), u.of(b)), cmp.Compare(youngest[a], youngest[b]), cmp.Compare(a, b))
+		return cmp.Or(cmp.Compare(excess(a), excess(b)), cmp.Compare(youngest[a], youngest[b]), cmp.Compare(a, b))
 	})
 }
 

@@ -226,7 +226,8 @@ func TestJudge(t *testing.T) {
 }
 
 // TestContainersOfOneClaimTogether: a claim's cap is for all of its containers
-// together. The one with the most is ended, and what the others have then is judged
+// together. The one with the largest excess over its own count is ended, where nobody
+// counts the one with the most, and what the others have then is judged
 // anew.
 func TestContainersOfOneClaimTogether(t *testing.T) {
 	const g = gpu.UUID("GPU-1")
@@ -237,6 +238,11 @@ func TestContainersOfOneClaimTogether(t *testing.T) {
 	}
 	shared := []Allowance{{"a", g, 4 * gib, "k"}, {"b", g, 4 * gib, "k"}, {"c", g, 4 * gib, "k"}, {"z", g, 4 * gib, "other"}}
 	both := []Process{has(1, "a", 2*gib), has(2, "b", 3*gib), has(3, "z", 4*gib)}
+	counting := func(b, a uint64) []Process {
+		list := []Process{has(1, "a", 2*gib), has(2, "b", 3*gib)}
+		list[0].Counted, list[1].Counted = a, b
+		return list
+	}
 	for name, tc := range map[string]struct {
 		known func(string) bool
 		steps []step
@@ -249,6 +255,12 @@ func TestContainersOfOneClaimTogether(t *testing.T) {
 			{500, []Process{has(1, "a", 3*gib), has(4, "c", 2*gib)}, ""}, {750, []Process{has(1, "a", 3*gib), has(4, "c", 2*gib)}, "a 5 3 0"}}},
 		"as much as another: the youngest": {everyone, []step{
 			{0, []Process{has(7, "a", 3*gib), has(2, "b", 3*gib)}, ""}, {250, []Process{has(7, "a", 3*gib), has(2, "b", 3*gib)}, "a 6 3 0"}}},
+		"the one that goes around its count, though another has more": {everyone, []step{
+			{0, counting(3*gib, 0), ""}, {250, counting(3*gib, 0), "a 5 2 0"}}},
+		"all count, and one has more than it counts": {everyone, []step{
+			{0, counting(3*gib-1, 1*gib), ""}, {250, counting(3*gib-1, 1*gib), "a 5 2 0"}}},
+		"one that counts another's share away": {everyone, []step{ // the counts are more than there can be
+			{0, counting(3*gib, 2*gib), ""}, {250, counting(3*gib, 2*gib), "b 5 3 0"}}},
 		"one that is not known well counts for nobody": {func(c string) bool { return c != "b" }, []step{{0, both, ""}, {250, both, ""}, {500, both, ""}}},
 		"one that has no figure": {everyone, []step{
 			{0, []Process{has(1, "a", 5*gib), unknown(2, "b")}, ""}, {250, []Process{has(1, "a", 5*gib), unknown(2, "b")}, "a 5 5 0"}}},

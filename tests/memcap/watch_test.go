@@ -131,6 +131,9 @@ func (p *post) Container(pid int) (node.Owner, error) {
 	return p.owner(start), nil
 }
 
+// Inside is asked of containers that share an allocation, and here is one alone.
+func (p *post) Inside(int) (namespace, inner uint64, err error) { return 0, 0, gpu.ErrNotSupported }
+
 // startTime is field 22 of /proc/<pid>/stat, see proc(5).
 func startTime(pid int) (uint64, error) {
 	data, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
@@ -159,24 +162,8 @@ func (p *post) Ended(kind memcap.Kind, _ time.Duration) {
 }
 
 func (p *post) Meter(key string, u gpu.UUID) (guard.Meter, error) {
-	usage, err := p.r.pages.OpenUsage(key, u)
-	if err != nil {
-		return nil, err
-	}
-	meter, err := p.r.pages.Meter(key, u, usage)
-	if err != nil {
-		usage.Close()
-		return nil, err
-	}
-	return counters{meter, usage}, nil
+	return guard.Counters{Pages: p.r.pages}.Meter(key, u)
 }
-
-type counters struct {
-	*lib.Meter
-	usage *lib.Usage
-}
-
-func (c counters) Close() error { return errors.Join(c.Meter.Close(), c.usage.Close()) }
 
 // The watchdog of these tests is at work: it ends a program that goes round the cap,
 // and tells of it.

@@ -203,6 +203,50 @@ func (u *Usage) Read() (Counters, error) {
 	return c, nil
 }
 
+// Process names a process as it names itself in a usage page: by its PID namespace's number
+// and its PID there.
+type Process struct{ Namespace, PID uint64 }
+
+// Counted fills in what processes count for themselves, in bytes, without managed memory,
+// which the driver's figures lack; of those that do not count it is 0. With an allocation
+// under way it has that, too. The error is gpu.ErrInvalid for a page that says nonsense.
+func (u *Usage) Counted(of map[Process]uint64) error {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	began := threadTime()
+	nobody := func() {
+		for p := range of {
+			of[p] = 0
+		}
+	}
+	nobody()
+	head := u.head[:4]
+	if err := u.readAt(head, useHigh); err != nil {
+		return err
+	}
+	ever := int(min(binary.LittleEndian.Uint32(head[:]), slots))
+	for i := range ever {
+		const some = pageSize / slotSize
+		if i%some == 0 {
+			if err := u.readSome(i, min(some, ever-i)); err != nil {
+				nobody()
+				return err
+			}
+		}
+		s := u.some[i%some*slotSize:][:slotSize]
+		who := Process{binary.LittleEndian.Uint64(s[slotPIDs:]), binary.LittleEndian.Uint64(s[slotPID:])}
+		if sum, asked := of[who]; asked && u.alive(i) {
+			reserved, _ := slotSums(s)
+			of[who] = sum + reserved - min(reserved, binary.LittleEndian.Uint64(s[slotManaged:]))
+		}
+		if threadTime()-began > readPatience {
+			nobody()
+			return fmt.Errorf("read usage page: it takes longer than %v to see who counts what: %w", readPatience, gpu.ErrInvalid)
+		}
+	}
+	return nil
+}
+
 // slotSums are the sums of a slot's two pairs of words.
 func slotSums(s []byte) (reserved, committed uint64) {
 	at := func(i int) uint64 { return binary.LittleEndian.Uint64(s[i:]) }
