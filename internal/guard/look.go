@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
@@ -66,7 +67,8 @@ func (g *Guard) look(ctx context.Context, d *gpu.Device, held allocations, memor
 		}
 	}
 	for _, key := range slices.Sorted(maps.Keys(metered)) {
-		g.tallies.finish(page{key, d.UUID}, metered[key], sc, &g.roster)
+		c := held[key]
+		g.tallies.finish(page{key, d.UUID}, metered[key], sc, &g.roster, c != nil && c.Owner == ledger.DRA)
 	}
 	allowances = append(allowances, judged...)
 	slices.SortFunc(allowances, func(a, b memcap.Allowance) int { return strings.Compare(a.Container, b.Container) })

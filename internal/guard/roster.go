@@ -214,6 +214,16 @@ func (r *roster) offender(p place, held allocations) *node.Container {
 	return &node.Container{ID: p.container, PodUID: pod.PodUID, Namespace: pod.Namespace, Pod: pod.Pod}
 }
 
+// isNew says whether it may only be a matter of time until it is known what a container
+// holds.
+func (r *roster) isNew(p place, now time.Time) bool {
+	if c := r.containers[p.container]; c != nil {
+		return c.CDIUnknown && now.Sub(c.Created) < unlistedGrace
+	}
+	s := r.strays[p]
+	return s == nil || r.listed.Sub(s.first) < unlistedGrace
+}
+
 // relistFor is how old the list of containers may be that lacks this one.
 func (r *roster) relistFor(id string) time.Duration {
 	for p, s := range r.strays {

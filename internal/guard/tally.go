@@ -82,13 +82,18 @@ func (ts *tallies) open(at page, now time.Time) bool {
 // While a process of its pod is in a container that is not listed, nobody knows what
 // the allocation's containers have: that one may be the next of them. Then the reading is
 // left open, as if the driver had not answered. A figure that lacks what it has would
-// give the others that much room once more.
-func (ts *tallies) finish(at page, t *tally, sc *scene, r *roster) {
+// give the others that much room once more. An allocation of a claim may be another pod's
+// too: there any container may be the next that is not listed yet, or whose CDI devices the
+// runtime has not told yet, for as long as it is new.
+func (ts *tallies) finish(at page, t *tally, sc *scene, r *roster, claim bool) {
 	if len(r.of[at.allocation]) == 0 {
 		t.close() // they have ended: the page is the next one's
 		return
 	}
 	for id, s := range sc.sums {
+		if claim && r.isNew(place{id, at.gpu}, sc.sample.At) {
+			return
+		}
 		if r.containers[id] != nil {
 			continue
 		}

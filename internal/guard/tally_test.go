@@ -93,6 +93,51 @@ func TestSuccessorNotListedYet(t *testing.T) {
 	})
 }
 
+// TestOtherPodOfAClaimNotListedYet: two pods share an allocation. What it has is not known
+// while the runtime does not list a container of the second pod yet, or has not told what that
+// was created with; after a while it is somebody else's.
+func TestOtherPodOfAClaimNotListedYet(t *testing.T) {
+	w := newWorld()
+	w.container("first", nil, 4*gib, gpu0)
+	key := w.allocations[0].ID
+	w.allocations[0].Owner = ledger.DRA
+	delete(w.containers, "first")
+	w.claim("a", key, 10)
+	m := &meter{w: w}
+	w.byKey = map[string]*meter{key: m}
+	watch(t, w, Options{}, func(_ *Guard, pass func(time.Duration)) {
+		w.uses(10, gpu0, gib)
+		pass(time.Second)
+		read := func(when string, want bool, of uint64) {
+			t.Helper()
+			before := m.ended
+			pass(time.Second)
+			if (m.ended > before) != want || want && m.driver != of {
+				t.Errorf("%s: %d readings, the last one with %d MiB", when, m.ended-before, m.driver>>20)
+			}
+		}
+		read("alone", true, gib)
+		w.claim("b", key, 20)
+		late := w.containers["b"]
+		delete(w.containers, "b")
+		w.uses(20, gpu0, 2*gib)
+		pass(0)
+		read("not listed", false, 0)
+		untold := late
+		untold.CDI, untold.CDIUnknown, untold.Created = nil, true, time.Now()
+		w.containers["b"] = untold
+		read("not told", false, 0)
+		w.containers["b"] = late
+		pass(listEvery)
+		read("known", true, 3*gib)
+		w.claim("c", "0123456789abcdef", 30)
+		delete(w.containers, "c")
+		w.uses(30, gpu0, gib)
+		pass(2 * unlistedGrace)
+		read("one that is never listed", true, 3*gib)
+	})
+}
+
 // TestClaimGivenAgain: the counters are made anew where an allocation is given to somebody
 // else, while a container of who had it is still listed. The new ones are read as soon
 // as the old ones turn out not to be the allocation's any more.
