@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"os"
 	"path/filepath"
 	"reflect"
 	"slices"
@@ -126,6 +127,17 @@ func TestCDIDevicesAreAskedForOnce(t *testing.T) {
 	cdiOf(t, r)
 	if got := slices.Sorted(maps.Keys(r.created.by)); !slices.Equal(got, []string{"b"}) {
 		t.Errorf("it remembers %v", got)
+	}
+}
+
+// What containerd 2.3.7 said of the container of one of those claims.
+func TestCDIDevicesByTheRealContainerd(t *testing.T) {
+	text, err := os.ReadFile("testdata/info-containerd-2.3.7.json")
+	must(t, err)
+	r := NewRuntime(RuntimeOptions{})
+	got, err := r.readInfo(map[string]string{"info": string(text)})
+	if want := []string{"example.com/gpu=da0170e741bcd454"}; err != nil || !slices.Equal(got, want) {
+		t.Errorf("%q, %v, want %q", got, err, want)
 	}
 }
 

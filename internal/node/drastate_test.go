@@ -68,6 +68,29 @@ func TestDRAStateThatIsNotToBeSeen(t *testing.T) {
 	}
 }
 
+// What a kubelet 1.36.3 wrote for four claims in the end-to-end test.
+func TestDRAStateOfTheRealKubelet(t *testing.T) {
+	text, err := os.ReadFile("testdata/dra_manager_state-1.36.3")
+	must(t, err)
+	dir := t.TempDir()
+	replace(t, filepath.Join(dir, "dra_manager_state"), string(text))
+	s, err := ReadDRAState(dir)
+	must(t, err)
+	var got []string
+	for _, c := range s.Claims {
+		got = append(got, fmt.Sprintf("%s/%s %d %v", c.Namespace, c.Name, len(c.PodUIDs), c.Devices))
+	}
+	want := []string{
+		"work/dra-a 1 map[gpus.example.com:[{[gpu] pool device  [example.com/gpu=f0aa23f75faf9160]}]]",
+		"work/dra-b 1 map[gpus.example.com:[{[gpu] pool device  [example.com/gpu=2968c5bc0baeefa2]}]]",
+		"work/dra-d 1 map[gpus.example.com:[{[gpu] pool device  [example.com/gpu=da0170e741bcd454]}]]",
+		"work/dra-e 1 map[gpus.example.com:[{[gpu] pool device  [example.com/gpu=934414fd2ee3375e]}]]",
+	}
+	if !slices.Equal(got, want) {
+		t.Errorf("got\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
+	}
+}
+
 // Whatever is not understood may be held: no account is read in part.
 func TestDRAStateThatIsNotWhole(t *testing.T) {
 	dir := t.TempDir()

@@ -9,6 +9,9 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"os"
+	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -17,7 +20,9 @@ import (
 
 	front "example.com/gpu-agent/internal/dra"
 	"example.com/gpu-agent/internal/ledger"
+	witness "example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -26,8 +31,10 @@ import (
 
 const draDriver = "gpus.example.com"
 
-// preparer is a driver that remembers what the kubelet prepares, and gives nothing.
+// preparer is a driver that remembers what the kubelet prepares, and gives each claim a
+// CDI device of its own.
 type preparer struct {
+	cdiDir   string
 	mu       sync.Mutex
 	prepared map[string]dra.Claim // by UID; guarded by mu
 	watched  bool                 // the kubelet has asked for healths; guarded by mu
@@ -37,14 +44,32 @@ func (p *preparer) Prepare(_ context.Context, of dra.Claim) ([]dra.Device, error
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.prepared[of.UID] = of
-	return nil, nil
+	key := claimKey(of.UID)
+	spec := fmt.Sprintf(`{"cdiVersion": "0.5.0", "kind": %q, "devices": [{"name": %q, "containerEdits": {"env": ["DRA_TEST=%s"]}}]}`, cdi.Kind(lab.Domain), key, of.Name)
+	return []dra.Device{{Requests: []string{"gpu"}, Pool: "pool", Name: "device", CDI: []string{cdi.DeviceName(lab.Domain, key)}}},
+		os.WriteFile(p.file(key), []byte(spec), 0o600)
 }
+
+func claimKey(uid string) string { return cdi.Key("claim/"+uid, []string{"gpu"}) }
+
+func (p *preparer) file(key string) string { return filepath.Join(p.cdiDir, "dra-test-"+key+".json") }
 
 func (p *preparer) Unprepare(_ context.Context, of dra.Claim) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	delete(p.prepared, of.UID)
-	return nil
+	return os.Remove(p.file(claimKey(of.UID)))
+}
+
+// keys are the allocations of the claims that are prepared, by the claim's name.
+func (p *preparer) keys() map[string][]string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	out := map[string][]string{}
+	for _, of := range p.prepared {
+		out[of.Name] = []string{claimKey(of.UID)}
+	}
+	return out
 }
 
 func (p *preparer) Health() ([]dra.Health, <-chan struct{}) {
@@ -108,11 +133,13 @@ func draSlices(t *testing.T) (out []map[string]any) {
 
 // TestDRAOnTheRealKubelet has the real scheduler place claims by the slices that
 // internal/dra builds, and the real kubelet prepare them through pkg/dra: what fits runs,
-// what does not waits, and a kubelet that restarts finds the driver again.
+// what does not waits, and a kubelet that restarts finds the driver again. What the real
+// kubelet and containerd then say of who has what is what internal/node reads.
 func TestDRAOnTheRealKubelet(t *testing.T) {
 	b := prepare(t)
 	registered := make(chan struct{}, 9)
-	driver := &preparer{prepared: map[string]dra.Claim{}}
+	driver := &preparer{cdiDir: node.File("/run/cdi"), prepared: map[string]dra.Claim{}}
+	b.must(os.MkdirAll(driver.cdiDir, 0o755))
 	server, err := dra.New(dra.Options{Name: draDriver, Driver: driver, Dir: node.File("/var/lib/kubelet/plugins_registry"),
 		Logger: slog.New(slog.DiscardHandler), Registered: func() { registered <- struct{}{} }})
 	b.must(err)
@@ -191,6 +218,7 @@ func TestDRAOnTheRealKubelet(t *testing.T) {
 	if got := driver.names(); len(got) != 4 {
 		t.Errorf("prepared: %v", got)
 	}
+	checkHolders(b, driver)
 
 	// The kubelet wipes the node's slices when it starts, and registers the driver anew.
 	b.must(node.RestartKubelet(b.ctx))
@@ -224,5 +252,42 @@ func TestDRAOnTheRealKubelet(t *testing.T) {
 	})
 	if got := running(); len(got) != 4 {
 		t.Errorf("%v run: beside what fits", got)
+	}
+}
+
+// checkHolders compares what the container runtime and the kubelet's account of claims say
+// with what a driver has prepared, for pods that are named like their claims.
+func checkHolders(b *bench, driver *preparer) {
+	b.Helper()
+	runtime := witness.NewRuntime(witness.RuntimeOptions{Endpoint: node.File("/run/containerd/containerd.sock"), DRA: func() bool { return true }})
+	defer runtime.Close()
+	containers, err := runtime.Containers(b.ctx)
+	b.must(err)
+	want, has := driver.keys(), map[string][]string{}
+	for _, c := range containers {
+		if c.CDIUnknown {
+			b.Errorf("the runtime has not told the CDI devices of %+v", c)
+		}
+		if c.Namespace == lab.PodNamespace && strings.HasPrefix(c.Pod, "dra-") {
+			has[c.Pod] = append(has[c.Pod], cdi.Keys(lab.Domain, c.Annotations, c.CDI)...)
+		}
+	}
+	if !reflect.DeepEqual(has, want) {
+		b.Errorf("by the runtime, containers have %v, want %v", has, want)
+	}
+	kubelet := witness.NewPodResources(node.File("/var/lib/kubelet"))
+	defer kubelet.Close()
+	state, err := kubelet.DRAState()
+	b.must(err)
+	for _, c := range state.Claims {
+		devices := c.Devices[draDriver]
+		if len(devices) != 1 || !slices.Equal(devices[0].Requests, []string{"gpu"}) || devices[0].Pool != "pool" || len(c.PodUIDs) != 1 ||
+			!slices.Equal(cdi.Keys(lab.Domain, nil, devices[0].CDI), want[c.Name]) || !slices.Equal(want[c.Name], []string{claimKey(c.UID)}) {
+			b.Errorf("the kubelet's account has %+v, want the device of %v", c, want[c.Name])
+		}
+		delete(want, c.Name)
+	}
+	if len(want) > 0 {
+		b.Errorf("the kubelet's account lacks %v", want)
 	}
 }
