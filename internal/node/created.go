@@ -34,6 +34,8 @@ const (
 // created is which CDI devices the runtime's containers were created with. That never
 // changes, so each is asked about once.
 type created struct {
+	// patience is statusPatience, but in a test.
+	patience time.Duration
 	// turn holds a token while somebody asks: who comes meanwhile finds the answers.
 	turn chan struct{}
 
@@ -54,7 +56,7 @@ type creation struct {
 // addCDI fills in the CDI devices of containers, asking the runtime for those that it has
 // not told yet. It returns the containers that the runtime has no more.
 func (r *Runtime) addCDI(ctx context.Context, list []Container) (gone map[string]bool) {
-	ctx, cancel := context.WithTimeout(ctx, statusPatience)
+	ctx, cancel := context.WithTimeout(ctx, r.created.patience)
 	defer cancel()
 	select {
 	case r.created.turn <- struct{}{}:

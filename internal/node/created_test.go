@@ -15,6 +15,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -72,6 +73,7 @@ func draAsker(t testing.TB, s *criServer, used func() bool) *Runtime {
 			return ""
 		}})
 	t.Cleanup(func() { r.Close() })
+	r.created.patience = limit
 	return r
 }
 
@@ -205,7 +207,8 @@ func TestStatusesALook(t *testing.T) {
 	}
 }
 
-// A runtime that hangs in one status holds up a look by statusPatience and no longer.
+// A runtime that hangs in one status costs a look its patience, and what was told meanwhile
+// is known.
 func TestStatusThatHangs(t *testing.T) {
 	server := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
 	hangs := make(chan struct{})
@@ -220,7 +223,21 @@ func TestStatusThatHangs(t *testing.T) {
 	})
 	server.lists(listed("a", "hangs"))
 	r := draAsker(t, server, always)
-	list, err := r.Containers(t.Context())
+	ctx, cancel := context.WithCancel(t.Context())
+	go func() { // its patience ends when the other one is known
+		defer cancel()
+		for ctx.Err() == nil {
+			r.created.mu.Lock()
+			c := r.created.by["a"]
+			known := c != nil && c.known
+			r.created.mu.Unlock()
+			if known {
+				return
+			}
+			time.Sleep(time.Millisecond)
+		}
+	}()
+	list, err := r.Containers(ctx)
 	if err != nil || len(list) != 2 || list[0].CDIUnknown || !list[1].CDIUnknown {
 		t.Errorf("%+v, %v, want a known and the other not", list, err)
 	}

@@ -125,7 +125,7 @@ func NewRuntime(o RuntimeOptions) *Runtime {
 	if o.DRA == nil {
 		o.DRA = func() bool { return false }
 	}
-	r := &Runtime{o: o, created: created{turn: make(chan struct{}, 1), by: map[string]*creation{}}}
+	r := &Runtime{o: o, created: created{patience: statusPatience, turn: make(chan struct{}, 1), by: map[string]*creation{}}}
 	r.line.socket, r.line.answers = r.socket, []grpc.CallOption{grpc.MaxCallRecvMsgSize(maxAnswer), grpc.ForceCodecV2(newBounded())}
 	return r
 }
