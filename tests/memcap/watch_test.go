@@ -179,3 +179,35 @@ func TestWatch(t *testing.T) {
 	await(t, "the watchdog", func() bool { return len(p.kills()) > 0 }, func() any { return p.log.String() })
 	k.quit()
 }
+
+// The watchdog finds what a process counts by how that names itself: of those who share an
+// allocation, the one that goes round the count is ended.
+func TestWhoCountsWhat(t *testing.T) {
+	r := newRig(t, emulator.Spec{Model: "H100-80GB", Count: 1})
+	b := r.unread(t, watched(), []share{{gpu: 0, bytes: 4 * GiB}}, false, nil)
+	k := b.tool(t, "probe", []string{socket})
+	if f := k.ask("took", "take cuMemAlloc_v2 %d", GiB); f["result"] != "0" {
+		t.Fatalf("%q", k.said)
+	}
+	usage, err := r.pages.OpenUsage(b.key, r.uuid(0))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer usage.Close()
+	proc := node.NewProc("")
+	defer proc.Close()
+	listed := r.m.World.State().Processes
+	if len(listed) != 1 {
+		t.Fatalf("on the GPU: %+v", listed)
+	}
+	namespace, inner, err := proc.Inside(listed[0].PID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	who := lib.Process{Namespace: namespace, PID: inner}
+	counted := map[lib.Process]uint64{who: 0}
+	if err := usage.Counted(counted); err != nil || counted[who] < GiB || counted[who] > 2*GiB {
+		t.Errorf("%+v counts %d bytes, %v, want a GiB and a context", who, counted[who], err)
+	}
+	k.quit()
+}
