@@ -168,32 +168,35 @@ func TestDRAOnTheRealKubelet(t *testing.T) {
 
 	published := draSlices(t)
 	b.apply(published...)
-	for class, selector := range map[string]string{
-		"dra-mig":    `device.driver == "gpus.example.com" && device.attributes["gpus.example.com"].type == "mig" && device.attributes["gpus.example.com"].profile == "3g.40gb"`,
-		"dra-shared": `device.driver == "gpus.example.com" && device.attributes["gpus.example.com"].type == "shared"`,
-	} {
-		b.apply(map[string]any{"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": map[string]any{"name": class},
-			"spec": map[string]any{"selectors": []any{map[string]any{"cel": map[string]any{"expression": selector}}}}})
-	}
+	const memory = "gpu-memory.example.com"
+	classes, err := os.ReadFile(filepath.Join(kit.Root, "deployments", "components", "dra", "classes.yaml"))
+	b.must(err)
+	_, err = node.Kubectl(b.ctx, bytes.NewReader(classes), "apply", "-f", "-")
+	b.must(err)
 	t.Cleanup(func() {
-		for _, what := range [][]string{{"pods,resourceclaims", "-n", lab.PodNamespace, "-l", "dra=test"}, {"resourceslices", "--field-selector", "spec.driver=" + draDriver}, {"deviceclasses", "dra-mig", "dra-shared"}} {
+		for _, what := range [][]string{{"pods,resourceclaims", "-n", lab.PodNamespace, "-l", "dra=test"}, {"resourceslices", "--field-selector", "spec.driver=" + draDriver}} {
 			if _, err := node.Kubectl(context.Background(), nil, append([]string{"delete", "--ignore-not-found"}, what...)...); err != nil {
 				t.Error(err)
 			}
 		}
+		if _, err := node.Kubectl(context.Background(), bytes.NewReader(classes), "delete", "--ignore-not-found", "-f", "-"); err != nil {
+			t.Error(err)
+		}
 	})
+	// run makes a pod that has a device by its container's resources.
+	run := func(name string, resources map[string]any, claims ...any) map[string]any {
+		return map[string]any{"apiVersion": "v1", "kind": "Pod", "metadata": map[string]any{"name": name, "namespace": lab.PodNamespace, "labels": map[string]any{"dra": "test"}}, "spec": map[string]any{
+			"terminationGracePeriodSeconds": 1, "resourceClaims": claims,
+			"containers": []any{map[string]any{"name": "main", "image": lab.TestImage, "imagePullPolicy": "Never", "command": []any{"/bin/sh", "-c", "trap 'exit 0' TERM; " + lab.Wait}, "resources": resources}}}}
+	}
 	pod := func(name, class string, gib int) {
 		request := map[string]any{"deviceClassName": class}
 		if gib > 0 {
 			request["capacity"] = map[string]any{"requests": map[string]any{"memory": fmt.Sprintf("%dGi", gib)}}
 		}
-		meta := map[string]any{"name": name, "namespace": lab.PodNamespace, "labels": map[string]any{"dra": "test"}}
-		b.apply(map[string]any{"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": meta,
-			"spec": map[string]any{"devices": map[string]any{"requests": []any{map[string]any{"name": "gpu", "exactly": request}}}}},
-			map[string]any{"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": map[string]any{
-				"terminationGracePeriodSeconds": 1, "resourceClaims": []any{map[string]any{"name": "gpu", "resourceClaimName": name}},
-				"containers": []any{map[string]any{"name": "main", "image": lab.TestImage, "imagePullPolicy": "Never", "command": []any{"/bin/sh", "-c", "trap 'exit 0' TERM; " + lab.Wait},
-					"resources": map[string]any{"claims": []any{map[string]any{"name": "gpu"}}}}}}})
+		of := run(name, map[string]any{"claims": []any{map[string]any{"name": "gpu"}}}, map[string]any{"name": "gpu", "resourceClaimName": name})
+		b.apply(map[string]any{"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": of["metadata"],
+			"spec": map[string]any{"devices": map[string]any{"requests": []any{map[string]any{"name": "gpu", "exactly": request}}}}}, of)
 	}
 	running := func() []string {
 		t.Helper()
@@ -202,19 +205,21 @@ func TestDRAOnTheRealKubelet(t *testing.T) {
 		return strings.Fields(string(out))
 	}
 
-	// Two instances of half the card, and shares of 79 GiB.
-	for _, name := range []string{"dra-a", "dra-b", "dra-c"} {
-		pod(name, "dra-mig", 0)
+	// Two instances of half the card, which a pod can also ask for as it asks a device
+	// plugin, and shares of 79 GiB.
+	pod("dra-a", "mig-3g.40gb.example.com", 0)
+	for _, name := range []string{"dra-b", "dra-c"} {
+		b.apply(run(name, map[string]any{"limits": map[string]any{"example.com/mig-3g.40gb": "1"}}))
 	}
-	pod("dra-d", "dra-shared", 40)
-	pod("dra-e", "dra-shared", 39)
+	pod("dra-d", memory, 40)
+	pod("dra-e", memory, 39)
 	await("what fits runs", func() error {
 		if got := running(); len(got) != 4 || !slices.Contains(got, "dra-d") || !slices.Contains(got, "dra-e") {
 			return fmt.Errorf("%v run, want the two shares and two of three instances", got)
 		}
 		return nil
 	})
-	pod("dra-f", "dra-shared", 1)
+	pod("dra-f", memory, 1)
 	if got := driver.names(); len(got) != 4 {
 		t.Errorf("prepared: %v", got)
 	}
