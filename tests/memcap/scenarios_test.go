@@ -83,12 +83,9 @@ var scenarios = slices.Concat(poolScenarios, []scenario{
 	{name: "registered-and-released"},
 	// One refusal in each of 16 rounds is right, and there were two. That a descriptor is
 	// closed the emulator hears a moment later.
-	{name: "room-when-the-importer-lets-go", generous: "it hears of a closed descriptor too late", check: func(o outcome) []string {
-		if o.n("refused") > 20 {
-			return []string{fmt.Sprintf("%d requests refused in 16 rounds", o.n("refused"))}
-		}
-		return nil
-	}},
+	{name: "room-when-the-importer-lets-go", generous: "it hears of a closed descriptor too late", check: refusedOnce},
+	{name: "room-when-the-importer-closes", generous: "it hears of a closed descriptor too late", check: refusedOnce},
+	{name: "room-when-the-importer-frees", generous: "it hears of a closed descriptor too late", check: refusedOnce},
 	{name: "pool-exported-and-destroyed", unread: true},
 	{name: "made-in-a-locality-domain", cuda: []string{"version=13040", "strict,version=13040"}},
 	{name: "made-of-an-unknown-type", generous: "what a driver says to it is its own", check: func(o outcome) (wrong []string) {
@@ -128,6 +125,15 @@ var scenarios = slices.Concat(poolScenarios, []scenario{
 		return nil
 	}},
 })
+
+// refusedOnce says what is wrong where far more was refused than one request in each of
+// 16 rounds.
+func refusedOnce(o outcome) []string {
+	if o.n("refused") > 20 {
+		return []string{fmt.Sprintf("%d requests refused in 16 rounds", o.n("refused"))}
+	}
+	return nil
+}
 
 // answered says what is wrong where a program that is refused over and over waited
 // for more than a few readings: one tells all there is to tell.

@@ -201,6 +201,7 @@ LAYOUT(CUmapinfo, 96);
     X(cuMemExportToShareableHandle, (void *, CUhandle, int, unsigned long long))              \
     X(cuMemGetHandleForAddressRange, (void *, CUdeviceptr, size_t, int, unsigned long long))  \
     X(cuIpcGetMemHandle, (void *, CUdeviceptr))                                               \
+    X(cuIpcCloseMemHandle, (CUdeviceptr))                                                     \
     X(cuMemMapArrayAsync, (CUmapinfo *, unsigned int, CUstream))                              \
     X(cuMemMapArrayAsync_ptsz, (CUmapinfo *, unsigned int, CUstream))                         \
     X(cuArrayCreate, (CUarray *, const CUarray2_v1 *))                                        \

@@ -69,6 +69,29 @@ EXPORT CUresult cuIpcGetMemHandle(void *out, CUdeviceptr at)
     return r;
 }
 
+void let_go_of_theirs(struct process *p)
+{
+    for (CUdevice d = 0; d < MAX_DEVICES; d++)
+        if (__atomic_load_n(&p->standing[d], __ATOMIC_ACQUIRE) == STANDING_GOOD)
+            account_guessed(&p->accounts[d]);
+}
+
+CUresult uncounted_freed(struct process *p, CUresult r)
+{
+    if (r == CUDA_SUCCESS && __atomic_load_n(&p->imported, __ATOMIC_RELAXED))
+        let_go_of_theirs(p);
+    return r;
+}
+
+EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr at)
+{
+    struct process *p = ENTER();
+    CUresult r = CALL(cuIpcCloseMemHandle, at);
+    if (p && r == CUDA_SUCCESS)
+        let_go_of_theirs(p);
+    return r;
+}
+
 /* --- pools that others can open --------------------------------------------- */
 
 /* Such a pool gives nothing back before its end ("IPC pools currently do not support

@@ -16,4 +16,13 @@ void handle_exported(struct process *p, CUhandle handle);
  * freed was exported, and forgets it. */
 bool range_was_exported(struct process *p, CUdeviceptr at);
 
+/* let_go_of_theirs is called after this process let go of memory that it had imported. That
+ * may have been the last hold on it, and the exporter still has it charged. So what was
+ * refused may have room now. */
+void let_go_of_theirs(struct process *p);
+
+/* uncounted_freed is called with the driver's answer after memory was freed that is not
+ * charged here: it may come from an imported pool. */
+CUresult uncounted_freed(struct process *p, CUresult r);
+
 #endif

@@ -2,6 +2,7 @@
 
 /* Plain memory: cuMemAlloc and its kin, cuMemFree. */
 
+#include "export.h"
 #include "pool.h"
 
 #define OUT_OF_MEMORY_UNLESS_COUNTED(p, c, bytes, how, pass) \
@@ -127,7 +128,7 @@ HOT EXPORT CUresult cuMemFree_v2(CUdeviceptr at)
     if (!p)
         return CALL(cuMemFree_v2, at);
     if (!charge_take(p, &t, at, SPACE_ADDRESS))
-        return real.cuMemFree_v2 && pool_free(p, at, &r, real.cuMemFree_v2, NULL, NULL) ? r : CALL(cuMemFree_v2, at);
+        return real.cuMemFree_v2 && pool_free(p, at, &r, real.cuMemFree_v2, NULL, NULL) ? r : uncounted_freed(p, CALL(cuMemFree_v2, at));
     return charge_end(p, &t, CALL(cuMemFree_v2, at));
 }
 

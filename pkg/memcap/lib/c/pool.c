@@ -30,6 +30,7 @@
  * last asked about the pool, it is asked first: what is gone goes by account_lost, and is no
  * room a second time. */
 
+#include "export.h"
 #include "pool.h"
 #include "property.h"
 
@@ -567,7 +568,7 @@ static CUresult free_async(struct process *p, CUdeviceptr at, CUstream s, bool p
         return r;
     }
     if (!charge_take(p, &t, at, SPACE_ADDRESS))
-        return call(at, s);
+        return uncounted_freed(p, call(at, s));
     return charge_end(p, &t, call(at, s));
 }
 

@@ -222,8 +222,10 @@ EXPORT CUresult cuMemPoolImportFromShareableHandle(CUmempool *out, void *handle,
 {
     struct process *p = ENTER();
     CUresult r = CALL(cuMemPoolImportFromShareableHandle, out, handle, type, flags);
-    if (p && r == CUDA_SUCCESS && out)
+    if (p && r == CUDA_SUCCESS && out) {
+        __atomic_store_n(&p->imported, 1, __ATOMIC_RELAXED);
         pool_new(p, *out, MEANS_NOTHING, DEVICE_CURRENT, 0);
+    }
     return r;
 }
 

@@ -98,6 +98,7 @@ struct process {
     uint32_t tight[MAX_DEVICES]; /* locks; see charge.h */
     uint32_t limiting; /* a lock: a context's limit is being changed */
     uint64_t exports; /* addresses that were exported: entries of SPACE_EXPORT */
+    uint32_t imported; /* whether another process's pool was ever imported */
     struct pool pools[MAX_POOLS];
     uint64_t pools_charged[MAX_POOLS / 64]; /* a bit for each with a charge */
     uint32_t fences; /* enum fences, known before the first pool is */

@@ -105,16 +105,6 @@ static void ended(struct process *p, const struct entry *e)
     account_cancel(a, e->bytes);
 }
 
-/* let_go_of_theirs is called where a handle, or a mapping, was let go of that came of an
- * import: it may have been the last hold, and the exporter has the memory charged. What was
- * answered with no may have room now. */
-static void let_go_of_theirs(struct process *p)
-{
-    for (CUdevice d = 0; d < MAX_DEVICES; d++)
-        if (__atomic_load_n(&p->standing[d], __ATOMIC_ACQUIRE) == STANDING_GOOD)
-            account_guessed(&p->accounts[d]);
-}
-
 static void not_ended(struct process *p, const struct entry *e)
 {
     struct entry old;
