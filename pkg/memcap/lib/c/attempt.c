@@ -2,7 +2,7 @@
 
 #include "attempt.h"
 
-/* For how long one naps for another's attempt, and when it is looked whether that one lives. */
+/* How long to wait for another's attempt, and how often to look whether its owner lives. */
 enum { PATIENCE_US = 500 * 1000, LOOK_US = 4000 };
 
 static uint64_t turn_of(const struct account *a, uint64_t word)
@@ -10,7 +10,7 @@ static uint64_t turn_of(const struct account *a, uint64_t word)
     return ((word >> 32) + 1) << 32 | (1 + (uint64_t)(a->slot - a->usage->slots));
 }
 
-/* gone says whether a turn's owner is no more, and its memory is back. */
+/* gone says whether the owner of a turn is dead. It waits until its memory is back. */
 static bool gone(struct account *a, uint64_t word)
 {
     uint64_t index = (uint32_t)word - 1;

@@ -1,22 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* An attempt is a call of the driver that may give more than was reserved, because
- * the driver should find what it needs in what it has: should it take more all the
- * same, that is undone. Until then the container has more than its cap, so of all
- * processes that share a usage page one makes an attempt at a time, and what is over
- * is one request at most. What was reserved never waits for an attempt.
+/* An attempt is a call of the driver without a reservation, made where the driver should
+ * find what it needs in a pool that it has already. If the driver takes more all the same,
+ * that is undone. Until then the container has more than its cap. So of all processes
+ * that share a usage page only one makes an attempt at a time, and the excess is at most
+ * one request. A call with a reservation never waits for an attempt.
  *
- * Whose turn it is stands in the page: [turns:32 | 1 + its slot:32], 0 in the lower
- * half where nothing is under way. A slot's lock tells whether its owner lives; the turn of
- * a dead one is over once its memory is back. One that lives and does not come back (a
- * stopped process, or whatever a tenant has written there) is waited for once, and
- * then attempts are not made until the word changes. */
+ * The page says whose turn it is: [turns:32 | 1 + slot:32], with 0 in the lower half where
+ * nobody makes an attempt. The slot's lock tells whether its owner lives. The turn of a
+ * dead owner ends once its memory is back. An owner that lives and does not finish (a
+ * stopped process, or something that a tenant wrote there) is waited for once; after that
+ * no attempts are made until the word changes. */
 #ifndef CAP_ATTEMPT_H
 #define CAP_ATTEMPT_H
 
 #include "count.h"
 
-/* attempt_begin waits for the turn. False: it is not to be had. */
+/* attempt_begin waits for the turn, half a second at most. False: it did not get it. */
 bool attempt_begin(struct account *a);
 void attempt_end(struct account *a);
 

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* Where the pages of a container's claims on a GPU are: for each claim a directory
- * in CAP_CLAIMS/GPU, with the files limit and usage. */
+/* Finds the pages of a container's GPU. The agent mounts a pair of them for each of its
+ * allocations that the container has on the GPU: a directory in CAP_CLAIMS/GPU with the
+ * files limit and usage. */
 #ifndef CAP_CLAIM_H
 #define CAP_CLAIM_H
 
@@ -17,8 +18,8 @@ struct claim {
     uint64_t bytes;                          /* what the limit page says */
 };
 
-/* open_page opens a file of just that size and reads its first bytes. No links are
- * followed and no pipe is waited for. A negative number: there is none. */
+/* open_page opens a file of exactly that size and reads its first n bytes. It follows no
+ * link and does not wait for a pipe. A negative result is an error number. */
 static inline int open_page(const char *path, size_t size, void *out, size_t n)
 {
     int fd = sys_open(path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
@@ -38,9 +39,8 @@ static inline bool begins(const char *at, const char *magic)
     return true;
 }
 
-/* claim_read reads what a limit page says. It has to be on a mount that is
- * read-only, as the agent's are: a file that a program of the container has laid
- * beside them is nobody's limit. */
+/* claim_read reads a limit page. The page must be on a read-only mount, as the agent's
+ * are: a program in the container may have put a file of its own beside them. */
 static inline bool claim_read(struct claim *c)
 {
     struct limit_page page;
@@ -55,9 +55,9 @@ static inline bool claim_read(struct claim *c)
     return ours;
 }
 
-/* claim_find finds a container's claim on a GPU. Of several it is the one that
- * gives most, and of equals the first by name: every process of the container
- * chooses the same, and the watchdog holds it to as much. */
+/* claim_find finds the container's pages of a GPU. Of several pairs it chooses the one
+ * with the largest limit, and of equal ones the first by name. So every process of the
+ * container chooses the same pair, and the watchdog goes by the same limit. */
 static inline bool claim_find(struct claim *best, const char *gpu)
 {
     struct entry {

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* The two pages that the cap is made of, byte for byte. The Go side, which is
- * the agent, has the same numbers in page.go; a test holds the two together.
+/* The layout of the two pages of a cap. The agent has the same numbers in page.go; a
+ * test compares the two.
  *
- * The agent makes both. The limit page is written by it alone and mounted
- * read-only. The usage page is mounted to be written by the processes that share
- * the claim: whatever stands there may be nonsense, and whoever wrote that has
- * hurt nobody but itself. */
+ * The agent makes both pages. It alone writes the limit page, which is mounted
+ * read-only. The usage page is mounted writable for the processes that share the cap. It
+ * may hold nonsense; a process that writes nonsense there harms only those that share
+ * the page with it. */
 #ifndef CAP_PAGE_H
 #define CAP_PAGE_H
 
@@ -24,7 +24,7 @@
 #define USAGE_MAGIC "GPUUSE04"
 
 #define NO_LIMIT (~(uint64_t)0)
-/* MOST is more than any GPU has: 2^48 bytes. A greater figure is nonsense. */
+/* MOST is 2^48 bytes, more than any GPU has. An amount that is not below it is invalid. */
 #define MOST ((uint64_t)1 << 48)
 #define UNIT ((uint64_t)512)
 #define WRITING (~(uint64_t)0)
@@ -36,99 +36,98 @@ struct limit_page {
     char magic[8];
     uint64_t limit;    /* bytes; NO_LIMIT: none */
     uint64_t context;  /* bytes to expect of one context */
-    uint64_t every_ms; /* how often somebody reads; 0: nobody does */
+    uint64_t every_ms; /* how often the agent reads the driver, in milliseconds; 0: never */
     char uuid[64];
     uint64_t usage; /* the nonce of the usage page that belongs to this one */
-    uint64_t since; /* of whose claim that is, for the agent: when it was given, in ns */
+    uint64_t since; /* for the agent: when the allocation was taken that the page belongs to, in ns */
     uint64_t gap[2];
-    /* A reading of the driver by the agent, for the usage page of that nonce.
-     * One cache line. While the agent writes it, nonce is WRITING; 0 is none. */
+    /* The agent's last reading of the driver, for the usage page with that nonce. It is
+     * one cache line. While the agent writes it, nonce is WRITING; 0 means no reading. */
     uint64_t nonce;
-    uint64_t ceiling; /* bytes that bound may reach: limit - correction */
-    uint64_t stamp;   /* 1 + the usage page's guesses at an exact reading, else 0 */
-    uint64_t begun;   /* readings begun, and finished */
-    uint64_t done;    /* its low half is a futex, on which processes wait for a reading */
-    uint64_t settled; /* the usage page's, before the reading */
-    /* For those who only look: what counted at the reading, less what was bound
-     * then, and the usage page's settled then. The ceiling errs to refuse where
-     * it is not known whether the driver has a dead process's memory back yet;
-     * what people are shown need not. */
+    uint64_t ceiling; /* how far bound may go, in bytes: limit - correction */
+    uint64_t stamp;   /* 1 + the usage page's guesses where the reading was exact, else 0 */
+    uint64_t begun;   /* readings begun */
+    uint64_t done;    /* readings finished; the low half is a futex, on which processes wait */
+    uint64_t settled; /* the usage page's settled before the reading */
+    /* For views such as nvidia-smi: what was used at the reading less what was bound then,
+     * and the usage page's settled then. The ceiling is too low rather than too high
+     * where it is not known whether the driver has a dead process's memory back; a view
+     * need not be. */
     int64_t shown;
     uint64_t shown_settled;
-    uint64_t shown_dead; /* of what was bound then, dead processes' */
-    /* What bound cannot reach for sure: the ceiling errs to refuse, and may be too low
-     * where a reading fell among allocations; the roof is not, as long as nothing was
-     * charged or given back by guess. */
+    uint64_t shown_dead; /* the part of bound at the reading that belonged to dead processes */
+    /* The highest that the ceiling can really be. The ceiling may be too low where
+     * processes allocated during the reading. The roof is never too low, as long as
+     * nothing is charged or given back by guess. */
     uint64_t roof;
-    uint64_t roof_stamp; /* 1 + the usage page's guesses at that reading, 0: none */
+    uint64_t roof_stamp; /* 1 + the usage page's guesses at that reading; 0: no roof */
 };
 
-/* bound = [version:24 | units of 512 bytes:40]: what the container's processes
- * may have, of this GPU. Every change adds one to the version, so that a word
- * seen twice is a time in which nothing changed. 40 bits are 512 TiB: room for
- * thousands of reservations in flight, each as large as a GPU. */
+/* bound = [version:24 | units of 512 bytes:40]: how much of this GPU the container's
+ * processes may have by now. Every change adds one to the version: if the word is the
+ * same at two looks, it did not change between them. 40 bits are 512 TiB, which is room
+ * for thousands of reservations at once, each as large as a GPU. */
 #define AMOUNT_BITS 40
 #define STEP ((uint64_t)1 << AMOUNT_BITS)
 #define AMOUNT(word) (((word) & (STEP - 1)) * UNIT)
 
-/* A slot is one loaded copy of this library: mostly a process, two where a
- * program has a second one by dlmopen. Bytes, multiples of 512, but for contexts
- * and what is known of its process.
+/* A slot belongs to one loaded copy of this library. That is a process; a program that
+ * loads a second copy by dlmopen has two slots. Amounts are bytes, in multiples of 512.
  *
- * Reserved and committed are sums of two words each. One is changed by one thread
- * alone, the first of the process, which needs no locked instruction for that; the
- * other, in a cache line of its own, by all others. What one thread has added the
- * other may take, so a word by itself may be below zero; see slot_add.
+ * Reserved and committed are sums of two words each. The first word is changed only by
+ * the first thread of the process, which needs no locked instruction for that. The other
+ * is in a cache line of its own, and all other threads change it. One thread may add an
+ * amount and another take it off, so one word alone may be below zero; see slot_add.
  *
- * Idle is a word like bound: a version, which each change adds one to, and units. */
+ * Idle is a word like bound, with a version and units. */
 struct slot {
-    uint64_t reserved;  /* with what is idle, at least what bound has of this slot */
-    uint64_t committed; /* at most that, and at most what the driver gave */
-    uint64_t managed;   /* of it, memory that the driver's figures lack */
-    uint64_t expected;  /* of it, what contexts were charged with */
+    uint64_t reserved;  /* with idle, at least this slot's share of bound */
+    uint64_t committed; /* at most that share, and at most what the driver gave */
+    uint64_t managed;   /* the part of it that is not in the driver's figures */
+    uint64_t expected;  /* the part of it that was charged for contexts */
     uint64_t contexts;
-    uint64_t pid;       /* as its owner calls itself */
-    uint64_t pids;      /* among whom: a number of its PID namespace, 0 if unknown */
-    uint64_t exported;  /* of committed, what was let go of and may live on elsewhere */
+    uint64_t pid;       /* the owner's process ID in its own PID namespace */
+    uint64_t pids;      /* a number for that PID namespace; 0: unknown */
+    uint64_t exported;  /* the part of committed that was exported and freed here, and that others may have open */
     uint64_t others_reserved;
     uint64_t others_committed;
-    uint64_t promised; /* of it, what the driver takes later than it was asked to, or has by now */
-    uint64_t idle;     /* what bound has of this slot besides, for whoever takes it first */
+    uint64_t promised; /* the part of committed that the driver may take later; see limit.c */
+    uint64_t idle;     /* kept in bound beside the share, free for whoever takes it first */
     uint64_t gap[4];
 };
 
 struct usage_page {
     char magic[8];
-    uint64_t nonce; /* random, not 0: another page, another nonce */
+    uint64_t nonce; /* random, not 0; each page has its own */
     uint64_t gap0[6];
     uint64_t bound; /* in a cache line of its own */
     uint64_t gap1[7];
-    uint64_t asks; /* somebody near the cap waits for a reading */
+    uint64_t asks; /* times that a process near the cap asked for a reading */
     uint64_t refusals;
     uint64_t peak;   /* bytes of bound */
-    uint32_t high;   /* slots ever used; those above are blank */
+    uint32_t high;   /* slots from here on were never used */
     uint32_t gap2;
-    uint64_t settled;   /* bytes taken off bound that were gone before, ever */
-    uint64_t undone;    /* bytes: the most that the driver gave beyond bound and was at once given back */
-    uint64_t uncounted; /* allocations that passed under the open policy, of a type that nobody knows */
-    /* Times that something was charged, or is no more, of which the driver may have
-     * more or less than that: until a reading the ceiling may be too low by it. */
+    uint64_t settled;   /* bytes, ever, that were taken off bound after they were gone */
+    uint64_t undone;    /* the most bytes that the driver gave beyond bound and had back at once */
+    uint64_t uncounted; /* allocations of an unknown type that passed under the open policy */
+    /* Times that something came or went of which the driver may have more or less than was
+     * charged. Until the next reading the ceiling may be too low by the difference. */
     uint64_t guesses;
-    uint64_t attempt; /* whose turn it is to allocate without a reservation; see attempt.h */
+    uint64_t attempt; /* which slot may allocate without a reservation; see attempt.h */
     uint64_t gap3[PAGE / 8 - 25];
     struct slot slots[]; /* SLOTS of them */
 };
 
-/* slot_free says whether nobody has the lock of a slot; fd is any open
- * description of the usage page but the one that has it. */
+/* slot_free says whether nobody holds a slot's lock. fd is the usage page, opened apart
+ * from the description that holds the lock. */
 static inline bool slot_free(int fd, uint64_t index)
 {
     struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = (off_t)index, .l_len = 1};
     return SYS3(SYS_fcntl, fd, OFD_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
 }
 
-/* slot_sum is the sum of such a pair of words. What is not stable between two looks
- * at the first may be neither what it was before nor after. */
+/* slot_sum returns the sum of a pair of words. It reads again where the first word
+ * changed meanwhile: the sum may then be one that never was. */
 static inline uint64_t slot_sum(const uint64_t *first, const uint64_t *others)
 {
     uint64_t a = __atomic_load_n(first, __ATOMIC_SEQ_CST), b, again;
@@ -143,7 +142,7 @@ static inline uint64_t slot_sum(const uint64_t *first, const uint64_t *others)
 static inline uint64_t slot_reserved(const struct slot *s) { return slot_sum(&s->reserved, &s->others_reserved); }
 static inline uint64_t slot_committed(const struct slot *s) { return slot_sum(&s->committed, &s->others_committed); }
 
-/* idle_in is what is idle in n slots, in bytes. */
+/* idle_in returns how many bytes are idle in n slots. */
 static inline uint64_t idle_in(const struct slot *s, uint64_t n)
 {
     uint64_t sum = 0;
@@ -152,9 +151,10 @@ static inline uint64_t idle_in(const struct slot *s, uint64_t n)
     return sum;
 }
 
-/* shown_used is what views say is used, in bytes, by a reading of the same nonce:
- * bound without what is idle; who has died since was in its figure; who was dead was not, and is in what was
- * bound, until it is taken off there. */
+/* shown_used returns the bytes that views show as used, by a reading of the same nonce.
+ * bound is without what is idle. A process that died since the reading was in the driver's
+ * figure. One that was dead before was not, but its memory is in bound until it is
+ * taken off. */
 static inline int64_t shown_used(int64_t shown, uint64_t shown_settled, uint64_t shown_dead, uint64_t bound, uint64_t settled, uint64_t dead)
 {
     uint64_t lost = settled - shown_settled, gone = lost < shown_dead ? lost : shown_dead;
