@@ -1,98 +1,93 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* The counter that the processes of a container share, one per GPU. Nothing
- * here knows CUDA: a small driver of the tests' own goes through the same code.
+/* The counter that a container's processes share, one for each GPU. Nothing here knows
+ * CUDA: the tests have a small driver of their own that uses the same code.
  *
- * The promise: at every instant the memory that the driver has given to the
- * container's processes is at most the amount in `bound`, also when a process is
- * killed between any two instructions; and bound reaches past the ceiling only for
- * moments, by a reservation that is then taken back without a call of the
- * driver. The promise may be kept with too large a bound, for a time; never
- * with too small a one.
+ * The guarantee: at every instant the driver has given the container's processes at most
+ * the amount in `bound`, also when a process is killed between any two instructions.
+ * Bound exceeds the ceiling only for moments, by a reservation that is taken back without
+ * a call of the driver. Bound may be too large for a time; it is never too small.
  *
- * Call a slot's share what bound has of it (there is no such number anywhere).
- * Every step of every process keeps
+ * A slot's share is the part of bound that belongs to it. It is written down nowhere.
+ * Each step of each process keeps
  *
  *     committed <= what the driver gave to the slot's owner <= share - idle <= reserved
  *
- * by its order, each step being one atomic addition:
+ * Each step is one atomic addition, in this order:
  *
  *     allocate   reserved += n · bound += n · [call the driver] · committed += n
  *     it failed                bound -= n · reserved -= n
  *     free       committed -= n · [call the driver] · bound -= n · reserved -= n
  *     it failed  committed += n
  *
- * One word for all processes goes from processor to processor with each step. So far
- * from the ceiling a process keeps some of what it gives back as idle, in its
- * slot, and takes it from there the next time; bound stays as it is:
+ * All processes change bound, so its cache line moves from processor to processor. To
+ * avoid that, a process far from the ceiling keeps some of what it frees as idle in its
+ * slot, and allocates from there the next time. Bound does not change then:
  *
  *     allocate   reserved += n · idle -= n (CAS) · [call the driver] · committed += n
  *     free       committed -= n · [call the driver] · idle += n · reserved -= n
  *
- * Who finds no room takes what is idle in all slots, by idle := 0 (CAS): from then on it
- * is no part of a share, but a remainder (below), and is taken off bound by a repair.
+ * A process that finds no room takes what is idle in all slots, by idle := 0 (CAS). That
+ * is then part of no share, but a remainder (see below), which a repair takes off bound.
  *
- * Death after any of these steps leaves the inequality as it is, with the
- * middle term 0. The process that takes the slot's lock next is the only one that
- * changes the slot, and
+ * If a process dies after any of these steps, the inequality still holds, and the driver
+ * has given it nothing any more. The process that takes the slot's lock next is the only
+ * one that changes the slot, and
  *
  *     reaps      c = committed, committed := 0 · settled += c · bound -= c · reserved := 0
  *
- * c is at most the share, so bound keeps what the living have. It may keep a
- * remainder that is no slot's share: what the dead one had reserved and not
- * committed, or c itself where the reaper dies after its first step. So
+ * c is at most the share, so bound still covers the living. Bound may keep a remainder
+ * that is part of no share: what the dead process had reserved and not committed, or c
+ * itself if the reaper dies after its first step. So a process that needs room
  *
  *     repairs    b = bound · R = sum of reserved + idle · if amount(b) > R: CAS bound from b to R
  *
- * Shares grow only by a change of bound, and each such change makes a word
- * that was not there before (the version). If the CAS succeeds no share grew
- * since b was read, so every slot was read at a time when it had reserved and idle at
- * least the share that it has now: R is at least the sum of the shares. In the
- * same way bound is below the sum of committed only if a process has written to the
- * page by hand; it is raised to R then.
+ * A share grows only by a change of bound, and each change makes a new word, because of
+ * the version. If the CAS succeeds, no share grew since b was read. So each slot, when it
+ * was read, had reserved and idle of at least the share that it has now, and R is at
+ * least the sum of the shares. Bound is below the sum of committed only if a process
+ * has written to the page by hand; it is raised to R then.
  *
- * Reserved and committed are sums of two words each (slot_add), which are read one
- * after the other. A sum of reserved would be too small if it lacked what one thread
- * has added, and had what another has taken off since. Bound changed between these two
- * steps, and so between the two reads, and the CAS fails; or idle did, which is read
- * before and after the two, and they are read again.
+ * Reserved and committed are sums of two words each (slot_add), read one after the other.
+ * The sum of reserved would be too small if it lacked what one thread has added and
+ * included what another has taken off since. Between these two steps either bound changed,
+ * and the CAS fails; or idle changed, which is read before and after the two words, and
+ * they are read again.
  *
- * The agent corrects: it holds bound against the driver's own figure, for the
- * living, and moves the ceiling by the difference. That stays right as long as
- * what leaves bound leaves the driver too. Some memory is gone before we know:
- * what a pool gave back by itself, and the difference between a context and its
- * estimate; and a dying process gives its descriptors back, and so its memory,
- * before the lock of its slot. It may have been missing in the driver's figure
- * while it stood in bound, so it is taken off as
+ * The agent compares bound with the driver's figure for the living processes, and moves
+ * the ceiling by the difference. That stays right as long as what leaves bound leaves the
+ * driver too. Some memory is gone before we know: what a pool gave back by itself, the
+ * difference between a context and its estimate, and the memory of a dying process,
+ * which closes its descriptors before it lets go of its slot's lock. The
+ * driver's figure may have lacked it while bound had it, so it is taken off as
  *
  *     lost       committed -= n · settled += n · bound -= n · reserved -= n
  *
- * and the ceiling is lowered by what was settled since the reading began, until
- * the next one: what is lost is no room gained twice. That n is uncommitted
- * first lets a reading that falls between the steps see that something is under
- * way.
+ * and until the next reading the ceiling is lowered by what was settled since the last
+ * one began, so that lost memory does not give room twice. n is uncommitted first, so
+ * that a reading between the steps sees that something is under way.
  *
- * Exported memory lives as long as any process has it open, and no call tells us when
- * the last of them lets go. When its owner does, it stays bound and
- * committed as if it were held yet
+ * Exported memory exists as long as any process has it open, and no call tells us when
+ * the last one closes it. When its owner frees it, it stays bound and committed, as if
+ * the owner still had it
  *
  *     let go     exported += n
  *
- * so that committed may be more than what the driver gave, by what is gone meanwhile:
- * too much is bound, never too little. A reading shows what is gone, by the driver's
- * having less than bound, which raises the ceiling; so as long as there is any, a
- * ceiling that was exact need not be so any more. By as much as the ceiling is above
- * the limit the owner takes it off
+ * so committed may be more than the driver gave, by what is gone meanwhile. Too much is
+ * bound then, never too little. When it is gone the driver has less than bound; a reading
+ * shows that and raises the ceiling. So while there is exported memory, a ceiling that
+ * was exact may be out of date. The owner takes off as much as the ceiling is above the
+ * limit
  *
  *     gone       exported -= n · lost n
  *
- * and that gives no room, whether it was gone or not: bound and the ceiling fall by n
+ * which gives no room, whether it was gone or not: bound and the ceiling fall by n
  * together, and the next reading tells what the driver has.
  *
- * The lock of a slot is a kernel's lock on one byte of the file, of an open
- * file description that nothing but one mapping of this process holds. It ends
- * with the mapping: at exit, at any death and at exec, not by fork (the mapping
- * is not for children) and not by a program that closes every descriptor. */
+ * The lock of a slot is a kernel's lock on one byte of the file. It belongs to an open
+ * file description that only one mapping of this process holds, and ends with the
+ * mapping: at exit, at any death and at exec. A fork does not end it (children do not
+ * have the mapping), nor does a program that closes every descriptor. */
 #ifndef CAP_COUNT_H
 #define CAP_COUNT_H
 
@@ -100,8 +95,8 @@
 #include "page.h"
 #include "sys.h"
 
-/* A picture is all that decides a refusal: while it stays as it is, or what it
- * leaves becomes less, so does the answer. */
+/* A picture is everything that a refusal depends on. While it does not change, or leaves
+ * less room, the answer stays the same. */
 struct picture {
     uint64_t amount, committed; /* bound, and what of it the driver gave */
     uint64_t ceiling, settled, guesses;
@@ -113,14 +108,14 @@ struct account {
     const struct limit_page *page;
     struct usage_page *usage;
     struct slot *slot;
-    const void *first; /* the thread that has the slot's first words for itself */
+    const void *first; /* the only thread that changes the slot's first words */
     uint64_t nonce;
-    uint64_t waited; /* 1 + page->done as it was when no reading came; 0: never */
-    uint32_t careful; /* the ceiling was met not long ago; see account_reserve_quickly */
-    uint32_t shared; /* other threads than the first have kept something idle, too */
-    uint64_t keeps; /* so many bytes may be idle */
-    uint32_t lock;    /* guards answers, for moments */
-    /* Requests for which all was done that can be done, and there was no room. */
+    uint64_t waited; /* 1 + page->done when a reading was awaited in vain; 0: never */
+    uint32_t careful; /* the ceiling was reached a short time ago; see account_reserve_quickly */
+    uint32_t shared; /* other threads than the first have kept idle memory too */
+    uint64_t keeps; /* how many bytes may be idle */
+    uint32_t lock;    /* guards answers; held for moments only */
+    /* Requests that were refused after everything was tried. */
     struct answer {
         uint64_t n; /* 0: none */
         struct picture at;
@@ -128,32 +123,32 @@ struct account {
     uint32_t next_answer;
     char path[PATH_ROOM]; /* the usage page's */
     void *hold;      /* the mapping that keeps the slot's lock */
-    uint64_t dead, looked; /* what dead processes have in bound, and when that was looked at */
-    uint64_t stuck; /* the page's attempt, where it was waited for in vain */
-    uint64_t undoing; /* bytes beyond what is bound that this process is about to give back */
-    /* relief gives back what the process can spare, before a refusal of so many bytes. */
+    uint64_t dead, looked; /* what dead processes have in bound, and when we looked */
+    uint64_t stuck; /* the page's attempt that was waited for in vain */
+    uint64_t undoing; /* bytes beyond bound that this process is about to give back */
+    /* relief frees what the process can spare, before so many bytes are refused. */
     void (*relief)(struct account *, uint64_t);
 };
 
-/* account_find maps the limit page; account_open the usage page too, and takes a
- * slot. 0, or a negative error number with nothing more held than before. */
+/* account_find maps the limit page. account_open maps the usage page and takes a slot. They
+ * return 0, or a negative error number; then nothing was kept. */
 int account_find(struct account *a, const char *limit_path);
 int account_open(struct account *a, const char *usage_path);
 
 /* account_unlimited says whether the GPU has no limit now. */
 static inline bool account_unlimited(const struct account *a) { return __atomic_load_n(&a->page->limit, __ATOMIC_RELAXED) == NO_LIMIT; }
 
-/* account_nonsense says whether the pages are such that nothing can be counted
- * in them. */
+/* account_nonsense says whether the pages are spoilt, so that nothing can be counted in
+ * them. */
 bool account_nonsense(const struct account *a);
 
-/* account_told says of the limit page's nonce whether its words are of a reading of
- * this usage page, or on the way to be. */
+/* account_told says, by the limit page's nonce, whether its words come from a reading of
+ * this usage page, or are just being written. */
 static inline bool account_told(const struct account *a, uint64_t nonce) { return nonce == a->nonce || nonce == WRITING; }
 
-/* account_ceiling is what bound may reach, in bytes, or NO_LIMIT. While the agent
- * writes, which may be long where it is kept from going on, the page's words are
- * old ones and new ones: the ceiling that they make holds, up to the limit. */
+/* account_ceiling returns how far bound may go, in bytes, or NO_LIMIT. While the agent
+ * writes the page, some of its words are old and some new; that may last, if the agent is
+ * held up. The ceiling that they give counts all the same, up to the limit. */
 static inline uint64_t account_ceiling(const struct account *a)
 {
     const struct limit_page *p = a->page;
@@ -162,9 +157,9 @@ static inline uint64_t account_ceiling(const struct account *a)
         return __atomic_load_n(&p->limit, __ATOMIC_RELAXED);
     uint64_t ceiling = __atomic_load_n(&p->ceiling, __ATOMIC_ACQUIRE);
     uint64_t lost = __atomic_load_n(&a->usage->settled, __ATOMIC_RELAXED) - __atomic_load_n(&p->settled, __ATOMIC_ACQUIRE);
-    /* The agent may have published meanwhile, all of it. It writes the ceiling
-     * first: an old one with the new settled is seen by a second look, and a
-     * new one with the old settled is too low, which does no harm. */
+    /* The agent may have published a reading meanwhile. It writes the ceiling first. An
+     * old ceiling with the new settled is noticed by reading the ceiling again; a new one
+     * with the old settled is too low, which does no harm. */
     uint64_t again = __atomic_load_n(&p->ceiling, __ATOMIC_ACQUIRE);
     if (again < ceiling)
         ceiling = again;
@@ -177,15 +172,15 @@ static inline uint64_t account_ceiling(const struct account *a)
     return account_told(a, now) && ceiling < limit ? ceiling : limit;
 }
 
-/* account_told_ceiling is the ceiling as the last reading has it: it changes where one has
- * found that the driver has more or less than was bound. */
+/* account_told_ceiling returns the ceiling of the last reading. It changes when a reading
+ * finds that the driver has more or less than was bound. */
 static inline uint64_t account_told_ceiling(const struct account *a) { return __atomic_load_n(&a->page->ceiling, __ATOMIC_ACQUIRE); }
 
 static inline uint64_t count_add(uint64_t *word, uint64_t n) { return __atomic_add_fetch(word, n, __ATOMIC_SEQ_CST); }
 static inline void count_sub(uint64_t *word, uint64_t n) { __atomic_sub_fetch(word, n, __ATOMIC_SEQ_CST); }
 static inline uint64_t count_read(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_SEQ_CST); }
 
-/* first_thread says whether this one may change the words that are the first thread's. */
+/* first_thread says whether the calling thread is the slot's first. */
 static inline bool first_thread(const struct account *a)
 {
 #if defined(__x86_64__)
@@ -196,14 +191,13 @@ static inline bool first_thread(const struct account *a)
 #endif
 }
 
-/* slot_add adds to a slot's reserved or committed, a pair of words. A locked
- * instruction takes as long as thirty others, and there would be four in each
- * allocation and its end. The thread that took the slot, in most programs the one
- * that allocates, changes the first word by an unlocked one. All are seen in their
- * order by others: an x86 keeps that of stores, and what changes bound is locked.
- * What has no such order, or does not tell threads apart, has locked ones only.
- * A thread that comes when that one has ended may have its address, and is the
- * first then. */
+/* slot_add adds to a slot's reserved or committed, a pair of words. A locked instruction
+ * takes as long as thirty others, and an allocation with its free would need four. So the
+ * thread that took the slot, which in most programs is the one that allocates, changes the
+ * first word without a lock. Others see its changes in order: x86 keeps the order of
+ * stores, and changes of bound are locked. Other processors, which do not keep it, use
+ * locked instructions only. A thread that starts after the first one has ended may get
+ * its address, and is the first then. */
 static inline void slot_add(const struct account *a, uint64_t *first, uint64_t *others, uint64_t n)
 {
 #if defined(__x86_64__)
@@ -222,7 +216,7 @@ static inline void reserved_sub(struct account *a, uint64_t n) { reserved_add(a,
 static inline void committed_add(struct account *a, uint64_t n) { slot_add(a, &a->slot->committed, &a->slot->others_committed, n); }
 static inline void committed_sub(struct account *a, uint64_t n) { committed_add(a, 0 - n); }
 
-/* The steps. Amounts are bytes, multiples of 512, below MOST. */
+/* The steps. Amounts are in bytes, multiples of 512 below MOST. */
 
 static inline uint64_t bound_add(struct account *a, uint64_t n) { return count_add(&a->usage->bound, STEP + n / UNIT); }
 static inline void bound_sub(struct account *a, uint64_t n) { count_add(&a->usage->bound, STEP - n / UNIT); }
@@ -235,21 +229,20 @@ static inline void account_peak(struct account *a, uint64_t amount)
             break;
 }
 
-/* account_return takes n off bound at once. */
+/* account_return gives n back to bound at once. */
 static inline void account_return(struct account *a, uint64_t n)
 {
     bound_sub(a, n);
     reserved_sub(a, n);
 }
 
-/* IDLE_MOST lets a process allocate and free two of what pools ask for (see pool.h), or
- * many that are smaller. */
+/* IDLE_MOST is enough for two requests of a pool (see pool.h), or many smaller ones. */
 #define IDLE_MOST ((uint64_t)64 << 20)
 
-/* account_cancel keeps n idle where that is little. While nothing is, no other process
- * changes the word, so the first thread needs no locked instruction for it as long as it
- * is the only one. Should another begin in this moment, what that keeps may be lost
- * from idle, once, and is taken off bound by the next repair. */
+/* account_cancel gives n back. It keeps n idle as long as not too much is. While idle is
+ * 0, no other process changes the word, so a first thread that is the only one needs no
+ * locked instruction. If a second thread begins at this moment, what it keeps may be lost
+ * from idle, once; the next repair takes that off bound. */
 static inline void account_cancel(struct account *a, uint64_t n)
 {
     uint64_t was = __atomic_load_n(&a->slot->idle, __ATOMIC_RELAXED);
@@ -267,7 +260,7 @@ static inline void account_cancel(struct account *a, uint64_t n)
     reserved_sub(a, n);
 }
 
-/* reserve_idle reserves n of what is idle; false: that is less. */
+/* reserve_idle reserves n from idle. False: less than n is idle. */
 static inline bool reserve_idle(struct account *a, uint64_t n)
 {
     uint64_t was = __atomic_load_n(&a->slot->idle, __ATOMIC_RELAXED);
@@ -282,18 +275,18 @@ static inline bool reserve_idle(struct account *a, uint64_t n)
     return false;
 }
 
-/* account_guessed is to be called where something was charged that the driver may
- * have more or less of, or was given back so, or came and went uncharged: from then
- * on the ceiling is not known to be exact. */
+/* account_guessed is called after something was charged or given back of which the driver
+ * may have more or less, or came and went uncharged. From then on the ceiling may not be
+ * exact. */
 static inline void account_guessed(struct account *a) { count_add(&a->usage->guesses, 1); }
 
 COLD bool account_reserve_slowly(struct account *a, uint64_t n);
 COLD bool account_reserve_carefully(struct account *a, uint64_t n);
 COLD bool account_reserve_of_idle(struct account *a, uint64_t n);
 
-/* account_reserve_quickly adds first and looks then, which is cheapest, and for a
- * moment others see what may not fit. Near the ceiling it would stand in the way
- * of theirs that does, so there it looks first. */
+/* account_reserve_quickly adds first and checks afterwards, which is cheapest. For a
+ * moment others see an amount that may not fit. Near the ceiling that could make their
+ * requests fail, so there it checks first. */
 static inline bool account_reserve_quickly(struct account *a, uint64_t n)
 {
     if (__builtin_expect(__atomic_load_n(&a->careful, __ATOMIC_RELAXED), 0))
@@ -304,7 +297,7 @@ static inline bool account_reserve_quickly(struct account *a, uint64_t n)
     if (!idle)
         reserved_add(a, n);
     uint64_t amount = AMOUNT(idle ? count_read(&a->usage->bound) : bound_add(a, n));
-    /* The ceiling of now: what was lost meanwhile has left bound and lowered it. */
+    /* Read the ceiling now: memory lost meanwhile has left bound and lowered it. */
     uint64_t ceiling = account_ceiling(a);
     if (__builtin_expect(amount > ceiling, 0)) {
         account_return(a, n);
@@ -318,14 +311,14 @@ static inline bool account_reserve_quickly(struct account *a, uint64_t n)
     return true;
 }
 
-/* account_reserve makes room for n bytes, or says that there is none. It may
- * take some time over that, near the cap only. */
+/* account_reserve reserves n bytes. False: there is no room. Near the cap, and only there,
+ * it may wait. */
 static inline bool account_reserve(struct account *a, uint64_t n)
 {
     return account_reserve_quickly(a, n) || account_reserve_slowly(a, n);
 }
 
-/* account_force counts what is there already, whatever the ceiling. */
+/* account_force charges what the driver has given already, whatever the ceiling. */
 static inline void account_force(struct account *a, uint64_t n)
 {
     reserved_add(a, n);
@@ -335,7 +328,7 @@ static inline void account_force(struct account *a, uint64_t n)
 
 static inline void account_commit(struct account *a, uint64_t n) { committed_add(a, n); }
 
-/* account_lost takes off what is gone already. */
+/* account_lost takes off what was gone before. */
 static inline void account_lost(struct account *a, uint64_t n)
 {
     committed_sub(a, n);
@@ -343,8 +336,8 @@ static inline void account_lost(struct account *a, uint64_t n)
     account_return(a, n);
 }
 
-/* account_exported leaves n charged that was exported and let go of, until the
- * driver is seen to have it no more. */
+/* account_exported keeps n charged that was exported and freed here, until a reading shows
+ * that it is gone. */
 COLD void account_exports_gone(struct account *a);
 static inline void account_exported(struct account *a, uint64_t n)
 {
@@ -354,24 +347,23 @@ static inline void account_exported(struct account *a, uint64_t n)
 }
 static inline void account_uncommit(struct account *a, uint64_t n) { committed_sub(a, n); }
 
-/* account_within is for what came uncounted, n bytes of it by a hint: whether the
- * container is within its limit with that, by a reading of now, or by the hint where
- * no reading tells. */
+/* account_within says whether the container is within its limit, after it got memory that
+ * was not counted. It waits for a reading; n is an estimate of that memory in bytes, for
+ * the case that no reading tells. */
 bool account_within(struct account *a, uint64_t n);
 
-/* account_exactly is the ceiling where a reading was exact and nothing was guessed since,
- * or else 0; waits: after it has waited for one. */
+/* account_exactly returns the ceiling where a reading was exact and nothing was guessed
+ * since, else 0. With waits it waits for a reading first. */
 uint64_t account_exactly(struct account *a, bool waits);
 
-/* account_moves is another number after each change of bound, or of what is idle. */
+/* account_moves returns a number that is different after each change of bound or idle. */
 uint64_t account_moves(const struct account *a);
 
-/* account_rests says whether nothing is under way in any process, and what the driver has
- * given to them, at least; reaps: after it has looked for dead ones. */
+/* account_rests says whether no process has anything under way, and puts into *given what
+ * the driver has given to them at least. With reaps it clears dead processes first. */
 bool account_rests(struct account *a, bool reaps, uint64_t *given);
 
-/* account_undone notes that the driver had given n beyond what is bound, and has been
- * given it back. */
+/* account_undone notes that the driver gave n bytes beyond bound, and has them back. */
 static inline void account_undone(struct account *a, uint64_t n)
 {
     uint64_t old = __atomic_load_n(&a->usage->undone, __ATOMIC_RELAXED);
@@ -380,16 +372,16 @@ static inline void account_undone(struct account *a, uint64_t n)
             break;
 }
 
-/* account_await_death waits, for a bounded time, until the driver has the memory back
- * of the process that had a slot and whose lock is free. */
+/* account_await_death waits, for a bounded time, until the driver has back the memory of a
+ * process that had a slot. The slot's lock must be free. */
 void account_await_death(const struct slot *s);
 
-/* account_excess is by how much contexts were charged with more than is known of
- * them by now. */
+/* account_excess returns by how much contexts were charged more than is known by now that
+ * they take. */
 uint64_t account_excess(const struct account *a, uint64_t expected, uint64_t contexts);
 
-/* account_used is what counts against the limit: bound with the agent's
- * correction, without what dead processes left in it, at most the limit. */
+/* account_used returns what counts against the limit, in bytes: bound with the agent's
+ * correction, without what dead processes left in it, and at most the limit. */
 uint64_t account_used(struct account *a);
 
 #endif
