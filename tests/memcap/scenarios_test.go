@@ -109,6 +109,7 @@ var scenarios = slices.Concat(poolScenarios, []scenario{
 		}
 		return nil
 	}},
+	{name: "heap-raised-while-exports-go", cuda: []string{"heap=set", "strict,heap=set"}, generous: "it hears of a closed descriptor too late"},
 	{name: "modules-beyond-the-cap", undo: 64 * MiB, check: func(o outcome) []string {
 		if o.used > o.limit {
 			return []string{fmt.Sprintf("%d MiB over the cap in the end", (o.used-o.limit)/MiB)}

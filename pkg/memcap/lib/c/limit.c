@@ -51,6 +51,25 @@ static size_t unused(void)
     return CALL(cuMemGetInfo_v2, &free, &total) == CUDA_SUCCESS ? free : 0;
 }
 
+/* at_once says whether the driver took more bytes when a limit was raised, by what the card
+ * had free before and after. What others freed at that moment may hide it: then nobody
+ * could tell later that it was taken, since the agent sees both in one reading. So where
+ * it does not show, the limit is lowered and raised again, and has to show both times.
+ * *r is the driver's answer, if it does not raise the limit again. */
+static bool at_once(int limit, size_t was, size_t value, uint64_t more, size_t before, size_t after, CUresult *r)
+{
+    bool shows = after < before && before - after >= more / 2;
+    for (int tries = 0; !shows && tries < 2 && CALL(cuCtxSetLimit, limit, was) == CUDA_SUCCESS; tries++) {
+        size_t low = unused(), high = after;
+        *r = CALL(cuCtxSetLimit, limit, value);
+        if (*r != CUDA_SUCCESS)
+            return false;
+        after = unused();
+        shows = low > high && low - high >= more / 2 && low > after && low - after >= more / 2;
+    }
+    return shows;
+}
+
 /* change is called with limiting held; *promised says whether the driver is to take
  * something yet. */
 static CUresult change(struct process *p, struct account *a, const struct where *at, int limit, size_t value, uint64_t one, bool *promised)
@@ -85,9 +104,12 @@ static CUresult change(struct process *p, struct account *a, const struct where 
             held = has - e.bytes;
         }
     }
+    bool taken = has > e.bytes && at_once(limit, was, value, has - e.bytes, before, after, &r);
+    if (r != CUDA_SUCCESS)
+        has = e.bytes;
     uint64_t more = has > e.bytes ? has - e.bytes : 0, had = e.how == HOW_PROMISED ? e.bytes : 0;
     if (more)
-        e.how = after < before && before - after >= more / 2 ? HOW_GUESS : HOW_PROMISED;
+        e.how = taken ? HOW_GUESS : HOW_PROMISED;
     *promised = more && e.how == HOW_PROMISED;
     count_add(&a->slot->promised, (e.how == HOW_PROMISED ? has : 0) - had);
     if (more)

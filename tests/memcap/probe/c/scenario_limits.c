@@ -97,6 +97,39 @@ static void heap_taken_by_another_process(struct scene *s)
     waitpid(child, NULL, 0);
 }
 
+/* A heap is raised at the moment at which the driver has as much back of what was
+ * exported: the one must not hide the other. What the heap leaves is to be had. */
+static void heap_raised_while_exports_go(struct scene *s)
+{
+    CUmemAllocationProp prop = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+                                .location = {CU_MEM_LOCATION_TYPE_DEVICE, s->seat.device}};
+    uint64_t heap = 40 * MiB, gone = 64 * MiB, rest = s->room - heap;
+    for (int i = 0; i < 192 && !s->failure[0]; i++) {
+        CUmemGenericAllocationHandle handle;
+        CUdeviceptr p;
+        int fd, had = 0;
+        if (!ASK(s, gone, s->cu->cuMemCreate(&handle, gone, &prop, 0)) || !MUST(s, s->cu->cuMemExportToShareableHandle(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0)) ||
+            !MUST(s, s->cu->cuMemRelease(handle)))
+            return;
+        close(fd);
+        for (uint64_t begin = now_ns(); now_ns() - begin < (uint64_t)(i % 16) * 5000;)
+            ; /* the driver hears of it a moment later */
+        if (!MUST(s, s->cu->cuCtxSetLimit(CU_LIMIT_MALLOC_HEAP_SIZE, heap)))
+            return;
+        given_back(s, gone);
+        /* What was exported is room when a reading has seen that it is gone. */
+        for (uint64_t begin = now_ns(); !(had = ASK(s, rest, s->cu->cuMemAlloc_v2(&p, rest))) && now_ns() - begin < 5000000000;)
+            usleep(10000);
+        if (!had) {
+            fail_scene(s, "what the heap leaves was not to be had for five seconds, in round %d", i);
+            return;
+        }
+        MUST(s, s->cu->cuMemFree_v2(p));
+        given_back(s, rest);
+        MUST(s, s->cu->cuCtxSetLimit(CU_LIMIT_MALLOC_HEAP_SIZE, 8 * MiB));
+    }
+}
+
 static const char image_of_64_mib[] = "// gpu-emulator: blocks 32\n.version 6.0\n.target sm_50\n.address_size 64\n";
 
 static void modules_beyond_the_cap(struct scene *s)
@@ -240,6 +273,7 @@ const struct scenario limit_scenarios[] = {
     {"heap-rises-and-falls", heap_rises_and_falls, 0},
     {"heap-taken-at-the-first-kernel", heap_taken_at_the_first_kernel, 0},
     {"heap-taken-by-another-process", heap_taken_by_another_process, 1},
+    {"heap-raised-while-exports-go", heap_raised_while_exports_go, 0},
     {"modules-beyond-the-cap", modules_beyond_the_cap, 0},
     {"modules-beside-another-process", modules_beside_another_process, 1},
     {"small-one-without-its-hole", small_one_without_its_hole, 1},
