@@ -4,20 +4,20 @@
 
 /* --- blocks --------------------------------------------------------------- */
 
-/* A block's entry has the number of small allocations in it as owner, and their
- * bytes. It is there exactly as long as it is charged: who makes the entry
- * commits the charge, who removes it releases it. Where one thread frees the
- * last of a block while the driver gives another thread a part of it, both are
- * charged a block for that moment. */
+/* The owner of a block's entry is the number of small allocations in the block, and
+ * bytes is their sum. The entry exists exactly as long as the block is charged: the
+ * thread that makes the entry commits the charge, the one that removes it gives it back.
+ * If one thread frees the last allocation of a block while the driver gives another
+ * thread a part of it, both are charged a block for a moment. */
 struct block {
     CUdevice device;
-    uint64_t bytes;             /* of what joins it */
-    const struct entry *leaves; /* or leaves it */
-    bool old;                   /* one that is there, or none */
-    bool changed;               /* made, or removed */
+    uint64_t bytes;             /* of the allocation that joins the block */
+    const struct entry *leaves; /* the allocation that leaves it */
+    bool old;                   /* join only a block that exists */
+    bool changed;               /* the entry was made, or removed */
 };
 
-/* join is false where there is no such block and none is to be made. */
+/* join returns false where the block does not exist and none may be made. */
 static bool join(struct entry *e, void *arg)
 {
     struct block *b = arg;
@@ -45,9 +45,9 @@ static void leave(struct entry *e, void *arg)
     }
 }
 
-/* A hole is looked for in the blocks with the most room, by marking what lies
- * in them. That takes as long as there are allocations, and is for those that
- * would be refused else. */
+/* A hole is looked for in the blocks with the most room, by marking what lies in them.
+ * That takes time for each allocation of the process, so it is done only for a request
+ * that would be refused otherwise. */
 enum { HOLES = 8 };
 struct holes {
     CUdevice device;
@@ -64,7 +64,7 @@ static bool roomy(const struct entry *e, void *arg)
         return false;
     int i = h->n < HOLES ? h->n++ : HOLES;
     uint64_t room = BLOCK - e->bytes;
-    if (i == HOLES) /* in the place of the fullest, if it is fuller */
+    if (i == HOLES) /* replace the fullest, if it is fuller */
         for (int k = 0; k < HOLES; k++)
             if (h->room[k] < room && (i == HOLES || h->room[k] < h->room[i]))
                 i = k;
@@ -208,7 +208,7 @@ static void release(struct process *p, const struct entry *e)
 bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space space)
 {
     if (c->how == HOW_SMALL && (space != SPACE_ADDRESS || key / BLOCK != (key + c->bytes - 1) / BLOCK)) {
-        /* Not as the driver is known to do it: charged for itself. */
+        /* No driver is known to do that: charge it a block of its own. */
         if (c->tight)
             return false;
         c->how = HOW_LARGE;
@@ -226,7 +226,7 @@ bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space s
         if (b.changed)
             account_commit(c->a, BLOCK);
         else if (!c->tight)
-            account_cancel(c->a, BLOCK); /* the block is paid for */
+            account_cancel(c->a, BLOCK); /* the block is charged already */
         charge_undone(c);
     } else {
         if (c->how == HOW_MANAGED)
@@ -240,7 +240,7 @@ bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space s
         }
     }
     if (old.how)
-        release(p, &old); /* it was freed where we did not see it */
+        release(p, &old); /* it was freed without our seeing it */
     return true;
 }
 
@@ -276,9 +276,9 @@ void charge_gone(struct process *p, const struct taken *t)
         count_sub(&a->slot->managed, t->e.bytes);
     if (t->e.how == HOW_PROMISED)
         count_sub(&a->slot->promised, t->e.bytes);
-    /* The driver may have kept the block for something hidden, or had the hidden
-     * thing in a block that stays: then it has less than bound already, the
-     * ceiling may be higher for that, and this is no room gained again. */
+    /* The driver may have kept the block for something hidden, or the hidden thing was in
+     * a block that stays. Then the driver had less than bound before, and the ceiling may
+     * have risen for that: this free must not give the room a second time. */
     if (__builtin_expect(count_read(&p->exports), 0) && t->e.space == SPACE_ADDRESS && range_was_exported(p, t->e.key)) {
         account_commit(a, t->held);
         account_exported(a, t->held);
@@ -303,16 +303,16 @@ COLD void charge_back(struct process *p, const struct taken *t)
         struct block b = {.device = t->e.device, .bytes = t->e.bytes};
         table_edit(&p->table, t->e.key / BLOCK, SPACE_BLOCK, rejoin, &b);
         if (b.changed && !t->held)
-            account_force(a, BLOCK); /* another thread has left it meanwhile */
+            account_force(a, BLOCK); /* another thread has removed the block meanwhile */
         else if (b.changed)
             account_commit(a, BLOCK);
         else if (t->held)
-            account_cancel(a, BLOCK); /* another thread has made it anew */
+            account_cancel(a, BLOCK); /* another thread has made the block again */
     } else {
         account_commit(a, t->held);
     }
     if (!table_put(&p->table, &t->e, &old))
-        return; /* it stays charged, and is never found again: too much, not too little */
+        return; /* it stays charged and is never found again: too much, never too little */
     if (old.how)
         release(p, &old);
 }

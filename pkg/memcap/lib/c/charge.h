@@ -1,30 +1,29 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* From an allocation to what is charged for it. The driver gives 2 MiB or more
- * in multiples of 2 MiB, and cuts what is smaller out of blocks of 2 MiB: so a
- * small allocation is charged nothing if it came to lie in a block that is
- * charged already, and a block if not. Which of them it will be only the driver
- * knows, so a block is reserved before its call and given back after. Where the
- * limit has no room for another block, but one that we have has a hole for the
- * allocation, it is made without a reservation, one at a time; should the driver
- * take another block all the same, that is undone before the program has it. */
+/* What is charged for an allocation. The driver gives 2 MiB or more in multiples of
+ * 2 MiB, and cuts smaller allocations out of blocks of 2 MiB. So a small allocation is
+ * charged a block, or nothing if it lies in a block that is charged already. Only the
+ * driver knows which, so a block is reserved before the call and given back after it if
+ * it was not needed. Where the limit has no room for another block, but a block of ours
+ * has a hole for the allocation, it is made without a reservation, one at a time. If the
+ * driver takes another block all the same, that is undone before the program gets it. */
 #ifndef CAP_CHARGE_H
 #define CAP_CHARGE_H
 
 #include "process.h"
 
-/* How something is charged. Asking for HOW_LARGE means HOW_SMALL for what is
- * smaller than a block. HOW_HIDDEN is a small thing without an address, or with
- * one that says nothing: it cannot be seen in which block it lies, or which block it
- * keeps when all else has left it, so each is charged a block. That is too much
- * mostly, which the agent's reading makes good. HOW_GUESS is what is not allocated by
- * a size, the memory of modules and of contexts' limits: what is given back of it is
- * room only after a reading. HOW_PROMISED is a limit of which the driver may not have
- * taken the memory yet; see limit.c. */
+/* How something is charged. A request with HOW_LARGE becomes HOW_SMALL if it is smaller
+ * than a block. HOW_HIDDEN is something small without an address, or with one that tells
+ * nothing: nobody can see in which block it lies, or which block it keeps after all else
+ * in it was freed, so each is charged a block. That is mostly too much; the agent's
+ * reading corrects it. HOW_GUESS is memory that is not asked for by size, such as that of
+ * modules and of contexts' limits: after it is given back it is room only after a
+ * reading. HOW_PROMISED is memory for a limit that the driver may not have taken yet; see
+ * limit.c. HOW_NOTE charges nothing. */
 enum how { HOW_LARGE = 1, HOW_SMALL, HOW_MANAGED, HOW_WHOLE, HOW_HIDDEN, HOW_NOTE, HOW_GUESS, HOW_PROMISED };
 
-/* The entry of a context's limit has as key the context's number times this, and the
- * limit's; as owner the value that the limit had before it was first raised. */
+/* The key of a context's limit is the context's number times LIMITS, plus the limit's
+ * number. Its entry's owner is the value that the limit had before it was first raised. */
 enum { LIMITS = 16 };
 
 static inline uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) & ~(to - 1); }
@@ -33,12 +32,12 @@ struct charge {
     struct account *a;
     struct where at;
     enum how how;
-    uint64_t bytes; /* of a small one its own, else what is charged */
-    uint32_t *tight; /* a small one without a reservation; locked until the end */
+    uint64_t bytes; /* what is charged; of a small allocation its own size */
+    uint32_t *tight; /* a lock, held until the end of a small allocation without a reservation */
 };
 
-/* charge_begin reserves for the current context, charge_begin_at for one that
- * is known. What they answer says what to do: */
+/* charge_begin reserves memory for the current context, charge_begin_at for a given one.
+ * The answer says what to do: */
 enum verdict {
     COUNT,  /* call the driver, then charge_done or charge_failed */
     PASS,   /* call the driver; nothing is counted */
@@ -47,30 +46,30 @@ enum verdict {
 enum verdict charge_begin(struct process *p, struct charge *c, uint64_t bytes, enum how how);
 enum verdict charge_begin_at(struct process *p, struct charge *c, const struct where *at, uint64_t bytes, enum how how);
 
-/* charge_done commits what lies at key now; false: it cannot be counted, so
- * undo it and then call charge_undone. charge_failed gives back what was
- * reserved where the driver failed. */
+/* charge_done commits what the driver has put at key. False: it cannot be counted; undo
+ * it, then call charge_undone. charge_failed gives the reservation back after the driver
+ * failed. */
 bool charge_done(struct process *p, struct charge *c, uint64_t key, enum space space);
 void charge_undone(struct charge *c);
 
-/* charge_again comes after charge_done's false and its undoing, instead of
- * charge_undone. True: it was a small allocation without a reservation for which the
- * driver took another block, and now one is reserved: make the call again. */
+/* charge_again may be called in place of charge_undone. True: it was a small allocation
+ * without a reservation, for which the driver took another block. A block is reserved
+ * now, so make the call again. */
 bool charge_again(struct charge *c);
 void charge_failed(struct process *p, struct charge *c);
 
-/* A free: charge_take finds what is charged and uncommits it; charge_gone comes
- * after the driver's success, charge_back after its failure. charge_take is
- * false for what was never charged. */
+/* A free: charge_take finds what is charged and uncommits it, or returns false where
+ * nothing was charged. Then charge_gone follows the driver's success, charge_back its
+ * failure. */
 struct taken {
     struct entry e;
-    uint64_t held; /* bytes reserved yet, and not committed */
+    uint64_t held; /* bytes that are still reserved, and no longer committed */
 };
 bool charge_take(struct process *p, struct taken *t, uint64_t key, enum space space);
 void charge_gone(struct process *p, const struct taken *t);
 void charge_back(struct process *p, const struct taken *t);
 
-/* charge_end is which of the two the driver's answer calls for. */
+/* charge_end calls the one of them that fits the driver's answer. */
 static inline CUresult charge_end(struct process *p, const struct taken *t, CUresult r)
 {
     if (r == CUDA_SUCCESS)
@@ -80,7 +79,7 @@ static inline CUresult charge_end(struct process *p, const struct taken *t, CUre
     return r;
 }
 
-/* The same for all that a context has, which ends with it. */
+/* The same for everything that a context has, which is freed with it. */
 struct taken_list {
     struct taken *list;
     size_t length, room;

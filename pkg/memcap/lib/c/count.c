@@ -5,10 +5,9 @@
 #include <poll.h>
 #include <sys/stat.h>
 
-/* What a refusal waits for at most: CONTEND_US for what is under way, beside the
- * agent's next reading. Meanwhile it looks for dead processes, after REAP_US and
- * then each time after twice as long: to ask for the others' locks is the dearest
- * part of a look. */
+/* How long a refusal waits: CONTEND_US for what other processes have under way, beside
+ * the agent's next reading. Meanwhile it looks for dead processes after REAP_US, and then
+ * each time after twice as long, since asking for the others' locks costs most. */
 enum { DEATH_MS = 100, CONTEND_US = 200 * 1000, REAP_US = 4 * 1000, LONGEST_REAP_US = 64 * 1000 };
 
 /* --- opening -------------------------------------------------------------- */
@@ -21,8 +20,8 @@ static uint64_t random_word(void)
     return w ? w : 1;
 }
 
-/* map_file maps size bytes of a file that must be just that long. No links are
- * followed and no pipe is waited for: something else may be mounted there. */
+/* map_file maps a file that must be exactly size bytes long. It follows no link and does
+ * not wait for a pipe: something else may be mounted there. */
 static void *map_file(const char *path, size_t size, int flags, int prot, int *err)
 {
     int fd = sys_open(path, flags | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
@@ -42,8 +41,8 @@ static void *map_file(const char *path, size_t size, int flags, int prot, int *e
     return at;
 }
 
-/* take_lock takes the lock of one slot with a description of its own. It
- * returns the descriptor, or a negative number where a living one has it. */
+/* take_lock takes a slot's lock with an open file description of its own. It returns the
+ * descriptor, or a negative number where a living process holds the lock. */
 static int take_lock(const struct account *a, uint64_t index)
 {
     int fd = sys_open(a->path, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
@@ -78,19 +77,19 @@ static uint64_t high(const struct account *a)
     return n < SLOTS ? n : SLOTS;
 }
 
-/* own_pids is the number of this process's PID namespace, 0 where /proc does not tell. */
+/* own_pids returns the number of this process's PID namespace; 0: /proc does not tell. */
 static uint64_t own_pids(void)
 {
     struct stat st;
     return SYS4(SYS_newfstatat, AT_FDCWD, "/proc/self/ns/pid", &st, 0) == 0 ? st.st_ino : 0;
 }
 
-/* await_death waits until the process that had a slot is no more, for the
- * kernel lets go of its lock a moment before the driver has all of its memory
- * back. It is bounded, since the number may be someone else's by now, or the
- * process lives on as another program. Of a process in another PID namespace, that
- * of the container's last start or of another container, the number says nothing,
- * and the moment is waited for: once for all that are reaped together. */
+/* await_death waits until the process that had a slot is gone: the kernel releases its
+ * lock a moment before the driver has all of its memory back. The wait is bounded, since
+ * another process may have that number by now, or the process may run another program.
+ * The number of a process in another PID namespace (of another container, or of an earlier
+ * start of this one) tells nothing, so a fixed time is waited: once for all that are
+ * reaped together. */
 static void await_death(const struct slot *s, bool *waited)
 {
     uint64_t pid = count_read(&s->pid);
@@ -128,7 +127,7 @@ uint64_t account_excess(const struct account *a, uint64_t expected, uint64_t con
     return expected - contexts * each;
 }
 
-/* empty_idle takes what is idle in a slot, and says whether there was any. */
+/* empty_idle sets a slot's idle to 0, and says whether it was more. */
 static bool empty_idle(struct slot *s)
 {
     uint64_t was = count_read(&s->idle);
@@ -138,12 +137,12 @@ static bool empty_idle(struct slot *s)
     return false;
 }
 
-/* blank says whether bound has nothing of a slot. */
+/* blank says whether a slot has no part of bound. */
 static bool blank(const struct slot *s) { return !slot_reserved(s) && !slot_committed(s) && AMOUNT(count_read(&s->idle)) == 0; }
 
-/* clear reaps a slot whose lock the caller has. Should the caller die between the two
- * words of committed, the next one finds the rest: no more than the slot's share, as
- * long as the word that is below zero goes last. */
+/* clear reaps a slot; the caller holds its lock. If the caller dies between the two words
+ * of committed, the next one finds the rest. That is no more than the slot's share, as
+ * long as the word that is below zero is cleared last. */
 static void clear(struct account *a, struct slot *s)
 {
     uint64_t *one = &s->committed, *two = &s->others_committed;
@@ -154,8 +153,8 @@ static void clear(struct account *a, struct slot *s)
     uint64_t c = __atomic_exchange_n(one, 0, __ATOMIC_SEQ_CST);
     c += __atomic_exchange_n(two, 0, __ATOMIC_SEQ_CST);
     if (c && c < MOST) {
-        /* All of it: a process that dies gives its descriptors back before the
-         * lock, so a reading may have found it living and without memory. */
+        /* Settle all of it: a dying process closes its descriptors before it releases
+         * the lock, so a reading may have found it alive and without memory. */
         count_add(&a->usage->settled, c);
         bound_sub(a, c);
     }
@@ -181,7 +180,7 @@ static bool reap(struct account *a)
             continue;
         if (look < 0)
             look = sys_open(a->path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY, 0);
-        /* Nearly all live: to ask is cheaper than to try. */
+        /* Nearly all are alive, and asking for a lock is cheaper than trying to take it. */
         if (look >= 0 && !slot_free(look, i))
             continue;
         int fd = take_lock(a, i);
@@ -246,7 +245,7 @@ bool account_rests(struct account *a, bool reaps, uint64_t *given)
     return t.sane && t.reserved == t.committed;
 }
 
-/* repair returns the sums that it saw last. */
+/* repair repairs bound (see count.h) and returns the sums that it saw last. */
 static struct sums repair(struct account *a)
 {
     for (int tries = 0;; tries++) {
@@ -261,8 +260,7 @@ static struct sums repair(struct account *a)
     }
 }
 
-/* reclaim takes off bound what is idle, of whatever process, and says whether there was
- * any. */
+/* reclaim takes what is idle in all slots off bound, and says whether there was any. */
 static bool reclaim(struct account *a, struct sums *t)
 {
     bool any = false;
@@ -273,8 +271,8 @@ static bool reclaim(struct account *a, struct sums *t)
     return any;
 }
 
-/* take_slot takes the first slot that is free and clean. One that a dead
- * process left is for reap, which may have to wait. */
+/* take_slot takes the first slot that is free and blank. It clears one that a dead process
+ * left only where there is no other, since that may have to wait. */
 static int take_slot(struct account *a)
 {
     for (int clean = 1; clean >= 0; clean--)
@@ -287,7 +285,7 @@ static int take_slot(struct account *a)
                 continue;
             if (fd < 0)
                 return fd;
-            /* Above, it was free of charge or not; with the lock it stays so. */
+            /* With the lock held this does not change any more. */
             if (!blank(s)) {
                 if (clean) {
                     sys_close(fd);
@@ -303,7 +301,7 @@ static int take_slot(struct account *a)
             sys_close(fd);
             if (!a->hold)
                 return -12;
-            /* The slot is one of those that are summed before it holds anything. */
+            /* The slot must be among those that are summed before it is used. */
             uint32_t old = __atomic_load_n(&a->usage->high, __ATOMIC_SEQ_CST);
             while (old < i + 1)
                 if (__atomic_compare_exchange_n(&a->usage->high, &old, (uint32_t)i + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
@@ -338,8 +336,8 @@ int account_open(struct account *a, const char *usage_path)
     if (!a->usage)
         return err;
     a->nonce = count_read(&a->usage->nonce);
-    /* A page that the limit page does not name is not the claim's. It may have been
-     * mounted over that, to begin at nothing again. */
+    /* A page that the limit page does not name is not the agent's. A tenant may have
+     * mounted it over the real one, to begin again at nothing. */
     bool other = a->nonce != __atomic_load_n(&a->page->usage, __ATOMIC_ACQUIRE);
     err = other || account_nonsense(a) ? SPOILT : take_slot(a);
     if (err) {
@@ -351,14 +349,14 @@ int account_open(struct account *a, const char *usage_path)
 
 /* --- near the cap --------------------------------------------------------- */
 
-/* Patience runs out by the clock, but counts little of a time in which this thread
- * was held up between two looks: on a busy node, or where the container is at its
- * CPU limit, so were those that are waited for. */
+/* Patience is a time limit by the clock. Of a time in which this thread was held up
+ * between two looks it counts only a part: on a busy node, or at the container's CPU
+ * limit, the processes that it waits for were held up too. */
 struct patience {
     uint64_t whole, left, counted; /* in microseconds */
 };
 
-enum { LOOKS = 8 }; /* at least so many */
+enum { LOOKS = 8 }; /* there are at least so many looks */
 
 static struct patience patience(uint64_t us)
 {
@@ -373,14 +371,14 @@ static bool runs_out(struct patience *p, uint64_t most)
     return !p->left;
 }
 
-/* look is to be called before each nap. */
+/* look must be called before each nap. It says whether the time is up. */
 static bool look(struct patience *p)
 {
     return runs_out(p, p->whole / LOOKS);
 }
 
-/* try adds n only where it fits, so that those who wait do not frighten each
- * other with what they take back. */
+/* try_below adds n to bound only where it fits, so that processes that wait do not see
+ * amounts of each other that are taken back at once. */
 static bool try_below(struct account *a, uint64_t n, uint64_t (*ceiling)(const struct account *))
 {
     uint64_t b = count_read(&a->usage->bound);
@@ -388,7 +386,7 @@ static bool try_below(struct account *a, uint64_t n, uint64_t (*ceiling)(const s
         return false;
     reserved_add(a, n);
     b = count_read(&a->usage->bound);
-    /* The ceiling after the word: what was lost before it has lowered it. */
+    /* Read the ceiling after bound: memory lost before then has lowered it. */
     while (AMOUNT(b) + n <= ceiling(a)) {
         uint64_t next = b + STEP + n / UNIT;
         if (__atomic_compare_exchange_n(&a->usage->bound, &b, next, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
@@ -404,11 +402,10 @@ static uint64_t ceiling_now(const struct account *a) { return account_ceiling(a)
 
 static bool try(struct account *a, uint64_t n) { return try_below(a, n, ceiling_now); }
 
-/* ceiling_alone is the ceiling while the agent does not read. No reading makes good
- * then what was lost, and a container whose processes come and go would end with nothing. So
- * what was lost is room again; but no more than the limit, since a ceiling above
- * it came of memory that bound had and the driver had not, which may be just
- * what was lost. */
+/* ceiling_alone returns the ceiling while the agent does not read. No reading then
+ * corrects what was lost, and a container whose processes come and go would end with no
+ * room. So what was lost is room again, up to the limit: a ceiling above the limit
+ * stands for memory that bound had and the driver did not, which may be the same. */
 static uint64_t ceiling_alone(const struct account *a)
 {
     const struct limit_page *p = a->page;
@@ -416,7 +413,7 @@ static uint64_t ceiling_alone(const struct account *a)
     return account_told(a, __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE)) && ceiling < limit ? ceiling : limit;
 }
 
-/* account_reserve_of_idle is for n that did not fit. */
+/* account_reserve_of_idle tries again, after n did not fit, with what is idle. */
 bool account_reserve_of_idle(struct account *a, uint64_t n)
 {
     __atomic_store_n(&a->keeps, 0, __ATOMIC_RELAXED);
@@ -443,9 +440,9 @@ void account_exports_gone(struct account *a)
         account_lost(a, gone);
 }
 
-/* fresh says whether the ceiling is the driver's own word: a reading was exact, and
- * since then all that was charged or given back is known to the byte. Asking again
- * would tell nothing new. */
+/* fresh says whether the ceiling is exact: so was the last reading, and everything that
+ * was charged or given back since is known to the byte. Another reading would tell
+ * nothing new. */
 static bool fresh(const struct account *a)
 {
     const struct limit_page *p = a->page;
@@ -459,9 +456,9 @@ static struct picture picture(const struct account *a, uint64_t committed)
     return (struct picture){AMOUNT(count_read(&a->usage->bound)), committed, account_ceiling(a), count_read(&a->usage->settled), count_read(&a->usage->guesses)};
 }
 
-/* answered says whether n, or less, was refused when there was no less room. What
- * was under way then may go on being so: only where more of bound is uncommitted now
- * has something else begun to be given back. */
+/* answered says whether n or less was refused when there was at least as much room. What
+ * was under way then may still be; only if less is committed now, something else is being
+ * given back. */
 static bool answered(struct account *a, uint64_t n, const struct picture *now)
 {
     bool any = false;
@@ -482,9 +479,8 @@ static void remember(struct account *a, uint64_t n, const struct picture *at)
     spin_unlock(&a->lock);
 }
 
-/* beyond says whether n does not fit for sure, by whatever of all that the readings
- * leave open. A reading that fell among others' allocations may leave the ceiling too
- * low, and is no answer then. */
+/* beyond says whether n certainly does not fit, since it exceeds the roof. The ceiling
+ * alone does not tell: it may be too low where processes allocated during the reading. */
 static bool beyond(const struct account *a, uint64_t n)
 {
     const struct limit_page *p = a->page;
@@ -493,28 +489,28 @@ static bool beyond(const struct account *a, uint64_t n)
            __atomic_load_n(&p->roof_stamp, __ATOMIC_ACQUIRE) == stamp && __atomic_load_n(&p->nonce, __ATOMIC_ACQUIRE) == a->nonce;
 }
 
-/* unheard says that the agent does not read, or has not since the last asking. */
+/* unheard says that the agent does not read, or has not since we last asked. */
 static bool unheard(const struct account *a)
 {
     return !__atomic_load_n(&a->page->every_ms, __ATOMIC_ACQUIRE) || count_read(&a->waited) == count_read(&a->page->done) + 1;
 }
 
-/* A hearing asks the agent for a reading that begins after this moment, and for more
- * as long as those cannot tell whether there is room; in all for twice the time
- * between two. It asks nothing where the agent does not read or has not answered the last
- * time, nor where the answer is known. */
+/* A hearing asks the agent for a reading that begins from now on, and for further ones as
+ * long as they do not tell whether there is room; in all for twice the time between two
+ * readings. It does not ask where the agent does not read or did not answer last time,
+ * or where the answer is known. */
 struct hearing {
     bool begun, asked, over;
-    bool exported; /* something may have gone that no call tells of */
-    uint64_t done, after; /* readings finished: at the beginning, and that tell nothing */
+    bool exported; /* exported memory may have gone, which no call tells */
+    uint64_t done, after; /* readings finished at the beginning, and those begun before we asked */
     struct patience p;
     uint64_t nap; /* in microseconds */
 };
 
 enum heard { HEARD_NOTHING, HEARD_NEWS, HEARD_ALL };
 
-/* hear is to be called before each nap. HEARD_NEWS: a reading has come that n was
- * not held against yet. HEARD_ALL: there is nothing to wait for. */
+/* hear must be called before each nap. HEARD_NEWS: there is a new reading, so try again.
+ * HEARD_ALL: there is nothing left to wait for. */
 static enum heard hear(struct account *a, struct hearing *h, uint64_t n)
 {
     if (h->over)
@@ -540,18 +536,18 @@ static enum heard hear(struct account *a, struct hearing *h, uint64_t n)
         h->p = patience(2000 * (every < 5000 ? every : 5000));
         h->done = count_read(&a->page->done);
     }
-    /* In this order: a reading that is begun for this ask is one more than that. */
+    /* In this order: a reading that begins because of this ask has a higher number. */
     h->after = count_read(&a->page->begun);
     count_add(&a->usage->asks, 1);
     h->begun = h->asked = true;
     return HEARD_NOTHING;
 }
 
-/* await_reading naps until a reading is finished; the agent then wakes those who wait on
- * that word of the limit page. That does not reach a process with a kernel of its own,
- * as in a sandbox, and nothing wakes this one when another process frees memory. So a
- * nap is short, and longer each time, since each costs the processor more than a
- * hundred allocations. */
+/* await_reading naps until a reading is finished; the agent then wakes those who wait on a
+ * word of the limit page. That does not reach a process with a kernel of its own, as in a
+ * sandbox, and nothing wakes us when another process frees memory. So naps are short, and
+ * each is longer than the one before, since a nap costs as much CPU time as a hundred
+ * allocations. */
 enum { NAP_US = 1000, LONGEST_NAP_US = 16000 };
 
 static void await_reading(const struct account *a, struct hearing *h)
@@ -574,13 +570,13 @@ static void await_reading(const struct account *a, struct hearing *h)
         nap_us(h->nap);
 }
 
-/* contend tries until nothing is left to wait for: neither the agent's word, nor what
- * is only under way: others' reservations that may yet be taken back, and frees that
- * are not done. Where all that was said before to no less, it does not wait. */
+/* contend tries to reserve n until there is nothing left to wait for: neither a reading,
+ * nor others' reservations that may be taken back, nor frees that are under way. It does
+ * not wait where as much was refused before and there is no more room now. */
 static bool contend(struct account *a, uint64_t n, uint64_t limit)
 {
     struct patience p = patience(CONTEND_US);
-    struct hearing h = {.over = n > limit}; /* more than all of the limit: no reading makes that fit */
+    struct hearing h = {.over = n > limit}; /* no reading makes more than the limit fit */
     struct picture now;
     uint64_t dice = random_word(), reaped = 0, every = REAP_US / 2;
     bool waits = true, looked_again = false;
@@ -615,7 +611,7 @@ static bool contend(struct account *a, uint64_t n, uint64_t limit)
         if (heard == HEARD_ALL && !under_way) {
             if (looked_again || now_us() - reaped < REAP_US)
                 break;
-            looked_again = true; /* for those who have died since */
+            looked_again = true; /* for processes that have died since */
             every = 0;
             continue;
         }
@@ -664,8 +660,8 @@ bool account_reserve_slowly(struct account *a, uint64_t n)
     return false;
 }
 
-/* left_dead returns what slots without a living owner have in bound. That is
- * looked at every few milliseconds at most. */
+/* left_dead returns how many bytes of bound belong to slots whose owner is dead. It looks
+ * every few milliseconds at most. */
 static uint64_t left_dead(struct account *a)
 {
     uint64_t n = high(a), sum = 0;
