@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* Exports by address: a descriptor for another device's driver (dma-buf), and a name
- * for another process (IPC). Either may keep the memory when it has been freed here. */
+/* Exports by address: a descriptor for another device's driver (dma-buf), and a handle
+ * for another process (IPC). Either may keep the memory after it was freed here. */
 
 #include "export.h"
 #include "pool.h"
 
-/* A search for the next entry, by its address, that has a part of a range. */
+/* A search for the entries that overlap a range, in the order of their addresses. */
 struct search {
     uint64_t at, size, last;
     enum space space;
@@ -95,10 +95,10 @@ EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr at)
 /* --- pools that others can open --------------------------------------------- */
 
 /* Such a pool gives nothing back before its end ("IPC pools currently do not support
- * releasing physical blocks back to the OS"). What it has grown by in an attempt could not be
- * undone, so one is made only where something was freed that is large enough, and of
- * which nothing has been had since: a driver that finds it need not grow. Places that were
- * freed are written down one by one; that two are beside each other is not seen. */
+ * releasing physical blocks back to the OS"). If it grew in an attempt, that could not be
+ * undone. So an attempt is made only where something large enough was freed and no part
+ * of it was allocated since: a driver that finds it need not grow. Each freed place is
+ * noted by itself; that two are adjacent is not noticed. */
 enum { PLACES = 64, MANY_PLACES = 4096 };
 
 struct places {
@@ -126,7 +126,7 @@ void place_freed(struct process *p, struct pool *pool, const struct entry *e)
     struct entry place = *e, old;
     if (__atomic_add_fetch(&pool->places, 1, __ATOMIC_RELAXED) > MANY_PLACES) {
         __atomic_store_n(&pool->places, 0, __ATOMIC_RELAXED);
-        places_end(p, pool); /* a program with so many does without */
+        places_end(p, pool); /* too many: begin again */
     }
     place.space = SPACE_PLACE;
     table_put(&p->table, &place, &old);

@@ -1,24 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* The limits of a context: how large a stack each thread has, how large the device's
- * heap is, and so on. The driver keeps memory for them, so an increase is reserved
- * before it is asked for, and given back when the limit falls or the context ends.
- * What a limit is at first is in what a context takes.
+/* The limits of a context: the size of each thread's stack, of the device's heap, and so
+ * on. The driver takes memory for them, so an increase is reserved before the call, and
+ * given back when the limit falls or the context ends. The memory for a limit's first
+ * value is part of what the context takes.
  *
- * A driver may take a heap's memory only when the first kernel that needs it runs, which
- * no call tells us. Until then its figures lack it, and nobody else is to have it; then
- * they have it, and it is not to be counted twice. So it is a promise, in a word of its
- * own, and the agent finds out which of the two it is, by a sudden rise of the driver's
- * figure by just that. What it was before has to be known for that: a reading is waited
- * for as soon as a promise is made. */
+ * A driver may take a heap's memory only with the first kernel that needs it, which no
+ * call tells us. Until then the driver's figures lack it, and nobody else may have it;
+ * afterwards they include it, and it must not be counted twice. So it is a promise, in a
+ * word of its own. The agent finds out when it is taken: the driver's figure rises
+ * by just that amount. It has to know the figure before, so a reading is awaited as soon
+ * as a promise is made. */
 
 #include "charge.h"
 
-/* each returns what one more of a limit takes, in bytes, as documented for
- * cuCtxSetLimit: the heap and the FIFO are sizes, the stack is one for each thread
- * that can be resident. A level of synchronisation is up to 150 MiB by the programming
- * guide; of a pending launch no guide says it, so that is an estimate. Other limits
- * are of caches and of memory on the multiprocessors: 0. */
+/* each returns how many bytes one unit of a limit takes, as documented for cuCtxSetLimit:
+ * the heap and the FIFO are in bytes, the stack is for each thread that can be resident.
+ * A level of synchronisation takes up to 150 MiB by the programming guide. For a pending
+ * launch no guide says it; that is an estimate. Other limits are about caches and memory
+ * on the multiprocessors, and take nothing. */
 static uint64_t each(int limit, CUdevice device)
 {
     int multiprocessors, threads;
@@ -70,8 +70,8 @@ static bool at_once(int limit, size_t was, size_t value, uint64_t more, size_t b
     return shows;
 }
 
-/* change is called with limiting held; *promised says whether the driver is to take
- * something yet. */
+/* change is called with p->limiting held. It sets *promised if the driver will take
+ * something later. */
 static CUresult change(struct process *p, struct account *a, const struct where *at, int limit, size_t value, uint64_t one, bool *promised)
 {
     struct entry e, old;
@@ -117,12 +117,12 @@ static CUresult change(struct process *p, struct account *a, const struct where 
     if (held > more)
         account_cancel(a, held - more);
     if (has < e.bytes)
-        account_lost(a, e.bytes - has); /* room when it is seen that the driver has it back */
+        account_lost(a, e.bytes - has); /* it is room after a reading shows that it is gone */
     if (has != e.bytes)
         account_guessed(a);
     e.bytes = has;
     if (has)
-        table_put(&p->table, &e, &old); /* without memory for it: charged for good */
+        table_put(&p->table, &e, &old); /* if there is no memory for it, it is charged until the process ends */
     return r;
 }
 

@@ -1,10 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/* Memory by hand. What cuMemCreate makes lives until nothing holds it: neither
- * its handles, of which cuMemRetainAllocationHandle makes more, nor a mapping.
- * It is the process's, not a context's. What was imported is charged to the process
- * that exported it, but its mappings are written down too, so that a range can be
- * walked. */
+/* Memory of cuMemCreate. It exists until nothing holds it: no handle, of which
+ * cuMemRetainAllocationHandle makes more, and no mapping. It belongs to the process, not
+ * to a context. Imported memory is charged to the process that exported it, but its
+ * mappings are noted too, so that an unmap can find all mappings of a range. */
 
 #include "export.h"
 #include "property.h"
@@ -63,10 +62,10 @@ static void apply(struct entry *e, void *arg)
     }
 }
 
-/* hold adds to what holds a handle; let_go takes away, and if nothing is left
- * uncommits the memory and says so, with the entry as it was before. What was
- * exported stays committed: others may hold it. Of a handle that is none of ours, *was is
- * blank. */
+/* hold adds to what holds a handle, let_go takes off. If nothing is left, let_go
+ * uncommits the memory and returns true, with the former entry in *was. Exported
+ * memory stays committed, since others may hold it. For a handle that is not ours, *was
+ * is blank. */
 static void hold(struct process *p, CUhandle handle, uint64_t what)
 {
     struct change c = {.add = what};
@@ -95,7 +94,7 @@ static void ended(struct process *p, const struct entry *e)
 {
     struct account *a = &p->accounts[e->device];
     if (e->owner & EXPORTED) {
-        /* No reading tells of managed memory: that is charged until the process ends. */
+        /* No reading shows managed memory, so it is charged until the process ends. */
         if (e->how != HOW_MANAGED)
             account_exported(a, e->bytes);
         return;
@@ -113,15 +112,14 @@ static void not_ended(struct process *p, const struct entry *e)
     table_put(&p->table, e, &old);
 }
 
-/* What makes a descriptor, or a name for other processes and other nodes, of memory
- * that was made by hand. */
+/* It makes a descriptor, or a handle for other processes and other nodes. */
 EXPORT CUresult cuMemExportToShareableHandle(void *out, CUhandle handle, int type, unsigned long long flags)
 {
     struct process *p = ENTER();
     struct entry was;
     if (!p)
         return CALL(cuMemExportToShareableHandle, out, handle, type, flags);
-    hold(p, handle, REF); /* a release beside us must not be the last */
+    hold(p, handle, REF); /* so that another thread's release is not the last */
     CUresult r = CALL(cuMemExportToShareableHandle, out, handle, type, flags);
     if (r == CUDA_SUCCESS)
         handle_exported(p, handle);
@@ -164,21 +162,21 @@ EXPORT CUresult cuMemMap(CUdeviceptr at, size_t size, size_t offset, CUhandle ha
     struct entry e = {.key = at, .bytes = size, .owner = handle, .space = SPACE_MAP, .how = HOW_NOTE}, old, was;
     if (!p)
         return CALL(cuMemMap, at, size, offset, handle, flags);
-    hold(p, handle, MAPPED); /* first: a release beside us must not be the last */
+    hold(p, handle, MAPPED); /* first, so that another thread's release is not the last */
     CUresult r = CALL(cuMemMap, at, size, offset, handle, flags);
     if (r != CUDA_SUCCESS) {
         if (let_go(p, handle, MAPPED, &was))
             ended(p, &was);
     } else {
-        table_put(&p->table, &e, &old); /* without memory for it: charged for good */
+        table_put(&p->table, &e, &old); /* if there is no memory for it, it is charged until the process ends */
     }
     return r;
 }
 
-/* An unmap takes whole mappings, one or several. Those in its range are let go
- * of one by one; the list has each mapping, and behind the one that was a
- * handle's last hold the handle. Mostly there are few: a list of more has memory of
- * its own, which costs more than all the rest of the call. */
+/* An unmap takes one or several whole mappings. The list has each mapping of the range,
+ * and after a mapping that was the last hold on a handle, the handle. Mostly there are
+ * few; only a longer list gets memory of its own, which costs more than the rest of the
+ * call. */
 
 enum { FEW = 8 };
 
@@ -228,7 +226,7 @@ EXPORT CUresult cuMemUnmap(CUdeviceptr at, size_t size)
             bool kept = push(&u, &e);
             if (kept && let_go(p, e.owner, MAPPED, &was))
                 if (!push(&u, &was))
-                    not_ended(p, &was); /* no memory to remember it: charged for good */
+                    not_ended(p, &was); /* no memory to note it: charged until the process ends */
             theirs |= kept && !was.how;
             i += e.bytes;
         }
@@ -252,9 +250,9 @@ EXPORT CUresult cuMemUnmap(CUdeviceptr at, size_t size)
     return r;
 }
 
-/* Memory that is mapped into a sparse array lives as long as it is mapped
- * there, and an unmapping does not say which handle's it was: from the first
- * such mapping it is charged until the process ends. */
+/* Memory that is mapped into a sparse array exists as long as it is mapped there, and an
+ * unmap does not say whose it was. So after the first such mapping it is charged until
+ * the process ends. */
 
 static CUresult map_array(struct process *p, CUmapinfo *list, unsigned int n, CUstream s, CUresult (*call)(CUmapinfo *, unsigned int, CUstream))
 {
