@@ -24,10 +24,10 @@ import (
 // user of a container writes to the pages; a container has the files and not their
 // directory, so everything there was made by the agent.
 //
-// A page is the claim's as long as the limit page beside it names its nonce. That
-// is stored last, so whatever a killed agent has left half done is done anew.
+// A usage page belongs to the allocation as long as the limit page beside it names its
+// nonce. The agent stores that last, so what a killed agent left half done is done again.
 
-// usageLocked sees to it that a claim has a usage page for each limited GPU, and
+// usageLocked sees to it that an allocation has a usage page for each limited GPU, and
 // returns the nonces of those that it made.
 func (p *Pages) usageLocked(key string, limits []Limit) (made map[gpu.UUID]uint64, err error) {
 	room := filepath.Join(p.usage, key)
@@ -89,7 +89,7 @@ func (p *Pages) soundLocked(key string, u gpu.UUID, since uint64) bool {
 	return string(head[:useNonce]) == usageMagic && nonce != 0 && nonce == limit.load(atUsage) && limit.load(atSince) >= since
 }
 
-// Sound reports whether processes that start now can count on all of a claim's
+// Sound reports whether processes that start now can count on all of an allocation's
 // pages. Write makes new ones of those that they cannot.
 func (p *Pages) Sound(key string) (bool, error) {
 	if !plainName(key) {
@@ -121,8 +121,8 @@ func (p *Pages) Sound(key string) (bool, error) {
 // container's users are not the host's.
 const usageMode = 0o666
 
-// makeUsage makes a usage page of its own nonce. All of its room is taken at once
-// where others could take it.
+// makeUsage makes a usage page with a new nonce. With whole it takes all of the page's
+// room at once, since others could take it.
 func makeUsage(path string, whole bool) (nonce uint64, err error) {
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
@@ -152,9 +152,9 @@ func makeUsage(path string, whole bool) (nonce uint64, err error) {
 }
 
 // makeRoom mounts a file system for so many usage pages, no larger than they are.
-// A process that may not mount uses a directory where somebody has mounted a
-// limited tmpfs for all claims of the node; who fills that keeps new claims out,
-// so all room of a page must then be taken when it is made.
+// An agent that may not mount uses a directory where somebody has mounted a limited tmpfs
+// for all allocations of the node. Whoever fills that keeps new allocations out, so all
+// room of a page must then be taken when it is made.
 func makeRoom(dir string, pages int) (whole bool, err error) {
 	parent := filepath.Dir(dir)
 	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
@@ -181,8 +181,8 @@ func makeRoom(dir string, pages int) (whole bool, err error) {
 	return false, nil
 }
 
-// labelOf is the SELinux label of a directory, empty where the kernel does not
-// enforce labels: what is mounted below it is to have the same, as a file would.
+// labelOf returns the SELinux label of a directory, or "" where the kernel does not
+// enforce labels. What is mounted below it gets the same label, as a file would.
 func labelOf(dir string) string {
 	own, err := os.ReadFile("/proc/self/attr/current")
 	if err != nil || strings.Count(string(own), ":") < 3 {
@@ -196,8 +196,7 @@ func labelOf(dir string) string {
 	return strings.TrimRight(string(label[:n]), "\x00\n")
 }
 
-// removeRoom takes away what makeRoom made. Containers that have files of it keep
-// them.
+// removeRoom removes what makeRoom made. Containers that have its files mounted keep them.
 func removeRoom(dir string) error {
 	for {
 		err := unix.Unmount(dir, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW)

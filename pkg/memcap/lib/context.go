@@ -9,7 +9,7 @@ import "time"
 // and short enough for an estimate that was wrong.
 const estimateBack = 8 * time.Second
 
-// estimate puts into the page what a context of this claim's is expected to take,
+// estimate puts into the page what a context of this allocation's is expected to take,
 // after a reading by which each has so many bytes (0: it does not tell). m.pages.mu
 // is held.
 //
@@ -18,7 +18,7 @@ const estimateBack = 8 * time.Second
 // there is a context for it: of all readings, the one with the least for each
 // context has the fewest modules in it. So the least counts, at once, and more only
 // as time passes: the estimate goes back to the default by itself, and never above.
-// It is this claim's alone: what one tenant loads, or writes into its counters,
+// It is this allocation's alone: what one tenant loads, or writes into its counters,
 // changes nothing for another.
 func (m *Meter) estimate(each uint64, now time.Time) {
 	if m.estimated.IsZero() {

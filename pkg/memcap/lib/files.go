@@ -11,7 +11,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Files is all that the agent keeps on the host for caps: the pages of claims, and
+// Files is all that the agent keeps on the host for caps: the pages of allocations, and
 // the libraries as they suit the node's driver.
 type Files struct {
 	*Pages
@@ -63,7 +63,7 @@ func (f *Files) Fit(parts cdi.Parts) (Kit, error) {
 	return fitted, err
 }
 
-// Prune removes the libraries of other versions and of other drivers. Every claim's
+// Prune removes the libraries of other versions and of other drivers. Every allocation's
 // CDI file must name the present ones.
 func (f *Files) Prune() error {
 	return Prune(f.dir, func(version string) bool { return version == f.fitted.Version() })

@@ -21,7 +21,7 @@ import (
 //go:embed built/*
 var built embed.FS
 
-// Kit is what a claim's CDI file mounts of an installed version, as paths below
+// Kit is what an allocation's CDI file mounts of an installed version, as paths below
 // the directory that was given to Install.
 type Kit struct {
 	CUDA, NVML string // the libraries, to be mounted over the driver's
@@ -153,7 +153,7 @@ func whole(home string, files []file) bool {
 }
 
 // Prune removes the versions below dir that are not this program's and for
-// which used says no: no claim's CDI file names them. Of this program's, those
+// which used says no: no allocation's CDI file names them. Of this program's, those
 // that were fitted to a driver (Fit) are others, for which used is asked.
 func Prune(dir string, used func(hash string) bool) error {
 	_, own, err := content()

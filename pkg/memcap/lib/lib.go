@@ -13,7 +13,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Where things are in a container that holds a claim.
+// Where things are in a container that holds an allocation.
 const (
 	Root      = "/usr/lib/gpu-agent"
 	RealCUDA  = Root + "/driver/libcuda.so.1"      // the driver's own library
@@ -23,7 +23,7 @@ const (
 	CompatDir = "/usr/local/cuda/compat"           // where images bring driver libraries of their own
 )
 
-// The two pages of a claim's GPU, by their names in PagesDir.
+// The two pages of an allocation's GPU, by their names in PagesDir.
 const (
 	limitName = "limit"
 	usageName = "usage"
@@ -31,9 +31,9 @@ const (
 	limitsName = "limits"
 )
 
-// PagesDir is where a container has the pages of one claim on one GPU. It is a
-// directory for each GPU and in that one for each claim, so a container with two
-// claims on one GPU has both pairs, and the library finds them whatever their
+// PagesDir is where a container has the pages of one allocation on one GPU. It is a
+// directory for each GPU and in that one for each allocation, so a container with two
+// allocations on one GPU has both pairs, and the library finds them whatever their
 // keys are.
 func PagesDir(u gpu.UUID, key string) string { return ClaimsDir + "/" + string(u) + "/" + key }
 
@@ -41,7 +41,7 @@ func PagesDir(u gpu.UUID, key string) string { return ClaimsDir + "/" + string(u
 func LimitPath(u gpu.UUID, key string) string { return PagesDir(u, key) + "/" + limitName }
 func UsagePath(u gpu.UUID, key string) string { return PagesDir(u, key) + "/" + usageName }
 
-// KeyOf returns the claim that has a page, by the page's path on the host; ok is false for
+// KeyOf returns the allocation that has a page, by the page's path on the host; ok is false for
 // any other file. dir is the agent's state directory.
 func KeyOf(dir, path string) (key string, ok bool) {
 	rest, ok := strings.CutPrefix(path, filepath.Join(dir, "cap")+"/")
@@ -52,7 +52,7 @@ func KeyOf(dir, path string) (key string, ok bool) {
 	return parts[1], true
 }
 
-// Mounts are what puts a claim's pages into a container: limit pages that it
+// Mounts are what puts an allocation's pages into a container: limit pages that it
 // cannot write, and usage pages that it can. No device node and no program in
 // either has any effect.
 func Mounts(key string, pages map[gpu.UUID]Page) []specs.Mount {
@@ -73,7 +73,7 @@ func bind(from, to, how string) specs.Mount {
 // None is the limit of a GPU without one.
 const None = ^uint64(0)
 
-// DefaultContext is what a context is charged with before a claim's own were
+// DefaultContext is what a context is charged with before an allocation's own were
 // measured, and the most that one ever is, in bytes. On data-centre GPUs of 2020 to
 // 2025 a context with a usual program's modules has 250 to 550 MiB. LeastContext is
 // the least: a container that is charged too little can use more than its cap until the

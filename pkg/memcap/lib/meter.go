@@ -11,10 +11,10 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Meter holds what a claim's processes count against what the driver says it has, and
-// puts the difference into the limit page. A reading is Begin, then the
-// driver's figure, then End; between them processes go on allocating, and what
-// may be concluded follows from what the two looks at the usage page show.
+// Meter compares what an allocation's processes count with what the driver says that they
+// have, and puts the difference into the limit page. A reading is Begin, then the
+// driver's figure, then End. Meanwhile processes go on allocating. What the figure tells
+// follows from the two looks at the usage page, in Begin and in End.
 //
 // A Meter is not for concurrent use.
 type Meter struct {
@@ -37,17 +37,16 @@ type Meter struct {
 // Reading is the outcome of one reading.
 type Reading struct {
 	Counters
-	// Used is what counts against the limit, in bytes: the driver's figure and
-	// managed memory, or what is bound and the last correction where the driver
-	// has no figure.
+	// Used is what counts against the limit, in bytes: the driver's figure plus managed
+	// memory; where the driver has no figure, what is bound plus the last correction.
 	Used uint64
-	// Correction is what the container has beyond what is bound, or lacks.
+	// Correction is what the container has more than is bound, in bytes; less is negative.
 	Correction int64
-	// Quiet: nothing was under way, so the correction is exact.
+	// Quiet says that nothing was under way, so that the correction is exact.
 	Quiet bool
 }
 
-// Meter starts readings of a claim's GPU. The page must have been written; the
+// Meter starts readings of an allocation's GPU. The page must have been written; the
 // usage page stays the caller's to close, after the meter.
 func (p *Pages) Meter(key string, u gpu.UUID, usage *Usage) (*Meter, error) {
 	if !plainName(key) || !plainName(string(u)) {
@@ -73,7 +72,7 @@ func (m *Meter) Close() error {
 	return err
 }
 
-// Begin is to be called before the driver is asked.
+// Begin must be called before the driver is asked.
 func (m *Meter) Begin() error {
 	m.begun = false
 	c, err := m.usage.Read()
@@ -99,23 +98,23 @@ func (m *Meter) Begin() error {
 // in one that has begun, whatever came of it. Who writes the page decides on it.
 func (m *Meter) Cost() time.Duration { return m.took }
 
-// End is to be called with what the driver says that the container's processes
-// have on the GPU, in bytes, or with known false where it does not say.
+// End must be called with what the driver says that the container's processes have on
+// the GPU, in bytes, or with known false where it does not say.
 //
-// Let T be what the processes have of what is counted, without managed memory,
-// which the driver's figure lacks, and promises, which it may lack. If the word of bound, and those of what is
-// idle, were the same from the beginning of the first look to the end of the second, T was between what was
-// bound and that less all that was under way, and the true correction is the
-// figure less T: the one in use is moved into that range, and no further. If nothing
-// was under way either, the range is one number, and exact: the page is stamped, and
-// until something happens that is not known to the byte (Guesses, Settled) nobody need
-// ask again. If the word changed, the figure belongs to no count that we know; it
-// can only show, being more than all that bound ever was, that contexts which
-// came since take more than was thought. The stamp stays with the correction.
+// Let T be the counted memory that the processes have, without managed memory, which the
+// driver's figure lacks, and without promises, which it may lack. If bound and all idle
+// words were the same from the beginning of the first look to the end of the second, T
+// was at most what was bound, and at least that less all that was under way. The true
+// correction is the figure less T, so the one in use is moved into that range, and no
+// further. If nothing was under way, the range is one exact number. Then the page is
+// stamped, and nobody need ask again until something happens that is not known to the
+// byte (Guesses, Settled). If bound changed, the figure belongs to no count that we know.
+// It can show one thing: if it is more than bound ever was, contexts that came since take
+// more than was thought. The stamp stays with the correction.
 //
-// The correction in use is the safe one of those that are possible: what was lost may
-// be in it though the driver had it still. So the page says besides how small it may
-// be, and a process that would then have room asks for another reading before it refuses.
+// Of the possible corrections the safe one is used: it may contain what was lost although
+// the driver still had it. So the page also says how small it may be, and a process that
+// would then have room asks for another reading before it refuses.
 func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 	if !m.begun {
 		return Reading{}, errors.New("end a reading that was not begun")
@@ -137,8 +136,8 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 		m.taken = nil
 	}
 	known = known && driver < most && m.first.Nonce == c.Nonce
-	// That the second look was steady tells that the first one was. What an attempt
-	// takes beyond bound is there for a moment, and would lower the ceiling by it.
+	// If the second look was steady, so was the first. No attempt may be under way: what
+	// it takes beyond bound for a moment would lower the ceiling.
 	still := m.first.Word == c.Word && c.Steady && m.first.moves == c.moves && m.first.Attempt == c.Attempt && uint32(c.Attempt) == 0
 	r := Reading{Counters: c}
 	var each uint64 // what a context takes, by this reading
@@ -148,9 +147,8 @@ func (m *Meter) End(driver uint64, known bool) (Reading, error) {
 	if known {
 		r.Used = driver + c.Managed + m.taken.open(c)
 	}
-	// What people see is the figure itself, and what has been counted since: not
-	// with an allocation or a context under way, of which nobody knows whether the
-	// figure has it.
+	// Views show the figure itself plus what was counted since. That needs a reading with
+	// no large allocation or context under way, which the figure may have or not.
 	switch {
 	case known && still && max(underWay(m.first), underWay(c)) <= shownSlack:
 		next.shown, next.shownAt, next.dead = int64(r.Used)-int64(c.Bound), c.Settled, c.Dead
@@ -177,8 +175,8 @@ func (m *Meter) conclude(was, next reading, c Counters, driver uint64, known, st
 	switch {
 	case !known:
 		if next.correction == 0 && m.first.Nonce == c.Nonce {
-			// The ceiling is the limit and rests on no figure, so what was
-			// settled is not missing in one: it would lower the ceiling for good.
+			// The ceiling is the limit and comes from no figure. If what was settled
+			// were taken off it, that would be for good.
 			next.settled = m.first.Settled
 		}
 	case still && m.first.Dead == c.Dead:
@@ -208,31 +206,30 @@ func (m *Meter) conclude(was, next reading, c Counters, driver uint64, known, st
 	return next, quiet, each
 }
 
-// shownSlack is how much may be under way, in bytes, in a reading that views go
-// by: processes keep a block for small allocations in reserve, and a context takes
-// more.
+// shownSlack is how many bytes may be under way in a reading that views use. Processes
+// keep less in reserve for small allocations; a context takes more.
 const shownSlack = 32 << 20
 
-// underWay is what is reserved and not, or not yet, the driver's.
+// underWay returns what is reserved and not committed.
 func underWay(c Counters) uint64 { return max(c.Reserved, c.Committed) - c.Committed }
 
-// roof returns how small the correction may be, and 1 + the guesses that this holds
-// for. What may be had without being bound, for a moment, is reserved.
+// roof returns how small the correction may be, and 1 + the guesses for which this holds.
+// It goes by what is reserved: a process may have that for a moment before it is bound.
 func roof(was reading, a, b Counters, driver, high int64) (least int64, of uint64) {
 	if a.Guesses != b.Guesses {
 		return 0, 0
 	}
 	most := max(a.Reserved+a.Dead, b.Reserved+b.Dead)
 	least = driver - int64(most-min(most, a.Managed, b.Managed))
-	// What is lost makes the true correction larger, if anything.
+	// Lost memory can only make the true correction larger.
 	if was.nonce == b.Nonce && was.leastOf == b.Guesses+1 && was.least <= high {
 		least = max(least, was.least)
 	}
 	return least, b.Guesses + 1
 }
 
-// span returns the least and the greatest correction that a figure between the two looks
-// allows, promises included, and whether nothing was under way, so that they are one.
+// span returns the least and the greatest correction that the figure allows, promises
+// included, and whether the reading was quiet, so that both are the same.
 func (m *Meter) span(c Counters, driver, effective int64) (low, high int64, quiet bool) {
 	low, high = span(m.first, c, driver)
 	if low == high && m.first.Committed == c.Committed && m.first.promises == c.promises {

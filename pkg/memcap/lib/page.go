@@ -84,7 +84,7 @@ const (
 	slotIdle            = 88
 )
 
-// A Limit is what one claim may have of one GPU.
+// A Limit is what one allocation may have of one GPU.
 type Limit struct {
 	GPU gpu.UUID
 	// Bytes is the cap, contexts included; None for a GPU without one, whose
@@ -106,16 +106,16 @@ func (l Limit) since() uint64 {
 	return uint64(l.Since.UnixNano())
 }
 
-// A Page is where the two pages of a claim's GPU are on the host.
+// A Page is where the two pages of an allocation's GPU are on the host.
 type Page struct {
 	Limit string
 	Usage string // empty for a GPU without a limit
 }
 
-// Pages are the pages of a node's claims: dir/cap/limits/<key>/<UUID> and
+// Pages are the pages of a node's allocations: dir/cap/limits/<key>/<UUID> and
 // dir/cap/usage/<key>/<UUID>; see claim.go for the second. Limit pages are files
 // that containers have mounted and mapped, so a page keeps its inode as long as
-// its claim lives and every change of it is an atomic store.
+// its allocation lives and every change of it is an atomic store.
 // The methods may be called from several goroutines; one process alone may have
 // a directory open at a time.
 type Pages struct {
@@ -137,12 +137,13 @@ func OpenPages(dir string) (*Pages, error) {
 	return p, nil
 }
 
-// Write makes the limit pages of a claim say just these limits, sees to it that
+// Write makes the limit pages of an allocation say just these limits, sees to it that
 // each limited GPU has a usage page, and returns where they are. every is how
 // often the agent reads the driver for them; 0 means that nobody does. A limit
 // page that is there already keeps its inode, and the correction that it holds;
-// a usage page stays as long as processes can count on it and the claim is the
-// same one's, and if not, all of the claim's are made anew. Pages of GPUs that are not named are removed.
+// a usage page stays as long as processes can count on it and the allocation is the
+// same holder's. If not, all of the allocation's usage pages are made anew. Pages of
+// GPUs that are not named are removed.
 // It may be repeated, and does nothing then.
 //
 // The error wraps gpu.ErrNoPermission where this process may not mount the file
@@ -262,7 +263,7 @@ func makePage(path string, everyMS uint64, l Limit, usage uint64) error {
 	binary.LittleEndian.PutUint64(b[atSince:], l.since())
 	binary.LittleEndian.PutUint64(b[atCeiling:], l.Bytes)
 	copy(b[atUUID:atUUID+uuidRoom-1], l.GPU)
-	// Written beside the folder of the claim, in which each file is a GPU's.
+	// Written beside the folder of the allocation, in which each file is a GPU's.
 	folder, name := filepath.Split(path)
 	key := filepath.Base(folder)
 	root, err := os.OpenRoot(filepath.Dir(filepath.Clean(folder)))
@@ -277,15 +278,15 @@ func makePage(path string, everyMS uint64, l Limit, usage uint64) error {
 	})
 }
 
-// Remove ends a claim's pages. A container that has them mounted keeps them; a
-// claim without pages is fine.
+// Remove ends an allocation's pages. A container that has them mounted keeps them; a
+// allocation without pages is fine.
 func (p *Pages) Remove(key string) error {
 	if !plainName(key) {
 		return fmt.Errorf("remove pages: claim key %q: %w", key, gpu.ErrInvalid)
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	// In this order: as long as one of them is left the claim is listed.
+	// In this order: as long as one of them is left the allocation is listed.
 	err := removeRoom(filepath.Join(p.usage, key))
 	if err == nil {
 		err = os.RemoveAll(filepath.Join(p.dir, key))
@@ -296,7 +297,7 @@ func (p *Pages) Remove(key string) error {
 	return nil
 }
 
-// List returns the keys of the claims that have pages, in order, and clears
+// List returns the keys of the allocations that have pages, in order, and clears
 // what a writer that was killed left half done.
 func (p *Pages) List() ([]string, error) {
 	p.mu.Lock()
@@ -371,7 +372,7 @@ func mapPage(path string) (mappedPage, error) {
 
 func (p mappedPage) unmap() error { return unix.Munmap(p.b) }
 
-// stands reports whether the page is still the one in its place. A claim that has
+// stands reports whether the page is still the one in its place. An allocation that has
 // ended and is given out again has new pages.
 func (p mappedPage) stands() bool {
 	var st unix.Stat_t

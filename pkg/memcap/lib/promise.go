@@ -4,12 +4,14 @@ package lib
 
 import "math/bits"
 
-// A promise is memory of which the driver's figures may have nothing yet: what a process
-// has asked for by the limits of its contexts, and some drivers take with the first
-// kernel only. Nothing tells when they do. But the correction hardly changes by itself:
-// where all that is not known to be taken is thought to be missing in a figure, and the
-// correction by that figure would rise by just what one of them is, or several, they have
-// been taken.
+// A promise is memory that may be missing in the driver's figures: what a process asked
+// for by the limits of its contexts, which some drivers take only with the first kernel.
+// Nothing tells when they do. But the correction seldom changes by itself. It is
+// calculated as if all promises that are not known to be taken were missing in the figure;
+// if it would then rise by just the size of one or several promises, these were taken.
+//
+// If exported memory goes between the same two readings, the rise may not show. Then the
+// promise counts as open, and is charged twice, until its process gives it back.
 type promise struct {
 	slot  int
 	pid   uint64
@@ -38,7 +40,7 @@ func (c *Counters) promise(slot int, pid, bytes uint64) {
 // taken is what is known to be taken of the processes' promises.
 type taken []promise
 
-// of returns how much of a promise is taken. A process whose promises grow makes new ones.
+// of returns how many bytes of a promise are taken. What a promise grows by is open.
 func (t taken) of(p promise) uint64 {
 	for _, is := range t {
 		if is.slot == p.slot && is.pid == p.pid {
@@ -57,10 +59,11 @@ func (t taken) open(c Counters) uint64 {
 	return sum
 }
 
-// next is what is known after a reading by which the correction, with all that is open
-// missing in the driver's figure, rises by so many bytes. That may be off: up by what was
-// charged by guess since the reading before, down also by all exported memory that is gone.
-// So the nearest sum counts, nothing being one of them; and a quarter of it has to be seen.
+// next returns what is known to be taken after a quiet reading. rise is by how many bytes
+// the correction would rise if all that is open were missing in the figure. It is not
+// exact: what was charged by guess since the last reading changes it, and exported memory
+// that is gone makes it smaller. So the nearest sum of promises counts, where no promise
+// is a sum too, and the rise must be at least a quarter of it.
 func (t taken) next(c Counters, rise int64) taken {
 	var now taken
 	for _, p := range c.promises {

@@ -19,7 +19,7 @@ import (
 // headSize is as much of the header as says anything.
 const headSize = useAttempt + 8
 
-// Usage is a claim's usage page of one GPU. The processes of its containers write
+// Usage is an allocation's usage page of one GPU. The processes of its containers write
 // to it, so it is read as data, never mapped, and may say anything. It is not for
 // concurrent use.
 type Usage struct {
@@ -30,7 +30,7 @@ type Usage struct {
 	took time.Duration  // CPU time of the last Read
 }
 
-// OpenUsage opens the usage page of a claim on a GPU. The error is gpu.ErrNotFound
+// OpenUsage opens the usage page of an allocation on a GPU. The error is gpu.ErrNotFound
 // where there is none, as on a GPU without a limit, and gpu.ErrInvalid where the
 // page is not one any more.
 func (p *Pages) OpenUsage(key string, u gpu.UUID) (*Usage, error) {
