@@ -1,82 +1,81 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package lib is the memory cap inside a container: two small C libraries in
-// the place of the driver's, the pages by which the agent tells
-// them their limits, and the reader of what they count.
+// Package lib is the memory cap inside a container: two small C libraries in place of the
+// driver's, the pages by which the agent tells them their limits, and the reader of what
+// they count. Where it speaks of an allocation of the agent's, that is what a container
+// holds of the node's GPUs; every other allocation is one of GPU memory, by a program.
 //
 // # Two libraries in front of two
 //
-// libcuda.so.1 of this package exports the functions that give or take GPU
-// memory, or tell how much there is, and nothing else. It needs the real
-// library by its absolute path ([RealCUDA]), so that the loader brings that in
-// behind it, in whatever namespace: a name that it does not export, also one
-// that no header knows yet, is found in the real one, by dlsym, by a direct
-// link, by RTLD_DEEPBIND or dlmopen alike. No dlsym is hooked, nothing is
-// preloaded, and a process that loads no libcuda has none of it. A claim's CDI
-// file puts it at the driver library's path. libnvidia-ml.so.1 is the same for
-// the two functions that nvidia-smi and its kin ask for a GPU's memory.
-// What a driver does not have, dlsym does not find in ours either: programs take
-// what it finds for what the driver can do. The libraries are built with every name
-// that any driver has, and where they are installed [Fit] hides those of their
-// symbol table that this driver's lacks.
+// libcuda.so.1 of this package exports the functions that give or take GPU memory, or
+// tell how much there is, and nothing else. It needs the real library by its absolute
+// path ([RealCUDA]), so the loader loads that after it, in any namespace. A name that it
+// does not export, even one that no header knows yet, is found in the real library: by
+// dlsym, by a direct link, by RTLD_DEEPBIND or dlmopen. No dlsym is hooked, nothing is
+// preloaded, and a process that loads no libcuda has none of this. The CDI file of the
+// agent's allocation puts it at the driver library's path. libnvidia-ml.so.1 is the same
+// for the two functions by which nvidia-smi and similar programs ask for a GPU's memory.
+// Programs take what dlsym finds for what the driver can do, so dlsym must not find in our
+// library what the driver lacks. The libraries are built with every name that any driver
+// has; when they are installed, [Fit] hides those that this driver's library lacks.
 //
-// Until the first call of such a function nothing runs; afterwards no thread, no
-// handler, no exit. Of the C library it calls the one function that lists loaded
-// objects, as all others would bind it to a version; its system calls are its
-// own, so that errno stays the program's. A forked child begins anew: all that
-// the library knows lies in memory that the kernel wipes in children. Once loaded
-// it stays, and the real one with it, also after dlclose.
+// Nothing runs before the first call of such a function; and afterwards there is no thread,
+// no signal handler and no exit handler. Of the C library only the function that lists
+// loaded objects is called, since any other would bind us to a version. System calls are
+// made directly, so that the program's errno does not change. A forked child begins anew:
+// everything that the library knows lies in memory that the kernel wipes in children. Once
+// loaded it stays loaded, and the real library with it, also after dlclose.
 //
-// # Two pages for a claim's GPU
+// # Two pages for each GPU
 //
-// The limit page ([Pages.Write]) belongs to the agent: the limit in bytes, what
-// a context is expected to take, and the last reading of the driver. It is
-// mounted read-only, and changed in place by atomic stores.
+// The limit page ([Pages.Write]) belongs to the agent: the limit in bytes, what a context
+// is expected to take, and the last reading of the driver. It is mounted read-only, and
+// the agent changes it in place by atomic stores.
 //
-// The usage page belongs to the processes that share the claim: one word, bound,
-// that all of them add to and take from, and a slot for each process, which says
-// how much of it is its own. The agent makes it, with a nonce that the limit page
-// names; another page, also a good one that somebody has mounted over it, is
-// refused. There is none for a GPU without a limit.
+// The usage page belongs to the processes that share the agent's allocation: one word,
+// bound, to which all of them add, and a slot for each process, which says how much of
+// bound is its own. The agent makes it, with a nonce that the limit page names. Any other
+// page, even a good one that somebody has mounted over it, is refused. A GPU without a
+// limit has no usage page.
 //
-//	on the host       dir/cap/limits/<claim>/<GPU>                      on disk
-//	                  dir/cap/usage/<claim>/<GPU>                       on a tmpfs for each claim
-//	in a container    /usr/lib/gpu-agent/claims/<GPU>/<claim>/limit     bound, read-only
-//	                  /usr/lib/gpu-agent/claims/<GPU>/<claim>/usage     bound, to be written
+//	on the host       dir/cap/limits/<key>/<GPU>                      on disk
+//	                  dir/cap/usage/<key>/<GPU>                       on a tmpfs for each key
+//	in a container    /usr/lib/gpu-agent/claims/<GPU>/<key>/limit     mounted, read-only
+//	                  /usr/lib/gpu-agent/claims/<GPU>/<key>/usage     mounted, writable
 //
-// So one page serves any number of containers and pods that have the claim, and
-// all starts of a container; and a container can have several claims on a GPU,
-// whose pairs of pages lie side by side. The names follow from the GPU, which is the
-// right one whatever CUDA_VISIBLE_DEVICES does to the order, and from the claim.
-// Of several limits on a GPU the largest counts, as with the watchdog; to add them
-// up, a process would have a slot in each page, and no format would change.
+// The key is the allocation's. So one page serves all containers and pods that share the
+// allocation, and all starts of a container. A container can have several allocations on
+// one GPU; their pairs of pages lie side by side. The names depend on the GPU's UUID, so
+// they are right whatever CUDA_VISIBLE_DEVICES does to the order of GPUs. Of several
+// limits on a GPU the largest counts, as it does for the watchdog. To add them up, a
+// process would have a slot in each page; no format would change.
 //
-// Nothing that is written to a usage page is believed. Who may write to a file may
-// make it longer: the tmpfs of a claim has room for its pages and no more. Who cuts
-// it short ends its own processes by SIGBUS; the agent reads it ([Pages.OpenUsage])
-// by pread, never by a mapping, and what it decides on is the driver's figure. What
-// is bound into a container is the file, not its directory, so no link and no pipe
-// can take its place. On the host the directory is root's alone, since the page is
-// there to be written by whatever user a container has, also in a user namespace.
-// nosuid, nodev and noexec hold on the host and in the container.
+// Nothing that is written to a usage page is trusted. A process that may write to a file
+// may also make it longer, so the tmpfs has room for its pages and no more. A process
+// that cuts it short ends its own processes by SIGBUS. The agent reads it
+// ([Pages.OpenUsage]) by pread, never by a mapping, and decides by the driver's figure.
+// What is mounted into a container is the file, not its directory, so no link and no pipe
+// can take its place. On the host only root can enter the directory, since any user of a
+// container may write to the page, also in a user namespace. The mounts on the host and in
+// the container are nosuid, nodev and noexec.
 //
-// The mounts stay when the agent ends, and containers keep the pages that they
-// have. A page goes with its claim. It is made anew when the claim is given to
-// somebody else, who must not see what others wrote, and when processes can no longer
-// rely on it: it was spoilt, a reboot has taken it, or an agent that was
-// killed had not finished it. All of a claim's pages are then made together, on
-// another tmpfs, since a container may have the old one's room yet. The nonce is
-// written last, and the CDI file after the pages, so whatever a killed agent leaves
-// is either whole or made anew, and no container starts without.
+// The mounts stay when the agent ends, and containers keep the pages that they have. A
+// page is removed with its allocation. It is made anew when the allocation has another
+// holder, who must not see what others wrote, and when processes can no longer rely on it:
+// it was spoilt, lost in a reboot, or left unfinished by a killed agent. Then all
+// usage pages of the allocation are made together, on another tmpfs, since a container may
+// still use the room of the old one. The nonce is written last, and the CDI file after the
+// pages. So what a killed agent leaves is either whole or made anew, and no container
+// starts without it.
 //
-// To mount on the host takes CAP_SYS_ADMIN and a mount namespace that propagates to
-// it. Without, somebody has to have mounted a limited tmpfs on dir/cap/usage, for all
-// claims; then all room of a page is taken when it is made, so that who fills the
-// rest can keep new claims out and harm nobody else.
+// Mounting on the host takes CAP_SYS_ADMIN and a mount namespace that propagates to the
+// host. Without them somebody must have mounted a limited tmpfs on dir/cap/usage, for all
+// allocations. Then all room of a page is taken when the page is made: a process that
+// fills the rest can keep new allocations out, and harms nobody else.
 //
-// The lock of a slot is the kernel's, by the file: it tells the living from the dead
-// across containers. A process's number does not, so the slot has its PID namespace's
-// beside it.
+// A slot's lock is a kernel lock on the file, which tells across containers whether a
+// process lives. A process ID does not, so the slot also has the number of its PID
+// namespace.
 //
 // # Counting
 //
@@ -90,32 +89,30 @@
 //
 //	committed <= what the driver gave it <= its share of bound <= reserved
 //
-// wherever it is killed. Far from the cap a process keeps up to 64 MiB of what it gives
-// back in a word of its own slot, idle, as a part of its share that is nobody's memory:
-// to allocate and free a little, again and again, touches nothing that processes share.
-// Who finds no room takes what is idle, whoever keeps it, before anything else, so all
-// of a cap is to be had to the byte. Views and readings leave it out. Nobody waits for anybody: there is a lock in it only in
-// that the kernel holds one for each living process, and lets go of it when the
-// process ends. Who needs room takes what dead processes committed off bound,
-// and then repairs: if bound is more than all that is reserved, and did not
-// change while that was summed (each change gives the word a version), it
-// becomes that sum. A death can leave bound too large for a while, never too
-// small. The proofs stand where the code is, in c/count.h; testdata/hammer.c
-// kills a process after each single instruction of it.
+// wherever it is killed. Far from the cap a process keeps up to 64 MiB of what it frees
+// as idle, in a word of its own slot: a part of bound that is nobody's memory. So small
+// allocations and frees, again and again, change nothing that processes share. A process
+// that finds no room takes what is idle in all slots first, so the whole cap can be used,
+// to the byte. Views and readings leave idle out. No process waits for another: the only
+// lock is the one that the kernel holds for each living process and releases when the
+// process ends. A process that needs room takes off bound what dead processes committed,
+// and then repairs bound: if it is more than the sum of all that is reserved, and did not
+// change while that was added up (each change gives the word a new version), it becomes
+// that sum. A death can leave bound too large for a while, never too small. The proofs
+// are in c/count.h; testdata/hammer.c kills a process after each single instruction.
 //
-// What the count cannot know it is told: a context takes memory that nobody
-// asked for, tiling pads arrays. A [Meter] holds bound against the driver's
-// figure and moves the ceiling by the difference; what may be concluded from a
-// figure that was taken while processes allocate is in [Meter.End]. Memory that
-// turned out to be gone (a process that died, a pool that shrank) may have been
-// gone when the driver was read: until the next reading it gives no new room.
-// Near the cap, and only there, a process waits for a reading before it refuses. An
-// exact reading answers for every later request too, until something is charged by
-// guess (a context, an array, a module). One that fell among allocations leaves several
-// corrections possible: the ceiling goes by the largest of them that may be needed, the
-// roof beside it by the smallest. What fits below the roof is asked for again, for twice
-// the time between two readings; then what was refused is remembered, and refused at
-// once as long as there is no more room.
+// Some memory the count cannot know: a context takes memory that nobody asked for, and
+// tiling pads arrays. A [Meter] compares bound with the driver's figure and moves the
+// ceiling by the difference; [Meter.End] says what can be concluded from a figure that
+// was read while processes allocate. Memory that turned out to be gone (of a process
+// that died, or a pool that shrank) may have been gone when the driver was read, so it
+// gives no new room until the next reading. Near the cap, and only there, a process waits
+// for a reading before it refuses. An exact reading answers every later request too,
+// until something is charged by guess (a context, an array, a module). A reading during
+// which processes allocated leaves several corrections possible: the ceiling goes by
+// the largest that may be needed, the roof beside it by the smallest. For what fits below
+// the roof the agent is asked again, for twice the time between two readings. After that
+// the refusal is remembered, and repeated at once as long as there is no more room.
 //
 // # What is charged
 //
