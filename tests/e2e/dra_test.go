@@ -46,8 +46,19 @@ func (p *preparer) Prepare(_ context.Context, of dra.Claim) ([]dra.Device, error
 	p.prepared[of.UID] = of
 	key := claimKey(of.UID)
 	spec := fmt.Sprintf(`{"cdiVersion": "0.5.0", "kind": %q, "devices": [{"name": %q, "containerEdits": {"env": ["DRA_TEST=%s"]}}]}`, cdi.Kind(lab.Domain), key, of.Name)
-	return []dra.Device{{Requests: []string{"gpu"}, Pool: "pool", Name: "device", CDI: []string{cdi.DeviceName(lab.Domain, key)}}},
+	_, request := podOf(of.Name)
+	return []dra.Device{{Requests: []string{request}, Pool: "pool", Name: "device", CDI: []string{cdi.DeviceName(lab.Domain, key)}}},
 		os.WriteFile(p.file(key), []byte(spec), 0o600)
+}
+
+// podOf is the pod that a claim is of, and the claim's only request: the test's own, or of
+// a claim that the scheduler made for a resource's name.
+func podOf(claim string) (pod, request string) {
+	pod, _, made := strings.Cut(claim, "-extended-resources-")
+	if made {
+		return pod, "container-0-request-0"
+	}
+	return pod, "gpu"
 }
 
 func claimKey(uid string) string { return cdi.Key("claim/"+uid, []string{"gpu"}) }
@@ -61,13 +72,14 @@ func (p *preparer) Unprepare(_ context.Context, of dra.Claim) error {
 	return os.Remove(p.file(claimKey(of.UID)))
 }
 
-// keys are the allocations of the claims that are prepared, by the claim's name.
+// keys are the allocations of the claims that are prepared, by the pod's name.
 func (p *preparer) keys() map[string][]string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	out := map[string][]string{}
 	for _, of := range p.prepared {
-		out[of.Name] = []string{claimKey(of.UID)}
+		pod, _ := podOf(of.Name)
+		out[pod] = []string{claimKey(of.UID)}
 	}
 	return out
 }
@@ -286,11 +298,12 @@ func checkHolders(b *bench, driver *preparer) {
 	b.must(err)
 	for _, c := range state.Claims {
 		devices := c.Devices[draDriver]
-		if len(devices) != 1 || !slices.Equal(devices[0].Requests, []string{"gpu"}) || devices[0].Pool != "pool" || len(c.PodUIDs) != 1 ||
-			!slices.Equal(cdi.Keys(lab.Domain, nil, devices[0].CDI), want[c.Name]) || !slices.Equal(want[c.Name], []string{claimKey(c.UID)}) {
-			b.Errorf("the kubelet's account has %+v, want the device of %v", c, want[c.Name])
+		pod, request := podOf(c.Name)
+		if len(devices) != 1 || !slices.Equal(devices[0].Requests, []string{request}) || devices[0].Pool != "pool" || len(c.PodUIDs) != 1 ||
+			!slices.Equal(cdi.Keys(lab.Domain, nil, devices[0].CDI), want[pod]) || !slices.Equal(want[pod], []string{claimKey(c.UID)}) {
+			b.Errorf("the kubelet's account has %+v, want the device of %v", c, want[pod])
 		}
-		delete(want, c.Name)
+		delete(want, pod)
 	}
 	if len(want) > 0 {
 		b.Errorf("the kubelet's account lacks %v", want)
