@@ -577,7 +577,7 @@ func TestSamplePartitions(t *testing.T) {
 			t.Fatalf("%s: %v", f, err)
 		}
 		for _, p := range file.Names() {
-			if _, err := file.Desire(p, inv, 1024); err != nil {
+			if _, err := file.Desire(p, inv, config.Node{Unit: 1024}); err != nil {
 				t.Errorf("on %s: %v", filepath.Base(f), err)
 			}
 		}

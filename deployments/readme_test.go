@@ -112,7 +112,7 @@ func TestShownPartitions(t *testing.T) {
 				if slices.Contains(test.not, p) {
 					continue
 				}
-				if _, err := file.Desire(p, inv, 1024); err != nil {
+				if _, err := file.Desire(p, inv, config.Node{Unit: 1024}); err != nil {
 					t.Errorf("on %s: %v", test.node, err)
 				}
 			}

@@ -11,6 +11,8 @@ import (
 	"strconv"
 	"strings"
 
+	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -61,11 +63,22 @@ func envName(flagName string) string {
 // MiB.
 type memoryFlag gpu.MiB
 
-// The flag --memory-unit, of each command that counts units.
-const (
-	defaultUnit memoryFlag = 1024
-	unitUsage              = "`size` of one gpu-mem unit; the same on all nodes of a cluster"
-)
+// partitionFlags are those by which partitions mean something on a node.
+type partitionFlags struct {
+	unit memoryFlag
+	api  choice
+}
+
+func (f *partitionFlags) register(fs *flag.FlagSet) {
+	f.unit = 1024
+	fs.Var(&f.unit, "memory-unit", "`size` of one gpu-mem unit; the same on all nodes of a cluster")
+	f.api = choice{string(ledger.DevicePlugin), []string{string(ledger.DevicePlugin), string(ledger.DRA)}}
+	fs.Var(&f.api, "api", "through what a GPU is offered whose entry does not name an api: device-plugin or dra")
+}
+
+func (f *partitionFlags) node() config.Node {
+	return config.Node{Unit: gpu.MiB(f.unit), API: ledger.FrontEnd(f.api.value)}
+}
 
 func (m *memoryFlag) String() string {
 	if *m%1024 == 0 {

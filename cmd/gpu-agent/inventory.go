@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/gpu/nvml"
 )
@@ -154,8 +155,8 @@ func check(ctx context.Context, c console, args []string) error {
 	d.register(fs)
 	var from, partition string
 	fs.StringVar(&from, "inventory", "", inventoryUsage)
-	unit := defaultUnit
-	fs.Var(&unit, "memory-unit", unitUsage)
+	var of partitionFlags
+	of.register(fs)
 	fs.StringVar(&partition, "partition", "", "check only the partition of this `name`")
 	rest, err := parse(fs, args)
 	if err != nil {
@@ -179,7 +180,7 @@ func check(ctx context.Context, c console, args []string) error {
 	}
 	bad := 0
 	for _, name := range names {
-		want, err := file.Desire(name, inv, gpu.MiB(unit))
+		want, err := file.Desire(name, inv, of.node())
 		if err == nil {
 			err = file.Prove(want, inv)
 		}
@@ -187,11 +188,25 @@ func check(ctx context.Context, c console, args []string) error {
 			bad++
 			fmt.Fprintln(c.err, err)
 		} else {
-			fmt.Fprintf(c.out, "%s: partition %s fits\n", rest[0], name)
+			fmt.Fprintf(c.out, "%s: partition %s fits%s\n", rest[0], name, throughDRA(want.GPUs))
 		}
 	}
 	if bad > 0 {
 		return fmt.Errorf("%s: %d of %d partitions cannot be had on these %d GPUs", rest[0], bad, len(names), len(inv.GPUs))
 	}
 	return nil
+}
+
+// throughDRA says how many of these GPUs are to be offered through DRA, if any are.
+func throughDRA(want []config.Want) string {
+	n := 0
+	for i := range want {
+		if want[i].API == ledger.DRA {
+			n++
+		}
+	}
+	if n == 0 {
+		return ""
+	}
+	return fmt.Sprintf(" (%d of %d GPUs through dra)", n, len(want))
 }

@@ -12,6 +12,7 @@ import (
 	"strings"
 
 	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/ledger"
 	planner "example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -38,7 +39,9 @@ type (
 		GPUs []gpuPlanJSON `json:"gpus"`
 	}
 	gpuPlanJSON struct {
-		UUID    gpu.UUID        `json:"uuid"`
+		UUID gpu.UUID `json:"uuid"`
+		// API is absent where that is the device plugin, or nothing is offered.
+		API     ledger.FrontEnd `json:"api,omitempty"`
 		Steps   []stepJSON      `json:"steps"`
 		Result  []placementJSON `json:"result"`
 		Blocked []blockedJSON   `json:"blocked"`
@@ -70,8 +73,8 @@ func plan(ctx context.Context, c console, args []string) error {
 	fs.StringVar(&from, "inventory", "", inventoryUsage)
 	fs.StringVar(&file, "config", "", "partition `file`")
 	fs.StringVar(&partition, "partition", partitionDefault, "`name` of the partition")
-	unit := defaultUnit
-	fs.Var(&unit, "memory-unit", unitUsage)
+	var of partitionFlags
+	of.register(fs)
 	format := choice{"text", []string{"text", "json"}}
 	fs.Var(&format, "o", "output `format`: text or json")
 	if err := parseFlags(fs, args); err != nil {
@@ -89,7 +92,7 @@ func plan(ctx context.Context, c console, args []string) error {
 	if err != nil {
 		return err
 	}
-	want, err := f.Desire(partition, inv, gpu.MiB(unit))
+	want, err := f.Desire(partition, inv, of.node())
 	if err != nil {
 		return err
 	}
@@ -139,6 +142,9 @@ func planAsJSON(plans []gpuPlan) planJSON {
 	out := planJSON{GPUs: make([]gpuPlanJSON, len(plans))}
 	for i, p := range plans {
 		g := gpuPlanJSON{UUID: p.UUID, Steps: []stepJSON{}, Result: []placementJSON{}, Blocked: []blockedJSON{}}
+		if p.want.API == ledger.DRA {
+			g.API = ledger.DRA
+		}
 		for _, s := range p.Steps {
 			g.Steps = append(g.Steps, stepJSON{s.Op, at(s.Placement)})
 		}
@@ -199,14 +205,19 @@ func describeStanding(s mig.Standing) string {
 }
 
 // describeWant is what a GPU is to become, in a few words.
-func describeWant(w *config.Want) string {
+func describeWant(w *config.Want) (text string) {
 	switch {
 	case w.Mode == config.Keep:
 		return "as it is"
 	case w.Mode != config.MIG:
-		return string(w.Mode)
+		text = string(w.Mode)
 	case w.OnDemand:
-		return "mig, on demand"
+		text = "mig, on demand"
+	default:
+		text = "mig, " + mig.DescribeCounts(w.Geometry)
 	}
-	return "mig, " + mig.DescribeCounts(w.Geometry)
+	if w.API == ledger.DRA {
+		text += ", through dra"
+	}
+	return text
 }

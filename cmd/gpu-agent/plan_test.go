@@ -234,6 +234,9 @@ func TestPlanCommandLine(t *testing.T) {
 		{[]string{"--config", plans, "--inventory", "nowhere.json"}, 1, "", "nowhere.json"},
 		{[]string{"--config", plans, "--inventory", plain, "extra"}, 1, "", `unexpected argument "extra"`},
 		{[]string{"--inventory", plain}, 2, "", "--config is missing"},
+		{[]string{"--config", named, "--inventory", plain, "--partition", "research", "--api", "dra"}, 0, ": whole, through dra\n  nothing to do", ""},
+		{[]string{"--config", named, "--inventory", plain, "--partition", "research", "--api", "dra", "-o", "json"}, 0, `"api": "dra"`, ""},
+		{[]string{"--config", plans, "--inventory", plain, "--partition", "mixed", "--api", "dra"}, 1, "", "(1c.3g.40gb and 2c.3g.40gb)"},
 		{[]string{"--config", plans, "--inventory", plain, "-o", "yaml"}, 2, "", "want one of text, json"},
 	} {
 		out, said, status := program(t, append([]string{"plan"}, tt.args...)...)

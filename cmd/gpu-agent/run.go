@@ -21,6 +21,7 @@ import (
 	"example.com/gpu-agent/internal/guard"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/nfd"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/obs"
@@ -41,8 +42,8 @@ type runFlags struct {
 	driver            driverFlags
 	config, configMap string
 	nameFlags
-	pod                      string
-	unit                     memoryFlag
+	pod string
+	partitionFlags
 	node                     nodeFlags
 	cap                      capFlags
 	http                     string
@@ -62,8 +63,7 @@ func (f *runFlags) register(fs *flag.FlagSet) {
 	fs.StringVar(&f.configMap, "configmap", "", "partition ConfigMap, `NAMESPACE/NAME`; its key is "+configKey)
 	f.nameFlags.register(fs)
 	fs.StringVar(&f.pod, "pod", "", "this agent's own pod, `NAMESPACE/NAME`: the kubelet's list of holders is believed once it has it")
-	f.unit = defaultUnit
-	fs.Var(&f.unit, "memory-unit", unitUsage)
+	f.partitionFlags.register(fs)
 	f.node.register(fs)
 	f.cap.register(fs)
 	f.ignoredXids = slices.Clone(health.DefaultIgnored)
@@ -116,6 +116,8 @@ func (f *runFlags) complete() error {
 		return errors.New("--config and --configmap are both set: partitions come from one place")
 	case f.config == "" && f.configMap == "":
 		return errors.New("no partitions: set --configmap NAMESPACE/NAME or --config FILE")
+	case f.api.value == string(ledger.DRA) && f.nodeName == "":
+		return errors.New("--api dra needs an API server, and so --node-name (in a pod: NODE_NAME from spec.nodeName)")
 	case f.configMap != "" && f.nodeName == "":
 		return errors.New("--configmap needs --node-name (in a pod: NODE_NAME from spec.nodeName)")
 	}
@@ -198,6 +200,7 @@ func run(ctx context.Context, c console, args []string) error {
 		Domain:         f.domain,
 		ResourceDomain: f.resourceDomain,
 		MemoryUnit:     gpu.MiB(f.unit),
+		API:            ledger.FrontEnd(f.api.value),
 		KeepOffering:   f.whenBusy.value == "wait",
 		IdleTTL:        f.idleTTL,
 		LinksEvery:     f.linksEvery,

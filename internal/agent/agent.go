@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"example.com/gpu-agent/internal/brief"
+	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/ledger"
@@ -74,6 +75,9 @@ type Options struct {
 	ResourceDomain string
 	// MemoryUnit is the size of one gpu-mem unit.
 	MemoryUnit gpu.MiB
+	// API is the front-end of GPUs whose partition does not name one (--api); empty is
+	// the device plugin.
+	API ledger.FrontEnd
 	// KeepOffering leaves idle devices of a GPU whose change waits for holders
 	// on offer (--when-busy wait).
 	KeepOffering bool
@@ -158,7 +162,10 @@ func New(o Options, w Worlds) *Agent {
 		layouts:  &layouts{now: map[gpu.UUID]plan.Layout{}, past: map[gpu.UUID][]plan.Past{}, log: o.Log},
 	}
 	a.ration = brief.NewRation(a.log, time.Now, time.AfterFunc)
-	a.partitions = &partitions{unit: o.MemoryUnit, wake: a.wake, input: input{labelKnown: w.Cluster == nil}}
+	a.partitions = &partitions{on: config.Node{Unit: o.MemoryUnit, API: o.API}, wake: a.wake, input: input{labelKnown: w.Cluster == nil}}
+	if w.Cluster == nil {
+		a.partitions.on.NoDRA = "the agent runs without an API server (--node-name)"
+	}
 	a.ledger = ledger.New(a.wake, time.Now)
 	a.front = deviceplugin.New(a.ledger, time.Now)
 	a.witnesses = deviceplugin.NewWitnesses(deviceplugin.WitnessOptions{Domain: o.Domain, Pod: o.Pod, Log: o.Log}, a.front, a.names, w.Kubelet, w.Runtime, a.wake)

@@ -17,7 +17,8 @@ import (
 // partitions is what was heard of the partition file and of the node, and what that
 // means for the GPUs. hear and heard are for anybody, all else for the loop's goroutine.
 type partitions struct {
-	unit gpu.MiB
+	// on is what counts of the node beside its GPUs.
+	on config.Node
 	// wake has a round come.
 	wake func()
 
@@ -162,7 +163,7 @@ func (p *partitions) resolve(in *input, inv *gpu.Inventory, answered bool) (note
 	}
 	p.chosen = name
 	if q := (question{in.file, name, inv}); q != p.desired.of {
-		d, err := in.file.Desire(name, inv, p.unit)
+		d, err := in.file.Desire(name, inv, p.on)
 		p.desired.of, p.desired.is, p.desired.err = q, d, err
 	}
 	d, err := p.desired.is, p.desired.err

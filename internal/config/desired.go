@@ -3,11 +3,13 @@
 package config
 
 import (
+	"cmp"
 	"fmt"
 	"path"
 	"slices"
 	"strconv"
 
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
@@ -40,6 +42,9 @@ const (
 type Want struct {
 	GPU  gpu.UUID
 	Mode Mode
+	// API is the front-end through which the GPU is offered; empty where it offers
+	// nothing, and for Keep.
+	API ledger.FrontEnd
 	// Replicas is how many equal shares a Shared GPU has; 0 means that
 	// it is offered in units of memory.
 	Replicas int
@@ -67,7 +72,7 @@ type Want struct {
 
 // Equal reports whether two wants are the same state of the same GPU.
 func (w Want) Equal(o Want) bool {
-	return w.GPU == o.GPU && w.Mode == o.Mode && w.Replicas == o.Replicas &&
+	return w.GPU == o.GPU && w.Mode == o.Mode && w.API == o.API && w.Replicas == o.Replicas &&
 		w.TimeSlice == o.TimeSlice && w.Compute == o.Compute && w.OnDemand == o.OnDemand &&
 		slices.Equal(w.Geometry, o.Geometry) && slices.Equal(w.Profiles, o.Profiles)
 }
@@ -100,7 +105,9 @@ type partition struct {
 type entry struct {
 	line    int
 	devices selector
+	// want has no API where the entry does not say which, on apiLine.
 	want    Want
+	apiLine int
 	// unbuilt is why this version cannot deliver the entry, at unbuiltLine;
 	// empty where it can.
 	unbuilt     string
@@ -144,10 +151,20 @@ func (f *File) Names() []string {
 	return names
 }
 
-// Desire returns the wanted layout of the GPUs of inv under the named partition.
-// unit is the size of a unit of GPU memory on this node. The answer depends on nothing
-// else. The error is an Errors: why the partition cannot be had on this node.
-func (f *File) Desire(partition string, inv *gpu.Inventory, unit gpu.MiB) (Desired, error) {
+// Node is what counts of a node beside its GPUs.
+type Node struct {
+	// Unit is the size of a unit of GPU memory.
+	Unit gpu.MiB
+	// API is the front-end of entries that do not name one; empty is the device plugin.
+	API ledger.FrontEnd
+	// NoDRA is why nothing can be offered through DRA; empty where it can.
+	NoDRA string
+}
+
+// Desire returns the wanted layout of the GPUs of inv under the named partition, on such
+// a node. The answer depends on nothing else. The error is an Errors: why the partition
+// cannot be had on this node.
+func (f *File) Desire(partition string, inv *gpu.Inventory, on Node) (Desired, error) {
 	m := &mistakes{file: f.name}
 	p := f.find(partition)
 	if p == nil {
@@ -157,7 +174,7 @@ func (f *File) Desire(partition string, inv *gpu.Inventory, unit gpu.MiB) (Desir
 	f.checkPresent(m, p, inv)
 
 	cannot := byLine{}
-	makes := make(map[int]*made)
+	makes, names := make(map[int]*made), &offers{}
 	var unmatched []int
 	d := Desired{Partition: partition, GPUs: make([]Want, 0, len(inv.GPUs))}
 	for i := range inv.GPUs {
@@ -182,7 +199,12 @@ func (f *File) Desire(partition string, inv *gpu.Inventory, unit gpu.MiB) (Desir
 			reason := ""
 			w.Unproven, reason = prove(&w, dev)
 			cannot.add(e.line, reason, dev.Index)
-			makes[match] = makes[match].add(&w, dev, unit)
+			if w.Mode != Off {
+				w.API = cmp.Or(w.API, on.API, ledger.DevicePlugin)
+			}
+			cannot.add(cmp.Or(e.apiLine, e.line), throughDRA(&w, &on), dev.Index)
+			names.add(&w, dev, cmp.Or(e.apiLine, e.line))
+			makes[match] = makes[match].add(&w, dev, on.Unit)
 		case !f.nvidia && dev.Fault == "":
 			unmatched = append(unmatched, dev.Index)
 		}
@@ -195,7 +217,8 @@ func (f *File) Desire(partition string, inv *gpu.Inventory, unit gpu.MiB) (Desir
 		m.add(p.line, "partition %s has no entry for %s of this node: exactly one must match each GPU", quote(p.name), gpus(unmatched))
 	}
 	cannot.tell(m)
-	checkSum(m, p, makes, unit)
+	names.check(m)
+	checkSum(m, p, makes, on.Unit)
 	if err := m.err(); err != nil {
 		return Desired{}, err
 	}

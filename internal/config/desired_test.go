@@ -10,6 +10,7 @@ import (
 	"strings"
 	"testing"
 
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 
@@ -24,6 +25,16 @@ func node(models ...string) *gpu.Inventory {
 		inv.GPUs = append(inv.GPUs, gpu.Device{Index: i, UUID: gpu.UUID(fmt.Sprintf("GPU-%d", i)), Model: m, Memory: 1024})
 	}
 	return inv
+}
+
+// offered are wants with the API that a GPU has where nothing is said.
+func offered(wants []Want) []Want {
+	for i := range wants {
+		if w := &wants[i]; w.Mode != Keep && w.Mode != Off && w.API == "" {
+			w.API = ledger.DevicePlugin
+		}
+	}
+	return wants
 }
 
 func mustParse(t *testing.T, in string) *File {
@@ -71,11 +82,11 @@ func TestDesire(t *testing.T) {
 			[]Want{{GPU: "GPU-0", Mode: Off, Line: 4}}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			d, err := mustParse(t, tc.in).Desire("default", tc.inv, 1024)
+			d, err := mustParse(t, tc.in).Desire("default", tc.inv, Node{Unit: 1024})
 			if err != nil {
 				t.Fatal(err)
 			}
-			if diff := cmp.Diff(Desired{Partition: "default", GPUs: tc.want}, d); diff != "" {
+			if diff := cmp.Diff(Desired{Partition: "default", GPUs: offered(tc.want)}, d); diff != "" {
 				t.Errorf("-want +got:\n%s", diff)
 			}
 		})
@@ -83,6 +94,7 @@ func TestDesire(t *testing.T) {
 }
 
 func TestDesireRefuses(t *testing.T) {
+	const rest, rest2 = "    - {devices: [1, 2, 3, 4, 5, 6, 7], mode: off}\n", "    - {devices: [2, 3, 4, 5, 6, 7], mode: off}\n"
 	for _, tc := range []struct {
 		name      string
 		partition string
@@ -117,11 +129,19 @@ func TestDesireRefuses(t *testing.T) {
 			"f:4: this node has no GPU with index 7: it has GPUs 0 and 1",
 			"f:4: GPU 0: this model has no MIG: whole, shared and off work",
 			"f:5: GPU 0: the entry on line 4 matches too, and exactly one must match each GPU"}},
+		{"parts of instances through DRA", "default", head + "    - devices: [0]\n      mode: mig\n      api: dra\n      geometry: {1c.3g.40gb: 1, 1g.10gb: 1, 2c.3g.40gb: 1}\n" + rest, cards(t, "a100-80"), []string{
+			"f:6: GPU 0: api dra cannot express parts of a GPU instance (1c.3g.40gb and 2c.3g.40gb), which the counters of a ResourceSlice do not know: name GPU instances, or use api device-plugin"}},
+		{"whole GPUs through both", "default", head + "    - {devices: [0, 2], mode: whole}\n    - devices: [1]\n      mode: whole\n      api: dra\n", node("x", "x", "x"), []string{
+			"f:7: gpu would be offered through device-plugin (GPUs 0 and 2) and through dra (GPU 1), and of one node the scheduler sees a name only through one: give all GPUs that offer gpu the same api"}},
+		{"replicas through both", "default", head + "    - {devices: [0], mode: shared, replicas: 2, api: dra}\n    - {devices: [1], mode: shared, replicas: 8}\n", node("x", "x"), []string{
+			"f:4: gpu.shared would be offered through device-plugin (GPU 1) and through dra (GPU 0), and of one node the scheduler sees a name only through one: give all GPUs that offer gpu.shared the same api"}},
+		{"a profile on demand through both", "default", head + "    - {devices: [0], mode: mig, geometry: {1g.10gb: 1}}\n    - {devices: [1], mode: mig, profiles: [1g.10gb, 2g.20gb], api: dra}\n" + rest2, cards(t, "a100-80"), []string{
+			"f:5: mig-1g.10gb would be offered through device-plugin (GPU 0) and through dra (GPU 1), and of one node the scheduler sees a name only through one: give all GPUs that offer mig-1g.10gb the same api"}},
 		{"an index of the MIG manager", "custom", migHead + "  - {devices: [0, 9], mig-enabled: false}\n", node("x"), []string{
 			"f:4: this node has no GPU with index 9: it has GPU 0"}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			d, err := mustParse(t, tc.in).Desire(tc.partition, tc.inv, 1024)
+			d, err := mustParse(t, tc.in).Desire(tc.partition, tc.inv, Node{Unit: 1024})
 			if err == nil {
 				t.Fatalf("it is accepted: %+v", d)
 			}
@@ -132,6 +152,50 @@ func TestDesireRefuses(t *testing.T) {
 				t.Errorf("-want +got:\n%s", diff)
 			}
 		})
+	}
+}
+
+// Which front-end a GPU is offered through: what its entry says, else what the node does.
+func TestAPI(t *testing.T) {
+	f := mustParse(t, head+"    - {devices: [0], mode: whole, api: dra}\n    - {devices: [1], mode: shared}\n    - {devices: [2], mode: shared, api: device-plugin}\n    - {devices: [3], mode: off}\n"+
+		"  free:\n    - {devices: all, mode: whole}\n")
+	inv := node("x", "x", "x", "x")
+	for _, c := range []struct {
+		partition string
+		on        Node
+		want      string
+	}{
+		{"default", Node{}, "dra device-plugin device-plugin -"},
+		{"default", Node{API: ledger.DRA}, "dra dra device-plugin -"},
+		{"default", Node{NoDRA: "there is none"}, "f:4: GPU 0: api dra cannot be had: there is none"},
+		{"free", Node{NoDRA: "there is none"}, "device-plugin device-plugin device-plugin device-plugin"},
+		{"free", Node{API: ledger.DRA, NoDRA: "there is none"}, "f:9: GPUs 0-3: api dra cannot be had: there is none"},
+	} {
+		c.on.Unit = 1024
+		d, err := f.Desire(c.partition, inv, c.on)
+		var got []string
+		for _, w := range d.GPUs {
+			got = append(got, strings.Repeat("-", max(0, 1-len(w.API)))+string(w.API))
+		}
+		if err != nil {
+			got = []string{err.Error()}
+		}
+		if text := strings.Join(got, " "); text != c.want {
+			t.Errorf("%s on %+v: %s, want %s", c.partition, c.on, text, c.want)
+		}
+	}
+}
+
+// A MIG manager's file knows no API: the node's goes, also where it cannot be had.
+func TestAPIOfMIGManagersFile(t *testing.T) {
+	f := mustParse(t, migHead+"  - {devices: all, mig-enabled: true, mig-devices: {1c.3g.40gb: 2}}\n  plain:\n  - {devices: all, mig-enabled: false}\n")
+	inv := cards(t, "a100-80")
+	if d, err := f.Desire("plain", inv, Node{API: ledger.DRA}); err != nil || d.GPUs[7].API != ledger.DRA {
+		t.Errorf("%+v, %v", d, err)
+	}
+	const want = "f:4: GPUs 0-7: api dra cannot express parts of a GPU instance (1c.3g.40gb)"
+	if _, err := f.Desire("custom", inv, Node{API: ledger.DRA}); err == nil || !strings.HasPrefix(err.Error(), want) {
+		t.Errorf("%v, want %s", err, want)
 	}
 }
 
@@ -148,7 +212,7 @@ func TestUnbuiltPartitionLeavesTheOthers(t *testing.T) {
 		"served-by-mps": "f:34: GPUs 0-3: compute mps is not built yet in this version; timeslice works",
 	}
 	for _, name := range f.Names() {
-		_, err := f.Desire(name, inv, 1024)
+		_, err := f.Desire(name, inv, Node{Unit: 1024})
 		got := ""
 		if err != nil {
 			got = err.Error()
@@ -167,7 +231,7 @@ func TestMIGIsReadInFull(t *testing.T) {
 		"    - {devices: [2], mode: mig, geometry: {}}\n"+
 		"    - {devices: [3, 4, 5, 6, 7], mode: mig}\n")
 	inv := cards(t, "a100-80")
-	d, err := f.Desire("default", inv, 1024)
+	d, err := f.Desire("default", inv, Node{Unit: 1024})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -180,7 +244,7 @@ func TestMIGIsReadInFull(t *testing.T) {
 	for i := range want {
 		want[i].GPU = inv.GPUs[i].UUID
 	}
-	if diff := cmp.Diff(want, d.GPUs[:4], cmpopts.EquateEmpty()); diff != "" {
+	if diff := cmp.Diff(offered(want), d.GPUs[:4], cmpopts.EquateEmpty()); diff != "" {
 		t.Errorf("-want +got:\n%s", diff)
 	}
 }
@@ -189,12 +253,12 @@ func TestMIGIsReadInFull(t *testing.T) {
 func TestDesireSharesNothing(t *testing.T) {
 	f := mustParse(t, head+"    - {devices: all, mode: mig, geometry: {1g.10gb: 1}}\n")
 	inv := cards(t, "a100-80")
-	first, err := f.Desire("default", inv, 1024)
+	first, err := f.Desire("default", inv, Node{Unit: 1024})
 	if err != nil {
 		t.Fatal(err)
 	}
 	first.GPUs[0].Geometry[0].N = 7
-	again, err := f.Desire("default", inv, 1024)
+	again, err := f.Desire("default", inv, Node{Unit: 1024})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -256,6 +320,7 @@ func TestWantEqual(t *testing.T) {
 	}
 	for name, other := range map[string]Want{
 		"GPU":       {GPU: "GPU-1", Mode: MIG, Geometry: []mig.Count{{Profile: n1, N: 1}}},
+		"API":       {GPU: "GPU-0", Mode: MIG, API: ledger.DRA, Geometry: []mig.Count{{Profile: n1, N: 1}}},
 		"mode":      {GPU: "GPU-0", Mode: Off, Geometry: []mig.Count{{Profile: n1, N: 1}}},
 		"replicas":  {GPU: "GPU-0", Mode: MIG, Replicas: 1, Geometry: []mig.Count{{Profile: n1, N: 1}}},
 		"timeSlice": {GPU: "GPU-0", Mode: MIG, TimeSlice: gpu.TimeSliceLong, Geometry: []mig.Count{{Profile: n1, N: 1}}},

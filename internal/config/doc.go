@@ -12,6 +12,7 @@
 //	  default:
 //	    - devices: all            # all | [0, 3] | ["GPU-…"] | {model: "NVIDIA H100*"}
 //	      mode: shared            # whole | shared | mig | off
+//	      api: device-plugin      # device-plugin | dra; without it, what the node says
 //	      replicas: 4             # shared only; without it, units of memory
 //	      timeSlice: short        # shared only: default | short | medium | long
 //	      compute: timeslice      # shared only: timeslice | mps
@@ -45,6 +46,9 @@
 //   - so is a partition that makes more devices of the node than the kubelet can be
 //     told of (30,000, of all GPUs and resources together); the error names the entry
 //     that makes the most;
+//   - so is what DRA cannot have (compute-instance splits, a node without an API server),
+//     and one resource name through both APIs on one node, of which the scheduler would
+//     see only the device plugin's;
 //   - a model pattern that matches nothing here is no mistake, so that one file can
 //     serve a fleet. Patterns are those of [path.Match].
 //

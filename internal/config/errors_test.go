@@ -94,13 +94,13 @@ func TestLongMistakes(t *testing.T) {
 		for i := range 5000 {
 			fmt.Fprintf(&b, "  partition-with-a-long-name-%d: [{devices: all, mode: whole}]\n", i)
 		}
-		_, err := mustParse(t, b.String()).Desire("no", inv, 1024)
+		_, err := mustParse(t, b.String()).Desire("no", inv, Node{Unit: 1024})
 		if lines := told(t, err); len(lines) != 1 || !strings.HasSuffix(lines[0], "and 4980 more") {
 			t.Errorf("got %q", lines)
 		}
 	})
 	t.Run("profiles", func(t *testing.T) {
-		_, err := mustParse(t, head+"    - {devices: all, mode: mig, geometry: {"+profiles(100)+"}}\n").Desire("default", inv, 1024)
+		_, err := mustParse(t, head+"    - {devices: all, mode: mig, geometry: {"+profiles(100)+"}}\n").Desire("default", inv, Node{Unit: 1024})
 		if lines := told(t, err); len(lines) != 1 || !strings.Contains(lines[0], "and 2980 more") {
 			t.Errorf("got %q", lines)
 		}

@@ -10,6 +10,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -63,8 +64,8 @@ func FuzzParse(f *testing.F) {
 		}
 		for _, name := range append(names, "no such name") {
 			for _, inv := range nodes {
-				d, err := file.Desire(name, inv, 1024)
-				again, err2 := file.Desire(name, inv, 1024)
+				d, err := file.Desire(name, inv, Node{Unit: 1024})
+				again, err2 := file.Desire(name, inv, Node{Unit: 1024})
 				if !cmp.Equal(d, again) || (err == nil) != (err2 == nil) || err != nil && err.Error() != err2.Error() {
 					t.Fatalf("Desire is not deterministic: %+v, %v; %+v, %v", d, err, again, err2)
 				}
@@ -91,12 +92,16 @@ func checkWant(t *testing.T, data []byte, w Want) {
 	if w.Line < 0 || w.Line > lines(data) || (w.Line == 0) != (w.Mode == Keep) {
 		t.Fatalf("%+v: that line is not where the file says so", w)
 	}
+	if offers := w.Mode != Keep && w.Mode != Off; offers != (w.API == ledger.DevicePlugin || w.API == ledger.DRA) {
+		t.Fatalf("%+v: that is not the API of such a GPU", w)
+	}
 	switch w.Mode {
 	case Shared:
 		if w.Replicas < 0 || w.Replicas > timeslice.MaxDevices || w.TimeSlice == "" || w.Compute != ComputeTimeSlice {
 			t.Fatalf("%+v cannot be delivered", w)
 		}
 	case Keep, Whole, Off:
+		w.API = ""
 		if !w.Equal(Want{GPU: w.GPU, Mode: w.Mode}) {
 			t.Fatalf("%+v has what its mode does not know", w)
 		}
@@ -109,7 +114,7 @@ func checkWant(t *testing.T, data []byte, w Want) {
 
 func checkMIGWant(t *testing.T, w Want) {
 	t.Helper()
-	if !w.Equal(Want{GPU: w.GPU, Mode: MIG, OnDemand: w.OnDemand, Geometry: w.Geometry, Profiles: w.Profiles}) {
+	if !w.Equal(Want{GPU: w.GPU, Mode: MIG, API: w.API, OnDemand: w.OnDemand, Geometry: w.Geometry, Profiles: w.Profiles}) {
 		t.Fatalf("%+v has what its mode does not know", w)
 	}
 	if w.OnDemand && len(w.Geometry) > 0 || !w.OnDemand && len(w.Profiles) > 0 {

@@ -106,7 +106,7 @@ func TestMIGManagersFile(t *testing.T) {
 					}
 				}
 			}
-			d, err := f.Desire(config, inv, 1024)
+			d, err := f.Desire(config, inv, Node{Unit: 1024})
 			if got := words(d, err); !slices.Equal(got, want) {
 				t.Errorf("%s on %s: %q, %v, want %q", config, node, got, err, want)
 			}
@@ -148,7 +148,7 @@ func TestMIGManagersItems(t *testing.T) {
 		if !ok {
 			t.Errorf("nobody has said what %s means", config)
 		}
-		d, err := f.Desire(config, inv, 1024)
+		d, err := f.Desire(config, inv, Node{Unit: 1024})
 		if got := words(d, err); !slices.Equal(got, tc.want) {
 			t.Errorf("%s: %q, %v, want %q", config, got, err, tc.want)
 		}
@@ -198,7 +198,7 @@ func TestMIGManagersItemsOursAlone(t *testing.T) {
 	} {
 		t.Run(tc.why, func(t *testing.T) {
 			items := strings.ReplaceAll(strings.TrimPrefix(tc.items, "\n"), "\t\t\t", "  ")
-			d, err := mustParse(t, migHead+items+"\n").Desire("custom", inv, 1024)
+			d, err := mustParse(t, migHead+items+"\n").Desire("custom", inv, Node{Unit: 1024})
 			got := words(d, err)
 			if err != nil {
 				got = []string{err.Error()}

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -136,7 +137,7 @@ func badLabel(s string) string {
 // entry reads one item of a partition.
 func (p *parser) entry(n *yaml.Node) (entry, bool) {
 	e := entry{line: n.Line}
-	keys, ok := p.fields(n, "an entry", "devices", "mode", "replicas", "timeSlice", "compute", "geometry", "profiles")
+	keys, ok := p.fields(n, "an entry", "devices", "mode", "api", "replicas", "timeSlice", "compute", "geometry", "profiles")
 	if !ok {
 		return e, false
 	}
@@ -150,6 +151,13 @@ func (p *parser) entry(n *yaml.Node) (entry, bool) {
 		p.at(n, "the entry has no mode: whole, shared, mig or off")
 	} else {
 		e.want.Mode, known = choice(&p.mistakes, mode, "mode", Whole, Shared, MIG, Off)
+	}
+
+	if a, ok := keys["api"]; ok {
+		e.want.API, _ = choice(&p.mistakes, a, "api", ledger.DevicePlugin, ledger.DRA)
+		if e.apiLine = a.Line; known && e.want.Mode == Off {
+			p.at(a, "api says through what a GPU is offered: this entry is %s", Off)
+		}
 	}
 
 	// Keys are read whatever the mode is, so that their own mistakes are found

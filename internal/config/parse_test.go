@@ -105,7 +105,7 @@ var broken = []struct {
 		"f:5: unknown key \"Mode\": did you mean \"mode\"?"}},
 	{"a mistyped replicas", head + "    - devices: all\n      mode: shared\n      replica: 4\n", []string{"f:6: unknown key \"replica\": did you mean \"replicas\"?"}},
 	{"a key that nothing resembles", head + "    - devices: all\n      mode: shared\n      color: red\n", []string{
-		"f:6: unknown key \"color\": an entry has devices, mode, replicas, timeSlice, compute, geometry and profiles"}},
+		"f:6: unknown key \"color\": an entry has devices, mode, api, replicas, timeSlice, compute, geometry and profiles"}},
 	{"mode twice", head + "    - devices: all\n      mode: shared\n      mode: off\n", []string{"f:6: the key \"mode\" is already on line 5"}},
 
 	// Devices.
@@ -149,6 +149,9 @@ var broken = []struct {
 		"f:10: profiles belongs to mode mig: this entry is whole",
 		"f:10: \"1g\" is not a MIG profile name: a name is like 1g.10gb, 1g.10gb+me or 1c.3g.40gb",
 		"f:10: profiles limits MIG on demand, and geometry is fixed: an entry has one of the two"}},
+	{"an API that there is not", head + "    - devices: all\n      mode: whole\n      api: DRA\n", []string{`f:6: api is device-plugin or dra, not the text "DRA"`}},
+	{"no API", head + "    - devices: all\n      mode: whole\n      api:\n", []string{"f:6: api is device-plugin or dra, not nothing"}},
+	{"the API of nothing", head + "    - {devices: all, mode: off, api: dra}\n", []string{"f:4: api says through what a GPU is offered: this entry is off"}},
 	{"replicas of nothing", head + "    - {devices: all, mode: off, replicas: 2}\n", []string{"f:4: replicas belongs to mode shared: this entry is off"}},
 	{"replicas of MIG", head + "    - {devices: all, mode: mig, replicas: 2}\n", []string{"f:4: replicas belongs to mode shared: this entry is mig"}},
 

@@ -245,7 +245,7 @@ func TestProve(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			f := mustParse(t, head+"    - {devices: all, mode: mig, "+tc.entry+"}\n")
-			d, err := f.Desire("default", tc.inv, 1024)
+			d, err := f.Desire("default", tc.inv, Node{Unit: 1024})
 			if err == nil {
 				err = f.Prove(d, tc.inv)
 			}
@@ -268,7 +268,7 @@ func TestUnprovenIsDesired(t *testing.T) {
 	for i := range inv.GPUs[5].MIG.Profiles {
 		inv.GPUs[5].MIG.Profiles[i].Placements = nil
 	}
-	d, err := f.Desire("default", inv, 1024)
+	d, err := f.Desire("default", inv, Node{Unit: 1024})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -289,7 +289,7 @@ func BenchmarkDesire(b *testing.B) {
 	}
 	inv := cards(b, "a100-80")
 	for b.Loop() {
-		if _, err := f.Desire("default", inv, 1024); err != nil {
+		if _, err := f.Desire("default", inv, Node{Unit: 1024}); err != nil {
 			b.Fatal(err)
 		}
 	}

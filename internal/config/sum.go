@@ -7,6 +7,7 @@ import (
 	"maps"
 	"slices"
 
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -27,7 +28,7 @@ func (m *made) add(w *Want, d *gpu.Device, unit gpu.MiB) *made {
 	}
 	m.devices += devicesOf(w, d, unit)
 	m.indices = append(m.indices, d.Index)
-	if w.Mode == Shared && w.Replicas == 0 {
+	if w.Mode == Shared && w.Replicas == 0 && w.API != ledger.DRA {
 		m.inUnits = append(m.inUnits, d)
 	}
 	return m
@@ -36,6 +37,7 @@ func (m *made) add(w *Want, d *gpu.Device, unit gpu.MiB) *made {
 // devicesOf is how many devices the kubelet is told of for one GPU.
 func devicesOf(w *Want, d *gpu.Device, unit gpu.MiB) (n int) {
 	switch {
+	case w.API == ledger.DRA: // it is told of no list
 	case w.Mode == Whole:
 		return 1
 	case w.Mode == Shared && w.Replicas > 0:

@@ -38,6 +38,9 @@ func TestTooManyDevices(t *testing.T) {
 		{"units of 16 MiB", "[{devices: all, mode: shared}]", 16,
 			"makes 40960 devices of this node, 40960 of them by this entry (GPUs 0-7: units of 16 MiB), and there may be 30000: set --memory-unit to 32 MiB or more"},
 		{"units of 32 MiB", "[{devices: all, mode: shared}]", 32, ""},
+		{"what the kubelet has no list of", "[{devices: all, mode: shared, replicas: 30000, api: dra}]", 1024, ""},
+		{"beside what it has", "[{devices: [0, 1, 2, 3], mode: shared, api: dra}, {devices: [4, 5, 6, 7], mode: shared}]", 10,
+			"makes 32768 devices of this node, 32768 of them by this entry (GPUs 4-7: units of 10 MiB), and there may be 30000: set --memory-unit to 16 MiB or more"},
 		{"a small unit that nobody uses", "[{devices: all, mode: whole}]", 1, ""},
 		{"units beside replicas", "[{devices: [0, 1, 2, 3], mode: shared, replicas: 5000}, {devices: [4, 5, 6, 7], mode: shared}]", 16,
 			"f:3: partition \"p\" makes 40480 devices of this node, 20480 of them by this entry (GPUs 4-7: units of 16 MiB), and there may be 30000: set --memory-unit to 64 MiB or more"},
@@ -46,7 +49,7 @@ func TestTooManyDevices(t *testing.T) {
 		{"and just fit", "[{devices: [0], mode: mig}, {devices: [1], mode: mig, geometry: {1g.10gb: 3, 2g.20gb: 2}}, {devices: [2], mode: mig, profiles: [2g.20gb]}, {devices: [3], mode: shared, replicas: 29982}, {devices: [4, 5, 6, 7], mode: off}]", 1024, ""},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			_, err := mustParse(t, "version: v1\npartitions:\n  p: "+c.entries+"\n").Desire("p", inv, c.unit)
+			_, err := mustParse(t, "version: v1\npartitions:\n  p: "+c.entries+"\n").Desire("p", inv, Node{Unit: c.unit})
 			switch {
 			case c.want == "" && err != nil:
 				t.Errorf("refused: %v", err)

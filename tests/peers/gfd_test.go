@@ -112,7 +112,7 @@ func (n *node) ours(inv *gpu.Inventory, partition string) map[string]string {
 	if err != nil {
 		n.t.Fatal(err)
 	}
-	desired, err := file.Desire("p", inv, 1024)
+	desired, err := file.Desire("p", inv, config.Node{Unit: 1024})
 	if err != nil {
 		n.t.Fatal(err)
 	}

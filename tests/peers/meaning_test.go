@@ -122,7 +122,7 @@ func (n *node) compare(inv *gpu.Inventory, docs []string, these func(config stri
 			if !these(name) {
 				continue
 			}
-			d, refused := ours.Desire(name, inv, 1024)
+			d, refused := ours.Desire(name, inv, config.Node{Unit: 1024})
 			if refused != nil {
 				if refusals--; refusals < 0 {
 					continue
