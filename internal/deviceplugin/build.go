@@ -189,6 +189,9 @@ type gpuLists struct {
 // deviceLists lists what one GPU has, had, and has given away.
 func deviceLists(in *Input, d *gpu.Device) []deviceList {
 	l := &gpuLists{Input: in, gpu: d, layout: in.Changes.Layouts[d.UUID], isHeld: map[name]bool{}, placements: map[string]mig.Placement{}}
+	if !l.layout.Through(ledger.DevicePlugin) {
+		l.layout = plan.Layout{Known: l.layout.Known}
+	}
 	l.holders()
 	// Rounds are frequent and lists long: sizes are known, so nothing grows.
 	l.listed = make(map[name]bool, l.layout.N+len(l.held))

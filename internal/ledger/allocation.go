@@ -126,8 +126,8 @@ func (a *Allocation) On(u gpu.UUID) bool {
 	return slices.ContainsFunc(a.Grants, func(g Grant) bool { return g.GPU == u })
 }
 
-// takesOf reports whether it takes something of a GPU.
-func (a *Allocation) takesOf(u gpu.UUID) bool {
+// Takes reports whether it takes something of a GPU from others.
+func (a *Allocation) Takes(u gpu.UUID) bool {
 	return slices.ContainsFunc(a.Grants, func(g Grant) bool { return g.GPU == u && !g.NoRoom })
 }
 

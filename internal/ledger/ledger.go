@@ -131,7 +131,7 @@ func (l *Ledger) freeLocked(r *Request) error {
 	for _, o := range l.allocations {
 		switch {
 		case o.ID == r.ID:
-		case o.Owner != r.Owner && slices.ContainsFunc(r.Grants, func(g Grant) bool { return !g.NoRoom && o.takesOf(g.GPU) }):
+		case o.Owner != r.Owner && slices.ContainsFunc(r.Grants, func(g Grant) bool { return !g.NoRoom && o.Takes(g.GPU) }):
 			return fmt.Errorf("a GPU is given out through %s now (allocation %s): %w", o.Owner, o.ID, ErrTaken)
 		case !r.Overlap && l.overlapLocked(r.Grants, o.Grants):
 			return fmt.Errorf("allocation %s has a piece of it: %w", o.ID, ErrTaken)

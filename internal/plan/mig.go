@@ -66,7 +66,7 @@ func (in *Input) concernsMIG(d *gpu.Device, w config.Want) bool {
 	return w.Mode == config.MIG || d.MIG.Enabled ||
 		in.MIG.Working[d.UUID] != nil ||
 		slices.ContainsFunc(in.Allocations, func(c ledger.Allocation) bool {
-			return c.Kind() == ledger.Placement && c.On(d.UUID)
+			return c.Kind() == ledger.Placement && c.Takes(d.UUID)
 		})
 }
 
@@ -126,7 +126,7 @@ func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
 	}
 	for i := range in.Allocations {
 		c := &in.Allocations[i]
-		if !c.On(d.UUID) {
+		if !c.Takes(d.UUID) {
 			continue
 		}
 		if c.Kind() != ledger.Placement {
@@ -135,7 +135,7 @@ func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
 		}
 		for j := range c.Grants {
 			has := &c.Grants[j]
-			if has.GPU != d.UUID {
+			if has.GPU != d.UUID || has.NoRoom {
 				continue
 			}
 			g.holders = append(g.holders, c.Holder.String())
@@ -245,6 +245,13 @@ func (in *Input) planMIG(d *gpu.Device, w config.Want, have Layout, out *Changes
 		have = in.inferLayout(d, Layout{})
 	}
 	to, leaving := in.next(g, w, have, out)
+	if to.API = cmp.Or(have.API, w.API); to.Offers && w.API != "" && in.MIG.Working[d.UUID] == nil && api(to.API) != w.API {
+		if names, held := holdersOf(in.Allocations, d.UUID, w.API); held {
+			out.Blocked = append(out.Blocked, Blocked{GPU: d.UUID, Index: d.Index, From: string(api(to.API)), To: string(w.API), Reason: status.HeldByPods, Holders: names, API: true})
+		} else {
+			to.API = w.API
+		}
+	}
 	work := in.MIG.Working[d.UUID]
 	if work == nil && have.Offers && have.Kind == ledger.Placement && to.Offers && !have.Equal(to) {
 		// What does not stand is withdrawn before the work like what does.
@@ -274,7 +281,7 @@ func (in *Input) unplanned(d *gpu.Device, w config.Want, have Layout, err error,
 		out.Layouts[d.UUID] = have
 	}
 	for i := range in.Allocations {
-		if c := &in.Allocations[i]; c.Kind() == ledger.Placement && c.On(d.UUID) && d.Fault == "" && d.MIG.Capable {
+		if c := &in.Allocations[i]; c.Kind() == ledger.Placement && c.Takes(d.UUID) && d.Fault == "" && d.MIG.Capable {
 			out.Trouble[c.ID] = status.CauseOf(err, status.MIGUnsupported)
 		}
 	}

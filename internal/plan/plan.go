@@ -29,8 +29,10 @@ type Layout struct {
 	// and anything may be made of it.
 	Known bool `json:"-"`
 	// Offers is false for a GPU in mode off.
-	Offers bool        `json:"-"`
-	Kind   ledger.Kind `json:"kind"`
+	Offers bool `json:"-"`
+	// API is the front-end through which it is offered; empty is the device plugin.
+	API  ledger.FrontEnd `json:"api,omitempty"`
+	Kind ledger.Kind     `json:"kind"`
 	// N is the number of devices: 1, the memory units, or the replicas.
 	N int `json:"n"`
 	// Unit is the size of a memory unit, 0 for other kinds and where it is not
@@ -44,11 +46,21 @@ type Layout struct {
 	Alone ledger.UnitSet `json:"alone,omitempty"`
 }
 
-// Equal reports whether both have the same devices.
+// Equal reports whether both have the same devices, through the same front-end.
 func (c Layout) Equal(o Layout) bool {
-	return c.Known == o.Known && c.Offers == o.Offers && c.Kind == o.Kind && c.N == o.N && c.Unit == o.Unit &&
+	return c.Known == o.Known && c.Offers == o.Offers && !c.speaksOther(o) && c.Kind == o.Kind && c.N == o.N && c.Unit == o.Unit &&
 		slices.Equal(c.Placements, o.Placements) && slices.Equal(c.Alone, o.Alone)
 }
+
+// Through reports whether a GPU is offered through a front-end.
+func (c Layout) Through(f ledger.FrontEnd) bool { return c.Offers && api(c.API) == f }
+
+// speaksOther reports whether two layouts are offered through different front-ends.
+func (c Layout) speaksOther(o Layout) bool { return c.Offers && o.Offers && api(c.API) != api(o.API) }
+
+// api is the front-end that a layout, a wish or an allocation means: the device plugin
+// where it does not say.
+func api(f ledger.FrontEnd) ledger.FrontEnd { return cmp.Or(f, ledger.DevicePlugin) }
 
 // sameUnits reports whether both offer memory units. Their number follows from
 // what the driver keeps for itself, which can move by some MiB from one reading
@@ -78,14 +90,14 @@ func (c Layout) Mode() string {
 func layoutOf(w config.Want, d *gpu.Device, unit gpu.MiB) (c Layout, ok bool) {
 	switch w.Mode {
 	case config.Whole:
-		return Layout{Known: true, Offers: true, Kind: ledger.Whole, N: 1}, true
+		return Layout{Known: true, Offers: true, API: w.API, Kind: ledger.Whole, N: 1}, true
 	case config.Off:
 		return Layout{Known: true}, true
 	case config.Shared:
 		if w.Replicas > 0 {
-			return Layout{Known: true, Offers: true, Kind: ledger.Replica, N: w.Replicas}, true
+			return Layout{Known: true, Offers: true, API: w.API, Kind: ledger.Replica, N: w.Replicas}, true
 		}
-		return Layout{Known: true, Offers: true, Kind: ledger.Units, N: timeslice.Units(d, unit), Unit: unit}, true
+		return Layout{Known: true, Offers: true, API: w.API, Kind: ledger.Units, N: timeslice.Units(d, unit), Unit: unit}, true
 	default:
 		return Layout{}, false
 	}
@@ -106,6 +118,8 @@ type Blocked struct {
 	Reason status.Reason
 	// Holders is sorted, each once.
 	Holders []string
+	// API says that the GPU is to be offered through another front-end.
+	API bool
 }
 
 // String is a sentence for an annotation.
@@ -157,6 +171,13 @@ func (c *Changes) Blocks(u gpu.UUID) bool {
 	return slices.ContainsFunc(c.Blocked, func(b Blocked) bool { return b.GPU == u })
 }
 
+// Drains reports whether a GPU whose change waits offers nothing meanwhile. drain is what
+// the operator wants of a change. One of the front-end is never waited for in another way:
+// of a name that has devices through the device plugin the scheduler does not see the rest.
+func (c *Changes) Drains(u gpu.UUID, drain bool) bool {
+	return slices.ContainsFunc(c.Blocked, func(b Blocked) bool { return b.GPU == u && (drain || b.API) })
+}
+
 // Past is a layout that a GPU no longer has, whose devices are still listed.
 type Past struct {
 	Layout
@@ -205,12 +226,14 @@ func Make(in Input) Changes {
 			continue
 		}
 		to, ok := layoutOf(want[d.UUID], d, in.Unit)
-		holders, held := holdersOf(in.Allocations, d.UUID)
+		_, held := holdersOf(in.Allocations, d.UUID, "")
 		if !have.Known && held {
 			have = in.inferLayout(d, to)
 		}
-		if !ok || have.sameUnits(to) {
+		if !ok {
 			to = have
+		} else if have.sameUnits(to) {
+			to.N = have.N
 		}
 		switch other := in.Others[d.UUID]; {
 		case !to.Offers:
@@ -218,7 +241,8 @@ func Make(in Input) Changes {
 			out.say(status.Refused, d.UUID, notOffered(d, other))
 			to = Layout{Known: true}
 		}
-		if !have.Equal(to) && !held && !in.rows.Fits(d.UUID, to) {
+		holders, waits := in.inTheWay(d.UUID, have, to)
+		if !have.Equal(to) && !waits && !in.rows.Fits(d.UUID, to) {
 			// What it has is withdrawn all the same: so it leaves the lists, and there
 			// is room in the end.
 			out.say(status.Pending, d.UUID, crowded(d, to))
@@ -226,8 +250,9 @@ func Make(in Input) Changes {
 		}
 		switch {
 		case have.Equal(to):
-		case held:
-			out.Blocked = append(out.Blocked, Blocked{GPU: d.UUID, Index: d.Index, From: have.Mode(), To: to.Mode(), Reason: status.HeldByPods, Holders: holders})
+		case waits:
+			b := Blocked{GPU: d.UUID, Index: d.Index, From: have.Mode(), To: to.Mode(), Reason: status.HeldByPods, Holders: holders}
+			out.Blocked = append(out.Blocked, b.between(have, to))
 			to = have
 		default:
 			out.Changing = append(out.Changing, d.UUID)
@@ -250,14 +275,33 @@ func notOffered(d *gpu.Device, why string) status.Cause {
 	return status.Why(status.OtherOwner, "%s is not offered: %s", d.Name(), why)
 }
 
-// holdersOf names who has an allocation on a GPU, and whether anyone has.
-func holdersOf(allocations []ledger.Allocation, u gpu.UUID) (names []string, held bool) {
+// holdersOf names who has something of a GPU through another front-end than except, and
+// whether anyone has; an empty one excepts nobody.
+func holdersOf(allocations []ledger.Allocation, u gpu.UUID, except ledger.FrontEnd) (names []string, held bool) {
 	for i := range allocations {
-		if allocations[i].On(u) {
-			names = append(names, allocations[i].Holder.String())
+		if a := &allocations[i]; a.Takes(u) && api(a.Owner) != except {
+			names = append(names, a.Holder.String())
 		}
 	}
 	return compact(names), len(names) > 0
+}
+
+// inTheWay names whom a GPU's change waits for: all who have something of it, or where the
+// front-end alone changes those who have it through another one than the new.
+func (in *Input) inTheWay(u gpu.UUID, have, to Layout) (names []string, waits bool) {
+	if have.API = to.API; have.Equal(to) {
+		return holdersOf(in.Allocations, u, api(to.API))
+	}
+	return holdersOf(in.Allocations, u, "")
+}
+
+// between adds the front-ends of a change that is about them.
+func (b Blocked) between(have, to Layout) Blocked {
+	if b.API = have.speaksOther(to); b.API {
+		b.From += " (api: " + string(api(have.API)) + ")"
+		b.To += " (api: " + string(api(to.API)) + ")"
+	}
+	return b
 }
 
 // inferLayout is inferLayout of the allocations. Where the lists have no room for all devices of
@@ -272,17 +316,17 @@ func (in *Input) inferLayout(d *gpu.Device, to Layout) Layout {
 }
 
 // inferLayout says how a GPU must be laid out for its allocations to be there, with the caps
-// that their holders were given.
+// that their holders were given, through the front-end that they came by.
 func inferLayout(allocations []ledger.Allocation, d *gpu.Device, to Layout, unit gpu.MiB) Layout {
 	c := Layout{Known: true}
 	of := 0
 	for i := range allocations {
 		for j := range allocations[i].Grants {
 			g := &allocations[i].Grants[j]
-			if g.GPU != d.UUID || c.Offers && g.Kind != c.Kind {
+			if g.GPU != d.UUID || g.NoRoom || c.Offers && (g.Kind != c.Kind || allocations[i].Owner != c.API) {
 				continue // two kinds at once: the first one counts, and the other's devices are listed as leaving
 			}
-			c.Offers, c.Kind = true, g.Kind
+			c.Offers, c.API, c.Kind = true, allocations[i].Owner, g.Kind
 			switch g.Kind {
 			case ledger.Whole:
 				c.N = 1
@@ -305,7 +349,7 @@ func inferLayout(allocations []ledger.Allocation, d *gpu.Device, to Layout, unit
 	case c.Kind == ledger.Replica && of > 0:
 		c.N = max(c.N, of)
 	case c.Kind == ledger.Replica && to.Offers && to.Kind == ledger.Replica && to.N >= c.N:
-		return to
+		c.N = to.N
 	}
 	return c
 }

@@ -16,7 +16,8 @@ import (
 // process left that knew no bound add up to more.
 //
 // Two layouts of one GPU that are of one kind share their first devices. Whole GPUs and
-// MIG devices are not counted: the hardware bounds them to some hundred.
+// MIG devices are not counted: the hardware bounds them to some hundred. Nor is what another
+// front-end offers.
 type Rows struct {
 	of  map[row]int
 	sum int
@@ -32,7 +33,7 @@ func NewRows() *Rows { return &Rows{of: map[row]int{}} }
 
 // more is how many devices a layout adds.
 func (r *Rows) more(u gpu.UUID, c Layout) int {
-	if !c.Offers || c.Kind == ledger.Whole || c.Kind == ledger.Placement {
+	if !c.Through(ledger.DevicePlugin) || c.Kind == ledger.Whole || c.Kind == ledger.Placement {
 		return 0
 	}
 	if len(c.Alone) > 0 { // some of a GPU's devices, not its first ones
@@ -68,6 +69,9 @@ func (in *Input) listed() *Rows {
 	}
 	for i := range in.Allocations {
 		c := &in.Allocations[i]
+		if api(c.Owner) != ledger.DevicePlugin {
+			continue
+		}
 		for j := range c.Grants {
 			// What no layout has is listed for its holder's sake.
 			if g := &c.Grants[j]; g.Kind != ledger.Placement && r.of[row{g.GPU, g.Kind}] == 0 {
