@@ -497,7 +497,7 @@ func (s *apiServer) agentSays(t *testing.T, namespace, account string, want stri
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	var said []status.Policy
-	o := kube.PolicyOptions{Evictions: true, DRA: true, Pod: workload.Pod{Namespace: "train", Name: "agent"}}
+	o := kube.PolicyOptions{Evictions: true, DRA: func() bool { return true }, Pod: workload.Pod{Namespace: "train", Name: "agent"}}
 	if err := s.clientAs(t, namespace, account).WatchPolicies(ctx, o, func(list []status.Policy) {
 		said = list
 		cancel()

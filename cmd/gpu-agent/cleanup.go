@@ -30,7 +30,7 @@ func cleanUp(ctx context.Context, c console, args []string) error {
 		return fmt.Errorf("gpu-agent cleanup: %w", err)
 	}
 	log := slog.New(slog.NewTextHandler(c.err, nil))
-	runtime := n.runtime(names.domain, log)
+	runtime := n.runtime(names.domain, func() bool { return true }, log)
 	defer runtime.Close()
 	job := cleanup.Node{KubeletDir: n.kubeletDir, CDIDir: n.cdiDir, StateDir: n.stateDir, NFDDir: n.nfdDir,
 		Domain: names.domain, ResourceDomain: names.resourceDomain, Runtime: runtime}

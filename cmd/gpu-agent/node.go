@@ -33,11 +33,12 @@ func (n *nodeFlags) register(fs *flag.FlagSet) {
 }
 
 // runtime prepares to ask the container runtime which containers have allocations of a
-// domain.
-func (n *nodeFlags) runtime(domain string, log *slog.Logger) *node.Runtime {
+// domain; claims says whether those of ResourceClaims are among them.
+func (n *nodeFlags) runtime(domain string, claims func() bool, log *slog.Logger) *node.Runtime {
 	return node.NewRuntime(node.RuntimeOptions{
 		Endpoint: n.runtimeEndpoint, Root: n.hostRoot, AnnotationPrefix: cdi.AnnotationName(domain, ""), Logger: log,
 		Cgroups: filepath.Join(n.hostRoot, "sys/fs/cgroup"),
+		DRA:     claims,
 		DeviceOf: func(source string) string {
 			if key, ok := lib.KeyOf(n.stateDir, source); ok && cdi.ValidKey(key) {
 				return cdi.DeviceName(domain, key)

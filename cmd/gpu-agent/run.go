@@ -18,6 +18,7 @@ import (
 
 	"example.com/gpu-agent/internal/agent"
 	"example.com/gpu-agent/internal/deviceplugin"
+	frontend "example.com/gpu-agent/internal/dra"
 	"example.com/gpu-agent/internal/guard"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
@@ -29,6 +30,7 @@ import (
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi/dir"
+	"example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/gpu/nvml"
 	"example.com/gpu-agent/pkg/memcap/lib"
@@ -178,7 +180,8 @@ func run(ctx context.Context, c console, args []string) error {
 	}
 	kubelet := node.NewPodResources(f.node.kubeletDir)
 	defer kubelet.Close()
-	runtime := f.node.runtime(f.domain, log)
+	var loop *agent.Agent
+	runtime := f.node.runtime(f.domain, func() bool { return loop.Claims() }, log)
 	defer runtime.Close()
 	metrics := obs.NewMetrics(version())
 	driver := nvml.NewLate(func(ctx context.Context) (*nvml.Driver, error) {
@@ -211,10 +214,10 @@ func run(ctx context.Context, c console, args []string) error {
 		NeverReset:     f.reset.value == "never",
 		OpenCaps:       f.cap.policy.value == "open",
 		Boot:           boot,
+		Node:           f.nodeName,
 		Health:         health.Options{Ignored: f.ignoredXids, Hold: f.healthHold, Probe: f.healthProbe},
 		Log:            log,
 	}
-	var loop *agent.Agent
 	worlds := agent.Worlds{Driver: driver, Files: files, Caps: caps, Kubelet: kubelet, Runtime: runtime, Store: store,
 		Observer: &agent.HeapLimit{Observer: metrics, Listed: func() int { return loop.Listed() }}}
 	if ns, name, ok := splitName(f.pod); ok {
@@ -231,6 +234,9 @@ func run(ctx context.Context, c console, args []string) error {
 			return err
 		}
 		worlds.Cluster = cluster
+		worlds.DRA = &agent.DRA{API: cluster, Kubelet: frontend.KubeletDir(filepath.Join(f.node.hostRoot, f.node.kubeletDir)), Serve: func(front *frontend.FrontEnd) (agent.DRADriver, error) {
+			return serveDRA(front, dra.Options{Name: front.Driver, Driver: front, Dir: filepath.Join(f.node.kubeletDir, "plugins_registry"), Logger: log, Observer: metrics})
+		}}
 	}
 	if f.nodeLabels.value == "nfd" {
 		worlds.Features = features(f.node.nfdDir)
@@ -280,7 +286,7 @@ func run(ctx context.Context, c console, args []string) error {
 			return cluster.WatchNode(ctx, loop.SetNode)
 		})
 		g.Go(func() error {
-			o := kube.PolicyOptions{Evictions: f.cap.evictAfter > 0, Pod: workload.Pod{Namespace: options.Pod.Namespace, Name: options.Pod.Name}}
+			o := kube.PolicyOptions{Evictions: f.cap.evictAfter > 0, DRA: loop.Claims, Pod: workload.Pod{Namespace: options.Pod.Namespace, Name: options.Pod.Name}}
 			return cluster.WatchPolicies(ctx, o, func(list []status.Policy) { policies.Store(&list) })
 		})
 	}
@@ -293,6 +299,17 @@ func run(ctx context.Context, c console, args []string) error {
 	}
 	log.Info("ended; devices stay with their containers")
 	return nil
+}
+
+// serveDRA has the kubelet call a front-end, and the front-end publish while the kubelet is
+// there: one that starts deletes what was published.
+func serveDRA(front *frontend.FrontEnd, o dra.Options) (agent.DRADriver, error) {
+	var server *dra.Server
+	o.Registered = func() { front.Publisher().Registered(true) }
+	o.Changed = func() { front.Publisher().Registered(server.Status().Registered) }
+	var err error
+	server, err = dra.New(o)
+	return server, err
 }
 
 // features is Node Feature Discovery's directory.

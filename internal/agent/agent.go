@@ -22,6 +22,7 @@ import (
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/plugin"
 )
 
@@ -102,6 +103,8 @@ type Options struct {
 	// OpenCaps lets allocations pass uncounted where the cap in the process
 	// cannot do its work (--cap-policy open).
 	OpenCaps bool
+	// Node is the node's name, empty where there is no cluster.
+	Node string
 	// Pod is the agent's own. A listing that lacks it is not believed when it
 	// comes to ending allocations. Empty outside a pod: then any listing that names
 	// some pod is believed.
@@ -123,6 +126,7 @@ type Agent struct {
 	observer  Observer
 	ledger    *ledger.Ledger
 	front     *deviceplugin.FrontEnd
+	claims    *claims
 	witnesses *deviceplugin.Witnesses
 	health    *health.Monitor
 	reader    *reader
@@ -169,7 +173,11 @@ func New(o Options, w Worlds) *Agent {
 	a.ledger = ledger.New(a.wake, time.Now)
 	a.front = deviceplugin.New(a.ledger, time.Now)
 	a.witnesses = deviceplugin.NewWitnesses(deviceplugin.WitnessOptions{Domain: o.Domain, Pod: o.Pod, Log: o.Log}, a.front, a.names, w.Kubelet, w.Runtime, a.wake)
-	a.reader = newReader(&o, &w, a.health, a.front, a.ration, a.wake)
+	a.claims = newClaims(&o, &w, a.ledger, a.granted, a.wake)
+	a.reader = newReader(&o, &w, a.health, func(gpus map[gpu.UUID]string, placements map[mig.Place]string) {
+		a.front.SetFaults(gpus, placements)
+		a.claims.setFaults(gpus, placements)
+	}, a.ration, a.wake)
 	a.others = newCoexistence(&o, &w, a.witnesses, a.wake)
 	a.slices = newTimeSlices(&o, &w)
 	a.served = &served{plugins: w.Plugins, of: map[string]plugin.Source{}, source: func(resource string) plugin.Source {
@@ -178,7 +186,7 @@ func New(o Options, w Worlds) *Agent {
 	a.executor = newExecutor(&o, &w, a.ledger, a.wake)
 	a.journal = &journal{store: w.Store, ration: a.ration}
 	a.gates = &gatekeeper{domain: o.Domain, unit: o.MemoryUnit, openCaps: o.OpenCaps, files: w.Files, caps: w.Caps, driver: w.Driver, observer: w.Observer, log: o.Log,
-		ledger: a.ledger, front: a.front, reader: a.reader, layouts: a.layouts, executor: a.executor, journal: a.journal, witnesses: a.witnesses,
+		ledger: a.ledger, front: a.front, claims: a.claims, reader: a.reader, layouts: a.layouts, executor: a.executor, journal: a.journal, witnesses: a.witnesses,
 		made: map[string]string{}, removed: map[string]bool{}}
 	a.reporter = newReporter(&a.opts, a.names, a.ledger, a.front, &w)
 	return a
@@ -223,6 +231,7 @@ func (a *Agent) Run(ctx context.Context) error {
 	g.Go(func() error { return a.reader.followLinks(ctx) })
 	g.Go(func() error { return a.witnesses.Follow(ctx) })
 	g.Go(func() error { return a.witnesses.AwaitReleases(ctx) })
+	g.Go(func() error { return a.claims.run(ctx) })
 	if r := a.reporter; r.cluster != nil || r.features != nil {
 		g.Go(func() error { return r.run(ctx) })
 	}

@@ -77,6 +77,7 @@ type outside struct {
 	suspected     []string
 	sandboxes     map[string]workload.Pod // by pod UID
 	prepared      []node.Prepared
+	dra           *scheduled // nil where there is no DRA
 	// The API server.
 	patchErr    error
 	labels      map[string]string
@@ -411,11 +412,11 @@ func startWith(t *testing.T, o *outside, cdiDir, file string, f Features) *bench
 	}
 	b := &bench{outside: o, t: t, dir: cdiDir, log: &logBuffer{}}
 	b.Agent = New(Options{
-		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: o.unit, Pod: ownPod, Boot: o.boot,
+		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: o.unit, Node: "node-1", Pod: ownPod, Boot: o.boot,
 		Label: true, Guest: true, Align: deviceplugin.AlignFixed, LinksEvery: testLinks,
 		Health: health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4},
 		Log:    slog.New(slog.NewTextHandler(b.log, nil)),
-	}, Worlds{Driver: o, Files: files, Caps: o.caps, Kubelet: o, Runtime: runtime{o}, Plugins: plugins{o}, Store: store, Cluster: o, Features: f, Observer: o})
+	}, Worlds{Driver: o, Files: files, Caps: o.caps, Kubelet: o, Runtime: runtime{o}, Plugins: plugins{o}, Store: store, Cluster: o, DRA: o.dra.worlds(), Features: f, Observer: o})
 	o.with(func() { o.agent = b.Agent })
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)

@@ -13,7 +13,6 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
-	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -27,7 +26,8 @@ type faults struct {
 	observer Observer
 	log      *slog.Logger
 	ration   *brief.Ration
-	front    *deviceplugin.FrontEnd
+	// tell tells the front-ends which GPUs are unhealthy, and which placements on others.
+	tell func(map[gpu.UUID]string, map[mig.Place]string)
 	// wake has a round come, and look one that reads the hardware anew.
 	wake, look func()
 	// instances is the inventory as of when this process has read it: for whoever must
@@ -68,7 +68,7 @@ func (f *faults) logEvent(e gpu.Event, changed bool) {
 	f.ration.Log(level, "GPU event", []any{"kind", string(e.Kind), "gpu", string(e.GPU)}, "xid", e.Xid, "condemns", false)
 }
 
-// apply tells the front-end which GPUs are unhealthy, and which MIG instances:
+// apply tells the front-ends which GPUs are unhealthy, and which MIG instances:
 // the hardware keeps those apart, so that what hits one is no reason to take the
 // others away.
 func (f *faults) apply() {
@@ -95,7 +95,7 @@ func (f *faults) apply() {
 	for at, why := range ofPlacements {
 		placements[at] = strings.Join(slices.Compact(why), "; ")
 	}
-	f.front.SetFaults(faults, placements)
+	f.tell(faults, placements)
 }
 
 // placementsOf finds the MIG devices that a fault of an instance concerns: none where

@@ -34,6 +34,7 @@ type gatekeeper struct {
 	log      *slog.Logger
 	ledger   *ledger.Ledger
 	front    *deviceplugin.FrontEnd
+	claims   *claims
 	// These know what files are made of.
 	reader   *reader
 	layouts  *layouts
@@ -82,9 +83,12 @@ func (k *gatekeeper) adoptFiles() {
 // way of the front-end that it is of, where that has to know more of it than the ledger.
 func (k *gatekeeper) takeOver(id string, r ledger.Record, taken, file time.Time) error {
 	var err error
-	if r.Owner == ledger.DevicePlugin {
+	switch {
+	case r.Owner == ledger.DevicePlugin:
 		err = k.front.Found(id, r, taken, file)
-	} else {
+	case r.Owner == ledger.DRA && k.claims.front != nil:
+		err = k.claims.found(id, r, taken)
+	default:
 		_, err = k.ledger.Found(id, r, taken)
 	}
 	if err == nil {
@@ -127,7 +131,7 @@ func (k *gatekeeper) write(allocations []ledger.Allocation, trouble map[string]s
 			c.Phase == ledger.Reserved && c.Fresh:
 			k.ledger.Shut(c.ID)
 			if !k.removed[c.ID] {
-				if c.Adopted || k.front.Started(c.ID) {
+				if c.Adopted || c.Owner == ledger.DRA || k.front.Started(c.ID) {
 					// The file was the record of the allocation, and its container may live
 					// on while its pod is deleted by force: then nobody else knows
 					// which devices it has.

@@ -29,8 +29,11 @@ func (l *layouts) offerAny(gpus []gpu.UUID) bool {
 }
 
 // keep keeps what a GPU does not offer any more in the list, until the kubelet may
-// forget it.
+// forget it. What it offered through DRA was never there.
 func (l *layouts) keep(u gpu.UUID, old plan.Layout) {
+	if !old.Through(ledger.DevicePlugin) {
+		return
+	}
 	l.past[u] = append(l.past[u], plan.Past{Layout: old, Until: time.Now().Add(plan.Linger)})
 }
 

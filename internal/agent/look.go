@@ -13,7 +13,6 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
-	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/status"
@@ -66,13 +65,13 @@ type reader struct {
 	profiles map[gpu.UUID][]gpu.Profile
 }
 
-func newReader(o *Options, w *Worlds, monitor *health.Monitor, front *deviceplugin.FrontEnd, ration *brief.Ration, wake func()) *reader {
+func newReader(o *Options, w *Worlds, monitor *health.Monitor, tell func(map[gpu.UUID]string, map[mig.Place]string), ration *brief.Ration, wake func()) *reader {
 	r := &reader{driver: w.Driver, health: monitor, log: o.Log, wake: wake, linksEvery: o.LinksEvery,
 		epoch: 1, partsOf: 1, cards: map[gpu.UUID]*mig.Card{}, profiles: map[gpu.UUID][]gpu.Profile{}}
 	if r.linksEvery <= 0 {
 		r.linksEvery = inventoryEvery
 	}
-	r.faults = &faults{driver: w.Driver, monitor: monitor, observer: w.Observer, log: o.Log, ration: ration, front: front, wake: wake,
+	r.faults = &faults{driver: w.Driver, monitor: monitor, observer: w.Observer, log: o.Log, ration: ration, tell: tell, wake: wake,
 		look: func() { r.stale.Store(true); wake() }}
 	return r
 }

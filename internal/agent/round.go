@@ -18,6 +18,7 @@ import (
 type pass struct {
 	findings
 	allocations []ledger.Allocation // as of the last plan
+	unsettled   bool                // nobody knows who was promised what through DRA
 }
 
 func (p *pass) fail(err error) { p.errs = append(p.errs, err) }
@@ -36,7 +37,7 @@ func (a *Agent) round(ctx context.Context) error {
 		a.lookAround(ctx, in.migManager)
 		a.plan(p)
 		a.askHolders(ctx, p)
-		a.withdraw(p)
+		a.withdraw(ctx, p)
 		a.act(ctx, p)
 		a.setDriver(ctx, p)
 		a.openGates(p)
@@ -132,6 +133,9 @@ func (a *Agent) askHolders(ctx context.Context, p *pass) {
 	}
 	ended, err := a.witnesses.Look(ctx, full)
 	p.fail(err)
+	if holders, asked, sure := a.witnesses.Holders(); sure {
+		a.claims.observe(holders, asked)
+	}
 	for i := range ended {
 		if c := &ended[i]; a.names.Ours(c.Resource) {
 			a.layouts.linger(c)
@@ -156,13 +160,18 @@ func (a *Agent) due(work []plan.Work) []plan.Work {
 
 // withdraw withdraws what the plan takes away, and plans again: an allocation that came
 // before the withdrawal keeps what it has.
-func (a *Agent) withdraw(p *pass) {
+func (a *Agent) withdraw(ctx context.Context, p *pass) {
 	if !a.layouts.offerAny(p.changes.Changing) && !withdraws(a.due(p.changes.Work)) {
 		return
 	}
 	withdrawn := *p.changes
 	withdrawn.Layouts = a.layouts.now // not laid out anew yet
 	a.publish(deviceplugin.Input{Changes: &withdrawn, Changing: p.changes.Changing})
+	if a.claims.inUse() {
+		err := a.claims.settle(ctx)
+		p.unsettled = err != nil
+		p.fail(err)
+	}
 	a.plan(p)
 }
 
@@ -179,6 +188,9 @@ func (a *Agent) act(ctx context.Context, p *pass) {
 		a.released, a.journal.due, a.gates.swept = n, true, false
 	}
 	work := a.due(p.changes.Work)
+	if p.unsettled {
+		work = slices.DeleteFunc(work, func(w plan.Work) bool { return w.Takes() && a.claims.offered(w.GPU) })
+	}
 	a.executor.ownMade(work)
 	unsaved := a.save()
 	if p.fail(unsaved); unsaved == nil {
@@ -229,6 +241,7 @@ func (a *Agent) publish(in deviceplugin.Input) *deviceplugin.Offer {
 	if a.reader.parts == nil && a.reader.partsErr != nil {
 		in.Closed = a.reader.partsErr.Error()
 	}
+	a.claims.publish(&in)
 	return a.front.Publish(func(allocations []ledger.Allocation) *deviceplugin.Offer {
 		in.Held = allocations
 		return deviceplugin.Build(in)

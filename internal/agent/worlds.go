@@ -9,6 +9,7 @@ import (
 	specs "tags.cncf.io/container-device-interface/specs-go"
 
 	"example.com/gpu-agent/internal/deviceplugin"
+	"example.com/gpu-agent/internal/dra"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/nfd"
 	"example.com/gpu-agent/internal/state"
@@ -30,6 +31,8 @@ type Worlds struct {
 	Store   Store
 	// Cluster is nil where there is no API server to speak to.
 	Cluster Cluster
+	// DRA is nil where there is no API server.
+	DRA *DRA
 	// Features is nil where labels do not go by way of Node Feature Discovery.
 	Features Features
 	Observer Observer
@@ -106,6 +109,20 @@ type Kubelet interface {
 	// Allocatable is the devices of all resources that the kubelet would give
 	// out.
 	Allocatable(context.Context) (map[string][]string, error)
+}
+
+// DRA is what GPUs are offered with through DRA.
+type DRA struct {
+	// API and Kubelet know the claims; internal/kube and internal/node have them.
+	API     dra.API
+	Kubelet dra.Kubelet
+	// Serve returns what has the kubelet call the front-end.
+	Serve func(*dra.FrontEnd) (DRADriver, error)
+}
+
+// DRADriver has the kubelet call a front-end, until ctx ends. pkg/dra's Server is one.
+type DRADriver interface {
+	Run(context.Context) error
 }
 
 // Plugins serves resources to the kubelet. plugin.Kubelet is one.

@@ -17,6 +17,7 @@ import (
 	"example.com/gpu-agent/internal/nfd"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/state"
+	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/cdi/dir"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap/lib"
@@ -128,6 +129,9 @@ func (n *Node) holders(ctx context.Context, names *deviceplugin.Names) ([]string
 	for _, c := range containers {
 		for _, resource := range c.Annotations {
 			out = append(out, fmt.Sprintf("%s/%s (%s)", c.Namespace, c.Pod, resource))
+		}
+		if len(cdi.Keys(n.Domain, nil, c.CDI)) > len(c.Annotations) {
+			out = append(out, fmt.Sprintf("%s/%s (a ResourceClaim)", c.Namespace, c.Pod))
 		}
 	}
 	// A pod whose init container has not been made yet is in neither.

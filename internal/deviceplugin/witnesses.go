@@ -115,9 +115,10 @@ type Witnesses struct {
 	// checkpoint written, and stale the keys that it was for.
 	resent map[string]time.Time
 	stale  map[string]string
-	// used are the allocations that containers have, and unsure says that these may not
-	// be all.
-	used   map[string]bool
+	// used are the allocations that containers have, with the first container of each,
+	// and usedAt is when the runtime was asked. unsure says that they may not be all.
+	used   map[string]ledger.Holder
+	usedAt time.Time
 	unsure bool
 	// silent is since when one has not answered, zero while both do. err is
 	// who did not when they were last asked.
@@ -151,7 +152,16 @@ func (w *Witnesses) Err() error { return w.err }
 
 // Used reports whether a container has an allocation, or may have any: the runtime has not
 // said what it was created with.
-func (w *Witnesses) Used(id string) bool { return w.used[id] || w.unsure }
+func (w *Witnesses) Used(id string) bool {
+	_, used := w.used[id]
+	return used || w.unsure
+}
+
+// Holders are the first containers that have allocations, by the allocation's ID, whatever
+// front-end's it is, and when the runtime was asked; sure says that there are no others.
+func (w *Witnesses) Holders() (holders map[string]ledger.Holder, asked time.Time, sure bool) {
+	return w.used, w.usedAt, !w.unsure
+}
 
 // Due says whether they are to be asked in full: at once where something is to be taken
 // away or one of our containers has ended, and else after a while, which is shorter
@@ -238,9 +248,11 @@ func (w *Witnesses) ask(ctx context.Context, full bool) (Observation, error) {
 	}
 	t.Pods = w.podNames(cctx, &t, containers, full)
 	if t.Runtime {
-		w.used = map[string]bool{}
+		w.used, w.usedAt = make(map[string]ledger.Holder, len(t.Uses)), t.Asked
 		for _, u := range t.Uses {
-			w.used[u.Key] = true
+			if u.Since = u.Created; w.used[u.Key].Since.IsZero() || u.Created.Before(w.used[u.Key].Since) {
+				w.used[u.Key] = u.Holder
+			}
 		}
 		w.unsure = slices.ContainsFunc(containers, func(c node.Container) bool { return c.CDIUnknown })
 	}

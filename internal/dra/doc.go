@@ -29,8 +29,31 @@
 // it. One that left while a claim has it would give its counters back, and the scheduler
 // would put somebody else there (kubernetes#140802).
 //
+// [FrontEnd.Settle] is asked before something is taken away from the hardware: when the
+// taint is at the server, whoever was allocated the device before is taken into the
+// ledger, although nobody has prepared it yet, and the plan waits for its end.
+//
+// # A claim
+//
+// The kubelet's Prepare names a claim. [FrontEnd] reads at the API server what the scheduler
+// has given it, and takes an allocation for each result. Its ID, and so the CDI device,
+// follows from the claim's UID and the request, and its record says which claim it is of:
+//
+//	claim 5f8a…, request "gpu" ► 24 GiB of gpu-5a2f…-shared
+//	allocation 9c1b…, ref {"uid":"5f8a…","request":"gpu","n":0,…}, grant {"kind":"units","units":"0-23",…}
+//	container ► CDI device example.com/gpu=9c1b…
+//
+// A share has no numbers in this API; it gets the lowest that are free. What is not there
+// yet is waited for, up to the kubelet's patience: room that an ending claim has, an
+// instance, and after a start of the agent the claims themselves. Only what can never be
+// had is refused.
+//
+// A claim ends with the kubelet's Unprepare, or when the kubelet's account, the container
+// runtime and the API server all know nothing of it. All containers and pods that use a
+// claim have its CDI devices, and so one page and one cap between them.
+//
 // # What it does not know
 //
-// How slices are written, which is the API server's business, and how the kubelet calls,
-// which is pkg/dra's.
+// How slices are written and claims read, which is internal/kube's business, how the kubelet
+// calls, which is pkg/dra's, and how GPUs come to be laid out.
 package dra

@@ -3,6 +3,7 @@
 package dra
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"encoding/hex"
 	"fmt"
@@ -60,6 +61,41 @@ func (d *Device) name(short string) string {
 		return "gpu-" + short
 	}
 }
+
+// compareDevices orders devices.
+func compareDevices(a, b Device) int {
+	return cmp.Or(cmp.Compare(a.GPU, b.GPU), cmp.Compare(a.Kind, b.Kind), mig.ComparePlacements(a.Placement, b.Placement))
+}
+
+func compareNames(a, b DeviceName) int {
+	return cmp.Or(cmp.Compare(a.Pool, b.Pool), cmp.Compare(a.Name, b.Name))
+}
+
+// everyDevice is what a node's GPUs can be published as, whatever their layout.
+func everyDevice(node string, inv *gpu.Inventory, cards map[gpu.UUID]*mig.Card) map[DeviceName]Device {
+	out := map[DeviceName]Device{}
+	var all []gpu.UUID
+	for i := range inv.GPUs {
+		all = append(all, inv.GPUs[i].UUID)
+	}
+	short := shorts(all)
+	for i := range inv.GPUs {
+		d := &inv.GPUs[i]
+		add := func(of Device) { out[DeviceName{poolName(node, d.Model), of.name(short[d.UUID])}] = of }
+		for _, kind := range []ledger.Kind{ledger.Whole, ledger.Units, ledger.Replica} {
+			add(Device{GPU: d.UUID, Kind: kind})
+		}
+		if card := cards[d.UUID]; card != nil {
+			for _, p := range card.Placements() {
+				add(Device{GPU: d.UUID, Kind: ledger.Placement, Placement: p})
+			}
+		}
+	}
+	return out
+}
+
+// ofNode reports whether a pool is one of a node's.
+func ofNode(pool, node string) bool { return strings.HasPrefix(pool, node+"/") }
 
 // poolName is "<node>/<model>": never the bare node name, since counters of two drivers'
 // pools of one name mix in a scheduler before Kubernetes 1.36.4.

@@ -3,8 +3,10 @@
 package dra
 
 import (
+	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"math"
 	"sync"
@@ -40,6 +42,12 @@ type Publisher struct {
 	want       []kube.ResourceSlice
 	registered bool
 	err        error
+	// asked counts the calls of Set, wrote is which of them the server has, and news is
+	// closed when that becomes another one.
+	asked, wrote uint64
+	news         chan struct{}
+	// written, if set, is called when the server has what it did not have.
+	written func()
 }
 
 // Pauses after a failure.
@@ -50,15 +58,50 @@ const (
 
 // NewPublisher makes a publisher; nothing happens before Run.
 func NewPublisher(driver string, api Slices, log *slog.Logger) *Publisher {
-	return &Publisher{driver: driver, api: api, log: log, bound: rate.NewLimiter(5, 20), wake: make(chan struct{}, 1)}
+	return &Publisher{driver: driver, api: api, log: log, bound: rate.NewLimiter(5, 20), wake: make(chan struct{}, 1), news: make(chan struct{})}
 }
 
-// Set says what the slices shall be. They must not be changed afterwards.
-func (p *Publisher) Set(want []kube.ResourceSlice) {
+// Set says what the slices shall be. They must not be changed afterwards. It returns the
+// number of this call.
+func (p *Publisher) Set(want []kube.ResourceSlice) uint64 {
 	p.mu.Lock()
 	p.want = want
+	p.asked++
+	n := p.asked
 	p.mu.Unlock()
 	p.changed()
+	return n
+}
+
+// last is the number of the last call of Set, 0 before there was one.
+func (p *Publisher) last() uint64 {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.asked
+}
+
+// done is the number of the last call of Set of which the server has all.
+func (p *Publisher) done() uint64 {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.wrote
+}
+
+// settled waits until the server has what was set last.
+func (p *Publisher) settled(ctx context.Context) error {
+	for {
+		p.mu.Lock()
+		done, err, news := p.wrote == p.asked, p.err, p.news
+		p.mu.Unlock()
+		if done {
+			return nil
+		}
+		select {
+		case <-news:
+		case <-ctx.Done():
+			return fmt.Errorf("the API server does not have the node's ResourceSlices as they are: %w", cmp.Or(err, ctx.Err()))
+		}
+	}
 }
 
 // Registered says whether the kubelet has the driver. It is said again of each kubelet.
@@ -117,7 +160,7 @@ func newPause() wait.Backoff {
 // publish writes what differs, if it is time for that.
 func (p *Publisher) publish(ctx context.Context) error {
 	p.mu.Lock()
-	want, before := p.want, p.err
+	want, before, n := p.want, p.err, p.asked
 	due := p.registered && want != nil
 	p.mu.Unlock()
 	if !due {
@@ -129,7 +172,16 @@ func (p *Publisher) publish(ctx context.Context) error {
 	}
 	p.mu.Lock()
 	p.err = err
+	fresh := err == nil && n > p.wrote
+	if fresh {
+		p.wrote = n
+		close(p.news)
+		p.news = make(chan struct{})
+	}
 	p.mu.Unlock()
+	if fresh && p.written != nil {
+		p.written()
+	}
 	switch {
 	case err != nil && before == nil:
 		p.log.Warn("the API server does not have the node's ResourceSlices as they are; trying again", "driver", p.driver, "err", err)

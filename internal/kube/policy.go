@@ -22,8 +22,9 @@ import (
 type PolicyOptions struct {
 	// Evictions are on, so the component evict should be there.
 	Evictions bool
-	// DRA is used, so the component dra should be there.
-	DRA bool
+	// DRA reports whether DRA is used, so that the component dra should be there; nil is
+	// never. It may change.
+	DRA func() bool
 	// Pod is the agent's own, by which the policy on a pod's node is tried. It
 	// needs no UID; without a name, that policy is left out.
 	Pod workload.Pod
@@ -63,11 +64,11 @@ type attempt struct {
 // pod that does not exist, or by a UID that it does not have, and a ResourceSlice
 // without devices, of a driver and a node that do not exist.
 func (c *Client) WatchPolicies(ctx context.Context, o PolicyOptions, fn func([]status.Policy)) error {
-	attempts := c.attempts(o)
 	most := max(c.options.Relist, c.timing.pauseMax)
 	retry := c.backOff(most)
 	var last []status.Policy
 	for missing := 0; ; {
+		attempts := c.attempts(o)
 		now := make([]status.Policy, len(attempts))
 		worst := status.PolicyHeld
 		for i, a := range attempts {
@@ -126,7 +127,7 @@ func (c *Client) attempts(o PolicyOptions) []attempt {
 			return err
 		}, apierrors.IsAlreadyExists},
 	}
-	if o.DRA {
+	if o.DRA != nil && o.DRA() {
 		list = append(list, attempt{"gpu-agent-dra", "create", resourceSlices.Resource, func(ctx context.Context) error {
 			empty := ResourceSlice{Name: tried, Pool: Pool{Name: tried, Generation: 1, Slices: 1}}
 			object, err := empty.Object(tried, tried)

@@ -128,7 +128,7 @@ func TestPoliciesAreTriedByDryRun(t *testing.T) {
 	p, c, _ := newPolicies(t, "nodes", "events", "pods/eviction", "resourceslices")
 	p.s.pod("gpu", "agent-x", "u-1")
 	before := fmt.Sprint(p.s.all("nodes"), p.s.all("events"), p.s.all("pods"), p.s.all("resourceslices"))
-	told := follows(t, c, PolicyOptions{Evictions: true, DRA: true, Pod: workload.Pod{Namespace: "gpu", Name: "agent-x"}})
+	told := follows(t, c, PolicyOptions{Evictions: true, DRA: func() bool { return true }, Pod: workload.Pod{Namespace: "gpu", Name: "agent-x"}})
 	wantTold(t, told, ":missing -events:missing -dra:missing -evict:missing -evict-node:missing")
 	if after := fmt.Sprint(p.s.all("nodes"), p.s.all("events"), p.s.all("pods"), p.s.all("resourceslices")); after != before {
 		t.Errorf("the server has\n%s, had\n%s", after, before)

@@ -309,3 +309,88 @@ func checkHolders(b *bench, driver *preparer) {
 		b.Errorf("the kubelet's account lacks %v", want)
 	}
 }
+
+// claimPod makes a pod with a claim of its own, of one device of a class, and of so many GiB
+// of its memory where that is not zero.
+func (b *bench) claimPod(name, class string, gib int) *lab.RunningPod {
+	b.Helper()
+	request := map[string]any{"deviceClassName": class}
+	if gib > 0 {
+		request["capacity"] = map[string]any{"requests": map[string]any{"memory": fmt.Sprintf("%dGi", gib)}}
+	}
+	b.apply(map[string]any{"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": map[string]any{"name": name, "namespace": lab.PodNamespace, "labels": map[string]any{"dra": "test"}},
+		"spec": map[string]any{"devices": map[string]any{"requests": []any{map[string]any{"name": "gpu", "exactly": request}}}}})
+	return b.create(lab.Pod{Name: name, Containers: []lab.Container{{Claims: []string{name}}}})
+}
+
+// TestResourceClaims is DRA from end to end: the real scheduler places claims by what the
+// agent publishes, the real kubelet has it prepare them, and containers have what was
+// promised, whatever restarts meanwhile.
+func TestResourceClaims(t *testing.T) {
+	b := prepare(t)
+	t.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+		defer cancel()
+		err := node.DeletePods(ctx)
+		if err == nil {
+			_, err = node.Kubectl(ctx, nil, "delete", "resourceclaims", "-n", lab.PodNamespace, "-l", "dra=test", "--ignore-not-found")
+		}
+		if err == nil {
+			agent, err = deploy(ctx, lab.DeployOptions{Partitions: allShared})
+		}
+		if err == nil {
+			err = node.RemoveComponent(ctx, "dra")
+		}
+		if err != nil {
+			t.Errorf("clean up: %v", err)
+		}
+	})
+	var err error
+	agent, err = deploy(b.ctx, lab.DeployOptions{Components: []string{"dra"}, Partitions: allShared})
+	b.must(err)
+	b.must(agent.Reset(b.ctx, `version: v1
+partitions:
+  default:
+    - {devices: [0, 1], mode: whole, api: dra}
+    - {devices: [2], mode: mig, api: dra}
+    - {devices: [3], mode: shared, api: dra}
+    - {devices: [4, 5, 6, 7], mode: shared}
+`))
+	b.state("applied")
+	b.offers(map[string]int{lab.Memory: 4 * units})
+
+	share, other := b.claimPod("share", "gpu-memory.example.com", 24), b.claimPod("other", "gpu-memory.example.com", 50)
+	whole, instance := b.claimPod("whole", "gpu.example.com", 0), b.claimPod("instance", "mig-3g.40gb.example.com", 0)
+	for _, pod := range []*lab.RunningPod{share, other, whole, instance} {
+		b.must(pod.Running(b.ctx))
+	}
+	if got := indexes(b.inside(share, "")); !slices.Equal(got, []int{3}) {
+		t.Errorf("a share is of %v", got)
+	}
+	if got := b.one(b.inside(whole, "")).Index; got > 1 {
+		t.Errorf("a whole GPU is %d", got)
+	}
+	caps := func(s lab.Status) error {
+		for pod, want := range map[string]int{"share": 24 << 10, "other": 50 << 10} {
+			i := slices.IndexFunc(s.Containers, func(c lab.ContainerStatus) bool { return c.Pod == pod })
+			if i < 0 || s.Containers[i].CapMiB == nil || *s.Containers[i].CapMiB != want {
+				return fmt.Errorf("%s has not its cap: %v", pod, s.Containers)
+			}
+		}
+		return nil
+	}
+	b.must(agent.AwaitStatus(b.ctx, time.Minute, "each share has its cap", caps))
+
+	// One more does not fit, and runs as soon as there is room.
+	waits := b.claimPod("waits", "gpu-memory.example.com", 20)
+	_, err = waits.Unschedulable(b.ctx)
+	b.must(err)
+	before := b.life(share, whole, instance)
+	b.must(agent.Kill(b.ctx))
+	b.must(other.Delete(b.ctx))
+	b.must(waits.Running(b.ctx))
+	b.must(node.RestartKubelet(b.ctx))
+	after := b.claimPod("after", "gpu.example.com", 0)
+	b.must(after.Running(b.ctx))
+	b.lives(before, share, whole, instance)
+}

@@ -53,6 +53,8 @@ type Container struct {
 	Image string
 	// Resources are extended resources and how many of each.
 	Resources map[string]int
+	// Claims are ResourceClaims that it has all devices of, by name.
+	Claims []string
 	// Then is a shell script: what the container does when it has looked around.
 	// Where it is empty, an init container ends, and another waits for its end.
 	Then string
@@ -248,7 +250,7 @@ const (
 type object = map[string]any
 
 func (n *Node) podSpec(p Pod) object {
-	volumes := []any{}
+	volumes, claims := []any{}, []any{}
 	containers := func(list []Container, prelude, then string) (out []any) {
 		for _, c := range list {
 			limits := map[string]string{}
@@ -271,10 +273,17 @@ func (n *Node) podSpec(p Pod) object {
 				volumes = append(volumes, object{"name": volume, "hostPath": object{"path": m.Host}})
 				mounts = append(mounts, object{"name": volume, "mountPath": m.Path})
 			}
+			var of []any
+			for _, name := range c.Claims {
+				of = append(of, object{"name": name})
+				if claim := (object{"name": name, "resourceClaimName": name}); !slices.ContainsFunc(claims, func(o any) bool { return o.(object)["name"] == name }) {
+					claims = append(claims, claim)
+				}
+			}
 			out = append(out, object{
 				"name": c.name(), "image": image, "imagePullPolicy": pull,
 				"command":         []string{"/bin/sh", "-c", prelude + look + script},
-				"resources":       object{"limits": limits},
+				"resources":       object{"limits": limits, "claims": of},
 				"volumeMounts":    mounts,
 				"securityContext": object{"privileged": c.Privileged},
 			})
@@ -291,7 +300,7 @@ func (n *Node) podSpec(p Pod) object {
 		"initContainers":                containers(p.Init, obedient, ""),
 		"containers":                    containers(p.Containers, obedient, Wait),
 	}
-	spec["volumes"] = volumes // which the containers above have asked for
+	spec["volumes"], spec["resourceClaims"] = volumes, claims // which the containers above have asked for
 	if p.Once {
 		spec["restartPolicy"] = "Never"
 	}

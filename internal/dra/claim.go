@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dra
+
+import (
+	"encoding/json"
+	"fmt"
+	"strconv"
+
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/workload"
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap"
+)
+
+// share is what one result of a claim's allocation stands for. The ledger keeps it, in
+// JSON, as the reference of the result's allocation.
+type share struct {
+	Namespace string `json:"namespace"`
+	Name      string `json:"name"`
+	UID       string `json:"uid"`
+	// Request is the request of the claim, and N counts its results; Of is how many
+	// results the claim has on this node in all.
+	Request string `json:"request"`
+	N       int    `json:"n"`
+	Of      int    `json:"of"`
+	Pool    string `json:"pool"`
+	Device  string `json:"device"`
+	Share   string `json:"share,omitempty"`
+}
+
+// id is the allocation's. It follows from the claim's UID and the request alone, so that
+// a container that is created anew finds the CDI device that it had.
+func (s *share) id() string {
+	return cdi.Key("claim/"+s.UID, []string{s.Request + "#" + strconv.Itoa(s.N)})
+}
+
+func (s *share) ref() string {
+	data, err := json.Marshal(s)
+	if err != nil {
+		panic(err) // it has strings and numbers
+	}
+	return string(data)
+}
+
+// readShare reads an allocation's reference. The error wraps gpu.ErrInvalid.
+func readShare(id, ref string) (share, error) {
+	var s share
+	err := json.Unmarshal([]byte(ref), &s)
+	if err == nil && (s.UID == "" || s.id() != id) {
+		err = fmt.Errorf("it is of allocation %s", s.id())
+	}
+	if err != nil {
+		return share{}, fmt.Errorf("read what allocation %s is of: %w: %w", id, err, gpu.ErrInvalid)
+	}
+	return s, nil
+}
+
+// want is a result of a claim that is to be prepared.
+type want struct {
+	share
+	device Device
+	// amount is what it has of the device's capacity, by name.
+	amount map[string]kube.Quantity
+	admin  bool
+	// pod is one of those that may use the claim, zero where there is none yet.
+	pod workload.Pod
+}
+
+// wants are the results of a claim's allocation that are of this node.
+func (f *FrontEnd) wants(c *kube.Claim) (out []want) {
+	n := map[string]int{}
+	var pod workload.Pod
+	if len(c.Pods) > 0 {
+		pod = c.Pods[0]
+	}
+	for i := range c.Results {
+		r := &c.Results[i]
+		if r.Driver != f.Driver || !ofNode(r.Pool, f.Node) {
+			continue
+		}
+		out = append(out, want{share: share{Namespace: c.Namespace, Name: c.Name, UID: c.UID, Request: r.Request, N: n[r.Request], Pool: r.Pool, Device: r.Device, Share: r.Share},
+			amount: r.Capacity, admin: r.Admin, pod: pod})
+		n[r.Request]++
+	}
+	for i := range out {
+		out[i].Of = len(out)
+	}
+	return out
+}
+
+// grantLocked makes the grant that a result stands for, with the lowest numbers that are
+// free. The error wraps ledger.ErrTaken where there are too few now, and gpu.ErrInvalid
+// where the claim cannot be met. beside is what the claim asks for besides.
+func (f *FrontEnd) grantLocked(w *want, beside []ledger.Request) (ledger.Grant, error) {
+	g := ledger.Grant{GPU: w.device.GPU, Piece: ledger.Piece{Kind: w.device.Kind, Placement: w.device.Placement}, Cap: ledger.NoCap, NoRoom: w.admin}
+	layout := f.offer.Changes.Layouts[g.GPU]
+	switch {
+	case w.admin:
+		if g.Kind != ledger.Placement {
+			g.Kind = ledger.Whole
+		}
+	case g.Kind == ledger.Units || g.Kind == ledger.Replica:
+		if layout.Kind != g.Kind || !layout.Offers {
+			return g, fmt.Errorf("device %s is not what its GPU is laid out as any more: make the claim anew: %w", w.Device, gpu.ErrInvalid)
+		}
+		n := 1
+		if g.Kind == ledger.Units {
+			amount, unit := w.amount[memory], bytes(layout.Unit)
+			if n = int(amount / unit); amount <= 0 || amount%unit != 0 || n > layout.N {
+				return g, fmt.Errorf("%d bytes of device %s: an amount is 1 to %d times %d MiB: make the claim anew: %w", amount, w.Device, layout.N, layout.Unit, gpu.ErrInvalid)
+			}
+		}
+		free, err := f.freeNumbers(&g, layout.N, n, beside)
+		if err != nil {
+			return g, fmt.Errorf("device %s: %w", w.Device, err)
+		}
+		if g.Kind == ledger.Units {
+			g.Units, g.Unit, g.Cap = ledger.SetOf(free), layout.Unit, ledger.CapOf(memcap.Units(n, layout.Unit))
+		} else {
+			g.Replica, g.Of, g.Cap = free[0], layout.N, ledger.CapOf(memcap.Replica(f.offer.Inventory.ByUUID(g.GPU), layout.N))
+		}
+	}
+	return g, nil
+}
+
+// freeNumbers are the n lowest numbers, of so many units or replicas of a GPU, that nobody
+// has.
+func (f *FrontEnd) freeNumbers(g *ledger.Grant, of, n int, beside []ledger.Request) (free []int, err error) {
+	var grants []ledger.Grant
+	for _, a := range f.Ledger.Allocations() {
+		grants = append(grants, a.Grants...)
+	}
+	for i := range beside {
+		grants = append(grants, beside[i].Grants...)
+	}
+	taken := map[int]bool{}
+	for i := range grants {
+		switch o := &grants[i]; {
+		case o.GPU != g.GPU || o.NoRoom:
+		case o.Kind != g.Kind:
+			return nil, fmt.Errorf("the GPU is held in another way: %w", ledger.ErrTaken)
+		case o.Kind == ledger.Replica:
+			taken[o.Replica] = true
+		default:
+			for k := range o.Units.All() {
+				taken[k] = true
+			}
+		}
+	}
+	for k := 0; k < of && len(free) < n; k++ {
+		if !taken[k] {
+			free = append(free, k)
+		}
+	}
+	if len(free) < n {
+		return nil, fmt.Errorf("%d of its %d %s are free, and %d are wanted: %w", len(free), of, names[g.Kind], n, ledger.ErrTaken)
+	}
+	return free, nil
+}
+
+// names are what a device's parts are called.
+var names = map[ledger.Kind]string{ledger.Units: "memory units", ledger.Replica: "replicas"}
+
+// deviceOf is the device that a grant is of.
+func deviceOf(g *ledger.Grant) Device {
+	return Device{GPU: g.GPU, Kind: g.Kind, Placement: g.Placement}
+}
+
+// refuseConfig refuses configuration for the driver: it has none.
+func refuseConfig(c *kube.Claim) error {
+	for i := range c.Configs {
+		var kind struct {
+			APIVersion string `json:"apiVersion"`
+			Kind       string `json:"kind"`
+		}
+		_ = json.Unmarshal(c.Configs[i].Parameters, &kind) // what cannot be read has no kind
+		return fmt.Errorf("configuration of kind %q, %q: this driver takes none; say what is wanted by class and capacity, and leave the configuration out: %w", kind.Kind, kind.APIVersion, gpu.ErrInvalid)
+	}
+	return nil
+}
+
+// sameShare reports whether an allocation that there is already is of this result.
+func (s *share) same(o *share) bool {
+	return s.Pool == o.Pool && s.Device == o.Device && s.Share == o.Share
+}

@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dra
+
+import (
+	"context"
+	"log/slog"
+	"maps"
+	"reflect"
+	"slices"
+	"sync"
+	"time"
+
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/pkg/dra"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+)
+
+// API is what the front-end needs of the API server: *kube.Client.
+type API interface {
+	Slices
+	// Claim is one claim, with what it has of a driver. The error wraps gpu.ErrNotFound.
+	Claim(ctx context.Context, driver, namespace, name string) (*kube.Claim, error)
+	// Claims are all that have something of a driver on this node.
+	Claims(ctx context.Context, driver string) ([]kube.Claim, error)
+	// SetClaimDevices says in a claim what its devices are.
+	SetClaimDevices(ctx context.Context, driver string, c *kube.Claim, devices []kube.ClaimDevice) error
+}
+
+// Kubelet is what the front-end asks the kubelet: a KubeletDir.
+type Kubelet interface {
+	// DRAState is what the kubelet has prepared. The error wraps gpu.ErrNotFound where it
+	// never has.
+	DRAState() (node.DRAState, error)
+}
+
+// KubeletDir is the directory of a kubelet.
+type KubeletDir string
+
+// DRAState reads what that kubelet has prepared.
+func (d KubeletDir) DRAState() (node.DRAState, error) { return node.ReadDRAState(string(d)) }
+
+// Runtime is what the front-end asks the container runtime: *node.Runtime.
+type Runtime interface {
+	// Containers are those that have been created and have not ended.
+	Containers(context.Context) ([]node.Container, error)
+}
+
+// Options are what a FrontEnd is made of. All are required.
+type Options struct {
+	// Domain names CDI devices and taints, Driver and Node the slices.
+	Domain, Driver, Node string
+	Ledger               *ledger.Ledger
+	API                  API
+	Kubelet              Kubelet
+	Runtime              Runtime
+	// Granted is called for each new allocation, before what it needs is made.
+	Granted func(*ledger.Allocation)
+	// Wake has the agent's loop look, and publish.
+	Wake func()
+	Now  func() time.Time
+	Log  *slog.Logger
+}
+
+// FrontEnd is the scheduler's and the kubelet's side of the ledger: what they are told
+// there is, and the claims that have something of it. It is the kubelet's driver
+// ([dra.Driver]). Use [New].
+type FrontEnd struct {
+	Options
+	publisher *Publisher
+
+	// mu guards everything below. The ledger's is locked after it.
+	mu sync.Mutex
+	// offer is what the loop said last, nil before that; published follows from it.
+	offer     *Offer
+	published *Published
+	// news is closed when published or listed become others.
+	news   chan struct{}
+	faults faults
+	// listed says that the API server has been asked once for the claims that there are:
+	// before that nothing is published, since a device that one of them names must not
+	// be missing.
+	listed bool
+	// leaving are the devices that no layout has and that a claim may still name, with the
+	// number of the writing that taints them.
+	leaving map[Device]uint64
+	// claims are the allocations of each claim, by its UID.
+	claims map[string][]string
+	// uses are the allocations that containers have, with the first container of each,
+	// and usesAt is when the runtime was asked for them.
+	uses   map[string]ledger.Holder
+	usesAt time.Time
+	// sweep holds a token when claims should be listed anew.
+	sweep chan struct{}
+}
+
+// faults is why GPUs are unhealthy, and why instances are on healthy GPUs.
+type faults struct {
+	gpus       map[gpu.UUID]string
+	placements map[mig.Place]string
+}
+
+func (f *faults) of(d Device) string {
+	if why := f.gpus[d.GPU]; why != "" || d.Kind != ledger.Placement {
+		return why
+	}
+	return f.placements[mig.Place{GPU: d.GPU, Placement: d.Placement}]
+}
+
+// New returns a front-end that publishes nothing yet.
+func New(o Options) *FrontEnd {
+	f := &FrontEnd{Options: o, publisher: NewPublisher(o.Driver, o.API, o.Log), news: make(chan struct{}),
+		leaving: map[Device]uint64{}, claims: map[string][]string{}, sweep: make(chan struct{}, 1)}
+	f.publisher.written = f.lookAgain
+	return f
+}
+
+// Publisher has the node's slices at the API server.
+func (f *FrontEnd) Publisher() *Publisher { return f.publisher }
+
+// Offer is what the agent's loop says of the node's GPUs.
+type Offer struct {
+	Inventory *gpu.Inventory
+	Changes   *plan.Changes
+	// Changing are the GPUs that are about to change.
+	Changing []gpu.UUID
+	Cards    map[gpu.UUID]*mig.Card
+	// Failing are placements that cannot be made, with the reason.
+	Failing map[mig.Place]status.Cause
+	// Drain says that a GPU whose change waits for holders takes nobody new meanwhile.
+	Drain bool
+	// Others are the GPUs that somebody else gives out too.
+	Others map[gpu.UUID]string
+	// Closed is why nothing may be given out at present, empty where it may.
+	Closed string
+	// Guarantee is how strong the cap on a share is: "driver", "api" or "watchdog".
+	Guarantee string
+}
+
+// Publish makes an offer the one in force. A Prepare that comes later goes by it; the
+// slices are written beside the caller.
+func (f *FrontEnd) Publish(o Offer) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.offer = &o
+	f.showLocked()
+}
+
+// SetFaults says which GPUs are unhealthy, and which MIG placements on the others, each
+// with the reason. Their devices are tainted from now on.
+func (f *FrontEnd) SetFaults(gpus map[gpu.UUID]string, placements map[mig.Place]string) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.faults = faults{gpus, placements}
+	if f.offer != nil {
+		f.showLocked()
+	}
+}
+
+// showLocked publishes what follows from the offer, the faults and who has what.
+func (f *FrontEnd) showLocked() {
+	o := f.offer
+	in := Input{Node: f.Node, Driver: f.Driver, Inventory: o.Inventory, Cards: o.Cards, Guarantee: o.Guarantee, Layouts: map[gpu.UUID]plan.Layout{}}
+	for u, l := range o.Changes.Layouts {
+		if l.Through(ledger.DRA) {
+			in.Layouts[u] = l
+		}
+	}
+	has := func(d Device) bool {
+		l := in.Layouts[d.GPU]
+		return l.Offers && l.Kind == d.Kind && (d.Kind != ledger.Placement || slices.Contains(l.Placements, d.Placement))
+	}
+	if f.published != nil {
+		for _, d := range f.published.Devices {
+			if _, known := f.leaving[d]; !known && !has(d) {
+				f.leaving[d] = 0
+			}
+		}
+	}
+	held := f.Ledger.Allocations()
+	for i := range held {
+		for j := range held[i].Grants {
+			if g := &held[i].Grants[j]; held[i].Owner == ledger.DRA && !g.NoRoom {
+				if _, known := f.leaving[deviceOf(g)]; !known && !has(deviceOf(g)) {
+					f.leaving[deviceOf(g)] = 0
+				}
+			}
+		}
+	}
+	maps.DeleteFunc(f.leaving, func(d Device, _ uint64) bool { return has(d) })
+	in.Departing = slices.SortedFunc(maps.Keys(f.leaving), compareDevices)
+	w := withdrawals{Offer: o, domain: f.Domain, faults: &f.faults, held: held, has: has}
+	in.Taints = w.taints
+	was := f.published
+	f.published = Build(in)
+	same := was != nil && reflect.DeepEqual(was.Slices, f.published.Slices)
+	if !same {
+		close(f.news)
+		f.news = make(chan struct{})
+	}
+	if !f.listed {
+		return
+	}
+	n := f.publisher.last()
+	if !same || n == 0 {
+		n = f.publisher.Set(f.published.Slices)
+	}
+	for d, at := range f.leaving {
+		if at == 0 {
+			f.leaving[d] = n
+		}
+	}
+}
+
+// Offers reports whether something of a GPU is in the slices, tainted or not.
+func (f *FrontEnd) Offers(u gpu.UUID) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.published != nil {
+		for _, d := range f.published.Devices {
+			if d.GPU == u {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// Health returns how the devices are, and a channel that is closed when that may be no
+// longer so.
+func (f *FrontEnd) Health() ([]dra.Health, <-chan struct{}) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	var out []dra.Health
+	if f.published == nil {
+		return nil, f.news
+	}
+	for name, d := range f.published.Devices {
+		why := f.faults.of(d)
+		out = append(out, dra.Health{Pool: name.Pool, Name: name.Name, Healthy: why == "", Message: why})
+	}
+	slices.SortFunc(out, func(a, b dra.Health) int { return compareNames(DeviceName{a.Pool, a.Name}, DeviceName{b.Pool, b.Name}) })
+	return out, f.news
+}

@@ -1,0 +1,298 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dra
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"example.com/gpu-agent/internal/kube"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/dra"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+// Prepare takes what a claim has been allocated, and returns it when containers may be
+// created with it. Everything that is coming is waited for: the claims that are known
+// after a start, a holder that is ending, an instance. It may be called any number of
+// times.
+func (f *FrontEnd) Prepare(ctx context.Context, c dra.Claim) ([]dra.Device, error) {
+	if shares, ok := f.taken(c.UID); ok { // also while the API server is away
+		return f.open(ctx, shares)
+	}
+	claim, err := f.API.Claim(ctx, f.Driver, c.Namespace, c.Name)
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("read the claim: %w", err)
+	case claim.UID != c.UID:
+		return nil, fmt.Errorf("the claim of this name is another one now (%s, not %s): make the pod anew: %w", claim.UID, c.UID, gpu.ErrNotFound)
+	}
+	if err := refuseConfig(claim); err != nil {
+		return nil, err
+	}
+	wants := f.wants(claim)
+	if len(wants) == 0 {
+		return nil, fmt.Errorf("the claim has nothing of driver %s on this node: %w", f.Driver, gpu.ErrInvalid)
+	}
+	if err := f.find(ctx, wants); err != nil {
+		return nil, err
+	}
+	for {
+		ended := f.Ledger.Ended()
+		news, err := f.take(wants)
+		switch {
+		case err == nil:
+			shares := make([]share, len(wants))
+			for i := range wants {
+				shares[i] = wants[i].share
+			}
+			devices, err := f.open(ctx, shares)
+			if err == nil {
+				go f.tell(claim, shares)
+			}
+			return devices, err
+		case !errors.Is(err, ledger.ErrTaken):
+			return nil, err
+		}
+		select {
+		case <-ended:
+		case <-news: // another layout, or another front-end has gone
+		case <-ctx.Done():
+			return nil, fmt.Errorf("the holder before it has not ended yet: %w", err)
+		}
+	}
+}
+
+// taken returns what a claim has in the ledger; ok is false where that is not all of it.
+func (f *FrontEnd) taken(uid string) (shares []share, ok bool) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, id := range f.claims[uid] {
+		a, has := f.Ledger.Get(id)
+		s, err := readShare(id, a.Ref)
+		if !has || err != nil {
+			return nil, false
+		}
+		shares = append(shares, s)
+	}
+	return shares, len(shares) > 0 && len(shares) == shares[0].Of
+}
+
+// find says which devices a claim's results are. Before everything is known after a start
+// it waits.
+func (f *FrontEnd) find(ctx context.Context, wants []want) error {
+	for {
+		ready, news, err := f.findNow(wants)
+		if ready {
+			return err
+		}
+		select {
+		case <-news:
+		case <-ctx.Done():
+			return errors.New("the agent has started and does not know yet what this node has, or which claims there are; see its log")
+		}
+	}
+}
+
+// findNow does so with what is known; ready is false where that is not enough.
+func (f *FrontEnd) findNow(wants []want) (ready bool, news <-chan struct{}, err error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if !f.listed || f.published == nil {
+		return false, f.news, nil
+	}
+	for i := range wants {
+		w := &wants[i]
+		var ok bool
+		if w.device, ok = f.published.Devices[DeviceName{w.Pool, w.Device}]; !ok {
+			return true, nil, fmt.Errorf("this node has no device %s in pool %s now; its layout may have changed since: make the claim anew: %w", w.Device, w.Pool, gpu.ErrNotFound)
+		}
+	}
+	return true, nil, nil
+}
+
+// take takes all of a claim's results, or none. The error wraps ledger.ErrTaken where that
+// may become possible; news tells of another layout then.
+func (f *FrontEnd) take(wants []want) (news <-chan struct{}, err error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	var asked []ledger.Request
+	for i := range wants {
+		w := &wants[i]
+		if a, ok := f.Ledger.Get(w.id()); ok {
+			if s, err := readShare(a.ID, a.Ref); err != nil || !s.same(&w.share) {
+				return nil, fmt.Errorf("request %s had device %s before, and has %s now: make the pod anew: %w", w.Request, s.Device, w.Device, gpu.ErrInvalid)
+			}
+			continue
+		}
+		g, err := f.grantLocked(w, asked)
+		if err != nil {
+			return f.news, err
+		}
+		asked = append(asked, ledger.Request{ID: w.id(), Owner: ledger.DRA, Resource: f.Driver, Ref: w.ref(), Grants: []ledger.Grant{g}})
+	}
+	made, err := f.Ledger.TakeAll(asked)
+	if err != nil {
+		return f.news, err
+	}
+	for i := range made {
+		f.claims[wants[0].UID] = append(f.claims[wants[0].UID], made[i].ID)
+		// Whoever had the pieces before has released them, which is looked at before
+		// that: nobody is on them.
+		f.Ledger.Looked(made[i].ID, made[i].Epoch, "", "")
+		f.Ledger.SetHolder(made[i].ID, ledger.Holder{Pod: wants[0].pod})
+		f.Granted(&made[i])
+	}
+	return f.news, nil
+}
+
+// open waits until containers may be created with a claim's allocations.
+func (f *FrontEnd) open(ctx context.Context, shares []share) ([]dra.Device, error) {
+	all, ctx := errgroup.WithContext(ctx)
+	out := make([]dra.Device, len(shares))
+	slices.SortFunc(shares, func(a, b share) int { return cmp.Or(cmp.Compare(a.Request, b.Request), cmp.Compare(a.N, b.N)) })
+	for i := range shares {
+		s := &shares[i]
+		out[i] = dra.Device{Requests: []string{s.Request}, Pool: s.Pool, Name: s.Device, Share: s.Share, CDI: []string{cdi.DeviceName(f.Domain, s.id())}}
+		all.Go(func() error { return f.Ledger.Prepare(ctx, s.id()) })
+	}
+	if err := all.Wait(); err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+// tell says in a claim, for whoever reads it, what its devices are and how strong their
+// caps are. The pod does not wait for it.
+func (f *FrontEnd) tell(c *kube.Claim, shares []share) {
+	var devices []kube.ClaimDevice
+	for i := range shares {
+		s := &shares[i]
+		a, ok := f.Ledger.Get(s.id())
+		if !ok {
+			return // given back already
+		}
+		g := &a.Grants[0]
+		data := map[string]string{"gpu": string(g.GPU), "guarantee": "hardware"}
+		switch {
+		case g.NoRoom:
+			delete(data, "guarantee") // no cap at all
+		case g.Kind == ledger.Placement:
+			data["instance"] = g.Placement.String()
+		case g.Cap != ledger.NoCap:
+			f.mu.Lock()
+			data["guarantee"] = f.offer.Guarantee
+			f.mu.Unlock()
+			data["capBytes"] = strconv.FormatUint(g.Cap.Bytes, 10)
+		}
+		devices = append(devices, kube.ClaimDevice{Pool: s.Pool, Device: s.Device, Share: s.Share, Data: data})
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), apiPatience)
+	defer cancel()
+	if err := f.API.SetClaimDevices(ctx, f.Driver, c, devices); err != nil {
+		f.Log.Warn("cannot say in a claim what its devices are", "claim", c.Namespace+"/"+c.Name, "err", err)
+	}
+}
+
+// Unprepare gives a claim back. No container of it is to be running: where the runtime has
+// one, the error says so, and the kubelet asks again.
+func (f *FrontEnd) Unprepare(ctx context.Context, c dra.Claim) error {
+	f.mu.Lock()
+	held := slices.Clone(f.claims[c.UID])
+	f.mu.Unlock()
+	if len(held) == 0 {
+		return nil
+	}
+	containers, err := f.Runtime.Containers(ctx)
+	if err != nil {
+		return fmt.Errorf("ask the container runtime whether a container has the claim yet: %w", err)
+	}
+	for i := range containers {
+		if containers[i].CDIUnknown {
+			return fmt.Errorf("the container runtime does not say whether container %s of pod %s has the claim yet", containers[i].Name, containers[i].InPod())
+		}
+		for _, key := range cdi.Keys(f.Domain, nil, containers[i].CDI) {
+			if slices.Contains(held, key) {
+				return fmt.Errorf("container %s of pod %s runs yet, and has it", containers[i].Name, containers[i].InPod())
+			}
+		}
+	}
+	f.mu.Lock()
+	for _, id := range held {
+		f.endLocked(id, c.UID)
+	}
+	f.mu.Unlock()
+	f.Wake()
+	return nil
+}
+
+// endLocked ends one allocation of a claim.
+func (f *FrontEnd) endLocked(id, uid string) {
+	f.Ledger.Release(ledger.DRA, id)
+	if f.claims[uid] = slices.DeleteFunc(f.claims[uid], func(o string) bool { return o == id }); len(f.claims[uid]) == 0 {
+		delete(f.claims, uid)
+	}
+}
+
+// Found takes over an allocation that was made before this process started, from its
+// record. The error wraps gpu.ErrInvalid where the record is not of this ID.
+func (f *FrontEnd) Found(id string, r ledger.Record, taken time.Time) error {
+	s, err := readShare(id, r.Ref)
+	if err != nil {
+		return err
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.foundLocked(id, r, &s, taken)
+}
+
+func (f *FrontEnd) foundLocked(id string, r ledger.Record, s *share, taken time.Time) error {
+	added, err := f.Ledger.Found(id, r, taken)
+	if added {
+		f.claims[s.UID] = append(f.claims[s.UID], id)
+		// It had its pieces already.
+		a, _ := f.Ledger.Get(id)
+		f.Ledger.Looked(id, a.Epoch, "", "")
+	}
+	return err
+}
+
+// takeOver takes over what a claim has, where no record of it is left: the kubelet or a
+// container says that it is prepared.
+func (f *FrontEnd) takeOver(c *kube.Claim) error {
+	wants := f.wants(c)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	var errs []error
+	for i := range wants {
+		w := &wants[i]
+		if _, ok := f.Ledger.Get(w.id()); ok {
+			continue
+		}
+		err := fmt.Errorf("this node has no device %s: %w", w.Device, gpu.ErrNotFound)
+		if d, ok := f.known()[DeviceName{w.Pool, w.Device}]; ok {
+			var g ledger.Grant
+			w.device = d
+			if g, err = f.grantLocked(w, nil); err == nil {
+				err = f.foundLocked(w.id(), ledger.Record{Owner: ledger.DRA, Resource: f.Driver, Ref: w.ref(), Grants: []ledger.Grant{g}}, &w.share, time.Time{})
+			}
+		}
+		if err != nil {
+			errs = append(errs, fmt.Errorf("take over request %s of claim %s/%s: %w", w.Request, c.Namespace, c.Name, err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// known are all devices that the node's GPUs can have, whatever their layout.
+func (f *FrontEnd) known() map[DeviceName]Device {
+	return everyDevice(f.Node, f.offer.Inventory, f.offer.Cards)
+}
