@@ -324,6 +324,62 @@ func TestEditWaitsForWhoWasPromised(t *testing.T) {
 	})
 }
 
+// A GPU speaks through one front-end at a time, and through the other when nobody has
+// anything of it by way of the first.
+func TestGPUChangesItsAPI(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(2)
+		o.dra = &scheduled{}
+		b := start(t, o, t.TempDir(), allShared)
+		defer b.end()
+		id := string(uuid(0)) + "::1"
+		b.hold("train-3", names.Units, id)
+		time.Sleep(time.Minute)
+		b.SetFile("p.yaml", []byte(throughDRA("mode: shared")))
+		b.want("blocked", firstIsHeldByOne, "")
+		if m := b.message(); !strings.Contains(m, "ns/train-3") {
+			t.Errorf("message %q does not name the holder", m)
+		}
+		if _, d := o.dra.device("00000000-shared"); d != nil {
+			t.Errorf("the GPU speaks twice: %+v", d)
+		}
+		claim := o.dra.allocate(t, "a", "00000001-shared", 3)
+		if _, err := o.dra.prepare(t.Context(), claim); err != nil {
+			t.Fatal(err)
+		}
+		if g := b.Status().GPUs[1]; g.API != "dra" || g.Resource != "" || g.Total != 4 || g.Used != 3 || g.Free != 1 || len(g.Holders) != 1 || g.Holders[0].Units != 3 {
+			t.Errorf("status says %+v", g)
+		}
+		if g := b.Status().GPUs[0]; g.API != "" || g.Total != 4 || g.Used != 1 {
+			t.Errorf("status says %+v", g)
+		}
+		b.with(func() { b.holdings = nil })
+		time.Sleep(2 * time.Minute)
+		b.want("applied", "", "")
+		if _, d := o.dra.device("00000000-shared"); d == nil || len(d.Taints) > 0 {
+			t.Errorf("%+v", d)
+		}
+
+		// And back, while somebody has a claim.
+		b.SetFile("p.yaml", []byte(allShared))
+		b.want("blocked", "0.0 0.1 0.2 0.3", "")
+		if m := b.message(); !strings.Contains(m, "GPU 1") {
+			t.Errorf("message %q", m)
+		}
+		o.dra.remove("a")
+		o.dra.unprepare(t, claim)
+		time.Sleep(2 * time.Minute)
+		b.want("applied", fourUnits, "")
+		if _, d := o.dra.device("-shared"); d != nil {
+			t.Errorf("nobody has it, and it stays: %+v", d)
+		}
+	})
+}
+
+// firstIsHeldByOne is what the kubelet is told while unit 1 of GPU 0 is held and all is
+// withdrawn.
+const firstIsHeldByOne = "0.0x 0.1~ 0.2x 0.3x 1.0x 1.1x 1.2x 1.3x"
+
 // A fault of a GPU is a taint, and an idle hour writes nothing.
 func TestFaultIsATaint(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -12,6 +12,7 @@ import (
 
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -71,11 +72,14 @@ func (r *reporter) gpu(d *gpu.Device, at *scene) status.GPU {
 	if layout.Known {
 		g.Mode = layout.Mode()
 	}
-	if layout.Offers && layout.Kind != ledger.Placement {
+	if layout.Offers && layout.Kind == ledger.Units {
+		g.UnitMiB = uint64(r.opts.MemoryUnit)
+	}
+	switch {
+	case layout.Through(ledger.DRA):
+		g.API = string(ledger.DRA)
+	case layout.Offers && layout.Kind != ledger.Placement:
 		g.Resource = r.names.Of(layout.Kind, mig.Name{})
-		if layout.Kind == ledger.Units {
-			g.UnitMiB = uint64(r.opts.MemoryUnit)
-		}
 	}
 	var reasons []string
 	for _, v := range at.Verdicts { // the worst first
@@ -128,7 +132,11 @@ func (at *scene) holdersOf(u gpu.UUID) (out []status.Holder) {
 func (at *scene) count(gpus []status.GPU) {
 	index := map[gpu.UUID]*status.GPU{}
 	for i := range gpus {
-		index[gpu.UUID(gpus[i].UUID)] = &gpus[i]
+		g := &gpus[i]
+		index[gpu.UUID(g.UUID)] = g
+		if layout := at.Layouts[gpu.UUID(g.UUID)]; layout.Through(ledger.DRA) && layout.Kind != ledger.Placement {
+			at.countClaims(g, layout)
+		}
 	}
 	for _, r := range at.view.Resources {
 		for j := range r.Devices {
@@ -147,6 +155,26 @@ func (at *scene) count(gpus []status.GPU) {
 				g.Unhealthy++
 			}
 		}
+	}
+}
+
+// countClaims counts what a GPU has for claims, in the pieces of its layout.
+func (at *scene) countClaims(g *status.GPU, layout plan.Layout) {
+	g.Total = layout.N
+	for i := range at.allocations {
+		for j := range at.allocations[i].Grants {
+			switch of := &at.allocations[i].Grants[j]; {
+			case string(of.GPU) != g.UUID || of.Kind != layout.Kind || of.NoRoom:
+			case of.Kind == ledger.Units:
+				g.Used += of.Units.Len()
+			default:
+				g.Used++
+			}
+		}
+	}
+	g.Used = min(g.Used, g.Total)
+	if g.Free = g.Total - g.Used; g.Health != status.Healthy {
+		g.Unhealthy, g.Free = g.Free, 0
 	}
 }
 

@@ -432,6 +432,14 @@ func TestDeviceLeavesWhenNoClaimNamesIt(t *testing.T) {
 		if synctest.Wait(); w.named(wholeDevice) != nil || w.named("-shared") == nil {
 			t.Error("nobody has it, and it stays")
 		}
+		off := func(*gpu.Device, *mig.Card) plan.Layout { return plan.Layout{Known: true} }
+		w.lay(off)
+		time.Sleep(2 * sweepEvery)
+		if synctest.Wait(); len(w.have) > 0 {
+			t.Errorf("nothing is offered, and the last slice stays: %+v", w.have)
+		}
+		w.lay(shared)
+		synctest.Wait()
 		// One that the server does not hear of does not leave either.
 		w.set(func() { w.fails = errors.New("no route to host") })
 		w.lay(whole)

@@ -37,7 +37,7 @@ type Publisher struct {
 	wake chan struct{}
 
 	mu sync.Mutex
-	// Guarded by mu: the slices, nil before there are any; whether the kubelet has the
+	// Guarded by mu: the slices; whether the kubelet has the
 	// driver; and what kept the last writing from success.
 	want       []kube.ResourceSlice
 	registered bool
@@ -161,7 +161,7 @@ func newPause() wait.Backoff {
 func (p *Publisher) publish(ctx context.Context) error {
 	p.mu.Lock()
 	want, before, n := p.want, p.err, p.asked
-	due := p.registered && want != nil
+	due := p.registered && n > 0
 	p.mu.Unlock()
 	if !due {
 		return nil

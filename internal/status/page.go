@@ -247,6 +247,11 @@ func (p *sheet) offers() []*nodeOffer {
 
 // modeName says how a GPU is laid out, and of a whole GPU whether it is held.
 func modeName(g *GPU) string {
+	if g.API != "" {
+		of := *g
+		of.API = ""
+		return modeName(&of) + ", by " + g.API
+	}
 	switch {
 	case g.Mode == "whole" && g.Used > 0:
 		return "whole, held"

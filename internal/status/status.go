@@ -91,8 +91,11 @@ type GPU struct {
 	// Mode is the partition's word for the layout: whole, shared, mig or off; empty
 	// while no partition is in force.
 	Mode string `json:"mode,omitempty"`
+	// API is "dra" where the GPU is offered through dynamic resource allocation, and
+	// empty where through the device plugin.
+	API string `json:"api,omitempty"`
 	// Resource is the full name of the resource that the GPU offers; empty for mig
-	// and off.
+	// and off, and through DRA.
 	Resource string `json:"resource,omitempty"`
 	// UnitMiB is the size of one device; 0 if a device is not an amount of memory.
 	UnitMiB uint64 `json:"unitMiB,omitempty"`

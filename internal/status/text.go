@@ -223,6 +223,9 @@ func (p *printer) gpu(s *Status, g *GPU) {
 	p.line("")
 	title := fmt.Sprintf("GPU %-2d ", g.Index)
 	mode := cmp.Or(g.Mode, "no partition")
+	if g.API != "" {
+		mode += " (" + g.API + ")"
+	}
 	if g.MIG != nil && g.MIG.OnDemand {
 		mode += " on demand"
 	}
