@@ -184,7 +184,7 @@ func (a *Agent) act(ctx context.Context, p *pass) {
 	if every := a.executor.busyLook; every > 0 && now.Sub(a.reader.readAt) >= every {
 		a.reader.stale.Store(true)
 	}
-	if n := a.ledger.Released(); n != a.released {
+	if n, _ := a.ledger.Ended(); n != a.released {
 		a.released, a.journal.due, a.gates.swept = n, true, false
 	}
 	work := a.due(p.changes.Work)

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"strconv"
+	"strings"
 
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
@@ -69,8 +70,8 @@ type want struct {
 	pod workload.Pod
 }
 
-// wants are the results of a claim's allocation that are of this node.
-func (f *FrontEnd) wants(c *kube.Claim) (out []want) {
+// wants are the results of a claim's allocation that are of a driver and a node.
+func wants(c *kube.Claim, driver, node string) (out []want) {
 	n := map[string]int{}
 	var pod workload.Pod
 	if len(c.Pods) > 0 {
@@ -78,7 +79,7 @@ func (f *FrontEnd) wants(c *kube.Claim) (out []want) {
 	}
 	for i := range c.Results {
 		r := &c.Results[i]
-		if r.Driver != f.Driver || !ofNode(r.Pool, f.Node) {
+		if r.Driver != driver || !strings.HasPrefix(r.Pool, node+"/") {
 			continue
 		}
 		out = append(out, want{share: share{Namespace: c.Namespace, Name: c.Name, UID: c.UID, Request: r.Request, N: n[r.Request], Pool: r.Pool, Device: r.Device, Share: r.Share},
@@ -113,7 +114,7 @@ func (f *FrontEnd) grantLocked(w *want, beside []ledger.Request) (ledger.Grant, 
 				return g, fmt.Errorf("%d bytes of device %s: an amount is 1 to %d times %d MiB: make the claim anew: %w", amount, w.Device, layout.N, layout.Unit, gpu.ErrInvalid)
 			}
 		}
-		free, err := f.freeNumbers(&g, layout.N, n, beside)
+		free, err := freeNumbers(f.Ledger, &g, layout.N, n, beside)
 		if err != nil {
 			return g, fmt.Errorf("device %s: %w", w.Device, err)
 		}
@@ -128,9 +129,9 @@ func (f *FrontEnd) grantLocked(w *want, beside []ledger.Request) (ledger.Grant, 
 
 // freeNumbers are the n lowest numbers, of so many units or replicas of a GPU, that nobody
 // has.
-func (f *FrontEnd) freeNumbers(g *ledger.Grant, of, n int, beside []ledger.Request) (free []int, err error) {
+func freeNumbers(l *ledger.Ledger, g *ledger.Grant, of, n int, beside []ledger.Request) (free []int, err error) {
 	var grants []ledger.Grant
-	for _, a := range f.Ledger.Allocations() {
+	for _, a := range l.Allocations() {
 		grants = append(grants, a.Grants...)
 	}
 	for i := range beside {

@@ -94,9 +94,6 @@ func everyDevice(node string, inv *gpu.Inventory, cards map[gpu.UUID]*mig.Card) 
 	return out
 }
 
-// ofNode reports whether a pool is one of a node's.
-func ofNode(pool, node string) bool { return strings.HasPrefix(pool, node+"/") }
-
 // poolName is "<node>/<model>": never the bare node name, since counters of two drivers'
 // pools of one name mix in a scheduler before Kubernetes 1.36.4.
 func poolName(node, model string) string { return node + "/" + dnsLabel(model) }

@@ -38,7 +38,7 @@ func (f *FrontEnd) Prepare(ctx context.Context, c dra.Claim) ([]dra.Device, erro
 	if err := refuseConfig(claim); err != nil {
 		return nil, err
 	}
-	wants := f.wants(claim)
+	wants := wants(claim, f.Driver, f.Node)
 	if len(wants) == 0 {
 		return nil, fmt.Errorf("the claim has nothing of driver %s on this node: %w", f.Driver, gpu.ErrInvalid)
 	}
@@ -46,7 +46,7 @@ func (f *FrontEnd) Prepare(ctx context.Context, c dra.Claim) ([]dra.Device, erro
 		return nil, err
 	}
 	for {
-		ended := f.Ledger.Ended()
+		_, ended := f.Ledger.Ended()
 		news, err := f.take(wants)
 		switch {
 		case err == nil:
@@ -268,9 +268,10 @@ func (f *FrontEnd) foundLocked(id string, r ledger.Record, s *share, taken time.
 // takeOver takes over what a claim has, where no record of it is left: the kubelet or a
 // container says that it is prepared.
 func (f *FrontEnd) takeOver(c *kube.Claim) error {
-	wants := f.wants(c)
+	wants := wants(c, f.Driver, f.Node)
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	every := everyDevice(f.Node, f.offer.Inventory, f.offer.Cards)
 	var errs []error
 	for i := range wants {
 		w := &wants[i]
@@ -278,7 +279,7 @@ func (f *FrontEnd) takeOver(c *kube.Claim) error {
 			continue
 		}
 		err := fmt.Errorf("this node has no device %s: %w", w.Device, gpu.ErrNotFound)
-		if d, ok := f.known()[DeviceName{w.Pool, w.Device}]; ok {
+		if d, ok := every[DeviceName{w.Pool, w.Device}]; ok {
 			var g ledger.Grant
 			w.device = d
 			if g, err = f.grantLocked(w, nil); err == nil {
@@ -290,9 +291,4 @@ func (f *FrontEnd) takeOver(c *kube.Claim) error {
 		}
 	}
 	return errors.Join(errs...)
-}
-
-// known are all devices that the node's GPUs can have, whatever their layout.
-func (f *FrontEnd) known() map[DeviceName]Device {
-	return everyDevice(f.Node, f.offer.Inventory, f.offer.Cards)
 }

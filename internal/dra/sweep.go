@@ -162,9 +162,9 @@ func (f *FrontEnd) begin(claims []kube.Claim, state *node.DRAState) {
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	every := f.known()
+	every := everyDevice(f.Node, f.offer.Inventory, f.offer.Cards)
 	for i := range claims {
-		for _, w := range f.wants(&claims[i]) {
+		for _, w := range wants(&claims[i], f.Driver, f.Node) {
 			if d, ok := every[DeviceName{w.Pool, w.Device}]; ok {
 				f.leaving[d] = 0 // unless a layout has it
 			}
@@ -190,7 +190,7 @@ func (f *FrontEnd) Settle(ctx context.Context) error {
 		return fmt.Errorf("list the claims: %w", err)
 	}
 	for i := range claims {
-		wants := f.wants(&claims[i])
+		wants := wants(&claims[i], f.Driver, f.Node)
 		if _, ok := f.taken(claims[i].UID); ok || len(wants) == 0 {
 			continue
 		}
@@ -232,7 +232,7 @@ func (f *FrontEnd) part(claims []kube.Claim, at uint64) {
 	defer f.mu.Unlock()
 	named := map[DeviceName]bool{}
 	for i := range claims {
-		for _, w := range f.wants(&claims[i]) {
+		for _, w := range wants(&claims[i], f.Driver, f.Node) {
 			named[DeviceName{w.Pool, w.Device}] = true
 		}
 	}

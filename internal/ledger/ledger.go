@@ -345,18 +345,12 @@ func (l *Ledger) Release(owner FrontEnd, id string) (Allocation, bool) {
 	return a.Allocation, true
 }
 
-// Ended returns a channel that is closed when the next allocation ends.
-func (l *Ledger) Ended() <-chan struct{} {
+// Ended is how many allocations have ended since the start, and a channel that is closed
+// when the next one does.
+func (l *Ledger) Ended() (n uint64, next <-chan struct{}) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.ended
-}
-
-// Released is how many allocations have ended since the start.
-func (l *Ledger) Released() uint64 {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.released
+	return l.released, l.ended
 }
 
 // Get returns one allocation.

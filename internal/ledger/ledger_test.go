@@ -69,7 +69,7 @@ func TestNoRoom(t *testing.T) {
 	if a, err := l.Take(r); err != nil || a.Record().Ref != "of whom" {
 		t.Fatal(a, err)
 	}
-	ended := l.Ended()
+	_, ended := l.Ended()
 	if _, err := l.Take(Request{ID: "units", Owner: DevicePlugin, Grants: unitsOf("GPU-a", 0)}); err != nil {
 		t.Error(err)
 	}
