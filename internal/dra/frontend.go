@@ -147,6 +147,9 @@ type Offer struct {
 func (f *FrontEnd) Publish(o Offer) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	if f.offer == nil {
+		f.poke() // the claims can be understood now
+	}
 	f.offer = &o
 	f.showLocked()
 }

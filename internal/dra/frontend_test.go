@@ -45,6 +45,12 @@ type world struct {
 	wakes      int
 }
 
+func (w *world) locked(f func()) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	f()
+}
+
 func (w *world) Claim(_ context.Context, _, namespace, name string) (*kube.Claim, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -390,11 +396,13 @@ func TestUnprepareWhileAContainerRuns(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		w.containers = []node.Container{{ID: "c", Name: "main", Namespace: "ns", Pod: "p", CDI: devices[0].CDI}}
+		w.locked(func() {
+			w.containers = []node.Container{{ID: "c", Name: "main", Namespace: "ns", Pod: "p", CDI: devices[0].CDI}}
+		})
 		if err := w.Unprepare(t.Context(), claim); err == nil || !w.ledger.Held() {
 			t.Errorf("%v, %+v", err, w.ledger.Allocations())
 		}
-		w.containers = nil
+		w.locked(func() { w.containers = nil })
 		if err := w.Unprepare(t.Context(), claim); err != nil || w.ledger.Held() {
 			t.Errorf("%v, %+v", err, w.ledger.Allocations())
 		}
@@ -470,9 +478,7 @@ func TestStartKnowsTheClaims(t *testing.T) {
 		if synctest.Wait(); w.writes > 0 {
 			t.Fatal("slices, and nobody knows the claims")
 		}
-		w.mu.Lock()
-		w.away = nil
-		w.mu.Unlock()
+		w.locked(func() { w.away = nil })
 		if err := <-done; err == nil {
 			t.Error("the API server was away")
 		}
@@ -487,6 +493,25 @@ func TestStartKnowsTheClaims(t *testing.T) {
 		if _, err := w.Prepare(t.Context(), waits); err != nil {
 			t.Error(err)
 		}
+	})
+}
+
+// The claims are listed as soon as there is an offer, also where Run came first.
+func TestOfferAfterTheStart(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, 1, shared)
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error)
+		go func() { done <- w.Run(ctx) }()
+		w.Publisher().Registered(true)
+		synctest.Wait()
+		began := time.Now()
+		w.lay(shared)
+		if synctest.Wait(); w.named(shareDevice) == nil || time.Since(began) > 0 {
+			t.Errorf("no slices %v after the offer", time.Since(began))
+		}
+		cancel()
+		<-done
 	})
 }
 
@@ -579,18 +604,14 @@ func TestEndsWithoutUnprepare(t *testing.T) {
 			}
 		}
 		keeps("the API server has it", nobody)
-		w.prepared = []string{claim.UID}
+		w.locked(func() { w.prepared = []string{claim.UID} })
 		w.remove("a")
 		keeps("the kubelet has it", nobody)
-		w.prepared = nil
+		w.locked(func() { w.prepared = nil })
 		keeps("a container has it", somebody)
-		w.mu.Lock()
-		w.away = errors.New("no route to host")
-		w.mu.Unlock()
+		w.locked(func() { w.away = errors.New("no route to host") })
 		keeps("the API server does not answer", nobody)
-		w.mu.Lock()
-		w.away = nil
-		w.mu.Unlock()
+		w.locked(func() { w.away = nil })
 		for range 3 {
 			w.Observe(nobody, time.Now())
 			time.Sleep(sweepEvery)
