@@ -195,11 +195,11 @@ func deviceLists(in *Input, d *gpu.Device) []deviceList {
 	l.holders()
 	// Rounds are frequent and lists long: sizes are known, so nothing grows.
 	l.listed = make(map[name]bool, l.layout.N+len(l.held))
-	blocked := in.Changes.Blocks(d.UUID)
-	if l.parting = in.Changes.Leaving[d.UUID]; blocked && !in.Drain {
+	drains := in.Changes.Drains(d.UUID, in.Drain)
+	if l.parting = in.Changes.Leaving[d.UUID]; in.Changes.Blocks(d.UUID) && !drains {
 		l.parting = nil
 	}
-	withdrawn, leaving := l.withdrawal(blocked)
+	withdrawn, leaving := l.withdrawal(drains)
 	for _, id := range l.ids(l.layout) {
 		l.add(name{l.layout.Kind, id}, withdrawn, leaving)
 	}
@@ -223,7 +223,7 @@ func (l *gpuLists) holders() {
 			continue
 		}
 		if a.Owner != ledger.DevicePlugin || !l.Names.Ours(a.Resource) {
-			l.foreign = true
+			l.foreign = l.foreign || a.Takes(l.gpu.UUID)
 			continue
 		}
 		for j := range a.Grants {
@@ -241,9 +241,9 @@ func (l *gpuLists) holders() {
 }
 
 // withdrawal says why what the layout has may not be given out, and why what is held of
-// it goes with its holders; both are empty where it is on offer. blocked says that the
-// GPU's change waits for holders.
-func (l *gpuLists) withdrawal(blocked bool) (withdrawn, leaving string) {
+// it goes with its holders; both are empty where it is on offer. drains says that the
+// GPU's change waits for holders, and that it offers nothing meanwhile.
+func (l *gpuLists) withdrawal(drains bool) (withdrawn, leaving string) {
 	u := l.gpu.UUID
 	mixed := l.foreign || slices.ContainsFunc(l.held, func(n name) bool { return n.kind != l.layout.Kind })
 	switch {
@@ -256,7 +256,7 @@ func (l *gpuLists) withdrawal(blocked bool) (withdrawn, leaving string) {
 		withdrawn = "the GPU is being laid out anew"
 	case l.layout.Kind == ledger.Placement: // each for itself, see add
 		return l.Closed, ""
-	case blocked && l.Drain:
+	case drains:
 		withdrawn = "the GPU's partition changes when its holders end"
 	default:
 		return l.Closed, ""

@@ -79,10 +79,14 @@ func listed(v *Offer, resource string) string {
 // Build lists what a GPU has, had and has given away.
 func TestBuild(t *testing.T) {
 	two := []ledger.Allocation{holds(names.Units, timeslice.ID(nth(0), 1))}
+	claim := ledger.Allocation{ID: "claim", Owner: ledger.DRA, Grants: []ledger.Grant{{GPU: nth(0), Piece: ledger.Piece{Kind: ledger.Units, Units: ledger.SetOf([]int{1})}}}}
+	admin := ledger.Allocation{ID: "admin", Owner: ledger.DRA, Grants: []ledger.Grant{{GPU: nth(0), Piece: ledger.Piece{Kind: ledger.Whole}, NoRoom: true}}}
 	for _, tt := range []struct {
 		name   string
 		in     Input
 		blocks bool // GPU 0's change waits
+		api    bool // and is one of its API
+		dra    bool // it is offered through DRA
 		units  string
 		whole  string
 		shares string
@@ -100,13 +104,26 @@ func TestBuild(t *testing.T) {
 			units: "0.0 0.1 0.2 0.3 1.0x 1.1x 1.2x 1.3x", whole: "1", shares: "1.0x 1.1x"},
 		{name: "a held ID that no layout has stays for its holder", in: Input{Held: []ledger.Allocation{holds(names.Units, timeslice.ID(nth(1), 7))}},
 			units: "0.0 0.1 0.2 0.3 1.7~", whole: "1x"},
+		{name: "waiting to speak another API, whatever --when-busy says", in: Input{Held: two}, blocks: true, api: true,
+			units: "0.0x 0.1~ 0.2x 0.3x", whole: "1"},
+		{name: "offered through DRA", dra: true, whole: "1"},
+		{name: "offered through DRA, and still held", in: Input{Held: two}, dra: true, units: "0.1~", whole: "1"},
+		{name: "offered through DRA, what was offered before lingers", in: Input{Past: map[gpu.UUID][]plan.Past{nth(0): {{Layout: sharedLayout}}}}, dra: true,
+			units: "0.0x 0.1x 0.2x 0.3x", whole: "1"},
+		{name: "a claim has it", in: Input{Held: []ledger.Allocation{claim}}, units: "0.0x 0.1x 0.2x 0.3x", whole: "1"},
+		{name: "a claim looks after it", in: Input{Held: []ledger.Allocation{admin}}, units: "0.0 0.1 0.2 0.3", whole: "1"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			in := tt.in
 			in.Inventory, in.Names = machine(2), names
 			in.Changes = &plan.Changes{Layouts: map[gpu.UUID]plan.Layout{nth(0): sharedLayout, nth(1): wholeLayout}}
 			if tt.blocks {
-				in.Changes.Blocked = []plan.Blocked{{GPU: nth(0)}}
+				in.Changes.Blocked = []plan.Blocked{{GPU: nth(0), API: tt.api}}
+			}
+			if tt.dra {
+				layout := sharedLayout
+				layout.API = ledger.DRA
+				in.Changes.Layouts[nth(0)] = layout
 			}
 			v := Build(in)
 			for resource, want := range map[string]string{names.Units: tt.units, names.Whole: tt.whole, names.Replicas: tt.shares} {

@@ -34,11 +34,11 @@ func (w *withdrawals) taints(d Device) (out []kube.Taint) {
 
 // withdrawn is why a device is to be given to nobody, empty where it may be.
 func (w *withdrawals) withdrawn(d Device) status.Reason {
-	blocked := w.Drain && w.Changes.Blocks(d.GPU)
+	drains := w.Changes.Drains(d.GPU, w.Drain)
 	switch {
 	case !w.has(d):
 		return status.NotInPartition
-	case slices.Contains(w.Changing, d.GPU), blocked && d.Kind != ledger.Placement:
+	case slices.Contains(w.Changing, d.GPU), drains && d.Kind != ledger.Placement:
 		return status.GPUChange
 	case w.Others[d.GPU] != "":
 		return status.OtherOwner
@@ -49,7 +49,7 @@ func (w *withdrawals) withdrawn(d Device) status.Reason {
 	case d.Kind != ledger.Placement:
 		return ""
 	}
-	if why := w.Changes.Leaving[d.GPU][d.Placement]; why.Message != "" && (w.Drain || !w.Changes.Blocks(d.GPU)) {
+	if why := w.Changes.Leaving[d.GPU][d.Placement]; why.Message != "" && (drains || !w.Changes.Blocks(d.GPU)) {
 		return why.Reason
 	}
 	return w.Failing[mig.Place{GPU: d.GPU, Placement: d.Placement}].Reason

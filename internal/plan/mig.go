@@ -86,6 +86,8 @@ type gpuWithMIG struct {
 	wishes []wish
 	// holders have MIG devices of the GPU, others have it as something else.
 	holders, others []string
+	// owner is the front-end of the first of holders.
+	owner ledger.FrontEnd
 }
 
 // Want is an instance that an allocation, named by its key, waits for.
@@ -138,7 +140,9 @@ func (in *Input) look(d *gpu.Device) (*gpuWithMIG, error) {
 			if has.GPU != d.UUID || has.NoRoom {
 				continue
 			}
-			g.holders = append(g.holders, c.Holder.String())
+			if g.holders = append(g.holders, c.Holder.String()); len(g.holders) == 1 {
+				g.owner = c.Owner
+			}
 			placement, ok := g.card.Placement(has.Placement.Profile, has.Placement.Start, has.Placement.CI)
 			if !ok {
 				continue // of another driver's table; nothing can be made of it
@@ -196,6 +200,13 @@ func Placements(placements []mig.Placement) Layout {
 	return Layout{Known: true, Offers: true, Kind: ledger.Placement, N: len(sorted), Placements: sorted}
 }
 
+// placementsThrough is Placements through a front-end.
+func placementsThrough(f ledger.FrontEnd, placements []mig.Placement) Layout {
+	c := Placements(placements)
+	c.API = f
+	return c
+}
+
 // Names names MIG devices, for the log.
 func Names(placements []mig.Placement) string {
 	words := make([]string, len(placements))
@@ -239,19 +250,12 @@ func (in *Input) planMIG(d *gpu.Device, w config.Want, have Layout, out *Changes
 		return
 	}
 	if !have.Known && len(g.holders) > 0 {
-		have = Placements(nil) // the agent has restarted
+		have = placementsThrough(g.owner, nil) // the agent has restarted
 	}
 	if !have.Known && len(g.others) > 0 {
 		have = in.inferLayout(d, Layout{})
 	}
 	to, leaving := in.next(g, w, have, out)
-	if to.API = cmp.Or(have.API, w.API); to.Offers && w.API != "" && in.MIG.Working[d.UUID] == nil && api(to.API) != w.API {
-		if names, held := holdersOf(in.Allocations, d.UUID, w.API); held {
-			out.Blocked = append(out.Blocked, Blocked{GPU: d.UUID, Index: d.Index, From: string(api(to.API)), To: string(w.API), Reason: status.HeldByPods, Holders: names, API: true})
-		} else {
-			to.API = w.API
-		}
-	}
 	work := in.MIG.Working[d.UUID]
 	if work == nil && have.Offers && have.Kind == ledger.Placement && to.Offers && !have.Equal(to) {
 		// What does not stand is withdrawn before the work like what does.
@@ -294,7 +298,8 @@ func (in *Input) next(g *gpuWithMIG, w config.Want, have Layout, out *Changes) (
 	offers := have.Offers && have.Kind == ledger.Placement
 	wanted, ok := target(w)
 	block := func(reason status.Reason, by []string) {
-		out.Blocked = append(out.Blocked, Blocked{GPU: g.UUID, Index: g.Index, From: g.now(have), To: targetText(w), Reason: reason, Holders: compact(by)})
+		b := Blocked{GPU: g.UUID, Index: g.Index, From: g.now(have), To: targetText(w), Reason: reason, Holders: compact(by)}
+		out.Blocked = append(out.Blocked, b.between(have, Layout{Offers: ok, API: w.API}))
 	}
 	leaving = map[mig.Placement]status.Cause{}
 	switch work := in.MIG.Working[g.UUID]; {
@@ -315,7 +320,7 @@ func (in *Input) next(g *gpuWithMIG, w config.Want, have Layout, out *Changes) (
 		return Layout{Known: true}, leaving
 	case !ok: // to be left as it is
 		if offers && g.MIG.Enabled {
-			return Placements(g.listed()), leaving
+			return placementsThrough(have.API, g.listed()), leaving
 		}
 		return have, leaving
 	case wanted.MIG && len(g.others) > 0:
@@ -325,11 +330,26 @@ func (in *Input) next(g *gpuWithMIG, w config.Want, have Layout, out *Changes) (
 		// The mode was lost under them, as in a reboot, and is not wanted back.
 		block(status.HeldByPods, slices.Concat(g.holders, g.others))
 		if offers {
-			return Placements(nil), leaving
+			return placementsThrough(have.API, nil), leaving
 		}
 		return have, leaving
 	}
-	return in.follow(g, w, wanted, have, leaving, block, out), leaving
+	to = in.follow(g, w, wanted, have, leaving, block, out)
+	if others, held := holdersOf(in.Allocations, g.UUID, api(w.API)); held && to.Offers {
+		// It stays with the front-end through which they have it.
+		if to.API = g.owner; have.Offers {
+			to.API = have.API
+		}
+		if api(to.API) != api(w.API) {
+			for s, why := range g.all(to, status.Why(status.NotInPartition, "the node's partition offers the GPU through %s", api(w.API))) {
+				leaving[s] = why
+			}
+			if !out.Blocks(g.UUID) {
+				block(status.HeldByPods, others)
+			}
+		}
+	}
+	return to, leaving
 }
 
 // all is one reason for everything that a GPU has, that allocations have of it and that its
@@ -403,9 +423,11 @@ func (in *Input) follow(g *gpuWithMIG, w config.Want, wanted mig.Target, have La
 	}
 	switch {
 	case wanted.OnDemand && g.MIG.Enabled:
-		return Placements(in.onDemand(g, w))
-	case wanted.MIG, have.Offers && have.Kind == ledger.Placement:
-		return Placements(g.listed())
+		return placementsThrough(w.API, in.onDemand(g, w))
+	case wanted.MIG:
+		return placementsThrough(w.API, g.listed())
+	case have.Offers && have.Kind == ledger.Placement:
+		return placementsThrough(have.API, g.listed())
 	default:
 		return Layout{Known: true}
 	}
@@ -539,7 +561,7 @@ func (in *Input) finishMIG(g *gpuWithMIG, have, to Layout, leaving map[mig.Place
 	if to.Known {
 		out.Layouts[u] = to
 	}
-	if placements := to.Offers && to.Kind == ledger.Placement; !placements || !(have.Offers && have.Kind == ledger.Placement) {
+	if placements := to.Offers && to.Kind == ledger.Placement; !placements || !(have.Offers && have.Kind == ledger.Placement) || have.speaksOther(to) {
 		if !have.Equal(to) && (have.Offers || to.Offers || have.Known != to.Known) {
 			out.Changing = append(out.Changing, u)
 		}

@@ -250,6 +250,102 @@ func TestBlockedSentence(t *testing.T) {
 	}
 }
 
+// A GPU goes on speaking through a front-end for as long as anybody has something of it
+// that way, and offers nothing new meanwhile; what stands on it stays.
+func TestAPIWaitsForHolders(t *testing.T) {
+	const dp, dra = ledger.DevicePlugin, ledger.DRA
+	by := func(f ledger.FrontEnd, a ledger.Allocation) ledger.Allocation { a.Owner = f; return a }
+	through := func(f ledger.FrontEnd, c Layout) *Layout { c.API = f; return &c }
+	small, err := mig.Parse("1g.10gb")
+	if err != nil {
+		t.Fatal(err)
+	}
+	at := mig.Placement{Profile: small, Start: 1, Size: 1}
+	inMIG := func(d *gpu.Device) {
+		d.MIG = a100()
+		d.MIG.Enabled, d.MIG.Instances = true, []gpu.Instance{{Profile: "1g.10gb", Placement: gpu.Placement{Start: 1, Size: 1}}}
+	}
+	admin := whole(0)
+	admin.NoRoom = true
+	fixed := config.Want{Mode: config.MIG, API: dra, Geometry: []mig.Count{{Profile: small, N: 1}}}
+	for _, c := range []struct {
+		name    string
+		mig     bool
+		have    *Layout // nil: not known
+		held    []ledger.Allocation
+		want    config.Want
+		through ledger.FrontEnd // afterwards
+		blocked string          // the words of it
+		drains  bool            // MIG devices are withdrawn
+		now     bool            // it changes
+	}{
+		{name: "nobody has anything", have: through(dp, wholeLayout), want: config.Want{Mode: config.Whole, API: dra}, through: dra, now: true},
+		{name: "it is offered so already", have: through(dra, wholeLayout), want: config.Want{Mode: config.Whole, API: dra}, through: dra},
+		{name: "nothing said is the device plugin", have: through("", wholeLayout), want: config.Want{Mode: config.Whole, API: dp}, through: dp},
+		{name: "a pod has it", have: through(dp, wholeLayout), held: []ledger.Allocation{by(dp, held("a", whole(0)))}, want: config.Want{Mode: config.Whole, API: dra}, through: dp,
+			blocked: "stays whole (api: device-plugin), not yet whole (api: dra), until these end: ns/a"},
+		{name: "a claim has it", have: through(dra, sharedLayout), held: []ledger.Allocation{by(dra, held("a", units(0, 1)))}, want: config.Want{Mode: config.Whole, API: dp}, through: dra,
+			blocked: "stays shared (api: dra), not yet whole (api: device-plugin), until these end: ns/a"},
+		{name: "other reserved memory", have: through(dp, Layout{Known: true, Offers: true, Kind: ledger.Units, N: 5, Unit: unit}), want: config.Want{Mode: config.Shared, API: dra}, through: dra, now: true},
+		{name: "an administrator looks at it", have: through(dra, wholeLayout), held: []ledger.Allocation{by(dra, held("a", admin))}, want: config.Want{Mode: config.Whole, API: dp}, through: dp, now: true},
+		{name: "found at a start", held: []ledger.Allocation{by(dp, held("a", units(0, 1)))}, want: config.Want{Mode: config.Shared, API: dra}, through: dp,
+			blocked: "stays shared (api: device-plugin), not yet shared (api: dra), until these end: ns/a"},
+		{name: "MIG, nobody has anything", mig: true, have: through(dp, Placements([]mig.Placement{at})), want: fixed, through: dra, now: true},
+		{name: "MIG, a pod has it", mig: true, have: through(dp, Placements([]mig.Placement{at})), held: []ledger.Allocation{by(dp, held("a", placement(t, "1g.10gb", 1)...))}, want: fixed, through: dp,
+			blocked: "(api: device-plugin), not yet 1x1g.10gb (api: dra), until these end: ns/a", drains: true},
+		{name: "MIG, found at a start", mig: true, held: []ledger.Allocation{by(dp, held("a", placement(t, "1g.10gb", 1)...))}, want: fixed, through: dp,
+			blocked: "(api: dra), until these end: ns/a", drains: true},
+		{name: "MIG, left as it is", mig: true, have: through(dra, Placements([]mig.Placement{at})), want: config.Want{}, through: dra},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			inv := machine(1)
+			in := Input{Inventory: inv, Allocations: c.held, Layouts: map[gpu.UUID]Layout{}, Unit: unit}
+			if c.mig {
+				inMIG(&inv.GPUs[0])
+				card, err := mig.NewCard(&inv.GPUs[0].MIG)
+				if err != nil {
+					t.Fatal(err)
+				}
+				in.MIG = MIGInput{Cards: map[gpu.UUID]*mig.Card{uuid(0): card}, Made: map[gpu.UUID]map[mig.Placement]bool{uuid(0): {at: true}}}
+			}
+			if c.have != nil {
+				in.Layouts[uuid(0)] = *c.have
+			}
+			c.want.GPU = uuid(0)
+			in.Wanted = []config.Want{c.want}
+			got := Make(in)
+			if layout := got.Layouts[uuid(0)]; !layout.Through(c.through) {
+				t.Errorf("the layout is %+v, want one through %s", layout, c.through)
+			}
+			text := ""
+			for _, b := range got.Blocked {
+				text += b.String()
+			}
+			if (c.blocked == "") != (text == "") || !strings.Contains(text, c.blocked) || len(got.Blocked) > 1 {
+				t.Errorf("blocked: %q, want %q", text, c.blocked)
+			}
+			if drains := got.Drains(uuid(0), false); drains != (c.blocked != "") {
+				t.Errorf("with --when-busy wait it drains: %v", drains)
+			}
+			if _, goes := got.Leaving[uuid(0)][at]; goes != c.drains {
+				t.Errorf("leaving are %v", got.Leaving)
+			}
+			if now := len(got.Changing) > 0; now != c.now {
+				t.Errorf("it changes now: %v", now)
+			}
+			if len(got.Work) > 0 {
+				t.Errorf("work on the hardware: %+v", got.Work)
+			}
+			if c.now {
+				in.Layouts = got.Layouts
+				if again := Make(in); len(again.Changing) > 0 {
+					t.Errorf("a second plan changes %v", again.Changing)
+				}
+			}
+		})
+	}
+}
+
 // A new process that has not heard of any partition blocks nothing and withdraws
 // nothing.
 func TestNoWishBlocksNothing(t *testing.T) {
