@@ -17,6 +17,7 @@ import (
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
 	kubelet "example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
@@ -223,6 +224,13 @@ func TestClaims(t *testing.T) {
 				}
 				if bytes, err := o.caps.Limit(key(claim), uuid(0)); err != nil || bytes != limit || b.specOf(key(claim)) == nil {
 					t.Errorf("%d, %v", bytes, err)
+				}
+				synctest.Wait() // the round ends
+				if s := b.Status().GPUs[0]; s.MIG != nil && strings.Contains(c.entry, "mig") {
+					i := slices.IndexFunc(s.MIG.Placements, func(p status.Placement) bool { return p.Profile == "3g.40gb" && p.Start == 4 })
+					if i < 0 || s.MIG.Placements[i].State != status.PlacementHeld || s.Used != 1 || s.Free == 0 {
+						t.Errorf("status says %+v of %+v", s.MIG, s)
+					}
 				}
 				if in := mig.Find(o.inv.GPUs[0].MIG.Instances, placementOf(t, "3g.40gb", 4)); strings.Contains(c.entry, "mig") && in == nil {
 					t.Errorf("no instance stands: %v", o.inv.GPUs[0].MIG.Instances)

@@ -134,7 +134,7 @@ func (at *scene) count(gpus []status.GPU) {
 	for i := range gpus {
 		g := &gpus[i]
 		index[gpu.UUID(g.UUID)] = g
-		if layout := at.Layouts[gpu.UUID(g.UUID)]; layout.Through(ledger.DRA) && layout.Kind != ledger.Placement {
+		if layout := at.Layouts[gpu.UUID(g.UUID)]; layout.Through(ledger.DRA) {
 			at.countClaims(g, layout)
 		}
 	}
@@ -160,6 +160,20 @@ func (at *scene) count(gpus []status.GPU) {
 
 // countClaims counts what a GPU has for claims, in the pieces of its layout.
 func (at *scene) countClaims(g *status.GPU, layout plan.Layout) {
+	if layout.Kind == ledger.Placement {
+		for _, dev := range at.forClaims(gpu.UUID(g.UUID)) {
+			g.Total++
+			switch {
+			case at.holders[dev.ID] != nil:
+				g.Used++
+			case dev.Healthy && g.Health == status.Healthy:
+				g.Free++
+			default:
+				g.Unhealthy++
+			}
+		}
+		return
+	}
 	g.Total = layout.N
 	for i := range at.allocations {
 		for j := range at.allocations[i].Grants {
@@ -176,6 +190,26 @@ func (at *scene) countClaims(g *status.GPU, layout plan.Layout) {
 	if g.Free = g.Total - g.Used; g.Health != status.Healthy {
 		g.Unhealthy, g.Free = g.Free, 0
 	}
+}
+
+// forClaims are the MIG devices that a GPU offers through DRA, as the other front-end would
+// list them: healthy where no claim is on their memory slices.
+func (at *scene) forClaims(u gpu.UUID) (out []deviceplugin.Device) {
+	layout := at.Layouts[u]
+	if !layout.Through(ledger.DRA) || layout.Kind != ledger.Placement {
+		return nil
+	}
+	for _, p := range layout.Placements {
+		dev := deviceplugin.Device{ID: mig.ID(u, p), GPU: u, Placement: p, Healthy: true}
+		for i := range at.allocations {
+			for _, g := range at.allocations[i].Grants {
+				on := g.Placement
+				dev.Healthy = dev.Healthy && (g.GPU != u || g.NoRoom || on.Start >= p.Start+p.Size || p.Start >= on.Start+on.Size)
+			}
+		}
+		out = append(out, dev)
+	}
+	return out
 }
 
 // mig shows a GPU's MIG devices: those that stand and those on offer. It is nil where
@@ -198,11 +232,10 @@ func (at *scene) mig(d *gpu.Device) *status.MIG {
 		}
 	}
 	placements := at.standing(d)
-	for i := range at.view.Resources {
-		r := &at.view.Resources[i]
-		for j := range r.Devices {
-			dev := &r.Devices[j]
-			if r.Kind != ledger.Placement || dev.GPU != d.UUID || dev.Placement.Size == 0 {
+	list := func(resource string, devices []deviceplugin.Device) {
+		for j := range devices {
+			dev := &devices[j]
+			if dev.GPU != d.UUID || dev.Placement.Size == 0 {
 				continue
 			}
 			s := placements[dev.ID]
@@ -213,13 +246,19 @@ func (at *scene) mig(d *gpu.Device) *status.MIG {
 				continue // lingers in the list
 			}
 			placements[dev.ID] = s
-			s.Resource, s.Reason = r.Name, dev.Reason
+			s.Resource, s.Reason = resource, dev.Reason
 			if c := at.holders[dev.ID]; c != nil {
 				s.Namespace, s.Pod, s.Container = c.Holder.Namespace, c.Holder.Name, c.Holder.Container
 				s.Reason = cmp.Or(s.Reason, c.Cause.Message)
 			}
 		}
 	}
+	for i := range at.view.Resources {
+		if r := &at.view.Resources[i]; r.Kind == ledger.Placement {
+			list(r.Name, r.Devices)
+		}
+	}
+	list("", at.forClaims(d.UUID))
 	for _, s := range placements {
 		out.Placements = append(out.Placements, *s)
 	}

@@ -14,6 +14,7 @@ import (
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
+	"example.com/gpu-agent/pkg/mig"
 )
 
 // share is what one result of a claim's allocation stands for. The ledger keeps it, in
@@ -99,9 +100,12 @@ func (f *FrontEnd) grantLocked(w *want, beside []ledger.Request) (ledger.Grant, 
 	g := ledger.Grant{GPU: w.device.GPU, Piece: ledger.Piece{Kind: w.device.Kind, Placement: w.device.Placement}, Cap: ledger.NoCap, NoRoom: w.admin}
 	layout := f.offer.Changes.Layouts[g.GPU]
 	switch {
+	case w.admin && g.Kind != ledger.Placement:
+		g.Kind = ledger.Whole
 	case w.admin:
-		if g.Kind != ledger.Placement {
-			g.Kind = ledger.Whole
+		// It takes no room, so nothing is made for it.
+		if d := f.offer.Inventory.ByUUID(g.GPU); mig.Find(d.MIG.Instances, g.Placement) == nil {
+			return g, fmt.Errorf("device %s is no instance at present, and none is made for access that takes nothing: %w", w.Device, gpu.ErrNotFound)
 		}
 	case g.Kind == ledger.Units || g.Kind == ledger.Replica:
 		if layout.Kind != g.Kind || !layout.Offers {

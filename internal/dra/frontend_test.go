@@ -362,6 +362,11 @@ func TestClaimsThatAreRefused(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, 1, shared)
 		defer w.run(shared)()
+		w.lay(onDemand)
+		if _, err := w.Prepare(t.Context(), w.claim("admin", kube.Result{Device: migDevice, Admin: true})); !errors.Is(err, gpu.ErrNotFound) {
+			t.Errorf("admin access to an instance that does not stand: %v", err)
+		}
+		w.lay(shared)
 		claim := w.claim("a", kube.Result{Device: shareDevice, Capacity: memoryOf(1)})
 		w.remove("a")
 		if _, err := w.Prepare(t.Context(), claim); !errors.Is(err, gpu.ErrNotFound) {
