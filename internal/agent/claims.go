@@ -106,7 +106,7 @@ func offers(changes *plan.Changes, through ledger.FrontEnd) bool {
 }
 
 // offered reports whether something of a GPU is in the node's slices.
-func (c *claims) offered(u gpu.UUID) bool { return c.front.Offers(u) }
+func (c *claims) offered(u gpu.UUID) bool { return c.inUse() && c.front.Offers(u) }
 
 func (c *claims) setFaults(gpus map[gpu.UUID]string, placements map[mig.Place]string) {
 	if c.front != nil {

@@ -332,6 +332,28 @@ func TestEditWaitsForWhoWasPromised(t *testing.T) {
 	})
 }
 
+// GPUs of the device plugin are laid out anew without a word of the API server on claims.
+func TestClaimsHoldUpNobodyElse(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(2)
+		o.dra = &scheduled{}
+		file := func(mode string) string {
+			return "version: v1\npartitions:\n  default:\n    - {devices: [0], api: dra, mode: shared}\n    - {devices: [1], mode: " + mode + "}\n"
+		}
+		b := start(t, o, t.TempDir(), file("shared"))
+		defer b.end()
+		o.dra.with(func() { o.dra.away = errors.New("no route to host") })
+		began := time.Now()
+		b.SetFile("p.yaml", []byte(file("whole")))
+		if synctest.Wait(); listed(b.front.Offer(), names.Whole) != "1" || time.Since(began) > 0 {
+			t.Errorf("%s after %v: %s", listed(b.front.Offer(), names.Whole), time.Since(began), b.message())
+		}
+		if text := b.log.String(); strings.Contains(text, "through DRA") {
+			t.Errorf("the API server was asked for claims:\n%s", text)
+		}
+	})
+}
+
 // A GPU speaks through one front-end at a time, and through the other when nobody has
 // anything of it by way of the first.
 func TestGPUChangesItsAPI(t *testing.T) {

@@ -167,7 +167,8 @@ func (a *Agent) withdraw(ctx context.Context, p *pass) {
 	withdrawn := *p.changes
 	withdrawn.Layouts = a.layouts.now // not laid out anew yet
 	a.publish(deviceplugin.Input{Changes: &withdrawn, Changing: p.changes.Changing})
-	if a.claims.inUse() {
+	if slices.ContainsFunc(p.changes.Changing, a.claims.offered) ||
+		slices.ContainsFunc(p.changes.Work, func(w plan.Work) bool { return w.Takes() && a.claims.offered(w.GPU) }) {
 		err := a.claims.settle(ctx)
 		p.unsettled = err != nil
 		p.fail(err)
