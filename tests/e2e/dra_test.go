@@ -148,7 +148,9 @@ func draSlices(t *testing.T) (out []map[string]any) {
 // what does not waits, and a kubelet that restarts finds the driver again. What the real
 // kubelet and containerd then say of who has what is what internal/node reads.
 func TestDRAOnTheRealKubelet(t *testing.T) {
-	b := prepare(t)
+	// Of a name that the node's kubelet has devices of, the scheduler asks no class.
+	b := begin(t, allShared, map[string]int{lab.Memory: gpus * units})
+	b.must(node.AwaitAllocatable(b.ctx, map[string]int{lab.MIG("3g.40gb"): 0}))
 	registered := make(chan struct{}, 9)
 	driver := &preparer{cdiDir: node.File("/run/cdi"), prepared: map[string]dra.Claim{}}
 	b.must(os.MkdirAll(driver.cdiDir, 0o755))
