@@ -119,7 +119,7 @@ func draSlices(t *testing.T) (out []map[string]any) {
 	inv := &gpu.Inventory{Driver: "580.159.03", CUDA: "13.0"}
 	table := gpu.MIG{Capable: true, Enabled: true, Profiles: []gpu.Profile{
 		{Name: "1g.10gb", Slices: 1, Max: 7, Memory: 9728, Placements: []gpu.Placement{{Start: 0, Size: 1}, {Start: 1, Size: 1}, {Start: 2, Size: 1}, {Start: 3, Size: 1}}},
-		{Name: "3g.40gb", Slices: 3, Max: 2, Memory: 40192, Placements: []gpu.Placement{{Start: 0, Size: 4}, {Start: 4, Size: 4}}}}}
+		{Name: "3g.71gb", Slices: 3, Max: 2, Memory: 40192, Placements: []gpu.Placement{{Start: 0, Size: 4}, {Start: 4, Size: 4}}}}}
 	card, err := mig.NewCard(&table)
 	if err != nil {
 		t.Fatal(err)
@@ -148,9 +148,7 @@ func draSlices(t *testing.T) (out []map[string]any) {
 // what does not waits, and a kubelet that restarts finds the driver again. What the real
 // kubelet and containerd then say of who has what is what internal/node reads.
 func TestDRAOnTheRealKubelet(t *testing.T) {
-	// Of a name that the node's kubelet has devices of, the scheduler asks no class.
-	b := begin(t, allShared, map[string]int{lab.Memory: gpus * units})
-	b.must(node.AwaitAllocatable(b.ctx, map[string]int{lab.MIG("3g.40gb"): 0}))
+	b := prepare(t)
 	registered := make(chan struct{}, 9)
 	driver := &preparer{cdiDir: node.File("/run/cdi"), prepared: map[string]dra.Claim{}}
 	b.must(os.MkdirAll(driver.cdiDir, 0o755))
@@ -220,10 +218,11 @@ func TestDRAOnTheRealKubelet(t *testing.T) {
 	}
 
 	// Two instances of half the card, which a pod can also ask for as it asks a device
-	// plugin, and shares of 79 GiB.
-	pod("dra-a", "mig-3g.40gb.example.com", 0)
+	// plugin, and shares of 79 GiB. No other test has this kubelet offer this profile: pods
+	// that ask for a resource of which it had devices once do not run by a claim.
+	pod("dra-a", "mig-3g.71gb.example.com", 0)
 	for _, name := range []string{"dra-b", "dra-c"} {
-		b.apply(run(name, map[string]any{"limits": map[string]any{"example.com/mig-3g.40gb": "1"}}))
+		b.apply(run(name, map[string]any{"limits": map[string]any{"example.com/mig-3g.71gb": "1"}}))
 	}
 	pod("dra-d", memory, 40)
 	pod("dra-e", memory, 39)
