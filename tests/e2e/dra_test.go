@@ -324,6 +324,18 @@ func (b *bench) claimPod(name, class string, gib int) *lab.RunningPod {
 	return b.create(lab.Pod{Name: name, Containers: []lab.Container{{Claims: []string{name}}}})
 }
 
+// comes waits until a pod runs, for as long as the kubelet takes to try again where the
+// driver was not there: 60 to 90 s.
+func (b *bench) comes(pod *lab.RunningPod) {
+	b.Helper()
+	b.must(pod.InState(b.ctx, 4*time.Minute, "to run", func(s lab.PodState) error {
+		if s.Phase != "Running" {
+			return errors.New(s.String())
+		}
+		return nil
+	}))
+}
+
 // TestResourceClaims is DRA from end to end: the real scheduler places claims by what the
 // agent publishes, the real kubelet has it prepare them, and containers have what was
 // promised, whatever restarts meanwhile.
@@ -363,7 +375,7 @@ partitions:
 	share, other := b.claimPod("share", "gpu-memory.example.com", 24), b.claimPod("other", "gpu-memory.example.com", 50)
 	whole, instance := b.claimPod("whole", "gpu.example.com", 0), b.claimPod("instance", "mig-3g.40gb.example.com", 0)
 	for _, pod := range []*lab.RunningPod{share, other, whole, instance} {
-		b.must(pod.Running(b.ctx))
+		b.comes(pod)
 	}
 	if got := indexes(b.inside(share, "")); !slices.Equal(got, []int{3}) {
 		t.Errorf("a share is of %v", got)
@@ -389,9 +401,9 @@ partitions:
 	before := b.life(share, whole, instance)
 	b.must(agent.Kill(b.ctx))
 	b.must(other.Delete(b.ctx))
-	b.must(waits.Running(b.ctx))
+	b.comes(waits)
 	b.must(node.RestartKubelet(b.ctx))
 	after := b.claimPod("after", "gpu.example.com", 0)
-	b.must(after.Running(b.ctx))
+	b.comes(after)
 	b.lives(before, share, whole, instance)
 }
