@@ -176,18 +176,18 @@ func deviceOf(g *ledger.Grant) Device {
 
 // refuseConfig refuses configuration for the driver: it has none.
 func refuseConfig(c *kube.Claim) error {
-	for i := range c.Configs {
-		var kind struct {
-			APIVersion string `json:"apiVersion"`
-			Kind       string `json:"kind"`
-		}
-		_ = json.Unmarshal(c.Configs[i].Parameters, &kind) // what cannot be read has no kind
-		return fmt.Errorf("configuration of kind %q, %q: this driver takes none; say what is wanted by class and capacity, and leave the configuration out: %w", kind.Kind, kind.APIVersion, gpu.ErrInvalid)
+	if len(c.Configs) == 0 {
+		return nil
 	}
-	return nil
+	var kind struct {
+		APIVersion string `json:"apiVersion"`
+		Kind       string `json:"kind"`
+	}
+	_ = json.Unmarshal(c.Configs[0].Parameters, &kind) // what cannot be read has no kind
+	return fmt.Errorf("configuration of kind %q, %q: this driver takes none; say what is wanted by class and capacity, and leave the configuration out: %w", kind.Kind, kind.APIVersion, gpu.ErrInvalid)
 }
 
-// sameShare reports whether an allocation that there is already is of this result.
+// same reports whether two results are of one share.
 func (s *share) same(o *share) bool {
 	return s.Pool == o.Pool && s.Device == o.Device && s.Share == o.Share
 }

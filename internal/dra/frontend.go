@@ -178,20 +178,21 @@ func (f *FrontEnd) showLocked() {
 		l := in.Layouts[d.GPU]
 		return l.Offers && l.Kind == d.Kind && (d.Kind != ledger.Placement || slices.Contains(l.Placements, d.Placement))
 	}
+	keep := func(d Device) {
+		if _, known := f.leaving[d]; !known && !has(d) {
+			f.leaving[d] = 0
+		}
+	}
 	if f.published != nil {
 		for _, d := range f.published.Devices {
-			if _, known := f.leaving[d]; !known && !has(d) {
-				f.leaving[d] = 0
-			}
+			keep(d)
 		}
 	}
 	held := f.Ledger.Allocations()
 	for i := range held {
 		for j := range held[i].Grants {
 			if g := &held[i].Grants[j]; held[i].Owner == ledger.DRA && !g.NoRoom {
-				if _, known := f.leaving[deviceOf(g)]; !known && !has(deviceOf(g)) {
-					f.leaving[deviceOf(g)] = 0
-				}
+				keep(deviceOf(g))
 			}
 		}
 	}

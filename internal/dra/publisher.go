@@ -37,8 +37,8 @@ type Publisher struct {
 	wake chan struct{}
 
 	mu sync.Mutex
-	// Guarded by mu: the slices; whether the kubelet has the
-	// driver; and what kept the last writing from success.
+	// Guarded by mu: the slices; whether the kubelet has the driver; and what kept the last
+	// writing from success.
 	want       []kube.ResourceSlice
 	registered bool
 	err        error

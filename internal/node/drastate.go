@@ -70,8 +70,7 @@ func ReadDRAState(kubeletDir string) (DRAState, error) {
 		}
 		return DRAState{}, &failure{gpu.ErrNotFound, "read the kubelet's account of claims", err}
 	}
-	switch {
-	case err != nil:
+	if err != nil {
 		return DRAState{}, fmt.Errorf("read the kubelet's account of claims: %w", err)
 	}
 	claims, err := decodeDRAState(data)

@@ -37,8 +37,7 @@ const twoClaims = `[
 func TestDRAState(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "dra_manager_state")
-	p := NewPodResources(dir)
-	if s, err := p.DRAState(); !errors.Is(err, gpu.ErrNotFound) || s.Claims != nil || s.Stamp != (Stamp{}) {
+	if s, err := ReadDRAState(dir); !errors.Is(err, gpu.ErrNotFound) || s.Claims != nil || s.Stamp != (Stamp{}) {
 		t.Errorf("without a file: %+v, %v", s, err)
 	}
 	for list, want := range map[string][]PreparedClaim{
@@ -53,7 +52,7 @@ func TestDRAState(t *testing.T) {
 		},
 	} {
 		replace(t, path, account(t, list))
-		if s, err := p.DRAState(); err != nil || !reflect.DeepEqual(s.Claims, want) || s.Stamp == (Stamp{}) {
+		if s, err := ReadDRAState(dir); err != nil || !reflect.DeepEqual(s.Claims, want) || s.Stamp == (Stamp{}) {
 			t.Errorf("%s\ngot  %+v, %v\nwant %+v", list, s, err, want)
 		}
 	}

@@ -97,9 +97,6 @@ func (p *PodResources) Checkpoint() (Checkpoint, error) { return ReadCheckpoint(
 // Stamp is CheckpointStamp of this kubelet.
 func (p *PodResources) Stamp() Stamp { return CheckpointStamp(p.dir) }
 
-// DRAState is ReadDRAState of this kubelet.
-func (p *PodResources) DRAState() (DRAState, error) { return ReadDRAState(p.dir) }
-
 // List returns the kubelet's account of pods and their devices. It does not
 // wait for a kubelet that is away.
 func (p *PodResources) List(ctx context.Context) (Listing, error) {

@@ -293,9 +293,7 @@ func checkHolders(b *bench, driver *preparer) {
 	if !reflect.DeepEqual(has, want) {
 		b.Errorf("by the runtime, containers have %v, want %v", has, want)
 	}
-	kubelet := witness.NewPodResources(node.File("/var/lib/kubelet"))
-	defer kubelet.Close()
-	state, err := kubelet.DRAState()
+	state, err := witness.ReadDRAState(node.File("/var/lib/kubelet"))
 	b.must(err)
 	for _, c := range state.Claims {
 		devices := c.Devices[draDriver]
